@@ -934,9 +934,9 @@ KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
  * blocks.  Only kvc_prefix_release keeps the blocks that they fill from then on.
  * An acquired sequence ends like any other: kvc_clear_sequence keeps only the blocks of the prompt that were full by
  * then.  It may be edited: what follows the edit is kept only by kvc_prefix_release.  An unstored batch counts as an
- * edit of all its tokens.  Several prefixes, for adapters and tenants, may share a cache.  The time of a call grows with
- * the number of blocks of its tokens, and of blocks that it drops.  For each block it also looks at up to 32 others that
- * begin alike. */
+ * edit of all its tokens.  Several prefixes, for adapters and tenants, may share a cache.  The time of a call grows
+ * with the number of blocks of its tokens, and of blocks that it drops.  For each block it also looks at up to 32
+ * others that begin alike. */
 
 typedef struct kvc_prefix kvc_prefix;
 
@@ -1027,8 +1027,8 @@ KVC_API kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const 
  * windows have left the last token behind and no kept block has the rows of that token.
  * Fails with KVC_ERR_BUSY and KVC_ERR_INVALID as kvc_prefix_release does, and with KVC_ERR_INVALID if num_bytes is more
  * than state_bytes, or there is a state and no token.  Fails with KVC_ERR_FULL if max_bytes leaves no room for the
- * state, or pinned states leave none within max_checkpoint_bytes, and with KVC_ERR_NOMEM.  A call that fails so may have
- * kept blocks without the state, and evicted others. */
+ * state, or pinned states leave none within max_checkpoint_bytes, and with KVC_ERR_NOMEM.  A call that fails so may
+ * have kept blocks without the state, and evicted others. */
 KVC_API kvc_status kvc_prefix_checkpoint(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens,
                                          const void *state, int64_t num_bytes);
 
@@ -1048,8 +1048,8 @@ KVC_API kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *token
 /* Pins the known tokens of a prompt, such as a system prompt: their blocks and state are not evicted.  Sets *kept to
  * the number of these tokens; if it is 0, nothing is pinned.  Call it again once more of the prompt is known: the pin
  * then holds that, too.  If only the first tokens of a block are the prompt's, the whole block is pinned.  Where layers
- * have chunks, the block behind the known tokens may have to be pinned, too.  A pin does not count as a use.  Fails with
- * KVC_ERR_NOMEM. */
+ * have chunks, the block behind the known tokens may have to be pinned, too.  A pin does not count as a use.  Fails
+ * with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_pin(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *kept);
 
 /* Takes back one kvc_prefix_pin of the same tokens; does nothing if no such pin is left.  Once all are taken back, they
@@ -1136,8 +1136,8 @@ typedef struct kvc_new_block {
 /* Writes the blocks that prefixes with collects_new have kept since the last call: at most max_blocks.  Sets
  * *num_blocks to how many it wrote.  A block comes once, and again when it gets more rows, a checkpoint at its end, or
  * a later checkpoint within it; of blocks that begin with the same tokens, up to 64 come again for the last reason.
- * Blocks that were dropped since, or added by kvc_prefix_add, do not come.  Nor does any block for a checkpoint that was
- * added so.  Call it after each commit and kvc_prefix_release. */
+ * Blocks that were dropped since, or added by kvc_prefix_add, do not come.  Nor does any block for a checkpoint that
+ * was added so.  Call it after each commit and kvc_prefix_release. */
 KVC_API kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t new_block_size,
                                        int64_t max_blocks, int64_t *num_blocks);
 
@@ -1216,8 +1216,8 @@ KVC_API kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store
  * of processes and threads may share a folder, also Python's DirectoryStore.  A relative path starts where the process
  * is now, also after a chdir().  Its files take at most max_bytes (0: no limit): the least recently read or written
  * ones are removed until 1/16 of that is free.  Only their owner can read files; on Windows, whoever the folder allows.
- * There the path is UTF-8.  Links and files of other names are left alone.  Of a value that has more than max_bytes, `read`
- * copies the first max_bytes.  Nothing is synced to the disk: a file that
+ * There the path is UTF-8.  Links and files of other names are left alone.  Of a value that has more than max_bytes,
+ * `read` copies the first max_bytes.  Nothing is synced to the disk: a file that
  * a power cut damages counts as missing.  Its functions fail with KVC_ERR_STORE and KVC_ERR_NOMEM.  Fails with
  * KVC_ERR_STORE if the folder cannot be made or used, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_dir_store_new(const char *path, int64_t max_bytes, kvc_store **store);

@@ -1,8 +1,8 @@
 /* useful.h: which evictable sequences free slots of a group once they are evicted.
  *
  * A sequence is useful in a group if it holds slots there that only evictable sequences hold.  A call that needs room
- * looks at useful ones alone.  Others come back as soon as the last sequence that may not be evicted drops one of their
- * slots.  A sequence becomes useless without notice when others get hold of its slots: kvc_useful_check finds out.
+ * looks at useful ones alone.  The others come back as soon as the last sequence that may not be evicted drops a slot
+ * of theirs.  A sequence becomes useless without notice when others get hold of its slots: kvc_useful_check finds out.
  *
  * All functions are called with the mutex held.
  */
@@ -11,7 +11,7 @@
 
 #include "cache/cache.h"
 
-/* Where a sequence stands in a group. */
+/* The standing of a sequence in a group. */
 struct kvc_standing {
     kvc_links links;          /* in pool->useful, by last use; first, as useful.c casts */
     kvc_sequence *sequence;   /* NULL: it is not evictable, or has no rows there */
@@ -25,8 +25,7 @@ void kvc_useful_init(kvc_pool *pool);
 void kvc_useful_add(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_useful_remove(kvc_cache *cache, kvc_sequence *sequence);
 
-/* Returns the least recently used sequence that is useful in a group, of those used after `used`; NULL if there is
- * none. */
+/* Returns the least recently used sequence that is useful in a group and was used after `used`, or NULL. */
 kvc_sequence *kvc_useful_after(const kvc_pool *pool, int64_t used);
 
 /* Returns whether a sequence that kvc_useful_after has found is useful still; if not, it is found no more. */

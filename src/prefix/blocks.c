@@ -1,4 +1,4 @@
-/* blocks.c: how blocks get out of a cache, into stores, and back; what they are called, and when they come and go. */
+/* blocks.c: how blocks get out of a cache, into stores, and back; their names; events. */
 #include <string.h>
 
 #include "base/dtype.h"
@@ -275,7 +275,7 @@ typedef struct arrival {
     int64_t forgot;   /* kvc_added.forgot */
 } arrival;
 
-/* Finds the state behind the rows of a payload, `size` bytes; returns whether that is one of the block. */
+/* Finds the state behind the rows of a payload of `size` bytes.  Returns whether it is a state of the block. */
 static int find_state(arrival *a, int64_t size) {
     a->state_bytes = a->size - size - POSITION_BYTES;
     if (a->state_bytes < 1 || a->state_bytes > a->prefix->state_bytes) return 0;
@@ -338,7 +338,7 @@ static int brings_more(const arrival *a, const kvc_node *parent) {
     return 0;
 }
 
-/* Returns whether blocks may be added behind a node: those up to it are kept, or it is part of what is known. */
+/* Returns whether blocks may be added behind a node: all blocks up to it are kept, or it is known. */
 static int may_follow(const kvc_match *m, const kvc_node *node) {
     if (m->with_rows >= node->end) return 1;
     while (node->parent && kvc_node_is_live(node)) node = node->parent;
@@ -363,8 +363,8 @@ static kvc_status begin_arrival(arrival *a, const kvc_tokens *tokens, int32_t *i
     return KVC_OK;
 }
 
-/* Returns the block of the arrived rows up to a position, where it is new with a state at its end, NULL: none; NULL if
- * there is no memory, or no room for the state. */
+/* Returns the block of the arrived rows up to a position, if it is new, with a state at its end (NULL: without a
+ * state).  Returns NULL if there is no memory, or no room for the state. */
 static kvc_node *add_rows(const arrival *a, kvc_node *parent, const kvc_sequence *arrived, int32_t end,
                           kvc_checkpoint *checkpoint) {
     kvc_tree *tree = parent->tree;

@@ -18,7 +18,7 @@ typedef struct kvc_checkpoint {
     int64_t num_bytes;       /* of the state, which follows */
 } kvc_checkpoint;
 
-/* Those of all blocks of a tree. */
+/* The checkpoints of all blocks of a tree. */
 typedef struct kvc_checkpoints {
     kvc_cache *cache;
     kvc_sorted unpinned;                              /* those without a pin, by stamp */
@@ -42,8 +42,8 @@ typedef struct kvc_state_use {
 void kvc_state_use_begin(kvc_cache *cache, kvc_state_use *use, kvc_checkpoint *checkpoint);
 void kvc_state_use_end(kvc_cache *cache, const kvc_state_use *use);
 
-/* Begins the use of a new one.  Releases the mutex while the state is copied.
- * KVC_ERR_NOMEM; KVC_ERR_FULL if max_bytes leaves no room; use->checkpoint is NULL then. */
+/* Begins the use of a new one.  Releases the mutex while the state is copied.  Fails with KVC_ERR_NOMEM, and with
+ * KVC_ERR_FULL if max_bytes leaves no room.  use->checkpoint is NULL then. */
 kvc_status kvc_checkpoint_new(kvc_cache *cache, const void *state, int64_t num_bytes, kvc_state_use *use);
 
 /* Notes whether its block loses its rows if everything evictable is evicted; ignores NULL. */
@@ -58,14 +58,15 @@ void kvc_checkpoint_use(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t ad
 /* Copies the state.  Releases the mutex meanwhile. */
 void kvc_checkpoint_read(kvc_cache *cache, kvc_checkpoint *checkpoint, void *state);
 
-/* Puts a checkpoint in its place in a block, unless there is one, or pinned ones leave no room within the limit, and
- * drops the least recently used ones beyond the limit that are not pinned.  Returns whether it was put there. */
+/* Puts a checkpoint in its place in a block, unless the block has one there, or pinned checkpoints leave no room
+ * within the limit.  Drops the least recently used checkpoints beyond the limit that are not pinned.  Returns
+ * whether it was put there. */
 int kvc_checkpoints_put(kvc_checkpoints *all, struct kvc_node *node, kvc_checkpoint *checkpoint);
 
-/* Drops that of a block, if there is one. */
+/* Drops the checkpoint of a block, if it has one. */
 void kvc_checkpoints_drop(kvc_checkpoints *all, struct kvc_node *node);
 
-/* Adds to the pins of the state of a block, and of one that takes its place. */
+/* Adds to the pins of a block's state, whichever state the block has. */
 void kvc_checkpoints_pin(kvc_checkpoints *all, struct kvc_node *node, int32_t add);
 
 /* Marks one as used. */

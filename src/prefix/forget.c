@@ -6,7 +6,7 @@
 
 enum { AT_ONCE = 16 }; /* blocks that are dropped before others get the mutex */
 
-/* What is to be dropped next. */
+/* The next blocks to drop. */
 typedef struct doomed {
     const kvc_tokens *tokens;
     kvc_node *nodes[AT_ONCE];
@@ -20,8 +20,7 @@ static void add(doomed *d, kvc_node *node) {
 
 /* ---- finding ----------------------------------------------------------------------------------------------------- */
 
-/* Returns the last of the nodes below one, which stands behind all that are nearer to the root; itself, if there are
- * none. */
+/* Returns the last node below a node, in an order by distance from the root; the node itself if it has no children. */
 static kvc_node *last_below(kvc_node *node) {
     while (node->children.num) node = kvc_node_end(node, 1);
     return node;
@@ -102,8 +101,8 @@ static void drop(const kvc_prefix *prefix, const doomed *d, names *n, int64_t *n
     }
 }
 
-/* Returns whether a sequence may hold rows of a prompt's tokens, or has held them: they may be kept aside, or a state
- * be made of them, though windows have left them all behind. */
+/* Returns whether a sequence may hold rows of a prompt's tokens, or has held them.  Rows may be kept aside, or a
+ * state made of them, although windows have left them all behind. */
 static int may_hold(const kvc_sequence *sequence, const kvc_tokens *tokens) {
     if (!sequence->in_batch && kvc_sequence_is_blank(sequence)) return 0;
     return !sequence->follower || kvc_session_begins(sequence->follower, tokens);

@@ -5,7 +5,7 @@
 #include "base/dtype.h"
 #include "prefix/prefix.h"
 
-/* Returns the transform of rows, where the type leaves it open: others have none, or one of their own. */
+/* Returns the transform of rows, if the type leaves it open.  Other types have no transform, or their own. */
 static int64_t transform_of(int32_t type, int32_t transform) {
     const int is_open = type >= KVC_FLOAT_TYPES && type != KVC_INT6 && type != KVC_INT4;
     return is_open ? transform : KVC_TRANSFORM_NONE;
@@ -39,7 +39,7 @@ static void add_rope(kvc_blake2b *hash, const kvc_rope *rope) {
     }
 }
 
-/* Adds the fields of a layer that rows depend on.  What a layer shares, or lacks, says the rest. */
+/* Adds the fields of a layer that rows depend on.  A layer's share, or its lack of rows, says the rest. */
 static void add_layer(kvc_blake2b *hash, const kvc_layer *layer) {
     const int64_t share = layer->share, has_rows = !share && layer->policy.kind != KVC_NONE,
                   in_key = layer->value_in_key != 0;

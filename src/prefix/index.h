@@ -13,7 +13,7 @@ struct kvc_node;
 uint64_t kvc_hash_tokens(const kvc_token_span *tokens);
 uint64_t kvc_hash_on(uint64_t hash, const kvc_token_span *tokens, uint64_t top);
 
-/* Returns the most recently used node with this hash; NULL if there is none. */
+/* Returns the most recently used node with this hash, or NULL. */
 struct kvc_node *kvc_index_find(const kvc_sorted *index, uint64_t hash);
 
 /* Returns the next node with the same hash, from the most recently used on; NULL if there are no more. */

@@ -3,8 +3,8 @@
 #include "cache/waiting.h"
 #include "prefix/prefix.h"
 
-/* Sets *found to a sequence whose blocks may be kept, NULL: it holds nothing; and shortens tokens to those that are in
- * it, and exact; to none where it holds what was forgotten. */
+/* Sets *found to a sequence whose blocks may be kept, or to NULL if it is empty.  Shortens the tokens to the exact
+ * ones that the sequence holds; to none if it holds forgotten rows. */
 static kvc_status find_to_keep(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *tokens, kvc_sequence **found) {
     kvc_sequence *sequence = *found = kvc_cache_find(prefix->cache, seq_id);
     KVC_TRY(kvc_check_idle(sequence));
@@ -40,8 +40,8 @@ kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const kvc_toke
 
 enum { MOST_LISTED = 64 };
 
-/* Lists full blocks for stores whose last state is that of a node, which is new: its own; or those that begin with it,
- * of which there may be many: some of them. */
+/* Lists full blocks for stores whose last state is a node's new state: the node's own block, or blocks that begin
+ * with the node.  There may be many of these; some are listed. */
 static void collect_with_state(kvc_node *node) {
     const kvc_node *parent = node->parent;
     kvc_node_collect(node);
@@ -84,9 +84,9 @@ static kvc_status keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tok
     return kvc_fail(KVC_ERR_FULL, "max_bytes leaves no room for a checkpoint and its blocks");
 }
 
-/* Finds the sequence, copies the state, and keeps it, if the tokens are there and exact.  The sequence may be another
- * one of that id by the end of the copy, with the same tokens computed anew, because the prefix has forgotten them: the
- * state would be the old one's. */
+/* Finds the sequence, copies the state, and keeps it, if the tokens are there and exact.  By the end of the copy,
+ * another sequence may have this id, with the same tokens computed anew because the prefix has forgotten them.  The
+ * state would belong to the old sequence. */
 static kvc_status keep_state(kvc_prefix *prefix, int64_t seq_id, kvc_tokens tokens, const void *state,
                              int64_t num_bytes) {
     const int64_t num_tokens = tokens.num_tokens, forgot = prefix->forgot;

@@ -1,8 +1,9 @@
 /* match.h: which of a prompt's tokens are known.  Everybody who asks that asks here.
  *
  * The first n tokens of a prompt are known if live kept blocks of these tokens hold, for each layer group, every row
- * that a token at position n would see, and, where the prefix has recurrent states, the state behind them.  n is at
- * most where the last live block of the prompt ends.  A block is live while it has rows, and has not expired.
+ * that a token at position n would see.  If the prefix has recurrent states, the state behind these tokens must be
+ * kept, too.  n is at most where the last live block of the prompt ends.  A block is live while it has rows, and has
+ * not expired.
  *
  * All functions are called with the mutex held.
  */
@@ -12,7 +13,7 @@
 #include "edit/retain.h"
 #include "prefix/prefix.h"
 
-/* What is known of a prompt. */
+/* The known tokens of a prompt. */
 typedef struct kvc_match {
     kvc_piece *pieces; /* [num] rows of live nodes whose first tokens are the prompt's: those of a block side by side */
     int32_t num, room;

@@ -11,11 +11,12 @@ kvc_pinned *kvc_pin_add(kvc_prefix *prefix, kvc_node *last);
 void kvc_pin_remove(kvc_prefix *prefix, kvc_pinned **at);
 void kvc_pin_remove_all(kvc_prefix *prefix);
 
-/* Pins what is known of a prompt, in place of what was when it was pinned before, unless that was more.
+/* Pins the known tokens of a prompt, in place of the tokens that an earlier pin of it holds, unless these are more.
  * KVC_ERR_NOMEM. */
 kvc_status kvc_pin_known(kvc_prefix *prefix, const kvc_match *m, const uint8_t *name);
 
-/* Takes back one call of it for the prompt with this name, if there is one: with the last, nothing of it is pinned. */
+/* Takes back one pin of the prompt with this name, if it has a pin.  After the last one, nothing of the prompt is
+ * pinned. */
 void kvc_pin_take_back(kvc_prefix *prefix, const uint8_t *name);
 
 /* Takes pins of prompts from at most `num` nodes of a tree.  Returns whether there are more. */

@@ -71,7 +71,7 @@ static kvc_status check_config(const kvc_cache *cache, const kvc_prefix_config *
     return KVC_OK;
 }
 
-/* Returns which bit of kvc_origin.forgotten_in is a new prefix's: one that no other has, as long as there is one. */
+/* Returns the bit of kvc_origin.forgotten_in for a new prefix: an unused bit, as long as one is left. */
 static int32_t take_bit(kvc_cache *cache) {
     int32_t best = 0;
     for (int32_t i = 1; i < 64; i++)
@@ -161,7 +161,7 @@ kvc_node *kvc_prefix_next_new(kvc_cache *cache) {
     return cache->new_blocks;
 }
 
-/* Ends some pins of a tree that no prefix has any more; without pins, drops some of its nodes.  Returns whether there
+/* Ends some pins of a tree that no prefix has; if it has no pins, drops some of its nodes.  Returns whether there
  * are more; frees the tree if not. */
 static int drop_some(kvc_cache *cache, kvc_tree *tree) {
     if (kvc_pins_end_some(tree, PASSED_AT_ONCE)) return 1;
@@ -175,7 +175,7 @@ static int drop_some(kvc_cache *cache, kvc_tree *tree) {
     return 0;
 }
 
-/* Drops a tree that is no prefix's any more, a few nodes at a time. */
+/* Drops a tree that no prefix has, a few nodes at a time. */
 static void drop_tree(kvc_cache *cache, kvc_tree *tree) {
     kvc_tree_retire(tree);
     while (kvc_tree_unprotect(tree, PASSED_AT_ONCE)) kvc_cache_give_way(cache);
@@ -310,7 +310,7 @@ static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const kvc_matc
     return KVC_OK;
 }
 
-/* Begins a sequence with what is known of a prompt, up to `limit` tokens. */
+/* Begins a sequence with the known tokens of a prompt, up to `limit` tokens. */
 static kvc_status acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, int64_t *seq_id,
                           int32_t *matched) {
     kvc_match m;

@@ -26,7 +26,7 @@ static int ends_before(const kvc_node *node, const kvc_tokens *tokens, int64_t p
     return kvc_tokens_common(&own, &wanted) == num;
 }
 
-/* Returns a child with all its rows that has most tokens in common with these at its beginning; NULL if there is none.
+/* Returns the child with all its rows that shares the most first tokens with these; NULL if no child shares any.
  */
 static kvc_node *find_next(const kvc_node *parent, const kvc_token_span *tokens, int32_t *common) {
     kvc_alike alike = kvc_alike_begin(parent, tokens);
@@ -51,7 +51,7 @@ static chunk extend(kvc_node *node, const kvc_tokens *tokens, int64_t position, 
     return found;
 }
 
-/* Returns the longest chunk of the prompt at a position: num_tokens is 0 if there is none. */
+/* Returns the longest chunk of the prompt at a position.  Its num_tokens may be 0. */
 static chunk find_chunk(const kvc_sorted *index, const kvc_tokens *tokens, int64_t position, int32_t block) {
     chunk best = {0};
     uint64_t hash = 0, top = 1;

@@ -26,13 +26,13 @@ typedef struct kvc_session {
     kvc_tokens prompt;              /* tokens that the sequence is to be fed, from the beginning of a block on */
 } kvc_session;
 
-/* Makes the session of a sequence that is to hold the prompt's tokens up to `matched` and to be fed the others; NULL if
- * out of memory.  Frees one that has not begun. */
+/* Makes the session of a sequence that is to hold the prompt's tokens up to `matched` and to be fed the others; NULL
+ * if out of memory.  Frees a session that has not begun. */
 kvc_session *kvc_session_new(struct kvc_prefix *prefix, const kvc_tokens *tokens, int32_t matched);
 void kvc_session_free(kvc_session *session);
 
-/* Makes the session that of a sequence whose full blocks are those up to `last`, and the state of the model, NULL:
- * none, which gets a user. */
+/* Attaches the session to a sequence.  Its full blocks up to `last` are in the tree already.  Takes a reference to
+ * the state of the model (NULL: no recurrent state). */
 void kvc_session_begin(kvc_session *session, kvc_sequence *sequence, kvc_node *last, kvc_checkpoint *state);
 
 /* Returns the sequence's session of this prefix; NULL if it has none. */
@@ -49,19 +49,20 @@ int kvc_session_begins(const kvc_follower *session, const kvc_tokens *tokens);
 /* Drops what is not known of the sequence's blocks, which holds forgotten rows, and keeps no more of them. */
 void kvc_session_forget(kvc_session *session);
 
-/* Notes that the tokens of the sequence from a position on are not those that were given. */
+/* Notes that the tokens of the sequence from a position on differ from the given tokens. */
 void kvc_session_roll_back(kvc_session *session, int32_t position);
 
-/* Keeps the blocks of any sequence that its first tokens, which are now known, fill, and one that they end in: a longer
- * one that begins with it will do, unless is_exact.  Returns the last one with rows, perhaps the root. */
+/* Keeps the blocks of any sequence that its first tokens, which are now known, fill, and the block that they end in.
+ * Unless is_exact, a longer block that begins with that one will do.  Returns the last one with rows, perhaps the
+ * root. */
 kvc_node *kvc_session_keep(struct kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens, int is_exact);
 
-/* Keeps the blocks that a batch fills, of the sequences that were acquired: before its tokens become theirs, as some of
- * their rows expire then; where only some are kept, once these are. */
+/* Keeps the blocks of acquired sequences that a batch fills.  This is done before its tokens become theirs, because
+ * some rows expire then.  If only some tokens are kept, it is done afterwards. */
 void kvc_sessions_fill(const kvc_batch *batch);
 
-/* Evicts what kept blocks take beyond max_bytes, once a call has kept more.  Where that does not suffice, sequences
- * give up their place in the tree: the blocks that they fill from then on are found once they are released. */
+/* Evicts what kept blocks take beyond max_bytes, once a call has kept more.  If that does not suffice, sequences
+ * give up their place in the tree.  Blocks that they fill later are found once they are released. */
 void kvc_sessions_fit(kvc_cache *cache);
 
 #endif

@@ -71,7 +71,7 @@ static int may_lack(const kvc_cache *cache) {
     return 0;
 }
 
-/* Takes the next new block; *is_there is 0 if there is none. */
+/* Takes the next new block; *is_there is 0 if no new block is left. */
 static kvc_status take_block(kvc_carrier *c, departure *d, int *is_there) {
     kvc_lock(c->cache);
     kvc_node *node = kvc_prefix_next_new(c->cache);
@@ -103,9 +103,9 @@ static int is_complete(const kvc_cache *cache, const uint8_t *payload) {
     return 1;
 }
 
-/* Adds what the store has of a block to its payload of *size bytes, where that may lack something: it was computed
- * again without a state, or windows have lost rows.  Sets *value to the value of both, NULL where the store has it
- * already. */
+/* Adds rows and state that the store has of a block to its payload of *size bytes.  The payload may lack them: the
+ * block was computed again without a state, or windows have lost rows.  Sets *value to the value of both, NULL where
+ * the store has it already. */
 static kvc_status join_stored(kvc_carrier *c, const departure *d, uint8_t **value, int64_t *size) {
     const int64_t header = KVC_VALUE_HEADER;
     int64_t stored;
@@ -162,8 +162,8 @@ kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_
 
 /* ---- in ---------------------------------------------------------------------------------------------------------- */
 
-/* Reads a block, and adds it; *is_kept is 0 where the store has none, or there is no room, or a prompt was forgotten
- * meanwhile; *is_new where it brings nothing. */
+/* Reads a block, and adds it.  *is_kept is 0 if the store lacks it, there is no room, or a prompt was forgotten
+ * meanwhile.  *is_new is 0 if the block brings nothing. */
 static kvc_status fetch_block(kvc_carrier *c, kvc_prefix *prefix, kvc_added *added, const uint8_t *name,
                               int32_t *is_kept, int32_t *is_new) {
     int64_t size = 0;

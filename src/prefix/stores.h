@@ -5,7 +5,7 @@
 #include "cache/cache.h"
 #include "store/value.h"
 
-/* What such a call needs; on its stack.  It is in the list of the cache while it has memory. */
+/* State of a call of this kind, on its stack.  It is in the list of the cache while it has memory. */
 typedef struct kvc_carrier {
     struct kvc_carrier *next, **at;
     kvc_thread thread; /* which made the call */

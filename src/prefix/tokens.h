@@ -1,6 +1,6 @@
 /* tokens.h: the tokens of a block, their order, and the names of blocks.
  *
- * A name is BLAKE2b of the name of the block before and of the block's tokens, keyed with a tenant's salt: whoever
+ * A name is BLAKE2b of the name of the block before and of the block's tokens, keyed with a tenant's salt.  Whoever
  * lacks the salt can neither name a block nor tell from names what was asked. */
 #ifndef KVC_TOKENS_H
 #define KVC_TOKENS_H

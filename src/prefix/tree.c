@@ -94,7 +94,7 @@ static void fill_quota(kvc_tree *tree) {
 
 static int is_full(const kvc_node *node) { return size_of(node) == node->tree->cache->pools[0].block_size; }
 
-/* Adds a node that has got rows to the list and the index, and takes one that has lost them out. */
+/* Adds a node that has got rows to the list and the index, and takes out a node that has lost its rows. */
 static void enter(kvc_node *node) {
     list(node);
     if (node->tree->is_indexed && is_full(node)) kvc_index_add(&node->tree->index, node);
@@ -235,7 +235,7 @@ static void free_node(kvc_node *node) {
     kvc_memory_free(memory, node, sizeof *node, KVC_MEMORY_BOOKKEEPING, -1);
 }
 
-/* Frees a node of the tree that nobody needs any more, and those above it that this leaves so. */
+/* Frees a node of the tree that nobody needs, and each node above it that nobody needs then. */
 static void prune(kvc_node *node) {
     while (node->parent && !node->rows && !node->children.num && !node->num_users) {
         kvc_node *parent = node->parent;

@@ -1,4 +1,4 @@
-/* tree.h: the blocks that a prefix keeps, as a tree: a node is a block of tokens behind those of its parent.
+/* tree.h: the blocks that a prefix keeps, as a tree.  A node is a block of tokens behind its parent's tokens.
  *
  * A node's rows are a hidden retained sequence, which may be evicted at any time.  A node without rows stays while
  * others build on it, or somebody uses it: once its tokens are computed again, prompts find those behind it, too.
@@ -66,12 +66,11 @@ typedef struct kvc_tree {
     struct kvc_tree *next;           /* in the list cache->dying */
 } kvc_tree;
 
-/* Makes an empty tree, the name of whose root is given; NULL if out of memory.  Frees one that is empty again. */
+/* Makes an empty tree, the name of whose root is given; NULL if out of memory.  Frees a tree that is empty again. */
 kvc_tree *kvc_tree_new(kvc_cache *cache, const uint8_t *salt, const uint8_t *name);
 void kvc_tree_free(kvc_tree *tree);
 
-/* Adds a tree that is no prefix's any more to the list of those that are to be dropped, and whose nodes are not handed
- * out for stores. */
+/* Adds a tree that a prefix has given up to the list of trees to drop, whose nodes are not handed out for stores. */
 void kvc_tree_retire(kvc_tree *tree);
 
 /* Lets `num` nodes that were within the quota be evicted; returns whether there are more. */
@@ -103,7 +102,7 @@ kvc_among kvc_node_among(const kvc_node *parent, const kvc_token_span *tokens);
 kvc_node *kvc_node_beside(const kvc_node *node, int side);
 kvc_node *kvc_node_end(const kvc_node *parent, int side);
 
-/* Returns the child with these tokens; NULL if there is none. */
+/* Returns the child with these tokens, or NULL. */
 kvc_node *kvc_node_child(const kvc_node *parent, const kvc_token_span *tokens);
 
 /* The live children that have tokens in common with others at their beginning. */
@@ -114,27 +113,28 @@ typedef struct kvc_alike {
     int32_t num_left, num_expired;        /* so many are looked at still, and so many of those that are not live */
 } kvc_alike;
 
-/* Begins with those that have most tokens in common.  kvc_alike_next returns the next one, and sets *common to how many
- * these are; NULL: there are no more, or enough were looked at. */
+/* Begins with the children that share the most tokens.  kvc_alike_next returns the next one, and sets *common to how
+ * many these are; NULL: there are no more, or enough were looked at. */
 kvc_alike kvc_alike_begin(const kvc_node *parent, const kvc_token_span *tokens);
 kvc_node *kvc_alike_next(kvc_alike *alike, int32_t *common);
 
-/* Returns the longest child with a checkpoint that these tokens begin with; NULL if there is none. */
+/* Returns the longest child with a checkpoint that these tokens begin with, or NULL. */
 kvc_node *kvc_node_with_state(const kvc_node *parent, const kvc_token_span *tokens);
 
-/* Sets *made to one outside the tree, of the rows of src at positions [begin, end), at most a block, and adds it to a
- * list; to NULL if src holds none there.  KVC_ERR_NOMEM. */
+/* Sets *made to a node outside the tree, with the rows of src at positions [begin, end), at most a block, and adds
+ * it to a list.  Sets it to NULL if src holds no rows there.  KVC_ERR_NOMEM. */
 kvc_status kvc_node_new(kvc_tree *tree, const kvc_sequence *src, int32_t begin, int32_t end, kvc_node **list,
                         kvc_node **made);
 
-/* Returns a live child with all its rows that has or begins with these tokens; NULL if there is none. */
+/* Returns a live child with all its rows that has or begins with these tokens, or NULL. */
 kvc_node *kvc_node_find(const kvc_node *parent, const kvc_token_span *tokens);
 
-/* Puts a node from outside the tree below `parent`, now that its tokens are known.  Returns the node that has them: it,
- * or the one that was there, which gets the rows that it lacked.  NULL if out of memory; it is dropped then. */
+/* Puts a node from outside the tree below `parent`, now that its tokens are known.  Returns the node that has them:
+ * this node, or the node already there, which gets the rows that it lacked.  NULL if out of memory; it is dropped
+ * then. */
 kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *tokens);
 
-/* Returns the node below `parent` that has these tokens: a new one without rows, if there is none.  NULL if out of
+/* Returns the node below `parent` with these tokens.  If it does not exist, makes one without rows.  NULL if out of
  * memory. */
 kvc_node *kvc_tree_add_empty(kvc_node *parent, const kvc_token_span *tokens);
 
@@ -153,12 +153,12 @@ void kvc_node_relist(kvc_node *node);
 /* Marks the live nodes from one up to the root as used, those nearer to the root as more recently. */
 void kvc_node_touch(kvc_node *node);
 
-/* Returns the least recently used node that is not pinned; NULL if there is none. */
+/* Returns the least recently used node that is not pinned, or NULL. */
 kvc_node *kvc_tree_oldest(kvc_tree *tree);
 
-/* Plans that a node is freed, and each one above that nobody needs any more then, where all below them are planned to
- * be freed and nobody uses them.  Returns the bytes that this frees with all that is planned already; 0 while the node
- * keeps its rows.  kvc_node_unplan_free takes that back. */
+/* Plans that a node is freed, and each node above that nobody needs then.  A node above goes only if nobody uses it
+ * and all nodes below it are planned to be freed.  Returns the bytes that this frees with all that is planned
+ * already; 0 while the node keeps its rows.  kvc_node_unplan_free takes that back. */
 int64_t kvc_node_plan_free(kvc_node *node);
 void kvc_node_unplan_free(kvc_node *node);
 

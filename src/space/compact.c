@@ -1,8 +1,8 @@
 /* compact.c: moves the rows of a group together.
  *
- * Blocks that are not full are ordered as the runs of the sequences come to them, and every live slot in them moves
- * down to the first free place in that order.  No row moves up, so that one pass over the rows of each head works in
- * place.  Slots that several sequences share move once.  As slots keep their order, runs stay runs.
+ * Blocks that are not full are ordered as the runs of the sequences come to them.  Every live slot in them moves down
+ * to the first free place in that order.  No row moves up, so that one pass over the rows of each head works in place.
+ * Slots that several sequences share move once.  Slots keep their order, so runs stay runs.
  */
 #include <string.h>
 
@@ -84,8 +84,7 @@ static void add_block(kvc_compaction *c, kvc_block *block) {
     block->is_ordered = 1;
 }
 
-/* Returns the last block that may move, by rows of a sequence in the batch that is about to begin; NULL if there is
- * none.
+/* Returns the last block that may move, by rows of a sequence in the batch that is about to begin, or NULL.
  */
 static kvc_block *last_of_batch(const kvc_compaction *c) {
     for (const kvc_sequence *s = kvc_table_first_kept(&c->cache->sequences); s && !s->is_hidden;

@@ -31,8 +31,8 @@ typedef struct kvc_compaction {
  * pool->compaction becomes the plan, or stays NULL where nothing is to be gained.  Can fail with KVC_ERR_NOMEM. */
 kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group, kvc_scope scope, const kvc_tally *tally);
 
-/* Returns how many runs a list must have room for while the compaction moves its runs, except those in a gap that has
- * expired before, and sets *after to how many it has then. */
+/* Returns how many runs a list must have room for while the compaction moves its runs, except runs in a gap that has
+ * expired before.  Sets *after to the number of runs afterwards. */
 int32_t kvc_compaction_room(const kvc_compaction *c, const kvc_run_list *list, kvc_interval gone, int32_t *after);
 
 /* Carries out the planned compaction, or drops it; pool->compaction becomes NULL. */
@@ -42,7 +42,7 @@ void kvc_compaction_drop(kvc_cache *cache, int32_t group);
 /* Returns the fill mark of block order[i] after the compaction. */
 int32_t kvc_compaction_fill(const kvc_compaction *c, int32_t i);
 
-/* Estimates the slots that a compaction would gain, without those that become free as windows move on. */
+/* Estimates the slots that a compaction would gain, except slots that become free as windows move on. */
 int64_t kvc_compaction_gain(const kvc_cache *cache, int32_t group);
 
 #endif

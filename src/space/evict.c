@@ -217,8 +217,7 @@ static int32_t count_lacking(const kvc_cache *cache) {
     return num;
 }
 
-/* Returns the least recently used sequence, of those used after `used`, with rows that may free what is lacking; NULL
- * if there is none. */
+/* Returns the least recently used sequence used after `used` with rows that may free what is lacking, or NULL. */
 static kvc_sequence *next_useful(kvc_cache *cache, int64_t used) {
     for (;;) {
         kvc_sequence *found = NULL;

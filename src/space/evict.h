@@ -2,7 +2,7 @@
  *
  * A retained sequence stands in the table like any other, but no batch and no edit takes it.  A call that needs room
  * chooses victims first, which changes nothing: previews (expire.h) and kvc_check_max_bytes count as if they were gone.
- * Once nothing can fail any more, they are evicted; else they are spared.
+ * Once nothing can fail, they are evicted; otherwise they are spared.
  *
  * All functions are called with the mutex held, which is not released between choosing victims and evicting them.
  */
@@ -11,7 +11,7 @@
 
 #include "cache/cache.h"
 
-/* What a call needs room for. */
+/* The room that a call needs. */
 typedef struct kvc_need {
     kvc_cache *cache;
     /* Returns KVC_ERR_FULL unless the call fits once victims are gone.  Notes what is lacking, as kvc_exceeds_capacity
@@ -27,12 +27,12 @@ typedef struct kvc_need {
     int32_t expires; /* whether the call expires rows, as kvc_begin does */
 } kvc_need;
 
-/* Chooses victims so that the call fits: the fewest that are the least recently used, and of these only such that free
+/* Chooses the fewest least recently used victims with which the call fits, and of these only sequences that free
  * what is lacking, by themselves or together.  The call does not look at sequences that free none of it
- * (cache/useful.h).  A sequence is dropped; but where others hold all its rows in the groups that see everything, it
- * only loses those of the other groups.  If rows do not suffice where bytes are lacking, such sequences and those that
- * free no row are dropped, too, for the sake of their bookkeeping; at last, kvc_tighten. After a failure there are no
- * victims.  The last call of need->fits is that for the victims chosen. */
+ * (cache/useful.h).  A victim is dropped.  If others hold all its rows in the groups that see everything, it only
+ * loses the rows of the other groups.  If bytes are still lacking, these sequences and sequences that free no row
+ * are dropped, too, for their bookkeeping.  The last resort is kvc_tighten. After a failure there are no victims.
+ * The last call of need->fits is that for the victims chosen. */
 kvc_status kvc_choose_victims(const kvc_need *need);
 
 /* Returns what kvc_choose_victims does, and spares them: for a call that evicts them later, by kvc_make_room, as
@@ -42,8 +42,8 @@ kvc_status kvc_check_room(const kvc_need *need);
 /* Makes victims of all retained sequences that may be evicted. */
 void kvc_choose_all(kvc_cache *cache);
 
-/* Plans that the cache takes no more bookkeeping than it needs, as the last resort of a call that lacks bytes: lists of
- * runs are exact, and followers give up what they do not need.  Makes ready these lists.  KVC_ERR_NOMEM. */
+/* Plans that the cache takes no more bookkeeping than it needs, as the last resort of a call that lacks bytes.
+ * Lists of runs become exact, and followers give up what they do not need.  Makes ready these lists.  KVC_ERR_NOMEM. */
 kvc_status kvc_tighten(kvc_cache *cache);
 
 /* Spares all victims, and takes back what kvc_tighten planned. */

@@ -1,5 +1,4 @@
-/* expire.h: forgets rows that no query will see any more, when a batch begins, and of its sequences when it is
- * committed.
+/* expire.h: forgets rows that no later query will see, when a batch begins, and for its sequences when it is committed.
  *
  * Given sequence->min_query_position, kvc_policy_expired says which rows of a sequence a group lets go.  A preview
  * shows what a group gains before anything expires, or is evicted of retained sequences (evict.h).  Sequences with
@@ -54,12 +53,12 @@ void kvc_preview_add_free(kvc_preview *preview, kvc_block *block);
 /* Expires from group g, in all sequences of cache->changed, after kvc_runs_prepare_expire of each.  Cannot fail. */
 void kvc_expire(kvc_cache *cache, int32_t g);
 
-/* Sets `min_query_position` of a sequence to which a batch adds tokens up to position `last` (-1: none): to the
- * position of its last token then, or, where groups lack rows that others have, of the one before these.  So as many of
- * the latest positions are kept as the policy says. */
+/* Sets `min_query_position` of a sequence to which a batch adds tokens up to position `last` (-1: it adds none).  It
+ * is the position of its last token then; if groups lack rows that others have, the position before these.  So as
+ * many of the latest positions are kept as the policy says. */
 void kvc_set_min_query_behind(kvc_sequence *sequence, int32_t last);
 
-/* Appends a run to a sequence's list of group g, but for what that expires, given sequence->min_query_position. */
+/* Appends a run to a sequence's list of group g, except rows that this expires, given sequence->min_query_position. */
 void kvc_append_kept(kvc_cache *cache, kvc_sequence *sequence, int32_t g, const kvc_run *run);
 
 /* Expires from a sequence, in all groups, as a batch adds tokens to it: kvc_set_min_query_behind.  The lists have room

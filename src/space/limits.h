@@ -8,8 +8,8 @@
 /* Returns the bytes of the cache's rows and bookkeeping: kvc_nbytes, with the mutex held. */
 int64_t kvc_cache_bytes(const kvc_cache *cache);
 
-/* Gives memory back until kvc_cache_bytes is at most most_bytes, or nothing more can be given: the spare sequence; free
- * blocks, except the next pool->demand.num_blocks to be used; pages past fill marks. */
+/* Gives memory back until kvc_cache_bytes is at most most_bytes, or nothing is left to give back.  It gives back the
+ * spare sequence, free blocks except the next pool->demand.num_blocks to be used, and pages past fill marks. */
 void kvc_give_back(kvc_cache *cache, int64_t most_bytes);
 
 /* Returns the bytes of the victims' bookkeeping that is freed as they are evicted. */

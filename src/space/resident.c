@@ -68,8 +68,8 @@ static int let_pass(void *p, size_t size) {
     return 1;
 }
 
-/* Takes the memory of group g.  Where the system has no call for it, touches the pages by hand, with the mutex held:
- * without it, another call might take the slots meanwhile. */
+/* Takes the memory of group g.  If the system has no call for it, touches the pages by hand, with the mutex held.
+ * Otherwise another call might take the slots meanwhile. */
 static void take_pages(kvc_cache *cache, int32_t g, kvc_page_work *work) {
     kvc_taking taking = {0}, before = taking;
     for (int by_hand = 0; kvc_pool_next_fault(&cache->pools[g], &taking, work); before = taking) {

@@ -83,7 +83,7 @@ static kvc_need need_of(kvc_cache *cache) {
     return kvc_need_max_bytes(cache, "putting rows of a sequence that is not stored");
 }
 
-/* Gives a layer a buffer: an existing one whose rows need not stay, or a new one. */
+/* Gives a layer a buffer: an existing buffer whose rows need not stay, or a new one. */
 static kvc_status assign_buffer(kvc_batch *batch, int32_t layer, kvc_row_buffer **out) {
     kvc_cache *cache = batch->cache;
     size_t bytes = 0;

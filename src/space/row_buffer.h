@@ -10,7 +10,7 @@
 
 #include "cache/batch.h"
 
-/* Behind it in memory: its kvc_block, then one byte per slot: whether the row was put. */
+/* Its kvc_block follows in memory, then one byte per slot: whether the row was put. */
 typedef struct kvc_row_buffer {
     struct kvc_row_buffer *next; /* next buffer in cache->row_buffers */
     uint64_t bytes, row_bytes;   /* bytes of this allocation, and of the rows */
@@ -48,13 +48,12 @@ uint64_t kvc_row_buffer_header_bytes(int32_t num_slots);
 /* Makes one more row buffer for the batch, as yet without a layer; call with the mutex held. */
 kvc_status kvc_row_buffer_add(const kvc_batch *batch);
 
-/* Returns the row buffer with a layer's rows, and makes the call one of its users until kvc_row_buffer_leave; NULL if
- * there is none. */
+/* Returns the row buffer with a layer's rows, or NULL.  The call is a user of it until kvc_row_buffer_leave. */
 kvc_row_buffer *kvc_row_buffer_find(const kvc_batch *batch, int32_t layer);
 void kvc_row_buffer_leave(kvc_cache *cache, kvc_row_buffer *buffer);
 
-/* Does the same for a call that puts buffered rows: where the layer has no buffer, it takes over one whose rows need
- * not stay, or makes one.  Can fail with KVC_ERR_FULL and KVC_ERR_NOMEM. */
+/* Does the same for a call that puts buffered rows.  If the layer has no buffer, it takes over a buffer whose rows
+ * need not stay, or makes one.  Can fail with KVC_ERR_FULL and KVC_ERR_NOMEM. */
 kvc_status kvc_row_buffer_enter(kvc_batch *batch, int32_t layer, kvc_row_buffer **out);
 
 /* Keeps the buffer once the rows are there, as the last step of a call that can fail: evicts what makes room for it,
@@ -70,8 +69,8 @@ void kvc_row_buffers_free(kvc_cache *cache);
 /* Forgets, in the child of the process's fork(), users that are calls: calls of other threads never end there. */
 void kvc_row_buffers_forked(kvc_cache *cache);
 
-/* Sets *has to whether the row of token t of the batch is in its slot of the layer's buffer (NULL: there is none).
- * Returns KVC_ERR_GONE if it was put, but is not there any more. */
+/* Sets *has to whether the row of token t of the batch is in its slot of the layer's buffer (NULL: the layer has no
+ * buffer).  Returns KVC_ERR_GONE if it was put, but is gone. */
 kvc_status kvc_row_buffer_has(const kvc_batch *batch, const kvc_row_buffer *buffer, int32_t layer, int32_t t,
                               int32_t slot, int *has);
 

@@ -40,7 +40,7 @@ static kvc_status fail_for(const directory *d, const char *verb, const char *nam
     return fail_because(d, verb, name, strerror(errno));
 }
 
-/* Opens the folder, anew for each call, so that one that was removed and made again is found. */
+/* Opens the folder, anew for each call, so that a folder that was removed and made again is found. */
 static kvc_status open_folder(const directory *d, kvc_folder *folder) {
     return kvc_folder_open(folder, d->path) ? KVC_OK : fail_for(d, "open", "its folder");
 }
@@ -107,10 +107,10 @@ typedef struct value_files {
     int removes_leftovers, lacks_memory;
 } value_files;
 
-/* Returns the bytes that a file counts, so that those of sparse ones do not overflow a sum. */
+/* Returns the bytes that a file counts: not so many that sparse files overflow a sum. */
 static int64_t size_of(const kvc_file_info *found) { return found->size < MOST_SIZE ? found->size : MOST_SIZE; }
 
-/* Adds a file, if it is one of a value; returns whether there was memory. */
+/* Adds a file, if it holds a value.  Returns whether there was memory. */
 static int add_file(value_files *all, const char *name) {
     kvc_file_info found;
     if (!has_form(name, 40, ".kv") || !kvc_file_find(all->folder, name, &found) || !found.is_regular) return 1;
@@ -194,8 +194,8 @@ static kvc_status evict(const directory *d, kvc_folder folder, int64_t size, int
 
 /* ---- one value --------------------------------------------------------------------------------------------------- */
 
-/* Reads the value of an open file, or its first max_bytes bytes, unless it is of another name, or not as long as it
- * says. */
+/* Reads the value of an open file, or its first max_bytes bytes, unless the file has another name or another length
+ * than it says. */
 static int read_file(kvc_file file, const uint8_t *name, void *value, int64_t max_bytes, int64_t *size) {
     uint8_t expected[HEADER], found[HEADER];
     char file_name[NAME];
@@ -331,7 +331,7 @@ static kvc_status remove_value(void *user, const uint8_t *name) {
 
 /* ---- making and freeing ------------------------------------------------------------------------------------------ */
 
-/* Removes what writers that were killed have left behind, counts what is there, and evicts what is beyond the limit. */
+/* Removes temporary files of writers that were killed, counts the values, and evicts values beyond the limit. */
 static kvc_status begin(const directory *d) {
     kvc_folder folder;
     value_files all;

@@ -8,7 +8,7 @@
 
 enum { KVC_VALUE_HEADER = 128 };
 
-/* What a value is bound to besides its name. */
+/* The owner to which a value is bound, besides its name. */
 typedef struct kvc_value_owner {
     uint8_t model[KVC_NAME_BYTES]; /* stands for the model, the shapes and the types */
     uint8_t key[64];               /* of the MAC */
@@ -30,7 +30,7 @@ void kvc_crc_init(kvc_crc *crc);
 void kvc_value_pack(uint8_t *value, int64_t size, const uint8_t *name, const kvc_value_owner *owner,
                     const kvc_crc *crc);
 
-/* Returns KVC_ERR_FORMAT unless a value of `size` bytes is one that was packed under this name by this owner. */
+/* Returns KVC_ERR_FORMAT unless a value of `size` bytes was packed under this name by this owner. */
 kvc_status kvc_value_check(const uint8_t *value, int64_t size, const uint8_t *name, const kvc_value_owner *owner,
                            const kvc_crc *crc);
 
