@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.prefixes import BLOCK, as_array, check_rows, feed, make_cache, serve
+from support.prefixes import BLOCK, check_rows, feed, make_cache, serve
 
 import kvcache
 from kvcache import _core
@@ -98,7 +98,7 @@ def test_tokens_of_any_kind():
         other[i] = str(tokens[i]).encode() if isinstance(tokens[i], int) else 7
         assert prefix.acquire(other)[1] == i
     serve(prefix, cache, PROMPT)
-    for same in (as_array(PROMPT), np.array(PROMPT, np.int32), np.array(PROMPT, np.uint64), tuple(PROMPT), range(100)):
+    for same in (np.array(PROMPT), np.array(PROMPT, np.int32), np.array(PROMPT, np.uint64), tuple(PROMPT), range(100)):
         assert prefix.acquire(same)[1] == 99
     serve(prefix, cache, [-1, 2, 3])
     assert prefix.acquire(np.array([2**64 - 1, 2, 3], np.uint64))[1] == 0

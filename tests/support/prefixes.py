@@ -1,7 +1,6 @@
 """A runner whose rows follow from the tokens before them, so that a row of another prompt is told from one's own."""
 
 import zlib
-from array import array
 
 import numpy as np
 
@@ -76,15 +75,3 @@ def serve(prefix, cache, prompt, generated=(), step=1):
     check_rows(cache, seq_id, tokens, len(tokens))
     prefix.release(seq_id, tokens)
     return matched
-
-
-def common(one, other):
-    """Return how many tokens two prompts have in common at their beginning."""
-    n = 0
-    while n < min(len(one), len(other)) and one[n] == other[n]:
-        n += 1
-    return n
-
-
-def as_array(tokens):
-    return np.frombuffer(array("q", tokens), np.int64)
