@@ -3,7 +3,8 @@
 Public calls of `kvcache.h` that take a cache's mutex are timed beside few kept blocks and beside many (growth.c), in
 turn. A line has the median of both and their quotient. "hold" is the longest time for which the call lets another
 thread wait that asks for the mutex all the time. A kind says what limits the cache, which is full of kept blocks
-then, or what has become of these. In "running", a capacity limits the cache, and most blocks belong to running sequences.
+then, or what has become of these. In "running", a capacity limits the cache, and most blocks belong to running
+sequences.
 
 These calls are not timed. `kvc_begin_with` does what `kvc_begin` does. `kvc_plan_run`, `kvc_plan_free`, `kvc_written`
 and `kvc_dense_sequences` look at the open batch alone, as `kvc_attend` and `kvc_dense_rows` do. `kvc_load` makes a new

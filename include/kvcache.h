@@ -697,8 +697,8 @@ KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, i
 /* Sets *num_tokens to the number of tokens that one batch could add to a sequence now, at consecutive positions from
  * kvc_next_position on: at most KVC_MAX_BATCH, and 0 if the next token would see rows that are gone.  It is bounded by
  * max_seq_len, max_sequences, capacity and max_bytes, after rows have expired for the batch.  A batch of one token more
- * is refused.  Under max_bytes, a still larger batch may begin, because its size decides which rows are moved together
- * first.  With windows or chunks, there may be as much room again after the commit, and max_seq_len is no bound if it
+ * is refused, except rarely under max_bytes: a larger batch may then begin, because its size decides which rows are
+ * moved together first.  With windows or chunks, there may be as much room again after the commit, and max_seq_len is no bound if it
  * is at least what the policy keeps.  Fails with KVC_ERR_BUSY, KVC_ERR_NOMEM, and KVC_ERR_INVALID for a retained
  * sequence. */
 KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens);
