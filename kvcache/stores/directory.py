@@ -1,4 +1,4 @@
-"""`DirectoryStore`: values in the files of a folder, by the store of the C core (src/store/directory.c)."""
+"""`DirectoryStore`: values in the files of a folder, by the store of the C core (src/prefix/directory.c)."""
 
 from __future__ import annotations
 

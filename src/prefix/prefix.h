@@ -3,7 +3,7 @@
 #define KVC_PREFIX_H
 
 #include "prefix/session.h"
-#include "store/value.h"
+#include "prefix/value.h"
 
 /* A prompt whose blocks are kept, whatever else needs memory; or blocks that a call goes on from. */
 typedef struct kvc_pinned {

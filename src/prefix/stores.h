@@ -3,7 +3,7 @@
 #define KVC_STORES_H
 
 #include "cache/cache.h"
-#include "store/value.h"
+#include "prefix/value.h"
 
 /* State of a call of this kind, on its stack.  It is in the list of the cache while it has memory. */
 typedef struct kvc_carrier {

@@ -239,7 +239,7 @@ def refused(path, data):
 
 
 def test_flipped_bytes(saved, tmp_path):
-    """tests/c/whole/test_saved.c flips every bit, and cuts at every byte."""
+    """tests/c/lifetime/test_saved.c flips every bit, and cuts at every byte."""
     cache, path = saved
     data, reasons = path.read_bytes(), set()
     before = everything(cache)

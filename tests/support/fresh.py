@@ -90,7 +90,7 @@ MACHINES = [
     randomised("attend/test_visibility"),
     randomised("cache/test_sequences"),
     randomised("space/test_evict"),
-    randomised("store/test_directory_posix"),
+    randomised("prefix/test_directory_posix"),
     Machine("test_kernels", (ROOT / "tests/c/kernels/test_kernels.c",), num_seeds=1),
 ]
 

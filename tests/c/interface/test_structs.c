@@ -4,7 +4,7 @@
 #include <stdlib.h>
 
 #include "base/structs.h"
-#include "state/format.h"
+#include "saved/format.h"
 #include "support/aligned.h"
 #include "support/test.h"
 

@@ -3,7 +3,7 @@
 #define KVC_TEST_SAVED_H
 
 #include "base/hash.h"
-#include "state/format.h"
+#include "saved/format.h"
 #include "support/oracle.h"
 
 /* A file in memory, which is written or read; a call of its functions may be made to fail. */

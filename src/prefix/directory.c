@@ -12,7 +12,7 @@
 #include "base/files.h"
 #include "base/status.h"
 #include "base/threads.h"
-#include "store/value.h"
+#include "prefix/value.h"
 
 enum {
     KEY = 2 * KVC_NAME_BYTES, /* a name in hexadecimal digits, the key of Python's mapping */

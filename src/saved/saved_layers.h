@@ -3,7 +3,7 @@
 #define KVC_SAVED_LAYERS_H
 
 #include "cache/cache.h"
-#include "state/format.h"
+#include "saved/format.h"
 
 /* Returns the number of frequencies that a cache's layers have, each distinct rope's counted once. */
 int64_t kvc_count_freqs(const kvc_cache *cache);

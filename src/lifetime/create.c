@@ -2,7 +2,7 @@
 #include <string.h>
 
 #include "kernels/dispatch.h"
-#include "whole/atfork.h"
+#include "lifetime/atfork.h"
 #include "cache/check.h"
 #include "cache/config.h"
 #include "cache/useful.h"

@@ -1,5 +1,5 @@
 /* transit.c: see transit.h. */
-#include "state/transit.h"
+#include "saved/transit.h"
 
 #include <string.h>
 

@@ -1,5 +1,5 @@
 /* saved_layers.c: see saved_layers.h. */
-#include "state/saved_layers.h"
+#include "saved/saved_layers.h"
 
 #include <string.h>
 

@@ -1,8 +1,8 @@
 /* blocks.c: kvc_blocks: lists the blocks of a layer group with the runs in them. */
-#include "whole/blocks.h"
+#include "lifetime/blocks.h"
 #include "cache/check.h"
 #include "pass/prepare.h"
-#include "state/transit.h"
+#include "saved/transit.h"
 
 static void visit_table(const kvc_table *table, int32_t g, kvc_runs_fn *visit, void *context) {
     for (const kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s))

@@ -1,5 +1,5 @@
 /* Values of stores: the bytes that Python makes of the same payload, and every other byte is refused. */
-#include "store/value.h"
+#include "prefix/value.h"
 
 #include "support/test.h"
 

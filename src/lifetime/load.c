@@ -8,8 +8,8 @@
 
 #include "base/hash.h"
 #include "cache/config.h"
-#include "whole/loaded.h"
-#include "state/saved_layers.h"
+#include "saved/loaded.h"
+#include "saved/saved_layers.h"
 
 typedef struct loading {
     kvc_load_args args;

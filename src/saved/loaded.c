@@ -1,5 +1,5 @@
 /* loaded.c: see loaded.h. */
-#include "whole/loaded.h"
+#include "saved/loaded.h"
 
 #include <string.h>
 

@@ -1,5 +1,5 @@
 /* value.c: see value.h. */
-#include "store/value.h"
+#include "prefix/value.h"
 
 #include <string.h>
 

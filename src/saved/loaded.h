@@ -3,7 +3,7 @@
 #ifndef KVC_LOADED_H
 #define KVC_LOADED_H
 
-#include "state/transit.h"
+#include "saved/transit.h"
 
 /* Returns KVC_ERR_FORMAT unless kvc_save writes tables like these, except for the tables of layers, for this kind of
  * cache. */

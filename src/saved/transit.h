@@ -8,7 +8,7 @@
 #define KVC_TRANSIT_H
 
 #include "cache/cache.h"
-#include "state/format.h"
+#include "saved/format.h"
 
 /* Rows [row, row + count) of a group in the file, which lie in consecutive slots of a block. */
 typedef struct kvc_extent {

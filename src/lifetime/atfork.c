@@ -5,7 +5,7 @@
  * another cache, or the list of caches, is locked.  Rewrites of keys by a function of the caller, which may do
  * anything, are not waited for: the child undoes them.
  */
-#include "whole/atfork.h"
+#include "lifetime/atfork.h"
 
 #include "base/openmp.h"
 #include "edit/rewrite.h"
@@ -13,7 +13,7 @@
 #include "prefix/prefix.h"
 #include "prefix/stores.h"
 #include "space/row_buffer.h"
-#include "state/transit.h"
+#include "saved/transit.h"
 #include "cache/waiting.h"
 
 #if defined(_WIN32)

@@ -8,8 +8,8 @@
 #include <string.h>
 
 #include "base/hash.h"
-#include "state/saved_layers.h"
-#include "state/transit.h"
+#include "saved/saved_layers.h"
+#include "saved/transit.h"
 #include "cache/waiting.h"
 
 /* The numbers of a group's rows. */

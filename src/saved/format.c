@@ -1,5 +1,5 @@
 /* format.c: lists the tensors of a saved state, and writes its header: see format.h. */
-#include "state/format.h"
+#include "saved/format.h"
 
 #include <stdarg.h>
 #include <stdio.h>

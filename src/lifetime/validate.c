@@ -1,11 +1,11 @@
 /* validate.c: kvc_validate: checks the invariants of a cache. */
-#include "whole/blocks.h"
+#include "lifetime/blocks.h"
 #include "space/row_buffer.h"
 #include "cache/check.h"
 #include "cache/useful.h"
 #include "pass/prepare.h"
 #include "space/limits.h"
-#include "state/transit.h"
+#include "saved/transit.h"
 
 /* ---- invariants -------------------------------------------------------------------------------------------------- */
 
