@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 from support.hf_pairs import BASE, CONFIGS, make, model_of, passes, random_tokens  # noqa: E402 - torch may be missing
 
 from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - it imports those
+from kvcache.hf.cache import CACHE  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
 
@@ -893,7 +894,7 @@ def test_a_model_whose_config_wants_no_cache():
     before = prefix.stats
     for kind in (HFCache(model.config), HFCache(model.config, prefix=prefix)):
         with pytest.raises(
-            ValueError, match=r"use_cache=False, which may come from the MptConfig.* use_cache=True beside cache$"
+            ValueError, match=rf"use_cache=False, which may come from the MptConfig.* use_cache=True beside {CACHE}$"
         ):
             model.generate(tokens, past_key_values=kind, **GREEDY)
     assert prefix.stats == before
