@@ -46,7 +46,8 @@
  *           kvc_compact, kvc_begin and kvc_reserve when they move rows together.  If max_bytes is set, kvc_room may
  *           hold it longer, too, the more sequences run: it plans how their rows would be moved together.
  *           kvc_prefix_forget looks at all sequences, kvc_prefix_clear at all that the prefix has acquired, and
- *           kvc_payload_bytes at all prefixes.
+ *           kvc_payload_bytes at all prefixes.  A call on a prefix that leaves the cache beyond max_bytes looks at all
+ *           prefixes for blocks to drop.
  *           Some calls fail with KVC_ERR_BUSY while a batch is open, or while kvc_shift, kvc_remove, kvc_divide or
  *           kvc_prefix_acquire (reuse_min_tokens) rewrites the keys of a sequence.  These are the calls that begin a
  *           batch or edit such a sequence, and kvc_reserve, kvc_room, kvc_settle, kvc_compact, kvc_cache_clone and
@@ -329,7 +330,8 @@ typedef struct kvc_config {
                               0: max_seq_len * max_sequences, or no limit if either has none.  Tokens of the open batch
                               that max_seq_len does not let stay do not count towards this default */
     int64_t max_bytes;     /* limit of kvc_nbytes whenever memory is taken for rows; 0: no limit.  An edit that takes no
-                              rows may exceed it by bookkeeping, until a batch begins */
+                              rows, and a call that keeps pinned blocks, may exceed it by bookkeeping, until a batch
+                              begins */
     int32_t num_threads;   /* threads one call uses; 0: kvc_num_threads() at the time of the call */
     const kvc_allocator *allocator; /* copied; NULL: the C library, and the operating system's pages for blocks */
     kvc_poll_fn *poll;              /* may be NULL: calls run to their end */

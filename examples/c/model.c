@@ -44,7 +44,7 @@ static char *read_file(const char *folder, const char *name, size_t *size) {
  * that Hugging Face writes.  A runner for other files needs a JSON library. */
 static const char *value_of(const char *json, const char *name) {
     static const char *const space = " \t\r\n";
-    char quoted[80];
+    char quoted[96];
     snprintf(quoted, sizeof quoted, "\"%s\"", name);
     const char *at = json ? strstr(json, quoted) : NULL;
     if (!at) return NULL;
