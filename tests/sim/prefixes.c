@@ -423,11 +423,19 @@ static void acquire(client *c, int p) {
     let_go(c, s);
 }
 
-/* Returns the tokens of a sequence, as far as it is exact, and any others behind them, `more` than it holds. */
+/* Whether a layer has no row at a position, as where its rows were restored: others may have exact ones there. */
+static int lacks_row(const world *w, const sequence *s, int at) {
+    for (int l = 0; l < w->num_layers; l++)
+        if (is_own(w, l) && !s->tags[l][at]) return 1;
+    return 0;
+}
+
+/* Returns the tokens of a sequence, as far as it is exact, and any others behind them, `more` than it holds; no others
+ * where it may hold exact rows of a token. */
 static text tokens_of(client *c, const sequence *s, int more) {
-    const int exact = exact_end(c->w, s), end = end_of(s) + more;
+    const int exact = exact_end(c->w, s), held = end_of(s);
     text t = text_of(exact ? s->tags[0][exact - 1] : 0);
-    extend(c->w, &t, end - exact);
+    if (exact == held || !lacks_row(c->w, s, exact)) extend(c->w, &t, held + more - exact);
     return t;
 }
 
