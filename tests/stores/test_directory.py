@@ -323,11 +323,11 @@ def test_killed_writers(tmp_path):
 
 
 def test_a_stopped_process_holds_up_no_reader(tmp_path):
+    store = DirectoryStore(tmp_path)  # which needs the folder's lock
     with writer(tmp_path) as process:
         time.sleep(0.05)
         process.send_signal(signal.SIGSTOP)
         begin = time.monotonic()
-        store = DirectoryStore(tmp_path)
         for key in store:
             store.get(key)
         assert time.monotonic() - begin < 60
