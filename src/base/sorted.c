@@ -38,6 +38,16 @@ void kvc_sorted_insert(kvc_sorted *sorted, kvc_links *member, kvc_links *above, 
     sorted->num++;
 }
 
+void kvc_sorted_add(kvc_sorted *sorted, kvc_links *member, kvc_behind_fn *is_behind) {
+    kvc_links *above = NULL;
+    int side = 0;
+    for (kvc_links *next = sorted->root; next; next = above->below[side]) {
+        above = next;
+        side = is_behind(member, next);
+    }
+    kvc_sorted_insert(sorted, member, above, side);
+}
+
 void kvc_sorted_remove(kvc_sorted *sorted, kvc_links *member) {
     kvc_links **below = member->below;
     while (below[0] && below[1]) rotate_up(sorted, below[rank_of(below[1]) > rank_of(below[0])]);

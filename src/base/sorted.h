@@ -18,6 +18,12 @@ typedef struct kvc_sorted {
 /* Inserts a member where a search for its key has ended: at above->below[side], or at the root if above is NULL. */
 void kvc_sorted_insert(kvc_sorted *sorted, kvc_links *member, kvc_links *above, int side);
 
+/* Returns whether a member stands behind another. */
+typedef int kvc_behind_fn(const kvc_links *member, const kvc_links *other);
+
+/* Inserts a member where is_behind says. */
+void kvc_sorted_add(kvc_sorted *sorted, kvc_links *member, kvc_behind_fn *is_behind);
+
 /* Takes a member out. */
 void kvc_sorted_remove(kvc_sorted *sorted, kvc_links *member);
 

@@ -64,7 +64,7 @@ struct kvc_cache {
     int32_t lacks_bytes;   /* while victims are chosen: all that can be had is needed, for bytes are lacking */
     int32_t is_tight;      /* the plan makes lists of runs exact, and followers give up what they do not need */
     kvc_batch *batch;      /* the open batch; NULL: none */
-    struct kvc_row_buffer *row_buffers; /* list: the open batch's plans, and plans of ended batches still in use */
+    struct kvc_row_buffer *row_buffers; /* list: the open batch's, and buffers of ended batches still in use */
     int64_t row_buffer_bytes;           /* bytes of the rows of all row buffers */
     int64_t num_holds;                  /* number of kvc_holds that callers have not freed */
     int64_t num_rewrites;               /* number of calls that copy rows to new slots without the mutex */

@@ -117,22 +117,21 @@ void kvc_sequence_note_cut(kvc_sequence *sequence, int32_t length, int32_t next_
 
 /* ---- sorted sequences, and the table of all ---------------------------------------------------------------------- */
 
-static int64_t key_of(const kvc_sequence *sequence, kvc_key by) {
-    return by == KVC_BY_USE ? sequence->used : sequence->id;
-}
-
 /* Returns the sequence with a place in a set by a key; NULL if the place is. */
 static kvc_sequence *at(kvc_links *links, kvc_key by) { return links ? (void *)(links - by) : NULL; }
 
+static const kvc_sequence *seen_at(const kvc_links *links, kvc_key by) { return (const void *)(links - by); }
+
+static int is_used_later(const kvc_links *member, const kvc_links *other) {
+    return seen_at(member, KVC_BY_USE)->used > seen_at(other, KVC_BY_USE)->used;
+}
+
+static int has_higher_id(const kvc_links *member, const kvc_links *other) {
+    return seen_at(member, KVC_BY_ID)->id > seen_at(other, KVC_BY_ID)->id;
+}
+
 void kvc_sequence_sort(kvc_sorted *sorted, kvc_sequence *sequence, kvc_key by) {
-    const int64_t key = key_of(sequence, by);
-    kvc_links *above = NULL;
-    int side = 0;
-    for (kvc_links *next = sorted->root; next; next = above->below[side]) {
-        above = next;
-        side = key > key_of(at(next, by), by);
-    }
-    kvc_sorted_insert(sorted, &sequence->links[by], above, side);
+    kvc_sorted_add(sorted, &sequence->links[by], by == KVC_BY_USE ? is_used_later : has_higher_id);
 }
 
 kvc_sequence *kvc_sequence_end(const kvc_sorted *sorted, kvc_key by, int side) {
@@ -170,15 +169,14 @@ void kvc_table_remove(kvc_table *table, kvc_sequence *sequence) {
     kvc_table_yield(table, sequence);
 }
 
+/* Returns whether a sequence comes behind another in the table: hidden ones behind the others. */
+static int comes_later(const kvc_links *member, const kvc_links *other) {
+    const kvc_sequence *a = seen_at(member, KVC_BY_USE), *b = seen_at(other, KVC_BY_USE);
+    return a->is_hidden == b->is_hidden ? a->id > b->id : a->is_hidden;
+}
+
 void kvc_table_keep(kvc_table *table, kvc_sequence *sequence) {
-    kvc_links *above = NULL;
-    int side = 0;
-    for (kvc_links *next = table->kept.root; next; next = above->below[side]) {
-        const kvc_sequence *other = at(next, KVC_BY_USE);
-        above = next;
-        side = sequence->is_hidden == other->is_hidden ? sequence->id > other->id : sequence->is_hidden;
-    }
-    kvc_sorted_insert(&table->kept, &sequence->links[KVC_BY_USE], above, side);
+    kvc_sorted_add(&table->kept, &sequence->links[KVC_BY_USE], comes_later);
 }
 
 void kvc_table_yield(kvc_table *table, kvc_sequence *sequence) {

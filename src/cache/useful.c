@@ -36,14 +36,13 @@ static void unlist_useless(const kvc_pool *pool, kvc_standing *standing) {
 
 /* ---- the set of useful standings --------------------------------------------------------------------------------- */
 
+static int is_used_later(const kvc_links *member, const kvc_links *other) {
+    const kvc_standing *a = (const void *)member, *b = (const void *)other;
+    return a->sequence->used > b->sequence->used;
+}
+
 static void sort(kvc_pool *pool, kvc_standing *standing) {
-    kvc_links *above = NULL;
-    int side = 0;
-    for (kvc_links *next = pool->useful.root; next; next = above->below[side]) {
-        above = next;
-        side = standing->sequence->used > ((const kvc_standing *)(const void *)next)->sequence->used;
-    }
-    kvc_sorted_insert(&pool->useful, &standing->links, above, side);
+    kvc_sorted_add(&pool->useful, &standing->links, is_used_later);
 }
 
 kvc_sequence *kvc_useful_after(const kvc_pool *pool, int64_t used) {

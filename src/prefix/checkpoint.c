@@ -83,19 +83,17 @@ void kvc_checkpoint_read(kvc_cache *cache, kvc_checkpoint *checkpoint, void *sta
 
 /* ---- of blocks --------------------------------------------------------------------------------------------------- */
 
-/* Puts one in its place among those without a pin, or counts it among the others; and takes it out. */
+static int is_used_later(const kvc_links *member, const kvc_links *other) {
+    const kvc_checkpoint *a = (const void *)member, *b = (const void *)other;
+    return a->stamp > b->stamp;
+}
+
+/* Put a checkpoint in its place among those without a pin, or count it among the others; and take it out. */
 static void sort(kvc_checkpoints *all, kvc_checkpoint *checkpoint) {
-    kvc_links *above = NULL;
-    int side = 0;
-    if (checkpoint->node->num_state_pins) {
+    if (checkpoint->node->num_state_pins)
         all->pinned_bytes += checkpoint->num_bytes;
-        return;
-    }
-    for (kvc_links *next = all->unpinned.root; next; next = above->below[side]) {
-        above = next;
-        side = checkpoint->stamp > ((const kvc_checkpoint *)(const void *)next)->stamp;
-    }
-    kvc_sorted_insert(&all->unpinned, &checkpoint->unpinned, above, side);
+    else
+        kvc_sorted_add(&all->unpinned, &checkpoint->unpinned, is_used_later);
 }
 
 static void unsort(kvc_checkpoints *all, kvc_checkpoint *checkpoint) {

@@ -28,6 +28,10 @@ uint64_t kvc_hash_on(uint64_t hash, const kvc_token_span *tokens, uint64_t top) 
 /* Returns the node with a place in an index; NULL if the place is. */
 static kvc_node *at(kvc_links *links) { return links ? (void *)((char *)links - offsetof(kvc_node, same)) : NULL; }
 
+static const kvc_node *seen_at(const kvc_links *links) {
+    return (const void *)((const char *)links - offsetof(kvc_node, same));
+}
+
 /* Returns whether a node stands before others: by hash, and of the same hash, the most recently used first. */
 static int stands_before(const kvc_node *node, uint64_t hash, int64_t stamp) {
     return node->hash < hash || (node->hash == hash && node->stamp > stamp);
@@ -48,15 +52,12 @@ kvc_node *kvc_index_next(const kvc_node *node) {
     return next && next->hash == node->hash ? next : NULL;
 }
 
-void kvc_index_add(kvc_sorted *index, kvc_node *node) {
-    kvc_links *above = NULL;
-    int side = 0;
-    for (kvc_links *next = index->root; next; next = above->below[side]) {
-        above = next;
-        side = stands_before(at(next), node->hash, node->stamp);
-    }
-    kvc_sorted_insert(index, &node->same, above, side);
+static int is_behind(const kvc_links *member, const kvc_links *other) {
+    const kvc_node *node = seen_at(member);
+    return stands_before(seen_at(other), node->hash, node->stamp);
 }
+
+void kvc_index_add(kvc_sorted *index, kvc_node *node) { kvc_sorted_add(index, &node->same, is_behind); }
 
 void kvc_index_remove(kvc_sorted *index, kvc_node *node) { kvc_sorted_remove(index, &node->same); }
 

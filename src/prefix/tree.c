@@ -39,17 +39,15 @@ static kvc_node *at_unpinned(kvc_links *links) {
     return links ? (void *)((char *)links - offsetof(kvc_node, unpinned)) : NULL;
 }
 
+static int is_used_later(const kvc_links *member, const kvc_links *other) {
+    const kvc_node *a = (const void *)((const char *)member - offsetof(kvc_node, unpinned)),
+                   *b = (const void *)((const char *)other - offsetof(kvc_node, unpinned));
+    return a->stamp > b->stamp;
+}
+
 /* Adds a node with rows to the set of nodes without a pin, unless it has one; and takes it out. */
 static void sort_unpinned(kvc_node *node) {
-    kvc_sorted *sorted = &node->tree->unpinned;
-    kvc_links *above = NULL;
-    int side = 0;
-    if (node->num_pins) return;
-    for (kvc_links *next = sorted->root; next; next = above->below[side]) {
-        above = next;
-        side = node->stamp > at_unpinned(next)->stamp;
-    }
-    kvc_sorted_insert(sorted, &node->unpinned, above, side);
+    if (!node->num_pins) kvc_sorted_add(&node->tree->unpinned, &node->unpinned, is_used_later);
 }
 
 static void unsort_unpinned(kvc_node *node) {

@@ -217,19 +217,22 @@ static int32_t count_lacking(const kvc_cache *cache) {
     return num;
 }
 
+static int lacks_rows_of(const kvc_cache *cache, int32_t g) {
+    return cache->lacks_bytes || cache->pools[g].lacks_slots;
+}
+
 /* Returns the least recently used sequence used after `used` with rows that may free what is lacking, or NULL. */
 static kvc_sequence *next_useful(kvc_cache *cache, int64_t used) {
     for (;;) {
         kvc_sequence *found = NULL;
         int is_useful = 0;
         for (int32_t g = 0; g < cache->num_token_groups; g++) {
-            if (!cache->lacks_bytes && !cache->pools[g].lacks_slots) continue;
+            if (!lacks_rows_of(cache, g)) continue;
             kvc_sequence *next = kvc_useful_after(&cache->pools[g], used);
             if (next && (!found || next->used < found->used)) found = next;
         }
         for (int32_t g = 0; found && g < cache->num_token_groups; g++)
-            if (cache->lacks_bytes || cache->pools[g].lacks_slots)
-                is_useful |= kvc_useful_check(&cache->pools[g], found);
+            if (lacks_rows_of(cache, g)) is_useful |= kvc_useful_check(&cache->pools[g], found);
         if (!found || is_useful) return found;
     }
 }
