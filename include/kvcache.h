@@ -700,9 +700,9 @@ KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, i
  * kvc_next_position on: at most KVC_MAX_BATCH, and 0 if the next token would see rows that are gone.  It is bounded by
  * max_seq_len, max_sequences, capacity and max_bytes, after rows have expired for the batch.  A batch of one token more
  * is refused, except rarely under max_bytes: a larger batch may then begin, because its size decides which rows are
- * moved together first.  With windows or chunks, there may be as much room again after the commit, and max_seq_len is no bound if it
- * is at least what the policy keeps.  Fails with KVC_ERR_BUSY, KVC_ERR_NOMEM, and KVC_ERR_INVALID for a retained
- * sequence. */
+ * moved together first.  With windows or chunks, there may be as much room again after the commit, and max_seq_len is
+ * no bound if it is at least what the policy keeps.  Fails with KVC_ERR_BUSY, KVC_ERR_NOMEM, and KVC_ERR_INVALID for a
+ * retained sequence. */
 KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens);
 
 /* Takes memory now for num_tokens more tokens of a sequence, at least 1.  The next batches, up to as many tokens
@@ -1024,9 +1024,9 @@ KVC_API kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const 
  * on.  A match of a prefix with state_bytes ends at a checkpoint.  num_bytes 0: keeps the blocks alone.
  * Call it before the last token of a prompt, because an acquired sequence never holds that token.  Call it also at the
  * end of an answer, and every few thousand tokens of a long prompt.
- * A state counts as memory, and is dropped with the rows of its last token.  It is not kept in four cases: the
- * sequence holds fewer tokens, its tokens are not all exact, the prefix forgets a prompt while the call runs, or all
- * windows have left the last token behind and no kept block has the rows of that token.
+ * A state counts as memory, and is dropped with the rows of its last token.  It is not kept if the sequence holds
+ * fewer tokens, if its tokens are not all exact, or if the prefix forgets a prompt while the call runs.  Nor is it kept
+ * if all windows have left the last token behind, and no kept block has the rows of that token.
  * Fails with KVC_ERR_BUSY and KVC_ERR_INVALID as kvc_prefix_release does, and with KVC_ERR_INVALID if num_bytes is more
  * than state_bytes, or there is a state and no token.  Fails with KVC_ERR_FULL if max_bytes leaves no room for the
  * state, or pinned states leave none within max_checkpoint_bytes, and with KVC_ERR_NOMEM.  A call that fails so may

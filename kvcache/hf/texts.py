@@ -22,7 +22,7 @@ def begin_text(cache: HFCache, input_ids: torch.Tensor, mask: torch.Tensor | Non
     A text that continues the cache's text changes nothing. Nor does a longer text if the cache was filled with tokens
     that nobody told it. If the text does not begin with the acquired prompts, forget all: its rows would get their
     names. Raise ``ValueError``, and change nothing, if the cache does not know its own tokens and the text is not
-    longer; or if the number of rows differs, except for beams of the same prompts.
+    longer. Raise it also if the number of rows differs, except for beams of the same prompts.
     """
     if cache.has_lost_state or (cache.goes_on_by_one_token and input_ids.shape[1] > cache.get_seq_length() + 1):
         cache.reset()

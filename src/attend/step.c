@@ -377,8 +377,8 @@ typedef struct query_block {
     int32_t stride;
 } query_block;
 
-/* Attends to the tile `current`.  On the way, takes the tile `next` off the cursor `upcoming`, and prefetches its
- * keys: stretches are best listed just before they are read, as a tile fills the L1 cache. */
+/* Attends to the tile `current`.  On the way, takes the tile `next` off the cursor `upcoming`, and prefetches its keys.
+ * It does so no earlier, because a tile's rows push listed stretches out of the L1 cache. */
 typedef void attend_tile_fn(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming);
 
 /* Scores a tile, and prefetches its values. */

@@ -259,7 +259,7 @@ def test_a_file_that_is_none_of_the_store_is_not_listed(tmp_path):
 
 
 def test_a_sparse_file_takes_no_memory(tmp_path):
-    """One that is as long as it says, and takes no space on the disk, is refused before it is read."""
+    """A sparse file may be as long as it says; it is refused before it is read."""
 
     def make_prefix():
         cache = make_cache()

@@ -1,6 +1,6 @@
-/* Each call of the header's section on prefixes fails with the errors that the header lists for it, and with no others:
- * each of its allocations fails in turn, alone and with all that follow, with room and without.  The header is read for
- * what it lists by tests/package/test_listed_errors.py.  A call that fails changes nothing. */
+/* Each call of the header's section on prefixes fails with the errors that the header lists for it, and with no others.
+ * A call that fails changes nothing.  Each allocation of a call fails in turn, alone and with all that follow, with
+ * room and without.  tests/package/test_listed_errors.py compares the table below with the header. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/serving.h"
 

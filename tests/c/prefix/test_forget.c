@@ -121,8 +121,8 @@ static void test_running(void) {
     }
 }
 
-/* A sequence that has lost its place among the kept blocks is known by its first token still: it keeps its blocks when
- * a prompt is forgotten that begins with another token, and loses them when one is that begins with the same. */
+/* A sequence that has lost its place among the kept blocks is still known by its first token.  It keeps its blocks if a
+ * forgotten prompt begins with another token, and loses them if the prompt begins with the same token. */
 static void test_without_a_place(void) {
     const int64_t *ids = numbers(100);
     static const uint8_t digests[2][20][KVC_NAME_BYTES] = {{{1}, {2}}, {{3}}};

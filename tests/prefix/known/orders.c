@@ -1,5 +1,5 @@
-/* orders.c: in which order blocks are evicted, what is taken from elsewhere, and what a prompt that is forgotten while
- * a store works leaves: each in worlds where the header leaves nothing open. */
+/* orders.c: the order in which blocks are evicted; rows that are taken from elsewhere; and prompts that are forgotten
+ * while a store works.  Each has worlds in which the header leaves nothing open. */
 #include "known.h"
 
 enum { MOST_ORDERED = 6, MOST_DROPS = 256, MOST_STORED = 128 };
