@@ -10,6 +10,7 @@ cdef dict ERRORS = {
     KVC_ERR_HELD: BufferError,
     KVC_ERR_GONE: RowsGoneError,
     KVC_ERR_FORMAT: StateFormatError,
+    KVC_ERR_STORE: OSError,
 }
 
 

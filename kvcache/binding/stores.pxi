@@ -12,7 +12,7 @@ cdef class FolderStore:
         cdef kvc_status status
         with nogil:
             status = kvc_dir_store_new(at, max_bytes, &self.store)
-        check_store(status)
+        check(status)
 
     def __dealloc__(self):
         kvc_dir_store_free(self.store)
@@ -27,7 +27,7 @@ cdef class FolderStore:
         while True:
             with nogil:
                 status = self.store.read(self.store.user, &name[0], to, room, &size)
-            check_store(status)
+            check(status)
             if size == 0:
                 return None
             if size <= room or room == most:
@@ -43,7 +43,7 @@ cdef class FolderStore:
         check_name(name)
         with nogil:
             status = self.store.read(self.store.user, &name[0], NULL, 0, &size)
-        check_store(status)
+        check(status)
         return size
 
     def write(self, const uint8_t[::1] name not None, const uint8_t[::1] value not None):
@@ -51,23 +51,17 @@ cdef class FolderStore:
         check_name(name)
         with nogil:
             status = self.store.write(self.store.user, &name[0], &value[0], value.shape[0])
-        check_store(status)
+        check(status)
 
     def remove(self, const uint8_t[::1] name not None):
         cdef kvc_status status
         check_name(name)
         with nogil:
             status = self.store.remove(self.store.user, &name[0])
-        check_store(status)
+        check(status)
 
 
 cdef int check_name(const uint8_t[::1] name) except -1:
     if name.shape[0] != KVC_NAME_BYTES:
         raise ValueError(f"a name has 32 bytes, not {name.shape[0]}")
     return 0
-
-
-cdef int check_store(kvc_status status) except -1:
-    if status == KVC_ERR_STORE:
-        raise OSError(kvc_last_error().decode(errors="replace"))
-    return check(status)
