@@ -27,7 +27,7 @@ static uint64_t load64(const uint8_t *p) {
 
 static uint64_t rotate(uint64_t x, int bits) { return x >> bits | x << (64 - bits); }
 
-static inline void mix(uint64_t *v, int a, int b, int c, int d, uint64_t x, uint64_t y) {
+KVC_INLINE void mix(uint64_t *v, int a, int b, int c, int d, uint64_t x, uint64_t y) {
     v[a] += v[b] + x;
     v[d] = rotate(v[d] ^ v[a], 32);
     v[c] += v[d];
@@ -39,7 +39,7 @@ static inline void mix(uint64_t *v, int a, int b, int c, int d, uint64_t x, uint
 }
 
 /* Written out, so that v stays in registers and `s` becomes constants: twice as fast as in loops. */
-static inline void mix_all(uint64_t *v, const uint64_t *m, const uint8_t *s) {
+KVC_INLINE void mix_all(uint64_t *v, const uint64_t *m, const uint8_t *s) {
     mix(v, 0, 4, 8, 12, m[s[0]], m[s[1]]);
     mix(v, 1, 5, 9, 13, m[s[2]], m[s[3]]);
     mix(v, 2, 6, 10, 14, m[s[4]], m[s[5]]);

@@ -26,6 +26,13 @@
 #define KVC_FREED_BY(release, argument)
 #endif
 
+/* For functions whose callers make constants of their arguments, which compilers would not inline for their size. */
+#if defined(__GNUC__)
+#define KVC_INLINE static inline __attribute__((always_inline))
+#else
+#define KVC_INLINE static inline
+#endif
+
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
 enum { KVC_IS_BIG_ENDIAN = 1 };
 #else

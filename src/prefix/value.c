@@ -42,33 +42,52 @@ void kvc_value_owner_init(kvc_value_owner *owner, const void *identity, int64_t 
 
 /* ---- checksums --------------------------------------------------------------------------------------------------- */
 
+enum {
+    WORDS = 5,
+    STEP = 8 * WORDS
+}; /* bytes that are summed up at once: words whose lookups do not wait for each other */
+
 void kvc_crc_init(kvc_crc *crc) {
     for (uint32_t i = 0; i < 256; i++) {
         uint32_t sum = i;
         for (int bit = 0; bit < 8; bit++) sum = sum >> 1 ^ (sum & 1 ? 0xedb88320 : 0);
-        crc->table[0][i] = sum;
+        crc->byte[i] = sum;
     }
-    for (int zeros = 1; zeros < 16; zeros++)
-        for (int i = 0; i < 256; i++) {
-            const uint32_t sum = crc->table[zeros - 1][i];
-            crc->table[zeros][i] = sum >> 8 ^ crc->table[0][sum & 255];
+    for (int i = 0; i < 256; i++) {
+        uint32_t sum = crc->byte[i];
+        for (int zeros = 1; zeros < STEP; zeros++) {
+            sum = sum >> 8 ^ crc->byte[sum & 255];
+            if (zeros >= STEP - 8) crc->word[STEP - 1 - zeros][i] = sum;
         }
+    }
 }
 
-/* Returns the sum of 4 bytes with `zeros` bytes behind the last one, on top of `sum`. */
-static inline uint32_t sum_of(const kvc_crc *crc, uint32_t sum, const uint8_t *p, int zeros) {
+/* Returns the sum of 8 bytes with STEP - 8 zeros behind them, on top of `sum`. */
+static inline uint32_t sum_of(const kvc_crc *crc, uint32_t sum, const uint8_t *p) {
     sum ^= (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
-    return crc->table[zeros + 3][sum & 255] ^ crc->table[zeros + 2][sum >> 8 & 255] ^
-           crc->table[zeros + 1][sum >> 16 & 255] ^ crc->table[zeros][sum >> 24];
+    return crc->word[0][sum & 255] ^ crc->word[1][sum >> 8 & 255] ^ crc->word[2][sum >> 16 & 255] ^
+           crc->word[3][sum >> 24] ^ crc->word[4][p[4]] ^ crc->word[5][p[5]] ^ crc->word[6][p[6]] ^ crc->word[7][p[7]];
 }
 
-/* Returns the sum of these bytes behind those of `sum`: 16 at a time, whose lookups do not wait for each other.  In a
- * loop over the 16, which GCC does not unroll at -O2, it takes three times as long. */
-static uint32_t add_crc(const kvc_crc *crc, uint32_t sum, const uint8_t *p, int64_t size) {
-    for (; size >= 16; size -= 16, p += 16)
-        sum = sum_of(crc, sum, p, 12) ^ sum_of(crc, 0, p + 4, 8) ^ sum_of(crc, 0, p + 8, 4) ^ sum_of(crc, 0, p + 12, 0);
-    for (; size; size--) sum = sum >> 8 ^ crc->table[0][(sum ^ *p++) & 255];
+static uint32_t add_bytes(const kvc_crc *crc, uint32_t sum, const uint8_t *p, int64_t size) {
+    for (; size; size--) sum = sum >> 8 ^ crc->byte[(sum ^ *p++) & 255];
     return sum;
+}
+
+/* Returns the sum of these bytes behind the bytes of `sum`.  Word i of the next step is summed up on top of sums[i]. */
+static uint32_t add_crc(const kvc_crc *crc, uint32_t sum, const uint8_t *p, int64_t size) {
+    uint32_t sums[WORDS] = {sum};
+    if (size < STEP) return add_bytes(crc, sum, p, size);
+    for (; size >= 2 * STEP; size -= STEP, p += STEP) {
+        sums[0] = sum_of(crc, sums[0], p); /* a loop, which GCC does not unroll at -O2, is slower */
+        sums[1] = sum_of(crc, sums[1], p + 8);
+        sums[2] = sum_of(crc, sums[2], p + 16);
+        sums[3] = sum_of(crc, sums[3], p + 24);
+        sums[4] = sum_of(crc, sums[4], p + 32);
+    }
+    sum = 0;
+    for (int i = 0; i < WORDS; i++) sum = add_bytes(crc, sum ^ sums[i], p + 8 * i, 8);
+    return add_bytes(crc, sum, p + STEP, size - STEP);
 }
 
 /* Sets the checksum of a value with a payload of `size` bytes. */

@@ -19,9 +19,10 @@ typedef struct kvc_value_owner {
 void kvc_value_owner_init(kvc_value_owner *owner, const void *identity, int64_t size, const void *secret,
                           int64_t secret_size);
 
-/* What CRC-32 is computed with: table[i] is of a byte with i zeros behind it. */
+/* What CRC-32 is computed with: `byte` has the sum of each byte, `word` the sums of the 8 bytes of a word with other
+ * words behind it. */
 typedef struct kvc_crc {
-    uint32_t table[16][256];
+    uint32_t byte[256], word[8][256];
 } kvc_crc;
 
 void kvc_crc_init(kvc_crc *crc);

@@ -68,10 +68,10 @@ static uint32_t slow_crc(const uint8_t *p, int64_t size, uint32_t sum) {
 
 /* Payloads of every size up to four times what is summed up at once, at every alignment. */
 static void test_sizes(void) {
-    static uint8_t room[KVC_VALUE_HEADER + 96];
+    static uint8_t room[KVC_VALUE_HEADER + 240];
     const kvc_value_owner owner = owner_of("a model", "");
     for (int begin = 0; begin < 16; begin++)
-        for (int64_t size = 0; size <= 64; size++) {
+        for (int64_t size = 0; size <= 200; size++) {
             uint8_t *own = room + begin;
             for (int64_t i = 0; i < size; i++) own[KVC_VALUE_HEADER + i] = (uint8_t)(i * 37 + size);
             kvc_value_pack(own, size, name, &owner, &crc);
