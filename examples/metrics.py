@@ -18,7 +18,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"metrics.py: there is no module {error.name}; run: pip install -e . prometheus-client")
 
 # Fields that may fall, because they say what is there now. All others only grow.
-PRESENT = {"blocks", "checkpoints", "checkpoint_bytes", "sequences", "latency", "bandwidth", "reading", "writing"}
+PRESENT = {"blocks", "checkpoints", "checkpoint_bytes", "sequences", "reading", "writing"}
 PRESENT |= {"live_slots", "wasted_slots", "blocks_in_use", "blocks_free", "retained", "evictable_slots"}
 
 

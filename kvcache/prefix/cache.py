@@ -262,7 +262,7 @@ class PrefixCache:
         weakref.finalize(self, self._watch.discard, self._prefix.user).atexit = False
         rows = sum(layer.bytes_per_token for layer in self._cache.layers) * self._block_size
         sizes = (self._block_size, max(1, int(rows)))  # few blocks have a state as well
-        self._fetching = Fetching(self._prefix, self._client, self._watch, timeout, sizes)
+        self._fetching = Fetching(self._prefix, self._client, timeout, sizes)
 
     def __repr__(self) -> str:
         stats = self._prefix.stats()

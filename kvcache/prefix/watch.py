@@ -1,10 +1,9 @@
-"""`Watch`: carries new blocks of a cache's prefix caches to their stores, and measures how fast a model computes."""
+"""`Watch`: carries new blocks of a cache's prefix caches to their stores."""
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -21,14 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Watch", "payload_of", "watch_of"]
 
-FEW_TOKENS = 16  # batches of fewer tokens a sequence say nothing about the speed of prompts
-
 
 class Watch:
     """Commits the batches of a cache whose prefix caches have stores."""
 
     def __init__(self, core: _core.Cache) -> None:
-        self.tokens_per_second: float | None = None  # of batches of many tokens, recent ones counting most
         self._core = core
         # The owner of each prefix, and the function that queues its blocks, by `Prefix.user`.
         self._puts: dict[int, tuple[weakref.ref[object], Callable[..., object]]] = {}
@@ -51,15 +47,12 @@ class Watch:
         """Forget a prefix that is no more."""
         self._puts.pop(user, None)
 
-    def commit(self, begin: float, core: _core.Batch, keep: Iterable[SupportsIndex] | None) -> None:
+    def commit(self, _begin: float, core: _core.Batch, keep: Iterable[SupportsIndex] | None) -> None:
         """Commit a batch, and queue the blocks that it fills to be written."""
         try:
             core.commit(keep)
         finally:  # it may be committed, too, as when a signal came meanwhile
             self.store_new()
-        num_tokens = core.num_tokens
-        if num_tokens >= FEW_TOKENS and num_tokens >= FEW_TOKENS * len(set(core.get_seq_ids().tolist())):
-            self._measure(num_tokens, time.perf_counter() - begin)
 
     def store_new(self) -> None:
         """Queue the new full blocks to be written to their stores."""
@@ -74,11 +67,6 @@ class Watch:
                 if found is not None and owner is not None:
                     found[1](name, partial(payload_of, self._core, block_id, owner))
                 self._new.popleft()  # last: a signal's handler that raises before loses nothing
-
-    def _measure(self, num_tokens: int, seconds: float) -> None:
-        if seconds > 0:
-            rate, before = num_tokens / seconds, self.tokens_per_second
-            self.tokens_per_second = rate if before is None else before + (rate - before) / 4
 
 
 def payload_of(core: _core.Cache, block_id: int, owner: object) -> list[Buffer] | None:

@@ -46,7 +46,7 @@ class StoreStats:
     """Counts of what a prefix cache and its store did.
 
     A key that several prefix caches ask for at once is read for one of them. That one counts the bytes, errors and
-    refused values. `latency`, `bandwidth`, `reading` and `writing` are the store's, whoever uses it.
+    refused values. `reading` and `writing` are the store's, whoever uses it.
 
     Attributes
     ----------
@@ -65,10 +65,6 @@ class StoreStats:
         Values that were written.
     bytes_read, bytes_written : int
         The bytes of rows in the values that the store handed out and took; a value has 128 bytes more.
-    latency : float or None
-        Seconds that a read takes before bytes flow, of recent reads. None if there were none.
-    bandwidth : float or None
-        Bytes per second that then flow, checked and all.
     reading, writing : bool
         Whether the store is asked; False while it is left alone because of failures.
     """
@@ -82,8 +78,6 @@ class StoreStats:
     written: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
-    latency: float | None = None
-    bandwidth: float | None = None
     reading: bool = True
     writing: bool = True
 
@@ -144,14 +138,6 @@ class StoreClient:
         readable = self._shared.doomed.readable(keys, True)
         found = self._shared.reader.get_many(self._looker, readable, timeout, timeout, True)
         return next((i for i, key in enumerate(keys) if key not in found), len(keys))
-
-    def seconds_for(self, num_keys: int, nbytes: int) -> float | None:
-        """Return how long reading this many values of so many bytes in all will take, by what recent reads took.
-
-        If no read was measured in the last 30 seconds, return the time that the read under way has taken so far. If no
-        read is under way, return None: a read is worth trying. Return infinity while the store is left alone.
-        """
-        return self._shared.reader.seconds_for(self._tenant, num_keys, nbytes)
 
     def put(
         self,
@@ -220,11 +206,8 @@ class StoreClient:
         """What has happened so far."""
         shared = self._shared
         with shared.lock:
-            latency, per_byte = shared.reader.speed.line() or (None, 0.0)
             return StoreStats(
                 **self._tenant.counts,
-                latency=latency,
-                bandwidth=1 / per_byte if per_byte else None,
                 reading=not shared.reader.worker.breaker.is_open,
                 writing=not shared.writer.worker.breaker.is_open,
             )

@@ -17,7 +17,6 @@ from functools import partial
 
 from kvcache.living import Living
 from kvcache.stores import calls, values
-from kvcache.stores.speed import Speed
 from kvcache.stores.tenant import Tenant
 from kvcache.stores.worker import Worker, without_frames
 
@@ -26,7 +25,6 @@ __all__ = ["Reader"]
 NUM_THREADS = 8
 ASKED_AT_ONCE = 8  # keys, one after the other, so that a slow store shows its answers
 SLOW = "it did not answer in time"
-STALE = 30.0  # seconds after which measurements of speed say nothing about now
 
 
 @dataclass(eq=False)
@@ -87,7 +85,6 @@ class Reader:
         self.store = store
         self.lock = lock
         self.worker = Worker("read", lock, self._work, NUM_THREADS)
-        self.speed = Speed()
         self.answers = 0
         self._answered = -math.inf  # when the store last did
         self._tenants: Living[Tenant] = Living()  # those who have asked
@@ -120,17 +117,6 @@ class Reader:
             tenant.counts["misses"] += num_keys - len(read.found)
         self._warn(warning)
         return read.found
-
-    def seconds_for(self, tenant: Tenant, num_keys: int, nbytes: int) -> float | None:
-        """Return how long reading so many values will take; None if nobody knows, infinity while none is read."""
-        with self.lock:
-            if self.worker.breaker.is_open:
-                return None if self._may_probe() else math.inf
-            line, now = self.speed.line(), time.monotonic()
-            if line is None or now - self.speed.last > STALE:
-                return None if self.worker.since is None else now - self.worker.since
-            latency, per_byte = line
-            return latency * math.ceil(num_keys / self._most_keys(tenant)) + per_byte * nbytes
 
     def _most_keys(self, tenant: Tenant) -> int:
         if tenant.only_keys:
@@ -261,8 +247,6 @@ class Reader:
         if call.failure is None:
             sizes = [payload.nbytes for payload in call.payloads.values()]
             self.answers, self._answered = self.answers + 1, call.end
-            if not tenant.only_keys:
-                self.speed.add(sum(sizes), call.end - call.begin)
             if sizes and not tenant.only_keys:
                 tenant.value_bytes = sum(sizes) // len(sizes)
             tenant.counts["bytes_read"] += sum(sizes)

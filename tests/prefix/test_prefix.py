@@ -8,7 +8,6 @@ import gc
 import hashlib
 import math
 import re
-import threading
 import time
 from pathlib import Path
 
@@ -447,30 +446,6 @@ def test_a_closed_cache():
     assert prefix.flush(math.inf)
     assert prefix.close()
     assert prefix.stats.requests == 1
-
-
-def test_the_speed_of_prompts(monkeypatch):
-    """Neither steps of many sequences at once nor waiting for another's batch count."""
-    cache, _ = make()
-    prefix = kvcache.PrefixCache(cache, fingerprint="a model", store={})
-    feed(cache, 0, PROMPT, 0, 100)
-    rate = prefix._watch.tokens_per_second
-    assert rate > 0
-    for position in range(100, 105):
-        with cache.batch(positions=[position] * 32, seq_ids=range(32)) as batch:
-            for layer in range(2):
-                batch.put(layer, *(np.zeros((32, 1, 2), np.float32),) * 2)
-    assert prefix._watch.tokens_per_second == rate
-    now = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-    batch = cache.batch(positions=[105], seq_ids=[0])
-    waiting = threading.Thread(target=feed, args=(cache, 99, PROMPT, 0, 100))
-    waiting.start()
-    time.sleep(0.2)  # so that it waits
-    now = 1000.0
-    batch.abort()
-    waiting.join()
-    assert prefix._watch.tokens_per_second == rate
 
 
 def test_tenants():

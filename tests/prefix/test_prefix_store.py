@@ -211,11 +211,8 @@ class Slow(dict):
     def __init__(self, seconds):
         super().__init__()
         self.seconds = seconds
-        self.goes_on = threading.Event()
-        self.goes_on.set()
 
     def __getitem__(self, key):
-        self.goes_on.wait(60)
         time.sleep(self.seconds)
         return super().__getitem__(key)
 
@@ -244,23 +241,6 @@ def test_a_store_that_fails(store):
     cache.validate()
     assert not prefix.flush(timeout=0.1)
     assert not prefix.close(timeout=0.1)
-
-
-@pytest.mark.parametrize("latency", [None, 0.02])
-def test_the_first_requests_after_a_start(latency):
-    """Nobody knows yet how fast the model is: a store that hangs is given up soon, another one read to the end."""
-    store = Slow(0)
-    fill(store)
-    cache, prefix = make(store)
-    if latency is None:
-        store.goes_on.clear()
-    else:
-        store.seconds = latency
-    for prompt, want in ((PROMPT, 0 if latency is None else 96), ([-1, *PROMPT], 0)):
-        begin = time.monotonic()
-        assert serve(prefix, cache, prompt) == want
-        assert time.monotonic() - begin < 5, "it waited for the time-out of 10 seconds"
-    store.goes_on.set()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -392,7 +372,6 @@ def test_no_room_for_what_the_store_has():
     fill(store)
     cache, prefix = make(store, capacity=8 * BLOCK)
     feed(cache, 99, [-1] * 80, 0, 80)
-    prefix._watch.tokens_per_second = 1.0  # the store is waited for as long as computing takes
     assert prefix.acquire(PROMPT)[1] == 48
     cache.validate()
 
@@ -507,25 +486,6 @@ def test_long_prompts_are_fetched_in_parts(monkeypatch):
     cache.validate()
 
 
-def test_computing_is_faster():
-    """A store that takes longer than the model is not waited for."""
-    store = Slow(0.05)
-    fill(store)
-    cache, prefix = make(store)
-    feed(cache, 99, [-1] * 1000, 0, 1000)  # which shows how fast the model is
-    assert prefix._watch.tokens_per_second > 0
-    prefix._watch.tokens_per_second = 1e9
-    store.goes_on.clear()
-    assert prefix.acquire(PROMPT[:50])[1] == 0
-    store.goes_on.set()
-    prefix._watch.tokens_per_second = 1.0
-    assert prefix.acquire(PROMPT[:50])[1] == 48
-    reads = prefix.stats.store.hits + prefix.stats.store.misses
-    prefix._watch.tokens_per_second = 1e9
-    assert prefix.acquire([*PROMPT[:90], 1])[1] == 48
-    assert prefix.stats.store.hits + prefix.stats.store.misses == reads, "it is known to be slow, and was asked"
-
-
 class Counting(dict):
     """A store that counts what is read, and hands out nothing before it is told to."""
 
@@ -543,8 +503,6 @@ class Counting(dict):
 def acquire_at_once(prefixes, prompts, store):
     """Acquire a prompt from each prefix cache in a thread of its own; return what was matched, in order."""
     waiting, num_caches = prefixes[0]._client._shared.reader._waiting, len(set(prefixes))
-    for prefix in prefixes:
-        prefix._watch.tokens_per_second = 1.0  # so slow that all is asked for at once
     with ThreadPoolExecutor(len(prompts)) as pool:
         found = [pool.submit(prefix.acquire, prompt) for prefix, prompt in zip(prefixes, prompts, strict=True)]
         servers.until(lambda: {len(reads) for reads in list(waiting.values())} == {num_caches})

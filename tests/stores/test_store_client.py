@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from support.faulty_stores import Blocking, Bulk, Faulty, raising, sleeping
 
 from kvcache.stores import DirectoryStore, calls, reader, values, worker, writer
-from kvcache.stores import speed as speeds
 from kvcache.stores.client import StoreClient
 
 DIGEST = b"digest"
@@ -322,13 +321,11 @@ def test_a_store_that_fails_is_left_alone_and_asked_again(make, monkeypatch):
     for _ in range(worker.MAX_FAILURES):
         client.get_many("a", LONG)
     assert not client.stats.reading
-    assert client.seconds_for(1, 10) == math.inf
     calls = len(store.calls)
     for _ in range(50):
         client.get_many("a", LONG)
     assert len(store.calls) == calls
     client._shared.reader.worker.breaker.until = 0.0  # the pause is over
-    assert client.seconds_for(1, 10) is None
     store.fault = lambda verb, key: None
     until(lambda: client.get_many("a", LONG))
     assert client.stats.reading
@@ -684,55 +681,6 @@ def test_whatever_happens_only_what_was_put_comes_back(steps):
         else:
             client.delete(key)
     assert client.close(LONG)
-
-
-# ---- how long reading takes
-
-
-def test_speed_is_measured(make):
-    rate, latency = 1e8, 0.01
-    speed = speeds.Speed()
-    assert speed.line() is None
-    for nbytes in (0, 10**6, 5 * 10**6, 2 * 10**6, 0, 8 * 10**6) * 3:
-        speed.add(nbytes, latency + nbytes / rate)
-    found = speed.line()
-    assert found[0] == pytest.approx(latency)
-    assert 1 / found[1] == pytest.approx(rate)
-
-
-def test_the_speed_of_reads_of_one_size_is_their_seconds():
-    speed = speeds.Speed()
-    for _ in range(5):
-        speed.add(10**6, 0.02)
-    latency, per_byte = speed.line()
-    assert latency + per_byte * 10**6 == pytest.approx(0.02)
-    assert latency == 0
-
-
-@hypothesis.given(st.lists(st.tuples(st.integers(0, 10**9), st.floats(0, 100)), min_size=1))
-def test_speed_is_never_negative(reads):
-    speed = speeds.Speed()
-    for nbytes, seconds in reads:
-        speed.add(nbytes, seconds)
-    latency, per_byte = speed.line()
-    assert latency >= -1e-9
-    assert per_byte >= 0
-
-
-def test_seconds_for(make, monkeypatch):
-    client = make({"a": packed("a", bytes(10**6)), "b": packed("b")})
-    assert client.seconds_for(1, 10**6) is None
-    for _ in range(3):
-        client.get_many("ab", LONG)
-    seconds = client.seconds_for(1, 10**6)
-    assert 0 < seconds < 1
-    assert client.seconds_for(10, 10**7) > client.seconds_for(1, 10**6)
-    assert client.stats.bandwidth > 0
-    assert client.stats.latency >= 0
-    monkeypatch.setattr(reader, "STALE", -1)
-    assert client.seconds_for(1, 10**6) is None, (
-        "an old measurement would keep the store from ever being measured again"
-    )
 
 
 # ---- processes
