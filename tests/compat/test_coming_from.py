@@ -99,7 +99,6 @@ READ = {  # of a cache with 4 tokens in sequence 0 and 3 in sequence 1
     "llama_memory_seq_pos_min(mem, seq_id)": 0,
     "llama_memory_seq_pos_max(mem, seq_id)": 2,
     "llama_memory_can_shift(mem)": True,
-    "llama_state_seq_get_size(ctx, seq_id)": 2 * 2 * 3 * HEADS * DIM * 4,
 }
 
 
@@ -287,46 +286,3 @@ def test_settle(run, cache):
     run(cache=cache)
     assert {span.delta for span in cache.spans(0)} == {0}
     check_moved(cache, k[[0, 3, 4, 5]], [0, 1, 2, 3], [0, -2, -2, -2])
-
-
-# ---- state
-
-GET_DATA = "llama_state_seq_get_data(ctx, dst, size, seq_id)"
-SAVE_FILE = "llama_state_seq_save_file(ctx, filepath, seq_id, tokens, n_token_count)"
-
-
-@rows(GET_DATA)
-def test_state_get(run, cache):
-    k, v = store(cache, 5, seq_id=2)
-    positions, found = run(cache=cache, seq_id=2)
-    assert positions.tolist() == [0, 1, 2, 3, 4]
-    for keys, values in found:
-        np.testing.assert_array_equal(keys.view(np.float32), by_head(k))
-        np.testing.assert_array_equal(values.view(np.float32), by_head(v))
-
-
-@rows("llama_state_seq_set_data(ctx, src, size, dest_seq_id)")
-def test_state_set(run, cache):
-    store(cache, 5)
-    positions, rows = execute(GET_DATA, cache=cache, seq_id=0)
-    run(cache=cache, positions=positions, rows=rows, dest_seq_id=1)
-    for layer in range(2):
-        np.testing.assert_array_equal(cache.gather(layer), cache.gather(layer, seq_id=1))
-
-
-@rows(SAVE_FILE)
-def test_state_save(run, cache, tmp_path):
-    store(cache, 5)
-    run(cache=cache, seq_id=0, filepath=tmp_path / "state.npz")
-    with np.load(tmp_path / "state.npz") as arrays:
-        assert [x.shape for x in arrays.values()] == [(5,)] + [(HEADS, 5, DIM * 4)] * 4
-
-
-@rows("llama_state_seq_load_file(ctx, filepath, dest_seq_id, ...)")
-def test_state_load(run, cache, tmp_path):
-    store(cache, 5)
-    execute(SAVE_FILE, cache=cache, seq_id=0, filepath=tmp_path / "state.npz")
-    positions, *found = run(filepath=tmp_path / "state.npz")
-    assert positions.tolist() == [0, 1, 2, 3, 4]
-    for x, y in zip(found, [*cache.gather(0), *cache.gather(1)], strict=True):
-        np.testing.assert_array_equal(x.view(np.float32), y)
