@@ -41,29 +41,28 @@
  * Threads   Any thread may call any function.  A mutex guards the bookkeeping.  Nobody holds it while rows are put,
  *           replaced, copied out, settled, attended over or handed to a function of the caller.  How long a call holds
  *           it depends on its arguments and on the sequences that it names, not on what else the cache has.
- *           Some calls may hold it longer.  These are calls about all sequences (kvc_clear, kvc_keep, kvc_sequences,
- *           kvc_retained, kvc_settle, kvc_cache_clone, kvc_save without seq_ids, kvc_blocks, kvc_validate), and
- *           kvc_compact, kvc_begin and kvc_reserve when they move rows together.  If max_bytes is set, kvc_room may
- *           hold it longer, too, the more sequences run: it plans how their rows would be moved together.
- *           kvc_prefix_forget looks at all sequences, kvc_prefix_clear at all that the prefix has acquired, and
- *           kvc_payload_bytes at all prefixes.  A call on a prefix that leaves the cache beyond max_bytes looks at all
- *           prefixes for blocks to drop.
- *           Some calls fail with KVC_ERR_BUSY while a batch is open, or while kvc_shift, kvc_remove, kvc_divide or
- *           kvc_prefix_acquire (reuse_min_tokens) rewrites the keys of a sequence.  These are the calls that begin a
- *           batch or edit such a sequence, and kvc_reserve, kvc_room, kvc_settle, kvc_compact, kvc_cache_clone and
- *           kvc_cache_free.  Other sequences may be edited.  If each thread serves one request, let them put their
- *           tokens in one batch of many sequences, or take turns: with timeout_ms, kvc_begin_with waits for the open
- *           batch to end.
+ *           Some calls fail with KVC_ERR_BUSY while a batch is open: kvc_begin, edits of a sequence in the batch,
+ *           kvc_reserve, kvc_room, kvc_settle, kvc_compact, kvc_cache_clone and kvc_cache_free.  Other sequences may
+ *           be edited.  The same calls fail while kvc_shift, kvc_remove, kvc_divide or kvc_prefix_acquire
+ *           (reuse_min_tokens) rewrites the keys of a sequence, and so do edits of that sequence.
+ *           If each thread serves one request, let them put their tokens in one batch of many sequences, or take turns:
+ *           with timeout_ms, kvc_begin_with waits for the open batch to end.
  *           Some calls wait.  Calls that read the rows of a sequence, edit it or begin a batch of it wait while
  *           kvc_inject or kvc_settle writes its rows.  kvc_compact, kvc_settle and kvc_cache_free wait for calls that
  *           copy rows out; a call that comes to copy rows meanwhile waits behind them.
- *           kvc_commit and kvc_reserve end with work on OS pages, without the mutex; the batch has ended by then.
- *           If max_bytes is set, calls that may take memory for rows wait for this work.
- * fork()    The child has one thread, and every cache as it was.  fork() waits for calls of other threads to end, with
- *           three exceptions.  It does not wait for work on a batch: in the child the batch is open, without that work.
- *           It does not wait for threads that wait to begin a batch: in the child nobody waits.  It does not wait for
- *           functions of the caller: a sequence whose keys such a function was moving is as it was before.
- *           Sequences that a call has made for itself are not in the child.
+ *           Some calls may hold the mutex longer.  These are calls about all sequences (kvc_clear, kvc_keep,
+ *           kvc_sequences, kvc_retained, kvc_settle, kvc_cache_clone, kvc_save without seq_ids, kvc_blocks,
+ *           kvc_validate), and kvc_compact, kvc_begin and kvc_reserve when they move rows together.  With max_bytes,
+ *           kvc_room is one of them.  kvc_prefix_forget looks at all sequences, kvc_prefix_clear at all that the prefix
+ *           has acquired, and kvc_payload_bytes at all prefixes.  A call on a prefix that leaves the cache beyond
+ *           max_bytes looks at all prefixes for blocks to drop.
+ *           kvc_commit and kvc_reserve end with work on OS pages, without the mutex; the batch has ended by then.  If
+ *           max_bytes is set, calls that may take memory for rows wait for this work.
+ * fork()    The child has one thread, and every cache as it was.  fork() waits for calls of other threads to end,
+ *           except for three kinds.  Work on a batch: in the child the batch is open, without that work.  Threads that
+ *           wait to begin a batch: in the child nobody waits.  Functions of the caller: a sequence whose keys such a
+ *           function was moving is as it was before.
+ *           Sequences that an unfinished call made for its own use are not in the child.
  * Limits    max_seq_len and max_sequences are checked when a batch begins.  capacity is also checked by edits that copy
  *           rows, by kvc_retain_new and by what loads rows; max_bytes whenever memory is taken for rows.
  *           Sharing and loading may exceed max_seq_len and max_sequences.  Past max_seq_len, the next batch
@@ -158,8 +157,8 @@ typedef enum kvc_type { /* element types of rows */
      * element i in its low bits, and element i + 16 in its high bits.
      * d is infinite if it would exceed 65504.  Elements then decode to infinities, and to NaN if q stands for 0. */
     KVC_Q8_0 = 3,  /* 34 bytes: d = max |x| / 127, then 32 int8 q = round(x / d), halves away from 0; x = d * q */
-    KVC_Q4_0 = 4,  /* 18 bytes: d = the x of largest magnitude / -8, q = floor(x / d + 8.5), at most 15; x = d * (q - 8)
-                      */
+    KVC_Q4_0 = 4,  /* 18 bytes: d = the x of largest magnitude / -8, q = floor(x / d + 8.5), at most 15;
+                      x = d * (q - 8) */
     KVC_Q4_1 = 5,  /* 20 bytes: m = min x, d = (max x - m) / 15, q = floor((x - m) / d + 0.5); x = d * q + m */
     KVC_Q5_0 = 6,  /* 22 bytes: as KVC_Q4_0 with 16 for 8 and 31 for 15; 5 bits */
     KVC_Q5_1 = 7,  /* 24 bytes: as KVC_Q4_1 with 31 for 15; 5 bits */
@@ -368,9 +367,11 @@ KVC_API kvc_status kvc_cache_free(kvc_cache *cache);
  * parents[i] is the index of an earlier token of the same sequence, or -1.  It makes trees of speculated tokens, which
  * are verified together: of the batch, a token sees only itself and its ancestors, as far as the layer's policy shows
  * their positions.  parents NULL: no trees.
+ * End the batch with kvc_commit or kvc_abort.
  * The call expires rows that no later query can see and no policy keeps.  It assumes that later queries of a sequence
- * stand at or after its smallest position in this batch; without tokens in this batch, at or after kvc_next_position.
- * While the batch is open, layers with a window or chunks hold its tokens beside the rows that they keep.
+ * stand at or after its smallest position in this batch.  Later queries of a sequence without tokens in this batch
+ * stand at or after kvc_next_position.  While the batch is open, layers with a window or chunks hold its tokens beside
+ * the rows that they keep.
  * Fails with KVC_ERR_FULL if max_seq_len, max_sequences, capacity or max_bytes would be exceeded, with KVC_ERR_GONE if
  * a token would see rows that have expired, with KVC_ERR_BUSY and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
@@ -516,8 +517,8 @@ KVC_API int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t positio
  * tokens may share it.  A row is inexact in these cases, and so is any row behind it.  It was
  * - moved, or stood behind tokens that were removed;
  * - replaced by kvc_inject, or by a batch that restores layers;
- * - added by kvc_share behind tokens that may differ from src's: they do not if the last row of dst is src's as well,
- *   and exact in both;
+ * - added by kvc_share behind tokens that may differ from src's.  Tokens cannot differ if the last row of dst is also a
+ *   row of src, and exact in both;
  * - stored at a position that was not the next one;
  * - computed while it saw tokens that kvc_commit_kept did not keep;
  * - marked by kvc_mark_inexact.
@@ -564,9 +565,9 @@ KVC_API kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, i
 /* Adds the rows of src at positions [begin, end) to dst, behind the rows that dst holds.  No row is copied, and limits
  * are checked later, as in kvc_copy_prefix.  In a cross-attention layer, all rows are added if dst has none.  Rows that
  * dst holds already, in the same slots at the same positions, are left out: sharing twice does no harm.
- * A position in the range that has expired in src counts as expired in dst, unless dst holds a row there.  So does a
- * position between these and the positions that had expired in dst before.  kvc_can_resume says where dst can go on; a
- * batch that would see such positions fails with KVC_ERR_GONE.
+ * Positions in the range that have expired in src count as expired in dst, unless dst holds a row there.  If dst had
+ * expired positions before, all positions between the two ranges count as expired, too.  kvc_can_resume says where dst
+ * can go on; a batch that would see such positions fails with KVC_ERR_GONE.
  * If dst is empty, [0, KVC_END) does what kvc_fork does, with its errors.  Otherwise, if src is empty, it does nothing.
  * Fails with KVC_ERR_INVALID if src == dst, and if a row of src stands at the position of another row of dst in some
  * layer; the message has the position.  Fails with KVC_ERR_NOMEM. */
@@ -697,18 +698,18 @@ KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, i
 /* ---- room and memory --------------------------------------------------------------------------------------------- */
 
 /* Sets *num_tokens to the number of tokens that one batch could add to a sequence now, at consecutive positions from
- * kvc_next_position on: at most KVC_MAX_BATCH, and 0 if the next token would see rows that are gone.  It is bounded by
- * max_seq_len, max_sequences, capacity and max_bytes, after rows have expired for the batch.  A batch of one token more
- * is refused, except rarely under max_bytes: a larger batch may then begin, because its size decides which rows are
- * moved together first.  With windows or chunks, there may be as much room again after the commit, and max_seq_len is
- * no bound if it is at least what the policy keeps.  Fails with KVC_ERR_BUSY, KVC_ERR_NOMEM, and KVC_ERR_INVALID for a
- * retained sequence. */
+ * kvc_next_position on.  It is at most KVC_MAX_BATCH, and 0 if the next token would see rows that are gone.  It is
+ * bounded by max_seq_len, max_sequences, capacity and max_bytes, after rows have expired for the batch.
+ * A batch of one token more is refused.  Under max_bytes a larger batch may rarely begin all the same, because its
+ * size decides which rows are moved together first.  With windows or chunks, there may be as much room again after
+ * the commit, and max_seq_len is no bound if it is at least what the policy keeps.
+ * Fails with KVC_ERR_BUSY, KVC_ERR_NOMEM, and KVC_ERR_INVALID for a retained sequence. */
 KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens);
 
 /* Takes memory now for num_tokens more tokens of a sequence, at least 1.  The next batches, up to as many tokens
- * together, then take none for rows or bookkeeping, except for blocks that a prefix keeps of them.  Where max_bytes
- * leaves room for just these tokens, a batch may take a block yet.  The memory is resident, in huge pages if the system
- * has them: writing these rows faults on no page.
+ * together, then take none for rows or bookkeeping, except for blocks that a prefix keeps of these tokens.  If
+ * max_bytes leaves room for just these tokens, a batch may still take a block.  The memory is resident, in huge pages
+ * if the system has them: writing these rows faults on no page.
  * Memory that is free already counts, and other sequences may use what was reserved.  So calls for several sequences do
  * not add up: reserve the sum of their tokens, each rounded up to whole blocks, for one of them, in a cache without
  * max_seq_len.  Reserved memory stays until it is used, kvc_compact gives it back, or other rows need it to stay within
@@ -962,9 +963,9 @@ typedef struct kvc_prefix_config {
     const void *identity; /* [identity_size] what rows depend on besides tokens, in place of kvc_prefix_identity.  NULL:
                              that, of the fingerprint */
     int64_t identity_size;
-    int64_t quota;       /* tokens: so many of its most recently used ones are not evicted for others, nor is the rest
-                            of the block in which they end, though their bookkeeping, not their rows, may exceed
-                            max_bytes.  0: none */
+    int64_t quota;       /* this many of its most recently used tokens are not evicted for others, nor is the rest of
+                            the block in which they end.  Their bookkeeping, not their rows, may exceed max_bytes.
+                            0: none */
     int64_t ttl_ms;      /* milliseconds after which an unpinned block expires if no call uses it; later calls drop it.
                             0: never */
     int32_t reuse_min_tokens; /* not 0: tokens that begin where the match ends may be taken from another prompt, or from
@@ -979,9 +980,9 @@ typedef struct kvc_prefix_config {
     int64_t secret_size;
     int64_t state_bytes; /* not 0: the model has a recurrent state as well, of at most so many bytes a sequence, and a
                             match ends at a checkpoint (kvc_prefix_checkpoint).  0: it has none */
-    int64_t max_checkpoint_bytes; /* of the states that are kept: the least recently used ones that are not pinned are
-                            dropped.  0: as many as their blocks, and max_bytes */
-    int32_t max_events; /* so many, of 40 bytes each, are noted for kvc_prefix_take_events.  0: none are */
+    int64_t max_checkpoint_bytes; /* limit of the states that are kept.  Beyond it the least recently used ones that are
+                            not pinned are dropped.  0: states are limited as their blocks are, and by max_bytes */
+    int32_t max_events; /* events kept for kvc_prefix_take_events, of 40 bytes each.  0: none */
 } kvc_prefix_config;
 
 /* Writes the identity that the names of blocks depend on besides tokens, salt and state_bytes: KVC_NAME_BYTES bytes.
@@ -1005,12 +1006,12 @@ KVC_API void kvc_prefix_free(kvc_prefix *prefix);
  * returned it before. */
 KVC_API int64_t kvc_new_sequence(kvc_cache *cache);
 
-/* Sets *seq_id to a new sequence that holds the known tokens of a prompt, and *matched to their number: at most
- * max_matched (-1: no limit), and fewer than all, because the last token has to be fed.  If the prompt may need all of
- * max_bytes, the call drops blocks that the match uses in part, so that the sequence goes on in their slots.  May be
- * called while a batch is open.  Fails with KVC_ERR_INVALID if there are no tokens, with KVC_ERR_NOMEM, and with
- * KVC_ERR_CALLBACK if a kvc_shift_fn fails (reuse_min_tokens).  In the last case it may have evicted kept blocks for
- * rows that it moved before. */
+/* Sets *seq_id to a new sequence that holds the known tokens of a prompt, and *matched to their number.  That is at
+ * most max_matched (-1: no limit), and less than all tokens, because the last one has to be fed.  If the prompt may
+ * need all of max_bytes, the call drops blocks that the match uses in part, so that the sequence goes on in their
+ * slots.  May be called while a batch is open.  Fails with KVC_ERR_INVALID if there are no tokens, with
+ * KVC_ERR_NOMEM, and with KVC_ERR_CALLBACK if a kvc_shift_fn fails (reuse_min_tokens).  In the last case it may have
+ * evicted kept blocks for rows that it moved before. */
 KVC_API kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
                                       int64_t *seq_id, int32_t *matched);
 
@@ -1166,24 +1167,23 @@ KVC_API kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *toke
                                       int64_t max_names, int32_t *first, int64_t *num_names);
 
 /* Adds block number `block` of a prompt from its payload.  Sets *is_kept to 1 if the block is now kept with all that
- * the payload has, and to 0 if there is no room for its rows and state.  If not all blocks before it are kept, and
- * kvc_prefix_lookup finds fewer tokens with rows than stand before it, it is not added.  A state within the block is
- * kept with one more block, of the tokens up to there.  Fails with KVC_ERR_FORMAT if it is no payload of this cache,
- * and with KVC_ERR_NOMEM. */
+ * the payload has.  Sets it to 0 if there is no room for its rows and state, or if blocks before it are missing and
+ * kvc_prefix_lookup does not find all tokens before it with rows.  A state within the block is kept with one more
+ * block, of the tokens up to there.  Fails with KVC_ERR_FORMAT if it is no payload of this cache, and with
+ * KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block, const void *payload,
                                   int64_t size, int32_t *is_kept);
 
-/* A store keeps such blocks, of any number of caches, processes and machines.  kvc_dir_store_new makes one in a folder;
- * another one is two or three functions of the caller, which any thread may call, several at once, without the cache's
- * mutex.
- * They return KVC_OK, or, usually, KVC_ERR_STORE, after kvc_set_last_error.
+/* A store keeps such blocks, of any number of caches, processes and machines.  kvc_dir_store_new makes one in a folder.
+ * Another one is two or three functions of the caller.  Any thread may call them, several at once, without the cache's
+ * mutex.  They return KVC_OK, or an error after kvc_set_last_error, usually KVC_ERR_STORE.
  *
  *   kvc_prefix_fetch(prefix, &tokens, -1, store, &fetched)      before kvc_prefix_acquire: adds what the store has
  *   kvc_store_new_blocks(cache, store, &num_written)            after commits and releases: writes what is new
  *
  * Call both on any thread, such as one of your own for writing: nothing waits for them.  A store that fails costs
  * speed, and nothing else; the status says that it failed.  A value is a header of 128 bytes, bound to the name, the
- * model and the secret, and the payload.  A value is used only if it is unchanged.  Python's PrefixCache writes the
+ * model and the secret, and the payload.  It is used only if it is unchanged.  Python's PrefixCache writes the
  * same values, under the same names in hexadecimal digits. */
 
 typedef struct kvc_store {
@@ -1214,14 +1214,15 @@ KVC_API kvc_status kvc_prefix_fetch(kvc_prefix *prefix, const kvc_tokens *tokens
  * the next call writes the others. */
 KVC_API kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_t *num_written);
 
-/* Sets *store to a new store in a folder, which is made if there is none; free it with kvc_dir_store_free.  Any number
- * of processes and threads may share a folder, also Python's DirectoryStore.  A relative path starts where the process
- * is now, also after a chdir().  Its files take at most max_bytes (0: no limit): the least recently read or written
- * ones are removed until 1/16 of that is free.  Only their owner can read files; on Windows, whoever the folder allows.
- * There the path is UTF-8.  Links and files of other names are left alone.  Of a value that has more than max_bytes,
- * `read` copies the first max_bytes.  Nothing is synced to the disk: a file that
- * a power cut damages counts as missing.  Its functions fail with KVC_ERR_STORE and KVC_ERR_NOMEM.  Fails with
- * KVC_ERR_STORE if the folder cannot be made or used, and with KVC_ERR_NOMEM. */
+/* Sets *store to a new store in a folder, which is made if there is none; free it with kvc_dir_store_free.  Any
+ * number of processes and threads may share a folder, also Python's DirectoryStore.  A relative path starts where the
+ * process is now, also after a chdir().  Its files take at most max_bytes (0: no limit): the least recently read or
+ * written ones are removed until 1/16 of that is free.  Nothing is synced to the disk: a file that a power cut
+ * damages counts as missing.
+ * Only their owner can read the files.  On Windows the folder's rights count, and the path is UTF-8.  Links and files
+ * of other names are left alone.  If a value has more than max_bytes, `read` copies the first max_bytes.
+ * Its functions fail with KVC_ERR_STORE and KVC_ERR_NOMEM.  Fails with KVC_ERR_STORE if the folder cannot be made or
+ * used, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_dir_store_new(const char *path, int64_t max_bytes, kvc_store **store);
 
 /* Frees a store of kvc_dir_store_new that no call uses any more; ignores NULL.  Its files stay. */
@@ -1277,18 +1278,18 @@ KVC_API void kvc_prefix_get_stats(kvc_prefix *prefix, kvc_prefix_stats *stats, s
  * would see it fails with KVC_ERR_GONE, until that layer is restored as well, or kvc_truncate drops the position.  In a
  * restored layer with a window or chunks, a position that was not given counts as expired if the query behind the last
  * row would not see it.
- * The window of an earlier moment can be restored into a sequence that has gone on, and kvc_truncate takes the sequence
- * back there: until layers agree again, no row expires that a query at the first position that a layer lacks, or later,
- * would see. */
+ * The window of an earlier moment can be restored into a sequence that has gone on, and kvc_truncate takes the
+ * sequence back there.  Until layers agree again, the cache expires no row that a query would need from the first
+ * position on that a layer lacks. */
 
 typedef struct kvc_begin_args {
     size_t struct_size;
     int32_t num_tokens;
-    const int32_t *positions; /* [num_tokens], as are the arrays below; NULL: from kvc_next_position on */
-    const int64_t *seq_ids;   /* NULL: all of sequence 0 */
-    const int32_t *parents;   /* NULL: no trees */
-    const uint8_t *unstored;  /* not 0: the token's sequence is not stored, and is empty once the batch is committed.
-                                 The same for all tokens of a sequence.  NULL: all sequences are stored */
+    const int32_t *positions; /* [num_tokens] as in kvc_begin; NULL: from kvc_next_position on */
+    const int64_t *seq_ids;   /* [num_tokens] NULL: all of sequence 0 */
+    const int32_t *parents;   /* [num_tokens] NULL: no trees */
+    const uint8_t *unstored;  /* [num_tokens] not 0: the token's sequence is not stored, and is empty once the batch
+                                 is committed. The same for all tokens of a sequence.  NULL: all sequences are stored */
     int64_t timeout_ms;       /* milliseconds to wait while another batch is open or keys are rewritten.  0: not at all.
                                  -1: without end */
     const uint8_t *replaced;  /* [num_layers] not 0: the batch restores the layer.  NULL: an ordinary batch */
@@ -1303,12 +1304,13 @@ KVC_API const int32_t *kvc_batch_positions(const kvc_batch *batch);
 
 /* ---- a kernel of your own: writing rows -------------------------------------------------------------------------- */
 
-/* Sets *span to where a kernel of the caller writes rows, in place of kvc_put: the row of token `first` of the batch,
- * and the rows of the tokens after it that lie in consecutive slots.  Write through the span's pointers.  They are
- * valid until the batch ends, or, if hold is not NULL, until *hold is freed.  position is the position of `first`; the
- * other tokens have the batch's positions.  Do not call it while another thread puts or writes tokens of the same
- * layer.  Fails with KVC_ERR_INDEX and KVC_ERR_INVALID as kvc_put does, with KVC_ERR_UNSUPPORTED for KVC_CROSS, with
- * KVC_ERR_NOMEM for a hold, and, for sequences that are not stored, with KVC_ERR_NOMEM and KVC_ERR_FULL. */
+/* Sets *span to where a kernel of the caller writes rows, in place of kvc_put.  The span has the row of token `first`
+ * of the batch, and the rows of the tokens after it that lie in consecutive slots.  Write through the span's
+ * pointers.  They are valid until the batch ends, or, if hold is not NULL, until *hold is freed.  position is the
+ * position of `first`; the other tokens have the batch's positions.  Do not call it while another thread puts or
+ * writes tokens of the same layer.  Fails with KVC_ERR_INDEX and KVC_ERR_INVALID as kvc_put does, with
+ * KVC_ERR_UNSUPPORTED for KVC_CROSS, with KVC_ERR_NOMEM for a hold, and, for sequences that are not stored, with
+ * KVC_ERR_NOMEM and KVC_ERR_FULL. */
 KVC_API kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size,
                              kvc_hold **hold);
 
@@ -1355,8 +1357,8 @@ KVC_API void kvc_plan_free(kvc_plan *plan);
 KVC_API kvc_status kvc_batch_spans(kvc_batch *batch, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
                                    int64_t max_spans, int64_t *num_spans, kvc_hold **hold);
 
-/* Sets *num_rows to the number of rows that the batch's tokens might see in a layer: the stored rows of the batch's
- * sequences, and the rows that were put in the batch.  Sequences come by rising id, the rows of each by rising
+/* Sets *num_rows to the number of rows that the batch's tokens might see in a layer.  These are the stored rows of the
+ * batch's sequences, and the rows that were put in the batch.  Sequences come by rising id, the rows of each by rising
  * position; rows at equal positions come in order of arrival.  Fails with KVC_ERR_GONE for sequences that are not
  * stored (kvc_begin_with). */
 KVC_API kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows);
@@ -1425,11 +1427,11 @@ KVC_API kvc_status kvc_set_num_threads(int32_t num_threads);
  * "own".  The environment variable KVCACHE_THREADS may name the other one.  It is read once, when it is first
  * needed.  Returns NULL if the variable names one that this build does not have; no cache can be made then.
  *
- * "openmp"  Calls are parallel regions of the OpenMP runtime that the program's other libraries use.  Usually this
- *           library links to the same runtime.  It is a copy of it, Clang's (libomp) or Intel's (libiomp5), if the
- *           process had loaded that one when a cache was made and nothing else needs the linked one.  While regions
- *           are held up, because another program takes a processor, calls use the own threads.  If OpenMP binds
- *           threads to places, they then use the calling thread alone.
+ * "openmp"  Calls are parallel regions of the OpenMP runtime that the program's other libraries use.  Usually this is
+ *           the runtime that the library links to.  The process may have loaded another one, Clang's (libomp) or
+ *           Intel's (libiomp5), before a cache was made; calls run on that one if nothing else needs the linked one.
+ *           While regions are held up, because another program takes a processor, calls use the own threads.  If OpenMP
+ *           binds threads to places, they then use the calling thread alone.
  * "own"     Threads of this library, which wait for 50 microseconds and then sleep.  A child after fork() has them if
  *           its parent had no cache, or (on Linux) had not even loaded this library. */
 KVC_API const char *kvc_threading_layer(void);
@@ -1441,8 +1443,8 @@ typedef struct kvc_block_info {
     int32_t filled;     /* slots below this were handed out */
     int32_t live;       /* filled slots that a sequence or the open batch holds; the others wait for a compaction */
     int32_t references; /* the most sequences, the open batch included, that hold one of its slots */
-    int32_t resident;   /* slots that were handed out since its memory was taken: the system has given memory for them
-                           */
+    int32_t resident;   /* slots that were handed out since its memory was taken, so that the system has given
+                           memory for them */
     int32_t is_held;    /* not 0: a kvc_hold keeps its rows as they are; they are not reused meanwhile */
     int32_t is_free;    /* not 0: nobody holds a slot; its memory is kept for reuse */
 } kvc_block_info;
