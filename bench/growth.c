@@ -35,7 +35,7 @@ enum {
     OWN = 8 * BLOCK /* tokens of the sequence that is read and edited */,
     LONG = 64 * BLOCK /* and of one that runs */
 };
-enum { OWN_ID = 1 << 20, OTHER_ID, RETAINED_ID };
+enum { OWN_ID = 1 << 20, OTHER_ID, RETAINED_ID, FIRST_RETAINED_ID };
 
 /* ---- time -------------------------------------------------------------------------------------------------------- */
 
@@ -121,7 +121,7 @@ int growth_unlock(pthread_mutex_t *mutex) {
 /* ---- a cache with kept blocks ------------------------------------------------------------------------------------ */
 
 /* The limit of a cache that is full of kept blocks, or the fate of its blocks. */
-typedef enum kind { UNLIMITED, BY_CAPACITY, BY_BYTES, EXPIRED, PINNED, RUNNING, NUM_KINDS } kind;
+typedef enum kind { UNLIMITED, BY_CAPACITY, BY_BYTES, EXPIRED, PINNED, RUNNING, RETAINED, NUM_KINDS } kind;
 
 typedef struct scene {
     kvc_cache *cache;
@@ -196,6 +196,14 @@ static kvc_status run_long(scene *s) {
     return KVC_OK;
 }
 
+/* Feeds a block that nobody acquired, and retains it under an id of its own. */
+static kvc_status retain_one(scene *s, int32_t num) {
+    TRY(feed(s, OTHER_ID, BLOCK));
+    TRY(kvc_retain(s->cache, OTHER_ID, FIRST_RETAINED_ID + num, 0, BLOCK));
+    s->next += BLOCK;
+    return kvc_clear_sequence(s->cache, OTHER_ID);
+}
+
 static kvc_status scene_new(scene *s, kind kind, int32_t num_blocks, int64_t max_bytes) {
     const kvc_layer layers[] = {{.num_kv_heads = 1,
                                  .k_dim = DIM,
@@ -239,7 +247,7 @@ EXPORT kvc_status growth_free(scene *s) {
 }
 
 /* Sets *made to a cache with two sequences and num_blocks kept blocks of a kind.  Each block is a prompt of its own;
- * but in RUNNING, most blocks belong to running sequences. */
+ * but in RUNNING, most blocks belong to running sequences, and in RETAINED, to retained sequences that have an id. */
 EXPORT kvc_status growth_new(kind kind, int32_t num_blocks, int64_t max_bytes, scene **made) {
     scene *s = *made = allocate(1, sizeof *s);
     int64_t ids[BLOCK], evicted;
@@ -247,6 +255,7 @@ EXPORT kvc_status growth_new(kind kind, int32_t num_blocks, int64_t max_bytes, s
     TRY(scene_new(s, kind, num_blocks, max_bytes));
     int32_t num = 0;
     for (; kind == RUNNING && num + LONG / BLOCK + 2 * BLOCK <= num_blocks; num += LONG / BLOCK) TRY(run_long(s));
+    for (; kind == RETAINED && num + 2 * BLOCK <= num_blocks; num++) TRY(retain_one(s, num));
     for (; num < num_blocks; num++) TRY(keep(s));
     for (int32_t i = num_blocks - BLOCK; kind == PINNED && i > 0; i--) { /* all are older than what can be evicted */
         const kvc_tokens tokens = known_tokens(s, ids, i - 1);

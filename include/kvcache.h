@@ -53,9 +53,8 @@
  *           Some calls may hold the mutex longer.  These are calls about all sequences (kvc_clear, kvc_keep,
  *           kvc_sequences, kvc_retained, kvc_settle, kvc_cache_clone, kvc_save without seq_ids, kvc_blocks,
  *           kvc_validate), and kvc_compact, kvc_begin and kvc_reserve when they move rows together.  With max_bytes,
- *           kvc_room is one of them.  kvc_prefix_forget looks at all sequences, kvc_prefix_clear at all that the prefix
- *           has acquired, and kvc_payload_bytes at all prefixes.  A call on a prefix that leaves the cache beyond
- *           max_bytes looks at all prefixes for blocks to drop.
+ *           kvc_room is one of them.  kvc_prefix_forget looks at all acquired sequences that may hold the prompt's first
+ *           token, kvc_prefix_clear at all that the prefix has acquired, and kvc_payload_bytes at all prefixes.
  *           kvc_commit and kvc_reserve end with work on OS pages, without the mutex; the batch has ended by then.  If
  *           max_bytes is set, calls that may take memory for rows wait for this work.
  * fork()    The child has one thread, and every cache as it was.  fork() waits for calls of other threads to end,

@@ -102,7 +102,7 @@ static kvc_sequence *new_sequence(kvc_batch *batch, int64_t seq_id) {
     if (sequence == cache->spare) batch->spare = sequence;
     cache->spare = NULL;
     sequence->id = seq_id;
-    kvc_table_insert(&cache->sequences, sequence);
+    kvc_cache_enter(cache, sequence);
     return sequence;
 }
 

@@ -1,5 +1,5 @@
 /* cache.c: the upkeep of a cache's sequences: see cache.h. */
-#include "cache/cache.h"
+#include "cache/origin.h"
 
 #include "cache/useful.h"
 
@@ -131,12 +131,17 @@ void kvc_cache_protect(kvc_cache *cache, kvc_sequence *sequence) {
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
+void kvc_cache_enter(kvc_cache *cache, kvc_sequence *sequence) {
+    sequence->origin.as_of = cache->num_forgets;
+    kvc_table_insert(&cache->sequences, sequence);
+}
+
 void kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old) {
     if (old) {
         kvc_cache_forget(cache, old);
         sequence->edited_from = 0;
     }
-    kvc_table_insert(&cache->sequences, sequence);
+    kvc_cache_enter(cache, sequence);
     kvc_cache_after_edit(cache, sequence);
 }
 
@@ -149,7 +154,7 @@ void kvc_cache_spare(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_cache_unmark_changed(sequence);
     kvc_table_remove(&cache->sequences, sequence);
     sequence->exact_to = sequence->edited_from = INT32_MAX;
-    kvc_origin_reset(&sequence->origin);
+    kvc_origin_reset(cache, sequence);
     cache->spare = sequence;
 }
 

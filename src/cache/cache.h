@@ -13,7 +13,17 @@
 #include "rows/rope.h"
 #include "cache/sequence.h"
 
-enum { KVC_NUM_SPARES = 4 }; /* allocations of scratch kept for reuse */
+enum {
+    KVC_NUM_SPARES = 4, /* allocations of scratch kept for reuse */
+    KVC_NUM_BITS = 64   /* of kvc_origin.forgotten_in */
+};
+
+/* A bit of kvc_origin.forgotten_in: see origin.h. */
+typedef struct kvc_bit {
+    int32_t num_users; /* prefixes that have it */
+    int64_t taken;     /* num_forgets when the first of them got it */
+    int64_t forgot;    /* num_forgets when a prefix that had it last forgot a prompt */
+} kvc_bit;
 
 struct kvc_cache {
     kvc_mutex mutex; /* guards everything that changes after creation */
@@ -43,9 +53,10 @@ struct kvc_cache {
     int32_t has_own_capacity; /* whether one was given; else it is max_seq_len * max_sequences */
 
     kvc_table sequences;
-    int64_t next_id, next_hidden_id;               /* for sequences that kvc_new_sequence and prefixes name */
-    struct kvc_prefix *prefixes;                   /* list of all prefixes of the cache */
-    int32_t bit_users[64];                         /* prefixes that have each bit of kvc_origin.forgotten_in */
+    int64_t next_id, next_hidden_id; /* for sequences that kvc_new_sequence and prefixes name */
+    struct kvc_prefix *prefixes;     /* list of all prefixes of the cache */
+    kvc_bit bits[KVC_NUM_BITS];
+    kvc_sorted sessions;                           /* acquired sequences of all prefixes, by first token: session.c */
     int64_t num_prefixes, num_forgets;             /* prefixes that were made, and prompts that were forgotten */
     struct kvc_tree *dying;                        /* list of the trees that prefixes have given up: prefix.c */
     struct kvc_node *new_blocks, **new_blocks_end; /* list of blocks for kvc_take_new_blocks, oldest first */
@@ -152,7 +163,9 @@ void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence);
 /* Marks the sequence with an id, if it exists, as the running call's own (1), or as any other (0). */
 void kvc_cache_set_in_call(kvc_cache *cache, int64_t id, int32_t in_call);
 
-/* Inserts a new sequence into the table, in place of `old` if that is not NULL. */
+/* Inserts a new sequence into the table.  kvc_cache_insert also marks it as changed.  It takes the place of `old`, if
+ * that is not NULL, and is freed if it is blank. */
+void kvc_cache_enter(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old);
 
 /* Adds a sequence of the table to the retained ones, as the most recently used, or takes it out. */

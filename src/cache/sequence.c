@@ -16,23 +16,13 @@ kvc_sequence *kvc_sequence_new(kvc_memory *memory, int64_t id, int32_t num_group
     *sequence = (kvc_sequence){.id = id,
                                .exact_to = INT32_MAX,
                                .edited_from = INT32_MAX,
-                               .origin = {.num_forgets = INT64_MAX},
+                               .origin = {.as_of = INT64_MAX, .num_forgets = INT64_MAX},
                                .num_groups = num_groups,
                                .num_token_groups = num_token_groups};
     for (int32_t g = 0; g < num_groups; g++) kvc_runs_init(&sequence->runs[g]);
     sequence->standings = (kvc_standing *)(void *)(sequence->runs + num_groups);
     for (int32_t g = 0; g < num_token_groups; g++) sequence->standings[g] = (kvc_standing){0};
     return sequence;
-}
-
-void kvc_origin_add(kvc_origin *origin, const kvc_origin *more) {
-    const int64_t none = INT64_MAX;
-    origin->forgotten_in |= more->forgotten_in;
-    if (origin->num_forgets == none)
-        origin->prefix = more->prefix;
-    else if (more->num_forgets < none && more->prefix != origin->prefix)
-        origin->prefix = 0;
-    if (more->num_forgets < origin->num_forgets) origin->num_forgets = more->num_forgets;
 }
 
 kvc_status kvc_fail_sequence(int64_t id) {
@@ -105,6 +95,8 @@ int32_t kvc_min_query_position(const kvc_sequence *sequence) {
 }
 
 void kvc_sequence_note_edit(kvc_sequence *sequence, int32_t position, int32_t exact_to) {
+    kvc_follower *follower = sequence->follower;
+    if (!position && follower && follower->begun_anew) follower->begun_anew(follower);
     sequence->edited_from = kvc_lower(sequence->edited_from, position);
     sequence->exact_to = kvc_lower(sequence->exact_to, exact_to);
 }

@@ -23,24 +23,21 @@ typedef struct kvc_follower {
     void (*leave)(kvc_cache *cache, struct kvc_follower *follower);
     /* Called when the sequence has become evictable, or is so no more.  NULL: the follower need not know. */
     void (*noted)(struct kvc_follower *follower);
+    /* Called when the sequence's first token may have become another one.  NULL: the follower need not know. */
+    void (*begun_anew)(struct kvc_follower *follower);
 } kvc_follower;
 
 /* The orders of sequences.  A sequence has a place in a tree for each, and no two have the same key. */
 typedef enum kvc_key { KVC_BY_ID, KVC_BY_USE, KVC_NUM_KEYS } kvc_key;
 
-/* The origin of a sequence's rows.  It tells a prefix whether they may be rows of tokens that it forgot. */
+/* The origin of a sequence's rows.  It tells a prefix whether they may be rows of tokens that it forgot: origin.h. */
 typedef struct kvc_origin {
-    uint64_t forgotten_in; /* bits of prefixes, freed ones too, that forgot tokens whose rows these may be */
+    uint64_t forgotten_in; /* bits of prefixes that forgot tokens whose rows these may be */
+    int64_t as_of;         /* cache->num_forgets when these bits were right; INT64_MAX: it is not in a table yet */
     int64_t num_forgets;   /* cache->num_forgets when a prefix kept the oldest of these rows that it kept; INT64_MAX: no
                               prefix kept any; 0: nobody knows how old they are */
     int64_t prefix;        /* number of this prefix; 0: there are several, or none */
 } kvc_origin;
-
-/* Adds the origin of more rows. */
-void kvc_origin_add(kvc_origin *origin, const kvc_origin *more);
-
-/* Makes it the origin of a sequence that holds nothing. */
-static inline void kvc_origin_reset(kvc_origin *origin) { *origin = (kvc_origin){.num_forgets = INT64_MAX}; }
 
 typedef struct kvc_sequence {
     kvc_links links[KVC_NUM_KEYS]; /* places in the table, and among the evictable or the others; first, as sequence.c

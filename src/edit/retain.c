@@ -1,6 +1,7 @@
 /* retain.c: the public functions that make, share and list retained sequences. */
 #include "edit/retain.h"
 #include "cache/check.h"
+#include "cache/origin.h"
 #include "space/limits.h"
 #include "space/evict.h"
 #include "cache/waiting.h"
@@ -34,7 +35,7 @@ static kvc_status end_retaining(kvc_cache *cache, kvc_sequence *sequence, kvc_st
     }
     kvc_sequence *old = sequence->is_hidden ? NULL : kvc_table_find(&cache->sequences, sequence->id);
     if (old) kvc_cache_forget(cache, old);
-    kvc_table_insert(&cache->sequences, sequence);
+    kvc_cache_enter(cache, sequence);
     kvc_cache_retain(cache, sequence);
     return KVC_OK;
 }
@@ -98,7 +99,7 @@ static kvc_status retain_rows(kvc_cache *cache, const kvc_sequence *src, int64_t
         status = retain_group(cache, src, g, begin, end, &sequence->runs[g]);
     const int32_t exact_to = kvc_exact_to_with_batch(cache, src);
     sequence->exact_to = kvc_below(exact_to > begin ? exact_to : begin, end);
-    sequence->origin = src->origin;
+    kvc_origin_add(cache, sequence, src);
     const int is_made = status == KVC_OK && kvc_sequence_holds(sequence);
     status = end_retaining(cache, sequence, status);
     if (!is_made) return status;
@@ -399,7 +400,7 @@ static kvc_status attach_all(const pieces *p, int64_t dst, kvc_sequence *old, in
     for (int32_t i = 0; status == KVC_OK && i < p->num; i++) {
         if (!p->items[i].rows) continue;
         sequence->exact_to = kvc_lower(sequence->exact_to, kvc_below(p->items[i].rows->exact_to, end));
-        kvc_origin_add(&sequence->origin, &p->items[i].rows->origin);
+        kvc_origin_add(cache, sequence, p->items[i].rows);
     }
     if (status == KVC_OK)
         kvc_cache_insert(cache, sequence, old);

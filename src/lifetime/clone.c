@@ -84,7 +84,7 @@ static kvc_status add_sequence(kvc_cache *to, const kvc_sequence *from) {
     if (!sequence) return kvc_fail_sequence(from->id);
     sequence->exact_to = from->exact_to;
     sequence->edited_from = from->edited_from;
-    kvc_table_insert(&to->sequences, sequence);
+    kvc_cache_enter(to, sequence);
     for (int32_t g = 0; g < from->num_groups; g++) {
         kvc_run_list *list = &sequence->runs[g];
         const int32_t num = from->runs[g].num;

@@ -1,6 +1,7 @@
 /* commit.c: kvc_commit, kvc_commit_kept and kvc_abort: end a batch. */
 #include <string.h>
 
+#include "cache/origin.h"
 #include "space/expire.h"
 #include "prefix/session.h"
 #include "pass/put.h"
@@ -17,7 +18,7 @@ static void close_batch(kvc_batch *batch) {
         sequence->in_batch = 0;
         kvc_cache_mark_changed(cache, sequence);
         if (!kvc_sequence_is_blank(sequence)) continue;
-        kvc_origin_reset(&sequence->origin);
+        kvc_origin_reset(cache, sequence);
         if (sequence->follower) continue;
         if (sequence == batch->spare)
             kvc_cache_spare(cache, sequence);
@@ -126,7 +127,7 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
         if (batch->kept[token[i]] && batch->positions[token[i]] > last) last = batch->positions[token[i]];
     const int keeps = last >= 0;
     if (keeps && member->exact_to < member->sequence->exact_to) member->sequence->exact_to = member->exact_to;
-    if (batch->replaced && keeps) member->sequence->edited_from = 0;
+    if (batch->replaced && keeps) kvc_sequence_note_edit(member->sequence, 0, INT32_MAX);
     /* Rows that windows leave behind go before the tokens are added, and tokens that they leave behind are not added.
      * A batch that restores adds everything: kvc_replace_note looks at all rows. */
     if (batch->replaced)
@@ -148,7 +149,7 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
         kvc_runs_destroy(&member->sequence->runs[g], &cache->pools[g]);
     if (!member->is_unstored) return;
     member->sequence->exact_to = INT32_MAX;
-    kvc_origin_reset(&member->sequence->origin);
+    kvc_origin_reset(cache, member->sequence);
 }
 
 /* Finds out from where on a sequence is not exact, if some of its tokens are not kept. */

@@ -1,6 +1,7 @@
 /* forget.c: kvc_prefix_forget: drops whatever holds rows of a prompt's tokens, and of what follows the whole prompt. */
 #include <string.h>
 
+#include "cache/origin.h"
 #include "cache/waiting.h"
 #include "prefix/pin.h"
 
@@ -101,26 +102,18 @@ static void drop(const kvc_prefix *prefix, const doomed *d, names *n, int64_t *n
     }
 }
 
-/* Returns whether a sequence may hold rows of a prompt's tokens, or has held them.  Rows may be kept aside, or a
- * state made of them, although windows have left them all behind. */
-static int may_hold(const kvc_sequence *sequence, const kvc_tokens *tokens) {
-    if (!sequence->in_batch && kvc_sequence_is_blank(sequence)) return 0;
-    return !sequence->follower || kvc_session_begins(sequence->follower, tokens);
-}
-
-/* Once nothing is left: keeps no blocks of sequences that hold rows of the prompt, nor such as are on their way. */
+/* Once nothing is left: keeps no blocks of sequences that hold rows of the prompt, nor such as are on their way.  An
+ * acquired sequence whose rows windows have all left behind counts: rows may be kept aside, or a state made of them. */
 static void end_sources(kvc_prefix *prefix, const kvc_tokens *tokens) {
-    const kvc_table *table = &prefix->cache->sequences;
-    const uint64_t bit = UINT64_C(1) << prefix->bit;
-    const int is_stale = !prefix->forgot && prefix->cache->bit_users[prefix->bit] == 1; /* of prefixes that are freed */
-    prefix->forgot = ++prefix->cache->num_forgets;
-    for (kvc_sequence *sequence = kvc_table_first(table); sequence && !sequence->is_hidden;
-         sequence = kvc_table_next(table, sequence)) {
-        if (is_stale) sequence->origin.forgotten_in &= ~bit;
-        if (!may_hold(sequence, tokens)) continue;
-        sequence->origin.forgotten_in |= bit;
-        kvc_session *session = kvc_session_of(prefix, sequence);
-        if (session) kvc_session_forget(session);
+    kvc_cache *cache = prefix->cache;
+    const kvc_token_span first = kvc_tokens_part(tokens, 0, 1);
+    kvc_origin_forget(cache, prefix->bit);
+    prefix->forgot = cache->num_forgets;
+    for (kvc_session *session = NULL; (session = kvc_session_beginning(cache, &first, session));) {
+        kvc_sequence *sequence = session->sequence;
+        if (!sequence->in_batch && kvc_sequence_is_blank(sequence)) continue;
+        kvc_origin_mark(cache, sequence, prefix->bit);
+        if (session->prefix == prefix) kvc_session_forget(session);
     }
     kvc_pin_remove_all(prefix);
 }

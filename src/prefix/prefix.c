@@ -5,6 +5,7 @@
 
 #include "base/blake2b.h"
 #include "cache/check.h"
+#include "cache/origin.h"
 #include "cache/waiting.h"
 #include "edit/retain.h"
 #include "prefix/reuse.h"
@@ -71,15 +72,6 @@ static kvc_status check_config(const kvc_cache *cache, const kvc_prefix_config *
     return KVC_OK;
 }
 
-/* Returns the bit of kvc_origin.forgotten_in for a new prefix: an unused bit, as long as one is left. */
-static int32_t take_bit(kvc_cache *cache) {
-    int32_t best = 0;
-    for (int32_t i = 1; i < 64; i++)
-        if (cache->bit_users[i] < cache->bit_users[best]) best = i;
-    cache->bit_users[best]++;
-    return best;
-}
-
 static kvc_tree *new_tree(kvc_prefix *prefix) {
     kvc_tree *tree = kvc_tree_new(prefix->cache, prefix->salt, prefix->root);
     if (!tree) return NULL;
@@ -110,7 +102,8 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     kvc_lock(cache);
     kvc_prefix *prefix = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
     if (!prefix) return kvc_unlock(cache, kvc_fail(KVC_ERR_NOMEM, "out of memory for a prefix"));
-    *prefix = (kvc_prefix){.cache = cache, .num_bytes = size, .number = ++cache->num_prefixes, .bit = take_bit(cache)};
+    *prefix = (kvc_prefix){
+        .cache = cache, .num_bytes = size, .number = ++cache->num_prefixes, .bit = kvc_origin_take_bit(cache)};
     prefix->events = (kvc_events){.ring = (kvc_prefix_event *)(void *)(prefix + 1), .room = config.max_events};
     kvc_name_salt(config.salt, (size_t)config.salt_size, prefix->salt);
     kvc_name_root(prefix->salt, config.identity, (size_t)config.identity_size, config.state_bytes, prefix->root);
@@ -126,7 +119,7 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     kvc_status status = prefix->tree ? kvc_fit_max_bytes(cache, "making a prefix") : KVC_ERR_NOMEM;
     if (status != KVC_OK) {
         if (prefix->tree) kvc_tree_free(prefix->tree);
-        cache->bit_users[prefix->bit]--;
+        kvc_origin_give_bit(cache, prefix->bit);
         kvc_memory_free(&cache->memory, prefix, prefix->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
         return kvc_unlock(cache, status);
     }
@@ -195,13 +188,14 @@ void kvc_prefix_free(kvc_prefix *prefix) {
     for (int num = 1; prefix->sessions; num++) {
         kvc_sequence *sequence = prefix->sessions->sequence;
         kvc_follower *follower = sequence->follower;
+        kvc_origin_renew(cache, sequence);
         sequence->follower = NULL;
         follower->ended(cache, follower);
         if (!sequence->in_batch) kvc_cache_forget_blank(cache, sequence);
         if (num % AT_ONCE == 0) kvc_cache_give_way(cache);
     }
     kvc_pin_remove_all(prefix);
-    cache->bit_users[prefix->bit]--;
+    kvc_origin_give_bit(cache, prefix->bit);
     *prefix->at = prefix->next;
     if (prefix->next) prefix->next->at = prefix->at;
     kvc_memory_free(&cache->memory, prefix, prefix->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);

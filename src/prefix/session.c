@@ -1,10 +1,57 @@
 /* session.c: the sequences that a prefix has acquired: see session.h. */
 #include "prefix/prefix.h"
 
+#include <stddef.h>
 #include <string.h>
 
+#include "cache/origin.h"
 #include "space/evict.h"
 #include "space/limits.h"
+
+/* ---- sessions by their first tokens ------------------------------------------------------------------------------ */
+
+static kvc_session *at(kvc_links *links) {
+    return links ? (void *)((char *)links - offsetof(kvc_session, links)) : NULL;
+}
+
+static const kvc_session *seen_at(const kvc_links *links) {
+    return (const void *)((const char *)links - offsetof(kvc_session, links));
+}
+
+/* Returns whether a session stands behind others: sessions whose first token is not known come first. */
+static int is_behind(const kvc_links *member, const kvc_links *other) {
+    const kvc_session *a = seen_at(member), *b = seen_at(other);
+    const int order = a->is_other || b->is_other ? b->is_other - a->is_other : kvc_tokens_compare(&a->first, &b->first);
+    return order ? order > 0 : a->sequence->id > b->sequence->id;
+}
+
+/* Returns the first session whose first token is known and is at or behind a token in their order, or NULL. */
+static kvc_session *find_first(const kvc_cache *cache, const kvc_token_span *token) {
+    kvc_session *first = NULL;
+    for (kvc_links *next = cache->sessions.root; next;) {
+        const kvc_session *session = seen_at(next);
+        const int is_before = session->is_other || kvc_tokens_compare(&session->first, token) < 0;
+        if (!is_before) first = at(next);
+        next = next->below[is_before];
+    }
+    return first;
+}
+
+kvc_session *kvc_session_beginning(const kvc_cache *cache, const kvc_token_span *token, const kvc_session *before) {
+    kvc_session *next = at(before ? kvc_sorted_beside(&before->links, 1) : kvc_sorted_end(&cache->sessions, 0));
+    if (next && next->is_other) return next;
+    if (!before || before->is_other) next = find_first(cache, token);
+    return next && kvc_tokens_common(&next->first, token) ? next : NULL;
+}
+
+/* Notes that the first token of the sequence is not known any more. */
+static void begun_anew(kvc_follower *follower) {
+    kvc_session *session = (kvc_session *)(void *)follower;
+    kvc_sorted *sessions = &session->prefix->cache->sessions;
+    kvc_sorted_remove(sessions, &session->links);
+    session->is_other = 1;
+    kvc_sorted_add(sessions, &session->links, is_behind);
+}
 
 /* ---- beginning and ending ---------------------------------------------------------------------------------------- */
 
@@ -30,13 +77,13 @@ static void drop_state(kvc_session *session) {
 /* Ends with the sequence: what builds on others is evicted before them. */
 static void ended(kvc_cache *cache, kvc_follower *follower) {
     kvc_session *session = (kvc_session *)(void *)follower;
-    (void)cache;
     drop_pending(session, 0);
     drop_state(session);
     kvc_node_touch(session->last);
     kvc_node_use(session->last, -1);
     *session->at = session->next;
     if (session->next) session->next->at = session->at;
+    kvc_sorted_remove(&cache->sessions, &session->links);
     session->prefix->stats.sequences--;
     kvc_session_free(session);
 }
@@ -82,7 +129,7 @@ kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32
     if (digests) memcpy(digests, first.digests, digest_bytes);
     if (digests && prompt.num) memcpy(digests + digest_bytes, prompt.digests, (num - 1) * digest_bytes);
     *session = (kvc_session){
-        .follower = {ended, plan_leave, leave, NULL},
+        .follower = {ended, plan_leave, leave, NULL, begun_anew},
         .num_bytes = size,
         .prefix = prefix,
         .retained_to = begin,
@@ -108,6 +155,7 @@ void kvc_session_begin(kvc_session *session, kvc_sequence *sequence, kvc_node *l
     session->at = &prefix->sessions;
     if (prefix->sessions) prefix->sessions->at = &session->next;
     prefix->sessions = session;
+    kvc_sorted_add(&prefix->cache->sessions, &session->links, is_behind);
     prefix->stats.sequences++;
 }
 
@@ -123,15 +171,9 @@ void kvc_session_roll_back(kvc_session *session, int32_t position) {
 
 int kvc_session_is_forgotten(const kvc_prefix *prefix, const kvc_sequence *sequence) {
     const kvc_origin *from = &sequence->origin;
-    if (!prefix->forgot) return 0; /* a prefix that had its bit before may have forgotten these rows */
-    return (from->forgotten_in >> prefix->bit & 1) ||
+    if (!prefix->forgot) return 0; /* a prefix that shares its bit may have forgotten these rows */
+    return kvc_origin_has(prefix->cache, sequence, prefix->bit) ||
            (from->prefix != prefix->number && from->num_forgets < prefix->forgot);
-}
-
-int kvc_session_begins(const kvc_follower *follower, const kvc_tokens *tokens) {
-    const kvc_session *session = (const kvc_session *)(const void *)follower;
-    const kvc_token_span one = kvc_tokens_part(tokens, 0, 1);
-    return session->is_other || !session->sequence->edited_from || kvc_tokens_common(&session->first, &one) > 0;
 }
 
 void kvc_session_forget(kvc_session *session) {
@@ -144,7 +186,7 @@ void kvc_session_forget(kvc_session *session) {
 static void note_edits(kvc_session *session, int32_t position) {
     if (session->sequence->edited_from < position) position = session->sequence->edited_from;
     session->sequence->edited_from = INT32_MAX;
-    if (!position) session->is_other = 1;
+    if (!position) begun_anew(&session->follower);
     if (position < INT32_MAX) kvc_session_roll_back(session, position);
 }
 
@@ -220,11 +262,9 @@ void kvc_sessions_fit(kvc_cache *cache) {
     if (!cache->max_bytes || kvc_cache_bytes(cache) <= cache->max_bytes ||
         kvc_fit_max_bytes(cache, "keeping blocks") == KVC_OK)
         return;
-    for (kvc_prefix *prefix = cache->prefixes; prefix; prefix = prefix->next)
-        for (kvc_node *node; kvc_cache_bytes(cache) > cache->max_bytes && (node = kvc_tree_oldest(prefix->tree));) {
-            if (node->is_protected) break;
-            kvc_node_drop(node);
-        }
+    for (kvc_sequence *oldest;
+         kvc_cache_bytes(cache) > cache->max_bytes && (oldest = kvc_sequence_end(&cache->evictable, KVC_BY_USE, 0));)
+        kvc_cache_forget(cache, oldest);
     kvc_give_back(cache, cache->max_bytes);
 }
 

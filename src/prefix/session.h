@@ -20,7 +20,8 @@ typedef struct kvc_session {
     kvc_checkpoint *state;          /* of the model behind what was matched, until tokens are fed; NULL: none */
     uint64_t num_bytes;             /* of this allocation */
     struct kvc_session *next, **at; /* place in the list of the prefix */
-    int32_t is_other;               /* its first token is not that of the prompt any more */
+    kvc_links links;                /* place in cache->sessions */
+    int32_t is_other;               /* its first token may differ from the prompt's */
     kvc_token_span first;           /* the prompt's first token */
     int32_t begin;                  /* position of the first token in `prompt` */
     kvc_tokens prompt;              /* tokens that the sequence is to be fed, from the beginning of a block on */
@@ -42,9 +43,9 @@ kvc_session *kvc_session_of(const struct kvc_prefix *prefix, const kvc_sequence 
  */
 int kvc_session_is_forgotten(const struct kvc_prefix *prefix, const kvc_sequence *sequence);
 
-/* Returns whether the sequence of a session may hold rows of a prompt's tokens: its own prompt begins with the same
- * token, or its first token is not known. */
-int kvc_session_begins(const kvc_follower *session, const kvc_tokens *tokens);
+/* Returns the next session, behind `before`, of all that may begin with a token: the session's prompt does, or the
+ * first token of its sequence is not known.  before: NULL for the first one.  NULL: there are no more. */
+kvc_session *kvc_session_beginning(const kvc_cache *cache, const kvc_token_span *token, const kvc_session *before);
 
 /* Drops what is not known of the sequence's blocks, which holds forgotten rows, and keeps no more of them. */
 void kvc_session_forget(kvc_session *session);

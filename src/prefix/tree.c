@@ -4,6 +4,7 @@
 #include <stddef.h>
 #include <string.h>
 
+#include "cache/origin.h"
 #include "edit/retain.h"
 
 /* ---- nodes with rows, from the least recently used on
@@ -386,9 +387,7 @@ kvc_status kvc_node_new(kvc_tree *tree, const kvc_sequence *src, int32_t begin, 
         return status;
     }
     kvc_node_recount(node);
-    const kvc_origin own = {0, tree->cache->num_forgets, 0};
-    kvc_origin_add(&node->rows->origin, &own);
-    node->rows->origin.prefix = tree->number;
+    kvc_origin_keep(tree->cache, node->rows, tree->number);
     node->next = *list;
     node->at = list;
     if (*list) (*list)->at = &node->next;
@@ -434,7 +433,7 @@ static int merge(kvc_node *node, kvc_node *other) {
         if (more_in(other, node, g) <= 0) continue;
         const kvc_run_list list = node->rows->runs[g];
         node->rows->runs[g] = other->rows->runs[g];
-        kvc_origin_add(&node->rows->origin, &other->rows->origin);
+        kvc_origin_add(cache, node->rows, other->rows);
         other->rows->runs[g] = list;
         gets = 1;
     }

@@ -219,6 +219,63 @@ static void test_forgotten_by_one_that_was_freed(void) {
     close_world();
 }
 
+/* A prefix that has taken over the bit of a freed one keeps blocks of rows that the freed one forgot.  These blocks,
+ * and what is computed behind them, stay known when the prefix forgets another prompt. */
+static void test_blocks_that_a_freed_prefix_forgot(void) {
+    const int64_t *ids = numbers(100), *others = numbers(900);
+    const kvc_prefix_config config = {.struct_size = sizeof config, .fingerprint = "a model"};
+    const kvc_tokens tokens = tokens_of(ids, 2 * BLOCK), forgotten = tokens_of(others, BLOCK);
+    kvc_prefix *first, *later, *own;
+    int64_t num, dropped;
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+    own = prefix;
+    CHECK(kvc_prefix_new(cache, &config, &first) == KVC_OK);
+    int64_t id = acquire(ids, 2 * BLOCK, NULL);
+    feed_to(id, 2 * BLOCK, BLOCK);
+    CHECK(kvc_prefix_forget(first, &tokens, NULL, 0, &num, &dropped) == KVC_OK);
+    kvc_prefix_free(first);
+    CHECK(kvc_prefix_new(cache, &config, &later) == KVC_OK);
+    CHECK(kvc_prefix_release(later, id, &tokens) == KVC_OK);
+    CHECK(kvc_prefix_forget(later, &forgotten, NULL, 0, &num, &dropped) == KVC_OK);
+    prefix = later;
+    id = acquire(ids, 4 * BLOCK, NULL);
+    feed_to(id, 4 * BLOCK, BLOCK);
+    CHECKF(known(ids, 4 * BLOCK + 1) == 4 * BLOCK, "%d known", known(ids, 4 * BLOCK + 1));
+    kvc_prefix_free(later);
+    prefix = own;
+    close_world();
+}
+
+/* A sequence whose prefix is freed, or whose first token is replaced, may hold rows of any prompt that is forgotten
+ * from then on.  The prefix may keep its rows if it forgot a prompt with another first token before. */
+static void test_forgotten_before_and_after(void) {
+    const int64_t *ids = numbers(100), *others = numbers(900), *later = numbers(500);
+    const kvc_prefix_config config = {.struct_size = sizeof config, .fingerprint = "a model"};
+    for (int is_freed = 0; is_freed < 2; is_freed++)
+        for (int is_after = 0; is_after < 2; is_after++) {
+            kvc_prefix *own, *second;
+            open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+            own = prefix;
+            CHECK(kvc_prefix_new(cache, &config, &second) == KVC_OK);
+            prefix = is_freed ? second : own;
+            const int64_t id = acquire(ids, 8, NULL);
+            feed_to(id, 7, 7);
+            prefix = own;
+            if (!is_after) CHECK(forget(others, 8) == 0);
+            if (is_freed)
+                kvc_prefix_free(second);
+            else
+                CHECK(kvc_truncate(cache, id, 0) == KVC_OK);
+            feed_to(id, 8, 8);
+            if (is_after) CHECK(forget(others, 8) == 0);
+            release(id, is_freed ? ids : later, 8);
+            const int found = known(is_freed ? ids : later, 9);
+            CHECKF(found == (is_after ? 0 : 8), "freed %d, after %d: %d known", is_freed, is_after, found);
+            if (!is_freed) kvc_prefix_free(second);
+            close_world();
+        }
+}
+
 /* Windows have left all tokens of a sequence behind.  Its rows may still be kept aside, and its state still follows
  * from forgotten tokens. */
 static void test_left_behind(void) {
@@ -524,6 +581,8 @@ int main(void) {
     test_rejected_draft();
     test_forgotten_by_another();
     test_forgotten_by_one_that_was_freed();
+    test_blocks_that_a_freed_prefix_forgot();
+    test_forgotten_before_and_after();
     test_retained();
     test_shared_into();
     test_elsewhere();
