@@ -52,8 +52,8 @@
  *           copy rows out; a call that comes to copy rows meanwhile waits behind them.
  *           Some calls may hold the mutex longer.  These are calls about all sequences (kvc_clear, kvc_keep,
  *           kvc_sequences, kvc_retained, kvc_settle, kvc_cache_clone, kvc_save without seq_ids, kvc_blocks,
- *           kvc_validate), and kvc_compact, kvc_begin and kvc_reserve when they move rows together.  With max_bytes,
- *           kvc_room is one of them.  kvc_prefix_forget looks at all acquired sequences that may hold the prompt's first
+ *           kvc_validate), and kvc_compact, kvc_begin and kvc_reserve when they move rows together.  If max_bytes is
+ *           set, kvc_room may, too.  kvc_prefix_forget looks at all acquired sequences that may hold the prompt's first
  *           token, kvc_prefix_clear at all that the prefix has acquired, and kvc_payload_bytes at all prefixes.
  *           kvc_commit and kvc_reserve end with work on OS pages, without the mutex; the batch has ended by then.  If
  *           max_bytes is set, calls that may take memory for rows wait for this work.
@@ -471,8 +471,8 @@ KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const
 /* Ends the batch and frees it: its tokens become part of their sequences, if these are stored.
  * A layer with a window or chunks expires rows.  It keeps the rows that a query at the position of the sequence's last
  * token would see, or as many positions as resume_window says.  Beyond these rows, such a layer uses at most two spare
- * blocks (three with sinks) for each sequence that shares no blocks and kept all its tokens; or as many as this batch
- * took, if these are more.  Other free blocks go back to the system.
+ * blocks (three with sinks) for each sequence that shares no blocks and kept all its tokens.  If this batch took more,
+ * as many stay.  Other free blocks go back to the system.
  * Fails with KVC_ERR_INVALID if a token was not put in some layer; the batch is still open then.  Once every token was
  * put, this cannot fail, because kvc_begin has taken all memory that it needs.  If the system refuses the work on OS
  * pages at the end, that work is left out. */
@@ -480,9 +480,9 @@ KVC_API kvc_status kvc_commit(kvc_batch *batch);
 
 /* Does what kvc_commit does with num_kept of the tokens only, such as the accepted tokens of a speculation.  `kept` has
  * their indices in the batch, in any order.  The other tokens need not have been put.  The rows of a sequence in a
- * cross-attention layer are kept if one of its tokens is.  Fails with KVC_ERR_INDEX for an index that the batch does
- * not have, and with KVC_ERR_INVALID for an index given twice.  Once the kept tokens were put, it cannot fail
- * otherwise. */
+ * cross-attention layer are kept if one of the sequence's tokens is kept.  Fails with KVC_ERR_INDEX for an index
+ * that the batch does not have, and with KVC_ERR_INVALID for an index given twice.  Once the kept tokens were put,
+ * it cannot fail otherwise. */
 KVC_API kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept);
 
 /* Ends the batch and frees it, as if its tokens had never been, and gives back the memory that it took for rows and
@@ -576,10 +576,10 @@ KVC_API kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t
  * its errors.  Without `shift` they stay where they are.
  * In every edit, expired positions move with the tokens.  A batch fails with KVC_ERR_GONE if a token would see such a
  * position, in its window or among the sinks.
- * If this or any other edit leaves a sequence without tokens, so that it would go on at position 0, the sequence ends
- * as by kvc_clear_sequence: its rows in KVC_CROSS layers go, too.  A sequence that has only such rows ends if positions
- * from 0 on are dropped.  To keep these rows, first let another sequence hold them: kvc_copy_prefix with length 0.
- * Fails with KVC_ERR_NOMEM.  If there are no later tokens, fails with KVC_ERR_GONE as kvc_truncate does. */
+ * If this or any other edit leaves a sequence without tokens, so that it would go on at position 0, the sequence
+ * ends as by kvc_clear_sequence.  Its rows in KVC_CROSS layers go, too.  A sequence that has only such rows ends if
+ * positions from 0 on are dropped.  To keep these rows, first let another sequence hold them: kvc_copy_prefix with
+ * length 0.  Fails with KVC_ERR_NOMEM.  If there are no later tokens, fails with KVC_ERR_GONE as kvc_truncate does. */
 KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift);
 
 /* Drops the rows at positions of at least `length`; the sequence then goes on at `length`, or behind its last token if
@@ -669,7 +669,7 @@ KVC_API kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, i
                               const kvc_rows_out *out);
 
 /* Copies the rows at positions [begin, end), decoded or raw, and rotated as by kvc_gather.  Row i is the latest
- * row at position begin + i.  If there is none, it is bytes of 0.  Fails with KVC_ERR_NOMEM. */
+ * row at position begin + i.  If no row is stored there, row i is bytes of 0.  Fails with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
                                const kvc_rows_out *out);
 
@@ -831,9 +831,9 @@ typedef struct kvc_load_args {
  * kvc_nbytes of the new cache must be within max_bytes.  It is usually smaller than before saving, because rows are
  * packed into full blocks.  A sequence's list of runs may be a few entries longer, of 24 bytes each.
  * Fails with KVC_ERR_FORMAT if the file is truncated, altered, of another shape or model, of a newer format, or no
- * saved state; the message has the reason, and which tensor was altered.  Fails with KVC_ERR_INVALID also if the file
- * lacks one of seq_ids, or needs functions that move keys.  Fails with KVC_ERR_CALLBACK, KVC_ERR_FULL (capacity or
- * max_bytes), KVC_ERR_NOMEM and KVC_ERR_UNSUPPORTED. */
+ * saved state.  The message has the reason, and which tensor was altered.  Fails with KVC_ERR_INVALID also if the
+ * file lacks one of seq_ids, or needs functions that move keys.  Fails with KVC_ERR_CALLBACK, KVC_ERR_FULL (capacity
+ * or max_bytes), KVC_ERR_NOMEM and KVC_ERR_UNSUPPORTED. */
 KVC_API kvc_status kvc_load(const kvc_load_args *args, kvc_cache **cache);
 
 /* Loads sequences of a file into a cache, in place of the rows under their ids.  Layers must have the shapes, types,
@@ -917,15 +917,15 @@ KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
  *
  * Known     is the one word for what a prompt finds.  A block is kept while it has rows of some layer, and until it
  *           expires (ttl_ms).  The first n tokens of a prompt are known if kept blocks of these tokens hold, for each
- *           layer, every row that a token at position n would see.  Where the prefix has state_bytes, a checkpoint at n
- *           is needed as well.  n is at most where the last kept block of the prompt ends.  If only the first tokens of
+ *           layer, every row that a token at position n would see.  If the prefix has state_bytes, a checkpoint at n is
+ *           needed as well.  n is at most where the last kept block of the prompt ends.  If only the first tokens of
  *           that block are the prompt's, it ends behind these.
  *           The number of known tokens is the largest such n up to a limit; each call below says its own.  The prompt
- *           counts as ended at that limit.  Where many kept blocks begin like the rest of a prompt, the 32 with the
- *           most tokens in common are looked at.
+ *           counts as ended at that limit.  If many kept blocks begin like the rest of a prompt, the 32 with the most
+ *           tokens in common are looked at.
  * Used      A call uses the blocks that it matches, keeps or computes again, with their states.  A commit that keeps
- *           blocks of an acquired sequence also uses the blocks before them, and so does the end of the sequence.  Of
- *           blocks that one call uses, those nearer to the beginning of the prompt count as used later.
+ *           blocks of an acquired sequence also uses the blocks before them, and so does the end of the sequence.  If
+ *           one call uses several blocks, the blocks nearer to the beginning of the prompt count as used later.
  *
  * Kept blocks take no room from others: where a call would fail with KVC_ERR_FULL, they are evicted, as retained
  * sequences are.  KVC_ERR_FULL then says that sequences in use, pins and quotas hold all.  Release a sequence, and
@@ -1049,7 +1049,7 @@ KVC_API kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *token
 
 /* Pins the known tokens of a prompt, such as a system prompt: their blocks and state are not evicted.  Sets *kept to
  * the number of these tokens; if it is 0, nothing is pinned.  Call it again once more of the prompt is known: the pin
- * then holds that, too.  If only the first tokens of a block are the prompt's, the whole block is pinned.  Where layers
+ * then holds that, too.  If only the first tokens of a block are the prompt's, the whole block is pinned.  If layers
  * have chunks, the block behind the known tokens may have to be pinned, too.  A pin does not count as a use.  Fails
  * with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_pin(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *kept);
@@ -1068,8 +1068,8 @@ KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
 
 /* Forgets a prompt, for example private data: none of its tokens matches any prompt until somebody computes them again.
  * Pass the answer with the prompt.  The call drops each block that holds a row of one of the tokens, and each block
- * that follows the whole prompt; pinned blocks too, and the states of all.  Sets *num_dropped to the number of tokens
- * in these blocks.
+ * that follows the whole prompt.  Pinned blocks go, too, and so do the states of all these.  Sets *num_dropped to the
+ * number of tokens in these blocks.
  *
  * A block that follows a part of the prompt and holds none of its tokens stays.  It belongs to another prompt, and
  * matches again once the tokens before it are computed again.  If all layers have windows or chunks, it could match
@@ -1092,8 +1092,8 @@ KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
  * A kvc_store_new_blocks under way writes none of these blocks any more.  It removes the value again that it is just
  * writing (kvc_store.remove).  If a store has no `remove`, remove the values once that call has ended.
  * A block that had left the cache before has no name here.  Stores may still have blocks that follow the prompt, and
- * blocks of prompts that part from it within a block.  What is fetched of them counts as computed again.  So forget
- * these prompts as well, or keep each tenant's values in a store of its own, and clear that. */
+ * blocks of prompts that part from it within a block.  Rows that are fetched from these count as computed again.  So
+ * forget these prompts as well, or keep each tenant's values in a store of its own, and clear that. */
 KVC_API kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *tokens, uint8_t *names, int64_t max_names,
                                      int64_t *num_names, int64_t *num_dropped);
 
@@ -1136,10 +1136,10 @@ typedef struct kvc_new_block {
 } kvc_new_block;
 
 /* Writes the blocks that prefixes with collects_new have kept since the last call: at most max_blocks.  Sets
- * *num_blocks to how many it wrote.  A block comes once, and again when it gets more rows, a checkpoint at its end, or
- * a later checkpoint within it; of blocks that begin with the same tokens, up to 64 come again for the last reason.
- * Blocks that were dropped since, or added by kvc_prefix_add, do not come.  Nor does any block for a checkpoint that
- * was added so.  Call it after each commit and kvc_prefix_release. */
+ * *num_blocks to how many it wrote.  A block comes once.  It comes again when it gets more rows, a checkpoint at its
+ * end, or a later checkpoint within it.  Up to 64 blocks that begin with the same tokens come again for the last
+ * reason.  Blocks that were dropped since, or added by kvc_prefix_add, do not come.  A checkpoint that was added so
+ * does not make its block come, either.  Call it after each commit and kvc_prefix_release. */
 KVC_API kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t new_block_size,
                                        int64_t max_blocks, int64_t *num_blocks);
 
@@ -1166,10 +1166,10 @@ KVC_API kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *toke
                                       int64_t max_names, int32_t *first, int64_t *num_names);
 
 /* Adds block number `block` of a prompt from its payload.  Sets *is_kept to 1 if the block is now kept with all that
- * the payload has.  Sets it to 0 if there is no room for its rows and state, or if blocks before it are missing and
- * kvc_prefix_lookup does not find all tokens before it with rows.  A state within the block is kept with one more
- * block, of the tokens up to there.  Fails with KVC_ERR_FORMAT if it is no payload of this cache, and with
- * KVC_ERR_NOMEM. */
+ * the payload has.  Sets it to 0 if there is no room for its rows and state.  Sets it to 0, too, if blocks before it
+ * are missing and kvc_prefix_lookup does not find all tokens before it with rows.  A state within the block is kept
+ * with one more block, of the tokens up to there.  Fails with KVC_ERR_FORMAT if it is no payload of this cache, and
+ * with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block, const void *payload,
                                   int64_t size, int32_t *is_kept);
 
@@ -1198,10 +1198,10 @@ typedef struct kvc_store {
     kvc_status (*remove)(void *user, const uint8_t *name);
 } kvc_store;
 
-/* Reads full blocks from a store, and adds them: those that follow the known tokens of a prompt, in order.  It ends
- * where the store lacks a block, where there is no room, and where a block would reach past max_matched tokens (-1: no
- * limit) or hold the prompt's last token.  A block whose rows are kept is read if it lacks its state.  Sets *fetched to
- * the number of tokens in blocks that brought rows or a state, also if it fails.
+/* Reads the full blocks that follow the known tokens of a prompt from a store, and adds them in order.  It ends where
+ * the store lacks a block, where there is no room, and where a block would reach past max_matched tokens (-1: no limit)
+ * or hold the prompt's last token.  A block whose rows are kept is read if it lacks its state.  Sets *fetched to the
+ * number of tokens in blocks that brought rows or a state, also if it fails.
  * Fails with KVC_ERR_INVALID if there are no tokens, as `read` fails, with KVC_ERR_FORMAT if a value was changed, and
  * with KVC_ERR_NOMEM.  The prompt's tokens are then computed, and a changed value is written again. */
 KVC_API kvc_status kvc_prefix_fetch(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
@@ -1288,7 +1288,7 @@ typedef struct kvc_begin_args {
     const int64_t *seq_ids;   /* [num_tokens] NULL: all of sequence 0 */
     const int32_t *parents;   /* [num_tokens] NULL: no trees */
     const uint8_t *unstored;  /* [num_tokens] not 0: the token's sequence is not stored, and is empty once the batch
-                                 is committed. The same for all tokens of a sequence.  NULL: all sequences are stored */
+                                 is committed.  The same for all tokens of a sequence.  NULL: all sequences are stored */
     int64_t timeout_ms;       /* milliseconds to wait while another batch is open or keys are rewritten.  0: not at all.
                                  -1: without end */
     const uint8_t *replaced;  /* [num_layers] not 0: the batch restores the layer.  NULL: an ordinary batch */
@@ -1343,10 +1343,10 @@ KVC_API void kvc_plan_free(kvc_plan *plan);
 
 /* ---- an attention of your own ------------------------------------------------------------------------------------ */
 
-/* Lists the rows of one sequence of the batch in a layer as spans, as kvc_spans does: the stored rows, then the rows
- * that were put in the batch, in the batch's order.  In a KVC_CROSS layer, rows of the batch replace the stored rows.
- * Rows of the batch have delta 0; if they lie behind the stored rows, they continue the same span.  No mask is applied:
- * the policy, parents and positions say what a token sees.
+/* Lists the rows of one sequence of the batch in a layer as spans, as kvc_spans does.  The stored rows come first, then
+ * the rows that were put in the batch, in the batch's order.  In a KVC_CROSS layer, rows of the batch replace the
+ * stored rows.  Rows of the batch have delta 0; if they lie behind the stored rows, they continue the same span.  No
+ * mask is applied: the policy, parents and positions say what a token sees.
  * A hold keeps the rows after the batch has ended, too, even if it was aborted.  Without a hold, pointers are valid
  * until the batch ends.  For a sequence that is not stored (kvc_begin_with), they are valid until kvc_attend puts in
  * another layer; in a KVC_CROSS layer, until rows are put there again.
@@ -1400,13 +1400,13 @@ KVC_API int32_t kvc_version(void);
 /* Returns a line on how the library was built: version, compiler, instruction sets, OpenMP.  The text is static. */
 KVC_API const char *kvc_build_info(void);
 
-/* Returns the instruction set that a cache created now would use: "scalar", "avx2", "neon", ...  It is the best one of
- * this machine, unless the environment variable KVCACHE_ISA names another.  Returns NULL if this machine or build does
- * not have the one that the variable names. */
+/* Returns the instruction set that a cache created now would use: "scalar", "avx2", "neon", ...  It is the best set
+ * of this machine, unless the environment variable KVCACHE_ISA names another set.  Returns NULL if this machine or
+ * build lacks the set that the variable names. */
 KVC_API const char *kvc_isa(void);
 
 /* Returns the number of threads that a call uses if the cache's configuration gives none.  It is the number given to
- * kvc_set_num_threads.  Without one, it is the least of
+ * kvc_set_num_threads.  Otherwise, it is the least of
  * - the first number in OMP_NUM_THREADS, which is read once.  If it is not set: the number of physical cores that this
  *   process may use, within its affinity and cgroup quota, or of places (OMP_PLACES) that OpenMP binds threads to;
  * - with OpenMP's threads, omp_get_max_threads() of the runtime in use.  omp_set_num_threads, threadpoolctl and
@@ -1424,7 +1424,7 @@ KVC_API kvc_status kvc_set_num_threads(int32_t num_threads);
 
 /* Returns whose threads a call uses that is made now: "openmp" if the library was compiled with OpenMP, otherwise
  * "own".  The environment variable KVCACHE_THREADS may name the other one.  It is read once, when it is first
- * needed.  Returns NULL if the variable names one that this build does not have; no cache can be made then.
+ * needed.  Returns NULL if this build lacks the threads that the variable names; no cache can be made then.
  *
  * "openmp"  Calls are parallel regions of the OpenMP runtime that the program's other libraries use.  Usually this is
  *           the runtime that the library links to.  The process may have loaded another one, Clang's (libomp) or
