@@ -321,8 +321,8 @@ typedef struct kvc_config {
     int32_t num_layers;
     int32_t block_size;    /* slots in a block.  0: 64; or max_seq_len, for one contiguous block, if that is given,
                               max_sequences is 1 and every layer sees everything */
-    int64_t max_seq_len;   /* rows one sequence may hold in one layer between batches; 0: no limit.  A batch may have
-                              more tokens in a layer whose window, with its sinks, or chunk is at most this */
+    int64_t max_seq_len;   /* rows one sequence may hold in one layer between batches; 0: no limit.  During a batch, a
+                              layer may hold more if its window and sinks, or its chunk, are at most this */
     int64_t max_sequences; /* sequences that hold rows, in any layer, once a batch has begun; 0: no limit */
     int64_t capacity;      /* live slots of one layer group, the open batch's included; a shared slot counts once.
                               0: max_seq_len * max_sequences, or no limit if either has none.  Tokens of the open batch
@@ -1288,7 +1288,8 @@ typedef struct kvc_begin_args {
     const int64_t *seq_ids;   /* [num_tokens] NULL: all of sequence 0 */
     const int32_t *parents;   /* [num_tokens] NULL: no trees */
     const uint8_t *unstored;  /* [num_tokens] not 0: the token's sequence is not stored, and is empty once the batch
-                                 is committed.  The same for all tokens of a sequence.  NULL: all sequences are stored */
+                                 is committed.  The same for all tokens of a sequence.  NULL: all sequences are
+                                 stored */
     int64_t timeout_ms;       /* milliseconds to wait while another batch is open or keys are rewritten.  0: not at all.
                                  -1: without end */
     const uint8_t *replaced;  /* [num_layers] not 0: the batch restores the layer.  NULL: an ordinary batch */
