@@ -4,7 +4,7 @@ Public calls of `kvcache.h` that take a cache's mutex are timed beside few kept 
 turn. A line has the median of both and their quotient. "hold" is the longest time for which the call lets another
 thread wait that asks for the mutex all the time. A kind says what limits the cache, which is full of kept blocks
 then, or what has become of these. In "running", a capacity limits the cache, and most blocks belong to running
-sequences. In "retained", most blocks belong to sequences of `kvc_retain`.
+sequences.
 
 These calls are not timed. `kvc_begin_with` does what `kvc_begin` does. `kvc_plan_run`, `kvc_plan_free`, `kvc_written`
 and `kvc_dense_sequences` look at the open batch alone, as `kvc_attend` and `kvc_dense_rows` do. `kvc_load` makes a new
@@ -22,7 +22,7 @@ from compiling import CORE, CORE_FLAGS, HERE, build, function
 from figures import keep
 
 I32, I64, POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
-KINDS = ("unlimited", "capacity", "max_bytes", "expired", "pinned", "running", "retained")  # `kind` of growth.c
+KINDS = ("unlimited", "capacity", "max_bytes", "expired", "pinned", "running")  # `kind` of growth.c
 RENAMED = ["-Dpthread_mutex_lock=growth_lock", "-Dpthread_mutex_trylock=growth_trylock"]
 RENAMED += ["-Dpthread_mutex_unlock=growth_unlock", "-Dclock_gettime=growth_clock"]
 MOST_RATIO, MOST_HOLD = 1.3, 1e-3

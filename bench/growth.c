@@ -35,7 +35,7 @@ enum {
     OWN = 8 * BLOCK /* tokens of the sequence that is read and edited */,
     LONG = 64 * BLOCK /* and of one that runs */
 };
-enum { OWN_ID = 1 << 20, OTHER_ID, RETAINED_ID, FIRST_RETAINED_ID };
+enum { OWN_ID = 1 << 20, OTHER_ID };
 
 /* ---- time -------------------------------------------------------------------------------------------------------- */
 
@@ -121,7 +121,7 @@ int growth_unlock(pthread_mutex_t *mutex) {
 /* ---- a cache with kept blocks ------------------------------------------------------------------------------------ */
 
 /* The limit of a cache that is full of kept blocks, or the fate of its blocks. */
-typedef enum kind { UNLIMITED, BY_CAPACITY, BY_BYTES, EXPIRED, PINNED, RUNNING, RETAINED, NUM_KINDS } kind;
+typedef enum kind { UNLIMITED, BY_CAPACITY, BY_BYTES, EXPIRED, PINNED, RUNNING, NUM_KINDS } kind;
 
 typedef struct scene {
     kvc_cache *cache;
@@ -196,14 +196,6 @@ static kvc_status run_long(scene *s) {
     return KVC_OK;
 }
 
-/* Feeds a block that nobody acquired, and retains it under an id of its own. */
-static kvc_status retain_one(scene *s, int32_t num) {
-    TRY(feed(s, OTHER_ID, BLOCK));
-    TRY(kvc_retain(s->cache, OTHER_ID, FIRST_RETAINED_ID + num, 0, BLOCK));
-    s->next += BLOCK;
-    return kvc_clear_sequence(s->cache, OTHER_ID);
-}
-
 static kvc_status scene_new(scene *s, kind kind, int32_t num_blocks, int64_t max_bytes) {
     const kvc_layer layers[] = {{.num_kv_heads = 1,
                                  .k_dim = DIM,
@@ -247,7 +239,7 @@ EXPORT kvc_status growth_free(scene *s) {
 }
 
 /* Sets *made to a cache with two sequences and num_blocks kept blocks of a kind.  Each block is a prompt of its own;
- * but in RUNNING, most blocks belong to running sequences, and in RETAINED, to retained sequences that have an id. */
+ * but in RUNNING, most blocks belong to running sequences. */
 EXPORT kvc_status growth_new(kind kind, int32_t num_blocks, int64_t max_bytes, scene **made) {
     scene *s = *made = allocate(1, sizeof *s);
     int64_t ids[BLOCK], evicted;
@@ -255,7 +247,6 @@ EXPORT kvc_status growth_new(kind kind, int32_t num_blocks, int64_t max_bytes, s
     TRY(scene_new(s, kind, num_blocks, max_bytes));
     int32_t num = 0;
     for (; kind == RUNNING && num + LONG / BLOCK + 2 * BLOCK <= num_blocks; num += LONG / BLOCK) TRY(run_long(s));
-    for (; kind == RETAINED && num + 2 * BLOCK <= num_blocks; num++) TRY(retain_one(s, num));
     for (; num < num_blocks; num++) TRY(keep(s));
     for (int32_t i = num_blocks - BLOCK; kind == PINNED && i > 0; i--) { /* all are older than what can be evicted */
         const kvc_tokens tokens = known_tokens(s, ids, i - 1);
@@ -316,7 +307,6 @@ VALUE_OF(call_new_sequence, kvc_new_sequence(s->cache))
 VALUE_OF(call_nbytes, kvc_nbytes(s->cache))
 VALUE_OF(call_utilization, kvc_utilization(s->cache))
 VALUE_OF(call_get_stats, (kvc_get_stats(s->cache, &stats, sizeof stats), 0))
-VALUE_OF(call_retained, kvc_retained(s->cache, listed, OWN))
 VALUE_OF(call_payload_bytes, kvc_payload_bytes(s->cache))
 VALUE_OF(call_prefix_get_stats, (kvc_prefix_get_stats(s->prefix, &prefix_stats, sizeof prefix_stats), 0))
 STATUS_OF(call_room, kvc_room(s->cache, OWN_ID, &count))
@@ -684,34 +674,6 @@ static kvc_status call_prefix_free(scene *s, int32_t rep) {
     return KVC_OK;
 }
 
-/* ---- retained sequences ------------------------------------------------------------------------------------------ */
-
-static kvc_status call_retain(scene *s, int32_t rep) {
-    (void)rep;
-    TIME(kvc_retain(s->cache, OWN_ID, RETAINED_ID, 0, BLOCK));
-    return kvc_clear_sequence(s->cache, RETAINED_ID);
-}
-
-static kvc_status call_retain_new(scene *s, int32_t rep) {
-    (void)rep;
-    TIME(kvc_retain_new(s->cache, RETAINED_ID, 0, BLOCK, NULL));
-    return kvc_clear_sequence(s->cache, RETAINED_ID);
-}
-
-static kvc_status with_retained(scene *s, int step) {
-    const int64_t id = RETAINED_ID;
-    TRY(kvc_retain(s->cache, OWN_ID, id, 0, OWN));
-    TIME_IF(step == 0, kvc_attach(s->cache, &id, 1, OTHER_ID, OWN, &last));
-    TIME_IF(step == 1, kvc_touch(s->cache, &id, 1));
-    TIME_IF(step == 2, kvc_pin(s->cache, &id, 1, 1));
-    TRY(kvc_clear_sequence(s->cache, OTHER_ID));
-    return kvc_clear_sequence(s->cache, id);
-}
-
-static kvc_status call_attach(scene *s, int32_t rep) { return (void)rep, with_retained(s, 0); }
-static kvc_status call_touch(scene *s, int32_t rep) { return (void)rep, with_retained(s, 1); }
-static kvc_status call_pin_retained(scene *s, int32_t rep) { return (void)rep, with_retained(s, 2); }
-
 /* ---- saved states ------------------------------------------------------------------------------------------------ */
 
 static struct {
@@ -777,7 +739,6 @@ static const struct {
     {"nbytes", call_nbytes, 0},
     {"utilization", call_utilization, 0},
     {"get_stats", call_get_stats, 0},
-    {"retained", call_retained, 0},
     {"payload_bytes", call_payload_bytes, 0},
     {"prefix_get_stats", call_prefix_get_stats, 0},
     {"room", call_room, 0},
@@ -831,11 +792,6 @@ static const struct {
     {"store_new_blocks", call_store_new_blocks, 0},
     {"prefix_new", call_prefix_new, 0},
     {"prefix_free", call_prefix_free, 0},
-    {"retain", call_retain, 0},
-    {"retain_new", call_retain_new, 0},
-    {"attach", call_attach, 0},
-    {"touch", call_touch, 0},
-    {"pin_retained", call_pin_retained, 0},
     {"save", call_save, 0},
     {"restore", call_restore, 0},
     {"clone", call_clone, 1},

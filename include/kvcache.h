@@ -16,7 +16,6 @@
  *   batch         the tokens of one forward pass, of one or many sequences.  A cache has one open batch at a time.
  *   delta         of a run: its positions now, less the positions its keys were rotated for (RoPE).
  *   span          a run as memory: pointers, strides, number of rows, first position, delta.
- *   retained      of a sequence: it waits to be used again, until its memory is needed (kvc_retain).
  *   prefix        finds the beginning of a prompt among the blocks that sequences left behind (kvc_prefix_new).
  *   store         keeps blocks of prefixes outside the cache, for other processes and later ones (kvc_store).
  *
@@ -51,7 +50,7 @@
  *           kvc_inject or kvc_settle writes its rows.  kvc_compact, kvc_settle and kvc_cache_free wait for calls that
  *           copy rows out; a call that comes to copy rows meanwhile waits behind them.
  *           Some calls may hold the mutex longer.  These are calls about all sequences (kvc_clear, kvc_keep,
- *           kvc_sequences, kvc_retained, kvc_settle, kvc_cache_clone, kvc_save without seq_ids, kvc_blocks,
+ *           kvc_sequences, kvc_settle, kvc_cache_clone, kvc_save without seq_ids, kvc_blocks,
  *           kvc_validate), and kvc_compact, kvc_begin and kvc_reserve when they move rows together.  If max_bytes is
  *           set, kvc_room may, too.  kvc_prefix_forget looks at all acquired sequences that may hold the prompt's first
  *           token, kvc_prefix_clear at all that the prefix has acquired, and kvc_payload_bytes at all prefixes.
@@ -63,7 +62,7 @@
  *           function was moving is as it was before.
  *           Sequences that an unfinished call made for its own use are not in the child.
  * Limits    max_seq_len and max_sequences are checked when a batch begins.  capacity is also checked by edits that copy
- *           rows, by kvc_retain_new and by what loads rows; max_bytes whenever memory is taken for rows.
+ *           rows, and by what loads rows; max_bytes whenever memory is taken for rows.
  *           Sharing and loading may exceed max_seq_len and max_sequences.  Past max_seq_len, the next batch
  *           of that sequence is refused.  Past max_sequences, any batch is refused.
  * Structs   grow at their end, so that a program and a library of different versions understand each other.
@@ -521,7 +520,7 @@ KVC_API int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t positio
  * - stored at a position that was not the next one;
  * - computed while it saw tokens that kvc_commit_kept did not keep;
  * - marked by kvc_mark_inexact.
- * Such a row is inexact in forks, shares, retained and attached sequences, clones and saved states, too.  Once no such
+ * Such a row is inexact in forks, shares, clones and saved states, too.  Once no such
  * row is left, as after kvc_truncate at that position, all rows are exact.  But a mark of kvc_mark_inexact behind the
  * last row is of rows to come, and stays.  While a batch is open, its tokens count as if all were kept. */
 KVC_API int32_t kvc_exact_to(kvc_cache *cache, int64_t seq_id);
@@ -542,7 +541,7 @@ KVC_API int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, i
 
 #define KVC_END INT32_MAX /* the end of a range of positions: behind the last one */
 
-/* Forgets every sequence, retained ones too, and the blocks that prefixes have kept by then.  The blocks are forgotten
+/* Forgets every sequence, and the blocks that prefixes have kept by then.  The blocks are forgotten
  * a few at a time, so that other calls go on.  Memory is kept for reuse. */
 KVC_API kvc_status kvc_clear(kvc_cache *cache);
 
@@ -592,7 +591,7 @@ KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length
 
 /* Moves the tokens at positions [begin, end) by delta.  A token that would move below 0 is dropped.  No row is copied
  * or rotated, except in a layer with KVC_ROPE_FUNCTION: there, moved rows are rewritten in new slots.
- * Rewritten rows take memory twice during the call.  That must fit into max_bytes once retained rows are evicted and
+ * Rewritten rows take memory twice during the call.  That must fit into max_bytes once kept blocks are evicted and
  * free memory is given back; the call does both after the function has succeeded.  `capacity` counts the slots that are
  * live after the edit, which are more than before if sequences shared rows.
  * Fails with KVC_ERR_UNSUPPORTED if a layer's rope is not known, with KVC_ERR_INVALID if a position would exceed the
@@ -702,7 +701,7 @@ KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, i
  * A batch of one token more is refused.  Under max_bytes a larger batch may rarely begin all the same, because its
  * size decides which rows are moved together first.  With windows or chunks, there may be as much room again after
  * the commit, and max_seq_len is no bound if it is at least what the policy keeps.
- * Fails with KVC_ERR_BUSY, KVC_ERR_NOMEM, and KVC_ERR_INVALID for a retained sequence. */
+ * Fails with KVC_ERR_BUSY and KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens);
 
 /* Takes memory now for num_tokens more tokens of a sequence, at least 1.  The next batches, up to as many tokens
@@ -715,8 +714,8 @@ KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
  * max_bytes.  In a block that a kvc_hold keeps, an aborted batch uses slots up, too, until the hold is freed.
  * The call expires rows and moves rows together as kvc_begin does, within the limits of a batch of as many tokens.
  * Nothing fails after the first page is touched; slots that another thread takes meanwhile are not touched.
- * Fails with KVC_ERR_FULL, KVC_ERR_BUSY and KVC_ERR_NOMEM, with KVC_ERR_GONE if the next token would see rows that are
- * gone, and with KVC_ERR_INVALID for a retained sequence. */
+ * Fails with KVC_ERR_FULL, KVC_ERR_BUSY and KVC_ERR_NOMEM, and with KVC_ERR_GONE if the next token would see rows that
+ * are gone. */
 KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens);
 
 /* Moves rows together so that no block has holes, and gives back the memory of blocks without rows.  Fails with
@@ -758,9 +757,9 @@ typedef struct kvc_stats {
     int64_t blocks_free;     /* blocks whose memory is kept for reuse, now */
     int64_t rows_copied;     /* rows copied to slots of a sequence's own, to be changed there: by kvc_divide and
                                 KVC_ROPE_FUNCTION, and if they were shared, by kvc_settle and kvc_inject */
-    int64_t rows_evicted;    /* rows of retained sequences that were evicted; a row that two shared counts twice */
-    int64_t retained;        /* retained sequences now, and blocks that prefixes keep */
-    int64_t evictable_slots; /* live slots that only retained sequences hold, now */
+    int64_t rows_evicted;    /* rows of kept blocks that were evicted; a row that two blocks shared counts twice */
+    int64_t retained;        /* kept blocks, and blocks that calls read or add, now */
+    int64_t evictable_slots; /* live slots that only kept blocks hold, now */
 } kvc_stats;
 
 /* Fills in *stats, of stats_size bytes. */
@@ -787,7 +786,7 @@ typedef struct kvc_save_args {
     size_t struct_size;
     kvc_write_fn *write;
     void *user;
-    const int64_t *seq_ids;    /* [num_sequences] by rising id; NULL: all, except retained ones */
+    const int64_t *seq_ids;    /* [num_sequences] by rising id; NULL: all */
     int64_t num_sequences;     /* 0 if seq_ids is NULL */
     const int64_t *tokens;     /* token ids of each of seq_ids, one sequence after the other, for the caller's use; may
                                   be NULL */
@@ -840,9 +839,8 @@ KVC_API kvc_status kvc_load(const kvc_load_args *args, kvc_cache **cache);
  * transforms, policies and ropes of the file's; block_size and limits may differ.  Rows that two of the sequences share
  * are shared again.
  * Other calls go on meanwhile, as beside kvc_save.  The sequences appear once everything is read and checked.  Only
- * then retained sequences are evicted and old rows replaced; until then the cache may exceed max_bytes by the loaded
- * rows.  Fails as kvc_load does, with KVC_ERR_BUSY for a sequence that kvc_begin or an edit is using, and with
- * KVC_ERR_INVALID for a retained sequence. */
+ * then kept blocks are evicted and old rows replaced; until then the cache may exceed max_bytes by the loaded
+ * rows.  Fails as kvc_load does, and with KVC_ERR_BUSY for a sequence that kvc_begin or an edit is using. */
 KVC_API kvc_status kvc_restore(kvc_cache *cache, const kvc_load_args *args);
 
 /* Sets *clone to an independent copy of a cache and its sequences, to be freed with kvc_cache_free.  Rows are copied
@@ -851,57 +849,6 @@ KVC_API kvc_status kvc_restore(kvc_cache *cache, const kvc_load_args *args);
  * caches, from any thread.  Its statistics begin at 0.  Memory kept for reuse is not copied, so its kvc_nbytes is no
  * larger.  Its instruction set is kvc_isa().  Fails with KVC_ERR_BUSY, KVC_ERR_NOMEM and KVC_ERR_UNSUPPORTED. */
 KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
-
-/* ---- retained sequences: rows that wait to be used again --------------------------------------------------------- */
-
-/* A retained sequence keeps rows for later sequences that begin with the same tokens, for example block_size tokens of
- * a prompt.  No running sequence needs them any more.  This is for runners that know by themselves which tokens belong
- * to which id; others use a kvc_prefix, below.
- * A retained sequence is read like any other.  kvc_clear_sequence drops it.  Batches and edits, except kvc_inject,
- * refuse it with KVC_ERR_INVALID.  kvc_sequences does not list it, and max_sequences does not count it.
- * If a call would fail with KVC_ERR_FULL for capacity or max_bytes, retained sequences are evicted, the least recently
- * used first; none are evicted unless the call succeeds.  A sequence is evicted as a whole.  But if others hold its
- * rows in the layers that see everything, only its rows in the other layers are evicted.  Sequences that would not help
- * are kept.  If max_bytes is still exceeded, they are evicted too, for their bookkeeping.  kvc_room counts rows that
- * can be evicted as room. */
-
-/* Makes a retained sequence `id` of the rows of src at positions [begin, end), as the most recently used one.  No row
- * is copied, and rows of cross-attention layers are left out.  If src holds no rows there, no sequence is made.
- * Rows that the open batch adds to src, if src is stored, are retained as well.  Call this before the commit, which
- * expires rows of layers with a window or chunks.  If the batch is aborted, or does not keep these rows, clear the
- * retained sequence.
- * Fails with KVC_ERR_INVALID if `id` holds rows, with KVC_ERR_BUSY while keys of src are rewritten, and with
- * KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_retain(kvc_cache *cache, int64_t src, int64_t id, int32_t begin, int32_t end);
-
-/* Makes a retained sequence of new rows at positions [begin, end), at most block_size, whose contents come from
- * elsewhere.  Write them with kvc_inject; then they count as exact.  Until then their contents are undefined, so the
- * sequence is pinned: take the pin away (kvc_pin) when the rows are written.  layers[layer] is not 0 if the layer has
- * rows, the same for all layers of a group; layers NULL: all have.  May be called while a batch is open.  Fails with
- * KVC_ERR_INVALID as kvc_retain does, with KVC_ERR_FULL and with KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers);
-
-/* Makes an empty sequence dst of rows of retained sequences, given by rising position, as if their tokens had been put
- * in dst.  Sets *matched to the number of tokens: the largest, up to `length`, behind which every layer has the rows
- * that a query would see.  It is at most the number of tokens that the sequences had, expired ones included.  dst holds
- * no token from *matched on, and its earlier expired positions are forgotten.  An id without a sequence counts as
- * evicted: its rows are missing.  Marks the sequences as used, as kvc_touch does.
- * Fails with KVC_ERR_INVALID if dst holds rows, if a sequence is not retained, or if its rows do not stand behind the
- * rows of the sequences before it.  Fails with KVC_ERR_BUSY and with KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_attach(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int64_t dst, int32_t length,
-                              int32_t *matched);
-
-/* Marks retained sequences as used, the first as the most recently used: rows that others build on stay longest.  Ids
- * of no sequence, or of one that is not retained, are ignored. */
-KVC_API kvc_status kvc_touch(kvc_cache *cache, const int64_t *ids, int32_t num_ids);
-
-/* Pins retained sequences (add 1), so that they are not evicted, or takes a pin away (add -1).  Ids of no sequence, or
- * of one that is not retained, are ignored. */
-KVC_API kvc_status kvc_pin(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int32_t add);
-
-/* Writes the ids of the retained sequences, the least recently used first: at most max_ids, and none if ids is NULL.
- * Returns how many there are. */
-KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
 
 /* ---- prefixes: prompts that begin alike -------------------------------------------------------------------------- */
 
@@ -927,13 +874,16 @@ KVC_API int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids);
  *           blocks of an acquired sequence also uses the blocks before them, and so does the end of the sequence.  If
  *           one call uses several blocks, the blocks nearer to the beginning of the prompt count as used later.
  *
- * Kept blocks take no room from others: where a call would fail with KVC_ERR_FULL, they are evicted, as retained
- * sequences are.  KVC_ERR_FULL then says that sequences in use, pins and quotas hold all.  Release a sequence, and
- * acquire it again with all its tokens when another has ended.  A batch fits behind tokens that matched if it fits
- * behind the same tokens fed to a new cache.  It may lack some bytes of bookkeeping for each block that matched, and a
- * block if running sequences have rows in one block.  Batches may end elsewhere behind a match than without one:
- * kvc_room says how many tokens fit.  If bytes are lacking, acquired sequences also give up their place among the
- * blocks.  Only kvc_prefix_release keeps the blocks that they fill from then on.
+ * Kept blocks take no room from others.  If a call would fail with KVC_ERR_FULL for capacity or max_bytes, they are
+ * evicted, the least recently used first; none are evicted unless the call succeeds.  A block is evicted as a whole.
+ * But if others hold its rows in the layers that see everything, only its rows in the other layers are evicted.  Blocks
+ * that would not help are kept.  If max_bytes is still exceeded, they are evicted too, for their bookkeeping.  kvc_room
+ * counts rows that can be evicted as room.  KVC_ERR_FULL then says that sequences in use, pins and quotas hold all.
+ * Release a sequence, and acquire it again with all its tokens when another has ended.  A batch fits behind tokens that
+ * matched if it fits behind the same tokens fed to a new cache.  It may lack some bytes of bookkeeping for each block
+ * that matched, and a block if running sequences have rows in one block.  Batches may end elsewhere behind a match than
+ * without one: kvc_room says how many tokens fit.  If bytes are lacking, acquired sequences also give up their place
+ * among the blocks.  Only kvc_prefix_release keeps the blocks that they fill from then on.
  * An acquired sequence ends like any other: kvc_clear_sequence keeps only the blocks of the prompt that were full by
  * then.  It may be edited: what follows the edit is kept only by kvc_prefix_release.  An unstored batch counts as an
  * edit of all its tokens.  Several prefixes, for adapters and tenants, may share a cache.  The time of a call grows
@@ -1002,7 +952,7 @@ KVC_API kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *con
 KVC_API void kvc_prefix_free(kvc_prefix *prefix);
 
 /* Returns a new id, which names no sequence.  Ids count up from 0.  Neither this call nor kvc_prefix_acquire has
- * returned it before. */
+ * returned it before.  Calls that read or add blocks take new ids for sequences of their own. */
 KVC_API int64_t kvc_new_sequence(kvc_cache *cache);
 
 /* Sets *seq_id to a new sequence that holds the known tokens of a prompt, and *matched to their number.  That is at
@@ -1017,7 +967,7 @@ KVC_API kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *toke
 /* Keeps the blocks of a sequence, and ends it.  Pass all its tokens, generated ones too; tokens that were not fed are
  * ignored.  The sequence may be any of the cache; if it is empty, it only ends.  If memory for bookkeeping is short,
  * the call keeps fewer blocks.  Fails with KVC_ERR_BUSY while the sequence is in the open batch or its keys are
- * rewritten, and with KVC_ERR_INVALID if it is retained. */
+ * rewritten. */
 KVC_API kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens);
 
 /* Keeps the blocks of a sequence's first tokens, and the recurrent state of the model behind them.  The sequence goes
@@ -1027,10 +977,10 @@ KVC_API kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const 
  * A state counts as memory, and is dropped with the rows of its last token.  It is not kept if the sequence holds
  * fewer tokens, if its tokens are not all exact, or if the prefix forgets a prompt while the call runs.  Nor is it kept
  * if all windows have left the last token behind, and no kept block has the rows of that token.
- * Fails with KVC_ERR_BUSY and KVC_ERR_INVALID as kvc_prefix_release does, and with KVC_ERR_INVALID if num_bytes is more
- * than state_bytes, or there is a state and no token.  Fails with KVC_ERR_FULL if max_bytes leaves no room for the
- * state, or pinned states leave none within max_checkpoint_bytes, and with KVC_ERR_NOMEM.  A call that fails so may
- * have kept blocks without the state, and evicted others. */
+ * Fails with KVC_ERR_BUSY as kvc_prefix_release does, and with KVC_ERR_INVALID if num_bytes is more than state_bytes,
+ * or there is a state and no token.  Fails with KVC_ERR_FULL if max_bytes leaves no room for the state, or pinned
+ * states leave none within max_checkpoint_bytes, and with KVC_ERR_NOMEM.  A call that fails so may have kept blocks
+ * without the state, and evicted others. */
 KVC_API kvc_status kvc_prefix_checkpoint(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens,
                                          const void *state, int64_t num_bytes);
 
@@ -1080,7 +1030,7 @@ KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
  * Sequences stay as they are, and go on.  But this prefix keeps no more blocks of a sequence that may hold forgotten
  * rows.  An acquired sequence may hold them if it begins with the prompt's first token, or if a token at position 0 was
  * edited, replaced or rejected.  Any other sequence may hold them if it holds tokens now, or is a copy of one that
- * does; retained sequences too.  A sequence that another prefix acquires later may hold them in blocks that the other
+ * does.  A sequence that another prefix acquires later may hold them in blocks that the other
  * prefix keeps now.  A sequence that kvc_restore makes later may hold them, whatever its tokens are: a saved state does
  * not say how old it is.  If a cache has more than 64 prefixes, some of them also keep no blocks of a sequence whose
  * rows another prefix has forgotten.  A kvc_prefix_fetch under way adds nothing more.

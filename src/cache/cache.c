@@ -83,21 +83,6 @@ void kvc_cache_pin(kvc_cache *cache, kvc_sequence *sequence, int64_t add) {
     kvc_cache_note_evictable(cache, sequence);
 }
 
-/* Takes a sequence out of the list of retained sequences that calls can name. */
-static void unlist(kvc_cache *cache, kvc_sequence *sequence) {
-    if (sequence->is_hidden) return;
-    *(sequence->older ? &sequence->older->newer : &cache->oldest) = sequence->newer;
-    *(sequence->newer ? &sequence->newer->older : &cache->newest) = sequence->older;
-    sequence->older = sequence->newer = NULL;
-}
-
-static void list(kvc_cache *cache, kvc_sequence *sequence) {
-    if (sequence->is_hidden) return;
-    sequence->older = cache->newest;
-    *(cache->newest ? &cache->newest->newer : &cache->oldest) = sequence;
-    cache->newest = sequence;
-}
-
 void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence) {
     if (sequence->is_evictable) {
         kvc_sorted_remove(&cache->evictable, &sequence->links[KVC_BY_USE]);
@@ -105,8 +90,6 @@ void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence) {
     }
     sequence->used = ++cache->num_uses;
     if (sequence->is_evictable) sort(cache, sequence);
-    if (sequence->is_retained) unlist(cache, sequence);
-    list(cache, sequence);
     cache->num_retained += !sequence->is_retained;
     cache->num_protected -= sequence->is_protected;
     sequence->is_retained = 1;
@@ -115,7 +98,6 @@ void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence) {
 }
 
 void kvc_cache_unretain(kvc_cache *cache, kvc_sequence *sequence) {
-    unlist(cache, sequence);
     cache->num_protected -= sequence->is_protected;
     cache->num_retained--;
     sequence->is_retained = sequence->is_protected = 0;

@@ -62,11 +62,9 @@ struct kvc_cache {
     struct kvc_node *new_blocks, **new_blocks_end; /* list of blocks for kvc_take_new_blocks, oldest first */
     struct kvc_carrier *carriers;                  /* list of calls that carry blocks to or from a store */
     struct kvc_state_use *state_uses;              /* list of calls that use a recurrent state of a model */
-    kvc_sequence *changed; /* list of the sequences in which the next batch looks for rows to expire */
-    kvc_sequence *spare;   /* made by kvc_reserve for the next new sequence; NULL: none */
-    int64_t num_holding;   /* number of sequences that hold rows, except retained and hidden ones */
-    kvc_sequence *oldest,
-        *newest;             /* list of the retained sequences that calls can name, the least recently used first */
+    kvc_sequence *changed;   /* list of the sequences in which the next batch looks for rows to expire */
+    kvc_sequence *spare;     /* made by kvc_reserve for the next new sequence; NULL: none */
+    int64_t num_holding;     /* number of sequences that hold rows, except retained and hidden ones */
     kvc_sorted evictable;    /* by use: retained sequences that may be evicted */
     int64_t evictable_bytes; /* bookkeeping that is freed if all of them are evicted: kvc_evictable_bytes */
     int64_t num_uses;        /* of retained sequences: the last one's kvc_sequence.used */

@@ -187,8 +187,7 @@ kvc_status kvc_check_idle(const kvc_sequence *sequence) {
 
 kvc_status kvc_check_not_retained(const kvc_sequence *sequence) {
     if (!sequence || !sequence->is_retained) return KVC_OK;
-    return kvc_fail(KVC_ERR_INVALID, "sequence %lld is a retained one: attach it to another, and go on there",
-                    (long long)sequence->id);
+    return kvc_fail(KVC_ERR_INVALID, "sequence %lld is a running call's own: use another id", (long long)sequence->id);
 }
 
 kvc_status kvc_check_no_batch(const kvc_cache *cache, const char *what) {

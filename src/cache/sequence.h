@@ -57,7 +57,7 @@ typedef struct kvc_sequence {
     int32_t in_place;             /* a call writes its rows where they lie without the mutex: kvc_cache_find waits */
     int32_t holds;                /* it is counted in cache->num_holding */
     int32_t is_retained;          /* it waits to be used again, and may be evicted, unless something below forbids it */
-    int32_t is_given;             /* its rows come from elsewhere: kvc_retain_new */
+    int32_t is_given;             /* its rows come from elsewhere: kvc_retain_unwritten */
     int32_t is_protected;         /* it is not evicted, as it is within a prefix's quota */
     int32_t frees;                /* while victims are chosen: evict.c */
     int64_t num_pins;             /* of a retained sequence: while there are any, it is not evicted */
@@ -68,7 +68,6 @@ typedef struct kvc_sequence {
     int32_t num_groups;
     int32_t num_token_groups; /* number of groups of tokens: the first; others are of cross-attention layers */
     struct kvc_sequence *next_changed, **changed_at; /* place in the list cache->changed; NULL: not in it */
-    struct kvc_sequence *older, *newer;              /* place in the list of retained sequences that calls can name */
     struct kvc_sequence *next_victim;                /* in the list cache->victims */
     kvc_follower *follower;  /* NULL: nobody.  With one, it stays in the table when it is blank */
     kvc_standing *standings; /* [num_token_groups] where it stands in each group: cache/useful.h */

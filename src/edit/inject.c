@@ -246,7 +246,7 @@ static kvc_status inject(injection *x, int64_t seq_id) {
     if (status == KVC_OK && x->num_found) status = unshare_rows(x);
     if (status == KVC_OK && x->num_found) {
         if (x->rewrite.num_copies) find_parts(x, list); /* copied rows have other slots now */
-        /* What kvc_retain_new is given follows from its tokens, as the caller promises. */
+        /* The rows of a block from a store follow from its tokens. */
         if (!sequence->is_given) kvc_sequence_note_edit(sequence, x->begin, x->begin);
         write_unlocked(x);
         kvc_rewrite_free(x->cache, &x->rewrite);

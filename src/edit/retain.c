@@ -1,40 +1,21 @@
-/* retain.c: the public functions that make, share and list retained sequences. */
+/* retain.c: see retain.h. */
 #include "edit/retain.h"
+
+#include "cache/batch.h"
 #include "cache/check.h"
 #include "cache/origin.h"
-#include "space/limits.h"
 #include "space/evict.h"
-#include "cache/waiting.h"
+#include "space/limits.h"
 
 /* ---- making retained sequences ----------------------------------------------------------------------------------- */
 
-static kvc_status check_ids(const int64_t *ids, int32_t num_ids) {
-    if (num_ids >= 0 && (ids || !num_ids)) return KVC_OK;
-    return kvc_fail(KVC_ERR_INVALID, "num_ids is %d%s", num_ids, num_ids < 0 ? "" : " and ids is NULL");
-}
-
-static kvc_sequence *find_retained(const kvc_cache *cache, int64_t id) {
-    kvc_sequence *sequence = kvc_table_find(&cache->sequences, id);
-    return sequence && sequence->is_retained ? sequence : NULL;
-}
-
-/* Returns KVC_ERR_INVALID if there is a sequence that holds rows, or is in the open batch. */
-static kvc_status check_unused(const kvc_cache *cache, int64_t id) {
-    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, id);
-    if (!sequence || !(sequence->in_batch || kvc_sequence_holds(sequence))) return KVC_OK;
-    return kvc_fail(KVC_ERR_INVALID, "sequence %lld holds rows: retain others under an id that is not used",
-                    (long long)id);
-}
-
-/* Adds the new sequence to the table and the retained ones, in place of one of which all rows have expired, if it holds
- * rows and status is KVC_OK; else removes all trace of it.  Returns status. */
+/* Adds the new sequence to the table and the retained ones if it holds rows and status is KVC_OK; frees it otherwise.
+ * Returns status. */
 static kvc_status end_retaining(kvc_cache *cache, kvc_sequence *sequence, kvc_status status) {
     if (status != KVC_OK || !kvc_sequence_holds(sequence)) {
         kvc_sequence_free(sequence, &cache->memory, cache->pools);
         return status;
     }
-    kvc_sequence *old = sequence->is_hidden ? NULL : kvc_table_find(&cache->sequences, sequence->id);
-    if (old) kvc_cache_forget(cache, old);
     kvc_cache_enter(cache, sequence);
     kvc_cache_retain(cache, sequence);
     return KVC_OK;
@@ -116,23 +97,10 @@ kvc_status kvc_retain_hidden(kvc_cache *cache, const kvc_sequence *src, int32_t 
 kvc_status kvc_retain_pinned(kvc_cache *cache, const kvc_sequence *src, int64_t id, int32_t begin, int32_t end) {
     kvc_sequence *made;
     const kvc_status status = retain_rows(cache, src, id, begin, end, NULL, &made);
-    if (made) kvc_cache_pin(cache, made, 1);
+    if (!made) return status;
+    kvc_cache_pin(cache, made, 1);
+    kvc_cache_set_in_call(cache, id, 1);
     return status;
-}
-
-static kvc_status retain(kvc_cache *cache, int64_t src_id, int64_t id, int32_t begin, int32_t end) {
-    const kvc_sequence *src = kvc_cache_find(cache, src_id);
-    kvc_sequence *made;
-    kvc_status status = src && src->in_batch ? KVC_OK : kvc_check_idle(src);
-    if (status == KVC_OK) status = check_unused(cache, id);
-    return status == KVC_OK && src ? retain_rows(cache, src, id, begin, end, NULL, &made) : status;
-}
-
-kvc_status kvc_retain(kvc_cache *cache, int64_t src, int64_t id, int32_t begin, int32_t end) {
-    const kvc_status status = kvc_check_positions(begin, end);
-    if (status != KVC_OK) return status;
-    kvc_lock(cache);
-    return kvc_unlock(cache, retain(cache, src, id, begin, end));
 }
 
 /* ---- rows that come from elsewhere ------------------------------------------------------------------------------- */
@@ -168,10 +136,10 @@ static void give_slots(kvc_cache *cache, const new_rows *rows, int32_t g) {
     kvc_pool_unreserve(pool, kvc_pool_untake(pool, run->block, run->slot, run->count), &rows->reserved[g]);
 }
 
-/* Returns whether a layer of the group is flagged; where layers is NULL, whether one has rows of its own. */
+/* Returns whether a layer of the group is flagged. */
 static int takes_group(const kvc_cache *cache, int32_t g, const uint8_t *layers) {
     for (int32_t i = 0; i < cache->num_layers; i++)
-        if (cache->group_of[i] == g && kvc_keeps_tokens(cache, i) && (!layers || layers[i])) return 1;
+        if (cache->group_of[i] == g && layers[i]) return 1;
     return 0;
 }
 
@@ -182,10 +150,8 @@ static kvc_status fits(const kvc_need *need) {
     int64_t live;
     for (int32_t g = 0; g < need->cache->num_token_groups; g++)
         if (rows->sequence->runs[g].num && kvc_exceeds_capacity(need, g, 0, &live))
-            return kvc_fail(KVC_ERR_FULL,
-                            "%d more tokens do not fit: %lld of capacity %lld are in use; clear a sequence, or give a "
-                            "larger capacity",
-                            count, (long long)(live - count), (long long)need->cache->capacity);
+            return kvc_fail(KVC_ERR_FULL, "%d more tokens do not fit: %lld of capacity %lld are in use", count,
+                            (long long)(live - count), (long long)need->cache->capacity);
     return kvc_check_max_bytes(need->cache, need->scope, need->what);
 }
 
@@ -205,11 +171,8 @@ static kvc_status take_all(kvc_cache *cache, new_rows *rows, const uint8_t *laye
 }
 
 kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers) {
+    kvc_status status;
     const size_t size = (size_t)(cache->num_token_groups + 1) * sizeof(int32_t);
-    if (layers) KVC_TRY(kvc_check_groups(cache, layers, "layers"));
-    kvc_cache_find_to_copy(cache, id);
-    kvc_status status = check_unused(cache, id);
-    if (status != KVC_OK || begin == end) return status;
     new_rows rows = {.begin = begin, .end = end};
     rows.reserved = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
     if (rows.reserved) rows.sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
@@ -220,16 +183,8 @@ kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int
         status = kvc_fail_sequence(id);
     }
     kvc_memory_free(&cache->memory, rows.reserved, size, KVC_MEMORY_SCRATCH, -1);
+    if (status == KVC_OK) kvc_cache_set_in_call(cache, id, 1);
     return status;
-}
-
-kvc_status kvc_retain_new(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers) {
-    KVC_TRY(kvc_check_positions(begin, end));
-    if (end - begin > kvc_block_size(cache))
-        return kvc_fail(KVC_ERR_INVALID, "end is %d: at most block_size, %d, positions from begin, %d, on", end,
-                        kvc_block_size(cache), begin);
-    kvc_lock(cache);
-    return kvc_unlock(cache, kvc_retain_unwritten(cache, id, begin, end, layers));
 }
 
 /* ---- going on from retained sequences ---------------------------------------------------------------------------- */
@@ -390,27 +345,6 @@ static kvc_status attach_group(const pieces *p, int32_t g, int32_t end, kvc_run_
     return KVC_OK;
 }
 
-/* Makes sequence dst, in place of `old` (NULL: there is none), of all that is attached below `end`. */
-static kvc_status attach_all(const pieces *p, int64_t dst, kvc_sequence *old, int32_t end) {
-    kvc_cache *cache = p->cache;
-    kvc_sequence *sequence = kvc_sequence_new(&cache->memory, dst, cache->num_groups, cache->num_token_groups);
-    kvc_status status = sequence ? KVC_OK : kvc_fail_sequence(dst);
-    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
-        status = attach_group(p, g, end, &sequence->runs[g]);
-    for (int32_t i = 0; status == KVC_OK && i < p->num; i++) {
-        if (!p->items[i].rows) continue;
-        sequence->exact_to = kvc_lower(sequence->exact_to, kvc_below(p->items[i].rows->exact_to, end));
-        kvc_origin_add(cache, sequence, p->items[i].rows);
-    }
-    if (status == KVC_OK)
-        kvc_cache_insert(cache, sequence, old);
-    else if (sequence)
-        kvc_sequence_free(sequence, &cache->memory, cache->pools);
-    return status;
-}
-
-void kvc_touch_retained(kvc_cache *cache, kvc_sequence *sequence) { kvc_cache_retain(cache, sequence); }
-
 int32_t kvc_match_pieces(kvc_cache *cache, const kvc_piece *items, int32_t num, int32_t length) {
     const pieces p = {cache, items, num};
     int32_t end = 0; /* behind the last token that any piece had */
@@ -420,100 +354,20 @@ int32_t kvc_match_pieces(kvc_cache *cache, const kvc_piece *items, int32_t num, 
     return find_match(&p, kvc_lower(length, end));
 }
 
-kvc_status kvc_attach_pieces(kvc_cache *cache, const kvc_piece *items, int32_t num, int64_t dst, int32_t matched) {
+kvc_status kvc_attach_pieces(kvc_cache *cache, const kvc_piece *items, int32_t num, int64_t id, int32_t matched) {
     const pieces p = {cache, items, num};
-    return attach_all(&p, dst, kvc_table_find(&cache->sequences, dst), matched);
-}
-
-/* Finds the retained sequences of these ids.  A sequence that does not exist, or is being written, is left out. */
-static kvc_status find_pieces(const kvc_cache *cache, const int64_t *ids, int32_t num, kvc_piece *pieces) {
-    int32_t last = -1;
-    for (int32_t i = 0; i < num; i++) {
-        kvc_sequence *rows = kvc_table_find(&cache->sequences, ids[i]);
-        pieces[i] = (kvc_piece){.begin = -1, .end = KVC_END};
-        if (rows && !rows->is_retained)
-            return kvc_fail(KVC_ERR_INVALID, "ids[%d] is %lld: that sequence is not a retained one", i,
-                            (long long)ids[i]);
-        if (!rows || rows->in_place) continue;
-        pieces[i].rows = rows;
-        pieces[i].begin = kvc_sequence_first(rows);
-        if (pieces[i].begin <= last)
-            return kvc_fail(KVC_ERR_INVALID, "ids[%d] is %lld: its rows must stand behind those of the ids before", i,
-                            (long long)ids[i]);
-        last = kvc_sequence_last(rows);
+    kvc_sequence *sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
+    kvc_status status = sequence ? KVC_OK : kvc_fail_sequence(id);
+    for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
+        status = attach_group(&p, g, matched, &sequence->runs[g]);
+    for (int32_t i = 0; status == KVC_OK && i < num; i++) {
+        if (!items[i].rows) continue;
+        sequence->exact_to = kvc_lower(sequence->exact_to, kvc_below(items[i].rows->exact_to, matched));
+        kvc_origin_add(cache, sequence, items[i].rows);
     }
-    return KVC_OK;
-}
-
-static kvc_status attach(kvc_cache *cache, const int64_t *ids, int32_t num, int64_t dst, int32_t length,
-                         int32_t *matched) {
-    kvc_sequence *old = kvc_cache_find(cache, dst);
-    int32_t end = 0;
-    kvc_status status = kvc_check_idle(old);
-    if (status == KVC_OK && old && kvc_sequence_holds(old))
-        status = kvc_fail(KVC_ERR_INVALID, "dst: sequence %lld holds rows; attach to one that holds nothing",
-                          (long long)dst);
-    if (status != KVC_OK) return status;
-    const size_t size = (size_t)(num + 1) * sizeof(kvc_piece);
-    kvc_piece *items = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
-    if (!items) return kvc_fail(KVC_ERR_NOMEM, "out of memory to attach %d sequences", num);
-    status = find_pieces(cache, ids, num, items);
-    if (status == KVC_OK) end = kvc_match_pieces(cache, items, num, length);
-    if (status == KVC_OK && end) status = kvc_attach_pieces(cache, items, num, dst, end);
-    if (status == KVC_OK) {
-        if (!end && old) kvc_cache_forget(cache, old); /* what has expired of it */
-        for (int32_t i = num - 1; i >= 0; i--)
-            if (items[i].rows) kvc_touch_retained(cache, items[i].rows);
-        *matched = end;
-    }
-    kvc_memory_free(&cache->memory, items, size, KVC_MEMORY_SCRATCH, -1);
+    if (status == KVC_OK)
+        kvc_cache_insert(cache, sequence, NULL);
+    else if (sequence)
+        kvc_sequence_free(sequence, &cache->memory, cache->pools);
     return status;
-}
-
-kvc_status kvc_attach(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int64_t dst, int32_t length,
-                      int32_t *matched) {
-    kvc_status status = check_ids(ids, num_ids);
-    if (status == KVC_OK) status = kvc_check_position(length, "length");
-    if (status != KVC_OK) return status;
-    if (!matched) return kvc_fail(KVC_ERR_INVALID, "matched is NULL");
-    *matched = 0;
-    kvc_lock(cache);
-    return kvc_unlock(cache, attach(cache, ids, num_ids, dst, length, matched));
-}
-
-/* ---- the list of retained sequences ------------------------------------------------------------------------------ */
-
-kvc_status kvc_touch(kvc_cache *cache, const int64_t *ids, int32_t num_ids) {
-    const kvc_status status = check_ids(ids, num_ids);
-    if (status != KVC_OK) return status;
-    kvc_lock(cache);
-    for (int32_t i = num_ids - 1; i >= 0; i--) {
-        kvc_sequence *sequence = find_retained(cache, ids[i]);
-        if (sequence) kvc_touch_retained(cache, sequence);
-    }
-    return kvc_unlock(cache, KVC_OK);
-}
-
-kvc_status kvc_pin(kvc_cache *cache, const int64_t *ids, int32_t num_ids, int32_t add) {
-    const kvc_status status = check_ids(ids, num_ids);
-    if (status != KVC_OK) return status;
-    if (add != 1 && add != -1) return kvc_fail(KVC_ERR_INVALID, "add is %d: it must be 1 or -1", add);
-    kvc_lock(cache);
-    for (int32_t i = 0; i < num_ids; i++) {
-        kvc_sequence *sequence = find_retained(cache, ids[i]);
-        if (sequence && (add > 0 || sequence->num_pins)) kvc_cache_pin(cache, sequence, add);
-    }
-    return kvc_unlock(cache, KVC_OK);
-}
-
-int64_t kvc_retained(kvc_cache *cache, int64_t *ids, int64_t max_ids) {
-    int64_t n = 0;
-    kvc_lock(cache);
-    for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer) {
-        if (sequence->in_call) continue;
-        if (ids && n < max_ids) ids[n] = sequence->id;
-        n++;
-    }
-    kvc_unlock(cache, KVC_OK);
-    return n;
 }

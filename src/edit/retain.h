@@ -1,18 +1,21 @@
-/* retain.h: retained sequences without an id, for prefixes. */
+/* retain.h: makes retained sequences for prefixes, finds where prompts can go on from them, and goes on there. */
 #ifndef KVC_RETAIN_H
 #define KVC_RETAIN_H
 
 #include "cache/cache.h"
 
-/* Sets *made to a hidden retained sequence of the rows of src at positions [begin, end), as kvc_retain does for src
- * that the open batch may have; NULL if src holds no rows there.  KVC_ERR_NOMEM. */
+/* Sets *made to a new hidden retained sequence of the rows of src at positions [begin, end), as the most recently used
+ * one; NULL if src holds no rows there.  Rows that the open batch adds to src count, if src is stored.  No row is
+ * copied, and rows of cross-attention layers are left out.  KVC_ERR_NOMEM. */
 kvc_status kvc_retain_hidden(kvc_cache *cache, const kvc_sequence *src, int32_t begin, int32_t end,
                              kvc_follower *follower, kvc_sequence **made);
 
-/* Does what kvc_retain_new does, for positions that fit a block, with the mutex held. */
+/* Makes a retained sequence of new rows at positions [begin, end), which fit a block, under a new id.  It is pinned and
+ * the running call's own.  layers[layer] is not 0 if the layer has rows, the same for all layers of a group.  Once
+ * kvc_inject has written the rows, they count as exact.  KVC_ERR_FULL, KVC_ERR_NOMEM. */
 kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers);
 
-/* Makes a retained sequence `id`, pinned, of rows of a hidden one. */
+/* Makes a retained sequence of rows of src under a new id.  It is pinned and the running call's own. */
 kvc_status kvc_retain_pinned(kvc_cache *cache, const kvc_sequence *src, int64_t id, int32_t begin, int32_t end);
 
 /* Rows of a retained sequence at positions below `end`; NULL: it was evicted.  Pieces come by rising `begin`, which
@@ -27,10 +30,7 @@ typedef struct kvc_piece {
  * layer.  It is at most the length of the longest piece, expired tokens included. */
 int32_t kvc_match_pieces(kvc_cache *cache, const kvc_piece *pieces, int32_t num, int32_t length);
 
-/* Makes dst, which holds nothing, of what matched, which is not 0.  KVC_ERR_NOMEM. */
-kvc_status kvc_attach_pieces(kvc_cache *cache, const kvc_piece *pieces, int32_t num, int64_t dst, int32_t matched);
-
-/* Makes a retained sequence the most recently used. */
-void kvc_touch_retained(kvc_cache *cache, kvc_sequence *sequence);
+/* Makes a sequence, under a new id, of the rows that matched: `matched` tokens, at least 1.  KVC_ERR_NOMEM. */
+kvc_status kvc_attach_pieces(kvc_cache *cache, const kvc_piece *pieces, int32_t num, int64_t id, int32_t matched);
 
 #endif

@@ -152,13 +152,6 @@ static void copy_bookkeeping(cloning *c) {
         close_blocks(c, g, twins);
         if (num_blocks) twins += num_blocks; /* NULL where there are no blocks at all */
     }
-    for (const kvc_sequence *from = c->from->oldest; from; from = from->newer) {
-        if (!is_cloned(from)) continue;
-        kvc_sequence *to = kvc_table_find(&c->to->sequences, from->id);
-        to->num_pins = from->num_pins;
-        to->is_given = from->is_given;
-        kvc_cache_retain(c->to, to);
-    }
     for (kvc_sequence *to = kvc_table_last(table), *before; to; to = before) {
         before = kvc_table_before(table, to);
         kvc_cache_after_edit(c->to, to);

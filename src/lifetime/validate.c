@@ -198,7 +198,7 @@ static kvc_status check_useful(const kvc_cache *cache, const kvc_sequence *seque
 
 /* Checks the counts and lists that spare a batch looking at all sequences. */
 static kvc_status check_notes(const kvc_cache *cache) {
-    int64_t num_holding = 0, num_retained = 0, num_named = 0, num_evictable = 0, num_pinned = 0, num_protected = 0;
+    int64_t num_holding = 0, num_retained = 0, num_evictable = 0, num_pinned = 0, num_protected = 0;
     const kvc_table *table = &cache->sequences;
     for (const kvc_sequence *sequence = kvc_table_first(table); sequence; sequence = kvc_table_next(table, sequence)) {
         const long long id = sequence->id;
@@ -209,7 +209,6 @@ static kvc_status check_notes(const kvc_cache *cache) {
         REQUIRE(!sequence->is_retained || !(sequence->in_batch || sequence->changed_at),
                 "sequence %lld is a retained one and in use", id);
         num_retained += sequence->is_retained;
-        num_named += sequence->is_retained && !sequence->is_hidden;
         num_evictable += sequence->is_evictable;
         num_pinned += sequence->is_counted_pinned;
         num_protected += sequence->is_protected;
@@ -224,8 +223,7 @@ static kvc_status check_notes(const kvc_cache *cache) {
     }
     REQUIRE(num_holding == cache->num_holding, "%lld sequences that hold rows are noted, there are %lld",
             (long long)cache->num_holding, (long long)num_holding);
-    for (const kvc_sequence *sequence = cache->oldest; sequence; sequence = sequence->newer) num_named--;
-    REQUIRE(!num_named && num_retained == cache->num_retained && num_protected == cache->num_protected &&
+    REQUIRE(num_retained == cache->num_retained && num_protected == cache->num_protected &&
                 num_pinned == cache->num_pinned,
             "the retained sequences are not those of the table");
     for (const kvc_sequence *s = kvc_sequence_end(&cache->evictable, KVC_BY_USE, 0), *next; s;

@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "base/dtype.h"
+#include "cache/check.h"
 #include "edit/retain.h"
 #include "prefix/pin.h"
 
@@ -220,7 +221,6 @@ kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t m
     const int32_t begin = node->begin, end = node->end;
     const int64_t copy = kvc_cache_new_id(cache); /* a sequence of the same rows, which nothing evicts meanwhile */
     kvc_status status = kvc_retain_pinned(cache, hidden, copy, begin, end);
-    kvc_cache_set_in_call(cache, copy, 1);
     kvc_unlock(cache, KVC_OK);
     if (status != KVC_OK) return status;
     status = read_rows(cache, copy, begin, end, payload, size);
@@ -284,28 +284,21 @@ static int find_state(arrival *a, int64_t size) {
 }
 
 /* Returns KVC_ERR_FORMAT unless the payload has as many bytes as it says, of layers that have rows, and perhaps a
- * state.
- */
+ * state. */
 static kvc_status check_payload(const kvc_cache *cache, arrival *a) {
     int64_t size, num;
     KVC_TRY(find_end(cache, a->payload, a->size, a->end - a->begin, &size, &num));
+    if (kvc_check_groups(cache, a->payload, "payload") != KVC_OK)
+        return kvc_fail(KVC_ERR_FORMAT, "the payload lacks layers of a group");
     if (num && (a->size == size || find_state(a, size))) return KVC_OK;
     return kvc_fail(KVC_ERR_FORMAT, "the payload has %lld bytes, of %lld layers with %lld", (long long)a->size,
                     (long long)num, (long long)size);
 }
 
+/* Writes the rows of a payload to the sequence that was made for them. */
 static kvc_status write_rows(kvc_cache *cache, const arrival *a) {
     const int32_t num = a->end - a->begin;
     const uint8_t *at = a->payload + cache->num_layers;
-    kvc_lock(cache);
-    const kvc_status status = kvc_retain_unwritten(cache, a->id, a->begin, a->end, a->payload);
-    if (status == KVC_OK) {
-        kvc_cache_set_in_call(cache, a->id, 1);
-        kvc_table_find(&cache->sequences, a->id)->origin.num_forgets = 0; /* a payload does not say how old it is */
-    }
-    kvc_unlock(cache, KVC_OK);
-    if (status == KVC_ERR_INVALID) return kvc_fail(KVC_ERR_FORMAT, "the payload lacks layers of a group");
-    KVC_TRY(status);
     for (int32_t i = 0; i < cache->num_layers; i++) {
         if (!a->payload[i]) continue;
         const kvc_layer *layer = &cache->layers[i];
@@ -345,7 +338,15 @@ static int may_follow(const kvc_match *m, const kvc_node *node) {
     return !node->parent;
 }
 
-/* Pins the node behind which the block is to be added, unless there is none, or no need: *is_kept. */
+/* Makes the sequence that gets the rows. */
+static kvc_status make_room(kvc_cache *cache, const arrival *a) {
+    KVC_TRY(kvc_retain_unwritten(cache, a->id, a->begin, a->end, a->payload));
+    kvc_table_find(&cache->sequences, a->id)->origin.num_forgets = 0; /* a payload does not say how old it is */
+    return KVC_OK;
+}
+
+/* Pins the node behind which the block is to be added, and sets a->id, unless there is no such node.  Sets *is_kept,
+ * and pins nothing, if the block is kept already. */
 static kvc_status begin_arrival(arrival *a, const kvc_tokens *tokens, int32_t *is_kept) {
     kvc_prefix *prefix = a->prefix;
     kvc_match m;
@@ -414,9 +415,10 @@ kvc_status kvc_prefix_add_block(kvc_prefix *prefix, const kvc_added *added, int3
     KVC_TRY(check_payload(cache, &a));
     kvc_prefix_lock(prefix);
     kvc_status status = begin_arrival(&a, added->tokens, is_kept);
+    if (a.id >= 0) status = make_room(cache, &a);
     kvc_unlock(cache, KVC_OK);
-    if (status != KVC_OK || a.id < 0) return status;
-    status = write_rows(cache, &a);
+    if (a.id < 0) return status;
+    if (status == KVC_OK) status = write_rows(cache, &a);
     kvc_lock(cache);
     kvc_state_use use = {0}; /* without it the block would not be asked for again */
     if (status == KVC_OK && a.state_bytes > 0)

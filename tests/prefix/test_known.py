@@ -19,7 +19,6 @@ DEFECTS = [*read_defects(HERE / "defects.txt")]
 SCENES = {  # so many of each in turn
     "--runs": 20,
     "--names": 10,
-    "--clones": 5,
     "--forks": 1,
     "--fits": 20,
     "--orders": 40,
@@ -59,10 +58,6 @@ def test_what_fits_without_a_match_fits_with_one(known):
 
 def test_names(known):
     check(known, "--seed", 1, "--names", 300)
-
-
-def test_rows_injected_in_a_clone_are_exact(known):
-    check(known, "--seed", 1, "--clones", 50)
 
 
 def test_blocks_are_evicted_in_the_order_of_their_last_use(known):

@@ -138,7 +138,7 @@ static void edit_divided(client *c, int s, int to, divided *d, divided *copy) {
 
 void divide(client *c, int s) {
     divided d, copy = {0};
-    const int to = take(c, 0), begin = pick(9), divisor = 2 + pick(3);
+    const int to = take(c), begin = pick(9), divisor = 2 + pick(3);
     const sequence *of = &c->w->sequences[s];
     int is_read = to >= 0 && !c->w->is_meddled && !of->is_spoilt && clear_one(c, to);
     c->call = "kvc_gather";

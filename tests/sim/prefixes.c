@@ -398,7 +398,7 @@ static void acquire_as(client *c, int p, int s) {
     const int most = pick(4) ? -1 : pick(t.num + 2), limit = most < 0 || most >= t.num ? t.num - 1 : most;
     const moment began = moment_of(w, p);
     begin(c, p, "kvc_prefix_acquire");
-    /* Tokens that were moved before a function failed to move others had taken the place of retained rows. */
+    /* Tokens that were moved before a function failed to move others had taken the place of kept rows. */
     if (w->prefixes[p].config.reuse_min_tokens) c->handovers = UINT64_MAX;
     w->num_acquiring++;
     w->acquired++;
@@ -415,7 +415,7 @@ static void acquire_as(client *c, int p, int s) {
 }
 
 static void acquire(client *c, int p) {
-    const int s = take(c, 0);
+    const int s = take(c);
     if (s >= 0 && clear_one(c, s)) {
         note_use(c, s); /* by the prefix that it was acquired from before */
         acquire_as(c, p, s);
@@ -451,7 +451,7 @@ static void check_kept(client *c, int p, int s, const text *t, int exact) {
 }
 
 static void release(client *c, int p) {
-    const int s = take(c, 0);
+    const int s = take(c);
     if (s < 0) return;
     given g;
     const text t = tokens_of(c, &c->w->sequences[s], pick(4) ? 0 : pick(5));
@@ -470,7 +470,7 @@ static void release(client *c, int p) {
 }
 
 static void checkpoint(client *c, int p) {
-    const int s = take(c, 0);
+    const int s = take(c);
     if (s < 0) return;
     given g;
     uint8_t state[STATE];
@@ -542,7 +542,7 @@ static void evict(client *c, int p) {
 }
 
 static void bar_all(world *w, int p) {
-    for (int s = 0; s < IDS + KEPT; s++) w->sequences[s].barred |= 1 << p;
+    for (int s = 0; s < IDS; s++) w->sequences[s].barred |= 1 << p;
 }
 
 static void forget_prompt(client *c, int p) {
@@ -858,17 +858,14 @@ void call_prefix(client *c) {
 /* ---- clones, and children of a fork() ---------------------------------------------------------------------------- */
 
 static int is_known_id(int64_t id) {
-    for (int s = 0; s < IDS + KEPT; s++)
+    for (int s = 0; s < IDS; s++)
         if (ids[s] == id) return 1;
     return 0;
 }
 
 void check_known(client *c, kvc_cache *cache, int more) {
     int64_t found[64];
-    int64_t num = kvc_retained(cache, found, 64), unknown = 0;
-    for (int64_t i = 0; i < num && i < 64; i++)
-        if (!is_known_id(found[i])) fail(c, "a retained sequence %lld is left, which nobody made", (long long)found[i]);
-    num = kvc_sequences(cache, found, 64);
+    int64_t num = kvc_sequences(cache, found, 64), unknown = 0;
     for (int64_t i = 0; i < num && i < 64; i++) unknown += !is_known_id(found[i]);
     if (unknown > more + 2 * c->w->acquired) fail(c, "%lld sequences are left that nobody made", (long long)unknown);
 }

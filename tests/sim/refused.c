@@ -129,7 +129,7 @@ static void call_once(client *c, int64_t id, int64_t other) {
 }
 
 void call_wrongly(client *c) {
-    const int s = take(c, 0), to = take(c, 0);
+    const int s = take(c), to = take(c);
     for (int i = 0; i < 8 && s >= 0 && to >= 0; i++) call_once(c, id_of(s), id_of(to));
     let_go(c, s);
     let_go(c, to);

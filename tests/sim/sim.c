@@ -23,11 +23,10 @@
 #include "sim.h"
 
 enum {
-    PIECES = 3,       /* retained sequences that are attached at once */
     MOST_LISTED = 256 /* blocks, and runs */
 };
 
-int64_t ids[IDS + KEPT];
+int64_t ids[IDS];
 static int traces;
 static client clients[MOST_CLIENTS];
 
@@ -55,8 +54,8 @@ static uint64_t hash(uint64_t to, const void *data, size_t size) { /* FNV-1a */
 static uint64_t hash_contents(const world *w, int layer) {
     kvc_block_info blocks[MOST_LISTED];
     kvc_run_info runs[MOST_LISTED];
-    int64_t ids[KEPT], num_blocks = 0, num_runs = 0, num = kvc_retained(w->cache, ids, KEPT);
-    uint64_t to = hash(0, ids, (size_t)num * sizeof *ids);
+    int64_t num_blocks = 0, num_runs = 0;
+    uint64_t to = hash(0, NULL, 0);
     kvc_blocks(w->cache, layer, blocks, sizeof *blocks, MOST_LISTED, &num_blocks, runs, sizeof *runs, MOST_LISTED,
                &num_runs);
     for (int64_t i = 0; i < num_blocks && i < MOST_LISTED; i++) {
@@ -65,7 +64,7 @@ static uint64_t hash_contents(const world *w, int layer) {
     }
     to = hash(to, blocks, (size_t)(num_blocks < MOST_LISTED ? num_blocks : MOST_LISTED) * sizeof *blocks);
     to = hash(to, runs, (size_t)(num_runs < MOST_LISTED ? num_runs : MOST_LISTED) * sizeof *runs);
-    for (int s = 0; s < IDS + KEPT; s++) {
+    for (int s = 0; s < IDS; s++) {
         const int32_t next = kvc_next_position(w->cache, id_of(s));
         to = hash(to, &next, sizeof next);
     }
@@ -256,7 +255,7 @@ int is_own(const world *w, int l) { return !w->layers[l].share && w->layers[l].p
 static int is_cross(const world *w, int l) { return w->layers[l].policy.kind == KVC_CROSS; }
 int source_of(const world *w, int l) { return w->layers[l].share ? w->layers[l].share - 1 : l; }
 
-/* Compares what a sequence of a cache holds with what it should: rows that may expire, or be evicted, may lack. */
+/* Compares what a sequence of a cache holds with what it should: rows that may expire may lack. */
 void check_sequence(client *c, kvc_cache *cache, int s) {
     rows r;
     const world *w = c->w;
@@ -271,7 +270,7 @@ void check_sequence(client *c, kvc_cache *cache, int s) {
         for (int i = 0; i < MOST; i++) {
             const int tag = r.positions[i] < 0 ? 0 : tag_of(c, r.k[0][i], r.v[0][i], MOST * DIM, l, i);
             if (of->is_spoilt || tag == of->tags[l][i]) continue;
-            if (tag || !(of->is_kept || w->layers[l].policy.kind != KVC_FULL))
+            if (tag || w->layers[l].policy.kind == KVC_FULL)
                 fail(c, "sequence %lld has tag %d at %d, not %d, layer %d", (long long)id_of(s), tag, i, of->tags[l][i],
                      l);
         }
@@ -281,20 +280,19 @@ void check_sequence(client *c, kvc_cache *cache, int s) {
 /* Reads a sequence that others may change: each row is whole. */
 static void check_intact(client *c, kvc_cache *cache, int s) {
     rows r;
-    const int l = source_of(c->w, pick(c->w->num_layers)), epoch = c->w->sequences[s].epoch;
+    const int l = source_of(c->w, pick(c->w->num_layers));
     const kvc_rows_out out = out_of(&r);
-    if (is_cross(c->w, l) || epoch % 2 || kvc_extract(cache, id_of(s), l, 0, MOST, &out) != KVC_OK) return;
-    if (c->w->sequences[s].epoch != epoch) return;
+    if (is_cross(c->w, l) || kvc_extract(cache, id_of(s), l, 0, MOST, &out) != KVC_OK) return;
     for (int i = 0; i < MOST; i++)
         if (r.positions[i] >= 0) tag_of(c, r.k[0][i], r.v[0][i], MOST * DIM, l, i);
 }
 
 /* ---- sequences of a client --------------------------------------------------------------------------------------- */
 
-/* Takes a sequence that nobody has; -1: a few tries found none.  kept: a retained one. */
-int take(client *c, int kept) {
+/* Takes a sequence that nobody has; -1: a few tries found none. */
+int take(client *c) {
     for (int i = 0; i < 4; i++) {
-        const int s = kept ? IDS + pick(KEPT) : pick(IDS);
+        const int s = pick(IDS);
         if (c->w->sequences[s].is_taken) continue;
         c->w->sequences[s].is_taken = 1;
         return s;
@@ -320,7 +318,7 @@ int end_of(const sequence *s) {
 void forget(sequence *s) {
     memset(s->tags, 0, sizeof s->tags);
     s->num_cross = s->num_prompt = 0;
-    s->is_kept = s->barred = 0;
+    s->barred = 0;
 }
 
 int clear_one(client *c, int s) {
@@ -330,27 +328,6 @@ int clear_one(client *c, int s) {
     if (!ended(c, kvc_clear_sequence(c->w->cache, id_of(s)), 0)) return 0;
     forget(of);
     if (of->meddlings == meddlings) of->is_spoilt = 0;
-    return 1;
-}
-
-/* Retains rows of sequence s at positions [begin, end) under a retained id, in place of others; returns whether it
- * could. */
-static int retain_rows(client *c, int s, int to, int begin, int end) {
-    const sequence *from = &c->w->sequences[s];
-    sequence *kept = &c->w->sequences[to];
-    if (!clear_one(c, to)) return 0;
-    const int meddlings = from->meddlers ? -1 : from->meddlings;
-    begin_call(c, "kvc_retain");
-    if (!ended(c, kvc_retain(c->w->cache, id_of(s), id_of(to), begin, end), 0)) return 0;
-    if (from->meddlings != meddlings) { /* perhaps rows of a batch that another client aborted, which nobody wrote */
-        while (!clear_one(c, to)) continue;
-        return 0;
-    }
-    kept->is_kept = 1;
-    kept->is_spoilt |= from->is_spoilt;
-    kept->barred |= from->barred;
-    for (int l = 0; l < MOST_LAYERS; l++)
-        for (int i = begin; i < end && i < MOST; i++) kept->tags[l][i] = from->tags[l][i];
     return 1;
 }
 
@@ -478,7 +455,7 @@ static void make_pass(client *c, pass *p) {
     world *w = c->w;
     *p = (pass){0};
     for (int i = 1 + pick(MOST_FED); i > 0; i--) {
-        const int s = take(c, 0);
+        const int s = take(c);
         if (s < 0) continue;
         const int at = kvc_next_position(w->cache, id_of(s)), n = 1 + pick(FEED), is_unstored = !pick(5);
         if (at + n > MOST) {
@@ -498,17 +475,14 @@ static void make_pass(client *c, pass *p) {
     }
 }
 
-/* A call that finds no room finds none either once the retained sequences that can be evicted are cleared. */
+/* A call that finds no room finds none either once the blocks that can be evicted are dropped. */
 static void check_full(client *c, const kvc_begin_args *args) {
     kvc_batch *batch;
     if (!is_alone(c) || c->w->takes_rare_ways || pick(4)) return;
-    for (int s = IDS; s < IDS + KEPT; s++)
-        if (!c->w->sequences[s].is_taken && kvc_clear_sequence(c->w->cache, id_of(s)) == KVC_OK)
-            forget(&c->w->sequences[s]);
     evict_blocks(c);
     if (kvc_begin_with(c->w->cache, args, &batch) != KVC_OK) return;
     kvc_abort(batch);
-    if (is_alone(c)) fail(c, "found no room, and does once retained sequences are cleared");
+    if (is_alone(c)) fail(c, "found no room, and does once blocks are dropped");
 }
 
 /* Checks what a batch that has begun leaves to others, and takes. */
@@ -597,20 +571,6 @@ static void end_pass(client *c, const pass *p) {
     note_kept(c, p, kept);
 }
 
-/* Retains rows of a sequence of the running batch: those that it held, and the batch's if they are stored. */
-static void retain_running(client *c, const pass *p) {
-    const world *w = c->w;
-    const int i = pick(p->num_sequences), to = take(c, 1), begin = pick(MOST), end = begin + pick(12);
-    c->calls_aside++;
-    note_computed(p->tags, p->num_tokens);
-    if (to >= 0 && retain_rows(c, p->sequences[i], to, begin, end))
-        for (int t = p->first[i]; t < p->first[i + 1] && !p->unstored[t]; t++)
-            for (int l = 0; l < w->num_layers; l++)
-                if (p->positions[t] >= begin && p->positions[t] < end && is_own(w, l))
-                    c->w->sequences[to].tags[l][p->positions[t]] = p->tags[t];
-    let_go(c, to);
-}
-
 /* What there was before a batch. */
 typedef struct beginning {
     picture picture;
@@ -664,7 +624,6 @@ static void feed(client *c) {
         c->w->pass = &p;
         c->w->batch = p.batch;
         const int is_filled = fill(c, &p);
-        if (is_filled && !pick(3)) retain_running(c, &p);
         if (!pick(3)) c->calls_aside++, call_prefix(c); /* others may make it, too */
         if (is_filled && pick(c->w->theme == PROMPTS ? 3 : 6))
             end_pass(c, &p);
@@ -710,7 +669,7 @@ static void shift_some(client *c, int s) {
         for (int i = MOST - 1; i >= begin; i--) of->tags[l][i] = i - delta >= begin ? of->tags[l][i - delta] : 0;
 }
 
-/* Replaces a few rows of a sequence, perhaps of a retained one. */
+/* Replaces a few rows of a sequence. */
 static void inject(client *c, int s) {
     world *w = c->w;
     rows r;
@@ -725,16 +684,9 @@ static void inject(client *c, int s) {
         memcpy(of->tags[l] + at, tags, (size_t)n * sizeof *tags);
 }
 
-static void inject_retained(client *c) {
-    const int s = take(c, 1);
-    if (s < 0) return;
-    inject(c, s);
-    let_go(c, s);
-}
-
 static void copy(client *c, int s) {
     world *w = c->w;
-    const int to = take(c, 0);
+    const int to = take(c);
     if (to < 0) return;
     sequence *from = &w->sequences[s], *into = &w->sequences[to];
     const int length = pick(2) ? KVC_END : 1 + pick(MOST), is_empty = !end_of(from);
@@ -753,7 +705,7 @@ static void copy(client *c, int s) {
 
 static void share(client *c, int s) {
     world *w = c->w;
-    const int to = take(c, 0);
+    const int to = take(c);
     if (to < 0) return;
     sequence *from = &w->sequences[s], *into = &w->sequences[to];
     const int begin = end_of(into), end = pick(2) ? MOST : begin + pick(MOST - begin + 1), is_empty = !end_of(from);
@@ -770,7 +722,7 @@ static void share(client *c, int s) {
 static void edit(client *c) {
     static void (*const edits[])(client *c, int s) = {remove_some, remove_some, cut,  shift_some, shift_some,
                                                       divide,      inject,      copy, copy,       share};
-    const int s = take(c, 0);
+    const int s = take(c);
     if (s < 0) return;
     edits[pick(sizeof edits / sizeof *edits)](c, s);
     let_go(c, s);
@@ -778,7 +730,7 @@ static void edit(client *c) {
 
 /* Moves the tokens of a sequence, and reads them again and again: what settles keys must wait for that. */
 static void read_moved(client *c) {
-    const int s = take(c, 0);
+    const int s = take(c);
     if (s < 0) return;
     for (int i = 0; i < 3; i++) {
         shift_some(c, s);
@@ -851,7 +803,7 @@ static void meddle(client *c) {
 }
 
 static void clear_some(client *c) {
-    const int s = take(c, pick(2));
+    const int s = take(c);
     if (s < 0) return;
     clear_one(c, s);
     let_go(c, s);
@@ -969,7 +921,7 @@ static void end_restoring(client *c, const restoration *r, int to) {
 
 /* Replaces what a sequence holds in some layers. */
 static void restore_layers(client *c) {
-    restoration r = {.s = take(c, 0)};
+    restoration r = {.s = take(c)};
     int64_t seq_ids[MOST_TOKENS];
     if (r.s < 0) return;
     const int to = list_restored(c, &r);
@@ -990,161 +942,6 @@ static void restore_layers(client *c) {
         }
     }
     let_go(c, r.s);
-}
-
-/* ---- retained sequences ------------------------------------------------------------------------------------------ */
-
-static void retain(client *c) {
-    const int s = take(c, 0), to = take(c, 1), begin = pick(MOST);
-    if (s >= 0 && to >= 0) retain_rows(c, s, to, begin, begin + 1 + pick(12));
-    let_go(c, s);
-    let_go(c, to);
-}
-
-/* Notes which positions have rows in one of these retained sequences, by layer, and returns the position behind the
- * last that one had. */
-static int list_rows(const client *c, const int64_t *ids, int num, uint8_t has[MOST_LAYERS][MOST]) {
-    int32_t end = 0, positions[MOST];
-    memset(has, 0, sizeof *has * MOST_LAYERS);
-    for (int i = 0; i < num; i++) {
-        const int32_t next = kvc_next_position(c->w->cache, ids[i]);
-        if (next > end) end = next;
-        for (int l = 0; l < c->w->num_layers; l++)
-            for (int64_t n = kvc_positions(c->w->cache, ids[i], l, positions, MOST); n > 0; n--)
-                has[l][positions[n - 1]] = 1;
-    }
-    return end;
-}
-
-/* Whether rows are there in all layers for what a query at a position sees below itself. */
-static int can_go_on(const world *w, uint8_t has[MOST_LAYERS][MOST], int at) {
-    for (int l = 0; l < w->num_layers; l++)
-        for (int i = 0; is_own(w, l) && i < at; i++)
-            if (sees(&w->layers[l].policy, at, i) && !has[l][i]) return 0;
-    return 1;
-}
-
-/* Notes of which retained sequence each row below `end` is; returns whether none is of two. */
-static int join_tags(const world *w, const int *pieces, int end, int tags[MOST_LAYERS][MOST]) {
-    memset(tags, 0, sizeof *tags * MOST_LAYERS);
-    for (int p = 0; p < PIECES; p++)
-        for (int l = 0; l < MOST_LAYERS; l++)
-            for (int i = 0; i < end; i++) {
-                const int tag = w->sequences[pieces[p]].tags[l][i];
-                if (tag && tags[l][i]) return 0;
-                if (tag) tags[l][i] = tag;
-            }
-    return 1;
-}
-
-static int first_of(const client *c, int s) {
-    int32_t first = -1, last;
-    kvc_position_range(c->w->cache, id_of(s), -1, &first, &last);
-    return first;
-}
-
-/* Whether a retained sequence has rows that do not stand behind those of the ones before it. */
-static int are_mixed(const client *c, const int64_t *ids) {
-    int32_t first, last, before = -1;
-    for (int i = 0; i < PIECES; i++) {
-        if (kvc_position_range(c->w->cache, ids[i], -1, &first, &last) != KVC_OK || first < 0) continue;
-        if (first <= before) return 1;
-        before = last;
-    }
-    return 0;
-}
-
-/* Makes sequence `to` of retained ones, by rising position. */
-static void attach_pieces(client *c, int to, const int *pieces) {
-    world *w = c->w;
-    int64_t ids[PIECES];
-    int32_t matched = 0;
-    int tags[MOST_LAYERS][MOST];
-    uint8_t has[MOST_LAYERS][MOST];
-    for (int i = 0; i < PIECES; i++) ids[i] = id_of(pieces[i]);
-    begin_call(c, "kvc_attach");
-    const int last = list_rows(c, ids, PIECES, has), length = pick(last + 3);
-    int most = length < last ? length : last;
-    while (!can_go_on(w, has, most)) most--;
-    const int mixed = are_mixed(c, ids); /* where others evict some, they may not be any more */
-    const kvc_status status = kvc_attach(w->cache, ids, PIECES, id_of(to), length, &matched);
-    if (!ended(c, status, mixed ? MAY_BE_INVALID : 0)) return;
-    if (mixed && is_alone(c)) fail(c, "takes sequences that do not follow each other");
-    if (matched < 0 || matched > length || (matched != most && is_alone(c)))
-        fail(c, "matched %d, not %d", matched, most);
-    for (int i = 0; i < PIECES; i++) {
-        w->sequences[to].is_spoilt |= w->sequences[pieces[i]].is_spoilt;
-        w->sequences[to].barred |= w->sequences[pieces[i]].barred;
-    }
-    join_tags(w, pieces, matched, tags);
-    memcpy(w->sequences[to].tags, tags, sizeof tags);
-    const int exact = exact_end(w, &w->sequences[to]);
-    while (exact < matched && kvc_mark_inexact(w->cache, id_of(to), exact) != KVC_OK) continue;
-}
-
-/* Takes retained sequences by rising position, most often stretches of one sequence that follow each other, and makes
- * another sequence of them. */
-static void attach(client *c) {
-    world *w = c->w;
-    int pieces[PIECES], num = 0, begin = pick(4) ? 0 : pick(9);
-    int tags[MOST_LAYERS][MOST];
-    const int s = take(c, 0), to = take(c, 0), makes_new = pick(4);
-    while (num < PIECES && (pieces[num] = take(c, 1)) >= 0) num++;
-    int goes_on = s >= 0 && to >= 0 && num == PIECES && clear_one(c, to);
-    for (int i = 0; goes_on && makes_new && i < PIECES; i++) {
-        const int end = begin + 1 + pick(8);
-        goes_on = retain_rows(c, s, pieces[i], begin, end);
-        begin = end;
-    }
-    for (int i = 1; goes_on && !makes_new && i < PIECES; i++)
-        for (int j = i; j > 0 && first_of(c, pieces[j]) < first_of(c, pieces[j - 1]); j--) {
-            const int other = pieces[j];
-            pieces[j] = pieces[j - 1];
-            pieces[j - 1] = other;
-        }
-    if (goes_on && join_tags(w, pieces, MOST, tags)) {
-        const int64_t id = id_of(pieces[pick(PIECES)]);
-        kvc_pin(w->cache, &id, 1, 1);
-        kvc_touch(w->cache, &id, 1);
-        attach_pieces(c, to, pieces);
-        kvc_pin(w->cache, &id, 1, -1);
-    }
-    while (num) let_go(c, pieces[--num]);
-    let_go(c, s);
-    let_go(c, to);
-}
-
-static void retain_new(client *c) {
-    world *w = c->w;
-    rows r;
-    const int to = take(c, 1), block_size = (int)kvc_block_size(w->cache), n = block_size < 6 ? block_size : 6,
-              begin = pick(9);
-    if (to < 0) return;
-    const int64_t id = id_of(to);
-    if (clear_one(c, to)) {
-        w->sequences[to].epoch++;
-        begin_call(c, "kvc_retain_new");
-        if (ended(c, kvc_retain_new(w->cache, id, begin, begin + n, NULL), MAY_BE_FULL)) {
-            sequence *kept = &w->sequences[to];
-            kept->is_kept = 1;
-            int is_whole = 1;
-            set_any_text(c, kept, begin, begin + n);
-            for (int l = 0; l < w->num_layers && is_whole; l++) {
-                if (!is_own(w, l)) continue;
-                for (int i = 0; i < n; i++) set_row(&r, i, kept->tags[l][begin + i], l);
-                const kvc_rows_in in = in_of(&r);
-                begin_call(c, "kvc_inject into a retained sequence");
-                is_whole = ended(c, kvc_inject(w->cache, id, l, begin, begin + n, &in),
-                                 MAY_BE_FULL); /* where others hold them */
-            }
-            if (!is_whole) /* what was not written must not be read */
-                while (!clear_one(c, to)) continue;
-            else
-                kvc_pin(w->cache, &id, 1, -1);
-        }
-        w->sequences[to].epoch++;
-    }
-    let_go(c, to);
 }
 
 /* ---- the cache as a whole ---------------------------------------------------------------------------------------- */
@@ -1170,7 +967,7 @@ enum { COMPACT, SETTLE, RESERVE, ROOM, VALIDATE, NUM_TIDY };
 static void tidy_as(client *c, int which) {
     static const char *const names[] = {"kvc_compact", "kvc_settle", "kvc_reserve", "kvc_room", "kvc_validate"};
     world *w = c->w;
-    const int s = take(c, 0);
+    const int s = take(c);
     int64_t room = 0;
     if (s < 0) return;
     begin_call(c, names[which]);
@@ -1198,13 +995,12 @@ static void hold(client *c) {
     int64_t num = 0;
     int tags[MOST], layer = source_of(c->w, pick(c->w->num_layers));
     if (is_cross(c->w, layer)) return;
-    const int s = pick(IDS + KEPT), epoch = c->w->sequences[s].epoch;
+    const int s = pick(IDS);
     begin_call(c, "kvc_spans");
     c->w->num_holds++;
     const int is_held = ended(c, kvc_spans(c->w->cache, id_of(s), layer, spans, sizeof *spans, MOST, &num, &held), 0);
     c->w->holds[c->number] = held;
-    const int is_defined = is_held && epoch % 2 == 0 && c->w->sequences[s].epoch == epoch;
-    for (int round = 0; round < 3 * is_defined; round++)
+    for (int round = 0; round < 3 * is_held; round++)
         for (int64_t i = 0, n = 0; i < num; i++)
             for (int j = 0; j < spans[i].num_rows && n < MOST; j++, n++) {
                 const int tag = tag_in(c, &spans[i], j, layer);
@@ -1217,8 +1013,6 @@ static void hold(client *c) {
 
 static void clone(client *c) {
     kvc_cache *copy = NULL;
-    int epochs[IDS + KEPT], cloned_epochs[IDS + KEPT];
-    for (int s = 0; s < IDS + KEPT; s++) epochs[s] = c->w->sequences[s].epoch;
     c->w->num_clones++;
     const int more = 2 * (c->w->num_acquiring - c->w->acquired);
     begin_call(c, "kvc_cache_clone");
@@ -1226,11 +1020,9 @@ static void clone(client *c) {
     check_unchanged(c);
     c->w->num_clones -= !is_there;
     if (!is_there) return;
-    for (int s = 0; s < IDS + KEPT; s++) cloned_epochs[s] = c->w->sequences[s].epoch;
     if (kvc_validate(copy) != KVC_OK) fail(c, "the clone is corrupt");
     if (!c->w->is_meddled) check_known(c, copy, more);
-    for (int s = 0; s < IDS + KEPT; s++)
-        if (epochs[s] % 2 == 0 && cloned_epochs[s] == epochs[s]) check_intact(c, copy, s);
+    for (int s = 0; s < IDS; s++) check_intact(c, copy, s);
     if (kvc_cache_free(copy) != KVC_OK) fail(c, "the clone cannot be freed");
     c->w->num_clones--;
 }
@@ -1330,7 +1122,7 @@ static void restore(client *c, const kvc_load_args *args, file *f, int s, int to
 static void save_and_restore(client *c) {
     world *w = c->w;
     file f = {.c = c};
-    const int s = take(c, 0), to = take(c, 0);
+    const int s = take(c), to = take(c);
     const int64_t from_id = id_of(s < 0 ? 0 : s), to_id = id_of(to < 0 ? 0 : to);
     const kvc_save_args save = {
         .struct_size = sizeof save, .write = write_file, .user = &f, .seq_ids = &from_id, .num_sequences = 1};
@@ -1396,11 +1188,11 @@ static int check_child(void *context) {
     c->call = "fork()";
     sim_calm();
     if (kvc_validate(w->cache) != KVC_OK) fail(c, "the child's cache is corrupt");
-    for (int s = 0; s < IDS + KEPT; s++)
+    for (int s = 0; s < IDS; s++)
         if (!w->sequences[s].is_taken) check_sequence(c, w->cache, s);
     if (w->batch) end_in_child(c);
     if (kvc_validate(w->cache) != KVC_OK) fail(c, "the child's cache is corrupt without the batch");
-    for (int s = 0; s < IDS + KEPT; s++) check_intact(c, w->cache, s);
+    for (int s = 0; s < IDS; s++) check_intact(c, w->cache, s);
     check_prefixes_in_child(c);
     for (int i = 0; i < MOST_CLIENTS; i++) {
         w->num_holds -= w->holds[i] != NULL;
@@ -1411,7 +1203,7 @@ static int check_child(void *context) {
         return 0;
     }
     if (!w->num_holds) check_empty(c);
-    for (int s = 0; s < IDS + KEPT; s++) w->sequences[s] = (sequence){0};
+    for (int s = 0; s < IDS; s++) w->sequences[s] = (sequence){0};
     w->batch = NULL;
     for (int i = 0; i < 12; i++) (i % 4 ? call_prefix : feed)(c);
     return 0;
@@ -1442,8 +1234,7 @@ static void begin_within(client *c) {
 }
 
 static void pass_time(client *c) {
-    static void (*const calls[])(client *c) = {edit, edit, retain,     retain_new,     attach,
-                                               hold, tidy, clear_some, inject_retained};
+    static void (*const calls[])(client *c) = {edit, edit, edit, hold, tidy, clear_some};
     for (int i = 1 << pick(8); i > 0; i--) sim_step();
     if (c->is_called || pick(8)) return;
     client within = *c;
@@ -1486,12 +1277,31 @@ static void follow_theme(client *c) {
 }
 
 static void *run_client(void *context) {
-    static void (*const calls[])(client *c) = {feed,       feed,           feed,        feed,       feed,
-                                               feed,       edit,           edit,        edit,       edit,
-                                               retain,     retain,         attach,      retain_new, inject_retained,
-                                               tidy,       tidy,           hold,        clone,      save_and_restore,
-                                               clear_some, meddle,         meddle,      fork_once,  read_moved,
-                                               read_moved, restore_layers, call_wrongly};
+    static void (*const calls[])(client *c) = {feed,
+                                               feed,
+                                               feed,
+                                               feed,
+                                               feed,
+                                               feed,
+                                               edit,
+                                               edit,
+                                               edit,
+                                               edit,
+                                               call_prefix,
+                                               call_prefix,
+                                               tidy,
+                                               tidy,
+                                               hold,
+                                               clone,
+                                               save_and_restore,
+                                               clear_some,
+                                               meddle,
+                                               meddle,
+                                               fork_once,
+                                               read_moved,
+                                               read_moved,
+                                               restore_layers,
+                                               call_wrongly};
     client *c = context;
     c->thread = sim_self();
     self_of(c);
@@ -1504,7 +1314,7 @@ static void *run_client(void *context) {
             call_prefix(c);
         else
             calls[pick(sizeof calls / sizeof *calls)](c);
-        check_intact(c, c->w->cache, pick(IDS + KEPT));
+        check_intact(c, c->w->cache, pick(IDS));
         check_bytes(c);
         if (kvc_utilization(c->w->cache) > 1) fail(c, "utilization is above 1");
         if (!pick(4) && kvc_validate(c->w->cache) != KVC_OK) fail(c, "the cache is corrupt afterwards");
@@ -1593,7 +1403,7 @@ static void run(uint64_t seed, int num_clients, int64_t num_calls, int faults) {
     clients[num_clients] = (client){.w = &w, .number = num_clients, .replaces = -1, .call = "end"};
     self_of(&clients[num_clients]);
     const int64_t bytes = sim_bytes();
-    for (int s = 0; s < IDS + KEPT; s++) ids[s] = s < IDS ? s * 3000000 - 4000000 : 100000000 + s - IDS;
+    for (int s = 0; s < IDS; s++) ids[s] = s * 3000000 - 4000000;
     make_cache(&w);
     begin_prefixes(&clients[num_clients]);
     for (int i = 0; i < num_clients; i++) {
@@ -1603,7 +1413,7 @@ static void run(uint64_t seed, int num_clients, int64_t num_calls, int faults) {
     for (int i = 0; i < num_clients; i++) sim_thread_join(threads[i], NULL);
     sim_calm();
     client *c = &clients[num_clients];
-    for (int s = 0; s < IDS + KEPT; s++) check_sequence(c, w.cache, s);
+    for (int s = 0; s < IDS; s++) check_sequence(c, w.cache, s);
     if (kvc_validate(w.cache) != KVC_OK) fail(c, "the cache is corrupt");
     drop_prefixes(c);
     if (kvc_clear(w.cache) != KVC_OK) fail(c, "the cache cannot be cleared");

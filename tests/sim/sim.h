@@ -12,7 +12,6 @@ enum {
     DIM = 4,
     MOST = 56, /* positions of a sequence */
     IDS = 7,
-    KEPT = 8,     /* retained sequences, behind the others */
     FEED = 9,     /* most tokens of a sequence in one batch */
     MOST_FED = 3, /* most sequences of a batch */
     MOST_TOKENS = MOST_FED * FEED,
@@ -32,14 +31,11 @@ typedef struct text {
     int tags[MOST];
 } text;
 
-/* What a sequence holds: tags by position, 0 where there is no row.  Of layers that expire rows, and of retained
- * sequences, it is all that may be there. */
+/* Holds tags of a sequence's rows by position, 0 where there is no row.  A layer that expires rows may lack some. */
 typedef struct sequence {
-    int is_taken; /* by a client, who alone may change it */
-    int is_kept;
+    int is_taken;            /* by a client, who alone may change it */
     int meddlers, meddlings; /* clients that change it though another one has it; how often any began to */
     int is_spoilt;           /* one did since it was cleared: nobody knows which rows it holds */
-    int epoch;               /* odd while its rows are undefined: retained, and not written yet */
     int tags[MOST_LAYERS][MOST];
     int num_cross;
     int prefix;     /* 1 + the one that acquired it; 0: none has */
@@ -101,7 +97,7 @@ typedef struct world {
     int num_layers, expires, last_tag;
     int is_meddled;      /* not 0: clients change sequences that others have */
     int takes_rare_ways; /* not 0: rows may be moved together where that gains nothing */
-    sequence sequences[IDS + KEPT];
+    sequence sequences[IDS];
     kvc_batch *batch; /* the open one; NULL while none is, or it begins or ends */
     pass *pass;       /* that it is of; NULL: it is of none */
     kvc_hold *holds[MOST_CLIENTS];
@@ -161,7 +157,7 @@ enum {
     MAY_BE_UNSUPPORTED = 256
 };
 
-extern int64_t ids[IDS + KEPT]; /* by which each sequence is named now */
+extern int64_t ids[IDS]; /* by which each sequence is named now */
 
 int pick(int n);
 int64_t id_of(int s);
@@ -199,8 +195,8 @@ int source_of(const world *w, int l);
 /* Compares what a sequence of a cache holds with what it should. */
 void check_sequence(client *c, kvc_cache *cache, int s);
 
-/* Takes a sequence that nobody has; -1: a few tries found none.  kept: a retained one. */
-int take(client *c, int kept);
+/* Takes a sequence that nobody has; -1: a few tries found none. */
+int take(client *c);
 void let_go(client *c, int s);
 
 int end_of(const sequence *s);

@@ -1,8 +1,9 @@
-/* Retained sequences: which of their rows another sequence goes on from, what is evicted and when, and what they
- * are not taken for.  What a sequence holds after it was attached is compared with one that was fed, and where it can
+/* Retained sequences: which of their rows another sequence goes on from, what is evicted and when, and that nothing
+ * else takes them.  What a sequence holds after it was attached is compared with one that was fed, and where it can
  * go on with a search over all positions. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/feeding.h"
+#include "support/keeping.h"
 #include "support/pairs.h"
 
 enum { PIECES = 6, PIECE = 4, TOKENS = PIECES * PIECE, FIRST_ID = 1000 };
@@ -45,7 +46,7 @@ static int holds(kvc_cache *cache, int layer, int32_t position) {
 static void check_attached(kvc_cache *cache, const kvc_policy *policies, int num_layers, const int (*held)[TOKENS],
                            int32_t length, int32_t end) {
     int32_t matched = -1, right = best_match(policies, num_layers, held, length < end ? length : end);
-    CHECK(kvc_attach(cache, ids, PIECES, 2, length, &matched) == KVC_OK);
+    CHECK(attach_retained(cache, ids, PIECES, 2, length, &matched) == KVC_OK);
     CHECKF(matched == right, "length %d: %d matched, not %d", length, matched, right);
     CHECK(kvc_can_resume(cache, 2, matched) && kvc_next_position(cache, 2) == matched);
     CHECK(kvc_validate(cache) == KVC_OK);
@@ -67,7 +68,7 @@ static void test_every_pair_of_subsets(kvc_policy one, kvc_policy other) {
             for (int t = 0; t < PIECE; t++)
                 for (int l = 0; l < 2; l++) held[l][i * PIECE + t] = has[l];
             if (!has[0] && !has[1]) continue;
-            CHECK(kvc_retain_new(cache, ids[i], i * PIECE, (i + 1) * PIECE, has) == KVC_OK);
+            CHECK(retain_new(cache, ids[i], i * PIECE, (i + 1) * PIECE, has) == KVC_OK);
             end = (i + 1) * PIECE;
         }
         for (int32_t length = 1 + subset % 3; length <= TOKENS; length += 3)
@@ -82,7 +83,7 @@ static void test_every_pair_of_subsets(kvc_policy one, kvc_policy other) {
 /* Returns which pieces exist, as bits. */
 static int pieces_left(kvc_cache *cache) {
     int64_t found[PIECES];
-    int64_t num = kvc_retained(cache, found, PIECES);
+    int64_t num = list_retained(cache, found, PIECES);
     int left = 0;
     for (int64_t i = 0; i < num; i++) left |= 1 << (found[i] - FIRST_ID);
     return left;
@@ -95,7 +96,7 @@ static void feed_pieces(kvc_cache *cache, int num_layers) {
     kvc_batch *batch = NULL;
     CHECK(begin_at_end(cache, 1, TOKENS, &batch) == KVC_OK);
     for (int l = 0; l < num_layers; l++) CHECK(kvc_put(batch, l, &put) == KVC_OK);
-    for (int i = 0; i < PIECES; i++) CHECK(kvc_retain(cache, 1, ids[i], i * PIECE, (i + 1) * PIECE) == KVC_OK);
+    for (int i = 0; i < PIECES; i++) CHECK(retain(cache, 1, ids[i], i * PIECE, (i + 1) * PIECE) == KVC_OK);
     CHECK(kvc_commit(batch) == KVC_OK);
 }
 
@@ -103,7 +104,7 @@ static void feed_pieces(kvc_cache *cache, int num_layers) {
 static kvc_cache *all_pieces(int num_layers, const kvc_policy *policies, kvc_config config) {
     kvc_cache *cache = new_cache(num_layers, policies, config);
     feed_pieces(cache, num_layers);
-    CHECK(kvc_touch(cache, ids, PIECES) == KVC_OK && kvc_clear_sequence(cache, 1) == KVC_OK);
+    CHECK(touch_retained(cache, ids, PIECES) == KVC_OK && kvc_clear_sequence(cache, 1) == KVC_OK);
     return cache;
 }
 
@@ -122,10 +123,10 @@ static void test_capacity(void) {
     kvc_get_stats(cache, &stats, sizeof stats);
     CHECK(stats.retained == 3 && stats.evictable_slots == 12 && stats.rows_evicted == 12);
     CHECK(kvc_reserve(cache, 5, 7) == KVC_OK && pieces_left(cache) == 3);
-    CHECK(kvc_pin(cache, ids, 1, 1) == KVC_OK && kvc_room(cache, 5, &room) == KVC_OK && room == 11);
+    CHECK(pin_retained(cache, ids, 1, 1) == KVC_OK && kvc_room(cache, 5, &room) == KVC_OK && room == 11);
     CHECK(feed(cache, 1, 5, 11) == KVC_OK && pieces_left(cache) == 1);
     CHECK_FAILS(feed(cache, 1, 5, 1), KVC_ERR_FULL, "1 more tokens", "26");
-    CHECK(kvc_pin(cache, ids, 1, -1) == KVC_OK && feed(cache, 1, 5, 1) == KVC_OK && !pieces_left(cache));
+    CHECK(pin_retained(cache, ids, 1, -1) == KVC_OK && feed(cache, 1, 5, 1) == KVC_OK && !pieces_left(cache));
     free_valid(cache);
 }
 
@@ -139,15 +140,15 @@ static void test_many(void) {
         CHECK(feed(cache, 1, 1, at + BEGIN < MANY ? BEGIN : MANY - at) == KVC_OK);
     for (int32_t i = 0; i < MANY; i++) {
         many[i] = FIRST_ID + i;
-        CHECK(kvc_retain(cache, 1, many[i], i, i + 1) == KVC_OK);
+        CHECK(retain(cache, 1, many[i], i, i + 1) == KVC_OK);
     }
-    CHECK(kvc_clear_sequence(cache, 1) == KVC_OK && kvc_pin(cache, many, PINNED, 1) == KVC_OK);
-    CHECK(feed(cache, 1, 5, 3) == KVC_OK && kvc_retained(cache, found, MANY) == MANY - 3);
+    CHECK(kvc_clear_sequence(cache, 1) == KVC_OK && pin_retained(cache, many, PINNED, 1) == KVC_OK);
+    CHECK(feed(cache, 1, 5, 3) == KVC_OK && list_retained(cache, found, MANY) == MANY - 3);
     CHECK(found[PINNED - 1] == many[PINNED - 1] && found[PINNED] == many[PINNED + 3]);
-    CHECK(kvc_pin(cache, many + PINNED, MANY - PINNED - 2, 1) == KVC_OK);
+    CHECK(pin_retained(cache, many + PINNED, MANY - PINNED - 2, 1) == KVC_OK);
     CHECK_FAILS(feed(cache, 1, 5, 3), KVC_ERR_FULL, "3 more tokens", "2 fit");
-    CHECK(kvc_retained(cache, NULL, MANY) == MANY - 3 && feed(cache, 1, 5, 2) == KVC_OK);
-    CHECK(kvc_retained(cache, NULL, 0) == MANY - 5 && kvc_validate(cache) == KVC_OK);
+    CHECK(list_retained(cache, NULL, MANY) == MANY - 3 && feed(cache, 1, 5, 2) == KVC_OK);
+    CHECK(list_retained(cache, NULL, 0) == MANY - 5 && kvc_validate(cache) == KVC_OK);
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
@@ -157,9 +158,9 @@ static void test_reserving_too_many(void) {
     for (int64_t n = INT32_MAX - 70; n < INT32_MAX; n++) {
         kvc_cache *cache = new_cache(1, policies, (kvc_config){.capacity = n});
         for (int id = 1; id <= 2; id++) CHECK(feed(cache, 1, id, PIECE) == KVC_OK);
-        CHECK(kvc_retain(cache, 1, FIRST_ID, 0, PIECE) == KVC_OK && kvc_clear_sequence(cache, 1) == KVC_OK);
+        CHECK(retain(cache, 1, FIRST_ID, 0, PIECE) == KVC_OK && kvc_clear_sequence(cache, 1) == KVC_OK);
         CHECK_FAILS(kvc_reserve(cache, 5, n), KVC_ERR_FULL, "more tokens", "fit");
-        CHECK(kvc_retained(cache, NULL, 0) == 1 && kvc_validate(cache) == KVC_OK);
+        CHECK(list_retained(cache, NULL, 0) == 1 && kvc_validate(cache) == KVC_OK);
         CHECK(kvc_cache_free(cache) == KVC_OK);
     }
 }
@@ -179,8 +180,8 @@ static void test_windows_go_first(void) {
     CHECK(pieces_left(cache) == 63 && kvc_seq_len(cache, ids[0], 1) == 0 && kvc_seq_len(cache, ids[0], 0) == PIECE);
     CHECK(kvc_nbytes(cache) <= most + 1200 && kvc_validate(cache) == KVC_OK);
     int32_t matched;
-    CHECK(kvc_attach(cache, ids, PIECES, 2, 6, &matched) == KVC_OK && matched == 0);
-    CHECK(kvc_attach(cache, ids, PIECES, 2, TOKENS, &matched) == KVC_OK && matched == TOKENS);
+    CHECK(attach_retained(cache, ids, PIECES, 2, 6, &matched) == KVC_OK && matched == 0);
+    CHECK(attach_retained(cache, ids, PIECES, 2, TOKENS, &matched) == KVC_OK && matched == TOKENS);
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
@@ -194,45 +195,12 @@ static void test_not_restored(void) {
     kvc_batch *batch = NULL;
     CHECK(kvc_begin_with(cache, &args, &batch) == KVC_OK && kvc_put(batch, 1, &put) == KVC_OK);
     CHECK(kvc_commit(batch) == KVC_OK && !kvc_can_resume(cache, 0, 3));
-    CHECK(kvc_retain(cache, 0, ids[0], 0, 3) == KVC_OK && kvc_retain(cache, 0, ids[1], 1, 2) == KVC_OK);
+    CHECK(retain(cache, 0, ids[0], 0, 3) == KVC_OK && retain(cache, 0, ids[1], 1, 2) == KVC_OK);
     for (int i = 0; i < 2; i++) {
         CHECK(kvc_fork(cache, ids[i], i) == KVC_OK && !kvc_can_resume(cache, ids[i], 3 - i));
         CHECK_FAILS(feed(cache, 2, i, 1), KVC_ERR_GONE, "layer 0", i ? "from 1 to 1" : "from 0 to 2");
     }
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
-}
-
-/* A sequence of which all rows have expired is no other than an empty one to what takes its place. */
-static void test_in_place_of_expired(void) {
-    enum { ATTACH, ATTACH_NONE, ATTACH_ALL, RETAIN, RETAIN_NEW, RETAIN_NOTHING, RETAIN_OWN, NUM_WAYS };
-    const kvc_policy policies[] = {sliding_policy(5, 0, 0)};
-    for (int way = 0; way < NUM_WAYS; way++) {
-        kvc_cache *cache = new_cache(1, policies, (kvc_config){.capacity = TOKENS});
-        const int64_t id = 3;
-        int64_t found;
-        int32_t matched = -1;
-        CHECK(feed(cache, 1, 1, 20) == KVC_OK && kvc_share(cache, 1, id, 0, 10) == KVC_OK);
-        CHECK(kvc_retain(cache, 1, ids[0], 15, 20) == KVC_OK);
-        CHECK(kvc_seq_len(cache, id, -1) == 0 && kvc_next_position(cache, id) == 10);
-        switch (way) {
-        case ATTACH: CHECK(kvc_attach(cache, &(int64_t){77}, 1, id, 100, &matched) == KVC_OK && matched == 0); break;
-        case ATTACH_NONE: CHECK(kvc_attach(cache, NULL, 0, id, 100, &matched) == KVC_OK && matched == 0); break;
-        case ATTACH_ALL: CHECK(kvc_attach(cache, ids, 1, id, 100, &matched) == KVC_OK && matched == 20); break;
-        case RETAIN: CHECK(kvc_retain(cache, 1, id, 16, 20) == KVC_OK); break;
-        case RETAIN_NEW: CHECK(kvc_retain_new(cache, id, 0, 4, NULL) == KVC_OK); break;
-        case RETAIN_NOTHING: CHECK(kvc_retain(cache, 1, id, 0, 9) == KVC_OK); break;
-        case RETAIN_OWN: CHECK(kvc_retain(cache, id, id, 0, 9) == KVC_OK); break;
-        }
-        const int attaches = way <= ATTACH_ALL, retains = way == RETAIN || way == RETAIN_NEW;
-        CHECKF(!attaches || (kvc_can_resume(cache, id, matched) && kvc_next_position(cache, id) == matched), "%d", way);
-        CHECK(kvc_retained(cache, &found, 1) == 1 + retains);
-        CHECK(kvc_sequences(cache, NULL, 0) == 1 + (way == ATTACH_ALL));
-        CHECK(!retains || kvc_seq_len(cache, id, -1) == 4);
-        CHECK(attaches || retains || kvc_next_position(cache, id) == 10); /* nothing was retained: as before */
-        CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
-        CHECK(!attaches || feed(cache, 1, id, 1) == KVC_OK);
-        CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
-    }
 }
 
 /* Keys and values of a piece, which are the same. */
@@ -269,67 +237,36 @@ static void test_new_rows(void) {
     for (int i = 0; i < PIECE; i++)
         for (int d = 0; d < 4; d++) rows[i][d] = (float)i;
     const kvc_rows_in in = rows_in(rows);
-    CHECK(kvc_retain_new(cache, ids[0], 0, 4, (uint8_t[]){1, 0}) == KVC_OK);
-    CHECK(kvc_retain_new(cache, ids[1], 4, 8, NULL) == KVC_OK);
-    CHECK_FAILS(kvc_retain_new(cache, ids[2], 8, 9, NULL), KVC_ERR_FULL, "1 more tokens", "8 of capacity 8");
+    CHECK(retain_new(cache, ids[0], 0, 4, (uint8_t[]){1, 0}) == KVC_OK);
+    CHECK(retain_new(cache, ids[1], 4, 8, NULL) == KVC_OK);
+    CHECK_FAILS(retain_new(cache, ids[2], 8, 9, NULL), KVC_ERR_FULL, "1 more tokens", "8 of capacity 8");
     CHECK(kvc_inject(cache, ids[0], 0, 0, 4, &in) == KVC_OK);
     for (int i = 0; i < PIECE; i++) rows[i][3] += 4;
     CHECK(kvc_inject(cache, ids[1], 0, 4, 8, &in) == KVC_OK && kvc_inject(cache, ids[1], 1, 4, 8, &in) == KVC_OK);
     CHECK_FAILS(kvc_inject(cache, ids[0], 1, 0, 4, &in), KVC_ERR_INDEX, "sequence 1000", "layer 1");
-    CHECK(kvc_attach(cache, ids, 2, 1, 8, &matched) == KVC_OK && matched == 8);
+    CHECK(attach_retained(cache, ids, 2, 1, 8, &matched) == KVC_OK && matched == 8);
     CHECK(kvc_seq_len(cache, 1, 1) == 2 && kvc_clear_sequence(cache, 1) == KVC_OK);
     CHECK_FAILS(feed(cache, 2, 3, 1), KVC_ERR_FULL, "1 more tokens", "8 of capacity 8");
-    CHECK(kvc_pin(cache, ids + 1, 1, -1) == KVC_OK && feed(cache, 2, 3, 1) == KVC_OK && pieces_left(cache) == 1);
+    CHECK(pin_retained(cache, ids + 1, 1, -1) == KVC_OK && feed(cache, 2, 3, 1) == KVC_OK && pieces_left(cache) == 1);
     free_valid(cache);
 }
 
-/* ---- what retained sequences are not ----------------------------------------------------------------------------- */
-
+/* Batches and edits refuse them, and no list has them. */
 static void test_refused(void) {
     const kvc_policy policies[] = {full_policy};
-    kvc_cache *cache = all_pieces(1, policies, (kvc_config){.max_sequences = 1});
-    int32_t matched;
+    kvc_cache *cache = all_pieces(1, policies, (kvc_config){.max_sequences = 1}), *clone;
     CHECK(feed(cache, 1, 1, 2) == KVC_OK);
-    CHECK_FAILS(feed(cache, 1, ids[0], 1), KVC_ERR_INVALID, "sequence 1000", "retained");
-    CHECK_FAILS(kvc_truncate(cache, ids[0], 0), KVC_ERR_INVALID, "sequence 1000", "retained");
-    CHECK_FAILS(kvc_remove(cache, ids[0], 0, 2, 0), KVC_ERR_INVALID, "sequence 1000", "retained");
-    CHECK_FAILS(kvc_fork(cache, 1, ids[0]), KVC_ERR_INVALID, "sequence 1000", "retained");
-    CHECK_FAILS(kvc_share(cache, 1, ids[0], 0, 1), KVC_ERR_INVALID, "sequence 1000", "retained");
-    CHECK_FAILS(kvc_retain(cache, 1, ids[0], 0, 1), KVC_ERR_INVALID, "sequence 1000", "not used");
-    CHECK_FAILS(kvc_retain(cache, 1, 1, 0, 1), KVC_ERR_INVALID, "sequence 1", "not used");
-    CHECK_FAILS(kvc_retain(cache, 1, 9, 1, 0), KVC_ERR_INVALID, "end", "0");
-    CHECK_FAILS(kvc_retain_new(cache, 9, 0, PIECE + 1, NULL), KVC_ERR_INVALID, "end is 5", "block_size, 4");
-    const kvc_layer alike[] = {layer_with(full_policy), layer_with(full_policy)};
-    kvc_cache *other = cache_of(alike, 2, (kvc_config){0});
-    CHECK_FAILS(kvc_retain_new(other, 9, 0, 4, (uint8_t[]){1, 0}), KVC_ERR_INVALID, "layers names layer 0", "not layer 1");
-    CHECK(kvc_retain_new(other, 9, 0, 4, (uint8_t[]){1, 1}) == KVC_OK && kvc_cache_free(other) == KVC_OK);
-    CHECK_FAILS(kvc_attach(cache, ids, 1, 1, 4, &matched), KVC_ERR_INVALID, "sequence 1", "holds rows");
-    CHECK_FAILS(kvc_attach(cache, (int64_t[]){1}, 1, 2, 4, &matched), KVC_ERR_INVALID, "ids[0] is 1", "retained");
-    CHECK_FAILS(kvc_attach(cache, (int64_t[]){ids[1], ids[0]}, 2, 2, 4, &matched), KVC_ERR_INVALID, "ids[1]", "behind");
-    CHECK_FAILS(kvc_attach(cache, ids, -1, 2, 4, &matched), KVC_ERR_INVALID, "num_ids", "-1");
-    CHECK_FAILS(kvc_attach(cache, NULL, 1, 2, 4, &matched), KVC_ERR_INVALID, "num_ids is 1", "NULL");
-    CHECK_FAILS(kvc_attach(cache, ids, 1, 2, -4, &matched), KVC_ERR_INVALID, "length", "-4");
-    CHECK_FAILS(kvc_attach(cache, ids, 1, 2, 4, NULL), KVC_ERR_INVALID, "matched", "NULL");
-    CHECK_FAILS(kvc_pin(cache, ids, 1, 0), KVC_ERR_INVALID, "add", "0");
-    CHECK_FAILS(kvc_touch(cache, NULL, 1), KVC_ERR_INVALID, "num_ids is 1", "NULL");
-    CHECK(kvc_retain(cache, 1, 9, 5, 9) == KVC_OK && kvc_retain(cache, 77, 9, 0, 9) == KVC_OK); /* no rows there */
+    CHECK_FAILS(feed(cache, 1, ids[0], 1), KVC_ERR_INVALID, "sequence 1000", "running call");
+    CHECK_FAILS(kvc_truncate(cache, ids[0], 0), KVC_ERR_INVALID, "sequence 1000", "running call");
+    CHECK_FAILS(kvc_remove(cache, ids[0], 0, 2, 0), KVC_ERR_INVALID, "sequence 1000", "running call");
+    CHECK_FAILS(kvc_fork(cache, 1, ids[0]), KVC_ERR_INVALID, "sequence 1000", "running call");
+    CHECK_FAILS(kvc_share(cache, 1, ids[0], 0, 1), KVC_ERR_INVALID, "sequence 1000", "running call");
+    CHECK(retain(cache, 1, 9, 5, 9) == KVC_OK && retain(cache, 77, 9, 0, 9) == KVC_OK); /* no rows there */
     CHECK(pieces_left(cache) == 63 && kvc_sequences(cache, NULL, 0) == 1 && kvc_validate(cache) == KVC_OK);
+    CHECK(kvc_cache_clone(cache, &clone) == KVC_OK && !pieces_left(clone) && kvc_sequences(clone, NULL, 0) == 1);
+    CHECK(kvc_validate(clone) == KVC_OK && kvc_cache_free(clone) == KVC_OK);
     CHECK(kvc_clear(cache) == KVC_OK && !pieces_left(cache) && kvc_cache_free(cache) == KVC_OK);
 }
-
-/* A clone has them in the same order, with their pins. */
-static void test_clone(void) {
-    const kvc_policy policies[] = {full_policy, sliding_policy(3, 1, 0)};
-    kvc_cache *cache = all_pieces(2, policies, (kvc_config){.capacity = TOKENS}), *clone = NULL;
-    int64_t before[PIECES], after[PIECES];
-    CHECK(kvc_pin(cache, ids + 5, 1, 1) == KVC_OK && kvc_cache_clone(cache, &clone) == KVC_OK);
-    CHECK(kvc_retained(cache, before, PIECES) == PIECES && kvc_retained(clone, after, PIECES) == PIECES);
-    CHECK(!memcmp(before, after, sizeof before) && kvc_validate(clone) == KVC_OK);
-    CHECK(feed(clone, 2, 1, 1) == KVC_OK && pieces_left(clone) == 47 && pieces_left(cache) == 63);
-    CHECK(kvc_cache_free(cache) == KVC_OK && kvc_validate(clone) == KVC_OK && kvc_cache_free(clone) == KVC_OK);
-}
-
-/* ---- memory ------------------------------------------------------------------------------------------------------ */
 
 int main(void) {
     test_every_pair_of_subsets(chunked_policy(4, 0), full_policy);
@@ -341,10 +278,8 @@ int main(void) {
     test_reserving_too_many();
     test_windows_go_first();
     test_not_restored();
-    test_in_place_of_expired();
     test_edits();
     test_new_rows();
     test_refused();
-    test_clone();
     return test_result();
 }

@@ -50,6 +50,27 @@ static void test_another_row(int block_size) {
     pair_free(p);
 }
 
+/* A runner's own radix tree: each node is a sequence, and requests begin as copies of nodes.  Clearing a leaf makes room
+ * for the tokens that it alone held. */
+static void test_tree_of_sequences(int block_size) {
+    enum { STEM = 100, LEAF, OTHER };
+    static pair p;
+    int64_t room = -1;
+    p = (pair){.config = {.block_size = block_size, .capacity = 30, .num_threads = 1}};
+    pair_new(&p, 1, &plain_layer);
+    pair_feed(&p, 0, 0, 12);
+    CHECK(pair_copy_prefix(&p, 0, LEAF, 12) == KVC_OK && pair_copy_prefix(&p, 0, STEM, 8) == KVC_OK);
+    CHECK(pair_clear_sequence(&p, 0) == KVC_OK);
+    CHECK(pair_copy_prefix(&p, LEAF, 1, 8) == KVC_OK && can_go_on(&p, 1) && pair_feed(&p, 1, 8, 20) == KVC_OK);
+    CHECK(pair_copy_prefix(&p, 1, OTHER, 20) == KVC_OK);
+    pair_check(&p);
+    CHECK(kvc_room(p.cache, 2, &room) == KVC_OK && room == 30 - 12 - 12);
+    CHECK(pair_clear_sequence(&p, LEAF) == KVC_OK && kvc_room(p.cache, 2, &room) == KVC_OK && room == 30 - 8 - 12);
+    CHECK(pair_copy_prefix(&p, STEM, 2, 8) == KVC_OK && pair_feed(&p, 2, 8, 18) == KVC_OK);
+    pair_check(&p);
+    pair_free(&p);
+}
+
 /* ---- what refuses it --------------------------------------------------------------------------------------------- */
 
 /* A sequence may become longer than max_seq_len by sharing, as it takes no slot; the next batch is refused. */
@@ -88,6 +109,7 @@ int main(void) {
     for (int i = 0; i < 3; i++) {
         test_tokens_of_several_sequences(block_sizes[i]);
         test_another_row(block_sizes[i]);
+        test_tree_of_sequences(block_sizes[i]);
     }
     test_too_long();
     test_position_range();

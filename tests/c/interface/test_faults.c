@@ -95,7 +95,7 @@ static seen look(const pair *p) {
     kvc_get_stats(p->cache, &s.stats, sizeof s.stats);
     s.utilization = kvc_utilization(p->cache);
     s.bytes = kvc_nbytes(p->cache);
-    s.num_retained = kvc_retained(p->cache, s.retained, NUM_RETAINED);
+    s.num_retained = list_retained(p->cache, s.retained, NUM_RETAINED);
     for (int i = 0; i < heap.num; i++) s.num_allocations += heap.live[i].hint.kind != KVC_MEMORY_SCRATCH;
     s.mapped = mapped;
     return s;
@@ -113,10 +113,10 @@ static kvc_status put_cross(pair *p) {
 }
 
 /* Rows from elsewhere, which are dropped again. */
-static kvc_status retain_new(pair *p) {
+static kvc_status keep_new(pair *p) {
     const int64_t id = FIRST_RETAINED + NUM_RETAINED;
     const int32_t begin = random_int(0, 20);
-    kvc_status status = kvc_retain_new(p->cache, id, begin, begin + random_int(1, 10), NULL);
+    kvc_status status = retain_new(p->cache, id, begin, begin + random_int(1, 10), NULL);
     if (status == KVC_OK) CHECK(kvc_clear_sequence(p->cache, id) == KVC_OK);
     pair_see_evicted(p);
     return status;
@@ -329,9 +329,9 @@ static void test_threads(int num_threads) {
 /* Small blocks come from the program's allocator; large ones from the default one, from slabs or mappings. */
 static void test_random(int block_size, int num_steps) {
     static kvc_status (*const without[])(pair *) = {random_edit,  random_edit, random_edit, random_begin,
-                                                    random_begin, retain_new,  hold,        copy_out};
-    static kvc_status (*const within[])(pair *) = {random_edit, retain_new, put_cross, hold,
-                                                   copy_out,    dense,      attend,    begin_late};
+                                                    random_begin, keep_new,    hold,        copy_out};
+    static kvc_status (*const within[])(pair *) = {random_edit, keep_new, put_cross, hold,
+                                                   copy_out,    dense,    attend,    begin_late};
     static pair p;
     memory_init(&heap);
     if (block_size > MAX_ROWS) heap.allocator.alloc = NULL;

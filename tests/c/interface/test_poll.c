@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "base/threads.h"
+#include "support/keeping.h"
 #include "support/test.h"
 
 enum { STORED = 4096, QUERIES = 64, HEADS = 32, KV_HEADS = 2, DIM = 64 };
@@ -22,7 +23,7 @@ static int32_t poll(void *user) {
     poller *p = user;
     CHECK(pthread_equal(pthread_self(), p->caller));
     CHECK(kvc_nbytes(p->cache) > 0); /* which takes the mutex */
-    if (p->pins) CHECK(kvc_pin(p->cache, &retained, 1, 1) == KVC_OK);
+    if (p->pins) CHECK(pin_retained(p->cache, &retained, 1, 1) == KVC_OK);
     p->pins = 0;
     return ++p->asked == p->stop_at;
 }
@@ -177,7 +178,7 @@ static kvc_batch *begin_beside_retained(kvc_cache *cache, const kvc_put_args *al
     const kvc_begin_args args = {.struct_size = sizeof args, .num_tokens = UNSTORED, .unstored = unstored};
     kvc_batch *batch = NULL;
     memset(unstored, 1, sizeof unstored);
-    CHECK(kvc_retain_new(cache, retained, 0, 1, NULL) == KVC_OK && kvc_pin(cache, &retained, 1, -1) == KVC_OK);
+    CHECK(retain_new(cache, retained, 0, 1, NULL) == KVC_OK && pin_retained(cache, &retained, 1, -1) == KVC_OK);
     CHECKF(kvc_begin_with(cache, &args, &batch) == KVC_OK, "%s", kvc_last_error());
     CHECKF(kvc_put(batch, 0, all) == KVC_OK, "%s", kvc_last_error());
     return batch;
@@ -186,7 +187,7 @@ static kvc_batch *begin_beside_retained(kvc_cache *cache, const kvc_put_args *al
 /* Returns the bytes of the cache, and checks whether it still has the retained sequence. */
 static int64_t bytes_beside_retained(kvc_cache *cache, int64_t num_retained) {
     CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
-    CHECK(kvc_retained(cache, NULL, 0) == num_retained);
+    CHECK(list_retained(cache, NULL, 0) == num_retained);
     return kvc_nbytes(cache);
 }
 
@@ -231,7 +232,7 @@ static void test_unstored(void) {
         batch = status == KVC_OK ? begin_beside_retained(cache, &all) : batch;
     }
     CHECK(status == KVC_ERR_FULL && bytes_beside_retained(cache, 1) == bytes);
-    CHECK(kvc_pin(cache, &retained, 1, -1) == KVC_OK);
+    CHECK(pin_retained(cache, &retained, 1, -1) == KVC_OK);
     CHECK(kvc_put(batch, 1, &all) == KVC_OK && bytes_beside_retained(cache, 0) <= max_bytes);
     kvc_abort(batch);
     CHECK(kvc_cache_free(cache) == KVC_OK);

@@ -8,6 +8,7 @@
 #include <stdatomic.h>
 
 #include "support/crew.h"
+#include "support/keeping.h"
 #include "support/saved.h"
 
 enum {
@@ -121,7 +122,7 @@ static void retain_stretches(actor *a, int64_t from) {
     for (int i = 0; i < STRETCHES; i++) {
         const int64_t id = FIRST_KEPT + STRETCHES * a->number + i;
         EXPECT(a, kvc_clear_sequence(a->cache, id) == KVC_OK);
-        EXPECT(a, kvc_retain(a->cache, from, id, i * LENGTH, (i + 1) * LENGTH) == KVC_OK);
+        EXPECT(a, retain(a->cache, from, id, i * LENGTH, (i + 1) * LENGTH) == KVC_OK);
     }
 }
 
@@ -362,14 +363,14 @@ static void attach_once(actor *a) {
     int32_t matched = 0;
     for (int i = 0; i < STRETCHES; i++) ids[i] = FIRST_KEPT + STRETCHES * of + i;
     if (of == a->number) retain_stretches(a, own_id(a));
-    EXPECT(a, kvc_pin(a->cache, ids, 1, 1) == KVC_OK && kvc_touch(a->cache, ids, STRETCHES) == KVC_OK);
+    EXPECT(a, pin_retained(a->cache, ids, 1, 1) == KVC_OK && touch_retained(a->cache, ids, STRETCHES) == KVC_OK);
     EXPECT(a, kvc_clear_sequence(a->cache, to) == KVC_OK);
-    EXPECT(a, kvc_attach(a->cache, ids, STRETCHES, to, STRETCHES * LENGTH, &matched) == KVC_OK);
+    EXPECT(a, attach_retained(a->cache, ids, STRETCHES, to, STRETCHES * LENGTH, &matched) == KVC_OK);
     EXPECT(a, matched >= 0 && matched <= STRETCHES * LENGTH && kvc_next_position(a->cache, to) == matched);
     EXPECT(a, kvc_seq_len(a->cache, to, 0) == matched);
     check_intact(a, a->cache, to);
     check_intact(a, a->cache, ids[pick(a, STRETCHES)]);
-    EXPECT(a, kvc_pin(a->cache, ids, 1, -1) == KVC_OK);
+    EXPECT(a, pin_retained(a->cache, ids, 1, -1) == KVC_OK);
 }
 
 /* Holds the rows of a sequence: they stay as they are, whatever becomes of it. */

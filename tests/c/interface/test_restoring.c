@@ -68,7 +68,7 @@ static void test_altered_evicts_nothing(void) {
     pair *p = limited_pair(0, 0, LENGTH + 4, 0);
     kvc_stats stats;
     CHECK(pair_feed(p, 2, 0, 12) == KVC_OK);
-    for (int i = 0; i < 3; i++) CHECK(kvc_retain(p->cache, 2, 100 + i, 4 * i, 4 * i + 4) == KVC_OK);
+    for (int i = 0; i < 3; i++) CHECK(retain(p->cache, 2, 100 + i, 4 * i, 4 * i + 4) == KVC_OK);
     CHECK(kvc_clear_sequence(p->cache, 2) == KVC_OK);
     const int64_t nbytes = kvc_nbytes(p->cache);
     for (int is_altered = 1; is_altered >= 0; is_altered--) {

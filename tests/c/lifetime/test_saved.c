@@ -660,13 +660,13 @@ static void test_retained(void) {
     p = (pair){.config = {.block_size = 4, .capacity = 24, .num_threads = 1}};
     pair_new(&p, 1, &layer);
     pair_feed(&p, 0, 0, 12);
-    CHECK(kvc_retain(p.cache, 0, 50, 4, 8) == KVC_OK);
+    CHECK(retain(p.cache, 0, 50, 4, 8) == KVC_OK);
     CHECK(save_all(p.cache, &file) == KVC_OK && save_one(p.cache, 50, &retained) == KVC_OK);
     kvc_load_args args = load_args_of(&file);
     CHECK(kvc_load(&args, &cache) == KVC_OK && kvc_seq_len(cache, 50, 0) == 0 && kvc_cache_free(cache) == KVC_OK);
     args = load_args_of(&retained);
     CHECK(kvc_load(&args, &cache) == KVC_OK && kvc_seq_len(cache, 50, 0) == 4 && kvc_cache_free(cache) == KVC_OK);
-    CHECK_FAILS(kvc_restore(p.cache, &args), KVC_ERR_INVALID, "sequence 50", "retained");
+    CHECK_FAILS(kvc_restore(p.cache, &args), KVC_ERR_INVALID, "sequence 50", "running call");
     CHECK(kvc_clear_sequence(p.cache, 0) == KVC_OK); /* 4 slots are left, those of the retained sequence */
     args = load_args_of(&file);
     CHECK(kvc_restore(p.cache, &args) == KVC_OK && kvc_seq_len(p.cache, 50, 0) == 4);

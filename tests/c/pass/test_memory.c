@@ -21,7 +21,7 @@ static kvc_hold *random_scene(kvc_cache *cache, int num_layers) {
         case 0: kvc_fork(cache, id, 1 + id % 3); break;
         case 1: kvc_truncate(cache, id, random_int(0, next + 1)); break;
         case 2: kvc_remove(cache, id, next / 3, next / 2, 0); break;
-        case 3: CHECK(kvc_retain(cache, id, next_retained++, next / 2, next) == KVC_OK); break;
+        case 3: CHECK(retain(cache, id, next_retained++, next / 2, next) == KVC_OK); break;
         case 4:
             if (!hold)
                 CHECK(kvc_spans(cache, id, random_int(0, num_layers), spans, sizeof *spans, MOST, &num, &hold) ==

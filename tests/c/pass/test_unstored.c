@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "support/crew.h"
+#include "support/keeping.h"
 #include "support/memory.h"
 #include "support/test.h"
 
@@ -382,9 +383,9 @@ static void test_retaining_what_was_stored(void) {
         store_seven(cache);
         kvc_batch *batch = begin_three(cache, keeps < 2);
         static result out;
-        CHECK(kvc_retain(cache, 7, 100, 0, 8) == KVC_OK && kvc_retain(cache, 7, 101, 5, 8) == KVC_OK);
+        CHECK(retain(cache, 7, 100, 0, 8) == KVC_OK && retain(cache, 7, 101, 5, 8) == KVC_OK);
         CHECK(last_position(cache, 100) == (keeps < 2 ? 4 : 7));
-        CHECK(kvc_retained(cache, NULL, 0) == (keeps < 2 ? 1 : 2));
+        CHECK(list_retained(cache, NULL, 0) == (keeps < 2 ? 1 : 2));
         for (int l = 0; l < 4; l++) CHECKF(attend(batch, l, 0, 3, l < 3, &out) == KVC_OK, "%s", kvc_last_error());
         if (keeps)
             CHECK(kvc_commit(batch) == KVC_OK);

@@ -2,6 +2,7 @@
  * A call that fails changes nothing.  Each allocation of a call fails in turn, alone and with all that follow, with
  * room and without.  tests/package/test_listed_errors.py compares the table below with the header. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#include "support/keeping.h"
 #include "support/serving.h"
 
 enum { NONE = 0, NOMEM = 1, FULL = 2 }; /* errors that a call lists; others need a caller's mistake, or a store's */
@@ -243,7 +244,7 @@ static void test_beyond_the_limit(void) {
     for (int64_t limit = nbytes; limit < nbytes + 2000; limit += 8)
         for (int n = 0; n < 4; n++) {
             open_prompts(limit);
-            if (kvc_retain(cache, running, INT64_MAX, 0, 4) == KVC_OK && kvc_nbytes(cache) > limit) {
+            if (retain(cache, running, INT64_MAX, 0, 4) == KVC_OK && kvc_nbytes(cache) > limit) {
                 const world before = look();
                 memory_fail(&heap, n, 99);
                 const kvc_status status = run_acquire();

@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <unistd.h>
 
+#include "support/keeping.h"
 #include "support/saved.h"
 #include "support/serving.h"
 
@@ -349,12 +350,12 @@ static void test_retained(void) {
         const int64_t id = acquire(all, 12, NULL), retained = 1000, copy = 2000;
         int32_t matched;
         feed_to(id, 12, 12);
-        CHECK(kvc_retain(cache, id, retained, 0, 4) == KVC_OK);
+        CHECK(retain(cache, id, retained, 0, 4) == KVC_OK);
         forget(all, 12);
         if (how)
             CHECK(kvc_fork(cache, retained, copy) == KVC_OK);
         else
-            CHECK(kvc_attach(cache, &retained, 1, copy, 4, &matched) == KVC_OK && matched == 4);
+            CHECK(attach_retained(cache, &retained, 1, copy, 4, &matched) == KVC_OK && matched == 4);
         release(copy, all, 4);
         CHECKF(known(all, 12) == 0, "%d: %d", how, known(all, 12));
         close_world();

@@ -13,6 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "support/keeping.h"
 #include "support/saved.h"
 #include "support/serving.h"
 
@@ -333,8 +334,9 @@ static void step_copy(void) {
     made.is_retained = how == 2;
     if (how == 0) (void)CALLS(kvc_copy_prefix(cache, from->id, made.id, made.own.num));
     if (how == 1) (void)CALLS(kvc_share(cache, from->id, made.id, 0, made.own.num));
-    if (how == 2) (void)CALLS(kvc_retain(cache, from->id, made.id, 0, made.own.num));
-    if (how == 3 && CALLS(kvc_attach(cache, &from->id, 1, made.id, made.own.num, &matched))) made.own.num = matched;
+    if (how == 2) (void)CALLS(retain(cache, from->id, made.id, 0, made.own.num));
+    if (how == 3 && CALLS(attach_retained(cache, &from->id, 1, made.id, made.own.num, &matched)))
+        made.own.num = matched;
     if (kvc_next_position(cache, made.id) == made.own.num && made.own.num)
         *to = made;
     else

@@ -11,7 +11,7 @@ enum { MOST = 64, FIRST_ID = 1000 };
 /* Returns which of the sequences FIRST_ID, FIRST_ID + 1, ... are retained, as bits. */
 static int left(kvc_cache *cache) {
     int64_t found[MOST];
-    const int64_t num = kvc_retained(cache, found, MOST);
+    const int64_t num = list_retained(cache, found, MOST);
     int bits = 0;
     for (int64_t i = 0; i < num; i++) bits |= 1 << (found[i] - FIRST_ID);
     return bits;
@@ -20,7 +20,7 @@ static int left(kvc_cache *cache) {
 /* Retains `num` sequences of 2 rows each, which nobody else holds, and which are the first of the table. */
 static void retain_pairs(kvc_cache *cache, int num) {
     for (int64_t id = FIRST_ID; id < FIRST_ID + num; id++)
-        CHECK(kvc_retain_new(cache, id, 0, 2, NULL) == KVC_OK && kvc_pin(cache, &id, 1, -1) == KVC_OK);
+        CHECK(retain_new(cache, id, 0, 2, NULL) == KVC_OK && pin_retained(cache, &id, 1, -1) == KVC_OK);
 }
 
 static int32_t move(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows, int32_t k_dim,
@@ -55,9 +55,9 @@ static void test_failed_allocations(void) {
 static void test_one_group(void) {
     const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(4, 0, 0))};
     kvc_cache *cache = heap_cache(2, layers, (kvc_config){.capacity = 16});
-    CHECK(kvc_retain_new(cache, FIRST_ID, 0, 4, (uint8_t[]){0, 1}) == KVC_OK);
-    CHECK(kvc_retain_new(cache, FIRST_ID + 1, 0, 4, (uint8_t[]){1, 0}) == KVC_OK);
-    CHECK(kvc_pin(cache, (int64_t[]){FIRST_ID, FIRST_ID + 1}, 2, -1) == KVC_OK);
+    CHECK(retain_new(cache, FIRST_ID, 0, 4, (uint8_t[]){0, 1}) == KVC_OK);
+    CHECK(retain_new(cache, FIRST_ID + 1, 0, 4, (uint8_t[]){1, 0}) == KVC_OK);
+    CHECK(pin_retained(cache, (int64_t[]){FIRST_ID, FIRST_ID + 1}, 2, -1) == KVC_OK);
     for (int i = 0; i < 3; i++) CHECK(feed(cache, 2, 5, 4) == KVC_OK);
     CHECK(left(cache) == 3);
     CHECK(feed(cache, 2, 5, 1) == KVC_OK && left(cache) == 1);
@@ -69,11 +69,11 @@ static void test_one_group_of_shared_rows(void) {
     const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(2, 0, 0))};
     const int64_t id = FIRST_ID + 1;
     kvc_cache *cache = heap_cache(2, layers, (kvc_config){.capacity = 8});
-    CHECK(feed(cache, 2, 5, 2) == KVC_OK && kvc_retain(cache, 5, id, 0, 2) == KVC_OK);
-    CHECK(feed(cache, 2, 5, 2) == KVC_OK && kvc_retain(cache, 5, FIRST_ID, 0, 2) == KVC_OK); /* none in the window */
-    CHECK(kvc_touch(cache, &id, 1) == KVC_OK && kvc_clear_sequence(cache, 5) == KVC_OK);
-    CHECK(kvc_retain_new(cache, FIRST_ID + 2, 0, 4, (uint8_t[]){0, 1}) == KVC_OK);
-    CHECK(kvc_retain_new(cache, FIRST_ID + 3, 0, 4, (uint8_t[]){0, 1}) == KVC_OK);
+    CHECK(feed(cache, 2, 5, 2) == KVC_OK && retain(cache, 5, id, 0, 2) == KVC_OK);
+    CHECK(feed(cache, 2, 5, 2) == KVC_OK && retain(cache, 5, FIRST_ID, 0, 2) == KVC_OK); /* none in the window */
+    CHECK(touch_retained(cache, &id, 1) == KVC_OK && kvc_clear_sequence(cache, 5) == KVC_OK);
+    CHECK(retain_new(cache, FIRST_ID + 2, 0, 4, (uint8_t[]){0, 1}) == KVC_OK);
+    CHECK(retain_new(cache, FIRST_ID + 3, 0, 4, (uint8_t[]){0, 1}) == KVC_OK);
     CHECK(left(cache) == 15 && kvc_seq_len(cache, id, 0) == 2 && kvc_seq_len(cache, id, 1) == 0);
     free_valid(cache);
 }
@@ -91,10 +91,10 @@ static void test_evicted_windows(void) {
         kvc_cache *cache = heap_cache(2, layers, (kvc_config){.capacity = 16});
         kvc_batch *batch;
         for (int t = 0; t < 8; t++) CHECK(feed(cache, 2, 1, 1) == KVC_OK);
-        CHECK(kvc_retain(cache, 1, FIRST_ID, 0, 8) == KVC_OK);
+        CHECK(retain(cache, 1, FIRST_ID, 0, 8) == KVC_OK);
         for (int t = 0; t < 8; t++) CHECK(feed(cache, 2, 1, 1) == KVC_OK);
         for (int64_t id = FIRST_ID + 1; id < FIRST_ID + 16 && kvc_seq_len(cache, FIRST_ID, 1); id++)
-            CHECK(kvc_retain_new(cache, id, 0, 1, (uint8_t[]){0, 1}) == KVC_OK);
+            CHECK(retain_new(cache, id, 0, 1, (uint8_t[]){0, 1}) == KVC_OK);
         CHECK(kvc_seq_len(cache, FIRST_ID, 0) == 8 && kvc_seq_len(cache, FIRST_ID, 1) == 0);
         CHECK(kvc_fork(cache, FIRST_ID, 2) == KVC_OK);
         for (int32_t at = 1; at <= 8; at++) {
@@ -117,9 +117,9 @@ static void test_evicted_twice(void) {
     const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(4, 0, 0))};
     kvc_cache *cache = heap_cache(2, layers, (kvc_config){.capacity = 16, .block_size = 16});
     for (int i = 0; i < 2; i++) /* whose windows share no row */
-        CHECK(feed(cache, 2, 1, 4) == KVC_OK && kvc_retain(cache, 1, FIRST_ID + i, 0, 4 * (i + 1)) == KVC_OK);
+        CHECK(feed(cache, 2, 1, 4) == KVC_OK && retain(cache, 1, FIRST_ID + i, 0, 4 * (i + 1)) == KVC_OK);
     CHECK(feed(cache, 2, 1, 4) == KVC_OK && feed(cache, 2, 2, 1) == KVC_OK);
-    CHECK(kvc_retain_new(cache, FIRST_ID + 2, 0, 11, (uint8_t[]){0, 1}) == KVC_OK);
+    CHECK(retain_new(cache, FIRST_ID + 2, 0, 11, (uint8_t[]){0, 1}) == KVC_OK);
     CHECK(left(cache) == 7 && !kvc_seq_len(cache, FIRST_ID, 1) && !kvc_seq_len(cache, FIRST_ID + 1, 1));
     CHECK(kvc_clear_sequence(cache, FIRST_ID + 1) == KVC_OK && kvc_clear_sequence(cache, FIRST_ID + 2) == KVC_OK);
     CHECK(kvc_clear_sequence(cache, 1) == KVC_OK && left(cache) == 1);
@@ -133,26 +133,29 @@ static void test_rows_evicted(void) {
     layer.rope = (kvc_rope){.kind = KVC_ROPE_FUNCTION, .shift = move};
     kvc_cache *cache = heap_cache(1, &layer, (kvc_config){.capacity = 12});
     kvc_stats stats;
-    CHECK(feed(cache, 1, 1, 10) == KVC_OK && kvc_retain(cache, 1, FIRST_ID, 0, 10) == KVC_OK);
+    CHECK(feed(cache, 1, 1, 10) == KVC_OK && retain(cache, 1, FIRST_ID, 0, 10) == KVC_OK);
     CHECK(kvc_shift(cache, 1, 0, KVC_END, 5) == KVC_OK && !left(cache));
     kvc_get_stats(cache, &stats, sizeof stats);
     CHECKF(stats.rows_evicted == 10 && stats.live_slots == 10, "%d rows", (int)stats.rows_evicted);
     free_valid(cache);
 }
 
-/* A random cache, and which of its retained sequences are pinned, as bits. */
+/* A random cache, the numbers that made it, and which of its retained sequences are pinned, as bits. */
 typedef struct crowd {
     kvc_cache *cache;
-    int num_layers, has_window, pinned;
+    uint64_t seed;
+    int has_window, pinned;
 } crowd;
 
 /* Retains random stretches of random sequences, and lets go of some sequences. */
 static crowd random_crowd(void) {
     const kvc_layer layers[] = {layer_with(sliding_policy(4, 1, 0)), plain_layer};
-    const int kind = random_int(0, 3); /* a window, a layer that sees everything, or both */
-    crowd c = {.num_layers = kind == 2 ? 2 : 1, .has_window = kind != 1};
+    crowd c = {.seed = random_state};
+    const int kind = random_int(0, 3), num_layers = kind == 2 ? 2 : 1; /* a window, one that sees everything, or both */
+    c.has_window = kind != 1;
     int64_t next = FIRST_ID;
-    c.cache = heap_cache(c.num_layers, layers + (kind == 1), (kvc_config){.capacity = 40});
+    c.cache =
+        cache_of(layers + (kind == 1), num_layers, (kvc_config){.capacity = 40, .block_size = 4, .num_threads = 1});
     for (int step = 0; step < 24; step++) {
         const int64_t id = random_int(1, 4), other = 1 + id % 3;
         const int32_t begin = random_int(0, kvc_next_position(c.cache, id) + 1);
@@ -162,12 +165,12 @@ static crowd random_crowd(void) {
         case 1:
             CHECK(kvc_fork(c.cache, id, other) == (kvc_next_position(c.cache, id) ? KVC_OK : KVC_ERR_INVALID));
             break;
-        case 2: kvc_attach(c.cache, (int64_t[]){FIRST_ID, FIRST_ID + 1}, 2, id, MOST, &matched); break;
-        case 3: feed(c.cache, c.num_layers, id, random_int(1, 7)); break;
+        case 2: attach_retained(c.cache, (int64_t[]){FIRST_ID, FIRST_ID + 1}, 2, id, MOST, &matched); break;
+        case 3: feed(c.cache, num_layers, id, random_int(1, 7)); break;
         default:
-            CHECK(kvc_retain(c.cache, id, next, begin, begin + random_int(1, 9)) == KVC_OK);
+            CHECK(retain(c.cache, id, next, begin, begin + random_int(1, 9)) == KVC_OK);
             if (!random_int(0, 8)) {
-                CHECK(kvc_pin(c.cache, &next, 1, 1) == KVC_OK);
+                CHECK(pin_retained(c.cache, &next, 1, 1) == KVC_OK);
                 c.pinned |= 1 << (next - FIRST_ID);
             }
             next++;
@@ -176,19 +179,27 @@ static crowd random_crowd(void) {
     return c;
 }
 
-/* Returns a clone in which nothing can be evicted, without the `num` oldest that are not pinned, but for `kept`. */
-static kvc_cache *clone_without(const crowd *c, int num, int64_t kept) {
-    kvc_cache *clone;
+/* Returns the crowd's cache again. */
+static kvc_cache *made_again(const crowd *c) {
+    const uint64_t state = random_state;
+    random_state = c->seed;
+    const crowd again = random_crowd();
+    random_state = state;
+    return again.cache;
+}
+
+/* Returns that cache without its `num` oldest sequences that are not pinned, except `kept`.  Pins all others. */
+static kvc_cache *made_without(const crowd *c, int num, int64_t kept) {
+    kvc_cache *cache = made_again(c);
     int64_t found[MOST];
-    CHECK(kvc_cache_clone(c->cache, &clone) == KVC_OK);
-    const int64_t count = kvc_retained(clone, found, MOST);
-    CHECK(kvc_pin(clone, found, (int32_t)count, 1) == KVC_OK);
+    const int64_t count = list_retained(cache, found, MOST);
+    CHECK(pin_retained(cache, found, (int)count, 1) == KVC_OK);
     for (int64_t i = 0; i < count && num; i++) {
         if (c->pinned >> (found[i] - FIRST_ID) & 1) continue;
         num--;
-        CHECK(found[i] == kept || kvc_clear_sequence(clone, found[i]) == KVC_OK);
+        CHECK(found[i] == kept || kvc_clear_sequence(cache, found[i]) == KVC_OK);
     }
-    return clone;
+    return cache;
 }
 
 /* A call that needs room. */
@@ -214,15 +225,14 @@ static void test_random_crowds(int num_rounds, act *try) {
         const int64_t id = random_int(1, 6);
         const int32_t n = random_int(1, 30);
         int64_t before[MOST];
-        const int all = left(c.cache), count = (int)kvc_retained(c.cache, before, MOST);
+        const int all = left(c.cache), count = (int)list_retained(c.cache, before, MOST);
         int num = -1, lost = 0, taken = 0;
         while (num < count && !taken) {
-            kvc_cache *clone = clone_without(&c, ++num, -1);
-            taken = try(clone, id, n) == KVC_OK;
-            CHECK(kvc_cache_free(clone) == KVC_OK);
+            kvc_cache *cache = made_without(&c, ++num, -1);
+            taken = try(cache, id, n) == KVC_OK;
+            CHECK(kvc_cache_free(cache) == KVC_OK);
         }
-        kvc_cache *tried;
-        CHECK(kvc_cache_clone(c.cache, &tried) == KVC_OK);
+        kvc_cache *tried = c.cache;
         const kvc_status status = try(tried, id, n);
         CHECKF(status == (taken ? KVC_OK : KVC_ERR_FULL), "round %d: %d, not %d: %s", round, status, taken,
                kvc_last_error());
@@ -233,7 +243,7 @@ static void test_random_crowds(int num_rounds, act *try) {
             const int may = !(c.pinned & bit) && oldest++ < num;
             CHECKF(may || !(lost & bit), "round %d: lost %x", round, (unsigned)lost);
             if (!may || status != KVC_OK || c.has_window) continue;
-            kvc_cache *with = clone_without(&c, num, before[i]), *without = clone_without(&c, num, -1);
+            kvc_cache *with = made_without(&c, num, before[i]), *without = made_without(&c, num, -1);
             const int frees = takes_slots(with, without, try, id, n);
             CHECKF(!(lost & bit) == !frees, "round %d: lost %x, of which %x frees %d", round, (unsigned)lost,
                    (unsigned)bit, frees);
@@ -241,7 +251,6 @@ static void test_random_crowds(int num_rounds, act *try) {
         }
         CHECKF(kvc_validate(tried) == KVC_OK, "%s", kvc_last_error());
         CHECK(kvc_cache_free(tried) == KVC_OK);
-        free_valid(c.cache);
     }
 }
 
@@ -249,10 +258,10 @@ static void test_random_crowds(int num_rounds, act *try) {
 static kvc_cache *with_sharers(int num, kvc_config config) {
     config.block_size = 16;
     kvc_cache *cache = heap_cache(1, &plain_layer, config);
-    CHECK(kvc_retain_new(cache, FIRST_ID, 0, 16, NULL) == KVC_OK && kvc_pin(cache, (int64_t[]){FIRST_ID}, 1, -1) == 0);
+    CHECK(retain_new(cache, FIRST_ID, 0, 16, NULL) == KVC_OK && pin_retained(cache, (int64_t[]){FIRST_ID}, 1, -1) == 0);
     CHECK(feed(cache, 1, 1, 64) == KVC_OK);
-    for (int i = 1; i <= num; i++) CHECK(kvc_retain(cache, 1, FIRST_ID + i, 0, 16) == KVC_OK);
-    CHECK(kvc_touch(cache, (int64_t[]){FIRST_ID}, 1) == KVC_OK);
+    for (int i = 1; i <= num; i++) CHECK(retain(cache, 1, FIRST_ID + i, 0, 16) == KVC_OK);
+    CHECK(touch_retained(cache, (int64_t[]){FIRST_ID}, 1) == KVC_OK);
     return cache;
 }
 
@@ -267,7 +276,7 @@ static void test_inject(void) {
             /* Beside a pinned one, the bookkeeping of others is room enough for a copy. */
             for (int bytes = 0; bytes < (is_pinned && num > 1 ? 1 : 2); bytes++) {
                 cache = with_sharers(num, (kvc_config){.capacity = bytes ? 0 : 80, .max_bytes = bytes ? nbytes : 0});
-                if (is_pinned) CHECK(kvc_pin(cache, (int64_t[]){FIRST_ID, FIRST_ID + 1}, 2, 1) == KVC_OK);
+                if (is_pinned) CHECK(pin_retained(cache, (int64_t[]){FIRST_ID, FIRST_ID + 1}, 2, 1) == KVC_OK);
                 const int before = left(cache);
                 const kvc_status status = try_inject(cache, 1, 1);
                 CHECKF(status == (is_pinned ? KVC_ERR_FULL : KVC_OK), "%d sharers: %s", num, kvc_last_error());
@@ -285,9 +294,9 @@ static void test_inject(void) {
 static void check_room(kvc_cache *cache, int64_t id, const kvc_config *config) {
     int64_t room = -1;
     kvc_batch *batch = NULL;
-    const int64_t bytes = kvc_nbytes(cache), num = kvc_retained(cache, NULL, 0);
+    const int64_t bytes = kvc_nbytes(cache), num = list_retained(cache, NULL, 0);
     CHECK(kvc_room(cache, id, &room) == KVC_OK);
-    CHECK(kvc_nbytes(cache) == bytes && kvc_retained(cache, NULL, 0) == num);
+    CHECK(kvc_nbytes(cache) == bytes && list_retained(cache, NULL, 0) == num);
     const int64_t at_most = room + 1 < 500 ? room + 1 : 500;
     for (int64_t n = at_most; n && (n >= room || n == at_most); n--) {
         const kvc_status status = begin_at_end(cache, id, (int32_t)n, &batch);
@@ -299,7 +308,7 @@ static void check_room(kvc_cache *cache, int64_t id, const kvc_config *config) {
         if (status == KVC_OK)
             kvc_abort(batch);
         else
-            CHECK(kvc_nbytes(cache) == bytes && kvc_retained(cache, NULL, 0) == num);
+            CHECK(kvc_nbytes(cache) == bytes && list_retained(cache, NULL, 0) == num);
         CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
     }
 }
@@ -319,12 +328,11 @@ static kvc_cache *state_with(int kind, int retained, kvc_config config) {
     kvc_status status = KVC_OK;
     for (int i = 0; i < 4 && status == KVC_OK; i++) {
         status = feed(cache, num, 1, steps[i]);
-        if (status == KVC_OK && retained && i < 3)
-            CHECK(kvc_retain(cache, 1, FIRST_ID + i, 4 * i, 4 * i + 4) == KVC_OK);
+        if (status == KVC_OK && retained && i < 3) CHECK(retain(cache, 1, FIRST_ID + i, 4 * i, 4 * i + 4) == KVC_OK);
         if (status == KVC_OK && retained && i == 1)
-            CHECK(kvc_retain(cache, 1, FIRST_ID + 8, 2, 7) == KVC_OK && kvc_fork(cache, 1, 2) == KVC_OK);
+            CHECK(retain(cache, 1, FIRST_ID + 8, 2, 7) == KVC_OK && kvc_fork(cache, 1, 2) == KVC_OK);
     }
-    if (retained > 1) CHECK(kvc_pin(cache, (int64_t[]){FIRST_ID + 1}, 1, 1) == KVC_OK);
+    if (retained > 1) CHECK(pin_retained(cache, (int64_t[]){FIRST_ID + 1}, 1, 1) == KVC_OK);
     if (retained > 2) CHECK(kvc_clear_sequence(cache, 1) == KVC_OK);
     if (retained > 3) CHECK(kvc_clear_sequence(cache, 2) == KVC_OK);
     if (!retained) CHECK(kvc_remove(cache, 1, 3, 5, 0) == KVC_OK);
@@ -349,10 +357,10 @@ static void test_room_of_what_stays(void) {
             CHECK(kvc_begin(cache, fed[id], NULL, (int64_t[]){id, id, id, id, id, id}, NULL, &batch) == KVC_OK);
             CHECK(kvc_put(batch, 0, &put) == KVC_OK && kvc_commit(batch) == KVC_OK);
         }
-        CHECK(kvc_retain(cache, 0, FIRST_ID, 0, 5) == KVC_OK && kvc_retain(cache, 2, FIRST_ID + 1, 2, 6) == KVC_OK);
+        CHECK(retain(cache, 0, FIRST_ID, 0, 5) == KVC_OK && retain(cache, 2, FIRST_ID + 1, 2, 6) == KVC_OK);
         CHECK(kvc_remove(cache, 0, 2, 4, 0) == KVC_OK && kvc_clear_sequence(cache, 3) == KVC_OK);
-        CHECK(kvc_pin(cache, retained, 2, 1) == KVC_OK && kvc_room(cache, 1, &pinned) == KVC_OK);
-        CHECK(kvc_pin(cache, retained, 2, -1) == KVC_OK && kvc_room(cache, 1, &room) == KVC_OK);
+        CHECK(pin_retained(cache, retained, 2, 1) == KVC_OK && kvc_room(cache, 1, &pinned) == KVC_OK);
+        CHECK(pin_retained(cache, retained, 2, -1) == KVC_OK && kvc_room(cache, 1, &room) == KVC_OK);
         CHECKF(room >= pinned, "step %d: %d, not %d", step, (int)room, (int)pinned);
         check_room(cache, 1, &(kvc_config){.max_bytes = most});
         free_valid(cache);
@@ -365,13 +373,13 @@ static void test_room_of_those_that_end(void) {
     kvc_cache *cache = heap_cache(1, &layer, (kvc_config){.capacity = 100});
     int64_t room = -1;
     CHECK(feed(cache, 1, 1, 20) == KVC_OK && kvc_share(cache, 1, 2, 0, 17) == KVC_OK);
-    CHECK(kvc_retain(cache, 1, FIRST_ID, 15, 20) == KVC_OK);
+    CHECK(retain(cache, 1, FIRST_ID, 15, 20) == KVC_OK);
     CHECK(kvc_room(cache, 2, &room) == KVC_OK && room == 0);
     CHECK_FAILS(kvc_reserve(cache, 2, 1), KVC_ERR_GONE, "position 17", "from position 19 on");
     CHECK(kvc_truncate(cache, 2, 17) == KVC_OK); /* drops nothing */
     CHECK_FAILS(kvc_truncate(cache, 2, 16), KVC_ERR_GONE, "position 16", "from position 19 on");
-    CHECK_FAILS(kvc_room(cache, FIRST_ID, &room), KVC_ERR_INVALID, "sequence 1000", "retained");
-    CHECK_FAILS(kvc_reserve(cache, FIRST_ID, 1), KVC_ERR_INVALID, "sequence 1000", "retained");
+    CHECK_FAILS(kvc_room(cache, FIRST_ID, &room), KVC_ERR_INVALID, "sequence 1000", "running call");
+    CHECK_FAILS(kvc_reserve(cache, FIRST_ID, 1), KVC_ERR_INVALID, "sequence 1000", "running call");
     CHECK(room == 0 && kvc_share(cache, 1, 2, 17, 20) == KVC_OK);
     CHECK(kvc_room(cache, 2, &room) == KVC_OK && room == 95 && kvc_reserve(cache, 2, 95) == KVC_OK);
     free_valid(cache);
@@ -406,10 +414,10 @@ static void test_useless(void) {
             const int num = 8 / size, shared = (1 << num) - 1, others = 15 << num, cut = way == IS_CUT ? 4 : 0;
             kvc_cache *cache = heap_cache(1, &layer, (kvc_config){.capacity = 16});
             CHECK(feed(cache, 1, 1, 8) == KVC_OK);
-            for (int i = 0; i < num; i++) CHECK(kvc_retain(cache, 1, FIRST_ID + i, i * size, (i + 1) * size) == KVC_OK);
+            for (int i = 0; i < num; i++) CHECK(retain(cache, 1, FIRST_ID + i, i * size, (i + 1) * size) == KVC_OK);
             for (int i = num; i < num + 4; i++) { /* they are newer, and nobody else's */
                 const int64_t id = FIRST_ID + i;
-                CHECK(kvc_retain_new(cache, id, 0, 2, NULL) == KVC_OK && kvc_pin(cache, &id, 1, -1) == KVC_OK);
+                CHECK(retain_new(cache, id, 0, 2, NULL) == KVC_OK && pin_retained(cache, &id, 1, -1) == KVC_OK);
             }
             CHECK(feed(cache, 1, 2, 2) == KVC_OK);
             CHECKF(left(cache) == ((others & others << 1) | shared), "%d rows: %x are left", size, left(cache));
@@ -430,7 +438,7 @@ static kvc_cache *with_view(int64_t max_bytes, kvc_hold **hold) {
     kvc_span span;
     int64_t num;
     for (int64_t id = FIRST_ID; id < FIRST_ID + 3; id++)
-        CHECK(kvc_retain_new(cache, id, 0, MOST, NULL) == KVC_OK && kvc_pin(cache, &id, 1, -1) == KVC_OK);
+        CHECK(retain_new(cache, id, 0, MOST, NULL) == KVC_OK && pin_retained(cache, &id, 1, -1) == KVC_OK);
     CHECK(kvc_spans(cache, FIRST_ID, 0, &span, sizeof span, 1, &num, hold) == KVC_OK);
     return cache;
 }

@@ -13,6 +13,7 @@
 
 #include "rows/copy.h"
 #include "kvcache.h"
+#include "support/keeping.h"
 #include "support/memory.h"
 #include "support/test.h"
 
@@ -28,10 +29,10 @@ enum {
 
 typedef struct row {
     int32_t position;
-    int32_t tag;   /* number of its token, from which its contents follow */
-    int32_t slot;  /* shared rows have the same slot, and count once */
-    int32_t base;  /* position it was put at; its key has moved by position - base */
-    int32_t delta; /* part of position - base not yet applied to the stored key */
+    int32_t tag;    /* number of its token, from which its contents follow */
+    int32_t slot;   /* shared rows have the same slot, and count once */
+    int32_t base;   /* position it was put at; its key has moved by position - base */
+    int32_t delta;  /* part of position - base not yet applied to the stored key */
     int32_t before; /* tag of the token before it when it was put: token_before */
 } row;
 
@@ -75,8 +76,8 @@ typedef struct pair {
     int32_t num_tokens, batch_tag;
     int32_t positions[MAX_BATCH];
     int64_t ids[MAX_BATCH];
-    const int32_t *parents;              /* parents of its tokens, or NULL */
-    int has_own_parents;                 /* batches get own_parents, and not random ones */
+    const int32_t *parents; /* parents of its tokens, or NULL */
+    int has_own_parents;    /* batches get own_parents, and not random ones */
     const int32_t *own_parents;
     char written[MAX_LAYERS][MAX_BATCH]; /* whether token was put in layer */
     const uint8_t *replaced;             /* which layers the open batch restores; NULL: it is an ordinary one */
@@ -928,7 +929,8 @@ static inline void check_element(const row *r, int l, int is_v, int32_t h, int32
 /* Checks head h of a key that moved by `moved`. */
 static inline void check_key_row(const pair *p, int l, const row *r, int32_t moved, int32_t h, const float *got) {
     /* f32, f16 and bf16: of numbers near 1.  Integers: in units of 256. */
-    static const double half_steps[KVC_STORED_TYPES] = {0x1p-24, 0x1p-11, 0x1p-8, [KVC_Q8_0] = 0x1p-8, [KVC_INT8] = 0x1p-8};
+    static const double half_steps[KVC_STORED_TYPES] = {0x1p-24, 0x1p-11, 0x1p-8, [KVC_Q8_0] = 0x1p-8,
+                                                        [KVC_INT8] = 0x1p-8};
     double right[MAX_ROW], error = p->roundings * half_steps[p->layers[l].k_type] * 256;
     moved_key(p, l, r->tag, moved, h, right);
     for (int d = 0; d < p->layers[l].k_dim; d++)
@@ -1697,7 +1699,7 @@ static inline kvc_status pair_divide(pair *p, int64_t id, int32_t begin, int32_t
 /* Forgets retained sequences that the cache has evicted, or the rows of their windows.  Checks the order of the
  * sequences that are left.  Call after each operation. */
 static inline void pair_see_evicted(pair *p) {
-    int64_t left[MAX_SEQUENCES], num = kvc_retained(p->cache, left, MAX_SEQUENCES), before = 0;
+    int64_t left[MAX_SEQUENCES], num = list_retained(p->cache, left, MAX_SEQUENCES), before = 0;
     for (int s = p->num_sequences - 1; s >= 0; s--) {
         const sequence *at = &p->sequences[s];
         if (!at->used || count_id(at->id, (int)num, left)) continue;
@@ -1822,7 +1824,7 @@ static inline kvc_status pair_room(pair *p, int64_t id) {
     return status;
 }
 
-/* Copies the cache, compares the copy with the oracle and frees it. */
+/* Copies the cache, compares the copy with the oracle and frees it.  It has no retained sequences. */
 static inline kvc_status pair_clone(pair *p) {
     static pair copy;
     kvc_cache *clone = NULL;
@@ -1834,6 +1836,8 @@ static inline kvc_status pair_clone(pair *p) {
     copy.cache = clone;
     copy.memory = NULL;
     copy.num_holds = 0;
+    for (int s = copy.num_sequences - 1; s >= 0; s--)
+        if (copy.sequences[s].used) forget_sequence(&copy, copy.sequences[s].id);
     pair_check(&copy);
     CHECK(kvc_nbytes(clone) <= kvc_nbytes(p->cache));
     pair_free(&copy);

@@ -125,8 +125,7 @@ static inline kvc_status any_edit(pair *p) {
     if (choice >= 153) return random_share(p, random_source(), other);
     if (choice >= 151) return pair_clone(p);
     if (choice >= 149)
-        return random_int(0, 3) || capacity_of(p) || p->config.max_bytes ? pair_save(p)
-                                                                             : pair_restore(p, id, other);
+        return random_int(0, 3) || capacity_of(p) || p->config.max_bytes ? pair_save(p) : pair_restore(p, id, other);
     if (choice < 25) return pair_remove(p, id, begin, choice % 5 ? end : KVC_END, choice % 2);
     if (choice < 40) return pair_truncate(p, id, begin);
     if (choice < 60 && source != other) return pair_fork(p, source, other);

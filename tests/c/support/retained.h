@@ -13,7 +13,7 @@ static inline void oracle_use(pair *p, int64_t id) { find_sequence(p, id)->used 
 static inline kvc_status pair_retain(pair *p, int64_t src, int64_t id, int32_t begin, int32_t end) {
     if (in_batch(p, src)) return KVC_ERR_BUSY; /* which retains rows of the batch, too: test_retain.c */
     const kvc_status right = find_sequence(p, id) ? KVC_ERR_INVALID : KVC_OK;
-    const kvc_status status = agree(p, "retain", kvc_retain(p->cache, src, id, begin, end), right);
+    const kvc_status status = agree(p, "retain", retain(p->cache, src, id, begin, end), right);
     const sequence *from = find_sequence(p, src);
     if (status != KVC_OK || !from) return status;
     sequence *to = add_sequence(p, id);
@@ -39,12 +39,12 @@ static inline kvc_status pair_retain(pair *p, int64_t src, int64_t id, int32_t b
 
 static inline void pair_pin(pair *p, int64_t id, int add) {
     sequence *s = find_sequence(p, id);
-    CHECK(kvc_pin(p->cache, &id, 1, add) == KVC_OK);
+    CHECK(pin_retained(p->cache, &id, 1, add) == KVC_OK);
     if (s && (add > 0 || s->num_pins)) s->num_pins += add;
 }
 
 static inline void pair_touch(pair *p, int64_t id) {
-    CHECK(kvc_touch(p->cache, &id, 1) == KVC_OK);
+    CHECK(touch_retained(p->cache, &id, 1) == KVC_OK);
     if (find_sequence(p, id)) oracle_use(p, id);
 }
 
@@ -110,7 +110,7 @@ static inline kvc_status attach_right(const pair *p, const int64_t *ids, int n, 
 static inline kvc_status pair_attach(pair *p, const int64_t *ids, int n, int64_t dst, int32_t length) {
     int32_t matched = -1, right = 0;
     const kvc_status status =
-        agree(p, "attach", kvc_attach(p->cache, ids, n, dst, length, &matched), attach_right(p, ids, n, dst));
+        agree(p, "attach", attach_retained(p->cache, ids, n, dst, length, &matched), attach_right(p, ids, n, dst));
     if (status != KVC_OK) return status;
     for (int i = 0; i < n; i++) {
         const int32_t next = next_of(p, find_sequence(p, ids[i]));

@@ -1,10 +1,10 @@
 /* known.c: random calls of caches, prefixes and stores, beside an oracle of what is known.
  *
- *   known [--seed N] [--runs N] [--steps N] [--fits N] [--names N] [--clones N] [--forks N] [--trace]
+ *   known [--seed N] [--runs N] [--steps N] [--fits N] [--names N] [--forks N] [--trace]
  *
  * Run i has the seed N + i.  A failure names the seed and the step; with --trace every call is printed.  --fits: so
  * many prompts, in caches of just their size, once others have left blocks there.  --names: so many
- * shapes, whose blocks' names are compared.  --clones: so many clones of caches with rows to be injected.  --forks: so
+ * shapes, whose blocks' names are compared.  --forks: so
  * many times, children of fork() beside a thread that keeps states. */
 #define _POSIX_C_SOURCE 200809L
 #include <stdarg.h>
@@ -140,9 +140,8 @@ typedef struct scene {
     void (*play)(world *);
 } scene;
 
-static const scene scenes[] = {{"--fits", play_fits},      {"--names", play_names},   {"--clones", play_clones},
-                               {"--forks", play_forks},    {"--orders", play_orders}, {"--reuse", play_reuse},
-                               {"--forgets", play_forgets}};
+static const scene scenes[] = {{"--fits", play_fits},     {"--names", play_names}, {"--forks", play_forks},
+                               {"--orders", play_orders}, {"--reuse", play_reuse}, {"--forgets", play_forgets}};
 
 int main(int argc, char **argv) {
     enum { SCENES = sizeof scenes / sizeof *scenes };

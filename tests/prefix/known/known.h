@@ -338,7 +338,6 @@ void free_prefix(world *w, prefix *p);
 void free_cache(world *w, int cache);
 
 /* Rows that a clone gets of elsewhere are exact. */
-void play_clones(world *w);
 
 /* A child of fork() has no state that nobody owns. */
 void play_forks(world *w);
