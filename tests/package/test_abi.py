@@ -1,5 +1,6 @@
 """The binary interface is the one written down in abi.txt: names exported, sizes of structs, offsets, values of enums.
 
+abi.txt begins with how many there are of each. If a change raises a count, CHANGELOG.md says what the new ones are for.
 After a change that is meant, `PYTHONPATH=tests python tests/package/test_abi.py > tests/package/abi.txt` writes it
 down anew; where a program compiled before would no longer work, the version in include/kvcache.h changes with it.
 """
@@ -9,16 +10,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.compiling import compiler, run
+from support.compiling import ROOT, compiler, run
 
 import kvcache
 
 WRITTEN = Path(__file__).with_name("abi.txt")
 REWRITE = "PYTHONPATH=tests python tests/package/test_abi.py > tests/package/abi.txt"
+USERS, SOURCES = ("kvcache", "integrations", "examples", "bench"), {".pyx", ".pxi", ".c", ".cpp", ".rs"}
 HEADER = re.sub(r"/\*.*?\*/|\\\n", " ", (Path(kvcache.get_include()) / "kvcache.h").read_text(), flags=re.S)
+DECLARED = re.findall(r"^KVC_API [^;(]*?(kvc_\w+)\(", HEADER, re.M)
 
 
 def exported(library):
@@ -58,12 +62,21 @@ def found():
         run(*compiler(), f"-I{kvcache.get_include()}", source, "-o", program)
         told = subprocess.run([program], capture_output=True, text=True, check=True).stdout
     functions = "".join(f"function {name}\n" for _, name in exported(kvcache.get_library()))
-    return functions + told
+    kinds = Counter(line.split()[0] for line in (functions + told).splitlines())
+    return "".join(f"{kind}s: {num}\n" for kind, num in kinds.items()) + functions + told
 
 
 def test_all_that_is_exported_is_declared_and_the_other_way_round():
-    declared = re.findall(r"^KVC_API [^;(]*?(kvc_\w+)\(", HEADER, re.M)
-    assert exported(kvcache.get_library()) == sorted(["T", name] for name in declared)
+    assert exported(kvcache.get_library()) == sorted(["T", name] for name in DECLARED)
+
+
+def test_each_function_is_called_outside_of_tests():
+    """bench/growth.c does not count, because it times nearly all of them."""
+    files = [path for folder in USERS for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES]
+    texts = [path.read_text() for path in files if path.name != "growth.c" and path.is_file()]
+    called = {name for text in texts for name in re.findall(r"\b(kvc_\w+)\(", text)}
+    unused = set(DECLARED) - called
+    assert not unused, "no binding, integration, example or benchmark calls them: remove them"
 
 
 def test_the_module_exports_nothing_but_its_beginning():
