@@ -208,7 +208,7 @@ cmake_build() {
     cat >CMakeLists.txt <<'END'
 cmake_minimum_required(VERSION 3.21)
 project(user ${language})
-find_package(kvcache 0.2 REQUIRED)
+find_package(kvcache 0.3 REQUIRED)
 set_source_files_properties(main.c PROPERTIES LANGUAGE ${language})
 foreach(library kvcache kvcache_static)
   add_executable(with_${library} main.c)

@@ -83,7 +83,7 @@
 #include <stdint.h>
 
 #define KVC_VERSION_MAJOR 0
-#define KVC_VERSION_MINOR 2
+#define KVC_VERSION_MINOR 3
 #define KVC_VERSION_PATCH 0
 
 /* Marks what a shared library exports.  Sources that are compiled with -DKVC_API= and -fvisibility=hidden into another

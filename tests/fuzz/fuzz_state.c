@@ -121,7 +121,7 @@ static void write_altered(writing *w, const saved *from, const uint8_t *data, si
         kvc_saved_state state;
         char bytes[MOST_TABLES];
     } tables;
-    kvc_format format = {.library = "0.2.0"};
+    kvc_format format = {.library = "0.3.0"};
     const uint64_t header = header_bytes(from->bytes), rest = from->size - header,
                    copied = rest < MOST_TABLES ? rest : MOST_TABLES;
     w->from = from;

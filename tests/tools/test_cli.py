@@ -808,7 +808,7 @@ def test_reader_that_has_had_enough():
 def test_inspect(tmp_path):
     found = run_here("inspect", STATES / "version-1", "--verify")
     assert found.returncode == 0, found.stderr
-    assert "version 1, written by kvcache 0.2.0" in " ".join(found.stdout.split())
+    assert "version 1, written by kvcache 0.3.0" in " ".join(found.stdout.split())
     assert "model: golden 1\nMAC: there, not checked (loading with the secret does)\nchecksums: right\n" in found.stdout
     table = [line.split() for line in found.stdout.splitlines()[-3:]]
     assert table == [["-3", "1", "1", "0"], ["0", "10", "11", "5"], ["7", "13", "18", "2"]]
