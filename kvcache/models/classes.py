@@ -54,6 +54,8 @@ MORE: dict[str, dict[str, Any]] = {
 }
 # Fields that only files of one type have, where a file does not say its type.
 TELLING = {"initial_context_length": "gpt_oss"}
+# Types whose name an older model's files bear: a field that only these have, and what the older type is called here.
+OLDER = {"glm": ("block_position_encoding", "glm_2022")}
 
 
 @lru_cache(maxsize=1)
@@ -71,7 +73,9 @@ def _table() -> dict[str, Class]:
 
 def type_of(given: Mapping[str, Any]) -> Any:
     """Return the type of model that a file names or a field implies; None if there is neither."""
-    return given.get("model_type") or next((name for field, name in TELLING.items() if field in given), None)
+    name = given.get("model_type") or next((name for field, name in TELLING.items() if field in given), None)
+    field, older = OLDER.get(name, ("", "")) if isinstance(name, str) else ("", "")
+    return older if field in given else name
 
 
 def of(model_type: Any) -> Class:

@@ -78,6 +78,8 @@ NAMES = {
 NO_WINDOW = {*NAMES["sliding_window"], "window_size"}
 # Fields under which a model of several parts nests the configuration of its text decoder.
 PARTS = ("text_config", "thinker_config", "decoder", "decoder_config", "generator", "llm_config", "language_config")
+# Types that add fields of their own to a nested configuration; others have such fields only where a file has no part.
+MERGING = {"glmasr", "voxtral", "voxtral_realtime"}
 ATTENTION = "attn_config"  # an object with fields of the attention, which count where the file has none beside it
 ENCODERS = ("encoder", "text_encoder")  # fields that hold the configuration of what the text decoder attends over
 TILES = ("max_num_tiles", "image_size", "patch_size")  # fields of a vision encoder
@@ -256,6 +258,14 @@ def text_decoder(values: Mapping[str, Any], source: str) -> Fields:
             raise ModelFileError(f"{source}: more than {MAX_PARTS} configurations are nested in each other")
         parts.append(part)
     fields = _named(parts[-1], source)
+    fields["model_types"] = [name for part in parts if isinstance(name := part.get("model_type"), str)]
+    fields["beside"] = [
+        name
+        for part in parts[:-1]
+        if classes.of(part.get("model_type")) is classes.UNKNOWN
+        for name in (*NAMES["layer_types"], *NAMES["sliding_window"])
+        if part.get(name) not in (None, -1, 0, parts[-1].get(name))
+    ]
     fields["is_encoder_decoder"] = any(
         part.get("is_encoder_decoder", classes.of(part.get("model_type")).defaults.get("is_encoder_decoder")) is True
         for part in parts
@@ -286,11 +296,15 @@ def _part(values: Mapping[str, Any], source: str) -> Mapping[str, Any] | None:
 
     Older files of some models have the decoder's fields beside the others'.
     """
-    known = classes.of(Fields(values, source).get("model_type")).parts
+    model_type = Fields(values, source).get("model_type")
+    known = classes.of(model_type).parts
     for name in PARTS:
         nested = values.get(name)
         if isinstance(nested, Mapping):
-            part = {**known.get(name, {}), **Fields(nested, source).values}
+            made = known.get(name, {})
+            if model_type not in MERGING:  # the class of the part has its own defaults
+                made = {field: value for field, value in made.items() if field == "model_type"}
+            part = {**made, **Fields(nested, source).values}
             is_known = name not in known or classes.of(part.get("model_type")) is not classes.UNKNOWN
             return part if is_known else {**part, "model_type": known[name]["model_type"]}
     flat = next((known[name] for name in PARTS if name in known), None)

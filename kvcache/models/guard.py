@@ -34,6 +34,12 @@ OF_OTHERS = re.compile(
 )
 # Parts of names that OF_OTHERS must not match, because their first word says something of layers.
 KEPT = re.compile("(group|window|head|key|value|kv|sink)_(?:size|lora|tokens)")
+# Whole names that say something of layers, and that the patterns above pass over.
+NAMED = re.compile(
+    r"^(attn|attn_(cfg|dim|mode|size|span)|attention|attention_(projection_)?size|cla_factor|[dkv]_dim|d_[kv]"
+    r"|expand_[kv]|head_width|history_length|layer_repeats?|layer_sharing|(mamba|ssm)_layers|mixer_types|num_groups"
+    r"|num_recursions|qk_dim|recursion_depth|token_mixers?|use_retention)$"
+)
 # Fields that the reader need not ask for, in files of any type: others say the same, or they hold for all layers alike.
 HARMLESS = {
     "add_cross_attention", "attn_type", "cla_share_factor", "freeze_text_layers", "linear_attn_config",
@@ -63,10 +69,34 @@ REFUSED = {
     "mb_per_layer": "its later layers read rows and states of a layer in its middle",
     "index_head_dim": "its layers keep the keys of an indexer beside the others",
     "compress_ratios": "its layers compress what they keep",
+    "layer_sharing": "it runs each layer twice, each time with rows of its own",
+    "attn_mode": "its layers of linear attention keep states, not rows",
 }
+# Types that are refused though a config.json may leave out such a field, and the reason.
+REFUSED_TYPES = {
+    **dict.fromkeys(
+        (
+            "axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm5_next", "glm5_next_text", "glm_moe_dsa",
+            "hy_v4", "hy_v4_vl", "mistral_large4", "mistral_large4_text", "qwen4_exp", "qwen4_exp_text",
+        ),
+        REFUSED["index_head_dim"],
+    ),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "it reads another model's rows"),
+    **dict.fromkeys(("unlimited_ocr", "unlimited_ocr_text"), "its windows keep some tokens for ever"),
+}  # fmt: skip
 # Fields that say how often layers run. Each run has rows of its own.
 TIMES = ("loop_num", "num_loops", "total_ut_steps", "mean_recurrence")
-# Types without a class in transformers whose layers all have the window that a file names.
+# Types without a class in transformers whose published files were compared with the models' own code.
+COMPARED = {
+    "RefinedWeb", "RefinedWebModel", "Yi", "afm", "apriel_h", "aquila", "arctic", "baichuan", "baichuan_m1",
+    "bailing_moe", "bailing_moe_linear", "bailing_moe_v2", "btlm", "codeshell", "cogvlm", "crystalcoder", "deci",
+    "glm_2022", "grinmoe", "grok-1", "hf_olmo", "hunyuan", "hymba", "internlm", "internlm2", "jet_nemotron", "kimi_k2",
+    "kimi_k3", "llava_llama", "minicpm", "minicpmv", "minimax_m1", "minimax_text_01", "mixformer-sequential", "molmo",
+    "moss", "nemotron-nas", "openelm", "orion", "pangu_ultra_moe", "parler_tts_decoder", "phi-msft", "phi3_v",
+    "phi3small", "phi4mm", "plamo", "plamo2", "plamo3", "qwen", "skywork", "smallthinker", "solar", "stablelm_epoch",
+    "step3_text", "stripedhyena", "xverse", "yuan",
+}  # fmt: skip
+# Of these, types whose layers all have the window that a file names.
 WINDOWED = {"grinmoe", "phi3_v", "phi4mm", "solar"}
 # Fields that say which layers have a window.
 SAYS_WHERE = (*BY_LAYER, *INDICES, *PERIODS, "block_configs", "block_types", "full_attention_idx", "use_sliding_window")
@@ -77,12 +107,16 @@ ADVICE = "describe its layers yourself, KVCache([Layer(...), ...])"
 
 def says_layers(name: str) -> bool:
     """Whether a field's name says something of what layers keep."""
-    says = SAYS.search(name)
-    return says is not None and OF_OTHERS.search(KEPT.sub(r"\1", name)) is None
+    if NAMED.search(name):
+        return True
+    return SAYS.search(name) is not None and OF_OTHERS.search(KEPT.sub(r"\1", name)) is None
 
 
 def refuse(config: Fields) -> None:
     """Raise NotSupportedError if a file says that its model keeps more than a cache's layers stand for."""
+    for name in config.sequence("model_types") or []:
+        if name in REFUSED_TYPES:
+            raise NotSupportedError(f"{config.source}: a {name} is not supported, as {REFUSED_TYPES[name]}; {ADVICE}")
     for name in TIMES:
         if config.count(name, 1) > 1:
             raise NotSupportedError(
@@ -123,6 +157,10 @@ def check(config: Fields, kinds: Sequence[str]) -> None:
     if config.get("sliding_window") is not None:
         known |= {"window_size"}  # the same, under an older name
     less = []
+    for name in config.get("beside", []):
+        raise NotSupportedError(
+            f"{config.source}: {name} stands beside the text decoder's configuration, and is not read; {ADVICE}"
+        )
     for name, value in config.values.items():
         if not isinstance(name, str) or name in known or not value or value == -1:
             continue
@@ -140,17 +178,20 @@ def check(config: Fields, kinds: Sequence[str]) -> None:
         names = f"{', '.join(less)} {'is' if len(less) == 1 else 'are'}"
         message = f"{plain(config.source)}: {names} not read: layers keep every row, of which they read some"
         warnings.warn(message, stacklevel=4)
-    _check_windows(config, kinds)
+    _check_type(config, kinds)
 
 
-def _check_windows(config: Fields, kinds: Sequence[str]) -> None:
-    """Warn where a window is given, and nothing says which layers of a type that nobody knows have it."""
+def _check_type(config: Fields, kinds: Sequence[str]) -> None:
+    """Warn of a type that nobody knows: its layers may keep something else than its fields seem to say."""
     model_type = config.text("model_type", "")
-    told = any(config.get(name) is not None for name in SAYS_WHERE) or model_type in WINDOWED
-    told = told or isinstance(config.get("sliding_window"), list | tuple)
-    if told or classes.of(model_type) is not classes.UNKNOWN or "sliding_attention" not in kinds:
+    if classes.of(model_type) is not classes.UNKNOWN:
         return
+    told = any(config.get(name) is not None for name in SAYS_WHERE) or model_type in WINDOWED
     whose = f"model_type {plain(model_type)!r} is not known" if model_type else "there is no model_type"
-    window = shown(config.get("sliding_window"))
-    message = f"{plain(config.source)}: {whose}: every layer is taken to have the window {window}"
-    warnings.warn(message, stacklevel=5)
+    if "sliding_attention" in kinds and not told and not isinstance(config.get("sliding_window"), list | tuple):
+        taken = f"every layer is taken to have the window {shown(config.get('sliding_window'))}"
+    elif model_type and model_type not in COMPARED:
+        taken = "compare its layers, and how its keys rotate, with the model's own code"
+    else:
+        return
+    warnings.warn(f"{plain(config.source)}: {whose}: {taken}", stacklevel=5)

@@ -24,7 +24,7 @@ NO_ROPE_IN_FULL = {
     "afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini", *MUSE,
 }  # fmt: skip
 # Types that rotate no keys, whatever their files say: order is in their other layers.
-NO_ROPE = {"jamba", "kimi_linear", "nemotron_h", "zamba"}
+NO_ROPE = {"glm_2022", "jamba", "kimi_linear", "nemotron_h", "zamba"}
 # Types that rotate the other way.
 REVERSED = {"nanochat"}
 # Types that rotate keys only where a field has this value.
@@ -46,6 +46,7 @@ KNOWN = {
     "rope",
     "rope_3d",
     "rope_dail_config",
+    "rope_embeddings",
     "rope_freqs",
     "rope_full_precision",
     "rope_hf_config",
@@ -76,7 +77,7 @@ PARAMETERS = {
 ROTATING = {
     "aquila", "baichuan", "chatglm", "codegen", "dbrx", "deci", "gptj", "grok-1", "hf_olmo", "internlm", "internlm2",
     "llava_llama", "minicpm", "mpt", "openelm", "orion", "phi-msft", "plamo", "plamo2", "qwen", "RefinedWeb",
-    "RefinedWebModel", "stablelm_epoch", "xverse",
+    "RefinedWebModel", "stablelm_epoch", "xverse", "yuan",
 }  # fmt: skip
 # Types that rotate by ``partial_rotary_factor``, whatever ``rotary_dim`` says.
 WITHOUT_ROTARY_DIM = {"minimax_m3_vl_text"}
@@ -90,7 +91,7 @@ SAME = {
 INTERLEAVED = {
     "chatglm", "codegen", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "ernie4_5", "ernie4_5_moe",
     "ernie4_5_vl_moe_text", "glm", "glm4", "glm4v_text", "glm_ocr_text", "gptj", "helium", "llama4_text", "moonshine",
-    "moonshine_streaming",
+    "moonshine_streaming", "moss",
 }  # fmt: skip
 
 
@@ -158,7 +159,10 @@ def _rotates(config: Fields, layer: int, kind: str, model_type: str) -> bool:
         config.get(name) is True for name in ("alibi", "use_alibi", "mla_use_nope")
     ):
         return False
-    if config.get("use_rope") is False or config.get("position_embedding_type") in NO_ROTATION:
+    if (
+        any(config.get(name) is False for name in ("rope_embeddings", "use_rope"))
+        or config.get("position_embedding_type") in NO_ROTATION
+    ):
         return False
     if model_type == "baichuan" and config.get("hidden_size") != 4096:
         return False  # its larger models use ALiBi

@@ -32,6 +32,7 @@ PACKED = "quantization_config"  # a field with which weights may be packed into 
 # Types that are refused, and the reason.
 REFUSED = {
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), "its state is not keys and values"),
+    **dict.fromkeys(("rwkv6qwen2", "rwkv7qwen3"), "its state is not keys and values"),
     "deepseek_v4": "it compresses what it keeps",
     "reformer": "it sorts what it stores into buckets",
     "blt_local_decoder": "it is made of several decoders",
@@ -202,7 +203,9 @@ def _head_dim(config: Fields, num_heads: int) -> int:
     """Return the elements of a head: the file's, or the model's width divided among the heads."""
     model_type = config.text("model_type", "")
     width = 0
-    if config.get("hidden_size") is not None:
+    if config.get("attention_projection_size") is not None:  # Yuan
+        width = config.count("attention_projection_size") // num_heads
+    elif config.get("hidden_size") is not None:
         width = config.count("hidden_size") * (2 if model_type in WIDE_ATTENTION else 1) // num_heads
     if model_type in DIVIDED and width and config.get("gguf_architecture") is None:
         return width

@@ -11,9 +11,11 @@ from support.rotation import rotated
 
 import kvcache
 from kvcache.models import guard, shapes
+from kvcache.models.configuration import read_config
 from kvcache.policy import FullAttention
 from kvcache.rope import Rope
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*model_type 'new' is not known. compare its layers")
 PUBLISHED = {**ABRIDGED, **WHOLE}
 SOME = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
 
@@ -75,7 +77,9 @@ def test_keys_after_a_removal_are_as_if_rotated_anew(name):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("attention_pattern", "GLLL"), ("full_attention_every", 4), ("global_layers", [0, 3]), ("kv_groups", [2, 2]),
+        ("attention_pattern", "GLLL"), ("mixer_types", ["a"]), ("mamba_layers", [1]), ("attn", {"layers": [1]}),
+        ("num_recursions", 2), ("attn_dim", 64), ("d_v", 64), ("cla_factor", 2),
+        ("full_attention_every", 4), ("global_layers", [0, 3]), ("kv_groups", [2, 2]),
         ("kv_heads_per_layer", [2, 1, 2, 1]), ("kv_reuse_group", [[0, 1]]), ("layer_attention_types", ["a"] * 4),
         ("swa_layers", [1, 2]), ("block_overrides", {"order": []}), ("use_yoco", True), ("mb_per_layer", 2),
         ("attn_window_size", 64), ("loop_window_size", 64), ("mla_kv_lora_dim", 64), ("num_loops", 2),
@@ -132,6 +136,20 @@ def test_a_list_of_windows_says_which_layers_have_one():
     assert windows([None, 64]) == [None, 64, None, 64]  # a pattern that begins again
     with pytest.raises(kvcache.ModelFileError, match="sliding_window must have one entry for each of the 4 layers"):
         windows([None, 64, 64])
+
+
+def test_layers_of_a_type_that_nobody_knows_are_warned_of():
+    with pytest.warns(
+        UserWarning, match="model_type 'novel' is not known: compare its layers, and how its keys rotate"
+    ):
+        shapes.read({"model_type": "novel", **SOME})
+
+
+def test_each_compared_type_has_a_published_file():
+    files = [form.config for form in PUBLISHED.values()] + [config for _, config in UNSUPPORTED.values()]
+    read = [read_config(config) for config in files]
+    known = {name for config in read for name in [*config.sequence("model_types"), config.get("model_type")]}
+    assert known >= guard.COMPARED
 
 
 def test_a_window_of_layers_that_nobody_knows_is_warned_of():

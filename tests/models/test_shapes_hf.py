@@ -11,7 +11,7 @@ from support.c_sources import load_tool
 from support.rotation import rotated
 
 import kvcache
-from kvcache.models import shapes
+from kvcache.models import classes, shapes
 from kvcache.policy import CrossAttention
 from kvcache.rope import Rope
 
@@ -109,6 +109,17 @@ def test_every_configuration_with_a_text_decoder(name, tmp_path):
     assert shapes.read(tmp_path, 100) == shape
     if config.is_encoder_decoder:
         assert sum(isinstance(layer.policy, CrossAttention) for layer in shape.layers) * 2 == len(shape.layers)
+
+
+PARTIAL = [(name, part) for name in DECODERS for part in classes.of(name).parts if part != "decoder"]
+UNMADE = {"exaone4_5", "fun_asr_nano"}  # transformers makes none of so little
+
+
+@pytest.mark.parametrize(("name", "part"), [each for each in PARTIAL if each[0] not in UNMADE | {"mllama", *REFUSED}])
+def test_a_part_that_leaves_fields_out(name, part, tmp_path):
+    for given in ({}, {"model_type": classes.of(name).parts[part]["model_type"]}):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": name, part: given}))
+        assert shapes.read(tmp_path, 100) == shapes.read(transformers.AutoConfig.from_pretrained(tmp_path), 100)
 
 
 # ---- the keys of real models
