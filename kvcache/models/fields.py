@@ -314,6 +314,8 @@ def _part(values: Mapping[str, Any], source: str) -> Mapping[str, Any] | None:
 def _named(given: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Give a configuration's fields the names of `NAMES`, and add the defaults of its class; leave out null."""
     attention = Fields(given, source).part(ATTENTION)
+    if (longest := max((len(name) for name in given if isinstance(name, str)), default=0)) > MAX_NAME:
+        raise ModelFileError(f"{source}: a field's name has {longest:,} characters; {MAX_NAME} are the most")
     given = {**({} if attention is None else attention.values), **given, "model_type": classes.type_of(given)}
     known = classes.of(given["model_type"])
     stored = {new: value for name, value in given.items() if (new := known.names.get(name, name)) not in given}

@@ -11,7 +11,7 @@ from kvcache.models import classes
 from kvcache.models.fields import NAMES, Fields
 from kvcache.models.kinds import BY_LAYER, INDICES, PERIODS
 
-__all__ = ["check", "refuse", "says_layers"]
+__all__ = ["check", "is_unknown", "refuse", "says_layers"]
 
 # Parts of names that say something of layers, heads, or what tokens see.
 SAYS = re.compile(
@@ -90,11 +90,11 @@ TIMES = ("loop_num", "num_loops", "total_ut_steps", "mean_recurrence")
 COMPARED = {
     "RefinedWeb", "RefinedWebModel", "Yi", "afm", "apriel_h", "aquila", "arctic", "baichuan", "baichuan_m1",
     "bailing_moe", "bailing_moe_linear", "bailing_moe_v2", "btlm", "codeshell", "cogvlm", "crystalcoder", "deci",
-    "glm_2022", "grinmoe", "grok-1", "hf_olmo", "hunyuan", "hymba", "internlm", "internlm2", "jet_nemotron", "kimi_k2",
-    "kimi_k3", "llava_llama", "minicpm", "minicpmv", "minimax_m1", "minimax_text_01", "mixformer-sequential", "molmo",
-    "moss", "nemotron-nas", "openelm", "orion", "pangu_ultra_moe", "parler_tts_decoder", "phi-msft", "phi3_v",
-    "phi3small", "phi4mm", "plamo", "plamo2", "plamo3", "qwen", "skywork", "smallthinker", "solar", "stablelm_epoch",
-    "step3_text", "stripedhyena", "xverse", "yuan",
+    "ernie4_5_moe_vl", "glm_2022", "grinmoe", "grok-1", "hf_olmo", "hunyuan", "hymba", "internlm", "internlm2",
+    "jet_nemotron", "kimi_k2", "kimi_k3", "llava_llama", "minicpm", "minicpmv", "minimax_m1", "minimax_text_01",
+    "mixformer-sequential", "molmo", "moss", "nemotron-nas", "openelm", "orion", "pangu_ultra_moe",
+    "parler_tts_decoder", "phi-msft", "phi3_v", "phi3small", "phi4mm", "plamo", "plamo2", "plamo3", "qwen", "skywork",
+    "smallthinker", "solar", "stablelm_epoch", "step3_text", "stripedhyena", "xverse", "yuan",
 }  # fmt: skip
 # Of these, types whose layers all have the window that a file names.
 WINDOWED = {"grinmoe", "phi3_v", "phi4mm", "solar"}
@@ -110,6 +110,13 @@ def says_layers(name: str) -> bool:
     if NAMED.search(name):
         return True
     return SAYS.search(name) is not None and OF_OTHERS.search(KEPT.sub(r"\1", name)) is None
+
+
+def is_unknown(config: Fields) -> bool:
+    """Whether a config.json names a type that transformers has no class for, and that nobody compared."""
+    model_type = config.text("model_type", "")
+    known = model_type in COMPARED or classes.of(model_type) is not classes.UNKNOWN
+    return bool(model_type) and not known and config.get("gguf_architecture") is None
 
 
 def refuse(config: Fields) -> None:
@@ -190,7 +197,7 @@ def _check_type(config: Fields, kinds: Sequence[str]) -> None:
     whose = f"model_type {plain(model_type)!r} is not known" if model_type else "there is no model_type"
     if "sliding_attention" in kinds and not told and not isinstance(config.get("sliding_window"), list | tuple):
         taken = f"every layer is taken to have the window {shown(config.get('sliding_window'))}"
-    elif model_type and model_type not in COMPARED:
+    elif is_unknown(config):
         taken = "compare its layers, and how its keys rotate, with the model's own code"
     else:
         return

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.errors import NotSupportedError, plain, shown
+from kvcache.models import guard
 from kvcache.models.fields import NAMES, Fields, is_positive
 from kvcache.models.kinds import NO_ROPE_EVERY, SLIDING, rotates_by_interval
 from kvcache.rope import Rope, RopeLike
@@ -90,8 +91,8 @@ SAME = {
 # ``rope_interleave`` says how the weights order them: transformers stores the rotated keys in halves either way.
 INTERLEAVED = {
     "chatglm", "codegen", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "ernie4_5", "ernie4_5_moe",
-    "ernie4_5_vl_moe_text", "glm", "glm4", "glm4v_text", "glm_ocr_text", "gptj", "helium", "llama4_text", "moonshine",
-    "moonshine_streaming", "moss",
+    "ernie4_5_moe_vl", "ernie4_5_vl_moe_text", "glm", "glm4", "glm4v_text", "glm_ocr_text", "gptj", "helium",
+    "llama4_text", "moonshine", "moonshine_streaming", "moss",
 }  # fmt: skip
 
 
@@ -103,6 +104,8 @@ def rope(config: Fields, layer: int, kind: str, head_dim: int, first_dim: int) -
     parameters = _parameters(config, layer, kind, model_type)
     if parameters is None:
         return None
+    if guard.is_unknown(config):
+        return Unshiftable(f"model_type {plain(model_type)!r} is not known, nor which elements rotate together")
     unknown = _unknown(config, parameters)
     if unknown is not None:
         return Unshiftable(f"{unknown} says how they are rotated, and is not read")
@@ -187,12 +190,18 @@ def _unknown(config: Fields, parameters: Fields) -> str | None:
         return None
     if more := [name for name in parameters.values if name not in PARAMETERS]:
         return f"{parameters.source.rpartition(', ')[2]}, {plain(more[0])},"
-    for name, value in config.values.items():
-        says = isinstance(name, str) and SAYS_ROTATION.search(name) is not None and name not in KNOWN
+    for name in _unread(tuple(config.values)):
+        value = config.values[name]
         changes_nothing = value in (None, False, "full-1d") or (value == 1 and value is not True)
-        if says and not changes_nothing:
+        if not changes_nothing:
             return plain(name)
     return None
+
+
+@lru_cache(maxsize=4)
+def _unread(names: tuple[Any, ...]) -> list[str]:
+    """Return the names that say how keys rotate, and that nothing reads; the layers of a model have the same names."""
+    return [name for name in names if isinstance(name, str) and SAYS_ROTATION.search(name) and name not in KNOWN]
 
 
 def _interleaved(config: Fields, model_type: str) -> bool:

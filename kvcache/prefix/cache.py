@@ -413,6 +413,11 @@ class PrefixCache:
             view = view.cast("B") if view.nbytes else memoryview(b"")
         except (TypeError, ValueError):  # ValueError: of elements that buffers do not know
             raise TypeError(f"state is a {type(state).__name__}: contiguous bytes are needed") from None
+        if view.nbytes > self.state_bytes:
+            raise ValueError(
+                f"state has {view.nbytes:,} bytes, and this prefix cache keeps states of at most {self.state_bytes:,}: "
+                "make it with a larger state_bytes"
+            )
         self._prefix.checkpoint(seq_id, *arrays_of(tokens), view)
         self._store_new()
 
@@ -517,6 +522,9 @@ class PrefixCache:
         edited, replaced or rejected. Any other sequence may if it holds tokens now, if it is restored from a file
         later, or if another prefix cache acquires it later. Pins stay: once the tokens are computed again, their blocks
         are pinned again.
+
+        A prefix cache of another `KVCache` does not learn of it: it may hold these tokens too, for example if its
+        cache is a copy of this one. Forget the prompt there as well.
 
         Return how many tokens were dropped from memory. `flush` waits for the store, and returns False if the store did
         not delete all values; then call this again. Until a value is deleted, or written anew because its tokens were

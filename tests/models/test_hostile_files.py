@@ -168,6 +168,12 @@ MADE: dict[str, dict[str, Callable[[Path], Path]]] = {  # how it is read, what i
         "keys for each layer": config(
             num_hidden_layers=1024, per_layer_config={str(i): {"head_dim": 32} for i in range(1024)}, **NUMBERED
         ),
+        "long names of fields": config(
+            num_hidden_layers=1024,
+            per_layer_config={str(i): {"head_dim": 32} for i in range(1024)},
+            **{f"{i:0>250}": 1 for i in range(4000)},
+        ),
+        "names of many characters": config(**{"r" * 2400 + str(i): 1 for i in range(3900)}),
         "keys of a rotation": config(num_hidden_layers=1024, rope_scaling=NUMBERED),
         "a long list of layers": config(
             model_type="bamba", num_hidden_layers=1024, attn_layer_indices=[*range(1_000_000, 2_000_000)]

@@ -145,6 +145,11 @@ def test_layers_of_a_type_that_nobody_knows_are_warned_of():
         shapes.read({"model_type": "novel", **SOME})
 
 
+def test_keys_of_a_type_that_nobody_knows_are_not_moved():
+    with pytest.raises(kvcache.NotSupportedError, match="'new' is not known, nor which elements rotate together"):
+        moved({"model_type": "new", **SOME, "rope_theta": 10000.0})
+
+
 def test_each_compared_type_has_a_published_file():
     files = [form.config for form in PUBLISHED.values()] + [config for _, config in UNSUPPORTED.values()]
     read = [read_config(config) for config in files]
@@ -237,7 +242,7 @@ def moved(config):
     ],
 )  # fmt: skip
 def test_a_field_that_says_how_keys_rotate_is_not_passed_over(field, value):
-    config = {"model_type": "new", **SOME, "rope_theta": 10000.0}
+    config = {"model_type": "xverse", **SOME, "rope_theta": 10000.0}
     moved(config)
     moved({**config, field: None})
     with pytest.raises(kvcache.NotSupportedError, match=rf"cannot be moved: {field} says how they are rotated"):
@@ -266,7 +271,7 @@ def test_dbrx_in_files_and_as_its_class_has_it():
 
 
 def test_a_rotation_of_an_unknown_kind():
-    config = {"model_type": "new", **SOME, "rope_theta": 10000.0, "rope_scaling": {"type": "spiral", "factor": 2.0}}
+    config = {"model_type": "xverse", **SOME, "rope_theta": 10000.0, "rope_scaling": {"type": "spiral", "factor": 2.0}}
     with pytest.raises(kvcache.NotSupportedError, match="cannot be moved: their rotation, 'spiral', is not known"):
         moved(config)
 

@@ -301,4 +301,7 @@ WHOLE: dict[str, Form] = {
     "Solar Pro preview": form(0, 163840, 2047, rotating=64, theta=10000, model_type="solar", bskcn_1=[12, 20, 32, 44],
         bskcn_2=[20, 32], bskcn_3=[16, 24, 36, 48], bskcn_4=[28, 40], bskcn_tv=[0.9, 0.8], sliding_window=2047,
         max_position_embeddings=4096, rope_theta=10000.0, **sizes(64, 40, 10, 5120)),
+    "ERNIE 4.5 VL 28B, own code": form(28672, rotating=28, theta=500000, model_type="ernie4_5_moe_vl", head_dim=128,
+        freq_allocation=20, rope_3d=True, rope_scaling=None, rope_theta=500000, max_position_embeddings=131072,
+        moe_num_experts=[64, 64], **sizes(28, 20, 4, 2560)),
 }  # fmt: skip
