@@ -513,7 +513,8 @@ KVC_API int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t positio
 /* Returns the position from which on a sequence's rows may not be exact; INT32_MAX if all are exact.  A row is exact if
  * it was computed at its position, behind exactly the tokens before it.  Another sequence that begins with the same
  * tokens may share it.  A row is inexact in these cases, and so is any row behind it.  It was
- * - moved, or stood behind tokens that were removed;
+ * - at or behind the first position of a range that kvc_remove, kvc_shift or kvc_divide changed, as the range was
+ *   before the call, or is after it;
  * - replaced by kvc_inject, or by a batch that restores layers;
  * - added by kvc_share behind tokens that may differ from src's.  Tokens cannot differ if the last row of dst is also a
  *   row of src, and exact in both;

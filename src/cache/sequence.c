@@ -103,7 +103,8 @@ void kvc_sequence_note_edit(kvc_sequence *sequence, int32_t position, int32_t ex
 
 void kvc_sequence_note_cut(kvc_sequence *sequence, int32_t length, int32_t next_before) {
     /* A mark behind all rows (kvc_mark_inexact) is of rows to come, and stays. */
-    if (sequence->exact_to >= length && sequence->exact_to < next_before) sequence->exact_to = INT32_MAX;
+    if (sequence->exact_to >= kvc_sequence_next(sequence) && sequence->exact_to < next_before)
+        sequence->exact_to = INT32_MAX;
     kvc_sequence_note_edit(sequence, length, INT32_MAX);
 }
 

@@ -136,7 +136,10 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
         kvc_expire_behind(cache, member->sequence, last);
     for (int32_t g = 0; g < cache->num_groups; g++) {
         const kvc_pending *pending = kvc_pending_of(batch, g, s);
-        if (pending->to == KVC_TO_REPLACE && keeps) drop_rows(batch, g, s);
+        if (pending->to == KVC_TO_REPLACE && keeps) {
+            kvc_replace_remember(&member->sequence->runs[g]);
+            drop_rows(batch, g, s);
+        }
         if (pending->to >= KVC_TO_REPLACE) end_slots(batch, g, s, pending);
         if (pending->to == KVC_TO_CROSS) end_cross(batch, g, s, pending, keeps);
     }

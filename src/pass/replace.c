@@ -83,15 +83,28 @@ static void note_lost(const kvc_policy *policy, kvc_run_list *list) {
     add_lacking(&list->lost, list, none, kvc_policy_sinks(policy), kvc_policy_lowest(policy, list->max_position + 1));
 }
 
-/* Notes as missing what other groups have and group g neither has nor has lost. */
+void kvc_replace_remember(kvc_run_list *list) {
+    const kvc_interval had[] = {list->lost, {list->min_position, list->max_position + 1}}; /* -1, 0: no rows */
+    for (int i = 0; i < 2; i++) {
+        if (had[i].begin < 0 || had[i].begin >= had[i].end) continue;
+        if (!list->missing.end || had[i].begin < list->missing.begin) list->missing.begin = had[i].begin;
+        if (had[i].end > list->missing.end) list->missing.end = had[i].end;
+    }
+}
+
+/* Notes as missing what other groups have and group g neither has nor has lost.  While they have such rows, it also
+ * lacks what stood before these when it was replaced: the groups that had it may be replaced by now. */
 static void note_missing(kvc_sequence *sequence, int32_t g) {
     kvc_run_list *list = &sequence->runs[g];
+    const kvc_interval before = list->missing;
     list->missing = (kvc_interval){0, 0};
     for (int32_t i = 0; i < sequence->num_token_groups; i++) {
         const kvc_run_list *other = &sequence->runs[i];
         for (const kvc_run *run = kvc_runs_begin(other); i != g && run < kvc_runs_end(other); run++)
             add_lacking(&list->missing, list, list->lost, run->position, run->position + run->count);
     }
+    const int32_t end = list->missing.end;
+    if (end) add_lacking(&list->missing, list, list->lost, before.begin, before.end < end ? before.end : end);
 }
 
 void kvc_replace_note(const kvc_batch *batch, int32_t s) {

@@ -19,6 +19,9 @@ void kvc_replace_mark(kvc_batch *batch, const uint8_t *replaced);
 /* Sorts the tokens of each sequence by position, those at the same one in the order given. */
 void kvc_replace_sort(kvc_batch *batch);
 
+/* Notes which positions a group had, before its rows are dropped for others. */
+void kvc_replace_remember(kvc_run_list *list);
+
 /* Notes what sequence s lacks now in which group, once its new rows are listed. */
 void kvc_replace_note(const kvc_batch *batch, int32_t s);
 

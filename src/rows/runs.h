@@ -25,7 +25,7 @@ typedef struct kvc_run_list {
     kvc_run *runs; /* runs[first .. first + num): runs before `first` have expired */
     int32_t first, num, capacity;
     kvc_interval lost;                  /* all rows that have expired stood here; end 0: none was */
-    kvc_interval missing;               /* where other groups have rows, and this one was not replaced; end 0: none */
+    kvc_interval missing;               /* what it lacks and others have, since groups were replaced; end 0: none */
     int32_t min_position, max_position; /* -1 if there are no rows */
     int32_t ascending;                  /* positions rise from row to row */
     int64_t num_rows;

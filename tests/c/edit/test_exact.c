@@ -35,6 +35,18 @@ static kvc_status shift_by_0(pair *p) { return pair_shift(p, 1, 6, KVC_END, 0); 
 static kvc_status shift_nothing(pair *p) { return pair_shift(p, 1, 10, KVC_END, -3); }
 static kvc_status shift_away(pair *p) { return pair_shift(p, 1, 7, KVC_END, -20); }
 static kvc_status shift_some_away(pair *p) { return pair_shift(p, 1, 3, 6, -5); }
+static kvc_status shift_the_end_and_cut_it(pair *p) {
+    const kvc_status status = pair_shift(p, 1, 8, 10, 5);
+    return status == KVC_OK ? pair_truncate(p, 1, 12) : status;
+}
+static kvc_status shift_the_end_and_remove_it(pair *p) {
+    const kvc_status status = pair_shift(p, 1, 8, 10, 5);
+    return status == KVC_OK ? pair_remove(p, 1, 13, 15, 0) : status;
+}
+static kvc_status shift_the_end_and_cut_some(pair *p) {
+    const kvc_status status = pair_shift(p, 1, 8, 10, 5);
+    return status == KVC_OK ? pair_truncate(p, 1, 14) : status;
+}
 static kvc_status divide_by_3(pair *p) { return pair_divide(p, 1, 7, KVC_END, 3); }
 static kvc_status divide_by_1(pair *p) { return pair_divide(p, 1, 7, KVC_END, 1); }
 static kvc_status inject_at_5(pair *p) { return pair_inject(p, 1, 0, 5, 8); }
@@ -66,6 +78,9 @@ static const struct {
     {"shift_down", shift_down, 4, 4},
     {"shift_by_0", shift_by_0, ALL, ALL},
     {"shift_nothing", shift_nothing, ALL, ALL},
+    {"shift_the_end_and_cut_it", shift_the_end_and_cut_it, ALL, 8},
+    {"shift_the_end_and_remove_it", shift_the_end_and_remove_it, ALL, 8},
+    {"shift_the_end_and_cut_some", shift_the_end_and_cut_some, 8, 8},
     {"shift_away", shift_away, ALL, 7},
     {"shift_some_away", shift_some_away, 0, 0},
     {"divide_by_3", divide_by_3, 2, 2},

@@ -44,7 +44,7 @@ typedef struct range {
 typedef struct row_list {
     int32_t num;
     range lost;    /* all rows that have expired stood here */
-    range missing; /* and here other layers have rows, and this one was not replaced */
+    range missing; /* and here other layers have, or had, rows that this one lacks since some were replaced */
     row rows[MAX_ROWS];
 } row_list;
 
@@ -494,6 +494,9 @@ static inline void drop_replaced(pair *p, int n, const int64_t *ids, const uint8
         sequence *s = find_sequence(p, ids[t]);
         for (int l = 0; s && l < p->config.num_layers; l++)
             if (takes_tokens(p, l, replaced)) {
+                row_list *list = &s->layers[l]; /* what it had is missing from now on, unless it comes back */
+                for (int i = 0; i < list->num; i++) widen(&list->missing, list->rows[i].position);
+                for (int32_t at = list->lost.begin; at < list->lost.end; at++) widen(&list->missing, at);
                 s->layers[l].num = 0;
                 s->layers[l].lost = (range){0, 0};
             }
@@ -543,12 +546,15 @@ static inline void oracle_note(const pair *p, sequence *s, const uint8_t *replac
     }
     for (int l = 0; l < p->config.num_layers; l++) {
         row_list *list = &s->layers[l];
+        const range before = list->missing;
         list->missing = (range){0, 0};
         for (int other = 0; other < p->config.num_layers; other++)
             for (int i = 0; keeps_tokens(p, l) && keeps_tokens(p, other) && i < s->layers[other].num; i++) {
                 int32_t at = s->layers[other].rows[i].position;
                 if (!find_row(list, at) && !(at >= list->lost.begin && at < list->lost.end)) widen(&list->missing, at);
             }
+        for (int32_t at = before.begin; at < before.end && at < list->missing.end; at++)
+            if (!find_row(list, at) && !(at >= list->lost.begin && at < list->lost.end)) widen(&list->missing, at);
     }
 }
 
@@ -558,9 +564,9 @@ static inline void make_inexact(sequence *s, int32_t position) {
     if (position < s->exact_to) s->exact_to = position;
 }
 
-/* Rows from a position on were dropped of a sequence that went on at `next`. */
-static inline void oracle_cut(sequence *s, int32_t position, int32_t next) {
-    if (s->exact_to >= position && s->exact_to < next) s->exact_to = INT32_MAX;
+/* The rows at the end of a sequence were dropped: it went on at `before`, and goes on at `next`. */
+static inline void oracle_cut(sequence *s, int32_t next, int32_t before) {
+    if (s->exact_to >= next && s->exact_to < before) s->exact_to = INT32_MAX;
 }
 
 /* Whether a token of the open batch sees another of its sequence. */
@@ -834,25 +840,20 @@ static inline void oracle_move(pair *p, int64_t id, int32_t begin, int32_t end, 
     sequence *s = find_sequence(p, id);
     if (!s || (divisor ? divisor == 1 : delta == 0)) return;
     int32_t next = next_of(p, s), had = next > 0, to = divisor ? begin / divisor : begin;
+    const int drops_all = begin + (int64_t)delta < 0 && (end < -(int64_t)delta ? end : -(int64_t)delta) >= next;
     if (delta < 0) to = not_negative(begin + delta);
-    if (begin < end && begin < next) {
-        if (begin + (int64_t)delta < 0 && (end < -(int64_t)delta ? end : -(int64_t)delta) >= next)
-            oracle_cut(s, begin, next); /* all are dropped */
-        else
-            make_inexact(s, to < begin && end > -(int64_t)delta ? to : begin);
-    }
+    if (begin < end && begin < next && !drops_all) make_inexact(s, to < begin && end > -(int64_t)delta ? to : begin);
     for (int l = 0; l < p->config.num_layers; l++)
         if (keeps_tokens(p, l)) oracle_move_layer(p, s, l, begin, end, delta, divisor, moves_lost);
+    if (begin < end && begin < next && drops_all) oracle_cut(s, next_of(p, s), next);
     end_without_tokens(p, s, had);
 }
 
 static inline void oracle_remove(pair *p, int64_t id, int32_t begin, int32_t end, int shift) {
     sequence *s = find_sequence(p, id);
-    int moves = shift && extreme_of(p, s, 1) >= end, had = next_of(p, s) > 0 || (begin == 0 && end > 0);
-    if (s && begin < end && end >= next_of(p, s))
-        oracle_cut(s, begin, next_of(p, s));
-    else if (s && begin < end)
-        make_inexact(s, begin);
+    const int32_t next = next_of(p, s);
+    int moves = shift && extreme_of(p, s, 1) >= end, had = next > 0 || (begin == 0 && end > 0);
+    if (s && begin < end && end < next) make_inexact(s, begin);
     for (int l = 0; s && l < p->config.num_layers; l++) {
         row_list *list = &s->layers[l];
         int32_t num = 0;
@@ -863,6 +864,7 @@ static inline void oracle_remove(pair *p, int64_t id, int32_t begin, int32_t end
         list->lost = range_removed(list->lost, begin, end, shift);
         list->missing = range_removed(list->missing, begin, end, shift);
     }
+    if (s && begin < end && end >= next) oracle_cut(s, next_of(p, s), next);
     if (s) end_without_tokens(p, s, had);
     if (moves) oracle_move(p, id, end, KVC_END, begin - end, 0, 0);
 }
