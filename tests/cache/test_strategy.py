@@ -449,7 +449,7 @@ def test_memory_that_a_view_holds_goes_later(machine):
     taken = cache.nbytes
     run(cache, range(9), seq_id=1)
     assert cache.sequences == []
-    assert cache.nbytes < taken / 4
+    assert cache.nbytes < taken / 2
 
 
 def test_memory_kept_for_reuse_is_free(machine):
