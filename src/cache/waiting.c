@@ -78,8 +78,7 @@ int kvc_may_begin(const kvc_cache *cache, const kvc_waiter *waiter) {
     return !cache->batch && !cache->num_rewrites && first_waiter(cache) == waiter;
 }
 
-kvc_status kvc_check_may_begin(const kvc_cache *cache, const kvc_waiter *waiter) {
-    if (kvc_may_begin(cache, waiter)) return KVC_OK;
+kvc_status kvc_fail_busy(const kvc_cache *cache, const kvc_waiter *waiter) {
     const char *why = cache->batch ? "a batch is open, and there is one at a time: commit or abort it first"
                       : cache->num_rewrites
                           ? "another call rewrites the keys of a sequence: begin again when it has returned"
@@ -127,7 +126,7 @@ kvc_status kvc_waiter_wait(kvc_cache *cache, kvc_waiter *waiter) {
     kvc_poll_timer timer;
     kvc_poll_timer_init(&timer, cache->poll, cache->poll_user);
     while (!kvc_may_begin(cache, waiter)) {
-        if (kvc_now() >= waiter->deadline) return kvc_check_may_begin(cache, waiter);
+        if (kvc_now() >= waiter->deadline) return kvc_fail_busy(cache, waiter);
         const int64_t next = timer.poll && timer.next < waiter->deadline ? timer.next : waiter->deadline;
         kvc_signal_wait_until(&waiter->signal, &cache->mutex, next);
         if (timer.poll && kvc_now() >= timer.next && poll_unlocked(cache, waiter, &timer))

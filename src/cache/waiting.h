@@ -57,9 +57,9 @@ void kvc_waiter_leave(kvc_cache *cache, kvc_waiter *waiter);
 kvc_status kvc_waiter_wait(kvc_cache *cache, kvc_waiter *waiter);
 
 /* Returns whether a call may begin a batch: none is open, no keys are being rewritten, and no call that came before
- * waits.  waiter NULL: the call does not wait.  kvc_check_may_begin returns KVC_ERR_BUSY if not. */
+ * waits.  waiter NULL: the call does not wait.  kvc_fail_busy returns KVC_ERR_BUSY, and says why it may not. */
 int kvc_may_begin(const kvc_cache *cache, const kvc_waiter *waiter);
-kvc_status kvc_check_may_begin(const kvc_cache *cache, const kvc_waiter *waiter);
+kvc_status kvc_fail_busy(const kvc_cache *cache, const kvc_waiter *waiter);
 
 /* Wakes the first waiter if it may begin a batch.  Call when a batch, or the rewriting of keys, has ended. */
 void kvc_wake_waiter(kvc_cache *cache);

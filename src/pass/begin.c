@@ -211,9 +211,7 @@ kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *given, kvc_bat
     kvc_lock(cache);
     if (args.timeout_ms) return kvc_unlock(cache, begin_in_turn(cache, &args, out));
     kvc_wait_for_writers(cache, args.num_tokens, args.seq_ids);
-    kvc_status status = kvc_check_may_begin(cache, NULL);
-    if (status == KVC_OK) status = begin(cache, &args, out);
-    return kvc_unlock(cache, status);
+    return kvc_unlock(cache, kvc_may_begin(cache, NULL) ? begin(cache, &args, out) : kvc_fail_busy(cache, NULL));
 }
 
 kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,

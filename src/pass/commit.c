@@ -178,7 +178,7 @@ static kvc_status finish(kvc_batch *batch) {
     kvc_lock(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].reserved = 0;
     if (!keeps_all) find_exact(batch);
-    kvc_sessions_fill(batch); /* before windows move on */
+    if (cache->sessions.num) kvc_sessions_fill(batch); /* before windows move on */
     for (int32_t s = 0; s < batch->num_sequences; s++) end_sequence(batch, s);
     cache->stats.batches++;
     cache->stats.tokens += num_kept;
