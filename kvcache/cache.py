@@ -1063,7 +1063,7 @@ class KVCache(Saveable):
             `divide`, by `shift` if `rope` is a function, and by `settle` and `inject` of shared rows);
             ``blocks_opened``, ``blocks_reused`` and ``blocks_returned``, whose memory was allocated, reused and given
             back. Present numbers: ``live_slots``, which hold a token; ``wasted_slots``, which wait for a compaction;
-            ``blocks_in_use`` and ``blocks_free``; sequences ``retained`` by a `PrefixCache`, and ``evictable_slots``,
+            ``blocks_in_use`` and ``blocks_free``; blocks ``retained`` by a `PrefixCache`, and ``evictable_slots``,
             which only these hold. Rows, slots and blocks are summed over layer groups (the layers of one policy), not
             over layers.
         """

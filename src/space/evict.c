@@ -272,14 +272,14 @@ static kvc_status find_oldest(const kvc_need *need, int all) {
     }
 }
 
-/* Adds to the error of a call that does not fit how many retained sequences are pinned, or within quotas. */
+/* Adds to the error of a call that does not fit how many kept blocks are pinned, or within quotas. */
 static kvc_status fail_by_kept(const kvc_cache *cache) {
     const int64_t num = cache->num_pinned;
     if (!num && !cache->num_protected) return KVC_ERR_FULL;
     char text[384]; /* a copy, as kvc_fail writes over it, and with space behind it for what is added */
     snprintf(text, sizeof text, "%.*s", (int)sizeof text - 1, kvc_last_error());
     if (!cache->num_protected)
-        return kvc_fail(KVC_ERR_FULL, "%s; %lld retained sequences are pinned: unpin some", text, (long long)num);
+        return kvc_fail(KVC_ERR_FULL, "%s; %lld kept blocks are pinned: unpin some", text, (long long)num);
     return kvc_fail(KVC_ERR_FULL, "%s; %lld blocks are within the quotas of prefixes: give smaller ones", text,
                     (long long)cache->num_protected);
 }

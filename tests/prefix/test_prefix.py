@@ -207,7 +207,7 @@ def test_an_error_of_a_full_cache_says_what_is_pinned():
     serve(prefix, cache, PROMPT)
     assert prefix.pin(PROMPT) == 100
     for _ in range(2):
-        with pytest.raises(kvcache.CacheFullError, match=r"capacity.*; 7 retained sequences are pinned: unpin some"):
+        with pytest.raises(kvcache.CacheFullError, match=r"capacity.*; 7 kept blocks are pinned: unpin some"):
             feed(cache, 77, [-1] * 80, 0, 80)
     prefix.unpin(PROMPT)
     feed(cache, 77, [-1] * 80, 0, 80)
