@@ -227,7 +227,7 @@ def measure_acquire(seconds: float) -> None:
     seq_id, _ = prefix.acquire(tokens)
     feed(cache, seq_id, 0, np.ones((len(tokens), 1, 8), np.float32))
     prefix.release(seq_id, tokens)
-    empty = _core.Prefix(cache._core, b"", bytes(32), 0, 0, 0, False, 0, 0, 0)
+    empty = _core.Prefix(cache._core, b"", bytes(32), None, 0, 0, 0, False, 0, 0, 0)
 
     def acquire() -> float:
         taken, (seq_id, matched) = timed(prefix.acquire, tokens)

@@ -1,51 +1,68 @@
 """Measure what a prefix cache gets from a store: python bench/bench_stores.py [URL...]
 
 Without an address, the stores are a dictionary and a temporary folder. An address is, for example,
-valkey://localhost:6379/0. The client writes and reads values, with CRC-32 and with a MAC, interleaved with memcpy of
-the same bytes. Rates are medians of the rounds, and quotients are medians of the rounds' quotients.
+valkey://localhost:6379/0. A prefix cache writes the blocks of a prompt and another one reads them, with CRC-32 and with
+a MAC, interleaved with memcpy of the same bytes. Rates are medians of the rounds, and quotients are medians of the
+rounds' quotients.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import tempfile
 from collections.abc import MutableMapping
 
+import numpy as np
+
+import kvcache
 from kvcache import stores
-from kvcache.stores.client import StoreClient
 from kvcache.system import parse_bytes, readable
 from kvcache.tools.interleave import rounds, timed
 
 LONG = 600.0
+BLOCK, HEAD_DIM = 16, 64  # one layer of f16
 
 
-def measure(
-    name: str, store: MutableMapping[str, bytes], secret: bytes | None, value: bytes, keys: list[str], seconds: float
-) -> None:
-    nbytes = len(value) * len(keys)
-    client = StoreClient(store, digest=b"bench", secret=secret)
+def measure(name: str, store: MutableMapping[str, bytes], secret: bytes | None, size: int, seconds: float) -> None:
+    num_heads, num_blocks = max(1, size // (BLOCK * HEAD_DIM * 4)), max(4, min(256, (64 << 20) // size))
+    prompt, nbytes = range(num_blocks * BLOCK + 1), num_blocks * BLOCK * num_heads * HEAD_DIM * 4
+    value = bytes(nbytes // num_blocks)
+    rows = np.random.default_rng(0).standard_normal((len(prompt), num_heads, HEAD_DIM), np.float32).astype(np.float16)
 
-    def write() -> None:
-        for key in keys:
-            client.put(key, lambda: [value])
-        if not client.flush(LONG) or client.stats.dropped:
-            raise SystemExit(f"{name} did not take the values: {client.stats}")
+    def make() -> tuple[kvcache.KVCache, kvcache.PrefixCache]:
+        cache = kvcache.KVCache(1, num_heads, HEAD_DIM, None, dtype="f16", max_sequences=None, block_size=BLOCK)
+        return cache, kvcache.PrefixCache(cache, fingerprint="bench", store=store, secret=secret, timeout=LONG)
 
-    def read() -> None:
-        if len(client.get_many(keys, LONG)) < len(keys):
-            raise SystemExit(f"{name} did not return the values: {client.stats}")
+    def write() -> float:
+        cache, prefix = make()
+        with cache.batch(positions=prompt, seq_ids=[0] * len(prompt)) as batch:
+            batch.put(0, rows, rows)
 
-    def copy() -> None:
-        [bytearray(value) for _ in keys]
+        def end() -> bool:
+            prefix.release(0, prompt)
+            return prefix.flush(LONG)
 
-    def miss() -> None:
-        client.get_many(["nothing"], LONG)
+        taken, is_written = timed(end)
+        if not is_written:
+            raise SystemExit(f"{name} did not take the values: {prefix.stats}")
+        return taken
 
-    calls = [lambda call=call: timed(call)[0] for call in (write, read, copy, miss)]
-    found = list(zip(*rounds(*calls, seconds=seconds, least=5), strict=True))
-    client.close(LONG)
+    def read() -> float:
+        _, prefix = make()
+        taken, (_, matched) = timed(lambda: prefix.acquire(prompt))
+        if matched < len(prompt) - 1:
+            raise SystemExit(f"{name} did not return the values: {prefix.stats}")
+        return taken
+
+    def copy() -> float:
+        return timed(lambda: [bytearray(value) for _ in range(num_blocks)])[0]
+
+    def miss() -> float:
+        _, prefix = make()
+        return timed(lambda: prefix.acquire([-1] * (BLOCK + 1)))[0]
+
+    found = list(zip(*rounds(write, read, copy, miss, seconds=seconds, least=5), strict=True))
     rates = [statistics.median(nbytes / each for each in times) / 1e9 for times in found[:3]]
     quotient = statistics.median(copied / taken for taken, copied in zip(found[1], found[2], strict=True))
     kind = "MAC" if secret else "CRC"
@@ -67,12 +84,9 @@ def main() -> None:
         opened: dict[str, MutableMapping[str, bytes]] = {url: stores.open(url) for url in arguments.url}
         opened = opened or {"a dictionary": {}, "a folder": stores.open(f"dir:{folder}")}
         for size in map(parse_bytes, arguments.size):
-            keys = [f"bench {size} {i}" for i in range(max(4, min(256, (64 << 20) // size)))]
             for secret in (None, b"secret"):
                 for name, store in opened.items():
-                    measure(name, store, secret, os.urandom(size), keys, arguments.seconds)
-                    for key in keys:
-                        store.pop(key, None)
+                    measure(name, store, secret, size, arguments.seconds)
 
 
 if __name__ == "__main__":

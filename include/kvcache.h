@@ -1150,9 +1150,9 @@ typedef struct kvc_store {
 } kvc_store;
 
 /* Reads the full blocks that follow the known tokens of a prompt from a store, and adds them in order.  It ends where
- * the store lacks a block, where there is no room, and where a block would reach past max_matched tokens (-1: no limit)
- * or hold the prompt's last token.  A block whose rows are kept is read if it lacks its state.  Sets *fetched to the
- * number of tokens in blocks that brought rows or a state, also if it fails.
+ * the store lacks a block that is not kept, where there is no room, and where a block would reach past max_matched
+ * tokens (-1: no limit) or hold the prompt's last token.  A kept block is read if it lacks its state.  Sets *fetched to
+ * the number of tokens in blocks that brought rows or a state, also if it fails.
  * Fails with KVC_ERR_INVALID if there are no tokens, as `read` fails, with KVC_ERR_FORMAT if a value was changed, and
  * with KVC_ERR_NOMEM.  The prompt's tokens are then computed, and a changed value is written again. */
 KVC_API kvc_status kvc_prefix_fetch(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
@@ -1163,6 +1163,12 @@ KVC_API kvc_status kvc_prefix_fetch(kvc_prefix *prefix, const kvc_tokens *tokens
  * and writes both joined.  Fails as `read` and `write` do, and with KVC_ERR_NOMEM.  It does not try that block again;
  * the next call writes the others. */
 KVC_API kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_t *num_written);
+
+/* Writes a block that kvc_take_new_blocks has listed to a store, as kvc_store_new_blocks does, on any thread: for
+ * callers whose prefixes have several stores.  Sets *size to the bytes of its payload, which is 0 if the block was
+ * dropped.  Does not call `write` if the store has all of it.  Fails as `read` and `write` do, and with
+ * KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_store_block(kvc_cache *cache, int64_t id, const kvc_store *store, int64_t *size);
 
 /* Sets *store to a new store in a folder, which is made if there is none; free it with kvc_dir_store_free.  Any
  * number of processes and threads may share a folder, also Python's DirectoryStore.  A relative path starts where the

@@ -46,6 +46,7 @@ cdef extern from "kvcache.h" nogil:
     const char *kvc_type_name(int32_t type)
     size_t kvc_row_bytes(int32_t type, int32_t dim)
     const char *kvc_last_error()
+    void kvc_set_last_error(const char *format, ...)
     kvc_status kvc_set_num_threads(int32_t num_threads)
 
     ctypedef struct kvc_policy:
@@ -128,6 +129,8 @@ cdef extern from "kvcache.h" nogil:
         int64_t salt_size
         const void *identity
         int64_t identity_size, quota, ttl_ms
+        const void *secret
+        int64_t secret_size
         int32_t reuse_min_tokens, collects_new
         void *user
         int64_t state_bytes, max_checkpoint_bytes
@@ -169,14 +172,6 @@ cdef extern from "kvcache.h" nogil:
                                       int64_t max_events, int64_t *num_events, int64_t *num_lost)
     kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t new_block_size, int64_t max_blocks,
                                    int64_t *num_blocks)
-    int64_t kvc_payload_bytes(kvc_cache *cache)
-    kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t max_bytes, int64_t *size)
-    kvc_status kvc_join_payloads(const kvc_cache *cache, const void *first, int64_t first_size, const void *second,
-                                 int64_t second_size, void *to, int64_t max_bytes, int64_t *size)
-    kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens, uint8_t *names,
-                                  int64_t max_names, int32_t *first, int64_t *num_names)
-    kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block, const void *payload,
-                              int64_t size, int32_t *is_known)
     void kvc_prefix_get_stats(kvc_prefix *prefix, kvc_prefix_stats *stats, size_t stats_size)
 
     ctypedef struct kvc_store:
@@ -187,6 +182,9 @@ cdef extern from "kvcache.h" nogil:
         kvc_status (*write)(void *user, const uint8_t *name, const void *value, int64_t size) noexcept nogil
         kvc_status (*remove)(void *user, const uint8_t *name) noexcept nogil
 
+    kvc_status kvc_prefix_fetch(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
+                                const kvc_store *store, int32_t *fetched)
+    kvc_status kvc_store_block(kvc_cache *cache, int64_t id, const kvc_store *store, int64_t *size)
     kvc_status kvc_dir_store_new(const char *path, int64_t max_bytes, kvc_store **store)
     void kvc_dir_store_free(kvc_store *store)
 

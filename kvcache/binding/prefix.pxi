@@ -10,7 +10,7 @@ cdef class Prefix:
     cdef kvc_prefix *handle
     cdef kvc_prefix_stats latest
 
-    def __cinit__(self, Cache cache not None, bytes salt not None, bytes identity not None, int64_t quota,
+    def __cinit__(self, Cache cache not None, bytes salt not None, bytes identity not None, bytes secret, int64_t quota,
                   int64_t ttl_ms, int32_t reuse_min_tokens, bint collects_new, int64_t state_bytes,
                   int64_t max_checkpoint_bytes, int32_t max_events):
         cdef kvc_prefix_config config
@@ -22,6 +22,8 @@ cdef class Prefix:
         if salt:
             config.salt, config.salt_size = <const char *>salt, len(salt)
         config.identity, config.identity_size = <const char *>identity, len(identity)
+        if secret:
+            config.secret, config.secret_size = <const char *>secret, len(secret)
         config.quota, config.ttl_ms = quota, ttl_ms
         config.reuse_min_tokens, config.collects_new = reuse_min_tokens, collects_new
         config.user = <void *>self
@@ -189,34 +191,24 @@ cdef class Prefix:
             self.cache.leave()
         return found, lost
 
-    def missing(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests, int64_t num_tokens):
-        """Return the number of the first full block that is not known, and the names of it and those behind it."""
-        cdef kvc_tokens tokens = describe(ids, digests)
-        cdef int64_t most = num_tokens // self.cache.block_size(), num = 0
-        cdef cnp.ndarray names = np.empty((most, KVC_NAME_BYTES), np.uint8)
-        cdef uint8_t *out = <uint8_t *>cnp.PyArray_DATA(names)
-        cdef int32_t first = 0
-        cdef kvc_status status
-        self.cache.enter()
-        with nogil:
-            status = kvc_prefix_missing(self.handle, &tokens, num_tokens, out, most, &first, &num)
-        self.cache.finish(status)
-        return first, [names[i].tobytes().hex() for i in range(num)]
+    def fetch(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests, int64_t max_matched, bytes names not None,
+              list values not None):
+        """Add blocks from the values that a store has of them.
 
-    def add(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests, int32_t block, const uint8_t[::1] payload):
-        """Add a block from its payload; return whether it is known now."""
+        Return the number of tokens that they brought, how many values were looked at, and why the last of these was
+        refused; None: it was not.
+        """
         cdef kvc_tokens tokens = describe(ids, digests)
-        cdef int64_t size = payload.shape[0]
-        cdef const uint8_t *data = &payload[0] if size else NULL
-        cdef int32_t is_known = 0
+        cdef AtHand hand
+        cdef int32_t fetched = 0
         cdef kvc_status status
-        if data == NULL:
-            return False
+        places, written = np.empty((len(values) + 1, 2), np.uintp), []
+        put_at_hand(&hand, names, values, places, written)
         self.cache.enter()
         with nogil:
-            status = kvc_prefix_add(self.handle, &tokens, block, data, size, &is_known)
+            status = kvc_prefix_fetch(self.handle, &tokens, max_matched, &hand.store, &fetched)
         self.cache.finish(KVC_OK if status == KVC_ERR_FORMAT else status)
-        return bool(is_known)
+        return fetched, hand.next, kvc_last_error().decode() if status == KVC_ERR_FORMAT else None
 
     def stats(self):
         """Return the fields of kvc_prefix_stats; of a closed cache, what was counted."""
@@ -241,25 +233,6 @@ cdef kvc_tokens describe(const int64_t[::1] ids, const uint8_t[:, ::1] digests) 
     tokens.ids = &ids[0] if ids.shape[0] else NULL
     tokens.digests = &digests[0, 0] if digests is not None and ids.shape[0] else NULL
     return tokens
-
-
-def join_payloads(Cache cache not None, const uint8_t[::1] own, const uint8_t[::1] stored):
-    """Return what two payloads of a block have together, as bytes; None if the second has all of it."""
-    cdef cnp.ndarray joined = np.empty(own.shape[0] + stored.shape[0], np.uint8)
-    cdef uint8_t *out = <uint8_t *>cnp.PyArray_DATA(joined)
-    cdef int64_t most = joined.size, size = 0
-    cdef kvc_cache *handle
-    cdef kvc_status status
-    if not own.shape[0] or not stored.shape[0]:
-        return bytes(own)
-    handle = cache.enter()
-    with nogil:
-        status = kvc_join_payloads(handle, &own[0], own.shape[0], &stored[0], stored.shape[0], out, most, &size)
-    cache.finish(KVC_OK if status == KVC_ERR_FORMAT else status)
-    if status == KVC_ERR_FORMAT:
-        return bytes(own)
-    found = joined[:size].tobytes()
-    return None if found == bytes(stored) else found
 
 
 def identity(Cache cache not None, bytes fingerprint not None):
@@ -298,28 +271,20 @@ def take_new_blocks(Cache cache not None, found):
         cache.leave()
 
 
-def payload_bytes(Cache cache not None):
-    """Return the bytes of a block's payload in which no layer is missing."""
-    cdef kvc_cache *handle = cache.enter()
-    size = kvc_payload_bytes(handle)
-    cache.leave()
-    return size
+def pack_block(Cache cache not None, int64_t block_id, bytes name not None, bytes stored):
+    """Return the value of a block, joined with its stored value. `stored` is None if the store has no value.
 
-
-def read_block(Cache cache not None, int64_t block_id):
-    """Return the payload of a block; None if the block is gone."""
-    cdef kvc_cache *handle = cache.enter()
-    cdef int64_t size = kvc_payload_bytes(handle)
+    Return b"" if the stored value has all of it, and None if the block is gone.
+    """
+    cdef AtHand hand
+    cdef kvc_cache *handle
+    cdef int64_t size = 0
     cdef kvc_status status
-    cdef cnp.ndarray payload
-    cdef void *data
-    try:
-        payload = np.empty(size, np.uint8)
-    except BaseException:
-        cache.leave()
-        raise
-    data = cnp.PyArray_DATA(payload)
+    values, written = [] if stored is None else [stored], []
+    places = np.empty((2, 2), np.uintp)
+    put_at_hand(&hand, name if values else b"", values, places, written)
+    handle = cache.enter()
     with nogil:
-        status = kvc_read_block(handle, block_id, data, size, &size)
+        status = kvc_store_block(handle, block_id, &hand.store, &size)
     cache.finish(status)
-    return memoryview(payload)[:size] if size else None
+    return written[0] if written else b"" if size else None

@@ -1,4 +1,4 @@
-"""Stores in a folder.  Each method is one or two calls of the C core."""
+"""Stores: in a folder, by one or two calls of the C core each; and of values that Python has at hand."""
 
 
 @cython.final
@@ -65,3 +65,55 @@ cdef int check_name(const uint8_t[::1] name) except -1:
     if name.shape[0] != KVC_NAME_BYTES:
         raise ValueError(f"a name has 32 bytes, not {name.shape[0]}")
     return 0
+
+
+# ---- values at hand
+
+
+cdef struct AtHand:
+    # A store of values that were read before the core asks for them, and that keeps what the core writes.  So no call
+    # of the core waits for a mapping of the user's, which may raise, hang, fork, or close the cache.
+    kvc_store store
+    const uint8_t *names  # [num][KVC_NAME_BYTES]
+    size_t *places        # [num] address and size of each value
+    int64_t num, next     # next: behind the value that was handed out last
+    PyObject *written     # a list
+
+
+cdef int put_at_hand(AtHand *hand, bytes names, list values, size_t[:, ::1] places, list written) except -1:
+    """Fill in a store of bytes, which the caller keeps alive, with the rest."""
+    cdef Py_ssize_t i
+    if len(names) != len(values) * KVC_NAME_BYTES:
+        raise ValueError(f"{len(names)} bytes are not the names of {len(values)} values")
+    memset(hand, 0, sizeof(AtHand))
+    hand.store.struct_size, hand.store.user = sizeof(kvc_store), hand
+    hand.store.read, hand.store.write = hand_out, take_in
+    hand.names, hand.num, hand.written = <const uint8_t *><const char *>names, len(values), <PyObject *>written
+    hand.places = &places[0, 0]
+    for i in range(len(values)):
+        value = <bytes?>values[i]
+        places[i, 0], places[i, 1] = <size_t><const char *><bytes>value, len(<bytes>value)
+    return 0
+
+
+cdef kvc_status hand_out(void *user, const uint8_t *name, void *value, int64_t max_bytes, int64_t *size) noexcept nogil:
+    """Copy the value of a name. The core asks for names in their order."""
+    cdef AtHand *hand = <AtHand *>user
+    cdef int64_t i
+    size[0] = 0
+    for i in range(hand.next, hand.num):
+        if memcmp(name, hand.names + i * KVC_NAME_BYTES, KVC_NAME_BYTES) == 0:
+            size[0] = <int64_t>hand.places[2 * i + 1]
+            memcpy(value, <const void *>hand.places[2 * i], <size_t>min(size[0], max_bytes))
+            hand.next = i + 1
+            break
+    return KVC_OK
+
+
+cdef kvc_status take_in(void *user, const uint8_t *name, const void *value, int64_t size) noexcept with gil:
+    try:
+        (<list>(<AtHand *>user).written).append(PyBytes_FromStringAndSize(<const char *>value, size))
+        return KVC_OK
+    except BaseException:
+        kvc_set_last_error("out of memory for a value of %lld bytes", <long long>size)
+        return KVC_ERR_NOMEM

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Self, SupportsFloat, SupportsIndex
 
 from kvcache import _core
@@ -213,8 +212,7 @@ class PrefixCache:
             raise ValueError("fingerprint is empty: name what computes the rows, such as the model and its revision")
         if not isinstance(salt, bytes):
             raise TypeError(f"salt is a {type(salt).__name__}: bytes are needed")
-        if secret is not None and store is None:
-            raise ValueError("secret is given without a store: it protects what is in one")
+        _check_secret(secret, store)
         least = None
         if reuse_min_tokens is not None:
             least = integer(reuse_min_tokens, "reuse_min_tokens", 1, _core.INT32_MAX)
@@ -228,9 +226,8 @@ class PrefixCache:
         num_events = integer(max_events, "max_events", 0, _core.INT32_MAX)
         self._identity = identity = _core.identity(cache._core, fingerprint.encode("utf-8", "surrogatepass"))
         self._cache, self._core, self._block_size = cache, cache._core, cache.block_size
-        self._prefix = _core.Prefix(
-            self._core, salt, identity, tokens, _ttl(ttl), least or 0, store is not None, of_state, most, num_events
-        )
+        limits = (tokens, _ttl(ttl), least or 0, store is not None, of_state, most, num_events)
+        self._prefix = _core.Prefix(self._core, salt, identity, secret, *limits)
         common = {
             "fingerprint": fingerprint,
             "store": store,
@@ -245,24 +242,23 @@ class PrefixCache:
         self._fetching: Fetching | None = None
         self._watch: Watch | None = None
         if store is not None:
-            self._use(store, blake2b(identity).digest(), secret, seconds)
+            self._use(store, seconds)
 
-    def _use(self, store: MutableMapping[str, bytes], digest: bytes, secret: bytes | None, timeout: float) -> None:
+    def _use(self, store: MutableMapping[str, bytes], timeout: float) -> None:
         """Read from a store, and write to it."""
         from kvcache.stores.client import StoreClient
 
         _check_store(store)
-        nbytes = _core.payload_bytes(self._core)
-        self._client = StoreClient(store, digest=digest, secret=secret, most_bytes=nbytes)
+        rows = sum(layer.bytes_per_token for layer in self._cache.layers) * self._block_size
+        # A value has a header of 128 bytes, a byte for each layer, rows, and the position of a state before it.
+        nbytes = 128 + self._cache.num_layers + rows + 4 + self.state_bytes
+        self._client = StoreClient(store, most_bytes=nbytes)
         self._watch = watch_of(self._cache)
         # A block that is computed again has no state until somebody keeps one, and may lack rows of windows.
         may_lack = self.state_bytes > 0 or any(isinstance(layer.policy, WINDOWS) for layer in self._cache.layers)
-        join = partial(_core.join_payloads, self._core) if may_lack else None
-        self._watch.add(self._prefix.user, self, partial(self._client.put, written=self._written.note, join=join))
+        self._watch.add(self._prefix.user, self, partial(self._client.put, written=self._written.note, joins=may_lack))
         weakref.finalize(self, self._watch.discard, self._prefix.user).atexit = False
-        rows = sum(layer.bytes_per_token for layer in self._cache.layers) * self._block_size
-        sizes = (self._block_size, max(1, int(rows)))  # few blocks have a state as well
-        self._fetching = Fetching(self._prefix, self._client, timeout, sizes)
+        self._fetching = Fetching(self._prefix, self._client, timeout, self._block_size, nbytes)
 
     def __repr__(self) -> str:
         stats = self._prefix.stats()
@@ -628,6 +624,15 @@ def _check_cache(cache: KVCache) -> None:
             f"the cache's block_size is {cache.block_size}: blocks of at most {MOST_BLOCK_SIZE} tokens are kept; make "
             "it with block_size=64"
         )
+
+
+def _check_secret(secret: object, store: object) -> None:
+    if not isinstance(secret, bytes | None):
+        raise TypeError(f"secret is a {type(secret).__name__}: bytes are needed, or None for values without a MAC")
+    if secret == b"":
+        raise ValueError("secret=b'': must not be empty; None stores values without a MAC")
+    if secret is not None and store is None:
+        raise ValueError("secret is given without a store: it protects what is in one")
 
 
 def _check_rope(cache: KVCache) -> None:

@@ -14,11 +14,9 @@ from kvcache import _core
 from kvcache.living import Living
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
     from kvcache.cache import KVCache
 
-__all__ = ["Watch", "payload_of", "watch_of"]
+__all__ = ["Watch", "value_of", "watch_of"]
 
 
 class Watch:
@@ -37,7 +35,7 @@ class Watch:
         self._lock = threading.RLock()  # guards the order in which they are
 
     def add(self, user: int, owner: object, put: Callable[..., object]) -> None:
-        """Write the new blocks of a prefix from now on: by `put`, with the name of each and how to make its payload.
+        """Write the new blocks of a prefix from now on: by `put`, with the name of each and how to make its value.
 
         Each block that waits to be written keeps the owner alive, and so all its blocks stay.
         """
@@ -65,19 +63,21 @@ class Watch:
                 found = self._puts.get(user)
                 owner = None if found is None else found[0]()
                 if found is not None and owner is not None:
-                    found[1](name, partial(payload_of, self._core, block_id, owner))
+                    found[1](name, partial(value_of, self._core, block_id, name, owner))
                 self._new.popleft()  # last: a signal's handler that raises before loses nothing
 
 
-def payload_of(core: _core.Cache, block_id: int, owner: object) -> list[Buffer] | None:
-    """Return the payload of a block; None if it is gone, or the cache is closed. It stays while its owner is alive."""
+def value_of(core: _core.Cache, block_id: int, name: str, owner: object, stored: bytes | None) -> bytes | None:
+    """Return the value of a block, joined with the stored one; b"" if that has all of it, None if the block is gone.
+
+    A block stays while its owner is alive and the cache is open.
+    """
     try:
-        payload = _core.read_block(core, block_id)
+        return _core.pack_block(core, block_id, bytes.fromhex(name), stored)
     except ValueError:
         if core.closed:
             return None
         raise
-    return None if payload is None else [payload]
 
 
 _watches: Living[Watch] = Living()

@@ -1,4 +1,4 @@
-"""Call any mapping for many keys at once, if it can.
+"""Call any mapping for many keys at once, if it can; what keys and values are.
 
 `kvcache.stores` says which methods a mapping may have for that. Whatever they raise comes out of these functions.
 """
@@ -7,10 +7,50 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, cast
 
-__all__ = ["has", "keys_per_call", "name_of", "read_many", "reads_many", "write_many", "writes_many"]
+from kvcache.errors import shown
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = [
+    "bytes_of",
+    "encode_key",
+    "has",
+    "keys_per_call",
+    "name_of",
+    "read_many",
+    "reads_many",
+    "view_of",
+    "write_many",
+    "writes_many",
+]
 
 CALL_BYTES, MAX_CALL_KEYS = 8 << 20, 256  # of one call, about
+
+
+def encode_key(key: object) -> bytes:
+    """Return the bytes of a key; raise TypeError if it is no str."""
+    if not isinstance(key, str):
+        raise TypeError(f"key={shown(key)}: a str is needed, not {type(key).__name__}")
+    return key.encode(errors="surrogatepass")
+
+
+def view_of(value: object) -> memoryview:
+    """Return the bytes of a value to store, without copying them; raise TypeError if it has none."""
+    try:
+        return memoryview(cast("Buffer", value)).cast("B")
+    except TypeError:
+        raise TypeError(f"value is a {type(value).__name__}: bytes are needed") from None
+
+
+def bytes_of(value: object) -> bytes:
+    """Return the bytes that a store handed out, which nobody changes; b"" if it handed out anything else."""
+    kind = type(value)  # not isinstance, which asks the value
+    if kind is bytes:
+        return cast("bytes", value)
+    return memoryview(cast("Buffer", value)).tobytes() if issubclass(kind, bytes | bytearray | memoryview) else b""
 
 
 def name_of(store: object) -> str:

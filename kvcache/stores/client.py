@@ -6,7 +6,7 @@ breaker each. After some failures in a row the store is left alone for a while, 
 Each further failure doubles the while, up to a limit. A store that is full still reads.
 
 All clients of one store share these threads, queues and breakers, and a value that one of them is reading is not read
-again. A value is taken only if it proves to be the stored one (`kvcache.stores.values`); otherwise it is deleted.
+again. A value that is refused, by the client or whoever asked for it, is deleted.
 """
 
 from __future__ import annotations
@@ -21,18 +21,14 @@ import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvcache.arguments import INT64_MAX
 from kvcache.errors import described
-from kvcache.stores import calls, values
+from kvcache.stores import calls
 from kvcache.stores.doomed import Doomed
 from kvcache.stores.reader import Reader
 from kvcache.stores.tenant import Tenant
 from kvcache.stores.writer import Write, Writer
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 __all__ = ["StoreClient", "StoreStats"]
 
@@ -64,7 +60,7 @@ class StoreStats:
     written : int
         Values that were written.
     bytes_read, bytes_written : int
-        The bytes of rows in the values that the store handed out and took; a value has 128 bytes more.
+        The bytes of the values that the store handed out and took.
     reading, writing : bool
         Whether the store is asked; False while it is left alone because of failures.
     """
@@ -86,41 +82,29 @@ class StoreClient:
     """Reads from and writes to a store, within bounded time and memory, whatever the store does.
 
     A few threads use the store at once, for all its clients, and for many keys in one call if it has the methods
-    (`kvcache.stores`). `digest` stands for the model and the shape, and `secret` is the key of the MAC: a value that
-    was stored with others is a miss. No payload has more than `most_bytes`: of a longer one, a store with `read_many`
-    reads no more.
+    (`kvcache.stores`). No value has more than `most_bytes`: of a longer one, a store with `read_many` reads one byte
+    more.
 
-    >>> client = StoreClient({}, digest=b"a model", secret=b"of one tenant")
-    >>> client.put("a key", lambda: [b"some rows"])
+    >>> client = StoreClient({})
+    >>> client.put("a key", lambda stored: b"some rows")
     True
     >>> client.flush(timeout=10)
     True
-    >>> {key: bytes(value) for key, value in client.get_many(["a key", "another"], timeout=10).items()}
+    >>> client.get_many(["a key", "another"], timeout=10)
     {'a key': b'some rows'}
     >>> client.stats.hits, client.stats.misses
     (1, 1)
     """
 
-    def __init__(
-        self,
-        store: MutableMapping[str, bytes],
-        *,
-        digest: bytes,
-        secret: bytes | None = None,
-        most_bytes: int = INT64_MAX - values.HEADER_SIZE - 1,
-    ) -> None:
-        if not isinstance(secret, bytes | None):
-            raise TypeError(f"secret is a {type(secret).__name__}: bytes are needed, or None for values without a MAC")
-        if secret == b"":
-            raise ValueError("secret=b'': must not be empty; None stores values without a MAC")
-        self._tenant = Tenant(bytes(digest), secret, most_bytes)
-        self._looker = Tenant(bytes(digest), secret, most_bytes, only_keys=True)
+    def __init__(self, store: MutableMapping[str, bytes], *, most_bytes: int = INT64_MAX - 1) -> None:
+        self._tenant = Tenant(most_bytes)
+        self._looker = Tenant(most_bytes, only_keys=True)
         self._shared = _shared(store)
 
     def get_many(
         self, keys: Iterable[str], timeout: float, *, patience: float | None = None, stop_at_miss: bool = False
-    ) -> dict[str, memoryview]:
-        """Return the payloads that the store hands out for these keys within `timeout` seconds; others are misses.
+    ) -> dict[str, bytes]:
+        """Return the values that the store hands out for these keys within `timeout` seconds; others are misses.
 
         Keys are read in this order; later answers are dropped. With `stop_at_miss` a key is of no use without those
         before it: reading ends where one is missing, though the same call of the store may have brought more. The store
@@ -139,23 +123,29 @@ class StoreClient:
         found = self._shared.reader.get_many(self._looker, readable, timeout, timeout, True)
         return next((i for i, key in enumerate(keys) if key not in found), len(keys))
 
+    def refuse(self, key: str, reason: str) -> None:
+        """Count a value that was handed out as corrupt, and as a miss, and delete it."""
+        with self._shared.lock:
+            self._tenant.counts.update(hits=-1, misses=1, corrupt=1)
+        self._shared.refuse(self._tenant, key, reason)
+
     def put(
         self,
         key: str,
-        make_value: Callable[[], Iterable[Buffer] | None],
+        make_value: Callable[[bytes | None], bytes | None],
         written: Callable[[str], object] | None = None,
-        join: Callable[[bytes, memoryview], bytes | None] | None = None,
+        *,
+        joins: bool = False,
     ) -> bool:
         """Queue a value to be written, and return whether it was queued; never wait.
 
-        `make_value` returns the payload, in parts that are joined, or None if it is gone. It is called later, in the
-        thread that writes, unless the value is dropped before. `written`, which must not raise, is called with the key
-        once the store has it. `join` gets the payload and the stored payload, if the store has one. It returns the
-        payload to write, or None if the stored one already has everything. If the key waits to be deleted because it
-        was forgotten, it is read again once the value is stored.
+        `make_value` gets the value that the store has, if it `joins` them, or None. It returns the value to write, b""
+        if there is no need, or None if it is gone. It is called later, in the thread that writes, unless the value is
+        dropped before. `written`, which must not raise, is called with the key once the store has the value. If the key
+        waits to be deleted because it was forgotten, it is read again once the value is stored.
         """
         number = self._shared.doomed.number(key)
-        return self._shared.writer.add(Write(self._tenant, key, make_value, written, join, number))
+        return self._shared.writer.add(Write(self._tenant, key, make_value, written, joins, number))
 
     def delete(self, key: str) -> bool:
         """Queue the deletion of a key, after the writes that were queued before; return whether it was queued."""

@@ -14,7 +14,7 @@ from kvcache import _core
 from kvcache.arguments import INT64_MAX, check_path, integer
 from kvcache.errors import shown
 from kvcache.spelling import spelt
-from kvcache.stores.values import view_of
+from kvcache.stores.calls import view_of
 
 __all__ = ["DirectoryStore"]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvcache.living import Living
-from kvcache.stores import calls, values
+from kvcache.stores import calls
 from kvcache.stores.tenant import Tenant
 from kvcache.stores.worker import Worker, without_frames
 
@@ -37,7 +37,7 @@ class Read:
     answers: int  # of the store so far
     stop_at_miss: bool = False
     is_probe: bool = False
-    found: dict[str, memoryview] = field(default_factory=dict)
+    found: dict[str, bytes] = field(default_factory=dict)
     is_queued: bool = False
     is_done: bool = False  # nobody waits for more of it
     is_judged: bool = False  # whether it failed is known to the breaker
@@ -51,21 +51,22 @@ class Call:
     keys: list[str]
     begin: float
     end: float = 0.0
-    payloads: dict[str, memoryview] = field(default_factory=dict)
-    refused: list[tuple[str, str]] = field(default_factory=list)
+    values: dict[str, bytes] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
     failure: BaseException | None = None
 
     def run(self, store: MutableMapping[str, bytes]) -> None:
-        """Fetch and check the values; or find the first keys that are there."""
+        """Fetch the values; or find the first keys that are there."""
         tenant = self.read.tenant
         if tenant.only_keys:
-            self.payloads = dict.fromkeys(itertools.takewhile(partial(calls.has, store), self.keys), memoryview(b""))
+            self.values = dict.fromkeys(itertools.takewhile(partial(calls.has, store), self.keys), b"")
             return
         for key, value in calls.read_many(store, self.keys, tenant.most_to_read).items():
-            try:
-                self.payloads[key] = values.unpack(value, key, tenant.digest, tenant.secret)
-            except values.ValueRefusedError as error:
-                self.refused.append((key, str(error)))
+            found = calls.bytes_of(value)
+            if 0 < len(found) <= tenant.most_bytes:
+                self.values[key] = found
+            else:
+                self.refused.append(key)
 
 
 class Reader:
@@ -98,8 +99,8 @@ class Reader:
 
     def get_many(
         self, tenant: Tenant, keys: Iterable[str], timeout: float, patience: float, stop_at_miss: bool
-    ) -> dict[str, memoryview]:
-        """Return the payloads that the store hands out for these keys within `timeout` seconds."""
+    ) -> dict[str, bytes]:
+        """Return the values that the store hands out for these keys within `timeout` seconds."""
         wanted = {key: place for place, key in enumerate(dict.fromkeys(keys))}
         num_keys, warning = len(wanted), None
         with self.lock:
@@ -211,8 +212,8 @@ class Reader:
         call.end = time.monotonic()
         with self.lock:
             warning = self._land(call)
-        for key, reason in call.refused:
-            self._refuse(call.read.tenant, key, reason)
+        for key in call.refused:
+            self._refuse(call.read.tenant, key, "it is empty, longer than any value, or not bytes")
         self._warn(warning)
 
     def _take(self) -> Call | None:
@@ -245,7 +246,7 @@ class Reader:
         names = {key: tenant.name(key) for key in call.keys}
         self._flying.difference_update(names.values())
         if call.failure is None:
-            sizes = [payload.nbytes for payload in call.payloads.values()]
+            sizes = [len(value) for value in call.values.values()]
             self.answers, self._answered = self.answers + 1, call.end
             if sizes and not tenant.only_keys:
                 tenant.value_bytes = sum(sizes) // len(sizes)
@@ -261,7 +262,7 @@ class Reader:
                 if read.begin >= cut:  # it waits for another call
                     self._waiting.setdefault(name, {})[read] = None
                 else:
-                    self._answer(read, key, call.payloads.get(key))
+                    self._answer(read, key, call.values.get(key))
         for read in reads:
             if call.failure is not None or not read.wanted:
                 self._end(read)
@@ -270,11 +271,11 @@ class Reader:
                 self.worker.queue.append(read)
         return self._judge(call)
 
-    def _answer(self, read: Read, key: str, payload: memoryview | None) -> None:
+    def _answer(self, read: Read, key: str, value: bytes | None) -> None:
         """Take the answer to one of a read's keys. With `stop_at_miss`, keys behind a miss are no longer wanted."""
         place = read.wanted.pop(key)
-        if payload is not None:
-            read.found[key] = payload
+        if value is not None:
+            read.found[key] = value
         elif read.stop_at_miss:
             behind = [other for other, at in read.wanted.items() if at > place]
             self._forget(read, behind)

@@ -1,25 +1,17 @@
-"""`Tenant`: one user of a shared store, what its values are bound to, and its counts."""
+"""`Tenant`: one user of a shared store, and its counts."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvcache.stores import values
-
 __all__ = ["Tenant"]
 
 
 @dataclass(eq=False)
 class Tenant:
-    """What makes and checks a tenant's values, and the tenant's counts.
+    """A tenant, whose values have at most `most_bytes`. All other fields are used under the store's lock."""
 
-    `digest` stands for the model and the shape, `secret` is the key of the MAC, and no payload has more than
-    `most_bytes`. All other fields are used under the store's lock.
-    """
-
-    digest: bytes
-    secret: bytes | None
     most_bytes: int
     only_keys: bool = False  # it asks which keys there are, and reads no values
     counts: Counter[str] = field(default_factory=Counter)
@@ -33,8 +25,8 @@ class Tenant:
     @property
     def most_to_read(self) -> int:
         """The most bytes to read of a value.  A longer value is cut, and refused like any cut value."""
-        return values.HEADER_SIZE + self.most_bytes + 1
+        return self.most_bytes + 1
 
     def name(self, key: str) -> tuple[object, ...]:
-        """Return what a key and whatever makes its value right are together: equal names, one read."""
-        return self.digest, self.secret, self.most_bytes, self.only_keys, key
+        """Return what is to be read of a key: equal names, one read."""
+        return self.most_bytes, self.only_keys, key

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 from kvcache import errors
 from kvcache.arguments import check_path, to_float
 from kvcache.spelling import spelt
-from kvcache.stores.values import encode_key, view_of
+from kvcache.stores.calls import encode_key, view_of
 
 __all__ = ["ValkeyStore"]
 

@@ -7,15 +7,11 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from kvcache.stores import calls, values
+from kvcache.stores import calls
 from kvcache.stores.doomed import Doomed
 from kvcache.stores.tenant import Tenant
 from kvcache.stores.worker import Worker, without_frames
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 __all__ = ["Write", "Writer"]
 
@@ -30,9 +26,9 @@ class Write:
 
     tenant: Tenant
     key: str
-    make_value: Callable[[], Iterable[Buffer] | None] | None
+    make_value: Callable[[bytes | None], bytes | None] | None
     written: Callable[[str], object] | None = None  # called with the key once the store has done it
-    join: Callable[[bytes, memoryview], bytes | None] | None = None  # with the payload that is there
+    joins: bool = False  # the value with the one that is there
     forgetting: int = 0  # that found the key, if it is doomed: why it is deleted, or before the value was made
     is_counted: bool = True  # where it is dropped
     is_ended: bool = False  # it is done, failed or dropped
@@ -160,24 +156,21 @@ class Writer:
         for write in writes:
             if write.make_value is None:
                 return self._delete(write)
-            value = self._make_value(write, None)
-            stored = self._find_stored(write) if value is not None and write.join else None
-            if value is None and write.key not in self._doomed:  # else it was forgotten
-                gone.append(write.tenant)
-            elif value is None:
-                continue
-            elif stored is None or (value := self._make_value(write, stored)) is not None:
+            value = self._make_value(write, self._find_stored(write) if write.joins else None)
+            if value:
                 items[write.key], sources[write.key] = value, write
+            elif value is None and write.key not in self._doomed:  # else it was forgotten
+                gone.append(write.tenant)
         if items:
             calls.write_many(self.store, items)
         with self.lock:
             for tenant in gone:
                 tenant.counts["dropped"] += 1
             for key, value in items.items():
-                tenant, nbytes = sources[key].tenant, len(value) - values.HEADER_SIZE
-                tenant.value_bytes = nbytes
+                tenant = sources[key].tenant
+                tenant.value_bytes = len(value)
                 tenant.counts["written"] += 1
-                tenant.counts["bytes_written"] += nbytes
+                tenant.counts["bytes_written"] += len(value)
                 if (written := sources[key].written) is not None:
                     written(key)
         for key, write in sources.items():
@@ -195,28 +188,21 @@ class Writer:
             self._settle(write.key, write.forgetting)
         return True
 
-    def _find_stored(self, write: Write) -> memoryview | None:
-        """Return the payload in the store; None if it is missing, damaged, or about to be deleted."""
+    def _find_stored(self, write: Write) -> bytes | None:
+        """Return the value in the store; None if it is missing, or about to be deleted."""
         if write.key in self._doomed:
             return None
-        found = calls.read_many(self.store, [write.key], None).get(write.key)
-        try:
-            return None if found is None else values.unpack(found, write.key, write.tenant.digest, write.tenant.secret)
-        except values.ValueRefusedError:
-            return None
+        found = calls.read_many(self.store, [write.key], write.tenant.most_to_read)
+        return calls.bytes_of(found.get(write.key)) or None
 
-    def _make_value(self, write: Write, stored: memoryview | None) -> bytes | None:
-        """Return the value to store, joined with the payload that is there; None: there is nothing to store.
+    def _make_value(self, write: Write, stored: bytes | None) -> bytes | None:
+        """Return the value to store. It is b"" if the store has all of it, and None if it is gone or cannot be made.
 
         A mistake of the caller's is not the store's failure.
         """
         assert write.make_value is not None
         try:
-            parts = write.make_value()
-            if parts is not None and stored is not None and write.join is not None:
-                joined = write.join(b"".join(parts), stored)
-                parts = None if joined is None else [joined]
-            return None if parts is None else values.pack(write.key, write.tenant.digest, parts, write.tenant.secret)
+            return write.make_value(stored)
         except BaseException:  # as above
             with contextlib.suppress(BaseException):  # of a handler
                 logger.exception("the value for %r could not be made, and is not stored", write.key)

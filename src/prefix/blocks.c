@@ -191,14 +191,14 @@ static kvc_status read_rows(kvc_cache *cache, int64_t id, int32_t begin, int32_t
     return KVC_OK;
 }
 
-static kvc_node *find_node(const kvc_cache *cache, int64_t id) {
+kvc_node *kvc_node_of(const kvc_cache *cache, int64_t id) {
     const kvc_sequence *hidden = kvc_table_find_hidden(&cache->sequences, id);
     return hidden ? (kvc_node *)(void *)hidden->follower : NULL;
 }
 
 /* Writes the last state within a block behind its rows, where there is one and it has room. */
 static void read_state(kvc_cache *cache, int64_t id, uint8_t *payload, int64_t max_bytes, int64_t *size) {
-    const kvc_node *node = find_node(cache, id);
+    const kvc_node *node = kvc_node_of(cache, id);
     const kvc_node *last = node && node->parent ? kvc_node_with_state(node->parent, &node->tokens) : NULL;
     if (!last || max_bytes - *size < POSITION_BYTES + last->checkpoint->num_bytes) return;
     kvc_put_integer(payload + *size, POSITION_BYTES, (uint64_t)last->end);
@@ -215,7 +215,7 @@ kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t m
                         (long long)max_bytes, (long long)kvc_payload_bytes(cache));
     *size = 0;
     kvc_lock(cache);
-    const kvc_node *node = find_node(cache, id);
+    const kvc_node *node = kvc_node_of(cache, id);
     if (!node) return kvc_unlock(cache, KVC_OK);
     const kvc_sequence *hidden = node->rows;
     const int32_t begin = node->begin, end = node->end;

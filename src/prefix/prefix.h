@@ -59,6 +59,9 @@ kvc_node *kvc_prefix_next_new(kvc_cache *cache);
 /* Returns kvc_payload_bytes, with the mutex held. */
 int64_t kvc_most_payload_bytes(const kvc_cache *cache);
 
+/* Returns the node that has the rows of a kvc_new_block, NULL if it was dropped; with the mutex held. */
+kvc_node *kvc_node_of(const kvc_cache *cache, int64_t id);
+
 /* A block that is to be added from its payload. */
 typedef struct kvc_added {
     const kvc_tokens *tokens; /* of the prompt */

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/structs.h"
+#include "prefix/match.h"
 #include "prefix/prefix.h"
 
 /* Reads the caller's store. */
@@ -71,20 +72,24 @@ static int may_lack(const kvc_cache *cache) {
     return 0;
 }
 
+/* Takes memory for a block, and describes it, with the mutex held. */
+static kvc_status describe(kvc_carrier *c, const kvc_node *node, departure *d) {
+    KVC_TRY(take_memory(c, may_lack(c->cache) ? 3 : 1));
+    d->id = node->rows->id;
+    d->owner = node->tree->prefix->owner;
+    d->may_have_state = node->tree->prefix->state_bytes > 0;
+    d->num_forgets = c->cache->num_forgets;
+    memcpy(d->name, node->name, sizeof d->name);
+    return KVC_OK;
+}
+
 /* Takes the next new block; *is_there is 0 if no new block is left. */
 static kvc_status take_block(kvc_carrier *c, departure *d, int *is_there) {
     kvc_lock(c->cache);
     kvc_node *node = kvc_prefix_next_new(c->cache);
     *is_there = node != NULL;
-    const kvc_status status = node ? take_memory(c, may_lack(c->cache) ? 3 : 1) : KVC_OK;
-    if (node && status == KVC_OK) {
-        d->id = node->rows->id;
-        d->owner = node->tree->prefix->owner;
-        d->may_have_state = node->tree->prefix->state_bytes > 0;
-        d->num_forgets = c->cache->num_forgets;
-        memcpy(d->name, node->name, sizeof d->name);
-        kvc_node_take_out(node);
-    }
+    const kvc_status status = node ? describe(c, node, d) : KVC_OK;
+    if (node && status == KVC_OK) kvc_node_take_out(node);
     return kvc_unlock(c->cache, status);
 }
 
@@ -129,18 +134,36 @@ static int is_forgotten(const kvc_carrier *c, const departure *d) {
     return is_forgotten;
 }
 
-static kvc_status write_block(kvc_carrier *c, const departure *d, int64_t *num_written) {
+/* Writes a block, unless the store has all of it; *size is 0 if it was dropped meanwhile. */
+static kvc_status write_block(kvc_carrier *c, const departure *d, int64_t *size, int64_t *num_written) {
     uint8_t *value;
-    int64_t size;
-    KVC_TRY(kvc_read_block(c->cache, d->id, c->value + KVC_VALUE_HEADER, c->max_bytes - KVC_VALUE_HEADER, &size));
-    if (!size) return KVC_OK; /* it was dropped meanwhile */
-    KVC_TRY(join_stored(c, d, &value, &size));
+    KVC_TRY(kvc_read_block(c->cache, d->id, c->value + KVC_VALUE_HEADER, c->max_bytes - KVC_VALUE_HEADER, size));
+    if (!*size) return KVC_OK;
+    KVC_TRY(join_stored(c, d, &value, size));
     if (!value) return KVC_OK;
-    if (is_forgotten(c, d)) return KVC_OK;
-    kvc_value_pack(value, size, d->name, &d->owner, c->crc);
-    const kvc_status status = c->store.write(c->store.user, d->name, value, KVC_VALUE_HEADER + size);
+    kvc_value_pack(value, *size, d->name, &d->owner, c->crc);
+    if (is_forgotten(c, d)) {
+        *size = 0;
+        return KVC_OK;
+    }
+    const kvc_status status = c->store.write(c->store.user, d->name, value, KVC_VALUE_HEADER + *size);
     if (c->store.remove && is_forgotten(c, d)) return c->store.remove(c->store.user, d->name);
     *num_written += status == KVC_OK;
+    return status;
+}
+
+kvc_status kvc_store_block(kvc_cache *cache, int64_t id, const kvc_store *store, int64_t *size) {
+    kvc_carrier c;
+    departure d;
+    int64_t num_written = 0;
+    if (!size) return kvc_fail(KVC_ERR_INVALID, "size is NULL");
+    *size = 0;
+    KVC_TRY(carrier_init(&c, cache, store));
+    kvc_lock(cache);
+    const kvc_node *node = kvc_node_of(cache, id);
+    kvc_status status = kvc_unlock(cache, node ? describe(&c, node, &d) : KVC_OK);
+    if (node && status == KVC_OK) status = write_block(&c, &d, size, &num_written);
+    carrier_destroy(&c);
     return status;
 }
 
@@ -148,13 +171,14 @@ kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_
     kvc_carrier c;
     departure d;
     int is_there = 0;
+    int64_t size;
     if (!num_written) return kvc_fail(KVC_ERR_INVALID, "num_written is NULL");
     *num_written = 0;
     KVC_TRY(carrier_init(&c, cache, store));
     kvc_status status;
     do {
         status = take_block(&c, &d, &is_there);
-        if (status == KVC_OK && is_there) status = write_block(&c, &d, num_written);
+        if (status == KVC_OK && is_there) status = write_block(&c, &d, &size, num_written);
     } while (status == KVC_OK && is_there);
     carrier_destroy(&c);
     return status;
@@ -162,12 +186,34 @@ kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_
 
 /* ---- in ---------------------------------------------------------------------------------------------------------- */
 
-/* Reads a block, and adds it.  *is_kept is 0 if the store lacks it, there is no room, or a prompt was forgotten
- * meanwhile.  *is_new is 0 if the block brings nothing. */
-static kvc_status fetch_block(kvc_carrier *c, kvc_prefix *prefix, kvc_added *added, const uint8_t *name,
+/* The full blocks of a prompt that are to be fetched. */
+typedef struct missing {
+    int32_t first, num_kept; /* number of the first one, and how many of the prompt's first blocks have rows */
+    int64_t num;
+    uint8_t name[KVC_NAME_BYTES]; /* of the block before, then of the block itself */
+} missing;
+
+static kvc_status find_missing(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens, missing *blocks) {
+    const int32_t size = prefix->cache->pools[0].block_size;
+    kvc_match m;
+    kvc_prefix_lock(prefix);
+    const kvc_status status = kvc_match_find(prefix, tokens, num_tokens, &m);
+    if (status != KVC_OK) return kvc_unlock(prefix->cache, status);
+    kvc_match_touch(&m);
+    *blocks = (missing){m.known / size, m.with_rows / size, num_tokens / size - m.known / size, {0}};
+    memcpy(blocks->name, kvc_match_path(&m, m.known)->name, sizeof blocks->name);
+    kvc_match_free(prefix->cache, &m);
+    return kvc_unlock(prefix->cache, KVC_OK);
+}
+
+/* Reads the next block, and adds it.  *is_kept is 0 if the store lacks a block without rows, there is no room, or a
+ * prompt was forgotten meanwhile.  *is_new is 0 if the block brings nothing. */
+static kvc_status fetch_block(kvc_carrier *c, kvc_prefix *prefix, kvc_added *added, const missing *blocks,
                               int32_t *is_kept, int32_t *is_new) {
+    const uint8_t *name = blocks->name;
     int64_t size = 0;
-    *is_kept = *is_new = 0;
+    *is_kept = added->block < blocks->num_kept;
+    *is_new = 0;
     KVC_TRY(c->store.read(c->store.user, name, c->value, c->max_bytes, &size));
     if (!size) return KVC_OK;
     if (size > c->max_bytes)
@@ -183,19 +229,17 @@ static kvc_status fetch_block(kvc_carrier *c, kvc_prefix *prefix, kvc_added *add
 static kvc_status fetch_all(kvc_carrier *c, kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens,
                             int32_t *fetched) {
     const int32_t size = c->cache->pools[0].block_size;
-    uint8_t name[KVC_NAME_BYTES];
     int32_t is_kept = 1, is_new;
-    int64_t num;
+    missing blocks;
     kvc_added added = {.tokens = tokens, .forgot = kvc_prefix_forgot(prefix)};
-    KVC_TRY(kvc_prefix_missing(prefix, tokens, num_tokens, name, 1, &added.block, &num));
-    if (!num) return KVC_OK;
+    KVC_TRY(find_missing(prefix, tokens, num_tokens, &blocks));
+    if (blocks.num <= 0) return KVC_OK;
     kvc_lock(c->cache);
     KVC_TRY(kvc_unlock(c->cache, take_memory(c, 1)));
-    for (; is_kept && num; num--) {
-        KVC_TRY(fetch_block(c, prefix, &added, name, &is_kept, &is_new));
+    for (added.block = blocks.first; is_kept && blocks.num; blocks.num--, added.block++) {
+        kvc_name_blocks(prefix->salt, blocks.name, tokens, (int64_t)added.block * size, size, 1, blocks.name);
+        KVC_TRY(fetch_block(c, prefix, &added, &blocks, &is_kept, &is_new));
         if (is_new) *fetched += size;
-        added.block++;
-        if (num > 1) kvc_name_blocks(prefix->salt, name, tokens, (int64_t)added.block * size, size, 1, name);
     }
     return KVC_OK;
 }

@@ -125,6 +125,17 @@ void kvc_value_pack(uint8_t *value, int64_t size, const uint8_t *name, const kvc
     sum_up(value + FIELDS, value, size, owner, crc);
 }
 
+/* Returns what it says of a value that a byte of its header differs. */
+static const char *what_differs(int byte) {
+    return byte < 16   ? "it does not begin as a value does"
+           : byte < 18 ? "it is of another version"
+           : byte < 20 ? "it was stored with a secret, or this one without"
+           : byte < 24 ? "its header is damaged"
+           : byte < 32 ? "its length is not what its header says"
+           : byte < 64 ? "it was stored under another name"
+                       : "it is of another model or shape";
+}
+
 kvc_status kvc_value_check(const uint8_t *value, int64_t size, const uint8_t *name, const kvc_value_owner *owner,
                            const kvc_crc *crc) {
     uint8_t expected[KVC_VALUE_HEADER];
@@ -133,8 +144,8 @@ kvc_status kvc_value_check(const uint8_t *value, int64_t size, const uint8_t *na
     write_fields(expected, size - KVC_VALUE_HEADER, name, owner);
     for (int i = 0; i < FIELDS; i++)
         if (value[i] != expected[i])
-            return kvc_fail(KVC_ERR_FORMAT, "the value is not what was stored: byte %d of its header is %d, not %d", i,
-                            value[i], expected[i]);
+            return kvc_fail(KVC_ERR_FORMAT, "the value is not what was stored: byte %d is %d, not %d: %s", i, value[i],
+                            expected[i], what_differs(i));
     sum_up(expected + FIELDS, value, size - KVC_VALUE_HEADER, owner, crc);
     for (int i = FIELDS; i < KVC_VALUE_HEADER; i++) difference |= value[i] ^ expected[i]; /* in the same time always */
     return difference ? kvc_fail(KVC_ERR_FORMAT, "the value is not what was stored: its checksum differs") : KVC_OK;

@@ -1,6 +1,19 @@
 /* value.h: wraps what is put into a store, so that whatever comes back is what was stored under that name, or refused.
  *
- * A value is a header of KVC_VALUE_HEADER bytes and the payload; kvcache/stores/values.py says what stands where. */
+ * A value is a header of KVC_VALUE_HEADER bytes and the payload.  Integers are little-endian:
+ *
+ *   offset  bytes
+ *     0      16    "kvcache value\r\n\x1a"
+ *    16       2    version of this format, 1
+ *    18       2    kind of checksum: 0 is CRC-32, 1 a MAC
+ *    20       4    bytes of the header, 128
+ *    24       8    bytes of the payload
+ *    32      32    BLAKE2b, for "kvcache key", of the name in hexadecimal digits
+ *    64      32    BLAKE2b, for "kvcache digest", of BLAKE2b of the identity: the model, the shape and the types
+ *    96      32    checksum of the 96 bytes above and the payload; a CRC-32 is followed by 28 zeros
+ *
+ * The MAC is BLAKE2b, for "kvcache value", whose key is BLAKE2b of the secret.  CRC-32 finds accidents: every burst of
+ * up to 32 bits, and all but one in 4 billion of other changes.  It takes a sixth of the time of the MAC. */
 #ifndef KVC_VALUE_H
 #define KVC_VALUE_H
 

@@ -163,11 +163,11 @@ def test_a_wait_that_is_interrupted_ends_with_its_lock_held():
 
 def test_flush_ends_behind_a_write_that_was_interrupted():
     def make():
-        client = StoreClient({}, digest=b"a model")
-        return client, lambda: client.put("key", lambda: [b"rows"])
+        client = StoreClient({})
+        return client, lambda: client.put("key", lambda stored: b"rows")
 
     def check(client):
-        assert client.put("other", lambda: [b"rows"])
+        assert client.put("other", lambda stored: b"rows")
         assert client.flush(10)
 
     assert interrupt_everywhere(make, check)

@@ -1,5 +1,6 @@
 """Blocks in a store: the next process finds them; whatever the store does, answers are right."""
 
+import itertools
 import json
 import math
 import threading
@@ -9,14 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support import servers
+from support import servers, values
 from support.prefixes import BLOCK, check_rows, feed, make_cache, serve
 
 import kvcache
 from kvcache import stores
-from kvcache.prefix.keys import arrays_of
-from kvcache.prefix.watch import payload_of
-from kvcache.stores import values
+from kvcache.prefix.watch import value_of
 
 PROMPT = list(range(100))
 
@@ -130,13 +129,13 @@ def test_values_that_lie(secret):
     """A value that was altered, cut, replayed under another key or made by somebody else is a miss, and deleted."""
     store = {}
     fill(store, secret=secret)
-    keys = list(store)
+    keys, digest = list(store), values.digest_of(make(store)[1])
     good, second = store[keys[0]], store[keys[1]]
-    forged = values.pack(keys[0], b"whatever", [bytes(good[values.HEADER_SIZE :])], secret)
+    forged = values.pack(keys[0], bytes(32), good[values.HEADER_SIZE :], secret)
     bad = [b"", good[:-1], good + b"\0", good[:60], second, forged]
     bad += [bytes([*good[:i], good[i] ^ 1, *good[i + 1 :]]) for i in range(0, len(good), 97)]
-    if secret:
-        bad.append(unsigned(store, keys[0]))
+    assert values.pack(keys[0], digest, good[values.HEADER_SIZE :], secret) == good
+    bad += [values.pack(keys[0], digest, good[values.HEADER_SIZE :], other) for other in {None, b"other"} - {secret}]
     for value in bad:
         store[keys[0]] = value
         cache, prefix = make(store, secret=secret)
@@ -149,23 +148,17 @@ def test_values_that_lie(secret):
         assert store[keys[0]] == good
 
 
-def unsigned(store, key):
-    """Return a right value of the same rows, without the secret."""
-    other = {}
-    fill(other)
-    return other[key]
-
-
 def test_payloads_of_another_shape():
     """A value that is signed, and yet no rows of this cache, is a miss."""
     store = {}
     fill(store)
     key = next(iter(store))
     cache, prefix = make(store)
-    digest = prefix._client._tenant.digest
     for payload in (b"", b"\0\0", b"\1", b"\1\1" + bytes(7), b"\1\1" + bytes(10000), b"\2\3\4" + bytes(512)):
-        store[key] = values.pack(key, digest, [payload])
+        store[key] = values.pack(key, values.digest_of(prefix), payload)
         assert prefix.acquire(PROMPT)[1] == 0
+        assert prefix.flush(10)
+        assert key not in store
         cache.validate()
     assert cache.stats()["retained"] == 0
 
@@ -185,13 +178,14 @@ def test_a_value_without_some_layers_of_a_group(second):
     assert prefix.close()
     cache, prefix = make()
     key, size = next(iter(store)), 2 * BLOCK * 8
+    del store[list(store)[1]]
     for flags, is_taken in {"101": False, "011": False, "100": False, "001": True, "110": True, "111": True}.items():
         payload = bytes(map(int, flags)) + bytes(flags.count("1") * size)
-        assert prefix._prefix.add(*arrays_of(PROMPT), 0, memoryview(payload)) == is_taken, flags
+        store[key] = values.pack(key, values.digest_of(prefix), payload)
+        cache.clear(prefix.acquire(PROMPT)[0])
         assert cache.stats()["retained"] == is_taken, flags
+        assert prefix.flush(10)
         prefix.clear()
-    store[key] = values.pack(key, prefix._client._tenant.digest, [b"\1\0\1" + bytes(2 * size)])
-    assert prefix.acquire(PROMPT)[1] == 0
     cache.validate()
 
 
@@ -306,6 +300,14 @@ def test_a_mapping_by_its_methods():
     assert make(store)[1].acquire(PROMPT)[1] == 96
 
 
+def test_an_empty_secret_is_refused():
+    with pytest.raises(ValueError, match="secret=b'': must not be empty"):
+        make({}, secret=b"")
+    for secret in (5, "text"):
+        with pytest.raises(TypeError, match=f"secret is a {type(secret).__name__}: bytes are needed"):
+            make({}, secret=secret)
+
+
 @pytest.mark.parametrize(
     "wrong", ["dir:prefixes", b"dir:prefixes", [], object(), dict, ("a", "b"), 5, {"a"}, bytearray()]
 )
@@ -348,10 +350,11 @@ def test_a_cache_that_is_closed_before_a_block_is_read():
     cache, prefix = make({})
     serve(prefix, cache, PROMPT[:BLOCK])
     assert prefix.flush(20)  # its own reading would keep the cache from being closed
-    assert payload_of(cache._core, 0, prefix) is not None
-    assert payload_of(cache._core, 7, prefix) is None  # there is no such block
+    (name,) = prefix.names(PROMPT[:BLOCK])
+    assert value_of(cache._core, 0, name, prefix, None)
+    assert value_of(cache._core, 7, name, prefix, None) is None  # there is no such block
     cache.close()
-    assert payload_of(cache._core, 0, prefix) is None
+    assert value_of(cache._core, 0, name, prefix, None) is None
 
 
 def test_after_close():
@@ -388,24 +391,35 @@ def test_fetching_while_a_batch_is_open():
         batch.abort()
 
 
+def before_each_fetch(prefix, call):
+    """Call a function, with the number of the call, before blocks that were read are added."""
+    core, numbers = prefix._prefix, itertools.count()
+
+    class Calling:
+        lookup, names = core.lookup, core.names
+
+        def fetch(self, *arguments):
+            call(next(numbers))
+            return core.fetch(*arguments)
+
+    prefix._fetching._prefix = Calling()
+
+
 @pytest.fixture
-def fetching():
-    """A cache and its prefix cache, which in another thread copies the second block from a store, and waits there."""
+def fetching(monkeypatch):
+    """A cache and its prefix cache, which in another thread has read the second block from a store, and waits there."""
     store = {}
     fill(store)
     cache, prefix = make(store)
-    core, begun, goes_on, found = prefix._prefix, threading.Event(), threading.Event(), []
+    begun, goes_on, found = threading.Event(), threading.Event(), []
 
-    class Waiting:
-        missing = core.missing
+    def wait(number):
+        if number == 1:
+            begun.set()
+            assert goes_on.wait(20)
 
-        def add(self, ids, digests, block, payload):
-            if block == 1:
-                begun.set()
-                assert goes_on.wait(20)
-            return core.add(ids, digests, block, payload)
-
-    prefix._fetching._prefix = Waiting()
+    monkeypatch.setattr("kvcache.prefix.fetching.FETCH_BYTES", 1)
+    before_each_fetch(prefix, wait)
     thread = threading.Thread(target=lambda: found.append(prefix.acquire(PROMPT)))
     thread.start()
     assert begun.wait(20)
@@ -443,21 +457,17 @@ def test_blocks_that_are_dropped_while_they_are_fetched(fetching, call):
     assert cache.stats()["retained"] == 0
 
 
-def test_an_error_while_blocks_are_fetched_leaves_nothing_behind():
+def test_an_error_while_blocks_are_fetched_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setattr("kvcache.prefix.fetching.FETCH_BYTES", 1)
     store = {}
     fill(store)
     cache, prefix = make(store)
-    core = prefix._prefix
 
-    class Interrupting:
-        missing = core.missing
+    def interrupt(number):
+        if number == 2:
+            raise KeyboardInterrupt
 
-        def add(self, ids, digests, block, payload):
-            if block == 2:
-                raise KeyboardInterrupt
-            return core.add(ids, digests, block, payload)
-
-    prefix._fetching._prefix = Interrupting()
+    before_each_fetch(prefix, interrupt)
     with pytest.raises(KeyboardInterrupt):
         prefix.acquire(PROMPT)
     assert cache.stats()["live_slots"] == 2 * BLOCK
@@ -484,6 +494,29 @@ def test_long_prompts_are_fetched_in_parts(monkeypatch):
     assert prefix.acquire(PROMPT)[1] == 0
     assert len(calls) == 7
     cache.validate()
+
+
+def test_parts_without_a_state_are_gone_through(monkeypatch):
+    """A prompt of several parts, whose last one has the state from which it resumes."""
+    monkeypatch.setattr("kvcache.prefix.fetching.FETCH_BYTES", 1)
+    store = {}
+
+    def make():
+        cache = make_cache()
+        return cache, kvcache.PrefixCache(cache, fingerprint="a model", store=store, timeout=10, state_bytes=4)
+
+    cache, prefix = make()
+    seq_id, _ = prefix.acquire(PROMPT)
+    feed(cache, seq_id, PROMPT, 0, 90)
+    prefix.checkpoint(seq_id, PROMPT[:90], b"1234")
+    feed(cache, seq_id, PROMPT, 90, 100)
+    prefix.release(seq_id, PROMPT)
+    assert prefix.close()
+    cache, prefix = make()
+    seq_id, matched = prefix.acquire(PROMPT)
+    assert (matched, prefix.state(seq_id)) == (90, b"1234")
+    check_rows(cache, seq_id, PROMPT, 90)
+    assert prefix.stats.store.misses == 0
 
 
 class Counting(dict):
@@ -517,24 +550,12 @@ def test_many_requests_for_one_prompt_read_and_copy_it_once():
     fill(filled)
     store = Counting(filled)
     cache, prefix = make(store)
-    core, copied = prefix._prefix, []
-
-    class Slow:
-        missing = core.missing
-
-        def add(self, ids, digests, block, payload):
-            before = cache.stats()["live_slots"]
-            time.sleep(0.02)
-            is_known = core.add(ids, digests, block, payload)
-            if cache.stats()["live_slots"] != before:
-                copied.append(block * BLOCK)
-            return is_known
-
-    prefix._fetching._prefix = Slow()
+    fetches = []
+    before_each_fetch(prefix, lambda number: fetches.append(number) or time.sleep(0.05))
     prompts = [[*PROMPT, -i] for i in range(16)]
     assert acquire_at_once([prefix] * 16, prompts, store) == [96] * 16
     assert sorted(store.reads) == sorted(filled)
-    assert sorted(copied) == list(range(0, 96, BLOCK))
+    assert fetches == [0]
     assert cache.stats()["live_slots"] == 96
     cache.validate()
 
@@ -561,7 +582,7 @@ def test_prefix_caches_of_one_model_read_once():
     assert acquire_at_once(prefixes, [PROMPT] * 2, store) == [96] * 2
     assert len(store.reads) == 6
     assert [prefix.stats.store.hits for prefix in prefixes] == [6, 6]
-    assert sum(prefix.stats.store.bytes_read for prefix in prefixes) == sum(map(len, filled.values())) - 6 * 128
+    assert sum(prefix.stats.store.bytes_read for prefix in prefixes) == sum(map(len, filled.values()))
 
 
 def test_tenants_share_a_store_and_nothing_else():

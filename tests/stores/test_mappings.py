@@ -159,17 +159,17 @@ def test_through_the_guard(store, steps):
     """A value, or None for a deletion."""
     for key in list(store):
         del store[key]
-    client = StoreClient(store, digest=b"digest", secret=b"secret")
+    client = StoreClient(store)
     model = {}
     for key, value in steps:
         if value is None:
             client.delete(key)
             model.pop(key, None)
         else:
-            assert client.put(key, lambda value=value: [value])
+            assert client.put(key, lambda stored, value=value: value)
             model[key] = value
     assert client.close(LONG)
-    client = StoreClient(store, digest=b"digest", secret=b"secret")
+    client = StoreClient(store)
     assert client.get_many([key for key, _ in steps] + ["ff" * 16], LONG) == model
     stats = client.stats
     assert (stats.errors, stats.corrupt, stats.timeouts) == (0, 0, 0)

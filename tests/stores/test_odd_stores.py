@@ -7,15 +7,10 @@ import time
 import pytest
 from support.faulty_stores import Bulk, Faulty, raising
 
-from kvcache.stores import DirectoryStore, reader, values
+from kvcache.stores import DirectoryStore, reader
 from kvcache.stores.client import StoreClient
 
-DIGEST = b"digest"
 LONG = 30
-
-
-def packed(key):
-    return values.pack(key, DIGEST, [b"rows"])
 
 
 @pytest.fixture
@@ -39,12 +34,12 @@ class Attributes(Faulty):
 
 @pytest.mark.parametrize("error", [OSError("not connected"), KeyboardInterrupt(), SystemExit(1), MemoryError()])
 def test_looking_for_a_method_raises(ended, monkeypatch, error):
-    store = Attributes(items={"a": packed("a")})
-    client = StoreClient(store, digest=DIGEST)
+    store = Attributes(items={"a": b"rows"})
+    client = StoreClient(store)
     monkeypatch.setattr(Attributes, "error", error)
     begin = time.monotonic()
     assert client.get_many("a", LONG) == {}
-    assert client.put("b", lambda: [b"rows"])
+    assert client.put("b", lambda stored: b"rows")
     assert client.flush(LONG)
     assert time.monotonic() - begin < LONG / 2, "nobody was told"
     assert (client.stats.errors, client.stats.dropped, client.stats.misses) == (2, 1, 1)
@@ -68,15 +63,15 @@ class Shy(DirectoryStore):
 
 
 def test_what_cannot_be_printed(ended, caplog, tmp_path):
-    client = StoreClient(Faulty(raising(Unprintable())), digest=DIGEST)
+    client = StoreClient(Faulty(raising(Unprintable())))
     for _ in range(2):
         assert client.get_many("a", LONG) == {}
-        assert client.put("a", lambda: [b"rows"])
+        assert client.put("a", lambda stored: b"rows")
         assert client.flush(LONG)
     assert client.stats.errors == 4
     assert "the store Faulty fails: Unprintable" in caplog.text
     store = Shy(tmp_path / "folder")
-    client = StoreClient(store, digest=DIGEST)
+    client = StoreClient(store)
     store.path.rename(tmp_path / "other")
     assert client.get_many([64 * "a"], LONG) == {}
     assert "the store Shy fails: OSError" in caplog.text
@@ -91,11 +86,11 @@ def test_a_handler_of_warnings_that_raises(ended):
     logger, handler = logging.getLogger("kvcache"), Handler()
     logger.addHandler(handler)
     try:
-        client = StoreClient(Faulty(raising(OSError("gone"))), digest=DIGEST)
+        client = StoreClient(Faulty(raising(OSError("gone"))))
         assert client.get_many("a", LONG) == {}
-        client = StoreClient({"a": b"", "b": b""}, digest=DIGEST)
+        client = StoreClient({"a": b"", "b": b""})
         assert client.get_many("ab", LONG) == {}
-        assert client.put("c", lambda: 1 / 0)
+        assert client.put("c", lambda stored: 1 / 0)
         assert client.flush(LONG)
     finally:
         logger.removeHandler(handler)
@@ -142,8 +137,8 @@ class Nothing:
 @pytest.mark.parametrize("kind", [Liar, Array, Nothing])
 def test_odd_values_are_refused(ended, kind):
     """And the others of the same call are taken."""
-    store = Bulk(items={"a": kind(), "b": packed("b")})
-    client = StoreClient(store, digest=DIGEST)
+    store = Bulk(items={"a": kind(), "b": b"rows"})
+    client = StoreClient(store)
     assert client.get_many("ab", LONG) == {"b": b"rows"}
     assert client.flush(LONG)
     assert (client.stats.corrupt, client.stats.errors) == (1, 0)
@@ -153,7 +148,7 @@ def test_odd_values_are_refused(ended, kind):
 
 @pytest.mark.parametrize("kind", [Liar, Array])
 def test_odd_values_of_the_right_bytes_are_taken(kind):
-    client = StoreClient({"a": kind(packed("a"))}, digest=DIGEST)
+    client = StoreClient({"a": kind(b"rows")})
     assert client.get_many("a", LONG) == {"a": b"rows"}
 
 
@@ -168,9 +163,9 @@ def test_a_store_that_changes_what_it_is_given(ended):
             while items:
                 self.items_.update([items.popitem()])
 
-    client = StoreClient(Greedy(), digest=DIGEST)
+    client = StoreClient(Greedy())
     for key in "abc":
-        assert client.put(key, lambda: [b"rows"])
+        assert client.put(key, lambda stored: b"rows")
     assert client.flush(LONG)
     assert client.stats.written == 3
     assert len(client.get_many("abcd", LONG)) == 3
@@ -180,7 +175,7 @@ def test_a_store_that_changes_what_it_is_given(ended):
 
 def test_a_mistake_of_our_own_ends_no_thread(ended, monkeypatch, caplog):
     """Nor memory that is short in the middle of the client's own books."""
-    client = StoreClient({"a": packed("a")}, digest=DIGEST)
+    client = StoreClient({"a": b"rows"})
     with monkeypatch.context() as patch:
         patch.setattr(reader.Reader, "_take", lambda self: 1 // 0)
         assert client.get_many("a", 0.2, patience=LONG) == {}

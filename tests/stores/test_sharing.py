@@ -12,16 +12,11 @@ from support.faulty_stores import Blocking, Bulk, Faulty, raising
 from support.prefixes import make_cache
 
 import kvcache
-from kvcache.stores import calls, reader, values, worker
+from kvcache.stores import calls, reader, worker
 from kvcache.stores import client as module
 from kvcache.stores.client import StoreClient
 
-DIGEST = b"digest"
 LONG = 30
-
-
-def packed(key, **options):
-    return values.pack(key, DIGEST, [b"rows"], **options)
 
 
 def until(condition):
@@ -58,8 +53,8 @@ class Gate(SingleGate, Bulk):
 @pytest.mark.parametrize("kind", [Gate, SingleGate])
 @pytest.mark.parametrize("stop_at_miss", [False, True])
 def test_a_key_that_many_want_at_once_is_read_once(kind, stop_at_miss):
-    store = kind({key: packed(key) for key in "abc"})
-    client = StoreClient(store, digest=DIGEST)
+    store = kind(dict.fromkeys("abc", b"rows"))
+    client = StoreClient(store)
     with ThreadPoolExecutor(16) as pool:
         found = [pool.submit(client.get_many, "abcx", LONG, stop_at_miss=stop_at_miss) for _ in range(16)]
         until(lambda: len(reads_of(client)) == 16)
@@ -72,8 +67,8 @@ def test_a_key_that_many_want_at_once_is_read_once(kind, stop_at_miss):
 
 def test_reads_that_have_some_keys_in_common():
     """Each key is read once, and each read gets its own."""
-    store = SingleGate({str(i): packed(str(i)) for i in range(20)})
-    client = StoreClient(store, digest=DIGEST)
+    store = SingleGate({str(i): b"rows" for i in range(20)})
+    client = StoreClient(store)
     with ThreadPoolExecutor(8) as pool:
         wanted = [[str(i) for i in range(first, first + 8)] for first in (0, 3, 6, 12, 0, 13)]
         found = [pool.submit(client.get_many, keys, LONG, stop_at_miss=True) for keys in wanted]
@@ -86,10 +81,10 @@ def test_reads_that_have_some_keys_in_common():
 
 
 def test_one_request_does_not_wait_for_another():
-    store = Blocking(items={key: packed(key) for key in "ab"})
+    store = Blocking(items=dict.fromkeys("ab", b"rows"))
     block = store.block
     store.fault = lambda verb, key: block(verb, key) if key == "a" else None
-    client = StoreClient(store, digest=DIGEST)
+    client = StoreClient(store)
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(client.get_many, "a", LONG)
         assert store.entered.wait(LONG)
@@ -101,8 +96,8 @@ def test_one_request_does_not_wait_for_another():
 def test_long_requests_take_turns(monkeypatch):
     """A short one does not wait until long ones have all their keys."""
     monkeypatch.setattr(reader, "NUM_THREADS", 1)
-    store = SingleGate({f"{i}": packed(f"{i}") for i in range(100)})
-    client = StoreClient(store, digest=DIGEST)
+    store = SingleGate({f"{i}": b"rows" for i in range(100)})
+    client = StoreClient(store)
     with ThreadPoolExecutor(2) as pool:
         long = pool.submit(client.get_many, [f"{i}" for i in range(99)], LONG)
         until(lambda: store.calls)
@@ -116,8 +111,8 @@ def test_long_requests_take_turns(monkeypatch):
 
 
 def test_a_caller_that_gives_up_leaves_its_keys_to_others():
-    store = SingleGate({key: packed(key) for key in "abc"})
-    client = StoreClient(store, digest=DIGEST)
+    store = SingleGate(dict.fromkeys("abc", b"rows"))
+    client = StoreClient(store)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(client.get_many, "abc", 0.2, patience=LONG)
         until(lambda: store.calls)
@@ -132,7 +127,7 @@ def test_a_caller_that_gives_up_leaves_its_keys_to_others():
 def test_a_call_that_fails_is_one_failure():
     """However many wait for it; all of them are told at once."""
     store = Gate()
-    client = StoreClient(store, digest=DIGEST)
+    client = StoreClient(store)
     store.fault = lambda verb, key: (store.wait(verb, key), raising(OSError("gone"))(verb, key))
     with ThreadPoolExecutor(16) as pool:
         found = [pool.submit(client.get_many, "abc", LONG) for _ in range(16)]
@@ -146,7 +141,7 @@ def test_time_outs_of_many_at_once_pause_no_longer_than_one(monkeypatch):
     monkeypatch.setattr(worker, "FIRST_PAUSE", 100.0)
     monkeypatch.setattr(worker, "LONGEST_PAUSE", 1e6)
     store = Blocking()
-    client = StoreClient(store, digest=DIGEST)
+    client = StoreClient(store)
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda _: client.get_many("a", 0.1), range(16)))
     assert not client.stats.reading
@@ -156,10 +151,10 @@ def test_time_outs_of_many_at_once_pause_no_longer_than_one(monkeypatch):
 
 def test_a_store_that_answers_others_has_not_failed():
     """One call of it hangs, and callers are in a hurry: what counts is when it last answered anybody."""
-    store = Blocking(items={"b": packed("b")})
+    store = Blocking(items={"b": b"rows"})
     block = store.block
     store.fault = lambda verb, key: block(verb, key) if key == "a" else None
-    client = StoreClient(store, digest=DIGEST)
+    client = StoreClient(store)
     assert client.get_many("a", 0.4, patience=0.3) == {}  # hangs on
     until(lambda: client.get_many("b", LONG, patience=0.3))
     for _ in range(worker.MAX_FAILURES):
@@ -169,8 +164,8 @@ def test_a_store_that_answers_others_has_not_failed():
 
 
 def test_those_in_a_hurry_do_not_take_the_store_from_the_patient():
-    store = Blocking(items={"a": packed("a")})
-    patient, hurried = (StoreClient(store, digest=DIGEST) for _ in range(2))
+    store = Blocking(items={"a": b"rows"})
+    patient, hurried = (StoreClient(store) for _ in range(2))
     with ThreadPoolExecutor(1) as pool:
         read = pool.submit(patient.get_many, "a", LONG)
         assert store.entered.wait(LONG)
@@ -197,8 +192,8 @@ def test_many_with_all_kinds_of_trouble_leave_nothing_behind(kind, monkeypatch):
         elif number < 0.04:
             raise OSError("gone")
 
-    store = kind(trouble, {f"{i}": packed(f"{i}") for i in range(40)})
-    clients = [StoreClient(store, digest=DIGEST) for _ in range(3)]
+    store = kind(trouble, {f"{i}": b"rows" for i in range(40)})
+    clients = [StoreClient(store) for _ in range(3)]
 
     def work(number):
         choose = random.Random(number)
@@ -250,7 +245,7 @@ def test_a_thousand_prefix_caches_have_few_threads():
 
 def test_one_breaker_for_all_tenants(caplog):
     store = Faulty(raising(OSError("gone")))
-    one, other = (StoreClient(store, digest=DIGEST, secret=secret) for secret in (b"one", b"other"))
+    one, other = (StoreClient(store) for _ in range(2))
     for _ in range(worker.MAX_FAILURES):
         assert one.get_many("a", LONG) == {}
     assert one.stats.errors == worker.MAX_FAILURES
@@ -258,58 +253,55 @@ def test_one_breaker_for_all_tenants(caplog):
     assert other.get_many("b", LONG) == {}
     assert (other.stats.errors, other.stats.misses) == (0, 1)
     assert len(caplog.records) == 1, "it is one store"
-    assert StoreClient({}, digest=DIGEST).stats.reading, "another store is another one"
+    assert StoreClient({}).stats.reading, "another store is another one"
 
 
 def test_equal_stores_are_not_one():
     """Two dictionaries are equal until one is written to; and neither can be hashed."""
     one, other = {}, {}
-    client = StoreClient(one, digest=DIGEST)
-    assert client._shared is StoreClient(one, digest=b"other")._shared
-    assert client._shared is not StoreClient(other, digest=DIGEST)._shared
+    client = StoreClient(one)
+    assert client._shared is StoreClient(one)._shared
+    assert client._shared is not StoreClient(other)._shared
 
 
-def test_a_read_is_shared_by_those_who_take_the_same_values():
-    """Others read the same key for themselves: what is wrong for one is right for another."""
-    store = SingleGate({"a": packed("a", secret=b"one")})
-    store.__delitem__ = None  # what the other deletes is there for those who read it later
-    clients = [StoreClient(store, digest=DIGEST, secret=secret) for secret in (b"one", b"one", b"other")]
+def test_a_read_is_shared_by_all_tenants():
+    store = SingleGate({"a": b"rows"})
+    clients = [StoreClient(store) for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
         found = [pool.submit(client.get_many, "a", LONG) for client in clients]
         until(lambda: len(reads_of(clients[0])) == 3)
         store.allowed.release(10)
-        assert [each.result() for each in found] == [{"a": b"rows"}, {"a": b"rows"}, {}]
-    assert [verb for verb, _ in store.calls if verb == "get"] == ["get"] * 2
-    assert [client.stats.hits for client in clients] == [1, 1, 0]
-    assert [client.stats.corrupt for client in clients] == [0, 0, 1]
+        assert [each.result() for each in found] == [{"a": b"rows"}] * 3
+    assert [verb for verb, _ in store.calls if verb == "get"] == ["get"]
+    assert [client.stats.hits for client in clients] == [1, 1, 1]
     assert sum(client.stats.bytes_read for client in clients) == 4, "the bytes of a read are counted once"
 
 
 def test_writes_of_many_tenants_are_few_calls_and_counted_apart():
     store = Blocking(("set_many",))
     store.__class__ = type("Bulk", (Bulk,), {"block": Blocking.block})
-    one, other = (StoreClient(store, digest=digest) for digest in (b"one", b"other"))
-    assert one.put("first", lambda: [b"rows"])
+    one, other = (StoreClient(store) for _ in range(2))
+    assert one.put("first", lambda stored: b"rows")
     assert store.entered.wait(LONG)
     for i in range(3):
-        assert one.put(f"one {i}", lambda: [b"12345"])
-        assert other.put(f"other {i}", lambda i=i: [b"123"] if i else None)
+        assert one.put(f"one {i}", lambda stored: b"12345")
+        assert other.put(f"other {i}", lambda stored, i=i: b"123" if i else None)
     store.released.set()
     assert one.flush(LONG)
     assert other.flush(LONG)
     assert len(store.calls) == 2
     assert (one.stats.written, one.stats.bytes_written, one.stats.dropped) == (4, 4 + 3 * 5, 0)
     assert (other.stats.written, other.stats.bytes_written, other.stats.dropped) == (2, 6, 1)
-    assert values.unpack(store.items_["other 1"], "other 1", b"other") == b"123"
+    assert store.items_["other 1"] == b"123"
 
 
 def test_closing_one_tenant_leaves_others_alone():
     store = Blocking(("set",))
-    one, other = (StoreClient(store, digest=DIGEST) for _ in range(2))
-    assert one.put("first", lambda: [b"rows"])
+    one, other = (StoreClient(store) for _ in range(2))
+    assert one.put("first", lambda stored: b"rows")
     assert store.entered.wait(LONG)
     for client, key in ((one, "a"), (other, "b"), (one, "c")):
-        assert client.put(key, lambda: [b"rows"])
+        assert client.put(key, lambda stored: b"rows")
     assert not one.close(0.01)
     assert (one.stats.dropped, other.stats.dropped) == (2, 0)
     assert not other.flush(0.01)
@@ -323,8 +315,8 @@ def test_closing_one_tenant_leaves_others_alone():
 
 def test_flushing_waits_for_nobody_else():
     store = Blocking(("set",))
-    one, other = (StoreClient(store, digest=DIGEST) for _ in range(2))
-    assert one.put("first", lambda: [b"rows"])
+    one, other = (StoreClient(store) for _ in range(2))
+    assert one.put("first", lambda stored: b"rows")
     assert store.entered.wait(LONG)
     assert other.flush(0.01)
     assert not one.flush(0.01)
@@ -335,7 +327,7 @@ def test_flushing_waits_for_nobody_else():
 def test_what_clients_have_in_common_ends_with_them(monkeypatch):
     monkeypatch.setattr(worker, "LINGER", 0.01)
     store = {}
-    client = StoreClient(store, digest=DIGEST)
+    client = StoreClient(store)
     assert client.get_many("a", LONG) == {}
     assert id(store) in module._all
     del client
@@ -345,18 +337,18 @@ def test_what_clients_have_in_common_ends_with_them(monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_shares_a_store_among_its_own_clients():
     """Whatever the parent was doing: keys that it was reading are read, and what it was writing is not waited for."""
-    store = Blocking(("get", "set"), {"a": packed("a")})
-    one, other = (StoreClient(store, digest=DIGEST) for _ in range(2))
+    store = Blocking(("get", "set"), {"a": b"rows"})
+    one, other = (StoreClient(store) for _ in range(2))
     with ThreadPoolExecutor(1) as pool:
         read = pool.submit(one.get_many, "a", LONG)
         assert store.entered.wait(LONG)
-        assert other.put("b", lambda: [b"rows"])
+        assert other.put("b", lambda stored: b"rows")
         with module._lock:  # as another thread might hold it at the time
             child = os.fork()
             if child == 0:
                 store.fault = lambda verb, key: None
                 ok = other.flush(0) and other.get_many("a", 10) and one.get_many("a", 10)
-                ok = ok and StoreClient(store, digest=DIGEST)._shared is one._shared
+                ok = ok and StoreClient(store)._shared is one._shared
                 os._exit(0 if ok else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         store.released.set()

@@ -136,7 +136,7 @@ def test_values_are_refused_by_their_size(tmp_path):
     found = store.read_many([long, short, exact, none], 10)
     assert {key: len(value) for key, value in found.items()} == {long: 10, short: 9, exact: 10}
     assert set(fast) == {short}
-    client = StoreClient(store, digest=b"digest", most_bytes=100)
+    client = StoreClient(store, most_bytes=100)
     assert client.get_many([long], LONG) == {}
     assert client.flush(LONG)
     assert client.stats.corrupt == 1
@@ -184,9 +184,9 @@ def test_a_tier_that_fails_costs_speed(failing, caplog):
 def test_the_client_goes_on_with_what_is_left():
     """And leaves the store alone once all tiers fail, of which it is told by the first."""
     tiers = Bulk(), Bulk(raising(OSError("gone")))
-    client = StoreClient(Tiered(*tiers), digest=b"digest")
+    client = StoreClient(Tiered(*tiers))
     for i in range(3 * worker.MAX_FAILURES):
-        assert client.put(f"{i}", lambda: [b"rows"])
+        assert client.put(f"{i}", lambda stored: b"rows")
         assert client.flush(LONG)
         assert set(client.get_many([f"{i}", "x"], LONG)) == {f"{i}"}
     assert (client.stats.errors, client.stats.dropped) == (0, 0)

@@ -52,7 +52,7 @@ def make(monkeypatch):
     with contextlib.ExitStack() as stack:
 
         def make(store, **options):
-            client = StoreClient(store, digest=b"digest", **options)
+            client = StoreClient(store, **options)
             stack.callback(client.close, 0)
             return client
 
@@ -60,7 +60,7 @@ def make(monkeypatch):
 
 
 def put(client, key, payload=b"rows"):
-    return client.put(key, lambda: [payload])
+    return client.put(key, lambda stored: payload)
 
 
 # ---- the mapping
@@ -476,19 +476,10 @@ def test_trouble_in_the_middle_of_work(server, make):
     assert client.stats.corrupt == 0
 
 
-def test_values_that_somebody_changed(shared, store, make):
-    client = make(store, secret=b"secret")
-    for key in "abc":
-        put(client, key, key.encode() * 1000)
-    assert client.flush(LONG)
+def test_what_is_not_even_a_value(shared, store, make):
+    client = make(store)
     direct = servers.need().Valkey(port=shared.port)
-    direct.setrange("kvcache:a", 500, b"evil")
-    direct.copy("kvcache:b", "kvcache:c", replace=True)
-    assert client.get_many("abc", LONG) == {"b": b"b" * 1000}
-    assert client.flush(LONG)
-    assert client.stats.corrupt == 2
-    assert list(store) == ["b"]
-    direct.lpush("kvcache:d", "a list")  # not even a value
+    direct.lpush("kvcache:d", "a list")
     assert client.get_many("d", LONG) == {}
     direct.delete("kvcache:d")
 
@@ -498,15 +489,15 @@ import sys
 sys.path[:] = {path!r}
 from kvcache import stores
 from kvcache.stores.client import StoreClient
-client = StoreClient(stores.open({url!r}), digest=b"digest", secret=b"secret")
-print(bytes(client.get_many([64 * "a"], 30)[64 * "a"]).decode())
+client = StoreClient(stores.open({url!r}))
+print(client.get_many([64 * "a"], 30)[64 * "a"].decode())
 """
 
 
 @pytest.mark.parametrize("kind", ["folder", "server"])
 def test_the_first_answer_of_a_second_process_is_a_hit(shared, make, tmp_path, kind):
     url = f"dir:{tmp_path}/store" if kind == "folder" else f"{shared.url}?timeout=30&prefix=two:"
-    client = make(stores.open(url), secret=b"secret")
+    client = make(stores.open(url))
     put(client, 64 * "a")
     assert client.flush(LONG)
     code = SECOND.format(path=sys.path, url=url)

@@ -178,6 +178,12 @@ static kvc_status run_fetch(void) { return kvc_prefix_fetch(prefix, &other, -1, 
 
 static kvc_status run_store(void) { return kvc_store_new_blocks(cache, &store, &found); }
 
+static kvc_status run_store_block(void) {
+    kvc_new_block block;
+    CHECK(kvc_take_new_blocks(cache, &block, sizeof block, 1, &found) == KVC_OK && found == 1);
+    return kvc_store_block(cache, block.id, &store, &found);
+}
+
 typedef struct call {
     const char *name;
     kvc_status (*run)(void);
@@ -208,6 +214,7 @@ static const call calls[] = {
     {"kvc_prefix_add", run_add, NOMEM, 0},
     {"kvc_prefix_fetch", run_fetch, NOMEM, 1},
     {"kvc_store_new_blocks", run_store, NOMEM, 0},
+    {"kvc_store_block", run_store_block, NOMEM, 0},
 };
 
 /* Returns which errors a call had in a world of at most max_bytes (0: no limit). */

@@ -257,7 +257,7 @@ static void test_lies(void) {
     CHECK(fetch(&plain, -1, &status) == 12 && status == KVC_ERR_FORMAT);
     memcpy(shelves->values[2].bytes, shelves->values[1].bytes, MOST_VALUE);
     CHECK(fetch(&plain, -1, &status) == 8 && status == KVC_ERR_FORMAT);
-    CHECK(strstr(kvc_last_error(), "header"));
+    CHECK(strstr(kvc_last_error(), "another name"));
 }
 
 /* Computes the prompt in a new cache, with a state behind its first `end` tokens, and writes its blocks to a store. */
@@ -301,6 +301,44 @@ static void test_states(void) {
     }
 }
 
+/* Blocks that were listed are written one by one, to whatever store: the same values. */
+static void test_one_by_one(void) {
+    static shelf expected;
+    const uint8_t state[STATE] = {3};
+    const kvc_tokens first = {.struct_size = sizeof first, .ids = ids, .num_tokens = 12};
+    kvc_new_block blocks[NUM_BLOCKS + 1];
+    kvc_prefix *prefix;
+    int64_t seq_id, num, size;
+    int32_t matched;
+    clear_shelf();
+    write_with_state(&store, 12);
+    expected = *shelves;
+    clear_shelf();
+    kvc_cache *cache = new_cache(&recurrent, &prefix);
+    CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &seq_id, &matched) == KVC_OK);
+    compute(cache, seq_id, 12);
+    CHECK(kvc_prefix_checkpoint(prefix, seq_id, &first, state, STATE) == KVC_OK);
+    compute(cache, seq_id, NUM_TOKENS);
+    CHECK(kvc_prefix_release(prefix, seq_id, &tokens) == KVC_OK);
+    CHECK(kvc_take_new_blocks(cache, blocks, sizeof *blocks, NUM_BLOCKS + 1, &num) == KVC_OK && num == NUM_BLOCKS);
+    for (int i = 0; i < num; i++) {
+        CHECKF(kvc_store_block(cache, blocks[i].id, &store, &size) == KVC_OK, "%s", kvc_last_error());
+        const value *v = find(shelves, blocks[i].name), *other = find(&expected, blocks[i].name);
+        CHECK(v && other && v->size == other->size && size == v->size - 128);
+        if (v && other && i != 2) CHECK(!memcmp(v->bytes, other->bytes, (size_t)v->size));
+    }
+    const int writes = shelves->writes;
+    CHECK(kvc_store_block(cache, blocks[2].id, &store, &size) == KVC_OK && size > STATE && shelves->writes == writes);
+    CHECK(kvc_store_block(cache, 12345, &store, &size) == KVC_OK && size == 0 && shelves->writes == writes);
+    shelves->fail_at = shelves->reads + shelves->writes;
+    CHECK_FAILS(kvc_store_block(cache, blocks[1].id, &store, &size), KVC_ERR_STORE, "the shelf broke", "");
+    CHECK_FAILS(kvc_store_block(cache, blocks[1].id, &store, NULL), KVC_ERR_INVALID, "size", "NULL");
+    CHECK_FAILS(kvc_store_block(cache, blocks[1].id, NULL, &size), KVC_ERR_INVALID, "store", "NULL");
+    CHECK(kvc_prefix_clear(prefix) == KVC_OK);
+    CHECK(kvc_store_block(cache, blocks[1].id, &store, &size) == KVC_OK && size == 0);
+    free_valid(cache);
+}
+
 /* A state that was dropped is fetched again, though the rows are there; one that is there is not. */
 static void test_dropped_states(void) {
     for (int32_t end = 11; end <= 12; end++) {
@@ -321,6 +359,7 @@ static void test_dropped_states(void) {
         compute(cache, seq_id, 3);
         CHECK(kvc_prefix_checkpoint(prefix, seq_id, &other, state, STATE) == KVC_OK);
         CHECK(kvc_prefix_lookup(prefix, &tokens, &matched, NULL) == KVC_OK && matched == 0);
+        if (end == 12) memset(shelves->values[1].name, 0, KVC_NAME_BYTES); /* its rows are there, and no state is */
         CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK && fetched == BLOCK);
         CHECK(kvc_prefix_lookup(prefix, &tokens, &matched, NULL) == KVC_OK && matched == end);
         free_valid(cache);
@@ -619,6 +658,7 @@ int main(void) {
     test_failing_store();
     test_lies();
     test_states();
+    test_one_by_one();
     test_dropped_states();
     test_listed_again();
     test_states_meanwhile();

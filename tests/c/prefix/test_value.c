@@ -26,7 +26,7 @@ static kvc_status check(int64_t size, const kvc_value_owner *owner) {
     return kvc_value_check(value, size, name, owner, &crc);
 }
 
-/* kvcache.stores.values.pack makes these headers for the same name, model, payload and secret. */
+/* tests/support/values.py makes these headers for the same name, model, payload and secret. */
 static void test_bytes(const kvc_value_owner *owner, const char *expected) {
     char text[2 * KVC_VALUE_HEADER + 1] = {0};
     for (int i = 0; i < KVC_NAME_BYTES; i++) name[i] = (uint8_t)i;
@@ -48,10 +48,10 @@ static void test_refusals(const kvc_value_owner *owner, const char *other_secret
         value[bit / 8] ^= (uint8_t)(1 << bit % 8);
     }
     CHECK_FAILS(check(100, owner), KVC_ERR_FORMAT, "value", "100");
-    CHECK_FAILS(check(SIZE, &other_model), KVC_ERR_FORMAT, "header", "byte 64");
+    CHECK_FAILS(check(SIZE, &other_model), KVC_ERR_FORMAT, "byte 64", "another model");
     CHECK_FAILS(check(SIZE, &other_key), KVC_ERR_FORMAT, "is not what was stored", "");
     name[31] ^= 1;
-    CHECK_FAILS(check(SIZE, owner), KVC_ERR_FORMAT, "header", "byte 32");
+    CHECK_FAILS(check(SIZE, owner), KVC_ERR_FORMAT, "byte 32", "another name");
     name[31] ^= 1;
     CHECK(check(SIZE, owner) == KVC_OK);
 }

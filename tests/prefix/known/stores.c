@@ -172,6 +172,7 @@ enum { NO_FAULT, FAILS, ALTERS, CONFUSES };
 
 static value values[MOST_VALUES];
 static int num_values, fault, fault_after, num_reads, num_served, num_writes;
+static int served[MOST_READS]; /* the numbers of the reads that brought the right value */
 static uint8_t reads[MOST_READS][KVC_NAME_BYTES];
 static world *the_world;
 
@@ -215,7 +216,7 @@ static kvc_status read_value(void *user, const uint8_t *name, void *bytes, int64
     if (!v || v->size > most) return KVC_OK;
     memcpy(bytes, v->bytes, (size_t)v->size);
     if (has_fault(ALTERS)) ((uint8_t *)bytes)[pick(the_world, (int)v->size)] ^= 1, is_wrong = 1;
-    num_served += !is_wrong;
+    if (!is_wrong && num_served < MOST_READS) served[num_served++] = num_reads - 1;
     return KVC_OK;
 }
 
@@ -300,8 +301,10 @@ void do_fetch(world *w) {
     text_tokens tokens;
     uint8_t names[MOST_TEXT][KVC_NAME_BYTES];
     int64_t num;
-    int32_t fetched = -1;
+    int32_t fetched = -1, matched, with_rows = 0;
     const kvc_store store = open_store(w);
+    if (limit > 0)
+        must(w, kvc_prefix_lookup(p->handle, tokens_of(text_begin(node, limit), &tokens), &matched, &with_rows));
     must(w, kvc_prefix_names(p->handle, tokens_of(node, &tokens), names[0], MOST_TEXT, &num));
     w->call = "kvc_prefix_fetch";
     arm(w);
@@ -316,11 +319,15 @@ void do_fetch(world *w) {
     for (int i = 0; i < num_reads; i++)
         if ((first + i + 1) * block > limit || memcmp(reads[i], names[first + i], KVC_NAME_BYTES))
             fail(w, "read %d of a fetch is none of block %d", i, first + i);
-    int in_store = 0;
-    while ((first + in_store + 1) * block <= limit && find_value(names[first + in_store], 0)) in_store++;
+    int in_store = 0, goes_on = 1; /* also over blocks with rows that the store lacks */
+    for (int end = (first + 1) * block; goes_on && end <= limit; end += block) {
+        const int is_stored = find_value(names[end / block - 1], 0) != NULL;
+        in_store += is_stored;
+        goes_on = is_stored || end <= with_rows;
+    }
     int lacking = 0; /* what is not there in any case */
     for (int i = 0; i < num_served; i++) {
-        const int end = (first + i + 1) * block;
+        const int end = (first + served[i] + 1) * block;
         lacking += find_kept(p, text_begin(node, end), end - block) == NULL;
     }
     const int may_lack = w->shape.is_limited || may_lack_room(w, p, p->config.state_bytes); /* it ends without room */
@@ -332,8 +339,9 @@ void do_fetch(world *w) {
     note_use(w, p, node, length, 0);
     notice_evictions(w, p->cache, bit_of(w, p));
     for (int i = 0; i < num_served; i++) {
-        const value *v = find_value(names[first + i], 0);
-        note_payload(w, p, text_begin(node, (first + i + 1) * block), v->bytes + HEADER, v->size - HEADER);
+        const int number = first + served[i];
+        const value *v = find_value(names[number], 0);
+        note_payload(w, p, text_begin(node, (number + 1) * block), v->bytes + HEADER, v->size - HEADER);
     }
     const int after = check_lookup(w, p, text_begin(node, limit));
     if (after < before && !w->shape.is_limited) fail(w, "fewer tokens are known once they were fetched");
