@@ -307,7 +307,6 @@ VALUE_OF(call_new_sequence, kvc_new_sequence(s->cache))
 VALUE_OF(call_nbytes, kvc_nbytes(s->cache))
 VALUE_OF(call_utilization, kvc_utilization(s->cache))
 VALUE_OF(call_get_stats, (kvc_get_stats(s->cache, &stats, sizeof stats), 0))
-VALUE_OF(call_payload_bytes, kvc_payload_bytes(s->cache))
 VALUE_OF(call_prefix_get_stats, (kvc_prefix_get_stats(s->prefix, &prefix_stats, sizeof prefix_stats), 0))
 STATUS_OF(call_room, kvc_room(s->cache, OWN_ID, &count))
 STATUS_OF(call_room_of_new, kvc_room(s->cache, OTHER_ID, &count))
@@ -591,14 +590,6 @@ static kvc_status call_forget(scene *s, int32_t rep) {
     return keep(s);
 }
 
-static kvc_status call_missing(scene *s, int32_t rep) {
-    uint8_t names[KVC_NAME_BYTES];
-    int64_t ids[BLOCK];
-    const kvc_tokens tokens = known_tokens(s, ids, rep);
-    TIME(kvc_prefix_missing(s->prefix, &tokens, BLOCK, names, 1, &first, &count));
-    return KVC_OK;
-}
-
 static kvc_status call_take_events(scene *s, int32_t rep) {
     kvc_prefix_event events[BLOCK];
     int64_t lost;
@@ -607,28 +598,6 @@ static kvc_status call_take_events(scene *s, int32_t rep) {
     TIME(kvc_prefix_take_events(s->prefix, events, sizeof *events, BLOCK, &count, &lost));
     return KVC_OK;
 }
-
-/* Times the taking of a new block, or the reading of its payload, or the adding of that. */
-static kvc_status carry(scene *s, int step) {
-    int64_t ids[BLOCK], id, size, dropped;
-    int32_t matched, is_known;
-    uint8_t payload[4096];
-    kvc_new_block block;
-    const kvc_tokens tokens = new_tokens(s, ids, BLOCK);
-    TRY(take_all_new(s));
-    TRY(kvc_prefix_acquire(s->prefix, &tokens, -1, &id, &matched));
-    TRY(feed(s, id, BLOCK));
-    TRY(kvc_prefix_release(s->prefix, id, &tokens));
-    TIME_IF(step == 0, kvc_take_new_blocks(s->cache, &block, sizeof block, 1, &count));
-    TIME_IF(step == 1, kvc_read_block(s->cache, block.id, payload, sizeof payload, &size));
-    TRY(kvc_prefix_forget(s->prefix, &tokens, NULL, 0, &count, &dropped));
-    TIME_IF(step == 2, kvc_prefix_add(s->prefix, &tokens, 0, payload, size, &is_known));
-    return KVC_OK;
-}
-
-static kvc_status call_take_new_blocks(scene *s, int32_t rep) { return (void)rep, carry(s, 0); }
-static kvc_status call_read_block(scene *s, int32_t rep) { return (void)rep, carry(s, 1); }
-static kvc_status call_add(scene *s, int32_t rep) { return (void)rep, carry(s, 2); }
 
 static kvc_status read_nothing(void *user, const uint8_t *name, void *value, int64_t max_bytes, int64_t *size) {
     (void)user, (void)name, (void)value, (void)max_bytes;
@@ -640,6 +609,25 @@ static kvc_status write_nowhere(void *user, const uint8_t *name, const void *val
 }
 
 static const kvc_store store = {.struct_size = sizeof store, .read = read_nothing, .write = write_nowhere};
+
+/* Times the taking of a new block, or the writing of it. */
+static kvc_status carry(scene *s, int step) {
+    int64_t ids[BLOCK], id, size, dropped;
+    int32_t matched;
+    kvc_new_block block;
+    const kvc_tokens tokens = new_tokens(s, ids, BLOCK);
+    TRY(take_all_new(s));
+    TRY(kvc_prefix_acquire(s->prefix, &tokens, -1, &id, &matched));
+    TRY(feed(s, id, BLOCK));
+    TRY(kvc_prefix_release(s->prefix, id, &tokens));
+    TIME_IF(step == 0, kvc_take_new_blocks(s->cache, &block, sizeof block, 1, &count));
+    TIME_IF(step == 1, kvc_store_block(s->cache, block.id, &store, &size));
+    TRY(kvc_prefix_forget(s->prefix, &tokens, NULL, 0, &count, &dropped));
+    return KVC_OK;
+}
+
+static kvc_status call_take_new_blocks(scene *s, int32_t rep) { return (void)rep, carry(s, 0); }
+static kvc_status call_store_block(scene *s, int32_t rep) { return (void)rep, carry(s, 1); }
 
 static kvc_status call_fetch(scene *s, int32_t rep) {
     int64_t ids[2 * BLOCK];
@@ -739,7 +727,6 @@ static const struct {
     {"nbytes", call_nbytes, 0},
     {"utilization", call_utilization, 0},
     {"get_stats", call_get_stats, 0},
-    {"payload_bytes", call_payload_bytes, 0},
     {"prefix_get_stats", call_prefix_get_stats, 0},
     {"room", call_room, 0},
     {"room_of_new", call_room_of_new, 0},
@@ -783,11 +770,9 @@ static const struct {
     {"unpin", call_unpin, 0},
     {"evict", call_evict, 0},
     {"forget", call_forget, 0},
-    {"missing", call_missing, 0},
     {"take_events", call_take_events, 0},
     {"take_new_blocks", call_take_new_blocks, 0},
-    {"read_block", call_read_block, 0},
-    {"add", call_add, 0},
+    {"store_block", call_store_block, 0},
     {"fetch", call_fetch, 0},
     {"store_new_blocks", call_store_new_blocks, 0},
     {"prefix_new", call_prefix_new, 0},

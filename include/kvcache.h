@@ -53,7 +53,7 @@
  *           kvc_sequences, kvc_settle, kvc_cache_clone, kvc_save without seq_ids, kvc_blocks,
  *           kvc_validate), and kvc_compact, kvc_begin and kvc_reserve when they move rows together.  If max_bytes is
  *           set, kvc_room may, too.  kvc_prefix_forget looks at all acquired sequences that may hold the prompt's first
- *           token, kvc_prefix_clear at all that the prefix has acquired, and kvc_payload_bytes at all prefixes.
+ *           token, and kvc_prefix_clear at all that the prefix has acquired.
  *           kvc_commit and kvc_reserve end with work on OS pages, without the mutex; the batch has ended by then.  If
  *           max_bytes is set, calls that may take memory for rows wait for this work.
  * fork()    The child has one thread, and every cache as it was.  fork() waits for calls of other threads to end,
@@ -1081,7 +1081,7 @@ KVC_API kvc_status kvc_prefix_take_events(kvc_prefix *prefix, kvc_prefix_event *
 
 typedef struct kvc_new_block {
     void *user;         /* of its prefix */
-    int64_t id;         /* for kvc_read_block */
+    int64_t id;         /* for kvc_store_block */
     int32_t begin, end; /* positions of its tokens */
     uint8_t name[KVC_NAME_BYTES];
 } kvc_new_block;
@@ -1089,40 +1089,10 @@ typedef struct kvc_new_block {
 /* Writes the blocks that prefixes with collects_new have kept since the last call: at most max_blocks.  Sets
  * *num_blocks to how many it wrote.  A block comes once.  It comes again when it gets more rows, a checkpoint at its
  * end, or a later checkpoint within it.  Up to 64 blocks that begin with the same tokens come again for the last
- * reason.  Blocks that were dropped since, or added by kvc_prefix_add, do not come.  A checkpoint that was added so
- * does not make its block come, either.  Call it after each commit and kvc_prefix_release. */
+ * reason.  Blocks that were dropped since, or added by kvc_prefix_fetch, do not come.  A checkpoint that was added
+ * so does not make its block come, either.  Call it after each commit and kvc_prefix_release. */
 KVC_API kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t new_block_size,
                                        int64_t max_blocks, int64_t *num_blocks);
-
-/* Returns the bytes of a payload in which no layer is missing, with the largest state of any prefix. */
-KVC_API int64_t kvc_payload_bytes(kvc_cache *cache);
-
-/* Writes the payload of a block, and sets *size to its bytes: 0 if the block was dropped.  max_bytes should be at least
- * kvc_payload_bytes, asked after the block's prefix was made; a state that does not fit is left out.  Fails with
- * KVC_ERR_INVALID if max_bytes is less than the rows of all layers have, and with KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t max_bytes, int64_t *size);
-
-/* Joins two payloads of a block into `to`, which has room for max_bytes, and sets *size to the bytes of the result.  It
- * has the rows of each layer that either payload has, and the state with the larger position.  Join both before you
- * replace a stored payload: a block that is computed again may have no state, or lack rows of windows.  Fails with
- * KVC_ERR_INVALID if max_bytes does not suffice, and with KVC_ERR_FORMAT if either is no payload of this cache. */
-KVC_API kvc_status kvc_join_payloads(const kvc_cache *cache, const void *first, int64_t first_size, const void *second,
-                                     int64_t second_size, void *to, int64_t max_bytes, int64_t *size);
-
-/* Writes the names of the full blocks that are not known to their end, among the first num_tokens tokens of a prompt:
- * at most max_names, [..][KVC_NAME_BYTES].  Sets *first to the number of the first such block, which has the tokens
- * from *first * block_size on, and *num_names to how many there are.  Marks the known blocks as used.  Fails with
- * KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens, uint8_t *names,
-                                      int64_t max_names, int32_t *first, int64_t *num_names);
-
-/* Adds block number `block` of a prompt from its payload.  Sets *is_kept to 1 if the block is now kept with all that
- * the payload has.  Sets it to 0 if there is no room for its rows and state.  Sets it to 0, too, if blocks before it
- * are missing and kvc_prefix_lookup does not find all tokens before it with rows.  A state within the block is kept
- * with one more block, of the tokens up to there.  Fails with KVC_ERR_FORMAT if it is no payload of this cache, and
- * with KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t block, const void *payload,
-                                  int64_t size, int32_t *is_kept);
 
 /* A store keeps such blocks, of any number of caches, processes and machines.  kvc_dir_store_new makes one in a folder.
  * Another one is two or three functions of the caller.  Any thread may call them, several at once, without the cache's

@@ -34,11 +34,8 @@ static int64_t rows_bytes(const kvc_cache *cache) {
     return size;
 }
 
-int64_t kvc_most_payload_bytes(const kvc_cache *cache) {
-    int64_t most = 0; /* of a state */
-    for (const kvc_prefix *prefix = cache->prefixes; prefix; prefix = prefix->next)
-        if (prefix->state_bytes > most) most = prefix->state_bytes;
-    return rows_bytes(cache) + (most ? POSITION_BYTES + most : 0);
+int64_t kvc_most_payload_bytes(const kvc_cache *cache, int64_t state_bytes) {
+    return rows_bytes(cache) + (state_bytes ? POSITION_BYTES + state_bytes : 0);
 }
 
 /* A payload that was read. */
@@ -84,8 +81,6 @@ kvc_status kvc_join_payloads(const kvc_cache *cache, const void *first, int64_t 
                              int64_t second_size, void *to, int64_t max_bytes, int64_t *size) {
     kvc_payload parts[2];
     uint8_t *bytes = to, *at = bytes;
-    if (!first || !second || !to || !size)
-        return kvc_fail(KVC_ERR_INVALID, "%s is NULL", !first ? "first" : !second ? "second" : !to ? "to" : "size");
     KVC_TRY(read_payload(cache, first, first_size, &parts[0]));
     KVC_TRY(read_payload(cache, second, second_size, &parts[1]));
     const kvc_payload *with_state = parts[1].position > parts[0].position ? &parts[1] : &parts[0];
@@ -110,13 +105,6 @@ kvc_status kvc_join_payloads(const kvc_cache *cache, const void *first, int64_t 
     }
     *size = most;
     return KVC_OK;
-}
-
-int64_t kvc_payload_bytes(kvc_cache *cache) {
-    kvc_lock(cache);
-    const int64_t most = kvc_most_payload_bytes(cache);
-    kvc_unlock(cache, KVC_OK);
-    return most;
 }
 
 /* ---- out --------------------------------------------------------------------------------------------------------- */
@@ -208,11 +196,6 @@ static void read_state(kvc_cache *cache, int64_t id, uint8_t *payload, int64_t m
 }
 
 kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t max_bytes, int64_t *size) {
-    if (!payload) return kvc_fail(KVC_ERR_INVALID, "payload is NULL");
-    if (!size) return kvc_fail(KVC_ERR_INVALID, "size is NULL");
-    if (max_bytes < rows_bytes(cache))
-        return kvc_fail(KVC_ERR_INVALID, "max_bytes is %lld: the payload of a block may have %lld",
-                        (long long)max_bytes, (long long)kvc_payload_bytes(cache));
     *size = 0;
     kvc_lock(cache);
     const kvc_node *node = kvc_node_of(cache, id);
@@ -235,33 +218,6 @@ kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t m
 }
 
 /* ---- in ---------------------------------------------------------------------------------------------------------- */
-
-kvc_status kvc_prefix_missing(kvc_prefix *prefix, const kvc_tokens *from, int64_t num_tokens, uint8_t *names,
-                              int64_t max_names, int32_t *first, int64_t *num_names) {
-    kvc_tokens tokens;
-    uint8_t name[KVC_NAME_BYTES];
-    const int32_t block = prefix->cache->pools[0].block_size;
-    KVC_TRY(kvc_read_tokens(from, &tokens));
-    if (num_tokens < 0 || max_names < 0 || (max_names && !names))
-        return kvc_fail(KVC_ERR_INVALID, "num_tokens is %lld, max_names %lld: both must be at least 0",
-                        (long long)num_tokens, (long long)max_names);
-    if (!first) return kvc_fail(KVC_ERR_INVALID, "first is NULL");
-    if (!num_names) return kvc_fail(KVC_ERR_INVALID, "num_names is NULL");
-    if (num_tokens > tokens.num_tokens) num_tokens = tokens.num_tokens;
-    kvc_prefix_lock(prefix);
-    kvc_match m;
-    const kvc_status status = kvc_match_find(prefix, &tokens, num_tokens, &m);
-    if (status != KVC_OK) return kvc_unlock(prefix->cache, status);
-    kvc_match_touch(&m);
-    *first = m.known / block;
-    memcpy(name, kvc_match_path(&m, m.known)->name, sizeof name);
-    kvc_match_free(prefix->cache, &m);
-    kvc_unlock(prefix->cache, KVC_OK);
-    *num_names = num_tokens / block - *first;
-    kvc_name_blocks(prefix->salt, name, &tokens, (int64_t)*first * block, block,
-                    *num_names < max_names ? *num_names : max_names, names);
-    return KVC_OK;
-}
 
 /* A block on its way in. */
 typedef struct arrival {
@@ -427,18 +383,4 @@ kvc_status kvc_prefix_add_block(kvc_prefix *prefix, const kvc_added *added, int3
     *is_new = *is_kept;
     kvc_unlock(cache, KVC_OK);
     return status == KVC_ERR_FORMAT ? status : KVC_OK; /* no room, or kvc_clear has taken the sequence */
-}
-
-kvc_status kvc_prefix_add(kvc_prefix *prefix, const kvc_tokens *from, int32_t block, const void *payload, int64_t size,
-                          int32_t *is_kept) {
-    const int32_t block_size = prefix->cache->pools[0].block_size;
-    kvc_tokens tokens;
-    int32_t is_new;
-    KVC_TRY(kvc_read_tokens(from, &tokens));
-    if (block < 0 || ((int64_t)block + 1) * block_size > tokens.num_tokens)
-        return kvc_fail(KVC_ERR_INVALID, "block is %d: there are %lld full ones", block,
-                        (long long)(tokens.num_tokens / block_size));
-    if (!payload || !is_kept) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", payload ? "is_kept" : "payload");
-    const kvc_added added = {&tokens, block, payload, size, kvc_prefix_forgot(prefix)};
-    return kvc_prefix_add_block(prefix, &added, is_kept, &is_new);
 }

@@ -56,11 +56,22 @@ kvc_status kvc_match_limit(const kvc_tokens *tokens, int64_t max_matched, int64_
  */
 kvc_node *kvc_prefix_next_new(kvc_cache *cache);
 
-/* Returns kvc_payload_bytes, with the mutex held. */
-int64_t kvc_most_payload_bytes(const kvc_cache *cache);
+/* Returns the bytes of a payload in which no layer is missing, of a prefix with states of so many bytes. */
+int64_t kvc_most_payload_bytes(const kvc_cache *cache, int64_t state_bytes);
 
 /* Returns the node that has the rows of a kvc_new_block, NULL if it was dropped; with the mutex held. */
 kvc_node *kvc_node_of(const kvc_cache *cache, int64_t id);
+
+/* Writes the payload of a block, and sets *size to its bytes: 0 if the block was dropped.  max_bytes is at least
+ * kvc_most_payload_bytes; a state that does not fit is left out.
+ * KVC_ERR_NOMEM. */
+kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t max_bytes, int64_t *size);
+
+/* Joins two payloads of a block into `to`, which has room for max_bytes, and sets *size to the bytes of the result.  It
+ * has the rows of each layer that either payload has, and the state with the larger position.  KVC_ERR_INVALID if
+ * max_bytes does not suffice, KVC_ERR_FORMAT if either is no payload of this cache. */
+kvc_status kvc_join_payloads(const kvc_cache *cache, const void *first, int64_t first_size, const void *second,
+                             int64_t second_size, void *to, int64_t max_bytes, int64_t *size);
 
 /* A block that is to be added from its payload. */
 typedef struct kvc_added {
@@ -71,7 +82,10 @@ typedef struct kvc_added {
     int64_t forgot; /* of the prefix, before the payload was read: it is not added once more is forgotten */
 } kvc_added;
 
-/* Does what kvc_prefix_add does, for arguments that were checked; *is_new: the block brought rows or a state. */
+/* Adds a block.  Sets *is_kept to 1 if it is now kept with all that the payload has.  Sets it to 0 if there is no room
+ * for its rows and state, or not all blocks before it are kept, and not all tokens before it have rows that a lookup
+ * finds.  A state within the block is kept with one more block, of the tokens up to there.  *is_new: the block brought
+ * rows or a state.  KVC_ERR_FORMAT if it is no payload of this cache, and KVC_ERR_NOMEM. */
 kvc_status kvc_prefix_add_block(kvc_prefix *prefix, const kvc_added *added, int32_t *is_kept, int32_t *is_new);
 
 /* Returns kvc_prefix.forgot. */

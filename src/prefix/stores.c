@@ -16,12 +16,19 @@ static kvc_status carrier_init(kvc_carrier *c, kvc_cache *cache, const kvc_store
     return KVC_OK;
 }
 
-/* Takes memory for `num` values, 1 or 3, with the mutex held, unless there is enough: a prefix that was made meanwhile
- * may have larger states. */
-static kvc_status take_memory(kvc_carrier *c, int num) {
-    const int64_t max_bytes = KVC_VALUE_HEADER + kvc_most_payload_bytes(c->cache);
+/* Returns whether blocks of a prefix may lack rows, or a state. */
+static int may_lack(const kvc_prefix *prefix) {
+    const kvc_cache *cache = prefix->cache;
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        if (kvc_policy_expires(&cache->policies[g])) return 1;
+    return prefix->state_bytes > 0;
+}
+
+/* Takes memory for a value of a prefix, with the mutex held, or for `num` values, 1 or 3, unless there is enough. */
+static kvc_status take_memory(kvc_carrier *c, const kvc_prefix *prefix, int num) {
+    const int64_t max_bytes = KVC_VALUE_HEADER + kvc_most_payload_bytes(c->cache, prefix->state_bytes);
     const uint64_t size = sizeof *c->crc + (uint64_t)num * (uint64_t)max_bytes;
-    if (c->size >= size) return KVC_OK;
+    if (c->size && c->max_bytes >= max_bytes && (num == 1 || c->stored)) return KVC_OK;
     if (c->size) kvc_carrier_end(c);
     c->size = 0;
     c->crc = kvc_memory_alloc(&c->cache->memory, size, KVC_MEMORY_SCRATCH, -1);
@@ -63,21 +70,13 @@ typedef struct departure {
     int64_t num_forgets; /* of the cache, when it was taken */
 } departure;
 
-/* Returns whether blocks of a cache may lack rows, or a state. */
-static int may_lack(const kvc_cache *cache) {
-    for (const kvc_prefix *prefix = cache->prefixes; prefix; prefix = prefix->next)
-        if (prefix->state_bytes) return 1;
-    for (int32_t g = 0; g < cache->num_token_groups; g++)
-        if (kvc_policy_expires(&cache->policies[g])) return 1;
-    return 0;
-}
-
 /* Takes memory for a block, and describes it, with the mutex held. */
 static kvc_status describe(kvc_carrier *c, const kvc_node *node, departure *d) {
-    KVC_TRY(take_memory(c, may_lack(c->cache) ? 3 : 1));
+    const kvc_prefix *prefix = node->tree->prefix;
+    KVC_TRY(take_memory(c, prefix, may_lack(prefix) ? 3 : 1));
     d->id = node->rows->id;
-    d->owner = node->tree->prefix->owner;
-    d->may_have_state = node->tree->prefix->state_bytes > 0;
+    d->owner = prefix->owner;
+    d->may_have_state = prefix->state_bytes > 0;
     d->num_forgets = c->cache->num_forgets;
     memcpy(d->name, node->name, sizeof d->name);
     return KVC_OK;
@@ -235,7 +234,7 @@ static kvc_status fetch_all(kvc_carrier *c, kvc_prefix *prefix, const kvc_tokens
     KVC_TRY(find_missing(prefix, tokens, num_tokens, &blocks));
     if (blocks.num <= 0) return KVC_OK;
     kvc_lock(c->cache);
-    KVC_TRY(kvc_unlock(c->cache, take_memory(c, 1)));
+    KVC_TRY(kvc_unlock(c->cache, take_memory(c, prefix, 1)));
     for (added.block = blocks.first; is_kept && blocks.num; blocks.num--, added.block++) {
         kvc_name_blocks(prefix->salt, blocks.name, tokens, (int64_t)added.block * size, size, 1, blocks.name);
         KVC_TRY(fetch_block(c, prefix, &added, &blocks, &is_kept, &is_new));

@@ -5,6 +5,8 @@
  */
 #include "prefixes.h"
 
+#include "support/payloads.h"
+
 #include <stdio.h>
 #include <string.h>
 
@@ -706,7 +708,7 @@ static void take_blocks(client *c, int p) {
     for (int64_t i = 0; i < num; i++) {
         prefix *of = blocks[i].user;
         if (of < w->prefixes || of >= w->prefixes + PREFIXES || blocks[i].end > MOST) fail(c, "lists an unknown block");
-        const int64_t room = kvc_payload_bytes(w->cache);
+        const int64_t room = payload_bytes(w->cache);
         uint8_t *bytes = malloc((size_t)room);
         begin_call(c, "kvc_read_block");
         if (ended(c, kvc_read_block(w->cache, blocks[i].id, bytes, room, &size), 0) && size) {
@@ -730,15 +732,15 @@ static void add_from(client *c, int p, const payload *from) {
     extend(w, &t, pick(6));
     const kvc_tokens *tokens = give(&g, &t);
     const moment began = moment_of(w, p);
-    begin(c, p, "kvc_prefix_missing");
-    if (ended(c, kvc_prefix_missing(handle_of(c, p), tokens, t.num, NULL, 0, &first, &num), 0) && first &&
+    begin(c, p, "missing_blocks");
+    if (ended(c, missing_blocks(handle_of(c, p), tokens, t.num, NULL, 0, &first, &num), 0) && first &&
         noted[p][last_of(&t, first * block)] < began.cleared)
         fail(c, "says that %d blocks are known, which are not kept", first);
     use(p, last_of(&t, t.num));
     if (!is_damaged) note(w, p, from->tag, end - block);
     note_computed(t.tags + end - block, block);
-    begin(c, p, "kvc_prefix_add");
-    const kvc_status status = kvc_prefix_add(handle_of(c, p), tokens, end / block - 1, from->bytes, size, &is_known);
+    begin(c, p, "add_payload");
+    const kvc_status status = add_payload(handle_of(c, p), tokens, end / block - 1, from->bytes, size, &is_known);
     if (is_damaged && status == KVC_ERR_FORMAT)
         check_unchanged(c);
     else if (ended(c, status, 0) && is_damaged)

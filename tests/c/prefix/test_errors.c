@@ -3,6 +3,7 @@
  * room and without.  tests/package/test_listed_errors.py compares the table below with the header. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/keeping.h"
+#include "support/payloads.h"
 #include "support/serving.h"
 
 enum { NONE = 0, NOMEM = 1, FULL = 2 }; /* errors that a call lists; others need a caller's mistake, or a store's */
@@ -160,29 +161,11 @@ static kvc_new_block first_new(void) {
     return block;
 }
 
-static kvc_status run_read_block(void) { return kvc_read_block(cache, first_new().id, bytes, VALUE, &found); }
-
-static kvc_status run_join(void) {
-    const int64_t header = 128, size = values[1].size - header;
-    return kvc_join_payloads(cache, values[1].bytes + header, size, values[1].bytes + header, size, bytes, VALUE,
-                             &found);
-}
-
-static kvc_status run_missing(void) { return kvc_prefix_missing(prefix, &other, PROMPT, bytes, 9, &number, &found); }
-
-static kvc_status run_add(void) {
-    return kvc_prefix_add(prefix, &other, 0, values[0].bytes + 128, values[0].size - 128, &number);
-}
-
 static kvc_status run_fetch(void) { return kvc_prefix_fetch(prefix, &other, -1, &store, &number); }
 
 static kvc_status run_store(void) { return kvc_store_new_blocks(cache, &store, &found); }
 
-static kvc_status run_store_block(void) {
-    kvc_new_block block;
-    CHECK(kvc_take_new_blocks(cache, &block, sizeof block, 1, &found) == KVC_OK && found == 1);
-    return kvc_store_block(cache, block.id, &store, &found);
-}
+static kvc_status run_store_block(void) { return kvc_store_block(cache, first_new().id, &store, &found); }
 
 typedef struct call {
     const char *name;
@@ -208,10 +191,6 @@ static const call calls[] = {
     {"kvc_prefix_names", run_names, NONE, 0},
     {"kvc_prefix_take_events", run_take_events, NONE, 0},
     {"kvc_take_new_blocks", run_take_new, NONE, 0},
-    {"kvc_read_block", run_read_block, NOMEM, 0},
-    {"kvc_join_payloads", run_join, NONE, 0},
-    {"kvc_prefix_missing", run_missing, NOMEM, 0},
-    {"kvc_prefix_add", run_add, NOMEM, 0},
     {"kvc_prefix_fetch", run_fetch, NOMEM, 1},
     {"kvc_store_new_blocks", run_store, NOMEM, 0},
     {"kvc_store_block", run_store_block, NOMEM, 0},

@@ -2,6 +2,7 @@
 #define _POSIX_C_SOURCE 200809L /* posix_memalign, nanosleep */
 #include <time.h>
 
+#include "support/payloads.h"
 #include "support/serving.h"
 
 /* ---- commits ----------------------------------------------------------------------------------------------------- */
@@ -114,8 +115,8 @@ static void test_pinned_beginning_of_a_chunk(void) {
     feed_to(acquire(ids, 20, NULL), 12, 12);
     CHECK(kvc_take_new_blocks(cache, blocks, sizeof *blocks, 3, &num) == KVC_OK && num == 3);
     CHECK(kvc_read_block(cache, blocks[2].id, payload, sizeof payload, &size) == KVC_OK && size);
-    CHECK(kvc_prefix_add(prefix, &all, 2, payload, size, &pinned) == KVC_OK && pinned); /* uses [8, 12) */
-    CHECK(kvc_clear_sequence(cache, acquire(ids, 5, NULL)) == KVC_OK);                  /* uses [0, 4) */
+    CHECK(add_payload(prefix, &all, 2, payload, size, &pinned) == KVC_OK && pinned); /* uses [8, 12) */
+    CHECK(kvc_clear_sequence(cache, acquire(ids, 5, NULL)) == KVC_OK);               /* uses [0, 4) */
     evict_block();
     CHECK(kvc_prefix_pin(prefix, &eleven, &pinned) == KVC_OK);
     CHECKF(pinned == 7 && known(ids, 11) == 7, "%d pinned, %d known", pinned, known(ids, 11));
@@ -167,7 +168,7 @@ static int check_agreement(const int64_t *ids, int num) {
     int32_t first = -1, kept = -1;
     int64_t missing;
     int matched;
-    CHECK(kvc_prefix_missing(prefix, &tokens, num, NULL, 0, &first, &missing) == KVC_OK);
+    CHECK(missing_blocks(prefix, &tokens, num, NULL, 0, &first, &missing) == KVC_OK);
     CHECKF(first == found / BLOCK && missing == num / BLOCK - first, "%d known, %lld missing from %d on", found,
            (long long)missing, first);
     CHECK(kvc_clear_sequence(cache, acquire(ids, num, &matched)) == KVC_OK);
@@ -418,7 +419,7 @@ static void test_added_again(void) {
     CHECK(kvc_take_new_blocks(cache, &block, sizeof block, 1, &num) == KVC_OK && num == 1);
     CHECK(kvc_read_block(cache, block.id, payload, sizeof payload, &size) == KVC_OK && size > 0);
     serve(numbers(200), 4, 4);
-    CHECK(kvc_prefix_add(prefix, &tokens, 0, payload, size, &is_kept) == KVC_OK && is_kept);
+    CHECK(add_payload(prefix, &tokens, 0, payload, size, &is_kept) == KVC_OK && is_kept);
     evict(4);
     CHECKF(known(numbers(100), 4) == 4 && known(numbers(200), 4) == 0, "%d and %d tokens are known",
            known(numbers(100), 4), known(numbers(200), 4));

@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "support/payloads.h"
 #include "support/test.h"
 
 #include <pthread.h>
@@ -33,7 +34,7 @@ static void begin(const kvc_layer *layer, kvc_prefix_config config) {
     config.struct_size = sizeof config;
     config.fingerprint = "a model";
     CHECKF(kvc_prefix_new(cache, &config, &prefix) == KVC_OK, "%s", kvc_last_error());
-    payload_size = kvc_payload_bytes(cache);
+    payload_size = payload_bytes(cache);
     payload = calloc(2, (size_t)payload_size);
     read_payload = payload + payload_size;
     memset(payload, 1, NUM_LAYERS);
@@ -50,7 +51,7 @@ static void end(void) {
 static void add_block(int32_t number) {
     const kvc_tokens tokens = {.struct_size = sizeof tokens, .ids = ids, .num_tokens = (int64_t)MANY};
     int32_t is_known;
-    CHECKF(kvc_prefix_add(prefix, &tokens, number, payload, payload_size, &is_known) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(add_payload(prefix, &tokens, number, payload, payload_size, &is_known) == KVC_OK, "%s", kvc_last_error());
 }
 
 static void evict_all(void) {

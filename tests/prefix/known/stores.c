@@ -1,6 +1,7 @@
 /* stores.c: a store in memory that fails now and then, payloads, and names: each is of one text and one kind of rows.
  */
 #include "known.h"
+#include "support/payloads.h"
 
 enum { HEADER = 128, MOST_PAYLOAD = 1 << 14, MOST_NAMES = 1 << 17, MOST_VALUES = 1 << 12, MOST_READS = 256 };
 
@@ -427,7 +428,7 @@ void do_take(world *w) {
     static uint8_t payload[MOST_PAYLOAD];
     const int cache = w->caches[1] && pick(w, 2), most = pick(w, 3) ? 1024 : 1 + pick(w, 4);
     int64_t num = -1;
-    if (kvc_payload_bytes(w->caches[cache]) > MOST_PAYLOAD) fail(w, "payloads are large");
+    if (payload_bytes(w->caches[cache]) > MOST_PAYLOAD) fail(w, "payloads are large");
     w->call = "kvc_take_new_blocks";
     kvc_status status;
     CALL(w, status, kvc_take_new_blocks(w->caches[cache], blocks, sizeof *blocks, most, &num));
@@ -458,9 +459,9 @@ void do_add(world *w) {
         const int end = (i + 1) * block;
         if (v && (pick(w, 8) || i == 0)) {
             int32_t is_known = -1;
-            w->call = "kvc_prefix_add";
+            w->call = "add_payload";
             kvc_status status;
-            CALL(w, status, kvc_prefix_add(p->handle, tokens_of(node, &tokens), i, v->bytes, v->size, &is_known));
+            CALL(w, status, add_payload(p->handle, tokens_of(node, &tokens), i, v->bytes, v->size, &is_known));
             must(w, status);
             trace(w, "add to prefix %d: %s: %d", (int)(p - w->prefixes), spell(text_begin(node, end)), is_known);
             const int begin = i * block, may_be = is_possible || find_kept(p, text_begin(node, end), begin) ||
@@ -489,9 +490,9 @@ void do_missing(world *w) {
     int64_t num = -1, num_own;
     int32_t first = -1;
     must(w, kvc_prefix_names(p->handle, tokens_of(node, &tokens), own[0], MOST_TEXT, &num_own));
-    w->call = "kvc_prefix_missing";
+    w->call = "missing_blocks";
     kvc_status status;
-    CALL(w, status, kvc_prefix_missing(p->handle, tokens_of(node, &tokens), n, names[0], MOST_TEXT, &first, &num));
+    CALL(w, status, missing_blocks(p->handle, tokens_of(node, &tokens), n, names[0], MOST_TEXT, &first, &num));
     must(w, status);
     trace(w, "missing of prefix %d: %s, %d tokens: %d from %d on", (int)(p - w->prefixes), spell(node), n, (int)num,
           first);
