@@ -451,7 +451,7 @@ static void test_max_bytes_of_notes(void) {
     uint8_t unstored[TOKENS];
     int begun = 0;
     memset(unstored, 1, sizeof unstored);
-    for (int64_t max_bytes = 64; max_bytes < 4096; max_bytes += 16) {
+    for (int64_t max_bytes = 64; max_bytes < 8192; max_bytes += 16) {
         kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.max_bytes = max_bytes});
         kvc_batch *batch = NULL;
         const kvc_begin_args args = {.struct_size = sizeof args, .num_tokens = TOKENS, .unstored = unstored};
