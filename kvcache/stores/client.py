@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -160,12 +160,17 @@ class StoreClient:
         """Return whether to add what was read when `num_forgets` was this: nobody has forgotten anything since."""
         return self._shared.doomed.adding(num_forgets)
 
-    def forgetting(self) -> AbstractContextManager[Callable[[Iterable[str]], None]]:
+    @contextlib.contextmanager
+    def forgetting(self) -> Iterator[Callable[[Iterable[str]], None]]:
         """Let nothing be added until the end of this; return a function that takes keys to delete.
 
         No client of the store reads anything of them until `delete_doomed` has deleted them.
         """
-        return self._shared.doomed.forgetting(self._tenant)
+        try:
+            with self._shared.doomed.forgetting(self._tenant) as take:
+                yield take
+        finally:
+            self._shared.stay()
 
     def delete_doomed(self) -> None:
         """Queue the deletion of these keys, and of keys that the store failed to delete before."""
@@ -240,6 +245,12 @@ class _Shared:
             if self._deletions.get(key, (0, None))[0] == number:
                 del self._deletions[key]
         self.doomed.discard(key, number)
+        self.stay()
+
+    def stay(self) -> None:
+        """Stay while keys are doomed, though no client may be left: nobody who opens this store later may read them."""
+        with _lock:
+            (_staying.add if self.doomed.items() else _staying.discard)(self)
 
     def refuse(self, tenant: Tenant, key: str, reason: str) -> None:
         """Delete a value that is not what was stored."""
@@ -262,6 +273,7 @@ class _Shared:
 
 # By the id of the store, which may be of a kind that can neither be hashed nor referred to weakly.
 _all: weakref.WeakValueDictionary[int, _Shared] = weakref.WeakValueDictionary()
+_staying: set[_Shared] = set()
 _lock = threading.RLock()  # as above
 
 

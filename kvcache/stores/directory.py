@@ -73,7 +73,17 @@ class DirectoryStore(MutableMapping[str, bytes]):
         check_path(path, what="folder")
         self.max_bytes = None if max_bytes is None else integer(max_bytes, "max_bytes", 1, INT64_MAX // 2)
         self.path = Path(path).absolute()  # keeps links, which may lead elsewhere later
+        self._open()
+
+    def _open(self) -> None:
         self._folder = _core.FolderStore(os.fsencode(self.path), self.max_bytes or 0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_folder"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
 
     def __repr__(self) -> str:
         return f"DirectoryStore({str(self.path)!r}, max_bytes={self.max_bytes})"
@@ -92,7 +102,7 @@ class DirectoryStore(MutableMapping[str, bytes]):
 
     def read(self, key: str, most: int) -> bytes:
         """Return a value, or its first `most` bytes: a file that somebody else made may be of any size."""
-        name = _name_of(key)
+        name, most = _name_of(key), integer(most, "most", 1, INT64_MAX)
         value = None if name is None else self._folder.read(name, most)
         if value is None:
             raise KeyError(key)
@@ -100,6 +110,7 @@ class DirectoryStore(MutableMapping[str, bytes]):
 
     def read_many(self, keys: Iterable[str], most: int) -> dict[str, bytes]:
         """Return the values that are found for these keys, as `read` does."""
+        most = integer(most, "most", 1, INT64_MAX)
         names = ((key, _name_of(key)) for key in keys)
         found = ((key, None if name is None else self._folder.read(name, most)) for key, name in names)
         return {key: value for key, value in found if value is not None}
@@ -117,9 +128,11 @@ class DirectoryStore(MutableMapping[str, bytes]):
 
     def __delitem__(self, key: str) -> None:
         name = _name_of(key)
-        if name is None or not self._folder.size(name):
+        is_there = name is not None and self._folder.size(name) > 0
+        if name is not None:
+            self._folder.remove(name)  # also a torn file, which has rows
+        if not is_there:
             raise KeyError(key)
-        self._folder.remove(name)
 
     def pop(self, key: str, default: Any = ...) -> Any:
         """Remove a value and return it, or return `default`. Others who pop it at the same moment may get it, too."""
@@ -144,9 +157,14 @@ class DirectoryStore(MutableMapping[str, bytes]):
         return sum(1 for _ in self)
 
     def clear(self) -> None:
-        """Remove all values."""
-        for key in self:
-            self._folder.remove(bytes.fromhex(key))
+        """Remove all values, and files that a power cut tore."""
+        for file in [*self._files()]:
+            key = _key_of(file)
+            if key is not None and KEY.fullmatch(key):
+                self._folder.remove(bytes.fromhex(key))
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(file.path)
 
     def _files(self) -> Iterator[os.DirEntry[str]]:
         """Return the files of values."""

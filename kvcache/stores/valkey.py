@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kvcache import errors
-from kvcache.arguments import check_path, to_float
+from kvcache.arguments import INT64_MAX, check_path, integer, to_float
 from kvcache.spelling import spelt
 from kvcache.stores.calls import encode_key, view_of
 
@@ -180,7 +180,7 @@ class ValkeyStore(MutableMapping[str, bytes]):
 
         An empty value counts as none.
         """
-        keys = list(keys)
+        keys, most = list(keys), integer(most, "most", 1, INT64_MAX)
         with self._client() as client:
             pipeline = client.pipeline(transaction=False)
             for key in keys:

@@ -1,10 +1,12 @@
 """Blocks in a store: the next process finds them; whatever the store does, answers are right."""
 
+import gc
 import itertools
 import json
 import math
 import threading
 import time
+import weakref
 from base64 import b64decode
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +18,7 @@ from support.prefixes import BLOCK, check_rows, feed, make_cache, serve
 import kvcache
 from kvcache import stores
 from kvcache.prefix.watch import value_of
+from kvcache.stores import client, worker
 
 PROMPT = list(range(100))
 
@@ -263,6 +266,38 @@ def test_a_server_that_is_not_there():
     assert not prefix.flush(20)
     assert not prefix.close(20)
     assert (prefix.stats.store.dropped, prefix.stats.store.written) == (6, 0)
+
+
+def test_what_was_forgotten_outlives_prefix_caches(monkeypatch):
+    """The store failed to delete it: nobody reads it, though all who know of that are gone."""
+    monkeypatch.setattr(worker, "LINGER", 0.01)
+    monkeypatch.setattr(worker, "FIRST_PAUSE", 0.05)
+
+    class Kept(dict):
+        is_failing = True
+
+        def __delitem__(self, key):
+            if self.is_failing:
+                raise OSError("read-only just now")
+            super().__delitem__(key)
+
+    store = Kept()
+    cache, prefix = make(store)
+    serve(prefix, cache, PROMPT)
+    assert prefix.flush(10)
+    prefix.forget(PROMPT)
+    assert not prefix.flush(10)
+    gone = weakref.ref(prefix)
+    del cache, prefix
+    servers.until(lambda: gc.collect() >= 0 and gone() is None)
+    time.sleep(0.1)  # until the threads have ended
+    gc.collect()
+    _, prefix = make(store)
+    assert prefix.acquire(PROMPT)[1] == 0
+    store.is_failing = False
+    servers.until(lambda: prefix.forget(PROMPT) == 0 and prefix.flush(1))
+    assert not client._staying
+    assert store == {}
 
 
 class Held(dict):

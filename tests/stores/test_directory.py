@@ -1,8 +1,10 @@
 """DirectoryStore: a mapping over the C core's store in a folder, whose promises tests/c/store holds."""
 
 import contextlib
+import copy
 import hashlib
 import os
+import pickle
 import random
 import signal
 import socket
@@ -354,3 +356,37 @@ def test_threads_of_one_store(tmp_path):
         thread.join()
     assert not failures
     assert int.from_bytes((tmp_path / "usage.lock").read_bytes(), "little") == store.nbytes <= 100_000
+
+
+@pytest.mark.parametrize("size", [3, 60, 100])
+@pytest.mark.parametrize("call", ["delete", "clear"])
+def test_a_torn_file_is_removed(tmp_path, size, call):
+    """A power cut may tear it; it counts as missing, and has rows of somebody's prompt."""
+    store = DirectoryStore(tmp_path)
+    store[A] = bytes(1000)
+    (file,) = tmp_path.glob("*.kv")
+    os.truncate(file, size)
+    assert A not in store
+    if call == "delete":
+        with pytest.raises(KeyError):
+            del store[A]
+    else:
+        store.clear()
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("most", [0, -1, 2**70, "3", 1.5])
+def test_most_is_a_number_of_bytes(tmp_path, most):
+    store = DirectoryStore(tmp_path)
+    for call in (lambda: store.read(A, most), lambda: store.read_many([A], most)):
+        with pytest.raises((TypeError, ValueError), match="most"):
+            call()
+
+
+def test_copies_and_pickles(tmp_path):
+    store = DirectoryStore(tmp_path, max_bytes=10**6)
+    store[A] = b"value"
+    for other in (copy.copy(store), copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
+        assert (other[A], other.path, other.max_bytes) == (b"value", store.path, 10**6)
+        other[B] = b"another"
+        assert store.pop(B) == b"another"
