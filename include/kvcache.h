@@ -1142,9 +1142,9 @@ KVC_API kvc_status kvc_store_block(kvc_cache *cache, int64_t id, const kvc_store
 
 /* Sets *store to a new store in a folder, which is made if there is none; free it with kvc_dir_store_free.  Any
  * number of processes and threads may share a folder, also Python's DirectoryStore.  A relative path starts where the
- * process is now, also after a chdir().  Its files take at most max_bytes (0: no limit): the least recently read or
- * written ones are removed until 1/16 of that is free.  Nothing is synced to the disk: a file that a power cut
- * damages counts as missing.
+ * process is now, also after a chdir().  Its values take at most max_bytes (0: no limit), and values that are being
+ * written come on top.  The least recently read or written values are removed until 1/16 of max_bytes is free.  Nothing
+ * is synced to the disk: a file that a power cut damages counts as missing.
  * Only their owner can read the files.  On Windows the folder's rights count, and the path is UTF-8.  Links and files
  * of other names are left alone.  If a value has more than max_bytes, `read` copies the first max_bytes.
  * Its functions fail with KVC_ERR_STORE and KVC_ERR_NOMEM.  Fails with KVC_ERR_STORE if the folder cannot be made or

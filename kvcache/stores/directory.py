@@ -31,7 +31,7 @@ class DirectoryStore(MutableMapping[str, bytes]):
 
     A value is written to a temporary file, which then takes its name, so that nobody reads half a value. Any number of
     processes and threads may use a folder at the same time, also programs in C (``kvc_dir_store_new``). A process that
-    is killed leaves at most a temporary file, which is removed when the folder is opened again.
+    is killed leaves at most a temporary file, which is removed when the folder is opened again, or room is made.
 
     Nothing is synced to the disk: values that are lost in a power cut are computed again, and waiting for the disk
     takes many times as long as writing. A power cut may tear a file. It is then not as long as it says, and counts as

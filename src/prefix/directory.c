@@ -104,7 +104,7 @@ typedef struct value_files {
     size_t num, room;
     int64_t size;
     kvc_folder folder;
-    int removes_leftovers, lacks_memory;
+    int lacks_memory;
 } value_files;
 
 /* Returns the bytes that a file counts: not so many that sparse files overflow a sum. */
@@ -138,14 +138,14 @@ static void remove_leftover(kvc_folder folder, const char *name) {
 
 static int visit_file(void *context, const char *name) {
     value_files *all = context;
-    if (all->removes_leftovers) remove_leftover(all->folder, name);
+    remove_leftover(all->folder, name);
     all->lacks_memory = !add_file(all, name);
     return !all->lacks_memory;
 }
 
-/* Lists the files of values; free(all->files) in the end, whatever is returned. */
-static kvc_status list_files(const directory *d, kvc_folder folder, int removes_leftovers, value_files *all) {
-    *all = (value_files){.folder = folder, .removes_leftovers = removes_leftovers};
+/* Lists the files of values, and removes leftovers; free(all->files) in the end, whatever is returned. */
+static kvc_status list_files(const directory *d, kvc_folder folder, value_files *all) {
+    *all = (value_files){.folder = folder};
     if (!kvc_folder_list(folder, visit_file, all)) return fail_for(d, "list", "its folder");
     return all->lacks_memory ? kvc_fail(KVC_ERR_NOMEM, "out of memory for the names of %zu files", all->num) : KVC_OK;
 }
@@ -166,7 +166,7 @@ static kvc_status read_total(const directory *d, kvc_folder folder, const kvc_ow
         *total = (int64_t)kvc_get_integer(bytes, 8);
         return KVC_OK;
     }
-    const kvc_status status = list_files(d, folder, 0, &all);
+    const kvc_status status = list_files(d, folder, &all);
     *total = all.size;
     free(all.files);
     return status;
@@ -180,7 +180,7 @@ static int is_used_later(const void *a, const void *b) {
 /* Counts anew, and removes what was used least recently until `size` more bytes fit. */
 static kvc_status evict(const directory *d, kvc_folder folder, int64_t size, int64_t *total) {
     value_files all;
-    const kvc_status status = list_files(d, folder, 0, &all);
+    const kvc_status status = list_files(d, folder, &all);
     if (status == KVC_OK) {
         const int64_t most = d->max_bytes - d->max_bytes / SPARE - size;
         *total = all.size;
@@ -338,7 +338,7 @@ static kvc_status begin(const directory *d) {
     kvc_own_file usage;
     KVC_TRY(open_folder(d, &folder));
     const int is_locked = lock_usage(d, folder, &usage) == KVC_OK; /* a folder may be there to read only */
-    kvc_status status = list_files(d, folder, 1, &all);
+    kvc_status status = list_files(d, folder, &all);
     int64_t total = all.size;
     free(all.files);
     if (is_locked) {

@@ -180,6 +180,8 @@ static void test_files_of_others(void) {
     CHECK(kvc_folder_open(&open, path_of("")) && kvc_own_file_open(&own, open, living, 1) && kvc_file_lock(own.file));
     kvc_dir_store_free(store);
     store = open_store(2 * FILE_LENGTH);
+    CHECK(is_there(living) && !is_there(dead));
+    make(dead);
     for (int i = 0; i < 9; i++) CHECK(put(store, i, LENGTH) == KVC_OK);
     for (int i = 0; i < 5; i++) CHECKF(is_there(names[i]), "%s", names[i]);
     CHECK(is_there(living) && !is_there(dead));
