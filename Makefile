@@ -20,10 +20,10 @@ install:
 	$(PYTHON) -m pip install -c bench/constraints.txt -e '.[dev,bench]'
 
 test:
-	pytest $(ARGS)
+	pytest -n auto $(ARGS)
 
 ctest:
-	pytest tests/c $(ARGS)
+	pytest -n auto tests/c $(ARGS)
 
 lint: style types
 

@@ -118,14 +118,13 @@ distributions() {
 # environment
 torch_tests() {
     local pytest=("$1/bin/pytest" --color=no "${@:2}")
-    "${pytest[@]}" $(grep -rl --include='test_*.py' '^torch = ' tests) tests/package/test_docs.py
-    "${pytest[@]}" -m hf --slow $(grep -rl --include='test_*.py' 'mark\.hf' tests)
+    "${pytest[@]}" -n auto $(grep -rl --include='test_*.py' '^torch = ' tests) tests/package/test_docs.py
+    "${pytest[@]}" -n auto -m hf --slow $(grep -rl --include='test_*.py' 'mark\.hf' tests)
     "${pytest[@]}" --slow "$readme_tests"
 }
 
 # with_torch arguments...: runs these tests with the tested torch and the oldest transformers that pyproject.toml allows
 with_torch() {
-    export OMP_WAIT_POLICY=passive # threads of torch that spin as they wait would take their processors from other steps
     "$tools/bin/pip" install -qq --constraint bench/constraints.txt "$(oldest transformers)" "$(wheel)[hf]"
     torch_tests "$tools" "$@"
 }
@@ -167,7 +166,7 @@ core() {
 # where $part is --full, which one optimised build of each kind is for
 part=
 c_tests() {
-    CC=$1 KVCACHE_C_FLAGS="${*:2}" "$venv/bin/pytest" --color=no $part tests/c tests/examples/test_c_*example.py
+    CC=$1 KVCACHE_C_FLAGS="${*:2}" "$venv/bin/pytest" --color=no -n auto $part tests/c tests/examples/test_c_*example.py
 }
 
 # sanitizers cc flags...: runs the C tests under the address and undefined-behaviour sanitizers
@@ -180,7 +179,7 @@ sanitizers() {
 # thread_sanitizer cc: runs the C tests of several threads under the thread sanitizer; without OpenMP, whose barriers it
 # does not see
 thread_sanitizer() {
-    CC=$1 KVCACHE_C_FLAGS='-O1 -fsanitize=thread' "$venv/bin/pytest" --color=no tests/c \
+    CC=$1 KVCACHE_C_FLAGS='-O1 -fsanitize=thread' "$venv/bin/pytest" --color=no -n auto tests/c \
         -k 'test_threads or test_random_threads or test_prefix_threads or test_restoring or test_waiting'
 }
 
@@ -316,7 +315,7 @@ usual() {
     only= step "install the wheel with [test]" install
     command -v valkey-server >/dev/null || has "stores in Valkey or Redis" redis-server
     has "stores with TLS" openssl
-    # Much of it waits or runs on one processor, and so do the steps that go on beside it.
+    # Some of it waits, and so do some of the steps that go on beside it.
     step "pytest on the installed package" tests &
     step "ruff, cython-lint, clang-format" task "$tools" style
     step "mypy --strict, stubtest" task "$tools" types

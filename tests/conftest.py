@@ -1,8 +1,9 @@
 import os
 
-# Set before NumPy is imported. The programs in C run beside the tests: threads of NumPy that spin as they wait would
-# take their processors, and all takes three times as long.
+# Set before NumPy is imported. Tests run side by side: threads that spin as they wait would take their processors.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.pop("COLUMNS", None)  # workers of pytest -n have it; lines are as long as they are in a pipe
 
 import importlib.util
 import signal
@@ -33,7 +34,7 @@ hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, m
 hypothesis.settings.register_profile("full", deadline=None, derandomize=False, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
-WORKSHOP = pytest.StashKey[compiling.Workshop]()
+WORKSHOP = pytest.StashKey[Path]()
 
 
 def pytest_addoption(parser):
@@ -60,6 +61,12 @@ def pytest_configure(config):
             raise pytest.UsageError(f"kvcache comes from {kvcache.__file__}, not from {installed}")
     if not config.option.full:
         compiling.ENVIRONMENT["KVCACHE_TEST_PART"] = part_of(config)  # for tests/c/support/test.h
+    if hasattr(config, "workerinput"):
+        config.stash[WORKSHOP] = Path(config.workerinput["workshop"])
+    else:
+        folder = tempfile.TemporaryDirectory(prefix="kvcache-")
+        config.add_cleanup(folder.cleanup)
+        config.stash[WORKSHOP] = Path(folder.name)
     if part_of(config) == "quick" and "HYPOTHESIS_PROFILE" not in os.environ:
         hypothesis.settings.load_profile("quick")
 
@@ -80,49 +87,49 @@ def pytest_report_header(config):
     return f"kvcache: {importlib.util.find_spec('kvcache').origin}, {which}"
 
 
-# ---- the C programs, which are built and run beside the other tests
-
-
-def is_program(item):
-    return getattr(item, "originalname", None) == "test_program"
+# ---- which tests run, and where: alone, or in the workers of pytest -n
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what is slow; put the C programs last, when most are done."""
     marks = {"quick": ("slow", "full"), "slow": ("full",), "full": ()}[part_of(config)]
-    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-    items[:] = sorted((item for item in items if item not in {*left_out}), key=is_program)
+    left_out = {item for item in items if any(item.get_closest_marker(mark) for mark in marks)}
+    config.hook.pytest_deselected(items=[*left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish(session):
-    programs = [item.callspec.params["source"] for item in session.items if is_program(item)]
-    if programs and not session.config.option.collectonly:
-        open_workshop(session.config, programs)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    return min(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(), 8)
 
 
-def open_workshop(config, programs=()):
-    folder = tempfile.TemporaryDirectory(prefix="kvcache-")
-    config.add_cleanup(folder.cleanup)
-    config.stash[WORKSHOP] = compiling.Workshop(Path(folder.name), programs)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give each worker a file at a time, whose tests share servers; in the end single programs in C."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file, _, test = nodeid.partition("::")
+            return nodeid if test.startswith("test_program[") else file
+
+    return ByFile(config, log)
 
 
-def pytest_sessionfinish(session):
-    if WORKSHOP in session.config.stash:
-        session.config.stash[WORKSHOP].close()
+# ---- what is built of C
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["workshop"] = str(node.config.stash[WORKSHOP])
 
 
 @pytest.fixture(scope="session")
 def workshop(pytestconfig):
-    """What builds the core, and has begun to run the programs in C."""
-    if WORKSHOP not in pytestconfig.stash:
-        open_workshop(pytestconfig)
-    return pytestconfig.stash[WORKSHOP]
+    """The folder in which all workers build the core, and programs with it."""
+    return compiling.Workshop(pytestconfig.stash[WORKSHOP])
 
 
 @pytest.fixture(scope="session")
 def build(workshop):
-    """A function from C sources to a program of them and the core, which is compiled once."""
+    """A function that builds a program of C sources and the core, once for all workers."""
     return workshop.build

@@ -7,14 +7,13 @@ from support.compiling import EMULATOR, ROOT, is_for_windows, run
 
 PAGES = [ROOT / "README.md", ROOT / "docs/c.md", ROOT / "docs/prefix-c.md"]
 LEFT_OUT = "Not for Windows: " if is_for_windows() else None  # stands in the head comment, with the reason
-TESTS = sorted(
-    path for path in (ROOT / "tests/c").glob("*/test_*.c") if not LEFT_OUT or LEFT_OUT not in path.read_text()
-)
+SOURCES = [path for path in (ROOT / "tests/c").glob("*/test_*.c") if not LEFT_OUT or LEFT_OUT not in path.read_text()]
+TESTS = sorted(SOURCES, key=lambda path: (-path.stat().st_size, path))  # a long one must not come last
 
 
 @pytest.mark.parametrize("source", TESTS, ids=lambda path: path.stem)
 def test_program(workshop, source):
-    workshop.finish(source)
+    workshop.run(source)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -86,7 +86,7 @@ def test_new_seeds(known):
 
 def build_with(workshop, folder, source, text):
     """Build the program with this text in the place of a source of src/."""
-    command, objects = workshop.result("core")
+    command, objects = workshop.core()
     path = folder / source
     path.parent.mkdir()
     path.write_text(text)

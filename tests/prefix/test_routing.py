@@ -392,6 +392,7 @@ def test_events_of_a_store_that_are_lost_are_told() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork()")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_goes_on_whatever_the_parent_was_writing() -> None:
     cache, prefix = make(store={})
     serve(cache, prefix, PROMPT)

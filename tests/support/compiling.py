@@ -7,21 +7,17 @@ barriers.
 $KVCACHE_C_EMULATOR is the command that runs what $CC builds for another processor or system.
 """
 
-import contextlib
+import hashlib
 import json
 import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
-import sys
 import sysconfig
 import tempfile
-import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -154,24 +150,24 @@ def divert(command, objects, names, joined):
     return joined
 
 
-# ---- programs that are built and run beside the tests in Python, by a process of their own
+# ---- what all processes of a test run share
 
 
 class Workshop:
-    """The process that compiles the core, builds and runs these programs, and writes each outcome into a folder."""
+    """A folder in which the first process that needs a program builds it, and others wait for it."""
 
-    def __init__(self, folder, sources=()):
+    def __init__(self, folder):
         self.folder = folder
-        by_size = sorted(sources, key=lambda source: -source.stat().st_size)  # a long one must not come last
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, folder, *by_size], env=ENVIRONMENT, start_new_session=True
-        )
 
-    def result(self, name):
-        """Wait for the job of this name; return its result, or skip or fail as it did."""
+    def once(self, name, function):
+        """Return what the function returned, or skip or fail as it did, in the process that called it first."""
+        from fcntl import LOCK_EX, flock  # there is none on Windows, where nothing is built
+
         path = self.folder / f"{name}.json"
-        while not path.exists() and self.process.poll() is None:
-            time.sleep(0.05)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            flock(lock, LOCK_EX)
+            if not path.exists():
+                path.write_text(json.dumps(outcome_of(function)))
         outcome, value = json.loads(path.read_text())
         if outcome == "skip":
             pytest.skip(value)
@@ -179,51 +175,38 @@ class Workshop:
             pytest.fail(value, pytrace=False)
         return value
 
-    def build(self, *sources):
-        """Build a program of these C sources and the core; return its path."""
-        return link(self.result("core"), self.folder, *sources)
+    def core(self):
+        """Return the compiler's command, and the core's objects."""
+        return self.once("core", lambda: build_core(self.folder))
 
-    def finish(self, source):
-        """Wait for a program that was started."""
-        self.result("core")
-        self.result(source.stem)
+    def build(self, *sources, flags=()):
+        """Return the program of these sources and the core, the sources compiled with these flags too."""
+        core = self.core()
+        words = "\n".join(map(str, [*sources, *flags]))
+        folder = self.folder / f"{sources[0].stem}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
 
-    def close(self):
-        """End the process, and whatever it runs."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        def build_in_folder():
+            folder.mkdir(exist_ok=True)
+            return str(link(core, folder, *sources, flags=flags))
+
+        return Path(self.once(folder.name, build_in_folder))
+
+    def run(self, source):
+        """Build and run a program that tests the core. The undefined sanitizer is for the core alone.
+
+        Programs with it take half as long again to compile.
+        """
+        flags = ["-fno-sanitize=undefined"] if {*SANITIZERS} <= {*self.core()[0]} else []
+        run(*EMULATOR, self.build(source, flags=flags))
 
 
-def leave_word(folder, name, function):
-    """Run a function, and write what it returned, or how it ended, to a file."""
+def outcome_of(function):
+    """Call a function; return what it returned, or how it ended, in words for JSON."""
     try:
-        word = ["return", function()]
+        return "return", function()
     except pytest.skip.Exception as skipped:
-        word = ["skip", skipped.msg]
+        return "skip", skipped.msg
     except pytest.fail.Exception as failed:
-        word = ["fail", failed.msg]
+        return "fail", failed.msg
     except Exception:
-        word = ["fail", traceback.format_exc()]
-    path = folder / f"{name}.json"
-    path.with_suffix(".part").write_text(json.dumps(word))
-    path.with_suffix(".part").rename(path)
-    return word
-
-
-def main(folder, *sources):
-    outcome, core = leave_word(folder, "core", lambda: build_core(folder))
-    if outcome == "return":
-        # The undefined sanitizer is for the core. Programs with it take half as long again to compile.
-        flags = ["-fno-sanitize=undefined"] if {*SANITIZERS} <= {*core[0]} else []
-
-        def build_and_run(source):
-            return run(*EMULATOR, link(core, folder, source, flags=flags))
-
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for source in sources:
-                pool.submit(leave_word, folder, source.stem, partial(build_and_run, source))
-
-
-if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+        return "fail", traceback.format_exc()
