@@ -11,18 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.compiling import (
-    EMULATOR,
-    ENVIRONMENT,
-    LIBRARIES,
-    ROOT,
-    SANITIZERS,
-    TIMEOUT,
-    compile_all,
-    compiler,
-    run,
-    works,
-)
+from support.compiling import EMULATOR, LIBRARIES, ROOT, TIMEOUT, compile_all, run
 from support.defects import put_back, read_defects
 
 HERE = Path(__file__).parent
@@ -30,51 +19,48 @@ DEFECTS = [*read_defects(HERE / "defects.txt")]
 OPTIONS = {"--clients": 3, "--calls": 400, "--faults": 127}
 
 
-def build(folder):
-    """Build the core for the simulated world; return the program."""
-    command = command_of(folder)
-    return link(command, compile_sources(command, folder, [*HERE.glob("*.c"), *ROOT.glob("src/*/*.c")]), folder / "sim")
+def build(folder, core):
+    """Build the core for the simulated world; return the program.
+
+    Its kernels come from build_core(): they only compute.
+    """
+    sources = [source for source in ROOT.glob("src/*/*.c") if source.parent.name != "kernels"]
+    return link(core, compile_sources(core, folder, [*HERE.glob("*.c"), *sources]), folder / "sim")
 
 
-def build_with(folder, source, text):
+def build_with(folder, core, source, text):
     """Build it with this text in the place of a source of src/, and the other objects of build()."""
     own = folder / "changed"
     path = own / source
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
-    command = command_of(folder)
-    (changed,) = compile_sources(command, own, [path])
-    return link(command, [changed, *(path for path in folder.glob("*.o") if path.name != changed.name)], own / "sim")
+    (changed,) = compile_sources(core, own, [path])
+    return link(core, [changed, *(path for path in folder.glob("*.o") if path.name != changed.name)], own / "sim")
 
 
-def command_of(folder):
-    """The compiler's command: under the sanitizers unless only quick tests run."""
-    quick = ENVIRONMENT.get("KVCACHE_TEST_PART") == "quick"
-    extra = SANITIZERS if not quick and works(compiler(), SANITIZERS, folder) else []
-    includes = [f"-I{ROOT / path}" for path in ("include", "src", "tests/sim")]
-    return [*compiler(), "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", *extra, *includes]
+def compile_sources(core, folder, sources):
+    command = [*core[0], "-std=gnu11", "-fno-openmp", f"-I{HERE}"]
 
-
-def compile_sources(command, folder, sources):
     def command_for(source):
         if source.parent == HERE:
             return command
-        instrumented = [] if source.parent.name == "kernels" else ["-finstrument-functions"]
-        return [*command, "-DSIM_CORE", "-include", HERE / "world.h", *instrumented]
+        return [*command, "-DSIM_CORE", "-include", HERE / "world.h", "-finstrument-functions"]
 
     return compile_all(folder, sources, command_for)
 
 
-def link(command, objects, program):
-    run(*command, *objects, "-o", program, *LIBRARIES)
+def link(core, objects, program):
+    command, others = core
+    kernels = [name for name in others if Path(name).name.startswith("kernels-")]
+    run(*command, *objects, *kernels, "-o", program, *LIBRARIES)
     return program
 
 
 @pytest.fixture(scope="module")
-def sim(tmp_path_factory):
+def sim(workshop, tmp_path_factory):
     if not sys.platform.startswith("linux") or EMULATOR:
         pytest.skip("the simulated world stands in for Linux, without an emulator")
-    return build(tmp_path_factory.mktemp("sim"))
+    return build(tmp_path_factory.mktemp("sim"), workshop.core())
 
 
 def play(sim, seed, options, runs=1):
@@ -135,8 +121,9 @@ def test_defects_can_be_put_back():
 
 @pytest.mark.full
 @pytest.mark.parametrize(("source", "changes"), DEFECTS)
-def test_defects_put_back(sim, source, changes):
-    program, start = build_with(sim.parent, source, put_back(source, changes)), time.monotonic()
+def test_defects_put_back(sim, workshop, source, changes):
+    program = build_with(sim.parent, workshop.core(), source, put_back(source, changes))
+    start = time.monotonic()
     for seed in itertools.count(1):
         if said := play(program, seed, OPTIONS):
             break

@@ -104,7 +104,7 @@ class Bench(mutate.Core):
         super().__init__(folder)
         for name in ("linked", "changed", "sim"):
             (folder / name).mkdir(exist_ok=True)
-        sim.build(folder / "sim")
+        sim.build(folder / "sim", (self.command, self.objects))
         self.parts = {}
         self.originals = {}  # programs without a change
         self.sound = {}  # whether an input passes without a change
@@ -119,7 +119,7 @@ class Bench(mutate.Core):
         """Return a machine's program with a defect."""
         if machine.sources:
             return self.link(core, *machine.sources)
-        return sim.build_with(self.folder / "sim", defect.source, defect.text)
+        return sim.build_with(self.folder / "sim", (self.command, self.objects), defect.source, defect.text)
 
     def is_sound(self, machine, seed):
         """Whether an input that fails passes without the change."""

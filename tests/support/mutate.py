@@ -379,7 +379,7 @@ class Bench(Core):
         measure_all(self.programs, self.command, self.objects, folder / "counted")
         self.programs.sort(key=lambda program: program.seconds)
         (folder / "sim").mkdir(exist_ok=True)
-        sim.build(folder / "sim")
+        sim.build(folder / "sim", (self.command, self.objects))
 
     def try_change(self, change):
         """Return the names of programs that pass, and of the one that does not; None if there is nothing to try."""
@@ -391,7 +391,7 @@ class Bench(Core):
             if not program.play(self.command, objects, self.folder / "changed", seconds)[0]:
                 return passing, program.name
             passing.append(program.name)
-        simulated = sim.build_with(self.folder / "sim", change.source, change.apply())
+        simulated = sim.build_with(self.folder / "sim", (self.command, self.objects), change.source, change.apply())
         return passing, None if play([simulated, *SIMULATED], 60)[0] else "sim"
 
 
