@@ -25,7 +25,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 INCLUDE = [f"-I{ROOT / folder}" for folder in ("include", "src", "tests/c")]
-FLAGS = ["-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror=unused-function", *INCLUDE]
+FLAGS = ["-std=c11", "-O1", "-g1", "-Wall", "-Wextra", "-Werror=unused-function", *INCLUDE]
 LIBRARIES = ["-lm", "-lpthread"]
 OPENMP = "-fopenmp"
 EMULATOR = shlex.split(os.environ.get("KVCACHE_C_EMULATOR", ""))

@@ -347,7 +347,7 @@ class Core:
 
     def __init__(self, folder):
         self.folder = folder
-        self.command = [*compiler(), *(flag for flag in FLAGS if flag != "-g"), "-w", OPENMP]
+        self.command = [*compiler(), *(flag for flag in FLAGS if flag != "-g1"), "-w", OPENMP]
         self.objects = compile_core(folder, self.command)
 
     def compile(self, sources):
