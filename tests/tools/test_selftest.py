@@ -23,6 +23,12 @@ def outcome():
 
 
 @pytest.fixture
+def without_kernels(monkeypatch):
+    """Leave out the checks of kernels, which take the longest."""
+    monkeypatch.setattr(selftest, "instruction_sets", list)
+
+
+@pytest.fixture
 def run(capsys, monkeypatch):
     """Run the command in this process; return its exit status, and what it printed."""
 
@@ -74,12 +80,12 @@ def test_wrong_kernels_are_noticed(run, monkeypatch):
     assert f"FAILED  kernels, {best}: AssertionError: q4_0, " in out
 
 
-def test_a_wrong_reference_is_noticed(monkeypatch):
+def test_a_wrong_reference_is_noticed(without_kernels, monkeypatch):
     monkeypatch.setattr(selftest, "_attend_all", lambda layer, q, k, v: q)
     assert not outcome()["generation"]
 
 
-def test_results_that_differ_are_noticed(monkeypatch):
+def test_results_that_differ_are_noticed(without_kernels, monkeypatch):
     calls = iter(range(10**6))
     monkeypatch.setattr(selftest, "_results", lambda: [np.array(next(calls))])
     failed = {name for name, passed in outcome().items() if not passed}
@@ -87,7 +93,7 @@ def test_results_that_differ_are_noticed(monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_child_that_fails_ends(monkeypatch):
+def test_a_child_that_fails_ends(without_kernels, monkeypatch):
     """Else there would be two processes that go on with the checks, and print them."""
     here = os.getpid()
     right = selftest._results
@@ -134,6 +140,6 @@ def test_one_thread_is_not_several(monkeypatch):
     assert selftest.machine().endswith("; 1 thread")
 
 
-def test_a_store_that_loses_values_is_noticed(monkeypatch):
+def test_a_store_that_loses_values_is_noticed(without_kernels, monkeypatch):
     monkeypatch.setattr(DirectoryStore, "__setitem__", lambda *_: None)
     assert not outcome()["files"]

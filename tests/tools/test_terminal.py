@@ -58,6 +58,8 @@ COMMANDS = {
     "the example": [sys.executable, "-P", ROOT / "examples/generate.py", "ROMEO:", *GREEDY, "--quiet"],
 }
 SPLITS = [split for split in itertools.product(("terminal", "pipe", "file"), repeat=2) if "terminal" in split]
+FILES = [split for split in SPLITS if "file" in split]
+PIPES = [split for split in SPLITS if "file" not in split]
 
 
 def masked(text):
@@ -84,11 +86,12 @@ def run(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.parametrize("splits", [PIPES, pytest.param(FILES, marks=pytest.mark.slow)], ids=["pipes", "files"])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_stdout_is_the_same_wherever_the_outputs_go(run, name):
+def test_stdout_is_the_same_wherever_the_outputs_go(run, name, splits):
     expected = run(name, "file", "file")
     assert expected[1 if name != "a mistake" else 2]
-    for split in SPLITS:
+    for split in splits:
         status, *sent = run(name, *split)
         assert status == expected[0]
         out, err = expected[1:]
@@ -130,7 +133,7 @@ def test_generate_survives_a_narrow_terminal(run):
 
 # ---- widths
 
-WIDTHS = (40, 60, 80, 120, 200)
+WIDTHS = [[40, 120], pytest.param([60, 80, 200], marks=pytest.mark.slow)]
 COMPARE = [*KVCACHE, "generate", MODEL, "ROMEO:", "--compare", "--hadamard", "--tokens", 3]
 # What people read, not data that programs read: a generated text or JSON has no lines of ours.
 READ = {
@@ -148,13 +151,14 @@ def pieces(text):
     return sorted(text.split())
 
 
+@pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("name", READ)
-def test_words_are_whole_at_any_width(run, name, monkeypatch, tmp_path):
+def test_words_are_whole_at_any_width(run, name, widths, monkeypatch, tmp_path):
     shutil.copy(STATES / "version-1", tmp_path / "a file with a long name")
     monkeypatch.setitem(COMMANDS, name, READ[name])
     status, into_file, _ = run(name, "file", "file")
     assert status == 0
-    for columns in WIDTHS:
+    for columns in widths:
         status, sent, _ = run(name, "terminal", "pipe", size=(24, columns))
         assert status == 0
         shown = "\n".join(terminal.screen(sent, columns))
@@ -178,10 +182,11 @@ def test_a_table_that_is_wider_than_the_terminal_breaks_between_cells(run):
         assert max(map(len, sent.splitlines())) <= columns
 
 
-@pytest.mark.parametrize("columns", WIDTHS)
-def test_a_mistake_is_whole_words_on_a_terminal(run, columns):
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_a_mistake_is_whole_words_on_a_terminal(run, widths):
     one_line = run("a mistake", "pipe", "pipe")[2]
     assert one_line.count("\n") == 1
-    sent = run("a mistake", "pipe", "terminal", size=(24, columns))[2]
-    assert terminal.screen(sent, columns) == [line.rstrip() for line in sent.replace("\r", "").split("\n")]
-    assert sent.split() == one_line.split()
+    for columns in widths:
+        sent = run("a mistake", "pipe", "terminal", size=(24, columns))[2]
+        assert terminal.screen(sent, columns) == [line.rstrip() for line in sent.replace("\r", "").split("\n")]
+        assert sent.split() == one_line.split()
