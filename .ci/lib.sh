@@ -102,13 +102,17 @@ tests() {
 # build folder: builds the sdist of this tree, and the wheel of the sdist
 build() { KVCACHE_WERROR=1 SOURCE_DATE_EPOCH=1000000000 "$tools/bin/python" -m build --outdir "$1"; }
 
-# Checks that the sdist holds every file but hidden ones, and nothing generated; installs its wheel for the tools.
+# Checks that the sdist holds every file but hidden ones, and nothing generated.
 distributions() {
     fresh "$tools" build
     build "$tmp/dist"
     tar --list --file "$tmp"/dist/*.tar.gz | cut -d/ -f2- | sort >"$tmp/sdist"
     without '_core\.c$|\.(so|o|pyc)$|(^|/)\.' <"$tmp/sdist"
     tr '\0' '\n' <"$tmp/files" | sort | comm -23 - "$tmp/sdist" | without '^[^.]'
+}
+
+# Installs the wheel for the tools that check style, types and documentation.
+install_tools() {
     "$tools/bin/pip" install -qq "$(wheel)[test,docs,lint]"
     cd "$empty"
     "$tools/bin/python" -c 'import kvcache; kvcache.show_config()'
@@ -312,7 +316,9 @@ with_llama() {
 usual() {
     step "no leftovers" leftovers
     only= step "sdist and wheel" distributions
-    only= step "install the wheel with [test]" install
+    only= step "install the wheel with [test]" install &
+    only= step "install the wheel with [test,docs,lint]" install_tools
+    wait
     command -v valkey-server >/dev/null || has "stores in Valkey or Redis" redis-server
     has "stores with TLS" openssl
     # Some of it waits, and so do some of the steps that go on beside it.
