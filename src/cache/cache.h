@@ -72,6 +72,7 @@ struct kvc_cache {
     kvc_sequence *victims; /* list of sequences that the running call's plan evicts, by rising last use */
     int32_t lacks_bytes;   /* while victims are chosen: all that can be had is needed, for bytes are lacking */
     int32_t is_tight;      /* the plan makes lists of runs exact, and followers give up what they do not need */
+    int64_t tight_bytes;   /* while it is tight: kvc_evictable_bytes; -1: nobody has asked yet */
     kvc_batch *batch;      /* the open batch; NULL: none */
     struct kvc_row_buffer *row_buffers; /* list: the open batch's, and buffers of ended batches still in use */
     int64_t row_buffer_bytes;           /* bytes of the rows of all row buffers */

@@ -1,31 +1,32 @@
-/* kept.c: what a batch needs beside what cannot be evicted: see kept.h. */
+/* kept.c: what a batch needs beside what is kept: see kept.h. */
 #include "pass/kept.h"
 
 #include "pass/last_block.h"
 #include "space/row_buffer.h"
 
 /* Returns whether a compaction may move rows of a sequence. */
-static int may_move(const kvc_pool *pool, const kvc_run_list *list) {
+static int may_move(const kvc_pool *pool, kvc_scope scope, const kvc_run_list *list) {
     for (const kvc_run *run = kvc_runs_end(list); run > kvc_runs_begin(list);)
-        if (kvc_pool_is_movable(pool, kvc_pool_use((--run)->block, KVC_KEPT))) return 1;
+        if (kvc_pool_is_movable(pool, kvc_pool_use((--run)->block, scope))) return 1;
     return 0;
 }
 
 /* Adds the slots and blocks that the tokens of a sequence take behind its rows, and in new blocks.  Returns how many of
  * the tokens a compaction may place: none if the sequence has no rows in blocks that move. */
-static int32_t add_tokens(const kvc_batch *batch, int32_t g, int32_t s, int64_t *bytes, int64_t *placed_bytes) {
+static int32_t add_tokens(const kvc_batch *batch, kvc_scope scope, int32_t g, int32_t s, int64_t *bytes,
+                          int64_t *placed_bytes) {
     const kvc_batch_sequence *member = &batch->sequences[s];
     const kvc_pending *pending = kvc_pending_of(batch, g, s);
     const kvc_pool *pool = &batch->cache->pools[g];
     const int32_t size = pool->block_size;
     int32_t fill = 0;
     if (pending->to < KVC_TO_REPLACE) return 0;
-    kvc_find_last_block(batch, g, s, KVC_KEPT, &fill);
+    kvc_find_last_block(batch, g, s, scope, &fill);
     const int32_t rest = member->num_tokens - pending->in_last;
     int64_t more = rest / size * kvc_pool_used_bytes(pool, (kvc_use){.fill = size, .is_used = 1});
     if (rest % size) more += kvc_pool_used_bytes(pool, (kvc_use){.fill = rest % size, .is_used = 1});
     *bytes += more;
-    if (batch->replaced || !may_move(pool, &member->sequence->runs[g])) return 0;
+    if (batch->replaced || !may_move(pool, scope, &member->sequence->runs[g])) return 0;
     *placed_bytes += more;
     return member->num_tokens;
 }
@@ -37,15 +38,14 @@ static int64_t packed_bytes(const kvc_pool *pool, int64_t num_slots) {
     return blocks * kvc_pool_header_bytes(pool) + num_slots * kvc_pool_slot_bytes(pool);
 }
 
-/* Returns the bytes that the blocks of group g take with the tokens of the batch, if everything evictable is evicted
- * and free memory is given back.  Adds to *saved the most that compactions would save of these bytes, and notes whether
- * there would be a compaction. */
-static int64_t kept_bytes(const kvc_batch *batch, int32_t g, int64_t *saved, int *is_scattered) {
+/* Returns the bytes that the blocks of group g take with the tokens of the batch, if free memory is given back.  Adds
+ * to *saved the most that compactions would save of these bytes, and notes whether there would be a compaction. */
+static int64_t kept_bytes(const kvc_batch *batch, kvc_scope scope, int32_t g, int64_t *saved, int *is_scattered) {
     const kvc_pool *pool = &batch->cache->pools[g];
-    kvc_preview preview = kvc_preview_open(batch->cache, g, KVC_KEPT, 1);
+    kvc_preview preview = kvc_preview_open(batch->cache, g, scope, 1);
     const kvc_tally tally = kvc_preview_tally(&preview);
     int64_t bytes = 0, planned = 0, placed = 0, num_slots = tally.movable_live;
-    for (int32_t s = 0; s < batch->num_sequences; s++) num_slots += add_tokens(batch, g, s, &bytes, &placed);
+    for (int32_t s = 0; s < batch->num_sequences; s++) num_slots += add_tokens(batch, scope, g, s, &bytes, &placed);
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         kvc_block *last = kvc_pending_of(batch, g, s)->last_block;
         if (last) kvc_add_planned(&preview, last, &planned);
@@ -56,14 +56,14 @@ static int64_t kept_bytes(const kvc_batch *batch, int32_t g, int64_t *saved, int
     return tally.bytes + bytes + planned;
 }
 
-int kvc_add_kept_bytes(const kvc_batch *batch, int64_t *bytes, int64_t *least) {
+int kvc_add_kept_bytes(const kvc_batch *batch, kvc_scope scope, int64_t *bytes, int64_t *least) {
     const kvc_cache *cache = batch->cache;
     int64_t saved = 0;
     int is_scattered = 0;
     if (batch->num_buffered)
         *bytes += (int64_t)(kvc_row_buffer_bytes(cache, batch->num_buffered) +
                             kvc_row_buffer_header_bytes(batch->num_buffered));
-    for (int32_t g = 0; g < cache->num_groups; g++) *bytes += kept_bytes(batch, g, &saved, &is_scattered);
+    for (int32_t g = 0; g < cache->num_groups; g++) *bytes += kept_bytes(batch, scope, g, &saved, &is_scattered);
     *least = *bytes - saved;
     return is_scattered;
 }

@@ -320,7 +320,7 @@ static kvc_status prepare_lists(const kvc_batch *batch, kvc_sequence *sequence) 
 
 /* Returns the bytes after the batch has begun, without the rows of existing blocks. */
 static int64_t other_bytes_after(const kvc_batch *batch) {
-    const kvc_cache *cache = batch->cache;
+    kvc_cache *cache = batch->cache;
     int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced + cache->row_buffer_bytes;
     bytes -= batch->scope == KVC_KEPT ? kvc_evictable_bytes(cache) : kvc_victim_bytes(cache);
     if (batch->num_buffered)
@@ -418,11 +418,11 @@ static int64_t most_lists_saved(const kvc_batch *batch) {
     return num * (int64_t)sizeof(kvc_run);
 }
 
-kvc_status kvc_kept_begin(const kvc_batch *batch, kvc_kept *kept) {
-    const kvc_cache *cache = batch->cache;
+kvc_status kvc_kept_begin(const kvc_batch *batch, kvc_scope scope, kvc_kept *kept) {
+    kvc_cache *cache = batch->cache;
     kvc_status status = KVC_OK;
     forget_needs(batch); /* a planned compaction counts what may be evicted */
-    *kept = (kvc_kept){kvc_evictable_bytes(cache), most_lists_saved(batch)};
+    *kept = (kvc_kept){scope, scope == KVC_KEPT ? kvc_evictable_bytes(cache) : 0, most_lists_saved(batch)};
     for (kvc_sequence *s = cache->changed; status == KVC_OK && s; s = s->next_changed)
         if (!s->in_batch) status = prepare_lists(batch, s);
     return status;
@@ -431,7 +431,7 @@ kvc_status kvc_kept_begin(const kvc_batch *batch, kvc_kept *kept) {
 void kvc_kept_bytes(const kvc_batch *batch, const kvc_kept *kept, int64_t *bytes, int64_t *least) {
     kvc_cache *cache = batch->cache;
     *bytes = cache->row_buffer_bytes - kept->evictable_bytes;
-    const int is_scattered = kvc_add_kept_bytes(batch, bytes, least);
+    const int is_scattered = kvc_add_kept_bytes(batch, kept->scope, bytes, least);
     int64_t num_runs = 0; /* that lists of the batch's sequences have room for, less what they have now */
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         kvc_sequence *sequence = batch->sequences[s].sequence;
@@ -449,28 +449,30 @@ void kvc_kept_bytes(const kvc_batch *batch, const kvc_kept *kept, int64_t *bytes
 }
 
 kvc_status kvc_fit_kept(kvc_batch *batch, int64_t *bytes) {
-    forget_needs(batch);
-    KVC_TRY(kvc_tighten(batch->cache));
     batch->scope = KVC_KEPT;
     const kvc_status status = kvc_fit_bytes(batch, bytes);
     batch->scope = KVC_NOW;
     forget_needs(batch);
-    kvc_spare_victims(batch->cache);
     return status;
 }
 
 /* Returns KVC_ERR_FULL if the batch does not fit even once everything evictable is evicted.  *bytes becomes the fewest
  * bytes that the cache would have then.  Only where compactions or exact lists decide, finds out what they save. */
 static kvc_status check_kept(kvc_batch *batch, int64_t *bytes) {
-    const kvc_cache *cache = batch->cache;
+    kvc_cache *cache = batch->cache;
     kvc_kept kept;
     int64_t all = (int64_t)cache->size + cache->row_buffer_bytes;
     if (!cache->max_bytes) return KVC_OK;
-    KVC_TRY(kvc_kept_begin(batch, &kept));
-    kvc_add_kept_bytes(batch, &all, bytes);
+    KVC_TRY(kvc_kept_begin(batch, KVC_KEPT, &kept));
+    kvc_add_kept_bytes(batch, KVC_KEPT, &all, bytes);
     if (*bytes > cache->max_bytes) return KVC_ERR_FULL;
     kvc_kept_bytes(batch, &kept, &all, bytes);
-    return all <= cache->max_bytes ? KVC_OK : kvc_fit_kept(batch, bytes);
+    if (all <= cache->max_bytes) return KVC_OK;
+    forget_needs(batch);
+    KVC_TRY(kvc_tighten(cache));
+    const kvc_status status = kvc_fit_kept(batch, bytes);
+    kvc_spare_victims(cache);
+    return status;
 }
 
 /* Checks capacity and max_bytes. */

@@ -37,20 +37,21 @@ kvc_need kvc_need_of(kvc_batch *batch);
 kvc_status kvc_fit(kvc_batch *batch);
 kvc_status kvc_fit_bytes(const kvc_batch *batch, int64_t *bytes);
 
-/* Does what kvc_fit_bytes does for once everything evictable is evicted and the cache is tight, and takes no time for
- * that.  Where this does not fit, nor the cache as it is, a batch is refused. */
+/* Does what kvc_fit_bytes does for once everything evictable is evicted, and takes no time for that.  The cache is
+ * tight (kvc_tighten).  If this does not fit, nor the cache as it is, a batch is refused. */
 kvc_status kvc_fit_kept(kvc_batch *batch, int64_t *bytes);
 
 /* What kvc_kept_bytes need not count again for another number of tokens. */
 typedef struct kvc_kept {
+    kvc_scope scope;         /* KVC_NOW: nothing is evicted */
     int64_t evictable_bytes; /* of bookkeeping */
     int64_t lists_saved;     /* the most bytes that compactions save in lists of runs */
 } kvc_kept;
 
-/* Begins asking a batch what it needs once everything evictable is evicted, where the cache may be tight, as
- * kvc_tighten makes it.  kvc_kept_bytes sets *bytes to what the cache has then without compactions, and *least to the
- * fewest bytes that these may leave.  kvc_kept_begin can fail with KVC_ERR_NOMEM. */
-kvc_status kvc_kept_begin(const kvc_batch *batch, kvc_kept *kept);
+/* Begins asking a batch what it needs once everything evictable is evicted, or, in KVC_NOW, beside it.  The cache may
+ * be tight, as kvc_tighten makes it.  kvc_kept_bytes sets *bytes to what the cache has then without compactions, and
+ * *least to the fewest bytes that these may leave.  kvc_kept_begin can fail with KVC_ERR_NOMEM. */
+kvc_status kvc_kept_begin(const kvc_batch *batch, kvc_scope scope, kvc_kept *kept);
 void kvc_kept_bytes(const kvc_batch *batch, const kvc_kept *kept, int64_t *bytes, int64_t *least);
 
 /* Returns kvc_nbytes after a batch that fits has begun, if no free memory is given back before. */

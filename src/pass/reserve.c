@@ -163,7 +163,8 @@ static kvc_status try_probe(kvc_batch *batch, int64_t num_tokens, trial trial, c
         kvc_kept_bytes(batch, kept, &bytes, &least);
         return (trial == AT_MOST ? least : bytes) <= batch->cache->max_bytes ? KVC_OK : KVC_ERR_FULL;
     }
-    const kvc_status status = trial == WITH_ALL ? kvc_fit_kept(batch, &bytes) : kvc_fit(batch);
+    if (trial == WITH_ALL) return kvc_fit_kept(batch, &bytes);
+    const kvc_status status = kvc_fit(batch);
     kvc_spare_victims(batch->cache);
     return status;
 }
@@ -198,36 +199,24 @@ static int64_t guess_room(kvc_batch *batch, int64_t most, const kvc_kept *kept) 
                                                        : 1 + (int64_t)(rest * (double)(most - 1));
 }
 
-/* Returns the fewest bytes of all that can be evicted. */
-static int64_t evictable_bytes(const kvc_cache *cache, const kvc_kept *kept) {
-    int64_t bytes = kept->evictable_bytes;
-    for (int32_t g = 0; g < cache->num_token_groups; g++)
-        bytes += cache->pools[g].evictable * kvc_pool_slot_bytes(&cache->pools[g]);
-    return bytes;
-}
-
-/* Finds how many tokens max_bytes leaves room for, at most `most`: with everything gone that can be evicted, it fits
- * for a batch, too.  Where next to nothing can be evicted, one token more may fit beside it, in other places. */
+/* Finds how many tokens max_bytes leaves room for, at most `most`.  What fits with everything gone that can be evicted
+ * fits for a batch, too.  If one token more does not, a batch takes it only if it evicts nothing. */
 static kvc_status find_room_in_bytes(kvc_batch *batch, int64_t most, int64_t *room) {
-    const kvc_cache *cache = batch->cache;
     int64_t bound, bytes, least = 0;
     kvc_kept kept;
     *room = 0;
     kvc_status status = kvc_tighten(batch->cache);
-    if (status == KVC_OK) status = kvc_kept_begin(batch, &kept);
+    if (status == KVC_OK) status = kvc_kept_begin(batch, KVC_KEPT, &kept);
     if (status == KVC_OK && most)
         status = find_most(batch, room, most, guess_room(batch, most, &kept), AS_THEY_LIE, &kept);
     bound = *room;
     if (status == KVC_OK) status = find_most(batch, &bound, most, *room + 1, AT_MOST, &kept);
-    kvc_spare_victims(batch->cache);
     if (status == KVC_OK) status = find_most(batch, room, bound, bound, WITH_ALL, NULL);
-    if (status != KVC_OK || *room == most) return status;
     set_probe(batch, (int32_t)*room + 1);
-    status = kvc_tighten(batch->cache);
-    if (status == KVC_OK) status = kvc_kept_begin(batch, &kept);
+    if (status == KVC_OK) status = kvc_kept_begin(batch, KVC_NOW, &kept);
     if (status == KVC_OK) kvc_kept_bytes(batch, &kept, &bytes, &least);
     kvc_spare_victims(batch->cache);
-    if (status != KVC_OK || least + evictable_bytes(cache, &kept) > cache->max_bytes) return status;
+    if (status != KVC_OK || *room == most || least > batch->cache->max_bytes) return status;
     return find_most(batch, room, most, *room + 1, AS_A_BATCH, NULL);
 }
 

@@ -46,6 +46,7 @@ kvc_status kvc_tighten(kvc_cache *cache) {
     const kvc_table *table = &cache->sequences;
     kvc_status status = KVC_OK;
     cache->is_tight = 1;
+    cache->tight_bytes = -1;
     for (kvc_sequence *s = kvc_table_first_kept(table); s && !s->is_hidden; s = kvc_table_next_kept(s))
         if (may_relist(cache, s)) kvc_cache_mark_changed(cache, s); /* so that plans look at it */
     kvc_set_min_query_positions(cache);

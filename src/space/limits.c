@@ -48,11 +48,14 @@ int64_t kvc_victim_bytes(const kvc_cache *cache) {
     return bytes;
 }
 
-int64_t kvc_evictable_bytes(const kvc_cache *cache) {
-    plan_followers(cache, 1); /* of sequences that stay and give up their places, where that is planned */
-    const int64_t bytes = cache->evictable_bytes;
-    plan_followers(cache, 0);
-    return bytes;
+int64_t kvc_evictable_bytes(kvc_cache *cache) {
+    if (!cache->is_tight) return cache->evictable_bytes;
+    if (cache->tight_bytes < 0) {
+        plan_followers(cache, 1); /* of sequences that stay and give up their places */
+        cache->tight_bytes = cache->evictable_bytes;
+        plan_followers(cache, 0);
+    }
+    return cache->tight_bytes;
 }
 
 /* Returns the bytes of a group that are in use once victims are evicted, or all that may be. */

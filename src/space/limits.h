@@ -17,7 +17,7 @@ int64_t kvc_victim_bytes(const kvc_cache *cache);
 
 /* Returns what kvc_victim_bytes does if all that may be evicted are victims, in a time that does not depend on their
  * number.  There are no victims yet. */
-int64_t kvc_evictable_bytes(const kvc_cache *cache);
+int64_t kvc_evictable_bytes(kvc_cache *cache);
 
 /* Returns KVC_ERR_FULL, noting it in cache->lacks_bytes, unless the cache stays within max_bytes once victims are
  * evicted and kvc_give_back(cache, max_bytes) has been called.  In KVC_KEPT, unless it might once all that may be

@@ -367,6 +367,33 @@ static void test_room_of_what_stays(void) {
     }
 }
 
+/* Retained rows may fill up a block that a compaction leaves, and so take no memory: kvc_room counts on that where
+ * nothing need be evicted for a batch. */
+static void test_room_beside_retained(void) {
+    enum { ROUNDS = 1500, STEPS = 40 };
+    for (int round = 0; round < ROUNDS; round++) {
+        const int32_t dim = 32 * random_int(1, 5);
+        const kvc_layer layer = {.num_kv_heads = 1, .k_dim = dim, .v_dim = dim};
+        const kvc_config config = {.max_bytes = random_int(8000, 400000), .block_size = random_int(1, 100)};
+        kvc_cache *cache = heap_cache(1, &layer, config);
+        for (int step = 0, retained = 0; step < STEPS; step++) {
+            const int64_t id = random_int(1, 5);
+            const int32_t at = random_int(0, 60), end = at + random_int(1, 60);
+            int64_t room = 0;
+            switch (random_int(0, 6)) {
+            case 0: CHECK(kvc_fork(cache, id, random_int(1, 5)) != KVC_ERR_CORRUPT); break;
+            case 1: CHECK(kvc_remove(cache, id, at, end, 0) == KVC_OK); break;
+            case 2: CHECK(retain(cache, id, FIRST_ID + retained++, at, end) != KVC_ERR_CORRUPT); break;
+            case 3: check_room(cache, id, &config); break;
+            default:
+                CHECK(kvc_room(cache, id, &room) == KVC_OK);
+                if (end - at < room) CHECK(feed(cache, 1, id, end - at) == KVC_OK);
+            }
+        }
+        free_valid(cache);
+    }
+}
+
 /* Where a batch of the next token would be refused whatever the room, there is none, and none is reserved. */
 static void test_room_of_those_that_end(void) {
     const kvc_layer layer = layer_with(sliding_policy(5, 0, 0));
@@ -474,6 +501,7 @@ int main(int argc, char **argv) {
     test_random_crowds(600, try_batch);
     test_random_crowds(300, try_inject);
     test_room_is_exact();
+    test_room_beside_retained();
     test_room_of_what_stays();
     test_room_of_those_that_end();
     test_useless();
