@@ -16,7 +16,15 @@
  *   batch         the tokens of one forward pass, of one or many sequences.  A cache has one open batch at a time.
  *   delta         of a run: its positions now, less the positions its keys were rotated for (RoPE).
  *   span          a run as memory: pointers, strides, number of rows, first position, delta.
+ *   hold          keeps the rows behind spans as they are, whatever is edited, until it is freed (kvc_spans).
+ *   live          a slot is live while a sequence or the open batch holds it.
+ *   expire        rows expire, and are dropped, when no later query can see them.
+ *   sink tokens   the first num_sink_tokens positions of a sequence, which a sliding window shows for ever.  `sinks` in
+ *                 kvc_attend_args are something else: logits that join the softmax.
+ *   plan          says which tokens of a batch attend, and cuts the work into tasks (kvc_plan_new).
  *   prefix        finds the beginning of a prompt among the blocks that sequences left behind (kvc_prefix_new).
+ *   kept block    a block that a prefix keeps for later prompts.  When other rows need its memory, it is evicted.
+ *   checkpoint    a recurrent state of the model that a prefix keeps (kvc_prefix_checkpoint).
  *   store         keeps blocks of prefixes outside the cache, for other processes and later ones (kvc_store).
  *
  * Life of a cache
@@ -35,8 +43,8 @@
  *           Nothing here aborts, prints or leaks.
  *           Each function lists its errors, except two that any function may return: KVC_ERR_INVALID (a bad argument:
  *           NULL, negative, an unknown constant) and KVC_ERR_INDEX (no such layer).
- *           Handles (kvc_cache *, kvc_batch *, ...) are not checked.  Pass what kvc_cache_new, kvc_begin and the like
- *           made, while it is in use.  NULL crashes, except where it is freed.
+ *           Handles (kvc_cache *, kvc_batch *, ...) are not checked.  Pass only handles that kvc_cache_new, kvc_begin
+ *           and the like made, and that nobody has freed.  NULL crashes, except in the calls that free.
  * Threads   Any thread may call any function.  A mutex guards the bookkeeping.  Nobody holds it while rows are put,
  *           replaced, copied out, settled, attended over or handed to a function of the caller.  How long a call holds
  *           it depends on its arguments and on the sequences that it names, not on what else the cache has.
@@ -151,8 +159,8 @@ typedef enum kvc_type { /* element types of rows */
      * must be a multiple of 32.
      *
      * A block begins with an f16 scale d.  An f16 minimum m follows, if the type has one.  Then come the fifth bits, if
-     * codes have 5 bits: bit i of 4 bytes is that of element i.  The low 4 bits of the codes q come last: a byte has
-     * element i in its low bits, and element i + 16 in its high bits.
+     * codes have 5 bits: 4 bytes, whose bit i belongs to element i.  The low 4 bits of the codes q come last: a byte
+     * has element i in its low bits, and element i + 16 in its high bits.
      * d is infinite if it would exceed 65504.  Elements then decode to infinities, and to NaN if q stands for 0. */
     KVC_Q8_0 = 3,  /* 34 bytes: d = max |x| / 127, then 32 int8 q = round(x / d), halves away from 0; x = d * q */
     KVC_Q4_0 = 4,  /* 18 bytes: d = the x of largest magnitude / -8, q = floor(x / d + 8.5), at most 15;
@@ -199,7 +207,7 @@ KVC_API size_t kvc_row_bytes(int32_t type, int32_t dim);
 
 typedef enum kvc_policy_kind {
     KVC_FULL = 0,    /* a query sees every position up to its own */
-    KVC_SLIDING = 1, /* a query sees the `window` positions that end with its own, and the sinks */
+    KVC_SLIDING = 1, /* a query sees the `window` positions that end with its own, and the sink tokens */
     KVC_CHUNKED = 2, /* a query sees the positions of its own chunk, up to its own */
     KVC_CROSS = 3,   /* every query sees all rows of its sequence.  One kvc_put sets them all, any number.  Row i stands
                         at position i and is neither removed nor shifted.  The rows go when the sequence ends, because
@@ -212,8 +220,8 @@ typedef struct kvc_policy {
     int32_t window;               /* SLIDING: positions a query sees, its own included; at least 1 */
     int32_t num_sink_tokens;      /* SLIDING: positions below this are always seen, and stay */
     int32_t resume_window;        /* how far a sequence can go back.  SLIDING: how many of the latest positions are
-                                     kept, counted like window: 0, which means window, or at least window.  CHUNKED:
-                                     how many positions before the current chunk are kept */
+                                     kept, counted like window.  At least window; 0 means window.  CHUNKED: how many
+                                     positions before the current chunk are kept */
     int32_t attention_chunk_size; /* CHUNKED: positions in a chunk; at least 1 */
     int32_t max_len;              /* CROSS: rows of one sequence; at least 1 */
     int32_t reserved[3];          /* 0 */
@@ -321,11 +329,11 @@ typedef struct kvc_config {
     int32_t block_size;    /* slots in a block.  0: 64; or max_seq_len, for one contiguous block, if that is given,
                               max_sequences is 1 and every layer sees everything */
     int64_t max_seq_len;   /* rows one sequence may hold in one layer between batches; 0: no limit.  During a batch, a
-                              layer may hold more if its window and sinks, or its chunk, are at most this */
+                              layer may hold more if its window and sink tokens, or its chunk, are at most this */
     int64_t max_sequences; /* sequences that hold rows, in any layer, once a batch has begun; 0: no limit */
     int64_t capacity;      /* live slots of one layer group, the open batch's included; a shared slot counts once.
                               0: max_seq_len * max_sequences, or no limit if either has none.  Tokens of the open batch
-                              that max_seq_len does not let stay do not count towards this default */
+                              beyond max_seq_len, which do not stay, do not count towards this default */
     int64_t max_bytes;     /* limit of kvc_nbytes whenever memory is taken for rows; 0: no limit.  An edit that takes no
                               rows, and a call that keeps pinned blocks, may exceed it by bookkeeping, until a batch
                               begins */
@@ -402,7 +410,7 @@ typedef struct kvc_put_args {
  * Fails with KVC_ERR_INVALID if a token was put before, and if the layer has no rows of its own.  Fails with
  * KVC_ERR_INDEX if the batch has no such tokens, and with KVC_ERR_CANCELLED (poll).  After an error, nothing was put.
  * Rows of KVC_CROSS layers, and of sequences that are not stored, may take new memory: the call then also fails with
- * KVC_ERR_FULL (max_len or max_bytes) and KVC_ERR_NOMEM.  Retained sequences are evicted for such rows after they were
+ * KVC_ERR_FULL (max_len or max_bytes) and KVC_ERR_NOMEM.  Kept blocks are evicted for such rows only after these were
  * put; until then the cache may exceed max_bytes by these rows. */
 KVC_API kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *args);
 
@@ -470,8 +478,8 @@ KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const
 /* Ends the batch and frees it: its tokens become part of their sequences, if these are stored.
  * A layer with a window or chunks expires rows.  It keeps the rows that a query at the position of the sequence's last
  * token would see, or as many positions as resume_window says.  Beyond these rows, such a layer uses at most two spare
- * blocks (three with sinks) for each sequence that shares no blocks and kept all its tokens.  If this batch took more,
- * as many stay.  Other free blocks go back to the system.
+ * blocks (three with sink tokens) for each sequence that shares no blocks and kept all its tokens.  If this batch took
+ * more spare blocks, as many are kept.  Other free blocks go back to the system.
  * Fails with KVC_ERR_INVALID if a token was not put in some layer; the batch is still open then.  Once every token was
  * put, this cannot fail, because kvc_begin has taken all memory that it needs.  If the system refuses the work on OS
  * pages at the end, that work is left out. */
@@ -521,9 +529,9 @@ KVC_API int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t positio
  * - stored at a position that was not the next one;
  * - computed while it saw tokens that kvc_commit_kept did not keep;
  * - marked by kvc_mark_inexact.
- * Such a row is inexact in forks, shares, clones and saved states, too.  Once no such
- * row is left, as after kvc_truncate at that position, all rows are exact.  But a mark of kvc_mark_inexact behind the
- * last row is of rows to come, and stays.  While a batch is open, its tokens count as if all were kept. */
+ * An inexact row is inexact in forks, shares, clones and saved states, too.  Once no inexact row is left, as after
+ * kvc_truncate at the returned position, all rows are exact.  But a mark of kvc_mark_inexact behind the last row counts
+ * for rows to come, and stays.  While a batch is open, its tokens count as if all were kept. */
 KVC_API int32_t kvc_exact_to(kvc_cache *cache, int64_t seq_id);
 
 /* Writes the ids of the sequences that hold rows of tokens, ascending: at most max_ids, and none if seq_ids is NULL.
@@ -542,8 +550,8 @@ KVC_API int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, i
 
 #define KVC_END INT32_MAX /* the end of a range of positions: behind the last one */
 
-/* Forgets every sequence, and the blocks that prefixes have kept by then.  The blocks are forgotten
- * a few at a time, so that other calls go on.  Memory is kept for reuse. */
+/* Forgets every sequence, and the blocks that prefixes have kept by then.  The blocks are forgotten a few at a time, so
+ * that other calls go on.  Memory is kept for reuse. */
 KVC_API kvc_status kvc_clear(kvc_cache *cache);
 
 /* Forgets one sequence.  Memory is kept for reuse. */
@@ -575,7 +583,7 @@ KVC_API kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t
 /* Drops the rows at positions [begin, end).  With `shift`, later tokens move down by end - begin, as by kvc_shift, with
  * its errors.  Without `shift` they stay where they are.
  * In every edit, expired positions move with the tokens.  A batch fails with KVC_ERR_GONE if a token would see such a
- * position, in its window or among the sinks.
+ * position, in its window or among the sink tokens.
  * If this or any other edit leaves a sequence without tokens, so that it would go on at position 0, the sequence
  * ends as by kvc_clear_sequence.  Its rows in KVC_CROSS layers go, too.  A sequence that has only such rows ends if
  * positions from 0 on are dropped.  To keep these rows, first let another sequence hold them: kvc_copy_prefix with
@@ -586,7 +594,7 @@ KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, i
  * tokens before `length` were removed without `shift`.  If there are no such rows, it changes nothing.  Fails with
  * KVC_ERR_GONE if a token at `length` would see rows that have expired, and with KVC_ERR_NOMEM.
  * Position 0, and a position that kvc_can_resume confirms, are always possible.  If no layer has chunks, so is a
- * position within the sinks of every layer with a window, unless a layer was restored without its sinks
+ * position within the sink tokens of every layer with a window, unless a layer was restored without these
  * (kvc_begin_with). */
 KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length);
 
@@ -882,9 +890,9 @@ KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
  * counts rows that can be evicted as room.  KVC_ERR_FULL then says that sequences in use, pins and quotas hold all.
  * Release a sequence, and acquire it again with all its tokens when another has ended.  A batch fits behind tokens that
  * matched if it fits behind the same tokens fed to a new cache.  It may lack some bytes of bookkeeping for each block
- * that matched, and a block if running sequences have rows in one block.  Batches may end elsewhere behind a match than
- * without one: kvc_room says how many tokens fit.  If bytes are lacking, acquired sequences also give up their place
- * among the blocks.  Only kvc_prefix_release keeps the blocks that they fill from then on.
+ * that matched, and one block if several running sequences have rows in the same block.  Batches may end elsewhere
+ * behind a match than without one: kvc_room says how many tokens fit.  If bytes are lacking, acquired sequences also
+ * give up their place among the blocks.  Only kvc_prefix_release keeps the blocks that they fill from then on.
  * An acquired sequence ends like any other: kvc_clear_sequence keeps only the blocks of the prompt that were full by
  * then.  It may be edited: what follows the edit is kept only by kvc_prefix_release.  An unstored batch counts as an
  * edit of all its tokens.  Several prefixes, for adapters and tenants, may share a cache.  The time of a call grows
@@ -1260,7 +1268,8 @@ KVC_API int64_t kvc_plan_num_tasks(const kvc_plan *plan);
  * tasks come first.  All calls for one layer get the same args; args->put is NULL.  The task that ends last merges, in
  * a fixed order, so no barrier is needed.
  * If tasks failed, were cancelled or were left out, run these again, or all of them, in any order: results are right
- * once the last task has ended.  If all are run again, args may have changed.  Or begin the next layer.
+ * once the last task has ended.  If all are run again, args may have changed.  You may also leave
+ * them, and begin the next layer.
  * Fails with KVC_ERR_INDEX if there is no such task, and with KVC_ERR_BUSY while another thread runs the same task, or
  * tasks of another layer.  Fails with KVC_ERR_INVALID, KVC_ERR_GONE and KVC_ERR_CANCELLED (cancel) as kvc_attend does.
  * kvc_last_error() has the message on the thread that ran the task. */
