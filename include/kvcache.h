@@ -277,8 +277,8 @@ typedef struct kvc_layer {
     int32_t k_transform; /* kvc_transform */
     int32_t v_transform;
     int32_t value_in_key; /* not 0: values are the first v_dim elements of the keys, and stored once (MLA).  v_type and
-                             v_transform must be those of keys, and the transform's blocks must divide v_dim.  RoPE must
-                             leave these elements alone, and kvc_attend needs a scale */
+                             v_transform must equal k_type and k_transform, and the transform's blocks must divide
+                             v_dim.  RoPE must leave these elements alone, and kvc_attend needs a scale */
     int32_t share;        /* 0: the layer has rows of its own.  n: it reads the rows of layer n - 1, and none are put in
                              it.  Layer n - 1 has rows of its own, and the same shapes, types, policy and rope */
     kvc_policy policy;
@@ -396,7 +396,7 @@ typedef struct kvc_put_args {
                        scale may be infinite or NaN */
     int32_t v_type; /* the same for v */
     /* 0: tokens lie a token stride apart.  n: the batch has n tokens of each sequence, in lock step, as in
-     * [batch][head][token][dim]: sequences lie a batch stride apart, and the n tokens of one a token stride. */
+     * [batch][head][token][dim].  Sequences lie a batch stride apart, and tokens of a sequence a token stride. */
     int32_t tokens_per_sequence;
     int64_t k_batch_stride, v_batch_stride;
     int64_t seq_id; /* KVC_CROSS: the rows are of this sequence, which has tokens in the batch */
@@ -449,8 +449,9 @@ typedef struct kvc_plan_args {
     int32_t num_heads;  /* query heads: a multiple of num_kv_heads */
     int32_t num_threads; /* tasks that may run at the same time, at most 4096; a further task waits.  0: the cache's
                             threads */
-    const uint8_t *non_causal; /* [num_tokens] not 0: the token also sees later positions of its sequence; in a batch
-                                  with parents, those of its ancestors.  NULL: no token does.  Copied */
+    const uint8_t *non_causal; /* [num_tokens] not 0: the token also sees later positions of its sequence.  In a
+                                  batch with parents, it still sees only its ancestors of the batch's tokens.  NULL: no
+                                  token sees later positions.  Copied */
     const kvc_masked *masked;  /* [num_masked] in any order; ranges may overlap.  Copied */
     size_t masked_size;        /* sizeof(kvc_masked) */
     int32_t num_masked;        /* 0: nothing is masked */
@@ -938,8 +939,9 @@ typedef struct kvc_prefix_config {
     int64_t secret_size;
     int64_t state_bytes; /* not 0: the model has a recurrent state as well, of at most so many bytes a sequence, and a
                             match ends at a checkpoint (kvc_prefix_checkpoint).  0: it has none */
-    int64_t max_checkpoint_bytes; /* limit of the states that are kept.  Beyond it the least recently used ones that are
-                            not pinned are dropped.  0: states are limited as their blocks are, and by max_bytes */
+    int64_t max_checkpoint_bytes; /* limit of the states that are kept.  Beyond it, states that are not pinned are
+                            dropped, the least recently used first.  0: states are limited as their blocks are, and by
+                            max_bytes */
     int32_t max_events; /* events kept for kvc_prefix_take_events, of 40 bytes each.  0: none */
 } kvc_prefix_config;
 
@@ -1117,9 +1119,9 @@ KVC_API kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, 
 typedef struct kvc_store {
     size_t struct_size;
     void *user; /* given to the functions */
-    /* Copies the value under a name of KVC_NAME_BYTES bytes to `value`, and sets *size to its bytes: 0 if there is
-     * none.  If the value has more than max_bytes, sets *size to any number above max_bytes, and copies no more than
-     * max_bytes. */
+    /* Copies the value under a name of KVC_NAME_BYTES bytes to `value`, and sets *size to its bytes, or to 0 if
+     * there is no value.  If the value has more than max_bytes, sets *size to any number above max_bytes, and copies no
+     * more than max_bytes. */
     kvc_status (*read)(void *user, const uint8_t *name, void *value, int64_t max_bytes, int64_t *size);
     /* Keeps a value under a name, in place of the one that is there. */
     kvc_status (*write)(void *user, const uint8_t *name, const void *value, int64_t size);
