@@ -119,7 +119,7 @@ def test_the_end_of_the_context(tmp_path: Path) -> None:
     assert full.returncode == 0
     notice = "(stopped at 2,048 tokens, the model's whole context; with a window or a shift it would go on) "
     assert " ".join(full.stderr.split()).startswith(notice)
-    assert full.stderr.count("\n") == 3
+    assert len(full.stderr.splitlines()) in (2, 3), "the notice, which may be broken, and the speeds"
     assert speeds_of(full.stderr)["decode"][0] == 7  # the prompt's own pass gives the first of the eight
     window = ("--window", "100", "--tokens", "50", "--temperature", "0")
     on = run("--prompt-file", prompt, *window)
