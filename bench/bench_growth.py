@@ -4,7 +4,8 @@ Public calls of `kvcache.h` that take a cache's mutex are timed beside few kept 
 turn. A line has the median of both and their quotient. "hold" is the longest time for which the call lets another
 thread wait that asks for the mutex all the time. A kind says what limits the cache, which is full of kept blocks
 then, or what has become of these. In "running", a capacity limits the cache, and most blocks belong to running
-sequences.
+sequences. In "acquired", no block is kept, and many sequences hold nothing; max_bytes has room for a prompt of eight
+blocks, but not for keeping all of them. Calls that need more do not fit there.
 
 These calls are not timed. `kvc_begin_with` does what `kvc_begin` does. `kvc_plan_run`, `kvc_plan_free`, `kvc_written`
 and `kvc_dense_sequences` look at the open batch alone, as `kvc_attend` and `kvc_dense_rows` do. `kvc_load` makes a new
@@ -22,9 +23,10 @@ from compiling import CORE, CORE_FLAGS, HERE, build, function
 from figures import keep
 
 I32, I64, POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
-KINDS = ("unlimited", "capacity", "max_bytes", "expired", "pinned", "running")  # `kind` of growth.c
+KINDS = ("unlimited", "capacity", "max_bytes", "expired", "pinned", "running", "acquired")  # `kind` of growth.c
 RENAMED = ["-Dpthread_mutex_lock=growth_lock", "-Dpthread_mutex_trylock=growth_trylock"]
 RENAMED += ["-Dpthread_mutex_unlock=growth_unlock", "-Dclock_gettime=growth_clock"]
+KEPT_IN_PART = 200  # bytes beside a prompt that do not suffice to keep its blocks
 MOST_RATIO, MOST_HOLD = 1.3, 1e-3
 CLEARING = ("keep", "clear", "prefix_clear")  # calls after which no block is kept
 
@@ -52,13 +54,37 @@ class Growth:
     def new(self, kind: str, num_blocks: int) -> ctypes.c_void_p:
         """Make a cache with kept blocks; under max_bytes it is full of them."""
         limit = 0
-        if kind == "max_bytes":
-            other = self.new("unlimited", num_blocks)
-            limit = self._bytes(other)
-            self.free(other)
+        if kind in ("max_bytes", "acquired"):
+            limit = self._bytes_without_limit("unlimited" if kind == "max_bytes" else kind, num_blocks)
+        if kind == "acquired":
+            limit += self._bytes_of_request() + KEPT_IN_PART
+        return self._make(kind, num_blocks, limit)
+
+    def _make(self, kind: str, num_blocks: int, limit: int) -> ctypes.c_void_p:
         scene = POINTER()
         self._check(self._new(KINDS.index(kind), num_blocks, limit, ctypes.byref(scene)))
         return scene
+
+    def _bytes_without_limit(self, kind: str, num_blocks: int) -> int:
+        scene = self._make(kind, num_blocks, 0)
+        size = self._bytes(scene)
+        self.free(scene)
+        return size
+
+    def _bytes_of_request(self) -> int:
+        """Find how many bytes a prompt of eight blocks takes at least."""
+        other = self._bytes_without_limit("acquired", 1)
+        low, high = 0, 1 << 16
+        while high - low > 1:
+            middle = (low + high) // 2
+            scene = self._make("acquired", 1, other + middle)
+            try:
+                self.time(scene, scene, self.calls["commit_long"][0], 1)
+                high = middle
+            except RuntimeError:
+                low = middle
+            self.free(scene)
+        return high
 
     def free(self, scene: ctypes.c_void_p) -> None:
         self._check(self._free(scene))

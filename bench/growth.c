@@ -121,7 +121,7 @@ int growth_unlock(pthread_mutex_t *mutex) {
 /* ---- a cache with kept blocks ------------------------------------------------------------------------------------ */
 
 /* The limit of a cache that is full of kept blocks, or the fate of its blocks. */
-typedef enum kind { UNLIMITED, BY_CAPACITY, BY_BYTES, EXPIRED, PINNED, RUNNING, NUM_KINDS } kind;
+typedef enum kind { UNLIMITED, BY_CAPACITY, BY_BYTES, EXPIRED, PINNED, RUNNING, ACQUIRED, NUM_KINDS } kind;
 
 typedef struct scene {
     kvc_cache *cache;
@@ -186,6 +186,14 @@ static kvc_status keep(scene *s) {
     return kvc_prefix_release(s->prefix, id, &tokens);
 }
 
+/* Acquires a sequence that holds nothing. */
+static kvc_status acquire_one(scene *s) {
+    int64_t ids[1], id;
+    int32_t matched;
+    const kvc_tokens tokens = new_tokens(s, ids, 1);
+    return kvc_prefix_acquire(s->prefix, &tokens, -1, &id, &matched);
+}
+
 /* Feeds a prompt of LONG tokens, which goes on running. */
 static kvc_status run_long(scene *s) {
     int64_t ids[LONG], id;
@@ -239,7 +247,8 @@ EXPORT kvc_status growth_free(scene *s) {
 }
 
 /* Sets *made to a cache with two sequences and num_blocks kept blocks of a kind.  Each block is a prompt of its own;
- * but in RUNNING, most blocks belong to running sequences. */
+ * but in RUNNING, most blocks belong to running sequences.  In ACQUIRED, no block is kept, and there are as many
+ * sequences that were acquired and hold nothing. */
 EXPORT kvc_status growth_new(kind kind, int32_t num_blocks, int64_t max_bytes, scene **made) {
     scene *s = *made = allocate(1, sizeof *s);
     int64_t ids[BLOCK], evicted;
@@ -247,6 +256,7 @@ EXPORT kvc_status growth_new(kind kind, int32_t num_blocks, int64_t max_bytes, s
     TRY(scene_new(s, kind, num_blocks, max_bytes));
     int32_t num = 0;
     for (; kind == RUNNING && num + LONG / BLOCK + 2 * BLOCK <= num_blocks; num += LONG / BLOCK) TRY(run_long(s));
+    for (; kind == ACQUIRED && num < num_blocks; num++) TRY(acquire_one(s));
     for (; num < num_blocks; num++) TRY(keep(s));
     for (int32_t i = num_blocks - BLOCK; kind == PINNED && i > 0; i--) { /* all are older than what can be evicted */
         const kvc_tokens tokens = known_tokens(s, ids, i - 1);
@@ -457,6 +467,21 @@ STEP(call_abort, ABORT)
 STEP(call_release, RELEASE)
 STEP(call_checkpoint, CHECKPOINT)
 STEP(call_state, STATE)
+
+/* Times the commit of a prompt of OWN tokens, of which no state is kept. */
+static kvc_status call_commit_long(scene *s, int32_t rep) {
+    int64_t ids[OWN], id;
+    int32_t matched;
+    kvc_batch *batch;
+    const kvc_tokens tokens = new_tokens(s, ids, OWN);
+    (void)rep;
+    TRY(kvc_prefix_acquire(s->prefix, &tokens, -1, &id, &matched));
+    TRY(begin(s, id, OWN, &batch));
+    TRY(put_all(batch));
+    TIME(kvc_commit(batch));
+    TRY(kvc_prefix_release(s->prefix, id, &tokens));
+    return take_all_new(s);
+}
 
 /* Times a call on an open batch, which has one token of the sequence that is read, and aborts it. */
 static kvc_status in_batch(scene *s, kvc_status (*calls)(kvc_batch *batch)) {
@@ -752,6 +777,7 @@ static const struct {
     {"acquire_new", call_acquire_new, 0},
     {"begin", call_begin, 0},
     {"commit", call_commit, 0},
+    {"commit_long", call_commit_long, 0},
     {"commit_kept", call_commit_kept, 0},
     {"abort", call_abort, 0},
     {"attend", call_attend, 0},

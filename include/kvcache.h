@@ -60,8 +60,9 @@
  *           Some calls may hold the mutex longer.  These are calls about all sequences (kvc_clear, kvc_keep,
  *           kvc_sequences, kvc_settle, kvc_cache_clone, kvc_save without seq_ids, kvc_blocks,
  *           kvc_validate), and kvc_compact, kvc_begin and kvc_reserve when they move rows together.  If max_bytes is
- *           set, kvc_room may, too.  kvc_prefix_forget looks at all acquired sequences that may hold the prompt's first
- *           token, and kvc_prefix_clear at all that the prefix has acquired.
+ *           set, kvc_room may, too, and so may kvc_begin and kvc_reserve if evicting blocks does not make enough room.
+ *           kvc_prefix_forget looks at all acquired sequences that may hold the prompt's first token, and
+ *           kvc_prefix_clear at all that the prefix has acquired.
  *           kvc_commit and kvc_reserve end with work on OS pages, without the mutex; the batch has ended by then.  If
  *           max_bytes is set, calls that may take memory for rows wait for this work.
  * fork()    The child has one thread, and every cache as it was.  fork() waits for calls of other threads to end,

@@ -9,8 +9,25 @@ void kvc_lock_late(kvc_cache *cache) {
     atomic_fetch_sub(&cache->num_locking, 1);
 }
 
+void kvc_cache_mark_loose(kvc_cache *cache, kvc_sequence *sequence) {
+    if (sequence->loose_at || sequence->is_retained || kvc_sequence_is_tight(sequence)) return;
+    sequence->next_loose = cache->loose;
+    sequence->loose_at = &cache->loose;
+    if (cache->loose) cache->loose->loose_at = &sequence->next_loose;
+    cache->loose = sequence;
+}
+
+void kvc_cache_unmark_loose(kvc_sequence *sequence) {
+    if (!sequence->loose_at) return;
+    *sequence->loose_at = sequence->next_loose;
+    if (sequence->next_loose) sequence->next_loose->loose_at = sequence->loose_at;
+    sequence->loose_at = NULL;
+    sequence->next_loose = NULL;
+}
+
 void kvc_cache_mark_changed(kvc_cache *cache, kvc_sequence *sequence) {
     if (sequence->is_retained) return;
+    if (!sequence->loose_at) kvc_cache_mark_loose(cache, sequence); /* while it is fed, it usually is */
     const int32_t holds = !sequence->in_call && kvc_sequence_holds(sequence);
     cache->num_holding += holds - sequence->holds;
     sequence->holds = holds;
@@ -134,6 +151,7 @@ int64_t kvc_cache_new_id(kvc_cache *cache) {
 
 void kvc_cache_spare(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_cache_unmark_changed(sequence);
+    kvc_cache_unmark_loose(sequence);
     kvc_table_remove(&cache->sequences, sequence);
     sequence->exact_to = sequence->edited_from = INT32_MAX;
     kvc_origin_reset(cache, sequence);
@@ -144,6 +162,7 @@ void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_follower *follower = sequence->follower;
     sequence->follower = NULL; /* which is told once, at the end */
     kvc_cache_unmark_changed(sequence);
+    kvc_cache_unmark_loose(sequence);
     cache->num_holding -= sequence->holds;
     if (sequence->is_retained) kvc_cache_unretain(cache, sequence);
     kvc_table_remove(&cache->sequences, sequence);

@@ -63,6 +63,7 @@ struct kvc_cache {
     struct kvc_carrier *carriers;                  /* list of calls that carry blocks to or from a store */
     struct kvc_state_use *state_uses;              /* list of calls that use a recurrent state of a model */
     kvc_sequence *changed;   /* list of the sequences in which the next batch looks for rows to expire */
+    kvc_sequence *loose;     /* list of those that may not be tight: kvc_sequence_is_tight */
     kvc_sequence *spare;     /* made by kvc_reserve for the next new sequence; NULL: none */
     int64_t num_holding;     /* number of sequences that hold rows, except retained and hidden ones */
     kvc_sorted evictable;    /* by use: retained sequences that may be evicted */
@@ -155,6 +156,11 @@ static inline void kvc_cache_poll_timer(const kvc_cache *cache, double work, kvc
  * until kvc_cache_unmark_changed, so that the next batch looks there for rows to expire. */
 void kvc_cache_mark_changed(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_unmark_changed(kvc_sequence *sequence);
+
+/* Lists a sequence in cache->loose unless it is tight, once its lists or what its follower keeps has changed.
+ * kvc_cache_mark_changed does that, too.  _unmark takes it out. */
+void kvc_cache_mark_loose(kvc_cache *cache, kvc_sequence *sequence);
+void kvc_cache_unmark_loose(kvc_sequence *sequence);
 
 /* Marks a sequence as changed at the end of an edit, and frees it if it is blank. */
 void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence);

@@ -59,6 +59,13 @@ int kvc_sequence_is_empty(const kvc_sequence *sequence) {
     return 1;
 }
 
+int kvc_sequence_is_tight(const kvc_sequence *sequence) {
+    const kvc_follower *follower = sequence->follower;
+    for (int32_t g = 0; g < sequence->num_groups; g++)
+        if (!kvc_runs_is_exact(&sequence->runs[g])) return 0;
+    return !follower || !follower->may_leave || !follower->may_leave(follower);
+}
+
 int32_t kvc_sequence_first(const kvc_sequence *sequence) {
     int32_t first = -1;
     for (int32_t g = 0; g < sequence->num_token_groups; g++) {

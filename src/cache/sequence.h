@@ -19,8 +19,9 @@ typedef struct kvc_follower {
      * it does not need.  Returns the bytes of bookkeeping that this frees with all that is planned already.
      * is_planned 0: takes the plan back. */
     int64_t (*plan_end)(struct kvc_follower *follower, int is_planned);
-    /* Gives up what the follower does not need.  NULL: it needs all. */
+    /* Gives up what the follower does not need, and returns whether there is any of that.  NULL: it needs all. */
     void (*leave)(kvc_cache *cache, struct kvc_follower *follower);
+    int (*may_leave)(const struct kvc_follower *follower);
     /* Called when the sequence has become evictable, or is so no more.  NULL: the follower need not know. */
     void (*noted)(struct kvc_follower *follower);
     /* Called when the sequence's first token may have become another one.  NULL: the follower need not know. */
@@ -68,6 +69,7 @@ typedef struct kvc_sequence {
     int32_t num_groups;
     int32_t num_token_groups; /* number of groups of tokens: the first; others are of cross-attention layers */
     struct kvc_sequence *next_changed, **changed_at; /* place in the list cache->changed; NULL: not in it */
+    struct kvc_sequence *next_loose, **loose_at;     /* place in the list cache->loose; NULL: not in it */
     struct kvc_sequence *next_victim;                /* in the list cache->victims */
     kvc_follower *follower;  /* NULL: nobody.  With one, it stays in the table when it is blank */
     kvc_standing *standings; /* [num_token_groups] where it stands in each group: cache/useful.h */
@@ -94,6 +96,9 @@ int kvc_sequence_is_empty(const kvc_sequence *sequence);
 
 /* Returns whether the sequence holds no rows and none of its rows have expired: it then leaves the table. */
 int kvc_sequence_is_blank(const kvc_sequence *sequence);
+
+/* Returns whether it takes no more bookkeeping than it needs: its lists are exact, and its follower needs all. */
+int kvc_sequence_is_tight(const kvc_sequence *sequence);
 
 /* Return the smallest and the largest position of a token in any group; -1 if the sequence is empty. */
 int32_t kvc_sequence_first(const kvc_sequence *sequence);

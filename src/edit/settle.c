@@ -163,9 +163,12 @@ static void mark_sequences(kvc_cache *cache) {
 }
 
 /* Lists of sequences without deltas are made anew, too. */
-static void note_bytes(kvc_cache *cache) {
+static void note_lists(kvc_cache *cache) {
     const kvc_table *table = &cache->sequences;
-    for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s)) kvc_cache_note_bytes(cache, s);
+    for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s)) {
+        kvc_cache_note_bytes(cache, s);
+        kvc_cache_mark_loose(cache, s);
+    }
 }
 
 static void unmark_sequences(kvc_cache *cache) {
@@ -177,7 +180,7 @@ static void unmark_sequences(kvc_cache *cache) {
 static void write_unlocked(kvc_cache *cache, group_work *groups, int32_t num) {
     mark_sequences(cache);
     for (int32_t i = 0; i < num; i++) accept_rewrites(&groups[i]);
-    note_bytes(cache);
+    note_lists(cache);
     kvc_unlock(cache, KVC_OK);
     for (int32_t i = 0; i < num; i++) write_rows(&groups[i]);
     kvc_lock(cache);

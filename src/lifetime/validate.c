@@ -216,6 +216,9 @@ static kvc_status check_notes(const kvc_cache *cache) {
                     (sequence->is_retained && !sequence->is_protected && !sequence->num_pins && !sequence->in_place),
                 "sequence %lld is noted to be evictable, or not to", id);
         REQUIRE(!sequence->changed_at || *sequence->changed_at == sequence, "sequence %lld is not in its list", id);
+        REQUIRE(!sequence->loose_at || *sequence->loose_at == sequence, "sequence %lld is not in its list", id);
+        REQUIRE(sequence->loose_at || sequence->is_retained || sequence->in_batch || kvc_sequence_is_tight(sequence),
+                "sequence %lld has bookkeeping to give and is not in the list of those", id);
         kvc_status status = check_useful(cache, sequence);
         if (status == KVC_OK && !sequence->changed_at && !sequence->in_batch && !sequence->is_retained)
             status = check_expired(cache, sequence);

@@ -469,7 +469,7 @@ static kvc_status check_kept(kvc_batch *batch, int64_t *bytes) {
     kvc_kept_bytes(batch, &kept, &all, bytes);
     if (all <= cache->max_bytes) return KVC_OK;
     forget_needs(batch);
-    KVC_TRY(kvc_tighten(cache));
+    KVC_TRY(kvc_tighten(cache, 1));
     const kvc_status status = kvc_fit_kept(batch, bytes);
     kvc_spare_victims(cache);
     return status;

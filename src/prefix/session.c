@@ -63,6 +63,7 @@ static void set_last(kvc_session *session, kvc_node *last) {
     kvc_node_use(last, 1);
     session->last = last;
     if (before) kvc_node_use(before, -1);
+    if (last->parent) kvc_cache_mark_loose(session->prefix->cache, session->sequence);
 }
 
 static void drop_pending(kvc_session *session, int32_t position) {
@@ -111,6 +112,12 @@ static void leave(kvc_cache *cache, kvc_follower *follower) {
     set_last(session, &session->prefix->tree->root);
 }
 
+static int may_leave(const kvc_follower *follower) {
+    const kvc_session *session = (const kvc_session *)(const void *)follower;
+    const int has_begun = session->last != NULL;
+    return has_begun && (session->last->parent || (session->sequence->in_batch && session->state));
+}
+
 kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t matched) {
     const int32_t block = prefix->cache->pools[0].block_size, begin = matched / block * block;
     const kvc_token_span first = kvc_tokens_part(tokens, 0, 1),
@@ -129,7 +136,7 @@ kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32
     if (digests) memcpy(digests, first.digests, digest_bytes);
     if (digests && prompt.num) memcpy(digests + digest_bytes, prompt.digests, (num - 1) * digest_bytes);
     *session = (kvc_session){
-        .follower = {ended, plan_leave, leave, NULL, begun_anew},
+        .follower = {ended, plan_leave, leave, may_leave, NULL, begun_anew},
         .num_bytes = size,
         .prefix = prefix,
         .retained_to = begin,

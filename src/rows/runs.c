@@ -92,10 +92,15 @@ kvc_status kvc_runs_prepare(kvc_run_list *list, kvc_memory *memory, int32_t extr
 }
 
 kvc_status kvc_runs_prepare_exact(kvc_run_list *list, kvc_memory *memory, int64_t num) {
-    if (!list->spare && list->capacity <= num && list->first + num <= list->capacity) return KVC_OK;
-    if (list->spare_capacity == num) return KVC_OK;
+    const int64_t least = num || !list->capacity ? num : 1; /* an array has at least one run */
+    if (!list->spare && list->capacity <= least && list->first + num <= list->capacity) return KVC_OK;
+    if (list->spare && list->spare_capacity == least) return KVC_OK;
     kvc_runs_discard(list, memory);
     return get_spare(list, memory, num ? num : 1);
+}
+
+int kvc_runs_is_exact(const kvc_run_list *list) {
+    return !list->spare && list->capacity <= (list->num ? list->num : 1);
 }
 
 int32_t kvc_runs_num_cut(const kvc_run_list *list, int32_t begin, int32_t end) {

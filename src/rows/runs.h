@@ -65,6 +65,9 @@ kvc_status kvc_runs_prepare_expire(kvc_run_list *list, kvc_memory *memory, int32
  * with KVC_ERR_NOMEM. */
 kvc_status kvc_runs_prepare_exact(kvc_run_list *list, kvc_memory *memory, int64_t num);
 
+/* Returns whether the list's array is no longer than its runs need, and none is made ready. */
+int kvc_runs_is_exact(const kvc_run_list *list);
+
 /* Returns how many runs hold positions on both sides of [begin, end): they are cut in two as these are dropped. */
 int32_t kvc_runs_num_cut(const kvc_run_list *list, int32_t begin, int32_t end);
 

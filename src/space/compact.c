@@ -274,6 +274,7 @@ void kvc_compaction_run(kvc_cache *cache, int32_t group) {
     for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s)) {
         move_runs(c, &s->runs[group]);
         kvc_cache_note_bytes(cache, s);
+        kvc_cache_mark_loose(cache, s);
     }
     kvc_pool_refill(pool, c->order, c->num_blocks, c->live);
     for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s))

@@ -42,13 +42,24 @@ static int may_relist(const kvc_cache *cache, const kvc_sequence *sequence) {
     return !(sequence->in_batch && cache->batch) && !sequence->in_rewrite && !sequence->in_place;
 }
 
-kvc_status kvc_tighten(kvc_cache *cache) {
-    const kvc_table *table = &cache->sequences;
+/* Takes those that are tight out of the list of loose sequences. */
+static void list_loose(kvc_cache *cache) {
+    for (kvc_sequence *s = cache->loose, *next; s; s = next) {
+        next = s->next_loose;
+        if (kvc_sequence_is_tight(s)) kvc_cache_unmark_loose(s);
+    }
+}
+
+kvc_status kvc_tighten(kvc_cache *cache, int moves) {
     kvc_status status = KVC_OK;
+    kvc_sequence *first = kvc_table_first_kept(&cache->sequences);
     cache->is_tight = 1;
     cache->tight_bytes = -1;
-    for (kvc_sequence *s = kvc_table_first_kept(table); s && !s->is_hidden; s = kvc_table_next_kept(s))
+    list_loose(cache);
+    for (kvc_sequence *s = cache->loose; s; s = s->next_loose)
         if (may_relist(cache, s)) kvc_cache_mark_changed(cache, s); /* so that plans look at it */
+    for (kvc_sequence *s = moves ? first : NULL; s && !s->is_hidden; s = kvc_table_next_kept(s))
+        if (may_relist(cache, s)) kvc_cache_mark_changed(cache, s);
     kvc_set_min_query_positions(cache);
     for (kvc_sequence *s = cache->changed; s; s = s->next_changed)
         for (int32_t g = 0; may_relist(cache, s) && status == KVC_OK && g < cache->num_groups; g++)
@@ -66,12 +77,12 @@ void kvc_spare_victims(kvc_cache *cache) {
 
 /* Carries out what kvc_tighten planned. */
 static void be_tight(kvc_cache *cache) {
-    const kvc_table *table = &cache->sequences;
-    for (kvc_sequence *s = kvc_table_first_kept(table); s && !s->is_hidden; s = kvc_table_next_kept(s))
+    for (kvc_sequence *s = cache->loose; s; s = s->next_loose)
         if (s->follower) s->follower->leave(cache, s->follower);
     for (kvc_sequence *s = cache->changed; s; s = s->next_changed)
         for (int32_t g = 0; g < cache->num_groups; g++) kvc_runs_install(&s->runs[g], &cache->memory);
     cache->is_tight = 0;
+    list_loose(cache);
 }
 
 void kvc_evict(kvc_cache *cache) {
@@ -296,7 +307,7 @@ kvc_status kvc_choose_victims(const kvc_need *need) {
     for (int all = 0; num && may_fit && status == KVC_ERR_FULL && all <= cache->lacks_bytes; all++)
         status = find_oldest(need, all);
     if (may_fit && status == KVC_ERR_FULL && cache->lacks_bytes) {
-        status = kvc_tighten(cache);
+        status = kvc_tighten(cache, need->expires);
         if (status == KVC_OK) {
             choose_oldest(cache, 0);
             status = need->fits(need);

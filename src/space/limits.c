@@ -30,10 +30,9 @@ void kvc_give_back(kvc_cache *cache, int64_t most_bytes) {
 /* Plans that the followers of the victims' sequences end with them, or takes that back; returns what is freed of them.
  */
 static int64_t plan_followers(const kvc_cache *cache, int is_planned) {
-    const kvc_sequence *named = cache->is_tight ? kvc_table_first_kept(&cache->sequences) : NULL;
     int64_t bytes = 0;
-    for (; named && !named->is_hidden; named = kvc_table_next_kept(named))
-        if (named->follower) bytes += named->follower->plan_end(named->follower, is_planned);
+    for (const kvc_sequence *loose = cache->is_tight ? cache->loose : NULL; loose; loose = loose->next_loose)
+        if (loose->follower) bytes += loose->follower->plan_end(loose->follower, is_planned);
     for (const kvc_sequence *sequence = cache->victims; sequence; sequence = sequence->next_victim)
         if (sequence->fate == KVC_GOES && sequence->follower)
             bytes += sequence->follower->plan_end(sequence->follower, is_planned);
