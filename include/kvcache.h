@@ -365,7 +365,7 @@ KVC_API kvc_status kvc_cache_free(kvc_cache *cache);
 
 /* The most tokens of a batch.  For each token, a batch takes some 80 bytes, 90 in each layer group and 1 or 2 in each
  * layer.  The cache keeps this memory for later batches, until kvc_compact.  In each layer group, the token's sequence
- * keeps up to 12 bytes for it, or 24 if the positions of the batch are not consecutive. */
+ * keeps up to 12 bytes for it, or 48 if its position does not follow on the last one. */
 #define KVC_MAX_BATCH (1 << 24)
 
 /* Opens a batch: makes room in every layer for num_tokens tokens, 1 to KVC_MAX_BATCH, and sets *batch.  A cache has one
@@ -596,8 +596,8 @@ KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, i
  * tokens before `length` were removed without `shift`.  If there are no such rows, it changes nothing.  Fails with
  * KVC_ERR_GONE if a token at `length` would see rows that have expired, and with KVC_ERR_NOMEM.
  * Position 0, and a position that kvc_can_resume confirms, are always possible.  If no layer has chunks, so is a
- * position within the sink tokens of every layer with a window, unless a layer was restored without these
- * (kvc_begin_with). */
+ * position within the sink tokens of every layer with a window.  There are two exceptions: a layer was restored
+ * without its sink tokens (kvc_begin_with), or an edit moved expired positions there. */
 KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length);
 
 /* Moves the tokens at positions [begin, end) by delta.  A token that would move below 0 is dropped.  No row is copied
@@ -857,8 +857,9 @@ KVC_API kvc_status kvc_restore(kvc_cache *cache, const kvc_load_args *args);
 /* Sets *clone to an independent copy of a cache and its sequences, to be freed with kvc_cache_free.  Rows are copied
  * block by block, without the mutex.  Shared rows are copied once, and shared in the copy as well.
  * The copy has the same configuration, allocator and functions that move keys: their `user` must take calls for both
- * caches, from any thread.  Its statistics begin at 0.  Memory kept for reuse is not copied, so its kvc_nbytes is no
- * larger.  Its instruction set is kvc_isa().  Fails with KVC_ERR_BUSY, KVC_ERR_NOMEM and KVC_ERR_UNSUPPORTED. */
+ * caches, from any thread.  Its statistics begin at 0, except that blocks_opened counts the copied blocks.  Memory kept
+ * for reuse is not copied, so its kvc_nbytes is no larger.  Its instruction set is kvc_isa().  Fails with KVC_ERR_BUSY,
+ * KVC_ERR_NOMEM and KVC_ERR_UNSUPPORTED. */
 KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
 
 /* ---- prefixes: prompts that begin alike -------------------------------------------------------------------------- */
@@ -1185,13 +1186,13 @@ KVC_API void kvc_prefix_get_stats(kvc_prefix *prefix, kvc_prefix_stats *stats, s
 /* ---- batches of other kinds -------------------------------------------------------------------------------------- */
 
 /* Sequences that are not stored (kvc_begin_args.unstored), for example to score a text, or if memory is short.  The
- * batch sees the rows that such a sequence held before; the commit drops them.  capacity and max_sequences do not count
- * its tokens, and kvc_blocks does not show their rows.
- * If the sequence was empty, its tokens take the memory of one layer.  Rows that kvc_attend puts stay until it puts in
- * another layer, even if that is cancelled; attending over them after that, or asking kvc_dense for them, fails with
- * KVC_ERR_GONE.  Some rows stay until the batch ends, in memory of their own: rows that kvc_put puts or kvc_slots
- * shows, and rows of cross-attention layers and of layers that others share.  These calls may fail with KVC_ERR_FULL
- * (max_bytes) and KVC_ERR_NOMEM. */
+ * batch sees the rows that such a sequence held before; the commit drops them.  If the sequence holds rows, its tokens
+ * take slots until the batch ends: capacity and max_seq_len count them as those of any other sequence.
+ * If the sequence was empty, its tokens take the memory of one layer.  capacity and max_sequences do not count them, and
+ * kvc_blocks does not show their rows.  Rows that kvc_attend puts stay until it puts in another layer, even if that is
+ * cancelled; attending over them after that, or asking kvc_dense for them, fails with KVC_ERR_GONE.  Some rows stay
+ * until the batch ends, in memory of their own: rows that kvc_put puts or kvc_slots shows, and rows of cross-attention
+ * layers and of layers that others share.  These calls may fail with KVC_ERR_FULL (max_bytes) and KVC_ERR_NOMEM. */
 
 /* Waiting for the open batch (kvc_begin_args.timeout_ms).  Calls are served in order of arrival, and find the sequences
  * as they are at that time.  While others wait, a call that does not wait fails with KVC_ERR_BUSY.  Any thread may end
