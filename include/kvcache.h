@@ -480,8 +480,8 @@ KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const
 /* Ends the batch and frees it: its tokens become part of their sequences, if these are stored.
  * A layer with a window or chunks expires rows.  It keeps the rows that a query at the position of the sequence's last
  * token would see, or as many positions as resume_window says.  Beyond these rows, such a layer uses at most two spare
- * blocks (three with sink tokens) for each sequence that shares no blocks and kept all its tokens.  If this batch took
- * more spare blocks, as many are kept.  Other free blocks go back to the system.
+ * blocks (three with sink tokens) for each sequence that shares no blocks and kept all its tokens.  As many
+ * blocks as this batch took may stay free besides.  Other free blocks go back to the system.
  * Fails with KVC_ERR_INVALID if a token was not put in some layer; the batch is still open then.  Once every token was
  * put, this cannot fail, because kvc_begin has taken all memory that it needs.  If the system refuses the work on OS
  * pages at the end, that work is left out. */
@@ -717,8 +717,10 @@ KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
 
 /* Takes memory now for num_tokens more tokens of a sequence, at least 1.  The next batches, up to as many tokens
  * together, then take none for rows or bookkeeping, except for blocks that a prefix keeps of these tokens.  If
- * max_bytes leaves room for just these tokens, a batch may still take a block.  The memory is resident, in huge pages
- * if the system has them: writing these rows faults on no page.
+ * max_bytes leaves room for just these tokens, a batch may still need a block, and fails with KVC_ERR_FULL if the block
+ * does not fit.  An example: a window or a chunk leaves behind all rows that the sequence has in a block which another
+ * sequence shares; its next rows go to another block.  The memory is resident, in huge pages if the system has them:
+ * writing these rows faults on no page.
  * Memory that is free already counts, and other sequences may use what was reserved.  So calls for several sequences do
  * not add up: reserve the sum of their tokens, each rounded up to whole blocks, for one of them, in a cache without
  * max_seq_len.  Reserved memory stays until it is used, kvc_compact gives it back, or other rows need it to stay within
