@@ -191,11 +191,21 @@ def block_size_for(policies: Any) -> int:
     return max(LEAST_BLOCK, min([MOST_BLOCK, *(n // 4 // LEAST_BLOCK * LEAST_BLOCK for n in windows)]))
 
 
+def _types(layer: Layer) -> str:
+    """Describe how a layer stores rows, by arguments of `HFCache` or `KVCache`."""
+    parts = []
+    for name in ("dtype", "transform"):
+        of_keys, of_values = getattr(layer, f"k_{name}"), getattr(layer, f"v_{name}")
+        if of_keys == of_values:
+            parts += [f"{name}={of_keys!r}"] if of_keys else []
+        else:
+            parts += [f"k_{name}={of_keys!r}", f"v_{name}={of_values!r}"]
+    return ", ".join(parts)
+
+
 def describe(cache: KVCache, seq_ids: Sequence[int]) -> str:
     """Describe a cache by the arguments of `HFCache`, and by the rows that layers keep of these sequences."""
-    transform = cache.layers[0].k_transform
-    given = f"dtype={cache.layers[0].k_dtype!r}" + (f", transform={transform!r}" if transform else "")
-    parts = [given]
+    parts = list(dict.fromkeys(map(_types, (layer for layer in cache.layers if layer.policy is not None))))
     for policy in dict.fromkeys(layer.policy for layer in cache.layers if layer.policy is not None):
         layers = [i for i, layer in enumerate(cache.layers) if layer.policy == policy]
         rows = max((cache.seq_len(seq_id, layer=layer) for seq_id in seq_ids for layer in layers), default=0)

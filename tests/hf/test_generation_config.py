@@ -60,6 +60,14 @@ def test_an_argument_of_generate(folder):
     assert isinstance(made.past_key_values, transformers.DynamicCache)
 
 
+def test_repr_names_each_type():
+    config = transformers.LlamaConfig(**BASE)
+    assert "dtype='int6'; dtype='int4'; 2 layers" in repr(HFCache(config, dtype=["int6", "int4"]))
+    mixed = HFCache.make_kv_cache(config, k_dtype="int6", v_dtype="int4")
+    cache = HFCache(config, prefix=kvcache.PrefixCache(mixed, fingerprint="m"))
+    assert "k_dtype='int6', v_dtype='int4'; 2 layers" in repr(cache)
+
+
 def test_a_model_with_an_encoder():
     config = transformers.BartConfig(
         d_model=32,
