@@ -171,6 +171,7 @@ MADE: dict[str, dict[str, Callable[[Path], Path]]] = {  # how it is read, what i
         "long names of fields": config(
             num_hidden_layers=1024,
             per_layer_config={str(i): {"head_dim": 32} for i in range(1024)},
+            max_position_embeddings=-5,
             **{f"{i:0>250}": 1 for i in range(4000)},
         ),
         "names of many characters": config(**{"r" * 2400 + str(i): 1 for i in range(3900)}),

@@ -114,7 +114,7 @@ def test_what_is_wrong_is_said() -> None:
     cache, prefix = make()
     seq_id, _ = prefix.acquire(PROMPT)
     feed(cache, seq_id, 0, 100)
-    with pytest.raises(ValueError, match=r"num_bytes is 101.*at most 100"):
+    with pytest.raises(ValueError, match=r"state has 101 bytes.*at most 100: make it with a larger state_bytes"):
         prefix.checkpoint(seq_id, PROMPT, bytes(101))
     with pytest.raises(ValueError, match="num_tokens is 0"):
         prefix.checkpoint(seq_id, [], bytes(1))

@@ -338,7 +338,7 @@ def test_weights_of_a_size(tmp_path, given, nbytes):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "novel"}, "transformers cannot make the model (KeyError: \"'novel'\")"),
+        ({"model_type": "xverse"}, "transformers cannot make the model (KeyError: \"'xverse'\")"),
         ({"vocab_size": -1}, "transformers cannot make the model ("),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "8,030,261,248 parameters, packed by gptq"),
         ({"torch_dtype": "float3"}, "8,030,261,248 parameters in float3"),
