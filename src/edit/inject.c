@@ -232,6 +232,7 @@ static kvc_status unshare_rows(injection *x) {
     else
         kvc_rewrite_discard(x->cache, x->group, &x->rewrite);
     kvc_cache_pin(x->cache, x->sequence, -1);
+    kvc_cache_mark_loose(x->cache, x->sequence);
     return status;
 }
 
