@@ -390,18 +390,6 @@ static kvc_status find_needs(const kvc_batch *batch, int compacts) {
     return status;
 }
 
-kvc_status kvc_fit_bytes(const kvc_batch *batch, int64_t *bytes) {
-    const kvc_cache *cache = batch->cache;
-    for (int compacts = COMPACT_SCATTERED; compacts <= COMPACT_ALL; compacts++) {
-        const kvc_status status = find_needs(batch, compacts);
-        if (status != KVC_OK || !cache->max_bytes) return status;
-        *bytes = kvc_bytes_after(batch);
-        if (*bytes > cache->max_bytes) *bytes = least_bytes_after(batch);
-        if (*bytes <= cache->max_bytes) return KVC_OK;
-    }
-    return KVC_ERR_FULL;
-}
-
 /* Returns the most bytes that compactions may save in lists of runs.  They join runs: one is left for each block that
  * the rows fill.  The batch's tokens may go on in other places: they are two runs fewer at most. */
 static int64_t most_lists_saved(const kvc_batch *batch) {
@@ -416,6 +404,32 @@ static int64_t most_lists_saved(const kvc_batch *batch) {
         }
     }
     return num * (int64_t)sizeof(kvc_run);
+}
+
+/* Whether compactions may bring `bytes` down to max_bytes, and are worth their time.  They look at every sequence, so
+ * that while others can be evicted, they have to save a part of all bytes: then they come seldom. */
+static int may_compact(const kvc_batch *batch, int64_t bytes) {
+    enum { PART = 8 };
+    const kvc_cache *cache = batch->cache;
+    int64_t all = 0, least = 0;
+    if (batch->scope == KVC_KEPT) return 1;
+    kvc_add_kept_bytes(batch, KVC_NOW, &all, &least);
+    const int64_t saved = all - least + most_lists_saved(batch);
+    if (bytes - saved > cache->max_bytes) return 0;
+    return cache->is_tight || !cache->evictable.num || saved >= all / PART;
+}
+
+kvc_status kvc_fit_bytes(const kvc_batch *batch, int64_t *bytes) {
+    const kvc_cache *cache = batch->cache;
+    for (int compacts = COMPACT_SCATTERED; compacts <= COMPACT_ALL; compacts++) {
+        if (compacts == COMPACT_ALL && !may_compact(batch, *bytes)) break;
+        const kvc_status status = find_needs(batch, compacts);
+        if (status != KVC_OK || !cache->max_bytes) return status;
+        *bytes = kvc_bytes_after(batch);
+        if (*bytes > cache->max_bytes) *bytes = least_bytes_after(batch);
+        if (*bytes <= cache->max_bytes) return KVC_OK;
+    }
+    return KVC_ERR_FULL;
 }
 
 kvc_status kvc_kept_begin(const kvc_batch *batch, kvc_scope scope, kvc_kept *kept) {
