@@ -468,6 +468,20 @@ STEP(call_release, RELEASE)
 STEP(call_checkpoint, CHECKPOINT)
 STEP(call_state, STATE)
 
+/* Times the beginning of a prompt that ends within its second block, and keeps both. */
+static kvc_status call_begin_part(scene *s, int32_t rep) {
+    int64_t ids[2 * BLOCK], id;
+    int32_t matched;
+    kvc_batch *batch;
+    const kvc_tokens tokens = new_tokens(s, ids, BLOCK + 1 + rep % (BLOCK / 2));
+    TRY(kvc_prefix_acquire(s->prefix, &tokens, -1, &id, &matched));
+    TIME(begin(s, id, (int32_t)tokens.num_tokens, &batch));
+    TRY(put_all(batch));
+    TRY(kvc_commit(batch));
+    TRY(kvc_prefix_release(s->prefix, id, &tokens));
+    return take_all_new(s);
+}
+
 /* Times the commit of a prompt of OWN tokens, of which no state is kept. */
 static kvc_status call_commit_long(scene *s, int32_t rep) {
     int64_t ids[OWN], id;
@@ -776,6 +790,7 @@ static const struct {
     {"clear_sequence", call_clear_sequence, 0},
     {"acquire_new", call_acquire_new, 0},
     {"begin", call_begin, 0},
+    {"begin_part", call_begin_part, 0},
     {"commit", call_commit, 0},
     {"commit_long", call_commit_long, 0},
     {"commit_kept", call_commit_kept, 0},

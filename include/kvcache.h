@@ -891,8 +891,9 @@ KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
  * Kept blocks take no room from others.  If a call would fail with KVC_ERR_FULL for capacity or max_bytes, they are
  * evicted, the least recently used first; none are evicted unless the call succeeds.  A block is evicted as a whole.
  * But if others hold its rows in the layers that see everything, only its rows in the other layers are evicted.  Blocks
- * that would not help are kept.  If max_bytes is still exceeded, they are evicted too, for their bookkeeping.  kvc_room
- * counts rows that can be evicted as room.  KVC_ERR_FULL then says that sequences in use, pins and quotas hold all.
+ * that would not help are kept.  If max_bytes is still exceeded, they are evicted too, for their bookkeeping.  Before
+ * kvc_begin evicts for max_bytes, it moves rows together if that saves an eighth of all bytes of rows.  kvc_room counts
+ * rows that can be evicted as room.  KVC_ERR_FULL then says that sequences in use, pins and quotas hold all.
  * Release a sequence, and acquire it again with all its tokens when another has ended.  A batch fits behind tokens that
  * matched if it fits behind the same tokens fed to a new cache.  It may lack some bytes of bookkeeping for each block
  * that matched, and one block if several running sequences have rows in the same block.  Batches may end elsewhere
