@@ -51,8 +51,7 @@ static void add_moved(kvc_interval *all, kvc_interval lost, int32_t begin, int32
     const int64_t from = (lost.begin + (int64_t)move) / divisor, last = (lost.end - 1 + (int64_t)move) / divisor;
     const int32_t first = from < INT32_MAX - 2 ? (int32_t)from : INT32_MAX - 2,
                   past = last < INT32_MAX - 2 ? (int32_t)last + 1 : INT32_MAX - 1;
-    if (!all->end || first < all->begin) all->begin = first;
-    if (past > all->end) all->end = past;
+    kvc_interval_add(all, (kvc_interval){first, past});
 }
 
 /* Returns the lost, or missing, positions of a list after the edit.  They are removed and moved as rows are. */

@@ -70,9 +70,7 @@ static void add_lacking(kvc_interval *range, const kvc_run_list *list, kvc_inter
         else
             break;
     }
-    if (begin >= end) return;
-    if (!range->end || begin < range->begin) range->begin = begin;
-    if (end > range->end) range->end = end;
+    kvc_interval_add(range, (kvc_interval){begin, end});
 }
 
 /* Notes as lost the positions of a replaced group that its policy may have let expire: positions without a row,
@@ -84,12 +82,8 @@ static void note_lost(const kvc_policy *policy, kvc_run_list *list) {
 }
 
 void kvc_replace_remember(kvc_run_list *list) {
-    const kvc_interval had[] = {list->lost, {list->min_position, list->max_position + 1}}; /* -1, 0: no rows */
-    for (int i = 0; i < 2; i++) {
-        if (had[i].begin < 0 || had[i].begin >= had[i].end) continue;
-        if (!list->missing.end || had[i].begin < list->missing.begin) list->missing.begin = had[i].begin;
-        if (had[i].end > list->missing.end) list->missing.end = had[i].end;
-    }
+    kvc_interval_add(&list->missing, list->lost);
+    if (list->num) kvc_interval_add(&list->missing, (kvc_interval){list->min_position, list->max_position + 1});
 }
 
 /* Notes as missing what other groups have and group g neither has nor has lost.  While they have such rows, it also

@@ -242,16 +242,9 @@ kvc_status kvc_runs_prepare_expire(kvc_run_list *list, kvc_memory *memory, int32
     return !list->spare && needed <= list->capacity ? KVC_OK : kvc_runs_prepare_edit(list, memory, extra);
 }
 
-/* Makes lost, or missing, positions include others, if there are any. */
-static void add_lost(kvc_interval *lost, kvc_interval more) {
-    if (!more.end) return;
-    if (!lost->end || more.begin < lost->begin) lost->begin = more.begin;
-    if (more.end > lost->end) lost->end = more.end;
-}
-
 /* Adds an expired part to the list's lost positions. */
 static void note_lost(void *lost, const kvc_run *part) {
-    add_lost(lost, (kvc_interval){part->position, run_end(part)});
+    kvc_interval_add(lost, (kvc_interval){part->position, run_end(part)});
 }
 
 /* Drops the rows below position `end` from the runs behind the first `kept` ones. */
@@ -457,7 +450,7 @@ kvc_interval kvc_runs_lost_in(const kvc_sorted_runs *sorted, kvc_interval lost, 
 
 void kvc_runs_join(kvc_run_list *list, kvc_run_list *more) {
     for (const kvc_run *run = kvc_runs_begin(more); run < kvc_runs_end(more); run++) kvc_runs_append(list, run);
-    add_lost(&list->lost, more->lost);
-    add_lost(&list->missing, more->missing);
+    kvc_interval_add(&list->lost, more->lost);
+    kvc_interval_add(&list->missing, more->missing);
     more->num = 0;
 }

@@ -21,6 +21,13 @@ typedef struct kvc_interval {
     int32_t begin, end;
 } kvc_interval;
 
+/* Widens an interval to include another, if that has any positions. */
+static inline void kvc_interval_add(kvc_interval *all, kvc_interval more) {
+    if (more.begin >= more.end) return;
+    if (!all->end || more.begin < all->begin) all->begin = more.begin;
+    if (more.end > all->end) all->end = more.end;
+}
+
 typedef struct kvc_run_list {
     kvc_run *runs; /* runs[first .. first + num): runs before `first` have expired */
     int32_t first, num, capacity;
