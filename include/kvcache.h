@@ -480,8 +480,8 @@ KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const
 /* Ends the batch and frees it: its tokens become part of their sequences, if these are stored.
  * A layer with a window or chunks expires rows.  It keeps the rows that a query at the position of the sequence's last
  * token would see, or as many positions as resume_window says.  Beyond these rows, such a layer uses at most two spare
- * blocks (three with sink tokens) for each sequence that shares no blocks and kept all its tokens.  As many
- * blocks as this batch took may stay free besides.  Other free blocks go back to the system.
+ * blocks (three with sink tokens) for each sequence that shares no blocks and kept all its tokens.  Beside
+ * these, as many blocks as this batch took may stay free.  Other free blocks go back to the system.
  * Fails with KVC_ERR_INVALID if a token was not put in some layer; the batch is still open then.  Once every token was
  * put, this cannot fail, because kvc_begin has taken all memory that it needs.  If the system refuses the work on OS
  * pages at the end, that work is left out. */
@@ -992,7 +992,7 @@ KVC_API kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const 
  * end of an answer, and every few thousand tokens of a long prompt.
  * A state counts as memory, and is dropped with the rows of its last token.  It is not kept if the sequence holds
  * fewer tokens, if its tokens are not all exact, or if the prefix forgets a prompt while the call runs.  Nor is it kept
- * if all windows have left the last token behind, and no kept block has the rows of that token.
+ * if all windows have left the last token behind, and no kept block has its rows.
  * Fails with KVC_ERR_BUSY as kvc_prefix_release does, and with KVC_ERR_INVALID if num_bytes is more than state_bytes,
  * or there is a state and no token.  Fails with KVC_ERR_FULL if max_bytes leaves no room for the state, or pinned
  * states leave none within max_checkpoint_bytes, and with KVC_ERR_NOMEM.  A call that fails so may have kept blocks
@@ -1135,9 +1135,9 @@ typedef struct kvc_store {
 } kvc_store;
 
 /* Reads the full blocks that follow the known tokens of a prompt from a store, and adds them in order.  It ends where
- * the store lacks a block that is not kept, where there is no room, and where a block would reach past max_matched
- * tokens (-1: no limit) or hold the prompt's last token.  A kept block is read if it lacks its state.  Sets *fetched to
- * the number of tokens in blocks that brought rows or a state, also if it fails.
+ * the store lacks a block that is not kept, and where there is no room.  It also ends before a block that would reach
+ * past max_matched tokens (-1: no limit) or hold the prompt's last token.  A kept block is read if it lacks its state.
+ * Sets *fetched to the number of tokens in blocks that brought rows or a state, also if it fails.
  * Fails with KVC_ERR_INVALID if there are no tokens, as `read` fails, with KVC_ERR_FORMAT if a value was changed, and
  * with KVC_ERR_NOMEM.  The prompt's tokens are then computed, and a changed value is written again. */
 KVC_API kvc_status kvc_prefix_fetch(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
@@ -1190,12 +1190,12 @@ KVC_API void kvc_prefix_get_stats(kvc_prefix *prefix, kvc_prefix_stats *stats, s
 
 /* Sequences that are not stored (kvc_begin_args.unstored), for example to score a text, or if memory is short.  The
  * batch sees the rows that such a sequence held before; the commit drops them.  If the sequence holds rows, its tokens
- * take slots until the batch ends: capacity and max_seq_len count them as those of any other sequence.
+ * take slots until the batch ends: capacity and max_seq_len count them like the tokens of any sequence.
  * If the sequence was empty, its tokens take the memory of one layer.  capacity and max_sequences do not count them, and
  * kvc_blocks does not show their rows.  Rows that kvc_attend puts stay until it puts in another layer, even if that is
- * cancelled; attending over them after that, or asking kvc_dense for them, fails with KVC_ERR_GONE.  Some rows stay
- * until the batch ends, in memory of their own: rows that kvc_put puts or kvc_slots shows, and rows of cross-attention
- * layers and of layers that others share.  These calls may fail with KVC_ERR_FULL (max_bytes) and KVC_ERR_NOMEM. */
+ * cancelled; attending over them after that, or asking kvc_dense for them, fails with KVC_ERR_GONE.  Rows that kvc_put
+ * puts or kvc_slots shows stay until the batch ends, in memory of their own.  So do rows of cross-attention layers, and
+ * of layers that others share.  These calls may fail with KVC_ERR_FULL (max_bytes) and KVC_ERR_NOMEM. */
 
 /* Waiting for the open batch (kvc_begin_args.timeout_ms).  Calls are served in order of arrival, and find the sequences
  * as they are at that time.  While others wait, a call that does not wait fails with KVC_ERR_BUSY.  Any thread may end

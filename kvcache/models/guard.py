@@ -96,7 +96,7 @@ COMPARED = {
     "parler_tts_decoder", "phi-msft", "phi3_v", "phi3small", "phi4mm", "plamo", "plamo2", "plamo3", "qwen", "skywork",
     "smallthinker", "solar", "stablelm_epoch", "step3_text", "stripedhyena", "xverse", "yuan",
 }  # fmt: skip
-# Of these, types whose layers all have the window that a file names.
+# Types of COMPARED whose layers all have the window that a file names.
 WINDOWED = {"grinmoe", "phi3_v", "phi4mm", "solar"}
 # Fields that say which layers have a window.
 SAYS_WHERE = (*BY_LAYER, *INDICES, *PERIODS, "block_configs", "block_types", "full_attention_idx", "use_sliding_window")

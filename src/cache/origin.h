@@ -2,7 +2,8 @@
  *
  * A prefix has a bit of kvc_origin.forgotten_in.  A follower's sequence gets the bit when its prefix says so.  A
  * sequence that nobody follows may hold rows of any tokens: it has the bit once the prefix forgets a prompt, and nobody
- * need look for it then.  Its own bits are those of a moment, and what was forgotten later is known of each bit.
+ * need look for it then.  A sequence has noted its bits at one moment.  Each bit has the date of the last prompt that
+ * was forgotten, which tells whether that came later.
  *
  * All functions are called with the mutex held.
  */
@@ -21,7 +22,7 @@ void kvc_origin_forget(kvc_cache *cache, int32_t bit);
 /* Returns whether a sequence has a bit. */
 int kvc_origin_has(const kvc_cache *cache, const kvc_sequence *sequence, int32_t bit);
 
-/* Brings the bits of a sequence up to date, before somebody follows it, or nobody does any more. */
+/* Brings the bits of a sequence up to date.  Call it before a follower comes or goes. */
 void kvc_origin_renew(const kvc_cache *cache, kvc_sequence *sequence);
 
 /* Gives a sequence that somebody follows a bit. */

@@ -83,9 +83,9 @@ typedef struct kvc_added {
 } kvc_added;
 
 /* Adds a block.  Sets *is_kept to 1 if it is now kept with all that the payload has.  Sets it to 0 if there is no room
- * for its rows and state, or not all blocks before it are kept, and not all tokens before it have rows that a lookup
- * finds.  A state within the block is kept with one more block, of the tokens up to there.  *is_new: the block brought
- * rows or a state.  KVC_ERR_FORMAT if it is no payload of this cache, and KVC_ERR_NOMEM. */
+ * for its rows and state.  It is 0, too, if a block before it is not kept and a lookup does not find the rows of all
+ * tokens before it.  A state within the block is kept with one more block, of the tokens up to there.  *is_new: the
+ * block brought rows or a state.  KVC_ERR_FORMAT if it is no payload of this cache, and KVC_ERR_NOMEM. */
 kvc_status kvc_prefix_add_block(kvc_prefix *prefix, const kvc_added *added, int32_t *is_kept, int32_t *is_new);
 
 /* Returns kvc_prefix.forgot. */

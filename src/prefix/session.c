@@ -44,7 +44,7 @@ kvc_session *kvc_session_beginning(const kvc_cache *cache, const kvc_token_span 
     return next && kvc_tokens_common(&next->first, token) ? next : NULL;
 }
 
-/* Notes that the first token of the sequence is not known any more. */
+/* Notes that nobody knows the first token of the sequence from now on. */
 static void begun_anew(kvc_follower *follower) {
     kvc_session *session = (kvc_session *)(void *)follower;
     kvc_sorted *sessions = &session->prefix->cache->sessions;

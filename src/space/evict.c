@@ -42,8 +42,8 @@ static int may_relist(const kvc_cache *cache, const kvc_sequence *sequence) {
     return !(sequence->in_batch && cache->batch) && !sequence->in_rewrite && !sequence->in_place;
 }
 
-/* Takes those that are tight out of the list of loose sequences. */
-static void list_loose(kvc_cache *cache) {
+/* Takes sequences that are tight by now out of the list of loose ones. */
+static void unlist_tight(kvc_cache *cache) {
     for (kvc_sequence *s = cache->loose, *next; s; s = next) {
         next = s->next_loose;
         if (kvc_sequence_is_tight(s)) kvc_cache_unmark_loose(s);
@@ -55,7 +55,7 @@ kvc_status kvc_tighten(kvc_cache *cache, int moves) {
     kvc_sequence *first = kvc_table_first_kept(&cache->sequences);
     cache->is_tight = 1;
     cache->tight_bytes = -1;
-    list_loose(cache);
+    unlist_tight(cache);
     for (kvc_sequence *s = cache->loose; s; s = s->next_loose)
         if (may_relist(cache, s)) kvc_cache_mark_changed(cache, s); /* so that plans look at it */
     for (kvc_sequence *s = moves ? first : NULL; s && !s->is_hidden; s = kvc_table_next_kept(s))
@@ -82,7 +82,7 @@ static void be_tight(kvc_cache *cache) {
     for (kvc_sequence *s = cache->changed; s; s = s->next_changed)
         for (int32_t g = 0; g < cache->num_groups; g++) kvc_runs_install(&s->runs[g], &cache->memory);
     cache->is_tight = 0;
-    list_loose(cache);
+    unlist_tight(cache);
 }
 
 void kvc_evict(kvc_cache *cache) {

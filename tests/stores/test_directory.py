@@ -261,7 +261,7 @@ def test_a_file_that_is_none_of_the_store_is_not_listed(tmp_path):
 
 
 def test_a_sparse_file_takes_no_memory(tmp_path):
-    """A sparse file may be as long as it says; it is refused before it is read."""
+    """A sparse file may be as long as its header says. The store refuses it without reading it."""
 
     def make_prefix():
         cache = make_cache()

@@ -1,6 +1,6 @@
 /* Retained sequences: which of their rows another sequence goes on from, what is evicted and when, and that nothing
- * else takes them.  What a sequence holds after it was attached is compared with one that was fed, and where it can
- * go on with a search over all positions. */
+ * else takes them.  The rows of an attached sequence are compared with those of a sequence that was fed.  The place
+ * where it can go on is compared with a search over all positions. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/feeding.h"
 #include "support/keeping.h"

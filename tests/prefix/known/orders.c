@@ -1,5 +1,5 @@
-/* orders.c: the order in which blocks are evicted; rows that are taken from elsewhere; and prompts that are forgotten
- * while a store works.  Each has worlds in which the header leaves nothing open. */
+/* orders.c: three scenes.  Blocks are evicted in order, rows are taken from elsewhere, and prompts are forgotten while
+ * a store works.  Each has worlds in which the header leaves nothing open. */
 #include "known.h"
 
 enum { MOST_ORDERED = 6, MOST_DROPS = 256, MOST_STORED = 128 };
