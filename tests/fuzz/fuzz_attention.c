@@ -1,12 +1,12 @@
-/* fuzz_attention.c: an input decides on types, shapes, policies, lengths, moved and hidden rows; attention over them,
- * with the instruction set that it names, is held against plain arithmetic (answers.h).  Where the input ends, chance
+/* fuzz_attention.c: an input decides on types, shapes, policies, lengths, moved and hidden rows.  It also names an
+ * instruction set.  Attention is held against plain arithmetic (answers.h).  Behind the end of the input, chance
  * goes on. */
 #define _POSIX_C_SOURCE 200809L /* setenv */
 #include "support/answers.h"
 
 #include "fuzz.h"
 
-/* Hides up to three ranges of rows of each sequence; of one whose tokens are a tree, of those that are stored. */
+/* Hides up to three ranges of rows of each sequence.  If its tokens are a tree, only stored rows are hidden. */
 static void hide_some(scene *s) {
     for (int m = 0; m < s->num_members; m++) {
         const member *who = &s->members[m];

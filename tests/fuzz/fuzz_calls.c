@@ -1,5 +1,5 @@
-/* fuzz_calls.c: an input decides what clients call, and what they look at; the oracle answers each call (oracle.h), and
- * plain arithmetic each attention (looking.h), with the instruction set that the input names.  Where the input ends,
+/* fuzz_calls.c: an input decides what clients call, and what they look at.  The oracle answers each call (oracle.h), and
+ * plain arithmetic each attention (looking.h).  The input names the instruction set.  Behind the end of the input,
  * chance goes on, so that short inputs lead far, too. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign, setenv */
 #include "support/looking.h"

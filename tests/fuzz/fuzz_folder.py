@@ -55,7 +55,7 @@ def write(path, outside, rest):
 
 
 def write_value(path, outside, rest):
-    """A file that looks like one of the store's, with sizes that may be wrong."""
+    """A file that looks like a file of the store, with sizes that may be wrong."""
     data = bytearray(a_value(rest.pick(KEYS), rest.bytes()))
     at, number = 8 + rest.byte() % 12, rest.byte()
     data[at] = (data[at] + number) % 256

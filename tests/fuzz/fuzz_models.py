@@ -1,7 +1,8 @@
 """Files of models: each reader reads a file, or refuses it in one sentence, at little cost.
 
-An input is a byte, which file it is (`NAMES`); a byte, what happens to the file at which read; three numbers of two
-bytes, of which `at` and `length` are a part of the content that is repeated `times` times; and the content. The other
+The first byte of an input says which file it is (`NAMES`), the second what happens to the file at which read. Three
+numbers of two bytes follow: a part of the content, `at` and `length`, is repeated `times` times. Then comes the
+content. The other
 files of the folder are right.
 """
 

@@ -27,7 +27,7 @@ static void make_state(uint64_t seed, saved *to) {
     pair_free(&p);
 }
 
-/* Returns state i of those that load without a function for their keys. */
+/* Returns state i of the states that load without a function for their keys. */
 static const saved *state_of(int i) {
     static saved states[NUM_STATES];
     kvc_cache *cache = NULL;
@@ -68,7 +68,7 @@ static int64_t alter(int64_t value, uint8_t how, int64_t by) {
 
 /* A file that is being written. */
 typedef struct writing {
-    const saved *from; /* rows are those of this file, again and again */
+    const saved *from; /* this file's rows are taken, again and again */
     uint64_t at, size, tables, num_checksums;
     uint64_t checksums[4 * MAX_LAYERS]; /* of keys, values, and scales of both */
     char bytes[MOST_FILE];
@@ -102,7 +102,7 @@ static kvc_status write_tensor(void *context, const kvc_tensor *tensor) {
     return KVC_OK;
 }
 
-/* Writes a file of these tables with the header, rows and checksums that belong to them; returns 0 if there is none. */
+/* Writes a file of these tables with a matching header, rows and checksums; returns 0 if there is no such file. */
 static int repair(writing *w, const kvc_format *f) {
     if (f->state->num_layers > MAX_LAYERS || !can_be_listed(f)) return 0;
     w->size = kvc_format_header(f, w->bytes, MOST_FILE);

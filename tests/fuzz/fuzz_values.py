@@ -1,7 +1,8 @@
-"""Values of a store: one that is not what was stored is deleted and counted, and its rows are never seen.
+"""Values of a store: an altered value is deleted and counted, and its rows are never seen.
 
-An input is a byte, which cache, store and secret (`SETTINGS`); and changes to the store: each a byte, which key; a
-byte, what becomes of its value (`CHANGES`); an offset and a length of two bytes each; and so many bytes. Without a
+The first byte of an input says which cache, store and secret (`SETTINGS`). Changes to the store follow. Each is a byte
+for the key; a byte for what becomes of its value (`CHANGES`); an offset and a length of two bytes each; and as many
+bytes. Without a
 secret, a value may also be forged, checksum and all: its rows are then seen, if they are rows of this cache at all.
 """
 
@@ -80,7 +81,7 @@ def seeds():
 
 
 def changed(setting, data):
-    """Return what the store hands out, and whether any of it is forged."""
+    """Return the values that the store hands out, and whether any value is forged."""
     right, digest = RIGHT[setting]
     items, keys, is_forged = dict(right), list(right), False
     while len(data) >= RECORD.size:

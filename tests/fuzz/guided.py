@@ -1,11 +1,11 @@
-"""Fuzz what is written in Python: run inputs, and alterations of them by chance; keep those that reach new code.
+"""Fuzz code in Python: run inputs, and random alterations of them; keep the inputs that reach new code.
 
-    python guided.py NAME --alter N       each input as it is, and altered N times, the same ways each time
-    python guided.py NAME --seconds N     look for more, for so long; --keep adds what reached new code to NAME.txt
+    python guided.py NAME --alter N       run each input, then N alterations of it, the same ones each time
+    python guided.py NAME --seconds N     look for more inputs, for N seconds; --keep adds them to NAME.txt
 
-NAME is a module beside this one. It has ``seeds()``, inputs; ``WORDS``, which alterations bring in; and ``run(data)``,
-which raises where a promise is broken. More inputs are lines of NAME.txt, in hexadecimal digits. An input that fails is
-cut short, and printed as such a line; one that ends the process is in the file that --last names.
+NAME is a module beside this one. Its ``seeds()`` returns inputs, and alterations insert its ``WORDS``. Its ``run(data)``
+raises an error if a promise is broken. More inputs are lines of NAME.txt, in hexadecimal digits. An input that fails is
+cut short, and printed as a line for NAME.txt. If an input ends the process, the file that --last names has it.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def alter_json(chance, data, other, words):
 
 
 def find_json(data):
-    """Return the object that begins with the first brace, where it begins, and where it ends; -1: there is none."""
+    """Return the object at the first brace, its beginning and its end; -1: there is no object."""
     begin = data.find(b"{")
     try:
         text = data[begin:].decode(errors="surrogateescape")

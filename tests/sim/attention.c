@@ -1,8 +1,8 @@
 /* attention.c: attends in the batches of the simulated cache, and compares the results with sums over the rows.
  *
  * Some plans are run by several threads, each of which skips tasks, runs others twice, and goes on to another layer
- * when it likes.  Whatever they do, an output is either not written or right; and once all tasks of a layer were run
- * one after the other, all of it is written.
+ * when it likes.  Whatever they do, an output is either not written or right.  Once all tasks of a layer were run one
+ * after the other, the whole output is written.
  */
 #include <math.h>
 #include <string.h>
@@ -66,7 +66,7 @@ static int member_of(const pass *p, int t) {
     return i;
 }
 
-/* Returns the token of a sequence of the batch that stands at a position; -1 if there is none. */
+/* Returns the token that a sequence of the batch has at a position; -1 if it has no token there. */
 static int own_token(const pass *p, int i, int position) {
     for (int t = p->first[i]; t < p->first[i + 1]; t++)
         if (p->positions[t] == position) return t;
@@ -112,7 +112,7 @@ static int is_unwritten(const float *out, float lse) {
     return lse == UNWRITTEN;
 }
 
-/* Compares the result of one token and query head with that of the rows it sees. */
+/* Compares the result of one token and query head with plain arithmetic over the rows that it sees. */
 static void check_head(const client *c, const pass *p, const query *q, const piece *of, int t, int h) {
     const world *w = c->w;
     const int source = source_of(w, of->layer), n = t - q->first, kv = h * HEADS / q->num_heads;
@@ -141,7 +141,7 @@ static void check_head(const client *c, const pass *p, const query *q, const pie
         fail(c, "an lse of %g for token %d, head %d in layer %d, not %g", lse, t, h, of->layer, wanted_lse);
 }
 
-/* Compares a result with that of the rows.  partly: some of it may not be written. */
+/* Compares a result with plain arithmetic over the rows.  partly: parts of the result may not be written. */
 static void check_result(const client *c, const pass *p, const query *q, const piece *of, int partly) {
     if (is_spoilt(c->w, p)) return;
     for (int t = q->first; t < q->first + q->num; t++)
@@ -180,7 +180,7 @@ static kvc_masked any_masked(const pass *p) {
     return (kvc_masked){id_of(p->sequences[i]), begin, pick(3) ? end : KVC_END};
 }
 
-/* Returns tokens of a pass, and what is hidden from them: most often that of the last token alone. */
+/* Returns tokens of a pass, and the rows that are hidden from them.  Usually it is the last token alone. */
 static query any_query(const pass *p) {
     query q = {.num_heads = pick(2) ? HEADS : QUERY_HEADS, .num_threads = pick(3) ? 1 + pick(MOST_CREW) : 0};
     const int is_last = pick(2), end = p->first[1 + pick(p->num_sequences)];
@@ -296,8 +296,8 @@ static void run_together(crew *w) {
     for (int i = 0; i < w->num_pieces; i++) check_result(w->c, w->p, &w->query, &w->pieces[i], 1);
 }
 
-/* Returns another layer that a plan serves, in which all rows were put; if there is none, the same one, for other
- * queries. */
+/* Returns another layer that a plan serves, in which all rows were put.  If there is no other, it returns the same
+ * layer, for other queries. */
 static int other_layer(const world *w, const pass *p, int layer) {
     for (int l = pick(w->num_layers); l >= 0; l--) {
         const kvc_policy *x = &w->layers[l].policy, *y = &w->layers[layer].policy;

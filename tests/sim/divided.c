@@ -16,7 +16,7 @@ typedef struct divided {
     list layers[MOST_LAYERS];
 } divided;
 
-/* Where a row at a position goes: -1 drops it. */
+/* The position to which a row goes; -1 drops it. */
 typedef struct move {
     int begin, end, delta; /* rows in [begin, end) are dropped, those behind move */
     int divisor;           /* not 0: those in it are divided by it instead */

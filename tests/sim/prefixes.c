@@ -1,7 +1,7 @@
 /* prefixes.c: clients of the prefixes of the simulated cache.
  *
- * A tag stands for a string of tokens, and so a row tells behind which tokens it was computed.  What a prefix may know
- * is every string that was noted since it was cleared: less may be there, as blocks are evicted, but nothing else.
+ * A tag stands for a string of tokens, and so a row tells behind which tokens it was computed.  A prefix may
+ * know every string that was noted since it was cleared.  It may know fewer, because blocks are evicted, but no others.
  */
 #include "prefixes.h"
 
@@ -13,16 +13,16 @@
 enum {
     MOST_PROMPT = 40,
     MOST_NAMES = MOST,
-    MOST_BLOCKS = 4, /* new ones that are read at once */
+    MOST_BLOCKS = 4, /* new blocks that are read at once */
     MOST_EVENTS = 64,
-    LEAST_STATE = 4, /* bytes of a recurrent state: those of a tag, and some more */
+    LEAST_STATE = 4, /* bytes of a recurrent state: a tag, and some more */
     STATE = LEAST_STATE + 12,
     RECENT = 64
 };
 
 /* ---- strings of tokens ------------------------------------------------------------------------------------------- */
 
-/* By tag: a token, the tag of the string before it, and the list of those that go on from it. */
+/* By tag: its last token, the tag of the string without that token, and the list of strings that continue it. */
 static struct string {
     int num; /* tokens; 0: the empty string, or no string at all */
     int token, before, first, next;
@@ -33,7 +33,7 @@ static int64_t used[PREFIXES][MOST_TAGS]; /* what the clock was when a call last
 static int recent[RECENT], num_recent;    /* tags, with which prompts begin */
 static int64_t computed[MOST_TAGS];       /* by sim_now(), when a row of it was computed last */
 
-/* By sim_now(): when a call that forgot a tag began and ended last; 0: none has. */
+/* Times by sim_now() at which a call that forgot a tag last began and ended; 0: no call has. */
 static struct forgotten {
     int64_t begin, end;
 } forgotten[PREFIXES][MOST_TAGS];
@@ -69,7 +69,7 @@ static void extend(world *w, text *t, int num) {
     for (; num > 0 && t->num < MOST; num--, t->num++) t->tags[t->num] = string_of(w, last_of(t, t->num), any_token());
 }
 
-/* Returns a prompt, mostly one that begins like others. */
+/* Returns a prompt that usually begins like others. */
 static text any_prompt(world *w) {
     text t = {0};
     if (num_recent && pick(5)) {
@@ -197,8 +197,8 @@ static int has_others(const world *w, int p, int own) {
 
 static int handed_over(const client *c) { return sim_handovers() != c->before.handovers; }
 
-/* When a call began: the clock, the time before which what was noted was not known any more even then, and the time by
- * sim_now(). */
+/* When a call began: the clock; the time before which noted strings were not known any more even then; and the time
+ * by sim_now(). */
 typedef struct moment {
     int64_t clock;
     int cleared;
@@ -212,7 +212,7 @@ void note_computed(const int *tags, int num) {
 }
 
 /* Checks that a call found no tokens that the prefix had forgotten when it began, unless they were computed since.
- * Where layers have windows it does not look: tokens that no window sees need no rows, and are found behind others. */
+ * It does not look if layers have windows: tokens that no window sees need no rows, and are found behind others. */
 static void check_forgotten(client *c, int p, const text *t, int found, moment began) {
     for (int i = 0; i < found; i++) {
         const struct forgotten *of = &forgotten[p][t->tags[i]];
@@ -432,8 +432,8 @@ static int lacks_row(const world *w, const sequence *s, int at) {
     return 0;
 }
 
-/* Returns the tokens of a sequence, as far as it is exact, and any others behind them, `more` than it holds; no others
- * where it may hold exact rows of a token. */
+/* Returns the tokens of a sequence as far as it is exact, and then any tokens, `more` than it holds.  A position gets
+ * its own token if the sequence may hold an exact row there. */
 static text tokens_of(client *c, const sequence *s, int more) {
     const int exact = exact_end(c->w, s), held = end_of(s);
     text t = text_of(exact ? s->tags[0][exact - 1] : 0);
@@ -603,7 +603,7 @@ static void follow_event(client *c, prefix *of, const kvc_prefix_event *event) {
     }
 }
 
-/* Checks the events against what is known of a string: its first full blocks. */
+/* Checks the events against the first full blocks of a string, which are known. */
 static void check_followed(client *c, int p) {
     given g;
     uint8_t names[MOST_NAMES][KVC_NAME_BYTES];
@@ -676,7 +676,7 @@ static int check_payload(const client *c, const uint8_t *bytes, int64_t size, in
     return found;
 }
 
-/* Checks that a block's name is that of its tokens. */
+/* Checks that a block has the name that its tokens give. */
 static void check_name(const client *c, prefix *of, const kvc_new_block *block, int tag) {
     given g;
     uint8_t names[MOST_NAMES][KVC_NAME_BYTES];

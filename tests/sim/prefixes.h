@@ -7,25 +7,26 @@
 /* Makes the prefixes of a world, where its layers allow them. */
 void begin_prefixes(client *c);
 
-/* Once no call runs: drops what they have, of which nothing may stay; frees some of them, and what is in the store. */
+/* Call while no other call runs.  Clears all prefixes, which may keep nothing.  Frees some prefixes, and all values of
+ * the store. */
 void drop_prefixes(client *c);
 void end_prefixes(client *c);
 
 /* Makes some call of a prefix, if there is one. */
 void call_prefix(client *c);
 
-/* Returns the tag of a token that a sequence is fed at a position, behind one with the tag `before` (-1: behind others
- * than its tokens alone): that of the next token of its prompt, or of any. */
+/* Returns the tag of a token that a sequence is fed at a position: the next token of its prompt, or any token.
+ * before: tag of the token before it; -1: its rows do not follow from its tokens alone. */
 int next_tag(client *c, int s, int at, int before);
 
-/* Returns how many of the first rows of a sequence are those of its tokens. */
+/* Returns how many first rows of a sequence follow from its tokens. */
 int exact_end(const world *w, const sequence *s);
 
 /* Notes that rows with these tags are computed now, or count as computed: a prefix that has forgotten them may keep
  * them again. */
 void note_computed(const int *tags, int num);
 
-/* Sets the tags of rows [begin, end) of a sequence to those of some string of tokens. */
+/* Sets the tags of rows [begin, end) of a sequence to the tags of some string of tokens. */
 void set_any_text(client *c, sequence *s, int begin, int end);
 
 /* Notes that the client uses prefixes from now on, if it does not already, or commits to what they acquired; end_use
@@ -51,8 +52,8 @@ void check_quotas(client *c);
 /* Drops the blocks of prefixes that may be evicted. */
 void evict_blocks(client *c);
 
-/* Checks that a cache has no sequences but known ones, and those of calls of kvc_prefix_acquire: two for each that has
- * begun by the end of this function, and `more`. */
+/* Checks that a cache has no sequences except known ones and sequences of calls of kvc_prefix_acquire.  Each call that
+ * has begun by the end of this function may have two; `more` are allowed besides. */
 void check_known(client *c, kvc_cache *cache, int more);
 
 /* In the child of a fork(): checks that what calls of other threads were about to do leaves nothing behind. */

@@ -1,13 +1,13 @@
 /* refused.c: calls of the simulated cache that must be refused, each for one argument that is just out of range.
  *
- * What the header allows is anywhere else in the simulation; here is what it does not.  A call that is refused changes
- * nothing.
+ * This file calls what the header does not allow; the rest of the simulation calls what it allows.  A refused call
+ * changes nothing.
  */
 #include <string.h>
 
 #include "sim.h"
 
-/* A number below those that are allowed. */
+/* A number below all allowed numbers. */
 static int below(void) { return pick(3) ? -1 : INT32_MIN; }
 
 /* A number that no layer has. */

@@ -2,7 +2,7 @@
  *
  * Clients take a sequence before they change it, and know what it holds: every row tells by its contents which token it
  * was put for.  In a third of the runs they also meddle with sequences of others.  Functions that the core calls make
- * other calls, or take their time.  What others do to the cache meanwhile is up to the world.  A call may fail only as
+ * other calls, or take their time.  The world decides what others do to the cache meanwhile.  A call may fail only as
  * its documentation says, and only where its cause is there; then everything is as it was.  When all clients have
  * ended, what they made can be dropped, and every byte comes back.
  *
@@ -137,7 +137,7 @@ static client *self_of(void *user) { /* poll and the functions of ropes are call
     return self;
 }
 
-/* What becomes of the time for which the core waits for a function of the client: little, much, or other calls. */
+/* Passes the time for which the core waits for a function of the client: little, much, or other calls. */
 static void pass_time(client *c);
 
 static int32_t poll_once(void *user) {
@@ -173,8 +173,8 @@ float element(int tag, int layer, int is_value, int h, int d) {
     return d ? (float)(1 + (tag * 31 + layer * 17 + is_value * 11 + h * 5 + d) % 4093) : (float)tag;
 }
 
-/* An element of a key at a position: where keys carry it, its last two are turned by a right angle for each position
- * that it stands behind the one it was put at. */
+/* An element of a key at a position.  If keys carry positions, the last two elements are turned by a right angle for
+ * each position that the key has moved up since it was put. */
 float key_element(const world *w, int tag, int layer, int h, int d, int position) {
     const int turns = w->layers[layer].rope.kind == KVC_ROPE_NONE ? 0 : (position - w->origins[tag]) & 3;
     if (d < 2 || turns == 0) return element(tag, layer, 0, h, d);
@@ -403,7 +403,7 @@ static void let_go_of_hold(client *c) {
     c->w->num_holds--;
 }
 
-/* Reads what the batch holds of one of its sequences. */
+/* Reads the batch's rows of one of its sequences. */
 static void read_batch(client *c, const pass *p, int layer, int i) {
     kvc_span spans[MOST];
     kvc_hold *hold = NULL;
@@ -493,7 +493,7 @@ static void check_limits(client *c) {
     check_quotas(c);
 }
 
-/* Checks, once a batch has begun, that no client waits for one that did so before this one called: calls wait in order
+/* Call once a batch has begun.  Checks that no client which called earlier still waits for a batch: calls wait in order
  * of arrival, unless they poll. */
 static void check_turn(const client *c, int64_t called) {
     for (int i = 0; i < MOST_CLIENTS && !c->w->config.poll; i++) {
@@ -571,7 +571,7 @@ static void end_pass(client *c, const pass *p) {
     note_kept(c, p, kept);
 }
 
-/* What there was before a batch. */
+/* The state of the cache before a batch. */
 typedef struct beginning {
     picture picture;
     uint64_t faults;
@@ -586,14 +586,14 @@ static beginning note_beginning(client *c, int64_t seq_id) {
     return was;
 }
 
-/* Aborts a batch: all is as it was, but for rows that moved, expired or were evicted to make room. */
+/* Aborts a batch: nothing has changed, except that rows have moved, expired, or were evicted to make room. */
 static void abort_pass(client *c, const pass *p, const beginning *was) {
     int64_t room = 0;
     const uint64_t faults = sim_faults();
     c->call = "kvc_abort";
     c->w->batch = NULL;
     kvc_abort(p->batch);
-    for (int i = 0; i < p->num_sequences; i++) { /* one that holds nothing has no forgotten rows either */
+    for (int i = 0; i < p->num_sequences; i++) { /* an empty sequence has no forgotten rows either */
         sequence *of = &c->w->sequences[p->sequences[i]];
         if (!end_of(of)) of->barred = 0;
     }
@@ -831,7 +831,7 @@ static int is_same(const kvc_policy *a, const kvc_policy *b) {
     return a->kind != KVC_CROSS;
 }
 
-/* Chooses layers, those of one policy together; returns whether there are any. */
+/* Chooses layers, all layers of a policy together; returns whether it chose any. */
 static int choose_layers(const world *w, uint8_t *layers) {
     int any = 0;
     for (int l = 0; l < w->num_layers; l++) {
@@ -1218,7 +1218,7 @@ static void fork_once(client *c) {
 
 /* ---- calls within calls ------------------------------------------------------------------------------------------ */
 
-/* Begins a batch of the sequence that the running call replaces, or one that takes all room. */
+/* Begins a batch of the sequence that the running call replaces, or a batch that takes all room. */
 static void begin_within(client *c) {
     enum { MOST_ROOM = 512, NOBODY = 77 };
     static int64_t ids[MOST_ROOM];
@@ -1387,7 +1387,7 @@ static void make_cache(world *w) {
     if (status != KVC_OK) sim_fail("kvc_cache_new: %s", kvc_last_error());
 }
 
-/* One run: all clients until the calls are used up; then nothing may be left. */
+/* One run: all clients call until the calls are used up.  Nothing may be left then. */
 static void run(uint64_t seed, int num_clients, int64_t num_calls, int faults) {
     static world w;
     pthread_t threads[MOST_CLIENTS];

@@ -38,7 +38,7 @@ typedef struct sequence {
     int is_spoilt;           /* one did since it was cleared: nobody knows which rows it holds */
     int tags[MOST_LAYERS][MOST];
     int num_cross;
-    int prefix;     /* 1 + the one that acquired it; 0: none has */
+    int prefix;     /* 1 + the prefix that acquired it; 0: no prefix has */
     text prompt;    /* that it was acquired with */
     int barred;     /* bits: prefixes that have forgotten a prompt, and may keep no block of it */
     int num_prompt; /* tokens of the prompt that it is fed, before others */
@@ -46,16 +46,16 @@ typedef struct sequence {
 
 /* A prefix of the cache, and what may be known of it. */
 typedef struct prefix {
-    kvc_prefix *handle; /* NULL: there is none */
+    kvc_prefix *handle; /* NULL: the prefix does not exist */
     kvc_prefix_config config;
     int users;          /* calls that use it: meanwhile it is not freed */
     int is_changing;    /* it is made or freed */
     int num_forgetting; /* calls that forget a prompt */
     int cleared;        /* strings that were noted before this time are not known any more */
-    int pins[PINS];     /* tags of what is pinned; 0: nothing; below 0: that of what a call is about to pin, or unpin */
+    int pins[PINS];     /* tags of pinned strings; 0: nothing; below 0: a call is about to pin or unpin the tag */
     int is_followed;    /* a call reads its events */
     int has_lost;       /* events: nobody knows which blocks there are */
-    int64_t since;      /* by sim_now(), when it was made or cleared: what it forgot before says nothing any more */
+    int64_t since;      /* time of making or clearing, by sim_now(): forgets before that count no more */
     int num_followed;
     uint8_t followed[MOST_FOLLOWED][KVC_NAME_BYTES]; /* the blocks that it has by its events */
 } prefix;
@@ -86,7 +86,7 @@ typedef struct pass {
     query last;               /* that attended */
 } pass;
 
-/* What most calls of a run are about.  Where it is prompts, nothing but a call drops what prefixes keep. */
+/* The subject of most calls of a run.  If the subject is prompts, only calls drop what prefixes keep. */
 typedef enum theme { ANYTHING, PASSES, MOVES, PROMPTS, NUM_THEMES } theme;
 
 typedef struct world {
@@ -101,7 +101,7 @@ typedef struct world {
     kvc_batch *batch; /* the open one; NULL while none is, or it begins or ends */
     pass *pass;       /* that it is of; NULL: it is of none */
     kvc_hold *holds[MOST_CLIENTS];
-    int num_holds; /* of these, and of those that a call is about to return */
+    int num_holds; /* holds in the list, and holds that a call is about to return */
     int num_clones;
     int has_allocator;
     int64_t bytes[KVC_MEMORY_SCRATCH + 1]; /* that the cache and its clones have of the allocator, by kvc_memory_kind */
@@ -111,11 +111,11 @@ typedef struct world {
     payload store[STORE];
     int time;                    /* rises with each string that is noted */
     int since[MOST_CLIENTS];     /* when the client began to use prefixes; 0: it does not */
-    int num_acquiring, acquired; /* calls of kvc_prefix_acquire: those that run, and how many began */
+    int num_acquiring, acquired; /* calls of kvc_prefix_acquire that run, and that began */
     uint8_t origins[MOST_TAGS];  /* by tag: the position that the row was put at */
 } world;
 
-/* What others can see of the cache, at one moment unless sim_handovers() has changed. */
+/* The parts of the cache that others can see.  They are of one moment unless sim_handovers() has changed. */
 typedef struct picture {
     uint64_t handovers;
     int layer; /* whose blocks are in it */
@@ -135,7 +135,7 @@ typedef struct client {
     picture before; /* the call */
     const char *call;
     int replaces;     /* the sequence that the call replaces; -1: none */
-    kvc_batch *batch; /* one that began meanwhile: of that sequence, or, with takes_room, of all tokens that fit */
+    kvc_batch *batch; /* a batch that began meanwhile: of that sequence, or, with takes_room, of all tokens that fit */
     int takes_room;
 } client;
 
@@ -144,7 +144,7 @@ typedef struct rows {
     int32_t positions[MOST];
 } rows;
 
-/* Which failures a call may answer with, beside those of a fault that met it. */
+/* The failures with which a call may answer, beside failures that a fault causes. */
 enum {
     MAY_BE_BUSY = 1,
     MAY_BE_FULL = 2,
@@ -205,7 +205,7 @@ int clear_one(client *c, int s);
 /* Whether a query at position `at` sees a position of its sequence. */
 int sees(const kvc_policy *policy, int at, int position);
 
-/* Attends in a layer, and compares the results with those of the rows. */
+/* Attends in a layer, and compares the results with plain arithmetic over the rows. */
 void attend(client *c, pass *p, int layer);
 
 /* Attends, and puts tokens [first, first + n) first; returns whether it could. */

@@ -16,7 +16,7 @@ enum {
     MOST_SECONDS = 60,
     MOST_STEPS = 1 << 25,
     MOST_STALL = 1 << 20,
-    PLACES = 1 << 12, /* functions of the core, by a hash: those of one number share their count of stalls */
+    PLACES = 1 << 12, /* functions of the core, by a hash: functions of one hash share their count of stalls */
     HOT = 4,          /* of so many places, one is hot in a run */
     SECOND = 1000000000
 };
@@ -117,7 +117,8 @@ static void hand_to(int next) {
         while (sem_wait(&threads[self].go)) continue;
 }
 
-/* Returns a random thread that can go on, one that stalls only where there is no other; -1: none can. */
+/* Returns a random thread that can go on; -1: no thread can.  A thread that stalls is returned only if there is no
+ * other. */
 static int pick_ready(void) {
     int found = -1;
     for (int stalls = 0; stalls < 2 && found < 0; stalls++)

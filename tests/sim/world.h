@@ -24,7 +24,7 @@
 
 /* ---- for the simulation ------------------------------------------------------------------------------------------ */
 
-/* What may go wrong, each as a bit of sim_options.faults. */
+/* Faults, each a bit of sim_options.faults. */
 enum sim_fault {
     SIM_MEMORY = 1,   /* allocations fail */
     SIM_THREADS = 2,  /* no thread can be started */
@@ -72,8 +72,8 @@ int64_t sim_inside_since(int thread);
 /* Lets the calling thread's nth request for memory from now on fail, if memory fails at all; 0: none. */
 void sim_fail_memory(uint64_t n);
 
-/* Counters: of steps, of handovers from one of the simulation's own threads to another, of requests of the calling
- * thread that were refused, and of bytes that the core has and did not give back. */
+/* Counters: steps; handovers between the simulation's own threads; refused requests of the calling thread; and bytes
+ * that the core has not given back. */
 uint64_t sim_steps(void);
 uint64_t sim_handovers(void);
 uint64_t sim_faults(void);

@@ -231,7 +231,7 @@ class Job:
 
 
 class Server:
-    """One cache, its tenants, and a thread that decodes for all clients."""
+    """A cache, its tenants, and a thread that decodes for all clients."""
 
     def __init__(self, folder, seed):
         layers = [
@@ -450,7 +450,7 @@ class Sequence:
 
 
 class Clients:
-    """What requests do: which tenant asks, what begins alike, and what happens meanwhile, as a seed decides."""
+    """Draws from a seed what requests do: the tenant, the common beginning, and what happens meanwhile."""
 
     def __init__(self, server, seed, checker):
         self.server, self.seed, self.checker = server, seed, checker
@@ -478,7 +478,7 @@ class Clients:
 
 
 class Request:
-    """What one client asks for."""
+    """A request of one client."""
 
     def __init__(self, clients, number):
         self.clients, self.server, self.number = clients, clients.server, number
@@ -604,7 +604,7 @@ class Request:
 
 @dataclass
 class Minute:
-    """What was seen in a stretch of time."""
+    """Counts and times of a stretch of the run."""
 
     seconds: float  # since the beginning, at its end
     rss: float  # resident bytes, and those of the cache: medians
@@ -681,7 +681,7 @@ def give_back_memory():
 
 
 def use_one_arena():
-    """Have all threads share a heap: those of their own grow to their peaks one after the other, for hours."""
+    """Have all threads share a heap. Otherwise their own heaps grow to their peaks one after the other, for hours."""
     with suppress(AttributeError):
         ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX
 

@@ -30,7 +30,7 @@ def test_soak(seconds, tmp_path):
 
 
 def test_a_wrong_answer_is_found():
-    """One other token of many, wherever it stands, changes an answer by far more than is let pass."""
+    """A single other token changes an answer by far more than the tolerance, wherever it stands."""
     tokens = np.random.default_rng(0).integers(VOCAB, size=200).tolist()
     logits = Plain(the_model()).feed(tokens, 0)
     assert largest_difference([Fed(0, tokens, dict(enumerate(logits)))]) < TOLERANCE / 10
