@@ -1,6 +1,6 @@
-/* fuzz_calls.c: an input decides what clients call, and what they look at.  The oracle answers each call (oracle.h), and
- * plain arithmetic each attention (looking.h).  The input names the instruction set.  Behind the end of the input,
- * chance goes on, so that short inputs lead far, too. */
+/* fuzz_calls.c: an input decides what clients call, and what they look at.  The oracle answers each call
+ * (oracle.h), and plain arithmetic each attention (looking.h).  The input names the instruction set.  Behind the end
+ * of the input, chance goes on, so that short inputs lead far, too. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign, setenv */
 #include "support/looking.h"
 

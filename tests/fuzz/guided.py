@@ -3,9 +3,10 @@
     python guided.py NAME --alter N       run each input, then N alterations of it, the same ones each time
     python guided.py NAME --seconds N     look for more inputs, for N seconds; --keep adds them to NAME.txt
 
-NAME is a module beside this one. Its ``seeds()`` returns inputs, and alterations insert its ``WORDS``. Its ``run(data)``
-raises an error if a promise is broken. More inputs are lines of NAME.txt, in hexadecimal digits. An input that fails is
-cut short, and printed as a line for NAME.txt. If an input ends the process, the file that --last names has it.
+NAME is a module beside this one. Its ``seeds()`` returns inputs, and alterations insert its ``WORDS``. Its
+``run(data)`` raises an error if a promise is broken. More inputs are lines of NAME.txt, in hexadecimal digits. An input
+that fails is cut short, and printed as a line for NAME.txt. If an input ends the process, the file that --last names
+has it.
 """
 
 import argparse

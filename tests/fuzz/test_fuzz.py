@@ -1,7 +1,7 @@
 """Run the fuzzers, fuzz_*.c and fuzz_*.py, on inputs that lead far, and on alterations of them.
 
-Each line of fuzz_*.txt is an input. With --full each fuzzer looks for more inputs for a minute: in C under libFuzzer, in
-Python by guided.py.
+Each line of fuzz_*.txt is an input. With --full each fuzzer looks for more inputs for a minute: in C under libFuzzer,
+in Python by guided.py.
 
 What is found becomes a line of fuzz_*.txt, as the failure says it.
 """
