@@ -171,7 +171,7 @@ def _kv_heads(value: int, values: dict[str, Any]) -> int:
 
 
 def shrink(values: dict[str, Any]) -> dict[str, Any]:
-    """Shrink a configuration, as a dictionary, with those that it nests; what is None or 0 stays that."""
+    """Shrink a configuration, as a dictionary, and the configurations that it nests; None and 0 stay as they are."""
     length = next((values[n] for n in ("num_hidden_layers", "n_layer", "num_layers") if values.get(n)), 0)
     layers = _choose_layers(values, length)
     small = {}
@@ -209,7 +209,7 @@ def _shrink_sections(rope: dict[str, Any], small: dict[str, Any]) -> dict[str, A
 
 
 def _choose_layers(values: dict[str, Any], length: int) -> list[int]:
-    """Choose four layers, or all: those that differ in any list with an entry for each layer, then the first."""
+    """Choose four layers, or all: layers that differ in any list with an entry for each layer, then the first ones."""
     lists = [value for value in values.values() if isinstance(value, list) and len(value) == length]
     first: dict[str, int] = {}
     for i in range(length):
@@ -253,7 +253,7 @@ def table():
 
 
 class Source(BaseModelOutput):
-    """What an encoder made, with the attributes that some decoders look for."""
+    """The output of an encoder, with the attributes that some decoders look for."""
 
     attention_mask = None
     router_logits = None
@@ -411,7 +411,7 @@ ROTATING_DECODERS = ["moonshine", "moonshine_streaming"]  # types with an encode
 
 
 def rotating():
-    """Return the types without an encoder, and the types with one whose decoders rotate keys."""
+    """Return the types without an encoder, and the types with an encoder whose decoders rotate keys."""
     names = names_of("kernels", "dense", "its own")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -437,7 +437,7 @@ def test_keys_move_as_the_shape_says(name):
 
 @pytest.mark.parametrize("name", names_of("refused"))
 def test_refused_when_the_cache_is_made(name):
-    """As the types are by default; the table has the reason."""
+    """The types are refused with their default configurations; the table has the reason."""
     with pytest.raises(kvcache.NotSupportedError) as error:
         our_cache(CONFIG_MAPPING[name]())
     assert table()[name] == (f"refused: {str(error.value).rpartition(': ')[2]}", "refused")

@@ -38,7 +38,7 @@ def join(*parts):
 
 @torch.inference_mode()
 def known(model, prefix, tokens):
-    """Return how many tokens of a text are known, after a look whether their rows are those of a fresh pass."""
+    """Return how many tokens of a text are known. Their rows must equal the rows of a fresh pass."""
     model.set_attn_implementation("kvcache")
     seq_id, matched = prefix.acquire([*tokens.tolist(), 1])
     if matched:
@@ -71,7 +71,7 @@ def hides(model, tokens):
 @pytest.mark.parametrize("attention", ["kvcache", "sdpa"])
 @pytest.mark.parametrize(("how", "most"), [(embedded, LONG + 3), (moved, LONG + 4), (hides, LONG + 5)])
 def test_a_later_turn_of_generate(model, prefix, attention, how, most):
-    """What the first turn fed stays known; the second turn's rows do not, from where they follow from other things."""
+    """The first turn's tokens stay known; the second turn's do not, once their rows follow from other things."""
     model.set_attn_implementation(attention)
     cache = HFCache(model.config, prefix=prefix)
     first = model.generate(random_tokens(1, LONG), cache=cache, **GREEDY)
@@ -139,7 +139,7 @@ def test_calls_of_the_model(model, prefix, plain, way, is_copied, attention):
 @pytest.mark.parametrize("attention", ["kvcache", "sdpa"])
 @torch.inference_mode()
 def test_what_the_model_is_fed_counts(model, prefix, attention):
-    """Embeddings and other tokens than those that were named; a part of the model is fed what the call makes."""
+    """Embeddings, and other tokens than the named ones; a part of the model is fed what the call makes."""
     tokens, others = random_tokens(1, LONG), random_tokens(1, LONG, seed=1)
     others[:, :7] = tokens[:, :7]
     for inputs, most in (
@@ -195,7 +195,7 @@ def test_positions_of_rows_behind_padding(model, prefix):
 @pytest.mark.parametrize("way", [{"num_beams": 4, "num_return_sequences": 4}, {"num_beams": 2}])
 @pytest.mark.parametrize("seed", range(3))
 def test_beams_behind_a_crop(model, prefix, seed, way):
-    """A shorter text cuts the cache to what it has in common with the first; its beams change places behind that."""
+    """A shorter text cuts the cache to their common beginning; its beams change places behind the cut."""
     long = random_tokens(1, 40)
     short = join(long[:, :5], random_tokens(1, 5, seed=seed + 1))
     cache = HFCache(model.config, prefix=prefix)

@@ -107,7 +107,7 @@ def test_a_model_with_an_encoder(name, attention):
 
 
 def test_generate_warns_once():
-    """Of a cache and its copies, in however many steps."""
+    """Each cache and each copy has its own rows, in however many steps it was fed."""
     model = make(CONFIGS["llama"]())
     model.set_attn_implementation("sdpa")
     cache = HFCache(model.config)

@@ -354,7 +354,7 @@ def test_masks_of_ones_own_fall_back(models):
 
 
 def test_without_a_cache(models):
-    """The attention alone is that of sdpa."""
+    """The attention alone gives what sdpa gives."""
     model, tokens = models("mistral"), prompt(2, padding=4)
     logits = []
     for attention in ("sdpa", "kvcache"):

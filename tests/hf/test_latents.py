@@ -138,7 +138,7 @@ def test_other_projections(model, way):
 
 
 def test_a_mask_of_ones_own(model):
-    """What was recorded is computed where the kernels do not know the mask."""
+    """Recorded operations are computed if the kernels do not know the mask."""
     sees = torch.ones(19, 19, dtype=torch.bool).tril()
     sees[:3, :3] = True
     results = []
@@ -153,7 +153,7 @@ def test_a_mask_of_ones_own(model):
 
 
 def test_what_is_stored(model):
-    """As in other caches: the latents are the keys, the rotated elements the values."""
+    """As in other caches, the latents are the keys, and the rotated elements are the values."""
     theirs, ours = transformers.DynamicCache(config=model.config), HFCache(model.config, dtype="f32")
     for attention, cache in (("sdpa", theirs), ("kvcache", ours)):
         model.set_attn_implementation(attention)

@@ -1,4 +1,4 @@
-"""What a model, or a user, does with the keys, values and masks that the attention "kvcache" gives it."""
+"""Operations of models and users on the keys, values and masks that the attention "kvcache" gives them."""
 
 import functools
 import pickle
@@ -83,7 +83,7 @@ CHANGES = {
 @pytest.mark.filterwarnings("ignore:kvcache. the rows of every layer")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_changes_rows_after_the_cache(model, monkeypatch, change):
-    """An operation on keys or values works on all rows, those of earlier passes too."""
+    """An operation on keys or values works on all rows, rows of earlier passes included."""
 
     def changed(cache):
         update = type(cache).update

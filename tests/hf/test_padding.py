@@ -19,7 +19,7 @@ from support.hf_pairs import (  # noqa: E402 - torch may be missing
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
 
 LENGTH = 24
-# What a mask hides: the columns of each of three rows.
+# The columns that a mask hides of each of three rows.
 HIDDEN = {
     "left": [(), range(5), range(11)],
     "right": [(), range(19, 24), range(9, 24)],
@@ -46,7 +46,7 @@ def more(mask, count):
 @pytest.mark.parametrize("hidden", HIDDEN)
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CONFIGS][1:])])
 def test_passes(name, hidden, ends):
-    """All logits from a row's first token on, those of hidden tokens too; "everywhere" has chunks of padding alone."""
+    """All logits from a row's first token on, hidden tokens included; "everywhere" has chunks of padding alone."""
     model, tokens = model_of(name), random_tokens(3, LENGTH + 4)
     mask = more(mask_of(hidden), 4)
     cache = check_same(model, lambda cache: passes(model, cache, tokens, mask, [*ENDS[ends], 25, 26, 28]))
@@ -93,7 +93,7 @@ def test_generate(name, hidden):
 @pytest.mark.parametrize("second", ["pads masked", "no mask", "all shown"])
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_a_second_turn_on_a_padded_batch(name, second, attention):
-    """One row meets the end early, and is padded while the other goes on; then both go on, with the same cache."""
+    """A row that ends early is padded while the other goes on; then both go on, with the same cache."""
     model = model_of(name)
     prompt = random_tokens(2, 12)
     prompt[0, :4] = 0
@@ -143,7 +143,7 @@ def test_padding_that_is_shown_later():
 
 
 def test_a_mask_of_elements_that_shows_padding():
-    """A 4D mask may hide leading padding as the 2D one before it did; one that shows it is refused."""
+    """A 4D mask may hide leading padding as the 2D mask before it did; a mask that shows the padding is refused."""
     model, tokens = model_of("llama"), random_tokens(2, 13)
     mask = torch.ones_like(tokens)
     mask[1, :3] = 0
@@ -165,7 +165,7 @@ def test_a_mask_of_elements_that_shows_padding():
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_a_mask_without_columns_for_new_tokens(name):
-    """A mask of ones that is narrower than the tokens hides those that it has no columns for."""
+    """A mask of ones that is narrower than the tokens hides the tokens for which it has no columns."""
     model, tokens = model_of(name), random_tokens(2, 16)
 
     def turns(cache):

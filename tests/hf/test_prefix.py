@@ -166,7 +166,7 @@ OTHERS = {
 @pytest.mark.parametrize("attention", ["kvcache", "eager"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models(name, attention):
-    """Where generate does not say at which positions tokens behind padding stand, nothing is matched for them."""
+    """If generate does not say at which positions tokens behind padding stand, no rows are matched for them."""
     model = make(OTHERS[name]())
     prefix = prefix_for(model)
     first = random_tokens(1, LONG)
@@ -188,7 +188,7 @@ def test_other_models(name, attention):
 
 @pytest.mark.parametrize("attention", ["kvcache", "eager"])
 def test_a_conversation(attention):
-    """What was generated is found, too: each turn feeds its new tokens and the last one before them."""
+    """Generated tokens are found, too: each turn feeds its new tokens and the last token before them."""
     model = model_of("gemma3")
     prefix = prefix_for(model)
     tokens = random_tokens(1, 20)
@@ -252,7 +252,7 @@ def test_a_batch_with_padding(name, attention):
 
 @pytest.mark.parametrize("attention", ["kvcache", "eager"])
 def test_hidden_tokens_in_the_middle(attention):
-    """What a mask hides changes the rows behind it: they are neither kept nor matched."""
+    """Rows behind hidden tokens differ from the text's own: they are neither kept nor matched."""
     model = model_of("llama")
     prefix = prefix_for(model)
     tokens = random_tokens(1, LONG)
@@ -380,7 +380,7 @@ def test_assisted_generation_with_a_cache_of_the_user():
 
 
 def test_going_back():
-    """`crop` takes tokens back; what is fed in their place is kept as what it is."""
+    """`crop` takes tokens back; tokens that are fed in their place are kept as themselves."""
     model = model_of("llama")
     model.set_attn_implementation("kvcache")
     prefix = prefix_for(model)
@@ -444,7 +444,7 @@ def test_crop_of_no_token_keeps_the_prompt():
 
 
 def test_sequences_are_given_back():
-    """By `reset`, when a cache is dropped, and when `generate` fails."""
+    """`reset` lets rows go; so does a cache that is dropped, or a `generate` that fails."""
     model = model_of("llama")
     prefix = prefix_for(model)
     tokens = random_tokens(2, LONG)
@@ -483,7 +483,7 @@ def interrupt(model, at):
 @pytest.mark.parametrize("common", [20, 40])
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_another_text_behind_an_interrupt(known, common, at):
-    """What was fed of either text is found as that text's alone, wherever the first was interrupted."""
+    """Tokens of either text are found as that text's alone, wherever the first was interrupted."""
     model = model_of("llama")
     first = random_tokens(2, LONG)
     second = join(first[:, :common], random_tokens(2, 45, seed=1))
@@ -848,7 +848,7 @@ def test_a_model_of_images_that_is_given_none():
 
 
 def test_a_way_to_generate_that_returns_something_else():
-    """What a user's function returns is no tokens that the cache could know: the prompt alone is kept."""
+    """The cache cannot know the tokens behind a user function's result: the prompt alone is kept."""
     model = model_of("llama")
     prefix = prefix_for(model)
     tokens = random_tokens(1, LONG)
@@ -906,7 +906,7 @@ def neox():
 
 @pytest.mark.parametrize("model_for", [lambda: model_of("llama"), lambda: model_of("gemma3"), neox])
 def test_what_moved_is_rotated_as_the_configuration_says(model_for):
-    """Keys behind a cut are those of their new position: in the first layer, where they are of no other token."""
+    """Keys behind a cut have their new positions. In the first layer a key depends on its token alone."""
     model = model_for()
     with pytest.raises(kvcache.NotSupportedError, match=r"reuse_min_tokens moves tokens, .* make the cache with rope="):
         prefix_for(model, reuse_min_tokens=64)

@@ -89,7 +89,7 @@ def test_the_same_prompt_again(name):
 
 @pytest.mark.parametrize("name", SERVED)
 def test_bits(name):
-    """As without a prefix cache, where the same tokens are fed in the same passes."""
+    """The output is that of a model without a prefix cache that is fed the same tokens in the same passes."""
     model = prepared(name)
     prefix = prefix_for(model)
     tokens = random_tokens(1, LONG)
@@ -132,7 +132,7 @@ def test_a_common_beginning(name):
 
 @pytest.mark.parametrize("name", FEW)
 def test_where_prompts_part(name):
-    """The second prompt with a beginning leaves a state behind it, from which those that follow go on."""
+    """The second prompt with a beginning leaves a state behind it, from which later prompts go on."""
     model = prepared(name)
     system, asked = random_tokens(1, 50), [random_tokens(1, 12, seed=i) for i in range(4)]
     prefix = prefix_for(model)

@@ -1,4 +1,4 @@
-"""Edits of a batch's rows: those that cannot be made change nothing, and say what would do."""
+"""Edits of a batch's rows: an impossible edit changes nothing, and says what would do."""
 
 import pytest
 

@@ -62,7 +62,7 @@ def fed(model, cache, tokens, mask=None, **options):
 
 
 def check_loaded(tmp_path, model, cache, text, mask=None, *, save=None, load=None, **options):
-    """Give a text to a cache, and to the one that its file makes: both feed the same columns, and get it right."""
+    """Give a text to a cache and to its loaded copy: both feed the same columns, and get it right."""
     cache.save(tmp_path / "chat", **save or {})
     loaded = HFCache.load(model.config, tmp_path / "chat", **load or {})
     want, columns = fed(model, cache, text, mask, **options)
@@ -86,7 +86,7 @@ def test_other_texts(tmp_path, edited, name, rows):
 
 @pytest.mark.parametrize("edited", EDITS)
 def test_tokens_that_the_user_gives(tmp_path, edited):
-    """Of a cache that calls of the model filled."""
+    """The texts of a cache that calls of the model filled are compared, too."""
     model, tokens = model_of("llama"), random_tokens(2, 20)
     model.set_attn_implementation("kvcache")
     cache = HFCache(model.config, dtype="f32")
@@ -120,7 +120,7 @@ def test_a_file_without_tokens(tmp_path):
 
 @pytest.mark.parametrize("told", [0, 12])
 def test_tokens_that_follow_a_text_untold(tmp_path, told):
-    """What `generate` told is compared, and what calls of the model fed behind it is taken for the text's."""
+    """Tokens that `generate` told are compared; tokens that calls of the model fed behind are taken for the text's."""
     model, tokens = model_of("llama"), random_tokens(1, 20)
     cache = HFCache(model.config, dtype="f32")
     if told:
@@ -156,7 +156,7 @@ def test_padding(tmp_path, edited, before, after):
 @pytest.mark.parametrize("before", [None, 5, 15])
 @pytest.mark.parametrize("after", [None, 5, 15])
 def test_a_token_that_the_mask_hid(tmp_path, before, after, attention):
-    """Rows behind a token that they saw are not those of a text that hides it, nor the other way round."""
+    """Rows that saw a token do not serve a text that hides it, nor the other way round."""
     model, tokens = model_of("llama"), random_tokens(2, 20)
     masks = []
     for column in (before, after):
@@ -190,7 +190,7 @@ def test_beams(tmp_path, before, after):
 
 
 def test_tokens_of_beams_are_refused(tmp_path):
-    """Those that are returned are not in the order of the rows."""
+    """The returned beams are not in the order of the rows."""
     model = model_of("llama")
     cache = HFCache(model.config, dtype="f32")
     text = generate(model, cache, random_tokens(1, 20), num_beams=3, num_return_sequences=3)
@@ -281,7 +281,7 @@ def test_with_a_prefix_cache(tmp_path, edited):
 
 
 def test_quantised_rows_and_a_policy(tmp_path):
-    """Where sinks and a window stay, another text is fed anew."""
+    """If only sinks and a window are left, another text is fed anew."""
     model = make(transformers.LlamaConfig(**BASE | {"head_dim": 32}))
     options = {"dtype": "q8_0", "policy": kvcache.SlidingWindow(9, num_sink_tokens=2)}
     cache = HFCache(model.config, **options)

@@ -1,4 +1,4 @@
-"""What `generate` and users do with a cache gives what it gives with transformers' own."""
+"""Calls of `generate` and of users give the same with this cache as with transformers' own."""
 
 import copy
 
@@ -158,7 +158,7 @@ def test_edits_between_passes(name, attention, padding):
 
 
 def test_edits_of_an_empty_cache():
-    """As with transformers' own cache, they do nothing."""
+    """They do nothing, as with transformers' own cache."""
     model, tokens = model_of("llama"), random_tokens(2, 5)
 
     def edited(cache):

@@ -260,7 +260,7 @@ def test_an_empty_cache(tmp_path):
 
 
 def test_tokens_after_beams(tmp_path):
-    """The rows are those of all beams: an error says how to make them those of the text that was returned."""
+    """The cache has the rows of all beams: an error says how to keep the returned text's rows alone."""
     model = model_of("llama")
     model.set_attn_implementation("kvcache")
     cache, options = HFCache(model.config, dtype="f32"), {"do_sample": False, "max_new_tokens": 5}
@@ -308,7 +308,7 @@ def speak(model, inputs, cache, tokens, attention="kvcache", **options):
 @pytest.mark.parametrize("attention", ["kvcache", "eager"])
 @pytest.mark.parametrize("name", TWO_SIDED)
 def test_a_model_with_an_encoder_goes_on(tmp_path, name, attention):
-    """From the same source, and without it: the encoder's rows are in the file."""
+    """A cache goes on with the same source, and without it: the encoder's rows are in the file."""
     model, inputs = two_sided(name)
     cache = HFEncoderDecoderCache(model.config, dtype="f32", max_source_len=40)
     tokens = speak(model, inputs, cache, inputs["decoder_input_ids"], attention)

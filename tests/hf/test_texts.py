@@ -65,7 +65,7 @@ def test_an_edited_history(name, attention, rows):
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "llama4"])
 @pytest.mark.parametrize("length", [12, 2, 100])
 def test_windows(name, length):
-    """Where a window has moved on, the text is fed anew."""
+    """If a window has moved on, the text is fed anew."""
     model = model_of(name)
     cache = HFCache(model.config, dtype="f32")
     text = generate(model, cache, random_tokens(2, 110), max_new_tokens=5)[:, :length]
@@ -108,7 +108,7 @@ def test_after_beams_the_prompt_is_known():
 @pytest.mark.parametrize("before", [1, 3, 4])
 @pytest.mark.parametrize("after", [1, 2, 3])
 def test_another_number_of_beams(before, after):
-    """Of each prompt's beams, as many are kept as there are now; also in a batch with padding."""
+    """Each prompt keeps as many beams as it has now; also in a batch with padding."""
     model, tokens = model_of("llama"), random_tokens(2, 20)
     mask = torch.ones_like(tokens)
     tokens[0, :6] = mask[0, :6] = 0
@@ -163,7 +163,7 @@ def test_beams_with_a_prefix_cache_and_then_none():
 
 
 def test_rows_of_a_batch_are_no_beams():
-    """Rows that hold different tokens, or whose last tokens nobody told, are not taken for one another's."""
+    """Rows of different tokens are not taken for each other's, nor are rows whose last tokens nobody told."""
     model = model_of("llama")
     different, told_in_part = (HFCache(model.config, dtype="f32") for _ in range(2))
     text = generate(model, different, random_tokens(2, 20))
@@ -203,7 +203,7 @@ def test_a_batch_that_is_refused_changes_nothing():
 @pytest.mark.parametrize("before", [None, 5, 15])
 @pytest.mark.parametrize("after", [None, 5, 15])
 def test_a_token_that_the_mask_hides_another_time(before, after):
-    """Rows behind a token that they saw are not those of a text that hides it, nor the other way round."""
+    """Rows that saw a token do not serve a text that hides it, nor the other way round."""
     model, tokens = model_of("llama"), random_tokens(2, 20)
     cache = HFCache(model.config, dtype="f32")
     for text, column in ((tokens, before), (edit(tokens, 5), after), (edit(tokens, 5), None)):

@@ -156,7 +156,7 @@ OWN_SCORES = {
 
 @pytest.mark.parametrize("name", OWN_SCORES)
 def test_models_that_add_the_mask_to_scores(name):
-    """A model may be loaded with "kvcache", and yet compute scores itself: the mask that it adds is one of numbers."""
+    """A model that is loaded with "kvcache" may compute scores itself: it adds a mask of numbers."""
     config = OWN_SCORES[name]()
     config.initializer_range = 0.3
     made = []
@@ -243,7 +243,7 @@ ASKED = {
 
 
 def tensors_of(made):
-    """The tensors in what Whisper's `generate` returns, those of a cache left out."""
+    """The tensors in what Whisper's `generate` returns, except a cache's tensors."""
     if isinstance(made, torch.Tensor):
         yield made
     elif isinstance(made, dict):

@@ -346,7 +346,7 @@ def test_an_installed_library_can_be_used(checkout, compilers, tmp_path):
 
 
 def stub_pip(folder, body):
-    """Write a program that stands for Python and its pip; it notes what it is called with."""
+    """Write a program that stands for Python and its pip; it notes its arguments."""
     path = folder / "python"
     path.write_text(f'#!/bin/sh\necho "$@" >>"{folder}/calls"\n{body}\n')
     path.chmod(0o755)

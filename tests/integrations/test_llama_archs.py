@@ -1,4 +1,4 @@
-"""Test which models llama.cpp runs on this cache: small random ones of each architecture, with both caches."""
+"""Test which models llama.cpp runs on this cache: small random models of each architecture, with both caches."""
 
 import math
 import os

@@ -120,7 +120,7 @@ def test_more_conversations_than_slots_go_on(plain, server):
 
 
 def test_prompts_make_room_for_others(folder, repository, plain):
-    """What was kept first is evicted first, and nobody is refused for it."""
+    """The oldest kept block is evicted first, and nobody is refused for it."""
     size = ("--parallel", "2", "--ctx-size", "1024", "--kv-unified")
     with Server(repository, folder / "small.log", *ON, *size) as small:
         for begin in (0, 1500, 3000, 4500, 6000):
@@ -223,7 +223,7 @@ def test_a_model_with_windows(folder):
 
 
 def test_images_count_by_what_they_show(folder, repository):
-    """Tokens behind the same image are known, those of another one are not."""
+    """Tokens behind the same image are known; tokens behind another image are not."""
     options = ("--mmproj", llama_models.write_projector(folder, 256), "--parallel", "3", "--ctx-size", "3072")
     with Server(repository, folder / "images.log", *ON, *options) as server:
         marker = server.ask("/props")["media_marker"]
@@ -261,7 +261,7 @@ def expect_next_as_without(server, prompt, slot):
 
 @pytest.mark.parametrize("unified", ["--no-kv-unified", "--kv-unified"])
 def test_a_hybrid_model(folder, hybrid, unified):
-    """The same prompt, the next turn, and one that begins alike find the last state; the same batches give the same."""
+    """The same prompt, the next turn and a similar prompt find the last state; equal batches give equal tokens."""
     with Server(hybrid, folder / f"hybrid{unified}.log", *ON, *THREE_SLOTS, unified) as server:
         prompt = tokens_of(0, 800)
         first = server.complete(prompt, id_slot=0)
@@ -302,7 +302,7 @@ def test_a_hybrid_model_in_a_conversation(folder, hybrid):
 
 
 def test_a_folder_serves_after_a_restart(folder, repository, plain):
-    """As far as blocks were full, answers too."""
+    """Answers are found, too, as far as their blocks were full."""
     options = in_folder(folder / "kept")
     prompt = text(1000, 1300)
     with Server(repository, folder / "before.log", *options) as server:
@@ -367,7 +367,7 @@ def test_models_and_adapters_share_a_folder_and_no_rows(folder, repository):
 
 
 def test_adapters_that_are_switched_between_requests(folder, repository):
-    """What a slot was fed with others is neither gone on with nor kept as theirs."""
+    """Tokens that a slot was fed together with others are neither reused nor kept as theirs."""
     adapter = write_adapter(folder / "switched.gguf", 1)
     prompt = text(0, 300)
     with Server(repository, folder / "switched.log", *in_folder(folder / "switched"), "--lora", adapter) as server:
@@ -422,7 +422,7 @@ def test_llama_completion_reads_from_a_folder(folder, repository, hybrid):
 
 
 def test_a_server_serves_another_machine(folder, repository):
-    """Where llama.cpp is built with a client for it."""
+    """The test needs a llama.cpp that was built with a client for it."""
     servers.need()
     built = llama_cpp_build.folder() / "bin"
     if any(

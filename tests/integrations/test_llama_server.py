@@ -1,4 +1,4 @@
-"""Test llama-server on this cache as its clients use it: every answer is that of llama.cpp's own cache."""
+"""Test llama-server on this cache as its clients use it: every answer equals the answer with llama.cpp's own cache."""
 
 import concurrent.futures
 import itertools
@@ -205,7 +205,7 @@ PROMPTS = [(begin, begin + length) for begin, length in zip(range(0, 12000, 1000
 def test_parallel_clients(pair, seconds):
     """Each gets the answer that it gets alone, also while others come, go and break off.
 
-    Where one broke off, llama-server sometimes ends another's answer before it began, with either cache.
+    If a client breaks off, llama-server sometimes ends another's answer before it began, with either cache.
     """
     expected = {prompt: pair.complete(text(*prompt), 24, cache_prompt=False)["tokens"] for prompt in PROMPTS}
     end = time.monotonic() + seconds
@@ -313,7 +313,7 @@ def test_embeddings(folder, repository):
 
 
 def test_context_shift(folder, repository):
-    """An answer three times as long as the context, with the beginning of the prompt kept; then one that goes on.
+    """An answer three times as long as the context, with the beginning of the prompt kept; then a longer answer.
 
     In f32: in f16 llama.cpp's own cache rounds the keys that it moves, and this one leaves them as they are.
     """

@@ -36,7 +36,7 @@ def model(tmp_path_factory):
 def test_it_passes_for_llama_cpps_own_state(model, architecture, types, count):
     """Values are transposed or not (flash attention off, on), sequences are divided, and states go both ways.
 
-    Of int8, which llama.cpp lacks, they go from this cache to this cache, and llama.cpp's own refuses them.
+    llama.cpp lacks int8: its own cache refuses such states, which go from this cache to this cache.
     """
     out = run("test-kvcache-state", "--types", types, model(architecture))
     assert out.splitlines()[-1].startswith("0 of"), out

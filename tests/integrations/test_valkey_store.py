@@ -101,7 +101,7 @@ def output_of(server):
 
 
 def test_a_value_that_is_read_lives_on(open_store, server):
-    """Without being read, for so long as was asked; of another prefix and database nothing is seen."""
+    """Unread values stay for the asked time; values of another prefix and database are not seen."""
     store = open_store(server.port, ttl_ms=1000, prefix=b"own:", database=3)
     store.write(NAMES[0], b"a value")
     store.write(NAMES[1], b"a value")

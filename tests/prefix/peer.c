@@ -11,7 +11,7 @@ enum { NUM = 100, LAYERS = 2, DIM = 2, BLOCK = 16 };
 
 static int fail(const char *what) { return fprintf(stderr, "%s: %s\n", what, kvc_last_error()), 1; }
 
-/* CRC-32 of some text behind that of `sum`. */
+/* CRC-32 of a text that continues the text of `sum`. */
 static uint32_t crc(uint32_t sum, const char *text, size_t size) {
     for (sum = ~sum; size; size--, text++) {
         sum ^= (uint8_t)*text;

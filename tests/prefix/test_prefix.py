@@ -68,7 +68,7 @@ def test_matching_no_more_than_that():
 
 
 def test_rows_that_do_not_follow_from_the_tokens():
-    """From where a runner says so, they are not kept: not when they are fed, nor when they are released."""
+    """Rows behind the point that a runner names are not kept: not when they are fed, nor when they are released."""
     cache, prefix = make()
     seq_id, _ = prefix.acquire(PROMPT)
     prefix.note_inexact(seq_id, 70)
@@ -117,7 +117,7 @@ def test_names_of_blocks_stay():
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda text: memoryview(text).cast("b"), list])
 def test_text_as_bytes(kind):
-    """Where bytes are tokens, a prompt of any length is given as it is; it equals the list of its bytes."""
+    """If bytes are tokens, a prompt of any length may be bytes; it equals the list of its bytes."""
     text = b"First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak."
     cache, prefix = make()
     seq_id, matched = prefix.acquire(kind(text[:8]))
@@ -177,7 +177,7 @@ def test_equal_prefix_caches_have_equal_keys():
 
 
 def test_pins():
-    """What is pinned stays, until it is unpinned as often."""
+    """A pinned prompt stays until it is unpinned as often as it was pinned."""
     cache, prefix = make(capacity=10 * BLOCK)
     serve(prefix, cache, PROMPT)
     assert prefix.pin(PROMPT[:40]) == 40
@@ -359,7 +359,7 @@ def test_refused():
 
 
 def test_refused_by_a_call():
-    """What a call refuses is named, and changes nothing."""
+    """A call names the argument that it refuses, and changes nothing."""
     cache, prefix = make()
     seq_id, _ = prefix.acquire(PROMPT)
     feed(cache, seq_id, PROMPT, 0, 100)
@@ -394,7 +394,7 @@ def test_refused_by_a_call():
 
 
 def test_ending_a_sequence_twice():
-    """As in a ``finally``, where it is not known whether the sequence has ended."""
+    """A ``finally`` may release a sequence without knowing whether it has ended."""
     cache, prefix = make()
     seq_id, _ = prefix.acquire(PROMPT)
     feed(cache, seq_id, PROMPT, 0, 100)

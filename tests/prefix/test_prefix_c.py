@@ -56,7 +56,7 @@ def test_each_finds_what_the_other_kept(peer, tmp_path, salt, secret):
 
 
 def test_others_are_refused_and_replaced(peer, tmp_path):
-    """What was stored with another secret is computed again."""
+    """Rows that were stored with another secret are computed again."""
     cache, prefix = make(tmp_path, b"", b"one")
     serve(prefix, cache, PROMPT)
     assert prefix.close()

@@ -1,4 +1,4 @@
-"""What a prefix cache asks of a store, and how it gets on with a server that fails or is full."""
+"""The calls that a prefix cache makes of a store, and a server that fails or is full."""
 
 import contextlib
 import itertools

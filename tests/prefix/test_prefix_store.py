@@ -259,7 +259,7 @@ def test_flush_and_close_say_whether_the_store_took_everything():
 
 
 def test_a_server_that_is_not_there():
-    """As typed: the address of a server that nobody started."""
+    """The address of a server that nobody started, as a user types it."""
     pytest.importorskip("valkey")
     cache, prefix = make(stores.open(f"valkey://localhost:{servers.free_port()}/0"))
     serve(prefix, cache, PROMPT)
@@ -314,7 +314,7 @@ class Held(dict):
 
 
 class Methods:
-    """A mapping that is none by name, with no more methods than are needed."""
+    """A mapping that is not registered as one, and has only the methods that are needed."""
 
     def __init__(self):
         self.items = {}
@@ -405,7 +405,7 @@ def test_after_close():
 
 
 def test_no_room_for_what_the_store_has():
-    """Blocks that do not fit are computed; what is there of the prompt is used."""
+    """Blocks that do not fit are computed; the prompt's other blocks are used."""
     store = {}
     fill(store)
     cache, prefix = make(store, capacity=8 * BLOCK)
@@ -481,7 +481,7 @@ def test_commits_do_not_wait_for_rows_from_a_store(fetching):
 
 @pytest.mark.parametrize("call", ["clear", "close"])
 def test_blocks_that_are_dropped_while_they_are_fetched(fetching, call):
-    """What comes then is dropped, too: nothing stays that nobody can reach."""
+    """Rows that arrive later are dropped, too: nothing stays that nobody can reach."""
     cache, prefix, finish = fetching
     getattr(prefix, call)()
     seq_id, matched = finish()
@@ -596,7 +596,7 @@ def test_many_requests_for_one_prompt_read_and_copy_it_once():
 
 
 def test_an_interrupted_request_holds_up_others_for_a_moment(monkeypatch):
-    """One that ended before it could say that a block is not being added any more."""
+    """A reader ended before it could say that a block is not being added any more."""
     monkeypatch.setattr("kvcache.prefix.fetching.MOST_WAIT", 0.1)
     store = {}
     fill(store)

@@ -1,4 +1,4 @@
-"""What a router needs: events, names, how much would match, and forgetting a prompt."""
+"""Calls for routers: events, names, how much would match, and forgetting a prompt."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ A, B, C = KEYS = [hashlib.blake2b(bytes([i]), digest_size=32).hexdigest() for i 
 
 
 class Model(dict):
-    """What a store of limited size holds: the first entry was used least recently."""
+    """The entries of a store of limited size, by their use: the first was used least recently."""
 
     def put(self, key, value):
         self.pop(key, None)
@@ -336,7 +336,7 @@ def test_a_stopped_process_holds_up_no_reader(tmp_path):
 
 
 def test_threads_of_one_store(tmp_path):
-    """They let each other run while they write; each value is one that somebody wrote."""
+    """Writers let each other run while they write; each value is a value that somebody wrote."""
     store, failures = DirectoryStore(tmp_path, max_bytes=100_000), []
 
     def work(number):

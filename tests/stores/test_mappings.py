@@ -1,4 +1,4 @@
-"""Every kind of store is a mapping like a dictionary: those of this package, and those of zict and fsspec.
+"""Every kind of store is a mapping like a dictionary: this package's stores, and mappings of zict and fsspec.
 
 Directly, by the methods of a MutableMapping; and through the client, with which a prefix cache uses it.
 """
@@ -58,7 +58,7 @@ def make_zict_file(folder):
 
 @contextlib.contextmanager
 def make_zict_buffer(folder):
-    """What zict is for: recent values in memory, others in a folder."""
+    """A cache of zict has recent values in memory, and others in a folder."""
     zict = pytest.importorskip("zict")
     yield zict.Buffer({}, stores.open(f"dir:{folder}"), n=200, weight=lambda key, value: len(value))
 

@@ -174,7 +174,7 @@ def test_a_store_that_changes_what_it_is_given(ended):
 
 
 def test_a_mistake_of_our_own_ends_no_thread(ended, monkeypatch, caplog):
-    """Nor memory that is short in the middle of the client's own books."""
+    """Memory that is short in the middle of the client's own bookkeeping does no harm either."""
     client = StoreClient({"a": b"rows"})
     with monkeypatch.context() as patch:
         patch.setattr(reader.Reader, "_take", lambda self: 1 // 0)

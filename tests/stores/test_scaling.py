@@ -1,4 +1,4 @@
-"""The commands of docs/scaling.md, as they stand there but for the ports, and the figures of its table."""
+"""The commands of docs/scaling.md, with other ports, and the figures of its table."""
 
 import contextlib
 import os

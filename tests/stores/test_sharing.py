@@ -125,7 +125,7 @@ def test_a_caller_that_gives_up_leaves_its_keys_to_others():
 
 
 def test_a_call_that_fails_is_one_failure():
-    """However many wait for it; all of them are told at once."""
+    """All threads that wait for a value are told at once, however many they are."""
     store = Gate()
     client = StoreClient(store)
     store.fault = lambda verb, key: (store.wait(verb, key), raising(OSError("gone"))(verb, key))
@@ -150,7 +150,7 @@ def test_time_outs_of_many_at_once_pause_no_longer_than_one(monkeypatch):
 
 
 def test_a_store_that_answers_others_has_not_failed():
-    """One call of it hangs, and callers are in a hurry: what counts is when it last answered anybody."""
+    """A call of the store hangs, and callers are in a hurry: the time of its last answer to anybody counts."""
     store = Blocking(items={"b": b"rows"})
     block = store.block
     store.fault = lambda verb, key: block(verb, key) if key == "a" else None
@@ -336,7 +336,7 @@ def test_what_clients_have_in_common_ends_with_them(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_shares_a_store_among_its_own_clients():
-    """Whatever the parent was doing: keys that it was reading are read, and what it was writing is not waited for."""
+    """The child reads keys that the parent was reading, and does not wait for values that the parent was writing."""
     store = Blocking(("get", "set"), {"a": b"rows"})
     one, other = (StoreClient(store) for _ in range(2))
     with ThreadPoolExecutor(1) as pool:

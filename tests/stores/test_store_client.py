@@ -696,7 +696,7 @@ def test_a_child_begins_anew(make):
     ids=["slow", "blocks", "raises"],
 )
 def test_the_interpreter_exits(store, result):
-    """At exit, what is queued is written if the store takes it soon; a store that hangs holds up nothing for long."""
+    """At exit, queued values are written if the store takes them soon; a store that hangs delays nothing for long."""
     code = f"""
 import atexit, sys
 sys.path[:] = {sys.path!r}

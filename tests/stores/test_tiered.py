@@ -128,7 +128,7 @@ def test_one_call_of_each_tier():
 
 
 def test_values_are_refused_by_their_size(tmp_path):
-    """Where a tier can say, no more is read than is wanted; and what was cut is kept nowhere."""
+    """If a tier knows sizes, only values of the wanted size are read; a value that was cut is kept nowhere."""
     fast, slow = {}, DirectoryStore(tmp_path)
     long, short, exact, none = (64 * letter for letter in "abcd")
     slow[long], slow[short], slow[exact] = bytes(1000), bytes(9), bytes(10)

@@ -29,7 +29,7 @@ class Function:
 
 @dataclass
 class Source:
-    """One .c or .h file below src/."""
+    """A .c or .h file below src/."""
 
     path: Path
     functions: list[Function]  # and macros that take arguments

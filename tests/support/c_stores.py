@@ -40,7 +40,7 @@ class CStore:
         check(make(ctypes.byref(self._store)))
 
     def read(self, name, max_bytes):
-        """Return a value; None if there is none, its size alone if that is above max_bytes."""
+        """Return a value; None if the store has none; its size alone if the size is above max_bytes."""
         room, size = ctypes.create_string_buffer(max(max_bytes, 1)), ctypes.c_int64(-1)
         store = self._store.contents
         check(store.read(store.user, bytes.fromhex(name), room, max_bytes, ctypes.byref(size)))

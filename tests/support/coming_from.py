@@ -1,4 +1,4 @@
-"""What the tests of other caches' interfaces share."""
+"""Helpers of the tests of other caches' interfaces."""
 
 from pathlib import Path
 

@@ -143,7 +143,7 @@ def diverted_by(*sources):
 
 
 def divert(command, objects, names, joined):
-    """Join objects to one that calls __wrap_x for each x of the names; other calls of a program stay as they are."""
+    """Join objects to one that calls __wrap_x for each x of the names; a program's other calls stay as they are."""
     machine = [*takewhile(lambda word: not word.startswith("-"), command)]
     machine += [word for word in command if word.startswith(("-m", "--target"))]
     run(*machine, "-r", "-nostdlib", *(f"-Wl,--wrap={name}" for name in names), *objects, "-o", joined)

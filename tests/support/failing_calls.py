@@ -13,7 +13,7 @@ FUNCTIONS = [*((os, name) for name in NAMES.split()), (fcntl, "flock"), (builtin
 
 
 class Calls:
-    """In a `with` block, calls [first, first + most) fail; `failed` and `done` name those that were made."""
+    """In a `with` block, calls [first, first + most) fail; `failed` and `done` name the calls that were made."""
 
     def __init__(self, first, most):
         self.failing = range(first, first + most)

@@ -163,7 +163,7 @@ def git(*words):
 
 
 def test_of(path):
-    """The program of a changed file that can say whether a former commit mended something; None: there is none."""
+    """The program of a changed file that can say whether a former commit mended something; None: no program can."""
     if re.fullmatch(r"tests/c/\w+/test_\w+\.c", path) or re.fullmatch(r"tests/fuzz/fuzz_\w+\.(c|txt)", path):
         program = (ROOT / path).with_suffix(".c")
         return program if program.exists() else None

@@ -124,7 +124,7 @@ def make(config: Any, auto: Any = transformers.AutoModelForCausalLM) -> Any:
 
 
 def models_with_states() -> Iterator[Any]:
-    """Return models of which some layers keep a state that has all tokens in it: convolution, linear attention."""
+    """Return models with layers that keep a state of all tokens: convolution, linear attention."""
     yield make(transformers.Lfm2Config(**BASE | {"layer_types": ["conv", "full_attention"] * 2}))
     sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "head_dim": 16}
     sizes |= {"linear_num_value_heads": 2, "num_experts": 0}

@@ -8,7 +8,7 @@ import sys
 import threading
 from _thread import interrupt_main
 
-# Behind these instructions, and at the beginning of a function, Python runs the handlers of signals that have come.
+# Python runs the handlers of signals behind these instructions, and at the beginning of a function.
 CHECKED = ("CALL", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")
 # Python's own, whose locks stay locked if the interrupt comes at the wrong moment; and what stands in the way here.
 LEFT_OUT = (__file__, logging.__file__, threading.__file__, "<frozen")
@@ -29,7 +29,7 @@ def points(code):
 def interrupt(number, call, also=()):
     """Call, with SIGINT at the point of this number, from 1 on; return whether there was one, and what was raised.
 
-    Points are counted in all code that is run but what is left out, and in `also`: functions that are left out.
+    Points are counted in all code that runs, except code that is left out. Functions in `also` are counted, too.
     """
     left, arm, own = number, Arm(), [function.__code__ for function in also]
 

@@ -29,7 +29,7 @@ def hash_of_sources(root=ROOT):
 
 
 def folder():
-    """Return the folder of the build; skip the test where there is none."""
+    """Return the folder of the build; skip the test if there is none."""
     named = os.environ.get("KVCACHE_LLAMA_CPP")
     if named == "":
         pytest.skip("KVCACHE_LLAMA_CPP names no build of llama.cpp")

@@ -1,4 +1,4 @@
-"""Models for the tests that run llama.cpp: those of bench/llama_cpp_models.py, and small random ones."""
+"""Models for the tests that run llama.cpp: models of bench/llama_cpp_models.py, and small random models."""
 
 import importlib.util
 import sys

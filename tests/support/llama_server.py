@@ -16,7 +16,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.sta
 USED = r"llama_kvcache: \d+ cells"
 SECONDS = 120  # for any one answer
 
-# What depends on the cache in an answer, and on nothing else: times, names and the choice of the slot are left out.
+# Fields of an answer that depend on the cache alone: times, names and the choice of the slot are left out.
 FIELDS = ("content", "tokens", "tokens_predicted", "tokens_evaluated", "tokens_cached", "truncated", "stop_type")
 COUNTS = ("cache_n", "prompt_n", "predicted_n", "draft_n", "draft_n_accepted")
 

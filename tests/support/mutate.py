@@ -64,16 +64,16 @@ LABEL = re.compile(r"(?:else|do)\b|case [^:]*:|\w+:")
 CALL = re.compile(r"\w+\(.*\)", re.S)
 ASSIGNMENT = re.compile(r"\**\w+(?:(?:->|\.)\w+|\[[^;=]*?\])*(?: (?:[-+*/|&^%]|<<|>>)?= .*|\+\+|--)", re.S)
 
-# Where a change gives the same: what matches "same" is not changed.
+# Changes without effect: code that matches "same" is not changed.
 VALUE = r"(?:->|[^<>=?:;&|!,{}])+?"
 BEGIN = r"(?:(?<=\()|(?<=[=?:,] )|(?<=&& )|(?<=\|\| )|(?<=return ))"
 BOUND = rf"(?P<a>{VALUE}) (?P<same>[<>]=?) (?P<b>{VALUE})"
 EITHER = r"(?:(?P=a){0}(?P=b)|(?P=b){0}(?P=a))"
 SAME = [
-    # Of two equal values, it does not matter which one is taken.
+    # Either of two equal values may be taken.
     re.compile(rf"\bif \({BOUND}\) {EITHER.format(' = ')};"),
     re.compile(rf"{BEGIN}{BOUND}(?: && [^?;]+)? \? (?:\(\w+\))?{EITHER.format(' : ')}(?=[;,)])"),
-    # To wait, or to prefetch, takes time alone.
+    # Waiting and prefetching change times alone.
     re.compile(r"(?P<same>\b(?:kvc_pause|kvc_prefetch\w*|__builtin_prefetch)\([^;]*\))(?=;)"),
     # A way that is rare elsewhere is as right with another number, and the simulator's alone.
     re.compile(r"KVC_BUGGIFY\(\) \? (?P<same>\d+)"),
@@ -121,14 +121,14 @@ class Change:
 
     @property
     def lines(self):
-        """What stands there before it and after it, without indentation."""
+        """The code before it and after it, without indentation."""
         text = read(self.path)
         begin, end = text.rfind("\n", 0, self.begin) + 1, text.find("\n", self.end)
         lines = text[begin:end], text[begin : self.begin] + self.new + text[self.end : end]
         return tuple(" ".join(line.split()) for line in lines)
 
     def rank(self, seed):
-        """By chance, but the same however the code around it changes."""
+        """A random number that stays the same however the code around it changes."""
         return hashlib.sha256(repr((seed, self.source, self.function, self.lines)).encode()).digest()
 
     def __str__(self):
@@ -151,7 +151,7 @@ def name_of(function):
 
 
 def closing(code, at):
-    """Where the bracket that opens here closes; here, if none does."""
+    """The place at which the bracket that opens here closes; this place, if none does."""
     depth = 0
     while True:
         depth += (code[at] in "([{") - (code[at] in ")]}")
@@ -370,7 +370,7 @@ class Core:
 
 
 class Bench(Core):
-    """Where changes are tried."""
+    """The folder in which changes are tried."""
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -382,7 +382,7 @@ class Bench(Core):
         sim.build(folder / "sim", (self.command, self.objects))
 
     def try_change(self, change):
-        """Return the names of programs that pass, and of the one that does not; None if there is nothing to try."""
+        """Return the names of programs that pass, and of the program that fails; None if there is nothing to try."""
         if not (objects := self.change(change.source, change.apply())):
             return None
         passing = []

@@ -46,7 +46,7 @@ def cython_functions(text):
 
 
 def lengths(path):
-    """A file's lines without docstrings, and those of its functions, by name."""
+    """The lines of a file without docstrings, and the lines of its functions, by name."""
     text = path.read_text()
     if path.suffix in (".pyx", ".pxi", ".pxd"):
         text = CYTHON_DOCSTRING.sub(":\n", text)
@@ -82,7 +82,7 @@ def imported_names(path):
 
 
 def imports_between_modules(folder=PACKAGE):
-    """For each module of a package, those of it that it imports: of `from kvcache import state`, kvcache.state alone.
+    """For each module of a package, the modules that it imports: for `from kvcache import state`, kvcache.state alone.
 
     That importing a module runs the `__init__.py` of its packages does not count.
     """

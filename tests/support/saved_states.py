@@ -1,7 +1,7 @@
 """Caches with every kind of layer and sequence, and what they hold; `python saved_states.py FILE` saves one.
 
 tests/support/states has files of each version of the format, written by this program: version-N, and version-N-TYPE for
-a type whose rows have a scale each. Such a file is never written anew: every later version of the library must load it.
+a type with a scale for each row. Such a file is never written anew: every later version of the library must load it.
 """
 
 import functools

@@ -17,7 +17,7 @@ NAMES = """
 
 
 def begin():
-    """Take POSIX away in this process, for good; modules that were imported before keep what they have."""
+    """Take POSIX away in this process, for good; modules that were imported before keep their functions."""
     np.random.default_rng()
     platform.platform()
     sys.platform = "win32"

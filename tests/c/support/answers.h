@@ -25,7 +25,7 @@ static inline int sees(const stage *st, int t, int32_t position, int token) {
     return policy->kind != KVC_SLIDING || position > query - policy->window || position < policy->num_sink_tokens;
 }
 
-/* What one query row should give, and how far off a sum in f32 may be. */
+/* The result that one query row should give, and how far off a sum in f32 may be. */
 typedef struct answer {
     double out[MAX_DIM], lse;
     double out_error[MAX_DIM], lse_error;
@@ -34,12 +34,12 @@ typedef struct answer {
 /* The rows that one member has in one layer. */
 typedef struct rows {
     int64_t num;
-    int32_t positions[MAX_POSITIONS], stored[MAX_POSITIONS]; /* of the rows there are; of those that were stored */
+    int32_t positions[MAX_POSITIONS], stored[MAX_POSITIONS]; /* of all rows; of the stored rows */
     int tokens[MAX_POSITIONS];                               /* index in the batch; -1: stored */
     float k[MAX_POSITIONS][MAX_KV_HEADS][MAX_DIM], v[MAX_POSITIONS][MAX_KV_HEADS][MAX_DIM];
 } rows;
 
-/* Checks that a decoded row is what was put, but for what its type rounds. */
+/* Checks that a decoded row is the row that was put, except for the rounding of its type. */
 static inline void check_decoded(const kvc_layer *layer, int type, int transform, float put, float got) {
     static const double steps[] = {0, 0x1p-11, 0x1p-8};
     const double step = is_float(type)                  ? steps[type]
@@ -162,7 +162,7 @@ static inline answer answer_to(const stage *st, const rows *r, int t, const floa
     return a;
 }
 
-/* What came out for token t of the question, head h. */
+/* The result for token t of the question, head h. */
 static inline void check_answer(const question *a, const rows *r, int t, int h) {
     const scene *s = a->stage->scene;
     const pass *tokens = &a->stage->tokens;
@@ -183,7 +183,7 @@ static inline void check_answer(const question *a, const rows *r, int t, int h) 
            right.lse_error);
 }
 
-/* Checks that the rows which a token sees of those that were stored are there. */
+/* Checks that the stored rows which a token sees are there. */
 static inline void check_seen(const stage *st, const rows *r, int m, int t) {
     int num = 0;
     for (int j = 0; j < r->num; j++) num += r->tokens[j] < 0 && sees(st, t, r->positions[j], -1);

@@ -17,7 +17,7 @@ static inline kvc_cache *heap_cache(int num_layers, const kvc_layer *layers, kvc
     return cache_of(layers, num_layers, config);
 }
 
-/* Frees a cache; checks that it was valid, that its bytes are those of the heap, and that none is left. */
+/* Frees a cache.  Checks that it was valid, that it counts as many bytes as the heap, and that none is left. */
 static inline void free_valid(kvc_cache *cache) {
     CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
     CHECK(kvc_nbytes(cache) == memory_bytes(&heap));

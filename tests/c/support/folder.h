@@ -61,7 +61,7 @@ static inline void remove_folders(void) {
     rmdir(folder);
 }
 
-/* Makes a file of these bytes, or writes over the first ones of one that there is. */
+/* Makes a file of these bytes.  If the file exists, its first bytes are overwritten. */
 static inline void write_at(const char *path, long at, const void *bytes, size_t size) {
     FILE *file = fopen(path, "r+b");
     if (!file) file = fopen(path, "wb");

@@ -22,7 +22,7 @@ typedef struct entry_list {
     entry entries[MOST_ENTRIES];
 } entry_list;
 
-/* What is masked from the batch's queries. */
+/* The positions that are masked from the batch's queries. */
 static kvc_masked masked[MOST_MASKED];
 static int num_masked;
 
@@ -335,7 +335,7 @@ static inline double score_of(const pair *p, const query *a, int t, int h, const
     return score;
 }
 
-/* By how much a score may be off, as queries are rounded for quantised keys. */
+/* The error that a score may have because queries are rounded for quantised keys. */
 static inline double score_error(const pair *p, const query *a, int t, int h, const entry *e) {
     const kvc_layer *layer = &p->layers[a->l];
     const double *k = &e->k[h * layer->num_kv_heads / a->num_heads * layer->k_dim];

@@ -49,7 +49,7 @@ static inline void *memory_alloc(void *user, size_t size, size_t alignment, cons
     return start;
 }
 
-/* What a compiler does not leave out before free(). */
+/* A write that no compiler leaves out before free(). */
 static void *(*const volatile overwrite)(void *, int, size_t) = memset;
 
 static inline void memory_free(void *user, void *start, size_t size, const kvc_memory_hint *hint) {
@@ -61,7 +61,7 @@ static inline void memory_free(void *user, void *start, size_t size, const kvc_m
     CHECKF(m->live[i].size == size, "freed as %zu bytes, not %zu", size, m->live[i].size);
     CHECK(m->live[i].hint.kind == hint->kind && m->live[i].hint.group == hint->group);
     m->live[i] = m->live[--m->num];
-    overwrite(start, 0xff, size); /* nothing may read it any more */
+    overwrite(start, 0xff, size); /* nobody may read this memory any more */
     aligned_free(start);
 }
 
@@ -70,7 +70,7 @@ static inline void memory_init(memory *m) {
         .allocator = {.struct_size = sizeof m->allocator, .user = m, .alloc = memory_alloc, .free = memory_free}};
 }
 
-/* From now on, lets requests [first, first + most) fail. */
+/* Lets requests [first, first + most) fail, counted from this call on. */
 static inline void memory_fail(memory *m, int first, int most) {
     m->is_failing = 1;
     m->asked = m->failed = 0;

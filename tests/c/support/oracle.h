@@ -144,7 +144,7 @@ static inline float moved_element(float x, int32_t layer, int32_t moved) {
     return (float)(((uint32_t)(int32_t)x + 128 + (uint32_t)moved * (uint32_t)(2 * layer + 1)) & 255) - 128;
 }
 
-/* Right angles rotate a key to one of four keys, without rounding an element. */
+/* A rotation by right angles gives one of four keys, and rounds no element. */
 #define RIGHT_ANGLE 1.57079632679489661923
 static const double any_angles[] = {1, -0.31, 0.017, 1.7, 100};
 static const double right_angles[] = {RIGHT_ANGLE, -RIGHT_ANGLE, 2 * RIGHT_ANGLE, 5 * RIGHT_ANGLE, -3 * RIGHT_ANGLE};
@@ -1647,7 +1647,7 @@ static inline kvc_status pair_truncate(pair *p, int64_t id, int32_t length) {
     return status;
 }
 
-/* The largest position of [begin, end), or -1 if there is none. */
+/* The largest position of [begin, end); -1 if the range holds no row. */
 static inline int32_t last_in(const pair *p, const sequence *s, int32_t begin, int32_t end) {
     int32_t last = -1;
     for (int l = 0; s && l < p->config.num_layers; l++)

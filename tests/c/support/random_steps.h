@@ -7,7 +7,7 @@
 
 /* ---- views ------------------------------------------------------------------------------------------------------- */
 
-/* A view of a sequence's rows, and what they were when it was taken. */
+/* A view of a sequence's rows, and the rows as they were when the view was taken. */
 typedef struct view {
     kvc_hold *hold;
     kvc_span spans[MAX_ROWS];
@@ -227,7 +227,7 @@ static inline kvc_status random_begin_restoring(pair *p) {
     return n && any ? pair_begin_with(p, n, positions, ids, replaced) : KVC_ERR_INVALID;
 }
 
-/* Begins a batch of random tokens, or one that restores layers. */
+/* Begins a batch of random tokens, or a batch that restores layers. */
 static inline kvc_status random_begin(pair *p) {
     int32_t positions[MAX_BATCH];
     int64_t ids[MAX_BATCH];
@@ -322,7 +322,7 @@ static inline int random_layers(kvc_layer *layers, const double *angles) {
             layers[l] = random_layer(angles);
         } while (l == 0 && (layers[l].policy.kind == KVC_CROSS || layers[l].policy.kind == KVC_NONE));
         if (l && random_int(0, 2)) layers[l].policy = layers[l - 1].policy;
-        if (l && !random_int(0, 4)) { /* but for the rope */
+        if (l && !random_int(0, 4)) { /* like the layer before, except for the rope */
             layers[l] = layers[l - 1];
             layers[l].share = 0;
             layers[l].rope = random_rope(&layers[l], angles);

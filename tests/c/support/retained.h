@@ -1,5 +1,5 @@
 /* retained.h: retained sequences in the oracle: their rows, the rows that are attached, and the order of their use.
- * The oracle learns from the cache which of them are evicted, and checks that these could be. */
+ * The oracle learns from the cache which sequences are evicted, and checks that these could be evicted. */
 #ifndef KVC_TEST_RETAINED_H
 #define KVC_TEST_RETAINED_H
 
@@ -50,7 +50,7 @@ static inline void pair_touch(pair *p, int64_t id) {
 
 /* ---- attaching --------------------------------------------------------------------------------------------------- */
 
-/* Whether one of the sequences has a row of a layer at a position. */
+/* Whether any of the sequences has a row of a layer at a position. */
 static inline int is_held(const pair *p, const int64_t *ids, int n, int l, int32_t position) {
     for (int i = 0; i < n; i++) {
         const sequence *s = find_sequence(p, ids[i]);

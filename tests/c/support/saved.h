@@ -143,7 +143,7 @@ static inline kvc_status pair_save(pair *p) {
     return status;
 }
 
-/* Saves a sequence, and restores it under another id, in place of what is there. */
+/* Saves a sequence, and restores it under another id, in place of the sequence there. */
 static inline kvc_status pair_restore(pair *p, int64_t from, int64_t to) {
     saved file;
     if (KVC_IS_BIG_ENDIAN) return KVC_OK;

@@ -37,7 +37,7 @@ typedef struct scene {
     const float *sinks, *alibi;
     int masked_keys; /* keys are -inf: no query sees them */
     float value;     /* of each element of the values; 0: they differ */
-    int is_tree;     /* each token of the batch descends from an earlier one of its sequence, or none */
+    int is_tree;     /* each token of the batch descends from an earlier token of its sequence, or from no token */
     int is_forked;   /* all members have the stored rows of member 0, in the same slots */
     int num_moves;   /* how many pieces of each sequence are moved apart once they are stored */
     int32_t delta;   /* by how much; 0: each by another distance */
@@ -54,7 +54,7 @@ typedef struct scene {
 typedef struct setting {
     int block_size, num_threads;
     int pass;       /* tokens of each member in a pass before the batch; 0: 80 */
-    int scattered;  /* slots of a cleared sequence lie between those of passes */
+    int scattered;  /* slots of a cleared sequence lie between the slots of passes */
     int thinned;    /* one position behind each stored row stood another one, which was removed */
     int compacted;  /* the holes were closed */
     int settled;    /* keys are rotated where they lie */
@@ -365,7 +365,7 @@ static inline void question_free(question *a) {
     free(a->lse);
 }
 
-/* What came out for token t (of the range), head h. */
+/* The result for token t (of the range), head h. */
 static inline void read_out(const question *a, int t, int h, float *row) {
     const scene *s = a->stage->scene;
     const char *from = a->out + t * a->args.out_token_stride + h * a->args.out_head_stride;

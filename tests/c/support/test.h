@@ -130,7 +130,7 @@ static inline int is_quick(void) {
 /* Whether all is to be tested: in `pytest --full`, and in a program that is started by hand. */
 static inline int is_full(void) { return !getenv("KVCACHE_TEST_PART"); }
 
-static uint64_t random_state = 1; /* set to what it was, it gives the same numbers again */
+static uint64_t random_state = 1; /* set to an earlier state, it gives the same numbers again */
 
 /* Returns whether a program was called with a seed, from which its random steps begin; nothing else of it runs then. */
 static inline int has_seed(int argc, char **argv) {

@@ -9,7 +9,7 @@ prefix *any_prefix(world *w) {
     return NULL;
 }
 
-/* Returns a sequence of a cache (-1: of any); NULL: there is none. */
+/* Returns a sequence of a cache (-1: of any cache); NULL: no sequence exists. */
 sequence *any_sequence(world *w, int cache) {
     for (int i = 0; i < 3 * SEQUENCES; i++) {
         sequence *s = &w->sequences[pick(w, SEQUENCES)];
@@ -23,7 +23,7 @@ int any_text(world *w) {
     return pick(w, 3) ? node : text_begin(node, 1 + pick(w, text_length(node)));
 }
 
-/* Returns room for one more sequence; one ends where there is none. */
+/* Returns room for one more sequence.  If there is no room, a sequence ends. */
 static sequence *room_for_one(world *w) {
     for (int i = 0; i < SEQUENCES; i++)
         if (!w->sequences[i].is_there) return &w->sequences[i];
@@ -143,7 +143,7 @@ typedef struct fed { /* a sequence in a batch */
 typedef struct feeding {
     int num, num_tokens;
     fed fed[4];
-    int which[4 * MOST_TEXT], token[4 * MOST_TEXT]; /* of the batch's tokens: the sequence, and which one of it */
+    int which[4 * MOST_TEXT], token[4 * MOST_TEXT]; /* of the batch's tokens: the sequence, and the index within it */
     int64_t ids[4 * MOST_TEXT];
     kvc_batch *batch;
 } feeding;
@@ -222,7 +222,7 @@ static void reject(world *w, feeding *f) {
     }
 }
 
-/* Notes the blocks that a commit has filled; rows: those that the sequence held just before, the batch's included. */
+/* Notes the blocks that a commit has filled.  rows: number of rows just before, the batch's included. */
 static void note_filled(world *w, fed *it, int length, const uint64_t *rows) {
     sequence *s = it->s;
     prefix *p = &w->prefixes[s->prefix - 1];
@@ -426,7 +426,7 @@ void release(world *w, sequence *s, prefix *p, int node) {
     s->is_there = 0;
 }
 
-/* Returns a prefix that may keep the blocks of a sequence; NULL: there is none. */
+/* Returns a prefix that may keep the blocks of a sequence; NULL: no prefix may. */
 static prefix *keeper_of(world *w, const sequence *s) {
     if (s->prefix && pick(w, 8)) return &w->prefixes[s->prefix - 1];
     for (int i = 0; i < 12; i++) {
@@ -470,6 +470,6 @@ void do_checkpoint(world *w) {
     int has_rows = known(w, p, node, length, 1, 0) == length; /* a state without rows need not stay */
     uint64_t own = 0;
     for (int l = 0; l < w->shape.num_layers; l++) own |= rows[l];
-    has_rows &= own >> (length - 1) & 1; /* nor one whose last token's rows windows have left behind */
+    has_rows &= own >> (length - 1) & 1; /* windows may have left the last token's rows behind */
     note_state(w, p, node, !is_behind_gap && !w->shape.config.max_bytes && !s->barred[p - w->prefixes] && has_rows);
 }

@@ -3,7 +3,7 @@
 
 /* ---- texts */
 
-/* Whether a token at a position sees the one before it: if so, what is known up to there is so by blocks before it. */
+/* Whether a token at a position sees the token before it.  If so, blocks before it decide what is known up to there. */
 static int sees_last(const world *w, int position) {
     for (int l = 0; l < w->shape.num_layers; l++)
         if (position && w->shape.sees[l][position] >> (position - 1) & 1) return 1;
@@ -126,7 +126,7 @@ static void take_event(world *w, prefix *p, const kvc_prefix_event *e) {
     }
 }
 
-/* Compares the blocks that events left with those that are known. */
+/* Compares the blocks that events left with the known blocks. */
 static void check_followed(world *w, prefix *p) {
     text_tokens tokens;
     int32_t matched;

@@ -173,7 +173,7 @@ void do_unpin(world *w) {
     notice_evictions(w, p->cache, bit_of(w, p));
 }
 
-/* The name of a block that is dropped: one that may be there, and has a token of the text, or follows it. */
+/* The name of a dropped block: a block that may be there, and has a token of the text, or follows it. */
 static void check_forgotten(world *w, const prefix *p, int node, const uint8_t *name) {
     for (int i = 0; i < p->num_blocks; i++) {
         const kept *b = &p->blocks[i];

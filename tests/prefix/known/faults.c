@@ -1,4 +1,4 @@
-/* faults.c: allocations that fail, and children of fork(): what is there stays as it was. */
+/* faults.c: allocations that fail, and children of fork(): caches and prefixes stay as they were. */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
 #include <sched.h>
@@ -8,7 +8,7 @@
 
 #include "known.h"
 
-/* What calls say of all prefixes and sequences. */
+/* The answers of calls about all prefixes and sequences. */
 typedef struct view {
     int32_t matched[PREFIXES][TEXTS], with_rows[PREFIXES][TEXTS];
     kvc_prefix_stats stats[PREFIXES];

@@ -1,4 +1,4 @@
-/* known.c: random calls of caches, prefixes and stores, beside an oracle of what is known.
+/* known.c: random calls of caches, prefixes and stores, beside an oracle of the known blocks.
  *
  *   known [--seed N] [--runs N] [--steps N] [--fits N] [--names N] [--forks N] [--trace]
  *

@@ -31,7 +31,7 @@ enum {
 
 /* ---- texts (texts.c): a node of one tree stands for a text, and for the last token of it */
 
-/* What a token is: an id, or a digest that takes the place of one. */
+/* A token: an id, or a digest in place of an id. */
 typedef struct symbol {
     int64_t id;
     int has_digest;
@@ -78,7 +78,7 @@ typedef struct shape {
     uint64_t sees[MOST_LAYERS][MOST_TEXT + 1]; /* the positions that a token at each position sees, before its own */
 } shape;
 
-/* What names the rows of a prefix. */
+/* The properties that name the rows of a prefix. */
 typedef struct model {
     const char *fingerprint, *identity, *salt; /* tenants with a salt have a secret */
     int state_bytes;
@@ -112,7 +112,7 @@ typedef struct pin {
 } pin;
 
 typedef struct prefix {
-    kvc_prefix *handle; /* NULL: there is none */
+    kvc_prefix *handle; /* NULL: the prefix does not exist */
     int cache, model;
     kvc_prefix_config config;
     int num_blocks, room_blocks, num_states, room_states, num_pins;
@@ -126,14 +126,14 @@ typedef struct prefix {
     int64_t requests, hits, tokens, matched, reused;
 } prefix;
 
-/* A sequence of a cache.  Up to `exact`, its rows are those of `node`. */
+/* A sequence of a cache.  Up to `exact`, it has the rows of `node`. */
 typedef struct sequence {
     int is_there, cache, model;
     int64_t id;
     int node;
     int exact;                       /* INT32_MAX: all are */
     int is_loose;                    /* kvc_exact_to may say one less, or more: the header leaves it open */
-    int prefix;                      /* 1 + the one that acquired it; 0: none did, or it is gone */
+    int prefix;                      /* 1 + the prefix that acquired it; 0: no prefix did, or it is gone */
     int prompt;                      /* the text that it was acquired with */
     int keeps;                       /* 2: commits keep the prompt's blocks; 1: they may; 0: they do not */
     int is_other;                    /* its first token may not be the prompt's any more */
@@ -199,7 +199,7 @@ int make_state(const world *w, int model, int node, uint8_t *bytes);
 
 /* ---- faults (faults.c) */
 
-/* Lets one of the next allocations fail, in some worlds. */
+/* In some worlds, lets one of the next allocations fail. */
 void arm(world *w);
 
 /* Returns whether a call failed for want of memory: nothing has changed then, or the world fails. */
@@ -221,7 +221,7 @@ void note_kept(world *w, prefix *p, int node, int begin, const uint64_t *rows, i
 /* Notes that it keeps a state, surely or maybe. */
 void note_state(world *w, prefix *p, int node, int is_sure);
 
-/* Returns whether pinned states may leave no room for one of so many bytes. */
+/* Returns whether pinned states may leave no room for a state of so many bytes. */
 int may_lack_room(const world *w, const prefix *p, int64_t size);
 
 /* Notes that blocks on a text, up to `length` tokens, were used: surely, or maybe. */
@@ -292,7 +292,7 @@ void rows_of(const world *w, const sequence *s, uint64_t *rows);
 
 /* ---- calls (calls.c, edits.c) */
 
-/* Returns a prefix; NULL: there is none. */
+/* Returns a prefix; NULL: no prefix exists. */
 prefix *any_prefix(world *w);
 sequence *any_sequence(world *w, int cache);
 int any_text(world *w);

@@ -232,7 +232,7 @@ void note_bars(world *w, prefix *p, int node) {
         } else if (s->prefix == 1 + at) {
             const int has_both = text_begin(s->prompt, 1) == text_begin(node, 1), is_fed = s->node != 0;
             s->copies_barred[at] |= is_fed;
-            if (is_fed && s->is_other && !s->barred[at]) s->barred[at] = 1; /* as those that it did not acquire */
+            if (is_fed && s->is_other && !s->barred[at]) s->barred[at] = 1; /* like tokens that it did not acquire */
             if (has_both && s->barred[at] < 2) s->barred[at] = is_fed ? 2 : 1;
         } else if (s->node) {
             const int has_both = text_begin(s->node, 1) == text_begin(node, 1);
@@ -315,9 +315,9 @@ void learn(world *w, prefix *p, int node, int n) {
 
 /* ---- what is known */
 
-/* What the blocks of a prefix have of a text. */
+/* The blocks that a prefix has of a text. */
 typedef struct found {
-    int end;                    /* where the last one of them ends */
+    int end;                    /* where the last block ends */
     uint64_t rows[MOST_LAYERS]; /* that they have */
 } found;
 

@@ -9,7 +9,7 @@ typedef struct ordered {
     kvc_cache *cache;
     kvc_prefix *prefix;
     int num, texts[MOST_ORDERED]; /* of whole blocks; no two begin alike */
-    long used[MOST_ORDERED];      /* when each was used last; 0: nothing of it is left */
+    long used[MOST_ORDERED];      /* when each was used last; 0: no block of it is left */
     int left[MOST_ORDERED];       /* its blocks that are kept */
     int is_pinned[MOST_ORDERED];
     long clock;
@@ -179,7 +179,7 @@ void play_orders(world *w) {
 
 /* ---- tokens from elsewhere */
 
-/* What a text has behind its first token is taken from there, at another position, digests and all. */
+/* The text behind the first token is taken from there, at another position, digests included. */
 void play_reuse(world *w) {
     ordered o;
     const int least_row = 1 + pick(w, 6);

@@ -25,7 +25,7 @@ static uint64_t hash_text(uint64_t hash, const char *text) { return hash_of(hash
 
 static uint64_t hash_number(uint64_t hash, int64_t number) { return hash_of(hash, &number, sizeof number); }
 
-/* What the layers of a shape are; with policies, which tell names apart or do not. */
+/* The layers of a shape.  Some policies give a block another name, some do not. */
 static uint64_t hash_shape(const shape *s, int with_policies) {
     uint64_t hash = hash_number(hash_number(7, s->block), s->num_layers);
     for (int i = 0; i < s->num_layers; i++) {

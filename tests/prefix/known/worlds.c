@@ -8,7 +8,7 @@ static void choose_policy(world *w, int family, int l, kvc_policy *p) {
     *p = (kvc_policy){.kind = is_full ? KVC_FULL : pick(w, 3) ? KVC_SLIDING : KVC_CHUNKED};
     if (family == 3 && l) p->kind = KVC_CHUNKED;
     if (p->kind == KVC_SLIDING) {
-        p->window = pick(w, 8) ? 2 + pick(w, 9) : 1; /* one of 1 sees nothing */
+        p->window = pick(w, 8) ? 2 + pick(w, 9) : 1; /* a window of 1 sees nothing */
         if (pick(w, 3) == 0) p->num_sink_tokens = 1 + pick(w, 4);
         if (pick(w, 4) == 0) p->resume_window = p->window + pick(w, 8);
     }
