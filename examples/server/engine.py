@@ -114,11 +114,16 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """End all requests, and the thread."""
+        """Have the thread end all requests, and itself, after the step that runs."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
+
+    def close(self) -> None:
+        """Stop, and free the cache."""
+        self.stop()
         self._thread.join()
+        self.cache.close()
 
     def submit(self, request: Request) -> None:
         with self._changed:

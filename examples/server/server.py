@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import hmac
 import json
+import math
+import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -35,6 +37,7 @@ except ModuleNotFoundError as error:
 
 
 MOST_BYTES = 1 << 20  # of a request's body
+GRACE = 5.0  # seconds that answers have once the server is told to stop
 
 
 class Tenant:
@@ -80,8 +83,7 @@ class Server:
         try:
             yield
         finally:
-            await asyncio.to_thread(self.engine.stop)
-            self.engine.cache.close()
+            await asyncio.to_thread(self.engine.close)
 
     async def models(self, http: HttpRequest) -> Response:
         self.tenant_of(http)
@@ -99,7 +101,7 @@ class Server:
         if self.is_open:
             return self.tenants[0]
         kind, _, key = http.headers.get("authorization", "").partition(" ")
-        found = [one for one in self.tenants if hmac.compare_digest(one.key, key.encode())]
+        found = [one for one in self.tenants if hmac.compare_digest(one.key, key.encode("latin-1"))]
         if kind.lower() != "bearer" or not found:
             raise ApiError("the API key is missing or wrong", status=401, code="invalid_api_key")
         return found[0]
@@ -213,6 +215,20 @@ class EventStream(StreamingResponse):
         yield events([*([call.answer.usage_chunk(call.usage())] if with_usage else []), "[DONE]"])
 
 
+class HttpServer(uvicorn.Server):
+    """uvicorn's server. Once it is told to stop, answers have `GRACE` seconds; the others end with an error."""
+
+    def __init__(self, engine: Engine, app: Starlette, **options: Any) -> None:
+        # A client that reads slowly has as long again to read the error.
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=math.ceil(2 * GRACE), **options))
+        self.engine = engine
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        stopping = asyncio.get_running_loop().call_later(GRACE, self.engine.stop)
+        await super().shutdown(sockets)
+        stopping.cancel()
+
+
 async def refuse(http: HttpRequest, error: ApiError) -> Response:
     return JSONResponse(error.body, error.status)
 
@@ -231,8 +247,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = p.parse_args(arguments)
     engine = Engine(Llama.load(args.model), args.capacity, fingerprint(args.model))
     keys = json.loads(args.keys.read_text()) if args.keys else None
-    app = Server(engine, keys).app()
-    uvicorn.run(app, host=args.host, port=args.port, timeout_graceful_shutdown=5)
+    server = HttpServer(engine, Server(engine, keys).app(), host=args.host, port=args.port)
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run()
 
 
 if __name__ == "__main__":

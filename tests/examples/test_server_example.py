@@ -23,7 +23,7 @@ from kvcache.runner import Llama
 
 pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette")
-uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("uvicorn")
 FOLDER = Path(__file__).parents[2] / "examples" / "server"
 MODEL = FOLDER.parent / "model"
 KEYS = {
@@ -52,8 +52,9 @@ def model():
 class Client:
     """Speaks to a server of this process."""
 
-    def __init__(self, port, engine):
-        self.port, self.engine = port, engine
+    def __init__(self, port, server=None):
+        self.port, self.server = port, server
+        self.engine = server and server.engine
 
     def open(self, path, body=None, key="sk-one", method=None):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=100)
@@ -96,8 +97,7 @@ def stream(response):
 @contextlib.contextmanager
 def serving(module, model, capacity=1 << 14, keys=KEYS):
     engine = module.Engine(model, capacity, fingerprint(MODEL))
-    config = uvicorn.Config(module.Server(engine, keys).app(), log_level="error", timeout_graceful_shutdown=5)
-    server = uvicorn.Server(config)
+    server = module.HttpServer(engine, module.Server(engine, keys).app(), log_level="error")
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
@@ -105,7 +105,7 @@ def serving(module, model, capacity=1 << 14, keys=KEYS):
             while not server.started:
                 assert thread.is_alive()
                 time.sleep(0.01)
-            yield Client(listening.getsockname()[1], engine)
+            yield Client(listening.getsockname()[1], server)
         finally:
             server.should_exit = True
             thread.join()
@@ -380,6 +380,32 @@ def test_a_step_that_fails(server_module, model, monkeypatch):
         client.complete("ROMEO:\n")
 
 
+def test_answers_that_take_longer_than_a_shutdown(server_module, model, monkeypatch):
+    """They say that the server is shutting down, as a whole answer and as a stream."""
+    monkeypatch.setattr(server_module, "GRACE", 0.5)
+    with ThreadPoolExecutor() as pool, serving(server_module, model) as client:
+        slow = SimpleNamespace(config=model.config, forward=lambda *a, **k: time.sleep(0.02) or model.forward(*a, **k))
+        monkeypatch.setattr(client.engine, "model", slow)
+        body = {"prompt": "ROMEO:\n", "max_tokens": 200}
+        whole = pool.submit(client.ask, "/v1/completions", body)
+        connection, response = client.open("/v1/completions", {**body, "stream": True})
+        with contextlib.closing(connection):
+            while len(client.engine.running) < 2:
+                time.sleep(0.01)
+            client.server.should_exit = True
+            data = response.read().decode()
+    assert json.loads(data.split("data: ")[-1])["error"]["message"] == "the server is shutting down"
+    status, answer = whole.result()
+    assert (status, answer["error"]["message"]) == (503, "the server is shutting down")
+
+
+def test_a_key_of_other_letters(server_module, model):
+    """A client sends its UTF-8 as it is."""
+    with serving(server_module, model, keys={"schlüssel": {"name": "one"}}) as client:
+        assert client.ask("/v1/models", key="schlüssel".encode().decode("latin-1"))[0] == 200
+        assert client.ask("/v1/models", key="schlussel")[0] == 401
+
+
 def test_it_shuts_down(tmp_path):
     """With an answer on its way, which is completed or says why not; nothing is printed but the log."""
     (tmp_path / "keys.json").write_text(json.dumps(KEYS))
@@ -390,7 +416,7 @@ def test_it_shuts_down(tmp_path):
             log.append(line)
             if found := re.search(r"running on http://127.0.0.1:(\d+)", line):
                 break
-        client = Client(int(found[1]), None)
+        client = Client(int(found[1]))
         connection, response = client.open(
             "/v1/completions", {"prompt": "ROMEO:\n", "max_tokens": 60, "temperature": 0, "stream": True}
         )
