@@ -1,5 +1,5 @@
 /* Attention against plain arithmetic in double over the decoded rows: rows of every type, keys that are off by several
- * deltas, trees, windows; the same bits however a sequence is stored and worked on, and whatever is in rows that it
+ * deltas, trees, windows.  Bits are the same however a sequence is stored and worked on, and whatever rows hold that it
  * does not see. */
 #define _DEFAULT_SOURCE /* guarded.h, setenv, fork */
 #include <float.h>
@@ -125,7 +125,7 @@ static void test_strides(void) {
     stage_free(st);
 }
 
-/* Rows that no query sees: all of them, as their scores are -inf; and whole tiles and parts of others, which a window
+/* Rows that no query sees: all rows, because their scores are -inf; and whole tiles and parts of tiles, which a window
  * and a gap hide from one query and not from the next. */
 static void test_nothing_visible(void) {
     static const float sinks[] = {1, -INFINITY};
@@ -392,7 +392,7 @@ static void run_plan(kvc_plan *plan, const question *a, int num_threads) {
     free(order);
 }
 
-/* One plan, run again and again: for two layers, by one thread or more, also more than it was told of. */
+/* A plan is run again and again: for two layers, by one thread or more, also by more threads than it was told of. */
 static void check_tasks(scene s) {
     s.num_layers = 2;
     stage *st = stage_new(&s, &usual);

@@ -13,8 +13,8 @@ enum { TANGLED = 12, TANGLE_STEPS = 60, TANGLE_NEW = 40, MOST_PUT = TANGLED * 2 
 
 /* ---- any forks --------------------------------------------------------------------------------------------------- */
 
-/* Puts counts[i] tokens at the end of each sequence i; no two rows hold the same.  is_tree: each
- * descends from one of the last before it. */
+/* Puts counts[i] tokens at the end of each sequence i; all rows differ.  is_tree: each token descends from one of the
+ * last tokens before it. */
 static kvc_batch *put_any(kvc_cache *cache, int num_ids, const int32_t *counts, int is_tree) {
     static int32_t positions[MOST_PUT], parents[MOST_PUT];
     static int64_t ids[MOST_PUT];
@@ -148,7 +148,7 @@ static void check_same(const stage *st, const char *what, int n) {
 
 enum { DONE, CANCELLED, BAD, LEFT_OUT, NUM_FATES };
 
-/* What becomes of each task, by chance, in an order by chance; returned is which. */
+/* Decides at random what becomes of each task, in a random order, and returns the decision. */
 static int *run_some(const stage *st, kvc_plan *plan, float scale) {
     const volatile int32_t cancel = 1;
     const int64_t num_tasks = kvc_plan_num_tasks(plan);
@@ -194,8 +194,8 @@ static void check_plan(stage *st, int num_threads) {
     kvc_plan_free(plan);
 }
 
-/* Each sequence gives the same bits alone and with the others, whatever they share: by the library's threads, and by
- * those of the test with a plan for one thread and for 64. */
+/* Each sequence gives the same bits alone and with the others, whatever they share.  Tasks are run by the library's
+ * threads, and by the test's threads with a plan for one thread and for 64. */
 static void check_tangle(kvc_policy policy, int i) {
     kvc_cache *cache = tangle(policy, i % KVC_STORED_TYPES, i * 2 % KVC_STORED_TYPES);
     stage st = stage_new(cache, i % 3 == 2, i % 2);
@@ -222,8 +222,8 @@ static void test_tangles(void) {
 
 /* ---- what is read ------------------------------------------------------------------------------------------------ */
 
-/* A sequence: what another holds below position `fork`, then rows of its own up to `length`; then REMOVED positions are
- * removed, from `removed` on where that is not 0; and then num_new tokens in the batch. */
+/* A sequence: another sequence's rows below position `fork`, then rows of its own up to `length`.  If `removed` is not
+ * 0, REMOVED positions are removed from there on.  The batch adds num_new tokens. */
 typedef struct branch {
     int parent; /* -1: none */
     int32_t fork, length, removed, num_new;
@@ -355,8 +355,8 @@ static void test_not_shared(void) {
     check_read(&g, 1, (693 + 1) + (753 + 1) - 300 / 64 * 64);
 }
 
-/* Of a plan's tasks some are left out; then all are run, those first, with another scale, and once more with the first
- * one: the result is that of the last run, although tasks of the one before are there. */
+/* Some tasks of a plan are left out.  Then all tasks are run with another scale, these first, and once more with the
+ * first scale.  The last run gives the result, although results of tasks of the run before are there. */
 static void test_left_out(void) {
     static float rows[4 * PART][4], out[4], right[2][4];
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4};
@@ -447,7 +447,7 @@ static void test_listed_once(void) {
 
 /* ---- how even ---------------------------------------------------------------------------------------------------- */
 
-/* What the last of so many threads has done when all tasks are, begun in their order by whoever is free. */
+/* The work of the thread that ends last, if free threads begin the tasks in their order. */
 static int64_t last_of(const kvc_plan *plan, int num_threads, int64_t *total) {
     int64_t busy[64] = {0}, last = 0;
     int32_t head;
@@ -463,7 +463,7 @@ static int64_t last_of(const kvc_plan *plan, int num_threads, int64_t *total) {
     return last;
 }
 
-/* Sequences of these lengths, of which the first `shared` rows are those of the first one, and tokens for each. */
+/* Sequences of these lengths, with tokens for each.  All share the first `shared` rows of the first sequence. */
 typedef struct shape {
     const char *name;
     int num_kv_heads, group, num, num_new;

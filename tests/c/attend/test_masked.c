@@ -1,5 +1,5 @@
-/* Masked ranges: attention gives the bits of a cache in which the masked rows were never put, whatever these hold,
- * while sequences that share rows hide different ones; and ranges that cannot be are refused. */
+/* Masked ranges: attention gives the bits of a cache in which the masked rows were never put, whatever these hold.
+ * Sequences that share rows hide different rows.  Impossible ranges are refused. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign, setenv */
 #include "attend/work.h"
 #include "support/isas.h"
@@ -8,7 +8,7 @@
 
 static const setting usual = {.block_size = 16}, without = {.block_size = 16, .without = 1};
 
-/* One sequence of two KV heads, of which some positions are to be masked. */
+/* A sequence of two KV heads; some of its positions are to be masked. */
 static scene hiding(int group, int num_stored, int num_new) {
     scene s = plain_scene(2, group, 32, num_stored, num_new);
     s.layer.v_dim = 64;
@@ -43,7 +43,7 @@ static kvc_status attend(question *a, int num_threads, int tasks) {
     return status;
 }
 
-/* Compares what the queries got; `right` may be that of fewer tokens, as masked ones are not there. */
+/* Compares the queries' results.  `right` may come from fewer tokens, because masked tokens are not there. */
 static void compare(const question *got, const question *right) {
     const pass *a = &got->stage->tokens, *b = &right->stage->tokens;
     for (int t = 0, j = 0; t < got->n && j < right->n; t++) {
@@ -74,8 +74,7 @@ static void check_bits_of(const scene *s, setting how, int32_t asked) {
 /* ---- scenes ------------------------------------------------------------------------------------------------------ */
 
 /* A scene of any types, lengths and numbers of queries, with a policy, keys that are off by a delta, or sequences that
- * share their stored rows; and ranges of these rows that overlap, touch, repeat, are empty or all there is, in no
- * order. */
+ * share their stored rows.  Ranges of these rows overlap, touch, repeat, are empty or hold all rows, in no order. */
 static scene random_scene(void) {
     static const int lengths[] = {1, 23, 64, 700, 1200, 2560}, queries[] = {1, 1, 2, 7, 49, 80, 300};
     static const int sizes[] = {0, 1, 3, 37, 64, 600};

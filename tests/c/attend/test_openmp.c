@@ -1,6 +1,6 @@
-/* Calls run in regions of OpenMP where the core has it, on a team that the program shares, with the same bits; on the
- * library's own threads while regions are held up; on one thread within the program's regions, and in a child after
- * fork().
+/* Calls run in regions of OpenMP where the core has it, on a team that the program shares, with the same bits.  While
+ * regions are held up, they run on the library's own threads.  Within the program's regions, and in a child after
+ * fork(), they run on one thread.
  * Not for Windows: there is no fork(). */
 #define _DEFAULT_SOURCE /* alarm, fork */
 #include <stdatomic.h>
@@ -46,7 +46,7 @@ static int team_of(int num_threads) {
     return teams[0];
 }
 
-/* Waits until calls run in regions: those that another program holds up are followed by calls without. */
+/* Waits until calls run in regions.  If another program holds up a region, the next calls run without regions. */
 static void await_regions(int num_threads) {
     int team = 0;
     for (int i = 0; i < 1000 && (team = team_of(num_threads)) != num_threads; i++) nap(10000);
@@ -71,7 +71,7 @@ static void hold_up(void *context, int64_t i) {
     for (int n = 0; n < 100 && !atomic_load(&h->is_held); n++) nap(20);
 }
 
-/* A region that waits for one of its threads is followed by calls without regions, and later by regions again. */
+/* After a region that waited for one of its threads, calls run without regions, and later in regions again. */
 static void test_held_up(void) {
     held_up h;
     int without = 0;

@@ -1,4 +1,4 @@
-/* What queries see, and attention over it: after random edits and in random batches, of every policy and rope. */
+/* The rows that queries see, and attention over them: after random edits, in random batches, of any policy and rope. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/looking.h"
 

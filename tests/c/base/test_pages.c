@@ -63,7 +63,7 @@ static void free_cache(kvc_cache *cache) {
     watched = NULL;
 }
 
-/* Rows of position i are all value_at(i), in no byte of which is 0. */
+/* All elements of rows at position i are value_at(i), which has no byte of 0. */
 static uint16_t value_at(int64_t i) { return (uint16_t)(257 * (1 + (i & 15))); }
 
 static void put(kvc_batch *batch, int32_t n, int32_t position) {
@@ -369,8 +369,8 @@ static int is_unreserved(const void *p) {
     return found;
 }
 
-/* A mapping that has room for a huge page begins where one can; nothing beside it stays mapped; and the system keeps no
- * memory for it, as it may be longer than there is. */
+/* A mapping with room for a huge page begins where a huge page can begin, and nothing beside it stays mapped.  The
+ * system reserves no memory for it, because it may be longer than the memory. */
 static void test_map(void) {
     static const size_t sizes[] = {1, HUGE - 1, HUGE, HUGE + 1, 2 * HUGE};
     const long before = num_mapped();

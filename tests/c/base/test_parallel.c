@@ -145,7 +145,7 @@ static void *call_often(void *context) {
     return NULL;
 }
 
-/* Threads of the program that call at the same time; one of them has the workers. */
+/* Threads of the program call at the same time; one of these calls has the workers. */
 static void test_callers(void) {
     static job jobs[CALLERS];
     pthread_t threads[CALLERS];
@@ -181,7 +181,7 @@ static void test_fork(void) {
 #endif
 #if defined(__linux__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && \
     !HAS_FEATURE(address_sanitizer) && !HAS_FEATURE(thread_sanitizer)
-/* Where the system gives no more threads, a call uses those that there are. */
+/* If the system gives no more threads, a call uses the threads that it has. */
 static void test_too_few_threads(void) {
     static job j;
     long pages = 0;
@@ -217,8 +217,8 @@ static int threads_with(const char *environment) {
     return WEXITSTATUS(status);
 }
 
-/* Call before anything asks for the number of threads, as it is read once.  LLVM 14's runtime takes for a number that
- * is none what it finds in memory, and may end the process. */
+/* Call before anything asks for the number of threads, because it is read once.  If the text is no number, LLVM 14's
+ * runtime takes whatever it finds in memory, and may end the process. */
 static void test_environment(void) {
     static const struct {
         const char *value;

@@ -1,5 +1,5 @@
-/* Blocks side by side in slabs: none lies over another or over what was given back, contents stay whatever is joined,
- * and memory is the system's again when the last has gone. */
+/* Blocks side by side in slabs.  No block lies over another or over memory that was given back.  Contents stay whatever
+ * is joined.  The system has its memory back when the last block has gone. */
 #include "base/slab.h"
 
 #include <string.h>
@@ -50,7 +50,7 @@ static void give(kvc_slab **slabs, block *b) {
     b->p = NULL;
 }
 
-/* Whether it is from one of the slabs; huge pages are made of what is written. */
+/* Returns whether a block is from one of the slabs.  Marks it as written, and makes huge pages of written memory. */
 static int join(kvc_slab **slabs, uint8_t *p) {
     size_t size = 0;
     const int found = kvc_slab_mark_written(slabs, &p, &size);

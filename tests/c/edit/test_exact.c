@@ -154,7 +154,7 @@ static void test_retained(void) {
     }
 }
 
-/* What is written to a retained sequence is what its tokens make, as its caller promises. */
+/* A caller who writes rows to a retained sequence promises that they follow from its tokens. */
 static void test_written_to_a_retained_sequence(void) {
     static const float rows[4 * 4];
     pair *p = edited_pair(edit_nothing);
@@ -230,7 +230,7 @@ static void test_sharing(void) {
 
 enum { MOST_TOKENS = 6 };
 
-/* Tokens behind the 10 that sequence 1 has, and those of them that are kept; kept[0] -1: all. */
+/* Tokens behind the 10 tokens of sequence 1, and which of these are kept; kept[0] -1: all. */
 static const struct {
     const char *name;
     int num, is_tree;

@@ -1,5 +1,5 @@
-/* Tokens that move, keys that are settled, rows that are replaced, rows of cross-attention layers, tokens that are kept
- * of a batch: against the oracle of plain row lists (support/oracle.h), compared with the cache after every step. */
+/* Tokens that move, keys that are settled, rows that are replaced, rows of cross-attention layers, kept tokens of a
+ * batch.  The cache is compared with the oracle of plain row lists (support/oracle.h) after every step. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include <stdlib.h>
 
@@ -25,7 +25,8 @@ static pair *pair_with(kvc_rope rope, kvc_policy policy, int block_size) {
     return &p;
 }
 
-/* A pair of two groups with deltas, in one of which layers differ in rope and type, and one that a function moves. */
+/* A pair of three groups: two with deltas, whose layers differ in rope and type in one group; a function moves the
+ * keys of the third. */
 static pair *mixed_pair(int block_size) {
     static pair p;
     const kvc_layer layers[] = {
@@ -49,8 +50,8 @@ static pair *mixed_pair(int block_size) {
 
 /* ---- removing, and moving what follows --------------------------------------------------------------------------- */
 
-/* Where expired positions come to stand among the sinks, which every token sees, the sequence cannot go on, unless it
- * is cut there; where they were removed, it can. */
+/* If expired positions come to stand among the sinks, which every token sees, the sequence cannot go on unless it is
+ * cut there.  If they were removed, it can go on. */
 static void test_lost_rows_among_sinks(void) {
     enum { REMOVE, REMOVE_AND_SHIFT, SHIFT, DIVIDE };
     static const struct {
@@ -91,12 +92,12 @@ static void test_lost_rows_among_sinks(void) {
 
 static void test_largest_position(void) {
     pair *p = pair_with(right_rope(0, 0, 1), full_policy, 4);
-    p->roundings = 8; /* at such angles even a double is not right any more */
+    p->roundings = 8; /* at such angles even a double is too coarse */
     pair_feed(p, 0, 0, 6);
     CHECK_FAILS(pair_shift(p, 0, 0, KVC_END, INT32_MAX - 5), KVC_ERR_INVALID, "delta is 2147483642", "position 5");
     CHECK_FAILS(pair_shift(p, 0, 2, 4, INT32_MAX), KVC_ERR_INVALID, "delta is 2147483647", "position 3");
     pair_fork(p, 0, 1);
-    CHECK(pair_shift(p, 1, 0, 1, 6) == KVC_OK); /* the last position is that of the first row */
+    CHECK(pair_shift(p, 1, 0, 1, 6) == KVC_OK); /* the first row has the last position */
     CHECK_FAILS(pair_shift(p, 1, 0, KVC_END, INT32_MAX - 6), KVC_ERR_INVALID, "delta is 2147483641", "position 6");
     pair_check(p);
     CHECK(pair_shift(p, 0, 6, KVC_END, INT32_MAX) == KVC_OK); /* there is nothing */
@@ -241,8 +242,8 @@ static void test_bad_clone(void) {
 
 /* ---- tokens that are kept ---------------------------------------------------------------------------------------- */
 
-/* Blocks that a commit frees of a window go back to the system, those of tokens that it does not keep, too, once a batch
- * takes fewer. */
+/* Blocks of a window that a commit frees go back to the system once a batch takes fewer; so do blocks of tokens that
+ * the commit does not keep. */
 static void test_commit_kept_of_a_window(void) {
     enum { MOST = 400, WINDOW = 8, SIZE = 4 };
     static const float row[6];
@@ -652,7 +653,7 @@ static void test_bad_shares(void) {
     }
 }
 
-/* Of a layer without attention, only the policy is checked. */
+/* If a layer has no attention, only its policy is checked. */
 static void test_no_attention(void) {
     const kvc_rope wild = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 1};
     const kvc_layer layers[] = {

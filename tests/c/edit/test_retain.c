@@ -130,7 +130,7 @@ static void test_capacity(void) {
     free_valid(cache);
 }
 
-/* Of many retained sequences, those that may be evicted are found behind more than are looked at first. */
+/* Evictable sequences are found although more sequences stand before them than are looked at first. */
 static void test_many(void) {
     enum { MANY = 300, PINNED = 200, BEGIN = 40 };
     const kvc_policy policies[] = {full_policy};
@@ -152,7 +152,7 @@ static void test_many(void) {
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-/* Nor does a reservation of as many tokens as there can be, beside a running sequence, evict anything. */
+/* A reservation of the most tokens that fit beside a running sequence evicts nothing either. */
 static void test_reserving_too_many(void) {
     const kvc_policy policies[] = {full_policy};
     for (int64_t n = INT32_MAX - 70; n < INT32_MAX; n++) {
@@ -165,7 +165,7 @@ static void test_reserving_too_many(void) {
     }
 }
 
-/* Where a sequence holds the rows of full layers, those of a window that it has left behind are evicted alone. */
+/* While a sequence holds the rows of full layers, the rows of a window that it has left behind are evicted alone. */
 static void test_windows_go_first(void) {
     const kvc_policy policies[] = {full_policy, sliding_policy(5, 0, 0)};
     kvc_cache *cache = new_cache(2, policies, (kvc_config){0});
@@ -185,7 +185,7 @@ static void test_windows_go_first(void) {
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-/* What a batch that replaced other layers left out is missing in what is retained, and in what goes on from that. */
+/* Rows that a batch of replaced layers left out are missing in the retained sequence, and in sequences from it. */
 static void test_not_restored(void) {
     const kvc_policy policies[] = {full_policy, sliding_policy(3, 0, 0)};
     const kvc_begin_args args = {

@@ -1,5 +1,5 @@
-/* Sharing ranges of positions: which rows a sequence comes to hold, and where it can go on, compared after each step
- * with the oracle of plain row lists (support/oracle.h). */
+/* Sharing ranges of positions: which rows a sequence holds then, and where it can go on.  After each step the cache is
+ * compared with the oracle of plain row lists (support/oracle.h). */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/pairs.h"
 

@@ -1,5 +1,5 @@
-/* The allocator of a cache is called with the mutex held, unless the cache is made or freed.  So it needs no lock of
- * its own. */
+/* A cache calls its allocator with the mutex held, unless the cache is being made or freed.  So the allocator needs no
+ * lock. */
 #define _POSIX_C_SOURCE 200809L
 #include "base/threads.h"
 #include "cache/cache.h"

@@ -167,7 +167,7 @@ static void test_bad_creation(void) {
     CHECK_FAILS(kvc_set_num_threads(4097), KVC_ERR_INVALID, "num_threads", "is 4097:");
 }
 
-/* Every status has the text that its list says, and a number that is none says so. */
+/* Every status has the text of its list, and another number is called unknown. */
 static void test_status_texts(void) {
 #define CHECK_TEXT(name, value, text) CHECK(!strcmp(kvc_strerror(name), text) && !strcmp(kvc_strerror(value), text));
     KVC_STATUS_LIST(CHECK_TEXT)

@@ -1,6 +1,6 @@
-/* Every call with its nth request to the system failing; with the one behind it failing, too; and with all of them
- * failing from the nth on: for each n until none fails, in random states.  A call that fails changes nothing and can be
- * repeated.  At the end no byte is left, and all were given back as they were taken.
+/* Every call is made with its nth request to the system failing, with the next one failing, too, and with all requests
+ * failing from the nth on; for each n until no request fails, in random states.  A call that fails changes nothing and
+ * can be repeated.  At the end no byte is left, and all bytes were given back as they were taken.
  *
  * Requests are for memory, pages, advice on pages, mutexes, signals, threads and handlers of fork().  What the core
  * calls comes to the __wrap_ functions here: see compiling.py.
@@ -80,7 +80,7 @@ int __wrap_pthread_atfork(void (*prepare)(void), void (*parent)(void), void (*ch
 
 /* ---- what a call must not change --------------------------------------------------------------------------------- */
 
-/* All that can be seen of a cache, but for its rows, which pair_check compares. */
+/* Everything that can be seen of a cache, except its rows, which pair_check compares. */
 typedef struct seen {
     kvc_stats stats;
     double utilization;
@@ -202,8 +202,8 @@ enum { NUM_WAYS = 3 };
 static const int in_a_row[NUM_WAYS] = {INT32_MAX, 2, 1};
 static int num_failures[NUM_WAYS]; /* calls that failed so */
 
-/* Makes a call with these random arguments and requests [first, first + most) failing.  One that fails, for whatever
- * reason, has changed nothing.  Returns whether it failed for the lack of something, and so can be repeated. */
+/* Makes a call with these random arguments and requests [first, first + most) failing.  A call that fails, for whatever
+ * reason, has changed nothing.  Returns whether it lacked something, and so can be repeated. */
 static int fails(pair *p, kvc_status (*call)(pair *p), uint64_t arguments, int first, int way) {
     const seen before = look(p);
     random_state = arguments;
@@ -221,8 +221,8 @@ static int fails(pair *p, kvc_status (*call)(pair *p), uint64_t arguments, int f
     return heap.failed && status != KVC_OK;
 }
 
-/* Makes a call with each of its requests failing in turn.  Where it does without one, its other requests fail in later
- * calls: these begin anywhere. */
+/* Makes a call with each of its requests failing in turn.  If the call does without a request, its other requests fail
+ * in later calls, which begin anywhere. */
 static void check_call(pair *p, kvc_status (*call)(pair *p)) {
     const int begin = random_int(0, 2) ? 0 : random_int(0, 8);
     const uint64_t arguments = random_state;
@@ -256,7 +256,7 @@ static void check_end(pair *p, int is_put) {
     pair_check(p);
 }
 
-/* Sequences that are not stored: new ones, and one that held rows, which a commit drops. */
+/* Sequences that are not stored: new sequences, and a sequence whose rows a commit drops. */
 static void test_unstored_commit_needs_no_memory(void) {
     static pair p;
     const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 4},
@@ -311,7 +311,7 @@ static void count_task(void *context, int64_t i) {
     atomic_fetch_add((atomic_int *)context, 1);
 }
 
-/* Where a thread cannot be had, the others do its tasks; the next call asks again. */
+/* If the system refuses a thread, the other threads do its tasks; the next call asks again. */
 static void test_threads(int num_threads) {
     memory_init(&heap);
     int num_refused = 0;

@@ -17,7 +17,7 @@
 
 const char *__tsan_default_options(void);
 
-/* A thread that ended, and that the parent is yet to join, is none that the child leaks. */
+/* The child does not leak a thread that ended and that the parent has yet to join. */
 const char *__tsan_default_options(void) { return "report_thread_leaks=0"; }
 
 enum {
@@ -39,8 +39,8 @@ static void wait_for(atomic_int *flag) {
     while (!atomic_load(flag)) sched_yield();
 }
 
-/* An allocator that a thread stays in, with the mutex, until the process forks and a while longer: if fork() waited for
- * nothing, the child had a mutex that nobody lets go. */
+/* A thread stays in this allocator, with the mutex, until the process forks and a while longer.  If fork() did not
+ * wait, the child would have a mutex that nobody unlocks. */
 static void *slow_alloc(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
     (void)user;
     if (watch && num_passing-- <= 0 && !atomic_exchange(&is_inside, 1)) {

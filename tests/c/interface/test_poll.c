@@ -238,7 +238,7 @@ static void test_unstored(void) {
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-/* The next poll comes later than one that was. */
+/* The next poll comes later than the last one. */
 static void test_timer(void) {
     poller p = {.cache = cache_of(&(kvc_layer){.num_kv_heads = 1, .k_dim = 1, .v_dim = 1}, 1, (kvc_config){0}),
                 .caller = pthread_self()};

@@ -129,7 +129,7 @@ static void retain_stretches(actor *a, int64_t from) {
 /* ---- owners -------------------------------------------------------------------------------------------------------
  */
 
-/* What a sequence holds: tags by position, 0 where there is no row; of a window all that it might still hold. */
+/* The rows of a sequence: tags by position, 0 where there is no row; of a window, all rows that it might still hold. */
 typedef struct own_sequence {
     int tags[NUM_LAYERS][MOST];
 } own_sequence;
@@ -161,7 +161,7 @@ static void check_own(owner *o, int s) {
     }
 }
 
-/* After a commit: the window still has all that the next token sees, but for sinks that were removed once. */
+/* After a commit: the window still has all rows that the next token sees, except sinks that were removed once. */
 static void check_window(owner *o, int s) {
     rows r;
     const own_sequence *own = &o->own[s];

@@ -1,5 +1,5 @@
-/* kvc_restore beside other calls: what a call that is refused has taken is seen by nobody, and a clone that is made
- * meanwhile has what the cache holds, not what is still being loaded. */
+/* kvc_restore beside other calls.  Nobody sees what a refused call has taken.  A clone that is made meanwhile has what
+ * the cache holds, without the rows that are still being loaded. */
 #define _DEFAULT_SOURCE
 #include <pthread.h>
 #include <sched.h>

@@ -59,7 +59,7 @@ static void test_reserve(void) {
     check_empty(cache);
 }
 
-/* A batch notes one byte for each of 2^20 tokens and 2^12 layers, all but one of which hold nothing. */
+/* A batch notes one byte for each of 2^20 tokens and 2^12 layers; only one layer holds anything. */
 static void test_batch(void) {
     enum { LAYERS = 1 << 12 };
     kvc_layer *layers = malloc(LAYERS * sizeof *layers);

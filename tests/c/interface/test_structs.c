@@ -1,5 +1,5 @@
-/* Structs of an older and of a newer header: each function takes them from the smallest size on, reads and writes no
- * byte beyond what it was told, takes what is missing as 0, and refuses what it does not know. */
+/* Structs of an older and of a newer header.  Each function takes them from the smallest size on, and reads and writes
+ * no byte beyond the size that it was told.  It takes missing fields as 0, and refuses fields that it does not know. */
 #define _POSIX_C_SOURCE 200809L /* aligned.h */
 #include <stdlib.h>
 
@@ -215,8 +215,8 @@ static kvc_status load(const void *given, size_t size) {
     return status;
 }
 
-/* A copy of a struct, in memory of no more than `size` bytes: those of an older header, or of a newer one.  Of structs
- * that do not begin with their size there are two, as they are given in arrays. */
+/* A copy of a struct of an older or newer header, in memory of exactly `size` bytes.  Structs that do not begin with
+ * their size are given in arrays, so there are two of them. */
 static void *resized(const void *from, size_t from_size, size_t size, int begins_with_size) {
     const size_t num = begins_with_size ? 1 : 2;
     char *to = calloc(num, size);
@@ -280,7 +280,7 @@ static void test_given_for_files(void) {
     check_sizes(load, &load_args, sizeof load_args, kvc_load_args_least_size, "args", 1);
 }
 
-/* What a struct of an older header has not is 0, whatever was there before. */
+/* Fields that a struct of an older header lacks are 0, whatever was there before. */
 static void test_missing_fields(void) {
     const kvc_plan_args older = {.struct_size = offsetof(kvc_plan_args, num_heads), .layer = 7, .num_heads = 5};
     kvc_plan_args args;

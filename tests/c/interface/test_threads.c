@@ -212,7 +212,7 @@ static void test_looking_at_a_cross_put(void) {
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
-/* What one thread does with the cross-attention layers of a batch while the others do as much. */
+/* The work of a thread on the cross-attention layers of a batch while the others do as much. */
 typedef struct cross_worker {
     kvc_cache *cache;
     kvc_batch *batch;
@@ -240,7 +240,7 @@ static void *work_across(void *context) {
     return NULL;
 }
 
-/* One thread for each cross-attention layer, and one that only looks. */
+/* One thread for each cross-attention layer, and a thread that only looks. */
 static void test_cross_layers_side_by_side(void) {
     kvc_batch *batch;
     kvc_cache *cache = new_cross_cache(&batch);
@@ -262,7 +262,7 @@ static void test_cross_layers_side_by_side(void) {
 
 /* ---- a slow function that moves keys ----------------------------------------------------------------------------- */
 
-/* What the thread that moves keys and the others know of each other. */
+/* Shared by the thread that moves keys and the others. */
 typedef struct slow {
     kvc_cache *cache;
     atomic_int is_moving, edits, refused, stop;
@@ -281,7 +281,7 @@ static int32_t move_slowly(void *user, int32_t layer, float *keys, int32_t num_k
     return 0;
 }
 
-/* Edits others than the sequence whose keys are moved, of which some share its rows, and tries that one. */
+/* Edits other sequences than the one whose keys are moved, some of which share its rows; and tries to edit that one. */
 static void *edit_meanwhile(void *context) {
     slow *s = context;
     for (int i = 0; !atomic_load(&s->stop); i++) {
@@ -346,7 +346,7 @@ static void test_slow_function(void) {
 
 /* ---- rows that are written where they lie ------------------------------------------------------------------------ */
 
-/* Replaces rows of a sequence of BASE tokens by what they are. */
+/* Replaces rows of a sequence of BASE tokens by equal rows. */
 static kvc_status inject_again(kvc_cache *cache, int64_t id, int layer, int32_t begin, int32_t end, float *k,
                                float *v) {
     int64_t num = 0;
@@ -368,7 +368,7 @@ static kvc_status inject_again(kvc_cache *cache, int64_t id, int layer, int32_t 
     return status;
 }
 
-/* What another thread does in the middle of a kvc_inject. */
+/* The work of another thread in the middle of a kvc_inject. */
 static struct {
     float *page;
     atomic_int is_reading, is_done;
@@ -471,8 +471,8 @@ static void test_compacting_beside_copies(void) {
 
 /* ---- giving blocks back beside copies ---------------------------------------------------------------------------- */
 
-/* What one thread copies out, and another waits for: what they tell each other orders nothing else, so that the thread
- * sanitizer sees what is not under the mutex. */
+/* Rows that one thread copies out while another waits.  Their messages order nothing else, so that the thread sanitizer
+ * sees memory that is not under the mutex. */
 static struct {
     float *page;
     atomic_int is_writing, is_done;
@@ -504,7 +504,7 @@ static void go_on(kvc_cache *cache, int n) {
     CHECKF(batch && kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
 }
 
-/* The last block takes the place of one that is given back while its rows are copied. */
+/* The last block takes the place of a block that is given back while its rows are copied. */
 static void test_giving_back_beside_copies(void) {
     const struct sigaction action = {.sa_handler = wait_for_giving_back};
     struct sigaction before[2];

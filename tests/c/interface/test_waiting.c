@@ -12,7 +12,7 @@
 
 const char *__tsan_default_options(void);
 
-/* A thread that ended, and that the parent is yet to join, is none that the child leaks. */
+/* The child does not leak a thread that ended and that the parent has yet to join. */
 const char *__tsan_default_options(void) { return "report_thread_leaks=0"; }
 
 enum { HEADS = 2, DIM = 8, PROMPT = 5, STEPS = 40, MOST = 8, LIMIT = 120 /* seconds */ };
@@ -143,8 +143,8 @@ static pthread_t start(caller *c) {
     return thread;
 }
 
-/* Batches begin in the order of the calls, where each finds what those before it left; one that fails gives way to the
- * next, and a call that does not wait does not go first. */
+/* Batches begin in the order of the calls, and each finds what the batches before it left.  A call that fails gives way
+ * to the next, and a call that does not wait does not go first. */
 static void test_order(void) {
     kvc_cache *cache = new_cache(frequencies, 9, NULL, NULL);
     caller callers[MOST];

@@ -40,8 +40,8 @@ static const sizes usual = {1, 1, 0}, uneven = {1, 1, 14};
 
 static float growth_at(sizes largest, int j) { return ldexpf(1, largest.growth * j / KVC_TILE); }
 
-/* Rows are nothing but denormals of their type, or have such scales.  What a denormal float is multiplied by is so
- * large that products are not, and can be compared. */
+/* Rows hold only denormals of their type, or have denormal scales.  Denormal floats are multiplied by numbers so large
+ * that products are not denormal, and can be compared. */
 static sizes denormal(int type) {
     static const sizes all[] = {[KVC_F32] = {0x1p-127f, 0x1p64f, 0},
                                 [KVC_F16] = {0x1p-15f, 1, 0},
@@ -58,7 +58,7 @@ static const int8_t int4_levels[8] = {5, 16, 28, 40, 54, 70, 90, 119};
 static const int8_t int6_levels[32] = {1,  3,  6,  9,  12, 15, 18, 21, 24, 27, 30, 33, 36,  39,  42,  45,
                                        48, 52, 56, 60, 64, 68, 72, 76, 81, 86, 91, 97, 103, 110, 118, 127};
 
-/* What the scale is multiplied by for element i of a row. */
+/* The factor of the scale in element i of a row. */
 static int scaled_at(int type, const uint8_t *row, int i) {
     const uint8_t *block = row + i / KVC_QUANT_ELEMENTS * (int)(kvc_row_bytes(type, KVC_QUANT_ELEMENTS) - 2);
     const int e = i % KVC_QUANT_ELEMENTS;
@@ -108,7 +108,7 @@ static void fill_to(float *x, size_t n, float size) {
 
 static void fill(float *x, size_t n) { fill_to(x, n, 1); }
 
-/* Whether x is y but for the rounding of a sum of n terms whose magnitudes add up to `size`. */
+/* Whether x is y, except for the rounding of a sum of n terms whose magnitudes add up to `size`. */
 static int is_close(double x, double y, double size, int n) {
     return fabs(x - y) <= size * (n + 2) * 0.5 * FLT_EPSILON;
 }
@@ -134,7 +134,7 @@ static void check_same(const kvc_kernels *kernels, int from, int to, const void 
                kernels->name, kvc_type_name(from), kvc_type_name(to), i * elements);
 }
 
-/* What the 16 bits of an f16 or bf16 stand for, by the definition of the format. */
+/* The value of the 16 bits of an f16 or bf16, by the definition of the format. */
 static double decoded(int type, uint16_t bits) {
     int fraction_bits = type == KVC_F16 ? 10 : 7, bias = type == KVC_F16 ? 15 : 127;
     int fraction = bits & ((1 << fraction_bits) - 1), exponent = (bits & 0x7fff) >> fraction_bits;
@@ -241,14 +241,14 @@ static uint16_t nearest_f16(double x) {
     return (uint16_t)(sign | (bits < 0x7c00 ? (int)bits : 0x7c00));
 }
 
-/* What the header says of the types: bytes before the codes, bits of a code, codes that x is off by, minima. */
+/* The types as the header describes them: bytes before the codes, bits of a code, codes that x is off by, minima. */
 static int has_minimum(int type) { return type == KVC_Q4_1 || type == KVC_Q5_1; }
 
 static int bits_of_code(int type) { return type == KVC_Q8_0 ? 8 : type == KVC_Q5_0 || type == KVC_Q5_1 ? 5 : 4; }
 
 static const int levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
-/* What code i of a block stands for, but for the scale and the minimum. */
+/* The value of code i of a block, without the scale and the minimum. */
 static int code_at(int type, const uint8_t *block, int i) {
     const uint8_t *at = block + 2 + 2 * has_minimum(type);
     if (type == KVC_Q8_0) return at[i] < 128 ? at[i] : at[i] - 256;
@@ -286,7 +286,7 @@ static int nearest_level(float x) {
     return nearest;
 }
 
-/* What 32 finite elements of iq4_nl become. */
+/* Encodes 32 finite elements as iq4_nl. */
 static void quantised_to_levels(uint8_t *block, const float *x, float largest) {
     int codes[BLOCK];
     float upper = 0, lower = 0;
@@ -301,7 +301,7 @@ static void quantised_to_levels(uint8_t *block, const float *x, float largest) {
     store_bits(KVC_IQ4_NL, block, fabsf(largest) < 1e-15f ? 0 : upper / lower, 0, codes);
 }
 
-/* What 32 finite elements become, by the definition of the types. */
+/* Encodes 32 finite elements, by the definition of the types. */
 static void quantised(int type, uint8_t block[LARGEST_BLOCK], const float *x) {
     const int half = type == KVC_Q8_0 ? 127 : 1 << (bits_of_code(type) - 1);
     int codes[BLOCK];
@@ -450,7 +450,7 @@ static void test_dequantise(const kvc_kernels *kernels, int type) {
     }
 }
 
-/* Rows are unpacked to rows of q8_0 that decode to the same, but for minima, and nothing else is written. */
+/* Rows are unpacked to rows of q8_0 that decode to the same elements without minima; nothing else is written. */
 static void test_unpack(const kvc_kernels *kernels, int type, int dim) {
     enum { MAX_BLOCKS = MAX_DIM / BLOCK };
     static uint8_t rows[KVC_TILE * (MAX_BLOCKS + 1) * LARGEST_BLOCK], got[KVC_TILE * MAX_BLOCKS * 34 + 1];
@@ -563,7 +563,7 @@ static void test_row_scales(const kvc_kernels *kernels) {
 
 /* ---- score and accumulate ---------------------------------------------------------------------------------------- */
 
-/* What 16 bits for a number of [-largest, largest] may be off by. */
+/* The error that 16 bits for a number of [-largest, largest] may have. */
 static double step_of(const kvc_kernels *kernels, int type, double largest) {
     return type >= KVC_FLOAT_TYPES && kernels != &kvc_kernels_scalar ? largest * 1.001 / (2 * INT16_MAX) : 0;
 }
@@ -595,7 +595,7 @@ static float rounded_to(int type, float x) {
     return x;
 }
 
-/* What scores queries of q_type, which is f32 or the type of the rows. */
+/* The kernel that scores queries of q_type, which is f32 or the type of the rows. */
 static const kvc_scorer *scorer_of(const kvc_kernels *kernels, int type, int q_type) {
     return q_type == KVC_F32 ? &kernels->score[type] : &kernels->score_16[type];
 }
@@ -690,8 +690,8 @@ static void accumulate_scale(const kvc_kernels *kernels, int type, int block, ui
     kernels->accumulate[type](acc, DIM, factor, weights, Q, rows, stride, N, DIM, nothing_ahead);
 }
 
-/* A scale that is not finite makes the columns of its block NaN and no others; weights down to the smallest that matter
- * change the size of sums and nothing else. */
+/* A scale that is not finite makes the columns of its block NaN, and no others.  Small weights change the size of sums
+ * and nothing else, down to the smallest weights that matter. */
 static void test_scales(const kvc_kernels *kernels, int type) {
     enum { Q = 5, DIM = 3 * BLOCK };
     static float right[Q * DIM], acc[Q * DIM];
@@ -917,7 +917,7 @@ static void test_pack(const kvc_kernels *kernels, int type, int dim, int n) {
 
 enum { MAX_M = 72 };
 
-/* What multiplies quantised rows as integers gives the bits of the kernels for few query rows. */
+/* Tilers that multiply quantised rows as integers give the bits of the kernels for few query rows. */
 static void test_panels(const kvc_kernels *kernels, int type, int dim, int m, int n) {
     enum { STRIDE = MAX_DIM / KVC_CHUNK * KVC_PACKED };
     static _Alignas(64) float panel[STRIDE * KVC_TILE], scores[MAX_M * KVC_TILE], right[MAX_M * KVC_TILE];
@@ -1182,7 +1182,7 @@ static void test_denormals(const kvc_kernels *kernels, int type, int dim) {
     static const int some_n[] = {1, 5, 16, 27, 64};
     const int is_flushed = (type == KVC_F32 || type == KVC_BF16) && kernels->tiler[type].score_bf16;
     volatile float smallest = FLT_MIN;
-    CHECK(smallest / 2 != 0); /* else what is compared with would be flushed as well */
+    CHECK(smallest / 2 != 0); /* otherwise the expected numbers would be flushed as well */
     for (int i = 0; i < 5; i++) {
         test_score(kernels, type, KVC_F32, dim, i + 1, some_n[i], denormal(type));
         test_accumulate(kernels, type, dim, i + 1, some_n[i], denormal(type));

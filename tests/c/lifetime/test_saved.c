@@ -167,7 +167,7 @@ static uint64_t place_tables(const saved *file, kvc_format *format) {
     return length;
 }
 
-/* Computes the header, if there is one of its length, and the checksum of the tables anew. */
+/* Computes the checksum of the tables anew; also the header, if a header of its length is possible. */
 static void sign(saved *file) {
     kvc_format format;
     char header[1 << 14];
@@ -230,7 +230,7 @@ static void test_hostile(void) {
     pair_free(p);
 }
 
-/* One field says what cannot be, or is the first to. */
+/* A field has an impossible value; or it is the first such field. */
 static void test_impossible_tables(void) {
     saved file;
     kvc_format f;
@@ -347,7 +347,7 @@ static void test_other_files(void) {
     CHECK_FAILS(kvc_load(&args, NULL), KVC_ERR_FORMAT, "newer format", "version 2");
 }
 
-/* What is loaded has the limits of what was saved. */
+/* A loaded cache has the limits of the saved cache. */
 static void test_saved_limits(void) {
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 1, .v_dim = 1};
     const kvc_config config = {
@@ -667,7 +667,7 @@ static void test_retained(void) {
     args = load_args_of(&retained);
     CHECK(kvc_load(&args, &cache) == KVC_OK && kvc_seq_len(cache, 50, 0) == 4 && kvc_cache_free(cache) == KVC_OK);
     CHECK_FAILS(kvc_restore(p.cache, &args), KVC_ERR_INVALID, "sequence 50", "running call");
-    CHECK(kvc_clear_sequence(p.cache, 0) == KVC_OK); /* 4 slots are left, those of the retained sequence */
+    CHECK(kvc_clear_sequence(p.cache, 0) == KVC_OK); /* 4 slots are left, which the retained sequence has */
     args = load_args_of(&file);
     CHECK(kvc_restore(p.cache, &args) == KVC_OK && kvc_seq_len(p.cache, 50, 0) == 4);
     args.seq_ids = &from;

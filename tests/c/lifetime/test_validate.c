@@ -12,7 +12,7 @@ static const float zeros[4];
 /* Checks that the cache is found broken, with these words. */
 #define CHECK_BROKEN(cache, words) CHECK_FAILS(kvc_validate(cache), KVC_ERR_CORRUPT, words, "")
 
-/* Checks so with another value of a number, which is then set to what it was. */
+/* Checks that with another value of a number, and then sets the number back. */
 #define BREAK(cache, number, value, words)                                     \
     do {                                                                       \
         const int64_t was_ = (int64_t)(number);                                \
@@ -22,8 +22,8 @@ static const float zeros[4];
         CHECKF(kvc_validate(cache) == KVC_OK, "mended: %s", kvc_last_error()); \
     } while (0)
 
-/* A sequence that the next batch will look at, one at which it has looked, one whose positions do not ascend, and a
- * retained one; a free block in each group, and blocks of which not all slots are filled. */
+/* Four sequences: the next batch will look at the first; it has looked at the second; the third's positions do not
+ * ascend; the fourth is retained.  Each group has a free block, and blocks whose slots are not all filled. */
 static kvc_cache *make_cache(void) {
     const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(4, 0, 0))};
     kvc_cache *cache = heap_cache(2, layers, (kvc_config){.block_size = 4});

@@ -69,7 +69,7 @@ static void test_reserved_beside_others(void) {
     }
 }
 
-/* At max_bytes, reserving less than what is there gives nothing back. */
+/* At max_bytes, reserving less than the cache has gives nothing back. */
 static void test_reserved_again(void) {
     const kvc_layer layer = {.num_kv_heads = 4, .k_dim = 1024, .v_dim = 1024};
     int64_t bytes[2], max_bytes = 0;
@@ -118,7 +118,7 @@ static int64_t blocks_in(kvc_cache *cache) {
     return stats.blocks_in_use + stats.blocks_free;
 }
 
-/* Blocks count as opened, taken again, and returned, once each; those of an aborted batch do not. */
+/* Blocks count as opened, taken again, and returned, once each; blocks of an aborted batch do not count. */
 static void test_counted(void) {
     kvc_cache *cache = heap_cache(1, &plain_layer, (kvc_config){0});
     CHECK(feed(cache, 1, 1, 10 * BLOCK) == KVC_OK && kvc_truncate(cache, 1, 4 * BLOCK) == KVC_OK);
@@ -178,7 +178,7 @@ static void test_aborted_at_a_chunk(void) {
     }
 }
 
-/* What was reserved stays where a view keeps the blocks that an aborted batch took beyond it. */
+/* Reserved blocks stay, even if a view keeps the blocks that an aborted batch took beyond them. */
 static void test_aborted_under_a_view(void) {
     static const float row[4];
     const kvc_layer layer = layer_with(sliding_policy(5, 0, 0));
@@ -225,7 +225,7 @@ static void test_aborted_leaves_resident(void) {
     }
 }
 
-/* A free block of which some slots have memory has no more once a batch that took it was aborted. */
+/* A free block with memory for some slots has no more memory after a batch that took it was aborted. */
 static void test_aborted_leaves_free(void) {
     const kvc_layer layer = {.num_kv_heads = 4, .k_dim = 1024, .v_dim = 1024};
     for (int32_t more = 1; more < 16; more++) {
@@ -239,7 +239,7 @@ static void test_aborted_leaves_free(void) {
     }
 }
 
-/* What a sequence is fed, at positions with gaps or without. */
+/* The tokens that a sequence is fed, at positions with gaps or without. */
 typedef struct step {
     int64_t id;
     int32_t n, gap;

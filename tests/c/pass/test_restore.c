@@ -54,7 +54,7 @@ static void test_earlier_window(void) {
     }
 }
 
-/* Of layers that are replaced one group after the other, each lacks what the other has until it has it, too. */
+/* Layers are replaced one group after the other: until both have the rows, one lacks what the other has. */
 static void test_group_by_group(void) {
     for (int64_t id = 0; id < 2; id++) {
         pair *p = window_pair(0, (kvc_config){0});

@@ -1,4 +1,4 @@
-/* Batches whose sequences are not all stored: what is attended to is bit for bit what it would be if they were, one
+/* Batches whose sequences are not all stored.  Attention gives the bits that it gives for stored sequences.  Only one
  * layer's rows are there at a time, rows that are gone are an error, and nothing stays. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include <pthread.h>
@@ -266,7 +266,7 @@ static void test_one_layer_at_a_time(void) {
     free_cache(cache);
 }
 
-/* Where the task that follows cannot run, as its sequence has no rows yet, those before it do. */
+/* If a task cannot run because its sequence has no rows yet, the tasks before it run. */
 static void test_a_task_without_rows_follows(void) {
     static result r;
     const uint8_t unstored[2] = {0, 1};
@@ -285,7 +285,7 @@ static void test_a_task_without_rows_follows(void) {
     free_cache(cache);
 }
 
-/* Rows put by kvc_put stay until the batch ends, as do those of a layer that another shares. */
+/* Rows put by kvc_put stay until the batch ends; so do rows of a layer that another layer shares. */
 static void test_what_stays(void) {
     static result r, again;
     kvc_cache *cache = new_cache_with_room(NULL);
@@ -376,9 +376,9 @@ static void test_what_was_stored_is_dropped(void) {
     CHECK(!memcmp(&stored, &dropped, sizeof stored));
 }
 
-/* Of such a sequence, what it held before is retained, and not the tokens that are gone with the batch. */
+/* Retaining a sequence that is not stored keeps its rows from before the batch, without the batch's tokens. */
 static void test_retaining_what_was_stored(void) {
-    for (int keeps = 0; keeps < 3; keeps++) { /* the batch is aborted, committed, or one that stores */
+    for (int keeps = 0; keeps < 3; keeps++) { /* the batch is aborted, committed, or a batch that stores */
         kvc_cache *cache = new_cache(&(kvc_config){.block_size = 4});
         store_seven(cache);
         kvc_batch *batch = begin_three(cache, keeps < 2);
@@ -533,7 +533,7 @@ static void *look(void *context) {
     return NULL;
 }
 
-/* Two layers at once, while a third thread looks: each has a row buffer for as long as it is at it. */
+/* Two layers at once, while a third thread looks.  Each layer has a row buffer while it is computed. */
 static void test_two_threads(void) {
     static result one, both;
     kvc_cache *cache = new_cache(&(kvc_config){.num_threads = 1});

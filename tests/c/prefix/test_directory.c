@@ -1,4 +1,4 @@
-/* Stores in folders, on every system: what comes back, what is refused, who is evicted; files of others, long names,
+/* Stores in folders, on every system: values that come back, are refused or evicted; other programs' files, long names,
  * threads that write to one folder, and a lock that somebody removes. */
 #define _GNU_SOURCE
 #define _FILE_OFFSET_BITS 64
@@ -24,7 +24,7 @@ static void test_values(void) {
     for (int i = 0; i < 7; i++) CHECK(beginning[i] == 1 + i * i);
     CHECK(for_each(".kv", NULL) == 3 && for_each(".tmp", NULL) == 0);
     empty_folder();
-    CHECK(!rmdir(path_of("")) && get(store, 1, MOST) == -1); /* one that is gone comes back */
+    CHECK(!rmdir(path_of("")) && get(store, 1, MOST) == -1); /* a folder that is gone comes back */
     CHECK_FAILS(put(store, 1, 7), KVC_ERR_STORE, "cannot open its folder", "No such file");
     CHECK(!mkdir(path_of(""), 0700) && put(store, 1, 7) == KVC_OK && get(store, 1, 7) == 7);
     kvc_dir_store_free(store);
@@ -97,7 +97,7 @@ static void test_long_path(void) {
     }
 }
 
-/* A relative path stays what it was when the store was made, and may end with slashes. */
+/* A relative path keeps the meaning that it had when the store was made, and may end with slashes. */
 static void test_relative_path(void) {
     kvc_store *store = NULL;
     CHECK(!chdir(folder));
@@ -107,7 +107,7 @@ static void test_relative_path(void) {
     empty_folder();
 }
 
-/* Those that were read or written least recently go first, until 1/16 is free. */
+/* Values that were read or written least recently go first, until 1/16 is free. */
 static void test_eviction(void) {
     kvc_store *store = open_store(16 * FILE_LENGTH);
     for (int i = 0; i < 16; i++) CHECK(put(store, i, LENGTH) == KVC_OK);
@@ -131,7 +131,7 @@ static void test_eviction(void) {
     empty_folder();
 }
 
-/* A file that was cut, made longer or altered, of another name, or that is none, counts as missing. */
+/* A file counts as missing if it was cut, made longer or altered, if it has another's name, or if it is no file. */
 static void test_damage(void) {
     kvc_store *store = open_store(0);
     char path[600];

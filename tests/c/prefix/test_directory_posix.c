@@ -109,7 +109,7 @@ static void test_odd_files(void) {
     empty_folder();
 }
 
-/* What is no file, or claims to be longer than the disk, counts as missing; a write takes its place. */
+/* A name counts as missing if it is no file, or claims to be longer than the disk; a write takes its place. */
 static void test_no_files(void) {
     kvc_store *store = open_store(0);
     char path[600];
@@ -152,8 +152,8 @@ static void test_full_disk(void) {
     empty_folder();
 }
 
-/* Each request to the system fails, alone, with the next and with all that follow; no file stays open, no value is lost
- * but one that was to be evicted or replaced, and the next call goes on. */
+/* Each request to the system fails, alone, with the next and with all later ones.  No file stays open, and the next
+ * call goes on.  Only a value that was to be evicted or replaced may be lost. */
 static void test_failing_requests(void) {
     static const int mosts[] = {1, 2, 10000};
     for (int kind = 0; kind < 3; kind++)
@@ -174,7 +174,7 @@ static void test_failing_requests(void) {
             CHECK(status == KVC_OK || status == KVC_ERR_STORE || status == KVC_ERR_NOMEM);
             CHECK(!is_over || (opened == KVC_OK && size == LENGTH && status == KVC_OK));
             CHECK(put(store, 4, LENGTH) == KVC_OK && get(store, 4, MOST) == LENGTH && get(store, 3, MOST) == LENGTH);
-            CHECK(for_each(".tmp", NULL) <= 1); /* one whose removal was not tried */
+            CHECK(for_each(".tmp", NULL) <= 1); /* a file whose removal was not tried */
             if (opened == KVC_OK) kvc_dir_store_free(another);
             kvc_dir_store_free(store);
         }
@@ -293,7 +293,7 @@ static void step_harm(shelf *s, int name) {
     }
 }
 
-/* Random calls on two stores in one folder, of which requests fail now and then, beside a list of what is there. */
+/* Random calls on two stores in one folder, with requests that fail now and then, beside a list of the values. */
 static void test_random(void) {
     shelf s = {.is_counted = 1, .max_bytes = random_int(0, 4) ? random_int(1, 9) * FILE_LENGTH : 0};
     kvc_store *stores[] = {open_store(s.max_bytes), open_store(s.max_bytes)};

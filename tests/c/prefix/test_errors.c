@@ -84,7 +84,7 @@ static void open_prompts(int64_t max_bytes) {
     feed_to(running, 9, 9);
 }
 
-/* What a call that fails leaves as it was. */
+/* The parts of a cache that a failing call leaves as they were. */
 typedef struct world {
     int64_t nbytes, sequences, retained;
     kvc_prefix_stats stats;

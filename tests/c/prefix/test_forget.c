@@ -44,7 +44,7 @@ static void test_ends_inside(void) {
     }
 }
 
-/* What follows the whole prompt goes; what follows a part of it and holds none of its tokens stays. */
+/* Blocks that follow the whole prompt go; blocks that follow a part of it and hold none of its tokens stay. */
 static void test_what_stays(void) {
     const int64_t *all = numbers(100), *other = other_from(8, 500);
     open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
@@ -57,7 +57,7 @@ static void test_what_stays(void) {
     close_world();
 }
 
-/* Where all layers have windows, a block that follows a part of the prompt would match without the tokens before it. */
+/* If all layers have windows, a block that follows a part of the prompt would match without the tokens before it. */
 static void test_windows(void) {
     const kvc_policy windows[] = {{.kind = KVC_SLIDING, .window = 4},
                                   {.kind = KVC_SLIDING, .window = 4, .num_sink_tokens = 1},
@@ -95,7 +95,7 @@ static void test_states(void) {
     close_world();
 }
 
-/* Sequences that run hold forgotten rows still, and go on; but nothing of them is kept. */
+/* Running sequences still hold forgotten rows, and go on; nothing of them is kept. */
 static void test_running(void) {
     const int64_t *all = numbers(100), *other = numbers(300);
     for (int how = 0; how < 6; how++) {
@@ -298,7 +298,7 @@ static void test_left_behind(void) {
     }
 }
 
-/* A pin stays, of blocks that are not there any more, and keeps them once they are. */
+/* A pin of blocks that were dropped stays, and keeps the blocks once they are there again. */
 static void test_pins(void) {
     const int64_t *all = numbers(100);
     const kvc_tokens tokens = tokens_of(all, 12);
@@ -384,7 +384,7 @@ static kvc_prefix *new_tenant(void) {
     return tenant;
 }
 
-/* What another prefix has kept, or a saved state, is as old as it was. */
+/* Rows that another prefix or a saved state has kept do not become younger. */
 static void test_elsewhere(void) {
     const int64_t *all = numbers(100);
     const kvc_tokens tokens = tokens_of(all, 13);
@@ -521,7 +521,7 @@ static kvc_status remove_through(void *user, const uint8_t *name) {
     return s->store.remove(s->store.user, name);
 }
 
-/* A value that is being written while its prompt is forgotten does not stay in the store; those of others do. */
+/* A value that is being written while its prompt is forgotten does not stay in the store; other values do. */
 static void test_written(void) {
     const int64_t *all = numbers(100), *other = numbers(300), *alike = other_from(2, 500);
     const kvc_tokens tokens[] = {tokens_of(all, 13), tokens_of(other, 13), tokens_of(alike, 5)};

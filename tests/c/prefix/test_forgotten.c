@@ -1,4 +1,4 @@
-/* Random calls, of which none ever meets a forgotten row again.
+/* Random calls; no call ever meets a forgotten row again.
  *
  *   test_forgotten [first seed] [worlds] [steps]
  *
@@ -284,7 +284,7 @@ static void step_feed(void) {
     s->own = w.recent[pick(RECENT)] = t;
 }
 
-/* Returns the prefix that is given a sequence: mostly the one that acquired it. */
+/* Returns the prefix that is given a sequence: usually the prefix that acquired it. */
 static kvc_prefix *keeper(const live *s) { return w.prefixes[pick(4) ? s->prefix : pick(PREFIXES)]; }
 
 static void step_release(void) {

@@ -50,7 +50,7 @@ static void test_own_draft(void) {
     close_world();
 }
 
-/* A batch that is not stored empties its sequence.  What is fed then may be other tokens: the release says which. */
+/* A batch that is not stored empties its sequence.  Then other tokens may be fed, and the release says which. */
 static void test_unstored(void) {
     static const float row[DIM];
     const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row};
@@ -102,7 +102,7 @@ static void test_order_of_running(void) {
     close_world();
 }
 
-/* Where a chunk begins, no row is needed, but a block of the prompt that goes on: the pin holds that one, too. */
+/* At the beginning of a chunk no row is needed, but a block of the longer prompt is: the pin holds that block, too. */
 static void test_pinned_beginning_of_a_chunk(void) {
     const kvc_policy chunks = chunked_policy(7, 0);
     const int64_t *ids = numbers(100);
@@ -186,7 +186,7 @@ static void serve_late(const int64_t *ids, int num) {
     release(id, ids, num);
 }
 
-/* A sequence that is released, or kept, gives a block the rows that it lacks, and no other call loses those it has. */
+/* A released or kept sequence gives a block the rows that it lacks, and no other call loses the rows that it has. */
 static void test_rows_are_added(void) {
     const kvc_policy policies[] = {sliding_policy(8, 0, 0), full};
     const int64_t *ids = numbers(100);
@@ -208,7 +208,7 @@ static void test_rows_are_added(void) {
     }
 }
 
-/* Rows of a block that ends earlier count together with those of a longer one that lacks them. */
+/* Rows of a block that ends earlier count together with the rows of a longer block that lacks them. */
 static void test_rows_of_several(void) {
     const kvc_policy policies[] = {sliding_policy(4, 0, 0), full};
     const int64_t *ids = numbers(100);
@@ -282,7 +282,7 @@ static void test_pinned_less(void) {
     close_world();
 }
 
-/* What is pinned goes in its turn once it is not: nothing that looked for others used it. */
+/* An unpinned block goes in its turn: lookups of other prompts did not use it. */
 static void test_pins_are_no_use(void) {
     const int64_t *first = numbers(100), *second = numbers(200), *third = numbers(300);
     open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){.quota = 4});
@@ -307,7 +307,7 @@ static void serve_state(const int64_t *ids, int num, int at) {
     release(id, ids, num);
 }
 
-/* The state of a pinned prompt is none of those that max_checkpoint_bytes drops. */
+/* max_checkpoint_bytes does not drop the state of a pinned prompt. */
 static void test_pinned_state(void) {
     const int64_t *ids = numbers(100);
     for (int at = 6; at <= 8; at++) {
@@ -335,7 +335,7 @@ static int with_rows(const int64_t *ids, int num) {
     return found;
 }
 
-/* A state for which those of pinned prompts leave no room is refused, and drops no others. */
+/* A state for which pinned prompts' states leave no room is refused, and drops no others. */
 static void test_pinned_states_fill(void) {
     const uint8_t state[STATE] = {1};
     open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){.state_bytes = STATE, .max_checkpoint_bytes = STATE});

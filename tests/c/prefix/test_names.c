@@ -5,7 +5,7 @@
 
 static const double freqs[] = {1, 0.5}, others[] = {1, 0.25}, zero[] = {0.0}, minus_zero[] = {-0.0};
 
-/* Sets the identity of a model of two layers, the second of which is this one. */
+/* Sets the identity of a model of two layers; this is the second. */
 static void identify(kvc_layer layer, int32_t block_size, const char *fingerprint, uint8_t *identity) {
     const kvc_layer first = {.num_kv_heads = 1, .k_dim = 64, .v_dim = 64}, layers[] = {first, layer};
     kvc_cache *made = NULL;
@@ -96,7 +96,7 @@ static void name(const kvc_tokens *tokens, uint8_t *to) {
     CHECK(kvc_prefix_names(prefix, tokens, to, 1, &num) == KVC_OK && num == 1);
 }
 
-/* A token that is an id is none that is a digest, whatever either is; an id beside a digest is ignored. */
+/* No id names the same token as a digest, whatever either is.  An id beside a digest is ignored. */
 static void test_tokens(void) {
     static const char *digits = "7ff1e37a5ad5b8a2c0eeb0a1d2d3a9f0"; /* any 32 bytes */
     int64_t ids[2][BLOCK] = {{1, 2, 3, 4}, {1, 9, 3, 4}};
@@ -110,7 +110,7 @@ static void test_tokens(void) {
     for (int i = 0; i < 4; i++) name(&tokens[i], names[i]);
     CHECK(!memcmp(names[1], names[2], KVC_NAME_BYTES) && !memcmp(names[0], names[3], KVC_NAME_BYTES));
     CHECK(memcmp(names[0], names[1], KVC_NAME_BYTES));
-    /* What a name said of an id once was its digits' digest: here beside another digest. */
+    /* Names once had the digest of an id's digits in place of the id: here beside another digest. */
     static const uint8_t of_three[KVC_NAME_BYTES] = {0x1f, 0x2e, 0x3d};
     memcpy(digests[2], of_three, sizeof of_three);
     name(&tokens[1], names[3]);
@@ -118,7 +118,7 @@ static void test_tokens(void) {
     close_world();
 }
 
-/* Blocks of one token, of a prefix whose states have as many bytes as the token's id, are none of a prefix without. */
+/* Blocks of one token, with states as long as the token's id, are not known to a prefix without states. */
 static void test_states(void) {
     uint8_t names[3][KVC_NAME_BYTES];
     const int64_t ids[] = {STATE, 5};

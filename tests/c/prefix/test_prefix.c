@@ -79,7 +79,7 @@ static int add(const int64_t *ids, int num, int block, const uint8_t *payload, i
     return is_known;
 }
 
-/* A block goes out of one cache and into another, also one of which windows have lost some rows. */
+/* A block goes out of one cache and into another, even if windows have lost some of its rows. */
 static void check_payloads(const kvc_policy *policies, int step, int keeps_all) {
     const kvc_prefix_config own = {.collects_new = 1, .user = blocks};
     const int64_t *ids = numbers(7);
@@ -160,7 +160,7 @@ static void test_fewer_rows(void) {
     close_world();
 }
 
-/* Where windows have lost all of the block with a prompt's tokens, one that ends earlier is gone on from. */
+/* If windows have lost the whole block with a prompt's tokens, a block that ends earlier is used. */
 static void test_shorter(void) {
     const kvc_policy policies[] = {full, sliding_policy(3, 0, 0)};
     const int64_t *ids = numbers(7);
@@ -213,7 +213,7 @@ static void serve_gap(const int64_t *ids, int num) {
     release(id, ids, num);
 }
 
-/* Windows see nothing of blocks whose rows are gone: what is known behind these can be pinned, and goes on. */
+/* Windows see nothing of blocks whose rows are gone: known blocks behind them can be pinned, and are used. */
 static void test_gaps(void) {
     const kvc_policy policy = sliding_policy(3, 0, 0);
     const int64_t *ids = numbers(7);
@@ -250,7 +250,7 @@ static const int64_t *with_common_block(int64_t first) {
     return ids;
 }
 
-/* Of the prompts that have a block in common, those used last are looked at. */
+/* Among prompts with a common block, the prompts used last are looked at. */
 static void test_reuse(void) {
     enum { PROMPTS = 100 };
     open_world(&full, 1, no_limits, (kvc_prefix_config){.reuse_min_tokens = 4});
@@ -264,7 +264,7 @@ static void test_reuse(void) {
     close_world();
 }
 
-/* Of a batch with a tree, the tokens that are kept are exact, and what they fill goes on as that. */
+/* The kept tokens of a batch with a tree are exact, and blocks that they fill are known by them. */
 static void test_tree(void) {
     const int64_t *ids = numbers(7);
     static const float rows[4][DIM];
@@ -311,7 +311,7 @@ static int serve_states(const int64_t *ids, int num, int step) {
     return matched;
 }
 
-/* A state goes with its block, from one to a longer one that begins with it, out to a store, and back. */
+/* A state goes with its block: to a longer block that begins with it, out to a store, and back. */
 static void test_checkpoints(void) {
     const int64_t *ids = numbers(7);
     const kvc_tokens tokens = tokens_of(ids, 22), part = tokens_of(ids, 20);
@@ -350,7 +350,7 @@ static void test_bad_states(void) {
     close_world();
 }
 
-/* With room for a few, a state takes the place of the one used least recently; one that does not fit is refused. */
+/* With room for a few, a state takes the place of the least recently used state.  A state that cannot fit is refused. */
 static void test_room_for_states(void) {
     enum { LARGE = 4000, LIMIT = 50000 };
     static uint8_t state[LIMIT];

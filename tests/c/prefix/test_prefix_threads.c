@@ -14,7 +14,7 @@
 
 const char *__tsan_default_options(void);
 
-/* A thread that ended, and that the parent is yet to join, is none that the child leaks. */
+/* The child does not leak a thread that ended and that the parent has yet to join. */
 const char *__tsan_default_options(void) { return "report_thread_leaks=0"; }
 
 enum { BLOCK = 4, NUM_LAYERS = 8, DIM = 64, PROMPT = 64, MANY = 2560, LIMIT = 60 /* seconds */ };

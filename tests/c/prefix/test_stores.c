@@ -1,5 +1,5 @@
-/* Blocks between caches and stores: what one cache writes another fetches, and nothing else; a store that fails, lies
- * or hands out too much, and memory that is short, cost blocks and nothing else. */
+/* Blocks between caches and stores.  A cache fetches what another wrote, and nothing else.  A store that fails, lies or
+ * hands out too much costs blocks and nothing else; so does memory that is short. */
 #define _XOPEN_SOURCE 700 /* posix_memalign, mkdtemp, P_tmpdir */
 #include <pthread.h>
 #include <sched.h>
@@ -177,11 +177,11 @@ static void test_there_and_back(void) {
     CHECK(fetch(&plain, 15, &status) == 12 && status == KVC_OK); /* whole blocks */
     CHECK(fetch(&plain, 0, &status) == 0 && status == KVC_OK);
     shelves->reads = 0;
-    memset(shelves->values[2].name, 0, KVC_NAME_BYTES); /* behind one that is missing nothing is asked for */
+    memset(shelves->values[2].name, 0, KVC_NAME_BYTES); /* behind a missing block nothing is asked for */
     CHECK(fetch(&plain, -1, &status) == 8 && status == KVC_OK && shelves->reads == 3);
 }
 
-/* What is known is not read, and what is missing behind it is. */
+/* Known blocks are not read; missing blocks behind them are. */
 static void test_what_is_known(void) {
     kvc_prefix *prefix;
     int32_t fetched, matched;
@@ -340,7 +340,7 @@ static void test_one_by_one(void) {
     free_valid(cache);
 }
 
-/* A state that was dropped is fetched again, though the rows are there; one that is there is not. */
+/* A dropped state is fetched again, though the rows are there; a state that is there is not fetched. */
 static void test_dropped_states(void) {
     for (int32_t end = 11; end <= 12; end++) {
         const int64_t others[] = {1000, 1001, 1002};
@@ -422,7 +422,7 @@ static void test_states_meanwhile(void) {
     free_valid(cache);
 }
 
-/* What a store has of a block and what is written stay together: rows of each layer, and the later state. */
+/* A store's part of a block and the written part are joined: rows of each layer, and the later state. */
 static void test_joined(void) {
     enum { ROWS = BLOCK * (34 + 2 * DIM) };
     static uint8_t parts[2][4096], joined[4096];
@@ -614,7 +614,7 @@ static void test_fork(void) {
     atomic_store(&may_go_on, 1);
     CHECK(!pthread_join(thread, NULL));
     free_valid(cache);
-    cache = new_cache(&plain, &prefix); /* and one that a function of the store forks goes on with it */
+    cache = new_cache(&plain, &prefix); /* a child that a function of the store forks goes on with it, too */
     forked = -1;
     CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &forking, &fetched) == KVC_OK && fetched == 20);
     check_rows(cache, prefix);

@@ -88,8 +88,8 @@ static void test_room(int round) {
     free_valid(cache);
 }
 
-/* A cache that keeps blocks, beside one that keeps nothing and has a little less: what fits in that one fits in the
- * first one, too. */
+/* A cache that keeps blocks, beside a slightly smaller cache that keeps nothing: prompts that fit in the smaller one
+ * fit in the larger one, too. */
 static void test_twin(int round) {
     const kvc_prefix_config own = {.struct_size = sizeof own, .fingerprint = "a model"};
     kvc_config config = {.block_size = random_int(1, 9), .max_bytes = 6000 + random_int(0, 30000), .num_threads = 1};

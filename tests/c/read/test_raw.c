@@ -201,7 +201,7 @@ static void put_rows(kvc_cache *cache, const kvc_layer *layer, int64_t id, const
     CHECKF(kvc_put(batch, 0, &args) == KVC_OK && kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
 }
 
-/* What is gathered is what is stored, and put into another cache it is stored as it was. */
+/* Gathered rows are the stored rows; put into another cache, they are stored unchanged. */
 static void check_round_trip(const kvc_layer *layer, order order) {
     kvc_cache *cache = new_cache(layer), *other = new_cache(layer);
     feed(cache, layer, 0, ROWS);
@@ -229,7 +229,7 @@ static void check_round_trip(const kvc_layer *layer, order order) {
     free_cache(cache), free_cache(other);
 }
 
-/* Of every two types; where values are the first part of the keys; and of an encoder. */
+/* Rows of every two types; rows whose values are the first part of the keys; rows of an encoder. */
 static void test_round_trips(void) {
     for (order order = 0; order < NUM_ORDERS; order++) {
         for (int32_t k_type = 0; k_type < KVC_STORED_TYPES; k_type++) {
@@ -325,7 +325,7 @@ static void check_moved(int32_t k_type) {
     free_cache(cache);
 }
 
-/* Without rotation, keys that moved are as they were. */
+/* Without rotation, keys that moved have not changed. */
 static void test_moved_without_rope(void) {
     kvc_layer layer = layer_of(KVC_Q4_0, KVC_Q4_0);
     layer.rope = (kvc_rope){.kind = KVC_ROPE_NONE};
@@ -376,7 +376,7 @@ static void test_moved(void) {
     }
 }
 
-/* kvc_extract finds rows by position, the latest of several, and leaves bytes of 0 where there is none. */
+/* kvc_extract finds rows by position, the latest of several, and leaves bytes of 0 where no row is. */
 static void test_extract(void) {
     const kvc_layer layer = layer_of(KVC_Q8_0, KVC_F16);
     kvc_cache *cache = new_cache(&layer);
@@ -576,7 +576,7 @@ static void test_refused(void) {
     free_cache(cache);
 }
 
-/* What memory can fail for: rows that are rotated as they are copied, and rows that others have, too. */
+/* Copies for which memory may be short: rows that are rotated as they are copied, and shared rows. */
 static kvc_status gather_once(kvc_cache *cache, const rows *r) {
     const kvc_rows_out out = out_to(r);
     return kvc_gather(cache, 0, 0, 0, ROWS, &out);

@@ -1,4 +1,4 @@
-/* What a cache shows: holds on rows in place, copies of rows and their positions, blocks and runs. */
+/* Reading a cache: holds on rows in place, copies of rows and their positions, blocks and runs. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/feeding.h"
 #include "support/random_steps.h"
@@ -24,8 +24,8 @@ static void test_hold_of_some(void) {
     pair_free(p);
 }
 
-/* What the open batch shows continues the stored rows in place, and stays there once it is committed; a hold keeps it
- * after an abort, too. */
+/* The open batch's rows continue the stored rows in place, and stay there once it is committed; a hold keeps them after
+ * an abort, too. */
 static void test_spans_of_a_batch(void) {
     pair *p = mixed_pair(16);
     kvc_span spans[4], after[4];

@@ -57,7 +57,7 @@ static void test_compact_short_sequences(void) {
     pair_free(p);
 }
 
-/* Compacting moves no row of a full block: a cache may be full but for a few of them. */
+/* Compacting moves no row of a full block: all blocks of a cache may be full, except a few. */
 static void test_compact_spares_full_blocks(void) {
     pair *p = pair_with(full_policy, 4);
     pair_feed(p, 0, 0, 8);

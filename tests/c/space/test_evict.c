@@ -1,5 +1,5 @@
-/* Evicting as one plan: a call that needs room takes what it needs of retained sequences, and only if that is enough
- * and nothing can fail any more.  kvc_room says exactly what a batch can have; a call that fails has changed nothing.
+/* Evicting as one plan: a call that needs room evicts as much as it needs, and only if that is enough and nothing can
+ * fail any more.  kvc_room says exactly what a batch can have; a call that fails has changed nothing.
  */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/feeding.h"
@@ -31,7 +31,7 @@ static int32_t move(void *user, int32_t layer, float *keys, int32_t num_kv_heads
 
 /* ---- victims ----------------------------------------------------------------------------------------------------- */
 
-/* Where an allocation fails, nothing was evicted. */
+/* If an allocation fails, nothing was evicted. */
 static void test_failed_allocations(void) {
     for (int reserves = 0; reserves < 2; reserves++)
         for (int fail_after = 0, done = 0; !done; fail_after++) {
@@ -51,7 +51,7 @@ static void test_failed_allocations(void) {
         }
 }
 
-/* Where only one group lacks slots, what frees none there stays. */
+/* If only one group lacks slots, sequences that free no slots there stay. */
 static void test_one_group(void) {
     const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(4, 0, 0))};
     kvc_cache *cache = heap_cache(2, layers, (kvc_config){.capacity = 16});
@@ -112,7 +112,7 @@ static void test_evicted_windows(void) {
     }
 }
 
-/* Of two sequences whose windows were evicted by one call, one goes, and the other is evicted by another. */
+/* One call evicts the windows of two sequences.  One sequence goes, and another call evicts the other. */
 static void test_evicted_twice(void) {
     const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(4, 0, 0))};
     kvc_cache *cache = heap_cache(2, layers, (kvc_config){.capacity = 16, .block_size = 16});
@@ -151,7 +151,7 @@ typedef struct crowd {
 static crowd random_crowd(void) {
     const kvc_layer layers[] = {layer_with(sliding_policy(4, 1, 0)), plain_layer};
     crowd c = {.seed = random_state};
-    const int kind = random_int(0, 3), num_layers = kind == 2 ? 2 : 1; /* a window, one that sees everything, or both */
+    const int kind = random_int(0, 3), num_layers = kind == 2 ? 2 : 1; /* a window, a full layer, or both */
     c.has_window = kind != 1;
     int64_t next = FIRST_ID;
     c.cache =
@@ -290,7 +290,7 @@ static void test_inject(void) {
 
 /* ---- room -------------------------------------------------------------------------------------------------------- */
 
-/* Checks that a batch of as many tokens as kvc_room says begins, and that one of a token more is full. */
+/* Checks that a batch of as many tokens as kvc_room says begins, and that a batch of one more token finds it full. */
 static void check_room(kvc_cache *cache, int64_t id, const kvc_config *config) {
     int64_t room = -1;
     kvc_batch *batch = NULL;
@@ -394,7 +394,7 @@ static void test_room_beside_retained(void) {
     }
 }
 
-/* Where a batch of the next token would be refused whatever the room, there is none, and none is reserved. */
+/* If a batch of the next token would be refused whatever the room, there is no room, and none is reserved. */
 static void test_room_of_those_that_end(void) {
     const kvc_layer layer = layer_with(sliding_policy(5, 0, 0));
     kvc_cache *cache = heap_cache(1, &layer, (kvc_config){.capacity = 100});

@@ -31,7 +31,7 @@ static void test_default_block_size(void) {
     }
 }
 
-/* What is said where a batch does not fit; what does, the oracle knows. */
+/* The errors of batches that do not fit.  The oracle knows which batches fit. */
 static void test_messages(void) {
     pair *p = limited_pair(10, 2, 0, 0);
     CHECK(kvc_capacity(p->cache) == 20 && kvc_capacity_bytes(p->cache) == 20 * 2 * 24); /* their product by default */
@@ -66,7 +66,7 @@ static void test_bytes_of_an_encoder(void) {
     }
 }
 
-/* Where a window and its sinks are no more rows than max_seq_len, no prompt is too long. */
+/* If a window and its sinks have at most max_seq_len rows, no prompt is too long. */
 static void test_max_seq_len_of_a_window(void) {
     for (int64_t max_sequences = 0; max_sequences < 3; max_sequences++)
         for (int32_t length = 5; length < 8; length++) { /* the window and its sinks are 6 rows */
@@ -84,8 +84,8 @@ static void test_max_seq_len_of_a_window(void) {
         }
 }
 
-/* A capacity that is given counts all tokens of a batch, also where it is what the default would be; and so do those of
- * a clone and of a saved state. */
+/* A given capacity counts all tokens of a batch, even if it equals the default; so do the capacities of a clone and of
+ * a saved state. */
 static void test_own_capacity(void) {
     kvc_layer layer = plain_layer;
     layer.policy = sliding_policy(4, 0, 0);
@@ -170,7 +170,7 @@ static void test_max_bytes_of_large_blocks(void) {
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
-/* A put of an encoder's rows that does not fit takes no memory, although one of its blocks is free. */
+/* A put of an encoder's rows that does not fit takes no memory, although a block that it needs is free. */
 static void test_max_bytes_of_an_encoder(void) {
     enum { DIM = 1024, ROWS = 256, MAX_BYTES = ROWS * DIM * 4 };
     static const float row[DIM];

@@ -6,7 +6,7 @@
 
 #include <windows.h>
 
-/* Waits; the one that MinGW has cuts off what is less than a millisecond. */
+/* Waits; MinGW's own function ignores everything below a millisecond. */
 static inline int sleep_for(const struct timespec *time, struct timespec *left) {
     LARGE_INTEGER frequency, start, now;
     (void)left;
