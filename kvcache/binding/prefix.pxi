@@ -145,22 +145,25 @@ cdef class Prefix:
             status = kvc_prefix_clear(self.handle)
         self.cache.finish(status)
 
-    def forget(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests):
-        """Return how many tokens were dropped, and the names of the full blocks in which they were."""
+    def forget(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests, found):
+        """Return how many tokens were dropped. Append arrays of the names of their full blocks to a deque.
+
+        Unused rows of the arrays are zeros. An array is in the deque before its blocks are dropped, so that neither a
+        signal's handler that raises nor a lack of memory loses a name.
+        """
         cdef kvc_tokens tokens = describe(ids, digests)
-        cdef uint8_t names[256][KVC_NAME_BYTES]
-        cdef int64_t num_names = 256, num = 0, dropped = 0, i
+        cdef uint8_t[:, ::1] names
+        cdef int64_t most = 256, num_names = most, num = 0, dropped = 0
         cdef kvc_status status
-        found = []
-        while num_names == 256:
+        while num_names == most:
+            names = np.zeros((most, KVC_NAME_BYTES), np.uint8)
+            found.append(names.base)
             self.cache.enter()
             with nogil:
-                status = kvc_prefix_forget(self.handle, &tokens, names[0], 256, &num_names, &num)
+                status = kvc_prefix_forget(self.handle, &tokens, &names[0, 0], most, &num_names, &num)
             self.cache.finish(status)
             dropped += num
-            for i in range(num_names):
-                found.append(names[i][:KVC_NAME_BYTES].hex())
-        return dropped, found
+        return dropped
 
     def names(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests):
         cdef kvc_tokens tokens = describe(ids, digests)

@@ -22,6 +22,8 @@ from kvcache.prefix.watch import Watch, watch_of
 from kvcache.spelling import spelt
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from typing_extensions import Buffer
 
     from kvcache.stores.client import StoreClient, StoreStats
@@ -241,6 +243,7 @@ class PrefixCache:
         self._client: StoreClient | None = None
         self._fetching: Fetching | None = None
         self._watch: Watch | None = None
+        self._forgotten: deque[NDArray[np.uint8]] = deque()  # names of dropped blocks, until the client has them
         if store is not None:
             self._use(store, seconds)
 
@@ -527,12 +530,17 @@ class PrefixCache:
         computed again, no prefix cache with this store object reads it.
         """
         given = arrays_of(tokens)
-        if self._client is None:
-            return self._prefix.forget(*given)[0]
+        if self._client is None or self._watch is None:
+            return self._prefix.forget(*given, deque())
         with self._client.forgetting() as doom:
             doom(self._prefix.names(*given))
-            num, dropped = self._prefix.forget(*given)
-            doom(dropped)
+            with self._watch.forgetting:
+                try:
+                    num = self._prefix.forget(*given, self._forgotten)
+                finally:  # blocks may be dropped, too, as when a signal came meanwhile
+                    while self._forgotten:
+                        doom(name.tobytes().hex() for name in self._forgotten[0] if name.any())
+                        self._forgotten.popleft()  # last: a signal's handler that raises before loses nothing
             self._store_new()  # so that what waits to be written counts as written before, and is deleted after it
         self._client.delete_doomed()
         return num
@@ -550,7 +558,9 @@ class PrefixCache:
         """
         seconds = _seconds(timeout)
         self._store_new()
-        return self._client is None or (self._client.flush(seconds) and self._client.stats.dropped == 0)
+        if self._client is None:
+            return True
+        return self._client.flush(seconds) and self._client.stats.dropped == 0 and not self._forgotten
 
     def close(self, timeout: SupportsFloat = 10.0) -> bool:
         """Write what waits to be written to the store, for at most so many seconds, and drop all blocks.

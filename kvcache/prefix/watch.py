@@ -31,8 +31,9 @@ class Watch:
         _watches.add(self)
 
     def begin(self) -> None:
-        """Begin with a lock that nobody has; again in a forked child, which lacks the thread that may have had it."""
+        """Begin with locks that nobody has; again in a forked child, which lacks the threads that may have had them."""
         self._lock = threading.RLock()  # guards the order in which they are
+        self.forgetting = threading.RLock()  # held while a prefix cache takes the names of blocks that it forgets
 
     def add(self, user: int, owner: object, put: Callable[..., object]) -> None:
         """Write the new blocks of a prefix from now on: by `put`, with the name of each and how to make its value.

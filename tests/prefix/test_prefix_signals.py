@@ -130,6 +130,33 @@ def test_what_a_store_has_is_right(name, step):
     assert interrupt_everywhere(make, lambda scene: in_a_thread(lambda: scene.check(OTHER)), step)
 
 
+def test_what_is_forgotten_leaves_the_store_once_forget_is_called_again(step):
+    """The prompt's last block is of other prompts, too, so that only the call that drops them learns their names."""
+    private = [*range(24)]
+    alike = [[*private, *range(100 + 20 * i, 120 + 20 * i)] for i in range(3)]
+
+    def make():
+        cache, items = make_cache(rope=False), {}
+        prefix = kvcache.PrefixCache(cache, fingerprint="a", store=items)
+        for prompt in (*alike, THIRD):
+            serve(prefix, cache, prompt)
+        assert prefix.flush(60)
+        return (cache, prefix, items), lambda: prefix.forget(private)
+
+    def check(made):
+        def look():
+            cache, prefix, items = made
+            prefix.forget(private)
+            assert prefix.flush(60)
+            assert set(items) == set(prefix.names(THIRD))
+            assert max(prefix.lookup(prompt, store=True) for prompt in alike) == 0
+            cache.close()
+
+        in_a_thread(look)
+
+    assert interrupt_everywhere(make, check, step)
+
+
 def test_a_wait_for_a_store_is_interrupted_as_anything_is():
     items, places = {}, (threading.Condition.wait, threading.Condition.wait_for)
     Scene(items).prefix.close(60)

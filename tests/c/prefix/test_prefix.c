@@ -350,7 +350,7 @@ static void test_bad_states(void) {
     close_world();
 }
 
-/* With room for a few, a state takes the place of the least recently used state.  A state that cannot fit is refused. */
+/* With room for a few, a state takes the place of the least recently used state.  One that cannot fit is refused. */
 static void test_room_for_states(void) {
     enum { LARGE = 4000, LIMIT = 50000 };
     static uint8_t state[LIMIT];
