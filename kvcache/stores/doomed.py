@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Doomed"]
 
-MOST_WAIT = 1.0  # seconds for what another thread adds, which an interrupt may have kept from saying that it has ended
+MOST_WAIT = 1.0  # seconds for another thread, which an interrupt may have kept from saying that it has ended
 
 
 class Doomed:
@@ -94,3 +94,9 @@ class Doomed:
             with self._lock:
                 self._num_forgetting -= 1
                 self.num_forgets += 1
+                self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait until nobody is forgetting: from then on, all keys of blocks that were dropped are known."""
+        with self._lock:
+            self._changed.wait_for(lambda: not self._num_forgetting, MOST_WAIT)

@@ -152,20 +152,21 @@ class Writer:
         """Make values, and store them; or delete a key. Return whether the store was asked."""
         items: dict[str, bytes] = {}
         sources: dict[str, Write] = {}
-        gone: list[Tenant] = []
+        gone: list[Write] = []
         for write in writes:
             if write.make_value is None:
                 return self._delete(write)
             value = self._make_value(write, self._find_stored(write) if write.joins else None)
             if value:
                 items[write.key], sources[write.key] = value, write
-            elif value is None and write.key not in self._doomed:  # else it was forgotten
-                gone.append(write.tenant)
+            elif value is None:
+                gone.append(write)
         if items:
             calls.write_many(self.store, items)
+        if gone:
+            self._doomed.wait()
         with self.lock:
-            for tenant in gone:
-                tenant.counts["dropped"] += 1
+            self._note_dropped(write for write in gone if write.key not in self._doomed)  # else it was forgotten
             for key, value in items.items():
                 tenant = sources[key].tenant
                 tenant.value_bytes = len(value)

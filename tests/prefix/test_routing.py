@@ -298,6 +298,32 @@ def test_what_is_written_while_its_deletion_waits_again_is_not_deleted() -> None
     assert make(store=store)[1].lookup(PROMPT, store=True) == 32
 
 
+def test_blocks_that_are_forgotten_while_they_wait_to_be_written_are_not_dropped_by_the_store() -> None:
+    """Their names are not among those of the prompt: the store learns of them after they have gone."""
+    store = HeldUp()
+    cache, prefix = make(store=store)
+    private = PROMPT[:20]
+    serve(cache, prefix, [9, *PROMPT])  # whose write is held up
+    for i in range(8):
+        serve(cache, prefix, [*private, *range(100 * i, 100 * i + 12)])
+
+    class Core:
+        def forget(self, *arguments: Any) -> int:
+            num: int = core.forget(*arguments)
+            store.may_go_on.set()
+            time.sleep(0.2)  # for the writer, to find blocks gone
+            return num
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(core, name)
+
+    core, prefix._prefix = prefix._prefix, Core()  # type: ignore[assignment]
+    assert prefix.forget(private) >= 8 * 16
+    assert prefix.flush(10)
+    assert prefix.stats.store is not None
+    assert prefix.stats.store.dropped == 0
+
+
 def test_nobody_is_answered_by_a_read_that_began_before_a_value_was_deleted() -> None:
     class Slow(dict[str, bytes]):
         is_reading, may_go_on = threading.Event(), threading.Event()
