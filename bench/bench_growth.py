@@ -4,8 +4,9 @@ Public calls of `kvcache.h` that take a cache's mutex are timed beside few kept 
 turn. A line has the median of both and their quotient. "hold" is the longest time for which the call lets another
 thread wait that asks for the mutex all the time. A kind says what limits the cache, which is full of kept blocks
 then, or what has become of these. In "running", a capacity limits the cache, and most blocks belong to running
-sequences. In "acquired", no block is kept, and many sequences hold nothing; max_bytes has room for a prompt of eight
-blocks, but not for keeping all of them. Calls that need more do not fit there.
+sequences; in "running_bytes", max_bytes limits it. In "acquired", no block is kept, and many sequences hold nothing.
+In both, max_bytes has room for a prompt of eight blocks, but not for keeping all of them. Calls that need more do not
+fit there.
 
 These calls are not timed. `kvc_begin_with` does what `kvc_begin` does. `kvc_plan_run`, `kvc_plan_free`, `kvc_written`
 and `kvc_dense_sequences` look at the open batch alone, as `kvc_attend` and `kvc_dense_rows` do. `kvc_load` makes a new
@@ -23,7 +24,9 @@ from compiling import CORE, CORE_FLAGS, HERE, build, function
 from figures import keep
 
 I32, I64, POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
-KINDS = ("unlimited", "capacity", "max_bytes", "expired", "pinned", "running", "acquired")  # `kind` of growth.c
+# As `kind` of growth.c has them, and those whose limit may refuse a call.
+KINDS = ("unlimited", "capacity", "max_bytes", "expired", "pinned", "running", "acquired", "running_bytes")
+LIMITED = ("capacity", "max_bytes", "running", "acquired", "running_bytes")
 RENAMED = ["-Dpthread_mutex_lock=growth_lock", "-Dpthread_mutex_trylock=growth_trylock"]
 RENAMED += ["-Dpthread_mutex_unlock=growth_unlock", "-Dclock_gettime=growth_clock"]
 KEPT_IN_PART = 200  # bytes beside a prompt that do not suffice to keep its blocks
@@ -54,9 +57,9 @@ class Growth:
     def new(self, kind: str, num_blocks: int) -> ctypes.c_void_p:
         """Make a cache with kept blocks; under max_bytes it is full of them."""
         limit = 0
-        if kind in ("max_bytes", "acquired"):
+        if kind in ("max_bytes", "acquired", "running_bytes"):
             limit = self._bytes_without_limit("unlimited" if kind == "max_bytes" else kind, num_blocks)
-        if kind == "acquired":
+        if kind in ("acquired", "running_bytes"):
             limit += self._bytes_of_request() + KEPT_IN_PART
         return self._make(kind, num_blocks, limit)
 
@@ -124,7 +127,7 @@ def measure(growth: Growth, kind: str, arguments: argparse.Namespace) -> list[di
     scenes = Scenes(growth, kind, (arguments.few, arguments.many))
     rows = []
     for name, (call, is_of_all) in growth.calls.items():
-        if arguments.calls and name not in arguments.calls:
+        if (arguments.calls and name not in arguments.calls) or (name == "refused" and kind not in LIMITED):
             continue
         few, many = scenes.get()
         try:
@@ -136,13 +139,13 @@ def measure(growth: Growth, kind: str, arguments: argparse.Namespace) -> list[di
                 hold = growth.hold(many, call, 5)[1]
                 ratio = f"{quotient:.2f}"
         except RuntimeError as error:
-            print(f"{kind:10}{name:20} {error}", flush=True)
+            print(f"{kind:14}{name:18} {error}", flush=True)
             continue
         if name in CLEARING:
             scenes.free()
         note = "  missed" if hold > MOST_HOLD or (not is_of_all and quotient > MOST_RATIO) else ""
         micro = [f"{value * 1e6:.1f}" for value in (beside_few, beside_many, hold)]
-        print(f"{kind:10}{name:20}{micro[0]:>12}{micro[1]:>12}{ratio:>10}{micro[2]:>12}{note}", flush=True)
+        print(f"{kind:14}{name:18}{micro[0]:>12}{micro[1]:>12}{ratio:>10}{micro[2]:>12}{note}", flush=True)
         value = f"{micro[0]} to {micro[1]} µs ({ratio}), hold {micro[2]} µs"
         rows.append({"section": "growth", "name": f"{name}, {kind}", "type": "", "value": value})
     scenes.free()
@@ -160,7 +163,7 @@ def main() -> None:
     arguments = parser.parse_args()
     growth = Growth()
     rows: list[dict[str, object]] = []
-    print(f"{'kind':10}{'call':20}{'few, us':>12}{'many, us':>12}{'quotient':>10}{'hold, us':>12}")
+    print(f"{'kind':14}{'call':18}{'few, us':>12}{'many, us':>12}{'quotient':>10}{'hold, us':>12}")
     for kind in arguments.kinds:
         rows += measure(growth, kind, arguments)
     if arguments.json:

@@ -121,7 +121,17 @@ int growth_unlock(pthread_mutex_t *mutex) {
 /* ---- a cache with kept blocks ------------------------------------------------------------------------------------ */
 
 /* The limit of a cache that is full of kept blocks, or the fate of its blocks. */
-typedef enum kind { UNLIMITED, BY_CAPACITY, BY_BYTES, EXPIRED, PINNED, RUNNING, ACQUIRED, NUM_KINDS } kind;
+typedef enum kind {
+    UNLIMITED,
+    BY_CAPACITY,
+    BY_BYTES,
+    EXPIRED,
+    PINNED,
+    RUNNING,
+    ACQUIRED,
+    RUNNING_BY_BYTES,
+    NUM_KINDS
+} kind;
 
 typedef struct scene {
     kvc_cache *cache;
@@ -247,15 +257,16 @@ EXPORT kvc_status growth_free(scene *s) {
 }
 
 /* Sets *made to a cache with two sequences and num_blocks kept blocks of a kind.  Each block is a prompt of its own;
- * but in RUNNING, most blocks belong to running sequences.  In ACQUIRED, no block is kept, and there are as many
- * sequences that were acquired and hold nothing. */
+ * but in RUNNING and RUNNING_BY_BYTES, most blocks belong to running sequences.  In ACQUIRED, no block is kept, and
+ * there are as many sequences that were acquired and hold nothing. */
 EXPORT kvc_status growth_new(kind kind, int32_t num_blocks, int64_t max_bytes, scene **made) {
     scene *s = *made = allocate(1, sizeof *s);
     int64_t ids[BLOCK], evicted;
     int32_t pinned;
     TRY(scene_new(s, kind, num_blocks, max_bytes));
     int32_t num = 0;
-    for (; kind == RUNNING && num + LONG / BLOCK + 2 * BLOCK <= num_blocks; num += LONG / BLOCK) TRY(run_long(s));
+    const int32_t runs = kind == RUNNING || kind == RUNNING_BY_BYTES;
+    for (; runs && num + LONG / BLOCK + 2 * BLOCK <= num_blocks; num += LONG / BLOCK) TRY(run_long(s));
     for (; kind == ACQUIRED && num < num_blocks; num++) TRY(acquire_one(s));
     for (; num < num_blocks; num++) TRY(keep(s));
     for (int32_t i = num_blocks - BLOCK; kind == PINNED && i > 0; i--) { /* all are older than what can be evicted */
@@ -324,6 +335,15 @@ STATUS_OF(call_reserve, kvc_reserve(s->cache, OWN_ID, 1))
 STATUS_OF(call_compact, kvc_compact(s->cache))
 STATUS_OF(call_settle, kvc_settle(s->cache))
 STATUS_OF(call_validate, kvc_validate(s->cache))
+
+/* Times a call that asks for one token more than fits. */
+static kvc_status call_refused(scene *s, int32_t rep) {
+    kvc_status status = KVC_OK;
+    (void)rep;
+    TRY(kvc_room(s->cache, OWN_ID, &count));
+    TIME((status = kvc_reserve(s->cache, OWN_ID, count + 1), KVC_OK));
+    return status == KVC_ERR_FULL ? KVC_OK : status == KVC_OK ? KVC_ERR_CORRUPT : status;
+}
 
 static kvc_status call_blocks(scene *s, int32_t rep) {
     int64_t num_blocks, num_runs;
@@ -770,6 +790,7 @@ static const struct {
     {"room", call_room, 0},
     {"room_of_new", call_room_of_new, 0},
     {"reserve", call_reserve, 0},
+    {"refused", call_refused, 0},
     {"compact", call_compact, 1},
     {"settle", call_settle, 1},
     {"validate", call_validate, 1},

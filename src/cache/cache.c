@@ -28,7 +28,8 @@ void kvc_cache_unmark_loose(kvc_sequence *sequence) {
 void kvc_cache_mark_changed(kvc_cache *cache, kvc_sequence *sequence) {
     if (sequence->is_retained) return;
     if (!sequence->loose_at) kvc_cache_mark_loose(cache, sequence); /* while it is fed, it usually is */
-    const int32_t holds = !sequence->in_call && kvc_sequence_holds(sequence);
+    const int32_t has_rows = kvc_sequence_holds(sequence), holds = has_rows && !sequence->in_call;
+    if (sequence->is_kept != has_rows) kvc_table_list(&cache->sequences, sequence, has_rows);
     cache->num_holding += holds - sequence->holds;
     sequence->holds = holds;
     if (sequence->changed_at) return;
@@ -78,11 +79,11 @@ static void set_evictable(kvc_cache *cache, kvc_sequence *sequence, int32_t is_e
             kvc_pool_mark_evictable(run->block, run->slot, run->count, is_evictable ? 1 : -1);
     }
     if (is_evictable) {
-        kvc_table_yield(&cache->sequences, sequence);
+        kvc_table_list(&cache->sequences, sequence, 0);
         sort(cache, sequence);
     } else {
         kvc_sorted_remove(&cache->evictable, &sequence->links[KVC_BY_USE]);
-        kvc_table_keep(&cache->sequences, sequence);
+        kvc_table_list(&cache->sequences, sequence, kvc_sequence_holds(sequence));
     }
     kvc_cache_note_bytes(cache, sequence);
     if (sequence->follower && sequence->follower->noted) sequence->follower->noted(sequence->follower);
@@ -133,6 +134,7 @@ void kvc_cache_protect(kvc_cache *cache, kvc_sequence *sequence) {
 void kvc_cache_enter(kvc_cache *cache, kvc_sequence *sequence) {
     sequence->origin.as_of = cache->num_forgets;
     kvc_table_insert(&cache->sequences, sequence);
+    kvc_table_list(&cache->sequences, sequence, kvc_sequence_holds(sequence));
 }
 
 void kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old) {

@@ -161,12 +161,11 @@ static kvc_sorted *set_of(kvc_table *table, const kvc_sequence *sequence) {
 
 void kvc_table_insert(kvc_table *table, kvc_sequence *sequence) {
     kvc_sequence_sort(set_of(table, sequence), sequence, KVC_BY_ID);
-    kvc_table_keep(table, sequence);
 }
 
 void kvc_table_remove(kvc_table *table, kvc_sequence *sequence) {
     kvc_sorted_remove(set_of(table, sequence), &sequence->links[KVC_BY_ID]);
-    kvc_table_yield(table, sequence);
+    kvc_table_list(table, sequence, 0);
 }
 
 /* Returns whether a sequence comes behind another in the table: hidden ones behind the others. */
@@ -175,12 +174,13 @@ static int comes_later(const kvc_links *member, const kvc_links *other) {
     return a->is_hidden == b->is_hidden ? a->id > b->id : a->is_hidden;
 }
 
-void kvc_table_keep(kvc_table *table, kvc_sequence *sequence) {
-    kvc_sorted_add(&table->kept, &sequence->links[KVC_BY_USE], comes_later);
-}
-
-void kvc_table_yield(kvc_table *table, kvc_sequence *sequence) {
-    kvc_sorted_remove(&table->kept, &sequence->links[KVC_BY_USE]);
+void kvc_table_list(kvc_table *table, kvc_sequence *sequence, int32_t is_kept) {
+    if (sequence->is_kept == is_kept) return;
+    sequence->is_kept = is_kept;
+    if (is_kept)
+        kvc_sorted_add(&table->kept, &sequence->links[KVC_BY_USE], comes_later);
+    else
+        kvc_sorted_remove(&table->kept, &sequence->links[KVC_BY_USE]);
 }
 
 kvc_sequence *kvc_table_first_kept(const kvc_table *table) { return kvc_sequence_end(&table->kept, KVC_BY_USE, 0); }

@@ -63,6 +63,7 @@ typedef struct kvc_sequence {
     int32_t frees;                /* while victims are chosen: evict.c */
     int64_t num_pins;             /* of a retained sequence: while there are any, it is not evicted */
     int32_t is_evictable;         /* it is in cache->evictable, and blocks count it so */
+    int32_t is_kept;              /* it is in table->kept */
     int64_t evictable_bytes;      /* it has so many of cache->evictable_bytes */
     int32_t is_counted_pinned;    /* it is counted in cache->num_pinned */
     int64_t used;                 /* of a retained sequence: the larger, the more recently */
@@ -136,7 +137,7 @@ kvc_sequence *kvc_sequence_beside(const kvc_sequence *sequence, kvc_key by, int 
 
 typedef struct kvc_table {
     kvc_sorted named, hidden; /* by id: sequences that calls can name, and hidden ones */
-    kvc_sorted kept;          /* those of both that are not evictable, in the order of the table */
+    kvc_sorted kept;          /* those of both that hold rows and are not evictable, in the order of the table */
 } kvc_table;
 
 /* Returns the sequence with an id, except hidden ones; NULL if it does not exist. */
@@ -149,9 +150,8 @@ kvc_sequence *kvc_table_find_hidden(const kvc_table *table, int64_t id);
 void kvc_table_insert(kvc_table *table, kvc_sequence *sequence);
 void kvc_table_remove(kvc_table *table, kvc_sequence *sequence);
 
-/* Adds a sequence to table->kept, or takes it out.  One that is inserted is there. */
-void kvc_table_keep(kvc_table *table, kvc_sequence *sequence);
-void kvc_table_yield(kvc_table *table, kvc_sequence *sequence);
+/* Puts a sequence in table->kept, or takes it out, unless it is there already, or not.  One that is inserted is not. */
+void kvc_table_list(kvc_table *table, kvc_sequence *sequence, int32_t is_kept);
 
 /* Return the first sequence of table->kept, and the next one; NULL at the end. */
 kvc_sequence *kvc_table_first_kept(const kvc_table *table);

@@ -276,6 +276,8 @@ static kvc_status check_table(const kvc_cache *cache) {
         nums[sequence->is_hidden]++;
         REQUIRE(sequence->in_batch || sequence->follower || !kvc_sequence_is_blank(sequence),
                 "sequence %lld is blank and in the table", id);
+        REQUIRE(sequence->in_batch || sequence->is_kept == (kvc_sequence_holds(sequence) && !sequence->is_evictable),
+                "sequence %lld is noted to hold rows and to stay, or not to", id);
         REQUIRE(!sequence->is_hidden || (sequence->is_retained && sequence->follower), "nobody follows hidden rows");
         REQUIRE(cache->batch || !sequence->in_batch, "sequence %lld belongs to a batch that is not there", id);
     }

@@ -391,16 +391,17 @@ static kvc_status find_needs(const kvc_batch *batch, int compacts) {
 }
 
 /* Returns the most bytes that compactions may save in lists of runs.  They join runs: one is left for each block that
- * the rows fill.  The batch's tokens may go on in other places: they are two runs fewer at most. */
+ * the rows fill.  A list has room for the runs before, too, so that only lists to which the batch adds runs may be
+ * shorter.  The batch's tokens may go on in other places: they are two runs fewer at most. */
 static int64_t most_lists_saved(const kvc_batch *batch) {
     const kvc_cache *cache = batch->cache;
     int64_t num = 0;
     for (int32_t g = 0; g < cache->num_groups; g++) {
-        num += 2 * batch->num_sequences;
-        for (const kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed) {
+        for (int32_t s = 0; s < batch->num_sequences; s++) {
+            const kvc_sequence *sequence = batch->sequences[s].sequence;
             const int64_t rows = kvc_count_kept(cache, sequence, g), size = cache->pools[g].block_size,
                           joined = sequence->runs[g].num - (rows + size - 1) / size;
-            if (joined > 0) num += joined;
+            num += 2 + (joined > 0 ? joined : 0);
         }
     }
     return num * (int64_t)sizeof(kvc_run);
@@ -483,7 +484,7 @@ static kvc_status check_kept(kvc_batch *batch, int64_t *bytes) {
     kvc_kept_bytes(batch, &kept, &all, bytes);
     if (all <= cache->max_bytes) return KVC_OK;
     forget_needs(batch);
-    KVC_TRY(kvc_tighten(cache, 1));
+    KVC_TRY(kvc_tighten(cache));
     const kvc_status status = kvc_fit_kept(batch, bytes);
     kvc_spare_victims(cache);
     return status;

@@ -205,7 +205,7 @@ static kvc_status find_room_in_bytes(kvc_batch *batch, int64_t most, int64_t *ro
     int64_t bound, bytes, least = 0;
     kvc_kept kept;
     *room = 0;
-    kvc_status status = kvc_tighten(batch->cache, 1);
+    kvc_status status = kvc_tighten(batch->cache);
     if (status == KVC_OK) status = kvc_kept_begin(batch, KVC_KEPT, &kept);
     if (status == KVC_OK && most)
         status = find_most(batch, room, most, guess_room(batch, most, &kept), AS_THEY_LIE, &kept);

@@ -20,13 +20,18 @@ static int is_movable(const kvc_compaction *c, const kvc_block *block) {
     return kvc_pool_is_movable(c->pool, (kvc_use){.live = live, .is_pinned = block->pins != 0});
 }
 
-/* Return the first sequence that a compaction looks at, and the next one; NULL at the end. */
+static kvc_sequence *first_evictable(const kvc_compaction *c) {
+    return c->scope == KVC_KEPT ? NULL : kvc_sequence_end(&c->cache->evictable, KVC_BY_USE, 0);
+}
+
+/* Return the first sequence with rows that a compaction looks at, and the next one; NULL at the end. */
 static kvc_sequence *first_of(const kvc_compaction *c) {
-    const kvc_table *table = &c->cache->sequences;
-    return c->scope == KVC_KEPT ? kvc_table_first_kept(table) : kvc_table_first(table);
+    kvc_sequence *first = kvc_table_first_kept(&c->cache->sequences);
+    return first ? first : first_evictable(c);
 }
 static kvc_sequence *next_of(const kvc_compaction *c, const kvc_sequence *s) {
-    return c->scope == KVC_KEPT ? kvc_table_next_kept(s) : kvc_table_next(&c->cache->sequences, s);
+    kvc_sequence *next = kvc_sequence_beside(s, KVC_BY_USE, 1);
+    return next || s->is_evictable ? next : first_evictable(c);
 }
 
 int64_t kvc_compaction_gain(const kvc_cache *cache, int32_t group) {
@@ -58,17 +63,6 @@ static void free_memory(kvc_compaction *c) {
 /* Drops the spare lists of runs that get_lists made ready. */
 static void discard_lists(const kvc_compaction *c) {
     for (kvc_sequence *s = first_of(c); s; s = next_of(c, s)) kvc_runs_discard(&s->runs[c->group], &c->cache->memory);
-}
-
-/* Gets memory for lists of runs; returns 0 if there is not enough. */
-static int get_lists(const kvc_compaction *c) {
-    for (kvc_sequence *s = first_of(c); s; s = next_of(c, s)) {
-        if (s->fate == KVC_GOES || (c->cache->is_tight && s->changed_at))
-            continue; /* kvc_compaction_room says how long */
-        /* 2 more: the expiry before may cut a run in two */
-        if (kvc_runs_prepare_edit(&s->runs[c->group], &c->cache->memory, 2) != KVC_OK) return 0;
-    }
-    return 1;
 }
 
 /* ---- planning the moves ------------------------------------------------------------------------------------------ */
@@ -154,6 +148,18 @@ static void plan_moves(kvc_compaction *c) {
     c->live = next;
 }
 
+/* Gets memory for the lists of runs of a sequence. */
+static kvc_status get_list(const kvc_compaction *c, kvc_sequence *s) {
+    const kvc_interval none = {0, 0};
+    kvc_run_list *list = &s->runs[c->group];
+    int32_t after;
+    if (kvc_is_evicted_in(c->cache, s, c->group)) return KVC_OK;
+    if (s->changed_at) /* rows may expire before, which may cut a run in two; in a tight cache, the batch gets memory */
+        return c->cache->is_tight ? KVC_OK : kvc_runs_prepare_edit(list, &c->cache->memory, 2);
+    const int32_t num = kvc_compaction_room(c, list, none, &after);
+    return num > list->capacity ? kvc_runs_prepare_exact(list, &c->cache->memory, num) : KVC_OK;
+}
+
 kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group, kvc_scope scope, const kvc_tally *tally) {
     kvc_pool *pool = &cache->pools[group];
     kvc_compaction made = {
@@ -163,13 +169,16 @@ kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group, kvc_scope scope,
     if (c) *c = made;
     if (c) c->order = alloc_array(c, (uint64_t)c->max_blocks, sizeof *c->order);
     if (c && c->order) order_blocks(c);
-    if (!c || !c->order || !get_slots(c) || !get_lists(c)) {
+    int has_memory = c && c->order && get_slots(c);
+    if (has_memory) plan_moves(c);
+    for (kvc_sequence *s = has_memory && c->num_moves ? first_of(c) : NULL; has_memory && s; s = next_of(c, s))
+        has_memory = get_list(c, s) == KVC_OK;
+    if (!has_memory) {
         const long long num_slots = c ? c->num_slots : 0;
         discard_lists(&made);
         if (c) free_memory(c);
         return kvc_fail(KVC_ERR_NOMEM, "out of memory to compact %lld slots", num_slots);
     }
-    plan_moves(c);
     pool->compaction = c;
     if (!c->num_moves) kvc_compaction_drop(cache, group); /* all holes lie past the last slot that is held */
     return KVC_OK;
@@ -265,20 +274,18 @@ int32_t kvc_compaction_room(const kvc_compaction *c, const kvc_run_list *list, k
 void kvc_compaction_run(kvc_cache *cache, int32_t group) {
     kvc_pool *pool = &cache->pools[group];
     kvc_compaction *c = pool->compaction;
-    const kvc_table *table = &cache->sequences;
-    for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s)) {
+    for (kvc_sequence *s = first_of(c); s; s = next_of(c, s)) {
         kvc_runs_install(&s->runs[group], &cache->memory);
         if (s->is_evictable) kvc_useful_remove(cache, s);
     }
     move_rows(c);
-    for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s)) {
+    for (kvc_sequence *s = first_of(c); s; s = next_of(c, s)) {
         move_runs(c, &s->runs[group]);
         kvc_cache_note_bytes(cache, s);
         kvc_cache_mark_loose(cache, s);
     }
     kvc_pool_refill(pool, c->order, c->num_blocks, c->live);
-    for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s))
-        if (s->is_evictable) kvc_useful_add(cache, s);
+    for (kvc_sequence *s = first_evictable(c); s; s = kvc_sequence_beside(s, KVC_BY_USE, 1)) kvc_useful_add(cache, s);
     cache->stats.compactions++;
     pool->compaction = NULL;
     free_memory(c);

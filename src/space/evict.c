@@ -50,16 +50,13 @@ static void unlist_tight(kvc_cache *cache) {
     }
 }
 
-kvc_status kvc_tighten(kvc_cache *cache, int moves) {
+kvc_status kvc_tighten(kvc_cache *cache) {
     kvc_status status = KVC_OK;
-    kvc_sequence *first = kvc_table_first_kept(&cache->sequences);
     cache->is_tight = 1;
     cache->tight_bytes = -1;
     unlist_tight(cache);
     for (kvc_sequence *s = cache->loose; s; s = s->next_loose)
         if (may_relist(cache, s)) kvc_cache_mark_changed(cache, s); /* so that plans look at it */
-    for (kvc_sequence *s = moves ? first : NULL; s && !s->is_hidden; s = kvc_table_next_kept(s))
-        if (may_relist(cache, s)) kvc_cache_mark_changed(cache, s);
     kvc_set_min_query_positions(cache);
     for (kvc_sequence *s = cache->changed; s; s = s->next_changed)
         for (int32_t g = 0; may_relist(cache, s) && status == KVC_OK && g < cache->num_groups; g++)
@@ -307,7 +304,7 @@ kvc_status kvc_choose_victims(const kvc_need *need) {
     for (int all = 0; num && may_fit && status == KVC_ERR_FULL && all <= cache->lacks_bytes; all++)
         status = find_oldest(need, all);
     if (may_fit && status == KVC_ERR_FULL && cache->lacks_bytes) {
-        status = kvc_tighten(cache, need->expires);
+        status = kvc_tighten(cache);
         if (status == KVC_OK) {
             choose_oldest(cache, 0);
             status = need->fits(need);

@@ -44,8 +44,8 @@ void kvc_choose_all(kvc_cache *cache);
 
 /* Plans that the cache takes no more bookkeeping than it needs, as the last resort of a call that lacks bytes.
  * Lists of runs become exact, and followers give up what they do not need.  Makes ready these lists.  Looks only at
- * sequences in cache->loose, unless the call `moves` rows together, which may shorten any list.  KVC_ERR_NOMEM. */
-kvc_status kvc_tighten(kvc_cache *cache, int moves);
+ * sequences in cache->loose.  KVC_ERR_NOMEM. */
+kvc_status kvc_tighten(kvc_cache *cache);
 
 /* Spares all victims, and takes back what kvc_tighten planned. */
 void kvc_spare_victims(kvc_cache *cache);

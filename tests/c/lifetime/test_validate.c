@@ -138,6 +138,8 @@ static void test_sequences(void) {
     BREAK(cache, cache->evictable.root, NULL, "evictable sequences are not");
     CHECK(changed->changed_at && !rested->changed_at && !retained->changed_at);
     BREAK(cache, changed->holds, 0, "noted to hold rows");
+    BREAK(cache, changed->is_kept, 0, "noted to hold rows and to stay");
+    BREAK(cache, retained->is_kept, 1, "noted to hold rows and to stay");
     BREAK(cache, retained->holds, 1, "noted to hold rows");
     BREAK(cache, retained->in_batch, 1, "a retained one and in use");
     BREAK(cache, changed->in_batch, 1, "belongs to a batch that is not there");

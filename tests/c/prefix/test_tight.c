@@ -45,10 +45,29 @@ static int prompt_fits(int64_t max_bytes, int is_windowed, int num, int step, in
     return begins ? status == KVC_OK : -1;
 }
 
-/* Prompts that begin alike, several at once, near max_bytes: kvc_room says exactly what kvc_begin takes, and no batch
- * passes max_bytes. */
+/* Shares or edits rows of a sequence, or moves rows together, if there is room. */
+static void edit(int64_t id) {
+    const int64_t other = 1000 + random_int(0, 3);
+    const int next = kvc_next_position(cache, id);
+    kvc_status status = KVC_OK;
+    switch (random_int(0, 6)) {
+    case 0: status = kvc_fork(cache, id, other); break;
+    case 1:
+        CHECK(kvc_clear_sequence(cache, other) == KVC_OK);
+        status = kvc_share(cache, id, other, random_int(0, next + 1), next);
+        break;
+    case 2: status = kvc_remove(cache, id, random_int(0, next + 1), next, 0); break;
+    case 3: status = feed(cache, num_layers, other, random_int(1, 30)); break;
+    case 4: status = kvc_clear_sequence(cache, other); break;
+    default: status = kvc_compact(cache);
+    }
+    CHECKF(status == KVC_OK || status == KVC_ERR_FULL || status == KVC_ERR_GONE, "%s", kvc_last_error());
+}
+
+/* Prompts that begin alike, several at once, near max_bytes, and sequences that hold nothing: kvc_room says exactly
+ * what kvc_begin takes, and no batch passes max_bytes. */
 static void test_room(int round) {
-    enum { PROMPTS = 4 };
+    enum { PROMPTS = 8 };
     kvc_layer layers[3];
     const kvc_prefix_config config = {.struct_size = sizeof config,
                                       .fingerprint = "a model",
@@ -78,7 +97,12 @@ static void test_room(int round) {
         } else if (kvc_next_position(cache, ids[p]) < length[p]) {
             const int num = random_int(1, length[p] - kvc_next_position(cache, ids[p]) + 1);
             int64_t room = -1;
+            if (!random_int(0, 4) && kvc_next_position(cache, ids[p])) edit(ids[p]);
             CHECKF(kvc_room(cache, ids[p], &room) == KVC_OK, "%s", kvc_last_error());
+            kvc_batch *batch;
+            const kvc_status more =
+                room < 2 * MOST ? begin_at_end(cache, ids[p], (int32_t)room + 1, &batch) : KVC_ERR_FULL;
+            CHECK(more == KVC_ERR_FULL || (more == KVC_ERR_GONE && !room));
             const kvc_status status = feed(cache, num_layers, ids[p], num);
             CHECKF((status == KVC_OK) == (num <= room), "round %d: room for %lld, and %d: %s", round, (long long)room,
                    num, status ? kvc_last_error() : "they fit");
