@@ -10,16 +10,12 @@
 #include <malloc.h>
 #endif
 
-/* The default allocator places blocks of at least this size so that they take memory only as it is touched and can
- * return pages.  Blocks smaller than a huge page lie side by side in slabs, larger ones in mappings of their own. */
-static const size_t LAZY_SIZE = (size_t)256 << 10;
-
-/* Whether the default allocator gives a block a mapping of its own. */
-static int is_mapped(size_t size, int32_t kind) { return kind == KVC_MEMORY_ROWS && size >= KVC_HUGE_PAGE; }
+/* Blocks of at least this size take memory only as it is touched, and can return pages.  The default allocator places
+ * them side by side in slabs. */
+static const size_t LAZY_SIZE = (size_t)256 << 10, DEFAULT_LAZY_SIZE = (size_t)128 << 10;
 
 static void *default_alloc(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
-    (void)user;
-    if (is_mapped(size, hint->kind)) return kvc_pages_map(size);
+    (void)user, (void)hint;
 #if defined(_WIN32)
     return _aligned_malloc(size, alignment);
 #else
@@ -29,11 +25,7 @@ static void *default_alloc(void *user, size_t size, size_t alignment, const kvc_
 }
 
 static void default_free(void *user, void *memory, size_t size, const kvc_memory_hint *hint) {
-    (void)user;
-    if (is_mapped(size, hint->kind)) {
-        kvc_pages_unmap(memory, size);
-        return;
-    }
+    (void)user, (void)size, (void)hint;
 #if defined(_WIN32)
     _aligned_free(memory);
 #else
@@ -62,7 +54,7 @@ static int is_default(const kvc_memory *memory) { return memory->allocator.alloc
 
 /* Whether a block of this size lies in a slab. */
 static int is_in_slab(const kvc_memory *memory, uint64_t size, kvc_memory_kind kind) {
-    return is_default(memory) && kind == KVC_MEMORY_ROWS && size >= LAZY_SIZE && size < KVC_HUGE_PAGE;
+    return is_default(memory) && kind == KVC_MEMORY_ROWS && size >= DEFAULT_LAZY_SIZE;
 }
 
 void *kvc_memory_alloc(kvc_memory *memory, uint64_t size, kvc_memory_kind kind, int32_t group) {
@@ -93,13 +85,11 @@ void kvc_memory_purge(kvc_memory *memory, void *p, size_t size) {
     if (begin < end) memory->allocator.purge(memory->allocator.user, (void *)begin, end - begin);
 }
 
-int kvc_memory_mark_written(kvc_memory *memory, uint8_t *p, size_t size, kvc_page_work *work) {
-    if (!is_default(memory)) return 0;
-    kvc_slab_mark_written(&memory->slabs, &p, &size);
-    work->p = p;
-    work->size = size;
-    return size != 0;
-}
+int kvc_memory_collapses(const kvc_memory *memory, size_t size) { return is_in_slab(memory, size, KVC_MEMORY_ROWS); }
+
+void kvc_memory_mark(kvc_memory *memory, void *p, int is_written) { kvc_slab_mark(&memory->slabs, p, is_written); }
+
+int kvc_memory_fills(kvc_memory *memory, const void *p) { return kvc_slab_fills(&memory->slabs, p); }
 
 int kvc_memory_is_busy(const kvc_memory *memory, const uint8_t *p, size_t size) {
     const kvc_page_work *work = memory->works;
@@ -113,6 +103,6 @@ int kvc_memory_any_busy(const kvc_memory *memory) {
     return work != NULL;
 }
 
-void kvc_memory_clear_written(kvc_memory *memory, void *p) { kvc_slab_clear_written(&memory->slabs, p); }
-
-int kvc_memory_is_lazy(const kvc_memory *memory, size_t size) { return memory->allocator.purge && size >= LAZY_SIZE; }
+int kvc_memory_is_lazy(const kvc_memory *memory, size_t size) {
+    return memory->allocator.purge && size >= (is_default(memory) ? DEFAULT_LAZY_SIZE : LAZY_SIZE);
+}

@@ -38,13 +38,14 @@ void *kvc_memory_alloc(kvc_memory *memory, uint64_t size, kvc_memory_kind kind, 
 /* Returns the whole OS pages within [p, p + size) to the system; they stay addressable and lose their contents. */
 void kvc_memory_purge(kvc_memory *memory, void *p, size_t size);
 
-/* Records that [p, p + size), or a block at p that is smaller than a huge page, is written and stays.  Sets `work`
- * to the whole huge pages that these bytes, or several such blocks side by side, now fill, for kvc_pages_collapse.
- * Rows in huge pages are read faster, because fewer addresses are looked up.  Returns 0 if there are none. */
-int kvc_memory_mark_written(kvc_memory *memory, uint8_t *p, size_t size, kvc_page_work *work);
+/* Returns whether pages of blocks of this size may be collapsed: of the default allocator's blocks alone, in slabs. */
+int kvc_memory_collapses(const kvc_memory *memory, size_t size);
 
-/* Forgets that the block at p is written.  Call before purging a part of it. */
-void kvc_memory_clear_written(kvc_memory *memory, void *p);
+/* Records whether the block of rows at p is written as a whole.  Call it with 0 before purging a part of it. */
+void kvc_memory_mark(kvc_memory *memory, void *p, int is_written);
+
+/* Returns whether written blocks, side by side, fill the huge page at p. */
+int kvc_memory_fills(kvc_memory *memory, const void *p);
 
 /* Whether some call works on pages of [p, p + size). */
 int kvc_memory_is_busy(const kvc_memory *memory, const uint8_t *p, size_t size);

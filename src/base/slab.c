@@ -6,15 +6,18 @@
 #include "base/align.h"
 #include "base/pages.h"
 
-enum { ITEMS = 32 }; /* items in a slab, unless addresses are scarce: one bit each of a uint32_t */
+enum {
+    ITEMS = 64,            /* most items in a slab: one bit each of a uint64_t */
+    SLAB_BYTES = 64 << 20, /* addresses of a slab, unless one item needs more */
+};
 
 /* A mapping, divided into items of equal size. */
 struct kvc_slab {
     kvc_slab *next;
     uint8_t *begin;
     size_t item_bytes;       /* from item to item */
-    uint32_t num_items;      /* ITEMS or 1 */
-    uint32_t taken, written; /* bit i: whether item i is */
+    uint32_t num_items;      /* at most ITEMS */
+    uint64_t taken, written; /* bit i: whether item i is */
 };
 
 static size_t size_of(const kvc_slab *slab) { return slab->num_items * slab->item_bytes; }
@@ -22,7 +25,7 @@ static size_t size_of(const kvc_slab *slab) { return slab->num_items * slab->ite
 static int holds(const kvc_slab *slab, const void *p) { return (uintptr_t)p - (uintptr_t)slab->begin < size_of(slab); }
 
 static int has_free_item(const kvc_slab *slab, size_t item_bytes) {
-    return slab->item_bytes == item_bytes && slab->taken != UINT32_MAX >> (ITEMS - slab->num_items);
+    return slab->item_bytes == item_bytes && slab->taken != UINT64_MAX >> (ITEMS - slab->num_items);
 }
 
 /* Finds the slab that holds p or, if p is NULL, one with a free item of this size.  Moves it to the front of the list,
@@ -42,9 +45,10 @@ static kvc_slab *find(kvc_slab **slabs, const void *p, size_t item_bytes) {
 static kvc_slab *add_slab(kvc_slab **slabs, size_t item_bytes) {
     kvc_slab *slab = malloc(sizeof *slab);
     if (!slab) return NULL;
-    *slab = (kvc_slab){.next = *slabs, .item_bytes = item_bytes, .num_items = ITEMS};
-    slab->begin = kvc_pages_map(size_of(slab));
-    if (!slab->begin) { /* addresses are scarce, but one item may still fit */
+    const size_t fit = SLAB_BYTES / item_bytes;
+    *slab = (kvc_slab){.next = *slabs, .item_bytes = item_bytes, .num_items = fit > ITEMS ? ITEMS : (uint32_t)fit};
+    if (fit) slab->begin = kvc_pages_map(size_of(slab));
+    if (!slab->begin) { /* the item is large, or addresses are scarce */
         slab->num_items = 1;
         slab->begin = kvc_pages_map(size_of(slab));
     }
@@ -55,8 +59,8 @@ static kvc_slab *add_slab(kvc_slab **slabs, size_t item_bytes) {
     return *slabs = slab;
 }
 
-static uint32_t bit_of(const kvc_slab *slab, const void *p) {
-    return UINT32_C(1) << (size_t)((const uint8_t *)p - slab->begin) / slab->item_bytes;
+static uint64_t bit_of(const kvc_slab *slab, const void *p) {
+    return UINT64_C(1) << (size_t)((const uint8_t *)p - slab->begin) / slab->item_bytes;
 }
 
 void *kvc_slab_take(kvc_slab **slabs, size_t size) {
@@ -66,7 +70,7 @@ void *kvc_slab_take(kvc_slab **slabs, size_t size) {
     if (!slab) return NULL;
     int i = 0;
     while (slab->taken >> i & 1) i++;
-    slab->taken |= UINT32_C(1) << i;
+    slab->taken |= UINT64_C(1) << i;
     return slab->begin + (size_t)i * item_bytes;
 }
 
@@ -83,30 +87,20 @@ void kvc_slab_give(kvc_slab **slabs, void *item) {
     free(slab);
 }
 
-/* Whether written items fill huge page number `page` of the slab. */
-static int is_written(const kvc_slab *slab, size_t page) {
-    const size_t first = page * KVC_HUGE_PAGE / slab->item_bytes;
-    const size_t last = ((page + 1) * KVC_HUGE_PAGE - 1) / slab->item_bytes;
+void kvc_slab_mark(kvc_slab **slabs, void *p, int is_written) {
+    kvc_slab *slab = find(slabs, p, 0);
+    if (!slab) return;
+    slab->written &= ~bit_of(slab, p);
+    if (is_written) slab->written |= bit_of(slab, p);
+}
+
+int kvc_slab_fills(kvc_slab **slabs, const void *p) {
+    const kvc_slab *slab = find(slabs, p, 0);
+    if (!slab) return 0;
+    const size_t begin = (size_t)((const uint8_t *)p - slab->begin);
+    const size_t first = begin / slab->item_bytes, last = (begin + KVC_HUGE_PAGE - 1) / slab->item_bytes;
     if (last >= slab->num_items) return 0;
     for (size_t i = first; i <= last; i++)
         if (!(slab->written >> i & 1)) return 0;
     return 1;
-}
-
-int kvc_slab_mark_written(kvc_slab **slabs, uint8_t **p, size_t *size) {
-    kvc_slab *slab = find(slabs, *p, 0);
-    if (!slab) return 0;
-    const size_t at = (size_t)(*p - slab->begin) / slab->item_bytes * slab->item_bytes;
-    size_t page = at / KVC_HUGE_PAGE, end = (at + slab->item_bytes - 1) / KVC_HUGE_PAGE + 1; /* one page, or two */
-    slab->written |= bit_of(slab, *p);
-    if (!is_written(slab, page)) page++;
-    if (!is_written(slab, end - 1)) end--;
-    *p = slab->begin + page * KVC_HUGE_PAGE;
-    *size = page < end ? (end - page) * KVC_HUGE_PAGE : 0;
-    return 1;
-}
-
-void kvc_slab_clear_written(kvc_slab **slabs, void *p) {
-    kvc_slab *slab = find(slabs, p, 0);
-    if (slab) slab->written &= ~bit_of(slab, p);
 }

@@ -1,4 +1,4 @@
-/* slab.h: items of memory smaller than a huge page, side by side in a slab, so that several share a huge page. */
+/* slab.h: items of memory side by side in a slab, so that their ends share huge pages. */
 #ifndef KVC_SLAB_H
 #define KVC_SLAB_H
 
@@ -14,11 +14,10 @@ void *kvc_slab_take(kvc_slab **slabs, size_t size);
 /* Gives an item back. */
 void kvc_slab_give(kvc_slab **slabs, void *item);
 
-/* Records that the item at *p is written as a whole.  Sets *p and *size to the huge pages, or none, that it fills
- * together with written items beside it.  Returns 0, and changes nothing, if no slab holds the item. */
-int kvc_slab_mark_written(kvc_slab **slabs, uint8_t **p, size_t *size);
+/* Records whether the item at p is written as a whole.  Does nothing if no slab holds the item. */
+void kvc_slab_mark(kvc_slab **slabs, void *p, int is_written);
 
-/* Forgets that the item at p, if it is from these slabs, is written. */
-void kvc_slab_clear_written(kvc_slab **slabs, void *p);
+/* Returns whether written items fill the huge page at p; 0 if no slab holds the page. */
+int kvc_slab_fills(kvc_slab **slabs, const void *p);
 
 #endif

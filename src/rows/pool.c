@@ -8,7 +8,8 @@
 
 enum {
     WORTH_THREADS = 1 << 22, /* bytes that are given back */
-    COLLAPSE_SLOTS = 512,    /* slots filled in a block before its pages are looked at again */
+    COLLAPSE_SLOTS = 128,    /* slots filled in a block before its pages are looked at again */
+    COLLAPSE_SHARE = 16,     /* 1/16 of a page that is collapsed may have no rows */
     COLLAPSE_TOKENS = 8,     /* tokens of a batch per step made, and per block looked at, beyond the first ones */
     COLLAPSE_BLOCKS = 8,     /* blocks looked at after a batch of few tokens */
     FAULT_BYTES = 256 << 10  /* most bytes of memory taken in one step */
@@ -21,6 +22,7 @@ void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t bl
                        .block_size = block_size,
                        .block_bytes = block_bytes,
                        .is_lazy = kvc_memory_is_lazy(memory, block_bytes),
+                       .collapses = kvc_memory_collapses(memory, block_bytes),
                        .layouts = layouts,
                        .num_layers = num_layers,
                        .epoch = 1};
@@ -184,16 +186,21 @@ int64_t kvc_pool_num_regions(const kvc_pool *pool) {
     return num;
 }
 
-kvc_region kvc_pool_region(const kvc_pool *pool, int64_t index) {
-    const kvc_layout *at = pool->layouts;
-    for (; index >= REGIONS * (int64_t)at->num_kv_heads; at++) index -= REGIONS * (int64_t)at->num_kv_heads;
-    const size_t begin = (size_t)(index / REGIONS) * at->head_stride;
-    switch (index % REGIONS) {
+/* Returns region `index` of a head, in the order of addresses. */
+static kvc_region region_of(const kvc_layout *at, size_t head, int index) {
+    const size_t begin = head * at->head_stride;
+    switch (index) {
     case 0: return (kvc_region){begin + at->k_offset, at->k_row_bytes};
     case 1: return (kvc_region){begin + at->v_offset, at->v_stored};
     case 2: return (kvc_region){begin + at->k_scales, at->k_scales ? KVC_SCALE_BYTES : 0};
     default: return (kvc_region){begin + at->v_scales, at->v_scales && at->v_stored ? KVC_SCALE_BYTES : 0};
     }
+}
+
+kvc_region kvc_pool_region(const kvc_pool *pool, int64_t index) {
+    const kvc_layout *at = pool->layouts;
+    for (; index >= REGIONS * (int64_t)at->num_kv_heads; at++) index -= REGIONS * (int64_t)at->num_kv_heads;
+    return region_of(at, (size_t)(index / REGIONS), (int)(index % REGIONS));
 }
 
 typedef struct purge {
@@ -216,12 +223,12 @@ void kvc_pool_purge(kvc_pool *pool, kvc_block *block, int32_t num_threads) {
         return;
     const int64_t bytes = kvc_pool_block_bytes(pool, block->faulted) - kvc_pool_block_bytes(pool, block->fill);
     purge work = {pool, block};
-    kvc_memory_clear_written(pool->memory, block->rows);
+    kvc_memory_mark(pool->memory, block->rows, 0);
     kvc_parallel(kvc_threads_for((double)bytes, WORTH_THREADS, num_threads), kvc_pool_num_regions(pool), purge_region,
                  &work);
     pool->row_bytes -= bytes;
     block->faulted = block->fill;
-    if (block->collapsed > block->fill) block->collapsed = block->fill;
+    block->collapsed = 0; /* a huge page that reached past the fill mark is divided */
     if (block->resident > block->fill) block->resident = block->fill;
     block->collapse_next = 0;
 }
@@ -238,35 +245,54 @@ int64_t kvc_pool_slot_bytes(const kvc_pool *pool) {
 
 /* ---- huge pages -------------------------------------------------------------------------------------------------- */
 
-/* Finds the huge pages that slots [from, to) fill in the rows of a region; returns whether there is one.  The first
- * page may begin a little before the rows, in padding. */
-static int collapse_rows(const kvc_pool *pool, uint8_t *rows, size_t row_bytes, int32_t from, int32_t to,
-                         kvc_page_work *work) {
-    const uintptr_t start = (uintptr_t)rows;
-    uintptr_t begin = (start + (size_t)from * row_bytes) / KVC_HUGE_PAGE * KVC_HUGE_PAGE;
-    const uintptr_t end = (start + (size_t)to * row_bytes) / KVC_HUGE_PAGE * KVC_HUGE_PAGE;
-    if (begin + KVC_HUGE_PAGE / 4 < start) begin += KVC_HUGE_PAGE;
-    return begin < end && kvc_memory_mark_written(pool->memory, (uint8_t *)begin, end - begin, work);
+/* Where a block's huge pages begin: the first one may begin before the block, the last one may end behind it. */
+static uintptr_t huge_page_at(const kvc_block *block, int64_t index) {
+    return (uintptr_t)block->rows / KVC_HUGE_PAGE * KVC_HUGE_PAGE + (uintptr_t)index * KVC_HUGE_PAGE;
 }
 
-/* Returns the number of steps in which the pages of a block are collapsed up to collapse_to.  If the block is full,
- * a step is a page; otherwise it is a region, because the ends of regions are not filled. */
-static int64_t num_collapse_steps(const kvc_pool *pool, const kvc_block *block) {
-    if (block->collapse_to < pool->block_size) return kvc_pool_num_regions(pool);
-    return pool->block_bytes < KVC_HUGE_PAGE ? 1 : (int64_t)(pool->block_bytes / KVC_HUGE_PAGE);
+/* Adds the OS pages from *done on in [begin, end) of a block that a region's slots below `to` reach into.  Sets *done
+ * to the end of the last one. */
+static size_t add_pages(kvc_region at, int32_t to, size_t begin, size_t end, size_t *done) {
+    const size_t page = kvc_os_page_size();
+    size_t first = at.offset / page * page, last = (size_t)kvc_align_up(at.offset + (size_t)to * at.row_bytes, page);
+    if (first < begin) first = begin;
+    if (first < *done) first = *done;
+    if (last > end) last = end;
+    if (!to || !at.row_bytes || last <= first) return 0;
+    *done = last;
+    return last - first;
 }
 
-/* Finds the pages of one step; returns whether there are any. */
+/* Returns whether nearly all OS pages in [begin, begin + KVC_HUGE_PAGE) of a block have rows of slots below `to`. */
+static int is_filled(const kvc_pool *pool, size_t begin, int32_t to) {
+    const size_t end = begin + KVC_HUGE_PAGE;
+    size_t done = 0, bytes = 0;
+    for (const kvc_layout *at = pool->layouts; at < pool->layouts + pool->num_layers; at++) {
+        size_t head = at->k_offset < begin ? (begin - at->k_offset) / at->head_stride : 0;
+        for (; head < (size_t)at->num_kv_heads && at->k_offset + head * at->head_stride < end; head++)
+            for (int i = 0; i < REGIONS; i++) bytes += add_pages(region_of(at, head, i), to, begin, end, &done);
+    }
+    return bytes >= KVC_HUGE_PAGE - KVC_HUGE_PAGE / COLLAPSE_SHARE;
+}
+
+/* Sets `work` to the huge page of a step, if slots below collapse_to fill it, and those below `collapsed` did not.
+ * Pages at the ends are shared with other blocks: these are filled once all of the blocks are. */
 static int collapse_step(const kvc_pool *pool, const kvc_block *block, int64_t step, kvc_page_work *work) {
-    if (block->collapse_to == pool->block_size) /* blocks that have a huge page are aligned to it */
-        return kvc_memory_mark_written(pool->memory, block->rows + step * KVC_HUGE_PAGE, KVC_HUGE_PAGE, work);
-    const kvc_region at = kvc_pool_region(pool, step);
-    return collapse_rows(pool, block->rows + at.offset, at.row_bytes, block->collapsed, block->collapse_to, work);
+    const uintptr_t rows = (uintptr_t)block->rows, page = huge_page_at(block, step);
+    const int is_own = page >= rows && page + KVC_HUGE_PAGE <= rows + pool->block_bytes;
+    if (is_own ? !is_filled(pool, page - rows, block->collapse_to) || is_filled(pool, page - rows, block->collapsed)
+               : block->collapse_to < pool->block_size || !kvc_memory_fills(pool->memory, (void *)page))
+        return 0;
+    work->p = (uint8_t *)page;
+    work->size = KVC_HUGE_PAGE;
+    return 1;
 }
 
 /* Finds the next pages to collapse in a block up to collapse_to; returns 0 if no pages are left. */
 static int next_step(const kvc_pool *pool, kvc_block *block, kvc_page_work *work) {
-    while (block->collapse_next < num_collapse_steps(pool, block))
+    const uintptr_t end = (uintptr_t)block->rows + pool->block_bytes;
+    if (block->collapse_to == pool->block_size) kvc_memory_mark(pool->memory, block->rows, 1);
+    while (huge_page_at(block, block->collapse_next) < end)
         if (collapse_step(pool, block, block->collapse_next++, work)) return 1;
     block->collapsed = block->collapse_to;
     block->collapse_next = 0;
@@ -283,7 +309,6 @@ static int next_in_block(const kvc_pool *pool, kvc_block *block, kvc_page_work *
             const int is_full = to == pool->block_size;
             if (block->epoch == pool->epoch || to - block->collapsed < (is_full || is_ahead ? 1 : COLLAPSE_SLOTS))
                 return 0;
-            if (pool->block_bytes < KVC_HUGE_PAGE && !is_full) return 0; /* it shares its huge page with other blocks */
             block->collapse_to = to;
         }
         if (next_step(pool, block, work)) return 1;
@@ -291,15 +316,15 @@ static int next_in_block(const kvc_pool *pool, kvc_block *block, kvc_page_work *
 }
 
 int kvc_pool_next_filled(kvc_pool *pool, kvc_block *block, kvc_page_work *work) {
-    if (block->collapsed >= block->fill) return 0;
-    if (pool->block_bytes < KVC_HUGE_PAGE && block->fill < pool->block_size) return 0;
+    if (!pool->collapses || block->collapsed >= block->fill) return 0;
     block->collapse_to = block->fill;
     return next_step(pool, block, work);
 }
 
-kvc_collapsing kvc_pool_collapse_for(int32_t num_tokens) {
+kvc_collapsing kvc_pool_collapse_for(const kvc_pool *pool, int32_t num_tokens) {
     const int32_t more = num_tokens / COLLAPSE_TOKENS;
-    return (kvc_collapsing){1 + more, COLLAPSE_BLOCKS + more, 0};
+    const int64_t filled = num_tokens * kvc_pool_slot_bytes(pool) / KVC_HUGE_PAGE;
+    return (kvc_collapsing){1 + more + filled, COLLAPSE_BLOCKS + more, 0};
 }
 
 kvc_collapsing kvc_pool_collapse_ahead(const kvc_pool *pool) {
@@ -307,7 +332,7 @@ kvc_collapsing kvc_pool_collapse_ahead(const kvc_pool *pool) {
 }
 
 int kvc_pool_next_collapse(kvc_pool *pool, kvc_collapsing *collapsing, kvc_page_work *work) {
-    if (!pool->is_lazy) return 0;
+    if (!pool->collapses) return 0;
     if (collapsing->blocks > pool->num_blocks) collapsing->blocks = pool->num_blocks;
     for (; collapsing->steps > 0 && collapsing->blocks > 0; collapsing->blocks--) {
         kvc_block *block = pool->collapse_block = pool->collapse_block ? pool->collapse_block : pool->first;

@@ -55,9 +55,9 @@ typedef struct kvc_block {
     int32_t faulted;        /* slots below this count as resident: handed out, or reserved, since memory was taken */
     int32_t touched_before; /* value of `faulted` when it was opened */
     int32_t resident;       /* slots below this have memory that kvc_pool_next_fault took beforehand */
-    int32_t collapsed;      /* OS pages of slots below this were made huge, where rows fill a huge page */
+    int32_t collapsed;      /* huge pages that slots below this fill were made */
     int32_t collapse_to;    /* value of `collapsed` after the steps from collapse_next on */
-    int64_t collapse_next;  /* index of the next step of collapsing; 0: none has been made */
+    int64_t collapse_next;  /* index of the next huge page to look at; 0: none has been */
     uint32_t epoch;         /* pool->epoch when slots were last handed out */
     int32_t pins;           /* number of views and calls that keep the rows in place */
     int32_t planned;        /* number of slots past fill that a batch about to begin will take */
@@ -119,6 +119,7 @@ typedef struct kvc_pool {
     int32_t block_size;
     size_t block_bytes;
     int is_lazy;               /* its rows get memory as slots are faulted, not all at once */
+    int collapses;             /* its OS pages are collapsed into huge ones */
     const kvc_layout *layouts; /* [num_layers] of the group's layers */
     int32_t num_layers;
     kvc_block *first, *last; /* list of all blocks that have memory */
@@ -231,7 +232,7 @@ typedef struct kvc_collapsing {
 /* Return a round of collapsing after a batch of num_tokens tokens, for a few of the written pages; and a round for
  * all pages whose memory was taken beforehand.  Pages that nothing has faulted cannot be collapsed, so blocks with
  * slots of the open batch, whose rows may be missing, are skipped. */
-kvc_collapsing kvc_pool_collapse_for(int32_t num_tokens);
+kvc_collapsing kvc_pool_collapse_for(const kvc_pool *pool, int32_t num_tokens);
 kvc_collapsing kvc_pool_collapse_ahead(const kvc_pool *pool);
 
 /* Finds the next pages for kvc_pages_collapse, which takes a millisecond or more for each; returns 0 if no pages are

@@ -50,7 +50,8 @@ void kvc_collapse_pages(kvc_cache *cache, int32_t num_tokens) {
     for (int32_t g = 0; g < cache->num_groups; g++) any |= cache->pools[g].is_lazy;
     if (!any) return;
     begin_work(cache, &work);
-    for (int32_t g = 0; g < cache->num_groups; g++) collapse_pages(cache, g, kvc_pool_collapse_for(num_tokens), &work);
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        collapse_pages(cache, g, kvc_pool_collapse_for(&cache->pools[g], num_tokens), &work);
     end_work(cache, &work);
 }
 

@@ -54,7 +54,7 @@ llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memor
 }
 
 // A context of one sequence gets a few long blocks (others may be named in it all the same, as copies).  Not a single
-// one: rows of small heads get huge pages only once their block is full.
+// one: rows of small heads fill huge pages only as their block becomes full.
 static int32_t block_size_of(const llama_kvcache_layers &layers, const llama_cparams &cparams, bool keeps_prefixes) {
     const bool is_full = std::all_of(layers.cache.begin(), layers.cache.end(),
                                      [](const kvc_layer &layer) { return layer.policy.kind == KVC_FULL; });

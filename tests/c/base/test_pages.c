@@ -29,6 +29,24 @@ static atomic_int num_collapsed, num_taken;
 static atomic_int is_alone = 1; /* no other thread is running */
 static int no_populate;
 
+enum { MOST_COLLAPSED = 4096 };
+static uintptr_t collapsed[MOST_COLLAPSED]; /* the huge pages that a test of shares has seen collapsed */
+static int num_noted = -1;                  /* of these; -1: they are not noted */
+
+/* Notes the huge pages of a range.  Nearly all OS pages of each must be there, so that collapsing takes no memory. */
+static void note_collapsed(void *p, size_t size, const unsigned char *there, size_t num_pages) {
+    size_t num_there = 0;
+    for (size_t i = 0; i < num_pages; i++) num_there += there[i] & 1;
+    if (num_noted < 0) return;
+    CHECKF(num_there >= num_pages - num_pages / 16, "%zu of %zu pages are there", num_there, num_pages);
+    for (uintptr_t page = (uintptr_t)p; page < (uintptr_t)p + size; page += HUGE) {
+        int i = 0;
+        while (i < num_noted && collapsed[i] != page) i++;
+        CHECK(i < MOST_COLLAPSED);
+        if (i == num_noted) collapsed[num_noted++] = page;
+    }
+}
+
 int madvise(void *p, size_t size, int advice) {
     if (advice != COLLAPSE && advice != POPULATE_WRITE) return (int)syscall(SYS_madvise, p, size, advice);
     num_collapsed += advice == COLLAPSE;
@@ -39,8 +57,10 @@ int madvise(void *p, size_t size, int advice) {
     }
     act *then = atomic_exchange(&meanwhile, NULL);
     if (then) then();
-    unsigned char *there = malloc(size / 4096 + 2);
-    CHECKF(mincore((void *)((uintptr_t)p & ~(uintptr_t)4095), size, there) == 0, "the memory of a step was given back");
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE), num_pages = (size + page - 1) / page;
+    unsigned char *there = malloc(num_pages + 1);
+    CHECKF(mincore((void *)((uintptr_t)p / page * page), size, there) == 0, "the memory of a step was given back");
+    if (advice == COLLAPSE) note_collapsed(p, size, there, num_pages);
     free(there);
     if (advice == POPULATE_WRITE && no_populate) {
         errno = EINVAL;
@@ -344,6 +364,49 @@ static void test_reserve(int32_t block_size, int by_hand, act *then) {
     free_cache(cache);
 }
 
+/* ---- shares ------------------------------------------------------------------------------------------------------ */
+
+/* Feeds n tokens whose rows are zeros, then 64 more, one at a time. */
+static void feed_zeros(kvc_cache *cache, const kvc_layer *layer, int32_t n, int32_t at_once) {
+    static uint8_t zeros[4 * DIM];
+    const kvc_put_args args = {
+        .struct_size = sizeof args, .k = zeros, .v = zeros, .k_type = layer->k_type, .v_type = layer->v_type};
+    for (int32_t done = 0, some; done < n + 64; done += some) {
+        some = done < n ? (n - done < at_once ? n - done : at_once) : 1;
+        kvc_batch *batch = begin(cache, 0, some);
+        kvc_put_args some_args = args;
+        some_args.num_tokens = some;
+        for (int32_t l = 0; l < cache->num_layers; l++)
+            CHECKF(kvc_put(batch, l, &some_args) == KVC_OK, "%s", kvc_last_error());
+        CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
+    }
+}
+
+/* Whatever the type, the heads and the blocks, collapsed pages hold most of the rows, and have nearly none besides. */
+static void test_share(int32_t type, int32_t dim, int32_t num_heads, int32_t num_layers, kvc_config config, int32_t n) {
+    const kvc_layer layer = {.num_kv_heads = num_heads, .k_dim = dim, .v_dim = dim, .k_type = type, .v_type = type};
+    kvc_layer layers[32];
+    for (int32_t i = 0; i < num_layers; i++) layers[i] = layer;
+    kvc_cache *cache = cache_of(layers, num_layers, config);
+    num_noted = 0;
+    feed_zeros(cache, &layer, n, 512);
+    const double share = (double)num_noted * HUGE / (double)kvc_nbytes(cache);
+    CHECKF(share >= 0.85, "%s, %d heads of %d, blocks of %d, %d tokens: %.2f", kvc_type_name(type), num_heads, dim,
+           kvc_block_size(cache), n, share);
+    num_noted = -1;
+    free_cache(cache);
+}
+
+static void test_shares(void) {
+    static const int32_t types[] = {KVC_F16, KVC_Q8_0, KVC_INT8, KVC_Q4_0, KVC_INT4};
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++)
+        for (int32_t dim = 64; dim <= 128; dim += 64) {
+            for (int32_t size = 64; size <= 4096; size *= 8)
+                test_share(types[i], dim, 8, 7, (kvc_config){.block_size = size}, 4096);
+            test_share(types[i], dim, 8, 7, (kvc_config){.max_seq_len = 4160, .max_sequences = 1}, 4096);
+        }
+}
+
 /* ---- mapping ----------------------------------------------------------------------------------------------------- */
 
 /* The pages that the process has mapped, and whether the system keeps no memory for the mapping of an address; 0 where
@@ -404,6 +467,7 @@ static int only_pretends(void) {
 
 int main(void) {
     test_map();
+    test_shares();
     for (int32_t block_size = 16; block_size <= TOKENS; block_size *= 4) {
         if (block_size > 32) test_join(block_size), test_open_batch(block_size);
         test_waiting(block_size > 32 ? block_size : 64);

@@ -1,5 +1,6 @@
 /* Blocks side by side in slabs.  No block lies over another or over memory that was given back.  Contents stay whatever
- * is joined.  The system has its memory back when the last block has gone. */
+ * is collapsed.  The system has its memory back when the last block has gone.  A huge page is full once all blocks on it
+ * are written. */
 #include "base/slab.h"
 
 #include <string.h>
@@ -19,6 +20,7 @@ typedef struct block {
     uint8_t *p;
     size_t size;
     uint8_t tag;
+    int is_written;
 } block;
 
 /* Marks both ends and the middle. */
@@ -50,30 +52,44 @@ static void give(kvc_slab **slabs, block *b) {
     b->p = NULL;
 }
 
-/* Returns whether a block is from one of the slabs.  Marks it as written, and makes huge pages of written memory. */
-static int join(kvc_slab **slabs, uint8_t *p) {
-    size_t size = 0;
-    const int found = kvc_slab_mark_written(slabs, &p, &size);
-    CHECK(size % KVC_HUGE_PAGE == 0 && (!size || (uintptr_t)p % KVC_HUGE_PAGE == 0));
-    if (size) kvc_pages_collapse(p, size);
-    return found;
+/* Returns how many bytes of the huge page at `page` written blocks fill. */
+static size_t written_bytes(const block *blocks, uintptr_t page) {
+    const size_t os_page = kvc_os_page_size();
+    size_t bytes = 0;
+    for (const block *b = blocks; b < blocks + BLOCKS; b++) {
+        if (!b->p || !b->is_written) continue;
+        uintptr_t begin = (uintptr_t)b->p, end = begin + (b->size + os_page - 1) / os_page * os_page;
+        if (begin < page) begin = page;
+        if (end > page + KVC_HUGE_PAGE) end = page + KVC_HUGE_PAGE;
+        if (begin < end) bytes += end - begin;
+    }
+    return bytes;
+}
+
+/* Checks the huge pages on which a block lies, and collapses those that are full. */
+static void collapse(kvc_slab **slabs, const block *blocks, const block *b) {
+    uintptr_t page = (uintptr_t)b->p / KVC_HUGE_PAGE * KVC_HUGE_PAGE;
+    for (; page < (uintptr_t)b->p + b->size; page += KVC_HUGE_PAGE) {
+        const int is_full = kvc_slab_fills(slabs, (void *)page);
+        CHECKF(is_full == (written_bytes(blocks, page) == KVC_HUGE_PAGE), "full: %d", is_full);
+        if (is_full) kvc_pages_collapse((void *)page, KVC_HUGE_PAGE);
+    }
 }
 
 static void test_random_steps(void) {
-    static const size_t sizes[] = {256 << 10, 300000, 1 << 20, (2 << 20) - 64};
+    static const size_t sizes[] = {128 << 10, 300000, 1 << 20, (2 << 20) - 64, 5 << 20, 65 << 20};
     kvc_slab *slabs = NULL;
     block blocks[BLOCKS] = {{.p = NULL}};
     for (int step = 0; step < 4000; step++) {
         block *b = &blocks[random_int(0, BLOCKS)];
         const int what = random_int(0, 4);
         if (!b->p)
-            take(&slabs, b, sizes[random_int(0, 4)]);
+            take(&slabs, b, sizes[random_int(0, 6)]);
         else if (what == 0)
             give(&slabs, b);
-        else if (what == 1)
-            kvc_slab_clear_written(&slabs, b->p);
         else
-            CHECK(join(&slabs, b->p));
+            kvc_slab_mark(&slabs, b->p, b->is_written = what > 1);
+        if (b->p) collapse(&slabs, blocks, b);
         if (b->p) CHECK(is_filled(b));
     }
     for (int i = 0; i < BLOCKS; i++)
@@ -84,10 +100,11 @@ static void test_random_steps(void) {
 static void test_neighbours(void) {
     kvc_slab *slabs = NULL;
     uint8_t other[64];
-    CHECK(!join(&slabs, other));
-    kvc_slab_clear_written(&slabs, other);
+    kvc_slab_mark(&slabs, other, 1);
+    CHECK(!kvc_slab_fills(&slabs, other));
     uint8_t *first = kvc_slab_take(&slabs, 1 << 20);
-    CHECK(first && !join(&slabs, other));
+    kvc_slab_mark(&slabs, other, 1);
+    CHECK(first && !kvc_slab_fills(&slabs, other));
     if (SIZE_MAX > UINT32_MAX) CHECKF(!kvc_slab_take(&slabs, SIZE_MAX / 64), "more than the system has");
     CHECKF(kvc_slab_take(&slabs, 1 << 20) == first + (1 << 20), "not side by side");
     kvc_slab_give(&slabs, first);
