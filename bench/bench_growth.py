@@ -24,7 +24,7 @@ from compiling import CORE, CORE_FLAGS, HERE, build, function
 from figures import keep
 
 I32, I64, POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
-# As `kind` of growth.c has them, and those whose limit may refuse a call.
+# The names of growth.c's kinds, in their order, and the kinds with a limit that may refuse a call.
 KINDS = ("unlimited", "capacity", "max_bytes", "expired", "pinned", "running", "acquired", "running_bytes")
 LIMITED = ("capacity", "max_bytes", "running", "acquired", "running_bytes")
 RENAMED = ["-Dpthread_mutex_lock=growth_lock", "-Dpthread_mutex_trylock=growth_trylock"]

@@ -53,9 +53,9 @@ struct kvc_cache {
     int32_t has_own_capacity; /* whether one was given; else it is max_seq_len * max_sequences */
 
     kvc_table sequences;
-    int64_t next_id, next_hidden_id; /* for sequences that kvc_new_sequence and prefixes name */
-    struct kvc_prefix *prefixes;     /* list of all prefixes of the cache */
-    kvc_bit bits[KVC_NUM_BITS];
+    int64_t next_id, next_hidden_id;               /* for sequences that kvc_new_sequence and prefixes name */
+    struct kvc_prefix *prefixes;                   /* list of all prefixes of the cache */
+    kvc_bit *bits;                                 /* [KVC_NUM_BITS]; NULL: there is no prefix */
     kvc_sorted sessions;                           /* acquired sequences of all prefixes, by first token: session.c */
     int64_t num_prefixes, num_forgets;             /* prefixes that were made, and prompts that were forgotten */
     struct kvc_tree *dying;                        /* list of the trees that prefixes have given up: prefix.c */

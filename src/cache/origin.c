@@ -1,8 +1,15 @@
 /* origin.c: which prefixes have forgotten tokens whose rows a sequence may hold: see origin.h. */
 #include "cache/origin.h"
 
+enum { BITS_SIZE = KVC_NUM_BITS * sizeof(kvc_bit) };
+
 int32_t kvc_origin_take_bit(kvc_cache *cache) {
     int32_t best = 0;
+    if (!cache->bits) {
+        cache->bits = kvc_memory_alloc(&cache->memory, BITS_SIZE, KVC_MEMORY_BOOKKEEPING, -1);
+        if (!cache->bits) return -1;
+        for (int32_t i = 0; i < KVC_NUM_BITS; i++) cache->bits[i] = (kvc_bit){0};
+    }
     for (int32_t i = 1; i < KVC_NUM_BITS; i++)
         if (cache->bits[i].num_users < cache->bits[best].num_users) best = i;
     kvc_bit *bit = &cache->bits[best];
@@ -10,7 +17,14 @@ int32_t kvc_origin_take_bit(kvc_cache *cache) {
     return best;
 }
 
-void kvc_origin_give_bit(kvc_cache *cache, int32_t bit) { cache->bits[bit].num_users--; }
+void kvc_origin_give_bit(kvc_cache *cache, int32_t bit) {
+    int64_t num_users = 0;
+    cache->bits[bit].num_users--;
+    for (int32_t i = 0; i < KVC_NUM_BITS; i++) num_users += cache->bits[i].num_users;
+    if (num_users) return;
+    kvc_memory_free(&cache->memory, cache->bits, BITS_SIZE, KVC_MEMORY_BOOKKEEPING, -1);
+    cache->bits = NULL;
+}
 
 void kvc_origin_forget(kvc_cache *cache, int32_t bit) { cache->bits[bit].forgot = ++cache->num_forgets; }
 
@@ -24,7 +38,7 @@ int kvc_origin_has(const kvc_cache *cache, const kvc_sequence *sequence, int32_t
 /* Returns the bits that a sequence has. */
 static uint64_t bits_of(const kvc_cache *cache, const kvc_sequence *sequence) {
     uint64_t bits = 0;
-    for (int32_t i = 0; i < KVC_NUM_BITS; i++) bits |= (uint64_t)kvc_origin_has(cache, sequence, i) << i;
+    for (int32_t i = 0; cache->bits && i < KVC_NUM_BITS; i++) bits |= (uint64_t)kvc_origin_has(cache, sequence, i) << i;
     return bits;
 }
 

@@ -12,7 +12,8 @@
 
 #include "cache/cache.h"
 
-/* Take an unused bit for a new prefix, as long as one is left, and give it back. */
+/* Take a bit for a new prefix, an unused one as long as one is left, and give it back.  The first returns -1 if out of
+ * memory. */
 int32_t kvc_origin_take_bit(kvc_cache *cache);
 void kvc_origin_give_bit(kvc_cache *cache, int32_t bit);
 

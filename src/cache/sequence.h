@@ -137,7 +137,7 @@ kvc_sequence *kvc_sequence_beside(const kvc_sequence *sequence, kvc_key by, int 
 
 typedef struct kvc_table {
     kvc_sorted named, hidden; /* by id: sequences that calls can name, and hidden ones */
-    kvc_sorted kept;          /* those of both that hold rows and are not evictable, in the order of the table */
+    kvc_sorted kept;          /* all sequences that hold rows and are not evictable, in the order of the table */
 } kvc_table;
 
 /* Returns the sequence with an id, except hidden ones; NULL if it does not exist. */
@@ -150,7 +150,8 @@ kvc_sequence *kvc_table_find_hidden(const kvc_table *table, int64_t id);
 void kvc_table_insert(kvc_table *table, kvc_sequence *sequence);
 void kvc_table_remove(kvc_table *table, kvc_sequence *sequence);
 
-/* Puts a sequence in table->kept, or takes it out, unless it is there already, or not.  One that is inserted is not. */
+/* Puts a sequence into table->kept, or takes it out.  Does nothing if it is there already, or not.  An inserted
+ * sequence is not there yet. */
 void kvc_table_list(kvc_table *table, kvc_sequence *sequence, int32_t is_kept);
 
 /* Return the first sequence of table->kept, and the next one; NULL at the end. */

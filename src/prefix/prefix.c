@@ -101,9 +101,12 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     const uint64_t size = sizeof(kvc_prefix) + (uint64_t)config.max_events * sizeof(kvc_prefix_event);
     kvc_lock(cache);
     kvc_prefix *prefix = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
-    if (!prefix) return kvc_unlock(cache, kvc_fail(KVC_ERR_NOMEM, "out of memory for a prefix"));
-    *prefix = (kvc_prefix){
-        .cache = cache, .num_bytes = size, .number = ++cache->num_prefixes, .bit = kvc_origin_take_bit(cache)};
+    const int32_t bit = prefix ? kvc_origin_take_bit(cache) : -1;
+    if (bit < 0) {
+        if (prefix) kvc_memory_free(&cache->memory, prefix, size, KVC_MEMORY_BOOKKEEPING, -1);
+        return kvc_unlock(cache, kvc_fail(KVC_ERR_NOMEM, "out of memory for a prefix"));
+    }
+    *prefix = (kvc_prefix){.cache = cache, .num_bytes = size, .number = ++cache->num_prefixes, .bit = bit};
     prefix->events = (kvc_events){.ring = (kvc_prefix_event *)(void *)(prefix + 1), .room = config.max_events};
     kvc_name_salt(config.salt, (size_t)config.salt_size, prefix->salt);
     kvc_name_root(prefix->salt, config.identity, (size_t)config.identity_size, config.state_bytes, prefix->root);

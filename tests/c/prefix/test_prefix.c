@@ -389,7 +389,31 @@ static void test_events(void) {
     close_world();
 }
 
+/* What all prefixes of a cache need comes with the first and goes with the last. */
+static void test_first_and_last(void) {
+    const kvc_prefix_config own = {.struct_size = sizeof own, .fingerprint = "a model"};
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM};
+    kvc_cache *plain = heap_cache(1, &layer, no_limits);
+    const int64_t alone = kvc_nbytes(plain);
+    kvc_prefix *made[2];
+    for (int round = 0; round < 2; round++) {
+        int64_t sizes[2];
+        for (int i = 0; i < 2; i++) {
+            const int64_t before = kvc_nbytes(plain);
+            CHECK(kvc_prefix_new(plain, &own, &made[i]) == KVC_OK);
+            sizes[i] = kvc_nbytes(plain) - before;
+        }
+        CHECK(sizes[0] > sizes[1] && sizes[1] > 0);
+        kvc_prefix_free(made[round]); /* in either order */
+        CHECK(kvc_nbytes(plain) == alone + sizes[0]);
+        kvc_prefix_free(made[!round]);
+        CHECK(kvc_nbytes(plain) == alone);
+    }
+    free_valid(plain);
+}
+
 int main(void) {
+    test_first_and_last();
     test_quota();
     test_ttl();
     test_payloads();
