@@ -1,9 +1,10 @@
 """Write what transformers' configuration classes say beside a model's file: kvcache/models/classes.json.
 
 Each line is one type of model. ``defaults`` are values of fields that a file may leave out. ``names`` gives the class's
-name for each other name of a field. ``parts`` are the types of the parts that hold a text decoder. Only fields that
-kvcache.models reads are kept. ``python tools/configurations.py`` writes the file anew; tests compare it with the
-classes where the same version of transformers is installed.
+name for each other name of a field. ``parts`` are the types of the parts that hold a text decoder; ``fixed`` are parts
+whose type a configuration cannot choose. Only fields that kvcache.models reads are kept. To write the file anew, run
+``python tools/configurations.py``; tests compare it with the classes where the same version of transformers is
+installed.
 """
 
 import dataclasses
@@ -92,6 +93,13 @@ def parts(cls):
     }
 
 
+def fixed(cls, parts):
+    """Return the parts that have one class, and its type; a configuration names the type of the others."""
+    return {
+        name: part["model_type"] for name, part in parts.items() if cls.sub_configs[name] is not transformers.AutoConfig
+    }
+
+
 def table():
     """Return every type's line."""
     found = {}
@@ -103,6 +111,7 @@ def table():
         cls = CONFIG_MAPPING[name]
         names = {new: stored for new, stored in cls.attribute_map.items() if {new, stored} & FIELDS}
         lines = {"defaults": defaults(cls), "names": names, "parts": parts(cls)}
+        lines["fixed"] = fixed(cls, lines["parts"])
         found[name] = {kind: dict(sorted(values.items())) for kind, values in lines.items() if values}
         todo |= {part["model_type"] for part in lines["parts"].values()}
     return dict(sorted(found.items()))

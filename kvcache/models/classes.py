@@ -28,14 +28,17 @@ class Class(NamedTuple):
         Names that files give to a field, and the class's name of it.
     parts : dict
         Fields that hold the configuration of a part with a text decoder, and what that part has by default.
+    fixed : dict
+        Those of `parts` that are always of that type, whatever the configuration says.
     """
 
     defaults: dict[str, Any]
     names: dict[str, str]
     parts: dict[str, dict[str, Any]]
+    fixed: dict[str, str]
 
 
-UNKNOWN = Class({}, {}, {})
+UNKNOWN = Class({}, {}, {}, {})
 # Values that classes.json lacks, or that differ from it, by type of model. None: the field has no default.
 MORE: dict[str, dict[str, Any]] = {
     "chatglm": {"partial_rotary_factor": 0.5},

@@ -253,6 +253,9 @@ def _parse(data: bytes, path: Path) -> dict[str, Any]:
 def text_decoder(values: Mapping[str, Any], source: str) -> Fields:
     """Find the text decoder's part of a configuration, and give its fields the names of `NAMES`."""
     parts = [Fields(values, source).values]
+    if "SpeechT5ForTextToSpeech" in (values.get("architectures") or []):  # its encoder gets text, its decoder speech
+        names = ("max_speech_positions", "max_text_positions")
+        parts = [{**values, **dict(zip(names, map(values.get, reversed(names)), strict=True))}]
     while (part := _part(parts[-1], source)) is not None:
         if len(parts) > MAX_PARTS:  # also stops at an object that holds itself
             raise ModelFileError(f"{source}: more than {MAX_PARTS} configurations are nested in each other")
@@ -297,7 +300,7 @@ def _part(values: Mapping[str, Any], source: str) -> Mapping[str, Any] | None:
     Older files of some models have the decoder's fields beside the others'.
     """
     model_type = Fields(values, source).get("model_type")
-    known = classes.of(model_type).parts
+    known, fixed = classes.of(model_type).parts, classes.of(model_type).fixed
     for name in PARTS:
         nested = values.get(name)
         if isinstance(nested, Mapping):
@@ -305,8 +308,8 @@ def _part(values: Mapping[str, Any], source: str) -> Mapping[str, Any] | None:
             if model_type not in MERGING:  # the class of the part has its own defaults
                 made = {field: value for field, value in made.items() if field == "model_type"}
             part = {**made, **Fields(nested, source).values}
-            is_known = name not in known or classes.of(part.get("model_type")) is not classes.UNKNOWN
-            return part if is_known else {**part, "model_type": known[name]["model_type"]}
+            is_known = name not in fixed or classes.of(part.get("model_type")) is not classes.UNKNOWN
+            return part if is_known else {**part, "model_type": fixed[name]}
     flat = next((known[name] for name in PARTS if name in known), None)
     return None if flat is None else {**flat, **values, "model_type": flat["model_type"]}
 

@@ -141,6 +141,7 @@ class _Model:
             layer = {"num_attention_heads": self.num_heads[i], "num_key_value_heads": num_kv_heads[i]}
             layers.append({**layer, **sizes[kind], **rotations[kind]})
             layers[-1]["rotates"] = self.rotates(i, kind) and layers[-1]["rotary_dim"] > 0
+            layers[-1]["embeds_positions"] = self.name in tables.EMBEDDED_POSITIONS
         if self.name == "nanbeige":  # runs its layers several times, with other rows each time
             loops = self.keys.count("num_loops", 1, most=MAX_LAYERS // self.num_layers)
             kinds, layers = kinds * loops, layers * loops
@@ -271,7 +272,7 @@ class _Model:
         """Return whether a layer's keys are rotated."""
         name, keys = self.name, self.keys
         pattern = keys.sequence("attention.rope_pattern", self.num_layers)
-        if name in tables.UNROTATED | tables.EMBEDDED_POSITIONS or (pattern is not None and not pattern[layer]):
+        if name in tables.UNROTATED or (pattern is not None and not pattern[layer]):
             return False
         if name in tables.SWITCHED_BY_FINETUNED and keys.get("rope.scaling.finetuned") is False:
             return False

@@ -37,8 +37,8 @@ UNROTATED = {
     "kimi-linear", "mamba", "mamba2", "mpt", "nemotron_h", "nemotron_h_moe", "refact", "rwkv6", "rwkv6qwen2",
     "rwkv7", "t5", "t5encoder", "wavtokenizer-dec",
 }  # fmt: skip
-# llama.cpp's table has pairs for these as well, but its graphs rotate nothing: positions are in the embeddings.
-EMBEDDED_POSITIONS = {"bert", "starcoder"}
+# Architectures whose positions are in the embeddings. llama.cpp's table has pairs for some, but no graph rotates them.
+EMBEDDED_POSITIONS = {"bert", "gpt2", "starcoder"}
 # Neighbours in llama.cpp's table, but its graph rotates halves.
 HALVES_IN_GRAPH = {"deepseek2-ocr"}
 # Neighbours, unless the file divides a key into sections for positions in an image.

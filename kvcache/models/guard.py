@@ -113,10 +113,10 @@ def says_layers(name: str) -> bool:
 
 
 def is_unknown(config: Fields) -> bool:
-    """Whether a config.json names a type that transformers has no class for, and that nobody compared."""
+    """Whether a config.json names no type, or a type that transformers has no class for and that nobody compared."""
     model_type = config.text("model_type", "")
     known = model_type in COMPARED or classes.of(model_type) is not classes.UNKNOWN
-    return bool(model_type) and not known and config.get("gguf_architecture") is None
+    return not known and config.get("gguf_architecture") is None
 
 
 def refuse(config: Fields) -> None:
@@ -155,6 +155,11 @@ def check(config: Fields, kinds: Sequence[str]) -> None:
 
     `kinds` are the layers' types as they were read.
     """
+    if config.get("use_bidirectional_attention") is True and "sliding_attention" in kinds:
+        raise NotSupportedError(
+            f"{config.source}: use_bidirectional_attention True is not supported, as its windows reach to both sides, "
+            f"which no policy stands for; {ADVICE}"
+        )
     if config.get("gguf_architecture") is not None:
         return
     model_type = config.text("model_type", "")

@@ -32,8 +32,11 @@ REVERSED = {"nanochat"}
 ROPE_IF = {"granitemoehybrid": ("position_embedding_type", "rope"), "zamba2": ("use_mem_rope", True)}
 # Types that add positions to the scores (ALiBi), and rotate no keys.
 ALIBI = {"bloom", "jais", "mpt"}
-# How else positions are told to a model, in a field ``position_embedding_type``.
-NO_ROTATION = {"absolute", "alibi", "learned", "learned_absolute", "nope", "none"}
+# How else positions are told to a model, in a field ``position_embedding_type``: not in its keys, or in its embeddings.
+NO_ROTATION = {"alibi", "nope", "none"}
+EMBEDDED = {"absolute", "learned", "learned_absolute"}
+# Types whose rotation is given as an object with a theta of null if they rotate no keys.
+NO_ROPE_IF_NULL = {"olmo_hybrid"}
 # Names of fields that say how keys rotate. A field with such a name makes the rotation unknown unless KNOWN has it.
 SAYS_ROTATION = re.compile("(^|_)(rope|rotary|rot|xpos)(_|$)|ntk|yarn|^position_encoding_2d$")
 KNOWN = {
@@ -99,13 +102,16 @@ INTERLEAVED = {
 def rope(config: Fields, layer: int, kind: str, head_dim: int, first_dim: int) -> RopeLike:
     """Return the rotation of a layer's keys, whose rotated elements begin at `first_dim`."""
     model_type = config.text("model_type", "")
+    if _has_embedded_positions(config, model_type):
+        return Unshiftable("they were computed from embeddings of their positions")
     if not _rotates(config, layer, kind, model_type):
         return False
     parameters = _parameters(config, layer, kind, model_type)
     if parameters is None:
         return None
     if guard.is_unknown(config):
-        return Unshiftable(f"model_type {plain(model_type)!r} is not known, nor which elements rotate together")
+        whose = f"model_type {plain(model_type)!r} is not known" if model_type else "there is no model_type"
+        return Unshiftable(f"{whose}, so nobody knows which elements rotate together")
     unknown = _unknown(config, parameters)
     if unknown is not None:
         return Unshiftable(f"{unknown} says how they are rotated, and is not read")
@@ -151,6 +157,15 @@ def _factors(config: Fields, count: int) -> Frequencies:
     return np.array(listed, np.float64)
 
 
+def _has_embedded_positions(config: Fields, model_type: str) -> bool:
+    """Whether positions are added to the embeddings, so that keys carry them, not rotated."""
+    if config.get("embeds_positions") is True:  # a GGUF's reader knows
+        return True
+    if model_type == "mpt" and config.get("learned_pos_emb") is True and config.get("alibi") is False:
+        return config.get("rope") is not True
+    return config.get("position_embedding_type") in EMBEDDED
+
+
 def _rotates(config: Fields, layer: int, kind: str, model_type: str) -> bool:
     """Whether a layer's keys are rotated."""
     rotates = config.get("rotates")
@@ -169,6 +184,9 @@ def _rotates(config: Fields, layer: int, kind: str, model_type: str) -> bool:
         return False
     if model_type == "baichuan" and config.get("hidden_size") != 4096:
         return False  # its larger models use ALiBi
+    given = config.part("rope_parameters")
+    if model_type in NO_ROPE_IF_NULL and given is not None and given.values.get("rope_theta", 0) is None:
+        return False
     name, value = ROPE_IF.get(model_type, ("", None))
     if name and config.get(name) != value:
         return False

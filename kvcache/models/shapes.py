@@ -40,6 +40,8 @@ REFUSED = {
 }
 # Types whose layers with a window have more KV heads than their other layers (model type: how many times as many).
 MORE_KV_HEADS = {"mimo_v2_flash": 2}
+# Types whose encoders make one row of so many frames, the tokens that ``max_source_positions`` counts.
+SOURCE_FRAMES = {"speech_to_text": 4}
 # Types whose attention is twice as wide as the model: it sees the embeddings beside the hidden states.
 WIDE_ATTENTION = {"zamba", "zamba2"}
 # Types whose heads divide the model's width, whatever a config.json says of their size.
@@ -265,4 +267,7 @@ def _cross(config: Fields, max_source_len: int | None) -> CrossAttention:
         raise NotSupportedError(
             f"{config.source}: it does not say what its encoder is given at most: give max_source_len"
         )
-    return CrossAttention(config.count("max_source_positions") if max_source_len is None else max_source_len)
+    if max_source_len is not None:
+        return CrossAttention(max_source_len)
+    frames = SOURCE_FRAMES.get(config.text("model_type", ""), 1)
+    return CrossAttention(-(-config.count("max_source_positions") // frames))

@@ -200,6 +200,12 @@ def check(layer: Layer, expected: NDArray[np.float64] | None) -> None:
         np.testing.assert_allclose(layer.rope.inv_freq, expected, rtol=1e-6)
 
 
+def test_keys_with_embedded_positions_are_not_moved(tmp_path: Path) -> None:
+    for architecture in ("gpt2", "starcoder"):
+        with pytest.raises(kvcache.NotSupportedError, match="embeddings of their positions"):
+            read(tmp_path, architecture).layers[0].rope(0, np.zeros((1, 1, DIM), np.float32), 1)
+
+
 BASES = {"rope.freq_base": 1e6, "rope.freq_base_swa": 5e3}
 LINEAR = {"rope.freq_base": 1e6, "rope.scaling.factor": 8.0}
 LISTED = {WINDOW: 8, PATTERN: [True, False] * 2}
@@ -222,7 +228,7 @@ LISTED = {WINDOW: 8, PATTERN: [True, False] * 2}
         ("plamo", {"rope.dimension_count": 16}, [plain()] * 4),
         ("deepseek2-ocr", {"rope.dimension_count": 0, "rope.scaling.factor": 4.0}, [plain()] * 4),
         ("cogvlm", {"rope.freq_base": 5e5}, [plain()] * 4),
-        *((name, {"rope.freq_base": 1e6}, [None] * 4) for name in ("gpt2", "mpt", "jamba", "nemotron_h", "starcoder")),
+        *((name, {"rope.freq_base": 1e6}, [None] * 4) for name in ("mpt", "jamba", "nemotron_h")),
         ("baichuan", {}, [plain()] * 4),
         ("baichuan", {"block_count": 40}, [None] * 4),
         ("granite", {}, [plain()] * 4),

@@ -15,7 +15,10 @@ from kvcache.models.configuration import read_config
 from kvcache.policy import FullAttention
 from kvcache.rope import Rope
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*model_type 'new' is not known. compare its layers")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*model_type 'new' is not known. compare its layers"),
+    pytest.mark.filterwarnings("ignore:.*there is no model_type. compare its layers"),
+]
 PUBLISHED = {**ABRIDGED, **WHOLE}
 SOME = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
 
@@ -146,8 +149,64 @@ def test_layers_of_a_type_that_nobody_knows_are_warned_of():
 
 
 def test_keys_of_a_type_that_nobody_knows_are_not_moved():
-    with pytest.raises(kvcache.NotSupportedError, match="'new' is not known, nor which elements rotate together"):
+    with pytest.raises(kvcache.NotSupportedError, match="'new' is not known, so nobody knows which elements"):
         moved({"model_type": "new", **SOME, "rope_theta": 10000.0})
+
+
+PARAMS = {"dim": 4096, "n_layers": 32, "head_dim": 128, "n_heads": 32, "n_kv_heads": 8, "rope_theta": 1e6}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (PARAMS, "there is no model_type"),
+        ({"model_type": "new", "text_config": {**SOME, "rope_theta": 1e4}}, "there is no model_type"),
+        (
+            {"model_type": "llava", "text_config": {**SOME, "model_type": "new", "rope_theta": 1e4}},
+            "model_type 'new' is not known",
+        ),
+        ({**SOME, "model_type": "bert", "position_embedding_type": "absolute"}, "embeddings of their positions"),
+        ({**SOME, "model_type": "mpt", "learned_pos_emb": True, "attn_config": {"alibi": False}}, "embeddings of"),
+    ],
+)
+def test_keys_that_are_not_moved(config, reason):
+    layer = shapes.read(config).layers[0]
+    with pytest.raises(kvcache.NotSupportedError, match=reason):
+        layer.rope(0, np.zeros((1, 1, 8), np.float32), 1)
+
+
+@pytest.mark.parametrize("part", ["baichuan 13B", "rwkv6qwen2"])
+@pytest.mark.parametrize("model_type", ["llava", "internvl"])
+def test_a_part_is_read_as_it_is_alone(part, model_type):
+    """If the part's type is the configuration's choice; other types have a class of their own for their parts."""
+    inner = {**SOME, "model_type": part.split()[0]}
+    if part == "rwkv6qwen2":
+        with pytest.raises(kvcache.NotSupportedError, match="its state is not keys and values"):
+            shapes.read({"model_type": model_type, "text_config": inner})
+    else:
+        assert shapes.read({"model_type": model_type, "text_config": inner}).layers == shapes.read(inner).layers
+        assert shapes.read(inner).layers[0].rope is False
+
+
+@pytest.mark.parametrize(("theta", "rotating"), [(None, 0), (5e5, 2)])
+def test_a_theta_of_null_rotates_nothing(theta, rotating):
+    config = {**SOME, "model_type": "olmo_hybrid", "num_hidden_layers": 8, "rope_parameters": {"rope_theta": theta}}
+    assert sum(isinstance(layer.rope, Rope) for layer in shapes.read(config).layers) == rotating
+
+
+def test_windows_that_reach_to_both_sides_are_refused():
+    config = {**SOME, "model_type": "gemma3_text", "sliding_window": 512, "use_bidirectional_attention": True}
+    with pytest.raises(kvcache.NotSupportedError, match="windows reach to both sides"):
+        shapes.read(config)
+
+
+def test_speech_and_text():
+    sizes = {"model_type": "speecht5", "max_speech_positions": 1876, "max_text_positions": 600}
+    for name, expected in ("SpeechT5ForSpeechToText", (600, 1876)), ("SpeechT5ForTextToSpeech", (1876, 600)):
+        shape = shapes.read({**sizes, "architectures": [name]})
+        assert (shape.max_seq_len, shape.layers[-1].policy.max_len) == expected
+    frames = {"model_type": "speech_to_text", "max_source_positions": 6000}
+    assert shapes.read(frames).layers[-1].policy.max_len == 1500
 
 
 def test_each_compared_type_has_a_published_file():

@@ -123,6 +123,7 @@ def test_per_layer_config():
     assert tuple(layer.num_kv_heads for layer in shape.layers) == (8, 4, 8, 8)
 
 
+@pytest.mark.filterwarnings("ignore:.*there is no model_type")
 def test_encoder():
     bart = {"is_encoder_decoder": True, "decoder_layers": 2, "decoder_attention_heads": 4, "d_model": 64}
     shape = shapes.read({**bart, "max_position_embeddings": 100})

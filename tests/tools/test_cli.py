@@ -501,7 +501,7 @@ def test_plan_draws_the_window_too(tmp_path, monkeypatch):
 
 
 def test_plan_of_types_that_the_heads_do_not_suit(tmp_path):
-    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 80}
+    config = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 80}
     (tmp_path / "config.json").write_text(json.dumps(config))
     made = json.loads(run("plan", tmp_path, "--no-measure", "--json").stdout)
     assert [row["dtype"] for row in made["rows"]] == ["f32", "f16", "bf16"]
