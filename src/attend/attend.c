@@ -24,8 +24,10 @@ static kvc_cursor cursor_at(const kvc_call *c, const kvc_query_slice *slice, int
                      .offset = (int32_t)offset,
                      .head = head,
                      .num_rows = count,
-                     .window_rows = slice->tile_rows};
-    if (plan->num_deltas) at.changes_to_mix = slice->tiled ? KVC_TILED_DELTA_CHANGES : KVC_STREAM_DELTA_CHANGES;
+                     .window_rows = slice->tiled ? slice->tile_rows : c->streamed_rows};
+    if (plan->num_deltas)
+        at.changes_to_mix =
+            slice->tiled ? KVC_TILED_DELTA_CHANGES : KVC_STREAM_DELTA_CHANGES * (c->streamed_rows / KVC_PANEL);
     if (slice->is_buffered && count)
         at.layout = &c->buffer->layout, at.buffer_rows = kvc_row_buffer_block(c->buffer)->rows;
     return at;
@@ -461,6 +463,10 @@ static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_atte
     c->prefetch_level = cache->prefetch_level;
     c->layer = &cache->layers[layer];
     c->layout = &cache->layouts[cache->layout_of[layer]];
+    /* Short rows go in longer tiles: they are read earlier, and less time goes into beginning tiles.  Both divide
+     * KVC_TILE, as slices share whole tiles. */
+    const int is_short = c->layout->k_row_bytes <= KVC_SHORT_ROW && c->layout->v_row_bytes <= KVC_SHORT_ROW;
+    c->streamed_rows = is_short ? KVC_TILE : KVC_PANEL;
     c->buffer = buffer;
     c->policy = &cache->policies[plan->group];
     c->num_sinks = kvc_policy_sinks(c->policy);

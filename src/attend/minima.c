@@ -32,12 +32,12 @@ static void add_to_columns(float *acc, const float *sums, int32_t num_blocks) {
     }
 }
 
-/* The weights of a query row times the minima of a block are a product of two rows of KVC_TILE floats, a score. */
+/* The weights of a query row times the minima of a block are a product of two rows of floats, a score. */
 void kvc_accumulate_minima(const kvc_task *t, int32_t n) {
     enum { AT_ONCE = 8 }; /* rows that kernels score at once: of fewer, each takes as long as all of these */
     const kvc_plan *plan = t->call->plan;
     const kvc_workspace_layout *workspace = &plan->workspace;
-    const int32_t num_blocks = plan->v_dim / KVC_QUANT_ELEMENTS;
+    const int32_t num_blocks = plan->v_dim / KVC_QUANT_ELEMENTS, num_rows = kvc_padded_rows(n);
     float *const sums = t->workspace + workspace->sum_blocks;
     for (int32_t b = 0; b < num_blocks; b += KVC_TILE) {
         float *const minima = t->workspace + workspace->minima + (size_t)b * KVC_TILE;
@@ -45,9 +45,9 @@ void kvc_accumulate_minima(const kvc_task *t, int32_t n) {
         const int32_t padded = (some + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
         memset(minima + some * KVC_TILE, 0, (size_t)(padded - some) * KVC_TILE * sizeof *minima);
         for (int32_t i = 0; i < some; i++)
-            memset(minima + i * KVC_TILE + n, 0, (size_t)(KVC_TILE - n) * sizeof *minima); /* there, weights are 0 */
+            memset(minima + i * KVC_TILE + n, 0, (size_t)(num_rows - n) * sizeof *minima); /* there, weights are 0 */
         t->call->kernels->score[KVC_F32].score(sums, t->scores, KVC_TILE, t->num_query_rows, minima,
-                                               KVC_TILE * sizeof *minima, padded, KVC_TILE, (kvc_ahead){.bytes = 0});
+                                               KVC_TILE * sizeof *minima, padded, num_rows, (kvc_ahead){.bytes = 0});
         for (int32_t r = 0; r < t->num_query_rows; r++)
             add_to_columns(t->acc + (size_t)r * (size_t)workspace->acc_stride + (size_t)b * KVC_QUANT_ELEMENTS,
                            sums + (size_t)r * KVC_TILE, some);

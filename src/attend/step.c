@@ -161,7 +161,7 @@ static void times_scales(const kvc_task *t, const kvc_tile *tile, int is_value) 
             kernels->convert(KVC_F16, KVC_F32, by + n, 0, at->scales[is_value] + i * at->scale_step, 0, 1, (int)some);
         }
     memset(by + n, 0, (size_t)(KVC_TILE - n) * sizeof *by);
-    kernels->times(t->scores, t->num_query_rows, by);
+    kernels->times(t->scores, t->num_query_rows, tile->n, by);
 }
 
 /* Returns what lies from first to end; of very large rows, the beginning. */
@@ -439,14 +439,12 @@ static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, walk *keys)
     if (t->v_lacks_minima) kvc_accumulate_minima(t, tile->n);
 }
 
-enum { LINES_PER_ROW = KVC_TILE / KVC_LANES }; /* prefetched while the softmax of a query row is computed */
-
 /* Attends to a tile for few query rows: each row is read once for all of them. */
 static void stream_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming) {
     score_tile(t, current);
     kvc_next_tile(next, upcoming);
     walk keys = walk_keys(t, next);
-    const kvc_ahead ahead = take_few_ahead(t->call, &keys, t->num_query_rows * LINES_PER_ROW);
+    const kvc_ahead ahead = take_few_ahead(t->call, &keys, t->num_query_rows * (current->n / KVC_LANES));
     if (!current->is_seen || t->call->changes_scores)
         kvc_change_scores(t, current, 0, t->num_query_rows, t->scores, KVC_TILE);
     t->call->kernels->softmax(t->scores, t->num_query_rows, current->n, t->max, t->sum, t->factor, ahead);
@@ -470,7 +468,7 @@ static void pack_keys(const kvc_task *t, const kvc_tile *tile, kvc_pack_keys_fn 
     segment_place at = {tile->segment, tile->offset};
     walk keys = walk_keys(t, tile);
     for (int32_t i = 0, n; i < tile->n; i += n) {
-        n = (int32_t)kvc_smaller(tile->n - i, KVC_TILE);
+        n = (int32_t)kvc_smaller(tile->n - i, KVC_PANEL);
         const kernel_rows rows =
             is_mixed ? (kernel_rows){rotate_keys(t, tile, &at, n), plan->workspace.q_stride * (int64_t)sizeof(float), n}
                      : take_rows(t, &keys, n);
@@ -483,7 +481,7 @@ static void pack_values(const kvc_task *t, const kvc_tile *tile, kvc_pack_values
     const kvc_plan *plan = t->call->plan;
     walk values = walk_values(t, tile);
     for (int32_t i = 0, n; i < tile->n; i += n) {
-        n = (int32_t)kvc_smaller(tile->n - i, KVC_TILE);
+        n = (int32_t)kvc_smaller(tile->n - i, KVC_PANEL);
         const kernel_rows rows = take_rows(t, &values, n);
         pack(t->workspace + plan->workspace.values, plan->workspace.acc_stride, rows.first, rows.stride, i, n,
              plan->v_dim);
@@ -518,7 +516,7 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
     const kvc_tiler *values = kvc_value_tiler(t);
     const key_product keys = product_of(t, current);
     const int32_t num = t->num_query_rows, at_once = values->weigh ? KVC_BLOCK_QUERIES : num;
-    const int32_t k_room = values->weigh ? plan->k_dim : KVC_TILE,
+    const int32_t k_room = values->weigh ? plan->k_dim : KVC_PANEL,
                   v_room = values->weigh ? KVC_WIDE_TILE : workspace->acc_stride;
     pack_keys(t, current, keys.pack);
     kvc_next_tile(next, upcoming);

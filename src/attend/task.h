@@ -25,6 +25,7 @@ typedef struct kvc_call {
     kvc_mixing k_mixing, v_mixing;
     const kvc_rope *rope;   /* rotates keys with a delta; NULL: the layer's keys are not rotated */
     const float *angles;    /* [plan->num_deltas][plan->angles_stride] of that rope */
+    int32_t streamed_rows;  /* of a tile, of slices that are streamed */
     int prefetch_level;     /* for kvc_ahead */
     int is_rerun, was_done; /* for kvc_plan_run: the round is a rerun; the task was done before in this round */
     int changes_scores;     /* there is a softcap, or ALiBi */

@@ -32,8 +32,9 @@ enum {
     KVC_TILE_QUERIES = 256,  /* most query rows of a tiled task, unless one token has more */
     KVC_SPLIT_ROWS = 512,    /* fewest rows of a split, except a slice's last one */
     KVC_TILED_TASKS = 144,   /* most tasks that a tiled sequence is cut into, about */
+    KVC_SHORT_ROW = 192,     /* most bytes of a key, and of a value, of which KVC_TILE are streamed as a tile */
     /* If the delta changes at least this often in a tile, keys are rotated instead of query rows. */
-    KVC_STREAM_DELTA_CHANGES = 4, /* in slices that are streamed */
+    KVC_STREAM_DELTA_CHANGES = 4, /* in KVC_PANEL rows, in slices that are streamed */
     KVC_TILED_DELTA_CHANGES = 1   /* in slices that are tiled */
 };
 
@@ -56,7 +57,7 @@ typedef struct kvc_query_slice {
     int32_t sequence;          /* index into batch->sequences */
     int32_t first, num_tokens; /* query tokens: batch->order[first .. first + num_tokens) */
     int32_t tiled;       /* 1, for many query rows: tiles of rows are decoded and multiplied; 0: rows are streamed */
-    int32_t tile_rows;   /* rows of a tile */
+    int32_t tile_rows;   /* rows of a tile; of streamed ones, whole tiles in all layers */
     int32_t is_buffered; /* whether its rows lie in row buffers */
     int32_t lacks_rows;  /* its sequence has none in a cross-attention layer, masked or not */
     int32_t num_splits;
@@ -151,7 +152,7 @@ static inline int32_t kvc_taken_as(const kvc_kernels *kernels, int32_t type, int
 static inline int32_t kvc_tile_rows(const kvc_plan *plan) {
     enum { MOST_DIM = 512 }; /* of a key and a value */
     const int is_wide = plan->batch->cache->kernels->tiler[KVC_F32].weigh && plan->k_dim + plan->v_dim <= MOST_DIM;
-    return is_wide ? KVC_WIDE_TILE : KVC_TILE;
+    return is_wide ? KVC_WIDE_TILE : KVC_PANEL;
 }
 
 /* Whether a token of the plan's range sees later positions too. */

@@ -23,8 +23,8 @@
 enum {
     COLUMN_VECTORS = COLUMNS / LANES,
     GROUP_BYTES = SUM_ROWS * KVC_QUANT_ELEMENTS,
-    SCALES_BYTES = KVC_TILE * sizeof(float),
-    VALUES_BYTES = SCALES_BYTES + KVC_TILE * KVC_QUANT_ELEMENTS /* of a block of values in a PANEL */
+    SCALES_BYTES = KVC_PANEL * sizeof(float),
+    VALUES_BYTES = SCALES_BYTES + KVC_PANEL * KVC_QUANT_ELEMENTS /* of a block of values in a PANEL */
 };
 
 /* Brings 16 elements of each of DOT_ROWS rows, which are `stride` vectors apart, into columns, four in a vector. */
@@ -59,12 +59,11 @@ INLINE void pack_columns(int type, char *to, const accumulate_args *a, int at, p
     }
 }
 
-/* Splits the weights of a query and a block, in their place. */
-INLINE void split_weights(float *products) {
+/* Splits the weights of a query and a block, of n rows, in their place. */
+INLINE void split_weights(float *products, int n) {
     char *to = (char *)products;
     const char *from = to;
-    UNROLL
-    for (int j = 0; j < KVC_TILE; j += 8, to += DIGITS_APART, from += 8 * sizeof(int16_t))
+    for (int j = 0; j < n; j += 8, to += DIGITS_APART, from += 8 * sizeof(int16_t))
         split_digits(to, to + LOW_DIGITS, from);
 }
 
@@ -95,7 +94,7 @@ INLINE void accumulate_byte_rows(int num_q, int type, accumulate_args *a, kvc_ah
         if (type == KVC_INT8 ? b == 0 : first == 0) {
             const int blocks = type == KVC_INT8 ? 1 : smaller(BLOCKS_AT_ONCE, num_blocks - b);
             round_weights(type, num_q, &w, a, block, blocks);
-            for (int i = 0; i < blocks * num_q; i++) split_weights(w.products[i]);
+            for (int i = 0; i < blocks * num_q; i++) split_weights(w.products[i], a->n);
         }
         const char *const columns = type == PANEL ? block + SCALES_BYTES : moved;
         if (type != PANEL) pack_columns(type, moved, a, (int)(block - (const char *)a->rows), &a->next);
@@ -138,7 +137,7 @@ INLINE void pack_byte_values(float *dst, const void *rows, int64_t row_stride, i
         vec scales[TILE_VECS];
         (void)load_scales(scales, (const char *)rows + at, row_stride, n);
         UNROLL
-        for (int i = 0; i < TILE_VECS; i++) v_store(to + i * (int)sizeof(vec), scales[i]);
+        for (int i = 0; i < PANEL_VECS; i++) v_store(to + i * (int)sizeof(vec), scales[i]);
         pack_columns(KVC_Q8_0, to + SCALES_BYTES, &a, at, &none);
     }
 }
@@ -161,7 +160,7 @@ INLINE void accumulate_byte_panel(float *acc, int acc_stride, const float *weigh
     extern kvc_matmul_fn kvc_score_panels_##set, kvc_accumulate_panels_##set;                                      \
     TARGET void kvc_pack_keys_q8_0_##set(float *dst, const void *rows, int64_t row_stride, int first, int n,       \
                                          int dim) {                                                                \
-        (void)first; /* 0: tiles have KVC_TILE rows */                                                             \
+        (void)first; /* 0: tiles have KVC_PANEL rows */                                                            \
         pack_byte_keys(dst, rows, row_stride, n, dim);                                                             \
     }                                                                                                              \
     TARGET void kvc_pack_values_q8_0_##set(float *dst, int dst_stride, const void *rows, int64_t row_stride,       \

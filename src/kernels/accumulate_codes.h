@@ -24,7 +24,8 @@ INLINE float load_tile_heads(int type, vec scales[TILE_VECS], vec minima[TILE_VE
                              const char *block, ptrdiff_t stride, int n) {
     char copies[LANES][COPY_STRIDE];
     vec zero_or_nan = v_zero();
-    for (int i = 0; i < TILE_VECS; i++, block += LANES * stride, n -= LANES) {
+    const int vectors = kvc_padded_rows(n) / LANES;
+    for (int i = 0; i < vectors; i++, block += LANES * stride, n -= LANES) {
         ivec bits = i_zero();
         if (n < LANES) {
             block = pad_rows(copies, LANES, block, stride, n > 0 ? n : 0, PIECE_BYTES);
@@ -38,10 +39,9 @@ INLINE float load_tile_heads(int type, vec scales[TILE_VECS], vec minima[TILE_VE
 }
 
 /* Returns weights times minima, added up in each lane. */
-INLINE vec multiply_minima(const float *weights, const vec minima[TILE_VECS]) {
+INLINE vec multiply_minima(const float *weights, const vec minima[TILE_VECS], int vectors) {
     vec sum = v_zero();
-    UNROLL
-    for (int i = 0; i < TILE_VECS; i++) sum = v_fma(v_load(weights + i * LANES), minima[i], sum);
+    for (int i = 0; i < vectors; i++) sum = v_fma(v_load(weights + i * LANES), minima[i], sum);
     return sum;
 }
 
@@ -56,7 +56,7 @@ INLINE vec add_up_lanes(const vec x[LANES]) {
 INLINE void round_code_weights(int type, int num_q, code_weights *to, accumulate_args *a, const char *block,
                                int blocks) {
     block_weights *const w = &to->rounded;
-    const int has_minimum = KVC_TYPES[type].has_minimum;
+    const int has_minimum = KVC_TYPES[type].has_minimum, vectors = kvc_padded_rows(a->n) / LANES;
     prefetcher next = a->next;
     float zero_or_nan[BLOCKS_AT_ONCE], inverse[WEIGHTS_AT_ONCE];
     vec largest[WEIGHTS_AT_ONCE], sums[WEIGHTS_AT_ONCE];
@@ -66,8 +66,8 @@ INLINE void round_code_weights(int type, int num_q, code_weights *to, accumulate
         for (int r = 0; r < num_q; r++, i++) {
             const float *weights = a->weights + r * KVC_TILE;
             prefetch_line(&next);
-            largest[i] = multiply_scales(w->products[i], weights, scales);
-            sums[i] = has_minimum ? multiply_minima(weights, minima) : v_zero();
+            largest[i] = multiply_scales(w->products[i], weights, scales, vectors);
+            sums[i] = has_minimum ? multiply_minima(weights, minima, vectors) : v_zero();
         }
     }
     find_units(w, largest, inverse, blocks * num_q);
@@ -77,7 +77,7 @@ INLINE void round_code_weights(int type, int num_q, code_weights *to, accumulate
         for (int r = 0; r < num_q; r++, i++) {
             w->unit[i] += zero_or_nan[b];
             prefetch_line(&next);
-            round_products(w->products[i], inverse[i]);
+            round_products(w->products[i], inverse[i], vectors);
         }
     a->next = next;
 }

@@ -7,6 +7,7 @@
 
 enum {
     TILE_VECS = KVC_TILE / LANES,
+    PANEL_VECS = KVC_PANEL / LANES,
     ROWS_AT_ONCE = 4, /* rows of a step */
     WEIGHTS_AT_ONCE = BLOCKS_AT_ONCE * QUERIES,
     WEIGHTS_BYTES = KVC_TILE * sizeof(float) /* from one query's weights for a block to the next one's */
@@ -35,8 +36,8 @@ RARE vec load_few_scales(const char *block, ptrdiff_t stride, int n) {
 /* Loads the scales of a block of n rows, and 0 past n.  Returns 0; NaN if a scale is NaN or infinite. */
 INLINE float load_scales(vec scales[TILE_VECS], const char *block, ptrdiff_t stride, int n) {
     vec zero_or_nan = v_zero();
-    UNROLL
-    for (int i = 0; i < TILE_VECS; i++, block += LANES * stride, n -= LANES) {
+    const int vectors = kvc_padded_rows(n) / LANES;
+    for (int i = 0; i < vectors; i++, block += LANES * stride, n -= LANES) {
         scales[i] = n >= LANES ? load_scale_of_rows(block, stride) : load_few_scales(block, stride, n);
         zero_or_nan = v_fma(scales[i], v_zero(), zero_or_nan);
     }
@@ -47,7 +48,7 @@ INLINE float load_scales(vec scales[TILE_VECS], const char *block, ptrdiff_t str
 INLINE float load_panel_scales(vec scales[TILE_VECS], const char *block) {
     vec zero_or_nan = v_zero();
     UNROLL
-    for (int i = 0; i < TILE_VECS; i++) {
+    for (int i = 0; i < PANEL_VECS; i++) {
         scales[i] = v_load(block + i * (int)sizeof(vec));
         zero_or_nan = v_fma(scales[i], v_zero(), zero_or_nan);
     }
@@ -62,32 +63,31 @@ INLINE float no_scales(vec scales[TILE_VECS]) {
 }
 
 /* Returns 0; NaN if a product is NaN or infinite. */
-INLINE float finite_products(const float *products) {
+INLINE float finite_products(const float *products, int vectors) {
     vec zero_or_nan = v_zero();
-    UNROLL
-    for (int i = 0; i < TILE_VECS; i++) zero_or_nan = v_fma(v_load(products + i * LANES), v_zero(), zero_or_nan);
+    for (int i = 0; i < vectors; i++) zero_or_nan = v_fma(v_load(products + i * LANES), v_zero(), zero_or_nan);
     return zero_or_nan_of(zero_or_nan);
 }
 
-/* Multiplies weights by scales; returns the largest products in each lane. */
-INLINE vec multiply_scales(float *products, const float *weights, const vec scales[TILE_VECS]) {
+/* Multiplies weights by scales, a multiple of PANEL_VECS vectors; returns the largest products in each lane. */
+INLINE vec multiply_scales(float *products, const float *weights, const vec scales[TILE_VECS], int vectors) {
     vec largest = v_zero();
-    UNROLL
-    for (int i = 0; i < TILE_VECS; i++) {
-        const vec x = v_mul(v_load(weights + i * LANES), scales[i]);
-        v_store(products + i * LANES, x);
+    for (int i = 0; i < vectors; i += PANEL_VECS) UNROLL
+    for (int j = i; j < i + PANEL_VECS; j++) {
+        const vec x = v_mul(v_load(weights + j * LANES), scales[j]);
+        v_store(products + j * LANES, x);
         largest = v_max_abs(x, largest);
     }
     return largest;
 }
 
 /* Rounds products times `inverse`, in their place. */
-INLINE void round_products(float *products, float inverse) {
+INLINE void round_products(float *products, float inverse, int vectors) {
     char *to = (char *)products;
-    UNROLL
-    for (int i = 0; i < TILE_VECS; i += 2, to += 2 * LANES * sizeof(int16_t))
-        i_store_16((void *)to, v_mul(v_load(products + i * LANES), v_set(inverse)),
-                   v_mul(v_load(products + (i + 1) * LANES), v_set(inverse)));
+    for (int i = 0; i < vectors; i += PANEL_VECS) UNROLL
+    for (int j = i; j < i + PANEL_VECS; j += 2, to += 2 * LANES * sizeof(int16_t))
+        i_store_16((void *)to, v_mul(v_load(products + j * LANES), v_set(inverse)),
+                   v_mul(v_load(products + (j + 1) * LANES), v_set(inverse)));
 }
 
 /* Finds the units of num blocks and queries by their largest products, a lane each, and what products are multiplied by
@@ -113,6 +113,7 @@ INLINE ptrdiff_t block_stride(int type, const accumulate_args *a) {
 TARGET static void round_weights(int type, int num_q, block_weights *w, accumulate_args *a, const char *block,
                                  int blocks) {
     prefetcher next = a->next;
+    const int vectors = kvc_padded_rows(a->n) / LANES;
     float zero_or_nan[BLOCKS_AT_ONCE], inverse[WEIGHTS_AT_ONCE];
     vec largest[WEIGHTS_AT_ONCE];
     for (int b = 0, i = 0; b < blocks; b++, block += block_stride(type, a)) {
@@ -121,14 +122,15 @@ TARGET static void round_weights(int type, int num_q, block_weights *w, accumula
                          : type == PANEL  ? load_panel_scales(scales, block)
                                           : load_scales(scales, block, a->row_stride, a->n);
         for (int r = 0; r < num_q; r++, i++)
-            prefetch_line(&next), largest[i] = multiply_scales(w->products[i], a->weights + r * KVC_TILE, scales);
+            prefetch_line(&next),
+                largest[i] = multiply_scales(w->products[i], a->weights + r * KVC_TILE, scales, vectors);
     }
     find_units(w, largest, inverse, blocks * num_q);
     for (int b = 0, i = 0; b < blocks; b++)
         for (int r = 0; r < num_q; r++, i++) {
-            w->unit[i] += type == KVC_INT8 ? finite_products(w->products[i]) : zero_or_nan[b];
+            w->unit[i] += type == KVC_INT8 ? finite_products(w->products[i], vectors) : zero_or_nan[b];
             prefetch_line(&next);
-            round_products(w->products[i], inverse[i]);
+            round_products(w->products[i], inverse[i], vectors);
         }
     a->next = next;
 }

@@ -158,7 +158,7 @@ INLINE void pack_chunk_bf16(float *dst, const void *rows, int64_t row_stride, in
 INLINE void pack_keys_in_parts(int type, int num_parts, float *dst, const void *rows, int64_t row_stride, int first,
                                int n, int dim) {
     dst = tile_at(dst, first, chunks_of(dim), 0, num_parts);
-    for (int j = 0; j < KVC_TILE; j += LANES)
+    for (int j = 0; j < KVC_PANEL; j += LANES)
         for (int c = 0; c < chunks_of(dim); c++) {
             const int is_whole = j + LANES <= n && (c + 1) * CHUNK <= dim;
             if (is_whole && num_parts == 1) {

@@ -49,7 +49,7 @@ TARGET void kvc_accumulate_scaled_avx512vnni(float *c, int ldc, const float *a, 
 }
 
 TARGET void kvc_pack_keys_q8_0_avx512vnni(float *dst, const void *rows, int64_t row_stride, int first, int n, int dim) {
-    (void)first; /* 0: tiles have KVC_TILE rows */
+    (void)first; /* 0: tiles have KVC_PANEL rows */
     pack_quantised_keys(dst, rows, row_stride, n, dim);
 }
 

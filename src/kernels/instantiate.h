@@ -21,7 +21,7 @@
 
 #define DEFINE_TIMES(name)    \
     extern kvc_times_fn name; \
-    TARGET void name(float *rows, int num_q, const float *by) { times(rows, num_q, by); }
+    TARGET void name(float *rows, int num_q, int n, const float *by) { times(rows, num_q, n, by); }
 
 #define DEFINE_LARGEST(name)    \
     extern kvc_largest_fn name; \
@@ -67,7 +67,7 @@
         prepare(type, q, q_stride, num_q, dim, scale);                          \
     }
 
-/* Tiles of these sets have KVC_TILE rows, so that `first` is 0. */
+/* Tiles of these sets have KVC_PANEL rows, so that `first` is 0. */
 #define DEFINE_PACK_KEYS(name, type)                                                                \
     extern kvc_pack_keys_fn name;                                                                   \
     TARGET void name(float *dst, const void *rows, int64_t row_stride, int first, int n, int dim) { \

@@ -31,8 +31,9 @@
 
 enum {
     KVC_ROW_GROUP = 32,  /* most quantised rows that are scored side by side */
-    KVC_TILE = 64,       /* rows in a tile, unless ... */
-    KVC_WIDE_TILE = 256, /* ... a kvc_tiler takes more of them for many query rows */
+    KVC_TILE = 128,      /* most rows in a tile that is read for few query rows, which begin ... */
+    KVC_PANEL = 64,      /* ... a multiple of this apart; rows in a tile for many query rows, unless ... */
+    KVC_WIDE_TILE = 256, /* ... a kvc_tiler takes more of them */
     KVC_LANES = 16,      /* query rows, scores and panels are padded to a multiple of this many floats */
     KVC_CHUNK = 32,      /* what a kvc_tiler multiplies is padded to a multiple of this many elements along the sum, */
     KVC_PACKED = 48,     /* each of which takes up to this many floats, packed */
@@ -40,6 +41,9 @@ enum {
     /* From one row of its scores, or of packed weights, to the next: no power of two, so that they use all of L1. */
     KVC_WEIGHTS_STRIDE = KVC_WIDE_TILE / KVC_CHUNK * KVC_PACKED + KVC_LANES
 };
+
+/* Returns n, or the next multiple of KVC_PANEL. */
+static inline int kvc_padded_rows(int n) { return (n + KVC_PANEL - 1) / KVC_PANEL * KVC_PANEL; }
 
 /* Converts num_rows rows of dim elements of one type to another, of which at most one is quantised unless they are the
  * same; rows are src_stride and dst_stride bytes apart.  Round to nearest even;
@@ -101,21 +105,22 @@ typedef struct kvc_scorer {
 } kvc_scorer;
 
 /* acc[r * acc_stride + d] = acc[...] * factor[r] + sum over j < n of weights[r * KVC_TILE + j] * rows[j][d]
- * for r < num_q, d < dim.  Where rows are quantised, weights[r * KVC_TILE + j] are 0 for j past n. */
+ * for r < num_q, d < dim.  Where rows are quantised, weights[r * KVC_TILE + j] are 0 for j past n, up to a multiple of
+ * KVC_PANEL. */
 typedef void kvc_accumulate_fn(float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
                                const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next);
 
-/* rows[r * KVC_TILE + j] *= by[j] for r < num_q, j < KVC_TILE: what the kernels of a type with row scales leave to be
- * done, with scores and keys' scales, before they are weighted, or with weights and values' scales.  `by` is 0 for rows
- * that are none. */
-typedef void kvc_times_fn(float *rows, int num_q, const float *by);
+/* rows[r * KVC_TILE + j] *= by[j] for r < num_q, j < n, up to a multiple of KVC_PANEL: what the kernels of a type with
+ * row scales leave to be done, with scores and keys' scales, before they are weighted, or with weights and values'
+ * scales.  `by` is 0 for rows that are none. */
+typedef void kvc_times_fn(float *rows, int num_q, int n, const float *by);
 
 /* One step of the online softmax of num_q query rows, over scores[r * KVC_TILE + j], j < n <= KVC_TILE.  With m the
  * larger of max[r] and the row's largest score: scores become exp(score - m), sum[r] becomes sum[r] * exp(max[r] - m) +
  * the sum of these, max[r] becomes m, and factor[r] exp(max[r] - m) of the old max[r], by which what was accumulated is
  * to be multiplied.  Where m is -inf (nothing visible so far), scores become 0, sum[r] stays and factor[r] is 1. Scores
- * past n become 0.  exp is right to 2 ulp, and 0 below about -87.  A NaN score makes sum[r] NaN.  Prefetches `next` on
- * the way: num_q * n / KVC_LANES lines evenly, and what is left at once. */
+ * past n, up to a multiple of KVC_PANEL, become 0.  exp is right to 2 ulp, and 0 below about -87.  A NaN score makes
+ * sum[r] NaN.  Prefetches `next` on the way: num_q * n / KVC_LANES lines evenly, and what is left at once. */
 typedef void kvc_softmax_fn(float *scores, int num_q, int n, float *max, float *sum, float *factor, kvc_ahead next);
 
 /* c[i * ldc + j] = (add ? c[...] : 0) + sum over p < k of a[i * lda + p] * b[p * ldb + j], i < m, j < n.
@@ -125,9 +130,9 @@ typedef void kvc_softmax_fn(float *scores, int num_q, int n, float *max, float *
 typedef void kvc_matmul_fn(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k,
                            int add, kvc_ahead next);
 
-/* Packs n <= KVC_TILE rows into the panel of k = dim that query rows are multiplied by, as columns from `first` on:
- * dst[d * KVC_TILE + j] = rows[j][d] as f32; columns n .. KVC_TILE become 0.  first is a multiple of KVC_TILE; 0 where
- * tiles have no more rows. */
+/* Packs n <= KVC_PANEL rows into the panel of k = dim that query rows are multiplied by, as columns from `first` on:
+ * dst[d * KVC_PANEL + j] = rows[j][d] as f32; columns n .. KVC_PANEL become 0.  first is a multiple of KVC_PANEL; 0
+ * where tiles have no more rows. */
 typedef void kvc_pack_keys_fn(float *dst, const void *rows, int64_t row_stride, int first, int n, int dim);
 
 /* Packs them into the panel of k = n that weights are multiplied by, as rows from `first` on: dst[j * dst_stride + d] =
@@ -154,7 +159,7 @@ typedef struct kvc_tiler {
     kvc_pack_keys_fn *pack_keys;
     kvc_pack_values_fn *pack_values;
     kvc_matmul_fn *score, *accumulate; /* a: prepared query rows; packed weights */
-    kvc_weigh_fn *weigh; /* NULL: tiles have KVC_TILE rows, and weights are those of `softmax`, as they are */
+    kvc_weigh_fn *weigh; /* NULL: tiles have KVC_PANEL rows, and weights are those of `softmax`, as they are */
     /* For query rows of bf16, neither scaled nor prepared, with zeros up to the end of a chunk; NULL: such are taken as
      * others. */
     kvc_matmul_fn *score_bf16;

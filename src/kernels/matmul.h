@@ -97,7 +97,7 @@ INLINE void pack_keys_block(int type, float *dst, const void *rows, int64_t row_
     for (int i = 0; i < LANES; i++) x[i] = load(type, row_at(rows, row_stride, j + i), d, LANES);
     v_transpose(x);
     UNROLL
-    for (int i = 0; i < LANES; i++) v_store(dst + (d + i) * KVC_TILE + j, x[i]);
+    for (int i = 0; i < LANES; i++) v_store(dst + (d + i) * KVC_PANEL + j, x[i]);
 }
 
 /* Packs a block that has only `count` elements, or rows past n: these become 0. */
@@ -105,11 +105,11 @@ RARE void pack_keys_edge(int type, float *dst, const void *rows, int64_t row_str
     vec x[LANES];
     for (int i = 0; i < LANES; i++) x[i] = j + i < n ? load(type, row_at(rows, row_stride, j + i), d, count) : v_zero();
     v_transpose(x);
-    for (int i = 0; i < count; i++) v_store(dst + (d + i) * KVC_TILE + j, x[i]);
+    for (int i = 0; i < count; i++) v_store(dst + (d + i) * KVC_PANEL + j, x[i]);
 }
 
 INLINE void pack_keys(int type, float *dst, const void *rows, int64_t row_stride, int n, int dim) {
-    for (int j = 0; j < KVC_TILE; j += LANES)
+    for (int j = 0; j < KVC_PANEL; j += LANES)
         for (int d = 0; d < dim; d += LANES)
             if (j + LANES <= n && d + LANES <= dim)
                 pack_keys_block(type, dst, rows, row_stride, j, d);

@@ -11,10 +11,10 @@
 
 enum {
     PANEL_ROWS = 2 * LANES,
-    KEY_BLOCK = (2 + 2 * PAIRS) * LANES,                       /* floats that a block of PANEL_ROWS keys takes */
-    VALUE_BLOCK = LANES + KVC_TILE + KVC_TILE / 2 * 2 * LANES, /* floats that a block of all values takes */
-    VALUE_PAIRS = LANES + KVC_TILE,                            /* floats before its pairs */
-    PRODUCT_QUERIES = 6                                        /* query rows that are multiplied at once */
+    KEY_BLOCK = (2 + 2 * PAIRS) * LANES,                         /* floats that a block of PANEL_ROWS keys takes */
+    VALUE_BLOCK = LANES + KVC_PANEL + KVC_PANEL / 2 * 2 * LANES, /* floats that a block of all values takes */
+    VALUE_PAIRS = LANES + KVC_PANEL,                             /* floats before its pairs */
+    PRODUCT_QUERIES = 6                                          /* query rows that are multiplied at once */
 };
 
 /* ---- packing ----------------------------------------------------------------------------------------------------- */
@@ -51,7 +51,7 @@ INLINE void pack_quantised_keys(float *dst, const char *rows, int64_t row_stride
 INLINE void pack_quantised_values(float *dst, const char *rows, ptrdiff_t stride, int n, int dim) {
     for (int b = 0; b < dim / KVC_QUANT_ELEMENTS; b++, rows += KVC_Q8_0_BYTES, dst += VALUE_BLOCK) {
         vec zero_or_nan = v_zero();
-        for (int j = 0; j < KVC_TILE; j += LANES) { /* as load_scales does, unrolled, in 900 bytes more */
+        for (int j = 0; j < KVC_PANEL; j += LANES) { /* as load_scales does, unrolled, in 900 bytes more */
             const char *first = rows + j * stride;
             const vec scales =
                 j + LANES <= n ? load_scale_of_rows(first, stride) : load_few_scales(first, stride, n - j);
@@ -143,17 +143,17 @@ APART void round_panel_weights(int num_q, block_weights *w, const float *weights
     float inverse[WEIGHTS_AT_ONCE];
     vec largest[WEIGHTS_AT_ONCE];
     for (int b = 0, i = 0; b < blocks; b++) {
-        vec scales[TILE_VECS];
+        vec scales[PANEL_VECS];
         UNROLL
-        for (int v = 0; v < TILE_VECS; v++) scales[v] = v_load(panel + b * VALUE_BLOCK + (1 + v) * LANES);
+        for (int v = 0; v < PANEL_VECS; v++) scales[v] = v_load(panel + b * VALUE_BLOCK + (1 + v) * LANES);
         for (int r = 0; r < num_q; r++, i++)
-            largest[i] = multiply_scales(w->products[i], weights + (ptrdiff_t)r * lda, scales);
+            largest[i] = multiply_scales(w->products[i], weights + (ptrdiff_t)r * lda, scales, PANEL_VECS);
     }
     find_units(w, largest, inverse, blocks * num_q);
     for (int b = 0, i = 0; b < blocks; b++)
         for (int r = 0; r < num_q; r++, i++) {
             w->unit[i] += panel[b * VALUE_BLOCK];
-            round_products(w->products[i], inverse[i]);
+            round_products(w->products[i], inverse[i], PANEL_VECS);
         }
 }
 

@@ -65,7 +65,7 @@ INLINE bvec within_bf16(bvec x) {
 TARGET static void kvc_pack_keys_bf16_neonbf16(float *dst, const void *rows, int64_t row_stride, int first, int n,
                                                int dim) {
     char *to = (char *)dst;
-    (void)first; /* 0: tiles have KVC_TILE rows */
+    (void)first; /* 0: tiles have KVC_PANEL rows */
     for (int j = 0; j < n; j += BLOCK)
         for (int d = 0; d < dim; d += 2 * STEP, to += 2 * STEP_BYTES) {
             UNROLL

@@ -384,8 +384,8 @@ static void accumulate(int type, float *acc, int acc_stride, const float *factor
 
 static void pack_keys(int type, float *dst, const void *rows, int64_t row_stride, int n, int dim) {
     for (int d = 0; d < dim; d++)
-        for (int j = 0; j < KVC_TILE; j++)
-            dst[d * KVC_TILE + j] = j < n ? load(type, row_at(rows, row_stride, j), d) : 0;
+        for (int j = 0; j < KVC_PANEL; j++)
+            dst[d * KVC_PANEL + j] = j < n ? load(type, row_at(rows, row_stride, j), d) : 0;
 }
 
 static void pack_values(int type, float *dst, int dst_stride, const void *rows, int64_t row_stride, int n, int dim) {
@@ -400,7 +400,7 @@ static void pack_values(int type, float *dst, int dst_stride, const void *rows, 
 static float softmax_row(float *scores, int n, float *max, float *sum) {
     float old_max = *max, new_max = *max, new_sum = 0;
     for (int j = 0; j < n; j++) new_max = scores[j] > new_max ? scores[j] : new_max;
-    for (int j = n; j < KVC_TILE; j++) scores[j] = 0;
+    for (int j = n; j < kvc_padded_rows(n); j++) scores[j] = 0;
     if (new_max == -INFINITY) {
         for (int j = 0; j < n; j++) {
             scores[j] = isnan(scores[j]) ? scores[j] : 0;
@@ -418,8 +418,9 @@ static float softmax_row(float *scores, int n, float *max, float *sum) {
     return factor;
 }
 
-static void times(float *rows, int num_q, const float *by) {
-    for (int i = 0; i < num_q * KVC_TILE; i++) rows[i] *= by[i % KVC_TILE];
+static void times(float *rows, int num_q, int n, const float *by) {
+    for (int r = 0; r < num_q; r++)
+        for (int j = 0; j < kvc_padded_rows(n); j++) rows[r * KVC_TILE + j] *= by[j];
 }
 
 static void softmax_rows(float *scores, int num_q, int n, float *max, float *sum, float *factor, kvc_ahead next) {

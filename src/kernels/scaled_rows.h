@@ -42,12 +42,12 @@ typedef struct digits_end {
 
 /* ---- digits ------------------------------------------------------------------------------------------------------ */
 
-/* Splits LANES integers into digits. */
-INLINE void store_digits(char *to, vec x) {
-    const ivec both = _mm512_cvtps_epi32(x), high = _mm512_srai_epi32(_mm512_add_epi32(both, i_set_32(SHIFT)), 8);
-    const __m128i h = _mm512_cvtepi32_epi8(high), l = _mm512_cvtepi32_epi8(both); /* the low byte, with its sign */
-    _mm_storeu_si128((void *)to, _mm_unpacklo_epi32(h, l));
-    _mm_storeu_si128((void *)(to + 2 * DIGIT_BYTES), _mm_unpackhi_epi32(h, l));
+/* Splits 2 * LANES integers into digits.  Packing goes quarter by quarter: to four high digits of x, four of y, and the
+ * low ones of x and y. */
+INLINE void store_digits(char *to, vec x, vec y) {
+    const ivec both = _mm512_packs_epi32(_mm512_cvtps_epi32(x), _mm512_cvtps_epi32(y));
+    const ivec high = i_high_bytes(_mm512_add_epi16(both, i_set_16(SHIFT)));
+    v_store(to, v_evens_first(_mm512_castsi512_ps(_mm512_packs_epi16(high, i_low_bytes(both)))));
 }
 
 /* Adds SHIFT times digits to a sum, whose even lanes are of the high ones. */
@@ -271,9 +271,7 @@ INLINE void prepare_scaled(float *q, int q_stride, int num_q, int dim, float sca
             ivec shifted = i_zero();
             char *to = (char *)(q + (ptrdiff_t)r * q_stride);
             for (int d = 0; d < dim;) {
-                const vec x = v_mul(v_load(row + d), inverse), y = v_mul(v_load(row + d + LANES), inverse);
-                store_digits(to, x);
-                store_digits(to + LANES / FOUR * DIGIT_BYTES, y);
+                store_digits(to, v_mul(v_load(row + d), inverse), v_mul(v_load(row + d + LANES), inverse));
                 shifted = add_shifted(shifted, to);
                 to += KVC_QUANT_ELEMENTS / FOUR * DIGIT_BYTES;
                 d += KVC_QUANT_ELEMENTS;
@@ -350,37 +348,38 @@ typedef struct scaled_weights {
     digits_end end;
 } scaled_weights;
 
-/* Rounds the weights of num_q query rows, `stride` floats apart: some side by side, as each step waits for the one
- * before.  A unit is NaN if a weight is NaN or infinite. */
-APART void round_scaled_weights(int num_q, scaled_weights *to, const float *weights, int stride) {
+/* Rounds the weights of num_q query rows and n values, `stride` floats apart: some side by side, as each step waits for
+ * the one before.  A unit is NaN if a weight is NaN or infinite. */
+APART void round_scaled_weights(int num_q, scaled_weights *to, const float *weights, int stride, int n) {
+    const int end = kvc_padded_rows(n);
     for (int first = 0; first < num_q; first += QUERIES) {
         const int some = smaller(num_q - first, QUERIES);
         vec largest[QUERIES], zero_or_nan[QUERIES];
-        float most[QUERIES];
+        float most[QUERIES], inverse[QUERIES];
         UNROLL
         for (int r = 0; r < QUERIES; r++) {
             const float *row = weights + (ptrdiff_t)(first + smaller(r, some - 1)) * stride;
             largest[r] = zero_or_nan[r] = v_zero();
-            UNROLL
-            for (int j = 0; j < KVC_TILE; j += LANES) {
+            for (int j = 0; j < end; j += LANES) {
                 largest[r] = v_max_abs(v_load(row + j), largest[r]);
                 zero_or_nan[r] = v_fma(v_load(row + j), v_zero(), zero_or_nan[r]);
             }
         }
         v_store_largest(most, largest);
+        const __m128 x = _mm_max_ps(_mm_set1_ps(1e-33f), _mm_loadu_ps(most)); /* smaller weights round to nothing */
+        _mm_storeu_ps(inverse, _mm_div_ps(_mm_set1_ps((float)LARGEST_DIGITS), x));
+        _mm_storeu_ps(most, _mm_mul_ps(x, _mm_set1_ps(1.0f / (float)LARGEST_DIGITS)));
         for (int r = 0; r < some; r++) {
             scaled_weights *const w = &to[first + r];
             const float *row = weights + (ptrdiff_t)(first + r) * stride;
-            const float x = most[r] < 1e-33f ? 1e-33f : most[r]; /* smaller weights round to nothing */
-            const vec inverse = v_set((float)LARGEST_DIGITS / x);
+            const vec by = v_set(inverse[r]);
             ivec shifted = i_zero();
-            w->end.unit = x * (1.0f / (float)LARGEST_DIGITS) + zero_or_nan_of(zero_or_nan[r]);
-            UNROLL
-            for (int j = 0; j < KVC_TILE; j += LANES)
-                store_digits(w->digits + j / FOUR * DIGIT_BYTES, v_mul(v_load(row + j), inverse));
-            UNROLL
-            for (int i = 0; i < (int)sizeof w->digits; i += (int)sizeof shifted)
-                shifted = add_shifted(shifted, w->digits + i);
+            w->end.unit = most[r] + zero_or_nan_of(zero_or_nan[r]);
+            for (int j = 0; j < end; j += 2 * LANES) {
+                char *const digits = w->digits + j / FOUR * DIGIT_BYTES;
+                store_digits(digits, v_mul(v_load(row + j), by), v_mul(v_load(row + j + LANES), by));
+                shifted = add_shifted(shifted, digits);
+            }
             cancel_shifted(&w->end, shifted);
         }
     }
@@ -453,7 +452,7 @@ INLINE void accumulate_scaled(int type, float *acc, int acc_stride, const float 
         some = smaller(num_q, KVC_BLOCK_QUERIES);
         a.next =
             prefetch_begin(take_part(&ahead, some, num_q), rows, steps * LINES_PER_STEP * (1 + scaled_passes(some)));
-        round_scaled_weights(some, w, weights, KVC_TILE);
+        round_scaled_weights(some, w, weights, KVC_TILE, n);
         if (some <= QUERIES && (type != KVC_INT6 || has_look_up_64())) {
             CALL_WITH_QUERIES(accumulate_scaled_blocks, some, QUERIES, 0, type == KVC_INT6 ? INT6_AT_ONCE : type, &a, w)
         } else {
@@ -513,7 +512,7 @@ INLINE void accumulate_scaled_panels(float *acc, int acc_stride, const float *we
     for (int some; m; m -= some, acc += (ptrdiff_t)some * acc_stride, weights += (ptrdiff_t)some * lda) {
         const char *panel = (const char *)values;
         some = scaled_at_once(m);
-        round_scaled_weights(some, w, weights, lda);
+        round_scaled_weights(some, w, weights, lda, n);
         for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS, panel += num_quads * PANEL_BYTES)
             accumulate_panel_for_queries(some, acc + d, acc_stride, ONES, w, panel, num_quads, &next);
     }

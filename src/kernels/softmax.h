@@ -29,9 +29,10 @@ INLINE void exp_negative(int count, vec *x) {
 
 /* Sets the scores of a row past n to what no query sees up to `padded`, and to 0 behind. */
 INLINE void hide_past(float *row, int n, int padded) {
+    const int end = kvc_padded_rows(n);
     for (; n % LANES; n++) row[n] = -INFINITY;
     for (; n < padded; n += LANES) v_store(row + n, v_set(-INFINITY));
-    for (; n < KVC_TILE; n += LANES) v_store(row + n, v_zero());
+    for (; n < end; n += LANES) v_store(row + n, v_zero());
 }
 
 /* Stores the largest scores of `count` rows, or their maxima where these are larger; writes up to a multiple of 4. */
@@ -100,7 +101,7 @@ INLINE void update_rows(int count, const float *maxima, const vec *totals, float
 INLINE void softmax_rows(float *scores, int num_q, int n, float *max, float *sum, float *factor, kvc_ahead next) {
     const int step = EXPS * LANES, padded = (n + step - 1) / step * step;
     prefetcher p = prefetch_begin(next, scores, num_q * (padded / KVC_LANES));
-    for (int r = 0; n < KVC_TILE && r < num_q; r++) hide_past(scores + r * KVC_TILE, n, padded);
+    for (int r = 0; n % KVC_PANEL && r < num_q; r++) hide_past(scores + r * KVC_TILE, n, padded);
     for (int first = 0; first < num_q; first += LANES) {
         float *const rows = scores + first * KVC_TILE, maxima[LANES];
         vec totals[LANES];

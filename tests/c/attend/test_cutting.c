@@ -315,10 +315,10 @@ static void test_read_once(void) {
     check_read(&g, 2, 4 * PART + 32 * 41);
     g = forks(PART + 128, 12, 5); /* which ends within a part */
     check_read(&g, 1, PART + 128 + 12 * 6);
-    g = forks(PART + 100, 12, 5); /* and within a tile: what is past the last whole one is each one's own */
-    check_read(&g, 1, PART + 64 + 12 * (36 + 6));
-    g = forks(100, 2, 5);
-    check_read(&g, 1, 64 + 2 * (36 + 6));
+    g = forks(PART + KVC_TILE + 36, 12, 5); /* and within a tile: what is past the last whole one is each one's own */
+    check_read(&g, 1, PART + KVC_TILE + 12 * (36 + 6));
+    g = forks(KVC_TILE + 36, 2, 5);
+    check_read(&g, 1, KVC_TILE + 2 * (36 + 6));
     g = forks(2 * PART, 20, 0);
     g.group = 16; /* 8 sequences in a task */
     check_read(&g, 1, 3 * 2 * PART + 20);
@@ -352,7 +352,7 @@ static void test_not_shared(void) {
     g = moved();
     g.num = 4; /* the fourth has other positions from 300 on */
     g.branches[1].num_new = g.branches[2].num_new = 0;
-    check_read(&g, 1, (693 + 1) + (753 + 1) - 300 / 64 * 64);
+    check_read(&g, 1, (693 + 1) + (753 + 1) - 300 / KVC_TILE * KVC_TILE);
 }
 
 /* Some tasks of a plan are left out.  Then all tasks are run with another scale, these first, and once more with the
@@ -365,7 +365,8 @@ static void test_left_out(void) {
     kvc_batch *batch = NULL;
     kvc_plan *plan = NULL;
     for (int i = 0; i < 16 * PART; i++) rows[i / 4][i % 4] = random_float();
-    const kvc_put_args put = {.struct_size = sizeof put, .k = rows, .v = rows, .k_token_stride = 16, .v_token_stride = 16};
+    const kvc_put_args put = {
+        .struct_size = sizeof put, .k = rows, .v = rows, .k_token_stride = 16, .v_token_stride = 16};
     CHECK(kvc_begin(cache, 4 * PART, NULL, NULL, NULL, &batch) == KVC_OK && kvc_put(batch, 0, &put) == KVC_OK);
     CHECK(kvc_commit(batch) == KVC_OK && kvc_begin(cache, 1, NULL, NULL, NULL, &batch) == KVC_OK);
     CHECK(kvc_put(batch, 0, &put) == KVC_OK);

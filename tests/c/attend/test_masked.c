@@ -151,11 +151,11 @@ static void test_shared(void) {
     s.members[1] = s.members[0];
     stage *st = stage_new(&s, &usual);
     CHECK(rows_read(st) == 1024 + 2);
-    hide(&s, 0, 0, 64);
-    hide(&s, 1, 0, 64);
-    CHECK(rows_read(st) == 960 + 2);
-    hide(&s, 1, 800, 900); /* from row 512 on, the second part: two whole tiles and more of it are before 800 */
-    CHECK(rows_read(st) == 512 + 192 + (960 - 704) + (860 - 704) + 2);
+    hide(&s, 0, 0, 128);
+    hide(&s, 1, 0, 128);
+    CHECK(rows_read(st) == 896 + 2);
+    hide(&s, 1, 800, 900); /* from row 512 on, the second part: a whole tile and more of it is before 800 */
+    CHECK(rows_read(st) == 512 + 128 + (896 - 640) + (796 - 640) + 2);
     s.num_masked = 0;
     hide(&s, 0, 0, 1);
     CHECK(rows_read(st) == 1023 + 1024 + 2);

@@ -811,7 +811,7 @@ static void check_softmax(const kvc_kernels *kernels, int n, float (*draw)(int s
         for (int j = 0; j < n; j++)
             if (right_max < scores[s][j]) right_max = scores[s][j];
         CHECKF(max == right_max, "%s: max %g, not %g", kernels->name, (double)max, right_max);
-        for (int j = n; j < KVC_TILE; j++)
+        for (int j = n; j < kvc_padded_rows(n); j++)
             CHECKF(weights[s][j] == 0, "%s: %d of %d is %g", kernels->name, j, n, (double)weights[s][j]);
     }
     for (int s = 0; s < STEPS; s++) {
@@ -896,16 +896,16 @@ static void test_matmul(const kvc_kernels *kernels, int m, int n, int k, int add
 }
 
 static void test_pack(const kvc_kernels *kernels, int type, int dim, int n) {
-    static _Alignas(64) float keys[MAX_DIM * KVC_TILE], values[KVC_TILE * (MAX_DIM + KVC_LANES)];
+    static _Alignas(64) float keys[MAX_DIM * KVC_PANEL], values[KVC_PANEL * (MAX_DIM + KVC_LANES)];
     int padded = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES, stride = padded + KVC_LANES;
     const tile *t = tile_new(type, n, dim, usual);
-    fill(keys, MAX_DIM * KVC_TILE);
-    for (int i = 0; i < KVC_TILE * stride; i++) values[i] = UNTOUCHED;
+    fill(keys, MAX_DIM * KVC_PANEL);
+    for (int i = 0; i < KVC_PANEL * stride; i++) values[i] = UNTOUCHED;
     kernels->tiler[type].pack_keys(keys, t->rows, t->stride, 0, n, dim);
     kernels->tiler[type].pack_values(values, stride, t->rows, t->stride, 0, n, dim);
-    for (int j = 0; j < KVC_TILE; j++) {
+    for (int j = 0; j < KVC_PANEL; j++) {
         for (int d = 0; d < dim; d++)
-            CHECKF(keys[d * KVC_TILE + j] == (j < n ? t->values[j][d] : 0), "%s %s: dim %d, key [%d, %d] of %d",
+            CHECKF(keys[d * KVC_PANEL + j] == (j < n ? t->values[j][d] : 0), "%s %s: dim %d, key [%d, %d] of %d",
                    kernels->name, kvc_type_name(type), dim, j, d, n);
         for (int d = 0; d < stride; d++)
             CHECKF(values[j * stride + d] == (j >= n || d >= padded ? UNTOUCHED
@@ -920,22 +920,22 @@ enum { MAX_M = 72 };
 /* Tilers that multiply quantised rows as integers give the bits of the kernels for few query rows. */
 static void test_panels(const kvc_kernels *kernels, int type, int dim, int m, int n) {
     enum { STRIDE = MAX_DIM / KVC_CHUNK * KVC_PACKED };
-    static _Alignas(64) float panel[STRIDE * KVC_TILE], scores[MAX_M * KVC_TILE], right[MAX_M * KVC_TILE];
+    static _Alignas(64) float panel[STRIDE * KVC_PANEL], scores[MAX_M * KVC_TILE], right[MAX_M * KVC_TILE];
     static float q[MAX_M * STRIDE], weights[MAX_M * KVC_TILE], sums[MAX_M * MAX_DIM], right_sums[MAX_M * MAX_DIM],
         ones[MAX_M];
     const kvc_tiler *tiler = &kernels->tiler[type];
     const tile *t = tile_new(type, n, dim, usual);
     fill(q, MAX_M * STRIDE);
     tiler->prepare(q, STRIDE, m, dim, SCALE);
-    for (int i = 0; i < STRIDE * KVC_TILE; i++) panel[i] = NAN; /* only what was packed is read */
+    for (int i = 0; i < STRIDE * KVC_PANEL; i++) panel[i] = NAN; /* only what was packed is read */
     tiler->pack_keys(panel, t->rows, t->stride, 0, n, dim);
-    tiler->score(scores, KVC_TILE, q, STRIDE, panel, KVC_TILE, m, n, dim, 0, (kvc_ahead){q, (int32_t)sizeof q, 2});
+    tiler->score(scores, KVC_TILE, q, STRIDE, panel, KVC_PANEL, m, n, dim, 0, (kvc_ahead){q, (int32_t)sizeof q, 2});
     kernels->score[type].score(right, q, STRIDE, m, t->rows, t->stride, n, dim, (kvc_ahead){.bytes = 0});
     for (int i = 0; i < m; i++)
         CHECKF(!memcmp(scores + i * KVC_TILE, right + i * KVC_TILE, (size_t)n * sizeof *scores),
                "%s %s: dim %d, scores of query row %d of %d, %d keys", kernels->name, kvc_type_name(type), dim, i, m,
                n);
-    for (int i = 0; i < STRIDE * KVC_TILE; i++) panel[i] = NAN;
+    for (int i = 0; i < STRIDE * KVC_PANEL; i++) panel[i] = NAN;
     tiler->pack_values(panel, MAX_DIM, t->rows, t->stride, 0, n, dim);
     for (int i = 0; i < MAX_M * KVC_TILE; i++) weights[i] = i % KVC_TILE < n ? random_float() : 0;
     for (int i = 0; i < MAX_M; i++) ones[i] = 1;
@@ -984,7 +984,7 @@ static void weigh(const kvc_tiler *tiler, float *weights, int stride, int m, int
 }
 
 /* Whatever its panels look like: m query rows of q_type by a tile, and weights by its values, against float64.  Where
- * tiles may have more rows than KVC_TILE, rows [KVC_TILE, n) are like the first ones. */
+ * tiles may have more rows than KVC_PANEL, rows [KVC_PANEL, n) are like the first ones. */
 static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int type, int q_type, int dim, int m, int n,
                        sizes largest) {
     if (!tiler->score) /* rows are decoded first */
@@ -1001,7 +1001,7 @@ static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int t
     /* Allowed error, relative to the sum of magnitudes; where nothing of a float is left out, of each term. */
     const double scale = q_type == KVC_F32 ? 0.3f : 1, most = is_exact ? FLT_EPSILON : 0x1p-15;
     const double most_of_score = is_exact || (q_type != KVC_F32 && q_type == type) ? FLT_EPSILON * (dim + 2) : most;
-    const tile *t = tile_new(type, n < KVC_TILE ? n : KVC_TILE, dim, largest);
+    const tile *t = tile_new(type, n < KVC_PANEL ? n : KVC_PANEL, dim, largest);
     kvc_former former;
     fill_to(q, MAX_M * MAX_PADDED, largest.factors);
     if (q_type != KVC_F32) { /* what the caller has is multiplied as it is, and not scaled */
@@ -1015,18 +1015,18 @@ static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int t
         memset(prepared + i * stride, 0, (size_t)stride * sizeof *prepared);
         memcpy(prepared + i * stride, narrow + i * stride, (size_t)dim * sizeof *narrow);
     }
-    for (int i = 0; i < n; i += KVC_TILE)
-        tiler->pack_keys(panel, t->rows, t->stride, i, n - i < KVC_TILE ? n - i : KVC_TILE, dim);
+    for (int i = 0; i < n; i += KVC_PANEL)
+        tiler->pack_keys(panel, t->rows, t->stride, i, n - i < KVC_PANEL ? n - i : KVC_PANEL, dim);
     begin(kernels, &former);
     (q_type == KVC_BF16 ? tiler->score_bf16 : tiler->score)(scores, scores_stride, prepared, stride, panel,
-                                                            is_packed ? dim : KVC_TILE, m, n, dim, 0,
+                                                            is_packed ? dim : KVC_PANEL, m, n, dim, 0,
                                                             (kvc_ahead){q, (int32_t)sizeof q, 2});
     end(kernels, &former);
     for (int i = 0; i < m; i++) {
         for (int j = 0; j < n; j++) {
             double sum = 0, size = 0;
             for (int d = 0; d < dim; d++) {
-                const double term = scale * q[i * stride + d] * t->values[j % KVC_TILE][d];
+                const double term = scale * q[i * stride + d] * t->values[j % KVC_PANEL][d];
                 sum += term;
                 size += fabs(term);
             }
@@ -1040,8 +1040,8 @@ static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int t
     for (int i = 0; i < MAX_PADDED * KVC_WIDE_TILE; i++) panel[i] = NAN;
     fill_to(sums, MAX_M * MAX_PADDED, largest.rows * (is_packed ? 1 : largest.factors));
     memcpy(old, sums, sizeof old);
-    for (int i = 0; i < n; i += KVC_TILE)
-        tiler->pack_values(panel, values, t->rows, t->stride, i, n - i < KVC_TILE ? n - i : KVC_TILE, dim);
+    for (int i = 0; i < n; i += KVC_PANEL)
+        tiler->pack_values(panel, values, t->rows, t->stride, i, n - i < KVC_PANEL ? n - i : KVC_PANEL, dim);
     weigh(tiler, scores, scores_stride, m, n, largest, weights);
     begin(kernels, &former);
     tiler->accumulate(sums, values, scores, scores_stride, panel, is_packed ? KVC_WIDE_TILE : values, m, dim, n, 1,
@@ -1051,7 +1051,7 @@ static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int t
         for (int d = 0; d < values; d++) {
             double sum = old[i * values + d], size = fabs(sum);
             for (int j = 0; j < n && d < dim && i < m; j++) {
-                const double term = ldexp(weights[i][j] * t->values[j % KVC_TILE][d], tiler->sum_shift);
+                const double term = ldexp(weights[i][j] * t->values[j % KVC_PANEL][d], tiler->sum_shift);
                 sum += term;
                 size += fabs(term);
             }
@@ -1114,7 +1114,7 @@ static void test_weigh(const kvc_kernels *kernels, const kvc_tiler *tiler) {
 /* The largest floats are no infinities once they are prepared; they are for AMX (weigh). */
 static void test_largest_queries(const kvc_kernels *kernels) {
     enum { DIM = 8, PADDED = KVC_PACKED };
-    static _Alignas(64) float panel[PADDED * KVC_TILE], scores[KVC_TILE];
+    static _Alignas(64) float panel[PADDED * KVC_PANEL], scores[KVC_TILE];
     const kvc_tiler *tiler = &kernels->tiler[KVC_BF16];
     if (!tiler->score || tiler->weigh) return;
     float q[PADDED] = {FLT_MAX, -FLT_MAX, FLT_MAX}, key[DIM] = {0x1p-126f, -0x1p-126f, 0x1p-126f};
@@ -1122,7 +1122,7 @@ static void test_largest_queries(const kvc_kernels *kernels) {
     kernels->convert(KVC_F32, KVC_BF16, row, 0, key, 0, 1, DIM);
     tiler->prepare(q, PADDED, 1, DIM, 1);
     tiler->pack_keys(panel, row, 0, 0, 1, DIM);
-    tiler->score(scores, KVC_TILE, q, PADDED, panel, KVC_TILE, 1, 1, DIM, 0, (kvc_ahead){.bytes = 0});
+    tiler->score(scores, KVC_TILE, q, PADDED, panel, KVC_PANEL, 1, 1, DIM, 0, (kvc_ahead){.bytes = 0});
     CHECKF(fabsf(scores[0] - 12) < 0.1f, "%s: %g", kernels->name, (double)scores[0]);
 }
 
@@ -1133,7 +1133,7 @@ static int has_score_16(const kvc_kernels *kernels, int type) {
 }
 
 static void test_rows(const kvc_kernels *kernels, int type, int dim) {
-    static const int some_n[] = {1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64};
+    static const int some_n[] = {1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 95, 127, 128};
     enum { NUM_N = sizeof some_n / sizeof *some_n };
     for (int num_q = 1; num_q <= MAX_Q; num_q += num_q < 9 ? 1 : 7) {
         for (int i = 0; i < 3; i++) { /* a few of the row counts each time; all in the course of the test */
@@ -1144,9 +1144,9 @@ static void test_rows(const kvc_kernels *kernels, int type, int dim) {
             test_accumulate(kernels, type, dim, num_q, n, uneven);
         }
     }
-    for (int i = 0; i < NUM_N; i++) {
+    for (int i = 0; i < NUM_N && some_n[i] <= KVC_PANEL; i++) {
         static const int some_m[] = {1, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 72};
-        const int m = some_m[(i + dim) % NUM_N], n = some_n[i];
+        const int m = some_m[(i + dim) % (int)(sizeof some_m / sizeof *some_m)], n = some_n[i];
         const kvc_tiler *tiler = &kernels->tiler[type];
         if (tiler->score && type >= KVC_FLOAT_TYPES && !tiler->weigh) {
             test_panels(kernels, type, dim, m, n);
@@ -1209,7 +1209,7 @@ static void test_scaled_rows(const kvc_kernels *kernels, int type, int dim) {
     for (int n = 1; n <= KVC_TILE; n++) {
         test_score(kernels, type, KVC_F32, dim, 4, n, usual);
         test_accumulate(kernels, type, dim, 4, n, usual);
-        if (kernels->tiler[type].score) test_panels(kernels, type, dim, random_int(1, MAX_M + 1), n);
+        if (n <= KVC_PANEL && kernels->tiler[type].score) test_panels(kernels, type, dim, random_int(1, MAX_M + 1), n);
     }
 }
 
