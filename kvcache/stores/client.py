@@ -250,7 +250,7 @@ class _Shared:
     def stay(self) -> None:
         """Stay while keys are doomed, though no client may be left: nobody who opens this store later may read them."""
         with _lock:
-            (_staying.add if self.doomed.items() else _staying.discard)(self)
+            (_staying.add if self.doomed else _staying.discard)(self)
 
     def refuse(self, tenant: Tenant, key: str, reason: str) -> None:
         """Delete a value that is not what was stored."""

@@ -38,6 +38,9 @@ class Doomed:
     def __contains__(self, key: str) -> bool:
         return key in self._keys
 
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
     def readable(self, keys: Iterable[str], stop_at_miss: bool) -> list[str]:
         """Return the keys that may be read; with `stop_at_miss` those before the first that may not."""
         if stop_at_miss:
