@@ -1,9 +1,10 @@
 """The core's own tests, and the programs in the documentation, in C: built as compiling.py says."""
 
+import os
 import re
 
 import pytest
-from support.compiling import EMULATOR, ROOT, is_for_windows, run
+from support.compiling import EMULATOR, ROOT, SANITIZERS, is_for_windows, run
 
 PAGES = [ROOT / "README.md", ROOT / "docs/c.md", ROOT / "docs/prefix-c.md"]
 LEFT_OUT = "Not for Windows: " if is_for_windows() else None  # stands in the head comment, with the reason
@@ -14,6 +15,13 @@ TESTS = sorted(SOURCES, key=lambda path: (-path.stat().st_size, path))  # a long
 @pytest.mark.parametrize("source", TESTS, ids=lambda path: path.stem)
 def test_program(workshop, source):
     workshop.run(source)
+
+
+def test_quick_runs_have_no_sanitizers(workshop, pytestconfig):
+    """They double the time of every program."""
+    if "KVCACHE_C_FLAGS" in os.environ or pytestconfig.option.slow or pytestconfig.option.full:
+        pytest.skip("the core is built with the flags that were asked for")
+    assert not {*SANITIZERS} & {*workshop.core()[0]}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

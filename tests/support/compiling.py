@@ -111,7 +111,7 @@ def build_core(folder):
     if "KVCACHE_C_FLAGS" in os.environ:
         extra = shlex.split(os.environ["KVCACHE_C_FLAGS"])
     else:
-        quick = os.environ.get("KVCACHE_TEST_PART") == "quick"
+        quick = ENVIRONMENT.get("KVCACHE_TEST_PART") == "quick"
         choice = [] if quick else [[*SANITIZERS, "-static-libasan"], SANITIZERS]  # the first one takes 0.8 of the time
         extra = next((flags for flags in choice if works(cc, flags, folder)), [])
         extra = [*extra, OPENMP] if works(cc, [*extra, OPENMP], folder) else extra
