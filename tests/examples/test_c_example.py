@@ -27,7 +27,7 @@ WEIGHTS = (MODEL / "model.safetensors").read_bytes()
 @pytest.fixture(scope="module")
 def program(build):
     sources = sorted((ROOT / "examples" / "c").glob("*.c"), key=lambda source: source.stem != "generate")
-    return build(*sources)
+    return build(*sources, flags=["-O2"])  # as its README says
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ REPLY = 60
 @pytest.fixture(scope="module")
 def serve(build):
     """Return a function that runs the program with some arguments."""
-    program = build(ROOT / "examples/prefix.c", *(ROOT / "examples/c" / name for name in ("model.c", "pool.c")))
+    sources = [ROOT / "examples" / name for name in ("prefix.c", "c/model.c", "c/pool.c")]
+    program = build(*sources, flags=["-O2"])  # as examples/README.md says
 
     def run(*arguments):
         command = [*EMULATOR, program, *arguments]

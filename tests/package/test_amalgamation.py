@@ -42,6 +42,7 @@ def test_it_compiles_without_a_warning(folder, flags):
     run(*compiler(), *flags, "-Wall", "-Wextra", "-Werror", "-fsyntax-only", folder / "kvcache.c")
 
 
+@pytest.mark.slow
 def test_a_program_with_it_lacks_nothing(folder, tmp_path):
     """Names that are put together by macros are not lost where parts are given names of their own."""
     main, program = tmp_path / "main.c", tmp_path / "main"

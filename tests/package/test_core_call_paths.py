@@ -42,22 +42,24 @@ def works(command, source):
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory):
-    """Build the core, instrumented, with the recorder."""
+def program(workshop, tmp_path_factory):
+    """Build the core with the recorder. All of it is instrumented, except its kernels."""
     if not shutil.which("addr2line") or EMULATOR:
         pytest.skip("addresses of functions are not looked up here")
     folder = tmp_path_factory.mktemp("call_paths")
     probe = folder / "probe.c"
     probe.write_text("int main(void) { return 0; }\n")
-    command = [*compiler(), *FLAGS]
+    command, (linking, others) = [*compiler(), *FLAGS], workshop.core()
     if not works([*command, *INSTRUMENTED, "-no-pie"], probe):
         pytest.skip("the compiler does not instrument functions")
 
     def command_for(source):
         return [*command, *(INSTRUMENTED[:3] if source == RECORDER else INSTRUMENTED)]
 
-    objects = compile_all(folder, [RECORDER, *ROOT.glob("src/*/*.c")], command_for)
-    run(*command, "-no-pie", *objects, "-o", folder / "calls", *LIBRARIES)
+    sources = [path for path in ROOT.glob("src/*/*.c") if path.parent.name != "kernels"]
+    kernels = [name for name in others if Path(name).name.startswith("kernels-")]
+    objects = compile_all(folder, [RECORDER, *sources], command_for)
+    run(*linking, "-no-pie", *objects, *kernels, "-o", folder / "calls", *LIBRARIES)
     return folder / "calls"
 
 
