@@ -149,26 +149,26 @@ static kernel_rows take_some(const kvc_task *t, walk *w) {
     return take_rows(t, w, few < left ? few : left);
 }
 
-/* Multiplies a tile's scores by the scales of its keys, or weights by the scales of its values, for kernels that
- * leave the scales out. */
-static void times_scales(const kvc_task *t, const kvc_tile *tile, int is_value) {
-    const kvc_kernels *kernels = t->call->kernels;
-    float by[KVC_TILE];
-    int32_t n = 0;
-    for (const kvc_stretch *at = tile->stretches; n < tile->n; at++)
-        for (int64_t i = 0, some; i < at->n; i += some, n += (int32_t)some) {
-            some = at->scale_step == KVC_SCALE_BYTES ? at->n : 1;
-            kernels->convert(KVC_F16, KVC_F32, by + n, 0, at->scales[is_value] + i * at->scale_step, 0, 1, (int)some);
-        }
-    memset(by + n, 0, (size_t)(KVC_TILE - n) * sizeof *by);
-    kernels->times(t->scores, t->num_query_rows, tile->n, by);
-}
-
 /* Returns what lies from first to end; of very large rows, the beginning. */
 static kvc_ahead ahead_of(const kvc_call *c, const uint8_t *first, const uint8_t *end) {
     enum { MOST_BYTES = 1 << 24 };
     const ptrdiff_t bytes = end - first;
     return (kvc_ahead){first, bytes < MOST_BYTES ? (int32_t)bytes : MOST_BYTES, c->prefetch_level};
+}
+
+/* Prefetches the scales of a tile, which lie apart from its rows, except of single rows. */
+static void prefetch_scales(const kvc_call *c, const kvc_tile *tile) {
+    int32_t n = 0;
+    for (const kvc_stretch *at = tile->stretches; n < tile->n; n += (int32_t)at++->n)
+        for (int i = 0; i < 2 && at->scale_step == KVC_SCALE_BYTES; i++)
+            if (at->scales[i]) prefetch(ahead_of(c, at->scales[i], at->scales[i] + at->n * KVC_SCALE_BYTES));
+}
+
+/* Multiplies a tile's scores by the scales of its keys, or weights by the scales of its values, for kernels that
+ * leave the scales out. */
+static void times_scales(const kvc_task *t, const kvc_tile *tile, int is_value) {
+    uint8_t copies[KVC_TILE][KVC_SCALE_BYTES];
+    t->call->kernels->times(t->scores, t->num_query_rows, tile->n, kvc_scales_of(tile, is_value, copies));
 }
 
 /* Returns the most bytes between rows that are prefetched with them: the processor fetches narrow holes all the same
@@ -444,6 +444,7 @@ static void stream_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_curs
     score_tile(t, current);
     kvc_next_tile(next, upcoming);
     walk keys = walk_keys(t, next);
+    if (next->layout->num_scales) prefetch_scales(t->call, next);
     const kvc_ahead ahead = take_few_ahead(t->call, &keys, t->num_query_rows * (current->n / KVC_LANES));
     if (!current->is_seen || t->call->changes_scores)
         kvc_change_scores(t, current, 0, t->num_query_rows, t->scores, KVC_TILE);

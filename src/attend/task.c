@@ -151,6 +151,19 @@ kvc_rows kvc_keys_in(const kvc_tile *t, const kvc_layer *layer, const kvc_segmen
     return kvc_row_of(&keys, 0, t->head);
 }
 
+const void *kvc_scales_of(const kvc_tile *t, int is_value, uint8_t copies[KVC_TILE][KVC_SCALE_BYTES]) {
+    const kvc_stretch *at = t->stretches;
+    if (at->n >= t->n && at->scale_step == KVC_SCALE_BYTES && t->n % KVC_PANEL == 0) return at->scales[is_value];
+    int32_t n = 0;
+    for (; n < t->n; at++)
+        for (int64_t i = 0, some; i < at->n; i += some, n += (int32_t)some) {
+            some = at->scale_step == KVC_SCALE_BYTES ? at->n : 1;
+            memcpy(copies[n], at->scales[is_value] + i * at->scale_step, (size_t)some * KVC_SCALE_BYTES);
+        }
+    memset(copies[n], 0, (size_t)(KVC_TILE - n) * KVC_SCALE_BYTES);
+    return copies;
+}
+
 void kvc_locate_rows(kvc_tile *t, const int32_t *order) {
     const kvc_segment *segment = t->segment;
     int32_t offset = t->offset;

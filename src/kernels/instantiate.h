@@ -21,7 +21,7 @@
 
 #define DEFINE_TIMES(name)    \
     extern kvc_times_fn name; \
-    TARGET void name(float *rows, int num_q, int n, const float *by) { times(rows, num_q, n, by); }
+    TARGET void name(float *rows, int num_q, int n, const void *by) { times(rows, num_q, n, by); }
 
 #define DEFINE_LARGEST(name)    \
     extern kvc_largest_fn name; \

@@ -112,8 +112,8 @@ typedef void kvc_accumulate_fn(float *acc, int acc_stride, const float *factor, 
 
 /* rows[r * KVC_TILE + j] *= by[j] for r < num_q, j < n, up to a multiple of KVC_PANEL: what the kernels of a type with
  * row scales leave to be done, with scores and keys' scales, before they are weighted, or with weights and values'
- * scales.  `by` is 0 for rows that are none. */
-typedef void kvc_times_fn(float *rows, int num_q, int n, const float *by);
+ * scales.  by: f16, 0 for rows that are none. */
+typedef void kvc_times_fn(float *rows, int num_q, int n, const void *by);
 
 /* One step of the online softmax of num_q query rows, over scores[r * KVC_TILE + j], j < n <= KVC_TILE.  With m the
  * larger of max[r] and the row's largest score: scores become exp(score - m), sum[r] becomes sum[r] * exp(max[r] - m) +

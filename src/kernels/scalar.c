@@ -418,9 +418,9 @@ static float softmax_row(float *scores, int n, float *max, float *sum) {
     return factor;
 }
 
-static void times(float *rows, int num_q, int n, const float *by) {
+static void times(float *rows, int num_q, int n, const void *by) {
     for (int r = 0; r < num_q; r++)
-        for (int j = 0; j < kvc_padded_rows(n); j++) rows[r * KVC_TILE + j] *= by[j];
+        for (int j = 0; j < kvc_padded_rows(n); j++) rows[r * KVC_TILE + j] *= load(KVC_F16, by, j);
 }
 
 static void softmax_rows(float *scores, int num_q, int n, float *max, float *sum, float *factor, kvc_ahead next) {
