@@ -101,6 +101,9 @@ INLINE void find_units(block_weights *w, vec largest[WEIGHTS_AT_ONCE], float inv
     }
 }
 
+/* Whether weights come with the scales of rows. */
+INLINE int has_row_scale(int type) { return type != PANEL && KVC_TYPES[type].has_row_scale; }
+
 /* Returns how many bytes a block is behind the one before it: of a PANEL, what stands in the place of row_stride. */
 INLINE ptrdiff_t block_stride(int type, const accumulate_args *a) {
     return type == PANEL ? a->row_stride : block_bytes(type);
@@ -113,12 +116,12 @@ INLINE ptrdiff_t block_stride(int type, const accumulate_args *a) {
 TARGET static void round_weights(int type, int num_q, block_weights *w, accumulate_args *a, const char *block,
                                  int blocks) {
     prefetcher next = a->next;
-    const int vectors = kvc_padded_rows(a->n) / LANES;
+    const int is_scaled = has_row_scale(type), vectors = kvc_padded_rows(a->n) / LANES;
     float zero_or_nan[BLOCKS_AT_ONCE], inverse[WEIGHTS_AT_ONCE];
     vec largest[WEIGHTS_AT_ONCE];
     for (int b = 0, i = 0; b < blocks; b++, block += block_stride(type, a)) {
         vec scales[TILE_VECS];
-        zero_or_nan[b] = type == KVC_INT8 ? no_scales(scales)
+        zero_or_nan[b] = is_scaled ? no_scales(scales)
                          : type == PANEL  ? load_panel_scales(scales, block)
                                           : load_scales(scales, block, a->row_stride, a->n);
         for (int r = 0; r < num_q; r++, i++)
@@ -128,16 +131,19 @@ TARGET static void round_weights(int type, int num_q, block_weights *w, accumula
     find_units(w, largest, inverse, blocks * num_q);
     for (int b = 0, i = 0; b < blocks; b++)
         for (int r = 0; r < num_q; r++, i++) {
-            w->unit[i] += type == KVC_INT8 ? finite_products(w->products[i], vectors) : zero_or_nan[b];
+            w->unit[i] += is_scaled ? finite_products(w->products[i], vectors) : zero_or_nan[b];
             prefetch_line(&next);
             round_products(w->products[i], inverse[i], vectors);
         }
     a->next = next;
 }
 
+/* Counts the sums of a column and query: two where few queries' products would wait for each other. */
+INLINE int sets_for(int num_q) { return HAS_VNNI && num_q <= 2 ? 2 : 1; }
+
 /* Adds the products of two vectors of columns of ROWS_AT_ONCE rows, row r of them at p + r * stride, and the queries'
  * weights, w of the first query. */
-INLINE void accumulate_rows(int type, int num_q, ivec sums[2 * MANY_QUERIES], const char *p, ptrdiff_t stride,
+INLINE void accumulate_rows(int type, int num_q, ivec (*sums)[2 * MANY_QUERIES], const char *p, ptrdiff_t stride,
                             const char *w) {
     UNROLL
     for (int j = 0; j < ROWS_AT_ONCE; j += 2) {
@@ -146,8 +152,9 @@ INLINE void accumulate_rows(int type, int num_q, ivec sums[2 * MANY_QUERIES], co
         UNROLL
         for (int r = 0; r < num_q; r++) {
             const ivec y = i_set_pair(w + r * WEIGHTS_BYTES + j * (int)sizeof(int16_t));
-            sums[2 * r] = i_dot(sums[2 * r], x[0], y);
-            sums[2 * r + 1] = i_dot(sums[2 * r + 1], x[1], y);
+            ivec *const to = sums[j / 2 % sets_for(num_q)] + 2 * r;
+            to[0] = i_dot(to[0], x[0], y);
+            to[1] = i_dot(to[1], x[1], y);
         }
     }
 }
@@ -157,13 +164,14 @@ INLINE void accumulate_rows(int type, int num_q, ivec sums[2 * MANY_QUERIES], co
  * the block and of the second.  w: the first query's weights. */
 INLINE void accumulate_columns(int type, int num_q, accumulate_args *a, const char *block, int d, int c, const char *w,
                                const float *unit) {
-    ivec sums[2 * MANY_QUERIES];
+    ivec sums[2][2 * MANY_QUERIES];
     const int byte = kvc_is_8_bits(type) ? c : c / 2, second = kvc_is_8_bits(type) ? LANES : KVC_QUANT_ELEMENTS / 2;
     ptrdiff_t stride = a->row_stride;
     char last[ROWS_AT_ONCE][COPY_STRIDE];
     prefetcher next = a->next; /* in registers, unlike *a */
     UNROLL
-    for (int r = 0; r < 2 * num_q; r++) sums[r] = i_zero();
+    for (int i = 0; i < sets_for(num_q); i++) UNROLL
+    for (int r = 0; r < 2 * num_q; r++) sums[i][r] = i_zero();
     for (int n = a->n; n > 0; n -= ROWS_AT_ONCE, block += ROWS_AT_ONCE * stride) {
         if (n < ROWS_AT_ONCE) {
             block = pad_rows(last, ROWS_AT_ONCE, block, stride, n, block_bytes(type));
@@ -177,9 +185,14 @@ INLINE void accumulate_columns(int type, int num_q, accumulate_args *a, const ch
     for (int r = 0; r < num_q; r++) {
         float *acc = a->acc + (ptrdiff_t)r * a->acc_stride + d + byte;
         const vec factor = v_set(a->factor[r]), by = v_set(unit[r]);
-        i_order(type, sums + 2 * r);
-        v_store(acc, v_fma(v_from_int(sums[2 * r]), by, v_mul(v_load(acc), factor)));
-        v_store(acc + second, v_fma(v_from_int(sums[2 * r + 1]), by, v_mul(v_load(acc + second), factor)));
+        ivec *const x = sums[0] + 2 * r;
+#if HAS_VNNI
+        UNROLL
+        for (int i = 0; i < 2 && sets_for(num_q) == 2; i++) x[i] = i_add(x[i], sums[1][2 * r + i]);
+#endif
+        i_order(type, x);
+        v_store(acc, v_fma(v_from_int(x[0]), by, v_mul(v_load(acc), factor)));
+        v_store(acc + second, v_fma(v_from_int(x[1]), by, v_mul(v_load(acc + second), factor)));
     }
     a->next = next;
 }
@@ -192,9 +205,9 @@ INLINE void accumulate_quantised_rows(int num_q, int type, accumulate_args *a, k
     block_weights w;
     a->next = prefetch_begin(next, a->rows, a->dim / (2 * LANES) * ((a->n + 1) / 2) + 2 * num_blocks * num_q);
     for (int b = 0; b < num_blocks; b++, block += block_bytes(type)) {
-        const int first = type == KVC_INT8 ? 0 : b % blocks_at_once * num_q;
-        if (type == KVC_INT8 ? b == 0 : first == 0)
-            round_weights(type, num_q, &w, a, block, type == KVC_INT8 ? 1 : smaller(blocks_at_once, num_blocks - b));
+        const int is_scaled = has_row_scale(type), first = is_scaled ? 0 : b % blocks_at_once * num_q;
+        if (is_scaled ? b == 0 : first == 0)
+            round_weights(type, num_q, &w, a, block, is_scaled ? 1 : smaller(blocks_at_once, num_blocks - b));
         UNROLL
         for (int c = 0; c < KVC_QUANT_ELEMENTS; c += 2 * LANES)
             accumulate_columns(type, num_q, a, block, b * KVC_QUANT_ELEMENTS, c, (const char *)w.products[first],

@@ -5,6 +5,7 @@
 #include "kernels/avx512.h"
 #define TARGET __attribute__((target("avx512vnni," KVC_AVX512_TARGET)))
 #define HAS_VNNI 1
+#define LARGEST_WEIGHT (127 * 256 + 127) /* what two digits can count: see scaled_rows.h */
 #include "kernels/vector_avx512.h"
 #include "kernels/template.h"
 #include "kernels/matmul_quantised.h"

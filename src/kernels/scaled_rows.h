@@ -15,7 +15,7 @@
 
 enum {
     SHIFT = 128,
-    LARGEST_DIGITS = 127 * 256 + 127, /* what two digits can count */
+    LARGEST_DIGITS = LARGEST_WEIGHT, /* what two digits can count */
     FOUR = 4,                         /* elements that are multiplied at once */
     PANEL_BYTES = 2 * LANES * FOUR,   /* of four elements of PANEL_ROWS keys, or columns of values */
     DIGIT_BYTES = 2 * FOUR,           /* digits of four numbers: the high ones, then the low ones */
@@ -450,11 +450,15 @@ INLINE void accumulate_scaled(int type, float *acc, int acc_stride, const float 
     for (int some; num_q; num_q -= some) {
         accumulate_args a = {acc, factor, weights, rows, row_stride, acc_stride, n, dim, {0}};
         some = smaller(num_q, KVC_BLOCK_QUERIES);
-        a.next =
-            prefetch_begin(take_part(&ahead, some, num_q), rows, steps * LINES_PER_STEP * (1 + scaled_passes(some)));
+        const kvc_ahead part = take_part(&ahead, some, num_q);
+        if (type != KVC_INT6 && (some <= QUERIES || some == MANY_QUERIES)) { /* as words: fewer instructions */
+            CALL_WITH_QUERIES(accumulate_quantised_rows, some, MANY_QUERIES, 0, type, &a, part)
+            return;
+        }
+        a.next = prefetch_begin(part, rows, steps * LINES_PER_STEP * (1 + scaled_passes(some)));
         round_scaled_weights(some, w, weights, KVC_TILE, n);
-        if (some <= QUERIES && (type != KVC_INT6 || has_look_up_64())) {
-            CALL_WITH_QUERIES(accumulate_scaled_blocks, some, QUERIES, 0, type == KVC_INT6 ? INT6_AT_ONCE : type, &a, w)
+        if (some <= QUERIES && has_look_up_64()) {
+            CALL_WITH_QUERIES(accumulate_scaled_blocks, some, QUERIES, 0, INT6_AT_ONCE, &a, w)
         } else {
             for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS) {
                 pack_values_of_type(type, panel, (const char *)rows + kvc_blocks_bytes(stored_as(type), d), row_stride,

@@ -52,7 +52,7 @@ enum {
 INLINE int block_bytes(int type) { return (int)bytes_of(type, KVC_QUANT_ELEMENTS); }
 
 /* Returns where the elements of a block begin: behind its scale. */
-INLINE int begin_of(int type) { return type == KVC_INT8 ? 0 : KVC_SCALE_BYTES; }
+INLINE int begin_of(int type) { return KVC_TYPES[type].has_row_scale ? 0 : KVC_SCALE_BYTES; }
 
 /* Returns the scales at p and in the row behind it. */
 INLINE uint32_t two_scales(const char *p, ptrdiff_t stride) {

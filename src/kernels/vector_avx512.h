@@ -381,6 +381,12 @@ INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
     } else {
         const __m128i a = load_16(p), b = load_16(q);
         const ivec both = _mm512_cvtepu8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)));
+        if (KVC_TYPES[type].num_levels) { /* the instruction takes five bits: there are two copies of the levels */
+            const __m256i levels = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)kvc_levels(type)));
+            x[0] = _mm512_permutexvar_epi16(both, _mm512_cvtepi8_epi16(levels));
+            x[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(both, 4), _mm512_cvtepi8_epi16(levels));
+            return;
+        }
         x[0] = _mm512_sub_epi16(_mm512_and_si512(both, _mm512_set1_epi16(15)), _mm512_set1_epi16(8));
         x[1] = _mm512_sub_epi16(_mm512_srli_epi16(both, 4), _mm512_set1_epi16(8));
     }
