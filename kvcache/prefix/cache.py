@@ -474,7 +474,8 @@ class PrefixCache:
         """Note that a sequence's rows from a position on do not follow from its tokens alone: they are not kept.
 
         For example, a mask hid some earlier tokens while they were computed. Call it before the batch that computes
-        them is committed: blocks that a commit or `checkpoint` has kept by then stay.
+        them is committed: blocks that a commit or `checkpoint` has kept by then stay. It does nothing for a sequence
+        that was cut to nothing, which has ended: call it while the batch that feeds it again is open.
         """
         self._core.mark_inexact(seq_id, position)
 

@@ -455,6 +455,8 @@ def generate(
 
     if prompt is not None and prompt_file is not None:
         raise typer.BadParameter("give a prompt or a file with one, not both", param_hint="--prompt-file")
+    if compare and quiet:
+        raise typer.BadParameter("--quiet leaves the table out: give one of both", param_hint="--compare")
     text = prompt_bytes(prompt, prompt_file, PROMPT)
     options = runner.Options(
         dtype=dtype,

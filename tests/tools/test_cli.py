@@ -583,6 +583,7 @@ def test_generate():
     assert quiet.stderr == ""
     assert alone.stderr.startswith("(prefill 6 tokens, ")
     assert alone.stderr.count("\n") == 1
+    check_refused(run_here(*arguments, "--quiet", "--compare"), "--compare: --quiet leaves the table out")
 
 
 @pytest.mark.parametrize("options", ["", "--window 32 --sink-tokens 4"])
