@@ -181,7 +181,8 @@ static kvc_status read_rows(kvc_cache *cache, int64_t id, int32_t begin, int32_t
 
 kvc_node *kvc_node_of(const kvc_cache *cache, int64_t id) {
     const kvc_sequence *hidden = kvc_table_find_hidden(&cache->sequences, id);
-    return hidden ? (kvc_node *)(void *)hidden->follower : NULL;
+    kvc_node *node = hidden ? (kvc_node *)(void *)hidden->follower : NULL;
+    return node && node->tree->prefix ? node : NULL; /* a tree that a prefix has given up is dropped bit by bit */
 }
 
 /* Writes the last state within a block behind its rows, where there is one and it has room. */

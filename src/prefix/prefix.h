@@ -59,7 +59,8 @@ kvc_node *kvc_prefix_next_new(kvc_cache *cache);
 /* Returns the bytes of a payload in which no layer is missing, of a prefix with states of so many bytes. */
 int64_t kvc_most_payload_bytes(const kvc_cache *cache, int64_t state_bytes);
 
-/* Returns the node that has the rows of a kvc_new_block, NULL if it was dropped; with the mutex held. */
+/* Returns the node that has the rows of a kvc_new_block, with the mutex held.  NULL: it was dropped, or its prefix has
+ * given up its tree. */
 kvc_node *kvc_node_of(const kvc_cache *cache, int64_t id);
 
 /* Writes the payload of a block, and sets *size to its bytes: 0 if the block was dropped.  max_bytes is at least
