@@ -47,7 +47,10 @@ def check(known, *options):
         pytest.fail(said, pytrace=False)
 
 
-@pytest.mark.parametrize(("seed", "runs"), [(1, 40), pytest.param(41, 460, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("seed", "runs"),
+    [(1, 40), pytest.param(41, 160, marks=pytest.mark.slow), pytest.param(201, 300, marks=pytest.mark.full)],
+)
 def test_what_is_known(known, seed, runs):
     check(known, "--seed", seed, "--runs", runs)
 

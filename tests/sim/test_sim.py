@@ -96,7 +96,14 @@ def check(sim, seeds):
             pytest.fail(f"sim --seed {seed} {words}\n{play(sim, seed, options)}", pytrace=False)
 
 
-@pytest.mark.parametrize("seeds", [range(1, 26), pytest.param(range(26, 201), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(1, 26),
+        pytest.param(range(26, 101), marks=pytest.mark.slow),
+        pytest.param(range(101, 201), marks=pytest.mark.full),
+    ],
+)
 def test_seeds(sim, seeds):
     check(sim, seeds)
 

@@ -716,10 +716,12 @@ def shown():
     return dict.fromkeys(lines)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [pytest.param(line, marks=pytest.mark.slow if re.search(" (plan|bench)", line) else ()) for line in shown()],
-)
+def marks_of(line):
+    """`kvcache bench` measures for long. test_bench measures less."""
+    return pytest.mark.full if " bench" in line else pytest.mark.slow if " plan" in line else ()
+
+
+@pytest.mark.parametrize("line", [pytest.param(line, marks=marks_of(line)) for line in shown()])
 def test_shown_lines_succeed_with_the_extra_alone(line, tmp_path):
     """A model that the user has is the repository's here; a configuration is Llama 3.1's own."""
     blocked = ["torch", "transformers", *(["matplotlib"] if "--plot" not in line else [])]
