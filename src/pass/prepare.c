@@ -369,24 +369,26 @@ static void forget_needs(const kvc_batch *batch) {
 enum {
     COMPACT_SCATTERED, /* groups in which more than a quarter of the slots handed out are waste, if a block is opened */
     COMPACT_NONE,      /* none */
-    COMPACT_ALL        /* all groups with scattered rows */
+    COMPACT_ALL,       /* all groups with scattered rows */
+    COMPACT_AGAIN      /* the same, which are planned already: only the batch's number of tokens has changed */
 };
 
 /* Computes the demand of all groups, with the compactions of a choice from above, and gets memory for runs. */
 static kvc_status find_needs(const kvc_batch *batch, int compacts) {
     const kvc_cache *cache = batch->cache;
     kvc_status status = KVC_OK;
-    forget_needs(batch);
+    if (compacts != COMPACT_AGAIN) forget_needs(batch);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) {
         const kvc_pool *pool = &cache->pools[g];
-        status = find_demand(batch, g, compacts == COMPACT_ALL);
+        status = find_demand(batch, g, compacts >= COMPACT_ALL);
         if (compacts != COMPACT_SCATTERED) continue;
         const int is_scattered = (pool->filled - pool->live) * 4 > pool->filled && pool->demand.new_blocks &&
                                  kvc_compaction_gain(cache, g) * 4 > pool->filled;
         /* If there is no memory for a compaction, the batch takes more memory. */
         if (is_scattered || KVC_BUGGIFY()) find_demand(batch, g, 1);
     }
-    for (kvc_sequence *s = cache->changed; status == KVC_OK && s; s = s->next_changed) status = prepare_lists(batch, s);
+    for (kvc_sequence *s = cache->changed; status == KVC_OK && s; s = s->next_changed)
+        if (compacts != COMPACT_AGAIN || s->in_batch) status = prepare_lists(batch, s);
     return status;
 }
 
@@ -420,10 +422,12 @@ static int may_compact(const kvc_batch *batch, int64_t bytes) {
     return cache->is_tight || !cache->evictable.num || saved >= all / PART;
 }
 
-kvc_status kvc_fit_bytes(const kvc_batch *batch, int64_t *bytes) {
+/* Returns KVC_ERR_FULL, without a message, unless the batch fits into max_bytes with one of these choices, which are
+ * tried in turn.  *bytes becomes the bytes that it would make the cache with the last one. */
+static kvc_status fit_bytes(const kvc_batch *batch, int first, int last, int64_t *bytes) {
     const kvc_cache *cache = batch->cache;
-    for (int compacts = COMPACT_SCATTERED; compacts <= COMPACT_ALL; compacts++) {
-        if (compacts == COMPACT_ALL && !may_compact(batch, *bytes)) break;
+    for (int compacts = first; compacts <= last; compacts++) {
+        if (compacts > first && compacts == COMPACT_ALL && !may_compact(batch, *bytes)) break;
         const kvc_status status = find_needs(batch, compacts);
         if (status != KVC_OK || !cache->max_bytes) return status;
         *bytes = kvc_bytes_after(batch);
@@ -463,9 +467,17 @@ void kvc_kept_bytes(const kvc_batch *batch, const kvc_kept *kept, int64_t *bytes
     *least = is_scattered ? *least + others - kept->lists_saved : *bytes;
 }
 
+kvc_status kvc_fit_compacted(kvc_batch *batch, int is_planned, int64_t *bytes) {
+    batch->scope = KVC_KEPT;
+    const int compacts = is_planned ? COMPACT_AGAIN : COMPACT_ALL;
+    const kvc_status status = fit_bytes(batch, compacts, compacts, bytes);
+    batch->scope = KVC_NOW;
+    return status;
+}
+
 kvc_status kvc_fit_kept(kvc_batch *batch, int64_t *bytes) {
     batch->scope = KVC_KEPT;
-    const kvc_status status = kvc_fit_bytes(batch, bytes);
+    const kvc_status status = fit_bytes(batch, COMPACT_SCATTERED, COMPACT_ALL, bytes);
     batch->scope = KVC_NOW;
     forget_needs(batch);
     return status;
@@ -497,7 +509,8 @@ static kvc_status fits(const kvc_need *need) {
     int64_t bytes = 0;
     for (int32_t g = 0; cache->capacity && g < cache->num_token_groups; g++)
         if (kvc_takes_rows(batch, g)) KVC_TRY(check_capacity(need, g));
-    const kvc_status status = need->scope == KVC_KEPT ? check_kept(batch, &bytes) : kvc_fit_bytes(batch, &bytes);
+    const kvc_status status =
+        need->scope == KVC_KEPT ? check_kept(batch, &bytes) : fit_bytes(batch, COMPACT_SCATTERED, COMPACT_ALL, &bytes);
     if (status != KVC_ERR_FULL) return status;
     cache->lacks_bytes = 1;
     return kvc_fail(KVC_ERR_FULL,

@@ -32,14 +32,17 @@ int64_t kvc_count_holding(const kvc_batch *batch);
 /* The capacity and bytes that a batch needs. */
 kvc_need kvc_need_of(kvc_batch *batch);
 
-/* Chooses victims so that the batch fits, or returns KVC_ERR_FULL; can fail with KVC_ERR_NOMEM.  kvc_fit_bytes checks
- * max_bytes alone: *bytes becomes the bytes that the batch would make it; its KVC_ERR_FULL comes without a message. */
+/* Chooses victims so that the batch fits, or returns KVC_ERR_FULL; can fail with KVC_ERR_NOMEM. */
 kvc_status kvc_fit(kvc_batch *batch);
-kvc_status kvc_fit_bytes(const kvc_batch *batch, int64_t *bytes);
 
-/* Does what kvc_fit_bytes does for once everything evictable is evicted, and takes no time for that.  The cache is
- * tight (kvc_tighten).  If this does not fit, nor the cache as it is, a batch is refused. */
+/* Returns KVC_ERR_FULL, without a message, unless the batch fits into max_bytes once everything evictable is evicted.
+ * *bytes becomes the bytes that it would make the cache then.  Takes no time for what is evicted.  The cache is tight
+ * (kvc_tighten).  If this does not fit, nor the cache as it is, a batch is refused. */
 kvc_status kvc_fit_kept(kvc_batch *batch, int64_t *bytes);
+
+/* Does so with compactions of all groups, and leaves them planned.  is_planned: the last call has planned them, and
+ * only the batch's number of tokens has changed since. */
+kvc_status kvc_fit_compacted(kvc_batch *batch, int is_planned, int64_t *bytes);
 
 /* What kvc_kept_bytes need not count again for another number of tokens. */
 typedef struct kvc_kept {

@@ -152,7 +152,8 @@ static int64_t count_room(kvc_batch *batch) {
 typedef enum trial {
     AS_THEY_LIE, /* once everything evictable is evicted, without compactions */
     AT_MOST,     /* by a bound for all compactions then */
-    WITH_ALL,    /* with them */
+    WITH_ALL,    /* with them, which are planned */
+    WITH_SOME,   /* with those for which a batch does not wait, or with all */
     AS_A_BATCH
 } trial;
 
@@ -163,7 +164,8 @@ static kvc_status try_probe(kvc_batch *batch, int64_t num_tokens, trial trial, c
         kvc_kept_bytes(batch, kept, &bytes, &least);
         return (trial == AT_MOST ? least : bytes) <= batch->cache->max_bytes ? KVC_OK : KVC_ERR_FULL;
     }
-    if (trial == WITH_ALL) return kvc_fit_kept(batch, &bytes);
+    if (trial == WITH_ALL) return kvc_fit_compacted(batch, 1, &bytes);
+    if (trial == WITH_SOME) return kvc_fit_kept(batch, &bytes);
     const kvc_status status = kvc_fit(batch);
     kvc_spare_victims(batch->cache);
     return status;
@@ -199,6 +201,16 @@ static int64_t guess_room(kvc_batch *batch, int64_t most, const kvc_kept *kept) 
                                                        : 1 + (int64_t)(rest * (double)(most - 1));
 }
 
+/* Raises *room to what fits once rows are moved together, and everything evictable is evicted: at most `bound`. */
+static kvc_status find_compacted_room(kvc_batch *batch, int64_t bound, int64_t *room) {
+    int64_t bytes;
+    set_probe(batch, (int32_t)bound);
+    kvc_status status = kvc_fit_compacted(batch, 0, &bytes);
+    if (status == KVC_OK) *room = bound;
+    if (status == KVC_ERR_FULL) status = find_most(batch, room, bound - 1, bound - 1, WITH_ALL, NULL);
+    return status == KVC_OK ? find_most(batch, room, bound, *room + 1, WITH_SOME, NULL) : status;
+}
+
 /* Finds how many tokens max_bytes leaves room for, at most `most`.  What fits with everything gone that can be evicted
  * fits for a batch, too.  If one token more does not, a batch takes it only if it evicts nothing. */
 static kvc_status find_room_in_bytes(kvc_batch *batch, int64_t most, int64_t *room) {
@@ -211,7 +223,7 @@ static kvc_status find_room_in_bytes(kvc_batch *batch, int64_t most, int64_t *ro
         status = find_most(batch, room, most, guess_room(batch, most, &kept), AS_THEY_LIE, &kept);
     bound = *room;
     if (status == KVC_OK) status = find_most(batch, &bound, most, *room + 1, AT_MOST, &kept);
-    if (status == KVC_OK) status = find_most(batch, room, bound, bound, WITH_ALL, NULL);
+    if (status == KVC_OK && bound > *room) status = find_compacted_room(batch, bound, room);
     set_probe(batch, (int32_t)*room + 1);
     if (status == KVC_OK) status = kvc_kept_begin(batch, KVC_NOW, &kept);
     if (status == KVC_OK) kvc_kept_bytes(batch, &kept, &bytes, &least);
