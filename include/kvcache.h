@@ -60,7 +60,8 @@
  *           Some calls may hold the mutex longer.  These are calls about all sequences (kvc_clear, kvc_keep,
  *           kvc_sequences, kvc_settle, kvc_cache_clone, kvc_save without seq_ids, kvc_blocks,
  *           kvc_validate), and kvc_compact, kvc_begin and kvc_reserve when they move rows together.  If max_bytes is
- *           set, kvc_room may, too, and so may kvc_begin and kvc_reserve if evicting blocks does not make enough room.
+ *           set, kvc_room looks at all sequences that hold rows.  So do kvc_begin and kvc_reserve if evicting blocks
+ *           does not make enough room.  Kept blocks, and sequences that hold no rows, take no time there.
  *           kvc_prefix_forget looks at all acquired sequences that may hold the prompt's first token, and
  *           kvc_prefix_clear at all that the prefix has acquired.
  *           kvc_commit and kvc_reserve end with work on OS pages, without the mutex; the batch has ended by then.  If

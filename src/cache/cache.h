@@ -68,6 +68,7 @@ struct kvc_cache {
     int64_t num_holding;     /* number of sequences that hold rows, except retained and hidden ones */
     kvc_sorted evictable;    /* by use: retained sequences that may be evicted */
     int64_t evictable_bytes; /* bookkeeping that is freed if all of them are evicted: kvc_evictable_bytes */
+    int64_t occupied_bytes;  /* what is freed besides if all sequences give up their places in trees */
     int64_t num_uses;        /* of retained sequences: the last one's kvc_sequence.used */
     int64_t num_retained, num_protected, num_pinned; /* num_pinned: pinned and not protected */
     kvc_sequence *victims; /* list of sequences that the running call's plan evicts, by rising last use */

@@ -239,13 +239,24 @@ static kvc_status check_notes(const kvc_cache *cache) {
     return KVC_OK;
 }
 
-/* Counts what would be freed if everything evictable were evicted, by planning that. */
+/* Counts what would be freed if everything evictable were evicted, by planning that; then also if all sequences gave up
+ * their places in trees. */
 static kvc_status check_evictable(kvc_cache *cache) {
     kvc_choose_all(cache);
     const int64_t bytes = kvc_victim_bytes(cache);
     kvc_spare_victims(cache);
     REQUIRE(bytes == cache->evictable_bytes, "%lld bytes of bookkeeping are noted to be evictable, and %lld are",
             (long long)cache->evictable_bytes, (long long)bytes);
+    const int32_t was_tight = cache->is_tight;
+    cache->is_tight = 1;
+    cache->tight_bytes = -1;
+    const int64_t noted = kvc_evictable_bytes(cache);
+    kvc_choose_all(cache);
+    const int64_t all_bytes = kvc_victim_bytes(cache);
+    cache->is_tight = was_tight; /* so that no list is dropped now */
+    kvc_spare_victims(cache);
+    REQUIRE(noted == all_bytes, "%lld bytes of bookkeeping are noted to be freed once sequences leave, and %lld are",
+            (long long)noted, (long long)all_bytes);
     return KVC_OK;
 }
 

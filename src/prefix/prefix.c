@@ -141,9 +141,9 @@ static kvc_tree *take_tree(kvc_prefix *prefix, kvc_tree *other) {
     kvc_pin_remove_all(prefix);
     for (kvc_session *session = prefix->sessions; session; session = session->next) {
         kvc_session_roll_back(session, 0);
-        kvc_node_use(&tree->root, -1);
+        kvc_node_follow(&tree->root, -1);
         session->last = &other->root;
-        kvc_node_use(session->last, 1);
+        kvc_node_follow(session->last, 1);
     }
     prefix->tree = other;
     return tree;

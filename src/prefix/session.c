@@ -60,9 +60,9 @@ static int32_t block_size(const kvc_session *session) { return session->prefix->
 /* Makes `last` the last block of the tree that is known of the sequence. */
 static void set_last(kvc_session *session, kvc_node *last) {
     kvc_node *before = session->last;
-    kvc_node_use(last, 1);
+    kvc_node_follow(last, 1);
     session->last = last;
-    if (before) kvc_node_use(before, -1);
+    if (before) kvc_node_follow(before, -1);
     if (last->parent) kvc_cache_mark_loose(session->prefix->cache, session->sequence);
 }
 
@@ -81,7 +81,7 @@ static void ended(kvc_cache *cache, kvc_follower *follower) {
     drop_pending(session, 0);
     drop_state(session);
     kvc_node_touch(session->last);
-    kvc_node_use(session->last, -1);
+    kvc_node_follow(session->last, -1);
     *session->at = session->next;
     if (session->next) session->next->at = session->at;
     kvc_sorted_remove(&cache->sessions, &session->links);
@@ -95,7 +95,6 @@ static int64_t plan_leave(kvc_follower *follower, int is_planned) {
     kvc_checkpoint *state = session->sequence->in_batch ? session->state : NULL;
     const int32_t num_users = is_planned ? 0 : 1; /* of a state that only this session uses */
     session->last->num_users += is_planned ? -1 : 1;
-    kvc_node_recount(session->last);
     if (state) kvc_checkpoint_count(session->prefix->cache, state, is_planned ? -1 : 1);
     const int64_t bytes = state && !state->node && state->num_users == num_users ? kvc_checkpoint_bytes(state) : 0;
     session->prefix->cache->evictable_bytes += is_planned ? bytes : -bytes;

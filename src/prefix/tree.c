@@ -228,6 +228,7 @@ static kvc_status set_tokens(kvc_node *node, const kvc_token_span *tokens) {
 /* Frees a node that has no children and no rows. */
 static void free_node(kvc_node *node) {
     node->tree->cache->evictable_bytes -= node->evictable_bytes;
+    node->tree->cache->occupied_bytes -= node->occupied_bytes;
     kvc_memory *memory = &node->tree->cache->memory;
     kvc_memory_free(memory, (void *)(uintptr_t)node->tokens.ids, tokens_bytes(&node->tokens), KVC_MEMORY_BOOKKEEPING,
                     -1);
@@ -273,14 +274,20 @@ static int64_t bytes_of(const kvc_node *node) { return (int64_t)(sizeof *node + 
 void kvc_node_recount(kvc_node *node) {
     for (kvc_cache *cache = node->tree->cache; node; node = node->parent) {
         const int goes = node->rows && node->rows->is_evictable, is_root = node == &node->tree->root;
-        const int stays = is_root || (node->rows && !goes) || node->num_users || node->num_staying;
-        const int64_t bytes = stays ? 0 : bytes_of(node);
+        const int is_fixed = is_root || (node->rows && !goes);
+        const int stays = is_fixed || node->num_users || node->num_staying;
+        const int is_needed = is_fixed || node->num_users > node->num_sessions || node->num_needed;
+        const int64_t bytes = stays ? 0 : bytes_of(node), occupied = stays && !is_needed ? bytes_of(node) : 0;
         kvc_checkpoint_note(cache, node->checkpoint, goes);
         cache->evictable_bytes += bytes - node->evictable_bytes;
+        cache->occupied_bytes += occupied - node->occupied_bytes;
         node->evictable_bytes = bytes;
-        if (stays == node->stays) return;
+        node->occupied_bytes = occupied;
+        if (stays == node->stays && is_needed == node->is_needed) return;
+        if (node->parent) node->parent->num_staying += stays - node->stays;
+        if (node->parent) node->parent->num_needed += is_needed - node->is_needed;
         node->stays = stays;
-        if (node->parent) node->parent->num_staying += stays ? 1 : -1;
+        node->is_needed = is_needed;
     }
 }
 
@@ -337,6 +344,11 @@ void kvc_node_use(kvc_node *node, int32_t add) {
     node->num_users += add;
     kvc_node_recount(node);
     prune(node);
+}
+
+void kvc_node_follow(kvc_node *node, int32_t add) {
+    node->num_sessions += add;
+    kvc_node_use(node, add);
 }
 
 void kvc_node_pin(kvc_node *node, int32_t add) {
@@ -458,7 +470,7 @@ static kvc_status insert(kvc_node *parent, kvc_node *node, const kvc_token_span 
     const kvc_among place = kvc_node_among(parent, tokens);
     kvc_sorted_insert(&parent->children, &node->beside, place.above, place.side);
     node->parent = parent;
-    node->stays = 0; /* the parent has not counted it */
+    node->stays = node->is_needed = 0; /* the parent has not counted it */
     kvc_node_recount(node);
     kvc_name_block(node->tree->salt, parent->name, tokens, node->name);
     if (node->tree->is_indexed) node->hash = kvc_hash_tokens(tokens);

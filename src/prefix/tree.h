@@ -35,6 +35,10 @@ typedef struct kvc_node {
     int32_t num_state_pins;         /* of the state, and of one that takes its place */
     int32_t stays;                  /* it is not freed if all that may be evicted is */
     int32_t num_staying;            /* so many children stay */
+    int32_t num_sessions;           /* so many of its users are sessions, which leave if a call is short of bytes */
+    int32_t is_needed;              /* it is not freed if these leave, too */
+    int32_t num_needed;             /* so many children are needed */
+    int64_t occupied_bytes;         /* it has so many of cache->occupied_bytes */
     int64_t evictable_bytes;        /* it has so many of cache->evictable_bytes */
     int32_t is_going;               /* while a call is planned: it loses its rows */
     int32_t num_going;              /* and so many children will be freed */
@@ -165,8 +169,10 @@ void kvc_node_unplan_free(kvc_node *node);
 /* Finds out again what of a node, and of the nodes above it, is freed if everything evictable is evicted. */
 void kvc_node_recount(kvc_node *node);
 
-/* Add a user of a node, or a pin, which is a user as well, or take it away (add -1); that may free the node. */
+/* Add a user of a node, or a pin or a session, which are users as well, or take it away (add -1); that may free the
+ * node. */
 void kvc_node_use(kvc_node *node, int32_t add);
 void kvc_node_pin(kvc_node *node, int32_t add);
+void kvc_node_follow(kvc_node *node, int32_t add);
 
 #endif

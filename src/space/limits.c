@@ -50,8 +50,8 @@ int64_t kvc_victim_bytes(const kvc_cache *cache) {
 int64_t kvc_evictable_bytes(kvc_cache *cache) {
     if (!cache->is_tight) return cache->evictable_bytes;
     if (cache->tight_bytes < 0) {
-        plan_followers(cache, 1); /* of sequences that stay and give up their places */
-        cache->tight_bytes = cache->evictable_bytes;
+        plan_followers(cache, 1); /* of sequences that stay and give up their states */
+        cache->tight_bytes = cache->evictable_bytes + cache->occupied_bytes;
         plan_followers(cache, 0);
     }
     return cache->tight_bytes;
