@@ -315,10 +315,12 @@ with_llama() {
 
 usual() {
     step "no leftovers" leftovers
+    compiled & # what makes and installs the wheel waits at times
     only= step "sdist and wheel" distributions
     only= step "install the wheel with [test]" install &
+    local installing=$!
     only= step "install the wheel with [test,docs,lint]" install_tools
-    wait
+    wait $installing
     command -v valkey-server >/dev/null || has "stores in Valkey or Redis" redis-server
     has "stores with TLS" openssl
     # Some of it waits, and so do some of the steps that go on beside it.
@@ -327,7 +329,7 @@ usual() {
     step "mypy --strict, stubtest" task "$tools" types
     step "docs without a warning, links within them" task "$tools" docs DOCS="$tmp/html"
     step "pytest with torch and the oldest transformers; README's commands" with_torch
-    compiled
+    compiled_for_tests
     wait
     step "benchmarks, installed, once each" installed_benchmarks
     if [ ! -e "$kept/shared-openmp/kvcache.sha256" ]; then
@@ -337,7 +339,7 @@ usual() {
     fi
 }
 
-# Compiles the core, its CMake build and the adapter of llama.cpp, without a warning.
+# Compiles the core without a warning, and builds it with CMake.
 compiled() {
     local cc cxx
     local -A quickly=([gcc]=-fsyntax-only [clang]=-O0) # without optimisation GCC's headers warn
@@ -348,16 +350,20 @@ compiled() {
         # Optimised it takes many times as long; the wheel and CMake's library are, and a warning ends their builds.
         step "core without a warning, $cc" core "$cc" "${quickly[$cc]}"
     done
+    if has "CMake build" cmake pkg-config; then # before && Bash would not end a step at its first failure
+        step "CMake build, install, use" cmake_build
+        step "CMake build as a part of another" cmake_part
+    fi
+}
+
+# Runs the tests of threads under the thread sanitizer, and compiles the adapter of llama.cpp, without a warning.
+compiled_for_tests() {
+    local cxx
     # pytest runs the C tests under the sanitizers, where they work; .ci/full also without optimisation.
     links "C tests under address and undefined sanitizers" "${CC:-cc}" -fsanitize=address,undefined
     if links "C tests of threads under the thread sanitizer" "${CC:-cc}" -fsanitize=thread; then
         step "C tests of threads under the thread sanitizer" thread_sanitizer "${CC:-cc}"
     fi
-    if has "CMake build" cmake pkg-config; then # before && Bash would not end a step at its first failure
-        step "CMake build, install, use" cmake_build
-        step "CMake build as a part of another" cmake_part
-    fi
-
     if llama_sources "adapter of llama.cpp"; then
         for cxx in g++ clang++; do
             has "adapter of llama.cpp, $cxx" "$cxx" && step "adapter of llama.cpp without a warning, $cxx" adapter "$cxx"

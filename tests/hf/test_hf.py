@@ -432,9 +432,9 @@ def test_the_example():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--dtype", "f8"], "invalid choice: 'f8'"),
+        pytest.param(["--dtype", "f8"], "invalid choice: 'f8'", marks=pytest.mark.slow),
         (["--tokens", "0"], "0 must be at least 1"),
-        ([""], "prompt is empty"),
+        pytest.param([""], "prompt is empty", marks=pytest.mark.slow),
     ],
 )
 def test_the_example_refuses(arguments, words):

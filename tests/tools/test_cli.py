@@ -601,7 +601,7 @@ def test_generate_takes_every_type(dtype):
     check_refused(run_here("generate", MODEL, "--dtype", dtype.upper()), "'--dtype'", ", ".join(DTYPES))
 
 
-@pytest.mark.slow
+@pytest.mark.full  # test_greedy_text_and_table has a table of --slow
 def test_generate_compares():
     done = run(
         "generate", MODEL, "ROMEO:", "--compare", "--tokens", 20, "--temperature", 0, "--dtype", "q8_0", "--hadamard"

@@ -174,12 +174,11 @@ def test_a_table_that_is_wider_than_the_terminal_breaks_between_cells(run):
     status, into_file, _ = run_in_terminal(COMPARE, stdout="pipe", stderr="pipe")
     assert status == 0
     assert any(len(line) > 80 for line in into_file.splitlines())
-    for columns in (40, 200):
-        status, sent, _ = run_in_terminal(COMPARE, stderr="pipe", size=(24, columns))
-        assert status == 0
-        shown = "\n".join(terminal.screen(sent, columns))
-        assert pieces(re.sub(r"[\d,.]+", "", shown)) == pieces(re.sub(r"[\d,.]+", "", into_file))
-        assert max(map(len, sent.splitlines())) <= columns
+    status, sent, _ = run_in_terminal(COMPARE, stderr="pipe", size=(24, 40))
+    assert status == 0
+    shown = "\n".join(terminal.screen(sent, 40))
+    assert pieces(re.sub(r"[\d,.]+", "", shown)) == pieces(re.sub(r"[\d,.]+", "", into_file))
+    assert max(map(len, sent.splitlines())) <= 40
 
 
 @pytest.mark.parametrize("widths", WIDTHS)
