@@ -20,6 +20,7 @@ from entrants import (
     Shape,
     core,
     in_cache,
+    in_use,
     multiplying,
     own_pages,
     reading,
@@ -69,6 +70,23 @@ def decode(report: Report) -> None:
             for dtype in o.dtype:
                 name = "share of the limit"
                 against_the_machine(report, Shape(context, dtype, threads), name, wanted(name, dtype))
+
+
+def types(report: Report) -> None:
+    report.open("types", "Decoding by element type, in blocks of the default size: 32 query heads over 8 KV heads")
+    o = report.options
+    dtypes = ["f16", *(dtype for dtype in o.dtype if dtype != "f16")]
+    for shape in (
+        Shape(context, "f16", threads, head_dim=dim)
+        for context in o.context
+        for threads in o.threads
+        for dim in (128, 64)
+    ):
+        shapes = [replace(shape, dtype=dtype) for dtype in dtypes]
+        with contextlib.ExitStack() as stack:
+            samples = report.compete([stack.enter_context(in_use(one)) for one in shapes], shape.threads)
+        for one, seconds in zip(shapes, samples, strict=True):
+            report.line(f"heads of {shape.head_dim}, {OVER_F16}", one, seconds, (samples[0], seconds))
 
 
 MLA = {"head_dim": 576, "v_dim": 512, "value_in_key": True, "num_kv_heads": 1}

@@ -22,7 +22,7 @@ import entrants  # noqa: E402
 from attention_batches import batches  # noqa: E402
 from attention_error import error  # noqa: E402
 from attention_report import Report  # noqa: E402
-from attention_speed import decode, peers, prefill, shapes, tiny  # noqa: E402
+from attention_speed import decode, peers, prefill, shapes, tiny, types  # noqa: E402
 from driver import TYPES  # noqa: E402
 from entrants import KINDS, Peers  # noqa: E402
 from figures import describe_machine, keep  # noqa: E402
@@ -33,6 +33,7 @@ CONTEXTS = [1024, 8192, 32_768, 131_072]
 
 SECTIONS: dict[str, Callable[[Report], None]] = {
     "decode": decode,
+    "types": types,
     "peers": peers,
     "prefill": prefill,
     "shapes": shapes,

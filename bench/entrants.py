@@ -116,6 +116,27 @@ def attending(shape: Shape, driver: Driver, name: str = "", num_seqs: int = 1) -
     return Entrant(name or f"kvcache {shape.dtype}", run, driver.num_layers)
 
 
+ROOM, ONE_BY_ONE = 64, 32  # tokens for which a cache in use has more space, and its last ones, appended one by one
+
+
+@contextlib.contextmanager
+def in_use(shape: Shape) -> Iterator[Entrant]:
+    """Attend over a new driver as programs have it: its blocks have the default size, and space for more tokens."""
+    driver = Driver(
+        shape.layers, shape.num_kv_heads, shape.head_dim, shape.context + ROOM, shape.dtype, v_dim=shape.v_dim,
+        v_type=shape.v_type, value_in_key=shape.value_in_key, num_threads=shape.threads,
+    )  # fmt: skip
+    try:
+        stored = shape.context - shape.num_tokens
+        steps = min(stored, ONE_BY_ONE)
+        if stored > steps:
+            driver.append(stored - steps)
+        driver.steps(steps)
+        yield attending(shape, driver)
+    finally:
+        driver.close()
+
+
 @contextlib.contextmanager
 def core(shape: Shape, name: str = "", layers: int = 0, **options: int) -> Iterator[Entrant]:
     """Attend over a new driver, which is closed at the end."""

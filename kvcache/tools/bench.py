@@ -11,7 +11,7 @@ import mmap
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
@@ -40,6 +40,8 @@ PEER_FRACTION = 0.4  # time of a part with one peer beside this cache, as a frac
 OURS_IN_ALL, PEER_IN_ALL = 0.3, 0.14
 CALL = 2 << 20  # bytes per thread and call: much longer than a call's overhead, much shorter than a time slice
 PUT_TOKENS = 512  # tokens of a batch that fills a cache
+ROOM = 64  # tokens for which a cache has space beyond the context: in use, the default block is not full
+SHORT, SHORT_DIM = "decode x 64", 64  # the part that decodes with short heads, too, beside heads of 128
 PROMPT = 64 * 8192 * 32 * 256  # multiply-adds of a timed prompt, 64 tokens of the default shape; 512 take 8 % less each
 
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -158,7 +160,7 @@ class _Filled:
         self._k = rng.standard_normal((PUT_TOKENS, shape.num_kv_heads, shape.head_dim), np.float32)
         self._v = None if shape.value_in_key else np.resize(self._k[::-1], (*self._k.shape[:2], shape.v_dim))
         self._cache = KVCache(
-            self.layers, shape.num_kv_heads, shape.head_dim, shape.context, v_head_dim=shape.v_dim,
+            self.layers, shape.num_kv_heads, shape.head_dim, shape.context + ROOM, v_head_dim=shape.v_dim,
             value_in_key=shape.value_in_key, dtype=dtype, num_threads=shape.threads,
         )  # fmt: skip
         self._hold(shape.context)
@@ -274,8 +276,9 @@ class Result:
 
     ``machine`` is the report of `show_config`, ``shape`` the shape, ``bandwidth`` the bytes per second at which memory
     is read, ``left_out`` a list of sentences on what was not measured. ``rows`` has an entry for each part (decode,
-    prefill, append), name and type. An entry has ``seconds`` of one layer and ``tokens_per_second`` of all layers. For
-    decoding it has ``bytes_per_second`` and ``of_bandwidth``, their fraction of the bandwidth. A peer's entry has
+    prefill, append; for heads of 128 also ``decode x 64``, the same with heads of 64), name and type. An entry has
+    ``seconds`` of one layer and ``tokens_per_second`` of all layers. For decoding it has ``bytes_per_second``,
+    ``of_bandwidth``, their fraction of the bandwidth, and ``over_f16``, its speed over that of f16. A peer's entry has
     ``by_ours``, its seconds divided by this cache's. Quotients are medians of quotients within a round.
     """
 
@@ -285,8 +288,8 @@ class Result:
 class _Table:
     """Samples by part, entrant and type, and the table's rows made of them."""
 
-    def __init__(self, shape: Shape, num_tokens: dict[str, int]) -> None:
-        self._shape, self._num_tokens = shape, num_tokens
+    def __init__(self, shapes: dict[str, Shape], num_tokens: dict[str, int]) -> None:
+        self._shapes, self._num_tokens = shapes, num_tokens
         self._samples: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
 
     def add(self, part: str, entrants: Sequence[Entrant], seconds: Sequence[float], read: float) -> None:
@@ -298,11 +301,12 @@ class _Table:
             if entrant.name != "kvcache":
                 base = ours.get(_base(entrant.kind), ours["f16"])  # every shape can have f16
                 found["by_ours"].append(taken / base)
-            elif part == "decode":
-                found["of_bandwidth"].append(read * self._nbytes(entrant.kind) / taken)
+            elif part in ("decode", SHORT):
+                found["of_bandwidth"].append(read * self._nbytes(part, entrant.kind) / taken)
+                found["over_f16"].append(ours["f16"] / taken)
 
-    def _nbytes(self, dtype: Any) -> int:
-        return self._shape.context * self._shape.token_bytes(dtype)
+    def _nbytes(self, part: str, dtype: Any) -> int:
+        return self._shapes[part].context * self._shapes[part].token_bytes(dtype)
 
     def rows(self) -> list[dict[str, Any]]:
         """Make the rows; of a peer's modes, keep the fastest for each type of this cache compared with it."""
@@ -310,9 +314,9 @@ class _Table:
         for (part, name, kind), found in self._samples.items():
             row: dict[str, Any] = {"part": part, "name": name, "type": kind}
             row |= {what: statistics.median(samples) for what, samples in found.items()}
-            row["tokens_per_second"] = self._num_tokens[part] / (self._shape.num_layers * row["seconds"])
+            row["tokens_per_second"] = self._num_tokens[part] / (self._shapes[part].num_layers * row["seconds"])
             if "of_bandwidth" in row:
-                row["bytes_per_second"] = self._nbytes(kind) / row["seconds"]
+                row["bytes_per_second"] = self._nbytes(part, kind) / row["seconds"]
             key = part, name.split(",")[0], kind if name == "kvcache" else _base(kind)
             if key not in best or row["seconds"] < best[key]["seconds"]:
                 best[key] = row
@@ -336,7 +340,11 @@ class _Run:
         self.peers = Peers(KINDS if peers else {}, self.left_out.append)
         prompt = PROMPT // (shape.context * shape.num_heads * (shape.head_dim + shape.v_dim))
         self.num_tokens = dict.fromkeys(PARTS, 1) | {"prefill": min(shape.context, PUT_TOKENS, max(64, prompt))}
-        self.table = _Table(shape, self.num_tokens)
+        self.shapes = dict.fromkeys(PARTS, shape)
+        if shape.head_dim == shape.v_dim == 2 * SHORT_DIM and not shape.value_in_key:
+            self.shapes[SHORT] = replace(shape, head_dim=SHORT_DIM, v_head_dim=None)
+            self.num_tokens[SHORT] = 1
+        self.table = _Table(self.shapes, self.num_tokens)
         self._start = time.perf_counter()
 
     def progress(self, doing: str) -> Progress:
@@ -356,13 +364,21 @@ class _Run:
         ):  # fmt: skip
             yield key, task
 
+    def fill(self, stack: contextlib.ExitStack, part: str) -> Generator[Progress, None, list[_Filled]]:
+        """Fill a cache of each type for a part, and return them; the stack closes them."""
+        shape, filled = self.shapes[part], []
+        for dtype in (one for one in DTYPES if not shape.why_not(one)):
+            yield self.progress(f"filling a cache, {dtype}")
+            filled.append(stack.enter_context(_Filled(shape, dtype, 4 * cache_size())))
+        return filled
+
     def compare(
         self, part: str, reader: _Reader, ours: Sequence[_Filled], theirs: Sequence[Entrant] = ()
     ) -> Iterator[Progress]:
         """Measure caches and peers interleaved, and add the samples to the table."""
         entrants = [one.appending() if part == "append" else one.attending(self.num_tokens[part]) for one in ours]
         entrants += theirs
-        seconds = self.seconds * PARTS[part] * (PEER_FRACTION if theirs else 1)
+        seconds = self.seconds * PARTS["decode" if part == SHORT else part] * (PEER_FRACTION if theirs else 1)
         for taken in compete([reader.entrant(), *entrants], seconds, threads=self.shape.threads, least=3):
             self.table.add(part, entrants, taken[1:], taken[0] / reader.nbytes)
             yield self.progress(f"{part}, {entrants[-1].name if theirs else 'kvcache'}")
@@ -376,8 +392,8 @@ def measure(shape: Shape | None = None, *, seconds: float = 60.0, peers: bool = 
 
     Measurements are interleaved, so that other load slows all alike. Each peer runs in a process of its own, with types
     of 16 and 8 bits if it has them, interleaved with this cache's f16 and q8_0. Rows are read from memory: the layers
-    together hold four times the last-level cache. It takes about `seconds`: at least three rounds of each measurement
-    are made, and peers for which no time remains are left out.
+    together hold four times the last-level cache, in blocks of the default size. It takes about `seconds`: at least
+    three rounds of each measurement are made, and peers for which no time remains are left out.
     """
     shape = Shape() if shape is None else shape
     run = _Run(shape, seconds, peers)
@@ -385,10 +401,11 @@ def measure(shape: Shape | None = None, *, seconds: float = 60.0, peers: bool = 
         yield run.progress("reading memory")
         reader = stack.enter_context(_Reader(4 * cache_size(), shape.threads))
         bandwidth = reader.choose(READING * seconds)
-        ours = []
-        for dtype in (one for one in DTYPES if not shape.why_not(one)):
-            yield run.progress(f"filling a cache, {dtype}")
-            ours.append(stack.enter_context(_Filled(shape, dtype, 4 * cache_size())))
+        if SHORT in run.shapes:
+            with contextlib.ExitStack() as short:
+                ours = yield from run.fill(short, SHORT)
+                yield from run.compare(SHORT, reader, ours)
+        ours = yield from run.fill(stack, "decode")
         for part in PARTS:
             yield from run.compare(part, reader, ours)
         pair = [one for one in ours if one.dtype in ("f16", "q8_0")]

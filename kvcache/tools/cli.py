@@ -398,7 +398,7 @@ def _print_bench(record: dict[str, Any]) -> None:
     print_paragraph(f"{count(shape['num_layers'], 'layer')} of {dims}, {shape['context']:,} tokens")
     print(f"memory is read at {record['bandwidth'] / 1e9:.1f} GB/s\n")
     print_table(
-        ["", "", "type", "tokens/s", "GB/s", "of bandwidth", "our time x"],
+        ["", "", "type", "tokens/s", "GB/s", "of bandwidth", "over f16", "our time x"],
         [
             [
                 row["part"],
@@ -407,6 +407,7 @@ def _print_bench(record: dict[str, Any]) -> None:
                 f"{row['tokens_per_second']:,.1f}",
                 f"{row['bytes_per_second'] / 1e9:.1f}" if "bytes_per_second" in row else "-",
                 f"{row['of_bandwidth']:.2f}" if "of_bandwidth" in row else "-",
+                f"{row['over_f16']:.2f}" if "over_f16" in row else "-",
                 f"{row['by_ours']:.1f}" if "by_ours" in row else "-",
             ]
             for row in record["rows"]

@@ -45,7 +45,7 @@ INLINE float load_scales(vec scales[TILE_VECS], const char *block, ptrdiff_t str
 }
 
 /* Loads those of a block of a PANEL, where they stand as floats. */
-INLINE float load_panel_scales(vec scales[TILE_VECS], const char *block) {
+INLINE float load_panel_scales(vec *scales, const char *block) {
     vec zero_or_nan = v_zero();
     UNROLL
     for (int i = 0; i < PANEL_VECS; i++) {
@@ -70,7 +70,7 @@ INLINE float finite_products(const float *products, int vectors) {
 }
 
 /* Multiplies weights by scales, a multiple of PANEL_VECS vectors; returns the largest products in each lane. */
-INLINE vec multiply_scales(float *products, const float *weights, const vec scales[TILE_VECS], int vectors) {
+INLINE vec multiply_scales(float *products, const float *weights, const vec *scales, int vectors) {
     vec largest = v_zero();
     for (int i = 0; i < vectors; i += PANEL_VECS) UNROLL
     for (int j = i; j < i + PANEL_VECS; j++) {
@@ -121,9 +121,9 @@ TARGET static void round_weights(int type, int num_q, block_weights *w, accumula
     vec largest[WEIGHTS_AT_ONCE];
     for (int b = 0, i = 0; b < blocks; b++, block += block_stride(type, a)) {
         vec scales[TILE_VECS];
-        zero_or_nan[b] = is_scaled ? no_scales(scales)
-                         : type == PANEL  ? load_panel_scales(scales, block)
-                                          : load_scales(scales, block, a->row_stride, a->n);
+        zero_or_nan[b] = is_scaled       ? no_scales(scales)
+                         : type == PANEL ? load_panel_scales(scales, block)
+                                         : load_scales(scales, block, a->row_stride, a->n);
         for (int r = 0; r < num_q; r++, i++)
             prefetch_line(&next),
                 largest[i] = multiply_scales(w->products[i], a->weights + r * KVC_TILE, scales, vectors);
@@ -187,8 +187,8 @@ INLINE void accumulate_columns(int type, int num_q, accumulate_args *a, const ch
         const vec factor = v_set(a->factor[r]), by = v_set(unit[r]);
         ivec *const x = sums[0] + 2 * r;
 #if HAS_VNNI
-        UNROLL
-        for (int i = 0; i < 2 && sets_for(num_q) == 2; i++) x[i] = i_add(x[i], sums[1][2 * r + i]);
+        if (sets_for(num_q) == 2) UNROLL
+        for (int i = 0; i < 2; i++) x[i] = i_add(x[i], sums[1][2 * r + i]);
 #endif
         i_order(type, x);
         v_store(acc, v_fma(v_from_int(x[0]), by, v_mul(v_load(acc), factor)));

@@ -16,10 +16,10 @@
 enum {
     SHIFT = 128,
     LARGEST_DIGITS = LARGEST_WEIGHT, /* what two digits can count */
-    FOUR = 4,                         /* elements that are multiplied at once */
-    PANEL_BYTES = 2 * LANES * FOUR,   /* of four elements of PANEL_ROWS keys, or columns of values */
-    DIGIT_BYTES = 2 * FOUR,           /* digits of four numbers: the high ones, then the low ones */
-    PANEL_ELEMENTS = 512,             /* of keys: moved at once, and products of these added up as integers */
+    FOUR = 4,                        /* elements that are multiplied at once */
+    PANEL_BYTES = 2 * LANES * FOUR,  /* of four elements of PANEL_ROWS keys, or columns of values */
+    DIGIT_BYTES = 2 * FOUR,          /* digits of four numbers: the high ones, then the low ones */
+    PANEL_ELEMENTS = 512,            /* of keys: moved at once, and products of these added up as integers */
     PANEL_QUADS = KVC_TILE / FOUR,
     SCALED_QUERIES = 6, /* multiplied at once */
     /* Lines that are prefetched while a block of LANES keys, or of four values, is moved, and while four elements are

@@ -82,7 +82,22 @@ def test_every_type_in_every_part(quick):
     for row in record["rows"]:
         tokens = 96 if row["part"] == "prefill" else 1
         assert row["tokens_per_second"] == pytest.approx(tokens / (2 * row["seconds"]))
-        assert ("bytes_per_second" in row) == ("of_bandwidth" in row) == (row["part"] == "decode")
+        decodes = row["part"] == "decode"
+        assert ("bytes_per_second" in row) == ("of_bandwidth" in row) == ("over_f16" in row) == decodes
+        assert row["type"] != "f16" or not decodes or row["over_f16"] == 1
+
+
+def test_short_heads_beside_those_of_128(quick):
+    record = measured(dataclasses.replace(SMALL, head_dim=128))
+    assert types(record, "decode x 64") == types(record, "decode") == list(DTYPES)
+    rates = {
+        part: {row["type"]: row["bytes_per_second"] * row["seconds"] for row in record["rows"] if row["part"] == part}
+        for part in ("decode", "decode x 64")
+    }
+    for dtype in DTYPES:
+        for part, dim in (("decode", 128), ("decode x 64", 64)):
+            nbytes = 96 * dataclasses.replace(SMALL, head_dim=dim).token_bytes(dtype)
+            assert rates[part][dtype] == pytest.approx(nbytes)
 
 
 def test_peers(quick, fake):
