@@ -141,7 +141,7 @@ class _Model:
             layer = {"num_attention_heads": self.num_heads[i], "num_key_value_heads": num_kv_heads[i]}
             layers.append({**layer, **sizes[kind], **rotations[kind]})
             layers[-1]["rotates"] = self.rotates(i, kind) and layers[-1]["rotary_dim"] > 0
-            layers[-1]["embeds_positions"] = self.name in tables.EMBEDDED_POSITIONS
+            layers[-1]["embeds_positions"] = self.embeds_positions
         if self.name == "nanbeige":  # runs its layers several times, with other rows each time
             loops = self.keys.count("num_loops", 1, most=MAX_LAYERS // self.num_layers)
             kinds, layers = kinds * loops, layers * loops
@@ -267,6 +267,12 @@ class _Model:
         """Whether the elements of a key are divided between the positions of an image."""
         sections = self.keys.get("rope.dimension_sections")
         return isinstance(sections, tuple) and len(sections) > 1 and all(bool(size) for size in sections[:2])
+
+    @cached_property
+    def embeds_positions(self) -> bool:
+        """Whether positions are added to the embeddings."""
+        without_alibi = not self.keys.get("attention.max_alibi_bias")
+        return self.name in tables.EMBEDDED_POSITIONS or (self.name in tables.EMBEDDED_OR_ALIBI and without_alibi)
 
     def rotates(self, layer: int, windowed: bool) -> bool:
         """Return whether a layer's keys are rotated."""

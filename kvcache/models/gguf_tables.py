@@ -39,6 +39,7 @@ UNROTATED = {
 }  # fmt: skip
 # Architectures whose positions are in the embeddings. llama.cpp's table has pairs for some, but no graph rotates them.
 EMBEDDED_POSITIONS = {"bert", "gpt2", "starcoder"}
+EMBEDDED_OR_ALIBI = {"mpt"}  # in the embeddings unless the file has a bias of ALiBi
 # Neighbours in llama.cpp's table, but its graph rotates halves.
 HALVES_IN_GRAPH = {"deepseek2-ocr"}
 # Neighbours, unless the file divides a key into sections for positions in an image.

@@ -136,7 +136,9 @@ def test_pairs_of_every_architecture(source):
 def test_rotations_that_are_not_as_in_the_table_of_pairs(source):
     graphs = {name: graph for name, (_, graph) in source.read().items()}
     unrotated = {name for name, graph in graphs.items() if "ggml_rope" not in graph}
-    assert unrotated - gguf_tables.UNROTATED == gguf_tables.EMBEDDED_POSITIONS - {"bert"}
+    assert unrotated - gguf_tables.UNROTATED == gguf_tables.EMBEDDED_POSITIONS - gguf_tables.UNROTATED - {"bert"}
+    embedded = {name for name, graph in graphs.items() if "pos_embd" in graph} & unrotated
+    assert embedded == (gguf_tables.EMBEDDED_POSITIONS | gguf_tables.EMBEDDED_OR_ALIBI) - {"bert"}
     bert = "if (model.arch == LLM_ARCH_NOMIC_BERT || model.arch == LLM_ARCH_NOMIC_BERT_MOE ||"
     assert bert in graphs["bert"][: graphs["bert"].index("ggml_rope")]
     calls = {name: re.sub(r"\s", "", graph) for name, graph in graphs.items()}

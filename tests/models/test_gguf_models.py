@@ -201,7 +201,7 @@ def check(layer: Layer, expected: NDArray[np.float64] | None) -> None:
 
 
 def test_keys_with_embedded_positions_are_not_moved(tmp_path: Path) -> None:
-    for architecture in ("gpt2", "starcoder"):
+    for architecture in ("gpt2", "mpt", "starcoder"):
         with pytest.raises(kvcache.NotSupportedError, match="embeddings of their positions"):
             read(tmp_path, architecture).layers[0].rope(0, np.zeros((1, 1, DIM), np.float32), 1)
 
@@ -228,7 +228,8 @@ LISTED = {WINDOW: 8, PATTERN: [True, False] * 2}
         ("plamo", {"rope.dimension_count": 16}, [plain()] * 4),
         ("deepseek2-ocr", {"rope.dimension_count": 0, "rope.scaling.factor": 4.0}, [plain()] * 4),
         ("cogvlm", {"rope.freq_base": 5e5}, [plain()] * 4),
-        *((name, {"rope.freq_base": 1e6}, [None] * 4) for name in ("mpt", "jamba", "nemotron_h")),
+        *((name, {"rope.freq_base": 1e6}, [None] * 4) for name in ("jamba", "nemotron_h")),
+        ("mpt", {"attention.max_alibi_bias": 8.0}, [None] * 4),
         ("baichuan", {}, [plain()] * 4),
         ("baichuan", {"block_count": 40}, [None] * 4),
         ("granite", {}, [plain()] * 4),
