@@ -100,21 +100,27 @@ INLINE void shift_codes(int type, ivec *to, ivec x, const ivec high[2]) {
 
 /* Moves a block of LANES keys into a panel. */
 INLINE void pack_key_bytes(int type, char *to, const char *block, ptrdiff_t stride) {
-    const int halves = type == KVC_INT8 ? 2 : 1;
-    ivec x[4], high[4] = {i_zero(), i_zero(), i_zero(), i_zero()};
-    if (stored_as(type) == KVC_INT6) i_load_rows(high, block, stride);
-    UNROLL
-    for (int half = 0; half < halves; half++) {
-        i_load_rows(x, block + half * PIECE_BYTES + block_bytes(stored_as(type)) - halves * PIECE_BYTES, stride);
+    ivec x[8], high[4] = {i_zero(), i_zero(), i_zero(), i_zero()};
+    if (type == KVC_INT8) {
+        i_load_long_rows(x, block, stride);
         UNROLL
-        for (int i = 0; i < 4; i++) {
-            ivec bytes[2];
-            const ivec bits[2] = {i / 2 ? _mm512_srli_epi32(high[i % 2], 2) : high[i % 2],
-                                  _mm512_srli_epi32(high[i % 2], i / 2 ? 6 : 4)};
-            shift_codes(type, bytes, x[i], bits);
-            i_store(to + (4 * half + i) * PANEL_BYTES, bytes[0]);
-            if (type != KVC_INT8) i_store(to + (4 + i) * PANEL_BYTES, bytes[1]);
+        for (int i = 0; i < 8; i++) {
+            ivec bytes;
+            shift_codes(type, &bytes, x[i], high);
+            i_store(to + i * PANEL_BYTES, bytes);
         }
+        return;
+    }
+    if (stored_as(type) == KVC_INT6) i_load_rows(high, block, stride);
+    i_load_rows(x, block + block_bytes(stored_as(type)) - PIECE_BYTES, stride);
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        ivec bytes[2];
+        const ivec bits[2] = {i / 2 ? _mm512_srli_epi32(high[i % 2], 2) : high[i % 2],
+                              _mm512_srli_epi32(high[i % 2], i / 2 ? 6 : 4)};
+        shift_codes(type, bytes, x[i], bits);
+        i_store(to + i * PANEL_BYTES, bytes[0]);
+        i_store(to + (4 + i) * PANEL_BYTES, bytes[1]);
     }
 }
 

@@ -100,6 +100,8 @@
  *                              the int32 x in all lanes; the 16 bytes at p in each quarter
  *   i_or(x, y)  i_xor(x, y)
  *   i_add(x, y)                adds int32
+ *   i_load_long_rows(x, p, stride)
+ *                              as i_load_rows, of 32 bytes, to x[0 .. 8)
  *   i_low_bytes(x)             the low byte of each int16, with its sign
  *   i_next_bits(x)             shifts int32 lanes right by 4; zeros come in
  *   i_join(x, y)               the high half of each int32 of x, and the low half of that of y above it

@@ -334,16 +334,42 @@ INLINE ivec load_four(const char *p, ptrdiff_t stride) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(load_two(p, stride)), load_two(p + 8 * stride, stride), 1);
 }
 
-INLINE void i_load_rows(ivec x[4], const char *p, ptrdiff_t stride) {
-    const char *q = next_row(p, stride), *r = next_row(q, stride), *s = next_row(r, stride);
-    ivec a = load_four(p, stride), b = load_four(q, stride), c = load_four(r, stride), d = load_four(s, stride);
-    ivec ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
+/* Swaps lane j of x[i] and lane i of x[j] in each quarter. */
+INLINE void transpose_quarters_of(ivec x[4]) {
+    const ivec ab = _mm512_unpacklo_epi32(x[0], x[1]), cd = _mm512_unpacklo_epi32(x[2], x[3]);
+    const ivec ef = _mm512_unpackhi_epi32(x[0], x[1]), gh = _mm512_unpackhi_epi32(x[2], x[3]);
     x[0] = _mm512_unpacklo_epi64(ab, cd);
     x[1] = _mm512_unpackhi_epi64(ab, cd);
-    ab = _mm512_unpackhi_epi32(a, b);
-    cd = _mm512_unpackhi_epi32(c, d);
-    x[2] = _mm512_unpacklo_epi64(ab, cd);
-    x[3] = _mm512_unpackhi_epi64(ab, cd);
+    x[2] = _mm512_unpacklo_epi64(ef, gh);
+    x[3] = _mm512_unpackhi_epi64(ef, gh);
+}
+
+INLINE void i_load_rows(ivec x[4], const char *p, ptrdiff_t stride) {
+    UNROLL
+    for (int i = 0; i < 4; i++, p = next_row(p, stride)) x[i] = load_four(p, stride);
+    transpose_quarters_of(x);
+}
+
+/* Loads 32 bytes of a row, and of another one behind. */
+INLINE ivec load_halves(const char *p, const char *q) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const void *)p)),
+                              _mm256_loadu_si256((const void *)q), 1);
+}
+
+/* Takes rows of a multiple of 64 bytes from all banks of the L1 cache: a piece of each row would come from the same. */
+INLINE void i_load_long_rows(ivec x[8], const char *p, ptrdiff_t stride) {
+    ivec rows[2][4]; /* 0 to 3 and 4 to 7, then the others */
+    UNROLL
+    for (int half = 0; half < 2; half++, p += 4 * stride) {
+        UNROLL
+        for (int i = 0; i < 4; i++, p = next_row(p, stride)) rows[half][i] = load_halves(p, p + 4 * stride);
+        transpose_quarters_of(rows[half]);
+    }
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        x[i] = _mm512_shuffle_i32x4(rows[0][i], rows[1][i], _MM_SHUFFLE(2, 0, 2, 0));
+        x[4 + i] = _mm512_shuffle_i32x4(rows[0][i], rows[1][i], _MM_SHUFFLE(3, 1, 3, 1));
+    }
 }
 
 INLINE ivec i_load_quad(const char *p, ptrdiff_t stride, int swaps) {
