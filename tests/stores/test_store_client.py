@@ -1,6 +1,5 @@
 """The client: whatever a store does, callers lose time at most, and not much of it."""
 
-import contextlib
 import gc
 import logging
 import math
@@ -21,24 +20,7 @@ from kvcache.stores.client import StoreClient
 
 LONG = 30  # seconds within which anything that should happen has happened
 
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
-    monkeypatch.setattr(worker, "FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(worker, "LONGEST_PAUSE", 0.2)
-
-
-@pytest.fixture
-def make():
-    """A function that makes clients, which are closed in the end."""
-    with contextlib.ExitStack() as stack:
-
-        def make(store, **options):
-            client = StoreClient(store, **options)
-            stack.callback(client.close, 0)
-            return client
-
-        yield make
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 def put(client, key, payload=b"rows"):

@@ -15,11 +15,7 @@ from kvcache.stores.client import StoreClient
 
 LONG = 30
 
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
-    monkeypatch.setattr(worker, "FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(worker, "LONGEST_PAUSE", 0.2)
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 def test_what_a_slow_tier_has_is_kept_in_the_faster_ones():

@@ -13,9 +13,8 @@ import pytest
 from support import servers
 
 from kvcache import stores
-from kvcache.stores import ValkeyStore, worker
+from kvcache.stores import ValkeyStore
 from kvcache.stores import valkey as module
-from kvcache.stores.client import StoreClient
 
 LONG = 30
 
@@ -42,21 +41,6 @@ def store(shared):
     yield store
     store.clear()
     store.close()
-
-
-@pytest.fixture
-def make(monkeypatch):
-    """A function that makes clients, which are closed in the end."""
-    monkeypatch.setattr(worker, "FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(worker, "LONGEST_PAUSE", 0.2)
-    with contextlib.ExitStack() as stack:
-
-        def make(store, **options):
-            client = StoreClient(store, **options)
-            stack.callback(client.close, 0)
-            return client
-
-        yield make
 
 
 def put(client, key, payload=b"rows"):
