@@ -213,17 +213,6 @@ def test_an_error_of_a_full_cache_says_what_is_pinned():
     assert "pinned" not in str(found.value)
 
 
-def test_evict():
-    cache, prefix = make()
-    serve(prefix, cache, PROMPT)
-    assert prefix.evict(0) == 0
-    assert prefix.evict(10) == 20  # the end of the prompt and the block before it
-    assert prefix.acquire(PROMPT)[1] == 80
-    assert prefix.evict(1000) == 80
-    assert (prefix.stats.blocks, cache.stats()["live_slots"]) == (0, 80)  # the sequence just acquired
-    cache.validate()
-
-
 def test_nothing_is_left_behind():
     """Once a prefix cache is gone, or cleared, nobody holds its rows."""
     cache, prefix = make()
@@ -250,16 +239,6 @@ def test_evicted_blocks_are_forgotten():
             before = cache.nbytes
     assert cache.nbytes <= before + 1024
     assert serve(prefix, cache, [1000 * 199 + j for j in range(100)]) == 99
-
-
-def test_fewer_and_more_tokens_than_were_fed():
-    cache, prefix = make()
-    feed(cache, 5, PROMPT, 0, 50)
-    prefix.release(5, PROMPT)
-    assert prefix.acquire(PROMPT)[1] == 50
-    feed(cache, 6, [-1] * 50, 0, 50)
-    prefix.release(6, [-1] * 20)
-    assert prefix.acquire([-1] * 50)[1] == 20
 
 
 # ---- chunks from elsewhere
