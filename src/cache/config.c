@@ -129,11 +129,35 @@ kvc_status kvc_config_read(kvc_config *config, const kvc_config *given) {
     return status;
 }
 
+/* Slots of a block by default: of most caches; and of a single sequence whose rows nobody reads in place.  Most huge
+ * pages of a long block are filled only as the block becomes full.  It is a multiple of LONG_STEP, because attention is
+ * cut there anyway (KVC_SPLIT_ROWS). */
+enum { SHORT_BLOCK = 64, LEAST_LONG_BLOCK = 1024, LONG_BLOCK = 2048, LONG_STEP = 512 };
+
+/* Returns how many rows of num_rows lie in a last block of which less than 15/16 are filled. */
+static int32_t rows_left(int32_t num_rows, int32_t block_size) {
+    const int32_t left = num_rows % block_size;
+    return left < block_size - block_size / 16 ? left : 0;
+}
+
+/* Returns the size of blocks for a single sequence of quantised rows. */
+static int32_t long_block_size(int32_t max_seq_len) {
+    int32_t best = LONG_BLOCK;
+    if (max_seq_len <= LONG_BLOCK) return max_seq_len;
+    for (int32_t size = LONG_BLOCK; size >= LEAST_LONG_BLOCK; size -= LONG_STEP)
+        if (rows_left(max_seq_len, size) < rows_left(max_seq_len, best)) best = size;
+    return best;
+}
+
 int32_t kvc_config_block_size(const kvc_config *config) {
-    int32_t full = 1;
+    const int32_t max_seq_len = (int32_t)config->max_seq_len;
+    int is_full = 1, is_quantised = 1;
     for (int32_t i = 0; i < config->num_layers; i++) {
         const kvc_layer layer = kvc_config_layer(config, i);
-        full &= !kvc_policy_expires(&layer.policy);
+        is_full &= !kvc_policy_expires(&layer.policy);
+        if (!kvc_policy_keeps_tokens(&layer.policy)) continue;
+        is_quantised &= layer.k_type >= KVC_FLOAT_TYPES && layer.v_type >= KVC_FLOAT_TYPES;
     }
-    return config->max_seq_len && config->max_sequences == 1 && full ? (int32_t)config->max_seq_len : 64;
+    if (!max_seq_len || config->max_sequences != 1 || !is_full) return SHORT_BLOCK;
+    return is_quantised ? long_block_size(max_seq_len) : max_seq_len;
 }

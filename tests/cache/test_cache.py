@@ -95,15 +95,25 @@ def test_attributes():
         ({"max_seq_len": None, "capacity": 70}, 70, 64),
         ({"max_seq_len": 100, "policy": kvcache.SlidingWindow(8)}, 100, 64),
         ({"max_seq_len": 100, "block_size": 16}, 100, 16),
+        ({"max_seq_len": 20000}, 20000, 20000),
+        ({"max_seq_len": 2048, "dtype": "int4"}, 2048, 2048),
+        ({"max_seq_len": 2049, "dtype": "int4"}, 2049, 2048),
+        ({"max_seq_len": 3000, "dtype": "q5_1"}, 3000, 1536),
+        ({"max_seq_len": 3072, "dtype": "q5_1"}, 3072, 1536),
+        ({"max_seq_len": 5100, "dtype": "int6"}, 5100, 1024),
+        ({"max_seq_len": 16448, "dtype": "q8_0"}, 16448, 2048),
+        ({"max_seq_len": 16448, "dtype": "q8_0", "k_dtype": "f16"}, 16448, 16448),
+        ({"max_seq_len": 16448, "dtype": "q8_0", "policy": kvcache.SlidingWindow(8)}, 16448, 64),
+        ({"max_seq_len": 2**31 - 2, "dtype": "int8"}, 2**31 - 2, 2048),
     ],
 )
 def test_defaults(options, capacity, block_size):
-    cache = kvcache.KVCache(1, 1, 8, **options)
+    cache = kvcache.KVCache(1, 1, 32, **options)
     assert (cache.capacity, cache.block_size) == (capacity, block_size)
     assert (cache.capacity_bytes is None) == (capacity is None)
-    with cache.batch(60) as batch:  # what the core takes as block_size shows in the spans
-        batch.put(0, *[np.zeros((60, 1, 8), np.float32)] * 2)
-    assert len(cache.spans(0)) == (4 if block_size == 16 else 1)
+    with cache.batch(60) as batch:  # what the core takes as block_size shows in the blocks
+        batch.put(0, *[np.zeros((60, 1, 32), np.float32)] * 2)
+    assert len(cache.blocks(0)) == (4 if block_size == 16 else 1)
 
 
 @pytest.mark.parametrize("name", ["num_layers", "policy", "rope", "strategy", "nbytes", "something_else"])

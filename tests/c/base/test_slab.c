@@ -1,6 +1,6 @@
 /* Blocks side by side in slabs.  No block lies over another or over memory that was given back.  Contents stay whatever
- * is collapsed.  The system has its memory back when the last block has gone.  A huge page is full once all blocks on it
- * are written. */
+ * is collapsed.  The system has its memory back when the last block has gone.  A huge page is full once all of its
+ * blocks are written. */
 #include "base/slab.h"
 
 #include <string.h>
