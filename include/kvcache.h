@@ -328,8 +328,9 @@ typedef struct kvc_config {
     const kvc_layer *layers;
     size_t layer_size; /* sizeof(kvc_layer) */
     int32_t num_layers;
-    int32_t block_size;    /* slots in a block.  0: 64; or max_seq_len, for one contiguous block, if that is given,
-                              max_sequences is 1 and every layer sees everything */
+    int32_t block_size;    /* slots in a block.  0: 64, unless max_seq_len is given, max_sequences is 1 and every layer
+                              sees everything.  Then it is max_seq_len, for one contiguous block, but at most 2048 if
+                              all rows are quantised: full blocks are read faster */
     int64_t max_seq_len;   /* rows one sequence may hold in one layer between batches; 0: no limit.  During a batch, a
                               layer may hold more if its window and sink tokens, or its chunk, are at most this */
     int64_t max_sequences; /* sequences that hold rows, in any layer, once a batch has begun; 0: no limit */

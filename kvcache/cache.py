@@ -60,8 +60,9 @@ class KVCache(Saveable):
         may pass it by some hundred bytes of bookkeeping each, until a batch begins; `restore`, while it reads, by what
         it loads.
     block_size : int, optional
-        The number of tokens in a block, the unit of allocation and of sharing. By default 64; but `max_seq_len`, so
-        that the sequence lies in one piece, if that is given, `max_sequences` is 1 and no layer has a window or chunks.
+        The number of tokens in a block, the unit of allocation and of sharing. By default 64. More if `max_seq_len` is
+        given, `max_sequences` is 1 and no layer has a window or chunks: `max_seq_len`, so that the sequence lies in one
+        piece; at most 2048 if all rows are quantised, because full blocks are read faster.
     strategy : {"always", "disabled"}, LongSequencesOnly or Adaptive, default "always"
         The rule for which sequences are stored. If a sequence is not stored, its `next_position` stays 0, the runner
         feeds all of it again, and each batch attends over itself; rows that `Batch.attend` puts take the memory of one

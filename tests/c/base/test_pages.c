@@ -47,7 +47,15 @@ static void note_collapsed(void *p, size_t size, const unsigned char *there, siz
     }
 }
 
+/* Forgets the huge pages of which a part is given back. */
+static void forget_collapsed(void *p, size_t size) {
+    for (int i = num_noted; i-- > 0;)
+        if (collapsed[i] < (uintptr_t)p + size && (uintptr_t)p < collapsed[i] + HUGE)
+            collapsed[i] = collapsed[--num_noted];
+}
+
 int madvise(void *p, size_t size, int advice) {
+    if (num_noted > 0 && advice == MADV_DONTNEED) forget_collapsed(p, size);
     if (advice != COLLAPSE && advice != POPULATE_WRITE) return (int)syscall(SYS_madvise, p, size, advice);
     num_collapsed += advice == COLLAPSE;
     num_taken += advice == POPULATE_WRITE;
@@ -366,45 +374,100 @@ static void test_reserve(int32_t block_size, int by_hand, act *then) {
 
 /* ---- shares ------------------------------------------------------------------------------------------------------ */
 
-/* Feeds n tokens whose rows are zeros, then 64 more, one at a time. */
-static void feed_zeros(kvc_cache *cache, const kvc_layer *layer, int32_t n, int32_t at_once) {
+/* Feeds n tokens whose rows are zeros, in batches of 512, then 64 more, one at a time. */
+static void feed_zeros(kvc_cache *cache, int64_t id, int32_t n) {
     static uint8_t zeros[4 * DIM];
-    const kvc_put_args args = {
-        .struct_size = sizeof args, .k = zeros, .v = zeros, .k_type = layer->k_type, .v_type = layer->v_type};
+    const kvc_layer *layer = cache->layers;
     for (int32_t done = 0, some; done < n + 64; done += some) {
-        some = done < n ? (n - done < at_once ? n - done : at_once) : 1;
-        kvc_batch *batch = begin(cache, 0, some);
-        kvc_put_args some_args = args;
-        some_args.num_tokens = some;
+        some = done < n ? (n - done < 512 ? n - done : 512) : 1;
+        kvc_batch *batch = begin(cache, id, some);
+        const kvc_put_args args = {.struct_size = sizeof args,
+                                   .num_tokens = some,
+                                   .k = zeros,
+                                   .v = zeros,
+                                   .k_type = layer->k_type,
+                                   .v_type = layer->v_type};
         for (int32_t l = 0; l < cache->num_layers; l++)
-            CHECKF(kvc_put(batch, l, &some_args) == KVC_OK, "%s", kvc_last_error());
+            CHECKF(kvc_put(batch, l, &args) == KVC_OK, "%s", kvc_last_error());
         CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
     }
 }
 
-/* Whatever the type, the heads and the blocks, collapsed pages hold most of the rows, and have nearly none besides. */
-static void test_share(int32_t type, int32_t dim, int32_t num_heads, int32_t num_layers, kvc_config config, int32_t n) {
-    const kvc_layer layer = {.num_kv_heads = num_heads, .k_dim = dim, .v_dim = dim, .k_type = type, .v_type = type};
-    kvc_layer layers[32];
-    for (int32_t i = 0; i < num_layers; i++) layers[i] = layer;
-    kvc_cache *cache = cache_of(layers, num_layers, config);
+/* A cache of seven layers with eight heads.  Seven does not divide a huge page. */
+static kvc_cache *seven_layers(int32_t type, int32_t dim, kvc_policy policy, kvc_config config) {
+    const kvc_layer layer = {
+        .num_kv_heads = 8, .k_dim = dim, .v_dim = dim, .k_type = type, .v_type = type, .policy = policy};
+    const kvc_layer layers[7] = {layer, layer, layer, layer, layer, layer, layer};
     num_noted = 0;
-    feed_zeros(cache, &layer, n, 512);
+    return watched = cache_of(layers, 7, config);
+}
+
+static void check_share(kvc_cache *cache, const char *what) {
     const double share = (double)num_noted * HUGE / (double)kvc_nbytes(cache);
-    CHECKF(share >= 0.85, "%s, %d heads of %d, blocks of %d, %d tokens: %.2f", kvc_type_name(type), num_heads, dim,
-           kvc_block_size(cache), n, share);
-    num_noted = -1;
+    const kvc_layer *layer = cache->layers;
+    CHECKF(share >= 0.85, "%s, %s, heads of %d, blocks of %d: %.2f", what, kvc_type_name(layer->k_type), layer->k_dim,
+           kvc_block_size(cache), share);
+}
+
+static void test_share(int32_t type, int32_t dim, kvc_config config) {
+    kvc_cache *cache = seven_layers(type, dim, (kvc_policy){0}, config);
+    feed_zeros(cache, 0, TOKENS);
+    check_share(cache, "one sequence");
     free_cache(cache);
 }
 
+/* A compaction fills the holes of half of the tokens, and leaves full blocks. */
+static void test_share_of_compacted(int32_t type, int32_t block_size) {
+    kvc_cache *cache = seven_layers(type, DIM, (kvc_policy){0}, (kvc_config){.block_size = block_size});
+    feed_zeros(cache, 0, 2 * TOKENS);
+    for (int32_t at = 0; at < TOKENS; at += 32)
+        CHECKF(kvc_remove(cache, 0, at, at + 32, 0) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(kvc_compact(cache) == KVC_OK, "%s", kvc_last_error());
+    feed_zeros(cache, 0, 0);
+    check_share(cache, "compacted");
+    free_cache(cache);
+}
+
+/* Each fork goes on in blocks of its own. */
+static void test_share_of_forks(int32_t type, int64_t max_bytes) {
+    kvc_cache *cache = seven_layers(type, DIM, (kvc_policy){0}, (kvc_config){.max_bytes = max_bytes});
+    feed_zeros(cache, 0, TOKENS / 2 + 13);
+    CHECKF(kvc_fork(cache, 0, 1) == KVC_OK, "%s", kvc_last_error());
+    feed_zeros(cache, 0, TOKENS / 2);
+    feed_zeros(cache, 1, TOKENS / 2);
+    check_share(cache, max_bytes ? "forks under max_bytes" : "forks");
+    CHECKF(kvc_truncate(cache, 0, TOKENS / 4) == KVC_OK, "%s", kvc_last_error());
+    feed_zeros(cache, 0, TOKENS / 2);
+    check_share(cache, max_bytes ? "truncated under max_bytes" : "truncated");
+    free_cache(cache);
+}
+
+static void test_share_of_windows(int32_t type) {
+    kvc_cache *cache = seven_layers(type, DIM, (kvc_policy){.kind = KVC_SLIDING, .window = TOKENS}, (kvc_config){0});
+    feed_zeros(cache, 0, 3 * TOKENS);
+    check_share(cache, "window");
+    free_cache(cache);
+}
+
+/* Collapsed pages hold most rows and little else, whatever the type, the heads and the blocks.  The single block of a
+ * sequence of floats has them once it is nearly full. */
 static void test_shares(void) {
     static const int32_t types[] = {KVC_F16, KVC_Q8_0, KVC_INT8, KVC_Q4_0, KVC_INT4};
-    for (size_t i = 0; i < sizeof types / sizeof *types; i++)
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
+        const int32_t type = types[i];
         for (int32_t dim = 64; dim <= 128; dim += 64) {
-            for (int32_t size = 64; size <= 4096; size *= 8)
-                test_share(types[i], dim, 8, 7, (kvc_config){.block_size = size}, 4096);
-            test_share(types[i], dim, 8, 7, (kvc_config){.max_seq_len = 4160, .max_sequences = 1}, 4096);
+            for (int32_t size = 64; size <= TOKENS; size *= 8) test_share(type, dim, (kvc_config){.block_size = size});
+            test_share(type, dim, (kvc_config){.max_seq_len = TOKENS + 64, .max_sequences = 1});
+            if (type == KVC_F16) continue;
+            test_share(type, dim, (kvc_config){.max_seq_len = 1 << 20, .max_sequences = 1});
         }
+        test_share_of_compacted(type, 64);
+        test_share_of_compacted(type, 512);
+        test_share_of_forks(type, 0);
+        test_share_of_forks(type, 256 << 20);
+        test_share_of_windows(type);
+    }
+    num_noted = -1;
 }
 
 /* ---- mapping ----------------------------------------------------------------------------------------------------- */
