@@ -270,10 +270,16 @@ typedef enum kvc_transform {
                                   transform of their type */
 } kvc_transform;
 
+/* A layer with v_dim 0 holds keys alone, such as the index keys of a model with sparse attention: one key for each
+ * token and head, and no values.  Give it the policy of the layer that it belongs to.  Both layers are then in one
+ * group and share slots, so every edit, fork, prefix and saved state carries the rows of both.  Its keys have a type, a
+ * transform and a rope of their own.  v is NULL wherever its rows go in or out.  Nothing attends in it: kvc_attend,
+ * kvc_plan_new, kvc_plan_run and the kvc_dense calls fail with KVC_ERR_UNSUPPORTED. */
 typedef struct kvc_layer {
     int32_t num_kv_heads;
-    int32_t k_dim; /* elements of one key of one head */
-    int32_t v_dim;
+    int32_t k_dim;  /* elements of one key of one head */
+    int32_t v_dim;  /* elements of one value of one head.  0: the layer holds keys alone; v_type and v_transform are
+                       ignored, and value_in_key is 0 */
     int32_t k_type; /* kvc_type that keys are stored as */
     int32_t v_type;
     int32_t k_transform; /* kvc_transform */
@@ -405,9 +411,9 @@ typedef struct kvc_put_args {
     int64_t seq_id; /* KVC_CROSS: the rows are of this sequence, which has tokens in the batch */
 } kvc_put_args;
 
-/* Stores keys and values of tokens in one layer; v is NULL if values lie in the keys.  Several threads may put disjoint
- * ranges of tokens at once.  Strides may be negative or 0.  They are multiples of an element's size, or for quantised
- * rows any number of bytes.
+/* Stores keys and values of tokens in one layer.  v is NULL if values lie in the keys, and if the layer holds keys
+ * alone.  Several threads may put disjoint ranges of tokens at once.  Strides may be negative or 0.  They are multiples
+ * of an element's size, or for quantised rows any number of bytes.
  * In a KVC_CROSS layer, first is 0, and the rows (num_tokens, at least 1) replace all rows that the sequence has there.
  * This batch sees the new rows at once; other calls see them once it is committed.
  * Fails with KVC_ERR_INVALID if a token was put before, and if the layer has no rows of its own.  Fails with
@@ -472,6 +478,7 @@ typedef struct kvc_plan_args {
  * Sums are kept in f32, and values are summed before they are divided by the sum of their weights.  So out may be
  * infinite if a value times the number of visible rows exceeds 3.4e38.
  * Fails with KVC_ERR_INVALID also if a visible token was not put, or a sequence has no rows in a cross-attention layer.
+ * Fails with KVC_ERR_UNSUPPORTED if the layer holds keys alone.
  * Fails with KVC_ERR_GONE for sequences that are not stored (kvc_begin_with), with KVC_ERR_FULL as kvc_put does, with
  * KVC_ERR_NOMEM, and with KVC_ERR_CANCELLED (cancel, or the cache's poll).
  * After an error nothing was put, and the call can be made again.  In a cross-attention layer, rows may have been put
@@ -632,7 +639,7 @@ KVC_API kvc_status kvc_mark_inexact(kvc_cache *cache, int64_t seq_id, int32_t po
 
 typedef struct kvc_span {
     const void *k; /* row of the first position, KV head 0; rows are k_row_stride apart, heads k_head_stride */
-    const void *v;
+    const void *v; /* NULL, with strides of 0, in a layer of keys alone */
     int64_t k_head_stride, k_row_stride;
     int64_t v_head_stride, v_row_stride;
     int32_t num_rows;
@@ -659,7 +666,7 @@ typedef struct kvc_rows_out {
     size_t struct_size;
     int32_t type;          /* KVC_F32, KVC_F16 or KVC_BF16: what rows are converted to, unless they are raw */
     void *k;               /* [num_kv_heads][rows][k_dim], rows and heads this far apart; NULL: not wanted */
-    void *v;
+    void *v;               /* NULL in a layer of keys alone */
     int64_t k_head_stride, k_row_stride;
     int64_t v_head_stride, v_row_stride;
     int32_t *positions;  /* [rows] set to the position of each row; to -1 if kvc_extract found none.  May be NULL */
@@ -688,7 +695,7 @@ KVC_API kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, 
 typedef struct kvc_rows_in {
     size_t struct_size;
     const void *k; /* [num_kv_heads][rows][k_dim], rows and heads this far apart */
-    const void *v; /* NULL if values lie in the keys */
+    const void *v; /* NULL if values lie in the keys, and in a layer of keys alone */
     int64_t k_head_stride, k_row_stride;
     int64_t v_head_stride, v_row_stride;
     int32_t k_type; /* as in kvc_put_args */
@@ -1092,9 +1099,10 @@ KVC_API kvc_status kvc_prefix_take_events(kvc_prefix *prefix, kvc_prefix_event *
 
 /* Stores: how full blocks get out of the cache, and back.  A payload begins with a byte for each layer: 1 if its rows
  * follow, which are all of the block or none.  Then come the rows of these layers, as they are stored: keys
- * [num_kv_heads][block_size], then values, unless they lie in the keys.  If the block has a checkpoint, the position of
- * the last one follows (4 bytes, the lowest first), then its state.  A payload is kept under the block's name, and fits
- * any prefix with the same names, on any machine.  Names tell prefixes of other state_bytes apart. */
+ * [num_kv_heads][block_size], then values, unless they lie in the keys or the layer holds keys alone.  If the block has
+ * a checkpoint, the position of the last one follows (4 bytes, the lowest first), then its state.  A payload is kept
+ * under the block's name, and fits any prefix with the same names, on any machine.  Names tell prefixes of other
+ * state_bytes apart. */
 
 typedef struct kvc_new_block {
     void *user;         /* of its prefix */
@@ -1267,7 +1275,7 @@ KVC_API kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, i
 /* Makes a plan, for runners with threads of their own.  A plan cuts the work of kvc_attend into tasks, and takes all
  * memory that they need.  It serves every layer of the group that has the same shapes, one layer at a time.  The end of
  * the batch frees it.  It may be made before rows are put; for a cross-attention layer, make it after this batch's rows
- * were put.  Fails with KVC_ERR_INDEX and KVC_ERR_NOMEM. */
+ * were put.  Fails with KVC_ERR_INDEX, KVC_ERR_NOMEM, and KVC_ERR_UNSUPPORTED as kvc_attend does. */
 KVC_API kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **plan);
 
 /* Returns the number of tasks of a plan. */

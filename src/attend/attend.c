@@ -403,7 +403,7 @@ static kvc_status check_args(const kvc_layer *layer, int32_t num_tokens, const k
 /* Checks that the plan, which may have been made for another layer, serves this one. */
 static kvc_status check_plan_layer(const kvc_plan *plan, int32_t layer) {
     const kvc_cache *cache = plan->batch->cache;
-    KVC_TRY(kvc_check_layer(cache, layer));
+    KVC_TRY(kvc_check_attention(plan->batch, layer, 1));
     const kvc_layer *config = &cache->layers[layer];
     if (cache->group_of[layer] != plan->group || config->num_kv_heads != plan->num_kv_heads ||
         config->k_dim != plan->k_dim || config->v_dim != plan->v_dim)

@@ -86,7 +86,7 @@ static kvc_status find_and_count(kvc_batch *batch, int32_t layer, int64_t *num, 
 
 kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows) {
     int64_t most;
-    KVC_TRY(kvc_check_attention(batch, layer));
+    KVC_TRY(kvc_check_attention(batch, layer, 1));
     if (!num_rows) return kvc_fail(KVC_ERR_INVALID, "num_rows is NULL");
     return find_and_count(batch, layer, num_rows, &most);
 }
@@ -113,7 +113,7 @@ static kvc_status check_in_step(const kvc_batch *batch) {
 
 kvc_status kvc_dense_sequences(kvc_batch *batch, int32_t layer, int32_t *num_sequences, int64_t *most_rows) {
     int64_t num;
-    kvc_status status = kvc_check_attention(batch, layer);
+    kvc_status status = kvc_check_attention(batch, layer, 1);
     if (status == KVC_OK && (!num_sequences || !most_rows))
         status = kvc_fail(KVC_ERR_INVALID, "%s is NULL", num_sequences ? "most_rows" : "num_sequences");
     if (status == KVC_OK) status = check_in_step(batch);
@@ -260,7 +260,7 @@ static void fill_share(void *context, int64_t task) {
 
 static kvc_status check_args(const kvc_batch *batch, int32_t layer, const kvc_dense_args *given, dense *d) {
     kvc_status status = KVC_READ(kvc_dense_args, &d->args, given, "args");
-    if (status == KVC_OK) status = kvc_check_attention(batch, layer);
+    if (status == KVC_OK) status = kvc_check_attention(batch, layer, 1);
     if (status == KVC_OK) status = kvc_check_rows_out(&batch->cache->layers[layer], d->args.rows, &d->out, "rows");
     if (status == KVC_OK) status = kvc_check_array(KVC_F32, d->args.mask_token_stride, 0, "mask");
     if (status == KVC_OK && d->args.num_masked)

@@ -114,7 +114,7 @@ static uint64_t add_floats(uint64_t *size, uint64_t count) {
 static int has_minima_apart(const kvc_plan *plan, int any_tiled) {
     const kvc_cache *cache = plan->batch->cache;
     for (int32_t i = 0; i < cache->num_layers; i++) {
-        if (cache->group_of[i] != plan->group) continue;
+        if (cache->group_of[i] != plan->group || !cache->layers[i].v_dim) continue;
         const int32_t types[] = {cache->layers[i].k_type, cache->layers[i].v_type};
         for (int j = 0; j < 2; j++)
             for (int is_tiled = 0; is_tiled <= any_tiled; is_tiled++)
@@ -380,7 +380,7 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
 kvc_status kvc_plan_check(const kvc_batch *batch, kvc_plan_args *args) {
-    KVC_TRY(kvc_check_attention(batch, args->layer));
+    KVC_TRY(kvc_check_attention(batch, args->layer, 1));
     KVC_TRY(kvc_check_range(batch, args->first, &args->num_tokens));
     const int32_t num_kv_heads = batch->cache->layers[args->layer].num_kv_heads;
     if (args->num_heads < 1 || args->num_heads % num_kv_heads || args->num_heads / num_kv_heads > 1 << 16)

@@ -9,12 +9,17 @@ kvc_status kvc_check_layer(const kvc_cache *cache, int32_t layer) {
     return kvc_fail(KVC_ERR_INDEX, "layer is %d: this cache has %d layers", layer, cache->num_layers);
 }
 
-kvc_status kvc_check_attention(const kvc_batch *batch, int32_t layer) {
+kvc_status kvc_check_attention(const kvc_batch *batch, int32_t layer, int needs_values) {
     KVC_TRY(kvc_check_layer(batch->cache, layer));
-    if (batch->cache->layers[layer].policy.kind == KVC_NONE)
-        return kvc_fail(KVC_ERR_INVALID, "layer %d has no attention", layer);
+    const kvc_layer *config = &batch->cache->layers[layer];
+    if (config->policy.kind == KVC_NONE) return kvc_fail(KVC_ERR_INVALID, "layer %d has no attention", layer);
     if (batch->replaced)
         return kvc_fail(KVC_ERR_INVALID, "the batch restores rows: its tokens attend to nothing; put and commit it");
+    if (needs_values && !config->v_dim)
+        return kvc_fail(KVC_ERR_UNSUPPORTED,
+                        "layer %d holds keys alone, and attention needs values: attend in the layer that has them; "
+                        "gather these keys, or read their spans",
+                        layer);
     return KVC_OK;
 }
 
@@ -36,9 +41,11 @@ kvc_status kvc_check_takes_rows(const kvc_batch *batch, int32_t layer) {
 
 kvc_status kvc_check_values(const kvc_layer *layer, const void *k, const void *v) {
     if (!k) return kvc_fail(KVC_ERR_INVALID, "k is NULL");
-    if (layer->value_in_key && v)
-        return kvc_fail(KVC_ERR_INVALID, "v is given: in this layer values are the first part of the keys");
-    if (!layer->value_in_key && !v) return kvc_fail(KVC_ERR_INVALID, "v is NULL");
+    const char *why = !layer->v_dim         ? "this layer holds keys alone (v_dim 0)"
+                      : layer->value_in_key ? "in this layer values are the first part of the keys"
+                                            : NULL;
+    if (why && v) return kvc_fail(KVC_ERR_INVALID, "v is given: %s", why);
+    if (!why && !v) return kvc_fail(KVC_ERR_INVALID, "v is NULL");
     return KVC_OK;
 }
 

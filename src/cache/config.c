@@ -28,6 +28,11 @@ static kvc_status check_type(int32_t type, int32_t dim, int32_t transform, int32
 /* Returns KVC_ERR_INVALID if values are to be the first elements of the keys, and cannot be. */
 static kvc_status check_value_in_key(const kvc_layer *layer, int32_t index) {
     if (!layer->value_in_key) return KVC_OK;
+    if (!layer->v_dim)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "layers[%d].v_dim is 0: values that lie in the keys have at least 1 element; for a layer of "
+                        "keys alone, leave value_in_key 0",
+                        index);
     if (layer->v_dim > layer->k_dim)
         return kvc_fail(KVC_ERR_INVALID, "layers[%d].v_dim is %d: values that lie in the keys have at most k_dim, %d",
                         index, layer->v_dim, layer->k_dim);
@@ -59,18 +64,19 @@ static kvc_status check_reserved(const kvc_layer *layer, int32_t index) {
 
 static kvc_status check_layer(const kvc_layer *layer, int32_t index) {
     const struct {
-        int32_t value;
+        int32_t value, least;
         const char *name;
-    } sizes[] = {{layer->num_kv_heads, "num_kv_heads"}, {layer->k_dim, "k_dim"}, {layer->v_dim, "v_dim"}};
+    } sizes[] = {{layer->num_kv_heads, 1, "num_kv_heads"}, {layer->k_dim, 1, "k_dim"}, {layer->v_dim, 0, "v_dim"}};
     for (int i = 0; i < 3; i++)
-        if (sizes[i].value < 1 || sizes[i].value > 1 << 20)
-            return kvc_fail(KVC_ERR_INVALID, "layers[%d].%s is %d: it must be between 1 and %d", index, sizes[i].name,
-                            sizes[i].value, 1 << 20);
+        if (sizes[i].value < sizes[i].least || sizes[i].value > 1 << 20)
+            return kvc_fail(KVC_ERR_INVALID, "layers[%d].%s is %d: it must be between %d and %d", index, sizes[i].name,
+                            sizes[i].value, sizes[i].least, 1 << 20);
     kvc_status status = check_reserved(layer, index);
     if (status == KVC_OK) status = kvc_policy_check(&layer->policy, index);
     if (status != KVC_OK || layer->policy.kind == KVC_NONE) return status;
     status = check_type(layer->k_type, layer->k_dim, layer->k_transform, index, "k");
-    if (status == KVC_OK) status = check_type(layer->v_type, layer->v_dim, layer->v_transform, index, "v");
+    if (status == KVC_OK && layer->v_dim)
+        status = check_type(layer->v_type, layer->v_dim, layer->v_transform, index, "v");
     if (status == KVC_OK) status = check_value_in_key(layer, index);
     return status == KVC_OK ? kvc_rope_check(layer, index) : status;
 }
@@ -90,7 +96,8 @@ kvc_layer kvc_config_layer(const kvc_config *config, int32_t i) {
     kvc_layer layer;
     kvc_write_struct(&layer, sizeof layer, (const char *)config->layers + (size_t)i * config->layer_size,
                      config->layer_size);
-    if (layer.policy.kind == KVC_NONE) layer.rope = (kvc_rope){0}; /* not checked in such a layer */
+    if (layer.policy.kind == KVC_NONE) layer.rope = (kvc_rope){0};                    /* not checked in such a layer */
+    if (!layer.v_dim) layer.v_type = KVC_F32, layer.v_transform = KVC_TRANSFORM_NONE; /* it has no values */
     return layer;
 }
 

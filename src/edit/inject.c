@@ -112,7 +112,7 @@ static void write_part(const injection *x, kvc_rotator *rotator, const kvc_run *
         rotate_keys_back(x, rotator, part, rope);
     else
         kvc_copy_rows(cache->kernels, config, 0, &keys, &given_keys, part->count);
-    if (config->value_in_key) return;
+    if (!in->v) return;
     const kvc_rows values = kvc_stored_rows(config, at, part->block->rows, part->slot, 1),
                    given_values = kvc_given_rows(in->v_type, (const char *)in->v + row * in->v_row_stride,
                                                  in->v_row_stride, in->v_head_stride, config->v_dim);
@@ -262,7 +262,7 @@ static kvc_status check_rows_in(const kvc_layer *layer, const kvc_rows_in *given
     kvc_status status = KVC_READ(kvc_rows_in, in, given, "in");
     if (status == KVC_OK) status = kvc_check_rows(in->k_type, layer->k_type, in->k_row_stride, in->k_head_stride, "k");
     if (status == KVC_OK) status = kvc_check_values(layer, in->k, in->v);
-    if (status != KVC_OK || layer->value_in_key) return status;
+    if (status != KVC_OK || !in->v) return status;
     return kvc_check_rows(in->v_type, layer->v_type, in->v_row_stride, in->v_head_stride, "v");
 }
 

@@ -51,7 +51,7 @@ static void put_rows(const put_work *work, int32_t i, int32_t count) {
                    given_keys = kvc_given_rows(a->k_type, (const char *)a->k + k_from, a->k_token_stride,
                                                a->k_head_stride, layer->k_dim);
     kvc_copy_rows(kernels, layer, 0, &keys, &given_keys, count);
-    if (layer->value_in_key) return;
+    if (!a->v) return;
     const int64_t v_from = kvc_token_offset(i, a->tokens_per_sequence, a->v_token_stride, a->v_batch_stride);
     const kvc_rows values = kvc_stored_rows(layer, at, place.block->rows, place.slot, 1),
                    given_values = kvc_given_rows(a->v_type, (const char *)a->v + v_from, a->v_token_stride,
@@ -129,7 +129,7 @@ kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, kvc_put_args *ar
     if (args->tokens_per_sequence) KVC_TRY(kvc_check_tokens_per_sequence(args->tokens_per_sequence, args->num_tokens));
     KVC_TRY(kvc_check_rows(args->k_type, config->k_type, args->k_token_stride, args->k_head_stride, "k"));
     if (args->tokens_per_sequence) KVC_TRY(kvc_check_strides(args->k_type, args->k_batch_stride, 0, "k"));
-    if (config->value_in_key) return KVC_OK;
+    if (!args->v) return KVC_OK;
     KVC_TRY(kvc_check_rows(args->v_type, config->v_type, args->v_token_stride, args->v_head_stride, "v"));
     return args->tokens_per_sequence ? kvc_check_strides(args->v_type, args->v_batch_stride, 0, "v") : KVC_OK;
 }

@@ -12,14 +12,14 @@ enum { POSITION_BYTES = 4 }; /* of a state's position, which stands before it */
 
 /* The rows of one layer in a payload. */
 typedef struct rows {
-    int64_t k_row, v_row; /* bytes of a row; v_row 0: values lie in the keys */
+    int64_t k_row, v_row; /* bytes of a row; v_row is 0 if values lie in the keys or the layer has none */
     int64_t k_size, size; /* bytes of the keys, and of all */
 } rows;
 
 static rows rows_of(const kvc_cache *cache, int32_t layer, int32_t num_tokens) {
     const kvc_layer *config = &cache->layers[layer];
     rows r = {.k_row = (int64_t)kvc_row_bytes(config->k_type, config->k_dim)};
-    if (!config->value_in_key) r.v_row = (int64_t)kvc_row_bytes(config->v_type, config->v_dim);
+    if (kvc_stores_values(config)) r.v_row = (int64_t)kvc_row_bytes(config->v_type, config->v_dim);
     const int64_t num_rows = (int64_t)config->num_kv_heads * num_tokens;
     r.k_size = num_rows * r.k_row;
     r.size = r.k_size + num_rows * r.v_row;

@@ -42,15 +42,15 @@ static void add_rope(kvc_blake2b *hash, const kvc_rope *rope) {
 /* Adds the fields of a layer that rows depend on.  A layer's share, or its lack of rows, says the rest. */
 static void add_layer(kvc_blake2b *hash, const kvc_layer *layer) {
     const int64_t share = layer->share, has_rows = !share && layer->policy.kind != KVC_NONE,
-                  in_key = layer->value_in_key != 0;
+                  has_values = kvc_stores_values(layer), in_key = layer->value_in_key != 0;
     const int64_t fields[] = {layer->num_kv_heads,
                               layer->k_dim,
                               layer->v_dim,
                               layer->k_type,
                               transform_of(layer->k_type, layer->k_transform),
                               in_key,
-                              in_key ? 0 : layer->v_type,
-                              in_key ? 0 : transform_of(layer->v_type, layer->v_transform)};
+                              has_values ? layer->v_type : 0,
+                              has_values ? transform_of(layer->v_type, layer->v_transform) : 0};
     kvc_blake2b_add_ints(hash, &share, 1);
     kvc_blake2b_add_ints(hash, &has_rows, 1);
     if (!has_rows) return;

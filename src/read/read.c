@@ -148,7 +148,7 @@ static kvc_status open_snapshot(copying *c, int64_t seq_id, int64_t least) {
     kvc_cache *cache = c->cache;
     kvc_row_buffer *buffer = NULL;
     if (c->out.batch) {
-        kvc_status status = kvc_check_attention(c->out.batch, c->layer);
+        kvc_status status = kvc_check_attention(c->out.batch, c->layer, 0);
         if (status == KVC_OK && c->out.batch->cache != cache)
             status = kvc_fail(KVC_ERR_INVALID, "out->batch is of another cache");
         if (status != KVC_OK) return status;
@@ -179,6 +179,9 @@ kvc_status kvc_check_rows_out(const kvc_layer *layer, const kvc_rows_out *given,
     KVC_TRY(KVC_READ(kvc_rows_out, out, given, name));
     if (!out->raw) KVC_TRY(kvc_check_array(out->type, 0, 0, name));
     KVC_TRY(kvc_check_strides(out->raw ? layer->k_type : out->type, out->k_row_stride, out->k_head_stride, name));
+    if (!layer->v_dim && out->v)
+        return kvc_fail(KVC_ERR_INVALID, "%s.v is given: this layer holds keys alone (v_dim 0); it must be NULL", name);
+    if (!layer->v_dim) return KVC_OK;
     return kvc_check_strides(out->raw ? layer->v_type : out->type, out->v_row_stride, out->v_head_stride, name);
 }
 

@@ -61,11 +61,12 @@ void kvc_hold_free(kvc_hold *hold) {
 }
 
 kvc_span kvc_span_of(const kvc_run *run, const kvc_layout *at) {
+    const int has_values = at->v_row_bytes != 0;
     return (kvc_span){.k = kvc_key_at(at, run->block, run->slot, 0),
-                      .v = kvc_value_at(at, run->block, run->slot, 0),
+                      .v = has_values ? kvc_value_at(at, run->block, run->slot, 0) : NULL,
                       .k_head_stride = (int64_t)at->head_stride,
                       .k_row_stride = (int64_t)at->k_row_bytes,
-                      .v_head_stride = (int64_t)at->head_stride,
+                      .v_head_stride = has_values ? (int64_t)at->head_stride : 0,
                       .v_row_stride = (int64_t)at->v_row_bytes,
                       .num_rows = run->count,
                       .position = run->position,
@@ -111,7 +112,7 @@ kvc_status kvc_batch_spans(kvc_batch *batch, int64_t seq_id, int32_t layer, kvc_
                            int64_t max_spans, int64_t *num_spans, kvc_hold **hold) {
     kvc_cache *cache = batch->cache;
     kvc_batch_runs list;
-    KVC_TRY(kvc_check_attention(batch, layer));
+    KVC_TRY(kvc_check_attention(batch, layer, 0));
     KVC_TRY(check_arguments(spans, span_size, max_spans, num_spans, hold));
     kvc_row_buffer *buffer = kvc_row_buffer_find(batch, layer);
     kvc_lock(cache);

@@ -28,11 +28,12 @@ kvc_status kvc_layout_add(const kvc_memory *memory, kvc_layout *layout, const kv
                           size_t *block_bytes) {
     layout->num_kv_heads = layer->num_kv_heads;
     layout->k_row_bytes = kvc_blocks_bytes(layer->k_type, layer->k_dim);
-    layout->v_stored = layer->value_in_key ? 0 : kvc_blocks_bytes(layer->v_type, layer->v_dim);
+    const int has_values = kvc_stores_values(layer);
+    layout->v_stored = has_values ? kvc_blocks_bytes(layer->v_type, layer->v_dim) : 0;
     layout->v_row_bytes = layer->value_in_key ? layout->k_row_bytes : layout->v_stored;
     size_t k_bytes = head_bytes(num_slots, layout->k_row_bytes), v_bytes = head_bytes(num_slots, layout->v_stored);
     const size_t k_scale_bytes = head_bytes(num_slots, kvc_row_scale_bytes(layer->k_type)),
-                 v_scale_bytes = layer->value_in_key ? 0 : head_bytes(num_slots, kvc_row_scale_bytes(layer->v_type)),
+                 v_scale_bytes = has_values ? head_bytes(num_slots, kvc_row_scale_bytes(layer->v_type)) : 0,
                  scale_bytes = k_scale_bytes + v_scale_bytes,
                  alignment = alignment_of(memory, k_bytes, v_bytes, scale_bytes);
     k_bytes = (size_t)kvc_align_up(k_bytes, alignment);

@@ -83,12 +83,16 @@ typedef struct kvc_block {
 typedef struct kvc_layout {
     size_t k_offset, v_offset; /* offsets of head 0, slot 0 */
     size_t head_stride;
-    size_t k_row_bytes, v_row_bytes; /* strides from slot to slot; the same if values lie in the keys */
+    size_t k_row_bytes, v_row_bytes; /* strides from slot to slot; the same if values lie in the keys, and v_row_bytes 0
+                                        if the layer holds keys alone */
     size_t v_stored;                 /* bytes stored for a row of values: v_row_bytes, or 0 if values lie in the keys */
     size_t k_scales, v_scales;       /* offsets of the scales of head 0, slot 0; 0: rows have none */
     int32_t num_scales;              /* stored for a slot and head: 0 to 2 */
     int32_t num_kv_heads;
 } kvc_layout;
+
+/* Returns whether a layer stores values beside its keys: not if they lie in the keys, nor if it holds keys alone. */
+static inline int kvc_stores_values(const kvc_layer *layer) { return layer->v_dim && !layer->value_in_key; }
 
 /* Return where the key, or the value, of one slot and head lies. */
 static inline uint8_t *kvc_key_at(const kvc_layout *at, const kvc_block *block, int32_t slot, int32_t head) {

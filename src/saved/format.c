@@ -149,8 +149,8 @@ kvc_status kvc_format_visit(const kvc_format *format, uint64_t most, kvc_tensor_
     for (int32_t i = 0; status == KVC_OK && i < format->state->num_layers; i++) {
         const kvc_saved_layer *layer = &format->layers[i];
         if (layer->share || layer->kind == KVC_NONE) continue;
-        for (int32_t part = 0; status == KVC_OK && part < (layer->value_in_key ? 2 : 4); part++)
-            status = visit_rows(&l, i, part / 2, part % 2);
+        const int32_t parts = layer->v_dim && !layer->value_in_key ? 4 : 2;
+        for (int32_t part = 0; status == KVC_OK && part < parts; part++) status = visit_rows(&l, i, part / 2, part % 2);
     }
     if (status != KVC_OK) return status;
     const table checksums = {"checksums", "U64", l.num_rows, 0, 0};
@@ -190,9 +190,16 @@ static kvc_status add_tensor(void *context, const kvc_tensor *tensor) {
 static const char BEGINNING[] = "{\"__metadata__\":{\"format\":\"kvcache\",\"version\":\"",
                   LIBRARY[] = "\",\"library\":\"", FINGERPRINT[] = "\",\"fingerprint\":\"", ENDING[] = "\"}";
 
+/* Returns the oldest version of the format that has such layers: version 1 has none of keys alone. */
+static int version_of(const kvc_format *format) {
+    for (int64_t i = 0; i < format->state->num_layers; i++)
+        if (!format->layers[i].v_dim) return 2;
+    return 1;
+}
+
 uint64_t kvc_format_header(const kvc_format *format, char *to, uint64_t size) {
     text out = {to, size, 8};
-    add(&out, "%s%d%s%s%s%s%s", BEGINNING, KVC_FORMAT_VERSION, LIBRARY, format->library, FINGERPRINT,
+    add(&out, "%s%d%s%s%s%s%s", BEGINNING, version_of(format), LIBRARY, format->library, FINGERPRINT,
         format->fingerprint, ENDING);
     kvc_format_visit(format, INT64_MAX, add_tensor, &out);
     add(&out, "}");
@@ -233,9 +240,10 @@ kvc_status kvc_format_read_strings(kvc_format *format, const char *header, uint6
     place p = {header, header + size};
     if (!pass(&p, BEGINNING) || !take_string(&p, version, sizeof version))
         return kvc_fail(KVC_ERR_FORMAT, "no saved state: the file does not begin like one");
-    if (version[0] - '0' != KVC_FORMAT_VERSION || version[1])
-        return kvc_fail(KVC_ERR_FORMAT, "of a newer format: version %s; this library, %d.%d.%d, reads version %d",
-                        version, KVC_VERSION_MAJOR, KVC_VERSION_MINOR, KVC_VERSION_PATCH, KVC_FORMAT_VERSION);
+    if (version[0] < '1' || version[0] - '0' > KVC_FORMAT_VERSION || version[1])
+        return kvc_fail(KVC_ERR_FORMAT,
+                        "of a newer format: version %s; this library, %d.%d.%d, reads versions up to %d", version,
+                        KVC_VERSION_MAJOR, KVC_VERSION_MINOR, KVC_VERSION_PATCH, KVC_FORMAT_VERSION);
     if (pass(&p, LIBRARY) && take_string(&p, format->library, sizeof format->library) && pass(&p, FINGERPRINT) &&
         take_string(&p, format->fingerprint, sizeof format->fingerprint) && pass(&p, ENDING))
         return KVC_OK;

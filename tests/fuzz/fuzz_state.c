@@ -165,8 +165,12 @@ static void pass_one(kvc_cache *cache, int64_t id) {
     static const float rows[1 << 20];
     kvc_batch *batch;
     if (kvc_begin(cache, 1, NULL, &id, NULL, &batch) != KVC_OK) return;
-    const kvc_put_args args = {.struct_size = sizeof args, .k = rows, .v = rows};
-    for (int32_t l = 0; l < MAX_LAYERS; l++) kvc_put(batch, l, &args); /* some layers take no rows */
+    for (int32_t l = 0; l < MAX_LAYERS; l++) { /* some layers take no rows, and some no values */
+        kvc_put_args args = {.struct_size = sizeof args, .k = rows, .v = rows};
+        if (kvc_put(batch, l, &args) == KVC_OK) continue;
+        args.v = NULL;
+        kvc_put(batch, l, &args);
+    }
     if (kvc_commit(batch) != KVC_OK) kvc_abort(batch);
 }
 

@@ -234,7 +234,23 @@ static int attend_by_call(client *c, const pass *p, const query *q, int layer, c
     return 1;
 }
 
+/* Attends in a layer of keys alone, which must be refused. */
+static void attend_in_keys(client *c, const pass *p, int layer) {
+    piece *of = &crews[c->number].call;
+    const query q = any_query(p);
+    const kvc_plan_args plan = plan_of(&q, layer);
+    int64_t num;
+    make_piece(of, layer, &q);
+    begin_own_call(c, "kvc_attend in a layer of keys alone");
+    const kvc_status status = pick(2) ? kvc_attend(p->batch, &plan, &of->args) : kvc_dense_rows(p->batch, layer, &num);
+    if (status != KVC_ERR_UNSUPPORTED) fail(c, "answers \"%s\"", kvc_strerror(status));
+}
+
 void attend(client *c, pass *p, int layer) {
+    if (!c->w->layers[layer].v_dim) {
+        attend_in_keys(c, p, layer);
+        return;
+    }
     p->last = any_query(p);
     if (pick(3)) {
         attend_by_call(c, p, &p->last, layer, NULL);
@@ -251,7 +267,7 @@ int put_and_attend(client *c, const pass *p, int layer, int first, int n, const 
 }
 
 void attend_again(client *c, const pass *p, int layer) {
-    if (p->last.num && !has_unstored(p)) attend_by_call(c, p, &p->last, layer, NULL);
+    if (p->last.num && !has_unstored(p) && c->w->layers[layer].v_dim) attend_by_call(c, p, &p->last, layer, NULL);
 }
 
 /* ---- plans ------------------------------------------------------------------------------------------------------- */
@@ -301,13 +317,16 @@ static void run_together(crew *w) {
 static int other_layer(const world *w, const pass *p, int layer) {
     for (int l = pick(w->num_layers); l >= 0; l--) {
         const kvc_policy *x = &w->layers[l].policy, *y = &w->layers[layer].policy;
-        if (l != layer && memcmp(x, y, sizeof *x) == 0 && p->num_put[source_of(w, l)] == p->num_tokens) return l;
+        if (l != layer && w->layers[l].v_dim && memcmp(x, y, sizeof *x) == 0 &&
+            p->num_put[source_of(w, l)] == p->num_tokens)
+            return l;
     }
     return layer;
 }
 
 int begin_tasks(client *c, pass *p, int layer) {
     crew *w = &crews[c->number];
+    if (!c->w->layers[layer].v_dim) return 0;
     p->last = any_query(p);
     const kvc_plan_args plan = plan_of(&p->last, layer);
     begin_own_call(c, "kvc_plan_new");
@@ -362,7 +381,8 @@ void check_dense(client *c, const pass *p, int layer) {
     const int source = source_of(w, layer);
     int64_t num = 0;
     query q = any_query(p);
-    if (w->layers[source].policy.kind != KVC_FULL || is_spoilt(w, p) || has_unstored(p)) return;
+    if (w->layers[source].policy.kind != KVC_FULL || !w->layers[source].v_dim || is_spoilt(w, p) || has_unstored(p))
+        return;
     q.first = 0, q.num = p->num_tokens, q.has_non_causal = 0;
     begin_own_call(c, "kvc_dense");
     if (!ended(c, kvc_dense_rows(p->batch, layer, &num), 0) || num > MOST_FED * MOST) return;

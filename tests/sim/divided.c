@@ -46,7 +46,7 @@ static void apply(const client *c, divided *d, move m) {
 static int read_list(client *c, int s, int l, list *to) {
     rows r;
     int64_t num = 0;
-    kvc_rows_out out = out_of(&r);
+    kvc_rows_out out = out_of(c->w, l, &r);
     out.num_stored = &num;
     const uint64_t faults = sim_faults();
     do { /* others may expire some in between */

@@ -359,7 +359,7 @@ static void check_state(client *c, int p, int s, const text *t, int matched) {
 static void note_moved(client *c, int s, const text *t, int begin, int end) {
     rows r;
     for (int l = 0; l < c->w->num_layers; l++) {
-        const kvc_rows_out out = out_of(&r);
+        const kvc_rows_out out = out_of(c->w, l, &r);
         if (!is_own(c->w, l)) continue;
         while (kvc_extract(c->w->cache, id_of(s), l, 0, MOST, &out) != KVC_OK) continue;
         for (int i = begin; i < end; i++) {
@@ -653,13 +653,13 @@ static int check_rows(const client *c, const uint8_t *bytes, int l, int begin, i
 
 /* Checks what was read of a block; returns the tag of its last token. */
 static int check_payload(const client *c, const uint8_t *bytes, int64_t size, int begin, int end) {
-    const int num_layers = c->w->num_layers, row_bytes = 2 * HEADS * DIM * (int)sizeof(float);
+    const int num_layers = c->w->num_layers, half_row = HEADS * DIM * (int)sizeof(float); /* keys, or values */
     uint8_t *copy = malloc((size_t)size); /* floats stand anywhere in the payload */
     int64_t at = num_layers;
     int found = 0;
     for (int l = 0; l < num_layers; l++) {
         if (!bytes[l]) continue;
-        const int64_t more = (int64_t)(end - begin) * row_bytes;
+        const int64_t more = (int64_t)(end - begin) * half_row * (c->w->layers[l].v_dim ? 2 : 1);
         if (at + more > size) fail(c, "%lld bytes are too few", (long long)size);
         memcpy(copy, bytes + at, (size_t)more);
         const int tag = check_rows(c, copy, l, begin, end);

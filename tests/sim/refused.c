@@ -38,8 +38,8 @@ static kvc_status read_wrongly(const client *c, int64_t id) {
     kvc_span span;
     kvc_hold *held;
     int64_t num;
-    const kvc_rows_out out = out_of(&r);
-    const kvc_rows_in in = in_of(&r);
+    const kvc_rows_out out = out_of(w, 0, &r);
+    const kvc_rows_in in = in_of(w, 0, &r);
     switch (pick(6)) {
     case 0: return kvc_extract(w->cache, id, no_layer(w), 0, 1, &out);
     case 1: return kvc_extract(w->cache, id, 0, below(), 1, &out);
@@ -100,7 +100,7 @@ static kvc_status new_cache_wrongly(const client *c) {
     case 7: config.layer_size = 1; break;
     case 8: layer->num_kv_heads = pick(2) ? 0 : below(); break;
     case 9: layer->k_dim = pick(2) ? 0 : below(); break;
-    case 10: layer->v_dim = pick(2) ? 0 : below(); break;
+    case 10: layer->v_dim = below(); break;
     case 11: layer->k_type = pick(2) ? KVC_INT4 + 1 : below(); break;
     case 12: layer->share = pick(2) ? l + 1 : below(); break;
     case 13: layer->policy = (kvc_policy){.kind = KVC_SLIDING, .window = pick(2) ? 0 : below()}; break;

@@ -200,12 +200,12 @@ void set_row(rows *r, int i, int tag, int layer) {
 
 /* Returns the tag of a row, all of which must be of that tag, and its key turned as at this position. */
 int tag_of(const client *c, const float *k, const float *v, int64_t head_stride, int layer, int position) {
-    const int tag = (int)k[0];
+    const int tag = (int)k[0], has_values = c->w->layers[layer].v_dim;
     int differ = tag < 1 || tag > c->w->last_tag;
     for (int h = 0; h < HEADS && !differ; h++)
         for (int d = 0; d < DIM; d++)
             differ += k[h * head_stride + d] != key_element(c->w, tag, layer, h, d, position) ||
-                      v[h * head_stride + d] != element(tag, layer, 1, h, d);
+                      (has_values && v[h * head_stride + d] != element(tag, layer, 1, h, d));
     if (differ) fail(c, "%d elements of a row with tag %d are another's, layer %d", differ, tag, layer);
     return tag;
 }
@@ -218,32 +218,32 @@ static int tag_in(const client *c, const kvc_span *span, int n, int layer) {
                   span->position + n - span->delta);
 }
 
-static kvc_put_args put_of(const rows *r, int first, int n) {
+static kvc_put_args put_of(const world *w, int layer, const rows *r, int first, int n) {
     return (kvc_put_args){.struct_size = sizeof(kvc_put_args),
                           .first = first,
                           .num_tokens = n,
                           .k = r->k,
-                          .v = r->v,
+                          .v = w->layers[layer].v_dim ? r->v : NULL,
                           .k_token_stride = sizeof **r->k,
                           .k_head_stride = sizeof *r->k,
                           .v_token_stride = sizeof **r->v,
                           .v_head_stride = sizeof *r->v};
 }
 
-kvc_rows_in in_of(const rows *r) {
+kvc_rows_in in_of(const world *w, int layer, const rows *r) {
     return (kvc_rows_in){.struct_size = sizeof(kvc_rows_in),
                          .k = r->k,
-                         .v = r->v,
+                         .v = w->layers[layer].v_dim ? r->v : NULL,
                          .k_head_stride = sizeof *r->k,
                          .k_row_stride = sizeof **r->k,
                          .v_head_stride = sizeof *r->v,
                          .v_row_stride = sizeof **r->v};
 }
 
-kvc_rows_out out_of(rows *r) {
+kvc_rows_out out_of(const world *w, int layer, rows *r) {
     return (kvc_rows_out){.struct_size = sizeof(kvc_rows_out),
                           .k = r->k,
-                          .v = r->v,
+                          .v = w->layers[layer].v_dim ? r->v : NULL,
                           .k_head_stride = sizeof *r->k,
                           .k_row_stride = sizeof **r->k,
                           .v_head_stride = sizeof *r->v,
@@ -255,33 +255,54 @@ int is_own(const world *w, int l) { return !w->layers[l].share && w->layers[l].p
 static int is_cross(const world *w, int l) { return w->layers[l].policy.kind == KVC_CROSS; }
 int source_of(const world *w, int l) { return w->layers[l].share ? w->layers[l].share - 1 : l; }
 
+static int same_policy(const world *w, int a, int b) {
+    return memcmp(&w->layers[a].policy, &w->layers[b].policy, sizeof(kvc_policy)) == 0;
+}
+
+/* Checks that layers of one policy, of keys and values or of keys alone, have rows at the same positions. */
+static void check_together(const client *c, int s, int (*is_there)[MOST]) {
+    const world *w = c->w;
+    for (int l = 1; l < w->num_layers; l++)
+        for (int other = 0; other < l; other++) {
+            if (!is_own(w, l) || !is_own(w, other) || !same_policy(w, l, other)) continue;
+            for (int i = 0; i < MOST; i++)
+                if (is_there[l][i] != is_there[other][i])
+                    fail(c, "sequence %lld has a row at %d in one of the layers %d and %d alone", (long long)id_of(s),
+                         i, other, l);
+        }
+}
+
 /* Compares what a sequence of a cache holds with what it should: rows that may expire may lack. */
 void check_sequence(client *c, kvc_cache *cache, int s) {
     rows r;
+    int is_there[MOST_LAYERS][MOST] = {{0}};
     const world *w = c->w;
     const sequence *of = &w->sequences[s];
+    const uint64_t handovers = sim_handovers();
     for (int l = 0; l < w->num_layers; l++) {
         if (!is_own(w, l)) continue;
-        const kvc_rows_out out = out_of(&r);
+        const kvc_rows_out out = out_of(w, l, &r);
         const uint64_t faults = sim_faults();
         const kvc_status status = kvc_extract(cache, id_of(s), l, 0, MOST, &out);
         if (status == KVC_ERR_NOMEM && sim_faults() != faults) return;
         if (status != KVC_OK) fail(c, "kvc_extract of %lld: %s", (long long)id_of(s), kvc_strerror(status));
         for (int i = 0; i < MOST; i++) {
             const int tag = r.positions[i] < 0 ? 0 : tag_of(c, r.k[0][i], r.v[0][i], MOST * DIM, l, i);
+            is_there[l][i] = tag != 0;
             if (of->is_spoilt || tag == of->tags[l][i]) continue;
             if (tag || w->layers[l].policy.kind == KVC_FULL)
                 fail(c, "sequence %lld has tag %d at %d, not %d, layer %d", (long long)id_of(s), tag, i, of->tags[l][i],
                      l);
         }
     }
+    if (sim_handovers() == handovers) check_together(c, s, is_there);
 }
 
 /* Reads a sequence that others may change: each row is whole. */
 static void check_intact(client *c, kvc_cache *cache, int s) {
     rows r;
     const int l = source_of(c->w, pick(c->w->num_layers));
-    const kvc_rows_out out = out_of(&r);
+    const kvc_rows_out out = out_of(c->w, l, &r);
     if (is_cross(c->w, l) || kvc_extract(cache, id_of(s), l, 0, MOST, &out) != KVC_OK) return;
     for (int i = 0; i < MOST; i++)
         if (r.positions[i] >= 0) tag_of(c, r.k[0][i], r.v[0][i], MOST * DIM, l, i);
@@ -344,9 +365,9 @@ static int is_stored(const pass *p) {
 static int put_rows_as(client *c, pass *p, int layer, int first, int n, int may_attend) {
     rows r;
     for (int i = 0; i < n; i++) set_row(&r, i, p->tags[first + i], layer);
-    const kvc_put_args args = put_of(&r, first, n);
+    const kvc_put_args args = put_of(c->w, layer, &r, first, n);
     for (;;) {
-        if (may_attend && !pick(6) && is_stored(p)) {
+        if (may_attend && !pick(6) && is_stored(p) && c->w->layers[layer].v_dim) {
             if (put_and_attend(c, p, layer, first, n, &args)) break;
         } else {
             begin_call(c, "kvc_put");
@@ -375,8 +396,9 @@ static int write_rows(client *c, pass *p, int layer, int first, int n) {
             for (int h = 0; h < HEADS; h++)
                 for (int d = 0; d < DIM; d++) {
                     char *k = (char *)span.k + h * span.k_head_stride + i * span.k_row_stride;
-                    char *v = (char *)span.v + h * span.v_head_stride + i * span.v_row_stride;
                     ((float *)(void *)k)[d] = element(p->tags[first + i], layer, 0, h, d);
+                    if (!span.v) continue;
+                    char *v = (char *)span.v + h * span.v_head_stride + i * span.v_row_stride;
                     ((float *)(void *)v)[d] = element(p->tags[first + i], layer, 1, h, d);
                 }
         begin_call(c, "kvc_written");
@@ -390,7 +412,7 @@ static int put_cross(client *c, const pass *p, int layer, int i) {
     rows r;
     const int n = 1 + pick(CROSS), tag = p->tags[p->first[i]];
     for (int j = 0; j < n; j++) set_row(&r, j, tag, layer);
-    kvc_put_args args = put_of(&r, 0, n);
+    kvc_put_args args = put_of(c->w, layer, &r, 0, n);
     args.seq_id = id_of(p->sequences[i]);
     begin_call(c, "kvc_put of cross-attention");
     return ended(c, kvc_put(p->batch, layer, &args), MAY_CANCEL | MAY_BE_FULL);
@@ -678,7 +700,7 @@ static void inject(client *c, int s) {
     int tags[4];
     if (at + n > MOST || is_cross(w, l)) return;
     for (int i = 0; i < n; i++) set_row(&r, i, tags[i] = new_tag(w, at + i), l);
-    const kvc_rows_in in = in_of(&r);
+    const kvc_rows_in in = in_of(w, l, &r);
     begin_call(c, "kvc_inject");
     if (ended(c, kvc_inject(w->cache, id_of(s), l, at, at + n, &in), MAY_BE_FULL | MAY_INDEX))
         memcpy(of->tags[l] + at, tags, (size_t)n * sizeof *tags);
@@ -789,7 +811,7 @@ static void meddle(client *c) {
         rows r;
         const int l = source_of(w, pick(w->num_layers)), n = 1 + pick(MOST - begin);
         for (int i = 0; i < n; i++) set_row(&r, i, new_tag(w, begin + i), l);
-        kvc_rows_in in = in_of(&r);
+        kvc_rows_in in = in_of(w, l, &r);
         in.skip_missing = 1;
         begin_call(c, "kvc_inject into another's");
         if (!is_cross(w, l)) ended(c, kvc_inject(w->cache, id_of(s), l, begin, begin + n, &in), 0);
@@ -1363,7 +1385,9 @@ static void make_cache(world *w) {
         const int what = w->theme == PROMPTS ? 0 : l ? pick(5) : !pick(3);
         if (what == 1 || what == 2) w->layers[l].policy = any_policy(), w->expires = 1;
         if (what == 3) w->layers[l].policy = (kvc_policy){.kind = KVC_CROSS, .max_len = CROSS};
-        if (what == 4) w->layers[l].share = 1, w->layers[l].policy = w->layers[0].policy;
+        if (what < 4 && !pick(4)) w->layers[l].v_dim = 0; /* keys alone */
+        if (what == 0 && l && pick(2)) w->layers[l].policy = w->layers[0].policy;
+        if (what == 4) w->layers[l] = w->layers[0], w->layers[l].share = 1;
     }
     w->config =
         (kvc_config){.struct_size = sizeof w->config,

@@ -186,8 +186,9 @@ float key_element(const world *w, int tag, int layer, int h, int d, int position
 /* Returns the tag of a row, all of which must be of that tag, and its key turned as at this position. */
 int tag_of(const client *c, const float *k, const float *v, int64_t head_stride, int layer, int position);
 
-kvc_rows_out out_of(rows *r);
-kvc_rows_in in_of(const rows *r);
+/* Describe rows of a layer; a layer of keys alone gets no values. */
+kvc_rows_out out_of(const world *w, int layer, rows *r);
+kvc_rows_in in_of(const world *w, int layer, const rows *r);
 void set_row(rows *r, int i, int tag, int layer);
 int is_own(const world *w, int l);
 int source_of(const world *w, int l);

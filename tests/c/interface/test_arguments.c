@@ -69,6 +69,8 @@ static void test_bad_layers(void) {
          "layers[1].v_dim",
          "is 40: for q4_0"},
         {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 5, .value_in_key = 1}, KVC_ERR_INVALID, "layers[1].v_dim", "is 5:"},
+        {{.num_kv_heads = 1, .k_dim = 4, .value_in_key = 1}, KVC_ERR_INVALID, "layers[1].v_dim", "is 0:"},
+        {{.num_kv_heads = 1, .k_dim = 4, .k_type = KVC_INT8}, KVC_ERR_INVALID, "layers[1].k_dim", "is 4: for int8"},
         {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 3, .v_type = 1, .value_in_key = 1},
          KVC_ERR_INVALID,
          "layers[1].v_type",

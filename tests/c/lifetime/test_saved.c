@@ -343,8 +343,8 @@ static void test_other_files(void) {
     text[0] = 56;
     memcpy(text + 8, "{\"a\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}   ", 56);
     CHECK_FAILS(kvc_load(&args, NULL), KVC_ERR_FORMAT, "no saved state", "begin");
-    memcpy(text + 8, "{\"__metadata__\":{\"format\":\"kvcache\",\"version\":\"2\",\"new\"", 56);
-    CHECK_FAILS(kvc_load(&args, NULL), KVC_ERR_FORMAT, "newer format", "version 2");
+    memcpy(text + 8, "{\"__metadata__\":{\"format\":\"kvcache\",\"version\":\"3\",\"new\"", 56);
+    CHECK_FAILS(kvc_load(&args, NULL), KVC_ERR_FORMAT, "newer format", "version 3");
 }
 
 /* A loaded cache has the limits of the saved cache. */

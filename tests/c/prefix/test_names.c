@@ -27,6 +27,7 @@ static int is_same(kvc_layer a, kvc_layer b) {
 }
 
 #define LAYER(...) ((kvc_layer){.num_kv_heads = 1, .k_dim = 64, .v_dim = 64, __VA_ARGS__})
+#define KEYS_ALONE(...) ((kvc_layer){.num_kv_heads = 1, .k_dim = 64, __VA_ARGS__})
 
 /* Fields that a kind, a type or another field makes nothing of. */
 static void test_ignored(void) {
@@ -48,6 +49,7 @@ static void test_ignored(void) {
         {LAYER(.value_in_key = 1), LAYER(.value_in_key = 2)},
         {LAYER(.k_type = KVC_F16), LAYER(.k_type = KVC_F16, .k_transform = KVC_TRANSFORM_HADAMARD)},
         {LAYER(.v_type = KVC_INT4), LAYER(.v_type = KVC_INT4, .v_transform = KVC_TRANSFORM_HADAMARD)},
+        {KEYS_ALONE(.v_type = KVC_F32), KEYS_ALONE(.v_type = KVC_INT4, .v_transform = KVC_TRANSFORM_HADAMARD)},
         {LAYER(.policy = {.kind = KVC_NONE}),
          {.num_kv_heads = 3, .k_dim = 8, .v_dim = 9, .k_type = KVC_F16, .policy = {.kind = KVC_NONE}}},
     };
@@ -68,6 +70,8 @@ static void test_different(void) {
         LAYER(.v_type = KVC_Q8_0),
         LAYER(.v_type = KVC_Q8_0, .v_transform = KVC_TRANSFORM_HADAMARD),
         LAYER(.value_in_key = 1),
+        KEYS_ALONE(.v_type = KVC_F32),
+        KEYS_ALONE(.k_type = KVC_F16),
         LAYER(.share = 1),
         LAYER(.policy = {.kind = KVC_NONE}),
         LAYER(.policy = {.kind = KVC_SLIDING, .window = 7}),

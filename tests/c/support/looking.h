@@ -219,12 +219,28 @@ static inline void check_apart(pair *p, int l, const uint8_t *non_causal, const 
     }
 }
 
+/* Checks that no dense rows are to be had of a layer of keys alone. */
+static inline void refuse_dense(pair *p, int l) {
+    static float k[MAX_ROW];
+    const kvc_rows_out rows = room_for(p, l, 0, k, NULL);
+    const kvc_dense_args args = {.struct_size = sizeof args, .rows = &rows};
+    int32_t num_sequences;
+    int64_t num;
+    CHECK_FAILS(kvc_dense_rows(p->batch, l, &num), KVC_ERR_UNSUPPORTED, "keys alone", "gather these keys");
+    CHECK_FAILS(kvc_dense_sequences(p->batch, l, &num_sequences, &num), KVC_ERR_UNSUPPORTED, "keys alone", "attend in the layer");
+    CHECK_FAILS(kvc_dense(p->batch, l, &args), KVC_ERR_UNSUPPORTED, "keys alone", "their spans");
+}
+
 static inline void check_dense(pair *p, int l, const uint8_t *non_causal) {
     static dense got;
     static entry_list sorted;
     int64_t ids[MAX_BATCH], row = 0;
     if (p->layers[l].policy.kind == KVC_NONE) {
         CHECK_FAILS(kvc_dense_rows(p->batch, l, &got.num), KVC_ERR_INVALID, "layer", "no attention");
+        return;
+    }
+    if (!p->layers[l].v_dim) {
+        refuse_dense(p, l);
         return;
     }
     get_dense(p, l, non_causal, &got);
@@ -371,8 +387,8 @@ static inline void check_head(const pair *p, const query *a, const entry_list *l
     }
     float lse = a->lse[at(a, t, h, 1)];
     double right_lse = sum ? top + log(sum) : -INFINITY;
-    CHECKF(lse == right_lse || fabs(lse - right_lse) <= 1e-5 * (1 + fabs(right_lse)) + off, "lse is %g, not %g", (double)lse,
-           right_lse);
+    CHECKF(lse == right_lse || fabs(lse - right_lse) <= 1e-5 * (1 + fabs(right_lse)) + off, "lse is %g, not %g",
+           (double)lse, right_lse);
 }
 
 static inline void check_answers(const pair *p, const query *a) {
@@ -414,7 +430,9 @@ static inline void check_attend(pair *p, int l, int first, int n, const uint8_t 
     int seen_missing, any_missing;
     find_missing(p, &a, &seen_missing, &any_missing);
     kvc_status status = run_query(p, &a, 1);
-    if (status == KVC_OK) {
+    if (!p->layers[l].v_dim && p->layers[l].policy.kind != KVC_NONE) {
+        CHECKF(status == KVC_ERR_UNSUPPORTED && strstr(kvc_last_error(), "keys alone"), "%s", kvc_last_error());
+    } else if (status == KVC_OK) {
         CHECKF(!seen_missing, "layer %d", l);
         check_answers(p, &a);
         check_threads(p, &a);

@@ -952,7 +952,7 @@ static inline kvc_rows_out room_for(const pair *p, int l, int32_t n, float *k, f
     return (kvc_rows_out){.struct_size = sizeof(kvc_rows_out),
                           .type = KVC_F32,
                           .k = k,
-                          .v = v,
+                          .v = layer->v_dim ? v : NULL,
                           .k_head_stride = (int64_t)sizeof *k * n * layer->k_dim,
                           .k_row_stride = (int64_t)sizeof *k * layer->k_dim,
                           .v_head_stride = (int64_t)sizeof *v * n * layer->v_dim,
@@ -1015,14 +1015,17 @@ static inline kvc_rows row_in_span(const kvc_layer *layer, const kvc_span *span,
 static inline void check_span(const pair *p, int l, const kvc_span *span, const row *rows) {
     const kvc_layer *layer = &p->layers[l];
     float values[MAX_ROW];
+    if (!layer->v_dim) CHECK(!span->v && !span->v_scales && !span->v_row_stride && !span->v_head_stride);
     for (int i = 0; i < span->num_rows; i++) {
         const row *r = &rows[i];
         CHECKF(r->position == span->position + i, "position %d, not %d", span->position + i, r->position);
         CHECKF(r->delta == span->delta, "position %d: delta %d, not %d", r->position, span->delta, r->delta);
         for (int h = 0; h < layer->num_kv_heads; h++) {
-            const kvc_rows key = row_in_span(layer, span, 0, h, i), value = row_in_span(layer, span, 1, h, i);
+            const kvc_rows key = row_in_span(layer, span, 0, h, i);
             kvc_decode_rows(&kvc_kernels_scalar, values, 0, &key, 1, layer->k_dim);
             check_key_row(p, source_of(p, l), r, r->position - r->delta - r->base, h, values);
+            if (!layer->v_dim) continue;
+            const kvc_rows value = row_in_span(layer, span, 1, h, i);
             kvc_decode_rows(&kvc_kernels_scalar, values, 0, &value, 1, layer->v_dim);
             check_value_row(p, source_of(p, l), r, h, values);
         }
@@ -1389,7 +1392,7 @@ static inline kvc_put_args fill_put(const pair *p, int l, int32_t tag, int n) {
     return (kvc_put_args){.struct_size = sizeof(kvc_put_args),
                           .num_tokens = n,
                           .k = k.start,
-                          .v = p->layers[l].value_in_key ? NULL : v.start,
+                          .v = kvc_stores_values(&p->layers[l]) ? v.start : NULL,
                           .k_token_stride = k.token_stride,
                           .k_head_stride = k.head_stride,
                           .v_token_stride = v.token_stride,
@@ -1406,7 +1409,7 @@ static inline void write_in_place(const pair *p, int l, const kvc_span *span, in
     const kvc_layer *layer = &p->layers[l];
     for (int h = 0; h < layer->num_kv_heads; h++) {
         float values[MAX_ROW];
-        for (int is_v = 0; is_v < (layer->value_in_key ? 1 : 2); is_v++) {
+        for (int is_v = 0; is_v < (kvc_stores_values(layer) ? 2 : 1); is_v++) {
             int32_t dim = is_v ? layer->v_dim : layer->k_dim;
             for (int d = 0; d < dim; d++) values[d] = element(tag, l, is_v, h, d);
             const kvc_rows to = row_in_span(layer, span, is_v, h, i);
@@ -1755,7 +1758,7 @@ static inline kvc_status pair_inject_rows(pair *p, int64_t id, int l, int32_t be
     fill_source(&v, p, l, 1, p->next_tag, end - begin, 0);
     const kvc_rows_in in = {.struct_size = sizeof in,
                             .k = k.start,
-                            .v = p->layers[l].value_in_key ? NULL : v.start,
+                            .v = kvc_stores_values(&p->layers[l]) ? v.start : NULL,
                             .k_head_stride = k.head_stride,
                             .k_row_stride = k.token_stride,
                             .v_head_stride = v.head_stride,

@@ -310,6 +310,7 @@ static inline kvc_layer random_layer(const double *angles) {
     if (layer.k_dim == 7) layer.k_dim = SCALED_DIM, layer.k_type = quantised;
     if (layer.v_dim == 4) layer.v_dim = SCALED_DIM, layer.v_type = quantised;
     layer.value_in_key = layer.v_dim <= layer.k_dim && layer.v_type == layer.k_type;
+    if (!random_int(0, 5)) layer.v_dim = layer.value_in_key = 0; /* keys alone; their v_type is ignored */
     layer.rope = random_rope(&layer, angles);
     return layer;
 }

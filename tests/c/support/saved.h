@@ -54,10 +54,10 @@ static inline int can_be_listed(const kvc_format *format) {
         const kvc_saved_layer *layer = &format->layers[i];
         const int64_t sizes[] = {layer->num_kv_heads, layer->k_dim, layer->v_dim};
         for (int s = 0; s < 3; s++)
-            if (sizes[s] < 1 || sizes[s] > 1 << 20) return 0;
+            if (sizes[s] < (s < 2) || sizes[s] > 1 << 20) return 0;
         if (layer->k_type != (int32_t)layer->k_type || layer->v_type != (int32_t)layer->v_type) return 0;
         if (!kvc_row_bytes((int32_t)layer->k_type, (int32_t)layer->k_dim)) return 0;
-        if (!kvc_row_bytes((int32_t)layer->v_type, (int32_t)layer->v_dim)) return 0;
+        if (layer->v_dim && !kvc_row_bytes((int32_t)layer->v_type, (int32_t)layer->v_dim)) return 0;
         if (layer->group < 0 || layer->group >= format->state->num_groups) return 0;
     }
     return 1;

@@ -197,7 +197,7 @@ static kvc_status put(world *w, feeding *f) {
                                        .first = first,
                                        .num_tokens = n,
                                        .k = k[first],
-                                       .v = w->shape.layers[l].value_in_key ? NULL : v[first],
+                                       .v = has_values(&w->shape, l) ? v[first] : NULL,
                                        .k_token_stride = sizeof k[0],
                                        .k_head_stride = sizeof k[0][0],
                                        .v_token_stride = sizeof v[0],

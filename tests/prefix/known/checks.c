@@ -65,7 +65,7 @@ static void check_rows(world *w, sequence *s, int l, uint64_t rows) {
     const kvc_layer *layer = &w->shape.layers[l];
     const kvc_rows_out out = {.struct_size = sizeof out,
                               .k = k,
-                              .v = layer->value_in_key ? NULL : v,
+                              .v = has_values(&w->shape, l) ? v : NULL,
                               .k_head_stride = sizeof k[0],
                               .k_row_stride = sizeof k[0][0],
                               .v_head_stride = sizeof v[0],
@@ -77,7 +77,8 @@ static void check_rows(world *w, sequence *s, int l, uint64_t rows) {
         if (!(rows >> i & 1)) continue;
         for (int h = 0; h < layer->num_kv_heads; h++) {
             make_row(w, s->model, l, h, text_begin(s->node, i + 1), own_k, own_v);
-            if (memcmp(own_k, k[h][i], sizeof own_k) || (!layer->value_in_key && memcmp(own_v, v[h][i], sizeof own_v)))
+            if (memcmp(own_k, k[h][i], sizeof own_k) ||
+                (has_values(&w->shape, l) && memcmp(own_v, v[h][i], sizeof own_v)))
                 fail(w, "sequence %d: the row at %d in layer %d is not one of %s", (int)s->id, i, l, spell(s->node));
         }
     }

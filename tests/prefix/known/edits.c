@@ -107,7 +107,7 @@ void do_inject(world *w) {
     } else {
         const kvc_rows_in in = {.struct_size = sizeof in,
                                 .k = zeros,
-                                .v = w->shape.layers[l].value_in_key ? NULL : zeros,
+                                .v = has_values(&w->shape, l) ? zeros : NULL,
                                 .k_head_stride = sizeof zeros[0],
                                 .k_row_stride = sizeof zeros[0],
                                 .v_head_stride = sizeof zeros[0],

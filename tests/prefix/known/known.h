@@ -78,6 +78,9 @@ typedef struct shape {
     uint64_t sees[MOST_LAYERS][MOST_TEXT + 1]; /* the positions that a token at each position sees, before its own */
 } shape;
 
+/* Whether a layer stores values beside its keys: they may lie in the keys, or there may be none. */
+static inline int has_values(const shape *s, int l) { return s->layers[l].v_dim && !s->layers[l].value_in_key; }
+
 /* The properties that name the rows of a prefix. */
 typedef struct model {
     const char *fingerprint, *identity, *salt; /* tenants with a salt have a secret */

@@ -38,7 +38,7 @@ static kvc_status feed_some(world *w, kvc_cache *cache, int64_t id, int n) {
         const kvc_put_args args = {.struct_size = sizeof args,
                                    .num_tokens = n,
                                    .k = zeros,
-                                   .v = w->shape.layers[l].value_in_key ? NULL : zeros,
+                                   .v = has_values(&w->shape, l) ? zeros : NULL,
                                    .k_token_stride = sizeof zeros[0],
                                    .k_head_stride = sizeof zeros[0][0],
                                    .v_token_stride = sizeof zeros[0],

@@ -31,7 +31,8 @@ static uint64_t hash_shape(const shape *s, int with_policies) {
     for (int i = 0; i < s->num_layers; i++) {
         const kvc_layer *l = &s->layers[i];
         const kvc_policy *p = &l->policy;
-        const int64_t sizes[] = {l->num_kv_heads, l->k_dim, l->v_dim, l->k_type, l->v_type, l->value_in_key != 0};
+        const int64_t sizes[] = {l->num_kv_heads,     l->k_dim, l->v_dim, l->k_type, l->v_dim ? l->v_type : 0,
+                                 l->value_in_key != 0};
         if (p->kind != KVC_NONE) hash = hash_of(hash, sizes, sizeof sizes);
         if (!with_policies) continue;
         const int is_sliding = p->kind == KVC_SLIDING, is_chunked = p->kind == KVC_CHUNKED;
@@ -140,7 +141,7 @@ void read_payload(const world *w, int model_index, int node, const uint8_t *payl
         if (payload[l] > 1 || (payload[l] && !w->shape.has_rows[l]))
             fail(w, "a payload has byte %d of layer %d", payload[l], l);
         if (!payload[l]) continue;
-        for (int part = 0; part < (layer->value_in_key ? 1 : 2); part++) {
+        for (int part = 0; part < (has_values(&w->shape, l) ? 2 : 1); part++) {
             for (int h = 0; h < layer->num_kv_heads; h++) {
                 for (int i = 0; i < block; i++) {
                     make_row(w, model_index, l, h, text_begin(node, begin + i + 1), k, v);

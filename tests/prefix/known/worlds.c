@@ -22,6 +22,7 @@ static void choose_policy(world *w, int family, int l, kvc_policy *p) {
 static void add_what_is_ignored(world *w, kvc_layer *l) {
     if (pick(w, 2)) return;
     if (l->value_in_key) l->value_in_key = 2;
+    if (!l->v_dim) l->v_type = 77, l->v_transform = KVC_TRANSFORM_HADAMARD;
     if (l->policy.kind != KVC_SLIDING) l->policy.window = 3, l->policy.num_sink_tokens = pick(w, 3);
     if (l->policy.kind == KVC_FULL) l->policy.resume_window = 5;
     if (l->policy.kind != KVC_CHUNKED) l->policy.attention_chunk_size = 9;
@@ -57,6 +58,7 @@ void make_layers(world *w, shape *s) {
         l->k_type = pick(w, 3) ? KVC_F32 : KVC_F16;
         l->v_type = pick(w, 3) ? KVC_F32 : KVC_F16;
         if (pick(w, 5) == 0) l->value_in_key = 1, l->v_dim = 2, l->v_type = l->k_type;
+        if (pick(w, 5) == 0) l->value_in_key = 0, l->v_dim = 0, l->v_type = 0;
         choose_policy(w, family, i, &l->policy);
         l->rope.kind = KVC_ROPE_NONE;
         s->has_rows[i] = 1;
