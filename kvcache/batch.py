@@ -92,7 +92,7 @@ class Batch:
             bf16: NumPy arrays, or anything with DLPack on the CPU. They are read in place, with any strides over tokens
             and heads, and converted to the stored type. Arrays of uint8 are rows as ``KVCache.gather(..., raw=True)``
             returns them, whose last axis is the bytes of a row in the type of the layer; they are stored as they are.
-            Leave out `v` if keys hold the values.
+            Leave out `v` if keys hold the values, or if the layer holds keys alone; then it may also have width 0.
         first : int, default 0
             The index in the batch of the arrays' first token. Threads may put different tokens at once.
         seq_id : int, optional

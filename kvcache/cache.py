@@ -646,7 +646,8 @@ class KVCache(Saveable):
         ----------
         k, v : array
             The new rows, ``[num_kv_heads, n, head_dim]`` and ``[num_kv_heads, n, v_head_dim]``, of f32, f16 or bf16, or
-            bytes, as in `Batch.put`; keys are rotated for these positions. Leave out `v` if keys hold the values.
+            bytes, as in `Batch.put`; keys are rotated for these positions. Leave out `v` if keys hold the values, or if
+            the layer holds keys alone.
         skip_missing : bool, default False
             Whether to skip positions where nothing is stored, instead of raising.
 

@@ -122,7 +122,7 @@ def bytes_of_token(
 ) -> int:
     """Return the bytes of a token's rows in one layer."""
     row = _core.bytes_of_row(_core.TYPES[k_dtype], head_dim)
-    if not value_in_key:
+    if v_head_dim and not value_in_key:
         row += _core.bytes_of_row(_core.TYPES[v_dtype], v_head_dim)
     return num_kv_heads * row
 
@@ -139,7 +139,10 @@ class Layer:
     head_dim : int
         The number of elements of one key of one head.
     v_head_dim : int, optional
-        The number of elements of one value of one head; by default `head_dim`.
+        The number of elements of one value of one head; by default `head_dim`. 0: the layer holds keys alone, such as
+        the index keys of a model with sparse attention. Give it the policy of the layer that it belongs to. `Batch.put`
+        takes no values for it, `KVCache.gather` returns values of width 0, and `Batch.attend` raises
+        `NotSupportedError`.
     value_in_key : bool, default False
         Whether a value is the first `v_head_dim` elements of its key, and stored once, as in multi-head latent
         attention [1]_. `Batch.attend` must then be given a `scale`.
@@ -148,7 +151,8 @@ class Layer:
         blocks of 32 elements, in 18 to 34 bytes, and int8, int6 and int4, with one scale for a row of one head. The
         first three are also taken as PyTorch and NumPy name them: ``torch.bfloat16``, ``np.float16``, ``"float32"``.
     k_dtype, v_dtype : as `dtype`, optional
-        The type of keys, or of values, if not `dtype`.
+        The type of keys, or of values, if not `dtype`. In a layer of keys alone, `v_dtype` and `v_transform` are
+        ignored, and equal those of the keys.
     k_transform, v_transform : {"hadamard", None}, optional
         How quantised keys, or values, are transformed before they are stored. "hadamard": each block of elements is
         multiplied by an orthonormal Hadamard matrix, which makes elements that share a scale about equally large, so
@@ -229,7 +233,7 @@ class Layer:
         values = {
             "num_kv_heads": _dim(num_kv_heads, "num_kv_heads"),
             "head_dim": k_dim,
-            "v_head_dim": k_dim if v_head_dim is None else _dim(v_head_dim, "v_head_dim"),
+            "v_head_dim": k_dim if v_head_dim is None else _dim(v_head_dim, "v_head_dim", least=0),
             "k_dtype": default if k_dtype is None else to_dtype(k_dtype, "k_dtype"),
             "v_dtype": default if v_dtype is None else to_dtype(v_dtype, "v_dtype"),
             "policy": _policy(policy, "policy"),
@@ -239,6 +243,8 @@ class Layer:
             "v_transform": _transform(v_transform, "v_transform"),
             "share": None if share is None else integer(share, "share", 0, MAX_LAYERS - 1),
         }
+        if not values["v_head_dim"]:
+            values |= {"v_dtype": values["k_dtype"], "v_transform": values["k_transform"]}
         for name, value in values.items():
             object.__setattr__(self, name, value)
         v_name = "head_dim" if v_head_dim is None else "v_head_dim"
@@ -250,13 +256,15 @@ class Layer:
             _check_rope(self.rope, self)
 
     def __str__(self) -> str:
-        dims = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}/{self.v_head_dim}"
+        dims = f"{self.head_dim}" if self.v_head_dim in (0, self.head_dim) else f"{self.head_dim}/{self.v_head_dim}"
         k_type, v_type = stored_as(self.k_dtype, self.k_transform), stored_as(self.v_dtype, self.v_transform)
         types = k_type if v_type == k_type else f"{k_type}/{v_type}"
         words = [f"{count(self.num_kv_heads, 'KV head')} x {dims}", types]
         words.append("no attention" if self.policy is None else repr(self.policy))
         if self.value_in_key:
             words.append("values in keys")
+        if not self.v_head_dim:
+            words.append("keys alone")
         if self.rope is False:
             words.append("no rotation")
         elif self.rope is not None:
@@ -288,10 +296,11 @@ class Layer:
         rope: Any = self.rope
         if isinstance(rope, Rope):
             rope = rope.inv_freq, rope.interleaved, rope.first_dim
+        v_dtype, v_transform = (self.v_dtype, self.v_transform) if self.v_head_dim else ("f32", None)
         return (
             (self.num_kv_heads, self.head_dim, self.v_head_dim),
-            (_core.TYPES[self.k_dtype], _core.TYPES[self.v_dtype]),
-            (_core.TRANSFORMS[self.k_transform], _core.TRANSFORMS[self.v_transform]),
+            (_core.TYPES[self.k_dtype], _core.TYPES[v_dtype]),
+            (_core.TRANSFORMS[self.k_transform], _core.TRANSFORMS[v_transform]),
             self.value_in_key,
             0 if self.share is None else self.share + 1,
             _core_policy(self.policy),
@@ -439,8 +448,8 @@ def _name(name: str, value: Any, layer: int) -> str:
 # ---- the values of a layer
 
 
-def _dim(value: Any, name: str) -> int:
-    return integer(value, name, 1, MAX_DIM)
+def _dim(value: Any, name: str, least: int = 1) -> int:
+    return integer(value, name, least, MAX_DIM)
 
 
 def _transform(value: Any, name: str) -> Transform | None:
@@ -477,6 +486,8 @@ def _check_dim(name: str, dim: int, dtype: DType, what: str) -> None:
 
 
 def _check_value_in_key(layer: Layer, v_name: str) -> None:
+    if not layer.v_head_dim:
+        raise ValueError("v_head_dim=0: must be at least 1 where values lie in the keys (value_in_key)")
     if layer.v_head_dim > layer.head_dim:
         raise ValueError(
             f"{v_name}={layer.v_head_dim}: must be at most head_dim, which is {layer.head_dim}, where values lie in "

@@ -237,17 +237,34 @@ cdef tuple fold_encoder_rows(object k, object v, kvc_layer *shape):
     return (fold_axes(k, "k", heads, shape.k_dim), None if v is None else fold_axes(v, "v", heads, shape.v_dim))
 
 
+cdef inline bint stores_values(kvc_layer *shape) noexcept:
+    """Whether a layer stores values beside its keys: they may lie in the keys, or there may be none."""
+    return shape.v_dim != 0 and not shape.value_in_key
+
+
+cdef int check_no_values(object v, object k, str name) except -1:
+    """Raise unless v has the axes of k, and a last axis of length 0: values of a layer of keys alone."""
+    cdef tuple wanted = (*tuple(k.shape)[:-1], 0), given = tuple(getattr(v, "shape", ()))
+    if given != wanted:
+        raise ValueError(f"{name}: of shape {given}, where the layer holds keys alone (v_head_dim=0): leave it out, or "
+                         f"give an array of shape {wanted}")
+    return 0
+
+
 cdef tuple read_pair(kvc_layer *shape, object k, object v, int layout, Array *a, Array *b):
     """Describe keys and values, and check that they have the same tokens; return the objects that keep their memory.
 
-    For a layer whose values lie in its keys, `v` may be None.
+    For a layer whose values lie in its keys, or that holds keys alone, `v` may be None.
     """
-    if k is None or (v is None and not shape.value_in_key):
+    if k is None or (v is None and stores_values(shape)):
         raise TypeError(f"{'k' if k is None else 'v'}=None: k and v go together")
-    k = read_rows(k, "k", shape.num_kv_heads, False, shape.k_dim, layout, a, shape.k_type)
+    k_owner = read_rows(k, "k", shape.num_kv_heads, False, shape.k_dim, layout, a, shape.k_type)
     b.data = NULL
-    if v is None:
-        return k, v
+    if v is None or not shape.v_dim:
+        if v is not None:
+            check_no_values(v, k, "v")
+        return k_owner, v
+    k = k_owner
     v = read_rows(v, "v", shape.num_kv_heads, False, shape.v_dim, layout, b, shape.v_type)
     if not same_tokens(a, b, layout):
         raise ValueError(f"k and v: of {show_tokens(a, layout)} and {show_tokens(b, layout)} tokens, where they must "
@@ -269,7 +286,7 @@ cdef tuple read_replacement(kvc_layer *shape, object k, object v, int32_t begin,
     rows.struct_size = sizeof(kvc_rows_in)
     rows.k, rows.k_type = keys.data, keys.type
     rows.k_head_stride, rows.k_row_stride = keys.strides[0], keys.strides[1]
-    if not shape.value_in_key:
+    if stores_values(shape):
         rows.v, rows.v_type = values.data, values.type
         rows.v_head_stride, rows.v_row_stride = values.strides[0], values.strides[1]
     return owners

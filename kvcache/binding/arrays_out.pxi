@@ -68,7 +68,7 @@ cdef tuple new_rows(kvc_layer *shape, int64_t rows, int32_t type, bint raw, bint
         to.k_head_stride, to.k_row_stride = cnp.PyArray_STRIDE(k, 0), cnp.PyArray_STRIDE(k, 1)
     if want_v:
         v = new_row_array(shape.num_kv_heads, rows, shape.v_dim, shape.v_type if raw else type, raw)
-        to.v = cnp.PyArray_DATA(v)
+        to.v = cnp.PyArray_DATA(v) if shape.v_dim else NULL
         to.v_head_stride, to.v_row_stride = cnp.PyArray_STRIDE(v, 0), cnp.PyArray_STRIDE(v, 1)
     return k, v
 
@@ -90,29 +90,42 @@ cdef object read_row_array(object x, str name, int32_t stored, bint raw, Array *
     return owner
 
 
+cdef object read_values_out(kvc_layer *shape, object out, object k_out, bint raw, Array *k, Array *v):
+    """Describe the caller's array for values, beside the one for keys; return the object that keeps its memory."""
+    cdef int64_t length
+    memset(v, 0, sizeof(Array))
+    if not shape.v_dim:
+        check_no_values(out, k_out, "out[1]")
+        return None
+    owner = read_row_array(out, "out[1]", shape.v_type, raw, v)
+    if v.type != k.type and not raw:
+        raise TypeError(f"out: both must be of one type, not {dtype_of(k.type)} and {dtype_of(v.type)}")
+    length = length_of_row(v, shape.v_dim)
+    if v.shape[0] != shape.num_kv_heads or v.shape[1] != k.shape[1] or v.shape[2] != length:
+        wrong_shape("out[1]", v, HTD, shape.num_kv_heads, length, k)
+    return owner
+
+
 cdef object read_rows_out(kvc_layer *shape, object out, int64_t most, bint raw, int64_t *rows, kvc_rows_out *to):
     """Describe the caller's arrays for at most `most` rows of keys and values, and set `rows` to their number.
 
     Return the objects that keep the arrays' memory.
     """
     cdef Array k, v
-    cdef int64_t k_length, v_length
+    cdef int64_t k_length
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         raise TypeError(f"out: a pair of arrays is needed, for keys and values, not {type(out).__name__}")
-    owners = (read_row_array(out[0], "out[0]", shape.k_type, raw, &k),
-              read_row_array(out[1], "out[1]", shape.v_type, raw, &v))
-    if v.type != k.type and not raw:
-        raise TypeError(f"out: both must be of one type, not {dtype_of(k.type)} and {dtype_of(v.type)}")
-    k_length, v_length = length_of_row(&k, shape.k_dim), length_of_row(&v, shape.v_dim)
+    k_owner = read_row_array(out[0], "out[0]", shape.k_type, raw, &k)
+    k_length = length_of_row(&k, shape.k_dim)
     if k.shape[0] != shape.num_kv_heads or k.shape[2] != k_length:
         wrong_shape("out[0]", &k, HTD, shape.num_kv_heads, k_length)
-    if v.shape[0] != shape.num_kv_heads or v.shape[1] != k.shape[1] or v.shape[2] != v_length:
-        wrong_shape("out[1]", &v, HTD, shape.num_kv_heads, v_length, &k)
+    v_owner = read_values_out(shape, out[1], out[0], raw, &k, &v)
     if k.shape[1] > most:
         raise ValueError(f"out: for {k.shape[1]} rows, where the sequence has {most} from first on")
     check_writable(&k, "out[0]")
-    check_writable(&v, "out[1]")
-    check_apart(&k, &v, "out[1]")
+    if shape.v_dim:
+        check_writable(&v, "out[1]")
+        check_apart(&k, &v, "out[1]")
     rows[0] = k.shape[1]
     fill_rows_out(to, &k, &v, HTD)
-    return owners
+    return k_owner, v_owner

@@ -183,13 +183,13 @@ cdef class Batch(_CallCounter):
         args.num_tokens = <int32_t>count_tokens(&rows.k, layout)
         args.k, args.k_type = rows.k.data, rows.k.type
         args.k_token_stride, args.k_head_stride = rows.k.strides[token], rows.k.strides[head]
-        if not shape.value_in_key:
+        if stores_values(shape):
             args.v, args.v_type = rows.v.data, rows.v.type
             args.v_token_stride, args.v_head_stride = rows.v.strides[token], rows.v.strides[head]
         if layout == BHTD:
             args.tokens_per_sequence = <int32_t>rows.k.shape[token]
             args.k_batch_stride = rows.k.strides[0]
-            if not shape.value_in_key:
+            if stores_values(shape):
                 args.v_batch_stride = rows.v.strides[0]
         return owners
 
@@ -324,6 +324,10 @@ cdef class Batch(_CallCounter):
         cdef Array lse
         cdef PutRows rows
         cdef Query query
+        cdef kvc_dense_args none
+        if not self.cache.layers[at].v_dim:
+            memset(&none, 0, sizeof(none))
+            self.count_dense(at, &none)  # which fails: nothing attends in such a layer
         query_owners = self.read_query(at, q, first, scale, softcap, sinks, alibi, non_causal, masked, axes, out,
                                        &query)
         if store:

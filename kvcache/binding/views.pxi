@@ -10,6 +10,13 @@ cdef int free_hold(Cache cache, kvc_hold *hold) noexcept:
     return 0
 
 
+cdef object no_values(kvc_layer *layer, int64_t rows, bint writable):
+    """Return what a layer of keys alone has of values: an array of width 0."""
+    array = new_array(layer.v_type, 3, layer.num_kv_heads, rows, 0)
+    array.flags.writeable = writable
+    return array
+
+
 @cython.final
 @cython.no_gc_clear  # __dealloc__ needs the cache
 cdef class Hold:
@@ -82,6 +89,8 @@ cdef class Hold:
         cdef int64_t i
         for i in range(first, first + num_spans):
             shape[1] += self.spans[i].num_rows
+        if values and not layer.v_dim:
+            return no_values(layer, shape[1], False)
         if values:
             strides[0], strides[1] = span.v_head_stride, span.v_row_stride
         array = make_array(BFloat16Array if type == KVC_BF16 else np.ndarray, dtype_of(type), 3, shape, strides,
@@ -109,6 +118,8 @@ cdef class Slots:
         cdef cnp.npy_intp[3] shape = [layer.num_kv_heads, span.num_rows, dim]
         cdef cnp.npy_intp[3] strides = [span.k_head_stride, span.k_row_stride, 1]
         cdef cnp.dtype descr
+        if values and not layer.v_dim:
+            return no_values(layer, span.num_rows, True)
         if values:
             strides[0], strides[1] = span.v_head_stride, span.v_row_stride
         if type >= KVC_Q8_0:

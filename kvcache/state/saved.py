@@ -31,7 +31,7 @@ __all__ = [
     "states_of",
 ]  # fmt: skip
 
-VERSION = 1  # of the format
+VERSION = 2  # the newest of the format; files without layers of keys alone have version 1
 BEGINNING = b'{"__metadata__":{"format":"kvcache",'  # of a header
 MOST_HEADER = 100_000_000  # bytes
 MOST_FIXED, MOST_OF_LAYER = 4096, 1280  # bytes of a header: of metadata and tables, and of the tensors of each layer
@@ -227,8 +227,8 @@ def _header(file: StateFile, place: int) -> tuple[dict[str, Any], int]:
         version = int(metadata["version"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise StateFormatError("no saved state: the file does not begin like one") from None
-    if version != VERSION:
-        raise StateFormatError(f"of a newer format: version {version}; this library reads version {VERSION}")
+    if not 1 <= version <= VERSION:
+        raise StateFormatError(f"of a newer format: version {version}; this library reads versions up to {VERSION}")
     return {"__metadata__": metadata, **header}, begin
 
 

@@ -285,8 +285,8 @@ def test_the_reason_names_what_is_wrong(saved, tmp_path):
     found = {tensor.name: tensor for tensor in state.inspect(path).tensors}
     data[found["layer.3.v"].begin] ^= 1
     assert "altered: tensor layer.3.v does not match its checksum" in refused(tmp_path / "damaged", data)
-    newer = path.read_bytes().replace(b'"version":"1"', b'"version":"2"')
-    assert "of a newer format: version 2" in refused(tmp_path / "newer", newer)
+    newer = path.read_bytes().replace(b'"version":"1"', b'"version":"3"')
+    assert "of a newer format: version 3" in refused(tmp_path / "newer", newer)
     assert "no saved state" in refused(tmp_path / "text", b"any other file, that is no saved state at all" * 9)
     with pytest.raises(
         kvcache.StateFormatError, match='of another model: its fingerprint is "golden 1", not "golden 2"'

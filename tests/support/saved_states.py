@@ -1,7 +1,8 @@
 """Caches with every kind of layer and sequence, and what they hold; `python saved_states.py FILE` saves one.
 
 tests/support/states has files of each version of the format, written by this program: version-N, and version-N-TYPE for
-a type with a scale for each row. Such a file is never written anew: every later version of the library must load it.
+a type with a scale for each row. Files with layers of keys alone have version 2. Such a file is never written anew:
+every later version of the library must load it.
 """
 
 import functools
@@ -76,6 +77,22 @@ def scaled_cache(dtype, dim=64):
     return filled(cache)
 
 
+def keys_cache():
+    """Make a cache of layers with values and of layers of keys alone, in groups of several policies."""
+    window, chunks = kvcache.SlidingWindow(4, 2, 6), kvcache.ChunkedAttention(4, 1)
+    rope = kvcache.Rope([1.0, 0.25], True)
+    layers = [
+        kvcache.Layer(2, 4, v_head_dim=3, dtype="f32", rope=rope),
+        kvcache.Layer(1, 64, v_head_dim=0, dtype="int8", k_transform="hadamard", rope=rope),
+        kvcache.Layer(1, 8, v_head_dim=4, value_in_key=True, dtype="bf16", policy=window, rope=False),
+        kvcache.Layer(1, 32, v_head_dim=0, dtype="q8_0", policy=window, rope=False),
+        kvcache.Layer(2, 4, v_head_dim=0, dtype="f16", policy=chunks, rope=False),
+        kvcache.Layer(1, 64, v_head_dim=0, dtype="int8", k_transform="hadamard", rope=rope, share=1),
+        kvcache.Layer(1, 4, v_head_dim=0, policy=None),
+    ]
+    return filled(kvcache.KVCache(layers, max_sequences=None, block_size=4, num_threads=1))
+
+
 def filled(cache):
     feed(cache, 0, 11)
     cache.fork(0, 7)
@@ -100,7 +117,11 @@ def feed(cache, seq_id, num_tokens):
                 for heads in [like.num_kv_heads]
                 for dim in (like.head_dim, like.v_head_dim)
             ]
-            batch.put(layer, *rows[: 1 if like.value_in_key else 2], **({"seq_id": seq_id} if is_cross else {}))
+            batch.put(
+                layer,
+                *rows[: 2 if like.v_head_dim and not like.value_in_key else 1],
+                **({"seq_id": seq_id} if is_cross else {}),
+            )
 
 
 def everything(cache):
@@ -122,6 +143,7 @@ CACHES = {
     "version-1-int8": functools.partial(scaled_cache, "int8"),
     "version-1-int6": functools.partial(scaled_cache, "int6", 96),
     "version-1-int4": functools.partial(scaled_cache, "int4", 96),
+    "version-2": keys_cache,
 }
 
 

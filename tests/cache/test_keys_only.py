@@ -1,0 +1,225 @@
+"""Layers of keys alone (`v_head_dim` 0) in Python: put without values, values of width 0, and what is refused.
+
+tests/c/edit/test_keys_only.c holds what edits, states and prefixes do with such rows.
+"""
+
+import copy
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import kvcache
+from kvcache import state
+
+HEADS, DIM, INDEX_DIM, TOKENS = 4, 32, 64, 9
+ROPE = kvcache.Rope(10_000.0 ** (-np.arange(0, 16, 2) / 16))
+FLOATS = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
+REFUSAL = r"layer 1 holds keys alone, and attention needs values: attend in the layer that has them"
+
+
+def layers(dtype="f32", **options):
+    return [
+        kvcache.Layer(HEADS, DIM, dtype="f32", rope=False),
+        kvcache.Layer(1, INDEX_DIM, v_head_dim=0, dtype=dtype, rope=ROPE, **options),
+        kvcache.Layer(1, INDEX_DIM, v_head_dim=0, dtype=dtype, rope=ROPE, share=1, **options),
+    ]
+
+
+def index_keys(tokens=TOKENS, seed=0):
+    return np.random.default_rng(seed).standard_normal((tokens, 1, INDEX_DIM)).astype(np.float32)
+
+
+def feed(cache, tokens=TOKENS, seq_id=0, seed=0):
+    x = np.full((tokens, HEADS, DIM), seed, np.float32)
+    with cache.batch(tokens, seq_ids=[seq_id] * tokens) as batch:
+        batch.put(0, x, x)
+        batch.put(1, index_keys(tokens, seed))
+
+
+def fed(dtype="f32", **options):
+    cache = kvcache.KVCache(layers(dtype, **options), max_sequences=None, block_size=4)
+    feed(cache)
+    return cache
+
+
+# ---- the layer
+
+
+def test_a_layer_says_that_it_holds_keys_alone():
+    layer = kvcache.Layer(1, 128, v_head_dim=0, dtype="int8", k_transform="hadamard")
+    assert str(layer) == "1 KV head x 128, hadamard int8, FullAttention(), keys alone"
+    assert (layer.v_head_dim, layer.bytes_per_token, layer.most_bytes(10)) == (0, 130, 1300)
+    assert (layer.v_dtype, layer.v_transform) == ("int8", "hadamard")
+    assert repr(layer).startswith("Layer(num_kv_heads=1, head_dim=128, v_head_dim=0, ")
+
+
+def test_types_of_values_that_there_are_not_tell_no_layers_apart():
+    given = kvcache.Layer(1, 64, v_head_dim=0, k_dtype="q8_0", v_dtype="f16", v_transform="hadamard")
+    assert given == kvcache.Layer(1, 64, v_head_dim=0, dtype="q8_0")
+    cache = kvcache.KVCache(2, [4, 1], [32, 128], v_head_dim=[32, 0], k_dtype=["f16", "int8"], v_dtype="f16")
+    assert cache.layers[1] == kvcache.Layer(1, 128, v_head_dim=0, dtype="int8")
+    assert "1 layer of 1 KV head x 128, int8, FullAttention(), keys alone" in repr(cache)
+
+
+# ---- rows in and out
+
+
+@pytest.mark.parametrize("dtype", kvcache.layer.DTYPES)
+def test_rows_come_back_without_values(dtype):
+    cache = fed(dtype)
+    k, v = cache.gather(1)
+    assert (k.shape, v.shape, v.dtype) == ((1, TOKENS, INDEX_DIM), (1, TOKENS, 0), np.float32)
+    twin = kvcache.KVCache([kvcache.Layer(1, INDEX_DIM, dtype=dtype, rope=ROPE)], max_sequences=None, block_size=4)
+    with twin.batch(TOKENS) as batch:
+        batch.put(0, index_keys(), index_keys())
+    np.testing.assert_array_equal(k, twin.gather(0)[0])
+    raw = cache.gather(1, raw=True)
+    np.testing.assert_array_equal(raw[0], twin.gather(0, raw=True)[0])
+    assert (raw[1].shape, raw[1].dtype) == ((1, TOKENS, 0), np.uint8)
+    assert [rows.shape for rows in cache.extract(2, 3, 12)] == [(1, 9, INDEX_DIM), (1, 9, 0)]
+    assert [rows.shape for rows in cache.get(1, 3)] == [(1, INDEX_DIM), (1, 0)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_what_is_gathered_can_be_put(dtype):
+    cache, other = fed("int8", k_transform="hadamard"), kvcache.KVCache(layers("int8", k_transform="hadamard"))
+    raw, floats = cache.gather(1, raw=True), cache.gather(1, dtype=dtype)
+    assert [rows.dtype for rows in floats] == [FLOATS[dtype]] * 2
+    x = np.ones((TOKENS, HEADS, DIM), np.float32)
+    with other.batch(TOKENS) as batch:
+        batch.put(0, x, x)
+        batch.put(1, *raw, layout="HTD")
+    np.testing.assert_array_equal(other.gather(1, raw=True)[0], raw[0])
+    assert other.inject(1, 2, *(rows[:, 2:5] for rows in floats)) == 3
+    assert other.inject(1, 2, raw[0][:, 2:5]) == 3
+    np.testing.assert_array_equal(other.gather(1, raw=True)[0], raw[0])
+
+
+def test_arrays_of_the_caller():
+    cache = fed()
+    k, v = np.empty((1, TOKENS, INDEX_DIM), np.float32), np.empty((1, TOKENS, 0), np.float32)
+    assert cache.gather(1, out=(k, v))[0] is k
+    np.testing.assert_array_equal(k, cache.gather(2)[0])
+    with pytest.raises(ValueError, match=r"out\[1\]: of shape \(1, 9, 64\), where the layer holds keys alone"):
+        cache.gather(1, out=(k, k.copy()))
+    with pytest.raises(ValueError, match=r"out\[1\]: of shape \(\), .*leave it out, or give .* \(1, 9, 0\)"):
+        cache.gather(1, out=(k, None))
+
+
+@pytest.mark.hf
+def test_tensors_of_pytorch():
+    import torch
+
+    cache = fed()
+    k, v = cache.gather(1, dtype=torch.bfloat16)
+    assert (k.dtype, tuple(v.shape)) == (torch.bfloat16, (1, TOKENS, 0))
+    with cache.batch(TOKENS, seq_ids=[1] * TOKENS) as batch:
+        batch.put(0, torch.ones(TOKENS, HEADS, DIM), torch.ones(TOKENS, HEADS, DIM))
+        batch.put(1, k, v, layout="HTD")
+    assert torch.equal(cache.gather(1, seq_id=1, dtype=torch.bfloat16)[0], k)
+
+
+def test_views():
+    cache = fed()
+    assert cache.keys(1).shape == (1, TOKENS, INDEX_DIM)
+    for values in (cache.values(1), cache.values(1, copy=True), *(span.v for span in cache.spans(1))):
+        assert (values.shape[0], values.shape[2]) == (1, 0)
+    assert not cache.spans(1)[0].v.flags.writeable
+    assert sum(span.v.shape[1] for span in cache.spans(1)) == TOKENS
+    with cache.batch(1, seq_ids=[7]) as batch:
+        k, v = batch.slots(1)
+        assert (k.shape, v.shape) == ((1, 1, INDEX_DIM), (1, 1, 0))
+        k[:], v[:] = 3, 4
+        batch.written(1, 0, 1)
+        batch.put(0, *np.ones((2, 1, HEADS, DIM), np.float32))
+        assert batch.keys(2, seq_id=7)[0, 0, 0] == 3
+        assert batch.values(2, seq_id=7).shape == (1, 1, 0)
+        assert batch.spans(1, seq_id=7)[0].v.shape == (1, 1, 0)
+    assert (cache.keys(1, seq_id=7) == 3).all()
+
+
+# ---- what is refused
+
+
+def test_values_and_attention_are_refused():
+    cache, k = fed(), index_keys(1)
+    with cache.batch(1) as batch:
+        with pytest.raises(ValueError, match=r"v: of shape \(1, 1, 64\), where the layer holds keys alone .*leave it"):
+            batch.put(1, k, k)
+        with pytest.raises(ValueError, match=r"v: of shape \(2, 1, 0\)"):
+            batch.put(1, k, np.empty((2, 1, 0), np.float32))
+        with pytest.raises(TypeError, match="k=None"):
+            batch.put(1, None)
+        for call in (
+            lambda: batch.attend(1, k),
+            lambda: batch.attend(1, k, k),
+            lambda: batch.attend(1, k, k, k, out=k),
+            lambda: batch.attend(1, k, layout="BHTD"),
+            lambda: batch.dense(1),
+            lambda: batch.dense(1, layout="BHTD"),
+        ):
+            with pytest.raises(kvcache.NotSupportedError, match=REFUSAL):
+                call()
+        with pytest.raises(kvcache.NotSupportedError, match=REFUSAL.replace("1", "2", 1)):
+            batch.attend(2, k)
+        batch.put(1, k, np.empty((1, 1, 0), np.float32))  # nothing was put before
+        batch.attend(0, *np.ones((3, 1, HEADS, DIM), np.float32))
+    with pytest.raises(ValueError, match="v: of shape"):
+        cache.inject(1, 0, k.swapaxes(0, 1), k.swapaxes(0, 1))
+    with pytest.raises(ValueError, match="share"):
+        kvcache.KVCache([*layers(), kvcache.Layer(1, INDEX_DIM, rope=ROPE, share=1)])
+
+
+# ---- sequences and files
+
+
+def test_keys_go_where_their_tokens_go(tmp_path):
+    cache = fed("int8", k_transform="hadamard")
+    before = cache.gather(1, raw=True)[0]
+    cache.fork(0, 1)
+    cache.remove(2, 5, seq_id=1)
+    cache.settle()
+    cache.truncate(7)
+    np.testing.assert_array_equal(cache.gather(1, raw=True)[0], before[:, :7])
+    for layer in range(3):
+        assert cache.positions(layer=layer, seq_id=1).tolist() == [*range(6)]
+    cache.save(tmp_path / "state")
+    for other in (copy.copy(cache), kvcache.KVCache.load(tmp_path / "state")):
+        assert other.layers == cache.layers
+        for seq_id in (0, 1):
+            for layer in range(3):
+                np.testing.assert_array_equal(
+                    other.gather(layer, seq_id=seq_id, raw=True)[0], cache.gather(layer, seq_id=seq_id, raw=True)[0]
+                )
+
+
+def test_states(tmp_path):
+    fed("int8").save(tmp_path / "keys")
+    fed("int8").restore(tmp_path / "keys")
+    found = state.inspect(tmp_path / "keys", verify=True)
+    assert found.version == 2
+    assert found.layers == tuple(layers("int8"))
+    names = {tensor.name for tensor in found.tensors}
+    assert {"layer.1.k", "layer.1.k.scale", "layer.0.v"} <= names
+    assert not any(name.startswith("layer.1.v") for name in names)
+    kvcache.KVCache(1, 1, 4).save(tmp_path / "plain")
+    assert state.inspect(tmp_path / "plain").version == 1
+    with pytest.raises(kvcache.StateFormatError, match="v_head_dim of layer 1 is 0 in the file, and 64 in the cache"):
+        kvcache.KVCache([layers("int8")[0], *[kvcache.Layer(1, INDEX_DIM, dtype="int8", rope=ROPE)] * 2]).restore(
+            tmp_path / "keys"
+        )
+
+
+def test_prefixes():
+    tokens, store, states = [*range(TOKENS)], {}, []
+    for known in (0, 8):
+        cache = kvcache.KVCache(layers("q8_0"), max_sequences=None, block_size=4)
+        prefix = kvcache.PrefixCache(cache, fingerprint="a model", store=store)
+        seq_id, matched = prefix.acquire(tokens)
+        assert matched == known
+        feed(cache, TOKENS - matched, seq_id)
+        states.append(cache.gather(1, seq_id=seq_id, raw=True)[0][:, :8])
+        prefix.release(seq_id, tokens)
+        assert prefix.close()
+    np.testing.assert_array_equal(*states)
