@@ -73,8 +73,8 @@ static inline kvc_status attach_retained(kvc_cache *cache, const int64_t *ids, i
         if (rows) last = kvc_sequence_last(rows);
     }
     *matched = status == KVC_OK ? kvc_match_pieces(cache, pieces, num, length) : 0;
-    if (status == KVC_OK && old) kvc_cache_forget(cache, old); /* all its rows have expired */
     if (*matched) status = kvc_attach_pieces(cache, pieces, num, dst, *matched);
+    if (status == KVC_OK && old) kvc_cache_forget(cache, old); /* all its rows have expired */
     kvc_unlock(cache, KVC_OK);
     if (status == KVC_OK) touch_retained(cache, ids, num);
     return status;
