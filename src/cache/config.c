@@ -163,7 +163,7 @@ int32_t kvc_config_block_size(const kvc_config *config) {
         const kvc_layer layer = kvc_config_layer(config, i);
         is_full &= !kvc_policy_expires(&layer.policy);
         if (!kvc_policy_keeps_tokens(&layer.policy)) continue;
-        is_quantised &= layer.k_type >= KVC_FLOAT_TYPES && layer.v_type >= KVC_FLOAT_TYPES;
+        is_quantised &= layer.k_type >= KVC_FLOAT_TYPES && (layer.v_type >= KVC_FLOAT_TYPES || !layer.v_dim);
     }
     if (!max_seq_len || config->max_sequences != 1 || !is_full) return SHORT_BLOCK;
     return is_quantised ? long_block_size(max_seq_len) : max_seq_len;

@@ -409,6 +409,20 @@ static void test_attention_beside(void) {
     }
 }
 
+/* Quantised layers have blocks of the same default size as without quantised keys alone beside them. */
+static void test_block_size_beside(void) {
+    const kvc_layer layers[] = {
+        {.num_kv_heads = HEADS, .k_dim = 32, .v_dim = 32, .k_type = KVC_Q8_0, .v_type = KVC_Q8_0},
+        {.num_kv_heads = 1, .k_dim = 128, .k_type = KVC_INT8}};
+    int32_t sizes[2];
+    for (int i = 0; i < 2; i++) {
+        kvc_cache *made = cache_of(layers, 1 + i, (kvc_config){.max_seq_len = 16448, .max_sequences = 1});
+        sizes[i] = kvc_block_size(made);
+        CHECK(kvc_cache_free(made) == KVC_OK);
+    }
+    CHECKF(sizes[0] < 16448 && sizes[1] == sizes[0], "%d and %d", sizes[0], sizes[1]);
+}
+
 /* ---- sequences that are not stored ------------------------------------------------------------------------------- */
 
 /* Keys that are put stay until the batch ends, in memory of their own, whatever other layers get meanwhile. */
@@ -542,6 +556,7 @@ int main(int argc, char **argv) {
     test_bytes();
     test_room();
     test_attention_beside();
+    test_block_size_beside();
     test_unstored();
     test_versions();
     test_prefixes();
