@@ -56,7 +56,8 @@
  *           with timeout_ms, kvc_begin_with waits for the open batch to end.
  *           Some calls wait.  Calls that read the rows of a sequence, edit it or begin a batch of it wait while
  *           kvc_inject or kvc_settle writes its rows.  kvc_compact, kvc_settle and kvc_cache_free wait for calls that
- *           copy rows out; a call that comes to copy rows meanwhile waits behind them.
+ *           copy rows out; a call that comes to copy rows meanwhile waits behind them.  kvc_room, kvc_load, and a call
+ *           that would fail with KVC_ERR_FULL, wait for calls that copy rows, or carry a block to or from a store.
  *           Some calls may hold the mutex longer.  These are calls about all sequences (kvc_clear, kvc_keep,
  *           kvc_sequences, kvc_settle, kvc_cache_clone, kvc_save without seq_ids, kvc_blocks,
  *           kvc_validate), and kvc_compact, kvc_begin and kvc_reserve when they move rows together.  If max_bytes is
@@ -1126,7 +1127,7 @@ KVC_API kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, 
  *   kvc_prefix_fetch(prefix, &tokens, -1, store, &fetched)      before kvc_prefix_acquire: adds what the store has
  *   kvc_store_new_blocks(cache, store, &num_written)            after commits and releases: writes what is new
  *
- * Call both on any thread, such as one of your own for writing: nothing waits for them.  A store that fails costs
+ * Call both on any thread, such as one of your own for writing: nothing waits for a store.  A store that fails costs
  * speed, and nothing else; the status says that it failed.  A value is a header of 128 bytes, bound to the name, the
  * model and the secret, and the payload.  It is used only if it is unchanged.  Python's PrefixCache writes the
  * same values, under the same names in hexadecimal digits. */

@@ -80,7 +80,7 @@ struct kvc_cache {
     int64_t row_buffer_bytes;           /* bytes of the rows of all row buffers */
     int64_t num_holds;                  /* number of kvc_holds that callers have not freed */
     int64_t num_rewrites;               /* number of calls that copy rows to new slots without the mutex */
-    int64_t num_readers;                /* number of calls that read rows, of pinned blocks, without the mutex */
+    int64_t num_readers;                /* number of calls that read rows without the mutex: cache/waiting.h */
     int64_t num_in_place;       /* number of sequences whose rows are written where they lie without the mutex */
     atomic_int num_locking;     /* number of calls that wait for the mutex */
     int64_t num_waiting;        /* number of calls in kvc_cache_wait, or _pages; new readers queue behind them */

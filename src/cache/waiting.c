@@ -48,6 +48,12 @@ void kvc_cache_wait(kvc_cache *cache) {
     if (--cache->num_waiting == 0) kvc_signal_all(&cache->idle);
 }
 
+int kvc_cache_wait_copies(kvc_cache *cache) {
+    if (!cache->num_readers && !cache->num_in_place) return 0;
+    kvc_cache_wait(cache);
+    return 1;
+}
+
 int kvc_cache_wait_pages(kvc_cache *cache) {
     if (!kvc_memory_any_busy(&cache->memory)) return 0;
     cache->num_waiting++;

@@ -1,8 +1,8 @@
 /* waiting.h: calls that read or write rows without the mutex, and the calls that wait for them.
  *
- * Readers copy rows of blocks that they have pinned.  Writers in place change rows of one sequence where they lie.  All
- * functions are called with the mutex held.  A function that waits releases it meanwhile, so anything read before may
- * have changed.
+ * Readers copy rows of blocks that they have pinned, or add a block from a store.  Writers in place change rows of one
+ * sequence where they lie.  All functions are called with the mutex held.  A function that waits releases it meanwhile,
+ * so anything read before may have changed.
  */
 #ifndef KVC_WAITING_H
 #define KVC_WAITING_H
@@ -18,7 +18,8 @@ void kvc_cache_find_all(kvc_cache *cache);
  * that all free memory can be given back. */
 kvc_sequence *kvc_cache_find_to_copy(kvc_cache *cache, int64_t id);
 
-/* Bracket the reading of rows without the mutex.  kvc_cache_begin_reading may wait. */
+/* Bracket the reading of rows without the mutex, and the adding of a block.  kvc_cache_begin_reading may wait.  A call
+ * does not begin again before it has ended. */
 void kvc_cache_begin_reading(kvc_cache *cache);
 void kvc_cache_end_reading(kvc_cache *cache);
 
@@ -29,6 +30,10 @@ void kvc_cache_end_in_place(kvc_cache *cache, kvc_sequence *sequence);
 /* Waits until there are neither readers nor writers in place.  Does not wait for rewrites by a function of the caller,
  * nor for calls that work on a batch. */
 void kvc_cache_wait(kvc_cache *cache);
+
+/* Waits like kvc_cache_wait, for a call that found the cache full, and is no reader: what readers pin cannot be
+ * evicted. Returns whether it had to wait, so that the call looks again. */
+int kvc_cache_wait_copies(kvc_cache *cache);
 
 /* Waits until no call works on pages.  Returns whether it had to wait, and so released the mutex meanwhile. */
 int kvc_cache_wait_pages(kvc_cache *cache);

@@ -206,17 +206,21 @@ static kvc_status remove_range(kvc_cache *cache, int64_t seq_id, int32_t begin, 
 }
 
 kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift) {
-    const kvc_status status = kvc_check_positions(begin, end);
+    kvc_status status = kvc_check_positions(begin, end);
     if (status != KVC_OK) return status;
     kvc_lock(cache);
-    return kvc_unlock(cache, remove_range(cache, seq_id, begin, end, shift));
+    do status = remove_range(cache, seq_id, begin, end, shift);
+    while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
+    return kvc_unlock(cache, status);
 }
 
 kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length) {
-    const kvc_status status = kvc_check_position(length, "length");
+    kvc_status status = kvc_check_position(length, "length");
     if (status != KVC_OK) return status;
     kvc_lock(cache);
-    return kvc_unlock(cache, remove_range(cache, seq_id, length, KVC_END, 0));
+    do status = remove_range(cache, seq_id, length, KVC_END, 0);
+    while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
+    return kvc_unlock(cache, status);
 }
 
 /* ---- moving ------------------------------------------------------------------------------------------------------ */
@@ -249,22 +253,26 @@ static kvc_status move_range(kvc_cache *cache, int64_t seq_id, const edit *e) {
 }
 
 kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t delta) {
-    const kvc_status status = kvc_check_positions(begin, end);
+    kvc_status status = kvc_check_positions(begin, end);
     if (status != KVC_OK) return status;
     edit e = {.change = {.begin = begin, .end = begin, .moved_end = end, .move = delta}};
     if (begin + (int64_t)delta < 0) /* rows that would come below position 0 are removed */
         e.change.end = -(int64_t)delta < end ? -delta : end;
     kvc_lock(cache);
-    return kvc_unlock(cache, move_range(cache, seq_id, &e));
+    do status = move_range(cache, seq_id, &e);
+    while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
+    return kvc_unlock(cache, status);
 }
 
 kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t divisor) {
-    const kvc_status status = kvc_check_positions(begin, end);
+    kvc_status status = kvc_check_positions(begin, end);
     if (status != KVC_OK) return status;
     if (divisor < 1) return kvc_fail(KVC_ERR_INVALID, "divisor is %d: it must be at least 1", divisor);
     const edit e = {.change = {.begin = begin, .end = begin, .moved_end = end, .divisor = divisor}};
     kvc_lock(cache);
-    return kvc_unlock(cache, move_range(cache, seq_id, &e));
+    do status = move_range(cache, seq_id, &e);
+    while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
+    return kvc_unlock(cache, status);
 }
 
 /* ---- exactness --------------------------------------------------------------------------------------------------- */

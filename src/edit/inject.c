@@ -280,7 +280,10 @@ kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t b
     injection x = {
         .cache = cache, .in = &in, .layer = layer, .group = cache->group_of[layer], .begin = begin, .end = end};
     kvc_lock(cache);
-    status = kvc_unlock(cache, inject(&x, seq_id));
+    do status = inject(&x, seq_id);
+    while (!(x.sequence && x.sequence->is_given) && /* its caller is one of those that are waited for */
+           status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
+    kvc_unlock(cache, KVC_OK);
     if (status == KVC_OK && in.num_replaced) *in.num_replaced = x.num_found;
     return status;
 }

@@ -68,9 +68,8 @@ static kvc_status retain_group(kvc_cache *cache, const kvc_sequence *src, int32_
     return KVC_OK;
 }
 
-/* Retains rows of src as a sequence of this id; hidden, if it has a follower.  *made: the sequence; NULL: none. */
-static kvc_status retain_rows(kvc_cache *cache, const kvc_sequence *src, int64_t id, int32_t begin, int32_t end,
-                              kvc_follower *follower, kvc_sequence **made) {
+kvc_status kvc_retain(kvc_cache *cache, const kvc_sequence *src, int64_t id, int32_t begin, int32_t end,
+                      kvc_follower *follower, kvc_sequence **made) {
     kvc_status status = KVC_OK;
     kvc_sequence *sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
     *made = NULL;
@@ -87,20 +86,6 @@ static kvc_status retain_rows(kvc_cache *cache, const kvc_sequence *src, int64_t
     sequence->follower = follower;
     *made = sequence;
     return KVC_OK;
-}
-
-kvc_status kvc_retain_hidden(kvc_cache *cache, const kvc_sequence *src, int32_t begin, int32_t end,
-                             kvc_follower *follower, kvc_sequence **made) {
-    return retain_rows(cache, src, cache->next_hidden_id++, begin, end, follower, made);
-}
-
-kvc_status kvc_retain_pinned(kvc_cache *cache, const kvc_sequence *src, int64_t id, int32_t begin, int32_t end) {
-    kvc_sequence *made;
-    const kvc_status status = retain_rows(cache, src, id, begin, end, NULL, &made);
-    if (!made) return status;
-    kvc_cache_pin(cache, made, 1);
-    kvc_cache_set_in_call(cache, id, 1);
-    return status;
 }
 
 /* ---- rows that come from elsewhere ------------------------------------------------------------------------------- */

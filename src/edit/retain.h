@@ -4,19 +4,17 @@
 
 #include "cache/cache.h"
 
-/* Sets *made to a new hidden retained sequence of the rows of src at positions [begin, end), as the most recently used
- * one; NULL if src holds no rows there.  Rows that the open batch adds to src count, if src is stored.  No row is
- * copied, and rows of cross-attention layers are left out.  KVC_ERR_NOMEM. */
-kvc_status kvc_retain_hidden(kvc_cache *cache, const kvc_sequence *src, int32_t begin, int32_t end,
-                             kvc_follower *follower, kvc_sequence **made);
+/* Sets *made to a new retained sequence, under a new id, of the rows of src at positions [begin, end), as the most
+ * recently used one; NULL if src holds no rows there.  It is hidden, if it has a follower.  Rows that the open batch
+ * adds to src count, if src is stored.  No row is copied, and rows of cross-attention layers are left out.
+ * KVC_ERR_NOMEM. */
+kvc_status kvc_retain(kvc_cache *cache, const kvc_sequence *src, int64_t id, int32_t begin, int32_t end,
+                      kvc_follower *follower, kvc_sequence **made);
 
 /* Makes a retained sequence of new rows at positions [begin, end), which fit a block, under a new id.  It is pinned and
  * the running call's own.  layers[layer] is not 0 if the layer has rows, the same for all layers of a group.  Once
  * kvc_inject has written the rows, they count as exact.  KVC_ERR_FULL, KVC_ERR_NOMEM. */
 kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers);
-
-/* Makes a retained sequence of rows of src under a new id.  It is pinned and the running call's own. */
-kvc_status kvc_retain_pinned(kvc_cache *cache, const kvc_sequence *src, int64_t id, int32_t begin, int32_t end);
 
 /* Rows of a retained sequence at positions below `end`; NULL: it was evicted.  Pieces come by rising `begin`, which
  * none of their rows stands before.  Only pieces that begin alike may hold rows at the same positions, and these rows

@@ -182,17 +182,22 @@ static kvc_status begin(kvc_cache *cache, const kvc_begin_args *args, kvc_batch 
     return KVC_OK;
 }
 
+/* Waits until earlier batches have ended; begins a batch, unless there is no room. */
+static kvc_status begin_next(kvc_cache *cache, const kvc_begin_args *args, kvc_waiter *waiter, kvc_batch **out) {
+    do {
+        KVC_TRY(kvc_waiter_wait(cache, waiter));
+        kvc_wait_for_writers(cache, args->num_tokens, args->seq_ids); /* keys may be rewritten when this returns */
+    } while (!kvc_may_begin(cache, waiter));
+    return begin(cache, args, out);
+}
+
 /* Begins a batch once earlier batches have ended, or fails after args->timeout_ms. */
 static kvc_status begin_in_turn(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **out) {
     kvc_waiter waiter;
     kvc_status status = kvc_waiter_join(cache, &waiter, args->timeout_ms);
     if (status != KVC_OK) return status;
-    do {
-        status = kvc_waiter_wait(cache, &waiter);
-        if (status != KVC_OK) break;
-        kvc_wait_for_writers(cache, args->num_tokens, args->seq_ids); /* keys may be rewritten when this returns */
-    } while (!kvc_may_begin(cache, &waiter));
-    if (status == KVC_OK) status = begin(cache, args, out);
+    do status = begin_next(cache, args, &waiter, out);
+    while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
     kvc_waiter_leave(cache, &waiter);
     return status;
 }
@@ -210,8 +215,12 @@ kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *given, kvc_bat
     if (args.replaced) KVC_TRY(kvc_replace_check(cache, &args));
     kvc_lock(cache);
     if (args.timeout_ms) return kvc_unlock(cache, begin_in_turn(cache, &args, out));
-    kvc_wait_for_writers(cache, args.num_tokens, args.seq_ids);
-    return kvc_unlock(cache, kvc_may_begin(cache, NULL) ? begin(cache, &args, out) : kvc_fail_busy(cache, NULL));
+    kvc_status status;
+    do {
+        kvc_wait_for_writers(cache, args.num_tokens, args.seq_ids);
+        status = kvc_may_begin(cache, NULL) ? begin(cache, &args, out) : kvc_fail_busy(cache, NULL);
+    } while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
+    return kvc_unlock(cache, status);
 }
 
 kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,

@@ -195,13 +195,19 @@ static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
     kvc_cache *cache = batch->cache;
     kvc_cross_put *put = NULL;
     kvc_lock(cache);
-    if (cache->max_bytes) kvc_cache_wait_pages(cache);
-    KVC_TRY(kvc_unlock(cache, begin_cross(batch, group, work->args, &put)));
+    kvc_status status;
+    do {
+        if (cache->max_bytes) kvc_cache_wait_pages(cache);
+        status = begin_cross(batch, group, work->args, &put);
+    } while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
+    KVC_TRY(kvc_unlock(cache, status));
     work->start = (kvc_place){put->run.block, put->run.slot};
-    kvc_status status = put_all(work);
+    const kvc_status done = put_all(work);
     kvc_lock(cache);
-    if (cache->max_bytes) kvc_cache_wait_pages(cache);
-    if (status == KVC_OK) status = kvc_fit_max_bytes(cache, CROSS_PUT);
+    do {
+        if (cache->max_bytes) kvc_cache_wait_pages(cache);
+        status = done == KVC_OK ? kvc_fit_max_bytes(cache, CROSS_PUT) : done;
+    } while (done == KVC_OK && status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
     kvc_cross_put_end(batch, put, status == KVC_OK);
     return kvc_unlock(cache, status);
 }

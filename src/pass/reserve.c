@@ -1,5 +1,6 @@
 /* reserve.c: kvc_reserve and kvc_room: take memory for tokens to come, and say how many tokens fit. */
 #include "cache/check.h"
+#include "cache/waiting.h"
 #include "space/expire.h"
 #include "space/limits.h"
 #include "pass/prepare.h"
@@ -120,8 +121,11 @@ kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
     if (num_tokens < 1)
         return kvc_fail(KVC_ERR_INVALID, "num_tokens is %lld: it must be at least 1", (long long)num_tokens);
     kvc_lock(cache);
-    kvc_wait_for_writers(cache, 1, &seq_id);
-    const kvc_status status = reserve(cache, seq_id, num_tokens);
+    kvc_status status;
+    do {
+        kvc_wait_for_writers(cache, 1, &seq_id);
+        status = reserve(cache, seq_id, num_tokens);
+    } while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
     if (status == KVC_OK) kvc_take_pages(cache);
     return kvc_unlock(cache, status);
 }
@@ -255,6 +259,7 @@ static kvc_status find_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
 kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens) {
     if (!num_tokens) return kvc_fail(KVC_ERR_INVALID, "num_tokens is NULL");
     kvc_lock(cache);
-    kvc_wait_for_writers(cache, 1, &seq_id);
+    do kvc_wait_for_writers(cache, 1, &seq_id);
+    while ((cache->capacity || cache->max_bytes) && kvc_cache_wait_copies(cache)); /* they pin rows */
     return kvc_unlock(cache, find_room(cache, seq_id, num_tokens));
 }

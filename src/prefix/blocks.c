@@ -3,8 +3,10 @@
 
 #include "base/dtype.h"
 #include "cache/check.h"
+#include "cache/waiting.h"
 #include "edit/retain.h"
 #include "prefix/pin.h"
+#include "read/read.h"
 
 /* ---- payloads ---------------------------------------------------------------------------------------------------- */
 
@@ -156,27 +158,85 @@ kvc_status kvc_prefix_names(kvc_prefix *prefix, const kvc_tokens *from, uint8_t 
     return KVC_OK;
 }
 
-/* Writes the rows of a sequence that holds those of a block. */
-static kvc_status read_rows(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, uint8_t *payload, int64_t *size) {
-    const int32_t num = end - begin;
-    memset(payload, 0, (size_t)cache->num_layers);
-    *size = cache->num_layers;
-    for (int32_t i = 0; i < cache->num_layers; i++) {
-        if (!kvc_keeps_tokens(cache, i) || kvc_seq_len(cache, id, i) != num) continue;
-        const rows r = rows_of(cache, i, num);
-        const kvc_rows_out out = {.struct_size = sizeof out,
-                                  .k = payload + *size,
-                                  .v = r.v_row ? payload + *size + r.k_size : NULL,
-                                  .k_row_stride = r.k_row,
-                                  .k_head_stride = num * r.k_row,
-                                  .v_row_stride = r.v_row,
-                                  .v_head_stride = num * r.v_row,
-                                  .raw = 1};
-        KVC_TRY(kvc_extract(cache, id, i, begin, end, &out));
-        payload[i] = 1;
-        *size += r.size;
+/* A block that is being read: its rows lie in pinned blocks of pools, so that they stay though they are evicted. */
+typedef struct departing {
+    kvc_cache *cache;
+    kvc_run *runs; /* [num] of the groups in which the block has all its rows */
+    int32_t num, begin, end;
+    kvc_state_use use; /* of the last state within it, if it has one that fits */
+    int32_t position;  /* of the state */
+} departing;
+
+static uint64_t departing_bytes(const departing *d) { return (uint64_t)d->num * sizeof *d->runs; }
+
+/* Takes a block's runs and state, with the mutex held, by a reader. */
+static kvc_status begin_departing(departing *d, const kvc_node *node, int64_t max_state) {
+    kvc_cache *cache = d->cache;
+    const kvc_run_list *lists = node->rows->runs;
+    const kvc_node *last = node->parent ? kvc_node_with_state(node->parent, &node->tokens) : NULL;
+    d->begin = node->begin, d->end = node->end;
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        if (lists[g].num_rows == d->end - d->begin) d->num += lists[g].num;
+    if (!d->num) return KVC_OK;
+    d->runs = kvc_memory_alloc(&cache->memory, departing_bytes(d), KVC_MEMORY_SCRATCH, -1);
+    if (!d->runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory to read %d runs of a block", d->num);
+    kvc_run *to = d->runs;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        if (lists[g].num_rows != d->end - d->begin) continue;
+        memcpy(to, kvc_runs_begin(&lists[g]), (size_t)lists[g].num * sizeof *to);
+        to += lists[g].num;
     }
+    for (int32_t i = 0; i < d->num; i++) kvc_pool_pin(d->runs[i].block);
+    if (!last || POSITION_BYTES + last->checkpoint->num_bytes > max_state) return KVC_OK;
+    d->position = last->end;
+    kvc_state_use_begin(cache, &d->use, last->checkpoint);
     return KVC_OK;
+}
+
+static void end_departing(const departing *d) {
+    kvc_state_use_end(d->cache, &d->use);
+    for (int32_t i = 0; i < d->num; i++) kvc_pool_unpin(d->runs[i].block->pool, d->runs[i].block);
+    kvc_memory_free(&d->cache->memory, d->runs, departing_bytes(d), KVC_MEMORY_SCRATCH, -1);
+}
+
+/* Writes the rows of one layer; returns whether the block has any. */
+static int write_layer(const departing *d, int32_t layer, const rows *r, uint8_t *at) {
+    const int32_t num = d->end - d->begin;
+    const kvc_rows_out out = {.struct_size = sizeof out,
+                              .k = at,
+                              .v = r->v_row ? at + r->k_size : NULL,
+                              .k_row_stride = r->k_row,
+                              .k_head_stride = num * r->k_row,
+                              .v_row_stride = r->v_row,
+                              .v_head_stride = num * r->v_row,
+                              .raw = 1};
+    kvc_reader reader = kvc_reader_for(d->cache, layer, &out, NULL); /* exact keys are not rotated */
+    int has_rows = 0;
+    for (int32_t i = 0; i < d->num; i++) {
+        const kvc_run *run = &d->runs[i];
+        if (run->block->pool->group != d->cache->group_of[layer]) continue;
+        kvc_reader_copy(&reader, run, &out, run->position - d->begin);
+        has_rows = 1;
+    }
+    return has_rows;
+}
+
+/* Writes a payload, without the mutex; returns its bytes. */
+static int64_t write_payload(const departing *d, uint8_t *payload) {
+    const kvc_cache *cache = d->cache;
+    int64_t size = cache->num_layers;
+    memset(payload, 0, (size_t)cache->num_layers);
+    for (int32_t i = 0; i < cache->num_layers; i++) {
+        if (!kvc_keeps_tokens(cache, i)) continue;
+        const rows r = rows_of(cache, i, d->end - d->begin);
+        payload[i] = (uint8_t)write_layer(d, i, &r, payload + size);
+        if (payload[i]) size += r.size;
+    }
+    const kvc_checkpoint *state = d->use.checkpoint;
+    if (!state) return size;
+    kvc_put_integer(payload + size, POSITION_BYTES, (uint64_t)d->position);
+    memcpy(payload + size + POSITION_BYTES, state + 1, (size_t)state->num_bytes);
+    return size + POSITION_BYTES + state->num_bytes;
 }
 
 kvc_node *kvc_node_of(const kvc_cache *cache, int64_t id) {
@@ -185,36 +245,21 @@ kvc_node *kvc_node_of(const kvc_cache *cache, int64_t id) {
     return node && node->tree->prefix ? node : NULL; /* a tree that a prefix has given up is dropped bit by bit */
 }
 
-/* Writes the last state within a block behind its rows, where there is one and it has room. */
-static void read_state(kvc_cache *cache, int64_t id, uint8_t *payload, int64_t max_bytes, int64_t *size) {
-    const kvc_node *node = kvc_node_of(cache, id);
-    const kvc_node *last = node && node->parent ? kvc_node_with_state(node->parent, &node->tokens) : NULL;
-    if (!last || max_bytes - *size < POSITION_BYTES + last->checkpoint->num_bytes) return;
-    kvc_put_integer(payload + *size, POSITION_BYTES, (uint64_t)last->end);
-    const int64_t at = *size + POSITION_BYTES;
-    *size = at + last->checkpoint->num_bytes;
-    kvc_checkpoint_read(cache, last->checkpoint, payload + at);
-}
-
 kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t max_bytes, int64_t *size) {
+    departing d = {.cache = cache};
     *size = 0;
     kvc_lock(cache);
-    const kvc_node *node = kvc_node_of(cache, id);
-    if (!node) return kvc_unlock(cache, KVC_OK);
-    const kvc_sequence *hidden = node->rows;
-    const int32_t begin = node->begin, end = node->end;
-    const int64_t copy = kvc_cache_new_id(cache); /* a sequence of the same rows, which nothing evicts meanwhile */
-    kvc_status status = kvc_retain_pinned(cache, hidden, copy, begin, end);
-    kvc_unlock(cache, KVC_OK);
-    if (status != KVC_OK) return status;
-    status = read_rows(cache, copy, begin, end, payload, size);
-    /* Its id is nobody else's: while it is there, all rows were, unless another call has dropped it (kvc_clear). */
-    const int is_there = kvc_seq_len(cache, copy, -1) == end - begin;
-    if (!is_there) status = KVC_OK;
-    if (!is_there || status != KVC_OK || *size == cache->num_layers) *size = 0;
-    kvc_clear_sequence(cache, copy);
-    kvc_lock(cache);
-    if (*size) read_state(cache, id, payload, max_bytes, size);
+    kvc_cache_begin_reading(cache);
+    const kvc_node *node;
+    while ((node = kvc_node_of(cache, id)) && node->rows->in_place) kvc_cache_find_all(cache);
+    const kvc_status status = node ? begin_departing(&d, node, max_bytes - rows_bytes(cache)) : KVC_OK;
+    if (d.runs) {
+        kvc_unlock(cache, KVC_OK);
+        *size = write_payload(&d, payload);
+        kvc_lock(cache);
+        end_departing(&d);
+    }
+    kvc_cache_end_reading(cache);
     return kvc_unlock(cache, status);
 }
 
@@ -371,17 +416,20 @@ kvc_status kvc_prefix_add_block(kvc_prefix *prefix, const kvc_added *added, int3
     *is_kept = *is_new = 0;
     KVC_TRY(check_payload(cache, &a));
     kvc_prefix_lock(prefix);
+    kvc_cache_begin_reading(cache); /* whoever needs room waits for the pins of this call */
+    kvc_state_use use = {0};        /* without its state the block would not be asked for again */
     kvc_status status = begin_arrival(&a, added->tokens, is_kept);
-    if (a.id >= 0) status = make_room(cache, &a);
-    kvc_unlock(cache, KVC_OK);
-    if (a.id < 0) return status;
-    if (status == KVC_OK) status = write_rows(cache, &a);
-    kvc_lock(cache);
-    kvc_state_use use = {0}; /* without it the block would not be asked for again */
-    if (status == KVC_OK && a.state_bytes > 0)
-        status = kvc_checkpoint_new(cache, a.payload + a.size - a.state_bytes, a.state_bytes, &use);
-    end_arrival(&a, status, &use, is_kept);
-    *is_new = *is_kept;
-    kvc_unlock(cache, KVC_OK);
-    return status == KVC_ERR_FORMAT ? status : KVC_OK; /* no room, or kvc_clear has taken the sequence */
+    if (a.id >= 0) {
+        status = make_room(cache, &a);
+        if (status == KVC_OK && a.state_bytes > 0) status = kvc_checkpoint_take(cache, a.state_bytes, &use);
+        kvc_unlock(cache, KVC_OK);
+        if (status == KVC_OK) status = write_rows(cache, &a);
+        if (use.checkpoint) memcpy(use.checkpoint + 1, a.payload + a.size - a.state_bytes, (size_t)a.state_bytes);
+        kvc_lock(cache);
+        end_arrival(&a, status, &use, is_kept);
+        *is_new = *is_kept;
+        if (status != KVC_ERR_FORMAT) status = KVC_OK; /* no room, or kvc_clear has taken the sequence */
+    }
+    kvc_cache_end_reading(cache);
+    return kvc_unlock(cache, status);
 }

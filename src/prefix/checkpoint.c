@@ -47,7 +47,7 @@ void kvc_state_use_end(kvc_cache *cache, const kvc_state_use *use) {
     kvc_checkpoint_use(cache, use->checkpoint, -1);
 }
 
-kvc_status kvc_checkpoint_new(kvc_cache *cache, const void *state, int64_t num_bytes, kvc_state_use *use) {
+kvc_status kvc_checkpoint_take(kvc_cache *cache, int64_t num_bytes, kvc_state_use *use) {
     const uint64_t size = sizeof *use->checkpoint + (uint64_t)num_bytes;
     use->checkpoint = NULL;
     while (cache->max_bytes && kvc_cache_wait_pages(cache)) continue;
@@ -60,11 +60,18 @@ kvc_status kvc_checkpoint_new(kvc_cache *cache, const void *state, int64_t num_b
     if (status != KVC_OK) {
         kvc_state_use_end(cache, use);
         use->checkpoint = NULL;
-        return status;
     }
+    return status;
+}
+
+kvc_status kvc_checkpoint_new(kvc_cache *cache, const void *state, int64_t num_bytes, kvc_state_use *use) {
+    kvc_status status;
+    do status = kvc_checkpoint_take(cache, num_bytes, use);
+    while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
+    if (status != KVC_OK) return status;
     kvc_cache_begin_reading(cache);
     kvc_unlock(cache, KVC_OK);
-    memcpy(checkpoint + 1, state, (size_t)num_bytes);
+    memcpy(use->checkpoint + 1, state, (size_t)num_bytes);
     kvc_lock(cache);
     kvc_cache_end_reading(cache);
     return KVC_OK;

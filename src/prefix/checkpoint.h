@@ -42,8 +42,10 @@ typedef struct kvc_state_use {
 void kvc_state_use_begin(kvc_cache *cache, kvc_state_use *use, kvc_checkpoint *checkpoint);
 void kvc_state_use_end(kvc_cache *cache, const kvc_state_use *use);
 
-/* Begins the use of a new one.  Releases the mutex while the state is copied.  Fails with KVC_ERR_NOMEM, and with
- * KVC_ERR_FULL if max_bytes leaves no room.  use->checkpoint is NULL then. */
+/* Begins the use of a new one, without a state yet.  May release the mutex.  Fails with KVC_ERR_NOMEM, and with
+ * KVC_ERR_FULL if max_bytes leaves no room.  use->checkpoint is NULL then.  kvc_checkpoint_new also copies the state,
+ * without the mutex, for a call that is no reader. */
+kvc_status kvc_checkpoint_take(kvc_cache *cache, int64_t num_bytes, kvc_state_use *use);
 kvc_status kvc_checkpoint_new(kvc_cache *cache, const void *state, int64_t num_bytes, kvc_state_use *use);
 
 /* Notes whether its block loses its rows if everything evictable is evicted; ignores NULL. */
@@ -55,7 +57,7 @@ void kvc_checkpoint_count(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t 
 /* Adds a user, or takes one away (add -1), which may free it; ignores NULL. */
 void kvc_checkpoint_use(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t add);
 
-/* Copies the state.  Releases the mutex meanwhile. */
+/* Copies the state, without the mutex, for a call that is no reader. */
 void kvc_checkpoint_read(kvc_cache *cache, kvc_checkpoint *checkpoint, void *state);
 
 /* Puts a checkpoint in its place in a block, unless the block has one there, or pinned checkpoints leave no room

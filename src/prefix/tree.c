@@ -393,7 +393,8 @@ kvc_status kvc_node_new(kvc_tree *tree, const kvc_sequence *src, int32_t begin, 
     kvc_node *node = alloc_node(tree, begin, end);
     *made = NULL;
     if (!node) return KVC_ERR_NOMEM;
-    const kvc_status status = kvc_retain_hidden(tree->cache, src, begin, end, &node->follower, &node->rows);
+    const kvc_status status =
+        kvc_retain(tree->cache, src, tree->cache->next_hidden_id++, begin, end, &node->follower, &node->rows);
     if (!node->rows) {
         free_node(node);
         return status;

@@ -335,7 +335,9 @@ static void take_pages(kvc_state *state) {
 kvc_status kvc_loaded_make(kvc_state *state, const kvc_load_args *args, const int32_t *chosen) {
     visitor v = {.state = state, .args = args, .chosen = chosen};
     const kvc_need need = need_of(state);
-    if (state->cache->max_bytes) kvc_cache_wait_pages(state->cache);
+    do {
+        if (state->cache->max_bytes) kvc_cache_wait_pages(state->cache);
+    } while (kvc_cache_wait_copies(state->cache)); /* others have rows in use meanwhile */
     kvc_status status = kvc_state_add_groups(state);
     if (status == KVC_OK) status = mark_needed(&v);
     if (status != KVC_OK) return status;
@@ -356,11 +358,14 @@ kvc_status kvc_loaded_make(kvc_state *state, const kvc_load_args *args, const in
 
 kvc_status kvc_loaded_accept(kvc_state *state) {
     kvc_cache *cache = state->cache;
-    do kvc_cache_find_all(cache);
-    while (cache->max_bytes && kvc_cache_wait_pages(cache));
-    kvc_status status = check_idle(state); /* others may have used them since kvc_loaded_make */
     const kvc_need need = need_of(state);
-    if (status == KVC_OK) status = kvc_make_room(&need);
+    kvc_status status;
+    do {
+        do kvc_cache_find_all(cache);
+        while (cache->max_bytes && kvc_cache_wait_pages(cache));
+        status = check_idle(state); /* others may have used them since kvc_loaded_make */
+        if (status == KVC_OK) status = kvc_make_room(&need);
+    } while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
     if (status == KVC_OK) kvc_state_accept(state);
     return status;
 }

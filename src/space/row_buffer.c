@@ -125,9 +125,11 @@ kvc_status kvc_row_buffer_enter(kvc_batch *batch, int32_t layer, kvc_row_buffer 
     kvc_cache *cache = batch->cache;
     kvc_status status = KVC_OK;
     kvc_lock(cache);
-    if (cache->max_bytes) kvc_cache_wait_pages(cache);
-    *out = find_buffer(cache, layer);
-    if (!*out) status = assign_buffer(batch, layer, out);
+    do {
+        if (cache->max_bytes) kvc_cache_wait_pages(cache);
+        *out = find_buffer(cache, layer);
+        status = *out ? KVC_OK : assign_buffer(batch, layer, out);
+    } while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
     if (status == KVC_OK) (*out)->users++;
     return kvc_unlock(cache, status);
 }
@@ -135,11 +137,11 @@ kvc_status kvc_row_buffer_enter(kvc_batch *batch, int32_t layer, kvc_row_buffer 
 kvc_status kvc_row_buffer_accept(kvc_cache *cache, kvc_row_buffer *buffer, int keeps) {
     kvc_status status = KVC_OK;
     kvc_lock(cache);
-    if (cache->max_bytes) kvc_cache_wait_pages(cache);
-    if (buffer->is_new) {
+    do {
+        if (cache->max_bytes) kvc_cache_wait_pages(cache);
         const kvc_need need = need_of(cache);
-        status = kvc_make_room(&need);
-    }
+        if (buffer->is_new) status = kvc_make_room(&need);
+    } while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
     if (status == KVC_OK) {
         buffer->is_new = 0;
         if (keeps || is_shared(cache, buffer->layer)) buffer->keeps = 1;

@@ -32,9 +32,9 @@ static inline kvc_status retain(kvc_cache *cache, int64_t src_id, int64_t id, in
     kvc_status status = src && src->in_batch ? KVC_OK : kvc_check_idle(src);
     if (status == KVC_OK && kvc_table_find(&cache->sequences, id))
         status = kvc_fail(KVC_ERR_INVALID, "sequence %lld is there", (long long)id);
-    if (status == KVC_OK && src) status = kvc_retain_pinned(cache, src, id, begin, end);
-    kvc_sequence *made = status == KVC_OK ? find_retained(cache, id) : NULL;
-    if (made) kvc_cache_pin(cache, made, -1);
+    kvc_sequence *made = NULL;
+    if (status == KVC_OK && src) status = kvc_retain(cache, src, id, begin, end, NULL, &made);
+    if (made) kvc_cache_set_in_call(cache, id, 1);
     return kvc_unlock(cache, status);
 }
 

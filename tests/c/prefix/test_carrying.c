@@ -1,0 +1,194 @@
+/* Calls that carry blocks to and from stores, beside others: they take no room from anybody, and write what is newest.
+ */
+#define _DEFAULT_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+
+#include "support/test.h"
+
+enum { BLOCK = 64, DIM = 2048, NUM_LAYERS = 4, NUM_BLOCKS = 4, PROMPT = NUM_BLOCKS * BLOCK, TRIES = 100 };
+
+/* ---- a store in memory ------------------------------------------------------------------------------------------- */
+
+typedef struct value {
+    uint8_t name[KVC_NAME_BYTES];
+    char *bytes;
+    int64_t size;
+} value;
+
+static value values[2 * NUM_BLOCKS];
+static int num_values;
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+
+static value *find(const uint8_t *name) {
+    for (int i = 0; i < num_values; i++)
+        if (!memcmp(values[i].name, name, KVC_NAME_BYTES)) return &values[i];
+    return NULL;
+}
+
+static kvc_status read_value(void *user, const uint8_t *name, void *bytes, int64_t max_bytes, int64_t *size) {
+    (void)user;
+    pthread_mutex_lock(&mutex);
+    const value *found = find(name);
+    *size = found ? found->size : 0;
+    if (found && *size <= max_bytes) memcpy(bytes, found->bytes, (size_t)*size);
+    pthread_mutex_unlock(&mutex);
+    return KVC_OK;
+}
+
+static kvc_status write_value(void *user, const uint8_t *name, const void *bytes, int64_t size) {
+    (void)user;
+    pthread_mutex_lock(&mutex);
+    value *to = find(name);
+    if (!to) {
+        to = &values[num_values++];
+        memcpy(to->name, name, KVC_NAME_BYTES);
+    }
+    free(to->bytes);
+    to->bytes = malloc((size_t)size);
+    memcpy(to->bytes, bytes, (size_t)size);
+    to->size = size;
+    pthread_mutex_unlock(&mutex);
+    return KVC_OK;
+}
+
+static const kvc_store store = {.struct_size = sizeof store, .read = read_value, .write = write_value};
+
+static void empty_store(void) {
+    while (num_values) free(values[--num_values].bytes);
+    memset(values, 0, sizeof values);
+}
+
+/* ---- the cache --------------------------------------------------------------------------------------------------- */
+
+static kvc_cache *cache;
+static kvc_prefix *prefix;
+static int64_t ids[PROMPT + 1];
+static atomic_int stop;
+
+static kvc_tokens first(int64_t num) {
+    return (kvc_tokens){.struct_size = sizeof(kvc_tokens), .ids = ids, .num_tokens = num};
+}
+
+static void begin(kvc_config config, int64_t state_bytes) {
+    const kvc_prefix_config prefix_config = {
+        .struct_size = sizeof prefix_config, .fingerprint = "a model", .collects_new = 1, .state_bytes = state_bytes};
+    kvc_layer layers[NUM_LAYERS];
+    for (int l = 0; l < NUM_LAYERS; l++) layers[l] = (kvc_layer){.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM};
+    for (int i = 0; i <= PROMPT; i++) ids[i] = i;
+    config.block_size = BLOCK;
+    config.num_threads = 1;
+    cache = cache_of(layers, NUM_LAYERS, config);
+    CHECKF(kvc_prefix_new(cache, &prefix_config, &prefix) == KVC_OK, "%s", kvc_last_error());
+    atomic_store(&stop, 0);
+}
+
+static void end(void) {
+    CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
+    empty_store();
+}
+
+static kvc_status begin_batch(int64_t id, int32_t num, kvc_batch **batch) {
+    int64_t seq_ids[PROMPT];
+    for (int32_t i = 0; i < num; i++) seq_ids[i] = id;
+    return kvc_begin(cache, num, NULL, seq_ids, NULL, batch);
+}
+
+static void feed(int64_t id, int32_t num) {
+    static const float row[DIM];
+    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row}; /* strides 0: the same for all */
+    kvc_batch *batch;
+    const kvc_status status = begin_batch(id, num, &batch);
+    CHECKF(status == KVC_OK, "%s", kvc_last_error());
+    if (status != KVC_OK) return;
+    for (int l = 0; l < NUM_LAYERS; l++) CHECK(kvc_put(batch, l, &put) == KVC_OK);
+    CHECK(kvc_commit(batch) == KVC_OK);
+}
+
+/* Begins a sequence of a prompt's tokens, and feeds those that do not match. */
+static int64_t serve(int32_t num) {
+    const kvc_tokens tokens = first(num + 1);
+    int32_t matched;
+    int64_t id;
+    CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &id, &matched) == KVC_OK);
+    feed(id, num - matched);
+    return id;
+}
+
+static void keep(int32_t num) {
+    const kvc_tokens tokens = first(num);
+    CHECK(kvc_prefix_release(prefix, serve(num), &tokens) == KVC_OK);
+}
+
+/* ---- room beside stores ------------------------------------------------------------------------------------------ */
+
+static void *write_blocks(void *id) {
+    int64_t num;
+    while (!atomic_load(&stop)) {
+        CHECK(kvc_store_block(cache, *(int64_t *)id, &store, &num) == KVC_OK);
+        CHECK(kvc_store_new_blocks(cache, &store, &num) == KVC_OK);
+    }
+    return NULL;
+}
+
+static void *fetch_blocks(void *unused) {
+    const kvc_tokens tokens = first(PROMPT + 1);
+    int64_t num;
+    int32_t fetched;
+    (void)unused;
+    while (!atomic_load(&stop)) {
+        CHECK(kvc_prefix_evict(prefix, INT64_MAX, &num) == KVC_OK);
+        CHECKF(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK, "%s", kvc_last_error());
+    }
+    return NULL;
+}
+
+/* Kept blocks take no room from others while another thread copies them. */
+static void test_room(void *(*work)(void *), int limits_bytes) {
+    kvc_config config = {.capacity = PROMPT};
+    int64_t num, most = PROMPT;
+    kvc_new_block block;
+    kvc_batch *batch;
+    pthread_t thread;
+    for (int round = 0; round < 1 + limits_bytes; round++) {
+        begin(config, 0);
+        if (round < limits_bytes) { /* a little more than the prompt needs */
+            keep(PROMPT);
+            config = (kvc_config){.max_bytes = kvc_nbytes(cache) / 16 * 17};
+            end();
+        }
+    }
+    keep(PROMPT);
+    CHECK(kvc_take_new_blocks(cache, &block, sizeof block, 1, &num) == KVC_OK && num == 1);
+    CHECKF(kvc_store_block(cache, block.id, &store, &num) == KVC_OK && num, "%s", kvc_last_error());
+    CHECKF(kvc_store_new_blocks(cache, &store, &num) == KVC_OK, "%s", kvc_last_error());
+    const int64_t other = kvc_new_sequence(cache);
+    CHECK(kvc_room(cache, other, &most) == KVC_OK && most > PROMPT / 2);
+    if (most > PROMPT) most = PROMPT;
+    CHECK(pthread_create(&thread, NULL, work, &block.id) == 0);
+    for (int i = 0; i < TRIES; i++) {
+        sched_yield();
+        CHECK(kvc_room(cache, other, &num) == KVC_OK);
+        CHECKF(num >= most, "try %d: room for %d of %d", i, (int)num, (int)most);
+    }
+    for (int i = 0; i < TRIES; i++) {
+        sched_yield();
+        const kvc_status status = begin_batch(other, (int32_t)most, &batch);
+        CHECKF(status == KVC_OK, "try %d: %s", i, kvc_last_error());
+        if (status == KVC_OK) kvc_abort(batch);
+        if (work == write_blocks) keep(PROMPT);
+    }
+    atomic_store(&stop, 1);
+    pthread_join(thread, NULL);
+    end();
+}
+
+int main(void) {
+    for (int limits_bytes = 0; limits_bytes < 2; limits_bytes++) {
+        test_room(write_blocks, limits_bytes);
+        test_room(fetch_blocks, limits_bytes);
+    }
+    return test_result();
+}
