@@ -278,13 +278,12 @@ static int is_tight(const kvc_cache *cache, int64_t num_tokens) {
     return cache->max_bytes && bytes > cache->max_bytes;
 }
 
-/* Drops the nodes that go on otherwise in the block in which a match ends, so that its sequence goes on in their slots.
- */
+/* Drops the nodes in which a match ends, before their last token, so that its sequence goes on in their slots. */
 static void drop_beside(const kvc_match *m, int32_t block) {
-    const int32_t begin = m->known / block * block;
-    for (int32_t i = m->num - 1; i >= 0 && m->pieces[i].begin >= begin; i--) {
+    for (int32_t i = m->num - 1; i >= 0 && m->pieces[i].begin >= m->known / block * block; i--) {
         kvc_node *node = kvc_match_node(m, i);
-        if (!node->num_pins && !node->is_protected) kvc_node_drop(node);
+        const int ends_inside = m->pieces[i].begin < m->known && m->pieces[i].end >= m->known && node->end > m->known;
+        if (ends_inside && !node->num_pins && !node->is_protected) kvc_node_drop(node);
     }
 }
 

@@ -172,7 +172,43 @@ static void test_emptied(int reuse_min) {
     close_world();
 }
 
+/* A prompt that may need all of max_bytes drops no block but those in which its match ends. */
+static void test_blocks_behind_a_match(void) {
+    enum { SIZE = 4, KEPT = 10 * SIZE, LONG = 4000 };
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 8, .v_dim = 8};
+    const kvc_prefix_config config = {.struct_size = sizeof config, .fingerprint = "a model", .state_bytes = 1};
+    const float rows[8] = {0};
+    const kvc_put_args put = {.struct_size = sizeof put, .k = rows, .v = rows};
+    for (int32_t at = 2 * SIZE - 1; at <= 2 * SIZE; at++) { /* where the state is kept, and the match ends */
+        kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.block_size = SIZE, .max_bytes = 1 << 17});
+        int64_t ids[LONG], seq_ids[KEPT], id;
+        int32_t matched, known, before, after;
+        kvc_prefix *prefix;
+        kvc_batch *batch;
+        for (int i = 0; i < LONG; i++) ids[i] = i;
+        kvc_tokens tokens = {.struct_size = sizeof tokens, .ids = ids, .num_tokens = KEPT + 1};
+        CHECK(kvc_prefix_new(cache, &config, &prefix) == KVC_OK);
+        CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &id, &matched) == KVC_OK);
+        for (int i = 0; i < KEPT; i++) seq_ids[i] = id;
+        for (int32_t from = 0, to = at; from < KEPT; from = to, to = KEPT) {
+            CHECK(kvc_begin(cache, to - from, NULL, seq_ids, NULL, &batch) == KVC_OK);
+            CHECK(kvc_put(batch, 0, &put) == KVC_OK && kvc_commit(batch) == KVC_OK);
+            tokens.num_tokens = to;
+            if (to == at) CHECK(kvc_prefix_checkpoint(prefix, id, &tokens, "s", 1) == KVC_OK);
+        }
+        CHECK(kvc_prefix_release(prefix, id, &tokens) == KVC_OK);
+        tokens.num_tokens = LONG;
+        CHECK(kvc_prefix_lookup(prefix, &tokens, &known, &before) == KVC_OK && known == at && before == KEPT);
+        CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &id, &matched) == KVC_OK && matched == at);
+        CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
+        CHECK(kvc_prefix_lookup(prefix, &tokens, &known, &after) == KVC_OK);
+        CHECKF(known == at && after == (at % SIZE ? at : KEPT), "match of %d: %d and %d", at, known, after);
+        CHECK(kvc_cache_free(cache) == KVC_OK);
+    }
+}
+
 int main(void) {
+    test_blocks_behind_a_match();
     for (int reuse_min = 0; reuse_min < 9; reuse_min += 4) test_emptied(reuse_min);
     for (int shape = 0; shape < 16; shape++) {
         const int is_windowed = shape % 2, num = 20 + 10 * (shape / 4), step = shape / 2 % 2 ? 64 : 8;
