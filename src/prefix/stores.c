@@ -187,7 +187,7 @@ kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_
 
 /* The full blocks of a prompt that are to be fetched. */
 typedef struct missing {
-    int32_t first, num_kept; /* number of the first one, and how many of the prompt's first blocks have rows */
+    int32_t first; /* number of the first one */
     int64_t num;
     uint8_t name[KVC_NAME_BYTES]; /* of the block before, then of the block itself */
 } missing;
@@ -199,8 +199,21 @@ static kvc_status find_missing(kvc_prefix *prefix, const kvc_tokens *tokens, int
     const kvc_status status = kvc_match_find(prefix, tokens, num_tokens, &m);
     if (status != KVC_OK) return kvc_unlock(prefix->cache, status);
     kvc_match_touch(&m);
-    *blocks = (missing){m.known / size, m.with_rows / size, num_tokens / size - m.known / size, {0}};
+    *blocks = (missing){m.known / size, num_tokens / size - m.known / size, {0}};
     memcpy(blocks->name, kvc_match_path(&m, m.known)->name, sizeof blocks->name);
+    kvc_match_free(prefix->cache, &m);
+    return kvc_unlock(prefix->cache, KVC_OK);
+}
+
+/* Sets *is_kept to whether a block of a prompt is kept. */
+static kvc_status find_kept(kvc_prefix *prefix, const kvc_added *added, int32_t *is_kept) {
+    const int32_t size = prefix->cache->pools[0].block_size, end = (added->block + 1) * size;
+    kvc_match m;
+    kvc_prefix_lock(prefix);
+    const kvc_status status = kvc_match_find(prefix, added->tokens, end, &m);
+    if (status != KVC_OK) return kvc_unlock(prefix->cache, status);
+    const kvc_node *node = kvc_match_path(&m, end);
+    *is_kept = node->end == end && kvc_node_is_live(node);
     kvc_match_free(prefix->cache, &m);
     return kvc_unlock(prefix->cache, KVC_OK);
 }
@@ -211,10 +224,9 @@ static kvc_status fetch_block(kvc_carrier *c, kvc_prefix *prefix, kvc_added *add
                               int32_t *is_kept, int32_t *is_new) {
     const uint8_t *name = blocks->name;
     int64_t size = 0;
-    *is_kept = added->block < blocks->num_kept;
-    *is_new = 0;
+    *is_kept = *is_new = 0;
     KVC_TRY(c->store.read(c->store.user, name, c->value, c->max_bytes, &size));
-    if (!size) return KVC_OK;
+    if (!size) return find_kept(prefix, added, is_kept);
     if (size > c->max_bytes)
         return kvc_fail(KVC_ERR_FORMAT, "the value has %lld bytes, and no block more than %lld", (long long)size,
                         (long long)c->max_bytes);

@@ -185,7 +185,32 @@ static void test_room(void *(*work)(void *), int limits_bytes) {
     end();
 }
 
+/* ---- what a fetch reads ------------------------------------------------------------------------------------------ */
+
+/* A fetch goes on behind a block that the store lacks, if the block is kept, though nothing before it was known. */
+static void test_gap(void) {
+    const kvc_tokens tokens = first(PROMPT + 1);
+    int64_t other[BLOCK + 1], num, dropped;
+    uint8_t names[NUM_BLOCKS][KVC_NAME_BYTES];
+    int32_t fetched, known;
+    begin((kvc_config){0}, 0);
+    keep(PROMPT);
+    CHECK(kvc_store_new_blocks(cache, &store, &num) == KVC_OK && num == NUM_BLOCKS);
+    memcpy(other, ids, sizeof other);
+    other[BLOCK] = other[BLOCK - 1] = PROMPT;
+    const kvc_tokens forgotten = {.struct_size = sizeof forgotten, .ids = other, .num_tokens = BLOCK + 1};
+    CHECK(kvc_prefix_forget(prefix, &forgotten, NULL, 0, &num, &dropped) == KVC_OK && dropped == BLOCK);
+    CHECK(kvc_prefix_evict(prefix, 1, &num) == KVC_OK && num == BLOCK);
+    CHECK(kvc_prefix_names(prefix, &tokens, names[0], NUM_BLOCKS, &num) == KVC_OK && num == NUM_BLOCKS);
+    memset(find(names[1])->name, 0, KVC_NAME_BYTES); /* the store has the first block, and lacks one that is kept */
+    CHECKF(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK, "%s", kvc_last_error());
+    CHECK(kvc_prefix_lookup(prefix, &tokens, &known, NULL) == KVC_OK);
+    CHECKF(fetched == 2 * BLOCK && known == PROMPT, "%d were fetched, and %d are known", fetched, known);
+    end();
+}
+
 int main(void) {
+    test_gap();
     for (int limits_bytes = 0; limits_bytes < 2; limits_bytes++) {
         test_room(write_blocks, limits_bytes);
         test_room(fetch_blocks, limits_bytes);
