@@ -73,7 +73,7 @@
  *           function was moving is as it was before.
  *           Sequences that an unfinished call made for its own use are not in the child.
  * Limits    max_seq_len and max_sequences are checked when a batch begins.  capacity is also checked by edits that copy
- *           rows, and by what loads rows; max_bytes whenever memory is taken for rows.
+ *           rows, and by what loads rows; max_bytes by each call that takes memory for rows.
  *           Sharing and loading may exceed max_seq_len and max_sequences.  Past max_seq_len, the next batch
  *           of that sequence is refused.  Past max_sequences, any batch is refused.
  * Structs   grow at their end, so that a program and a library of different versions understand each other.
@@ -344,9 +344,10 @@ typedef struct kvc_config {
     int64_t capacity;      /* live slots of one layer group, the open batch's included; a shared slot counts once.
                               0: max_seq_len * max_sequences, or no limit if either has none.  Tokens of the open batch
                               beyond max_seq_len, which do not stay, do not count towards this default */
-    int64_t max_bytes;     /* limit of kvc_nbytes whenever memory is taken for rows; 0: no limit.  An edit that takes no
-                              rows, and a call that keeps pinned blocks, may exceed it by bookkeeping, until a batch
-                              begins */
+    int64_t max_bytes;     /* limit of kvc_nbytes after each call that takes memory for rows; 0: no limit.  During the
+                              call, the new memory and the free memory that it replaces may exceed it together, as
+                              a call that fails gives back nothing.  An edit that takes no rows, and a call that
+                              keeps pinned blocks, may exceed it by bookkeeping, until a batch begins */
     int32_t num_threads;   /* threads one call uses; 0: kvc_num_threads() at the time of the call */
     const kvc_allocator *allocator; /* copied; NULL: the C library, and the operating system's pages for blocks */
     kvc_poll_fn *poll;              /* may be NULL: calls run to their end */
@@ -521,7 +522,8 @@ KVC_API int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer);
 KVC_API kvc_status kvc_position_range(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *first, int32_t *last);
 
 /* Returns the position of a sequence's next token: one more than the largest that is stored or has expired.  Returns 0
- * if nothing was stored. */
+ * if nothing was stored.  Expired positions are one range, here and in every other function: positions between them
+ * that no token ever had count as expired, too. */
 KVC_API int32_t kvc_next_position(kvc_cache *cache, int64_t seq_id);
 
 /* Returns whether a sequence can go on at `position`: 1 if the position is at most kvc_next_position, and no row that a
@@ -725,12 +727,12 @@ KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, i
  * Fails with KVC_ERR_BUSY and KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens);
 
-/* Takes memory now for num_tokens more tokens of a sequence, at least 1.  The next batches, up to as many tokens
- * together, then take none for rows or bookkeeping, except for blocks that a prefix keeps of these tokens.  If
- * max_bytes leaves room for just these tokens, a batch may still need a block, and fails with KVC_ERR_FULL if the block
- * does not fit.  An example: a window or a chunk leaves behind all rows that the sequence has in a block which another
- * sequence shares; its next rows go to another block.  The memory is resident, in huge pages if the system has them:
- * writing these rows faults on no page.
+/* Takes memory now for num_tokens more tokens of a sequence, at least 1.  The next batches of tokens at consecutive
+ * positions, without parents, up to as many tokens together, then take none for rows or bookkeeping.  Blocks that a
+ * prefix keeps of these tokens are an exception.  If max_bytes leaves room for just these tokens, a batch may still
+ * need a block, and fails with KVC_ERR_FULL if the block does not fit.  An example: a window or a chunk leaves behind
+ * all rows that the sequence has in a block which another sequence shares; its next rows go to another block.  The
+ * memory is resident, in huge pages if the system has them: writing these rows faults on no page.
  * Memory that is free already counts, and other sequences may use what was reserved.  So calls for several sequences do
  * not add up: reserve the sum of their tokens, each rounded up to whole blocks, for one of them, in a cache without
  * max_seq_len.  Reserved memory stays until it is used, kvc_compact gives it back, or other rows need it to stay within

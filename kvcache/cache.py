@@ -56,9 +56,9 @@ class KVCache(Saveable):
         ``max_seq_len * max_sequences``; no limit if one of these is None. A limit of its own counts all tokens of a
         batch that is open; the default one, those that `max_seq_len` lets stay.
     max_bytes : int, optional
-        The limit of `nbytes` whenever memory is taken for rows; by default none. Edits that take none, such as `fork`,
-        may pass it by some hundred bytes of bookkeeping each, until a batch begins; `restore`, while it reads, by what
-        it loads.
+        The limit of `nbytes` after each call that takes memory for rows; by default none. Edits that take none, such
+        as `fork`, may pass it by some hundred bytes of bookkeeping each, until a batch begins; `restore`, while it
+        reads, by what it loads.
     block_size : int, optional
         The number of tokens in a block, the unit of allocation and of sharing. By default 64. More if `max_seq_len` is
         given, `max_sequences` is 1 and no layer has a window or chunks: `max_seq_len`, so that the sequence lies in one

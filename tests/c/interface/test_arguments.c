@@ -222,6 +222,11 @@ static void test_bad_edits(void) {
     CHECK_FAILS(kvc_remove(p->cache, 3, -3, 2, 0), KVC_ERR_INVALID, "begin", "is -3:");
     CHECK_FAILS(kvc_remove(p->cache, 3, 3, 2, 0), KVC_ERR_INVALID, "end", "is 2:");
     CHECK_FAILS(kvc_remove(p->cache, 3, 3, 5, 1), KVC_ERR_UNSUPPORTED, "layer 0", "rope");
+    CHECK_FAILS(kvc_shift(p->cache, 3, 3, 5, 1), KVC_ERR_UNSUPPORTED, "layer 0", "rope");
+    CHECK_FAILS(kvc_divide(p->cache, 3, 3, 5, 2), KVC_ERR_UNSUPPORTED, "layer 0", "rope");
+    CHECK(kvc_remove(p->cache, 4, 3, 5, 1) == KVC_OK); /* an empty sequence has no keys to rotate */
+    CHECK(kvc_shift(p->cache, 4, 3, 5, 1) == KVC_OK);
+    CHECK(kvc_divide(p->cache, 4, 3, 5, 2) == KVC_OK);
     pair_check(p);
     pair_free(p);
 }
