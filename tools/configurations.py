@@ -2,14 +2,18 @@
 
 Each line is one type of model. ``defaults`` are values of fields that a file may leave out. ``names`` gives the class's
 name for each other name of a field. ``parts`` are the types of the parts that hold a text decoder; ``fixed`` are parts
-whose type a configuration cannot choose. Only fields that kvcache.models reads are kept. To write the file anew, run
-``python tools/configurations.py``; tests compare it with the classes where the same version of transformers is
-installed.
+whose type a configuration cannot choose. ``partial`` names the fields with which a model rotates a part of its heads.
+``limits`` names the kinds of windows that a model has. Both come from the model's code, and are left out where it has
+none. Only fields that kvcache.models reads are kept. To write the file anew, run ``python tools/configurations.py``.
+Tests compare it with the classes where the same version of transformers is installed.
 """
 
 import dataclasses
+import importlib
+import inspect
 import json
 import logging
+import re
 import warnings
 from pathlib import Path
 
@@ -17,7 +21,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from kvcache.models.fields import NAMES, PARTS
+from kvcache.models.fields import NAMES, PARTIAL, PARTS
 
 FILE = Path(__file__).resolve().parents[1] / "kvcache/models/classes.json"
 TASKS = ["CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MULTIMODAL_LM"]
@@ -33,6 +37,12 @@ FIELDS = {
     "swa_v_head_dim", "use_mem_rope", "use_sliding_window", "v_head_dim", "window_size",
 }  # fmt: skip
 THETA, LOCAL = 12345.0, 54321.0  # no class's own
+PARTS_OF_A_HEAD = 0.25, 0.75  # one of them is no class's own
+# Words in a model's code that say that it limits what a query sees, and what they stand for.
+LIMITS = {
+    "sliding": r"sliding|\blocal\b|window_size|local_attention",
+    "chunked": "chunked_attention|chunked_causal_mask|attention_chunk_size",
+}
 
 
 def make(cls, **fields):
@@ -100,6 +110,49 @@ def fixed(cls, parts):
     }
 
 
+def code(cls):
+    """Return the module of a class's model, or None: it has none of its own."""
+    try:
+        return importlib.import_module(cls.__module__.replace(".configuration_", ".modeling_"))
+    except ModuleNotFoundError:
+        return None
+
+
+def partial(cls, module):
+    """Return the fields on which the size of a model's rotation depends; None: it makes no table of it."""
+    found = [
+        made
+        for name, made in inspect.getmembers(module, inspect.isclass)
+        if name.endswith("RotaryEmbedding")
+        and not re.search("Vision|Audio", name)
+        and "config" in inspect.signature(made.__init__).parameters
+    ]
+    own = cls.__name__.removesuffix("Config") + "RotaryEmbedding"
+    found = [made for made in found if made.__name__ == own] or found
+    scaling = (getattr(make(cls), "rope_parameters", None) or {}).get("rope_type", "default")
+    plain = {"rope_type": "default", "rope_theta": THETA}
+    beside = {} if scaling == "default" else {"rope_parameters": plain}
+
+    def sizes(**fields):
+        try:
+            return [[buffer.shape for buffer in made(cls(**{**beside, **fields})).buffers()] for made in found]
+        except Exception:
+            return None
+
+    usual = sizes()
+    if not usual:
+        return None
+    given = [{name: 8 if name == "rotary_dim" else part} for name in PARTIAL for part in PARTS_OF_A_HEAD]
+    given += [{"rope_parameters": {**plain, "partial_rotary_factor": part}} for part in PARTS_OF_A_HEAD]
+    return list(dict.fromkeys(name for fields in given for name in fields if sizes(**fields) != usual))
+
+
+def limits(module):
+    """Return what a model's code has words for."""
+    text = inspect.getsource(module)
+    return [name for name, words in LIMITS.items() if re.search(words, text)]
+
+
 def table():
     """Return every type's line."""
     found = {}
@@ -113,6 +166,10 @@ def table():
         lines = {"defaults": defaults(cls), "names": names, "parts": parts(cls)}
         lines["fixed"] = fixed(cls, lines["parts"])
         found[name] = {kind: dict(sorted(values.items())) for kind, values in lines.items() if values}
+        module = code(cls)
+        if module is not None and not lines["parts"]:
+            read = partial(cls, module)
+            found[name] |= {"limits": limits(module)} | ({} if read is None else {"partial": read})
         todo |= {part["model_type"] for part in lines["parts"].values()}
     return dict(sorted(found.items()))
 

@@ -30,15 +30,22 @@ class Class(NamedTuple):
         Fields that hold the configuration of a part with a text decoder, and what that part has by default.
     fixed : dict
         Those of `parts` that are always of that type, whatever the configuration says.
+    partial : list of str or None
+        The fields that may make its model rotate a part of each head; ``"rope_parameters"`` stands for a
+        ``partial_rotary_factor`` in it. None: nobody knows.
+    limits : list of str or None
+        What its model limits a query's sight by, ``"sliding"`` and ``"chunked"``; None: nobody knows.
     """
 
     defaults: dict[str, Any]
     names: dict[str, str]
     parts: dict[str, dict[str, Any]]
     fixed: dict[str, str]
+    partial: list[str] | None
+    limits: list[str] | None
 
 
-UNKNOWN = Class({}, {}, {}, {})
+UNKNOWN = Class({}, {}, {}, {}, None, None)
 # Values that classes.json lacks, or that differ from it, by type of model. None: the field has no default.
 MORE: dict[str, dict[str, Any]] = {
     "chatglm": {"partial_rotary_factor": 0.5},
@@ -66,7 +73,7 @@ def _table() -> dict[str, Class]:
     """Read ``classes.json``."""
     lines = json.loads(FILE.read_text(encoding="utf-8"))
     del lines["transformers"]
-    found = {name: Class(*(line.get(kind, {}) for kind in Class._fields)) for name, line in lines.items()}
+    found = {name: UNKNOWN._replace(**line) for name, line in lines.items()}
     for name, values in MORE.items():
         known = found.get(name, UNKNOWN)
         merged = {field: value for field, value in (known.defaults | values).items() if value is not None}

@@ -74,6 +74,8 @@ NAMES = {
     # Windows count the token itself, as llama.cpp has it. transformers' class of MiMo adds 1.
     "sliding_window": ("sliding_window", "sliding_window_size", "attention_window_size", "interleaved_sliding_window"),
 }  # fmt: skip
+# Fields that say which part of a head is rotated.
+PARTIAL = (*NAMES["partial_rotary_factor"], "rotary_dim")
 # Names of a window's length; -1 and 0 say that there is no window.
 NO_WINDOW = {*NAMES["sliding_window"], "window_size"}
 # Fields under which a model of several parts nests the configuration of its text decoder.
@@ -321,6 +323,7 @@ def _named(given: Mapping[str, Any], source: str) -> dict[str, Any]:
         raise ModelFileError(f"{source}: a field's name has {longest:,} characters; {MAX_NAME} are the most")
     given = {**({} if attention is None else attention.values), **given, "model_type": classes.type_of(given)}
     known = classes.of(given["model_type"])
+    given, unread = _read_by(known, given)
     stored = {new: value for name, value in given.items() if (new := known.names.get(name, name)) not in given}
     stored |= {name: value for name, value in given.items() if name not in stored}
     fields = {name: value for name, value in stored.items() if value is not None}
@@ -333,4 +336,22 @@ def _named(given: Mapping[str, Any], source: str) -> dict[str, Any]:
         if found is not None:
             fields[name] = found
     aliases = set().union(*NAMES.values())
+    fields["unread"] = unread
     return {name: value for name, value in known.defaults.items() if name not in said | aliases} | fields
+
+
+def _read_by(known: classes.Class, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part a configuration's fields into what a class reads, and the fields about rotated parts that it does not read.
+
+    The parameters of a rotation may hold such a field, too.
+    """
+    read, unread = dict(given), dict[str, Any]()
+    if known.partial is None:
+        return read, unread
+    unread = {name: read.pop(name) for name in PARTIAL if name in read and name not in known.partial}
+    for name in ("rope_parameters", "rope_scaling"):
+        nested = read.get(name)
+        if "rope_parameters" not in known.partial and isinstance(nested, Mapping):
+            unread |= {own: value for own, value in nested.items() if own in PARTIAL}
+            read[name] = {own: value for own, value in nested.items() if own not in PARTIAL}
+    return read, unread

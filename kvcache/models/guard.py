@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from kvcache.errors import NotSupportedError, plain, shown
 from kvcache.models import classes
-from kvcache.models.fields import NAMES, Fields
-from kvcache.models.kinds import BY_LAYER, INDICES, PERIODS
+from kvcache.models.fields import NAMES, Fields, is_positive
+from kvcache.models.kinds import BY_LAYER, INDICES, PERIODS, ignored_kinds
 
 __all__ = ["check", "is_unknown", "refuse", "says_layers"]
 
@@ -100,6 +100,8 @@ COMPARED = {
 WINDOWED = {"grinmoe", "phi3_v", "phi4mm", "solar"}
 # Fields that say which layers have a window.
 SAYS_WHERE = (*BY_LAYER, *INDICES, *PERIODS, "block_configs", "block_types", "full_attention_idx", "use_sliding_window")
+# Fields that say how far the layers of a type see.
+LENGTHS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 # Types that keep no keys of an indexer though their files have its fields.
 WITHOUT_INDEX = {"minimax_m3_vl_text"}
 ADVICE = "describe its layers yourself, KVCache([Layer(...), ...])"
@@ -190,7 +192,30 @@ def check(config: Fields, kinds: Sequence[str]) -> None:
         names = f"{', '.join(less)} {'is' if len(less) == 1 else 'are'}"
         message = f"{plain(config.source)}: {names} not read: layers keep every row, of which they read some"
         warnings.warn(message, stacklevel=4)
+    _check_unread(config)
     _check_type(config, kinds)
+
+
+def _check_unread(config: Fields) -> None:
+    """Warn of fields that say something, and that the model of this type does not read."""
+    width, heads, part = (config.get(name) for name in ("hidden_size", "num_attention_heads", "partial_rotary_factor"))
+    dim = config.get("head_dim", width // heads if type(width) is type(heads) is int and heads else None)
+    usual = [None, 1, part, dim]  # what the model does all the same
+    if isinstance(dim, int) and is_positive(part):
+        usual += [int(dim * part)]
+    unread = [name for name, value in config.get("unread", {}).items() if value not in usual]
+    if config.get("kv_lora_rank"):  # latents have the rotated elements apart
+        unread = []
+    ignored = ignored_kinds(config)
+    length = next((kind for kind, name in LENGTHS.items() if config.get(name) is not None), "")  # the first counts
+    if length in ignored and config.get("use_sliding_window") is not False:
+        unread.append(LENGTHS[length])
+    if unread:
+        model_type = plain(config.get("model_type"))
+        message = (
+            f"{plain(config.source)}: models of type {model_type} do not read {', '.join(unread)}; nor does kvcache"
+        )
+        warnings.warn(message, stacklevel=5)
 
 
 def _check_type(config: Fields, kinds: Sequence[str]) -> None:

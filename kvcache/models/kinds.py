@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvcache.errors import NotSupportedError, shown
+from kvcache.models import classes
 from kvcache.models.fields import Fields
 from kvcache.models.reading import MAX_LAYERS
 
 __all__ = [
-    "BY_LAYER", "CROSS", "FULL", "INDICES", "NO_ROPE_EVERY", "PERIODS", "SLIDING", "STATELESS", "layer_types",
-    "rotates_by_interval",
+    "BY_LAYER", "CROSS", "FULL", "INDICES", "NO_ROPE_EVERY", "PERIODS", "SLIDING", "STATELESS", "ignored_kinds",
+    "layer_types", "rotates_by_interval",
 ]  # fmt: skip
 
 # Types of layers, as transformers names them.
@@ -102,8 +103,29 @@ FROM_MAX_WINDOW_LAYERS = {"dots1"}
 EVERY_WINDOW = {"ministral", "qwen3_moe"}  # types for which ``max_window_layers`` says nothing
 
 
+# Types of layers that do not see everything, and their names in `classes.Class.limits`.
+LIMITED = {**dict.fromkeys((S, "sliding", "local"), "sliding"), CHUNKED: "chunked"}
+# Types whose files are mostly of another class's models, with windows that transformers' class ignores.
+OTHER_CODE = {"mpt"}
+
+
 def layer_types(config: Fields) -> list[str]:
-    """Return transformers' type of each layer."""
+    """Return transformers' type of each layer; its models ignore some windows and chunks that files name."""
+    ignored = ignored_kinds(config)
+    return [F if kind in ignored else kind for kind in _said_types(config)]
+
+
+def ignored_kinds(config: Fields) -> set[str]:
+    """Return the types of layers that a model takes for layers with full attention."""
+    model_type = config.text("model_type", "")
+    limits = classes.of(model_type).limits
+    if limits is None or model_type in OTHER_CODE or config.get("gguf_architecture") is not None:
+        return set()
+    return {kind for kind, limit in LIMITED.items() if limit not in limits}
+
+
+def _said_types(config: Fields) -> list[str]:
+    """Return the type of each layer as a file says it."""
     kinds = _listed(config)
     if kinds is None:
         num_layers = _num_layers(config)

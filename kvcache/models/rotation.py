@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.errors import NotSupportedError, plain, shown
-from kvcache.models import guard
+from kvcache.models import classes, guard
 from kvcache.models.fields import NAMES, Fields, is_positive
 from kvcache.models.kinds import NO_ROPE_EVERY, SLIDING, rotates_by_interval
 from kvcache.rope import Rope, RopeLike
@@ -83,8 +83,6 @@ ROTATING = {
     "llava_llama", "minicpm", "mpt", "openelm", "orion", "phi-msft", "plamo", "plamo2", "qwen", "RefinedWeb",
     "RefinedWebModel", "stablelm_epoch", "xverse", "yuan",
 }  # fmt: skip
-# Types that rotate by ``partial_rotary_factor``, whatever ``rotary_dim`` says.
-WITHOUT_ROTARY_DIM = {"minimax_m3_vl_text"}
 # Types of layers whose rotation a file may give under the other's name.
 SAME = {
     "hybrid": "full_attention", "full_attention": "hybrid",
@@ -230,6 +228,8 @@ def _interleaved(config: Fields, model_type: str) -> bool:
 SCALED_LOCALLY = {"modernbert-decoder"}
 # Types whose layers with a window are not scaled, though they may have no theta of their own.
 NOT_SCALED_LOCALLY = {"step3p5"}
+# Types whose ``rope_scaling`` says nothing, but ``rope_parameters`` do.
+WITHOUT_SCALING = {"cohere2_moe"}
 # Other names of scalings, in files of any type, and of these types.
 SCALING_NAMES = {"no_scaling": "default", "origin": "default", "original": "default", "xdrope": "dynamic"}
 SCALING_NAMES_OF = {key: {"su": "longrope", "yarn": "longrope"} for key in ("phi3", "phi4_multimodal")}
@@ -240,7 +240,8 @@ def _parameters(config: Fields, layer: int, kind: str, model_type: str) -> Field
     theta = config.get("rope_local_base_freq") if kind in SLIDING else None
     found, source = _scaling(config, layer, kind, model_type, theta is not None)
     if theta is None:
-        theta = config.get("layer_rope_theta", config.get("rope_theta"))
+        usual = classes.of(model_type).defaults.get("rope_parameters") or {}  # counts beside a file's scaling
+        theta = config.get("layer_rope_theta", config.get("rope_theta", usual.get("rope_theta")))
     rotates = model_type in ROTATING or config.get("rotary_dim") or config.get("position_embedding_type") == "rope"
     if found is None or not (found or rotates or theta):
         return None
@@ -250,7 +251,7 @@ def _parameters(config: Fields, layer: int, kind: str, model_type: str) -> Field
     beside = {
         "rope_theta": theta,
         "partial_rotary_factor": config.get("partial_rotary_factor"),
-        "rotary_dim": None if model_type in WITHOUT_ROTARY_DIM else config.get("rotary_dim"),
+        "rotary_dim": config.get("rotary_dim"),
         "original_max_position_embeddings": config.get("max_position_embeddings"),
     }
     found = {**beside, **found, **({} if length is None else {"original_max_position_embeddings": length})}
@@ -274,7 +275,7 @@ def _scaling(
     ):
         own = given.part(kind) or given.part(SAME.get(kind, kind))
         return (None, "") if own is None else ({k: v for k, v in own.values.items() if v is not None}, own.source)
-    scaling = config.part("rope_scaling") or given
+    scaling = given if config.get("model_type") in WITHOUT_SCALING else config.part("rope_scaling") or given
     if scaling is None and config.get("rope_impl") in ("dail", "hf"):  # MPT
         scaling = config.part(f"rope_{config.get('rope_impl')}_config")
     rotary = None if config.get("rotary") is True else config.part("rotary")  # True in GPT-J, an object in InternLM

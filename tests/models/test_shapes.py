@@ -88,9 +88,10 @@ def test_part_of_a_larger_model_that_leaves_out_what_is_usual():
 
 def test_shared_layers():
     types = ["sliding_attention", "full_attention"] * 2
-    shape = shapes.read({**LLAMA, "layer_types": types, "sliding_window": 8, "num_kv_shared_layers": 2})
+    given = {**LLAMA, "model_type": "gemma2", "layer_types": types, "sliding_window": 8}
+    shape = shapes.read({**given, "num_kv_shared_layers": 2})
     assert tuple(layer.share for layer in shape.layers) == (None, None, 0, 1)
-    cache = kvcache.KVCache.from_config({**LLAMA, "layer_types": types, "sliding_window": 8})
+    cache = kvcache.KVCache.from_config(given)
     assert [layer.share for layer in cache.layers] == [None] * 4
 
 
@@ -225,10 +226,13 @@ def test_models_that_do_not_say_how_they_rotate(config, expected):
         ({"rope_parameters": [1]}, "rope_parameters"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"rope_scaling": {"type": 3}}, "type"),
-        ({"partial_rotary_factor": 9.0}, "partial_rotary_factor must be a positive number of at most 1, not 9.0"),
+        (
+            {"model_type": "phi", "partial_rotary_factor": 9.0},
+            "partial_rotary_factor must be a positive number of at most 1, not 9.0",
+        ),
         ({"layer_types": "full_attention"}, "layer_types"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
-        ({"sliding_window": "wide"}, "sliding_window"),
+        ({"model_type": "mistral", "sliding_window": "wide"}, "sliding_window"),
         ({"no_rope_layers": [1]}, "no_rope_layers"),
         ({"sliding_window": 8, "sliding_window_pattern": 0}, "sliding_window_pattern"),
         (

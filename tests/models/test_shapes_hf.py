@@ -235,6 +235,85 @@ def test_keys_are_shaped_and_rotated_as_the_shape_says(name):
     assert sum(layer.most_bytes(1) for layer in made.layers) == nbytes
 
 
+UNREAD = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "olmo2", "granite", "cohere", "falcon", "arcee")
+READ = ("glm4", "gpt_neox", "nemotron", "persimmon", "phi", "phi3", "stablelm")
+
+
+def unrotated(config):
+    """Return how many elements of a key of the first layer are the same at another position."""
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().double()
+    with torch.inference_mode():
+        made = model(torch.tensor([[5, 6, 5]]), use_cache=True).past_key_values.layers[0].keys[0, 0]
+    return int(torch.isclose(made[0], made[2], atol=1e-10, rtol=0).sum())
+
+
+@pytest.mark.parametrize("field", ["partial_rotary_factor", "rotary_pct", "rotary_dim", "rope_parameters"])
+@pytest.mark.parametrize("name", [*UNREAD, *READ])
+def test_a_part_of_a_head_rotates_only_where_the_model_reads_it(name, field):
+    """Some models ignore a field that others read; the keys of real ones tell."""
+    torch.manual_seed(0)
+    plain = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+    value = {"rotary_dim": 4, "rope_parameters": plain}.get(field, 0.75)
+    few = {**SMALL, "num_hidden_layers": 1, "num_key_value_heads": 4, field: value}
+    config = transformers.AutoConfig.for_model(name, **few)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        read = [shapes.read(config), shapes.read({**few, "model_type": name})]
+    for shape in read:
+        assert shape.layers[0].head_dim - 2 * len(shape.layers[0].rope.inv_freq) == unrotated(config)
+
+
+def test_a_field_that_the_model_does_not_read_is_warned_of():
+    few = {**SMALL, "model_type": "llama", "head_dim": 16}
+    for field in ({"rotary_pct": 0.5}, {"sliding_window": 8}, {"attention_chunk_size": 8}, {"rotary_dim": 8}):
+        with pytest.warns(UserWarning, match=f"models of type llama do not read {next(iter(field))}"):
+            shapes.read({**few, **field})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for field in ({"rotary_pct": 1.0}, {"sliding_window": None}, {"rotary_dim": 16}):
+            shapes.read({**few, **field})
+        shapes.read({**few, "sliding_window": 8, "use_sliding_window": False})
+
+
+def test_a_scaling_without_theta_has_the_theta_of_its_class():
+    linear = {"type": "linear", "factor": 4.0}
+    for name in ("apertus", "cwm", "llama"):
+        made = CONFIG_MAPPING[name].from_dict({"rope_scaling": dict(linear)})
+        assert shapes.read({"model_type": name, "rope_scaling": linear}).layers == shapes.read(made).layers
+    ignored = {"model_type": "cohere2_moe", "rope_scaling": linear}
+    for given in (ignored, CONFIG_MAPPING["cohere2_moe"].from_dict(dict(ignored))):
+        assert shapes.read(given).layers == shapes.read(make("cohere2_moe")).layers
+
+
+WITHOUT_WINDOWS = ("arcee", "bitnet", "cohere", "ernie4_5", "gemma", "glm", "gpt2", "gpt_neox", "llama", "olmo2", "phi")
+STRAY = (
+    {"sliding_window": 8}, {"attention_chunk_size": 8},
+    {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("stray", STRAY, ids=["window", "chunk", "layers"])
+@pytest.mark.parametrize("name", [*WITHOUT_WINDOWS, "mistral", "starcoder2", "phi3"])
+def test_windows_count_where_the_model_has_them(name, stray):
+    """The logits of a token say whether it sees a token before its window."""
+    if "layer_types" in stray and name not in WITHOUT_WINDOWS:
+        pytest.skip("its model has the window in every layer, and warns that another class is meant")
+    torch.manual_seed(0)
+    few = {**SMALL, "num_hidden_layers": 2, "head_dim": 16, "num_key_value_heads": 4, **stray}
+    config = transformers.AutoConfig.for_model(name, **few)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().double()
+    tokens = torch.arange(60)[None] % 50 + 3
+    others = tokens.clone()
+    others[0, 0] += 7
+    with torch.inference_mode():
+        logits, changed = (model(each, use_cache=False).logits[0, -1] for each in (tokens, others))
+    sees_all = not torch.equal(logits, changed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for shape in (shapes.read(config), shapes.read({**few, "model_type": name})):
+            assert any((window(layer.policy) or 4096) > 8 for layer in shape.layers) == sees_all
+
+
 def test_json_as_older_versions_wrote_it(tmp_path):
     config = make("mistral").to_dict()
     theta = config.pop("rope_parameters")["rope_theta"]
