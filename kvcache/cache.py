@@ -240,8 +240,8 @@ class KVCache(Saveable):
 
         Examples
         --------
-        >>> config = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512,
-        ...           "max_position_embeddings": 4096, "rope_theta": 10000.0}
+        >>> config = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 512,
+        ...           "num_key_value_heads": 2, "max_position_embeddings": 4096, "rope_theta": 10000.0}
         >>> kvcache.KVCache.from_config(config, dtype="q8_0").layers[1].head_dim
         64
         """

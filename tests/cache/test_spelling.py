@@ -43,7 +43,7 @@ CONSTRUCTORS = [kind for kind in CLASSES if not issubclass(kind, Exception)] + [
     ],
 )
 def test_another_name_of_an_argument(make, typed, here):
-    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+    config = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
     names = {**{name: getattr(kvcache, name) for name in kvcache.__all__}, "DirectoryStore": DirectoryStore,
              "ValkeyStore": ValkeyStore, "config": config, "cache": None}  # fmt: skip
     what = re.match(r"[A-Za-z]+", make)[0]
