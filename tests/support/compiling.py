@@ -127,8 +127,8 @@ def link(core, folder, *sources, flags=()):
     if sources[0].suffix == ".cpp":
         command = in_cpp(command)
     if any("_OPENMP" in source.read_text() for source in sources) and "-fsanitize=thread" not in command:
-        flags = [flag for flag in [*command, OPENMP] if flag.startswith(("-f", "-m", "-static"))]
-        command = [*command, OPENMP] if works(compiler(), flags, folder) else command
+        needed = [flag for flag in [*command, OPENMP] if flag.startswith(("-f", "-m", "-static"))]
+        command = [*command, OPENMP] if works(compiler(), needed, folder) else command
     program = folder / f"{sources[0].stem}{'.exe' * is_for_windows()}"
     if (diverted := diverted_by(*sources)) and not is_for_windows():  # where calls of the system go through a table
         objects = [divert(command, objects, diverted, program.with_suffix(".core.o"))]
