@@ -446,9 +446,7 @@ def test_tokens_of_another_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"partial_rotary_factor": 0.5}, "only models whose heads are rotated as a whole, and all alike"),
         ({"no_rope_layers": [1, 0]}, "only models whose heads are rotated as a whole, and all alike"),
-        ({"layer_types": ["full_attention", "chunked_attention"], "attention_chunk_size": 8}, "only layers that see"),
         ({"v_head_dim": 16}, "its layers differ, or their keys and values do"),
         ({"mlp_bias": True}, "mlp_bias True is not supported"),
     ],
