@@ -138,11 +138,12 @@ static kernel_rows take_rows(const kvc_task *t, walk *w, int64_t rows) {
 }
 
 /* Takes as many rows as a kernel is best given next: floats of a long stretch, else a few; all, where they are
- * unpacked. Quantised rows are scored in groups, and sums of theirs depend on all rows of the tile. */
+ * unpacked.  Quantised rows are scored in groups.  Their sums depend on which rows go together, wherever they lie. */
 static kernel_rows take_some(const kvc_task *t, walk *w) {
     const int64_t in_place = rows_behind(&w->place), left = w->left;
-    const int is_quantised = w->type >= KVC_FLOAT_TYPES;
-    if (in_place >= left || w->kernel_type != w->type || (is_quantised && w->is_value)) return take_rows(t, w, left);
+    const int is_quantised = w->type >= KVC_FLOAT_TYPES, is_same = w->kernel_type == w->type;
+    if (is_quantised && w->is_value && is_same) return take_rows(t, w, kvc_smaller(left, KVC_PANEL));
+    if (in_place >= left || !is_same) return take_rows(t, w, left);
     if (!is_quantised && in_place >= LEAST_STRETCH) return take_rows(t, w, in_place);
     if (is_quantised && in_place >= KVC_ROW_GROUP) return take_rows(t, w, in_place / KVC_ROW_GROUP * KVC_ROW_GROUP);
     const int64_t few = is_quantised ? KVC_ROW_GROUP : FEW_ROWS;
@@ -175,12 +176,12 @@ static void times_scales(const kvc_task *t, const kvc_tile *tile, int is_value) 
  * where rows share lines with them. */
 static ptrdiff_t narrow_hole(const walk *w) { return w->row_bytes % KVC_CACHE_LINE ? NARROW_HOLE : 0; }
 
-/* Whether the rows that are left lie in several stretches, which are better prefetched a few rows at a time. */
-static int is_in_stretches(const walk *w) {
+/* Whether the next rows, up to `most`, lie in several stretches, which are better prefetched a few rows at a time. */
+static int is_in_stretches(const walk *w, int64_t most) {
     const row_place *p = &w->place;
     const int64_t rows = w->left ? rows_behind(p) : 0;
     if (rows < LEAST_AHEAD) return 0;
-    return rows < w->left || p->at->step[w->is_value] - (ptrdiff_t)w->row_bytes > narrow_hole(w);
+    return rows < kvc_smaller(w->left, most) || p->at->step[w->is_value] - (ptrdiff_t)w->row_bytes > narrow_hole(w);
 }
 
 /* Takes up to `rows` rows to prefetch, and returns the last of them that lie one after the other, for a kernel to
@@ -412,7 +413,7 @@ static void accumulate_rows(const kvc_task *t, const float *weights, kernel_rows
     enum { PARTS = 4 };
     const kvc_call *c = t->call;
     const int32_t type = t->v_as, dim = c->plan->v_dim;
-    const int is_cut = type >= KVC_FLOAT_TYPES && is_in_stretches(keys);
+    const int is_cut = type >= KVC_FLOAT_TYPES && is_in_stretches(keys, rows_ahead);
     const int32_t splits = is_cut ? PARTS : 1;
     const int32_t columns =
         is_cut ? (dim / PARTS + KVC_QUANT_ELEMENTS - 1) / KVC_QUANT_ELEMENTS * KVC_QUANT_ELEMENTS : dim;
