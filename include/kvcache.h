@@ -1136,7 +1136,7 @@ KVC_API kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, 
 
 typedef struct kvc_store {
     size_t struct_size;
-    void *user; /* given to the functions */
+    void *user; /* given to the functions; stores with the same `user` and `read` are one store */
     /* Copies the value under a name of KVC_NAME_BYTES bytes to `value`, and sets *size to its bytes, or to 0 if
      * there is no value.  If the value has more than max_bytes, sets *size to any number above max_bytes, and copies no
      * more than max_bytes. */
@@ -1158,8 +1158,9 @@ KVC_API kvc_status kvc_prefix_fetch(kvc_prefix *prefix, const kvc_tokens *tokens
 
 /* Takes the new blocks as kvc_take_new_blocks does, and writes them to a store.  Sets *num_written to how many it
  * wrote, also if it fails.  If a block may have no state, or lack rows of windows, it reads the block's value first,
- * and writes both joined.  Fails as `read` and `write` do, and with KVC_ERR_NOMEM.  It does not try that block again;
- * the next call writes the others. */
+ * and writes both joined.  If another call of this cache is writing the block to the same store, that call writes it
+ * again in place of this one.  Fails as `read` and `write` do, and with KVC_ERR_NOMEM.  It does not try that block
+ * again; the next call writes the others. */
 KVC_API kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_t *num_written);
 
 /* Writes a block that kvc_take_new_blocks has listed to a store, as kvc_store_new_blocks does, on any thread: for

@@ -133,10 +133,40 @@ static int is_forgotten(const kvc_carrier *c, const departure *d) {
     return is_forgotten;
 }
 
+/* Begins to write a block.  Returns 0 if another call is writing it to this store: that call then writes it again, so
+ * that an older value does not come last. */
+static int begin_writing(kvc_carrier *c, const departure *d) {
+    kvc_lock(c->cache);
+    kvc_carrier *other = c->cache->carriers;
+    while (other && !(other->writing && other->store.user == c->store.user && other->store.read == c->store.read &&
+                      !memcmp(other->writing, d->name, KVC_NAME_BYTES)))
+        other = other->next;
+    if (other)
+        other->again = 1;
+    else
+        c->writing = d->name;
+    kvc_unlock(c->cache, KVC_OK);
+    return !other;
+}
+
+/* Ends writing, and returns 0, unless the block is to be written again. */
+static int writes_again(kvc_carrier *c) {
+    kvc_lock(c->cache);
+    const int again = c->again;
+    c->again = 0;
+    if (!again) c->writing = NULL;
+    kvc_unlock(c->cache, KVC_OK);
+    return again;
+}
+
+static kvc_status read_block(const kvc_carrier *c, const departure *d, int64_t *size) {
+    return kvc_read_block(c->cache, d->id, c->value + KVC_VALUE_HEADER, c->max_bytes - KVC_VALUE_HEADER, size);
+}
+
 /* Writes a block, unless the store has all of it; *size is 0 if it was dropped meanwhile. */
-static kvc_status write_block(kvc_carrier *c, const departure *d, int64_t *size, int64_t *num_written) {
+static kvc_status write_once(kvc_carrier *c, const departure *d, int64_t *size, int64_t *num_written) {
     uint8_t *value;
-    KVC_TRY(kvc_read_block(c->cache, d->id, c->value + KVC_VALUE_HEADER, c->max_bytes - KVC_VALUE_HEADER, size));
+    KVC_TRY(read_block(c, d, size));
     if (!*size) return KVC_OK;
     KVC_TRY(join_stored(c, d, &value, size));
     if (!value) return KVC_OK;
@@ -148,6 +178,15 @@ static kvc_status write_block(kvc_carrier *c, const departure *d, int64_t *size,
     const kvc_status status = c->store.write(c->store.user, d->name, value, KVC_VALUE_HEADER + *size);
     if (c->store.remove && is_forgotten(c, d)) return c->store.remove(c->store.user, d->name);
     *num_written += status == KVC_OK;
+    return status;
+}
+
+/* Does the same, or leaves it to another call. */
+static kvc_status write_block(kvc_carrier *c, const departure *d, int64_t *size, int64_t *num_written) {
+    kvc_status status;
+    if (!begin_writing(c, d)) return read_block(c, d, size);
+    do status = write_once(c, d, size, num_written);
+    while (writes_again(c));
     return status;
 }
 

@@ -16,6 +16,8 @@ typedef struct kvc_carrier {
     kvc_crc *crc;      /* first in it; values follow */
     uint8_t *value;
     uint8_t *stored, *joined; /* others; NULL: a block's value never lacks anything */
+    const uint8_t *writing;   /* name of the block that it is writing to the store; NULL: none */
+    int32_t again;            /* it is to write this block once more, as another call was to do */
 } kvc_carrier;
 
 /* Gives the memory back, with the mutex held. */

@@ -209,7 +209,54 @@ static void test_gap(void) {
     end();
 }
 
+/* ---- two calls that write the same block ------------------------------------------------------------------------- */
+
+static atomic_int is_writing, goes_on;
+
+static kvc_status write_slowly(void *user, const uint8_t *name, const void *bytes, int64_t size) {
+    atomic_store(&is_writing, 1);
+    while (!atomic_load(&goes_on)) sched_yield();
+    return write_value(user, name, bytes, size);
+}
+
+static void *write_new_blocks(void *num) {
+    const kvc_store slow = {.struct_size = sizeof slow, .read = read_value, .write = write_slowly};
+    CHECK(kvc_store_new_blocks(cache, &slow, num) == KVC_OK);
+    return NULL;
+}
+
+/* A block that gets a state while a call writes it, and that a second call writes then, is stored with its state. */
+static void test_two_writers(int by_id) {
+    const kvc_store slow = {.struct_size = sizeof slow, .read = read_value, .write = write_slowly};
+    const kvc_tokens tokens = first(BLOCK), all = first(BLOCK + 1);
+    kvc_new_block block;
+    pthread_t thread;
+    int64_t num, written;
+    int32_t fetched, known;
+    atomic_store(&is_writing, 0);
+    atomic_store(&goes_on, 0);
+    begin((kvc_config){0}, 1);
+    const int64_t id = serve(BLOCK);
+    CHECK(pthread_create(&thread, NULL, write_new_blocks, &written) == 0);
+    while (!atomic_load(&is_writing)) sched_yield();
+    CHECKF(kvc_prefix_checkpoint(prefix, id, &tokens, "s", 1) == KVC_OK, "%s", kvc_last_error());
+    if (by_id) CHECK(kvc_take_new_blocks(cache, &block, sizeof block, 1, &num) == KVC_OK && num == 1);
+    if (by_id)
+        CHECK(kvc_store_block(cache, block.id, &slow, &num) == KVC_OK && num > 0);
+    else
+        CHECK(kvc_store_new_blocks(cache, &slow, &num) == KVC_OK && num == 0);
+    atomic_store(&goes_on, 1);
+    pthread_join(thread, NULL);
+    CHECKF(written == 2, "%d were written", (int)written);
+    CHECK(kvc_clear_sequence(cache, id) == KVC_OK && kvc_prefix_clear(prefix) == KVC_OK);
+    CHECK(kvc_prefix_fetch(prefix, &all, -1, &store, &fetched) == KVC_OK && fetched == BLOCK);
+    CHECK(kvc_prefix_lookup(prefix, &all, &known, NULL) == KVC_OK);
+    CHECKF(known == BLOCK, "%d are known", known);
+    end();
+}
+
 int main(void) {
+    for (int by_id = 0; by_id < 2; by_id++) test_two_writers(by_id);
     test_gap();
     for (int limits_bytes = 0; limits_bytes < 2; limits_bytes++) {
         test_room(write_blocks, limits_bytes);
