@@ -54,7 +54,8 @@
  *           (reuse_min_tokens) rewrites the keys of a sequence, and so do edits of that sequence.
  *           If each thread serves one request, let them put their tokens in one batch of many sequences, or take turns:
  *           with timeout_ms, kvc_begin_with waits for the open batch to end.
- *           Some calls wait.  Calls that read the rows of a sequence, edit it or begin a batch of it wait while
+ *           Some calls wait.  kvc_prefix_forget and kvc_prefix_clear wait for a kvc_prefix_forget of the same prefix.
+ *           Calls that read the rows of a sequence, edit it or begin a batch of it wait while
  *           kvc_inject or kvc_settle writes its rows.  kvc_compact, kvc_settle and kvc_cache_free wait for calls that
  *           copy rows out; a call that comes to copy rows meanwhile waits behind them.  kvc_room, kvc_load, and a call
  *           that would fail with KVC_ERR_FULL, wait for calls that copy rows, or carry a block to or from a store.
@@ -1047,7 +1048,7 @@ KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
 /* Forgets a prompt, for example private data: none of its tokens matches any prompt until somebody computes them again.
  * Pass the answer with the prompt.  The call drops each block that holds a row of one of the tokens, and each block
  * that follows the whole prompt.  Pinned blocks go, too, and so do the states of all these.  Sets *num_dropped to the
- * number of tokens in these blocks.
+ * number of tokens in these blocks.  A block that expired goes as well, unless another call has dropped it already.
  *
  * A block that follows a part of the prompt and holds none of its tokens stays.  It belongs to another prompt, and
  * matches again once the tokens before it are computed again.  If all layers have windows or chunks, it could match
@@ -1064,9 +1065,14 @@ KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
  * rows another prefix has forgotten.  A kvc_prefix_fetch under way adds nothing more.
  * Pins stay.  A block that they held is pinned again once its tokens are computed again, until kvc_prefix_unpin.  A
  * block that goes on otherwise where the prompt ends is not pinned.
+ * Blocks are dropped a few at a time, so that other calls come between.  Until the call ends, prompts with the
+ * same first token match nothing, and none of their blocks are kept.
  * Stores keep their values.  Remove the values under the names of the prompt (kvc_prefix_names), and under the names
- * that this call writes to `names`, [max_names][KVC_NAME_BYTES]: the full blocks that it dropped.  The call ends when
- * it has written max_names of them; call it again until *num_names is less.  names NULL, and max_names 0: drops all.
+ * that this call writes to `names`, [max_names][KVC_NAME_BYTES]: the full blocks that it dropped, or that others
+ * dropped while it ran.  The call ends when it has written max_names of them; call it again until *num_names is less.
+ * A block that others drop between two such calls has no name.  So give room for more than kvc_prefix_stats.blocks
+ * names.
+ * names NULL, and max_names 0: drops all.
  * A kvc_store_new_blocks under way writes none of these blocks any more.  It removes the value again that it is just
  * writing (kvc_store.remove).  If a store has no `remove`, remove the values once that call has ended.
  * A block that had left the cache before has no name here.  Stores may still have blocks that follow the prompt, and

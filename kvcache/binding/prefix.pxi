@@ -148,14 +148,21 @@ cdef class Prefix:
     def forget(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests, found):
         """Return how many tokens were dropped. Append arrays of the names of their full blocks to a deque.
 
-        Unused rows of the arrays are zeros. An array is in the deque before its blocks are dropped, so that neither a
-        signal's handler that raises nor a lack of memory loses a name.
+        The last rows of the arrays are zeros. An array is in the deque before its blocks are dropped, so that neither a
+        signal's handler that raises nor a lack of memory loses a name. It has room for the names of all blocks, because
+        names of blocks that others drop between two calls would be lost.
         """
         cdef kvc_tokens tokens = describe(ids, digests)
         cdef uint8_t[:, ::1] names
-        cdef int64_t most = 256, num_names = most, num = 0, dropped = 0
+        cdef kvc_prefix_stats stats
+        cdef int64_t most = 0, num_names = 0, num = 0, dropped = 0
         cdef kvc_status status
         while num_names == most:
+            self.cache.enter()
+            with nogil:
+                kvc_prefix_get_stats(self.handle, &stats, sizeof(stats))
+            self.cache.finish(KVC_OK)
+            most = stats.blocks + 256
             names = np.zeros((most, KVC_NAME_BYTES), np.uint8)
             found.append(names.base)
             self.cache.enter()

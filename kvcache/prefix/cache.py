@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
+from bisect import bisect_left
 from collections import deque
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
@@ -540,7 +541,9 @@ class PrefixCache:
                     num = self._prefix.forget(*given, self._forgotten)
                 finally:  # blocks may be dropped, too, as when a signal came meanwhile
                     while self._forgotten:
-                        doom(name.tobytes().hex() for name in self._forgotten[0] if name.any())
+                        names = self._forgotten[0]
+                        num_names = bisect_left(range(len(names)), True, key=lambda i: not names[i].any())
+                        doom(name.tobytes().hex() for name in names[:num_names])
                         self._forgotten.popleft()  # last: a signal's handler that raises before loses nothing
             self._store_new()  # so that what waits to be written counts as written before, and is deleted after it
         self._client.delete_doomed()

@@ -54,6 +54,23 @@ int kvc_cache_wait_copies(kvc_cache *cache) {
     return 1;
 }
 
+void kvc_cache_begin_gradual(kvc_cache *cache) {
+    while (cache->num_waiting) kvc_signal_wait(&cache->idle, &cache->mutex);
+    cache->num_gradual++;
+}
+
+void kvc_cache_end_gradual(kvc_cache *cache) {
+    cache->num_gradual--;
+    kvc_signal_all(&cache->idle);
+}
+
+void kvc_cache_wait_all(kvc_cache *cache) {
+    cache->num_waiting++; /* so that none begins meanwhile */
+    while (cache->num_gradual) kvc_signal_wait(&cache->idle, &cache->mutex);
+    kvc_cache_wait(cache);
+    if (--cache->num_waiting == 0) kvc_signal_all(&cache->idle);
+}
+
 int kvc_cache_wait_pages(kvc_cache *cache) {
     if (!kvc_memory_any_busy(&cache->memory)) return 0;
     cache->num_waiting++;

@@ -35,6 +35,14 @@ void kvc_cache_wait(kvc_cache *cache);
  * evicted. Returns whether it had to wait, so that the call looks again. */
 int kvc_cache_wait_copies(kvc_cache *cache);
 
+/* Bracket a call that drops kept blocks a few at a time, so that no child of a fork() has half of it.
+ * kvc_cache_begin_gradual may wait. */
+void kvc_cache_begin_gradual(kvc_cache *cache);
+void kvc_cache_end_gradual(kvc_cache *cache);
+
+/* Does what kvc_cache_wait does, and waits for these calls, too. */
+void kvc_cache_wait_all(kvc_cache *cache);
+
 /* Waits until no call works on pages.  Returns whether it had to wait, and so released the mutex meanwhile. */
 int kvc_cache_wait_pages(kvc_cache *cache);
 

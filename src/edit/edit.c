@@ -310,17 +310,19 @@ static kvc_status clear_all_but(kvc_cache *cache, const kvc_sequence *kept) {
     return KVC_OK;
 }
 
-kvc_status kvc_clear(kvc_cache *cache) {
+/* Forgets every sequence, except the one with this id (NULL: no exception). */
+static kvc_status clear_all(kvc_cache *cache, const int64_t *kept_id) {
     kvc_lock(cache);
+    kvc_cache_begin_gradual(cache);
     kvc_cache_find_all(cache);
-    return kvc_unlock(cache, clear_all_but(cache, NULL));
+    const kvc_status status = clear_all_but(cache, kept_id ? kvc_table_find(&cache->sequences, *kept_id) : NULL);
+    kvc_cache_end_gradual(cache);
+    return kvc_unlock(cache, status);
 }
 
-kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id) {
-    kvc_lock(cache);
-    kvc_cache_find_all(cache);
-    return kvc_unlock(cache, clear_all_but(cache, kvc_table_find(&cache->sequences, seq_id)));
-}
+kvc_status kvc_clear(kvc_cache *cache) { return clear_all(cache, NULL); }
+
+kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id) { return clear_all(cache, &seq_id); }
 
 kvc_status kvc_clear_sequence(kvc_cache *cache, int64_t seq_id) {
     kvc_lock(cache);

@@ -1,7 +1,7 @@
 /* atfork.c: handles the process's fork(): keeps caches usable in the child, whatever other threads were doing.
  *
- * fork() first locks every cache, and waits for all calls that read or write rows without the mutex.  So in the child
- * nothing is half done, and no mutex belongs to a thread that does not exist there.  Only here is a cache locked while
+ * fork() first locks every cache, and waits for all calls that read or write rows without the mutex.  It also waits for
+ * calls that forget sequences, or a prompt, a few blocks at a time.  So in the child nothing is half done, and no mutex belongs to a thread that does not exist there.  Only here is a cache locked while
  * another cache, or the list of caches, is locked.  Rewrites of keys by a function of the caller, which may do
  * anything, are not waited for: the child undoes them.
  */
@@ -27,12 +27,12 @@ void kvc_atfork_remove(kvc_cache *cache) { (void)cache; }
 static pthread_mutex_t list_mutex = PTHREAD_MUTEX_INITIALIZER;
 static kvc_cache *caches, **end_of_caches = &caches; /* in order of creation, in which they are locked */
 
-/* Runs before fork(): locks the list and all caches, and waits for calls that work on rows without the mutex. */
+/* Runs before fork(): locks the list and all caches, and waits for calls that must not end halfway. */
 static void lock_all(void) {
     kvc_mutex_lock(&list_mutex);
     for (kvc_cache *cache = caches; cache; cache = cache->next) {
         kvc_lock(cache);
-        kvc_cache_wait(cache);
+        kvc_cache_wait_all(cache);
     }
 }
 

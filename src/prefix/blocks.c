@@ -353,6 +353,7 @@ static kvc_status begin_arrival(arrival *a, const kvc_tokens *tokens, int32_t *i
     kvc_prefix *prefix = a->prefix;
     kvc_match m;
     if (prefix->forgot != a->forgot) return KVC_OK;
+    if (kvc_tree_is_forgetting(prefix->tree, kvc_tokens_part(tokens, 0, 1))) return KVC_OK;
     KVC_TRY(kvc_match_find(prefix, tokens, a->end, &m));
     kvc_node *last = kvc_match_path(&m, a->begin);
     const int may_add = last->end == a->begin && may_follow(&m, last);

@@ -5,55 +5,69 @@
 #include "cache/waiting.h"
 #include "prefix/pin.h"
 
-enum { AT_ONCE = 16 }; /* blocks that are dropped before others get the mutex */
+enum {
+    DROPPED_AT_ONCE = 16, /* blocks that are dropped before others get the mutex */
+    PASSED_AT_ONCE = 256  /* and that are looked at */
+};
 
-/* The next blocks to drop. */
-typedef struct doomed {
-    const kvc_tokens *tokens;
-    kvc_node *nodes[AT_ONCE];
-    int32_t num;
-    int32_t needs_none; /* behind the prompt's tokens, others may match without their rows */
-} doomed;
-
-static void add(doomed *d, kvc_node *node) {
-    if (node->rows && d->num < AT_ONCE) d->nodes[d->num++] = node;
-}
+/* Names of full blocks that were dropped. */
+typedef struct names {
+    uint8_t *to; /* [most][KVC_NAME_BYTES] NULL: nobody asks */
+    int64_t num, most;
+} names;
 
 /* ---- finding ----------------------------------------------------------------------------------------------------- */
 
-/* Returns the last node below a node, in an order by distance from the root; the node itself if it has no children. */
-static kvc_node *last_below(kvc_node *node) {
-    while (node->children.num) node = kvc_node_end(node, 1);
-    return node;
+/* A walk over the nodes that hold rows of the prompt's tokens, or stand behind all of them: first those below a node,
+ * then the node.  The path to its place stays, whatever others drop meanwhile. */
+typedef struct walk {
+    const kvc_tokens *tokens;
+    kvc_node *node;     /* its place, which has a use of it */
+    kvc_node *top;      /* `node` or one above it, below which all are found; NULL: only some are */
+    int32_t is_done;    /* it has been below `node` */
+    int32_t needs_none; /* behind the prompt's tokens, others may match without their rows */
+} walk;
+
+/* Returns how many tokens of the prompt a node has, if its parent has only tokens of the prompt. */
+static int32_t common_with(const walk *w, const kvc_node *node) {
+    const kvc_token_span part = kvc_tokens_part(w->tokens, node->begin, node->end);
+    return part.num > 0 ? kvc_tokens_common(&node->tokens, &part) : 0;
 }
 
-/* Adds nodes below one, the last ones first. */
-static void add_below(doomed *d, kvc_node *top) {
-    for (kvc_node *node = last_below(top); node != top && d->num < AT_ONCE;) {
-        kvc_node *before = kvc_node_beside(node, 0);
-        add(d, node);
-        node = before ? last_below(before) : node->parent;
+/* Returns a child if it is found, otherwise NULL: the children that have the next token of the prompt are. */
+static kvc_node *if_found(const walk *w, kvc_node *child) { return child && common_with(w, child) ? child : NULL; }
+
+static kvc_node *first_below(const walk *w) {
+    if (w->top) return kvc_node_end(w->node, 0);
+    if (common_with(w, w->node) < w->node->end - w->node->begin) return NULL;
+    const kvc_token_span next = kvc_tokens_part(w->tokens, w->node->end, (int64_t)w->node->end + 1);
+    return if_found(w, kvc_node_among(w->node, &next).behind);
+}
+
+static kvc_node *next_beside(const walk *w) {
+    kvc_node *next = kvc_node_beside(w->node, 1);
+    return w->top && w->top != w->node ? next : if_found(w, next);
+}
+
+/* Goes to another node, which may free the one before. */
+static void go_to(walk *w, kvc_node *node) {
+    kvc_node *before = w->node;
+    kvc_node_use(node, 1);
+    w->node = node;
+    kvc_node_use(before, -1);
+}
+
+/* Goes on by a node. */
+static void go_on(walk *w) {
+    kvc_node *next = w->is_done ? next_beside(w) : first_below(w);
+    if (w->top == w->node && w->is_done) w->top = NULL;
+    if (next) {
+        go_to(w, next);
+        if (!w->top && (w->needs_none || next->begin + common_with(w, next) == w->tokens->num_tokens)) w->top = next;
+    } else if (w->is_done) {
+        go_to(w, w->node->parent);
     }
-}
-
-/* Adds a child that has some of the next tokens of the prompt; if it has all that are left, or what follows needs none
- * of them, also what follows. */
-static void add_child(doomed *d, kvc_node *child, int32_t common) {
-    if (d->needs_none || child->begin + common == d->tokens->num_tokens) add_below(d, child);
-    add(d, child);
-}
-
-/* Adds children that begin with some of these tokens. */
-static void add_alike(doomed *d, const kvc_node *parent, const kvc_token_span *tokens) {
-    const kvc_among place = kvc_node_among(parent, tokens);
-    for (int side = 0; side < 2; side++) {
-        kvc_node *child = side ? place.behind : place.before;
-        for (; child && d->num < AT_ONCE; child = kvc_node_beside(child, side)) {
-            const int32_t common = kvc_tokens_common(&child->tokens, tokens);
-            if (!common) break;
-            add_child(d, child, common);
-        }
-    }
+    w->is_done = !next;
 }
 
 /* Returns whether all layers have windows or chunks, so that they leave any token behind. */
@@ -63,53 +77,40 @@ static int all_expire(const kvc_cache *cache) {
     return 1;
 }
 
-/* Finds nodes that hold rows of the prompt's tokens, or stand behind all of them: those at its end first. */
-static void find(const kvc_prefix *prefix, doomed *d) {
-    const int32_t block = prefix->cache->pools[0].block_size;
-    kvc_node *node = &prefix->tree->root;
-    while (!d->needs_none) {
-        const kvc_token_span part = kvc_tokens_part(d->tokens, node->end, (int64_t)node->end + block);
-        kvc_node *child = part.num == block ? kvc_node_child(node, &part) : NULL;
-        if (!child) break;
-        node = child;
-    }
-    for (d->num = 0; node && d->num < AT_ONCE; node = node->parent) {
-        const kvc_token_span part = kvc_tokens_part(d->tokens, node->end, (int64_t)node->end + block);
-        if (part.num) add_alike(d, node, &part);
-    }
-}
-
 /* ---- dropping ---------------------------------------------------------------------------------------------------- */
 
-/* Names of full blocks that were dropped. */
-typedef struct names {
-    uint8_t *to; /* [most][KVC_NAME_BYTES] NULL: nobody asks */
-    int64_t num, most;
-} names;
-
-/* Drops these nodes, until there is no room for more names. */
-static void drop(const kvc_prefix *prefix, const doomed *d, names *n, int64_t *num_dropped) {
-    for (int32_t i = 0; i < d->num; i++) kvc_node_use(d->nodes[i], 1); /* one may be freed with another */
-    for (int32_t i = 0; i < d->num; i++) {
-        kvc_node *node = d->nodes[i];
-        const int32_t num = node->end - node->begin, is_full = num == prefix->cache->pools[0].block_size;
-        if (!is_full || !n->to || n->num < n->most) {
-            if (is_full && n->to) memcpy(n->to + n->num++ * KVC_NAME_BYTES, node->name, KVC_NAME_BYTES);
-            *num_dropped += num;
-            kvc_node_drop(node);
-        }
-        kvc_node_use(node, -1);
-    }
+/* Drops a node, unless others have done so, and writes the name of a full one.  Returns whether there was room for it.
+ */
+static int drop(kvc_node *node, names *n, int64_t *num_dropped) {
+    const int32_t num = node->end - node->begin, is_full = num == node->tree->cache->pools[0].block_size;
+    if (!node->rows && !kvc_node_is_lost(node)) return 1;
+    if (is_full && n->to && n->num == n->most) return 0;
+    *num_dropped += num;
+    if (node->rows) kvc_node_drop(node);
+    if (!is_full) return 1;
+    if (n->to) memcpy(n->to + n->num++ * KVC_NAME_BYTES, node->name, KVC_NAME_BYTES);
+    kvc_node_let_go(node);
+    return 1;
 }
 
-/* Once nothing is left: keeps no blocks of sequences that hold rows of the prompt, nor such as are on their way.  An
- * acquired sequence whose rows windows have all left behind counts: rows may be kept aside, or a state made of them. */
-static void end_sources(kvc_prefix *prefix, const kvc_tokens *tokens) {
+/* Drops some nodes; returns whether there are more, and room for their names. */
+static int drop_some(walk *w, names *n, int64_t *num_dropped) {
+    for (int passed = 0, dropped = 0; passed < PASSED_AT_ONCE && dropped < DROPPED_AT_ONCE; passed++) {
+        const int64_t before = *num_dropped;
+        if (w->is_done && (!w->node->parent || !drop(w->node, n, num_dropped))) return 0;
+        dropped += *num_dropped > before;
+        go_on(w);
+    }
+    return 1;
+}
+
+/* Keeps no blocks of sequences that hold rows of the prompt, nor such as are on their way.  An acquired sequence whose
+ * rows windows have all left behind counts: rows may be kept aside, or a state made of them. */
+static void end_sources(kvc_prefix *prefix, const kvc_token_span *first) {
     kvc_cache *cache = prefix->cache;
-    const kvc_token_span first = kvc_tokens_part(tokens, 0, 1);
     kvc_origin_forget(cache, prefix->bit);
     prefix->forgot = cache->num_forgets;
-    for (kvc_session *session = NULL; (session = kvc_session_beginning(cache, &first, session));) {
+    for (kvc_session *session = NULL; (session = kvc_session_beginning(cache, first, session));) {
         kvc_sequence *sequence = session->sequence;
         if (!sequence->in_batch && kvc_sequence_is_blank(sequence)) continue;
         kvc_origin_mark(cache, sequence, prefix->bit);
@@ -118,10 +119,33 @@ static void end_sources(kvc_prefix *prefix, const kvc_tokens *tokens) {
     kvc_pin_remove_all(prefix);
 }
 
+/* Ends what the prompt's rows may come from; from then on, nothing can come to them.  Then drops them.  In each part,
+ * cache->num_forgets rises: what is being written of the blocks that go is taken away again. */
+static void forget(kvc_prefix *prefix, walk *w, names *n, int64_t *num_dropped) {
+    kvc_cache *cache = prefix->cache;
+    kvc_tree *tree = prefix->tree;
+    const kvc_token_span first = kvc_tokens_part(w->tokens, 0, 1);
+    end_sources(prefix, &first);
+    kvc_tree_begin_forgetting(tree, &first);
+    w->node = &tree->root;
+    kvc_node_use(w->node, 1);
+    while (drop_some(w, n, num_dropped)) {
+        kvc_cache_give_way(cache);
+        cache->num_forgets++;
+    }
+    kvc_node_use(w->node, -1);
+    for (int i = 1; tree->lost; i++) {
+        kvc_node_let_go(tree->lost);
+        if (i % PASSED_AT_ONCE == 0) kvc_cache_give_way(cache);
+    }
+    kvc_tree_end_forgetting(tree);
+    prefix->forgot = ++cache->num_forgets; /* values that were read meanwhile are not added */
+}
+
 kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *from, uint8_t *to, int64_t max_names,
                              int64_t *num_names, int64_t *num_dropped) {
     kvc_tokens tokens;
-    doomed d = {.tokens = &tokens, .needs_none = all_expire(prefix->cache)};
+    walk w = {.tokens = &tokens, .needs_none = all_expire(prefix->cache)};
     names n = {.to = to, .most = max_names};
     KVC_TRY(kvc_read_tokens(from, &tokens));
     if (max_names < 0 || (to && !max_names) || (!to && max_names))
@@ -130,13 +154,13 @@ kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *from, uint8_t
     if (!num_names) return kvc_fail(KVC_ERR_INVALID, "num_names is NULL");
     if (!num_dropped) return kvc_fail(KVC_ERR_INVALID, "num_dropped is NULL");
     *num_dropped = 0;
-    kvc_prefix_lock(prefix);
-    if (tokens.num_tokens) prefix->cache->num_forgets++; /* what is being written of these blocks is taken away again */
-    for (find(prefix, &d); tokens.num_tokens && d.num && (!to || n.num < n.most); find(prefix, &d)) {
-        drop(prefix, &d, &n, num_dropped);
-        kvc_cache_give_way(prefix->cache);
+    kvc_lock(prefix->cache); /* and drops no expired blocks, whose names would be lost */
+    if (tokens.num_tokens) {
+        kvc_cache_begin_gradual(prefix->cache);
+        kvc_prefix_wait(prefix);
+        forget(prefix, &w, &n, num_dropped);
+        kvc_cache_end_gradual(prefix->cache);
     }
-    if (tokens.num_tokens && !d.num) end_sources(prefix, &tokens);
     *num_names = n.num;
     return kvc_unlock(prefix->cache, KVC_OK);
 }

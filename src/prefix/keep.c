@@ -4,7 +4,7 @@
 #include "prefix/prefix.h"
 
 /* Sets *found to a sequence whose blocks may be kept, or to NULL if it is empty.  Shortens the tokens to the exact
- * ones that the sequence holds; to none if it holds forgotten rows. */
+ * ones that the sequence holds; to none if it holds forgotten rows, or a call forgets a prompt like it. */
 static kvc_status find_to_keep(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *tokens, kvc_sequence **found) {
     kvc_sequence *sequence = *found = kvc_cache_find(prefix->cache, seq_id);
     KVC_TRY(kvc_check_idle(sequence));
@@ -13,7 +13,9 @@ static kvc_status find_to_keep(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *t
     const int32_t next = kvc_sequence_next(sequence);
     if (tokens->num_tokens > next) tokens->num_tokens = next;
     if (tokens->num_tokens > sequence->exact_to) tokens->num_tokens = sequence->exact_to;
-    if (kvc_session_is_forgotten(prefix, sequence)) tokens->num_tokens = 0;
+    if (kvc_session_is_forgotten(prefix, sequence) ||
+        kvc_tree_is_forgetting(prefix->tree, kvc_tokens_part(tokens, 0, 1)))
+        tokens->num_tokens = 0;
     return KVC_OK;
 }
 

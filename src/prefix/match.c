@@ -80,6 +80,7 @@ kvc_status kvc_match_find(const kvc_prefix *prefix, const kvc_tokens *tokens, in
     *m = (kvc_match){.room = most < INT32_MAX ? (int32_t)most : INT32_MAX};
     m->pieces = kvc_memory_alloc(&cache->memory, size_of(m), KVC_MEMORY_SCRATCH, -1);
     if (!m->pieces) return kvc_fail(KVC_ERR_NOMEM, "out of memory to find %lld tokens", (long long)limit);
+    if (kvc_tree_is_forgetting(prefix->tree, kvc_tokens_part(tokens, 0, 1))) limit = 0;
     const kvc_status status = add_blocks(prefix, tokens, limit, m);
     if (status != KVC_OK) {
         kvc_match_free(cache, m);

@@ -173,7 +173,6 @@ static int drop_some(kvc_cache *cache, kvc_tree *tree) {
 
 /* Drops a tree that no prefix has, a few nodes at a time. */
 static void drop_tree(kvc_cache *cache, kvc_tree *tree) {
-    kvc_tree_retire(tree);
     while (kvc_tree_unprotect(tree, PASSED_AT_ONCE)) kvc_cache_give_way(cache);
     while (drop_some(cache, tree)) kvc_cache_give_way(cache);
 }
@@ -188,6 +187,7 @@ void kvc_prefix_free(kvc_prefix *prefix) {
     kvc_cache *cache = prefix->cache;
     kvc_tree *tree = prefix->tree;
     kvc_lock(cache);
+    kvc_cache_begin_gradual(cache);
     for (int num = 1; prefix->sessions; num++) {
         kvc_sequence *sequence = prefix->sessions->sequence;
         kvc_follower *follower = sequence->follower;
@@ -202,6 +202,8 @@ void kvc_prefix_free(kvc_prefix *prefix) {
     *prefix->at = prefix->next;
     if (prefix->next) prefix->next->at = prefix->at;
     kvc_memory_free(&cache->memory, prefix, prefix->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
+    kvc_tree_retire(tree);
+    kvc_cache_end_gradual(cache);
     drop_tree(cache, tree);
     kvc_unlock(cache, KVC_OK);
 }
@@ -226,6 +228,10 @@ void kvc_prefix_lock(kvc_prefix *prefix) {
 void kvc_prefix_lock_late(kvc_prefix *prefix) {
     kvc_lock(prefix->cache);
     while (drop_expired(prefix->tree)) kvc_cache_give_way(prefix->cache);
+}
+
+void kvc_prefix_wait(const kvc_prefix *prefix) {
+    while (prefix->tree->forgetting.num) kvc_signal_wait(&prefix->cache->idle, &prefix->cache->mutex);
 }
 
 /* ---- finding ----------------------------------------------------------------------------------------------------- */
@@ -420,11 +426,13 @@ kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int64_t *num
 kvc_status kvc_prefix_clear(kvc_prefix *prefix) {
     kvc_cache *cache = prefix->cache;
     kvc_lock(cache);
+    kvc_prefix_wait(prefix);
     kvc_tree *other = new_tree(prefix);
     if (!other) return kvc_unlock(cache, KVC_ERR_NOMEM);
     kvc_tree *tree = take_tree(prefix, other);
     prefix->events.num = prefix->events.num_lost = 0;
     kvc_events_note(&prefix->events, KVC_BLOCKS_CLEARED, 0, NULL);
+    kvc_tree_retire(tree);
     drop_tree(cache, tree);
     return kvc_unlock(cache, KVC_OK);
 }

@@ -46,6 +46,9 @@ void kvc_prefix_lock(kvc_prefix *prefix);
 /* Does the same once all these blocks are dropped, a few at a time. */
 void kvc_prefix_lock_late(kvc_prefix *prefix);
 
+/* Waits until no call forgets a prompt of a prefix: such a call passes the mutex to others now and then. */
+void kvc_prefix_wait(const kvc_prefix *prefix);
+
 /* Reads a caller's struct, and checks it. */
 kvc_status kvc_read_tokens(const kvc_tokens *from, kvc_tokens *tokens);
 

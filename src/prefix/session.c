@@ -258,7 +258,8 @@ void kvc_sessions_fill(const kvc_batch *batch) {
         drop_state(session);
         const int is_other = batch->replaced || r.begin < session->retained_to;
         note_edits(session, member->is_unstored ? 0 : is_other ? r.begin : r.dropped);
-        if (member->is_unstored || batch->replaced || kvc_session_is_forgotten(session->prefix, member->sequence))
+        if (member->is_unstored || batch->replaced || kvc_session_is_forgotten(session->prefix, member->sequence) ||
+            kvc_tree_is_forgetting(session->prefix->tree, session->first))
             continue;
         fill(session, r.end, kvc_exact_to_with_batch(batch->cache, member->sequence));
     }

@@ -225,10 +225,22 @@ static kvc_status set_tokens(kvc_node *node, const kvc_token_span *tokens) {
     return KVC_OK;
 }
 
+/* Adds to the bytes that the cache frees if it evicts nodes, and besides if sequences leave. */
+static void count_evictable(kvc_cache *cache, int64_t evictable, int64_t occupied) {
+    cache->evictable_bytes += evictable;
+    cache->occupied_bytes += occupied;
+}
+
+/* Adds to these bytes of a tree.  The cache does not count them while nodes without rows stay. */
+static void add_evictable(kvc_tree *tree, int64_t evictable, int64_t occupied) {
+    tree->evictable_bytes += evictable;
+    tree->occupied_bytes += occupied;
+    if (!tree->forgetting.num) count_evictable(tree->cache, evictable, occupied);
+}
+
 /* Frees a node that has no children and no rows. */
 static void free_node(kvc_node *node) {
-    node->tree->cache->evictable_bytes -= node->evictable_bytes;
-    node->tree->cache->occupied_bytes -= node->occupied_bytes;
+    add_evictable(node->tree, -node->evictable_bytes, -node->occupied_bytes);
     kvc_memory *memory = &node->tree->cache->memory;
     kvc_memory_free(memory, (void *)(uintptr_t)node->tokens.ids, tokens_bytes(&node->tokens), KVC_MEMORY_BOOKKEEPING,
                     -1);
@@ -279,8 +291,7 @@ void kvc_node_recount(kvc_node *node) {
         const int is_needed = is_fixed || node->num_users > node->num_sessions || node->num_needed;
         const int64_t bytes = stays ? 0 : bytes_of(node), occupied = stays && !is_needed ? bytes_of(node) : 0;
         kvc_checkpoint_note(cache, node->checkpoint, goes);
-        cache->evictable_bytes += bytes - node->evictable_bytes;
-        cache->occupied_bytes += occupied - node->occupied_bytes;
+        add_evictable(node->tree, bytes - node->evictable_bytes, occupied - node->occupied_bytes);
         node->evictable_bytes = bytes;
         node->occupied_bytes = occupied;
         if (stays == node->stays && is_needed == node->is_needed) return;
@@ -295,6 +306,7 @@ static void noted(kvc_follower *follower) { kvc_node_recount((kvc_node *)(void *
 
 int64_t kvc_node_plan_free(kvc_node *node) {
     int64_t bytes = 0;
+    if (node->tree->forgetting.num) return 0;
     for (; node->parent && (node->is_going || !node->rows); node = node->parent) {
         if (node->num_users || node->num_going < node->children.num) break;
         bytes += bytes_of(node);
@@ -317,8 +329,37 @@ static int64_t plan_end(kvc_follower *follower, int is_planned) {
         return 0;
     }
     if (node->checkpoint && node->checkpoint->num_users == 1) bytes = kvc_checkpoint_bytes(node->checkpoint);
-    if (!node->parent) return bytes + bytes_of(node); /* outside the tree */
+    if (!node->parent) return bytes + (node->tree->forgetting.num ? 0 : bytes_of(node)); /* outside the tree */
     return bytes + kvc_node_plan_free(node);
+}
+
+/* Adds a node to a list that begins at `list`. */
+static void put_first(kvc_node *node, kvc_node **list) {
+    node->next = *list;
+    node->at = list;
+    if (*list) (*list)->at = &node->next;
+    *list = node;
+}
+
+/* Keeps a node that has lost its rows in the tree, for its name. */
+static void lose(kvc_node *node) {
+    put_first(node, &node->tree->lost);
+    kvc_node_use(node, 1);
+}
+
+void kvc_node_let_go(kvc_node *node) {
+    kvc_node_take_out(node);
+    kvc_node_use(node, -1);
+}
+
+void kvc_tree_begin_forgetting(kvc_tree *tree, const kvc_token_span *first) {
+    tree->forgetting = *first;
+    count_evictable(tree->cache, -tree->evictable_bytes, -tree->occupied_bytes);
+}
+
+void kvc_tree_end_forgetting(kvc_tree *tree) {
+    tree->forgetting = (kvc_token_span){0};
+    count_evictable(tree->cache, tree->evictable_bytes, tree->occupied_bytes);
 }
 
 /* Notes that the rows of a node are gone. */
@@ -332,6 +373,7 @@ static void ended(kvc_cache *cache, kvc_follower *follower) {
     if (node->parent) {
         note(node, KVC_BLOCK_DROPPED);
         leave(node);
+        if (node->tree->forgetting.num && is_full(node)) lose(node);
         prune(node);
         return;
     }
@@ -401,10 +443,8 @@ kvc_status kvc_node_new(kvc_tree *tree, const kvc_sequence *src, int32_t begin, 
     }
     kvc_node_recount(node);
     kvc_origin_keep(tree->cache, node->rows, tree->number);
-    node->next = *list;
-    node->at = list;
-    if (*list) (*list)->at = &node->next;
-    *made = *list = node;
+    put_first(node, list);
+    *made = node;
     return KVC_OK;
 }
 
@@ -415,6 +455,7 @@ static void move_rows(kvc_node *node, kvc_node *to) {
     node->rows = NULL;
     kvc_node_use(to, 1); /* to stay meanwhile */
     if (to->rows) kvc_node_drop(to);
+    if (kvc_node_is_lost(to)) kvc_node_let_go(to);
     rows->follower = &to->follower;
     kvc_cache_pin(to->tree->cache, rows, to->num_pins);
     to->rows = rows;

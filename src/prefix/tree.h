@@ -30,7 +30,7 @@ typedef struct kvc_node {
     int32_t is_protected;           /* it is within the quota */
     int64_t used;                   /* when it was, where the tree has a time to live */
     int64_t stamp;                  /* the more recently it was used, the larger */
-    struct kvc_node *next, **at;    /* place in a list: of blocks whose tokens are not known yet, or new ones */
+    struct kvc_node *next, **at;    /* place in a list: of blocks whose tokens are not known yet, new or lost ones */
     kvc_checkpoint *checkpoint;     /* the recurrent state at its end, while it has rows; NULL: none */
     int32_t num_state_pins;         /* of the state, and of one that takes its place */
     int32_t stays;                  /* it is not freed if all that may be evicted is */
@@ -65,6 +65,10 @@ typedef struct kvc_tree {
     int32_t is_indexed;              /* full blocks with rows are in the index */
     kvc_sorted index;                /* by hash: index.h */
     kvc_checkpoints checkpoints;     /* of all nodes */
+    kvc_token_span forgetting;       /* first token of the prompt that a call forgets just now; num 0: no call does */
+    kvc_node *lost;                  /* list of full nodes that have lost their rows since; each has a use */
+    int64_t evictable_bytes;         /* of its nodes: of cache->evictable_bytes, unless a call forgets a prompt */
+    int64_t occupied_bytes;          /* the same of cache->occupied_bytes */
     int64_t horizon;                 /* nodes last used before it are not found, and dropped soon */
     int64_t ttl;                     /* nanoseconds after which a node that nobody used is dropped; 0: never */
     struct kvc_tree *next;           /* in the list cache->dying */
@@ -90,6 +94,22 @@ int kvc_node_is_complete(const kvc_node *node);
 
 /* Finds out which nodes are live from now on. */
 void kvc_tree_date(kvc_tree *tree);
+
+/* Begin and end to forget a prompt, of which the first token is given.  Meanwhile full nodes that lose their rows, for
+ * whatever reason, stay in the tree, in kvc_tree.lost.  kvc_node_let_go takes a node out of this list, which may free
+ * it. */
+void kvc_tree_begin_forgetting(kvc_tree *tree, const kvc_token_span *first);
+void kvc_tree_end_forgetting(kvc_tree *tree);
+void kvc_node_let_go(kvc_node *node);
+
+/* Returns whether a call forgets a prompt with the same first token just now.  Nothing of these tokens is found
+ * meanwhile, and nothing is kept. */
+static inline int kvc_tree_is_forgetting(const kvc_tree *tree, kvc_token_span first) {
+    return tree->forgetting.num && first.num && kvc_tokens_common(&tree->forgetting, &first);
+}
+
+/* Returns whether a node is in kvc_tree.lost. */
+static inline int kvc_node_is_lost(const kvc_node *node) { return !node->rows && node->at; }
 
 /* Where tokens stand among the children of a node, which have an order (kvc_tokens_compare). */
 typedef struct kvc_among {
