@@ -986,8 +986,8 @@ KVC_API int64_t kvc_new_sequence(kvc_cache *cache);
 
 /* Sets *seq_id to a new sequence that holds the known tokens of a prompt, and *matched to their number.  That is at
  * most max_matched (-1: no limit), and less than all tokens, because the last one has to be fed.  If the prompt may
- * need all of max_bytes, the call drops blocks in which the match ends, before their last token.  The sequence then goes
- * on in their slots.  May be called while a batch is open.  Fails with KVC_ERR_INVALID if there are no tokens, with
+ * need all of max_bytes, the call drops blocks in which the match ends, before their last token.  The sequence then
+ * goes on in their slots.  May be called while a batch is open.  Fails with KVC_ERR_INVALID if there are no tokens, with
  * KVC_ERR_NOMEM, and with KVC_ERR_CALLBACK if a kvc_shift_fn fails (reuse_min_tokens).  In the last case it may have
  * evicted kept blocks for rows that it moved before. */
 KVC_API kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
