@@ -243,7 +243,7 @@ static kvc_status check_target(const kvc_cache *cache, const kvc_sequence *seque
 
 static kvc_status move_range(kvc_cache *cache, int64_t seq_id, const edit *e) {
     kvc_sequence *sequence = kvc_cache_find_to_copy(cache, seq_id);
-    kvc_status status = sequence && !kvc_sequence_is_blank(sequence) ? check_rope(cache) : KVC_OK;
+    kvc_status status = sequence && kvc_sequence_next(sequence) ? check_rope(cache) : KVC_OK;
     if (status == KVC_OK) status = kvc_check_idle(sequence);
     if (status == KVC_OK) status = kvc_check_not_retained(sequence);
     if (status == KVC_OK && sequence && e->change.move > 0)

@@ -3,6 +3,7 @@
 import ast
 import re
 
+import numpy as np
 import pytest
 from support.c_sources import SRC, amalgamate
 from support.python_sources import CYTHON_DOCSTRING, DOCUMENTED, PACKAGE
@@ -66,6 +67,8 @@ def test_messages_of_python():
 
 def test_tokens_that_would_move_without_a_rope():
     cache = kvcache.KVCache(1, 1, 2, 64)
+    with cache.batch(1) as batch:
+        batch.put(0, *np.zeros((2, 1, 1, 2), np.float32))
     for move in (lambda: cache.shift(0, None, 1), lambda: cache.divide(0, None, 2)):
         with pytest.raises(kvcache.NotSupportedError, match="give its rope when the cache is made, or say") as caught:
             move()

@@ -1661,11 +1661,16 @@ static inline int32_t last_in(const pair *p, const sequence *s, int32_t begin, i
     return last;
 }
 
+/* Whether a sequence has tokens, expired ones included, whose keys cannot be moved. */
+static inline int is_unmovable(const pair *p, int64_t id) {
+    return rope_is_unknown(p) && next_of(p, find_sequence(p, id)) > 0;
+}
+
 static inline kvc_status pair_shift(pair *p, int64_t id, int32_t begin, int32_t end, int32_t delta) {
     const kvc_stats before = stats_of(p);
     const int32_t first_new = p->next_tag;
     int32_t last = last_in(p, find_sequence(p, id), begin, end);
-    kvc_status right = rope_is_unknown(p)                                   ? KVC_ERR_UNSUPPORTED
+    kvc_status right = is_unmovable(p, id)                                  ? KVC_ERR_UNSUPPORTED
                        : in_batch(p, id)                                    ? KVC_ERR_BUSY
                        : last >= 0 && (int64_t)last + delta > INT32_MAX - 1 ? KVC_ERR_INVALID
                                                                             : KVC_OK;
@@ -1686,7 +1691,7 @@ static inline kvc_status pair_shift(pair *p, int64_t id, int32_t begin, int32_t 
 static inline kvc_status pair_divide(pair *p, int64_t id, int32_t begin, int32_t end, int32_t divisor) {
     const kvc_stats before = stats_of(p);
     const int32_t first_new = p->next_tag;
-    kvc_status right = rope_is_unknown(p) ? KVC_ERR_UNSUPPORTED : in_batch(p, id) ? KVC_ERR_BUSY : KVC_OK;
+    kvc_status right = is_unmovable(p, id) ? KVC_ERR_UNSUPPORTED : in_batch(p, id) ? KVC_ERR_BUSY : KVC_OK;
     if (right == KVC_OK) {
         pair *after = copy_of(p);
         oracle_move(after, id, begin, end, 0, divisor, 1);
