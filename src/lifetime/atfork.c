@@ -1,9 +1,10 @@
 /* atfork.c: handles the process's fork(): keeps caches usable in the child, whatever other threads were doing.
  *
  * fork() first locks every cache, and waits for all calls that read or write rows without the mutex.  It also waits for
- * calls that forget sequences, or a prompt, a few blocks at a time.  So in the child nothing is half done, and no mutex belongs to a thread that does not exist there.  Only here is a cache locked while
- * another cache, or the list of caches, is locked.  Rewrites of keys by a function of the caller, which may do
- * anything, are not waited for: the child undoes them.
+ * calls that forget sequences, or a prompt, a few blocks at a time.  So in the child nothing is half done, and no mutex
+ * belongs to a thread that does not exist there.  Only here is a cache locked while another cache, or the list of
+ * caches, is locked.  Rewrites of keys by a function of the caller, which may do anything, are not waited for: the
+ * child undoes them.
  */
 #include "lifetime/atfork.h"
 
