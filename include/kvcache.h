@@ -987,9 +987,9 @@ KVC_API int64_t kvc_new_sequence(kvc_cache *cache);
 /* Sets *seq_id to a new sequence that holds the known tokens of a prompt, and *matched to their number.  That is at
  * most max_matched (-1: no limit), and less than all tokens, because the last one has to be fed.  If the prompt may
  * need all of max_bytes, the call drops blocks in which the match ends, before their last token.  The sequence then
- * goes on in their slots.  May be called while a batch is open.  Fails with KVC_ERR_INVALID if there are no tokens, with
- * KVC_ERR_NOMEM, and with KVC_ERR_CALLBACK if a kvc_shift_fn fails (reuse_min_tokens).  In the last case it may have
- * evicted kept blocks for rows that it moved before. */
+ * goes on in their slots.  May be called while a batch is open.  Fails with KVC_ERR_INVALID if there are no tokens,
+ * with KVC_ERR_NOMEM, and with KVC_ERR_CALLBACK if a kvc_shift_fn fails (reuse_min_tokens).  In the last case it may
+ * have evicted kept blocks for rows that it moved before. */
 KVC_API kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
                                       int64_t *seq_id, int32_t *matched);
 
@@ -1211,11 +1211,11 @@ KVC_API void kvc_prefix_get_stats(kvc_prefix *prefix, kvc_prefix_stats *stats, s
 /* Sequences that are not stored (kvc_begin_args.unstored), for example to score a text, or if memory is short.  The
  * batch sees the rows that such a sequence held before; the commit drops them.  If the sequence holds rows, its tokens
  * take slots until the batch ends: capacity and max_seq_len count them like the tokens of any sequence.
- * If the sequence was empty, its tokens take the memory of one layer.  capacity and max_sequences do not count them, and
- * kvc_blocks does not show their rows.  Rows that kvc_attend puts stay until it puts in another layer, even if that is
- * cancelled; attending over them after that, or asking kvc_dense for them, fails with KVC_ERR_GONE.  Rows that kvc_put
- * puts or kvc_slots shows stay until the batch ends, in memory of their own.  So do rows of cross-attention layers, and
- * of layers that others share.  These calls may fail with KVC_ERR_FULL (max_bytes) and KVC_ERR_NOMEM. */
+ * If the sequence was empty, its tokens take the memory of one layer.  capacity and max_sequences do not count them,
+ * and kvc_blocks does not show their rows.  Rows that kvc_attend puts stay until it puts in another layer, even if that
+ * is cancelled; attending over them after that, or asking kvc_dense for them, fails with KVC_ERR_GONE.  Rows that
+ * kvc_put puts or kvc_slots shows stay until the batch ends, in memory of their own.  So do rows of cross-attention
+ * layers, and of layers that others share.  These calls may fail with KVC_ERR_FULL (max_bytes) and KVC_ERR_NOMEM. */
 
 /* Waiting for the open batch (kvc_begin_args.timeout_ms).  Calls are served in order of arrival, and find the sequences
  * as they are at that time.  While others wait, a call that does not wait fails with KVC_ERR_BUSY.  Any thread may end
