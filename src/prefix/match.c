@@ -99,11 +99,8 @@ void kvc_match_free(kvc_cache *cache, const kvc_match *m) {
 }
 
 void kvc_match_touch(const kvc_match *m) {
-    kvc_node_use(m->last, 1); /* so that no change below it goes up to the root */
-    if (m->with_state) {
-        kvc_checkpoints_touch(&m->with_state->tree->checkpoints, m->with_state->checkpoint);
-        kvc_node_relist(m->with_state); /* others may have the rows of its tokens */
-    }
+    kvc_node_use(m->last, 1);                          /* so that no change below it goes up to the root */
+    if (m->with_state) kvc_node_relist(m->with_state); /* others may have the rows of its tokens */
     for (int32_t i = m->num - 1; i >= 0; i--)
         if (m->pieces[i].begin < m->known) kvc_node_relist(kvc_match_node(m, i));
     kvc_node_use(m->last, -1);

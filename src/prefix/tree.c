@@ -111,6 +111,7 @@ void kvc_node_relist(kvc_node *node) {
     if (was_protected) kvc_cache_retain(node->tree->cache, node->rows);
     list(node);
     if (node->tree->is_indexed && is_full(node)) kvc_index_renew(&node->tree->index, node);
+    if (node->checkpoint) kvc_checkpoints_touch(&node->tree->checkpoints, node->checkpoint);
 }
 
 void kvc_node_touch(kvc_node *node) {

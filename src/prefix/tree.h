@@ -171,7 +171,7 @@ void kvc_node_take_out(kvc_node *node);
 /* Drops the rows of a node that has some; that may free the node. */
 void kvc_node_drop(kvc_node *node);
 
-/* Marks a node with rows as used. */
+/* Marks a node with rows as used, and its state. */
 void kvc_node_relist(kvc_node *node);
 
 /* Marks the live nodes from one up to the root as used, those nearer to the root as more recently. */
