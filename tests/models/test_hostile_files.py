@@ -163,7 +163,7 @@ MADE: dict[str, dict[str, Callable[[Path], Path]]] = {  # how it is read, what i
     "shape": {
         "wide values": config(v_head_dim=1 << 20),
         "a rotation of too much": config(
-            rope_parameters={"rope_type": "proportional", "partial_rotary_factor": 1e7}
+            model_type="stablelm", rope_parameters={"rope_type": "proportional", "partial_rotary_factor": 1e7}
         ),
         "keys for each layer": config(
             num_hidden_layers=1024, per_layer_config={str(i): {"head_dim": 32} for i in range(1024)}, **NUMBERED

@@ -270,6 +270,7 @@ def test_no_reuse_of_keys_that_cannot_be_moved(rope, layer):
     cache = make_cache(rope=rope)
     with pytest.raises(kvcache.NotSupportedError, match=rf"reuse_min_tokens .* layer {layer} .* with rope="):
         kvcache.PrefixCache(cache, fingerprint="a model", reuse_min_tokens=20)
+    feed(cache, 1, PROMPT, 0, 4)
     with pytest.raises(kvcache.NotSupportedError, match=f"layer {layer}"):
         cache.shift(0, None, 1, seq_id=1)  # of the same layer
     assert kvcache.PrefixCache(cache, fingerprint="a model").acquire(PROMPT)[1] == 0
