@@ -110,9 +110,9 @@ typedef struct kvc_scorer {
 typedef void kvc_accumulate_fn(float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
                                const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next);
 
-/* rows[r * KVC_TILE + j] *= by[j] for r < num_q, j < n, up to a multiple of KVC_PANEL: what the kernels of a type with
- * row scales leave to be done, with scores and keys' scales, before they are weighted, or with weights and values'
- * scales.  by: f16, 0 for rows that are none. */
+/* rows[r * KVC_TILE + j] *= by[j] for r < num_q, j < n, up to a multiple of KVC_PANEL.  Kernels of types with row
+ * scales leave these out: scores are multiplied by the keys' scales before the softmax, weights by the values' scales
+ * after it.  by: f16; 0 from n on. */
 typedef void kvc_times_fn(float *rows, int num_q, int n, const void *by);
 
 /* One step of the online softmax of num_q query rows, over scores[r * KVC_TILE + j], j < n <= KVC_TILE.  With m the

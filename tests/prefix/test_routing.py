@@ -317,7 +317,7 @@ def test_blocks_that_are_forgotten_while_they_wait_to_be_written_are_not_dropped
         def __getattr__(self, name: str) -> Any:
             return getattr(core, name)
 
-    core, prefix._prefix = prefix._prefix, Core()  # type: ignore[assignment]
+    core, prefix._prefix = prefix._prefix, Core()  # type: ignore[assignment]  # stands in for a final class
     assert prefix.forget(private) >= 8 * 16
     assert prefix.flush(10)
     assert prefix.stats.store is not None

@@ -5,7 +5,7 @@
 #include <sched.h>
 #include <stdatomic.h>
 
-#include "support/test.h"
+#include "support/feeding.h"
 
 enum { BLOCK = 64, DIM = 2048, NUM_LAYERS = 4, NUM_BLOCKS = 4, PROMPT = NUM_BLOCKS * BLOCK, TRIES = 100 };
 
@@ -90,30 +90,13 @@ static void end(void) {
     empty_store();
 }
 
-static kvc_status begin_batch(int64_t id, int32_t num, kvc_batch **batch) {
-    int64_t seq_ids[PROMPT];
-    for (int32_t i = 0; i < num; i++) seq_ids[i] = id;
-    return kvc_begin(cache, num, NULL, seq_ids, NULL, batch);
-}
-
-static void feed(int64_t id, int32_t num) {
-    static const float row[DIM];
-    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row}; /* strides 0: the same for all */
-    kvc_batch *batch;
-    const kvc_status status = begin_batch(id, num, &batch);
-    CHECKF(status == KVC_OK, "%s", kvc_last_error());
-    if (status != KVC_OK) return;
-    for (int l = 0; l < NUM_LAYERS; l++) CHECK(kvc_put(batch, l, &put) == KVC_OK);
-    CHECK(kvc_commit(batch) == KVC_OK);
-}
-
 /* Begins a sequence of a prompt's tokens, and feeds those that do not match. */
 static int64_t serve(int32_t num) {
     const kvc_tokens tokens = first(num + 1);
     int32_t matched;
     int64_t id;
     CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &id, &matched) == KVC_OK);
-    feed(id, num - matched);
+    CHECKF(feed(cache, NUM_LAYERS, id, num - matched) == KVC_OK, "%s", kvc_last_error());
     return id;
 }
 
@@ -175,7 +158,7 @@ static void test_room(void *(*work)(void *), int limits_bytes) {
     }
     for (int i = 0; i < TRIES; i++) {
         sched_yield();
-        const kvc_status status = begin_batch(other, (int32_t)most, &batch);
+        const kvc_status status = begin_at_end(cache, other, (int32_t)most, &batch);
         CHECKF(status == KVC_OK, "try %d: %s", i, kvc_last_error());
         if (status == KVC_OK) kvc_abort(batch);
         if (work == write_blocks) keep(PROMPT);

@@ -7,8 +7,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "support/feeding.h"
 #include "support/payloads.h"
-#include "support/test.h"
 
 #include <pthread.h>
 
@@ -59,15 +59,8 @@ static void evict_all(void) {
     CHECK(kvc_prefix_evict(prefix, INT64_MAX, &num) == KVC_OK);
 }
 
-static void feed(int64_t id, int32_t num) {
-    static const float row[DIM];
-    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row}; /* strides 0: the same for all */
-    int64_t seq_ids[PROMPT];
-    kvc_batch *batch;
-    for (int32_t i = 0; i < num; i++) seq_ids[i] = id;
-    CHECKF(kvc_begin(cache, num, NULL, seq_ids, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
-    for (int l = 0; l < NUM_LAYERS; l++) CHECK(kvc_put(batch, l, &put) == KVC_OK);
-    CHECK(kvc_commit(batch) == KVC_OK);
+static void feed_all(int64_t id, int32_t num) {
+    CHECKF(feed(cache, NUM_LAYERS, id, num) == KVC_OK, "%s", kvc_last_error());
 }
 
 /* Serves a prompt. */
@@ -76,7 +69,7 @@ static void serve(const int64_t *prompt) {
     int32_t matched;
     int64_t id;
     CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &id, &matched) == KVC_OK && matched == 0);
-    feed(id, PROMPT);
+    feed_all(id, PROMPT);
     CHECK(kvc_prefix_release(prefix, id, &tokens) == KVC_OK);
 }
 
@@ -141,7 +134,7 @@ static void *keep_states(void *unused) {
     (void)unused;
     while (!atomic_load(&stop)) {
         const int64_t id = kvc_new_sequence(cache);
-        feed(id, BLOCK);
+        feed_all(id, BLOCK);
         CHECKF(kvc_prefix_checkpoint(prefix, id, &tokens, state, LARGE) == KVC_OK, "%s", kvc_last_error());
         CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
         evict_all();
@@ -310,7 +303,7 @@ static void *forget_and_feed(void *unused) {
     while (kvc_nbytes(cache) < HUGE_STATE && !atomic_load(&stop)) sched_yield();
     CHECK(kvc_prefix_forget(prefix, &tokens, NULL, 0, &num_names, &num_dropped) == KVC_OK);
     CHECK(kvc_clear_sequence(cache, fed_anew) == KVC_OK);
-    feed(fed_anew, BLOCK);
+    feed_all(fed_anew, BLOCK);
     atomic_store(&is_anew, 1);
     return NULL;
 }
@@ -326,7 +319,7 @@ static void test_forgotten_state(void) {
         int32_t known;
         begin(&layer, (kvc_prefix_config){.state_bytes = HUGE_STATE});
         fed_anew = kvc_new_sequence(cache);
-        feed(fed_anew, BLOCK);
+        feed_all(fed_anew, BLOCK);
         atomic_store(&is_anew, 0);
         CHECK(pthread_create(&thread, NULL, forget_and_feed, NULL) == 0);
         CHECKF(kvc_prefix_checkpoint(prefix, fed_anew, &tokens, huge, HUGE_STATE) == KVC_OK, "%s", kvc_last_error());

@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 #include "cache/cache.h"
-#include "support/test.h"
+#include "support/feeding.h"
 
 const char *__tsan_default_options(void);
 
@@ -68,18 +68,6 @@ static void call_beside(void (*call)(void), void (*other)(void)) {
 
 /* ---- a world ----------------------------------------------------------------------------------------------------- */
 
-static kvc_status feed(int64_t id, int32_t num) {
-    static const float row[DIM];
-    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row}; /* strides 0: the same for all */
-    int64_t seq_ids[TOKENS];
-    kvc_batch *batch;
-    for (int32_t i = 0; i < num; i++) seq_ids[i] = id;
-    const kvc_status status = kvc_begin(cache, num, NULL, seq_ids, NULL, &batch);
-    if (status != KVC_OK) return status;
-    CHECK(kvc_put(batch, 0, &put) == KVC_OK && kvc_commit(batch) == KVC_OK);
-    return KVC_OK;
-}
-
 static kvc_tokens prompt(int32_t num) {
     return (kvc_tokens){.struct_size = sizeof(kvc_tokens), .ids = ids, .num_tokens = num};
 }
@@ -105,7 +93,7 @@ static void begin(int64_t capacity, int64_t ttl_ms) {
         &layer, 1, (kvc_config){.block_size = BLOCK, .num_threads = 1, .capacity = capacity, .allocator = &allocator});
     CHECK(kvc_prefix_new(cache, &config, &prefix) == KVC_OK);
     CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &id, &matched) == KVC_OK && matched == 0);
-    CHECK(feed(id, TOKENS) == KVC_OK && kvc_prefix_release(prefix, id, &tokens) == KVC_OK && known() == TOKENS);
+    CHECK(feed(cache, 1, id, TOKENS) == KVC_OK && kvc_prefix_release(prefix, id, &tokens) == KVC_OK && known() == TOKENS);
 }
 
 static void end(void) {
@@ -186,7 +174,7 @@ static void clear(void) { CHECK(kvc_clear(cache) == KVC_OK); }
 
 static void feed_another(void) {
     const int64_t id = kvc_new_sequence(cache);
-    CHECKF(feed(id, TOKENS) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(feed(cache, 1, id, TOKENS) == KVC_OK, "%s", kvc_last_error());
 }
 
 static void forget_another(void) {
@@ -203,7 +191,7 @@ static void serve_like_it(void) {
     int64_t id;
     CHECKF(known() == 0, "%d tokens are known", known());
     CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &id, &matched) == KVC_OK && matched == 0);
-    CHECK(feed(id, 2 * BLOCK) == KVC_OK && kvc_prefix_release(prefix, id, &tokens) == KVC_OK);
+    CHECK(feed(cache, 1, id, 2 * BLOCK) == KVC_OK && kvc_prefix_release(prefix, id, &tokens) == KVC_OK);
 }
 
 /* The names of blocks that others drop while a call forgets their prompt are not lost. */
@@ -244,7 +232,7 @@ static void test_other_prompts(void) {
         for (int i = 0; i < TOKENS; i++) other[i] = ids[i] + TOKENS;
         const kvc_tokens others = {.struct_size = sizeof others, .ids = other, .num_tokens = TOKENS};
         CHECK(kvc_prefix_acquire(prefix, &others, -1, &id, &matched) == KVC_OK && matched == 0);
-        CHECK(feed(id, TOKENS) == KVC_OK && kvc_prefix_release(prefix, id, &others) == KVC_OK);
+        CHECK(feed(cache, 1, id, TOKENS) == KVC_OK && kvc_prefix_release(prefix, id, &others) == KVC_OK);
         most_names = BLOCKS + 1;
         if (is_beside) {
             call_beside(forget, evict);
