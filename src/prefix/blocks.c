@@ -359,7 +359,7 @@ static kvc_status begin_arrival(arrival *a, const kvc_tokens *tokens, int32_t *i
     const int may_add = last->end == a->begin && may_follow(&m, last);
     kvc_match_free(prefix->cache, &m);
     *is_kept = may_add && !brings_more(a, last);
-    if (*is_kept) kvc_node_relist(kvc_node_child(last, &a->tokens)); /* to bring it again is a use */
+    if (*is_kept) kvc_node_touch(kvc_node_child(last, &a->tokens)); /* to bring it again is a use */
     if (!may_add || *is_kept) return KVC_OK;
     kvc_pinned *pin = kvc_pin_add(prefix, last);
     if (!pin) return KVC_ERR_NOMEM;
@@ -400,6 +400,7 @@ static void end_arrival(const arrival *a, kvc_status status, const kvc_state_use
             node = add_rows(a, parent, arrived, a->end, is_within ? NULL : checkpoint);
     }
     kvc_state_use_end(cache, use);
+    if (node) kvc_node_touch(node);  /* and what it builds on, which is evicted behind it */
     if (node) kvc_node_use(node, 1); /* to stay while others are evicted, though it may lose its rows */
     if (*at) kvc_pin_remove(prefix, at);
     if (arrived) kvc_cache_forget(cache, arrived);
