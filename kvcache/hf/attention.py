@@ -9,6 +9,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvcache.errors import NotSupportedError
+from kvcache.hf.indexing import Chosen
 from kvcache.hf.latents import Expansion
 from kvcache.hf.layers import Layer, LayerRows, Rows
 from kvcache.hf.lazy import elements_of
@@ -17,7 +18,7 @@ from kvcache.hf.padding import count_leading, masked_ranges, refuse_padding, sho
 from kvcache.hf.passes import ForwardPass
 
 NAME = "kvcache"
-UNKNOWN = {"sinks", "block_indices"}  # what a few models pass to their own attention only
+UNKNOWN = {"sinks"}  # what a few models pass to their own attention only
 SPECIAL = {"position_bias", *UNKNOWN}  # what the kernels have no argument for, beside dropout
 
 
@@ -30,17 +31,24 @@ def attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend, for transformers: query ``[batch, heads, tokens, dim]``, result ``[batch, tokens, heads, dim]``."""
+    """Attend, for transformers: query ``[batch, heads, tokens, dim]``, result ``[batch, tokens, heads, dim]``.
+
+    `indices` are the columns that an indexer chose, ``[batch, tokens, n]``, and `block_indices` the blocks of columns,
+    ``[batch, KV heads, tokens, n]``.
+    """
     rows, expansion = _untouched(key, value), None
     if rows is None and (expansion := Expansion.of(key, value)) is not None:
         rows = expansion.rows
     is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
+    chosen = Chosen.of(module, indices, block_indices)
     is_special = bool(options.get("dropout"))
     for name in SPECIAL & options.keys():
         is_special |= options[name] is not None
-    if rows is not None and not is_special and _kernels_know(attention_mask, rows.layer, is_causal):
+    if rows is not None and chosen is None and not is_special and _kernels_know(attention_mask, rows.layer, is_causal):
         padding = attention_mask.padding if isinstance(attention_mask, Mask) else None
         sinks = None if s_aux is None else s_aux.detach()
         q = query if expansion is None else expansion.absorb(query)
@@ -55,11 +63,8 @@ def attention(
     key, value, mask = elements_of([key, value, attention_mask])
     if rows is not None and rows.new is not None:
         _check_mask(rows, mask, query.shape[2])
-    num_queries, num_keys = query.shape[2], key.shape[2]
     has_sdpa = softcap is None and s_aux is None
-    if mask is None and is_causal and num_queries > 1 and not (has_sdpa and num_queries == num_keys):
-        # torch would align the first query with the first key
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+    mask = _complete(mask, query, key, is_causal, chosen, has_sdpa)
     if has_sdpa:
         options = {"dropout": 0.0, **options, "is_causal": mask is None and is_causal}
         out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)
@@ -150,6 +155,27 @@ def _run(
 
 
 # ---- with dense tensors
+
+
+def _complete(
+    mask: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    is_causal: bool,
+    chosen: Chosen | None,
+    has_sdpa: bool,
+) -> torch.Tensor | None:
+    """Return a mask that hides later keys as well, if torch would not, and keys that an indexer did not choose."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    torch_aligns = has_sdpa and num_queries == num_keys and chosen is None  # else the first query with the first key
+    if mask is None and is_causal and num_queries > 1 and not torch_aligns:
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+    if chosen is None:
+        return mask
+    shown = chosen.shown(query.shape[1], num_keys)
+    if mask is None or mask.dtype == torch.bool:
+        return shown if mask is None else mask & shown
+    return mask.masked_fill(~shown, torch.finfo(mask.dtype).min)
 
 
 def _check_mask(rows: LayerRows, mask: torch.Tensor | None, num_queries: int) -> None:

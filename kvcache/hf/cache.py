@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Self
 
 import torch
@@ -17,16 +15,26 @@ from kvcache import KVCache
 from kvcache.arguments import INT32_MAX, INT64_MAX, integer
 from kvcache.errors import NotSupportedError
 from kvcache.hf.decode import Decoder
-from kvcache.hf.latents import LatentLayer
-from kvcache.hf.layers import CrossLayer, Layer
+from kvcache.hf.indexing import IndexKeys
+from kvcache.hf.layers import Layer
+from kvcache.hf.making import Maker
 from kvcache.hf.passes import Passes, indices_of
-from kvcache.hf.policies import BY_ONE_TOKEN, SHAPE, block_size_for, check_policies, describe, layers_of, parts_of
+from kvcache.hf.policies import (
+    BY_ONE_TOKEN,
+    SHAPE,
+    block_size_for,
+    check_policies,
+    describe,
+    index_layers_of,
+    layers_of,
+    parts_of,
+)
 from kvcache.hf.prompts import Prompt, Prompts, check_prefix, placeholders_of, prompts_of
-from kvcache.hf.recurrent import ROWS, MixedLayer, Recurrent
+from kvcache.hf.recurrent import ROWS, Recurrent
 from kvcache.hf.state import SaveableBatch, stored_in
 from kvcache.hf.turns import STALLED, Turns
 from kvcache.layer import DTypeLike, Transform, count, override
-from kvcache.policy import CrossAttention, Policy
+from kvcache.policy import Policy
 from kvcache.prefix.cache import MOST_BLOCK_SIZE, PrefixCache
 from kvcache.spelling import spelt
 from kvcache.state import SavedState
@@ -88,7 +96,7 @@ class HFCache(SaveableBatch, Cache):
         if not self._holds_source:
             check_policies(made.layers)
         decoder, parts, _ = parts_of(config)
-        is_recurrent = any(isinstance(own, LinearAttentionLayer) for _, own in parts)
+        is_recurrent = any(isinstance(part.own, LinearAttentionLayer) for part in parts)
         self.goes_on_by_one_token = is_recurrent and decoder.model_type in BY_ONE_TOKEN
         self._prefix, self.has_prefix = prefix, prefix is not None
         if prefix is None:
@@ -103,14 +111,10 @@ class HFCache(SaveableBatch, Cache):
         self._passes = Passes(self._cache, turns, 0.0 if prefix is None else STALLED)
         self._decoder = Decoder(self._cache, torch.get_default_dtype())  # until the model brings some rows
         self._forget_text()
-        count_rows = itertools.count().__next__
-        layers: list[Any] = [
-            own if policy is None else self._make_layer(count_rows(), getattr(own, "number_of_states", 0))
-            for policy, own in parts
-        ]
+        layers = Maker(self._passes, self._decoder, self._follows_config).layers(parts)
         super().__init__(layers=layers)
         self._recurrent = Recurrent(layers)
-        self.is_linear = [isinstance(own, LinearAttentionLayer) and policy is None for policy, own in parts]
+        self.is_linear = [isinstance(part.own, LinearAttentionLayer) and part.policy is None for part in parts]
 
     @staticmethod
     def make_kv_cache(
@@ -133,7 +137,7 @@ class HFCache(SaveableBatch, Cache):
         stored: dict[str, Any] = {"dtype": dtype, "k_transform": transform, "v_transform": transform}
         chosen = {} if policy is None else {"policy": policy}
         layers, limits = override(layers_of(config), {"max_seq_len": None, **stored, **chosen, **arguments})
-        return KVCache(layers, **limits)
+        return KVCache([*layers, *index_layers_of(config, layers)], **limits)
 
     @classmethod
     def _made_for(
@@ -153,18 +157,10 @@ class HFCache(SaveableBatch, Cache):
         self.text: torch.Tensor | None = None
         self.has_moved_rows = False  # since `generate` told them
 
-    def _make_layer(self, index: int, number_of_states: int) -> Layer:
-        kind: Callable[..., Layer] = CrossLayer if isinstance(self.policy[index], CrossAttention) else Layer
-        if self._cache.layers[index].value_in_key:
-            kind = LatentLayer
-        if number_of_states:
-            kind = partial(MixedLayer, number_of_states)
-        return kind(self._passes, self._decoder, index, self._follows_config)
-
     @property
     def policy(self) -> tuple[Policy | None, ...]:
         """The policy of each layer of attention."""
-        return tuple(layer.policy for layer in self._cache.layers)
+        return tuple(layer.policy for layer in self._cache.layers if layer.v_head_dim)
 
     @property
     def recurrent(self) -> Recurrent:
@@ -189,7 +185,7 @@ class HFCache(SaveableBatch, Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take the new tokens' keys and values of a layer; return the keys and values for the model's attention."""
         layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        if not isinstance(layer, Layer):
+        if not isinstance(layer, Layer) or isinstance(layer, IndexKeys):
             raise self._not_as_configured(layer_idx, "keys and values")
         if self.goes_on_by_one_token and key_states.shape[2] > 1 and self.get_seq_length():
             raise NotSupportedError(
@@ -200,6 +196,14 @@ class HFCache(SaveableBatch, Cache):
             self._reach(layer_idx, ROWS)
         new: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states, *args, **kwargs)
         return new
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Take the new tokens' keys of a layer's indexer, ``[batch, tokens, dim]``; return the keys of all tokens."""
+        layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if not hasattr(layer, "update_indexer"):
+            raise self._not_as_configured(layer_idx, "keys of an indexer")
+        keys: torch.Tensor = layer.update_indexer(indexer_key_states)
+        return keys
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Return the state of a recurrent layer's convolution; None before the first pass.
@@ -536,21 +540,13 @@ class HFCache(SaveableBatch, Cache):
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._passes, other._decoder = passes, Decoder(self._cache, self._decoder.dtype)
+        copy_of = Maker(passes, other._decoder, self._follows_config).copy_of
         other.layers = [
-            other._copy_of(layer) if isinstance(layer, Layer) else copy.deepcopy(layer, memo) for layer in self.layers
+            copy_of(layer) if isinstance(layer, Layer) else copy.deepcopy(layer, memo) for layer in self.layers
         ]
         other._recurrent = Recurrent(other.layers)
         other._recurrent.go_on_as(self._recurrent)
         return other
-
-    def _copy_of(self, layer: Layer) -> Layer:
-        """Make a layer like another cache's, with a copy of its state if it has a state."""
-        if not isinstance(layer, MixedLayer):
-            return self._make_layer(layer.index, 0)
-        made = self._make_layer(layer.index, layer.number_of_states)
-        assert isinstance(made, MixedLayer)
-        made.copy_state(layer)
-        return made
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(

@@ -111,6 +111,7 @@ class Passes:
         self._timeout = timeout
         self._num_layers = cache.num_layers
         self.is_source = [isinstance(layer.policy, CrossAttention) for layer in cache.layers]  # over an encoder
+        self.is_index = [not layer.v_head_dim for layer in cache.layers]  # holds keys of an indexer
         self.calls = {"kernel": 0, "dense": 0, "fallback": 0}  # how often a layer was attended over by each means
         self._has_warned = False  # that layers were attended without the kernels
         self._first_layer: int | None = None  # the layer that forward passes begin with
@@ -204,7 +205,7 @@ class Passes:
             this_pass = self.last
             if this_pass is None or index == self._first_layer or index in this_pass.begun:
                 this_pass = self._next(index, rows)
-            elif this_pass.pending:  # the model attended to other keys than those it was given
+            elif this_pass.pending and not self.is_index[index]:  # the model attended to other keys than it was given
                 this_pass.leaves_rows = True
                 self._put_pending(this_pass)
             this_pass.begun.add(index)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from transformers import PreTrainedConfig
@@ -28,16 +29,21 @@ SHAPE = ("num_kv_heads", "head_dim", "v_head_dim", "value_in_key", "policy")  # 
 LEAST_BLOCK, MOST_BLOCK = 64, 256  # tokens in a block of a cache
 RESUME = 64  # tokens by which a window can be cropped: assisted decoding removes wrong guesses
 
+POOLED = "its indexer's keys stand for several tokens each"
 # Types of models that do not use a given cache, or take only a cache of their own class, and the reason.
 UNSERVED = {
     **REFUSED,
     "blt": REFUSED["blt_local_decoder"],
     "flaubert": "it takes a cache as another argument",
+    "glm5_next": POOLED,
+    "glm5_next_text": POOLED,
     "minimax": "it takes a cache of its own class only",
     "mllama": "some of its layers keep rows of an image",
     "mllama_text_model": "some of its layers keep rows of an image",
     "openai-gpt": "it keeps nothing between passes",
     "pi0": "it makes actions of a robot, no text",
+    "qwen4_exp": POOLED,
+    "qwen4_exp_text": POOLED,
     "recurrent_gemma": "it keeps the state of its recurrent layers itself",
     "t5gemma": "it makes its own cache for what its encoder made",
     "t5gemma2": "it makes its own cache for what its encoder made",
@@ -51,15 +57,26 @@ RECURRENT = {
     "hybrid": "full_attention",
     "hybrid_sliding": "sliding_attention",
 }
+# Types of layers that choose rows by an indexer, whose keys the cache holds beside theirs.
+INDEXED = {"indexed_attention", "minimax_m3_sparse"}
+# Types of models with layers whose keys have no rotated part: `no_rope_layers` has 0 for these.
+WITHOUT_ROTATED_PART = {"mistral_large4_text"}
 # Types of models whose recurrent layers begin anew in a pass of several tokens.
 BY_ONE_TOKEN = {"jamba", "zamba"}
 # Types of layers that this cache does not serve, and the reason.
 OTHER_LAYERS = {
     "compressed_sparse_attention": "it compresses what it keeps",
     "heavily_compressed_attention": "it compresses what it keeps",
-    "indexed_attention": "it keeps an indexer's keys beside its own",
     "reference_sliding_attention": "it has a window that some tokens never leave",
 }
+
+
+class Part(NamedTuple):
+    """What a cache keeps of a layer of a model."""
+
+    policy: Policy | None = None  # of its keys and values; None: it has none of its own
+    own: OwnLayer | None = None  # what transformers itself keeps
+    index_beside: int | None = None  # the layer beside whose rows the keys of its indexer lie; None: it has no indexer
 
 
 def check_config(config: Any) -> None:
@@ -87,7 +104,7 @@ def decoder_of(config: PreTrainedConfig) -> PreTrainedConfig:
     return decoder
 
 
-def layer_of(config: PreTrainedConfig, layer_type: str, policy: Policy) -> Layer:
+def layer_of(config: PreTrainedConfig, index: int, layer_type: str, policy: Policy) -> Layer:
     """Return the layer for the rows that an attention gives the cache.
 
     An attention with latents (MLA) gives the latents as keys, and the rotated elements, which all heads share, as
@@ -98,7 +115,9 @@ def layer_of(config: PreTrainedConfig, layer_type: str, policy: Policy) -> Layer
         raise ValueError(f"config is a {type(config).__name__} without num_attention_heads: give a decoder's")
     rank = getattr(config, "kv_lora_rank", None)
     if rank:
-        return Layer(1, rank + config.qk_rope_head_dim, v_head_dim=rank, value_in_key=True, policy=policy)
+        rotates = config.model_type not in WITHOUT_ROTATED_PART or config.no_rope_layers[index]
+        dim = rank + (config.qk_rope_head_dim if rotates else 0)
+        return Layer(1, dim, v_head_dim=rank, value_in_key=True, policy=policy)
     head_dim = next((dim for name in NAMES["head_dim"] if (dim := getattr(config, name, None))), None)
     head_dim = head_dim or config.hidden_size // num_heads
     v_head_dim = getattr(config, "v_head_dim", None) or head_dim
@@ -113,27 +132,38 @@ def _num_kv_heads(config: PreTrainedConfig, layer_type: str, num_heads: int) -> 
     return more * (getattr(config, "num_key_value_heads", None) or num_heads)
 
 
-def policy_of(
-    config: PreTrainedConfig, index: int, layer_type: str, options: dict[str, Any]
-) -> tuple[Policy | None, OwnLayer | None]:
-    """Return the policy of a layer with keys and values, and what transformers itself keeps of it beside them."""
+def part_of(config: PreTrainedConfig, index: int, layer_type: str, options: dict[str, Any]) -> Part:
+    """Return what a cache keeps of a layer."""
     window = options.get("sliding_window")
     if layer_type == "dummy":
-        return None, DummyLayer()
+        return Part(own=DummyLayer())
     own = LinearAttentionLayer(options["number_of_states"]) if layer_type in RECURRENT else None
     attention = RECURRENT.get(layer_type, layer_type)
     if attention is None:
-        return None, own
+        return Part(own=own)
     if attention == "full_attention":
-        return FullAttention(), own
+        return Part(FullAttention(), own)
+    if attention in INDEXED and getattr(config, "index_head_dim", None):
+        return _indexed_part(config, index)
     if attention == "sliding_attention" and window:
-        return SlidingWindow(window, resume_window=window + RESUME), own
+        return Part(SlidingWindow(window, resume_window=window + RESUME), own)
     if attention == "chunked_attention" and window:
-        return ChunkedAttention(window, resume_window=RESUME), own
+        return Part(ChunkedAttention(window, resume_window=RESUME), own)
     reason = OTHER_LAYERS.get(layer_type, "this cache does not know it")
     raise NotSupportedError(
         f"a {type(config).__name__} is not served: layer {index} is of type {layer_type!r}: {reason}"
     )
+
+
+def _indexed_part(config: PreTrainedConfig, index: int) -> Part:
+    """Return what a cache keeps of a layer that chooses rows.
+
+    It may use another layer's choice, or read another layer's rows.
+    """
+    kinds, sources = getattr(config, "indexer_types", None), getattr(config, "kv_source_layers", None)
+    beside = index if sources is None else sources[index]
+    has_indexer = kinds is None or kinds[index] != "shared"
+    return Part(FullAttention() if beside == index else None, None, beside if has_indexer else None)
 
 
 def window_of(policy: Policy | None) -> int:
@@ -143,10 +173,8 @@ def window_of(policy: Policy | None) -> int:
     return policy.attention_chunk_size if isinstance(policy, ChunkedAttention) else 0
 
 
-def parts_of(
-    config: PreTrainedConfig,
-) -> tuple[PreTrainedConfig, list[tuple[Policy | None, OwnLayer | None]], list[str]]:
-    """Return the part of a configuration that describes the decoder, and of each of its layers the parts and type."""
+def parts_of(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[Part], list[str]]:
+    """Return the part of a configuration that describes the decoder, and of each layer what is kept, and its type."""
     check_config(config)
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder or text.is_encoder_decoder:
@@ -155,17 +183,33 @@ def parts_of(
         check_model(part)
     decoder = decoder_of(text)
     types, options = get_layer_types_and_kwargs(decoder)
-    layers = [policy_of(decoder, i, *layer) for i, layer in enumerate(zip(types, options, strict=True))]
-    if all(policy is None for policy, _ in layers):
+    parts = [part_of(decoder, i, *layer) for i, layer in enumerate(zip(types, options, strict=True))]
+    if all(part.policy is None for part in parts):
         raise NotSupportedError(f"a {type(config).__name__} has no layer with keys and values")
-    return decoder, layers, types
+    return decoder, parts, types
 
 
 def layers_of(config: PreTrainedConfig) -> list[Layer]:
-    """Return the layers of `KVCache` for a model: those with keys and values."""
-    decoder, layers, types = parts_of(config)
-    policies = {i: policy for i, (policy, _) in enumerate(layers) if policy is not None}
-    return [layer_of(decoder.per_layer_config[i], types[i], policy) for i, policy in policies.items()]
+    """Return the layers of `KVCache` for a model's keys and values."""
+    decoder, parts, types = parts_of(config)
+    policies = {i: part.policy for i, part in enumerate(parts) if part.policy is not None}
+    return [layer_of(decoder.per_layer_config[i], i, types[i], policy) for i, policy in policies.items()]
+
+
+def index_layers_of(config: PreTrainedConfig, layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layers of `KVCache` for the keys of a model's indexers, which follow its other layers.
+
+    Each has the policy of the layer beside whose rows the keys lie, and the type of that layer's keys.
+    """
+    decoder, parts, _ = parts_of(config)
+    rows = dict(zip((i for i, part in enumerate(parts) if part.policy is not None), layers, strict=True))
+    return [
+        replace(
+            rows[part.index_beside], num_kv_heads=1, head_dim=decoder.per_layer_config[i].index_head_dim, v_head_dim=0,
+            value_in_key=False, share=None, rope=None,
+        )
+        for i, part in enumerate(parts) if part.index_beside is not None
+    ]  # fmt: skip
 
 
 def check_policies(layers: Sequence[Layer]) -> None:
