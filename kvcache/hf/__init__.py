@@ -27,6 +27,7 @@ from kvcache.hf.enabling import disable, enable
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.generation import register
 from kvcache.hf.masks import make_mask
+from kvcache.hf.minimax import register_minimax
 
 __all__ = ["NAME", "HFCache", "HFEncoderDecoderCache", "disable", "enable"]
 
@@ -35,3 +36,4 @@ AttentionInterface.register("flex_attention", flex_attention)
 AttentionMaskInterface.register(NAME, make_mask)
 register()
 register_calls()
+register_minimax()

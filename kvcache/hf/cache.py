@@ -83,6 +83,12 @@ class HFCache(SaveableBatch, Cache):
     is_linear: Any = None  # whether each layer has a recurrent state alone; the base derives it in each pass
     _holds_source = False  # whether its rows are an encoder's: a part of HFEncoderDecoderCache
 
+    def __new__(cls, config: Any = None, *args: Any, **kwargs: Any) -> Self:
+        """Make an instance, of a class of its own for a type of model in `KINDS`."""
+        if cls is HFCache:
+            cls = KINDS.get(getattr(config, "model_type", ""), cls)
+        return object.__new__(cls)
+
     def __init__(
         self,
         config: PreTrainedConfig,
@@ -112,7 +118,7 @@ class HFCache(SaveableBatch, Cache):
         self._decoder = Decoder(self._cache, torch.get_default_dtype())  # until the model brings some rows
         self._forget_text()
         layers = Maker(self._passes, self._decoder, self._follows_config).layers(parts)
-        super().__init__(layers=layers)
+        Cache.__init__(self, layers=layers)  # a cache for MiniMax has another base, which takes no layers
         self._recurrent = Recurrent(layers)
         self.is_linear = [isinstance(part.own, LinearAttentionLayer) and part.policy is None for part in parts]
 
@@ -210,11 +216,17 @@ class HFCache(SaveableBatch, Cache):
 
         Each pass begins with this.
         """
-        if layer_idx >= len(self.layers) or not isinstance(self.layers[layer_idx], LinearAttentionLayer):
-            raise self._not_as_configured(layer_idx, "a recurrent state")
-        self._reach(layer_idx, state_idx)
+        self.recurrent_layer(layer_idx, state_idx)
         state: torch.Tensor | None = super().get_conv_state(layer_idx, state_idx)
         return state
+
+    def recurrent_layer(self, layer_idx: int, state_idx: int) -> LinearAttentionLayer:
+        """Return a recurrent layer, to whose state a pass has come."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if not isinstance(layer, LinearAttentionLayer):
+            raise self._not_as_configured(layer_idx, "a recurrent state")
+        self._reach(layer_idx, state_idx)
+        return layer
 
     def _not_as_configured(self, index: int, holds: str) -> ValueError:
         """Return what to raise for a layer of the model, which holds something, and which the config lacks."""
@@ -238,8 +250,9 @@ class HFCache(SaveableBatch, Cache):
 
     def _begin_anew(self) -> None:
         """Forget the states that a pass which failed has left; raise if tokens before it are lost with them."""
+        is_first = self._passes.last is not None and self._passes.last.brings_sequences
         self._passes.end()
-        if self._passes.seq_ids:
+        if self._passes.seq_ids and not is_first:
             raise ValueError(
                 "a forward pass did not go through all layers, and recurrent layers cannot go back to before it:"
                 " reset() the cache, then feed the whole text"
@@ -262,7 +275,7 @@ class HFCache(SaveableBatch, Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens seen, padding included."""
-        return self._passes.length
+        return self._passes.num_seen if self._recurrent.is_within else self._passes.length
 
     def finish(self) -> None:
         """Make the last pass part of its sequences, so that the `KVCache` has no open batch, if it is complete."""
@@ -571,3 +584,6 @@ class HFCache(SaveableBatch, Cache):
     def stats(self) -> dict[str, Any]:
         """Return `kvcache.KVCache.stats`, and in ``"calls"`` how many times a layer was attended over by each means."""
         return {**self._cache.stats(), "calls": dict(self._passes.calls)}
+
+
+KINDS: dict[str, type[Any]] = {}  # classes of `HFCache` for types of models that take no other

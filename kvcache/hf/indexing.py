@@ -52,7 +52,7 @@ class IndexedLatentLayer(_Indexed, LatentLayer):
 
 
 class Chosen(NamedTuple):
-    """What an indexer chose for each query: columns, or blocks of columns."""
+    """The choice of an indexer for each query: columns, or blocks of columns."""
 
     indices: torch.Tensor  # [batch, queries, n], or [batch, KV heads, queries, n]; a negative one is none
     block: int  # the columns of a block; 1: they are columns

@@ -49,7 +49,7 @@ class Maker(NamedTuple):
         return self._layer(layer.index, index_keys=None if index_keys is None else index_keys.index)
 
     def _layer(self, index: int, number_of_states: int = 0, index_keys: int | None = None) -> Layer:
-        """Make a layer for one of the `KVCache`, and for the keys of its indexer, if it has one."""
+        """Make the layer that stands for a layer of the `KVCache`; `index_keys` is the layer of its indexer's keys."""
         own = self.passes.cache.layers[index]
         kind: Callable[..., Any] = CrossLayer if isinstance(own.policy, CrossAttention) else Layer
         if number_of_states:

@@ -37,7 +37,6 @@ UNSERVED = {
     "flaubert": "it takes a cache as another argument",
     "glm5_next": POOLED,
     "glm5_next_text": POOLED,
-    "minimax": "it takes a cache of its own class only",
     "mllama": "some of its layers keep rows of an image",
     "mllama_text_model": "some of its layers keep rows of an image",
     "openai-gpt": "it keeps nothing between passes",
@@ -72,7 +71,7 @@ OTHER_LAYERS = {
 
 
 class Part(NamedTuple):
-    """What a cache keeps of a layer of a model."""
+    """The rows, the state and the keys of an indexer that a cache keeps of a layer."""
 
     policy: Policy | None = None  # of its keys and values; None: it has none of its own
     own: OwnLayer | None = None  # what transformers itself keeps

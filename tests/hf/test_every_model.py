@@ -17,7 +17,7 @@ import pytest
 from support.rotation import rotated
 
 import kvcache
-from kvcache.models import shapes
+from kvcache.models import guard, shapes
 from kvcache.rope import Rope
 
 torch = pytest.importorskip("torch")
@@ -26,6 +26,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.modeling_outputs import BaseModelOutput  # noqa: E402 - torch may be missing
 from transformers.models.auto import modeling_auto  # noqa: E402 - torch may be missing
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402 - torch may be missing
+from transformers.models.minimax.modeling_minimax import MiniMaxCache  # noqa: E402 - torch may be missing
 
 from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - torch may be missing
 
@@ -40,6 +41,7 @@ QUICK = ["deepseek_v3", "diffllama", "gemma3_text", "gemma3n_text", "gpt_oss", "
 QUICK += ["zamba2"]
 POSITIONS = ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"]  # derive wrong ones in a pass of one token
 NO_MASK = ["cpmant", "xlm"]  # take no mask of more columns than the pass has tokens
+OF_COLUMNS = ["minimax_m3_vl", "minimax_m3_vl_text"]  # choose blocks of columns, which padding moves
 SINCE_5_24 = {  # types that transformers 5.23 does not have
     "apertus1p5", "apertus1p5_text", "dory", "exaone", "hy_v4_vl", "inkling2_loop", "inkling2_loop_text", "lara_mini",
     "omniasr", "sarvam_mla", "sarvam_moe",
@@ -53,6 +55,18 @@ VOCAB = 97
 MOST_PARAMETERS = 13_000_000
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+INDEXERS = ["full", "full", "shared", "full"]  # a layer may use the choice of the one before
+WINDOWS = {  # what layers with a window have otherwise
+    "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 24, "kv_lora_rank": 48, "head_dim": 24,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+}  # fmt: skip
+DOTS3 = {
+    "layer_types": ["indexed_attention"] * 2 + ["sliding_attention"] * 2, "per_layer_config": {2: WINDOWS, 3: WINDOWS},
+    "head_dim": 24, "rope_parameters": None,
+}  # fmt: skip
+ADAPTERS = [("vision", "adapter_in_dim"), ("vision", "adapter_out_dim"), ("audio", "adapter_out_dim")]
+ADAPTERS += [("audio", "adapter_input_size")]
+BLOCKS = {"layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 3, "index_n_heads": 2}
 THREE = {**ROPE, "mrope_section": [4, 2, 2]}  # the pairs of a head that each of three positions rotates
 # Fields that the rules below get wrong, by model type; a dot leads into a nested configuration.
 CHANGES: dict[str, dict[str, Any]] = {
@@ -70,6 +84,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_ocr2": {"text_config.mlp_layer_types": ["dense", *["sparse"] * 3], "text_config.num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "dots3_note": {f"text_config.{field}": value for field, value in DOTS3.items()}
+    | {f"{part}_config.{name}": 64 for part, name in ADAPTERS},
+    "dots3_note_text": DOTS3,
     "ernie4_5_vl_moe": {"text_config.rope_parameters": {**ROPE, "mrope_section": [3, 3, 2]}},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 128},
     "florence2": {"vision_config.embed_dim": [32, 32, 32, 64], "vision_config.num_heads": [2] * 4}
@@ -82,6 +99,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "glm4v_moe": {"text_config.rope_parameters": {**THREE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}},
     "glm_ocr": {"text_config.rope_parameters": THREE},
     "glmga": {"text_config.rope_parameters": THREE},
+    "glm_moe_dsa": {"indexer_types": INDEXERS},
     "granite4_vision": {"deepstack_layer_map": [[0, 1]], "downsample_rate": "1/2"},
     "granitemoehybrid": {**MAMBA, "layer_types": ["linear_attention", "full_attention"] * 2},
     "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},
@@ -94,7 +112,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"zero_expert_num": 2, "num_layers": 2},
+    "minimax_m3_vl": {f"text_config.{field}": value for field, value in BLOCKS.items()},
+    "minimax_m3_vl_text": BLOCKS,
     "ministral": {"head_dim": 16},
+    "mistral_large4": {"text_config.indexer_types": INDEXERS, "text_config.kv_source_layers": [0, 1, 2, 1]}
+    | {"text_config.no_rope_layers": [1, 1, 0, 1]},
     "molmo2": {"adapter_config.vision_feature_layer": [3, 2]},
     "moonshine": {"decoder_num_key_value_heads": 4, "encoder_num_key_value_heads": 4},
     "moonshine_streaming": {"num_key_value_heads": 4},
@@ -153,9 +175,9 @@ LIMITS = {
         num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads encoder_attention_heads
         decoder_num_attention_heads encoder_num_attention_heads num_decoder_attention_heads
         num_encoder_attention_heads cross_num_attention_heads linear_num_value_heads linear_num_heads mamba_n_heads
-        mamba_num_heads n_routed_experts num_experts num_local_experts moe_num_experts n_experts""",
+        mamba_num_heads n_routed_experts num_experts num_local_experts moe_num_experts n_experts index_block_size""",
     2: """encoder_layers num_encoder_layers encoder_num_hidden_layers depth linear_num_key_heads num_experts_per_tok
-        num_experts_per_token moe_topk moe_k top_k_experts experts_per_token top_k num_ngroups""",
+        num_experts_per_token moe_topk moe_k top_k_experts experts_per_token top_k num_ngroups index_topk_blocks""",
     1: "n_group topk_group n_groups mamba_n_groups num_groups",
     128: "max_position_embeddings n_positions max_target_positions max_source_positions n_ctx max_seq_len",
     VOCAB: "vocab_size decoder_vocab_size vocab_size_per_layer_input",
@@ -242,6 +264,22 @@ def small_model(name: str, **changes: Any) -> Any:
     return auto.from_config(config, attn_implementation="eager").eval()
 
 
+def test_choices_leave_tokens_out():
+    """An indexer chooses fewer tokens than a prompt has, with so many heads that few scores are equal."""
+    found = set()
+    for name in names_of("kernels", "dense"):
+        values = shrink(CONFIG_MAPPING[name]().to_dict()) | {"model_type": name}
+        text = values.get("text_config") or values
+        if text.get("index_topk"):
+            assert text["index_topk"] < PROMPT
+            assert text["index_n_heads"] >= 16
+            found.add(name)
+        if text.get("index_topk_blocks"):
+            assert text["index_topk_blocks"] * text["index_block_size"] < PROMPT
+            found.add(name)
+    assert len(found) >= 9
+
+
 # ---- what is expected of each
 
 
@@ -274,7 +312,7 @@ def logits(model, past, *, change=0):
     tokens = torch.randint(2, 80, (2, PROMPT + STEPS), generator=generator)
     tokens[:, 5] += change
     mask = torch.ones_like(tokens)
-    padding = 0 if name in NO_MASK else PADDING
+    padding = 0 if name in (*NO_MASK, *OF_COLUMNS) else PADDING
     tokens[0, :padding] = mask[0, :padding] = 0
     prefix, given = "", {}
     if model.config.is_encoder_decoder:
@@ -297,6 +335,8 @@ def logits(model, past, *, change=0):
 
 
 def their_cache(model):
+    if model.config.model_type == "minimax":
+        return MiniMaxCache()
     if not model.config.is_encoder_decoder:
         return transformers.DynamicCache(config=model.config)
     config = model.config.get_text_config(decoder=True)
@@ -412,7 +452,7 @@ ROTATING_DECODERS = ["moonshine", "moonshine_streaming"]  # types with an encode
 
 def rotating():
     """Return the types without an encoder, and the types with an encoder whose decoders rotate keys."""
-    names = names_of("kernels", "dense", "its own")
+    names = [name for name in names_of("kernels", "dense", "its own") if name not in guard.REFUSED_TYPES]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         configs = {name: CONFIG_MAPPING[name]() for name in names}

@@ -56,7 +56,7 @@ def generate(model, past, tokens, **options):
 
 
 def test_a_choice_matters():
-    """Else these tests could not tell a wrong choice from a right one."""
+    """Logits depend on the choice, so that these tests can tell a wrong choice from a right one."""
     tokens = tokens_of(1, LENGTH)
     for name in NAMES:
         model, block = with_attention(name, "eager"), "index_topk_blocks" in CHANGES[name]

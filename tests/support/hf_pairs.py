@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import DynamicCache
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from kvcache.hf import HFCache
 
@@ -55,6 +56,12 @@ HYBRID: dict[str, Callable[[], Any]] = {  # some of whose layers are recurrent, 
     ),
     "lfm2": lambda: transformers.Lfm2Config(**BASE, **CONV),
     "lfm2_moe": lambda: transformers.Lfm2MoeConfig(**BASE, **CONV, **EXPERTS, num_dense_layers=1),
+    "minimax": lambda: transformers.MiniMaxConfig(
+        **BASE,
+        block_size=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,  # begins with a layer of attention
+    ),
     "qwen3_next": lambda: transformers.Qwen3NextConfig(
         **BASE,
         **LINEAR,
@@ -155,7 +162,8 @@ def random_tokens(rows: int, length: int, seed: int = 5) -> torch.Tensor:
 def theirs(model: Any) -> tuple[DynamicCache, str]:
     """Return transformers' own cache for a model, and the attention to use it with."""
     has_sdpa = all(getattr(part, "_supports_sdpa", True) for part in model.modules())
-    return DynamicCache(config=model.config), "sdpa" if has_sdpa else "eager"
+    own = MiniMaxCache() if model.config.model_type == "minimax" else DynamicCache(config=model.config)
+    return own, "sdpa" if has_sdpa else "eager"
 
 
 def ours(model: Any) -> tuple[HFCache, str]:
