@@ -49,24 +49,24 @@ typedef struct kvc_sequence {
     int32_t min_query_position; /* lowest position at which a query may still come; set before rows expire */
     int32_t exact_to;           /* rows from there on may not follow from its tokens alone; INT32_MAX: all do */
     kvc_origin origin;
-    int32_t edited_from;          /* edits changed or dropped rows from there on; INT32_MAX: none since it was set so */
-    int32_t in_call;              /* a call has made it, and drops it or hands it out at its end: no list has it */
-    int32_t in_rewrite;           /* a call copies its rows to new slots without the mutex */
-    kvc_fate fate;                /* KVC_STAYS unless it is in the list cache->victims */
-    kvc_thread caller;            /* the thread of the call that has made it, or copies its rows */
-    struct kvc_rewrite *rewrites; /* [num_token_groups] of the call that copies its rows */
-    int32_t in_place;             /* a call writes its rows where they lie without the mutex: kvc_cache_find waits */
-    int32_t holds;                /* it is counted in cache->num_holding */
-    int32_t is_retained;          /* it waits to be used again, and may be evicted, unless something below forbids it */
-    int32_t is_given;             /* its rows come from elsewhere: kvc_retain_unwritten */
-    int32_t is_protected;         /* it is not evicted, as it is within a prefix's quota */
-    int32_t frees;                /* while victims are chosen: evict.c */
-    int64_t num_pins;             /* of a retained sequence: while there are any, it is not evicted */
-    int32_t is_evictable;         /* it is in cache->evictable, and blocks count it so */
-    int32_t is_kept;              /* it is in table->kept */
-    int64_t evictable_bytes;      /* it has so many of cache->evictable_bytes */
-    int32_t is_counted_pinned;    /* it is counted in cache->num_pinned */
-    int64_t used;                 /* of a retained sequence: the larger, the more recently */
+    int32_t edited_from; /* edits changed or dropped rows from there on; INT32_MAX: none since it was set so */
+    int32_t in_call;     /* a call has made it, and drops it or hands it out at its end: no list has it */
+    int32_t in_rewrite;  /* a call copies its rows to new slots without the mutex */
+    kvc_fate fate;       /* KVC_STAYS unless it is in the list cache->victims */
+    kvc_thread caller;   /* the thread of the call that has made it, or copies its rows */
+    struct kvc_rewrites *rewrites; /* of the call that copies its rows */
+    int32_t in_place;              /* a call writes its rows where they lie without the mutex: kvc_cache_find waits */
+    int32_t holds;                 /* it is counted in cache->num_holding */
+    int32_t is_retained;       /* it waits to be used again, and may be evicted, unless something below forbids it */
+    int32_t is_given;          /* its rows come from elsewhere: kvc_retain_unwritten */
+    int32_t is_protected;      /* it is not evicted, as it is within a prefix's quota */
+    int32_t frees;             /* while victims are chosen: evict.c */
+    int64_t num_pins;          /* of a retained sequence: while there are any, it is not evicted */
+    int32_t is_evictable;      /* it is in cache->evictable, and blocks count it so */
+    int32_t is_kept;           /* it is in table->kept */
+    int64_t evictable_bytes;   /* it has so many of cache->evictable_bytes */
+    int32_t is_counted_pinned; /* it is counted in cache->num_pinned */
+    int64_t used;              /* of a retained sequence: the larger, the more recently */
     int32_t num_groups;
     int32_t num_token_groups; /* number of groups of tokens: the first; others are of cross-attention layers */
     struct kvc_sequence *next_changed, **changed_at; /* place in the list cache->changed; NULL: not in it */

@@ -85,22 +85,22 @@ static kvc_change change_in(const kvc_cache *cache, int32_t group, const kvc_cha
 }
 
 static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, void *context) {
-    kvc_rewrite_visit_replaced((const kvc_rewrite *)need->context + g, visit, context);
+    const kvc_rewrites *rewrites = need->context;
+    kvc_rewrite_visit_replaced(&rewrites->of_group[g], visit, context);
 }
 
 /* Checks capacity, where rows are copied, and max_bytes. */
 static kvc_status fits(const kvc_need *need) {
-    const kvc_rewrite *rewrites = need->context;
+    const kvc_rewrites *rewrites = need->context;
     for (int32_t g = 0; g < need->cache->num_token_groups; g++) {
-        const kvc_status status = rewrites[g].num_copied ? kvc_rewrites_check(need, g, 0) : KVC_OK;
+        const kvc_status status = rewrites->of_group[g].num_copied ? kvc_rewrites_check(need, g, 0) : KVC_OK;
         if (status != KVC_OK) return status;
     }
     return kvc_check_max_bytes(need->cache, need->scope, need->what);
 }
 
 /* Copies rows to their new slots on the copiers, perhaps by the caller's function, without the mutex. */
-static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_rewrite *rewrites,
-                                const kvc_copiers *copiers) {
+static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_rewrites *rewrites) {
     kvc_status status = KVC_OK;
     sequence->in_rewrite = 1;
     sequence->caller = kvc_thread_self();
@@ -108,7 +108,7 @@ static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_re
     cache->num_rewrites++;
     kvc_unlock(cache, KVC_OK);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
-        status = kvc_rewrite_copy(cache, g, &rewrites[g], copiers);
+        status = kvc_rewrite_copy(cache, g, &rewrites->of_group[g], &rewrites->copiers);
     kvc_lock(cache);
     if (cache->max_bytes) kvc_cache_wait_pages(cache);
     cache->num_rewrites--;
@@ -119,51 +119,51 @@ static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_re
 
 /* Copies the rows that are to be copied, and makes room for them.  Room is made first, unless the caller's function
  * may fail then: a failed call evicts nothing. */
-static kvc_status copy_rows(kvc_cache *cache, kvc_sequence *sequence, kvc_rewrite *rewrites) {
+static kvc_status copy_rows(kvc_cache *cache, kvc_sequence *sequence, kvc_rewrites *rewrites) {
     const kvc_need need = {.cache = cache,
                            .fits = fits,
                            .visit_replaced = visit_replaced,
                            .context = rewrites,
                            .what = "rewriting the keys of a sequence"};
-    kvc_copiers copiers = {0};
+    kvc_copiers *copiers = &rewrites->copiers;
     for (int32_t g = 0; g < cache->num_token_groups; g++)
-        if (rewrites[g].num_copies) kvc_rewrite_size_copiers(cache, g, &rewrites[g], &copiers);
-    if (!copiers.floats) return KVC_OK;
-    const int asks_caller = copiers.least != 0;
-    kvc_status status = kvc_copiers_new(cache, &copiers);
+        if (rewrites->of_group[g].num_copies) kvc_rewrite_size_copiers(cache, g, &rewrites->of_group[g], copiers);
+    if (!copiers->floats) return KVC_OK;
+    const int asks_caller = copiers->least != 0;
+    kvc_status status = kvc_copiers_new(cache, copiers);
     if (status == KVC_OK) status = asks_caller ? kvc_check_room(&need) : kvc_make_room(&need);
-    if (status == KVC_OK) status = copy_unlocked(cache, sequence, rewrites, &copiers);
+    if (status == KVC_OK) status = copy_unlocked(cache, sequence, rewrites);
     if (status == KVC_OK && asks_caller) status = kvc_make_room(&need);
-    kvc_copiers_free(cache, &copiers);
+    kvc_copiers_free(cache, copiers);
     return status;
 }
 
 /* Accepts the rewrites, or discards them if status is an error. */
-static void finish(kvc_cache *cache, kvc_sequence *sequence, const edit *e, kvc_rewrite *rewrites, kvc_status status) {
+static void finish(kvc_cache *cache, kvc_sequence *sequence, const edit *e, kvc_rewrites *rewrites, kvc_status status) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         kvc_run_list *list = &sequence->runs[g];
         if (status != KVC_OK) {
-            kvc_rewrite_discard(cache, g, &rewrites[g]);
+            kvc_rewrite_discard(cache, g, &rewrites->of_group[g]);
             continue;
         }
-        kvc_rewrite_accept(cache, g, &rewrites[g]);
+        kvc_rewrite_accept(cache, g, &rewrites->of_group[g]);
         list->lost = lost_after(e, list->lost);
         list->missing = lost_after(e, list->missing);
-        kvc_rewrite_free(cache, &rewrites[g]);
+        kvc_rewrite_free(cache, &rewrites->of_group[g]);
     }
 }
 
 /* Edits a sequence in all groups of tokens. */
 static kvc_status change_groups(kvc_cache *cache, kvc_sequence *sequence, const edit *e) {
     const size_t size = kvc_rewrites_size(cache);
-    if (!size) return KVC_OK;
-    kvc_rewrite *rewrites = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
+    if (!cache->num_token_groups) return KVC_OK;
+    kvc_rewrites *rewrites = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
     if (!rewrites) return kvc_fail(KVC_ERR_NOMEM, "out of memory to edit %d layer groups", cache->num_token_groups);
     memset(rewrites, 0, size);
     kvc_status status = KVC_OK;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
         const kvc_change own = change_in(cache, g, &e->change);
-        status = kvc_rewrite_make(cache, g, &sequence->runs[g], &own, &rewrites[g]);
+        status = kvc_rewrite_make(cache, g, &sequence->runs[g], &own, &rewrites->of_group[g]);
     }
     if (status == KVC_OK) status = copy_rows(cache, sequence, rewrites);
     finish(cache, sequence, e, rewrites, status);

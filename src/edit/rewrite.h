@@ -58,9 +58,14 @@ void kvc_copiers_free(kvc_cache *cache, kvc_copiers *copiers);
 kvc_status kvc_rewrite_make(kvc_cache *cache, int32_t group, kvc_run_list *list, const kvc_change *change,
                             kvc_rewrite *rewrite);
 
-/* Returns the bytes of an array with a rewrite for each group of tokens. */
+/* The rewrites of a sequence in all groups of tokens. */
+typedef struct kvc_rewrites {
+    kvc_copiers copiers;
+    kvc_rewrite of_group[]; /* [num_token_groups] */
+} kvc_rewrites;
+
 static inline size_t kvc_rewrites_size(const kvc_cache *cache) {
-    return (size_t)cache->num_token_groups * sizeof(kvc_rewrite);
+    return sizeof(kvc_rewrites) + (size_t)cache->num_token_groups * sizeof(kvc_rewrite);
 }
 
 /* Visits the slots that a rewrite lets go once it is accepted. */

@@ -45,8 +45,10 @@ static void unlock_all(void) {
 
 /* Undoes the rewrite of a sequence's keys. */
 static void undo_rewrite(kvc_cache *cache, kvc_sequence *sequence) {
-    for (int32_t g = 0; g < cache->num_token_groups; g++) kvc_rewrite_discard(cache, g, &sequence->rewrites[g]);
-    kvc_memory_free(&cache->memory, sequence->rewrites, kvc_rewrites_size(cache), KVC_MEMORY_SCRATCH, -1);
+    kvc_rewrites *rewrites = sequence->rewrites;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) kvc_rewrite_discard(cache, g, &rewrites->of_group[g]);
+    kvc_copiers_free(cache, &rewrites->copiers);
+    kvc_memory_free(&cache->memory, rewrites, kvc_rewrites_size(cache), KVC_MEMORY_SCRATCH, -1);
     sequence->in_rewrite = 0;
     cache->num_rewrites--;
 }

@@ -352,9 +352,12 @@ kvc_status kvc_save(kvc_cache *cache, const kvc_save_args *given) {
     KVC_TRY(KVC_READ(kvc_save_args, &s.args, given, "args"));
     KVC_TRY(check_args(&s.args));
     kvc_lock(cache);
-    kvc_status status = kvc_unlock(cache, take_moment(&s));
-    if (status == KVC_OK) status = write_file(&s);
-    kvc_lock(cache);
+    kvc_status status = take_moment(&s);
+    if (status == KVC_OK) {
+        kvc_unlock(cache, KVC_OK);
+        status = write_file(&s);
+        kvc_lock(cache);
+    }
     kvc_state_end(&s.state);
     return kvc_unlock(cache, status);
 }

@@ -2,6 +2,7 @@
  * A child that hangs is ended by alarm().  The simulation (tests/sim) forks in the middle of rewrites and puts.
  * Not for Windows: there is no fork(). */
 #define _POSIX_C_SOURCE 200809L
+#include <limits.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -10,6 +11,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "saved/format.h"
 #include "kvcache.h"
 #include "support/test.h"
 
@@ -31,8 +33,10 @@ enum {
 static atomic_int is_inside; /* the function of the caller that is waited for was entered */
 static atomic_int go_on;
 static atomic_int forking;
-static int watch;       /* the functions below wait */
-static int num_passing; /* allocations that do not, before one does */
+static int watch;              /* the functions below wait */
+static int num_passing;        /* allocations that do not, before one does */
+static int lacks_memory;       /* that allocation fails */
+static atomic_llong num_bytes; /* that the allocator below has handed out and not got back */
 static kvc_batch *open_batch;
 
 static void wait_for(atomic_int *flag) {
@@ -46,7 +50,9 @@ static void *slow_alloc(void *user, size_t size, size_t alignment, const kvc_mem
     if (watch && num_passing-- <= 0 && !atomic_exchange(&is_inside, 1)) {
         wait_for(&forking);
         for (int i = 0; i < 2000 && !atomic_load(&go_on); i++) sched_yield();
+        if (lacks_memory) return NULL;
     }
+    num_bytes += (long long)size;
     size = (size + alignment - 1) / alignment * alignment;
     void *start = aligned_alloc(alignment, size);
     if (start && hint->kind == KVC_MEMORY_SCRATCH)
@@ -55,7 +61,8 @@ static void *slow_alloc(void *user, size_t size, size_t alignment, const kvc_mem
 }
 
 static void slow_free(void *user, void *start, size_t size, const kvc_memory_hint *hint) {
-    (void)user, (void)size, (void)hint;
+    (void)user, (void)hint;
+    num_bytes -= (long long)size;
     free(start);
 }
 
@@ -161,7 +168,8 @@ static void check_child(pid_t child, const char *when) {
     CHECKF(WIFEXITED(status) && WEXITSTATUS(status) == 0, "%s: the child ended with %d", when, status);
 }
 
-/* The child makes every kind of call and ends; the parent continues. */
+/* The child makes every kind of call and ends; the parent continues.  The child has no memory of calls that only the
+ * parent goes on with, except scratch of work on an open batch. */
 static void fork_and_check(kvc_cache *cache, const char *when) {
     const pid_t child = fork();
     if (child == 0) {
@@ -170,6 +178,7 @@ static void fork_and_check(kvc_cache *cache, const char *when) {
         CHECKF(kvc_validate(cache) == KVC_OK, "%s: %s", when, kvc_last_error());
         kvc_abort(open_batch);
         do_everything(cache, when);
+        CHECKF(open_batch || !num_bytes, "%s: %lld bytes were not freed", when, (long long)num_bytes);
         fflush(stdout);
         end_child(test_failures != 0);
     }
@@ -240,8 +249,9 @@ static void *shift_in_thread(void *cache) {
 /* The child has the sequence as it was before a thread that is not there began to rewrite it. */
 static void test_rewrite_of_another(void) {
     const kvc_rope rope = {.kind = KVC_ROPE_FUNCTION, .shift = move_slowly};
-    kvc_cache *cache = new_cache(rope, NULL);
+    kvc_cache *cache = new_cache(rope, &slow_allocator);
     CHECK(feed(cache, 0) == KVC_OK);
+    num_passing = INT_MAX;
     fork_beside(cache, shift_in_thread, "in another's rewrite");
 }
 
@@ -282,6 +292,11 @@ static void *save_in_thread(void *cache) {
     return NULL;
 }
 
+static void *save_without_memory(void *cache) {
+    CHECK(save(cache) == KVC_ERR_NOMEM);
+    return NULL;
+}
+
 static void *restore_in_thread(void *cache) {
     const kvc_load_args args = {.struct_size = sizeof args, .read = read_slowly, .size = (int64_t)file_size};
     CHECKF(kvc_restore(cache, &args) == KVC_OK, "%s", kvc_last_error());
@@ -299,6 +314,19 @@ static void test_state(void *(*work)(void *cache), size_t from, const char *when
     file_at = 0;
     slow_from = from;
     fork_beside(cache, work, when);
+}
+
+/* fork() gets the mutex as soon as a save lacks memory.  The child has none of the memory that the save took before. */
+static void test_failed_save(void) {
+    if (KVC_IS_BIG_ENDIAN) return;
+    for (int num = 0; num < 6; num++) {
+        kvc_cache *cache = new_cache(frequencies, &slow_allocator);
+        CHECK(feed(cache, 0) == KVC_OK);
+        num_passing = num;
+        lacks_memory = 1;
+        fork_beside(cache, save_without_memory, "behind a save");
+        lacks_memory = 0;
+    }
 }
 
 /* ---- work on a batch, which is not waited for -------------------------------------------------------------------- */
@@ -416,6 +444,7 @@ int main(void) {
     test_rewrite_that_forks();
     test_rewrite_of_another();
     test_state(save_in_thread, 3000, "in a save");
+    test_failed_save();
     test_state(restore_in_thread, 0, "in a restore, at its header");
     test_state(restore_in_thread, 3000, "in a restore, at its rows");
     test_unstored_put();
