@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache import FullAttention, KVCache, SlidingWindow
+from kvcache import KVCache, SlidingWindow
 from kvcache.arguments import to_float
 from kvcache.layer import DTYPES, DType, Transform, to_dtype
 from kvcache.models.weights import F32
+from kvcache.policy import Policy
 from kvcache.runner import llama
 from kvcache.runner.llama import Llama, LlamaConfig, LlamaError
 
@@ -145,7 +146,7 @@ def new_cache(config: LlamaConfig, options: Options, dtype: DType | None = None)
     )
 
 
-def _narrowed(own: FullAttention | SlidingWindow, window: int, num_sink_tokens: int) -> SlidingWindow:
+def _narrowed(own: Policy | None, window: int, num_sink_tokens: int) -> SlidingWindow:
     """Return a window for a layer whose own policy is `own`; a narrower window of its own stays."""
     if isinstance(own, SlidingWindow):
         window = min(window, own.window)

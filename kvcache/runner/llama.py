@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvcache import FullAttention, KVCache, Rope, SlidingWindow
+from kvcache import KVCache, Rope
 from kvcache.errors import shown
 from kvcache.layer import Layer
 from kvcache.models import shapes
@@ -21,6 +21,7 @@ from kvcache.models.fields import Fields
 from kvcache.models.reading import MAX_CONTEXT
 from kvcache.models.shapes import PREFILL_TOKENS
 from kvcache.models.weights import F32, Tensors
+from kvcache.policy import Policy
 
 __all__ = ["PREFILL_TOKENS", "Llama", "LlamaConfig", "LlamaError"]
 
@@ -49,7 +50,7 @@ class LlamaConfig:
     max_seq_len: int
     rms_norm_eps: float
     rope: Rope
-    policy: tuple[FullAttention | SlidingWindow, ...]  # one policy per layer
+    policy: tuple[Policy | None, ...]  # one policy per layer
     tie_word_embeddings: bool
 
     def check_tokens(self, tokens: ArrayLike) -> None:
@@ -84,7 +85,7 @@ class LlamaConfig:
             max_seq_len=fields.count("max_position_embeddings", most=MAX_CONTEXT),
             rms_norm_eps=fields.positive("rms_norm_eps"),
             rope=_rope(fields, shape.layers, head_dim),
-            policy=_policy(fields, shape.layers),
+            policy=tuple(layer.policy for layer in shape.layers),
             tie_word_embeddings=fields.get("tie_word_embeddings") is True,
         )
 
@@ -123,13 +124,6 @@ def _rope(fields: Fields, layers: Sequence[Layer], head_dim: int) -> Rope:
     if not isinstance(rope, Rope) or any(layer.rope != rope for layer in layers) or 2 * len(rope.inv_freq) != head_dim:
         raise fields.error("only models whose heads are rotated as a whole, and all alike, are supported")
     return rope
-
-
-def _policy(fields: Fields, layers: Sequence[Layer]) -> tuple[FullAttention | SlidingWindow, ...]:
-    supported = tuple(layer.policy for layer in layers if isinstance(layer.policy, FullAttention | SlidingWindow))
-    if len(supported) < len(layers):
-        raise fields.error("only layers that see everything, or a window, are supported")
-    return supported
 
 
 # --- the model ---------------------------------------------------------------------------------------------------
