@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.repository_model import with_short_text
 from support.row_types import TYPES
 from support.saved_states import STATES
 from support.terminal import run_in_terminal
@@ -601,11 +602,9 @@ def test_generate_takes_every_type(dtype):
     check_refused(run_here("generate", MODEL, "--dtype", dtype.upper()), "'--dtype'", ", ".join(DTYPES))
 
 
-@pytest.mark.full  # test_greedy_text_and_table has a table of --slow
-def test_generate_compares():
-    done = run(
-        "generate", MODEL, "ROMEO:", "--compare", "--tokens", 20, "--temperature", 0, "--dtype", "q8_0", "--hadamard"
-    )
+def test_generate_compares(tmp_path):
+    options = ["--compare", "--tokens", 20, "--temperature", 0, "--dtype", "q8_0", "--hadamard"]
+    done = run("generate", with_short_text(tmp_path), "ROMEO:", *options)
     assert done.returncode == 0
     text, _, table = done.stdout.partition("\n\n")
     assert text.startswith("ROMEO:")

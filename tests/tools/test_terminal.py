@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support import terminal
+from support.repository_model import MODEL, with_short_text
 from support.saved_states import STATES
 from support.terminal import run_in_terminal
 
@@ -15,7 +16,6 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "examples/model"
 KVCACHE = [sys.executable, "-P", "-m", "kvcache"]
 GREEDY = ["--tokens", 5, "--temperature", 0]
 
@@ -134,7 +134,6 @@ def test_generate_survives_a_narrow_terminal(run):
 # ---- widths
 
 WIDTHS = [[40, 120], pytest.param([60, 80, 200], marks=pytest.mark.slow)]
-COMPARE = [*KVCACHE, "generate", MODEL, "ROMEO:", "--compare", "--hadamard", "--tokens", 3]
 # What people read, not data that programs read: a generated text or JSON has no lines of ours.
 READ = {
     **{name: COMMANDS[name] for name in ("plan", "bench", "info")},
@@ -168,13 +167,13 @@ def test_words_are_whole_at_any_width(run, name, widths, monkeypatch, tmp_path):
             assert cell in shown, columns
 
 
-@pytest.mark.slow
-def test_a_table_that_is_wider_than_the_terminal_breaks_between_cells(run):
+def test_a_table_that_is_wider_than_the_terminal_breaks_between_cells(tmp_path):
     """It is written row by row, before the width of what follows is known."""
-    status, into_file, _ = run_in_terminal(COMPARE, stdout="pipe", stderr="pipe")
+    command = [*KVCACHE, "generate", with_short_text(tmp_path), "ROMEO:", "--compare", "--hadamard", "--tokens", 3]
+    status, into_file, _ = run_in_terminal(command, stdout="pipe", stderr="pipe")
     assert status == 0
     assert any(len(line) > 80 for line in into_file.splitlines())
-    status, sent, _ = run_in_terminal(COMPARE, stderr="pipe", size=(24, 40))
+    status, sent, _ = run_in_terminal(command, stderr="pipe", size=(24, 40))
     assert status == 0
     shown = "\n".join(terminal.screen(sent, 40))
     assert pieces(re.sub(r"[\d,.]+", "", shown)) == pieces(re.sub(r"[\d,.]+", "", into_file))
