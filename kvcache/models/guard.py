@@ -104,6 +104,10 @@ SAYS_WHERE = (*BY_LAYER, *INDICES, *PERIODS, "block_configs", "block_types", "fu
 LENGTHS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 # Types that keep no keys of an indexer though their files have its fields.
 WITHOUT_INDEX = {"minimax_m3_vl_text"}
+# Fields with which tokens see later ones, and the values with which windows reach to both sides.
+BOTH_SIDES: dict[str, tuple[object, ...]] = {"use_bidirectional_attention": (True, "all"), "is_causal": (False,)}
+# Types whose windows end at the token itself, whatever such a field says: in PaliGemma 2 it is about the prompt alone.
+ONE_SIDED = {"use_bidirectional_attention": {"gemma2"}}
 ADVICE = "describe its layers yourself, KVCache([Layer(...), ...])"
 
 
@@ -157,14 +161,15 @@ def check(config: Fields, kinds: Sequence[str]) -> None:
 
     `kinds` are the layers' types as they were read.
     """
-    if config.get("use_bidirectional_attention") is True and "sliding_attention" in kinds:
-        raise NotSupportedError(
-            f"{config.source}: use_bidirectional_attention True is not supported, as its windows reach to both sides, "
-            f"which no policy stands for; {ADVICE}"
-        )
+    model_type = config.text("model_type", "")
+    for name, values in BOTH_SIDES.items():
+        if config.get(name) in values and model_type not in ONE_SIDED.get(name, ()) and "sliding_attention" in kinds:
+            raise NotSupportedError(
+                f"{config.source}: {name} {shown(config.get(name))} is not supported, as its windows reach to both "
+                f"sides, which no policy stands for; {ADVICE}"
+            )
     if config.get("gguf_architecture") is not None:
         return
-    model_type = config.text("model_type", "")
     known = (HARMLESS | config.used | HARMLESS_OF.get(model_type, set())).union(*NAMES.values())
     if classes.of(model_type) is not classes.UNKNOWN:
         known |= HARMLESS_IN_CLASSES

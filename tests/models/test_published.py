@@ -194,10 +194,41 @@ def test_a_theta_of_null_rotates_nothing(theta, rotating):
     assert sum(isinstance(layer.rope, Rope) for layer in shapes.read(config).layers) == rotating
 
 
-def test_windows_that_reach_to_both_sides_are_refused():
-    config = {**SOME, "model_type": "gemma3_text", "sliding_window": 512, "use_bidirectional_attention": True}
-    with pytest.raises(kvcache.NotSupportedError, match="windows reach to both sides"):
+BIDIRECTIONAL = "use_bidirectional_attention"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "value"),
+    [
+        ("gemma3_text", BIDIRECTIONAL, True),
+        ("gemma4_text", BIDIRECTIONAL, "all"),
+        ("gemma4_unified_text", BIDIRECTIONAL, "all"),
+        ("mistral", "is_causal", False),
+    ],
+)
+def test_windows_that_reach_to_both_sides_are_refused(model_type, name, value):
+    config = {**SOME, "model_type": model_type, "sliding_window": 512, name: value}
+    with pytest.raises(kvcache.NotSupportedError, match=f"{name} {value!r} .* windows reach to both sides"):
         shapes.read(config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "value"),
+    [
+        ("gemma2", BIDIRECTIONAL, True),
+        ("gemma4_text", BIDIRECTIONAL, "vision"),
+        ("gemma4_unified_text", BIDIRECTIONAL, "vision"),
+        ("mistral", "is_causal", True),
+    ],
+)
+def test_windows_stay_one_sided_where_tokens_see_later_ones_of_an_image_or_prompt_alone(model_type, name, value):
+    config = {**SOME, "model_type": model_type, "sliding_window": 512}
+    assert shapes.read({**config, name: value}).layers == shapes.read(config).layers
+
+
+def test_models_without_windows_may_see_both_sides():
+    config = {**SOME, "model_type": "qwen2", "sliding_window": 512, "use_sliding_window": False}
+    assert shapes.read({**config, "is_causal": False}).layers == shapes.read(config).layers
 
 
 def test_speech_and_text():
