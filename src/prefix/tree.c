@@ -273,9 +273,19 @@ static void note(const kvc_node *node, kvc_prefix_event_kind kind) {
     if (node->tree->events && is_full(node)) kvc_events_note(node->tree->events, kind, node->begin, node->name);
 }
 
+/* Returns in how many groups a node has the rows of all its tokens. */
+static int32_t num_whole(const kvc_node *node) {
+    int32_t num = 0;
+    for (int32_t g = 0; node->rows && g < node->tree->cache->num_token_groups; g++)
+        num += node->rows->runs[g].num_rows == size_of(node);
+    return num;
+}
+
+int kvc_node_is_complete(const kvc_node *node) { return num_whole(node) == node->tree->cache->num_token_groups; }
+
 void kvc_node_collect(kvc_node *node) {
     kvc_cache *cache = node->tree->cache;
-    if (node->at || !node->tree->is_collected || !is_full(node)) return;
+    if (node->at || !node->tree->is_collected || !is_full(node) || !num_whole(node)) return;
     if (!cache->new_blocks) cache->new_blocks_end = &cache->new_blocks;
     node->at = cache->new_blocks_end;
     *node->at = node;
@@ -410,13 +420,6 @@ kvc_node *kvc_node_find(const kvc_node *parent, const kvc_token_span *tokens) {
     for (kvc_node *node; (node = kvc_alike_next(&alike, &common)) && common == tokens->num;)
         if (kvc_node_is_complete(node)) return node;
     return NULL;
-}
-
-int kvc_node_is_complete(const kvc_node *node) {
-    const kvc_cache *cache = node->tree->cache;
-    for (int32_t g = 0; g < cache->num_token_groups; g++)
-        if (!node->rows || node->rows->runs[g].num_rows != size_of(node)) return 0;
-    return 1;
 }
 
 static kvc_node *alloc_node(kvc_tree *tree, int32_t begin, int32_t end) {

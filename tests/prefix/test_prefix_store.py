@@ -258,6 +258,20 @@ def test_flush_and_close_say_whether_the_store_took_everything():
     assert kvcache.PrefixCache(cache, fingerprint="a model").close(), "there is no store"
 
 
+@pytest.mark.parametrize("length", [20 * BLOCK, 20 * BLOCK + 1, 20 * BLOCK + 8, 21 * BLOCK - 1])
+def test_blocks_of_which_windows_have_lost_rows_are_not_missed(length):
+    """The store took all that there was to take, so flush says so."""
+    store = {}
+    cache, prefix = make(store, "windows")
+    seq_id, prompt = prefix.new_sequence(), range(length)
+    feed(cache, seq_id, prompt, 0, length)
+    prefix.release(seq_id, prompt)
+    assert prefix.flush(10)
+    assert prefix.stats.store.dropped == 0
+    assert 0 < len(store) < length // BLOCK
+    assert prefix.lookup(prompt) == length
+
+
 def test_a_server_that_is_not_there():
     """The address of a server that nobody started, as a user types it."""
     pytest.importorskip("valkey")
