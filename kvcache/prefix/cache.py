@@ -171,8 +171,9 @@ class PrefixCache:
     So a prompt can be resumed in the middle of an earlier one although its windows have moved on since. If a block is
     not the same to its end, its first tokens are matched.
 
-    The name of a block is BLAKE2b of its tokens, all tokens before it, the fingerprint, the shape and types of the
-    cache, and the salt. So equal names mean equal rows. Python's ``hash`` is not used.
+    The name of a block is BLAKE2b of its tokens, all tokens before it, the fingerprint, `state_bytes` and the salt. It
+    also depends on `block_size` and the layers of the cache, with their policies and `rope`. So equal names mean equal
+    rows. Python's ``hash`` is not used.
 
     Examples
     --------
