@@ -352,7 +352,7 @@ def test_a_torch_tensor_with_grad(cache, batch):
 
 @pytest.mark.hf
 def test_a_torch_tensor_with_grad_anywhere():
-    """One sentence, of ours, wherever a tensor is taken; a function for `rope` may return one, too."""
+    """Each function that takes a tensor refuses it in one sentence of ours, and so does the result of `rope`."""
     import torch
 
     with_grad = torch.ones(4, requires_grad=True)
@@ -370,7 +370,7 @@ def test_a_torch_tensor_with_grad_anywhere():
 
 @pytest.mark.hf
 def test_torch_tensors_that_their_memory_does_not_show(cache, batch):
-    """Of a negative view DLPack exports the memory, whose sign is the other one; others have none, or another type."""
+    """DLPack exports the memory of a negative view with the wrong sign. Others have no export, or another type."""
     import torch
 
     rows = torch.ones(4, 2, 8)

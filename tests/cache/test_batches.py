@@ -80,7 +80,7 @@ def test_non_causal(given):
 
 
 def test_hidden():
-    """By attention as by dense; which rows that is, is tested in C."""
+    """Attention and `dense` see the same rows. Tests in C say which."""
     q, k, v = rows(12, seed=2)
     array = np.array([[0, 2, 5], [0, 7, 8]], np.int32)
     with new_cache().batch(12) as batch:

@@ -131,7 +131,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_processes(tmp_path, method):
-    """Caches are not sent, states are; a folder is shared; a forked child has caches of its own."""
+    """Caches are not sent to processes, but states are. A folder is shared. A forked child has caches of its own."""
     program = tmp_path / "program.py"
     program.write_text(BEGIN + PROCESSES.format(method=method, folder=str(tmp_path)))
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300)

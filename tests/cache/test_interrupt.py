@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-# What every program below begins with.  A commit is refused while another thread's call is using the batch, and as long
-# as there is none, too, because not all is put: so it tells when the call is at work.
+# The beginning of every program below. A commit is refused differently while another thread's call uses the batch and
+# while none does, because not everything is put: so it tells when the call is at work.
 BEGIN = """
 import os, signal, sys, threading, time
 import numpy as np

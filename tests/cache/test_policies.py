@@ -133,7 +133,7 @@ def test_a_fork_of_nothing_is_an_error_unless_it_is_asked_for():
 
 @pytest.mark.parametrize("how", [{}, {"missing_ok": True}])
 def test_sharing_a_range_of_nothing_is_an_error_unless_it_is_asked_for(how):
-    """As of `fork`; what else is wrong is an error still."""
+    """The cache refuses it as `fork` does. Other mistakes are still errors."""
     cache = kvcache.KVCache(1, 2, 8, 64, max_sequences=3, strategy="always" if how else kvcache.LongSequencesOnly(0))
     x = np.ones((1, 2, 8), np.float32)
     for seq_id in (0, 1):

@@ -1,4 +1,4 @@
-"""Tokens that move: shift, divide, remove; keys rotated late, at once, or by a function; extract and inject."""
+"""Tokens move by shift, divide, remove, extract and inject. Keys are rotated late, at once, or by a function."""
 
 import gc
 import threading
@@ -260,7 +260,7 @@ def test_inject_of_any_array(dtype):
 
 @pytest.mark.parametrize("dtype", ["f16", "q8_0"])
 def test_rewriting_on_several_threads(dtype):
-    """inject, settle, divide, a function's shift and compact: the bits are those of one thread."""
+    """inject, settle, divide, a function's shift and compact give the same bits as with one thread."""
     rng = np.random.default_rng(3)
     x = rng.standard_normal((700, 4, 64)).astype(np.float32)
 

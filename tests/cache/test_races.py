@@ -149,7 +149,7 @@ def test_sequences_of_their_own_beside_readers():
 
 @pytest.mark.parametrize("end", ["commit", "abort"])
 def test_a_batch_that_many_threads_end(end):
-    """One of them ends it; the others are refused, or find that it has ended."""
+    """One thread ends the batch. The others are refused, or find that it has ended."""
     cache = new_cache()
     for i in range(1, ROUNDS):
         batch = cache.batch(1)
@@ -163,7 +163,7 @@ def test_a_batch_that_many_threads_end(end):
 
 @pytest.mark.parametrize("end", ["commit", "abort"])
 def test_a_batch_that_ends_while_threads_work_on_it(end):
-    """It ends between calls; those that come later are told."""
+    """The batch ends between calls. Later calls say so."""
     cache = new_cache()
     for _ in range(ROUNDS):
         begin = cache.next_position()

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 @pytest.fixture
 def step(pytestconfig):
-    """Of how many points one is tried."""
+    """Return how many points there are to each point that is tried."""
     return 1 if pytestconfig.option.slow or pytestconfig.option.full else 6
 
 

@@ -1,4 +1,4 @@
-"""An argument that a constructor does not have is named, with what it is called here; signatures read well."""
+"""Constructors name an argument that they do not have, and its name here. Signatures read well."""
 
 import importlib
 import inspect

@@ -648,7 +648,7 @@ def test_layers_that_name_the_same_frequencies_take_no_memory_for_each(tmp_path,
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("counted", ["tokens", "runs"])
 def test_sequences_have_no_tokens_and_runs_in_common(tmp_path, counted):
-    """A negative count would go back to those of the sequence before."""
+    """A negative count would go back to the rows of the sequence before."""
     path, num_sequences, num = tmp_path / "state", 2_000, 50_000
     kvcache.KVCache(1, 1, 2, 8).save(path)
     header, rows = parts_of(path)

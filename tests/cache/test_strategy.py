@@ -38,7 +38,7 @@ def run(cache, tokens, seq_id=0, **commit):
 
 
 def steps(cache, lengths, seq_id=0):
-    """Return where each step of a growing sequence begins; check that outputs are those of a cache that stores all."""
+    """Return where each step of a growing sequence begins. Check that a cache that stores everything gives the same."""
     always, firsts = new_cache("always"), []
     for length in lengths:
         first, out = run(cache, list(range(length)), seq_id)

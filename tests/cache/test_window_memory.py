@@ -1,4 +1,4 @@
-"""What layers with windows or chunks hold while a batch is open: `most_bytes`, `explain` and `Adaptive` count it."""
+"""Layers with windows or chunks hold more while a batch is open. `most_bytes`, `explain` and `Adaptive` count it."""
 
 import numpy as np
 import pytest

@@ -45,7 +45,7 @@ def model_with_windows(window):
 @pytest.mark.parametrize("attention", ["kvcache", "sdpa"])
 @pytest.mark.parametrize("padding", [0, 75, 130])
 def test_tokens_of_the_last_pass_can_always_be_taken_back(padding, attention):
-    """As many tokens as it had, and tokens before it as far as windows reach; also after the length was asked for."""
+    """The cache keeps the tokens asked for, as far as windows reach, also after its length was asked for."""
     model = model_with_windows(6)
     model.set_attn_implementation(attention)
     tokens = torch.randint(1, 50, (2, 300), generator=torch.Generator().manual_seed(0))

@@ -179,7 +179,7 @@ def test_rows_that_nobody_told_are_not_kept(model, prefix):
 
 @torch.inference_mode()
 def test_positions_of_rows_behind_padding(model, prefix):
-    """Without positions, a model counts the padding, too."""
+    """A model that is given no positions counts the padding, too."""
     tokens, mask = random_tokens(2, LONG), torch.ones(2, LONG, dtype=torch.long)
     mask[1, :6] = 0
     for positions, most in ((None, 0), ((mask.cumsum(1) - 1).clamp(min=0), LONG - 6)):

@@ -1,4 +1,4 @@
-"""Where a forward pass begins and ends: layers in other orders, twice, left out; copies and errors in the middle."""
+"""A forward pass may have layers in another order, twice or left out, and copies and errors in its middle."""
 
 import copy
 import warnings

@@ -153,7 +153,7 @@ def test_a_mask_of_ones_own(model):
 
 
 def test_what_is_stored(model):
-    """As in other caches, the latents are the keys, and the rotated elements are the values."""
+    """The latents are the keys, and the rotated elements are the values, as in other caches."""
     theirs, ours = transformers.DynamicCache(config=model.config), HFCache(model.config, dtype="f32")
     for attention, cache in (("sdpa", theirs), ("kvcache", ours)):
         model.set_attn_implementation(attention)

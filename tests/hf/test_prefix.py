@@ -402,7 +402,7 @@ def test_going_back():
 
 @pytest.mark.parametrize("attention", ["kvcache", "sdpa"])
 def test_going_back_into_the_padding(attention):
-    """What is fed then may begin behind other padding, and more of it is acquired prompts no longer."""
+    """Tokens that are fed then may begin behind other padding, and are no acquired prompts any more."""
     model = model_of("llama")
     model.set_attn_implementation(attention)
     tokens, mask = random_tokens(2, LONG), torch.ones(2, LONG, dtype=torch.long)
@@ -469,7 +469,7 @@ def test_sequences_are_given_back():
 
 
 def interrupt(model, at):
-    """Interrupt the model at one of its passes to come, from 0 on; return what ends that."""
+    """Interrupt the model at its next pass number `at`, from 0 on. The handle's `remove` ends that."""
     passes = iter(range(at + 1))
 
     def stop(*_):
@@ -928,7 +928,7 @@ def test_what_moved_is_rotated_as_the_configuration_says(model_for):
 
 
 def test_the_memory_goes_with_its_last_user():
-    """What is shared by the caches of one `KVCache` does not keep it alive."""
+    """The parts that caches of one `KVCache` share do not keep it alive."""
     model = model_of("llama")
     prefix = prefix_for(model)
     cache = HFCache(model.config, prefix=prefix)

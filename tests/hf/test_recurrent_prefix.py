@@ -89,7 +89,7 @@ def test_the_same_prompt_again(name):
 
 @pytest.mark.parametrize("name", SERVED)
 def test_bits(name):
-    """The output is that of a model without a prefix cache that is fed the same tokens in the same passes."""
+    """A model without a prefix cache gives the same output, fed the same tokens in the same passes."""
     model = prepared(name)
     prefix = prefix_for(model)
     tokens = random_tokens(1, LONG)
@@ -111,7 +111,7 @@ def test_bits(name):
 
 @pytest.mark.parametrize("name", FEW)
 def test_a_common_beginning(name):
-    """Is found where a piece of the prompt ended, or where it was a prompt itself."""
+    """A common beginning is found if a piece of the prompt ended there, or a whole prompt."""
     model = prepared(name)
     system, asked = random_tokens(1, 50), [random_tokens(1, 12, seed=i) for i in range(3)]
     prefix = prefix_for(model)

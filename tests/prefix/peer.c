@@ -1,6 +1,5 @@
 /* peer.c FOLDER IDENTITY SALT SECRET: serves the prompt 0 to 99 as support/prefixes.py does, on a store in a folder
- * that Python shares; checks the rows that it finds there, and prints how many tokens it fetched, and blocks it wrote.
- */
+ * that Python shares.  Checks the rows that it finds there.  Prints how many tokens it fetched and blocks it wrote. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -299,7 +299,7 @@ def test_what_is_written_while_its_deletion_waits_again_is_not_deleted() -> None
 
 
 def test_blocks_that_are_forgotten_while_they_wait_to_be_written_are_not_dropped_by_the_store() -> None:
-    """Their names are not among those of the prompt: the store learns of them after they have gone."""
+    """The prompt has none of their names: the store learns of them after they have gone."""
     store = HeldUp()
     cache, prefix = make(store=store)
     private = PROMPT[:20]

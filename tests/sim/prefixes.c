@@ -197,8 +197,8 @@ static int has_others(const world *w, int p, int own) {
 
 static int handed_over(const client *c) { return sim_handovers() != c->before.handovers; }
 
-/* When a call began: the clock; the time before which noted strings were not known any more even then; and the time
- * by sim_now(). */
+/* When a call began: by the clock and by sim_now().  Strings that were noted before a third time were unknown by then.
+ */
 typedef struct moment {
     int64_t clock;
     int cleared;

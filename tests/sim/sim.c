@@ -425,7 +425,7 @@ static void let_go_of_hold(client *c) {
     c->w->num_holds--;
 }
 
-/* Reads the batch's rows of one of its sequences. */
+/* Reads the rows of a sequence of the batch. */
 static void read_batch(client *c, const pass *p, int layer, int i) {
     kvc_span spans[MOST];
     kvc_hold *hold = NULL;
@@ -1411,7 +1411,7 @@ static void make_cache(world *w) {
     if (status != KVC_OK) sim_fail("kvc_cache_new: %s", kvc_last_error());
 }
 
-/* One run: all clients call until the calls are used up.  Nothing may be left then. */
+/* Runs all clients until the calls are used up.  Nothing may be left then. */
 static void run(uint64_t seed, int num_clients, int64_t num_calls, int faults) {
     static world w;
     pthread_t threads[MOST_CLIENTS];

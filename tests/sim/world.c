@@ -396,8 +396,8 @@ int sim_clock_gettime(clockid_t clock, struct timespec *time) {
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
-/* Counts memory that is handed out, and fills it: nothing may count on zeros.  As a number, the filling is -1, or
- * far too large for an index. */
+/* Counts memory that is handed out, and fills it: nothing may count on zeros.  The filling reads as
+ * -1, or as a number far too large for an index. */
 static void *count(void *memory) {
     if (!memory) return NULL;
     num_bytes += (int64_t)malloc_usable_size(memory);

@@ -72,8 +72,8 @@ int64_t sim_inside_since(int thread);
 /* Lets the calling thread's nth request for memory from now on fail, if memory fails at all; 0: none. */
 void sim_fail_memory(uint64_t n);
 
-/* Counters: steps; handovers between the simulation's own threads; refused requests of the calling thread; and bytes
- * that the core has not given back. */
+/* Count steps, handovers between the simulation's own threads, refused requests of the calling thread, and bytes that
+ * the core has not given back. */
 uint64_t sim_steps(void);
 uint64_t sim_handovers(void);
 uint64_t sim_faults(void);

@@ -66,7 +66,7 @@ static size_t written_bytes(const block *blocks, uintptr_t page) {
     return bytes;
 }
 
-/* Checks the huge pages on which a block lies, and collapses those that are full. */
+/* Checks the huge pages on which a block lies, and collapses the full ones. */
 static void collapse(kvc_slab **slabs, const block *blocks, const block *b) {
     uintptr_t page = (uintptr_t)b->p / KVC_HUGE_PAGE * KVC_HUGE_PAGE;
     for (; page < (uintptr_t)b->p + b->size; page += KVC_HUGE_PAGE) {

@@ -202,7 +202,7 @@ static void test_expired_at_the_beginning(void) {
 }
 
 /* A cut that leaves a sequence where a token would see expired rows is refused: one from behind the sinks up to the
- * window.  One within the sinks is not, nor one to nothing; what has expired is gone with what is dropped. */
+ * window.  A cut within the sinks is not, and neither is a cut to nothing.  Rows that have expired stay gone. */
 static void test_cut_behind_sinks(void) {
     pair *p = pair_with(sliding_policy(4, 2, 0), 3);
     for (int32_t at = 0; at < 20; at++) pair_feed(p, 0, at, at + 1);

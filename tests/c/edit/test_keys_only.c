@@ -7,7 +7,7 @@ enum { ATTENDED, KEYS, TWIN, READER, NUM_OWN = READER, KEY_DIM = 64, MOST_KEYS =
 
 static const double slow_angles[] = {1, 0.37, 0.1, 0.031, 0.01, 0.0031, 0.001, 0.00031};
 
-/* A layer of grouped queries; keys alone; the same keys with values beside them; and a reader of the keys alone. */
+/* Describes four layers: grouped queries, keys alone, the same keys with values, and a reader of the keys alone. */
 static void make_twins(kvc_layer *layers, int32_t type, int32_t transform, int interleaved, kvc_policy policy) {
     const kvc_rope rope = {.kind = KVC_ROPE_FREQUENCIES,
                            .interleaved = interleaved,
@@ -30,7 +30,7 @@ static kvc_cache *new_twins(const kvc_layer *layers, kvc_config config) {
     return cache_of(layers, 4, config);
 }
 
-/* A key before it is rotated for its position; a large element makes a scale of a few rows that of all the others. */
+/* Returns an element of a key before its rotation.  Element 5 is large, so that a wrong scale shows. */
 static float key_at(int64_t id, int32_t position, int d) { return element_of(0, id, position, d) * (d == 5 ? 9 : 1); }
 
 static void rotate_by(const kvc_rope *rope, double position, double *k) {
@@ -74,7 +74,7 @@ static int feed_twins(kvc_cache *made, const kvc_layer *layers, int64_t id, int 
     return 1;
 }
 
-/* The keys of a sequence in a layer, as they are stored but for their deltas, or as floats; and where they stand. */
+/* The keys of a sequence in a layer, and their positions.  Keys are floats, or stored bytes without their deltas. */
 typedef struct keys {
     int64_t num;
     int32_t positions[MOST_KEYS * 2];
@@ -246,7 +246,7 @@ static void check_moved(kvc_cache *made, const kvc_layer *layers, int64_t tells,
     }
 }
 
-/* Keys that move are those that would have been put at their new positions; once they are settled, too. */
+/* Moved keys equal keys that are put at the new positions, before and after they are settled. */
 static void test_moved_keys(void) {
     static const int32_t types[] = {KVC_F32, KVC_F16, KVC_BF16, KVC_Q8_0, KVC_INT8, KVC_INT6};
     for (size_t i = 0; i < 4 * sizeof types / sizeof *types; i++) {
@@ -356,7 +356,7 @@ static void test_bytes(void) {
     }
 }
 
-/* Room, and what is reserved, is that of keys and values of all layers of the group. */
+/* Room and reserved memory count the keys and values of all layers of the group. */
 static void test_room(void) {
     kvc_layer layers[4];
     make_twins(layers, KVC_INT8, 0, 0, (kvc_policy){.kind = KVC_FULL});

@@ -55,8 +55,8 @@ static void check_attached(kvc_cache *cache, const kvc_policy *policies, int num
     CHECK(kvc_clear_sequence(cache, 2) == KVC_OK);
 }
 
-/* With two layers, in two groups, each of which has any of the pieces: in this order, and in the other.  A piece that
- * neither has does not exist, and no token is known behind the last that does. */
+/* Tries two layers in two groups, in both orders.  Each layer has any of the pieces.  A piece that neither layer has
+ * does not exist, and no token is known behind the last piece. */
 static void test_every_pair_of_subsets(kvc_policy one, kvc_policy other) {
     const kvc_policy policies[2][2] = {{one, other}, {other, one}};
     for (int subset = 0; subset < 1 << (2 * PIECES); subset += is_quick() ? 7 : 1) {

@@ -169,7 +169,7 @@ static inline __m512 emulated_scalef_ps(__m512 x, __m512 y) {
 #define _mm512_reduce_ps(x, floor) emulated_less_floor(x)
 #define _mm512_scalef_ps emulated_scalef_ps
 
-/* Those of SIMDe 0.7.4 have no such names, or a mask, or take a part of `a | b` for the whole. */
+/* SIMDe 0.7.4 lacks these names, or their masks, or takes a part of `a | b` for the whole. */
 #undef _mm512_madd_epi16
 #undef _mm512_roundscale_ps
 #define _mm512_madd_epi16 simde_mm512_madd_epi16
@@ -331,7 +331,7 @@ static inline void emulated_tile_dpfp16ps(int c, int a, int b) { emulated_tile_d
 
 /* ---- the sources ------------------------------------------------------------------------------------------------- */
 
-/* TARGET is an attribute without features; what keeps a vector in a register, for which there is none, is nothing.
+/* TARGET is an attribute without features.  Nothing keeps a vector in a register: there is none.
  * `__asm__ volatile` stays, `__asm__ __volatile__` does not. */
 #define target(features)
 #define __asm__(...)

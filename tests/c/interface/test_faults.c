@@ -1,9 +1,9 @@
-/* Every call is made with its nth request to the system failing, with the next one failing, too, and with all requests
- * failing from the nth on; for each n until no request fails, in random states.  A call that fails changes nothing and
- * can be repeated.  At the end no byte is left, and all bytes were given back as they were taken.
+/* In random states, each call is made with its nth request to the system failing: alone, with the next one, and with
+ * all later ones.  n grows until no request fails.  A call that fails changes nothing and can be repeated.  No byte is
+ * left at the end, and all bytes were given back as they were taken.
  *
- * Requests are for memory, pages, advice on pages, mutexes, signals, threads and handlers of fork().  What the core
- * calls comes to the __wrap_ functions here: see compiling.py.
+ * Requests are for memory, pages, advice on pages, mutexes, signals, threads and handlers of fork().  The core's
+ * calls come to the __wrap_ functions here: see compiling.py.
  * Not for Windows: calls of the system go through a table there, and cannot be diverted. */
 #define _GNU_SOURCE /* MAP_ANONYMOUS */
 #include <errno.h>

@@ -310,8 +310,8 @@ static void test_reserved(void) {
 
 /* ---- what is filled in ------------------------------------------------------------------------------------------- */
 
-/* Whether `size` bytes are the first ones of a struct, and zeros past its end, and so for each of an array.  Its fields
- * end at fields_end; what pads it from there on may be anything. */
+/* Whether each struct of an array is the first `size` bytes of the right one, with zeros past its end.  Its fields end
+ * at fields_end.  Padding behind them may be anything. */
 static int are_parts(const void *got, size_t size, const void *right, size_t fields_end, size_t right_size, int num) {
     const char *at = got, *right_at = right;
     for (; num > 0; num--, at += size, right_at += right_size) {

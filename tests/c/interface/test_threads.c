@@ -281,7 +281,7 @@ static int32_t move_slowly(void *user, int32_t layer, float *keys, int32_t num_k
     return 0;
 }
 
-/* Edits other sequences than the one whose keys are moved, some of which share its rows; and tries to edit that one. */
+/* Edits sequences, some of which share rows with the sequence whose keys are moved.  Also tries to edit it. */
 static void *edit_meanwhile(void *context) {
     slow *s = context;
     for (int i = 0; !atomic_load(&s->stop); i++) {
@@ -509,7 +509,7 @@ static void test_giving_back_beside_copies(void) {
     const struct sigaction action = {.sa_handler = wait_for_giving_back};
     struct sigaction before[2];
     kvc_cache *cache = new_cache(8);
-    feed(cache, 2, BASE); /* whose window lies before that of sequence 1 */
+    feed(cache, 2, BASE); /* its window lies before the window of sequence 1 */
     feed(cache, 1, BASE);
     copied.page = mmap(NULL, page_size() * 8, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(copied.page != MAP_FAILED && sigaction(SIGSEGV, &action, &before[0]) == 0);

@@ -29,8 +29,7 @@ static float float_of(uint32_t bits) {
 
 static char *guarded_end; /* end of the memory of rows; reading beyond it faults */
 
-/* The largest elements of rows, and of what they are multiplied by; over a tile, those of rows grow by 2^growth, and
- * what they are multiplied by gets smaller. */
+/* The largest elements of rows and of their factors.  Over a tile, rows grow by 2^growth, and factors shrink. */
 typedef struct sizes {
     float rows, factors;
     int growth;
@@ -70,9 +69,8 @@ static int scaled_at(int type, const uint8_t *row, int i) {
     return code < half ? -levels[half - 1 - code] : levels[code - half];
 }
 
-/* A tile of random rows of a type, the last of which ends at the guard page or, where the stride is negative, the
- * first, with a gap between them at times, so that most are not aligned to more than they have to be; and their values.
- */
+/* A tile of random rows of a type, and their values.  The last row ends at the guard page, or the first one if the
+ * stride is negative.  Gaps between rows leave most of them aligned no more than they must be. */
 typedef struct tile {
     const char *rows;
     int64_t stride;
@@ -1176,8 +1174,8 @@ static void test_conversions(const kvc_kernels *kernels, int type, int dim) {
             test_convert_rows(kernels, type, to, dim);
 }
 
-/* No denormal number is taken as 0.  By definition the processor's own products of bf16 do that, in
- * score_16 and in tilers that multiply bf16, whose range is that of f32. */
+/* No denormal number is taken as 0, except by the processor's own products of bf16.  score_16 uses them, and so do
+ * tilers that multiply bf16, which has the range of f32. */
 static void test_denormals(const kvc_kernels *kernels, int type, int dim) {
     static const int some_n[] = {1, 5, 16, 27, 64};
     const int is_flushed = (type == KVC_F32 || type == KVC_BF16) && kernels->tiler[type].score_bf16;

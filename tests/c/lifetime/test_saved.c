@@ -290,8 +290,8 @@ static void test_impossible_tables(void) {
     pair_free(p);
 }
 
-/* The header is that of a safetensors file: each tensor has as many bytes as its type and shape say, and tables have
- * the shapes of docs/format.md. */
+/* The file has a header of safetensors.  Each tensor has as many bytes as its type and shape say, and tables have the
+ * shapes of docs/format.md. */
 static void test_header(void) {
     static const struct {
         const char *name;

@@ -22,8 +22,9 @@ static const float zeros[4];
         CHECKF(kvc_validate(cache) == KVC_OK, "mended: %s", kvc_last_error()); \
     } while (0)
 
-/* Four sequences: the next batch will look at the first; it has looked at the second; the third's positions do not
- * ascend; the fourth is retained.  Each group has a free block, and blocks whose slots are not all filled. */
+/* Makes four sequences.  The next batch will look at the first, and a batch has looked at the second.  The third's
+ * positions do not ascend.  The fourth is retained.  Each group has a free block, and blocks whose slots are not all
+ * filled. */
 static kvc_cache *make_cache(void) {
     const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(4, 0, 0))};
     kvc_cache *cache = heap_cache(2, layers, (kvc_config){.block_size = 4});

@@ -146,7 +146,7 @@ static void test_aborted(void) {
         }
 }
 
-/* Nor do the rows that they were given in a cross-attention layer, each time anew. */
+/* Aborted batches leak no rows that they were given anew in a cross-attention layer. */
 static void test_aborted_cross(void) {
     static const float rows[16];
     const kvc_layer layers[] = {

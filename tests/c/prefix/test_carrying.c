@@ -90,7 +90,7 @@ static void end(void) {
     empty_store();
 }
 
-/* Begins a sequence of a prompt's tokens, and feeds those that do not match. */
+/* Begins a sequence of a prompt's tokens, and feeds the tokens that do not match. */
 static int64_t serve(int32_t num) {
     const kvc_tokens tokens = first(num + 1);
     int32_t matched;

@@ -1,5 +1,5 @@
-/* Stores in folders, on every system: values that come back, are refused or evicted; other programs' files, long names,
- * threads that write to one folder, and a lock that somebody removes. */
+/* Stores in folders, on every system.  Values come back, are refused or are evicted.  The tests also have other
+ * programs' files, long names, threads that write to one folder, and a lock that somebody removes. */
 #define _GNU_SOURCE
 #define _FILE_OFFSET_BITS 64
 #define _TIME_BITS 64
@@ -33,7 +33,7 @@ static void test_values(void) {
     empty_folder();
 }
 
-/* A removed value is gone, and its bytes are not counted.  To remove a name without a value does nothing. */
+/* A removed value is gone, and its bytes are not counted.  Removing a name without a value does nothing. */
 static void test_removing(void) {
     kvc_store *store = open_store(0);
     for (int i = 0; i < 3; i++) CHECK(put(store, i, LENGTH) == KVC_OK);

@@ -95,7 +95,7 @@ static void test_states(void) {
     close_world();
 }
 
-/* Running sequences still hold forgotten rows, and go on; nothing of them is kept. */
+/* Running sequences still hold forgotten rows and continue, but none of their blocks is kept. */
 static void test_running(void) {
     const int64_t *all = numbers(100), *other = numbers(300);
     for (int how = 0; how < 6; how++) {

@@ -102,7 +102,7 @@ static void test_order_of_running(void) {
     close_world();
 }
 
-/* At the beginning of a chunk no row is needed, but a block of the longer prompt is: the pin holds that block, too. */
+/* A prompt that ends where a chunk begins needs no row, but a block of the longer prompt: the pin holds it, too. */
 static void test_pinned_beginning_of_a_chunk(void) {
     const kvc_policy chunks = chunked_policy(7, 0);
     const int64_t *ids = numbers(100);

@@ -393,7 +393,7 @@ static void test_events(void) {
     close_world();
 }
 
-/* What all prefixes of a cache need comes with the first and goes with the last. */
+/* The first prefix of a cache makes the parts that all of them share, and the last one frees them. */
 static void test_first_and_last(void) {
     const kvc_prefix_config own = {.struct_size = sizeof own, .fingerprint = "a model"};
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM};

@@ -16,8 +16,8 @@ static kvc_status feed_all(int64_t id, int num, int step) {
     return status;
 }
 
-/* Returns whether a prompt of `num` tokens fits, after one of `kept` tokens that begins with `common` of its tokens; -1
- * if the cache does not begin. */
+/* Returns whether a prompt of `num` tokens fits after a prompt of `kept` tokens.  They begin with the same `common`
+ * tokens.  Returns -1 if the cache cannot be made. */
 static int prompt_fits(int64_t max_bytes, int is_windowed, int num, int step, int common, int kept) {
     const kvc_policy policies[] = {is_windowed ? sliding_policy(8, 0, 0) : full, full};
     const kvc_prefix_config config = {.struct_size = sizeof config, .fingerprint = "a model"};

@@ -88,8 +88,7 @@ static kvc_rows_in in_of(const kvc_layer *layer, const rows *r) {
                          .v_type = layer->v_type};
 }
 
-/* Checks that rows [first, first + a->num) of b are those of a, and that what lies between those of a was not faulted.
- */
+/* Checks that rows [first, first + a->num) of b equal the rows of a, and that the gaps in a are untouched. */
 static void check_equal(const array *a, const array *b, int first) {
     for (int h = 0; h < a->heads; h++) {
         for (int i = 0; i < a->num; i++) {
@@ -229,7 +228,7 @@ static void check_round_trip(const kvc_layer *layer, order order) {
     free_cache(cache), free_cache(other);
 }
 
-/* Rows of every two types; rows whose values are the first part of the keys; rows of an encoder. */
+/* Tries rows of every two types, rows whose values are the first part of the keys, and rows of an encoder. */
 static void test_round_trips(void) {
     for (order order = 0; order < NUM_ORDERS; order++) {
         for (int32_t k_type = 0; k_type < KVC_STORED_TYPES; k_type++) {
@@ -325,7 +324,7 @@ static void check_moved(int32_t k_type) {
     free_cache(cache);
 }
 
-/* Without rotation, keys that moved have not changed. */
+/* Moved keys have not changed if the layer has no rotation. */
 static void test_moved_without_rope(void) {
     kvc_layer layer = layer_of(KVC_Q4_0, KVC_Q4_0);
     layer.rope = (kvc_rope){.kind = KVC_ROPE_NONE};

@@ -1,5 +1,5 @@
-/* Evicting as one plan: a call that needs room evicts as much as it needs, and only if that is enough and nothing can
- * fail any more.  kvc_room says exactly what a batch can have; a call that fails has changed nothing.
+/* A call that needs room evicts by one plan: as much as it needs, once the rest of the call cannot fail.  It evicts
+ * nothing if that would not be enough.  kvc_room says exactly what a batch can have.  A failed call changes nothing.
  */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/feeding.h"
@@ -64,7 +64,7 @@ static void test_one_group(void) {
     free_valid(cache);
 }
 
-/* What only frees rows of a group that lacks none stays, and so do such rows of others that it holds, too. */
+/* A sequence stays if it would only free rows of a group that lacks none.  Rows of others that it shares stay, too. */
 static void test_one_group_of_shared_rows(void) {
     const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(2, 0, 0))};
     const int64_t id = FIRST_ID + 1;
@@ -112,7 +112,7 @@ static void test_evicted_windows(void) {
     }
 }
 
-/* One call evicts the windows of two sequences.  One sequence goes, and another call evicts the other. */
+/* A call evicts the windows of two sequences.  Then one of them is freed, and another call evicts the other. */
 static void test_evicted_twice(void) {
     const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(4, 0, 0))};
     kvc_cache *cache = heap_cache(2, layers, (kvc_config){.capacity = 16, .block_size = 16});
@@ -254,7 +254,7 @@ static void test_random_crowds(int num_rounds, act *try) {
     }
 }
 
-/* Feeds 64 tokens.  `num` retained sequences share the first 16 of their rows.  One that was used later shares none. */
+/* Feeds 64 tokens.  `num` retained sequences share the first 16 of their rows.  A later one shares none. */
 static kvc_cache *with_sharers(int num, kvc_config config) {
     config.block_size = 16;
     kvc_cache *cache = heap_cache(1, &plain_layer, config);
@@ -273,7 +273,7 @@ static void test_inject(void) {
             kvc_cache *cache = with_sharers(num, (kvc_config){.capacity = 80});
             const int64_t nbytes = kvc_nbytes(cache);
             free_valid(cache);
-            /* Beside a pinned one, the bookkeeping of others is room enough for a copy. */
+            /* If one is pinned, evicting the others frees room enough for a copy by their bookkeeping. */
             for (int bytes = 0; bytes < (is_pinned && num > 1 ? 1 : 2); bytes++) {
                 cache = with_sharers(num, (kvc_config){.capacity = bytes ? 0 : 80, .max_bytes = bytes ? nbytes : 0});
                 if (is_pinned) CHECK(pin_retained(cache, (int64_t[]){FIRST_ID, FIRST_ID + 1}, 2, 1) == KVC_OK);

@@ -152,7 +152,7 @@ static void test_max_bytes_of_a_reserved_sequence(void) {
     }
 }
 
-/* Of a large block, kvc_nbytes counts the slots written so far; those are used first. */
+/* kvc_nbytes counts the slots of a large block that were written so far.  Written slots are used first. */
 static void test_max_bytes_of_large_blocks(void) {
     const int32_t dim = (int32_t)kvc_os_page_size() / 4, row = 2 * dim * 4; /* a key or value fills a page */
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = dim, .v_dim = dim};

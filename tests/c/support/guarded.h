@@ -1,4 +1,4 @@
-/* guarded.h: memory that ends where reading faults.  To be included with _DEFAULT_SOURCE, for MAP_ANONYMOUS. */
+/* guarded.h: memory that ends where reading faults.  Define _DEFAULT_SOURCE first, for MAP_ANONYMOUS. */
 #ifndef KVC_TEST_GUARDED_H
 #define KVC_TEST_GUARDED_H
 

@@ -274,8 +274,8 @@ typedef struct query {
     float *q, *out, *lse;
 } query;
 
-/* Where the row of a token and head of an array with rows of `dim` lies: token major, or in groups that are head
- * major. */
+/* Returns where the row of a token and head lies in an array with rows of `dim`: token major, or head major in groups.
+ */
 static inline int64_t at(const query *a, int t, int h, int dim) {
     if (!a->inner) return (int64_t)(t * a->num_heads + h) * dim;
     return (int64_t)((t / a->inner * a->num_heads + h) * a->inner + t % a->inner) * dim;

@@ -61,7 +61,7 @@ static inline void memory_free(void *user, void *start, size_t size, const kvc_m
     CHECKF(m->live[i].size == size, "freed as %zu bytes, not %zu", size, m->live[i].size);
     CHECK(m->live[i].hint.kind == hint->kind && m->live[i].hint.group == hint->group);
     m->live[i] = m->live[--m->num];
-    overwrite(start, 0xff, size); /* nobody may read this memory any more */
+    overwrite(start, 0xff, size); /* from now on, nobody may read this memory */
     aligned_free(start);
 }
 

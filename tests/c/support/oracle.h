@@ -754,8 +754,8 @@ static inline int has_position(const row_list *list, int num, int32_t position) 
     return 0;
 }
 
-/* Adds the positions that are gone from another list at [begin, end) to those of a list whose first num rows are its
- * own.  Returns whether there are any. */
+/* Adds the positions in [begin, end) that are gone from another list.  The first num rows of this list are its own.
+ * Returns whether there are any. */
 static inline int oracle_share_gone(const row_list *to, range *gone, range from, int num, int32_t begin, int32_t end) {
     begin = from.begin > begin ? from.begin : begin;
     end = from.end < end ? from.end : end;

@@ -7,7 +7,7 @@
 #include <direct.h>
 #include <io.h>
 
-/* As windows.h declares it, which cannot be included here: immintrin.h includes this file before it has its types. */
+/* windows.h declares it so, and cannot be included here: immintrin.h includes this file before it has its types. */
 __declspec(dllimport) int __stdcall SetEnvironmentVariableA(const char *name, const char *value);
 
 /* Set a variable of the process alone: the C library does not see it, as if another one had set it. */

@@ -16,7 +16,7 @@ static inline long sysconf(int name) {
     return (long)info.dwPageSize;
 }
 
-/* Never called: test.h says that there is none. */
+/* It is never called: test.h says that Windows has no fork(). */
 static inline pid_t fork(void) { abort(); }
 
 static DWORD WINAPI end_late(void *seconds) {

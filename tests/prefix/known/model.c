@@ -1,4 +1,5 @@
-/* model.c: the oracle: which blocks and states a prefix keeps, surely or maybe, and what is known of a text by them. */
+/* model.c: the oracle. It says which blocks and states a prefix keeps, surely or maybe, and how much of a text they
+ * make known. */
 #include "known.h"
 
 static void drop_block(prefix *p, kept *b) { *b = p->blocks[--p->num_blocks]; }

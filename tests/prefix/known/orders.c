@@ -9,7 +9,7 @@ typedef struct ordered {
     kvc_cache *cache;
     kvc_prefix *prefix;
     int num, texts[MOST_ORDERED]; /* of whole blocks; no two begin alike */
-    long used[MOST_ORDERED];      /* when each was used last; 0: no block of it is left */
+    long used[MOST_ORDERED];      /* when each was used last; 0: none of its blocks is left */
     int left[MOST_ORDERED];       /* its blocks that are kept */
     int is_pinned[MOST_ORDERED];
     long clock;
