@@ -3,7 +3,7 @@
 
 set -u
 export LC_ALL=C PYTHONNOUSERSITE=1
-unset PYTHONPATH VIRTUAL_ENV
+unset PYTHONPATH VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 export KVCACHE_LLAMA_CPP= # tests run no llama.cpp but the one that with_llama builds
 python=${PYTHON:-python3}
 jobs=$(nproc)
@@ -82,10 +82,14 @@ wheel() { echo "$tmp"/dist/*.whl; }
 # oldest package: prints the requirement of the oldest release that pyproject.toml allows
 oldest() { sed -n "s/.*\"$1>=\([0-9.]*\)\".*/$1==\1.*/p" pyproject.toml | sort -u; }
 
+# add folder requirement...: adds these to a virtual environment. Python compiles what is imported, when it first is: of
+# torch and transformers a sixth.
+add() { "$1/bin/pip" install -qq --no-compile "${@:2}"; }
+
 # fresh folder requirement...: makes a virtual environment with these requirements
 fresh() {
     "$python" -m venv "$1"
-    "$1/bin/pip" install -qq "${@:2}"
+    add "$@"
 }
 
 # Installs the wheel, not the sources, so that the core is compiled once.
@@ -113,7 +117,7 @@ distributions() {
 
 # Installs the wheel for the tools that check style, types and documentation.
 install_tools() {
-    "$tools/bin/pip" install -qq "$(wheel)[test,docs,lint]"
+    add "$tools" "$(wheel)[test,docs,lint]"
     cd "$empty"
     "$tools/bin/python" -c 'import kvcache; kvcache.show_config()'
 }
@@ -129,7 +133,7 @@ torch_tests() {
 
 # with_torch arguments...: runs these tests with the tested torch and the oldest transformers that pyproject.toml allows
 with_torch() {
-    "$tools/bin/pip" install -qq --constraint bench/constraints.txt "$(oldest transformers)" "$(wheel)[hf]"
+    add "$tools" --constraint bench/constraints.txt "$(oldest transformers)" "$(wheel)[hf]"
     torch_tests "$tools" "$@"
 }
 
