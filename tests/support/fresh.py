@@ -222,8 +222,7 @@ def covered(folder):
 
 def one_line(bench, seed):
     """Yield each change of one line, in an order that the seed draws."""
-    sources = sorted(path for path in ROOT.glob("src/*/*.c") if path.parent.name != "kernels")
-    possible = [change for path in sources for change in mutate.changes_of(path)]
+    possible = mutate.possible_changes()
     listed = mutate.read_listed(possible)
     all_programs = mutate.Program((), {}, lines=covered(bench.folder))
     for change in sorted(possible, key=lambda change: change.rank(seed)):

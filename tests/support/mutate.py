@@ -231,6 +231,12 @@ def all_changes_of(path):
                 yield Change(path, first, last, "return KVC_OK", name)
 
 
+def possible_changes():
+    """All changes of the core that can be drawn."""
+    sources = sorted(path for path in ROOT.glob("src/*/*.c") if path.parent.name != "kernels")
+    return [change for path in sources for change in changes_of(path)]
+
+
 def read_listed(changes):
     """The changes that same_changes.txt lists; each of its entries must stand for exactly one."""
     by_text = {}
@@ -403,8 +409,7 @@ def main():
     parser.add_argument("--only", default="", help="changes that match this regular expression, as they are printed")
     parser.add_argument("folder", type=Path, nargs="?")
     options = parser.parse_args()
-    sources = sorted(path for path in ROOT.glob("src/*/*.c") if path.parent.name != "kernels")
-    possible = [change for path in sources for change in changes_of(path)]
+    possible = possible_changes()
     listed = read_listed(possible)
     changes = [change for change in possible if change not in listed and re.search(options.only, str(change))]
     changes.sort(key=lambda change: change.rank(options.seed))
