@@ -426,6 +426,22 @@ typedef struct kvc_put_args {
  * put; until then the cache may exceed max_bytes by these rows. */
 KVC_API kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *args);
 
+/* Rows that tokens attend to, for models that choose rows.  A token sees a row if the row is listed, and if the token
+ * would see it without the list.  Other entries, such as -1, count for nothing.  Order and repeats do not matter;
+ * ascending entries are fastest.
+ * If a position has several rows (kvc_divide), it names all of them. */
+typedef struct kvc_chosen {
+    size_t struct_size;
+    const int32_t *positions; /* [num_tokens][num_choices][width], tokens and choices this many bytes apart */
+    int64_t token_stride, choice_stride;
+    int64_t batch_stride; /* used with tokens_per_sequence of kvc_attend_args */
+    int32_t num_choices;  /* 1: all heads see the same rows.  num_kv_heads: each KV head has a choice of its own */
+    int32_t width;        /* entries of a choice, at least 1 */
+    int32_t block;        /* 0 or 1: entries are positions.  n: entry b names the positions [b * n, (b + 1) * n) */
+    int32_t tail;         /* not 0: a token at position p also sees its incomplete block: p / n * n and later, or with
+                             p + 1 a multiple of n, nothing more */
+} kvc_chosen;
+
 typedef struct kvc_attend_args {
     size_t struct_size;
     const void *q;      /* [num_tokens][num_heads][k_dim] */
@@ -443,6 +459,7 @@ typedef struct kvc_attend_args {
     const kvc_put_args *put; /* may be NULL; rows to store first, as by kvc_put.  For kvc_attend only */
     int32_t tokens_per_sequence; /* of q, out and lse, as in kvc_put_args */
     int64_t q_batch_stride, out_batch_stride, lse_batch_stride;
+    const kvc_chosen *chosen; /* NULL: tokens see all visible rows */
 } kvc_attend_args;
 
 /* Rows that no query of a call sees, such as padding: those at positions [begin, end) of a sequence of the batch,
@@ -467,6 +484,9 @@ typedef struct kvc_plan_args {
     const kvc_masked *masked;  /* [num_masked] in any order; ranges may overlap.  Copied */
     size_t masked_size;        /* sizeof(kvc_masked) */
     int32_t num_masked;        /* 0: nothing is masked */
+    int32_t max_chosen;        /* the most rows that kvc_chosen may name for a token: width * block, and block - 1 more
+                                  with a tail.  The plan can be made before the rows are chosen.  kvc_attend takes 0
+                                  for what its kvc_chosen needs.  0: the plan is not for chosen rows */
 } kvc_plan_args;
 
 /* Attends: out[t, h] = sum over visible rows j of softmax(scale * q[t, h] . k[j]) * v[j], for the query tokens of the

@@ -3,7 +3,9 @@
 #include <string.h>
 
 #include "base/parallel.h"
+#include "attend/chosen.h"
 #include "attend/plan.h"
+#include "attend/round.h"
 #include "attend/step.h"
 #include "cache/check.h"
 #include "pass/put.h"
@@ -11,18 +13,15 @@
 
 /* ---- the rows of a task ------------------------------------------------------------------------------------------ */
 
-/* Returns a cursor over `count` rows of a split of a slice, from its row `row` on. */
-static kvc_cursor cursor_at(const kvc_call *c, const kvc_query_slice *slice, int32_t split, int32_t head, int64_t row,
-                            int64_t count) {
+/* Returns a cursor over `count` rows of a slice for a part, from row `offset` of a segment on. */
+static kvc_cursor cursor_from(const kvc_call *c, const kvc_query_slice *slice, int32_t part, const kvc_segment *segment,
+                              int64_t offset, int64_t count) {
     const kvc_plan *plan = c->plan;
-    const kvc_split_start *start = &plan->starts[slice->first_start + split];
-    const kvc_segment *segment = plan->segments + start->segment;
-    int64_t offset = start->offset + row;
     while (count && offset >= segment->count) offset -= segment++->count;
     kvc_cursor at = {.layout = c->layout,
                      .segment = segment,
                      .offset = (int32_t)offset,
-                     .head = head,
+                     .head = part / plan->parts_per_kv,
                      .num_rows = count,
                      .window_rows = slice->tiled ? slice->tile_rows : c->streamed_rows};
     if (plan->num_deltas)
@@ -33,6 +32,13 @@ static kvc_cursor cursor_at(const kvc_call *c, const kvc_query_slice *slice, int
     return at;
 }
 
+/* Returns a cursor over `count` rows of a split of a slice, from its row `row` on. */
+static kvc_cursor cursor_at(const kvc_call *c, const kvc_query_slice *slice, int32_t split, int32_t part, int64_t row,
+                            int64_t count) {
+    const kvc_split_start *start = &c->plan->starts[slice->first_start + split];
+    return cursor_from(c, slice, part, c->plan->segments + start->segment, start->offset + row, count);
+}
+
 /* Counts the rows of the split that a slice does not share with all others. */
 static int64_t num_own_rows(const kvc_job *job, const kvc_query_slice *slice) {
     return kvc_split_rows(slice, job->split) - job->shared_rows;
@@ -40,8 +46,8 @@ static int64_t num_own_rows(const kvc_job *job, const kvc_query_slice *slice) {
 
 /* Returns a cursor over the first rows of a job: the rows that its slices share, or all rows of its only slice.
  * slice: its first one. */
-static kvc_cursor first_rows(const kvc_call *c, const kvc_job *job, const kvc_query_slice *slice, int32_t head) {
-    return cursor_at(c, slice, job->split, head, 0, job->shared_rows ? job->shared_rows : num_own_rows(job, slice));
+static kvc_cursor first_rows(const kvc_call *c, const kvc_job *job, const kvc_query_slice *slice, int32_t part) {
+    return cursor_at(c, slice, job->split, part, 0, job->shared_rows ? job->shared_rows : num_own_rows(job, slice));
 }
 
 /* Returns a cursor over the own rows of slice m, or of the next slice that has own rows.  Behind the last slice,
@@ -52,15 +58,21 @@ static kvc_cursor rows_from_slice(const kvc_task *t, int32_t m) {
     for (; m < t->job->num_slices; m++) {
         const kvc_query_slice *slice = kvc_slice_of(plan, t->job, m);
         const int64_t rows = num_own_rows(t->job, slice);
-        if (rows) return cursor_at(t->call, slice, t->job->split, t->head, t->job->shared_rows, rows);
+        if (rows) return cursor_at(t->call, slice, t->job->split, t->part, t->job->shared_rows, rows);
     }
     const int64_t next = t->index + plan->args.num_threads;
-    int32_t head;
+    int32_t part;
     if (next >= plan->num_tasks) return (kvc_cursor){.layout = t->call->layout};
-    const kvc_job *job = kvc_job_of(plan, next, &head);
+    const kvc_job *job = kvc_job_of(plan, next, &part);
     const kvc_query_slice *slice = kvc_slice_of(plan, job, 0);
     if (slice->is_buffered && !t->call->buffer) return (kvc_cursor){.layout = t->call->layout};
-    return first_rows(t->call, job, slice, head);
+    return first_rows(t->call, job, slice, part);
+}
+
+/* Makes acc, max and sum those of no rows. */
+static void begin_split(kvc_task *t) {
+    memset(t->acc, 0, (size_t)t->num_query_rows * (size_t)t->call->plan->workspace.acc_stride * sizeof(float));
+    for (int32_t r = 0; r < t->num_query_rows; r++) t->max[r] = -INFINITY, t->sum[r] = 0;
 }
 
 /* Attends to the rows that all slices share, then to the other rows of each slice.  acc, max and sum become the
@@ -69,17 +81,16 @@ static int attend_split(kvc_task *t) {
     const kvc_plan *plan = t->call->plan;
     const kvc_job *job = t->job;
     const int is_alone = job->num_slices == 1; /* then all rows come first */
-    const kvc_cursor first = first_rows(t->call, job, t->slice, t->head);
+    const kvc_cursor first = first_rows(t->call, job, t->slice, t->part);
     if (t->index < plan->args.num_threads) kvc_prefetch_keys(t, first); /* for later tasks, the one before it has */
-    memset(t->acc, 0, (size_t)t->num_query_rows * (size_t)plan->workspace.acc_stride * sizeof(float));
-    for (int32_t r = 0; r < t->num_query_rows; r++) t->max[r] = -INFINITY, t->sum[r] = 0;
+    begin_split(t);
     int goes_on = kvc_attend_rows(t, first, rows_from_slice(t, is_alone)); /* until the call is cancelled */
     for (int32_t m = 0, query_row = 0; goes_on && !is_alone && m < job->num_slices; m++) {
         kvc_task own = kvc_part_of(t, m, query_row);
         const int64_t rows = num_own_rows(job, own.slice);
         query_row += own.num_query_rows;
         if (rows)
-            goes_on = kvc_attend_rows(&own, cursor_at(t->call, own.slice, job->split, t->head, job->shared_rows, rows),
+            goes_on = kvc_attend_rows(&own, cursor_at(t->call, own.slice, job->split, t->part, job->shared_rows, rows),
                                       rows_from_slice(t, m + 1));
     }
     return goes_on;
@@ -101,19 +112,19 @@ static float rescale_factor(float own_max, float max, float ln_of_base) {
     return own_max == -INFINITY ? 0 : own_max == max ? 1 : expf((own_max - max) * ln_of_base);
 }
 
-/* Adds up the splits of query row r, in their order, each rescaled to the maximum of all.  Writes the accumulated
- * values to `out`, which is the workspace's acc, and returns the sum. */
-static float add_splits(const kvc_task *t, const results *all, int32_t r, float max, float *out) {
+/* Adds up the first `num_splits` splits of query row r, in their order, each rescaled to the maximum of all.  Writes
+ * the accumulated values to `out`, which is the workspace's acc, and returns the sum. */
+static float add_splits(const kvc_task *t, const results *all, int32_t r, int32_t num_splits, float max, float *out) {
     const kvc_plan *plan = t->call->plan;
     const size_t stride = (size_t)plan->workspace.acc_stride, row = (size_t)r * stride;
     float factor = rescale_factor(all->max[r], max, all->ln_of_base), sum = factor * all->sum[r];
-    if (t->slice->num_splits == 1 && factor == 1) return sum;
     if (t->slice->num_splits > 1) memcpy(out, all->acc + row, stride * sizeof *out);
+    if (num_splits == 1 && factor == 1) return sum;
     int32_t p = 1, n;
     do { /* runs once even for a single split, as `out` must be multiplied by the factor */
         float weights[KVC_TILE];
         const float *rows = all->acc + (uint64_t)p * all->stride + row;
-        for (n = 0; n < KVC_TILE && p < t->slice->num_splits; n++, p++) {
+        for (n = 0; n < KVC_TILE && p < num_splits; n++, p++) {
             const uint64_t split = (uint64_t)p * all->stride;
             weights[n] = rescale_factor(all->max[split + (size_t)r], max, all->ln_of_base);
             sum += weights[n] * all->sum[split + (size_t)r];
@@ -122,7 +133,7 @@ static float add_splits(const kvc_task *t, const results *all, int32_t r, float 
                                               (int64_t)(all->stride * sizeof *rows), n, plan->v_dim,
                                               (kvc_ahead){.bytes = 0});
         factor = 1;
-    } while (p < t->slice->num_splits);
+    } while (p < num_splits);
     return sum;
 }
 
@@ -133,11 +144,13 @@ static void merge_row(const kvc_task *t, const results *all, int32_t r, float *l
     const float *sinks = t->call->args->sinks;
     const float sink = sinks ? sinks[kvc_query_head_of(t, r)] / all->ln_of_base : -INFINITY;
     float *out = t->acc + (size_t)r * (size_t)plan->workspace.acc_stride, max = sink;
+    int32_t num_splits = 1; /* up to the last one that saw anything: later ones would change the sign of a zero */
     for (int32_t p = 0; p < t->slice->num_splits; p++) {
         const float of_split = all->max[(size_t)p * all->stride + (size_t)r];
         if (of_split > max) max = of_split;
+        if (of_split != -INFINITY) num_splits = p + 1;
     }
-    const float sum = add_splits(t, all, r, max, out) + rescale_factor(sink, max, all->ln_of_base);
+    const float sum = add_splits(t, all, r, num_splits, max, out) + rescale_factor(sink, max, all->ln_of_base);
     /* If the sum is 0, the query saw nothing, and `out` is 0. */
     t->call->kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : 1 / (sum * all->one));
     if (t->call->v_mixing.order) t->call->kernels->hadamard(out, out, plan->v_dim, t->call->v_mixing);
@@ -156,7 +169,7 @@ static float *lse_of(const kvc_attend_args *a, int32_t token, int32_t head) {
 static void write_out(const kvc_task *t, const results *all) {
     const kvc_call *c = t->call;
     const kvc_attend_args *a = c->args;
-    const int32_t heads = c->plan->heads_per_kv, first = t->head * heads;
+    const int32_t heads = c->plan->heads_per_part, first = t->part * heads;
     const int64_t stride = c->plan->workspace.acc_stride;
     for (int32_t r = 0; r < t->num_query_rows; r += heads) {
         const int32_t token = t->tokens[r / heads] - c->plan->args.first;
@@ -169,16 +182,17 @@ static void write_out(const kvc_task *t, const results *all) {
     }
 }
 
-/* Returns where the result of split p of the task's slice and KV head is kept. */
+/* Returns where the result of split p of the task's slice and part is kept. */
 static float *partial_of(const kvc_task *t, int32_t p) {
     const kvc_plan *plan = t->call->plan;
     const uint64_t size = kvc_partial_size(t->num_query_rows, plan->workspace.acc_stride);
-    return plan->partials + t->slice->partials + ((size_t)t->head * (size_t)t->slice->num_splits + (size_t)p) * size;
+    if (plan->joins_splits) return t->workspace + plan->workspace.partials + (size_t)p * size;
+    return plan->partials + t->slice->partials + ((size_t)t->part * (size_t)t->slice->num_splits + (size_t)p) * size;
 }
 
-/* Copies the result of the task's split from the workspace to plan->partials. */
-static void keep_partial(const kvc_task *t) {
-    float *partial = partial_of(t, t->job->split);
+/* Copies the result of split p of the task to where it is kept. */
+static void keep_partial(const kvc_task *t, int32_t p) {
+    float *partial = partial_of(t, p);
     const size_t q = (size_t)t->num_query_rows;
     memcpy(partial, t->max, q * sizeof *partial);
     memcpy(partial + q, t->sum, q * sizeof *partial);
@@ -190,8 +204,8 @@ static void keep_partial(const kvc_task *t) {
 static int end_one_of(const kvc_task *t) {
     const kvc_call *c = t->call;
     const kvc_query_slice *slice = t->slice;
-    atomic_int *remaining = &c->plan->remaining[slice->first_counter + t->head];
-    keep_partial(t);
+    atomic_int *remaining = &c->plan->remaining[slice->first_counter + t->part];
+    keep_partial(t, t->job->split);
     const int new_splits = c->was_done ? 0 : 1;
     if (atomic_fetch_sub(remaining, new_splits) != new_splits) return 0;
     if (!c->is_rerun) atomic_store(remaining, slice->num_splits); /* for the next layer */
@@ -203,7 +217,7 @@ static int end_one_of(const kvc_task *t) {
  * cache. */
 static void end_split(const kvc_task *t) {
     const int32_t num_splits = t->slice->num_splits;
-    if (num_splits > 1 && !end_one_of(t)) return;
+    if (num_splits > 1 && !t->call->plan->joins_splits && !end_one_of(t)) return;
     results all = {t->max, t->sum, t->acc, 0, 1, 1};
     if (num_splits > 1) {
         const size_t q = (size_t)t->num_query_rows;
@@ -218,6 +232,29 @@ static void end_split(const kvc_task *t) {
         if (values->weigh) all.ln_of_base = 0.693147180559945309f;
     }
     write_out(t, &all);
+}
+
+/* Attends to the rows that the task's token chooses, split by split.  Keeps the results of the splits if the task has
+ * several.  Returns 0 if the call was cancelled. */
+static int attend_chosen(kvc_task *t) {
+    const kvc_call *c = t->call;
+    const kvc_query_slice *slice = t->slice;
+    const int32_t num_splits = t->job->num_splits;
+    const int64_t num_rows = kvc_list_chosen(t, t->job->split * slice->split_rows, num_splits * slice->split_rows);
+    const kvc_segment *const segments = kvc_chosen_segments(t);
+    kvc_cursor rows = cursor_from(c, slice, t->part, segments, 0, kvc_smaller(num_rows, slice->split_rows));
+    kvc_prefetch_keys(t, rows);
+    int goes_on = 1; /* until the call is cancelled */
+    for (int32_t p = 0; p < num_splits && goes_on; p++) {
+        const int64_t end = (p + 1) * slice->split_rows, left = num_rows > end ? num_rows - end : 0;
+        const kvc_cursor next = cursor_from(c, slice, t->part, segments, end,
+                                            p + 1 < num_splits ? kvc_smaller(left, slice->split_rows) : 0);
+        begin_split(t);
+        goes_on = kvc_attend_rows(t, rows, next);
+        if (goes_on && num_splits > 1) keep_partial(t, p);
+        rows = next;
+    }
+    return goes_on;
 }
 
 /* Ends a task whose rows were attended to: keeps the results of its slices' splits, and writes the output of slices
@@ -240,8 +277,8 @@ static void end_splits(const kvc_task *t) {
 static kvc_task make_task(kvc_call *c, int64_t i, float *workspace) {
     const kvc_plan *plan = c->plan;
     const kvc_workspace_layout *at = &plan->workspace;
-    int32_t head;
-    const kvc_job *job = kvc_job_of(plan, i, &head);
+    int32_t part;
+    const kvc_job *job = kvc_job_of(plan, i, &part);
     const kvc_query_slice *slice = kvc_slice_of(plan, job, 0);
     kvc_task t = {.call = c,
                   .job = job,
@@ -251,7 +288,7 @@ static kvc_task make_task(kvc_call *c, int64_t i, float *workspace) {
                   .k_lacks_minima = KVC_TYPES[c->layer->k_type].has_minimum && c->k_as[slice->tiled] == KVC_Q8_0,
                   .v_lacks_minima = KVC_TYPES[c->layer->v_type].has_minimum && c->v_as[slice->tiled] == KVC_Q8_0,
                   .index = i,
-                  .head = head,
+                  .part = part,
                   .workspace = workspace,
                   .q = workspace + at->q,
                   .q_blocks = workspace + at->q_blocks,
@@ -268,7 +305,7 @@ static kvc_task make_task(kvc_call *c, int64_t i, float *workspace) {
         memcpy(t.tokens + num_tokens, plan->batch->order + slice->first, (size_t)slice->num_tokens * sizeof *t.tokens);
         num_tokens += slice->num_tokens;
     }
-    t.num_query_rows = num_tokens * plan->heads_per_kv;
+    t.num_query_rows = num_tokens * plan->heads_per_part;
     return t;
 }
 
@@ -281,12 +318,6 @@ static int32_t take_workspace(kvc_plan *plan) {
     }
 }
 
-static void lock_round(kvc_round *round) {
-    while (atomic_flag_test_and_set_explicit(&round->lock, memory_order_acquire)) kvc_pause();
-}
-
-static void unlock_round(kvc_round *round) { atomic_flag_clear_explicit(&round->lock, memory_order_release); }
-
 /* Attends to the rows of task i and ends its splits, unless the call is cancelled; for kvc_parallel, with the kvc_call
  * as context. */
 static void run_task(void *context, int64_t i) {
@@ -294,84 +325,15 @@ static void run_task(void *context, int64_t i) {
     kvc_plan *plan = c->plan;
     const int32_t l = take_workspace(plan);
     kvc_task t = make_task(c, i, plan->workspaces + (size_t)l * plan->workspace.size);
-    const int cancelled = !attend_split(&t);
-    if (!cancelled && c->is_rerun) lock_round(&plan->round);
+    const int cancelled = !(plan->args.max_chosen ? attend_chosen(&t) : attend_split(&t));
+    if (!cancelled && c->is_rerun) kvc_round_lock(&plan->round);
     if (!cancelled) end_splits(&t);
-    if (!cancelled && c->is_rerun) unlock_round(&plan->round);
+    if (!cancelled && c->is_rerun) kvc_round_unlock(&plan->round);
     atomic_flag_clear_explicit(&plan->workspace_taken[l], memory_order_release);
     if (cancelled) atomic_store(&c->was_cancelled, 1);
 }
 
 static kvc_status fail_cancelled(void) { return kvc_fail(KVC_ERR_CANCELLED, "the attention was cancelled"); }
-
-/* ---- rounds ------------------------------------------------------------------------------------------------------ */
-
-/* Begins a new round if the layer or the arrays differ from the last round's, whose tasks are then forgotten. */
-static kvc_status join_round(kvc_plan *plan, int32_t layer, const kvc_attend_args *args) {
-    kvc_round *round = &plan->round;
-    if (round->layer == layer && round->q == args->q && round->out == args->out && round->lse == args->lse)
-        return KVC_OK;
-    if (round->num_running)
-        return kvc_fail(KVC_ERR_BUSY, "tasks are being run for layer %d: a plan serves one layer at a time",
-                        round->layer);
-    if (round->num_done == plan->num_tasks && !round->is_rerun) { /* `remaining` is what it was before */
-        memset(round->states, KVC_TASK_OPEN, (size_t)plan->num_tasks);
-        round->num_done = 0;
-    } else if (round->num_done) {
-        kvc_plan_reset(plan);
-    }
-    round->is_rerun = round->has_failed = 0;
-    round->layer = layer;
-    round->q = args->q;
-    round->out = args->out;
-    round->lse = args->lse;
-    return KVC_OK;
-}
-
-/* Whether running this task makes the round a rerun. */
-static int begins_rerun(const kvc_round *round, int64_t task) {
-    return !round->is_rerun && (round->has_failed || round->states[task] == KVC_TASK_DONE);
-}
-
-/* Begins a task of the round; sets c->is_rerun and c->was_done.  Before a rerun, waits until no task is running. */
-static kvc_status begin_task(kvc_call *c, int32_t layer, const kvc_attend_args *args, int64_t task) {
-    kvc_plan *plan = c->plan;
-    kvc_round *round = &plan->round;
-    lock_round(round);
-    kvc_status status = join_round(plan, layer, args);
-    /* This loop ends, as running tasks wait for nothing. */
-    while (status == KVC_OK && begins_rerun(round, task) && round->num_running) {
-        unlock_round(round);
-        kvc_pause();
-        lock_round(round);
-        status = join_round(plan, layer, args); /* another layer may have begun meanwhile */
-    }
-    if (status == KVC_OK && begins_rerun(round, task)) {
-        kvc_plan_recount(plan); /* in a rerun, `remaining` counts the splits whose results are missing */
-        round->is_rerun = 1;
-        round->has_failed = 0;
-    }
-    if (status == KVC_OK && round->states[task] == KVC_TASK_RUNNING)
-        status = kvc_fail(KVC_ERR_BUSY, "task %lld is being run by another thread", (long long)task);
-    if (status == KVC_OK) {
-        c->is_rerun = round->is_rerun;
-        c->was_done = round->states[task] == KVC_TASK_DONE;
-        round->states[task] = KVC_TASK_RUNNING;
-        round->num_running++;
-    }
-    unlock_round(round);
-    return status;
-}
-
-/* Ends a task of the round.  A task that was done before and is cancelled now stays done, with its earlier result. */
-static void end_task(const kvc_call *c, int64_t task, int is_done) {
-    kvc_round *round = &c->plan->round;
-    lock_round(round);
-    round->states[task] = is_done || c->was_done ? KVC_TASK_DONE : KVC_TASK_OPEN;
-    round->num_running--;
-    round->num_done += is_done && !c->was_done;
-    unlock_round(round);
-}
 
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
@@ -444,8 +406,8 @@ static kvc_status check_seen(const kvc_plan *plan, const kvc_query_slice *slice,
 
 /* Checks that the rows that the slices of a task see were put. */
 static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task, const kvc_row_buffer *buffer) {
-    int32_t head;
-    const kvc_job *job = kvc_job_of(plan, task, &head);
+    int32_t part;
+    const kvc_job *job = kvc_job_of(plan, task, &part);
     kvc_status status = KVC_OK;
     for (int32_t m = 0; status == KVC_OK && m < job->num_slices; m++)
         status = check_seen(plan, kvc_slice_of(plan, job, m), layer, NULL, buffer);
@@ -453,12 +415,13 @@ static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task, 
 }
 
 /* Fills in what the tasks of a call share. */
-static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args,
+static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_chosen *chosen,
                       const kvc_row_buffer *buffer) {
     const kvc_cache *cache = plan->batch->cache;
     c->plan = plan;
     c->is_rerun = c->was_done = 0;
     c->args = args;
+    c->chosen = *chosen;
     c->kernels = cache->kernels;
     c->prefetch_level = cache->prefetch_level;
     c->layer = &cache->layers[layer];
@@ -487,10 +450,13 @@ static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_atte
 /* Checks the arguments of kvc_plan_run, and runs the task. */
 static kvc_status run_planned(kvc_plan *plan, int32_t layer, const kvc_attend_args *given, int64_t task) {
     kvc_attend_args args;
+    kvc_chosen chosen;
     kvc_call c;
     kvc_status status = KVC_READ(kvc_attend_args, &args, given, "args");
+    if (status == KVC_OK) status = kvc_chosen_read(&args, &chosen);
     if (status == KVC_OK) status = check_plan_layer(plan, layer);
     if (status == KVC_OK) status = check_args(&plan->batch->cache->layers[layer], plan->args.num_tokens, &args);
+    if (status == KVC_OK) status = kvc_chosen_check(&plan->args, plan->num_kv_heads, &chosen);
     if (status == KVC_OK && args.put)
         status = kvc_fail(KVC_ERR_INVALID, "args->put is not NULL: rows are stored by kvc_put before tasks are run");
     if (status == KVC_OK && (task < 0 || task >= plan->num_tasks))
@@ -499,13 +465,13 @@ static kvc_status run_planned(kvc_plan *plan, int32_t layer, const kvc_attend_ar
     kvc_row_buffer *buffer = status == KVC_OK ? kvc_row_buffer_find(plan->batch, layer) : NULL;
     if (status == KVC_OK) status = check_task(plan, layer, task, buffer);
     if (status == KVC_OK) {
-        make_call(&c, plan, layer, &args, buffer);
+        make_call(&c, plan, layer, &args, &chosen, buffer);
         kvc_poll_timer_init(&c.timer, NULL, NULL);
-        status = begin_task(&c, layer, &args, task);
+        status = kvc_round_begin(&c, layer, task);
         if (status == KVC_OK) {
             run_task(&c, task);
             if (atomic_load(&c.was_cancelled)) status = fail_cancelled();
-            end_task(&c, task, status == KVC_OK);
+            kvc_round_end(&c, task, status == KVC_OK);
         }
     }
     kvc_row_buffer_leave(plan->batch->cache, buffer);
@@ -515,24 +481,26 @@ static kvc_status run_planned(kvc_plan *plan, int32_t layer, const kvc_attend_ar
 kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, int64_t task) {
     const kvc_status status = run_planned(plan, layer, args, task);
     if (status == KVC_OK) return status;
-    lock_round(&plan->round);
+    kvc_round_lock(&plan->round);
     plan->round.has_failed |= plan->round.layer == layer;
-    unlock_round(&plan->round);
+    kvc_round_unlock(&plan->round);
     return status;
 }
 
 /* Puts rows, if `put` is not NULL, and runs all tasks, on several threads if that is worth it.  *buffer: the layer's
  * row buffer, or NULL if it has none; set if putting rows makes one. */
-static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_put_args *put,
-                         kvc_row_buffer **buffer) {
+static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_chosen *chosen,
+                         const kvc_put_args *put, kvc_row_buffer **buffer) {
     static const double WORTH_THREADS = 1 << 19; /* multiply-adds: about 20 microseconds */
     kvc_call c;
     kvc_batch *batch = plan->batch;
-    for (int32_t u = 0; u < plan->num_slices; u++) KVC_TRY(check_seen(plan, &plan->slices[u], layer, put, *buffer));
+    for (int32_t u = 0; u < plan->num_slices; u++)
+        if (!u || !plan->args.max_chosen || plan->slices[u].sequence != plan->slices[u - 1].sequence)
+            KVC_TRY(check_seen(plan, &plan->slices[u], layer, put, *buffer));
     if (put && !*buffer && batch->num_buffered && kvc_any_buffered(batch, layer, put->first, put->num_tokens))
         KVC_TRY(kvc_row_buffer_enter(batch, layer, buffer));
     if (put) KVC_TRY(kvc_put_rows(batch, layer, put, *buffer));
-    make_call(&c, plan, layer, args, *buffer);
+    make_call(&c, plan, layer, args, chosen, *buffer);
     kvc_cache_poll_timer(batch->cache, plan->multiply_adds, &c.timer);
     kvc_parallel(kvc_threads_for(plan->multiply_adds, WORTH_THREADS, plan->args.num_threads), plan->num_tasks, run_task,
                  &c);
@@ -544,15 +512,19 @@ static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *a
 
 kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const kvc_attend_args *given) {
     kvc_attend_args args;
+    kvc_chosen chosen;
     kvc_plan_args plan_args;
     kvc_put_args put;
     kvc_plan *plan;
     KVC_TRY(KVC_READ(kvc_attend_args, &args, given, "args"));
+    KVC_TRY(kvc_chosen_read(&args, &chosen));
     KVC_TRY(KVC_READ(kvc_plan_args, &plan_args, given_plan, "plan"));
+    if (chosen.positions && !plan_args.max_chosen) plan_args.max_chosen = kvc_most_chosen(&chosen);
     if (args.put) KVC_TRY(KVC_READ(kvc_put_args, &put, args.put, "args"));
     const int32_t layer = plan_args.layer;
     KVC_TRY(kvc_plan_check(batch, &plan_args));
     KVC_TRY(check_args(&batch->cache->layers[layer], plan_args.num_tokens, &args));
+    KVC_TRY(kvc_chosen_check(&plan_args, batch->cache->layers[layer].num_kv_heads, &chosen));
     if (args.put) KVC_TRY(kvc_put_check(batch, layer, &put));
     int must_put = args.put != NULL;
     /* A plan for cross-attention is made of the rows that were put before. */
@@ -562,7 +534,7 @@ kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const k
     }
     KVC_TRY(kvc_plan_get(batch, &plan_args, &plan));
     kvc_row_buffer *buffer = batch->num_buffered ? kvc_row_buffer_find(batch, layer) : NULL;
-    const kvc_status status = attend(plan, layer, &args, must_put ? &put : NULL, &buffer);
+    const kvc_status status = attend(plan, layer, &args, &chosen, must_put ? &put : NULL, &buffer);
     if (buffer) kvc_row_buffer_leave(batch->cache, buffer);
     kvc_plan_free(plan);
     return status;

@@ -10,6 +10,8 @@
  *     tasks.  The rows in reach of a slice are cut every KVC_SPLIT_ROWS, or every 3/2, 2, 3, 4, 6 ...  times as many,
  *     so that the sequence has at most KVC_TILED_TASKS tasks: two for each of 64 threads, and
  *     few, as a part's result is large here and takes time to merge.
+ *   - Where rows are chosen, each token is a slice, which is tiled if it alone has more than KVC_STREAM_QUERIES query
+ *     rows.  The chosen rows are cut every KVC_SPLIT_ROWS.
  *
  * Arrays are allocated between two passes over the same function, one that counts and one that lists: cut_queries
  * gives the slices of a sequence (kvc_count_slices, kvc_list_slices), visit_own_rows the segments of the batch's own
@@ -17,6 +19,7 @@
  */
 #include "attend/cutting.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 /* ---- the queries of a slice -------------------------------------------------------------------------------------- */
@@ -35,7 +38,7 @@ static int32_t slice_tokens(const kvc_plan *plan, int64_t query_rows, int64_t nu
     const int64_t tasks_per_slice = divide_up(num_rows, KVC_SPLIT_ROWS) * plan->num_kv_heads; /* upper bound */
     int32_t most = KVC_TILE_QUERIES;
     while (most > KVC_TILE_QUERIES / 4 && divide_up(query_rows, most) * tasks_per_slice < KVC_TILED_TASKS) most /= 2;
-    return most > plan->heads_per_kv ? most / plan->heads_per_kv : 1;
+    return most > plan->heads_per_part ? most / plan->heads_per_part : 1;
 }
 
 /* Cuts the query tokens of a sequence that are in the plan's range into slices. */
@@ -49,8 +52,9 @@ static query_cut cut_queries(const kvc_plan *plan, int32_t sequence) {
     while (cut.first < cut.end && batch->order[cut.end - 1] >= end) cut.end--;
     if (cut.first == cut.end) return cut;
     const int32_t num_tokens = cut.end - cut.first, last = batch->positions[batch->order[cut.end - 1]];
-    const int64_t query_rows = (int64_t)num_tokens * plan->heads_per_kv;
+    const int64_t query_rows = (int64_t)num_tokens * plan->heads_per_part;
     cut.tokens = query_rows <= KVC_TASK_QUERIES ? num_tokens : slice_tokens(plan, query_rows, (int64_t)last + 1);
+    if (plan->args.max_chosen) cut.tokens = 1;
     cut.num_slices = (int32_t)divide_up(num_tokens, cut.tokens);
     return cut;
 }
@@ -181,7 +185,9 @@ static void count_own_rows(void *context, const kvc_run *segment, int32_t token)
     kvc_new_slice *u = context;
     (void)token;
     u->own_segments++;
-    u->slice.num_rows += segment->count;
+    u->own_rows += segment->count;
+    u->rises &= segment->position > u->last_position;
+    u->last_position = segment->position + segment->count - 1;
 }
 
 /* Finds which rows a slice sees, and counts them. */
@@ -195,7 +201,10 @@ static void find_rows(const kvc_plan *plan, const kvc_view *view, kvc_new_slice 
     u->pending = pending;
     if (view->masked) u->masked = &view->masked[s];
     find_reach(plan, list, u);
+    u->stored_rises = u->rises = is_replaced || list->ascending;
+    u->last_position = is_replaced ? -1 : list->max_position;
     visit_own_rows(plan, u, marks, count_own_rows, u);
+    u->slice.num_rows = u->own_rows;
     u->slice.is_buffered = pending->to == KVC_TO_BUFFER;
     u->slice.lacks_rows = is_cross && !is_replaced && !stored->num;
     if (is_replaced) return;
@@ -212,17 +221,43 @@ static void find_rows(const kvc_plan *plan, const kvc_view *view, kvc_new_slice 
 static void cut_rows(const kvc_plan *plan, int32_t num_slices, kvc_query_slice *slice) {
     const int64_t most_splits = KVC_TILED_TASKS / ((int64_t)plan->num_kv_heads * num_slices);
     slice->split_rows = KVC_BUGGIFY() ? 4 : KVC_SPLIT_ROWS;
-    while (slice->tiled && slice->split_rows < slice->num_rows &&
+    while (slice->tiled && !plan->args.max_chosen && slice->split_rows < slice->num_rows &&
            divide_up(slice->num_rows, slice->split_rows) > most_splits)
         slice->split_rows += slice->split_rows / (slice->split_rows % 3 ? 2 : 3); /* 1, 3/2, 2, 3, 4, 6, 8 ... */
     slice->num_splits = (int32_t)divide_up(slice->num_rows, slice->split_rows);
     if (!slice->num_splits) slice->num_splits = 1; /* a slice that sees nothing needs a task too, which writes zeros */
 }
 
+/* Lists the slices of a sequence whose tokens choose rows.  What all of them see together is found once. */
+static void list_choosing(const kvc_plan *plan, const kvc_view *view, int32_t sequence, const query_cut *cut,
+                          kvc_new_slice *slices, uint8_t *marks) {
+    const int tiled = plan->heads_per_part > KVC_STREAM_QUERIES;
+    kvc_new_slice all = {.slice = {.sequence = sequence,
+                                   .first = cut->first,
+                                   .num_tokens = cut->end - cut->first,
+                                   .tiled = tiled,
+                                   .tile_rows = tiled ? kvc_tile_rows(plan) : KVC_TILE}};
+    find_rows(plan, view, &all, marks);
+    /* Where positions rise, each has one row. */
+    const int64_t most = !all.stored_rises ? INT64_MAX : plan->args.max_chosen + (all.rises ? 0 : all.own_rows);
+    all.slice.num_rows = kvc_smaller(all.slice.num_rows, most);
+    cut_rows(plan, cut->num_slices, &all.slice);
+    for (int32_t i = 0; i < cut->num_slices; i++) {
+        slices[i] = all;
+        slices[i].slice.first += i;
+        slices[i].slice.num_tokens = 1;
+    }
+}
+
 void kvc_list_slices(const kvc_plan *plan, const kvc_view *view, kvc_new_slice *slices, uint8_t *marks) {
     for (int32_t s = 0; s < plan->batch->num_sequences; s++) {
         const query_cut cut = cut_queries(plan, s);
-        const int tiled = (int64_t)(cut.end - cut.first) * plan->heads_per_kv > KVC_STREAM_QUERIES;
+        if (cut.num_slices && plan->args.max_chosen) {
+            list_choosing(plan, view, s, &cut, slices, marks);
+            slices += cut.num_slices;
+            continue;
+        }
+        const int tiled = (int64_t)(cut.end - cut.first) * plan->heads_per_part > KVC_STREAM_QUERIES;
         for (int32_t i = 0; i < cut.num_slices; i++, slices++) {
             const int32_t first = cut.first + i * cut.tokens, rest = cut.end - first;
             *slices = (kvc_new_slice){.slice = {.sequence = s,
@@ -264,8 +299,80 @@ static void list_segment(void *context, const kvc_run *segment, int32_t token) {
                       .token = token};
 }
 
+int64_t kvc_most_segments(const kvc_plan *plan, const kvc_new_slice *u) {
+    if (plan->args.max_chosen && !u->rises) return u->stored_rows + u->own_rows; /* sort_rows takes one for each row */
+    return (int64_t)(u->num_runs - u->first_run) * (u->stored.sinks ? 2 : 1) + u->own_segments;
+}
+
+/* Orders single rows by position, and rows at one position by arrival, of which `count` is the number here. */
+static int compare_rows(const void *a, const void *b) {
+    const kvc_segment *x = a, *y = b;
+    if (x->position != y->position) return x->position < y->position ? -1 : 1;
+    return (x->count > y->count) - (x->count < y->count);
+}
+
+/* Whether a single row lies behind a segment, and extends it. */
+static int extends(const kvc_segment *segment, const kvc_segment *row) {
+    const int32_t n = segment->count;
+    return row->rows == segment->rows && row->delta_index == segment->delta_index && row->slot == segment->slot + n &&
+           row->position == segment->position + n && row->token == (segment->token < 0 ? -1 : segment->token + n);
+}
+
+/* Sorts the plan's segments from `first` on by position, however they overlap.  There is room for num_rows segments. */
+static void sort_rows(kvc_plan *plan, int64_t first, int64_t num_rows) {
+    kvc_segment *const to = plan->segments + first;
+    int64_t n = num_rows, num = 0;
+    for (int64_t i = plan->num_segments - first - 1; i >= 0; i--) { /* backwards, as they are cut in place */
+        const kvc_segment from = to[i];
+        for (int32_t j = from.count - 1; j >= 0; j--, n--) {
+            to[n - 1] = from;
+            to[n - 1].slot += j;
+            to[n - 1].position += j;
+            if (from.token >= 0) to[n - 1].token += j;
+            to[n - 1].count = (int32_t)n;
+        }
+    }
+    qsort(to, (size_t)num_rows, sizeof *to, compare_rows);
+    for (int64_t i = 0; i < num_rows; i++) {
+        kvc_segment row = to[i];
+        row.count = 1;
+        if (num && extends(&to[num - 1], &row))
+            to[num - 1].count++;
+        else
+            to[num++] = row;
+    }
+    plan->num_segments = first + num;
+}
+
+/* Does what kvc_list_segments does for a slice whose token chooses rows: its segments, by position, are those of all
+ * query tokens of the sequence. */
+static void list_by_position(kvc_plan *plan, const kvc_new_slice *from, kvc_query_slice *slice,
+                             const kvc_query_slice *before, uint8_t *marks) {
+    if (before && before->sequence == slice->sequence) {
+        plan->starts[slice->first_start] = plan->starts[before->first_start];
+        slice->first_own_segment = before->first_own_segment;
+        slice->end_segment = before->end_segment;
+        return;
+    }
+    const query_cut cut = cut_queries(plan, slice->sequence);
+    const int64_t first = plan->num_segments;
+    kvc_new_slice all = *from;
+    all.slice.first = cut.first;
+    all.slice.num_tokens = cut.end - cut.first;
+    for (int32_t i = 0; i < from->num_runs; i++) visit_run(&from->stored, &from->runs[i], -1, list_segment, plan);
+    slice->first_own_segment = from->rises ? plan->num_segments : first;
+    visit_own_rows(plan, &all, marks, list_segment, plan);
+    if (!from->rises) sort_rows(plan, first, from->stored_rows + from->own_rows);
+    slice->end_segment = plan->num_segments;
+    plan->starts[slice->first_start] = (kvc_split_start){first, 0};
+}
+
 void kvc_list_segments(kvc_plan *plan, const kvc_new_slice *from, kvc_query_slice *slice, const kvc_query_slice *before,
                        uint8_t *marks) {
+    if (plan->args.max_chosen) {
+        list_by_position(plan, from, slice, before, marks);
+        return;
+    }
     kvc_split_start *starts = plan->starts + slice->first_start;
     int64_t segment = plan->num_segments, rows_before = from->rows_before; /* rows in reach before `segment` */
     if (from->first_split)

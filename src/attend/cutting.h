@@ -24,7 +24,9 @@ typedef struct kvc_new_slice {
     const kvc_pending *pending;      /* the batch's own rows of its sequence */
     const kvc_masked_ranges *masked; /* of its sequence; NULL: the plan hides nothing */
     int32_t is_whole;                /* it has all query tokens of its sequence */
-    int64_t stored_rows;             /* number of stored rows in reach */
+    int32_t stored_rises;            /* positions rise from stored row to stored row */
+    int32_t rises, last_position;    /* positions rise from row to row, over all; position of the last one so far */
+    int64_t stored_rows, own_rows;   /* number of stored rows in reach, and of the batch's own */
     int64_t own_segments;            /* number of segments of the batch's own rows */
     /* Filled in by jobs.c.  Splits below first_split belong to the slice before it in the order of rows.  The others
      * begin in run first_run; the runs before that have rows_before rows in reach. */
@@ -52,6 +54,10 @@ int32_t kvc_count_slices(const kvc_plan *plan);
 /* Fills in slices[0 .. kvc_count_slices(plan)), with what each sees.  marks: [batch->num_tokens], all 0, for a batch
  * with parents; they are 0 again afterwards. */
 void kvc_list_slices(const kvc_plan *plan, const kvc_view *view, kvc_new_slice *slices, uint8_t *marks);
+
+/* Returns an upper bound of how many segments kvc_list_segments adds to the plan; the slices of a sequence that choose
+ * rows have the first one's. */
+int64_t kvc_most_segments(const kvc_plan *plan, const kvc_new_slice *u);
 
 /* Adds the segments of `slice`, which is the plan's copy of from->slice, to the plan, and fills in where its splits
  * begin. Splits below from->first_split belong to `before`, the slice before it in the order of rows, and are listed

@@ -3,18 +3,16 @@
  * The rule for tasks.  Which task computes what, and when, changes no bit, so the rule may look at everything:
  *   - Slices of whole sequences whose splits begin with the same rows, as those of forks do, become one job, which
  *     reads these rows once and then goes on with the rest of each.  A job has at most KVC_TASK_QUERIES query rows if
- *     it is streamed, KVC_TILE_QUERIES if it is tiled, and at most 1 / TASKS_PER_THREAD of the work of a thread of the
- *     plan.
- *   - The largest jobs come first, so that little is left to do when the last one begins.  Tasks go KV head by KV head,
- *     as slices of a prompt then find its rows in a cache, unless there are fewer than TASKS_PER_THREAD jobs per
+ *     it is streamed, KVC_TILE_QUERIES if it is tiled, and at most 1 / KVC_TASKS_PER_THREAD of the work of a thread of
+ * the plan.
+ *   - The largest jobs come first, so that little is left to do when the last one begins.  Tasks go part by part,
+ *     as slices of a prompt then find its rows in a cache, unless there are fewer than KVC_TASKS_PER_THREAD jobs per
  *     thread.
  */
 #include "attend/jobs.h"
 
 #include <stdlib.h>
 #include <string.h>
-
-enum { TASKS_PER_THREAD = 4 };
 
 static int compare(int64_t a, int64_t b) { return (a > b) - (a < b); }
 
@@ -138,6 +136,7 @@ static void add_job(kvc_plan *plan, int32_t split, const kvc_neighbour *n, int32
     kvc_job job = {.first_slice = last ? last->first_slice + last->num_slices : 0,
                    .num_slices = num,
                    .split = split,
+                   .num_splits = 1,
                    .shared_rows = shared,
                    .rows = shared};
     for (int32_t m = 0; m < num; m++) {
@@ -150,11 +149,16 @@ static void add_job(kvc_plan *plan, int32_t split, const kvc_neighbour *n, int32
     plan->jobs[plan->num_jobs++] = job;
 }
 
-/* Adds a job of its own for each split of a slice from `split` on. */
+/* Adds a job of its own for each split of a slice from `split` on, or one for all. */
 static void add_jobs_alone(kvc_plan *plan, int32_t slice, int32_t split) {
     const kvc_neighbour alone = {.slice = slice};
-    for (; split < plan->slices[slice].num_splits; split++)
-        add_job(plan, split, &alone, 1, kvc_split_rows(&plan->slices[slice], split));
+    const int32_t num_splits = plan->slices[slice].num_splits;
+    if (plan->joins_splits) {
+        add_job(plan, 0, &alone, 1, plan->slices[slice].num_rows);
+        plan->jobs[plan->num_jobs - 1].num_splits = num_splits;
+        return;
+    }
+    for (; split < num_splits; split++) add_job(plan, split, &alone, 1, kvc_split_rows(&plan->slices[slice], split));
 }
 
 /* Counts the leading rows of a split that a slice has in common with the one before it: whole tiles, or all it has. */
@@ -252,7 +256,7 @@ static int by_work(const void *a, const void *b) {
 }
 
 void kvc_find_jobs(kvc_plan *plan, const kvc_new_slice *slices, const kvc_slice_order *order) {
-    const int64_t enough_jobs = TASKS_PER_THREAD * (int64_t)plan->args.num_threads;
+    const int64_t enough_jobs = KVC_TASKS_PER_THREAD * (int64_t)plan->args.num_threads;
     int64_t work = 0, most_work = INT64_MAX;
     int32_t num = order->num_whole > 1 ? order->num_whole : 0; /* slices that may share rows of the next split */
     plan->num_jobs = 0;
@@ -260,11 +264,11 @@ void kvc_find_jobs(kvc_plan *plan, const kvc_new_slice *slices, const kvc_slice_
         work += plan->slices[u].num_rows * kvc_num_query_rows(plan, &plan->slices[u]);
         if (!num || !slices[u].is_whole) add_jobs_alone(plan, u, 0);
     }
-    if (plan->args.num_threads > 1) most_work = work * plan->num_kv_heads / enough_jobs;
+    if (plan->args.num_threads > 1) most_work = work * plan->num_parts / enough_jobs;
     for (int32_t split = 0; num; split++) num = add_jobs_of_split(plan, order->items, num, split, most_work);
     int64_t i = 1;
     while (i < plan->num_jobs && plan->jobs[i - 1].work >= plan->jobs[i].work) i++;
     if (i < plan->num_jobs) qsort(plan->jobs, (size_t)plan->num_jobs, sizeof *plan->jobs, by_work);
-    plan->num_tasks = plan->num_jobs * plan->num_kv_heads;
-    plan->by_head = plan->args.num_threads == 1 || plan->num_jobs >= enough_jobs;
+    plan->num_tasks = plan->num_jobs * plan->num_parts;
+    plan->by_part = plan->args.num_threads == 1 || plan->num_jobs >= enough_jobs;
 }

@@ -75,6 +75,7 @@ typedef struct totals {
     int64_t whole_query_rows; /* query rows of the slices of whole sequences */
     uint64_t partials;        /* floats in plan->partials */
     int32_t most_query_rows;  /* most query rows of one slice */
+    int32_t most_splits;      /* most splits of one slice */
     int32_t any_tiled;
     double multiply_adds;
 } totals;
@@ -87,18 +88,21 @@ static totals lay_out_slices(const maker *m) {
         kvc_new_slice *u = &m->slices[i];
         kvc_query_slice *slice = &u->slice;
         const int32_t query_rows = kvc_num_query_rows(plan, slice);
-        const uint64_t tasks = (uint64_t)slice->num_splits * (uint64_t)plan->num_kv_heads;
+        const uint64_t tasks = (uint64_t)slice->num_splits * (uint64_t)plan->num_parts;
+        const int has_own_segments = !plan->args.max_chosen || !i || u[-1].slice.sequence != slice->sequence;
         slice->first_start = t.splits;
         slice->first_counter = t.counters;
         slice->partials = t.partials;
-        t.segments += (int64_t)(u->num_runs - u->first_run) * (u->stored.sinks ? 2 : 1) + u->own_segments;
+        t.segments += has_own_segments ? kvc_most_segments(plan, u) : 0;
         t.splits += slice->num_splits;
-        t.counters += plan->num_kv_heads;
+        t.counters += plan->num_parts;
         t.whole_query_rows += u->is_whole ? query_rows : 0;
-        if (slice->num_splits > 1) t.partials += tasks * kvc_partial_size(query_rows, plan->workspace.acc_stride);
+        if (slice->num_splits > 1 && !plan->joins_splits)
+            t.partials += tasks * kvc_partial_size(query_rows, plan->workspace.acc_stride);
+        if (slice->num_splits > t.most_splits) t.most_splits = slice->num_splits;
         if (query_rows > t.most_query_rows) t.most_query_rows = query_rows;
         t.any_tiled |= slice->tiled;
-        t.multiply_adds += (double)slice->num_rows * query_rows * plan->num_kv_heads * (plan->k_dim + plan->v_dim);
+        t.multiply_adds += (double)slice->num_rows * query_rows * plan->num_parts * (plan->k_dim + plan->v_dim);
     }
     return t;
 }
@@ -124,6 +128,18 @@ static int has_minima_apart(const kvc_plan *plan, int any_tiled) {
     return 0;
 }
 
+/* Adds what a task needs to find chosen rows, and the results of its splits if it has several. */
+static void lay_out_chosen(kvc_plan *plan, const totals *t) {
+    kvc_workspace_layout *workspace = &plan->workspace;
+    const uint64_t splits = plan->joins_splits ? (uint64_t)t->most_splits : 1;
+    const uint64_t segments = splits * KVC_SPLIT_ROWS * sizeof(kvc_segment);
+    workspace->chosen = add_floats(&workspace->size, 2 * (uint64_t)plan->args.max_chosen);
+    workspace->segments = add_floats(&workspace->size, segments / sizeof(float));
+    if (splits > 1)
+        workspace->partials =
+            add_floats(&workspace->size, splits * kvc_partial_size(plan->heads_per_part, plan->workspace.acc_stride));
+}
+
 /* Lays out a workspace that is large enough for every task. */
 static void lay_out_workspace(kvc_plan *plan, const totals *t) {
     kvc_workspace_layout *workspace = &plan->workspace;
@@ -146,6 +162,7 @@ static void lay_out_workspace(kvc_plan *plan, const totals *t) {
     const int32_t widest = workspace->q_stride > workspace->acc_stride ? workspace->q_stride : workspace->acc_stride;
     workspace->rows = add_floats(&workspace->size, (uint64_t)widest * KVC_TILE); /* enough for rows of any type */
     workspace->zeros = add_floats(&workspace->size, (uint64_t)widest);
+    if (plan->args.max_chosen) lay_out_chosen(plan, t);
     if (!has_minima_apart(plan, t->any_tiled)) return;
     workspace->block_stride = (int32_t)kvc_align_up((uint64_t)widest / KVC_QUANT_ELEMENTS, KVC_LANES);
     workspace->minima = add_floats(&workspace->size, (uint64_t)workspace->block_stride * KVC_TILE);
@@ -184,7 +201,7 @@ static uint64_t lay_out_arrays(const kvc_plan *plan, const totals *t, uint64_t *
     at[PLAN_JOBS] = splits * sizeof(kvc_job); /* upper bound: no split is shared */
     at[PLAN_JOB_SLICES] = splits * sizeof(int32_t);
     at[PLAN_COUNTERS] = (uint64_t)t->counters * sizeof(atomic_int);
-    at[PLAN_STATES] = splits * (uint64_t)plan->num_kv_heads;
+    at[PLAN_STATES] = splits * (uint64_t)plan->num_parts;
     at[PLAN_FLAGS] = workspaces * sizeof(atomic_flag);
     at[PLAN_DELTAS] = deltas * sizeof(int32_t);
     at[PLAN_ANGLES] = (uint64_t)plan->batch->cache->num_ropes * angles * sizeof(float);
@@ -315,17 +332,34 @@ static kvc_plan *allocate_plan(const kvc_plan *sketch, const totals *t) {
     return plan;
 }
 
+/* Decides how slices that choose rows become tasks, which changes no bit.  If there are enough of them, a task does all
+ * splits of a slice.  Otherwise heads are cut into parts, until there are enough tasks. */
+static void cut_chosen(maker *m) {
+    kvc_plan *plan = m->plan;
+    const int64_t enough = KVC_TASKS_PER_THREAD * (int64_t)plan->args.num_threads;
+    int64_t tasks = 0;
+    for (int32_t i = 0; i < plan->num_slices; i++) tasks += m->slices[i].slice.num_splits * plan->num_kv_heads;
+    plan->joins_splits = (int64_t)plan->num_slices * plan->num_kv_heads >= enough;
+    while (tasks * plan->parts_per_kv < enough && plan->heads_per_part % 2 == 0 &&
+           plan->heads_per_part > KVC_STREAM_QUERIES) {
+        plan->heads_per_part /= 2;
+        plan->parts_per_kv *= 2;
+    }
+    plan->num_parts = plan->num_kv_heads * plan->parts_per_kv;
+}
+
 /* Makes the plan of the slices that were counted.  Nobody else changes blocks and sequences of an open batch, so they
  * are read without the mutex. */
 static kvc_plan *make_plan(maker *m) {
     kvc_plan *sketch = m->plan;
     kvc_cache *cache = sketch->batch->cache;
     kvc_list_slices(sketch, &m->view, m->slices, m->marks);
+    if (sketch->args.max_chosen) cut_chosen(m);
     kvc_order_slices(m->slices, sketch->num_slices, &m->order);
     sketch->num_deltas = find_deltas(m, NULL); /* equal ones perhaps several times */
     if (sketch->num_deltas) find_stride(sketch);
     const totals t = lay_out_slices(m);
-    sketch->num_workspaces = (int32_t)kvc_smaller(sketch->args.num_threads, t.splits * sketch->num_kv_heads);
+    sketch->num_workspaces = (int32_t)kvc_smaller(sketch->args.num_threads, t.splits * sketch->num_parts);
     sketch->multiply_adds = t.multiply_adds;
     lay_out_workspace(sketch, &t);
     kvc_plan *plan = m->plan = allocate_plan(sketch, &t);
@@ -361,7 +395,9 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
                        .k_dim = layer->k_dim,
                        .v_dim = layer->v_dim,
                        .num_cross_puts = kvc_num_cross_puts(batch, group),
-                       .heads_per_kv = args->num_heads / layer->num_kv_heads};
+                       .heads_per_part = args->num_heads / layer->num_kv_heads,
+                       .parts_per_kv = 1,
+                       .num_parts = layer->num_kv_heads};
     sketch.workspace.acc_stride = (int32_t)kvc_align_up((size_t)layer->v_dim, KVC_LANES);
     sketch.num_slices = kvc_count_slices(&sketch);
     maker m = {.plan = &sketch};
@@ -391,6 +427,9 @@ kvc_status kvc_plan_check(const kvc_batch *batch, kvc_plan_args *args) {
         return kvc_fail(KVC_ERR_INVALID, "num_threads is %d: it must be between 1 and %d, or 0 for the cache's",
                         args->num_threads, KVC_MOST_THREADS);
     if (!args->num_threads) args->num_threads = kvc_cache_threads(batch->cache);
+    if (args->max_chosen < 0)
+        return kvc_fail(KVC_ERR_INVALID, "max_chosen is %d: it must be positive, or 0 if no rows are chosen",
+                        args->max_chosen);
     return args->num_masked ? kvc_masked_check(batch, args->masked, args->masked_size, args->num_masked) : KVC_OK;
 }
 
@@ -414,7 +453,7 @@ static int plan_serves(const kvc_plan *plan, const kvc_plan_args *args) {
     return plan->group == cache->group_of[args->layer] && plan->num_kv_heads == layer->num_kv_heads &&
            plan->k_dim == layer->k_dim && plan->v_dim == layer->v_dim && plan->args.first == args->first &&
            plan->args.num_heads == args->num_heads && plan->args.num_threads == args->num_threads &&
-           kvc_plan_is_current(plan);
+           plan->args.max_chosen == args->max_chosen && kvc_plan_is_current(plan);
 }
 
 kvc_status kvc_plan_get(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **out) {
@@ -438,15 +477,15 @@ kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *given, kvc_plan *
 
 void kvc_plan_recount(kvc_plan *plan) {
     for (int32_t u = 0; u < plan->num_slices; u++)
-        for (int32_t h = 0; h < plan->num_kv_heads; h++)
-            atomic_store_explicit(&plan->remaining[plan->slices[u].first_counter + h], plan->slices[u].num_splits,
+        for (int32_t i = 0; i < plan->num_parts; i++)
+            atomic_store_explicit(&plan->remaining[plan->slices[u].first_counter + i], plan->slices[u].num_splits,
                                   memory_order_relaxed);
     for (int64_t i = 0; i < plan->num_tasks; i++) {
         if (plan->round.states[i] != KVC_TASK_DONE) continue;
-        int32_t head;
-        const kvc_job *job = kvc_job_of(plan, i, &head);
+        int32_t part;
+        const kvc_job *job = kvc_job_of(plan, i, &part);
         for (int64_t m = job->first_slice; m < job->first_slice + job->num_slices; m++)
-            atomic_fetch_sub(&plan->remaining[plan->slices[plan->job_slices[m]].first_counter + head], 1);
+            atomic_fetch_sub(&plan->remaining[plan->slices[plan->job_slices[m]].first_counter + part], 1);
     }
 }
 

@@ -3,8 +3,7 @@
 
 #include <math.h>
 
-/* Returns what a token sees. */
-static kvc_visible visible_to(const kvc_call *c, int32_t token) {
+kvc_visible kvc_visible_to(const kvc_call *c, int32_t token) {
     const int32_t position = c->plan->batch->positions[token];
     return (kvc_visible){.token = token,
                          .low = kvc_policy_lowest(c->policy, position),
@@ -22,7 +21,7 @@ int kvc_sees_whole_tile(const kvc_call *c, const kvc_tile *tile, const kvc_visib
 }
 
 int kvc_sees_nothing_of(const kvc_call *c, const kvc_tile *tile, int32_t token) {
-    const kvc_visible v = visible_to(c, token);
+    const kvc_visible v = kvc_visible_to(c, token);
     return c->policy->kind != KVC_CROSS && !has_branches(c, tile) &&
            (tile->min_position > v.last || (tile->max_position < v.low && tile->min_position >= v.sinks));
 }
@@ -59,9 +58,9 @@ static void apply_softcap_and_alibi(const kvc_call *c, kvc_tile *tile, float *sc
 
 void kvc_change_scores(const kvc_task *t, kvc_tile *tile, int32_t first, int32_t end, float *scores, int32_t stride) {
     const kvc_call *c = t->call;
-    const int32_t heads = c->plan->heads_per_kv;
+    const int32_t heads = c->plan->heads_per_part;
     for (int32_t r = first, next; r < end; scores += (next - r) * stride, r = next) {
-        const kvc_visible v = visible_to(c, t->tokens[r / heads]);
+        const kvc_visible v = kvc_visible_to(c, t->tokens[r / heads]);
         next = (int32_t)kvc_smaller(r - r % heads + heads, end);
         for (int32_t i = r; c->changes_scores && i < next; i++)
             apply_softcap_and_alibi(c, tile, scores + (i - r) * stride, v.token, kvc_query_head_of(t, i));
@@ -117,9 +116,9 @@ static place value_at(const kvc_stretch *stretch, int32_t i) {
 }
 
 kvc_visible kvc_visible_to_all(const kvc_task *t) {
-    kvc_visible all = visible_to(t->call, t->tokens[0]);
-    for (int32_t i = 1; i < t->num_query_rows / t->call->plan->heads_per_kv; i++) {
-        const kvc_visible v = visible_to(t->call, t->tokens[i]);
+    kvc_visible all = kvc_visible_to(t->call, t->tokens[0]);
+    for (int32_t i = 1; i < t->num_query_rows / t->call->plan->heads_per_part; i++) {
+        const kvc_visible v = kvc_visible_to(t->call, t->tokens[i]);
         if (v.low > all.low) all.low = v.low;
         if (v.last < all.last) all.last = v.last;
     }
@@ -129,7 +128,7 @@ kvc_visible kvc_visible_to_all(const kvc_task *t) {
 /* Rows that every token sees are not looked at: whatever they hold, it is to be there. */
 int kvc_spoils_others(const kvc_task *t, kvc_tile *tile, const kvc_visible *common) {
     const kvc_call *c = t->call;
-    if (t->num_query_rows == c->plan->heads_per_kv || c->policy->kind == KVC_CROSS) return 0;
+    if (t->num_query_rows == c->plan->heads_per_part || c->policy->kind == KVC_CROSS) return 0;
     const int is_tree = has_branches(c, tile);
     kvc_locate_rows(tile, c->plan->batch->order);
     const kvc_stretch *stretch = tile->stretches;
@@ -163,7 +162,7 @@ static int32_t add_row(kvc_stretch *to, int32_t num, const kvc_stretch *from, in
 
 void kvc_clear_unseen(const kvc_task *t, const kvc_tile *tile, kvc_tile *own) {
     const kvc_call *c = t->call;
-    const kvc_visible v = visible_to(c, t->tokens[0]);
+    const kvc_visible v = kvc_visible_to(c, t->tokens[0]);
     float *const zeros = t->workspace + c->plan->workspace.zeros;
     const kvc_stretch *stretch = tile->stretches;
     int32_t num = 0;

@@ -10,6 +10,9 @@ typedef struct kvc_visible {
     int32_t token, low, sinks, last;
 } kvc_visible;
 
+/* Returns what a token of the batch sees. */
+kvc_visible kvc_visible_to(const kvc_call *c, int32_t token);
+
 /* Return whether a token certainly sees all rows of a tile, or none. */
 int kvc_sees_whole_tile(const kvc_call *c, const kvc_tile *tile, const kvc_visible *v);
 int kvc_sees_nothing_of(const kvc_call *c, const kvc_tile *tile, int32_t token);

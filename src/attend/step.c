@@ -219,7 +219,7 @@ static kvc_ahead take_few_ahead(const kvc_call *c, walk *w, int64_t lines) {
 /* Copies what stays as it is here: `convert` begins copying too slowly for rows in the L1 cache. */
 void kvc_convert_query_rows(const kvc_call *c, int32_t from, int32_t to, void *dst, int64_t dst_stride, const void *src,
                             int64_t src_stride, int32_t dim) {
-    const int32_t num = c->plan->heads_per_kv;
+    const int32_t num = c->plan->heads_per_part;
     if (from != to) {
         c->kernels->convert(from, to, dst, dst_stride, src, src_stride, num, dim);
         return;
@@ -232,7 +232,7 @@ void kvc_convert_query_rows(const kvc_call *c, int32_t from, int32_t to, void *d
 static void load_query_rows(const kvc_task *t, int32_t to) {
     const kvc_call *c = t->call;
     const kvc_attend_args *a = c->args;
-    const int32_t dim = c->plan->k_dim, heads = c->plan->heads_per_kv;
+    const int32_t dim = c->plan->k_dim, heads = c->plan->heads_per_part;
     const int64_t stride = c->plan->workspace.q_stride * (int64_t)sizeof(float);
     const int32_t padding = (KVC_CHUNK - dim % KVC_CHUNK) % KVC_CHUNK; /* elements */
     const size_t bytes = padding ? kvc_row_bytes(to, dim) : 0;
@@ -242,7 +242,7 @@ static void load_query_rows(const kvc_task *t, int32_t to) {
         const char *q =
             (const char *)a->q + kvc_token_offset(t->tokens[i] - c->plan->args.first, a->tokens_per_sequence,
                                                   a->q_token_stride, a->q_batch_stride);
-        kvc_convert_query_rows(c, a->q_type, to, row, stride, q + t->head * heads * a->q_head_stride, a->q_head_stride,
+        kvc_convert_query_rows(c, a->q_type, to, row, stride, q + t->part * heads * a->q_head_stride, a->q_head_stride,
                                dim);
         for (int32_t h = 0; h < heads; h++, row += stride)
             if (padding) memset(row + bytes, 0, padding_bytes);
@@ -456,7 +456,7 @@ static void stream_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_curs
 /* Returns a view of the query rows from the first to the last that sees a row of a tile.  They are few at the end of
  * a prompt or of a window. */
 static kvc_task view_that_sees(const kvc_task *t, const kvc_tile *tile) {
-    const int32_t heads = t->call->plan->heads_per_kv;
+    const int32_t heads = t->call->plan->heads_per_part;
     int32_t first = 0, end = t->num_query_rows / heads;
     while (first < end && kvc_sees_nothing_of(t->call, tile, t->tokens[first])) first++;
     while (first < end && kvc_sees_nothing_of(t->call, tile, t->tokens[end - 1])) end--;
@@ -551,7 +551,7 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
  * it would give NaN.  The result has the same bits as if the masked value were a number. */
 static void attend_apart(kvc_task *t, attend_tile_fn *attend_tile, kvc_tile *current, kvc_tile *next,
                          kvc_cursor *upcoming) {
-    const int32_t heads = t->call->plan->heads_per_kv;
+    const int32_t heads = t->call->plan->heads_per_part;
     kvc_cursor nothing = {.layout = t->call->layout};
     kvc_tile own, none;
     query_rows_for(t, current);

@@ -5,7 +5,7 @@ kvc_task kvc_view_of(const kvc_task *t, int32_t first, int32_t num_query_rows) {
     const kvc_plan *plan = t->call->plan;
     kvc_task view = *t;
     view.num_query_rows = num_query_rows;
-    view.tokens += first / plan->heads_per_kv;
+    view.tokens += first / plan->heads_per_part;
     view.q += (size_t)first * (size_t)plan->workspace.q_stride;
     view.q_blocks += (size_t)first * (size_t)plan->workspace.block_stride;
     view.scores += (size_t)first * KVC_TILE;

@@ -15,6 +15,7 @@
 typedef struct kvc_call {
     kvc_plan *plan;
     const kvc_attend_args *args;
+    kvc_chosen chosen; /* the caller's, where the plan is for chosen rows */
     const kvc_kernels *kernels;
     const kvc_layer *layer;
     const kvc_layout *layout;
@@ -40,10 +41,10 @@ typedef struct kvc_task {
     const kvc_job *job;
     const kvc_query_slice *slice; /* the slice; the first one if there are several */
     int64_t index;
-    int32_t head;                           /* KV head */
+    int32_t part;                           /* part of the query heads */
     int32_t k_as, v_as;                     /* types as which kernels get keys and values */
     int32_t k_lacks_minima, v_lacks_minima; /* whether kernels get them without the minima of their blocks */
-    int32_t num_query_rows; /* query row r is token r / heads_per_kv, and query head r % heads_per_kv of the KV head */
+    int32_t num_query_rows; /* query row r is token r / heads_per_part, and query head r % heads_per_part of the part */
     float *workspace;
     float *scores, *acc, *max, *sum, *factor; /* in the workspace, by query row; strides are in plan->workspace */
     /* Query rows, prepared for the kernel that scores keys of delta_index; KVC_UNPREPARED: not loaded yet. */
@@ -56,8 +57,15 @@ typedef struct kvc_task {
 enum { KVC_UNPREPARED = -1 }; /* a delta_index */
 
 static inline int32_t kvc_query_head_of(const kvc_task *t, int32_t r) {
-    const int32_t heads = t->call->plan->heads_per_kv;
-    return t->head * heads + r % heads;
+    const int32_t heads = t->call->plan->heads_per_part;
+    return t->part * heads + r % heads;
+}
+
+static inline int32_t kvc_kv_head_of(const kvc_task *t) { return t->part / t->call->plan->parts_per_kv; }
+
+/* Returns where a task lists the rows that its token chooses (chosen.h). */
+static inline kvc_segment *kvc_chosen_segments(const kvc_task *t) {
+    return (kvc_segment *)(void *)(t->workspace + t->call->plan->workspace.segments);
 }
 
 /* Return a view of num_query_rows query rows of a task, from row `first` on; and a view of the query rows of slice

@@ -1,10 +1,14 @@
 /* work.h: a plan: one attention, cut into tasks.
  *
  * Rows are keys and values; query rows are one query head of one token each.  A slice is the query rows of one sequence
- * that are attended for together, and the segments of runs whose rows they may see.  It is computed for each KV head
- * apart, and its rows may be cut into splits, whose results are merged by log-sum-exp.  A job is one split of one
- * slice, or of several slices that begin with the same rows, which are then read once for all of them.  A task is a job
- * for one KV head.
+ * that are attended for together, and the segments of runs whose rows they may see.  It is computed for each part
+ * apart.  A part is the query heads of one KV head, or some of them.  The rows of a slice may be cut into splits, whose
+ * results are merged by log-sum-exp.  A job is one split of one slice, or of several slices that begin with the same
+ * rows, which are then read once for all of them.  A task is a job for one part.
+ *
+ * In a plan for chosen rows, each query token is a slice.  Which rows it sees is known once a task has the choice.  So
+ * the slices of a sequence have the same segments: all rows that any of its queries may see, by position.  Each task
+ * lists the chosen rows among them (chosen.c).
  *
  * The files of attend/ stack in this order; each calls only those above it in this list:
  *
@@ -16,6 +20,8 @@
  *   minima.c   what the minima of blocks add to scores and sums
  *   seen.c     which rows of a tile a query sees, and what becomes of the scores of others
  *   step.c     attends to a tile
+ *   chosen.c   lists the chosen rows of a task
+ *   round.c    which tasks of a plan were run
  *   attend.c   runs tasks, merges the splits of a slice, and writes the result: kvc_attend and kvc_plan_run
  *
  * dense.c, rows and masks for an attention of the caller's own, uses none of them.
@@ -27,12 +33,13 @@
 
 /* The sizes that the rules at the top of cutting.c and jobs.c name.  Query rows are counted for one KV head. */
 enum {
-    KVC_STREAM_QUERIES = 32, /* most query rows of a slice that is streamed */
-    KVC_TASK_QUERIES = 128,  /* most query rows of a sequence that is never cut into slices, and of a streamed task */
-    KVC_TILE_QUERIES = 256,  /* most query rows of a tiled task, unless one token has more */
-    KVC_SPLIT_ROWS = 512,    /* fewest rows of a split, except a slice's last one */
-    KVC_TILED_TASKS = 144,   /* most tasks that a tiled sequence is cut into, about */
-    KVC_SHORT_ROW = 192,     /* most bytes of a key, and of a value, of which KVC_TILE are streamed as a tile */
+    KVC_STREAM_QUERIES = 32,  /* most query rows of a slice that is streamed */
+    KVC_TASK_QUERIES = 128,   /* most query rows of a sequence that is never cut into slices, and of a streamed task */
+    KVC_TILE_QUERIES = 256,   /* most query rows of a tiled task, unless one token has more */
+    KVC_SPLIT_ROWS = 512,     /* fewest rows of a split, except a slice's last one */
+    KVC_TASKS_PER_THREAD = 4, /* tasks that give each thread as much to do, about */
+    KVC_TILED_TASKS = 144,    /* most tasks that a tiled sequence is cut into, about */
+    KVC_SHORT_ROW = 192,      /* most bytes of a key, and of a value, of which KVC_TILE are streamed as a tile */
     /* If the delta changes at least this often in a tile, keys are rotated instead of query rows. */
     KVC_STREAM_DELTA_CHANGES = 4, /* in KVC_PANEL rows, in slices that are streamed */
     KVC_TILED_DELTA_CHANGES = 1   /* in slices that are tiled */
@@ -61,17 +68,19 @@ typedef struct kvc_query_slice {
     int32_t is_buffered; /* whether its rows lie in row buffers */
     int32_t lacks_rows;  /* its sequence has none in a cross-attention layer, masked or not */
     int32_t num_splits;
-    int64_t num_rows, split_rows;           /* rows in reach; rows of each split, of which the last may have fewer */
+    /* Rows in reach, or the most rows that may be chosen; rows of each split, of which the last may have fewer. */
+    int64_t num_rows, split_rows;
     int64_t first_start;                    /* plan->starts[first_start + p]: where split p begins */
-    int64_t first_counter;                  /* plan->remaining[first_counter + h]: counter of KV head h */
-    int64_t first_own_segment, end_segment; /* segments of the batch's own rows */
+    int64_t first_counter;                  /* plan->remaining[first_counter + i]: counter of part i */
+    int64_t first_own_segment, end_segment; /* segments of the batch's own rows; of chosen ones, others between them */
     uint64_t partials;                      /* where its results begin in plan->partials, in floats */
 } kvc_query_slice;
 
 typedef struct kvc_job {
     int64_t first_slice; /* slices: plan->job_slices[first_slice .. first_slice + num_slices) */
     int32_t num_slices;
-    int32_t split;       /* which split of each slice */
+    int32_t split;       /* which split of each slice; the first one if the job has several */
+    int32_t num_splits;  /* 1; of chosen rows perhaps all splits of the slice */
     int64_t shared_rows; /* leading rows of the split that all slices have in common; each goes on with its own */
     int64_t rows;        /* rows to read, the shared ones counted once */
     int64_t work;        /* rows times query rows, summed over the slices */
@@ -96,9 +105,11 @@ typedef struct kvc_round {
 /* Places of arrays in a workspace, the memory that one running task works in: offsets in floats from its beginning.
  * keys, values: the panels that a tile is packed into.  rows: copies of up to KVC_TILE rows that lie apart, or that
  * kernels take only converted.  minima, q_blocks, sum_blocks: scratch for types with a minimum (minima.h).  zeros: a
- * row of values (seen.h). */
+ * row of values (seen.h).  chosen, segments: entries of a choice, and the rows that they name (chosen.h).  partials:
+ * results of all splits of a slice. */
 typedef struct kvc_workspace_layout {
-    uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, rows, minima, q_blocks, sum_blocks, zeros, size;
+    uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, rows, minima, q_blocks, sum_blocks, zeros;
+    uint64_t chosen, segments, partials, size;
     int32_t q_stride, acc_stride, block_stride;
 } kvc_workspace_layout;
 
@@ -110,11 +121,13 @@ struct kvc_plan {
     int32_t is_made;   /* the fields below are filled in; set with the mutex held, which fork() waits for */
     int32_t group;
     int32_t num_kv_heads, k_dim, v_dim; /* shape of the layers that the plan serves */
-    int32_t heads_per_kv;               /* query heads per KV head */
+    int32_t heads_per_part;             /* query heads of a part: all of a KV head, unless rows are chosen */
+    int32_t parts_per_kv, num_parts;    /* parts of a KV head, and of all */
     int32_t num_slices, num_workspaces;
+    int32_t joins_splits; /* each job runs all splits of a slice; then their results are in workspaces */
     int64_t num_segments;
-    int64_t num_jobs, num_tasks; /* a job is num_kv_heads tasks */
-    int32_t by_head; /* order of tasks: 1: all jobs of one KV head, then of the next; 0: all KV heads of one job */
+    int64_t num_jobs, num_tasks; /* a job is num_parts tasks */
+    int32_t by_part; /* order of tasks: 1: all jobs of one part, then of the next; 0: all parts of one job */
     double multiply_adds;
     int32_t num_cross_puts;            /* kvc_num_cross_puts of the group when the plan was made */
     int32_t num_deltas, angles_stride; /* stride in floats */
@@ -171,19 +184,19 @@ static inline int kvc_plan_is_current(const kvc_plan *plan) {
     return plan->num_cross_puts == kvc_num_cross_puts(plan->batch, plan->group);
 }
 
-/* Returns the job of task i, and its KV head in *head. */
-static inline const kvc_job *kvc_job_of(const kvc_plan *plan, int64_t i, int32_t *head) {
-    *head = (int32_t)(plan->by_head ? i / plan->num_jobs : i % plan->num_kv_heads);
-    return &plan->jobs[plan->by_head ? i % plan->num_jobs : i / plan->num_kv_heads];
+/* Returns the job of task i, and its part in *part. */
+static inline const kvc_job *kvc_job_of(const kvc_plan *plan, int64_t i, int32_t *part) {
+    *part = (int32_t)(plan->by_part ? i / plan->num_jobs : i % plan->num_parts);
+    return &plan->jobs[plan->by_part ? i % plan->num_jobs : i / plan->num_parts];
 }
 
 static inline const kvc_query_slice *kvc_slice_of(const kvc_plan *plan, const kvc_job *job, int32_t slice) {
     return &plan->slices[plan->job_slices[job->first_slice + slice]];
 }
 
-/* Counts the query rows of a slice for one KV head. */
+/* Counts the query rows of a slice for one part. */
 static inline int32_t kvc_num_query_rows(const kvc_plan *plan, const kvc_query_slice *slice) {
-    return slice->num_tokens * plan->heads_per_kv;
+    return slice->num_tokens * plan->heads_per_part;
 }
 
 /* Counts the rows of split p. */

@@ -22,6 +22,7 @@
     X(kvc_begin_args, unstored)          \
     X(kvc_put_args, seq_id)              \
     X(kvc_attend_args, lse_batch_stride) \
+    X(kvc_chosen, tail)                  \
     X(kvc_masked, end)                   \
     X(kvc_plan_args, non_causal)         \
     X(kvc_dense_args, non_causal)        \

@@ -25,6 +25,9 @@ static inline int sees(const stage *st, int t, int32_t position, int token) {
     return policy->kind != KVC_SLIDING || position > query - policy->window || position < policy->num_sink_tokens;
 }
 
+/* Not NULL: whether token t of the batch chooses a position, in a KV head. */
+static int (*chooses)(int t, int kv_head, int32_t position);
+
 /* The result that one query row should give, and how far off a sum in f32 may be. */
 typedef struct answer {
     double out[MAX_DIM], lse;
@@ -124,7 +127,8 @@ static inline answer answer_to(const stage *st, const rows *r, int t, const floa
     answer a = {.lse = -INFINITY};
     for (int j = 0; j < r->num; j++) {
         double error = 0;
-        const int seen = sees(st, t, r->positions[j], r->tokens[j]);
+        const int seen = sees(st, t, r->positions[j], r->tokens[j]) &&
+                         (!chooses || chooses(t, h * s->layer.num_kv_heads / s->num_heads, r->positions[j]));
         scores[j] = seen ? score_of(st, r, t, q, h, j, &error) : -INFINITY;
         if (scores[j] == -INFINITY) continue;
         top = fmax(top, scores[j]);

@@ -18,7 +18,7 @@ enum {
     MAX_PASS = MAX_MEMBERS * MAX_NEW * 2,
     MAX_DIM = 576,
     MAX_KV_HEADS = 2,
-    MAX_HEADS = 32,
+    MAX_HEADS = 128,
     MAX_MASKED = 1024,
     FILLER = 1000 /* id of the sequence whose slots lie between */
 };

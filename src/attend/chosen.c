@@ -1,0 +1,197 @@
+/* chosen.c: see chosen.h.
+ *
+ * The rule for chosen rows.  A token's rows are ordered by position, and at one position by arrival.  They are cut
+ * every KVC_SPLIT_ROWS.  So the bits of a result depend on nothing but the rows that are chosen and seen.
+ */
+#include "attend/chosen.h"
+
+#include <string.h>
+
+#include "attend/seen.h"
+#include "cache/check.h"
+
+/* ---- arguments --------------------------------------------------------------------------------------------------- */
+
+kvc_status kvc_chosen_read(const kvc_attend_args *args, kvc_chosen *chosen) {
+    memset(chosen, 0, sizeof *chosen);
+    if (!args->chosen) return KVC_OK;
+    KVC_TRY(KVC_READ(kvc_chosen, chosen, args->chosen, "chosen"));
+    if (!chosen->positions) return kvc_fail(KVC_ERR_INVALID, "chosen->positions is NULL");
+    if (chosen->width < 1)
+        return kvc_fail(KVC_ERR_INVALID, "chosen->width is %d: it must be at least 1", chosen->width);
+    if (chosen->block < 0)
+        return kvc_fail(KVC_ERR_INVALID, "chosen->block is %d: it must be positive, or 0 if entries are positions",
+                        chosen->block);
+    /* An entry is as large as a float. */
+    KVC_TRY(kvc_check_array(KVC_F32, chosen->token_stride, chosen->choice_stride, "chosen->positions"));
+    return args->tokens_per_sequence ? kvc_check_array(KVC_F32, chosen->batch_stride, 0, "chosen->positions") : KVC_OK;
+}
+
+int32_t kvc_most_chosen(const kvc_chosen *chosen) {
+    const int64_t block = chosen->block ? chosen->block : 1;
+    return (int32_t)kvc_smaller(chosen->width * block + (chosen->tail ? block - 1 : 0), INT32_MAX);
+}
+
+kvc_status kvc_chosen_check(const kvc_plan_args *plan, int32_t num_kv_heads, const kvc_chosen *chosen) {
+    if (!chosen->positions && plan->max_chosen)
+        return kvc_fail(KVC_ERR_INVALID, "chosen is NULL: the plan is for chosen rows, as max_chosen is %d",
+                        plan->max_chosen);
+    if (!chosen->positions) return KVC_OK;
+    if (chosen->num_choices != 1 && chosen->num_choices != num_kv_heads)
+        return kvc_fail(KVC_ERR_INVALID, "chosen->num_choices is %d: it must be 1, or the layer's num_kv_heads, %d",
+                        chosen->num_choices, num_kv_heads);
+    if (kvc_most_chosen(chosen) > plan->max_chosen)
+        return kvc_fail(KVC_ERR_INVALID, "chosen names up to %d rows for a token: max_chosen of the plan is %d",
+                        kvc_most_chosen(chosen), plan->max_chosen);
+    return KVC_OK;
+}
+
+/* ---- entries in order -------------------------------------------------------------------------------------------- */
+
+/* Sorts entries, none of which is negative; `spare` has room for as many.  Returns where they are: in one of the two.
+ */
+static const int32_t *sort_entries(int32_t *entries, int32_t *spare, int32_t num) {
+    enum { BITS = 11, DIGITS = 1 << BITS };
+    for (int shift = 0; shift < 32; shift += BITS) {
+        int32_t ends[DIGITS] = {0};
+        for (int32_t i = 0; i < num; i++) ends[entries[i] >> shift & (DIGITS - 1)]++;
+        if (ends[entries[0] >> shift & (DIGITS - 1)] == num) continue; /* all have the same digit */
+        for (int32_t d = 0, n = 0; d < DIGITS; d++) {
+            const int32_t begin = n;
+            n += ends[d];
+            ends[d] = begin;
+        }
+        for (int32_t i = 0; i < num; i++) spare[ends[entries[i] >> shift & (DIGITS - 1)]++] = entries[i];
+        int32_t *const sorted = spare;
+        spare = entries;
+        entries = sorted;
+    }
+    return entries;
+}
+
+/* Copies a token's entries to the workspace, in ascending order and without those below 0.  Returns where they are. */
+static const int32_t *take_entries(const kvc_task *t, int32_t *num) {
+    const kvc_call *c = t->call;
+    const kvc_chosen *chosen = &c->chosen;
+    const int32_t token = t->tokens[0] - c->plan->args.first, choice = chosen->num_choices > 1 ? kvc_kv_head_of(t) : 0;
+    const char *from =
+        (const char *)chosen->positions +
+        kvc_token_offset(token, c->args->tokens_per_sequence, chosen->token_stride, chosen->batch_stride) +
+        choice * chosen->choice_stride;
+    const int32_t *given = (const int32_t *)(const void *)from;
+    int32_t *to = (int32_t *)(void *)(t->workspace + c->plan->workspace.chosen), n = 0, last = -1, rises = 1;
+    for (int32_t i = 0; i < chosen->width; i++) {
+        const int32_t entry = given[i];
+        to[n] = entry;
+        n += entry >= 0;
+        if (entry < 0) continue;
+        rises &= entry >= last;
+        last = entry;
+    }
+    *num = n;
+    return rises ? to : sort_entries(to, to + c->plan->args.max_chosen, n);
+}
+
+/* ---- rows -------------------------------------------------------------------------------------------------------- */
+
+/* A list of rows that is being made. */
+typedef struct row_lister {
+    const kvc_batch *batch;
+    kvc_visible seen;
+    const kvc_segment *next, *end; /* the sequence's segments from where the next rows may lie on */
+    kvc_segment *to;               /* the list's segments */
+    int64_t skip, left;            /* rows to leave out first, and to list then */
+    int64_t num_rows, num_segments;
+} row_lister;
+
+/* Returns the first segment from `at` on that ends behind a position.  Looks at those near `at` first. */
+static const kvc_segment *find_segment(const kvc_segment *at, const kvc_segment *end, int32_t position) {
+    if (at == end || at->position + at->count > position) return at;
+    int64_t step = 1;
+    for (; step < end - at && at[step].position + at[step].count <= position; step *= 2) at += step;
+    while (step > 1) { /* `at` ends at or before the position, and at[step] does not */
+        step /= 2;
+        if (step < end - at && at[step].position + at[step].count <= position) at += step;
+    }
+    return at + 1;
+}
+
+/* Adds `count` rows of a segment from row `offset` on. */
+static void add_rows(row_lister *l, const kvc_segment *from, int32_t offset, int32_t count) {
+    const int32_t skipped = (int32_t)kvc_smaller(l->skip, count);
+    l->skip -= skipped;
+    offset += skipped;
+    count = (int32_t)kvc_smaller(count - skipped, l->left);
+    if (!count) return;
+    l->left -= count;
+    l->num_rows += count;
+    kvc_segment row = *from;
+    row.slot += offset;
+    row.position += offset;
+    row.count = count;
+    if (row.token >= 0) row.token += offset;
+    kvc_segment *last = l->to + l->num_segments - 1;
+    if (l->num_segments && row.rows == last->rows && row.slot == last->slot + last->count &&
+        row.position == last->position + last->count && row.delta_index == last->delta_index &&
+        row.token == (last->token < 0 ? -1 : last->token + last->count))
+        last->count += count;
+    else
+        l->to[l->num_segments++] = row;
+}
+
+/* Adds the rows at positions [begin, end) that the token sees if its policy shows these positions. */
+static void add_positions(row_lister *l, int64_t begin, int64_t end) {
+    const int is_tree = l->batch->parents != NULL;
+    const int64_t causal_end = kvc_smaller(end, (int64_t)l->seen.last + 1);
+    if (!is_tree) end = causal_end;
+    if (begin >= end) return;
+    const kvc_segment *segment = l->next = find_segment(l->next, l->end, (int32_t)begin);
+    for (; segment < l->end && segment->position < end && l->left; segment++) {
+        const int is_own = is_tree && segment->token >= 0;
+        const int64_t from = begin > segment->position ? begin - segment->position : 0;
+        const int64_t to = kvc_smaller((is_own ? end : causal_end) - segment->position, segment->count);
+        if (!is_own && from < to) add_rows(l, segment, (int32_t)from, (int32_t)(to - from));
+        for (int64_t i = from; is_own && i < to; i++)
+            if (kvc_descends(l->batch, l->seen.token, l->batch->order[segment->token + i]))
+                add_rows(l, segment, (int32_t)i, 1);
+    }
+}
+
+/* Adds the rows at positions [begin, end) that the token sees. */
+static void add_range(row_lister *l, int64_t begin, int64_t end) {
+    if (begin < l->seen.sinks) add_positions(l, begin, kvc_smaller(end, l->seen.sinks));
+    add_positions(l, begin > l->seen.low ? begin : l->seen.low, end);
+}
+
+static row_lister make_lister(const kvc_task *t, int64_t first, int64_t most) {
+    const kvc_call *c = t->call;
+    const kvc_plan *plan = c->plan;
+    row_lister l = {.batch = plan->batch,
+                    .seen = kvc_visible_to(c, t->tokens[0]),
+                    .next = plan->segments + plan->starts[t->slice->first_start].segment,
+                    .end = plan->segments + t->slice->end_segment,
+                    .to = kvc_chosen_segments(t),
+                    .skip = first,
+                    .left = most};
+    if (c->policy->kind == KVC_CROSS) l.seen.last = INT32_MAX;
+    if (l.seen.sinks >= l.seen.low) l.seen.sinks = l.seen.low = 0;
+    return l;
+}
+
+int64_t kvc_list_chosen(const kvc_task *t, int64_t first, int64_t most) {
+    const kvc_call *c = t->call;
+    const int64_t block = c->chosen.block ? c->chosen.block : 1;
+    const int64_t position = c->plan->batch->positions[t->tokens[0]];
+    const int64_t tail = c->chosen.tail ? (position + 1) / block * block : INT64_MAX;
+    int32_t num;
+    const int32_t *entries = take_entries(t, &num);
+    row_lister l = make_lister(t, first, most);
+    for (int32_t i = 0; i < num && l.left; i++) {
+        const int64_t begin = entries[i] * block;
+        int64_t end = begin + block;
+        for (; i + 1 < num && entries[i + 1] * block <= end; i++) end = entries[i + 1] * block + block;
+        if (begin < tail) add_range(&l, begin, kvc_smaller(end, tail));
+    }
+    if (c->chosen.tail && l.left) add_range(&l, tail, INT32_MAX);
+    return l.num_rows;
+}

@@ -1,0 +1,20 @@
+/* chosen.h: the rows that a token chooses: kvc_chosen. */
+#ifndef KVC_CHOSEN_H
+#define KVC_CHOSEN_H
+
+#include "attend/task.h"
+
+/* Reads args->chosen; all fields are 0 if there is none. */
+kvc_status kvc_chosen_read(const kvc_attend_args *args, kvc_chosen *chosen);
+
+/* Returns the most rows that a choice names, if each position has one row. */
+int32_t kvc_most_chosen(const kvc_chosen *chosen);
+
+/* Returns KVC_ERR_INVALID unless the choice suits the plan. */
+kvc_status kvc_chosen_check(const kvc_plan_args *plan, int32_t num_kv_heads, const kvc_chosen *chosen);
+
+/* Lists rows [first, first + most) of the rows that the task's token chooses and sees, by position: as segments in the
+ * task's workspace.  Returns their number. */
+int64_t kvc_list_chosen(const kvc_task *t, int64_t first, int64_t most);
+
+#endif

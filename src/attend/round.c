@@ -1,0 +1,77 @@
+/* round.c: see round.h. */
+#include "attend/round.h"
+
+#include <string.h>
+
+#include "attend/plan.h"
+
+void kvc_round_lock(kvc_round *round) {
+    while (atomic_flag_test_and_set_explicit(&round->lock, memory_order_acquire)) kvc_pause();
+}
+
+void kvc_round_unlock(kvc_round *round) { atomic_flag_clear_explicit(&round->lock, memory_order_release); }
+
+/* Begins a new round if the layer or the arrays differ from the last round's, whose tasks are then forgotten. */
+static kvc_status join_round(kvc_plan *plan, int32_t layer, const kvc_attend_args *args) {
+    kvc_round *round = &plan->round;
+    if (round->layer == layer && round->q == args->q && round->out == args->out && round->lse == args->lse)
+        return KVC_OK;
+    if (round->num_running)
+        return kvc_fail(KVC_ERR_BUSY, "tasks are being run for layer %d: a plan serves one layer at a time",
+                        round->layer);
+    if (round->num_done == plan->num_tasks && !round->is_rerun) { /* `remaining` is what it was before */
+        memset(round->states, KVC_TASK_OPEN, (size_t)plan->num_tasks);
+        round->num_done = 0;
+    } else if (round->num_done) {
+        kvc_plan_reset(plan);
+    }
+    round->is_rerun = round->has_failed = 0;
+    round->layer = layer;
+    round->q = args->q;
+    round->out = args->out;
+    round->lse = args->lse;
+    return KVC_OK;
+}
+
+/* Whether running this task makes the round a rerun. */
+static int begins_rerun(const kvc_round *round, int64_t task) {
+    return !round->is_rerun && (round->has_failed || round->states[task] == KVC_TASK_DONE);
+}
+
+kvc_status kvc_round_begin(kvc_call *c, int32_t layer, int64_t task) {
+    kvc_plan *plan = c->plan;
+    kvc_round *round = &plan->round;
+    kvc_round_lock(round);
+    kvc_status status = join_round(plan, layer, c->args);
+    /* This loop ends, as running tasks wait for nothing. */
+    while (status == KVC_OK && begins_rerun(round, task) && round->num_running) {
+        kvc_round_unlock(round);
+        kvc_pause();
+        kvc_round_lock(round);
+        status = join_round(plan, layer, c->args); /* another layer may have begun meanwhile */
+    }
+    if (status == KVC_OK && begins_rerun(round, task)) {
+        kvc_plan_recount(plan); /* in a rerun, `remaining` counts the splits whose results are missing */
+        round->is_rerun = 1;
+        round->has_failed = 0;
+    }
+    if (status == KVC_OK && round->states[task] == KVC_TASK_RUNNING)
+        status = kvc_fail(KVC_ERR_BUSY, "task %lld is being run by another thread", (long long)task);
+    if (status == KVC_OK) {
+        c->is_rerun = round->is_rerun;
+        c->was_done = round->states[task] == KVC_TASK_DONE;
+        round->states[task] = KVC_TASK_RUNNING;
+        round->num_running++;
+    }
+    kvc_round_unlock(round);
+    return status;
+}
+
+void kvc_round_end(const kvc_call *c, int64_t task, int is_done) {
+    kvc_round *round = &c->plan->round;
+    kvc_round_lock(round);
+    round->states[task] = is_done || c->was_done ? KVC_TASK_DONE : KVC_TASK_OPEN;
+    round->num_running--;
+    round->num_done += is_done && !c->was_done;
+    kvc_round_unlock(round);
+}

@@ -1,0 +1,382 @@
+/* Rows chosen for each token (kvc_chosen): attention over the rows that are listed and seen, against plain arithmetic
+ * in double.  Bits depend on these rows alone: not on threads, blocks, other tokens, or how a choice is written down. */
+#define _POSIX_C_SOURCE 200809L /* posix_memalign, setenv */
+#include "attend/work.h"
+#include "support/answers.h"
+#include "support/isas.h"
+#include "support/memory.h"
+
+enum { MAX_WIDTH = 4096 };
+
+/* A choice for all tokens of a stage's batch, with room for more entries behind each list. */
+typedef struct choice {
+    int num_tokens, num_choices, width, block, tail;
+    int32_t positions[MAX_PASS]; /* of the tokens */
+    int32_t entries[MAX_NEW * 2][MAX_KV_HEADS][MAX_WIDTH];
+} choice;
+
+static choice chosen;
+
+enum { MAX_NAMED = 1 << 13 }; /* positions are below */
+static char named[MAX_NEW * 2][MAX_KV_HEADS][MAX_NAMED]; /* which positions the choice names */
+
+static int is_chosen(int t, int kv_head, int32_t position) {
+    CHECK(position < MAX_NAMED);
+    return named[t][chosen.num_choices > 1 ? kv_head : 0][position];
+}
+
+/* Fills in `named`. */
+static void name_positions(void) {
+    const int64_t block = chosen.block ? chosen.block : 1;
+    memset(named, 0, sizeof named);
+    for (int t = 0; t < chosen.num_tokens; t++)
+        for (int c = 0; c < chosen.num_choices; c++) {
+            for (int i = 0; i < chosen.width; i++)
+                for (int64_t p = chosen.entries[t][c][i] * block, n = 0; p >= 0 && p < MAX_NAMED && n < block; n++)
+                    named[t][c][p++] = 1;
+            if (!chosen.tail) continue;
+            for (int64_t p = (chosen.positions[t] + 1) / block * block; p < MAX_NAMED; p++) named[t][c][p] = 1;
+        }
+}
+
+/* ---- choices by chance ------------------------------------------------------------------------------------------- */
+
+static int by_value(const void *a, const void *b) {
+    const int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
+    return (x > y) - (x < y);
+}
+
+/* Entries of a list in any order, or ascending with -1 behind; some repeat, some name no row. */
+static void fill_list(int32_t *entries, int width, int num_entries) {
+    const int kind = random_int(0, 4), num = random_int(0, 5) ? width : random_int(0, width + 1);
+    for (int i = 0; i < width; i++) {
+        entries[i] = kind == 1 ? i : random_int(0, num_entries);
+        if (!random_int(0, 40)) entries[i] = random_int(0, 2) ? -1 - random_int(0, 9) : INT32_MAX - random_int(0, 9);
+    }
+    for (int i = num; i < width; i++) entries[i] = -1;
+    if (kind > 1) qsort(entries, (size_t)num, sizeof *entries, by_value);
+}
+
+static void random_choice(const stage *st) {
+    static const int widths[] = {1, 3, 40, 300, 600, 1300, 2500}, blocks[] = {0, 1, 1, 3, 16, 128, 5000};
+    const int num = st->tokens.n;
+    int32_t largest = 0;
+    CHECK(num <= MAX_NEW * 2);
+    for (int t = 0; t < num; t++)
+        if (st->tokens.positions[t] > largest) largest = st->tokens.positions[t];
+    chosen.num_tokens = num;
+    chosen.num_choices = random_int(0, 2) ? 1 : st->scene->layer.num_kv_heads;
+    chosen.block = one_of(blocks, 7);
+    chosen.width = chosen.block > 1 ? random_int(1, 40) : one_of(widths, num > 40 ? 5 : 7);
+    chosen.tail = random_int(0, 2);
+    memcpy(chosen.positions, st->tokens.positions, (size_t)num * sizeof *chosen.positions);
+    for (int t = 0; t < num; t++)
+        for (int c = 0; c < chosen.num_choices; c++)
+            fill_list(chosen.entries[t][c], chosen.width, largest / (chosen.block ? chosen.block : 1) + 3);
+}
+
+/* ---- asking ------------------------------------------------------------------------------------------------------ */
+
+/* Points a question at the choice. */
+static kvc_chosen choice_for(question *a) {
+    a->plan.masked = a->stage->scene->masked;
+    a->plan.masked_size = sizeof *a->stage->scene->masked;
+    a->plan.num_masked = a->stage->scene->num_masked;
+    return (kvc_chosen){.struct_size = sizeof(kvc_chosen),
+                        .positions = chosen.entries[a->first][0],
+                        .token_stride = sizeof chosen.entries[0],
+                        .choice_stride = sizeof chosen.entries[0][0],
+                        .num_choices = chosen.num_choices,
+                        .width = chosen.width,
+                        .block = chosen.block,
+                        .tail = chosen.tail};
+}
+
+/* Attends to chosen rows; tasks: by a plan, whose tasks are run backwards. */
+static kvc_status attend(question *a, int num_threads, int tasks) {
+    const kvc_chosen given = choice_for(a);
+    const int block = given.block ? given.block : 1;
+    kvc_plan *plan = NULL;
+    a->args.chosen = &given;
+    a->plan.num_threads = num_threads;
+    a->plan.max_chosen = tasks ? given.width * block + block + tasks : 0;
+    kvc_status status = !tasks ? ask(a) : kvc_plan_new(a->stage->batch, &a->plan, &plan);
+    for (int64_t i = plan ? kvc_plan_num_tasks(plan) : 0; status == KVC_OK && i > 0; i--)
+        status = kvc_plan_run(plan, 0, &a->args, i - 1);
+    kvc_plan_free(plan);
+    a->args.chosen = NULL;
+    return status;
+}
+
+/* The same choice, written down in other ways, gives the same bits. */
+static void check_spelling(question *right, question *got) {
+    static choice kept;
+    kept = chosen;
+    for (int t = 0; t < chosen.num_tokens; t++)
+        for (int c = 0; c < chosen.num_choices; c++) {
+            int32_t *entries = chosen.entries[t][c];
+            for (int i = chosen.width - 1; i > 0; i--) {
+                const int other = random_int(0, i + 1);
+                const int32_t entry = entries[i];
+                entries[i] = entries[other];
+                entries[other] = entry;
+            }
+            for (int i = chosen.width; i < MAX_WIDTH && i < chosen.width + 20; i++)
+                entries[i] = i % 3 ? -1 : entries[i - chosen.width];
+        }
+    chosen.width = chosen.width + 20 < MAX_WIDTH ? chosen.width + 20 : MAX_WIDTH;
+    wipe(got);
+    CHECKF(attend(got, 1, 0) == KVC_OK, "%s", kvc_last_error());
+    for (int t = 0; t < got->n; t++) CHECK(same_bits(got, t, right, t));
+    chosen = kept;
+}
+
+/* The answers of a scene; and the same bits by any number of threads, by tasks, token by token, and stored otherwise. */
+static void check_chosen(const scene *s, const setting *how) {
+    setting otherwise = *how;
+    stage *st = stage_new(s, how);
+    otherwise.block_size = how->block_size == 16 ? 7 : 16;
+    random_choice(st);
+    question right = question_of_all(st), got = question_of_all(st);
+    CHECKF(attend(&right, 1, 0) == KVC_OK, "%s", kvc_last_error());
+    name_positions();
+    chooses = is_chosen;
+    check_answers(&right);
+    chooses = NULL;
+    for (int i = 1; i < 6; i++) {
+        wipe(&got);
+        CHECKF(attend(&got, i % 2 ? 8 : i, i > 2 ? i * 1000 : 0) == KVC_OK, "%s", kvc_last_error());
+        for (int t = 0; t < got.n; t++) CHECKF(same_bits(&got, t, &right, t), "%s, way %d, token %d", kvc_isa(), i, t);
+    }
+    check_spelling(&right, &got);
+    for (int t = 0; t < right.n && !s->is_tree; t += 1 + right.n / 4) {
+        question one = question_new(st, 0, t, 1);
+        CHECKF(attend(&one, 1, 0) == KVC_OK, "%s", kvc_last_error());
+        CHECK(same_bits(&one, 0, &right, t));
+        question_free(&one);
+    }
+    question_free(&got);
+    stage *other = stage_new(s, &otherwise);
+    got = question_of_all(other);
+    CHECKF(attend(&got, 3, 0) == KVC_OK, "%s", kvc_last_error());
+    for (int t = 0; t < got.n; t++) CHECK(same_bits(&got, t, &right, t));
+    question_free(&right);
+    question_free(&got);
+    stage_free(st);
+    stage_free(other);
+}
+
+static void test_random(void) {
+    for (int i = 0; i < (is_full() ? 560 : 70); i++) {
+        static scene s;
+        s = random_scene(i);
+        for (int j = s.is_tree || random_int(0, 3) ? 0 : 5; j > 0; j--) {
+            const int32_t begin = random_int(0, 700);
+            s.masked[s.num_masked++] = (kvc_masked){random_int(0, s.num_members), begin, begin + random_int(0, 60)};
+        }
+        const setting how = random_setting();
+        check_chosen(&s, &how);
+    }
+}
+
+/* Latents: values lie in the keys of one head, which more than one task's query heads read. */
+static void test_latents(void) {
+    static const int types[] = {KVC_F32, KVC_F16, KVC_BF16, KVC_INT8, KVC_Q8_0, KVC_Q4_0};
+    for (int i = 0; i < 6; i++) {
+        static scene s;
+        s = plain_scene(1, i % 2 ? 128 : 96, 96, i % 2 ? 1100 : 300, i == 1 ? 9 : 1);
+        s.layer.k_type = s.layer.v_type = types[i];
+        s.layer.v_dim = s.layer.value_in_key = 64;
+        s.scale = 0.1f;
+        check_chosen(&s, &(setting){.block_size = 64, .num_threads = 1});
+    }
+}
+
+/* ---- what a choice changes --------------------------------------------------------------------------------------- */
+
+/* A choice of all rows is dense attention, but for rounding; a choice of none leaves nothing to see. */
+static void test_all_and_none(void) {
+    scene s = plain_scene(2, 4, 64, 700, 3);
+    stage *st = stage_new(&s, &(setting){.block_size = 16});
+    question dense = question_of_all(st), got = question_of_all(st);
+    chosen = (choice){.num_tokens = 3, .num_choices = 1, .width = 1, .block = 1000};
+    CHECK(ask(&dense) == KVC_OK && attend(&got, 2, 0) == KVC_OK);
+    for (int i = 0; i < 3 * 8 * 64; i++)
+        CHECK(fabsf(((float *)(void *)got.out)[i] - ((float *)(void *)dense.out)[i]) < 1e-6f);
+    for (int t = 0; t < 3; t++) chosen.entries[t][0][0] = -1;
+    CHECK(attend(&got, 2, 0) == KVC_OK);
+    for (int i = 0; i < 3 * 8 * 64; i++) CHECK(((float *)(void *)got.out)[i] == 0 && got.lse[i / 64] == -INFINITY);
+    question_free(&dense);
+    question_free(&got);
+    stage_free(st);
+}
+
+/* Rows that are not chosen may hold anything. */
+static void test_not_read(void) {
+    for (int i = 0; i < 4; i++) {
+        question a[2];
+        stage *st[2];
+        for (int bad = 0; bad < 2; bad++) {
+            static scene s[2];
+            s[bad] = plain_scene(2, i % 2 ? 4 : 40, 64, 600, 4);
+            s[bad].num_bad = bad;
+            s[bad].bad = i < 2 ? 301 : 601;
+            s[bad].number = i % 2 ? NAN : INFINITY;
+            st[bad] = stage_new(&s[bad], &(setting){.block_size = 16});
+            a[bad] = question_of_all(st[bad]);
+            chosen = (choice){.num_tokens = 4, .num_choices = 1, .width = 500};
+            for (int t = 0; t < 4; t++)
+                for (int j = 0; j < 500; j++) chosen.entries[t][0][j] = j + (j >= 301);
+            CHECK(attend(&a[bad], 2, 0) == KVC_OK);
+        }
+        for (int t = 0; t < 4; t++) CHECK(same_bits(&a[0], t, &a[1], t));
+        for (int bad = 0; bad < 2; bad++) {
+            question_free(&a[bad]);
+            stage_free(st[bad]);
+        }
+    }
+}
+
+/* Positions that kvc_divide gave to several rows name all of them. */
+static void test_divided(void) {
+    static scene s;
+    s = plain_scene(1, 4, 64, 900, 2);
+    s.layer.rope = rope_of(0, 16, 0);
+    stage *st = stage_new(&s, &(setting){.block_size = 16});
+    kvc_abort(st->batch);
+    CHECKF(kvc_divide(st->cache, 0, 0, 600, 3) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(kvc_shift(st->cache, 0, 600, KVC_END, -400) == KVC_OK, "%s", kvc_last_error());
+    for (int t = 0; t < st->tokens.n; t++) st->tokens.positions[t] -= 400;
+    st->batch = scene_begin(&s, &(setting){0}, st->cache, &st->tokens, NULL);
+    s.num_moves = 1; /* rows did move: their bounds of error are wider */
+    s.delta = -1;
+    question a = question_of_all(st);
+    for (int i = 0; i < 20; i++) {
+        random_choice(st);
+        CHECKF(attend(&a, 1 + i % 3, i % 2) == KVC_OK, "%s", kvc_last_error());
+        const rows *r = rows_of(st, 0, 0);
+        name_positions();
+    chooses = is_chosen;
+        for (int t = 0; t < a.n; t++)
+            for (int h = 0; h < 4; h++) check_answer(&a, r, t, h);
+        chooses = NULL;
+    }
+    question_free(&a);
+    stage_free(st);
+}
+
+/* ---- plans ------------------------------------------------------------------------------------------------------- */
+
+/* One plan serves many choices, made before any of them; another is needed without a choice, or for a wider one. */
+static void test_plans(void) {
+    scene s = plain_scene(2, 2, 64, 300, 2);
+    stage *st = stage_new(&s, &(setting){.block_size = 16});
+    question a = question_of_all(st);
+    kvc_plan *plan = NULL, *dense = NULL;
+    chosen = (choice){.num_tokens = 2, .num_choices = 1, .width = 5};
+    kvc_chosen given = choice_for(&a);
+    a.plan.max_chosen = 5;
+    CHECK(kvc_plan_new(st->batch, &a.plan, &plan) == KVC_OK);
+    CHECK_FAILS(kvc_plan_run(plan, 0, &a.args, 0), KVC_ERR_INVALID, "chosen is NULL", "max_chosen is 5");
+    CHECK_FAILS(ask(&a), KVC_ERR_INVALID, "chosen is NULL", "max_chosen is 5");
+    a.args.chosen = &given;
+    for (int i = 0; i < 3; i++) {
+        for (int t = 0; t < 2; t++) chosen.entries[t][0][0] = i * 50;
+        for (int64_t task = 0; task < kvc_plan_num_tasks(plan); task++)
+            CHECK(kvc_plan_run(plan, 0, &a.args, task) == KVC_OK);
+        name_positions();
+    chooses = is_chosen;
+        check_answers(&a);
+        chooses = NULL;
+    }
+    given.width = 6;
+    CHECK_FAILS(kvc_plan_run(plan, 0, &a.args, 0), KVC_ERR_INVALID, "up to 6 rows", "max_chosen of the plan is 5");
+    given.width = 2;
+    given.block = 2;
+    given.tail = 1;
+    CHECK(kvc_plan_run(plan, 0, &a.args, 0) == KVC_OK);
+    a.plan.max_chosen = 0;
+    CHECK(kvc_plan_new(st->batch, &a.plan, &dense) == KVC_OK && dense != plan);
+    CHECK_FAILS(kvc_plan_run(dense, 0, &a.args, 0), KVC_ERR_INVALID, "up to 5 rows", "max_chosen of the plan is 0");
+    kvc_plan_free(plan);
+    kvc_plan_free(dense);
+    question_free(&a);
+    stage_free(st);
+}
+
+/* ---- failure ----------------------------------------------------------------------------------------------------- */
+
+/* Every allocation fails once; a call made again gives the right bits. */
+static void test_allocation(void) {
+    static memory heap;
+    memory_init(&heap);
+    scene s = plain_scene(2, 2, 64, 900, 2);
+    stage *st = stage_new(&s, &(setting){.block_size = 16, .allocator = &heap.allocator});
+    question got = question_of_all(st), right = question_of_all(st);
+    int fail_after = 0;
+    kvc_status status;
+    random_choice(st);
+    do {
+        memory_fail_after(&heap, fail_after++);
+        status = attend(&got, 2, 0);
+        heap.is_failing = 0;
+        CHECK(status == (heap.failed ? KVC_ERR_NOMEM : KVC_OK) && kvc_validate(st->cache) == KVC_OK);
+    } while (status != KVC_OK && fail_after < 10);
+    CHECKF(fail_after > 1 && status == KVC_OK, "%d", fail_after);
+    CHECK(attend(&right, 1, 0) == KVC_OK);
+    for (int t = 0; t < 2; t++) CHECK(same_bits(&got, t, &right, t));
+    question_free(&got);
+    question_free(&right);
+    stage_free(st);
+}
+
+static void test_bad_choices(void) {
+    scene s = plain_scene(2, 2, 64, 30, 2);
+    stage *st = stage_new(&s, &(setting){.block_size = 16});
+    question a = question_of_all(st);
+    chosen = (choice){.num_tokens = 2, .num_choices = 1, .width = 5};
+    const kvc_chosen good = choice_for(&a);
+    kvc_chosen bad = good;
+    a.args.chosen = &bad;
+    bad.positions = NULL;
+    CHECK_FAILS(ask(&a), KVC_ERR_INVALID, "chosen->positions", "NULL");
+    bad = good, bad.width = 0;
+    CHECK_FAILS(ask(&a), KVC_ERR_INVALID, "chosen->width", "is 0");
+    bad = good, bad.block = -1;
+    CHECK_FAILS(ask(&a), KVC_ERR_INVALID, "chosen->block", "is -1");
+    bad = good, bad.num_choices = 3;
+    CHECK_FAILS(ask(&a), KVC_ERR_INVALID, "chosen->num_choices", "is 3");
+    bad = good, bad.token_stride = 6;
+    CHECK_FAILS(ask(&a), KVC_ERR_INVALID, "chosen->positions", "6");
+    bad = good, bad.struct_size = 8;
+    CHECK_FAILS(ask(&a), KVC_ERR_INVALID, "chosen", "given as 8");
+    bad = good;
+    a.plan.max_chosen = 4;
+    CHECK_FAILS(ask(&a), KVC_ERR_INVALID, "up to 5 rows", "is 4");
+    a.plan.max_chosen = -1;
+    CHECK_FAILS(ask(&a), KVC_ERR_INVALID, "max_chosen", "is -1");
+    a.plan.max_chosen = 0;
+    a.args.tokens_per_sequence = 2;
+    bad.batch_stride = 3;
+    CHECK_FAILS(ask(&a), KVC_ERR_INVALID, "chosen->positions", "3");
+    bad.batch_stride = 0;
+    CHECKF(ask(&a) == KVC_OK, "%s", kvc_last_error());
+    question_free(&a);
+    stage_free(st);
+}
+
+static void test_answers(void) {
+    test_random();
+    test_latents();
+}
+
+int main(void) {
+    test_all_and_none();
+    test_not_read();
+    test_divided();
+    test_plans();
+    test_allocation();
+    test_bad_choices();
+    for_some_isas(test_answers);
+    return test_result();
+}
