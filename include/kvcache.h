@@ -428,8 +428,9 @@ KVC_API kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *
 
 /* Rows that tokens attend to, for models that choose rows.  A token sees a row if the row is listed, and if the token
  * would see it without the list.  Other entries, such as -1, count for nothing.  Order and repeats do not matter;
- * ascending entries are fastest.
- * If a position has several rows (kvc_divide), it names all of them. */
+ * ascending entries are fastest.  If a position has several rows (kvc_divide), it names all of them.
+ * If a model attends to all rows, rows computed over chosen ones do not follow from its tokens: see kvc_mark_inexact.
+ */
 typedef struct kvc_chosen {
     size_t struct_size;
     const int32_t *positions; /* [num_tokens][num_choices][width], tokens and choices this many bytes apart */
@@ -438,8 +439,8 @@ typedef struct kvc_chosen {
     int32_t num_choices;  /* 1: all heads see the same rows.  num_kv_heads: each KV head has a choice of its own */
     int32_t width;        /* entries of a choice, at least 1 */
     int32_t block;        /* 0 or 1: entries are positions.  n: entry b names the positions [b * n, (b + 1) * n) */
-    int32_t tail;         /* not 0: a token at position p also sees its incomplete block: p / n * n and later, or with
-                             p + 1 a multiple of n, nothing more */
+    int32_t tail;         /* not 0: a token at position p also sees its incomplete block: positions from
+                             (p + 1) / n * n on */
 } kvc_chosen;
 
 typedef struct kvc_attend_args {
@@ -459,7 +460,7 @@ typedef struct kvc_attend_args {
     const kvc_put_args *put; /* may be NULL; rows to store first, as by kvc_put.  For kvc_attend only */
     int32_t tokens_per_sequence; /* of q, out and lse, as in kvc_put_args */
     int64_t q_batch_stride, out_batch_stride, lse_batch_stride;
-    const kvc_chosen *chosen; /* NULL: tokens see all visible rows */
+    const kvc_chosen *chosen; /* NULL: a token sees all rows that it may see */
 } kvc_attend_args;
 
 /* Rows that no query of a call sees, such as padding: those at positions [begin, end) of a sequence of the batch,
@@ -484,9 +485,9 @@ typedef struct kvc_plan_args {
     const kvc_masked *masked;  /* [num_masked] in any order; ranges may overlap.  Copied */
     size_t masked_size;        /* sizeof(kvc_masked) */
     int32_t num_masked;        /* 0: nothing is masked */
-    int32_t max_chosen;        /* the most rows that kvc_chosen may name for a token: width * block, and block - 1 more
-                                  with a tail.  The plan can be made before the rows are chosen.  kvc_attend takes 0
-                                  for what its kvc_chosen needs.  0: the plan is not for chosen rows */
+    int32_t max_chosen;        /* the most positions that kvc_chosen may name: width * block, with a tail block - 1
+                                  more.  The plan is made before they are known.  0: the plan is not for chosen rows,
+                                  but kvc_attend finds the number itself */
 } kvc_plan_args;
 
 /* Attends: out[t, h] = sum over visible rows j of softmax(scale * q[t, h] . k[j]) * v[j], for the query tokens of the
@@ -495,13 +496,14 @@ typedef struct kvc_plan_args {
  * which must have been put in this layer.
  * If a token sees no row, out is 0, and lse is -inf; if sinks are given, lse is the head's sink.
  * The bits of a token's result depend on the rows that it sees, and on which tokens of its sequence are in the call.
- * They do not depend on threads, on where rows lie, or on other sequences of the batch.
+ * They do not depend on threads, on where rows lie, or on other sequences of the batch.  If rows are chosen, the bits
+ * depend on the rows that the token sees alone.
  * Infinities and NaN in rows reach only the tokens that see them.  Prompts with infinities or NaN take longer.  Results
  * for infinities, NaN and denormals may differ between instruction sets; docs/platforms.md lists how.
  * Sums are kept in f32, and values are summed before they are divided by the sum of their weights.  So out may be
  * infinite if a value times the number of visible rows exceeds 3.4e38.
- * Fails with KVC_ERR_INVALID also if a visible token was not put, or a sequence has no rows in a cross-attention layer.
- * Fails with KVC_ERR_UNSUPPORTED if the layer holds keys alone.
+ * Fails with KVC_ERR_INVALID also if a visible token was not put, chosen or not, or a sequence has no rows in a
+ * cross-attention layer.  Fails with KVC_ERR_UNSUPPORTED if the layer holds keys alone.
  * Fails with KVC_ERR_GONE for sequences that are not stored (kvc_begin_with), with KVC_ERR_FULL as kvc_put does, with
  * KVC_ERR_NOMEM, and with KVC_ERR_CANCELLED (cancel, or the cache's poll).
  * After an error nothing was put, and the call can be made again.  In a cross-attention layer, rows may have been put

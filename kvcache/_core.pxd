@@ -306,6 +306,12 @@ cdef extern from "kvcache.h" nogil:
                          kvc_hold **hold)
     kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens)
 
+    ctypedef struct kvc_chosen:
+        size_t struct_size
+        const int32_t *positions
+        int64_t token_stride, choice_stride, batch_stride
+        int32_t num_choices, width, block, tail
+
     ctypedef struct kvc_attend_args:
         size_t struct_size
         const void *q
@@ -319,6 +325,7 @@ cdef extern from "kvcache.h" nogil:
         const kvc_put_args *put
         int32_t tokens_per_sequence
         int64_t q_batch_stride, out_batch_stride, lse_batch_stride
+        const kvc_chosen *chosen
 
     ctypedef struct kvc_masked:
         int64_t seq_id
@@ -330,7 +337,7 @@ cdef extern from "kvcache.h" nogil:
         const uint8_t *non_causal
         const kvc_masked *masked
         size_t masked_size
-        int32_t num_masked
+        int32_t num_masked, max_chosen
 
     kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args)
     kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows)

@@ -13,6 +13,7 @@ from kvcache.layer import FloatDType, FloatDTypeLike, to_dtype
 
 __all__ = [
     "AnyArray",
+    "Entries",
     "Flags",
     "FloatDType",
     "FloatDTypeLike",
@@ -42,6 +43,7 @@ class SupportsArray(Protocol):
 
 
 AnyArray: TypeAlias = npt.NDArray[Any] | SupportsDLPack | SupportsArray
+Entries: TypeAlias = AnyArray | Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]]
 
 
 def check_float_dtype(value: Any, name: str) -> FloatDType:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache import _core
-from kvcache.arrays import AnyArray, Flags, FloatDTypeLike, Layout, Ranges, as_library_of, check_float_dtype
+from kvcache.arrays import AnyArray, Entries, Flags, FloatDTypeLike, Layout, Ranges, as_library_of, check_float_dtype
 from kvcache.block import Span, make_spans
 from kvcache.errors import shown
 from kvcache.layer import count
@@ -175,7 +175,8 @@ class Batch:
         self, layer: SupportsIndex, q: npt.NDArray[Any], k: AnyArray | None = None, v: AnyArray | None = None, *,
         first: SupportsIndex = 0, scale: SupportsFloat | None = None, softcap: SupportsFloat | None = None,
         sinks: AnyArray | None = None, alibi: AnyArray | None = None, non_causal: Flags | None = None,
-        masked: Ranges | None = None, layout: Layout = "THD", out: AnyArray | None = None,
+        masked: Ranges | None = None, chosen: Entries | None = None, chosen_block: SupportsIndex = 1,
+        chosen_tail: bool = False, layout: Layout = "THD", out: AnyArray | None = None,
         return_lse: Literal[False] = False,
     ) -> npt.NDArray[Any]: ...  # fmt: skip
 
@@ -184,7 +185,8 @@ class Batch:
         self, layer: SupportsIndex, q: npt.NDArray[Any], k: AnyArray | None = None, v: AnyArray | None = None, *,
         first: SupportsIndex = 0, scale: SupportsFloat | None = None, softcap: SupportsFloat | None = None,
         sinks: AnyArray | None = None, alibi: AnyArray | None = None, non_causal: Flags | None = None,
-        masked: Ranges | None = None, layout: Layout = "THD", out: AnyArray | None = None, return_lse: Literal[True],
+        masked: Ranges | None = None, chosen: Entries | None = None, chosen_block: SupportsIndex = 1,
+        chosen_tail: bool = False, layout: Layout = "THD", out: AnyArray | None = None, return_lse: Literal[True],
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]: ...  # fmt: skip
 
     @overload
@@ -192,7 +194,8 @@ class Batch:
         self, layer: SupportsIndex, q: AnyArray, k: AnyArray | None = None, v: AnyArray | None = None, *,
         first: SupportsIndex = 0, scale: SupportsFloat | None = None, softcap: SupportsFloat | None = None,
         sinks: AnyArray | None = None, alibi: AnyArray | None = None, non_causal: Flags | None = None,
-        masked: Ranges | None = None, layout: Layout = "THD", out: AnyArray | None = None, return_lse: bool = False,
+        masked: Ranges | None = None, chosen: Entries | None = None, chosen_block: SupportsIndex = 1,
+        chosen_tail: bool = False, layout: Layout = "THD", out: AnyArray | None = None, return_lse: bool = False,
     ) -> Any: ...  # fmt: skip
 
     def attend(
@@ -209,6 +212,9 @@ class Batch:
         alibi: AnyArray | None = None,
         non_causal: Flags | None = None,
         masked: Ranges | None = None,
+        chosen: Entries | None = None,
+        chosen_block: SupportsIndex = 1,
+        chosen_tail: bool = False,
         layout: Layout = "THD",
         out: AnyArray | None = None,
         return_lse: bool = False,
@@ -247,8 +253,18 @@ class Batch:
             Positions that no query of the call sees, such as padding: rows ``(seq_id, begin, end)``, in any order, for
             sequences of the batch. An `end` may exceed all positions. Tokens of the batch that are masked need not have
             been put.
+        chosen : array_like of int, optional
+            The positions whose rows each token attends to, for models that choose rows: ``[tokens, width]``, or
+            ``[tokens, num_kv_heads, width]`` for a choice of each KV head. A token sees a row if its position is listed
+            and if the token would see the row without the list. Other entries, such as -1, count for nothing. Order and
+            repeats do not matter; ascending int32 is fastest.
+        chosen_block : int, default 1
+            The positions that an entry of `chosen` stands for: entry b names ``[b * n, (b + 1) * n)``.
+        chosen_tail : bool, default False
+            Whether a token at position p also sees its incomplete block: positions from ``(p + 1) // n * n`` on.
         layout : {"THD", "HTD", "BHTD"}, default "THD"
-            The order of the axes of `q`, `k`, `v` and the result, as in `put`.
+            The order of the axes of `q`, `k`, `v` and the result, as in `put`. In `chosen`, tokens come in the order of
+            the batch.
         out : array, optional
             An array for the result, of the type of `q` and the shape below, that overlaps no other argument.
         return_lse : bool, default False
@@ -280,8 +296,9 @@ class Batch:
         Notes
         -----
         Sums are f32. The bits of a token's result depend only on the rows that it sees and on which tokens of its
-        sequence are in the call: not on threads, the place of rows, or other sequences of the batch. Infinities and
-        NaN in rows reach the tokens that see them, and no others.
+        sequence are in the call: not on threads, the place of rows, or other sequences of the batch. With `chosen`, the
+        bits depend on the rows that it sees alone. Infinities and NaN in rows reach the tokens that see them, and no
+        others.
 
         References
         ----------
@@ -300,7 +317,23 @@ class Batch:
                [[3., 5.]]], dtype=float32)
         """
         return self._core.attend(
-            layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, masked, layout, out, return_lse
+            layer,
+            q,
+            k,
+            v,
+            first,
+            scale,
+            softcap,
+            sinks,
+            alibi,
+            non_causal,
+            masked,
+            chosen,
+            chosen_block,
+            chosen_tail,
+            layout,
+            out,
+            return_lse,
         )
 
     def dense(

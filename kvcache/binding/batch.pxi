@@ -10,6 +10,7 @@ cdef struct PutRows:
 cdef struct Query:
     kvc_plan_args plan
     kvc_attend_args args
+    kvc_chosen chosen
     Array q
     Array out
     Array sinks
@@ -311,8 +312,36 @@ cdef class Batch(_CallCounter):
             args.q_batch_stride, args.out_batch_stride = query.q.strides[0], query.out.strides[0]
         return q_owner, sinks, alibi, flags, ranges, out
 
-    def attend(self, layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, masked, str layout, out,
-               return_lse):
+    cdef cnp.ndarray read_chosen(self, object entries, object block, object tail, int layout, Query *query):
+        """Describe the rows that tokens choose; return the array that C reads."""
+        cdef kvc_chosen *chosen = &query.chosen
+        cdef int64_t tokens = query.plan.num_tokens, heads = self.cache.layers[query.plan.layer].num_kv_heads
+        cdef cnp.ndarray array = np.asarray(entries)
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"chosen: elements of type {array.dtype}, where integers are needed")
+        shape = (<object>array).shape
+        if (len(shape) not in (2, 3) or shape[0] != tokens or not shape[-1]
+                or (len(shape) == 3 and shape[1] not in (1, heads))):
+            raise ValueError(f"chosen: an array of shape {shape}, where ({tokens}, width) is needed, or "
+                             f"({tokens}, {heads}, width) for a choice of each KV head")
+        if array.dtype != np.int32:
+            array = np.clip(array, -1, _INT32_MAX)  # no row stands at the largest number
+        array = np.ascontiguousarray(array, np.int32)
+        chosen.struct_size = sizeof(kvc_chosen)
+        chosen.positions = <const int32_t *>cnp.PyArray_DATA(array)
+        chosen.width = <int32_t>to_int(cnp.PyArray_DIM(array, array.ndim - 1), "the width of chosen", 1, _INT32_MAX)
+        chosen.num_choices = <int32_t>cnp.PyArray_DIM(array, 1) if array.ndim == 3 else 1
+        chosen.token_stride = cnp.PyArray_STRIDE(array, 0)
+        chosen.choice_stride = cnp.PyArray_STRIDE(array, 1) if array.ndim == 3 else 0
+        if layout == BHTD:
+            chosen.batch_stride = query.args.tokens_per_sequence * chosen.token_stride
+        chosen.block = <int32_t>to_int(block, "chosen_block", 1, _INT32_MAX)
+        chosen.tail = flag(tail, "chosen_tail")
+        query.args.chosen = chosen
+        return array
+
+    def attend(self, layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, masked, chosen, chosen_block,
+               chosen_tail, str layout, out, return_lse):
         self.check_open()
         cdef bint wants_lse = flag(return_lse, "return_lse")
         cdef int32_t at = to_layer(layer, self.cache.num_layers)
@@ -330,6 +359,8 @@ cdef class Batch(_CallCounter):
             self.count_dense(at, &none)  # which fails: nothing attends in such a layer
         query_owners = self.read_query(at, q, first, scale, softcap, sinks, alibi, non_causal, masked, axes, out,
                                        &query)
+        if chosen is not None:
+            _entries = self.read_chosen(chosen, chosen_block, chosen_tail, axes, &query)
         if store:
             # Rows for a cross-attention layer are no tokens of the batch: `first` is for the queries only.
             _put_owners = self.read_put(at, k, v, 0 if cross else first, None, axes, &rows)

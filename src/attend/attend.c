@@ -450,13 +450,14 @@ static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_atte
 /* Checks the arguments of kvc_plan_run, and runs the task. */
 static kvc_status run_planned(kvc_plan *plan, int32_t layer, const kvc_attend_args *given, int64_t task) {
     kvc_attend_args args;
-    kvc_chosen chosen;
+    kvc_chosen chosen = {0};
     kvc_call c;
     kvc_status status = KVC_READ(kvc_attend_args, &args, given, "args");
-    if (status == KVC_OK) status = kvc_chosen_read(&args, &chosen);
+    if (status == KVC_OK && args.chosen) status = kvc_chosen_read(&args, &chosen);
     if (status == KVC_OK) status = check_plan_layer(plan, layer);
     if (status == KVC_OK) status = check_args(&plan->batch->cache->layers[layer], plan->args.num_tokens, &args);
-    if (status == KVC_OK) status = kvc_chosen_check(&plan->args, plan->num_kv_heads, &chosen);
+    if (status == KVC_OK && (args.chosen || plan->args.max_chosen))
+        status = kvc_chosen_check(&plan->args, plan->num_kv_heads, &chosen);
     if (status == KVC_OK && args.put)
         status = kvc_fail(KVC_ERR_INVALID, "args->put is not NULL: rows are stored by kvc_put before tasks are run");
     if (status == KVC_OK && (task < 0 || task >= plan->num_tasks))
@@ -512,19 +513,19 @@ static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *a
 
 kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const kvc_attend_args *given) {
     kvc_attend_args args;
-    kvc_chosen chosen;
+    kvc_chosen chosen = {0};
     kvc_plan_args plan_args;
     kvc_put_args put;
     kvc_plan *plan;
     KVC_TRY(KVC_READ(kvc_attend_args, &args, given, "args"));
-    KVC_TRY(kvc_chosen_read(&args, &chosen));
+    if (args.chosen) KVC_TRY(kvc_chosen_read(&args, &chosen));
     KVC_TRY(KVC_READ(kvc_plan_args, &plan_args, given_plan, "plan"));
-    if (chosen.positions && !plan_args.max_chosen) plan_args.max_chosen = kvc_most_chosen(&chosen);
+    if (args.chosen && !plan_args.max_chosen) plan_args.max_chosen = kvc_most_chosen(&chosen);
     if (args.put) KVC_TRY(KVC_READ(kvc_put_args, &put, args.put, "args"));
     const int32_t layer = plan_args.layer;
     KVC_TRY(kvc_plan_check(batch, &plan_args));
     KVC_TRY(check_args(&batch->cache->layers[layer], plan_args.num_tokens, &args));
-    KVC_TRY(kvc_chosen_check(&plan_args, batch->cache->layers[layer].num_kv_heads, &chosen));
+    if (plan_args.max_chosen) KVC_TRY(kvc_chosen_check(&plan_args, batch->cache->layers[layer].num_kv_heads, &chosen));
     if (args.put) KVC_TRY(kvc_put_check(batch, layer, &put));
     int must_put = args.put != NULL;
     /* A plan for cross-attention is made of the rows that were put before. */

@@ -13,8 +13,6 @@
 /* ---- arguments --------------------------------------------------------------------------------------------------- */
 
 kvc_status kvc_chosen_read(const kvc_attend_args *args, kvc_chosen *chosen) {
-    memset(chosen, 0, sizeof *chosen);
-    if (!args->chosen) return KVC_OK;
     KVC_TRY(KVC_READ(kvc_chosen, chosen, args->chosen, "chosen"));
     if (!chosen->positions) return kvc_fail(KVC_ERR_INVALID, "chosen->positions is NULL");
     if (chosen->width < 1)
@@ -36,7 +34,6 @@ kvc_status kvc_chosen_check(const kvc_plan_args *plan, int32_t num_kv_heads, con
     if (!chosen->positions && plan->max_chosen)
         return kvc_fail(KVC_ERR_INVALID, "chosen is NULL: the plan is for chosen rows, as max_chosen is %d",
                         plan->max_chosen);
-    if (!chosen->positions) return KVC_OK;
     if (chosen->num_choices != 1 && chosen->num_choices != num_kv_heads)
         return kvc_fail(KVC_ERR_INVALID, "chosen->num_choices is %d: it must be 1, or the layer's num_kv_heads, %d",
                         chosen->num_choices, num_kv_heads);

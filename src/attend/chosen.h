@@ -4,7 +4,7 @@
 
 #include "attend/task.h"
 
-/* Reads args->chosen; all fields are 0 if there is none. */
+/* Reads args->chosen, which is not NULL. */
 kvc_status kvc_chosen_read(const kvc_attend_args *args, kvc_chosen *chosen);
 
 /* Returns the most rows that a choice names, if each position has one row. */
