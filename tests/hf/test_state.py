@@ -89,38 +89,29 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import torch
 from kvcache.hf import HFCache
-from support.hf_pairs import SLIDING, make, random_tokens
+from support.hf_pairs import SLIDING, make
 import transformers
 model = make(transformers.MistralConfig(**SLIDING | {"head_dim": 32}))
 model.set_attn_implementation("kvcache")
-options = {"do_sample": False, "max_new_tokens": 7}
-if sys.argv[3] == "save":
-    cache = HFCache(model.config, dtype="q8_0", transform="hadamard")
-    tokens = model.generate(random_tokens(1, 30), past_key_values=cache, **options)
-    cache.save(sys.argv[2], tokens=tokens, fingerprint="a mistral", secret=b"secret")
-else:
-    cache = HFCache.load(model.config, sys.argv[2], fingerprint="a mistral", secret=b"secret")
-    tokens = torch.cat([random_tokens(1, 30), torch.tensor([eval(sys.argv[4])])], 1)
-    tokens = model.generate(tokens, past_key_values=cache, **options)
-print(tokens[0, 30:].tolist(), cache.get_seq_length(), cache.stats()["calls"]["kernel"])
+cache = HFCache.load(model.config, sys.argv[2], fingerprint="a mistral", secret=b"secret")
+tokens = torch.tensor([eval(sys.argv[3])])
+tokens = model.generate(tokens, past_key_values=cache, do_sample=False, max_new_tokens=7)
+print(tokens[0].tolist(), cache.get_seq_length(), cache.stats()["calls"]["kernel"])
 """
 
 
 def test_another_process_goes_on(tmp_path):
-    def run(*arguments):
-        code = [sys.executable, "-W", "ignore", "-c", PROGRAM, Path(__file__).parents[1], tmp_path / "chat", *arguments]
-        done = subprocess.run(code, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        drawn, _, numbers = done.stdout.rpartition("] ")
-        return f"{drawn}]", numbers.split()
-
-    first, (seen, _) = run("save")
-    assert seen == "36"
-    second, (seen, calls) = run("load", first)
-    assert (seen, calls) == ("43", "28")  # 7 passes of 4 layers: the prompt was not computed again
     model = make(transformers.MistralConfig(**WIDE))
-    cache = HFCache(model.config, dtype="q8_0", transform="hadamard")
-    assert generate(model, cache, random_tokens(1, 30), count=14)[0, 30:].tolist() == eval(second)
+    whole, cache = (HFCache(model.config, dtype="q8_0", transform="hadamard") for _ in range(2))
+    first = generate(model, cache, random_tokens(1, 30), count=7)
+    cache.save(tmp_path / "chat", tokens=first, fingerprint="a mistral", secret=b"secret")
+    assert cache.get_seq_length() == 36
+    code = [sys.executable, "-W", "ignore", "-c", PROGRAM, Path(__file__).parents[1], tmp_path / "chat"]
+    done = subprocess.run([*code, str(first[0].tolist())], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    second, _, numbers = done.stdout.rpartition("] ")
+    assert numbers.split() == ["43", "28"]  # 7 passes of 4 layers: the prompt was not computed again
+    assert generate(model, whole, random_tokens(1, 30), count=14)[0].tolist() == eval(f"{second}]")
 
 
 def test_rows_of_the_batch_stay_in_order(tmp_path):
