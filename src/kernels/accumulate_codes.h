@@ -77,7 +77,7 @@ INLINE void round_code_weights(int type, int num_q, code_weights *to, accumulate
         for (int r = 0; r < num_q; r++, i++) {
             w->unit[i] += zero_or_nan[b];
             prefetch_line(&next);
-            round_products(w->products[i], inverse[i], vectors);
+            round_products(w->products[i], w->products[i], inverse[i], vectors);
         }
     a->next = next;
 }

@@ -55,18 +55,18 @@ INLINE float load_panel_scales(vec *scales, const char *block) {
     return zero_or_nan_of(zero_or_nan);
 }
 
-/* Are those of rows whose weights have been multiplied by their scales. */
-INLINE float no_scales(vec scales[TILE_VECS]) {
-    UNROLL
-    for (int i = 0; i < TILE_VECS; i++) scales[i] = v_set(1);
-    return 0;
-}
-
-/* Returns 0; NaN if a product is NaN or infinite. */
-INLINE float finite_products(const float *products, int vectors) {
-    vec zero_or_nan = v_zero();
-    for (int i = 0; i < vectors; i++) zero_or_nan = v_fma(v_load(products + i * LANES), v_zero(), zero_or_nan);
-    return zero_or_nan_of(zero_or_nan);
+/* Returns the largest of weights that have been multiplied by scales, in each lane.  Sets zero_or_nan to 0; to NaN if a
+ * weight is NaN or infinite.  vectors: a multiple of PANEL_VECS. */
+INLINE vec largest_weights(const float *weights, int vectors, float *zero_or_nan) {
+    vec largest = v_zero(), times_zero = v_zero();
+    for (int i = 0; i < vectors; i += PANEL_VECS) UNROLL
+    for (int j = i; j < i + PANEL_VECS; j++) {
+        const vec x = v_load(weights + j * LANES);
+        largest = v_max_abs(x, largest);
+        times_zero = v_fma(x, v_zero(), times_zero);
+    }
+    *zero_or_nan = zero_or_nan_of(times_zero);
+    return largest;
 }
 
 /* Multiplies weights by scales, a multiple of PANEL_VECS vectors; returns the largest products in each lane. */
@@ -81,9 +81,9 @@ INLINE vec multiply_scales(float *products, const float *weights, const vec *sca
     return largest;
 }
 
-/* Rounds products times `inverse`, in their place. */
-INLINE void round_products(float *products, float inverse, int vectors) {
-    char *to = (char *)products;
+/* Rounds products times `inverse`, perhaps in their place. */
+INLINE void round_products(float *rounded, const float *products, float inverse, int vectors) {
+    char *to = (char *)rounded;
     for (int i = 0; i < vectors; i += PANEL_VECS) UNROLL
     for (int j = i; j < i + PANEL_VECS; j += 2, to += 2 * LANES * sizeof(int16_t))
         i_store_16((void *)to, v_mul(v_load(products + j * LANES), v_set(inverse)),
@@ -91,11 +91,12 @@ INLINE void round_products(float *products, float inverse, int vectors) {
 }
 
 /* Finds the units of num blocks and queries by their largest products, a lane each, and what products are multiplied by
- * before they are rounded.  Goes on to a multiple of LANES. */
+ * before they are rounded.  Writes up to a multiple of LANES. */
 INLINE void find_units(block_weights *w, vec largest[WEIGHTS_AT_ONCE], float inverse[WEIGHTS_AT_ONCE], int num) {
-    for (int i = num; i % LANES; i++) largest[i] = v_zero();
+    for (int i = num; i % 4; i++) largest[i] = v_zero();
     for (int i = 0; i < num; i += LANES) {
-        const vec x = v_max(v_set(1e-33f), v_max_lanes(largest + i)); /* smaller products round to nothing */
+        /* smaller products round to nothing */
+        const vec x = v_max(v_set(1e-33f), v_max_lanes(largest + i, smaller(num - i, LANES)));
         v_store(inverse + i, v_div(v_set(LARGEST_WEIGHT), x));
         v_store(w->unit + i, v_mul(x, v_set(1.0f / LARGEST_WEIGHT)));
     }
@@ -117,24 +118,28 @@ TARGET static void round_weights(int type, int num_q, block_weights *w, accumula
                                  int blocks) {
     prefetcher next = a->next;
     const int is_scaled = has_row_scale(type), vectors = kvc_padded_rows(a->n) / LANES;
-    float zero_or_nan[BLOCKS_AT_ONCE], inverse[WEIGHTS_AT_ONCE];
+    float zero_or_nan[WEIGHTS_AT_ONCE], inverse[WEIGHTS_AT_ONCE];
     vec largest[WEIGHTS_AT_ONCE];
     for (int b = 0, i = 0; b < blocks; b++, block += block_stride(type, a)) {
         vec scales[TILE_VECS];
-        zero_or_nan[b] = is_scaled       ? no_scales(scales)
-                         : type == PANEL ? load_panel_scales(scales, block)
-                                         : load_scales(scales, block, a->row_stride, a->n);
-        for (int r = 0; r < num_q; r++, i++)
-            prefetch_line(&next),
-                largest[i] = multiply_scales(w->products[i], a->weights + r * KVC_TILE, scales, vectors);
+        const float of_scales = is_scaled       ? 0
+                                : type == PANEL ? load_panel_scales(scales, block)
+                                                : load_scales(scales, block, a->row_stride, a->n);
+        for (int r = 0; r < num_q; r++, i++) {
+            const float *weights = a->weights + r * KVC_TILE;
+            prefetch_line(&next);
+            zero_or_nan[i] = of_scales;
+            largest[i] = is_scaled ? largest_weights(weights, vectors, &zero_or_nan[i])
+                                   : multiply_scales(w->products[i], weights, scales, vectors);
+        }
     }
     find_units(w, largest, inverse, blocks * num_q);
-    for (int b = 0, i = 0; b < blocks; b++)
-        for (int r = 0; r < num_q; r++, i++) {
-            w->unit[i] += is_scaled ? finite_products(w->products[i], vectors) : zero_or_nan[b];
-            prefetch_line(&next);
-            round_products(w->products[i], inverse[i], vectors);
-        }
+    for (int i = 0; i < blocks * num_q; i++) {
+        const float *products = is_scaled ? a->weights + i * KVC_TILE : w->products[i];
+        prefetch_line(&next);
+        w->unit[i] += zero_or_nan[i];
+        round_products(w->products[i], products, inverse[i], vectors);
+    }
     a->next = next;
 }
 

@@ -153,7 +153,7 @@ APART void round_panel_weights(int num_q, block_weights *w, const float *weights
     for (int b = 0, i = 0; b < blocks; b++)
         for (int r = 0; r < num_q; r++, i++) {
             w->unit[i] += panel[b * VALUE_BLOCK];
-            round_products(w->products[i], inverse[i], PANEL_VECS);
+            round_products(w->products[i], w->products[i], inverse[i], PANEL_VECS);
         }
 }
 

@@ -50,7 +50,7 @@
  *                              x * 2^n, where scale is 3 * 2^22 + 127 + n, n an integer of [-126, 0]; 0 where y is
  *                              below least
  *   v_max_lane(x)  v_sum_lanes(x)     one float
- *   v_max_lanes(x)             a vector of the largest lanes of x[0 .. LANES), none NaN
+ *   v_max_lanes(x, count)      a vector of the largest lanes of x[0 .. count), none NaN; reads up to a multiple of 4
  *   v_store_largest(p, x)  v_store_sums(p, x)
  *                              the largest lanes of x[0 .. 4), none NaN, or the sums, each added up in the same order,
  *                              as four floats

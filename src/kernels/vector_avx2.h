@@ -172,9 +172,9 @@ INLINE void v_store_sums(float *p, const vec x[4]) {
     _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1)));
 }
 
-INLINE vec v_max_lanes(const vec x[LANES]) {
+INLINE vec v_max_lanes(const vec x[LANES], int count) {
     const vec y = max_pairs(max_pairs(x[0], x[1]), max_pairs(x[2], x[3]));
-    const vec z = max_pairs(max_pairs(x[4], x[5]), max_pairs(x[6], x[7]));
+    const vec z = count > 4 ? max_pairs(max_pairs(x[4], x[5]), max_pairs(x[6], x[7])) : y;
     return _mm256_max_ps(_mm256_permute2f128_ps(y, z, 0x20), _mm256_permute2f128_ps(y, z, 0x31));
 }
 

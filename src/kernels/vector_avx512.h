@@ -231,9 +231,11 @@ INLINE vec max_halves(vec x, vec y) {
                          _mm512_shuffle_f32x4(x, y, _MM_SHUFFLE(3, 1, 3, 1)));
 }
 
-INLINE vec v_max_lanes(const vec x[LANES]) {
-    return max_halves(max_halves(max_quarters(x), max_quarters(x + 4)),
-                      max_halves(max_quarters(x + 8), max_quarters(x + 12)));
+INLINE vec v_max_lanes(const vec x[LANES], int count) {
+    const vec first = max_quarters(x), low = max_halves(first, count > 4 ? max_quarters(x + 4) : first);
+    if (count <= 8) return max_halves(low, low);
+    const vec third = max_quarters(x + 8);
+    return max_halves(low, max_halves(third, count > 12 ? max_quarters(x + 12) : third));
 }
 
 INLINE void v_store_largest(float *p, const vec x[4]) {

@@ -171,11 +171,14 @@ INLINE float v_max_lane(vec x) { return vmaxvq_f32(x); }
 
 INLINE float v_sum_lanes(vec x) { return vaddvq_f32(x); }
 
-INLINE vec v_max_lanes(const vec x[LANES]) { return vpmaxq_f32(vpmaxq_f32(x[0], x[1]), vpmaxq_f32(x[2], x[3])); }
+INLINE vec v_max_lanes(const vec x[LANES], int count) {
+    (void)count; /* at least 1, so all are there */
+    return vpmaxq_f32(vpmaxq_f32(x[0], x[1]), vpmaxq_f32(x[2], x[3]));
+}
 
 INLINE vec v_sums(const vec x[LANES]) { return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3])); }
 
-INLINE void v_store_largest(float *p, const vec x[4]) { v_store(p, v_max_lanes(x)); }
+INLINE void v_store_largest(float *p, const vec x[4]) { v_store(p, v_max_lanes(x, LANES)); }
 
 INLINE void v_store_sums(float *p, const vec x[4]) { v_store(p, v_sums(x)); }
 
