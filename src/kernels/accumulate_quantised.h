@@ -118,9 +118,10 @@ TARGET static void round_weights(int type, int num_q, block_weights *w, accumula
                                  int blocks) {
     prefetcher next = a->next;
     const int is_scaled = has_row_scale(type), vectors = kvc_padded_rows(a->n) / LANES;
+    const ptrdiff_t step = block_stride(type, a);
     float zero_or_nan[WEIGHTS_AT_ONCE], inverse[WEIGHTS_AT_ONCE];
     vec largest[WEIGHTS_AT_ONCE];
-    for (int b = 0, i = 0; b < blocks; b++, block += block_stride(type, a)) {
+    for (int b = 0, i = 0; b < blocks; b++, block += step) {
         vec scales[TILE_VECS];
         const float of_scales = is_scaled       ? 0
                                 : type == PANEL ? load_panel_scales(scales, block)

@@ -67,13 +67,14 @@ INLINE const char *next_row(const char *p, ptrdiff_t stride) {
     return p;
 }
 
-/* Loads an f16 of each of eight rows to x[0], and the one behind it to x[1]. */
+/* Loads an f16 of each of eight rows to x[0], and the one behind it to x[1].  Three addresses reach all rows. */
 INLINE void load_eight(__m128i x[2], const char *p, ptrdiff_t stride) {
+    const char *const third = next_row(p, 3 * stride), *const sixth = next_row(third, 3 * stride);
     __m128i y[8];
     UNROLL
-    for (int i = 0; i < 8; i++, p = next_row(p, stride)) {
+    for (int i = 0; i < 8; i++) {
         int bytes; /* _mm_loadu_si32 is wrong in GCC 11 */
-        memcpy(&bytes, p, sizeof bytes);
+        memcpy(&bytes, (i < 3 ? p : i < 6 ? third : sixth) + i % 3 * stride, sizeof bytes);
         y[i] = _mm_cvtsi32_si128(bytes);
     }
     UNROLL
