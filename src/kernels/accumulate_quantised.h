@@ -144,68 +144,88 @@ TARGET static void round_weights(int type, int num_q, block_weights *w, accumula
     a->next = next;
 }
 
-/* Counts the sums of a column and query: two where few queries' products would wait for each other. */
-INLINE int sets_for(int num_q) { return HAS_VNNI && num_q <= 2 ? 2 : 1; }
+enum { PARTS_AT_ONCE = 2 }; /* most parts of a row, two vectors of columns each, that are summed at once */
 
-/* Adds the products of two vectors of columns of ROWS_AT_ONCE rows, row r of them at p + r * stride, and the queries'
- * weights, w of the first query. */
-INLINE void accumulate_rows(int type, int num_q, ivec (*sums)[2 * MANY_QUERIES], const char *p, ptrdiff_t stride,
-                            const char *w) {
+/* Counts the sums of a column and query: two where few products would wait for each other. */
+INLINE int sets_for(int num_q, int parts) { return HAS_VNNI && num_q * parts <= 2 ? 2 : 1; }
+
+/* Adds the products of `parts` parts of ROWS_AT_ONCE rows, `apart` bytes apart, row r of them at p + r * stride, and
+ * the queries' weights, w of the first query. */
+INLINE void accumulate_rows(int type, int num_q, int parts, ivec (*sums)[PARTS_AT_ONCE][2 * MANY_QUERIES],
+                            const char *p, ptrdiff_t stride, int apart, const char *w) {
     UNROLL
     for (int j = 0; j < ROWS_AT_ONCE; j += 2) {
-        ivec x[2];
-        i_load_pairs(type, x, p + j * stride, p + (j + 1) * stride);
+        ivec x[PARTS_AT_ONCE][2];
+        UNROLL
+        for (int i = 0; i < parts; i++)
+            i_load_pairs(type, x[i], p + j * stride + i * apart, p + (j + 1) * stride + i * apart);
         UNROLL
         for (int r = 0; r < num_q; r++) {
             const ivec y = i_set_pair(w + r * WEIGHTS_BYTES + j * (int)sizeof(int16_t));
-            ivec *const to = sums[j / 2 % sets_for(num_q)] + 2 * r;
-            to[0] = i_dot(to[0], x[0], y);
-            to[1] = i_dot(to[1], x[1], y);
+            UNROLL
+            for (int i = 0; i < parts; i++) {
+                ivec *const to = sums[j / 2 % sets_for(num_q, parts)][i] + 2 * r;
+                to[0] = i_dot(to[0], x[i][0], y);
+                to[1] = i_dot(to[1], x[i][1], y);
+            }
         }
     }
 }
 
-/* Sums two vectors of columns over all rows and adds the sums, times their unit, to acc.  They begin at column c of the
- * block with element d first, which is at `block` in the first row; a byte of q4_0 holds columns of the first half of
- * the block and of the second.  w: the first query's weights. */
-INLINE void accumulate_columns(int type, int num_q, accumulate_args *a, const char *block, int d, int c, const char *w,
-                               const float *unit) {
-    ivec sums[2][2 * MANY_QUERIES];
-    const int byte = kvc_is_8_bits(type) ? c : c / 2, second = kvc_is_8_bits(type) ? LANES : KVC_QUANT_ELEMENTS / 2;
-    ptrdiff_t stride = a->row_stride;
-    char last[ROWS_AT_ONCE][COPY_STRIDE];
-    prefetcher next = a->next; /* in registers, unlike *a */
+/* Adds a part's sums, times their unit, to two vectors of acc, `second` apart. */
+INLINE void add_sums(int type, int num_q, ivec *sums, float *acc, int acc_stride, int second, const float *factors,
+                     const float *unit) {
     UNROLL
-    for (int i = 0; i < sets_for(num_q); i++) UNROLL
-    for (int r = 0; r < 2 * num_q; r++) sums[i][r] = i_zero();
-    for (int n = a->n; n > 0; n -= ROWS_AT_ONCE, block += ROWS_AT_ONCE * stride) {
-        if (n < ROWS_AT_ONCE) {
-            block = pad_rows(last, ROWS_AT_ONCE, block, stride, n, block_bytes(type));
-            stride = COPY_STRIDE;
-        }
-        prefetch_step(&next, ROWS_AT_ONCE / 2);
-        accumulate_rows(type, num_q, sums, block + begin_of(type) + byte, stride, w);
-        w += ROWS_AT_ONCE * sizeof(int16_t);
-    }
-    UNROLL
-    for (int r = 0; r < num_q; r++) {
-        float *acc = a->acc + (ptrdiff_t)r * a->acc_stride + d + byte;
-        const vec factor = v_set(a->factor[r]), by = v_set(unit[r]);
-        ivec *const x = sums[0] + 2 * r;
-#if HAS_VNNI
-        if (sets_for(num_q) == 2) UNROLL
-        for (int i = 0; i < 2; i++) x[i] = i_add(x[i], sums[1][2 * r + i]);
-#endif
+    for (int r = 0; r < num_q; r++, acc += acc_stride) {
+        const vec factor = v_set(factors[r]), by = v_set(unit[r]);
+        ivec *const x = sums + 2 * r;
         i_order(type, x);
         v_store(acc, v_fma(v_from_int(x[0]), by, v_mul(v_load(acc), factor)));
         v_store(acc + second, v_fma(v_from_int(x[1]), by, v_mul(v_load(acc + second), factor)));
     }
+}
+
+/* Sums `parts` parts of a row over all rows and adds the sums, times their unit, to acc.  They begin at column c of the
+ * block with element d first, which is at `block` in the first row; a byte of q4_0 holds columns of the first half of
+ * the block and of the second.  Two parts are of blocks that share weights.  w: the first query's weights. */
+INLINE void accumulate_columns(int type, int num_q, int parts, accumulate_args *a, const char *block, int d, int c,
+                               const char *w, const float *unit) {
+    ivec sums[2][PARTS_AT_ONCE][2 * MANY_QUERIES];
+    const int byte = kvc_is_8_bits(type) ? c : c / 2, second = kvc_is_8_bits(type) ? LANES : KVC_QUANT_ELEMENTS / 2;
+    const int sets = sets_for(num_q, parts);
+    ptrdiff_t stride = a->row_stride;
+    char last[ROWS_AT_ONCE][COPY_STRIDE];
+    prefetcher next = a->next; /* in registers, unlike *a */
+    UNROLL
+    for (int i = 0; i < sets * PARTS_AT_ONCE; i++) UNROLL
+    for (int r = 0; r < 2 * num_q; r++) sums[i / PARTS_AT_ONCE][i % PARTS_AT_ONCE][r] = i_zero();
+    for (int n = a->n; n > 0; n -= ROWS_AT_ONCE, block += ROWS_AT_ONCE * stride) {
+        if (n < ROWS_AT_ONCE) {
+            block = pad_rows(last, ROWS_AT_ONCE, block, stride, n, parts * block_bytes(type));
+            stride = COPY_STRIDE;
+        }
+        prefetch_step(&next, parts * ROWS_AT_ONCE / 2);
+        accumulate_rows(type, num_q, parts, sums, block + begin_of(type) + byte, stride, block_bytes(type), w);
+        w += ROWS_AT_ONCE * sizeof(int16_t);
+    }
+    UNROLL
+    for (int i = 0; i < parts; i++) {
+#if HAS_VNNI
+        if (sets == 2) UNROLL
+        for (int r = 0; r < 2 * num_q; r++) sums[0][i][r] = i_add(sums[0][i][r], sums[1][i][r]);
+#endif
+        add_sums(type, num_q, sums[0][i], a->acc + d + byte + i * KVC_QUANT_ELEMENTS, a->acc_stride, second, a->factor,
+                 unit);
+    }
     a->next = next;
 }
 
+/* Counts the blocks whose columns are summed at once: two where they share weights and there are registers. */
+INLINE int blocks_together(int type, int num_q) { return HAS_VNNI && has_row_scale(type) && num_q <= QUERIES ? 2 : 1; }
+
 /* Sums all columns of the rows for num_q queries, as many as queries_at_once returns. */
 INLINE void accumulate_quantised_rows(int num_q, int type, accumulate_args *a, kvc_ahead next) {
-    const int num_blocks = a->dim / KVC_QUANT_ELEMENTS;
+    const int num_blocks = a->dim / KVC_QUANT_ELEMENTS, together = blocks_together(type, num_q);
     const int blocks_at_once = num_q > QUERIES ? BLOCKS_AT_ONCE * QUERIES / MANY_QUERIES : BLOCKS_AT_ONCE;
     const char *block = a->rows;
     block_weights w;
@@ -214,9 +234,16 @@ INLINE void accumulate_quantised_rows(int num_q, int type, accumulate_args *a, k
         const int is_scaled = has_row_scale(type), first = is_scaled ? 0 : b % blocks_at_once * num_q;
         if (is_scaled ? b == 0 : first == 0)
             round_weights(type, num_q, &w, a, block, is_scaled ? 1 : smaller(blocks_at_once, num_blocks - b));
+        if (together == 2 && b + 2 <= num_blocks) {
+            accumulate_columns(type, num_q, together, a, block, b * KVC_QUANT_ELEMENTS, 0, (const char *)w.products[0],
+                               w.unit);
+            block += block_bytes(type);
+            b++;
+            continue;
+        }
         UNROLL
         for (int c = 0; c < KVC_QUANT_ELEMENTS; c += 2 * LANES)
-            accumulate_columns(type, num_q, a, block, b * KVC_QUANT_ELEMENTS, c, (const char *)w.products[first],
+            accumulate_columns(type, num_q, 1, a, block, b * KVC_QUANT_ELEMENTS, c, (const char *)w.products[first],
                                w.unit + first);
     }
     prefetch_rest(&a->next);
