@@ -186,7 +186,7 @@ INLINE void add_sums(int type, int num_q, ivec *sums, float *acc, int acc_stride
 }
 
 /* Sums `parts` parts of a row over all rows and adds the sums, times their unit, to acc.  They begin at column c of the
- * block with element d first, which is at `block` in the first row; a byte of q4_0 holds columns of the first half of
+ * block with element d first, which is at `block` in the first row.  A byte of q4_0 holds columns of the first half of
  * the block and of the second.  Two parts are of blocks that share weights.  w: the first query's weights. */
 INLINE void accumulate_columns(int type, int num_q, int parts, accumulate_args *a, const char *block, int d, int c,
                                const char *w, const float *unit) {
