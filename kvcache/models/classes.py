@@ -50,7 +50,18 @@ UNKNOWN = Class({}, {}, {}, {}, None, None)
 MORE: dict[str, dict[str, Any]] = {
     "chatglm": {"partial_rotary_factor": 0.5},
     "dbrx": {"kv_n_heads": 1, "rope_theta": None},
+    "dots3_note_text": {
+        "sliding_window": 512,
+        "swa_num_attention_heads": 64,
+        "swa_num_key_value_heads": 64,
+        "swa_kv_lora_rank": 1024,
+        "swa_head_dim": 256,
+        "swa_qk_nope_head_dim": 192,
+        "swa_qk_rope_head_dim": 64,
+        "swa_v_head_dim": 128,
+    },
     "hrm_text": {"H_cycles": 2, "L_cycles": 3},
+    "minimax_m3_vl_text": {"rotary_dim": None},  # which its model does not read
     "mllama_text_model": {"cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38]},
     **{key: {"is_encoder_decoder": True} for key in ("musicgen", "musicgen_melody")},
     "nemotron_h": {"num_hidden_layers": 4},

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kvcache.errors import NotSupportedError, plain, shown
 from kvcache.models import classes
 from kvcache.models.fields import NAMES, Fields, is_positive
-from kvcache.models.kinds import BY_LAYER, INDICES, PERIODS, ignored_kinds
+from kvcache.models.kinds import BY_LAYER, INDICES, PERIODS, WITH_INDEXER, ignored_kinds
 
 __all__ = ["check", "is_unknown", "refuse", "says_layers"]
 
@@ -72,15 +72,10 @@ REFUSED = {
     "layer_sharing": "it runs each layer twice, each time with rows of its own",
     "attn_mode": "its layers of linear attention keep states, not rows",
 }
+POOLED = "its indexer's keys stand for several tokens each"
 # Types that are refused though a config.json may leave out such a field, and the reason.
 REFUSED_TYPES = {
-    **dict.fromkeys(
-        (
-            "axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm5_next", "glm5_next_text", "glm_moe_dsa",
-            "hy_v4", "hy_v4_vl", "mistral_large4", "mistral_large4_text", "qwen4_exp", "qwen4_exp_text",
-        ),
-        REFUSED["index_head_dim"],
-    ),
+    **dict.fromkeys(("glm5_next", "glm5_next_text", "qwen4_exp", "qwen4_exp_text"), POOLED),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "it reads another model's rows"),
     **dict.fromkeys(("unlimited_ocr", "unlimited_ocr_text"), "its windows keep some tokens for ever"),
 }  # fmt: skip
@@ -102,8 +97,6 @@ WINDOWED = {"grinmoe", "phi3_v", "phi4mm", "solar"}
 SAYS_WHERE = (*BY_LAYER, *INDICES, *PERIODS, "block_configs", "block_types", "full_attention_idx", "use_sliding_window")
 # Fields that say how far the layers of a type see.
 LENGTHS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-# Types that keep no keys of an indexer though their files have its fields.
-WITHOUT_INDEX = {"minimax_m3_vl_text"}
 # Fields with which tokens see later ones, and the values with which windows reach to both sides.
 BOTH_SIDES: dict[str, tuple[object, ...]] = {"use_bidirectional_attention": (True, "all"), "is_causal": (False,)}
 # Types whose windows end at the token itself, whatever such a field says: in PaliGemma 2 it is about the prompt alone.
@@ -138,19 +131,8 @@ def refuse(config: Fields) -> None:
             )
     if config.get("layer_types") is not None:
         return
-    sparse = config.part("sparse_attention_config")
-    if (
-        sparse is not None
-        and sparse.get("sparse_index_dim")
-        and any(sparse.sequence("sparse_attention_freq") or [True])
-    ):
-        raise NotSupportedError(
-            f"{config.source}: sparse_attention_config is not supported, as {REFUSED['index_head_dim']}; {ADVICE}"
-        )
-    if config.get("model_type") in WITHOUT_INDEX:
-        return
     for name, reason in REFUSED.items():
-        if config.get(name):
+        if config.get(name) and not (name == "index_head_dim" and config.get("model_type") in WITH_INDEXER):
             raise NotSupportedError(
                 f"{config.source}: {name} {shown(config.get(name))} is not supported, as {reason}; {ADVICE}"
             )

@@ -15,22 +15,29 @@ from kvcache.models.fields import Fields
 from kvcache.models.reading import MAX_LAYERS
 
 __all__ = [
-    "BY_LAYER", "CROSS", "FULL", "INDICES", "NO_ROPE_EVERY", "PERIODS", "SLIDING", "STATELESS", "ignored_kinds",
-    "layer_types", "rotates_by_interval",
+    "BY_LAYER", "CROSS", "FULL", "INDEXED", "INDICES", "NO_ROPE_EVERY", "PERIODS", "SLIDING", "STATELESS",
+    "WITH_INDEXER", "ignored_kinds", "layer_types", "rotates_by_interval",
 ]  # fmt: skip
 
 # Types of layers, as transformers names them.
 F, S, L, C, H, HS = "full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding"
 CHUNKED, CROSS = "chunked_attention", "cross_attention"
+X, XB = "indexed_attention", "minimax_m3_sparse"
+INDEXED = {X, XB}  # layers that choose rows, single ones or blocks
 # Types of layers that store no keys and values.
 STATELESS = {L, C, "mamba", "mamba2", "recurrent", "dummy", "moe", "mlp", "gdn", "kda", "linear"}
 FULL = {F, "attention", H, "full", "global"}  # a hybrid layer has another state as well
 SLIDING = {S, HS, "sliding", "local"}
-KNOWN = STATELESS | FULL | SLIDING | {CHUNKED, CROSS}
+KNOWN = STATELESS | FULL | SLIDING | INDEXED | {CHUNKED, CROSS}
+# Types with an indexer whose keys a cache holds.
+WITH_INDEXER = {
+    "axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "hy_v4_vl_text", "minimax_m3_vl_text",
+    "mistral_large4_text",
+}  # fmt: skip
 # Attentions per layer, where there are several; each is a layer of the cache.
 ATTENTIONS = {"longcat_flash": 2}
 # Every n-th layer rotates no keys (model type: n).
-NO_ROPE_EVERY = {"llama4_text": 4, "smollm3": 4}
+NO_ROPE_EVERY = {"llama4_text": 4, "mistral_large4_text": 4, "smollm3": 4}
 
 # Fields with an entry for each layer, and what each entry stands for.
 BY_LAYER: dict[str, Mapping[Any, str]] = {
@@ -69,6 +76,8 @@ PATTERNS: dict[str, tuple[str, int] | list[str]] = {
     **dict.fromkeys(("gemma3n_text", "kolibri1"), [S] * 4 + [F]),
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text", "beam"), [S] * 5 + [F]),
     **dict.fromkeys(("inkling_text", "inkling2_text"), [HS] * 5 + [H]),
+    **{key: [X] for key in ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "hy_v4_vl_text", "mistral_large4_text")},
+    "dots3_note_text": [S, X, S, S],
     **{key: [F, S, S, S] for key in ("cwm", "granite_swa", "granitemoe_swa")},
     **{key: [S, S, S, F] for key in ("muse_glimmer_text", "muse_spark_text", "olmo3")},
     **{key: [H] for key in ("falcon_h1", "zaya")},
@@ -92,7 +101,7 @@ PATTERNS: dict[str, tuple[str, int] | list[str]] = {
 FULL_FIRST = {"modernbert-decoder"}
 FROM_THE_END = {"muse_glimmer_text", "muse_spark_text"}
 # Types whose first or last layer is an exception to the pattern.
-FIRST = {"flint": F, "kimi_linear": L, "lfm3": C, "mimo_v2_flash": F}
+FIRST = {"dots3_note_text": X, "flint": F, "kimi_linear": L, "lfm3": C, "mimo_v2_flash": F}
 LAST = dict.fromkeys(("beam", "diffusion_gemma_text", "flint", "gemma4_text", "gemma4_unified_text"), F)
 # Types with an ``attn_layer_period``: the period, the offset, and the type of that layer.
 ATTENTION_EVERY = {"jamba": (8, 4, F), "zamba": (6, 4, H)}
@@ -112,7 +121,11 @@ OTHER_CODE = {"mpt"}
 def layer_types(config: Fields) -> list[str]:
     """Return transformers' type of each layer; its models ignore some windows and chunks that files name."""
     ignored = ignored_kinds(config)
-    return [F if kind in ignored else kind for kind in _said_types(config)]
+    kinds = [F if kind in ignored else kind for kind in _said_types(config)]
+    if config.get("model_type") == "dots3_note_text" and config.get("per_layer_config") is None:
+        chooses = config.get("use_dsa") is not False  # older files call such layers full_attention
+        kinds = [(X if chooses else F) if kind in (F, X) else kind for kind in kinds]
+    return kinds
 
 
 def ignored_kinds(config: Fields) -> set[str]:
@@ -128,14 +141,25 @@ def _said_types(config: Fields) -> list[str]:
     """Return the type of each layer as a file says it."""
     kinds = _listed(config)
     if kinds is None:
+        kinds = _sparse(config)
+    if kinds is None:
         num_layers = _num_layers(config)
         kinds = _by_pattern(config, num_layers)
     if kinds is None:
         kinds = [_kind(config, i) for i in range(num_layers)]
+    has_indexer = config.get("model_type") in WITH_INDEXER
     for i, kind in enumerate(kinds):
-        if not isinstance(kind, str) or kind not in KNOWN:
+        if not isinstance(kind, str) or kind not in KNOWN or (kind in INDEXED and not has_indexer):
             raise NotSupportedError(f"{config.source}: layer {i} is of type {shown(kind)}, which no policy stands for")
     return kinds
+
+
+def _sparse(config: Fields) -> list[str] | None:
+    """Return the types of layers, some of which choose blocks of rows, as in MiniMax M3."""
+    if config.get("model_type") != "minimax_m3_vl_text" or (sparse := config.part("sparse_attention_config")) is None:
+        return None
+    listed = sparse.sequence("sparse_attention_freq", config.count("num_hidden_layers", most=MAX_LAYERS))
+    return None if listed is None else [XB if entry else F for entry in listed]
 
 
 def _num_layers(config: Fields) -> int:

@@ -19,6 +19,7 @@ LISTS = (
 # Names that fields have for layers with a window, or for the others, and the names of their values in those layers.
 PREFIXES = {"swa_": SLIDING, "global_": FULL}
 PREFIXED = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
+LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")  # such fields of an attention with latents
 OTHER_NAMES = {"num_attention_groups": "num_key_value_heads", "window_length": "sliding_window"}
 
 
@@ -34,11 +35,12 @@ def settings_of(config: Fields, kinds: Sequence[str]) -> list[dict[str, Any]]:
 def _by_kind(config: Fields, kinds: Sequence[str]) -> list[dict[str, Any]]:
     """Return what prefixed fields say, such as ``swa_head_dim`` of the layers with a window."""
     if config.get("per_layer_config") is not None:
+        config.used |= {prefix + name for prefix in PREFIXES for name in (*PREFIXED, *LATENT)}  # which it says as well
         return [{} for _ in kinds]
     found: dict[str, dict[str, Any]] = {}
     for kind in {*kinds}:
         prefixes = [prefix for prefix, of in PREFIXES.items() if kind in of]
-        found[kind] = {name: config.get(prefix + name) for prefix in prefixes for name in PREFIXED}
+        found[kind] = {name: config.get(prefix + name) for prefix in prefixes for name in (*PREFIXED, *LATENT)}
     if config.get("attention_k_eq_v") and (heads := config.get("num_global_key_value_heads")) is not None:
         for kind in FULL & found.keys():
             found[kind]["num_key_value_heads"] = heads

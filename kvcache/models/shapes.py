@@ -16,7 +16,8 @@ from kvcache.layer import DTYPES, DType, Layer, why_not
 from kvcache.models import guard
 from kvcache.models.configuration import read_config
 from kvcache.models.fields import Fields, find_weights, read_safetensors_header
-from kvcache.models.kinds import CROSS, SLIDING, STATELESS, layer_types
+from kvcache.models.indexers import LATENTS_ALONE, index_layers, sources_of
+from kvcache.models.kinds import CROSS, SLIDING, STATELESS, layer_types, rotates_by_interval
 from kvcache.models.reading import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, open_file
 from kvcache.models.rotation import rope
 from kvcache.models.settings import settings_of, shares_of
@@ -95,7 +96,8 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
     Returns
     -------
     Shape
-        The shape. A model with an encoder has the decoder's layers, then a cross-attention layer for each of them.
+        The shape. A model with an encoder has the decoder's layers, then a cross-attention layer for each of them. A
+        model with sparse attention has, behind all others, a layer of keys alone for each indexer.
 
     Raises
     ------
@@ -122,13 +124,16 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
     own = config.by_layer(settings_of(config, kinds))
     described = [_layer(own[i], i, kind, max_source_len) for i, kind in enumerate(kinds)]
     num_heads = [heads for heads, _ in described]
-    shares = shares_of(config, kinds)
+    shares = sources_of(config, len(kinds)) or shares_of(config, kinds)
     layers = [replace(layer, share=share) for (_, layer), share in zip(described, shares, strict=True)]
+    indexing = index_layers(config, own, kinds, layers)
     if config.get("is_encoder_decoder"):
         policy = _cross(config, max_source_len)
         crossing = [_crossing(config, *own, policy) for own in zip(num_heads, layers, strict=True)]
         num_heads += [heads for heads, _ in crossing]
         layers += [layer for _, layer in crossing]
+    num_heads += [heads for heads, _ in indexing]
+    layers += [layer for _, layer in indexing]
     if all(layer.policy is None for layer in layers):
         raise NotSupportedError(f"{config.source}: no layer of this {plain(model_type)} has keys and values")
     context = config.get("max_position_embeddings")
@@ -173,6 +178,8 @@ def _layer(config: Fields, layer: int, kind: str, max_source_len: int | None) ->
     if config.get("kv_lora_rank") and config.get("use_mla") is not False:
         rank = config.count("kv_lora_rank", most=MAX_HEAD_DIM)
         rotated = config.count("qk_rope_head_dim", least=0, most=MAX_HEAD_DIM)
+        if config.get("model_type") in LATENTS_ALONE and not rotates_by_interval(config, layer):
+            rotated = 0
         dim = rank + rotated
         _check_width(config, num_heads, dim)
         rotation = rope(config, layer, kind, dim, rank) if rotated else False

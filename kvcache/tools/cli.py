@@ -290,7 +290,8 @@ def _print_plan(made: memory_plan.Plan) -> None:
     print("\nbytes of a token, by type")
     for group in made.groups:
         shares = " (another's rows)" if group.shares else ""
-        dims = "/".join(map(str, dict.fromkeys((group.head_dim, group.v_head_dim))))
+        dims = "/".join(map(str, dict.fromkeys((group.head_dim, group.v_head_dim or group.head_dim))))
+        dims += "" if group.v_head_dim else " (keys alone)"
         heads = f"{count(group.num_layers, 'layer')} of {count(group.num_kv_heads, 'KV head')} x {dims}"
         print_paragraph(f"{heads}, {group.policy}{shares}")
         print_list(f"{dtype} {nbytes:,}" for dtype, nbytes in group.bytes_per_token.items())

@@ -8,6 +8,7 @@ import pytest
 import kvcache
 from kvcache.models import fields, shapes
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, SlidingWindow
+from kvcache.rope import Rope
 
 LLAMA = {
     "model_type": "llama",
@@ -369,3 +370,64 @@ def test_hostile_safetensors(tmp_path, data):
 def test_layers_that_rotate_alike_share_it():
     rope = [layer.rope for layer in shapes.read({**LLAMA, "num_hidden_layers": 100}).layers]
     assert all(other is rope[0] for other in rope)
+
+
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 4, "hidden_size": 64}
+
+
+def indexed(**fields):
+    """Return the layers with keys of indexers, of GLM-5 or another type."""
+    config = {"model_type": "glm_moe_dsa", "num_hidden_layers": 4, "index_head_dim": 128, **LATENT, **fields}
+    return [layer for layer in shapes.read(config).layers if not layer.v_head_dim]
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({}, 4),
+        ({"indexer_types": ["full", "shared", "full", "shared"]}, 2),
+        ({"index_topk_pattern": "FSSS"}, 1),
+        ({"index_topk_pattern": ["full", "full", "shared", "full"]}, 3),
+        ({"index_topk_freq": 2}, 3),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, 3),
+        ({"model_type": "hy_v4"}, 2),
+        ({"layer_types": ["full_attention"] * 2 + ["indexed_attention"] * 2}, 2),
+        ({"model_type": "mistral_large4_text", "kv_source_layers": [0, 0, 2, 0]}, 4),
+    ],
+)
+def test_keys_of_indexers(fields, count):
+    layers = indexed(**fields)
+    assert [(layer.num_kv_heads, layer.head_dim) for layer in layers] == [(1, 128)] * count
+
+
+def test_where_index_keys_are_rotated():
+    assert {layer.rope.first_dim for layer in indexed()} == {0}
+    assert {layer.rope.first_dim for layer in indexed(model_type="hy_v4")} == {64}
+    rotated = [isinstance(layer.rope, Rope) for layer in indexed(model_type="mistral_large4_text")]
+    assert rotated == [True, True, True, False]
+
+
+def test_rows_of_another_layer_beside_keys_of_ones_own():
+    config = {"model_type": "mistral_large4_text", "num_hidden_layers": 4, **LATENT, "kv_source_layers": [0, 0, 2, 3]}
+    shape = shapes.read(config)
+    assert [layer.share for layer in shape.layers] == [None, 0, None, None] + [None] * 4
+    assert [layer.head_dim for layer in shape.layers] == [576, 576, 576, 512] + [128] * 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"indexer_types": ["full", "some", "full", "full"]}, "indexer_types must have full or shared"),
+        ({"indexer_types": [["full"]] * 4}, "indexer_types must have full or shared"),
+        ({"index_topk_pattern": "FS"}, "indexer_types must have full or shared"),
+        ({"indexer_types": ["full"]}, "indexer_types must have one entry"),
+        ({"kv_source_layers": [0, 2, 2, 3]}, "kv_source_layers: layer 1 must read its own rows"),
+        ({"kv_source_layers": [0, 0, 1, 3]}, "kv_source_layers: layer 2 must read its own rows"),
+        ({"kv_source_layers": [0, "0", 2, 3]}, "kv_source_layers: layer 1 must read its own rows"),
+        ({"index_head_dim": 32}, "index_head_dim 32 is less than the 64 elements that are rotated"),
+        ({"index_head_dim": "128"}, "index_head_dim must be a whole number"),
+    ],
+)
+def test_indexers_that_cannot_be(fields, said):
+    with pytest.raises(kvcache.ModelFileError, match=said):
+        indexed(**fields)

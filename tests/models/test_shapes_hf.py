@@ -27,10 +27,9 @@ pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
 
 TASKS = ["CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MULTIMODAL_LM"]
 DECODERS = sorted(set().union(*(getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in TASKS)))
-INDEXED = "keeps keys of an indexer beside the others"
+POOLED = "keeps keys of an indexer that stand for several tokens each"
 REFUSED = {
-    **dict.fromkeys(["axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm5_next", "glm_moe_dsa"], INDEXED),
-    **dict.fromkeys(["hy_v4", "hy_v4_vl", "mistral_large4", "qwen4_exp", "qwen4_exp_text"], INDEXED),
+    **dict.fromkeys(["glm5_next", "qwen4_exp", "qwen4_exp_text"], POOLED),
     **dict.fromkeys(["dory", "inkling2_loop", "inkling2_loop_text"], "runs some of its layers several times"),
     **dict.fromkeys(["falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"], "has no keys and values"),
     "bamba": "has no keys and values as it is by default",
@@ -46,6 +45,8 @@ REFUSED = {
 LATENT = "is stored as latents, which are smaller than the heads that transformers makes of them"
 DIFFERENT = {
     **dict.fromkeys(["axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k25"], LATENT),
+    **dict.fromkeys(["axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa"], LATENT),
+    **dict.fromkeys(["hy_v4", "hy_v4_vl", "mistral_large4"], LATENT),
     **dict.fromkeys(["kimi_linear", "longcat_flash", "minicpm3", "mistral4", "sarvam_mla", "youtu"], LATENT),
     "falcon": "has one KV head, of which transformers' function for static caches does not know",
     "gpt_neo": "has windows, of which transformers' cache does not know",
@@ -90,7 +91,7 @@ def ours(shape):
         else (window(layer.policy), layer.num_kv_heads, d if d == v else (d, v))
         for layer in shape.layers
         for d, v in [(layer.head_dim, layer.v_head_dim)]
-        if not isinstance(layer.policy, CrossAttention)
+        if layer.v_head_dim and not isinstance(layer.policy, CrossAttention)
     ]
 
 

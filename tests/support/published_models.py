@@ -48,6 +48,7 @@ YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, 
 MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 ATTENTION = {"no_op": False, "replace_with_linear": False, "n_heads_in_group": 8, "window_length": None}
 NO_ATTENTION = {"no_op": True, "replace_with_linear": False, "n_heads_in_group": None}
+SPARSE = {"use_sparse_attention": True, "sparse_index_dim": 128, "sparse_attention_freq": [0] * 3 + [1] * 57}
 OPENELM_KV = [3, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 5, 5, 5, 5]
 OPENELM_Q = [12, 12, 12, 12, 12, 16, 16, 16, 16, 16, 16, 16, 20, 20, 20, 20]
 PUBLISHED: dict[str, Form] = {
@@ -328,18 +329,17 @@ PUBLISHED: dict[str, Form] = {
                        attn_type_list=[0, 0, 0, 0, 0, 0, 0, 1] * 10, **sizes(80, 64, 8, 6144)),
     "Persimmon 8B": form(294_912, rotating=36, model_type="persimmon", rope_theta=25000.0, partial_rotary_factor=0.5,
                          **sizes(36, 64, None, 4096)),
+    "DeepSeek V3.2": form(61 * (576 + 128), model_type="deepseek_v32", **MLA, index_head_dim=128, index_n_heads=64,
+                          index_topk=2048, **sizes(61, 128, 128, 7168)),
+    "MiniMax M3": form(60 * 4 * 256 + 57 * 128, model_type="minimax_m3_vl", text_config={
+        "head_dim": 128, "rotary_dim": 64, "partial_rotary_factor": 0.5, "sparse_attention_config": SPARSE,
+        **sizes(60, 64, 4, 6144)}),
 }  # fmt: skip
 
-SPARSE = {"use_sparse_attention": True, "sparse_index_dim": 128, "sparse_attention_freq": [0] * 3 + [1] * 57}
 # Configurations that are refused, and the name that the refusal must say.
 UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "Phi 4 mini flash": ("mb_per_layer", {"model_type": "phi4flash", "sliding_window": [512, None] * 16,
                                           "mb_per_layer": 2, **sizes(32, 40, 20, 2560)}),
-    "MiniMax M3": ("sparse_attention_config", {"model_type": "minimax_m3_vl", "text_config": {
-        "head_dim": 128, "rotary_dim": 64, "partial_rotary_factor": 0.5, "sparse_attention_config": SPARSE,
-        **sizes(60, 64, 4, 6144)}}),
-    "DeepSeek V3.2": ("deepseek_v32 is not supported", {"model_type": "deepseek_v32", **MLA, "index_head_dim": 128,
-                                                        "index_topk": 2048, **sizes(61, 128, 128, 7168)}),
     "Ouro 1.4B": ("total_ut_steps", {"model_type": "ouro", "total_ut_steps": 4, "rope_theta": 1e6,
                                      "layer_types": ["full_attention"] * 24, **sizes(24, 16, 16, 2048)}),
     "IQuest Coder Loop": ("loop_num", {"model_type": "iquestloopcoder", "loop_num": 2, "loop_window_size": 64,

@@ -1,0 +1,91 @@
+"""Indexers of sparse attention: which layers of a model have one, and the layers of a cache for the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvcache.layer import Layer
+from kvcache.models.fields import Fields
+from kvcache.models.kinds import INDEXED
+from kvcache.models.reading import MAX_HEAD_DIM, MAX_HEADS
+from kvcache.rope import Rope, RopeLike
+
+__all__ = ["index_layers", "sources_of"]
+
+# Types whose index keys have their rotated elements at the end; others have these first.
+ROTATED_LAST = {"hy_v4", "hy_v4_vl_text"}
+# Types of which a layer without a rotation stores latents alone.
+LATENTS_ALONE = {"mistral_large4_text"}
+# Names of fields within ``sparse_attention_config``, as MiniMax M3 has them, and their names elsewhere.
+SPARSE = {"index_head_dim": "sparse_index_dim", "index_n_heads": "sparse_num_index_heads"}
+
+
+def index_layers(
+    config: Fields, own: Sequence[Fields], kinds: Sequence[str], layers: Sequence[Layer]
+) -> list[tuple[int, Layer]]:
+    """Return the number of heads of each indexer, and the layer for its keys, which lie beside a layer's rows."""
+    found = []
+    if {*kinds}.isdisjoint(INDEXED):
+        return []
+    has_indexer = _has_indexer(config, kinds)
+    for i, layer in enumerate(layers):
+        if has_indexer[i]:
+            dim = _count(own[i], "index_head_dim", MAX_HEAD_DIM)
+            rope = _moved(config, layer.rope, dim)
+            keys = Layer(1, dim, v_head_dim=0, policy=layer.policy, rope=rope)
+            found.append((_count(own[i], "index_n_heads", MAX_HEADS), keys))
+    return found
+
+
+def sources_of(config: Fields, count: int) -> list[int | None] | None:
+    """Return the layer whose rows each layer reads, or None for its own; None if the file lists none."""
+    listed = config.sequence("kv_source_layers", count)
+    if listed is None:
+        return None
+    for i, source in enumerate(listed):
+        if type(source) is not int or not 0 <= source <= i or listed[source] != source:
+            raise config.error(f"kv_source_layers: layer {i} must read its own rows, or those of a layer before it")
+    return [None if source == i else source for i, source in enumerate(listed)]
+
+
+def _has_indexer(config: Fields, kinds: Sequence[str]) -> list[bool]:
+    """Return which layers have an indexer; the others use the choice of the last one before them, or choose nothing."""
+    count = len(kinds)
+    types = config.sequence("indexer_types", count)
+    pattern = config.get("index_topk_pattern")
+    if types is None and pattern is not None:
+        types = [*pattern] if isinstance(pattern, str) else config.sequence("index_topk_pattern")
+    if types is None:
+        types = ["full" if _chooses(config, i) else "shared" for i in range(count)]
+    if len(types) < count or any(one not in ("full", "shared", "F", "S") for one in types):
+        raise config.error("indexer_types must have full or shared for each layer")
+    return [kind in INDEXED and one in ("full", "F") for kind, one in zip(kinds, types, strict=False)]
+
+
+def _chooses(config: Fields, layer: int) -> bool:
+    """Whether a layer has an indexer, where the file has no list."""
+    if config.get("model_type") in ROTATED_LAST:  # which always have one in four
+        return layer == 0 or (layer - 1) % 4 == 0
+    every = config.count("index_topk_freq", 1, least=0) or 1
+    offset = config.count("index_skip_topk_offset", 2, least=0)
+    return max(layer - offset + 1, 0) % every == 0
+
+
+def _count(config: Fields, name: str, most: int) -> int:
+    """Return a number of an indexer, wherever the file has it."""
+    sparse = config.part("sparse_attention_config")
+    if sparse is not None and sparse.get(SPARSE[name]) is not None:
+        return sparse.count(SPARSE[name], most=most)
+    return config.count(name, most=most)
+
+
+def _moved(config: Fields, rope: RopeLike, dim: int) -> RopeLike:
+    """Return the rotation of index keys. It is the rotation of the rows, but rotates other elements."""
+    if not isinstance(rope, Rope):
+        return rope
+    num_rotated = 2 * len(rope.inv_freq)
+    if num_rotated > dim:
+        raise config.error(f"index_head_dim {dim} is less than the {num_rotated} elements that are rotated")
+    first_dim = dim - num_rotated if config.get("model_type") in ROTATED_LAST else 0
+    return replace(rope, first_dim=first_dim)
