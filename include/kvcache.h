@@ -1088,7 +1088,8 @@ KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
  * Pins stay.  A block that they held is pinned again once its tokens are computed again, until kvc_prefix_unpin.  A
  * block that goes on otherwise where the prompt ends is not pinned.
  * Blocks are dropped a few at a time, so that other calls come between.  Until the call ends, prompts with the
- * same first token match nothing, and none of their blocks are kept.
+ * same first token match nothing, and none of their blocks are kept.  No prompt takes tokens from elsewhere meanwhile
+ * (reuse_min_tokens).
  * Stores keep their values.  Remove the values under the names of the prompt (kvc_prefix_names), and under the names
  * that this call writes to `names`, [max_names][KVC_NAME_BYTES]: the full blocks that it dropped, or that others
  * dropped while it ran.  The call ends when it has written max_names of them; call it again until *num_names is less.

@@ -119,7 +119,8 @@ kvc_status kvc_reuse(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit
     kvc_status status = KVC_OK;
     int is_moved = 1;
     kvc_lock(cache);
-    while (is_moved && limit - *matched >= prefix->reuse_min) {
+    /* While a call forgets a prompt, some of its blocks are still in the index. */
+    while (is_moved && !prefix->tree->forgetting.num && limit - *matched >= prefix->reuse_min) {
         chunk c = find_chunk(&prefix->tree->index, tokens, *matched, cache->pools[0].block_size);
         if (c.num_tokens > limit - *matched) c.num_tokens = (int32_t)(limit - *matched);
         if (c.num_tokens < prefix->reuse_min) break;

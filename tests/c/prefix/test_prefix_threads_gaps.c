@@ -25,6 +25,7 @@ static kvc_prefix *prefix;
 static int64_t ids[TOKENS];
 static kvc_new_block new_blocks[BLOCKS];
 static int64_t num_new;
+static int32_t reuse_min; /* kvc_prefix_config.reuse_min_tokens */
 
 /* ---- a gap ------------------------------------------------------------------------------------------------------- */
 
@@ -82,9 +83,12 @@ static int known(void) {
 /* Keeps BLOCKS blocks of one prompt, which are listed for stores. */
 static void begin(int64_t capacity, int64_t ttl_ms) {
     static const kvc_allocator allocator = {.struct_size = sizeof allocator, .alloc = take, .free = give};
-    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM};
-    const kvc_prefix_config config = {
-        .struct_size = sizeof config, .fingerprint = "a model", .collects_new = 1, .ttl_ms = ttl_ms};
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .rope.kind = KVC_ROPE_NONE};
+    const kvc_prefix_config config = {.struct_size = sizeof config,
+                                      .fingerprint = "a model",
+                                      .collects_new = 1,
+                                      .ttl_ms = ttl_ms,
+                                      .reuse_min_tokens = reuse_min};
     const kvc_tokens tokens = prompt(TOKENS);
     int32_t matched;
     int64_t id;
@@ -93,7 +97,8 @@ static void begin(int64_t capacity, int64_t ttl_ms) {
         &layer, 1, (kvc_config){.block_size = BLOCK, .num_threads = 1, .capacity = capacity, .allocator = &allocator});
     CHECK(kvc_prefix_new(cache, &config, &prefix) == KVC_OK);
     CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &id, &matched) == KVC_OK && matched == 0);
-    CHECK(feed(cache, 1, id, TOKENS) == KVC_OK && kvc_prefix_release(prefix, id, &tokens) == KVC_OK && known() == TOKENS);
+    CHECK(feed(cache, 1, id, TOKENS) == KVC_OK && kvc_prefix_release(prefix, id, &tokens) == KVC_OK &&
+          known() == TOKENS);
 }
 
 static void end(void) {
@@ -205,6 +210,29 @@ static void test_names(void) {
         CHECK(others[i] == serve_like_it || known() == 0); /* which may keep blocks once the call has ended */
         end();
     }
+}
+
+/* Serves two prompts: the first has the forgotten tokens, and the second has no token of the first forgotten block. */
+static void serve_moved(void) {
+    for (int first = 0; first <= BLOCK; first += BLOCK) {
+        const kvc_tokens tokens = {.struct_size = sizeof tokens, .ids = ids + first, .num_tokens = 2 * BLOCK};
+        int32_t matched = -1;
+        int64_t id;
+        CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &id, &matched) == KVC_OK);
+        CHECKF(matched == 0, "%d tokens from %d on matched", matched, first);
+        CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
+    }
+}
+
+/* Tokens that are being forgotten are not moved behind a match. */
+static void test_moved(void) {
+    reuse_min = 1;
+    begin(0, 0);
+    most_names = BLOCKS + 1;
+    call_beside(forget, serve_moved);
+    check_names(-1);
+    end();
+    reuse_min = 0;
 }
 
 /* A block that expired has a name until a call drops it. */
@@ -343,6 +371,7 @@ int main(void) {
     alarm(4 * LIMIT);
     test_store_block();
     test_names();
+    test_moved();
     test_expired();
     test_other_prompts();
     test_stored();
