@@ -92,6 +92,29 @@ int32_t kvc_sequence_next(const kvc_sequence *sequence) {
     return next;
 }
 
+/* Returns the larger of `found` and the end of a range, as far as that lies below `end`. */
+static int32_t reach(int32_t found, int32_t from, int32_t to, int32_t end) {
+    to = kvc_lower(to, end);
+    return from < end && to > found ? to : found;
+}
+
+/* Returns the position behind the last row of a list below `end`; rows that have expired, or that it lacks, count. */
+static int32_t end_below(const kvc_run_list *list, int32_t end) {
+    int32_t found = reach(0, list->lost.begin, list->lost.end, end);
+    found = reach(found, list->missing.begin, list->missing.end, end);
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
+        found = reach(found, run->position, run->position + run->count, end);
+    return found;
+}
+
+int32_t kvc_sequence_num_exact(const kvc_sequence *sequence) {
+    const int32_t next = kvc_sequence_next(sequence);
+    int32_t num = sequence->exact_to;
+    if (num >= next) return next;
+    for (int32_t g = 0; g < sequence->num_token_groups; g++) num = end_below(&sequence->runs[g], num);
+    return num;
+}
+
 int32_t kvc_min_query_position(const kvc_sequence *sequence) {
     int32_t low = kvc_sequence_next(sequence);
     for (int32_t g = 0; g < sequence->num_token_groups; g++) {

@@ -108,6 +108,10 @@ int32_t kvc_sequence_last(const kvc_sequence *sequence);
 /* Returns the position behind all tokens in any group, expired ones included. */
 int32_t kvc_sequence_next(const kvc_sequence *sequence);
 
+/* Returns how many first tokens of the sequence are exact, expired ones included.  Below the first inexact token there
+ * may be positions that no token has. */
+int32_t kvc_sequence_num_exact(const kvc_sequence *sequence);
+
 /* Returns the lowest position at which the sequence may resume: kvc_sequence_next.  After a batch that restored only
  * some groups, it is the first position that the others lack, because truncating there is allowed. */
 int32_t kvc_min_query_position(const kvc_sequence *sequence);

@@ -10,9 +10,8 @@ static kvc_status find_to_keep(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *t
     KVC_TRY(kvc_check_idle(sequence));
     KVC_TRY(kvc_check_not_retained(sequence));
     if (!sequence) return KVC_OK;
-    const int32_t next = kvc_sequence_next(sequence);
-    if (tokens->num_tokens > next) tokens->num_tokens = next;
-    if (tokens->num_tokens > sequence->exact_to) tokens->num_tokens = sequence->exact_to;
+    const int32_t num_exact = kvc_sequence_num_exact(sequence);
+    if (tokens->num_tokens > num_exact) tokens->num_tokens = num_exact;
     if (kvc_session_is_forgotten(prefix, sequence) ||
         kvc_tree_is_forgetting(prefix->tree, kvc_tokens_part(tokens, 0, 1)))
         tokens->num_tokens = 0;

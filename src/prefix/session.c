@@ -248,6 +248,13 @@ static range range_of(const kvc_batch *batch, const kvc_batch_sequence *member) 
     return r;
 }
 
+/* Returns the position up to which a sequence of the batch has all its tokens, and exact ones. */
+static int32_t find_exact_to(const kvc_batch *batch, const kvc_sequence *sequence) {
+    const int32_t exact_to = kvc_exact_to_with_batch(batch->cache, sequence);
+    if (sequence->exact_to >= kvc_sequence_next(sequence)) return exact_to;
+    return kvc_lower(exact_to, kvc_sequence_num_exact(sequence));
+}
+
 void kvc_sessions_fill(const kvc_batch *batch) {
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         const kvc_batch_sequence *member = &batch->sequences[s];
@@ -261,7 +268,7 @@ void kvc_sessions_fill(const kvc_batch *batch) {
         if (member->is_unstored || batch->replaced || kvc_session_is_forgotten(session->prefix, member->sequence) ||
             kvc_tree_is_forgetting(session->prefix->tree, session->first))
             continue;
-        fill(session, r.end, kvc_exact_to_with_batch(batch->cache, member->sequence));
+        fill(session, r.end, find_exact_to(batch, member->sequence));
     }
 }
 

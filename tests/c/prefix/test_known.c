@@ -455,6 +455,45 @@ static void test_state_without_rows(void) {
     close_world();
 }
 
+/* A sequence lacks the tokens that a batch did not keep: no block has them, and no state stands behind them. */
+static void test_state_behind_a_gap(void) {
+    const kvc_policy policies[] = {full, sliding_policy(3, 0, 0)};
+    const int64_t *ids = numbers(100);
+    for (int num_policies = 1; num_policies <= 2; num_policies++)
+        for (int at = 3; at <= 4; at++) {
+            open_world(policies, num_policies, (kvc_config){0},
+                       (kvc_prefix_config){.state_bytes = STATE, .max_events = 9});
+            const int64_t id = acquire(ids, 12, NULL), seq_ids[] = {id, id, id, id, id};
+            kvc_prefix_event event;
+            int64_t num, num_lost;
+            commit_but(seq_ids, 5, (int[]){2, 3}, 2);
+            CHECK(kvc_exact_to(cache, id) == 4);
+            checkpoint(id, ids, at, 1);
+            CHECKF(stats_now().checkpoints == 0 && stats_now().held == 2, "%d groups: %d tokens are kept", num_policies,
+                   (int)stats_now().held);
+            release(id, ids, 5);
+            CHECK(kvc_prefix_take_events(prefix, &event, sizeof event, 1, &num, &num_lost) == KVC_OK && num == 0);
+            serve(ids, 8, 8);
+            CHECKF(known(ids, 8) == 0, "%d groups: a state is found behind %d tokens", num_policies, known(ids, 8));
+            close_world();
+        }
+}
+
+/* A commit does not keep a block that lacks tokens. */
+static void test_block_with_a_gap(void) {
+    const int64_t *ids = numbers(100);
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+    const int64_t id = acquire(ids, 12, NULL), other = kvc_new_sequence(cache);
+    feed_to(id, 1, 1);
+    feed_to(other, 8, 8);
+    CHECK(kvc_share(cache, other, id, BLOCK, 8) == KVC_OK && kvc_exact_to(cache, id) == BLOCK);
+    feed_to(id, 12, 4);
+    CHECKF(stats_now().held == 0, "%d tokens are kept", (int)stats_now().held);
+    release(id, ids, 12);
+    CHECKF(stats_now().held == 1 && known(ids, 12) == 1, "%d tokens are kept", (int)stats_now().held);
+    close_world();
+}
+
 /* ---- time -------------------------------------------------------------------------------------------------------- */
 
 static void sleep_ms(int ms) { nanosleep(&(struct timespec){0, ms * 1000000}, NULL); }
@@ -515,6 +554,8 @@ int main(void) {
     test_added_again();
     test_late_state();
     test_state_without_rows();
+    test_state_behind_a_gap();
+    test_block_with_a_gap();
     test_expired();
     test_expired_is_dropped();
     return test_result();
