@@ -936,9 +936,9 @@ KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
  * give up their place among the blocks.  Only kvc_prefix_release keeps the blocks that they fill from then on.
  * An acquired sequence ends like any other, also when an edit leaves nothing of it: only the blocks of the prompt that
  * were full by then are kept.  It may be edited: what follows the edit is kept only by kvc_prefix_release.  An unstored
- * batch counts as an edit of all its tokens.  Several prefixes, for adapters and tenants, may share a cache.  The time
- * of a call grows with the number of blocks of its tokens, and of blocks that it drops.  For each block it also looks
- * at up to 32 others that begin alike. */
+ * batch counts as an edit of all its tokens, but the emptied sequence goes on until it is ended.  Several prefixes, for
+ * adapters and tenants, may share a cache.  The time of a call grows with the number of blocks of its tokens, and of
+ * blocks that it drops.  For each block it also looks at up to 32 others that begin alike. */
 
 typedef struct kvc_prefix kvc_prefix;
 

@@ -66,7 +66,8 @@ static void test_unstored(void) {
                 .struct_size = sizeof args, .num_tokens = 1, .seq_ids = &id, .unstored = (uint8_t[]){1}};
             CHECKF(kvc_begin_with(cache, &args, &batch) == KVC_OK, "%s", kvc_last_error());
             CHECK(kvc_put(batch, 0, &put) == KVC_OK && kvc_commit(batch) == KVC_OK);
-            CHECK(kvc_next_position(cache, id) == 0 && kvc_prefix_clear(prefix) == KVC_OK);
+            CHECK(kvc_next_position(cache, id) == 0 && stats_now().sequences == 1);
+            CHECK(kvc_prefix_clear(prefix) == KVC_OK);
             feed_to(id, 12, 12);
             CHECK(known(ids, 12) == 0 && known(others, 12) == 0);
             release(id, fed, 12);
