@@ -1243,7 +1243,7 @@ static void fork_once(client *c) {
 /* Begins a batch of the sequence that the running call replaces, or a batch that takes all room. */
 static void begin_within(client *c) {
     enum { MOST_ROOM = 512, NOBODY = 77 };
-    static int64_t ids[MOST_ROOM];
+    int64_t ids[MOST_ROOM]; /* not static: clients are threads */
     kvc_batch *batch;
     int64_t num = 1;
     if (c->batch) return;
