@@ -1133,6 +1133,7 @@ static void restore(client *c, const kvc_load_args *args, file *f, int s, int to
         memcpy(into->tags, w->sequences[s].tags, sizeof into->tags);
         note_computed(*into->tags, MOST_LAYERS * MOST);
         into->is_spoilt |= w->sequences[s].is_spoilt;
+        into->barred = -1; /* nobody knows how old the rows of a file are */
     }
     if (!c->batch) return;
     w->batch = NULL;
