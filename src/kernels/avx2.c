@@ -30,6 +30,8 @@ DEFINE_SCALE(kvc_scale_avx2)
 DEFINE_SOFTMAX(kvc_softmax_avx2)
 DEFINE_MATMUL(kvc_matmul_avx2)
 DEFINE_HADAMARD(kvc_hadamard_avx2)
+DEFINE_RANK(kvc_rank_f32_avx2, KVC_F32)
+DEFINE_RANK(kvc_rank_int8_avx2, KVC_INT8)
 
 DEFINE_PREPARE(kvc_prepare_q8_0_avx2, KVC_Q8_0)
 DEFINE_PREPARE(kvc_prepare_q4_0_avx2, KVC_Q4_0)
@@ -69,5 +71,7 @@ const kvc_kernels kvc_kernels_avx2 = {
     .times = kvc_times_avx2,
     .scale = kvc_scale_avx2,
     .hadamard = kvc_hadamard_avx2,
+    .rank[KVC_F32] = kvc_rank_f32_avx2,
+    .rank[KVC_INT8] = kvc_rank_int8_avx2,
 };
 #endif

@@ -35,6 +35,7 @@ TARGET void kvc_prepare_bf16_avx512(float *q, int q_stride, int num_q, int dim, 
 DEFINE_SOFTMAX(kvc_softmax_avx512)
 DEFINE_MATMUL(kvc_matmul_avx512)
 DEFINE_HADAMARD(kvc_hadamard_avx512)
+DEFINE_RANK(kvc_rank_f32_avx512, KVC_F32)
 
 DEFINE_PREPARE(kvc_prepare_q8_0_avx512, KVC_Q8_0)
 DEFINE_PREPARE(kvc_prepare_q4_0_avx512, KVC_Q4_0)
@@ -47,6 +48,7 @@ DEFINE_ACCUMULATE(kvc_accumulate_q4_0_avx512, KVC_Q4_0)
 extern kvc_prepare_fn kvc_prepare_q8_0_avx2;
 extern kvc_score_fn kvc_score_int8_avx2;
 extern kvc_accumulate_fn kvc_accumulate_int8_avx2;
+extern kvc_rank_fn kvc_rank_int8_avx2;
 
 const kvc_kernels kvc_kernels_avx512 = {
     .name = "avx512",
@@ -63,5 +65,6 @@ const kvc_kernels kvc_kernels_avx512 = {
     .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_avx512,
     .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_avx512,
     .accumulate[KVC_INT8] = kvc_accumulate_int8_avx2,
+    .rank[KVC_INT8] = kvc_rank_int8_avx2,
 };
 #endif

@@ -31,6 +31,7 @@ TARGET void kvc_convert_avx512bf16(int from, int to, void *dst, int64_t dst_stri
 
 DEFINE_PREPARE_16(kvc_prepare_bf16_avx512bf16)
 DEFINE_SCORE_16(kvc_score_bf16_avx512bf16, KVC_BF16)
+DEFINE_RANK(kvc_rank_bf16_avx512bf16, KVC_BF16)
 
 const kvc_kernels kvc_kernels_avx512bf16 = {
     .name = "avx512bf16",
@@ -44,5 +45,6 @@ const kvc_kernels kvc_kernels_avx512bf16 = {
     KVC_AVX512VNNI_TILER,
     KVC_AVX512VNNI_INTEGERS,
     .score_16[KVC_BF16] = {kvc_prepare_bf16_avx512bf16, kvc_score_bf16_avx512bf16},
+    .rank[KVC_BF16] = kvc_rank_bf16_avx512bf16,
 };
 #endif

@@ -105,6 +105,13 @@
     extern kvc_hadamard_fn name; \
     TARGET void name(float *dst, const void *src, int n, kvc_mixing mixing) { hadamard(dst, src, n, mixing); }
 
+#define DEFINE_RANK(name, type)                                                                                     \
+    extern kvc_rank_fn name;                                                                                        \
+    TARGET void name(float *scores, const kvc_rank_query *q, const void *rows, int64_t row_stride, const float *by, \
+                     int n) {                                                                                       \
+        rank(type, scores, q, rows, row_stride, by, n);                                                             \
+    }
+
 /* Kernels of score_codes.h and accumulate_codes.h, of which all types have one copy. */
 #define DEFINE_PREPARE_CODES(name, type)                                        \
     extern kvc_prepare_fn name;                                                 \

@@ -16,7 +16,7 @@
  *
  *   template.h        the loops, over a small set of vector primitives; its parts are elements.h prefetch.h
  *                     score_quantised.h score_codes.h score_16.h score.h accumulate_quantised.h accumulate_codes.h
- *                     accumulate.h softmax.h matmul.h hadamard.h
+ *                     accumulate.h softmax.h matmul.h hadamard.h rank.h
  *   vector_avx2.h vector_avx512.h vector_neon.h                the primitives; x86.h: what two of them share
  *   instantiate.h     macros that define a kernel of the template, or of scalar.c, under its name
  *   avx512.h neon.h   the kernels that several sets have in their tables
@@ -38,6 +38,7 @@ enum {
     KVC_CHUNK = 32,      /* what a kvc_tiler multiplies is padded to a multiple of this many elements along the sum, */
     KVC_PACKED = 48,     /* each of which takes up to this many floats, packed */
     KVC_BLOCK_QUERIES = 32, /* query rows that a kvc_weigh_fn takes, whose weights stay in the L1 cache */
+    KVC_STEP_BYTES = 4,     /* of a row, which a kvc_rank_fn multiplies at once: four int8, two bf16 or one f32 */
     /* From one row of its scores, or of packed weights, to the next: no power of two, so that they use all of L1. */
     KVC_WEIGHTS_STRIDE = KVC_WIDE_TILE / KVC_CHUNK * KVC_PACKED + KVC_LANES
 };
@@ -185,6 +186,29 @@ typedef struct kvc_mixing {
  * dst, or needs no alignment.  All sets, and ggml, give the same bits. */
 typedef void kvc_hadamard_fn(float *dst, const void *src, int n, kvc_mixing mixing);
 
+/* One token's queries for a kvc_rank_fn: those of its heads, a lane each.  The heads of a choice have lanes side by
+ * side, perhaps with empty lanes behind them. */
+typedef struct kvc_rank_query {
+    const void *packed;    /* [num_steps][num_lanes], each KVC_STEP_BYTES of a query; 0 in empty lanes */
+    const float *weights;  /* [num_lanes] */
+    const uint32_t *masks; /* [num_lanes]: all bits set, or 0 in empty lanes, which count 0 whatever rows hold */
+    const int32_t *starts; /* of int8, [num_lanes]: -128 times the sum of a query's elements */
+    int32_t num_steps;
+    int32_t num_lanes;    /* a multiple of KVC_LANES */
+    int32_t choice_lanes; /* lanes of a choice: a multiple of KVC_LANES, or a power of two below */
+    int32_t relu;
+} kvc_rank_query;
+
+/* scores[c * KVC_TILE + j] = sum over the lanes h of choice c of weights[h] * f(by[j] * (query h . rows[j])),
+ * for j < n <= KVC_TILE.  f is the identity or, with relu, max(0, .), which keeps NaN.  Scores for j past n, up to a
+ * multiple of KVC_LANES, may be overwritten.
+ *
+ * Products of int8 are exact, and all sets add heads up in the same order, each product and each sum rounded: lanes h,
+ * h + KVC_LANES, h + 2 KVC_LANES ... one after the other; of these sums the second half to the first, of what results
+ * again, until one is left.  So all sets give the same bits for int8. */
+typedef void kvc_rank_fn(float *scores, const kvc_rank_query *q, const void *rows, int64_t row_stride, const float *by,
+                         int n);
+
 typedef struct kvc_kernels {
     const char *name;
     kvc_convert_fn *convert;
@@ -210,6 +234,9 @@ typedef struct kvc_kernels {
     kvc_times_fn *times;
     kvc_prepare_fn *scale; /* multiplies rows of f32 by a number */
     kvc_hadamard_fn *hadamard;
+    /* Of f32 and int8 always; NULL of types that are decoded to f32 first.  bf16: for queries of bf16 too, and rows of
+     * whole steps. */
+    kvc_rank_fn *rank[KVC_STORED_TYPES];
 } kvc_kernels;
 
 extern const kvc_kernels kvc_kernels_scalar;

@@ -8,6 +8,7 @@
 #else
 #define TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
 #endif
+#define HAS_DOT_BYTES 1
 #define LARGEST_WEIGHT KVC_LARGEST_DIGITS
 #include "kernels/vector_neon.h"
 #include "kernels/template.h"
@@ -24,10 +25,9 @@ typedef struct byte_sums {
     int32x4_t high[DOT_ROWS], low[DOT_ROWS];
 } byte_sums;
 
-/* Adds the products of bytes, of four to each lane.  The intrinsic is not there for one function in some compilers. */
+/* Adds the products of bytes, of four to each lane. */
 INLINE int32x4_t dot(int32x4_t sum, int8x16_t x, int8x16_t y) {
-    __asm__("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(x), "w"(y));
-    return sum;
+    return i_dot_quads(sum, vreinterpretq_s32_s8(x), vreinterpretq_s32_s8(y));
 }
 
 INLINE int32x4_t dot_block(int32x4_t sum, const int8x16_t x[BLOCK_VECTORS], const char *q) {
@@ -110,6 +110,7 @@ DEFINE_ACCUMULATE_BYTES(kvc_accumulate_q8_0_neondotprod, KVC_Q8_0)
 DEFINE_ACCUMULATE_BYTES(kvc_accumulate_q4_0_neondotprod, KVC_Q4_0)
 DEFINE_ACCUMULATE_BYTES(kvc_accumulate_int8_neondotprod, KVC_INT8)
 DEFINE_BYTE_TILER(neondotprod)
+DEFINE_RANK(kvc_rank_int8_neondotprod, KVC_INT8)
 
 const kvc_kernels kvc_kernels_neondotprod = {
     .name = "neondotprod",

@@ -18,6 +18,7 @@
  *                    are scored in pairs that share vectors, and bf16 is loaded two vectors at a time; may be left out
  *   HAS_DOT_16       1 if there are bvec and b_dot, of a type of 16 bits; may be left out
  *   LARGEST_WEIGHT   int16 that the largest weight of quantised rows becomes: INT16_MAX, unless it is defined
+ *   HAS_QUADS        1 if there is i_dot_quads; may be left out
  *   HAS_VNNI         1 if i_dot is one instruction; may be left out
  *
  *   vec                        a vector of LANES floats; where these primitives take integers, x holds them as floats
@@ -42,6 +43,7 @@
  *   v_abs(x)
  *   v_max_abs(x, y)            v_max(v_abs(x), y), where y is at least 0 and x no signalling NaN
  *   v_number(x)                x, or 0 where it is NaN
+ *   v_mask(x, p)               the bits of x that are set in the vector at p
  *   v_round_away(x)            to the nearest integer, halves away from 0
  *   v_truncate(x)              to an integer, towards 0
  *   v_equal(x, y)              a uint32_t whose bit i is set where lanes i are equal
@@ -92,10 +94,14 @@
  *                              2 * LANES columns in x[0 .. 2), in any order.  q4_0: LANES bytes, low halves in x[0],
  *                              high halves in x[1]
  *   i_order(type, x)           puts sums over what i_load_pairs loaded in the order of columns
+ *   i_load(p)                  LANES int32 at any address
+ *   i_begin_quads(p)           what sums of i_dot_quads begin with; p: starts of a kvc_rank_query
+ *   i_set_quad(p)              the four int8 at p in all lanes, as i_dot_quads takes them
+ *   i_dot_quads(sum, x, y)     adds to each int32 lane of sum the four products of int8 there, none of y -128
  *
  *   where HAS_VNNI, for the kernels of codes of four and five bits, and of rows with one scale:
  *   i_dot_bytes(sum, x, y)     adds to each int32 lane of sum the four products of bytes there, of x without signs
- *   i_load(p)  i_store(p, x)   LANES int32 at any address
+ *   i_store(p, x)              LANES int32 at any address
  *   i_set_32(x)  i_set_16_bytes(p)
  *                              the int32 x in all lanes; the 16 bytes at p in each quarter
  *   i_or(x, y)  i_xor(x, y)
@@ -234,5 +240,6 @@ typedef struct accumulate_args {
 #include "kernels/softmax.h"
 #include "kernels/matmul.h"
 #include "kernels/hadamard.h"
+#include "kernels/rank.h"
 
 #include "kernels/instantiate.h"

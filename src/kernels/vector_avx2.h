@@ -3,6 +3,8 @@
 
 enum { LANES = 8, ACCUMULATORS = 12, MATMUL_SUMS = 12, MATMUL_VECTORS = 2 }; /* of 16 registers */
 
+#define HAS_QUADS 1
+
 typedef __m256 vec;
 
 INLINE vec v_zero(void) { return _mm256_setzero_ps(); }
@@ -108,6 +110,8 @@ INLINE vec v_abs(vec x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 INLINE vec v_max_abs(vec x, vec y) { return _mm256_max_ps(v_abs(x), y); }
 
 INLINE vec v_number(vec x) { return _mm256_and_ps(x, _mm256_cmp_ps(x, x, _CMP_ORD_Q)); }
+
+INLINE vec v_mask(vec x, const void *p) { return _mm256_and_ps(x, _mm256_loadu_ps(p)); }
 
 INLINE uint32_t v_equal(vec x, vec y) { return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x, y, _CMP_EQ_OQ)); }
 
@@ -282,4 +286,19 @@ INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
 INLINE void i_order(int type, ivec x[2]) {
     (void)type;
     (void)x;
+}
+
+INLINE ivec i_load(const void *p) { return _mm256_loadu_si256(p); }
+
+INLINE ivec i_begin_quads(const int32_t *p) {
+    (void)p;
+    return i_zero();
+}
+
+INLINE ivec i_set_quad(const void *p) { return i_set_pair(p); }
+
+/* Moves the signs of x to y, as the instruction takes x without; two products fit 16 bits, as none of y is -128. */
+INLINE ivec i_dot_quads(ivec sum, ivec x, ivec y) {
+    const ivec pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(x), _mm256_sign_epi8(y, x));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, i_set_16(1)));
 }

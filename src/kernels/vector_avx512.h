@@ -8,6 +8,7 @@
 enum { LANES = 16, ACCUMULATORS = 16, MATMUL_SUMS = 24, MATMUL_VECTORS = 4 }; /* of 32 registers */
 
 #define IS_WIDE 1
+#define HAS_QUADS HAS_VNNI
 
 typedef __m512 vec;
 
@@ -96,6 +97,8 @@ INLINE vec v_abs(vec x) { return _mm512_abs_ps(x); }
 INLINE vec v_max_abs(vec x, vec y) { return _mm512_range_ps(x, y, 0xb); }
 
 INLINE vec v_number(vec x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x); }
+
+INLINE vec v_mask(vec x, const void *p) { return _mm512_and_ps(x, _mm512_loadu_ps(p)); }
 
 /* The empty assembly keeps the mask's 32 bits in one register: GCC 12 may otherwise store 16 of them to the stack and
  * load 32, where a sanitizer's calls make registers scarce. */
@@ -462,6 +465,15 @@ INLINE ivec i_dot_bytes(ivec sum, ivec x, ivec y) {
 }
 #else
 INLINE ivec i_dot(ivec sum, ivec x, ivec y) { return _mm512_add_epi32(sum, _mm512_madd_epi16(x, y)); }
+#endif
+
+#if HAS_VNNI
+/* The instruction takes bytes of x without signs: they are 128 larger, and `starts` take off what this adds. */
+INLINE ivec i_begin_quads(const int32_t *p) { return i_load(p); }
+
+INLINE ivec i_set_quad(const void *p) { return i_xor(i_set_pair(p), i_set_32((int32_t)0x80808080)); }
+
+INLINE ivec i_dot_quads(ivec sum, ivec x, ivec y) { return i_dot_bytes(sum, x, y); }
 #endif
 
 #if HAS_DOT_16

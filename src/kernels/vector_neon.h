@@ -2,6 +2,7 @@
  * TARGET is defined before it is included, and
  *
  *   HAS_DOT_16    1 if there are dot products of f16 or bf16; else it may be left out
+ *   HAS_DOT_BYTES 1 if there are dot products of int8; else it may be left out
  */
 #include <arm_neon.h>
 #include <stddef.h>
@@ -11,6 +12,8 @@
 #include "kernels/target.h"
 
 enum { LANES = 4, ACCUMULATORS = 16, MATMUL_SUMS = 16, MATMUL_VECTORS = 4 }; /* of 32 registers */
+
+#define HAS_QUADS 1
 
 typedef float32x4_t vec;
 
@@ -148,6 +151,10 @@ INLINE vec v_abs(vec x) { return vabsq_f32(x); }
 INLINE vec v_max_abs(vec x, vec y) { return v_max(v_abs(x), y); }
 
 INLINE vec v_number(vec x) { return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x), vceqq_f32(x, x))); }
+
+INLINE vec v_mask(vec x, const void *p) {
+    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x), vreinterpretq_u32_f32(v_load(p))));
+}
 
 INLINE uint32_t v_equal(vec x, vec y) {
     const uint32x4_t bits = {1, 2, 4, 8};
@@ -359,6 +366,34 @@ INLINE void i_order(int type, ivec x[2]) {
     (void)type;
     (void)x;
 }
+
+INLINE ivec i_load(const void *p) {
+    ivec x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+INLINE ivec i_begin_quads(const int32_t *p) {
+    (void)p;
+    return i_zero();
+}
+
+INLINE ivec i_set_quad(const void *p) { return i_set_pair(p); }
+
+#if HAS_DOT_BYTES
+/* The intrinsic is not there for one function in some compilers. */
+INLINE ivec i_dot_quads(ivec sum, ivec x, ivec y) {
+    __asm__("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(x), "w"(y));
+    return sum;
+}
+#else
+/* Two products fit 16 bits, as none of y is -128. */
+INLINE ivec i_dot_quads(ivec sum, ivec x, ivec y) {
+    const int8x16_t a = vreinterpretq_s8_s32(x), b = vreinterpretq_s8_s32(y);
+    const int16x8_t pairs = vpaddq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b));
+    return vpadalq_s16(sum, pairs);
+}
+#endif
 
 /* ---- 16 bits ----------------------------------------------------------------------------------------------------- */
 
