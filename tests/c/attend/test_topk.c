@@ -1,0 +1,90 @@
+/* Choosing the best of many entries, against sorting them. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "attend/topk.h"
+#include "support/test.h"
+
+enum { MOST = 6000 };
+
+static float scores[MOST];
+static uint8_t is_present[MOST], is_forced[MOST];
+
+/* Orders two entries as the rule says, by their scores. */
+static int compare(const void *a, const void *b) {
+    const int i = *(const int *)a, j = *(const int *)b;
+    const int x_nan = isnan(scores[i]) != 0, y_nan = isnan(scores[j]) != 0;
+    if (is_forced[i] != is_forced[j]) return is_forced[j] - is_forced[i];
+    if (x_nan != y_nan) return y_nan - x_nan;
+    if (!x_nan && scores[i] != scores[j]) return scores[i] < scores[j] ? 1 : -1;
+    return i - j;
+}
+
+static int by_index(const void *a, const void *b) { return *(const int *)a - *(const int *)b; }
+
+static void check(int n, int most, int first, int local, int local_end) {
+    static uint32_t keys[MOST];
+    static int order[MOST], out[MOST + 1];
+    int num = 0;
+    for (int i = 0; i < n; i++) {
+        is_forced[i] = i < first || (i >= local && i < local_end);
+        keys[i] = is_present[i] ? kvc_key_of(scores[i]) : KVC_NO_KEY;
+        if (is_present[i]) order[num++] = i;
+    }
+    qsort(order, (size_t)num, sizeof *order, compare);
+    if (num > most) num = most;
+    qsort(order, (size_t)num, sizeof *order, by_index);
+    out[most] = -7;
+    const kvc_entries entries = {keys, n, first, local, local_end};
+    const int found = kvc_topk(&entries, most, out);
+    CHECKF(found == num && out[most] == -7, "%d of %d entries: %d chosen, not %d", most, n, found, num);
+    CHECKF(!memcmp(out, order, (size_t)num * sizeof *out), "%d of %d entries", most, n);
+}
+
+/* A score; the larger `kind`, the more scores are equal. */
+static float score_of(int kind) {
+    static const float some[] = {0, -0.0f, 1, -1, INFINITY, -INFINITY, NAN, -NAN, 1e-45f, -1e-45f, 3e38f, -3e38f};
+    if (kind == 0) return random_float();
+    if (kind == 1) return random_int(0, 4) ? 0 : random_float();
+    if (kind == 2) return (float)random_int(-3, 4);
+    if (kind == 3) return some[random_int(0, (int)(sizeof some / sizeof *some))];
+    return 0;
+}
+
+static void test_choices(void) {
+    for (int t = 0; t < (is_quick() ? 300 : 3000); t++) {
+        const int n = random_int(0, 20) ? random_int(0, 60) : random_int(0, MOST), kind = random_int(0, 5);
+        const int all_present = random_int(0, 3);
+        for (int i = 0; i < n; i++) {
+            scores[i] = score_of(kind);
+            is_present[i] = (uint8_t)(all_present || random_int(0, 3));
+        }
+        const int first = random_int(0, 3) ? 0 : random_int(0, n + 1);
+        const int local = random_int(0, 3) ? n : random_int(0, n + 1);
+        const int local_end = random_int(local, n + 1);
+        check(n, 1, first, local, local_end);
+        check(n, n ? random_int(1, n + 1) : 1, first, local, local_end);
+        for (int most = n - 1; most <= n + 1; most++)
+            if (most >= 1 && most < MOST) check(n, most, first, local, local_end);
+    }
+}
+
+/* Keys are in the order of scores, and none is that of no score. */
+static void test_keys(void) {
+    static const float rising[] = {-INFINITY, -3e38f, -1, -1e-45f, 0, 1e-45f, 1, 3e38f, INFINITY, NAN};
+    const int n = (int)(sizeof rising / sizeof *rising);
+    for (int i = 0; i < n; i++) {
+        const uint32_t key = kvc_key_of(rising[i]);
+        CHECK(key > KVC_NO_KEY && (i == 0 || key > kvc_key_of(rising[i - 1])));
+        CHECK(i == n - 1 ? isnan(kvc_score_of(key)) : kvc_score_of(key) == rising[i]);
+    }
+    CHECK(kvc_key_of(-0.0f) == kvc_key_of(0) && kvc_key_of(-NAN) == kvc_key_of(NAN));
+    CHECK(!signbit(kvc_score_of(kvc_key_of(-0.0f))));
+}
+
+int main(void) {
+    test_keys();
+    test_choices();
+    return test_result();
+}
