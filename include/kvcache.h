@@ -488,6 +488,7 @@ typedef struct kvc_plan_args {
     int32_t max_chosen;        /* the most positions that kvc_chosen may name: width * block, with a tail block - 1
                                   more.  The plan is made before they are known.  0: the plan is not for chosen rows,
                                   but kvc_attend finds the number itself */
+    int32_t num_choices;       /* of kvc_choose_args, for a layer that holds keys alone.  0: 1 */
 } kvc_plan_args;
 
 /* Attends: out[t, h] = sum over visible rows j of softmax(scale * q[t, h] . k[j]) * v[j], for the query tokens of the
@@ -510,6 +511,47 @@ typedef struct kvc_plan_args {
  * after KVC_ERR_NOMEM and KVC_ERR_CANCELLED; putting them again does no harm.  After KVC_ERR_CANCELLED, the contents of
  * out and lse are undefined. */
 KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args);
+
+typedef struct kvc_choose_args {
+    size_t struct_size;
+    const void *q;        /* [num_tokens][num_heads][k_dim] */
+    const float *weights; /* [num_tokens][num_heads]; NULL: all 1 */
+    const int32_t *among; /* [num_tokens][num_choices][among_width] in any order: only these rows, or blocks, may be
+                             chosen; entries below 0 count for nothing.  NULL: all that the token sees */
+    int32_t *chosen;      /* out: [num_tokens][num_choices][width] ascending, then -1 */
+    float *scores;        /* out: [num_tokens][num_choices][width] of what is chosen, -inf beside -1; may be NULL */
+    const volatile int32_t *cancel; /* as in kvc_attend_args */
+    /* Bytes.  Elements of queries, and entries of one choice, are adjacent. */
+    int64_t q_token_stride, q_head_stride, weights_token_stride, weights_head_stride;
+    int64_t among_token_stride, among_choice_stride, chosen_token_stride, chosen_choice_stride;
+    int64_t scores_token_stride, scores_choice_stride;
+    int32_t q_type;      /* KVC_F32, KVC_F16 or KVC_BF16 */
+    float scale;         /* 0: 1 / sqrt(k_dim) */
+    int32_t relu;        /* not 0: negative products count 0 */
+    int32_t num_choices; /* 1: all heads choose together.  n divides num_heads: the first num_heads / n heads choose
+                            together, then the next ones, and so on.  It is a multiple or a divisor of num_kv_heads.
+                            0: 1 */
+    int32_t width, among_width;
+    int32_t block;       /* 0 or 1: rows are chosen, by their positions.  n: blocks of n positions are chosen; entry b
+                            stands for the positions [b n, (b + 1) n) */
+    int32_t num_first;   /* rows, or blocks, from position 0 on that are chosen before others, ... */
+    int32_t num_local;   /* ... and as many up to the token's own */
+} kvc_choose_args;
+
+/* Chooses rows for each query token of the plan, by the keys of layer plan->layer, which holds keys alone: `width` rows
+ * with the largest scores, or all if a token sees no more.  They are rows for kvc_chosen in another layer.
+ *     score[t, c, j] = sum over the heads h of choice c of weights[t, h] * f(scale * q[t, h] . k[j, KV head of h])
+ * f is the identity or, with relu, max(0, .).  A token sees the same rows as in kvc_attend; they must have been put.
+ * A larger score is chosen first.  NaN counts as the largest, and -0 as 0.  Of equal scores, the lower position is
+ * chosen first.  The score of a block is the score of its best visible row; so is the score of a position with several
+ * rows.  num_first and num_local only move rows forward: no row that the token does not see is chosen, nor one that is
+ * missing in `among`.  If there are more of these than `width`, their scores decide among them.
+ * The choice is exact.  Its bits depend on the rows that the token sees alone: not on threads, on where rows lie, or on
+ * other tokens of the batch.  Keys of KVC_INT8, KVC_INT6 and KVC_INT4 are multiplied as integers, by queries that are
+ * rounded to 8 bits, with a scale for each head.  These scores are the same on every instruction set.
+ * Fails as kvc_attend does, and with KVC_ERR_UNSUPPORTED if the layer holds values.  After an error, the contents of
+ * chosen and scores are undefined. */
+KVC_API kvc_status kvc_choose(kvc_batch *batch, const kvc_plan_args *plan, const kvc_choose_args *args);
 
 /* Ends the batch and frees it: its tokens become part of their sequences, if these are stored.
  * A layer with a window or chunks expires rows.  It keeps the rows that a query at the position of the sequence's last
@@ -1325,6 +1367,10 @@ KVC_API int64_t kvc_plan_num_tasks(const kvc_plan *plan);
  * tasks of another layer.  Fails with KVC_ERR_INVALID, KVC_ERR_GONE and KVC_ERR_CANCELLED (cancel) as kvc_attend does.
  * kvc_last_error() has the message on the thread that ran the task. */
 KVC_API kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, int64_t task);
+
+/* Runs one task of kvc_choose, as kvc_plan_run does of kvc_attend, of a plan for a layer that holds keys alone.  The
+ * task of a token that ends last chooses. */
+KVC_API kvc_status kvc_plan_choose(kvc_plan *plan, int32_t layer, const kvc_choose_args *args, int64_t task);
 
 /* Frees a plan before its batch ends; ignores NULL. */
 KVC_API void kvc_plan_free(kvc_plan *plan);

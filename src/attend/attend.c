@@ -2,42 +2,17 @@
 #include <math.h>
 #include <string.h>
 
-#include "base/parallel.h"
 #include "attend/chosen.h"
 #include "attend/plan.h"
-#include "attend/round.h"
+#include "attend/run.h"
 #include "attend/step.h"
 #include "cache/check.h"
 #include "pass/put.h"
 #include "rows/copy.h"
 
+#define CANCELLED "the attention was cancelled"
+
 /* ---- the rows of a task ------------------------------------------------------------------------------------------ */
-
-/* Returns a cursor over `count` rows of a slice for a part, from row `offset` of a segment on. */
-static kvc_cursor cursor_from(const kvc_call *c, const kvc_query_slice *slice, int32_t part, const kvc_segment *segment,
-                              int64_t offset, int64_t count) {
-    const kvc_plan *plan = c->plan;
-    while (count && offset >= segment->count) offset -= segment++->count;
-    kvc_cursor at = {.layout = c->layout,
-                     .segment = segment,
-                     .offset = (int32_t)offset,
-                     .head = part / plan->parts_per_kv,
-                     .num_rows = count,
-                     .window_rows = slice->tiled ? slice->tile_rows : c->streamed_rows};
-    if (plan->num_deltas)
-        at.changes_to_mix =
-            slice->tiled ? KVC_TILED_DELTA_CHANGES : KVC_STREAM_DELTA_CHANGES * (c->streamed_rows / KVC_PANEL);
-    if (slice->is_buffered && count)
-        at.layout = &c->buffer->layout, at.buffer_rows = kvc_row_buffer_block(c->buffer)->rows;
-    return at;
-}
-
-/* Returns a cursor over `count` rows of a split of a slice, from its row `row` on. */
-static kvc_cursor cursor_at(const kvc_call *c, const kvc_query_slice *slice, int32_t split, int32_t part, int64_t row,
-                            int64_t count) {
-    const kvc_split_start *start = &c->plan->starts[slice->first_start + split];
-    return cursor_from(c, slice, part, c->plan->segments + start->segment, start->offset + row, count);
-}
 
 /* Counts the rows of the split that a slice does not share with all others. */
 static int64_t num_own_rows(const kvc_job *job, const kvc_query_slice *slice) {
@@ -47,7 +22,7 @@ static int64_t num_own_rows(const kvc_job *job, const kvc_query_slice *slice) {
 /* Returns a cursor over the first rows of a job: the rows that its slices share, or all rows of its only slice.
  * slice: its first one. */
 static kvc_cursor first_rows(const kvc_call *c, const kvc_job *job, const kvc_query_slice *slice, int32_t part) {
-    return cursor_at(c, slice, job->split, part, 0, job->shared_rows ? job->shared_rows : num_own_rows(job, slice));
+    return kvc_cursor_at(c, slice, job->split, part, 0, job->shared_rows ? job->shared_rows : num_own_rows(job, slice));
 }
 
 /* Returns a cursor over the own rows of slice m, or of the next slice that has own rows.  Behind the last slice,
@@ -58,7 +33,7 @@ static kvc_cursor rows_from_slice(const kvc_task *t, int32_t m) {
     for (; m < t->job->num_slices; m++) {
         const kvc_query_slice *slice = kvc_slice_of(plan, t->job, m);
         const int64_t rows = num_own_rows(t->job, slice);
-        if (rows) return cursor_at(t->call, slice, t->job->split, t->part, t->job->shared_rows, rows);
+        if (rows) return kvc_cursor_at(t->call, slice, t->job->split, t->part, t->job->shared_rows, rows);
     }
     const int64_t next = t->index + plan->args.num_threads;
     int32_t part;
@@ -90,8 +65,9 @@ static int attend_split(kvc_task *t) {
         const int64_t rows = num_own_rows(job, own.slice);
         query_row += own.num_query_rows;
         if (rows)
-            goes_on = kvc_attend_rows(&own, cursor_at(t->call, own.slice, job->split, t->part, job->shared_rows, rows),
-                                      rows_from_slice(t, m + 1));
+            goes_on =
+                kvc_attend_rows(&own, kvc_cursor_at(t->call, own.slice, job->split, t->part, job->shared_rows, rows),
+                                rows_from_slice(t, m + 1));
     }
     return goes_on;
 }
@@ -200,24 +176,15 @@ static void keep_partial(const kvc_task *t, int32_t p) {
            q * (size_t)t->call->plan->workspace.acc_stride * sizeof *partial);
 }
 
-/* Keeps the result of a split of a slice; returns whether the slice has the results of all its splits. */
-static int end_one_of(const kvc_task *t) {
-    const kvc_call *c = t->call;
-    const kvc_query_slice *slice = t->slice;
-    atomic_int *remaining = &c->plan->remaining[slice->first_counter + t->part];
-    keep_partial(t, t->job->split);
-    const int new_splits = c->was_done ? 0 : 1;
-    if (atomic_fetch_sub(remaining, new_splits) != new_splits) return 0;
-    if (!c->is_rerun) atomic_store(remaining, slice->num_splits); /* for the next layer */
-    return 1;
-}
-
 /* The last task to end of a slice and KV head merges the splits and writes the output; in a rerun, each task that finds
  * all splits there does.  A single split is not counted: atomic instructions wait until all that was stored is in the
  * cache. */
 static void end_split(const kvc_task *t) {
     const int32_t num_splits = t->slice->num_splits;
-    if (num_splits > 1 && !t->call->plan->joins_splits && !end_one_of(t)) return;
+    if (num_splits > 1 && !t->call->plan->joins_splits) {
+        keep_partial(t, t->job->split);
+        if (!kvc_ends_slice(t)) return;
+    }
     results all = {t->max, t->sum, t->acc, 0, 1, 1};
     if (num_splits > 1) {
         const size_t q = (size_t)t->num_query_rows;
@@ -242,13 +209,13 @@ static int attend_chosen(kvc_task *t) {
     const int32_t num_splits = t->job->num_splits;
     const int64_t num_rows = kvc_list_chosen(t, t->job->split * slice->split_rows, num_splits * slice->split_rows);
     const kvc_segment *const segments = kvc_chosen_segments(t);
-    kvc_cursor rows = cursor_from(c, slice, t->part, segments, 0, kvc_smaller(num_rows, slice->split_rows));
+    kvc_cursor rows = kvc_cursor_from(c, slice, t->part, segments, 0, kvc_smaller(num_rows, slice->split_rows));
     kvc_prefetch_keys(t, rows);
     int goes_on = 1; /* until the call is cancelled */
     for (int32_t p = 0; p < num_splits && goes_on; p++) {
         const int64_t end = (p + 1) * slice->split_rows, left = num_rows > end ? num_rows - end : 0;
-        const kvc_cursor next = cursor_from(c, slice, t->part, segments, end,
-                                            p + 1 < num_splits ? kvc_smaller(left, slice->split_rows) : 0);
+        const kvc_cursor next = kvc_cursor_from(c, slice, t->part, segments, end,
+                                                p + 1 < num_splits ? kvc_smaller(left, slice->split_rows) : 0);
         begin_split(t);
         goes_on = kvc_attend_rows(t, rows, next);
         if (goes_on && num_splits > 1) keep_partial(t, p);
@@ -271,69 +238,8 @@ static void end_splits(const kvc_task *t) {
     }
 }
 
-/* ---- running tasks ----------------------------------------------------------------------------------------------- */
-
-/* Makes task i of the plan, which works in `workspace`. */
-static kvc_task make_task(kvc_call *c, int64_t i, float *workspace) {
-    const kvc_plan *plan = c->plan;
-    const kvc_workspace_layout *at = &plan->workspace;
-    int32_t part;
-    const kvc_job *job = kvc_job_of(plan, i, &part);
-    const kvc_query_slice *slice = kvc_slice_of(plan, job, 0);
-    kvc_task t = {.call = c,
-                  .job = job,
-                  .slice = slice,
-                  .k_as = c->k_as[slice->tiled],
-                  .v_as = c->v_as[slice->tiled],
-                  .k_lacks_minima = KVC_TYPES[c->layer->k_type].has_minimum && c->k_as[slice->tiled] == KVC_Q8_0,
-                  .v_lacks_minima = KVC_TYPES[c->layer->v_type].has_minimum && c->v_as[slice->tiled] == KVC_Q8_0,
-                  .index = i,
-                  .part = part,
-                  .workspace = workspace,
-                  .q = workspace + at->q,
-                  .q_blocks = workspace + at->q_blocks,
-                  .scores = workspace + at->scores,
-                  .acc = workspace + at->acc,
-                  .max = workspace + at->max,
-                  .sum = workspace + at->sum,
-                  .factor = workspace + at->factor,
-                  .delta_index = KVC_UNPREPARED,
-                  .tokens = (void *)(workspace + at->tokens)};
-    int32_t num_tokens = 0;
-    for (int32_t m = 0; m < job->num_slices; m++) {
-        if (m) slice = kvc_slice_of(plan, job, m);
-        memcpy(t.tokens + num_tokens, plan->batch->order + slice->first, (size_t)slice->num_tokens * sizeof *t.tokens);
-        num_tokens += slice->num_tokens;
-    }
-    t.num_query_rows = num_tokens * plan->heads_per_part;
-    return t;
-}
-
-/* Takes a workspace that no task uses.  There is one for each thread of the plan; further threads wait. */
-static int32_t take_workspace(kvc_plan *plan) {
-    for (;;) {
-        for (int32_t i = 0; i < plan->num_workspaces; i++)
-            if (!atomic_flag_test_and_set_explicit(&plan->workspace_taken[i], memory_order_acquire)) return i;
-        kvc_pause();
-    }
-}
-
-/* Attends to the rows of task i and ends its splits, unless the call is cancelled; for kvc_parallel, with the kvc_call
- * as context. */
-static void run_task(void *context, int64_t i) {
-    kvc_call *c = context;
-    kvc_plan *plan = c->plan;
-    const int32_t l = take_workspace(plan);
-    kvc_task t = make_task(c, i, plan->workspaces + (size_t)l * plan->workspace.size);
-    const int cancelled = !(plan->args.max_chosen ? attend_chosen(&t) : attend_split(&t));
-    if (!cancelled && c->is_rerun) kvc_round_lock(&plan->round);
-    if (!cancelled) end_splits(&t);
-    if (!cancelled && c->is_rerun) kvc_round_unlock(&plan->round);
-    atomic_flag_clear_explicit(&plan->workspace_taken[l], memory_order_release);
-    if (cancelled) atomic_store(&c->was_cancelled, 1);
-}
-
-static kvc_status fail_cancelled(void) { return kvc_fail(KVC_ERR_CANCELLED, "the attention was cancelled"); }
+static const kvc_work attention = {attend_split, end_splits, CANCELLED},
+                      attention_to_chosen = {attend_chosen, end_splits, CANCELLED};
 
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
@@ -362,89 +268,11 @@ static kvc_status check_args(const kvc_layer *layer, int32_t num_tokens, const k
     return KVC_OK;
 }
 
-/* Checks that the plan, which may have been made for another layer, serves this one. */
-static kvc_status check_plan_layer(const kvc_plan *plan, int32_t layer) {
-    const kvc_cache *cache = plan->batch->cache;
-    KVC_TRY(kvc_check_attention(plan->batch, layer, 1));
-    const kvc_layer *config = &cache->layers[layer];
-    if (cache->group_of[layer] != plan->group || config->num_kv_heads != plan->num_kv_heads ||
-        config->k_dim != plan->k_dim || config->v_dim != plan->v_dim)
-        return kvc_fail(KVC_ERR_INVALID,
-                        "layer %d has not the policy and shapes of the plan's layer, %d: make one for it", layer,
-                        plan->args.layer);
-    if (!kvc_plan_is_current(plan))
-        return kvc_fail(KVC_ERR_INVALID, "the rows of layer %d were put after the plan was made: make another", layer);
-    return KVC_OK;
-}
-
-/* Checks that the batch's own rows that a slice sees were put, or are about to be, by `put`. */
-static kvc_status check_seen(const kvc_plan *plan, const kvc_query_slice *slice, int32_t layer, const kvc_put_args *put,
-                             const kvc_row_buffer *buffer) {
-    const kvc_batch *batch = plan->batch;
-    if (slice->lacks_rows)
-        return kvc_fail(KVC_ERR_INVALID, "sequence %lld has no rows in cross-attention layer %d: put k and v first",
-                        (long long)batch->sequences[slice->sequence].sequence->id, layer);
-    const uint8_t *written = kvc_written_in(batch, kvc_source_of(batch->cache, layer));
-    for (int64_t p = slice->first_own_segment; p < slice->end_segment; p++) {
-        const kvc_segment *segment = &plan->segments[p];
-        for (int32_t i = 0; segment->token >= 0 && i < segment->count; i++) {
-            const int32_t t = batch->order[segment->token + i];
-            int was_put = written[t];
-            if (put && t >= put->first && t < put->first + put->num_tokens) continue;
-            if (slice->is_buffered) {
-                const kvc_status status = kvc_row_buffer_has(batch, buffer, layer, t, segment->slot + i, &was_put);
-                if (status != KVC_OK) return status;
-            }
-            if (!was_put)
-                return kvc_fail(KVC_ERR_INVALID,
-                                "token %d of the batch is seen but was not put in layer %d: put k and v first", t,
-                                layer);
-        }
-    }
-    return KVC_OK;
-}
-
-/* Checks that the rows that the slices of a task see were put. */
-static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task, const kvc_row_buffer *buffer) {
-    int32_t part;
-    const kvc_job *job = kvc_job_of(plan, task, &part);
-    kvc_status status = KVC_OK;
-    for (int32_t m = 0; status == KVC_OK && m < job->num_slices; m++)
-        status = check_seen(plan, kvc_slice_of(plan, job, m), layer, NULL, buffer);
-    return status;
-}
-
 /* Fills in what the tasks of a call share. */
 static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_chosen *chosen,
                       const kvc_row_buffer *buffer) {
-    const kvc_cache *cache = plan->batch->cache;
-    c->plan = plan;
-    c->is_rerun = c->was_done = 0;
-    c->args = args;
     c->chosen = *chosen;
-    c->kernels = cache->kernels;
-    c->prefetch_level = cache->prefetch_level;
-    c->layer = &cache->layers[layer];
-    c->layout = &cache->layouts[cache->layout_of[layer]];
-    /* Short rows go in longer tiles: they are read earlier, and less time goes into beginning tiles.  Both divide
-     * KVC_TILE, as slices share whole tiles. */
-    const int is_short = c->layout->k_row_bytes <= KVC_SHORT_ROW && c->layout->v_row_bytes <= KVC_SHORT_ROW;
-    c->streamed_rows = is_short ? KVC_TILE : KVC_PANEL;
-    c->buffer = buffer;
-    c->policy = &cache->policies[plan->group];
-    c->num_sinks = kvc_policy_sinks(c->policy);
-    for (int tiled = 0; tiled < 2; tiled++) {
-        c->k_as[tiled] = kvc_taken_as(c->kernels, c->layer->k_type, tiled);
-        c->v_as[tiled] = kvc_taken_as(c->kernels, c->layer->v_type, tiled);
-    }
-    c->k_mixing = kvc_mixing_of(c->layer, 0);
-    c->v_mixing = kvc_mixing_of(c->layer, 1);
-    c->rope = kvc_rope_of(cache, layer);
-    c->angles = plan->angles;
-    if (c->rope) c->angles += (size_t)cache->rope_of[layer] * (size_t)plan->num_deltas * (size_t)plan->angles_stride;
-    c->changes_scores = args->softcap > 0 || args->alibi;
-    c->scale = args->scale != 0 ? args->scale : 1 / sqrtf((float)plan->k_dim);
-    atomic_init(&c->was_cancelled, 0);
+    kvc_call_init(c, plan, layer, args, plan->args.max_chosen ? &attention_to_chosen : &attention, buffer);
 }
 
 /* Checks the arguments of kvc_plan_run, and runs the task. */
@@ -452,60 +280,37 @@ static kvc_status run_planned(kvc_plan *plan, int32_t layer, const kvc_attend_ar
     kvc_attend_args args;
     kvc_chosen chosen = {0};
     kvc_call c;
-    kvc_status status = KVC_READ(kvc_attend_args, &args, given, "args");
-    if (status == KVC_OK && args.chosen) status = kvc_chosen_read(&args, &chosen);
-    if (status == KVC_OK) status = check_plan_layer(plan, layer);
-    if (status == KVC_OK) status = check_args(&plan->batch->cache->layers[layer], plan->args.num_tokens, &args);
-    if (status == KVC_OK && (args.chosen || plan->args.max_chosen))
-        status = kvc_chosen_check(&plan->args, plan->num_kv_heads, &chosen);
-    if (status == KVC_OK && args.put)
-        status = kvc_fail(KVC_ERR_INVALID, "args->put is not NULL: rows are stored by kvc_put before tasks are run");
-    if (status == KVC_OK && (task < 0 || task >= plan->num_tasks))
-        status =
-            kvc_fail(KVC_ERR_INDEX, "task is %lld: the plan has %lld", (long long)task, (long long)plan->num_tasks);
-    kvc_row_buffer *buffer = status == KVC_OK ? kvc_row_buffer_find(plan->batch, layer) : NULL;
-    if (status == KVC_OK) status = check_task(plan, layer, task, buffer);
-    if (status == KVC_OK) {
-        make_call(&c, plan, layer, &args, &chosen, buffer);
-        kvc_poll_timer_init(&c.timer, NULL, NULL);
-        status = kvc_round_begin(&c, layer, task);
-        if (status == KVC_OK) {
-            run_task(&c, task);
-            if (atomic_load(&c.was_cancelled)) status = fail_cancelled();
-            kvc_round_end(&c, task, status == KVC_OK);
-        }
-    }
+    KVC_TRY(KVC_READ(kvc_attend_args, &args, given, "args"));
+    if (args.chosen) KVC_TRY(kvc_chosen_read(&args, &chosen));
+    KVC_TRY(kvc_check_plan_layer(plan, layer));
+    if (!plan->v_dim) return kvc_check_attention(plan->batch, layer, 1);
+    KVC_TRY(check_args(&plan->batch->cache->layers[layer], plan->args.num_tokens, &args));
+    if (args.chosen || plan->args.max_chosen) KVC_TRY(kvc_chosen_check(&plan->args, plan->num_kv_heads, &chosen));
+    if (args.put)
+        return kvc_fail(KVC_ERR_INVALID, "args->put is not NULL: rows are stored by kvc_put before tasks are run");
+    kvc_row_buffer *buffer = kvc_row_buffer_find(plan->batch, layer);
+    make_call(&c, plan, layer, &args, &chosen, buffer);
+    const kvc_status status = kvc_run_task(&c, layer, task);
     kvc_row_buffer_leave(plan->batch->cache, buffer);
     return status;
 }
 
 kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, int64_t task) {
-    const kvc_status status = run_planned(plan, layer, args, task);
-    if (status == KVC_OK) return status;
-    kvc_round_lock(&plan->round);
-    plan->round.has_failed |= plan->round.layer == layer;
-    kvc_round_unlock(&plan->round);
-    return status;
+    return kvc_note_failure(plan, layer, run_planned(plan, layer, args, task));
 }
 
 /* Puts rows, if `put` is not NULL, and runs all tasks, on several threads if that is worth it.  *buffer: the layer's
  * row buffer, or NULL if it has none; set if putting rows makes one. */
 static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_chosen *chosen,
                          const kvc_put_args *put, kvc_row_buffer **buffer) {
-    static const double WORTH_THREADS = 1 << 19; /* multiply-adds: about 20 microseconds */
     kvc_call c;
     kvc_batch *batch = plan->batch;
-    for (int32_t u = 0; u < plan->num_slices; u++)
-        if (!u || !plan->args.max_chosen || plan->slices[u].sequence != plan->slices[u - 1].sequence)
-            KVC_TRY(check_seen(plan, &plan->slices[u], layer, put, *buffer));
+    KVC_TRY(kvc_check_all_seen(plan, layer, put, *buffer));
     if (put && !*buffer && batch->num_buffered && kvc_any_buffered(batch, layer, put->first, put->num_tokens))
         KVC_TRY(kvc_row_buffer_enter(batch, layer, buffer));
     if (put) KVC_TRY(kvc_put_rows(batch, layer, put, *buffer));
     make_call(&c, plan, layer, args, chosen, *buffer);
-    kvc_cache_poll_timer(batch->cache, plan->multiply_adds, &c.timer);
-    kvc_parallel(kvc_threads_for(plan->multiply_adds, WORTH_THREADS, plan->args.num_threads), plan->num_tasks, run_task,
-                 &c);
-    kvc_status status = atomic_load(&c.was_cancelled) ? fail_cancelled() : KVC_OK;
+    kvc_status status = kvc_run_tasks(&c);
     if (status == KVC_OK && put && *buffer) status = kvc_row_buffer_accept(batch->cache, *buffer, 0);
     if (status != KVC_OK && put) kvc_mark_written(batch, layer, put->first, put->num_tokens, *buffer, 0);
     return status;
@@ -524,6 +329,7 @@ kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const k
     if (args.put) KVC_TRY(KVC_READ(kvc_put_args, &put, args.put, "args"));
     const int32_t layer = plan_args.layer;
     KVC_TRY(kvc_plan_check(batch, &plan_args));
+    if (!batch->cache->layers[layer].v_dim) return kvc_check_attention(batch, layer, 1);
     KVC_TRY(check_args(&batch->cache->layers[layer], plan_args.num_tokens, &args));
     if (plan_args.max_chosen) KVC_TRY(kvc_chosen_check(&plan_args, batch->cache->layers[layer].num_kv_heads, &chosen));
     if (args.put) KVC_TRY(kvc_put_check(batch, layer, &put));

@@ -12,6 +12,8 @@
  *     few, as a part's result is large here and takes time to merge.
  *   - Where rows are chosen, each token is a slice, which is tiled if it alone has more than KVC_STREAM_QUERIES query
  *     rows.  The chosen rows are cut every KVC_SPLIT_ROWS.
+ *   - Where a plan chooses, each token is a slice, too.  Its rows may be cut anyhow, as each is ranked by itself: so
+ * that there are enough tasks for the plan's threads.
  *
  * Arrays are allocated between two passes over the same function, one that counts and one that lists: cut_queries
  * gives the slices of a sequence (kvc_count_slices, kvc_list_slices), visit_own_rows the segments of the batch's own
@@ -54,7 +56,7 @@ static query_cut cut_queries(const kvc_plan *plan, int32_t sequence) {
     const int32_t num_tokens = cut.end - cut.first, last = batch->positions[batch->order[cut.end - 1]];
     const int64_t query_rows = (int64_t)num_tokens * plan->heads_per_part;
     cut.tokens = query_rows <= KVC_TASK_QUERIES ? num_tokens : slice_tokens(plan, query_rows, (int64_t)last + 1);
-    if (plan->args.max_chosen) cut.tokens = 1;
+    if (kvc_plan_is_by_token(plan)) cut.tokens = 1;
     cut.num_slices = (int32_t)divide_up(num_tokens, cut.tokens);
     return cut;
 }
@@ -228,10 +230,21 @@ static void cut_rows(const kvc_plan *plan, int32_t num_slices, kvc_query_slice *
     if (!slice->num_splits) slice->num_splits = 1; /* a slice that sees nothing needs a task too, which writes zeros */
 }
 
+/* Cuts the rows of a slice for which a plan chooses.  With one split, a task keeps what it needs in its workspace. */
+static void cut_ranked(const kvc_plan *plan, kvc_query_slice *slice) {
+    const int64_t threads = plan->args.num_threads, enough = KVC_TASKS_PER_THREAD * threads;
+    const int is_whole = threads == 1 || 2 * (int64_t)plan->num_slices >= enough;
+    const int64_t rows = is_whole ? slice->num_rows : divide_up(slice->num_rows * plan->num_slices, enough);
+    slice->split_rows = KVC_BUGGIFY() ? 4 : kvc_smaller(INT32_MAX, divide_up(rows, KVC_SPLIT_ROWS) * KVC_SPLIT_ROWS);
+    if (!slice->split_rows) slice->split_rows = KVC_SPLIT_ROWS;
+    slice->num_splits = (int32_t)divide_up(slice->num_rows, slice->split_rows);
+    if (!slice->num_splits) slice->num_splits = 1;
+}
+
 /* Lists the slices of a sequence whose tokens choose rows.  What all of them see together is found once. */
 static void list_choosing(const kvc_plan *plan, const kvc_view *view, int32_t sequence, const query_cut *cut,
                           kvc_new_slice *slices, uint8_t *marks) {
-    const int tiled = plan->heads_per_part > KVC_STREAM_QUERIES;
+    const int tiled = !kvc_plan_chooses(plan) && plan->heads_per_part > KVC_STREAM_QUERIES;
     kvc_new_slice all = {.slice = {.sequence = sequence,
                                    .first = cut->first,
                                    .num_tokens = cut->end - cut->first,
@@ -240,8 +253,12 @@ static void list_choosing(const kvc_plan *plan, const kvc_view *view, int32_t se
     find_rows(plan, view, &all, marks);
     /* Where positions rise, each has one row. */
     const int64_t most = !all.stored_rises ? INT64_MAX : plan->args.max_chosen + (all.rises ? 0 : all.own_rows);
-    all.slice.num_rows = kvc_smaller(all.slice.num_rows, most);
-    cut_rows(plan, cut->num_slices, &all.slice);
+    if (kvc_plan_chooses(plan)) {
+        cut_ranked(plan, &all.slice);
+    } else {
+        all.slice.num_rows = kvc_smaller(all.slice.num_rows, most);
+        cut_rows(plan, cut->num_slices, &all.slice);
+    }
     for (int32_t i = 0; i < cut->num_slices; i++) {
         slices[i] = all;
         slices[i].slice.first += i;
@@ -252,7 +269,7 @@ static void list_choosing(const kvc_plan *plan, const kvc_view *view, int32_t se
 void kvc_list_slices(const kvc_plan *plan, const kvc_view *view, kvc_new_slice *slices, uint8_t *marks) {
     for (int32_t s = 0; s < plan->batch->num_sequences; s++) {
         const query_cut cut = cut_queries(plan, s);
-        if (cut.num_slices && plan->args.max_chosen) {
+        if (cut.num_slices && kvc_plan_is_by_token(plan)) {
             list_choosing(plan, view, s, &cut, slices, marks);
             slices += cut.num_slices;
             continue;
@@ -300,7 +317,8 @@ static void list_segment(void *context, const kvc_run *segment, int32_t token) {
 }
 
 int64_t kvc_most_segments(const kvc_plan *plan, const kvc_new_slice *u) {
-    if (plan->args.max_chosen && !u->rises) return u->stored_rows + u->own_rows; /* sort_rows takes one for each row */
+    if (kvc_plan_is_by_token(plan) && !u->rises)
+        return u->stored_rows + u->own_rows; /* sort_rows takes one for each row */
     return (int64_t)(u->num_runs - u->first_run) * (u->stored.sinks ? 2 : 1) + u->own_segments;
 }
 
@@ -369,7 +387,7 @@ static void list_by_position(kvc_plan *plan, const kvc_new_slice *from, kvc_quer
 
 void kvc_list_segments(kvc_plan *plan, const kvc_new_slice *from, kvc_query_slice *slice, const kvc_query_slice *before,
                        uint8_t *marks) {
-    if (plan->args.max_chosen) {
+    if (kvc_plan_is_by_token(plan)) {
         list_by_position(plan, from, slice, before, marks);
         return;
     }

@@ -70,12 +70,13 @@ static int take_scratch(maker *m) {
 
 /* Sums over the slices of a plan. */
 typedef struct totals {
-    int64_t segments;         /* upper bound of the number of segments */
-    int64_t splits, counters; /* lengths of plan->starts and plan->remaining */
-    int64_t whole_query_rows; /* query rows of the slices of whole sequences */
-    uint64_t partials;        /* floats in plan->partials */
-    int32_t most_query_rows;  /* most query rows of one slice */
-    int32_t most_splits;      /* most splits of one slice */
+    int64_t segments;                   /* upper bound of the number of segments */
+    int64_t splits, counters;           /* lengths of plan->starts and plan->remaining */
+    int64_t whole_query_rows;           /* query rows of the slices of whole sequences */
+    uint64_t partials;                  /* floats in plan->partials */
+    int32_t most_query_rows;            /* most query rows of one slice */
+    int32_t most_splits;                /* most splits of one slice */
+    int64_t most_rows, most_whole_rows; /* most rows of one slice, and of one that is not cut into splits */
     int32_t any_tiled;
     double multiply_adds;
 } totals;
@@ -89,7 +90,7 @@ static totals lay_out_slices(const maker *m) {
         kvc_query_slice *slice = &u->slice;
         const int32_t query_rows = kvc_num_query_rows(plan, slice);
         const uint64_t tasks = (uint64_t)slice->num_splits * (uint64_t)plan->num_parts;
-        const int has_own_segments = !plan->args.max_chosen || !i || u[-1].slice.sequence != slice->sequence;
+        const int has_own_segments = !kvc_plan_is_by_token(plan) || !i || u[-1].slice.sequence != slice->sequence;
         slice->first_start = t.splits;
         slice->first_counter = t.counters;
         slice->partials = t.partials;
@@ -98,7 +99,10 @@ static totals lay_out_slices(const maker *m) {
         t.counters += plan->num_parts;
         t.whole_query_rows += u->is_whole ? query_rows : 0;
         if (slice->num_splits > 1 && !plan->joins_splits)
-            t.partials += tasks * kvc_partial_size(query_rows, plan->workspace.acc_stride);
+            t.partials += kvc_plan_chooses(plan) ? (uint64_t)slice->num_rows * (uint64_t)plan->args.num_choices
+                                                 : tasks * kvc_partial_size(query_rows, plan->workspace.acc_stride);
+        if (slice->num_rows > t.most_rows) t.most_rows = slice->num_rows;
+        if (slice->num_splits == 1 && slice->num_rows > t.most_whole_rows) t.most_whole_rows = slice->num_rows;
         if (slice->num_splits > t.most_splits) t.most_splits = slice->num_splits;
         if (query_rows > t.most_query_rows) t.most_query_rows = query_rows;
         t.any_tiled |= slice->tiled;
@@ -138,6 +142,26 @@ static void lay_out_chosen(kvc_plan *plan, const totals *t) {
     if (splits > 1)
         workspace->partials =
             add_floats(&workspace->size, splits * kvc_partial_size(plan->heads_per_part, plan->workspace.acc_stride));
+}
+
+/* Lays out a workspace of a plan for choosing. */
+static void lay_out_choosing(kvc_plan *plan, const totals *t) {
+    kvc_workspace_layout *at = &plan->workspace;
+    const kvc_rank_lanes of_head = kvc_rank_lanes_of(plan);
+    const uint64_t choices = (uint64_t)plan->args.num_choices, dim = (uint64_t)plan->k_dim;
+    const uint64_t lanes = (uint64_t)of_head.num * (uint64_t)plan->num_kv_heads;
+    at->q = add_floats(&at->size, dim);
+    at->tokens = add_floats(&at->size, 1);
+    at->packed = add_floats(&at->size, lanes * dim);
+    at->weights = add_floats(&at->size, lanes);
+    at->masks = add_floats(&at->size, lanes);
+    at->starts = add_floats(&at->size, lanes);
+    at->rows = add_floats(&at->size, dim * KVC_TILE);
+    at->scores = add_floats(&at->size, (uint64_t)(of_head.num / of_head.choice_lanes) * KVC_TILE);
+    at->totals = add_floats(&at->size, choices * KVC_TILE);
+    at->ranks = add_floats(&at->size, choices * (uint64_t)t->most_whole_rows);
+    at->entries = add_floats(&at->size, (uint64_t)t->most_rows);
+    at->ids = add_floats(&at->size, (uint64_t)t->most_rows);
 }
 
 /* Lays out a workspace that is large enough for every task. */
@@ -361,7 +385,10 @@ static kvc_plan *make_plan(maker *m) {
     const totals t = lay_out_slices(m);
     sketch->num_workspaces = (int32_t)kvc_smaller(sketch->args.num_threads, t.splits * sketch->num_parts);
     sketch->multiply_adds = t.multiply_adds;
-    lay_out_workspace(sketch, &t);
+    if (kvc_plan_chooses(sketch))
+        lay_out_choosing(sketch, &t);
+    else
+        lay_out_workspace(sketch, &t);
     kvc_plan *plan = m->plan = allocate_plan(sketch, &t);
     if (!plan) return NULL;
     if (plan->num_deltas) {
@@ -398,6 +425,10 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
                        .heads_per_part = args->num_heads / layer->num_kv_heads,
                        .parts_per_kv = 1,
                        .num_parts = layer->num_kv_heads};
+    if (kvc_plan_chooses(&sketch)) {
+        sketch.heads_per_part = args->num_heads;
+        sketch.num_parts = 1;
+    }
     sketch.workspace.acc_stride = (int32_t)kvc_align_up((size_t)layer->v_dim, KVC_LANES);
     sketch.num_slices = kvc_count_slices(&sketch);
     maker m = {.plan = &sketch};
@@ -415,8 +446,31 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
 
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
+/* Checks what says for how many choices a plan chooses, and for how many chosen rows it is. */
+static kvc_status check_choices(const kvc_cache *cache, kvc_plan_args *args) {
+    const kvc_layer *layer = &cache->layers[args->layer];
+    const int32_t heads = args->num_heads, kv_heads = layer->num_kv_heads, num = args->num_choices;
+    if (args->max_chosen < 0)
+        return kvc_fail(KVC_ERR_INVALID, "max_chosen is %d: it must be positive, or 0 if no rows are chosen",
+                        args->max_chosen);
+    if (layer->v_dim && num)
+        return kvc_fail(KVC_ERR_INVALID, "num_choices is %d: layer %d holds values, and rows are chosen by keys alone",
+                        num, args->layer);
+    if (layer->v_dim) return KVC_OK;
+    if (args->max_chosen)
+        return kvc_fail(KVC_ERR_INVALID, "max_chosen is %d: layer %d holds keys alone, which are not attended to",
+                        args->max_chosen, args->layer);
+    if (num < 0 || (num && (heads % num || (num % kv_heads && kv_heads % num))))
+        return kvc_fail(KVC_ERR_INVALID,
+                        "num_choices is %d: it must divide num_heads, %d, and be a multiple or a divisor of layer %d's "
+                        "num_kv_heads, %d",
+                        num, heads, args->layer, kv_heads);
+    if (!num) args->num_choices = 1;
+    return KVC_OK;
+}
+
 kvc_status kvc_plan_check(const kvc_batch *batch, kvc_plan_args *args) {
-    KVC_TRY(kvc_check_attention(batch, args->layer, 1));
+    KVC_TRY(kvc_check_attention(batch, args->layer, 0));
     KVC_TRY(kvc_check_range(batch, args->first, &args->num_tokens));
     const int32_t num_kv_heads = batch->cache->layers[args->layer].num_kv_heads;
     if (args->num_heads < 1 || args->num_heads % num_kv_heads || args->num_heads / num_kv_heads > 1 << 16)
@@ -427,9 +481,7 @@ kvc_status kvc_plan_check(const kvc_batch *batch, kvc_plan_args *args) {
         return kvc_fail(KVC_ERR_INVALID, "num_threads is %d: it must be between 1 and %d, or 0 for the cache's",
                         args->num_threads, KVC_MOST_THREADS);
     if (!args->num_threads) args->num_threads = kvc_cache_threads(batch->cache);
-    if (args->max_chosen < 0)
-        return kvc_fail(KVC_ERR_INVALID, "max_chosen is %d: it must be positive, or 0 if no rows are chosen",
-                        args->max_chosen);
+    KVC_TRY(check_choices(batch->cache, args));
     return args->num_masked ? kvc_masked_check(batch, args->masked, args->masked_size, args->num_masked) : KVC_OK;
 }
 
@@ -453,7 +505,8 @@ static int plan_serves(const kvc_plan *plan, const kvc_plan_args *args) {
     return plan->group == cache->group_of[args->layer] && plan->num_kv_heads == layer->num_kv_heads &&
            plan->k_dim == layer->k_dim && plan->v_dim == layer->v_dim && plan->args.first == args->first &&
            plan->args.num_heads == args->num_heads && plan->args.num_threads == args->num_threads &&
-           plan->args.max_chosen == args->max_chosen && kvc_plan_is_current(plan);
+           plan->args.max_chosen == args->max_chosen && plan->args.num_choices == args->num_choices &&
+           kvc_plan_is_current(plan);
 }
 
 kvc_status kvc_plan_get(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **out) {

@@ -26,8 +26,7 @@ int kvc_sees_nothing_of(const kvc_call *c, const kvc_tile *tile, int32_t token) 
            (tile->min_position > v.last || (tile->max_position < v.low && tile->min_position >= v.sinks));
 }
 
-/* Whether a token sees row j of a tile whose rows are located. */
-static int sees_row(const kvc_call *c, const kvc_tile *tile, const kvc_visible *v, int32_t j) {
+int kvc_sees_row(const kvc_call *c, const kvc_tile *tile, const kvc_visible *v, int32_t j) {
     const int32_t p = tile->position[j];
     const int in_order = has_branches(c, tile) && tile->token[j] >= 0
                              ? kvc_descends(c->plan->batch, v->token, tile->token[j])
@@ -40,7 +39,7 @@ static void hide_unseen(const kvc_call *c, kvc_tile *tile, float *scores, int32_
                         const kvc_visible *v) {
     kvc_locate_rows(tile, c->plan->batch->order);
     for (int32_t j = 0; j < tile->n; j++) {
-        const int is_seen = sees_row(c, tile, v, j);
+        const int is_seen = kvc_sees_row(c, tile, v, j);
         for (int32_t r = 0; !is_seen && r < num; r++) scores[r * stride + j] = -INFINITY;
     }
 }
@@ -133,7 +132,7 @@ int kvc_spoils_others(const kvc_task *t, kvc_tile *tile, const kvc_visible *comm
     kvc_locate_rows(tile, c->plan->batch->order);
     const kvc_stretch *stretch = tile->stretches;
     for (int32_t j = 0, i = 0; j < tile->n; j++) {
-        const int is_common = !(is_tree && tile->token[j] >= 0) && sees_row(c, tile, common, j);
+        const int is_common = !(is_tree && tile->token[j] >= 0) && kvc_sees_row(c, tile, common, j);
         const place at = value_at(stretch, i);
         if (!is_common && !is_finite(at.row, at.scale, c->layer->v_type, c->plan->v_dim)) return 1;
         if (++i == stretch->n) stretch++, i = 0;
@@ -171,7 +170,7 @@ void kvc_clear_unseen(const kvc_task *t, const kvc_tile *tile, kvc_tile *own) {
     for (int32_t j = 0, i = 0; j < tile->n; j++) {
         const place at = value_at(stretch, i);
         const int is_cleared =
-            !sees_row(c, tile, &v, j) && !is_finite(at.row, at.scale, c->layer->v_type, c->plan->v_dim);
+            !kvc_sees_row(c, tile, &v, j) && !is_finite(at.row, at.scale, c->layer->v_type, c->plan->v_dim);
         num = add_row(own->stretches, num, stretch, i, is_cleared ? (const uint8_t *)zeros : NULL);
         if (++i == stretch->n) stretch++, i = 0;
     }

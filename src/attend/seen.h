@@ -17,6 +17,9 @@ kvc_visible kvc_visible_to(const kvc_call *c, int32_t token);
 int kvc_sees_whole_tile(const kvc_call *c, const kvc_tile *tile, const kvc_visible *v);
 int kvc_sees_nothing_of(const kvc_call *c, const kvc_tile *tile, int32_t token);
 
+/* Whether a token sees row j of a tile whose rows are located. */
+int kvc_sees_row(const kvc_call *c, const kvc_tile *tile, const kvc_visible *v, int32_t j);
+
 /* Call unless the tile is_seen and nothing changes_scores.  Applies softcap, ALiBi and what each query sees to the
  * scores of query rows [first, end) over a tile, which are `stride` floats apart. */
 void kvc_change_scores(const kvc_task *t, kvc_tile *tile, int32_t first, int32_t end, float *scores, int32_t stride);

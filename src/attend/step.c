@@ -562,8 +562,7 @@ static void attend_apart(kvc_task *t, attend_tile_fn *attend_tile, kvc_tile *cur
     }
 }
 
-/* Whether the call is to end early. */
-static int is_cancelled(kvc_call *c) {
+int kvc_is_cancelled(kvc_call *c) {
     const volatile int32_t *cancel = c->args->cancel;
     if (cancel && atomic_load_explicit((const volatile _Atomic int32_t *)cancel, memory_order_relaxed)) return 1;
     return kvc_poll_timer_ask(&c->timer);
@@ -573,7 +572,7 @@ int kvc_attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor ahead) {
     attend_tile_fn *const attend = t->slice->tiled ? multiply_tile : stream_tile;
     const kvc_visible common = kvc_visible_to_all(t);
     kvc_tile tiles[2], *current = tiles, *next = tiles + 1;
-    if (is_cancelled(t->call)) return 0;
+    if (kvc_is_cancelled(t->call)) return 0;
     kvc_next_tile(current, &rows);
     while (current->n) {
         const int is_last = !rows.num_rows;
@@ -584,7 +583,7 @@ int kvc_attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor ahead) {
         else
             attend(t, current, next, upcoming);
         if (is_last) break;
-        if (t->slice->tiled && is_cancelled(t->call)) return 0; /* streamed tasks are short */
+        if (t->slice->tiled && kvc_is_cancelled(t->call)) return 0; /* streamed tasks are short */
         kvc_tile *const done = current;
         current = next;
         next = done;

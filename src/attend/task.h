@@ -11,10 +11,13 @@
 #include "attend/work.h"
 #include "space/row_buffer.h"
 
+typedef struct kvc_work kvc_work; /* run.h */
+
 /* Arguments that all tasks of one kvc_attend, or of one kvc_plan_run, share. */
 typedef struct kvc_call {
     kvc_plan *plan;
     const kvc_attend_args *args;
+    const kvc_work *work;
     kvc_chosen chosen; /* the caller's, where the plan is for chosen rows */
     const kvc_kernels *kernels;
     const kvc_layer *layer;

@@ -6,9 +6,12 @@
  * results are merged by log-sum-exp.  A job is one split of one slice, or of several slices that begin with the same
  * rows, which are then read once for all of them.  A task is a job for one part.
  *
- * In a plan for chosen rows, each query token is a slice.  Which rows it sees is known once a task has the choice.  So
- * the slices of a sequence have the same segments: all rows that any of its queries may see, by position.  Each task
- * lists the chosen rows among them (chosen.c).
+ * A plan for a layer of keys alone is for choosing rows (choose.c): its tasks rank rows, and have all query heads, as
+ * there is one part.
+ *
+ * In a plan for choosing, or for chosen rows, each query token is a slice.  Which rows it sees is known once a task has
+ * the choice.  So the slices of a sequence have the same segments: all rows that any of its queries may see, by
+ * position.  Each task of an attention lists the chosen rows among them (chosen.c).
  *
  * The files of attend/ stack in this order; each calls only those above it in this list:
  *
@@ -22,7 +25,11 @@
  *   step.c     attends to a tile
  *   chosen.c   lists the chosen rows of a task
  *   round.c    which tasks of a plan were run
- *   attend.c   runs tasks, merges the splits of a slice, and writes the result: kvc_attend and kvc_plan_run
+ *   run.c      runs tasks
+ *   attend.c   attends, merges the splits of a slice, and writes the result: kvc_attend and kvc_plan_run
+ *   topk.c     finds the best of many entries
+ *   rank.c     ranks rows for choosing
+ *   choose.c   chooses: kvc_choose and kvc_plan_choose
  *
  * dense.c, rows and masks for an attention of the caller's own, uses none of them.
  */
@@ -106,10 +113,13 @@ typedef struct kvc_round {
  * keys, values: the panels that a tile is packed into.  rows: copies of up to KVC_TILE rows that lie apart, or that
  * kernels take only converted.  minima, q_blocks, sum_blocks: scratch for types with a minimum (minima.h).  zeros: a
  * row of values (seen.h).  chosen, segments: entries of a choice, and the rows that they name (chosen.h).  partials:
- * results of all splits of a slice. */
+ * results of all splits of a slice.  packed, weights, masks, starts: queries for ranking (kvc_rank_query); totals:
+ * scores of a tile for each choice; ranks: keys of all rows for each choice (choose.c); entries, ids: what is chosen
+ * from. */
 typedef struct kvc_workspace_layout {
     uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, rows, minima, q_blocks, sum_blocks, zeros;
-    uint64_t chosen, segments, partials, size;
+    uint64_t chosen, segments, partials;
+    uint64_t packed, weights, masks, starts, totals, ranks, entries, ids, size;
     int32_t q_stride, acc_stride, block_stride;
 } kvc_workspace_layout;
 
@@ -168,6 +178,12 @@ static inline int32_t kvc_tile_rows(const kvc_plan *plan) {
     return is_wide ? KVC_WIDE_TILE : KVC_PANEL;
 }
 
+/* Whether the plan is for choosing rows, and whether each query token is a slice. */
+static inline int kvc_plan_chooses(const kvc_plan *plan) { return !plan->v_dim; }
+static inline int kvc_plan_is_by_token(const kvc_plan *plan) {
+    return kvc_plan_chooses(plan) || plan->args.max_chosen > 0;
+}
+
 /* Whether a token of the plan's range sees later positions too. */
 static inline int kvc_plan_sees_all(const kvc_plan *plan, int32_t token) {
     return plan->args.non_causal && plan->args.non_causal[token - plan->args.first];
@@ -209,6 +225,26 @@ static inline int64_t kvc_split_rows(const kvc_query_slice *slice, int32_t p) {
  * of each. */
 static inline uint64_t kvc_partial_size(int32_t num_query_rows, int32_t acc_stride) {
     return kvc_align_up(2 * (uint64_t)num_query_rows, KVC_LANES) + (uint64_t)num_query_rows * (uint64_t)acc_stride;
+}
+
+/* How the query heads of one KV head become lanes.  A choice has heads of one KV head, or all of several. */
+typedef struct kvc_rank_lanes {
+    int32_t choices;      /* that have heads of a KV head, ... */
+    int32_t heads;        /* and how many each has */
+    int32_t choice_lanes; /* lanes of a choice, as in kvc_rank_query */
+    int32_t num;          /* lanes of all */
+} kvc_rank_lanes;
+
+/* Returns the lanes of a plan for choosing. */
+static inline kvc_rank_lanes kvc_rank_lanes_of(const kvc_plan *plan) {
+    const int32_t num_choices = plan->args.num_choices, num_kv_heads = plan->num_kv_heads;
+    kvc_rank_lanes lanes = {.choices = num_choices > num_kv_heads ? num_choices / num_kv_heads : 1};
+    lanes.heads = plan->args.num_heads / num_kv_heads / lanes.choices;
+    lanes.choice_lanes = (int32_t)kvc_align_up((uint64_t)lanes.heads, KVC_LANES);
+    if (lanes.heads < KVC_LANES)
+        for (lanes.choice_lanes = 1; lanes.choice_lanes < lanes.heads;) lanes.choice_lanes *= 2;
+    lanes.num = (int32_t)kvc_align_up((uint64_t)lanes.choices * (uint64_t)lanes.choice_lanes, KVC_LANES);
+    return lanes;
 }
 
 #endif

@@ -23,6 +23,7 @@
     X(kvc_put_args, seq_id)              \
     X(kvc_attend_args, lse_batch_stride) \
     X(kvc_chosen, tail)                  \
+    X(kvc_choose_args, num_local)        \
     X(kvc_masked, end)                   \
     X(kvc_plan_args, non_causal)         \
     X(kvc_dense_args, non_causal)        \

@@ -17,6 +17,10 @@ kvc_status kvc_check_own_rows(const kvc_cache *cache, int32_t layer);
 /* Returns KVC_ERR_INVALID also if the batch restores other layers than this one. */
 kvc_status kvc_check_takes_rows(const kvc_batch *batch, int32_t layer);
 
+/* Checks that a batch may choose rows by a layer: as kvc_check_attention does, and KVC_ERR_UNSUPPORTED unless it holds
+ * keys alone. */
+kvc_status kvc_check_choosing(const kvc_batch *batch, int32_t layer);
+
 /* Returns KVC_ERR_INVALID unless k is given, and v exactly where the layer stores values apart from its keys. */
 kvc_status kvc_check_values(const kvc_layer *layer, const void *k, const void *v);
 

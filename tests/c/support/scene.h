@@ -7,6 +7,7 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "base/dtype.h"
 #include "kernels/kernels.h"
 #include "kvcache.h"
 #include "support/test.h"
@@ -36,6 +37,7 @@ typedef struct scene {
     float scale, softcap;
     const float *sinks, *alibi;
     int masked_keys; /* keys are -inf: no query sees them */
+    int is_whole;    /* elements are integers, which int8 and q8_0 store as they are */
     float value;     /* of each element of the values; 0: they differ */
     int is_tree;     /* each token of the batch descends from an earlier token of its sequence, or from no token */
     int is_forked;   /* all members have the stored rows of member 0, in the same slots */
@@ -152,6 +154,7 @@ static inline float scene_element(const scene *s, int what, int layer, int m, in
     const float x = element_of(what, layer * MAX_MEMBERS + content, row, head * 1024 + d);
     if (what == IS_V && s->value != 0) return s->value;
     if (what != IS_Q && s->num_bad && m == 0 && row == s->bad && d % 7 == 3) return s->number;
+    if (s->is_whole) return d % KVC_QUANT_ELEMENTS ? floorf(x * 4) : x < 0 ? -127 : 127;
     return what == IS_Q && s->q_type != KVC_F32 ? floorf(x * 128) / 128 : x;
 }
 
@@ -192,7 +195,7 @@ static inline source source_new(const scene *s, const setting *how, int layer, c
             src.v[t * heads * v_dim + i] =
                 spoilt ? INFINITY : scene_element(s, IS_V, layer, m, row, i / v_dim, i % v_dim);
     }
-    src.args = float_rows(first, n, heads, k_dim, v_dim, src.k, s->layer.value_in_key ? NULL : src.v);
+    src.args = float_rows(first, n, heads, k_dim, v_dim, src.k, s->layer.value_in_key || !v_dim ? NULL : src.v);
     return src;
 }
 

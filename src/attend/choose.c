@@ -1,0 +1,230 @@
+/* choose.c: runs tasks of a plan for choosing: kvc_choose all of them, kvc_plan_choose one of them.
+ *
+ * A slice is one token, and all its rows by position.  A task ranks the rows of a split.  The task that ends a slice's
+ * last split chooses for all of the token's choices, as nothing else is left to do.
+ */
+#include <math.h>
+
+#include "attend/plan.h"
+#include "attend/rank.h"
+#include "attend/run.h"
+#include "attend/topk.h"
+#include "cache/check.h"
+
+/* ---- a task ------------------------------------------------------------------------------------------------------ */
+
+/* Returns the keys of a task's slice for choice c, of all its rows.  A single split's are in the workspace. */
+static uint32_t *keys_of(const kvc_task *t, int32_t c) {
+    const kvc_plan *plan = t->call->plan;
+    float *const first =
+        t->slice->num_splits > 1 ? plan->partials + t->slice->partials : t->workspace + plan->workspace.ranks;
+    return (uint32_t *)(void *)first + (size_t)c * (size_t)t->slice->num_rows;
+}
+
+/* Ranks the rows of the task's split.  Returns 0 if the call was cancelled. */
+static int rank_split(kvc_task *t) {
+    const int64_t begin = t->job->split * t->slice->split_rows;
+    const kvc_cursor rows = kvc_cursor_at(t->call, t->slice, 0, 0, begin, kvc_split_rows(t->slice, t->job->split));
+    return kvc_rank_rows(t, rows, keys_of(t, 0) + begin, t->slice->num_rows);
+}
+
+/* Entries of one choice, in the workspace: rows, or blocks of rows, by position. */
+typedef struct entry_list {
+    uint32_t *keys; /* KVC_NO_KEY: the entry may not be chosen */
+    int32_t *ids;   /* rising */
+    int64_t num;
+} entry_list;
+
+/* Adds an entry, or its key to the last one with the same id. */
+static void add_entry(entry_list *to, int32_t id, uint32_t key) {
+    if (key == KVC_NO_KEY) return;
+    if (to->num && to->ids[to->num - 1] == id) {
+        if (key > to->keys[to->num - 1]) to->keys[to->num - 1] = key;
+        return;
+    }
+    to->ids[to->num] = id;
+    to->keys[to->num++] = key;
+}
+
+/* Adds the rows of a segment as blocks of `block` positions, whose key is that of their best row. */
+static void add_blocks(entry_list *to, const kvc_segment *segment, const uint32_t *keys, int32_t block) {
+    for (int32_t i = 0; i < segment->count;) {
+        const int32_t id = (segment->position + i) / block;
+        const int64_t end = kvc_smaller((int64_t)(id + 1) * block - segment->position, segment->count);
+        uint32_t best = KVC_NO_KEY;
+        for (; i < end; i++) best = keys[i] > best ? keys[i] : best;
+        add_entry(to, id, best);
+    }
+}
+
+/* Adds each row of a segment as an entry.  Only the first one may stand at the position of the row before. */
+static void add_rows(entry_list *to, const kvc_segment *segment, const uint32_t *keys) {
+    add_entry(to, segment->position, keys[0]);
+    int64_t num = to->num;
+    for (int32_t i = 1; i < segment->count; i++) {
+        to->ids[num] = segment->position + i;
+        to->keys[num] = keys[i];
+        num += keys[i] != KVC_NO_KEY;
+    }
+    to->num = num;
+}
+
+/* Lists what the task's token may choose from, of what it sees. */
+static entry_list list_entries(const kvc_task *t, const uint32_t *keys) {
+    const kvc_plan *plan = t->call->plan;
+    const int32_t block = kvc_ranking_of(t)->args->block;
+    const kvc_segment *segment = plan->segments + plan->starts[t->slice->first_start].segment;
+    entry_list list = {(uint32_t *)(void *)(t->workspace + plan->workspace.entries),
+                       (int32_t *)(void *)(t->workspace + plan->workspace.ids), 0};
+    for (int64_t row = 0; row < t->slice->num_rows; row += segment++->count) {
+        if (block > 1)
+            add_blocks(&list, segment, keys + row, block);
+        else
+            add_rows(&list, segment, keys + row);
+    }
+    return list;
+}
+
+/* Returns the index of the first entry whose id is not below this one. */
+static int64_t find_entry(const entry_list *list, int64_t id) {
+    int64_t begin = 0, end = list->num;
+    while (begin < end) {
+        const int64_t middle = begin + (end - begin) / 2;
+        if ((list->ids[middle] & INT32_MAX) < id)
+            begin = middle + 1;
+        else
+            end = middle;
+    }
+    return begin;
+}
+
+/* Leaves only the entries with these ids to be chosen.  Marks them by the sign bit of their ids meanwhile. */
+static void keep_among(entry_list *list, const int32_t *among, int32_t width) {
+    for (int32_t i = 0; i < width; i++) {
+        const int64_t at = among[i] < 0 ? list->num : find_entry(list, among[i]);
+        if (at < list->num && (list->ids[at] & INT32_MAX) == among[i]) list->ids[at] |= INT32_MIN;
+    }
+    for (int64_t i = 0; i < list->num; i++) {
+        if (list->ids[i] >= 0) list->keys[i] = KVC_NO_KEY;
+        list->ids[i] &= INT32_MAX;
+    }
+}
+
+/* Returns where an array of a token and choice begins. */
+static void *array_at(const void *array, int32_t token, int64_t token_stride, int32_t choice, int64_t choice_stride) {
+    return (char *)(uintptr_t)array + token * token_stride + choice * choice_stride;
+}
+
+/* Chooses for choice c, and writes what is chosen. */
+static void choose(const kvc_task *t, int32_t c) {
+    const kvc_choose_args *a = kvc_ranking_of(t)->args;
+    const kvc_plan *plan = t->call->plan;
+    const int32_t token = t->tokens[0] - plan->args.first, own = plan->batch->positions[t->tokens[0]] / a->block;
+    int32_t *const chosen = array_at(a->chosen, token, a->chosen_token_stride, c, a->chosen_choice_stride);
+    float *const scores = array_at(a->scores, token, a->scores_token_stride, c, a->scores_choice_stride);
+    entry_list list = list_entries(t, keys_of(t, c));
+    if (a->among)
+        keep_among(&list, array_at(a->among, token, a->among_token_stride, c, a->among_choice_stride), a->among_width);
+    const kvc_entries entries = {.keys = list.keys,
+                                 .num = list.num,
+                                 .first = find_entry(&list, a->num_first),
+                                 .local = find_entry(&list, (int64_t)own - a->num_local + 1),
+                                 .local_end = find_entry(&list, (int64_t)own + 1)};
+    const int32_t num = kvc_topk(&entries, a->width, chosen);
+    for (int32_t i = 0; i < a->width; i++) {
+        if (a->scores) scores[i] = i < num ? kvc_score_of(list.keys[chosen[i]]) : -INFINITY;
+        chosen[i] = i < num ? list.ids[chosen[i]] : -1;
+    }
+}
+
+/* Ends a task whose rows are ranked: the last one of its slice chooses. */
+static void end_split(const kvc_task *t) {
+    if (t->slice->num_splits > 1 && !kvc_ends_slice(t)) return;
+    for (int32_t c = 0; c < kvc_ranking_of(t)->args->num_choices; c++) choose(t, c);
+}
+
+/* ---- the public functions ---------------------------------------------------------------------------------------- */
+
+/* Checks a number of an argument that is at least `least`. */
+static kvc_status check_least(int32_t value, int32_t least, const char *name) {
+    if (value >= least) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID, "%s is %d: it must be at least %d", name, value, least);
+}
+
+/* Checks arguments, and fills in the defaults. */
+static kvc_status check_args(kvc_choose_args *a, const kvc_plan_args *plan) {
+    if (!a->q || !a->chosen) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", a->q ? "chosen" : "q");
+    KVC_TRY(kvc_check_array(a->q_type, a->q_token_stride, a->q_head_stride, "q"));
+    KVC_TRY(kvc_check_array(KVC_F32, a->weights_token_stride, a->weights_head_stride, "weights"));
+    KVC_TRY(kvc_check_array(KVC_F32, a->among_token_stride, a->among_choice_stride, "among")); /* int32_t: as large */
+    KVC_TRY(kvc_check_array(KVC_F32, a->chosen_token_stride, a->chosen_choice_stride, "chosen"));
+    KVC_TRY(kvc_check_array(KVC_F32, a->scores_token_stride, a->scores_choice_stride, "scores"));
+    if (!isfinite(a->scale)) return kvc_fail(KVC_ERR_INVALID, "scale is %g: it must be finite", (double)a->scale);
+    KVC_TRY(check_least(a->width, 1, "width"));
+    KVC_TRY(check_least(a->among_width, 0, "among_width"));
+    KVC_TRY(check_least(a->block, 0, "block"));
+    KVC_TRY(check_least(a->num_first, 0, "num_first"));
+    KVC_TRY(check_least(a->num_local, 0, "num_local"));
+    if (!a->block) a->block = 1;
+    if (!a->num_choices) a->num_choices = 1;
+    if (a->num_choices != plan->num_choices)
+        return kvc_fail(KVC_ERR_INVALID, "num_choices is %d: the plan was made for %d", a->num_choices,
+                        plan->num_choices);
+    return KVC_OK;
+}
+
+/* Returns the arguments of an attention with the same queries, for what both have in common. */
+static kvc_attend_args as_attention(const kvc_choose_args *a) {
+    return (kvc_attend_args){.q = a->q, .out = a->chosen, .lse = a->scores, .cancel = a->cancel, .scale = a->scale};
+}
+
+static void make_ranking(kvc_ranking *k, kvc_plan *plan, int32_t layer, const kvc_choose_args *args,
+                         const kvc_attend_args *common, const kvc_row_buffer *buffer) {
+    static const kvc_work work = {rank_split, end_split, "the choice was cancelled"};
+    k->args = args;
+    k->lanes = kvc_rank_lanes_of(plan);
+    kvc_call_init(&k->call, plan, layer, common, &work, buffer);
+}
+
+static kvc_status run_planned(kvc_plan *plan, int32_t layer, const kvc_choose_args *given, int64_t task) {
+    kvc_choose_args args;
+    kvc_ranking k;
+    KVC_TRY(KVC_READ(kvc_choose_args, &args, given, "args"));
+    KVC_TRY(kvc_check_choosing(plan->batch, layer));
+    KVC_TRY(kvc_check_plan_layer(plan, layer));
+    KVC_TRY(check_args(&args, &plan->args));
+    kvc_row_buffer *buffer = kvc_row_buffer_find(plan->batch, layer);
+    const kvc_attend_args common = as_attention(&args);
+    make_ranking(&k, plan, layer, &args, &common, buffer);
+    const kvc_status status = kvc_run_task(&k.call, layer, task);
+    kvc_row_buffer_leave(plan->batch->cache, buffer);
+    return status;
+}
+
+kvc_status kvc_plan_choose(kvc_plan *plan, int32_t layer, const kvc_choose_args *args, int64_t task) {
+    return kvc_note_failure(plan, layer, run_planned(plan, layer, args, task));
+}
+
+kvc_status kvc_choose(kvc_batch *batch, const kvc_plan_args *given_plan, const kvc_choose_args *given) {
+    kvc_choose_args args;
+    kvc_plan_args plan_args;
+    kvc_plan *plan;
+    kvc_ranking k;
+    KVC_TRY(KVC_READ(kvc_choose_args, &args, given, "args"));
+    KVC_TRY(KVC_READ(kvc_plan_args, &plan_args, given_plan, "plan"));
+    KVC_TRY(kvc_check_choosing(batch, plan_args.layer));
+    if (!plan_args.num_choices) plan_args.num_choices = args.num_choices;
+    KVC_TRY(kvc_plan_check(batch, &plan_args));
+    KVC_TRY(check_args(&args, &plan_args));
+    KVC_TRY(kvc_plan_get(batch, &plan_args, &plan));
+    kvc_row_buffer *buffer = batch->num_buffered ? kvc_row_buffer_find(batch, plan_args.layer) : NULL;
+    kvc_status status = kvc_check_all_seen(plan, plan_args.layer, NULL, buffer);
+    if (status == KVC_OK) {
+        const kvc_attend_args common = as_attention(&args);
+        make_ranking(&k, plan, plan_args.layer, &args, &common, buffer);
+        status = kvc_run_tasks(&k.call);
+    }
+    if (buffer) kvc_row_buffer_leave(batch->cache, buffer);
+    kvc_plan_free(plan);
+    return status;
+}

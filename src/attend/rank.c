@@ -1,0 +1,212 @@
+/* rank.c: see rank.h. */
+#include "attend/rank.h"
+
+#include <math.h>
+
+#include "attend/step.h"
+#include "attend/topk.h"
+#include "rows/copy.h"
+#include "rows/rope.h"
+
+/* ---- queries ----------------------------------------------------------------------------------------------------- */
+
+/* Returns the type as which kernels rank keys, of queries that were rotated for this delta, or not. */
+static int32_t rank_as(const kvc_ranking *k, int32_t delta_index) {
+    enum { MOST_BYTES = 1 << 16 }; /* of int8, whose products' sum fits a lane */
+    const kvc_call *c = &k->call;
+    const int32_t type = c->layer->k_type, dim = c->plan->k_dim;
+    if (KVC_TYPES[type].has_row_scale && dim <= MOST_BYTES) return KVC_INT8;
+    const int is_bf16 = type == KVC_BF16 && k->args->q_type == KVC_BF16 && !delta_index;
+    return is_bf16 && dim % 2 == 0 && c->kernels->rank[KVC_BF16] ? KVC_BF16 : KVC_F32;
+}
+
+/* Returns the lane of a query head, counted over the lanes of all KV heads. */
+static int32_t lane_of(const kvc_ranking *k, int32_t head) {
+    const int32_t per_kv = k->lanes.choices * k->lanes.heads, in_kv = head % per_kv;
+    return head / per_kv * k->lanes.num + in_kv / k->lanes.heads * k->lanes.choice_lanes + in_kv % k->lanes.heads;
+}
+
+/* Returns the queries of a KV head; packed as steps of `dim` elements of a type. */
+static kvc_rank_query query_of(const kvc_task *t, int32_t head, int32_t as) {
+    const kvc_ranking *k = kvc_ranking_of(t);
+    const kvc_plan *plan = k->call.plan;
+    const kvc_workspace_layout *at = &plan->workspace;
+    const size_t lane = (size_t)head * (size_t)k->lanes.num;
+    return (kvc_rank_query){.packed = t->workspace + at->packed + lane * (size_t)plan->k_dim,
+                            .weights = t->workspace + at->weights + lane,
+                            .masks = (uint32_t *)(void *)(t->workspace + at->masks) + lane,
+                            .starts = (int32_t *)(void *)(t->workspace + at->starts) + lane,
+                            .num_steps = (int32_t)(kvc_blocks_bytes(as, plan->k_dim) / KVC_STEP_BYTES),
+                            .num_lanes = k->lanes.num,
+                            .choice_lanes = k->lanes.choice_lanes,
+                            .relu = k->args->relu};
+}
+
+/* Rounds a row to int8.  Returns what a code of 1 stands for: NaN, if the row has one. */
+static float quantise(const kvc_kernels *kernels, int8_t *codes, const float *row, int32_t dim) {
+    kvc_level_sums unused;
+    float unit = kernels->largest(row, dim) / 127;
+    kernels->encode(KVC_INT8, codes, row, dim, unit, &unused);
+    for (int32_t d = 0; d < dim; d++)
+        if (row[d] != row[d]) unit = NAN;
+    return unit;
+}
+
+/* Returns a query head's elements as floats, as products take them. */
+static const float *load_query(const kvc_task *t, const char *q, int32_t delta_index) {
+    const kvc_call *c = t->call;
+    const int32_t dim = c->plan->k_dim;
+    c->kernels->convert(kvc_ranking_of(t)->args->q_type, KVC_F32, t->q, 0, q, 0, 1, dim);
+    if (delta_index)
+        kvc_rope_rotate(c->rope, c->angles + (size_t)(delta_index - 1) * (size_t)c->plan->angles_stride, t->q);
+    if (c->k_mixing.order) c->kernels->hadamard(t->q, t->q, dim, c->k_mixing);
+    c->kernels->scale(t->q, 0, 1, dim, c->scale);
+    return t->q;
+}
+
+/* Packs the query of one head. */
+static void pack_head(const kvc_task *t, int32_t head, int32_t as, int32_t delta_index) {
+    const kvc_ranking *k = kvc_ranking_of(t);
+    const kvc_choose_args *a = k->args;
+    const int32_t lane = lane_of(k, head), token = t->tokens[0] - k->call.plan->args.first;
+    const kvc_rank_query query = query_of(t, lane / k->lanes.num, as);
+    const char *q = (const char *)a->q + token * a->q_token_stride + head * a->q_head_stride, *row = q;
+    float weight = 1;
+    if (a->weights)
+        memcpy(&weight, (const char *)a->weights + token * a->weights_token_stride + head * a->weights_head_stride,
+               sizeof weight);
+    if (as != KVC_BF16) row = (const char *)load_query(t, q, delta_index);
+    if (as == KVC_INT8) {
+        int8_t *const codes = (int8_t *)(t->workspace + k->call.plan->workspace.rows);
+        int32_t sum = 0;
+        weight *= quantise(k->call.kernels, codes, (const float *)(const void *)row, k->call.plan->k_dim);
+        for (int32_t d = 0; d < k->call.plan->k_dim; d++) sum += codes[d];
+        ((int32_t *)(void *)(t->workspace + k->call.plan->workspace.starts))[lane] = -128 * sum;
+        row = (const char *)codes;
+    }
+    t->workspace[k->call.plan->workspace.weights + (size_t)lane] = weight;
+    char *to = (char *)(uintptr_t)query.packed + lane % k->lanes.num * KVC_STEP_BYTES;
+    for (int32_t i = 0; i < query.num_steps; i++, row += KVC_STEP_BYTES, to += query.num_lanes * KVC_STEP_BYTES)
+        memcpy(to, row, KVC_STEP_BYTES);
+}
+
+/* Packs the token's queries for keys that are off by a delta, unless they are packed. */
+static void pack_queries(kvc_task *t, int32_t delta_index) {
+    const kvc_ranking *k = kvc_ranking_of(t);
+    const kvc_plan *plan = k->call.plan;
+    const kvc_workspace_layout *at = &plan->workspace;
+    const size_t lanes = (size_t)plan->num_kv_heads * (size_t)k->lanes.num;
+    if (t->delta_index == delta_index) return;
+    if (t->delta_index == KVC_UNPREPARED) { /* empty lanes stay 0 */
+        memset(t->workspace + at->packed, 0, lanes * (size_t)plan->k_dim * sizeof(float));
+        memset(t->workspace + at->weights, 0, lanes * sizeof(float));
+        memset(t->workspace + at->masks, 0, lanes * sizeof(uint32_t));
+        memset(t->workspace + at->starts, 0, lanes * sizeof(int32_t));
+        for (int32_t h = 0; h < plan->args.num_heads; h++)
+            memset(t->workspace + at->masks + lane_of(k, h), 0xff, sizeof(uint32_t));
+    }
+    for (int32_t h = 0; h < plan->args.num_heads; h++) pack_head(t, h, rank_as(k, delta_index), delta_index);
+    t->delta_index = delta_index;
+}
+
+/* ---- rows -------------------------------------------------------------------------------------------------------- */
+
+/* Rows as a kernel takes them. */
+typedef struct kernel_rows {
+    const void *first;
+    int64_t stride;
+} kernel_rows;
+
+/* Returns the keys of a tile as kernels rank them: where they lie, or copied to the workspace. */
+static kernel_rows rows_of(const kvc_task *t, const kvc_tile *tile, int32_t as) {
+    const kvc_call *c = t->call;
+    const int32_t type = c->layer->k_type, dim = c->plan->k_dim;
+    const int64_t stride = (int64_t)kvc_blocks_bytes(as, dim);
+    char *const first = (char *)(t->workspace + c->plan->workspace.rows), *to = first;
+    const kvc_stretch *at = tile->stretches;
+    if (as == type && at->n >= tile->n) return (kernel_rows){at->first[0], at->step[0]};
+    for (int64_t n = 0; n < tile->n; to += at->n * stride, n += at++->n) {
+        const kvc_rows rows = {type, (char *)(uintptr_t)at->first[0],  at->step[0],
+                               0,    (char *)(uintptr_t)at->scales[0], at->scale_step};
+        if (as == type)
+            for (int64_t i = 0; i < at->n; i++) memcpy(to + i * stride, rows.first + i * rows.row, (size_t)stride);
+        else if (as == KVC_INT8)
+            c->kernels->unpack(type, to, rows.first, rows.row, NULL, 0, at->n, dim, NULL);
+        else
+            kvc_decode_rows(c->kernels, (float *)(void *)to, stride, &rows, at->n, dim);
+    }
+    return (kernel_rows){first, stride};
+}
+
+/* Fills in what the products of each row are multiplied by. */
+static void find_factors(const kvc_task *t, const kvc_tile *tile, int32_t as, float factors[KVC_TILE]) {
+    const kvc_call *c = t->call;
+    uint8_t copies[KVC_TILE][KVC_SCALE_BYTES];
+    if (as == KVC_INT8)
+        c->kernels->convert(KVC_F16, KVC_F32, factors, 0, kvc_scales_of(tile, 0, copies), 0, 1, tile->n);
+    else
+        for (int32_t j = 0; j < tile->n; j++) factors[j] = as == KVC_BF16 ? c->scale : 1;
+}
+
+/* Adds the scores that a KV head gives the rows of a tile to the choices' totals, or makes these its scores. */
+static void add_scores(const kvc_task *t, int32_t head, const float *scores, int32_t n, float *totals) {
+    const kvc_ranking *k = kvc_ranking_of(t);
+    const int32_t kv_heads = k->call.plan->num_kv_heads, num_choices = k->args->num_choices;
+    const int32_t sharing = num_choices < kv_heads ? kv_heads / num_choices : 1; /* KV heads of a choice */
+    for (int32_t i = 0; i < k->lanes.choices; i++, scores += KVC_TILE) {
+        float *const total = totals + (head / sharing * k->lanes.choices + i) * KVC_TILE;
+        for (int32_t j = 0; j < n; j++) total[j] = head % sharing ? total[j] + scores[j] : scores[j];
+    }
+}
+
+/* Scores a tile for all choices; `rows`: a cursor that the tile begins at.  Returns the totals. */
+static const float *score_tile(kvc_task *t, const kvc_cursor *rows) {
+    const kvc_call *c = t->call;
+    const kvc_workspace_layout *at = &c->plan->workspace;
+    float *const scores = t->workspace + at->scores, *const totals = t->workspace + at->totals;
+    float factors[KVC_TILE];
+    kvc_tile tile;
+    for (int32_t head = 0; head < c->plan->num_kv_heads; head++) {
+        kvc_cursor own = *rows;
+        own.head = head;
+        kvc_next_tile(&tile, &own);
+        const int32_t delta_index = c->rope ? tile.delta_index : 0, as = rank_as(kvc_ranking_of(t), delta_index);
+        pack_queries(t, delta_index);
+        const kernel_rows keys = rows_of(t, &tile, as);
+        const kvc_rank_query query = query_of(t, head, as);
+        find_factors(t, &tile, as, factors);
+        c->kernels->rank[as](scores, &query, keys.first, keys.stride, factors, tile.n);
+        add_scores(t, head, scores, tile.n, totals);
+    }
+    return totals;
+}
+
+/* Writes the keys of a tile's rows. */
+static void write_keys(const kvc_task *t, kvc_tile *tile, const float *totals, uint32_t *keys, int64_t stride) {
+    const kvc_call *c = t->call;
+    const kvc_visible seen = kvc_visible_to(c, t->tokens[0]);
+    const int sees_all = kvc_sees_whole_tile(c, tile, &seen);
+    if (!sees_all) kvc_locate_rows(tile, c->plan->batch->order);
+    for (int32_t i = 0; i < kvc_ranking_of(t)->args->num_choices; i++, keys += stride, totals += KVC_TILE) {
+        for (int32_t j = 0; j < tile->n; j++) keys[j] = kvc_key_of(totals[j]);
+        for (int32_t j = 0; !sees_all && j < tile->n; j++)
+            if (!kvc_sees_row(c, tile, &seen, j)) keys[j] = KVC_NO_KEY;
+    }
+}
+
+int kvc_rank_rows(kvc_task *t, kvc_cursor rows, uint32_t *keys, int64_t stride) {
+    kvc_tile tile;
+    rows.changes_to_mix = 0; /* keys are never rotated: products of int8 stay exact */
+    while (rows.num_rows) {
+        if (kvc_is_cancelled(t->call)) return 0;
+        const kvc_cursor begin = rows;
+        kvc_next_tile(&tile, &rows);
+        if (!kvc_sees_nothing_of(t->call, &tile, t->tokens[0]))
+            write_keys(t, &tile, score_tile(t, &begin), keys, stride);
+        else
+            for (int32_t i = 0; i < kvc_ranking_of(t)->args->num_choices; i++)
+                memset(keys + i * stride, 0, (size_t)tile.n * sizeof *keys);
+        keys += tile.n;
+    }
+    return 1;
+}

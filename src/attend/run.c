@@ -1,0 +1,233 @@
+/* run.c: see run.h. */
+#include "attend/run.h"
+
+#include <math.h>
+
+#include "attend/plan.h"
+#include "attend/round.h"
+#include "base/parallel.h"
+#include "cache/check.h"
+
+/* ---- what a task works on ---------------------------------------------------------------------------------------- */
+
+kvc_cursor kvc_cursor_from(const kvc_call *c, const kvc_query_slice *slice, int32_t part, const kvc_segment *segment,
+                           int64_t offset, int64_t count) {
+    const kvc_plan *plan = c->plan;
+    while (count && offset >= segment->count) offset -= segment++->count;
+    kvc_cursor at = {.layout = c->layout,
+                     .segment = segment,
+                     .offset = (int32_t)offset,
+                     .head = part / plan->parts_per_kv,
+                     .num_rows = count,
+                     .window_rows = slice->tiled ? slice->tile_rows : c->streamed_rows};
+    if (plan->num_deltas)
+        at.changes_to_mix =
+            slice->tiled ? KVC_TILED_DELTA_CHANGES : KVC_STREAM_DELTA_CHANGES * (c->streamed_rows / KVC_PANEL);
+    if (slice->is_buffered && count)
+        at.layout = &c->buffer->layout, at.buffer_rows = kvc_row_buffer_block(c->buffer)->rows;
+    return at;
+}
+
+kvc_cursor kvc_cursor_at(const kvc_call *c, const kvc_query_slice *slice, int32_t split, int32_t part, int64_t row,
+                         int64_t count) {
+    const kvc_split_start *start = &c->plan->starts[slice->first_start + split];
+    return kvc_cursor_from(c, slice, part, c->plan->segments + start->segment, start->offset + row, count);
+}
+
+/* Makes task i of the plan, which works in `workspace`. */
+static kvc_task make_task(kvc_call *c, int64_t i, float *workspace) {
+    const kvc_plan *plan = c->plan;
+    const kvc_workspace_layout *at = &plan->workspace;
+    int32_t part;
+    const kvc_job *job = kvc_job_of(plan, i, &part);
+    const kvc_query_slice *slice = kvc_slice_of(plan, job, 0);
+    kvc_task t = {.call = c,
+                  .job = job,
+                  .slice = slice,
+                  .k_as = c->k_as[slice->tiled],
+                  .v_as = c->v_as[slice->tiled],
+                  .k_lacks_minima = KVC_TYPES[c->layer->k_type].has_minimum && c->k_as[slice->tiled] == KVC_Q8_0,
+                  .v_lacks_minima = KVC_TYPES[c->layer->v_type].has_minimum && c->v_as[slice->tiled] == KVC_Q8_0,
+                  .index = i,
+                  .part = part,
+                  .workspace = workspace,
+                  .q = workspace + at->q,
+                  .q_blocks = workspace + at->q_blocks,
+                  .scores = workspace + at->scores,
+                  .acc = workspace + at->acc,
+                  .max = workspace + at->max,
+                  .sum = workspace + at->sum,
+                  .factor = workspace + at->factor,
+                  .delta_index = KVC_UNPREPARED,
+                  .tokens = (void *)(workspace + at->tokens)};
+    int32_t num_tokens = 0;
+    for (int32_t m = 0; m < job->num_slices; m++) {
+        if (m) slice = kvc_slice_of(plan, job, m);
+        memcpy(t.tokens + num_tokens, plan->batch->order + slice->first, (size_t)slice->num_tokens * sizeof *t.tokens);
+        num_tokens += slice->num_tokens;
+    }
+    t.num_query_rows = num_tokens * plan->heads_per_part;
+    return t;
+}
+
+/* Takes a workspace that no task uses.  There is one for each thread of the plan; further threads wait. */
+static int32_t take_workspace(kvc_plan *plan) {
+    for (;;) {
+        for (int32_t i = 0; i < plan->num_workspaces; i++)
+            if (!atomic_flag_test_and_set_explicit(&plan->workspace_taken[i], memory_order_acquire)) return i;
+        kvc_pause();
+    }
+}
+
+/* ---- running tasks ----------------------------------------------------------------------------------------------- */
+
+int kvc_ends_slice(const kvc_task *t) {
+    const kvc_call *c = t->call;
+    atomic_int *remaining = &c->plan->remaining[t->slice->first_counter + t->part];
+    const int new_splits = c->was_done ? 0 : 1;
+    if (atomic_fetch_sub(remaining, new_splits) != new_splits) return 0;
+    if (!c->is_rerun) atomic_store(remaining, t->slice->num_splits); /* for the next layer */
+    return 1;
+}
+
+/* Does the work of task i and ends it, unless the call is cancelled; for kvc_parallel, with the kvc_call as context. */
+static void run_task(void *context, int64_t i) {
+    kvc_call *c = context;
+    kvc_plan *plan = c->plan;
+    const int32_t l = take_workspace(plan);
+    kvc_task t = make_task(c, i, plan->workspaces + (size_t)l * plan->workspace.size);
+    const int cancelled = !c->work->begin(&t);
+    if (!cancelled && c->is_rerun) kvc_round_lock(&plan->round);
+    if (!cancelled) c->work->end(&t);
+    if (!cancelled && c->is_rerun) kvc_round_unlock(&plan->round);
+    atomic_flag_clear_explicit(&plan->workspace_taken[l], memory_order_release);
+    if (cancelled) atomic_store(&c->was_cancelled, 1);
+}
+
+/* Returns what became of the call once its tasks have ended. */
+static kvc_status status_of(kvc_call *c) {
+    return atomic_load(&c->was_cancelled) ? kvc_fail(KVC_ERR_CANCELLED, "%s", c->work->cancelled) : KVC_OK;
+}
+
+kvc_status kvc_run_tasks(kvc_call *c) {
+    static const double WORTH_THREADS = 1 << 19; /* multiply-adds: about 20 microseconds */
+    const kvc_plan *plan = c->plan;
+    kvc_cache_poll_timer(plan->batch->cache, plan->multiply_adds, &c->timer);
+    kvc_parallel(kvc_threads_for(plan->multiply_adds, WORTH_THREADS, plan->args.num_threads), plan->num_tasks, run_task,
+                 c);
+    return status_of(c);
+}
+
+/* ---- one task ---------------------------------------------------------------------------------------------------- */
+
+kvc_status kvc_check_plan_layer(const kvc_plan *plan, int32_t layer) {
+    const kvc_cache *cache = plan->batch->cache;
+    KVC_TRY(kvc_check_attention(plan->batch, layer, 0));
+    const kvc_layer *config = &cache->layers[layer];
+    if (cache->group_of[layer] != plan->group || config->num_kv_heads != plan->num_kv_heads ||
+        config->k_dim != plan->k_dim || config->v_dim != plan->v_dim)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "layer %d has not the policy and shapes of the plan's layer, %d: make one for it", layer,
+                        plan->args.layer);
+    if (!kvc_plan_is_current(plan))
+        return kvc_fail(KVC_ERR_INVALID, "the rows of layer %d were put after the plan was made: make another", layer);
+    return KVC_OK;
+}
+
+/* Checks that the batch's own rows that a slice sees were put, or are about to be, by `put`. */
+static kvc_status check_seen(const kvc_plan *plan, const kvc_query_slice *slice, int32_t layer, const kvc_put_args *put,
+                             const kvc_row_buffer *buffer) {
+    const kvc_batch *batch = plan->batch;
+    if (slice->lacks_rows)
+        return kvc_fail(KVC_ERR_INVALID, "sequence %lld has no rows in cross-attention layer %d: put k and v first",
+                        (long long)batch->sequences[slice->sequence].sequence->id, layer);
+    const uint8_t *written = kvc_written_in(batch, kvc_source_of(batch->cache, layer));
+    for (int64_t p = slice->first_own_segment; p < slice->end_segment; p++) {
+        const kvc_segment *segment = &plan->segments[p];
+        for (int32_t i = 0; segment->token >= 0 && i < segment->count; i++) {
+            const int32_t t = batch->order[segment->token + i];
+            int was_put = written[t];
+            if (put && t >= put->first && t < put->first + put->num_tokens) continue;
+            if (slice->is_buffered) {
+                const kvc_status status = kvc_row_buffer_has(batch, buffer, layer, t, segment->slot + i, &was_put);
+                if (status != KVC_OK) return status;
+            }
+            if (!was_put)
+                return kvc_fail(KVC_ERR_INVALID,
+                                "token %d of the batch is seen but was not put in layer %d: put k and v first", t,
+                                layer);
+        }
+    }
+    return KVC_OK;
+}
+
+/* Checks that the rows that the slices of a task see were put. */
+static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task, const kvc_row_buffer *buffer) {
+    int32_t part;
+    const kvc_job *job = kvc_job_of(plan, task, &part);
+    kvc_status status = KVC_OK;
+    for (int32_t m = 0; status == KVC_OK && m < job->num_slices; m++)
+        status = check_seen(plan, kvc_slice_of(plan, job, m), layer, NULL, buffer);
+    return status;
+}
+
+void kvc_call_init(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_work *work,
+                   const kvc_row_buffer *buffer) {
+    const kvc_cache *cache = plan->batch->cache;
+    c->plan = plan;
+    c->is_rerun = c->was_done = 0;
+    c->args = args;
+    c->work = work;
+    c->kernels = cache->kernels;
+    c->prefetch_level = cache->prefetch_level;
+    c->layer = &cache->layers[layer];
+    c->layout = &cache->layouts[cache->layout_of[layer]];
+    /* Short rows go in longer tiles: they are read earlier, and less time goes into beginning tiles.  Both divide
+     * KVC_TILE, as slices share whole tiles. */
+    const int is_short = c->layout->k_row_bytes <= KVC_SHORT_ROW && c->layout->v_row_bytes <= KVC_SHORT_ROW;
+    c->streamed_rows = is_short ? KVC_TILE : KVC_PANEL;
+    c->buffer = buffer;
+    c->policy = &cache->policies[plan->group];
+    c->num_sinks = kvc_policy_sinks(c->policy);
+    for (int tiled = 0; tiled < 2; tiled++) {
+        c->k_as[tiled] = kvc_taken_as(c->kernels, c->layer->k_type, tiled);
+        c->v_as[tiled] = kvc_taken_as(c->kernels, c->layer->v_type, tiled);
+    }
+    c->k_mixing = kvc_mixing_of(c->layer, 0);
+    c->v_mixing = kvc_mixing_of(c->layer, 1);
+    c->rope = kvc_rope_of(cache, layer);
+    c->angles = plan->angles;
+    if (c->rope) c->angles += (size_t)cache->rope_of[layer] * (size_t)plan->num_deltas * (size_t)plan->angles_stride;
+    c->changes_scores = args->softcap > 0 || args->alibi;
+    c->scale = args->scale != 0 ? args->scale : 1 / sqrtf((float)plan->k_dim);
+    atomic_init(&c->was_cancelled, 0);
+}
+
+kvc_status kvc_check_all_seen(const kvc_plan *plan, int32_t layer, const kvc_put_args *put,
+                              const kvc_row_buffer *buffer) {
+    for (int32_t u = 0; u < plan->num_slices; u++) /* slices by token have the same segments */
+        if (!u || !kvc_plan_is_by_token(plan) || plan->slices[u].sequence != plan->slices[u - 1].sequence)
+            KVC_TRY(check_seen(plan, &plan->slices[u], layer, put, buffer));
+    return KVC_OK;
+}
+
+kvc_status kvc_run_task(kvc_call *c, int32_t layer, int64_t task) {
+    const kvc_plan *plan = c->plan;
+    if (task < 0 || task >= plan->num_tasks)
+        return kvc_fail(KVC_ERR_INDEX, "task is %lld: the plan has %lld", (long long)task, (long long)plan->num_tasks);
+    KVC_TRY(check_task(plan, layer, task, c->buffer));
+    kvc_poll_timer_init(&c->timer, NULL, NULL);
+    KVC_TRY(kvc_round_begin(c, layer, task));
+    run_task(c, task);
+    const kvc_status status = status_of(c);
+    kvc_round_end(c, task, status == KVC_OK);
+    return status;
+}
+
+kvc_status kvc_note_failure(kvc_plan *plan, int32_t layer, kvc_status status) {
+    if (status == KVC_OK) return status;
+    kvc_round_lock(&plan->round);
+    plan->round.has_failed |= plan->round.layer == layer;
+    kvc_round_unlock(&plan->round);
+    return status;
+}
