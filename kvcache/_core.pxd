@@ -337,9 +337,25 @@ cdef extern from "kvcache.h" nogil:
         const uint8_t *non_causal
         const kvc_masked *masked
         size_t masked_size
-        int32_t num_masked, max_chosen
+        int32_t num_masked, max_chosen, num_choices
 
     kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args)
+
+    ctypedef struct kvc_choose_args:
+        size_t struct_size
+        const void *q
+        const float *weights
+        const int32_t *among
+        int32_t *chosen
+        float *scores
+        int64_t q_token_stride, q_head_stride, weights_token_stride, weights_head_stride
+        int64_t among_token_stride, among_choice_stride, chosen_token_stride, chosen_choice_stride
+        int64_t scores_token_stride, scores_choice_stride
+        int32_t q_type
+        float scale
+        int32_t relu, num_choices, width, among_width, block, num_first, num_local
+
+    kvc_status kvc_choose(kvc_batch *batch, const kvc_plan_args *plan, const kvc_choose_args *args)
     kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows)
     kvc_status kvc_dense_sequences(kvc_batch *batch, int32_t layer, int32_t *num_sequences, int64_t *most_rows)
 

@@ -282,6 +282,15 @@ class Batch:
         out: object,
         return_lse: bool,
     ) -> Any: ...
+    def choose(
+        self,
+        layer: SupportsIndex,
+        q: object,
+        first: SupportsIndex,
+        width: SupportsIndex,
+        options: dict[str, Any],
+        return_scores: bool,
+    ) -> Any: ...
     def dense(
         self,
         layer: SupportsIndex,

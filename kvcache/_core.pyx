@@ -94,6 +94,7 @@ include "binding/cache.pxi"
 include "binding/prefix.pxi"
 include "binding/stores.pxi"
 include "binding/state.pxi"
+include "binding/choosing.pxi"
 include "binding/batch.pxi"
 include "binding/rows.pxi"
 

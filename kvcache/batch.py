@@ -336,6 +336,156 @@ class Batch:
             return_lse,
         )
 
+    @overload
+    def choose(
+        self, layer: SupportsIndex, q: AnyArray, *, width: SupportsIndex, weights: AnyArray | None = None,
+        relu: bool = False, scale: SupportsFloat | None = None, num_choices: SupportsIndex = 1,
+        block: SupportsIndex = 1, num_first: SupportsIndex = 0, num_local: SupportsIndex = 0,
+        among: Entries | None = None, non_causal: Flags | None = None, masked: Ranges | None = None,
+        first: SupportsIndex = 0, return_scores: Literal[False] = False,
+    ) -> npt.NDArray[np.int32]: ...  # fmt: skip
+
+    @overload
+    def choose(
+        self, layer: SupportsIndex, q: AnyArray, *, width: SupportsIndex, weights: AnyArray | None = None,
+        relu: bool = False, scale: SupportsFloat | None = None, num_choices: SupportsIndex = 1,
+        block: SupportsIndex = 1, num_first: SupportsIndex = 0, num_local: SupportsIndex = 0,
+        among: Entries | None = None, non_causal: Flags | None = None, masked: Ranges | None = None,
+        first: SupportsIndex = 0, return_scores: Literal[True],
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]: ...  # fmt: skip
+
+    @overload
+    def choose(
+        self, layer: SupportsIndex, q: AnyArray, *, width: SupportsIndex, weights: AnyArray | None = None,
+        relu: bool = False, scale: SupportsFloat | None = None, num_choices: SupportsIndex = 1,
+        block: SupportsIndex = 1, num_first: SupportsIndex = 0, num_local: SupportsIndex = 0,
+        among: Entries | None = None, non_causal: Flags | None = None, masked: Ranges | None = None,
+        first: SupportsIndex = 0, return_scores: bool,
+    ) -> Any: ...  # fmt: skip
+
+    def choose(
+        self,
+        layer: SupportsIndex,
+        q: AnyArray,
+        *,
+        width: SupportsIndex,
+        weights: AnyArray | None = None,
+        relu: bool = False,
+        scale: SupportsFloat | None = None,
+        num_choices: SupportsIndex = 1,
+        block: SupportsIndex = 1,
+        num_first: SupportsIndex = 0,
+        num_local: SupportsIndex = 0,
+        among: Entries | None = None,
+        non_causal: Flags | None = None,
+        masked: Ranges | None = None,
+        first: SupportsIndex = 0,
+        return_scores: bool = False,
+    ) -> Any:
+        """Choose rows for each query token, by the index keys of a layer that holds keys alone.
+
+        The result says which rows `attend` is to read in another layer (`chosen`). Each row that the token sees gets a
+        score, the sum over the query heads of ``weights * f(scale * q . k)``, where f is the identity or, with `relu`,
+        ``max(0, x)`` [1]_. The `width` rows with the largest scores are chosen, or all rows if there are no more. A
+        token sees the same rows as in `attend`; they must have been put.
+
+        Parameters
+        ----------
+        layer : int
+            The index of a layer with ``v_head_dim=0``.
+        q : array
+            The index queries, ``[tokens, num_heads, head_dim]`` of f32, f16 or bf16, in arrays as for `put`;
+            `num_heads` must be a multiple of the layer's `num_kv_heads`.
+        width : int
+            The number of rows, or blocks, to choose.
+        weights : array, optional
+            The heads' weights, ``[tokens, num_heads]`` of f32; by default 1.
+        relu : bool, default False
+            Whether negative products count 0.
+        scale : float, optional
+            The factor of the products; by default ``1 / sqrt(head_dim)``.
+        num_choices : int, default 1
+            The number of choices for each token. With 1, all heads choose together. Otherwise each choice has as many
+            heads, in order, for instance those of one KV head of the layer that attends. It is a multiple or a divisor
+            of `num_kv_heads`.
+        block : int, default 1
+            The number of positions that are chosen together: entry b stands for positions ``[b * block, (b + 1) *
+            block)``. The score of a block is that of its best row.
+        num_first, num_local : int, default 0
+            The number of rows, or blocks, from position 0 on, and up to the token's own, that are chosen before others.
+        among : array_like of int, optional
+            The only rows, or blocks, that may be chosen, in any order: ``[tokens, n]``, or ``[tokens, num_choices, n]``
+            for each choice. Entries below 0 count for nothing.
+        non_causal, masked : optional
+            As in `attend`.
+        first : int, default 0
+            The index in the batch of the first token of `q`.
+        return_scores : bool, default False
+            Whether to return the scores, too.
+
+        Returns
+        -------
+        chosen : numpy.ndarray
+            The positions of the chosen rows, or the numbers of blocks, ``[tokens, num_choices, width]`` of int32, in
+            ascending order, with -1 behind them.
+        scores : numpy.ndarray
+            Only with `return_scores`: the scores of `chosen`, f32 of the same shape, with minus infinity beside -1.
+
+        Raises
+        ------
+        ValueError
+            If a shape or a number is wrong, a visible token of the batch was not put, a tensor requires grad or has its
+            negative bit set.
+        TypeError
+            If an argument is no array, or has another element type.
+        NotSupportedError
+            If the layer holds values.
+        RowsGoneError
+            If a visible token belongs to a sequence that is not stored, and its rows in the layer are gone.
+
+        Notes
+        -----
+        The choice is exact. A larger score is chosen first; of equal scores, which `relu` makes of many rows, the lower
+        position. NaN counts as the largest score, so that it reaches the output. The result depends only on the rows
+        that a token sees: not on threads, on the place of rows, or on other tokens.
+
+        Keys of int8, int6 and int4 are multiplied as integers, by queries that are rounded to 8 bits. Their scores are
+        the same on every processor.
+
+        References
+        ----------
+        .. [1] DeepSeek-AI, "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models", 2025.
+
+        Examples
+        --------
+        >>> layers = [kvcache.Layer(1, 4), kvcache.Layer(1, 4, v_head_dim=0, dtype="f32")]
+        >>> cache = kvcache.KVCache(layers, max_seq_len=64)
+        >>> keys = np.eye(4, dtype=np.float32)[:, None]
+        >>> with cache.batch(4) as batch:
+        ...     batch.put(0, keys, keys)
+        ...     batch.put(1, keys)
+        ...     chosen = batch.choose(1, keys, width=2, num_local=1)
+        ...     out = batch.attend(0, keys, chosen=chosen)
+        >>> chosen[:, 0]
+        array([[ 0, -1],
+               [ 0,  1],
+               [ 0,  2],
+               [ 0,  3]], dtype=int32)
+        """
+        options = {
+            "weights": weights,
+            "relu": relu,
+            "scale": scale,
+            "num_choices": num_choices,
+            "block": block,
+            "num_first": num_first,
+            "num_local": num_local,
+            "among": among,
+            "non_causal": non_causal,
+            "masked": masked,
+        }
+        return self._core.choose(layer, q, first, width, options, return_scores)
+
     def dense(
         self,
         layer: SupportsIndex,

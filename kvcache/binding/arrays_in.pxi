@@ -350,3 +350,17 @@ cdef cnp.ndarray to_masked(object value, const kvc_masked **masked, size_t *size
         to[i].begin, to[i].end = <int32_t>min(row[1], _INT32_MAX), <int32_t>min(row[2], _INT32_MAX)
     masked[0], size[0], num[0] = to, sizeof(kvc_masked), <int32_t>rows
     return kept
+
+
+cdef cnp.ndarray to_entries(object entries, str name, int64_t tokens, int64_t choices):
+    """Convert entries, [tokens, width] or [tokens, choices, width], to int32 that lie one after the other."""
+    cdef cnp.ndarray array = np.asarray(entries)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name}: elements of type {array.dtype}, where integers are needed")
+    shape = (<object>array).shape
+    if len(shape) not in (2, 3) or shape[0] != tokens or not shape[-1] or shape[1:-1] not in ((), (1,), (choices,)):
+        raise ValueError(f"{name}: an array of shape {shape}, where ({tokens}, width) is needed, or ({tokens}, "
+                         f"{choices}, width)")
+    if array.dtype != np.int32:
+        array = np.clip(array, -1, _INT32_MAX)  # no row stands at the largest number
+    return np.ascontiguousarray(array, np.int32)

@@ -316,17 +316,7 @@ cdef class Batch(_CallCounter):
         """Describe the rows that tokens choose; return the array that C reads."""
         cdef kvc_chosen *chosen = &query.chosen
         cdef int64_t tokens = query.plan.num_tokens, heads = self.cache.layers[query.plan.layer].num_kv_heads
-        cdef cnp.ndarray array = np.asarray(entries)
-        if array.dtype.kind not in "iu":
-            raise TypeError(f"chosen: elements of type {array.dtype}, where integers are needed")
-        shape = (<object>array).shape
-        if (len(shape) not in (2, 3) or shape[0] != tokens or not shape[-1]
-                or (len(shape) == 3 and shape[1] not in (1, heads))):
-            raise ValueError(f"chosen: an array of shape {shape}, where ({tokens}, width) is needed, or "
-                             f"({tokens}, {heads}, width) for a choice of each KV head")
-        if array.dtype != np.int32:
-            array = np.clip(array, -1, _INT32_MAX)  # no row stands at the largest number
-        array = np.ascontiguousarray(array, np.int32)
+        cdef cnp.ndarray array = to_entries(entries, "chosen", tokens, heads)
         chosen.struct_size = sizeof(kvc_chosen)
         chosen.positions = <const int32_t *>cnp.PyArray_DATA(array)
         chosen.width = <int32_t>to_int(cnp.PyArray_DIM(array, array.ndim - 1), "the width of chosen", 1, _INT32_MAX)
@@ -390,6 +380,20 @@ cdef class Batch(_CallCounter):
             status = kvc_attend(batch, &query.plan, &query.args)
         self.finish(status)
         return (out, sums) if wants_lse else out
+
+    def choose(self, layer, q, first, width, options, return_scores):
+        self.check_open()
+        cdef int32_t at = to_layer(layer, self.cache.num_layers)
+        cdef bint wants_scores = flag(return_scores, "return_scores")
+        cdef Choosing a
+        cdef kvc_batch *batch
+        cdef kvc_status status
+        owners = read_choosing(self, at, q, first, width, wants_scores, options, &a)
+        batch = self.enter()
+        with nogil:
+            status = kvc_choose(batch, &a.plan, &a.args)
+        self.finish(status)
+        return owners[:2] if wants_scores else owners[0]
 
     cdef object dense_rows(self, object out, str name, int32_t type, int layout, int64_t heads, int64_t dim,
                            Array *like, Array *a):

@@ -1,0 +1,71 @@
+"""Choices of rows: the arguments of Batch.choose()."""
+
+# The arguments that choose() passes to C, and descriptions of its arrays.
+cdef struct Choosing:
+    kvc_plan_args plan
+    kvc_choose_args args
+    Array q
+    Array weights
+
+
+cdef object read_weights(object x, Choosing *a):
+    """Describe an array of one f32 number per token and query head; return the object that keeps its memory."""
+    cdef Array *to = &a.weights
+    owner = read_array(x, "weights", 2, to)
+    if to.type != KVC_F32:
+        raise TypeError("weights: one float32 number per token and query head is needed; convert weights to float32")
+    if to.shape[0] != a.q.shape[0] or to.shape[1] != a.q.shape[1]:
+        raise ValueError(f"weights: an array of shape {(to.shape[0], to.shape[1])}, where q has {a.q.shape[0]} tokens "
+                         f"of {a.q.shape[1]} heads")
+    owner = make_readable(to, owner)
+    a.args.weights = <const float *>to.data
+    a.args.weights_token_stride, a.args.weights_head_stride = to.strides[0], to.strides[1]
+    return owner
+
+
+cdef cnp.ndarray read_among(object entries, Choosing *a):
+    """Describe the entries that may be chosen; return the array that C reads."""
+    cdef cnp.ndarray array = to_entries(entries, "among", a.plan.num_tokens, a.args.num_choices)
+    a.args.among = <const int32_t *>cnp.PyArray_DATA(array)
+    a.args.among_width = <int32_t>cnp.PyArray_DIM(array, array.ndim - 1)
+    a.args.among_token_stride = cnp.PyArray_STRIDE(array, 0)
+    if array.ndim == 3 and cnp.PyArray_DIM(array, 1) > 1:
+        a.args.among_choice_stride = cnp.PyArray_STRIDE(array, 1)
+    return array
+
+
+cdef tuple read_choosing(Batch self, int32_t layer, object q, object first, object width, bint wants_scores,
+                         dict options, Choosing *a):
+    """Describe a choice; return the objects that keep the memory it points to, the results first."""
+    cdef kvc_layer *shape = &self.cache.layers[layer]
+    cdef kvc_choose_args *args = &a.args
+    cdef cnp.ndarray chosen, scores = None, flags
+    memset(a, 0, sizeof(Choosing))
+    a.plan.struct_size, args.struct_size = sizeof(kvc_plan_args), sizeof(kvc_choose_args)
+    q_owner = read_rows(q, "q", shape.num_kv_heads, True, shape.k_dim, THD, &a.q)
+    a.plan.layer, a.plan.first = layer, self.to_first(first, a.q.shape[0])
+    a.plan.num_tokens, a.plan.num_heads = <int32_t>a.q.shape[0], <int32_t>a.q.shape[1]
+    args.q, args.q_type = a.q.data, a.q.type
+    args.q_token_stride, args.q_head_stride = a.q.strides[0], a.q.strides[1]
+    weights = None if options["weights"] is None else read_weights(options["weights"], a)
+    if options["scale"] is not None:
+        args.scale = to_factor(options["scale"], "scale", False)
+    args.relu = flag(options["relu"], "relu")
+    args.width = <int32_t>to_int(width, "width", 1, _INT32_MAX)
+    args.num_choices = <int32_t>to_int(options["num_choices"], "num_choices", 1, _INT32_MAX)
+    args.block = <int32_t>to_int(options["block"], "block", 1, _INT32_MAX)
+    args.num_first = <int32_t>to_int(options["num_first"], "num_first", 0, _INT32_MAX)
+    args.num_local = <int32_t>to_int(options["num_local"], "num_local", 0, _INT32_MAX)
+    among = None if options["among"] is None else read_among(options["among"], a)
+    flags = to_flags(options["non_causal"], a.plan.first, a.plan.num_tokens, self.num_tokens)
+    if flags is not None:
+        a.plan.non_causal = <const uint8_t *>cnp.PyArray_DATA(flags)
+    ranges = to_masked(options["masked"], &a.plan.masked, &a.plan.masked_size, &a.plan.num_masked)
+    chosen = np.empty((a.plan.num_tokens, args.num_choices, args.width), np.int32)
+    args.chosen = <int32_t *>cnp.PyArray_DATA(chosen)
+    args.chosen_token_stride, args.chosen_choice_stride = chosen.strides[0], chosen.strides[1]
+    if wants_scores:
+        scores = np.empty((a.plan.num_tokens, args.num_choices, args.width), np.float32)
+        args.scores = <float *>cnp.PyArray_DATA(scores)
+        args.scores_token_stride, args.scores_choice_stride = scores.strides[0], scores.strides[1]
+    return chosen, scores, q_owner, weights, among, flags, ranges
