@@ -56,7 +56,7 @@ static query_cut cut_queries(const kvc_plan *plan, int32_t sequence) {
     const int32_t num_tokens = cut.end - cut.first, last = batch->positions[batch->order[cut.end - 1]];
     const int64_t query_rows = (int64_t)num_tokens * plan->heads_per_part;
     cut.tokens = query_rows <= KVC_TASK_QUERIES ? num_tokens : slice_tokens(plan, query_rows, (int64_t)last + 1);
-    if (kvc_plan_is_by_token(plan)) cut.tokens = 1;
+    if (plan->by_token) cut.tokens = 1;
     cut.num_slices = (int32_t)divide_up(num_tokens, cut.tokens);
     return cut;
 }
@@ -244,7 +244,7 @@ static void cut_ranked(const kvc_plan *plan, kvc_query_slice *slice) {
 /* Lists the slices of a sequence whose tokens choose rows.  What all of them see together is found once. */
 static void list_choosing(const kvc_plan *plan, const kvc_view *view, int32_t sequence, const query_cut *cut,
                           kvc_new_slice *slices, uint8_t *marks) {
-    const int tiled = !kvc_plan_chooses(plan) && plan->heads_per_part > KVC_STREAM_QUERIES;
+    const int tiled = !plan->chooses && plan->heads_per_part > KVC_STREAM_QUERIES;
     kvc_new_slice all = {.slice = {.sequence = sequence,
                                    .first = cut->first,
                                    .num_tokens = cut->end - cut->first,
@@ -253,7 +253,7 @@ static void list_choosing(const kvc_plan *plan, const kvc_view *view, int32_t se
     find_rows(plan, view, &all, marks);
     /* Where positions rise, each has one row. */
     const int64_t most = !all.stored_rises ? INT64_MAX : plan->args.max_chosen + (all.rises ? 0 : all.own_rows);
-    if (kvc_plan_chooses(plan)) {
+    if (plan->chooses) {
         cut_ranked(plan, &all.slice);
     } else {
         all.slice.num_rows = kvc_smaller(all.slice.num_rows, most);
@@ -269,7 +269,7 @@ static void list_choosing(const kvc_plan *plan, const kvc_view *view, int32_t se
 void kvc_list_slices(const kvc_plan *plan, const kvc_view *view, kvc_new_slice *slices, uint8_t *marks) {
     for (int32_t s = 0; s < plan->batch->num_sequences; s++) {
         const query_cut cut = cut_queries(plan, s);
-        if (cut.num_slices && kvc_plan_is_by_token(plan)) {
+        if (cut.num_slices && plan->by_token) {
             list_choosing(plan, view, s, &cut, slices, marks);
             slices += cut.num_slices;
             continue;
@@ -317,8 +317,7 @@ static void list_segment(void *context, const kvc_run *segment, int32_t token) {
 }
 
 int64_t kvc_most_segments(const kvc_plan *plan, const kvc_new_slice *u) {
-    if (kvc_plan_is_by_token(plan) && !u->rises)
-        return u->stored_rows + u->own_rows; /* sort_rows takes one for each row */
+    if (plan->by_token && !u->rises) return u->stored_rows + u->own_rows; /* sort_rows takes one for each row */
     return (int64_t)(u->num_runs - u->first_run) * (u->stored.sinks ? 2 : 1) + u->own_segments;
 }
 
@@ -387,7 +386,7 @@ static void list_by_position(kvc_plan *plan, const kvc_new_slice *from, kvc_quer
 
 void kvc_list_segments(kvc_plan *plan, const kvc_new_slice *from, kvc_query_slice *slice, const kvc_query_slice *before,
                        uint8_t *marks) {
-    if (kvc_plan_is_by_token(plan)) {
+    if (plan->by_token) {
         list_by_position(plan, from, slice, before, marks);
         return;
     }

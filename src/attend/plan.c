@@ -90,7 +90,7 @@ static totals lay_out_slices(const maker *m) {
         kvc_query_slice *slice = &u->slice;
         const int32_t query_rows = kvc_num_query_rows(plan, slice);
         const uint64_t tasks = (uint64_t)slice->num_splits * (uint64_t)plan->num_parts;
-        const int has_own_segments = !kvc_plan_is_by_token(plan) || !i || u[-1].slice.sequence != slice->sequence;
+        const int has_own_segments = !plan->by_token || !i || u[-1].slice.sequence != slice->sequence;
         slice->first_start = t.splits;
         slice->first_counter = t.counters;
         slice->partials = t.partials;
@@ -99,8 +99,8 @@ static totals lay_out_slices(const maker *m) {
         t.counters += plan->num_parts;
         t.whole_query_rows += u->is_whole ? query_rows : 0;
         if (slice->num_splits > 1 && !plan->joins_splits)
-            t.partials += kvc_plan_chooses(plan) ? (uint64_t)slice->num_rows * (uint64_t)plan->args.num_choices
-                                                 : tasks * kvc_partial_size(query_rows, plan->workspace.acc_stride);
+            t.partials += plan->chooses ? (uint64_t)slice->num_rows * (uint64_t)plan->args.num_choices
+                                        : tasks * kvc_partial_size(query_rows, plan->workspace.acc_stride);
         if (slice->num_rows > t.most_rows) t.most_rows = slice->num_rows;
         if (slice->num_splits == 1 && slice->num_rows > t.most_whole_rows) t.most_whole_rows = slice->num_rows;
         if (slice->num_splits > t.most_splits) t.most_splits = slice->num_splits;
@@ -385,7 +385,7 @@ static kvc_plan *make_plan(maker *m) {
     const totals t = lay_out_slices(m);
     sketch->num_workspaces = (int32_t)kvc_smaller(sketch->args.num_threads, t.splits * sketch->num_parts);
     sketch->multiply_adds = t.multiply_adds;
-    if (kvc_plan_chooses(sketch))
+    if (sketch->chooses)
         lay_out_choosing(sketch, &t);
     else
         lay_out_workspace(sketch, &t);
@@ -424,8 +424,10 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
                        .num_cross_puts = kvc_num_cross_puts(batch, group),
                        .heads_per_part = args->num_heads / layer->num_kv_heads,
                        .parts_per_kv = 1,
-                       .num_parts = layer->num_kv_heads};
-    if (kvc_plan_chooses(&sketch)) {
+                       .num_parts = layer->num_kv_heads,
+                       .chooses = !layer->v_dim,
+                       .by_token = !layer->v_dim || args->max_chosen};
+    if (sketch.chooses) {
         sketch.heads_per_part = args->num_heads;
         sketch.num_parts = 1;
     }

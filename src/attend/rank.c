@@ -60,7 +60,6 @@ static const float *load_query(const kvc_task *t, const char *q, int32_t delta_i
     if (delta_index)
         kvc_rope_rotate(c->rope, c->angles + (size_t)(delta_index - 1) * (size_t)c->plan->angles_stride, t->q);
     if (c->k_mixing.order) c->kernels->hadamard(t->q, t->q, dim, c->k_mixing);
-    c->kernels->scale(t->q, 0, 1, dim, c->scale);
     return t->q;
 }
 
@@ -138,14 +137,15 @@ static kernel_rows rows_of(const kvc_task *t, const kvc_tile *tile, int32_t as) 
     return (kernel_rows){first, stride};
 }
 
-/* Fills in what the products of each row are multiplied by. */
+/* Fills in what the products of each row are multiplied by.  Scaled queries would make different products of equal
+ * ones, by rounding. */
 static void find_factors(const kvc_task *t, const kvc_tile *tile, int32_t as, float factors[KVC_TILE]) {
     const kvc_call *c = t->call;
     uint8_t copies[KVC_TILE][KVC_SCALE_BYTES];
+    for (int32_t j = 0; j < tile->n; j++) factors[j] = 1;
     if (as == KVC_INT8)
         c->kernels->convert(KVC_F16, KVC_F32, factors, 0, kvc_scales_of(tile, 0, copies), 0, 1, tile->n);
-    else
-        for (int32_t j = 0; j < tile->n; j++) factors[j] = as == KVC_BF16 ? c->scale : 1;
+    for (int32_t j = 0; j < tile->n; j++) factors[j] *= c->scale;
 }
 
 /* Adds the scores that a KV head gives the rows of a tile to the choices' totals, or makes these its scores. */

@@ -206,7 +206,7 @@ void kvc_call_init(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_
 kvc_status kvc_check_all_seen(const kvc_plan *plan, int32_t layer, const kvc_put_args *put,
                               const kvc_row_buffer *buffer) {
     for (int32_t u = 0; u < plan->num_slices; u++) /* slices by token have the same segments */
-        if (!u || !kvc_plan_is_by_token(plan) || plan->slices[u].sequence != plan->slices[u - 1].sequence)
+        if (!u || !plan->by_token || plan->slices[u].sequence != plan->slices[u - 1].sequence)
             KVC_TRY(check_seen(plan, &plan->slices[u], layer, put, buffer));
     return KVC_OK;
 }

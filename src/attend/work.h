@@ -133,6 +133,7 @@ struct kvc_plan {
     int32_t num_kv_heads, k_dim, v_dim; /* shape of the layers that the plan serves */
     int32_t heads_per_part;             /* query heads of a part: all of a KV head, unless rows are chosen */
     int32_t parts_per_kv, num_parts;    /* parts of a KV head, and of all */
+    int32_t chooses, by_token;          /* it is for choosing rows; each query token is a slice */
     int32_t num_slices, num_workspaces;
     int32_t joins_splits; /* each job runs all splits of a slice; then their results are in workspaces */
     int64_t num_segments;
@@ -176,12 +177,6 @@ static inline int32_t kvc_tile_rows(const kvc_plan *plan) {
     enum { MOST_DIM = 512 }; /* of a key and a value */
     const int is_wide = plan->batch->cache->kernels->tiler[KVC_F32].weigh && plan->k_dim + plan->v_dim <= MOST_DIM;
     return is_wide ? KVC_WIDE_TILE : KVC_PANEL;
-}
-
-/* Whether the plan is for choosing rows, and whether each query token is a slice. */
-static inline int kvc_plan_chooses(const kvc_plan *plan) { return !plan->v_dim; }
-static inline int kvc_plan_is_by_token(const kvc_plan *plan) {
-    return kvc_plan_chooses(plan) || plan->args.max_chosen > 0;
 }
 
 /* Whether a token of the plan's range sees later positions too. */
