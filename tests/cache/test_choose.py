@@ -109,8 +109,10 @@ def test_queries_of_16_bits_and_any_strides(kind):
     batch.abort()
 
 
+@pytest.mark.hf
 def test_tensors_of_pytorch():
-    torch = pytest.importorskip("torch")
+    import torch
+
     cache = kvcache.KVCache(index_layers("bf16"), max_seq_len=TOKENS)
     batch, _ = feed(cache, TOKENS)
     q, weights = whole((TOKENS, HEADS, DIM), 1), whole((TOKENS, HEADS), 2, 2)
