@@ -48,12 +48,16 @@ def attention(
     is_special = bool(options.get("dropout"))
     for name in SPECIAL & options.keys():
         is_special |= options[name] is not None
-    if rows is not None and chosen is None and not is_special and _kernels_know(attention_mask, rows.layer, is_causal):
+    is_known = rows is not None and (chosen is None or chosen.fits(rows, attention_mask))
+    if rows is not None and is_known and not is_special and _kernels_know(attention_mask, rows.layer, is_causal):
         padding = attention_mask.padding if isinstance(attention_mask, Mask) else None
         sinks = None if s_aux is None else s_aux.detach()
         q = query if expansion is None else expansion.absorb(query)
-        attend = _attend_source if rows.layer.is_source else _attend
-        out = attend(rows, q, padding, {"scale": scaling, "softcap": softcap, "sinks": sinks})
+        known: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": sinks}
+        if rows.layer.is_source:
+            out: torch.Tensor | None = _attend_source(rows, q, padding, known)
+        else:
+            out = _attend(rows, q, padding, known, chosen)
         if out is not None:
             return out if expansion is None else expansion.expand(out), None
     if unknown := [name for name in UNKNOWN & options.keys() if options[name] is not None]:
@@ -93,7 +97,7 @@ def _kernels_know(mask: torch.Tensor | None, layer: Layer, is_causal: bool) -> b
 
 
 def _attend(
-    rows: LayerRows, q: torch.Tensor, padding: torch.Tensor | None, options: dict[str, Any]
+    rows: LayerRows, q: torch.Tensor, padding: torch.Tensor | None, options: dict[str, Any], chosen: Chosen | None
 ) -> torch.Tensor | None:
     """Attend over a layer's rows. First store the new ones. None: the kernels do not know this mask."""
     layer, passes = rows.layer, rows.layer.passes
@@ -109,6 +113,8 @@ def _attend(
             return None
     has_padding = padding is not None or any(this_pass.offsets)
     options["masked"] = (passes.masked(this_pass, padding) if has_padding else None) or None
+    if chosen is not None and this_pass.batch is not None:
+        options |= chosen.options(this_pass, options["masked"])
     return _run(this_pass, layer, q, this_pass.pending.pop(layer.index, ()), options)
 
 

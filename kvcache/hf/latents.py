@@ -10,41 +10,36 @@ attention gets dense tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from kvcache.hf import recording
 from kvcache.hf.layers import Layer, LayerRows, Rows
-from kvcache.hf.lazy import LazyTensor, elements_of
+from kvcache.hf.lazy import elements_of
+from kvcache.hf.recording import is_made, source_of
 
 linear = torch.nn.functional.linear
 # Operations that make one tensor of another, and are recorded.
 RECORDED = {linear, Tensor.view, Tensor.transpose, Tensor.expand, Tensor.new_empty, Tensor.__getitem__}
 
 
-class Recording(LazyTensor):
+class Recording(recording.Recording):
     """A tensor whose operations are recorded if they expand latents."""
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Record an operation, or compute it."""
-        first = args[0] if args else None
-        if isinstance(first, Recording) and first.made is None:
-            if func in RECORDED and not kwargs:
-                return Recorded.of(func, *args)
-            if func is torch.split and isinstance(args[1], list):
-                return tuple(_split(first, args[1], **(kwargs or {})))
-            if func is Tensor.copy_ and isinstance(first, Recorded) and first.write(args[1]):
-                return first
-        return super().__torch_function__(func, types, args, kwargs)
+    def record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the record of an operation with this tensor; None: it is to be computed."""
+        if args[0] is not self:
+            return None
+        if func in RECORDED and not kwargs:
+            return Recorded.of(func, *args)
+        if func is torch.split and isinstance(args[1], list):
+            return tuple(_split(self, args[1], **kwargs))
+        if func is Tensor.copy_ and isinstance(self, Recorded) and self.write(args[1]):
+            return self
+        return None
 
 
 class Latents(Recording, Rows):
@@ -65,18 +60,16 @@ class LatentLayer(Layer):
         return v, k[..., v.shape[-1] :]
 
 
-class Recorded(Recording):
+class Recorded(Recording, recording.Recorded):
     """The result of an operation that was recorded."""
 
-    func: Callable[..., Tensor]
-    args: tuple[Any, ...]
     writes: list[tuple[Any, Tensor]]  # the tensors that were copied into parts of it, and the parts
 
     @classmethod
-    def of(cls, func: Callable[..., Tensor], *args: Any) -> Self:
+    def of(cls, func: Callable[..., Tensor], *args: Any, **options: Any) -> Self:
         """Record an operation."""
-        made = cls.of_shape(func(*map(_without_elements, args)).shape, args[0].dtype)
-        made.func, made.args, made.writes = func, args, []
+        made = super().of(func, *args, **options)
+        made.writes = []
         return made
 
     def write(self, source: Tensor) -> bool:
@@ -89,30 +82,15 @@ class Recorded(Recording):
 
     def make(self) -> Tensor:
         """Compute what was recorded."""
-        made = self.func(*elements_of(self.args))
+        made = super().make()
         for place, source in self.writes:
             made[place] = elements_of(source)
         return made
 
 
-def _without_elements(value: Any) -> Any:
-    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
-
-
 def _split(tensor: Tensor, sizes: list[int], dim: int = 0) -> list[Recorded]:
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return [Recorded.of(Tensor.narrow, tensor, dim, end - n, n) for end, n in zip(ends, sizes, strict=True)]
-
-
-def _is_made(tensor: Any) -> bool:
-    return isinstance(tensor, LazyTensor) and tensor.made is not None
-
-
-def _source(tensor: Any, func: Callable[..., Tensor], *args: Any) -> Any:
-    """Return what an operation with these arguments made a tensor of; None: something else made it."""
-    if isinstance(tensor, Recorded) and tensor.func is func and (not args or tensor.args[1:] == args):
-        return tensor.args[0]
-    return None
 
 
 class Expansion(NamedTuple):
@@ -127,27 +105,27 @@ class Expansion(NamedTuple):
         """Return what keys and values are the record of; None: they were computed, or made otherwise."""
         if not (isinstance(key, Recorded) and isinstance(value, Recorded)):
             return None
-        heads = _source(value, Tensor.narrow)
-        product = _source(_source(heads, Tensor.transpose, 1, 2), Tensor.view)
-        latents = _source(product, linear)
-        if not isinstance(latents, Latents) or _source(key, Tensor.new_empty) is None or len(key.writes) != 2:
+        heads = source_of(value, Tensor.narrow)
+        product = source_of(source_of(heads, Tensor.transpose, 1, 2), Tensor.view)
+        latents = source_of(product, linear)
+        if not isinstance(latents, Latents) or source_of(key, Tensor.new_empty) is None or len(key.writes) != 2:
             return None
         weight, *bias = product.args[1:]
         _, dim, n, v_dim = value.args
         (begin, unrotated), (end, rotated) = key.writes
         batch_size, num_heads, num_tokens, width = heads.shape
-        elements = _source(rotated, Tensor.expand, -1, num_heads, -1, -1)
+        elements = source_of(rotated, Tensor.expand, -1, num_heads, -1, -1)
         is_known = (
             bias == [None]
             and (dim, n + v_dim) == (-1, width)
             and (begin, end) == ((..., slice(None, n)), (..., slice(n, None)))
-            and _source(unrotated, Tensor.narrow, -1, 0, n) is heads
+            and source_of(unrotated, Tensor.narrow, -1, 0, n) is heads
             and isinstance(elements, Latents)
             and elements.source is latents.source
             and (latents.part, elements.part) == (0, 1)
             and latents.shape[:3] == (batch_size, 1, num_tokens)
             and key.shape == (batch_size, num_heads, num_tokens, n + elements.shape[3])
-            and not any(_is_made(x) for x in (key, value, heads, product, unrotated, rotated, latents, elements))
+            and not any(is_made(x) for x in (key, value, heads, product, unrotated, rotated, latents, elements))
         )
         return cls(latents.source, weight.view(num_heads, width, -1), n) if is_known else None
 

@@ -6,12 +6,24 @@ from typing import Any, Self
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from kvcache.hf.lazy import LazyTensor
+from kvcache.hf.scoring import Scoring
 
 EVERYTHING = slice(None)
+PLANES = [(EVERYTHING, 0), (EVERYTHING, 0, EVERYTHING, EVERYTHING)]  # indices that select the only head
+
+
+class Plane(Scoring):
+    """A mask without the axis of heads, ``[batch, queries, keys]``, as indexers take it. The mask stays as it is."""
+
+    mask: Mask
+
+    def make(self) -> torch.Tensor:
+        """Make elements of its own: the mask makes none."""
+        return self.mask.make()[:, 0]
 
 
 class Mask(LazyTensor):
@@ -41,7 +53,11 @@ class Mask(LazyTensor):
         return mask
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Select queries, as the last layers of Gemma 4 do, or any elements."""
+        """Select queries, as the last layers of Gemma 4 do, the only head, as indexers do, or any elements."""
+        if self.made is None and index in PLANES:
+            plane = Plane.of_shape((self.shape[0], *self.shape[2:]), self.dtype)
+            plane.mask = self
+            return plane
         if self.made is None and isinstance(index, tuple) and len(index) == 4 and all(type(i) is slice for i in index):
             batch, heads, queries, keys = index
             all_keys = keys.indices(self.shape[3]) == (0, self.shape[3], 1)
@@ -87,7 +103,9 @@ def make_mask(
     if padding is not None:  # columns that a mask does not have are hidden
         has_columns = padding.shape[-1] >= arguments["kv_length"] + arguments.get("kv_offset", 0)
         padding = None if has_columns and bool(padding.all()) else padding
-    # transformers sets both permissions to False, or sets use_vmap, for a model with mask functions of its own.
-    is_plain = (allow_is_causal_skip or allow_is_bidirectional_skip) and not use_vmap
+    # transformers sets both permissions to False, or sets use_vmap, for a model with mask functions of its own. Models
+    # with an indexer forbid to skip the mask as well, and leave the function as it is.
+    is_causal = arguments.get("mask_function") is causal_mask_function
+    is_plain = (allow_is_causal_skip or allow_is_bidirectional_skip or is_causal) and not use_vmap
     arguments |= {"attention_mask": attention_mask, "use_vmap": use_vmap}
     return Mask.of(padding, is_plain, allow_is_bidirectional_skip, arguments, EVERYTHING)

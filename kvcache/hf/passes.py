@@ -71,12 +71,18 @@ class ForwardPass:
         self.pending: dict[int, tuple[torch.Tensor, ...]] = {}
         self.leaves_rows = False  # whether the model left a layer's rows unused, and attends to others
         self.masked: dict[int, tuple[torch.Tensor, list[tuple[int, int, int]]]] = {}  # id of a mask: it, and its ranges
+        self.chosen: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}  # id of indices: they, and options of `attend`
 
     def drop_padding(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Pack tensors ``[batch, heads, tokens, dim]`` to ``[tokens, heads, dim]`` if there is leading padding."""
         if self.not_padding is None:
             return tensors
         return tuple(x.transpose(1, 2)[self.not_padding] for x in tensors)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Pack a tensor ``[batch, tokens, ...]`` to ``[tokens, ...]``, without leading padding."""
+        packed = tensor.flatten(0, 1) if self.not_padding is None else tensor[self.not_padding]
+        return packed.contiguous()
 
     @property
     def layout(self) -> Layout:

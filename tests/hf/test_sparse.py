@@ -20,6 +20,9 @@ from support.sparse_models import (  # noqa: E402 - torch may be missing
 )
 
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
+from kvcache.hf.indexing import Chosen  # noqa: E402 - it imports those
+from kvcache.hf.passes import ForwardPass  # noqa: E402 - it imports those
+from kvcache.hf.scoring import Scoring  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers, and that dense tensors are used
 
@@ -27,9 +30,12 @@ LENGTH = 40
 TOLERANCE = 2e-6  # of the largest logit
 ATTENTIONS = ["eager", "kvcache"]
 ENDS = {"whole": [LENGTH], "pieces": [13, 14, 25, LENGTH], "tokens": [20, *range(21, LENGTH + 1)]}
-NAMES = [*CHANGES]
+QUICK = {"hy_v4", "mistral_large4", "minimax_m3_vl_text"}  # sinks, shared rows, blocks
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CHANGES]
 INDEXERS = {"glm_moe_dsa": 3, "hy_v4": 2, "dots3_note_text": 2, "mistral_large4": 5, "minimax_m3_vl_text": 3}
 OWN_ROWS = {"mistral_large4": 4}
+PADDINGS = [(0, 0), (1, 5), (2, 21)]  # rows, and the columns that a mask hides before them
+WITH_IMAGES = ["dots3_note", "hy_v4_vl", "minimax_m3_vl"]  # transformers 5.23 lacks one
 WAYS = {
     "greedy": {},
     "beams": {"num_beams": 3},
@@ -58,7 +64,7 @@ def generate(model, past, tokens, **options):
 def test_a_choice_matters():
     """Logits depend on the choice, so that these tests can tell a wrong choice from a right one."""
     tokens = tokens_of(1, LENGTH)
-    for name in NAMES:
+    for name in CHANGES:
         model, block = with_attention(name, "eager"), "index_topk_blocks" in CHANGES[name]
         texts = model.config.get_text_config()
         want = logits_of(model, their_cache(model), tokens, [LENGTH])
@@ -89,6 +95,21 @@ def test_the_cache_has_keys_of_indexers_beside_the_rows(name):
     assert len(cache.policy) == len(rows)
 
 
+@pytest.mark.parametrize("name", [*CHANGES, *(name for name in WITH_IMAGES if name in transformers.CONFIG_MAPPING)])
+def test_a_configuration_says_the_same_layers(name):
+    """`KVCache.from_config` makes the same layers as `HFCache`, beside layers that read another one's rows."""
+    sparse = {"text_config": CHANGES["minimax_m3_vl_text"]} if name == "minimax_m3_vl" else {}
+    configs = [transformers.CONFIG_MAPPING[name](**sparse), *([model_of(name).config] if name in CHANGES else [])]
+    for config in configs:
+        layers = [layer for layer in kvcache.KVCache.from_config(config).layers if layer.share is None]
+        own = HFCache(config)._cache.layers
+        assert len(layers) == len(own)
+        for layer, ours in zip(layers, own, strict=True):
+            for field in ("num_kv_heads", "head_dim", "v_head_dim", "value_in_key"):
+                assert getattr(layer, field) == getattr(ours, field)
+            assert type(layer.policy) is type(ours.policy)
+
+
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize("name", NAMES)
@@ -99,6 +120,8 @@ def test_logits(name, ends, attention):
     cache = HFCache(model.config, dtype="f32")
     assert off(logits_of(model, cache, tokens, ENDS[ends]), want) < TOLERANCE
     assert cache.get_seq_length() == LENGTH
+    counts = cache.stats()["calls"]
+    assert {kind for kind in counts if counts[kind]} == {"dense" if attention == "eager" else "kernel"}
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -107,12 +130,12 @@ def test_left_padding(name, attention):
     tokens, mask = tokens_of(3, LENGTH), torch.ones(3, LENGTH, dtype=torch.long)
     mask[1, :5] = mask[2, :21] = 0
     want = theirs(name, tokens, ENDS["tokens"], mask)
+    if name == "minimax_m3_vl_text" and attention == "kvcache":  # in transformers, padding moves its blocks
+        alone = [theirs(name, tokens[row : row + 1, padding:], [LENGTH - padding]) for row, padding in PADDINGS]
+        want = torch.cat([torch.nn.functional.pad(one, (0, 0, LENGTH - one.shape[1], 0)) for one in alone])
     model = with_attention(name, attention)
     got = logits_of(model, HFCache(model.config, dtype="f32"), tokens, ENDS["tokens"], mask)
-    paddings = (0, 5, 21)
-    if name == "minimax_m3_vl_text" and attention == "kvcache":
-        paddings = paddings[:1]  # its blocks are blocks of columns, and the keys of padding take part in the choice
-    for row, padding in enumerate(paddings):
+    for row, padding in PADDINGS:
         assert off(got[row, padding:], want[row, padding:]) < TOLERANCE
 
 
@@ -231,3 +254,111 @@ def test_keys_of_an_indexer_in_a_wrong_layer_are_refused():
     cache = HFCache(model_of("mistral_large4").config)
     with pytest.raises(ValueError, match="layer 4 of the model has keys and values"):
         cache.update(torch.zeros(1, 1, 3, 32), torch.zeros(1, 1, 3, 16), 4)
+
+
+@pytest.mark.parametrize("how", ["read", "replaced"])
+@pytest.mark.parametrize("name", ["hy_v4", "minimax_m3_vl_text"])
+def test_a_choice_that_the_model_makes(name, how):
+    """A program may read what an indexer chose, or put another choice in its place: then torch scores the keys."""
+    tokens = tokens_of(2, LENGTH)
+    ends = [13, *range(14, LENGTH + 1)]
+    want = theirs(name, tokens, ends)
+    model = with_attention(name, "kvcache")
+    seen = []
+
+    def read(part, args, chosen):
+        seen.append(int(chosen.max()))
+        return chosen.clone() if how == "replaced" else None
+
+    hooks = [part.register_forward_hook(read) for part in model.modules() if type(part).__name__.endswith("Indexer")]
+    cache = HFCache(model.config, dtype="f32")
+    got = logits_of(model, cache, tokens, ends)
+    for hook in hooks:
+        hook.remove()
+    assert off(got, want) < TOLERANCE
+    assert max(seen) == (LENGTH - 1 if name != "minimax_m3_vl_text" else (LENGTH - 1) // 4)
+    assert cache.stats()["calls"]["kernel"] == 4 * len(ends)
+
+
+@pytest.mark.parametrize("name", ["hy_v4", "minimax_m3_vl_text"])
+def test_short_texts_choose_nothing(name, monkeypatch):
+    """As long as every row would be chosen, nothing is scored. The next token chooses."""
+    most = TOPK if name == "hy_v4" else 3 * 4
+    tokens, mask = tokens_of(2, most + 3), torch.ones(2, most + 3, dtype=torch.long)
+    mask[:, :2] = tokens[:, :2] = 0
+    ends = [most - 2, most + 2, most + 3]
+    want = theirs(name, tokens[:, 2:], [end - 2 for end in ends])
+    model = with_attention(name, "kvcache")
+    cache = HFCache(model.config, dtype="f32")
+    choose, seen = kvcache.Batch.choose, []
+
+    def note(batch, *args, **options):
+        seen.append(cache.get_seq_length())
+        return choose(batch, *args, **options)
+
+    monkeypatch.setattr(kvcache.Batch, "choose", note)
+    assert off(logits_of(model, cache, tokens, ends, mask)[:, 2:], want) < TOLERANCE
+    assert {*seen} == {most + 2}
+
+
+def test_blocks_of_columns_behind_padding():
+    """A choice of columns that the model made holds for the positions behind each row's padding."""
+    indices = torch.tensor([[[[0, 2, -1]], [[1, 3, -1]]]] * 2)  # [batch, KV heads, queries, blocks of 4]
+
+    class Pass:
+        offsets, not_padding = [0, 8], None
+        pack = ForwardPass.pack
+
+    def positions(offsets):
+        Pass.offsets = offsets
+        made = Chosen(indices, 4, None)._of_columns(Pass())
+        return made["chosen"].tolist(), made["chosen_block"]
+
+    whole = [[[0, 2, -1], [1, 3, -1]], [[-2, 0, -1], [-1, 1, -1]]]  # those below 0 count for nothing
+    assert positions([0, 8]) == (whole, 4)
+    chosen, block = positions([0, 6])
+    assert block == 1
+    assert chosen[0] == [[0, 1, 2, 3, 8, 9, 10, 11, *[-1] * 4], [4, 5, 6, 7, 12, 13, 14, 15, *[-1] * 4]]
+    assert chosen[1][0] == [-6, -5, -4, -3, 2, 3, 4, 5, *[-1] * 4]
+
+
+def test_a_mask_stays_as_it_is_where_an_indexer_reads_it():
+    model = with_attention("deepseek_v32", "kvcache")
+    masks = []
+
+    def note(part, args, kwargs):
+        masks.append((args[3], kwargs))
+
+    hook = model.model.layers[0].self_attn.indexer.register_forward_pre_hook(note, with_kwargs=True)
+    tokens = tokens_of(2, 9)
+    logits_of(model, HFCache(model.config), tokens, [9])
+    hook.remove()
+    plane = masks[0][0]
+    assert plane.shape == (2, 9, 9)
+    assert plane.mask.made is None
+    assert torch.equal(torch.as_tensor(plane.elements()), torch.ones(9, 9, dtype=torch.bool).tril().expand(2, -1, -1))
+    assert plane.mask.made is None
+
+
+def test_what_was_recorded_is_computed_by_other_operations():
+    """An operation that is no part of an indexer, and an operation in place, compute what was recorded before."""
+    scores = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+
+    class Scores(Scoring):
+        def make(self):
+            return scores.clone()
+
+    lazy = Scores.of_shape(scores.shape, scores.dtype)
+    doubled = (lazy * 2.0).squeeze(1)
+    assert doubled.made is None
+    torch.testing.assert_close(doubled.exp(), (scores * 2).exp())
+    places = torch.zeros(2, 3, 1, dtype=torch.long)
+    marked = Scores.of_shape(scores.shape, scores.dtype).mul(1.0)
+    marked.scatter_(-1, places, 9.0)
+    assert marked.made is None
+    assert torch.equal((marked + torch.zeros(1)).elements(), scores.scatter(-1, places, 9.0))
+    lazy = Scores.of_shape(scores.shape, scores.dtype)
+    values, indices = lazy.topk(2, dim=-1)
+    assert torch.equal(indices.elements(), scores.topk(2, dim=-1).indices)
+    assert torch.equal(values.elements(), scores.topk(2, dim=-1).values)
+    assert torch.equal(lazy.topk(1, dim=0).values, scores.topk(1, dim=0).values)
