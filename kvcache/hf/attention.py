@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers.integrations.flex_attention import flex_attention_forward
@@ -44,7 +44,10 @@ def attention(
     if rows is None and (expansion := Expansion.of(key, value)) is not None:
         rows = expansion.rows
     is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
-    chosen = Chosen.of(module, indices, block_indices)
+    block = getattr(getattr(module, "indexer", None), "block_size", 0)
+    if block_indices is not None and not block:
+        _refuse("block_indices")
+    chosen = Chosen.of(indices, block_indices, block)
     is_special = bool(options.get("dropout"))
     for name in SPECIAL & options.keys():
         is_special |= options[name] is not None
@@ -60,8 +63,9 @@ def attention(
             out = _attend(rows, q, padding, known, chosen)
         if out is not None:
             return out if expansion is None else expansion.expand(out), None
-    if unknown := [name for name in UNKNOWN & options.keys() if options[name] is not None]:
-        raise NotSupportedError(f"the attention {NAME!r} has no argument {unknown[0]}: set the model's own, 'eager'")
+    for name in UNKNOWN & options.keys():
+        if options[name] is not None:
+            _refuse(name)
     if rows is not None:
         rows.falls_back = True
     key, value, mask = elements_of([key, value, attention_mask])
@@ -76,6 +80,11 @@ def attention(
     if is_special:
         raise NotSupportedError("dropout or a bias by position, with softcap or sinks: use the model's eager attention")
     return attend_dense(query, key, value, mask, scaling, softcap, s_aux), None
+
+
+def _refuse(name: str) -> NoReturn:
+    """Raise for an argument of another attention, which changes its result."""
+    raise NotSupportedError(f"the attention {NAME!r} has no argument {name}: set the model's own, 'eager'")
 
 
 # ---- with the kernels

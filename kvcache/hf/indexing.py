@@ -175,11 +175,11 @@ class Chosen(NamedTuple):
     scored: Scored | None  # what the kernels choose by; None: the model chose
 
     @classmethod
-    def of(cls, module: Any, indices: Tensor | None, block_indices: Tensor | None) -> Self | None:
+    def of(cls, indices: Tensor | None, block_indices: Tensor | None, block: int) -> Self | None:
         """Return what the arguments of an attention say; None: nothing was chosen."""
-        block = 1 if block_indices is None else module.indexer.block_size
-        chosen = indices if block_indices is None else block_indices
-        return None if chosen is None else cls(chosen, block, Scored.of(chosen, block))
+        if block_indices is not None:
+            return cls(block_indices, block, Scored.of(block_indices, block))
+        return None if indices is None else cls(indices, 1, Scored.of(indices, 1))
 
     def shown(self, num_heads: int, num_columns: int) -> Tensor:
         """Return which columns were chosen, of bool, ``[batch, heads, queries, columns]``; heads may be 1."""
