@@ -1,0 +1,126 @@
+/* sparse.c: a layer of sparse attention: index keys choose the rows that a token reads.
+ *
+ *   sparse [TOKENS]
+ *
+ * Rows and queries stand in for a model's.  One of the rows is hidden among TOKENS others: its index key is what the
+ * last token looks for. */
+#include <kvcache.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+enum { KV_HEADS = 2, HEADS = 8, DIM = 64, INDEX_HEADS = 16, INDEX_DIM = 32, WIDTH = 64, BATCH = 512, MOST = 100000 };
+
+/* The layer that attends, and a layer of index keys: with the same policy, so that both share slots. */
+static const kvc_layer LAYERS[] = {
+    {.num_kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM, .k_type = KVC_F16, .v_type = KVC_F16},
+    {.num_kv_heads = 1, .k_dim = INDEX_DIM, .v_dim = 0, .k_type = KVC_INT8},
+};
+
+/* Fills in numbers of [-1, 1). */
+static void fill(float *x, int n) {
+    for (int i = 0; i < n; i++) x[i] = (float)rand() / ((float)RAND_MAX / 2) - 1;
+}
+
+static int fail(kvc_batch *batch, kvc_cache *cache) {
+    fprintf(stderr, "sparse: %s\n", kvc_last_error());
+    kvc_abort(batch);
+    kvc_cache_free(cache);
+    return 1;
+}
+
+/* Puts rows for n tokens in both layers.  Token `hidden` of them gets `sought` as its index key, unless it is -1. */
+static kvc_status put(kvc_batch *batch, int n, int hidden, const float *sought) {
+    static float k[BATCH][KV_HEADS][DIM], v[BATCH][KV_HEADS][DIM], index[BATCH][INDEX_DIM];
+    fill(**k, n * KV_HEADS * DIM);
+    fill(**v, n * KV_HEADS * DIM);
+    fill(*index, n * INDEX_DIM);
+    for (int d = 0; d < INDEX_DIM && hidden >= 0; d++) index[hidden][d] = sought[d];
+    const kvc_put_args rows = {.struct_size = sizeof rows,
+                               .k = k,
+                               .v = v,
+                               .k_token_stride = sizeof *k,
+                               .k_head_stride = sizeof **k,
+                               .v_token_stride = sizeof *v,
+                               .v_head_stride = sizeof **v};
+    const kvc_put_args keys = {
+        .struct_size = sizeof keys, .k = index, .k_token_stride = sizeof *index, .k_head_stride = sizeof *index};
+    const kvc_status status = kvc_put(batch, 0, &rows);
+    return status ? status : kvc_put(batch, 1, &keys);
+}
+
+/* Chooses rows for the batch's only token, whose index queries are all `sought`, and attends to them. */
+static kvc_status attend(kvc_batch *batch, const float *sought, int32_t *chosen, float *out) {
+    float q[HEADS][DIM], index_q[INDEX_HEADS][INDEX_DIM], weights[INDEX_HEADS];
+    fill(*q, HEADS * DIM);
+    for (int h = 0; h < INDEX_HEADS; h++) {
+        weights[h] = 1;
+        for (int d = 0; d < INDEX_DIM; d++) index_q[h][d] = sought[d];
+    }
+    const kvc_plan_args index_plan = {.struct_size = sizeof index_plan, .layer = 1, .num_heads = INDEX_HEADS};
+    const kvc_choose_args choice = {.struct_size = sizeof choice,
+                                    .q = index_q,
+                                    .q_token_stride = sizeof index_q,
+                                    .q_head_stride = sizeof *index_q,
+                                    .weights = weights,
+                                    .weights_token_stride = sizeof weights,
+                                    .weights_head_stride = sizeof *weights,
+                                    .relu = 1,
+                                    .num_choices = 1,
+                                    .width = WIDTH,
+                                    .chosen = chosen,
+                                    .chosen_token_stride = WIDTH * sizeof *chosen,
+                                    .chosen_choice_stride = WIDTH * sizeof *chosen};
+    const kvc_status status = kvc_choose(batch, &index_plan, &choice);
+    if (status) return status;
+    const kvc_chosen rows = {.struct_size = sizeof rows,
+                             .positions = chosen,
+                             .token_stride = WIDTH * sizeof *chosen,
+                             .num_choices = 1,
+                             .width = WIDTH};
+    const kvc_plan_args plan = {.struct_size = sizeof plan, .layer = 0, .num_heads = HEADS};
+    const kvc_attend_args args = {.struct_size = sizeof args,
+                                  .q = q,
+                                  .q_token_stride = sizeof q,
+                                  .q_head_stride = sizeof *q,
+                                  .out = out,
+                                  .out_token_stride = sizeof q,
+                                  .out_head_stride = sizeof *q,
+                                  .chosen = &rows};
+    return kvc_attend(batch, &plan, &args);
+}
+
+int main(int argc, char **argv) {
+    const int num_tokens = argc > 1 ? atoi(argv[1]) : 20000;
+    if (argc > 2 || num_tokens < 1 || num_tokens > MOST) {
+        fprintf(stderr, "usage: sparse [TOKENS], of 1 to %d\n", MOST);
+        return 2;
+    }
+    kvc_cache *cache = NULL;
+    kvc_batch *batch = NULL;
+    float sought[INDEX_DIM], out[HEADS * DIM];
+    int32_t chosen[WIDTH];
+    const int hidden = num_tokens / 3;
+    int num_chosen = 0, is_found = 0;
+    const kvc_config config = {.struct_size = sizeof config,
+                               .layers = LAYERS,
+                               .layer_size = sizeof *LAYERS,
+                               .num_layers = 2,
+                               .max_seq_len = num_tokens + 1,
+                               .max_sequences = 1};
+    fill(sought, INDEX_DIM);
+    if (kvc_cache_new(&config, &cache)) return fail(NULL, NULL);
+    for (int begin = 0, n; begin < num_tokens; begin += n) {
+        n = num_tokens - begin < BATCH ? num_tokens - begin : BATCH;
+        const int has_hidden = hidden >= begin && hidden < begin + n;
+        if (kvc_begin(cache, n, NULL, NULL, NULL, &batch)) return fail(NULL, cache);
+        if (put(batch, n, has_hidden ? hidden - begin : -1, sought)) return fail(batch, cache);
+        if (kvc_commit(batch)) return fail(batch, cache);
+    }
+    if (kvc_begin(cache, 1, NULL, NULL, NULL, &batch)) return fail(NULL, cache);
+    if (put(batch, 1, -1, sought) || attend(batch, sought, chosen, out) || kvc_commit(batch)) return fail(batch, cache);
+    for (; num_chosen < WIDTH && chosen[num_chosen] >= 0; num_chosen++) is_found |= chosen[num_chosen] == hidden;
+    printf("read %d of %d rows, with the hidden one at position %d: %s\n", num_chosen, num_tokens + 1, hidden,
+           is_found ? "yes" : "no");
+    kvc_cache_free(cache);
+    return !is_found;
+}
