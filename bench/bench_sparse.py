@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ class Model(NamedTuple):
     index_heads: int
     width: int
     block: int = 1
-    options: dict[str, Any] = {}  # of choose
+    options: Mapping[str, Any] = MappingProxyType({})  # of choose
 
 
 def latent(dtype: str) -> kvcache.Layer:
@@ -67,7 +68,7 @@ def filled(layers: list[kvcache.Layer], num_tokens: int) -> kvcache.KVCache:
 def put(batch: kvcache.Batch, cache: kvcache.KVCache) -> None:
     """Put random rows for all tokens of a batch."""
     for i, layer in enumerate(cache.layers):
-        k = random(batch.num_tokens, layer.num_kv_heads, layer.head_dim)
+        k = random(len(batch.positions), layer.num_kv_heads, layer.head_dim)
         batch.put(i, k, None if layer.value_in_key or not layer.v_head_dim else k)
 
 
