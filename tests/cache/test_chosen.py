@@ -42,7 +42,7 @@ def test_other_spellings(batch):
     out = batch.attend(0, Q, chosen=chosen)
     strided = np.zeros((TOKENS, 2 * WIDTH), np.int32)
     strided[:, ::2] = chosen[:, ::-1]
-    for other in (chosen.tolist(), np.asfortranarray(chosen), strided[:, ::2], chosen[:, None], chosen + [[0]]):
+    for other in (chosen.tolist(), np.asfortranarray(chosen), strided[:, ::2], chosen[:, None]):
         np.testing.assert_array_equal(batch.attend(0, Q, chosen=other), out)
 
 
