@@ -1,4 +1,4 @@
-/* run.h: runs tasks of a plan, whatever they do: all of them, or one of them. */
+/* run.h: runs all tasks of a plan, or one task, whatever the tasks do. */
 #ifndef KVC_RUN_H
 #define KVC_RUN_H
 

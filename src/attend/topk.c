@@ -1,9 +1,9 @@
 /* topk.c: see topk.h.
  *
- * The key of the last entry that is good enough is found digit by digit, highest first: how often each digit occurs
- * among the keys that have the digits found so far tells the next one (a radix selection).  A pass in order takes what
- * is better, and as many entries with that very key as are still to be chosen.  So there is no sort, and time does not
- * depend on how scores are distributed.
+ * This is a radix selection.  It finds the key of the last entry that is chosen, digit by digit, highest first.  It
+ * counts how often each digit occurs among the keys that have the digits found so far, which tells the next digit.  A
+ * pass in order then takes each entry with a larger key, and as many entries with that very key as are still missing.
+ * So there is no sort, and time does not depend on how scores are distributed.
  */
 #include "attend/topk.h"
 

@@ -1,6 +1,6 @@
 /* topk.h: finds the best of many entries.
  *
- * The rule: a larger score is better, NaN is the largest, and -0 is 0.  Of equal scores, the entry that stands first is
+ * The rule: a larger score is better, NaN is the largest, and -0 is 0.  If scores are equal, the earlier entry is
  * better.  Scores are compared as keys, integers in the same order.
  */
 #ifndef KVC_TOPK_H
@@ -26,7 +26,8 @@ static inline float kvc_score_of(uint32_t key) {
     return score;
 }
 
-/* Entries by their keys.  Those in [0, first) and in [local, local_end) are forced: they are better than all others. */
+/* Entries by their keys.  Entries in [0, first) and in [local, local_end) are forced: they are better than all others.
+ */
 typedef struct kvc_entries {
     const uint32_t *keys; /* [num] */
     int64_t num, first, local, local_end;

@@ -234,8 +234,8 @@ typedef struct kvc_kernels {
     kvc_times_fn *times;
     kvc_prepare_fn *scale; /* multiplies rows of f32 by a number */
     kvc_hadamard_fn *hadamard;
-    /* Of f32 and int8 always; NULL of types that are decoded to f32 first.  bf16: for queries of bf16 too, and rows of
-     * whole steps. */
+    /* Each set has one for f32 and one for int8.  NULL: rows of the type are decoded to f32 first.  The one for bf16
+     * takes queries of bf16, and rows of whole steps. */
     kvc_rank_fn *rank[KVC_STORED_TYPES];
 } kvc_kernels;
 

@@ -140,7 +140,7 @@ INLINE void rank_lanes(int type, float *scores, const kvc_rank_query *q, const c
     }
 }
 
-/* Is a kvc_rank_fn.  Behind the last row, it stands for those that are not there. */
+/* Is a kvc_rank_fn.  The last row fills up the last KVC_LANES rows. */
 INLINE void rank(int type, float *scores, const kvc_rank_query *q, const void *rows, int64_t row_stride,
                  const float *by, int n) {
     for (int j = 0; j < n; j += KVC_LANES) {
