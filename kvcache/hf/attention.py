@@ -44,10 +44,12 @@ def attention(
     if rows is None and (expansion := Expansion.of(key, value)) is not None:
         rows = expansion.rows
     is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
-    block = getattr(getattr(module, "indexer", None), "block_size", 0)
-    if block_indices is not None and not block:
-        _refuse("block_indices")
-    chosen = Chosen.of(indices, block_indices, block)
+    chosen = None
+    if indices is not None:
+        chosen = Chosen.of(indices, 1)
+    if block_indices is not None:
+        block = getattr(getattr(module, "indexer", None), "block_size", 0) or _refuse("block_indices")
+        chosen = Chosen.of(block_indices, block)
     is_special = bool(options.get("dropout"))
     for name in SPECIAL & options.keys():
         is_special |= options[name] is not None

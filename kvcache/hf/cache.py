@@ -275,7 +275,8 @@ class HFCache(SaveableBatch, Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens seen, padding included."""
-        return self._passes.num_seen if self._recurrent.is_within else self._passes.length
+        is_within = self._recurrent.layers and self._recurrent.is_within
+        return self._passes.num_seen if is_within else self._passes.length
 
     def finish(self) -> None:
         """Make the last pass part of its sequences, so that the `KVCache` has no open batch, if it is complete."""

@@ -175,11 +175,9 @@ class Chosen(NamedTuple):
     scored: Scored | None  # what the kernels choose by; None: the model chose
 
     @classmethod
-    def of(cls, indices: Tensor | None, block_indices: Tensor | None, block: int) -> Self | None:
-        """Return what the arguments of an attention say; None: nothing was chosen."""
-        if block_indices is not None:
-            return cls(block_indices, block, Scored.of(block_indices, block))
-        return None if indices is None else cls(indices, 1, Scored.of(indices, 1))
+    def of(cls, indices: Tensor, block: int) -> Self:
+        """Return the choice that an attention is handed."""
+        return cls(indices, block, Scored.of(indices, block))
 
     def shown(self, num_heads: int, num_columns: int) -> Tensor:
         """Return which columns were chosen, of bool, ``[batch, heads, queries, columns]``; heads may be 1."""
