@@ -12,8 +12,10 @@ kvc_visible kvc_visible_to(const kvc_call *c, int32_t token) {
 }
 
 /* Whether the batch's tree, not the order of positions, decides which rows of the tile are seen.  The batch's own rows
- * come last, so the tile's last row tells. */
-static int has_branches(const kvc_call *c, const kvc_tile *tile) { return c->plan->batch->parents && tile->is_batch; }
+ * come last, so the tile's last row tells.  Where rows come by position instead, any row may be the batch's. */
+static int has_branches(const kvc_call *c, const kvc_tile *tile) {
+    return c->plan->batch->parents && (tile->is_batch || c->plan->by_token);
+}
 
 int kvc_sees_whole_tile(const kvc_call *c, const kvc_tile *tile, const kvc_visible *v) {
     return c->policy->kind == KVC_CROSS ||

@@ -437,6 +437,46 @@ static void test_divided(void) {
     stage_free(st);
 }
 
+/* A tree between stored rows: a token ranks the rows of its ancestors, and not those of siblings at their positions. */
+static void test_tree_in_a_hole(void) {
+    enum { NUM = 300, NEW = 4 };
+    static const int32_t positions[NEW] = {15, 16, 16, 400}, parents[NEW] = {-1, 0, 0, 1};
+    static const float scores[NEW][NEW] = {{1, 0, 0, 0}, {1, 2, 0, 0}, {1, 4, 0, 0}, {1, 2, 8, 0}};
+    static const int num_seen[NEW] = {11, 12, 12, NUM + 3};
+    static float k[NUM][32] = {{0}}, q[NEW][32] = {{1}, {1}, {1}, {1}}, got[NEW][NUM + NEW];
+    int32_t stored[NUM], chosen[NEW][NUM + NEW];
+    kvc_layer layer = {.num_kv_heads = 1, .k_dim = 32};
+    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.block_size = 16});
+    kvc_batch *batch = NULL;
+    for (int i = 0; i < NUM; i++) stored[i] = i < 10 ? i : i + 10;
+    CHECK(kvc_begin(cache, NUM, stored, NULL, NULL, &batch) == KVC_OK);
+    kvc_put_args put = float_rows(0, NUM, 1, 32, 0, k[0], NULL);
+    CHECKF(kvc_put(batch, 0, &put) == KVC_OK && kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(kvc_begin(cache, NEW, positions, NULL, parents, &batch) == KVC_OK, "%s", kvc_last_error());
+    for (int t = 0; t < NEW; t++) k[t][0] = (float)(1 << t);
+    put = float_rows(0, NEW, 1, 32, 0, k[0], NULL);
+    CHECKF(kvc_put(batch, 0, &put) == KVC_OK, "%s", kvc_last_error());
+    const kvc_plan_args plan = {.struct_size = sizeof plan, .num_heads = 1};
+    const kvc_choose_args args = {.struct_size = sizeof args,
+                                  .q = q,
+                                  .chosen = chosen[0],
+                                  .scores = got[0],
+                                  .q_token_stride = sizeof *q,
+                                  .chosen_token_stride = sizeof *chosen,
+                                  .scores_token_stride = sizeof *got,
+                                  .scale = 1,
+                                  .width = NUM + NEW};
+    CHECKF(kvc_choose(batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
+    for (int t = 0; t < NEW; t++)
+        for (int i = 0, own = 0; i < NUM + NEW; i++) {
+            CHECK((chosen[t][i] >= 0) == (i < num_seen[t]));
+            if (chosen[t][i] == 15 || chosen[t][i] == 16 || chosen[t][i] == 400)
+                CHECKF(got[t][i] == scores[t][own++], "token %d: %d scores %g", t, chosen[t][i], (double)got[t][i]);
+        }
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
 /* The choices, and the scores, of keys with one scale a row are the same bits on every instruction set. */
 static void check_same_on_sets(void) {
     static const int types[] = {KVC_INT8, KVC_INT6, KVC_INT4};
@@ -619,6 +659,7 @@ int main(void) {
     test_not_finite();
     test_non_causal();
     test_divided();
+    test_tree_in_a_hole();
     test_plans();
     test_cancelled();
     test_allocation();
