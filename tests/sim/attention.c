@@ -1,8 +1,8 @@
 /* attention.c: attends in the batches of the simulated cache, and compares the results with sums over the rows.
  *
  * Some plans are run by several threads, each of which skips tasks, runs others twice, and goes on to another layer
- * when it likes.  Whatever they do, an output is either not written or right.  Once all tasks of a layer were run one
- * after the other, the whole output is written.
+ * when it likes.  A plan for chosen rows is made before the choice of each layer.  Whatever they do, an output is
+ * either not written or right.  Once all tasks of a layer were run one after the other, the whole output is written.
  */
 #include <math.h>
 #include <string.h>
@@ -10,8 +10,9 @@
 #include "sim.h"
 
 enum {
-    MOST_CREW = 3,  /* threads of a plan */
-    MOST_TRIES = 20 /* of a task that another thread is running, or whose plan is at another layer */
+    MOST_CREW = 3,    /* threads of a plan */
+    MOST_CHOSEN = 40, /* positions that a choice may name */
+    MOST_TRIES = 20   /* of a task that another thread is running, or whose plan is at another layer */
 };
 
 static const float UNWRITTEN = 3e30f, SCALE = 1e-4f;
@@ -24,6 +25,8 @@ typedef struct result {
 typedef struct piece {
     int layer;
     float q[MOST_TOKENS][QUERY_HEADS][DIM];
+    int32_t entries[MOST_TOKENS][HEADS][MOST_CHOSEN];
+    kvc_chosen chosen; /* args.chosen, unless that is NULL */
     result result;
     int32_t cancel;
     kvc_attend_args args;
@@ -112,6 +115,17 @@ static int is_unwritten(const float *out, float lse) {
     return lse == UNWRITTEN;
 }
 
+/* Whether a choice names a position for the n-th token of a query, at position `at`. */
+static int is_named(const piece *of, int n, int kv, int at, int position) {
+    const kvc_chosen *chosen = of->args.chosen;
+    if (!chosen) return 1;
+    const int block = chosen->block ? chosen->block : 1;
+    if (chosen->tail && position >= (at + 1) / block * block) return 1;
+    for (int i = 0; i < chosen->width; i++)
+        if (of->entries[n][chosen->num_choices > 1 ? kv : 0][i] == position / block) return 1;
+    return 0;
+}
+
 /* Compares the result of one token and query head with plain arithmetic over the rows that it sees. */
 static void check_head(const client *c, const pass *p, const query *q, const piece *of, int t, int h) {
     const world *w = c->w;
@@ -121,7 +135,7 @@ static void check_head(const client *c, const pass *p, const query *q, const pie
     int lacks = 0;
     for (int position = 0; position < MOST; position++) {
         const int tag = tag_seen(w, p, q, of->layer, t, position, &lacks);
-        if (!tag) continue;
+        if (!tag || !is_named(of, n, kv, p->positions[t], position)) continue;
         double score = 0;
         for (int d = 0; d < DIM; d++) score += query_row[d] * (double)key_element(w, tag, source, kv, d, position);
         const double weight = exp(score * (double)SCALE);
@@ -150,6 +164,31 @@ static void check_result(const client *c, const pass *p, const query *q, const p
                 check_head(c, p, q, of, t, h);
 }
 
+/* Names positions for each token, or blocks of them, in any order; some repeat, and some do not exist. */
+static void make_choice(piece *of, const query *q) {
+    const int block = pick(2) ? pick(2) : 1 + pick(q->max_chosen), size = block ? block : 1;
+    const int tail = pick(2) && 2 * size - 1 <= q->max_chosen;
+    const int most = (q->max_chosen - (tail ? size - 1 : 0)) / size;
+    of->chosen = (kvc_chosen){.struct_size = sizeof of->chosen,
+                              .positions = **of->entries,
+                              .token_stride = sizeof *of->entries,
+                              .choice_stride = sizeof **of->entries,
+                              .num_choices = pick(2) ? HEADS : 1,
+                              .width = pick(2) ? most : 1 + pick(most),
+                              .block = block,
+                              .tail = tail};
+    of->args.chosen = &of->chosen;
+    for (int t = 0; t < q->num; t++)
+        for (int kv = 0; kv < HEADS; kv++) {
+            const int first = pick(MOST / size + 1), is_range = pick(2);
+            for (int i = 0; i < of->chosen.width; i++) {
+                int32_t *entry = &of->entries[t][kv][i];
+                *entry = is_range ? first + i : pick(MOST / size + 1);
+                if (!pick(8)) *entry = pick(2) ? -1 - pick(3) : INT32_MAX - pick(3);
+            }
+        }
+}
+
 static void make_piece(piece *of, int layer, const query *q) {
     of->layer = layer;
     of->cancel = 0;
@@ -169,6 +208,7 @@ static void make_piece(piece *of, int layer, const query *q) {
                                  .lse_token_stride = sizeof *of->result.lse,
                                  .lse_head_stride = sizeof **of->result.lse,
                                  .scale = SCALE};
+    if (q->max_chosen) make_choice(of, q);
 }
 
 /* ---- queries ----------------------------------------------------------------------------------------------------- */
@@ -190,6 +230,7 @@ static query any_query(const pass *p) {
     for (int i = 0; i < q.num_masked; i++) q.masked[i] = any_masked(p);
     q.has_non_causal = !pick(4);
     for (int t = 0; t < q.num; t++) q.non_causal[t] = q.has_non_causal && pick(2);
+    if (!pick(3)) q.max_chosen = 1 + pick(MOST_CHOSEN);
     return q;
 }
 
@@ -203,7 +244,8 @@ static kvc_plan_args plan_of(const query *q, int layer) {
                            .non_causal = q->has_non_causal ? q->non_causal : NULL,
                            .masked = q->num_masked ? q->masked : NULL,
                            .masked_size = sizeof *q->masked,
-                           .num_masked = q->num_masked};
+                           .num_masked = q->num_masked,
+                           .max_chosen = q->max_chosen};
 }
 
 /* Begins a call whose effects nobody sees but the caller. */
@@ -222,8 +264,9 @@ static int may_fail(const client *c, const pass *p, const query *q, int layer) {
 /* Calls kvc_attend, which puts rows first if `put` is not NULL; returns whether it could. */
 static int attend_by_call(client *c, const pass *p, const query *q, int layer, const kvc_put_args *put) {
     piece *of = &crews[c->number].call;
-    const kvc_plan_args plan = plan_of(q, layer);
+    kvc_plan_args plan = plan_of(q, layer);
     make_piece(of, layer, q);
+    if (pick(2)) plan.max_chosen = 0; /* as many as the choice names */
     of->args.put = put;
     const int lacks = lacks_rows(c->w, p, q, layer);
     begin_own_call(c, put ? "kvc_attend with rows" : "kvc_attend");
@@ -237,7 +280,8 @@ static int attend_by_call(client *c, const pass *p, const query *q, int layer, c
 /* Attends in a layer of keys alone, which must be refused. */
 static void attend_in_keys(client *c, const pass *p, int layer) {
     piece *of = &crews[c->number].call;
-    const query q = any_query(p);
+    query q = any_query(p);
+    q.max_chosen = 0; /* which is refused otherwise */
     const kvc_plan_args plan = plan_of(&q, layer);
     int64_t num;
     make_piece(of, layer, &q);

@@ -73,6 +73,7 @@ typedef struct query {
     int first, num, num_heads, num_threads, num_masked, has_non_causal;
     kvc_masked masked[MOST_MASKED];
     uint8_t non_causal[MOST_TOKENS];
+    int max_chosen; /* 0: tokens do not choose rows */
 } query;
 
 /* A forward pass of a client. */
