@@ -251,8 +251,11 @@ static void list_choosing(const kvc_plan *plan, const kvc_view *view, int32_t se
                                    .tiled = tiled,
                                    .tile_rows = tiled ? kvc_tile_rows(plan) : KVC_TILE}};
     find_rows(plan, view, &all, marks);
-    /* Where positions rise, each has one row. */
-    const int64_t most = !all.stored_rises ? INT64_MAX : plan->args.max_chosen + (all.rises ? 0 : all.own_rows);
+    /* Each position has one row where positions rise.  The tail of a token that sees later rows is as long as these
+     * are. */
+    const int sees_later = plan->args.non_causal || all.pending->to == KVC_TO_CROSS;
+    const int64_t most =
+        !all.stored_rises || sees_later ? INT64_MAX : plan->args.max_chosen + (all.rises ? 0 : all.own_rows);
     if (plan->chooses) {
         cut_ranked(plan, &all.slice);
     } else {

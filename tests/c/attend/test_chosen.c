@@ -213,6 +213,24 @@ static void test_all_and_none(void) {
     stage_free(st);
 }
 
+/* Tokens that see later ones see all of these by a tail, which are more than a block's. */
+static void test_tail_ahead(void) {
+    enum { NEW = 300 };
+    static uint8_t non_causal[NEW];
+    scene s = plain_scene(2, 4, 64, 300, NEW);
+    stage *st = stage_new(&s, &(setting){.block_size = 16});
+    question dense = question_of_all(st), got = question_of_all(st);
+    memset(non_causal, 1, sizeof non_causal);
+    dense.plan.non_causal = got.plan.non_causal = non_causal;
+    chosen = (choice){.num_tokens = NEW, .num_choices = 1, .width = 1, .block = 250, .tail = 1};
+    CHECK(ask(&dense) == KVC_OK && attend(&got, 2, 0) == KVC_OK);
+    for (int i = 0; i < 150 * 8 * 64; i++) /* tokens at positions [300, 450), whose tail begins at 250 */
+        CHECK(fabsf(((float *)(void *)got.out)[i] - ((float *)(void *)dense.out)[i]) < 1e-6f);
+    question_free(&dense);
+    question_free(&got);
+    stage_free(st);
+}
+
 /* Rows that are not chosen may hold anything. */
 static void test_not_read(void) {
     for (int i = 0; i < 4; i++) {
@@ -374,6 +392,7 @@ static void test_answers(void) {
 
 int main(void) {
     test_all_and_none();
+    test_tail_ahead();
     test_not_read();
     test_divided();
     test_plans();
