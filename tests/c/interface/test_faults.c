@@ -173,10 +173,22 @@ static kvc_status dense(pair *p) {
 static kvc_status attend(pair *p) {
     static float q[MAX_BATCH * MOST_HEADS * MAX_ROW], out[MAX_BATCH * MOST_HEADS * MAX_ROW];
     const int l = random_int(0, p->config.num_layers), num_heads = 2 * p->layers[l].num_kv_heads;
-    const kvc_plan_args plan_args = {
-        .struct_size = sizeof plan_args, .layer = l, .num_heads = num_heads, .num_threads = random_int(1, 4)};
+    static const int32_t positions[] = {7, 0, 7, -1, INT32_MAX, 3, 40}; /* of all tokens */
+    const kvc_chosen chosen = {.struct_size = sizeof chosen,
+                               .positions = positions,
+                               .num_choices = random_int(0, 2) ? p->layers[l].num_kv_heads : 1,
+                               .width = random_int(1, 8),
+                               .block = random_int(0, 4),
+                               .tail = random_int(0, 2)};
+    const int has_choice = random_int(0, 2);
+    const kvc_plan_args plan_args = {.struct_size = sizeof plan_args,
+                                     .layer = l,
+                                     .num_heads = num_heads,
+                                     .num_threads = random_int(1, 4),
+                                     .max_chosen = has_choice ? 40 : 0};
     kvc_attend_args args = float_queries(num_heads, p->layers[l].k_dim, p->layers[l].v_dim, q, out);
     args.scale = 1; /* which layers with values in their keys need */
+    if (has_choice) args.chosen = &chosen;
     if (random_int(0, 2)) return kvc_attend(p->batch, &plan_args, &args);
     kvc_plan *plan = NULL;
     kvc_status status = kvc_plan_new(p->batch, &plan_args, &plan);
