@@ -56,7 +56,7 @@ def attention(
     is_known = rows is not None and (chosen is None or chosen.fits(rows, attention_mask))
     if rows is not None and is_known and not is_special and _kernels_know(attention_mask, rows.layer, is_causal):
         padding = attention_mask.padding if isinstance(attention_mask, Mask) else None
-        sinks = None if s_aux is None else s_aux.detach()
+        sinks = None if s_aux is None else s_aux.detach().float()
         q = query if expansion is None else expansion.absorb(query)
         known: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": sinks}
         if rows.layer.is_source:

@@ -362,3 +362,13 @@ def test_what_was_recorded_is_computed_by_other_operations():
     assert torch.equal(indices.elements(), scores.topk(2, dim=-1).indices)
     assert torch.equal(values.elements(), scores.topk(2, dim=-1).values)
     assert torch.equal(lazy.topk(1, dim=0).values, scores.topk(1, dim=0).values)
+
+
+def test_sinks_of_a_model_in_half_precision():
+    """The kernels take sinks of f32, and a model of another type has sinks of that type."""
+    tokens = tokens_of(1, LENGTH)
+    want = theirs("hy_v4", tokens, [TOPK])
+    model = copy.deepcopy(with_attention("hy_v4", "kvcache")).to(torch.float16)
+    cache = HFCache(model.config, dtype="f32")
+    assert off(logits_of(model, cache, tokens, [TOPK]).float(), want) < 0.1
+    assert cache.stats()["calls"]["kernel"] == 4
