@@ -86,10 +86,12 @@ class Worker:
         handled = sys.exc_info()[1]
         try:
             thread.start()  # it waits for the lock
-        except RuntimeError as error:
+        except (RuntimeError, KeyError) as error:
             cause = error.__context__
-            if cause is not None and cause is not handled:  # such as Ctrl-C, which Python answers by another error
+            if cause is not None and cause is not handled:  # of a signal's handler, which Python answers by another
                 raise cause from None
+            if isinstance(error, KeyError):  # of a handler, too
+                raise
             return False
         self.threads.add(thread)
         return True

@@ -672,6 +672,24 @@ def test_a_child_begins_anew(make):
     assert {*store.items_} == {"a", "b", "c"}
 
 
+@pytest.mark.parametrize("answer", [RuntimeError("thread already started"), KeyError("a thread"), None])
+def test_a_handler_raises_while_a_thread_starts(monkeypatch, answer):
+    """What a signal's handler raises is raised, though Python's own code may answer it by another error."""
+    raised = KeyError("of the handler")
+
+    def start(thread):
+        try:
+            raise raised
+        except KeyError:
+            if answer is None:
+                raise
+            raise answer  # noqa: B904 - as threading does, whose own step fails then
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyError, match="of the handler"):
+        worker.Worker("test", threading.RLock(), lambda: None).add("a job")
+
+
 @pytest.mark.parametrize(
     ("store", "result"),
     [("Faulty(sleeping(0.05))", "3"), ("Blocking()", "0"), ("Faulty(raising(OSError('gone')))", "0")],
