@@ -276,10 +276,13 @@ void kvc_sessions_fit(kvc_cache *cache) {
     if (!cache->max_bytes || kvc_cache_bytes(cache) <= cache->max_bytes ||
         kvc_fit_max_bytes(cache, "keeping blocks") == KVC_OK)
         return;
+    kvc_give_back(cache, cache->max_bytes); /* without memory to choose */
     for (kvc_sequence *oldest;
-         kvc_cache_bytes(cache) > cache->max_bytes && (oldest = kvc_sequence_end(&cache->evictable, KVC_BY_USE, 0));)
+         kvc_cache_bytes(cache) > cache->max_bytes && (oldest = kvc_sequence_end(&cache->evictable, KVC_BY_USE, 0));) {
         kvc_cache_forget(cache, oldest);
-    kvc_give_back(cache, cache->max_bytes);
+        kvc_give_back(cache, cache->max_bytes);
+    }
+    if (kvc_cache_bytes(cache) > cache->max_bytes) kvc_leave_all(cache);
 }
 
 /* ---- blocks whose tokens become known ---------------------------------------------------------------------------- */

@@ -72,10 +72,14 @@ void kvc_spare_victims(kvc_cache *cache) {
     cache->is_tight = 0;
 }
 
-/* Carries out what kvc_tighten planned. */
-static void be_tight(kvc_cache *cache) {
+void kvc_leave_all(kvc_cache *cache) {
     for (kvc_sequence *s = cache->loose; s; s = s->next_loose)
         if (s->follower) s->follower->leave(cache, s->follower);
+}
+
+/* Carries out what kvc_tighten planned. */
+static void be_tight(kvc_cache *cache) {
+    kvc_leave_all(cache);
     for (kvc_sequence *s = cache->changed; s; s = s->next_changed)
         for (int32_t g = 0; g < cache->num_groups; g++) kvc_runs_install(&s->runs[g], &cache->memory);
     cache->is_tight = 0;

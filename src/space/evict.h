@@ -47,6 +47,9 @@ void kvc_choose_all(kvc_cache *cache);
  * sequences in cache->loose.  KVC_ERR_NOMEM. */
 kvc_status kvc_tighten(kvc_cache *cache);
 
+/* Lets followers of sequences in cache->loose give up what they do not need. */
+void kvc_leave_all(kvc_cache *cache);
+
 /* Spares all victims, and takes back what kvc_tighten planned. */
 void kvc_spare_victims(kvc_cache *cache);
 
