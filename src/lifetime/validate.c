@@ -220,7 +220,8 @@ static kvc_status check_notes(const kvc_cache *cache) {
         REQUIRE(sequence->loose_at || sequence->is_retained || sequence->in_batch || kvc_sequence_is_tight(sequence),
                 "sequence %lld has bookkeeping to give and is not in the list of those", id);
         kvc_status status = check_useful(cache, sequence);
-        if (status == KVC_OK && !sequence->changed_at && !sequence->in_batch && !sequence->is_retained)
+        const int is_skipped = !sequence->changed_at && !sequence->in_batch && !sequence->is_retained;
+        if (status == KVC_OK && is_skipped && !sequence->in_call) /* which is listed again at the end of its call */
             status = check_expired(cache, sequence);
         if (status != KVC_OK) return status;
     }

@@ -104,7 +104,10 @@ void kvc_set_min_query_behind(kvc_sequence *sequence, int32_t last) {
 
 void kvc_set_min_query_positions(kvc_cache *cache) {
     for (kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed)
-        if (!sequence->in_batch) kvc_set_min_query_behind(sequence, -1);
+        if (sequence->in_call) /* its call may move the rows */
+            sequence->min_query_position = 0;
+        else if (!sequence->in_batch)
+            kvc_set_min_query_behind(sequence, -1);
 }
 
 void kvc_append_kept(kvc_cache *cache, kvc_sequence *sequence, int32_t g, const kvc_run *run) {

@@ -10,7 +10,8 @@
 #include "cache/cache.h"
 
 /* Sets `min_query_position` of sequences outside the batch as after a commit, so that their last token can be taken
- * back.  Call before expiring: one group's expiry changes the next one's. */
+ * back.  Call before expiring: one group's expiry changes the next one's.  Sequences that a call has made for itself
+ * keep all rows. */
 void kvc_set_min_query_positions(kvc_cache *cache);
 
 /* Counts the rows of group g that a sequence keeps once others have expired. */

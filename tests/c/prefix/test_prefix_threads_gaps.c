@@ -12,6 +12,7 @@
 
 #include "cache/cache.h"
 #include "support/feeding.h"
+#include "support/oracle.h"
 
 const char *__tsan_default_options(void);
 
@@ -367,6 +368,30 @@ static void test_forks(void) {
     }
 }
 
+/* A batch that begins between two parts of an acquire expires no rows that the acquire is to move: at their old
+ * positions no query would see them. */
+static void test_rows_to_move(void) {
+    const kvc_layer layer = {.num_kv_heads = 1,
+                             .k_dim = DIM,
+                             .v_dim = DIM,
+                             .policy = chunked_policy(2 * BLOCK, 0),
+                             .rope.kind = KVC_ROPE_NONE};
+    kvc_batch *batch;
+    cache = cache_of(&layer, 1, (kvc_config){.block_size = BLOCK, .num_threads = 1});
+    CHECK(feed(cache, 1, 1, BLOCK) == KVC_OK && kvc_shift(cache, 1, 0, KVC_END, 2 * BLOCK - 1) == KVC_OK);
+    CHECK(kvc_seq_len(cache, 1, 0) == BLOCK); /* in two chunks */
+    kvc_cache_set_in_call(cache, 1, 1);
+    CHECK(begin_at_end(cache, 2, 1, &batch) == KVC_OK);
+    kvc_abort(batch);
+    CHECKF(kvc_seq_len(cache, 1, 0) == BLOCK, "%d of %d rows are left", (int)kvc_seq_len(cache, 1, 0), BLOCK);
+    CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+    kvc_cache_set_in_call(cache, 1, 0);
+    CHECK(begin_at_end(cache, 2, 1, &batch) == KVC_OK);
+    kvc_abort(batch);
+    CHECK(kvc_seq_len(cache, 1, 0) == BLOCK - 1); /* it may expire once the call has ended */
+    end();
+}
+
 int main(void) {
     alarm(4 * LIMIT);
     test_store_block();
@@ -376,5 +401,6 @@ int main(void) {
     test_other_prompts();
     test_stored();
     test_forks();
+    test_rows_to_move();
     return test_result();
 }
