@@ -485,9 +485,10 @@ typedef struct kvc_plan_args {
     const kvc_masked *masked;  /* [num_masked] in any order; ranges may overlap.  Copied */
     size_t masked_size;        /* sizeof(kvc_masked) */
     int32_t num_masked;        /* 0: nothing is masked */
-    int32_t max_chosen;        /* the most positions that kvc_chosen may name: width * block, with a tail block - 1
-                                  more.  The plan is made before they are known.  0: the plan is not for chosen rows,
-                                  but kvc_attend finds the number itself */
+    int32_t max_chosen;        /* the most positions that kvc_chosen may name, later tokens of a tail aside: width *
+                                  block, and with a tail block - 1 more.  The plan is made before they are known, and
+                                  takes 8 bytes of memory for each and thread.  0: the plan is not for chosen rows, but
+                                  kvc_attend finds the number itself */
     int32_t num_choices;       /* of kvc_choose_args, for a layer that holds keys alone.  0: 1 */
 } kvc_plan_args;
 
