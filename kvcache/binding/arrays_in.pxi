@@ -354,10 +354,14 @@ cdef cnp.ndarray to_masked(object value, const kvc_masked **masked, size_t *size
 
 cdef cnp.ndarray to_entries(object entries, str name, int64_t tokens, int64_t choices):
     """Convert entries, [tokens, width] or [tokens, choices, width], to int32 that lie one after the other."""
-    cdef cnp.ndarray array = np.asarray(entries)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"{name}: elements of type {array.dtype}, where integers are needed")
+    cdef cnp.ndarray array
+    try:
+        array = np.asarray(entries)
+    except ValueError as error:
+        raise ValueError(f"{name}: lists of one length are needed, {tokens} of them: {error}") from None
     shape = (<object>array).shape
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name}: elements of type {array.dtype}, where integers are needed")
     if len(shape) not in (2, 3) or shape[0] != tokens or not shape[-1] or shape[1:-1] not in ((), (1,), (choices,)):
         raise ValueError(f"{name}: an array of shape {shape}, where ({tokens}, width) is needed, or ({tokens}, "
                          f"{choices}, width)")

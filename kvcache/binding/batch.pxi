@@ -351,6 +351,9 @@ cdef class Batch(_CallCounter):
                                        &query)
         if chosen is not None:
             _entries = self.read_chosen(chosen, chosen_block, chosen_tail, axes, &query)
+        elif to_int(chosen_block, "chosen_block", 1, _INT32_MAX) != 1 or flag(chosen_tail, "chosen_tail"):
+            raise ValueError(f"chosen_block={chosen_block}, chosen_tail={chosen_tail}: chosen, which these describe, "
+                             "must be given, too")
         if store:
             # Rows for a cross-attention layer are no tokens of the batch: `first` is for the queries only.
             _put_owners = self.read_put(at, k, v, 0 if cross else first, None, axes, &rows)

@@ -52,7 +52,7 @@ cdef tuple read_choosing(Batch self, int32_t layer, object q, object first, obje
         args.scale = to_factor(options["scale"], "scale", False)
     args.relu = flag(options["relu"], "relu")
     args.width = <int32_t>to_int(width, "width", 1, _INT32_MAX)
-    args.num_choices = <int32_t>to_int(options["num_choices"], "num_choices", 1, _INT32_MAX)
+    args.num_choices = <int32_t>to_int(options["num_choices"], "num_choices", 1, a.plan.num_heads)
     args.block = <int32_t>to_int(options["block"], "block", 1, _INT32_MAX)
     args.num_first = <int32_t>to_int(options["num_first"], "num_first", 0, _INT32_MAX)
     args.num_local = <int32_t>to_int(options["num_local"], "num_local", 0, _INT32_MAX)

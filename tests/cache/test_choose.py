@@ -176,6 +176,7 @@ def batch():
         ({"width": 2.5}, TypeError, "width"),
         ({"num_choices": 3}, ValueError, "num_choices is 3: it must divide num_heads, 8"),
         ({"num_choices": 0}, ValueError, "num_choices=0"),
+        ({"num_choices": 2**31 - 1}, ValueError, "num_choices=2147483647"),
         ({"block": 0}, ValueError, "block=0"),
         ({"num_first": -1}, ValueError, "num_first=-1"),
         ({"num_local": -1}, ValueError, "num_local=-1"),
