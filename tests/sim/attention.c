@@ -1,5 +1,8 @@
 /* attention.c: attends in the batches of the simulated cache, and compares the results with sums over the rows.
  *
+ * In a layer of keys alone, it chooses rows.  The elements of queries and keys are whole numbers there, so that scores
+ * are exact, and so is the comparison.
+ *
  * Some plans are run by several threads, each of which skips tasks, runs others twice, and goes on to another layer
  * when it likes.  A plan for chosen rows is made before the choice of each layer.  Whatever they do, an output is
  * either not written or right.  Once all tasks of a layer were run one after the other, the whole output is written.
@@ -16,6 +19,7 @@ enum {
 };
 
 static const float UNWRITTEN = 3e30f, SCALE = 1e-4f;
+static const int32_t UNENTERED = -7;
 
 typedef struct result {
     float out[MOST_TOKENS][QUERY_HEADS][DIM], lse[MOST_TOKENS][QUERY_HEADS];
@@ -30,6 +34,9 @@ typedef struct piece {
     result result;
     int32_t cancel;
     kvc_attend_args args;
+    kvc_choose_args choosing; /* in a layer of keys alone */
+    float weights[MOST_TOKENS][QUERY_HEADS], scores[MOST_TOKENS][QUERY_HEADS][MOST_CHOSEN];
+    int32_t among[MOST_TOKENS][QUERY_HEADS][MOST_CHOSEN], entered[MOST_TOKENS][QUERY_HEADS][MOST_CHOSEN];
 } piece;
 
 /* Threads that run one plan. */
@@ -155,9 +162,97 @@ static void check_head(const client *c, const pass *p, const query *q, const pie
         fail(c, "an lse of %g for token %d, head %d in layer %d, not %g", lse, t, h, of->layer, wanted_lse);
 }
 
+/* An entry that a token may choose: a row, or a block of rows. */
+typedef struct candidate {
+    int is_there, is_forced;
+    double score;
+} candidate;
+
+/* The score that a choice of the n-th token of a query gives a row. */
+static double score_row(const world *w, const query *q, const piece *of, int n, int choice, int tag, int position) {
+    const kvc_choose_args *a = &of->choosing;
+    const int source = source_of(w, of->layer), num = q->num_heads / a->num_choices;
+    double sum = 0;
+    for (int h = choice * num; h < (choice + 1) * num; h++) {
+        double product = 0;
+        for (int d = 0; d < DIM; d++)
+            product += of->q[n][h][d] * (double)key_element(w, tag, source, h * HEADS / q->num_heads, d, position);
+        product *= a->scale != 0 ? (double)a->scale : 0.5;
+        if (!a->relu || product > 0) sum += (a->weights ? (double)of->weights[n][h] : 1) * product;
+    }
+    return sum;
+}
+
+static int is_among(const piece *of, int n, int choice, int entry) {
+    if (!of->choosing.among) return 1;
+    for (int i = 0; i < of->choosing.among_width; i++)
+        if (of->among[n][choice][i] == entry) return 1;
+    return 0;
+}
+
+/* Lists what a token may choose from, by entry. */
+static void list_candidates(const client *c, const pass *p, const query *q, const piece *of, int t, int choice,
+                            candidate all[MOST]) {
+    const kvc_choose_args *a = &of->choosing;
+    const int block = a->block ? a->block : 1, own = p->positions[t] / block;
+    for (int position = 0; position < MOST; position++) {
+        int lacks = 0;
+        const int tag = tag_seen(c->w, p, q, of->layer, t, position, &lacks), entry = position / block;
+        if (!tag || !is_among(of, t - q->first, choice, entry)) continue;
+        const double score = score_row(c->w, q, of, t - q->first, choice, tag, position);
+        candidate *to = &all[entry];
+        if (!to->is_there || score > to->score) to->score = score;
+        to->is_there = 1;
+        to->is_forced = entry < a->num_first || (entry > own - a->num_local && entry <= own);
+    }
+}
+
+/* Whether a candidate is chosen before another candidate, which has a higher position. */
+static int comes_before(const candidate *one, const candidate *other) {
+    if (one->is_forced != other->is_forced) return one->is_forced;
+    return one->score >= other->score;
+}
+
+/* Compares a choice of one token with the rows that it sees: an entry is chosen if fewer than `width` come before. */
+static void check_choice(const client *c, const pass *p, const query *q, const piece *of, int t, int choice) {
+    candidate all[MOST] = {{0}};
+    const int n = t - q->first, width = of->choosing.width;
+    const int32_t *entered = of->entered[n][choice];
+    int num = 0;
+    list_candidates(c, p, q, of, t, choice, all);
+    for (int entry = 0; entry < MOST; entry++) {
+        int before = 0;
+        for (int i = 0; i < MOST && all[entry].is_there; i++)
+            if (i != entry && all[i].is_there)
+                before += i < entry ? comes_before(&all[i], &all[entry]) : !comes_before(&all[entry], &all[i]);
+        if (!all[entry].is_there || before >= width) continue;
+        if (entered[num] != entry)
+            fail(c, "token %d chooses %d in layer %d as entry %d of choice %d, not %d", t, entered[num], of->layer, num,
+                 choice, entry);
+        if (of->choosing.scores && of->scores[n][choice][num] != all[entry].score)
+            fail(c, "a score of %g for entry %d of token %d in layer %d, not %g", (double)of->scores[n][choice][num],
+                 entry, t, of->layer, all[entry].score);
+        num++;
+    }
+    for (; num < width; num++)
+        if (entered[num] != -1 || (of->choosing.scores && of->scores[n][choice][num] != -INFINITY))
+            fail(c, "token %d chooses %d in layer %d, not -1", t, entered[num], of->layer);
+}
+
+/* Compares the choices of a query's tokens.  partly: some may not be made. */
+static void check_choices(const client *c, const pass *p, const query *q, const piece *of, int partly) {
+    for (int t = q->first; t < q->first + q->num; t++)
+        for (int i = 0; i < q->num_choices; i++)
+            if (!partly || of->entered[t - q->first][i][0] != UNENTERED) check_choice(c, p, q, of, t, i);
+}
+
 /* Compares a result with plain arithmetic over the rows.  partly: parts of the result may not be written. */
 static void check_result(const client *c, const pass *p, const query *q, const piece *of, int partly) {
     if (is_spoilt(c->w, p)) return;
+    if (!c->w->layers[of->layer].v_dim) {
+        check_choices(c, p, q, of, partly);
+        return;
+    }
     for (int t = q->first; t < q->first + q->num; t++)
         for (int h = 0; h < q->num_heads; h++)
             if (!partly || !is_unwritten(of->result.out[t - q->first][h], of->result.lse[t - q->first][h]))
@@ -189,7 +284,45 @@ static void make_choice(piece *of, const query *q) {
         }
 }
 
-static void make_piece(piece *of, int layer, const query *q) {
+/* Says how rows are to be chosen.  No element of a query is 0: turned by a right angle, it would become almost 0. */
+static void make_choosing(piece *of, const query *q) {
+    static const float scales[] = {0, 0.5f, -2};
+    for (int t = 0; t < q->num; t++)
+        for (int h = 0; h < q->num_heads; h++) {
+            of->weights[t][h] = (float)(pick(4) - 1);
+            for (int d = 0; d < DIM; d++) of->q[t][h][d] = (float)(2 * pick(4) - 3);
+            for (int i = 0; i < MOST_CHOSEN; i++) {
+                of->among[t][h][i] = pick(8) ? pick(MOST) : pick(2) ? -1 - pick(3) : INT32_MAX - pick(3);
+                of->entered[t][h][i] = UNENTERED;
+            }
+        }
+    of->choosing = (kvc_choose_args){.struct_size = sizeof of->choosing,
+                                     .q = of->q,
+                                     .weights = pick(2) ? *of->weights : NULL,
+                                     .among = pick(3) ? NULL : **of->among,
+                                     .chosen = **of->entered,
+                                     .scores = pick(2) ? **of->scores : NULL,
+                                     .q_token_stride = sizeof *of->q,
+                                     .q_head_stride = sizeof **of->q,
+                                     .weights_token_stride = sizeof *of->weights,
+                                     .weights_head_stride = sizeof **of->weights,
+                                     .among_token_stride = sizeof *of->among,
+                                     .among_choice_stride = sizeof **of->among,
+                                     .chosen_token_stride = sizeof *of->entered,
+                                     .chosen_choice_stride = sizeof **of->entered,
+                                     .scores_token_stride = sizeof *of->scores,
+                                     .scores_choice_stride = sizeof **of->scores,
+                                     .scale = scales[pick(3)],
+                                     .relu = pick(2),
+                                     .num_choices = q->num_choices,
+                                     .width = 1 + pick(pick(2) ? 6 : MOST_CHOSEN),
+                                     .among_width = pick(MOST_CHOSEN + 1),
+                                     .block = pick(2) ? pick(2) : 1 + pick(6),
+                                     .num_first = pick(2) ? 0 : pick(5),
+                                     .num_local = pick(2) ? 0 : pick(5)};
+}
+
+static void make_piece(piece *of, const world *w, int layer, const query *q) {
     of->layer = layer;
     of->cancel = 0;
     for (int t = 0; t < q->num; t++)
@@ -209,6 +342,7 @@ static void make_piece(piece *of, int layer, const query *q) {
                                  .lse_head_stride = sizeof **of->result.lse,
                                  .scale = SCALE};
     if (q->max_chosen) make_choice(of, q);
+    if (!w->layers[layer].v_dim) make_choosing(of, q);
 }
 
 /* ---- queries ----------------------------------------------------------------------------------------------------- */
@@ -231,10 +365,13 @@ static query any_query(const pass *p) {
     q.has_non_causal = !pick(4);
     for (int t = 0; t < q.num; t++) q.non_causal[t] = q.has_non_causal && pick(2);
     if (!pick(3)) q.max_chosen = 1 + pick(MOST_CHOSEN);
+    q.num_choices = pick(2) ? q.num_heads : 1 + pick(2);
     return q;
 }
 
-static kvc_plan_args plan_of(const query *q, int layer) {
+/* Describes a plan to attend; in a layer of keys alone, to choose. */
+static kvc_plan_args plan_of(const world *w, const query *q, int layer) {
+    const int has_values = w->layers[layer].v_dim;
     return (kvc_plan_args){.struct_size = sizeof(kvc_plan_args),
                            .layer = layer,
                            .first = q->first,
@@ -245,7 +382,8 @@ static kvc_plan_args plan_of(const query *q, int layer) {
                            .masked = q->num_masked ? q->masked : NULL,
                            .masked_size = sizeof *q->masked,
                            .num_masked = q->num_masked,
-                           .max_chosen = q->max_chosen};
+                           .max_chosen = has_values ? q->max_chosen : 0,
+                           .num_choices = has_values ? 0 : q->num_choices};
 }
 
 /* Begins a call whose effects nobody sees but the caller. */
@@ -261,17 +399,19 @@ static int may_fail(const client *c, const pass *p, const query *q, int layer) {
     return (lacks_rows(c->w, p, q, layer) ? MAY_BE_INVALID : 0) | (has_unstored(p) ? MAY_BE_GONE : 0);
 }
 
-/* Calls kvc_attend, which puts rows first if `put` is not NULL; returns whether it could. */
+/* Calls kvc_attend, which puts rows first if `put` is not NULL, or kvc_choose; returns whether it could. */
 static int attend_by_call(client *c, const pass *p, const query *q, int layer, const kvc_put_args *put) {
     piece *of = &crews[c->number].call;
-    kvc_plan_args plan = plan_of(q, layer);
-    make_piece(of, layer, q);
-    if (pick(2)) plan.max_chosen = 0; /* as many as the choice names */
+    const int chooses = !c->w->layers[layer].v_dim;
+    kvc_plan_args plan = plan_of(c->w, q, layer);
+    make_piece(of, c->w, layer, q);
+    if (pick(2)) plan.max_chosen = plan.num_choices = 0; /* as the arguments say */
     of->args.put = put;
     const int lacks = lacks_rows(c->w, p, q, layer);
-    begin_own_call(c, put ? "kvc_attend with rows" : "kvc_attend");
-    const kvc_status status = kvc_attend(p->batch, &plan, &of->args);
-    if (status == KVC_OK && lacks && !is_spoilt(c->w, p)) fail(c, "attends to rows that were not put");
+    begin_own_call(c, chooses ? "kvc_choose" : put ? "kvc_attend with rows" : "kvc_attend");
+    const kvc_status status =
+        chooses ? kvc_choose(p->batch, &plan, &of->choosing) : kvc_attend(p->batch, &plan, &of->args);
+    if (status == KVC_OK && lacks && !is_spoilt(c->w, p)) fail(c, "succeeds without rows that were not put");
     if (!ended(c, status, MAY_CANCEL | may_fail(c, p, q, layer) | (put ? MAY_BE_FULL : 0))) return 0;
     check_result(c, p, q, of, 0);
     return 1;
@@ -282,16 +422,16 @@ static void attend_in_keys(client *c, const pass *p, int layer) {
     piece *of = &crews[c->number].call;
     query q = any_query(p);
     q.max_chosen = 0; /* which is refused otherwise */
-    const kvc_plan_args plan = plan_of(&q, layer);
+    const kvc_plan_args plan = plan_of(c->w, &q, layer);
     int64_t num;
-    make_piece(of, layer, &q);
+    make_piece(of, c->w, layer, &q);
     begin_own_call(c, "kvc_attend in a layer of keys alone");
     const kvc_status status = pick(2) ? kvc_attend(p->batch, &plan, &of->args) : kvc_dense_rows(p->batch, layer, &num);
     if (status != KVC_ERR_UNSUPPORTED) fail(c, "answers \"%s\"", kvc_strerror(status));
 }
 
 void attend(client *c, pass *p, int layer) {
-    if (!c->w->layers[layer].v_dim) {
+    if (!c->w->layers[layer].v_dim && !pick(4)) {
         attend_in_keys(c, p, layer);
         return;
     }
@@ -311,15 +451,20 @@ int put_and_attend(client *c, const pass *p, int layer, int first, int n, const 
 }
 
 void attend_again(client *c, const pass *p, int layer) {
-    if (p->last.num && !has_unstored(p) && c->w->layers[layer].v_dim) attend_by_call(c, p, &p->last, layer, NULL);
+    if (p->last.num && !has_unstored(p)) attend_by_call(c, p, &p->last, layer, NULL);
 }
 
 /* ---- plans ------------------------------------------------------------------------------------------------------- */
 
+static kvc_status run_once(const crew *w, const piece *of, int task) {
+    if (!w->c->w->layers[of->layer].v_dim) return kvc_plan_choose(w->plan, of->layer, &of->choosing, task);
+    return kvc_plan_run(w->plan, of->layer, &of->args, task);
+}
+
 /* Runs a task, perhaps several times until no other thread is in its way. */
 static void run_task(const crew *w, piece *of, int task) {
     for (int i = 0; i < MOST_TRIES; i++) {
-        const kvc_status status = kvc_plan_run(w->plan, of->layer, &of->args, task);
+        const kvc_status status = run_once(w, of, task);
         const int is_allowed = status == KVC_OK || (status == KVC_ERR_BUSY && w->num_threads > 1) ||
                                (status == KVC_ERR_CANCELLED && w->may_cancel) ||
                                (status == KVC_ERR_INVALID && (w->may_lack || w->c->w->is_meddled)) ||
@@ -361,7 +506,7 @@ static void run_together(crew *w) {
 static int other_layer(const world *w, const pass *p, int layer) {
     for (int l = pick(w->num_layers); l >= 0; l--) {
         const kvc_policy *x = &w->layers[l].policy, *y = &w->layers[layer].policy;
-        if (l != layer && w->layers[l].v_dim && memcmp(x, y, sizeof *x) == 0 &&
+        if (l != layer && w->layers[l].v_dim == w->layers[layer].v_dim && memcmp(x, y, sizeof *x) == 0 &&
             p->num_put[source_of(w, l)] == p->num_tokens)
             return l;
     }
@@ -370,21 +515,21 @@ static int other_layer(const world *w, const pass *p, int layer) {
 
 int begin_tasks(client *c, pass *p, int layer) {
     crew *w = &crews[c->number];
-    if (!c->w->layers[layer].v_dim) return 0;
     p->last = any_query(p);
-    const kvc_plan_args plan = plan_of(&p->last, layer);
+    const kvc_plan_args plan = plan_of(c->w, &p->last, layer);
     begin_own_call(c, "kvc_plan_new");
     if (!ended(c, kvc_plan_new(p->batch, &plan, &w->plan), 0)) return 0;
     w->c = c;
     w->p = p;
     w->query = p->last;
     w->num_pieces = 0;
-    make_piece(&w->pieces[w->num_pieces++], layer, &w->query);
-    if (pick(4)) make_piece(&w->pieces[w->num_pieces++], other_layer(c->w, p, layer), &w->query);
+    make_piece(&w->pieces[w->num_pieces++], c->w, layer, &w->query);
+    if (pick(4)) make_piece(&w->pieces[w->num_pieces++], c->w, other_layer(c->w, p, layer), &w->query);
     w->num_threads = pick(4) ? MOST_CREW : 1 + pick(MOST_CREW);
     w->may_cancel = !pick(3);
     w->may_lack = lacks_rows(c->w, p, &w->query, layer);
-    for (int i = 0; i < w->num_pieces && w->may_cancel; i++) w->pieces[i].args.cancel = &w->pieces[i].cancel;
+    for (int i = 0; i < w->num_pieces && w->may_cancel; i++)
+        w->pieces[i].args.cancel = w->pieces[i].choosing.cancel = &w->pieces[i].cancel;
     c->call = "kvc_plan_run";
     run_together(w);
     return 1;
@@ -400,7 +545,7 @@ void end_tasks(client *c) {
         int is_whole = 1;
         of->cancel = 0;
         for (int j = 0; j < n; j++) {
-            const kvc_status status = kvc_plan_run(w->plan, of->layer, &of->args, (first + j) % n);
+            const kvc_status status = run_once(w, of, (first + j) % n);
             is_whole &= status == KVC_OK;
             if (status != KVC_OK && !(status == KVC_ERR_GONE && may_be_gone) &&
                 !(status == KVC_ERR_INVALID && (c->w->is_meddled || lacks_rows(c->w, w->p, &w->query, of->layer))))

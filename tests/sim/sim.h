@@ -73,7 +73,8 @@ typedef struct query {
     int first, num, num_heads, num_threads, num_masked, has_non_causal;
     kvc_masked masked[MOST_MASKED];
     uint8_t non_causal[MOST_TOKENS];
-    int max_chosen; /* 0: tokens do not choose rows */
+    int max_chosen;  /* 0: no rows are chosen to attend to */
+    int num_choices; /* of a token, in a layer of keys alone */
 } query;
 
 /* A forward pass of a client. */
@@ -207,7 +208,8 @@ int clear_one(client *c, int s);
 /* Whether a query at position `at` sees a position of its sequence. */
 int sees(const kvc_policy *policy, int at, int position);
 
-/* Attends in a layer, and compares the results with plain arithmetic over the rows. */
+/* Attends in a layer, and compares the results with plain arithmetic over the rows.  In a layer of keys alone, this and
+ * the calls below choose rows. */
 void attend(client *c, pass *p, int layer);
 
 /* Attends, and puts tokens [first, first + n) first; returns whether it could. */
