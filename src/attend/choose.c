@@ -4,6 +4,7 @@
  * last split chooses for all of the token's choices, as nothing else is left to do.
  */
 #include <math.h>
+#include <string.h>
 
 #include "attend/plan.h"
 #include "attend/rank.h"
@@ -13,19 +14,29 @@
 
 /* ---- a task ------------------------------------------------------------------------------------------------------ */
 
+/* Returns where a task ranks the rows of its split: in the workspace. */
+static uint32_t *ranks_of(const kvc_task *t) {
+    return (uint32_t *)(void *)(t->workspace + t->call->plan->workspace.ranks);
+}
+
 /* Returns the keys of a task's slice for choice c, of all its rows.  A single split's are in the workspace. */
 static uint32_t *keys_of(const kvc_task *t, int32_t c) {
-    const kvc_plan *plan = t->call->plan;
-    float *const first =
-        t->slice->num_splits > 1 ? plan->partials + t->slice->partials : t->workspace + plan->workspace.ranks;
-    return (uint32_t *)(void *)first + (size_t)c * (size_t)t->slice->num_rows;
+    const int is_whole = t->slice->num_splits == 1;
+    uint32_t *const first = is_whole ? ranks_of(t) : (uint32_t *)(void *)(t->call->plan->partials + t->slice->partials);
+    return first + (size_t)c * (size_t)t->slice->num_rows;
 }
 
 /* Ranks the rows of the task's split.  Returns 0 if the call was cancelled. */
 static int rank_split(kvc_task *t) {
-    const int64_t begin = t->job->split * t->slice->split_rows;
-    const kvc_cursor rows = kvc_cursor_at(t->call, t->slice, 0, 0, begin, kvc_split_rows(t->slice, t->job->split));
-    return kvc_rank_rows(t, rows, keys_of(t, 0) + begin, t->slice->num_rows);
+    const int64_t begin = t->job->split * t->slice->split_rows, num_rows = kvc_split_rows(t->slice, t->job->split);
+    return kvc_rank_rows(t, kvc_cursor_at(t->call, t->slice, 0, 0, begin, num_rows), ranks_of(t), num_rows);
+}
+
+/* Copies the keys of the task's split to the plan's. */
+static void keep_ranks(const kvc_task *t) {
+    const int64_t begin = t->job->split * t->slice->split_rows, num_rows = kvc_split_rows(t->slice, t->job->split);
+    for (int32_t c = 0; c < kvc_ranking_of(t)->args->num_choices; c++)
+        memcpy(keys_of(t, c) + begin, ranks_of(t) + c * num_rows, (size_t)num_rows * sizeof(uint32_t));
 }
 
 /* Entries of one choice, in the workspace: rows, or blocks of rows, by position. */
@@ -139,7 +150,10 @@ static void choose(const kvc_task *t, int32_t c) {
 
 /* Ends a task whose rows are ranked: the last one of its slice chooses. */
 static void end_split(const kvc_task *t) {
-    if (t->slice->num_splits > 1 && !kvc_ends_slice(t)) return;
+    if (t->slice->num_splits > 1) {
+        keep_ranks(t);
+        if (!kvc_ends_slice(t)) return;
+    }
     for (int32_t c = 0; c < kvc_ranking_of(t)->args->num_choices; c++) choose(t, c);
 }
 

@@ -76,7 +76,7 @@ typedef struct totals {
     uint64_t partials;                  /* floats in plan->partials */
     int32_t most_query_rows;            /* most query rows of one slice */
     int32_t most_splits;                /* most splits of one slice */
-    int64_t most_rows, most_whole_rows; /* most rows of one slice, and of one that is not cut into splits */
+    int64_t most_rows, most_split_rows; /* most rows of one slice, and of one split */
     int32_t any_tiled;
     double multiply_adds;
 } totals;
@@ -102,7 +102,8 @@ static totals lay_out_slices(const maker *m) {
             t.partials += plan->chooses ? (uint64_t)slice->num_rows * (uint64_t)plan->args.num_choices
                                         : tasks * kvc_partial_size(query_rows, plan->workspace.acc_stride);
         if (slice->num_rows > t.most_rows) t.most_rows = slice->num_rows;
-        if (slice->num_splits == 1 && slice->num_rows > t.most_whole_rows) t.most_whole_rows = slice->num_rows;
+        const int64_t of_split = slice->num_splits > 1 ? slice->split_rows : slice->num_rows;
+        if (of_split > t.most_split_rows) t.most_split_rows = of_split;
         if (slice->num_splits > t.most_splits) t.most_splits = slice->num_splits;
         if (query_rows > t.most_query_rows) t.most_query_rows = query_rows;
         t.any_tiled |= slice->tiled;
@@ -159,7 +160,7 @@ static void lay_out_choosing(kvc_plan *plan, const totals *t) {
     at->rows = add_floats(&at->size, dim * KVC_TILE);
     at->scores = add_floats(&at->size, (uint64_t)(of_head.num / of_head.choice_lanes) * KVC_TILE);
     at->totals = add_floats(&at->size, choices * KVC_TILE);
-    at->ranks = add_floats(&at->size, choices * (uint64_t)t->most_whole_rows);
+    at->ranks = add_floats(&at->size, choices * (uint64_t)t->most_split_rows);
     at->entries = add_floats(&at->size, (uint64_t)t->most_rows);
     at->ids = add_floats(&at->size, (uint64_t)t->most_rows);
 }

@@ -114,8 +114,8 @@ typedef struct kvc_round {
  * kernels take only converted.  minima, q_blocks, sum_blocks: scratch for types with a minimum (minima.h).  zeros: a
  * row of values (seen.h).  chosen, segments: entries of a choice, and the rows that they name (chosen.h).  partials:
  * results of all splits of a slice.  packed, weights, masks, starts: queries for ranking (kvc_rank_query); totals:
- * scores of a tile for each choice; ranks: keys of all rows for each choice (choose.c); entries, ids: what is chosen
- * from. */
+ * scores of a tile for each choice; ranks: keys of a split's rows for each choice (choose.c); entries, ids: what is
+ * chosen from. */
 typedef struct kvc_workspace_layout {
     uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, rows, minima, q_blocks, sum_blocks, zeros;
     uint64_t chosen, segments, partials;

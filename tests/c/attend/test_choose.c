@@ -1,6 +1,8 @@
 /* kvc_choose: the rows that it chooses are those that plain arithmetic in double chooses; exactly, where queries and
  * keys are whole numbers.  Bits depend on the rows that a token sees alone: not on threads, blocks, or other tokens. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign, setenv */
+#include <pthread.h>
+
 #include "attend/work.h"
 #include "support/answers.h"
 #include "support/isas.h"
@@ -553,6 +555,46 @@ static void test_plans(void) {
     stage_free(st);
 }
 
+typedef struct rerun {
+    kvc_plan *plan;
+    const kvc_choose_args *args;
+    int64_t first;
+} rerun;
+
+static void *run_every_second(void *context) {
+    const rerun *r = context;
+    for (int64_t i = r->first; i < kvc_plan_num_tasks(r->plan); i += 2)
+        CHECKF(kvc_plan_choose(r->plan, 0, r->args, i) == KVC_OK, "%s", kvc_last_error());
+    return NULL;
+}
+
+/* Two threads run all tasks again, while one was never run: a task ranks rows again while another one chooses. */
+static void test_reruns(void) {
+    static scene s;
+    s = whole_scene(KVC_F32, 3000 - 1, 1);
+    stage *st = stage_new(&s, &(setting){.block_size = 64, .num_threads = 4});
+    choosing *a = choosing_new(st, 40);
+    a->is_exact = 1;
+    a->plan.num_threads = 4;
+    rerun halves[2] = {{.args = &a->args}, {.args = &a->args, .first = 1}};
+    for (int round = 0; round < 5; round++) {
+        pthread_t thread;
+        kvc_plan *plan = NULL;
+        wipe_choice(a);
+        CHECKF(kvc_plan_new(st->batch, &a->plan, &plan) == KVC_OK, "%s", kvc_last_error());
+        const int64_t num_tasks = kvc_plan_num_tasks(plan);
+        for (int64_t i = 0; i < num_tasks - 1; i++) CHECK(kvc_plan_choose(plan, 0, &a->args, i) == KVC_OK);
+        halves[0].plan = halves[1].plan = plan;
+        CHECK(num_tasks > 2 && pthread_create(&thread, NULL, run_every_second, &halves[1]) == 0);
+        run_every_second(&halves[0]);
+        CHECK(pthread_join(thread, NULL) == 0);
+        check_choices(a);
+        kvc_plan_free(plan);
+    }
+    choosing_free(a);
+    stage_free(st);
+}
+
 /* ---- failure ----------------------------------------------------------------------------------------------------- */
 
 /* A call that is cancelled says so, and can be made again. */
@@ -661,6 +703,7 @@ int main(void) {
     test_divided();
     test_tree_in_a_hole();
     test_plans();
+    test_reruns();
     test_cancelled();
     test_allocation();
     test_bad_arguments();
