@@ -282,8 +282,8 @@ static kvc_status run_planned(kvc_plan *plan, int32_t layer, const kvc_attend_ar
     kvc_call c;
     KVC_TRY(KVC_READ(kvc_attend_args, &args, given, "args"));
     if (args.chosen) KVC_TRY(kvc_chosen_read(&args, &chosen));
+    KVC_TRY(kvc_check_attention(plan->batch, layer, 1));
     KVC_TRY(kvc_check_plan_layer(plan, layer));
-    if (!plan->v_dim) return kvc_check_attention(plan->batch, layer, 1);
     KVC_TRY(check_args(&plan->batch->cache->layers[layer], plan->args.num_tokens, &args));
     if (args.chosen || plan->args.max_chosen) KVC_TRY(kvc_chosen_check(&plan->args, plan->num_kv_heads, &chosen));
     if (args.put)

@@ -39,26 +39,28 @@ class Scene:
 
     def __init__(self, with_batch):
         self.cache = kvcache.KVCache(
-            2,
+            3,
             2,
             8,
             64,
+            v_head_dim=[8, 8, 0],
             dtype="f32",
             max_sequences=8,
             block_size=4,
-            policy=[kvcache.FullAttention(), kvcache.SlidingWindow(16)],
-            rope=[kvcache.Rope([1.0]), move],
+            policy=[kvcache.FullAttention(), kvcache.SlidingWindow(16), kvcache.FullAttention()],
+            rope=[kvcache.Rope([1.0]), move, kvcache.Rope([1.0])],
             strategy=kvcache.LongSequencesOnly(2),
         )
         with self.cache.batch(9) as batch:
-            for layer in range(2):
-                batch.put(layer, rows(9), rows(9))
+            for layer in range(3):
+                batch.put(layer, rows(9), rows(9) if layer < 2 else None)
         self.cache.fork(0, 1)
         self.cache.remove(1, 3, seq_id=1)
         self.batch = None
         if with_batch:
             self.batch = self.cache.batch(positions=[9, 7, 10], seq_ids=[0, 1, 0])
             self.batch.put(0, rows(3), rows(3))
+            self.batch.put(2, rows(3))
 
     def end(self):
         with contextlib.suppress(kvcache.CacheBusyError, BufferError):
@@ -130,8 +132,28 @@ BATCH = {
             "alibi": np.ones(4, np.float32),
             "non_causal": [True, False, True],
             "masked": [(1, 0, 3)],
+            "chosen": [[0, 1], [2, 3], [4, 5]],
+            "chosen_block": 2,
+            "chosen_tail": True,
             "out": np.empty((3, 4, 8), np.float32),
             "return_lse": True,
+        },
+    ),
+    "choose": (
+        (2, rows(3, 4)),
+        {
+            "width": 3,
+            "weights": np.ones((3, 4), np.float32),
+            "relu": True,
+            "scale": 0.5,
+            "num_choices": 2,
+            "num_first": 1,
+            "num_local": 1,
+            "among": [[0, 1, 2], [3, 4, 5], [6, 7, 8]],
+            "non_causal": [True, False, True],
+            "masked": [(1, 0, 3)],
+            "first": 0,
+            "return_scores": True,
         },
     ),
     "commit": (([],), {}),

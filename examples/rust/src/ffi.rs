@@ -164,6 +164,18 @@ abi! {
         seq_id: i64,
     }
 
+    struct kvc_chosen {
+        struct_size: usize,
+        positions: *const i32,
+        token_stride: i64,
+        choice_stride: i64,
+        batch_stride: i64,
+        num_choices: i32,
+        width: i32,
+        block: i32,
+        tail: i32,
+    }
+
     struct kvc_attend_args {
         struct_size: usize,
         q: *const c_void,
@@ -186,6 +198,7 @@ abi! {
         q_batch_stride: i64,
         out_batch_stride: i64,
         lse_batch_stride: i64,
+        chosen: *const kvc_chosen,
     }
 
     struct kvc_masked {
@@ -205,6 +218,8 @@ abi! {
         masked: *const kvc_masked,
         masked_size: usize,
         num_masked: i32,
+        max_chosen: i32,
+        num_choices: i32,
     }
 
     fn kvc_last_error() -> *const c_char;

@@ -280,12 +280,13 @@ static void refuse_attention(kvc_batch *batch, kvc_plan *of_attended, int layer)
     char name[32];
     snprintf(name, sizeof name, "layer %d holds keys alone", layer);
     CHECK_FAILS(kvc_attend(batch, &plan_args, &args), KVC_ERR_UNSUPPORTED, name, "attend in the layer that has them");
-    CHECK_FAILS(kvc_plan_new(batch, &plan_args, &plan), KVC_ERR_UNSUPPORTED, name, "needs values");
+    CHECKF(kvc_plan_new(batch, &plan_args, &plan) == KVC_OK, "%s", kvc_last_error()); /* for choosing */
+    CHECK_FAILS(kvc_plan_run(plan, layer, &args, 0), KVC_ERR_UNSUPPORTED, name, "needs values");
+    kvc_plan_free(plan);
     CHECK_FAILS(kvc_plan_run(of_attended, layer, &args, 0), KVC_ERR_UNSUPPORTED, name, "needs values");
     CHECK_FAILS(kvc_dense(batch, layer, &dense_args), KVC_ERR_UNSUPPORTED, name, "gather these keys");
     CHECK_FAILS(kvc_dense_rows(batch, layer, &num), KVC_ERR_UNSUPPORTED, name, "their spans");
     CHECK_FAILS(kvc_dense_sequences(batch, layer, &num_sequences, &num), KVC_ERR_UNSUPPORTED, name, "needs values");
-    CHECK(!plan);
 }
 
 /* Values are refused, and nothing was put; so is attention. */
