@@ -1,8 +1,8 @@
-/* fuzz_attention.c: an input decides on types, shapes, policies, lengths, moved and hidden rows.  It also names an
- * instruction set.  Attention is held against plain arithmetic (answers.h).  Behind the end of the input, chance
+/* fuzz_attention.c: an input decides on types, shapes, policies, lengths, moved, hidden and chosen rows.  It also names
+ * an instruction set.  Attention is held against plain arithmetic (answers.h).  Behind the end of the input, chance
  * goes on. */
 #define _POSIX_C_SOURCE 200809L /* setenv */
-#include "support/answers.h"
+#include "support/choices.h"
 
 #include "fuzz.h"
 
@@ -19,6 +19,19 @@ static void hide_some(scene *s) {
     }
 }
 
+/* Attends to rows that tokens choose. */
+static void check_chosen(const scene *s, const setting *how) {
+    stage *st = stage_new(s, how);
+    question a = question_of_all(st);
+    random_choice(st);
+    const kvc_chosen given = choice_for(&a);
+    a.args.chosen = &given;
+    CHECKF(ask(&a) == KVC_OK, "%s", kvc_last_error());
+    check_chosen_answers(&a);
+    question_free(&a);
+    stage_free(st);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static scene s;
     if (size < 2) return 0;
@@ -26,7 +39,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     s = random_scene(random_int(0, 1 << 20));
     if (random_int(0, 2)) hide_some(&s);
     const setting how = random_setting();
-    check_scene(&s, &how);
+    if (random_int(0, 2))
+        check_scene(&s, &how);
+    else
+        check_chosen(&s, &how);
     num_decisions = 0;
     fail_if_checks_failed();
     return 0;
