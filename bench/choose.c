@@ -4,18 +4,11 @@
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* clock_gettime */
 #endif
-#include <time.h>
-
 #include "attend/topk.h"
 #include "kvcache.h"
+#include "clock.h"
 
 #define EXPORT __attribute__((visibility("default")))
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 EXPORT const char *choose_error(void) { return kvc_last_error(); }
 

@@ -7,21 +7,15 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "base/align.h"
 #include "base/dtype.h"
 #include "kernels/dispatch.h"
 #include "rows/copy.h"
 #include "kvcache.h"
+#include "clock.h"
 
 #define EXPORT __attribute__((visibility("default")))
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 EXPORT const char *driver_error(void) { return kvc_last_error(); }
 

@@ -10,18 +10,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "ggml-cpu.h"
 #include "ggml.h"
+#include "clock.h"
 
 enum { MAX_WORKS = 16, GRAPH_NODES = 64 };
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 /* Returns a roughly normal number of unit variance: the sum of 4 uniform ones. */
 static float noise(void) {

@@ -20,6 +20,7 @@
 #include <unistd.h>
 
 #include "kvcache.h"
+#include "clock.h"
 
 #define EXPORT __attribute__((visibility("default")))
 #define TRY(call)                          \
@@ -38,15 +39,6 @@ enum {
 enum { OWN_ID = 1 << 20, OTHER_ID };
 
 /* ---- time -------------------------------------------------------------------------------------------------------- */
-
-static double read_clock(clockid_t clock) {
-    struct timespec t;
-    clock_gettime(clock, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-static double now(void) { return read_clock(CLOCK_MONOTONIC); }
-static double processor(void) { return read_clock(CLOCK_THREAD_CPUTIME_ID); }
 
 static atomic_llong clock_ahead; /* seconds that the core's clock is ahead */
 

@@ -12,9 +12,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "llama.h"
+#include "clock.h"
 
 enum { MAX_CONTEXTS = 64, BATCH = 512 };
 
@@ -31,12 +31,6 @@ static char reason[256]; /* of the last failure: what ik_llama.cpp logged of it 
 static void keep_error(enum ggml_log_level level, const char *text, void *data) {
     (void)data;
     if (level == GGML_LOG_LEVEL_ERROR) snprintf(reason, sizeof reason, "%.*s", (int)strcspn(text, "\n"), text);
-}
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
 static enum ggml_type type_of(const char *name) {

@@ -8,9 +8,9 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <time.h>
 
 #include "kvcache.h"
+#include "clock.h"
 
 #define EXPORT __attribute__((visibility("default")))
 #define TRY(call)                          \
@@ -20,15 +20,6 @@
     } while (0)
 
 enum { BLOCK = 64, DIM = 8, AT_ONCE = 16 /* blocks that are dropped before others get the mutex */ };
-
-static double read_clock(clockid_t clock) {
-    struct timespec t;
-    clock_gettime(clock, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-static double now(void) { return read_clock(CLOCK_MONOTONIC); }
-static double processor(void) { return read_clock(CLOCK_THREAD_CPUTIME_ID); }
 
 static void note_longest(double *longest, double seconds) {
     if (seconds > *longest) *longest = seconds;
