@@ -128,9 +128,7 @@ static void add_rows(row_lister *l, const kvc_segment *from, int32_t offset, int
     row.count = count;
     if (row.token >= 0) row.token += offset;
     kvc_segment *last = l->to + l->num_segments - 1;
-    if (l->num_segments && row.rows == last->rows && row.slot == last->slot + last->count &&
-        row.position == last->position + last->count && row.delta_index == last->delta_index &&
-        row.token == (last->token < 0 ? -1 : last->token + last->count))
+    if (l->num_segments && kvc_extends(last, &row))
         last->count += count;
     else
         l->to[l->num_segments++] = row;

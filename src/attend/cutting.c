@@ -331,13 +331,6 @@ static int compare_rows(const void *a, const void *b) {
     return (x->count > y->count) - (x->count < y->count);
 }
 
-/* Whether a single row lies behind a segment, and extends it. */
-static int extends(const kvc_segment *segment, const kvc_segment *row) {
-    const int32_t n = segment->count;
-    return row->rows == segment->rows && row->delta_index == segment->delta_index && row->slot == segment->slot + n &&
-           row->position == segment->position + n && row->token == (segment->token < 0 ? -1 : segment->token + n);
-}
-
 /* Sorts the plan's segments from `first` on by position, however they overlap.  There is room for num_rows segments. */
 static void sort_rows(kvc_plan *plan, int64_t first, int64_t num_rows) {
     kvc_segment *const to = plan->segments + first;
@@ -356,7 +349,7 @@ static void sort_rows(kvc_plan *plan, int64_t first, int64_t num_rows) {
     for (int64_t i = 0; i < num_rows; i++) {
         kvc_segment row = to[i];
         row.count = 1;
-        if (num && extends(&to[num - 1], &row))
+        if (num && kvc_extends(&to[num - 1], &row))
             to[num - 1].count++;
         else
             to[num++] = row;
@@ -364,8 +357,8 @@ static void sort_rows(kvc_plan *plan, int64_t first, int64_t num_rows) {
     plan->num_segments = first + num;
 }
 
-/* Does what kvc_list_segments does for a slice whose token chooses rows: its segments, by position, are those of all
- * query tokens of the sequence. */
+/* Adds the segments of a slice whose token chooses rows, as kvc_list_segments does.  The slice has the segments of all
+ * query tokens of its sequence, by position. */
 static void list_by_position(kvc_plan *plan, const kvc_new_slice *from, kvc_query_slice *slice,
                              const kvc_query_slice *before, uint8_t *marks) {
     if (before && before->sequence == slice->sequence) {

@@ -113,9 +113,9 @@ typedef struct kvc_round {
  * keys, values: the panels that a tile is packed into.  rows: copies of up to KVC_TILE rows that lie apart, or that
  * kernels take only converted.  minima, q_blocks, sum_blocks: scratch for types with a minimum (minima.h).  zeros: a
  * row of values (seen.h).  chosen, segments: entries of a choice, and the rows that they name (chosen.h).  partials:
- * results of all splits of a slice.  packed, weights, masks, starts: queries for ranking (kvc_rank_query); totals:
- * scores of a tile for each choice; ranks: keys of a split's rows for each choice (choose.c); entries, ids: what is
- * chosen from. */
+ * results of all splits of a slice.
+ * For choosing: packed, weights, masks, starts: queries (kvc_rank_query).  totals: scores of a tile for each choice.
+ * ranks: keys of a split's rows for each choice (choose.c).  entries, ids: the rows or blocks to choose from. */
 typedef struct kvc_workspace_layout {
     uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, rows, minima, q_blocks, sum_blocks, zeros;
     uint64_t chosen, segments, partials;
@@ -159,6 +159,14 @@ struct kvc_plan {
     float *workspaces;            /* [num_workspaces][workspace.size] */
     atomic_flag *workspace_taken; /* [num_workspaces] */
 };
+
+/* Whether the rows of a segment lie behind another one's, and stand there: the two could be one segment. */
+static inline int kvc_extends(const kvc_segment *segment, const kvc_segment *next) {
+    const int32_t n = segment->count;
+    return next->rows == segment->rows && next->delta_index == segment->delta_index &&
+           next->slot == segment->slot + n && next->position == segment->position + n &&
+           next->token == (segment->token < 0 ? -1 : segment->token + n);
+}
 
 static inline int64_t kvc_smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
