@@ -2,10 +2,9 @@
 
 import re
 import runpy
-import subprocess
 
 import pytest
-from support.compiling import EMULATOR, ENVIRONMENT, ROOT
+from support.compiling import ROOT, runner_of
 
 SCENE, SPEAKERS = (runpy.run_path(str(ROOT / "examples/prefix.py"))[name] for name in ("SCENE", "SPEAKERS"))
 SCENE, SPEAKERS = SCENE.decode(), [speaker.decode() for speaker in SPEAKERS]
@@ -16,13 +15,7 @@ REPLY = 60
 def serve(build):
     """Return a function that runs the program with some arguments."""
     sources = [ROOT / "examples" / name for name in ("prefix.c", "c/model.c", "c/pool.c")]
-    program = build(*sources, flags=["-O2"])  # as examples/README.md says
-
-    def run(*arguments):
-        command = [*EMULATOR, program, *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", env=ENVIRONMENT, timeout=900)
-
-    return run
+    return runner_of(build(*sources, flags=["-O2"]), cwd=ROOT)  # as examples/README.md says
 
 
 def replies_of(done):

@@ -1,21 +1,13 @@
 """examples/sparse.c: a token reads a few rows of many, and the one that it looks for is among them."""
 
-import subprocess
-
 import pytest
-from support.compiling import EMULATOR, ENVIRONMENT, ROOT
+from support.compiling import ROOT, runner_of
 
 
 @pytest.fixture(scope="module")
 def sparse(build):
     """Return a function that runs the program with some arguments."""
-    program = build(ROOT / "examples/sparse.c")
-
-    def run(*arguments):
-        command = [*EMULATOR, program, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=900)
-
-    return run
+    return runner_of(build(ROOT / "examples/sparse.c"))
 
 
 @pytest.mark.parametrize(("tokens", "read"), [("1", 2), ("63", 64), ("64", 64), ("5000", 64)])

@@ -1,10 +1,9 @@
 """examples/store.c: the next process finds in a folder what the first one left there."""
 
 import re
-import subprocess
 
 import pytest
-from support.compiling import EMULATOR, ENVIRONMENT, ROOT
+from support.compiling import ROOT, runner_of
 
 TEXT = "To be, or not to be, that is the question: "  # 43 tokens, two blocks of 16 and a piece
 
@@ -12,13 +11,7 @@ TEXT = "To be, or not to be, that is the question: "  # 43 tokens, two blocks of
 @pytest.fixture(scope="module")
 def serve(build):
     """Return a function that runs the program with some arguments."""
-    program = build(ROOT / "examples/store.c")
-
-    def run(*arguments):
-        command = [*EMULATOR, program, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=900)
-
-    return run
+    return runner_of(build(ROOT / "examples/store.c"))
 
 
 def numbers_of(done):

@@ -71,6 +71,16 @@ def run(*command, timeout=TIMEOUT):
     return done.stdout
 
 
+def runner_of(program, **options):
+    """Return a function that runs a program with some arguments; it may fail."""
+
+    def run_it(*arguments):
+        command = [*EMULATOR, program, *arguments]
+        return subprocess.run(command, capture_output=True, encoding="utf-8", env=ENVIRONMENT, timeout=900, **options)
+
+    return run_it
+
+
 def public_functions():
     """Return the names of the functions that the header declares, and a shared library exports."""
     return set(re.findall(r"^KVC_API [^;(]*?(kvc_\w+)\(", (ROOT / "include/kvcache.h").read_text(), re.M))

@@ -1,5 +1,5 @@
-/* kvc_choose: the rows that it chooses are those that plain arithmetic in double chooses; exactly, where queries and
- * keys are whole numbers.  Bits depend on the rows that a token sees alone: not on threads, blocks, or other tokens. */
+/* kvc_choose chooses the rows that plain arithmetic in double chooses.  If queries and keys are whole numbers, the two
+ * agree exactly.  Bits depend on the rows that a token sees alone: not on threads, blocks, or other tokens. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign, setenv */
 #include <pthread.h>
 
@@ -377,7 +377,7 @@ static void test_edges(void) {
         }
 }
 
-/* Where all scores are equal, the first positions are chosen; and those behind and before that are forced. */
+/* If all scores are equal, the first positions are chosen, beside the forced ones. */
 static void test_plateaus(void) {
     static const float zeros[MAX_HEADS],
         falling[MAX_HEADS] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
@@ -419,14 +419,7 @@ static void test_non_causal(void) {
 static void test_divided(void) {
     static scene s;
     s = whole_scene(KVC_F32, 900, 2);
-    stage *st = stage_new(&s, &(setting){.block_size = 16});
-    kvc_abort(st->batch);
-    CHECKF(kvc_divide(st->cache, 0, 0, 600, 3) == KVC_OK, "%s", kvc_last_error());
-    CHECKF(kvc_shift(st->cache, 0, 600, KVC_END, -400) == KVC_OK, "%s", kvc_last_error());
-    for (int t = 0; t < st->tokens.n; t++) st->tokens.positions[t] -= 400;
-    st->batch = scene_begin(&s, &(setting){0}, st->cache, &st->tokens, NULL);
-    s.num_moves = 1; /* rows did move: what they hold does not follow from their positions */
-    s.delta = -1;
+    stage *st = stage_of_divided(&s);
     for (int i = 0; i < 10; i++) {
         choosing *a = choosing_new(st, 1);
         a->is_exact = 1;
@@ -439,7 +432,7 @@ static void test_divided(void) {
     stage_free(st);
 }
 
-/* A tree between stored rows: a token ranks the rows of its ancestors, and not those of siblings at their positions. */
+/* In a tree between stored rows, a token ranks the rows of its ancestors.  Siblings at their positions do not count. */
 static void test_tree_in_a_hole(void) {
     enum { NUM = 300, NEW = 4 };
     static const int32_t positions[NEW] = {15, 16, 16, 400}, parents[NEW] = {-1, 0, 0, 1};
@@ -615,6 +608,8 @@ static void test_cancelled(void) {
     stage_free(st);
 }
 
+static kvc_status choose_on_two(void *context) { return choose(context, 2, 0); }
+
 /* Every allocation fails once; a call made again gives the right rows. */
 static void test_allocation(void) {
     static memory heap;
@@ -623,17 +618,9 @@ static void test_allocation(void) {
     s.masked[s.num_masked++] = (kvc_masked){0, 30, 60};
     stage *st = stage_new(&s, &(setting){.block_size = 16, .allocator = &heap.allocator});
     choosing *a = choosing_new(st, 40);
-    int fail_after = 0;
-    kvc_status status;
     a->is_exact = 1;
     wipe_choice(a);
-    do {
-        memory_fail_after(&heap, fail_after++);
-        status = choose(a, 2, 0);
-        heap.is_failing = 0;
-        CHECK(status == (heap.failed ? KVC_ERR_NOMEM : KVC_OK) && kvc_validate(st->cache) == KVC_OK);
-    } while (status != KVC_OK && fail_after < 10);
-    CHECKF(fail_after > 1 && status == KVC_OK, "%d", fail_after);
+    memory_exhaust(&heap, st->cache, choose_on_two, a);
     check_choices(a);
     choosing_free(a);
     stage_free(st);

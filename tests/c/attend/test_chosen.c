@@ -109,7 +109,7 @@ static void test_latents(void) {
 
 /* ---- what a choice changes --------------------------------------------------------------------------------------- */
 
-/* A choice of all rows is dense attention, but for rounding; a choice of none leaves nothing to see. */
+/* A choice of all rows gives dense attention, except for rounding.  A choice of no rows leaves nothing to see. */
 static void test_all_and_none(void) {
     scene s = plain_scene(2, 4, 64, 700, 3);
     stage *st = stage_new(&s, &(setting){.block_size = 16});
@@ -175,14 +175,7 @@ static void test_divided(void) {
     static scene s;
     s = plain_scene(1, 4, 64, 900, 2);
     s.layer.rope = rope_of(0, 16, 0);
-    stage *st = stage_new(&s, &(setting){.block_size = 16});
-    kvc_abort(st->batch);
-    CHECKF(kvc_divide(st->cache, 0, 0, 600, 3) == KVC_OK, "%s", kvc_last_error());
-    CHECKF(kvc_shift(st->cache, 0, 600, KVC_END, -400) == KVC_OK, "%s", kvc_last_error());
-    for (int t = 0; t < st->tokens.n; t++) st->tokens.positions[t] -= 400;
-    st->batch = scene_begin(&s, &(setting){0}, st->cache, &st->tokens, NULL);
-    s.num_moves = 1; /* rows did move: their bounds of error are wider */
-    s.delta = -1;
+    stage *st = stage_of_divided(&s);
     question a = question_of_all(st);
     for (int i = 0; i < 20; i++) {
         random_choice(st);
@@ -200,7 +193,7 @@ static void test_divided(void) {
 
 /* ---- plans ------------------------------------------------------------------------------------------------------- */
 
-/* One plan serves many choices, made before any of them; another is needed without a choice, or for a wider one. */
+/* One plan, made before any choice, serves many.  A call without a choice, or with a wider one, needs another plan. */
 static void test_plans(void) {
     scene s = plain_scene(2, 2, 64, 300, 2);
     stage *st = stage_new(&s, &(setting){.block_size = 16});
@@ -236,6 +229,8 @@ static void test_plans(void) {
 
 /* ---- failure ----------------------------------------------------------------------------------------------------- */
 
+static kvc_status attend_on_two(void *context) { return attend(context, 2, 0); }
+
 /* Every allocation fails once; a call made again gives the right bits. */
 static void test_allocation(void) {
     static memory heap;
@@ -243,16 +238,8 @@ static void test_allocation(void) {
     scene s = plain_scene(2, 2, 64, 900, 2);
     stage *st = stage_new(&s, &(setting){.block_size = 16, .allocator = &heap.allocator});
     question got = question_of_all(st), right = question_of_all(st);
-    int fail_after = 0;
-    kvc_status status;
     random_choice(st);
-    do {
-        memory_fail_after(&heap, fail_after++);
-        status = attend(&got, 2, 0);
-        heap.is_failing = 0;
-        CHECK(status == (heap.failed ? KVC_ERR_NOMEM : KVC_OK) && kvc_validate(st->cache) == KVC_OK);
-    } while (status != KVC_OK && fail_after < 10);
-    CHECKF(fail_after > 1 && status == KVC_OK, "%d", fail_after);
+    memory_exhaust(&heap, st->cache, attend_on_two, &got);
     CHECK(attend(&right, 1, 0) == KVC_OK);
     for (int t = 0; t < 2; t++) CHECK(same_bits(&got, t, &right, t));
     question_free(&got);
