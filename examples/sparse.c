@@ -2,8 +2,8 @@
  *
  *   sparse [TOKENS]
  *
- * Rows and queries stand in for a model's.  One of the rows is hidden among TOKENS others: its index key is what the
- * last token looks for. */
+ * Rows and queries stand in for a model's.  One row is hidden among TOKENS others.  The last token looks for its index
+ * key. */
 #include <kvcache.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -539,14 +539,15 @@ typedef struct kvc_choose_args {
     int32_t num_local;   /* ... and as many up to the token's own */
 } kvc_choose_args;
 
-/* Chooses rows for each query token of the plan, by the keys of layer plan->layer, which holds keys alone: `width` rows
- * with the largest scores, or all if a token sees no more.  They are rows for kvc_chosen in another layer.
+/* Chooses rows for each query token of the plan: the `width` rows with the largest scores, or all if a token sees no
+ * more.  The keys of plan->layer, which holds keys alone, give the scores.  Another layer attends to the rows
+ * (kvc_chosen).
  *     score[t, c, j] = sum over the heads h of choice c of weights[t, h] * f(scale * q[t, h] . k[j, KV head of h])
  * f is the identity or, with relu, max(0, .).  A token sees the same rows as in kvc_attend; they must have been put.
  * A larger score is chosen first.  NaN counts as the largest, and -0 as 0.  Of equal scores, the lower position is
  * chosen first.  The score of a block is the score of its best visible row; so is the score of a position with several
- * rows.  num_first and num_local only move rows forward: no row that the token does not see is chosen, nor one that is
- * missing in `among`.  If there are more of these than `width`, their scores decide among them.
+ * rows.  num_first and num_local only move rows forward.  Rows that the token does not see are not chosen, and rows
+ * outside `among` are not either.  If there are more first and local rows than `width`, their scores decide.
  * The choice is exact.  Its bits depend on the rows that the token sees alone: not on threads, on where rows lie, or on
  * other tokens of the batch.  Keys of KVC_INT8, KVC_INT6 and KVC_INT4 are multiplied as integers, by queries that are
  * rounded to 8 bits, with a scale for each head.  These scores are the same on every instruction set.

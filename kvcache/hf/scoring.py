@@ -32,7 +32,8 @@ class Scoring(recording.Recording):
         if getattr(func, "__name__", "") in ("eq", "__eq__"):
             return Step.of(torch.eq, *args)
         if func is Tensor.topk and len(args) == 2 and kwargs == {"dim": -1}:
-            return torch.return_types.topk((Step.of(top_values, *args), Step.of(top_indices, *args)))  # type: ignore[attr-defined]
+            both = Step.of(top_values, *args), Step.of(top_indices, *args)
+            return torch.return_types.topk(both)  # type: ignore[attr-defined] # torch's stubs leave it out
         if func is Tensor.scatter_ and isinstance(self, Step) and self is args[0] and not kwargs:
             self.become(torch.scatter, (Step.of(self.func, *self.args, **self.options), *args[1:]), {})
             return self

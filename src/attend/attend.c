@@ -120,7 +120,7 @@ static void merge_row(const kvc_task *t, const results *all, int32_t r, float *l
     const float *sinks = t->call->args->sinks;
     const float sink = sinks ? sinks[kvc_query_head_of(t, r)] / all->ln_of_base : -INFINITY;
     float *out = t->acc + (size_t)r * (size_t)plan->workspace.acc_stride, max = sink;
-    int32_t num_splits = 1; /* up to the last one that saw anything: later ones would change the sign of a zero */
+    int32_t num_splits = 1; /* up to the last split with rows: a split without rows may change the sign of a zero */
     for (int32_t p = 0; p < t->slice->num_splits; p++) {
         const float of_split = all->max[(size_t)p * all->stride + (size_t)r];
         if (of_split > max) max = of_split;

@@ -1,4 +1,4 @@
-/* choose.c: runs tasks of a plan for choosing: kvc_choose all of them, kvc_plan_choose one of them.
+/* choose.c: runs tasks of a plan for choosing.  kvc_choose runs all of them, and kvc_plan_choose one.
  *
  * A slice is one token, and all its rows by position.  A task ranks the rows of a split.  The task that ends a slice's
  * last split chooses for all of the token's choices, as nothing else is left to do.
@@ -57,7 +57,7 @@ static void add_entry(entry_list *to, int32_t id, uint32_t key) {
     to->keys[to->num++] = key;
 }
 
-/* Adds the rows of a segment as blocks of `block` positions, whose key is that of their best row. */
+/* Adds the rows of a segment as blocks of `block` positions.  A block has the key of its best row. */
 static void add_blocks(entry_list *to, const kvc_segment *segment, const uint32_t *keys, int32_t block) {
     for (int32_t i = 0; i < segment->count;) {
         const int32_t id = (segment->position + i) / block;

@@ -11,7 +11,7 @@
 
 enum { KVC_NO_KEY = 0 }; /* below the key of any score: the entry is never chosen */
 
-/* Returns the key of a score, and a score of a key: NaN for that of any NaN. */
+/* Return the key of a score, and the score of a key.  All NaN have one key. */
 static inline uint32_t kvc_key_of(float score) {
     uint32_t bits;
     if (score != score) return UINT32_MAX;

@@ -186,7 +186,7 @@ typedef struct kvc_mixing {
  * dst, or needs no alignment.  All sets, and ggml, give the same bits. */
 typedef void kvc_hadamard_fn(float *dst, const void *src, int n, kvc_mixing mixing);
 
-/* One token's queries for a kvc_rank_fn: those of its heads, a lane each.  The heads of a choice have lanes side by
+/* The queries of one token for a kvc_rank_fn.  Each head has a lane.  The heads of a choice have lanes side by
  * side, perhaps with empty lanes behind them. */
 typedef struct kvc_rank_query {
     const void *packed;    /* [num_steps][num_lanes], each KVC_STEP_BYTES of a query; 0 in empty lanes */
