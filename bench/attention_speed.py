@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from attention_report import BLOCKED, Report, wanted
+from driver import Driver
 from entrants import (
     KINDS,
     QUANTISED,
@@ -18,6 +19,7 @@ from entrants import (
     Entrant,
     Offers,
     Shape,
+    attending,
     core,
     in_cache,
     in_use,
@@ -76,17 +78,31 @@ def types(report: Report) -> None:
     report.open("types", "Decoding by element type, in blocks of the default size: 32 query heads over 8 KV heads")
     o = report.options
     dtypes = ["f16", *(dtype for dtype in o.dtype if dtype != "f16")]
-    for shape in (
-        Shape(context, "f16", threads, head_dim=dim)
-        for context in o.context
-        for threads in o.threads
-        for dim in (128, 64)
-    ):
-        shapes = [replace(shape, dtype=dtype) for dtype in dtypes]
-        with contextlib.ExitStack() as stack:
-            samples = report.compete([stack.enter_context(in_use(one)) for one in shapes], shape.threads)
-        for one, seconds in zip(shapes, samples, strict=True):
-            report.line(f"heads of {shape.head_dim}, {OVER_F16}", one, seconds, (samples[0], seconds))
+    for context in o.context:
+        for dim in (128, 64):
+            shapes = [Shape(context, dtype, max(o.threads), head_dim=dim) for dtype in dtypes]
+            with contextlib.ExitStack() as stack:
+                drivers = [stack.enter_context(in_use(shape)) for shape in shapes]
+                for threads in o.threads:
+                    types_with_threads(report, [replace(shape, threads=threads) for shape in shapes], drivers)
+
+
+def types_with_threads(report: Report, shapes: Sequence[Shape], drivers: Sequence[Driver]) -> None:
+    """Add a line for each type over the first, and one for reading as many bytes as the first type has."""
+    first = shapes[0]
+    readers = reading(first.nbytes, first.threads, huge=True)
+    entrants = [*map(attending, shapes, drivers), *readers]
+    samples = report.compete(entrants, first.threads)
+    base_s, read_s = samples[0], min(samples[len(shapes) :], key=statistics.median)
+
+    def rate(nbytes: int, seconds: Sequence[float]) -> str:
+        return f"{nbytes / statistics.median(seconds) / 1e9:.1f} GB/s"
+
+    for shape, seconds in zip(shapes, samples, strict=False):
+        name, value = f"heads of {shape.head_dim}, {OVER_F16}", rate(shape.nbytes, seconds)
+        report.line(name, shape, seconds, (base_s, seconds), "", value, value=value)
+    value = rate(first.nbytes, read_s)
+    report.line(f"heads of {first.head_dim}, reading", first, read_s, (base_s, read_s), "", value, value=value)
 
 
 MLA = {"head_dim": 576, "v_dim": 512, "value_in_key": True, "num_kv_heads": 1}

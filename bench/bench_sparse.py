@@ -82,13 +82,14 @@ def timed(call: Callable[[], Any]) -> float:
     return 1e3 * best
 
 
-def measure(model: Model, dtype: str, num_tokens: int, rounds: int) -> dict[str, float]:
+def measure(model: Model, dtype: str, num_tokens: int, rounds: int, threads: list[int]) -> list[dict[str, float]]:
+    """Return the times of each number of threads."""
     layer = model.layer(dtype)
     cache = filled([layer, kvcache.Layer(1, 128, v_head_dim=0, dtype="int8")], num_tokens)
     small = filled([layer], model.width * model.block)
     query, scale = random(1, model.num_heads, layer.head_dim), layer.head_dim**-0.5
     index_query, weights = random(1, model.index_heads, 128), random(1, model.index_heads)
-    times: dict[str, float] = {}
+    times: list[dict[str, float]] = [{} for _ in threads]
     with cache.batch(1) as batch, small.batch(1) as other:
         put(batch, cache)
         put(other, small)
@@ -107,8 +108,10 @@ def measure(model: Model, dtype: str, num_tokens: int, rounds: int) -> dict[str,
             "contiguous": lambda: other.attend(0, query, scale=scale),
         }
         for _ in range(rounds):
-            for name, call in calls.items():
-                times[name] = min(times.get(name, np.inf), timed(call))
+            for number, best in zip(threads, times, strict=True):
+                kvcache.set_num_threads(number)
+                for name, call in calls.items():
+                    best[name] = min(best.get(name, np.inf), timed(call))
     return times
 
 
@@ -137,24 +140,24 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--types", nargs="+", default=["int8", "bf16"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[32768])
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", nargs="+", type=int, default=[1])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--recall", action="store_true")
     args = parser.parse_args()
-    kvcache.set_num_threads(args.threads)
     if args.recall:
         recall(args.tokens[0])
         return
-    print("model        type   tokens    dense   choose   chosen contiguous  gain  chosen/contiguous")
+    print("model        type   tokens threads    dense   choose   chosen contiguous  gain  chosen/contiguous")
     for name in args.models:
         for dtype in args.types:
             for num_tokens in args.tokens:
-                t = measure(MODELS[name], dtype, num_tokens, args.rounds)
-                print(
-                    f"{name:12} {dtype:5} {num_tokens:7} {t['dense']:8.2f} {t['choose']:8.2f} {t['chosen']:8.2f}"
-                    f" {t['contiguous']:10.2f} {t['dense'] / (t['choose'] + t['chosen']):5.1f}"
-                    f" {t['chosen'] / t['contiguous']:18.2f}"
-                )
+                measured = measure(MODELS[name], dtype, num_tokens, args.rounds, args.threads)
+                for threads, t in zip(args.threads, measured, strict=True):
+                    print(
+                        f"{name:12} {dtype:5} {num_tokens:7} {threads:7} {t['dense']:8.2f} {t['choose']:8.2f}"
+                        f" {t['chosen']:8.2f} {t['contiguous']:10.2f} {t['dense'] / (t['choose'] + t['chosen']):5.1f}"
+                        f" {t['chosen'] / t['contiguous']:18.2f}"
+                    )
 
 
 if __name__ == "__main__":

@@ -120,8 +120,8 @@ ROOM, ONE_BY_ONE = 64, 32  # tokens for which a cache in use has more space, and
 
 
 @contextlib.contextmanager
-def in_use(shape: Shape) -> Iterator[Entrant]:
-    """Attend over a new driver as programs have it: its blocks have the default size, and space for more tokens."""
+def in_use(shape: Shape) -> Iterator[Driver]:
+    """Fill a new driver as programs do: its blocks have the default size, and space for more tokens."""
     driver = Driver(
         shape.layers, shape.num_kv_heads, shape.head_dim, shape.context + ROOM, shape.dtype, v_dim=shape.v_dim,
         v_type=shape.v_type, value_in_key=shape.value_in_key, num_threads=shape.threads,
@@ -132,7 +132,7 @@ def in_use(shape: Shape) -> Iterator[Entrant]:
         if stored > steps:
             driver.append(stored - steps)
         driver.steps(steps)
-        yield attending(shape, driver)
+        yield driver
     finally:
         driver.close()
 
