@@ -55,6 +55,17 @@ def make(cls, **fields):
 
 
 def rotation(cls):
+    """Return the rotation of a class whose file says nothing, and the theta beside a scaling without one."""
+    found = usual_rotation(cls)
+    if "rope_parameters" not in found:
+        return found
+    scaled = make(cls, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    theta = (getattr(scaled, "rope_parameters", None) or {}).get("rope_theta")
+    usual = found.get("rope_theta", found["rope_parameters"].get("rope_theta"))
+    return found if theta in (None, usual) else {**found, "rope_theta": theta}
+
+
+def usual_rotation(cls):
     """Return the rotation of a class whose file says nothing, in fields that a file could have."""
     config = make(cls)
     given = getattr(config, "rope_parameters", None)

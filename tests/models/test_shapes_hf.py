@@ -278,9 +278,10 @@ def test_a_field_that_the_model_does_not_read_is_warned_of():
 
 def test_a_scaling_without_theta_has_the_theta_of_its_class():
     linear = {"type": "linear", "factor": 4.0}
-    for name in ("apertus", "cwm", "llama"):
-        made = CONFIG_MAPPING[name].from_dict({"rope_scaling": dict(linear)})
-        assert shapes.read({"model_type": name, "rope_scaling": linear}).layers == shapes.read(made).layers
+    for name in ("apertus", "cwm", "lfm3", "llama", "ministral3"):
+        for scaling in (linear, {"rope_type": "default"}):
+            made = CONFIG_MAPPING[name].from_dict({"rope_scaling": dict(scaling)})
+            assert shapes.read({"model_type": name, "rope_scaling": scaling}).layers == shapes.read(made).layers
     ignored = {"model_type": "cohere2_moe", "rope_scaling": linear}
     for given in (ignored, CONFIG_MAPPING["cohere2_moe"].from_dict(dict(ignored))):
         assert shapes.read(given).layers == shapes.read(make("cohere2_moe")).layers
