@@ -33,6 +33,6 @@ int kvc_useful_check(kvc_pool *pool, kvc_sequence *sequence);
 
 /* Visits rows that a call drops before it evicts others: who holds their block counts as useful until
  * pool->num_choices rises.  A kvc_part_fn whose context is the pool. */
-void kvc_useful_beside(void *pool, const kvc_run *part);
+void kvc_useful_beside(void *context, const kvc_run *part);
 
 #endif

@@ -26,9 +26,9 @@ typedef struct kvc_piece {
 
 /* Returns the largest number of tokens, at most `length`, behind which the pieces have what a query sees in every
  * layer.  It is at most the length of the longest piece, expired tokens included. */
-int32_t kvc_match_pieces(kvc_cache *cache, const kvc_piece *pieces, int32_t num, int32_t length);
+int32_t kvc_match_pieces(kvc_cache *cache, const kvc_piece *items, int32_t num, int32_t length);
 
 /* Makes a sequence, under a new id, of the rows that matched: `matched` tokens, at least 1.  KVC_ERR_NOMEM. */
-kvc_status kvc_attach_pieces(kvc_cache *cache, const kvc_piece *pieces, int32_t num, int64_t id, int32_t matched);
+kvc_status kvc_attach_pieces(kvc_cache *cache, const kvc_piece *items, int32_t num, int64_t id, int32_t matched);
 
 #endif

@@ -482,22 +482,22 @@ static int has_more(const kvc_node *a, const kvc_node *b) {
 
 /* Gives a node the rows of another one with the same tokens, outside the tree, in each group in which it has fewer, and
  * drops that one.  Of two that lack rows, those of one are among those of the other.  Returns whether it gets any. */
-static int merge(kvc_node *node, kvc_node *other) {
-    kvc_cache *cache = node->tree->cache;
+static int merge(kvc_node *to, kvc_node *from) {
+    kvc_cache *cache = to->tree->cache;
     int gets = 0;
-    kvc_cache_pin(cache, node->rows, 1); /* so that their rows may change */
-    kvc_cache_pin(cache, other->rows, 1);
+    kvc_cache_pin(cache, to->rows, 1); /* so that their rows may change */
+    kvc_cache_pin(cache, from->rows, 1);
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
-        if (more_in(other, node, g) <= 0) continue;
-        const kvc_run_list list = node->rows->runs[g];
-        node->rows->runs[g] = other->rows->runs[g];
-        kvc_origin_add(cache, node->rows, other->rows);
-        other->rows->runs[g] = list;
+        if (more_in(from, to, g) <= 0) continue;
+        const kvc_run_list list = to->rows->runs[g];
+        to->rows->runs[g] = from->rows->runs[g];
+        kvc_origin_add(cache, to->rows, from->rows);
+        from->rows->runs[g] = list;
         gets = 1;
     }
-    kvc_cache_pin(cache, node->rows, -1);
-    kvc_node_drop(other);
-    kvc_node_relist(node);
+    kvc_cache_pin(cache, to->rows, -1);
+    kvc_node_drop(from);
+    kvc_node_relist(to);
     return gets;
 }
 

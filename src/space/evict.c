@@ -255,11 +255,13 @@ static kvc_sequence *next_useful(kvc_cache *cache, int64_t used) {
 static int64_t choose(const kvc_need *need, int64_t num, int all) {
     kvc_cache *cache = need->cache;
     if (all) return choose_oldest(cache, num);
-    kvc_sequence **end = &cache->victims, *sequence = NULL;
-    int64_t chosen = 0;
+    kvc_sequence **end = &cache->victims;
+    int64_t chosen = 0, used = 0;
     spare(cache);
-    for (; chosen < num && (sequence = next_useful(cache, sequence ? sequence->used : 0)); chosen++)
+    for (kvc_sequence *sequence; chosen < num && (sequence = next_useful(cache, used)); chosen++) {
         add_victim(&end, sequence);
+        used = sequence->used;
+    }
     sift(need);
     return chosen;
 }
