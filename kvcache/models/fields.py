@@ -42,7 +42,7 @@ NAMES = {
         "num_query_groups", "num_multi_query_heads", "num_kv_attention_heads", "num_attention_heads_kv", "num_heads_kv",
         "kv_heads",
     ),
-    "hidden_size": ("hidden_size", "d_model", "n_embd", "n_embed", "embed_dim", "emb_dim", "dim", "model_dim"),
+    "hidden_size": ("hidden_size", "d_model", "n_embd", "n_embed", "embed_dim", "emb_dim", "dim", "model_dim", "decoder_embed_dim"),
     "head_dim": (
         "head_dim", "d_kv", "attention_head_dim", "hidden_size_per_head", "kv_channels", "dim_head", "head_size",
         "d_head", "attention_head_size", "size_per_head", "dim_per_head",
@@ -79,7 +79,10 @@ PARTIAL = (*NAMES["partial_rotary_factor"], "rotary_dim")
 # Names of a window's length; -1 and 0 say that there is no window.
 NO_WINDOW = {*NAMES["sliding_window"], "window_size"}
 # Fields under which a model of several parts nests the configuration of its text decoder.
-PARTS = ("text_config", "thinker_config", "decoder", "decoder_config", "generator", "llm_config", "language_config")
+PARTS = (
+    "text_config", "thinker_config", "decoder", "decoder_config", "generator", "llm_config", "llm_cfg",
+    "language_config",
+)  # fmt: skip
 # Types that add fields of their own to a nested configuration; others have such fields only where a file has no part.
 MERGING = {"glmasr", "voxtral", "voxtral_realtime"}
 ATTENTION = "attn_config"  # an object with fields of the attention, which count where the file has none beside it

@@ -32,8 +32,8 @@ PACKED = "quantization_config"  # a field with which weights may be packed into 
 
 # Types that are refused, and the reason.
 REFUSED = {
-    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), "its state is not keys and values"),
-    **dict.fromkeys(("rwkv6qwen2", "rwkv7qwen3"), "its state is not keys and values"),
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "xlstm"), "its state is not keys and values"),
+    **dict.fromkeys(("rwkv", "rwkv5", "rwkv6", "rwkv7", "rwkv6qwen2", "rwkv7qwen3"), "its state is not keys and values"),
     "deepseek_v4": "it compresses what it keeps",
     "reformer": "it sorts what it stores into buckets",
     "blt_local_decoder": "it is made of several decoders",

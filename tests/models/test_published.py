@@ -123,6 +123,11 @@ def test_kv_heads_by_other_names(name):
     assert {layer.num_kv_heads for layer in shapes.read({**config, "group_query_attention": False}).layers} == {8}
 
 
+def test_the_width_of_a_decoder_by_fairseqs_name():
+    config = {"model_type": "new", "decoder_layers": 2, "decoder_attention_heads": 8, "decoder_embed_dim": 512}
+    assert {layer.head_dim for layer in shapes.read(config).layers} == {64}
+
+
 @pytest.mark.parametrize("none", [None, -1, 0])
 @pytest.mark.parametrize("name", ["sliding_window", "sliding_window_size", "attention_window_size", "window_size"])
 def test_a_window_that_is_none(name, none):

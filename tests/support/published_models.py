@@ -331,6 +331,8 @@ PUBLISHED: dict[str, Form] = {
                          **sizes(36, 64, None, 4096)),
     "DeepSeek V3.2": form(61 * (576 + 128), model_type="deepseek_v32", **MLA, index_head_dim=128, index_n_heads=64,
                           index_topk=2048, **sizes(61, 128, 128, 7168)),
+    "NVILA 8B": form(28_672, rotating=28, theta=1e6, model_type="llava_llama", hidden_size=3584, llm_cfg={
+        "model_type": "qwen2", "rope_theta": 1e6, "use_sliding_window": False, **sizes(28, 28, 4, 3584)}),
     "MiniMax M3": form(60 * 4 * 256 + 57 * 128, model_type="minimax_m3_vl", text_config={
         "head_dim": 128, "rotary_dim": 64, "partial_rotary_factor": 0.5, "sparse_attention_config": SPARSE,
         **sizes(60, 64, 4, 6144)}),
@@ -369,6 +371,11 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
                                             **sizes(24, 6, None, 2048)}),
     "QRWKV6 32B": ("rwkv6qwen2", {"model_type": "rwkv6qwen2", "rope_theta": 1e6, "use_rope": False,
                                   **sizes(64, 40, 8, 5120)}),
+    "RWKV-5 World 1.5B": ("rwkv5 is not", {"model_type": "rwkv5", "rescale_every": 6, "head_size": 64,
+                                           **sizes(24, 64, None, 2048)}),
+    "RWKV-6 World 3B": ("rwkv6 is not", {"model_type": "rwkv6", "rescale_every": 0, **sizes(32, 40, None, 2560)}),
+    "RWKV-7 World 1.5B": ("rwkv7 is not", {"model_type": "rwkv7", "head_dim": 64, "attn": None,
+                                           **sizes(24, 32, None, 2048)}),
     "Unlimited OCR": ("unlimited_ocr is not", {"model_type": "unlimited_ocr", "sliding_window": 128,
                       "language_config": {"model_type": "deepseek_v2", "use_mla": False, **sizes(12, 10, 10, 1280)}}),
     "a window beside the decoder": ("sliding_window stands beside", {"model_type": "novel", "sliding_window": 128,
