@@ -42,7 +42,9 @@ NAMES = {
         "num_query_groups", "num_multi_query_heads", "num_kv_attention_heads", "num_attention_heads_kv", "num_heads_kv",
         "kv_heads",
     ),
-    "hidden_size": ("hidden_size", "d_model", "n_embd", "n_embed", "embed_dim", "emb_dim", "dim", "model_dim", "decoder_embed_dim"),
+    "hidden_size": (
+        "hidden_size", "d_model", "n_embd", "n_embed", "embed_dim", "emb_dim", "dim", "model_dim", "decoder_embed_dim",
+    ),
     "head_dim": (
         "head_dim", "d_kv", "attention_head_dim", "hidden_size_per_head", "kv_channels", "dim_head", "head_size",
         "d_head", "attention_head_size", "size_per_head", "dim_per_head",

@@ -30,10 +30,11 @@ __all__ = ["PREFILL_TOKENS", "Shape", "read"]
 PREFILL_TOKENS = 512
 PACKED = "quantization_config"  # a field with which weights may be packed into other shapes
 
+STATE = "its state is not keys and values"
 # Types that are refused, and the reason.
 REFUSED = {
-    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "xlstm"), "its state is not keys and values"),
-    **dict.fromkeys(("rwkv", "rwkv5", "rwkv6", "rwkv7", "rwkv6qwen2", "rwkv7qwen3"), "its state is not keys and values"),
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "xlstm"), STATE),
+    **dict.fromkeys(("rwkv", "rwkv5", "rwkv6", "rwkv7", "rwkv6qwen2", "rwkv7qwen3"), STATE),
     "deepseek_v4": "it compresses what it keeps",
     "reformer": "it sorts what it stores into buckets",
     "blt_local_decoder": "it is made of several decoders",
