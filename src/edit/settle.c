@@ -230,11 +230,11 @@ static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, 
             kvc_rewrite_visit_replaced(&s->groups[i].rewrites[d], visit, context);
 }
 
-/* Prepares all anew, as victims have no rewrites: they need no copies, and others may need none without them. */
+/* Prepares all, and undoes it: victims have no rewrites, and others may need fewer copies without them.  What is
+ * prepared must not decide which victims are chosen next. */
 static kvc_status fits(const kvc_need *need) {
     settling *s = need->context;
     if (need->scope == KVC_KEPT) return KVC_OK; /* it looks at all sequences anyway */
-    end_all(s, KVC_ERR_FULL);
     kvc_status status = prepare_all(need->cache, s);
     for (int32_t i = 0; status == KVC_OK && i < s->num; i++) {
         int64_t copied = 0;
@@ -242,7 +242,7 @@ static kvc_status fits(const kvc_need *need) {
         if (copied) status = kvc_rewrites_check(need, s->groups[i].group, 0);
     }
     if (status == KVC_OK) status = kvc_check_max_bytes(need->cache, need->scope, need->what);
-    if (status != KVC_OK) end_all(s, status);
+    end_all(s, KVC_ERR_FULL);
     if (status == KVC_ERR_FULL) need->cache->lacks_bytes = 1;
     return status;
 }
@@ -256,6 +256,7 @@ static kvc_status settle(kvc_cache *cache) {
     const kvc_need need = {
         .cache = cache, .fits = fits, .visit_replaced = visit_replaced, .context = &s, .what = "settling keys"};
     status = kvc_choose_victims(&need);
+    if (status == KVC_OK) status = prepare_all(cache, &s);
     if (status == KVC_OK) status = kvc_copiers_new(cache, &s.copiers);
     if (status == KVC_OK) {
         kvc_evict(cache);
