@@ -104,7 +104,9 @@ class HFCache(SaveableBatch, Cache):
         decoder, parts, _ = parts_of(config)
         is_recurrent = any(isinstance(part.own, LinearAttentionLayer) for part in parts)
         self.goes_on_by_one_token = is_recurrent and decoder.model_type in BY_ONE_TOKEN
-        self._prefix, self.has_prefix = prefix, prefix is not None
+        self._prefix = prefix
+        has_readers = any(part.policy is None and not isinstance(part.own, LinearAttentionLayer) for part in parts)
+        self.follows_calls = has_readers or prefix is not None  # whether it must know where the model's calls end
         if prefix is None:
             self._cache, turns = made, Turns()
         else:
@@ -114,7 +116,7 @@ class HFCache(SaveableBatch, Cache):
             self._cache, turns = prefix.cache, Turns.of(prefix.cache)
         self._placeholders = placeholders_of(config)
         self._follows_config = policy is None  # whether a layer's window is the model's
-        self._passes = Passes(self._cache, turns, 0.0 if prefix is None else STALLED)
+        self._passes = Passes(self._cache, turns, 0.0 if prefix is None else STALLED, has_readers)
         self._decoder = Decoder(self._cache, torch.get_default_dtype())  # until the model brings some rows
         self._forget_text()
         layers = Maker(self._passes, self._decoder, self._follows_config).layers(parts)
@@ -354,21 +356,18 @@ class HFCache(SaveableBatch, Cache):
         """Whether the next prompt may begin with tokens of the prefix cache: there is one, and no token was fed."""
         return self._prefix is not None and self._passes.last is None and not self._passes.seq_ids
 
-    @property
-    def keeps_tokens(self) -> bool:
-        """Whether rows may be kept for prompts to come, so that each call has to `tell` what it feeds."""
-        return self._passes.prompts is not None
-
     def tell(self, inputs: Mapping[str, Any]) -> None:
         """Note what a call of the model is about to feed; `inputs` are its arguments."""
         prompts = self._passes.prompts
-        assert prompts is not None
-        prompts.tell(self.get_seq_length(), inputs)
-
-    def tell_end(self) -> None:
-        """Note that a call has failed: only the tokens that the cache holds were fed."""
-        prompts = self._passes.prompts
         if prompts is not None:
+            prompts.tell(self.get_seq_length(), inputs)
+        self._passes.note_call(True)
+
+    def tell_end(self, has_failed: bool) -> None:
+        """Note that a call has ended; if it has failed, only the tokens that the cache holds were fed."""
+        self._passes.note_call(False)
+        prompts = self._passes.prompts
+        if has_failed and prompts is not None:
             prompts.tell_end(self.get_seq_length())
 
     @property

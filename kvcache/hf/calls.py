@@ -1,4 +1,8 @@
-"""Tell a cache that has a prefix cache which tokens each call of a model feeds: only their rows are kept."""
+"""Tell a cache where each call of a model begins and ends, and which tokens it feeds.
+
+A cache with a prefix cache keeps the rows of these tokens alone. A cache whose layers read other layers' rows needs its
+batch until the call ends.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +35,10 @@ def register_calls() -> None:
 
 @functools.wraps(call)
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a model. First tell its cache which tokens it is fed, unless a call around this one did."""
+    """Call a model, and tell its cache of the call, unless a call around this one did."""
     token = None
     for cache in (*args, *kwargs.values()):
-        if isinstance(cache, HFCache) and cache.has_prefix:
+        if isinstance(cache, HFCache) and cache.follows_calls:
             token = _begin(cache, type(self).forward, args, kwargs)
             break
     if token is None:
@@ -52,11 +56,8 @@ def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _begin(
     cache: HFCache, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Token[HFCache | None] | None:
-    """Tell a cache what a call feeds, and return what `_end` takes.
-
-    None: no row will be kept, or a call around this one has told it.
-    """
-    if not cache.keeps_tokens or _running.get() is cache:
+    """Tell a cache what a call feeds, and return what `_end` takes; None: a call around this one has told it."""
+    if _running.get() is cache:
         return None
     cache.tell(dict(zip(_names_of(forward), args, strict=False)) | kwargs)
     return _running.set(cache)
@@ -66,8 +67,7 @@ def _begin(
 def _end(cache: HFCache, token: Token[HFCache | None], has_failed: bool) -> None:
     """End what `_begin` began."""
     _running.reset(token)
-    if has_failed:
-        cache.tell_end()
+    cache.tell_end(has_failed)
 
 
 @functools.cache

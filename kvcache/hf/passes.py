@@ -70,6 +70,7 @@ class ForwardPass:
         # Rows that neither the attention nor the model has used yet, by layer: [batch, heads, tokens, dim].
         self.pending: dict[int, tuple[torch.Tensor, ...]] = {}
         self.leaves_rows = False  # whether the model left a layer's rows unused, and attends to others
+        self.is_read = False  # whether layers may still read rows that earlier layers brought
         self.masked: dict[int, tuple[torch.Tensor, list[tuple[int, int, int]]]] = {}  # id of a mask: it, and its ranges
         self.chosen: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}  # id of indices: they, and options of `attend`
 
@@ -108,10 +109,12 @@ class Passes:
     """The passes that a model makes through the layers of a cache, one after the other, and the sequences they fill.
 
     `turns` is what the caches on these rows share, `timeout` the most seconds to wait while a batch of others is open.
+    `has_readers` says whether some layers of the model have no rows, and attend to the rows of earlier layers.
     """
 
-    def __init__(self, cache: KVCache, turns: Turns, timeout: float) -> None:
-        self.cache, self.turns = cache, turns
+    def __init__(self, cache: KVCache, turns: Turns, timeout: float, has_readers: bool) -> None:
+        self.cache, self.turns, self.has_readers = cache, turns, has_readers
+        self.is_called = False  # whether a call of the model runs, of which `note_call` was told
         self.last: ForwardPass | None = None  # that runs, or ran last
         self.forget()
         self._timeout = timeout
@@ -136,6 +139,7 @@ class Passes:
         self.end()
         seq_ids = self.new_ids(len(self.seq_ids))
         other = copy.copy(self)
+        other.is_called = False
         other.seq_ids, other.calls = seq_ids, dict(self.calls)
         other.prompts = copy.copy(self.prompts)
         for source, seq_id in zip(self.seq_ids, other.seq_ids, strict=True):
@@ -185,8 +189,17 @@ class Passes:
     def runs_elsewhere(self) -> bool:
         """Whether a pass runs in another thread."""
         running = self.last
-        is_done = running is None or len(running.done) == running.num_layers
-        return running is not None and not is_done and running.thread != threading.get_ident()
+        if running is None or running.thread == threading.get_ident():
+            return False
+        return running.is_read or len(running.done) != running.num_layers
+
+    def note_call(self, is_called: bool) -> None:
+        """Note that a call of the model begins, or has ended. No layer reads rows after its end."""
+        with self.turns.lock:
+            self.is_called = is_called
+            if self.last is not None:
+                self.last.is_read = False
+            self.turns.changed.notify_all()
 
     def last_active(self) -> float:
         """Return when the pass reached a layer, by ``time.monotonic``."""
@@ -223,6 +236,7 @@ class Passes:
     def _next(self, index: int, rows: tuple[torch.Tensor, ...]) -> ForwardPass:
         """End the last pass, and begin another one with a layer, which brings these rows."""
         begun = ForwardPass(self._num_layers)
+        begun.is_read = self.has_readers and self.is_called
         last = self.last
         if last is not None and not last.is_complete:
             if not self.is_source[index]:
