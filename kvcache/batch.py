@@ -254,10 +254,10 @@ class Batch:
             sequences of the batch. An `end` may exceed all positions. Tokens of the batch that are masked need not have
             been put.
         chosen : array_like of int, optional
-            The positions whose rows each token attends to, for models that choose rows: ``[tokens, width]``, or
-            ``[tokens, num_kv_heads, width]`` for a choice of each KV head. A token sees a row if its position is listed
-            and if the token would see the row without the list. Other entries, such as -1, count for nothing. Order and
-            repeats do not matter; ascending int32 is fastest.
+            The positions whose rows each token attends to, for models that choose rows: ``[tokens, n]``, or
+            ``[tokens, num_kv_heads, n]`` for a choice of each KV head, or ``[tokens, 1, n]``, with n at least 1. A
+            token sees a row if its position is listed and if the token would see the row without the list. Other
+            entries, such as -1, count for nothing. Order and repeats do not matter; ascending int32 is fastest.
         chosen_block : int, default 1
             The positions that an entry of `chosen` stands for: entry b names ``[b * n, (b + 1) * n)``.
         chosen_tail : bool, default False
@@ -415,7 +415,7 @@ class Batch:
             The number of rows, or blocks, from position 0 on, and up to the token's own, that are chosen before others.
         among : array_like of int, optional
             The only rows, or blocks, that may be chosen, in any order: ``[tokens, n]``, or ``[tokens, num_choices, n]``
-            for each choice. Entries below 0 count for nothing.
+            for each choice, with n at least 1. Entries below 0 count for nothing.
         non_causal, masked : optional
             As in `attend`.
         first : int, default 0

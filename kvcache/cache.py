@@ -89,9 +89,10 @@ class KVCache(Saveable):
     that they close, or a batch that they end, is closed for the rest of that method (``ValueError``). While the core is
     at work, closing raises `CacheBusyError`.
 
-    Signal handlers run in the main thread during `Batch.attend` and `Batch.put`, and while `batch` waits, about every
-    40 ms. If a handler raises, as Python's handler of Ctrl-C does, the call ends and has put, or begun, nothing: an
-    open batch stays open, and the call can be repeated. During other methods, handlers run once these return.
+    Signal handlers run in the main thread during `Batch.attend`, `Batch.choose` and `Batch.put`, and while `batch`
+    waits, about every 40 ms. If a handler raises, as Python's handler of Ctrl-C does, the call ends and has put, or
+    begun, nothing. An open batch stays open, and the call can be repeated. During other methods, handlers run once
+    these return.
 
     A sequence is named by any 64-bit integer, `seq_id`. An unused id names an empty sequence: reading it yields 0, -1
     or no rows, and editing it does nothing. A layer is named by its index. Positions ``[begin, end)`` do not include

@@ -181,15 +181,15 @@ cdef object read_rows(object x, str name, int64_t heads, bint multiple, int64_t 
 
     The rows may be bytes if a stored type is given. Return the object that keeps the array's memory.
     """
-    cdef int64_t given
+    cdef int64_t given, wanted = heads
     owner = read_array(x, name, NUM_AXES[layout], a, False, stored)
     if a.is_raw and a.shape[a.ndim - 1] == dim:  # one for each element: these are no rows as they are stored
         wrong_type(name, "uint8")
     dim = length_of_row(a, dim)
     given = a.shape[HEAD_AXIS[layout]]
     if multiple and 0 < given <= _INT32_MAX and given % heads == 0:
-        heads = given
-    if given != heads or a.shape[a.ndim - 1] != dim:
+        wanted = given
+    if given != wanted or a.shape[a.ndim - 1] != dim:
         wrong_shape(name, a, layout, f"a multiple of {heads}" if multiple else heads, dim)
     if count_tokens(a, layout) == 0:
         raise ValueError(f"{name}: an array of no tokens")
@@ -353,7 +353,7 @@ cdef cnp.ndarray to_masked(object value, const kvc_masked **masked, size_t *size
 
 
 cdef cnp.ndarray to_entries(object entries, str name, int64_t tokens, int64_t choices):
-    """Convert entries, [tokens, width] or [tokens, choices, width], to int32 that lie one after the other."""
+    """Convert entries, [tokens, n], [tokens, 1, n] or [tokens, choices, n], to int32 that lie one after the other."""
     cdef cnp.ndarray array
     try:
         array = np.asarray(entries)
@@ -363,8 +363,8 @@ cdef cnp.ndarray to_entries(object entries, str name, int64_t tokens, int64_t ch
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{name}: elements of type {array.dtype}, where integers are needed")
     if len(shape) not in (2, 3) or shape[0] != tokens or not shape[-1] or shape[1:-1] not in ((), (1,), (choices,)):
-        raise ValueError(f"{name}: an array of shape {shape}, where ({tokens}, width) is needed, or ({tokens}, "
-                         f"{choices}, width)")
+        raise ValueError(f"{name}: an array of shape {shape}, where ({tokens}, n) is needed, or ({tokens}, "
+                         f"{choices}, n), with n at least 1")
     if array.dtype != np.int32:
         array = np.clip(array, -1, _INT32_MAX)  # no row stands at the largest number
     return np.ascontiguousarray(array, np.int32)

@@ -391,7 +391,10 @@ cdef class Batch(_CallCounter):
         cdef Choosing a
         cdef kvc_batch *batch
         cdef kvc_status status
-        owners = read_choosing(self, at, q, first, width, wants_scores, options, &a)
+        memset(&a, 0, sizeof(Choosing))
+        a.plan.struct_size, a.args.struct_size, a.plan.layer = sizeof(kvc_plan_args), sizeof(kvc_choose_args), at
+        if not self.cache.layers[at].v_dim:  # else kvc_choose says that nothing chooses by such a layer
+            owners = read_choosing(self, q, first, width, wants_scores, options, &a)
         batch = self.enter()
         with nogil:
             status = kvc_choose(batch, &a.plan, &a.args)

@@ -34,16 +34,14 @@ cdef cnp.ndarray read_among(object entries, Choosing *a):
     return array
 
 
-cdef tuple read_choosing(Batch self, int32_t layer, object q, object first, object width, bint wants_scores,
+cdef tuple read_choosing(Batch self, object q, object first, object width, bint wants_scores,
                          dict options, Choosing *a):
-    """Describe a choice; return the objects that keep the memory it points to, the results first."""
-    cdef kvc_layer *shape = &self.cache.layers[layer]
+    """Describe a choice in the layer of the plan; return the objects that keep the memory it points to, the results first."""
+    cdef kvc_layer *shape = &self.cache.layers[a.plan.layer]
     cdef kvc_choose_args *args = &a.args
     cdef cnp.ndarray chosen, scores = None, flags
-    memset(a, 0, sizeof(Choosing))
-    a.plan.struct_size, args.struct_size = sizeof(kvc_plan_args), sizeof(kvc_choose_args)
     q_owner = read_rows(q, "q", shape.num_kv_heads, True, shape.k_dim, THD, &a.q)
-    a.plan.layer, a.plan.first = layer, self.to_first(first, a.q.shape[0])
+    a.plan.first = self.to_first(first, a.q.shape[0])
     a.plan.num_tokens, a.plan.num_heads = <int32_t>a.q.shape[0], <int32_t>a.q.shape[1]
     args.q, args.q_type = a.q.data, a.q.type
     args.q_token_stride, args.q_head_stride = a.q.strides[0], a.q.strides[1]

@@ -20,9 +20,14 @@ cdef int leave_both(Cache cache, Batch batch) noexcept:
     return 0
 
 
-cdef int check_viewable(Batch batch, int32_t layer, int32_t type) except -1:
+cdef int check_viewable(Batch batch, kvc_layer *shape, int32_t layer, int32_t type) except -1:
     if type >= KVC_Q8_0:
-        decodes = "gather() decodes it, or copies its bytes with raw=True" if batch is None else "dense() decodes it"
+        if batch is None:
+            decodes = "gather() decodes it, or copies its bytes with raw=True"
+        elif shape.v_dim:
+            decodes = "dense() decodes it"
+        else:
+            decodes = "once the batch is committed, KVCache.gather() decodes it"
         raise ValueError(f"layer {layer} stores {type_name(type)}, which no array can show: {decodes}")
     return 0
 
@@ -42,7 +47,7 @@ def rows(Cache cache not None, Batch batch, seq_id, layer, copy, bint values):
     cdef Hold hold
     if copy is not None and not isinstance(copy, (bool, np.bool_)):
         raise TypeError(f"copy={show(copy)}: must be True, False or None")
-    check_viewable(batch, at, type)
+    check_viewable(batch, shape, at, type)
     if not copy:
         hold = Hold(cache, batch, at, seq)
         if not hold.num_spans:
@@ -68,7 +73,7 @@ def spans(Cache cache not None, Batch batch, seq_id, layer):
     cdef int32_t at = to_layer(layer, cache.num_layers)
     cdef kvc_layer *shape = &cache.layers[at]
     cdef Hold hold
-    check_viewable(batch, at, max(shape.k_type, shape.v_type))
+    check_viewable(batch, shape, at, max(shape.k_type, shape.v_type))
     hold = Hold(cache, batch, at, seq)
     return [
         (hold.view(shape, i, 1, False), hold.view(shape, i, 1, True), hold.spans[i].position,

@@ -139,7 +139,7 @@ static kvc_status check_seen(const kvc_plan *plan, const kvc_query_slice *slice,
                              const kvc_row_buffer *buffer) {
     const kvc_batch *batch = plan->batch;
     if (slice->lacks_rows)
-        return kvc_fail(KVC_ERR_INVALID, "sequence %lld has no rows in cross-attention layer %d: put k and v first",
+        return kvc_fail(KVC_ERR_INVALID, "sequence %lld has no rows in cross-attention layer %d: put its rows first",
                         (long long)batch->sequences[slice->sequence].sequence->id, layer);
     const uint8_t *written = kvc_written_in(batch, kvc_source_of(batch->cache, layer));
     for (int64_t p = slice->first_own_segment; p < slice->end_segment; p++) {
@@ -154,7 +154,7 @@ static kvc_status check_seen(const kvc_plan *plan, const kvc_query_slice *slice,
             }
             if (!was_put)
                 return kvc_fail(KVC_ERR_INVALID,
-                                "token %d of the batch is seen but was not put in layer %d: put k and v first", t,
+                                "token %d of the batch is seen but was not put in layer %d: put its rows first", t,
                                 layer);
         }
     }

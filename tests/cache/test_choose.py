@@ -184,7 +184,8 @@ def batch():
         ({"weights": np.ones((3, 7), np.float32)}, ValueError, r"weights: an array of shape \(3, 7\)"),
         ({"weights": np.ones((3, 8), np.float16)}, TypeError, "weights: one float32 number per token"),
         ({"among": np.ones((3, 2))}, TypeError, "among: elements of type float64"),
-        ({"among": [[1], [2]]}, ValueError, r"among: an array of shape \(2, 1\), where \(3, width\) is needed"),
+        ({"among": [[1], [2]]}, ValueError, r"among: an array of shape \(2, 1\), where \(3, n\) is needed"),
+        ({"among": np.ones((3, 0), int)}, ValueError, r"\(3, 0\), where .* \(3, 1, n\), with n at least 1"),
         ({"among": np.ones((3, 2, 5), int)}, ValueError, r"among: an array of shape \(3, 2, 5\)"),
         ({"relu": 1}, TypeError, "relu=1"),
         ({"return_scores": "yes"}, TypeError, "return_scores='yes'"),
@@ -204,6 +205,10 @@ def test_layers_and_queries_that_cannot_choose(batch):
         kvcache.NotSupportedError, match=r"layer 0 holds values: rows are chosen by a layer of keys alone"
     ):
         batch.choose(0, np.ones((3, 2, 16), np.float32), width=1)
+    with pytest.raises(kvcache.NotSupportedError, match="layer 0 holds values"):  # the queries suit layer 1
+        batch.choose(0, np.ones((3, 8, DIM), np.float32), width=1)
+    with pytest.raises(ValueError, match=r"\(3, 8, 31\), where \(tokens, a multiple of 2, 32\) is needed"):
+        batch.choose(1, np.ones((3, 8, DIM - 1), np.float32), width=1)
     with pytest.raises(ValueError, match=r"q: an array of shape \(3, 3, 32\)"):
         batch.choose(1, np.ones((3, 3, DIM), np.float32), width=1)
     batch.abort()
@@ -216,6 +221,6 @@ def test_rows_must_have_been_put():
     batch = cache.batch(2)
     batch.put(1, whole((1, 1, DIM), 0))
     batch.choose(1, np.ones((1, HEADS, DIM), np.float32), width=1)
-    with pytest.raises(ValueError, match="token 1 of the batch is seen but was not put in layer 1"):
+    with pytest.raises(ValueError, match="token 1 of the batch is seen but was not put in layer 1: put its rows first"):
         batch.choose(1, np.ones((2, HEADS, DIM), np.float32), width=1)
     batch.abort()

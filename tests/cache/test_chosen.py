@@ -83,9 +83,9 @@ def test_sequences_in_lock_step():
     ("options", "error", "words"),
     [
         ({"chosen": np.zeros((TOKENS, 3))}, TypeError, "float64, where integers"),
-        ({"chosen": np.zeros((TOKENS - 1, 3), int)}, ValueError, r"\(5, 3\), where \(6, width\)"),
-        ({"chosen": np.zeros((TOKENS, 3, 3), int)}, ValueError, r"\(6, 2, width\)"),
-        ({"chosen": np.zeros((TOKENS, 0), int)}, ValueError, r"\(6, 0\)"),
+        ({"chosen": np.zeros((TOKENS - 1, 3), int)}, ValueError, r"\(5, 3\), where \(6, n\)"),
+        ({"chosen": np.zeros((TOKENS, 3, 3), int)}, ValueError, r"\(6, 2, n\)"),
+        ({"chosen": np.zeros((TOKENS, 0), int)}, ValueError, r"\(6, 0\), where .* n at least 1"),
         ({"chosen": [1, 2]}, ValueError, r"\(2,\)"),
         ({"chosen": [[1, 2], [3]] * 3}, ValueError, "chosen: lists of one length"),
         ({"chosen": []}, ValueError, r"\(0,\)"),

@@ -105,6 +105,25 @@ cache.validate()
     run(code, threads)
 
 
+def test_choose():
+    """An interrupted choose leaves the batch open, and can be called again."""
+    code = """
+batch.abort()
+index = kvcache.Layer(1, 64, v_head_dim=0, dtype="f32")
+cache = kvcache.KVCache([index, index], num_threads=2)
+keys = np.random.default_rng(0).standard_normal((STORED, 1, 64), np.float32)
+batch = cache.batch(STORED)  # is not committed, as layer 1 has no keys
+batch.put(0, keys)
+q = np.repeat(keys[-4096:], 64, axis=1)
+assert interrupted(lambda: batch.choose(0, q, first=STORED - 4096, width=8))
+assert repr(batch).endswith("open>")
+assert batch.choose(0, q[-1:], first=STORED - 1, width=1).item() == STORED - 1
+batch.abort()
+cache.validate()
+"""
+    run(code, 2)
+
+
 def test_with_aborts():
     code = """
 def step():

@@ -65,6 +65,17 @@ def test_types_of_values_that_there_are_not_tell_no_layers_apart():
 # ---- rows in and out
 
 
+def test_a_batch_says_who_decodes_its_keys():
+    cache = kvcache.KVCache(layers("int8"), max_seq_len=64)
+    with cache.batch(TOKENS) as batch:
+        batch.put(0, *[np.ones((TOKENS, HEADS, DIM), np.float32)] * 2)
+        batch.put(1, index_keys())
+        for call in (batch.keys, batch.spans):
+            with pytest.raises(ValueError, match="layer 1 stores int8, which no array can show: once the batch is"):
+                call(1)
+    assert cache.gather(1)[0].shape == (1, TOKENS, INDEX_DIM)
+
+
 @pytest.mark.parametrize("dtype", kvcache.layer.DTYPES)
 def test_rows_come_back_without_values(dtype):
     cache = fed(dtype)

@@ -253,7 +253,7 @@ static void test_cross(void) {
     hide(&s, 0, 0, 9);
     stage *st = cross_stage(&s);
     question a = question_of_all(st);
-    CHECK_FAILS(attend(&a, 1, 0), KVC_ERR_INVALID, "layer 0", "put k and v first");
+    CHECK_FAILS(attend(&a, 1, 0), KVC_ERR_INVALID, "layer 0", "put its rows first");
     question_free(&a);
     stage_free(st);
 }
