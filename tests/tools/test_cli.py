@@ -42,7 +42,7 @@ def run(*arguments, **environment):
 
 
 def run_here(*arguments):
-    """Run the command in this process, which takes a hundredth of the time."""
+    """Run the command in this process, which takes a hundredth of the time: for all that does not concern a process."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", ["kvcache", *map(str, arguments)])
@@ -76,7 +76,7 @@ def check_refused(done, *words):
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
 def test_help_names_the_commands(arguments):
-    done = run(*arguments)
+    done = run_here(*arguments)
     assert done.returncode == 0
     for command in COMMANDS:
         assert f"  {command} " in done.stdout
@@ -84,7 +84,7 @@ def test_help_names_the_commands(arguments):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example_and_names_values(command):
-    done = run(command, "--help")
+    done = run_here(command, "--help")
     assert done.returncode == 0
     assert f"\n    kvcache {command}" in done.stdout
     assert not re.search(r"--[a-z-]+ <", done.stdout)  # typer's name of a type, in place of the value's
@@ -191,7 +191,7 @@ def test_version_and_completion():
     ],
 )
 def test_wrong_use(arguments):
-    check_refused(run(*arguments))
+    check_refused(run_here(*arguments))
 
 
 # ---- plan
@@ -235,7 +235,7 @@ def test_plan_fits_80_columns(tmp_path, monkeypatch):
 
 
 def test_plan_as_json():
-    done = run("plan", MODEL, "--no-measure", "--json", "--dtype", "f16", "--dtype", "q4_0", "--window", 64)
+    done = run_here("plan", MODEL, "--no-measure", "--json", "--dtype", "f16", "--dtype", "q4_0", "--window", 64)
     made = json.loads(done.stdout)
     assert [(row["policy"][:3], row["dtype"]) for row in made["rows"]] == [
         ("the", "f16"),
@@ -471,7 +471,7 @@ def test_generate_asks_for_the_folder_of_a_file(name):
 
 def test_plan_draws(tmp_path):
     pytest.importorskip("matplotlib")
-    assert run("plan", MODEL, "--no-measure", "--plot", tmp_path / "a.svg").returncode == 0
+    assert run_here("plan", MODEL, "--no-measure", "--plot", tmp_path / "a.svg").returncode == 0
     assert (tmp_path / "a.svg").read_bytes().startswith(b"<?xml")
     assert run_here("plan", MODEL, "--no-measure", "--plot", tmp_path / "b.PNG").returncode == 0
     assert (tmp_path / "b.PNG").read_bytes().startswith(b"\x89PNG")
@@ -504,9 +504,9 @@ def test_plan_draws_the_window_too(tmp_path, monkeypatch):
 def test_plan_of_types_that_the_heads_do_not_suit(tmp_path):
     config = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 80}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    made = json.loads(run("plan", tmp_path, "--no-measure", "--json").stdout)
+    made = json.loads(run_here("plan", tmp_path, "--no-measure", "--json").stdout)
     assert [row["dtype"] for row in made["rows"]] == ["f32", "f16", "bf16"]
-    check_refused(run("plan", tmp_path, "--dtype", "f16", "--dtype", "q8_0"), "32", "q8_0")
+    check_refused(run_here("plan", tmp_path, "--dtype", "f16", "--dtype", "q8_0"), "32", "q8_0")
 
 
 def test_plan_of_a_model_with_an_encoder(tmp_path):
@@ -541,7 +541,7 @@ def test_hostile_files(tmp_path, command, name):
     path = tmp_path / name
     if HOSTILE[name] is not None:
         path.write_bytes(HOSTILE[name])
-    done = run(command, path)
+    done = run_here(command, path)
     check_refused(done, str(path))
     assert len(done.stderr) < 500
     assert "\x1b" not in done.stderr
@@ -571,12 +571,12 @@ def test_bench(tmp_path, capsys, monkeypatch):
 
 def test_bench_needs_a_folder_for_its_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    check_refused(run(*QUICK_BENCH, "--plot", tmp_path / "nowhere" / "a.png"), "nowhere")
+    check_refused(run_here(*QUICK_BENCH, "--plot", tmp_path / "nowhere" / "a.png"), "nowhere")
 
 
 def test_generate():
     arguments = ["generate", MODEL, "ROMEO:", "--tokens", 20, "--temperature", 0, "--dtype", "q8_0"]
-    alone, quiet = run(*arguments), run(*arguments, "--quiet")
+    alone, quiet = run(*arguments), run_here(*arguments, "--quiet")
     assert (alone.returncode, quiet.returncode) == (0, 0)
     assert alone.stdout.startswith("ROMEO:")
     assert len(alone.stdout) > 10
@@ -604,7 +604,7 @@ def test_generate_takes_every_type(dtype):
 
 def test_generate_compares(tmp_path):
     options = ["--compare", "--tokens", 20, "--temperature", 0, "--dtype", "q8_0", "--hadamard"]
-    done = run("generate", with_short_text(tmp_path), "ROMEO:", *options)
+    done = run_here("generate", with_short_text(tmp_path), "ROMEO:", *options)
     assert done.returncode == 0
     text, _, table = done.stdout.partition("\n\n")
     assert text.startswith("ROMEO:")
@@ -619,7 +619,7 @@ GREEDY = "--tokens 20 --temperature 0 --quiet"
     "option", ["", "-", "--prompt-file -", pytest.param("--prompt-file /dev/stdin", marks=pytest.mark.slow)]
 )
 def test_generate_from_a_pipe(option):
-    expected = run("generate", MODEL, "ROMEO:\n", *GREEDY.split()).stdout
+    expected = run_here("generate", MODEL, "ROMEO:\n", *GREEDY.split()).stdout
     done = shell(f"echo ROMEO: | kvcache generate {MODEL} {option} {GREEDY}", text=True)
     assert (done.stdout, done.stderr) == (expected, "")
     assert expected.startswith("ROMEO:\n")
@@ -641,7 +641,7 @@ def test_generate_from_standard_input(tmp_path):
 
 
 def test_generate_names_its_prompt():
-    help_text = " ".join(run("generate", "--help").stdout.split())
+    help_text = " ".join(run_here("generate", "--help").stdout.split())
     assert "[default: Once upon a time]" in help_text
 
 
@@ -650,14 +650,14 @@ def test_generate_refuses_a_family_by_its_name(tmp_path, tokenizer):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 64}))
     if tokenizer:
         (tmp_path / "tokenizer.json").write_text(tokenizer)
-    check_refused(run("generate", tmp_path, "a"), "model_type 'gpt2' is not supported", "llama, mistral")
+    check_refused(run_here("generate", tmp_path, "a"), "model_type 'gpt2' is not supported", "llama, mistral")
 
 
 def test_generate_takes_tokens_as_people_write_them():
     arguments = ["generate", MODEL, "A", "--quiet", "--temperature", 0]
     for option in ("--tokens", "--window", "--sink-tokens"):
         check_refused(run_here(*arguments, option, "1_0"), option, "such as 8192, 8k or 1M")  # digits go in threes
-    done = run(*arguments, "--tokens", "1k", "--window", "1k", "--sink-tokens", "0,004")
+    done = run_here(*arguments, "--tokens", "1k", "--window", "1k", "--sink-tokens", "0,004")
     assert len(done.stdout.rstrip("\n")) in (1024, 1025)  # a newline may be the model's own
     assert done.stderr == ""
 
@@ -666,18 +666,18 @@ def test_generate_from_a_file(tmp_path):
     file = tmp_path / "prompt"
     file.write_text("A" * 1100)  # several batches
     arguments = ["generate", MODEL, "--prompt-file", file, "--tokens", 3, "--quiet"]
-    done = run(*arguments)
+    done = run_here(*arguments)
     assert done.stdout.startswith("A" * 1100)
     assert not done.stderr
-    check_refused(run("generate", MODEL, "a", "--prompt-file", file), "--prompt-file")
-    check_refused(run("generate", MODEL, "--prompt-file", tmp_path / "nowhere"), "nowhere")
+    check_refused(run_here("generate", MODEL, "a", "--prompt-file", file), "--prompt-file")
+    check_refused(run_here("generate", MODEL, "--prompt-file", tmp_path / "nowhere"), "nowhere")
 
 
 @pytest.mark.parametrize(
     ("options", "word"), [(["--window", "0"], "window"), (["--top-p", "2"], "top-p"), (["--sink-tokens", "3"], "sink")]
 )
 def test_generate_refuses(options, word):
-    check_refused(run("generate", MODEL, "a", *options), word)
+    check_refused(run_here("generate", MODEL, "a", *options), word)
 
 
 def interrupted(*arguments):
