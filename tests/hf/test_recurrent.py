@@ -8,7 +8,18 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import BASE, HYBRID, check_same, make, model_of, random_tokens  # noqa: E402 - torch
+from support.hf_pairs import (  # noqa: E402 - torch may be missing
+    BASE,
+    HYBRID,
+    check_same,
+    compare,
+    make,
+    model_of,
+    ours,
+    play,
+    random_tokens,
+    theirs,
+)
 
 import kvcache  # noqa: E402 - it imports those
 import kvcache.hf  # noqa: E402 - it imports those
@@ -46,15 +57,17 @@ def logits(model, cache, tokens):
         return model(tokens, past_key_values=cache, position_ids=positions).logits
 
 
-@pytest.mark.parametrize("attention", ["kvcache", "sdpa"])
 @pytest.mark.parametrize(("name", "way"), sorted({*itertools.product(HYBRID, WAYS)} - UNORDERED))
-def test_generate(name, way, attention):
+def test_generate(name, way):
     def scenario(cache):
         yield generate(model, cache, random_tokens(2, 19), **WAYS[way])
 
     model = model_of(name)
-    cache = check_same(model, scenario, attention)
-    assert not cache.stats()["calls"]["fallback"]
+    want = play(model, *theirs(model), scenario)
+    for attention in ("kvcache", "sdpa"):
+        cache, _ = ours(model)
+        compare(play(model, cache, attention, scenario), want)
+        assert not cache.stats()["calls"]["fallback"]
 
 
 @pytest.mark.parametrize("name", HYBRID)
