@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -90,7 +91,7 @@ class Worker:
             cause = error.__context__
             if cause is not None and cause is not handled:  # of a signal's handler, which Python answers by another
                 raise cause from None
-            if isinstance(error, KeyError):  # of a handler, too
+            if isinstance(error, KeyError) or not _is_of_threading(error):  # of a handler, too
                 raise
             return False
         self.threads.add(thread)
@@ -126,6 +127,12 @@ class Worker:
     def since(self) -> float | None:
         """When the thread that has been at work for longest began what it does; None if none is."""
         return min(self.busy.values(), default=None)
+
+
+def _is_of_threading(error: BaseException) -> bool:
+    """Return whether Python's module threading raised an error, or the interpreter at its call."""
+    *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__") == threading.__name__
 
 
 def without_frames(error: BaseException) -> BaseException:

@@ -690,6 +690,26 @@ def test_a_handler_raises_while_a_thread_starts(monkeypatch, answer):
         worker.Worker("test", threading.RLock(), lambda: None).add("a job")
 
 
+def test_a_handler_raises_what_threading_raises(monkeypatch):
+    """A RuntimeError is a handler's, unless the interpreter raised it because it can start no thread."""
+
+    def start(thread):
+        raise RuntimeError("of the handler")
+
+    one = worker.Worker("test", threading.RLock(), lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="of the handler"):
+            one.add("a job")
+    usual = threading.stack_size(1 << 50)  # more than there are addresses
+    try:
+        assert not one.add("a job")
+    finally:
+        threading.stack_size(usual)
+    assert not one.queue
+    assert not one.threads
+
+
 @pytest.mark.parametrize(
     ("store", "result"),
     [("Faulty(sleeping(0.05))", "3"), ("Blocking()", "0"), ("Faulty(raising(OSError('gone')))", "0")],
