@@ -71,6 +71,10 @@ class Scored(NamedTuple):
     q: Tensor  # [batch, queries, heads, dim]
     mask: Tensor | None  # the mask that hides keys from the choice; None: that of the attention
     rule: dict[str, Any]  # arguments of `Batch.choose`; `weights` are [batch, queries, heads]
+    later: Tensor | None = (
+        None  # which columns lie behind a query, [batch, 1, queries, columns]; None: the mask says it
+    )
+    local: Tensor | None = None  # blocks that a query takes anyway, [batch, heads, queries, num_local]
 
     @classmethod
     def of(cls, indices: Tensor, block: int) -> Self | None:
@@ -114,7 +118,7 @@ class Scored(NamedTuple):
         (values,) = _arguments(unused, torch.eq, 1, -math.inf)
         if _arguments(values, top_values, 2)[0] is not scores:
             raise _OtherwiseError
-        num_local = 0
+        num_local, local = 0, None
         if isinstance(scores, Step) and scores.func is torch.scatter:
             scores, dim, local = _arguments(scores, torch.scatter, 3, math.inf)
             num_local = local.shape[-1] if dim == -1 else -1
@@ -122,14 +126,37 @@ class Scored(NamedTuple):
         scores, *shape = _arguments(scores, Tensor.view, 6)
         if isinstance(scores, Step) and scores.func is pad:
             scores, _ = _arguments(scores, pad, 2)
-        products, _ = _arguments(scores, Tensor.masked_fill, 2, -math.inf)  # the mask of the attention hides later ones
+        products, later = _arguments(scores, Tensor.masked_fill, 2, -math.inf)
         q, keys = _arguments(products, torch.matmul, 2)
         (keys,) = _arguments(keys, Tensor.transpose, 1, -1, -2)
         (keys,) = _arguments(keys, Tensor.float, 1)
         if shape[-1] != block or num_local < 0:
             raise _OtherwiseError
         rule = {"width": width, "scale": 1.0, "num_choices": q.shape[1], "block": block, "num_local": num_local}
-        return cls(_rows_of(keys), q.transpose(1, 2), None, rule)
+        return cls(_rows_of(keys), q.transpose(1, 2), None, rule, later, local)
+
+    def counts_alike(self, this_pass: ForwardPass) -> bool:
+        """Whether the model's positions are columns, or positions of the cache, which begin at a row's first token."""
+        if self.later is None:
+            return True
+        columns = torch.arange(this_pass.num_tokens) + this_pass.num_seen
+        offsets = torch.tensor(this_pass.offsets)[:, None]
+        return any(
+            self._counts(places, columns < offsets) for places in (columns - offsets, columns.expand(len(offsets), -1))
+        )
+
+    def _counts(self, places: Tensor, is_padding: Tensor) -> bool:
+        """Whether queries have these positions, ``[batch, queries]``, except for padding."""
+        assert self.later is not None
+        places = places.clamp(min=0)
+        later = self.later[:, 0].expand(len(places), -1, -1)
+        last = later.shape[-1] - 1
+        ends = torch.stack((places, (places + 1).clamp(max=last)), -1)
+        is_alike = (later.gather(-1, ends) == (ends > places[..., None])).all(-1)
+        if self.local is not None:
+            local = places[..., None] // self.rule["block"] - torch.arange(self.rule["num_local"])
+            is_alike &= (self.local[:, 0] == local.clamp(min=0)).all(-1)
+        return bool((is_alike | is_padding).all())
 
     def choose(self, this_pass: ForwardPass, masked: Any) -> dict[str, Any]:
         """Store the new keys, and choose. Return arguments of `Batch.attend`: none if all rows would be chosen."""
@@ -143,7 +170,8 @@ class Scored(NamedTuple):
         rule: dict[str, Any] = {
             name: this_pass.pack(x) if isinstance(x, Tensor) else x for name, x in self.rule.items()
         }
-        chosen = this_pass.batch.choose(layer.index, this_pass.pack(self.q), masked=masked, **rule)
+        hidden = masked if self.later is None else None  # the model scores blocks before its mask hides columns
+        chosen = this_pass.batch.choose(layer.index, this_pass.pack(self.q), masked=hidden, **rule)
         return {"chosen": chosen, "chosen_block": block}
 
 
@@ -204,7 +232,8 @@ class Chosen(NamedTuple):
         if known is not None:
             return known[1]
         scored = self.scored
-        options = self._of_columns(this_pass) if scored is None else scored.choose(this_pass, masked)
+        is_known = scored is not None and scored.counts_alike(this_pass)
+        options = scored.choose(this_pass, masked) if scored and is_known else self._of_columns(this_pass)
         this_pass.chosen[id(self.indices)] = self.indices, options
         return options
 

@@ -20,6 +20,7 @@ from support.sparse_models import (  # noqa: E402 - torch may be missing
 )
 
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
+from kvcache.hf.cache import CACHE  # noqa: E402 - it imports those
 from kvcache.hf.indexing import Chosen  # noqa: E402 - it imports those
 from kvcache.hf.passes import ForwardPass  # noqa: E402 - it imports those
 from kvcache.hf.scoring import Scoring  # noqa: E402 - it imports those
@@ -143,6 +144,50 @@ def test_left_padding(name, attention):
     got = logits_of(model, HFCache(model.config, dtype="f32"), tokens, ENDS["tokens"], mask)
     for row, padding in PADDINGS:
         assert off(got[row, padding:], want[row, padding:]) < TOLERANCE
+
+
+@pytest.mark.parametrize("counted", ["columns", "tokens that are shown"])
+@pytest.mark.parametrize("hidden", ["in the middle", "in the middle, and on the left", "later"])
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3_vl_text"])
+def test_hidden_tokens(name, hidden, counted):
+    """A mask hides tokens that were stored. Blocks of MiniMax M3 are scored with them."""
+    tokens, mask = tokens_of(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, 10:15] = 0
+    if hidden == "in the middle, and on the left":
+        mask[1, :8] = 0
+    ends = [LENGTH - 20, *range(LENGTH - 19, LENGTH + 1)]
+    first = ends[0] if hidden == "later" else 0
+    positions = torch.arange(LENGTH).expand(2, -1) if counted == "columns" else (mask.cumsum(1) - 1).clamp(min=0)
+
+    def feed(model, past):
+        begin, found = 0, []
+        for end in ends:
+            shown = mask[:, :end] if end > first else torch.ones(2, end, dtype=torch.long)
+            given = {"attention_mask": shown, "position_ids": positions[:, begin:end], "use_cache": True, CACHE: past}
+            with torch.no_grad():
+                found.append(model(tokens[:, begin:end], **given).logits)
+            begin = end
+        return torch.cat(found, 1)
+
+    want = feed(with_attention(name, "eager"), their_cache(model_of(name)))
+    model = with_attention(name, "kvcache")
+    cache = HFCache(model.config, dtype="f32")
+    got = feed(model, cache)
+    moves = name == "minimax_m3_vl_text" and "left" in hidden  # the blocks of transformers, by the padding
+    for row in [0] if moves else [0, 1]:
+        assert off(got[row][mask[row] == 1], want[row][mask[row] == 1]) < TOLERANCE
+    assert cache.stats()["calls"]["kernel"] == 4 * len(ends)
+
+
+def test_positions_that_skip_are_seen_by_blocks():
+    """The model says by its positions which keys are later, and which blocks are its own."""
+    tokens, positions = tokens_of(2, LENGTH), torch.arange(LENGTH).expand(2, -1) * 3 // 4
+    made = []
+    for attention, make in (("eager", their_cache), ("kvcache", lambda model: HFCache(model.config, dtype="f32"))):
+        model = with_attention("minimax_m3_vl_text", attention)
+        with torch.no_grad():
+            made.append(model(tokens, position_ids=positions, use_cache=True, **{CACHE: make(model)}).logits)
+    assert off(made[1], made[0]) < TOLERANCE
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
