@@ -36,9 +36,11 @@ OF_OTHERS = re.compile(
 KEPT = re.compile("(group|window|head|key|value|kv|sink)_(?:size|lora|tokens)")
 # Whole names that say something of layers, and that the patterns above pass over.
 NAMED = re.compile(
-    r"^(attn|attn_(cfg|dim|mode|size|span)|attention|attention_(projection_)?size|cla_factor|[dkv]_dim|d_[kv]"
-    r"|expand_[kv]|head_width|history_length|layer_repeats?|layer_sharing|(mamba|ssm)_layers|mixer_types|num_groups"
-    r"|num_recursions|qk_dim|recursion_depth|token_mixers?|use_retention)$"
+    r"^(attn|attn_(cfg|dim|mode|size)|attention|attention_(projection_)?size|cla_factor|[dkv]_dim|d_[kv]"
+    r"|(attn|attention)_(chunk|dilation|mask_types?|sink_size|span)|chunk_attention|expand_[kv]|head_width"
+    r"|history_length|layers?_(configs?|kinds?|overrides|repeats?|sharing|type)|(mamba|ssm)_layers|ssm_layer_idx"
+    r"|mixers?|(token_)?mixer_types|(num_)?meta_tokens|num_(groups|recursions|repeats)|(num_)?[kv]_heads|qk_dim"
+    r"|recursion_depth|token_mixers?|use_retention)$"
 )
 # Fields that the reader need not ask for, in files of any type: others say the same, or they hold for all layers alike.
 HARMLESS = {

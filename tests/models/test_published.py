@@ -88,7 +88,9 @@ def test_keys_after_a_removal_are_as_if_rotated_anew(name):
         ("attn_window_size", 64), ("loop_window_size", 64), ("mla_kv_lora_dim", 64), ("num_loops", 2),
         ("index_head_dim", 128), ("compress_ratios", [4, 128, 4, 128]), ("window_layers", [1]), ("num_kv_groups", 2),
         ("num_key_heads", 2), ("qk_head_dim", 96), ("key_size", 96), ("num_sink_tokens", 4), ("attention_window", 64),
-        ("sliding_window_len", 64), ("_block_types", ["a"]),
+        ("sliding_window_len", 64), ("_block_types", ["a"]), ("layer_kinds", ["a"]), ("layer_configs", [{}]),
+        ("token_mixer_types", ["a"]), ("attention_mask_types", ["a"]), ("attention_dilation", 2), ("num_k_heads", 2),
+        ("attention_sink_size", 4), ("num_meta_tokens", 128), ("num_repeats", 2), ("ssm_layer_idx", [1]),
     ],
 )  # fmt: skip
 def test_a_field_that_says_what_layers_are_is_not_passed_over(field, value):
