@@ -193,3 +193,22 @@ def test_dense_of_each_sequence(slope):
         return seconds
 
     slope("dense of each sequence", sizes, dense, "<= 1.2")
+
+
+@pytest.mark.parametrize("call", ["commit", "clear"])
+def test_long_prompts(slope, call):
+    """Commit a whole prompt, whose blocks a prefix keeps, or end its sequence."""
+
+    def end(size):
+        cache = kvcache.KVCache(1, 1, DIM, None, max_sequences=None, num_threads=1, block_size=16)
+        prompt = range(16 * size)
+        prefix = kvcache.PrefixCache(cache, fingerprint="any")
+        seq_id, _ = prefix.acquire([*prompt, 0])
+        batch = cache.batch(positions=prompt, seq_ids=[seq_id] * len(prompt))
+        rows = np.zeros((len(prompt), 1, DIM), np.float32)
+        batch.put(0, rows, rows)
+        committing = timed(batch.commit)[0]
+        clearing = timed(cache.clear, seq_id)[0]
+        return committing if call == "commit" else clearing
+
+    slope(f"{call} of a prompt of so many blocks", (500, 2000, 8000), end, "<= 1.2")

@@ -38,17 +38,35 @@ static void visit_kept(const kvc_batch *batch, const kvc_run *run, const int32_t
     }
 }
 
+/* Returns the first run of the batch that may hold positions from `begin` on: by bisection if they are consecutive. */
+static int32_t first_pending(const kvc_batch_sequence *member, const kvc_pending *pending, int32_t begin) {
+    int32_t from = 0, to = member->num_stretches == 1 ? pending->num : 0;
+    while (from < to) {
+        const int32_t middle = from + (to - from) / 2;
+        const kvc_run *run = &pending->runs[middle];
+        if (run->position + run->count <= begin)
+            from = middle + 1;
+        else
+            to = middle;
+    }
+    return from;
+}
+
 /* Visits the rows of a sequence at positions [begin, end) in one group: the stored ones, then those that the open batch
  * adds to them. */
 static void visit_rows(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g, int32_t begin, int32_t end,
                        kvc_part_fn *visit, void *context) {
     const kvc_batch *batch = cache->batch;
     kvc_runs_visit(&sequence->runs[g], begin, end, visit, context);
-    if (!sequence->in_batch || batch->sequences[sequence->in_batch - 1].is_unstored) return;
+    const kvc_batch_sequence *member = sequence->in_batch ? &batch->sequences[sequence->in_batch - 1] : NULL;
+    if (!member || member->is_unstored) return;
     const kvc_pending *pending = kvc_pending_of(batch, g, sequence->in_batch - 1);
-    const int32_t *token = batch->order + batch->sequences[sequence->in_batch - 1].first;
     if (pending->to != KVC_TO_END) return;
-    for (int32_t i = 0; i < pending->num; token += pending->runs[i++].count)
+    const int is_stretch = member->num_stretches == 1;
+    int32_t i = first_pending(member, pending, begin);
+    const int32_t *token = batch->order + member->first;
+    if (is_stretch && i < pending->num) token += pending->runs[i].position - pending->runs->position;
+    for (; i < pending->num && !(is_stretch && pending->runs[i].position >= end); token += pending->runs[i++].count)
         visit_kept(batch, &pending->runs[i], token, begin, end, visit, context);
 }
 

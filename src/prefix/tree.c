@@ -67,7 +67,10 @@ static void list(kvc_node *node) {
     node->stamp = ++tree->clock;
     sort_unpinned(node);
     if (tree->ttl) node->used = kvc_now();
-    protect_within(tree, node);
+    if (tree->quota)
+        protect_within(tree, node);
+    else
+        kvc_cache_retain(tree->cache, node->rows);
 }
 
 static void unlist(kvc_node *node) {

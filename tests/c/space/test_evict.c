@@ -485,8 +485,8 @@ static void test_views(void) {
     free_valid(cache);
 }
 
-/* kvc_settle may need copies of rows because kept blocks share them: fewer if these blocks are evicted, too.  It chooses
- * the same victims however often it asks. */
+/* kvc_settle may need copies of rows because kept blocks share them: fewer if these blocks are evicted, too.  It
+ * chooses the same victims however often it asks. */
 static void test_settle(void) {
     const double frequencies[] = {1, 0.1};
     kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(4, 0, 0))};
