@@ -15,6 +15,7 @@ static const kvc_layer two_layers[2] = {{.num_kv_heads = 1, .k_dim = 2, .v_dim =
                                         {.num_kv_heads = 1, .k_dim = 1, .v_dim = 2}};
 static const float rows[2] = {3, 4};
 static float k[2], v[2];
+static int32_t entry; /* a position that is chosen */
 
 static void *plain_alloc(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
     (void)user;
@@ -150,6 +151,31 @@ static kvc_status plan(const void *given, size_t size) {
     return attend_with(given, &args);
 }
 
+/* Attends to the one row there is, by choice. */
+static kvc_status attend_to(const void *given, size_t size) {
+    const kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = 1, .max_chosen = 1};
+    const kvc_attend_args args = {.struct_size = sizeof args, .q = rows, .out = v, .chosen = given};
+    (void)size;
+    return attend_with(&plan_args, &args);
+}
+
+/* Chooses the one row there is in a layer of keys alone, whose score is (3 * 3 + 4 * 4) / sqrt(2). */
+static kvc_status choose(const void *given, size_t size) {
+    static const kvc_layer keys = {.num_kv_heads = 1, .k_dim = 2};
+    const kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = 1};
+    const kvc_put_args put_args = {.struct_size = sizeof put_args, .k = rows};
+    kvc_cache *cache = cache_of(&keys, 1, (kvc_config){.block_size = 1});
+    kvc_batch *batch = begin(cache, 0);
+    (void)size;
+    entry = -7;
+    CHECK(kvc_put(batch, 0, &put_args) == KVC_OK);
+    const kvc_status status = kvc_choose(batch, &plan_args, given);
+    CHECK(status != KVC_OK || (entry == 0 && v[0] > 17.6f && v[0] < 17.7f));
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    return status;
+}
+
 /* Hides the one row there is, by the second of two ranges: from attention, and by masks. */
 static kvc_status hide(const void *given, size_t size) {
     const kvc_rows_out out = {.struct_size = sizeof out, .k = k, .v = v};
@@ -257,6 +283,10 @@ static void test_given(void) {
     const kvc_attend_args attend_args = {.struct_size = sizeof attend_args, .q = rows, .out = v};
     const kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = 1};
     const kvc_dense_args dense_args = {.struct_size = sizeof dense_args, .rows = &out, .num_rows = 1};
+    const int32_t first = 0;
+    const kvc_chosen chosen = {.struct_size = sizeof chosen, .positions = &first, .num_choices = 1, .width = 1};
+    const kvc_choose_args choose_args = {
+        .struct_size = sizeof choose_args, .q = rows, .chosen = &entry, .scores = v, .width = 1};
     const kvc_masked masked[2] = {{.begin = 5, .end = 6}, {.begin = 0, .end = 1}};
     check_sizes(make_layers, two_layers, sizeof *two_layers, kvc_layer_least_size, "layers", 0);
     check_sizes(make_with_allocator, &allocator, sizeof allocator, kvc_allocator_least_size, "allocator", 1);
@@ -267,6 +297,8 @@ static void test_given(void) {
     check_sizes(put, &put_args, sizeof put_args, kvc_put_args_least_size, "args", 1);
     check_sizes(attend, &attend_args, sizeof attend_args, kvc_attend_args_least_size, "args", 1);
     check_sizes(plan, &plan_args, sizeof plan_args, kvc_plan_args_least_size, "plan", 1);
+    check_sizes(attend_to, &chosen, sizeof chosen, kvc_chosen_least_size, "chosen", 1);
+    check_sizes(choose, &choose_args, sizeof choose_args, kvc_choose_args_least_size, "args", 1);
     check_sizes(hide, masked, sizeof *masked, kvc_masked_least_size, "masked", 0);
     check_sizes(dense, &dense_args, sizeof dense_args, kvc_dense_args_least_size, "args", 1);
 }
