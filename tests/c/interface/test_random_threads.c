@@ -12,7 +12,9 @@
 #include "support/saved.h"
 
 enum {
-    NUM_LAYERS = 2, /* layer 0 sees everything, layer 1 has a window */
+    NUM_LAYERS = 3, /* layer 0 sees everything, layer 1 has a window */
+    KEYS = 2,       /* layer 2 holds keys alone, by which tokens choose rows of layer 0 */
+    WIDTH = 5,      /* rows that they choose */
     HEADS = 2,
     DIM = 4,
     WINDOW = 6,
@@ -81,24 +83,28 @@ static void set_row(rows *r, int i, int tag, int layer) {
         }
 }
 
-/* Returns the tag of a row in memory, all of which must be of that tag. */
+/* Returns the tag of a row in memory, all of which must be of that tag; v is NULL in a layer of keys alone. */
 static int tag_of(actor *a, const float *k, const float *v, int64_t head_stride, int layer) {
     const int tag = (int)k[0];
     int differ = tag < 1;
     for (int h = 0; h < HEADS; h++)
         for (int d = 0; d < DIM; d++)
             differ += k[h * head_stride + d] != tag_element(tag, layer, 0, h, d) ||
-                      v[h * head_stride + d] != tag_element(tag, layer, 1, h, d);
+                      (v && v[h * head_stride + d] != tag_element(tag, layer, 1, h, d));
     CHECKF(!differ, "seed %llu: %d elements of tag %d differ, layer %d", (unsigned long long)a->seed, differ, tag,
            layer);
     return tag;
+}
+
+static int tag_at(actor *a, const rows *r, int i, int layer) {
+    return tag_of(a, r->k[0][i], layer == KEYS ? NULL : r->v[0][i], MOST * DIM, layer);
 }
 
 /* Copies out what a sequence holds in a layer. */
 static void read_rows(actor *a, kvc_cache *cache, int64_t id, int layer, rows *r) {
     const kvc_rows_out out = {.struct_size = sizeof out,
                               .k = r->k,
-                              .v = r->v,
+                              .v = layer == KEYS ? NULL : r->v,
                               .k_head_stride = sizeof *r->k,
                               .k_row_stride = sizeof **r->k,
                               .v_head_stride = sizeof *r->v,
@@ -113,7 +119,7 @@ static void check_intact(actor *a, kvc_cache *cache, int64_t id) {
     for (int l = 0; l < NUM_LAYERS; l++) {
         read_rows(a, cache, id, l, &r);
         for (int i = 0; i < MOST; i++)
-            if (r.positions[i] >= 0) tag_of(a, r.k[0][i], r.v[0][i], MOST * DIM, l);
+            if (r.positions[i] >= 0) tag_at(a, &r, i, l);
     }
 }
 
@@ -154,9 +160,10 @@ static void check_own(owner *o, int s) {
     for (int l = 0; l < NUM_LAYERS; l++) {
         read_rows(&o->actor, o->actor.cache, id_of(o, s), l, &r);
         for (int i = 0; i < MOST; i++) {
-            const int tag = r.positions[i] < 0 ? 0 : tag_of(&o->actor, r.k[0][i], r.v[0][i], MOST * DIM, l);
-            CHECKF(tag == own->tags[l][i] || (l && !tag), "seed %llu: sequence %d, layer %d: tag %d, not %d, at %d",
-                   (unsigned long long)o->actor.seed, (int)id_of(o, s), l, tag, own->tags[l][i], i);
+            const int tag = r.positions[i] < 0 ? 0 : tag_at(&o->actor, &r, i, l);
+            CHECKF(tag == own->tags[l][i] || (l == 1 && !tag),
+                   "seed %llu: sequence %d, layer %d: tag %d, not %d, at %d", (unsigned long long)o->actor.seed,
+                   (int)id_of(o, s), l, tag, own->tags[l][i], i);
         }
     }
 }
@@ -185,7 +192,7 @@ static void put_tags(owner *o, kvc_batch *batch, const int *tags, int n) {
         const kvc_put_args args = {.struct_size = sizeof args,
                                    .num_tokens = n,
                                    .k = r.k,
-                                   .v = r.v,
+                                   .v = l == KEYS ? NULL : r.v,
                                    .k_token_stride = sizeof **r.k,
                                    .k_head_stride = sizeof *r.k,
                                    .v_token_stride = sizeof **r.v,
@@ -195,23 +202,72 @@ static void put_tags(owner *o, kvc_batch *batch, const int *tags, int n) {
     }
 }
 
-/* Attends with the last token of a batch in layer 0 on two threads: the result follows from the tags of its rows. */
+/* Returns the tag of a row of a sequence, or of the batch that follows at position `at`. */
+static int tag_behind(const own_sequence *own, const int *tags, int at, int layer, int position) {
+    return position < at ? own->tags[layer][position] : tags[position - at];
+}
+
+/* Chooses the rows with the largest tags for the last token of a batch, which differ. */
+static void choose_last(owner *o, kvc_batch *batch, const own_sequence *own, const int *tags, int at, int n,
+                        int32_t chosen[WIDTH]) {
+    static const float q[HEADS][DIM] = {{1}, {1}};
+    float scores[WIDTH];
+    const kvc_plan_args plan_args = {.struct_size = sizeof plan_args,
+                                     .layer = KEYS,
+                                     .first = n - 1,
+                                     .num_tokens = 1,
+                                     .num_heads = HEADS,
+                                     .num_threads = 2};
+    const kvc_choose_args args = {.struct_size = sizeof args,
+                                  .q = q,
+                                  .q_token_stride = sizeof q,
+                                  .q_head_stride = sizeof *q,
+                                  .scale = 1,
+                                  .width = WIDTH,
+                                  .chosen = chosen,
+                                  .scores = scores};
+    EXPECT(&o->actor, kvc_choose(batch, &plan_args, &args) == KVC_OK);
+    for (int i = 0, num = 0; i < at + n; i++) {
+        const int tag = tag_behind(own, tags, at, KEYS, i);
+        int larger = 0;
+        for (int j = 0; j < at + n; j++) larger += tag_behind(own, tags, at, KEYS, j) > tag;
+        if (larger >= WIDTH) continue;
+        CHECKF(chosen[num] == i && scores[num] == (float)(HEADS * tag), "seed %llu: %d is chosen, not %d of tag %d",
+               (unsigned long long)o->actor.seed, chosen[num], i, tag);
+        num++;
+    }
+}
+
+/* Attends with the last token of a batch in layer 0 on two threads, perhaps to chosen rows: the result follows from the
+ * tags of its rows. */
 static void attend_last(owner *o, kvc_batch *batch, const own_sequence *own, const int *tags, int at, int n) {
     static const float q[HEADS][DIM] = {{1e-4f, -2e-4f, 3e-4f}, {-1e-4f, 1e-4f, 0, 2e-4f}};
     float out[HEADS][DIM];
+    int32_t positions[WIDTH];
     kvc_plan *plan = NULL;
-    const kvc_plan_args plan_args = {
-        .struct_size = sizeof plan_args, .first = n - 1, .num_tokens = 1, .num_heads = HEADS, .num_threads = 2};
+    const kvc_chosen chosen = {.struct_size = sizeof chosen, .positions = positions, .num_choices = 1, .width = WIDTH};
+    const int chooses = pick(&o->actor, 2);
+    const kvc_plan_args plan_args = {.struct_size = sizeof plan_args,
+                                     .first = n - 1,
+                                     .num_tokens = 1,
+                                     .num_heads = HEADS,
+                                     .num_threads = 2,
+                                     .max_chosen = chooses ? WIDTH : 0};
     kvc_attend_args args = float_queries(HEADS, DIM, DIM, q, out);
     args.scale = 1;
+    args.chosen = chooses ? &chosen : NULL;
     EXPECT(&o->actor, kvc_plan_new(batch, &plan_args, &plan) == KVC_OK);
+    choose_last(o, batch, own, tags, at, n, positions);
     crew_run(plan, 0, &args, NULL, 2);
     kvc_plan_free(plan);
     for (int h = 0; h < HEADS; h++) {
         double right[DIM] = {0}, sum = 0;
         for (int i = 0; i < at + n; i++) {
-            const int tag = i < at ? own->tags[0][i] : tags[i - at];
+            const int tag = tag_behind(own, tags, at, 0, i);
             double score = 0;
+            int is_seen = !chooses;
+            for (int j = 0; j < WIDTH; j++) is_seen |= positions[j] == i;
+            if (!is_seen) continue;
             for (int d = 0; d < DIM; d++) score += (double)q[h][d] * (double)tag_element(tag, 0, 0, h, d);
             for (int d = 0; d < DIM; d++) right[d] += exp(score) * (double)tag_element(tag, 0, 1, h, d);
             sum += exp(score);
@@ -281,23 +337,24 @@ static void fork_own(owner *o, int s, int to) {
     o->own[to] = o->own[s];
 }
 
-/* Replaces rows from `at` on, all of which layer 0 holds. */
+/* Replaces rows from `at` on in a layer that holds all of them. */
 static void inject_own(owner *o, int s, int at) {
     actor *a = &o->actor;
     rows r;
+    const int layer = pick(a, 2) ? 0 : KEYS;
     const int end = end_of(&o->own[s]), n = at < end ? 1 + pick(a, end - at) : 0, first_tag = o->last_tag + 1;
     o->last_tag += n;
-    for (int i = 0; i < n; i++) set_row(&r, i, first_tag + i, 0);
+    for (int i = 0; i < n; i++) set_row(&r, i, first_tag + i, layer);
     const kvc_rows_in in = {.struct_size = sizeof in,
                             .k = r.k,
-                            .v = r.v,
+                            .v = layer == KEYS ? NULL : r.v,
                             .k_head_stride = sizeof *r.k,
                             .k_row_stride = sizeof **r.k,
                             .v_head_stride = sizeof *r.v,
                             .v_row_stride = sizeof **r.v};
-    const kvc_status status = kvc_inject(a->cache, id_of(o, s), 0, at, at + n, &in);
+    const kvc_status status = kvc_inject(a->cache, id_of(o, s), layer, at, at + n, &in);
     EXPECT_ONE_OF(a, status, KVC_ERR_FULL); /* rows that another holds are copied */
-    for (int i = 0; status == KVC_OK && i < n; i++) o->own[s].tags[0][at + i] = first_tag + i;
+    for (int i = 0; status == KVC_OK && i < n; i++) o->own[s].tags[layer][at + i] = first_tag + i;
 }
 
 static void *own(void *context) {
@@ -386,7 +443,9 @@ static void hold_once(actor *a) {
         for (int64_t i = 0; i < num; i++)
             for (int64_t r = 0; r < spans[i].num_rows; r++, n++) {
                 const float *k = (const float *)spans[i].k + r * spans[i].k_row_stride / (int64_t)sizeof(float);
-                const float *v = (const float *)spans[i].v + r * spans[i].v_row_stride / (int64_t)sizeof(float);
+                const float *v = layer == KEYS
+                                     ? NULL
+                                     : (const float *)spans[i].v + r * spans[i].v_row_stride / (int64_t)sizeof(float);
                 const int tag = tag_of(a, k, v, spans[i].k_head_stride / (int64_t)sizeof(float), layer);
                 EXPECT(a, !round || tag == tags[n]);
                 tags[n] = tag;
@@ -425,7 +484,8 @@ static kvc_cache *new_cache(int block_size, int64_t max_bytes) {
     const kvc_rope none = {.kind = KVC_ROPE_NONE};
     const kvc_layer layers[NUM_LAYERS] = {
         {.num_kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .rope = none},
-        {.num_kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .rope = none, .policy = sliding_policy(WINDOW, SINKS, 0)}};
+        {.num_kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .rope = none, .policy = sliding_policy(WINDOW, SINKS, 0)},
+        {.num_kv_heads = HEADS, .k_dim = DIM, .rope = none}};
     return cache_of(
         layers, NUM_LAYERS,
         (kvc_config){.block_size = block_size, .capacity = CAPACITY, .max_bytes = max_bytes, .num_threads = 1});
