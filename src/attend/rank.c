@@ -197,8 +197,9 @@ static void write_keys(const kvc_task *t, kvc_tile *tile, const float *totals, u
 int kvc_rank_rows(kvc_task *t, kvc_cursor rows, uint32_t *keys, int64_t stride) {
     kvc_tile tile;
     rows.changes_to_mix = 0; /* keys are never rotated: products of int8 stay exact */
-    while (rows.num_rows) {
+    for (;;) {
         if (kvc_is_cancelled(t->call)) return 0;
+        if (!rows.num_rows) return 1;
         const kvc_cursor begin = rows;
         kvc_next_tile(&tile, &rows);
         if (!kvc_sees_nothing_of(t->call, &tile, t->tokens[0]))
@@ -208,5 +209,4 @@ int kvc_rank_rows(kvc_task *t, kvc_cursor rows, uint32_t *keys, int64_t stride) 
                 memset(keys + i * stride, 0, (size_t)tile.n * sizeof *keys);
         keys += tile.n;
     }
-    return 1;
 }

@@ -599,6 +599,12 @@ static void test_cancelled(void) {
     a->args.cancel = &cancel;
     CHECK_FAILS(choose(a, 2, 0), KVC_ERR_CANCELLED, "the choice", "cancelled");
     CHECK_FAILS(choose(a, 2, 1), KVC_ERR_CANCELLED, "the choice", "cancelled");
+    const kvc_masked all = {.seq_id = st->tokens.ids[0], .end = KVC_END};
+    a->plan.masked = &all; /* a task without rows does not begin, either */
+    a->plan.masked_size = sizeof all;
+    a->plan.num_masked = 1;
+    CHECK_FAILS(choose(a, 2, 0), KVC_ERR_CANCELLED, "the choice", "cancelled");
+    a->plan.num_masked = 0;
     cancel = 0;
     a->is_exact = 1;
     wipe_choice(a);
