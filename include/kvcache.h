@@ -276,7 +276,8 @@ typedef enum kvc_transform {
  * token and head, and no values.  Give it the policy of the layer that it belongs to.  Both layers are then in one
  * group and share slots, so every edit, fork, prefix and saved state carries the rows of both.  Its keys have a type, a
  * transform and a rope of their own.  v is NULL wherever its rows go in or out.  Nothing attends in it: kvc_attend,
- * kvc_plan_new, kvc_plan_run and the kvc_dense calls fail with KVC_ERR_UNSUPPORTED. */
+ * kvc_plan_run and the kvc_dense calls fail with KVC_ERR_UNSUPPORTED.  A plan for it is for choosing rows
+ * (kvc_plan_choose). */
 typedef struct kvc_layer {
     int32_t num_kv_heads;
     int32_t k_dim;  /* elements of one key of one head */
@@ -325,10 +326,10 @@ typedef struct kvc_allocator {
     void (*purge)(void *user, void *memory, size_t size);
 } kvc_allocator;
 
-/* Returns whether a long call is to end: not 0 ends it with KVC_ERR_CANCELLED.  kvc_put and kvc_attend call this about
- * every 40 ms, and kvc_begin_with while it waits; short calls never do.  It runs on the calling thread, without the
- * cache's mutex.  It may call into the library, but must not end the batch in question, nor return in the child of a
- * fork(). */
+/* Returns whether a long call is to end: not 0 ends it with KVC_ERR_CANCELLED.  kvc_put, kvc_attend and kvc_choose call
+ * this about every 40 ms, and kvc_begin_with while it waits; short calls never do.  It runs on the calling thread,
+ * without the cache's mutex.  It may call into the library, but must not end the batch in question, nor return in the
+ * child of a fork(). */
 typedef int32_t kvc_poll_fn(void *user);
 
 typedef struct kvc_config {
@@ -550,7 +551,8 @@ typedef struct kvc_choose_args {
  * outside `among` are not either.  If there are more first and local rows than `width`, their scores decide.
  * The choice is exact.  Its bits depend on the rows that the token sees alone: not on threads, on where rows lie, or on
  * other tokens of the batch.  Keys of KVC_INT8, KVC_INT6 and KVC_INT4 are multiplied as integers, by queries that are
- * rounded to 8 bits, with a scale for each head.  These scores are the same on every instruction set.
+ * rounded to 8 bits, with a scale for each head.  These scores are the same on every instruction set.  Keys of more
+ * than 65536 elements are multiplied as floats.
  * Fails as kvc_attend does, and with KVC_ERR_UNSUPPORTED if the layer holds values.  After an error, the contents of
  * chosen and scores are undefined. */
 KVC_API kvc_status kvc_choose(kvc_batch *batch, const kvc_plan_args *plan, const kvc_choose_args *args);
@@ -1350,10 +1352,10 @@ KVC_API kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, i
 
 /* ---- threads of your own: the tasks of kvc_attend ---------------------------------------------------------------- */
 
-/* Makes a plan, for runners with threads of their own.  A plan cuts the work of kvc_attend into tasks, and takes all
- * memory that they need.  It serves every layer of the group that has the same shapes, one layer at a time.  The end of
- * the batch frees it.  It may be made before rows are put; for a cross-attention layer, make it after this batch's rows
- * were put.  Fails with KVC_ERR_INDEX, KVC_ERR_NOMEM, and KVC_ERR_UNSUPPORTED as kvc_attend does. */
+/* Makes a plan, for runners with threads of their own.  A plan cuts the work of kvc_attend, or of kvc_choose, into
+ * tasks, and takes all memory that they need.  It serves every layer of the group that has the same shapes, one layer
+ * at a time.  The end of the batch frees it.  It may be made before rows are put; for a cross-attention layer, make it
+ * after this batch's rows were put.  Fails with KVC_ERR_INDEX and KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **plan);
 
 /* Returns the number of tasks of a plan. */
