@@ -938,7 +938,7 @@ static void end_restoring(client *c, const restoration *r, int to) {
     if (status != KVC_OK) fail(c, "answers \"%s\"", kvc_strerror(status));
     note_restored(c, r, kept, num);
     check_sequence(c, c->w->cache, r->s);
-    if (pick(2)) go_on_behind(c, r, to);
+    if (num && pick(2)) go_on_behind(c, r, to); /* otherwise nothing was restored, and windows may lack rows */
 }
 
 /* Replaces what a sequence holds in some layers. */
