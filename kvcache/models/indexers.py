@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kvcache.arguments import INT32_MAX
 from kvcache.layer import Layer
 from kvcache.models.fields import Fields
-from kvcache.models.kinds import INDEXED
+from kvcache.models.kinds import INDEXED, XB
 from kvcache.models.reading import MAX_HEAD_DIM, MAX_HEADS
 from kvcache.rope import Rope, RopeLike
 
-__all__ = ["index_layers", "sources_of"]
+__all__ = ["chosen_rows", "index_layers", "sources_of"]
 
 # Types whose index keys have their rotated elements at the end; others have these first.
 ROTATED_LAST = {"hy_v4", "hy_v4_vl_text"}
 # Types of which a layer without a rotation stores latents alone.
 LATENTS_ALONE = {"mistral_large4_text"}
 # Names of fields within ``sparse_attention_config``, as MiniMax M3 has them, and their names elsewhere.
-SPARSE = {"index_head_dim": "sparse_index_dim", "index_n_heads": "sparse_num_index_heads"}
+SPARSE = {
+    "index_head_dim": "sparse_index_dim",
+    "index_n_heads": "sparse_num_index_heads",
+    "index_topk_blocks": "sparse_topk_blocks",
+    "index_block_size": "sparse_block_size",
+}
 
 
 def index_layers(
@@ -36,6 +43,20 @@ def index_layers(
             keys = Layer(1, dim, v_head_dim=0, policy=layer.policy, rope=rope)
             found.append((_count(own[i], "index_n_heads", MAX_HEADS), keys))
     return found
+
+
+def chosen_rows(own: Sequence[Fields], kinds: Sequence[str]) -> list[int | None]:
+    """Return the most rows that a token chooses in each layer; None: it reads all, or the file does not say."""
+    return [_chosen_by(config, kind) for config, kind in zip(own, kinds, strict=True)]
+
+
+def _chosen_by(config: Fields, kind: str) -> int | None:
+    if kind not in INDEXED:
+        return None
+    names = ("index_topk_blocks", "index_block_size") if kind == XB else ("index_topk",)
+    if not all(_has(config, name) for name in names):
+        return None
+    return math.prod(_count(config, name, INT32_MAX) for name in names)
 
 
 def sources_of(config: Fields, count: int) -> list[int | None] | None:
@@ -75,9 +96,16 @@ def _chooses(config: Fields, layer: int) -> bool:
 def _count(config: Fields, name: str, most: int) -> int:
     """Return a number of an indexer, wherever the file has it."""
     sparse = config.part("sparse_attention_config")
-    if sparse is not None and sparse.get(SPARSE[name]) is not None:
-        return sparse.count(SPARSE[name], most=most)
+    listed = SPARSE.get(name, name)
+    if sparse is not None and sparse.get(listed) is not None:
+        return sparse.count(listed, most=most)
     return config.count(name, most=most)
+
+
+def _has(config: Fields, name: str) -> bool:
+    """Whether the file has a number of an indexer."""
+    sparse = config.part("sparse_attention_config")
+    return config.get(name) is not None or (sparse is not None and sparse.get(SPARSE.get(name, name)) is not None)
 
 
 def _moved(config: Fields, rope: RopeLike, dim: int) -> RopeLike:

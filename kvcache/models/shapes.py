@@ -16,7 +16,7 @@ from kvcache.layer import DTYPES, DType, Layer, why_not
 from kvcache.models import guard
 from kvcache.models.configuration import read_config
 from kvcache.models.fields import Fields, find_weights, read_safetensors_header
-from kvcache.models.indexers import LATENTS_ALONE, index_layers, sources_of
+from kvcache.models.indexers import LATENTS_ALONE, chosen_rows, index_layers, sources_of
 from kvcache.models.kinds import CROSS, SLIDING, STATELESS, layer_types, rotates_by_interval
 from kvcache.models.reading import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, open_file
 from kvcache.models.rotation import rope
@@ -65,12 +65,16 @@ class Shape:
         The number of query heads of each layer.
     max_seq_len : int or None
         The context length of the model's training.
+    chosen : tuple of int or None
+        The most rows that a token of each layer reads, for layers that choose rows. None: a layer reads all, or the
+        files do not say.
     """
 
     model_type: str
     layers: tuple[Layer, ...]
     num_heads: tuple[int, ...]
     max_seq_len: int | None
+    chosen: tuple[int | None, ...]
 
     @property
     def dtypes(self) -> list[DType]:
@@ -141,7 +145,9 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
     if context is not None:
         context = config.count("max_position_embeddings", most=MAX_CONTEXT)
     guard.check(config, kinds)
-    shape = Shape(model_type, tuple(layers), tuple(num_heads), context)
+    chosen = chosen_rows(own, kinds)
+    chosen += [None] * (len(layers) - len(chosen))
+    shape = Shape(model_type, tuple(layers), tuple(num_heads), context, tuple(chosen))
     if isinstance(source, str | os.PathLike) and not any(config.get(name) for name in ("gguf_architecture", PACKED)):
         _check_weights(Path(source), shape)
     return shape

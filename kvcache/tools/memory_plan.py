@@ -127,7 +127,7 @@ def make(
     if window is not None:
         plans[written(window)] = {dtype: _layers(shape, dtype, window) for dtype in dtypes}
     rows = [
-        _row(policy, dtype, layers, context, sequences, memory, (rates or {}).get(dtype))
+        _row(policy, dtype, layers, context, sequences, memory, _rate(layers, shape, context, (rates or {}).get(dtype)))
         for policy, by_type in plans.items()
         for dtype, layers in by_type.items()
     ]
@@ -235,13 +235,11 @@ def _layers(shape: Shape, dtype: DType, instead: Policy | None) -> list[Layer]:
 
 
 def _row(
-    policy: str, dtype: DType, layers: list[Layer], context: int, sequences: int, memory: Memory, rate: float | None
+    policy: str, dtype: DType, layers: list[Layer], context: int, sequences: int, memory: Memory, speed: float | None
 ) -> Row:
     def nbytes(num_tokens: int) -> int:
         return sequences * sum(layer.most_bytes(num_tokens) for layer in layers)
 
-    # Bytes read per token: shared rows are stored once, and read by each layer that shares them.
-    read = sum(replace(layer, share=None).most_bytes(context) for layer in layers)
     return Row(
         policy,
         dtype,
@@ -249,9 +247,20 @@ def _row(
         nbytes=nbytes(context),
         fits=_fits(nbytes(context), memory),
         longest_context=_longest(nbytes, memory.left),
-        tokens_per_second=None if rate is None else rate / read,
+        tokens_per_second=speed,
         prompt_nbytes=sum(layer.most_bytes(context, PREFILL_TOKENS) - layer.most_bytes(context) for layer in layers),
     )
+
+
+def _rate(layers: Sequence[Layer], shape: Shape, context: int, rate: float | None) -> float | None:
+    """Return the tokens that attention decodes in a second if it reads so many bytes.
+
+    Shared rows are stored once, and read by each layer that shares them. If a layer chooses rows, the others are not read.
+    """
+    if rate is None:
+        return None
+    reads = [context if rows is None else min(rows, context) for rows in shape.chosen]
+    return rate / sum(replace(layer, share=None).most_bytes(n) for layer, n in zip(layers, reads, strict=True))
 
 
 def _fits(nbytes: int, memory: Memory) -> bool | None:
