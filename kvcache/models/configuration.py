@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from kvcache.errors import plain, shown
+from kvcache.errors import ModelFileError, plain, shown
 from kvcache.models import gguf, gguf_models
 from kvcache.models.fields import Fields, find_config, is_gguf, read_json, text_decoder
 
 __all__ = ["read_config"]
+
+ADAPTER = "adapter_config.json"  # describes weights that change another model's, such as LoRA's
 
 
 def read_config(source: Any) -> Fields:
@@ -28,6 +31,10 @@ def read_config(source: Any) -> Fields:
     if not isinstance(source, str) and not hasattr(source, "__fspath__"):
         raise TypeError(f"config={shown(source)}: give a path, a mapping, or a configuration of transformers")
     path = find_config(source)
+    adapter = path.with_name(ADAPTER)
+    if path == adapter or (not os.path.lexists(path) and os.path.isfile(adapter)):
+        base = read_json(adapter).get("base_model_name_or_path")
+        raise ModelFileError(f"{plain(adapter)} describes an adapter: give the folder of its model, {shown(base)}")
     if is_gguf(path):
         return gguf_models.read(gguf.read_header(path), plain(path))
     return text_decoder(read_json(path), plain(path))

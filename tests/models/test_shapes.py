@@ -295,6 +295,14 @@ def test_hostile_files(tmp_path, data, words):
     assert len(str(error.value)) < 300 + len(str(path))
 
 
+@pytest.mark.parametrize("name", ["", "adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter_is_refused_with_the_name_of_its_model(tmp_path, name):
+    fields = {"peft_type": "LORA", "base_model_name_or_path": "a/model", "r": 16}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    with pytest.raises(kvcache.ModelFileError, match=r"describes an adapter: give the folder of its model, 'a/model'"):
+        shapes.read(tmp_path / name)
+
+
 def test_missing_files(tmp_path):
     with pytest.raises(kvcache.ModelFileError, match=r"has no config\.json"):
         shapes.read(tmp_path)
