@@ -76,17 +76,23 @@ static int member_of(const pass *p, int t) {
     return i;
 }
 
-/* Returns the token that a sequence of the batch has at a position; -1 if it has no token there. */
-static int own_token(const pass *p, int i, int position) {
-    for (int t = p->first[i]; t < p->first[i + 1]; t++)
-        if (p->positions[t] == position) return t;
+/* Returns the token of the batch at a position, of the sequence of token t; in a tree, t or an ancestor of t.  Returns
+ * -1 if there is none. */
+static int own_token(const pass *p, int t, int position) {
+    const int i = member_of(p, t);
+    if (p->is_tree) {
+        while (t >= 0 && p->positions[t] != position) t = p->parents[t];
+        return t;
+    }
+    for (int own = p->first[i]; own < p->first[i + 1]; own++)
+        if (p->positions[own] == position) return own;
     return -1;
 }
 
 /* Returns the tag of the row that a token sees at a position, 0 if it sees none; *lacks is set where that row was not
  * put yet. */
 static int tag_seen(const world *w, const pass *p, const query *q, int layer, int t, int position, int *lacks) {
-    const int i = member_of(p, t), source = source_of(w, layer), own = own_token(p, i, position), at = p->positions[t];
+    const int i = member_of(p, t), source = source_of(w, layer), own = own_token(p, t, position), at = p->positions[t];
     const int is_later = position > at && !(q->has_non_causal && q->non_causal[t - q->first]);
     if (is_later || !sees_back(&w->layers[source].policy, at, position)) return 0;
     if (is_masked(q, id_of(p->sequences[i]), position)) return 0;
@@ -570,7 +576,8 @@ void check_dense(client *c, const pass *p, int layer) {
     const int source = source_of(w, layer);
     int64_t num = 0;
     query q = any_query(p);
-    if (w->layers[source].policy.kind != KVC_FULL || !w->layers[source].v_dim || is_spoilt(w, p) || has_unstored(p))
+    if (w->layers[source].policy.kind != KVC_FULL || !w->layers[source].v_dim || is_spoilt(w, p) || has_unstored(p) ||
+        p->is_tree)
         return;
     q.first = 0, q.num = p->num_tokens, q.has_non_causal = 0;
     begin_own_call(c, "kvc_dense");
@@ -600,7 +607,7 @@ void check_dense(client *c, const pass *p, int layer) {
         if (i < 0) break;
         last = id_of(p->sequences[i]);
         for (int position = 0; position < MOST; position++) {
-            const int own = own_token(p, i, position);
+            const int own = own_token(p, p->first[i], position);
             const int tag = own >= 0 ? p->tags[own] : w->sequences[p->sequences[i]].tags[source][position];
             if (!tag || own >= p->num_put[source]) continue;
             if (n >= num || all[c->number].positions[n] != position ||

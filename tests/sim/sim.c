@@ -472,26 +472,39 @@ static int fill(client *c, pass *p) {
     return 1;
 }
 
+/* Lists n tokens behind a sequence.  In a tree, several may follow the same token. */
+static void add_tokens(client *c, pass *p, int s, int n) {
+    world *w = c->w;
+    const int at = kvc_next_position(w->cache, id_of(s)), is_unstored = !pick(5), first = p->num_tokens;
+    const int last = exact_end(w, &w->sequences[s]) < at ? -1 : at ? w->sequences[s].tags[0][at - 1] : 0;
+    for (int t = first; t < first + n; t++, p->num_tokens++) {
+        const int back = p->is_tree ? 1 + pick(3) : 1, parent = t - back < first ? -1 : t - back;
+        p->parents[t] = parent;
+        p->positions[t] = parent < 0 ? at : p->positions[parent] + 1;
+        p->tags[t] = next_tag(c, s, p->positions[t], parent < 0 ? last : p->tags[parent]);
+        note_computed(&p->tags[t], 1);
+        p->unstored[t] = (uint8_t)is_unstored;
+    }
+}
+
 /* Takes sequences and lists tokens behind theirs. */
 static void make_pass(client *c, pass *p) {
     world *w = c->w;
-    *p = (pass){0};
+    *p = (pass){.is_tree = !pick(5)};
     for (int i = 1 + pick(MOST_FED); i > 0; i--) {
         const int s = take(c);
         if (s < 0) continue;
-        const int at = kvc_next_position(w->cache, id_of(s)), n = 1 + pick(FEED), is_unstored = !pick(5);
-        if (at + n > MOST) {
+        const int n = 1 + pick(FEED);
+        if (kvc_next_position(w->cache, id_of(s)) + n > MOST) {
             clear_one(c, s);
             let_go(c, s);
             continue;
         }
-        int before = exact_end(w, &w->sequences[s]) < at ? -1 : at ? w->sequences[s].tags[0][at - 1] : 0;
-        for (int t = 0; t < n; t++, p->num_tokens++) {
-            p->positions[p->num_tokens] = at + t;
-            p->tags[p->num_tokens] = before = next_tag(c, s, at + t, before);
-            note_computed(&before, 1);
-            p->unstored[p->num_tokens] = (uint8_t)is_unstored;
+        if (p->is_tree && w->sequences[s].prefix) { /* its prompt is fed in order */
+            let_go(c, s);
+            continue;
         }
+        add_tokens(c, p, s, n);
         p->sequences[p->num_sequences++] = s;
         p->first[p->num_sequences] = p->num_tokens;
     }
@@ -544,6 +557,7 @@ static int begin(client *c, pass *p) {
         for (int t = p->first[i]; t < p->first[i + 1]; t++) ids[t] = id_of(p->sequences[i]);
     kvc_begin_args args = {
         .struct_size = sizeof args, .num_tokens = p->num_tokens, .seq_ids = ids, .unstored = p->unstored};
+    if (p->is_tree) args.positions = p->positions, args.parents = p->parents;
     const int has_begun = begin_with(c, &args, &p->batch, MAY_BE_GONE);
     for (int t = 0; has_begun && c->w->is_meddled && t < p->num_tokens; t++) /* others may have moved the end */
         c->w->origins[p->tags[t]] = (uint8_t)kvc_batch_positions(p->batch)[t];
@@ -577,7 +591,12 @@ static void end_pass(client *c, const pass *p) {
     const int is_whole = pick(4) != 0;
     for (int i = 0; i < p->num_sequences; i++) {
         const int end = is_whole ? p->first[i + 1] : p->first[i] + pick(p->first[i + 1] - p->first[i] + 1);
-        for (int t = p->first[i]; t < end; t++) kept[t] = 1, indices[num++] = t;
+        if (p->is_tree) /* the last one and its ancestors */
+            for (int t = end > p->first[i] ? end - 1 : -1; t >= 0; t = p->parents[t]) kept[t] = 1;
+        else
+            memset(kept + p->first[i], 1, (size_t)(end - p->first[i]));
+        for (int t = p->first[i]; t < end; t++)
+            if (kept[t]) indices[num++] = t;
     }
     c->w->batch = NULL;
     c->call = "kvc_commit"; /* it cannot fail */

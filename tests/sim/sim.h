@@ -83,6 +83,7 @@ typedef struct pass {
     int num_sequences, num_tokens;
     int sequences[MOST_FED], first[MOST_FED + 1]; /* tokens of each: [first[i], first[i + 1]) */
     int positions[MOST_TOKENS], tags[MOST_TOKENS];
+    int parents[MOST_TOKENS], is_tree; /* is_tree: a token sees its ancestors among the tokens, and no others */
     uint8_t unstored[MOST_TOKENS];
     int num_put[MOST_LAYERS]; /* tokens that were put in a layer: the first ones */
     query last;               /* that attended */
