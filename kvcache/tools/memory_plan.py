@@ -255,7 +255,8 @@ def _row(
 def _rate(layers: Sequence[Layer], shape: Shape, context: int, rate: float | None) -> float | None:
     """Return the tokens that attention decodes in a second if it reads so many bytes.
 
-    Shared rows are stored once, and read by each layer that shares them. If a layer chooses rows, the others are not read.
+    Shared rows are stored once, and read by each layer that shares them. If a layer chooses rows, the others are not
+    read.
     """
     if rate is None:
         return None
