@@ -189,6 +189,7 @@ static void count_own_rows(void *context, const kvc_run *segment, int32_t token)
     u->own_segments++;
     u->own_rows += segment->count;
     u->rises &= segment->position > u->last_position;
+    u->own_from = (int32_t)kvc_smaller(u->own_from, segment->position);
     u->last_position = segment->position + segment->count - 1;
 }
 
@@ -205,6 +206,7 @@ static void find_rows(const kvc_plan *plan, const kvc_view *view, kvc_new_slice 
     find_reach(plan, list, u);
     u->stored_rises = u->rises = is_replaced || list->ascending;
     u->last_position = is_replaced ? -1 : list->max_position;
+    u->own_from = INT32_MAX;
     visit_own_rows(plan, u, marks, count_own_rows, u);
     u->slice.num_rows = u->own_rows;
     u->slice.is_buffered = pending->to == KVC_TO_BUFFER;
@@ -217,6 +219,8 @@ static void find_rows(const kvc_plan *plan, const kvc_view *view, kvc_new_slice 
     else
         for (int32_t i = 0; i < u->num_runs; i++) u->stored_rows += kvc_rows_in_reach(&u->stored, &u->runs[i]);
     u->slice.num_rows += u->stored_rows;
+    const int is_behind = u->stored_rises && u->own_from > list->max_position;
+    if (!u->rises) u->tangled_rows = is_behind ? u->own_rows : u->slice.num_rows;
 }
 
 /* Cuts the rows of a slice into splits.  num_slices: number of slices of its sequence. */
@@ -320,8 +324,9 @@ static void list_segment(void *context, const kvc_run *segment, int32_t token) {
 }
 
 int64_t kvc_most_segments(const kvc_plan *plan, const kvc_new_slice *u) {
-    if (plan->by_token && !u->rises) return u->stored_rows + u->own_rows; /* sort_rows takes one for each row */
-    return (int64_t)(u->num_runs - u->first_run) * (u->stored.sinks ? 2 : 1) + u->own_segments;
+    const int64_t stored = (int64_t)(u->num_runs - u->first_run) * (u->stored.sinks ? 2 : 1);
+    if (!plan->by_token || !u->tangled_rows) return stored + u->own_segments;
+    return (u->tangled_rows > u->own_rows ? 0 : stored) + u->tangled_rows; /* sort_rows takes one for each row */
 }
 
 /* Orders single rows by position, and rows at one position by arrival, of which `count` is the number here. */
@@ -373,9 +378,9 @@ static void list_by_position(kvc_plan *plan, const kvc_new_slice *from, kvc_quer
     all.slice.first = cut.first;
     all.slice.num_tokens = cut.end - cut.first;
     for (int32_t i = 0; i < from->num_runs; i++) visit_run(&from->stored, &from->runs[i], -1, list_segment, plan);
-    slice->first_own_segment = from->rises ? plan->num_segments : first;
+    slice->first_own_segment = from->tangled_rows > from->own_rows ? first : plan->num_segments;
     visit_own_rows(plan, &all, marks, list_segment, plan);
-    if (!from->rises) sort_rows(plan, first, from->stored_rows + from->own_rows);
+    if (from->tangled_rows) sort_rows(plan, slice->first_own_segment, from->tangled_rows);
     slice->end_segment = plan->num_segments;
     plan->starts[slice->first_start] = (kvc_split_start){first, 0};
 }

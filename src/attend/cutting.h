@@ -28,6 +28,8 @@ typedef struct kvc_new_slice {
     int32_t rises, last_position;    /* positions rise from row to row, over all; position of the last one so far */
     int64_t stored_rows, own_rows;   /* number of stored rows in reach, and of the batch's own */
     int64_t own_segments;            /* number of segments of the batch's own rows */
+    int32_t own_from;                /* the lowest position of the batch's own rows */
+    int64_t tangled_rows;            /* the last rows, which do not lie by position: none, the batch's own, or all */
     /* Filled in by jobs.c.  Splits below first_split belong to the slice before it in the order of rows.  The others
      * begin in run first_run; the runs before that have rows_before rows in reach. */
     int32_t first_split, first_run;

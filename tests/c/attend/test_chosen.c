@@ -227,6 +227,42 @@ static void test_plans(void) {
     stage_free(st);
 }
 
+/* Returns the bytes of a batch and of its plan for chosen rows, with parents or without. */
+static size_t bytes_of_plan(kvc_cache *cache, const memory *heap, int32_t num_stored, int is_tree) {
+    const int32_t positions[] = {num_stored, num_stored + 1, num_stored + 1}, parents[] = {-1, 0, 0};
+    const kvc_plan_args args = {.struct_size = sizeof args, .num_heads = 1, .num_threads = 1, .max_chosen = 8};
+    kvc_batch *batch = NULL;
+    kvc_plan *plan = NULL;
+    size_t bytes = 0;
+    CHECKF(kvc_begin(cache, 3, is_tree ? positions : NULL, NULL, is_tree ? parents : NULL, &batch) == KVC_OK, "%s",
+           kvc_last_error());
+    CHECKF(kvc_plan_new(batch, &args, &plan) == KVC_OK, "%s", kvc_last_error());
+    for (int i = 0; i < heap->num; i++)
+        if (heap->live[i].hint.kind == KVC_MEMORY_SCRATCH) bytes += heap->live[i].size;
+    kvc_abort(batch);
+    CHECK(kvc_compact(cache) == KVC_OK);
+    return bytes;
+}
+
+/* A tree behind many rows is put in order by itself: no row before it takes memory. */
+static void test_tree_behind_rows(void) {
+    enum { NUM = 20000 };
+    static memory heap;
+    static float row[32];
+    kvc_layer layer = {.num_kv_heads = 1, .k_dim = 32, .v_dim = 32};
+    memory_init(&heap);
+    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.allocator = &heap.allocator});
+    kvc_batch *batch = NULL;
+    CHECK(kvc_begin(cache, NUM, NULL, NULL, NULL, &batch) == KVC_OK);
+    kvc_put_args put = float_rows(0, NUM, 1, 32, 32, row, row);
+    put.k_token_stride = put.v_token_stride = 0;
+    CHECKF(kvc_put(batch, 0, &put) == KVC_OK && kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
+    CHECK(kvc_compact(cache) == KVC_OK);
+    const size_t line = bytes_of_plan(cache, &heap, NUM, 0), tree = bytes_of_plan(cache, &heap, NUM, 1);
+    CHECKF(tree < line + NUM, "%zu bytes, and %zu without parents", tree, line);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
 /* ---- failure ----------------------------------------------------------------------------------------------------- */
 
 static kvc_status attend_on_two(void *context) { return attend(context, 2, 0); }
@@ -293,6 +329,7 @@ int main(void) {
     test_not_read();
     test_divided();
     test_plans();
+    test_tree_behind_rows();
     test_allocation();
     test_bad_choices();
     for_some_isas(test_answers);
