@@ -6,6 +6,7 @@ prefix, and every part ends by undefining its macros.
 """
 
 import argparse
+import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -46,13 +47,15 @@ TOKEN = re.compile(
 )
 
 
+@functools.cache
 def files_included(path):
-    """Yield the project's files that a file includes, in order."""
-    for name in INCLUDE.findall(path.read_text()):
-        folders = (path.parent, ROOT / "src", HEADER.parent)
-        yield next(folder / name for folder in folders if (folder / name).exists()).resolve()
+    """Return the project's files that a file includes, in order."""
+    folders = (path.parent, ROOT / "src", HEADER.parent)
+    names = INCLUDE.findall(path.read_text())
+    return [next(folder / name for folder in folders if (folder / name).exists()).resolve() for name in names]
 
 
+@functools.cache
 def is_template(path):
     return not GUARD.search(path.read_text())
 
@@ -61,14 +64,14 @@ def headers_of(paths):
     """Return the headers that these files need, each after the headers that it includes."""
     found = {}
     for path in paths:
-        files = [*files_included(path)]
+        files = files_included(path)
         found |= dict.fromkeys([*headers_of(files), *(file for file in files if not is_template(file))])
     return [*found]
 
 
 def splice(path):
     """Return a file's text, with templates in the place of their #include, and without the #include of headers."""
-    files = files_included(path)
+    files = iter(files_included(path))
     return INCLUDE.sub(lambda _: splice(file) if is_template(file := next(files)) else "", path.read_text())
 
 
@@ -87,6 +90,7 @@ def scan(text):
             inside.append(next(iter(kinds), "body"))
 
 
+@functools.cache
 def names_of(text):
     """Return the names that a text defines at file scope, macros aside."""
     names = set()

@@ -716,8 +716,8 @@ def shown():
 
 
 def marks_of(line):
-    """`kvcache bench` measures for long. test_bench measures less."""
-    return pytest.mark.full if " bench" in line else pytest.mark.slow if " plan" in line else ()
+    """`kvcache bench` measures for long; test_bench measures less. A selftest that needs NumPy alone is above."""
+    return pytest.mark.full if " bench" in line else pytest.mark.slow if re.search(" (plan|selftest)", line) else ()
 
 
 @pytest.mark.parametrize("line", [pytest.param(line, marks=marks_of(line)) for line in shown()])
