@@ -655,9 +655,10 @@ KVC_API kvc_status kvc_copy_prefix(kvc_cache *cache, int64_t src, int64_t dst, i
 /* Adds the rows of src at positions [begin, end) to dst, behind the rows that dst holds.  No row is copied, and limits
  * are checked later, as in kvc_copy_prefix.  In a cross-attention layer, all rows are added if dst has none.  Rows that
  * dst holds already, in the same slots at the same positions, are left out: sharing twice does no harm.
- * Positions in the range that have expired in src count as expired in dst, unless dst holds a row there.  If dst had
- * expired positions before, all positions between the two ranges count as expired, too.  kvc_can_resume says where dst
- * can go on; a batch that would see such positions fails with KVC_ERR_GONE.
+ * Positions in the range that have expired in src count as expired in dst, unless dst holds a row there.  For
+ * kvc_exact_to, they count as added rows.  If dst had expired positions before, all positions between the two ranges
+ * count as expired, too.  kvc_can_resume says where dst can go on; a batch that would see such positions fails with
+ * KVC_ERR_GONE.
  * If dst is empty, [0, KVC_END) does what kvc_fork does, with its errors.  Otherwise, if src is empty, it does nothing.
  * Fails with KVC_ERR_INVALID if src == dst, and if a row of src stands at the position of another row of dst in some
  * layer; the message has the position.  Fails with KVC_ERR_NOMEM. */
@@ -1226,6 +1227,7 @@ typedef struct kvc_store {
 /* Reads the full blocks that follow the known tokens of a prompt from a store, and adds them in order.  It ends where
  * the store lacks a block that is not kept, and where there is no room.  It also ends before a block that would reach
  * past max_matched tokens (-1: no limit) or hold the prompt's last token.  A kept block is read if it lacks its state.
+ * The time for a block grows with the number of blocks before it.
  * Sets *fetched to the number of tokens in blocks that brought rows or a state, also if it fails.
  * Fails with KVC_ERR_INVALID if there are no tokens, as `read` fails, with KVC_ERR_FORMAT if a value was changed, and
  * with KVC_ERR_NOMEM.  The prompt's tokens are then computed, and a changed value is written again. */
