@@ -209,14 +209,14 @@ static void store_iq4_nl(uint8_t *block, const float x[KVC_QUANT_ELEMENTS]) {
         memset(block + KVC_SCALE_BYTES, KVC_LEVELS_OF_1, KVC_NIBBLE_BYTES);
         return;
     }
-    const float id = 1 / (largest / KVC_LEVELS_IQ4_NL[0]);
+    const float unit = largest / KVC_LEVELS_IQ4_NL[0], id = 1 / unit; /* each rounded, on any machine */
     volatile float by_element, by_level;
     float sum_by_element = 0, sum_by_level = 0;
     int codes[KVC_QUANT_ELEMENTS];
     for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) {
         const float y = isnan(x[i]) ? 0 : x[i];
         codes[i] = nearest_level(id * y);
-        const float level = KVC_LEVELS_IQ4_NL[codes[i]], weighted = y * y * level;
+        const float level = KVC_LEVELS_IQ4_NL[codes[i]], square = y * y, weighted = square * level;
         by_element = weighted * y;
         by_level = weighted * level;
         sum_by_element += by_element;

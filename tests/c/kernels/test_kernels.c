@@ -286,11 +286,12 @@ static int nearest_level(float x) {
 
 /* Encodes 32 finite elements as iq4_nl. */
 static void quantised_to_levels(uint8_t *block, const float *x, float largest) {
+    const float d = largest / -127, id = 1 / d; /* each rounded */
     int codes[BLOCK];
     float upper = 0, lower = 0;
     for (int i = 0; i < BLOCK; i++) {
         volatile float w = x[i] * x[i]; /* each product rounded, whatever the compiler would like to do */
-        codes[i] = fabsf(largest) < 1e-15f ? 8 : nearest_level(1 / (largest / -127) * x[i]);
+        codes[i] = fabsf(largest) < 1e-15f ? 8 : nearest_level(id * x[i]);
         volatile float weighted = w * (float)levels[codes[i]];
         volatile float by_element = weighted * x[i], by_level = weighted * (float)levels[codes[i]];
         upper += by_element;
@@ -321,13 +322,14 @@ static void quantised(int type, uint8_t block[LARGEST_BLOCK], const float *x) {
     const int is_tiny = d != 0 && id == 0 && isfinite(d);
     for (int i = 0; i < BLOCK; i++) {
         const float above = x[i] - least;
-        volatile float product = (has_minimum(type) ? above : x[i]) * id; /* rounded */
+        volatile float product = (has_minimum(type) ? above : x[i]) * id;           /* rounded */
+        const float sum = product + ((has_minimum(type) ? 0 : (float)half) + 0.5f); /* rounded, also by i386 */
         if (type == KVC_Q8_0)
             codes[i] = (int)((double)product + (product < 0 ? -0.5 : 0.5)); /* MinGW's roundf may be off by 1 */
         else if (has_minimum(type))
-            codes[i] = isnan(product) ? 0 : (int)fmin(floor((double)(product + 0.5f)), 2 * half - 1);
+            codes[i] = isnan(product) ? 0 : (int)fmin(floor((double)sum), 2 * half - 1);
         else
-            codes[i] = is_tiny ? 0 : (int)fmin(floor((double)(product + ((float)half + 0.5f))), 2 * half - 1);
+            codes[i] = is_tiny ? 0 : (int)fmin(floor((double)sum), 2 * half - 1);
     }
     store_bits(type, block, d, least, codes);
 }

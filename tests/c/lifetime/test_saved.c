@@ -821,7 +821,8 @@ static void test_shared_meanwhile(void) {
             CHECK_FAILS(kvc_restore(p.cache, &load), KVC_ERR_FULL, "24 tokens", "capacity is 20");
         else
             CHECKF(kvc_restore(p.cache, &load) == KVC_OK, "%s", kvc_last_error());
-        CHECK(kvc_utilization(p.cache) == (capacity < 24 ? 0.6 : 1) && kvc_validate(p.cache) == KVC_OK);
+        const double share = capacity < 24 ? 0.6 : 1; /* i386 has more bits of a constant */
+        CHECK(kvc_utilization(p.cache) == share && kvc_validate(p.cache) == KVC_OK);
         if (capacity < 24) pair_check(&p);
         free(b.file.bytes);
         pair_free(&p);
