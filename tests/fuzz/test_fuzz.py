@@ -24,8 +24,8 @@ SECONDS = 60
 
 
 @pytest.mark.parametrize("source", FUZZERS, ids=lambda path: path.stem)
-def test_inputs(build, source):
-    run(*EMULATOR, build(source, HERE / "replay.c"), str(ALTERED[source.stem]), source.with_suffix(".txt"))
+def test_inputs(workshop, source):
+    workshop.run(source, HERE / "replay.c", arguments=[str(ALTERED[source.stem]), source.with_suffix(".txt")])
 
 
 @pytest.fixture(scope="module")

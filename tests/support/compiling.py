@@ -31,6 +31,7 @@ OPENMP = "-fopenmp"
 EMULATOR = shlex.split(os.environ.get("KVCACHE_C_EMULATOR", ""))
 TIMEOUT = 1800  # seconds, for programs under an emulator, or without optimisation under the sanitizers
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+COMPUTING = {"attend", "kernels", "fuzz_attention"}  # folders and programs that compute attention themselves
 ENVIRONMENT = os.environ | {
     "ASAN_OPTIONS": "allocator_may_return_null=1:detect_stack_use_after_return=1",
     "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
@@ -201,16 +202,16 @@ class Workshop:
 
         return Path(self.once(folder.name, build_in_folder))
 
-    def run(self, source):
+    def run(self, *sources, arguments=()):
         """Build and run a program that tests the core. The undefined sanitizer is for the core alone.
 
         Programs with it take half as long again to compile. Without optimisation they take a fifth of the time, and
-        run as fast, except tests that compute attention themselves.
+        most run as fast.
         """
         flags = ["-fno-sanitize=undefined"] if {*SANITIZERS} <= {*self.core()[0]} else []
-        if "KVCACHE_C_FLAGS" not in os.environ and source.parent.name not in ("attend", "kernels"):
+        if "KVCACHE_C_FLAGS" not in os.environ and not COMPUTING & {sources[0].parent.name, sources[0].stem}:
             flags.append("-O0")
-        run(*EMULATOR, self.build(source, flags=flags))
+        run(*EMULATOR, self.build(*sources, flags=flags), *arguments)
 
 
 def outcome_of(function):
