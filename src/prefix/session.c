@@ -121,8 +121,8 @@ kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32
     const int32_t block = prefix->cache->pools[0].block_size, begin = matched / block * block;
     const kvc_token_span first = kvc_tokens_part(tokens, 0, 1),
                          prompt = kvc_tokens_part(tokens, begin, tokens->num_tokens);
-    const uint64_t num = (uint64_t)prompt.num + 1, digest_bytes = prompt.digests ? KVC_NAME_BYTES : 0,
-                   size = sizeof(kvc_session) + num * (sizeof(int64_t) + digest_bytes);
+    const size_t rest = (size_t)prompt.num, digest_bytes = prompt.digests ? KVC_NAME_BYTES : 0;
+    const uint64_t num = (uint64_t)rest + 1, size = sizeof(kvc_session) + num * (sizeof(int64_t) + digest_bytes);
     kvc_session *session = kvc_memory_alloc(&prefix->cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
     if (!session) {
         kvc_set_last_error("out of memory for a prompt of %lld tokens", (long long)tokens->num_tokens);
@@ -131,9 +131,9 @@ kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32
     int64_t *ids = (int64_t *)(void *)(session + 1);
     uint8_t *digests = digest_bytes ? (uint8_t *)(ids + num) : NULL;
     ids[0] = first.ids[0];
-    if (prompt.num) memcpy(ids + 1, prompt.ids, (num - 1) * sizeof *ids);
+    if (rest) memcpy(ids + 1, prompt.ids, rest * sizeof *ids);
     if (digests) memcpy(digests, first.digests, digest_bytes);
-    if (digests && prompt.num) memcpy(digests + digest_bytes, prompt.digests, (num - 1) * digest_bytes);
+    if (digests && rest) memcpy(digests + digest_bytes, prompt.digests, rest * digest_bytes);
     *session = (kvc_session){
         .follower = {ended, plan_leave, leave, may_leave, NULL, begun_anew},
         .num_bytes = size,
