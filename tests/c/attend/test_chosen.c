@@ -25,6 +25,16 @@ static kvc_status attend(question *a, int num_threads, int tasks) {
     return status;
 }
 
+/* Makes a choice for all heads, of entries 0.  It is too large for a stack, where compilers put a literal. */
+static void choose_anew(int num_tokens, int width, int block, int tail) {
+    memset(&chosen, 0, sizeof chosen);
+    chosen.num_tokens = num_tokens;
+    chosen.num_choices = 1;
+    chosen.width = width;
+    chosen.block = block;
+    chosen.tail = tail;
+}
+
 /* The same choice, written down in other ways, gives the same bits. */
 static void check_spelling(question *right, question *got) {
     static choice kept;
@@ -114,7 +124,7 @@ static void test_all_and_none(void) {
     scene s = plain_scene(2, 4, 64, 700, 3);
     stage *st = stage_new(&s, &(setting){.block_size = 16});
     question dense = question_of_all(st), got = question_of_all(st);
-    chosen = (choice){.num_tokens = 3, .num_choices = 1, .width = 1, .block = 1000};
+    choose_anew(3, 1, 1000, 0);
     CHECK(ask(&dense) == KVC_OK && attend(&got, 2, 0) == KVC_OK);
     for (int i = 0; i < 3 * 8 * 64; i++)
         CHECK(fabsf(((float *)(void *)got.out)[i] - ((float *)(void *)dense.out)[i]) < 1e-6f);
@@ -135,7 +145,7 @@ static void test_tail_ahead(void) {
     question dense = question_of_all(st), got = question_of_all(st);
     memset(non_causal, 1, sizeof non_causal);
     dense.plan.non_causal = got.plan.non_causal = non_causal;
-    chosen = (choice){.num_tokens = NEW, .num_choices = 1, .width = 1, .block = 250, .tail = 1};
+    choose_anew(NEW, 1, 250, 1);
     CHECK(ask(&dense) == KVC_OK && attend(&got, 2, 0) == KVC_OK);
     for (int i = 0; i < 150 * 8 * 64; i++) /* tokens at positions [300, 450), whose tail begins at 250 */
         CHECK(fabsf(((float *)(void *)got.out)[i] - ((float *)(void *)dense.out)[i]) < 1e-6f);
@@ -157,7 +167,7 @@ static void test_not_read(void) {
             s[bad].number = i % 2 ? NAN : INFINITY;
             st[bad] = stage_new(&s[bad], &(setting){.block_size = 16});
             a[bad] = question_of_all(st[bad]);
-            chosen = (choice){.num_tokens = 4, .num_choices = 1, .width = 500};
+            choose_anew(4, 500, 0, 0);
             for (int t = 0; t < 4; t++)
                 for (int j = 0; j < 500; j++) chosen.entries[t][0][j] = j + (j >= 301);
             CHECK(attend(&a[bad], 2, 0) == KVC_OK);
@@ -199,7 +209,7 @@ static void test_plans(void) {
     stage *st = stage_new(&s, &(setting){.block_size = 16});
     question a = question_of_all(st);
     kvc_plan *plan = NULL, *dense = NULL;
-    chosen = (choice){.num_tokens = 2, .num_choices = 1, .width = 5};
+    choose_anew(2, 5, 0, 0);
     kvc_chosen given = choice_for(&a);
     a.plan.max_chosen = 5;
     CHECK(kvc_plan_new(st->batch, &a.plan, &plan) == KVC_OK);
@@ -287,7 +297,7 @@ static void test_bad_choices(void) {
     scene s = plain_scene(2, 2, 64, 30, 2);
     stage *st = stage_new(&s, &(setting){.block_size = 16});
     question a = question_of_all(st);
-    chosen = (choice){.num_tokens = 2, .num_choices = 1, .width = 5};
+    choose_anew(2, 5, 0, 0);
     const kvc_chosen good = choice_for(&a);
     kvc_chosen bad = good;
     a.args.chosen = &bad;
