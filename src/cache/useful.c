@@ -3,11 +3,8 @@
 
 /* ---- lists of useless standings --------------------------------------------------------------------------------- */
 
-/* Returns the block that has all rows of a list; NULL if there are several. */
-static kvc_block *block_of(const kvc_run_list *list) {
-    kvc_block *block = kvc_runs_begin(list)->block;
-    return kvc_runs_end(list)[-1].block == block && list->num == 1 ? block : NULL;
-}
+/* Returns the block of a list's only run; NULL if there are several. */
+static kvc_block *block_of(const kvc_run_list *list) { return list->num == 1 ? kvc_runs_begin(list)->block : NULL; }
 
 /* Adds to the number of sequences in the list of the pool that have rows in these blocks. */
 static void watch(const kvc_run_list *list, int32_t add) {

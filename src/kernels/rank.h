@@ -108,7 +108,7 @@ INLINE void fold_heads(float *scores, float (*sums)[KVC_LANES], int width) {
         }
         v_transpose(x);
         for (int half = inner / 2; half; half /= 2)
-            for (int i = 0; i < LANES; i++)
+            for (int i = 0; i + half < LANES; i++)
                 if (i % inner < half) x[i] = v_add(x[i], x[i + half]);
         for (int i = 0; i < LANES; i += inner, scores += KVC_TILE) v_store(scores, x[i]);
     }
