@@ -294,6 +294,11 @@ typedef struct kvc_layer {
                              it.  Layer n - 1 has rows of its own, and the same shapes, types, policy and rope */
     kvc_policy policy;
     kvc_rope rope;
+    int32_t sketch_bits;  /* 2: a sketch of each key is kept beside it, k_dim / 4 + 2 bytes, by which a token can select
+                             rows (select_rows).  k_dim must be a multiple of 32 and at most 1024, the layer stores
+                             values apart from its keys, and its window or chunk, if it has one, is at least 8192
+                             positions.  Sketches follow from the stored keys, and are in no saved state and no store.
+                             0: the layer has no sketches */
 } kvc_layer;
 
 typedef enum kvc_memory_kind { /* what an allocation is for */
@@ -491,6 +496,9 @@ typedef struct kvc_plan_args {
                                   takes 8 bytes of memory for each and thread.  0: the plan is not for chosen rows, but
                                   kvc_attend finds the number itself */
     int32_t num_choices;       /* of kvc_choose_args, for a layer that holds keys alone.  0: 1 */
+    int32_t select_rows;       /* a token of a long sequence reads about this number of rows for each KV head: the rows
+                                  that matter most by their sketches (kvc_attend).  The layer has sketches.  0: all rows
+                                  are read */
 } kvc_plan_args;
 
 /* Attends: out[t, h] = sum over visible rows j of softmax(scale * q[t, h] . k[j]) * v[j], for the query tokens of the
@@ -498,9 +506,17 @@ typedef struct kvc_plan_args {
  * to its own, if the policy shows them and the plan does not mask them.  These are stored rows, and rows of the batch,
  * which must have been put in this layer.
  * If a token sees no row, out is 0, and lse is -inf; if sinks are given, lse is the head's sink.
+ * With plan->select_rows, a token reads only a part of the rows that it sees.  For each KV head it reads the first 16 and
+ * the last 64 of them, by position.  The others are cut into pieces of 4.  Their sketches give each of these rows a score
+ * for each query head, and so, by the softmax over these rows, a weight.  The token reads the select_rows / 4 pieces,
+ * rounded up, whose weights are the largest in sum over rows and query heads; of equal ones, the first.  Softcap and
+ * ALiBi apply to these scores.  A sequence reads all rows if it has more than 8 query tokens in the call.  It also
+ * reads all if it has at most 80 + 2 * select_rows rows, with those of the batch, as does a token that sees no more.
+ * The rows of a token that selected some do not follow from the tokens alone, so kvc_exact_to ends before it.
  * The bits of a token's result depend on the rows that it sees, and on which tokens of its sequence are in the call.
  * They do not depend on threads, on where rows lie, or on other sequences of the batch.  If rows are chosen, the bits
- * depend on the rows that the token sees alone.
+ * depend on the rows that the token sees alone.  Instruction sets select the same rows, unless two pieces weigh nearly
+ * the same.
  * Infinities and NaN in rows reach only the tokens that see them.  Prompts with infinities or NaN take longer.  Results
  * for infinities, NaN and denormals may differ between instruction sets; docs/platforms.md lists how.
  * Sums are kept in f32, and values are summed before they are divided by the sum of their weights.  So out may be

@@ -65,6 +65,7 @@ cdef extern from "kvcache.h" nogil:
         int32_t num_kv_heads, k_dim, v_dim, k_type, v_type, k_transform, v_transform, value_in_key, share
         kvc_policy policy
         kvc_rope rope
+        int32_t sketch_bits
 
     ctypedef int32_t kvc_poll_fn(void *user) noexcept
 
@@ -337,7 +338,7 @@ cdef extern from "kvcache.h" nogil:
         const uint8_t *non_causal
         const kvc_masked *masked
         size_t masked_size
-        int32_t num_masked, max_chosen, num_choices
+        int32_t num_masked, max_chosen, num_choices, select_rows
 
     kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args)
 

@@ -26,6 +26,7 @@ _LayerTuple: TypeAlias = tuple[
     tuple[int, int],
     bool,
     int,
+    int,
     tuple[int, int, int, int, int, int],
     tuple[tuple[float, ...], bool, int] | Callable[[int, npt.NDArray[np.float32], int], Any] | Literal[False] | None,
 ]
@@ -278,6 +279,7 @@ class Batch:
         chosen: object,
         chosen_block: SupportsIndex,
         chosen_tail: bool,
+        select: SupportsIndex | None,
         layout: str,
         out: object,
         return_lse: bool,

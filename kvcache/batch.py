@@ -176,8 +176,8 @@ class Batch:
         first: SupportsIndex = 0, scale: SupportsFloat | None = None, softcap: SupportsFloat | None = None,
         sinks: AnyArray | None = None, alibi: AnyArray | None = None, non_causal: Flags | None = None,
         masked: Ranges | None = None, chosen: Entries | None = None, chosen_block: SupportsIndex = 1,
-        chosen_tail: bool = False, layout: Layout = "THD", out: AnyArray | None = None,
-        return_lse: Literal[False] = False,
+        chosen_tail: bool = False, select: SupportsIndex | None = None, layout: Layout = "THD",
+        out: AnyArray | None = None, return_lse: Literal[False] = False,
     ) -> npt.NDArray[Any]: ...  # fmt: skip
 
     @overload
@@ -186,7 +186,8 @@ class Batch:
         first: SupportsIndex = 0, scale: SupportsFloat | None = None, softcap: SupportsFloat | None = None,
         sinks: AnyArray | None = None, alibi: AnyArray | None = None, non_causal: Flags | None = None,
         masked: Ranges | None = None, chosen: Entries | None = None, chosen_block: SupportsIndex = 1,
-        chosen_tail: bool = False, layout: Layout = "THD", out: AnyArray | None = None, return_lse: Literal[True],
+        chosen_tail: bool = False, select: SupportsIndex | None = None, layout: Layout = "THD",
+        out: AnyArray | None = None, return_lse: Literal[True],
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]: ...  # fmt: skip
 
     @overload
@@ -195,7 +196,8 @@ class Batch:
         first: SupportsIndex = 0, scale: SupportsFloat | None = None, softcap: SupportsFloat | None = None,
         sinks: AnyArray | None = None, alibi: AnyArray | None = None, non_causal: Flags | None = None,
         masked: Ranges | None = None, chosen: Entries | None = None, chosen_block: SupportsIndex = 1,
-        chosen_tail: bool = False, layout: Layout = "THD", out: AnyArray | None = None, return_lse: bool = False,
+        chosen_tail: bool = False, select: SupportsIndex | None = None, layout: Layout = "THD",
+        out: AnyArray | None = None, return_lse: bool = False,
     ) -> Any: ...  # fmt: skip
 
     def attend(
@@ -215,6 +217,7 @@ class Batch:
         chosen: Entries | None = None,
         chosen_block: SupportsIndex = 1,
         chosen_tail: bool = False,
+        select: SupportsIndex | None = None,
         layout: Layout = "THD",
         out: AnyArray | None = None,
         return_lse: bool = False,
@@ -262,6 +265,12 @@ class Batch:
             The positions that an entry of `chosen` stands for: entry b names ``[b * n, (b + 1) * n)``.
         chosen_tail : bool, default False
             Whether a token at position p also sees its incomplete block: positions from ``(p + 1) // n * n`` on.
+        select : int, optional
+            About how many rows a token of a long sequence reads for each KV head, in a layer with `sketch`. It reads
+            the first 16 and the last 64 rows that it sees, and of the others the pieces of 4 rows, up to `select` rows,
+            that matter most by their sketches [2]_. A token that sees at most ``80 + 2 * select`` rows reads all of
+            them, and so does a sequence with more than 8 query tokens in the call. A `PrefixCache` keeps no token that
+            selected rows. By default all rows are read.
         layout : {"THD", "HTD", "BHTD"}, default "THD"
             The order of the axes of `q`, `k`, `v` and the result, as in `put`. In `chosen`, tokens come in the order of
             the batch.
@@ -304,6 +313,8 @@ class Batch:
         ----------
         .. [1] Ofir Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length
            Extrapolation", ICLR 2022.
+        .. [2] Jianyang Gao and Cheng Long, "RaBitQ: Quantizing High-Dimensional Vectors with a Theoretical Error Bound
+           for Approximate Nearest Neighbor Search", SIGMOD 2024.
 
         Examples
         --------
@@ -331,6 +342,7 @@ class Batch:
             chosen,
             chosen_block,
             chosen_tail,
+            select,
             layout,
             out,
             return_lse,

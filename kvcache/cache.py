@@ -41,7 +41,7 @@ class KVCache(Saveable):
         The number of layers of the model; or the layers, in place of all arguments that are as in `Layer`.
     num_kv_heads, head_dim : int or sequence of int
         As in `Layer`: one value for all layers, or one per layer.
-    v_head_dim, value_in_key, dtype, k_dtype, v_dtype, k_transform, v_transform, policy, rope : optional
+    v_head_dim, value_in_key, dtype, k_dtype, v_dtype, k_transform, v_transform, policy, rope, sketch : optional
         As in `Layer`: one value for all layers, or a sequence of one per layer.
     share : sequence of int or None, optional
         As in `Layer`: for each layer, the index of the layer whose rows it reads; None: its own.
@@ -157,6 +157,7 @@ class KVCache(Saveable):
         v_transform: Transform | Sequence[Transform | None] | None = None,
         policy: Policy | Sequence[Policy | None] | None = FullAttention(),  # noqa: B008  (frozen)
         share: Sequence[SupportsIndex | None] | None = None, rope: RopeLike | Sequence[RopeLike] = None,
+        sketch: bool | Sequence[bool] = False,
         max_sequences: SupportsIndex | None = 1, capacity: SupportsIndex | None = None,
         max_bytes: SupportsIndex | None = None, block_size: SupportsIndex | None = None, strategy: Strategy = "always",
         num_threads: SupportsIndex | None = None,

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvcache import _core
 from kvcache._core import INT32_MAX, integer
+from kvcache.errors import NotSupportedError
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow, most_rows
 from kvcache.rope import Rope, RopeFunction, RopeLike
 from kvcache.spelling import spelt
@@ -79,6 +80,8 @@ def to_dtype(value: Any, name: str, among: Sequence[DType] = DTYPES) -> DType:
 
 # The core's limits, checked here so that messages name Python's arguments.
 MAX_LAYERS = 1 << 20
+SKETCH_BITS = 2
+LEAST_SKETCHED = 8192  # positions that queries of a layer with sketches see, at least
 MAX_DIM = 1 << 20
 MAX_ORDER = 1024  # of the Hadamard matrix that keys are multiplied by
 ALWAYS_TRANSFORMED = ("int6", "int4")
@@ -168,6 +171,10 @@ class Layer:
         The rotation of keys by their position. None, the default: unknown, so tokens cannot be moved. False: keys carry
         no rotation. A callable takes ``(layer, keys, delta)``, where `keys` are f32 ``[num_kv_heads, n, head_dim]``,
         and returns the keys moved by `delta` positions.
+    sketch : bool, default False
+        Whether a sketch of each key is kept beside it, so that `Batch.attend` can `select` rows: ``head_dim / 4 + 2``
+        bytes for a KV head. `head_dim` must be a multiple of 32, at most 1024. A layer of keys alone, one whose values
+        lie in the keys, and one whose queries see fewer than 8192 positions has none.
 
     Raises
     ------
@@ -209,6 +216,7 @@ class Layer:
     k_transform: Transform | None
     v_transform: Transform | None
     share: int | None
+    sketch: bool
 
     def __init__(
         self,
@@ -225,6 +233,7 @@ class Layer:
         policy: Policy | None = FullAttention(),  # noqa: B008  (frozen)
         share: SupportsIndex | None = None,
         rope: RopeLike = None,
+        sketch: bool = False,
     ) -> None:
         if dtype is not None and k_dtype is not None and v_dtype is not None:  # as from dataclasses.replace
             raise ValueError(f"dtype={dtype!r}: k_dtype and v_dtype are given; give these two, or dtype alone")
@@ -242,6 +251,7 @@ class Layer:
             "k_transform": _transform(k_transform, "k_transform"),
             "v_transform": _transform(v_transform, "v_transform"),
             "share": None if share is None else integer(share, "share", 0, MAX_LAYERS - 1),
+            "sketch": _bool(sketch, "sketch"),
         }
         if not values["v_head_dim"]:
             values |= {"v_dtype": values["k_dtype"], "v_transform": values["k_transform"]}
@@ -252,6 +262,8 @@ class Layer:
         _check_dim(v_name, self.v_head_dim, self.v_dtype, "values")
         if self.value_in_key:
             _check_value_in_key(self, v_name)
+        if self.sketch:
+            _check_sketch(self)
         if isinstance(self.rope, Rope):
             _check_rope(self.rope, self)
 
@@ -269,6 +281,8 @@ class Layer:
             words.append("no rotation")
         elif self.rope is not None:
             words.append(repr(self.rope) if isinstance(self.rope, Rope) else "rope function")
+        if self.sketch:
+            words.append("sketches")
         if self.share is not None:
             words.append("reads another's rows")
         return ", ".join(words)
@@ -278,9 +292,10 @@ class Layer:
         """The bytes of a token's rows; 0 if the layer has no attention, or reads another layer's rows."""
         if self.policy is None or self.share is not None:
             return 0
-        return bytes_of_token(
+        rows = bytes_of_token(
             self.num_kv_heads, self.head_dim, self.v_head_dim, self.k_dtype, self.v_dtype, self.value_in_key
         )
+        return rows + (self.num_kv_heads * (self.head_dim // 4 + 2) if self.sketch else 0)
 
     def most_bytes(self, num_tokens: SupportsIndex, batch_tokens: SupportsIndex = 0) -> int:
         """Return the most bytes of rows that a sequence of `num_tokens` tokens can hold.
@@ -303,6 +318,7 @@ class Layer:
             (_core.TRANSFORMS[self.k_transform], _core.TRANSFORMS[v_transform]),
             self.value_in_key,
             0 if self.share is None else self.share + 1,
+            SKETCH_BITS if self.sketch else 0,
             _core_policy(self.policy),
             rope,
         )
@@ -483,6 +499,20 @@ def _rope(value: Any, name: str) -> RopeLike:
 def _check_dim(name: str, dim: int, dtype: DType, what: str) -> None:
     if not suits(dtype, dim):
         raise ValueError(f"{name}={dim}: must be a multiple of 32 where {what} are stored as {dtype}")
+
+
+def _check_sketch(layer: Layer) -> None:
+    if not layer.v_head_dim or layer.value_in_key:
+        what = "values lie in the keys" if layer.value_in_key else "there are keys alone"
+        raise NotSupportedError(f"sketch=True: {what}, and rows are selected where values are stored apart from keys")
+    if layer.head_dim % 32 or layer.head_dim > 1024:
+        raise ValueError(f"head_dim={layer.head_dim}: for sketches it must be a multiple of 32, at most 1024")
+    policy = layer.policy
+    sees = getattr(policy, "window", getattr(policy, "attention_chunk_size", LEAST_SKETCHED))
+    if isinstance(policy, CrossAttention) or sees < LEAST_SKETCHED:
+        raise NotSupportedError(
+            f"sketch=True: with policy={policy!r} there is nothing to gain; queries must see {LEAST_SKETCHED} positions"
+        )
 
 
 def _check_value_in_key(layer: Layer, v_name: str) -> None:

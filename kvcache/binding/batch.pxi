@@ -271,7 +271,8 @@ cdef class Batch(_CallCounter):
         return owner
 
     cdef tuple read_query(self, int32_t layer, object q, object first, object scale, object softcap, object sinks,
-                          object alibi, object non_causal, object masked, int layout, object out, Query *query):
+                          object alibi, object non_causal, object masked, object select, int layout, object out,
+                          Query *query):
         """Describe a query; return the objects that keep the memory it points to, the result's last."""
         cdef kvc_layer *shape = &self.cache.layers[layer]
         cdef kvc_plan_args *plan = &query.plan
@@ -304,6 +305,8 @@ cdef class Batch(_CallCounter):
             if flags is not None:
                 plan.non_causal = <const uint8_t *>cnp.PyArray_DATA(flags)
         ranges = to_masked(masked, &plan.masked, &plan.masked_size, &plan.num_masked)
+        if select is not None:
+            plan.select_rows = <int32_t>to_int(select, "select", 1, _INT32_MAX)
         out = self.read_out(out, q, shape.v_dim, layout, &query.q, &query.out)
         args.out = query.out.data
         args.out_token_stride, args.out_head_stride = query.out.strides[token], query.out.strides[head]
@@ -331,7 +334,7 @@ cdef class Batch(_CallCounter):
         return array
 
     def attend(self, layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, masked, chosen, chosen_block,
-               chosen_tail, str layout, out, return_lse):
+               chosen_tail, select, str layout, out, return_lse):
         self.check_open()
         cdef bint wants_lse = flag(return_lse, "return_lse")
         cdef int32_t at = to_layer(layer, self.cache.num_layers)
@@ -347,8 +350,8 @@ cdef class Batch(_CallCounter):
         if not self.cache.layers[at].v_dim:
             memset(&none, 0, sizeof(none))
             self.count_dense(at, &none)  # which fails: nothing attends in such a layer
-        query_owners = self.read_query(at, q, first, scale, softcap, sinks, alibi, non_causal, masked, axes, out,
-                                       &query)
+        query_owners = self.read_query(at, q, first, scale, softcap, sinks, alibi, non_causal, masked, select, axes,
+                                       out, &query)
         if chosen is not None:
             _entries = self.read_chosen(chosen, chosen_block, chosen_tail, axes, &query)
         elif to_int(chosen_block, "chosen_block", 1, _INT32_MAX) != 1 or flag(chosen_tail, "chosen_tail"):

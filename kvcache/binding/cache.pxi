@@ -62,7 +62,7 @@ cdef class Cache(_CallCounter):
         """Fill in a layer from its tuple (see _core.pyi); keep the frequencies of each rope, once for its layers."""
         cdef kvc_layer *layer = &self.layers[i]
         cdef double[::1] frequencies
-        shapes, types, transforms, layer.value_in_key, layer.share, policy, rope = description
+        shapes, types, transforms, layer.value_in_key, layer.share, layer.sketch_bits, policy, rope = description
         layer.num_kv_heads, layer.k_dim, layer.v_dim = shapes
         layer.k_type, layer.v_type = types
         layer.k_transform, layer.v_transform = transforms

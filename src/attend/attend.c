@@ -5,6 +5,7 @@
 #include "attend/chosen.h"
 #include "attend/plan.h"
 #include "attend/run.h"
+#include "attend/select.h"
 #include "attend/step.h"
 #include "cache/check.h"
 #include "pass/put.h"
@@ -74,9 +75,9 @@ static int attend_split(kvc_task *t) {
 
 /* ---- merging the results of splits by log-sum-exp (Flash-Decoding) ----------------------------------------------- */
 
-/* The results of a slice's splits for one KV head: in plan->partials or, if there is a single split, in the workspace.
- */
+/* The results of a slice's splits for one KV head: in plan->partials or in the workspace. */
 typedef struct results {
+    int32_t num_splits;
     const float *max, *sum, *acc; /* those of split 0 */
     uint64_t stride;              /* from split to split, in floats */
     float ln_of_base;             /* of maxima: 1, or ln(2) */
@@ -94,7 +95,7 @@ static float add_splits(const kvc_task *t, const results *all, int32_t r, int32_
     const kvc_plan *plan = t->call->plan;
     const size_t stride = (size_t)plan->workspace.acc_stride, row = (size_t)r * stride;
     float factor = rescale_factor(all->max[r], max, all->ln_of_base), sum = factor * all->sum[r];
-    if (t->slice->num_splits > 1) memcpy(out, all->acc + row, stride * sizeof *out);
+    if (all->num_splits > 1) memcpy(out, all->acc + row, stride * sizeof *out);
     if (num_splits == 1 && factor == 1) return sum;
     int32_t p = 1, n;
     do { /* runs once even for a single split, as `out` must be multiplied by the factor */
@@ -121,7 +122,7 @@ static void merge_row(const kvc_task *t, const results *all, int32_t r, float *l
     const float sink = sinks ? sinks[kvc_query_head_of(t, r)] / all->ln_of_base : -INFINITY;
     float *out = t->acc + (size_t)r * (size_t)plan->workspace.acc_stride, max = sink;
     int32_t num_splits = 1; /* up to the last split with rows: a split without rows may change the sign of a zero */
-    for (int32_t p = 0; p < t->slice->num_splits; p++) {
+    for (int32_t p = 0; p < all->num_splits; p++) {
         const float of_split = all->max[(size_t)p * all->stride + (size_t)r];
         if (of_split > max) max = of_split;
         if (of_split != -INFINITY) num_splits = p + 1;
@@ -162,7 +163,7 @@ static void write_out(const kvc_task *t, const results *all) {
 static float *partial_of(const kvc_task *t, int32_t p) {
     const kvc_plan *plan = t->call->plan;
     const uint64_t size = kvc_partial_size(t->num_query_rows, plan->workspace.acc_stride);
-    if (plan->joins_splits) return t->workspace + plan->workspace.partials + (size_t)p * size;
+    if (plan->joins_splits || t->slice->selects) return t->workspace + plan->workspace.partials + (size_t)p * size;
     return plan->partials + t->slice->partials + ((size_t)t->part * (size_t)t->slice->num_splits + (size_t)p) * size;
 }
 
@@ -178,14 +179,13 @@ static void keep_partial(const kvc_task *t, int32_t p) {
 
 /* The last task to end of a slice and KV head merges the splits and writes the output; in a rerun, each task that finds
  * all splits there does.  A single split is not counted: atomic instructions wait until all that was stored is in the
- * cache. */
-static void end_split(const kvc_task *t) {
-    const int32_t num_splits = t->slice->num_splits;
-    if (num_splits > 1 && !t->call->plan->joins_splits) {
+ * cache.  A task that selects rows attended to all splits. */
+static void end_split(const kvc_task *t, int32_t num_splits) {
+    if (num_splits > 1 && !t->call->plan->joins_splits && !t->slice->selects) {
         keep_partial(t, t->job->split);
         if (!kvc_ends_slice(t)) return;
     }
-    results all = {t->max, t->sum, t->acc, 0, 1, 1};
+    results all = {num_splits, t->max, t->sum, t->acc, 0, 1, 1};
     if (num_splits > 1) {
         const size_t q = (size_t)t->num_query_rows;
         all.max = partial_of(t, 0);
@@ -201,21 +201,34 @@ static void end_split(const kvc_task *t) {
     write_out(t, &all);
 }
 
-/* Attends to the rows that the task's token chooses, split by split.  Keeps the results of the splits if the task has
- * several.  Returns 0 if the call was cancelled. */
-static int attend_chosen(kvc_task *t) {
+/* Ends a task whose rows were attended to: keeps the results of its slices' splits, and writes the output of slices
+ * whose last split it was. */
+static void end_splits(const kvc_task *t) {
+    if (t->job->num_slices == 1) {
+        end_split(t, t->slice->num_splits);
+        return;
+    }
+    for (int32_t m = 0, first = 0; m < t->job->num_slices; m++) {
+        const kvc_task own = kvc_part_of(t, m, first);
+        first += own.num_query_rows;
+        end_split(&own, own.slice->num_splits);
+    }
+}
+
+/* ---- rows that are chosen or selected ---------------------------------------------------------------------------- */
+
+/* Attends to num_rows listed rows, in splits of split_rows.  Keeps the results of the splits if there are several.
+ * Returns 0 if the call was cancelled. */
+static int attend_listed(kvc_task *t, int64_t num_rows, int32_t num_splits, int64_t split_rows) {
     const kvc_call *c = t->call;
-    const kvc_query_slice *slice = t->slice;
-    const int32_t num_splits = t->job->num_splits;
-    const int64_t num_rows = kvc_list_chosen(t, t->job->split * slice->split_rows, num_splits * slice->split_rows);
     const kvc_segment *const segments = kvc_chosen_segments(t);
-    kvc_cursor rows = kvc_cursor_from(c, slice, t->part, segments, 0, kvc_smaller(num_rows, slice->split_rows));
+    kvc_cursor rows = kvc_cursor_from(c, t->slice, t->part, segments, 0, kvc_smaller(num_rows, split_rows));
     kvc_prefetch_keys(t, rows);
     int goes_on = 1; /* until the call is cancelled */
     for (int32_t p = 0; p < num_splits && goes_on; p++) {
-        const int64_t end = (p + 1) * slice->split_rows, left = num_rows > end ? num_rows - end : 0;
-        const kvc_cursor next = kvc_cursor_from(c, slice, t->part, segments, end,
-                                                p + 1 < num_splits ? kvc_smaller(left, slice->split_rows) : 0);
+        const int64_t end = (p + 1) * split_rows, left = num_rows > end ? num_rows - end : 0;
+        const kvc_cursor next = kvc_cursor_from(c, t->slice, t->part, segments, end,
+                                                p + 1 < num_splits ? kvc_smaller(left, split_rows) : 0);
         begin_split(t);
         goes_on = kvc_attend_rows(t, rows, next);
         if (goes_on && num_splits > 1) keep_partial(t, p);
@@ -224,22 +237,39 @@ static int attend_chosen(kvc_task *t) {
     return goes_on;
 }
 
-/* Ends a task whose rows were attended to: keeps the results of its slices' splits, and writes the output of slices
- * whose last split it was. */
-static void end_splits(const kvc_task *t) {
-    if (t->job->num_slices == 1) {
-        end_split(t);
+/* Attends to the rows that the task's token chooses. */
+static int attend_chosen(kvc_task *t) {
+    const int64_t split_rows = t->slice->split_rows;
+    const int32_t num_splits = t->job->num_splits;
+    return attend_listed(t, kvc_list_chosen(t, t->job->split * split_rows, num_splits * split_rows), num_splits,
+                         split_rows);
+}
+
+/* Scores sketches, or attends in a slice that reads all rows. */
+static int begin_selecting(kvc_task *t) { return t->slice->selects ? kvc_score_sketches(t) : attend_split(t); }
+
+/* The last task to end of a slice and KV head selects rows, and attends to them. */
+static void end_selecting(const kvc_task *ended) {
+    kvc_task t = *ended;
+    if (!t.slice->selects) {
+        end_splits(ended);
         return;
     }
-    for (int32_t m = 0, first = 0; m < t->job->num_slices; m++) {
-        const kvc_task own = kvc_part_of(t, m, first);
-        first += own.num_query_rows;
-        end_split(&own);
+    if (t.slice->num_splits > 1) {
+        kvc_keep_found(&t);
+        if (!kvc_ends_slice(&t)) return;
     }
+    const int64_t num_rows = kvc_list_selected(&t);
+    const int32_t num_splits = num_rows ? (int32_t)((num_rows + KVC_SPLIT_ROWS - 1) / KVC_SPLIT_ROWS) : 1;
+    if (attend_listed(&t, num_rows, num_splits, KVC_SPLIT_ROWS))
+        end_split(&t, num_splits);
+    else
+        atomic_store(&t.call->was_cancelled, 1);
 }
 
 static const kvc_work attention = {attend_split, end_splits, CANCELLED},
-                      attention_to_chosen = {attend_chosen, end_splits, CANCELLED};
+                      attention_to_chosen = {attend_chosen, end_splits, CANCELLED},
+                      attention_to_selected = {begin_selecting, end_selecting, CANCELLED};
 
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
@@ -272,7 +302,26 @@ static kvc_status check_args(const kvc_layer *layer, int32_t num_tokens, const k
 static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_chosen *chosen,
                       const kvc_row_buffer *buffer) {
     c->chosen = *chosen;
-    kvc_call_init(c, plan, layer, args, plan->args.max_chosen ? &attention_to_chosen : &attention, buffer);
+    const kvc_work *work = plan->args.max_chosen    ? &attention_to_chosen
+                           : plan->args.select_rows ? &attention_to_selected
+                                                    : &attention;
+    kvc_call_init(c, plan, layer, args, work, buffer);
+}
+
+/* Notes which tokens attended to selected rows, because their rows do not follow from tokens alone.  task: the one that
+ * was run, or -1 for all of the plan's. */
+static void note_selected(const kvc_plan *plan, int64_t task) {
+    kvc_batch *batch = plan->batch;
+    int32_t part;
+    const kvc_query_slice *only = task < 0 ? NULL : kvc_slice_of(plan, kvc_job_of(plan, task, &part), 0);
+    kvc_lock(batch->cache);
+    for (int32_t u = 0; u < plan->num_slices; u++) {
+        const kvc_query_slice *slice = &plan->slices[u];
+        int32_t *from = &batch->sequences[slice->sequence].selected_from;
+        if (slice->selects && (!only || only == slice))
+            *from = kvc_lower(*from, batch->positions[batch->order[slice->first]]);
+    }
+    kvc_unlock(batch->cache, KVC_OK);
 }
 
 /* Checks the arguments of kvc_plan_run, and runs the task. */
@@ -291,6 +340,7 @@ static kvc_status run_planned(kvc_plan *plan, int32_t layer, const kvc_attend_ar
     kvc_row_buffer *buffer = kvc_row_buffer_find(plan->batch, layer);
     make_call(&c, plan, layer, &args, &chosen, buffer);
     const kvc_status status = kvc_run_task(&c, layer, task);
+    if (status == KVC_OK && plan->args.select_rows) note_selected(plan, task);
     kvc_row_buffer_leave(plan->batch->cache, buffer);
     return status;
 }
@@ -313,6 +363,7 @@ static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *a
     kvc_status status = kvc_run_tasks(&c);
     if (status == KVC_OK && put && *buffer) status = kvc_row_buffer_accept(batch->cache, *buffer, 0);
     if (status != KVC_OK && put) kvc_mark_written(batch, layer, put->first, put->num_tokens, *buffer, 0);
+    if (status == KVC_OK && plan->args.select_rows) note_selected(plan, -1);
     return status;
 }
 

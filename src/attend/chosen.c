@@ -95,11 +95,14 @@ static const int32_t *take_entries(const kvc_task *t, int32_t *num) {
 typedef struct row_lister {
     const kvc_batch *batch;
     kvc_visible seen;
-    const kvc_segment *next, *end; /* the sequence's segments from where the next rows may lie on */
-    kvc_segment *to;               /* the list's segments */
-    int64_t skip, left;            /* rows to leave out first, and to list then */
+    const kvc_segment *next, *end;            /* the sequence's segments from where the next rows may lie on */
+    kvc_segment *to;                          /* the list's segments */
+    const kvc_row_range *ranges, *ranges_end; /* of rows to list, ascending, from those on that are not listed yet */
+    int64_t at;                               /* number of rows that were passed */
     int64_t num_rows, num_segments;
 } row_lister;
+
+static int is_done(const row_lister *l) { return l->ranges == l->ranges_end; }
 
 /* Returns the first segment from `at` on that ends behind a position.  Looks at those near `at` first. */
 static const kvc_segment *find_segment(const kvc_segment *at, const kvc_segment *end, int32_t position) {
@@ -115,23 +118,29 @@ static const kvc_segment *find_segment(const kvc_segment *at, const kvc_segment 
 
 /* Adds `count` rows of a segment from row `offset` on. */
 static void add_rows(row_lister *l, const kvc_segment *from, int32_t offset, int32_t count) {
-    const int32_t skipped = (int32_t)kvc_smaller(l->skip, count);
-    l->skip -= skipped;
-    offset += skipped;
-    count = (int32_t)kvc_smaller(count - skipped, l->left);
-    if (!count) return;
-    l->left -= count;
-    l->num_rows += count;
     kvc_segment row = *from;
     row.slot += offset;
     row.position += offset;
     row.count = count;
     if (row.token >= 0) row.token += offset;
+    l->num_rows += count;
     kvc_segment *last = l->to + l->num_segments - 1;
     if (l->num_segments && kvc_extends(last, &row))
         last->count += count;
     else
         l->to[l->num_segments++] = row;
+}
+
+/* Passes `count` rows of a segment from row `offset` on, and adds those in the ranges. */
+static void pass_rows(row_lister *l, const kvc_segment *from, int32_t offset, int32_t count) {
+    const int64_t first = l->at, end = first + count;
+    l->at = end;
+    for (; !is_done(l) && l->ranges->begin < end; l->ranges++) {
+        const int64_t begin = l->ranges->begin > first ? l->ranges->begin : first;
+        const int64_t stop = kvc_smaller(l->ranges->end, end);
+        if (begin < stop) add_rows(l, from, offset + (int32_t)(begin - first), (int32_t)(stop - begin));
+        if (l->ranges->end > end) break;
+    }
 }
 
 /* Adds the rows at positions [begin, end) that the token sees if its policy shows these positions. */
@@ -141,14 +150,14 @@ static void add_positions(row_lister *l, int64_t begin, int64_t end) {
     if (!is_tree) end = causal_end;
     if (begin >= end) return;
     const kvc_segment *segment = l->next = find_segment(l->next, l->end, (int32_t)begin);
-    for (; segment < l->end && segment->position < end && l->left; segment++) {
+    for (; segment < l->end && segment->position < end && !is_done(l); segment++) {
         const int is_own = is_tree && segment->token >= 0;
         const int64_t from = begin > segment->position ? begin - segment->position : 0;
         const int64_t to = kvc_smaller((is_own ? end : causal_end) - segment->position, segment->count);
-        if (!is_own && from < to) add_rows(l, segment, (int32_t)from, (int32_t)(to - from));
+        if (!is_own && from < to) pass_rows(l, segment, (int32_t)from, (int32_t)(to - from));
         for (int64_t i = from; is_own && i < to; i++)
             if (kvc_descends(l->batch, l->seen.token, l->batch->order[segment->token + i]))
-                add_rows(l, segment, (int32_t)i, 1);
+                pass_rows(l, segment, (int32_t)i, 1);
     }
 }
 
@@ -158,7 +167,7 @@ static void add_range(row_lister *l, int64_t begin, int64_t end) {
     add_positions(l, begin > l->seen.low ? begin : l->seen.low, end);
 }
 
-static row_lister make_lister(const kvc_task *t, int64_t first, int64_t most) {
+static row_lister make_lister(const kvc_task *t, const kvc_row_range *ranges, int64_t num_ranges) {
     const kvc_call *c = t->call;
     const kvc_plan *plan = c->plan;
     row_lister l = {.batch = plan->batch,
@@ -166,8 +175,8 @@ static row_lister make_lister(const kvc_task *t, int64_t first, int64_t most) {
                     .next = plan->segments + plan->starts[t->slice->first_start].segment,
                     .end = plan->segments + t->slice->end_segment,
                     .to = kvc_chosen_segments(t),
-                    .skip = first,
-                    .left = most};
+                    .ranges = ranges,
+                    .ranges_end = ranges + num_ranges};
     if (c->policy->kind == KVC_CROSS) l.seen.last = INT32_MAX;
     if (l.seen.sinks >= l.seen.low) l.seen.sinks = l.seen.low = 0;
     return l;
@@ -180,13 +189,27 @@ int64_t kvc_list_chosen(const kvc_task *t, int64_t first, int64_t most) {
     const int64_t tail = c->chosen.tail ? (position + 1) / block * block : INT64_MAX;
     int32_t num;
     const int32_t *entries = take_entries(t, &num);
-    row_lister l = make_lister(t, first, most);
-    for (int32_t i = 0; i < num && l.left; i++) {
+    const kvc_row_range range = {first, first + most};
+    row_lister l = make_lister(t, &range, 1);
+    for (int32_t i = 0; i < num && !is_done(&l); i++) {
         const int64_t begin = entries[i] * block;
         int64_t end = begin + block;
         for (; i + 1 < num && entries[i + 1] * block <= end; i++) end = entries[i + 1] * block + block;
         if (begin < tail) add_range(&l, begin, kvc_smaller(end, tail));
     }
-    if (c->chosen.tail && l.left) add_range(&l, tail, INT32_MAX);
+    if (c->chosen.tail && !is_done(&l)) add_range(&l, tail, INT32_MAX);
     return l.num_rows;
+}
+
+int64_t kvc_list_seen(const kvc_task *t, const kvc_row_range *ranges, int64_t num_ranges) {
+    row_lister l = make_lister(t, ranges, num_ranges);
+    add_range(&l, 0, INT32_MAX);
+    return l.num_rows;
+}
+
+int64_t kvc_count_seen(const kvc_task *t) {
+    const kvc_row_range none = {INT64_MAX, INT64_MAX};
+    row_lister l = make_lister(t, &none, 1);
+    add_range(&l, 0, INT32_MAX);
+    return l.at;
 }

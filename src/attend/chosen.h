@@ -17,4 +17,8 @@ kvc_status kvc_chosen_check(const kvc_plan_args *plan, int32_t num_kv_heads, con
  * task's workspace.  Returns their number. */
 int64_t kvc_list_chosen(const kvc_task *t, int64_t first, int64_t most);
 
+/* Lists the rows in these ranges, which ascend, of all rows that the task's token sees, in the same way; counts all. */
+int64_t kvc_list_seen(const kvc_task *t, const kvc_row_range *ranges, int64_t num_ranges);
+int64_t kvc_count_seen(const kvc_task *t);
+
 #endif

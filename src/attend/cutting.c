@@ -24,6 +24,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/status.h"
+
 /* ---- the queries of a slice -------------------------------------------------------------------------------------- */
 
 static int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
@@ -32,6 +34,7 @@ static int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 typedef struct query_cut {
     int32_t first, end, tokens;
     int32_t num_slices; /* 0: the sequence has no query tokens */
+    int32_t selects;
 } query_cut;
 
 /* Returns the number of query tokens per slice, for a sequence with more than KVC_TASK_QUERIES query rows that see at
@@ -41,6 +44,37 @@ static int32_t slice_tokens(const kvc_plan *plan, int64_t query_rows, int64_t nu
     int32_t most = KVC_TILE_QUERIES;
     while (most > KVC_TILE_QUERIES / 4 && divide_up(query_rows, most) * tasks_per_slice < KVC_TILED_TASKS) most /= 2;
     return most > plan->heads_per_part ? most / plan->heads_per_part : 1;
+}
+
+/* Returns whether the query tokens of a sequence, of which there are num_queries, select rows.  This depends on the
+ * sequence alone. */
+static int selects_rows(const kvc_batch *batch, const kvc_plan_args *args, int32_t sequence, int32_t num_queries) {
+    const kvc_batch_sequence *member = &batch->sequences[sequence];
+    const kvc_run_list *stored = &member->sequence->runs[batch->cache->group_of[args->layer]];
+    return num_queries && num_queries <= KVC_MOST_SELECTING &&
+           (int64_t)stored->num_rows + member->num_tokens > kvc_most_unselected(args);
+}
+
+kvc_status kvc_check_selecting(const kvc_batch *batch, kvc_plan_args *args) {
+    if (args->select_rows < 0)
+        return kvc_fail(KVC_ERR_INVALID, "select_rows is %d: it must be positive, or 0 to read all rows",
+                        args->select_rows);
+    if (args->max_chosen)
+        return kvc_fail(KVC_ERR_INVALID, "select_rows is %d and max_chosen %d: rows are chosen or selected, not both",
+                        args->select_rows, args->max_chosen);
+    if (!batch->cache->layers[args->layer].sketch_bits)
+        return kvc_fail(KVC_ERR_UNSUPPORTED, "select_rows is %d: layer %d has no sketches; set its sketch_bits to 2",
+                        args->select_rows, args->layer);
+    int selects = 0;
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
+        const kvc_batch_sequence *member = &batch->sequences[s];
+        int32_t num_queries = 0;
+        for (int32_t i = member->first; i < member->first + member->num_tokens; i++)
+            num_queries += batch->order[i] >= args->first && batch->order[i] - args->first < args->num_tokens;
+        selects |= selects_rows(batch, args, s, num_queries);
+    }
+    if (!selects) args->select_rows = 0;
+    return KVC_OK;
 }
 
 /* Cuts the query tokens of a sequence that are in the plan's range into slices. */
@@ -56,7 +90,8 @@ static query_cut cut_queries(const kvc_plan *plan, int32_t sequence) {
     const int32_t num_tokens = cut.end - cut.first, last = batch->positions[batch->order[cut.end - 1]];
     const int64_t query_rows = (int64_t)num_tokens * plan->heads_per_part;
     cut.tokens = query_rows <= KVC_TASK_QUERIES ? num_tokens : slice_tokens(plan, query_rows, (int64_t)last + 1);
-    if (plan->by_token) cut.tokens = 1;
+    cut.selects = plan->args.select_rows && selects_rows(batch, &plan->args, sequence, num_tokens);
+    if (plan->by_token || cut.selects) cut.tokens = 1;
     cut.num_slices = (int32_t)divide_up(num_tokens, cut.tokens);
     return cut;
 }
@@ -234,18 +269,21 @@ static void cut_rows(const kvc_plan *plan, int32_t num_slices, kvc_query_slice *
     if (!slice->num_splits) slice->num_splits = 1; /* a slice that sees nothing needs a task too, which writes zeros */
 }
 
-/* Cuts the rows of a slice for which a plan chooses.  With one split, a task keeps what it needs in its workspace. */
+/* Cuts the rows of a slice for which a plan chooses, or whose token selects, into whole units.  With one split, a task
+ * keeps what it needs in its workspace. */
 static void cut_ranked(const kvc_plan *plan, kvc_query_slice *slice) {
     const int64_t threads = plan->args.num_threads, enough = KVC_TASKS_PER_THREAD * threads;
-    const int is_whole = threads == 1 || 2 * (int64_t)plan->num_slices >= enough;
-    const int64_t rows = is_whole ? slice->num_rows : divide_up(slice->num_rows * plan->num_slices, enough);
-    slice->split_rows = KVC_BUGGIFY() ? 4 : kvc_smaller(INT32_MAX, divide_up(rows, KVC_SPLIT_ROWS) * KVC_SPLIT_ROWS);
-    if (!slice->split_rows) slice->split_rows = KVC_SPLIT_ROWS;
+    const int64_t tasks = (int64_t)plan->num_slices * plan->num_parts;
+    const int64_t unit = slice->selects ? KVC_CHUNK_ROWS : KVC_BUGGIFY() ? 4 : KVC_SPLIT_ROWS;
+    const int is_whole = threads == 1 || 2 * tasks >= enough;
+    const int64_t rows = is_whole ? slice->num_rows : divide_up(slice->num_rows * tasks, enough);
+    slice->split_rows = kvc_smaller(INT32_MAX / unit, divide_up(rows, unit)) * unit;
+    if (!slice->split_rows) slice->split_rows = unit;
     slice->num_splits = (int32_t)divide_up(slice->num_rows, slice->split_rows);
     if (!slice->num_splits) slice->num_splits = 1;
 }
 
-/* Lists the slices of a sequence whose tokens choose rows.  What all of them see together is found once. */
+/* Lists the slices of a sequence whose tokens choose or select rows.  What all of them see together is found once. */
 static void list_choosing(const kvc_plan *plan, const kvc_view *view, int32_t sequence, const query_cut *cut,
                           kvc_new_slice *slices, uint8_t *marks) {
     const int tiled = !plan->chooses && plan->heads_per_part > KVC_STREAM_QUERIES;
@@ -253,14 +291,16 @@ static void list_choosing(const kvc_plan *plan, const kvc_view *view, int32_t se
                                    .first = cut->first,
                                    .num_tokens = cut->end - cut->first,
                                    .tiled = tiled,
-                                   .tile_rows = tiled ? kvc_tile_rows(plan) : KVC_TILE}};
+                                   .tile_rows = tiled ? kvc_tile_rows(plan) : KVC_TILE,
+                                   .by_token = 1,
+                                   .selects = cut->selects}};
     find_rows(plan, view, &all, marks);
     /* Each position has one row where positions rise.  The tail of a token that sees later rows is as long as these
      * are. */
     const int sees_later = plan->args.non_causal || all.pending->to == KVC_TO_CROSS;
     const int64_t most =
         !all.stored_rises || sees_later ? INT64_MAX : plan->args.max_chosen + (all.rises ? 0 : all.own_rows);
-    if (plan->chooses) {
+    if (plan->chooses || cut->selects) {
         cut_ranked(plan, &all.slice);
     } else {
         all.slice.num_rows = kvc_smaller(all.slice.num_rows, most);
@@ -276,7 +316,7 @@ static void list_choosing(const kvc_plan *plan, const kvc_view *view, int32_t se
 void kvc_list_slices(const kvc_plan *plan, const kvc_view *view, kvc_new_slice *slices, uint8_t *marks) {
     for (int32_t s = 0; s < plan->batch->num_sequences; s++) {
         const query_cut cut = cut_queries(plan, s);
-        if (cut.num_slices && plan->by_token) {
+        if (cut.num_slices && (plan->by_token || cut.selects)) {
             list_choosing(plan, view, s, &cut, slices, marks);
             slices += cut.num_slices;
             continue;
@@ -323,9 +363,9 @@ static void list_segment(void *context, const kvc_run *segment, int32_t token) {
                       .token = token};
 }
 
-int64_t kvc_most_segments(const kvc_plan *plan, const kvc_new_slice *u) {
+int64_t kvc_most_segments(const kvc_new_slice *u) {
     const int64_t stored = (int64_t)(u->num_runs - u->first_run) * (u->stored.sinks ? 2 : 1);
-    if (!plan->by_token || !u->tangled_rows) return stored + u->own_segments;
+    if (!u->slice.by_token || !u->tangled_rows) return stored + u->own_segments;
     return (u->tangled_rows > u->own_rows ? 0 : stored) + u->tangled_rows; /* sort_rows takes one for each row */
 }
 
@@ -387,7 +427,7 @@ static void list_by_position(kvc_plan *plan, const kvc_new_slice *from, kvc_quer
 
 void kvc_list_segments(kvc_plan *plan, const kvc_new_slice *from, kvc_query_slice *slice, const kvc_query_slice *before,
                        uint8_t *marks) {
-    if (plan->by_token) {
+    if (slice->by_token) {
         list_by_position(plan, from, slice, before, marks);
         return;
     }

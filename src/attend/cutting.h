@@ -50,6 +50,9 @@ int64_t kvc_most_shown_runs(const kvc_plan *plan);
 /* Fills in view->stored, from view->masked.  runs: memory for kvc_most_shown_runs(plan). */
 void kvc_cut_masked(const kvc_plan *plan, const kvc_view *view, kvc_run *runs);
 
+/* Checks select_rows, which is not 0.  It becomes 0 if no sequence selects: the plan is then one for all rows. */
+kvc_status kvc_check_selecting(const kvc_batch *batch, kvc_plan_args *args);
+
 /* Counts the slices that the plan's queries are cut into. */
 int32_t kvc_count_slices(const kvc_plan *plan);
 
@@ -59,7 +62,7 @@ void kvc_list_slices(const kvc_plan *plan, const kvc_view *view, kvc_new_slice *
 
 /* Returns an upper bound of how many segments kvc_list_segments adds to the plan; the slices of a sequence that choose
  * rows have the first one's. */
-int64_t kvc_most_segments(const kvc_plan *plan, const kvc_new_slice *u);
+int64_t kvc_most_segments(const kvc_new_slice *u);
 
 /* Adds the segments of `slice`, which is the plan's copy of from->slice, to the plan, and fills in where its splits
  * begin. Splits below from->first_split belong to `before`, the slice before it in the order of rows, and are listed

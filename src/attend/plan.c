@@ -77,7 +77,7 @@ typedef struct totals {
     int32_t most_query_rows;            /* most query rows of one slice */
     int32_t most_splits;                /* most splits of one slice */
     int64_t most_rows, most_split_rows; /* most rows of one slice, and of one split */
-    int32_t any_tiled;
+    int32_t any_tiled, any_selects;
     double multiply_adds;
 } totals;
 
@@ -90,23 +90,25 @@ static totals lay_out_slices(const maker *m) {
         kvc_query_slice *slice = &u->slice;
         const int32_t query_rows = kvc_num_query_rows(plan, slice);
         const uint64_t tasks = (uint64_t)slice->num_splits * (uint64_t)plan->num_parts;
-        const int has_own_segments = !plan->by_token || !i || u[-1].slice.sequence != slice->sequence;
+        const int has_own_segments = !slice->by_token || !i || u[-1].slice.sequence != slice->sequence;
         slice->first_start = t.splits;
         slice->first_counter = t.counters;
         slice->partials = t.partials;
-        t.segments += has_own_segments ? kvc_most_segments(plan, u) : 0;
+        t.segments += has_own_segments ? kvc_most_segments(u) : 0;
         t.splits += slice->num_splits;
         t.counters += plan->num_parts;
         t.whole_query_rows += u->is_whole ? query_rows : 0;
         if (slice->num_splits > 1 && !plan->joins_splits)
-            t.partials += plan->chooses ? (uint64_t)slice->num_rows * (uint64_t)plan->args.num_choices
-                                        : tasks * kvc_partial_size(query_rows, plan->workspace.acc_stride);
+            t.partials += plan->chooses    ? (uint64_t)slice->num_rows * (uint64_t)plan->args.num_choices
+                          : slice->selects ? (uint64_t)plan->num_parts * kvc_found_size(plan, slice->num_rows)
+                                           : tasks * kvc_partial_size(query_rows, plan->workspace.acc_stride);
         if (slice->num_rows > t.most_rows) t.most_rows = slice->num_rows;
         const int64_t of_split = slice->num_splits > 1 ? slice->split_rows : slice->num_rows;
         if (of_split > t.most_split_rows) t.most_split_rows = of_split;
         if (slice->num_splits > t.most_splits) t.most_splits = slice->num_splits;
         if (query_rows > t.most_query_rows) t.most_query_rows = query_rows;
         t.any_tiled |= slice->tiled;
+        t.any_selects |= slice->selects;
         t.multiply_adds += (double)slice->num_rows * query_rows * plan->num_parts * (plan->k_dim + plan->v_dim);
     }
     return t;
@@ -165,6 +167,26 @@ static void lay_out_choosing(kvc_plan *plan, const totals *t) {
     at->ids = add_floats(&at->size, (uint64_t)t->most_rows);
 }
 
+/* Adds what a task needs to select rows, and to attend to them.  All rows are listed where a token selects none. */
+static void lay_out_selecting(kvc_plan *plan, const totals *t) {
+    kvc_workspace_layout *at = &plan->workspace;
+    const int64_t most_rows = kvc_most_unselected(&plan->args);
+    const int64_t listed = most_rows > KVC_CHUNK_ROWS ? most_rows : KVC_CHUNK_ROWS;
+    const uint64_t heads = (uint64_t)plan->heads_per_part, pieces = (uint64_t)t->most_rows / KVC_PIECE_ROWS + 1;
+    const uint64_t selected = (uint64_t)plan->args.select_rows / KVC_PIECE_ROWS + 1;
+    const uint64_t splits = ((uint64_t)most_rows + KVC_SPLIT_ROWS - 1) / KVC_SPLIT_ROWS;
+    at->packed = add_floats(&at->size, heads * kvc_sketch_query_bytes(plan->k_dim) / sizeof(float));
+    at->weights = add_floats(&at->size, heads);
+    at->starts = add_floats(&at->size, heads);
+    at->totals = add_floats(&at->size, heads * (KVC_CHUNK_ROWS / KVC_PANEL));
+    at->ranks = add_floats(&at->size, kvc_found_size(plan, t->most_split_rows));
+    at->entries = add_floats(&at->size, pieces);
+    at->ids = add_floats(&at->size, selected);
+    at->chosen = add_floats(&at->size, (selected + 2) * sizeof(kvc_row_range) / sizeof(float));
+    at->segments = add_floats(&at->size, (uint64_t)listed * sizeof(kvc_segment) / sizeof(float));
+    at->partials = add_floats(&at->size, splits * kvc_partial_size(plan->heads_per_part, at->acc_stride));
+}
+
 /* Lays out a workspace that is large enough for every task. */
 static void lay_out_workspace(kvc_plan *plan, const totals *t) {
     kvc_workspace_layout *workspace = &plan->workspace;
@@ -188,6 +210,7 @@ static void lay_out_workspace(kvc_plan *plan, const totals *t) {
     workspace->rows = add_floats(&workspace->size, (uint64_t)widest * KVC_TILE); /* enough for rows of any type */
     workspace->zeros = add_floats(&workspace->size, (uint64_t)widest);
     if (plan->args.max_chosen) lay_out_chosen(plan, t);
+    if (t->any_selects) lay_out_selecting(plan, t);
     if (!has_minima_apart(plan, t->any_tiled)) return;
     workspace->block_stride = (int32_t)kvc_align_up((uint64_t)widest / KVC_QUANT_ELEMENTS, KVC_LANES);
     workspace->minima = add_floats(&workspace->size, (uint64_t)workspace->block_stride * KVC_TILE);
@@ -485,6 +508,7 @@ kvc_status kvc_plan_check(const kvc_batch *batch, kvc_plan_args *args) {
                         args->num_threads, KVC_MOST_THREADS);
     if (!args->num_threads) args->num_threads = kvc_cache_threads(batch->cache);
     KVC_TRY(check_choices(batch->cache, args));
+    if (args->select_rows) KVC_TRY(kvc_check_selecting(batch, args));
     return args->num_masked ? kvc_masked_check(batch, args->masked, args->masked_size, args->num_masked) : KVC_OK;
 }
 
@@ -508,8 +532,8 @@ static int plan_serves(const kvc_plan *plan, const kvc_plan_args *args) {
     return plan->group == cache->group_of[args->layer] && plan->num_kv_heads == layer->num_kv_heads &&
            plan->k_dim == layer->k_dim && plan->v_dim == layer->v_dim && plan->args.first == args->first &&
            plan->args.num_heads == args->num_heads && plan->args.num_threads == args->num_threads &&
-           plan->args.max_chosen == args->max_chosen && plan->args.num_choices == args->num_choices &&
-           kvc_plan_is_current(plan);
+           plan->args.max_chosen == args->max_chosen && plan->args.select_rows == args->select_rows &&
+           plan->args.num_choices == args->num_choices && kvc_plan_is_current(plan);
 }
 
 kvc_status kvc_plan_get(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **out) {

@@ -42,16 +42,6 @@ static kvc_rank_query query_of(const kvc_task *t, int32_t head, int32_t as) {
                             .relu = k->args->relu};
 }
 
-/* Rounds a row to int8.  Returns what a code of 1 stands for: NaN, if the row has one. */
-static float quantise(const kvc_kernels *kernels, int8_t *codes, const float *row, int32_t dim) {
-    kvc_level_sums unused;
-    float unit = kernels->largest(row, dim) / 127;
-    kernels->encode(KVC_INT8, codes, row, dim, unit, &unused);
-    for (int32_t d = 0; d < dim; d++)
-        if (row[d] != row[d]) unit = NAN;
-    return unit;
-}
-
 /* Returns a query head's elements as floats, as products take them. */
 static const float *load_query(const kvc_task *t, const char *q, int32_t delta_index) {
     const kvc_call *c = t->call;
@@ -78,7 +68,7 @@ static void pack_head(const kvc_task *t, int32_t head, int32_t as, int32_t delta
     if (as == KVC_INT8) {
         int8_t *const codes = (int8_t *)(t->workspace + k->call.plan->workspace.rows);
         int32_t sum = 0;
-        weight *= quantise(k->call.kernels, codes, (const float *)(const void *)row, k->call.plan->k_dim);
+        weight *= kvc_quantise_row(k->call.kernels, codes, (const float *)(const void *)row, k->call.plan->k_dim);
         for (int32_t d = 0; d < k->call.plan->k_dim; d++) sum += codes[d];
         ((int32_t *)(void *)(t->workspace + k->call.plan->workspace.starts))[lane] = -128 * sum;
         row = (const char *)codes;

@@ -129,6 +129,9 @@ kvc_status kvc_check_plan_layer(const kvc_plan *plan, int32_t layer) {
         return kvc_fail(KVC_ERR_INVALID,
                         "layer %d has not the policy and shapes of the plan's layer, %d: make one for it", layer,
                         plan->args.layer);
+    if (plan->args.select_rows && !config->sketch_bits)
+        return kvc_fail(KVC_ERR_UNSUPPORTED,
+                        "layer %d has no sketches, by which the plan selects: make a plan without select_rows", layer);
     if (!kvc_plan_is_current(plan))
         return kvc_fail(KVC_ERR_INVALID, "the rows of layer %d were put after the plan was made: make another", layer);
     return KVC_OK;
@@ -206,7 +209,7 @@ void kvc_call_init(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_
 kvc_status kvc_check_all_seen(const kvc_plan *plan, int32_t layer, const kvc_put_args *put,
                               const kvc_row_buffer *buffer) {
     for (int32_t u = 0; u < plan->num_slices; u++) /* slices by token have the same segments */
-        if (!u || !plan->by_token || plan->slices[u].sequence != plan->slices[u - 1].sequence)
+        if (!u || !plan->slices[u].by_token || plan->slices[u].sequence != plan->slices[u - 1].sequence)
             KVC_TRY(check_seen(plan, &plan->slices[u], layer, put, buffer));
     return KVC_OK;
 }

@@ -14,7 +14,7 @@ kvc_visible kvc_visible_to(const kvc_call *c, int32_t token) {
 /* Whether the batch's tree, not the order of positions, decides which rows of the tile are seen.  The batch's own rows
  * come last, so the tile's last row tells.  Where rows come by position instead, any row may be the batch's. */
 static int has_branches(const kvc_call *c, const kvc_tile *tile) {
-    return c->plan->batch->parents && (tile->is_batch || c->plan->by_token);
+    return c->plan->batch->parents && (tile->is_batch || c->plan->by_token || c->plan->args.select_rows);
 }
 
 int kvc_sees_whole_tile(const kvc_call *c, const kvc_tile *tile, const kvc_visible *v) {
@@ -46,15 +46,13 @@ static void hide_unseen(const kvc_call *c, kvc_tile *tile, float *scores, int32_
     }
 }
 
-/* Applies softcap and ALiBi to the scores of one query row over a tile. */
-static void apply_softcap_and_alibi(const kvc_call *c, kvc_tile *tile, float *scores, int32_t token, int32_t head) {
-    const kvc_batch *batch = c->plan->batch;
+void kvc_bend_scores(const kvc_call *c, float *scores, const int32_t *positions, int32_t n, int32_t token,
+                     int32_t head) {
+    const int32_t position = c->plan->batch->positions[token];
     if (c->args->softcap > 0)
-        for (int32_t j = 0; j < tile->n; j++) scores[j] = c->args->softcap * tanhf(scores[j] / c->args->softcap);
-    if (!c->args->alibi) return;
-    kvc_locate_rows(tile, batch->order);
-    for (int32_t j = 0; j < tile->n; j++)
-        scores[j] -= c->args->alibi[head] * fabsf((float)(tile->position[j] - batch->positions[token]));
+        for (int32_t j = 0; j < n; j++) scores[j] = c->args->softcap * tanhf(scores[j] / c->args->softcap);
+    for (int32_t j = 0; c->args->alibi && j < n; j++)
+        scores[j] -= c->args->alibi[head] * fabsf((float)(positions[j] - position));
 }
 
 void kvc_change_scores(const kvc_task *t, kvc_tile *tile, int32_t first, int32_t end, float *scores, int32_t stride) {
@@ -63,8 +61,9 @@ void kvc_change_scores(const kvc_task *t, kvc_tile *tile, int32_t first, int32_t
     for (int32_t r = first, next; r < end; scores += (next - r) * stride, r = next) {
         const kvc_visible v = kvc_visible_to(c, t->tokens[r / heads]);
         next = (int32_t)kvc_smaller(r - r % heads + heads, end);
+        if (c->args->alibi) kvc_locate_rows(tile, c->plan->batch->order);
         for (int32_t i = r; c->changes_scores && i < next; i++)
-            apply_softcap_and_alibi(c, tile, scores + (i - r) * stride, v.token, kvc_query_head_of(t, i));
+            kvc_bend_scores(c, scores + (i - r) * stride, tile->position, tile->n, v.token, kvc_query_head_of(t, i));
         if (!kvc_sees_whole_tile(c, tile, &v)) hide_unseen(c, tile, scores, stride, next - r, &v);
     }
 }

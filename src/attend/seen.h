@@ -20,6 +20,10 @@ int kvc_sees_nothing_of(const kvc_call *c, const kvc_tile *tile, int32_t token);
 /* Whether a token sees row j of a tile whose rows are located. */
 int kvc_sees_row(const kvc_call *c, const kvc_tile *tile, const kvc_visible *v, int32_t j);
 
+/* Applies softcap and ALiBi to n scores of one query row; positions: of the rows, where there is ALiBi. */
+void kvc_bend_scores(const kvc_call *c, float *scores, const int32_t *positions, int32_t n, int32_t token,
+                     int32_t head);
+
 /* Call unless the tile is_seen and nothing changes_scores.  Applies softcap, ALiBi and what each query sees to the
  * scores of query rows [first, end) over a tile, which are `stride` floats apart. */
 void kvc_change_scores(const kvc_task *t, kvc_tile *tile, int32_t first, int32_t end, float *scores, int32_t stride);

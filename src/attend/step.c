@@ -228,8 +228,7 @@ void kvc_convert_query_rows(const kvc_call *c, int32_t from, int32_t to, void *d
     for (int32_t i = 0; i < num; i++) memcpy((char *)dst + i * dst_stride, (const char *)src + i * src_stride, bytes);
 }
 
-/* Copies the query rows to the workspace, as rows of type `to`, with zeros up to the end of a chunk. */
-static void load_query_rows(const kvc_task *t, int32_t to) {
+void kvc_load_query_rows(const kvc_task *t, int32_t to) {
     const kvc_call *c = t->call;
     const kvc_attend_args *a = c->args;
     const int32_t dim = c->plan->k_dim, heads = c->plan->heads_per_part;
@@ -360,7 +359,7 @@ static const float *query_rows_for(kvc_task *t, const kvc_tile *tile) {
     kvc_prepare_fn *prepare = t->slice->tiled ? product_of(t, tile).prepare : scorer->prepare;
     const int is_as_16 = !t->slice->tiled && scorer == &t->call->kernels->score_16[t->call->args->q_type];
     t->delta_index = delta_index;
-    load_query_rows(t, prepare && !is_as_16 ? KVC_F32 : t->call->args->q_type);
+    kvc_load_query_rows(t, prepare && !is_as_16 ? KVC_F32 : t->call->args->q_type);
     if (!prepare) return t->q;
     if (delta_index > 0) rotate_query_rows(t, delta_index);
     if (t->call->k_mixing.order && delta_index != KVC_MIXED) transform_query_rows(t);

@@ -6,6 +6,9 @@
  * results are merged by log-sum-exp.  A job is one split of one slice, or of several slices that begin with the same
  * rows, which are then read once for all of them.  A task is a job for one part.
  *
+ * In a plan with select_rows, each query token of a long sequence is a slice.  Its tasks score sketches, and the last
+ * one attends to the rows that are selected (select.c).  Splits of the slice are of rows that are scored.
+ *
  * A plan for a layer of keys alone is for choosing rows (choose.c): its tasks rank rows, and have all query heads, as
  * there is one part.
  *
@@ -24,6 +27,7 @@
  *   seen.c     which rows of a tile a query sees, and what becomes of the scores of others
  *   step.c     attends to a tile
  *   chosen.c   lists the chosen rows of a task
+ *   select.c   scores the sketches of a task, and lists the rows that are selected
  *   round.c    which tasks of a plan were run
  *   run.c      runs tasks
  *   attend.c   attends, merges the splits of a slice, and writes the result: kvc_attend and kvc_plan_run
@@ -46,6 +50,7 @@ enum {
     KVC_SPLIT_ROWS = 512,     /* fewest rows of a split, except a slice's last one */
     KVC_TASKS_PER_THREAD = 4, /* tasks that give each thread as much to do, about */
     KVC_TILED_TASKS = 144,    /* most tasks that a tiled sequence is cut into, about */
+    KVC_CHUNK_ROWS = 4096,    /* rows whose sketches are scored together, where rows are selected */
     KVC_SHORT_ROW = 192,      /* most bytes of a key, and of a value, of which KVC_TILE are streamed as a tile */
     /* If the delta changes at least this often in a tile, keys are rotated instead of query rows. */
     KVC_STREAM_DELTA_CHANGES = 4, /* in KVC_PANEL rows, in slices that are streamed */
@@ -73,6 +78,8 @@ typedef struct kvc_query_slice {
     int32_t tiled;       /* 1, for many query rows: tiles of rows are decoded and multiplied; 0: rows are streamed */
     int32_t tile_rows;   /* rows of a tile; of streamed ones, whole tiles in all layers */
     int32_t is_buffered; /* whether its rows lie in row buffers */
+    int32_t by_token;    /* it is one token, and has all rows that tokens of its sequence may see, by position */
+    int32_t selects;     /* its token selects rows by their sketches (select.h) */
     int32_t lacks_rows;  /* its sequence has none in a cross-attention layer, masked or not */
     int32_t num_splits;
     /* Rows in reach, or the most rows that may be chosen; rows of each split, of which the last may have fewer. */
@@ -115,7 +122,10 @@ typedef struct kvc_round {
  * row of values (seen.h).  chosen, segments: entries of a choice, and the rows that they name (chosen.h).  partials:
  * results of all splits of a slice.
  * For choosing: packed, weights, masks, starts: queries (kvc_rank_query).  totals: scores of a tile for each choice.
- * ranks: keys of a split's rows for each choice (choose.c).  entries, ids: the rows or blocks to choose from. */
+ * ranks: keys of a split's rows for each choice (choose.c).  entries, ids: the rows or blocks to choose from.
+ * For selecting: packed, weights, starts: queries (kvc_sketch_query).  totals: maxima of tiles.  ranks: what is found
+ * of a split's chunks.  entries, ids: keys of pieces, and pieces that are selected.  chosen: ranges of these
+ * (select.c). */
 typedef struct kvc_workspace_layout {
     uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, rows, minima, q_blocks, sum_blocks, zeros;
     uint64_t chosen, segments, partials;
@@ -228,6 +238,38 @@ static inline int64_t kvc_split_rows(const kvc_query_slice *slice, int32_t p) {
  * of each. */
 static inline uint64_t kvc_partial_size(int32_t num_query_rows, int32_t acc_stride) {
     return kvc_align_up(2 * (uint64_t)num_query_rows, KVC_LANES) + (uint64_t)num_query_rows * (uint64_t)acc_stride;
+}
+
+/* Rows [begin, end) among all rows that a token sees, counted by position. */
+typedef struct kvc_row_range {
+    int64_t begin, end;
+} kvc_row_range;
+
+enum {
+    KVC_FIRST_READ = 16, /* rows at the beginning of what a token sees that it reads whatever it selects, ... */
+    KVC_LAST_READ = 64,  /* ... and at its end */
+    KVC_PIECE_ROWS = 4,  /* rows that are selected together */
+    KVC_CHUNK_PIECES = KVC_CHUNK_ROWS / KVC_PIECE_ROWS,
+    KVC_MOST_SELECTING = 8 /* query tokens of a sequence that selects */
+};
+
+/* Returns the most rows that a token sees and reads all. */
+static inline int64_t kvc_most_unselected(const kvc_plan_args *args) {
+    return KVC_FIRST_READ + KVC_LAST_READ + 2 * (int64_t)args->select_rows;
+}
+
+/* Returns the bytes of a query that is compared with sketches: kvc_sketch_query. */
+static inline size_t kvc_sketch_query_bytes(int32_t k_dim) {
+    return (size_t)kvc_align_up((uint64_t)k_dim, 4 * KVC_SKETCH_STEP);
+}
+
+/* Return the floats of what is found of a chunk of rows for one part, and of so many rows (select.c). */
+static inline uint64_t kvc_chunk_size(const kvc_plan *plan) {
+    return kvc_align_up(2 * (uint64_t)plan->heads_per_part, KVC_LANES) +
+           (uint64_t)plan->heads_per_part * KVC_CHUNK_PIECES;
+}
+static inline uint64_t kvc_found_size(const kvc_plan *plan, int64_t num_rows) {
+    return ((uint64_t)num_rows + KVC_CHUNK_ROWS - 1) / KVC_CHUNK_ROWS * kvc_chunk_size(plan);
 }
 
 /* How the query heads of one KV head become lanes.  A choice has heads of one KV head, or all of several. */

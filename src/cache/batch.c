@@ -131,7 +131,8 @@ int32_t kvc_batch_add_sequence(kvc_batch *batch, int64_t seq_id, int32_t is_unst
                                        .is_unstored = is_unstored,
                                        .is_buffered = is_unstored && is_empty,
                                        .last = -1,
-                                       .exact_to = INT32_MAX};
+                                       .exact_to = INT32_MAX,
+                                       .selected_from = INT32_MAX};
         for (int32_t g = 0; g < batch->cache->num_groups; g++)
             *kvc_pending_of(batch, g, s) =
                 (kvc_pending){.capacity_before = sequence->runs[g].capacity, .to = find_destination(batch, member, g)};

@@ -14,7 +14,8 @@ typedef struct kvc_batch_sequence {
     int32_t next;              /* position that would continue the last stretch */
     int32_t goes_back;         /* not each token stands behind the one before, the first behind the sequence's last */
     int32_t last;              /* its last token; -1: none yet */
-    int32_t exact_to; /* tokens from this position on will not follow from those before them, if all are kept */
+    int32_t exact_to;      /* tokens from this position on will not follow from those before them, if all are kept */
+    int32_t selected_from; /* lowest position of a token that attended to selected rows; INT32_MAX: none did */
 } kvc_batch_sequence;
 
 /* The place of a token's rows.  If block is NULL, slot counts in the row buffer. */
@@ -108,7 +109,8 @@ static inline int kvc_descends(const kvc_batch *batch, int32_t token, int32_t an
 /* Returns the position from which on a sequence's rows, including the open batch's, do not follow from its tokens. */
 static inline int32_t kvc_exact_to_with_batch(const kvc_cache *cache, const kvc_sequence *sequence) {
     if (!sequence->in_batch) return sequence->exact_to;
-    return kvc_lower(sequence->exact_to, cache->batch->sequences[sequence->in_batch - 1].exact_to);
+    const kvc_batch_sequence *member = &cache->batch->sequences[sequence->in_batch - 1];
+    return kvc_lower(sequence->exact_to, kvc_lower(member->exact_to, member->selected_from));
 }
 
 /* Returns the flags of a layer: [num_tokens] whether the token's rows were put in it. */

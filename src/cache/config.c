@@ -52,6 +52,29 @@ static kvc_status check_value_in_key(const kvc_layer *layer, int32_t index) {
     return KVC_OK;
 }
 
+/* Checks whether a layer can have sketches, if it is to have them. */
+static kvc_status check_sketch(const kvc_layer *layer, int32_t index) {
+    enum { LEAST_WINDOW = 8192 };
+    const kvc_policy *policy = &layer->policy;
+    if (!layer->sketch_bits) return KVC_OK;
+    if (layer->sketch_bits != 2)
+        return kvc_fail(KVC_ERR_INVALID, "layers[%d].sketch_bits is %d: it must be 2, or 0 for no sketches", index,
+                        layer->sketch_bits);
+    if (!layer->v_dim || layer->value_in_key)
+        return kvc_fail(KVC_ERR_UNSUPPORTED,
+                        "layers[%d].sketch_bits is 2: %s, and rows are selected where values are stored apart from "
+                        "keys",
+                        index, layer->v_dim ? "its values lie in the keys" : "it holds keys alone");
+    if (layer->k_dim % KVC_QUANT_ELEMENTS || layer->k_dim > KVC_MOST_KEY_ORDER)
+        return kvc_fail(KVC_ERR_INVALID, "layers[%d].k_dim is %d: for sketches it must be a multiple of %d, at most %d",
+                        index, layer->k_dim, KVC_QUANT_ELEMENTS, KVC_MOST_KEY_ORDER);
+    const int is_short = (policy->kind == KVC_SLIDING && policy->window < LEAST_WINDOW) ||
+                         (policy->kind == KVC_CHUNKED && policy->attention_chunk_size < LEAST_WINDOW);
+    if (!is_short && policy->kind != KVC_CROSS) return KVC_OK;
+    return kvc_fail(KVC_ERR_UNSUPPORTED, "layers[%d].sketch_bits is 2: %s, and to select rows would gain nothing",
+                    index, is_short ? "its queries see fewer than 8192 positions" : "it is a cross-attention layer");
+}
+
 /* Returns KVC_ERR_UNSUPPORTED if a reserved field, to which a later version may give a meaning, is not 0. */
 static kvc_status check_reserved(const kvc_layer *layer, int32_t index) {
     const int32_t *policy = layer->policy.reserved;
@@ -78,6 +101,7 @@ static kvc_status check_layer(const kvc_layer *layer, int32_t index) {
     if (status == KVC_OK && layer->v_dim)
         status = check_type(layer->v_type, layer->v_dim, layer->v_transform, index, "v");
     if (status == KVC_OK) status = check_value_in_key(layer, index);
+    if (status == KVC_OK) status = check_sketch(layer, index);
     return status == KVC_OK ? kvc_rope_check(layer, index) : status;
 }
 
@@ -96,8 +120,8 @@ kvc_layer kvc_config_layer(const kvc_config *config, int32_t i) {
     kvc_layer layer;
     kvc_write_struct(&layer, sizeof layer, (const char *)config->layers + (size_t)i * config->layer_size,
                      config->layer_size);
-    if (layer.policy.kind == KVC_NONE) layer.rope = (kvc_rope){0};                    /* not checked in such a layer */
-    if (!layer.v_dim) layer.v_type = KVC_F32, layer.v_transform = KVC_TRANSFORM_NONE; /* it has no values */
+    if (layer.policy.kind == KVC_NONE) layer.rope = (kvc_rope){0}, layer.sketch_bits = 0; /* not checked there */
+    if (!layer.v_dim) layer.v_type = KVC_F32, layer.v_transform = KVC_TRANSFORM_NONE;     /* it has no values */
     return layer;
 }
 
@@ -115,10 +139,11 @@ static kvc_status check_share(const kvc_config *config, int32_t index) {
     if (layer.num_kv_heads != source.num_kv_heads || layer.k_dim != source.k_dim || layer.v_dim != source.v_dim ||
         layer.k_type != source.k_type || layer.v_type != source.v_type || layer.k_transform != source.k_transform ||
         layer.v_transform != source.v_transform || !layer.value_in_key != !source.value_in_key ||
-        !kvc_policy_equal(&layer.policy, &source.policy) || !kvc_rope_equal(&layer.rope, &source.rope))
+        layer.sketch_bits != source.sketch_bits || !kvc_policy_equal(&layer.policy, &source.policy) ||
+        !kvc_rope_equal(&layer.rope, &source.rope))
         return kvc_fail(KVC_ERR_INVALID,
                         "layers[%d] shares the rows of layer %d: both must have the same heads, dims, types, "
-                        "transforms, policy and rope",
+                        "transforms, sketches, policy and rope",
                         index, layer.share - 1);
     return KVC_OK;
 }

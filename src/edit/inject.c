@@ -12,6 +12,7 @@
 #include "cache/check.h"
 #include "space/limits.h"
 #include "rows/copy.h"
+#include "rows/sketch.h"
 #include "cache/waiting.h"
 
 enum { WORTH_THREADS = 1 << 16 }; /* elements */
@@ -112,6 +113,7 @@ static void write_part(const injection *x, kvc_rotator *rotator, const kvc_run *
         rotate_keys_back(x, rotator, part, rope);
     else
         kvc_copy_rows(cache->kernels, config, 0, &keys, &given_keys, part->count);
+    kvc_sketch_rows(cache->kernels, config, at, part->block->rows, part->slot, part->count);
     if (!in->v) return;
     const kvc_rows values = kvc_stored_rows(config, at, part->block->rows, part->slot, 1),
                    given_values = kvc_given_rows(in->v_type, (const char *)in->v + row * in->v_row_stride,

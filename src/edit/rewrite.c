@@ -5,6 +5,7 @@
 
 #include "base/parallel.h"
 #include "rows/copy.h"
+#include "rows/sketch.h"
 
 enum {
     WORTH_THREADS = 1 << 16, /* bytes */
@@ -234,6 +235,9 @@ static void copy_rows(const kvc_layout *at, const kvc_copy *copy) {
         if (at->v_stored)
             memcpy(kvc_value_at(at, copy->to, copy->to_slot, h), kvc_value_at(at, copy->from, copy->from_slot, h),
                    (size_t)copy->count * at->v_stored);
+        if (at->sketch_bytes)
+            memcpy(kvc_sketch_at(at, copy->to->rows, copy->to_slot, h),
+                   kvc_sketch_at(at, copy->from->rows, copy->from_slot, h), (size_t)copy->count * at->sketch_bytes);
         for (int i = 0; i < 2; i++) {
             if (!scales[i]) continue;
             memcpy(kvc_scale_at(at, scales[i], copy->to, copy->to_slot, h),
@@ -251,6 +255,7 @@ void kvc_rotate_keys(const kvc_cache *cache, int32_t group, kvc_block *block, in
         const kvc_layer *config = &cache->layers[layer];
         const kvc_rows keys = kvc_stored_rows(config, at, block->rows, slot, 0);
         kvc_rotator_rotate(rotator, rope, delta, &keys, &keys, 1, config);
+        kvc_sketch_rows(cache->kernels, config, at, block->rows, slot, 1);
     }
 }
 
@@ -316,6 +321,7 @@ static void convert_piece(void *context, int64_t i) {
         if (mixing.order) kernels->hadamard(keys, keys, p->count * dim, mixing);
         if (m->encodes) kvc_encode_rows(kernels, &of_head, keys, stride, p->count, dim);
     }
+    if (m->encodes) kvc_sketch_rows(kernels, m->layer, m->at, p->copy->to->rows, p->copy->to_slot + p->first, p->count);
 }
 
 /* Moves the keys of all pieces by the caller's function, and empties the list of pieces. */

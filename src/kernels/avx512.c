@@ -49,6 +49,7 @@ extern kvc_prepare_fn kvc_prepare_q8_0_avx2;
 extern kvc_score_fn kvc_score_int8_avx2;
 extern kvc_accumulate_fn kvc_accumulate_int8_avx2;
 extern kvc_rank_fn kvc_rank_int8_avx2;
+extern kvc_sketch_fn kvc_sketch_avx2;
 
 const kvc_kernels kvc_kernels_avx512 = {
     .name = "avx512",
@@ -66,5 +67,6 @@ const kvc_kernels kvc_kernels_avx512 = {
     .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_avx512,
     .accumulate[KVC_INT8] = kvc_accumulate_int8_avx2,
     .rank[KVC_INT8] = kvc_rank_int8_avx2,
+    .sketch = kvc_sketch_avx2,
 };
 #endif

@@ -21,6 +21,7 @@ extern kvc_softmax_fn kvc_softmax_avx512;
 extern kvc_matmul_fn kvc_matmul_avx512;
 extern kvc_hadamard_fn kvc_hadamard_avx512;
 extern kvc_rank_fn kvc_rank_f32_avx512, kvc_rank_int8_avx512vnni, kvc_rank_bf16_avx512bf16;
+extern kvc_sketch_fn kvc_sketch_avx512vnni;
 
 extern kvc_prepare_fn kvc_prepare_q8_0_avx512vnni, kvc_prepare_q4_0_avx512vnni;
 extern kvc_score_fn kvc_score_q8_0_avx512vnni, kvc_score_q4_0_avx512vnni;
@@ -84,7 +85,7 @@ extern kvc_matmul_fn kvc_score_scaled_avx512vnni, kvc_accumulate_scaled_avx512vn
                         .score = kvc_score_panels_avx512vnni,                             \
                         .accumulate = kvc_accumulate_panels_avx512vnni}
 #define KVC_AVX512VNNI_INTEGERS                                                                                     \
-    .rank[KVC_INT8] = kvc_rank_int8_avx512vnni,                                                                     \
+    .rank[KVC_INT8] = kvc_rank_int8_avx512vnni, .sketch = kvc_sketch_avx512vnni,                                    \
     .score[KVC_Q8_0] = {kvc_prepare_q8_0_avx512vnni, kvc_score_q8_0_avx512vnni},                                    \
     .score[KVC_Q4_0] = {kvc_prepare_q4_0_avx512vnni, kvc_score_q4_0_avx512vnni},                                    \
     .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_avx512vnni, .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_avx512vnni, \

@@ -34,6 +34,7 @@ DEFINE_ACCUMULATE_CODES(kvc_accumulate_q5_1_avx512vnni, KVC_Q5_1)
 DEFINE_ACCUMULATE_CODES(kvc_accumulate_iq4_nl_avx512vnni, KVC_IQ4_NL)
 
 DEFINE_RANK(kvc_rank_int8_avx512vnni, KVC_INT8)
+DEFINE_SKETCH(kvc_sketch_avx512vnni)
 
 TARGET void kvc_prepare_scaled_avx512vnni(float *q, int q_stride, int num_q, int dim, float scale) {
     prepare_scaled(q, q_stride, num_q, dim, scale);

@@ -112,6 +112,13 @@
         rank(type, scores, q, rows, row_stride, by, n);                                                             \
     }
 
+#define DEFINE_SKETCH(name)                                                                                     \
+    extern kvc_sketch_fn name;                                                                                  \
+    TARGET void name(float *scores, const kvc_sketch_query *q, int num_q, const void *rows, int64_t row_stride, \
+                     int dim) {                                                                                 \
+        score_sketches(scores, q, num_q, rows, row_stride, dim);                                                \
+    }
+
 /* Kernels of score_codes.h and accumulate_codes.h, of which all types have one copy. */
 #define DEFINE_PREPARE_CODES(name, type)                                        \
     extern kvc_prepare_fn name;                                                 \

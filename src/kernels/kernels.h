@@ -16,7 +16,7 @@
  *
  *   template.h        the loops, over a small set of vector primitives; its parts are elements.h prefetch.h
  *                     score_quantised.h score_codes.h score_16.h score.h accumulate_quantised.h accumulate_codes.h
- *                     accumulate.h softmax.h matmul.h hadamard.h rank.h
+ *                     accumulate.h softmax.h matmul.h hadamard.h rank.h sketch.h
  *   vector_avx2.h vector_avx512.h vector_neon.h                the primitives; x86.h: what two of them share
  *   instantiate.h     macros that define a kernel of the template, or of scalar.c, under its name
  *   avx512.h neon.h   the kernels that several sets have in their tables
@@ -38,6 +38,7 @@ enum {
     KVC_CHUNK = 32,      /* what a kvc_tiler multiplies is padded to a multiple of this many elements along the sum, */
     KVC_PACKED = 48,     /* each of which takes up to this many floats, packed */
     KVC_BLOCK_QUERIES = 32, /* query rows that a kvc_weigh_fn takes, whose weights stay in the L1 cache */
+    KVC_SKETCH_STEP = 16,   /* bytes of a sketch that a kvc_sketch_fn loads at once */
     KVC_STEP_BYTES = 4,     /* of a row, which a kvc_rank_fn multiplies at once: four int8, two bf16 or one f32 */
     /* From one row of its scores, or of packed weights, to the next: no power of two, so that they use all of L1. */
     KVC_WEIGHTS_STRIDE = KVC_WIDE_TILE / KVC_CHUNK * KVC_PACKED + KVC_LANES
@@ -209,6 +210,20 @@ typedef struct kvc_rank_query {
 typedef void kvc_rank_fn(float *scores, const kvc_rank_query *q, const void *rows, int64_t row_stride, const float *by,
                          int n);
 
+/* Queries that are compared with sketches (rows/sketch.h): mixed as these are, and rounded to int8. */
+typedef struct kvc_sketch_query {
+    const int8_t *codes;  /* [num_q][stride] queries; zeros behind k_dim elements */
+    const float *scales;  /* [num_q] what a code of 1 stands for, times the scale of scores */
+    const float *offsets; /* [num_q] -1.5 times the sum of the codes */
+    int32_t stride;       /* k_dim, or the next multiple of 4 * KVC_SKETCH_STEP */
+} kvc_sketch_query;
+
+/* scores[r * KVC_TILE + k * KVC_LANES + i] = the score that query r gives row 4 i + k, for KVC_PANEL rows and r <
+ * num_q. With t = (sum over elements of code times query code) + offsets[r], which is exact: t * (the row's scale) *
+ * scales[r], each product rounded.  So all sets give the same bits.  Reads up to a cache line past the last row. */
+typedef void kvc_sketch_fn(float *scores, const kvc_sketch_query *q, int num_q, const void *rows, int64_t row_stride,
+                           int dim);
+
 typedef struct kvc_kernels {
     const char *name;
     kvc_convert_fn *convert;
@@ -237,6 +252,7 @@ typedef struct kvc_kernels {
     /* Each set has one for f32 and one for int8.  NULL: rows of the type are decoded to f32 first.  The one for bf16
      * takes queries of bf16, and rows of whole steps. */
     kvc_rank_fn *rank[KVC_STORED_TYPES];
+    kvc_sketch_fn *sketch;
 } kvc_kernels;
 
 extern const kvc_kernels kvc_kernels_scalar;

@@ -32,6 +32,7 @@ DEFINE_MATMUL(kvc_matmul_neon)
 DEFINE_HADAMARD(kvc_hadamard_neon)
 DEFINE_RANK(kvc_rank_f32_neon, KVC_F32)
 DEFINE_RANK(kvc_rank_int8_neon, KVC_INT8)
+DEFINE_SKETCH(kvc_sketch_neon)
 
 DEFINE_PREPARE(kvc_prepare_q8_0_neon, KVC_Q8_0)
 DEFINE_PREPARE(kvc_prepare_q4_0_neon, KVC_Q4_0)
@@ -51,6 +52,7 @@ const kvc_kernels kvc_kernels_neon = {
     .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_neon,
     .accumulate[KVC_INT8] = kvc_accumulate_int8_neon,
     .rank[KVC_INT8] = kvc_rank_int8_neon,
+    .sketch = kvc_sketch_neon,
     KVC_NEON_COMMON,
     KVC_NEON_TILER_BF16,
 };

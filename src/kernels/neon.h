@@ -19,6 +19,7 @@ extern kvc_softmax_fn kvc_softmax_neon;
 extern kvc_matmul_fn kvc_matmul_neon;
 extern kvc_hadamard_fn kvc_hadamard_neon;
 extern kvc_rank_fn kvc_rank_f32_neon, kvc_rank_int8_neondotprod;
+extern kvc_sketch_fn kvc_sketch_neondotprod;
 
 extern kvc_prepare_fn kvc_prepare_neondotprod, kvc_prepare_neoni8mm, kvc_prepare_f16_neonfhm;
 extern kvc_score_fn kvc_score_q8_0_neondotprod, kvc_score_q4_0_neondotprod, kvc_score_int8_neondotprod;
@@ -37,7 +38,8 @@ extern kvc_matmul_fn kvc_accumulate_panels_neondotprod, kvc_accumulate_panels_ne
 
 /* The kernels of a set that multiplies bytes (score_bytes.h, accumulate_bytes.h). */
 #define KVC_NEON_BYTES(set)                                                                                          \
-    .rank[KVC_INT8] = kvc_rank_int8_neondotprod, .score[KVC_Q8_0] = {kvc_prepare_##set, kvc_score_q8_0_##set},       \
+    .rank[KVC_INT8] = kvc_rank_int8_neondotprod, .sketch = kvc_sketch_neondotprod,                                   \
+    .score[KVC_Q8_0] = {kvc_prepare_##set, kvc_score_q8_0_##set},                                                    \
     .score[KVC_Q4_0] = {kvc_prepare_##set, kvc_score_q4_0_##set},                                                    \
     .score[KVC_INT8] = {kvc_prepare_##set, kvc_score_int8_##set}, .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_##set, \
     .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_##set, .accumulate[KVC_INT8] = kvc_accumulate_int8_##set,            \

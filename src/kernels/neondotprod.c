@@ -111,6 +111,7 @@ DEFINE_ACCUMULATE_BYTES(kvc_accumulate_q4_0_neondotprod, KVC_Q4_0)
 DEFINE_ACCUMULATE_BYTES(kvc_accumulate_int8_neondotprod, KVC_INT8)
 DEFINE_BYTE_TILER(neondotprod)
 DEFINE_RANK(kvc_rank_int8_neondotprod, KVC_INT8)
+DEFINE_SKETCH(kvc_sketch_neondotprod)
 
 const kvc_kernels kvc_kernels_neondotprod = {
     .name = "neondotprod",

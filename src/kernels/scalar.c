@@ -242,12 +242,11 @@ static float load(int type, const void *row, int i) {
 }
 
 static void store(int type, void *row, int i, float x) {
-    if (type == KVC_F32) {
+    const uint16_t bits = type == KVC_F16 ? f16_from_f32(x) : bf16_from_f32(x);
+    if (type == KVC_F32)
         memcpy((char *)row + i * (int)sizeof x, &x, sizeof x);
-        return;
-    }
-    uint16_t bits = type == KVC_F16 ? f16_from_f32(x) : bf16_from_f32(x);
-    memcpy((char *)row + i * (int)sizeof bits, &bits, sizeof bits);
+    else
+        memcpy((char *)row + i * (int)sizeof bits, &bits, sizeof bits);
 }
 
 /* Stores elements [i, i + KVC_QUANT_ELEMENTS) of a row of a quantised type. */
@@ -265,9 +264,7 @@ static void store_block(int type, void *row, int i, const float x[KVC_QUANT_ELEM
         store_symmetric(type, block, x);
 }
 
-static const void *row_at(const void *rows, int64_t row_stride, int64_t j) {
-    return (const char *)rows + j * row_stride;
-}
+static const void *row_at(const void *rows, int64_t stride, int64_t j) { return (const char *)rows + j * stride; }
 
 /* ---- kernels over rows of any type ------------------------------------------------------------------------------- */
 
@@ -508,6 +505,18 @@ static void rank(int type, float *scores, const kvc_rank_query *q, const void *r
         for (int j = 0; j < n; j++) scores[c * KVC_TILE + j] = rank_row(type, q, c, row_at(rows, row_stride, j), by[j]);
 }
 
+static void score_sketches(float *scores, const kvc_sketch_query *q, int num_q, const void *rows, int64_t by, int dim) {
+    for (int i = 0; i < num_q * KVC_PANEL; i++) {
+        const int r = i / KVC_PANEL, j = i % KVC_PANEL, n = dim / 4;
+        const uint8_t *row = row_at(rows, by, j);
+        float sum = q->offsets[r]; /* exact, as integers are small */
+        for (int d = 0; d < dim; d++)
+            sum += (float)((row[d / 32 * 8 + d % 8] >> d % 32 / 8 * 2 & 3) * q->codes[r * q->stride + d]);
+        const volatile float product = sum * load(KVC_F16, row + n, 0);
+        scores[r * KVC_TILE + j % 4 * KVC_LANES + j / 4] = product * q->scales[r];
+    }
+}
+
 /* Queries stay floats, whatever the type of rows. */
 static void prepare(int type, float *q, int q_stride, int num_q, int dim, float scale) {
     (void)type;
@@ -547,6 +556,7 @@ DEFINE_MATMUL(kvc_matmul_scalar)
 DEFINE_HADAMARD(kvc_hadamard_scalar)
 DEFINE_RANK(kvc_rank_f32_scalar, KVC_F32)
 DEFINE_RANK(kvc_rank_int8_scalar, KVC_INT8)
+DEFINE_SKETCH(kvc_sketch_scalar)
 
 DEFINE_PREPARE(kvc_prepare_q8_0_scalar, KVC_Q8_0)
 DEFINE_PREPARE(kvc_prepare_q4_0_scalar, KVC_Q4_0)
@@ -586,4 +596,5 @@ const kvc_kernels kvc_kernels_scalar = {
     .hadamard = kvc_hadamard_scalar,
     .rank[KVC_F32] = kvc_rank_f32_scalar,
     .rank[KVC_INT8] = kvc_rank_int8_scalar,
+    .sketch = kvc_sketch_scalar,
 };

@@ -77,7 +77,7 @@
  *   i_and(x, y)
  *   i_xor_and(x, y, z)         (x ^ y) & z
  *   i_high_bytes(x)            the high byte of each int16, with its sign
- *   i_shift(x, n)              shifts int16 lanes right by n, which is 4, 8 or 12; zeros come in
+ *   i_shift(x, n)              shifts int16 lanes right by n: 2, 4, 6, 8 or 12; zeros come in
  *   i_dot(sum, x, y)           adds to each int32 lane of sum the two products of int16 there
  *   v_from_int(x)              converts int32 to floats
  *   i_store_16(p, x, y)        rounds two vectors of floats to 2 * LANES int16, which saturate
@@ -98,6 +98,7 @@
  *   i_begin_quads(p)           what sums of i_dot_quads begin with; p: starts of a kvc_rank_query
  *   i_set_quad(p)              the four int8 at p in all lanes, as i_dot_quads takes them
  *   i_dot_quads(sum, x, y)     adds to each int32 lane of sum the four products of int8 there, none of y -128
+ *   i_dot_codes(sum, x, y)     the same of bytes of x below 128, without signs
  *
  *   where HAS_VNNI, for the kernels of codes of four and five bits, and of rows with one scale:
  *   i_dot_bytes(sum, x, y)     adds to each int32 lane of sum the four products of bytes there, of x without signs
@@ -241,5 +242,6 @@ typedef struct accumulate_args {
 #include "kernels/matmul.h"
 #include "kernels/hadamard.h"
 #include "kernels/rank.h"
+#include "kernels/sketch.h"
 
 #include "kernels/instantiate.h"

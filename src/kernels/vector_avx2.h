@@ -223,6 +223,11 @@ INLINE ivec i_set_pair(const void *p) {
     return _mm256_set1_epi32(pair);
 }
 
+/* Products of codes, which have no signs. */
+INLINE ivec i_dot_codes(ivec sum, ivec x, ivec y) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(x, y), i_set_16(1)));
+}
+
 INLINE ivec i_and(ivec x, ivec y) { return _mm256_and_si256(x, y); }
 
 INLINE ivec i_xor_and(ivec x, ivec y, ivec z) { return _mm256_and_si256(_mm256_xor_si256(x, y), z); }
@@ -230,7 +235,13 @@ INLINE ivec i_xor_and(ivec x, ivec y, ivec z) { return _mm256_and_si256(_mm256_x
 INLINE ivec i_high_bytes(ivec x) { return _mm256_srai_epi16(x, 8); }
 
 INLINE ivec i_shift(ivec x, int n) {
-    return n == 4 ? _mm256_srli_epi16(x, 4) : n == 8 ? _mm256_srli_epi16(x, 8) : _mm256_srli_epi16(x, 12);
+    switch (n) {
+    case 2: return _mm256_srli_epi16(x, 2);
+    case 4: return _mm256_srli_epi16(x, 4);
+    case 6: return _mm256_srli_epi16(x, 6);
+    case 8: return _mm256_srli_epi16(x, 8);
+    default: return _mm256_srli_epi16(x, 12);
+    }
 }
 
 /* Keeps the sum in its register: otherwise GCC takes new ones, of which there are not enough. */

@@ -290,7 +290,13 @@ INLINE ivec i_xor_and(ivec x, ivec y, ivec z) { return _mm512_ternarylogic_epi32
 INLINE ivec i_high_bytes(ivec x) { return _mm512_srai_epi16(x, 8); }
 
 INLINE ivec i_shift(ivec x, int n) {
-    return n == 4 ? _mm512_srli_epi16(x, 4) : n == 8 ? _mm512_srli_epi16(x, 8) : _mm512_srli_epi16(x, 12);
+    switch (n) {
+    case 2: return _mm512_srli_epi16(x, 2);
+    case 4: return _mm512_srli_epi16(x, 4);
+    case 6: return _mm512_srli_epi16(x, 6);
+    case 8: return _mm512_srli_epi16(x, 8);
+    default: return _mm512_srli_epi16(x, 12);
+    }
 }
 
 INLINE ivec i_set_16_bytes(const void *p) { return _mm512_broadcast_i32x4(_mm_loadu_si128(p)); }
@@ -474,6 +480,8 @@ INLINE ivec i_begin_quads(const int32_t *p) { return i_load(p); }
 INLINE ivec i_set_quad(const void *p) { return i_xor(i_set_pair(p), i_set_32((int32_t)0x80808080)); }
 
 INLINE ivec i_dot_quads(ivec sum, ivec x, ivec y) { return i_dot_bytes(sum, x, y); }
+
+INLINE ivec i_dot_codes(ivec sum, ivec x, ivec y) { return i_dot_bytes(sum, x, y); }
 #endif
 
 #if HAS_DOT_16

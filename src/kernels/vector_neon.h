@@ -395,6 +395,8 @@ INLINE ivec i_dot_quads(ivec sum, ivec x, ivec y) {
 }
 #endif
 
+INLINE ivec i_dot_codes(ivec sum, ivec x, ivec y) { return i_dot_quads(sum, x, y); }
+
 /* ---- 16 bits ----------------------------------------------------------------------------------------------------- */
 
 #if HAS_DOT_16

@@ -222,6 +222,7 @@ static kvc_status load_rows(loading *l) {
     if (status == KVC_OK) status = kvc_format_visit(&l->state.format, INT64_MAX, read_tensor, l);
     if (status == KVC_OK) status = hand_out_tokens(l);
     if (status != KVC_OK || l->only_checks) return status;
+    kvc_state_sketch(&l->state);
     kvc_lock(cache);
     return kvc_unlock(cache, kvc_loaded_accept(&l->state));
 }

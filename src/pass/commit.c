@@ -126,7 +126,9 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
     for (int32_t i = 0; i < member->num_tokens; i++)
         if (batch->kept[token[i]] && batch->positions[token[i]] > last) last = batch->positions[token[i]];
     const int keeps = last >= 0;
-    if (keeps && member->exact_to < member->sequence->exact_to) member->sequence->exact_to = member->exact_to;
+    const int32_t selected = member->selected_from <= last ? member->selected_from : INT32_MAX;
+    const int32_t exact_to = member->exact_to < selected ? member->exact_to : selected;
+    if (keeps && exact_to < member->sequence->exact_to) member->sequence->exact_to = exact_to;
     if (batch->replaced && keeps) kvc_sequence_note_edit(member->sequence, 0, INT32_MAX);
     /* Rows that windows leave behind go before the tokens are added, and tokens that they leave behind are not added.
      * A batch that restores adds everything: kvc_replace_note looks at all rows. */
@@ -145,7 +147,8 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
     }
     if (batch->replaced && keeps) kvc_replace_note(batch, s);
     if (batch->replaced) kvc_expire_behind(cache, member->sequence, -1);
-    batch->sequences[s].exact_to = INT32_MAX; /* that is the sequence's now, and so are pending rows */
+    batch->sequences[s].exact_to = batch->sequences[s].selected_from =
+        INT32_MAX; /* that is the sequence's now, and so are pending rows */
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_pending_of(batch, g, s)->num = 0;
     /* An unstored sequence also loses the rows that it held before the batch, and its expired ranges are forgotten. */
     for (int32_t g = 0; member->is_unstored && g < cache->num_groups; g++)

@@ -8,6 +8,7 @@
 #include "space/evict.h"
 #include "read/span.h"
 #include "rows/copy.h"
+#include "rows/sketch.h"
 #include "cache/waiting.h"
 
 /* ---- put --------------------------------------------------------------------------------------------------------- */
@@ -51,6 +52,7 @@ static void put_rows(const put_work *work, int32_t i, int32_t count) {
                    given_keys = kvc_given_rows(a->k_type, (const char *)a->k + k_from, a->k_token_stride,
                                                a->k_head_stride, layer->k_dim);
     kvc_copy_rows(kernels, layer, 0, &keys, &given_keys, count);
+    if (at->sketch_bytes) kvc_sketch_rows(kernels, layer, at, place.block->rows, place.slot, count);
     if (!a->v) return;
     const int64_t v_from = kvc_token_offset(i, a->tokens_per_sequence, a->v_token_stride, a->v_batch_stride);
     const kvc_rows values = kvc_stored_rows(layer, at, place.block->rows, place.slot, 1),
@@ -323,11 +325,24 @@ kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *s
     return KVC_OK;
 }
 
+/* Makes the sketches of rows that the caller wrote. */
+static void sketch_written(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens,
+                           const kvc_row_buffer *buffer) {
+    const kvc_place *place = places_in(batch, layer, first);
+    for (int32_t i = 0; i < num_tokens; i++) {
+        const kvc_block *block = place[i].block ? place[i].block : kvc_row_buffer_block(buffer);
+        kvc_sketch_rows(batch->cache->kernels, &batch->cache->layers[layer], kvc_layout_in(batch->cache, layer, block),
+                        block->rows, place[i].slot, 1);
+    }
+}
+
 kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
     kvc_status status = check_in_place(batch, layer, first, &num_tokens);
     kvc_row_buffer *buffer;
     if (status == KVC_OK) status = check_not_written(batch, layer, first, num_tokens);
     if (status == KVC_OK) status = enter_buffer(batch, layer, first, num_tokens, &buffer);
+    if (status == KVC_OK && batch->cache->layers[layer].sketch_bits)
+        sketch_written(batch, layer, first, num_tokens, buffer);
     if (status == KVC_OK) status = leave_buffer(batch->cache, buffer, status);
     if (status == KVC_OK) kvc_mark_written(batch, layer, first, num_tokens, buffer, 1);
     return status;

@@ -31,8 +31,7 @@ static void load_columns(const transfer *x, float *to, int64_t stride, const kvc
     x->kernels->convert(KVC_Q8_0, KVC_F32, to, stride, unpacked, (int64_t)kvc_row_bytes(KVC_Q8_0, num), num_rows, num);
 }
 
-/* Adds halves, then halves of these, and so on. */
-static float add_up(const float x[KVC_LANES]) {
+float kvc_add_up(const float x[KVC_LANES]) {
     float sums[KVC_LANES / 4];
     for (int i = 0; i < KVC_LANES / 4; i++)
         sums[i] = (x[i] + x[i + KVC_LANES / 2]) + (x[i + KVC_LANES / 4] + x[i + 3 * KVC_LANES / 4]);
@@ -48,14 +47,14 @@ typedef struct fit {
 
 static float scale_of(int32_t type, const fit *row) {
     if (!KVC_TYPES[type].is_fitted) return row->unit;
-    const float scale = add_up(row->sums.products) / add_up(row->sums.squares);
+    const float scale = kvc_add_up(row->sums.products) / kvc_add_up(row->sums.squares);
     return scale <= KVC_LARGEST_F16 ? scale : NAN;
 }
 
 /* Returns by how much the best scale lessens the squared error. */
 static float merit_of(const kvc_level_sums *sums) {
-    const float products = add_up(sums->products);
-    return products * products / add_up(sums->squares);
+    const float products = kvc_add_up(sums->products);
+    return products * products / kvc_add_up(sums->squares);
 }
 
 /* Encodes the first num elements of a row, a multiple of KVC_QUANT_ELEMENTS, in the better of two units.  With few
@@ -186,6 +185,15 @@ void kvc_encode_rows(const kvc_kernels *kernels, const kvc_rows *to, const float
     const transfer x = {kernels, {0, 0}, dim};
     const kvc_rows floats = kvc_given_rows(KVC_F32, from, stride, 0, dim);
     convert_rows(&x, to, &floats, num_rows);
+}
+
+float kvc_quantise_row(const kvc_kernels *kernels, int8_t *codes, const float *row, int32_t dim) {
+    kvc_level_sums unused;
+    float unit = kernels->largest(row, dim) / 127;
+    kernels->encode(KVC_INT8, codes, row, dim, unit, &unused);
+    for (int32_t d = 0; d < dim; d++)
+        if (row[d] != row[d]) unit = NAN;
+    return unit;
 }
 
 kvc_rows kvc_given_rows(int32_t type, const void *first, int64_t row, int64_t head, int32_t dim) {

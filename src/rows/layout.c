@@ -2,6 +2,7 @@
 #include "rows/layout.h"
 
 #include "base/dtype.h"
+#include "rows/sketch.h"
 #include "base/status.h"
 
 /* Returns the bytes of one head's keys, values or scales, in whole cache lines.  SIZE_MAX / 8: too many. */
@@ -23,7 +24,7 @@ static size_t alignment_of(const kvc_memory *memory, size_t k_bytes, size_t v_by
 static size_t odd_lines(size_t bytes) { return bytes / KVC_CACHE_LINE % 2 ? bytes : bytes + KVC_CACHE_LINE; }
 
 /* Places a head's values behind its keys: they are read next, so that hardware prefetching past the end of the keys is
- * of use.  Scales of rows come behind both. */
+ * of use.  Scales of rows come behind both, then sketches, behind which kernels may read a little further. */
 kvc_status kvc_layout_add(const kvc_memory *memory, kvc_layout *layout, const kvc_layer *layer, int32_t num_slots,
                           size_t *block_bytes) {
     layout->num_kv_heads = layer->num_kv_heads;
@@ -35,10 +36,12 @@ kvc_status kvc_layout_add(const kvc_memory *memory, kvc_layout *layout, const kv
     const size_t k_scale_bytes = head_bytes(num_slots, kvc_row_scale_bytes(layer->k_type)),
                  v_scale_bytes = has_values ? head_bytes(num_slots, kvc_row_scale_bytes(layer->v_type)) : 0,
                  scale_bytes = k_scale_bytes + v_scale_bytes,
-                 alignment = alignment_of(memory, k_bytes, v_bytes, scale_bytes);
+                 sketch_row = layer->sketch_bits ? kvc_sketch_bytes(layer->k_dim) : 0,
+                 sketch_bytes = sketch_row ? head_bytes(num_slots, sketch_row) + KVC_CACHE_LINE : 0,
+                 alignment = alignment_of(memory, k_bytes, v_bytes, scale_bytes + sketch_bytes);
     k_bytes = (size_t)kvc_align_up(k_bytes, alignment);
     v_bytes = (size_t)kvc_align_up(v_bytes, alignment);
-    layout->head_stride = odd_lines(k_bytes + v_bytes + (size_t)kvc_align_up(scale_bytes, alignment));
+    layout->head_stride = odd_lines(k_bytes + v_bytes + (size_t)kvc_align_up(scale_bytes + sketch_bytes, alignment));
     layout->k_offset = (size_t)kvc_align_up(*block_bytes, alignment);
     layout->v_offset = layout->k_offset + (layer->value_in_key ? 0 : k_bytes);
     layout->k_scales = k_scale_bytes ? layout->k_offset + k_bytes + v_bytes : 0;
@@ -46,6 +49,8 @@ kvc_status kvc_layout_add(const kvc_memory *memory, kvc_layout *layout, const kv
                        : v_scale_bytes     ? layout->k_offset + k_bytes + v_bytes + k_scale_bytes
                                            : 0;
     layout->num_scales = (k_scale_bytes > 0) + (v_scale_bytes > 0);
+    layout->sketch_bytes = sketch_row;
+    layout->sketch_offset = layout->k_offset + k_bytes + v_bytes + scale_bytes;
     if (layout->head_stride > (SIZE_MAX / 8 - *block_bytes) / (size_t)layer->num_kv_heads)
         return kvc_fail(KVC_ERR_INVALID,
                         "a block of %d slots does not fit the address space: give a smaller block_size", num_slots);

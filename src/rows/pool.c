@@ -178,7 +178,7 @@ void kvc_pool_unreserve(kvc_pool *pool, int32_t num_used, int32_t *reserved) {
     *reserved = 0;
 }
 
-enum { REGIONS = 4 }; /* of a head: keys, values, and the scales of both */
+enum { REGIONS = 5 }; /* of a head: keys, values, the scales of both, and sketches */
 
 int64_t kvc_pool_num_regions(const kvc_pool *pool) {
     int64_t num = 0;
@@ -193,7 +193,8 @@ static kvc_region region_of(const kvc_layout *at, size_t head, int index) {
     case 0: return (kvc_region){begin + at->k_offset, at->k_row_bytes};
     case 1: return (kvc_region){begin + at->v_offset, at->v_stored};
     case 2: return (kvc_region){begin + at->k_scales, at->k_scales ? KVC_SCALE_BYTES : 0};
-    default: return (kvc_region){begin + at->v_scales, at->v_scales && at->v_stored ? KVC_SCALE_BYTES : 0};
+    case 3: return (kvc_region){begin + at->v_scales, at->v_scales && at->v_stored ? KVC_SCALE_BYTES : 0};
+    default: return (kvc_region){begin + at->sketch_offset, at->sketch_bytes};
     }
 }
 
@@ -237,7 +238,7 @@ int64_t kvc_pool_slot_bytes(const kvc_pool *pool) {
     int64_t bytes = 0;
     for (int32_t i = 0; i < pool->num_layers; i++) {
         const kvc_layout *at = &pool->layouts[i];
-        bytes += at->num_kv_heads * (int64_t)(at->k_row_bytes + at->v_stored) +
+        bytes += at->num_kv_heads * (int64_t)(at->k_row_bytes + at->v_stored + at->sketch_bytes) +
                  at->num_kv_heads * at->num_scales * KVC_SCALE_BYTES;
     }
     return bytes;

@@ -88,6 +88,8 @@ typedef struct kvc_layout {
     size_t v_stored;                 /* bytes stored for a row of values: v_row_bytes, or 0 if values lie in the keys */
     size_t k_scales, v_scales;       /* offsets of the scales of head 0, slot 0; 0: rows have none */
     int32_t num_scales;              /* stored for a slot and head: 0 to 2 */
+    size_t sketch_offset,
+        sketch_bytes; /* place of the sketch of head 0, slot 0; bytes of a sketch, or 0 without sketches */
     int32_t num_kv_heads;
 } kvc_layout;
 
@@ -100,6 +102,12 @@ static inline uint8_t *kvc_key_at(const kvc_layout *at, const kvc_block *block, 
 }
 static inline uint8_t *kvc_value_at(const kvc_layout *at, const kvc_block *block, int32_t slot, int32_t head) {
     return block->rows + at->v_offset + (size_t)head * at->head_stride + (size_t)slot * at->v_row_bytes;
+}
+
+/* Returns where the sketch of one slot's key and head lies, in a block whose rows these are. */
+static inline uint8_t *kvc_sketch_at(const kvc_layout *at, const uint8_t *rows, int32_t slot, int32_t head) {
+    return (uint8_t *)(uintptr_t)rows + at->sketch_offset + (size_t)head * at->head_stride +
+           (size_t)slot * at->sketch_bytes;
 }
 
 /* Return where the scale of one slot's key, or value, and head lies; NULL if rows have none. */
@@ -160,8 +168,8 @@ void kvc_pool_destroy(kvc_pool *pool);
 /* Returns the resident bytes of the rows of a block of which `faulted` slots were faulted. */
 int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t faulted);
 
-/* The keys, or the values, of one head of one layer, or their scales: where they begin in a block, and the bytes of a
- * row; 0: they are not stored. */
+/* The keys of one head of one layer, or its values, scales or sketches: where they begin in a block, and the bytes of a
+ * row.  row_bytes is 0 if they are not stored. */
 typedef struct kvc_region {
     size_t offset, row_bytes;
 } kvc_region;

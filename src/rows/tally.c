@@ -14,7 +14,8 @@ int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t faulted) {
         bytes += (uint64_t)at->num_kv_heads *
                  (kvc_align_up((size_t)faulted * at->k_row_bytes, page) +
                   kvc_align_up((size_t)faulted * at->v_stored, page) +
-                  (uint64_t)at->num_scales * kvc_align_up((size_t)faulted * KVC_SCALE_BYTES, page));
+                  (uint64_t)at->num_scales * kvc_align_up((size_t)faulted * KVC_SCALE_BYTES, page) +
+                  kvc_align_up((size_t)faulted * at->sketch_bytes, page));
     }
     const uint64_t all = kvc_align_up(pool->block_bytes, page);
     return (int64_t)(bytes < all ? bytes : all);

@@ -1,5 +1,6 @@
 /* transit.c: see transit.h. */
 #include "saved/transit.h"
+#include "rows/sketch.h"
 
 #include <string.h>
 
@@ -196,6 +197,21 @@ static void run_piece(void *context, int64_t i) {
         kvc_hash_add(&hasher, bytes, (size_t)size, pieces->use == KVC_LOAD_PIECES ? rows : NULL);
     }
     pieces->hashes[i] = kvc_hash_end(&hasher);
+}
+
+/* Makes the sketches of layer i. */
+static void sketch_layer(void *context, int64_t i) {
+    const kvc_state *state = context;
+    const kvc_cache *cache = state->cache;
+    const kvc_layer *layer = &cache->layers[i];
+    if (!layer->sketch_bits || layer->share) return;
+    const kvc_extents *extents = &state->groups[cache->group_of[i]];
+    for (const kvc_extent *e = extents->items; e < extents->items + extents->num; e++)
+        kvc_sketch_rows(cache->kernels, layer, &cache->layouts[cache->layout_of[i]], e->block->rows, e->slot, e->count);
+}
+
+void kvc_state_sketch(const kvc_state *state) {
+    kvc_parallel(kvc_cache_threads(state->cache), state->cache->num_layers, sketch_layer, (void *)(uintptr_t)state);
 }
 
 uint64_t kvc_pieces_run(kvc_pieces *pieces, uint64_t checksum) {

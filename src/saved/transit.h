@@ -100,4 +100,7 @@ typedef struct kvc_pieces {
  * kvc_hash of a piece's kvc_hash, with the checksum before it as the seed.  That of no bytes is 0. */
 uint64_t kvc_pieces_run(kvc_pieces *pieces, uint64_t checksum);
 
+/* Makes the sketches of all rows of the extents, once these are loaded. */
+void kvc_state_sketch(const kvc_state *state);
+
 #endif

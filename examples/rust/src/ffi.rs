@@ -128,6 +128,7 @@ abi! {
         share: i32,
         policy: kvc_policy,
         rope: kvc_rope,
+        sketch_bits: i32,
     }
 
     struct kvc_config {
@@ -220,6 +221,7 @@ abi! {
         num_masked: i32,
         max_chosen: i32,
         num_choices: i32,
+        select_rows: i32,
     }
 
     fn kvc_last_error() -> *const c_char;

@@ -1,0 +1,93 @@
+"""Measure attention to rows that sketches select: python bench/bench_select.py [--tokens N,...] [--types TYPES]
+
+Each line is one layer of 8 KV heads of 128 and 32 query heads, and one decoded token behind that many tokens, in
+milliseconds. "dense" reads all rows. "selected" reads the rows that `attend(select=...)` finds. "put" puts one token's
+rows, and "with sketch" does so in a layer that keeps sketches. Calls are timed in turn, and the best round counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+import kvcache
+
+RNG = np.random.default_rng(0)
+KV_HEADS, HEADS, DIM, PIECE = 8, 32, 128, 4096
+
+
+def random(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape, np.float32)
+
+
+def filled(num_tokens: int, dtype: str, num_threads: int, num_layers: int) -> kvcache.KVCache:
+    """Return a cache of random rows, with room for some tokens more; every second layer keeps sketches."""
+    layers = [kvcache.Layer(KV_HEADS, DIM, dtype=dtype, rope=False, sketch=i % 2 == 0) for i in range(num_layers)]
+    cache = kvcache.KVCache(layers, max_seq_len=num_tokens + 64, num_threads=num_threads)
+    rows = random(min(PIECE, num_tokens), KV_HEADS, DIM)
+    for begin in range(0, num_tokens, len(rows)):
+        some = rows[: num_tokens - begin]
+        with cache.batch(len(some)) as batch:
+            for layer in range(num_layers):
+                batch.put(layer, some, some)
+    return cache
+
+
+def best_of(rounds: int, *calls: Callable[[int], object]) -> list[float]:
+    """Return the best time of each call, in milliseconds; a call is given the number of the round."""
+    best = [np.inf] * len(calls)
+    for i in range(rounds):
+        for j, call in enumerate(calls):
+            begin = time.perf_counter()
+            call(i)
+            best[j] = min(best[j], 1e3 * (time.perf_counter() - begin))
+    return best
+
+
+def measure(num_tokens: int, dtype: str, num_threads: int, args: argparse.Namespace) -> None:
+    num_layers = 2 * args.layers
+    cache = filled(num_tokens, dtype, num_threads, num_layers)
+    q, row = random(1, HEADS, DIM), random(1, KV_HEADS, DIM)
+    with cache.batch(1) as batch:
+        for layer in range(num_layers):
+            batch.put(layer, row, row)
+        dense, selected = best_of(
+            args.rounds,
+            lambda i: batch.attend(2 * (i % args.layers), q),
+            lambda i: batch.attend(2 * (i % args.layers), q, select=args.rows),
+        )
+    puts = [np.inf, np.inf]
+    for _ in range(args.rounds):
+        with cache.batch(1) as batch:
+            once = best_of(1, lambda _: batch.put(1, row, row), lambda _: batch.put(0, row, row))
+            puts = [min(pair) for pair in zip(puts, once, strict=True)]
+            for layer in range(2, num_layers):
+                batch.put(layer, row, row)
+            batch.abort()
+    print(
+        f"{dtype:>5} {num_tokens:>7} {num_threads:>8} {dense:>8.2f} {selected:>9.2f} {dense / selected:>6.2f} "
+        f"{puts[0]:>8.4f} {puts[1]:>11.4f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", default="32768,131072", help="contexts, comma-separated (default: %(default)s)")
+    parser.add_argument("--types", default="f16,int8", help="types of rows (default: %(default)s)")
+    parser.add_argument("--threads", default="1,2", help="numbers of threads (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=2048, help="rows to select (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=2, help="layers of each kind (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=20, help="calls of each kind (default: %(default)s)")
+    args = parser.parse_args()
+    print(" type  tokens  threads    dense  selected   gain      put with sketch")
+    for num_tokens in map(int, args.tokens.split(",")):
+        for dtype in args.types.split(","):
+            for num_threads in map(int, args.threads.split(",")):
+                measure(num_tokens, dtype, num_threads, args)
+
+
+if __name__ == "__main__":
+    main()

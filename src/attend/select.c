@@ -1,0 +1,305 @@
+/* select.c: see select.h.
+ *
+ * The rule for selected rows.  A token's rows are counted by position, and at one position by arrival.  It reads the
+ * first KVC_FIRST_READ and the last KVC_LAST_READ, and all where it sees at most kvc_most_unselected.  The others are
+ * cut into pieces of KVC_PIECE_ROWS by that count, so that nothing depends on where rows lie.  A sketch gives each row
+ * a score for each query head of a KV head, and so, by the softmax over all these rows, a weight.  A piece counts by
+ * the sum of the weights of its rows and heads.  The pieces that count most are read; of equal ones, the first.
+ *
+ * Rows that are not read anyway are scored in chunks of KVC_CHUNK_ROWS.  A chunk gives the maximum and the sum of each
+ * head, then the weights of its pieces for each head, relative to that maximum.  Sums are made in the same order for
+ * any number of threads.
+ */
+#include "attend/select.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "attend/chosen.h"
+#include "attend/seen.h"
+#include "attend/step.h"
+#include "attend/topk.h"
+#include "rows/rope.h"
+#include "rows/sketch.h"
+
+/* ---- queries ----------------------------------------------------------------------------------------------------- */
+
+static kvc_sketch_query query_of(const kvc_task *t) {
+    const kvc_plan *plan = t->call->plan;
+    const kvc_workspace_layout *at = &plan->workspace;
+    return (kvc_sketch_query){.codes = (int8_t *)(t->workspace + at->packed),
+                              .scales = t->workspace + at->weights,
+                              .offsets = t->workspace + at->starts,
+                              .stride = (int32_t)kvc_sketch_query_bytes(plan->k_dim)};
+}
+
+/* Rounds query row r of the task to int8. */
+static void round_query(const kvc_task *t, int32_t r) {
+    const kvc_plan *plan = t->call->plan;
+    const int32_t dim = plan->k_dim, stride = query_of(t).stride;
+    const kvc_workspace_layout *at = &plan->workspace;
+    int8_t *codes = (int8_t *)(t->workspace + at->packed) + r * stride;
+    const float unit = kvc_quantise_row(t->call->kernels, codes, t->q + (size_t)r * (size_t)at->q_stride, dim);
+    int32_t sum = 0;
+    for (int32_t d = 0; d < dim; d++) sum += codes[d];
+    memset(codes + dim, 0, (size_t)(stride - dim));
+    t->workspace[at->weights + (uint64_t)r] = unit * t->call->scale;
+    t->workspace[at->starts + (uint64_t)r] = -1.5f * (float)sum;
+}
+
+/* Prepares the query rows for keys that are off by a delta, unless they are. */
+static void prepare(kvc_task *t, int32_t delta_index) {
+    const kvc_call *c = t->call;
+    const kvc_plan *plan = c->plan;
+    if (t->delta_index == delta_index) return;
+    kvc_load_query_rows(t, KVC_F32);
+    for (int32_t r = 0; r < t->num_query_rows; r++) {
+        float *const q = t->q + (size_t)r * (size_t)plan->workspace.q_stride;
+        if (delta_index)
+            kvc_rope_rotate(c->rope, c->angles + (size_t)(delta_index - 1) * (size_t)plan->angles_stride, q);
+        c->kernels->hadamard(q, q, plan->k_dim, kvc_sketch_mixing(plan->k_dim));
+        round_query(t, r);
+    }
+    t->delta_index = delta_index;
+}
+
+/* ---- a tile: up to KVC_PANEL rows -------------------------------------------------------------------------------- */
+
+/* A place in the rows of a token. */
+typedef struct row_place {
+    const kvc_segment *segment;
+    int32_t offset;
+} row_place;
+
+/* Returns how many of the next `most` rows lie in one segment. */
+static int32_t rows_here(const row_place *p, int32_t most) {
+    return (int32_t)kvc_smaller(p->segment->count - p->offset, most);
+}
+
+/* Goes on by the rows of a segment that rows_here found. */
+static void go_on(row_place *p, int32_t rows) {
+    p->offset += rows;
+    if (p->offset == p->segment->count) p->segment++, p->offset = 0;
+}
+
+/* Returns where the score of row j of a tile is: see kvc_sketch_fn. */
+static int32_t score_at(int32_t j) { return j % KVC_PIECE_ROWS * KVC_LANES + j / KVC_PIECE_ROWS; }
+
+/* Prefetches the sketches that are scored two tiles later, if they lie behind these of a tile. */
+static void prefetch_behind(const uint8_t *rows, size_t bytes) {
+#if defined(__GNUC__)
+    for (size_t at = 2 * KVC_PANEL * bytes; at < 3 * KVC_PANEL * bytes; at += KVC_CACHE_LINE)
+        __builtin_prefetch(rows + at, 0, 3);
+#else
+    (void)rows, (void)bytes;
+#endif
+}
+
+/* Returns the sketches of the next n rows: where they lie, or copied to the workspace.  Any bytes may follow
+ * them. */
+static const uint8_t *take_sketches(const kvc_task *t, row_place at, int32_t n) {
+    const kvc_call *c = t->call;
+    const kvc_layout *layout = t->slice->is_buffered ? &c->buffer->layout : c->layout;
+    const uint8_t *buffer = t->slice->is_buffered ? kvc_row_buffer_block(c->buffer)->rows : NULL;
+    uint8_t *const copies = (uint8_t *)(t->workspace + c->plan->workspace.rows), *to = copies;
+    for (int32_t some; n; n -= some) {
+        const uint8_t *rows = buffer ? buffer : at.segment->rows;
+        rows = kvc_sketch_at(layout, rows, at.segment->slot + at.offset, kvc_kv_head_of(t));
+        some = rows_here(&at, n);
+        if (some == KVC_PANEL) {
+            prefetch_behind(rows, layout->sketch_bytes);
+            return rows;
+        }
+        memcpy(to, rows, (size_t)some * layout->sketch_bytes);
+        to += (size_t)some * layout->sketch_bytes;
+        go_on(&at, some);
+    }
+    return copies;
+}
+
+/* Scores the next n rows for all query rows, once for each delta that their keys are off by. */
+static void score_rows(kvc_task *t, row_place at, int32_t n) {
+    const kvc_call *c = t->call;
+    const int32_t dim = c->plan->k_dim, first = c->rope ? at.segment->delta_index : 0;
+    const uint8_t *sketches = take_sketches(t, at, n);
+    float *const others = t->scores + KVC_PANEL; /* scores of a tile take half of their rows */
+    for (int32_t j = 0, some; j < n; j += some) {
+        const int32_t delta_index = c->rope ? at.segment->delta_index : 0;
+        some = rows_here(&at, n - j);
+        go_on(&at, some);
+        if (j && delta_index == first) continue;
+        prepare(t, delta_index);
+        const kvc_sketch_query q = query_of(t);
+        c->kernels->sketch(j ? others : t->scores, &q, t->num_query_rows, sketches, (int64_t)kvc_sketch_bytes(dim),
+                           dim);
+        for (int32_t r = 0; j && r < t->num_query_rows; r++)
+            for (int32_t i = j; i < j + some; i++)
+                t->scores[r * KVC_TILE + score_at(i)] = others[r * KVC_TILE + score_at(i)];
+    }
+}
+
+/* Applies softcap and ALiBi to the scores of the next n rows, and gives those behind them none. */
+static void finish_scores(const kvc_task *t, row_place at, int32_t n) {
+    int32_t positions[KVC_PANEL] = {0};
+    for (int32_t j = 0, some; t->call->args->alibi && j < n; j += some) {
+        some = rows_here(&at, n - j);
+        for (int32_t i = 0; i < some; i++) positions[score_at(j + i)] = at.segment->position + at.offset + i;
+        go_on(&at, some);
+    }
+    for (int32_t r = 0; r < t->num_query_rows; r++) {
+        float *const scores = t->scores + r * KVC_TILE;
+        if (t->call->changes_scores)
+            kvc_bend_scores(t->call, scores, positions, KVC_PANEL, t->tokens[0], kvc_query_head_of(t, r));
+        for (int32_t j = n; j < KVC_PANEL; j++) scores[score_at(j)] = -INFINITY;
+    }
+}
+
+/* ---- a chunk ----------------------------------------------------------------------------------------------------- */
+
+/* The results of a chunk: for each query row the maximum, then for each the sum, then the weights of its pieces. */
+typedef struct found {
+    float *max, *sum, *pieces;
+} found;
+
+static found found_at(const kvc_plan *plan, float *at) {
+    const int32_t num_q = plan->heads_per_part;
+    return (found){at, at + num_q, at + kvc_align_up(2 * (uint64_t)num_q, KVC_LANES)};
+}
+
+/* Returns what is found of chunk i of the task's slice, once all are scored: in plan->partials, if there are several
+ * splits. */
+static found found_of(const kvc_task *t, int64_t i) {
+    const kvc_plan *plan = t->call->plan;
+    const uint64_t part = (uint64_t)t->part * kvc_found_size(plan, t->slice->num_rows);
+    float *const first =
+        t->slice->num_splits == 1 ? t->workspace + plan->workspace.ranks : plan->partials + t->slice->partials + part;
+    return found_at(plan, first + (uint64_t)i * kvc_chunk_size(plan));
+}
+
+/* Returns by what weights relative to a maximum are multiplied, to be relative to a larger one. */
+static float rescale(float own, float max) { return own == max ? 1 : own == -INFINITY ? 0 : expf(own - max); }
+
+/* Adds up the weights of the rows of each piece of a tile. */
+static void add_pieces(const kvc_task *t, const found *to, int32_t tile) {
+    for (int32_t r = 0; r < t->num_query_rows; r++) {
+        const float *w = t->scores + r * KVC_TILE;
+        float *const pieces = to->pieces + r * KVC_CHUNK_PIECES + tile * KVC_LANES;
+        for (int32_t i = 0; i < KVC_LANES; i++)
+            pieces[i] = (w[i] + w[KVC_LANES + i]) + (w[2 * KVC_LANES + i] + w[3 * KVC_LANES + i]);
+    }
+}
+
+/* Scores a chunk of num_rows rows, which are listed from `at` on. */
+static void score_chunk(kvc_task *t, row_place at, int64_t num_rows, const found *to) {
+    const int32_t num_q = t->num_query_rows, num_tiles = (int32_t)((num_rows + KVC_PANEL - 1) / KVC_PANEL);
+    float *const maxima = t->workspace + t->call->plan->workspace.totals; /* [num_tiles][num_q] */
+    for (int32_t r = 0; r < num_q; r++) to->max[r] = -INFINITY, to->sum[r] = 0;
+    for (int32_t tile = 0; tile < num_tiles; tile++) {
+        const int32_t n = (int32_t)kvc_smaller(num_rows - (int64_t)tile * KVC_PANEL, KVC_PANEL);
+        score_rows(t, at, n);
+        if (n < KVC_PANEL || t->call->changes_scores) finish_scores(t, at, n);
+        t->call->kernels->softmax(t->scores, num_q, KVC_PANEL, to->max, to->sum, t->factor, (kvc_ahead){.bytes = 0});
+        add_pieces(t, to, tile);
+        memcpy(maxima + tile * num_q, to->max, (size_t)num_q * sizeof *maxima);
+        for (int32_t left = n, some; left; left -= some) go_on(&at, some = rows_here(&at, left));
+    }
+    for (int32_t tile = 0; tile < num_tiles; tile++)
+        for (int32_t r = 0; r < num_q; r++) {
+            const float by = rescale(maxima[tile * num_q + r], to->max[r]);
+            float *const pieces = to->pieces + r * KVC_CHUNK_PIECES + tile * KVC_LANES;
+            for (int32_t i = 0; by != 1 && i < KVC_LANES; i++) pieces[i] *= by;
+        }
+}
+
+/* Returns the rows that a token selects from, of num_seen that it sees: none, if it reads all. */
+static kvc_row_range middle_of(const kvc_task *t, int64_t num_seen) {
+    const int reads_all = num_seen <= kvc_most_unselected(&t->call->plan->args);
+    return (kvc_row_range){KVC_FIRST_READ, reads_all ? KVC_FIRST_READ : num_seen - KVC_LAST_READ};
+}
+
+int kvc_score_sketches(kvc_task *t) {
+    const kvc_plan *plan = t->call->plan;
+    const kvc_row_range middle = middle_of(t, kvc_count_seen(t));
+    const int64_t first = middle.begin + t->job->split * t->slice->split_rows;
+    const int64_t end = kvc_smaller(first + kvc_split_rows(t->slice, t->job->split), middle.end);
+    float *to = t->workspace + plan->workspace.ranks;
+    for (int64_t row = first; row < end; row += KVC_CHUNK_ROWS, to += kvc_chunk_size(plan)) {
+        const kvc_row_range chunk = {row, kvc_smaller(row + KVC_CHUNK_ROWS, end)};
+        const found result = found_at(plan, to);
+        if (kvc_is_cancelled(t->call)) return 0;
+        kvc_list_seen(t, &chunk, 1);
+        score_chunk(t, (row_place){kvc_chosen_segments(t), 0}, chunk.end - chunk.begin, &result);
+    }
+    t->delta_index = KVC_UNPREPARED; /* attention takes query rows in another form */
+    return 1;
+}
+
+void kvc_keep_found(const kvc_task *t) {
+    const kvc_plan *plan = t->call->plan;
+    const int64_t first = t->job->split * t->slice->split_rows / KVC_CHUNK_ROWS;
+    memcpy(found_of(t, first).max, t->workspace + plan->workspace.ranks,
+           (size_t)kvc_found_size(plan, kvc_split_rows(t->slice, t->job->split)) * sizeof(float));
+}
+
+/* ---- selecting --------------------------------------------------------------------------------------------------- */
+
+/* Finds for each query row, over all chunks, the maximum and one over the sum of weights: in t->max and t->sum. */
+static void add_up_chunks(const kvc_task *t, int64_t num_chunks) {
+    for (int32_t r = 0; r < t->num_query_rows; r++) {
+        t->max[r] = -INFINITY, t->sum[r] = 0;
+        for (int64_t i = 0; i < num_chunks; i++)
+            if (found_of(t, i).max[r] > t->max[r]) t->max[r] = found_of(t, i).max[r];
+        for (int64_t i = 0; i < num_chunks; i++)
+            t->sum[r] += found_of(t, i).sum[r] * rescale(found_of(t, i).max[r], t->max[r]);
+        /* A weight that is no number makes its own piece the best, and no other. */
+        t->sum[r] = t->sum[r] > 0 ? 1 / t->sum[r] : 0;
+    }
+}
+
+/* Writes the keys of the pieces of a chunk. */
+static void rank_pieces(const kvc_task *t, const found *from, uint32_t *keys, int64_t num) {
+    float masses[KVC_CHUNK_PIECES] = {0};
+    for (int32_t r = 0; r < t->num_query_rows; r++) {
+        const float *pieces = from->pieces + r * KVC_CHUNK_PIECES, by = rescale(from->max[r], t->max[r]) * t->sum[r];
+        for (int64_t i = 0; i < num; i++) {
+            const float mass = pieces[i] * by;
+            masses[i] += mass;
+        }
+    }
+    for (int64_t i = 0; i < num; i++) keys[i] = kvc_key_of(masses[i]);
+}
+
+/* Selects pieces of the rows in the middle, in ascending order.  Returns where their numbers are, and sets *num. */
+static const int32_t *select_pieces(const kvc_task *t, kvc_row_range middle, int32_t *num) {
+    const kvc_workspace_layout *at = &t->call->plan->workspace;
+    const int64_t num_rows = middle.end - middle.begin, num_pieces = (num_rows + KVC_PIECE_ROWS - 1) / KVC_PIECE_ROWS;
+    const int64_t num_chunks = (num_rows + KVC_CHUNK_ROWS - 1) / KVC_CHUNK_ROWS;
+    uint32_t *const keys = (uint32_t *)(void *)(t->workspace + at->entries);
+    int32_t *const pieces = (int32_t *)(void *)(t->workspace + at->ids);
+    add_up_chunks(t, num_chunks);
+    for (int64_t i = 0, first = 0; i < num_chunks; i++, first += KVC_CHUNK_PIECES) {
+        const found from = found_of(t, i);
+        rank_pieces(t, &from, keys + first, kvc_smaller(num_pieces - first, KVC_CHUNK_PIECES));
+    }
+    const kvc_entries entries = {.keys = keys, .num = num_pieces, .local = num_pieces, .local_end = num_pieces};
+    const int32_t most = (t->call->plan->args.select_rows + KVC_PIECE_ROWS - 1) / KVC_PIECE_ROWS;
+    *num = kvc_topk(&entries, most, pieces);
+    return pieces;
+}
+
+int64_t kvc_list_selected(const kvc_task *t) {
+    const int64_t num_seen = kvc_count_seen(t);
+    const kvc_row_range middle = middle_of(t, num_seen), all = {0, num_seen};
+    kvc_row_range *const ranges = (kvc_row_range *)(void *)(t->workspace + t->call->plan->workspace.chosen), *to;
+    int32_t num;
+    if (middle.begin == middle.end) return kvc_list_seen(t, &all, 1);
+    const int32_t *pieces = select_pieces(t, middle, &num);
+    *(to = ranges) = (kvc_row_range){0, middle.begin};
+    for (int32_t i = 0; i < num; i++) {
+        const int64_t begin = middle.begin + (int64_t)pieces[i] * KVC_PIECE_ROWS;
+        if (begin != to->end) *++to = (kvc_row_range){begin, begin};
+        to->end = kvc_smaller(begin + KVC_PIECE_ROWS, middle.end);
+    }
+    *++to = (kvc_row_range){middle.end, num_seen};
+    return kvc_list_seen(t, ranges, to + 1 - ranges);
+}

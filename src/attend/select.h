@@ -1,0 +1,17 @@
+/* select.h: rows that a token selects by the sketches of their keys (kvc_plan_args.select_rows). */
+#ifndef KVC_SELECT_H
+#define KVC_SELECT_H
+
+#include "attend/task.h"
+
+/* Scores the sketches of the rows in the task's split.  Returns 0 if the call was cancelled. */
+int kvc_score_sketches(kvc_task *t);
+
+/* Keeps what was found of the split, for the task that selects. */
+void kvc_keep_found(const kvc_task *t);
+
+/* Lists the rows that the task's token selects, once all splits of its slice are scored: as segments in the task's
+ * workspace (kvc_chosen_segments).  Returns their number. */
+int64_t kvc_list_selected(const kvc_task *t);
+
+#endif

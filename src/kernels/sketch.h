@@ -1,0 +1,76 @@
+/* sketch.h: scores of sketches (rows/sketch.h), by which rows are selected; part of template.h.
+ *
+ * Lanes are rows.  Codes of two bits are taken from their bytes by shifts and a mask, once for all queries, and
+ * multiplied as bytes without signs.
+ */
+
+#if HAS_QUADS
+enum { SKETCH_VECTORS = IS_WIDE ? 2 : 1 }; /* of rows, that are multiplied at once */
+
+/* Scores rows 4 (at + i) + k, for lanes i and vectors k from `first` on, for num_q queries. */
+INLINE void score_some_sketches(int num_q, float *scores, const kvc_sketch_query *q, const char *rows, ptrdiff_t stride,
+                                int dim, int at, int first) {
+    const ivec mask = i_set_16(0x0303);
+    const char *from = rows + (4 * at + first) * stride;
+    ivec sums[SKETCH_VECTORS * QUERIES];
+    UNROLL
+    for (int i = 0; i < SKETCH_VECTORS * num_q; i++) sums[i] = i_zero();
+    for (int byte = 0; byte < dim / 4; byte += KVC_SKETCH_STEP) {
+        ivec x[SKETCH_VECTORS][4];
+        UNROLL
+        for (int v = 0; v < SKETCH_VECTORS; v++) i_load_rows(x[v], from + v * stride + byte, 4 * stride);
+        for (int word = 0; word < 4; word++) {
+            const int8_t *codes = q->codes + (byte + 4 * word) / 8 * KVC_QUANT_ELEMENTS + 4 * word % 8;
+            UNROLL
+            for (int part = 0; part < 4; part++, codes += 8) {
+                ivec y[SKETCH_VECTORS];
+                UNROLL
+                for (int v = 0; v < SKETCH_VECTORS; v++)
+                    y[v] = i_and(part ? i_shift(x[v][word], 2 * part) : x[v][word], mask);
+                UNROLL
+                for (int r = 0; r < num_q; r++) {
+                    const ivec quad = i_set_pair(codes + r * q->stride);
+                    UNROLL
+                    for (int v = 0; v < SKETCH_VECTORS; v++)
+                        sums[v * num_q + r] = i_dot_codes(sums[v * num_q + r], y[v], quad);
+                }
+            }
+        }
+    }
+    UNROLL
+    for (int v = 0; v < SKETCH_VECTORS; v++) {
+        vec scale[2];
+        v_load_scales(scale, from + v * stride + dim / 4, 4 * stride);
+        UNROLL
+        for (int r = 0; r < num_q; r++) {
+            const vec exact = v_add(v_from_int(sums[v * num_q + r]), v_set(q->offsets[r]));
+            v_store(scores + r * KVC_TILE + (first + v) * KVC_LANES + at,
+                    v_mul(v_mul(exact, scale[0]), v_set(q->scales[r])));
+        }
+    }
+}
+
+INLINE void score_all_sketches(int num_q, float *scores, const kvc_sketch_query *q, const char *rows, ptrdiff_t stride,
+                               int dim) {
+    for (int at = 0; at < KVC_LANES; at += LANES)
+        for (int first = 0; first < 4; first += SKETCH_VECTORS)
+            score_some_sketches(num_q, scores, q, rows, stride, dim, at, first);
+}
+
+INLINE void score_sketches(float *scores, const kvc_sketch_query *q, int num_q, const void *rows, int64_t row_stride,
+                           int dim) {
+    kvc_sketch_query some = *q;
+    for (int n; num_q; num_q -= n, scores += n * KVC_TILE) {
+        n = num_q >= 4 ? 4 : num_q >= 2 ? 2 : 1;
+        if (n == 4)
+            score_all_sketches(4, scores, &some, rows, row_stride, dim);
+        else if (n == 2)
+            score_all_sketches(2, scores, &some, rows, row_stride, dim);
+        else
+            score_all_sketches(1, scores, &some, rows, row_stride, dim);
+        some.codes += n * some.stride;
+        some.scales += n;
+        some.offsets += n;
+    }
+}
+#endif
