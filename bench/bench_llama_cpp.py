@@ -201,12 +201,41 @@ def reader(context: Context | IkContext, depth: int) -> Callable[[], float]:
 
 
 def decode(report: Report, model: Model, o: argparse.Namespace) -> None:
+    """Measure all types of a depth in turn, so that their times can be divided; their contexts are held at once."""
     report.open("decoding, tokens/s", *SPEEDUPS)
+    found = {}
+    for depth in o.context:
+        with ExitStack() as stack:
+            contexts = {
+                (dtype, cache): context
+                for dtype in o.types
+                for cache, context in stack.enter_context(filled(report, model, dtype, depth, o.steps + MARGIN)).items()
+            }
+            found[depth] = interleave({key: context.decode for key, context in contexts.items()}, o.steps)
     for dtype in o.types:
-        for depth in o.context:
-            with filled(report, model, dtype, depth, o.steps + MARGIN) as contexts:
-                samples = interleave({cache: context.decode for cache, context in contexts.items()}, o.steps)
-            report.speeds("decode", "decoding", depth, dtype, 1, samples)
+        for depth, samples in found.items():
+            of_type = {cache: seconds for (each, cache), seconds in samples.items() if each == dtype}
+            report.speeds("decode", "decoding", depth, dtype, 1, of_type)
+    over_first(report, o.types, found)
+
+
+def over_first(report: Report, types: Sequence[str], found: dict[int, dict[tuple[str, str], list[float]]]) -> None:
+    """Add a line for each further type: the speedup of each cache over itself with the first type."""
+    first, *others = types
+    if not others:
+        return
+    report.open(f"decoding, speedup over {first} of the same cache")
+    for dtype in others:
+        for depth, samples in found.items():
+            cells = []
+            for cache, (name, *_) in CACHES.items():
+                cells.append("")
+                if (dtype, cache) in samples and (first, cache) in samples:
+                    low, middle, high = quartiles(quotients(samples[first, cache], samples[dtype, cache]))
+                    cells[-1] = f"{middle:.2f}"
+                    title = f"decoding, {name}, speedup over its {first}"
+                    report.row(title, depth, dtype, quotient=middle, low=low, high=high)
+            report.cells(f"{depth:,}", dtype, *cells)
 
 
 def prompt(report: Report, model: Model, o: argparse.Namespace) -> None:

@@ -135,6 +135,8 @@ def test_every_section_once(library, tiny, tmp_path, monkeypatch, capsys):
     assert rates == {("prompts of 512, flash attention", "q8_0", 40), ("prompts of 512, kvcache", "q8_0", 40)}
     assert {row["name"] for row in rows if row["type"] == "q4_0" and "quotient" in row} == {
         "decoding, speedup over the default",
+        "decoding, flash attention, speedup over its f16",
+        "decoding, kvcache, speedup over its f16",
         "memory at 300 tokens, over the default",
         "memory of 64 sequences that share 40 tokens, over the default",
     }
