@@ -460,7 +460,7 @@ static void test_versions(void) {
         CHECK(save_all(made, &file) == KVC_OK);
         char *version = strstr(file.bytes + 8, "\"version\":\"");
         CHECK(version && version[11] == (has_keys ? '2' : '1'));
-        CHECK(!strstr(file.bytes + 8, "layer.1.v") == has_keys && strstr(file.bytes + 8, "layer.1.k.scale"));
+        CHECK((strstr(file.bytes + 8, "layer.1.v") == NULL) == has_keys && strstr(file.bytes + 8, "layer.1.k.scale"));
         const kvc_load_args args = load_args_of(&file);
         CHECK(kvc_load(&args, &loaded) == KVC_OK);
         check_twins(loaded, layers);

@@ -12,13 +12,14 @@ static const float zeros[4];
 /* Checks that the cache is found broken, with these words. */
 #define CHECK_BROKEN(cache, words) CHECK_FAILS(kvc_validate(cache), KVC_ERR_CORRUPT, words, "")
 
-/* Checks that with another value of a number, and then sets the number back. */
+/* Checks that with another value of a number or pointer, and then sets it back. */
 #define BREAK(cache, number, value, words)                                     \
     do {                                                                       \
-        const int64_t was_ = (int64_t)(number);                                \
+        char was_[sizeof(number)];                                             \
+        memcpy(was_, &(number), sizeof was_);                                  \
         (number) = (value);                                                    \
         CHECK_BROKEN(cache, words);                                            \
-        (number) = was_;                                                       \
+        memcpy(&(number), was_, sizeof was_);                                  \
         CHECKF(kvc_validate(cache) == KVC_OK, "mended: %s", kvc_last_error()); \
     } while (0)
 

@@ -165,7 +165,7 @@ static int check_agreement(const int64_t *ids, int num) {
     const kvc_tokens tokens = tokens_of(ids, num);
     const int found = known(ids, num);
     int32_t first = -1, kept = -1;
-    int64_t missing;
+    int64_t missing = -1;
     int matched;
     CHECK(missing_blocks(prefix, &tokens, num, NULL, 0, &first, &missing) == KVC_OK);
     CHECKF(first == found / BLOCK && missing == num / BLOCK - first, "%d known, %lld missing from %d on", found,

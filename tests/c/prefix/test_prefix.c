@@ -86,8 +86,8 @@ static void check_payloads(const kvc_policy *policies, int step, int num, int ke
     const int64_t *ids = numbers(7);
     const kvc_tokens tokens = tokens_of(ids, 21);
     uint8_t names[8][KVC_NAME_BYTES];
-    int64_t num_names, none;
-    int32_t first, is_known;
+    int64_t num_names = -1, none = -1;
+    int32_t first = -1, is_known;
     open_world(policies, 2, no_limits, own);
     const int64_t id = acquire(ids, 21, NULL);
     feed_to(id, 21, step);
