@@ -126,6 +126,8 @@ def _attend(
     options["masked"] = (passes.masked(this_pass, padding) if has_padding else None) or None
     if chosen is not None and this_pass.batch is not None:
         options |= chosen.options(this_pass, options["masked"])
+    elif layer.num_selected is not None and this_pass.selects:
+        options["select"] = layer.num_selected
     return _run(this_pass, layer, q, this_pass.pending.pop(layer.index, ()), options)
 
 

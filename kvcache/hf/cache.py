@@ -36,6 +36,7 @@ from kvcache.hf.turns import STALLED, Turns
 from kvcache.layer import DTypeLike, Transform, count, override
 from kvcache.policy import Policy
 from kvcache.prefix.cache import MOST_BLOCK_SIZE, PrefixCache
+from kvcache.selecting import with_sketches
 from kvcache.spelling import spelt
 from kvcache.state import SavedState
 from kvcache.system import readable
@@ -61,13 +62,18 @@ class HFCache(SaveableBatch, Cache):
     prefix : PrefixCache, optional
         Where prompts begin that were computed before, on a cache of `make_kv_cache` with the same arguments. `generate`
         then feeds only what follows (`acquire`), and `release` keeps the tokens for prompts to come.
+    select : int, optional
+        About how many rows a new token of a long text reads for each KV head, as in `kvcache.Batch.attend`. It selects
+        rows once each text of the batch has 8192 tokens. Prompts, guesses that the model verifies, and the first two
+        layers of attention read all rows, as do layers that can have no sketches. By default all rows are read.
 
     Raises
     ------
     NotSupportedError
         If the model has an encoder, no layer of attention, or a layer whose state is neither keys and values nor
         recurrent; or if it makes no use of a cache that it is given. With `prefix`, if its recurrent layers go on by
-        single tokens only, or it has a rotation that follows the length of the text.
+        single tokens only, or it has a rotation that follows the length of the text. With `select`, if no layer can
+        have sketches, an indexer chooses the rows, or, in a forward pass, the attention is not ``"kvcache"``.
     ValueError
         If `config` does not say how many heads there are, `kvcache.KVCache` refuses an argument, a `policy` is None or
         `CrossAttention`, or the cache of `prefix` has other layers, or `prefix` no `state_bytes` for recurrent ones.
@@ -96,9 +102,10 @@ class HFCache(SaveableBatch, Cache):
         policy: Policy | Sequence[Policy] | None = None,
         transform: Transform | None = None,
         prefix: PrefixCache | None = None,
+        select: int | None = None,
     ) -> None:
         block_size = block_size_for([layer.policy for layer in layers_of(config)] if policy is None else policy)
-        made = self.make_kv_cache(config, dtype or "f16", policy, transform, block_size=block_size)
+        made = self.make_kv_cache(config, dtype or "f16", policy, transform, select, block_size=block_size)
         if not self._holds_source:
             check_policies(made.layers)
         decoder, parts, _ = parts_of(config)
@@ -112,11 +119,12 @@ class HFCache(SaveableBatch, Cache):
         else:
             types = ("k_dtype", "v_dtype") if dtype is not None else ()
             transforms = ("k_transform", "v_transform") if transform is not None else ()
-            check_prefix(prefix, decoder, is_recurrent, made, (*SHAPE, *types, *transforms))
+            sketches = ("sketch",) if select is not None else ()
+            check_prefix(prefix, decoder, is_recurrent, made, (*SHAPE, *types, *transforms, *sketches))
             self._cache, turns = prefix.cache, Turns.of(prefix.cache)
         self._placeholders = placeholders_of(config)
         self._follows_config = policy is None  # whether a layer's window is the model's
-        self._passes = Passes(self._cache, turns, 0.0 if prefix is None else STALLED, has_readers)
+        self._passes = Passes(self._cache, turns, 0.0 if prefix is None else STALLED, has_readers, select)
         self._decoder = Decoder(self._cache, torch.get_default_dtype())  # until the model brings some rows
         self._forget_text()
         layers = Maker(self._passes, self._decoder, self._follows_config).layers(parts)
@@ -130,6 +138,7 @@ class HFCache(SaveableBatch, Cache):
         dtype: DTypeLike = "f16",
         policy: Policy | Sequence[Policy] | None = None,
         transform: Transform | None = None,
+        select: int | None = None,
         *,
         block_size: int = 64,
         **arguments: Any,
@@ -145,16 +154,29 @@ class HFCache(SaveableBatch, Cache):
         stored: dict[str, Any] = {"dtype": dtype, "k_transform": transform, "v_transform": transform}
         chosen = {} if policy is None else {"policy": policy}
         layers, limits = override(layers_of(config), {"max_seq_len": None, **stored, **chosen, **arguments})
-        return KVCache([*layers, *index_layers_of(config, layers)], **limits)
+        index_layers = index_layers_of(config, layers)
+        if select is not None:
+            select = integer(select, "select", 1, INT32_MAX)
+            if index_layers:
+                raise NotSupportedError(
+                    f"select={select}: a {type(config).__name__} chooses rows by an indexer: leave select out"
+                )
+            layers = with_sketches(layers, select)
+        return KVCache([*layers, *index_layers], **limits)
 
     @classmethod
     def _made_for(
-        cls, config: PreTrainedConfig, policy: Any, prefix: PrefixCache | None, states: Sequence[SavedState]
+        cls,
+        config: PreTrainedConfig,
+        policy: Any,
+        prefix: PrefixCache | None,
+        select: int | None,
+        states: Sequence[SavedState],
     ) -> Self:
         if prefix is not None:  # whose types need not be the file's: then restoring says what differs
-            return cls(config, policy=policy, prefix=prefix)
+            return cls(config, policy=policy, prefix=prefix, select=select)
         dtype, transform = stored_in(states[0])
-        return cls(config, dtype, policy, transform)
+        return cls(config, dtype, policy, transform, select=select)
 
     @property
     def _parts(self) -> list[HFCache]:
@@ -573,6 +595,7 @@ class HFCache(SaveableBatch, Cache):
         held = f"{count(len(passes.seq_ids), 'sequence')} of {count(passes.num_seen, 'token')}"
         calls = "{kernel} by the kernels, {dense} with dense tensors, {fallback} by fallback".format(**passes.calls)
         layers = describe(self._cache, passes.seq_ids)
+        layers += "" if passes.num_selected is None else f"; select={passes.num_selected}"
         return f"<HFCache: {held}, {layers}; {readable(self.nbytes)}; layers attended: {calls}>"
 
     @property

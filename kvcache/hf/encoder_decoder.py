@@ -94,9 +94,13 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
     _num_parts = 2
 
     @classmethod
-    def _made_for(cls, config: PreTrainedConfig, policy: Any, prefix: Any, states: Sequence[SavedState]) -> Self:
+    def _made_for(
+        cls, config: PreTrainedConfig, policy: Any, prefix: Any, select: Any, states: Sequence[SavedState]
+    ) -> Self:
         if prefix is not None:
             raise NotSupportedError("prefix: rows of a decoder follow from its encoder's as well: leave prefix out")
+        if select is not None:
+            raise NotSupportedError(f"select={select}: texts behind an encoder are short: leave select out")
         dtype, transform = stored_in(states[0])
         lengths = (layer.policy.max_len for layer in states[1].layers if isinstance(layer.policy, CrossAttention))
         return cls(config, dtype, policy, next(lengths, None), transform)

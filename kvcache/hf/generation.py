@@ -56,7 +56,7 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
     if wanted is None and enabled is not None:
         wanted, arguments = NAME, enabled
     elif wanted == NAME and generation_config.is_assistant:  # a draft's config is a copy of the model's
-        arguments = {name: value for name, value in arguments.items() if name != "prefix"}
+        arguments = {name: value for name, value in arguments.items() if name not in ("prefix", "select")}
         generation_config.cache_implementation = None  # which transformers refuses beside the cache of the last guesses
     if wanted in STATIC and self.config.get_text_config(decoder=True)._attn_implementation == NAME:
         raise ValueError(

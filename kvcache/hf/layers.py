@@ -89,6 +89,11 @@ class LayerRows:
         passes.calls["fallback" if self.falls_back else "dense"] += 1
         if self.falls_back:
             passes.warn(UNKNOWN)
+        elif passes.num_selected is not None:
+            raise NotSupportedError(
+                f"select={passes.num_selected}: the model's attention is not 'kvcache', or it computes with the rows"
+                " first, so that none can be selected: kvcache.hf.enable(model, select=...), or leave select out"
+            )
         if self.new is None:
             passes.finish()
             return layer.decoder.decode_rows(layer.index, passes.seq_ids, self.num_columns)
@@ -117,7 +122,9 @@ class Layer(CacheLayerMixin):
 
     def __init__(self, passes: Passes, decoder: Decoder, index: int, follows_config: bool) -> None:
         self.passes, self.decoder, self.index, self.follows_config = passes, decoder, index, follows_config
-        policy = passes.cache.layers[index].policy
+        own = passes.cache.layers[index]
+        policy = own.policy
+        self.num_selected = passes.num_selected if own.sketch else None  # the rows that a token selects
         self.window = window_of(policy)  # the most tokens that a query sees; 0: all
         self.most_past = self.window - 1 if self.window else INT32_MAX  # tokens before a pass in the pass's mask
         self.is_sliding = self.window > 0

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 
+from kvcache import selecting
 from kvcache.arrays import Layout
 from kvcache.batch import Batch
 from kvcache.cache import KVCache
@@ -57,6 +58,7 @@ class ForwardPass:
     not_padding: torch.Tensor | None  # [batch, tokens] of bool, False: leading padding; None: there is none
     offsets: list[int]  # the column of each sequence's position 0
     num_seen: int  # tokens of each sequence before the pass, padding included
+    selects: bool  # whether its tokens select rows, in layers with sketches
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
@@ -110,10 +112,11 @@ class Passes:
 
     `turns` is what the caches on these rows share, `timeout` the most seconds to wait while a batch of others is open.
     `has_readers` says whether some layers of the model have no rows, and attend to the rows of earlier layers.
+    `select` is the argument of `HFCache`, kept as `num_selected`.
     """
 
-    def __init__(self, cache: KVCache, turns: Turns, timeout: float, has_readers: bool) -> None:
-        self.cache, self.turns, self.has_readers = cache, turns, has_readers
+    def __init__(self, cache: KVCache, turns: Turns, timeout: float, has_readers: bool, select: int | None) -> None:
+        self.cache, self.turns, self.has_readers, self.num_selected = cache, turns, has_readers, select
         self.is_called = False  # whether a call of the model runs, of which `note_call` was told
         self.last: ForwardPass | None = None  # that runs, or ran last
         self.forget()
@@ -299,6 +302,8 @@ class Passes:
         this_pass.not_padding = torch.arange(num_tokens) >= torch.tensor(leading)[:, None] if any(leading) else None
         this_pass.batch, this_pass.num_tokens, this_pass.offsets = made, num_tokens, offsets
         this_pass.num_seen = self.num_seen
+        shortest = self.num_seen + num_tokens - max(offsets, default=0)
+        this_pass.selects = self.num_selected is not None and num_tokens == 1 and shortest >= selecting.SELECT_FROM
         this_pass.is_open = True
 
     @property

@@ -40,7 +40,12 @@ class SaveableBatch:
 
         @classmethod
         def _made_for(
-            cls, config: PreTrainedConfig, policy: Any, prefix: PrefixCache | None, states: Sequence[state.SavedState]
+            cls,
+            config: PreTrainedConfig,
+            policy: Any,
+            prefix: PrefixCache | None,
+            select: int | None,
+            states: Sequence[state.SavedState],
         ) -> Self:
             """Make an empty cache for a model, which stores rows as those in the states of a file."""
 
@@ -93,7 +98,7 @@ class SaveableBatch:
     def load(
         cls, config: PreTrainedConfig, path: str | os.PathLike[str], *,
         policy: Policy | Sequence[Policy] | None = None, prefix: PrefixCache | None = None,
-        fingerprint: str | None = None, secret: bytes | None = None,
+        fingerprint: str | None = None, secret: bytes | None = None, select: int | None = None,
     ) -> Self:  # fmt: skip
         """Make a cache of a file that `save` wrote; `generate` goes on with it.
 
@@ -110,6 +115,8 @@ class SaveableBatch:
             in sequences of their own. An `HFEncoderDecoderCache` takes none.
         fingerprint, secret : optional
             As in `kvcache.KVCache.load`.
+        select : int, optional
+            As in `HFCache`, whatever the saved cache was given. An `HFEncoderDecoderCache` takes none.
 
         Returns
         -------
@@ -132,7 +139,7 @@ class SaveableBatch:
         check_config(config)
         states = state.read_states(path, cls._num_parts)
         try:
-            cache = cls._made_for(config, policy, prefix, states)
+            cache = cls._made_for(config, policy, prefix, select, states)
         except (TypeError, ValueError):
             state.inspect(path, verify=True)  # where the file is damaged, that is why
             raise
