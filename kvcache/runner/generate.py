@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache import KVCache, SlidingWindow
+from kvcache import KVCache, SlidingWindow, selecting
 from kvcache.arguments import to_float
-from kvcache.layer import DTYPES, DType, Transform, to_dtype
+from kvcache.layer import DTYPES, DType, Layer, Transform, to_dtype
 from kvcache.models.weights import F32
 from kvcache.policy import Policy
 from kvcache.runner import llama
 from kvcache.runner.llama import Llama, LlamaConfig, LlamaError
+from kvcache.selecting import with_sketches
 
 __all__ = ["FIRST_TOKENS_KEPT", "Options", "Speed", "generate", "new_cache", "sample", "shift_context"]
 
@@ -52,6 +53,9 @@ class Options:
         Whether to write the text only, without the table and notices.
     transform : {"hadamard"}, optional
         How keys and values are transformed before they are quantised; by default not at all.
+    select : int, optional
+        About how many rows a generated token reads for each KV head, as in `kvcache.Batch.attend`, once the text has
+        8192 tokens. Prompts and the first two layers read all rows. By default all rows are read.
 
     Raises
     ------
@@ -70,6 +74,7 @@ class Options:
     compare: bool = False
     quiet: bool = False
     transform: Transform | None = None
+    select: int | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -81,6 +86,7 @@ class Options:
             ("sink tokens", self.num_sink_tokens, 0),
             ("tokens", self.max_new_tokens, 1),
             ("seed", self.seed, 0),
+            ("selected rows", self.select, 1),
         ):
             if value is not None and value < lowest:
                 raise LlamaError(f"{name} must be at least {lowest}, not {value}")
@@ -128,22 +134,29 @@ def new_cache(config: LlamaConfig, options: Options, dtype: DType | None = None)
     -------
     KVCache
         A cache for the model's whole context; with a window, for the window, the sink tokens and one batch.
+
+    Raises
+    ------
+    NotSupportedError
+        `options` select rows, and no layer can.
     """
     policy, max_seq_len = config.policy, config.max_seq_len
     if options.window is not None:
         policy = tuple(_narrowed(own, options.window, options.first_tokens_kept) for own in config.policy)
         max_seq_len = options.window + options.first_tokens_kept + llama.PREFILL_TOKENS
-    return KVCache(
-        config.num_layers,
-        config.num_kv_heads,
-        config.head_dim,
-        max_seq_len,
-        dtype=dtype or options.dtype,
-        k_transform=options.transform,
-        v_transform=options.transform,
-        policy=policy,
-        rope=config.rope,
-    )
+    layers = [
+        Layer(
+            config.num_kv_heads,
+            config.head_dim,
+            dtype=dtype or options.dtype,
+            k_transform=options.transform,
+            v_transform=options.transform,
+            policy=own,
+            rope=config.rope,
+        )
+        for own in policy
+    ]
+    return KVCache(layers if options.select is None else with_sketches(layers, options.select), max_seq_len=max_seq_len)
 
 
 def _narrowed(own: Policy | None, window: int, num_sink_tokens: int) -> SlidingWindow:
@@ -226,6 +239,7 @@ def generate(
     decode: Speed,
     *,
     num_tokens_kept: int | None = None,
+    select: int | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> Iterator[int]:
     """Yield tokens that follow a prompt, one forward pass for each.
@@ -245,6 +259,8 @@ def generate(
     num_tokens_kept : int, optional
         The argument of `shift_context`, which is called when the model's context is full. By default it is not called,
         and the tokens must fit.
+    select : int, optional
+        The argument of `Llama.forward` for generated tokens, from 8192 tokens in the cache on.
     on_prefill : callable, optional
         A function called after each batch of the prompt with the number of tokens done, and of the prompt's tokens.
     """
@@ -254,7 +270,14 @@ def generate(
         start = time.perf_counter()
         if num_tokens_kept is not None and cache.next_position() == model.config.max_seq_len:
             shift_context(cache, num_tokens_kept)
-        logits = model.forward(pending, cache, last_only=True, on_batch=None if i else on_prefill)
+        selects = i and cache.next_position() + 1 >= selecting.SELECT_FROM
+        logits = model.forward(
+            pending,
+            cache,
+            last_only=True,
+            select=select if selects else None,
+            on_batch=None if i else on_prefill,
+        )
         token = choose(logits[-1])
         speed.seconds += time.perf_counter() - start
         speed.tokens += len(pending)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -194,6 +195,7 @@ class Llama:
         *,
         seq_id: int | Sequence[int] = 0,
         last_only: bool = False,
+        select: int | None = None,
         on_batch: Callable[[int, int], None] | None = None,
     ) -> F32:
         """Append tokens to a sequence of a cache, and return the logits after each token.
@@ -209,6 +211,9 @@ class Llama:
             sequence of each token. Tokens of a sequence then stand side by side.
         last_only : bool
             Whether to compute the logits of the last token only.
+        select : int, optional
+            About how many rows a token reads for each KV head in layers with sketches, as in `kvcache.Batch.attend`. By
+            default all rows are read.
         on_batch : callable, optional
             A function called after each batch with the number of tokens done, and with `n`.
 
@@ -231,15 +236,16 @@ class Llama:
             raise ValueError(f"seq_id must be one sequence, or one for each of {len(ids)} tokens, not {len(seq_ids)}")
         hidden = []
         for i in range(0, len(ids), PREFILL_TOKENS):
-            hidden.append(self._hidden(ids[i : i + PREFILL_TOKENS], cache, seq_ids[i : i + PREFILL_TOKENS]))
+            hidden.append(self._hidden(ids[i : i + PREFILL_TOKENS], cache, seq_ids[i : i + PREFILL_TOKENS], select))
             if on_batch is not None:
                 on_batch(min(i + PREFILL_TOKENS, len(ids)), len(ids))
         x = hidden[-1][-1:] if last_only else np.concatenate(hidden)
         return _rms_norm(x, self.norm, self.config.rms_norm_eps) @ self.head.T
 
-    def _hidden(self, ids: NDArray[np.intp], cache: KVCache, seq_ids: Sequence[int]) -> F32:
+    def _hidden(self, ids: NDArray[np.intp], cache: KVCache, seq_ids: Sequence[int], select: int | None) -> F32:
         """Run one batch through all layers: [n] -> [n, hidden]."""
         c, n = self.config, len(ids)
+        selecting = () if select is None else {i for i, own in enumerate(cache.layers) if own.sketch}
         rotated, all_heads = c.num_heads + c.num_kv_heads, c.num_heads + 2 * c.num_kv_heads
         x = self.embedding[ids]
         with cache.batch(n, seq_ids=seq_ids) as batch:
@@ -255,7 +261,8 @@ class Llama:
                     if norm is not None:
                         rows[...] = _rms_norm(rows, norm, c.rms_norm_eps)
                 _rotate(heads[:, :rotated], cos, sin)
-                x += batch.attend(index, q, k, v).reshape(n, -1) @ layer.out.T
+                options: dict[str, Any] = {"select": select} if index in selecting else {}
+                x += batch.attend(index, q, k, v, **options).reshape(n, -1) @ layer.out.T
                 gate_up = _rms_norm(x, layer.mlp_norm, c.rms_norm_eps) @ layer.gate_up.T
                 x += _swiglu(gate_up) @ layer.down.T
         return x

@@ -11,6 +11,7 @@ from typing import TextIO
 
 import numpy as np
 
+from kvcache import selecting
 from kvcache.cache import KVCache
 from kvcache.columns import NO_LIMIT, columns, wrap
 from kvcache.layer import count, dtypes_for, suits
@@ -116,6 +117,10 @@ def _room(config: LlamaConfig, prompt: Sequence[int], options: Options) -> int:
     config.check_tokens(prompt)
     if not suits(options.dtype, config.head_dim):
         raise LlamaError(f"{options.dtype} stores 32 elements at a time, and the model's head_dim is {config.head_dim}")
+    if options.select is not None and context < selecting.SELECT_FROM:
+        raise LlamaError(
+            f"rows are selected from {selecting.SELECT_FROM:,} tokens on, and the model's context has {context:,}"
+        )
     if options.shift and options.first_tokens_kept > context // 2:
         raise LlamaError(f"a shift can keep at most half of the model's context, {context // 2:,} sink tokens")
     if options.window is None:
@@ -176,6 +181,7 @@ def _stream(
         prefill=report.prefill,
         decode=report.decode,
         num_tokens_kept=options.first_tokens_kept if options.shift else None,
+        select=options.select,
         on_prefill=_begin(text, prompt, len(tokens), on_prefill),
     ):
         tokens.append(token)

@@ -441,6 +441,9 @@ def generate(
     window: Annotated[int | None, _tokens("Each token sees the last N only.")] = None,
     shift: Annotated[bool, typer.Option("--shift", help="Drop the older half of a full context and go on.")] = False,
     sink_tokens: Annotated[int | None, _tokens("With --window or --shift: the first N tokens stay.")] = None,
+    select: Annotated[
+        int | None, _tokens("Tokens read about N rows of a text of 8k tokens or more; such as 2k.")
+    ] = None,
     tokens: Annotated[int, _tokens("How many to generate, such as 300 or 2k.")] = 300,
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same text.")] = 0,
     temperature: Annotated[float, typer.Option(metavar="T", help="0: always the likeliest token.")] = 0.8,
@@ -472,6 +475,7 @@ def generate(
         compare=compare,
         quiet=quiet,
         transform="hadamard" if hadamard else None,
+        select=select,
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for an ASCII terminal

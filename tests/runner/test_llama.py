@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from support.fidelity import expected
 from support.row_types import TYPES
 
-from kvcache import KVCache, ModelFileError, runner
+from kvcache import Batch, KVCache, ModelFileError, NotSupportedError, runner, selecting
 from kvcache.layer import DTYPES, DType, dtypes_for
 from kvcache.models import tokenizer
 from kvcache.models.weights import F32
@@ -50,6 +50,35 @@ def logits(model: runner.Llama, tokens: list[int], **changes: Any) -> F32:
 def greedy(model: runner.Llama, cache: KVCache, prompt: list[int], n: int) -> list[int]:
     speeds = runner.Speed(), runner.Speed()
     return list(runner.generate(model, cache, prompt, n, lambda row: int(row.argmax()), *speeds))
+
+
+def test_generated_tokens_select_rows(model: runner.Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selecting, "SELECT_FROM", 310)
+    calls: list[tuple[int, int, int | None]] = []
+    attend = Batch.attend
+
+    def noting(self: Batch, layer: int, q: F32, *args: Any, **kwargs: Any) -> Any:
+        calls.append((layer, len(q), kwargs.get("select")))
+        return attend(self, layer, q, *args, **kwargs)
+
+    monkeypatch.setattr(Batch, "attend", noting)
+    prompt = (PROMPT * 300)[:300]
+    with runner.new_cache(model.config, options(select=16)) as cache:
+        assert [layer.sketch for layer in cache.layers] == [False, False, True, True]
+        speeds = runner.Speed(), runner.Speed()
+        list(runner.generate(model, cache, prompt, 20, lambda row: int(row.argmax()), *speeds, select=16))
+    wanted = [(layer, 300, None) for layer in range(4)]
+    for length in range(301, 320):
+        wanted += [(layer, 1, 16 if length >= 310 and layer >= 2 else None) for layer in range(4)]
+    assert calls == wanted
+
+
+def test_options_that_select_no_rows(model: runner.Llama) -> None:
+    with pytest.raises(runner.LlamaError, match="selected rows must be at least 1, not 0"):
+        options(select=0)
+    with pytest.raises(NotSupportedError, match=r"select=16: no layer of the model can select rows"):
+        runner.new_cache(model.config, options(select=16, window=100))
+    assert not any(layer.sketch for layer in runner.new_cache(model.config, options()).layers)
 
 
 class NoCache:

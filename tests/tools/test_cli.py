@@ -26,6 +26,7 @@ import kvcache
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from kvcache import selecting
 from kvcache.layer import DTYPES
 from kvcache.tools import cli
 
@@ -674,10 +675,27 @@ def test_generate_from_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "word"), [(["--window", "0"], "window"), (["--top-p", "2"], "top-p"), (["--sink-tokens", "3"], "sink")]
+    ("options", "word"),
+    [
+        (["--window", "0"], "window"),
+        (["--top-p", "2"], "top-p"),
+        (["--sink-tokens", "3"], "sink"),
+        (["--select", "0"], "selected rows must be at least 1"),
+        (["--select", "2k"], "rows are selected from 8,192 tokens on, and the model's context has 2,048"),
+    ],
 )
 def test_generate_refuses(options, word):
     check_refused(run_here("generate", MODEL, "a", *options), word)
+
+
+def test_generate_selects_rows(monkeypatch):
+    arguments = ["generate", MODEL, "ROMEO:" * 60, "--tokens", 60, "--temperature", 0, "--quiet"]
+    dense = run_here(*arguments)
+    monkeypatch.setattr(selecting, "SELECT_FROM", 380)
+    selected = run_here(*arguments, "--select", 1)
+    assert (dense.returncode, selected.returncode) == (0, 0)
+    assert selected.stdout[:380] == dense.stdout[:380]  # a token is a byte, and the 380th is the first to select rows
+    assert selected.stdout != dense.stdout
 
 
 def interrupted(*arguments):
