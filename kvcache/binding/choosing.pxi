@@ -36,7 +36,7 @@ cdef cnp.ndarray read_among(object entries, Choosing *a):
 
 cdef tuple read_choosing(Batch self, object q, object first, object width, bint wants_scores,
                          dict options, Choosing *a):
-    """Describe a choice in the layer of the plan; return the objects that keep the memory it points to, the results first."""
+    """Describe a choice in the plan's layer; return the objects that keep its memory, the results first."""
     cdef kvc_layer *shape = &self.cache.layers[a.plan.layer]
     cdef kvc_choose_args *args = &a.args
     cdef cnp.ndarray chosen, scores = None, flags
