@@ -44,6 +44,8 @@ SEEING = {  # fields of the configuration, the numbers of a patch, and the token
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 @pytest.mark.parametrize("name", SEEING)
 def test_images(name, options):
+    if name not in transformers.CONFIG_MAPPING:
+        pytest.skip("a later transformers has it")
     fields, patch, count = SEEING[name]
     torch.manual_seed(0)
     config = transformers.CONFIG_MAPPING[name](**fields)
