@@ -65,39 +65,12 @@ static void prepare(kvc_task *t, int32_t delta_index) {
 
 /* ---- a tile: up to KVC_PANEL rows -------------------------------------------------------------------------------- */
 
-/* A place in the rows of a token. */
-typedef struct row_place {
-    const kvc_segment *segment;
-    int32_t offset;
-} row_place;
-
-/* Returns how many of the next `most` rows lie in one segment. */
-static int32_t rows_here(const row_place *p, int32_t most) {
-    return (int32_t)kvc_smaller(p->segment->count - p->offset, most);
-}
-
-/* Goes on by the rows of a segment that rows_here found. */
-static void go_on(row_place *p, int32_t rows) {
-    p->offset += rows;
-    if (p->offset == p->segment->count) p->segment++, p->offset = 0;
-}
-
 /* Returns where the score of row j of a tile is: see kvc_sketch_fn. */
 static int32_t score_at(int32_t j) { return j % KVC_PIECE_ROWS * KVC_LANES + j / KVC_PIECE_ROWS; }
 
-/* Prefetches the sketches that are scored two tiles later, if they lie behind these of a tile. */
-static void prefetch_behind(const uint8_t *rows, size_t bytes) {
-#if defined(__GNUC__)
-    for (size_t at = 2 * KVC_PANEL * bytes; at < 3 * KVC_PANEL * bytes; at += KVC_CACHE_LINE)
-        __builtin_prefetch(rows + at, 0, 3);
-#else
-    (void)rows, (void)bytes;
-#endif
-}
-
 /* Returns the sketches of the next n rows: where they lie, or copied to the workspace.  Any bytes may follow
  * them. */
-static const uint8_t *take_sketches(const kvc_task *t, row_place at, int32_t n) {
+static const uint8_t *take_sketches(const kvc_task *t, kvc_row_place at, int32_t n) {
     const kvc_call *c = t->call;
     const kvc_layout *layout = t->slice->is_buffered ? &c->buffer->layout : c->layout;
     const uint8_t *buffer = t->slice->is_buffered ? kvc_row_buffer_block(c->buffer)->rows : NULL;
@@ -105,28 +78,29 @@ static const uint8_t *take_sketches(const kvc_task *t, row_place at, int32_t n) 
     for (int32_t some; n; n -= some) {
         const uint8_t *rows = buffer ? buffer : at.segment->rows;
         rows = kvc_sketch_at(layout, rows, at.segment->slot + at.offset, kvc_kv_head_of(t));
-        some = rows_here(&at, n);
+        some = kvc_rows_here(&at, n);
         if (some == KVC_PANEL) {
-            prefetch_behind(rows, layout->sketch_bytes);
+            const size_t bytes = KVC_PANEL * layout->sketch_bytes; /* of a tile: prefetches the one after the next */
+            kvc_prefetch((kvc_ahead){rows + 2 * bytes, (int32_t)bytes, c->prefetch_level});
             return rows;
         }
         memcpy(to, rows, (size_t)some * layout->sketch_bytes);
         to += (size_t)some * layout->sketch_bytes;
-        go_on(&at, some);
+        kvc_go_on(&at, some);
     }
     return copies;
 }
 
 /* Scores the next n rows for all query rows, once for each delta that their keys are off by. */
-static void score_rows(kvc_task *t, row_place at, int32_t n) {
+static void score_rows(kvc_task *t, kvc_row_place at, int32_t n) {
     const kvc_call *c = t->call;
     const int32_t dim = c->plan->k_dim, first = c->rope ? at.segment->delta_index : 0;
     const uint8_t *sketches = take_sketches(t, at, n);
     float *const others = t->scores + KVC_PANEL; /* scores of a tile take half of their rows */
     for (int32_t j = 0, some; j < n; j += some) {
         const int32_t delta_index = c->rope ? at.segment->delta_index : 0;
-        some = rows_here(&at, n - j);
-        go_on(&at, some);
+        some = kvc_rows_here(&at, n - j);
+        kvc_go_on(&at, some);
         if (j && delta_index == first) continue;
         prepare(t, delta_index);
         const kvc_sketch_query q = query_of(t);
@@ -139,12 +113,12 @@ static void score_rows(kvc_task *t, row_place at, int32_t n) {
 }
 
 /* Applies softcap and ALiBi to the scores of the next n rows, and gives those behind them none. */
-static void finish_scores(const kvc_task *t, row_place at, int32_t n) {
+static void finish_scores(const kvc_task *t, kvc_row_place at, int32_t n) {
     int32_t positions[KVC_PANEL] = {0};
     for (int32_t j = 0, some; t->call->args->alibi && j < n; j += some) {
-        some = rows_here(&at, n - j);
+        some = kvc_rows_here(&at, n - j);
         for (int32_t i = 0; i < some; i++) positions[score_at(j + i)] = at.segment->position + at.offset + i;
-        go_on(&at, some);
+        kvc_go_on(&at, some);
     }
     for (int32_t r = 0; r < t->num_query_rows; r++) {
         float *const scores = t->scores + r * KVC_TILE;
@@ -190,7 +164,7 @@ static void add_pieces(const kvc_task *t, const found *to, int32_t tile) {
 }
 
 /* Scores a chunk of num_rows rows, which are listed from `at` on. */
-static void score_chunk(kvc_task *t, row_place at, int64_t num_rows, const found *to) {
+static void score_chunk(kvc_task *t, kvc_row_place at, int64_t num_rows, const found *to) {
     const int32_t num_q = t->num_query_rows, num_tiles = (int32_t)((num_rows + KVC_PANEL - 1) / KVC_PANEL);
     float *const maxima = t->workspace + t->call->plan->workspace.totals; /* [num_tiles][num_q] */
     for (int32_t r = 0; r < num_q; r++) to->max[r] = -INFINITY, to->sum[r] = 0;
@@ -201,7 +175,7 @@ static void score_chunk(kvc_task *t, row_place at, int64_t num_rows, const found
         t->call->kernels->softmax(t->scores, num_q, KVC_PANEL, to->max, to->sum, t->factor, (kvc_ahead){.bytes = 0});
         add_pieces(t, to, tile);
         memcpy(maxima + tile * num_q, to->max, (size_t)num_q * sizeof *maxima);
-        for (int32_t left = n, some; left; left -= some) go_on(&at, some = rows_here(&at, left));
+        for (int32_t left = n, some; left; left -= some) kvc_go_on(&at, some = kvc_rows_here(&at, left));
     }
     for (int32_t tile = 0; tile < num_tiles; tile++)
         for (int32_t r = 0; r < num_q; r++) {
@@ -228,7 +202,7 @@ int kvc_score_sketches(kvc_task *t) {
         const found result = found_at(plan, to);
         if (kvc_is_cancelled(t->call)) return 0;
         kvc_list_seen(t, &chunk, 1);
-        score_chunk(t, (row_place){kvc_chosen_segments(t), 0}, chunk.end - chunk.begin, &result);
+        score_chunk(t, (kvc_row_place){kvc_chosen_segments(t), 0}, chunk.end - chunk.begin, &result);
     }
     t->delta_index = KVC_UNPREPARED; /* attention takes query rows in another form */
     return 1;

@@ -52,8 +52,7 @@ static walk walk_values(const kvc_task *t, const kvc_tile *tile) {
     return (walk){{tile->stretches, 0}, tile->n, bytes, stored, type, t->v_as, t->call->plan->v_dim, 1};
 }
 
-/* Prefetches it all at once. */
-static void prefetch(kvc_ahead ahead) {
+void kvc_prefetch(kvc_ahead ahead) {
 #if defined(__GNUC__)
     for (int32_t i = 0; i < ahead.bytes; i += KVC_CACHE_LINE) __builtin_prefetch((const char *)ahead.begin + i, 0, 2);
 #else
@@ -162,7 +161,7 @@ static void prefetch_scales(const kvc_call *c, const kvc_tile *tile) {
     int32_t n = 0;
     for (const kvc_stretch *at = tile->stretches; n < tile->n; n += (int32_t)at++->n)
         for (int i = 0; i < 2 && at->scale_step == KVC_SCALE_BYTES; i++)
-            if (at->scales[i]) prefetch(ahead_of(c, at->scales[i], at->scales[i] + at->n * KVC_SCALE_BYTES));
+            if (at->scales[i]) kvc_prefetch(ahead_of(c, at->scales[i], at->scales[i] + at->n * KVC_SCALE_BYTES));
 }
 
 /* Multiplies a tile's scores by the scales of its keys, or weights by the scales of its values, for kernels that
@@ -198,7 +197,7 @@ static kvc_ahead take_ahead(const kvc_call *c, walk *w, int64_t rows) {
         const ptrdiff_t step = p.at->step[w->is_value];
         some = step_on(&p, step - bytes <= narrow ? rows : 1);
         if ((uintptr_t)row - (uintptr_t)end > (uintptr_t)narrow) {
-            prefetch(ahead_of(c, first, end));
+            kvc_prefetch(ahead_of(c, first, end));
             first = row;
         }
         end = row + (some - 1) * step + bytes;
@@ -264,29 +263,22 @@ static void rotate_query_rows(const kvc_task *t, int32_t delta_index) {
         kvc_rope_rotate(c->rope, angles, t->q + (size_t)r * (size_t)plan->workspace.q_stride);
 }
 
-/* A place in the segments of a tile. */
-typedef struct segment_place {
-    const kvc_segment *segment;
-    int32_t offset;
-} segment_place;
-
 /* Decodes the next n keys of a mixed tile to the workspace, transforms them back, and rotates them. */
-static const float *rotate_keys(const kvc_task *t, const kvc_tile *tile, segment_place *at, int32_t n) {
+static const float *rotate_keys(const kvc_task *t, const kvc_tile *tile, kvc_row_place *at, int32_t n) {
     const kvc_call *c = t->call;
     const int32_t dim = c->plan->k_dim;
     const int64_t stride = c->plan->workspace.q_stride * (int64_t)sizeof(float);
     float *const first = t->workspace + c->plan->workspace.rows, *to = first;
     for (int32_t i = 0, count; i < n; i += count) {
         const kvc_segment *segment = at->segment;
-        count = (int32_t)kvc_smaller(segment->count - at->offset, n - i);
+        count = kvc_rows_here(at, n - i);
         const kvc_rows keys = kvc_keys_in(tile, c->layer, segment, at->offset);
         kvc_decode_rows(c->kernels, to, stride, &keys, count, dim);
         for (int32_t j = 0; j < count; j++, to += c->plan->workspace.q_stride) {
             if (c->k_mixing.order) c->kernels->hadamard(to, to, dim, c->k_mixing);
             if (segment->delta_index) kvc_rope_rotate_back(c->rope, angles_of(c, segment->delta_index), to);
         }
-        at->offset += count;
-        if (at->offset == segment->count) at->segment++, at->offset = 0;
+        kvc_go_on(at, count);
     }
     return first;
 }
@@ -389,7 +381,7 @@ static void score_tile(kvc_task *t, const kvc_tile *tile) {
     const float *q = query_rows_for(t, tile);
     walk keys = walk_keys(t, tile), values = walk_values(t, tile);
     if (delta_index_of(t, tile) == KVC_MIXED) {
-        segment_place at = {tile->segment, tile->offset};
+        kvc_row_place at = {tile->segment, tile->offset};
         score(t->scores, q, stride, t->num_query_rows, rotate_keys(t, tile, &at, tile->n), stride * (int64_t)sizeof *q,
               tile->n, dim, take_ahead(c, &values, tile->n));
         return;
@@ -466,7 +458,7 @@ static kvc_task view_that_sees(const kvc_task *t, const kvc_tile *tile) {
 static void pack_keys(const kvc_task *t, const kvc_tile *tile, kvc_pack_keys_fn *pack) {
     const kvc_plan *plan = t->call->plan;
     const int is_mixed = delta_index_of(t, tile) == KVC_MIXED;
-    segment_place at = {tile->segment, tile->offset};
+    kvc_row_place at = {tile->segment, tile->offset};
     walk keys = walk_keys(t, tile);
     for (int32_t i = 0, n; i < tile->n; i += n) {
         n = (int32_t)kvc_smaller(tile->n - i, KVC_PANEL);
@@ -594,5 +586,5 @@ void kvc_prefetch_keys(const kvc_task *t, kvc_cursor rows) {
     kvc_tile tile;
     kvc_next_tile(&tile, &rows);
     walk keys = walk_keys(t, &tile);
-    prefetch(take_ahead(t->call, &keys, tile.n));
+    kvc_prefetch(take_ahead(t->call, &keys, tile.n));
 }

@@ -93,6 +93,23 @@ typedef struct kvc_cursor {
     int32_t is_mixed;       /* whether the window is one tile, of several deltas */
 } kvc_cursor;
 
+/* A place in rows that lie in segments. */
+typedef struct kvc_row_place {
+    const kvc_segment *segment;
+    int32_t offset;
+} kvc_row_place;
+
+/* Returns how many of the next `most` rows lie in one segment. */
+static inline int32_t kvc_rows_here(const kvc_row_place *p, int32_t most) {
+    return (int32_t)kvc_smaller(p->segment->count - p->offset, most);
+}
+
+/* Goes on by the rows of a segment that kvc_rows_here found. */
+static inline void kvc_go_on(kvc_row_place *p, int32_t rows) {
+    p->offset += rows;
+    if (p->offset == p->segment->count) p->segment++, p->offset = 0;
+}
+
 enum { KVC_MIXED = -2 }; /* a delta_index: the keys have several deltas, and are rotated instead of the query rows */
 
 /* Rows whose keys lie evenly, and so do their values: one after the other, or single ones between holes. */
