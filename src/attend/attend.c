@@ -308,8 +308,8 @@ static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_atte
     kvc_call_init(c, plan, layer, args, work, buffer);
 }
 
-/* Notes which tokens attended to selected rows, because their rows do not follow from tokens alone.  task: the one that
- * was run, or -1 for all of the plan's. */
+/* Notes which tokens attended to selected rows, because their rows do not follow from tokens alone.  task: the task
+ * that was run, or -1 for all tasks of the plan. */
 static void note_selected(const kvc_plan *plan, int64_t task) {
     kvc_batch *batch = plan->batch;
     int32_t part;

@@ -283,7 +283,7 @@ static void cut_ranked(const kvc_plan *plan, kvc_query_slice *slice) {
     if (!slice->num_splits) slice->num_splits = 1;
 }
 
-/* Lists the slices of a sequence whose tokens choose or select rows.  What all of them see together is found once. */
+/* Lists the slices of a sequence whose tokens choose or select rows.  The rows that all of them see are found once. */
 static void list_choosing(const kvc_plan *plan, const kvc_view *view, int32_t sequence, const query_cut *cut,
                           kvc_new_slice *slices, uint8_t *marks) {
     const int tiled = !plan->chooses && plan->heads_per_part > KVC_STREAM_QUERIES;

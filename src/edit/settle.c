@@ -230,8 +230,8 @@ static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, 
             kvc_rewrite_visit_replaced(&s->groups[i].rewrites[d], visit, context);
 }
 
-/* Prepares all, and undoes it: victims have no rewrites, and others may need fewer copies without them.  What is
- * prepared must not decide which victims are chosen next. */
+/* Prepares all, and undoes it: victims have no rewrites, and others may need fewer copies without them.  The
+ * preparation must not decide which victims are chosen next. */
 static kvc_status fits(const kvc_need *need) {
     settling *s = need->context;
     if (need->scope == KVC_KEPT) return KVC_OK; /* it looks at all sequences anyway */

@@ -389,7 +389,7 @@ static void test_moved(void) {
     }
 }
 
-/* A token that sees few rows reads all of them.  Its bits are those of dense attention, and it stays exact. */
+/* A token that sees few rows reads all of them.  It gets the bits of dense attention, and stays exact. */
 static void test_all_rows(void) {
     static float right[MOST_HEADS * MOST_WIDTH], out[MOST_HEADS * MOST_WIDTH];
     for (int stored = 118; stored < 121; stored++) {
