@@ -16,9 +16,7 @@ from kvcache.tools.peers import KINDS
 
 pytest.importorskip("pytest_benchmark")
 
-# The page's own example: a cache in NumPy.
-PAGE = (Path(__file__).resolve().parents[2] / "docs/benchmarks.md").read_text()
-EXAMPLE = re.search(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)[1]
+EXAMPLE = (Path(__file__).resolve().parents[2] / "examples/numpy_cache.py").read_text()
 
 WRONG = '''
 import numpy as np
