@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kvcache.errors import NotSupportedError
 from kvcache.layer import Layer
 
-FIRST_DENSE = 2  # layers that read all rows: their attention is spread over most of them
+FIRST_DENSE = 2  # layers of attention that read all rows: their attention is spread over most of them
 SELECT_FROM = 8192  # tokens of a sequence; with fewer there is little to gain
+ALWAYS_READ = 16 + 64  # rows that are read besides those selected: the first and the last
 
 
 def with_sketches(layers: Sequence[Layer], select: int) -> list[Layer]:
     """Return a model's layers, with sketches where rows are selected; raise NotSupportedError if that is nowhere.
 
-    The first two layers select none, nor do layers that can have no sketches.
+    The first two layers of attention select none, nor do layers that can have no sketches, nor their readers.
     """
-    made = [*layers[:FIRST_DENSE], *_sketched(layers[FIRST_DENSE:])]
+    first = [i for i, layer in enumerate(layers) if layer.policy is not None][:FIRST_DENSE]
+    made = [layer if i in first else _sketched(layer) for i, layer in enumerate(layers)]
+    made = [layer if layer.share is None else replace(layer, sketch=made[layer.share].sketch) for layer in made]
     if not any(layer.sketch for layer in made):
         raise NotSupportedError(
             f"select={select}: no layer of the model can select rows; it needs a layer behind the first {FIRST_DENSE}"
@@ -26,9 +29,15 @@ def with_sketches(layers: Sequence[Layer], select: int) -> list[Layer]:
     return made
 
 
-def _sketched(layers: Sequence[Layer]) -> Iterator[Layer]:
-    for layer in layers:
-        try:
-            yield replace(layer, sketch=layer.policy is not None)
-        except (ValueError, NotSupportedError):  # as `Layer` says of sketches
-            yield layer
+def rows_read(select: int, num_tokens: int) -> int:
+    """Return about how many rows a token of a text of `num_tokens` tokens reads, in a layer with sketches."""
+    if num_tokens < SELECT_FROM or num_tokens <= ALWAYS_READ + 2 * select:
+        return num_tokens
+    return ALWAYS_READ + select
+
+
+def _sketched(layer: Layer) -> Layer:
+    try:
+        return replace(layer, sketch=layer.policy is not None)
+    except (ValueError, NotSupportedError):  # as `Layer` says of sketches
+        return layer

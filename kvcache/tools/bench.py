@@ -1,7 +1,8 @@
 """Measure this machine: read bandwidth; decoding, prefill and appending by element type; and the same of peers.
 
-`measure` takes about a minute and reports its progress; `decode_rates` takes a second, for predictions. `draw` and
-`picture` need matplotlib. Nothing is printed or compiled: the installed package is measured, called from Python.
+`measure` takes about a minute and reports its progress. `decode_rates` and `select_rates` take a second or two, for
+predictions. `draw` and `picture` need matplotlib. Nothing is printed or compiled: the installed package is measured,
+called from Python.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvcache.arguments import INT32_MAX, INT64_MAX, MAX_THREADS, integer
 from kvcache.cache import KVCache
 from kvcache.layer import DTYPES, MAX_DIM, MAX_LAYERS, DType, bytes_of_token, count, why_not
 from kvcache.runtime import get_num_threads, show_config
+from kvcache.selecting import ALWAYS_READ
 from kvcache.tools.interleave import Entrant, cache_size, compete, layers_of, rounds, timed
 from kvcache.tools.peers import BYTES, KINDS, Peers, tasks
 from kvcache.tools.peers.serve import Task
@@ -31,7 +33,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes as _Axes
     from matplotlib.figure import Figure as _Figure
 
-__all__ = ["Progress", "Result", "Shape", "decode_rates", "draw", "measure", "picture", "read_bandwidth"]
+__all__ = [
+    "Progress", "Result", "SelectRates", "Shape", "decode_rates", "draw", "measure", "picture", "read_bandwidth",
+    "select_rates",
+]  # fmt: skip
 
 READING = 1 / 60  # fraction of the whole time in which read bandwidth is measured
 PARTS = {"decode": 1 / 12, "prefill": 1 / 12, "append": 1 / 60}  # fractions of the whole time, for this cache's parts
@@ -39,6 +44,7 @@ PEER_FRACTION = 0.4  # time of a part with one peer beside this cache, as a frac
 # Fractions of the whole time for this cache and for each peer, setting up included, from which progress is estimated.
 OURS_IN_ALL, PEER_IN_ALL = 0.3, 0.14
 CALL = 2 << 20  # bytes per thread and call: much longer than a call's overhead, much shorter than a time slice
+SELECT_TOKENS = 16384  # context of a cache in which selecting is timed
 PUT_TOKENS = 512  # tokens of a batch that fills a cache
 ROOM = 64  # tokens for which a cache has space beyond the context: in use, the default block is not full
 SHORT, SHORT_DIM = "decode x 64", 64  # the part that decodes with short heads, too, beside heads of 128
@@ -148,10 +154,10 @@ def read_bandwidth(nbytes: int | None = None, threads: int | None = None, second
 class _Filled:
     """A cache of one element type, filled with a shape's context, with enough layers for a working set.
 
-    Queries and new rows are f32, whatever the type.
+    Queries and new rows are f32, whatever the type. With `sketch`, the layers have sketches.
     """
 
-    def __init__(self, shape: Shape, dtype: DType, working_set: int) -> None:
+    def __init__(self, shape: Shape, dtype: DType, working_set: int, sketch: bool = False) -> None:
         self.shape, self.dtype = shape, dtype
         self.nbytes = shape.context * shape.token_bytes(dtype)  # bytes of the rows of one layer
         self.layers = layers_of(self.nbytes, working_set)
@@ -161,7 +167,7 @@ class _Filled:
         self._v = None if shape.value_in_key else np.resize(self._k[::-1], (*self._k.shape[:2], shape.v_dim))
         self._cache = KVCache(
             self.layers, shape.num_kv_heads, shape.head_dim, shape.context + ROOM, v_head_dim=shape.v_dim,
-            value_in_key=shape.value_in_key, dtype=dtype, num_threads=shape.threads,
+            value_in_key=shape.value_in_key, dtype=dtype, num_threads=shape.threads, sketch=sketch,
         )  # fmt: skip
         self._hold(shape.context)
 
@@ -177,7 +183,7 @@ class _Filled:
                 for layer in range(self.layers):
                     batch.put(layer, *rows)
 
-    def attending(self, num_tokens: int) -> Entrant:
+    def attending(self, num_tokens: int, select: int | None = None) -> Entrant:
         """Return an entrant that times attention of the last tokens, storing them included, per layer."""
         shape, rows = self.shape, self._rows(num_tokens)
         q = np.random.default_rng(1).standard_normal((num_tokens, shape.num_heads, shape.head_dim), np.float32)
@@ -190,7 +196,7 @@ class _Filled:
             try:
                 for _ in range(count):
                     start = time.perf_counter()
-                    batch.attend(self._layer, q, *rows, scale=scale)
+                    batch.attend(self._layer, q, *rows, scale=scale, select=select)
                     seconds.append(time.perf_counter() - start)
                     self._layer = (self._layer + 1) % self.layers
             finally:
@@ -250,6 +256,41 @@ def decode_rates(shape: Shape, dtypes: Sequence[DType] = DTYPES, seconds: float 
         left = end - time.perf_counter()
         found = zip(*compete(entrants, left, threads=shape.threads), strict=True)
         return {one.dtype: one.nbytes / statistics.median(times) for one, times in zip(ours, found, strict=True)}
+
+
+@dataclass(frozen=True)
+class SelectRates:
+    """The bytes per second that attention of one token reads, if it selects rows."""
+
+    sketches: float
+    rows: float  # the rows that are selected
+
+
+def select_rates(
+    shape: Shape, select: int, dtypes: Sequence[DType] = DTYPES, seconds: float = 2.0
+) -> dict[DType, SelectRates]:
+    """Measure the rates of attention that selects `select` rows, by type.
+
+    A call scores the sketches of all rows, and reads the rows that it selects. Calls that select a quarter of the rows
+    are timed as well, because the difference is due to rows alone. Contexts are cut short, as in `decode_rates`, and
+    types that the rows cannot have are left out. It takes about `seconds`, or longer to fill caches of many types.
+    """
+    end = time.perf_counter() + seconds
+    known = [dtype for dtype in _check_dtypes(dtypes) if not shape.why_not(dtype)]
+    cut, few = replace(shape, context=min(shape.context, max(SELECT_TOKENS, 4 * select))), -(-select // 4)
+    with contextlib.ExitStack() as stack:
+        ours = [stack.enter_context(_Filled(cut, dtype, 1, sketch=True)) for dtype in known]
+        entrants = [one.attending(1, select=n) for one in ours for n in (select, few)]
+        rounds = [*compete(entrants, end - time.perf_counter(), threads=shape.threads)] if known else []
+    found = {}
+    for i, dtype in enumerate(known):
+        most = statistics.median(times[2 * i] for times in rounds)
+        more = statistics.median(times[2 * i] - times[2 * i + 1] for times in rounds)
+        row = max(more, 0.1 * most) / max(1, select - few)  # noise may be larger than the difference of two calls
+        sketch = max(most - row * (ALWAYS_READ + select), 0.1 * most) / cut.context
+        sketch_bytes = shape.num_kv_heads * (shape.head_dim // 4 + 2)
+        found[dtype] = SelectRates(sketch_bytes / sketch, shape.token_bytes(dtype) / row)
+    return found
 
 
 def _check_dtypes(dtypes: Sequence[DType]) -> Sequence[DType]:

@@ -13,7 +13,7 @@ from argparse import ArgumentTypeError
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
@@ -22,15 +22,16 @@ import typer
 from kvcache.arguments import INT32_MAX, MAX_THREADS
 from kvcache.columns import whole
 from kvcache.errors import KVCacheError, ModelFileError, plain
-from kvcache.layer import DTYPES, DType, count, override, to_dtype
+from kvcache.layer import DTYPES, DType, count, to_dtype
 from kvcache.models import shapes
 from kvcache.policy import CrossAttention, SlidingWindow
 from kvcache.runtime import __version__, get_num_threads, print_values, show_config
+from kvcache.selecting import ALWAYS_READ, SELECT_FROM, rows_read, with_sketches
 from kvcache.system import available_memory, readable, why_threads
-from kvcache.tools import memory_plan
+from kvcache.tools import memory_plan, shown_plan
 from kvcache.tools.arguments import parse_size, parse_tokens, prompt_bytes
 from kvcache.tools.pages import Command, Group
-from kvcache.tools.terminal import print_error, print_list, print_paragraph, print_table, progress, run
+from kvcache.tools.terminal import print_error, print_paragraph, print_table, progress, run
 
 if TYPE_CHECKING:
     from kvcache import state
@@ -183,6 +184,7 @@ def plan_command(
     ] = None,
     window: Annotated[int | None, _tokens("Plan also for a window of N tokens.", 1)] = None,
     sink_tokens: Annotated[int, _tokens("With --window: the first N tokens stay.", 0)] = 0,
+    select: Annotated[int | None, _tokens("Plan also for tokens that read about N rows, such as 2k.", 1)] = None,
     max_source_len: Annotated[int | None, _tokens("Tokens or frames that an encoder is given.", 1)] = None,
     threads: Threads = None,
     measure: Annotated[bool, typer.Option(help="Measure how fast this machine reads rows: a second or two.")] = True,
@@ -204,11 +206,7 @@ def plan_command(
             raise typer.BadParameter(reason)
     possible = [d for d in possible if not dtype or d in dtype]
     policy = None if window is None else SlidingWindow(window, sink_tokens)
-    rates = None
-    if measure:
-        from kvcache.tools import bench
-
-        rates = bench.decode_rates(_bench_shape(shape, context, threads), possible)
+    _check_selection(context, select)
     made = memory_plan.make(
         shape,
         _memory(model, weights),
@@ -216,14 +214,15 @@ def plan_command(
         sequences=sequences,
         dtypes=possible,
         window=policy,
-        rates=rates,
+        select=select,
+        **(_rates(shape, context, threads, possible, select) if measure else {}),
     )
     if plot is not None:
-        _draw_plan(shape, made, possible, policy, plot)
+        shown_plan.draw(shape, made, possible, policy, plot, select)
     if as_json:
         _print_json(made)
     else:
-        _print_plan(made)
+        shown_plan.write(made)
 
 
 def _memory(model: Path, weights: str | int | None) -> memory_plan.Memory:
@@ -235,12 +234,34 @@ def _memory(model: Path, weights: str | int | None) -> memory_plan.Memory:
         raise typer.BadParameter(f"{error}: give a size, such as 4.7GB", param_hint="--weights") from None
 
 
+def _check_selection(context: int, select: int | None) -> None:
+    if select is not None and rows_read(select, context) == context:
+        least = max(SELECT_FROM, ALWAYS_READ + 2 * select + 1)
+        raise typer.BadParameter(
+            f"tokens read all rows of a text of {context:,} tokens: give --context {least:,} or more",
+            param_hint="--select",
+        )
+
+
+def _rates(
+    shape: shapes.Shape, context: int, threads: int | None, dtypes: Sequence[DType], select: int | None
+) -> dict[str, Any]:
+    """Measure the rates that a plan needs, by the names that `memory_plan.make` has for them."""
+    from kvcache.tools import bench
+
+    rates: dict[str, Any] = {}
+    if select is not None:
+        selecting = replace(shape, layers=tuple(with_sketches(shape.layers, select)))
+        rates["select_rates"] = bench.select_rates(_bench_shape(selecting, context, threads), select, dtypes)
+    return rates | {"rates": bench.decode_rates(_bench_shape(shape, context, threads), dtypes)}
+
+
 def _bench_shape(shape: shapes.Shape, context: int, threads: int | None) -> bench.Shape:
-    """Return the shape of attention to measure for a model: the shape of the layer that stores most."""
+    """Return the shape of the layer whose attention is measured: the one that stores most, with sketches if any has."""
     from kvcache.tools import bench
 
     with_rows = [pair for pair in zip(shape.num_heads, shape.layers, strict=True) if pair[1].policy is not None]
-    num_heads, layer = max(with_rows, key=lambda pair: pair[1].num_kv_heads * pair[1].head_dim)
+    num_heads, layer = max(with_rows, key=lambda pair: (pair[1].sketch, pair[1].num_kv_heads * pair[1].head_dim))
     return bench.Shape(
         num_layers=len(with_rows),
         num_heads=num_heads,
@@ -270,78 +291,6 @@ def _explained(model: Path) -> Iterator[None]:
             f"{error}, and kvcache downloads nothing: run `hf download {repository} --local-dir {model.name}` and give "
             "that folder; for plan and bench its config.json is enough (--include config.json)"
         ) from None
-
-
-FITS = {True: "yes", False: "no", None: "cache alone"}
-
-
-def _print_plan(made: memory_plan.Plan) -> None:
-    memory = made.memory
-    trained = f", trained for {made.model_context:,} tokens" if made.model_context else ""
-    print_paragraph(
-        f"{plain(made.model_type)}, {count(sum(group.num_layers for group in made.groups), 'layer')}{trained}"
-    )
-    print_paragraph(f"memory: {readable(memory.free)} free ({memory.source})")
-    if memory.weights is None:
-        such = "4.7GB" if memory.num_parameters is None else "q4_0 or 4.7GB"
-        print_paragraph(f"weights: not counted ({memory.weights_source}); give --weights, such as {such}")
-    else:
-        print_paragraph(f"weights: {readable(memory.weights)} ({memory.weights_source})")
-    print("\nbytes of a token, by type")
-    for group in made.groups:
-        shares = " (another's rows)" if group.shares else ""
-        dims = "/".join(map(str, dict.fromkeys((group.head_dim, group.v_head_dim or group.head_dim))))
-        dims += "" if group.v_head_dim else " (keys alone)"
-        heads = f"{count(group.num_layers, 'layer')} of {count(group.num_kv_heads, 'KV head')} x {dims}"
-        print_paragraph(f"{heads}, {group.policy}{shares}")
-        print_list(f"{dtype} {nbytes:,}" for dtype, nbytes in group.bytes_per_token.items())
-    print(f"\n{count(made.sequences, 'sequence')} of {made.context:,} tokens")
-    for policy, rows in groupby(made.rows, key=lambda row: row.policy):
-        print()
-        _print_rows(policy, [*rows])
-    if any(row.tokens_per_second for row in made.rows):
-        print()
-        print_paragraph("tokens/s: attention alone, decoding one sequence at that context, from rates just measured")
-
-
-def _print_rows(policy: str, rows: Sequence[memory_plan.Row]) -> None:
-    """Print what each type takes under a policy."""
-    print_paragraph(policy)
-    print_table(
-        ["type", "bytes/token", "in all", "fits", "longest context", "tokens/s"],
-        [
-            [
-                row.dtype,
-                f"{row.bytes_per_token:,}",
-                readable(row.nbytes),
-                FITS[row.fits],
-                "any" if row.longest_context is None else f"{row.longest_context:,}",
-                "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.1f}",
-            ]
-            for row in rows
-        ],
-    )
-    if any(row.prompt_nbytes for row in rows):
-        more = ", ".join(f"{row.dtype} {readable(row.prompt_nbytes)}" for row in rows)
-        print_paragraph(f"more while a prompt runs, fed {shapes.PREFILL_TOKENS} tokens at once: {more}")
-
-
-def _draw_plan(
-    shape: shapes.Shape, made: memory_plan.Plan, dtypes: Sequence[Any], window: SlidingWindow | None, file: Path
-) -> None:
-    """Draw the memory of each type, then of each with the window that is asked for; and what is free beside weights."""
-    from kvcache import KVCache, plot
-
-    caches = {
-        f"{dtype}, the window" if instead else dtype: KVCache(
-            override(shape.layers, {"dtype": dtype, "policy": memory_plan.policies(shape, instead)})[0],
-            max_seq_len=None,
-        )
-        for instead in ([None, window] if window else [None])
-        for dtype in dtypes
-    }
-    axes = plot.memory(caches, max(2, made.context), sequences=made.sequences, free=made.memory.left)
-    axes.figure.get_figure(root=True).savefig(file)
 
 
 # ---- kvcache bench

@@ -11,19 +11,26 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcache import system
 from kvcache.arguments import INT32_MAX
-from kvcache.errors import KVCacheError, ModelFileError, plain
+from kvcache.errors import KVCacheError, ModelFileError, NotSupportedError, plain
 from kvcache.layer import DType, Layer
 from kvcache.models import gguf, parameters
 from kvcache.models.configuration import read_config
 from kvcache.models.fields import find_weights, is_gguf
 from kvcache.models.shapes import PREFILL_TOKENS, Shape
-from kvcache.policy import CrossAttention, FullAttention, Policy, written
+from kvcache.policy import CrossAttention, FullAttention, Policy, most_rows, written
+from kvcache.selecting import rows_read, with_sketches
 
-__all__ = ["WEIGHT_TYPES", "Group", "Memory", "Plan", "Row", "Weights", "available_memory", "make", "policies", "weigh"]
+if TYPE_CHECKING:
+    from kvcache.tools.bench import SelectRates
+
+__all__ = [
+    "AS_IT_IS", "WEIGHT_TYPES", "Group", "Memory", "Plan", "Row", "Weights", "available_memory", "make", "variants",
+    "weigh",
+]  # fmt: skip
 
 MOST_TOKENS = INT32_MAX - 1
 AS_IT_IS = "the model's own"
@@ -80,9 +87,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Row:
-    """The cost of one element type under one policy."""
+    """The cost of one element type under one policy, or with selected rows."""
 
-    policy: str
+    policy: str  # of `variants`
     dtype: DType
     bytes_per_token: int  # before anything expires
     nbytes: int  # bytes of all sequences at full length
@@ -90,6 +97,18 @@ class Row:
     longest_context: int | None  # most tokens of each sequence, in the memory that is left; None: no limit
     tokens_per_second: float | None  # attention alone, decoding one sequence of full length; None: not measured
     prompt_nbytes: int  # more bytes while a prompt runs in pieces of PREFILL_TOKENS: windows hold an open batch, too
+    read_nbytes: int  # bytes that attention reads to decode a token of one sequence of full length
+    sketch_nbytes: int  # bytes of sketches, which `nbytes` counts, too
+    num_selecting: int  # layers that have sketches
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The bytes that attention reads to decode a token."""
+
+    rows: int  # of layers that read all rows that they see, or rows that an indexer chooses
+    sketches: int
+    selected: int  # rows that sketches select
 
 
 @dataclass(frozen=True)
@@ -113,26 +132,47 @@ def make(
     sequences: int = 1,
     dtypes: Sequence[DType] | None = None,
     window: Policy | None = None,
+    select: int | None = None,
     rates: Mapping[DType, float] | None = None,
+    select_rates: Mapping[DType, SelectRates] | None = None,
 ) -> Plan:
-    """Plan a model's cache on a machine with this `memory`; the plan has a row for each policy and type.
+    """Plan a model's cache on a machine with this `memory`; the plan has a row for each of `variants`, and each type.
 
     `sequences` of `context` tokens each are to be held, in each of `dtypes`, by default every type that can store the
-    model's heads. `window` is a policy to plan with as well, in place of `FullAttention`. `rates` are the bytes per
-    second that attention reads, by type, which `kvcache.tools.bench.decode_rates` measures.
+    model's heads. `window` is a policy to plan with as well, in place of `FullAttention`; with `select`, decoding
+    selects about so many rows. `rates` are the bytes per second that attention reads, by type, which
+    `kvcache.tools.bench.decode_rates` measures; `bench.select_rates` measures `select_rates`.
+
+    Raise `NotSupportedError` if no layer can select rows.
     """
-    dtypes = dtypes or shape.dtypes
-    own = {dtype: _layers(shape, dtype, None) for dtype in dtypes}
-    plans = {AS_IT_IS: own}
-    if window is not None:
-        plans[written(window)] = {dtype: _layers(shape, dtype, window) for dtype in dtypes}
-    rows = [
-        _row(policy, dtype, layers, context, sequences, memory, _rate(layers, shape, context, (rates or {}).get(dtype)))
-        for policy, by_type in plans.items()
-        for dtype, layers in by_type.items()
-    ]
+    by_type = {dtype: variants(shape, dtype, window, select) for dtype in dtypes or shape.dtypes}
+    own = {dtype: made[AS_IT_IS] for dtype, made in by_type.items()}
+    rows = []
+    for policy in next(iter(by_type.values())):
+        for dtype, made in by_type.items():
+            read = _read(made[policy], shape, context, select)
+            speed = _speed(read, (rates or {}).get(dtype), (select_rates or {}).get(dtype))
+            rows.append(_row(policy, dtype, made[policy], context, sequences, memory, read, speed))
     groups = _groups(own, context, sequences)
     return Plan(shape.model_type, shape.max_seq_len, context, sequences, memory, groups, rows)
+
+
+def variants(shape: Shape, dtype: DType, window: Policy | None, select: int | None) -> dict[str, list[Layer]]:
+    """Return the layers to plan with, by name: the model's own, with a window, and with sketches.
+
+    Raise `NotSupportedError` if rows are to be selected, and no layer can.
+    """
+    own = [replace(layer, k_dtype=dtype, v_dtype=dtype) for layer in shape.layers]
+    made = {AS_IT_IS: own}
+    if window is not None:
+        made[written(window)] = [
+            replace(layer, policy=window) if layer.policy == FullAttention() else layer for layer in own
+        ]
+    if select is not None:
+        if any(layer.v_head_dim == 0 for layer in own):
+            raise NotSupportedError(f"select={select}: this {plain(shape.model_type)} chooses rows by an indexer")
+        made[f"select={select}"] = with_sketches(own, select)
+    return made
 
 
 def available_memory(model: Any = None, weights: str | int | None = None) -> Memory:
@@ -223,19 +263,15 @@ def _counted(model: Any) -> Weights:
     return _in_type(NAMED.get(named, "f32"), number, "" if named else ", as the configuration names no type")
 
 
-def policies(shape: Shape, instead: Policy | None) -> list[Policy | None]:
-    """Return the policies of a model's layers; `instead`, if it is given, replaces `FullAttention`."""
-    return [instead if instead and layer.policy == FullAttention() else layer.policy for layer in shape.layers]
-
-
-def _layers(shape: Shape, dtype: DType, instead: Policy | None) -> list[Layer]:
-    """Return the model's layers with an element type, and `policies`."""
-    given = zip(shape.layers, policies(shape, instead), strict=True)
-    return [replace(layer, k_dtype=dtype, v_dtype=dtype, policy=policy) for layer, policy in given]
-
-
 def _row(
-    policy: str, dtype: DType, layers: list[Layer], context: int, sequences: int, memory: Memory, speed: float | None
+    policy: str,
+    dtype: DType,
+    layers: list[Layer],
+    context: int,
+    sequences: int,
+    memory: Memory,
+    read: _Read,
+    speed: float | None,
 ) -> Row:
     def nbytes(num_tokens: int) -> int:
         return sequences * sum(layer.most_bytes(num_tokens) for layer in layers)
@@ -249,19 +285,44 @@ def _row(
         longest_context=_longest(nbytes, memory.left),
         tokens_per_second=speed,
         prompt_nbytes=sum(layer.most_bytes(context, PREFILL_TOKENS) - layer.most_bytes(context) for layer in layers),
+        read_nbytes=read.rows + read.sketches + read.selected,
+        sketch_nbytes=nbytes(context) - sequences * sum(_plain(layer).most_bytes(context) for layer in layers),
+        num_selecting=sum(layer.sketch for layer in layers),
     )
 
 
-def _rate(layers: Sequence[Layer], shape: Shape, context: int, rate: float | None) -> float | None:
-    """Return the tokens that attention decodes in a second if it reads so many bytes.
+def _plain(layer: Layer) -> Layer:
+    """Return a layer without sketches."""
+    return replace(layer, sketch=False)
 
-    Shared rows are stored once, and read by each layer that shares them. If a layer chooses rows, the others are not
-    read.
+
+def _read(layers: Sequence[Layer], shape: Shape, context: int, select: int | None) -> _Read:
+    """Return the bytes that attention reads at a context.
+
+    Shared rows are stored once, and read by each layer that shares them. If a layer chooses or selects rows, the others
+    are not read.
     """
-    if rate is None:
+    rows = sketches = selected = 0
+    for layer, chosen in zip(layers, shape.chosen, strict=True):
+        own = replace(layer, share=None)
+        seen = most_rows(layer.policy, context)
+        found = rows_read(select, seen) if layer.sketch and select is not None else seen
+        if found < seen:
+            selected += _plain(own).bytes_per_token * found
+            sketches += (own.bytes_per_token - _plain(own).bytes_per_token) * seen
+        else:
+            rows += _plain(own).most_bytes(context if chosen is None else min(chosen, context))
+    return _Read(rows, sketches, selected)
+
+
+def _speed(read: _Read, rate: float | None, selecting: SelectRates | None) -> float | None:
+    """Return the tokens that attention decodes in a second, at rates in bytes per second; None: a rate is missing."""
+    if rate is None or (selecting is None and read.selected):
         return None
-    reads = [context if rows is None else min(rows, context) for rows in shape.chosen]
-    return rate / sum(replace(layer, share=None).most_bytes(n) for layer, n in zip(layers, reads, strict=True))
+    seconds = read.rows / rate
+    if selecting is not None:
+        seconds += read.sketches / selecting.sketches + read.selected / selecting.rows
+    return 1 / seconds
 
 
 def _fits(nbytes: int, memory: Memory) -> bool | None:

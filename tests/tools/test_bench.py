@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 
+import kvcache
 from kvcache.layer import DTYPES
 from kvcache.tools import bench, peers
 from kvcache.tools.bench import Progress, Result, Shape
@@ -189,6 +190,23 @@ def test_decode_rates(quick):
     assert list(bench.decode_rates(SMALL, ["q8_0"], seconds=0)) == ["q8_0"]
     assert list(bench.decode_rates(dataclasses.replace(SMALL, head_dim=80), seconds=0)) == ["f32", "f16", "bf16"]
     assert bench.decode_rates(dataclasses.replace(SMALL, head_dim=80), ["q4_0"], seconds=0) == {}
+
+
+def test_select_rates(quick, monkeypatch):
+    monkeypatch.setattr(bench, "SELECT_TOKENS", 200)
+    asked = []
+    attend = kvcache.Batch.attend
+    monkeypatch.setattr(
+        kvcache.Batch, "attend", lambda *given, **more: asked.append(more["select"]) or attend(*given, **more)
+    )
+    shape = dataclasses.replace(SMALL, context=1 << 20)
+    rates = bench.select_rates(shape, 40, ["f16", "int8"], seconds=0)
+    assert set(asked) == {40, 10}
+    assert list(rates) == ["f16", "int8"]
+    assert all(min(dataclasses.astuple(rate)) > 0 for rate in rates.values())
+    assert bench.select_rates(dataclasses.replace(SMALL, head_dim=80), 40, ["q4_0"], seconds=0) == {}
+    with pytest.raises(ValueError, match="'f8'"):
+        bench.select_rates(SMALL, 40, ["f8"])
 
 
 @pytest.mark.parametrize("threads", [1, 3])

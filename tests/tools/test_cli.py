@@ -28,7 +28,7 @@ pytest.importorskip("rich")
 
 from kvcache import selecting
 from kvcache.layer import DTYPES
-from kvcache.tools import cli
+from kvcache.tools import bench, cli
 
 MODEL = str(Path(__file__).resolve().parents[2] / "examples/model")
 COMMANDS = ["plan", "bench", "generate", "info", "selftest", "inspect"]
@@ -497,9 +497,75 @@ def test_plan_draws_the_window_too(tmp_path, monkeypatch):
     types = ["--dtype", "f16", "--dtype", "q8_0"]
     done = run_here("plan", MODEL, "--no-measure", *types, "--window", "1k", "--plot", tmp_path / "a.svg")
     assert done.returncode == 0, done.stderr
-    assert [*drawn] == ["f16", "q8_0", "f16, the window", "q8_0, the window"]
+    window = "SlidingWindow(window=1024)"
+    assert [*drawn] == ["f16", "q8_0", f"f16, {window}", f"q8_0, {window}"]
     policies = [kvcache.FullAttention()] * 2 + [kvcache.SlidingWindow(1024)] * 2
     assert [{layer.policy for layer in cache.layers} for cache in drawn.values()] == [{policy} for policy in policies]
+
+
+LLAMA_1B = LLAMA_8B | {"num_hidden_layers": 16, "hidden_size": 2048, "max_position_embeddings": 131_072}
+
+
+def test_plan_of_selected_rows(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B))
+    monkeypatch.setattr("kvcache.tools.bench.decode_rates", lambda shape, dtypes: dict.fromkeys(dtypes, 1e12))
+    rates = bench.SelectRates(1e12, 1e12)
+    monkeypatch.setattr("kvcache.tools.bench.select_rates", lambda shape, select, dtypes: dict.fromkeys(dtypes, rates))
+    done = run_here("plan", tmp_path, "--select", "2k", "--weights", "none", "--dtype", "f16", "--dtype", "int8")
+    assert done.returncode == 0, done.stderr
+    assert "\n\nselect=2048\ntype  bytes/token" in done.stdout
+    said = "14 layers with sketches, 252.0 MiB in all; a token reads\n    f16 822.2 MiB  int8 546.0 MiB\n"
+    assert said in done.stdout
+    made = json.loads(run_here("plan", tmp_path, "--select", "2k", "--weights", "none", "--json").stdout)
+    rows = {(row["policy"], row["dtype"]): row for row in made["rows"]}
+    assert len(rows) == 2 * len(TYPES)
+    selecting, dense = rows["select=2048", "q8_0"], rows["the model's own", "q8_0"]
+    assert selecting["tokens_per_second"] == pytest.approx(1e12 / selecting["read_nbytes"])
+    assert 3 * selecting["read_nbytes"] < dense["read_nbytes"] == dense["nbytes"]
+
+
+def test_plan_measures_selected_rows(tmp_path):
+    config = LLAMA_1B | {"num_hidden_layers": 3, "num_key_value_heads": 1, "num_attention_heads": 4, "head_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = ["--dtype", "f16", "--context", "8k", "--select", 100, "--json", "--threads", 1]
+    dense, selecting = json.loads(run_here("plan", tmp_path, *options).stdout)["rows"]
+    assert selecting["num_selecting"] == 1
+    assert min(dense["tokens_per_second"], selecting["tokens_per_second"]) > 0
+
+
+def test_plan_draws_sketches_too(tmp_path, monkeypatch):
+    plot = pytest.importorskip("kvcache.plot", exc_type=ImportError)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B))
+    drawn, draw = {}, plot.memory
+    monkeypatch.setattr(
+        plot, "memory", lambda caches, *limit, **more: drawn.update(caches) or draw(caches, *limit, **more)
+    )
+    options = ["--no-measure", "--dtype", "f16", "--select", 50, "--plot", tmp_path / "a.svg"]
+    done = run_here("plan", tmp_path, *options)
+    assert done.returncode == 0, done.stderr
+    assert {name: sum(layer.sketch for layer in cache.layers) for name, cache in drawn.items()} == {
+        "f16": 0, "f16, select=50": 14}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--select", "2k", "--context", "4k"], "of a text of 4,096 tokens: give --context 8,192 or more"),
+        (["--select", "64k"], "of a text of 131,072 tokens: give --context 131,153 or more"),
+        (["--select", "0"], "0 is not in the range from 1"),
+        (["--select", "2.5"], "2.5"),
+    ],
+)
+def test_plan_refuses_selections(tmp_path, options, says):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B))
+    check_refused(run_here("plan", tmp_path, "--no-measure", *options), "--select", says)
+
+
+def test_plan_refuses_to_select_rows_of_latents(tmp_path):
+    mla = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 16,
+           "num_hidden_layers": 4, "hidden_size": 2048, "max_position_embeddings": 131_072}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(mla))
+    check_refused(run_here("plan", tmp_path, "--select", "2k"), "select=2048: no layer of the model can select rows")
 
 
 def test_plan_of_types_that_the_heads_do_not_suit(tmp_path):
