@@ -12,7 +12,15 @@ import numpy as np
 from kvcache import _core
 from kvcache._core import INT32_MAX, integer
 from kvcache.errors import NotSupportedError
-from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow, most_rows
+from kvcache.policy import (
+    ChunkedAttention,
+    CrossAttention,
+    FullAttention,
+    Policy,
+    SlidingWindow,
+    most_rows,
+    written,
+)
 from kvcache.rope import Rope, RopeFunction, RopeLike
 from kvcache.spelling import spelt
 
@@ -509,9 +517,10 @@ def _check_sketch(layer: Layer) -> None:
         raise ValueError(f"head_dim={layer.head_dim}: for sketches it must be a multiple of 32, at most 1024")
     policy = layer.policy
     sees = getattr(policy, "window", getattr(policy, "attention_chunk_size", LEAST_SKETCHED))
-    if isinstance(policy, CrossAttention) or sees < LEAST_SKETCHED:
+    if policy is not None and (isinstance(policy, CrossAttention) or sees < LEAST_SKETCHED):
         raise NotSupportedError(
-            f"sketch=True: with policy={policy!r} there is nothing to gain; queries must see {LEAST_SKETCHED} positions"
+            f"sketch=True: with policy={written(policy)} there is nothing to gain, as queries must see at least"
+            f" {LEAST_SKETCHED} positions: leave sketch out"
         )
 
 

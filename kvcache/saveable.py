@@ -94,7 +94,7 @@ class Saveable:
     @classmethod
     def load(
         cls, path: str | os.PathLike[str], *, fingerprint: str | None = None, secret: bytes | None = None,
-        rope: RopeLike | Sequence[RopeLike] = None, **overrides: Any,
+        rope: RopeLike | Sequence[RopeLike] = None, sketch: bool | Sequence[bool] = False, **overrides: Any,
     ) -> Self:  # fmt: skip
         """Make a cache of a saved state: with its configuration, and all its sequences.
 
@@ -109,6 +109,8 @@ class Saveable:
             The secret that it was saved with. A file that was changed, or saved without it, is refused.
         rope : as in `KVCache`, optional
             The rotations, where functions move keys, as these are not in the file.
+        sketch : as in `KVCache`, optional
+            The layers for which sketches are made of the keys, because the file has none.
         **overrides
             `max_seq_len`, `max_sequences`, `capacity`, `max_bytes`, `block_size`, `num_threads` and `strategy`, which
             are as in `KVCache`; the file's replace those that are not given. Limits are checked as by `restore`.
@@ -134,7 +136,7 @@ class Saveable:
         """
         from kvcache import state  # not loaded by `import kvcache`
 
-        return state.load(cls, path, fingerprint, secret, rope, overrides)
+        return state.load(cls, path, fingerprint, secret, rope, sketch, overrides)
 
     def restore(
         self, path: str | os.PathLike[str], seq_id: SupportsIndex | None = None, *,

@@ -185,15 +185,21 @@ def restore_chosen(
 
 
 def load(
-    kind: type[C], path: StrPath, fingerprint: str | None, secret: bytes | None, rope: Any, overrides: dict[str, Any]
+    kind: type[C],
+    path: StrPath,
+    fingerprint: str | None,
+    secret: bytes | None,
+    rope: Any,
+    sketch: Any,
+    overrides: dict[str, Any],
 ) -> C:
     """Make a cache, as `KVCache.load` says."""
     if unknown := set(overrides) - OVERRIDES:
-        raise TypeError(refusal(min(unknown), "KVCache.load", {*OVERRIDES, "rope", "fingerprint", "secret"}))
+        raise TypeError(refusal(min(unknown), "KVCache.load", {*OVERRIDES, "rope", "sketch", "fingerprint", "secret"}))
     with open_state(path) as file:
         [saved] = states_of(read_state(file), 1)
         try:
-            cache: C = cast(Any, kind)(_layers(saved, rope), **{**_limits(saved), **overrides})
+            cache: C = cast(Any, kind)(_layers(saved, rope, sketch), **{**_limits(saved), **overrides})
         except (TypeError, ValueError):
             check_sums(file)  # where the file is damaged, that is why
             raise
@@ -220,14 +226,14 @@ def _target_of(state: SavedState, seq_id: Any, saved_id: Any) -> dict[int, int] 
     return {source: source if target is None else target}
 
 
-def _layers(state: SavedState, rope: Any) -> Sequence[Layer]:
-    """Return the layers of a saved state with the caller's rope, or, if that is None, their own."""
+def _layers(state: SavedState, rope: Any, sketch: Any) -> Sequence[Layer]:
+    """Return the layers of a saved state with the caller's sketches and rope, or, if that is None, their own."""
     if rope is not None:
-        return override(state.layers, {"rope": rope})[0]
+        return override(state.layers, {"rope": rope, "sketch": sketch})[0]
     for i, layer in enumerate(state.layers):
         if layer.rope is not_saved:
             raise ValueError(f"rope=None: a function moves the keys of layer {i}, and is not in the file; give it")
-    return state.layers
+    return override(state.layers, {"sketch": sketch})[0]
 
 
 def _limits(state: SavedState) -> dict[str, int | None]:

@@ -68,7 +68,11 @@ def test_prefixes_keep_no_token_that_selected():
         ({"v_head_dim": 0}, kvcache.NotSupportedError, "sketch=True: there are keys alone"),
         ({"value_in_key": True}, kvcache.NotSupportedError, "sketch=True: values lie in the keys"),
         ({"head_dim": 40}, ValueError, "head_dim=40"),
-        ({"policy": kvcache.SlidingWindow(4096)}, kvcache.NotSupportedError, "queries must see 8192 positions"),
+        (
+            {"policy": kvcache.SlidingWindow(4096)},
+            kvcache.NotSupportedError,
+            r"policy=SlidingWindow\(window=4096\) .* at least 8192 positions: leave sketch out",
+        ),
         ({"policy": kvcache.CrossAttention(10)}, kvcache.NotSupportedError, "sketch=True: with policy=CrossAttention"),
         ({"sketch": 2}, TypeError, "sketch=2: must be True or False"),
     ],
@@ -88,6 +92,31 @@ def test_bad_calls():
         with pytest.raises(kvcache.NotSupportedError, match="layer 0 has no sketches"):
             batch.attend(0, Q, K[-1:], V[-1:], select=ROWS)
         batch.put(0, K[-1:], V[-1:])
+
+
+def test_sketches_are_made_of_loaded_keys(tmp_path):
+    cache = cache_of()
+    cache.save(tmp_path / "state")
+    with cache.batch(1) as batch:
+        wanted = batch.attend(0, Q, K[-1:], V[-1:], select=ROWS)
+    with kvcache.KVCache.load(tmp_path / "state", sketch=True) as loaded, loaded.batch(1) as batch:
+        np.testing.assert_array_equal(batch.attend(0, Q, K[-1:], V[-1:], select=ROWS), wanted)
+    with kvcache.KVCache.load(tmp_path / "state") as loaded:
+        assert not loaded.layers[0].sketch
+    assert kvcache.KVCache.load(tmp_path / "state", sketch=[True]).layers[0].sketch
+    for sketch, error, says in (
+        ([True, True], ValueError, r"len\(sketch\)=2"),
+        (2, TypeError, "sketch=2: must be True or False"),
+    ):
+        with pytest.raises(error, match=says):
+            kvcache.KVCache.load(tmp_path / "state", sketch=sketch)
+
+
+def test_loaded_layers_that_can_have_no_sketches(tmp_path):
+    cache = kvcache.KVCache([kvcache.Layer(2, 40)])
+    cache.save(tmp_path / "state")
+    with pytest.raises(ValueError, match="head_dim=40: for sketches it must be a multiple of 32"):
+        kvcache.KVCache.load(tmp_path / "state", sketch=True)
 
 
 def test_bytes():
