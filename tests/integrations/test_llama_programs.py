@@ -58,6 +58,8 @@ def test_help_shows_the_options(folder, name):
     for x in "kv":
         assert re.search(rf"^--kvcache-type-{x} TYPE ", said, re.MULTILINE)
         assert f"LLAMA_KVCACHE_TYPE_{x.upper()})" in said
+    assert re.search(r"^--kvcache-select N ", said, re.MULTILINE)
+    assert "LLAMA_KVCACHE_SELECT)" in said
 
 
 def test_the_option_goes_before_the_environment(repository):
@@ -159,6 +161,52 @@ def test_types_that_do_not_fit_a_model_are_errors(folder, architecture, head_dim
     options = ("--model", model, "-npp", "16", "-ntg", "4", "-npl", "1", "-c", "256", "--threads", "1", "--kvcache")
     end = said or r"\| +4 \| +1 \|"
     run("batched-bench", *options, status=bool(said), end=end, LLAMA_KVCACHE_TYPE_K=type_k, LLAMA_KVCACHE_TYPE_V="int8")
+
+
+SELECT = "LLAMA_KVCACHE_SELECT"
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "said"),
+    [
+        (["--kvcache-select", "64"], {}, "a new token selects 64 rows in 2 of 4 layers, from 8192 tokens on"),
+        ([], {SELECT: "64"}, "a new token selects 64 rows"),
+        (["--kvcache-select", "32"], {SELECT: "64"}, "a new token selects 32 rows"),
+        (["--kvcache-select", "0"], {SELECT: "64"}, ""),
+        ([], {SELECT: ""}, ""),
+        ([], {SELECT: "4055"}, "a new token selects 4055 rows"),
+        ([], {SELECT: "4056"}, f"{SELECT} is 4056: all rows are read, because a token selects from 8193 tokens on"),
+        (["--ctx-size", "4096"], {SELECT: "64"}, "a sequence of this context has at most 4096"),
+        (["--no-kvcache"], {SELECT: "64"}, f"{SELECT} selects no rows without LLAMA_KVCACHE=1 (--kvcache)"),
+    ],
+)
+def test_rows_are_selected_if_asked_for(repository, options, environment, said):
+    _, log = complete(repository, text(0, 100), "--ctx-size", "8192", "--kvcache", *options, **environment)
+    assert said in log
+    assert ("a new token selects" in log) == said.startswith("a new token selects")
+
+
+@pytest.mark.parametrize("value", ["all", "-1", "2.5", "64 ", "2147483648", "99999999999"])
+def test_another_number_of_rows_is_an_error(repository, value):
+    options = ("--model", repository, "--prompt", "a", "-n", "1", "--no-conversation", "--kvcache")
+    said = f"{SELECT} is '{value}': set it to the number of rows that a new token reads of a long text, such as 2048"
+    run("completion", *options, status=1, end=re.escape(said), LLAMA_KVCACHE_SELECT=value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num_layers", "head_dim", "window"),
+    [("llama", 2, 64, 0), ("llama", 4, 48, 0), ("gemma3", 5, 64, 64), ("deepseek2", 0, 0, 0)],
+)
+def test_a_model_that_can_select_no_rows_is_an_error(folder, architecture, num_layers, head_dim, window):
+    """Its layers are too few, its heads do not fit, all have windows, or values lie in the keys."""
+    if num_layers:
+        sizes = {"num_heads": 2, "num_layers": num_layers, "head_dim": head_dim, "window": window}
+        model = llama_models.write_small(folder / "unselectable.gguf", architecture=architecture, **sizes)
+    else:
+        model = llama_models.write_random(folder, architecture)
+    options = ("--model", model, "-npp", "16", "-ntg", "4", "-npl", "1", "-c", "8192", "--threads", "1", "--kvcache")
+    end = f"{SELECT} is 64: no layer of the model can select rows"
+    run("batched-bench", *options, status=1, end=end, LLAMA_KVCACHE_SELECT="64")
 
 
 def test_a_model_that_is_not_served_runs_on_the_own_cache(folder):

@@ -45,6 +45,20 @@ def test_scenes_in_int8_are_nearly_as_with_llama_cpps_own_cache(repository):
     assert out.count("  ok ") == 14, out
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"architecture": "llama", "num_layers": 5, "num_heads": 4, "num_kv_heads": 2},
+        {"architecture": "gemma3", "num_layers": 12, "num_heads": 2, "window": 64},
+        {"architecture": "lfm2", "num_layers": 9, "num_heads": 2, "conv_size": 3},
+    ],
+    ids=lambda sizes: sizes["architecture"],
+)
+def test_tokens_of_long_texts_select_rows(tmp_path, sizes):
+    out = run("test-kvcache-select", llama_models.write_small(tmp_path / "model.gguf", head_dim=32, **sizes))
+    assert out.count("  ok ") >= (20 if sizes["architecture"] == "llama" else 5), out
+
+
 def perplexity(model, kvcache, *args):
     """Return the perplexity of the text that the repository's model was tried on."""
     text = ROOT / "examples/model/eval.txt"

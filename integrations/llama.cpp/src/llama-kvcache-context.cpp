@@ -1,6 +1,8 @@
 // The batches of a decode: one batch of the cache for all its ubatches, which are computed one after the other.
 #include "llama-kvcache.h"
 
+#include "llama-kvcache-select.h"
+
 #include "llama-impl.h"
 #include "llama-model.h"
 
@@ -70,8 +72,24 @@ bool llama_kvcache::is_one_by_one(const std::vector<llama_ubatch> &ubatches) con
                        [](const llama_ubatch &ubatch) { return has_coupled_tokens(ubatch.n_seq_id, ubatch.n_tokens); });
 }
 
+// returns how many tokens of a decode each sequence has
+static std::vector<int32_t> count_tokens(const std::vector<llama_ubatch> &ubatches) {
+    std::vector<int32_t> res(LLAMA_MAX_SEQ);
+
+    for (const auto &ubatch : ubatches) {
+        for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
+            for (int32_t s = 0; s < ubatch.n_seq_id[i]; ++s) {
+                ++res[ubatch.seq_id[i][s]];
+            }
+        }
+    }
+
+    return res;
+}
+
 llama_memory_context_ptr llama_kvcache::init_ubatches(std::vector<llama_ubatch> ubatches) {
     check_states(ubatches);
+    n_decoded = count_tokens(ubatches);
 
     const kvc_status status = begin(ubatches.data(), ubatches.size());
 
@@ -137,32 +155,14 @@ bool llama_kvcache::plan(const llama_ubatch &ubatch) {
 
     n_cur = ubatch.n_tokens;
 
-    const std::vector<uint8_t> non_causal(n_cur, 1);
-
     // Rows of text then do not follow from the tokens before them alone.  Those of an image do: it is seen as a whole.
     for (uint32_t i = 0; !cparams.causal_attn && ubatch.token && i < ubatch.n_tokens; ++i) {
         kvc_mark_inexact(cache, ids[ubatch.seq_id[i][0]], ubatch.pos[i]);
     }
 
     for (size_t layer = 0; layer < layers.model.size(); ++layer) {
-        const auto &l = layers.model[layer];
-
-        if (plans[l.shape]) {
-            continue;
-        }
-
-        kvc_plan_args args = {};
-
-        args.struct_size = sizeof(args);
-        args.layer = (int32_t)layer;
-        args.first = n_done;
-        args.num_tokens = n_cur;
-        args.num_heads = l.n_head;
-        args.num_threads = n_cur > 1 ? cparams.n_threads_batch : cparams.n_threads;
-        args.non_causal = is_causal(l) ? nullptr : non_causal.data();
-
-        if (kvc_plan_new(batch, &args, &plans[l.shape])) {
-            LLAMA_LOG_ERROR("%s: %s\n", __func__, kvc_last_error());
+        if (plans[layers.model[layer].shape].empty() &&
+            !llama_kvcache_logged(__func__, plan_shape(ubatch, (int32_t)layer))) {
             return false;
         }
     }
@@ -176,14 +176,56 @@ bool llama_kvcache::plan(const llama_ubatch &ubatch) {
     return true;
 }
 
+bool llama_kvcache::selects(const llama_ubatch &ubatch, uint32_t i) const {
+    const llama_seq_id *seqs = ubatch.seq_id[i];
+
+    return std::all_of(seqs, seqs + ubatch.n_seq_id[i], [&](llama_seq_id s) { return n_decoded[s] == 1; }) &&
+           kvc_seq_len(cache, ids[seqs[0]], -1) + 1 >= llama_kvcache_select_from(layers.select_rows);
+}
+
+kvc_status llama_kvcache::plan_shape(const llama_ubatch &ubatch, int32_t layer) {
+    const auto &l = layers.model[layer];
+    const bool can_select = layers.cache[layer].sketch_bits > 0 && is_causal(l);
+    const std::vector<uint8_t> non_causal(n_cur, 1);
+
+    kvc_plan_args args = {};
+
+    args.struct_size = sizeof(args);
+    args.layer = layer;
+    args.num_heads = l.n_head;
+    args.num_threads = n_cur > 1 ? cparams.n_threads_batch : cparams.n_threads;
+    args.non_causal = is_causal(l) ? nullptr : non_causal.data();
+
+    const auto rows_of = [&](int32_t i) { return can_select && selects(ubatch, i) ? layers.select_rows : 0; };
+
+    for (int32_t first = 0, end = 0; first < n_cur; first = end) {
+        args.select_rows = rows_of(first);
+        for (end = first + 1; end < n_cur && rows_of(end) == args.select_rows;) {
+            ++end;
+        }
+
+        args.first = n_done + first;
+        args.num_tokens = end - first;
+        plans[l.shape].push_back({first, nullptr});
+
+        if (const kvc_status status = kvc_plan_new(batch, &args, &plans[l.shape].back().plan)) {
+            return status;
+        }
+    }
+
+    return KVC_OK;
+}
+
 bool llama_kvcache::is_causal(const llama_kvcache_layer &layer) const {
     return cparams.causal_attn || (model.hparams.non_causal_type == LLAMA_NON_CAUSAL_TYPE_SWA_ONLY && !layer.is_swa);
 }
 
 void llama_kvcache::free_plans() {
-    for (auto &plan : plans) {
-        kvc_plan_free(plan);
-        plan = nullptr;
+    for (auto &of_shape : plans) {
+        for (const auto &part : of_shape) {
+            kvc_plan_free(part.plan);
+        }
+        of_shape.clear();
     }
 }
 

@@ -48,11 +48,9 @@ void llama_kvcache::attend(llama_kvcache_op &op, ggml_tensor *dst) const {
     kvc_attend_args args = {};
 
     args.struct_size = sizeof(args);
-    args.q = q->data;
     args.q_head_stride = q->nb[1];
     args.q_token_stride = q->nb[2];
     args.q_type = llama_kvcache_type(q->type);
-    args.out = dst->data;
     args.out_head_stride = dst->nb[1];
     args.out_token_stride = dst->nb[2];
     args.scale = op.scale;
@@ -60,13 +58,23 @@ void llama_kvcache::attend(llama_kvcache_op &op, ggml_tensor *dst) const {
     args.sinks = op.has_sinks ? (const float *)dst->src[1]->data : nullptr;
     args.alibi = op.slopes.empty() ? nullptr : op.slopes.data();
 
-    kvc_plan *plan = plans[op.shape];
-
-    const int64_t n_tasks = kvc_plan_num_tasks(plan);
-
     // threads take tasks as they come, so that one that lost its core holds up one task only
-    for (int64_t task; (task = op.next_task.fetch_add(1, std::memory_order_relaxed)) < n_tasks;) {
-        check(kvc_plan_run(plan, op.layer, &args, task));
+    const auto take = [&] { return op.next_task.fetch_add(1, std::memory_order_relaxed); };
+
+    int64_t task = take();
+    int64_t n_before = 0; // tasks of the parts before this one
+
+    for (const auto &part : plans[op.shape]) {
+        const int64_t end = n_before + kvc_plan_num_tasks(part.plan);
+
+        args.q = (const char *)q->data + part.first * q->nb[2];
+        args.out = (char *)dst->data + part.first * dst->nb[2];
+
+        for (; task < end; task = take()) {
+            check(kvc_plan_run(part.plan, op.layer, &args, task - n_before));
+        }
+
+        n_before = end;
     }
 }
 

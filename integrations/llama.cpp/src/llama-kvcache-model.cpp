@@ -1,5 +1,7 @@
 #include "llama-kvcache-model.h"
 
+#include "llama-kvcache-select.h"
+
 #include "llama-arch.h"
 #include "llama-cparams.h"
 #include "llama-impl.h"
@@ -376,7 +378,8 @@ static int32_t shape_of(const llama_kvcache_layers &layers, const llama_kvcache_
         const auto &other = layers.cache[i];
 
         if (layers.model[i].is_swa == model.is_swa && layers.model[i].n_head == model.n_head &&
-            other.num_kv_heads == cache.num_kv_heads && other.k_dim == cache.k_dim && other.v_dim == cache.v_dim) {
+            other.num_kv_heads == cache.num_kv_heads && other.k_dim == cache.k_dim && other.v_dim == cache.v_dim &&
+            other.sketch_bits == cache.sketch_bits) {
             return layers.model[i].shape;
         }
     }
@@ -405,6 +408,7 @@ llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const lla
 
     res.index.resize(hparams.n_layer_all, -1);
     res.swa_full = params.swa_full;
+    res.select_rows = llama_kvcache_select_rows(cparams);
 
     for (auto &layer : cached) {
         const uint32_t il = layer.il;
@@ -425,6 +429,8 @@ llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const lla
         cache.policy = policy_of(model, params, cparams, il);
         cache.rope = rope_of(model, il, res.inv_freqs.back());
 
+        cache.sketch_bits = res.select_rows > 0 ? llama_kvcache_sketch_bits(res.cache, cache) : 0;
+
         layer.shape = shape_of(res, layer, cache);
         res.n_shapes = std::max(res.n_shapes, layer.shape + 1);
 
@@ -432,6 +438,10 @@ llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const lla
 
         res.model.push_back(layer);
         res.cache.push_back(cache);
+    }
+
+    if (res.select_rows > 0) {
+        llama_kvcache_check_sketches(res.cache);
     }
 
     return res;

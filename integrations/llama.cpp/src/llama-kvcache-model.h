@@ -34,6 +34,8 @@ struct llama_kvcache_layers {
 
     int32_t n_shapes = 0;
 
+    int32_t select_rows = 0; // that a new token of a long text reads in layers with sketches, 0: there are none
+
     bool swa_full = false; // the option: callers count on all rows of a window's past
 };
 

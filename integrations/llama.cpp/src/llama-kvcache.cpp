@@ -2,6 +2,7 @@
 
 #include "llama-kvcache-hybrid.h"
 #include "llama-kvcache-identity.h"
+#include "llama-kvcache-select.h"
 
 #include "llama-impl.h"
 #include "llama-model.h"
@@ -29,6 +30,9 @@ llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memor
     if (!is_asked_for()) {
         if (!llama_kvcache_prefix_asked_for().empty()) {
             LLAMA_LOG_WARN("%s: LLAMA_KVCACHE_PREFIX keeps no prompts without LLAMA_KVCACHE=1 (--kvcache)\n", __func__);
+        }
+        if (llama_kvcache_select_asked_for() > 0) {
+            LLAMA_LOG_WARN("%s: LLAMA_KVCACHE_SELECT selects no rows without LLAMA_KVCACHE=1 (--kvcache)\n", __func__);
         }
         return nullptr;
     }
@@ -95,7 +99,7 @@ llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cpar
         }
     }
 
-    plans.resize(layers.n_shapes, nullptr);
+    plans.resize(layers.n_shapes);
 
     kvc_config config = {};
 
@@ -120,6 +124,13 @@ llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cpar
     LLAMA_LOG_INFO("%s: %u cells, %zu layers, K (%s), V (%s), %s, up to %.2f MiB\n", __func__,
                    (uint32_t)config.capacity, layers.cache.size(), kvc_type_name(layers.cache[0].k_type),
                    kvc_type_name(layers.cache[0].v_type), kvc_isa(), kvc_capacity_bytes(cache) / 1024.0 / 1024.0);
+    if (layers.select_rows > 0) {
+        LLAMA_LOG_INFO("%s: a new token selects %d rows in %zu of %zu layers, from %lld tokens on\n", __func__,
+                       layers.select_rows,
+                       (size_t)std::count_if(layers.cache.begin(), layers.cache.end(),
+                                             [](const kvc_layer &layer) { return layer.sketch_bits > 0; }),
+                       layers.cache.size(), (long long)llama_kvcache_select_from(layers.select_rows));
+    }
 }
 
 llama_kvcache::~llama_kvcache() {

@@ -150,6 +150,13 @@ class llama_kvcache : public llama_memory_i {
     // drops the tokens of one sequence at positions [p0, p1)
     bool remove(llama_seq_id seq_id, llama_pos p0, llama_pos p1);
 
+    // whether the i-th token of an ubatch selects rows, in layers with sketches: it is the only one that its sequences
+    // have in the decode, and continues a long text.  Prompts, and guesses to be verified, read all rows.
+    bool selects(const llama_ubatch &ubatch, uint32_t i) const;
+
+    // plans the attention of an ubatch in the layers of a shape, of which this one is the first
+    kvc_status plan_shape(const llama_ubatch &ubatch, int32_t layer);
+
     void free_plans();
     bool is_causal(const llama_kvcache_layer &layer) const;
 
@@ -172,11 +179,19 @@ class llama_kvcache : public llama_memory_i {
 
     std::vector<std::unique_ptr<llama_kvcache_op>> ops; // [layer of the model]
 
+    // consecutive tokens of an ubatch, all of which select rows, or none
+    struct planned {
+        int32_t first;
+        kvc_plan *plan;
+    };
+
+    std::vector<int32_t> n_decoded; // [sequence of the context] its tokens in this decode
+
     // the open batch
     kvc_batch *batch = nullptr;
-    int32_t n_done = 0;            // tokens of the ubatches that were finished
-    int32_t n_cur = 0;             // tokens of the ubatch that is planned
-    std::vector<kvc_plan *> plans; // [shape]
+    int32_t n_done = 0;                      // tokens of the ubatches that were finished
+    int32_t n_cur = 0;                       // tokens of the ubatch that is planned
+    std::vector<std::vector<planned>> plans; // [shape]
 };
 
 class llama_kvcache_context : public llama_memory_context_i, public llama_memory_attn_i {
