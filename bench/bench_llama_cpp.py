@@ -29,6 +29,7 @@ from ik_llama_cpp import NAME, IkContext, IkModel, compiled
 from llama_cpp_contexts import BLOCKED, CACHES, TYPES, Context, Library, LlamaError, Model
 from resident_memory import measure_in_child
 
+from kvcache.selecting import SELECT_FROM
 from kvcache.tools.arguments import parse_tokens
 from kvcache.tools.interleave import PAUSE, rounds
 
@@ -40,8 +41,12 @@ MARGIN = 8  # tokens of a context beyond those that are measured
 PROMPT = 512  # tokens of a prompt, which are one ubatch
 SEQUENCES = 64  # that share a prompt
 
-DEFAULT, BETTER, KVCACHE, IK = "flash", "better", "kvcache", "ik"
-OVER = {DEFAULT: "speedup over the default", BETTER: "speedup over the better of on and off"}
+DEFAULT, BETTER, KVCACHE, SELECTED, IK = "flash", "better", "kvcache", "selected", "ik"
+OVER = {
+    DEFAULT: "speedup over the default",
+    BETTER: "speedup over the better of on and off",
+    KVCACHE: "speedup over all rows",
+}
 
 # Wanted speedups of llama-1b, by section, yardstick, type and context. Beside IK they are of attention alone.
 WANTED: dict[tuple[str, str, str, int], float] = {
@@ -52,6 +57,8 @@ WANTED: dict[tuple[str, str, str, int], float] = {
     ("decode", DEFAULT, "q4_0", 16384): 10,
     ("prompt", DEFAULT, "f16", 8192): 1.8,
     ("prompt", DEFAULT, "q8_0", 8192): 12,
+    (SELECTED, DEFAULT, "f16", 32768): 5.5,
+    (SELECTED, KVCACHE, "f16", 32768): 1.5,
     ("decode", IK, "f16", 8192): 4,
     **{("decode", IK, dtype, 8192): 3 for dtype in ("q8_0", "int8")},
     **{("decode", IK, dtype, 16384): 5 for dtype in ("q4_0", "int4")},
@@ -107,22 +114,44 @@ class Report:
         """Add a line: each cache's tokens/s, and the speedups, with what is wanted."""
         cells = []
         for cache, (name, *_) in CACHES.items():
-            rate = count / statistics.median(samples[cache]) if cache in samples else None
-            cells.append(f"{rate:.2f}" if rate else "")
-            if rate:
-                self.row(f"{title}, {name}", context, dtype, rate=rate)
+            cells.append(self._rate(f"{title}, {name}", context, dtype, count, samples.get(cache)))
         own = [cache for cache in samples if cache != KVCACHE]
         others = {DEFAULT: DEFAULT, BETTER: min(own, key=lambda cache: statistics.median(samples[cache]))}
         for over, other in others.items():
             if over == BETTER and len(own) == 1:
                 continue
-            low, middle, high = quartiles(quotients(samples[other], samples[KVCACHE]))
-            want = self._wanted.get((section, over, dtype, context))
-            wanted = f">= {want:g}" if want else ""
-            cells += [f"{middle:.2f}", f"{low:.2f} .. {high:.2f}", wanted]
-            figure = {"quotient": middle, "low": low, "high": high, "wanted": wanted}
-            self.row(f"{title}, {OVER[over]}", context, dtype, **figure)
+            found = quotients(samples[other], samples[KVCACHE])
+            cells += self._speedup(section, title, context, dtype, over, found)
         self.cells(f"{context:,}", dtype, *cells)
+
+    def selected(self, title: str, names: dict[str, str], context: int, dtype: str, samples: Samples) -> None:
+        """Add a line: each entrant's tokens/s, and the speedups of selected rows."""
+        cells = []
+        for key, name in names.items():
+            cells.append(self._rate(f"{title}, {name}", context, dtype, 1, samples[key]))
+        for over in (DEFAULT, KVCACHE):
+            found = quotients(samples[over], samples[SELECTED])
+            cells += self._speedup(SELECTED, title, context, dtype, over, found)
+        self.cells(f"{context:,}", dtype, *cells)
+
+    def _rate(self, name: str, context: int, dtype: str, count: int, seconds: list[float] | None) -> str:
+        """Keep tokens/s, and return them as a cell, which is empty if there are no seconds."""
+        if seconds is None:
+            return ""
+        rate = count / statistics.median(seconds)
+        self.row(name, context, dtype, rate=rate)
+        return f"{rate:.2f}"
+
+    def _speedup(
+        self, section: str, title: str, context: int, dtype: str, over: str, found: Sequence[float]
+    ) -> list[str]:
+        """Keep a speedup, and return its cells."""
+        low, middle, high = quartiles(found)
+        want = self._wanted.get((section, over, dtype, context))
+        wanted = f">= {want:g}" if want else ""
+        figure = {"quotient": middle, "low": low, "high": high, "wanted": wanted}
+        self.row(f"{title}, {OVER[over]}", context, dtype, **figure)
+        return [f"{middle:.2f}", f"{low:.2f} .. {high:.2f}", wanted]
 
     def beside(
         self, section: str, title: str, context: int, theirs: str, dtype: str, count: int, samples: Beside
@@ -217,6 +246,23 @@ def decode(report: Report, model: Model, o: argparse.Namespace) -> None:
             of_type = {cache: seconds for (each, cache), seconds in samples.items() if each == dtype}
             report.speeds("decode", "decoding", depth, dtype, 1, of_type)
     over_first(report, o.types, found)
+
+
+def select(report: Report, model: Model, o: argparse.Namespace) -> None:
+    """Measure tokens that select rows beside tokens that read all, and beside llama.cpp's own cache."""
+    title = f"decoding with select={o.select}"
+    names = {DEFAULT: CACHES[DEFAULT][0], KVCACHE: "all rows", SELECTED: "selected"}
+    report.head(f"{title}, tokens/s", *names.values(), *SPEEDUPS[:3], "over all", *SPEEDUPS[1:3])
+    for dtype, depth in itertools.product(o.types, (depth for depth in o.context if depth >= SELECT_FROM)):
+        with ExitStack() as stack:
+            contexts = {}
+            for key in names:
+                cache, rows = (DEFAULT, 0) if key == DEFAULT else (KVCACHE, o.select if key == SELECTED else 0)
+                made = Context(model, cache, dtype, depth + o.steps + MARGIN, report.threads, select=rows)
+                contexts[key] = stack.enter_context(closing(made))
+                warm(report, made, dtype, depth)
+            samples = interleave({key: context.decode for key, context in contexts.items()}, o.steps)
+        report.selected(title, names, depth, dtype, samples)
 
 
 def over_first(report: Report, types: Sequence[str], found: dict[int, dict[tuple[str, str], list[float]]]) -> None:
@@ -387,6 +433,7 @@ def ik_prompt(report: Report, model: Model, o: argparse.Namespace) -> None:
 
 SECTIONS: dict[str, Callable[[Report, Model, argparse.Namespace], None]] = {
     "decode": decode,
+    SELECTED: select,
     "prompt": prompt,
     "memory": memory,
     "overhead": overhead,
@@ -411,6 +458,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
                         help="of rows; default: f16 q8_0 q4_0")  # fmt: skip
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     parser.add_argument("--steps", type=int, default=16, metavar="N", help="tokens that each decodes; default: 16")
+    parser.add_argument("--select", type=int, default=2048, metavar="N",
+                        help="rows that a token selects, in the section selected; default: 2048")  # fmt: skip
     parser.add_argument("--prompt-context", type=parse_tokens, nargs="+", default=[8192], metavar="N",
                         help="tokens before a prompt; default: 8192")  # fmt: skip
     parser.add_argument("--prompt-types", nargs="+", choices=TYPES, default=["f16", "q8_0"],
@@ -421,7 +470,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the run, for bench/write_results.py")
     parser.add_argument("--output", type=Path, metavar="PICTURE", help="tokens/s against context; .svg, .png or .pdf")
     o = parser.parse_args(arguments)
-    least = {"context": 0, "prompt_context": 0, "shared": 1, "threads": 1, "steps": 1, "prompts": 1}
+    least = {"context": 0, "prompt_context": 0, "shared": 1, "threads": 1, "steps": 1, "select": 1, "prompts": 1}
     for name, fewest in least.items():
         given = getattr(o, name)
         if min(given if isinstance(given, list) else [given]) < fewest:

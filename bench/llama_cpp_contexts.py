@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 INSTALL = "CMAKE_ARGS=-DLLAMA_BUILD=OFF pip install llama-cpp-python==0.3.36"
 SWITCH = "LLAMA_KVCACHE"  # the environment variable that is read when a context is created
+SELECT_SWITCH = "LLAMA_KVCACHE_SELECT"  # and says how many rows a new token of a long text reads
 OWN_CACHE = "llama_kv_cache:"  # what a context with llama.cpp's own cache logs
 
 # A context's cache: its name in tables, whether flash attention is on, and whether it is kvcache.
@@ -83,11 +84,15 @@ class Model:
 
 
 class Context:
-    """A context for `n_ctx` tokens with one of CACHES; `own` says why it has llama.cpp's own cache, or is empty."""
+    """A context for `n_ctx` tokens, with a cache that CACHES names.
+
+    With kvcache, a token selects `select` rows of a long text; with 0 it reads all. If the context has llama.cpp's own
+    cache all the same, `own` says why; otherwise it is empty.
+    """
 
     def __init__(
         self, model: Model, cache: str, dtype: str, n_ctx: int, threads: int, *, n_seq_max: int = 1,
-        unified: bool = False,
+        unified: bool = False, select: int = 0,
     ) -> None:  # fmt: skip
         self.api, self._model, self.tokens = model.api, model, 0
         self.name, flash, ours = CACHES[cache]
@@ -97,7 +102,8 @@ class Context:
         parameters.n_threads = parameters.n_threads_batch = threads
         parameters.flash_attn_type = int(flash)
         parameters.type_k = parameters.type_v = TYPES.get(dtype, TYPES["f16"])
-        switches = {SWITCH: str(int(ours))} | (dict.fromkeys(TYPE_SWITCHES, dtype) if dtype in OWN_TYPES else {})
+        switches = {SWITCH: str(int(ours)), SELECT_SWITCH: str(select)}
+        switches |= dict.fromkeys(TYPE_SWITCHES, dtype) if dtype in OWN_TYPES else {}
         os.environ.update(switches)
         log = model.library.log
         log.clear()

@@ -119,10 +119,11 @@ def test_what_is_missing_is_named(library, tmp_path):
 
 def test_every_section_once(library, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_llama_cpp, "MODELS", tiny.parent)
+    monkeypatch.setattr(bench_llama_cpp, "SELECT_FROM", 300)
     bench_llama_cpp.main([
         f"--library={library.folder}", f"--model={tiny}", "--context", "0", "300", "--types", "f16", "q4_0",
         "--steps=1", "--prompt-context", "40", "--prompt-types", "q8_0", "--prompts=1", "--shared=40",
-        f"--json={tmp_path / 'run.json'}", f"--output={tmp_path / 'picture.svg'}",
+        "--select=40", f"--json={tmp_path / 'run.json'}", f"--output={tmp_path / 'picture.svg'}",
     ])  # fmt: skip
     printed = capsys.readouterr().out
     assert "decoding, tokens/s" in printed
@@ -132,9 +133,14 @@ def test_every_section_once(library, tiny, tmp_path, monkeypatch, capsys):
     for context in (0, 300):
         for dtype, name in {*own, ("f16", "kvcache"), ("q4_0", "kvcache")}:
             rates.remove((f"decoding, {name}", dtype, context))
+    for dtype in ("f16", "q4_0"):
+        for name in ("flash attention", "all rows", "selected"):
+            rates.remove((f"decoding with select=40, {name}", dtype, 300))
     assert rates == {("prompts of 512, flash attention", "q8_0", 40), ("prompts of 512, kvcache", "q8_0", 40)}
     assert {row["name"] for row in rows if row["type"] == "q4_0" and "quotient" in row} == {
         "decoding, speedup over the default",
+        "decoding with select=40, speedup over the default",
+        "decoding with select=40, speedup over all rows",
         "decoding, flash attention, speedup over its f16",
         "decoding, kvcache, speedup over its f16",
         "memory at 300 tokens, over the default",
@@ -151,6 +157,7 @@ def test_every_section_once(library, tiny, tmp_path, monkeypatch, capsys):
     ("arguments", "says"),
     [
         (["--steps=0"], "--steps 0: must be at least 1"),
+        (["--select=0"], "--select 0: must be at least 1"),
         (["--context", "512", "-1"], "--context [512, -1]: must be at least 0"),
         (["--only", "memory", "--output=picture.svg"], "--output draws what the section decode measures"),
         (["--only", "ik-prompt"], "--only ik-prompt needs --ik"),
