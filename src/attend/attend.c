@@ -324,8 +324,7 @@ static void note_selected(const kvc_plan *plan, int64_t task) {
     kvc_unlock(batch->cache, KVC_OK);
 }
 
-/* Checks the arguments of kvc_plan_run, and runs the task. */
-static kvc_status run_planned(kvc_plan *plan, int32_t layer, const kvc_attend_args *given, int64_t task) {
+kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *given, int64_t task) {
     kvc_attend_args args;
     kvc_chosen chosen = {0};
     kvc_call c;
@@ -343,10 +342,6 @@ static kvc_status run_planned(kvc_plan *plan, int32_t layer, const kvc_attend_ar
     if (status == KVC_OK && plan->args.select_rows) note_selected(plan, task);
     kvc_row_buffer_leave(plan->batch->cache, buffer);
     return status;
-}
-
-kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, int64_t task) {
-    return kvc_note_failure(plan, layer, run_planned(plan, layer, args, task));
 }
 
 /* Puts rows, if `put` is not NULL, and runs all tasks, on several threads if that is worth it.  *buffer: the layer's

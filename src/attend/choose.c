@@ -200,7 +200,7 @@ static void make_ranking(kvc_ranking *k, kvc_plan *plan, int32_t layer, const kv
     kvc_call_init(&k->call, plan, layer, common, &work, buffer);
 }
 
-static kvc_status run_planned(kvc_plan *plan, int32_t layer, const kvc_choose_args *given, int64_t task) {
+kvc_status kvc_plan_choose(kvc_plan *plan, int32_t layer, const kvc_choose_args *given, int64_t task) {
     kvc_choose_args args;
     kvc_ranking k;
     KVC_TRY(KVC_READ(kvc_choose_args, &args, given, "args"));
@@ -213,10 +213,6 @@ static kvc_status run_planned(kvc_plan *plan, int32_t layer, const kvc_choose_ar
     const kvc_status status = kvc_run_task(&k.call, layer, task);
     kvc_row_buffer_leave(plan->batch->cache, buffer);
     return status;
-}
-
-kvc_status kvc_plan_choose(kvc_plan *plan, int32_t layer, const kvc_choose_args *args, int64_t task) {
-    return kvc_note_failure(plan, layer, run_planned(plan, layer, args, task));
 }
 
 kvc_status kvc_choose(kvc_batch *batch, const kvc_plan_args *given_plan, const kvc_choose_args *given) {

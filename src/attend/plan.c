@@ -573,7 +573,7 @@ void kvc_plan_reset(kvc_plan *plan) {
     kvc_round *round = &plan->round;
     memset(round->states, KVC_TASK_OPEN, (size_t)plan->num_tasks);
     round->num_running = round->num_done = 0;
-    round->is_rerun = round->has_failed = 0;
+    round->is_rerun = 0;
     kvc_plan_recount(plan);
 }
 

@@ -25,7 +25,7 @@ static kvc_status join_round(kvc_plan *plan, int32_t layer, const kvc_attend_arg
     } else if (round->num_done) {
         kvc_plan_reset(plan);
     }
-    round->is_rerun = round->has_failed = 0;
+    round->is_rerun = 0;
     round->layer = layer;
     round->q = args->q;
     round->out = args->out;
@@ -35,7 +35,7 @@ static kvc_status join_round(kvc_plan *plan, int32_t layer, const kvc_attend_arg
 
 /* Whether running this task makes the round a rerun. */
 static int begins_rerun(const kvc_round *round, int64_t task) {
-    return !round->is_rerun && (round->has_failed || round->states[task] == KVC_TASK_DONE);
+    return !round->is_rerun && round->states[task] == KVC_TASK_DONE;
 }
 
 kvc_status kvc_round_begin(kvc_call *c, int32_t layer, int64_t task) {
@@ -53,7 +53,6 @@ kvc_status kvc_round_begin(kvc_call *c, int32_t layer, int64_t task) {
     if (status == KVC_OK && begins_rerun(round, task)) {
         kvc_plan_recount(plan); /* in a rerun, `remaining` counts the splits whose results are missing */
         round->is_rerun = 1;
-        round->has_failed = 0;
     }
     if (status == KVC_OK && round->states[task] == KVC_TASK_RUNNING)
         status = kvc_fail(KVC_ERR_BUSY, "task %lld is being run by another thread", (long long)task);

@@ -226,11 +226,3 @@ kvc_status kvc_run_task(kvc_call *c, int32_t layer, int64_t task) {
     kvc_round_end(c, task, status == KVC_OK);
     return status;
 }
-
-kvc_status kvc_note_failure(kvc_plan *plan, int32_t layer, kvc_status status) {
-    if (status == KVC_OK) return status;
-    kvc_round_lock(&plan->round);
-    plan->round.has_failed |= plan->round.layer == layer;
-    kvc_round_unlock(&plan->round);
-    return status;
-}

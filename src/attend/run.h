@@ -40,7 +40,4 @@ kvc_status kvc_run_tasks(kvc_call *c);
 /* Checks that the rows that a task sees were put, and runs it. */
 kvc_status kvc_run_task(kvc_call *c, int32_t layer, int64_t task);
 
-/* Notes that a call for one task failed, if it did; returns its status. */
-kvc_status kvc_note_failure(kvc_plan *plan, int32_t layer, kvc_status status);
-
 #endif

@@ -103,14 +103,13 @@ typedef struct kvc_job {
 /* States of a task, in a round of kvc_plan_run. */
 enum { KVC_TASK_OPEN, KVC_TASK_RUNNING, KVC_TASK_DONE };
 
-/* A round of kvc_plan_run: each task is run once, for one layer and its arrays.  Once a task has failed or is run a
- * second time, the round becomes a rerun.  Then each task merges again its slices whose splits are all done.  So the
- * last task to end leaves the right result, whatever the order. */
+/* A round of kvc_plan_run: each task is run once, for one layer and its arrays.  Once a task is run a second time, the
+ * round becomes a rerun.  Then each task merges again its slices whose splits are all done.  So the last task to end
+ * leaves the right result, whatever the order. */
 typedef struct kvc_round {
     atomic_flag lock;
     int32_t layer;
     int32_t is_rerun; /* until a round for another layer or other arrays; splits are kept and merged under the lock */
-    int32_t has_failed;
     const void *q, *out, *lse; /* the caller's arrays: others begin another round */
     int64_t num_running, num_done;
     uint8_t *states; /* [num_tasks] */
