@@ -221,13 +221,6 @@ static void add_compaction(kvc_pool *pool, kvc_preview *preview) {
     }
 }
 
-/* Takes blocks that are free once everything evictable is evicted, which the preview does not list, for new ones. */
-static void take_evicted(kvc_pool *pool, const kvc_preview *preview, const kvc_tally *tally) {
-    int64_t num = pool->num_blocks - tally->num_used - pool->num_free;
-    for (const kvc_block *block = preview->free; block != pool->free; block = block->next) num -= !block->targets;
-    pool->demand.new_blocks -= num < pool->demand.new_blocks ? num : pool->demand.new_blocks;
-}
-
 /* Computes pool->demand of group g, and the last_block of each sequence of the batch, for after its expiry and, where
  * one is planned, its compaction.  compacts: plans a compaction first, unless nothing is to be gained; only that can
  * fail, with KVC_ERR_NOMEM. */
@@ -242,7 +235,6 @@ static kvc_status find_demand(const kvc_batch *batch, int32_t g, int compacts) {
         if (pool->compaction) add_compaction(pool, &preview);
         kvc_block *next = preview.free; /* the first free block that no sequence will use */
         for (int32_t s = 0; s < batch->num_sequences; s++) add_sequence(batch, g, s, &next);
-        if (batch->scope == KVC_KEPT) take_evicted(pool, &preview, &tally);
         pool->demand.num_blocks += (int32_t)pool->demand.new_blocks;
         if (cache->max_bytes) pool->demand.least_bytes = least_bytes(batch, &preview, next);
         for (int32_t s = 0; s < batch->num_sequences; s++) {
