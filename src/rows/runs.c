@@ -332,7 +332,7 @@ static int lies_as(const kvc_run *a, const kvc_run *b) {
     return a->block == b->block && a->slot - a->position == b->slot - b->position;
 }
 
-/* Returns the first run with which positions from `begin` on may begin. */
+/* Returns the first run that ends behind position `begin`, which the last one does. */
 static const kvc_run *first_sorted(const kvc_sorted_runs *sorted, int32_t begin) {
     int32_t from = 0, to = sorted->list.num;
     if (!sorted->ends) return first_run(&sorted->list, begin);
@@ -349,9 +349,8 @@ static const kvc_run *first_sorted(const kvc_sorted_runs *sorted, int32_t begin)
 /* Returns the run with a row at a position, or NULL. */
 static const kvc_run *sorted_at(const kvc_sorted_runs *sorted, int32_t position) {
     if (!may_hold(&sorted->list, position, position + 1)) return NULL;
-    const kvc_run *run = first_sorted(sorted, position), *end = kvc_runs_end(&sorted->list);
-    while (run < end && run->position <= position && run_end(run) <= position) run++;
-    return run < end && run->position <= position ? run : NULL;
+    const kvc_run *run = first_sorted(sorted, position);
+    return run->position <= position ? run : NULL;
 }
 
 /* Returns the part at positions [begin, end) of the run that holds the lowest of them; its count is 0 if none does.
