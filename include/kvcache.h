@@ -508,10 +508,11 @@ typedef struct kvc_plan_args {
  * If a token sees no row, out is 0, and lse is -inf; if sinks are given, lse is the head's sink.
  * With plan->select_rows, a token reads only a part of the rows that it sees.  For each KV head it reads the first 16 and
  * the last 64 of them, by position.  The others are cut into pieces of 4.  Their sketches give each of these rows a score
- * for each query head, and so, by the softmax over these rows, a weight.  The token reads the select_rows / 4 pieces,
- * rounded up, whose weights are the largest in sum over rows and query heads; of equal ones, the first.  Softcap and
- * ALiBi apply to these scores.  A sequence reads all rows if it has more than 8 query tokens in the call.  It also
- * reads all if it has at most 80 + 2 * select_rows rows, with those of the batch, as does a token that sees no more.
+ * for each query head, and so, by the softmax over these rows, a weight.  The weight of a piece is the sum over its rows
+ * and the query heads.  The token reads the heaviest select_rows / 4 pieces, rounded up.  If pieces weigh the same, it
+ * reads the first of them.  Softcap and ALiBi apply to these scores.  A sequence reads all rows if it has more than 8
+ * query tokens in the call.  It also reads all if it has at most 80 + 2 * select_rows rows, the batch's included,
+ * as does a token that sees no more.
  * The rows of a token that selected some do not follow from the tokens alone, so kvc_exact_to ends before it.
  * The bits of a token's result depend on the rows that it sees, and on which tokens of its sequence are in the call.
  * They do not depend on threads, on where rows lie, or on other sequences of the batch.  If rows are chosen, the bits

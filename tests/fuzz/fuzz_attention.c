@@ -1,6 +1,6 @@
 /* fuzz_attention.c: an input decides on types, shapes, policies, lengths, moved, hidden and chosen rows.  It also names
- * an instruction set.  Attention is held against plain arithmetic (answers.h).  Behind the end of the input, chance
- * goes on. */
+ * an instruction set.  Attention is held against plain arithmetic (answers.h).  Once
+ * the input ends, choices are random. */
 #define _POSIX_C_SOURCE 200809L /* setenv */
 #include "support/choices.h"
 

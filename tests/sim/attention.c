@@ -76,8 +76,8 @@ static int member_of(const pass *p, int t) {
     return i;
 }
 
-/* Returns the token of the batch at a position, of the sequence of token t; in a tree, t or an ancestor of t.  Returns
- * -1 if there is none. */
+/* Returns the token of t's sequence that stands at a position in the batch, or -1.  In a tree, it is t or an ancestor
+ * of t. */
 static int own_token(const pass *p, int t, int position) {
     const int i = member_of(p, t);
     if (p->is_tree) {

@@ -205,8 +205,8 @@ class Workshop:
     def run(self, *sources, arguments=()):
         """Build and run a program that tests the core. The undefined sanitizer is for the core alone.
 
-        Programs with it take half as long again to compile. Without optimisation they take a fifth of the time, and
-        most run as fast.
+        With it, programs take 1.5 times as long to compile. Most programs are not optimised: they compile in a fifth
+        of the time, and run as fast.
         """
         flags = ["-fno-sanitize=undefined"] if {*SANITIZERS} <= {*self.core()[0]} else []
         if "KVCACHE_C_FLAGS" not in os.environ and not COMPUTING & {sources[0].parent.name, sources[0].stem}:

@@ -1,4 +1,4 @@
-"""What `kvcache plan` computes of a model, without a run of the command."""
+"""`kvcache plan` computes memory and speed of a model: here without running the command."""
 
 import copy
 
@@ -25,7 +25,7 @@ def bytes_read(config, context):
 
 @pytest.mark.parametrize(("name", "num_choosing"), [("DeepSeek V3.2", 61), ("MiniMax M3", 57)])
 def test_chosen_rows_alone_are_read(name, num_choosing):
-    """Of layers that choose, as many rows count as they choose; of index keys and of other layers, all."""
+    """Layers that choose count only the rows that they choose. Index keys and other layers count all rows."""
     config = copy.deepcopy(PUBLISHED[name].config)
     if name == "MiniMax M3":
         config["text_config"]["sparse_attention_config"] |= BLOCKS

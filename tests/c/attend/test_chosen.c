@@ -203,7 +203,8 @@ static void test_divided(void) {
 
 /* ---- plans ------------------------------------------------------------------------------------------------------- */
 
-/* One plan, made before any choice, serves many.  A call without a choice, or with a wider one, needs another plan. */
+/* A plan is made before any choice, and serves many choices.  A call without a choice, or with a wider choice, needs
+ * another plan. */
 static void test_plans(void) {
     scene s = plain_scene(2, 2, 64, 300, 2);
     stage *st = stage_new(&s, &(setting){.block_size = 16});

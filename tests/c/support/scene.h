@@ -303,8 +303,8 @@ static inline stage *stage_new(const scene *s, const setting *how) {
     return st;
 }
 
-/* Makes a stage of one sequence, a scene of 900 stored rows.  Of these, each three of the first 600 are at one
- * position. The scene has moved rows then: what a row holds does not follow from its position. */
+/* Makes a stage of one sequence, a scene of 900 stored rows.  Of the first 600, each
+ * three are at one position.  The scene then counts as moved, because a row does not follow from its position. */
 static inline stage *stage_of_divided(scene *s) {
     stage *st = stage_new(s, &(setting){.block_size = 16});
     kvc_abort(st->batch);
