@@ -128,10 +128,21 @@ static saved bytes_of(const saved *file, size_t size) {
     return copy;
 }
 
+/* Sets the pointers to the tables of a file, and returns how many bytes are before them. */
+static uint64_t place_tables(const saved *file, kvc_format *format) {
+    uint64_t length = 0;
+    for (int i = 0; i < 8; i++) length |= (uint64_t)(uint8_t)file->bytes[i] << 8 * i;
+    length += 8;
+    kvc_format_place(format, file->bytes + length);
+    return length;
+}
+
 static void test_damage(void) {
     saved file;
+    kvc_format format;
     pair *p = varied_pair();
     CHECK(save_all(p->cache, &file) == KVC_OK);
+    const size_t counts_end = place_tables(&file, &format) + sizeof *format.state;
     pair_save(p);
     for (size_t at = 0; at < file.size; at++) {
         saved copy = bytes_of(&file, at);
@@ -139,6 +150,7 @@ static void test_damage(void) {
         const kvc_load_args args = load_args_of(&copy);
         CHECKF(kvc_load(&args, &cache) == KVC_ERR_FORMAT && !cache, "%zu bytes", at);
         CHECKF(strstr(kvc_last_error(), "truncated") || strstr(kvc_last_error(), "altered"), "%s", kvc_last_error());
+        CHECKF(at < counts_end || strstr(kvc_last_error(), "not fit"), "it takes memory first: %s", kvc_last_error());
         free(copy.bytes);
     }
     for (size_t at = 0; at < file.size; at++)
@@ -156,15 +168,6 @@ static void test_damage(void) {
     free(longer.bytes);
     free(file.bytes);
     pair_free(p);
-}
-
-/* Sets the pointers to the tables of a file, and returns how many bytes are before them. */
-static uint64_t place_tables(const saved *file, kvc_format *format) {
-    uint64_t length = 0;
-    for (int i = 0; i < 8; i++) length |= (uint64_t)(uint8_t)file->bytes[i] << 8 * i;
-    length += 8;
-    kvc_format_place(format, file->bytes + length);
-    return length;
 }
 
 /* Computes the checksum of the tables anew; also the header, if a header of its length is possible. */
