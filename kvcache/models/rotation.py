@@ -24,6 +24,11 @@ MUSE = {"muse_glimmer_text", "muse_spark_text"}
 NO_ROPE_IN_FULL = {
     "afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini", *MUSE,
 }  # fmt: skip
+# Fields that say whether keys are rotated at all.
+SWITCHES = {
+    "rope_embeddings", "use_rope", "use_rotary", "use_rotary_emb", "use_rotary_embedding", "use_rotary_embeddings",
+    "use_rotary_pos_emb", "use_rotary_position_embeddings",
+}  # fmt: skip
 # Types that rotate no keys, whatever their files say: order is in their other layers.
 NO_ROPE = {"glm_2022", "jamba", "kimi_linear", "nemotron_h", "zamba"}
 # Types that rotate the other way.
@@ -42,6 +47,7 @@ SAYS_ROTATION = re.compile("(^|_)(rope|rotary|rot|xpos)(_|$)|ntk|yarn|^position_
 KNOWN = {
     "attention_qk_rope_dim",
     "attn_rotary_emb",
+    "indexer_rope_interleave",
     "layer_rope_theta",
     "no_rope_layer_interval",
     "no_rope_layers",
@@ -50,7 +56,6 @@ KNOWN = {
     "rope",
     "rope_3d",
     "rope_dail_config",
-    "rope_embeddings",
     "rope_freqs",
     "rope_full_precision",
     "rope_hf_config",
@@ -66,22 +71,25 @@ KNOWN = {
     "rotary_value",
     "use_dynamic_ntk",
     "use_mem_rope",
-    "use_rope",
     "yarn_only_types",
-}.union(*(NAMES[name] for name in ("rope_theta", "rope_local_base_freq", "partial_rotary_factor", "use_rope_layers")))
+}.union(
+    SWITCHES,
+    *(NAMES[name] for name in ("rope_theta", "rope_local_base_freq", "partial_rotary_factor", "use_rope_layers")),
+)
 # Names within a scaling that are read, or that say what the scores or queries are multiplied by.
 PARAMETERS = {
     "attention_factor", "attn_factor", "beta_fast", "beta_slow", "extrapolation_factor", "factor", "finetuned",
     "high_freq_factor", "interleaved", "llama_4_scaling_beta", "long_factor", "long_mscale", "low_freq_factor",
     "max_position_embeddings", "mrope_interleaved", "mrope_section", "mscale", "mscale_all_dim",
     "original_max_position_embeddings", "partial_rotary_factor", "pos_idx_in_fp32", "rope_theta", "rope_type",
-    "rotary_dim", "short_factor", "short_mscale", "truncate", "type", "xpos_scale_base",
+    "rotary_dim", "short_factor", "short_mscale", "truncate", "type", "xdrope_section", "xpos_scale_base",
 }  # fmt: skip
 # Types that rotate keys even if neither the file nor transformers' class says so.
 ROTATING = {
-    "aquila", "baichuan", "chatglm", "codegen", "dbrx", "deci", "gptj", "grok-1", "hf_olmo", "internlm", "internlm2",
-    "llava_llama", "minicpm", "mpt", "openelm", "orion", "phi-msft", "plamo", "plamo2", "qwen", "RefinedWeb",
-    "RefinedWebModel", "stablelm_epoch", "xverse", "yuan",
+    "PanguEmbedded", "PanguProMoE", "RefinedWeb", "RefinedWebModel", "aquila", "baichuan", "chatglm", "codegen",
+    "dbrx", "deci", "deepseek", "gptj", "grok-1", "hf_olmo", "internlm", "internlm2", "internlmxcomposer2",
+    "llada", "minicpm", "mpt", "openelm", "orion", "phi-msft", "plamo", "plamo2", "qwen", "stablelm_epoch",
+    "xverse", "yuan",
 }  # fmt: skip
 # Types of layers whose rotation a file may give under the other's name.
 SAME = {
@@ -175,10 +183,7 @@ def _rotates(config: Fields, layer: int, kind: str, model_type: str) -> bool:
         config.get(name) is True for name in ("alibi", "use_alibi", "mla_use_nope")
     ):
         return False
-    if (
-        any(config.get(name) is False for name in ("rope_embeddings", "use_rope"))
-        or config.get("position_embedding_type") in NO_ROTATION
-    ):
+    if any(config.get(name) is False for name in SWITCHES) or config.get("position_embedding_type") in NO_ROTATION:
         return False
     if model_type == "baichuan" and config.get("hidden_size") != 4096:
         return False  # its larger models use ALiBi
@@ -204,7 +209,8 @@ def _unknown(config: Fields, parameters: Fields) -> str | None:
     """Return the name of an unread field about rotations, of the file or of the scaling; None: all are read."""
     if config.get("gguf_architecture") is not None:
         return None
-    if more := [name for name in parameters.values if name not in PARAMETERS]:
+    own = {"alpha"} if parameters.get("rope_type") == "ntk_alpha" else set()
+    if more := [name for name in parameters.values if name not in PARAMETERS | own]:
         return f"{parameters.source.rpartition(', ')[2]}, {plain(more[0])},"
     for name in _unread(tuple(config.values)):
         value = config.values[name]
@@ -221,7 +227,8 @@ def _unread(names: tuple[Any, ...]) -> list[str]:
 
 
 def _interleaved(config: Fields, model_type: str) -> bool:
-    return config.get("stored_as_neighbours", model_type in INTERLEAVED) is True  # a GGUF's reader knows
+    neighbours = model_type in INTERLEAVED and config.get("use_mla") is not False  # else its attention is Llama's
+    return config.get("stored_as_neighbours", neighbours) is True  # a GGUF's reader knows
 
 
 # Types whose layers with a window are scaled as the others, though they have a theta of their own.
@@ -232,6 +239,8 @@ NOT_SCALED_LOCALLY = {"step3p5"}
 WITHOUT_SCALING = {"cohere2_moe"}
 # Other names of scalings, in files of any type, and of these types.
 SCALING_NAMES = {"no_scaling": "default", "origin": "default", "original": "default", "xdrope": "dynamic"}
+# Types whose scaling by length is a fixed one if it has an ``alpha``.
+ALPHA = {"hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl", "hunyuan_vl_text"}
 SCALING_NAMES_OF = {key: {"su": "longrope", "yarn": "longrope"} for key in ("phi3", "phi4_multimodal")}
 
 
@@ -259,7 +268,8 @@ def _parameters(config: Fields, layer: int, kind: str, model_type: str) -> Field
     if config.get("use_dynamic_ntk") is True:  # Qwen's first models
         name = "dynamic"
     if isinstance(name, str):
-        found["rope_type"] = {**SCALING_NAMES, **SCALING_NAMES_OF.get(model_type, {})}.get(name, name)
+        name = {**SCALING_NAMES, **SCALING_NAMES_OF.get(model_type, {})}.get(name, name)
+        found["rope_type"] = "ntk_alpha" if name == "dynamic" and model_type in ALPHA and found.get("alpha") else name
     return Fields(found, source)
 
 
@@ -318,6 +328,12 @@ def _linear(parameters: Fields, config: Fields, inv_freq: Frequencies, dim: int)
     return inv_freq / parameters.positive("factor", 1.0)
 
 
+def _ntk_alpha(parameters: Fields, config: Fields, inv_freq: Frequencies, dim: int) -> Frequencies:
+    """Let the base grow with alpha, so that the lowest frequency is divided by it."""
+    slowed: Frequencies = inv_freq * parameters.positive("alpha") ** (-np.arange(0, 2 * len(inv_freq), 2) / (dim - 2))
+    return slowed
+
+
 def _llama3(parameters: Fields, config: Fields, inv_freq: Frequencies, dim: int) -> Frequencies:
     """Divide low frequencies, keep high ones, and interpolate between them, as Llama 3 does."""
     low, high = parameters.positive("low_freq_factor"), parameters.positive("high_freq_factor")
@@ -358,6 +374,7 @@ SCALINGS: dict[str, Callable[[Fields, Fields, Frequencies, int], Frequencies]] =
     "mrope": _plain,  # for text, all three positions are equal
     "proportional": _linear,
     "linear": _linear,
+    "ntk_alpha": _ntk_alpha,
     "llama3": _llama3,
     "yarn": _yarn,
     "deepseek_yarn": _yarn,  # in files older than their model's class in transformers
