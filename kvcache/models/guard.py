@@ -30,7 +30,7 @@ OF_OTHERS = re.compile(
     r"|prenet|postnet|gate|lora|state|pp|tp|hc|swiglu|vocab|logits?|res|topk|sconv|factor|prob|implementation|size"
     r"|sparsity|hidden|sparse|layernorm|activation|input_output)(_|$)|per_layer_input|^index_|for_linear_attn"
     r"|^linear_(num_)?(key_|value_)?head"
-    r"|^(n_groups?|num_(limited_)?groups|n_(in|out)put_layers|output_|num_(mem|random)_|stagger_)"
+    r"|^(n_groups?|num_(limited_)?groups|n_(in|out)put_layers|output_|num_(beam|mem|random)_|stagger_)"
 )
 # Parts of names that OF_OTHERS must not match, because their first word says something of layers.
 KEPT = re.compile("(group|window|head|key|value|kv|sink)_(?:size|lora|tokens)")
@@ -57,6 +57,7 @@ HARMLESS_IN_CLASSES = {
 # Harmless fields of other types.
 HARMLESS_OF = {
     "hf_olmo": {"block_type"},
+    "llada": {"block_type"},
     "openelm": {"num_gqa_groups"},
 }
 # Parts of names that say how often something comes: with the value 1, all layers are alike.
@@ -85,13 +86,14 @@ REFUSED_TYPES = {
 TIMES = ("loop_num", "num_loops", "total_ut_steps", "mean_recurrence")
 # Types without a class in transformers whose published files were compared with the models' own code.
 COMPARED = {
-    "RefinedWeb", "RefinedWebModel", "Yi", "afm", "apriel_h", "aquila", "arctic", "baichuan", "baichuan_m1",
-    "bailing_moe", "bailing_moe_linear", "bailing_moe_v2", "btlm", "codeshell", "cogvlm", "crystalcoder", "deci",
-    "ernie4_5_moe_vl", "glm_2022", "grinmoe", "grok-1", "hf_olmo", "hunyuan", "hymba", "internlm", "internlm2",
-    "jet_nemotron", "kimi_k2", "kimi_k3", "llava_llama", "minicpm", "minicpmv", "minimax_m1", "minimax_text_01",
+    "PanguEmbedded", "PanguProMoE", "RefinedWeb", "RefinedWebModel", "Yi", "afm", "apriel_h", "aquila",
+    "arctic", "baichuan", "baichuan_m1", "bailing_moe", "bailing_moe_linear", "bailing_moe_v2", "btlm",
+    "codeshell", "cogvlm", "crystalcoder", "deci", "deepseek", "ernie4_5_moe_vl", "glm_2022", "grinmoe",
+    "grok-1", "hf_olmo", "hunyuan", "hymba", "internlm", "internlm2", "internlmxcomposer2", "jet_nemotron",
+    "kimi_k2", "kimi_k3", "llada", "minicpm", "minicpmv", "minimax_m1", "minimax_text_01",
     "mixformer-sequential", "molmo", "moss", "nemotron-nas", "openelm", "orion", "pangu_ultra_moe",
-    "parler_tts_decoder", "phi-msft", "phi3_v", "phi3small", "phi4mm", "plamo", "plamo2", "plamo3", "qwen", "skywork",
-    "smallthinker", "solar", "stablelm_epoch", "step3_text", "stripedhyena", "xverse", "yuan",
+    "parler_tts_decoder", "phi-msft", "phi3_v", "phi3small", "phi4mm", "plamo", "plamo2", "plamo3", "qwen",
+    "skywork", "smallthinker", "solar", "stablelm_epoch", "step3_text", "stripedhyena", "xverse", "yuan",
 }  # fmt: skip
 # Types of COMPARED whose layers all have the window that a file names.
 WINDOWED = {"grinmoe", "phi3_v", "phi4mm", "solar"}
