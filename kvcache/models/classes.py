@@ -7,12 +7,13 @@ from the code beside a model's files, if transformers has no class for the model
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["UNKNOWN", "Class", "of", "type_of"]
+__all__ = ["UNKNOWN", "Class", "architecture", "of", "type_of"]
 
 FILE = Path(__file__).with_name("classes.json")
 
@@ -61,9 +62,10 @@ MORE: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 128,
     },
     "hrm_text": {"H_cycles": 2, "L_cycles": 3},
+    "longcat_flash": {"num_layers": None, "num_hidden_layers": 56},
     "minimax_m3_vl_text": {"rotary_dim": None},  # which its model does not read
     "mllama_text_model": {"cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38]},
-    **{key: {"is_encoder_decoder": True} for key in ("musicgen", "musicgen_melody")},
+    "musicgen": {"is_encoder_decoder": True},
     "nemotron_h": {"num_hidden_layers": 4},
     "mimo_v2_flash": {
         "rope_parameters": None,
@@ -75,6 +77,22 @@ MORE: dict[str, dict[str, Any]] = {
 }
 # Fields that only files of one type have, where a file does not say its type.
 TELLING = {"initial_context_length": "gpt_oss"}
+# The ending of an architecture's name.
+TASK = re.compile("(ForCausalLM|LMHeadModel|ForConditionalGeneration|ForImageTextToText|Model)$")
+# Types whose own code adds nothing to the cache of another type's models, by the name that their files have.
+ALIKE = {
+    **{f"{kind}{name}": name for kind in ("llava_", "cambrian_", "bunny-") for name in ("gemma", "mistral", "phi")},
+    **{f"{kind}{name}": name for kind in ("llava_", "cambrian_", "bunny-") for name in ("llama", "phi3", "qwen2")},
+    **dict.fromkeys(("llava_qwen", "cambrian_qwen", "bunny-qwen1.5", "videochat_flash_qwen"), "qwen2"),
+    **dict.fromkeys(("Dream", "Fast_dLLM_Qwen", "dots_ocr", "mimo", "minicpmo"), "qwen2"),
+    **dict.fromkeys(("Keye", "sdar"), "qwen3"),
+    **dict.fromkeys(("apriel", "mobilellm"), "llama"),
+    "bunny-stablelm": "stablelm",
+    "dots_vlm": "deepseek_v3",
+    "longcat_flash_ngram": "longcat_flash",
+    "minimax_m3": "minimax_m3_vl_text",
+    "sdar_moe": "qwen3_moe",
+}
 # Types whose name an older model's files bear: a field that only these have, and what the older type is called here.
 OLDER = {"glm": ("block_position_encoding", "glm_2022")}
 
@@ -93,10 +111,32 @@ def _table() -> dict[str, Class]:
 
 
 def type_of(given: Mapping[str, Any]) -> Any:
-    """Return the type of model that a file names or a field implies; None if there is neither."""
+    """Return the type of model that a file names, or that a field or an architecture implies; None if none does.
+
+    It is the type as this reader knows it: another type's name for models of code that only renames that type.
+    """
     name = given.get("model_type") or next((name for field, name in TELLING.items() if field in given), None)
-    field, older = OLDER.get(name, ("", "")) if isinstance(name, str) else ("", "")
-    return older if field in given else name
+    name = name or _names().get(_plain(TASK.sub("", architecture(given))))
+    if not isinstance(name, str):
+        return name
+    field, older = OLDER.get(name, ("", ""))
+    return older if field in given else ALIKE.get(name, name)
+
+
+def architecture(given: Mapping[str, Any]) -> str:
+    """Return the first architecture that a file names; an empty string if it names none."""
+    names = given.get("architectures")
+    return names[0] if isinstance(names, list | tuple) and names and isinstance(names[0], str) else ""
+
+
+@lru_cache(maxsize=1)
+def _names() -> dict[str, str]:
+    return {_plain(name): name for name in _table()}
+
+
+def _plain(name: str) -> str:
+    """Return a name's letters and digits, which types and architectures share."""
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def of(model_type: Any) -> Class:

@@ -89,6 +89,8 @@ PARTS = (
 MERGING = {"glmasr", "voxtral", "voxtral_realtime"}
 ATTENTION = "attn_config"  # an object with fields of the attention, which count where the file has none beside it
 ENCODERS = ("encoder", "text_encoder")  # fields that hold the configuration of what the text decoder attends over
+# The type of decoder that gets what an encoder made before its own tokens, and has no layers over it.
+PREFIXED = "musicgen_melody_decoder"
 TILES = ("max_num_tiles", "image_size", "patch_size")  # fields of a vision encoder
 # Fields of a model of several parts that count before its text decoder's fields, by each of their names.
 OF_THE_WHOLE = {
@@ -260,7 +262,7 @@ def _parse(data: bytes, path: Path) -> dict[str, Any]:
 def text_decoder(values: Mapping[str, Any], source: str) -> Fields:
     """Find the text decoder's part of a configuration, and give its fields the names of `NAMES`."""
     parts = [Fields(values, source).values]
-    if "SpeechT5ForTextToSpeech" in (values.get("architectures") or []):  # its encoder gets text, its decoder speech
+    if classes.architecture(values) == "SpeechT5ForTextToSpeech":  # its encoder gets text, its decoder speech
         names = ("max_speech_positions", "max_text_positions")
         parts = [{**values, **dict(zip(names, map(values.get, reversed(names)), strict=True))}]
     while (part := _part(parts[-1], source)) is not None:
@@ -276,7 +278,7 @@ def text_decoder(values: Mapping[str, Any], source: str) -> Fields:
         for name in (*NAMES["layer_types"], *NAMES["sliding_window"])
         if part.get(name) not in (None, -1, 0, parts[-1].get(name))
     ]
-    fields["is_encoder_decoder"] = any(
+    fields["is_encoder_decoder"] = fields.get("model_type") != PREFIXED and any(
         part.get("is_encoder_decoder", classes.of(part.get("model_type")).defaults.get("is_encoder_decoder")) is True
         for part in parts
     )
@@ -306,7 +308,7 @@ def _part(values: Mapping[str, Any], source: str) -> Mapping[str, Any] | None:
 
     Older files of some models have the decoder's fields beside the others'.
     """
-    model_type = Fields(values, source).get("model_type")
+    model_type = classes.type_of(Fields(values, source).values)
     known, fixed = classes.of(model_type).parts, classes.of(model_type).fixed
     for name in PARTS:
         nested = values.get(name)
@@ -330,12 +332,13 @@ def _named(given: Mapping[str, Any], source: str) -> dict[str, Any]:
     known = classes.of(given["model_type"])
     given, unread = _read_by(known, given)
     stored = {new: value for name, value in given.items() if (new := known.names.get(name, name)) not in given}
-    stored |= {name: value for name, value in given.items() if name not in stored}
+    stored |= {name: value for name, value in given.items() if name not in stored and name not in known.names}
     fields = {name: value for name, value in stored.items() if value is not None}
     fields = {name: value for name, value in fields.items() if name not in NO_WINDOW or value not in (-1, 0)}
     said = {name for name, value in stored.items() if value is not None or not name.startswith("rope_")}
+    own = dict(fields)
     for name, others in NAMES.items():
-        found = next((fields[other] for other in others if other in fields), None)
+        found = next((own[other] for other in others if other in own), None)
         if found is None and said.isdisjoint(others):
             found = next((known.defaults[other] for other in others if other in known.defaults), None)
         if found is not None:

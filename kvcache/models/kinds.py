@@ -41,7 +41,7 @@ NO_ROPE_EVERY = {"llama4_text": 4, "mistral_large4_text": 4, "smollm3": 4}
 
 # Fields with an entry for each layer, and what each entry stands for.
 BY_LAYER: dict[str, Mapping[Any, str]] = {
-    "layer_types": {},
+    "layer_types": {"deepseek_sparse_attention": X},  # an older name
     "hybrid_override_pattern": {"M": L, "*": F, "E": "moe", "-": "mlp"},  # Nemotron-H
     "hybrid_layer_pattern": {0: F, 1: S},  # MiMo
     "sliding_window_layout": {0: F, 1: S},  # SmallThinker
@@ -102,7 +102,8 @@ FULL_FIRST = {"modernbert-decoder"}
 FROM_THE_END = {"muse_glimmer_text", "muse_spark_text"}
 # Types whose first or last layer is an exception to the pattern.
 FIRST = {"dots3_note_text": X, "flint": F, "kimi_linear": L, "lfm3": C, "mimo_v2_flash": F}
-LAST = dict.fromkeys(("beam", "diffusion_gemma_text", "flint", "gemma4_text", "gemma4_unified_text"), F)
+FULL_LAST = {"diffusion_gemma_text", "gemma4_text", "gemma4_unified_text"}  # even if a file lists another type
+LAST = dict.fromkeys(("beam", "flint", *FULL_LAST), F)
 # Types with an ``attn_layer_period``: the period, the offset, and the type of that layer.
 ATTENTION_EVERY = {"jamba": (8, 4, F), "zamba": (6, 4, H)}
 # Fields that say how long a window is; the first present counts.
@@ -147,6 +148,8 @@ def _said_types(config: Fields) -> list[str]:
         kinds = _by_pattern(config, num_layers)
     if kinds is None:
         kinds = [_kind(config, i) for i in range(num_layers)]
+    if config.get("model_type") in FULL_LAST and config.get("gguf_architecture") is None:
+        kinds = [*kinds[:-1], F]
     has_indexer = config.get("model_type") in WITH_INDEXER
     for i, kind in enumerate(kinds):
         if not isinstance(kind, str) or kind not in KNOWN or (kind in INDEXED and not has_indexer):
@@ -165,7 +168,9 @@ def _sparse(config: Fields) -> list[str] | None:
 def _num_layers(config: Fields) -> int:
     """Return the number of the cache's layers: some models have several for a layer of the file."""
     num_layers = config.count("num_hidden_layers", most=MAX_LAYERS)
-    num_layers *= ATTENTIONS.get(config.text("model_type", ""), 1)
+    attentions = ATTENTIONS.get(config.text("model_type", ""))
+    if attentions is not None and config.get("num_layers") is not None:  # num_hidden_layers counts attentions
+        num_layers = attentions * config.count("num_layers", most=MAX_LAYERS)
     if config.get("H_cycles") is not None and config.get("num_layers_per_stack") is None:  # HRM
         num_layers *= config.count("H_cycles", most=MAX_LAYERS) * (config.count("L_cycles", most=MAX_LAYERS) + 1)
     if num_layers > MAX_LAYERS:

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from support.published_files import WHOLE
+from support.published_further import FURTHER, SAVED
 from support.published_models import PUBLISHED as ABRIDGED
 from support.published_models import UNSUPPORTED
 from support.rotation import rotated
@@ -19,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*model_type 'new' is not known. compare its layers"),
     pytest.mark.filterwarnings("ignore:.*there is no model_type. compare its layers"),
 ]
-PUBLISHED = {**ABRIDGED, **WHOLE}
+PUBLISHED = {**ABRIDGED, **WHOLE, **FURTHER}
 SOME = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
 
 
@@ -377,3 +378,91 @@ def test_half_of_a_head_of_chatglm_rotates_by_neighbours():
     rope = shapes.read(PUBLISHED["GLM-4 9B, own code"].config).layers[0].rope
     assert (len(rope.inv_freq), rope.interleaved) == (32, True)
     assert rope.inv_freq[1] == pytest.approx((10000.0 * 500) ** (-1 / 32))
+
+
+def test_what_transformers_saves_of_every_model_is_no_alarm():
+    config = {"model_type": "new", **SOME}
+    assert shapes.read({**config, **SAVED}).layers == shapes.read(config).layers
+    assert not guard.says_layers("num_beam_groups")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type"),
+    [
+        ("LlamaForCausalLM", "llama"), ("GPT2LMHeadModel", "gpt2"), ("Qwen2MoeForCausalLM", "qwen2_moe"),
+        ("DeepseekV3ForCausalLM", "deepseek_v3"), ("Gemma3ForConditionalGeneration", "gemma3_text"), ("Novel", None),
+        ("", None),
+    ],
+)  # fmt: skip
+def test_a_file_without_a_type_has_its_architectures(architecture, model_type):
+    assert read_config({**SOME, "architectures": [architecture]}).get("model_type") == model_type
+
+
+@pytest.mark.parametrize("architectures", [[], [1], "LlamaForCausalLM", 5, None, {"a": "b"}])
+def test_what_is_no_list_of_architectures_says_no_type(architectures):
+    assert read_config({**SOME, "architectures": architectures}).get("model_type") is None
+
+
+def test_own_code_that_renames_a_type_has_its_defaults():
+    for name, other in (("mimo", "qwen2"), ("Keye", "qwen3"), ("llava_mistral", "mistral"), ("bunny-phi", "phi")):
+        shape = shapes.read({"model_type": name, "num_hidden_layers": 4})
+        assert shape == shapes.read({"model_type": other, "num_hidden_layers": 4})
+
+
+@pytest.mark.parametrize("name", ["use_rope", "use_rotary_pos_emb", "use_rotary_emb", "use_rotary_position_embeddings"])
+def test_a_field_that_says_whether_keys_rotate(name):
+    for value in (True, False):
+        layer = shapes.read({"model_type": "llama", **SOME, name: value}).layers[0]
+        assert isinstance(layer.rope, Rope) is value
+
+
+def test_attention_without_latents_rotates_as_a_llama_does():
+    config = PUBLISHED["DeepSeek OCR"].config
+    assert not shapes.read(config).layers[0].rope.interleaved
+    assert shapes.read(PUBLISHED["DeepSeek V2 Lite"].config).layers[0].rope.interleaved
+
+
+@pytest.mark.parametrize("model_type", ["hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"])
+def test_an_alpha_that_stretches_the_base(model_type):
+    config = {"model_type": model_type, **SOME, "head_dim": 64, "rope_theta": 10000.0}
+    scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+    theta = 10000.0 * 1000.0 ** (64 / 62)
+    rope = shapes.read({**config, "rope_scaling": scaling}).layers[0].rope
+    assert rope.inv_freq == pytest.approx(theta ** (-np.arange(32) / 32))
+    for other in ({**scaling, "alpha": None}, {"type": "dynamic", "factor": 2.0}):
+        with pytest.raises(kvcache.NotSupportedError, match="depends on how long the sequence is"):
+            moved({**config, "rope_scaling": other})
+    with pytest.raises(kvcache.NotSupportedError, match="rope_scaling, alpha, says how they are rotated"):
+        moved({**config, "model_type": "llama", "rope_scaling": scaling})
+
+
+def test_layers_with_two_attentions_in_files_and_as_their_class_counts_them():
+    config = {"model_type": "longcat_flash"}
+    for given in ({"num_layers": 28}, {"num_hidden_layers": 56}, {"num_layers": 28, "num_hidden_layers": 56}, {}):
+        assert len(shapes.read({**config, **given}).layers) == 56
+
+
+@pytest.mark.parametrize(
+    ("model_type", "most"),
+    [("whisper", 1500), ("led", 16384), ("seamless_m4t", 4096), ("speecht5", 4000), ("speech_to_text", 1500)],
+)
+def test_what_an_encoder_is_given_by_default(model_type, most):
+    assert shapes.read({"model_type": model_type}).layers[-1].policy.max_len == most
+
+
+def test_a_number_of_encoder_layers_is_not_the_decoders():
+    config = {"model_type": "bart", "num_hidden_layers": 3}
+    assert len(shapes.read(config).layers) == 2 * 12
+    assert len(shapes.read({**config, "decoder_layers": 6}).layers) == 2 * 6
+
+
+@pytest.mark.parametrize("model_type", ["gemma4_text", "gemma4_unified_text", "diffusion_gemma_text"])
+def test_a_last_layer_that_sees_everything_whatever_a_file_lists(model_type):
+    listed = {"layer_types": ["sliding_attention"] * 4, "sliding_window": 64}
+    layers = shapes.read({"model_type": model_type, **SOME, **listed}).layers
+    assert [layer.policy == FullAttention() for layer in layers] == [False] * 3 + [True]
+
+
+def test_an_older_name_of_layers_with_an_indexer():
+    config = PUBLISHED["GLM 5.2, NVFP4"].config
+    assert shapes.read(config) == shapes.read({**config, "layer_types": ["indexed_attention"] * 78})

@@ -108,7 +108,7 @@ def test_every_configuration_with_a_text_decoder(name, tmp_path):
     assert (ours(shape) == theirs(config)) == (name not in DIFFERENT)
     config.save_pretrained(tmp_path)
     assert shapes.read(tmp_path, 100) == shape
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder and name != "musicgen_melody":  # its decoder has no layers over what the encoder made
         assert sum(isinstance(layer.policy, CrossAttention) for layer in shape.layers) * 2 == len(shape.layers)
 
 

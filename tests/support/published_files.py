@@ -153,7 +153,7 @@ WHOLE: dict[str, Form] = {
         qk_norm_type="per_layer", rope_theta=5000000, rotary_dim=64, sliding_window=None, swa_rope_theta=-1.0,
         use_mtp=True, use_qk_norm=True, use_routing_bias=True, max_position_embeddings=196608, **sizes(62, 48, 8,
         3072)),
-    "Hunyuan A13B, own code": form(65536, rotating=0, model_type="hunyuan", attention_head_dim=128,
+    "Hunyuan A13B, own code": form(65536, rotating=32, model_type="hunyuan", attention_head_dim=128,
         cla_share_factor=2, dense_list=[4096, 0], group_limited_greedy=False, mla={}, moe_drop_tokens=False,
         moe_layer_num_skipped=0, moe_topk=[8] * 32, num_media_embeds=257, num_shared_expert=[1] * 32,
         pool_type="last", position_embedding_xdrope=False, rope_scaling={"alpha": 1000.0, "beta_fast": 32,
