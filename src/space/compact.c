@@ -174,10 +174,9 @@ kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group, kvc_scope scope,
     for (kvc_sequence *s = has_memory && c->num_moves ? first_of(c) : NULL; has_memory && s; s = next_of(c, s))
         has_memory = get_list(c, s) == KVC_OK;
     if (!has_memory) {
-        const long long num_slots = c ? c->num_slots : 0;
         discard_lists(&made);
         if (c) free_memory(c);
-        return kvc_fail(KVC_ERR_NOMEM, "out of memory to compact %lld slots", num_slots);
+        return kvc_fail(KVC_ERR_NOMEM, "out of memory to compact %lld slots", (long long)tally->movable_slots);
     }
     pool->compaction = c;
     if (!c->num_moves) kvc_compaction_drop(cache, group); /* all holes lie past the last slot that is held */

@@ -6,6 +6,7 @@
 
 #include "base/threads.h"
 #include "support/keeping.h"
+#include "support/saved.h"
 #include "support/test.h"
 
 enum { STORED = 4096, QUERIES = 64, HEADS = 32, KV_HEADS = 2, DIM = 64 };
@@ -87,6 +88,27 @@ static void test_attend(int num_threads) {
     CHECK(kvc_put(batch, 0, &own) == KVC_OK && kvc_commit(batch) == KVC_OK);
     CHECK(kvc_seq_len(cache, 0, 1) == STORED + QUERIES);
     CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
+/* A loaded cache polls as the configuration says with which it was loaded. */
+static void test_loaded(void) {
+    poller p, loading = {.caller = pthread_self()};
+    kvc_cache *cache = new_cache(&p, &(kvc_policy){.kind = KVC_FULL}, KVC_F32, 1);
+    const kvc_config config = {.struct_size = sizeof config, .num_threads = 1, .poll = poll, .poll_user = &loading};
+    const kvc_plan_args plan = {.struct_size = sizeof plan, .layer = 1, .num_tokens = QUERIES, .num_heads = HEADS};
+    const kvc_put_args own = put_of(STORED);
+    kvc_batch *batch;
+    saved file;
+
+    CHECK(save_all(cache, &file) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+    kvc_load_args args = load_args_of(&file);
+    args.config = &config;
+    CHECK(kvc_load(&args, &loading.cache) == KVC_OK);
+    free(file.bytes);
+    CHECK(kvc_begin(loading.cache, STORED, NULL, NULL, NULL, &batch) == KVC_OK && kvc_put(batch, 1, &own) == KVC_OK);
+    attend_until_asked(batch, &plan, &loading, 1);
+    kvc_abort(batch);
+    CHECK(p.asked == 0 && kvc_cache_free(loading.cache) == KVC_OK);
 }
 
 /* A flag that another thread sets during the call cancels it as well. */
@@ -256,6 +278,7 @@ int main(void) {
     for (size_t i = 0; i < sizeof q / sizeof *q; i++) q[i] = (float)(i % 5) - 2;
     test_attend(1);
     test_attend(2);
+    test_loaded();
     test_cancel_ends_tasks();
     test_put(1);
     test_put(2);

@@ -103,6 +103,17 @@ static void test_automatic_compaction_spares_held_blocks(void) {
     pair_free(p);
 }
 
+/* Windows leave holes that are free soon, so that sequences under them are not compacted. */
+static void test_windows_are_not_compacted(int block_size) {
+    static const kvc_policy policy = {KVC_SLIDING, .window = 20, .num_sink_tokens = 4};
+    pair *p = pair_with(policy, block_size);
+    for (int64_t id = 0; id < 8; id++) /* each opens blocks beside the others' holes */
+        for (int32_t at = 0; at < 100 + 5 * (int32_t)id; at++) pair_feed(p, id, at, at + 1);
+    pair_check(p);
+    CHECKF(stats_of(p).rows_moved == 0, "blocks of %d: %lld rows moved", block_size, (long long)stats_of(p).rows_moved);
+    pair_free(p);
+}
+
 int main(void) {
     static const int block_sizes[] = {1, 3, 16, 64};
     test_compact_short_sequences();
@@ -112,5 +123,6 @@ int main(void) {
     test_automatic_compaction(8, 0);
     test_automatic_compaction_spares_held_blocks();
     for (int i = 0; i < 4; i++) test_compact(block_sizes[i]);
+    for (int i = 1; i < 4; i++) test_windows_are_not_compacted(block_sizes[i]);
     return test_result();
 }
