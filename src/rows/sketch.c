@@ -38,7 +38,7 @@ static float encode(uint8_t *to, const float *y, int32_t dim) {
     const float sum = kvc_add_up(squares), most = THRESHOLD * sqrtf(sum / (float)dim);
     for (int32_t d = 0; d < dim; d += KVC_LANES)
         for (int i = 0; i < KVC_LANES; i++) {
-            const float size = fabsf(y[d + i]), half = size * 0.5f, more = size > most ? size : 0;
+            const float size = fabsf(y[d + i]), half = size * 0.5f, more = y[d + i] > most || y[d + i] <= -most ? size : 0;
             products[i] += half;
             products[i] += more;
         }

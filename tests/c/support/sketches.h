@@ -1,0 +1,239 @@
+/* sketches.h: sketches of keys in double, and what a token selects by them.  They are written from the rules in
+ * include/kvcache.h and rows/sketch.h.  Elements and weights that rounding may move to the other side of a limit make
+ * the answer unsure. */
+#ifndef KVC_TEST_SKETCHES_H
+#define KVC_TEST_SKETCHES_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cache/batch.h"
+#include "rows/copy.h"
+#include "space/row_buffer.h"
+
+/* ---- sketches ---------------------------------------------------------------------------------------------------- */
+
+/* Multiplies a row by Hadamard's matrix of order n over the root of n, in each n elements. */
+static inline void spread(double *x, int dim, int n) {
+    for (int half = 1; half < n; half *= 2)
+        for (int i = 0; i < dim; i++)
+            if (!(i & half)) {
+                const double a = x[i], b = x[i + half];
+                x[i] = a + b;
+                x[i + half] = a - b;
+            }
+    for (int i = 0; i < dim; i++) x[i] /= sqrt(n);
+}
+
+/* Multiplies a row by D, as kvcache.h says of KVC_INT6. */
+static inline void turn_signs(double *x, int dim, int n) {
+    for (int i = 0; i < dim; i++) {
+        int pairs = 0;
+        for (int j = i % n; j; j >>= 2) pairs += j % 4 == 3;
+        if (pairs % 2) x[i] = -x[i];
+    }
+}
+
+/* Multiplies a row by D * H * D. */
+static inline void mix(double *x, int dim) {
+    const int n = (dim & -dim) < 1024 ? dim & -dim : 1024;
+    turn_signs(x, dim, n);
+    spread(x, dim, n);
+    turn_signs(x, dim, n);
+}
+
+/* The root of the mean square of a mixed key, times where its outer codes begin. */
+static inline double threshold_of(const double *x, int dim) {
+    double square = 0;
+    for (int d = 0; d < dim; d++) square += x[d] * x[d];
+    return 0.98 * sqrt(square / dim);
+}
+
+/* Returns element d of a sketch as a code from 0 to 3. */
+static inline int code_of(const uint8_t *bytes, int d) { return bytes[d / 32 * 8 + d % 8] >> d % 32 / 8 * 2 & 3; }
+
+static inline double from_half(const uint8_t *at) {
+    const int bits = at[0] | at[1] << 8, exponent = bits >> 10 & 31;
+    const double number = exponent ? ldexp(1024 + (bits & 1023), exponent - 25) : ldexp(bits & 1023, -24);
+    return bits >> 15 ? -number : number;
+}
+
+/* Whether stored bytes are the sketch of a mixed key of numbers. */
+static inline int is_sketch(const uint8_t *bytes, const double *x, int dim) {
+    const double most = threshold_of(x, dim);
+    double square = 0, product = 0;
+    for (int d = 0; d < dim; d++) {
+        const double limits[] = {-INFINITY, -most, 0, most, INFINITY};
+        const int code = code_of(bytes, d);
+        if (x[d] < limits[code] - 1e-4 * most || x[d] > limits[code + 1] + 1e-4 * most) return 0;
+        square += x[d] * x[d];
+        product += (code - 1.5) * x[d];
+    }
+    const double scale = product > 0 ? square / product : 0, got = from_half(bytes + dim / 4);
+    return fabs(got - (scale < 65504 ? scale : 65504)) <= 0x1p-10 * fabs(scale) + 0x1p-24;
+}
+
+/* Decodes the stored key of a slot and head, mixed as its sketch has it. */
+static inline void mixed_key(const kvc_kernels *kernels, const kvc_layer *layer, const kvc_layout *at,
+                             const uint8_t *rows, int slot, int head, double *x) {
+    float decoded[1024];
+    const int dim = layer->k_dim;
+    const kvc_rows all = kvc_stored_rows(layer, at, rows, slot, 0), one = kvc_row_of(&all, 0, head);
+    const int is_fitted = layer->k_type == KVC_INT6 || layer->k_type == KVC_INT4;
+    const int is_transformed = layer->k_transform && layer->k_type >= KVC_Q8_0 && !is_fitted;
+    kvc_decode_rows(kernels, decoded, (int64_t)sizeof *decoded * dim, &one, 1, dim);
+    for (int d = 0; d < dim; d++) x[d] = (double)decoded[d];
+    if (is_transformed) spread(x, dim, (dim & -dim) < 1024 ? dim & -dim : 1024);
+    if (!is_fitted) mix(x, dim);
+}
+
+/* Returns the first slot of some whose sketch is not that of its key, in any head; -1: all are right. */
+static inline int wrong_sketch(const kvc_kernels *kernels, const kvc_layer *layer, const kvc_layout *at,
+                               const uint8_t *rows, int slot, int count) {
+    double x[1024];
+    for (int end = slot + count; slot < end; slot++)
+        for (int h = 0; h < layer->num_kv_heads; h++) {
+            mixed_key(kernels, layer, at, rows, slot, h, x);
+            int is_number = 1;
+            for (int d = 0; d < layer->k_dim; d++) is_number &= isfinite(x[d]) != 0;
+            if (is_number && !is_sketch(kvc_sketch_at(at, rows, slot, h), x, layer->k_dim)) return slot;
+        }
+    return -1;
+}
+
+/* Returns the position of a row of a sequence whose sketch in a layer is not that of its key; -1: there is none.  Call
+ * while nothing moves rows. */
+static inline int wrong_sketch_in(const kvc_cache *cache, const kvc_sequence *sequence, int l) {
+    const kvc_run_list *list = &sequence->runs[cache->group_of[l]];
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
+        const kvc_layout *at = &cache->layouts[cache->layout_of[l]];
+        const int slot = wrong_sketch(cache->kernels, &cache->layers[l], at, run->block->rows, run->slot, run->count);
+        if (slot >= 0) return run->position + slot - run->slot;
+    }
+    return -1;
+}
+
+/* ---- selecting --------------------------------------------------------------------------------------------------- */
+
+/* A row that a token of a batch may see, stored or of the batch. */
+typedef struct sketched_row {
+    const uint8_t *bytes; /* its sketch, head 0; heads are head_stride apart */
+    size_t head_stride;
+    int32_t position, token, delta; /* token: its index in the batch; -1: stored */
+} sketched_row;
+
+/* Lists the rows of a member of a batch in a layer of its own, by position, and at one position by arrival.  Rows of
+ * the batch are listed whether they were put or not.  Returns their number. */
+static inline int list_sketched(const kvc_batch *batch, int l, int member, sketched_row *to) {
+    const kvc_cache *cache = batch->cache;
+    const kvc_batch_sequence *of = &batch->sequences[member];
+    const kvc_row_buffer *buffer = kvc_row_buffer_find((kvc_batch *)(uintptr_t)batch, l);
+    const kvc_run_list *list = &of->sequence->runs[cache->group_of[l]];
+    const kvc_layout *at = &cache->layouts[cache->layout_of[l]];
+    int num = 0;
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
+        for (int i = 0; i < run->count; i++)
+            to[num++] = (sketched_row){kvc_sketch_at(at, run->block->rows, run->slot + i, 0), at->head_stride,
+                                       run->position + i, -1, run->delta};
+    for (int i = of->first; i < of->first + of->num_tokens; i++) {
+        const int t = batch->order[i];
+        const kvc_place *place = &batch->places[cache->group_of[l] * batch->num_tokens + t];
+        const kvc_layout *own = place->block || !buffer ? at : &buffer->layout;
+        const uint8_t *rows = place->block ? place->block->rows : buffer ? kvc_row_buffer_block(buffer)->rows : NULL;
+        to[num++] = (sketched_row){rows ? kvc_sketch_at(own, rows, place->slot, 0) : NULL, own->head_stride,
+                                   batch->positions[t], t, 0};
+    }
+    if (buffer) kvc_row_buffer_leave((kvc_cache *)(uintptr_t)cache, (kvc_row_buffer *)(uintptr_t)buffer);
+    for (int i = 1; i < num; i++) { /* rows come nearly in order */
+        const sketched_row row = to[i];
+        int j = i;
+        for (; j && to[j - 1].position > row.position; j--) to[j] = to[j - 1];
+        to[j] = row;
+    }
+    return num;
+}
+
+/* A query of one head as it is compared with sketches: whole numbers times `unit`. */
+typedef struct rounded_query {
+    double codes[1024], unit;
+    int num_unsure; /* codes that rounding may make another */
+} rounded_query;
+
+static inline rounded_query round_query(const kvc_layer *layer, const float *q, int32_t delta) {
+    rounded_query r = {.unit = 0};
+    const int dim = layer->k_dim;
+    double x[1024], largest = 0;
+    for (int d = 0; d < dim; d++) x[d] = (double)q[d];
+    for (int i = 0; delta && i < layer->rope.num_freqs; i++) { /* in place of keys that were turned less */
+        double *a = x + layer->rope.first_dim + (layer->rope.interleaved ? 2 * i : i);
+        double *b = a + (layer->rope.interleaved ? 1 : layer->rope.num_freqs);
+        const double c = cos(delta * layer->rope.inv_freq[i]), s = -sin(delta * layer->rope.inv_freq[i]), old = *a;
+        *a = old * c - *b * s;
+        *b = *b * c + old * s;
+    }
+    mix(x, dim);
+    for (int d = 0; d < dim; d++) largest = fmax(largest, fabs(x[d]));
+    r.unit = largest / 127;
+    for (int d = 0; d < dim; d++) {
+        const double exact = largest > 0 ? x[d] / r.unit : 0;
+        r.codes[d] = round(exact);
+        r.num_unsure += fabs(fabs(exact - r.codes[d]) - 0.5) < (delta ? 5e-4 : 1e-4);
+    }
+    return r;
+}
+
+/* Returns the product of a query and what a sketch stands for. */
+static inline double product_with(const rounded_query *q, const uint8_t *bytes, int dim) {
+    double sum = 0;
+    for (int d = 0; d < dim; d++) sum += q->codes[d] * (code_of(bytes, d) - 1.5);
+    return sum * q->unit * from_half(bytes + dim / 4);
+}
+
+/* Returns how far, at most, codes that are unsure put that product off. */
+static inline double unsure_of(const rounded_query *q, const uint8_t *bytes, int dim) {
+    return q->num_unsure * q->unit * 1.5 * from_half(bytes + dim / 4);
+}
+
+/* The rows that a token reads in any case, and about how many more. */
+typedef struct selecting {
+    int first, last, rows;
+} selecting;
+
+/* Marks which of n rows, that a token sees, it reads for a KV head.  scores: [num_heads][n]; off: how far, at most, a
+ * difference of scores may be off.  Returns 0 if that may decide. */
+static inline int mark_selected(const selecting *by, int n, const double *scores, int num_heads, double off,
+                                uint8_t *reads) {
+    const int middle = n - by->first - by->last, pieces = (middle + 3) / 4, most = (by->rows + 3) / 4;
+    int is_sure = 1;
+    memset(reads, 1, (size_t)n);
+    if (middle <= 2 * by->rows) return 1;
+    double *masses = calloc((size_t)pieces, sizeof *masses);
+    for (int h = 0; h < num_heads; h++) {
+        const double *x = scores + h * n + by->first;
+        double top = -INFINITY, sum = 0;
+        for (int j = 0; j < middle; j++) top = fmax(top, x[j]);
+        for (int j = 0; j < middle; j++) sum += exp(x[j] - top);
+        for (int j = 0; j < middle; j++) masses[j / 4] += exp(x[j] - top) / sum;
+    }
+    memset(reads + by->first, 0, (size_t)middle);
+    for (int i = 0; i < pieces; i++) {
+        int before = 0;
+        for (int j = 0; j < pieces; j++) {
+            before += masses[j] > masses[i] || (masses[j] == masses[i] && j < i);
+        }
+        if (before < most) memset(reads + by->first + 4 * i, 1, (size_t)(middle - 4 * i < 4 ? middle - 4 * i : 4));
+    }
+    double least = INFINITY, next = 0; /* of what is read, and of what is not */
+    for (int i = 0; i < pieces; i++)
+        if (reads[by->first + 4 * i])
+            least = fmin(least, masses[i]);
+        else
+            next = fmax(next, masses[i]);
+    if (least < 1e-20 || least - next <= (1e-5 + off) * least) is_sure = 0; /* weights that are lost to floats */
+    free(masses);
+    return is_sure;
+}
+
+#endif
