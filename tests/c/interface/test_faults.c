@@ -242,6 +242,61 @@ static void check_call(pair *p, kvc_status (*call)(pair *p)) {
         if (!fails(p, call, arguments, begin + i / NUM_WAYS, i % NUM_WAYS)) return;
 }
 
+/* ---- rows that are selected -------------------------------------------------------------------------------------- */
+
+/* Lets the batch's token select rows of layer 0, or all tasks of a plan. */
+static kvc_status select_rows(pair *p) {
+    static float q[MOST_HEADS * SCALED_DIM], out[MOST_HEADS * SCALED_DIM];
+    const kvc_layer *layer = &p->layers[0];
+    const kvc_plan_args plan_args = {.struct_size = sizeof plan_args,
+                                     .num_heads = MOST_HEADS,
+                                     .num_threads = random_int(1, 4),
+                                     .select_rows = random_int(1, 8)};
+    const kvc_attend_args args = float_queries(MOST_HEADS, layer->k_dim, layer->v_dim, q, out);
+    if (random_int(0, 2)) return kvc_attend(p->batch, &plan_args, &args);
+    kvc_plan *plan = NULL;
+    kvc_status status = kvc_plan_new(p->batch, &plan_args, &plan);
+    for (int64_t i = 0; status == KVC_OK && i < kvc_plan_num_tasks(plan); i++) status = kvc_plan_run(plan, 0, &args, i);
+    kvc_plan_free(plan);
+    return status;
+}
+
+static kvc_status put_again(pair *p) { return p->written[0][0] ? KVC_OK : pair_put(p, 0, 0, 1); }
+
+static kvc_status move_again(pair *p) { return random_move(p, 0, random_int(0, 100), 110); }
+
+static kvc_status fork_again(pair *p) { return pair_fork(p, 0, 1); }
+
+/* A call that fails leaves a sequence as exact as it was, and each key its own sketch. */
+static void test_selecting(int block_size) {
+    static pair p;
+    const kvc_layer layers[] = {
+        {.num_kv_heads = 2, .k_dim = SCALED_DIM, .v_dim = 4, .k_type = KVC_Q8_0, .sketch_bits = 2},
+        {.num_kv_heads = 1, .k_dim = SCALED_DIM, .v_dim = SCALED_DIM, .k_type = KVC_F16, .sketch_bits = 2}};
+    memory_init(&heap);
+    p = (pair){.memory = &heap, .config.block_size = block_size, .config.num_threads = 2};
+    pair_new(&p, 2, layers);
+    pair_feed(&p, 0, 0, 120);
+    for (int i = 0; i < 20; i++) {
+        const int64_t id = 0;
+        const int32_t next = next_of(&p, find_sequence(&p, 0));
+        CHECK(pair_begin(&p, 1, &next, &id) == KVC_OK);
+        check_call(&p, put_again);
+        const int32_t exact = kvc_exact_to(p.cache, 0);
+        check_call(&p, select_rows);
+        const int32_t selected = kvc_exact_to(p.cache, 0);
+        CHECKF(selected == (exact < next ? exact : next), "exact to %d, before %d", selected, exact);
+        pair_abort(&p);
+        CHECK(kvc_exact_to(p.cache, 0) == exact);
+        check_call(&p, i % 4 ? move_again : fork_again);
+        if (rows_of(&p, find_sequence(&p, 0)) < 90)
+            pair_feed(&p, 0, next_of(&p, find_sequence(&p, 0)), next_of(&p, find_sequence(&p, 0)) + 20);
+        pair_check(&p);
+    }
+    pair_free(&p);
+    CHECK(heap.num == 0 && num_taken == 0 && mapped == 0);
+}
+
 /* ---- what needs nothing, so that it cannot fail ------------------------------------------------------------------ */
 
 /* Commits the open batch, or some of its tokens, or aborts it if its rows were not put; and drops sequences.  No memory
@@ -375,6 +430,7 @@ int main(int argc, char **argv) {
     for (int num_threads = 2; num_threads < 5; num_threads++) test_threads(num_threads);
     for (int i = 0; i < 2; i++) test_cache_new(i);
     test_unstored_commit_needs_no_memory();
+    for (int i = 0; i < 6; i++) test_selecting(block_sizes[i]);
     const int num_worlds = is_full() ? 96 : 48;
     for (int i = 0; i < num_worlds; i++) test_random(block_sizes[i % 6], 200);
     for (int way = 0; way < NUM_WAYS; way++)

@@ -15,6 +15,7 @@
 #include "kvcache.h"
 #include "support/keeping.h"
 #include "support/memory.h"
+#include "support/sketches.h"
 #include "support/test.h"
 
 enum {
@@ -1254,6 +1255,17 @@ static inline void check_blocks(const pair *p) {
 }
 
 /* Compares all that can be seen with the oracle, and runs kvc_validate. */
+/* Checks that every stored key has its own sketch. */
+static inline void check_sketches(const pair *p) {
+    const kvc_table *table = &p->cache->sequences;
+    for (const kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s))
+        for (int l = 0; l < p->config.num_layers; l++) {
+            const int position = p->layers[l].sketch_bits && !p->layers[l].share ? wrong_sketch_in(p->cache, s, l) : -1;
+            CHECKF(position < 0, "the sketch of the key at %d in layer %d of sequence %lld is not its own", position, l,
+                   (long long)s->id);
+        }
+}
+
 static inline void pair_check(const pair *p) {
     static const sequence unknown = {.id = INT64_MIN + 1, .exact_to = INT32_MAX};
     const int is_failing = p->memory && p->memory->is_failing;
@@ -1263,6 +1275,7 @@ static inline void pair_check(const pair *p) {
     if (p->memory) p->memory->is_failing = 0; /* comparing takes memory */
     CHECKF(kvc_validate(p->cache) == KVC_OK, "%s", kvc_last_error());
     check_ids(p);
+    check_sketches(p);
     check_live_slots(p);
     check_blocks(p);
     for (int s = 0; s < p->num_sequences; s++) check_sequence(p, &p->sequences[s]);

@@ -308,11 +308,22 @@ static inline kvc_layer random_layer(const double *angles) {
                        .policy = random_policy()};
     const int32_t quantised = layer.num_kv_heads == 1 ? KVC_INT8 : KVC_Q8_0;
     if (layer.k_dim == 7) layer.k_dim = SCALED_DIM, layer.k_type = quantised;
+    if (layer.k_dim == 6) layer.k_dim = SCALED_DIM;
     if (layer.v_dim == 4) layer.v_dim = SCALED_DIM, layer.v_type = quantised;
     layer.value_in_key = layer.v_dim <= layer.k_dim && layer.v_type == layer.k_type;
     if (!random_int(0, 5)) layer.v_dim = layer.value_in_key = 0; /* keys alone; their v_type is ignored */
     layer.rope = random_rope(&layer, angles);
     return layer;
+}
+
+/* Gives a layer sketches of its keys if it can have them.  Half of the windows become long enough for that. */
+static inline void add_sketches(kvc_layer *layer) {
+    kvc_policy *policy = &layer->policy;
+    if (layer->k_dim != SCALED_DIM || !layer->v_dim || layer->value_in_key || policy->kind == KVC_CROSS) return;
+    if (policy->kind != KVC_FULL && layer->v_dim % 2 == 0) return;
+    if (policy->kind == KVC_SLIDING) *policy = sliding_policy(8192 + policy->window % 8192, policy->num_sink_tokens, 0);
+    if (policy->kind == KVC_CHUNKED) *policy = chunked_policy(8192, 0);
+    layer->sketch_bits = 2;
 }
 
 /* Fills in random layers: the first stores tokens; others may have its policy, copy a layer, or share rows. */
@@ -330,6 +341,7 @@ static inline int random_layers(kvc_layer *layers, const double *angles) {
         }
         if (lazy && layers[l].rope.kind == KVC_ROPE_FUNCTION) /* a group with one has no deltas */
             layers[l].rope = (kvc_rope){.kind = KVC_ROPE_NONE};
+        add_sketches(&layers[l]);
         int from = random_int(0, num_layers);
         if (from < l && !layers[from].share && !random_int(0, 4)) {
             layers[l] = layers[from];
