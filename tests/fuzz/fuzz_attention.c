@@ -1,8 +1,8 @@
-/* fuzz_attention.c: an input decides on types, shapes, policies, lengths, moved, hidden and chosen rows.  It also names
- * an instruction set.  Attention is held against plain arithmetic (answers.h).  Once
- * the input ends, choices are random. */
+/* fuzz_attention.c: an input decides on types, shapes, policies, lengths, moved, hidden, chosen and selected rows.  It
+ * also names an instruction set.  Attention is held against plain arithmetic (answers.h).  Once the input ends, choices
+ * are random. */
 #define _POSIX_C_SOURCE 200809L /* setenv */
-#include "support/choices.h"
+#include "support/selections.h"
 
 #include "fuzz.h"
 
@@ -39,10 +39,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     s = random_scene(random_int(0, 1 << 20));
     if (random_int(0, 2)) hide_some(&s);
     const setting how = random_setting();
-    if (random_int(0, 2))
+    if (random_int(0, 2)) {
         check_scene(&s, &how);
-    else
+    } else if (random_int(0, 2)) {
         check_chosen(&s, &how);
+    } else {
+        add_sketches(&s);
+        check_selecting(&s, &how);
+    }
     num_decisions = 0;
     fail_if_checks_failed();
     return 0;
