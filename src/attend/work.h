@@ -50,8 +50,8 @@ enum {
     KVC_SPLIT_ROWS = 512,     /* fewest rows of a split, except a slice's last one */
     KVC_TASKS_PER_THREAD = 4, /* tasks that give each thread as much to do, about */
     KVC_TILED_TASKS = 144,    /* most tasks that a tiled sequence is cut into, about */
-    KVC_CHUNK_ROWS = 4096,    /* rows whose sketches are scored together, where rows are selected */
-    KVC_SHORT_ROW = 192,      /* most bytes of a key, and of a value, of which KVC_TILE are streamed as a tile */
+    KVC_CHUNK_ROWS = KVC_SIZE(4096, 64), /* rows whose sketches are scored together, where rows are selected */
+    KVC_SHORT_ROW = 192, /* most bytes of a key, and of a value, of which KVC_TILE are streamed as a tile */
     /* If the delta changes at least this often in a tile, keys are rotated instead of query rows. */
     KVC_STREAM_DELTA_CHANGES = 4, /* in KVC_PANEL rows, in slices that are streamed */
     KVC_TILED_DELTA_CHANGES = 1   /* in slices that are tiled */
@@ -245,9 +245,10 @@ typedef struct kvc_row_range {
 } kvc_row_range;
 
 enum {
-    KVC_FIRST_READ = 16, /* rows at the beginning of what a token sees that it reads whatever it selects, ... */
-    KVC_LAST_READ = 64,  /* ... and at its end */
-    KVC_PIECE_ROWS = 4,  /* rows that are selected together */
+    KVC_FIRST_READ =
+        KVC_SIZE(16, 4), /* rows at the beginning of what a token sees that it reads whatever it selects, ... */
+    KVC_LAST_READ = KVC_SIZE(64, 6), /* ... and at its end */
+    KVC_PIECE_ROWS = 4,              /* rows that are selected together */
     KVC_CHUNK_PIECES = KVC_CHUNK_ROWS / KVC_PIECE_ROWS,
     KVC_MOST_SELECTING = 8 /* query tokens of a sequence that selects */
 };

@@ -10,7 +10,10 @@
 #include <math.h>
 #include <string.h>
 
-#include "sim.h"
+#include "sim.h" /* first, as it decides on sizes of the core */
+
+#include "attend/work.h"
+#include "support/sketches.h"
 
 enum {
     MOST_CREW = 3,    /* threads of a plan */
@@ -28,7 +31,7 @@ typedef struct result {
 /* A layer's part of an attention. */
 typedef struct piece {
     int layer;
-    float q[MOST_TOKENS][QUERY_HEADS][DIM];
+    float q[MOST_TOKENS][QUERY_HEADS][ROW];
     int32_t entries[MOST_TOKENS][HEADS][MOST_CHOSEN];
     kvc_chosen chosen; /* args.chosen, unless that is NULL */
     result result;
@@ -42,7 +45,7 @@ typedef struct piece {
 /* Threads that run one plan. */
 typedef struct crew {
     client *c;
-    const pass *p;
+    pass *p;
     query query;
     kvc_plan *plan;
     int num_pieces, num_threads, may_cancel, may_lack;
@@ -139,8 +142,88 @@ static int is_named(const piece *of, int n, int kv, int at, int position) {
     return 0;
 }
 
-/* Compares the result of one token and query head with plain arithmetic over the rows that it sees. */
-static void check_head(const client *c, const pass *p, const query *q, const piece *of, int t, int h) {
+/* ---- what a token selects ---------------------------------------------------------------------------------------- */
+
+/* The positions of the rows that a token reads for a KV head; is_unsure: rounding decides. */
+typedef struct selected {
+    uint8_t reads[MOST];
+    int is_unsure;
+} selected;
+
+/* Whether the tokens of a query select rows in a layer, if they see enough. */
+static int selects(const world *w, const query *q, int layer) { return q->select && w->layers[layer].sketch_bits; }
+
+/* How many of a query's tokens are of the sequence of token t. */
+static int num_beside(const pass *p, const query *q, int t) {
+    int num = 0;
+    for (int other = q->first; other < q->first + q->num; other++) num += member_of(p, other) == member_of(p, t);
+    return num;
+}
+
+/* Whether a token that sees so many rows selects some of them. */
+static int selects_of(const pass *p, const query *q, int t, int num_seen) {
+    return num_beside(p, q, t) <= KVC_MOST_SELECTING && num_seen > KVC_FIRST_READ + KVC_LAST_READ + 2 * q->select;
+}
+
+static int num_seen(const world *w, const pass *p, const query *q, int layer, int t) {
+    int num = 0, lacks = 0;
+    for (int position = 0; position < MOST; position++) num += tag_seen(w, p, q, layer, t, position, &lacks) != 0;
+    return num;
+}
+
+/* Notes which tokens have selected rows: theirs, and those behind them, count as inexact from now on. */
+static void note_selected(client *c, pass *p, const query *q, int layer) {
+    if (!selects(c->w, q, layer) || is_spoilt(c->w, p)) return;
+    for (int t = q->first; t < q->first + q->num; t++) {
+        const int64_t id = id_of(p->sequences[member_of(p, t)]);
+        if (!selects_of(p, q, t, num_seen(c->w, p, q, layer, t))) continue;
+        p->has_selected[t] = 1;
+        if (!c->w->is_meddled && kvc_exact_to(c->w->cache, id) > p->positions[t])
+            fail(c, "sequence %lld is exact to %d, though the token at %d has selected rows", (long long)id,
+                 kvc_exact_to(c->w->cache, id), p->positions[t]);
+    }
+}
+
+/* Lists the rows that a token sees, by position. */
+static int list_seen(const client *c, const pass *p, const query *q, int layer, int t, sketched_row *to) {
+    const kvc_batch *batch = p->batch;
+    const int source = source_of(c->w, layer);
+    int member = 0, num = 0, lacks = 0;
+    while (batch->sequences[member].sequence->id != id_of(p->sequences[member_of(p, t)])) member++;
+    const int all = list_sketched(batch, source, member, to);
+    for (int i = 0; i < all; i++)
+        if (tag_seen(c->w, p, q, layer, t, to[i].position, &lacks) && to[i].token == own_token(p, t, to[i].position))
+            to[num++] = to[i];
+    return num;
+}
+
+/* Finds what a token selects for a KV head, by the sketches of the rows that it sees. */
+static void select_by_sketches(const client *c, const pass *p, const query *q, const piece *of, int t, int kv,
+                               selected *to) {
+    static const selecting usual = {KVC_FIRST_READ, KVC_LAST_READ, 0};
+    sketched_row rows[MOST + MOST_TOKENS];
+    const kvc_layer *layer = &c->w->layers[of->layer];
+    const int num = list_seen(c, p, q, of->layer, t, rows), group = q->num_heads / HEADS;
+    double scores[QUERY_HEADS * MOST], off = 0;
+    uint8_t reads[MOST];
+    selecting by = usual;
+    by.rows = q->select;
+    for (int h = 0; h < group; h++)
+        for (int j = 0; j < num; j++) {
+            const rounded_query rounded = round_query(layer, of->q[t - q->first][kv * group + h], rows[j].delta);
+            scores[h * num + j] =
+                (double)SCALE * product_with(&rounded, rows[j].bytes + (size_t)kv * rows[j].head_stride, ROW);
+            off = fmax(off, (double)SCALE * unsure_of(&rounded, rows[j].bytes + (size_t)kv * rows[j].head_stride, ROW));
+        }
+    to->is_unsure = !mark_selected(&by, num, scores, group, 2 * off, reads);
+    memset(to->reads, 0, sizeof to->reads);
+    for (int j = 0; j < num; j++) to->reads[rows[j].position] = reads[j];
+}
+
+/* Compares the result of one token and query head with plain arithmetic over the rows that it sees.  read: what it
+ * selects of these; NULL: it selects nothing. */
+static void check_head(const client *c, const pass *p, const query *q, const piece *of, int t, int h,
+                       const selected *read) {
     const world *w = c->w;
     const int source = source_of(w, of->layer), n = t - q->first, kv = h * HEADS / q->num_heads;
     const float *query_row = of->q[n][h], *out = of->result.out[n][h];
@@ -148,9 +231,10 @@ static void check_head(const client *c, const pass *p, const query *q, const pie
     int lacks = 0;
     for (int position = 0; position < MOST; position++) {
         const int tag = tag_seen(w, p, q, of->layer, t, position, &lacks);
-        if (!tag || !is_named(of, n, kv, p->positions[t], position)) continue;
+        if (!tag || !is_named(of, n, kv, p->positions[t], position) || (read && !read->reads[position])) continue;
         double score = 0;
-        for (int d = 0; d < DIM; d++) score += query_row[d] * (double)key_element(w, tag, source, kv, d, position);
+        for (int d = 0; d < key_dim(w, source); d++)
+            score += query_row[d] * (double)key_element(w, tag, source, kv, d, position);
         const double weight = exp(score * (double)SCALE);
         sum += weight;
         for (int d = 0; d < DIM; d++) {
@@ -259,10 +343,16 @@ static void check_result(const client *c, const pass *p, const query *q, const p
         check_choices(c, p, q, of, partly);
         return;
     }
-    for (int t = q->first; t < q->first + q->num; t++)
-        for (int h = 0; h < q->num_heads; h++)
-            if (!partly || !is_unwritten(of->result.out[t - q->first][h], of->result.lse[t - q->first][h]))
-                check_head(c, p, q, of, t, h);
+    for (int t = q->first; t < q->first + q->num; t++) {
+        selected read;
+        const int has_selected = selects(c->w, q, of->layer) && selects_of(p, q, t, num_seen(c->w, p, q, of->layer, t));
+        for (int h = 0, last = -1; h < q->num_heads; h++) {
+            const int kv = h * HEADS / q->num_heads;
+            if (partly && is_unwritten(of->result.out[t - q->first][h], of->result.lse[t - q->first][h])) continue;
+            if (has_selected && kv != last) select_by_sketches(c, p, q, of, t, last = kv, &read);
+            if (!has_selected || !read.is_unsure) check_head(c, p, q, of, t, h, has_selected ? &read : NULL);
+        }
+    }
 }
 
 /* Names positions for each token, or blocks of them, in any order; some repeat, and some do not exist. */
@@ -334,7 +424,8 @@ static void make_piece(piece *of, const world *w, int layer, const query *q) {
     for (int t = 0; t < q->num; t++)
         for (int h = 0; h < q->num_heads; h++) {
             of->result.lse[t][h] = UNWRITTEN;
-            for (int d = 0; d < DIM; d++) of->q[t][h][d] = (float)(pick(9) - 4), of->result.out[t][h][d] = UNWRITTEN;
+            for (int d = 0; d < ROW; d++) of->q[t][h][d] = (float)(pick(2001) - 1000) / 250;
+            for (int d = 0; d < DIM; d++) of->result.out[t][h][d] = UNWRITTEN;
         }
     of->args = (kvc_attend_args){.struct_size = sizeof of->args,
                                  .q = of->q,
@@ -347,7 +438,7 @@ static void make_piece(piece *of, const world *w, int layer, const query *q) {
                                  .lse_token_stride = sizeof *of->result.lse,
                                  .lse_head_stride = sizeof **of->result.lse,
                                  .scale = SCALE};
-    if (q->max_chosen) make_choice(of, q);
+    if (q->max_chosen && !selects(w, q, layer)) make_choice(of, q);
     if (!w->layers[layer].v_dim) make_choosing(of, q);
 }
 
@@ -358,6 +449,19 @@ static kvc_masked any_masked(const pass *p) {
     const int i = pick(p->num_sequences);
     const int begin = pick(3) ? pick(MOST) : p->positions[p->first[i]], end = begin + pick(MOST - begin + 1);
     return (kvc_masked){id_of(p->sequences[i]), begin, pick(3) ? end : KVC_END};
+}
+
+/* Lets a query's tokens select rows: some that may, of one sequence or several. */
+static void let_select(query *q, const pass *p) {
+    int i = pick(p->num_sequences), end = p->first[i + 1];
+    const int begin = p->selecting[i];
+    if (begin == end) return;
+    while (++i < p->num_sequences && p->selecting[i] == p->first[i] && pick(2)) end = p->first[i + 1];
+    q->select = p->select;
+    q->first = pick(2) ? begin : begin + pick(end - begin);
+    q->num = pick(2) ? end - q->first : 1 + pick(end - q->first);
+    if (pick(3)) q->num_masked = 0;
+    memset(q->non_causal, 0, sizeof q->non_causal);
 }
 
 /* Returns tokens of a pass, and the rows that are hidden from them.  Usually it is the last token alone. */
@@ -372,6 +476,7 @@ static query any_query(const pass *p) {
     for (int t = 0; t < q.num; t++) q.non_causal[t] = q.has_non_causal && pick(2);
     if (!pick(3)) q.max_chosen = 1 + pick(MOST_CHOSEN);
     q.num_choices = pick(2) ? q.num_heads : 1 + pick(2);
+    if (p->select && pick(4)) let_select(&q, p);
     return q;
 }
 
@@ -388,8 +493,9 @@ static kvc_plan_args plan_of(const world *w, const query *q, int layer) {
                            .masked = q->num_masked ? q->masked : NULL,
                            .masked_size = sizeof *q->masked,
                            .num_masked = q->num_masked,
-                           .max_chosen = has_values ? q->max_chosen : 0,
-                           .num_choices = has_values ? 0 : q->num_choices};
+                           .max_chosen = has_values && !selects(w, q, layer) ? q->max_chosen : 0,
+                           .num_choices = has_values ? 0 : q->num_choices,
+                           .select_rows = selects(w, q, layer) ? q->select : 0};
 }
 
 /* Begins a call whose effects nobody sees but the caller. */
@@ -406,7 +512,7 @@ static int may_fail(const client *c, const pass *p, const query *q, int layer) {
 }
 
 /* Calls kvc_attend, which puts rows first if `put` is not NULL, or kvc_choose; returns whether it could. */
-static int attend_by_call(client *c, const pass *p, const query *q, int layer, const kvc_put_args *put) {
+static int attend_by_call(client *c, pass *p, const query *q, int layer, const kvc_put_args *put) {
     piece *of = &crews[c->number].call;
     const int chooses = !c->w->layers[layer].v_dim;
     kvc_plan_args plan = plan_of(c->w, q, layer);
@@ -420,11 +526,12 @@ static int attend_by_call(client *c, const pass *p, const query *q, int layer, c
     if (status == KVC_OK && lacks && !is_spoilt(c->w, p)) fail(c, "succeeds without rows that were not put");
     if (!ended(c, status, MAY_CANCEL | may_fail(c, p, q, layer) | (put ? MAY_BE_FULL : 0))) return 0;
     check_result(c, p, q, of, 0);
+    note_selected(c, p, q, layer);
     return 1;
 }
 
 /* Attends in a layer of keys alone, which must be refused. */
-static void attend_in_keys(client *c, const pass *p, int layer) {
+static void attend_in_keys(client *c, pass *p, int layer) {
     piece *of = &crews[c->number].call;
     query q = any_query(p);
     q.max_chosen = 0; /* which is refused otherwise */
@@ -449,14 +556,16 @@ void attend(client *c, pass *p, int layer) {
     }
 }
 
-int put_and_attend(client *c, const pass *p, int layer, int first, int n, const kvc_put_args *put) {
+int put_and_attend(client *c, pass *p, int layer, int first, int n, const kvc_put_args *put) {
     const query q = any_query(p);
     pass after = *p; /* a fork() meanwhile finds these rows not put */
     after.num_put[layer] = first + n;
-    return attend_by_call(c, &after, &q, layer, put);
+    const int is_done = attend_by_call(c, &after, &q, layer, put);
+    memcpy(p->has_selected, after.has_selected, sizeof p->has_selected);
+    return is_done;
 }
 
-void attend_again(client *c, const pass *p, int layer) {
+void attend_again(client *c, pass *p, int layer) {
     if (p->last.num && !has_unstored(p)) attend_by_call(c, p, &p->last, layer, NULL);
 }
 
@@ -512,8 +621,8 @@ static void run_together(crew *w) {
 static int other_layer(const world *w, const pass *p, int layer) {
     for (int l = pick(w->num_layers); l >= 0; l--) {
         const kvc_policy *x = &w->layers[l].policy, *y = &w->layers[layer].policy;
-        if (l != layer && w->layers[l].v_dim == w->layers[layer].v_dim && memcmp(x, y, sizeof *x) == 0 &&
-            p->num_put[source_of(w, l)] == p->num_tokens)
+        if (l != layer && w->layers[l].v_dim == w->layers[layer].v_dim && key_dim(w, l) == key_dim(w, layer) &&
+            memcmp(x, y, sizeof *x) == 0 && p->num_put[source_of(w, l)] == p->num_tokens)
             return l;
     }
     return layer;
@@ -558,6 +667,7 @@ void end_tasks(client *c) {
                 fail(c, "task %d of layer %d answers \"%s\"", (first + j) % n, of->layer, kvc_strerror(status));
         }
         check_result(c, w->p, &w->query, of, !is_whole);
+        if (is_whole) note_selected(c, w->p, &w->query, of->layer);
     }
     kvc_plan_free(w->plan);
 }
@@ -568,7 +678,7 @@ void end_tasks(client *c) {
  * is. */
 void check_dense(client *c, const pass *p, int layer) {
     static struct {
-        float k[HEADS][MOST_FED * MOST][DIM], v[HEADS][MOST_FED * MOST][DIM];
+        float k[HEADS][MOST_FED * MOST][ROW], v[HEADS][MOST_FED * MOST][ROW];
         int32_t positions[MOST_FED * MOST];
         uint8_t seen[MOST_TOKENS][MOST_FED * MOST];
     } all[MOST_CLIENTS + 1];
@@ -611,8 +721,8 @@ void check_dense(client *c, const pass *p, int layer) {
             const int tag = own >= 0 ? p->tags[own] : w->sequences[p->sequences[i]].tags[source][position];
             if (!tag || own >= p->num_put[source]) continue;
             if (n >= num || all[c->number].positions[n] != position ||
-                tag_of(c, all[c->number].k[0][n], all[c->number].v[0][n], MOST_FED * MOST * DIM, source, position) !=
-                    tag)
+                tag_of(c, all[c->number].k[0][n], all[c->number].v[0][n], MOST_FED * MOST * ROW, MOST_FED * MOST * ROW,
+                       source, position) != tag)
                 fail(c, "row %d of %lld is not that of position %d of sequence %lld", n, (long long)num, position,
                      (long long)last);
             for (int t = 0; t < p->num_tokens; t++)

@@ -61,7 +61,7 @@ static int read_list(client *c, int s, int l, list *to) {
     to->num = (int)num;
     for (int i = 0; i < to->num; i++) {
         to->positions[i] = r.positions[i];
-        to->tags[i] = tag_of(c, r.k[0][i], r.v[0][i], MOST * DIM, l, r.positions[i]);
+        to->tags[i] = tag_of(c, r.k[0][i], r.v[0][i], MOST * ROW, MOST * ROW, l, r.positions[i]);
     }
     return 1;
 }

@@ -363,7 +363,7 @@ static void note_moved(client *c, int s, const text *t, int begin, int end) {
         if (!is_own(c->w, l)) continue;
         while (kvc_extract(c->w->cache, id_of(s), l, 0, MOST, &out) != KVC_OK) continue;
         for (int i = begin; i < end; i++) {
-            const int tag = r.positions[i] < 0 ? 0 : tag_of(c, r.k[0][i], r.v[0][i], MOST * DIM, l, i);
+            const int tag = r.positions[i] < 0 ? 0 : tag_of(c, r.k[0][i], r.v[0][i], MOST * ROW, MOST * ROW, l, i);
             if (tag && (!strings[tag].num || strings[tag].token != strings[t->tags[i]].token))
                 fail(c, "took a row of another token at %d, layer %d", i, l);
             c->w->sequences[s].tags[l][i] = tag;
@@ -640,11 +640,11 @@ static void follow(client *c, int p) {
 /* Checks the rows of a layer in a payload; returns the tag of the last one. */
 static int check_rows(const client *c, const uint8_t *bytes, int l, int begin, int end) {
     const int num = end - begin;
-    const float *k = (const float *)(const void *)bytes, *v = k + HEADS * num * DIM;
+    const float *k = (const float *)(const void *)bytes, *v = k + HEADS * num * key_dim(c->w, l);
     int tag = 0;
     for (int i = 0; i < num; i++) {
         const int before = tag;
-        tag = tag_of(c, k + i * DIM, v + i * DIM, num * DIM, l, begin + i);
+        tag = tag_of(c, k + i * key_dim(c->w, l), v + i * DIM, num * key_dim(c->w, l), num * DIM, l, begin + i);
         if (!c->w->is_meddled && (strings[tag].num != begin + i + 1 || (i && strings[tag].before != before)))
             fail(c, "a block has a row of another at %d, layer %d", begin + i, l);
     }
@@ -653,13 +653,14 @@ static int check_rows(const client *c, const uint8_t *bytes, int l, int begin, i
 
 /* Checks what was read of a block; returns the tag of its last token. */
 static int check_payload(const client *c, const uint8_t *bytes, int64_t size, int begin, int end) {
-    const int num_layers = c->w->num_layers, half_row = HEADS * DIM * (int)sizeof(float); /* keys, or values */
+    const int num_layers = c->w->num_layers;
     uint8_t *copy = malloc((size_t)size); /* floats stand anywhere in the payload */
     int64_t at = num_layers;
     int found = 0;
     for (int l = 0; l < num_layers; l++) {
         if (!bytes[l]) continue;
-        const int64_t more = (int64_t)(end - begin) * half_row * (c->w->layers[l].v_dim ? 2 : 1);
+        const int row = HEADS * (key_dim(c->w, l) + c->w->layers[l].v_dim) * (int)sizeof(float);
+        const int64_t more = (int64_t)(end - begin) * row;
         if (at + more > size) fail(c, "%lld bytes are too few", (long long)size);
         memcpy(copy, bytes + at, (size_t)more);
         const int tag = check_rows(c, copy, l, begin, end);

@@ -17,10 +17,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "prefixes.h" /* first: world.h decides on sizes of the core */
+
 #include "cache/cache.h"
 #include "cache/waiting.h"
-#include "prefixes.h"
-#include "sim.h"
+#include "support/sketches.h"
 
 enum {
     MOST_LISTED = 256 /* blocks, and runs */
@@ -173,11 +174,11 @@ float element(int tag, int layer, int is_value, int h, int d) {
     return d ? (float)(1 + (tag * 31 + layer * 17 + is_value * 11 + h * 5 + d) % 4093) : (float)tag;
 }
 
-/* An element of a key at a position.  If keys carry positions, the last two elements are turned by a right angle for
+/* An element of a key at a position.  If keys carry positions, elements 2 and 3 are turned by a right angle for
  * each position that the key has moved up since it was put. */
 float key_element(const world *w, int tag, int layer, int h, int d, int position) {
     const int turns = w->layers[layer].rope.kind == KVC_ROPE_NONE ? 0 : (position - w->origins[tag]) & 3;
-    if (d < 2 || turns == 0) return element(tag, layer, 0, h, d);
+    if (d < 2 || d > 3 || turns == 0) return element(tag, layer, 0, h, d);
     const float x = element(tag, layer, 0, h, 2), y = element(tag, layer, 0, h, 3);
     const float turned[4][2] = {{x, y}, {-y, x}, {-x, -y}, {y, -x}};
     return turned[turns][d - 2];
@@ -192,20 +193,21 @@ int new_tag(world *w, int position) {
 
 void set_row(rows *r, int i, int tag, int layer) {
     for (int h = 0; h < HEADS; h++)
-        for (int d = 0; d < DIM; d++) {
+        for (int d = 0; d < ROW; d++) {
             r->k[h][i][d] = element(tag, layer, 0, h, d);
             r->v[h][i][d] = element(tag, layer, 1, h, d);
         }
 }
 
 /* Returns the tag of a row, all of which must be of that tag, and its key turned as at this position. */
-int tag_of(const client *c, const float *k, const float *v, int64_t head_stride, int layer, int position) {
+int tag_of(const client *c, const float *k, const float *v, int64_t k_stride, int64_t v_stride, int layer,
+           int position) {
     const int tag = (int)k[0], has_values = c->w->layers[layer].v_dim;
     int differ = tag < 1 || tag > c->w->last_tag;
     for (int h = 0; h < HEADS && !differ; h++)
-        for (int d = 0; d < DIM; d++)
-            differ += k[h * head_stride + d] != key_element(c->w, tag, layer, h, d, position) ||
-                      (has_values && v[h * head_stride + d] != element(tag, layer, 1, h, d));
+        for (int d = 0; d < key_dim(c->w, layer); d++)
+            differ += k[h * k_stride + d] != key_element(c->w, tag, layer, h, d, position) ||
+                      (has_values && d < DIM && v[h * v_stride + d] != element(tag, layer, 1, h, d));
     if (differ) fail(c, "%d elements of a row with tag %d are another's, layer %d", differ, tag, layer);
     return tag;
 }
@@ -214,8 +216,8 @@ int tag_of(const client *c, const float *k, const float *v, int64_t head_stride,
 static int tag_in(const client *c, const kvc_span *span, int n, int layer) {
     const int64_t size = sizeof(float);
     return tag_of(c, (const float *)span->k + n * span->k_row_stride / size,
-                  (const float *)span->v + n * span->v_row_stride / size, span->k_head_stride / size, layer,
-                  span->position + n - span->delta);
+                  (const float *)span->v + n * span->v_row_stride / size, span->k_head_stride / size,
+                  span->v_head_stride / size, layer, span->position + n - span->delta);
 }
 
 static kvc_put_args put_of(const world *w, int layer, const rows *r, int first, int n) {
@@ -272,6 +274,21 @@ static void check_together(const client *c, int s, int (*is_there)[MOST]) {
         }
 }
 
+/* Checks that the keys of a sequence have their own sketches. */
+static void check_sketches(const client *c, kvc_cache *cache, int s) {
+    const world *w = c->w;
+    if (!w->has_sketches) return;
+    sim_mutex_lock(&cache->mutex); /* kvc_lock() here would be the system's */
+    const kvc_sequence *of = kvc_cache_find(cache, id_of(s));
+    for (int l = 0; of && l < w->num_layers; l++) {
+        const int at = w->layers[l].sketch_bits && !w->layers[l].share ? wrong_sketch_in(cache, of, l) : -1;
+        if (at >= 0)
+            fail(c, "the sketch of the key at %d of sequence %lld is not its own, layer %d", at, (long long)id_of(s),
+                 l);
+    }
+    sim_mutex_unlock(&cache->mutex);
+}
+
 /* Compares what a sequence of a cache holds with what it should: rows that may expire may lack. */
 void check_sequence(client *c, kvc_cache *cache, int s) {
     rows r;
@@ -279,6 +296,7 @@ void check_sequence(client *c, kvc_cache *cache, int s) {
     const world *w = c->w;
     const sequence *of = &w->sequences[s];
     const uint64_t handovers = sim_handovers();
+    check_sketches(c, cache, s);
     for (int l = 0; l < w->num_layers; l++) {
         if (!is_own(w, l)) continue;
         const kvc_rows_out out = out_of(w, l, &r);
@@ -287,7 +305,7 @@ void check_sequence(client *c, kvc_cache *cache, int s) {
         if (status == KVC_ERR_NOMEM && sim_faults() != faults) return;
         if (status != KVC_OK) fail(c, "kvc_extract of %lld: %s", (long long)id_of(s), kvc_strerror(status));
         for (int i = 0; i < MOST; i++) {
-            const int tag = r.positions[i] < 0 ? 0 : tag_of(c, r.k[0][i], r.v[0][i], MOST * DIM, l, i);
+            const int tag = r.positions[i] < 0 ? 0 : tag_of(c, r.k[0][i], r.v[0][i], MOST * ROW, MOST * ROW, l, i);
             is_there[l][i] = tag != 0;
             if (of->is_spoilt || tag == of->tags[l][i]) continue;
             if (tag || w->layers[l].policy.kind == KVC_FULL)
@@ -305,7 +323,7 @@ static void check_intact(client *c, kvc_cache *cache, int s) {
     const kvc_rows_out out = out_of(c->w, l, &r);
     if (is_cross(c->w, l) || kvc_extract(cache, id_of(s), l, 0, MOST, &out) != KVC_OK) return;
     for (int i = 0; i < MOST; i++)
-        if (r.positions[i] >= 0) tag_of(c, r.k[0][i], r.v[0][i], MOST * DIM, l, i);
+        if (r.positions[i] >= 0) tag_of(c, r.k[0][i], r.v[0][i], MOST * ROW, MOST * ROW, l, i);
 }
 
 /* ---- sequences of a client --------------------------------------------------------------------------------------- */
@@ -394,10 +412,10 @@ static int write_rows(client *c, pass *p, int layer, int first, int n) {
         num = span.num_rows < end - first ? span.num_rows : end - first;
         for (int i = 0; i < num; i++)
             for (int h = 0; h < HEADS; h++)
-                for (int d = 0; d < DIM; d++) {
+                for (int d = 0; d < key_dim(c->w, layer); d++) {
                     char *k = (char *)span.k + h * span.k_head_stride + i * span.k_row_stride;
                     ((float *)(void *)k)[d] = element(p->tags[first + i], layer, 0, h, d);
-                    if (!span.v) continue;
+                    if (!span.v || d >= DIM) continue;
                     char *v = (char *)span.v + h * span.v_head_stride + i * span.v_row_stride;
                     ((float *)(void *)v)[d] = element(p->tags[first + i], layer, 1, h, d);
                 }
@@ -465,23 +483,26 @@ static int fill(client *c, pass *p) {
         }
         if (!w->layers[l].share && !put_layer(c, p, l)) return 0;
         const int i = pick(p->num_sequences);
-        if (!pick(3)) attend(c, p, l);
+        if (p->select || !pick(3)) attend(c, p, l);
         if (!pick(6) && !p->unstored[p->first[i]]) read_batch(c, p, l, i);
         if (!pick(6)) check_dense(c, p, l);
     }
     return 1;
 }
 
-/* Lists n tokens behind a sequence.  In a tree, several may follow the same token. */
+/* Lists n tokens behind a sequence.  In a tree, several may follow the same token.  If tokens may select rows, the rows
+ * of some, and of those behind them, follow from no tokens. */
 static void add_tokens(client *c, pass *p, int s, int n) {
     world *w = c->w;
     const int at = kvc_next_position(w->cache, id_of(s)), is_unstored = !pick(5), first = p->num_tokens;
     const int last = exact_end(w, &w->sequences[s]) < at ? -1 : at ? w->sequences[s].tags[0][at - 1] : 0;
+    int *selecting = &p->selecting[p->num_sequences];
+    *selecting = !p->select ? first + n : pick(2) ? first : first + pick(n + 1);
     for (int t = first; t < first + n; t++, p->num_tokens++) {
         const int back = p->is_tree ? 1 + pick(3) : 1, parent = t - back < first ? -1 : t - back;
         p->parents[t] = parent;
         p->positions[t] = parent < 0 ? at : p->positions[parent] + 1;
-        p->tags[t] = next_tag(c, s, p->positions[t], parent < 0 ? last : p->tags[parent]);
+        p->tags[t] = next_tag(c, s, p->positions[t], t >= *selecting ? -1 : parent < 0 ? last : p->tags[parent]);
         note_computed(&p->tags[t], 1);
         p->unstored[t] = (uint8_t)is_unstored;
     }
@@ -490,12 +511,18 @@ static void add_tokens(client *c, pass *p, int s, int n) {
 /* Takes sequences and lists tokens behind theirs. */
 static void make_pass(client *c, pass *p) {
     world *w = c->w;
-    *p = (pass){.is_tree = !pick(5)};
+    *p = (pass){.is_tree = !pick(5), .select = w->has_sketches && pick(4) ? 1 + pick(pick(2) ? 4 : 16) : 0};
     for (int i = 1 + pick(MOST_FED); i > 0; i--) {
         const int s = take(c);
         if (s < 0) continue;
-        const int n = 1 + pick(FEED);
-        if (kvc_next_position(w->cache, id_of(s)) + n > MOST) {
+        const int left = MOST_TOKENS - p->num_tokens,
+                  wanted = 1 + pick(w->has_sketches && pick(2) ? MOST_TOKENS : FEED);
+        const int n = wanted < left ? wanted : left;
+        if (!n) {
+            let_go(c, s);
+            continue;
+        }
+        if (kvc_next_position(w->cache, id_of(s)) + n > (w->has_sketches ? MOST : USUAL_MOST)) {
             clear_one(c, s);
             let_go(c, s);
             continue;
@@ -578,6 +605,34 @@ static void note_kept(client *c, const pass *p, const uint8_t *kept) {
     }
 }
 
+/* Returns the lowest position of a member's kept tokens that may have selected rows, or surely have; INT32_MAX: there
+ * is none. */
+static int32_t first_selecting(const pass *p, int i, const uint8_t *kept, int surely) {
+    int32_t first = INT32_MAX;
+    for (int t = p->selecting[i]; t < p->first[i + 1]; t++)
+        if (kept[t] && (!surely || p->has_selected[t]) && p->positions[t] < first) first = p->positions[t];
+    return first;
+}
+
+/* Before a commit: tells the cache of tokens whose rows follow from no tokens, though they selected none. */
+static void mark_inexact(client *c, const pass *p, const uint8_t *kept) {
+    for (int i = 0; i < p->num_sequences; i++) {
+        const int32_t first = first_selecting(p, i, kept, 0);
+        if (first < first_selecting(p, i, kept, 1) && kvc_mark_inexact(c->w->cache, id_of(p->sequences[i]), first))
+            fail(c, "cannot mark rows");
+    }
+}
+
+/* Checks that tokens which selected rows, or were marked, do not count as exact. */
+static void check_inexact(client *c, const pass *p, const uint8_t *kept) {
+    for (int i = 0; i < p->num_sequences && !c->w->is_meddled; i++) {
+        const int32_t exact = kvc_exact_to(c->w->cache, id_of(p->sequences[i])), first = first_selecting(p, i, kept, 0);
+        if (first < exact && first < INT32_MAX && !p->unstored[p->first[i]])
+            fail(c, "sequence %lld is exact to %d, though not from %d on", (long long)id_of(p->sequences[i]), exact,
+                 first);
+    }
+}
+
 /* Notes that a token is about to be part of its sequence. */
 static void note_token(const client *c, const pass *p, int t) {
     int i = 0;
@@ -598,6 +653,7 @@ static void end_pass(client *c, const pass *p) {
         for (int t = p->first[i]; t < end; t++)
             if (kept[t]) indices[num++] = t;
     }
+    mark_inexact(c, p, kept);
     c->w->batch = NULL;
     c->call = "kvc_commit"; /* it cannot fail */
     const int before = begin_use(c);
@@ -610,6 +666,7 @@ static void end_pass(client *c, const pass *p) {
         printf("%llu client %d: %d of %d tokens committed\n", (unsigned long long)sim_steps(), c->number, num,
                p->num_tokens);
     note_kept(c, p, kept);
+    check_inexact(c, p, kept);
 }
 
 /* The state of the cache before a batch. */
@@ -1388,6 +1445,16 @@ static void release(void *user, void *memory, size_t size, const kvc_memory_hint
     sim_free(memory);
 }
 
+/* Gives a layer sketches of its keys, and values.  If it has a window, that becomes long enough. */
+static void add_sketches(kvc_layer *layer) {
+    kvc_policy *policy = &layer->policy;
+    if (policy->kind == KVC_SLIDING) policy->window = 8192, policy->resume_window = 0;
+    if (policy->kind == KVC_CHUNKED) policy->attention_chunk_size = 8192;
+    layer->k_dim = ROW;
+    layer->v_dim = DIM;
+    layer->sketch_bits = 2;
+}
+
 /* Makes a cache of any shape and limits. */
 static void make_cache(world *w) {
     static const double right_angle[] = {1.57079632679489661923};
@@ -1397,6 +1464,7 @@ static void make_cache(world *w) {
     const int sizes[] = {6, 6, 6, 40, 40, 12000}, block_size = 1 + pick(sizes[pick(6)]);
     const int is_limited = w->theme != PROMPTS;
     w->num_layers = 1 + pick(MOST_LAYERS);
+    w->has_sketches = pick(2);
     for (int l = 0; l < w->num_layers; l++) {
         w->layers[l] = (kvc_layer){
             .num_kv_heads = HEADS,
@@ -1404,10 +1472,12 @@ static void make_cache(world *w) {
             .v_dim = DIM,
             .rope = {.kind = kind, .first_dim = 2, .num_freqs = 1, .inv_freq = right_angle, .shift = move_keys}};
         const int what = w->theme == PROMPTS ? 0 : l ? pick(5) : !pick(3);
+        const int is_sketched = w->has_sketches && pick(4);
         if (what == 1 || what == 2) w->layers[l].policy = any_policy(), w->expires = 1;
         if (what == 3) w->layers[l].policy = (kvc_policy){.kind = KVC_CROSS, .max_len = CROSS};
         if (what < 4 && !pick(4)) w->layers[l].v_dim = 0; /* keys alone */
         if (what == 0 && l && pick(2)) w->layers[l].policy = w->layers[0].policy;
+        if (what < 3 && is_sketched) add_sketches(&w->layers[l]);
         if (what == 4) w->layers[l] = w->layers[0], w->layers[l].share = 1;
     }
     w->config =

@@ -9,8 +9,10 @@ enum {
     MOST_LAYERS = 4,
     MOST_CLIENTS = 8,
     HEADS = 2,
-    DIM = 4,
-    MOST = 56, /* positions of a sequence */
+    DIM = 4,         /* of a row, but of keys with sketches */
+    ROW = 32,        /* most elements of a row: of keys with sketches */
+    MOST = 96,       /* positions of a sequence */
+    USUAL_MOST = 56, /* in a world without sketches */
     IDS = 7,
     FEED = 9,     /* most tokens of a sequence in one batch */
     MOST_FED = 3, /* most sequences of a batch */
@@ -75,6 +77,7 @@ typedef struct query {
     uint8_t non_causal[MOST_TOKENS];
     int max_chosen;  /* 0: no rows are chosen to attend to */
     int num_choices; /* of a token, in a layer of keys alone */
+    int select;      /* about how many rows a token selects, in a layer with sketches; 0: it attends to all */
 } query;
 
 /* A forward pass of a client. */
@@ -87,6 +90,9 @@ typedef struct pass {
     uint8_t unstored[MOST_TOKENS];
     int num_put[MOST_LAYERS]; /* tokens that were put in a layer: the first ones */
     query last;               /* that attended */
+    int select;               /* rows that tokens may select; 0: they do not */
+    int selecting[MOST_FED];  /* the first token of each sequence that may: its rows follow from no tokens */
+    uint8_t has_selected[MOST_TOKENS];
 } pass;
 
 /* The subject of most calls of a run.  If the subject is prompts, only calls drop what prefixes keep. */
@@ -98,6 +104,7 @@ typedef struct world {
     kvc_layer layers[MOST_LAYERS];
     kvc_config config;
     int num_layers, expires, last_tag;
+    int has_sketches;    /* of keys, in some layers */
     int is_meddled;      /* not 0: clients change sequences that others have */
     int takes_rare_ways; /* not 0: rows may be moved together where that gains nothing */
     sequence sequences[IDS];
@@ -143,7 +150,7 @@ typedef struct client {
 } client;
 
 typedef struct rows {
-    float k[HEADS][MOST][DIM], v[HEADS][MOST][DIM];
+    float k[HEADS][MOST][ROW], v[HEADS][MOST][ROW];
     int32_t positions[MOST];
 } rows;
 
@@ -187,7 +194,8 @@ float element(int tag, int layer, int is_value, int h, int d);
 float key_element(const world *w, int tag, int layer, int h, int d, int position);
 
 /* Returns the tag of a row, all of which must be of that tag, and its key turned as at this position. */
-int tag_of(const client *c, const float *k, const float *v, int64_t head_stride, int layer, int position);
+int tag_of(const client *c, const float *k, const float *v, int64_t k_stride, int64_t v_stride, int layer,
+           int position);
 
 /* Describe rows of a layer; a layer of keys alone gets no values. */
 kvc_rows_out out_of(const world *w, int layer, rows *r);
@@ -195,6 +203,9 @@ kvc_rows_in in_of(const world *w, int layer, const rows *r);
 void set_row(rows *r, int i, int tag, int layer);
 int is_own(const world *w, int l);
 int source_of(const world *w, int l);
+
+/* Returns how many elements a key of a layer has. */
+static inline int key_dim(const world *w, int layer) { return w->layers[layer].k_dim; }
 
 /* Compares what a sequence of a cache holds with what it should. */
 void check_sequence(client *c, kvc_cache *cache, int s);
@@ -214,10 +225,10 @@ int sees(const kvc_policy *policy, int at, int position);
 void attend(client *c, pass *p, int layer);
 
 /* Attends, and puts tokens [first, first + n) first; returns whether it could. */
-int put_and_attend(client *c, const pass *p, int layer, int first, int n, const kvc_put_args *put);
+int put_and_attend(client *c, pass *p, int layer, int first, int n, const kvc_put_args *put);
 
 /* Attends as the pass did last. */
-void attend_again(client *c, const pass *p, int layer);
+void attend_again(client *c, pass *p, int layer);
 
 /* Makes a plan, and lets several threads run tasks of it; returns whether it could.  end_tasks runs all tasks and frees
  * the plan; more rows may be put before. */

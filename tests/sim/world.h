@@ -86,6 +86,9 @@ int sim_fork(int (*check)(void *context), void *context);
 /* Ends the program: prints the seed, the step and a reason. */
 _Noreturn void sim_fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
+/* The core's sizes are those of short sequences: see base/compiler.h. */
+#define KVC_SIZE(usual, simulated) (simulated)
+
 /* ---- for the core ------------------------------------------------------------------------------------------------ */
 
 int sim_worker_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *), void *argument);
