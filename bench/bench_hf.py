@@ -1,22 +1,34 @@
-"""Compare HFCache with DynamicCache: interleaved speed after a context, memory, quality by type, torch.compile."""
+"""Compare HFCache with DynamicCache: interleaved speed after a context, memory, quality by type, torch.compile.
+
+python bench/bench_hf.py --context 512 8192
+python bench/bench_hf.py --model 1b --context 32k --select 2048     # and with rows selected by sketches
+python bench/bench_hf.py --model 1b --threads 1 --cpu-time ...      # on a machine that is busy otherwise
+"""
 
 import argparse
 import multiprocessing
 import resource
+import shlex
 import statistics
+import sys
+import time
 import warnings
 from pathlib import Path
 
 import torch
 from driver import BYTES
+from figures import keep
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, LlamaConfig
+from transformers.generation.streamers import BaseStreamer
 
-from kvcache import SlidingWindow
+from kvcache import PrefixCache, SlidingWindow
 from kvcache.hf import HFCache
 from kvcache.tools.arguments import parse_tokens
 from kvcache.tools.interleave import timed
 
 CHUNK = 512
+PIECE = 4096  # random rows, of which a context is made
+NEW_TOKENS = 5  # of a call to generate(): the times of the last three count
 COMMON = {
     "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
     "vocab_size": 4096, "max_position_embeddings": 1 << 20, "eos_token_id": None,
@@ -24,7 +36,11 @@ COMMON = {
 CONFIGS = {
     "gqa": LlamaConfig(**COMMON, num_key_value_heads=4, head_dim=64),
     "mla": DeepseekV3Config(**COMMON, num_key_value_heads=16, mlp_layer_types=["dense"] * 8),  # latents of 512 and 64
-}
+    "1b": LlamaConfig(**COMMON | {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
+    }),  # Llama 3.2 1B
+}  # fmt: skip
 EXAMPLE = Path(__file__).parents[1] / "examples/model"
 
 
@@ -43,37 +59,103 @@ def prefill(model, cache, context):
 # ---- speed
 
 
-def step(model, cache):
-    return timed(model, torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)[0]
+class Clock(BaseStreamer):
+    """Notes when each token comes."""
+
+    def __init__(self, now):
+        self.now, self.times = now, []
+
+    def put(self, value):
+        self.times.append(self.now())
+
+    def end(self):
+        pass
 
 
-def entrants_of(config, dtypes):
-    """Yield name, attention and cache: DynamicCache, HFCache, and HFCache under transformers' own attention."""
-    yield "DynamicCache", "sdpa", DynamicCache(config=config)
-    yield from ((dtype, "kvcache", HFCache(config, dtype)) for dtype in dtypes)
-    yield f"{dtypes[0]}, sdpa", "sdpa", HFCache(config, dtypes[0])
+def filled_dynamic(model, num_tokens):
+    """Return a DynamicCache of random rows."""
+    cache = DynamicCache(config=model.config)
+    model.set_attn_implementation("sdpa")
+    model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, logits_to_keep=1)  # rows that show their shapes
+    for layer in cache.layers:
+        for name in ("keys", "values"):
+            _, num_heads, _, dim = getattr(layer, name).shape
+            some = torch.randn(1, num_heads, PIECE, dim, dtype=torch.bfloat16)
+            setattr(layer, name, some.repeat(1, 1, -(-num_tokens // PIECE), 1)[:, :, :num_tokens])
+    return cache
+
+
+def filled(config, dtype, select, tokens):
+    """Return a prefix cache that has random rows of these tokens."""
+    memory = HFCache.make_kv_cache(config, dtype, select=select)
+    prefix = PrefixCache(memory, fingerprint="random rows")
+    layer = memory.layers[0]
+    dims = (layer.head_dim,) if layer.value_in_key else (layer.head_dim, layer.v_head_dim)
+    some = [torch.randn(PIECE, layer.num_kv_heads, dim) for dim in dims]
+    seq_id, _ = prefix.acquire([*tokens, 0])
+    for begin in range(0, len(tokens), PIECE):
+        some = [rows.roll(1, 0) for rows in some]  # other rows stand side by side
+        count = min(PIECE, len(tokens) - begin)
+        with memory.batch(count, seq_ids=[seq_id] * count) as batch:
+            for i in range(len(memory.layers)):
+                batch.put(i, *(rows[:count] for rows in some))
+    prefix.release(seq_id, tokens)
+    return prefix
+
+
+def entrants_of(model, args, tokens):
+    """Yield name, type, attention and cache: DynamicCache and HFCache; with selected rows, or transformers' attention.
+
+    Caches of one type share their rows.
+    """
+    config = model.config
+    yield "DynamicCache", "bf16", "sdpa", filled_dynamic(model, len(tokens))
+    for dtype in args.dtype:
+        prefix = filled(config, dtype, args.select, tokens)
+        yield "kvcache", dtype, "kvcache", HFCache(config, prefix=prefix)
+        if args.select is not None:
+            yield f"kvcache, select={args.select}", dtype, "kvcache", HFCache(config, prefix=prefix, select=args.select)
+        elif dtype == args.dtype[0]:
+            yield "kvcache, sdpa", dtype, "sdpa", HFCache(config, prefix=prefix)
+
+
+def generate(model, cache, tokens, now):
+    """Generate tokens behind a text, and return the seconds of each of the last ones."""
+    clock = Clock(now)
+    model.generate(tokens, cache=cache, max_new_tokens=NEW_TOKENS, do_sample=False, streamer=clock)
+    if isinstance(cache, DynamicCache):
+        cache.crop(tokens.shape[1] - 1 - cache.get_seq_length())  # an HFCache finds what the next call begins with
+    return [after - before for before, after in zip(clock.times[2:], clock.times[3:], strict=False)]
 
 
 def speed(args):
     model = new_model(args.model, args.threads)
-    print("tokens/s after a context, and speedup over DynamicCache")
+    now = time.process_time if args.cpu_time else time.perf_counter
+    print("tokens/s of generate() behind a context of random rows, and speedup over DynamicCache")
+    rows = []
     for context in args.context:
-        entrants = list(entrants_of(model.config, args.dtype))
-        for _, attention, cache in entrants:
-            model.set_attn_implementation(attention if isinstance(cache, DynamicCache) else "kvcache")
-            prefill(model, cache, context)
+        tokens = torch.randint(0, model.config.vocab_size, (1, context))
+        entrants = [*entrants_of(model, args, tokens[0, :-1].tolist())]
         seconds = [[] for _ in entrants]
         for _ in range(args.steps):
-            for times, (_, attention, cache) in zip(seconds, entrants, strict=True):
+            for times, (_, _, attention, cache) in zip(seconds, entrants, strict=True):
                 model.set_attn_implementation(attention)
-                times.append(step(model, cache))
+                times += generate(model, cache, tokens, now)
         dynamic = statistics.median(seconds[0])
-        for (name, _, _), times in zip(entrants, seconds, strict=True):
-            median = statistics.median(times)
-            print(f"{context:9,}  {name:12}  {1 / median:8.1f}  {dynamic / median:6.2f}", flush=True)
+        for (name, dtype, _, _), times in zip(entrants, seconds, strict=True):
+            rate, quotient = 1 / statistics.median(times), dynamic / statistics.median(times)
+            print(f"{context:9,}  {name:21}  {dtype:5}  {rate:8.2f}  {quotient:6.2f}", flush=True)
+            row = {"section": f"generate {args.model}", "name": name, "context": context, "threads": args.threads}
+            rows.append({**row, "type": dtype, "rate": rate, "quotient": quotient})
+    if args.json:
+        keep(args.json, f"python bench/bench_hf.py {shlex.join(sys.argv[1:])}", rows)
 
 
 # ---- torch.compile
+
+
+def step(model, cache):
+    return timed(model, torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)[0]
 
 
 def compiled(args):
@@ -163,13 +245,18 @@ ONLY = {"speed": speed, "memory": memory, "quality": quality, "compile": compile
 def main():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--only", choices=ONLY, default="speed", help="default: speed")
-    p.add_argument("--model", choices=CONFIGS, default="gqa", help="grouped queries or latents (MLA); default: gqa")
+    p.add_argument(
+        "--model", choices=CONFIGS, default="gqa", help="grouped queries, latents (MLA), Llama 3.2 1B; default: gqa"
+    )
     p.add_argument(
         "--context", type=parse_tokens, nargs="+", default=[512, 8192], metavar="N", help="tokens; default: 512 8192"
     )
     p.add_argument("--dtype", choices=BYTES, nargs="+", default=["bf16", "q8_0"], help="of rows; default: bf16 q8_0")
     p.add_argument("--threads", type=int, default=2, metavar="N", help="of torch and of ours; default: 2")
-    p.add_argument("--steps", type=int, default=20, metavar="N", help="of each, interleaved; default: 20")
+    p.add_argument("--steps", type=int, default=20, metavar="N", help="calls of each, interleaved; default: 20")
+    p.add_argument("--select", type=parse_tokens, metavar="N", help="with --only speed: also select about N rows")
+    p.add_argument("--cpu-time", action="store_true", help="with --only speed: count the process's CPU time")
+    p.add_argument("--json", type=Path, metavar="FILE", help="keep the speeds, for bench/write_results.py")
     args = p.parse_args()
     warnings.filterwarnings("ignore", "kvcache: the rows of every layer")  # one entrant is a plain cache
     with torch.inference_mode():
