@@ -230,6 +230,7 @@ static void test_unseen(void) {
             }
             for (int at = 0; at < 4; at++) check_unseen(&s, total - 1 - at * num_fresh[kind] / 4);
             for (int at = 44; kind % 2 && at < 90; at += 45) check_unseen(&s, at);
+            if (s.is_tree) check_unseen(&s, total - num_fresh[kind]); /* the batch's first token */
         }
 }
 
