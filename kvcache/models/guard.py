@@ -74,6 +74,7 @@ REFUSED = {
     "compress_ratios": "its layers compress what they keep",
     "layer_sharing": "it runs each layer twice, each time with rows of its own",
     "attn_mode": "its layers of linear attention keep states, not rows",
+    "num_slots": "its layers keep slots, not rows",
 }
 POOLED = "its indexer's keys stand for several tokens each"
 # Types that are refused though a config.json may leave out such a field, and the reason.

@@ -36,6 +36,7 @@ REFUSED = {
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "xlstm"), STATE),
     **dict.fromkeys(("rwkv", "rwkv5", "rwkv6", "rwkv7", "rwkv6qwen2", "rwkv7qwen3"), STATE),
     "deepseek_v4": "it compresses what it keeps",
+    **dict.fromkeys(("forgetting_transformer", "path_attn"), "it keeps more of a token than keys and values"),
     "reformer": "it sorts what it stores into buckets",
     "blt_local_decoder": "it is made of several decoders",
     **dict.fromkeys(("dory", "inkling2_loop_text"), "it runs some of its layers several times"),
