@@ -86,11 +86,13 @@ ALIKE = {
     **dict.fromkeys(("llava_qwen", "cambrian_qwen", "bunny-qwen1.5", "videochat_flash_qwen"), "qwen2"),
     **dict.fromkeys(("Dream", "Fast_dLLM_Qwen", "dots_ocr", "mimo", "minicpmo"), "qwen2"),
     **dict.fromkeys(("Keye", "sdar"), "qwen3"),
-    **dict.fromkeys(("apriel", "mobilellm"), "llama"),
+    **dict.fromkeys(("apriel", "mobilellm", "telechat3"), "llama"),
+    **dict.fromkeys(("youtu_llm", "youtu_vl"), "youtu"),
     "bunny-stablelm": "stablelm",
     "dots_vlm": "deepseek_v3",
     "longcat_flash_ngram": "longcat_flash",
     "minimax_m3": "minimax_m3_vl_text",
+    "phi4-siglip": "phi3",
     "sdar_moe": "qwen3_moe",
 }
 # Types whose name an older model's files bear: a field that only these have, and what the older type is called here.

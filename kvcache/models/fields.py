@@ -86,8 +86,9 @@ PARTS = (
     "language_config",
 )  # fmt: skip
 # Types that add fields of their own to a nested configuration; others have such fields only where a file has no part.
-MERGING = {"glmasr", "voxtral", "voxtral_realtime"}
+MERGING = ("glmasr", "voxtral", "voxtral_realtime")
 ATTENTION = "attn_config"  # an object with fields of the attention, which count where the file has none beside it
+OTHER_MODEL = "text_model_id"  # names the model that is the text decoder, as in Ultravox
 ENCODERS = ("encoder", "text_encoder")  # fields that hold the configuration of what the text decoder attends over
 # The type of decoder that gets what an encoder made before its own tokens, and has no layers over it.
 PREFIXED = "musicgen_melody_decoder"
@@ -289,6 +290,8 @@ def text_decoder(values: Mapping[str, Any], source: str) -> Fields:
         if encoder is not None:
             fields["max_source_positions"] = _named(encoder, source).get("max_source_positions")
     whole = ChainMap(*({name: value for name, value in part.items() if value is not None} for part in parts))
+    if "num_hidden_layers" not in fields and isinstance(name := whole.get(OTHER_MODEL), str):
+        raise ModelFileError(f"{source}: {OTHER_MODEL}: its text decoder is another model: give {shown(name)}")
     for name, others in OF_THE_WHOLE.items():
         fields[name] = next((whole[other] for other in others if other in whole), None)
     return Fields(fields, source)

@@ -169,7 +169,7 @@ def _has_embedded_positions(config: Fields, model_type: str) -> bool:
         return True
     if model_type == "mpt" and config.get("learned_pos_emb") is True and config.get("alibi") is False:
         return config.get("rope") is not True
-    return config.get("position_embedding_type") in EMBEDDED
+    return config.text("position_embedding_type", "") in EMBEDDED
 
 
 def _rotates(config: Fields, layer: int, kind: str, model_type: str) -> bool:
@@ -183,7 +183,7 @@ def _rotates(config: Fields, layer: int, kind: str, model_type: str) -> bool:
         config.get(name) is True for name in ("alibi", "use_alibi", "mla_use_nope")
     ):
         return False
-    if any(config.get(name) is False for name in SWITCHES) or config.get("position_embedding_type") in NO_ROTATION:
+    if any(config.get(name) is False for name in SWITCHES) or config.text("position_embedding_type", "") in NO_ROTATION:
         return False
     if model_type == "baichuan" and config.get("hidden_size") != 4096:
         return False  # its larger models use ALiBi
@@ -251,7 +251,7 @@ def _parameters(config: Fields, layer: int, kind: str, model_type: str) -> Field
     if theta is None:
         usual = classes.of(model_type).defaults.get("rope_parameters") or {}  # counts beside a file's scaling
         theta = config.get("layer_rope_theta", config.get("rope_theta", usual.get("rope_theta")))
-    rotates = model_type in ROTATING or config.get("rotary_dim") or config.get("position_embedding_type") == "rope"
+    rotates = model_type in ROTATING or config.get("rotary_dim") or config.text("position_embedding_type", "") == "rope"
     if found is None or not (found or rotates or theta):
         return None
     if config.get("rope_ratio") is not None:  # as in ChatGLM

@@ -404,7 +404,7 @@ def test_what_is_no_list_of_architectures_says_no_type(architectures):
 
 
 def test_own_code_that_renames_a_type_has_its_defaults():
-    for name, other in (("mimo", "qwen2"), ("Keye", "qwen3"), ("llava_mistral", "mistral"), ("bunny-phi", "phi")):
+    for name, other in (("mimo", "qwen2"), ("Keye", "qwen3"), ("llava_mistral", "mistral"), ("youtu_vl", "youtu")):
         shape = shapes.read({"model_type": name, "num_hidden_layers": 4})
         assert shape == shapes.read({"model_type": other, "num_hidden_layers": 4})
 
@@ -466,3 +466,18 @@ def test_a_last_layer_that_sees_everything_whatever_a_file_lists(model_type):
 def test_an_older_name_of_layers_with_an_indexer():
     config = PUBLISHED["GLM 5.2, NVFP4"].config
     assert shapes.read(config) == shapes.read({**config, "layer_types": ["indexed_attention"] * 78})
+
+
+@pytest.mark.parametrize("value", [["a"], {"a": 1}, 5])
+def test_texts_that_are_none(value):
+    with pytest.raises(kvcache.ModelFileError, match="position_embedding_type must be a string"):
+        shapes.read({"model_type": "bert", **SOME, "position_embedding_type": value})
+    config = {"model_type": value, "text_config": {"model_type": "llama", **SOME}}
+    assert len(shapes.read(config).layers) == 4
+
+
+def test_a_text_decoder_that_is_another_model():
+    config = {"model_type": "ultravox", "text_model_id": "meta-llama/Llama-3.1-8B-Instruct", "hidden_size": 4096}
+    with pytest.raises(kvcache.ModelFileError, match="its text decoder is another model: give 'meta-llama/Llama"):
+        shapes.read(config)
+    assert len(shapes.read({**config, "text_config": {"model_type": "llama", **SOME}}).layers) == 4
