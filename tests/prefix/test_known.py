@@ -24,6 +24,7 @@ SCENES = {  # so many of each in turn
     "--orders": 40,
     "--reuse": 40,
     "--forgets": 40,
+    "--selected": 20,
 }
 
 
@@ -73,6 +74,10 @@ def test_tokens_are_taken_from_elsewhere(known):
 
 def test_what_is_forgotten_while_a_store_works_is_gone(known):
     check(known, "--seed", 1, "--forgets", 500)
+
+
+def test_tokens_that_select_rows_are_not_known(known):
+    check(known, "--seed", 1, "--selected", 200)
 
 
 def test_children_of_fork_have_no_state_that_nobody_owns(known):

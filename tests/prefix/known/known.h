@@ -363,4 +363,7 @@ void play_reuse(world *w);
 /* A prompt that is forgotten while a store works is gone. */
 void play_forgets(world *w);
 
+/* Tokens that select rows are not known (selected.c). */
+void play_selected(world *w);
+
 #endif
