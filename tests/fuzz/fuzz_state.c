@@ -2,7 +2,8 @@
  *
  * A header and checksums that match what was altered lead the loader as far as it goes.  Bytes of an input:
  *   0     the state that is altered, of those that random calls led to
- *   1     bits: 1 repair header and checksums, 2 read by a function, 4 restore into a cache, 8 cut the end off
+ *   1     bits: 1 repair header and checksums, 2 read by a function, 4 restore into a cache, 8 cut the end off,
+ *         16 name the layers, some of which have sketches
  *   2...  five for each alteration: the number of an int64 of the tables, 2 bytes; how it is altered; a number, 2 bytes
  */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign, setenv */
@@ -14,31 +15,39 @@ enum { NUM_STATES = 32, MOST_TABLES = 1 << 18, MOST_FILE = 1 << 21, MOST_MEMORY 
 
 /* ---- states ------------------------------------------------------------------------------------------------------ */
 
+/* A saved state, and the layers that it is of. */
+typedef struct state {
+    saved file;
+    int num_layers;
+    kvc_layer layers[MAX_LAYERS];
+} state;
+
 /* Saves a state that random calls lead to. */
-static void make_state(uint64_t seed, saved *to) {
+static void make_state(uint64_t seed, state *to) {
     static pair p;
     static view v;
     random_state = seed;
     p = (pair){.config.block_size = 1 << seed % 5};
     random_pair(&p);
     for (int step = 0; step < 40; step++) random_step(&p, &v);
-    CHECK(save_all(p.cache, to) == KVC_OK);
+    CHECK(save_all(p.cache, &to->file) == KVC_OK);
+    to->num_layers = p.config.num_layers;
+    memcpy(to->layers, p.layers, sizeof to->layers);
     view_free(&v, &p);
     pair_free(&p);
 }
 
 /* Returns state i of the states that load without a function for their keys. */
-static const saved *state_of(int i) {
-    static saved states[NUM_STATES];
+static const state *state_of(int i) {
+    static state states[NUM_STATES], made;
     kvc_cache *cache = NULL;
-    for (uint64_t seed = (uint64_t)i; !states[i].bytes; seed += NUM_STATES) {
-        saved file;
-        make_state(seed, &file);
-        const kvc_load_args args = load_args_of(&file);
+    for (uint64_t seed = (uint64_t)i; !states[i].file.bytes; seed += NUM_STATES) {
+        make_state(seed, &made);
+        const kvc_load_args args = load_args_of(&made.file);
         if (kvc_load(&args, &cache) == KVC_OK)
-            states[i] = file;
+            states[i] = made;
         else
-            free(file.bytes);
+            free(made.file.bytes);
     }
     kvc_cache_free(cache);
     return &states[i];
@@ -158,7 +167,10 @@ static void free_some(void *user, void *start, size_t size, const kvc_memory_hin
 
 static const kvc_allocator allocator = {.struct_size = sizeof allocator, .alloc = alloc_some, .free = free_some};
 
-static void check_valid(kvc_cache *cache) { CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error()); }
+static void check_valid(kvc_cache *cache) {
+    CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
+    check_sketches_of(cache);
+}
 
 /* Runs a pass of one token of a sequence, where it can go on. */
 static void pass_one(kvc_cache *cache, int64_t id) {
@@ -210,10 +222,11 @@ static void use(kvc_cache *cache) {
 }
 
 /* Restores into a cache; where that fails, the cache is as it was. */
-static void restore(const saved *from, const kvc_load_args *args) {
+static void restore(const saved *from, const kvc_load_args *args, const kvc_config *config) {
     kvc_cache *cache = NULL;
     saved before, after;
-    const kvc_load_args good = load_args_of(from);
+    kvc_load_args good = load_args_of(from);
+    good.config = config->layers ? config : NULL;
     CHECK(kvc_load(&good, &cache) == KVC_OK);
     CHECK(save_all(cache, &before) == KVC_OK);
     const kvc_status status = kvc_restore(cache, args);
@@ -229,19 +242,22 @@ static void restore(const saved *from, const kvc_load_args *args) {
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static writing w;
     if (size < 2) return 0;
-    const saved *from = state_of(data[0] % NUM_STATES);
+    const state *of = state_of(data[0] % NUM_STATES);
+    const saved *from = &of->file;
     w.at = w.num_checksums = 0;
     write_altered(&w, from, data, size);
     if (data[1] & 8) w.size -= size % w.size;
     saved file = {.bytes = w.bytes, .size = (size_t)w.size, .fail_after = -1};
-    const kvc_saved_state *state = (const void *)(w.bytes + header_bytes(w.bytes)); /* unless it was cut off */
-    const kvc_config config = {.struct_size = sizeof config,
-                               .block_size = state->block_size > 1 << 12 ? 16 : 0, /* 0: the file's */
-                               .allocator = &allocator};
+    const kvc_saved_state *altered = (const void *)(w.bytes + header_bytes(w.bytes)); /* unless it was cut off */
+    kvc_config config = {.struct_size = sizeof config,
+                         .block_size = altered->block_size > 1 << 12 ? 16 : 0, /* 0: the file's */
+                         .allocator = &allocator};
+    if (data[1] & 16)
+        config.layers = of->layers, config.layer_size = sizeof *of->layers, config.num_layers = of->num_layers;
     kvc_load_args args = data[1] & 2 ? read_args_of(&file) : load_args_of(&file);
     kvc_cache *cache = NULL;
     if (data[1] & 4) {
-        restore(from, &args);
+        restore(from, &args, &config);
     } else {
         args.config = &config;
         const int is_checked = !(data[1] & 2);

@@ -1255,12 +1255,13 @@ static inline void check_blocks(const pair *p) {
 }
 
 /* Compares all that can be seen with the oracle, and runs kvc_validate. */
-/* Checks that every stored key has its own sketch. */
-static inline void check_sketches(const pair *p) {
-    const kvc_table *table = &p->cache->sequences;
+/* Checks that every stored key of a cache has its own sketch. */
+static inline void check_sketches_of(const kvc_cache *cache) {
+    const kvc_table *table = &cache->sequences;
     for (const kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s))
-        for (int l = 0; l < p->config.num_layers; l++) {
-            const int position = p->layers[l].sketch_bits && !p->layers[l].share ? wrong_sketch_in(p->cache, s, l) : -1;
+        for (int l = 0; l < cache->num_layers; l++) {
+            const int has_own = cache->layers[l].sketch_bits && !cache->layers[l].share;
+            const int position = has_own ? wrong_sketch_in(cache, s, l) : -1;
             CHECKF(position < 0, "the sketch of the key at %d in layer %d of sequence %lld is not its own", position, l,
                    (long long)s->id);
         }
@@ -1275,7 +1276,7 @@ static inline void pair_check(const pair *p) {
     if (p->memory) p->memory->is_failing = 0; /* comparing takes memory */
     CHECKF(kvc_validate(p->cache) == KVC_OK, "%s", kvc_last_error());
     check_ids(p);
-    check_sketches(p);
+    check_sketches_of(p->cache);
     check_live_slots(p);
     check_blocks(p);
     for (int s = 0; s < p->num_sequences; s++) check_sequence(p, &p->sequences[s]);

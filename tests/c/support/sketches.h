@@ -96,9 +96,10 @@ static inline int wrong_sketch(const kvc_kernels *kernels, const kvc_layer *laye
     for (int end = slot + count; slot < end; slot++)
         for (int h = 0; h < layer->num_kv_heads; h++) {
             mixed_key(kernels, layer, at, rows, slot, h, x);
-            int is_number = 1;
-            for (int d = 0; d < layer->k_dim; d++) is_number &= isfinite(x[d]) != 0;
-            if (is_number && !is_sketch(kvc_sketch_at(at, rows, slot, h), x, layer->k_dim)) return slot;
+            double largest = 0;
+            for (int d = 0; d < layer->k_dim; d++) largest = isnan(x[d]) ? INFINITY : fmax(largest, fabs(x[d]));
+            const int has_squares = largest < 1e18 && (largest > 1e-15 || largest == 0); /* that floats can hold */
+            if (has_squares && !is_sketch(kvc_sketch_at(at, rows, slot, h), x, layer->k_dim)) return slot;
         }
     return -1;
 }
