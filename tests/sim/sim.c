@@ -370,6 +370,17 @@ int clear_one(client *c, int s) {
     return 1;
 }
 
+static void remove_range(client *c, int s, int begin, int end, int shifts) {
+    sequence *of = &c->w->sequences[s];
+    begin_call(c, "kvc_remove");
+    if (!ended(c, kvc_remove(c->w->cache, id_of(s), begin, end, shifts), MAY_BE_GONE | MAY_BE_FULL)) return;
+    for (int l = 0; l < MOST_LAYERS; l++)
+        for (int i = begin; i < MOST; i++) {
+            const int from = shifts ? i + end - begin : i < end ? MOST : i;
+            of->tags[l][i] = from < MOST ? of->tags[l][from] : 0;
+        }
+}
+
 /* ---- forward passes ---------------------------------------------------------------------------------------------- */
 
 /* Whether all tokens of a pass are stored. */
@@ -530,6 +541,10 @@ static void make_pass(client *c, pass *p) {
         if (p->is_tree && w->sequences[s].prefix) { /* its prompt is fed in order */
             let_go(c, s);
             continue;
+        }
+        if (p->select && !pick(6) && end_of(&w->sequences[s]) > 8) { /* rows that moved are selected, too */
+            const int at = pick(end_of(&w->sequences[s]) - 3);
+            remove_range(c, s, at, at + 1 + pick(3), 1);
         }
         add_tokens(c, p, s, n);
         p->sequences[p->num_sequences++] = s;
@@ -736,15 +751,8 @@ static void feed(client *c) {
 /* ---- edits ------------------------------------------------------------------------------------------------------- */
 
 static void remove_some(client *c, int s) {
-    sequence *of = &c->w->sequences[s];
-    const int begin = pick(end_of(of) + 1), end = begin + pick(end_of(of) - begin + 1), shifts = pick(2);
-    begin_call(c, "kvc_remove");
-    if (!ended(c, kvc_remove(c->w->cache, id_of(s), begin, end, shifts), MAY_BE_GONE | MAY_BE_FULL)) return;
-    for (int l = 0; l < MOST_LAYERS; l++)
-        for (int i = begin; i < MOST; i++) {
-            const int from = shifts ? i + end - begin : i < end ? MOST : i;
-            of->tags[l][i] = from < MOST ? of->tags[l][from] : 0;
-        }
+    const int last = end_of(&c->w->sequences[s]), begin = pick(last + 1);
+    remove_range(c, s, begin, begin + pick(last - begin + 1), pick(2));
 }
 
 static int cut_to(client *c, int s, int length) {
