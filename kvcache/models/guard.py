@@ -22,13 +22,14 @@ SAYS = re.compile(
     r"|multi_query|(key|value|kv)_heads|heads_(k|v|kv)$|head_(dim|size)s?$|(^|_)(key|value|kv)_(dim|size)s?$|sink_tokens"
     r"|linear_(attn|attention)|full_att|(^|_)loops?(_|$)|recurrence|recurrent_block|ut_steps|_in_(prelude|coda)$"
 )
-# Parts of names that say it of something else: experts, other networks, training, kernels, heads that guess tokens.
+# Parts of names that say it of something else: experts, other networks, training, kernels, what guesses tokens.
 OF_OTHERS = re.compile(
     r"(^|_)(moe|experts?|mlp|ffn?|router|dense|mtp|nextn|vision|vit|image|visual|video|audio|speech|encoder|t2u|unit|mm"
     r"|projector|adapter|adaptor|conv|mamba|ssm|deepstack|ngram|ple|altup|laurel|byte|dropout|init|loss|quant|cache"
     r"|tokens?|layerdrop|pruned|freeze|norm|bias|scale|scalar|multiplier|embed|embeddings?|time|feat|resampler|aligner"
     r"|prenet|postnet|gate|lora|state|pp|tp|hc|swiglu|vocab|logits?|res|topk|sconv|factor|prob|implementation|size"
-    r"|sparsity|hidden|sparse|layernorm|activation|input_output)(_|$)|per_layer_input|^index_|for_linear_attn"
+    r"|sparsity|hidden|sparse|layernorm|activation|input_output|train|frozen|recompute|scan|teacher|distill|draft"
+    r"|medusa|exit|dola)(_|$)|per_layer_input|^index_|for_linear_attn"
     r"|^linear_(num_)?(key_|value_)?head"
     r"|^(n_groups?|num_(limited_)?groups|n_(in|out)put_layers|output_|num_(beam|mem|random)_|stagger_)"
 )

@@ -106,6 +106,8 @@ def test_a_field_that_says_what_layers_are_is_not_passed_over(field, value):
     [
         "mlp_only_layers", "moe_layer_freq", "first_k_dense_replace", "num_moe_layers", "mtp_layer_types", "topk_group",
         "expert_layer_period", "interleave_moe_layer_step", "vision_feature_layers", "hidden_size_per_layer_input",
+        "num_frozen_layers", "train_layers", "recompute_num_layers", "scan_layers", "teacher_layers", "distill_layers",
+        "draft_num_layers", "medusa_num_layers", "early_exit_layers",
     ],
 )  # fmt: skip
 def test_fields_of_experts_and_other_parts_are_no_alarm(field):
