@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.c_sources import load_tool
+from support.published_files import WHOLE
+from support.published_further import FURTHER
+from support.published_models import PUBLISHED
 from support.rotation import rotated
 
 import kvcache
@@ -110,6 +113,32 @@ def test_every_configuration_with_a_text_decoder(name, tmp_path):
     assert shapes.read(tmp_path, 100) == shape
     if config.is_encoder_decoder and name != "musicgen_melody":  # its decoder has no layers over what the encoder made
         assert sum(isinstance(layer.policy, CrossAttention) for layer in shape.layers) * 2 == len(shape.layers)
+
+
+FORMS = {
+    name: form.config
+    for name, form in (PUBLISHED | WHOLE | FURTHER).items()
+    if form.config.get("model_type") in CONFIG_MAPPING
+}
+READ_OTHERWISE = {
+    **dict.fromkeys(["DBRX", "DBRX, whole"], "its class does not read attn_config's base"),
+    "GLM 10B of 2022": "is another model of the same type",
+    "GLM-4.1V 9B": "its class reads no rotation from a flat file",
+    "JetMoE 8B": "its class does not read num_layers",
+    "Llama 3.1, params.json": "its class does not read such names",
+    "MiMo V2 Flash": "its class has one more token in windows",
+}
+UNREADABLE = {  # transformers' class refuses these
+    "EXAONE 4.0 32B", "Falcon-H1 34B", "Llama 4 Maverick, whole", "MPT with a window", "MPT with rotations",
+    "MPT, later form", "Phi-3 medium 128k", "Replit code v1.5 3B", "Zamba2 7B",
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(FORMS.keys() - UNREADABLE))
+def test_published_forms_are_read_as_by_their_class(name):
+    config = CONFIG_MAPPING[FORMS[name]["model_type"]].from_dict(json.loads(json.dumps(FORMS[name])))
+    assert (shapes.read(config).layers == shapes.read(FORMS[name]).layers) == (name not in READ_OTHERWISE)
 
 
 PARTIAL = [(name, part) for name in DECODERS for part in classes.of(name).parts if part != "decoder"]
