@@ -98,6 +98,21 @@ static void save_and_restore(kvc_cache *cache) {
     free(file.bytes);
 }
 
+/* A loaded cache takes its memory from the allocator of its configuration. */
+static void load_elsewhere(kvc_cache *cache) {
+    static memory elsewhere;
+    const kvc_config config = {.struct_size = sizeof config, .allocator = &elsewhere.allocator};
+    kvc_cache *loaded = NULL;
+    saved file;
+    memory_init(&elsewhere);
+    CHECK(save_all(cache, &file) == KVC_OK);
+    kvc_load_args args = load_args_of(&file);
+    args.config = &config;
+    CHECKF(kvc_load(&args, &loaded) == KVC_OK, "%s", kvc_last_error());
+    free(file.bytes);
+    CHECK(elsewhere.num > 0 && kvc_cache_free(loaded) == KVC_OK && elsewhere.num == 0);
+}
+
 int main(void) {
     memory_init(&heap);
     heap.allocator.alloc = watched_alloc;
@@ -108,6 +123,7 @@ int main(void) {
     for (int i = 0; i < 6; i++) pass(watched, 0);
     edit(watched);
     save_and_restore(watched);
+    load_elsewhere(watched);
     pass(watched, 1);
     CHECK(kvc_clear(watched) == KVC_OK && kvc_compact(watched) == KVC_OK);
     kvc_cache *cache = watched;
