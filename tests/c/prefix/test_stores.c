@@ -77,13 +77,19 @@ static const kvc_prefix_config plain = {.struct_size = sizeof plain, .fingerprin
 static const kvc_prefix_config recurrent = {
     .struct_size = sizeof recurrent, .fingerprint = "a model", .collects_new = 1, .state_bytes = STATE};
 
-static kvc_cache *new_cache(const kvc_prefix_config *config, kvc_prefix **prefix) {
+/* window: of the last layer; 0: it sees everything, as the others do. */
+static kvc_cache *new_cache_with(const kvc_prefix_config *config, int32_t window, kvc_prefix **prefix) {
     kvc_layer layers[LAYERS];
     for (int i = 0; i < LAYERS; i++)
         layers[i] = (kvc_layer){.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .k_type = KVC_Q8_0, .v_type = KVC_F16};
+    if (window) layers[LAYERS - 1].policy = (kvc_policy){KVC_SLIDING, .window = window};
     kvc_cache *cache = heap_cache(LAYERS, layers, (kvc_config){.block_size = BLOCK, .capacity = 64});
     CHECKF(kvc_prefix_new(cache, config, prefix) == KVC_OK, "%s", kvc_last_error());
     return cache;
+}
+
+static kvc_cache *new_cache(const kvc_prefix_config *config, kvc_prefix **prefix) {
+    return new_cache_with(config, 0, prefix);
 }
 
 /* The rows of a token of a layer. */
@@ -466,6 +472,27 @@ static void test_joined(void) {
     free_valid(cache);
 }
 
+/* A block of which a window has lost rows leaves the rows that the store has of it. */
+static void test_lost_rows(void) {
+    static shelf whole;
+    kvc_prefix *prefix;
+    int64_t seq_id, num_written;
+    int32_t matched;
+    clear_shelf();
+    kvc_cache *cache = new_cache_with(&plain, 3, &prefix);
+    serve(cache, prefix); /* in one batch, which keeps the rows of whole blocks */
+    CHECK(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK && num_written == NUM_BLOCKS);
+    free_valid(cache);
+    whole = *shelves;
+    cache = new_cache_with(&plain, 3, &prefix);
+    CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &seq_id, &matched) == KVC_OK && !matched);
+    for (int32_t end = 1; end <= NUM_TOKENS; end++) compute(cache, seq_id, end);
+    CHECK(kvc_prefix_release(prefix, seq_id, &tokens) == KVC_OK);
+    CHECK(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK);
+    CHECK(!memcmp(whole.values, shelves->values, sizeof whole.values));
+    free_valid(cache);
+}
+
 /* Each request for memory fails in turn. */
 static void test_failing_memory(void) {
     kvc_prefix *prefix;
@@ -662,6 +689,7 @@ int main(void) {
     test_listed_again();
     test_states_meanwhile();
     test_joined();
+    test_lost_rows();
     test_failing_memory();
     test_failing_memory_of_states();
     test_long_prompt();
