@@ -233,7 +233,7 @@ static job_group group_neighbours(const kvc_plan *plan, const kvc_neighbour *ite
  * neighbour, and returns their number; adds jobs for all further splits of the others. */
 static int32_t add_jobs_of_split(kvc_plan *plan, kvc_neighbour *items, int32_t num, int32_t split, int64_t most_work) {
     int32_t kept = 0;
-    for (int32_t i = 0; i < num; i++) items[i].shared_rows = i ? shared_in_split(plan, &items[i], split) : 0;
+    for (int32_t i = 1; i < num; i++) items[i].shared_rows = shared_in_split(plan, &items[i], split);
     for (int32_t i = 0; i < num;) {
         const job_group g = group_neighbours(plan, items + i, num - i, split, most_work);
         add_job(plan, split, items + i, g.num_slices, g.shared_rows);
