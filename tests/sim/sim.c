@@ -1474,11 +1474,14 @@ static void make_cache(world *w) {
     w->num_layers = 1 + pick(MOST_LAYERS);
     w->has_sketches = pick(2);
     for (int l = 0; l < w->num_layers; l++) {
-        w->layers[l] = (kvc_layer){
-            .num_kv_heads = HEADS,
-            .k_dim = DIM,
-            .v_dim = DIM,
-            .rope = {.kind = kind, .first_dim = 2, .num_freqs = 1, .inv_freq = right_angle, .shift = move_keys}};
+        w->layers[l] = (kvc_layer){.num_kv_heads = HEADS,
+                                   .k_dim = DIM,
+                                   .v_dim = DIM,
+                                   .rope = {.kind = pick(4) ? kind : KVC_ROPE_NONE,
+                                            .first_dim = 2,
+                                            .num_freqs = 1,
+                                            .inv_freq = right_angle,
+                                            .shift = move_keys}};
         const int what = w->theme == PROMPTS ? 0 : l ? pick(5) : !pick(3);
         const int is_sketched = w->has_sketches && pick(4);
         if (what == 1 || what == 2) w->layers[l].policy = any_policy(), w->expires = 1;

@@ -164,10 +164,10 @@ typedef struct rounded_query {
 
 static inline rounded_query round_query(const kvc_layer *layer, const float *q, int32_t delta) {
     rounded_query r = {.unit = 0};
-    const int dim = layer->k_dim;
+    const int dim = layer->k_dim, has_freqs = layer->rope.kind == KVC_ROPE_FREQUENCIES;
     double x[1024], largest = 0;
     for (int d = 0; d < dim; d++) x[d] = (double)q[d];
-    for (int i = 0; delta && i < layer->rope.num_freqs; i++) { /* in place of keys that were turned less */
+    for (int i = 0; delta && has_freqs && i < layer->rope.num_freqs; i++) { /* in place of keys that were turned less */
         double *a = x + layer->rope.first_dim + (layer->rope.interleaved ? 2 * i : i);
         double *b = a + (layer->rope.interleaved ? 1 : layer->rope.num_freqs);
         const double c = cos(delta * layer->rope.inv_freq[i]), s = -sin(delta * layer->rope.inv_freq[i]), old = *a;
