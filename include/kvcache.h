@@ -1244,7 +1244,8 @@ typedef struct kvc_store {
 /* Reads the full blocks that follow the known tokens of a prompt from a store, and adds them in order.  It ends where
  * the store lacks a block that is not kept, and where there is no room.  It also ends before a block that would reach
  * past max_matched tokens (-1: no limit) or hold the prompt's last token.  A kept block is read if it lacks its state.
- * The time for a block grows with the number of blocks before it.
+ * Blocks that were used later than the call's own are not evicted for it.  While the store works, the call keeps nothing
+ * from being dropped.  It ends soon after others have dropped what its blocks follow.
  * Sets *fetched to the number of tokens in blocks that brought rows or a state, also if it fails.
  * Fails with KVC_ERR_INVALID if there are no tokens, as `read` fails, with KVC_ERR_FORMAT if a value was changed, and
  * with KVC_ERR_NOMEM.  The prompt's tokens are then computed, and a changed value is written again. */

@@ -158,8 +158,8 @@ static kvc_status fits(const kvc_need *need) {
     return kvc_check_max_bytes(need->cache, need->scope, need->what);
 }
 
-static kvc_status take_all(kvc_cache *cache, new_rows *rows, const uint8_t *layers) {
-    const kvc_need need = {.cache = cache, .fits = fits, .context = rows, .what = "retaining rows"};
+static kvc_status take_all(kvc_cache *cache, new_rows *rows, const uint8_t *layers, int64_t before) {
+    const kvc_need need = {.cache = cache, .fits = fits, .context = rows, .what = "retaining rows", .before = before};
     kvc_status status = KVC_OK;
     for (int32_t g = 0; g < cache->num_token_groups; g++) rows->reserved[g] = 0;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
@@ -173,7 +173,8 @@ static kvc_status take_all(kvc_cache *cache, new_rows *rows, const uint8_t *laye
     return status;
 }
 
-kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers) {
+kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers,
+                                int64_t before) {
     kvc_status status;
     const size_t size = (size_t)(cache->num_token_groups + 1) * sizeof(int32_t);
     new_rows rows = {.begin = begin, .end = end};
@@ -181,7 +182,7 @@ kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int
     if (rows.reserved) rows.sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
     if (rows.sequence) {
         rows.sequence->num_pins = rows.sequence->is_given = 1;
-        status = end_retaining(cache, rows.sequence, take_all(cache, &rows, layers));
+        status = end_retaining(cache, rows.sequence, take_all(cache, &rows, layers, before));
     } else {
         status = kvc_fail_sequence(id);
     }

@@ -13,8 +13,10 @@ kvc_status kvc_retain(kvc_cache *cache, const kvc_sequence *src, int64_t id, int
 
 /* Makes a retained sequence of new rows at positions [begin, end), which fit a block, under a new id.  It is pinned and
  * the running call's own.  layers[layer] is not 0 if the layer has rows, the same for all layers of a group.  Once
- * kvc_inject has written the rows, they count as exact.  KVC_ERR_FULL, KVC_ERR_NOMEM. */
-kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers);
+ * kvc_inject has written the rows, they count as exact.  Evicts as kvc_need.before says.  KVC_ERR_FULL, KVC_ERR_NOMEM.
+ */
+kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers,
+                                int64_t before);
 
 /* Rows of a retained sequence at positions below `end`; NULL: it was evicted.  Pieces come by rising `begin`, which
  * none of their rows stands before.  Only pieces that begin alike may hold rows at the same positions, and these rows

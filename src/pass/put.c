@@ -208,7 +208,7 @@ static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
     kvc_lock(cache);
     do {
         if (cache->max_bytes) kvc_cache_wait_pages(cache);
-        status = done == KVC_OK ? kvc_fit_max_bytes(cache, CROSS_PUT) : done;
+        status = done == KVC_OK ? kvc_fit_max_bytes(cache, 0, CROSS_PUT) : done;
     } while (done == KVC_OK && status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
     kvc_cross_put_end(batch, put, status == KVC_OK);
     return kvc_unlock(cache, status);

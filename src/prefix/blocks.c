@@ -5,8 +5,9 @@
 #include "cache/check.h"
 #include "cache/waiting.h"
 #include "edit/retain.h"
-#include "prefix/pin.h"
+#include "prefix/fetch.h"
 #include "read/read.h"
+#include "space/evict.h"
 
 /* ---- payloads ---------------------------------------------------------------------------------------------------- */
 
@@ -239,12 +240,6 @@ static int64_t write_payload(const departing *d, uint8_t *payload) {
     return size + POSITION_BYTES + state->num_bytes;
 }
 
-kvc_node *kvc_node_of(const kvc_cache *cache, int64_t id) {
-    const kvc_sequence *hidden = kvc_table_find_hidden(&cache->sequences, id);
-    kvc_node *node = hidden ? (kvc_node *)(void *)hidden->follower : NULL;
-    return node && node->tree->prefix ? node : NULL; /* a tree that a prefix has given up is dropped bit by bit */
-}
-
 kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t max_bytes, int64_t *size) {
     departing d = {.cache = cache};
     *size = 0;
@@ -267,20 +262,19 @@ kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t m
 
 /* A block on its way in. */
 typedef struct arrival {
-    kvc_prefix *prefix;
+    kvc_fetch *fetch;
     kvc_token_span tokens;
     const uint8_t *payload; /* its first bytes say which layers follow */
-    int64_t size, id;       /* id: of the sequence that gets its rows, and of the pin of those before */
+    int64_t size, id;       /* id: of the sequence that gets its rows */
     int64_t state_bytes;    /* the last ones of the payload; 0: it has no state */
     int32_t begin, end;
     int32_t position; /* of the state */
-    int64_t forgot;   /* kvc_added.forgot */
 } arrival;
 
 /* Finds the state behind the rows of a payload of `size` bytes.  Returns whether it is a state of the block. */
 static int find_state(arrival *a, int64_t size) {
     a->state_bytes = a->size - size - POSITION_BYTES;
-    if (a->state_bytes < 1 || a->state_bytes > a->prefix->state_bytes) return 0;
+    if (a->state_bytes < 1 || a->state_bytes > a->fetch->prefix->state_bytes) return 0;
     a->position = (int32_t)kvc_get_integer(a->payload + size, POSITION_BYTES);
     return a->position > a->begin && a->position <= a->end;
 }
@@ -322,7 +316,7 @@ static kvc_status write_rows(kvc_cache *cache, const arrival *a) {
 
 /* Returns whether a payload has rows, or a state, that blocks behind `parent` lack. */
 static int brings_more(const arrival *a, const kvc_node *parent) {
-    const kvc_cache *cache = a->prefix->cache;
+    const kvc_cache *cache = parent->tree->cache;
     const kvc_node *node = kvc_node_child(parent, &a->tokens);
     const kvc_token_span part = {a->tokens.ids, a->tokens.digests, a->state_bytes > 0 ? a->position - a->begin : 0};
     const kvc_node *with_state = kvc_node_with_state(parent, &part);
@@ -333,37 +327,23 @@ static int brings_more(const arrival *a, const kvc_node *parent) {
     return 0;
 }
 
-/* Returns whether blocks may be added behind a node: all blocks up to it are kept, or it is known. */
-static int may_follow(const kvc_match *m, const kvc_node *node) {
-    if (m->with_rows >= node->end) return 1;
-    while (node->parent && kvc_node_is_live(node)) node = node->parent;
-    return !node->parent;
-}
-
 /* Makes the sequence that gets the rows. */
 static kvc_status make_room(kvc_cache *cache, const arrival *a) {
-    KVC_TRY(kvc_retain_unwritten(cache, a->id, a->begin, a->end, a->payload));
+    KVC_TRY(kvc_retain_unwritten(cache, a->id, a->begin, a->end, a->payload, a->fetch->before));
     kvc_table_find(&cache->sequences, a->id)->origin.num_forgets = 0; /* a payload does not say how old it is */
     return KVC_OK;
 }
 
-/* Pins the node behind which the block is to be added, and sets a->id, unless there is no such node.  Sets *is_kept,
- * and pins nothing, if the block is kept already. */
-static kvc_status begin_arrival(arrival *a, const kvc_tokens *tokens, int32_t *is_kept) {
-    kvc_prefix *prefix = a->prefix;
-    kvc_match m;
-    if (prefix->forgot != a->forgot) return KVC_OK;
-    if (kvc_tree_is_forgetting(prefix->tree, kvc_tokens_part(tokens, 0, 1))) return KVC_OK;
-    KVC_TRY(kvc_match_find(prefix, tokens, a->end, &m));
-    kvc_node *last = kvc_match_path(&m, a->begin);
-    const int may_add = last->end == a->begin && may_follow(&m, last);
-    kvc_match_free(prefix->cache, &m);
-    *is_kept = may_add && !brings_more(a, last);
-    if (*is_kept) kvc_node_touch(kvc_node_child(last, &a->tokens)); /* to bring it again is a use */
-    if (!may_add || *is_kept) return KVC_OK;
-    kvc_pinned *pin = kvc_pin_add(prefix, last);
-    if (!pin) return KVC_ERR_NOMEM;
-    pin->id = a->id = kvc_cache_new_id(prefix->cache);
+/* Sets a->id if the block is to be added.  Sets *is_kept if it is kept already. */
+static kvc_status begin_arrival(arrival *a, int32_t *is_kept) {
+    kvc_node *last;
+    KVC_TRY(kvc_fetch_find(a->fetch, a->begin, &last));
+    if (!last) return KVC_OK;
+    *is_kept = !brings_more(a, last);
+    if (*is_kept)
+        kvc_fetch_pass(a->fetch, kvc_node_child(last, &a->tokens)); /* to bring it again is a use */
+    else
+        a->id = kvc_cache_new_id(last->tree->cache);
     return KVC_OK;
 }
 
@@ -383,47 +363,52 @@ static kvc_node *add_rows(const arrival *a, kvc_node *parent, const kvc_sequence
     return node->checkpoint ? node : NULL;
 }
 
-/* Adds the block to the tree, unless its rows could not be written, or the prefix was cleared meanwhile; ends the use
- * of its state. */
-static void end_arrival(const arrival *a, kvc_status status, const kvc_state_use *use, int32_t *is_kept) {
-    kvc_prefix *prefix = a->prefix;
-    kvc_cache *cache = prefix->cache;
-    kvc_pinned **at = &prefix->arrivals;
-    while (*at && (*at)->id != a->id) at = &(*at)->next;
+/* Adds the block to the tree if its rows were written, and blocks may still be added there.  Ends the use of its state,
+ * and forgets the sequence that got the rows.  Returns the id of the block's rows, or -1. */
+static int64_t add_to_tree(const arrival *a, kvc_status status, const kvc_state_use *use) {
+    kvc_cache *cache = a->fetch->prefix->cache;
     kvc_sequence *arrived = kvc_table_find(&cache->sequences, a->id);
     kvc_checkpoint *checkpoint = use->checkpoint;
-    kvc_node *node = NULL;
-    if (status == KVC_OK && arrived && *at) {
-        kvc_node *parent = (*at)->last;
+    kvc_node *node = NULL, *parent = NULL;
+    if (status == KVC_OK && arrived && kvc_fetch_find(a->fetch, a->begin, &parent) == KVC_OK && parent) {
         const int is_within = checkpoint && a->position < a->end; /* the state is that of a block of its own */
         if (!is_within || add_rows(a, parent, arrived, a->position, checkpoint))
             node = add_rows(a, parent, arrived, a->end, is_within ? NULL : checkpoint);
     }
     kvc_state_use_end(cache, use);
-    if (node) kvc_node_touch(node);  /* and what it builds on, which is evicted behind it */
-    if (node) kvc_node_use(node, 1); /* to stay while others are evicted, though it may lose its rows */
-    if (*at) kvc_pin_remove(prefix, at);
     if (arrived) kvc_cache_forget(cache, arrived);
-    kvc_sessions_fit(cache);
-    *is_kept = node && node->rows;
-    if (node) kvc_node_use(node, -1);
+    return node ? node->rows->id : -1;
 }
 
-kvc_status kvc_prefix_add_block(kvc_prefix *prefix, const kvc_added *added, int32_t *is_kept, int32_t *is_new) {
-    kvc_cache *cache = prefix->cache;
-    arrival a = {.prefix = prefix, .payload = added->payload, .size = added->size, .id = -1, .forgot = added->forgot};
-    a.begin = added->block * cache->pools[0].block_size;
-    a.end = a.begin + cache->pools[0].block_size;
-    a.tokens = kvc_tokens_part(added->tokens, a.begin, a.end);
+/* Adds the block to the tree, and goes on from it.  If the tree then takes more than max_bytes, the block is dropped
+ * rather than blocks before it. */
+static void end_arrival(const arrival *a, kvc_status status, const kvc_state_use *use, int32_t *is_kept) {
+    kvc_cache *cache = a->fetch->prefix->cache;
+    const int64_t id = add_to_tree(a, status, use);
+    kvc_node *node = kvc_node_of(cache, id);
+    if (node) kvc_node_relist(node);
+    if (node && kvc_fit_max_bytes(cache, a->fetch->before, "adding a block") != KVC_OK) kvc_node_drop(node);
+    kvc_sessions_fit(cache);
+    node = kvc_node_of(cache, id);
+    *is_kept = node != NULL;
+    if (node) kvc_fetch_pass(a->fetch, node);
+}
+
+kvc_status kvc_prefix_add_block(kvc_fetch *fetch, int32_t block, const void *payload, int64_t size, int32_t *is_kept,
+                                int32_t *is_new) {
+    kvc_cache *cache = fetch->prefix->cache;
+    const int32_t block_size = cache->pools[0].block_size, begin = block * block_size, end = begin + block_size;
+    arrival a = {fetch, kvc_tokens_part(fetch->tokens, begin, end), payload, size, -1, 0, begin, end, 0};
     *is_kept = *is_new = 0;
     KVC_TRY(check_payload(cache, &a));
-    kvc_prefix_lock(prefix);
-    kvc_cache_begin_reading(cache); /* whoever needs room waits for the pins of this call */
+    kvc_prefix_lock(fetch->prefix);
+    kvc_cache_begin_reading(cache); /* whoever needs room waits until the rows may be evicted */
     kvc_state_use use = {0};        /* without its state the block would not be asked for again */
-    kvc_status status = begin_arrival(&a, added->tokens, is_kept);
+    kvc_status status = begin_arrival(&a, is_kept);
     if (a.id >= 0) {
         status = make_room(cache, &a);
-        if (status == KVC_OK && a.state_bytes > 0) status = kvc_checkpoint_take(cache, a.state_bytes, &use);
+        if (status == KVC_OK && a.state_bytes > 0)
+            status = kvc_checkpoint_take(cache, a.state_bytes, fetch->before, &use);
         kvc_unlock(cache, KVC_OK);
         if (status == KVC_OK) status = write_rows(cache, &a);
         if (use.checkpoint) memcpy(use.checkpoint + 1, a.payload + a.size - a.state_bytes, (size_t)a.state_bytes);

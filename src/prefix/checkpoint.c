@@ -47,7 +47,7 @@ void kvc_state_use_end(kvc_cache *cache, const kvc_state_use *use) {
     kvc_checkpoint_use(cache, use->checkpoint, -1);
 }
 
-kvc_status kvc_checkpoint_take(kvc_cache *cache, int64_t num_bytes, kvc_state_use *use) {
+kvc_status kvc_checkpoint_take(kvc_cache *cache, int64_t num_bytes, int64_t before, kvc_state_use *use) {
     const uint64_t size = sizeof *use->checkpoint + (uint64_t)num_bytes;
     use->checkpoint = NULL;
     while (cache->max_bytes && kvc_cache_wait_pages(cache)) continue;
@@ -56,7 +56,7 @@ kvc_status kvc_checkpoint_take(kvc_cache *cache, int64_t num_bytes, kvc_state_us
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for a checkpoint of %lld bytes", (long long)num_bytes);
     *checkpoint = (kvc_checkpoint){.num_bytes = num_bytes};
     kvc_state_use_begin(cache, use, checkpoint);
-    const kvc_status status = kvc_fit_max_bytes(cache, "keeping a checkpoint");
+    const kvc_status status = kvc_fit_max_bytes(cache, before, "keeping a checkpoint");
     if (status != KVC_OK) {
         kvc_state_use_end(cache, use);
         use->checkpoint = NULL;
@@ -66,7 +66,7 @@ kvc_status kvc_checkpoint_take(kvc_cache *cache, int64_t num_bytes, kvc_state_us
 
 kvc_status kvc_checkpoint_new(kvc_cache *cache, const void *state, int64_t num_bytes, kvc_state_use *use) {
     kvc_status status;
-    do status = kvc_checkpoint_take(cache, num_bytes, use);
+    do status = kvc_checkpoint_take(cache, num_bytes, 0, use);
     while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
     if (status != KVC_OK) return status;
     kvc_cache_begin_reading(cache);

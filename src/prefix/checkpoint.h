@@ -43,9 +43,9 @@ void kvc_state_use_begin(kvc_cache *cache, kvc_state_use *use, kvc_checkpoint *c
 void kvc_state_use_end(kvc_cache *cache, const kvc_state_use *use);
 
 /* Begins the use of a new one, without a state yet.  May release the mutex.  Fails with KVC_ERR_NOMEM, and with
- * KVC_ERR_FULL if max_bytes leaves no room.  use->checkpoint is NULL then.  kvc_checkpoint_new also copies the state,
- * without the mutex, for a call that is no reader. */
-kvc_status kvc_checkpoint_take(kvc_cache *cache, int64_t num_bytes, kvc_state_use *use);
+ * KVC_ERR_FULL if max_bytes leaves no room.  use->checkpoint is NULL then.  Evicts as kvc_need.before says.
+ * kvc_checkpoint_new also copies the state, without the mutex, for a call that is no reader. */
+kvc_status kvc_checkpoint_take(kvc_cache *cache, int64_t num_bytes, int64_t before, kvc_state_use *use);
 kvc_status kvc_checkpoint_new(kvc_cache *cache, const void *state, int64_t num_bytes, kvc_state_use *use);
 
 /* Notes whether its block loses its rows if everything evictable is evicted; ignores NULL. */

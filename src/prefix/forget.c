@@ -104,7 +104,7 @@ static int drop_some(walk *w, names *n, int64_t *num_dropped) {
     return 1;
 }
 
-/* Keeps no blocks of sequences that hold rows of the prompt, nor such as are on their way.  An acquired sequence whose
+/* Keeps no blocks of sequences that hold rows of the prompt, nor blocks that calls add.  An acquired sequence whose
  * rows windows have all left behind counts: rows may be kept aside, or a state made of them. */
 static void end_sources(kvc_prefix *prefix, const kvc_token_span *first) {
     kvc_cache *cache = prefix->cache;
@@ -116,7 +116,6 @@ static void end_sources(kvc_prefix *prefix, const kvc_token_span *first) {
         kvc_origin_mark(cache, sequence, prefix->bit);
         if (session->prefix == prefix) kvc_session_forget(session);
     }
-    kvc_pin_remove_all(prefix);
 }
 
 /* Ends what the prompt's rows may come from; from then on, nothing can come to them.  Then drops them.  In each part,
@@ -163,11 +162,4 @@ kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *from, uint8_t
     }
     *num_names = n.num;
     return kvc_unlock(prefix->cache, KVC_OK);
-}
-
-int64_t kvc_prefix_forgot(kvc_prefix *prefix) {
-    kvc_lock(prefix->cache);
-    const int64_t forgot = prefix->forgot;
-    kvc_unlock(prefix->cache, KVC_OK);
-    return forgot;
 }

@@ -7,7 +7,7 @@ static uint64_t size_of(const kvc_pinned *pin) { return sizeof *pin + (uint64_t)
 
 /* Takes memory for a pin of `num` nodes besides those up to `last`, which it lists behind them. */
 static kvc_pinned *new_pin(kvc_cache *cache, kvc_node *last, int32_t num) {
-    kvc_pinned empty = {.last = last, .room = num};
+    kvc_pinned empty = {.room = num};
     for (const kvc_node *node = last; node->parent; node = node->parent) empty.room++;
     kvc_pinned *pin = kvc_memory_alloc(&cache->memory, size_of(&empty), KVC_MEMORY_BOOKKEEPING, -1);
     if (!pin) {
@@ -36,29 +36,6 @@ static void end_pin(kvc_cache *cache, kvc_pinned *pin) {
     while (pin->num) unpin_last(pin);
     kvc_memory_free(&cache->memory, pin, size_of(pin), KVC_MEMORY_BOOKKEEPING, -1);
 }
-
-/* ---- pins of calls ----------------------------------------------------------------------------------------------- */
-
-kvc_pinned *kvc_pin_add(kvc_prefix *prefix, kvc_node *last) {
-    kvc_pinned *pin = new_pin(prefix->cache, last, 0);
-    if (!pin) return NULL;
-    begin_pin(pin);
-    pin->next = prefix->arrivals;
-    prefix->arrivals = pin;
-    return pin;
-}
-
-void kvc_pin_remove(kvc_prefix *prefix, kvc_pinned **at) {
-    kvc_pinned *pin = *at;
-    *at = pin->next;
-    end_pin(prefix->cache, pin);
-}
-
-void kvc_pin_remove_all(kvc_prefix *prefix) {
-    while (prefix->arrivals) kvc_pin_remove(prefix, &prefix->arrivals);
-}
-
-/* ---- pins of prompts --------------------------------------------------------------------------------------------- */
 
 /* A place in the set of pins: a pin goes before the other pins of its prompt. */
 typedef struct place {

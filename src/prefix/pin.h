@@ -4,13 +4,6 @@
 
 #include "prefix/match.h"
 
-/* Adds a pin of a call, of the nodes up to `last`; returns NULL if out of memory. */
-kvc_pinned *kvc_pin_add(kvc_prefix *prefix, kvc_node *last);
-
-/* Takes the pin at a place in the list kvc_prefix.arrivals away, or all that are there. */
-void kvc_pin_remove(kvc_prefix *prefix, kvc_pinned **at);
-void kvc_pin_remove_all(kvc_prefix *prefix);
-
 /* Pins the known tokens of a prompt, in place of the tokens that an earlier pin of it holds, unless these are more.
  * KVC_ERR_NOMEM. */
 kvc_status kvc_pin_known(kvc_prefix *prefix, const kvc_match *m, const uint8_t *name);
@@ -19,7 +12,7 @@ kvc_status kvc_pin_known(kvc_prefix *prefix, const kvc_match *m, const uint8_t *
  * pinned. */
 void kvc_pin_take_back(kvc_prefix *prefix, const uint8_t *name);
 
-/* Takes pins of prompts from at most `num` nodes of a tree.  Returns whether there are more. */
+/* Takes pins from at most `num` nodes of a tree.  Returns whether there are more. */
 int kvc_pins_end_some(kvc_tree *tree, int num);
 
 #endif

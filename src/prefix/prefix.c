@@ -119,7 +119,7 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     prefix->state_bytes = config.state_bytes;
     prefix->most_checkpoint_bytes = config.max_checkpoint_bytes;
     prefix->tree = new_tree(prefix);
-    kvc_status status = prefix->tree ? kvc_fit_max_bytes(cache, "making a prefix") : KVC_ERR_NOMEM;
+    kvc_status status = prefix->tree ? kvc_fit_max_bytes(cache, 0, "making a prefix") : KVC_ERR_NOMEM;
     if (status != KVC_OK) {
         if (prefix->tree) kvc_tree_free(prefix->tree);
         kvc_origin_give_bit(cache, prefix->bit);
@@ -134,11 +134,9 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     return kvc_unlock(cache, KVC_OK);
 }
 
-/* Takes the tree of a prefix, with nobody left who uses its nodes except pins of prompts, and puts another in its
- * place. */
+/* Takes the tree of a prefix, with nobody left who uses its nodes except pins, and puts another in its place. */
 static kvc_tree *take_tree(kvc_prefix *prefix, kvc_tree *other) {
     kvc_tree *tree = prefix->tree;
-    kvc_pin_remove_all(prefix);
     for (kvc_session *session = prefix->sessions; session; session = session->next) {
         kvc_session_roll_back(session, 0);
         kvc_node_follow(&tree->root, -1);
@@ -178,7 +176,6 @@ static void drop_tree(kvc_cache *cache, kvc_tree *tree) {
 }
 
 void kvc_prefixes_forked(kvc_cache *cache) {
-    for (kvc_prefix *prefix = cache->prefixes; prefix; prefix = prefix->next) kvc_pin_remove_all(prefix);
     while (cache->dying) drop_some(cache, cache->dying);
 }
 
@@ -197,7 +194,6 @@ void kvc_prefix_free(kvc_prefix *prefix) {
         if (!sequence->in_batch) kvc_cache_forget_blank(cache, sequence);
         if (num % AT_ONCE == 0) kvc_cache_give_way(cache);
     }
-    kvc_pin_remove_all(prefix);
     kvc_origin_give_bit(cache, prefix->bit);
     *prefix->at = prefix->next;
     if (prefix->next) prefix->next->at = prefix->at;

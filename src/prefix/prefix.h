@@ -5,18 +5,16 @@
 #include "prefix/session.h"
 #include "prefix/value.h"
 
-/* A prompt whose blocks are kept, whatever else needs memory; or blocks that a call goes on from. */
+/* A prompt whose blocks are kept, whatever else needs memory. */
 typedef struct kvc_pinned {
-    kvc_links links;              /* of a prompt: place in the set kvc_tree.pins; first, so that it has its address */
-    struct kvc_pinned *next;      /* of a call: place in the list kvc_prefix.arrivals */
-    int64_t id;                   /* of the call */
-    kvc_node *last;               /* the call goes on from it */
+    kvc_links links;              /* place in the set kvc_tree.pins; first, so that it has its address */
+    struct kvc_pinned *next;      /* in a list of pins that end */
     kvc_node *with_state;         /* its state has a pin; NULL: none */
     int32_t num_calls;            /* of kvc_prefix_pin that have not been taken back; the prompt's other pins have 0 */
     int32_t known;                /* tokens that were known then */
     uint8_t name[KVC_NAME_BYTES]; /* of the prompt's tokens, as if they were one block */
     int32_t room, num;
-    kvc_node *nodes[]; /* [room] num have a pin: behind others, `last` and all nodes above it, from it on */
+    kvc_node *nodes[]; /* [room] num have a pin: behind others, the last node and all above it, from it on */
 } kvc_pinned;
 
 struct kvc_prefix {
@@ -24,7 +22,6 @@ struct kvc_prefix {
     kvc_prefix *next, **at; /* place in the list of the cache */
     kvc_tree *tree;
     kvc_session *sessions; /* list of the acquired sequences that have not ended */
-    kvc_pinned *arrivals;  /* list of pins of calls */
     kvc_prefix_stats stats;
     int64_t quota, ttl, most_checkpoint_bytes; /* of the tree */
     int64_t state_bytes;                       /* the most of a checkpoint; 0: the model has no recurrent state */
@@ -62,10 +59,6 @@ kvc_node *kvc_prefix_next_new(kvc_cache *cache);
 /* Returns the bytes of a payload in which no layer is missing, of a prefix with states of so many bytes. */
 int64_t kvc_most_payload_bytes(const kvc_cache *cache, int64_t state_bytes);
 
-/* Returns the node that has the rows of a kvc_new_block, with the mutex held.  NULL: it was dropped, or its prefix has
- * given up its tree. */
-kvc_node *kvc_node_of(const kvc_cache *cache, int64_t id);
-
 /* Writes the payload of a block, and sets *size to its bytes: 0 if the block was dropped.  max_bytes is at least
  * kvc_most_payload_bytes; a state that does not fit is left out.
  * KVC_ERR_NOMEM. */
@@ -77,25 +70,17 @@ kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t m
 kvc_status kvc_join_payloads(const kvc_cache *cache, const void *first, int64_t first_size, const void *second,
                              int64_t second_size, void *to, int64_t max_bytes, int64_t *size);
 
-/* A block that is to be added from its payload. */
-typedef struct kvc_added {
-    const kvc_tokens *tokens; /* of the prompt */
-    int32_t block;            /* its number */
-    const void *payload;
-    int64_t size;
-    int64_t forgot; /* of the prefix, before the payload was read: it is not added once more is forgotten */
-} kvc_added;
+struct kvc_fetch;
 
-/* Adds a block.  Sets *is_kept to 1 if it is now kept with all that the payload has.  Sets it to 0 if there is no room
- * for its rows and state.  It is 0, too, if a block before it is not kept and a lookup does not find the rows of all
- * tokens before it.  A state within the block is kept with one more block, of the tokens up to there.  *is_new: the
- * block brought rows or a state.  KVC_ERR_FORMAT if it is no payload of this cache, and KVC_ERR_NOMEM. */
-kvc_status kvc_prefix_add_block(kvc_prefix *prefix, const kvc_added *added, int32_t *is_kept, int32_t *is_new);
+/* Adds block number `block` of the prompt from its payload of `size` bytes.  Call it without the mutex.  Sets *is_kept
+ * to 1 if the block is now kept with all that the payload has.  Sets it to 0 if there is no room for its rows and
+ * state, or if kvc_fetch_find finds nothing to add it to.  A state within the block is kept with one more block, of the
+ * tokens up to there.  *is_new: the block brought rows or a state.  KVC_ERR_FORMAT if it is no payload of this cache,
+ * and KVC_ERR_NOMEM. */
+kvc_status kvc_prefix_add_block(struct kvc_fetch *fetch, int32_t block, const void *payload, int64_t size,
+                                int32_t *is_kept, int32_t *is_new);
 
-/* Returns kvc_prefix.forgot. */
-int64_t kvc_prefix_forgot(kvc_prefix *prefix);
-
-/* Call in the child of the process's fork(): ends what only calls of the parent have or drop. */
+/* Call in the child of the process's fork(): drops what calls of the parent were to drop. */
 void kvc_prefixes_forked(kvc_cache *cache);
 
 #endif

@@ -274,7 +274,7 @@ void kvc_sessions_fill(const kvc_batch *batch) {
 
 void kvc_sessions_fit(kvc_cache *cache) {
     if (!cache->max_bytes || kvc_cache_bytes(cache) <= cache->max_bytes ||
-        kvc_fit_max_bytes(cache, "keeping blocks") == KVC_OK)
+        kvc_fit_max_bytes(cache, 0, "keeping blocks") == KVC_OK)
         return;
     kvc_give_back(cache, cache->max_bytes); /* without memory to choose */
     for (kvc_sequence *oldest;

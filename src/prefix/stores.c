@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "base/structs.h"
-#include "prefix/match.h"
+#include "prefix/fetch.h"
 #include "prefix/prefix.h"
 
 /* Reads the caller's store. */
@@ -226,72 +226,76 @@ kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_
 
 /* The full blocks of a prompt that are to be fetched. */
 typedef struct missing {
-    int32_t first; /* number of the first one */
+    int32_t first; /* number of the next one */
     int64_t num;
     uint8_t name[KVC_NAME_BYTES]; /* of the block before, then of the block itself */
 } missing;
 
-static kvc_status find_missing(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens, missing *blocks) {
+static kvc_status begin(kvc_fetch *f, kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens,
+                        missing *blocks) {
     const int32_t size = prefix->cache->pools[0].block_size;
-    kvc_match m;
+    int32_t known = 0;
     kvc_prefix_lock(prefix);
-    const kvc_status status = kvc_match_find(prefix, tokens, num_tokens, &m);
-    if (status != KVC_OK) return kvc_unlock(prefix->cache, status);
-    kvc_match_touch(&m);
-    *blocks = (missing){m.known / size, num_tokens / size - m.known / size, {0}};
-    memcpy(blocks->name, kvc_match_path(&m, m.known)->name, sizeof blocks->name);
-    kvc_match_free(prefix->cache, &m);
-    return kvc_unlock(prefix->cache, KVC_OK);
+    const kvc_status status = kvc_fetch_begin(f, prefix, tokens, num_tokens, &known, blocks->name);
+    blocks->first = known / size;
+    blocks->num = num_tokens / size - blocks->first;
+    return kvc_unlock(prefix->cache, status);
 }
 
-/* Sets *is_kept to whether a block of a prompt is kept. */
-static kvc_status find_kept(kvc_prefix *prefix, const kvc_added *added, int32_t *is_kept) {
-    const int32_t size = prefix->cache->pools[0].block_size, end = (added->block + 1) * size;
-    kvc_match m;
-    kvc_prefix_lock(prefix);
-    const kvc_status status = kvc_match_find(prefix, added->tokens, end, &m);
-    if (status != KVC_OK) return kvc_unlock(prefix->cache, status);
-    const kvc_node *node = kvc_match_path(&m, end);
-    *is_kept = node->end == end && kvc_node_is_live(node);
-    kvc_match_free(prefix->cache, &m);
-    return kvc_unlock(prefix->cache, KVC_OK);
+/* Sets *is_kept to whether a block is kept, and goes on from it then. */
+static kvc_status pass_kept(kvc_fetch *f, int32_t block, int32_t *is_kept) {
+    const int32_t size = f->prefix->cache->pools[0].block_size;
+    const kvc_token_span part = kvc_tokens_part(f->tokens, (int64_t)block * size, (int64_t)(block + 1) * size);
+    kvc_node *last;
+    kvc_prefix_lock(f->prefix);
+    const kvc_status status = kvc_fetch_find(f, block * size, &last);
+    kvc_node *node = last ? kvc_node_child(last, &part) : NULL;
+    *is_kept = node && kvc_node_is_live(node);
+    if (*is_kept) kvc_fetch_pass(f, node);
+    return kvc_unlock(f->prefix->cache, status);
 }
 
 /* Reads the next block, and adds it.  *is_kept is 0 if the store lacks a block without rows, there is no room, or a
  * prompt was forgotten meanwhile.  *is_new is 0 if the block brings nothing. */
-static kvc_status fetch_block(kvc_carrier *c, kvc_prefix *prefix, kvc_added *added, const missing *blocks,
-                              int32_t *is_kept, int32_t *is_new) {
+static kvc_status fetch_block(kvc_carrier *c, kvc_fetch *f, const missing *blocks, int32_t *is_kept, int32_t *is_new) {
     const uint8_t *name = blocks->name;
     int64_t size = 0;
     *is_kept = *is_new = 0;
     KVC_TRY(c->store.read(c->store.user, name, c->value, c->max_bytes, &size));
-    if (!size) return find_kept(prefix, added, is_kept);
+    if (!size) return pass_kept(f, blocks->first, is_kept);
     if (size > c->max_bytes)
         return kvc_fail(KVC_ERR_FORMAT, "the value has %lld bytes, and no block more than %lld", (long long)size,
                         (long long)c->max_bytes);
-    KVC_TRY(kvc_value_check(c->value, size, name, &prefix->owner, c->crc));
-    added->payload = c->value + KVC_VALUE_HEADER;
-    added->size = size - KVC_VALUE_HEADER;
-    return kvc_prefix_add_block(prefix, added, is_kept, is_new);
+    KVC_TRY(kvc_value_check(c->value, size, name, &f->prefix->owner, c->crc));
+    return kvc_prefix_add_block(f, blocks->first, c->value + KVC_VALUE_HEADER, size - KVC_VALUE_HEADER, is_kept,
+                                is_new);
 }
 
-/* Fetches the blocks that are missing in the first num_tokens tokens, until there are no more. */
+/* Fetches blocks until one is missing. */
+static kvc_status fetch_blocks(kvc_carrier *c, kvc_fetch *f, missing *blocks, int32_t *fetched) {
+    const int32_t size = c->cache->pools[0].block_size;
+    kvc_status status = KVC_OK;
+    for (int32_t is_kept = 1, is_new; status == KVC_OK && is_kept && blocks->num; blocks->num--, blocks->first++) {
+        kvc_name_blocks(f->prefix->salt, blocks->name, f->tokens, (int64_t)blocks->first * size, size, 1, blocks->name);
+        status = fetch_block(c, f, blocks, &is_kept, &is_new);
+        if (is_new) *fetched += size;
+    }
+    return status;
+}
+
+/* Fetches the blocks that are missing in the first num_tokens tokens, and marks the blocks of the prompt as used. */
 static kvc_status fetch_all(kvc_carrier *c, kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens,
                             int32_t *fetched) {
-    const int32_t size = c->cache->pools[0].block_size;
-    int32_t is_kept = 1, is_new;
     missing blocks;
-    kvc_added added = {.tokens = tokens, .forgot = kvc_prefix_forgot(prefix)};
-    KVC_TRY(find_missing(prefix, tokens, num_tokens, &blocks));
+    kvc_fetch f;
+    KVC_TRY(begin(&f, prefix, tokens, num_tokens, &blocks));
     if (blocks.num <= 0) return KVC_OK;
     kvc_lock(c->cache);
     KVC_TRY(kvc_unlock(c->cache, take_memory(c, prefix, 1)));
-    for (added.block = blocks.first; is_kept && blocks.num; blocks.num--, added.block++) {
-        kvc_name_blocks(prefix->salt, blocks.name, tokens, (int64_t)added.block * size, size, 1, blocks.name);
-        KVC_TRY(fetch_block(c, prefix, &added, &blocks, &is_kept, &is_new));
-        if (is_new) *fetched += size;
-    }
-    return KVC_OK;
+    const kvc_status status = fetch_blocks(c, &f, &blocks, fetched);
+    kvc_lock(c->cache);
+    kvc_fetch_touch(&f);
+    return kvc_unlock(c->cache, status);
 }
 
 kvc_status kvc_prefix_fetch(kvc_prefix *prefix, const kvc_tokens *from, int64_t max_matched, const kvc_store *store,

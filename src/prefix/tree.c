@@ -7,8 +7,7 @@
 #include "cache/origin.h"
 #include "edit/retain.h"
 
-/* ---- nodes with rows, from the least recently used on
- * --------------------------------------------------------------------------------- */
+/* ---- nodes with rows, from the least recently used on ------------------------------------------------------------ */
 
 static int32_t size_of(const kvc_node *node) { return node->end - node->begin; }
 
@@ -558,6 +557,12 @@ kvc_node *kvc_tree_add_empty(kvc_node *parent, const kvc_token_span *tokens) {
     if (!node || insert(parent, node, tokens) == KVC_OK) return node;
     free_node(node);
     return NULL;
+}
+
+kvc_node *kvc_node_of(const kvc_cache *cache, int64_t id) {
+    const kvc_sequence *hidden = kvc_table_find_hidden(&cache->sequences, id);
+    kvc_node *node = hidden ? (kvc_node *)(void *)hidden->follower : NULL;
+    return node && node->tree->prefix ? node : NULL; /* a tree that a prefix has given up is dropped bit by bit */
 }
 
 /* ---- the tree ---------------------------------------------------------------------------------------------------- */

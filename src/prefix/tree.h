@@ -150,6 +150,10 @@ kvc_node *kvc_node_with_state(const kvc_node *parent, const kvc_token_span *toke
 kvc_status kvc_node_new(kvc_tree *tree, const kvc_sequence *src, int32_t begin, int32_t end, kvc_node **list,
                         kvc_node **made);
 
+/* Returns the node whose rows have an id, which no other rows ever have.  NULL: they were dropped, or the prefix has
+ * given up its tree. */
+kvc_node *kvc_node_of(const kvc_cache *cache, int64_t id);
+
 /* Returns a live child with all its rows that has or begins with these tokens, or NULL. */
 kvc_node *kvc_node_find(const kvc_node *parent, const kvc_token_span *tokens);
 

@@ -24,18 +24,21 @@ static void add_victim(kvc_sequence ***end, kvc_sequence *sequence) {
     *end = &sequence->next_victim;
 }
 
-/* Makes victims of the num least recently used sequences that may be evicted; returns how many there are. */
-static int64_t choose_oldest(kvc_cache *cache, int64_t num) {
+/* Makes victims of the num least recently used sequences that may be evicted, and were used before `before` unless that
+ * is 0; returns how many there are. */
+static int64_t choose_oldest(kvc_cache *cache, int64_t num, int64_t before) {
     kvc_sequence **end = &cache->victims;
     int64_t chosen = 0;
     spare(cache);
     kvc_sequence *sequence = kvc_sequence_end(&cache->evictable, KVC_BY_USE, 0);
-    for (; sequence && chosen < num; sequence = kvc_sequence_beside(sequence, KVC_BY_USE, 1), chosen++)
+    for (; sequence && chosen < num; sequence = kvc_sequence_beside(sequence, KVC_BY_USE, 1), chosen++) {
+        if (before && sequence->used >= before) break;
         add_victim(&end, sequence);
+    }
     return chosen;
 }
 
-void kvc_choose_all(kvc_cache *cache) { choose_oldest(cache, cache->evictable.num); }
+void kvc_choose_all(kvc_cache *cache) { choose_oldest(cache, cache->evictable.num, 0); }
 
 /* Returns whether the lists of a sequence may get other arrays: not while another call may read them. */
 static int may_relist(const kvc_cache *cache, const kvc_sequence *sequence) {
@@ -254,11 +257,12 @@ static kvc_sequence *next_useful(kvc_cache *cache, int64_t used) {
  * `all`, of any.  Returns how many it has looked at. */
 static int64_t choose(const kvc_need *need, int64_t num, int all) {
     kvc_cache *cache = need->cache;
-    if (all) return choose_oldest(cache, num);
+    if (all) return choose_oldest(cache, num, need->before);
     kvc_sequence **end = &cache->victims;
     int64_t chosen = 0, used = 0;
     spare(cache);
     for (kvc_sequence *sequence; chosen < num && (sequence = next_useful(cache, used)); chosen++) {
+        if (need->before && sequence->used >= need->before) break;
         add_victim(&end, sequence);
         used = sequence->used;
     }
@@ -312,7 +316,7 @@ kvc_status kvc_choose_victims(const kvc_need *need) {
     if (may_fit && status == KVC_ERR_FULL && cache->lacks_bytes) {
         status = kvc_tighten(cache);
         if (status == KVC_OK) {
-            choose_oldest(cache, 0);
+            choose_oldest(cache, 0, 0);
             status = need->fits(need);
         }
         if (num && status == KVC_ERR_FULL) status = find_oldest(need, 1);
@@ -346,7 +350,8 @@ kvc_need kvc_need_max_bytes(kvc_cache *cache, const char *what) {
     return (kvc_need){.cache = cache, .fits = fits_max_bytes, .what = what};
 }
 
-kvc_status kvc_fit_max_bytes(kvc_cache *cache, const char *what) {
-    const kvc_need need = kvc_need_max_bytes(cache, what);
+kvc_status kvc_fit_max_bytes(kvc_cache *cache, int64_t before, const char *what) {
+    kvc_need need = kvc_need_max_bytes(cache, what);
+    need.before = before;
     return kvc_make_room(&need);
 }

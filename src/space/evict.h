@@ -25,6 +25,7 @@ typedef struct kvc_need {
      * time for that. */
     kvc_scope scope;
     int32_t expires; /* whether the call expires rows, as kvc_begin does */
+    int64_t before;  /* not 0: only sequences with a lower kvc_sequence.used are evicted */
 } kvc_need;
 
 /* Chooses the fewest least recently used victims with which the call fits, and of these only sequences that free
@@ -57,10 +58,10 @@ void kvc_spare_victims(kvc_cache *cache);
 void kvc_evict(kvc_cache *cache);
 
 /* Chooses victims, evicts them, and gives back memory to stay within max_bytes: the last step of a call that can
- * fail. kvc_fit_max_bytes does that for a call that only takes memory. */
+ * fail. kvc_fit_max_bytes does that for a call that only takes memory; before: as in kvc_need. */
 kvc_status kvc_make_room(const kvc_need *need);
 kvc_need kvc_need_max_bytes(kvc_cache *cache, const char *what);
-kvc_status kvc_fit_max_bytes(kvc_cache *cache, const char *what);
+kvc_status kvc_fit_max_bytes(kvc_cache *cache, int64_t before, const char *what);
 
 /* Returns the slots of group g that will be live: after the expiry, without what the call drops, and without victims
  * or, in KVC_KEPT, all that may be evicted. */

@@ -45,7 +45,7 @@ static inline kvc_status retain_new(kvc_cache *cache, int64_t id, int32_t begin,
     for (int32_t i = 0; i < cache->num_layers; i++) all[i] = (uint8_t)kvc_keeps_tokens(cache, i);
     if (end - begin > kvc_block_size(cache)) return kvc_fail(KVC_ERR_INVALID, "end is %d", end);
     kvc_lock(cache);
-    return kvc_unlock(cache, kvc_retain_unwritten(cache, id, begin, end, layers ? layers : all));
+    return kvc_unlock(cache, kvc_retain_unwritten(cache, id, begin, end, layers ? layers : all, 0));
 }
 
 /* Uses retained sequences, the first last, and ignores other ids. */

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "base/status.h"
+#include "prefix/fetch.h"
 #include "prefix/match.h"
 #include "prefix/prefix.h"
 
@@ -45,10 +46,16 @@ static inline kvc_status missing_blocks(kvc_prefix *prefix, const kvc_tokens *fr
 static inline kvc_status add_payload(kvc_prefix *prefix, const kvc_tokens *from, int32_t block, const void *payload,
                                      int64_t size, int32_t *is_kept) {
     kvc_tokens tokens;
-    int32_t is_new;
+    kvc_fetch fetch;
+    uint8_t name[KVC_NAME_BYTES];
+    int32_t known, is_new;
     KVC_TRY(kvc_read_tokens(from, &tokens));
-    const kvc_added added = {&tokens, block, payload, size, kvc_prefix_forgot(prefix)};
-    return kvc_prefix_add_block(prefix, &added, is_kept, &is_new);
+    kvc_prefix_lock(prefix);
+    KVC_TRY(kvc_unlock(prefix->cache, kvc_fetch_begin(&fetch, prefix, &tokens, tokens.num_tokens, &known, name)));
+    const kvc_status status = kvc_prefix_add_block(&fetch, block, payload, size, is_kept, &is_new);
+    kvc_lock(prefix->cache);
+    kvc_fetch_touch(&fetch);
+    return kvc_unlock(prefix->cache, status);
 }
 
 #endif

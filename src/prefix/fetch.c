@@ -1,0 +1,91 @@
+/* fetch.c: where a call stands in a prompt: see fetch.h. */
+#include "prefix/fetch.h"
+
+#include <string.h>
+
+#include "cache/waiting.h"
+#include "prefix/match.h"
+
+enum { PASSED_AT_ONCE = 256 }; /* blocks that are marked as used before others get the mutex */
+
+static int32_t twice(int32_t position) { return position <= INT32_MAX / 2 ? 2 * position : INT32_MAX; }
+
+kvc_status kvc_fetch_begin(kvc_fetch *f, kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens,
+                           int32_t *known, uint8_t *name) {
+    kvc_match m;
+    *f = (kvc_fetch){.prefix = prefix, .tokens = tokens, .forgot = prefix->forgot, .last = -1};
+    f->before = prefix->cache->num_uses + 1;
+    f->time = kvc_now();
+    KVC_TRY(kvc_match_find(prefix, tokens, num_tokens, &m));
+    kvc_match_touch(&m);
+    f->again = twice(m.known);
+    *known = m.known;
+    memcpy(name, kvc_match_path(&m, m.known)->name, KVC_NAME_BYTES);
+    kvc_match_free(prefix->cache, &m);
+    return KVC_OK;
+}
+
+/* Returns whether a node and all nodes above it are live. */
+static int is_whole(const kvc_node *node) {
+    while (node->parent && kvc_node_is_live(node)) node = node->parent;
+    return !node->parent;
+}
+
+/* Looks for the node as kvc_fetch_find does, from the root on. */
+static kvc_status find_anew(kvc_fetch *f, int32_t end, kvc_node **last) {
+    kvc_prefix *prefix = f->prefix;
+    kvc_match m;
+    f->last = -1;
+    KVC_TRY(kvc_match_find(prefix, f->tokens, (int64_t)end + prefix->cache->pools[0].block_size, &m));
+    kvc_node *node = kvc_match_path(&m, end);
+    f->is_whole = is_whole(node);
+    if (node->end == end && (m.with_rows >= end || f->is_whole)) *last = node;
+    if (*last && node->rows) f->last = node->rows->id;
+    kvc_match_free(prefix->cache, &m);
+    return KVC_OK;
+}
+
+kvc_status kvc_fetch_find(kvc_fetch *f, int32_t end, kvc_node **last) {
+    const kvc_prefix *prefix = f->prefix;
+    *last = NULL;
+    if (prefix->forgot != f->forgot) return KVC_OK;
+    if (kvc_tree_is_forgetting(prefix->tree, kvc_tokens_part(f->tokens, 0, 1))) return KVC_OK;
+    kvc_node *node = kvc_node_of(prefix->cache, f->last);
+    /* A token behind a complete block sees no earlier rows than the block's first token does. */
+    if (!node || !kvc_node_is_live(node) || !(f->is_whole || kvc_node_is_complete(node)))
+        return find_anew(f, end, last);
+    *last = node;
+    return KVC_OK;
+}
+
+void kvc_fetch_touch(kvc_fetch *f) {
+    kvc_cache *cache = f->prefix->cache;
+    const int64_t before = cache->num_uses + 1;
+    int whole = 1;
+    kvc_node *node = kvc_node_of(cache, f->last);
+    kvc_tree_date(f->prefix->tree);
+    for (int num = 1; node && node->parent; num++) {
+        if (kvc_node_is_live(node))
+            kvc_node_relist(node);
+        else
+            whole = 0;
+        node = node->parent;
+        if (num % PASSED_AT_ONCE) continue;
+        kvc_cache_give_way(cache);
+        if (!kvc_node_of(cache, f->last)) node = NULL; /* while the last node stays, the nodes above it do */
+    }
+    if (!node || !whole) f->last = -1;
+    if (!node) return;
+    f->before = before;
+    f->time = kvc_now();
+}
+
+void kvc_fetch_pass(kvc_fetch *f, kvc_node *node) {
+    const kvc_tree *tree = node->tree;
+    f->last = node->rows->id;
+    kvc_node_relist(node);
+    /* Marking all of them whenever their number has doubled takes a constant time for each. */
+    if (node->end < f->again && !(tree->ttl && kvc_now() - f->time > tree->ttl / 2)) return;
+    f->again = twice(node->end);
+    kvc_fetch_touch(f);
+}
