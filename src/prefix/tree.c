@@ -459,7 +459,7 @@ static void move_rows(kvc_node *node, kvc_node *to) {
     kvc_sequence *rows = node->rows;
     rows->follower = NULL;
     node->rows = NULL;
-    kvc_node_use(to, 1); /* to stay meanwhile */
+    to->num_users++; /* to stay meanwhile: with rows again, it usually counts for the nodes above as before */
     if (to->rows) kvc_node_drop(to);
     if (kvc_node_is_lost(to)) kvc_node_let_go(to);
     rows->follower = &to->follower;
