@@ -212,3 +212,24 @@ def test_long_prompts(slope, call):
         return committing if call == "commit" else clearing
 
     slope(f"{call} of a prompt of so many blocks", (500, 2000, 8000), end, "<= 1.2")
+
+
+def test_fetching_long_prompts(slope):
+    """Acquire a prompt whose blocks are in a store, and in no cache."""
+    sizes, store = (500, 2000, 8000), {}
+
+    def begin():
+        cache = kvcache.KVCache(1, 1, DIM, None, max_sequences=None, num_threads=1, block_size=16)
+        return cache, kvcache.PrefixCache(cache, fingerprint="any", store=store, timeout=60)
+
+    cache, prefix = begin()
+    seq_id, _ = prefix.acquire([*range(16 * sizes[-1]), 0])
+    append(cache, range(16 * sizes[-1]), [seq_id] * 16 * sizes[-1])
+    assert prefix.close(60)
+
+    def fetch(size):
+        seconds, (_, matched) = timed(begin()[1].acquire, [*range(16 * size), 0])
+        assert matched == 16 * size
+        return seconds
+
+    slope("acquire of a prompt of so many blocks in a store", sizes, fetch, "<= 1.2")
