@@ -3,8 +3,6 @@
 tests/c/edit/test_keys_only.c holds what edits, states and prefixes do with such rows.
 """
 
-import copy
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -182,27 +180,7 @@ def test_values_and_attention_are_refused():
         kvcache.KVCache([*layers(), kvcache.Layer(1, INDEX_DIM, rope=ROPE, share=1)])
 
 
-# ---- sequences and files
-
-
-def test_keys_go_where_their_tokens_go(tmp_path):
-    cache = fed("int8", k_transform="hadamard")
-    before = cache.gather(1, raw=True)[0]
-    cache.fork(0, 1)
-    cache.remove(2, 5, seq_id=1)
-    cache.settle()
-    cache.truncate(7)
-    np.testing.assert_array_equal(cache.gather(1, raw=True)[0], before[:, :7])
-    for layer in range(3):
-        assert cache.positions(layer=layer, seq_id=1).tolist() == [*range(6)]
-    cache.save(tmp_path / "state")
-    for other in (copy.copy(cache), kvcache.KVCache.load(tmp_path / "state")):
-        assert other.layers == cache.layers
-        for seq_id in (0, 1):
-            for layer in range(3):
-                np.testing.assert_array_equal(
-                    other.gather(layer, seq_id=seq_id, raw=True)[0], cache.gather(layer, seq_id=seq_id, raw=True)[0]
-                )
+# ---- files
 
 
 def test_states(tmp_path):
@@ -220,17 +198,3 @@ def test_states(tmp_path):
         kvcache.KVCache([layers("int8")[0], *[kvcache.Layer(1, INDEX_DIM, dtype="int8", rope=ROPE)] * 2]).restore(
             tmp_path / "keys"
         )
-
-
-def test_prefixes():
-    tokens, store, states = [*range(TOKENS)], {}, []
-    for known in (0, 8):
-        cache = kvcache.KVCache(layers("q8_0"), max_sequences=None, block_size=4)
-        prefix = kvcache.PrefixCache(cache, fingerprint="a model", store=store)
-        seq_id, matched = prefix.acquire(tokens)
-        assert matched == known
-        feed(cache, TOKENS - matched, seq_id)
-        states.append(cache.gather(1, seq_id=seq_id, raw=True)[0][:, :8])
-        prefix.release(seq_id, tokens)
-        assert prefix.close()
-    np.testing.assert_array_equal(*states)
