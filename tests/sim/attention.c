@@ -543,11 +543,27 @@ static void attend_in_keys(client *c, pass *p, int layer) {
     if (status != KVC_ERR_UNSUPPORTED) fail(c, "answers \"%s\"", kvc_strerror(status));
 }
 
+/* Selects rows where that must be refused: in a layer without sketches, of fewer than none, or beside chosen rows. */
+static void select_wrongly(client *c, const pass *p, int layer) {
+    piece *of = &crews[c->number].call;
+    query q = any_query(p);
+    q.select = 0;
+    kvc_plan_args plan = plan_of(c->w, &q, layer);
+    make_piece(of, c->w, layer, &q);
+    const int has_sketches = c->w->layers[layer].sketch_bits != 0, is_chosen = q.max_chosen != 0;
+    plan.select_rows = has_sketches && !is_chosen ? -1 - pick(9) : 1 + pick(9);
+    begin_own_call(c, "kvc_attend, selecting wrongly");
+    const kvc_status status = kvc_attend(p->batch, &plan, &of->args);
+    if (status != (has_sketches || is_chosen ? KVC_ERR_INVALID : KVC_ERR_UNSUPPORTED))
+        fail(c, "answers \"%s\"", kvc_strerror(status));
+}
+
 void attend(client *c, pass *p, int layer) {
     if (!c->w->layers[layer].v_dim && !pick(4)) {
         attend_in_keys(c, p, layer);
         return;
     }
+    if (c->w->layers[layer].v_dim && !pick(20)) select_wrongly(c, p, layer);
     p->last = any_query(p);
     if (pick(3)) {
         attend_by_call(c, p, &p->last, layer, NULL);
