@@ -506,13 +506,13 @@ typedef struct kvc_plan_args {
  * to its own, if the policy shows them and the plan does not mask them.  These are stored rows, and rows of the batch,
  * which must have been put in this layer.
  * If a token sees no row, out is 0, and lse is -inf; if sinks are given, lse is the head's sink.
- * With plan->select_rows, a token reads only a part of the rows that it sees.  For each KV head it reads the first 16 and
- * the last 64 of them, by position.  The others are cut into pieces of 4.  Their sketches give each of these rows a score
- * for each query head, and so, by the softmax over these rows, a weight.  The weight of a piece is the sum over its rows
- * and the query heads.  The token reads the heaviest select_rows / 4 pieces, rounded up.  If pieces weigh the same, it
- * reads the first of them.  Softcap and ALiBi apply to these scores.  A sequence reads all rows if it has more than 8
- * query tokens in the call.  It also reads all if it has at most 80 + 2 * select_rows rows, the batch's included,
- * as does a token that sees no more.
+ * With plan->select_rows, a token reads only a part of the rows that it sees.  By position, they are cut into pieces of
+ * 4.  For each KV head the token reads the pieces with its first 16 and its last 64 rows.  Sketches give each row that
+ * it sees a score for each query head, and so, by the softmax, a weight.  The weight of a piece is the sum over its rows
+ * and the query heads.  Of the other pieces, the token reads the heaviest select_rows / 4, rounded up.  If pieces weigh
+ * the same, it reads the first of them.  Softcap and ALiBi apply to these scores.  A sequence reads all rows if it has
+ * more than 8 query tokens in the call.  It also reads all if it has at most 80 + 2 * select_rows rows, the batch's
+ * included, as does a token that sees no more.
  * The rows of a token that selected some do not follow from the tokens alone, so kvc_exact_to ends before it.
  * The bits of a token's result depend on the rows that it sees, and on which tokens of its sequence are in the call.
  * They do not depend on threads, on where rows lie, or on other sequences of the batch.  If rows are chosen, the bits

@@ -172,17 +172,19 @@ static void lay_out_selecting(kvc_plan *plan, const totals *t) {
     kvc_workspace_layout *at = &plan->workspace;
     const int64_t most_rows = kvc_most_unselected(&plan->args);
     const int64_t listed = most_rows > KVC_CHUNK_ROWS ? most_rows : KVC_CHUNK_ROWS;
-    const uint64_t heads = (uint64_t)plan->heads_per_part, pieces = (uint64_t)t->most_rows / KVC_PIECE_ROWS + 1;
-    const uint64_t selected = (uint64_t)plan->args.select_rows / KVC_PIECE_ROWS + 1;
-    const uint64_t splits = ((uint64_t)most_rows + KVC_SPLIT_ROWS - 1) / KVC_SPLIT_ROWS;
+    const uint64_t heads = (uint64_t)plan->heads_per_part;
+    const uint64_t pieces = (uint64_t)kvc_divide_up(t->most_rows, KVC_PIECE_ROWS);
+    const uint64_t ranges = (uint64_t)kvc_selected_pieces(&plan->args) + 2; /* pieces, and the first and last rows */
+    const uint64_t read = ranges + (KVC_FIRST_READ + KVC_LAST_READ) / KVC_PIECE_ROWS; /* pieces: one more at the end */
+    const uint64_t splits = (uint64_t)kvc_divide_up(most_rows, KVC_SPLIT_ROWS);
     at->packed = add_floats(&at->size, heads * kvc_sketch_query_bytes(plan->k_dim) / sizeof(float));
     at->weights = add_floats(&at->size, heads);
     at->starts = add_floats(&at->size, heads);
     at->totals = add_floats(&at->size, heads * (KVC_CHUNK_ROWS / KVC_PANEL));
     at->ranks = add_floats(&at->size, kvc_found_size(plan, t->most_split_rows));
     at->entries = add_floats(&at->size, pieces);
-    at->ids = add_floats(&at->size, selected);
-    at->chosen = add_floats(&at->size, (selected + 2) * sizeof(kvc_row_range) / sizeof(float));
+    at->ids = add_floats(&at->size, read);
+    at->chosen = add_floats(&at->size, ranges * sizeof(kvc_row_range) / sizeof(float));
     at->segments = add_floats(&at->size, (uint64_t)listed * sizeof(kvc_segment) / sizeof(float));
     at->partials = add_floats(&at->size, splits * kvc_partial_size(plan->heads_per_part, at->acc_stride));
 }

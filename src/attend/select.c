@@ -1,14 +1,14 @@
 /* select.c: see select.h.
  *
- * The rule for selected rows.  A token's rows are counted by position, and at one position by arrival.  It reads the
- * first KVC_FIRST_READ and the last KVC_LAST_READ, and all where it sees at most kvc_most_unselected.  The others are
- * cut into pieces of KVC_PIECE_ROWS by that count, so that nothing depends on where rows lie.  A sketch gives each row
- * a score for each query head of a KV head, and so, by the softmax over all these rows, a weight.  A piece counts by
- * the sum of the weights of its rows and heads.  The pieces that count most are read; of equal ones, the first.
+ * The rule for selected rows.  A token's rows are counted by position, and at one position by arrival.  They are cut
+ * into pieces of KVC_PIECE_ROWS by that count, so that nothing depends on where rows lie.  A sketch gives each row a
+ * score for each query head of a KV head, and so, by the softmax over all rows, a weight.  A piece counts by the sum of
+ * the weights of its rows and heads.  The token reads the pieces with its first KVC_FIRST_READ and its last
+ * KVC_LAST_READ rows, and of the others those that count most; of equal ones, the first.  It reads all rows where it
+ * sees at most kvc_most_unselected.
  *
- * Rows that are not read anyway are scored in chunks of KVC_CHUNK_ROWS.  A chunk gives the maximum and the sum of each
- * head, then the weights of its pieces for each head, relative to that maximum.  Sums are made in the same order for
- * any number of threads.
+ * Rows are scored in chunks of KVC_CHUNK_ROWS.  A chunk gives the maximum and the sum of each head, then the weights of
+ * its pieces for each head, relative to that maximum.  Sums are made in the same order for any number of threads.
  */
 #include "attend/select.h"
 
@@ -165,7 +165,7 @@ static void add_pieces(const kvc_task *t, const found *to, int32_t tile) {
 
 /* Scores a chunk of num_rows rows, which are listed from `at` on. */
 static void score_chunk(kvc_task *t, kvc_row_place at, int64_t num_rows, const found *to) {
-    const int32_t num_q = t->num_query_rows, num_tiles = (int32_t)((num_rows + KVC_PANEL - 1) / KVC_PANEL);
+    const int32_t num_q = t->num_query_rows, num_tiles = (int32_t)kvc_divide_up(num_rows, KVC_PANEL);
     float *const maxima = t->workspace + t->call->plan->workspace.totals; /* [num_tiles][num_q] */
     for (int32_t r = 0; r < num_q; r++) to->max[r] = -INFINITY, to->sum[r] = 0;
     for (int32_t tile = 0; tile < num_tiles; tile++) {
@@ -185,17 +185,15 @@ static void score_chunk(kvc_task *t, kvc_row_place at, int64_t num_rows, const f
         }
 }
 
-/* Returns the rows that a token selects from, of num_seen that it sees: none, if it reads all. */
-static kvc_row_range middle_of(const kvc_task *t, int64_t num_seen) {
-    const int reads_all = num_seen <= kvc_most_unselected(&t->call->plan->args);
-    return (kvc_row_range){KVC_FIRST_READ, reads_all ? KVC_FIRST_READ : num_seen - KVC_LAST_READ};
+/* Counts the rows that are scored, of num_seen that a token sees: none, if it reads all. */
+static int64_t num_scored(const kvc_task *t, int64_t num_seen) {
+    return num_seen <= kvc_most_unselected(&t->call->plan->args) ? 0 : num_seen;
 }
 
 int kvc_score_sketches(kvc_task *t) {
     const kvc_plan *plan = t->call->plan;
-    const kvc_row_range middle = middle_of(t, kvc_count_seen(t));
-    const int64_t first = middle.begin + t->job->split * t->slice->split_rows;
-    const int64_t end = kvc_smaller(first + kvc_split_rows(t->slice, t->job->split), middle.end);
+    const int64_t num_rows = num_scored(t, kvc_count_seen(t)), first = t->job->split * t->slice->split_rows;
+    const int64_t end = kvc_smaller(first + kvc_split_rows(t->slice, t->job->split), num_rows);
     float *to = t->workspace + plan->workspace.ranks;
     for (int64_t row = first; row < end; row += KVC_CHUNK_ROWS, to += kvc_chunk_size(plan)) {
         const kvc_row_range chunk = {row, kvc_smaller(row + KVC_CHUNK_ROWS, end)};
@@ -243,11 +241,11 @@ static void rank_pieces(const kvc_task *t, const found *from, uint32_t *keys, in
     for (int64_t i = 0; i < num; i++) keys[i] = kvc_key_of(masses[i]);
 }
 
-/* Selects pieces of the rows in the middle, in ascending order.  Returns where their numbers are, and sets *num. */
-static const int32_t *select_pieces(const kvc_task *t, kvc_row_range middle, int32_t *num) {
+/* Selects pieces of rows that were scored, in ascending order.  Returns where their numbers are, and sets *num. */
+static const int32_t *select_pieces(const kvc_task *t, int64_t num_rows, int32_t *num) {
     const kvc_workspace_layout *at = &t->call->plan->workspace;
-    const int64_t num_rows = middle.end - middle.begin, num_pieces = (num_rows + KVC_PIECE_ROWS - 1) / KVC_PIECE_ROWS;
-    const int64_t num_chunks = (num_rows + KVC_CHUNK_ROWS - 1) / KVC_CHUNK_ROWS;
+    const int64_t num_pieces = kvc_divide_up(num_rows, KVC_PIECE_ROWS);
+    const int64_t num_chunks = kvc_divide_up(num_rows, KVC_CHUNK_ROWS);
     uint32_t *const keys = (uint32_t *)(void *)(t->workspace + at->entries);
     int32_t *const pieces = (int32_t *)(void *)(t->workspace + at->ids);
     add_up_chunks(t, num_chunks);
@@ -255,25 +253,28 @@ static const int32_t *select_pieces(const kvc_task *t, kvc_row_range middle, int
         const found from = found_of(t, i);
         rank_pieces(t, &from, keys + first, kvc_smaller(num_pieces - first, KVC_CHUNK_PIECES));
     }
-    const kvc_entries entries = {.keys = keys, .num = num_pieces, .local = num_pieces, .local_end = num_pieces};
-    const int32_t most = (t->call->plan->args.select_rows + KVC_PIECE_ROWS - 1) / KVC_PIECE_ROWS;
-    *num = kvc_topk(&entries, most, pieces);
+    const kvc_entries entries = {.keys = keys,
+                                 .num = num_pieces,
+                                 .first = KVC_FIRST_READ / KVC_PIECE_ROWS,
+                                 .local = (num_rows - KVC_LAST_READ) / KVC_PIECE_ROWS,
+                                 .local_end = num_pieces};
+    const int64_t most = entries.first + kvc_selected_pieces(&t->call->plan->args) + num_pieces - entries.local;
+    *num = kvc_topk(&entries, (int32_t)most, pieces);
     return pieces;
 }
 
 int64_t kvc_list_selected(const kvc_task *t) {
-    const int64_t num_seen = kvc_count_seen(t);
-    const kvc_row_range middle = middle_of(t, num_seen), all = {0, num_seen};
+    const int64_t num_seen = kvc_count_seen(t), num_rows = num_scored(t, num_seen);
+    const kvc_row_range all = {0, num_seen};
     kvc_row_range *const ranges = (kvc_row_range *)(void *)(t->workspace + t->call->plan->workspace.chosen), *to;
     int32_t num;
-    if (middle.begin == middle.end) return kvc_list_seen(t, &all, 1);
-    const int32_t *pieces = select_pieces(t, middle, &num);
-    *(to = ranges) = (kvc_row_range){0, middle.begin};
+    if (!num_rows) return kvc_list_seen(t, &all, 1);
+    const int32_t *pieces = select_pieces(t, num_rows, &num);
+    *(to = ranges) = (kvc_row_range){0, 0};
     for (int32_t i = 0; i < num; i++) {
-        const int64_t begin = middle.begin + (int64_t)pieces[i] * KVC_PIECE_ROWS;
+        const int64_t begin = (int64_t)pieces[i] * KVC_PIECE_ROWS;
         if (begin != to->end) *++to = (kvc_row_range){begin, begin};
-        to->end = kvc_smaller(begin + KVC_PIECE_ROWS, middle.end);
+        to->end = kvc_smaller(begin + KVC_PIECE_ROWS, num_rows);
     }
-    *++to = (kvc_row_range){middle.end, num_seen};
     return kvc_list_seen(t, ranges, to + 1 - ranges);
 }

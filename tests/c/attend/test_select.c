@@ -25,10 +25,13 @@ static float given_q[MOST_NEW + COMPANY + 1][MOST_HEADS * MOST_WIDTH];
 static float given_k[MOST_ROWS * MOST_WIDTH], given_v[MOST_ROWS * MOST_WIDTH];
 static const float alibi[MOST_HEADS] = {0.01f, 0.001f, 0, -0.002f, 0.03f};
 
+/* Keys have large elements, and the first ones are large: some heads give nearly all of their weight to them. */
 static void fill(float *to, int what, int first, int n, int width) {
     for (int i = 0; i < n; i++)
-        for (int d = 0; d < width; d++)
-            to[i * width + d] = element_of(what, 0, first + i, d) * (what == 0 && d % 32 < 2 ? 6 : 1);
+        for (int d = 0; d < width; d++) {
+            const int factor = what ? 1 : (d % 32 < 2 ? 6 : 1) * (first + i < 4 ? 3 : 1);
+            to[i * width + d] = element_of(what, 0, first + i, d) * (float)factor;
+        }
 }
 
 /* ---- storing ----------------------------------------------------------------------------------------------------- */
@@ -229,36 +232,36 @@ static int by_mass(const void *a, const void *b) {
 static int list_selected(const world *w, const float *keys, const int32_t *at, int n, int t, int head, int32_t *to) {
     static double k[MOST_ROWS][MOST_WIDTH], score[MOST_ROWS];
     static int order[MOST_ROWS / 4 + 1];
-    const int dim = w->layer.k_dim, group = w->heads / w->layer.num_kv_heads, middle = n - 80;
-    const int pieces = (middle + 3) / 4, most = (w->select + 3) / 4;
+    const int dim = w->layer.k_dim, group = w->heads / w->layer.num_kv_heads, last_read = (n - 64) / 4;
+    const int pieces = last_read - 4, most = (w->select + 3) / 4; /* of the rows between */
     int num = 0, is_unsure = 0;
     for (int i = 0; i < MOST_LISTED; i++) to[i] = -1;
     memset(masses, 0, sizeof masses);
-    for (int j = 0; j < middle; j++) {
-        for (int d = 0; d < dim; d++) k[j][d] = (double)keys[(j + 16) * dim + d];
+    for (int j = 0; j < n; j++) {
+        for (int d = 0; d < dim; d++) k[j][d] = (double)keys[j * dim + d];
         is_unsure |= sketch(k[j], dim);
     }
     for (int h = head * group; h < (head + 1) * group; h++) {
         double q[MOST_WIDTH], top = -INFINITY, sum = 0;
         for (int d = 0; d < dim; d++) q[d] = (double)given_q[t][h * dim + d];
         round_query(q, dim);
-        for (int j = 0; j < middle; j++) {
+        for (int j = 0; j < n; j++) {
             score[j] = 0;
             for (int d = 0; d < dim; d++) score[j] += q[d] * k[j][d];
             score[j] /= sqrt(dim);
             if (w->softcap > 0) score[j] = w->softcap * tanh(score[j] / w->softcap);
-            if (w->has_alibi) score[j] -= alibi[h] * (double)(at[n - 1] - at[j + 16]);
+            if (w->has_alibi) score[j] -= alibi[h] * (double)(at[n - 1] - at[j]);
             top = fmax(top, score[j]);
         }
-        for (int j = 0; j < middle; j++) sum += exp(score[j] - top);
-        for (int j = 0; j < middle; j++) masses[j / 4] += exp(score[j] - top) / sum;
+        for (int j = 0; j < n; j++) sum += exp(score[j] - top);
+        for (int j = 0; j < n; j++) masses[j / 4] += exp(score[j] - top) / sum;
     }
-    for (int i = 0; i < pieces; i++) order[i] = i;
+    for (int i = 0; i < pieces; i++) order[i] = 4 + i;
     qsort(order, (size_t)pieces, sizeof *order, by_mass);
     for (int i = 0; i < 16; i++) to[num++] = at[i];
     for (int i = 0; i < most; i++)
-        for (int j = 0; j < 4 && order[i] * 4 + j < middle; j++) to[num++] = at[16 + order[i] * 4 + j];
-    for (int i = n - 64; i < n; i++) to[num++] = at[i];
+        for (int j = 0; j < 4; j++) to[num++] = at[order[i] * 4 + j];
+    for (int i = last_read * 4; i < n; i++) to[num++] = at[i];
     const double last = masses[order[most - 1]], next = masses[order[most]];
     return !is_unsure && last > 1e-20 && (last - next) / last > 1e-4;
 }

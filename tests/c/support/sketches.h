@@ -206,35 +206,28 @@ typedef struct selecting {
  * difference of scores may be off.  Returns 0 if that may decide. */
 static inline int mark_selected(const selecting *by, int n, const double *scores, int num_heads, double off,
                                 uint8_t *reads) {
-    const int middle = n - by->first - by->last, pieces = (middle + 3) / 4, most = (by->rows + 3) / 4;
-    int is_sure = 1;
+    const int pieces = (n + 3) / 4, begin = by->first / 4, end = (n - by->last) / 4, most = (by->rows + 3) / 4;
     memset(reads, 1, (size_t)n);
-    if (middle <= 2 * by->rows) return 1;
+    if (n <= by->first + by->last + 2 * by->rows) return 1;
     double *masses = calloc((size_t)pieces, sizeof *masses);
     for (int h = 0; h < num_heads; h++) {
-        const double *x = scores + h * n + by->first;
+        const double *x = scores + h * n;
         double top = -INFINITY, sum = 0;
-        for (int j = 0; j < middle; j++) top = fmax(top, x[j]);
-        for (int j = 0; j < middle; j++) sum += exp(x[j] - top);
-        for (int j = 0; j < middle; j++) masses[j / 4] += exp(x[j] - top) / sum;
+        for (int j = 0; j < n; j++) top = fmax(top, x[j]);
+        for (int j = 0; j < n; j++) sum += exp(x[j] - top);
+        for (int j = 0; j < n; j++) masses[j / 4] += exp(x[j] - top) / sum;
     }
-    memset(reads + by->first, 0, (size_t)middle);
-    for (int i = 0; i < pieces; i++) {
+    double least = INFINITY, next = 0; /* weight of what is read of choice, and of what is not read */
+    for (int i = begin; i < end; i++) {
         int before = 0;
-        for (int j = 0; j < pieces; j++) {
-            before += masses[j] > masses[i] || (masses[j] == masses[i] && j < i);
-        }
-        if (before < most) memset(reads + by->first + 4 * i, 1, (size_t)(middle - 4 * i < 4 ? middle - 4 * i : 4));
-    }
-    double least = INFINITY, next = 0; /* of what is read, and of what is not */
-    for (int i = 0; i < pieces; i++)
-        if (reads[by->first + 4 * i])
+        for (int j = begin; j < end; j++) before += masses[j] > masses[i] || (masses[j] == masses[i] && j < i);
+        if (before < most)
             least = fmin(least, masses[i]);
         else
-            next = fmax(next, masses[i]);
-    if (least < 1e-20 || least - next <= (1e-5 + off) * least) is_sure = 0; /* weights that are lost to floats */
+            memset(reads + 4 * i, 0, 4), next = fmax(next, masses[i]);
+    }
     free(masses);
-    return is_sure;
+    return least > 1e-20 && least - next > (1e-5 + off) * least; /* floats lose smaller weights */
 }
 
 #endif
