@@ -35,6 +35,7 @@ TARGET void kvc_prepare_bf16_avx512(float *q, int q_stride, int num_q, int dim, 
 DEFINE_SOFTMAX(kvc_softmax_avx512)
 DEFINE_MATMUL(kvc_matmul_avx512)
 DEFINE_HADAMARD(kvc_hadamard_avx512)
+DEFINE_MAKE_SKETCHES(kvc_make_sketches_avx512)
 DEFINE_RANK(kvc_rank_f32_avx512, KVC_F32)
 
 DEFINE_PREPARE(kvc_prepare_q8_0_avx512, KVC_Q8_0)

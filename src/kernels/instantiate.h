@@ -112,6 +112,12 @@
         rank(type, scores, q, rows, row_stride, by, n);                                                             \
     }
 
+#define DEFINE_MAKE_SKETCHES(name)                                                  \
+    extern kvc_make_sketches_fn name;                                               \
+    TARGET void name(void *to, int64_t stride, const float *keys, int n, int dim) { \
+        make_sketches(to, stride, keys, n, dim);                                    \
+    }
+
 #define DEFINE_SKETCH(name)                                                                                     \
     extern kvc_sketch_fn name;                                                                                  \
     TARGET void name(float *scores, const kvc_sketch_query *q, int num_q, const void *rows, int64_t row_stride, \

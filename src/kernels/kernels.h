@@ -5,6 +5,7 @@
  * accumulators.  Where a type is quantised, dim is a multiple of KVC_QUANT_ELEMENTS.
  *
  *   scalar.c          plain C, no vectors: what the others are tested against.  Keep it.
+ *   scalar_select.h   part of scalar.c: which rows are to be read
  *   avx2.c avx512.c avx512vnni.c avx512bf16.c amx.c neon.c neondotprod.c
  *   neonfhm.c neoni8mm.c neonbf16.c    a set each: its kernels, and its table
  *   matmul_quantised.h scaled_rows.h    parts of avx512vnni.c: products of many query rows with quantised ones; all
@@ -25,6 +26,7 @@
 #ifndef KVC_KERNELS_H
 #define KVC_KERNELS_H
 
+#include <math.h>
 #include <stdint.h>
 
 #include "base/dtype.h"
@@ -210,6 +212,26 @@ typedef struct kvc_rank_query {
 typedef void kvc_rank_fn(float *scores, const kvc_rank_query *q, const void *rows, int64_t row_stride, const float *by,
                          int n);
 
+/* Adds halves, then halves of these, and so on, so that all sets round alike. */
+static inline float kvc_add_up(const float x[KVC_LANES]) {
+    float sums[KVC_LANES / 4];
+    for (int i = 0; i < KVC_LANES / 4; i++)
+        sums[i] = (x[i] + x[i + KVC_LANES / 2]) + (x[i + KVC_LANES / 4] + x[i + 3 * KVC_LANES / 4]);
+    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+}
+
+/* Return the threshold of sketches of keys, and their scale, by sums of squares and of products with levels
+ * (rows/sketch.h). */
+static inline float kvc_sketch_threshold(float squares, int dim) { return 0.98f * sqrtf(squares / (float)dim); }
+static inline float kvc_sketch_scale(float squares, float products) {
+    const float scale = products == 0 ? 0 : squares / products;
+    return isnan(scale) ? NAN : scale > KVC_LARGEST_F16 ? KVC_LARGEST_F16 : scale;
+}
+
+/* Makes the sketches (rows/sketch.h) of n keys of dim floats, which are mixed, at `to` and each `stride` bytes behind.
+ * Sums are of every KVC_LANES-th element, each product and each sum rounded.  So all sets give the same bits. */
+typedef void kvc_make_sketches_fn(void *to, int64_t stride, const float *keys, int n, int dim);
+
 /* Queries that are compared with sketches (rows/sketch.h): mixed as these are, and rounded to int8. */
 typedef struct kvc_sketch_query {
     const int8_t *codes;  /* [num_q][stride] queries; zeros behind k_dim elements */
@@ -252,6 +274,7 @@ typedef struct kvc_kernels {
     /* Each set has one for f32 and one for int8.  NULL: rows of the type are decoded to f32 first.  The one for bf16
      * takes queries of bf16, and rows of whole steps. */
     kvc_rank_fn *rank[KVC_STORED_TYPES];
+    kvc_make_sketches_fn *make_sketches;
     kvc_sketch_fn *sketch;
 } kvc_kernels;
 

@@ -467,61 +467,13 @@ static void scale_rows(float *q, int q_stride, int num_q, int dim, float by) {
         for (int d = 0; d < dim; d++) q[(ptrdiff_t)r * q_stride + d] *= by;
 }
 
-/* Returns the product of a row and the query in a lane. */
-static float rank_product(int type, const kvc_rank_query *q, int lane, const uint8_t *row) {
-    const int elements = KVC_STEP_BYTES * KVC_TYPES[type].elements / KVC_TYPES[type].bytes;
-    int32_t sum = 0;
-    float sum_of_floats = 0;
-    for (int i = 0; i < q->num_steps; i++, row += KVC_STEP_BYTES) {
-        const uint8_t *step = (const uint8_t *)q->packed + ((ptrdiff_t)i * q->num_lanes + lane) * KVC_STEP_BYTES;
-        for (int e = 0; e < elements; e++) {
-            if (type == KVC_INT8)
-                sum += ((const int8_t *)step)[e] * ((const int8_t *)row)[e];
-            else
-                sum_of_floats += load(type, step, e) * load(type, row, e);
-        }
-    }
-    return type == KVC_INT8 ? (float)sum : sum_of_floats;
-}
-
-/* Returns a row's score for a choice.  Storing each product rounds it before it is added, as in `scaled`. */
-static float rank_row(int type, const kvc_rank_query *q, int choice, const uint8_t *row, float by) {
-    const int width = q->choice_lanes < KVC_LANES ? q->choice_lanes : KVC_LANES;
-    float sums[KVC_LANES] = {0};
-    for (int i = 0; i < q->choice_lanes; i++) {
-        const int lane = choice * q->choice_lanes + i;
-        const volatile float product = rank_product(type, q, lane, row) * by;
-        const volatile float weighed = (q->relu && product < 0 ? 0 : product) * q->weights[lane];
-        if (q->masks[lane]) sums[i % KVC_LANES] += weighed;
-    }
-    for (int half = width / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) sums[i] += sums[i + half];
-    return sums[0];
-}
-
-static void rank(int type, float *scores, const kvc_rank_query *q, const void *rows, int64_t row_stride,
-                 const float *by, int n) {
-    for (int c = 0; c < q->num_lanes / q->choice_lanes; c++)
-        for (int j = 0; j < n; j++) scores[c * KVC_TILE + j] = rank_row(type, q, c, row_at(rows, row_stride, j), by[j]);
-}
-
-static void score_sketches(float *scores, const kvc_sketch_query *q, int num_q, const void *rows, int64_t by, int dim) {
-    for (int i = 0; i < num_q * KVC_PANEL; i++) {
-        const int r = i / KVC_PANEL, j = i % KVC_PANEL, n = dim / 4;
-        const uint8_t *row = row_at(rows, by, j);
-        float sum = q->offsets[r]; /* exact, as integers are small */
-        for (int d = 0; d < dim; d++)
-            sum += (float)((row[d / 32 * 8 + d % 8] >> d % 32 / 8 * 2 & 3) * q->codes[r * q->stride + d]);
-        const volatile float product = sum * load(KVC_F16, row + n, 0);
-        scores[r * KVC_TILE + j % 4 * KVC_LANES + j / 4] = product * q->scales[r];
-    }
-}
-
 /* Queries stay floats, whatever the type of rows. */
 static void prepare(int type, float *q, int q_stride, int num_q, int dim, float scale) {
     (void)type;
     scale_rows(q, q_stride, num_q, dim, scale);
 }
+
+#include "kernels/scalar_select.h"
 
 /* ---- the kernels, by name ---------------------------------------------------------------------------------------- */
 
@@ -556,6 +508,7 @@ DEFINE_MATMUL(kvc_matmul_scalar)
 DEFINE_HADAMARD(kvc_hadamard_scalar)
 DEFINE_RANK(kvc_rank_f32_scalar, KVC_F32)
 DEFINE_RANK(kvc_rank_int8_scalar, KVC_INT8)
+DEFINE_MAKE_SKETCHES(kvc_make_sketches_scalar)
 DEFINE_SKETCH(kvc_sketch_scalar)
 
 DEFINE_PREPARE(kvc_prepare_q8_0_scalar, KVC_Q8_0)
@@ -596,5 +549,6 @@ const kvc_kernels kvc_kernels_scalar = {
     .hadamard = kvc_hadamard_scalar,
     .rank[KVC_F32] = kvc_rank_f32_scalar,
     .rank[KVC_INT8] = kvc_rank_int8_scalar,
+    .make_sketches = kvc_make_sketches_scalar,
     .sketch = kvc_sketch_scalar,
 };

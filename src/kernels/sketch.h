@@ -1,8 +1,53 @@
-/* sketch.h: scores of sketches (rows/sketch.h), by which rows are selected; part of template.h.
+/* sketch.h: makes sketches (rows/sketch.h), by which rows are selected, and scores them; part of template.h.
  *
- * Lanes are rows.  Codes of two bits are taken from their bytes by shifts and a mask, once for all queries, and
- * multiplied as bytes without signs.
+ * To score them, lanes are rows.  Codes of two bits are taken from their bytes by shifts and a mask, once for all
+ * queries, and multiplied as bytes without signs.
  */
+
+/* Writes the codes of KVC_QUANT_ELEMENTS elements, of which x are 3 less. */
+INLINE void store_sketch_codes(char *to, const vec x[QUANT_VECTORS]) {
+    const code_bytes codes = c_from_floats(x);
+    uint64_t quarters[4];
+    memcpy(quarters, &codes, sizeof quarters);
+    quarters[0] |= quarters[1] << 2 | quarters[2] << 4 | quarters[3] << 6; /* within bytes, as codes are below 4 */
+    memcpy(to, quarters, sizeof *quarters);
+}
+
+INLINE void make_sketch(char *to, const float *key, int dim) {
+    enum { SUMS = KVC_LANES / LANES };
+    vec squares[SUMS], products[SUMS];
+    float lanes[KVC_LANES];
+    UNROLL
+    for (int i = 0; i < SUMS; i++) squares[i] = products[i] = v_zero();
+    for (int d = 0; d < dim; d += KVC_LANES) UNROLL
+    for (int i = 0; i < SUMS; i++) {
+        const vec x = v_load(key + d + i * LANES);
+        squares[i] = v_add(squares[i], v_mul(x, x));
+    }
+    UNROLL
+    for (int i = 0; i < SUMS; i++) v_store(lanes + i * LANES, squares[i]);
+    const float sum = kvc_add_up(lanes), most = kvc_sketch_threshold(sum, dim);
+    for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS, to += KVC_QUANT_ELEMENTS / 4) {
+        vec x[QUANT_VECTORS], codes[QUANT_VECTORS];
+        load_vectors(KVC_F32, x, (const char *)(key + d));
+        UNROLL
+        for (int i = 0; i < QUANT_VECTORS; i++) {
+            const vec above = v_count(v_count(v_zero(), v_set(most), x[i]), v_zero(), x[i]);
+            const vec not_below = v_count(above, v_set(-most), x[i]); /* thresholds that are not below x */
+            const vec level = v_fma(not_below, v_set(-1), v_set(1.5f));
+            products[i % SUMS] = v_add(products[i % SUMS], v_mul(x[i], level));
+            codes[i] = v_fma(not_below, v_set(-1), v_set(3));
+        }
+        store_sketch_codes(to, codes);
+    }
+    UNROLL
+    for (int i = 0; i < SUMS; i++) v_store(lanes + i * LANES, products[i]);
+    store_f16(to, kvc_sketch_scale(sum, kvc_add_up(lanes)));
+}
+
+INLINE void make_sketches(void *to, int64_t stride, const float *keys, int n, int dim) {
+    for (int i = 0; i < n; i++) make_sketch((char *)to + i * stride, keys + (ptrdiff_t)i * dim, dim);
+}
 
 #if HAS_QUADS
 enum { SKETCH_VECTORS = IS_WIDE ? 2 : 1 }; /* of rows, that are multiplied at once */

@@ -31,13 +31,6 @@ static void load_columns(const transfer *x, float *to, int64_t stride, const kvc
     x->kernels->convert(KVC_Q8_0, KVC_F32, to, stride, unpacked, (int64_t)kvc_row_bytes(KVC_Q8_0, num), num_rows, num);
 }
 
-float kvc_add_up(const float x[KVC_LANES]) {
-    float sums[KVC_LANES / 4];
-    for (int i = 0; i < KVC_LANES / 4; i++)
-        sums[i] = (x[i] + x[i + KVC_LANES / 2]) + (x[i + KVC_LANES / 4] + x[i + 3 * KVC_LANES / 4]);
-    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
-}
-
 /* Findings about a row, by which it is scaled. */
 typedef struct fit {
     float largest; /* magnitude */
@@ -154,8 +147,7 @@ kvc_rows kvc_row_of(const kvc_rows *rows, int64_t i, int64_t h) {
     return row;
 }
 
-/* Returns the rows of head i; or row i of all heads, as if heads were rows. */
-static kvc_rows part_of(const kvc_rows *rows, int64_t i, int by_row) {
+kvc_rows kvc_rows_part(const kvc_rows *rows, int64_t i, int by_row) {
     kvc_rows part = kvc_row_of(rows, by_row ? i : 0, by_row ? 0 : i);
     if (by_row) part.row = part.scale_row = rows->head;
     return part;
@@ -168,7 +160,7 @@ void kvc_copy_rows(const kvc_kernels *kernels, const kvc_layer *layer, int is_va
     /* In a block heads are never closer than rows, so that a side on which they are is the caller's. */
     const int by_row = heads > 1 && (num_rows == 1 || from->head < from->row || to->head < to->row);
     for (int64_t i = 0; i < (by_row ? num_rows : heads); i++) {
-        const kvc_rows to_part = part_of(to, i, by_row), from_part = part_of(from, i, by_row);
+        const kvc_rows to_part = kvc_rows_part(to, i, by_row), from_part = kvc_rows_part(from, i, by_row);
         convert_rows(&x, &to_part, &from_part, by_row ? heads : num_rows);
     }
 }

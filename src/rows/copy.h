@@ -45,6 +45,9 @@ kvc_rows kvc_given_rows(int32_t type, const void *first, int64_t row, int64_t he
 /* Returns the rows of head h from row i on, as rows of one head. */
 kvc_rows kvc_row_of(const kvc_rows *rows, int64_t i, int64_t h);
 
+/* Returns the rows of head i; or row i of all heads, as if heads were rows. */
+kvc_rows kvc_rows_part(const kvc_rows *rows, int64_t i, int by_row);
+
 /* Copies num_rows keys, or values, of each head of a layer from one type and place to another.  Goes through the
  * caller's array in address order.  Rows are transformed where they are quantised or decoded, and not where their type
  * stays. */
@@ -60,8 +63,5 @@ void kvc_encode_rows(const kvc_kernels *kernels, const kvc_rows *to, const float
 
 /* Rounds a row to int8.  Returns what a code of 1 stands for: NaN, if the row has one. */
 float kvc_quantise_row(const kvc_kernels *kernels, int8_t *codes, const float *row, int32_t dim);
-
-/* Adds halves, then halves of these, and so on, so that all compilers round alike. */
-float kvc_add_up(const float x[KVC_LANES]);
 
 #endif

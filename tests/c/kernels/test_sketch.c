@@ -1,0 +1,135 @@
+/* The kernels of sketches, by which rows are selected: every set of this machine against arithmetic in double, and
+ * against the bits of the scalar set. */
+#define _DEFAULT_SOURCE /* guarded.h */
+#include <float.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels/dispatch.h"
+#include "support/guarded.h"
+#include "support/isas.h"
+#include "support/test.h"
+
+enum { MAX_DIM = 1024, MAX_KEYS = 70, MAX_Q = 13, UNTOUCHED = 12345, CACHE_LINE = 64 };
+
+static char *guarded_end; /* end of memory; reading beyond it faults */
+static float keys[MAX_KEYS * MAX_DIM];
+
+static int code_of(const uint8_t *sketch, int d) { return sketch[d / 32 * 8 + d % 8] >> d % 32 / 8 * 2 & 3; }
+
+static double scale_of(const uint8_t *sketch, int dim) {
+    float scale;
+    kvc_kernels_scalar.convert(KVC_F16, KVC_F32, &scale, 0, sketch + dim / 4, 0, 1, 1);
+    return (double)scale;
+}
+
+/* Keys of several sizes, with a large element, and one of zeros. */
+static void make_keys(int n, int dim) {
+    for (int i = 0; i < n; i++) {
+        const float size = ldexpf(1, random_int(-12, 8));
+        for (int d = 0; d < dim; d++) keys[i * dim + d] = i == 5 ? 0 : size * random_float();
+        keys[i * dim + random_int(0, dim)] *= i % 3 ? 1 : 20;
+    }
+}
+
+static void check_sketch(const char *name, const uint8_t *sketch, const float *key, int dim) {
+    double squares = 0, products = 0;
+    for (int d = 0; d < dim; d++) squares += (double)key[d] * (double)key[d];
+    const double most = 0.98 * sqrt(squares / dim);
+    for (int d = 0; d < dim; d++) {
+        const double x = (double)key[d], least = fmin(fabs(x), fabs(fabs(x) - most));
+        const int code = (x > -most) + (x > 0) + (x > most), found = code_of(sketch, d);
+        products += x * (found - 1.5);
+        CHECKF(found == code || least <= 1e-6 * most, "%s: element %d of %d has code %d, not %d", name, d, dim, found,
+               code);
+    }
+    const double scale = squares == 0 ? 0 : squares / products;
+    CHECKF(fabs(scale_of(sketch, dim) - scale) <= scale * (1.0 / 2048 + 1e-5) + 1.0 / (1 << 25),
+           "%s: the scale of %d elements is %g, not %g", name, dim, scale_of(sketch, dim), scale);
+}
+
+/* Makes sketches of n keys that lie `gap` bytes apart, and writes nothing else. */
+static void test_make(const kvc_kernels *kernels, int n, int dim, int gap) {
+    static uint8_t sketches[MAX_KEYS * MAX_DIM], plain[MAX_KEYS * MAX_DIM];
+    const int bytes = dim / 4 + KVC_SCALE_BYTES, stride = bytes + gap;
+    const size_t size = (size_t)(n * dim) * sizeof *keys;
+    make_keys(n, dim);
+    char *const given = guarded_end - size;
+    memcpy(given, keys, size);
+    memset(sketches, 0xa5, sizeof sketches);
+    memset(plain, 0xa5, sizeof plain);
+    kernels->make_sketches(sketches + gap, stride, (const float *)(const void *)given, n, dim);
+    kvc_kernels_scalar.make_sketches(plain + gap, stride, keys, n, dim);
+    for (int i = 0; i < n; i++) check_sketch(kernels->name, sketches + gap + i * stride, keys + i * dim, dim);
+    CHECKF(!memcmp(sketches, plain, sizeof plain), "%s: sketches of %d keys of %d differ from the scalar set's",
+           kernels->name, n, dim);
+}
+
+/* A key with an element that is no number, or not finite, has a scale that is no number. */
+static void test_not_finite(const kvc_kernels *kernels) {
+    const float bad[] = {NAN, -NAN, INFINITY, -INFINITY};
+    for (int i = 0; i < 4; i++) {
+        uint8_t sketch[64 / 4 + KVC_SCALE_BYTES], plain[sizeof sketch];
+        make_keys(1, 64);
+        keys[17 * i] = bad[i];
+        kernels->make_sketches(sketch, 0, keys, 1, 64);
+        kvc_kernels_scalar.make_sketches(plain, 0, keys, 1, 64);
+        CHECK(isnan(scale_of(sketch, 64)) && !memcmp(sketch, plain, sizeof plain));
+    }
+    make_keys(1, 32);
+    for (int d = 0; d < 32; d++) keys[d] = 1e6f;
+    uint8_t sketch[32 / 4 + KVC_SCALE_BYTES];
+    kernels->make_sketches(sketch, 0, keys, 1, 32);
+    CHECK(scale_of(sketch, 32) == (double)KVC_LARGEST_F16);
+}
+
+/* Scores for num_q queries of rows `gap` bytes apart, behind which a cache line may be read. */
+static void test_scores(const kvc_kernels *kernels, int num_q, int dim, int gap) {
+    static float scores[MAX_Q * KVC_TILE], plain[MAX_Q * KVC_TILE];
+    static int8_t codes[MAX_Q * MAX_DIM];
+    float scales[MAX_Q], offsets[MAX_Q];
+    const int bytes = dim / 4 + KVC_SCALE_BYTES, by = bytes + gap, step = 4 * KVC_SKETCH_STEP;
+    const kvc_sketch_query query = {codes, scales, offsets, (dim + step - 1) / step * step};
+    uint8_t *const rows = (uint8_t *)guarded_end - CACHE_LINE - bytes - (KVC_PANEL - 1) * by;
+    memset(codes, 0, sizeof codes);
+    for (int r = 0; r < num_q; r++) {
+        int sum = 0;
+        for (int d = 0; d < dim; d++) sum += codes[r * query.stride + d] = (int8_t)random_int(-127, 128);
+        scales[r] = random_float();
+        offsets[r] = -1.5f * (float)sum;
+    }
+    make_keys(KVC_PANEL, dim);
+    kvc_kernels_scalar.make_sketches(rows, by, keys, KVC_PANEL, dim);
+    for (int i = 0; i < MAX_Q * KVC_TILE; i++) scores[i] = plain[i] = UNTOUCHED;
+    kernels->sketch(scores, &query, num_q, rows, by, dim);
+    for (int r = 0; r < num_q; r++)
+        for (int j = 0; j < KVC_PANEL; j++) {
+            double sum = 0;
+            for (int d = 0; d < dim; d++) sum += codes[r * query.stride + d] * (code_of(rows + j * by, d) - 1.5);
+            const double exact = sum * scale_of(rows + j * by, dim) * (double)scales[r];
+            const double score = (double)scores[r * KVC_TILE + j % 4 * KVC_LANES + j / 4];
+            CHECKF(fabs(score - exact) <= 2 * FLT_EPSILON * fabs(exact),
+                   "%s: query %d of %d, row %d of %d is %g, not %g", kernels->name, r, num_q, j, dim, score, exact);
+        }
+    kvc_kernels_scalar.sketch(plain, &query, num_q, rows, by, dim);
+    CHECKF(!memcmp(scores, plain, sizeof plain), "%s: %d queries of %d differ from the scalar set", kernels->name,
+           num_q, dim);
+}
+
+static void test_isa(void) {
+    static const int dims[] = {32, 64, 96, 128, 160, 192, 256, 288, 512, 1024};
+    const char *wanted;
+    const kvc_kernels *kernels = kvc_cpu_kernels(&wanted);
+    for (int i = 0; i < (int)(sizeof dims / sizeof *dims); i++) {
+        for (int n = 1; n <= MAX_KEYS / 4; n += n < 4 ? 1 : 13) test_make(kernels, n, dims[i], random_int(0, 6));
+        for (int num_q = 1; num_q <= MAX_Q; num_q++) test_scores(kernels, num_q, dims[i], random_int(0, 6));
+    }
+    test_not_finite(kernels);
+}
+
+int main(void) {
+    guarded_end = guarded_new(1 << 19);
+    for_each_isa(test_isa);
+    return test_result();
+}
