@@ -45,6 +45,17 @@ static int32_t slice_tokens(const kvc_plan *plan, int64_t query_rows, int64_t nu
     return most > plan->heads_per_part ? most / plan->heads_per_part : 1;
 }
 
+/* Returns the query tokens of a sequence, not cut yet.  These are those in the plan's range, which are side by side, as
+ * tokens of a sequence are listed in rising order. */
+static query_cut queries_of(const kvc_batch *batch, const kvc_plan_args *args, int32_t sequence) {
+    const kvc_batch_sequence *member = &batch->sequences[sequence];
+    const int32_t end = args->first + args->num_tokens;
+    query_cut cut = {.first = member->first, .end = member->first + member->num_tokens};
+    while (cut.first < cut.end && batch->order[cut.first] < args->first) cut.first++;
+    while (cut.first < cut.end && batch->order[cut.end - 1] >= end) cut.end--;
+    return cut;
+}
+
 /* Returns whether the query tokens of a sequence, of which there are num_queries, select rows.  This depends on the
  * sequence alone. */
 static int selects_rows(const kvc_batch *batch, const kvc_plan_args *args, int32_t sequence, int32_t num_queries) {
@@ -62,15 +73,14 @@ kvc_status kvc_check_selecting(const kvc_batch *batch, kvc_plan_args *args) {
         return kvc_fail(KVC_ERR_INVALID, "select_rows is %d and max_chosen %d: rows are chosen or selected, not both",
                         args->select_rows, args->max_chosen);
     if (!batch->cache->layers[args->layer].sketch_bits)
-        return kvc_fail(KVC_ERR_UNSUPPORTED, "select_rows is %d: layer %d has no sketches; set its sketch_bits to 2",
-                        args->select_rows, args->layer);
+        return kvc_fail(
+            KVC_ERR_UNSUPPORTED,
+            "select_rows is %d: layer %d has no sketches: make it with sketch_bits 2 (in Python, sketch=True)",
+            args->select_rows, args->layer);
     int selects = 0;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
-        const kvc_batch_sequence *member = &batch->sequences[s];
-        int32_t num_queries = 0;
-        for (int32_t i = member->first; i < member->first + member->num_tokens; i++)
-            num_queries += batch->order[i] >= args->first && batch->order[i] - args->first < args->num_tokens;
-        selects |= selects_rows(batch, args, s, num_queries);
+        const query_cut queries = queries_of(batch, args, s);
+        selects |= selects_rows(batch, args, s, queries.end - queries.first);
     }
     if (!selects) args->select_rows = 0;
     return KVC_OK;
@@ -79,12 +89,7 @@ kvc_status kvc_check_selecting(const kvc_batch *batch, kvc_plan_args *args) {
 /* Cuts the query tokens of a sequence that are in the plan's range into slices. */
 static query_cut cut_queries(const kvc_plan *plan, int32_t sequence) {
     const kvc_batch *batch = plan->batch;
-    const kvc_batch_sequence *member = &batch->sequences[sequence];
-    const int32_t begin = plan->args.first, end = begin + plan->args.num_tokens;
-    query_cut cut = {.first = member->first, .end = member->first + member->num_tokens};
-    /* Tokens of a sequence are listed in rising order, so the tokens of the plan's range are side by side. */
-    while (cut.first < cut.end && batch->order[cut.first] < begin) cut.first++;
-    while (cut.first < cut.end && batch->order[cut.end - 1] >= end) cut.end--;
+    query_cut cut = queries_of(batch, &plan->args, sequence);
     if (cut.first == cut.end) return cut;
     const int32_t num_tokens = cut.end - cut.first, last = batch->positions[batch->order[cut.end - 1]];
     const int64_t query_rows = (int64_t)num_tokens * plan->heads_per_part;

@@ -167,15 +167,18 @@ static void lay_out_choosing(kvc_plan *plan, const totals *t) {
     at->ids = add_floats(&at->size, (uint64_t)t->most_rows);
 }
 
-/* Adds what a task needs to select rows, and to attend to them.  All rows are listed where a token selects none. */
+/* Adds what a task needs to select rows, and to attend to them.  It lists the rows of a split, as segments which are
+ * those of the plan, but for own rows that a token does not see and for the hole behind sinks.  Then it lists the rows
+ * that it selects, or all where it selects none. */
 static void lay_out_selecting(kvc_plan *plan, const totals *t) {
     kvc_workspace_layout *at = &plan->workspace;
-    const int64_t most_rows = kvc_most_unselected(&plan->args);
-    const int64_t listed = most_rows > KVC_CHUNK_ROWS ? most_rows : KVC_CHUNK_ROWS;
+    const int64_t of_split = kvc_smaller(t->most_split_rows, t->segments + plan->batch->num_tokens + 1);
     const uint64_t heads = (uint64_t)plan->heads_per_part;
     const uint64_t pieces = (uint64_t)kvc_divide_up(t->most_rows, KVC_PIECE_ROWS);
-    const uint64_t ranges = (uint64_t)kvc_selected_pieces(&plan->args) + 2; /* pieces, and the first and last rows */
-    const uint64_t read = ranges + (KVC_FIRST_READ + KVC_LAST_READ) / KVC_PIECE_ROWS; /* pieces: one more at the end */
+    const int64_t ranges = kvc_selected_pieces(&plan->args) + 2; /* pieces, and the first and last rows */
+    const int64_t read = ranges + (KVC_FIRST_READ + KVC_LAST_READ) / KVC_PIECE_ROWS; /* pieces: one more at the end */
+    const int64_t most_rows = kvc_larger(read * KVC_PIECE_ROWS, kvc_most_unselected(&plan->args));
+    const uint64_t listed = (uint64_t)kvc_larger(most_rows, of_split);
     const uint64_t splits = (uint64_t)kvc_divide_up(most_rows, KVC_SPLIT_ROWS);
     at->packed = add_floats(&at->size, heads * kvc_sketch_query_bytes(plan->k_dim) / sizeof(float));
     at->weights = add_floats(&at->size, heads);
@@ -183,9 +186,9 @@ static void lay_out_selecting(kvc_plan *plan, const totals *t) {
     at->totals = add_floats(&at->size, heads * (KVC_CHUNK_ROWS / KVC_PANEL));
     at->ranks = add_floats(&at->size, kvc_found_size(plan, t->most_split_rows));
     at->entries = add_floats(&at->size, pieces);
-    at->ids = add_floats(&at->size, read);
-    at->chosen = add_floats(&at->size, ranges * sizeof(kvc_row_range) / sizeof(float));
-    at->segments = add_floats(&at->size, (uint64_t)listed * sizeof(kvc_segment) / sizeof(float));
+    at->ids = add_floats(&at->size, (uint64_t)read);
+    at->chosen = add_floats(&at->size, (uint64_t)ranges * sizeof(kvc_row_range) / sizeof(float));
+    at->segments = add_floats(&at->size, listed * sizeof(kvc_segment) / sizeof(float));
     at->partials = add_floats(&at->size, splits * kvc_partial_size(plan->heads_per_part, at->acc_stride));
 }
 

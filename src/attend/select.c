@@ -163,19 +163,19 @@ static void add_pieces(const kvc_task *t, const found *to, int32_t tile) {
     }
 }
 
-/* Scores a chunk of num_rows rows, which are listed from `at` on. */
-static void score_chunk(kvc_task *t, kvc_row_place at, int64_t num_rows, const found *to) {
+/* Scores a chunk: the next num_rows rows that are listed, which it passes. */
+static void score_chunk(kvc_task *t, kvc_row_place *at, int64_t num_rows, const found *to) {
     const int32_t num_q = t->num_query_rows, num_tiles = (int32_t)kvc_divide_up(num_rows, KVC_PANEL);
     float *const maxima = t->workspace + t->call->plan->workspace.totals; /* [num_tiles][num_q] */
     for (int32_t r = 0; r < num_q; r++) to->max[r] = -INFINITY, to->sum[r] = 0;
     for (int32_t tile = 0; tile < num_tiles; tile++) {
         const int32_t n = (int32_t)kvc_smaller(num_rows - (int64_t)tile * KVC_PANEL, KVC_PANEL);
-        score_rows(t, at, n);
-        if (n < KVC_PANEL || t->call->changes_scores) finish_scores(t, at, n);
+        score_rows(t, *at, n);
+        if (n < KVC_PANEL || t->call->changes_scores) finish_scores(t, *at, n);
         t->call->kernels->softmax(t->scores, num_q, KVC_PANEL, to->max, to->sum, t->factor, (kvc_ahead){.bytes = 0});
         add_pieces(t, to, tile);
         memcpy(maxima + tile * num_q, to->max, (size_t)num_q * sizeof *maxima);
-        for (int32_t left = n, some; left; left -= some) kvc_go_on(&at, some = kvc_rows_here(&at, left));
+        for (int32_t left = n, some; left; left -= some) kvc_go_on(at, some = kvc_rows_here(at, left));
     }
     for (int32_t tile = 0; tile < num_tiles; tile++)
         for (int32_t r = 0; r < num_q; r++) {
@@ -194,13 +194,14 @@ int kvc_score_sketches(kvc_task *t) {
     const kvc_plan *plan = t->call->plan;
     const int64_t num_rows = num_scored(t, kvc_count_seen(t)), first = t->job->split * t->slice->split_rows;
     const int64_t end = kvc_smaller(first + kvc_split_rows(t->slice, t->job->split), num_rows);
+    const kvc_row_range rows = {first, end};
     float *to = t->workspace + plan->workspace.ranks;
+    if (first < end) kvc_list_seen(t, &rows, 1);
+    kvc_row_place at = {kvc_chosen_segments(t), 0};
     for (int64_t row = first; row < end; row += KVC_CHUNK_ROWS, to += kvc_chunk_size(plan)) {
-        const kvc_row_range chunk = {row, kvc_smaller(row + KVC_CHUNK_ROWS, end)};
         const found result = found_at(plan, to);
         if (kvc_is_cancelled(t->call)) return 0;
-        kvc_list_seen(t, &chunk, 1);
-        score_chunk(t, (kvc_row_place){kvc_chosen_segments(t), 0}, chunk.end - chunk.begin, &result);
+        score_chunk(t, &at, kvc_smaller(end - row, KVC_CHUNK_ROWS), &result);
     }
     t->delta_index = KVC_UNPREPARED; /* attention takes query rows in another form */
     return 1;

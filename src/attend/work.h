@@ -178,6 +178,7 @@ static inline int kvc_extends(const kvc_segment *segment, const kvc_segment *nex
 }
 
 static inline int64_t kvc_smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t kvc_larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t kvc_divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 /* Returns the type to convert rows to before a kernel reads them: their own if a kernel takes it, otherwise q8_0.  For
