@@ -260,7 +260,7 @@ static void end_selecting(const kvc_task *ended) {
         if (!kvc_ends_slice(&t)) return;
     }
     const int64_t num_rows = kvc_list_selected(&t);
-    const int32_t num_splits = num_rows ? (int32_t)kvc_divide_up(num_rows, KVC_SPLIT_ROWS) : 1;
+    const int32_t num_splits = num_rows ? (int32_t)KVC_DIVIDE_UP(num_rows, KVC_SPLIT_ROWS) : 1;
     if (attend_listed(&t, num_rows, num_splits, KVC_SPLIT_ROWS))
         end_split(&t, num_splits);
     else

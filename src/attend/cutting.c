@@ -38,9 +38,9 @@ typedef struct query_cut {
 /* Returns the number of query tokens per slice, for a sequence with more than KVC_TASK_QUERIES query rows that see at
  * most num_rows rows. */
 static int32_t slice_tokens(const kvc_plan *plan, int64_t query_rows, int64_t num_rows) {
-    const int64_t tasks_per_slice = kvc_divide_up(num_rows, KVC_SPLIT_ROWS) * plan->num_kv_heads; /* upper bound */
+    const int64_t tasks_per_slice = KVC_DIVIDE_UP(num_rows, KVC_SPLIT_ROWS) * plan->num_kv_heads; /* upper bound */
     int32_t most = KVC_TILE_QUERIES;
-    while (most > KVC_TILE_QUERIES / 4 && kvc_divide_up(query_rows, most) * tasks_per_slice < KVC_TILED_TASKS)
+    while (most > KVC_TILE_QUERIES / 4 && KVC_DIVIDE_UP(query_rows, most) * tasks_per_slice < KVC_TILED_TASKS)
         most /= 2;
     return most > plan->heads_per_part ? most / plan->heads_per_part : 1;
 }
@@ -96,7 +96,7 @@ static query_cut cut_queries(const kvc_plan *plan, int32_t sequence) {
     cut.tokens = query_rows <= KVC_TASK_QUERIES ? num_tokens : slice_tokens(plan, query_rows, (int64_t)last + 1);
     cut.selects = plan->args.select_rows && selects_rows(batch, &plan->args, sequence, num_tokens);
     if (plan->by_token || cut.selects) cut.tokens = 1;
-    cut.num_slices = (int32_t)kvc_divide_up(num_tokens, cut.tokens);
+    cut.num_slices = (int32_t)KVC_DIVIDE_UP(num_tokens, cut.tokens);
     return cut;
 }
 
@@ -267,9 +267,9 @@ static void cut_rows(const kvc_plan *plan, int32_t num_slices, kvc_query_slice *
     const int64_t most_splits = KVC_TILED_TASKS / ((int64_t)plan->num_kv_heads * num_slices);
     slice->split_rows = KVC_BUGGIFY() ? 4 : KVC_SPLIT_ROWS;
     while (slice->tiled && !plan->args.max_chosen && slice->split_rows < slice->num_rows &&
-           kvc_divide_up(slice->num_rows, slice->split_rows) > most_splits)
+           KVC_DIVIDE_UP(slice->num_rows, slice->split_rows) > most_splits)
         slice->split_rows += slice->split_rows / (slice->split_rows % 3 ? 2 : 3); /* 1, 3/2, 2, 3, 4, 6, 8 ... */
-    slice->num_splits = (int32_t)kvc_divide_up(slice->num_rows, slice->split_rows);
+    slice->num_splits = (int32_t)KVC_DIVIDE_UP(slice->num_rows, slice->split_rows);
     if (!slice->num_splits) slice->num_splits = 1; /* a slice that sees nothing needs a task too, which writes zeros */
 }
 
@@ -280,10 +280,10 @@ static void cut_ranked(const kvc_plan *plan, kvc_query_slice *slice) {
     const int64_t tasks = (int64_t)plan->num_slices * plan->num_parts;
     const int64_t unit = slice->selects ? KVC_CHUNK_ROWS : KVC_BUGGIFY() ? 4 : KVC_SPLIT_ROWS;
     const int is_whole = threads == 1 || 2 * tasks >= enough;
-    const int64_t rows = is_whole ? slice->num_rows : kvc_divide_up(slice->num_rows * tasks, enough);
-    slice->split_rows = kvc_smaller(INT32_MAX / unit, kvc_divide_up(rows, unit)) * unit;
+    const int64_t rows = is_whole ? slice->num_rows : KVC_DIVIDE_UP(slice->num_rows * tasks, enough);
+    slice->split_rows = kvc_smaller(INT32_MAX / unit, KVC_DIVIDE_UP(rows, unit)) * unit;
     if (!slice->split_rows) slice->split_rows = unit;
-    slice->num_splits = (int32_t)kvc_divide_up(slice->num_rows, slice->split_rows);
+    slice->num_splits = (int32_t)KVC_DIVIDE_UP(slice->num_rows, slice->split_rows);
     if (!slice->num_splits) slice->num_splits = 1;
 }
 

@@ -174,12 +174,12 @@ static void lay_out_selecting(kvc_plan *plan, const totals *t) {
     kvc_workspace_layout *at = &plan->workspace;
     const int64_t of_split = kvc_smaller(t->most_split_rows, t->segments + plan->batch->num_tokens + 1);
     const uint64_t heads = (uint64_t)plan->heads_per_part;
-    const uint64_t pieces = (uint64_t)kvc_divide_up(t->most_rows, KVC_PIECE_ROWS);
+    const uint64_t pieces = (uint64_t)KVC_DIVIDE_UP(t->most_rows, KVC_PIECE_ROWS);
     const int64_t ranges = kvc_selected_pieces(&plan->args) + 2; /* pieces, and the first and last rows */
     const int64_t read = ranges + (KVC_FIRST_READ + KVC_LAST_READ) / KVC_PIECE_ROWS; /* pieces: one more at the end */
     const int64_t most_rows = kvc_larger(read * KVC_PIECE_ROWS, kvc_most_unselected(&plan->args));
     const uint64_t listed = (uint64_t)kvc_larger(most_rows, of_split);
-    const uint64_t splits = (uint64_t)kvc_divide_up(most_rows, KVC_SPLIT_ROWS);
+    const uint64_t splits = (uint64_t)KVC_DIVIDE_UP(most_rows, KVC_SPLIT_ROWS);
     at->packed = add_floats(&at->size, heads * kvc_sketch_query_bytes(plan->k_dim) / sizeof(float));
     at->weights = add_floats(&at->size, heads);
     at->starts = add_floats(&at->size, heads);

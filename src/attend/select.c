@@ -165,7 +165,7 @@ static void add_pieces(const kvc_task *t, const found *to, int32_t tile) {
 
 /* Scores a chunk: the next num_rows rows that are listed, which it passes. */
 static void score_chunk(kvc_task *t, kvc_row_place *at, int64_t num_rows, const found *to) {
-    const int32_t num_q = t->num_query_rows, num_tiles = (int32_t)kvc_divide_up(num_rows, KVC_PANEL);
+    const int32_t num_q = t->num_query_rows, num_tiles = (int32_t)KVC_DIVIDE_UP(num_rows, KVC_PANEL);
     float *const maxima = t->workspace + t->call->plan->workspace.totals; /* [num_tiles][num_q] */
     for (int32_t r = 0; r < num_q; r++) to->max[r] = -INFINITY, to->sum[r] = 0;
     for (int32_t tile = 0; tile < num_tiles; tile++) {
@@ -245,8 +245,8 @@ static void rank_pieces(const kvc_task *t, const found *from, uint32_t *keys, in
 /* Selects pieces of rows that were scored, in ascending order.  Returns where their numbers are, and sets *num. */
 static const int32_t *select_pieces(const kvc_task *t, int64_t num_rows, int32_t *num) {
     const kvc_workspace_layout *at = &t->call->plan->workspace;
-    const int64_t num_pieces = kvc_divide_up(num_rows, KVC_PIECE_ROWS);
-    const int64_t num_chunks = kvc_divide_up(num_rows, KVC_CHUNK_ROWS);
+    const int64_t num_pieces = KVC_DIVIDE_UP(num_rows, KVC_PIECE_ROWS);
+    const int64_t num_chunks = KVC_DIVIDE_UP(num_rows, KVC_CHUNK_ROWS);
     uint32_t *const keys = (uint32_t *)(void *)(t->workspace + at->entries);
     int32_t *const pieces = (int32_t *)(void *)(t->workspace + at->ids);
     add_up_chunks(t, num_chunks);

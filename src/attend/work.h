@@ -179,7 +179,9 @@ static inline int kvc_extends(const kvc_segment *segment, const kvc_segment *nex
 
 static inline int64_t kvc_smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t kvc_larger(int64_t a, int64_t b) { return a > b ? a : b; }
-static inline int64_t kvc_divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+/* n divided by a positive number, rounded up. */
+#define KVC_DIVIDE_UP(n, by) (((int64_t)(n) + (by) - 1) / (by))
 
 /* Returns the type to convert rows to before a kernel reads them: their own if a kernel takes it, otherwise q8_0.  For
  * rows with a row scale, it is int8 instead of q8_0.  For many query rows, q8_0, or f32 if q8_0 has no kernel, or
@@ -262,7 +264,7 @@ static inline int64_t kvc_most_unselected(const kvc_plan_args *args) {
 
 /* Returns how many pieces a token selects, besides those that it reads anyway. */
 static inline int64_t kvc_selected_pieces(const kvc_plan_args *args) {
-    return kvc_divide_up(args->select_rows, KVC_PIECE_ROWS);
+    return KVC_DIVIDE_UP(args->select_rows, KVC_PIECE_ROWS);
 }
 
 /* Returns the bytes of a query that is compared with sketches: kvc_sketch_query. */
@@ -276,7 +278,7 @@ static inline uint64_t kvc_chunk_size(const kvc_plan *plan) {
            (uint64_t)plan->heads_per_part * KVC_CHUNK_PIECES;
 }
 static inline uint64_t kvc_found_size(const kvc_plan *plan, int64_t num_rows) {
-    return (uint64_t)kvc_divide_up(num_rows, KVC_CHUNK_ROWS) * kvc_chunk_size(plan);
+    return (uint64_t)KVC_DIVIDE_UP(num_rows, KVC_CHUNK_ROWS) * kvc_chunk_size(plan);
 }
 
 /* How the query heads of one KV head become lanes.  A choice has heads of one KV head, or all of several. */
