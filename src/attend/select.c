@@ -68,27 +68,56 @@ static void prepare(kvc_task *t, int32_t delta_index) {
 /* Returns where the score of row j of a tile is: see kvc_sketch_fn. */
 static int32_t score_at(int32_t j) { return j % KVC_PIECE_ROWS * KVC_LANES + j / KVC_PIECE_ROWS; }
 
+/* Returns where the sketches of the rows at a place are. */
+static const uint8_t *sketches_at(const kvc_task *t, const kvc_row_place *at) {
+    const kvc_call *c = t->call;
+    const kvc_layout *layout = t->slice->is_buffered ? &c->buffer->layout : c->layout;
+    const uint8_t *rows = t->slice->is_buffered ? kvc_row_buffer_block(c->buffer)->rows : at->segment->rows;
+    return kvc_sketch_at(layout, rows, at->segment->slot + at->offset, kvc_kv_head_of(t));
+}
+
 /* Returns the sketches of the next n rows: where they lie, or copied to the workspace.  Any bytes may follow
  * them. */
 static const uint8_t *take_sketches(const kvc_task *t, kvc_row_place at, int32_t n) {
-    const kvc_call *c = t->call;
-    const kvc_layout *layout = t->slice->is_buffered ? &c->buffer->layout : c->layout;
-    const uint8_t *buffer = t->slice->is_buffered ? kvc_row_buffer_block(c->buffer)->rows : NULL;
-    uint8_t *const copies = (uint8_t *)(t->workspace + c->plan->workspace.rows), *to = copies;
+    const size_t bytes = kvc_sketch_bytes(t->call->plan->k_dim);
+    uint8_t *const copies = (uint8_t *)(t->workspace + t->call->plan->workspace.rows), *to = copies;
     for (int32_t some; n; n -= some) {
-        const uint8_t *rows = buffer ? buffer : at.segment->rows;
-        rows = kvc_sketch_at(layout, rows, at.segment->slot + at.offset, kvc_kv_head_of(t));
+        const uint8_t *const sketches = sketches_at(t, &at);
         some = kvc_rows_here(&at, n);
-        if (some == KVC_PANEL) {
-            const size_t bytes = KVC_PANEL * layout->sketch_bytes; /* of a tile: prefetches the one after the next */
-            kvc_prefetch((kvc_ahead){rows + 2 * bytes, (int32_t)bytes, c->prefetch_level});
-            return rows;
-        }
-        memcpy(to, rows, (size_t)some * layout->sketch_bytes);
-        to += (size_t)some * layout->sketch_bytes;
+        if (some == KVC_PANEL) return sketches;
+        memcpy(to, sketches, (size_t)some * bytes);
+        to += (size_t)some * bytes;
         kvc_go_on(&at, some);
     }
     return copies;
+}
+
+/* The rows of a split, as they are listed. */
+typedef struct listed {
+    kvc_row_place at, ahead; /* the next tile, and the next rows to prefetch */
+    int64_t left;            /* rows from `ahead` on */
+} listed;
+
+/* Prefetches into the L1 cache, which a few tiles do not fill.  Do so for half a tile at a time: more lines at once
+ * than the processor keeps track of make it wait. */
+static void prefetch_near(const uint8_t *begin, int32_t bytes) {
+#if defined(__GNUC__)
+    for (int32_t i = 0; i < bytes; i += KVC_CACHE_LINE) __builtin_prefetch(begin + i, 0, 3);
+#else
+    (void)begin, (void)bytes;
+#endif
+}
+
+/* Prefetches the sketches of the next rows, up to `most`. */
+static void prefetch_sketches(const kvc_task *t, listed *rows, int64_t most) {
+    const int32_t bytes = (int32_t)kvc_sketch_bytes(t->call->plan->k_dim);
+    int32_t n = (int32_t)kvc_smaller(rows->left, most);
+    rows->left -= n;
+    for (int32_t some; n; n -= some) {
+        some = kvc_rows_here(&rows->ahead, n);
+        prefetch_near(sketches_at(t, &rows->ahead), some * bytes);
+        kvc_go_on(&rows->ahead, some);
+    }
 }
 
 /* Scores the next n rows for all query rows, once for each delta that their keys are off by. */
@@ -153,36 +182,35 @@ static found found_of(const kvc_task *t, int64_t i) {
 /* Returns by what weights relative to a maximum are multiplied, to be relative to a larger one. */
 static float rescale(float own, float max) { return own == max ? 1 : own == -INFINITY ? 0 : expf(own - max); }
 
-/* Adds up the weights of the rows of each piece of a tile. */
-static void add_pieces(const kvc_task *t, const found *to, int32_t tile) {
-    for (int32_t r = 0; r < t->num_query_rows; r++) {
-        const float *w = t->scores + r * KVC_TILE;
-        float *const pieces = to->pieces + r * KVC_CHUNK_PIECES + tile * KVC_LANES;
-        for (int32_t i = 0; i < KVC_LANES; i++)
-            pieces[i] = (w[i] + w[KVC_LANES + i]) + (w[2 * KVC_LANES + i] + w[3 * KVC_LANES + i]);
+/* Makes the weights of a head's pieces relative to its last maximum, as they are relative to the maximum so far; adds
+ * them up, every KVC_LANES-th, so that all compilers round alike. */
+static float settle_pieces(float *pieces, const float *maxima, int32_t num_tiles, int32_t stride, float max) {
+    float sums[KVC_LANES] = {0};
+    for (int32_t tile = 0; tile < num_tiles; tile++, pieces += KVC_LANES) {
+        const float by = rescale(maxima[tile * stride], max);
+        for (int32_t i = 0; by != 1 && i < KVC_LANES; i++) pieces[i] *= by;
+        for (int32_t i = 0; i < KVC_LANES; i++) sums[i] += pieces[i];
     }
+    return kvc_add_up(sums);
 }
 
 /* Scores a chunk: the next num_rows rows that are listed, which it passes. */
-static void score_chunk(kvc_task *t, kvc_row_place *at, int64_t num_rows, const found *to) {
+static void score_chunk(kvc_task *t, listed *rows, int64_t num_rows, const found *to) {
     const int32_t num_q = t->num_query_rows, num_tiles = (int32_t)KVC_DIVIDE_UP(num_rows, KVC_PANEL);
     float *const maxima = t->workspace + t->call->plan->workspace.totals; /* [num_tiles][num_q] */
-    for (int32_t r = 0; r < num_q; r++) to->max[r] = -INFINITY, to->sum[r] = 0;
+    for (int32_t r = 0; r < num_q; r++) to->max[r] = -INFINITY;
     for (int32_t tile = 0; tile < num_tiles; tile++) {
         const int32_t n = (int32_t)kvc_smaller(num_rows - (int64_t)tile * KVC_PANEL, KVC_PANEL);
-        score_rows(t, *at, n);
-        if (n < KVC_PANEL || t->call->changes_scores) finish_scores(t, *at, n);
-        t->call->kernels->softmax(t->scores, num_q, KVC_PANEL, to->max, to->sum, t->factor, (kvc_ahead){.bytes = 0});
-        add_pieces(t, to, tile);
+        prefetch_sketches(t, rows, KVC_PANEL / 2);
+        score_rows(t, rows->at, n);
+        if (n < KVC_PANEL || t->call->changes_scores) finish_scores(t, rows->at, n);
+        t->call->kernels->weigh_pieces(to->pieces + tile * KVC_LANES, KVC_CHUNK_PIECES, t->scores, num_q, to->max);
+        prefetch_sketches(t, rows, KVC_PANEL / 2);
         memcpy(maxima + tile * num_q, to->max, (size_t)num_q * sizeof *maxima);
-        for (int32_t left = n, some; left; left -= some) kvc_go_on(at, some = kvc_rows_here(at, left));
+        for (int32_t left = n, some; left; left -= some) kvc_go_on(&rows->at, some = kvc_rows_here(&rows->at, left));
     }
-    for (int32_t tile = 0; tile < num_tiles; tile++)
-        for (int32_t r = 0; r < num_q; r++) {
-            const float by = rescale(maxima[tile * num_q + r], to->max[r]);
-            float *const pieces = to->pieces + r * KVC_CHUNK_PIECES + tile * KVC_LANES;
-            for (int32_t i = 0; by != 1 && i < KVC_LANES; i++) pieces[i] *= by;
-        }
+    for (int32_t r = 0; r < num_q; r++)
+        to->sum[r] = settle_pieces(to->pieces + r * KVC_CHUNK_PIECES, maxima + r, num_tiles, num_q, to->max[r]);
 }
 
 /* Counts the rows that are scored, of num_seen that a token sees: none, if it reads all. */
@@ -191,17 +219,19 @@ static int64_t num_scored(const kvc_task *t, int64_t num_seen) {
 }
 
 int kvc_score_sketches(kvc_task *t) {
+    enum { TILES_AHEAD = 2 }; /* that are prefetched */
     const kvc_plan *plan = t->call->plan;
     const int64_t num_rows = num_scored(t, kvc_count_seen(t)), first = t->job->split * t->slice->split_rows;
     const int64_t end = kvc_smaller(first + kvc_split_rows(t->slice, t->job->split), num_rows);
-    const kvc_row_range rows = {first, end};
+    const kvc_row_range range = {first, end};
     float *to = t->workspace + plan->workspace.ranks;
-    if (first < end) kvc_list_seen(t, &rows, 1);
-    kvc_row_place at = {kvc_chosen_segments(t), 0};
+    const kvc_row_place begin = {kvc_chosen_segments(t), 0};
+    listed rows = {begin, begin, first < end ? kvc_list_seen(t, &range, 1) : 0};
+    prefetch_sketches(t, &rows, TILES_AHEAD * KVC_PANEL);
     for (int64_t row = first; row < end; row += KVC_CHUNK_ROWS, to += kvc_chunk_size(plan)) {
         const found result = found_at(plan, to);
         if (kvc_is_cancelled(t->call)) return 0;
-        score_chunk(t, &at, kvc_smaller(end - row, KVC_CHUNK_ROWS), &result);
+        score_chunk(t, &rows, kvc_smaller(end - row, KVC_CHUNK_ROWS), &result);
     }
     t->delta_index = KVC_UNPREPARED; /* attention takes query rows in another form */
     return 1;

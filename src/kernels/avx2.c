@@ -33,6 +33,7 @@ DEFINE_HADAMARD(kvc_hadamard_avx2)
 DEFINE_RANK(kvc_rank_f32_avx2, KVC_F32)
 DEFINE_RANK(kvc_rank_int8_avx2, KVC_INT8)
 DEFINE_MAKE_SKETCHES(kvc_make_sketches_avx2)
+DEFINE_WEIGH_PIECES(kvc_weigh_pieces_avx2)
 DEFINE_SKETCH(kvc_sketch_avx2)
 
 DEFINE_PREPARE(kvc_prepare_q8_0_avx2, KVC_Q8_0)
@@ -77,5 +78,6 @@ const kvc_kernels kvc_kernels_avx2 = {
     .rank[KVC_INT8] = kvc_rank_int8_avx2,
     .make_sketches = kvc_make_sketches_avx2,
     .sketch = kvc_sketch_avx2,
+    .weigh_pieces = kvc_weigh_pieces_avx2,
 };
 #endif

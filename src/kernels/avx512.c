@@ -36,6 +36,7 @@ DEFINE_SOFTMAX(kvc_softmax_avx512)
 DEFINE_MATMUL(kvc_matmul_avx512)
 DEFINE_HADAMARD(kvc_hadamard_avx512)
 DEFINE_MAKE_SKETCHES(kvc_make_sketches_avx512)
+DEFINE_WEIGH_PIECES(kvc_weigh_pieces_avx512)
 DEFINE_RANK(kvc_rank_f32_avx512, KVC_F32)
 
 DEFINE_PREPARE(kvc_prepare_q8_0_avx512, KVC_Q8_0)

@@ -21,6 +21,7 @@ extern kvc_softmax_fn kvc_softmax_avx512;
 extern kvc_matmul_fn kvc_matmul_avx512;
 extern kvc_hadamard_fn kvc_hadamard_avx512;
 extern kvc_make_sketches_fn kvc_make_sketches_avx512;
+extern kvc_weigh_pieces_fn kvc_weigh_pieces_avx512;
 extern kvc_rank_fn kvc_rank_f32_avx512, kvc_rank_int8_avx512vnni, kvc_rank_bf16_avx512bf16;
 extern kvc_sketch_fn kvc_sketch_avx512vnni;
 
@@ -53,7 +54,8 @@ extern kvc_score_fn kvc_score_bf16_avx512bf16;
     .accumulate[KVC_F32] = kvc_accumulate_f32_avx512, .accumulate[KVC_F16] = kvc_accumulate_f16_avx512,             \
     .accumulate[KVC_BF16] = kvc_accumulate_bf16_avx512, .matmul = kvc_matmul_avx512, .softmax = kvc_softmax_avx512, \
     .times = kvc_times_avx512, .scale = kvc_scale_avx512, .hadamard = kvc_hadamard_avx512,                          \
-    .make_sketches = kvc_make_sketches_avx512, .rank[KVC_F32] = kvc_rank_f32_avx512
+    .make_sketches = kvc_make_sketches_avx512, .weigh_pieces = kvc_weigh_pieces_avx512,                             \
+    .rank[KVC_F32] = kvc_rank_f32_avx512
 
 /* Tilers that multiply panels of floats. */
 #define KVC_AVX512_TILER_F32 \

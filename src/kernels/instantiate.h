@@ -118,6 +118,12 @@
         make_sketches(to, stride, keys, n, dim);                                    \
     }
 
+#define DEFINE_WEIGH_PIECES(name)                                                                 \
+    extern kvc_weigh_pieces_fn name;                                                              \
+    TARGET void name(float *pieces, int64_t stride, const float *scores, int num_q, float *max) { \
+        weigh_pieces(pieces, stride, scores, num_q, max);                                         \
+    }
+
 #define DEFINE_SKETCH(name)                                                                                     \
     extern kvc_sketch_fn name;                                                                                  \
     TARGET void name(float *scores, const kvc_sketch_query *q, int num_q, const void *rows, int64_t row_stride, \

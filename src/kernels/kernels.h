@@ -246,6 +246,11 @@ typedef struct kvc_sketch_query {
 typedef void kvc_sketch_fn(float *scores, const kvc_sketch_query *q, int num_q, const void *rows, int64_t row_stride,
                            int dim);
 
+/* Turns the scores of a tile, as a kvc_sketch_fn gives them, into weights of pieces of 4 rows.  With m the larger of
+ * max[r] and the row's largest score: pieces[r * stride + i] becomes the sum of exp(score - m) over the rows of piece i
+ * < KVC_LANES, and max[r] becomes m.  exp is as in kvc_softmax_fn.  A NaN score makes its piece NaN. */
+typedef void kvc_weigh_pieces_fn(float *pieces, int64_t stride, const float *scores, int num_q, float *max);
+
 typedef struct kvc_kernels {
     const char *name;
     kvc_convert_fn *convert;
@@ -276,6 +281,7 @@ typedef struct kvc_kernels {
     kvc_rank_fn *rank[KVC_STORED_TYPES];
     kvc_make_sketches_fn *make_sketches;
     kvc_sketch_fn *sketch;
+    kvc_weigh_pieces_fn *weigh_pieces;
 } kvc_kernels;
 
 extern const kvc_kernels kvc_kernels_scalar;

@@ -33,6 +33,7 @@ DEFINE_HADAMARD(kvc_hadamard_neon)
 DEFINE_RANK(kvc_rank_f32_neon, KVC_F32)
 DEFINE_RANK(kvc_rank_int8_neon, KVC_INT8)
 DEFINE_MAKE_SKETCHES(kvc_make_sketches_neon)
+DEFINE_WEIGH_PIECES(kvc_weigh_pieces_neon)
 DEFINE_SKETCH(kvc_sketch_neon)
 
 DEFINE_PREPARE(kvc_prepare_q8_0_neon, KVC_Q8_0)

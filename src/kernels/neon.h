@@ -19,6 +19,7 @@ extern kvc_softmax_fn kvc_softmax_neon;
 extern kvc_matmul_fn kvc_matmul_neon;
 extern kvc_hadamard_fn kvc_hadamard_neon;
 extern kvc_make_sketches_fn kvc_make_sketches_neon;
+extern kvc_weigh_pieces_fn kvc_weigh_pieces_neon;
 extern kvc_rank_fn kvc_rank_f32_neon, kvc_rank_int8_neondotprod;
 extern kvc_sketch_fn kvc_sketch_neondotprod;
 
@@ -69,6 +70,7 @@ extern kvc_matmul_fn kvc_accumulate_panels_neondotprod, kvc_accumulate_panels_ne
     .tiler[KVC_F16] =                                                                                               \
         KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_f16_neon, kvc_pack_values_f16_neon, kvc_matmul_neon),         \
     .matmul = kvc_matmul_neon, .softmax = kvc_softmax_neon, .times = kvc_times_neon, .scale = kvc_scale_neon,       \
-    .hadamard = kvc_hadamard_neon, .make_sketches = kvc_make_sketches_neon, .rank[KVC_F32] = kvc_rank_f32_neon
+    .hadamard = kvc_hadamard_neon, .make_sketches = kvc_make_sketches_neon, .weigh_pieces = kvc_weigh_pieces_neon,  \
+    .rank[KVC_F32] = kvc_rank_f32_neon
 
 #endif

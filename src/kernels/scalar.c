@@ -509,6 +509,7 @@ DEFINE_HADAMARD(kvc_hadamard_scalar)
 DEFINE_RANK(kvc_rank_f32_scalar, KVC_F32)
 DEFINE_RANK(kvc_rank_int8_scalar, KVC_INT8)
 DEFINE_MAKE_SKETCHES(kvc_make_sketches_scalar)
+DEFINE_WEIGH_PIECES(kvc_weigh_pieces_scalar)
 DEFINE_SKETCH(kvc_sketch_scalar)
 
 DEFINE_PREPARE(kvc_prepare_q8_0_scalar, KVC_Q8_0)
@@ -551,4 +552,5 @@ const kvc_kernels kvc_kernels_scalar = {
     .rank[KVC_INT8] = kvc_rank_int8_scalar,
     .make_sketches = kvc_make_sketches_scalar,
     .sketch = kvc_sketch_scalar,
+    .weigh_pieces = kvc_weigh_pieces_scalar,
 };

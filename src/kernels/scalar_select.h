@@ -74,3 +74,12 @@ static void score_sketches(float *scores, const kvc_sketch_query *q, int num_q, 
         scores[r * KVC_TILE + j % 4 * KVC_LANES + j / 4] = product * q->scales[r];
     }
 }
+
+static void weigh_pieces(float *pieces, int64_t stride, const float *scores, int num_q, float *max) {
+    for (int r = 0; r < num_q; r++, pieces += stride, scores += KVC_TILE) {
+        for (int j = 0; j < KVC_PANEL; j++) max[r] = scores[j] > max[r] ? scores[j] : max[r];
+        for (int i = 0; i < KVC_LANES; i++) pieces[i] = 0;
+        for (int j = 0; j < KVC_PANEL; j++)
+            pieces[j % KVC_LANES] += expf(scores[j] - (max[r] == -INFINITY ? 0 : max[r]));
+    }
+}

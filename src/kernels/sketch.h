@@ -119,3 +119,22 @@ INLINE void score_sketches(float *scores, const kvc_sketch_query *q, int num_q, 
     }
 }
 #endif
+
+/* Is a kvc_weigh_pieces_fn.  Where no score exceeds the maximum, weights do not wait for it. */
+INLINE void weigh_pieces(float *pieces, int64_t stride, const float *scores, int num_q, float *max) {
+    for (int r = 0; r < num_q; r++, pieces += stride, scores += KVC_TILE) {
+        vec most = v_set(max[r]);
+        UNROLL
+        for (int i = 0; i < KVC_PANEL; i += LANES) most = v_max(v_load(scores + i), most);
+        const float largest = v_max_lane(most);
+        if (largest > max[r]) max[r] = largest;
+        const vec shift = v_set(max[r] == -INFINITY ? 0 : -max[r]);
+        for (int at = 0; at < KVC_LANES; at += LANES) {
+            vec x[4];
+            UNROLL
+            for (int k = 0; k < 4; k++) x[k] = v_add(v_load(scores + k * KVC_LANES + at), shift);
+            exp_negative(4, x);
+            v_store(pieces + at, v_add(v_add(x[0], x[1]), v_add(x[2], x[3])));
+        }
+    }
+}

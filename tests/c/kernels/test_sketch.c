@@ -117,6 +117,41 @@ static void test_scores(const kvc_kernels *kernels, int num_q, int dim, int gap)
            num_q, dim);
 }
 
+/* Weighs the pieces of two tiles, of which the second may have larger scores, no numbers, and rows that are hidden. */
+static void test_weigh(const kvc_kernels *kernels, int num_q, int bad) {
+    static float scores[MAX_Q * KVC_TILE], pieces[MAX_Q * 40];
+    float max[MAX_Q];
+    for (int r = 0; r < num_q; r++) max[r] = -INFINITY;
+    for (int tile = 0; tile < 2; tile++) {
+        for (int i = 0; i < MAX_Q * KVC_TILE; i++) scores[i] = (float)(20 - 10 * tile) * random_float();
+        for (int i = 0; i < MAX_Q * 40; i++) pieces[i] = UNTOUCHED;
+        for (int r = 0; r < num_q; r++) {
+            for (int j = 0; j < KVC_PANEL; j += 3) scores[r * KVC_TILE + j] = bad ? -INFINITY : -200;
+            if (bad) scores[r * KVC_TILE + 7] = NAN;
+        }
+        if (tile) scores[(num_q - 1) * KVC_TILE + 40] = 50;
+        for (int j = 0; bad && j < KVC_PANEL && !tile; j++) scores[j] = -INFINITY;
+        kernels->weigh_pieces(pieces, 40, scores, num_q, max);
+        for (int r = 0; r < num_q; r++) {
+            const float *row = scores + r * KVC_TILE;
+            float largest = max[r];
+            for (int j = 0; j < KVC_PANEL; j++) CHECK(!(row[j] > max[r]));
+            for (int j = 0; j < KVC_PANEL; j++) largest = row[j] == max[r] ? max[r] : largest;
+            for (int i = 0; i < 40; i++) {
+                double sum = 0;
+                for (int k = 0; k < 4 && i < KVC_LANES; k++)
+                    sum += exp((double)row[k * KVC_LANES + i] - (max[r] == -INFINITY ? 0 : (double)largest));
+                const double found = (double)pieces[r * 40 + i];
+                if (i >= KVC_LANES)
+                    CHECK(found == UNTOUCHED);
+                else
+                    CHECKF(isnan(sum) ? isnan(found) : fabs(found - sum) <= 60 * FLT_EPSILON * sum + 1e-37,
+                           "%s: piece %d of query %d of %d weighs %g, not %g", kernels->name, i, r, num_q, found, sum);
+            }
+        }
+    }
+}
+
 static void test_isa(void) {
     static const int dims[] = {32, 64, 96, 128, 160, 192, 256, 288, 512, 1024};
     const char *wanted;
@@ -126,6 +161,7 @@ static void test_isa(void) {
         for (int num_q = 1; num_q <= MAX_Q; num_q++) test_scores(kernels, num_q, dims[i], random_int(0, 6));
     }
     test_not_finite(kernels);
+    for (int num_q = 1; num_q <= MAX_Q; num_q++) test_weigh(kernels, num_q, 0), test_weigh(kernels, num_q, 1);
 }
 
 int main(void) {
