@@ -457,6 +457,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--types", nargs="+", choices=TYPES, default=["f16", "q8_0", "q4_0"],
                         help="of rows; default: f16 q8_0 q4_0")  # fmt: skip
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
+    parser.add_argument("--cpu-time", action="store_true",
+                        help="count CPU time, for a machine that is busy otherwise; with --threads 1")  # fmt: skip
     parser.add_argument("--steps", type=int, default=16, metavar="N", help="tokens that each decodes; default: 16")
     parser.add_argument("--select", type=int, default=2048, metavar="N",
                         help="rows that a token selects, in the section selected; default: 2048")  # fmt: skip
@@ -482,6 +484,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--only {chosen[0]} needs --ik: a clone of ik_llama.cpp, built in its folder build")
     if o.ik and not chosen:
         parser.error(f"--ik is for the sections {' and '.join(beside)}, which --only leaves out")
+    if o.cpu_time and (o.threads > 1 or o.ik):
+        parser.error("--cpu-time is for --threads 1 in one process: it adds up what threads take")
     if o.output and "decode" not in o.only:
         parser.error("--output draws what the section decode measures")
     o.command = " ".join(["python bench/bench_llama_cpp.py", *(sys.argv[1:] if arguments is None else arguments)])
@@ -504,6 +508,8 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         if o.ik:
             compiled(o.ik)  # says at once what is missing
         model = Model(Library(o.library), o.model)
+        if o.cpu_time:
+            model.library.clock = time.process_time
         for section in o.only:
             SECTIONS[section](report, model, o)
         model.close()

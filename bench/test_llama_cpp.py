@@ -158,6 +158,7 @@ def test_every_section_once(library, tiny, tmp_path, monkeypatch, capsys):
     [
         (["--steps=0"], "--steps 0: must be at least 1"),
         (["--select=0"], "--select 0: must be at least 1"),
+        (["--cpu-time", "--threads=2"], "--cpu-time is for --threads 1"),
         (["--context", "512", "-1"], "--context [512, -1]: must be at least 0"),
         (["--only", "memory", "--output=picture.svg"], "--output draws what the section decode measures"),
         (["--only", "ik-prompt"], "--only ik-prompt needs --ik"),
