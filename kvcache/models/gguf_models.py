@@ -40,6 +40,25 @@ def read(header: gguf.Header, source: str) -> Fields:
     return fields
 
 
+def refuse_without_model(header: gguf.Header, source: str) -> None:
+    """Refuse a file that holds no model, or a later part of one."""
+    metadata = header.metadata
+    kind = metadata.get("general.type", "adapter" if "adapter.type" in metadata else None)
+    if isinstance(kind, str) and kind in tables.NO_MODELS:
+        raise ModelFileError(f"{source} is {tables.NO_MODELS[kind]}: give the model's own file")
+    if metadata.get("split.no", 0) != 0:
+        raise ModelFileError(f"{source} is a later part of a model: give the first, whose name has 00001-of-")
+
+
+def as_llama_cpp_has(name: str, own: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of an architecture under llama.cpp's names, with what other converters leave out."""
+    is_text_alone = name in tables.IMAGES and tables.IMAGES[name] not in own
+    left_out = {} if is_text_alone else tables.LEFT_OUT.get(name, {})
+    kept = {key: value for key, value in own.items() if not key.startswith(tables.OF_OTHER_PARTS)}
+    given = {new: kept.pop(key) for key, new in tables.ALIASES.items() if key in kept}
+    return {**left_out, **given, **kept}
+
+
 class _Noted(dict[str, Any]):
     """A dictionary that notes the keys that it is asked for."""
 
@@ -57,13 +76,14 @@ class _Model:
 
     def __init__(self, header: gguf.Header, source: str) -> None:
         name = header.metadata.get("general.architecture")
+        refuse_without_model(header, source)
         if not isinstance(name, str):
             raise ModelFileError(f"{source}: there is no general.architecture")
         if len(name) > MAX_NAME:
             raise ModelFileError(f"{source}: general.architecture {shown(name)} is no name")
         prefix = f"{name}."
         own = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
-        self.name, self.header, self.noted = name, header, _Noted(own)
+        self.name, self.header, self.noted = tables.ALIKE.get(name, name), header, _Noted(as_llama_cpp_has(name, own))
         self.keys = Fields(self.noted, source)
 
     def refuse(self) -> None:

@@ -8,7 +8,7 @@ that `integrations/llama.cpp/pin.txt` names.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Architectures whose pairs of rotated elements are halves: i and i + n.
 HALVES = {
@@ -155,6 +155,36 @@ NOT_ABOUT_LAYERS = {
     "moe_every_n_layers", "n_deepstack_layers", "ple.layers", "posnet.block_count", "rescale_every_n_layers",
     "rope.dimension_count_swa", "rope.freq_base_swa", "skip_loop_final_norm", "ssm.group_count", "target_layers",
 }  # fmt: skip
+
+# Ollama's own converter writes the files below: with other names, a vision encoder's keys beside the decoder's, and
+# without some values. Other names of architectures:
+ALIKE = {
+    "deepseekocr": "deepseek2-ocr", "glm4moelite": "deepseek2", "glmocr": "glm4", "gptoss": "gpt-oss",
+    "nemotron_h_omni": "nemotron_h", "olmo3": "olmo2", "qwen25vl": "qwen2vl",
+}  # fmt: skip
+# Other names of keys:
+ALIASES = {
+    "mrope_sections": "rope.dimension_sections",
+    "rope.freq_base_local": "rope.freq_base_swa",
+    "rope.global.freq_base": "rope.freq_base",
+    "rope.local.freq_base": "rope.freq_base_swa",
+    "rope.mrope_section": "rope.dimension_sections",
+    "rope.scaling.beta_fast": "rope.scaling.yarn_beta_fast",
+    "rope.scaling.beta_slow": "rope.scaling.yarn_beta_slow",
+    "rope.scaling.extrapolation_factor": "rope.scaling.yarn_ext_factor",
+    "rope.swa.dimension_count": "rope.dimension_count_swa",
+    "rope.swa.freq_base": "rope.freq_base_swa",
+}
+# The beginnings of keys of another part than the text decoder:
+OF_OTHER_PARTS = ("audio.", "clip.", "mm.", "vision.")
+# Values that files of these architectures leave out. Files of gemma3 leave them out only if they have the key of IMAGES:
+LEFT_OUT: dict[str, dict[str, Any]] = {
+    "gemma3": {"rope.freq_base": 1e6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+    "gptoss": {"rope.scaling.type": "yarn"},
+}
+IMAGES = {"gemma3": "mm.tokens_per_image"}
+# Files without a model have these values of ``general.type``. Each value has the file's description:
+NO_MODELS = {"adapter": "an adapter, which changes a model's weights", "imatrix": "statistics for a quantisation"}
 # Architectures whose name differs from Hugging Face's model type.
 MODEL_TYPES = {
     "command-r": "cohere", "deepseek2": "deepseek_v3", "gemma3": "gemma3_text", "gemma3n": "gemma3n_text",

@@ -462,7 +462,7 @@ def test_keys_that_move_are_as_keys_rotated_anew(
         ("llama", {"attention.chunk_size": 64}, "what 'attention.chunk_size' says"),
         ("llama", {"attention.compress_ratios": [4] * 4}, "what 'attention.compress_ratios' says"),
         ("llama", {"attention.cross_attention_layers": [1]}, "what 'attention.cross_attention_layers' says"),
-        ("gemma3", {"rope.local.freq_base": 1e4}, "what 'rope.local.freq_base' says"),
+        ("qwen3", {"rope.local.freq_scale": 0.5}, "what 'rope.local.freq_scale' says"),
         ("jamba", {KV_HEADS: 0}, "no layer of this jamba has keys and values"),
     ],
 )
@@ -503,6 +503,71 @@ def test_bad_fields_are_named(tmp_path: Path, fields: dict[str, Any], words: str
 def test_fields_about_something_else(tmp_path: Path) -> None:
     fields = {"expert_group_count": 1, "leading_dense_block_count": 1, "rope.freq_base_swa": 5e3, "foo": 1}
     assert read(tmp_path, "glm4moe", **fields) == read(tmp_path, "glm4moe")
+
+
+IMAGES = {"vision.block_count": 27, "vision.window_size": 112, "mm.tokens_per_image": 256}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "same", "as_llama_cpp"),
+    [
+        ("gptoss", {WINDOW: 128, "rope.scaling.factor": 32.0}, "gpt-oss", {"rope.scaling.type": "yarn"}),
+        ("qwen25vl", {**IMAGES, "rope.mrope_section": [16, 24, 24]}, "qwen2vl", {}),
+        ("olmo3", {WINDOW: 9, PATTERN: [True, True, True, False]}, "olmo2", {}),
+        ("glmocr", {**IMAGES, "rope.mrope_section": [8, 12, 12]}, "glm4", {"rope.dimension_sections": [8, 12, 12]}),
+        ("deepseekocr", {**IMAGES, "sam.block_size": None}, "deepseek2-ocr", {}),
+        ("nemotron_h_omni", {**IMAGES, "audio.block_count": 24, KV_HEADS: [0, 2, 0, 2]}, "nemotron_h", {}),
+        ("mistral3", {**IMAGES, "vision.rope.freq_base": 1e4, "rope.freq_base": 1e9}, "mistral3", {}),
+        ("llama4", {**IMAGES, "attention.chunk_size": 8192}, "llama4", {}),
+        (
+            "gemma3",
+            {WINDOW: 8, "rope.global.freq_base": 1e6, "rope.local.freq_base": 2e4},
+            "gemma3",
+            {"rope.freq_base": 1e6, "rope.freq_base_swa": 2e4},
+        ),
+        (
+            "gemma3",
+            {WINDOW: 8, **IMAGES},
+            "gemma3",
+            {"rope.freq_base": 1e6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+        ),
+        ("gemma3n", {WINDOW: 8, "rope.freq_base_local": 2e4}, "gemma3n", {"rope.freq_base_swa": 2e4}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_files_of_ollama(
+    tmp_path: Path, architecture: str, fields: dict[str, Any], same: str, as_llama_cpp: dict[str, Any]
+) -> None:
+    """They have names of their own, and the keys of an encoder beside the decoder's."""
+    plain = {name: fields[name] for name in USUAL.keys() | {WINDOW, PATTERN} if name in fields}
+    plain |= {name: fields[name] for name in ("rope.freq_base", "rope.scaling.factor") if name in fields}
+    assert read(tmp_path, architecture, **fields) == read(tmp_path, same, **{**plain, **as_llama_cpp})
+
+
+def test_llama_cpps_own_name_counts_first(tmp_path: Path) -> None:
+    fields = {WINDOW: 8, "rope.freq_base_swa": 5e4}
+    assert read(tmp_path, "gemma3", **fields, **{"rope.local.freq_base": 1e4}) == read(tmp_path, "gemma3", **fields)
+
+
+@pytest.mark.parametrize(
+    ("general", "words"),
+    [
+        ({"general.type": "adapter"}, "is an adapter, which changes a model's weights: give the model's own file"),
+        ({"adapter.type": "lora"}, "is an adapter"),
+        ({"general.type": "imatrix"}, "is statistics for a quantisation"),
+        ({"split.no": 1, "split.count": 3}, "is a later part of a model: give the first, whose name has 00001-of-"),
+    ],
+)
+def test_files_without_a_model(tmp_path: Path, general: dict[str, Any], words: str) -> None:
+    path = gguf_files.write(tmp_path / "model.gguf", "llama", general)
+    with pytest.raises(kvcache.ModelFileError, match=words):
+        shapes.read(path)
+
+
+def test_the_first_part_of_a_model_has_its_layers(tmp_path: Path) -> None:
+    metadata = {f"llama.{name}": value for name, value in USUAL.items()}
+    path = gguf_files.write(tmp_path / "model.gguf", "llama", {**metadata, "split.no": 0, "split.count": 3})
+    assert len(shapes.read(path).layers) == 4
 
 
 def test_windows_that_a_file_must_have(tmp_path: Path) -> None:
