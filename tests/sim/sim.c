@@ -620,8 +620,8 @@ static void note_kept(client *c, const pass *p, const uint8_t *kept) {
     }
 }
 
-/* Returns the lowest position of a member's kept tokens that may have selected rows, or surely have; INT32_MAX: there
- * is none. */
+/* Returns the lowest position of a kept token of a sequence that may have selected rows.  surely: that has selected
+ * rows. Returns INT32_MAX if no token has. */
 static int32_t first_selecting(const pass *p, int i, const uint8_t *kept, int surely) {
     int32_t first = INT32_MAX;
     for (int t = p->selecting[i]; t < p->first[i + 1]; t++)

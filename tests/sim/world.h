@@ -86,7 +86,7 @@ int sim_fork(int (*check)(void *context), void *context);
 /* Ends the program: prints the seed, the step and a reason. */
 _Noreturn void sim_fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
-/* The core's sizes are those of short sequences: see base/compiler.h. */
+/* The core gets sizes for short sequences: see base/compiler.h. */
 #define KVC_SIZE(usual, simulated) (simulated)
 
 /* ---- for the core ------------------------------------------------------------------------------------------------ */

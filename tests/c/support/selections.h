@@ -18,7 +18,7 @@ static inline void add_sketches(scene *s) {
     s->layer.sketch_bits = 2;
 }
 
-/* Returns the number of rows of token t's sequence, with those of the batch, and which of them it sees, by position. */
+/* Lists the rows that token t sees, by position.  Returns how many rows its sequence has, with the batch's. */
 static inline int list_seen(const stage *st, int t, sketched_row *to, int *num_seen) {
     const kvc_batch *batch = st->batch;
     int member = 0, num = 0;

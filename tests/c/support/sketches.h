@@ -89,7 +89,7 @@ static inline void mixed_key(const kvc_kernels *kernels, const kvc_layer *layer,
     if (!is_fitted) mix(x, dim);
 }
 
-/* Returns the first slot of some whose sketch is not that of its key, in any head; -1: all are right. */
+/* Returns the first slot in which a head has a sketch of another key; -1: there is no such slot. */
 static inline int wrong_sketch(const kvc_kernels *kernels, const kvc_layer *layer, const kvc_layout *at,
                                const uint8_t *rows, int slot, int count) {
     double x[1024];
@@ -104,8 +104,8 @@ static inline int wrong_sketch(const kvc_kernels *kernels, const kvc_layer *laye
     return -1;
 }
 
-/* Returns the position of a row of a sequence whose sketch in a layer is not that of its key; -1: there is none.  Call
- * while nothing moves rows. */
+/* Returns the position of a row with a sketch of another key, of a sequence in a layer; -1: all rows have their own
+ * sketches.  Call while nothing moves rows. */
 static inline int wrong_sketch_in(const kvc_cache *cache, const kvc_sequence *sequence, int l) {
     const kvc_run_list *list = &sequence->runs[cache->group_of[l]];
     for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {

@@ -15,11 +15,12 @@ typedef struct long_text {
     int num;
 } long_text;
 
-/* A sequence.  Its first `length` tokens are a text's.  Those from `exact` on do not follow from them. */
+/* A sequence, which has the first `length` tokens of a text.  Its rows from position `exact` on do not follow from
+ * these tokens. */
 typedef struct open_text {
     int64_t id;
     int is_there, text, length, exact;
-    int keeps; /* commits keep its blocks: 2: surely; 1: maybe; 0: it was not acquired, or is not its prompt any more */
+    int keeps; /* whether commits keep its blocks: 2: they do; 1: they may; 0: it was not acquired, or was cut since */
 } open_text;
 
 /* The first tokens of a text, which the prefix keeps: surely, or maybe. */
