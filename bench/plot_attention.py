@@ -1,6 +1,7 @@
-"""Draw tokens/s against context, from a run of bench_attention.py or bench_llama_cpp.py, or from kept figures.
+"""Draw tokens/s against context, from a run of bench_attention.py, bench_llama_cpp.py or bench_hf.py, or kept figures.
 
 python bench/plot_attention.py bench/results/epyc-zen5.csv attention.svg
+python bench/plot_attention.py bench/results/epyc-zen5.csv long_contexts.svg --section long_contexts
 python bench/plot_attention.py bench/results/xeon-amx.csv llama_cpp.svg --section llama_cpp
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 from write_results import processors, read
@@ -37,6 +39,8 @@ STYLES = {
     "vLLM": ("#000000", "--", 1.5),
     "flash attention": ("#D55E00", "--", 1.5),
     "without it": ("#009E73", "--", 1.5),
+    "selected": ("#009E73", "-", 2.6),
+    "DynamicCache": ("#CC79A7", "--", 1.5),
 }
 MARKERS = {"f16": "o", "bf16": "s", "q8_0": "^", "int8": "^", "u8": "^", "fp8": "^", "q4_0": "v"}
 DRAWN = {
@@ -47,7 +51,19 @@ DRAWN = {
 LABELS = {
     **{"torch": "torch by hand", "Hugging Face": "transformers"},
     **{"flash attention": "llama.cpp", "without it": "llama.cpp, no flash"},
+    **{"selected": "2,048 rows,", "DynamicCache": "DynamicCache,"},
 }
+# The panels of a picture: section, beginning of a name, who is drawn for the rest of it, and types.
+LONG_CONTEXTS = {
+    "transformers, Llama 3.2 1B in bf16": (
+        "generate 1b", "", {"kvcache": "kvcache", "kvcache, select=2048": "selected", "DynamicCache": "DynamicCache"},
+        ("bf16", "int8"),
+    ),
+    "llama.cpp, Llama 3.2 1B in Q4_0": (
+        "llama_cpp", "decoding with select=2048, ",
+        {"all rows": "kvcache", "selected": "selected", "flash attention": "flash attention"}, ("f16",),
+    ),
+}  # fmt: skip
 
 Curves = dict[tuple[str, str], dict[int, float]]
 
@@ -68,8 +84,7 @@ def curves(rows: Sequence[dict[str, Any]], threads: int) -> Curves:
 def figure(rows: Sequence[dict[str, Any]], processor: str = "") -> Figure:
     """Draw the rows with the largest number of threads."""
     threads = max(row["threads"] for row in rows if row["section"] == "peers" and "seconds" in row)
-    where = f"{threads} thread{'s' * (threads > 1)}" + (f" of an {processor}" if processor else "")
-    title = f"Decode attention of {LAYERS} layers, 32 query and 8 KV heads x 128\n{where}"
+    title = f"Decode attention of {LAYERS} layers, 32 query and 8 KV heads x 128\n{where(threads, processor)}"
     return draw(curves(rows, threads), title)
 
 
@@ -82,24 +97,49 @@ def llama_cpp(rows: Sequence[dict[str, Any]], processor: str = "") -> Figure:
         what, _, who = row["name"].partition(", ")
         if what == "decoding" and row["threads"] == threads:
             found[who, row["type"]][row["context"]] = row["rate"]
-    where = f"{threads} thread{'s' * (threads > 1)}" + (f" of an {processor}" if processor else "")
-    return draw(found, f"llama.cpp decoding with its own cache and with kvcache\n{where}")
+    return draw(found, f"llama.cpp decoding with its own cache and with kvcache\n{where(threads, processor)}")
+
+
+def long_contexts(rows: Sequence[dict[str, Any]], processor: str = "") -> Figure:
+    """Draw a 1 B model with all rows and with selected ones on one thread, of bench_hf.py and bench_llama_cpp.py."""
+    panels: dict[str, Curves] = {}
+    for title, (section, name, entrants, types) in LONG_CONTEXTS.items():
+        panels[title] = defaultdict(dict)
+        for row in rows:
+            who = entrants.get(row["name"].removeprefix(name))
+            if (row["section"], row.get("threads")) == (section, 1) and "rate" in row and who and row["type"] in types:
+                panels[title][who, row["type"]][row["context"]] = row["rate"]
+    picture = Figure(figsize=(13, 5))
+    for axes, (title, found) in zip(picture.subplots(1, len(panels)), panels.items(), strict=True):
+        draw_on(axes, found, f"{title}\n{where(1, processor)}", "linear")
+    picture.subplots_adjust(wspace=0.6)
+    return picture
+
+
+def where(threads: int, processor: str) -> str:
+    return f"{threads} thread{'s' * (threads > 1)}" + (f" of an {processor}" if processor else "")
 
 
 def draw(found: Curves, title: str) -> Figure:
     picture = Figure(figsize=(9, 5.5))
-    axes = picture.subplots()
+    draw_on(picture.subplots(), found, title, "log")
+    return picture
+
+
+def draw_on(axes: Axes, found: Curves, title: str, scale: str) -> None:
     for (who, dtype), speeds in found.items():
         colour, dashes, width = STYLES[who]
         contexts = sorted(speeds)
         axes.plot(
             contexts, [speeds[n] for n in contexts], dashes, color=colour, linewidth=width, marker=MARKERS[dtype],
-            markersize=5, zorder=3 if who == "kvcache" else 2,
+            markersize=5, zorder=3 if width > 2 else 2,
         )  # fmt: skip
     ticks = sorted({context for speeds in found.values() for context in speeds})
     if ticks[0]:  # a logarithm has no place for the empty context
         axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    axes.set_yscale(scale)
+    if scale == "linear":
+        axes.set_ylim(bottom=0)
     axes.margins(x=0.02)  # less than the thin lines to the names
     axes.set_xticks(ticks)
     axes.xaxis.set_minor_locator(NullLocator())
@@ -111,7 +151,6 @@ def draw(found: Curves, title: str) -> Figure:
     axes.set_ylabel("tokens/s")
     axes.set_title(title, loc="left")
     name_ends(axes, axes.lines, [f"{LABELS.get(who, who)} {dtype}" for who, dtype in found], size=10)
-    return picture
 
 
 def save(make: Callable[[], Figure], path: Path) -> None:
@@ -161,10 +200,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, metavar="FIGURES")
     parser.add_argument("target", type=Path, metavar="PICTURE", help="a .svg, .png or .pdf")
-    parser.add_argument("--section", choices=("peers", "llama_cpp"), default="peers", help="default: peers")
+    sections = {"peers": figure, "llama_cpp": llama_cpp, "long_contexts": long_contexts}
+    parser.add_argument("--section", choices=sections, default="peers", help="default: peers")
     options = parser.parse_args(arguments)
-    made = {"peers": figure, "llama_cpp": llama_cpp}[options.section]
-    save(lambda: made(*kept(options.source)), options.target)
+    save(lambda: sections[options.section](*kept(options.source)), options.target)
 
 
 if __name__ == "__main__":

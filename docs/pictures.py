@@ -1,6 +1,6 @@
 """Draw the pictures of the documentation: python docs/pictures.py.
 
-The pictures of concepts.md show caches made here; the picture of performance.md shows figures kept in bench/results.
+The pictures of concepts.md show caches made here; the other pictures show figures kept in bench/results.
 """
 
 from __future__ import annotations
@@ -82,8 +82,14 @@ def llama_cpp() -> Figure:
     return plot_attention.llama_cpp(rows, processor)
 
 
+def long_contexts() -> Figure:
+    """Draw transformers' generate() with all rows and with selected rows."""
+    rows, processor = plot_attention.kept(DOCS.parent / "bench/results/epyc-zen5.csv")
+    return plot_attention.long_contexts(rows, processor)
+
+
 def draw(folder: Path) -> None:
-    for picture in (visibility, blocks, memory, attention, llama_cpp):
+    for picture in (visibility, blocks, memory, attention, llama_cpp, long_contexts):
         plot_attention.save(picture, folder / f"{picture.__name__}.svg")
 
 

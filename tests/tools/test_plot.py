@@ -347,15 +347,16 @@ def test_without_matplotlib():
 def crossed(figure):
     """Return each pair of a name and a line that crosses it: another name's thin line, or one of the axes."""
     figure.draw_without_rendering()
-    [ax] = figure.axes
-    paths = [("a line", line.get_transform().transform_path(line.get_path())) for line in ax.lines]
-    arrows = [(text.get_text(), text.arrow_patch) for text in ax.texts]
-    paths += [(name, arrow.get_transform().transform_path(arrow.get_path())) for name, arrow in arrows]
     found = []
-    for text in ax.texts:
-        box = Text.get_window_extent(text)  # without its own thin line
-        found += [(text.get_text(), name) for name, path in paths if path.intersects_bbox(box, filled=False)]
-        found += [(text.get_text(), "the axes")] if box.x0 < ax.bbox.x1 < box.x1 else []
+    for ax in figure.axes:
+        paths = [("a line", line.get_transform().transform_path(line.get_path())) for line in ax.lines]
+        arrows = [(text.get_text(), text.arrow_patch) for text in ax.texts]
+        paths += [(name, arrow.get_transform().transform_path(arrow.get_path())) for name, arrow in arrows]
+        for text in ax.texts:
+            box = Text.get_window_extent(text)  # without its own thin line
+            found += [(text.get_text(), name) for name, path in paths if path.intersects_bbox(box, filled=False)]
+            edges = [ax.bbox.x1, *(other.bbox.x0 for other in figure.axes if other.bbox.x0 > ax.bbox.x1)]
+            found += [(text.get_text(), "the axes") for edge in edges if box.x0 < edge < box.x1]
     return found
 
 
@@ -375,10 +376,10 @@ def pictures():
     return module
 
 
-@pytest.mark.parametrize("name", ["memory", "attention", "llama_cpp"])
+@pytest.mark.parametrize("name", ["memory", "attention", "llama_cpp", "long_contexts"])
 def test_no_line_crosses_a_name_in_the_documentation(pictures, name):
     figure = getattr(pictures, name)()
-    assert len(figure.axes[0].texts) == len(figure.axes[0].lines)
+    assert all(len(axes.texts) == len(axes.lines) > 0 for axes in figure.axes)
     assert crossed(figure) == []
 
 
@@ -399,7 +400,8 @@ def test_pictures_of_the_documentation(pictures, tmp_path):
         pictures.draw(tmp_path / name)
         drawn.append({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()})
     assert drawn[0] == drawn[1]
-    assert set(drawn[0]) == {"visibility.svg", "blocks.svg", "memory.svg", "attention.svg", "llama_cpp.svg"}
+    names = ("visibility", "blocks", "memory", "attention", "llama_cpp", "long_contexts")
+    assert set(drawn[0]) == {f"{name}.svg" for name in names}
     for name, data in drawn[0].items():
         assert ElementTree.fromstring(data).tag.endswith("svg")
         assert (path.parent / name).exists()
