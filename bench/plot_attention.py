@@ -61,7 +61,7 @@ LONG_CONTEXTS = {
     ),
     "llama.cpp, Llama 3.2 1B in Q4_0": (
         "llama_cpp", "decoding with select=2048, ",
-        {"all rows": "kvcache", "selected": "selected", "flash attention": "flash attention"}, ("f16",),
+        {"all rows": "kvcache", "selected": "selected", "flash attention": "flash attention"}, ("q8_0",),
     ),
 }  # fmt: skip
 
