@@ -508,7 +508,7 @@ static void add_tokens(client *c, pass *p, int s, int n) {
     const int at = kvc_next_position(w->cache, id_of(s)), is_unstored = !pick(5), first = p->num_tokens;
     const int last = exact_end(w, &w->sequences[s]) < at ? -1 : at ? w->sequences[s].tags[0][at - 1] : 0;
     int *selecting = &p->selecting[p->num_sequences];
-    *selecting = !p->select ? first + n : pick(2) ? first : first + pick(n + 1);
+    *selecting = !p->select ? first + n : n < 9 && pick(2) ? first : first + n - pick(n < 9 ? n + 1 : 9);
     for (int t = first; t < first + n; t++, p->num_tokens++) {
         const int back = p->is_tree ? 1 + pick(3) : 1, parent = t - back < first ? -1 : t - back;
         p->parents[t] = parent;
@@ -527,7 +527,7 @@ static void make_pass(client *c, pass *p) {
         const int s = take(c);
         if (s < 0) continue;
         const int left = MOST_TOKENS - p->num_tokens,
-                  wanted = 1 + pick(w->has_sketches && pick(2) ? MOST_TOKENS : FEED);
+                  wanted = 1 + pick(w->has_sketches && pick(4) ? MOST_TOKENS : FEED);
         const int n = wanted < left ? wanted : left;
         if (!n) {
             let_go(c, s);
