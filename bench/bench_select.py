@@ -1,8 +1,9 @@
 """Measure attention to rows that sketches select: python bench/bench_select.py [--tokens N,...] [--types TYPES]
 
-Each line is one layer of 8 KV heads of 128 and 32 query heads, and one decoded token behind that many tokens, in
-milliseconds. "dense" reads all rows. "selected" reads the rows that `attend(select=...)` finds. "put" puts one token's
-rows, and "with sketch" does so in a layer that keeps sketches. Calls are timed in turn, and the best round counts.
+Each line is one layer of 8 KV heads and 32 query heads, and one decoded token behind that many tokens, in milliseconds.
+Heads have 128 elements, unless --dim says otherwise. "dense" reads all rows. "selected" reads the rows that
+`attend(select=...)` finds. "put" puts one token's rows, and "with sketch" does so in a layer that keeps sketches. Calls
+are timed in turn, and the best round counts.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ import numpy as np
 import kvcache
 
 RNG = np.random.default_rng(0)
-KV_HEADS, HEADS, DIM, PIECE = 8, 32, 128, 4096
+KV_HEADS, HEADS, PIECE = 8, 32, 4096
 
 
 def random(*shape: int) -> np.ndarray:
     return RNG.standard_normal(shape, np.float32)
 
 
-def filled(num_tokens: int, dtype: str, num_threads: int, num_layers: int) -> kvcache.KVCache:
+def filled(num_tokens: int, dtype: str, num_threads: int, num_layers: int, dim: int) -> kvcache.KVCache:
     """Return a cache of random rows, with room for some tokens more; every second layer keeps sketches."""
-    layers = [kvcache.Layer(KV_HEADS, DIM, dtype=dtype, rope=False, sketch=i % 2 == 0) for i in range(num_layers)]
+    layers = [kvcache.Layer(KV_HEADS, dim, dtype=dtype, rope=False, sketch=i % 2 == 0) for i in range(num_layers)]
     cache = kvcache.KVCache(layers, max_seq_len=num_tokens + 64, num_threads=num_threads)
-    rows = random(min(PIECE, num_tokens), KV_HEADS, DIM)
+    rows = random(min(PIECE, num_tokens), KV_HEADS, dim)
     for begin in range(0, num_tokens, len(rows)):
         some = rows[: num_tokens - begin]
         with cache.batch(len(some)) as batch:
@@ -49,8 +50,8 @@ def best_of(rounds: int, *calls: Callable[[int], object]) -> list[float]:
 
 def measure(num_tokens: int, dtype: str, num_threads: int, args: argparse.Namespace) -> None:
     num_layers = 2 * args.layers
-    cache = filled(num_tokens, dtype, num_threads, num_layers)
-    q, row = random(1, HEADS, DIM), random(1, KV_HEADS, DIM)
+    cache = filled(num_tokens, dtype, num_threads, num_layers, args.dim)
+    q, row = random(1, HEADS, args.dim), random(1, KV_HEADS, args.dim)
     with cache.batch(1) as batch:
         for layer in range(num_layers):
             batch.put(layer, row, row)
@@ -79,6 +80,7 @@ def main() -> None:
     parser.add_argument("--types", default="f16,int8", help="types of rows (default: %(default)s)")
     parser.add_argument("--threads", default="1,2", help="numbers of threads (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=2048, help="rows to select (default: %(default)s)")
+    parser.add_argument("--dim", type=int, default=128, help="elements of a head (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=2, help="layers of each kind (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=20, help="calls of each kind (default: %(default)s)")
     args = parser.parse_args()
