@@ -75,8 +75,11 @@ MORE: dict[str, dict[str, Any]] = {
     },
     **{key: {"global_head_dim": 512} for key in ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text")},
 }
-# Fields that only files of one type have, where a file does not say its type.
-TELLING = {"initial_context_length": "gpt_oss"}
+# Fields that only files of one type have, where a file does not say its type. Meta and Mistral have their own format.
+TELLING = {
+    ("initial_context_length",): "gpt_oss",
+    ("dim", "n_layers", "n_heads", "norm_eps"): "llama_original",
+}
 # The ending of an architecture's name.
 TASK = re.compile("(ForCausalLM|LMHeadModel|ForConditionalGeneration|ForImageTextToText|Model)$")
 # Types whose own code adds nothing to the cache of another type's models, by the name that their files have.
@@ -90,6 +93,7 @@ ALIKE = {
     **dict.fromkeys(("youtu_llm", "youtu_vl"), "youtu"),
     "bunny-stablelm": "stablelm",
     "dots_vlm": "deepseek_v3",
+    "florence2_language": "bart",
     "longcat_flash_ngram": "longcat_flash",
     "minimax_m3": "minimax_m3_vl_text",
     "phi4-siglip": "phi3",
@@ -117,8 +121,8 @@ def type_of(given: Mapping[str, Any]) -> Any:
 
     It is the type as this reader knows it: another type's name for models of code that only renames that type.
     """
-    name = given.get("model_type") or next((name for field, name in TELLING.items() if field in given), None)
-    name = name or _names().get(_plain(TASK.sub("", architecture(given))))
+    told = (name for fields, name in TELLING.items() if given.keys() >= {*fields})
+    name = given.get("model_type") or next(told, None) or _names().get(_plain(TASK.sub("", architecture(given))))
     if not isinstance(name, str):
         return name
     field, older = OLDER.get(name, ("", ""))

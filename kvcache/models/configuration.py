@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from kvcache.errors import ModelFileError, plain, shown
@@ -12,6 +14,8 @@ from kvcache.models.fields import Fields, find_config, is_gguf, read_json, text_
 
 __all__ = ["read_config"]
 
+# Matches a name that a model may have on Hugging Face's Hub.
+HUB = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]*\d[\w.-]*b\b[\w.-]*", re.ASCII | re.IGNORECASE)
 ADAPTER = "adapter_config.json"  # describes weights that change another model's, such as LoRA's
 
 
@@ -35,6 +39,22 @@ def read_config(source: Any) -> Fields:
     if path == adapter or (not os.path.lexists(path) and os.path.isfile(adapter)):
         base = read_json(adapter).get("base_model_name_or_path")
         raise ModelFileError(f"{plain(adapter)} describes an adapter: give the folder of its model, {shown(base)}")
+    if not os.path.lexists(path):
+        _advise(source, path)
     if is_gguf(path):
         return gguf_models.read(gguf.read_header(path), plain(path))
     return text_decoder(read_json(path), plain(path))
+
+
+def _advise(source: str | os.PathLike[str], path: Path) -> None:
+    """Raise `ModelFileError` for a missing `path`, if it is known what would do."""
+    name = os.fspath(source)
+    if os.path.isdir(path.parent) and path.name == "config.json" and (files := sorted(path.parent.glob("*.gguf"))):
+        raise ModelFileError(f"{plain(path.parent)} has no config.json: give a GGUF file, such as {plain(files[0])}")
+    if os.path.lexists(name) or path.suffix in (".gguf", ".json", ".safetensors") or not HUB.fullmatch(name):
+        return
+    repository = name if "/" in name else f"OWNER/{name}"
+    raise ModelFileError(
+        f"there is no {plain(path)}, and kvcache downloads nothing: run `hf download {repository} --local-dir "
+        f"{path.name}` and give that folder; for the sizes of a cache its config.json is enough (--include config.json)"
+    )

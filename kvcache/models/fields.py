@@ -19,7 +19,17 @@ from typing import Any, cast
 from kvcache.arguments import INT32_MAX
 from kvcache.errors import ModelFileError, plain, shown
 from kvcache.models import classes
-from kvcache.models.reading import MAX_FIELDS, MAX_JSON, MAX_NAME, MAX_PARTS, MAX_VALUES, File, open_file, read_file
+from kvcache.models.reading import (
+    MAX_FIELDS,
+    MAX_JSON,
+    MAX_NAME,
+    MAX_PARTS,
+    MAX_VALUES,
+    File,
+    expanded,
+    open_file,
+    read_file,
+)
 
 __all__ = ["Fields", "read_json", "read_safetensors_header", "text_decoder"]
 
@@ -89,7 +99,8 @@ PARTS = (
 MERGING = ("glmasr", "voxtral", "voxtral_realtime")
 ATTENTION = "attn_config"  # an object with fields of the attention, which count where the file has none beside it
 OTHER_MODEL = "text_model_id"  # names the model that is the text decoder, as in Ultravox
-ENCODERS = ("encoder", "text_encoder")  # fields that hold the configuration of what the text decoder attends over
+# Fields that hold the configuration of what the text decoder attends over.
+ENCODERS = ("encoder", "encoder_config", "text_encoder")
 # The type of decoder that gets what an encoder made before its own tokens, and has no layers over it.
 PREFIXED = "musicgen_melody_decoder"
 TILES = ("max_num_tiles", "image_size", "patch_size")  # fields of a vision encoder
@@ -192,11 +203,17 @@ class Fields:
 
 
 def find_config(source: str | os.PathLike[str]) -> Path:
-    """Return the file that a path stands for: the ``config.json`` of a folder, or beside safetensors, or itself."""
-    path = Path(source)
+    """Return the file that a path stands for: a folder's ``config.json``, the one beside safetensors, or itself.
+
+    A folder without one may have the ``params.json`` of Meta's and Mistral's own format.
+    """
+    path = expanded(source)
     if path.suffix == ".safetensors":
         path = path.parent
-    return path / "config.json" if os.path.isdir(path) else path
+    if not os.path.isdir(path):
+        return path
+    config, original = path / "config.json", path / "params.json"
+    return original if os.path.isfile(original) and not os.path.lexists(config) else config
 
 
 def is_gguf(path: Path) -> bool:
@@ -288,6 +305,7 @@ def text_decoder(values: Mapping[str, Any], source: str) -> Fields:
     if fields["is_encoder_decoder"]:
         encoder = next((part[name] for part in parts for name in ENCODERS if isinstance(part.get(name), Mapping)), None)
         if encoder is not None:
+            encoder = _part(encoder, source) or encoder
             fields["max_source_positions"] = _named(encoder, source).get("max_source_positions")
     whole = ChainMap(*({name: value for name, value in part.items() if value is not None} for part in parts))
     if "num_hidden_layers" not in fields and isinstance(name := whole.get(OTHER_MODEL), str):

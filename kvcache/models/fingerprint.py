@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from pathlib import Path
 
 from kvcache.models.fields import is_gguf
 from kvcache.models.gguf import read_header
-from kvcache.models.reading import MAX_GGUF_HEADER, MAX_JSON, File, open_file, read_file
+from kvcache.models.reading import MAX_GGUF_HEADER, MAX_JSON, File, expanded, open_file, read_file
 from kvcache.models.weights import shards
 
 __all__ = ["fingerprint"]
@@ -39,7 +38,7 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
     ModelFileError
         A file is missing or cannot be read.
     """
-    path = Path(path)
+    path = expanded(path)
     digest = hashlib.blake2b(digest_size=16, person=b"kvcache-model-1")
     if not os.path.isdir(path) and is_gguf(path):
         header = read_header(path)

@@ -177,7 +177,7 @@ ALIASES = {
 }
 # The beginnings of keys of another part than the text decoder:
 OF_OTHER_PARTS = ("audio.", "clip.", "mm.", "vision.")
-# Values that files of these architectures leave out. Of gemma3, only files with the key of IMAGES leave them out:
+# Values that files of these architectures leave out. Only files of gemma3 with the key of IMAGES do:
 LEFT_OUT: dict[str, dict[str, Any]] = {
     "gemma3": {"rope.freq_base": 1e6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
     "gptoss": {"rope.scaling.type": "yarn"},

@@ -29,7 +29,7 @@ OF_OTHERS = re.compile(
     r"|tokens?|layerdrop|pruned|freeze|norm|bias|scale|scalar|multiplier|embed|embeddings?|time|feat|resampler|aligner"
     r"|prenet|postnet|gate|lora|state|pp|tp|hc|swiglu|vocab|logits?|res|topk|sconv|factor|prob|implementation|size"
     r"|sparsity|hidden|sparse|layernorm|activation|input_output|train|frozen|recompute|scan|teacher|distill|draft"
-    r"|medusa|exit|dola)(_|$)|per_layer_input|^index_|for_linear_attn"
+    r"|medusa|exit|dola|target)(_|$)|per_layer_input|max_period$|^index_|for_linear_attn"
     r"|^linear_(num_)?(key_|value_)?head"
     r"|^(n_groups?|num_(limited_)?groups|n_(in|out)put_layers|output_|num_(beam|mem|random)_|stagger_)"
 )
@@ -92,13 +92,13 @@ COMPARED = {
     "arctic", "baichuan", "baichuan_m1", "bailing_moe", "bailing_moe_linear", "bailing_moe_v2", "btlm",
     "codeshell", "cogvlm", "crystalcoder", "deci", "deepseek", "ernie4_5_moe_vl", "glm_2022", "grinmoe",
     "grok-1", "hf_olmo", "hunyuan", "hymba", "internlm", "internlm2", "internlmxcomposer2", "jet_nemotron",
-    "kimi_k2", "kimi_k3", "llada", "minicpm", "minicpmv", "minimax_m1", "minimax_text_01",
+    "kimi_k2", "kimi_k3", "llada", "llama_original", "minicpm", "minicpmv", "minimax_m1", "minimax_text_01",
     "mixformer-sequential", "molmo", "moss", "nemotron-nas", "openelm", "orion", "pangu_ultra_moe",
     "parler_tts_decoder", "phi-msft", "phi3_v", "phi3small", "phi4mm", "plamo", "plamo2", "plamo3", "qwen",
     "skywork", "smallthinker", "solar", "stablelm_epoch", "step3_text", "stripedhyena", "xverse", "yuan",
 }  # fmt: skip
 # Types of COMPARED whose layers all have the window that a file names.
-WINDOWED = {"grinmoe", "phi3_v", "phi4mm", "solar"}
+WINDOWED = {"grinmoe", "llama_original", "phi3_v", "phi4mm", "solar"}
 # Fields that say which layers have a window.
 SAYS_WHERE = (*BY_LAYER, *INDICES, *PERIODS, "block_configs", "block_types", "full_attention_idx", "use_sliding_window")
 # Fields that say how far the layers of a type see.

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvcache.errors import ModelFileError, plain
 
-__all__ = ["File", "Stamp", "open_file", "read_file", "read_prompt", "read_stdin"]
+__all__ = ["File", "Stamp", "expanded", "open_file", "read_file", "read_prompt", "read_stdin"]
 
 # Models. The largest published models have 126 layers, 232 heads, heads of 576 elements, and queries of 73,728 elements
 # per token.
@@ -106,6 +106,11 @@ class File:
         if at + nbytes > self.size:
             raise self.error(f"ends at byte {self.size:,}, and {nbytes:,} bytes should follow byte {at:,}")
         os.lseek(self._descriptor, at, os.SEEK_SET)
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """Return a path whose ``~`` is the user's folder."""
+    return Path(os.path.expanduser(path))
 
 
 @contextmanager

@@ -101,7 +101,7 @@ SAME = {
 INTERLEAVED = {
     "chatglm", "codegen", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "ernie4_5", "ernie4_5_moe",
     "ernie4_5_moe_vl", "ernie4_5_vl_moe_text", "glm", "glm4", "glm4v_text", "glm_ocr_text", "gptj", "helium",
-    "hy_v4_vl_text", "llama4_text", "moonshine", "moonshine_streaming", "moss",
+    "hy_v4_vl_text", "llama4_text", "llama_original", "moonshine", "moonshine_streaming", "moss",
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from kvcache.errors import ModelFileError, NotSupportedError, plain, shown
 from kvcache.layer import DTYPES, DType, Layer, why_not
 from kvcache.models import guard
 from kvcache.models.configuration import read_config
-from kvcache.models.fields import Fields, find_weights, read_safetensors_header
+from kvcache.models.fields import Fields, find_config, find_weights, read_safetensors_header
 from kvcache.models.indexers import LATENTS_ALONE, chosen_rows, index_layers, sources_of
 from kvcache.models.kinds import CROSS, SLIDING, STATELESS, layer_types, rotates_by_interval
 from kvcache.models.reading import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, open_file
@@ -150,13 +150,12 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
     chosen += [None] * (len(layers) - len(chosen))
     shape = Shape(model_type, tuple(layers), tuple(num_heads), context, tuple(chosen))
     if isinstance(source, str | os.PathLike) and not any(config.get(name) for name in ("gguf_architecture", PACKED)):
-        _check_weights(Path(source), shape)
+        _check_weights(find_config(source).parent, shape)
     return shape
 
 
-def _check_weights(path: Path, shape: Shape) -> None:
+def _check_weights(folder: Path, shape: Shape) -> None:
     """Refuse a folder whose weights disagree with its configuration on the size of keys or values."""
-    folder = path if os.path.isdir(path) else path.parent
     prefix = "model.layers.0.self_attn"  # what most models call layer 0's attention
     first = shape.layers[0]
     dims = {f"{prefix}.k_proj.weight": first.head_dim, f"{prefix}.v_proj.weight": first.v_head_dim}

@@ -28,6 +28,7 @@ from kvcache.models.reading import (
     MAX_TOKEN,
     MAX_TOKENIZER,
     MAX_TOKENS,
+    expanded,
     read_file,
 )
 
@@ -67,7 +68,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     Raise `ModelFileError` if a file is missing or damaged, or the tokenizer is of an unsupported kind, and
     ``ImportError`` if the package ``tokenizers`` is needed and not installed.
     """
-    path = Path(path)
+    path = expanded(path)
     return _from_folder(path) if os.path.isdir(path) else _from_gguf(read_header(path))
 
 

@@ -19,7 +19,7 @@ from kvcache.layer import Layer
 from kvcache.models import shapes
 from kvcache.models.configuration import read_config
 from kvcache.models.fields import Fields
-from kvcache.models.reading import MAX_CONTEXT
+from kvcache.models.reading import MAX_CONTEXT, expanded
 from kvcache.models.shapes import PREFILL_TOKENS
 from kvcache.models.weights import F32, Tensors
 from kvcache.policy import Policy
@@ -178,7 +178,7 @@ class Llama:
             A package that reads the weights is not installed.
         """
         config = LlamaConfig.read(path)
-        tensors = Tensors(Path(path))
+        tensors = Tensors(expanded(path))
         embedding = tensors.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         layers = [_take_layer(tensors, config, f"model.layers.{i}.") for i in range(config.num_layers)]
         norm = tensors.take("model.norm.weight", config.hidden_size)

@@ -6,13 +6,10 @@ import dataclasses
 import io
 import json
 import math
-import os
-import re
 import sys
 from argparse import ArgumentTypeError
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
@@ -21,7 +18,7 @@ import typer
 
 from kvcache.arguments import INT32_MAX, MAX_THREADS
 from kvcache.columns import whole
-from kvcache.errors import KVCacheError, ModelFileError, plain
+from kvcache.errors import KVCacheError, plain
 from kvcache.layer import DTYPES, DType, count, to_dtype
 from kvcache.models import shapes
 from kvcache.policy import CrossAttention, SlidingWindow
@@ -197,8 +194,7 @@ def plan_command(
         raise typer.BadParameter(
             "it needs --window: without one every token is seen anyway", param_hint="--sink-tokens"
         )
-    with _explained(model):
-        shape = shapes.read(model, max_source_len)
+    shape = shapes.read(model, max_source_len)
     context = context or shape.max_seq_len or CONTEXT
     possible = shape.dtypes
     for wanted in dtype:
@@ -274,25 +270,6 @@ def _bench_shape(shape: shapes.Shape, context: int, threads: int | None) -> benc
     )
 
 
-HUB = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]*\d[\w.-]*b\b[\w.-]*", re.ASCII | re.IGNORECASE)
-
-
-@contextmanager
-def _explained(model: Path) -> Iterator[None]:
-    """Add advice to the error for a missing file, if its name looks like a model's on the Hub."""
-    try:
-        yield
-    except ModelFileError as error:
-        name = str(model)
-        if os.path.lexists(name) or model.suffix in (".gguf", ".json", ".safetensors") or not HUB.fullmatch(name):
-            raise
-        repository = name if "/" in name else f"OWNER/{name}"
-        raise ModelFileError(
-            f"{error}, and kvcache downloads nothing: run `hf download {repository} --local-dir {model.name}` and give "
-            "that folder; for plan and bench its config.json is enough (--include config.json)"
-        ) from None
-
-
 # ---- kvcache bench
 
 
@@ -318,8 +295,7 @@ def bench_command(
     _check_picture(plot)
     shape = bench.Shape(context=context, threads=threads or get_num_threads())
     if model is not None:
-        with _explained(model):
-            shape = _bench_shape(shapes.read(model, context), context, threads)
+        shape = _bench_shape(shapes.read(model, context), context, threads)
     record = _measure(shape, seconds, peers)
     if plot is not None:
         bench.picture(record).savefig(plot)
@@ -428,7 +404,7 @@ def generate(
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for an ASCII terminal
-    with _explained(model), progress() as show:
+    with progress() as show:
         return runner.run(
             model,
             text,

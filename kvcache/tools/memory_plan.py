@@ -20,6 +20,7 @@ from kvcache.layer import DType, Layer
 from kvcache.models import gguf, parameters
 from kvcache.models.configuration import read_config
 from kvcache.models.fields import find_weights, is_gguf
+from kvcache.models.reading import expanded
 from kvcache.models.shapes import PREFILL_TOKENS, Shape
 from kvcache.policy import CrossAttention, FullAttention, Policy, most_rows, written
 from kvcache.selecting import rows_read, with_sketches
@@ -195,7 +196,7 @@ def weigh(model: Any, given: str | int | None = None) -> Weights:
     """
     if isinstance(given, int):
         return Weights(given, "as given")
-    path = Path(model) if isinstance(model, str | Path) else None
+    path = expanded(model) if isinstance(model, str | Path) else None
     if given is not None:
         return _in_type(given, _num_parameters(model, path))
     if path is not None and path.is_file() and is_gguf(path):

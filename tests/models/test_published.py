@@ -8,6 +8,7 @@ from support.published_files import WHOLE
 from support.published_further import FURTHER, SAVED
 from support.published_models import PUBLISHED as ABRIDGED
 from support.published_models import UNSUPPORTED
+from support.published_others import OTHERS
 from support.rotation import rotated
 
 import kvcache
@@ -20,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*model_type 'new' is not known. compare its layers"),
     pytest.mark.filterwarnings("ignore:.*there is no model_type. compare its layers"),
 ]
-PUBLISHED = {**ABRIDGED, **WHOLE, **FURTHER}
+PUBLISHED = {**ABRIDGED, **WHOLE, **FURTHER, **OTHERS}
 SOME = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
 
 
@@ -107,7 +108,7 @@ def test_a_field_that_says_what_layers_are_is_not_passed_over(field, value):
         "mlp_only_layers", "moe_layer_freq", "first_k_dense_replace", "num_moe_layers", "mtp_layer_types", "topk_group",
         "expert_layer_period", "interleave_moe_layer_step", "vision_feature_layers", "hidden_size_per_layer_input",
         "num_frozen_layers", "train_layers", "recompute_num_layers", "scan_layers", "teacher_layers", "distill_layers",
-        "draft_num_layers", "medusa_num_layers", "early_exit_layers",
+        "draft_num_layers", "num_target_layers", "medusa_num_layers", "early_exit_layers",
     ],
 )  # fmt: skip
 def test_fields_of_experts_and_other_parts_are_no_alarm(field):

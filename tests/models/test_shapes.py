@@ -316,6 +316,29 @@ def test_missing_files(tmp_path):
             shapes.read(source)
 
 
+def test_what_a_path_stands_for(tmp_path, monkeypatch):
+    original = {"dim": 4096, "n_layers": 2, "n_heads": 32, "n_kv_heads": 8, "norm_eps": 1e-5}
+    (tmp_path / "params.json").write_text(json.dumps(original))
+    assert [layer.num_kv_heads for layer in shapes.read(tmp_path).layers] == [8, 8]
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert shapes.read(tmp_path) == shapes.read(LLAMA)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    assert shapes.read("~") == shapes.read("~/config.json") == shapes.read(LLAMA)
+
+
+def test_what_would_do_is_said(tmp_path):
+    (tmp_path / "b.gguf").touch()
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(kvcache.ModelFileError, match=r"has no config\.json: give a GGUF file, such as .*a\.gguf"):
+        shapes.read(tmp_path)
+    for name in ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"):
+        with pytest.raises(
+            kvcache.ModelFileError, match=r"kvcache downloads nothing: run `hf download \S+/\S+ --local"
+        ):
+            kvcache.KVCache.from_config(name)
+
+
 # ---- safetensors
 
 

@@ -208,7 +208,7 @@ WHOLE: dict[str, Form] = {
         position_embedding_type="alibi", mup_width_scale=0.1, mup_embeddings_scale=14.6),
     "CodeShell 7B": form(86016, rotating=42, theta=10000, model_type="codeshell", group_query_attention=True,
         n_embd=4096, n_head=32, n_layer=42, n_positions=8192, num_query_groups=8, position_embedding_type="rope"),
-    "Ministral 8B, params.json": form(18432, 55296, 32768, rotating=0, dim=4096, n_layers=36,
+    "Ministral 8B, params.json": form(18432, 55296, 32768, rotating=36, theta=1e8, dim=4096, n_layers=36,
         head_dim=128, hidden_dim=12288, n_heads=32, n_kv_heads=8, rope_theta=1e8, norm_eps=1e-05, max_seq_len=131072,
         _sliding_window=[131072, 32768, 32768, 32768], sliding_window=[None, 32768, 32768, 32768]),
     "Pixtral 12B": form(81920, rotating=40, theta=1e9, model_type="llava", text_config={"model_type": "mistral",

@@ -1,0 +1,35 @@
+"""Configurations in other formats than Hugging Face's, of models of speech and images, and of drafts."""
+
+from support.published_models import LLAMA3, Form, form, sizes
+
+OTHERS: dict[str, Form] = {
+    "Llama 2 7B, params.json": form(262144, rotating=0, dim=4096, multiple_of=256, n_heads=32, n_layers=32,
+        norm_eps=1e-05, vocab_size=-1),
+    "Mistral 7B, params.json": form(0, 65536, 4096, rotating=32, theta=1e4, dim=4096, n_layers=32, head_dim=128,
+        hidden_dim=14336, n_heads=32, n_kv_heads=8, norm_eps=1e-05, sliding_window=4096, rope_theta=10000.0,
+        vocab_size=32000),
+    "Mistral Large 3, params.json": form(35136, dim=7168, n_layers=61, head_dim=128, hidden_dim=16384, n_heads=128,
+        n_kv_heads=128, rope_theta=10000.0, norm_eps=1e-06, q_lora_rank=1536, qk_rope_head_dim=64,
+        qk_nope_head_dim=128, kv_lora_rank=512, v_head_dim=128, max_position_embeddings=294912, moe={"num_experts": 128,
+        "first_k_dense_replace": 3}, yarn={"original_max_position_embeddings": 8192, "factor": 36, "apply_scale": False,
+        "beta": 32, "alpha": 1}, llama_4_scaling={"original_max_position_embeddings": 8192, "beta": 0.1},
+        vision_encoder={"image_token_id": 10, "hidden_size": 1664, "rope_theta": 10000.0}),
+    "Florence-2 base, own code": form(9216, 9216, 1024, model_type="florence2", is_encoder_decoder=True,
+        projection_dim=768, text_config={"model_type": "florence2_language", "d_model": 768, "decoder_layers": 6,
+        "decoder_attention_heads": 12, "encoder_layers": 6, "encoder_attention_heads": 12, "num_hidden_layers": 6,
+        "max_position_embeddings": 1024, "is_encoder_decoder": True}, vision_config={"model_type": "davit",
+        "window_size": 12, "num_groups": [4, 8, 16, 32]}),
+    "CSM 1B": form(16384, rotating=16, model_type="csm", num_codebooks=32, tie_codebooks_embeddings=True, head_dim=64,
+        rope_theta=500000, rope_scaling={"rope_type": "llama3", **LLAMA3, "factor": 32.0,
+        "original_max_position_embeddings": 1024}, codec_config={"model_type": "mimi", "sliding_window": 250},
+        depth_decoder_config={"model_type": "csm_depth_decoder_model", "num_hidden_layers": 4},
+        **sizes(16, 32, 8, 2048)),
+    "Dia 1.6B": form(18432, 73728, 1024, model_type="dia", is_encoder_decoder=True,
+        decoder_config={"model_type": "dia_decoder", "head_dim": 128, "cross_head_dim": 128,
+        "cross_num_attention_heads": 16, "cross_num_key_value_heads": 16, "max_position_embeddings": 3072,
+        **sizes(18, 16, 4, 2048)}, encoder_config={"model_type": "dia_encoder", "max_position_embeddings": 1024,
+        **sizes(12, 16, 16, 1024)}),
+    "Qwen3 8B DFlash": form(10240, rotating=5, theta=1e6, model_type="qwen3", architectures=["DFlashDraftModel"],
+        block_size=16, dflash_config={"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}, head_dim=128,
+        layer_types=["full_attention"] * 5, num_target_layers=36, rope_theta=1e6, **sizes(5, 32, 8, 4096)),
+}  # fmt: skip
