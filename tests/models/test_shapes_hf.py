@@ -131,7 +131,8 @@ READ_OTHERWISE = {
 }
 UNREADABLE = {  # transformers' class refuses these
     "EXAONE 4.0 32B", "Falcon-H1 34B", "Florence-2 base, own code", "Llama 4 Maverick, whole",
-    "MPT with a window", "MPT with rotations", "MPT, later form", "Phi-3 medium 128k", "Replit code v1.5 3B", "Zamba2 7B",
+    "MPT with a window", "MPT with rotations", "MPT, later form", "Phi-3 medium 128k",
+    "Replit code v1.5 3B", "Zamba2 7B",
 }  # fmt: skip
 
 
