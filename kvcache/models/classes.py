@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["UNKNOWN", "Class", "architecture", "of", "type_of"]
+__all__ = ["COMPARED", "UNKNOWN", "Class", "architecture", "of", "type_of"]
 
 FILE = Path(__file__).with_name("classes.json")
 
@@ -75,6 +75,17 @@ MORE: dict[str, dict[str, Any]] = {
     },
     **{key: {"global_head_dim": 512} for key in ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text")},
 }
+# Types without a class in transformers whose published files were compared with the models' own code.
+COMPARED = {
+    "PanguEmbedded", "PanguProMoE", "RefinedWeb", "RefinedWebModel", "Yi", "afm", "apriel_h", "aquila",
+    "arctic", "baichuan", "baichuan_m1", "bailing_moe", "bailing_moe_linear", "bailing_moe_v2", "btlm",
+    "codeshell", "cogvlm", "crystalcoder", "deci", "deepseek", "ernie4_5_moe_vl", "glm_2022", "grinmoe",
+    "grok-1", "hf_olmo", "hunyuan", "hymba", "internlm", "internlm2", "internlmxcomposer2", "jet_nemotron",
+    "kimi_k2", "kimi_k3", "llada", "llama_original", "minicpm", "minicpmv", "minimax_m1", "minimax_text_01",
+    "mixformer-sequential", "molmo", "moss", "nemotron-nas", "openelm", "orion", "pangu_ultra_moe",
+    "parler_tts_decoder", "phi-msft", "phi3_v", "phi3small", "phi4mm", "plamo", "plamo2", "plamo3", "qwen",
+    "skywork", "smallthinker", "solar", "stablelm_epoch", "step3_text", "stripedhyena", "xverse", "yuan",
+}  # fmt: skip
 # Fields that only files of one type have, where a file does not say its type. Meta and Mistral have their own format.
 TELLING = {
     ("initial_context_length",): "gpt_oss",
@@ -89,14 +100,17 @@ ALIKE = {
     **dict.fromkeys(("llava_qwen", "cambrian_qwen", "bunny-qwen1.5", "videochat_flash_qwen"), "qwen2"),
     **dict.fromkeys(("Dream", "Fast_dLLM_Qwen", "dots_ocr", "mimo", "minicpmo"), "qwen2"),
     **dict.fromkeys(("Keye", "sdar"), "qwen3"),
-    **dict.fromkeys(("apriel", "mobilellm", "telechat3"), "llama"),
+    **dict.fromkeys(("apriel", "mobilellm", "omni_speech_llama", "telechat3"), "llama"),
     **dict.fromkeys(("youtu_llm", "youtu_vl"), "youtu"),
+    "Emu3": "llama",
+    "GOT": "qwen2",
     "bunny-stablelm": "stablelm",
     "dots_vlm": "deepseek_v3",
     "florence2_language": "bart",
     "longcat_flash_ngram": "longcat_flash",
     "minimax_m3": "minimax_m3_vl_text",
     "phi4-siglip": "phi3",
+    "progen": "codegen",
     "sdar_moe": "qwen3_moe",
 }
 # Types whose name an older model's files bear: a field that only these have, and what the older type is called here.
@@ -119,14 +133,19 @@ def _table() -> dict[str, Class]:
 def type_of(given: Mapping[str, Any]) -> Any:
     """Return the type of model that a file names, or that a field or an architecture implies; None if none does.
 
-    It is the type as this reader knows it: another type's name for models of code that only renames that type.
+    It is the type as this reader knows it: another type's name for models of code that only renames that type. That is
+    also the type of an architecture of transformers, if a file names a type that nobody knows.
     """
     told = (name for fields, name in TELLING.items() if given.keys() >= {*fields})
-    name = given.get("model_type") or next(told, None) or _names().get(_plain(TASK.sub("", architecture(given))))
+    implied = _names().get(_plain(TASK.sub("", architecture(given))))
+    name = given.get("model_type") or next(told, None) or implied
     if not isinstance(name, str):
         return name
     field, older = OLDER.get(name, ("", ""))
-    return older if field in given else ALIKE.get(name, name)
+    if field in given:
+        return older
+    name = ALIKE.get(name, name)
+    return name if implied is None or name in COMPARED or name in _table() else implied
 
 
 def architecture(given: Mapping[str, Any]) -> str:

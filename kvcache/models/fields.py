@@ -48,9 +48,9 @@ NAMES = {
     ),
     "num_key_value_heads": (
         "decoder_num_key_value_heads", "num_key_value_heads_per_layer", "num_key_value_heads", "num_kv_heads",
-        "n_head_kv", "n_kv_heads", "n_kv_head", "kv_n_heads", "num_attention_groups", "multi_query_group_num",
-        "num_query_groups", "num_multi_query_heads", "num_kv_attention_heads", "num_attention_heads_kv", "num_heads_kv",
-        "kv_heads",
+        "n_head_kv", "n_kv_heads", "n_kv_head", "n_local_heads", "kv_n_heads", "num_attention_groups",
+        "multi_query_group_num", "num_query_groups", "num_multi_query_heads", "num_kv_attention_heads",
+        "num_attention_heads_kv", "num_heads_kv", "kv_heads",
     ),
     "hidden_size": (
         "hidden_size", "d_model", "n_embd", "n_embed", "embed_dim", "emb_dim", "dim", "model_dim", "decoder_embed_dim",

@@ -29,7 +29,7 @@ OF_OTHERS = re.compile(
     r"|tokens?|layerdrop|pruned|freeze|norm|bias|scale|scalar|multiplier|embed|embeddings?|time|feat|resampler|aligner"
     r"|prenet|postnet|gate|lora|state|pp|tp|hc|swiglu|vocab|logits?|res|topk|sconv|factor|prob|implementation|size"
     r"|sparsity|hidden|sparse|layernorm|activation|input_output|train|frozen|recompute|scan|teacher|distill|draft"
-    r"|medusa|exit|dola|target)(_|$)|per_layer_input|max_period$|^index_|for_linear_attn"
+    r"|medusa|exit|dola|target|fast)(_|$)|per_layer_input|max_period$|^index_|for_linear_attn"
     r"|^linear_(num_)?(key_|value_)?head"
     r"|^(n_groups?|num_(limited_)?groups|n_(in|out)put_layers|output_|num_(beam|mem|random)_|stagger_)"
 )
@@ -86,18 +86,7 @@ REFUSED_TYPES = {
 }  # fmt: skip
 # Fields that say how often layers run. Each run has rows of its own.
 TIMES = ("loop_num", "num_loops", "total_ut_steps", "mean_recurrence")
-# Types without a class in transformers whose published files were compared with the models' own code.
-COMPARED = {
-    "PanguEmbedded", "PanguProMoE", "RefinedWeb", "RefinedWebModel", "Yi", "afm", "apriel_h", "aquila",
-    "arctic", "baichuan", "baichuan_m1", "bailing_moe", "bailing_moe_linear", "bailing_moe_v2", "btlm",
-    "codeshell", "cogvlm", "crystalcoder", "deci", "deepseek", "ernie4_5_moe_vl", "glm_2022", "grinmoe",
-    "grok-1", "hf_olmo", "hunyuan", "hymba", "internlm", "internlm2", "internlmxcomposer2", "jet_nemotron",
-    "kimi_k2", "kimi_k3", "llada", "llama_original", "minicpm", "minicpmv", "minimax_m1", "minimax_text_01",
-    "mixformer-sequential", "molmo", "moss", "nemotron-nas", "openelm", "orion", "pangu_ultra_moe",
-    "parler_tts_decoder", "phi-msft", "phi3_v", "phi3small", "phi4mm", "plamo", "plamo2", "plamo3", "qwen",
-    "skywork", "smallthinker", "solar", "stablelm_epoch", "step3_text", "stripedhyena", "xverse", "yuan",
-}  # fmt: skip
-# Types of COMPARED whose layers all have the window that a file names.
+# Types of classes.COMPARED whose layers all have the window that a file names.
 WINDOWED = {"grinmoe", "llama_original", "phi3_v", "phi4mm", "solar"}
 # Fields that say which layers have a window.
 SAYS_WHERE = (*BY_LAYER, *INDICES, *PERIODS, "block_configs", "block_types", "full_attention_idx", "use_sliding_window")
@@ -120,7 +109,7 @@ def says_layers(name: str) -> bool:
 def is_unknown(config: Fields) -> bool:
     """Whether a config.json names no type, or a type that transformers has no class for and that nobody compared."""
     model_type = config.text("model_type", "")
-    known = model_type in COMPARED or classes.of(model_type) is not classes.UNKNOWN
+    known = model_type in classes.COMPARED or classes.of(model_type) is not classes.UNKNOWN
     return not known and config.get("gguf_architecture") is None
 
 

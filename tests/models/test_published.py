@@ -12,7 +12,7 @@ from support.published_others import OTHERS
 from support.rotation import rotated
 
 import kvcache
-from kvcache.models import guard, shapes
+from kvcache.models import classes, guard, shapes
 from kvcache.models.configuration import read_config
 from kvcache.policy import FullAttention
 from kvcache.rope import Rope
@@ -108,7 +108,7 @@ def test_a_field_that_says_what_layers_are_is_not_passed_over(field, value):
         "mlp_only_layers", "moe_layer_freq", "first_k_dense_replace", "num_moe_layers", "mtp_layer_types", "topk_group",
         "expert_layer_period", "interleave_moe_layer_step", "vision_feature_layers", "hidden_size_per_layer_input",
         "num_frozen_layers", "train_layers", "recompute_num_layers", "scan_layers", "teacher_layers", "distill_layers",
-        "draft_num_layers", "num_target_layers", "medusa_num_layers", "early_exit_layers",
+        "draft_num_layers", "num_target_layers", "fast_head_dim", "medusa_num_layers", "early_exit_layers",
     ],
 )  # fmt: skip
 def test_fields_of_experts_and_other_parts_are_no_alarm(field):
@@ -255,7 +255,7 @@ def test_each_compared_type_has_a_published_file():
     files = [form.config for form in PUBLISHED.values()] + [config for _, config in UNSUPPORTED.values()]
     read = [read_config(config) for config in files]
     known = {name for config in read for name in [*config.sequence("model_types"), config.get("model_type")]}
-    assert known >= guard.COMPARED
+    assert known >= classes.COMPARED
 
 
 def test_a_window_of_layers_that_nobody_knows_is_warned_of():
@@ -401,13 +401,27 @@ def test_a_file_without_a_type_has_its_architectures(architecture, model_type):
     assert read_config({**SOME, "architectures": [architecture]}).get("model_type") == model_type
 
 
+def test_a_type_that_nobody_knows_has_its_architectures():
+    config = {**SOME, "model_type": "new"}
+    assert read_config({**config, "architectures": ["MistralModel"]}).get("model_type") == "mistral"
+    assert read_config({**config, "architectures": ["NewForCausalLM"]}).get("model_type") == "new"
+    known = {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    assert read_config(known).get("model_type") == "kimi_k2"
+
+
 @pytest.mark.parametrize("architectures", [[], [1], "LlamaForCausalLM", 5, None, {"a": "b"}])
 def test_what_is_no_list_of_architectures_says_no_type(architectures):
     assert read_config({**SOME, "architectures": architectures}).get("model_type") is None
 
 
 def test_own_code_that_renames_a_type_has_its_defaults():
-    for name, other in (("mimo", "qwen2"), ("Keye", "qwen3"), ("llava_mistral", "mistral"), ("youtu_vl", "youtu")):
+    for name, other in (
+        ("mimo", "qwen2"),
+        ("Keye", "qwen3"),
+        ("llava_mistral", "mistral"),
+        ("youtu_vl", "youtu"),
+        ("GOT", "qwen2"),
+    ):
         shape = shapes.read({"model_type": name, "num_hidden_layers": 4})
         assert shape == shapes.read({"model_type": other, "num_hidden_layers": 4})
 

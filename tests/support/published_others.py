@@ -1,6 +1,6 @@
 """Configurations in other formats than Hugging Face's, of models of speech and images, and of drafts."""
 
-from support.published_models import LLAMA3, Form, form, sizes
+from support.published_models import LLAMA3, Form, form, n, sizes
 
 OTHERS: dict[str, Form] = {
     "Llama 2 7B, params.json": form(262144, rotating=0, dim=4096, multiple_of=256, n_heads=32, n_layers=32,
@@ -32,4 +32,17 @@ OTHERS: dict[str, Form] = {
     "Qwen3 8B DFlash": form(10240, rotating=5, theta=1e6, model_type="qwen3", architectures=["DFlashDraftModel"],
         block_size=16, dflash_config={"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}, head_dim=128,
         layer_types=["full_attention"] * 5, num_target_layers=36, rope_theta=1e6, **sizes(5, 32, 8, 4096)),
+    "NV-Embed v2": form(65536, rotating=32, theta=1e4, model_type="nvembed", hidden_size=4096, mask_type="b",
+        latent_attention_config={"model_type": "latent_attention", "num_cross_heads": 8, "num_latents_value": 512},
+        text_config={"model_type": "bidir_mistral", "architectures": ["MistralModel"], "sliding_window": None,
+        "num_key_value_heads": 8, "max_position_embeddings": 32768}),
+    "GOT OCR 2": form(49152, rotating=24, theta=1e6, model_type="GOT", architectures=["GOTQwenForCausalLM"],
+        image_token_len=256, max_window_layers=21, rope_theta=1e6, sliding_window=32768, use_sliding_window=False,
+        **sizes(24, 16, 16, 1024)),
+    "Emu3": form(65536, rotating=32, theta=1e6, model_type="Emu3", image_area=518400, rope_theta=1e6,
+        **sizes(32, 32, 8, 4096)),
+    "LLaMA-Omni 8B": form(65536, rotating=32, theta=5e5, model_type="omni_speech_llama", rope_theta=5e5,
+        ctc_decoder_config="(2,4096,32,11008)", speech_encoder_type="whisper", **sizes(32, 32, 8, 4096)),
+    "ProGen2 small": Form(n("progen", 12, 16, 1024, embed_dim=1024, n_positions=1024, rotary_dim=32), 24576,
+        rotating=12),
 }  # fmt: skip
