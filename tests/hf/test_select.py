@@ -1,6 +1,7 @@
 """`select`: rows that new tokens of long texts select by sketches, with the attention ``"kvcache"``."""
 
 import copy
+import itertools
 
 import pytest
 
@@ -144,6 +145,16 @@ def test_a_draft_selects_no_rows(calls):
     options = {"cache_implementation": "kvcache", "cache_config": {"select": SELECT}}
     model.generate(tokens, assistant_model=draft, **OPTIONS, **options)
     assert {layer for layer, _, select in calls if select is not None} <= {2, 3}
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_the_first_layers_as_a_draft_select_no_rows(calls, layers):
+    model, tokens = model_of(), random_tokens(1, FROM)
+    enable(model, dtype="f32", select=SELECT)
+    model.generate(tokens, assistant_early_exit=layers, **OPTIONS)
+    ends = [select for (layer, _, select), after in itertools.pairwise(calls) if (layer, after[0]) == (layers - 1, 0)]
+    assert len(ends) > 3
+    assert set(ends) == {None}
 
 
 def test_beams_copies_and_crops(calls):
