@@ -29,11 +29,13 @@ def read_config(source: Any) -> Fields:
     if isinstance(source, Fields):
         return source
     if isinstance(source, Mapping):
-        return text_decoder(source, "config")
+        parts = {name: value.to_dict() for name, value in source.items() if hasattr(value, "to_dict")}
+        return text_decoder({**source, **parts}, "config")
     if hasattr(source, "to_dict"):
         return text_decoder(source.to_dict(), type(source).__name__)
     if not isinstance(source, str) and not hasattr(source, "__fspath__"):
-        raise TypeError(f"config={shown(source)}: give a path, a mapping, or a configuration of transformers")
+        found = "its config" if hasattr(source, "config") else "a path, a mapping, or a configuration of transformers"
+        raise TypeError(f"config={shown(source)}: give {found}")
     path = find_config(source)
     adapter = path.with_name(ADAPTER)
     if path == adapter or (not os.path.lexists(path) and os.path.isfile(adapter)):

@@ -333,6 +333,8 @@ def _part(values: Mapping[str, Any], source: str) -> Mapping[str, Any] | None:
     known, fixed = classes.of(model_type).parts, classes.of(model_type).fixed
     for name in PARTS:
         nested = values.get(name)
+        if nested is not None and name in known and not isinstance(nested, Mapping):
+            raise ModelFileError(f"{source}: {name} must be an object, not {shown(nested)}")
         if isinstance(nested, Mapping):
             made = known.get(name, {})
             if model_type not in MERGING:  # the class of the part has its own defaults

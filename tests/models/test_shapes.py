@@ -316,6 +316,25 @@ def test_missing_files(tmp_path):
             shapes.read(source)
 
 
+class Part:
+    """A configuration as transformers' classes are."""
+
+    def to_dict(self):
+        return {"model_type": "llama", **LLAMA, "num_hidden_layers": 3}
+
+
+def test_a_part_may_be_an_object():
+    assert shapes.read({"model_type": "llava", "text_config": Part()}) == shapes.read(Part())
+    for wrong in ("llama", [1], 3, object()):
+        with pytest.raises(kvcache.ModelFileError, match="text_config must be an object, not"):
+            shapes.read({"model_type": "llava", "text_config": wrong})
+
+
+def test_a_model_is_not_its_configuration():
+    with pytest.raises(TypeError, match="give its config"):
+        shapes.read(type("Model", (), {"config": Part()})())
+
+
 def test_what_a_path_stands_for(tmp_path, monkeypatch):
     original = {"dim": 4096, "n_layers": 2, "n_heads": 32, "n_kv_heads": 8, "norm_eps": 1e-5}
     (tmp_path / "params.json").write_text(json.dumps(original))
