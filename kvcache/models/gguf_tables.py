@@ -142,7 +142,7 @@ NAMES = {
 # Parts of the names of keys that say what layers are. The reader refuses a key with such a part that it does not read.
 # The keys below, from llama.cpp's list, are exceptions: they are about something else.
 ABOUT_LAYERS = re.compile(
-    "pattern|layers|layer_(type|step)|per_layer|n_layer|group|interval|every|block|swa|sliding|window|chunk|shar|cross"
+    "pattern|layers|layer_(type|step|ind|id|list|map)|kv_heads|(head|key|value)_dim|per_layer|n_layer|group|interval|every|block|swa|sliding|window|chunk|shar|cross"
     "|recurrent|hybrid|nextn|loop|compress|local|global|no_?rope"
 )
 NOT_ABOUT_LAYERS = {
@@ -151,9 +151,10 @@ NOT_ABOUT_LAYERS = {
     "attn_res.block_size", "block_size", "conv_group_size", "convnext.block_count",
     "embedding_length_per_layer_input", "expert_chunk_feed_forward_length", "expert_group_count",
     "expert_group_scale", "expert_group_used_count", "expert_shared_count", "expert_shared_feed_forward_length",
-    "experts_per_group", "hrm.layers_per_stack", "interleave_moe_layer_step", "leading_dense_block_count",
-    "moe_every_n_layers", "n_deepstack_layers", "ple.layers", "posnet.block_count", "rescale_every_n_layers",
-    "rope.dimension_count_swa", "rope.freq_base_swa", "skip_loop_final_norm", "ssm.group_count", "target_layers",
+    "experts_per_group", "hrm.layers_per_stack", "interleave_moe_layer_step", "kda.head_dim",
+    "leading_dense_block_count", "moe_every_n_layers", "n_deepstack_layers", "ple.layers", "posnet.block_count",
+    "rescale_every_n_layers", "rope.dimension_count_swa", "rope.freq_base_swa", "skip_loop_final_norm",
+    "ssm.group_count", "target_layers",
 }  # fmt: skip
 
 # Ollama's own converter writes the files below: with other names, a vision encoder's keys beside the decoder's, and
@@ -164,6 +165,7 @@ ALIKE = {
 }  # fmt: skip
 # Other names of keys:
 ALIASES = {
+    "head_dim": "attention.key_length",
     "mrope_sections": "rope.dimension_sections",
     "rope.freq_base_local": "rope.freq_base_swa",
     "rope.global.freq_base": "rope.freq_base",

@@ -459,6 +459,7 @@ def test_keys_that_move_are_as_keys_rotated_anew(
         ("qwen3", {"full_attention_interval": 4}, "what 'full_attention_interval' says about the layers of a qwen3"),
         ("llama", {"attention.recurrent_layers": [True] * 4}, "what 'attention.recurrent_layers' says"),
         ("llama", {"num_loops": 2}, "what 'num_loops' says"),
+        ("granitehybrid", {"attention.layer_indices": [1]}, "what 'attention.layer_indices' says"),
         ("llama", {"attention.chunk_size": 64}, "what 'attention.chunk_size' says"),
         ("llama", {"attention.compress_ratios": [4] * 4}, "what 'attention.compress_ratios' says"),
         ("llama", {"attention.cross_attention_layers": [1]}, "what 'attention.cross_attention_layers' says"),
@@ -531,7 +532,7 @@ IMAGES = {"vision.block_count": 27, "vision.window_size": 112, "mm.tokens_per_im
             "gemma3",
             {"rope.freq_base": 1e6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
         ),
-        ("gemma3n", {WINDOW: 8, "rope.freq_base_local": 2e4}, "gemma3n", {"rope.freq_base_swa": 2e4}),
+        ("gemma3n", {WINDOW: 8, "rope.freq_base_local": 2e4, "head_dim": 64}, "gemma3n", {"rope.freq_base_swa": 2e4}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
