@@ -29,7 +29,8 @@ OF_OTHERS = re.compile(
     r"|tokens?|layerdrop|pruned|freeze|norm|bias|scale|scalar|multiplier|embed|embeddings?|time|feat|resampler|aligner"
     r"|prenet|postnet|gate|lora|state|pp|tp|hc|swiglu|vocab|logits?|res|topk|sconv|factor|prob|implementation|size"
     r"|sparsity|hidden|sparse|layernorm|activation|input_output|train|frozen|recompute|scan|teacher|distill|draft"
-    r"|medusa|exit|dola|target|fast)(_|$)|per_layer_input|max_period$|^index_|for_linear_attn"
+    r"|medusa|exit|dola|target|fast|context|training|trainable|unfreeze|pipeline"
+    r"|checkpoint(ing)?|log|eval|save|sample|by_length|classifier|regression|pooler|readout|probe|hook|spec(ulative)?)(_|$)|per_layer_input|max_period$|^index_|for_linear_attn"
     r"|^linear_(num_)?(key_|value_)?head"
     r"|^(n_groups?|num_(limited_)?groups|n_(in|out)put_layers|output_|num_(beam|mem|random)_|stagger_)"
 )
@@ -152,6 +153,9 @@ def check(config: Fields, kinds: Sequence[str]) -> None:
         known |= HARMLESS_IN_CLASSES
     if config.get("sliding_window") is not None:
         known |= {"window_size"}  # the same, under an older name
+    heads, kv_heads = (config.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
+    shared_by = heads // kv_heads if type(heads) is type(kv_heads) is int and kv_heads else None
+    derived = {"num_key_value_groups": shared_by}
     less = []
     for name in config.get("beside", []):
         raise NotSupportedError(
@@ -162,7 +166,7 @@ def check(config: Fields, kinds: Sequence[str]) -> None:
             continue
         if name[:1] == "_" and name[1:] in known & config.values.keys():  # transformers wrote what it had made of it
             continue
-        if type(value) is int and value == 1 and OFTEN.search(name):
+        if value == derived.get(name) or (type(value) is int and value == 1 and OFTEN.search(name)):
             continue
         if name in READS_LESS:
             less.append(name)

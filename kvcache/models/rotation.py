@@ -238,10 +238,14 @@ NOT_SCALED_LOCALLY = {"step3p5"}
 # Types whose ``rope_scaling`` says nothing, but ``rope_parameters`` do.
 WITHOUT_SCALING = {"cohere2_moe"}
 # Other names of scalings, in files of any type, and of these types.
-SCALING_NAMES = {"no_scaling": "default", "origin": "default", "original": "default", "xdrope": "dynamic"}
+SCALING_NAMES = {
+    **dict.fromkeys(("no_scaling", "origin", "original"), "default"),
+    "su": "longrope",
+    "xdrope": "dynamic",
+}
 # Types whose scaling by length is a fixed one if it has an ``alpha``.
 ALPHA = {"hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl", "hunyuan_vl_text"}
-SCALING_NAMES_OF = {key: {"su": "longrope", "yarn": "longrope"} for key in ("phi3", "phi4_multimodal")}
+SCALING_NAMES_OF = {key: {"yarn": "longrope"} for key in ("phi3", "phi4_multimodal")}
 
 
 def _parameters(config: Fields, layer: int, kind: str, model_type: str) -> Fields | None:

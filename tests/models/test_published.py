@@ -108,11 +108,21 @@ def test_a_field_that_says_what_layers_are_is_not_passed_over(field, value):
         "mlp_only_layers", "moe_layer_freq", "first_k_dense_replace", "num_moe_layers", "mtp_layer_types", "topk_group",
         "expert_layer_period", "interleave_moe_layer_step", "vision_feature_layers", "hidden_size_per_layer_input",
         "num_frozen_layers", "train_layers", "recompute_num_layers", "scan_layers", "teacher_layers", "distill_layers",
-        "draft_num_layers", "num_target_layers", "fast_head_dim", "medusa_num_layers", "early_exit_layers",
+        "draft_num_layers", "num_target_layers", "fast_head_dim", "context_window",
+        "training_window", "eval_interval", "save_every", "log_interval", "sample_interval", "group_by_length",
+        "num_trainable_layers", "unfreeze_layers", "pipeline_parallel_layers", "checkpoint_num_layers",
+        "num_classifier_layers", "num_pooler_layers", "probe_layers", "num_speculative_layers", "medusa_num_layers",
+        "early_exit_layers",
     ],
 )  # fmt: skip
 def test_fields_of_experts_and_other_parts_are_no_alarm(field):
     assert not guard.says_layers(field)
+
+
+def test_a_number_of_groups_that_follows_from_the_heads():
+    assert len(shapes.read({"model_type": "qwen2", **SOME, "num_key_value_groups": 4}).layers) == 4
+    with pytest.raises(kvcache.NotSupportedError, match="num_key_value_groups 2 says what its layers are"):
+        shapes.read({"model_type": "qwen2", **SOME, "num_key_value_groups": 2})
 
 
 @pytest.mark.parametrize("name", ["full_attn_mod", "global_attn_every_n", "block_group_size", "window_period"])
@@ -374,6 +384,14 @@ def test_dbrx_in_files_and_as_its_class_has_it():
 def test_a_rotation_of_an_unknown_kind():
     config = {"model_type": "xverse", **SOME, "rope_theta": 10000.0, "rope_scaling": {"type": "spiral", "factor": 2.0}}
     with pytest.raises(kvcache.NotSupportedError, match="cannot be moved: their rotation, 'spiral', is not known"):
+        moved(config)
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "phi3_v", "llama"])
+def test_an_older_name_of_a_rotation_by_length(model_type):
+    factors = {"long_factor": [1.0] * 32, "short_factor": [1.0] * 32}
+    config = {"model_type": model_type, **SOME, "rope_theta": 10000.0, "rope_scaling": {"type": "su", **factors}}
+    with pytest.raises(kvcache.NotSupportedError, match="'longrope', depends on how long the sequence is"):
         moved(config)
 
 
