@@ -39,12 +39,12 @@ INDEX = "model.safetensors.index.json"  # names the file of each tensor, where w
 NAMES = {
     "num_hidden_layers": (
         "decoder_layers", "num_decoder_layers", "decoder_num_hidden_layers", "num_hidden_layers", "n_layer",
-        "n_layers", "num_layers", "layers", "num_transformer_layers",
+        "n_layers", "num_layers", "layers", "num_transformer_layers", "n_text_layer",
     ),
     "num_attention_heads": (
         "decoder_attention_heads", "num_decoder_attention_heads", "decoder_num_attention_heads",
         "num_attention_heads_per_layer", "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads",
-        "num_query_heads",
+        "num_query_heads", "n_text_head",
     ),
     "num_key_value_heads": (
         "decoder_num_key_value_heads", "num_key_value_heads_per_layer", "num_key_value_heads", "num_kv_heads",
@@ -54,6 +54,7 @@ NAMES = {
     ),
     "hidden_size": (
         "hidden_size", "d_model", "n_embd", "n_embed", "embed_dim", "emb_dim", "dim", "model_dim", "decoder_embed_dim",
+        "n_text_state",
     ),
     "head_dim": (
         "head_dim", "d_kv", "attention_head_dim", "hidden_size_per_head", "kv_channels", "dim_head", "head_size",
@@ -65,11 +66,11 @@ NAMES = {
     "max_position_embeddings": (
         "max_target_positions", "max_decoder_position_embeddings", "max_text_positions", "max_position_embeddings",
         "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx", "max_context_length",
-        "model_max_length",
+        "model_max_length", "n_text_ctx",
     ),
     "max_source_positions": (
         "max_source_positions", "max_encoder_position_embeddings", "max_speech_positions",
-        "max_position_embeddings", "n_positions",
+        "max_position_embeddings", "n_positions", "n_audio_ctx",
     ),
     "layer_types": ("layer_types", "layers_block_type"),
     "kv_lora_rank": ("kv_lora_rank", "attention_kv_lora_dim"),

@@ -15,7 +15,7 @@ __all__ = ["check", "is_unknown", "refuse", "says_layers"]
 
 # Parts of names that say something of layers, heads, or what tokens see.
 SAYS = re.compile(
-    r"pattern|per_layer|layer_?types?|block_?types?|block_configs|block_overrides|layers$|layers_(ids|idxs?|list|map)"
+    r"pattern|per_layer|layer_?types?|block_?types?|block_configs|block_overrides|layers$|(^|_)n_(\w+_)?layer$|layers_(ids|idxs?|list|map)"
     r"|(layer|attn|attention)_(ids?|idxs?|ind(ic|ex)\w*|list|map|period|offset|interval|step)|_idxs?$|_indices$"
     r"|group|interval|every|period|mb_per|share|reuse|recycle|(^|_)(cla|yoco|swa|gqa|mqa|kv)(_|$)|sliding|window"
     r"|(^|_)(local|global)_|nope|no_rope|hybrid|cross_(attn|attention|layer)|(attn|attention)_types?|memory_tokens"

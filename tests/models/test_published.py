@@ -93,6 +93,7 @@ def test_keys_after_a_removal_are_as_if_rotated_anew(name):
         ("sliding_window_len", 64), ("_block_types", ["a"]), ("layer_kinds", ["a"]), ("layer_configs", [{}]),
         ("token_mixer_types", ["a"]), ("attention_mask_types", ["a"]), ("attention_dilation", 2), ("num_k_heads", 2),
         ("attention_sink_size", 4), ("num_meta_tokens", 128), ("num_repeats", 2), ("ssm_layer_idx", [1]),
+        ("n_core_layer", 4),
     ],
 )  # fmt: skip
 def test_a_field_that_says_what_layers_are_is_not_passed_over(field, value):

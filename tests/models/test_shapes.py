@@ -168,7 +168,7 @@ def test_llama3_frequencies():
             assert before / 8 <= frequency <= before
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "spiral"])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "spiral"])
 def test_rotations_that_cannot_be_moved_are_refused_by_name(kind):
     config = {**LLAMA, "rope_scaling": {"type": kind, "factor": 4.0}, "hidden_size": 256}
     cache = kvcache.KVCache.from_config(config, max_seq_len=64)

@@ -45,4 +45,7 @@ OTHERS: dict[str, Form] = {
         ctc_decoder_config="(2,4096,32,11008)", speech_encoder_type="whisper", **sizes(32, 32, 8, 4096)),
     "ProGen2 small": Form(n("progen", 12, 16, 1024, embed_dim=1024, n_positions=1024, rotary_dim=32), 24576,
         rotating=12),
+    "Whisper large v3, MLX": form(81920, 81920, 1500, model_type="whisper", n_mels=128, n_audio_ctx=1500,
+        n_audio_state=1280, n_audio_head=20, n_audio_layer=32, n_vocab=51866, n_text_ctx=448, n_text_state=1280,
+        n_text_head=20, n_text_layer=32),
 }  # fmt: skip
