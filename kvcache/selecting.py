@@ -29,11 +29,14 @@ def with_sketches(layers: Sequence[Layer], select: int) -> list[Layer]:
     return made
 
 
+def least_tokens(select: int) -> int:
+    """Return how many tokens a text must have, so that its last one selects rows."""
+    return max(SELECT_FROM, ALWAYS_READ + 2 * select + 1)
+
+
 def rows_read(select: int, num_tokens: int) -> int:
     """Return about how many rows a token of a text of `num_tokens` tokens reads, in a layer with sketches."""
-    if num_tokens < SELECT_FROM or num_tokens <= ALWAYS_READ + 2 * select:
-        return num_tokens
-    return ALWAYS_READ + select
+    return num_tokens if num_tokens < least_tokens(select) else ALWAYS_READ + select
 
 
 def _sketched(layer: Layer) -> Layer:

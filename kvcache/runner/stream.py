@@ -117,10 +117,8 @@ def _room(config: LlamaConfig, prompt: Sequence[int], options: Options) -> int:
     config.check_tokens(prompt)
     if not suits(options.dtype, config.head_dim):
         raise LlamaError(f"{options.dtype} stores 32 elements at a time, and the model's head_dim is {config.head_dim}")
-    if options.select is not None and context < selecting.SELECT_FROM:
-        raise LlamaError(
-            f"rows are selected from {selecting.SELECT_FROM:,} tokens on, and the model's context has {context:,}"
-        )
+    if options.select is not None and context < (least := selecting.least_tokens(options.select)):
+        raise LlamaError(f"rows are selected from {least:,} tokens on, and the model's context has {context:,}")
     if options.shift and options.first_tokens_kept > context // 2:
         raise LlamaError(f"a shift can keep at most half of the model's context, {context // 2:,} sink tokens")
     if options.window is None:

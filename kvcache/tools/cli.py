@@ -23,7 +23,7 @@ from kvcache.layer import DTYPES, DType, count, to_dtype
 from kvcache.models import shapes
 from kvcache.policy import CrossAttention, SlidingWindow
 from kvcache.runtime import __version__, get_num_threads, print_values, show_config
-from kvcache.selecting import ALWAYS_READ, SELECT_FROM, rows_read, with_sketches
+from kvcache.selecting import least_tokens, with_sketches
 from kvcache.system import available_memory, readable, why_threads
 from kvcache.tools import memory_plan, shown_plan
 from kvcache.tools.arguments import parse_size, parse_tokens, prompt_bytes
@@ -231,8 +231,7 @@ def _memory(model: Path, weights: str | int | None) -> memory_plan.Memory:
 
 
 def _check_selection(context: int, select: int | None) -> None:
-    if select is not None and rows_read(select, context) == context:
-        least = max(SELECT_FROM, ALWAYS_READ + 2 * select + 1)
+    if select is not None and context < (least := least_tokens(select)):
         raise typer.BadParameter(
             f"tokens read all rows of a text of {context:,} tokens: give --context {least:,} or more",
             param_hint="--select",

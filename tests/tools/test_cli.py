@@ -748,6 +748,7 @@ def test_generate_from_a_file(tmp_path):
         (["--sink-tokens", "3"], "sink"),
         (["--select", "0"], "selected rows must be at least 1"),
         (["--select", "2k"], "rows are selected from 8,192 tokens on, and the model's context has 2,048"),
+        (["--select", "5000"], "rows are selected from 10,081 tokens on, and the model's context has 2,048"),
     ],
 )
 def test_generate_refuses(options, word):
