@@ -628,6 +628,7 @@ KVC_API int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t positio
  *   row of src, and exact in both;
  * - stored at a position that was not the next one;
  * - computed while it saw tokens that kvc_commit_kept did not keep;
+ * - computed by a token that selected rows (kvc_plan_args.select_rows);
  * - marked by kvc_mark_inexact.
  * An inexact row is inexact in forks, shares, clones and saved states, too.  Once no inexact row is left, as after
  * kvc_truncate at the returned position, all rows are exact.  But a mark of kvc_mark_inexact behind the last row counts

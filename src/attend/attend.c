@@ -28,7 +28,7 @@ static kvc_cursor first_rows(const kvc_call *c, const kvc_job *job, const kvc_qu
 
 /* Returns a cursor over the own rows of slice m, or of the next slice that has own rows.  Behind the last slice,
  * returns a cursor over the first rows of the task that this thread will probably run next.  It is empty if there is
- * no such task, or if that one will fail for lack of a row buffer. */
+ * no such task, if that one scores sketches, or if it will fail for lack of a row buffer. */
 static kvc_cursor rows_from_slice(const kvc_task *t, int32_t m) {
     const kvc_plan *plan = t->call->plan;
     for (; m < t->job->num_slices; m++) {
@@ -41,7 +41,7 @@ static kvc_cursor rows_from_slice(const kvc_task *t, int32_t m) {
     if (next >= plan->num_tasks) return (kvc_cursor){.layout = t->call->layout};
     const kvc_job *job = kvc_job_of(plan, next, &part);
     const kvc_query_slice *slice = kvc_slice_of(plan, job, 0);
-    if (slice->is_buffered && !t->call->buffer) return (kvc_cursor){.layout = t->call->layout};
+    if (slice->selects || (slice->is_buffered && !t->call->buffer)) return (kvc_cursor){.layout = t->call->layout};
     return first_rows(t->call, job, slice, part);
 }
 
@@ -261,10 +261,13 @@ static void end_selecting(const kvc_task *ended) {
     }
     const int64_t num_rows = kvc_list_selected(&t);
     const int32_t num_splits = num_rows ? (int32_t)KVC_DIVIDE_UP(num_rows, KVC_SPLIT_ROWS) : 1;
-    if (attend_listed(&t, num_rows, num_splits, KVC_SPLIT_ROWS))
+    if (attend_listed(&t, num_rows, num_splits, KVC_SPLIT_ROWS)) {
         end_split(&t, num_splits);
-    else
-        atomic_store(&t.call->was_cancelled, 1);
+        return;
+    }
+    /* This task is now the only one of its slice that must be run again. */
+    atomic_store(&t.call->plan->remaining[t.slice->first_counter + t.part], !t.call->was_done);
+    atomic_store(&t.call->was_cancelled, 1);
 }
 
 static const kvc_work attention = {attend_split, end_splits, CANCELLED},
@@ -308,8 +311,8 @@ static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_atte
     kvc_call_init(c, plan, layer, args, work, buffer);
 }
 
-/* Notes which tokens attended to selected rows, because their rows do not follow from tokens alone.  task: the task
- * that was run, or -1 for all tasks of the plan. */
+/* Notes which tokens attended to selected rows, because their rows do not follow from tokens alone.  A token reads all
+ * rows where masks or the policy leave few.  task: the task that was run, or -1 for all tasks of the plan. */
 static void note_selected(const kvc_plan *plan, int64_t task) {
     kvc_batch *batch = plan->batch;
     int32_t part;
@@ -318,7 +321,8 @@ static void note_selected(const kvc_plan *plan, int64_t task) {
     for (int32_t u = 0; u < plan->num_slices; u++) {
         const kvc_query_slice *slice = &plan->slices[u];
         int32_t *from = &batch->sequences[slice->sequence].selected_from;
-        if (slice->selects && (!only || only == slice))
+        const int reads_all = !slice->selects || slice->num_rows <= kvc_most_unselected(&plan->args);
+        if (!reads_all && (!only || only == slice))
             *from = kvc_lower(*from, batch->positions[batch->order[slice->first]]);
     }
     kvc_unlock(batch->cache, KVC_OK);

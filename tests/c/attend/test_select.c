@@ -5,6 +5,8 @@
 #define _POSIX_C_SOURCE 200809L /* setenv */
 #include <math.h>
 
+#include "cache/cache.h"
+#include "support/aligned.h"
 #include "support/isas.h"
 #include "support/test.h"
 
@@ -413,6 +415,24 @@ static void test_all_rows(void) {
     }
 }
 
+/* A token that sees few rows because others are masked reads all, too, and stays exact. */
+static void test_masked(void) {
+    static float out[2 * 64];
+    const kvc_masked masked = {0, 10, 100};
+    world w = world_of(KVC_F32, 64, 1, 2, 200, 20);
+    int64_t id;
+    kvc_cache *cache = build(&w, PLAIN, 16, &id);
+    kvc_batch *batch = open_batch(cache, &w, PLAIN, id);
+    kvc_plan_args plan = plan_of(&w, 20);
+    const kvc_attend_args args = args_of(&w, out);
+    plan.masked = &masked;
+    plan.masked_size = sizeof masked;
+    plan.num_masked = 1;
+    CHECK(kvc_attend(batch, &plan, &args) == KVC_OK && kvc_exact_to(cache, 0) == INT32_MAX);
+    kvc_abort(batch);
+    kvc_cache_free(cache);
+}
+
 /* A key that is no number is read, whatever others weigh. */
 static void test_no_number(void) {
     world w = world_of(KVC_F32, 64, 1, 2, 300, 4);
@@ -430,6 +450,80 @@ static void test_no_number(void) {
         kvc_abort(batch);
         kvc_cache_free(cache);
     }
+}
+
+/* ---- tasks ------------------------------------------------------------------------------------------------------- */
+
+static void *take_dirty(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
+    void *memory = aligned_new(alignment, size);
+    (void)user, (void)hint;
+    return memory ? memset(memory, 0x55, size) : NULL;
+}
+
+static void give_back(void *user, void *memory, size_t size, const kvc_memory_hint *hint) {
+    (void)user, (void)size, (void)hint;
+    aligned_free(memory);
+}
+
+/* A task that reads all rows comes before one that scores a later split.  That split has no segments yet. */
+static void test_next_task(void) {
+    enum { PROMPT = 120 };
+    static const kvc_allocator dirty = {.struct_size = sizeof dirty, .alloc = take_dirty, .free = give_back};
+    static float out[(PROMPT + 1) * 32], zeros[(PROMPT + 1) * 32];
+    const world w = world_of(KVC_F32, 32, 1, 1, 4200, 100);
+    kvc_cache *cache = cache_of(&w.layer, 1, (kvc_config){.block_size = 100, .allocator = &dirty});
+    int32_t positions[PROMPT + 1] = {4200};
+    int64_t ids[PROMPT + 1] = {0};
+    for (int t = 0; t < PROMPT; t++) positions[t + 1] = t, ids[t + 1] = 1;
+    store(cache, &w, PLAIN);
+    kvc_batch *batch = begin(cache, PROMPT + 1, positions, ids);
+    put(batch, &w, 0, 4200, PROMPT + 1);
+    const kvc_plan_args plan = {.struct_size = sizeof plan, .num_heads = 1, .num_threads = 2, .select_rows = 100};
+    const kvc_attend_args args = float_queries(1, 32, 32, zeros, out);
+    CHECKF(kvc_attend(batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
+static volatile int32_t cancel;
+static int cancels;
+static kvc_weigh_pieces_fn *weigh_pieces;
+
+static void weigh_and_cancel(float *pieces, int64_t stride, const float *scores, int num_q, float *max) {
+    weigh_pieces(pieces, stride, scores, num_q, max);
+    cancel = cancels;
+}
+
+/* The task that selects is cancelled once all rows are scored.  Run again, it attends, also in a round of reruns. */
+static void test_cancelled(void) {
+    static float right[2 * 64], out[2][2 * 64];
+    const world w = world_of(KVC_F32, 64, 1, 2, 4200, 100);
+    int64_t id;
+    fill(given_q[0], 2, 0, 1, w.heads * 64);
+    kvc_cache *cache = build(&w, PLAIN, 100, &id);
+    kvc_batch *batch = open_batch(cache, &w, PLAIN, id);
+    select_rows(batch, &w, PLAIN, right);
+    kvc_kernels kernels = *cache->kernels;
+    weigh_pieces = kernels.weigh_pieces;
+    kernels.weigh_pieces = weigh_and_cancel;
+    cache->kernels = &kernels;
+    kvc_plan_args args = plan_of(&w, w.select);
+    kvc_plan *plan = NULL;
+    args.num_threads = 16;
+    CHECK(kvc_plan_new(batch, &args, &plan) == KVC_OK && kvc_plan_num_tasks(plan) == 2);
+    for (int reruns = 0; reruns < 2; reruns++) {
+        kvc_attend_args attend = args_of(&w, out[reruns]);
+        attend.cancel = &cancel;
+        cancels = cancel = 0;
+        CHECK(kvc_plan_run(plan, 0, &attend, 0) == KVC_OK && (!reruns || kvc_plan_run(plan, 0, &attend, 0) == KVC_OK));
+        cancels = 1;
+        CHECK(kvc_plan_run(plan, 0, &attend, 1) == KVC_ERR_CANCELLED);
+        cancels = cancel = 0;
+        CHECK(kvc_plan_run(plan, 0, &attend, 1) == KVC_OK);
+        CHECKF(!memcmp(out[reruns], right, sizeof right), "%d", reruns);
+    }
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
 /* ---- bad input, and memory --------------------------------------------------------------------------------------- */
@@ -531,7 +625,10 @@ static void test_answers(void) {
 
 int main(void) {
     test_all_rows();
+    test_masked();
     test_no_number();
+    test_next_task();
+    test_cancelled();
     test_bad_layers();
     test_bad_calls();
     test_other_layers();
