@@ -249,10 +249,9 @@ typedef struct kvc_row_range {
 } kvc_row_range;
 
 enum {
-    KVC_FIRST_READ =
-        KVC_SIZE(16, 4), /* rows at the beginning of what a token sees, whose pieces it always reads, ... */
-    KVC_LAST_READ = KVC_SIZE(64, 6), /* ... and at its end */
-    KVC_PIECE_ROWS = 4,              /* rows that are selected together */
+    KVC_FIRST_READ = KVC_SIZE(16, 4), /* rows of a token's first pieces that it always reads, ... */
+    KVC_LAST_READ = KVC_SIZE(64, 6),  /* ... and of its last ones */
+    KVC_PIECE_ROWS = 4,               /* rows that are selected together */
     KVC_CHUNK_PIECES = KVC_CHUNK_ROWS / KVC_PIECE_ROWS,
     KVC_MOST_SELECTING = 8 /* query tokens of a sequence that selects */
 };
