@@ -101,13 +101,16 @@ void kvc_cache_pin(kvc_cache *cache, kvc_sequence *sequence, int64_t add) {
     kvc_cache_note_evictable(cache, sequence);
 }
 
-void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence) {
+void kvc_cache_use(kvc_cache *cache, kvc_sequence *sequence, int64_t used) {
     if (sequence->is_evictable) {
         kvc_sorted_remove(&cache->evictable, &sequence->links[KVC_BY_USE]);
         kvc_useful_remove(cache, sequence);
     }
-    sequence->used = ++cache->num_uses;
+    sequence->used = used;
     if (sequence->is_evictable) sort(cache, sequence);
+}
+
+void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence) {
     cache->num_retained += !sequence->is_retained;
     cache->num_protected -= sequence->is_protected;
     sequence->is_retained = 1;

@@ -69,7 +69,7 @@ struct kvc_cache {
     kvc_sorted evictable;    /* by use: retained sequences that may be evicted */
     int64_t evictable_bytes; /* bookkeeping that is freed if all of them are evicted: kvc_evictable_bytes */
     int64_t occupied_bytes;  /* what is freed besides if all sequences give up their places in trees */
-    int64_t num_uses;        /* of retained sequences: the last one's kvc_sequence.used */
+    int64_t num_uses;        /* of retained sequences: no kvc_sequence.used is higher */
     int64_t num_retained, num_protected, num_pinned; /* num_pinned: pinned and not protected */
     kvc_sequence *victims; /* list of sequences that the running call's plan evicts, by rising last use */
     int32_t lacks_bytes;   /* while victims are chosen: all that can be had is needed, for bytes are lacking */
@@ -175,7 +175,10 @@ void kvc_cache_set_in_call(kvc_cache *cache, int64_t id, int32_t in_call);
 void kvc_cache_enter(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old);
 
-/* Adds a sequence of the table to the retained ones, as the most recently used, or takes it out. */
+/* Sets kvc_sequence.used of a sequence that is retained, or is to be. */
+void kvc_cache_use(kvc_cache *cache, kvc_sequence *sequence, int64_t used);
+
+/* Adds a sequence of the table to the retained ones, or takes it out. */
 void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_unretain(kvc_cache *cache, kvc_sequence *sequence);
 

@@ -17,6 +17,7 @@ static kvc_status end_retaining(kvc_cache *cache, kvc_sequence *sequence, kvc_st
         return status;
     }
     kvc_cache_enter(cache, sequence);
+    kvc_cache_use(cache, sequence, ++cache->num_uses);
     kvc_cache_retain(cache, sequence);
     return KVC_OK;
 }

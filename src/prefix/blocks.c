@@ -355,9 +355,11 @@ static kvc_node *add_rows(const arrival *a, kvc_node *parent, const kvc_sequence
     const kvc_token_span tokens = {a->tokens.ids, a->tokens.digests, end - a->begin};
     const kvc_node *same = kvc_node_child(parent, &tokens);
     const int is_listed = same && same->at;
+    const int64_t used = same && kvc_node_is_live(same) ? same->rows->used : 0;
     kvc_node *list = NULL, *node = end == a->end ? kvc_node_find(parent, &tokens) : NULL;
     if (!node) kvc_node_new(tree, arrived, a->begin, end, &list, &node);
     if (list && (node = kvc_tree_add(parent, node, &tokens)) && !is_listed) kvc_node_take_out(node); /* it is stored */
+    if (node) kvc_fetch_use(a->fetch, node, used);
     if (!node || !checkpoint) return node;
     kvc_checkpoints_put(&tree->checkpoints, node, checkpoint);
     return node->checkpoint ? node : NULL;
@@ -386,7 +388,6 @@ static void end_arrival(const arrival *a, kvc_status status, const kvc_state_use
     kvc_cache *cache = a->fetch->prefix->cache;
     const int64_t id = add_to_tree(a, status, use);
     kvc_node *node = kvc_node_of(cache, id);
-    if (node) kvc_node_relist(node);
     if (node && kvc_fit_max_bytes(cache, a->fetch->before, "adding a block") != KVC_OK) kvc_node_drop(node);
     kvc_sessions_fit(cache);
     node = kvc_node_of(cache, id);

@@ -10,12 +10,19 @@ enum { PASSED_AT_ONCE = 256 }; /* blocks that are marked as used before others g
 
 static int32_t twice(int32_t position) { return position <= INT32_MAX / 2 ? 2 * position : INT32_MAX; }
 
+/* The call uses its blocks from now on, each in a place of its own. */
+static void begin_use(kvc_fetch *f) {
+    kvc_cache *cache = f->prefix->cache;
+    f->before = cache->num_uses + 1;
+    f->time = kvc_now();
+    cache->num_uses += f->tokens->num_tokens;
+}
+
 kvc_status kvc_fetch_begin(kvc_fetch *f, kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens,
                            int32_t *known, uint8_t *name) {
     kvc_match m;
     *f = (kvc_fetch){.prefix = prefix, .tokens = tokens, .forgot = prefix->forgot, .last = -1};
-    f->before = prefix->cache->num_uses + 1;
-    f->time = kvc_now();
+    begin_use(f);
     KVC_TRY(kvc_match_find(prefix, tokens, num_tokens, &m));
     kvc_match_touch(&m);
     f->again = twice(m.known);
@@ -58,32 +65,42 @@ kvc_status kvc_fetch_find(kvc_fetch *f, int32_t end, kvc_node **last) {
     return KVC_OK;
 }
 
+void kvc_fetch_use(const kvc_fetch *f, kvc_node *node, int64_t used) {
+    const int64_t own = f->before + f->tokens->num_tokens - node->end;
+    if (used < own) used = own;
+    if (node->rows->used != used) kvc_node_relist_at(node, used, f->time);
+}
+
 void kvc_fetch_touch(kvc_fetch *f) {
     kvc_cache *cache = f->prefix->cache;
-    const int64_t before = cache->num_uses + 1;
-    int whole = 1;
+    const int32_t block = cache->pools[0].block_size;
     kvc_node *node = kvc_node_of(cache, f->last);
+    const int32_t end = node ? node->end : 0;
+    begin_use(f);
     kvc_tree_date(f->prefix->tree);
-    for (int num = 1; node && node->parent; num++) {
-        if (kvc_node_is_live(node))
-            kvc_node_relist(node);
-        else
-            whole = 0;
-        node = node->parent;
+    node = &f->prefix->tree->root;
+    for (int num = 1; node->end < end; num++) {
+        const kvc_token_span part = kvc_tokens_part(f->tokens, node->end, node->end + block);
+        node = kvc_node_child(node, &part);
+        if (!node || !kvc_node_is_live(node)) f->last = -1;
+        if (!node) return;
+        if (!kvc_node_is_live(node)) continue;
+        kvc_fetch_use(f, node, node->rows->used);
         if (num % PASSED_AT_ONCE) continue;
+        const int64_t id = node->rows->id;
         kvc_cache_give_way(cache);
-        if (!kvc_node_of(cache, f->last)) node = NULL; /* while the last node stays, the nodes above it do */
+        node = kvc_node_of(cache, id);
+        if (!node) {
+            f->last = -1;
+            return;
+        }
     }
-    if (!node || !whole) f->last = -1;
-    if (!node) return;
-    f->before = before;
-    f->time = kvc_now();
 }
 
 void kvc_fetch_pass(kvc_fetch *f, kvc_node *node) {
     const kvc_tree *tree = node->tree;
     f->last = node->rows->id;
-    kvc_node_relist(node);
+    kvc_fetch_use(f, node, node->rows->used);
     /* Marking all of them whenever their number has doubled takes a constant time for each. */
     if (node->end < f->again && !(tree->ttl && kvc_now() - f->time > tree->ttl / 2)) return;
     f->again = twice(node->end);

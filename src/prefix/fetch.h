@@ -4,6 +4,9 @@
  * the id of its rows, which no other rows ever have.  So the call finds the block again, or learns that it is gone, at
  * once, however many blocks stand before it.
  *
+ * The call's blocks count as used when it began, or when it marked all of them again.  Each has a place of its own
+ * among all uses, set aside then.  So the last blocks are evicted first, also while the call runs.
+ *
  * All functions are called with the mutex held.
  */
 #ifndef KVC_FETCH_H
@@ -19,7 +22,8 @@ typedef struct kvc_fetch {
     int32_t is_whole;         /* all blocks up to the last one were live when the call looked at them */
     int32_t again;            /* position: once a block ends there or behind it, all blocks are marked as used again */
     int64_t time;             /* when they were marked last */
-    int64_t before; /* they have this kvc_sequence.used or a higher one: only lower ones are evicted for the call */
+    int64_t before; /* their kvc_sequence.used is this or higher, and falls from block to block.  Only rows with a lower
+                       one are evicted for the call */
 } kvc_fetch;
 
 /* Begins behind the known tokens among a prompt's first num_tokens tokens, and marks their blocks as used.  Sets *known
@@ -34,7 +38,10 @@ kvc_status kvc_fetch_find(kvc_fetch *f, int32_t end, kvc_node **last);
 /* Goes on to a live child of the node that kvc_fetch_find has found, and marks it as used.  May release the mutex. */
 void kvc_fetch_pass(kvc_fetch *f, kvc_node *node);
 
-/* Marks all blocks up to the last one as used, and blocks nearer to the root as used later.  May release the mutex. */
+/* Marks a node of the prompt as used by the call, unless it was used later: at `used`. */
+void kvc_fetch_use(const kvc_fetch *f, kvc_node *node, int64_t used);
+
+/* Marks all blocks up to the last one as used again.  May release the mutex. */
 void kvc_fetch_touch(kvc_fetch *f);
 
 #endif

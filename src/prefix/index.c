@@ -33,8 +33,8 @@ static const kvc_node *seen_at(const kvc_links *links) {
 }
 
 /* Returns whether a node stands before others: by hash, and of the same hash, the most recently used first. */
-static int stands_before(const kvc_node *node, uint64_t hash, int64_t stamp) {
-    return node->hash < hash || (node->hash == hash && node->stamp > stamp);
+static int stands_before(const kvc_node *node, uint64_t hash, int64_t used) {
+    return node->hash < hash || (node->hash == hash && node->rows->used > used);
 }
 
 kvc_node *kvc_index_find(const kvc_sorted *index, uint64_t hash) {
@@ -54,7 +54,7 @@ kvc_node *kvc_index_next(const kvc_node *node) {
 
 static int is_behind(const kvc_links *member, const kvc_links *other) {
     const kvc_node *node = seen_at(member);
-    return stands_before(seen_at(other), node->hash, node->stamp);
+    return stands_before(seen_at(other), node->hash, node->rows->used);
 }
 
 void kvc_index_add(kvc_sorted *index, kvc_node *node) { kvc_sorted_add(index, &node->same, is_behind); }
@@ -62,8 +62,9 @@ void kvc_index_add(kvc_sorted *index, kvc_node *node) { kvc_sorted_add(index, &n
 void kvc_index_remove(kvc_sorted *index, kvc_node *node) { kvc_sorted_remove(index, &node->same); }
 
 void kvc_index_renew(kvc_sorted *index, kvc_node *node) {
-    const kvc_node *before = at(kvc_sorted_beside(&node->same, 0));
-    if (!before || before->hash != node->hash) return; /* it is the first of its hash already */
+    const kvc_node *before = at(kvc_sorted_beside(&node->same, 0)), *next = kvc_index_next(node);
+    const int is_behind_before = !before || before->hash != node->hash || before->rows->used > node->rows->used;
+    if (is_behind_before && (!next || next->rows->used < node->rows->used)) return;
     kvc_index_remove(index, node);
     kvc_index_add(index, node);
 }

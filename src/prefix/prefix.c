@@ -159,9 +159,8 @@ kvc_node *kvc_prefix_next_new(kvc_cache *cache) {
  * are more; frees the tree if not. */
 static int drop_some(kvc_cache *cache, kvc_tree *tree) {
     if (kvc_pins_end_some(tree, PASSED_AT_ONCE)) return 1;
-    for (int i = 0; i < AT_ONCE && tree->newest; i++)
-        kvc_node_drop(tree->newest); /* last in the table of sequences, and so the fastest to take out of it */
-    if (tree->newest) return 1;
+    for (int i = 0; i < AT_ONCE && tree->with_rows.num; i++) kvc_node_drop(kvc_tree_newest(tree));
+    if (tree->with_rows.num) return 1;
     kvc_tree **at = &cache->dying;
     while (*at != tree) at = &(*at)->next;
     *at = tree->next;
@@ -210,7 +209,7 @@ static int drop_expired(kvc_tree *tree) {
     if (!tree->ttl) return 0;
     for (int i = 0; i < AT_ONCE; i++) {
         kvc_node *node = kvc_tree_oldest(tree);
-        if (!node || node->used >= tree->horizon) return 0;
+        if (!node || node->time >= tree->horizon) return 0;
         kvc_node_drop(node);
     }
     return 1;
@@ -413,7 +412,7 @@ kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int64_t *num
         return kvc_fail(KVC_ERR_INVALID, "num_tokens is %lld: it must be at least 0", (long long)num_tokens);
     if (!num_evicted) return kvc_fail(KVC_ERR_INVALID, "num_evicted is NULL");
     kvc_lock(cache);
-    int64_t most = prefix->tree->num_nodes;
+    int64_t most = prefix->tree->with_rows.num;
     while (evict_some(prefix->tree, &left, &most)) kvc_cache_give_way(cache);
     *num_evicted = num_tokens - left;
     return kvc_unlock(cache, KVC_OK);
@@ -435,7 +434,7 @@ kvc_status kvc_prefix_clear(kvc_prefix *prefix) {
 
 void kvc_prefix_get_stats(kvc_prefix *prefix, kvc_prefix_stats *stats, size_t stats_size) {
     kvc_lock(prefix->cache);
-    prefix->stats.blocks = prefix->tree->num_nodes;
+    prefix->stats.blocks = prefix->tree->with_rows.num;
     prefix->stats.held = prefix->tree->num_tokens;
     prefix->stats.checkpoints = prefix->tree->checkpoints.num;
     prefix->stats.checkpoint_bytes = prefix->tree->checkpoints.num_bytes;

@@ -7,123 +7,6 @@
 #include "cache/origin.h"
 #include "edit/retain.h"
 
-/* ---- nodes with rows, from the least recently used on ------------------------------------------------------------ */
-
-static int32_t size_of(const kvc_node *node) { return node->end - node->begin; }
-
-static void protect(kvc_tree *tree, kvc_node *node) {
-    kvc_cache_protect(tree->cache, node->rows);
-    node->is_protected = 1;
-    tree->protected_tokens += size_of(node);
-    if (!node->older || !node->older->is_protected) tree->first_protected = node;
-}
-
-/* Lets the first of those within the quota be evicted. */
-static void unprotect_first(kvc_tree *tree) {
-    kvc_node *node = tree->first_protected;
-    kvc_cache_retain(tree->cache, node->rows);
-    node->is_protected = 0;
-    tree->protected_tokens -= size_of(node);
-    tree->first_protected = node->newer;
-}
-
-/* Protects a node behind which all are within the quota, in place of older ones. */
-static void protect_within(kvc_tree *tree, kvc_node *node) {
-    protect(tree, node);
-    while (tree->first_protected && tree->protected_tokens - size_of(tree->first_protected) >= tree->quota)
-        unprotect_first(tree);
-}
-
-/* Returns the node with a place in the set of nodes without a pin; NULL if the place is. */
-static kvc_node *at_unpinned(kvc_links *links) {
-    return links ? (void *)((char *)links - offsetof(kvc_node, unpinned)) : NULL;
-}
-
-static int is_used_later(const kvc_links *member, const kvc_links *other) {
-    const kvc_node *a = (const void *)((const char *)member - offsetof(kvc_node, unpinned)),
-                   *b = (const void *)((const char *)other - offsetof(kvc_node, unpinned));
-    return a->stamp > b->stamp;
-}
-
-/* Adds a node with rows to the set of nodes without a pin, unless it has one; and takes it out. */
-static void sort_unpinned(kvc_node *node) {
-    if (!node->num_pins) kvc_sorted_add(&node->tree->unpinned, &node->unpinned, is_used_later);
-}
-
-static void unsort_unpinned(kvc_node *node) {
-    if (!node->num_pins) kvc_sorted_remove(&node->tree->unpinned, &node->unpinned);
-}
-
-/* Adds a node with rows to the list, as the most recently used. */
-static void list(kvc_node *node) {
-    kvc_tree *tree = node->tree;
-    node->newer = NULL;
-    node->older = tree->newest;
-    if (tree->newest) tree->newest->newer = node;
-    tree->newest = node;
-    tree->num_nodes++;
-    tree->num_tokens += size_of(node);
-    node->stamp = ++tree->clock;
-    sort_unpinned(node);
-    if (tree->ttl) node->used = kvc_now();
-    if (tree->quota)
-        protect_within(tree, node);
-    else
-        kvc_cache_retain(tree->cache, node->rows);
-}
-
-static void unlist(kvc_node *node) {
-    kvc_tree *tree = node->tree;
-    if (tree->first_protected == node) tree->first_protected = node->newer;
-    if (node->is_protected) tree->protected_tokens -= size_of(node);
-    node->is_protected = 0;
-    if (node->older) node->older->newer = node->newer;
-    *(node->newer ? &node->newer->older : &tree->newest) = node->older;
-    node->older = node->newer = NULL;
-    unsort_unpinned(node);
-    tree->num_nodes--;
-    tree->num_tokens -= size_of(node);
-}
-
-/* Protects the most recently used nodes up to the one in which the quota ends, after others are gone. */
-static void fill_quota(kvc_tree *tree) {
-    kvc_node *next;
-    while (tree->protected_tokens < tree->quota &&
-           (next = tree->first_protected ? tree->first_protected->older : tree->newest))
-        protect(tree, next);
-}
-
-static int is_full(const kvc_node *node) { return size_of(node) == node->tree->cache->pools[0].block_size; }
-
-/* Adds a node that has got rows to the list and the index, and takes out a node that has lost its rows. */
-static void enter(kvc_node *node) {
-    list(node);
-    if (node->tree->is_indexed && is_full(node)) kvc_index_add(&node->tree->index, node);
-}
-
-static void leave(kvc_node *node) {
-    if (node->tree->is_indexed && is_full(node)) kvc_index_remove(&node->tree->index, node);
-    unlist(node);
-    fill_quota(node->tree);
-}
-
-void kvc_node_relist(kvc_node *node) {
-    const int was_protected = node->is_protected;
-    unlist(node);
-    if (was_protected) kvc_cache_retain(node->tree->cache, node->rows);
-    list(node);
-    if (node->tree->is_indexed && is_full(node)) kvc_index_renew(&node->tree->index, node);
-    if (node->checkpoint) kvc_checkpoints_touch(&node->tree->checkpoints, node->checkpoint);
-}
-
-void kvc_node_touch(kvc_node *node) {
-    kvc_tree_date(node->tree);
-    for (; node->parent; node = node->parent)
-        if (kvc_node_is_live(node)) kvc_node_relist(node);
-}
-
-kvc_node *kvc_tree_oldest(kvc_tree *tree) { return at_unpinned(kvc_sorted_end(&tree->unpinned, 0)); }
-
 /* ---- children ---------------------------------------------------------------------------------------------------- */
 
 /* Returns the node with a place among others; NULL if the place is. */
@@ -148,10 +31,6 @@ kvc_among kvc_node_among(const kvc_node *parent, const kvc_token_span *tokens) {
 kvc_node *kvc_node_child(const kvc_node *parent, const kvc_token_span *tokens) {
     const kvc_among place = kvc_node_among(parent, tokens);
     return place.is_same ? place.behind : NULL;
-}
-
-void kvc_tree_date(kvc_tree *tree) {
-    if (tree->ttl) tree->horizon = kvc_now() - tree->ttl;
 }
 
 enum {
@@ -272,14 +151,15 @@ void kvc_node_take_out(kvc_node *node) {
 
 /* Notes what happens to a full block. */
 static void note(const kvc_node *node, kvc_prefix_event_kind kind) {
-    if (node->tree->events && is_full(node)) kvc_events_note(node->tree->events, kind, node->begin, node->name);
+    if (node->tree->events && kvc_node_is_full(node))
+        kvc_events_note(node->tree->events, kind, node->begin, node->name);
 }
 
 /* Returns in how many groups a node has the rows of all its tokens. */
 static int32_t num_whole(const kvc_node *node) {
     int32_t num = 0;
     for (int32_t g = 0; node->rows && g < node->tree->cache->num_token_groups; g++)
-        num += node->rows->runs[g].num_rows == size_of(node);
+        num += node->rows->runs[g].num_rows == kvc_node_size(node);
     return num;
 }
 
@@ -287,7 +167,7 @@ int kvc_node_is_complete(const kvc_node *node) { return num_whole(node) == node-
 
 void kvc_node_collect(kvc_node *node) {
     kvc_cache *cache = node->tree->cache;
-    if (node->at || !node->tree->is_collected || !is_full(node) || !num_whole(node)) return;
+    if (node->at || !node->tree->is_collected || !kvc_node_is_full(node) || !num_whole(node)) return;
     if (!cache->new_blocks) cache->new_blocks_end = &cache->new_blocks;
     node->at = cache->new_blocks_end;
     *node->at = node;
@@ -385,8 +265,8 @@ static void ended(kvc_cache *cache, kvc_follower *follower) {
     kvc_node_take_out(node);
     if (node->parent) {
         note(node, KVC_BLOCK_DROPPED);
-        leave(node);
-        if (node->tree->forgetting.num && is_full(node)) lose(node);
+        kvc_node_leave(node);
+        if (node->tree->forgetting.num && kvc_node_is_full(node)) lose(node);
         prune(node);
         return;
     }
@@ -407,12 +287,7 @@ void kvc_node_follow(kvc_node *node, int32_t add) {
 }
 
 void kvc_node_pin(kvc_node *node, int32_t add) {
-    if (node->rows) unsort_unpinned(node);
-    node->num_pins += add;
-    if (node->rows) {
-        sort_unpinned(node);
-        kvc_cache_pin(node->tree->cache, node->rows, add);
-    }
+    kvc_node_pin_rows(node, add);
     kvc_node_use(node, add);
 }
 
@@ -465,7 +340,7 @@ static void move_rows(kvc_node *node, kvc_node *to) {
     rows->follower = &to->follower;
     kvc_cache_pin(to->tree->cache, rows, to->num_pins);
     to->rows = rows;
-    enter(to);
+    kvc_node_enter(to);
     kvc_node_use(to, -1);
     free_node(node);
 }
@@ -543,7 +418,7 @@ kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *t
         kvc_node_drop(node);
         return NULL;
     }
-    enter(node);
+    kvc_node_enter(node);
     note(node, KVC_BLOCK_KEPT);
     kvc_node_collect(node);
     drop_beginnings(node);
@@ -585,11 +460,6 @@ void kvc_tree_retire(kvc_tree *tree) {
     tree->quota = 0;
     tree->next = cache->dying;
     cache->dying = tree;
-}
-
-int kvc_tree_unprotect(kvc_tree *tree, int32_t num) {
-    for (; tree->first_protected && num > 0; num--) unprotect_first(tree);
-    return tree->first_protected != NULL;
 }
 
 void kvc_tree_free(kvc_tree *tree) {

@@ -8,71 +8,7 @@
 #ifndef KVC_TREE_H
 #define KVC_TREE_H
 
-#include "cache/cache.h"
-#include "prefix/checkpoint.h"
-#include "prefix/events.h"
-#include "prefix/index.h"
-#include "prefix/tokens.h"
-
-typedef struct kvc_node {
-    kvc_follower follower; /* of `rows`; first, so that its address is that of the node */
-    kvc_links beside;      /* place among the children of the parent; with the tokens, as a search reads both */
-    kvc_token_span tokens;
-    struct kvc_tree *tree;
-    kvc_sequence *rows;             /* NULL: they were evicted */
-    struct kvc_node *parent;        /* NULL: the root, or a block whose tokens are not known yet */
-    kvc_sorted children;            /* by kvc_tokens_compare */
-    int32_t begin, end;             /* positions of its tokens */
-    int32_t num_pins;               /* of the rows, and those that take their place */
-    int32_t num_users;              /* pins, and sequences that go on from it: while there are any, it stays */
-    struct kvc_node *older, *newer; /* place in the tree's list, while it has rows */
-    kvc_links unpinned;             /* place in the tree's set, while it has rows and no pin */
-    int32_t is_protected;           /* it is within the quota */
-    int64_t used;                   /* when it was, where the tree has a time to live */
-    int64_t stamp;                  /* the more recently it was used, the larger */
-    struct kvc_node *next, **at;    /* place in a list: of blocks whose tokens are not known yet, new or lost ones */
-    kvc_checkpoint *checkpoint;     /* the recurrent state at its end, while it has rows; NULL: none */
-    int32_t num_state_pins;         /* of the state, and of one that takes its place */
-    int32_t stays;                  /* it is not freed if all that may be evicted is */
-    int32_t num_staying;            /* so many children stay */
-    int32_t num_sessions;           /* so many of its users are sessions, which leave if a call is short of bytes */
-    int32_t is_needed;              /* it is not freed if these leave, too */
-    int32_t num_needed;             /* so many children are needed */
-    int64_t occupied_bytes;         /* it has so many of cache->occupied_bytes */
-    int64_t evictable_bytes;        /* it has so many of cache->evictable_bytes */
-    int32_t is_going;               /* while a call is planned: it loses its rows */
-    int32_t num_going;              /* and so many children will be freed */
-    kvc_links same;                 /* place in the tree's index, if it is there */
-    uint64_t hash;                  /* of its tokens, if it may be there */
-    uint8_t name[KVC_NAME_BYTES];
-} kvc_node;
-
-typedef struct kvc_tree {
-    kvc_cache *cache;
-    const uint8_t *salt;           /* [KVC_NAME_BYTES] key of all names */
-    kvc_node root;                 /* has no tokens and no rows */
-    kvc_node *newest;              /* list of the nodes with rows, from the most recently used on */
-    int64_t num_nodes, num_tokens; /* of these nodes */
-    kvc_sorted unpinned;           /* those without a pin, by stamp */
-    kvc_sorted pins;               /* of prompts (kvc_pinned), by their names: pin.c */
-    int64_t clock;                 /* the last stamp */
-    kvc_node *first_protected;     /* it and newer ones are not evicted, as they are within the quota; NULL: none is */
-    int64_t protected_tokens, quota; /* tokens; the node in which the quota ends is protected, too */
-    struct kvc_prefix *prefix;       /* NULL: it is no prefix's any more */
-    int64_t number;                  /* of its prefix: kvc_origin.prefix of the rows */
-    kvc_events *events;              /* what happens to full blocks; NULL: it is no prefix's any more */
-    int32_t is_collected;            /* new full blocks are listed in cache->new_blocks */
-    int32_t is_indexed;              /* full blocks with rows are in the index */
-    kvc_sorted index;                /* by hash: index.h */
-    kvc_checkpoints checkpoints;     /* of all nodes */
-    kvc_token_span forgetting;       /* first token of the prompt that a call forgets just now; num 0: no call does */
-    kvc_node *lost;                  /* list of full nodes that have lost their rows since; each has a use */
-    int64_t evictable_bytes;         /* of its nodes: of cache->evictable_bytes, unless a call forgets a prompt */
-    int64_t occupied_bytes;          /* the same of cache->occupied_bytes */
-    int64_t horizon;                 /* nodes last used before it are not found, and dropped soon */
-    int64_t ttl;                     /* nanoseconds after which a node that nobody used is dropped; 0: never */
-    struct kvc_tree *next;           /* in the list cache->dying */
-} kvc_tree;
+#include "prefix/node.h"
 
 /* Makes an empty tree, the name of whose root is given; NULL if out of memory.  Frees a tree that is empty again. */
 kvc_tree *kvc_tree_new(kvc_cache *cache, const uint8_t *salt, const uint8_t *name);
@@ -81,19 +17,8 @@ void kvc_tree_free(kvc_tree *tree);
 /* Adds a tree that a prefix has given up to the list of trees to drop, whose nodes are not handed out for stores. */
 void kvc_tree_retire(kvc_tree *tree);
 
-/* Lets `num` nodes that were within the quota be evicted; returns whether there are more. */
-int kvc_tree_unprotect(kvc_tree *tree, int32_t num);
-
-/* Returns whether a node has rows, and may be found by them. */
-static inline int kvc_node_is_live(const kvc_node *node) {
-    return node->rows && (node->used >= node->tree->horizon || node->num_pins);
-}
-
 /* Returns whether a node has all its rows: windows may have lost theirs. */
 int kvc_node_is_complete(const kvc_node *node);
-
-/* Finds out which nodes are live from now on. */
-void kvc_tree_date(kvc_tree *tree);
 
 /* Begin and end to forget a prompt, of which the first token is given.  Meanwhile full nodes that lose their rows, for
  * whatever reason, stay in the tree, in kvc_tree.lost.  kvc_node_let_go takes a node out of this list, which may free
@@ -174,15 +99,6 @@ void kvc_node_take_out(kvc_node *node);
 
 /* Drops the rows of a node that has some; that may free the node. */
 void kvc_node_drop(kvc_node *node);
-
-/* Marks a node with rows as used, and its state. */
-void kvc_node_relist(kvc_node *node);
-
-/* Marks the live nodes from one up to the root as used, those nearer to the root as more recently. */
-void kvc_node_touch(kvc_node *node);
-
-/* Returns the least recently used node that is not pinned, or NULL. */
-kvc_node *kvc_tree_oldest(kvc_tree *tree);
 
 /* Plans that a node is freed, and each node above that nobody needs then.  A node above goes only if nobody uses it
  * and all nodes below it are planned to be freed.  Returns the bytes that this frees with all that is planned

@@ -32,6 +32,28 @@ static void test_quota(void) {
     }
 }
 
+/* A block that falls out of its quota has been used no later for that. */
+static void test_left_quota(void) {
+    const int64_t *first = numbers(0), *second = numbers(100), *other = numbers(200), *last = numbers(300);
+    kvc_prefix *own, *others;
+    open_world(&full, 1, (kvc_config){.capacity = 3 * BLOCK}, (kvc_prefix_config){.quota = BLOCK});
+    own = prefix;
+    CHECK(kvc_prefix_new(cache,
+                         &(kvc_prefix_config){.struct_size = sizeof(kvc_prefix_config), .fingerprint = "another"},
+                         &others) == KVC_OK);
+    serve(first, BLOCK, BLOCK);
+    prefix = others;
+    serve(other, BLOCK, BLOCK);
+    prefix = own;
+    serve(second, BLOCK, BLOCK);
+    serve(last, BLOCK, BLOCK);
+    CHECK(!known(first, BLOCK) && known(second, BLOCK) && known(last, BLOCK));
+    prefix = others;
+    CHECK(known(other, BLOCK));
+    prefix = own;
+    close_world();
+}
+
 static void test_ttl(void) {
     const int64_t *one = numbers(0), *other = numbers(50);
     const kvc_tokens tokens = tokens_of(one, 12);
@@ -419,6 +441,7 @@ static void test_first_and_last(void) {
 int main(void) {
     test_first_and_last();
     test_quota();
+    test_left_quota();
     test_ttl();
     test_payloads();
     test_large_payload();

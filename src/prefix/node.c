@@ -1,0 +1,150 @@
+/* node.c: when the blocks of a prefix were used: see node.h. */
+#include "prefix/node.h"
+
+#include <stddef.h>
+
+/* Return the node with a place in the set of nodes with rows, or without a pin; NULL if the place is. */
+static kvc_node *at_rows(kvc_links *links) {
+    return links ? (void *)((char *)links - offsetof(kvc_node, with_rows)) : NULL;
+}
+
+static kvc_node *at_unpinned(kvc_links *links) {
+    return links ? (void *)((char *)links - offsetof(kvc_node, unpinned)) : NULL;
+}
+
+static int is_behind(const kvc_links *member, const kvc_links *other) {
+    const kvc_node *a = (const void *)((const char *)member - offsetof(kvc_node, with_rows)),
+                   *b = (const void *)((const char *)other - offsetof(kvc_node, with_rows));
+    return a->rows->used > b->rows->used;
+}
+
+static int is_unpinned_behind(const kvc_links *member, const kvc_links *other) {
+    const kvc_node *a = (const void *)((const char *)member - offsetof(kvc_node, unpinned)),
+                   *b = (const void *)((const char *)other - offsetof(kvc_node, unpinned));
+    return a->rows->used > b->rows->used;
+}
+
+/* Returns the node used just before another one (side 0), or just after it (side 1); NULL if there is none. */
+static kvc_node *used_beside(const kvc_node *node, int side) {
+    return at_rows(kvc_sorted_beside(&node->with_rows, side));
+}
+
+static void protect(kvc_tree *tree, kvc_node *node) {
+    const kvc_node *first = tree->first_protected;
+    kvc_cache_protect(tree->cache, node->rows);
+    node->is_protected = 1;
+    tree->protected_tokens += kvc_node_size(node);
+    if (!first || node->rows->used < first->rows->used) tree->first_protected = node;
+}
+
+/* Lets the first of those within the quota be evicted. */
+static void unprotect_first(kvc_tree *tree) {
+    kvc_node *node = tree->first_protected;
+    kvc_cache_retain(tree->cache, node->rows);
+    node->is_protected = 0;
+    tree->protected_tokens -= kvc_node_size(node);
+    tree->first_protected = used_beside(node, 1);
+}
+
+/* Returns whether a node that is to be listed is within the quota. */
+static int is_within_quota(const kvc_tree *tree, const kvc_node *node) {
+    if (tree->protected_tokens < tree->quota) return 1; /* all others are */
+    return tree->first_protected && node->rows->used > tree->first_protected->rows->used;
+}
+
+/* Adds a node to the set of nodes without a pin, unless it has one; and takes it out. */
+static void sort_unpinned(kvc_node *node) {
+    if (!node->num_pins) kvc_sorted_add(&node->tree->unpinned, &node->unpinned, is_unpinned_behind);
+}
+
+static void unsort_unpinned(kvc_node *node) {
+    if (!node->num_pins) kvc_sorted_remove(&node->tree->unpinned, &node->unpinned);
+}
+
+/* Adds a node with rows to the sets, by its use. */
+static void list(kvc_node *node, int64_t used, int64_t time) {
+    kvc_tree *tree = node->tree;
+    kvc_cache_use(tree->cache, node->rows, used);
+    node->time = time;
+    kvc_sorted_add(&tree->with_rows, &node->with_rows, is_behind);
+    tree->num_tokens += kvc_node_size(node);
+    sort_unpinned(node);
+    if (!is_within_quota(tree, node)) {
+        kvc_cache_retain(tree->cache, node->rows);
+        return;
+    }
+    protect(tree, node);
+    while (tree->protected_tokens - kvc_node_size(tree->first_protected) >= tree->quota) unprotect_first(tree);
+}
+
+static void unlist(kvc_node *node) {
+    kvc_tree *tree = node->tree;
+    if (tree->first_protected == node) tree->first_protected = used_beside(node, 1);
+    if (node->is_protected) tree->protected_tokens -= kvc_node_size(node);
+    node->is_protected = 0;
+    kvc_sorted_remove(&tree->with_rows, &node->with_rows);
+    unsort_unpinned(node);
+    tree->num_tokens -= kvc_node_size(node);
+}
+
+/* Protects the most recently used nodes up to the one in which the quota ends, after others are gone. */
+static void fill_quota(kvc_tree *tree) {
+    kvc_node *next;
+    while (tree->protected_tokens < tree->quota &&
+           (next = tree->first_protected ? used_beside(tree->first_protected, 0) : kvc_tree_newest(tree)))
+        protect(tree, next);
+}
+
+static int64_t time_now(const kvc_tree *tree) { return tree->ttl ? kvc_now() : 0; }
+
+void kvc_node_enter(kvc_node *node) {
+    kvc_tree *tree = node->tree;
+    list(node, ++tree->cache->num_uses, time_now(tree));
+    if (tree->is_indexed && kvc_node_is_full(node)) kvc_index_add(&tree->index, node);
+}
+
+void kvc_node_leave(kvc_node *node) {
+    if (node->tree->is_indexed && kvc_node_is_full(node)) kvc_index_remove(&node->tree->index, node);
+    unlist(node);
+    fill_quota(node->tree);
+}
+
+void kvc_node_relist_at(kvc_node *node, int64_t used, int64_t time) {
+    kvc_tree *tree = node->tree;
+    unlist(node);
+    list(node, used, time);
+    if (tree->is_indexed && kvc_node_is_full(node)) kvc_index_renew(&tree->index, node);
+    if (node->checkpoint) kvc_checkpoints_touch(&tree->checkpoints, node->checkpoint);
+}
+
+void kvc_node_relist(kvc_node *node) {
+    kvc_tree *tree = node->tree;
+    kvc_node_relist_at(node, ++tree->cache->num_uses, time_now(tree));
+}
+
+void kvc_tree_date(kvc_tree *tree) {
+    if (tree->ttl) tree->horizon = kvc_now() - tree->ttl;
+}
+
+void kvc_node_touch(kvc_node *node) {
+    kvc_tree_date(node->tree);
+    for (; node->parent; node = node->parent)
+        if (kvc_node_is_live(node)) kvc_node_relist(node);
+}
+
+void kvc_node_pin_rows(kvc_node *node, int32_t add) {
+    if (node->rows) unsort_unpinned(node);
+    node->num_pins += add;
+    if (!node->rows) return;
+    sort_unpinned(node);
+    kvc_cache_pin(node->tree->cache, node->rows, add);
+}
+
+kvc_node *kvc_tree_oldest(kvc_tree *tree) { return at_unpinned(kvc_sorted_end(&tree->unpinned, 0)); }
+
+kvc_node *kvc_tree_newest(kvc_tree *tree) { return at_rows(kvc_sorted_end(&tree->with_rows, 1)); }
+
+int kvc_tree_unprotect(kvc_tree *tree, int32_t num) {
+    for (; tree->first_protected && num > 0; num--) unprotect_first(tree);
+    return tree->first_protected != NULL;
+}
