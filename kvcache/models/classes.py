@@ -13,6 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvcache.models.reading import MAX_NAME
+
 __all__ = ["COMPARED", "UNKNOWN", "Class", "architecture", "of", "type_of"]
 
 FILE = Path(__file__).with_name("classes.json")
@@ -149,9 +151,10 @@ def type_of(given: Mapping[str, Any]) -> Any:
 
 
 def architecture(given: Mapping[str, Any]) -> str:
-    """Return the first architecture that a file names; an empty string if it names none."""
+    """Return the first architecture that a file names; an empty string if it names none, or no name."""
     names = given.get("architectures")
-    return names[0] if isinstance(names, list | tuple) and names and isinstance(names[0], str) else ""
+    first = names[0] if isinstance(names, list | tuple) and names else None
+    return first if isinstance(first, str) and len(first) <= MAX_NAME else ""
 
 
 @lru_cache(maxsize=1)

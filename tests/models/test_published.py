@@ -428,7 +428,7 @@ def test_a_type_that_nobody_knows_has_its_architectures():
     assert read_config(known).get("model_type") == "kimi_k2"
 
 
-@pytest.mark.parametrize("architectures", [[], [1], "LlamaForCausalLM", 5, None, {"a": "b"}])
+@pytest.mark.parametrize("architectures", [[], [1], "LlamaForCausalLM", 5, None, {"a": "b"}, ["Llama" * 99]])
 def test_what_is_no_list_of_architectures_says_no_type(architectures):
     assert read_config({**SOME, "architectures": architectures}).get("model_type") is None
 

@@ -127,6 +127,7 @@ READ_OTHERWISE = {
     "GLM-4.1V 9B": "its class reads no rotation from a flat file",
     "JetMoE 8B": "its class does not read num_layers",
     "Llama 3.1, params.json": "its class does not read such names",
+    "Whisper large v3, MLX": "its class does not read such names",
     "MiMo V2 Flash": "its class has one more token in windows",
 }
 UNREADABLE = {  # transformers' class refuses these
