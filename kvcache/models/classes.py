@@ -108,7 +108,6 @@ ALIKE = {
     "GOT": "qwen2",
     "bunny-stablelm": "stablelm",
     "dots_vlm": "deepseek_v3",
-    "florence2_language": "bart",
     "longcat_flash_ngram": "longcat_flash",
     "minimax_m3": "minimax_m3_vl_text",
     "phi4-siglip": "phi3",

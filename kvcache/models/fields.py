@@ -341,8 +341,11 @@ def _part(values: Mapping[str, Any], source: str) -> Mapping[str, Any] | None:
             if model_type not in MERGING:  # the class of the part has its own defaults
                 made = {field: value for field, value in made.items() if field == "model_type"}
             part = {**made, **Fields(nested, source).values}
-            is_known = name not in fixed or classes.of(part.get("model_type")) is not classes.UNKNOWN
-            return part if is_known else {**part, "model_type": fixed[name]}
+            if classes.of(classes.type_of(part)) is not classes.UNKNOWN:
+                return part
+            is_own = str(part.get("model_type")).startswith(f"{model_type}_")  # own code's name for the usual part
+            usual = known[name]["model_type"] if is_own and name in known else fixed.get(name)
+            return part if usual is None else {**part, "model_type": usual}
     flat = next((known[name] for name in PARTS if name in known), None)
     return None if flat is None else {**flat, **values, "model_type": flat["model_type"]}
 

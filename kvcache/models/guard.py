@@ -83,6 +83,7 @@ POOLED = "its indexer's keys stand for several tokens each"
 REFUSED_TYPES = {
     **dict.fromkeys(("glm5_next", "glm5_next_text", "qwen4_exp", "qwen4_exp_text"), POOLED),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "it reads another model's rows"),
+    "modernbert": "it is an encoder, whose windows reach to both sides",
     **dict.fromkeys(("unlimited_ocr", "unlimited_ocr_text"), "its windows keep some tokens for ever"),
 }  # fmt: skip
 # Fields that say how often layers run. Each run has rows of its own.

@@ -433,6 +433,17 @@ def test_what_is_no_list_of_architectures_says_no_type(architectures):
     assert read_config({**SOME, "architectures": architectures}).get("model_type") is None
 
 
+def test_a_part_of_own_code_has_the_usual_type_of_its_model():
+    for name, part in (("qwen3_asr_text", "qwen3"), ("novel", "novel")):
+        config = read_config({"model_type": "qwen3_asr", "text_config": {"model_type": name, **SOME}})
+        assert config.get("model_type") == part
+
+
+def test_an_encoder_with_windows_is_refused():
+    with pytest.raises(kvcache.NotSupportedError, match="a modernbert is not supported, as it is an encoder"):
+        shapes.read({"model_type": "modernbert", **SOME, "local_attention": 128, "global_attn_every_n_layers": 3})
+
+
 def test_own_code_that_renames_a_type_has_its_defaults():
     for name, other in (
         ("mimo", "qwen2"),

@@ -127,6 +127,7 @@ READ_OTHERWISE = {
     "GLM-4.1V 9B": "its class reads no rotation from a flat file",
     "JetMoE 8B": "its class does not read num_layers",
     "Llama 3.1, params.json": "its class does not read such names",
+    "Qwen3-ASR 1.7B": "its class does not read thinker_config",
     "Whisper large v3, MLX": "its class does not read such names",
     "MiMo V2 Flash": "its class has one more token in windows",
 }

@@ -48,4 +48,7 @@ OTHERS: dict[str, Form] = {
     "Whisper large v3, MLX": form(81920, 81920, 1500, model_type="whisper", n_mels=128, n_audio_ctx=1500,
         n_audio_state=1280, n_audio_head=20, n_audio_layer=32, n_vocab=51866, n_text_ctx=448, n_text_state=1280,
         n_text_head=20, n_text_layer=32),
+    "Qwen3-ASR 1.7B": form(57344, rotating=28, theta=1e6, model_type="qwen3_asr", thinker_config={
+        "model_type": "qwen3_asr", "audio_config": {"model_type": "qwen3_asr_audio_encoder"}, "text_config": {
+        "model_type": "qwen3_asr_text", "head_dim": 128, "rope_theta": 1e6, **sizes(28, 16, 8, 2048)}}),
 }  # fmt: skip
