@@ -111,7 +111,9 @@ void kvc_node_leave(kvc_node *node) {
 
 void kvc_node_relist_at(kvc_node *node, int64_t used, int64_t time) {
     kvc_tree *tree = node->tree;
+    const int is_earlier = used < node->rows->used;
     unlist(node);
+    if (is_earlier) fill_quota(tree); /* nodes used since come before it */
     list(node, used, time);
     if (tree->is_indexed && kvc_node_is_full(node)) kvc_index_renew(&tree->index, node);
     if (node->checkpoint) kvc_checkpoints_touch(&tree->checkpoints, node->checkpoint);

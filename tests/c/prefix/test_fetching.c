@@ -302,6 +302,20 @@ static void test_used_meanwhile(int at, int fetched, int left) {
     close_fetched();
 }
 
+/* Blocks that others use while a fetch runs are within the quota before those that it adds. */
+static void test_quota(int at) {
+    enum { QUOTA = 2 * BLOCK, CAPACITY = 2 * PROMPT };
+    int64_t num = -1;
+    open_fetched((kvc_config){.capacity = CAPACITY}, (kvc_prefix_config){.quota = QUOTA});
+    event = use_others;
+    event_at = at;
+    (void)fetch(KVC_OK);
+    CHECK(kvc_room(cache, kvc_new_sequence(cache), &num) == KVC_OK);
+    CHECKF(num == CAPACITY - QUOTA, "room for %d", (int)num);
+    check_order();
+    close_fetched();
+}
+
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
 /* Wherever memory fails, nothing is half done, and the next fetch brings the rest. */
@@ -430,6 +444,7 @@ int main(void) {
     state_bytes = 0;
     test_used_meanwhile(3, 10, 0);
     test_used_meanwhile(4, 6, 4);
+    for (int at = 1; at < NUM; at++) test_quota(at);
     test_is_linear();
     return test_result();
 }
