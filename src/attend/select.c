@@ -184,10 +184,10 @@ static float rescale(float own, float max) { return own == max ? 1 : own == -INF
 
 /* Makes the weights of a head's pieces relative to its last maximum, as they are relative to the maximum so far; adds
  * them up, every KVC_LANES-th, so that all compilers round alike. */
-static float settle_pieces(float *pieces, const float *maxima, int32_t num_tiles, int32_t stride, float max) {
+static float settle_pieces(float *pieces, const float *maxima, int32_t num_tiles, float max) {
     float sums[KVC_LANES] = {0};
     for (int32_t tile = 0; tile < num_tiles; tile++, pieces += KVC_LANES) {
-        const float by = rescale(maxima[tile * stride], max);
+        const float by = rescale(maxima[tile], max);
         for (int32_t i = 0; by != 1 && i < KVC_LANES; i++) pieces[i] *= by;
         for (int32_t i = 0; i < KVC_LANES; i++) sums[i] += pieces[i];
     }
@@ -197,7 +197,7 @@ static float settle_pieces(float *pieces, const float *maxima, int32_t num_tiles
 /* Scores a chunk: the next num_rows rows that are listed, which it passes. */
 static void score_chunk(kvc_task *t, listed *rows, int64_t num_rows, const found *to) {
     const int32_t num_q = t->num_query_rows, num_tiles = (int32_t)KVC_DIVIDE_UP(num_rows, KVC_PANEL);
-    float *const maxima = t->workspace + t->call->plan->workspace.totals; /* [num_tiles][num_q] */
+    float *const maxima = t->workspace + t->call->plan->workspace.totals; /* [num_q][num_tiles] */
     for (int32_t r = 0; r < num_q; r++) to->max[r] = -INFINITY;
     for (int32_t tile = 0; tile < num_tiles; tile++) {
         const int32_t n = (int32_t)kvc_smaller(num_rows - (int64_t)tile * KVC_PANEL, KVC_PANEL);
@@ -206,11 +206,11 @@ static void score_chunk(kvc_task *t, listed *rows, int64_t num_rows, const found
         if (n < KVC_PANEL || t->call->changes_scores) finish_scores(t, rows->at, n);
         t->call->kernels->weigh_pieces(to->pieces + tile * KVC_LANES, KVC_CHUNK_PIECES, t->scores, num_q, to->max);
         prefetch_sketches(t, rows, KVC_PANEL / 2);
-        memcpy(maxima + tile * num_q, to->max, (size_t)num_q * sizeof *maxima);
+        for (int32_t r = 0; r < num_q; r++) maxima[r * num_tiles + tile] = to->max[r];
         for (int32_t left = n, some; left; left -= some) kvc_go_on(&rows->at, some = kvc_rows_here(&rows->at, left));
     }
     for (int32_t r = 0; r < num_q; r++)
-        to->sum[r] = settle_pieces(to->pieces + r * KVC_CHUNK_PIECES, maxima + r, num_tiles, num_q, to->max[r]);
+        to->sum[r] = settle_pieces(to->pieces + r * KVC_CHUNK_PIECES, maxima + r * num_tiles, num_tiles, to->max[r]);
 }
 
 /* Counts the rows that are scored, of num_seen that a token sees: none, if it reads all. */
@@ -259,16 +259,24 @@ static void add_up_chunks(const kvc_task *t, int64_t num_chunks) {
     }
 }
 
+/* Adds the masses of a chunk's pieces by `num` query rows, from row r on, in this order. */
+static inline void add_masses(const kvc_task *t, const found *from, int32_t r, int num, float *masses) {
+    const float *pieces = from->pieces + r * KVC_CHUNK_PIECES;
+    float by[4];
+    for (int i = 0; i < num; i++) by[i] = rescale(from->max[r + i], t->max[r + i]) * t->sum[r + i];
+    for (int32_t i = 0; i < KVC_CHUNK_PIECES; i++)
+        for (int h = 0; h < num; h++) {
+            const float mass = pieces[h * KVC_CHUNK_PIECES + i] * by[h];
+            masses[i] += mass;
+        }
+}
+
 /* Writes the keys of the pieces of a chunk. */
 static void rank_pieces(const kvc_task *t, const found *from, uint32_t *keys, int64_t num) {
     float masses[KVC_CHUNK_PIECES] = {0};
-    for (int32_t r = 0; r < t->num_query_rows; r++) {
-        const float *pieces = from->pieces + r * KVC_CHUNK_PIECES, by = rescale(from->max[r], t->max[r]) * t->sum[r];
-        for (int64_t i = 0; i < num; i++) {
-            const float mass = pieces[i] * by;
-            masses[i] += mass;
-        }
-    }
+    int32_t r = 0;
+    for (; r + 4 <= t->num_query_rows; r += 4) add_masses(t, from, r, 4, masses);
+    for (; r < t->num_query_rows; r++) add_masses(t, from, r, 1, masses);
     for (int64_t i = 0; i < num; i++) keys[i] = kvc_key_of(masses[i]);
 }
 

@@ -12,7 +12,7 @@ typedef struct range {
     int64_t begin, end;
 } range;
 
-enum { MOST_RANGES = 4, DIGITS = 1 << 11, HISTOGRAMS = 2 };
+enum { MOST_RANGES = 4, DIGIT_BITS = 11, DIGITS = 1 << DIGIT_BITS, HISTOGRAMS = 2, FEW_KEYS = 1 << 11 };
 
 /* Entries with a key above `least` are chosen, and the first num_equal of those whose key it is. */
 typedef struct threshold {
@@ -29,27 +29,49 @@ static int64_t count_entries(const uint32_t *keys, const range *ranges, int num)
 
 /* Counts the digits `shift` bits above the lowest one, of keys that agree with `prefix` above them.  Uses histograms in
  * turns: with equal digits, each increment would wait for the one before. */
-static void count_digits(uint32_t counts[HISTOGRAMS][DIGITS], const uint32_t *keys, range in, int shift, int bits,
-                         uint32_t prefix) {
+static inline void count_digits(uint32_t counts[HISTOGRAMS][DIGITS], const uint32_t *keys, range in, int shift,
+                                int bits, uint32_t prefix) {
     const int above = shift + bits;
     const uint32_t mask = (1u << bits) - 1;
     for (int64_t i = in.begin; i < in.end; i++) {
         const uint32_t key = keys[i];
-        if (above == 32 || key >> above == prefix) counts[i % HISTOGRAMS][key >> shift & mask]++;
+        if (above == 32 || key >> above == prefix) counts[i & 1][key >> shift & mask]++;
     }
 }
 
-/* Finds the threshold of the `most` best entries of ranges that have more. */
+/* Copies the keys of ranges that have the digits `prefix` above `shift` bits: fewer than FEW_KEYS.  Returns how many
+ * these are. */
+static int64_t gather_keys(uint32_t few[FEW_KEYS], const uint32_t *keys, const range *ranges, int num, int shift,
+                           uint32_t prefix) {
+    int64_t n = 0;
+    for (int r = 0; r < num; r++)
+        for (int64_t i = ranges[r].begin; i < ranges[r].end; i++) {
+            few[n] = keys[i];
+            n += keys[i] >> shift == prefix;
+        }
+    return n;
+}
+
+/* Finds the threshold of the `most` best entries of ranges that have more.  As soon as few keys have the digits that
+ * are found, it looks at these alone. */
 static threshold find_threshold(const uint32_t *keys, const range *ranges, int num, int64_t most) {
-    static const int BITS[] = {11, 11, 10};
-    uint32_t prefix = 0;
+    static const int BITS[] = {DIGIT_BITS, 11, 10};
+    uint32_t few[FEW_KEYS], prefix = 0;
+    range all_few = {0, FEW_KEYS};
     for (int step = 0, shift = 32; step < 3; step++) {
-        uint32_t counts[HISTOGRAMS][DIGITS] = {{0}};
+        uint32_t counts[HISTOGRAMS][DIGITS] = {{0}}, n;
         shift -= BITS[step];
-        for (int r = 0; r < num; r++) count_digits(counts, keys, ranges[r], shift, BITS[step], prefix);
+        for (int r = 0; r < num; r++)
+            if (step == 0)
+                count_digits(counts, keys, ranges[r], 32 - DIGIT_BITS, DIGIT_BITS, 0); /* numbers that are constant */
+            else
+                count_digits(counts, keys, ranges[r], shift, BITS[step], prefix);
         uint32_t digit = (1u << BITS[step]) - 1;
-        for (uint32_t n; digit && (n = counts[0][digit] + counts[1][digit]) < most; digit--) most -= n;
+        while ((n = counts[0][digit] + counts[1][digit]) < most && digit) most -= n, digit--;
         prefix = prefix << BITS[step] | digit;
+        if (n >= FEW_KEYS || keys == few) continue;
+        all_few.end = gather_keys(few, keys, ranges, num, shift, prefix);
+        keys = few, ranges = &all_few, num = 1;
     }
     return (threshold){prefix, most};
 }

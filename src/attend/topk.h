@@ -14,10 +14,10 @@ enum { KVC_NO_KEY = 0 }; /* below the key of any score: the entry is never chose
 /* Return the key of a score, and the score of a key.  All NaN have one key. */
 static inline uint32_t kvc_key_of(float score) {
     uint32_t bits;
-    if (score != score) return UINT32_MAX;
     score += 0.0f; /* -0 becomes 0 */
     memcpy(&bits, &score, sizeof bits);
-    return bits >> 31 ? ~bits : bits | 0x80000000u;
+    const uint32_t key = bits ^ ((0 - (bits >> 31)) | 0x80000000u); /* without a branch: compilers make vectors of it */
+    return score != score ? UINT32_MAX : key;
 }
 static inline float kvc_score_of(uint32_t key) {
     const uint32_t bits = key == UINT32_MAX ? 0x7fc00000u : key >> 31 ? key ^ 0x80000000u : ~key;

@@ -49,12 +49,14 @@ static float score_of(int kind) {
     if (kind == 1) return random_int(0, 4) ? 0 : random_float();
     if (kind == 2) return (float)random_int(-3, 4);
     if (kind == 3) return some[random_int(0, (int)(sizeof some / sizeof *some))];
+    if (kind == 4) return 1 + random_float() * 1e-2f; /* many keys agree in their first digit, ... */
+    if (kind == 5) return 1 + random_float() * 1e-5f; /* ... and in two */
     return 0;
 }
 
 static void test_choices(void) {
     for (int t = 0; t < (is_quick() ? 300 : 3000); t++) {
-        const int n = random_int(0, 20) ? random_int(0, 60) : random_int(0, MOST), kind = random_int(0, 5);
+        const int n = random_int(0, 20) ? random_int(0, 60) : random_int(0, MOST), kind = random_int(0, 7);
         const int all_present = random_int(0, 3);
         for (int i = 0; i < n; i++) {
             scores[i] = score_of(kind);
