@@ -315,14 +315,16 @@ static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_atte
  * rows where masks or the policy leave few.  task: the task that was run, or -1 for all tasks of the plan. */
 static void note_selected(const kvc_plan *plan, int64_t task) {
     kvc_batch *batch = plan->batch;
-    int32_t part;
-    const kvc_query_slice *only = task < 0 ? NULL : kvc_slice_of(plan, kvc_job_of(plan, task, &part), 0);
+    int32_t part, u = 0, end = plan->num_slices;
+    if (task >= 0) {
+        u = plan->job_slices[kvc_job_of(plan, task, &part)->first_slice];
+        end = u + 1; /* a task that selects has one slice */
+    }
     kvc_lock(batch->cache);
-    for (int32_t u = 0; u < plan->num_slices; u++) {
+    for (; u < end; u++) {
         const kvc_query_slice *slice = &plan->slices[u];
         int32_t *from = &batch->sequences[slice->sequence].selected_from;
-        const int reads_all = !slice->selects || slice->num_rows <= kvc_most_unselected(&plan->args);
-        if (!reads_all && (!only || only == slice))
+        if (slice->selects && slice->num_rows > kvc_most_unselected(&plan->args))
             *from = kvc_lower(*from, batch->positions[batch->order[slice->first]]);
     }
     kvc_unlock(batch->cache, KVC_OK);
