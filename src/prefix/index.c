@@ -60,11 +60,3 @@ static int is_behind(const kvc_links *member, const kvc_links *other) {
 void kvc_index_add(kvc_sorted *index, kvc_node *node) { kvc_sorted_add(index, &node->same, is_behind); }
 
 void kvc_index_remove(kvc_sorted *index, kvc_node *node) { kvc_sorted_remove(index, &node->same); }
-
-void kvc_index_renew(kvc_sorted *index, kvc_node *node) {
-    const kvc_node *before = at(kvc_sorted_beside(&node->same, 0)), *next = kvc_index_next(node);
-    const int is_behind_before = !before || before->hash != node->hash || before->rows->used > node->rows->used;
-    if (is_behind_before && (!next || next->rows->used < node->rows->used)) return;
-    kvc_index_remove(index, node);
-    kvc_index_add(index, node);
-}

@@ -23,7 +23,4 @@ struct kvc_node *kvc_index_next(const struct kvc_node *node);
 void kvc_index_add(kvc_sorted *index, struct kvc_node *node);
 void kvc_index_remove(kvc_sorted *index, struct kvc_node *node);
 
-/* Gives a node its place anew, now that it is the most recently used one. */
-void kvc_index_renew(kvc_sorted *index, struct kvc_node *node);
-
 #endif

@@ -24,10 +24,8 @@ static int is_unpinned_behind(const kvc_links *member, const kvc_links *other) {
     return a->rows->used > b->rows->used;
 }
 
-/* Returns the node used just before another one (side 0), or just after it (side 1); NULL if there is none. */
-static kvc_node *used_beside(const kvc_node *node, int side) {
-    return at_rows(kvc_sorted_beside(&node->with_rows, side));
-}
+/* Returns the node used next after another one; NULL if there is none. */
+static kvc_node *used_next(const kvc_node *node) { return at_rows(kvc_sorted_beside(&node->with_rows, 1)); }
 
 static void protect(kvc_tree *tree, kvc_node *node) {
     const kvc_node *first = tree->first_protected;
@@ -43,10 +41,10 @@ static void unprotect_first(kvc_tree *tree) {
     kvc_cache_retain(tree->cache, node->rows);
     node->is_protected = 0;
     tree->protected_tokens -= kvc_node_size(node);
-    tree->first_protected = used_beside(node, 1);
+    tree->first_protected = used_next(node);
 }
 
-/* Returns whether a node that is to be listed is within the quota. */
+/* Returns whether a node that has just come is within the quota. */
 static int is_within_quota(const kvc_tree *tree, const kvc_node *node) {
     if (tree->protected_tokens < tree->quota) return 1; /* all others are */
     return tree->first_protected && node->rows->used > tree->first_protected->rows->used;
@@ -61,14 +59,15 @@ static void unsort_unpinned(kvc_node *node) {
     if (!node->num_pins) kvc_sorted_remove(&node->tree->unpinned, &node->unpinned);
 }
 
-/* Adds a node with rows to the sets, by its use. */
-static void list(kvc_node *node, int64_t used, int64_t time) {
+/* Adds a node with rows to the sets and the index, by its use, and takes it out. */
+static void enter(kvc_node *node, int64_t used, int64_t time) {
     kvc_tree *tree = node->tree;
     kvc_cache_use(tree->cache, node->rows, used);
     node->time = time;
     kvc_sorted_add(&tree->with_rows, &node->with_rows, is_behind);
     tree->num_tokens += kvc_node_size(node);
     sort_unpinned(node);
+    if (tree->is_indexed && kvc_node_is_full(node)) kvc_index_add(&tree->index, node);
     if (!is_within_quota(tree, node)) {
         kvc_cache_retain(tree->cache, node->rows);
         return;
@@ -77,9 +76,10 @@ static void list(kvc_node *node, int64_t used, int64_t time) {
     while (tree->protected_tokens - kvc_node_size(tree->first_protected) >= tree->quota) unprotect_first(tree);
 }
 
-static void unlist(kvc_node *node) {
+static void leave(kvc_node *node) {
     kvc_tree *tree = node->tree;
-    if (tree->first_protected == node) tree->first_protected = used_beside(node, 1);
+    if (tree->is_indexed && kvc_node_is_full(node)) kvc_index_remove(&tree->index, node);
+    if (tree->first_protected == node) tree->first_protected = used_next(node);
     if (node->is_protected) tree->protected_tokens -= kvc_node_size(node);
     node->is_protected = 0;
     kvc_sorted_remove(&tree->with_rows, &node->with_rows);
@@ -91,7 +91,8 @@ static void unlist(kvc_node *node) {
 static void fill_quota(kvc_tree *tree) {
     kvc_node *next;
     while (tree->protected_tokens < tree->quota &&
-           (next = tree->first_protected ? used_beside(tree->first_protected, 0) : kvc_tree_newest(tree)))
+           (next = at_rows(tree->first_protected ? kvc_sorted_beside(&tree->first_protected->with_rows, 0)
+                                                 : kvc_sorted_end(&tree->with_rows, 1))))
         protect(tree, next);
 }
 
@@ -99,23 +100,20 @@ static int64_t time_now(const kvc_tree *tree) { return tree->ttl ? kvc_now() : 0
 
 void kvc_node_enter(kvc_node *node) {
     kvc_tree *tree = node->tree;
-    list(node, ++tree->cache->num_uses, time_now(tree));
-    if (tree->is_indexed && kvc_node_is_full(node)) kvc_index_add(&tree->index, node);
+    enter(node, ++tree->cache->num_uses, time_now(tree));
 }
 
 void kvc_node_leave(kvc_node *node) {
-    if (node->tree->is_indexed && kvc_node_is_full(node)) kvc_index_remove(&node->tree->index, node);
-    unlist(node);
+    leave(node);
     fill_quota(node->tree);
 }
 
 void kvc_node_relist_at(kvc_node *node, int64_t used, int64_t time) {
     kvc_tree *tree = node->tree;
     const int is_earlier = used < node->rows->used;
-    unlist(node);
+    leave(node);
     if (is_earlier) fill_quota(tree); /* nodes used since come before it */
-    list(node, used, time);
-    if (tree->is_indexed && kvc_node_is_full(node)) kvc_index_renew(&tree->index, node);
+    enter(node, used, time);
     if (node->checkpoint) kvc_checkpoints_touch(&tree->checkpoints, node->checkpoint);
 }
 
@@ -143,8 +141,6 @@ void kvc_node_pin_rows(kvc_node *node, int32_t add) {
 }
 
 kvc_node *kvc_tree_oldest(kvc_tree *tree) { return at_unpinned(kvc_sorted_end(&tree->unpinned, 0)); }
-
-kvc_node *kvc_tree_newest(kvc_tree *tree) { return at_rows(kvc_sorted_end(&tree->with_rows, 1)); }
 
 int kvc_tree_unprotect(kvc_tree *tree, int32_t num) {
     for (; tree->first_protected && num > 0; num--) unprotect_first(tree);

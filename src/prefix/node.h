@@ -97,9 +97,8 @@ void kvc_node_relist_at(kvc_node *node, int64_t used, int64_t time);
 /* Marks the live nodes from one up to the root as used, those nearer to the root as more recently. */
 void kvc_node_touch(kvc_node *node);
 
-/* Return the least recently used node that is not pinned, and the most recently used node with rows; or NULL. */
+/* Returns the least recently used node that is not pinned, or NULL. */
 kvc_node *kvc_tree_oldest(kvc_tree *tree);
-kvc_node *kvc_tree_newest(kvc_tree *tree);
 
 /* Lets `num` nodes that were within the quota be evicted; returns whether there are more. */
 int kvc_tree_unprotect(kvc_tree *tree, int32_t num);

@@ -159,7 +159,8 @@ kvc_node *kvc_prefix_next_new(kvc_cache *cache) {
  * are more; frees the tree if not. */
 static int drop_some(kvc_cache *cache, kvc_tree *tree) {
     if (kvc_pins_end_some(tree, PASSED_AT_ONCE)) return 1;
-    for (int i = 0; i < AT_ONCE && tree->with_rows.num; i++) kvc_node_drop(kvc_tree_newest(tree));
+    kvc_node *node;
+    for (int i = 0; i < AT_ONCE && (node = kvc_tree_oldest(tree)); i++) kvc_node_drop(node);
     if (tree->with_rows.num) return 1;
     kvc_tree **at = &cache->dying;
     while (*at != tree) at = &(*at)->next;
