@@ -24,7 +24,7 @@ static int is_unpinned_behind(const kvc_links *member, const kvc_links *other) {
     return a->rows->used > b->rows->used;
 }
 
-/* Returns the node used next after another one; NULL if there is none. */
+/* Returns the next node by use, or NULL. */
 static kvc_node *used_next(const kvc_node *node) { return at_rows(kvc_sorted_beside(&node->with_rows, 1)); }
 
 static void protect(kvc_tree *tree, kvc_node *node) {

@@ -302,7 +302,7 @@ static void test_used_meanwhile(int at, int fetched, int left) {
     close_fetched();
 }
 
-/* Blocks that others use while a fetch runs are within the quota before those that it adds. */
+/* While a fetch runs, others use blocks.  The quota keeps these blocks rather than the blocks that the fetch adds. */
 static void test_quota(int at) {
     enum { QUOTA = 2 * BLOCK, CAPACITY = 2 * PROMPT };
     int64_t num = -1;
