@@ -55,7 +55,9 @@ static inline double threshold_of(const double *x, int dim) {
 static inline int code_of(const uint8_t *bytes, int d) { return bytes[d / 32 * 8 + d % 8] >> d % 32 / 8 * 2 & 3; }
 
 static inline double from_half(const uint8_t *at) {
-    const int bits = at[0] | at[1] << 8, exponent = bits >> 10 & 31;
+    uint16_t bits;
+    memcpy(&bits, at, sizeof bits);
+    const int exponent = bits >> 10 & 31;
     const double number = exponent ? ldexp(1024 + (bits & 1023), exponent - 25) : ldexp(bits & 1023, -24);
     return bits >> 15 ? -number : number;
 }
