@@ -100,15 +100,14 @@ static float add_splits(const kvc_task *t, const results *all, int32_t r, int32_
     int32_t p = 1, n;
     do { /* runs once even for a single split, as `out` must be multiplied by the factor */
         float weights[KVC_TILE];
-        const float *rows = all->acc + (uint64_t)p * all->stride + row;
+        kvc_value_piece rows = {all->acc + (uint64_t)p * all->stride + row, {.bytes = 0}};
         for (n = 0; n < KVC_TILE && p < num_splits; n++, p++) {
             const uint64_t split = (uint64_t)p * all->stride;
             weights[n] = rescale_factor(all->max[split + (size_t)r], max, all->ln_of_base);
             sum += weights[n] * all->sum[split + (size_t)r];
         }
-        t->call->kernels->accumulate[KVC_F32](out, (int)stride, &factor, weights, 1, rows,
-                                              (int64_t)(all->stride * sizeof *rows), n, plan->v_dim,
-                                              (kvc_ahead){.bytes = 0});
+        t->call->kernels->accumulate[KVC_F32](out, (int)stride, &factor, weights, 1, &rows,
+                                              (int64_t)(all->stride * sizeof(float)), n, plan->v_dim);
         factor = 1;
     } while (p < num_splits);
     return sum;

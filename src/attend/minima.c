@@ -19,7 +19,7 @@ void kvc_add_up_blocks(const kvc_task *t) {
 
 void kvc_score_minima(const kvc_task *t, int32_t n) {
     const kvc_workspace_layout *workspace = &t->call->plan->workspace;
-    t->call->kernels->matmul(t->scores, KVC_TILE, t->q_blocks, workspace->block_stride,
+    t->call->kernels->matmul(t->scores, KVC_SCORES, t->q_blocks, workspace->block_stride,
                              t->workspace + workspace->minima, KVC_TILE, t->num_query_rows, n,
                              t->call->plan->k_dim / KVC_QUANT_ELEMENTS, 1, (kvc_ahead){.bytes = 0});
 }
@@ -46,10 +46,10 @@ void kvc_accumulate_minima(const kvc_task *t, int32_t n) {
         memset(minima + some * KVC_TILE, 0, (size_t)(padded - some) * KVC_TILE * sizeof *minima);
         for (int32_t i = 0; i < some; i++)
             memset(minima + i * KVC_TILE + n, 0, (size_t)(num_rows - n) * sizeof *minima); /* there, weights are 0 */
-        t->call->kernels->score[KVC_F32].score(sums, t->scores, KVC_TILE, t->num_query_rows, minima,
+        t->call->kernels->score[KVC_F32].score(sums, t->scores, KVC_SCORES, t->num_query_rows, minima,
                                                KVC_TILE * sizeof *minima, padded, num_rows, (kvc_ahead){.bytes = 0});
         for (int32_t r = 0; r < t->num_query_rows; r++)
             add_to_columns(t->acc + (size_t)r * (size_t)workspace->acc_stride + (size_t)b * KVC_QUANT_ELEMENTS,
-                           sums + (size_t)r * KVC_TILE, some);
+                           sums + (size_t)r * KVC_SCORES, some);
     }
 }

@@ -160,8 +160,8 @@ static void lay_out_choosing(kvc_plan *plan, const totals *t) {
     at->masks = add_floats(&at->size, lanes);
     at->starts = add_floats(&at->size, lanes);
     at->rows = add_floats(&at->size, dim * KVC_TILE);
-    at->scores = add_floats(&at->size, (uint64_t)(of_head.num / of_head.choice_lanes) * KVC_TILE);
-    at->totals = add_floats(&at->size, choices * KVC_TILE);
+    at->scores = add_floats(&at->size, (uint64_t)(of_head.num / of_head.choice_lanes) * KVC_SCORES);
+    at->totals = add_floats(&at->size, choices * KVC_SCORES);
     at->ranks = add_floats(&at->size, choices * (uint64_t)t->most_split_rows);
     at->entries = add_floats(&at->size, (uint64_t)t->most_rows);
     at->ids = add_floats(&at->size, (uint64_t)t->most_rows);
@@ -200,7 +200,7 @@ static void lay_out_workspace(kvc_plan *plan, const totals *t) {
     const uint64_t chunks = kvc_align_up((uint64_t)plan->k_dim, KVC_CHUNK) / KVC_CHUNK;
     workspace->q_stride = (int32_t)(chunks * (t->any_tiled ? KVC_PACKED : KVC_CHUNK));
     workspace->q = add_floats(&workspace->size, q * (uint64_t)workspace->q_stride);
-    const uint64_t tile_rows = t->any_tiled ? (uint64_t)kvc_tile_rows(plan) : 0, scores = q * KVC_TILE;
+    const uint64_t tile_rows = t->any_tiled ? (uint64_t)kvc_tile_rows(plan) : 0, scores = q * KVC_SCORES;
     const uint64_t block = t->any_tiled ? KVC_BLOCK_QUERIES * KVC_WEIGHTS_STRIDE : 0;
     workspace->scores = add_floats(&workspace->size, scores > block ? scores : block);
     workspace->acc = add_floats(&workspace->size, q * (uint64_t)workspace->acc_stride);
@@ -220,7 +220,7 @@ static void lay_out_workspace(kvc_plan *plan, const totals *t) {
     workspace->block_stride = (int32_t)kvc_align_up((uint64_t)widest / KVC_QUANT_ELEMENTS, KVC_LANES);
     workspace->minima = add_floats(&workspace->size, (uint64_t)workspace->block_stride * KVC_TILE);
     workspace->q_blocks = add_floats(&workspace->size, q * (uint64_t)workspace->block_stride);
-    workspace->sum_blocks = add_floats(&workspace->size, q * KVC_TILE);
+    workspace->sum_blocks = add_floats(&workspace->size, q * KVC_SCORES);
 }
 
 /* The arrays of a plan, in the order in which they lie behind its struct. */

@@ -143,8 +143,8 @@ static void add_scores(const kvc_task *t, int32_t head, const float *scores, int
     const kvc_ranking *k = kvc_ranking_of(t);
     const int32_t kv_heads = k->call.plan->num_kv_heads, num_choices = k->args->num_choices;
     const int32_t sharing = num_choices < kv_heads ? kv_heads / num_choices : 1; /* KV heads of a choice */
-    for (int32_t i = 0; i < k->lanes.choices; i++, scores += KVC_TILE) {
-        float *const total = totals + (head / sharing * k->lanes.choices + i) * KVC_TILE;
+    for (int32_t i = 0; i < k->lanes.choices; i++, scores += KVC_SCORES) {
+        float *const total = totals + (head / sharing * k->lanes.choices + i) * KVC_SCORES;
         for (int32_t j = 0; j < n; j++) total[j] = head % sharing ? total[j] + scores[j] : scores[j];
     }
 }
@@ -177,7 +177,7 @@ static void write_keys(const kvc_task *t, kvc_tile *tile, const float *totals, u
     const kvc_visible seen = kvc_visible_to(c, t->tokens[0]);
     const int sees_all = kvc_sees_whole_tile(c, tile, &seen);
     if (!sees_all) kvc_locate_rows(tile, c->plan->batch->order);
-    for (int32_t i = 0; i < kvc_ranking_of(t)->args->num_choices; i++, keys += stride, totals += KVC_TILE) {
+    for (int32_t i = 0; i < kvc_ranking_of(t)->args->num_choices; i++, keys += stride, totals += KVC_SCORES) {
         for (int32_t j = 0; j < tile->n; j++) keys[j] = kvc_key_of(totals[j]);
         for (int32_t j = 0; !sees_all && j < tile->n; j++)
             if (!kvc_sees_row(c, tile, &seen, j)) keys[j] = KVC_NO_KEY;

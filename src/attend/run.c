@@ -185,10 +185,11 @@ void kvc_call_init(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_
     c->prefetch_level = cache->prefetch_level;
     c->layer = &cache->layers[layer];
     c->layout = &cache->layouts[cache->layout_of[layer]];
-    /* Short rows go in longer tiles: they are read earlier, and less time goes into beginning tiles.  Both divide
-     * KVC_TILE, as slices share whole tiles. */
-    const int is_short = c->layout->k_row_bytes <= KVC_SHORT_ROW && c->layout->v_row_bytes <= KVC_SHORT_ROW;
-    c->streamed_rows = is_short ? KVC_TILE : KVC_PANEL;
+    /* Short rows go in longer tiles: they are read earlier, and less time goes into beginning tiles.  All lengths
+     * divide KVC_TILE, as slices share whole tiles. */
+    const size_t k_bytes = c->layout->k_row_bytes, v_bytes = c->layout->v_row_bytes;
+    const size_t longest = k_bytes > v_bytes ? k_bytes : v_bytes;
+    c->streamed_rows = longest <= KVC_SHORT_ROW ? KVC_TILE : longest <= KVC_MIDDLE_ROW ? KVC_TILE / 2 : KVC_PANEL;
     c->buffer = buffer;
     c->policy = &cache->policies[plan->group];
     c->num_sinks = kvc_policy_sinks(c->policy);

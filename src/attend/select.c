@@ -137,7 +137,7 @@ static void score_rows(kvc_task *t, kvc_row_place at, int32_t n) {
                            dim);
         for (int32_t r = 0; j && r < t->num_query_rows; r++)
             for (int32_t i = j; i < j + some; i++)
-                t->scores[r * KVC_TILE + score_at(i)] = others[r * KVC_TILE + score_at(i)];
+                t->scores[r * KVC_SCORES + score_at(i)] = others[r * KVC_SCORES + score_at(i)];
     }
 }
 
@@ -150,7 +150,7 @@ static void finish_scores(const kvc_task *t, kvc_row_place at, int32_t n) {
         kvc_go_on(&at, some);
     }
     for (int32_t r = 0; r < t->num_query_rows; r++) {
-        float *const scores = t->scores + r * KVC_TILE;
+        float *const scores = t->scores + r * KVC_SCORES;
         if (t->call->changes_scores)
             kvc_bend_scores(t->call, scores, positions, KVC_PANEL, t->tokens[0], kvc_query_head_of(t, r));
         for (int32_t j = n; j < KVC_PANEL; j++) scores[score_at(j)] = -INFINITY;

@@ -82,9 +82,8 @@ static int64_t step_on(row_place *p, int64_t most) {
     return rows;
 }
 
-/* Copies rows to the workspace.  Walks in registers: each row may be a stretch. */
-static void copy_rows(const kvc_task *t, walk *w, int64_t rows) {
-    uint8_t *to = (uint8_t *)(t->workspace + t->call->plan->workspace.rows);
+/* Copies rows.  Walks in registers: each row may be a stretch. */
+static void copy_rows(walk *w, uint8_t *to, int64_t rows) {
     const size_t bytes = w->row_bytes;
     row_place p = w->place;
     for (int64_t some; rows; rows -= some) {
@@ -120,7 +119,7 @@ static void decode_rows(const kvc_task *t, walk *w, int64_t rows, int64_t stride
 
 /* Takes `rows` rows: where they lie if evenly and of a type that kernels take, else copied to the workspace. */
 static kernel_rows take_rows(const kvc_task *t, walk *w, int64_t rows) {
-    const void *const workspace = t->workspace + t->call->plan->workspace.rows;
+    uint8_t *const workspace = (uint8_t *)(t->workspace + t->call->plan->workspace.rows);
     w->left -= rows;
     if (w->kernel_type != w->type) {
         const int64_t stride = (int64_t)kvc_blocks_bytes(w->kernel_type, w->dim);
@@ -128,7 +127,7 @@ static kernel_rows take_rows(const kvc_task *t, walk *w, int64_t rows) {
         return (kernel_rows){workspace, stride, rows};
     }
     if (rows_behind(&w->place) < rows) {
-        copy_rows(t, w, rows);
+        copy_rows(w, workspace, rows);
         return (kernel_rows){workspace, (int64_t)w->row_bytes, rows};
     }
     const kernel_rows in_place = {row_at(w, &w->place), w->place.at->step[w->is_value], rows};
@@ -136,17 +135,37 @@ static kernel_rows take_rows(const kvc_task *t, walk *w, int64_t rows) {
     return in_place;
 }
 
-/* Takes as many rows as a kernel is best given next: floats of a long stretch, else a few; all, where they are
- * unpacked.  Quantised rows are scored in groups.  Their sums depend on which rows go together, wherever they lie. */
+/* Takes as many keys, or values of floats, as a kernel is best given next: floats of a long stretch, else a few; all,
+ * where they are unpacked.  Quantised rows are scored in groups. */
 static kernel_rows take_some(const kvc_task *t, walk *w) {
     const int64_t in_place = rows_behind(&w->place), left = w->left;
     const int is_quantised = w->type >= KVC_FLOAT_TYPES, is_same = w->kernel_type == w->type;
-    if (is_quantised && w->is_value && is_same) return take_rows(t, w, kvc_smaller(left, KVC_PANEL));
     if (in_place >= left || !is_same) return take_rows(t, w, left);
     if (!is_quantised && in_place >= LEAST_STRETCH) return take_rows(t, w, in_place);
     if (is_quantised && in_place >= KVC_ROW_GROUP) return take_rows(t, w, in_place / KVC_ROW_GROUP * KVC_ROW_GROUP);
     const int64_t few = is_quantised ? KVC_ROW_GROUP : FEW_ROWS;
     return take_rows(t, w, few < left ? few : left);
+}
+
+/* Takes all quantised values of a tile, as a kvc_accumulate_fn does; returns the bytes from row to row.  Pieces that
+ * lie apart or in several stretches are copied, so that sums do not depend on where they lie. */
+static int64_t take_values(const kvc_task *t, walk *w, kvc_value_piece *piece) {
+    if (w->kernel_type != w->type || rows_behind(&w->place) >= w->left) {
+        const kernel_rows rows = take_rows(t, w, w->left);
+        for (int64_t i = 0; i < rows.num; i += KVC_PANEL) piece++->rows = (const uint8_t *)rows.first + i * rows.stride;
+        return rows.stride;
+    }
+    uint8_t *copies = (uint8_t *)(t->workspace + t->call->plan->workspace.rows);
+    for (int64_t n; w->left; w->left -= n, copies += KVC_PANEL * w->row_bytes) {
+        n = kvc_smaller(w->left, KVC_PANEL);
+        const int is_even = rows_behind(&w->place) >= n && w->place.at->step[1] == (ptrdiff_t)w->row_bytes;
+        piece++->rows = is_even ? row_at(w, &w->place) : copies;
+        if (is_even)
+            step_on(&w->place, n);
+        else
+            copy_rows(w, copies, n);
+    }
+    return (int64_t)w->row_bytes;
 }
 
 /* Returns what lies from first to end; of very large rows, the beginning. */
@@ -298,40 +317,6 @@ static const kvc_scorer *scorer_of(const kvc_task *t, const kvc_tile *tile) {
     return is_same && kernels->score_16[type].score ? &kernels->score_16[type] : &kernels->score[type];
 }
 
-/* Returns the kernels that multiply rows of a stored type by many query rows. */
-static const kvc_tiler *tiler_of(const kvc_task *t, int32_t type) {
-    const kvc_kernels *kernels = t->call->kernels;
-    const int32_t kernel_type = kvc_taken_as(kernels, type, 1);
-    return kernel_type != type && kernels->decoded.score ? &kernels->decoded : &kernels->tiler[kernel_type];
-}
-
-const kvc_tiler *kvc_value_tiler(const kvc_task *t) { return tiler_of(t, t->call->layer->v_type); }
-
-/* How the keys of a tile are multiplied by many query rows. */
-typedef struct key_product {
-    kvc_prepare_fn *prepare; /* NULL: query rows are multiplied as the caller has them */
-    kvc_pack_keys_fn *pack;
-    kvc_matmul_fn *score;
-    float scale; /* what the scores are to be multiplied by then */
-} key_product;
-
-/* Query rows of 16 bits are multiplied as they are where nothing changes them, as this takes fewer products.  Their
- * scores are scaled afterwards. */
-static key_product product_of(const kvc_task *t, const kvc_tile *tile) {
-    const kvc_call *c = t->call;
-    const kvc_attend_args *a = c->args;
-    const int32_t delta_index = delta_index_of(t, tile), type = delta_index == KVC_MIXED ? KVC_F32 : c->layer->k_type;
-    const kvc_tiler *tiler = tiler_of(t, type), *f16 = &c->kernels->tiler_f16;
-    const int is_changed = delta_index > 0 || (c->k_mixing.order && delta_index != KVC_MIXED);
-    if (!is_changed && c->scale > 0 && !(a->softcap > 0) && !a->alibi) {
-        if (a->q_type == KVC_F16 && type == KVC_F16 && f16->score)
-            return (key_product){NULL, f16->pack_keys, f16->score, c->scale};
-        if (a->q_type == KVC_BF16 && tiler->score_bf16)
-            return (key_product){NULL, tiler->pack_keys, tiler->score_bf16, c->scale};
-    }
-    return (key_product){tiler->prepare, tiler->pack_keys, tiler->score, 1};
-}
-
 /* Transforms the query rows as stored keys are, which leaves scores as they are. */
 static void transform_query_rows(const kvc_task *t) {
     const kvc_call *c = t->call;
@@ -348,7 +333,7 @@ static const float *query_rows_for(kvc_task *t, const kvc_tile *tile) {
     const int32_t delta_index = delta_index_of(t, tile);
     if (delta_index == t->delta_index) return t->q;
     const kvc_scorer *scorer = scorer_of(t, tile);
-    kvc_prepare_fn *prepare = t->slice->tiled ? product_of(t, tile).prepare : scorer->prepare;
+    kvc_prepare_fn *prepare = t->slice->tiled ? kvc_product_of(t, delta_index).prepare : scorer->prepare;
     const int is_as_16 = !t->slice->tiled && scorer == &t->call->kernels->score_16[t->call->args->q_type];
     t->delta_index = delta_index;
     kvc_load_query_rows(t, prepare && !is_as_16 ? KVC_F32 : t->call->args->q_type);
@@ -396,38 +381,54 @@ static void score_tile(kvc_task *t, const kvc_tile *tile) {
     if (key_minima_apart(t, tile)) kvc_score_minima(t, tile->n);
 }
 
-/* Adds rows of values, weighted, to acc, and prefetches up to `rows_ahead` rows of the next tile's keys.  If these
- * rows do not lie one after the other, a kernel of quantised values takes a part of the columns at a time.  It takes
- * all rows at once and prefetches none evenly; so the rows are at least prefetched in parts. */
-static void accumulate_rows(const kvc_task *t, const float *weights, kernel_rows values, walk *keys,
-                            int64_t rows_ahead) {
+/* Adds a tile's quantised values, weighted, to acc, and prefetches the remaining keys of the next tile, some with each
+ * piece of values.  If the keys for a piece lie in several stretches, a kernel takes a part of the columns at a time.
+ * It prefetches none of these keys evenly; so they are at least prefetched in parts. */
+static void accumulate_quantised(const kvc_task *t, walk *values, walk *keys) {
     enum { PARTS = 4 };
     const kvc_call *c = t->call;
-    const int32_t type = t->v_as, dim = c->plan->v_dim;
-    const int is_cut = type >= KVC_FLOAT_TYPES && is_in_stretches(keys, rows_ahead);
-    const int32_t splits = is_cut ? PARTS : 1;
-    const int32_t columns =
-        is_cut ? (dim / PARTS + KVC_QUANT_ELEMENTS - 1) / KVC_QUANT_ELEMENTS * KVC_QUANT_ELEMENTS : dim;
-    for (int32_t d = 0; d < dim; d += columns) {
-        const int is_last = d + columns >= dim;
-        const kvc_ahead ahead = take_ahead(c, keys, is_last ? rows_ahead : (rows_ahead + splits - 1) / splits);
-        c->kernels->accumulate[type](t->acc + d, c->plan->workspace.acc_stride, t->factor, weights, t->num_query_rows,
-                                     (const uint8_t *)values.first + (d ? kvc_blocks_bytes(type, d) : 0), values.stride,
-                                     (int)values.num, is_last ? dim - d : columns, ahead);
+    const int32_t type = t->v_as, dim = c->plan->v_dim, n = (int32_t)values->left;
+    kvc_value_piece pieces[KVC_TILE / KVC_PANEL];
+    const int64_t stride = take_values(t, values, pieces);
+    const int is_cut = is_in_stretches(keys, KVC_PANEL),
+              is_even = keys->left && rows_behind(&keys->place) >= keys->left;
+    const int32_t parts = is_cut ? PARTS : 1, ahead = is_cut ? KVC_PANEL / PARTS : is_even ? KVC_TILE : KVC_PANEL;
+    const int32_t columns = (dim / parts + KVC_QUANT_ELEMENTS - 1) / KVC_QUANT_ELEMENTS * KVC_QUANT_ELEMENTS;
+    for (int32_t d = 0, some; d < dim; d += some) {
+        some = (int32_t)kvc_smaller(columns, dim - d);
+        for (int32_t i = 0; i < n; i += KVC_PANEL) {
+            const int is_last = d + some == dim && i + KVC_PANEL >= n;
+            kvc_value_piece *const piece = &pieces[i / KVC_PANEL];
+            piece->rows = (const uint8_t *)piece->rows + (d ? kvc_blocks_bytes(type, columns) : 0);
+            piece->next = take_ahead(c, keys, is_last ? KVC_TILE : ahead);
+        }
+        c->kernels->accumulate[type](t->acc + d, c->plan->workspace.acc_stride, t->factor, t->scores, t->num_query_rows,
+                                     pieces, stride, n, some);
+    }
+}
+
+/* Adds a tile's values of floats, which are taken stretch by stretch. */
+static void accumulate_floats(const kvc_task *t, walk *values, walk *keys) {
+    const kvc_call *c = t->call;
+    const float *weights = t->scores;
+    while (values->left) {
+        const kernel_rows v = take_some(t, values);
+        kvc_value_piece piece = {v.first, take_ahead(c, keys, values->left ? v.num : KVC_TILE)};
+        c->kernels->accumulate[t->v_as](t->acc, c->plan->workspace.acc_stride, t->factor, weights, t->num_query_rows,
+                                        &piece, v.stride, (int)v.num, c->plan->v_dim);
+        weights += v.num;
+        for (int32_t r = 0; values->left && r < t->num_query_rows; r++) t->factor[r] = 1; /* acc is multiplied once */
     }
 }
 
 /* Adds a tile's values, weighted, to acc, and prefetches the remaining keys of the next tile. */
 static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, walk *keys) {
     walk values = walk_values(t, tile);
-    const float *weights = t->scores;
     if (KVC_TYPES[t->v_as].has_row_scale) times_scales(t, tile, 1);
-    while (values.left) {
-        const kernel_rows v = take_some(t, &values);
-        accumulate_rows(t, weights, v, keys, values.left ? v.num : KVC_TILE);
-        weights += v.num;
-        for (int32_t r = 0; values.left && r < t->num_query_rows; r++) t->factor[r] = 1; /* acc is multiplied once */
-    }
+    if (t->v_as < KVC_FLOAT_TYPES)
+        accumulate_floats(t, &values, keys);
+    else
+        accumulate_quantised(t, &values, keys);
     if (t->v_lacks_minima) kvc_accumulate_minima(t, tile->n);
 }
 
@@ -439,7 +440,7 @@ static void stream_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_curs
     if (next->layout->num_scales) prefetch_scales(t->call, next);
     const kvc_ahead ahead = take_few_ahead(t->call, &keys, t->num_query_rows * (current->n / KVC_LANES));
     if (!current->is_seen || t->call->changes_scores)
-        kvc_change_scores(t, current, 0, t->num_query_rows, t->scores, KVC_TILE);
+        kvc_change_scores(t, current, 0, t->num_query_rows, t->scores, KVC_SCORES);
     t->call->kernels->softmax(t->scores, t->num_query_rows, current->n, t->max, t->sum, t->factor, ahead);
     accumulate_tile(t, current, &keys);
 }
@@ -507,7 +508,7 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
     query_rows_for(all, current);
     const kvc_task view = view_that_sees(all, current), *t = &view;
     const kvc_tiler *values = kvc_value_tiler(t);
-    const key_product keys = product_of(t, current);
+    const kvc_key_product keys = kvc_product_of(t, delta_index_of(t, current));
     const int32_t num = t->num_query_rows, at_once = values->weigh ? KVC_BLOCK_QUERIES : num;
     const int32_t k_room = values->weigh ? plan->k_dim : KVC_PANEL,
                   v_room = values->weigh ? KVC_WIDE_TILE : workspace->acc_stride;
@@ -516,7 +517,7 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
     walk next_keys = walk_keys(t, next), next_values = walk_values(t, next);
     const int32_t blocks = num ? (num + at_once - 1) / at_once : 1, ahead = (next->n + blocks - 1) / blocks;
     query_block b = {0, 0, values->weigh ? t->workspace + workspace->scores : t->scores,
-                     values->weigh ? KVC_WEIGHTS_STRIDE : KVC_TILE};
+                     values->weigh ? KVC_WEIGHTS_STRIDE : KVC_SCORES};
     kvc_former former;
     if (c->kernels->begin) c->kernels->begin(&former);
     for (; b.first < num; b.first = b.end) {

@@ -30,8 +30,4 @@ void kvc_convert_query_rows(const kvc_call *c, int32_t from, int32_t to, void *d
 /* Copies the query rows of a task to its workspace, as rows of type `to`, with zeros up to the end of a chunk. */
 void kvc_load_query_rows(const kvc_task *t, int32_t to);
 
-/* Returns the kernels that multiply values by the many query rows of a tiled slice.  With them, values in acc and in
- * partial results are 2^sum_shift times too large.  If they weigh, maxima are of scores times log2(e). */
-const kvc_tiler *kvc_value_tiler(const kvc_task *t);
-
 #endif

@@ -8,7 +8,7 @@ kvc_task kvc_view_of(const kvc_task *t, int32_t first, int32_t num_query_rows) {
     view.tokens += first / plan->heads_per_part;
     view.q += (size_t)first * (size_t)plan->workspace.q_stride;
     view.q_blocks += (size_t)first * (size_t)plan->workspace.block_stride;
-    view.scores += (size_t)first * KVC_TILE;
+    view.scores += (size_t)first * KVC_SCORES;
     view.acc += (size_t)first * (size_t)plan->workspace.acc_stride;
     view.max += first;
     view.sum += first;
@@ -173,4 +173,28 @@ void kvc_locate_rows(kvc_tile *t, const int32_t *order) {
         t->token[i] = segment->token < 0 ? -1 : order[segment->token + offset];
     }
     t->is_located = 1;
+}
+
+/* Returns the kernels that multiply rows of a stored type by many query rows. */
+static const kvc_tiler *tiler_of(const kvc_task *t, int32_t type) {
+    const kvc_kernels *kernels = t->call->kernels;
+    const int32_t kernel_type = kvc_taken_as(kernels, type, 1);
+    return kernel_type != type && kernels->decoded.score ? &kernels->decoded : &kernels->tiler[kernel_type];
+}
+
+const kvc_tiler *kvc_value_tiler(const kvc_task *t) { return tiler_of(t, t->call->layer->v_type); }
+
+kvc_key_product kvc_product_of(const kvc_task *t, int32_t delta_index) {
+    const kvc_call *c = t->call;
+    const kvc_attend_args *a = c->args;
+    const int32_t type = delta_index == KVC_MIXED ? KVC_F32 : c->layer->k_type;
+    const kvc_tiler *tiler = tiler_of(t, type), *f16 = &c->kernels->tiler_f16;
+    const int is_changed = delta_index > 0 || (c->k_mixing.order && delta_index != KVC_MIXED);
+    if (!is_changed && c->scale > 0 && !(a->softcap > 0) && !a->alibi) {
+        if (a->q_type == KVC_F16 && type == KVC_F16 && f16->score)
+            return (kvc_key_product){NULL, f16->pack_keys, f16->score, c->scale};
+        if (a->q_type == KVC_BF16 && tiler->score_bf16)
+            return (kvc_key_product){NULL, tiler->pack_keys, tiler->score_bf16, c->scale};
+    }
+    return (kvc_key_product){tiler->prepare, tiler->pack_keys, tiler->score, 1};
 }

@@ -151,4 +151,20 @@ const void *kvc_scales_of(const kvc_tile *t, int is_value, uint8_t copies[KVC_TI
 /* Fills in the position and the token of each row of a tile, unless that is done.  order: batch->order. */
 void kvc_locate_rows(kvc_tile *t, const int32_t *order);
 
+/* How the keys of a tile are multiplied by many query rows. */
+typedef struct kvc_key_product {
+    kvc_prepare_fn *prepare; /* NULL: query rows are multiplied as the caller has them */
+    kvc_pack_keys_fn *pack;
+    kvc_matmul_fn *score;
+    float scale; /* what the scores are to be multiplied by then */
+} kvc_key_product;
+
+/* Returns how the keys of tiles with a delta_index are multiplied.  Query rows of 16 bits are multiplied as they are
+ * where nothing changes them, as this takes fewer products.  Their scores are scaled afterwards. */
+kvc_key_product kvc_product_of(const kvc_task *t, int32_t delta_index);
+
+/* Returns the kernels that multiply values by the many query rows of a tiled slice.  With them, values in acc and in
+ * partial results are 2^sum_shift times too large.  If they weigh, maxima are of scores times log2(e). */
+const kvc_tiler *kvc_value_tiler(const kvc_task *t);
+
 #endif

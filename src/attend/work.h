@@ -51,7 +51,8 @@ enum {
     KVC_TASKS_PER_THREAD = 4, /* tasks that give each thread as much to do, about */
     KVC_TILED_TASKS = 144,    /* most tasks that a tiled sequence is cut into, about */
     KVC_CHUNK_ROWS = KVC_SIZE(4096, 64), /* rows whose sketches are scored together, where rows are selected */
-    KVC_SHORT_ROW = 192, /* most bytes of a key, and of a value, of which KVC_TILE are streamed as a tile */
+    KVC_SHORT_ROW = 72,   /* most bytes of a key, and of a value, of which KVC_TILE are streamed as a tile ... */
+    KVC_MIDDLE_ROW = 192, /* ... and half as many */
     /* If the delta changes at least this often in a tile, keys are rotated instead of query rows. */
     KVC_STREAM_DELTA_CHANGES = 4, /* in KVC_PANEL rows, in slices that are streamed */
     KVC_TILED_DELTA_CHANGES = 1   /* in slices that are tiled */

@@ -38,7 +38,7 @@ INLINE void accumulate_step_of_rows(int type, int num_q, int num_vecs, vec *sums
     UNROLL
     for (int r = 0; r < num_q; r++) {
         if (r * lines / num_q != (r + 1) * lines / num_q) prefetch_line(next);
-        const vec y = v_set(a->weights[r * KVC_TILE + j]);
+        const vec y = v_set(a->weights[r * KVC_SCORES + j]);
         UNROLL
         for (int i = 0; i < num_vecs; i++) sums[r * num_vecs + i] = v_fma(x[i], y, sums[r * num_vecs + i]);
     }
@@ -50,7 +50,7 @@ INLINE void accumulate_step_of_weights(int type, int num_q, int num_vecs, vec *s
     const int num = vecs_at_once(type, num_vecs);
     vec y[FLOAT_QUERIES];
     UNROLL
-    for (int r = 0; r < num_q; r++) y[r] = v_set(a->weights[r * KVC_TILE + j]);
+    for (int r = 0; r < num_q; r++) y[r] = v_set(a->weights[r * KVC_SCORES + j]);
     UNROLL
     for (int i = 0; i < num_vecs; i += num) {
         vec x[2];
@@ -81,7 +81,7 @@ INLINE void reorder_sums(int type, int num_vecs, vec *sums, int is_back) {
 
 /* Sums num_vecs vectors of columns, from d on, over all rows. */
 INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args *a, int d) {
-    prefetcher p = a->next; /* in registers, unlike *a */
+    prefetcher p = a->next[0]; /* in registers, unlike *a */
     vec sums[ACCUMULATORS];
     UNROLL
     for (int r = 0; r < num_q; r++) {
@@ -90,7 +90,7 @@ INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args 
         for (int i = 0; i < num_vecs; i++) sums[r * num_vecs + i] = v_mul(v_load(acc + i * LANES), v_set(a->factor[r]));
         reorder_sums(type, num_vecs, sums + r * num_vecs, 0);
     }
-    const char *row = (const char *)a->rows + bytes_of(type, d);
+    const char *row = (const char *)a->pieces->rows + bytes_of(type, d);
     for (int j = 0; j < a->n; j++, row += a->row_stride) {
         if (num_vecs < num_q)
             accumulate_step_of_rows(type, num_q, num_vecs, sums, a, row, j, &p);
@@ -104,7 +104,7 @@ INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args 
         for (int i = 0; i < num_vecs; i++)
             v_store(a->acc + (ptrdiff_t)r * a->acc_stride + d + i * LANES, sums[r * num_vecs + i]);
     }
-    a->next = p;
+    a->next[0] = p;
 }
 
 /* Sums the last `count` columns, from d on, which fill no vector.  Few models have such rows. */
@@ -113,8 +113,8 @@ RARE void accumulate_tail(int type, int num_q, const accumulate_args *a, int d, 
         float *acc = a->acc + (ptrdiff_t)r * a->acc_stride;
         vec sum = v_mul(load(KVC_F32, acc, d, count), v_set(a->factor[r]));
         for (int j = 0; j < a->n; j++)
-            sum = v_fma(load(type, row_at(a->rows, a->row_stride, j), d, count), v_set(a->weights[r * KVC_TILE + j]),
-                        sum);
+            sum = v_fma(load(type, row_at(a->pieces->rows, a->row_stride, j), d, count),
+                        v_set(a->weights[r * KVC_SCORES + j]), sum);
         store(KVC_F32, acc, d, count, sum);
     }
 }
@@ -141,7 +141,7 @@ INLINE void accumulate_queries(int num_q, int type, accumulate_args *a, kvc_ahea
         width = block_width(type, num_q, num_vecs - i);
         lines += lines_of(type, width);
     }
-    a->next = prefetch_begin(next, a->rows, lines * a->n);
+    a->next[0] = prefetch_begin(next, a->pieces->rows, lines * a->n);
     for (int i = 0, width; i < num_vecs; i += width, d += width * LANES) {
         width = block_width(type, num_q, num_vecs - i);
         switch (width) { /* widths that do not occur are not compiled */
@@ -159,28 +159,28 @@ INLINE void accumulate_queries(int num_q, int type, accumulate_args *a, kvc_ahea
             if (most >= WIDE_VECS) accumulate_block(type, num_q, WIDE_VECS, a, d);
         }
     }
-    prefetch_rest(&a->next);
+    prefetch_rest(&a->next[0]);
     if (tail) accumulate_tail(type, num_q, a, d, tail);
 }
 
 /* Is a kvc_accumulate_fn once the type is a constant. */
 INLINE void accumulate(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
-                       const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next) {
+                       kvc_value_piece *pieces, int64_t row_stride, int n, int dim) {
     if (type >= KVC_FLOAT_TYPES) {
-        accumulate_quantised(type, acc, acc_stride, factor, weights, num_q, rows, row_stride, n, dim, next);
+        accumulate_quantised(type, acc, acc_stride, factor, weights, num_q, pieces, row_stride, n, dim);
         return;
     }
     for (int r = 0, some; r < num_q; r += some) {
         some = smaller(num_q - r, most_queries(type));
         accumulate_args a = {.acc = acc + (ptrdiff_t)r * acc_stride,
                              .factor = factor + r,
-                             .weights = weights + r * KVC_TILE,
-                             .rows = rows,
+                             .weights = weights + r * KVC_SCORES,
+                             .pieces = pieces,
                              .row_stride = row_stride,
                              .acc_stride = acc_stride,
                              .n = n,
                              .dim = dim};
-        const kvc_ahead part = take_part(&next, some, num_q - r);
+        const kvc_ahead part = take_part(&pieces->next, some, num_q - r);
         CALL_WITH_QUERIES(accumulate_queries, some, most_queries(type), 1, type, &a, part)
     }
 }

@@ -40,15 +40,19 @@ INLINE void columns_of(int8x16_t to[4], const int8x16_t *x, int stride) {
     }
 }
 
+/* Returns row j of the values. */
+INLINE const char *value_at(const accumulate_args *a, int j) {
+    return row_at(a->pieces[j / KVC_PANEL].rows, a->row_stride, j % KVC_PANEL);
+}
+
 /* Brings a block of n rows into columns, group after group of SUM_ROWS rows, and in them COLUMNS after COLUMNS.  The
- * last row stands in for rows that a group lacks, which weigh nothing. */
+ * last row stands in for rows that a group lacks, which weigh nothing.  next: of each piece, as in accumulate_args. */
 INLINE void pack_columns(int type, char *to, const accumulate_args *a, int at, prefetcher *next) {
     for (int j = 0; j < a->n; j += SUM_ROWS) {
         int8x16_t x[SUM_ROWS][BLOCK_VECTORS];
-        prefetch_step(next, SUM_ROWS / DOT_ROWS * LINES_AT_ONCE);
+        prefetch_step(next + j / KVC_PANEL * a->apart, SUM_ROWS / DOT_ROWS * LINES_AT_ONCE);
         UNROLL
-        for (int i = 0; i < SUM_ROWS; i++)
-            load_elements(type, x[i], (const char *)row_at(a->rows, a->row_stride, smaller(j + i, a->n - 1)) + at);
+        for (int i = 0; i < SUM_ROWS; i++) load_elements(type, x[i], value_at(a, smaller(j + i, a->n - 1)) + at);
         UNROLL
         for (int v = 0; v < BLOCK_VECTORS; v++, to += GROUP_BYTES / BLOCK_VECTORS) {
             int8x16_t columns[SUM_ROWS];
@@ -60,8 +64,8 @@ INLINE void pack_columns(int type, char *to, const accumulate_args *a, int at, p
 }
 
 /* Splits the weights of a query and a block, of n rows, in their place. */
-INLINE void split_weights(float *products, int n) {
-    char *to = (char *)products;
+INLINE void split_weights(int16_t *rounded, int n) {
+    char *to = (char *)rounded;
     const char *from = to;
     for (int j = 0; j < n; j += 8, to += DIGITS_APART, from += 8 * sizeof(int16_t))
         split_digits(to, to + LOW_DIGITS, from);
@@ -83,59 +87,60 @@ INLINE void accumulate_columns_of(int num_q, const accumulate_args *a, int d, co
 }
 
 /* Sums all columns of the rows for num_q queries, of which there are up to QUERIES. */
-INLINE void accumulate_byte_rows(int num_q, int type, accumulate_args *a, kvc_ahead next) {
-    const int num_blocks = a->dim / KVC_QUANT_ELEMENTS, groups = type == PANEL ? 0 : (a->n + DOT_ROWS - 1) / DOT_ROWS;
+INLINE void accumulate_byte_rows(int num_q, int type, accumulate_args *a, int left) {
+    const int num_blocks = a->dim / KVC_QUANT_ELEMENTS, rows = type == PANEL ? 0 : smaller(a->n, KVC_PANEL);
     char moved[KVC_TILE * KVC_QUANT_ELEMENTS];
     block_weights w;
-    a->next = prefetch_begin(next, a->rows, num_blocks * (groups * LINES_AT_ONCE + 2 * num_q));
-    const char *block = a->rows;
+    begin_ahead(a, num_q, left, 2 * num_blocks * num_q,
+                num_blocks * ((rows + DOT_ROWS - 1) / DOT_ROWS * LINES_AT_ONCE));
+    ptrdiff_t block = 0; /* bytes of a row, or of a PANEL, before it */
     for (int b = 0; b < num_blocks; b++, block += block_stride(type, a)) {
         const int first = type == KVC_INT8 ? 0 : b % BLOCKS_AT_ONCE * num_q;
         if (type == KVC_INT8 ? b == 0 : first == 0) {
             const int blocks = type == KVC_INT8 ? 1 : smaller(BLOCKS_AT_ONCE, num_blocks - b);
             round_weights(type, num_q, &w, a, block, blocks);
-            for (int i = 0; i < blocks * num_q; i++) split_weights(w.products[i], a->n);
+            for (int i = 0; i < blocks * num_q; i++) split_weights(w.rounded[i], a->n);
         }
-        const char *const columns = type == PANEL ? block + SCALES_BYTES : moved;
-        if (type != PANEL) pack_columns(type, moved, a, (int)(block - (const char *)a->rows), &a->next);
+        const char *const columns = type == PANEL ? (const char *)a->pieces->rows + block + SCALES_BYTES : moved;
+        if (type != PANEL) pack_columns(type, moved, a, (int)block, a->next);
         for (int c = 0; c < KVC_QUANT_ELEMENTS; c += COLUMNS)
             accumulate_columns_of(num_q, a, b * KVC_QUANT_ELEMENTS + c, columns + c * SUM_ROWS,
-                                  (const char *)w.products[first], w.unit + first);
+                                  (const char *)w.rounded[first], w.unit + first);
     }
-    prefetch_rest(&a->next);
+    end_ahead(a);
 }
 
 /* Is a kvc_accumulate_fn once the type is a constant. */
 INLINE void accumulate_bytes(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
-                             const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next) {
+                             kvc_value_piece *pieces, int64_t row_stride, int n, int dim) {
     for (int some; num_q; num_q -= some) {
-        accumulate_args a = {acc, factor, weights, rows, row_stride, acc_stride, n, dim, {0}};
+        accumulate_args a = {acc, factor, weights, pieces, row_stride, acc_stride, n, dim, 0, {{0}}};
         some = smaller(num_q, QUERIES);
-        const kvc_ahead part = take_part(&next, some, num_q);
-        CALL_WITH_QUERIES(accumulate_byte_rows, some, QUERIES, 0, type, &a, part)
+        CALL_WITH_QUERIES(accumulate_byte_rows, some, QUERIES, 0, type, &a, num_q)
         acc += (ptrdiff_t)some * acc_stride;
         factor += some;
-        weights += some * KVC_TILE;
+        weights += some * KVC_SCORES;
     }
 }
 
-#define DEFINE_ACCUMULATE_BYTES(name, type)                                                              \
-    extern kvc_accumulate_fn name;                                                                       \
-    TARGET void name(float *acc, int acc_stride, const float *factor, const float *weights, int num_q,   \
-                     const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next) {             \
-        accumulate_bytes(type, acc, acc_stride, factor, weights, num_q, rows, row_stride, n, dim, next); \
+#define DEFINE_ACCUMULATE_BYTES(name, type)                                                            \
+    extern kvc_accumulate_fn name;                                                                     \
+    TARGET void name(float *acc, int acc_stride, const float *factor, const float *weights, int num_q, \
+                     kvc_value_piece *pieces, int64_t row_stride, int n, int dim) {                    \
+        accumulate_bytes(type, acc, acc_stride, factor, weights, num_q, pieces, row_stride, n, dim);   \
     }
 
 /* ---- many query rows --------------------------------------------------------------------------------------------- */
 
 /* Is a kvc_pack_values_fn for rows of q8_0. */
 INLINE void pack_byte_values(float *dst, const void *rows, int64_t row_stride, int n, int dim) {
-    const accumulate_args a = {.rows = rows, .row_stride = row_stride, .n = n};
+    kvc_value_piece piece = {rows, {.bytes = 0}};
+    const accumulate_args a = {.pieces = &piece, .row_stride = row_stride, .n = n};
     prefetcher none = prefetch_begin((kvc_ahead){.bytes = 0}, rows, 0);
     char *to = (char *)dst;
     for (int d = 0, at = 0; d < dim; d += KVC_QUANT_ELEMENTS, at += KVC_Q8_0_BYTES, to += VALUES_BYTES) {
         vec scales[TILE_VECS];
-        (void)load_scales(scales, (const char *)rows + at, row_stride, n);
+        (void)load_scales(scales, &piece, at, row_stride, n);
         UNROLL
         for (int i = 0; i < PANEL_VECS; i++) v_store(to + i * (int)sizeof(vec), scales[i]);
         pack_columns(KVC_Q8_0, to + SCALES_BYTES, &a, at, &none);
@@ -146,10 +151,10 @@ INLINE void pack_byte_values(float *dst, const void *rows, int64_t row_stride, i
 INLINE void accumulate_byte_panel(float *acc, int acc_stride, const float *weights, int num_q, const float *panel,
                                   int dim, int n, kvc_ahead next) {
     static const float ONES[QUERIES] = {1, 1, 1, 1};
-    for (int some; num_q; num_q -= some, acc += (ptrdiff_t)some * acc_stride, weights += some * KVC_TILE) {
+    for (int some; num_q; num_q -= some, acc += (ptrdiff_t)some * acc_stride, weights += some * KVC_SCORES) {
         some = smaller(num_q, QUERIES);
-        accumulate_bytes(PANEL, acc, acc_stride, ONES, weights, some, panel, VALUES_BYTES, n, dim,
-                         take_part(&next, some, num_q));
+        kvc_value_piece piece = {panel, take_part(&next, some, num_q)};
+        accumulate_bytes(PANEL, acc, acc_stride, ONES, weights, some, &piece, VALUES_BYTES, n, dim);
     }
 }
 
@@ -170,11 +175,11 @@ INLINE void accumulate_byte_panel(float *acc, int acc_stride, const float *weigh
     }                                                                                                              \
     TARGET void kvc_score_panels_##set(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, \
                                        int n, int k, int add, kvc_ahead next) {                                    \
-        (void)ldc, (void)ldb, (void)add; /* scores are KVC_TILE apart, and not added to others */                  \
+        (void)ldc, (void)ldb, (void)add; /* scores are KVC_SCORES apart, and not added to others */                \
         score_bytes(PANEL, c, a, lda, m, b, k / KVC_QUANT_ELEMENTS * (KEYS_BYTES / DOT_ROWS), n, k, next);         \
     }                                                                                                              \
     TARGET void kvc_accumulate_panels_##set(float *c, int ldc, const float *a, int lda, const float *b, int ldb,   \
                                             int m, int n, int k, int add, kvc_ahead next) {                        \
-        (void)lda, (void)ldb, (void)add; /* weights are KVC_TILE apart, and sums always added */                   \
+        (void)lda, (void)ldb, (void)add; /* weights are KVC_SCORES apart, and sums always added */                 \
         accumulate_byte_panel(c, ldc, a, m, b, n, k, next);                                                        \
     }

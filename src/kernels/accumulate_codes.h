@@ -19,21 +19,24 @@ typedef struct code_weights {
     uint32_t fifth_bits[BLOCKS_AT_ONCE][KVC_TILE];
 } code_weights;
 
-/* Loads what n rows have before the codes of a block, and 0 past n.  Returns 0; NaN if a scale is NaN or infinite. */
+/* Loads what n rows have before the codes of the block `at` bytes into each, and 0 past n.  Returns 0; NaN if a scale
+ * is NaN or infinite. */
 INLINE float load_tile_heads(int type, vec scales[TILE_VECS], vec minima[TILE_VECS], uint32_t *fifth_bits,
-                             const char *block, ptrdiff_t stride, int n) {
+                             const kvc_value_piece *piece, ptrdiff_t at, ptrdiff_t stride, int n) {
     char copies[LANES][COPY_STRIDE];
     vec zero_or_nan = v_zero();
-    const int vectors = kvc_padded_rows(n) / LANES;
-    for (int i = 0; i < vectors; i++, block += LANES * stride, n -= LANES) {
-        ivec bits = i_zero();
-        if (n < LANES) {
-            block = pad_rows(copies, LANES, block, stride, n > 0 ? n : 0, PIECE_BYTES);
-            stride = COPY_STRIDE;
+    for (int i = 0; n > 0; piece++) {
+        const char *block = (const char *)piece->rows + at;
+        for (int v = 0; v < PANEL_VECS; v++, i++, block += LANES * stride, n -= LANES) {
+            ivec bits = i_zero();
+            if (n < LANES) {
+                block = pad_rows(copies, LANES, block, stride, n > 0 ? n : 0, PIECE_BYTES);
+                stride = COPY_STRIDE;
+            }
+            load_heads(type, &scales[i], &minima[i], &bits, block, stride);
+            i_store(fifth_bits + i * LANES, bits);
+            zero_or_nan = v_fma(scales[i], v_zero(), zero_or_nan);
         }
-        load_heads(type, &scales[i], &minima[i], &bits, block, stride);
-        i_store(fifth_bits + i * LANES, bits);
-        zero_or_nan = v_fma(scales[i], v_zero(), zero_or_nan);
     }
     return zero_or_nan_of(zero_or_nan);
 }
@@ -53,20 +56,20 @@ INLINE vec add_up_lanes(const vec x[LANES]) {
 }
 
 /* Does what round_weights does, and adds up minima where the type has them. */
-INLINE void round_code_weights(int type, int num_q, code_weights *to, accumulate_args *a, const char *block,
-                               int blocks) {
+INLINE void round_code_weights(int type, int num_q, code_weights *to, accumulate_args *a, ptrdiff_t block, int blocks) {
     block_weights *const w = &to->rounded;
     const int has_minimum = KVC_TYPES[type].has_minimum, vectors = kvc_padded_rows(a->n) / LANES;
-    prefetcher next = a->next;
+    prefetcher next = a->next[0];
     float zero_or_nan[BLOCKS_AT_ONCE], inverse[WEIGHTS_AT_ONCE];
-    vec largest[WEIGHTS_AT_ONCE], sums[WEIGHTS_AT_ONCE];
+    vec largest[WEIGHTS_AT_ONCE], sums[WEIGHTS_AT_ONCE], scales[BLOCKS_AT_ONCE][TILE_VECS];
     for (int b = 0, i = 0; b < blocks; b++, block += block_bytes(type)) {
-        vec scales[TILE_VECS], minima[TILE_VECS];
-        zero_or_nan[b] = load_tile_heads(type, scales, minima, to->fifth_bits[b], block, a->row_stride, a->n);
+        vec minima[TILE_VECS];
+        zero_or_nan[b] =
+            load_tile_heads(type, scales[b], minima, to->fifth_bits[b], a->pieces, block, a->row_stride, a->n);
         for (int r = 0; r < num_q; r++, i++) {
-            const float *weights = a->weights + r * KVC_TILE;
+            const float *weights = a->weights + r * KVC_SCORES;
             prefetch_line(&next);
-            largest[i] = multiply_scales(w->products[i], weights, scales, vectors);
+            largest[i] = largest_products(weights, scales[b], vectors);
             sums[i] = has_minimum ? multiply_minima(weights, minima, vectors) : v_zero();
         }
     }
@@ -77,9 +80,9 @@ INLINE void round_code_weights(int type, int num_q, code_weights *to, accumulate
         for (int r = 0; r < num_q; r++, i++) {
             w->unit[i] += zero_or_nan[b];
             prefetch_line(&next);
-            round_products(w->products[i], w->products[i], inverse[i], vectors);
+            round_products(w->rounded[i], a->weights + r * KVC_SCORES, scales[b], inverse[i], vectors);
         }
-    a->next = next;
+    a->next[0] = next;
 }
 
 /* ---- values ------------------------------------------------------------------------------------------------------ */
@@ -121,7 +124,7 @@ INLINE void unpack_quad(int has_fifth_bits, ivec to[2][2], ivec x, ivec levels, 
 
 /* A block of a tile's rows, and where its sums go. */
 typedef struct code_block {
-    const char *codes; /* of the first row */
+    ptrdiff_t codes; /* bytes of a row before its codes */
     const code_weights *w;
     const uint32_t *fifth_bits;
     ivec levels;
@@ -129,48 +132,60 @@ typedef struct code_block {
     int d;     /* first column of acc */
 } code_block;
 
+/* Counts the sums of a column and query: two where one query's products would wait for each other. */
+INLINE int code_sets_for(int num_q) { return num_q == 1 ? 2 : 1; }
+
+/* Adds the products of four rows and of num_q queries' weights, w of the first one. */
+INLINE void multiply_quad(int num_q, ivec (*sums)[MANY_QUERIES][2], ivec x[2][2], const char *w) {
+    UNROLL
+    for (int i = 0; i < 2; i++) UNROLL
+    for (int r = 0; r < num_q; r++) {
+        const ivec y = i_set_pair(w + r * WEIGHTS_BYTES + i * (int)(2 * sizeof(int16_t)));
+        ivec *const to = sums[i % code_sets_for(num_q)][r];
+        UNROLL
+        for (int half = 0; half < 2; half++) to[half] = i_dot(to[half], x[half][i], y);
+    }
+}
+
 /* Adds up the products of a block of values and of num_q queries' weights, w of the first one. */
 INLINE void multiply_values(int has_fifth_bits, int num_q, ivec (*to)[2], accumulate_args *a, const code_block *b,
                             const char *w) {
-    const int sets = num_q == 1 ? 2 : 1; /* of sums, so that one query's do not wait for each other */
+    const int sets = code_sets_for(num_q);
     const ivec levels = b->levels;
     ivec sums[2][MANY_QUERIES][2];
-    const char *p = b->codes;
     char last[QUAD][COPY_STRIDE];
     ptrdiff_t stride = a->row_stride;
-    prefetcher next = a->next; /* in registers, unlike *a */
     UNROLL
     for (int i = 0; i < sets; i++) UNROLL
     for (int r = 0; r < num_q; r++) sums[i][r][0] = sums[i][r][1] = i_zero();
-    for (int j = 0; j < a->n; j += QUAD, p += QUAD * stride, w += QUAD * sizeof(int16_t)) {
-        ivec x[2][2];
-        if (a->n - j < QUAD) {
-            p = pad_rows(last, QUAD, p, stride, a->n - j, KVC_NIBBLE_BYTES);
-            stride = COPY_STRIDE;
+    for (int i = 0, j = 0; j < a->n; i++) {
+        const char *p = (const char *)a->pieces[i].rows + b->codes;
+        prefetcher next = a->next[i * a->apart]; /* in registers, unlike *a */
+        for (const int end = smaller(j + KVC_PANEL, a->n); j < end; j += QUAD) {
+            ivec x[2][2];
+            if (end - j < QUAD) {
+                p = pad_rows(last, QUAD, p, stride, end - j, KVC_NIBBLE_BYTES);
+                stride = COPY_STRIDE;
+            }
+            prefetch_step(&next, QUAD_LINES);
+            unpack_quad(has_fifth_bits, x, i_load_quad(p, stride, 1), levels,
+                        has_fifth_bits ? i_set_16_bytes(b->fifth_bits + j) : i_zero());
+            multiply_quad(num_q, sums, x, w);
+            p += QUAD * stride;
+            w += QUAD * sizeof(int16_t);
         }
-        prefetch_step(&next, QUAD_LINES);
-        unpack_quad(has_fifth_bits, x, i_load_quad(p, stride, 1), levels,
-                    has_fifth_bits ? i_set_16_bytes(b->fifth_bits + j) : i_zero());
-        UNROLL
-        for (int i = 0; i < 2; i++) UNROLL
-        for (int r = 0; r < num_q; r++) {
-            const ivec y = i_set_pair(w + r * WEIGHTS_BYTES + i * (int)(2 * sizeof(int16_t)));
-            UNROLL
-            for (int half = 0; half < 2; half++)
-                sums[i % sets][r][half] = i_dot(sums[i % sets][r][half], x[half][i], y);
-        }
+        a->next[i * a->apart] = next;
     }
     UNROLL
     for (int r = 0; r < num_q; r++) UNROLL
     for (int half = 0; half < 2; half++)
         to[r][half] = sets == 2 ? i_add(sums[0][r][half], sums[1][r][half]) : sums[0][r][half];
-    a->next = next;
 }
 
 /* Adds the sums of a block to acc, for num_q queries from query `first` on, as many as queries_at_once returns. */
 INLINE void accumulate_code_block(int type, int first, int num_q, accumulate_args *a, const code_block *b) {
     const int number = b->first + first;
-    const char *w = (const char *)b->w->rounded.products[number];
+    const char *w = (const char *)b->w->rounded.rounded[number];
     ivec sums[MANY_QUERIES][2];
     switch (KVC_TYPES[type].has_fifth_bits ? -num_q : num_q) {
     case 1: multiply_values(0, 1, sums, a, b, w); break;
@@ -195,14 +210,14 @@ INLINE void accumulate_code_block(int type, int first, int num_q, accumulate_arg
 }
 
 /* Sums all columns of the rows for num_q queries, CODE_QUERIES at most. */
-INLINE void accumulate_code_columns(int type, int num_q, accumulate_args *a, kvc_ahead next) {
+INLINE void accumulate_code_columns(int type, int num_q, accumulate_args *a, int left) {
     const int num_blocks = a->dim / KVC_QUANT_ELEMENTS, passes = (num_q + MOST_QUERIES - 1) / MOST_QUERIES;
     const int blocks_at_once = smaller(BLOCKS_AT_ONCE, WEIGHTS_AT_ONCE / num_q);
-    const char *block = a->rows;
+    ptrdiff_t block = 0; /* bytes of a row before it */
     const ivec levels = levels_of(type);
     code_weights w;
-    a->next =
-        prefetch_begin(next, a->rows, num_blocks * (passes * QUAD_LINES * ((a->n + QUAD - 1) / QUAD) + 2 * num_q));
+    begin_ahead(a, num_q, left, 2 * num_blocks * num_q,
+                num_blocks * passes * QUAD_LINES * ((smaller(a->n, KVC_PANEL) + QUAD - 1) / QUAD));
     for (int b = 0; b < num_blocks; b++, block += block_bytes(type)) {
         const int at = b % blocks_at_once;
         if (at == 0) round_code_weights(type, num_q, &w, a, block, smaller(blocks_at_once, num_blocks - b));
@@ -217,18 +232,18 @@ INLINE void accumulate_code_columns(int type, int num_q, accumulate_args *a, kvc
             accumulate_code_block(type, r, some, a, &values);
         }
     }
-    prefetch_rest(&a->next);
+    end_ahead(a);
 }
 
 /* Is a kvc_accumulate_fn once the type is a constant. */
 APART void accumulate_codes(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
-                            const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next) {
+                            kvc_value_piece *pieces, int64_t row_stride, int n, int dim) {
     for (int some; num_q; num_q -= some) {
-        accumulate_args a = {acc, factor, weights, rows, row_stride, acc_stride, n, dim, {0}};
+        accumulate_args a = {acc, factor, weights, pieces, row_stride, acc_stride, n, dim, 0, {{0}}};
         some = smaller(num_q, CODE_QUERIES);
-        accumulate_code_columns(type, some, &a, take_part(&next, some, num_q));
+        accumulate_code_columns(type, some, &a, num_q);
         acc += (ptrdiff_t)some * acc_stride;
         factor += some;
-        weights += some * KVC_TILE;
+        weights += some * KVC_SCORES;
     }
 }

@@ -10,13 +10,14 @@ enum {
     PANEL_VECS = KVC_PANEL / LANES,
     ROWS_AT_ONCE = 4, /* rows of a step */
     WEIGHTS_AT_ONCE = BLOCKS_AT_ONCE * QUERIES,
-    WEIGHTS_BYTES = KVC_TILE * sizeof(float) /* from one query's weights for a block to the next one's */
+    WEIGHTS_BYTES = KVC_TILE *
+        3 /* from one query's weights for a block to the next one's: as accumulate_bytes.h needs */
 };
 
 /* The factors of the rows' elements in some blocks.  Block b and query r of num_q are number b * num_q + r. */
 typedef struct block_weights {
-    float products[WEIGHTS_AT_ONCE][KVC_TILE]; /* weights times scales; then, in their place, int16 */
-    float unit[WEIGHTS_AT_ONCE];               /* of sums over the int16 */
+    int16_t rounded[WEIGHTS_AT_ONCE][WEIGHTS_BYTES / sizeof(int16_t)]; /* weights times scales */
+    float unit[WEIGHTS_AT_ONCE];                                       /* of sums over these */
 } block_weights;
 
 /* Loads the scales of a block of LANES rows. */
@@ -33,11 +34,14 @@ RARE vec load_few_scales(const char *block, ptrdiff_t stride, int n) {
     return v_load_f16(scales);
 }
 
-/* Loads the scales of a block of n rows, and 0 past n.  Returns 0; NaN if a scale is NaN or infinite. */
-INLINE float load_scales(vec scales[TILE_VECS], const char *block, ptrdiff_t stride, int n) {
+/* Loads the scales of the block `at` bytes into each of n rows, and 0 past n.  Returns 0; NaN if a scale is NaN or
+ * infinite. */
+INLINE float load_scales(vec scales[TILE_VECS], const kvc_value_piece *pieces, ptrdiff_t at, ptrdiff_t stride, int n) {
     vec zero_or_nan = v_zero();
+    const char *block = NULL;
     const int vectors = kvc_padded_rows(n) / LANES;
     for (int i = 0; i < vectors; i++, block += LANES * stride, n -= LANES) {
+        if (i % PANEL_VECS == 0) block = (const char *)pieces[i / PANEL_VECS].rows + at;
         scales[i] = n >= LANES ? load_scale_of_rows(block, stride) : load_few_scales(block, stride, n);
         zero_or_nan = v_fma(scales[i], v_zero(), zero_or_nan);
     }
@@ -69,25 +73,29 @@ INLINE vec largest_weights(const float *weights, int vectors, float *zero_or_nan
     return largest;
 }
 
-/* Multiplies weights by scales, a multiple of PANEL_VECS vectors; returns the largest products in each lane. */
-INLINE vec multiply_scales(float *products, const float *weights, const vec *scales, int vectors) {
+/* Returns the largest products of weights and scales, a multiple of PANEL_VECS vectors, in each lane. */
+INLINE vec largest_products(const float *weights, const vec *scales, int vectors) {
     vec largest = v_zero();
     for (int i = 0; i < vectors; i += PANEL_VECS) UNROLL
     for (int j = i; j < i + PANEL_VECS; j++) {
-        const vec x = v_mul(v_load(weights + j * LANES), scales[j]);
-        v_store(products + j * LANES, x);
-        largest = v_max_abs(x, largest);
+        largest = v_max_abs(v_mul(v_load(weights + j * LANES), scales[j]), largest);
     }
     return largest;
 }
 
-/* Rounds products times `inverse`, perhaps in their place. */
-INLINE void round_products(float *rounded, const float *products, float inverse, int vectors) {
-    char *to = (char *)rounded;
+/* Rounds weights times scales, unless these are NULL, times `inverse`. */
+INLINE void round_products(int16_t *rounded, const float *weights, const vec *scales, float inverse, int vectors) {
     for (int i = 0; i < vectors; i += PANEL_VECS) UNROLL
-    for (int j = i; j < i + PANEL_VECS; j += 2, to += 2 * LANES * sizeof(int16_t))
-        i_store_16((void *)to, v_mul(v_load(products + j * LANES), v_set(inverse)),
-                   v_mul(v_load(products + (j + 1) * LANES), v_set(inverse)));
+    for (int j = i; j < i + PANEL_VECS; j += 2, rounded += 2 * LANES) {
+        vec x[2];
+        UNROLL
+        for (int k = 0; k < 2; k++) {
+            x[k] = v_load(weights + (j + k) * LANES);
+            if (scales) x[k] = v_mul(x[k], scales[j + k]);
+            x[k] = v_mul(x[k], v_set(inverse));
+        }
+        i_store_16(rounded, x[0], x[1]);
+    }
 }
 
 /* Finds the units of num blocks and queries by their largest products, a lane each, and what products are multiplied by
@@ -114,34 +122,37 @@ INLINE ptrdiff_t block_stride(int type, const accumulate_args *a) {
  * LARGEST_WEIGHT.  This product sets the unit, not the largest weight times the largest scale.  Otherwise a row of
  * large elements and little weight, even a masked one, would cost all others their digits.  Goes over all blocks and
  * queries three times, because the work for one of them is a chain of few but slow instructions. */
-TARGET static void round_weights(int type, int num_q, block_weights *w, accumulate_args *a, const char *block,
+TARGET static void round_weights(int type, int num_q, block_weights *w, accumulate_args *a, ptrdiff_t block,
                                  int blocks) {
-    prefetcher next = a->next;
+    prefetcher next = a->next[0];
     const int is_scaled = has_row_scale(type), vectors = kvc_padded_rows(a->n) / LANES;
     const ptrdiff_t step = block_stride(type, a);
     float zero_or_nan[WEIGHTS_AT_ONCE], inverse[WEIGHTS_AT_ONCE];
-    vec largest[WEIGHTS_AT_ONCE];
+    vec largest[WEIGHTS_AT_ONCE], scales[BLOCKS_AT_ONCE][TILE_VECS];
     for (int b = 0, i = 0; b < blocks; b++, block += step) {
-        vec scales[TILE_VECS];
         const float of_scales = is_scaled       ? 0
-                                : type == PANEL ? load_panel_scales(scales, block)
-                                                : load_scales(scales, block, a->row_stride, a->n);
+                                : type == PANEL ? load_panel_scales(scales[b], (const char *)a->pieces->rows + block)
+                                                : load_scales(scales[b], a->pieces, block, a->row_stride, a->n);
         for (int r = 0; r < num_q; r++, i++) {
-            const float *weights = a->weights + r * KVC_TILE;
+            const float *weights = a->weights + r * KVC_SCORES;
             prefetch_line(&next);
             zero_or_nan[i] = of_scales;
             largest[i] = is_scaled ? largest_weights(weights, vectors, &zero_or_nan[i])
-                                   : multiply_scales(w->products[i], weights, scales, vectors);
+                                   : largest_products(weights, scales[b], vectors);
         }
     }
     find_units(w, largest, inverse, blocks * num_q);
-    for (int i = 0; i < blocks * num_q; i++) {
-        const float *products = is_scaled ? a->weights + i * KVC_TILE : w->products[i];
-        prefetch_line(&next);
-        w->unit[i] += zero_or_nan[i];
-        round_products(w->products[i], products, inverse[i], vectors);
-    }
-    a->next = next;
+    for (int b = 0, i = 0; b < blocks; b++)
+        for (int r = 0; r < num_q; r++, i++) {
+            const float *weights = a->weights + r * KVC_SCORES;
+            prefetch_line(&next);
+            w->unit[i] += zero_or_nan[i];
+            if (is_scaled)
+                round_products(w->rounded[i], weights, NULL, inverse[i], vectors);
+            else
+                round_products(w->rounded[i], weights, scales[b], inverse[i], vectors);
+        }
+    a->next[0] = next;
 }
 
 enum { PARTS_AT_ONCE = 2 }; /* most parts of a row, two vectors of columns each, that are summed at once */
@@ -186,27 +197,31 @@ INLINE void add_sums(int type, int num_q, ivec *sums, float *acc, int acc_stride
 }
 
 /* Sums `parts` parts of a row over all rows and adds the sums, times their unit, to acc.  They begin at column c of the
- * block with element d first, which is at `block` in the first row.  A byte of q4_0 holds columns of the first half of
+ * block with element d first, which is `at` bytes into a row.  A byte of q4_0 holds columns of the first half of
  * the block and of the second.  Two parts are of blocks that share weights.  w: the first query's weights. */
-INLINE void accumulate_columns(int type, int num_q, int parts, accumulate_args *a, const char *block, int d, int c,
+INLINE void accumulate_columns(int type, int num_q, int parts, accumulate_args *a, ptrdiff_t at, int d, int c,
                                const char *w, const float *unit) {
     ivec sums[2][PARTS_AT_ONCE][2 * MANY_QUERIES];
     const int byte = kvc_is_8_bits(type) ? c : c / 2, second = kvc_is_8_bits(type) ? LANES : KVC_QUANT_ELEMENTS / 2;
     const int sets = sets_for(num_q, parts);
     ptrdiff_t stride = a->row_stride;
     char last[ROWS_AT_ONCE][COPY_STRIDE];
-    prefetcher next = a->next; /* in registers, unlike *a */
     UNROLL
     for (int i = 0; i < sets * PARTS_AT_ONCE; i++) UNROLL
     for (int r = 0; r < 2 * num_q; r++) sums[i / PARTS_AT_ONCE][i % PARTS_AT_ONCE][r] = i_zero();
-    for (int n = a->n; n > 0; n -= ROWS_AT_ONCE, block += ROWS_AT_ONCE * stride) {
-        if (n < ROWS_AT_ONCE) {
-            block = pad_rows(last, ROWS_AT_ONCE, block, stride, n, parts * block_bytes(type));
-            stride = COPY_STRIDE;
+    for (int i = 0, left = a->n; left > 0; i++, left -= KVC_PANEL) {
+        const char *block = (const char *)a->pieces[i].rows + at;
+        prefetcher next = a->next[i * a->apart]; /* in registers, unlike *a */
+        for (int n = smaller(left, KVC_PANEL); n > 0; n -= ROWS_AT_ONCE, block += ROWS_AT_ONCE * stride) {
+            if (n < ROWS_AT_ONCE) {
+                block = pad_rows(last, ROWS_AT_ONCE, block, stride, n, parts * block_bytes(type));
+                stride = COPY_STRIDE;
+            }
+            prefetch_step(&next, parts * ROWS_AT_ONCE / 2);
+            accumulate_rows(type, num_q, parts, sums, block + begin_of(type) + byte, stride, block_bytes(type), w);
+            w += ROWS_AT_ONCE * sizeof(int16_t);
         }
-        prefetch_step(&next, parts * ROWS_AT_ONCE / 2);
-        accumulate_rows(type, num_q, parts, sums, block + begin_of(type) + byte, stride, block_bytes(type), w);
-        w += ROWS_AT_ONCE * sizeof(int16_t);
+        a->next[i * a->apart] = next;
     }
     UNROLL
     for (int i = 0; i < parts; i++) {
@@ -217,48 +232,45 @@ INLINE void accumulate_columns(int type, int num_q, int parts, accumulate_args *
         add_sums(type, num_q, sums[0][i], a->acc + d + byte + i * KVC_QUANT_ELEMENTS, a->acc_stride, second, a->factor,
                  unit);
     }
-    a->next = next;
 }
 
 /* Counts the blocks whose columns are summed at once: two where they share weights and there are registers. */
 INLINE int blocks_together(int type, int num_q) { return HAS_VNNI && has_row_scale(type) && num_q <= QUERIES ? 2 : 1; }
 
 /* Sums all columns of the rows for num_q queries, as many as queries_at_once returns. */
-INLINE void accumulate_quantised_rows(int num_q, int type, accumulate_args *a, kvc_ahead next) {
+INLINE void accumulate_quantised_rows(int num_q, int type, accumulate_args *a, int left) {
     const int num_blocks = a->dim / KVC_QUANT_ELEMENTS, together = blocks_together(type, num_q);
     const int blocks_at_once = num_q > QUERIES ? BLOCKS_AT_ONCE * QUERIES / MANY_QUERIES : BLOCKS_AT_ONCE;
-    const char *block = a->rows;
+    ptrdiff_t block = 0; /* bytes of a row before it */
     block_weights w;
-    a->next = prefetch_begin(next, a->rows, a->dim / (2 * LANES) * ((a->n + 1) / 2) + 2 * num_blocks * num_q);
+    begin_ahead(a, num_q, left, 2 * num_blocks * num_q, a->dim / (2 * LANES) * ((smaller(a->n, KVC_PANEL) + 1) / 2));
     for (int b = 0; b < num_blocks; b++, block += block_bytes(type)) {
         const int is_scaled = has_row_scale(type), first = is_scaled ? 0 : b % blocks_at_once * num_q;
         if (is_scaled ? b == 0 : first == 0)
             round_weights(type, num_q, &w, a, block, is_scaled ? 1 : smaller(blocks_at_once, num_blocks - b));
         if (together == 2 && b + 2 <= num_blocks) {
-            accumulate_columns(type, num_q, together, a, block, b * KVC_QUANT_ELEMENTS, 0, (const char *)w.products[0],
+            accumulate_columns(type, num_q, together, a, block, b * KVC_QUANT_ELEMENTS, 0, (const char *)w.rounded[0],
                                w.unit);
             block += block_bytes(type);
             b++;
             continue;
         }
-        UNROLL
-        for (int c = 0; c < KVC_QUANT_ELEMENTS; c += 2 * LANES)
-            accumulate_columns(type, num_q, 1, a, block, b * KVC_QUANT_ELEMENTS, c, (const char *)w.products[first],
+        for (int c = 0; c < KVC_QUANT_ELEMENTS; c += 2 * LANES) /* a loop: half the code, where LANES are 8 */
+            accumulate_columns(type, num_q, 1, a, block, b * KVC_QUANT_ELEMENTS, c, (const char *)w.rounded[first],
                                w.unit + first);
     }
-    prefetch_rest(&a->next);
+    end_ahead(a);
 }
 
 /* Is a kvc_accumulate_fn once the type is a constant. */
 INLINE void accumulate_quantised(int type, float *acc, int acc_stride, const float *factor, const float *weights,
-                                 int num_q, const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next) {
+                                 int num_q, kvc_value_piece *pieces, int64_t row_stride, int n, int dim) {
     for (int some; num_q; num_q -= some) {
-        accumulate_args a = {acc, factor, weights, rows, row_stride, acc_stride, n, dim, {0}};
+        accumulate_args a = {acc, factor, weights, pieces, row_stride, acc_stride, n, dim, 0, {{0}}};
         some = queries_at_once(num_q);
-        const kvc_ahead part = take_part(&next, some, num_q);
-        CALL_WITH_QUERIES(accumulate_quantised_rows, some, MOST_QUERIES, 0, type, &a, part)
+        CALL_WITH_QUERIES(accumulate_quantised_rows, some, MOST_QUERIES, 0, type, &a, num_q)
         acc += (ptrdiff_t)some * acc_stride;
         factor += some;
-        weights += some * KVC_TILE;
+        weights += some * KVC_SCORES;
     }
 }

@@ -411,7 +411,7 @@ INLINE void convert(int from, int to, void *dst, int64_t dst_stride, const void 
 INLINE void times(float *rows, int num_q, int n, const void *by) {
     for (int j = 0; j < kvc_padded_rows(n); j += LANES) {
         const vec x = v_load_f16((const uint16_t *)by + j);
-        for (int r = 0; r < num_q; r++) v_store(rows + r * KVC_TILE + j, v_mul(v_load(rows + r * KVC_TILE + j), x));
+        for (int r = 0; r < num_q; r++) v_store(rows + r * KVC_SCORES + j, v_mul(v_load(rows + r * KVC_SCORES + j), x));
     }
 }
 

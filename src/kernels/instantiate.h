@@ -57,8 +57,8 @@
 #define DEFINE_ACCUMULATE(name, type)                                                                  \
     extern kvc_accumulate_fn name;                                                                     \
     TARGET void name(float *acc, int acc_stride, const float *factor, const float *weights, int num_q, \
-                     const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next) {           \
-        accumulate(type, acc, acc_stride, factor, weights, num_q, rows, row_stride, n, dim, next);     \
+                     kvc_value_piece *pieces, int64_t row_stride, int n, int dim) {                    \
+        accumulate(type, acc, acc_stride, factor, weights, num_q, pieces, row_stride, n, dim);         \
     }
 
 #define DEFINE_PREPARE(name, type)                                              \
@@ -145,9 +145,9 @@
         score_codes(type, scores, q, q_stride, num_q, rows, row_stride, n, dim, next);                             \
     }
 
-#define DEFINE_ACCUMULATE_CODES(name, type)                                                              \
-    extern kvc_accumulate_fn name;                                                                       \
-    TARGET void name(float *acc, int acc_stride, const float *factor, const float *weights, int num_q,   \
-                     const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next) {             \
-        accumulate_codes(type, acc, acc_stride, factor, weights, num_q, rows, row_stride, n, dim, next); \
+#define DEFINE_ACCUMULATE_CODES(name, type)                                                            \
+    extern kvc_accumulate_fn name;                                                                     \
+    TARGET void name(float *acc, int acc_stride, const float *factor, const float *weights, int num_q, \
+                     kvc_value_piece *pieces, int64_t row_stride, int n, int dim) {                    \
+        accumulate_codes(type, acc, acc_stride, factor, weights, num_q, pieces, row_stride, n, dim);   \
     }

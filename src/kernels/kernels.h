@@ -33,7 +33,7 @@
 
 enum {
     KVC_ROW_GROUP = 32,  /* most quantised rows that are scored side by side */
-    KVC_TILE = 128,      /* most rows in a tile that is read for few query rows, which begin ... */
+    KVC_TILE = 256,      /* most rows in a tile that is read for few query rows, which begin ... */
     KVC_PANEL = 64,      /* ... a multiple of this apart; rows in a tile for many query rows, unless ... */
     KVC_WIDE_TILE = 256, /* ... a kvc_tiler takes more of them */
     KVC_LANES = 16,      /* query rows, scores and panels are padded to a multiple of this many floats */
@@ -42,7 +42,9 @@ enum {
     KVC_BLOCK_QUERIES = 32, /* query rows that a kvc_weigh_fn takes, whose weights stay in the L1 cache */
     KVC_SKETCH_STEP = 16,   /* bytes of a sketch that a kvc_sketch_fn loads at once */
     KVC_STEP_BYTES = 4,     /* of a row, which a kvc_rank_fn multiplies at once: four int8, two bf16 or one f32 */
-    /* From one row of its scores, or of packed weights, to the next: no power of two, so that they use all of L1. */
+    /* From one row of scores, or weights, to the next, and from one row of a kvc_weigh_fn's: no powers of two, so that
+     * they use all of L1. */
+    KVC_SCORES = KVC_TILE + KVC_LANES,
     KVC_WEIGHTS_STRIDE = KVC_WIDE_TILE / KVC_CHUNK * KVC_PACKED + KVC_LANES
 };
 
@@ -97,9 +99,9 @@ typedef struct kvc_ahead {
     int32_t level; /* level of the cache to bring it into: 1 or 2 */
 } kvc_ahead;
 
-/* scores[r * KVC_TILE + j] = q[r] . rows[j] for r < num_q, j < n <= KVC_TILE.  q: prepared, rows q_stride floats apart.
- * Where rows are quantised, scores for j past n, up to a multiple of KVC_ROW_GROUP, may be overwritten.  Each row is
- * read from memory once for all q. */
+/* scores[r * KVC_SCORES + j] = q[r] . rows[j] for r < num_q, j < n <= KVC_TILE.  q: prepared, rows q_stride floats
+ * apart. Where rows are quantised, scores for j past n, up to a multiple of KVC_ROW_GROUP, may be overwritten.  Each
+ * row is read from memory once for all q. */
 typedef void kvc_score_fn(float *scores, const float *q, int q_stride, int num_q, const void *rows, int64_t row_stride,
                           int n, int dim, kvc_ahead next);
 
@@ -108,18 +110,26 @@ typedef struct kvc_scorer {
     kvc_score_fn *score;
 } kvc_scorer;
 
-/* acc[r * acc_stride + d] = acc[...] * factor[r] + sum over j < n of weights[r * KVC_TILE + j] * rows[j][d]
- * for r < num_q, d < dim.  Where rows are quantised, weights[r * KVC_TILE + j] are 0 for j past n, up to a multiple of
- * KVC_PANEL. */
-typedef void kvc_accumulate_fn(float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
-                               const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next);
+/* A piece of the rows that are summed at once, and what is prefetched while this piece is read.  If the second piece
+ * has no `next`, the first one's is prefetched while all are read. */
+typedef struct kvc_value_piece {
+    const void *rows;
+    kvc_ahead next;
+} kvc_value_piece;
 
-/* rows[r * KVC_TILE + j] *= by[j] for r < num_q, j < n, up to a multiple of KVC_PANEL.  Kernels of types with row
+/* acc[r * acc_stride + d] = acc[...] * factor[r] + sum over j < n of weights[r * KVC_SCORES + j] * row[j][d]
+ * for r < num_q, d < dim.  Rows lie in pieces of KVC_PANEL, of which the last may be shorter; rows of a piece are
+ * row_stride bytes apart.  Rows of floats are one piece, of any length.  Uses up `next` of each piece.  Where rows are
+ * quantised, weights[r * KVC_SCORES + j] are 0 for j past n, up to a multiple of KVC_PANEL. */
+typedef void kvc_accumulate_fn(float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
+                               kvc_value_piece *pieces, int64_t row_stride, int n, int dim);
+
+/* rows[r * KVC_SCORES + j] *= by[j] for r < num_q, j < n, up to a multiple of KVC_PANEL.  Kernels of types with row
  * scales leave these out: scores are multiplied by the keys' scales before the softmax, weights by the values' scales
  * after it.  by: f16; 0 from n on. */
 typedef void kvc_times_fn(float *rows, int num_q, int n, const void *by);
 
-/* One step of the online softmax of num_q query rows, over scores[r * KVC_TILE + j], j < n <= KVC_TILE.  With m the
+/* One step of the online softmax of num_q query rows, over scores[r * KVC_SCORES + j], j < n <= KVC_TILE.  With m the
  * larger of max[r] and the row's largest score: scores become exp(score - m), sum[r] becomes sum[r] * exp(max[r] - m) +
  * the sum of these, max[r] becomes m, and factor[r] exp(max[r] - m) of the old max[r], by which what was accumulated is
  * to be multiplied.  Where m is -inf (nothing visible so far), scores become 0, sum[r] stays and factor[r] is 1. Scores
@@ -202,7 +212,7 @@ typedef struct kvc_rank_query {
     int32_t relu;
 } kvc_rank_query;
 
-/* scores[c * KVC_TILE + j] = sum over the lanes h of choice c of weights[h] * f(by[j] * (query h . rows[j])),
+/* scores[c * KVC_SCORES + j] = sum over the lanes h of choice c of weights[h] * f(by[j] * (query h . rows[j])),
  * for j < n <= KVC_TILE.  f is the identity or, with relu, max(0, .), which keeps NaN.  Scores for j past n, up to a
  * multiple of KVC_LANES, may be overwritten.
  *
@@ -240,7 +250,7 @@ typedef struct kvc_sketch_query {
     int32_t stride;       /* k_dim, or the next multiple of 4 * KVC_SKETCH_STEP */
 } kvc_sketch_query;
 
-/* scores[r * KVC_TILE + k * KVC_LANES + i] = the score that query r gives row 4 i + k, for KVC_PANEL rows and r <
+/* scores[r * KVC_SCORES + k * KVC_LANES + i] = the score that query r gives row 4 i + k, for KVC_PANEL rows and r <
  * num_q. With t = (sum over elements of code times query code) + offsets[r], which is exact: t * (the row's scale) *
  * scales[r], each product rounded.  So all sets give the same bits.  Reads up to a cache line past the last row. */
 typedef void kvc_sketch_fn(float *scores, const kvc_sketch_query *q, int num_q, const void *rows, int64_t row_stride,

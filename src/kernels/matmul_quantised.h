@@ -141,19 +141,18 @@ INLINE void score_quantised_panels(float *c, int ldc, const float *q, int q_stri
 APART void round_panel_weights(int num_q, block_weights *w, const float *weights, int lda, const float *panel,
                                int blocks) {
     float inverse[WEIGHTS_AT_ONCE];
-    vec largest[WEIGHTS_AT_ONCE];
+    vec largest[WEIGHTS_AT_ONCE], scales[BLOCKS_AT_ONCE][PANEL_VECS];
     for (int b = 0, i = 0; b < blocks; b++) {
-        vec scales[PANEL_VECS];
         UNROLL
-        for (int v = 0; v < PANEL_VECS; v++) scales[v] = v_load(panel + b * VALUE_BLOCK + (1 + v) * LANES);
+        for (int v = 0; v < PANEL_VECS; v++) scales[b][v] = v_load(panel + b * VALUE_BLOCK + (1 + v) * LANES);
         for (int r = 0; r < num_q; r++, i++)
-            largest[i] = multiply_scales(w->products[i], weights + (ptrdiff_t)r * lda, scales, PANEL_VECS);
+            largest[i] = largest_products(weights + (ptrdiff_t)r * lda, scales[b], PANEL_VECS);
     }
     find_units(w, largest, inverse, blocks * num_q);
     for (int b = 0, i = 0; b < blocks; b++)
         for (int r = 0; r < num_q; r++, i++) {
             w->unit[i] += panel[b * VALUE_BLOCK];
-            round_products(w->products[i], w->products[i], inverse[i], PANEL_VECS);
+            round_products(w->rounded[i], weights + (ptrdiff_t)r * lda, scales[b], inverse[i], PANEL_VECS);
         }
 }
 
@@ -189,7 +188,7 @@ INLINE void accumulate_panels_for(int num_q, float *acc, int acc_stride, const f
     for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS, panel += VALUE_BLOCK) {
         const int blocks = (dim - d) / KVC_QUANT_ELEMENTS, first = d / KVC_QUANT_ELEMENTS % AT_ONCE * num_q;
         if (first == 0) round_panel_weights(num_q, &w, weights, lda, panel, smaller(AT_ONCE, blocks));
-        accumulate_panel(num_q, acc + d, acc_stride, panel + VALUE_PAIRS, (n + 1) / 2, (const char *)w.products[first],
+        accumulate_panel(num_q, acc + d, acc_stride, panel + VALUE_PAIRS, (n + 1) / 2, (const char *)w.rounded[first],
                          w.unit + first);
     }
 }

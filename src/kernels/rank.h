@@ -110,7 +110,7 @@ INLINE void fold_heads(float *scores, float (*sums)[KVC_LANES], int width) {
         for (int half = inner / 2; half; half /= 2)
             for (int i = 0; i + half < LANES; i++)
                 if (i % inner < half) x[i] = v_add(x[i], x[i + half]);
-        for (int i = 0; i < LANES; i += inner, scores += KVC_TILE) v_store(scores, x[i]);
+        for (int i = 0; i < LANES; i += inner, scores += KVC_SCORES) v_store(scores, x[i]);
     }
 }
 
@@ -156,7 +156,7 @@ INLINE void rank(int type, float *scores, const kvc_rank_query *q, const void *r
             const int is_long = q->choice_lanes >= KVC_LANES;
             rank_lanes(type, to, q, at, factors, lane);
             lane += is_long ? q->choice_lanes : KVC_LANES;
-            to += (is_long ? 1 : KVC_LANES / q->choice_lanes) * KVC_TILE;
+            to += (is_long ? 1 : KVC_LANES / q->choice_lanes) * KVC_SCORES;
         }
     }
 }

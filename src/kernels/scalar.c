@@ -362,20 +362,21 @@ static void score(int type, int q_type, float *scores, const float *q, int q_str
             float sum = 0;
             for (int d = 0; d < dim; d++)
                 sum += q[(ptrdiff_t)r * q_stride + d] * load(type, row_at(rows, row_stride, j), d);
-            scores[r * KVC_TILE + j] = sum;
+            scores[r * KVC_SCORES + j] = sum;
         }
     }
 }
 
 static void accumulate(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
-                       const void *rows, int64_t row_stride, int n, int dim, kvc_ahead next) {
-    (void)next;
+                       kvc_value_piece *pieces, int64_t row_stride, int n, int dim) {
+    const int piece = type < KVC_FLOAT_TYPES ? n : KVC_PANEL;
     for (int r = 0; r < num_q; r++) {
         float *sum = acc + (ptrdiff_t)r * acc_stride;
         for (int d = 0; d < dim; d++) sum[d] *= factor[r];
         for (int j = 0; j < n; j++)
             for (int d = 0; d < dim; d++)
-                sum[d] += weights[r * KVC_TILE + j] * load(type, row_at(rows, row_stride, j), d);
+                sum[d] +=
+                    weights[r * KVC_SCORES + j] * load(type, row_at(pieces[j / piece].rows, row_stride, j % piece), d);
     }
 }
 
@@ -417,12 +418,12 @@ static float softmax_row(float *scores, int n, float *max, float *sum) {
 
 static void times(float *rows, int num_q, int n, const void *by) {
     for (int r = 0; r < num_q; r++)
-        for (int j = 0; j < kvc_padded_rows(n); j++) rows[r * KVC_TILE + j] *= load(KVC_F16, by, j);
+        for (int j = 0; j < kvc_padded_rows(n); j++) rows[r * KVC_SCORES + j] *= load(KVC_F16, by, j);
 }
 
 static void softmax_rows(float *scores, int num_q, int n, float *max, float *sum, float *factor, kvc_ahead next) {
     (void)next;
-    for (int r = 0; r < num_q; r++) factor[r] = softmax_row(scores + r * KVC_TILE, n, &max[r], &sum[r]);
+    for (int r = 0; r < num_q; r++) factor[r] = softmax_row(scores + r * KVC_SCORES, n, &max[r], &sum[r]);
 }
 
 static void matmul_rows(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k,

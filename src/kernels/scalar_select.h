@@ -37,7 +37,8 @@ static float rank_row(int type, const kvc_rank_query *q, int choice, const uint8
 static void rank(int type, float *scores, const kvc_rank_query *q, const void *rows, int64_t row_stride,
                  const float *by, int n) {
     for (int c = 0; c < q->num_lanes / q->choice_lanes; c++)
-        for (int j = 0; j < n; j++) scores[c * KVC_TILE + j] = rank_row(type, q, c, row_at(rows, row_stride, j), by[j]);
+        for (int j = 0; j < n; j++)
+            scores[c * KVC_SCORES + j] = rank_row(type, q, c, row_at(rows, row_stride, j), by[j]);
 }
 
 /* ---- sketches ---------------------------------------------------------------------------------------------------- */
@@ -71,12 +72,12 @@ static void score_sketches(float *scores, const kvc_sketch_query *q, int num_q, 
         for (int d = 0; d < dim; d++)
             sum += (float)((row[d / 32 * 8 + d % 8] >> d % 32 / 8 * 2 & 3) * q->codes[r * q->stride + d]);
         const volatile float product = sum * load(KVC_F16, row + n, 0);
-        scores[r * KVC_TILE + j % 4 * KVC_LANES + j / 4] = product * q->scales[r];
+        scores[r * KVC_SCORES + j % 4 * KVC_LANES + j / 4] = product * q->scales[r];
     }
 }
 
 static void weigh_pieces(float *pieces, int64_t stride, const float *scores, int num_q, float *max) {
-    for (int r = 0; r < num_q; r++, pieces += stride, scores += KVC_TILE) {
+    for (int r = 0; r < num_q; r++, pieces += stride, scores += KVC_SCORES) {
         for (int j = 0; j < KVC_PANEL; j++) max[r] = scores[j] > max[r] ? scores[j] : max[r];
         for (int i = 0; i < KVC_LANES; i++) pieces[i] = 0;
         for (int j = 0; j < KVC_PANEL; j++)

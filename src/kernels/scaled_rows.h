@@ -21,6 +21,7 @@ enum {
     DIGIT_BYTES = 2 * FOUR,          /* digits of four numbers: the high ones, then the low ones */
     PANEL_ELEMENTS = 512,            /* of keys: moved at once, and products of these added up as integers */
     PANEL_QUADS = KVC_TILE / FOUR,
+    PIECE_QUADS = KVC_PANEL / FOUR,
     SCALED_QUERIES = 6, /* multiplied at once */
     /* Lines that are prefetched while a block of LANES keys, or of four values, is moved, and while four elements are
      * multiplied: about as many as are read meanwhile. */
@@ -339,7 +340,7 @@ APART void score_scaled(int type, float *scores, const float *q, int q_stride, i
         for (int first = 0; first < dim; first += PANEL_ELEMENTS) {
             const int num = smaller(PANEL_ELEMENTS, dim - first);
             const char *const block = (const char *)row_at(rows, row_stride, j) + kvc_blocks_bytes(type, first);
-            const scaled_scores to = {scores + j, KVC_TILE, first};
+            const scaled_scores to = {scores + j, KVC_SCORES, first};
             pack_keys_of_type(type, panel, block, row_stride, n - j, num, &next);
             score_panel_for_queries(num_q, to, (const char *)q, q_stride * (ptrdiff_t)sizeof *q, panel, num, &next);
         }
@@ -407,22 +408,24 @@ INLINE void finish_values(int num_q, ivec (*sums)[2][2], float *acc, int acc_str
 INLINE void accumulate_scaled_block(int num_q, int type, accumulate_args *a, int d, const scaled_weights *w) {
     ivec sums[QUERIES][2][2];
     char copies[FOUR][COPY_STRIDE];
-    const char *block = (const char *)a->rows + kvc_blocks_bytes(stored_as(type), d);
     const char *const third[2] = {w->digits, w->digits + 3 * sizeof *w};
     ptrdiff_t stride = a->row_stride;
-    prefetcher next = a->next; /* in registers, unlike *a */
     begin_sums(num_q, sums, (const char *)&w->end, sizeof *w);
-    for (int n = a->n, at = 0; n > 0; n -= FOUR, block += FOUR * stride, at += DIGIT_BYTES) {
-        ivec x[2];
-        if (n < FOUR) {
-            block = pad_rows(copies, FOUR, block, stride, n, block_bytes(stored_as(type)));
-            stride = COPY_STRIDE;
+    for (int i = 0, left = a->n, at = 0; left > 0; i++, left -= KVC_PANEL) {
+        const char *block = (const char *)a->pieces[i].rows + kvc_blocks_bytes(stored_as(type), d);
+        prefetcher next = a->next[i * a->apart]; /* in registers, unlike *a */
+        for (int n = smaller(left, KVC_PANEL); n > 0; n -= FOUR, block += FOUR * stride, at += DIGIT_BYTES) {
+            ivec x[2];
+            if (n < FOUR) {
+                block = pad_rows(copies, FOUR, block, stride, n, block_bytes(stored_as(type)));
+                stride = COPY_STRIDE;
+            }
+            prefetch_step(&next, 2 * LINES_PER_STEP);
+            load_values(type, x, block, stride);
+            multiply_four(num_q, sums, third, sizeof *w, at, x);
         }
-        prefetch_step(&next, 2 * LINES_PER_STEP);
-        load_values(type, x, block, stride);
-        multiply_four(num_q, sums, third, sizeof *w, at, x);
+        a->next[i * a->apart] = next;
     }
-    a->next = next;
     finish_values(num_q, sums, a->acc + d, a->acc_stride, a->factor, w);
 }
 
@@ -430,52 +433,64 @@ INLINE void accumulate_scaled_blocks(int num_q, int type, accumulate_args *a, co
     for (int d = 0; d < a->dim; d += KVC_QUANT_ELEMENTS) accumulate_scaled_block(num_q, type, a, d, w);
 }
 
-/* Adds a panel of num_quads times four values, weighted, to KVC_QUANT_ELEMENTS columns of num_q rows of acc. */
+/* Adds a panel of num_quads times four values, weighted, to KVC_QUANT_ELEMENTS columns of num_q rows of acc.  next: of
+ * each piece, as in accumulate_args. */
 INLINE void accumulate_scaled_panel(int num_q, float *acc, int acc_stride, const float *factor, const scaled_weights *w,
-                                    const char *panel, int num_quads, prefetcher *next) {
+                                    const char *panel, int num_quads, prefetcher *next, int apart) {
     ivec sums[SCALED_QUERIES][2][2];
     begin_sums(num_q, sums, (const char *)&w->end, sizeof *w);
-    multiply_panel(num_q, sums, w->digits, sizeof *w, panel, num_quads, next);
+    for (int i = 0; i < num_quads; i += PIECE_QUADS, next += apart)
+        multiply_panel(num_q, sums, w->digits + i * DIGIT_BYTES, sizeof *w, panel + i * PANEL_BYTES,
+                       smaller(num_quads - i, PIECE_QUADS), next);
     finish_values(num_q, sums, acc, acc_stride, factor, w);
 }
 
 APART void accumulate_panel_for_queries(int num_q, float *acc, int acc_stride, const float *factor,
-                                        const scaled_weights *w, const char *panel, int num_quads, prefetcher *next) {
+                                        const scaled_weights *w, const char *panel, int num_quads, prefetcher *next,
+                                        int apart) {
     for (int some; num_q; num_q -= some, acc += (ptrdiff_t)some * acc_stride, factor += some, w += some) {
         some = scaled_at_once(num_q);
-        CALL_WITH_SCALED_QUERIES(accumulate_scaled_panel, some, acc, acc_stride, factor, w, panel, num_quads, next)
+        CALL_WITH_SCALED_QUERIES(accumulate_scaled_panel, some, acc, acc_stride, factor, w, panel, num_quads, next,
+                                 apart)
+    }
+}
+
+/* Adds all columns of the values, weighted, to num_q rows of acc, by way of panels. */
+INLINE void accumulate_by_panels(int num_q, int type, accumulate_args *a, const scaled_weights *w) {
+    _Alignas(64) char panel[PANEL_QUADS * PANEL_BYTES];
+    for (int d = 0; d < a->dim; d += KVC_QUANT_ELEMENTS) {
+        for (int i = 0, left = a->n; left > 0; i++, left -= KVC_PANEL)
+            pack_values_of_type(type, panel + i * PIECE_QUADS * PANEL_BYTES,
+                                (const char *)a->pieces[i].rows + kvc_blocks_bytes(stored_as(type), d), a->row_stride,
+                                smaller(left, KVC_PANEL), &a->next[i * a->apart]);
+        accumulate_panel_for_queries(num_q, a->acc + d, a->acc_stride, a->factor, w, panel, (a->n + FOUR - 1) / FOUR,
+                                     a->next, a->apart);
     }
 }
 
 /* Is a kvc_accumulate_fn once the type is known. */
 INLINE void accumulate_scaled(int type, float *acc, int acc_stride, const float *factor, const float *weights,
-                              int num_q, const void *rows, int64_t row_stride, int n, int dim, kvc_ahead ahead) {
-    const int num_quads = (n + FOUR - 1) / FOUR, steps = dim / KVC_QUANT_ELEMENTS * num_quads;
-    _Alignas(64) char panel[PANEL_QUADS * PANEL_BYTES];
+                              int num_q, kvc_value_piece *pieces, int64_t row_stride, int n, int dim) {
+    const int steps = dim / KVC_QUANT_ELEMENTS * ((smaller(n, KVC_PANEL) + FOUR - 1) / FOUR);
     scaled_weights w[KVC_BLOCK_QUERIES];
     for (int some; num_q; num_q -= some) {
-        accumulate_args a = {acc, factor, weights, rows, row_stride, acc_stride, n, dim, {0}};
+        accumulate_args a = {acc, factor, weights, pieces, row_stride, acc_stride, n, dim, 0, {{0}}};
         some = smaller(num_q, KVC_BLOCK_QUERIES);
-        const kvc_ahead part = take_part(&ahead, some, num_q);
         if (type != KVC_INT6 && (some <= QUERIES || some == MANY_QUERIES)) { /* as words: fewer instructions */
-            CALL_WITH_QUERIES(accumulate_quantised_rows, some, MANY_QUERIES, 0, type, &a, part)
+            CALL_WITH_QUERIES(accumulate_quantised_rows, some, MANY_QUERIES, 0, type, &a, num_q)
             return;
         }
-        a.next = prefetch_begin(part, rows, steps * LINES_PER_STEP * (1 + scaled_passes(some)));
-        round_scaled_weights(some, w, weights, KVC_TILE, n);
+        begin_ahead(&a, some, num_q, 0, steps * LINES_PER_STEP * (1 + scaled_passes(some)));
+        round_scaled_weights(some, w, weights, KVC_SCORES, n);
         if (some <= QUERIES && has_look_up_64()) {
             CALL_WITH_QUERIES(accumulate_scaled_blocks, some, QUERIES, 0, INT6_AT_ONCE, &a, w)
         } else {
-            for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS) {
-                pack_values_of_type(type, panel, (const char *)rows + kvc_blocks_bytes(stored_as(type), d), row_stride,
-                                    n, &a.next);
-                accumulate_panel_for_queries(some, acc + d, acc_stride, factor, w, panel, num_quads, &a.next);
-            }
+            accumulate_by_panels(some, type, &a, w);
         }
-        prefetch_rest(&a.next);
+        end_ahead(&a);
         acc += (ptrdiff_t)some * acc_stride;
         factor += some;
-        weights += some * KVC_TILE;
+        weights += some * KVC_SCORES;
     }
 }
 
@@ -524,7 +539,7 @@ INLINE void accumulate_scaled_panels(float *acc, int acc_stride, const float *we
         some = scaled_at_once(m);
         round_scaled_weights(some, w, weights, lda, n);
         for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS, panel += num_quads * PANEL_BYTES)
-            accumulate_panel_for_queries(some, acc + d, acc_stride, ONES, w, panel, num_quads, &next);
+            accumulate_panel_for_queries(some, acc + d, acc_stride, ONES, w, panel, num_quads, &next, 0);
     }
     prefetch_rest(&next);
 }
@@ -540,9 +555,9 @@ INLINE void accumulate_scaled_panels(float *acc, int acc_stride, const float *we
         score_scaled(TYPE, scores, q, q_stride, num_q, rows, row_stride, n, dim, next);                               \
     }                                                                                                                 \
     TARGET void kvc_accumulate_##type##_avx512vnni(float *acc, int acc_stride, const float *factor,                   \
-                                                   const float *weights, int num_q, const void *rows,                 \
-                                                   int64_t row_stride, int n, int dim, kvc_ahead next) {              \
-        accumulate_scaled(TYPE, acc, acc_stride, factor, weights, num_q, rows, row_stride, n, dim, next);             \
+                                                   const float *weights, int num_q, kvc_value_piece *pieces,          \
+                                                   int64_t row_stride, int n, int dim) {                              \
+        accumulate_scaled(TYPE, acc, acc_stride, factor, weights, num_q, pieces, row_stride, n, dim);                 \
     }                                                                                                                 \
     TARGET void kvc_pack_keys_##type##_avx512vnni(float *dst, const void *rows, int64_t row_stride, int first, int n, \
                                                   int dim) {                                                          \

@@ -96,12 +96,13 @@ INLINE int lines_of_block(int type, int q_type, int num_vecs, int dim) {
 /* Copies `count` totals of each query into the tile. */
 INLINE void copy_totals(int num_q, int count, float *scores, const float *totals, int stride) {
     UNROLL
-    for (int r = 0; r < num_q; r++) memcpy(scores + r * KVC_TILE, totals + r * stride, (size_t)count * sizeof *totals);
+    for (int r = 0; r < num_q; r++)
+        memcpy(scores + r * KVC_SCORES, totals + r * stride, (size_t)count * sizeof *totals);
 }
 
 /* Copies one total of each query: the block's rows are one, repeated. */
 RARE void copy_first_totals(int num_q, float *scores, const float *totals, int stride) {
-    for (int r = 0; r < num_q; r++) scores[r * KVC_TILE] = totals[r * stride];
+    for (int r = 0; r < num_q; r++) scores[r * KVC_SCORES] = totals[r * stride];
 }
 
 /* Returns what the scores of queries of 16 bits are multiplied by: it follows the elements of each (score_16.h). */
@@ -126,7 +127,7 @@ INLINE void store_scores(int q_type, int num_q, int num_vecs, const score_args *
         int is_one = repeats;
         __asm__("" : "+r"(is_one)); /* else Clang makes two loops of this one, and unrolls neither */
         if (are_halves && !is_one)
-            v_store_halves(scores + r * KVC_TILE, r + 1 < num_q ? scores + (r + 1) * KVC_TILE : NULL, x);
+            v_store_halves(scores + r * KVC_SCORES, r + 1 < num_q ? scores + (r + 1) * KVC_SCORES : NULL, x);
         else
 #endif
             v_store(totals + i * ROWS, x);
@@ -161,7 +162,7 @@ RARE void score_tail(int type, int num_q, float *scores, const float *q, int q_s
     for (int r = 0; r < num_q; r++) y[r] = load(KVC_F32, q + (ptrdiff_t)r * q_stride, d, count);
     for (int j = 0; j < n; j++) {
         vec x = load(type, row_at(rows, row_stride, j), d, count);
-        for (int r = 0; r < num_q; r++) scores[r * KVC_TILE + j] += v_sum_lanes(v_mul(x, y[r]));
+        for (int r = 0; r < num_q; r++) scores[r * KVC_SCORES + j] += v_sum_lanes(v_mul(x, y[r]));
     }
 }
 
@@ -189,7 +190,7 @@ INLINE void score(int type, int q_type, float *scores, const float *q, int q_str
     const int most = q_type == KVC_F32 ? most_queries(type) : QUERIES;
     for (int r = 0, some; r < num_q; r += some) {
         some = smaller(num_q - r, most);
-        const score_args a = {.scores = scores + r * KVC_TILE,
+        const score_args a = {.scores = scores + r * KVC_SCORES,
                               .q = q + (ptrdiff_t)r * q_stride,
                               .q_stride = q_stride,
                               .rows = rows,

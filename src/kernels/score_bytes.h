@@ -172,7 +172,7 @@ INLINE void score_all(int num_q, int type, const score_args *a, kvc_ahead next) 
         for (int r = 0; r < num_q; r++) {
             float factor;
             memcpy(&factor, q[r] + 2 * (ptrdiff_t)a->dim, sizeof factor);
-            v_store(a->scores + r * KVC_TILE + j, v_mul(sums[r], v_set(factor)));
+            v_store(a->scores + r * KVC_SCORES + j, v_mul(sums[r], v_set(factor)));
         }
     }
     prefetch_rest(&p);
@@ -182,7 +182,7 @@ INLINE void score_all(int num_q, int type, const score_args *a, kvc_ahead next) 
 INLINE void score_bytes(int type, float *scores, const float *q, int q_stride, int num_q, const void *rows,
                         int64_t row_stride, int n, int dim, kvc_ahead next) {
     const int most = type == KVC_INT8 ? PLAIN_QUERIES : SCALED_QUERIES;
-    for (int some; num_q; num_q -= some, scores += some * KVC_TILE, q += (ptrdiff_t)some * q_stride) {
+    for (int some; num_q; num_q -= some, scores += some * KVC_SCORES, q += (ptrdiff_t)some * q_stride) {
         const score_args a = {scores, q, q_stride, rows, row_stride, n, dim};
         some = num_q >= most ? most : smaller(num_q, QUERIES);
         const kvc_ahead part = take_part(&next, some, num_q);

@@ -228,7 +228,7 @@ INLINE void score_code_rows(int type, const score_args *a, int num_q, int first,
         memcpy(&factor, (const char *)q + (size_t)num_blocks * sizeof(code_query), sizeof factor);
         UNROLL
         for (int g = 0; g < CODE_GROUPS; g++)
-            v_store(a->scores + r * KVC_TILE + first + g * LANES, v_mul(sums[r][g], v_set(factor)));
+            v_store(a->scores + r * KVC_SCORES + first + g * LANES, v_mul(sums[r][g], v_set(factor)));
     }
 }
 
@@ -243,7 +243,7 @@ APART void score_codes(int type, float *scores, const float *q, int q_stride, in
         prefetcher p = prefetch_begin(part, rows, steps * CODE_LINES * ((some + MOST_QUERIES - 1) / MOST_QUERIES));
         for (int j = 0; j < n; j += CODE_ROWS) score_code_rows(type, &a, some, j, &p);
         prefetch_rest(&p);
-        scores += some * KVC_TILE;
+        scores += some * KVC_SCORES;
         q += (ptrdiff_t)some * q_stride;
     }
 }

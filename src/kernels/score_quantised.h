@@ -248,7 +248,7 @@ INLINE void score_group(int type, int num_q, float *scores, const char *const *q
         float scale;
         memcpy(&scale, q[r] + scale_offset(dim), sizeof scale);
         UNROLL
-        for (int g = 0; g < groups; g++) v_store(scores + r * KVC_TILE + g * LANES, v_mul(sums[g][r], v_set(scale)));
+        for (int g = 0; g < groups; g++) v_store(scores + r * KVC_SCORES + g * LANES, v_mul(sums[g][r], v_set(scale)));
     }
 }
 
@@ -273,7 +273,7 @@ INLINE void score_quantised(int type, float *scores, const float *q, int q_strid
         some = queries_at_once(num_q);
         const kvc_ahead part = take_part(&next, some, num_q);
         CALL_WITH_QUERIES(score_quantised_rows, some, MOST_QUERIES, 0, type, &a, part)
-        scores += some * KVC_TILE;
+        scores += some * KVC_SCORES;
         q += (ptrdiff_t)some * q_stride;
     }
 }

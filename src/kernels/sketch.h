@@ -89,7 +89,7 @@ INLINE void score_some_sketches(int num_q, float *scores, const kvc_sketch_query
         UNROLL
         for (int r = 0; r < num_q; r++) {
             const vec exact = v_add(v_from_int(sums[v * num_q + r]), v_set(q->offsets[r]));
-            v_store(scores + r * KVC_TILE + (first + v) * KVC_LANES + at,
+            v_store(scores + r * KVC_SCORES + (first + v) * KVC_LANES + at,
                     v_mul(v_mul(exact, scale[0]), v_set(q->scales[r])));
         }
     }
@@ -105,7 +105,7 @@ INLINE void score_all_sketches(int num_q, float *scores, const kvc_sketch_query 
 INLINE void score_sketches(float *scores, const kvc_sketch_query *q, int num_q, const void *rows, int64_t row_stride,
                            int dim) {
     kvc_sketch_query some = *q;
-    for (int n; num_q; num_q -= n, scores += n * KVC_TILE) {
+    for (int n; num_q; num_q -= n, scores += n * KVC_SCORES) {
         n = num_q >= 4 ? 4 : num_q >= 2 ? 2 : 1;
         if (n == 4)
             score_all_sketches(4, scores, &some, rows, row_stride, dim);
@@ -122,7 +122,7 @@ INLINE void score_sketches(float *scores, const kvc_sketch_query *q, int num_q, 
 
 /* Is a kvc_weigh_pieces_fn.  Where no score exceeds the maximum, weights do not wait for it. */
 INLINE void weigh_pieces(float *pieces, int64_t stride, const float *scores, int num_q, float *max) {
-    for (int r = 0; r < num_q; r++, pieces += stride, scores += KVC_TILE) {
+    for (int r = 0; r < num_q; r++, pieces += stride, scores += KVC_SCORES) {
         vec most = v_set(max[r]);
         UNROLL
         for (int i = 0; i < KVC_PANEL; i += LANES) most = v_max(v_load(scores + i), most);

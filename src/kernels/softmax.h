@@ -43,7 +43,7 @@ INLINE void store_maxima(float *maxima, const float *rows, int count, int padded
         UNROLL
         for (int i = 0; i < 4; i++) {
             const int r = smaller(first + i, count - 1);
-            row[i] = rows + r * KVC_TILE;
+            row[i] = rows + r * KVC_SCORES;
             x[i] = v_set(max[r]);
         }
         if (count - first == 1) {
@@ -101,13 +101,13 @@ INLINE void update_rows(int count, const float *maxima, const vec *totals, float
 INLINE void softmax_rows(float *scores, int num_q, int n, float *max, float *sum, float *factor, kvc_ahead next) {
     const int step = EXPS * LANES, padded = (n + step - 1) / step * step;
     prefetcher p = prefetch_begin(next, scores, num_q * (padded / KVC_LANES));
-    for (int r = 0; n % KVC_PANEL && r < num_q; r++) hide_past(scores + r * KVC_TILE, n, padded);
+    for (int r = 0; n % KVC_PANEL && r < num_q; r++) hide_past(scores + r * KVC_SCORES, n, padded);
     for (int first = 0; first < num_q; first += LANES) {
-        float *const rows = scores + first * KVC_TILE, maxima[LANES];
+        float *const rows = scores + first * KVC_SCORES, maxima[LANES];
         vec totals[LANES];
         const int count = smaller(LANES, num_q - first);
         store_maxima(maxima, rows, count, padded, max + first);
-        for (int r = 0; r < count; r++) totals[r] = weigh_row(rows + r * KVC_TILE, padded, maxima[r], &p);
+        for (int r = 0; r < count; r++) totals[r] = weigh_row(rows + r * KVC_SCORES, padded, maxima[r], &p);
         update_rows(count, maxima, totals, max + first, sum + first, factor + first);
     }
     prefetch_rest(&p);

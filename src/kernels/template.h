@@ -164,7 +164,7 @@ INLINE int most_queries(int type) { return type == KVC_F16 || type == KVC_BF16 ?
 
 /* Arguments for num_q <= FLOAT_QUERIES queries. */
 typedef struct score_args {
-    float *scores;    /* [num_q][KVC_TILE] */
+    float *scores;    /* [num_q][KVC_SCORES] */
     const float *q;   /* [num_q][q_stride], prepared */
     int q_stride;     /* floats from row to row */
     const void *rows; /* [n], each of dim elements */
@@ -195,14 +195,30 @@ INLINE int block_vecs(int num_q) {
 INLINE int sums_stride(int num_vecs) { return num_vecs == 3 ? 4 : num_vecs; }
 
 typedef struct accumulate_args {
-    float *acc;           /* [num_q][acc_stride], of which dim columns are used */
-    const float *factor;  /* [num_q] */
-    const float *weights; /* [num_q][KVC_TILE] */
-    const void *rows;     /* [n], each of dim elements */
+    float *acc;              /* [num_q][acc_stride], of which dim columns are used */
+    const float *factor;     /* [num_q] */
+    const float *weights;    /* [num_q][KVC_SCORES] */
+    kvc_value_piece *pieces; /* n rows, each of dim elements */
     int64_t row_stride;
     int acc_stride, n, dim;
-    prefetcher next; /* copied into registers by each loop over rows */
+    int apart;                             /* from the prefetcher of a piece to the next piece's: 0 or 1 */
+    prefetcher next[KVC_TILE / KVC_PANEL]; /* copied into registers by each loop over rows */
 } accumulate_args;
+
+/* Begins to prefetch for a pass over `some` of the `left` query rows that are left.  It loads `lines` lines of each
+ * piece, and `before` lines first. */
+APART void begin_ahead(accumulate_args *a, int some, int left, int before, int lines) {
+    kvc_value_piece *const pieces = a->pieces;
+    const int num = (a->n + KVC_PANEL - 1) / KVC_PANEL;
+    a->apart = num > 1 && pieces[1].next.bytes > 0;
+    for (int i = 0; i < (a->apart ? num : 1); i++, before = 0)
+        a->next[i] = prefetch_begin(take_part(&pieces[i].next, some, left), pieces[i].rows,
+                                    before + (a->apart ? lines : num * lines));
+}
+
+APART void end_ahead(const accumulate_args *a) {
+    for (int i = 0; i == 0 || (a->apart && i * KVC_PANEL < a->n); i++) prefetch_rest(&a->next[i]);
+}
 
 /* Calls f(num_q, ...) with num_q as a constant: up to QUERIES, or `most`, which is QUERIES or 8.  has_all: 1 if there
  * may be 5, 6 and 7 as well. */

@@ -313,8 +313,8 @@ static void test_read_once(void) {
     check_read(&g, 1, 2 * PART + 32 * 41);
     g = forks(4 * PART, 32, 40);
     check_read(&g, 2, 4 * PART + 32 * 41);
-    g = forks(PART + 128, 12, 5); /* which ends within a part */
-    check_read(&g, 1, PART + 128 + 12 * 6);
+    g = forks(PART + KVC_TILE, 12, 5); /* which ends within a part */
+    check_read(&g, 1, PART + KVC_TILE + 12 * 6);
     g = forks(PART + KVC_TILE + 36, 12, 5); /* and within a tile: what is past the last whole one is each one's own */
     check_read(&g, 1, PART + KVC_TILE + 12 * (36 + 6));
     g = forks(KVC_TILE + 36, 2, 5);

@@ -146,20 +146,20 @@ static int64_t rows_read(const stage *st) {
 
 /* Forks read their rows once as far as they see the same. */
 static void test_shared(void) {
-    scene s = hiding(2, 1024, 1);
+    scene s = hiding(2, 2048, 1);
     s.is_forked = 1;
     s.num_members = 2;
     s.members[1] = s.members[0];
     stage *st = stage_new(&s, &usual);
-    CHECK(rows_read(st) == 1024 + 2);
-    hide(&s, 0, 0, 128);
-    hide(&s, 1, 0, 128);
-    CHECK(rows_read(st) == 896 + 2);
-    hide(&s, 1, 800, 900); /* from row 512 on, the second part: a whole tile and more of it is before 800 */
-    CHECK(rows_read(st) == 512 + 128 + (896 - 640) + (796 - 640) + 2);
+    CHECK(rows_read(st) == 2048 + 2);
+    hide(&s, 0, 0, 256);
+    hide(&s, 1, 0, 256);
+    CHECK(rows_read(st) == 1792 + 2);
+    hide(&s, 1, 1100, 1200); /* from row 768 on, the second part: a whole tile and more of it is before 1100 */
+    CHECK(rows_read(st) == 512 + 256 + (1792 - 768) + (1692 - 768) + 2);
     s.num_masked = 0;
     hide(&s, 0, 0, 1);
-    CHECK(rows_read(st) == 1023 + 1024 + 2);
+    CHECK(rows_read(st) == 2047 + 2048 + 2);
     stage_free(st);
 }
 

@@ -118,6 +118,25 @@ static kvc_ahead ahead_of(const tile *t, int type, int dim) {
                        random_int(1, 3)};
 }
 
+/* Sums weighted rows.  Pieces of quantised ones lie apart in half of all cases. */
+static void accumulate(const kvc_kernels *kernels, int type, float *acc, int acc_stride, const float *factor,
+                       const float *weights, int num_q, const char *rows, int64_t stride, int n, int dim,
+                       kvc_ahead next) {
+    enum { PIECES = KVC_TILE / KVC_PANEL, MOST_BYTES = 700 };
+    static char copies[PIECES][KVC_PANEL * MOST_BYTES];
+    const int is_quantised = type >= KVC_FLOAT_TYPES, is_apart = is_quantised && random_int(0, 2);
+    const size_t row_bytes = kvc_row_bytes(type, dim) - (type >= KVC_INT8 ? 2 : 0);
+    kvc_value_piece pieces[PIECES] = {{rows, next}};
+    CHECK(!is_quantised || llabs(stride) <= MOST_BYTES);
+    for (int j = 0; is_quantised && j < n; j++) {
+        const int piece = j / KVC_PANEL, last = (n < (piece + 1) * KVC_PANEL ? n : (piece + 1) * KVC_PANEL) - 1;
+        char *copy = copies[PIECES - 1 - piece] + (stride < 0 ? j - last : j % KVC_PANEL) * stride;
+        if (is_apart) memcpy(copy, rows + j * stride, row_bytes);
+        if (j % KVC_PANEL == 0) pieces[piece] = (kvc_value_piece){is_apart ? copy : rows + j * stride, next};
+    }
+    kernels->accumulate[type](acc, acc_stride, factor, weights, num_q, pieces, stride, n, dim);
+}
+
 /* ---- conversions ------------------------------------------------------------------------------------------------- */
 
 /* Converts n elements, as one row, with both tables and compares bit by bit. */
@@ -601,7 +620,7 @@ static const kvc_scorer *scorer_of(const kvc_kernels *kernels, int type, int q_t
 }
 
 static void test_score(const kvc_kernels *kernels, int type, int q_type, int dim, int num_q, int n, sizes largest) {
-    static float q[MAX_Q * MAX_STRIDE], scores[MAX_Q * KVC_TILE];
+    static float q[MAX_Q * MAX_STRIDE], scores[MAX_Q * KVC_SCORES];
     const kvc_scorer *scorer = scorer_of(kernels, type, q_type);
     int q_stride = (dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES + num_q % 2;
     const tile *t = tile_new(type, n, dim, largest);
@@ -610,20 +629,20 @@ static void test_score(const kvc_kernels *kernels, int type, int q_type, int dim
         const float x = is_used ? largest.factors * random_float() : NAN;
         q[i] = rounded_to(q_type, x);
     }
-    for (int i = 0; i < MAX_Q * KVC_TILE; i++) scores[i] = UNTOUCHED;
+    for (int i = 0; i < MAX_Q * KVC_SCORES; i++) scores[i] = UNTOUCHED;
     scorer->score(scores, prepared(scorer, q, q_stride, num_q, dim, q_type), q_stride, num_q, t->rows, t->stride, n,
                   dim, ahead_of(n % 2 ? t : NULL, type, dim));
     for (int r = 0; r < MAX_Q; r++) {
         const float *row = q + r * q_stride;
         double off = r < num_q ? step_of(kernels, type, magnitude(row, dim)) : 0;
-        for (int j = 0; j < KVC_TILE; j++) {
+        for (int j = 0; j < KVC_SCORES; j++) {
             double sum = 0, size = 0;
             for (int d = 0; d < dim && r < num_q && j < n; d++) {
                 double term = row[d] * t->values[j][d];
                 sum += term * SCALE;
                 size += fabs(term) + off * fabs(t->values[j][d]) / ((dim + 2) * 0.5 * FLT_EPSILON);
             }
-            float got = scores[r * KVC_TILE + j];
+            float got = scores[r * KVC_SCORES + j];
             CHECKF(r >= num_q ? got == UNTOUCHED : j >= n || is_close(got, sum, size, dim),
                    "%s %s%s dim %d, query %d of %d, row %d of %d: %g, not %g", kernels->name, kvc_type_name(type),
                    q_type == KVC_F32 ? "" : " queries", dim, r, num_q, j, n, (double)got, sum);
@@ -642,24 +661,25 @@ static double largest_product(const float *weights, const tile *t, int n, int d)
 
 static void test_accumulate(const kvc_kernels *kernels, int type, int dim, int num_q, int n, sizes largest) {
     enum { STRIDE = MAX_DIM + 1 };
-    static float acc[MAX_Q][STRIDE], old[MAX_Q][STRIDE], factor[MAX_Q], weights[MAX_Q * KVC_TILE];
+    static float acc[MAX_Q][STRIDE], old[MAX_Q][STRIDE], factor[MAX_Q], weights[MAX_Q * KVC_SCORES];
     const tile *t = tile_new(type, n, dim, largest);
     fill(factor, MAX_Q);
-    for (int i = 0; i < MAX_Q * KVC_TILE; i++)
-        weights[i] = i % KVC_TILE < n ? largest.factors * random_float() / growth_at(largest, i % KVC_TILE) : 0;
-    for (int r = 0; r < MAX_Q && largest.growth; r++) weights[r * KVC_TILE + n - 1] = 0; /* the largest row is masked */
+    for (int i = 0; i < MAX_Q * KVC_SCORES; i++)
+        weights[i] = i % KVC_SCORES < n ? largest.factors * random_float() / growth_at(largest, i % KVC_SCORES) : 0;
+    for (int r = 0; r < MAX_Q && largest.growth; r++)
+        weights[r * KVC_SCORES + n - 1] = 0; /* the largest row is masked */
     fill_to(&acc[0][0], MAX_Q * STRIDE, largest.rows * largest.factors);
     memcpy(old, acc, sizeof old);
-    kernels->accumulate[type](&acc[0][0], STRIDE, factor, weights, num_q, t->rows, t->stride, n, dim,
-                              ahead_of(n % 2 ? t : NULL, type, dim));
+    accumulate(kernels, type, &acc[0][0], STRIDE, factor, weights, num_q, t->rows, t->stride, n, dim,
+               ahead_of(n % 2 ? t : NULL, type, dim));
     for (int r = 0; r < MAX_Q; r++) {
         double off = 0; /* the rounding of n products */
         for (int d = 0; d < STRIDE; d++) {
             double sum = (double)old[r][d] * factor[r], size = fabs(sum);
             if (type >= KVC_FLOAT_TYPES && r < num_q && d < dim && d % BLOCK == 0)
-                off = n * step_of(kernels, type, largest_product(weights + r * KVC_TILE, t, n, d));
+                off = n * step_of(kernels, type, largest_product(weights + r * KVC_SCORES, t, n, d));
             for (int j = 0; j < n && r < num_q && d < dim; j++) {
-                double term = weights[r * KVC_TILE + j] * t->values[j][d];
+                double term = weights[r * KVC_SCORES + j] * t->values[j][d];
                 sum += term;
                 size += fabs(term);
             }
@@ -676,7 +696,7 @@ static void test_accumulate(const kvc_kernels *kernels, int type, int dim, int n
 static void accumulate_scale(const kvc_kernels *kernels, int type, int block, uint16_t scale, float size, float *acc) {
     enum { N = 37, Q = 5, DIM = 3 * BLOCK };
     static char rows[N * DIM * 2];
-    static float weights[Q * KVC_TILE], factor[Q];
+    static float weights[Q * KVC_SCORES], factor[Q];
     const int64_t stride = (int64_t)kvc_row_bytes(type, DIM);
     for (int j = 0; j < N; j++) {
         float row[DIM];
@@ -684,10 +704,10 @@ static void accumulate_scale(const kvc_kernels *kernels, int type, int block, ui
         kernels->convert(KVC_F32, type, rows + j * stride, 0, row, 0, 1, DIM);
     }
     memcpy(rows + block * (int)kvc_row_bytes(type, BLOCK), &scale, sizeof scale);
-    for (int i = 0; i < Q * KVC_TILE; i++) /* the first row is masked from query 1 */
-        weights[i] = i % KVC_TILE < N && i != KVC_TILE ? size * (float)(i % 13 + 1) : 0;
+    for (int i = 0; i < Q * KVC_SCORES; i++) /* the first row is masked from query 1 */
+        weights[i] = i % KVC_SCORES < N && i != KVC_SCORES ? size * (float)(i % 13 + 1) : 0;
     memset(acc, 0, Q * DIM * sizeof *acc);
-    kernels->accumulate[type](acc, DIM, factor, weights, Q, rows, stride, N, DIM, nothing_ahead);
+    accumulate(kernels, type, acc, DIM, factor, weights, Q, rows, stride, N, DIM, nothing_ahead);
 }
 
 /* A scale that is not finite makes the columns of its block NaN, and no others.  Small weights change the size of sums
@@ -715,7 +735,7 @@ static void test_scales(const kvc_kernels *kernels, int type) {
 /* A score must not depend on what is computed with it: on the number of queries of a pass, nor on other rows. */
 static void test_same_scores(const kvc_kernels *kernels, int type, int q_type, int dim, int num_q) {
     enum { N = 13, Q = 9 };
-    static float q[Q * MAX_STRIDE], all[Q * KVC_TILE];
+    static float q[Q * MAX_STRIDE], all[Q * KVC_SCORES];
     const kvc_scorer *scorer = scorer_of(kernels, type, q_type);
     const tile *t = tile_new(type, N, dim, usual);
     fill(q, Q * MAX_STRIDE);
@@ -727,7 +747,7 @@ static void test_same_scores(const kvc_kernels *kernels, int type, int q_type, i
             float scores[KVC_TILE];
             scorer->score(scores, ready + r * MAX_STRIDE, MAX_STRIDE, 1, t->rows + j * t->stride, t->stride, 1, dim,
                           nothing_ahead);
-            CHECKF(scores[0] == all[r * KVC_TILE + j], "%s %s dim %d, %d queries", kernels->name, kvc_type_name(type),
+            CHECKF(scores[0] == all[r * KVC_SCORES + j], "%s %s dim %d, %d queries", kernels->name, kvc_type_name(type),
                    dim, num_q);
         }
     }
@@ -736,15 +756,15 @@ static void test_same_scores(const kvc_kernels *kernels, int type, int q_type, i
 /* A column that accumulate sums must not depend on the columns beside it, nor on the number of queries of a pass. */
 static void test_same_sums(const kvc_kernels *kernels, int type, int dim, int num_q) {
     enum { N = 13, Q = 9 };
-    static float acc[Q * MAX_DIM], weights[Q * KVC_TILE], factor[Q];
+    static float acc[Q * MAX_DIM], weights[Q * KVC_SCORES], factor[Q];
     const tile *t = tile_new(type, N, dim, usual);
-    for (int i = 0; i < Q * KVC_TILE; i++) weights[i] = i % KVC_TILE < N ? random_float() : 0;
+    for (int i = 0; i < Q * KVC_SCORES; i++) weights[i] = i % KVC_SCORES < N ? random_float() : 0;
     memset(acc, 0, sizeof acc);
-    kernels->accumulate[type](acc, MAX_DIM, factor, weights, num_q, t->rows, t->stride, N, dim, nothing_ahead);
+    accumulate(kernels, type, acc, MAX_DIM, factor, weights, num_q, t->rows, t->stride, N, dim, nothing_ahead);
     for (int r = 0; r < num_q; r++) {
         float alone[MAX_DIM] = {0};
-        kernels->accumulate[type](alone, MAX_DIM, factor, weights + r * KVC_TILE, 1, t->rows, t->stride, N, dim,
-                                  nothing_ahead);
+        accumulate(kernels, type, alone, MAX_DIM, factor, weights + r * KVC_SCORES, 1, t->rows, t->stride, N, dim,
+                   nothing_ahead);
         CHECKF(!memcmp(alone, acc + r * MAX_DIM, (size_t)dim * sizeof *acc), "%s %s dim %d, %d queries", kernels->name,
                kvc_type_name(type), dim, num_q);
     }
@@ -760,11 +780,11 @@ static float softmax(const kvc_kernels *kernels, float *scores, int n, float *ma
 
 /* The bits of a row do not depend on what rows it is among. */
 static void test_softmax_rows(const kvc_kernels *kernels) {
-    static float together[MAX_Q * KVC_TILE], alone[MAX_Q * KVC_TILE];
+    static float together[MAX_Q * KVC_SCORES], alone[MAX_Q * KVC_SCORES];
     for (int num_q = 1; num_q <= MAX_Q; num_q++) {
         float max[2][MAX_Q], sum[2][MAX_Q], factor[2][MAX_Q];
         int n = random_int(1, KVC_TILE + 1);
-        for (int i = 0; i < MAX_Q * KVC_TILE; i++)
+        for (int i = 0; i < MAX_Q * KVC_SCORES; i++)
             together[i] = alone[i] = i / KVC_TILE % 5 == 3 ? -INFINITY : 9 * random_float();
         for (int r = 0; r < num_q; r++) {
             max[0][r] = max[1][r] = r % 3 ? random_float() : -INFINITY;
@@ -773,7 +793,7 @@ static void test_softmax_rows(const kvc_kernels *kernels) {
         const kvc_ahead ahead = {alone, random_int(1, (int)sizeof alone), num_q % 4 / 2 + 1};
         kernels->softmax(together, num_q, n, max[0], sum[0], factor[0], num_q % 2 ? nothing_ahead : ahead);
         for (int r = 0; r < num_q; r++)
-            factor[1][r] = softmax(kernels, alone + r * KVC_TILE, n, &max[1][r], &sum[1][r]);
+            factor[1][r] = softmax(kernels, alone + r * KVC_SCORES, n, &max[1][r], &sum[1][r]);
         CHECKF(!memcmp(together, alone, sizeof alone) && !memcmp(max[0], max[1], (size_t)num_q * sizeof **max) &&
                    !memcmp(sum[0], sum[1], (size_t)num_q * sizeof **sum) &&
                    !memcmp(factor[0], factor[1], (size_t)num_q * sizeof **factor),
@@ -920,8 +940,8 @@ enum { MAX_M = 72 };
 /* Tilers that multiply quantised rows as integers give the bits of the kernels for few query rows. */
 static void test_panels(const kvc_kernels *kernels, int type, int dim, int m, int n) {
     enum { STRIDE = MAX_DIM / KVC_CHUNK * KVC_PACKED };
-    static _Alignas(64) float panel[STRIDE * KVC_PANEL], scores[MAX_M * KVC_TILE], right[MAX_M * KVC_TILE];
-    static float q[MAX_M * STRIDE], weights[MAX_M * KVC_TILE], sums[MAX_M * MAX_DIM], right_sums[MAX_M * MAX_DIM],
+    static _Alignas(64) float panel[STRIDE * KVC_PANEL], scores[MAX_M * KVC_SCORES], right[MAX_M * KVC_SCORES];
+    static float q[MAX_M * STRIDE], weights[MAX_M * KVC_SCORES], sums[MAX_M * MAX_DIM], right_sums[MAX_M * MAX_DIM],
         ones[MAX_M];
     const kvc_tiler *tiler = &kernels->tiler[type];
     const tile *t = tile_new(type, n, dim, usual);
@@ -929,22 +949,22 @@ static void test_panels(const kvc_kernels *kernels, int type, int dim, int m, in
     tiler->prepare(q, STRIDE, m, dim, SCALE);
     for (int i = 0; i < STRIDE * KVC_PANEL; i++) panel[i] = NAN; /* only what was packed is read */
     tiler->pack_keys(panel, t->rows, t->stride, 0, n, dim);
-    tiler->score(scores, KVC_TILE, q, STRIDE, panel, KVC_PANEL, m, n, dim, 0, (kvc_ahead){q, (int32_t)sizeof q, 2});
+    tiler->score(scores, KVC_SCORES, q, STRIDE, panel, KVC_PANEL, m, n, dim, 0, (kvc_ahead){q, (int32_t)sizeof q, 2});
     kernels->score[type].score(right, q, STRIDE, m, t->rows, t->stride, n, dim, (kvc_ahead){.bytes = 0});
     for (int i = 0; i < m; i++)
-        CHECKF(!memcmp(scores + i * KVC_TILE, right + i * KVC_TILE, (size_t)n * sizeof *scores),
+        CHECKF(!memcmp(scores + i * KVC_SCORES, right + i * KVC_SCORES, (size_t)n * sizeof *scores),
                "%s %s: dim %d, scores of query row %d of %d, %d keys", kernels->name, kvc_type_name(type), dim, i, m,
                n);
     for (int i = 0; i < STRIDE * KVC_PANEL; i++) panel[i] = NAN;
     tiler->pack_values(panel, MAX_DIM, t->rows, t->stride, 0, n, dim);
-    for (int i = 0; i < MAX_M * KVC_TILE; i++) weights[i] = i % KVC_TILE < n ? random_float() : 0;
+    for (int i = 0; i < MAX_M * KVC_SCORES; i++) weights[i] = i % KVC_SCORES < n ? random_float() : 0;
     for (int i = 0; i < MAX_M; i++) ones[i] = 1;
     fill(sums, MAX_M * MAX_DIM);
     memcpy(right_sums, sums, sizeof sums);
-    tiler->accumulate(sums, MAX_DIM, weights, KVC_TILE, panel, MAX_DIM, m, dim, n, 1,
+    tiler->accumulate(sums, MAX_DIM, weights, KVC_SCORES, panel, MAX_DIM, m, dim, n, 1,
                       (kvc_ahead){q, (int32_t)sizeof q, 2});
-    kernels->accumulate[type](right_sums, MAX_DIM, ones, weights, m, t->rows, t->stride, n, dim,
-                              (kvc_ahead){.bytes = 0});
+    accumulate(kernels, type, right_sums, MAX_DIM, ones, weights, m, t->rows, t->stride, n, dim,
+               (kvc_ahead){.bytes = 0});
     CHECKF(!memcmp(sums, right_sums, sizeof sums), "%s %s: dim %d, sums of %d query rows, %d values", kernels->name,
            kvc_type_name(type), dim, m, n);
 }
@@ -1122,7 +1142,7 @@ static void test_largest_queries(const kvc_kernels *kernels) {
     kernels->convert(KVC_F32, KVC_BF16, row, 0, key, 0, 1, DIM);
     tiler->prepare(q, PADDED, 1, DIM, 1);
     tiler->pack_keys(panel, row, 0, 0, 1, DIM);
-    tiler->score(scores, KVC_TILE, q, PADDED, panel, KVC_PANEL, 1, 1, DIM, 0, (kvc_ahead){.bytes = 0});
+    tiler->score(scores, KVC_SCORES, q, PADDED, panel, KVC_PANEL, 1, 1, DIM, 0, (kvc_ahead){.bytes = 0});
     CHECKF(fabsf(scores[0] - 12) < 0.1f, "%s: %g", kernels->name, (double)scores[0]);
 }
 

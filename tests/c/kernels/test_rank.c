@@ -99,26 +99,26 @@ static void check_score(const char *name, int type, int dim, int c, int j, float
 
 /* choices: of `heads` heads each, which take `lanes` lanes. */
 static void test_ranks(const kvc_kernels *kernels, int type, int dim, int choices, int heads, int lanes, int n) {
-    static float scores[MAX_CHOICES * KVC_TILE], plain[MAX_CHOICES * KVC_TILE];
+    static float scores[MAX_CHOICES * KVC_SCORES], plain[MAX_CHOICES * KVC_SCORES];
     make_queries(type, dim, choices, heads, lanes);
     make_rows(type, dim, n);
     const int num = r.query.num_lanes / lanes, padded = (n + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
-    for (int i = 0; i < MAX_CHOICES * KVC_TILE; i++) scores[i] = UNTOUCHED;
+    for (int i = 0; i < MAX_CHOICES * KVC_SCORES; i++) scores[i] = UNTOUCHED;
     kernels->rank[type](scores, &r.query, r.rows, r.stride, r.by, n);
     for (int c = 0; c < choices; c++)
-        for (int j = 0; j < n; j++) check_score(kernels->name, type, dim, c, j, scores[c * KVC_TILE + j]);
-    for (int i = 0; i < MAX_CHOICES * KVC_TILE; i++)
-        if (i >= num * KVC_TILE || i % KVC_TILE >= padded) CHECK(scores[i] == UNTOUCHED);
+        for (int j = 0; j < n; j++) check_score(kernels->name, type, dim, c, j, scores[c * KVC_SCORES + j]);
+    for (int i = 0; i < MAX_CHOICES * KVC_SCORES; i++)
+        if (i >= num * KVC_SCORES || i % KVC_SCORES >= padded) CHECK(scores[i] == UNTOUCHED);
     if (type != KVC_INT8) return;
     kvc_kernels_scalar.rank[type](plain, &r.query, r.rows, r.stride, r.by, n);
     for (int c = 0; c < choices; c++)
-        CHECKF(!memcmp(scores + c * KVC_TILE, plain + c * KVC_TILE, (size_t)n * sizeof *plain),
+        CHECKF(!memcmp(scores + c * KVC_SCORES, plain + c * KVC_SCORES, (size_t)n * sizeof *plain),
                "%s: choice %d of %d lanes differs from the scalar set", kernels->name, c, lanes);
 }
 
 /* Rows that are no numbers spoil no empty lane, and a NaN stays one. */
 static void test_not_finite(const kvc_kernels *kernels, int relu) {
-    float scores[4 * KVC_TILE];
+    float scores[4 * KVC_SCORES];
     make_queries(KVC_F32, 2, 3, 3, 4);
     make_rows(KVC_F32, 2, 3);
     const float keys[3][2] = {{INFINITY, 0}, {-INFINITY, 0}, {NAN, 1}};
@@ -134,9 +134,9 @@ static void test_not_finite(const kvc_kernels *kernels, int relu) {
     }
     kernels->rank[KVC_F32](scores, &r.query, r.rows, r.stride, r.by, 3);
     for (int c = 0; c < 3; c++) {
-        CHECK(scores[c * KVC_TILE] == INFINITY);
-        CHECK(scores[c * KVC_TILE + 1] == (relu ? 0 : -INFINITY));
-        CHECK(isnan(scores[c * KVC_TILE + 2]));
+        CHECK(scores[c * KVC_SCORES] == INFINITY);
+        CHECK(scores[c * KVC_SCORES + 1] == (relu ? 0 : -INFINITY));
+        CHECK(isnan(scores[c * KVC_SCORES + 2]));
     }
 }
 

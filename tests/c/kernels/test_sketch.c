@@ -86,7 +86,7 @@ static void test_not_finite(const kvc_kernels *kernels) {
 
 /* Scores for num_q queries of rows `gap` bytes apart, behind which a cache line may be read. */
 static void test_scores(const kvc_kernels *kernels, int num_q, int dim, int gap) {
-    static float scores[MAX_Q * KVC_TILE], plain[MAX_Q * KVC_TILE];
+    static float scores[MAX_Q * KVC_SCORES], plain[MAX_Q * KVC_SCORES];
     static int8_t codes[MAX_Q * MAX_DIM];
     float scales[MAX_Q], offsets[MAX_Q];
     const int bytes = dim / 4 + KVC_SCALE_BYTES, by = bytes + gap, step = 4 * KVC_SKETCH_STEP;
@@ -101,14 +101,14 @@ static void test_scores(const kvc_kernels *kernels, int num_q, int dim, int gap)
     }
     make_keys(KVC_PANEL, dim);
     kvc_kernels_scalar.make_sketches(rows, by, keys, KVC_PANEL, dim);
-    for (int i = 0; i < MAX_Q * KVC_TILE; i++) scores[i] = plain[i] = UNTOUCHED;
+    for (int i = 0; i < MAX_Q * KVC_SCORES; i++) scores[i] = plain[i] = UNTOUCHED;
     kernels->sketch(scores, &query, num_q, rows, by, dim);
     for (int r = 0; r < num_q; r++)
         for (int j = 0; j < KVC_PANEL; j++) {
             double sum = 0;
             for (int d = 0; d < dim; d++) sum += codes[r * query.stride + d] * (code_of(rows + j * by, d) - 1.5);
             const double exact = sum * scale_of(rows + j * by, dim) * (double)scales[r];
-            const double score = (double)scores[r * KVC_TILE + j % 4 * KVC_LANES + j / 4];
+            const double score = (double)scores[r * KVC_SCORES + j % 4 * KVC_LANES + j / 4];
             CHECKF(fabs(score - exact) <= 2 * FLT_EPSILON * fabs(exact),
                    "%s: query %d of %d, row %d of %d is %g, not %g", kernels->name, r, num_q, j, dim, score, exact);
         }
@@ -119,21 +119,21 @@ static void test_scores(const kvc_kernels *kernels, int num_q, int dim, int gap)
 
 /* Weighs the pieces of two tiles, of which the second may have larger scores, no numbers, and rows that are hidden. */
 static void test_weigh(const kvc_kernels *kernels, int num_q, int bad) {
-    static float scores[MAX_Q * KVC_TILE], pieces[MAX_Q * 40];
+    static float scores[MAX_Q * KVC_SCORES], pieces[MAX_Q * 40];
     float max[MAX_Q];
     for (int r = 0; r < num_q; r++) max[r] = -INFINITY;
     for (int tile = 0; tile < 2; tile++) {
-        for (int i = 0; i < MAX_Q * KVC_TILE; i++) scores[i] = (float)(20 - 10 * tile) * random_float();
+        for (int i = 0; i < MAX_Q * KVC_SCORES; i++) scores[i] = (float)(20 - 10 * tile) * random_float();
         for (int i = 0; i < MAX_Q * 40; i++) pieces[i] = UNTOUCHED;
         for (int r = 0; r < num_q; r++) {
-            for (int j = 0; j < KVC_PANEL; j += 3) scores[r * KVC_TILE + j] = bad ? -INFINITY : -200;
-            if (bad) scores[r * KVC_TILE + 7] = NAN;
+            for (int j = 0; j < KVC_PANEL; j += 3) scores[r * KVC_SCORES + j] = bad ? -INFINITY : -200;
+            if (bad) scores[r * KVC_SCORES + 7] = NAN;
         }
-        if (tile) scores[(num_q - 1) * KVC_TILE + 40] = 50;
+        if (tile) scores[(num_q - 1) * KVC_SCORES + 40] = 50;
         for (int j = 0; bad && j < KVC_PANEL && !tile; j++) scores[j] = -INFINITY;
         kernels->weigh_pieces(pieces, 40, scores, num_q, max);
         for (int r = 0; r < num_q; r++) {
-            const float *row = scores + r * KVC_TILE;
+            const float *row = scores + r * KVC_SCORES;
             float largest = max[r];
             for (int j = 0; j < KVC_PANEL; j++) CHECK(!(row[j] > max[r]));
             for (int j = 0; j < KVC_PANEL; j++) largest = row[j] == max[r] ? max[r] : largest;
