@@ -18,11 +18,12 @@ SYNONYMS = tuple(
     for line in (
         "num_layers num_transformer_layers "
         "num_hidden_layers n_layers n_layer n_hidden_layers num_decoder_layers decoder_layers block_count "
-        "decoder_num_hidden_layers layers",
+        "decoder_num_hidden_layers layers n_text_layer",
         "num_kv_heads kv_n_heads num_attention_groups num_key_value_heads_per_layer "
         "num_key_value_heads n_kv_heads n_head_kv n_kv_head n_heads_kv num_kv_head num_heads_kv kv_heads "
         "head_count_kv num_local_kv_heads multi_query_group_num num_query_groups decoder_num_key_value_heads "
-        "num_decoder_key_value_heads num_multi_query_heads num_kv_attention_heads num_attention_heads_kv",
+        "num_decoder_key_value_heads num_multi_query_heads num_kv_attention_heads num_attention_heads_kv "
+        "n_local_heads",
         "head_dim hidden_size_per_head "
         "head_size d_head dim_head dim_per_head attention_head_dim attention_head_size kv_channels d_kv k_dim "
         "k_head_dim key_length qk_head_dim size_per_head",
@@ -32,7 +33,7 @@ SYNONYMS = tuple(
         "context_size context ctx_len n_ctx max_tokens max_cache_len max_model_len max_sequence_length max_seq_length "
         "max_position_embeddings max_target_positions max_source_positions max_text_positions "
         "max_decoder_position_embeddings max_encoder_position_embeddings max_speech_positions n_positions seq_length "
-        "seq_len",
+        "seq_len n_text_ctx n_audio_ctx",
         "max_sequences max_batch_size batch_size max_batch n_seq_max num_sequences n_seqs max_num_seqs max_seqs",
         "max_bytes max_memory memory_limit max_nbytes max_size size_limit",
         "block_size page_size block_tokens tokens_per_block num_tokens_per_block kv_block_size",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support import servers
 
+import kvcache
 from kvcache import stores
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/scaling.md").read_text()
@@ -108,12 +109,14 @@ def test_a_cluster(tmp_path):
 
 
 def test_the_table():
-    """Tokens per second follow from shape, type and link."""
-    shapes = dict(re.findall(r'^    "(.*)": \((.*)\),$', PAGE, re.M))
-    assert shapes
-    sizes = (2, 34 / 32, 18 / 32)  # f16, q8_0, q4_0
-    for model, shape in shapes.items():
-        layers, heads, size = map(int, shape.split(", "))
-        (cells,) = re.findall(rf"^\| {re.escape(model)} \| (.*) \|$", PAGE, re.M)
-        rates = [1e9 / 8 / (layers * heads * size * 2 * each) for each in sizes]
-        assert cells.split(" | ") == [f"{rate:,.0f}" for rate in rates]
+    """Bytes and tokens per second follow from shape, type and link."""
+    shapes = {"Llama 3.1 8B": (32, 8, 128), "Llama 3.1 70B": (80, 8, 128)}
+    types = ("f16", "q8_0", "q4_0")
+    table = dict(re.findall(r"^\| (Llama .*?) \| (.*) \|$", PAGE, re.M))
+    sizes = {
+        name: [kvcache.KVCache(*shape, dtype=dtype, max_seq_len=1).most_bytes(1) for dtype in types]
+        for name, shape in shapes.items()
+    }
+    assert table == {name: " | ".join(f"{size:,}" for size in each) for name, each in sizes.items()}
+    f16, _, q4_0 = (f"{1e9 / 8 / size:,.0f}" for size in sizes["Llama 3.1 8B"])
+    assert f"{f16} tokens a second of the 8B model in `f16`, and {q4_0} in `q4_0`" in " ".join(PAGE.split())

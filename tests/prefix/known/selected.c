@@ -44,7 +44,8 @@ static kvc_tokens tokens_up_to(const long_text *t, int num) {
 
 static void make_texts(play *p) {
     int64_t trunks[TRUNKS][MOST_TOKENS];
-    for (int i = 0; i < TRUNKS * MOST_TOKENS; i++) trunks[0][i] = pick(p->w, 5);
+    for (int i = 0; i < TRUNKS; i++)
+        for (int at = 0; at < MOST_TOKENS; at++) trunks[i][at] = pick(p->w, 5);
     for (int i = 0; i < LONG_TEXTS; i++) {
         long_text *t = &p->texts[i];
         const int first = pick(p->w, TRUNKS), then = pick(p->w, TRUNKS), cut = pick(p->w, MOST_TOKENS);
