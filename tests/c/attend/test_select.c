@@ -8,6 +8,7 @@
 #include "cache/cache.h"
 #include "support/aligned.h"
 #include "support/isas.h"
+#include "support/sketches.h"
 #include "support/test.h"
 
 enum { MOST_ROWS = 9000, MOST_NEW = 3, MOST_HEADS = 40, MOST_WIDTH = 128, MOST_LISTED = 3000, COMPANY = 20 };
@@ -175,36 +176,16 @@ static void select_rows(kvc_batch *batch, const world *w, way how, float *out) {
 
 /* ---- the rows that are to be selected ---------------------------------------------------------------------------- */
 
-/* Multiplies a row by D * H * D, as kvcache.h says of KVC_INT6. */
-static void mix(double *x, int dim) {
-    const int order = dim & -dim;
-    for (int twice = 0; twice < 2; twice++) {
-        for (int i = 0; i < dim; i++) {
-            int pairs = 0;
-            for (int j = i % order; j; j >>= 2) pairs += j % 4 == 3;
-            if (pairs % 2) x[i] = -x[i];
-        }
-        for (int half = 1; !twice && half < order; half *= 2)
-            for (int i = 0; i < dim; i++)
-                if (!(i & half)) {
-                    const double a = x[i], b = x[i + half];
-                    x[i] = a + b;
-                    x[i + half] = a - b;
-                }
-    }
-    for (int i = 0; i < dim; i++) x[i] /= sqrt(order);
-}
-
 /* Makes a key what its sketch stands for.  Returns whether rounding may give an element another code. */
 static int sketch(double *x, int dim) {
     double square = 0, product = 0;
     int is_unsure = 0;
     mix(x, dim);
-    for (int d = 0; d < dim; d++) square += x[d] * x[d];
-    const double most = 0.98 * sqrt(square / dim);
+    const double most = threshold_of(x, dim);
     for (int d = 0; d < dim; d++) {
         const double level = (fabs(x[d]) > most ? 1.5 : 0.5) * (x[d] > 0 ? 1 : -1);
         is_unsure |= fabs(x[d]) < 1e-6 * most || fabs(fabs(x[d]) - most) < 1e-6 * most;
+        square += x[d] * x[d];
         product += level * x[d];
         x[d] = level;
     }
@@ -215,57 +196,34 @@ static int sketch(double *x, int dim) {
     return is_unsure;
 }
 
-static void round_query(double *q, int dim) {
-    double largest = 0;
-    mix(q, dim);
-    for (int d = 0; d < dim; d++) largest = fmax(largest, fabs(q[d]));
-    for (int d = 0; d < dim; d++) q[d] = round(q[d] / (largest / 127)) * (largest / 127);
-}
-
-static double masses[MOST_ROWS / 4 + 1];
-
-static int by_mass(const void *a, const void *b) {
-    const int x = *(const int *)a, y = *(const int *)b;
-    return masses[x] != masses[y] ? (masses[x] < masses[y] ? 1 : -1) : (x > y) - (x < y);
-}
-
 /* Lists the positions that token t selects for a KV head, of n rows that it sees; -1 behind them.  Returns 0 if
  * rounding may decide which. */
 static int list_selected(const world *w, const float *keys, const int32_t *at, int n, int t, int head, int32_t *to) {
-    static double k[MOST_ROWS][MOST_WIDTH], score[MOST_ROWS];
-    static int order[MOST_ROWS / 4 + 1];
-    const int dim = w->layer.k_dim, group = w->heads / w->layer.num_kv_heads, last_read = (n - 64) / 4;
-    const int pieces = last_read - 4, most = (w->select + 3) / 4; /* of the rows between */
+    static double k[MOST_ROWS][MOST_WIDTH], scores[MOST_HEADS * MOST_ROWS];
+    static uint8_t reads[MOST_ROWS];
+    const int dim = w->layer.k_dim, group = w->heads / w->layer.num_kv_heads;
+    const selecting by = {16, 64, w->select};
     int num = 0, is_unsure = 0;
-    for (int i = 0; i < MOST_LISTED; i++) to[i] = -1;
-    memset(masses, 0, sizeof masses);
     for (int j = 0; j < n; j++) {
         for (int d = 0; d < dim; d++) k[j][d] = (double)keys[j * dim + d];
         is_unsure |= sketch(k[j], dim);
     }
     for (int h = head * group; h < (head + 1) * group; h++) {
-        double q[MOST_WIDTH], top = -INFINITY, sum = 0;
-        for (int d = 0; d < dim; d++) q[d] = (double)given_q[t][h * dim + d];
-        round_query(q, dim);
+        const rounded_query q = round_query(&w->layer, given_q[t] + h * dim, 0);
         for (int j = 0; j < n; j++) {
-            score[j] = 0;
-            for (int d = 0; d < dim; d++) score[j] += q[d] * k[j][d];
-            score[j] /= sqrt(dim);
-            if (w->softcap > 0) score[j] = w->softcap * tanh(score[j] / w->softcap);
-            if (w->has_alibi) score[j] -= alibi[h] * (double)(at[n - 1] - at[j]);
-            top = fmax(top, score[j]);
+            double score = 0;
+            for (int d = 0; d < dim; d++) score += q.codes[d] * k[j][d];
+            score *= q.unit / sqrt(dim);
+            if (w->softcap > 0) score = w->softcap * tanh(score / w->softcap);
+            if (w->has_alibi) score -= alibi[h] * (double)(at[n - 1] - at[j]);
+            scores[(h - head * group) * n + j] = score;
         }
-        for (int j = 0; j < n; j++) sum += exp(score[j] - top);
-        for (int j = 0; j < n; j++) masses[j / 4] += exp(score[j] - top) / sum;
     }
-    for (int i = 0; i < pieces; i++) order[i] = 4 + i;
-    qsort(order, (size_t)pieces, sizeof *order, by_mass);
-    for (int i = 0; i < 16; i++) to[num++] = at[i];
-    for (int i = 0; i < most; i++)
-        for (int j = 0; j < 4; j++) to[num++] = at[order[i] * 4 + j];
-    for (int i = last_read * 4; i < n; i++) to[num++] = at[i];
-    const double last = masses[order[most - 1]], next = masses[order[most]];
-    return !is_unsure && last > 1e-20 && (last - next) / last > 1e-4;
+    const int is_sure = mark_selected(&by, n, scores, group, 9e-5, reads);
+    for (int i = 0; i < MOST_LISTED; i++) to[i] = -1;
+    for (int j = 0; j < n; j++)
+        if (reads[j]) to[num++] = at[j];
+    return is_sure && !is_unsure;
 }
 
 /* Attends to what is to be selected, by positions.  Returns the number of tokens and heads that rounding decides, which
