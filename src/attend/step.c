@@ -52,7 +52,8 @@ static walk walk_values(const kvc_task *t, const kvc_tile *tile) {
     return (walk){{tile->stretches, 0}, tile->n, bytes, stored, type, t->v_as, t->call->plan->v_dim, 1};
 }
 
-void kvc_prefetch(kvc_ahead ahead) {
+/* Prefetches all of it at once. */
+static void prefetch(kvc_ahead ahead) {
 #if defined(__GNUC__)
     for (int32_t i = 0; i < ahead.bytes; i += KVC_CACHE_LINE) __builtin_prefetch((const char *)ahead.begin + i, 0, 2);
 #else
@@ -180,7 +181,7 @@ static void prefetch_scales(const kvc_call *c, const kvc_tile *tile) {
     int32_t n = 0;
     for (const kvc_stretch *at = tile->stretches; n < tile->n; n += (int32_t)at++->n)
         for (int i = 0; i < 2 && at->scale_step == KVC_SCALE_BYTES; i++)
-            if (at->scales[i]) kvc_prefetch(ahead_of(c, at->scales[i], at->scales[i] + at->n * KVC_SCALE_BYTES));
+            if (at->scales[i]) prefetch(ahead_of(c, at->scales[i], at->scales[i] + at->n * KVC_SCALE_BYTES));
 }
 
 /* Multiplies a tile's scores by the scales of its keys, or weights by the scales of its values, for kernels that
@@ -216,7 +217,7 @@ static kvc_ahead take_ahead(const kvc_call *c, walk *w, int64_t rows) {
         const ptrdiff_t step = p.at->step[w->is_value];
         some = step_on(&p, step - bytes <= narrow ? rows : 1);
         if ((uintptr_t)row - (uintptr_t)end > (uintptr_t)narrow) {
-            kvc_prefetch(ahead_of(c, first, end));
+            prefetch(ahead_of(c, first, end));
             first = row;
         }
         end = row + (some - 1) * step + bytes;
@@ -587,5 +588,5 @@ void kvc_prefetch_keys(const kvc_task *t, kvc_cursor rows) {
     kvc_tile tile;
     kvc_next_tile(&tile, &rows);
     walk keys = walk_keys(t, &tile);
-    kvc_prefetch(take_ahead(t->call, &keys, tile.n));
+    prefetch(take_ahead(t->call, &keys, tile.n));
 }

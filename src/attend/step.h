@@ -17,9 +17,6 @@ int kvc_attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor ahead);
 /* Whether the call is to end early. */
 int kvc_is_cancelled(kvc_call *c);
 
-/* Prefetches all of it at once. */
-void kvc_prefetch(kvc_ahead ahead);
-
 /* Prefetches the keys of the first tile of a cursor. */
 void kvc_prefetch_keys(const kvc_task *t, kvc_cursor rows);
 

@@ -1,11 +1,11 @@
 /* transit.c: see transit.h. */
 #include "saved/transit.h"
-#include "rows/sketch.h"
 
 #include <string.h>
 
 #include "base/hash.h"
 #include "base/parallel.h"
+#include "rows/sketch.h"
 
 void *kvc_state_alloc(kvc_state *state, uint64_t size) {
     kvc_state_buffer *buffer = NULL;
