@@ -15,6 +15,16 @@
 #include <utility>
 #include <vector>
 
+// begins a test program, which prints what llama.cpp logs only if VERBOSE is set
+inline void begin_program() {
+    llama_log_set(
+        [](ggml_log_level, const char *text, void *) {
+            if (getenv("VERBOSE")) fputs(text, stderr);
+        },
+        nullptr);
+    llama_backend_init();
+}
+
 struct scene_note {
     std::string label;
     long long value;

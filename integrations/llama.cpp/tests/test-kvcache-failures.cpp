@@ -322,12 +322,7 @@ int main(int argc, char **argv) {
         return 1;
     }
 
-    llama_log_set(
-        [](ggml_log_level, const char *text, void *) {
-            if (getenv("VERBOSE")) fputs(text, stderr);
-        },
-        nullptr);
-    llama_backend_init();
+    begin_program();
     llama_kvcache_allocator = &failing;
 
     for (int i = 1; i < argc; ++i) {

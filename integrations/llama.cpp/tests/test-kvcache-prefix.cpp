@@ -643,12 +643,7 @@ static void test_failing_store(llama_model *model) {
 }
 
 int main(int argc, char **argv) {
-    llama_log_set(
-        [](ggml_log_level, const char *text, void *) {
-            if (getenv("VERBOSE")) fputs(text, stderr);
-        },
-        nullptr);
-    llama_backend_init();
+    begin_program();
 
     for (int i = 1; i < argc; ++i) {
         llama_model_ptr model(llama_model_load_from_file(argv[i], llama_model_default_params()));

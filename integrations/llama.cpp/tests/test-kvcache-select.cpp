@@ -386,12 +386,7 @@ static void test_bytes(llama_model *model) {
 }
 
 int main(int argc, char **argv) {
-    llama_log_set(
-        [](ggml_log_level, const char *text, void *) {
-            if (getenv("VERBOSE")) fputs(text, stderr);
-        },
-        nullptr);
-    llama_backend_init();
+    begin_program();
 
     for (int i = 1; i < argc; ++i) {
         auto *model = llama_model_load_from_file(argv[i], llama_model_default_params());

@@ -273,12 +273,7 @@ int main(int argc, char **argv) {
                "scene's name\n");
     }
 
-    llama_log_set(
-        [](ggml_log_level, const char *text, void *) {
-            if (getenv("VERBOSE")) fputs(text, stderr);
-        },
-        nullptr);
-    llama_backend_init();
+    begin_program();
 
     for (int i = 1; i < argc; ++i) {
         if (!strcmp(argv[i], "--only") && i + 1 < argc) {
