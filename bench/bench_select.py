@@ -9,12 +9,14 @@ are timed in turn, and the best round counts.
 from __future__ import annotations
 
 import argparse
-import time
+import itertools
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 import kvcache
+from kvcache.tools.interleave import rounds, timed
 
 RNG = np.random.default_rng(0)
 KV_HEADS, HEADS, PIECE = 8, 32, 4096
@@ -37,33 +39,29 @@ def filled(num_tokens: int, dtype: str, num_threads: int, num_layers: int, dim: 
     return cache
 
 
-def best_of(rounds: int, *calls: Callable[[int], object]) -> list[float]:
-    """Return the best time of each call, in milliseconds; a call is given the number of the round."""
-    best = [np.inf] * len(calls)
-    for i in range(rounds):
-        for j, call in enumerate(calls):
-            begin = time.perf_counter()
-            call(i)
-            best[j] = min(best[j], 1e3 * (time.perf_counter() - begin))
-    return best
+def best_of(least: int, *calls: Callable[[], object]) -> list[float]:
+    """Return the best time of each call, in milliseconds."""
+    found = rounds(*(partial(timed, call) for call in calls), seconds=0, least=least)
+    return [1e3 * min(seconds for seconds, _ in of_call) for of_call in zip(*found, strict=True)]
 
 
 def measure(num_tokens: int, dtype: str, num_threads: int, args: argparse.Namespace) -> None:
     num_layers = 2 * args.layers
     cache = filled(num_tokens, dtype, num_threads, num_layers, args.dim)
     q, row = random(1, HEADS, args.dim), random(1, KV_HEADS, args.dim)
+    dense_layers, selecting_layers = (itertools.cycle(range(0, num_layers, 2)) for _ in range(2))
     with cache.batch(1) as batch:
         for layer in range(num_layers):
             batch.put(layer, row, row)
         dense, selected = best_of(
             args.rounds,
-            lambda i: batch.attend(2 * (i % args.layers), q),
-            lambda i: batch.attend(2 * (i % args.layers), q, select=args.rows),
+            lambda: batch.attend(next(dense_layers), q),
+            lambda: batch.attend(next(selecting_layers), q, select=args.rows),
         )
     puts = [np.inf, np.inf]
     for _ in range(args.rounds):
         with cache.batch(1) as batch:
-            once = best_of(1, lambda _: batch.put(1, row, row), lambda _: batch.put(0, row, row))
+            once = best_of(1, lambda: batch.put(1, row, row), lambda: batch.put(0, row, row))
             puts = [min(pair) for pair in zip(puts, once, strict=True)]
             for layer in range(2, num_layers):
                 batch.put(layer, row, row)

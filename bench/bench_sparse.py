@@ -10,7 +10,6 @@ chosen with keys of other types, for random keys and queries.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import kvcache
+from kvcache.tools.interleave import timed
 
 RNG = np.random.default_rng(0)
 RECALLED = ("bf16", "f16", "int8", "q8_0", "int6", "q5_0", "int4", "q4_0")
@@ -72,14 +72,9 @@ def put(batch: kvcache.Batch, cache: kvcache.KVCache) -> None:
         batch.put(i, k, None if layer.value_in_key or not layer.v_head_dim else k)
 
 
-def timed(call: Callable[[], Any]) -> float:
+def fastest(call: Callable[[], Any]) -> float:
     """Return the fewest milliseconds of a few calls."""
-    best = np.inf
-    for _ in range(3):
-        begin = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - begin)
-    return 1e3 * best
+    return 1e3 * min(timed(call)[0] for _ in range(3))
 
 
 def measure(model: Model, dtype: str, num_tokens: int, rounds: int, threads: list[int]) -> list[dict[str, float]]:
@@ -111,7 +106,7 @@ def measure(model: Model, dtype: str, num_tokens: int, rounds: int, threads: lis
             for number, best in zip(threads, times, strict=True):
                 kvcache.set_num_threads(number)
                 for name, call in calls.items():
-                    best[name] = min(best.get(name, np.inf), timed(call))
+                    best[name] = min(best.get(name, np.inf), fastest(call))
     return times
 
 
