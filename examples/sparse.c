@@ -2,8 +2,8 @@
  *
  *   sparse [TOKENS]
  *
- * Rows and queries are random.  One row is hidden among TOKENS others, and the last token looks for the index key of
- * that row. */
+ * Rows and queries are random.  One row is hidden among TOKENS others.  The last token looks for the hidden row's index
+ * key. */
 #include <kvcache.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -506,13 +506,13 @@ typedef struct kvc_plan_args {
  * to its own, if the policy shows them and the plan does not mask them.  These are stored rows, and rows of the batch,
  * which must have been put in this layer.
  * If a token sees no row, out is 0, and lse is -inf; if sinks are given, lse is the head's sink.
- * With plan->select_rows, a token reads only a part of the rows that it sees.  By position, they are cut into pieces of
- * 4.  For each KV head the token reads the pieces with its first 16 and its last 64 rows.  Sketches give each row that
- * it sees a score for each query head, and so, by the softmax, a weight.  The weight of a piece is the sum over its rows
- * and the query heads.  Of the other pieces, the token reads the heaviest select_rows / 4, rounded up.  If pieces weigh
- * the same, it reads the first of them.  Softcap and ALiBi apply to these scores.  A sequence reads all rows if it has
- * more than 8 query tokens in the call.  It also reads all if it has at most 80 + 2 * select_rows rows, the batch's
- * included, as does a token that sees no more.
+ * With plan->select_rows, a token reads only a part of the rows that it sees.  The rows are cut into pieces of 4, by
+ * position.  For each KV head the token reads the pieces with its first 16 and its last 64 rows.  Sketches give each
+ * row that it sees a score for each query head, and so, by the softmax, a weight.  The weight of a piece is the sum
+ * over its rows and the query heads.  The token also reads the heaviest select_rows / 4 of the other pieces, rounded
+ * up.  If pieces weigh the same, it reads the first of them.  Softcap and ALiBi apply to these scores.  A sequence
+ * reads all rows if it has more than 8 query tokens in the call.  It also reads all if it has at most
+ * 80 + 2 * select_rows rows, the batch's included, as does a token that sees no more.
  * The rows of a token that selected some do not follow from the tokens alone, so kvc_exact_to ends before it.
  * The bits of a token's result depend on the rows that it sees, and on which tokens of its sequence are in the call.
  * They do not depend on threads, on where rows lie, or on other sequences of the batch.  If rows are chosen, the bits
@@ -1245,8 +1245,8 @@ typedef struct kvc_store {
 /* Reads the full blocks that follow the known tokens of a prompt from a store, and adds them in order.  It ends where
  * the store lacks a block that is not kept, and where there is no room.  It also ends before a block that would reach
  * past max_matched tokens (-1: no limit) or hold the prompt's last token.  A kept block is read if it lacks its state.
- * Blocks that were used later than the call's own are not evicted for it.  While the store works, the call keeps nothing
- * from being dropped.  It ends soon after others have dropped what its blocks follow.
+ * Blocks that were used later than the call's own are not evicted for it.  While the store works, the call keeps
+ * nothing from being dropped.  It ends soon after others have dropped what its blocks follow.
  * Sets *fetched to the number of tokens in blocks that brought rows or a state, also if it fails.
  * Fails with KVC_ERR_INVALID if there are no tokens, as `read` fails, with KVC_ERR_FORMAT if a value was changed, and
  * with KVC_ERR_NOMEM.  The prompt's tokens are then computed, and a changed value is written again. */

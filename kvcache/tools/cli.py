@@ -252,7 +252,7 @@ def _rates(
 
 
 def _bench_shape(shape: shapes.Shape, context: int, threads: int | None) -> bench.Shape:
-    """Return the shape of the layer whose attention is measured: the one that stores most, with sketches if any has."""
+    """Return the shape of the layer to measure: it stores most, among layers with sketches if there are any."""
     from kvcache.tools import bench
 
     with_rows = [pair for pair in zip(shape.num_heads, shape.layers, strict=True) if pair[1].policy is not None]

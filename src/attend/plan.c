@@ -167,9 +167,9 @@ static void lay_out_choosing(kvc_plan *plan, const totals *t) {
     at->ids = add_floats(&at->size, (uint64_t)t->most_rows);
 }
 
-/* Adds what a task needs to select rows, and to attend to them.  It lists the rows of a split, as segments which are
- * those of the plan, but for own rows that a token does not see and for the hole behind sinks.  Then it lists the rows
- * that it selects, or all where it selects none. */
+/* Adds what a task needs to select rows, and to attend to them.  First the task lists the rows of a split.  These take
+ * the segments of the plan, and more where a token does not see own rows, or behind sinks.  Then the task lists the
+ * rows that it selects, or all rows if it selects none. */
 static void lay_out_selecting(kvc_plan *plan, const totals *t) {
     kvc_workspace_layout *at = &plan->workspace;
     const int64_t of_split = kvc_smaller(t->most_split_rows, t->segments + plan->batch->num_tokens + 1);

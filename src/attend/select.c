@@ -4,8 +4,8 @@
  * into pieces of KVC_PIECE_ROWS by that count, so that nothing depends on where rows lie.  A sketch gives each row a
  * score for each query head of a KV head, and so, by the softmax over all rows, a weight.  A piece counts by the sum of
  * the weights of its rows and heads.  The token reads the pieces with its first KVC_FIRST_READ and its last
- * KVC_LAST_READ rows, and of the others those that count most; of equal ones, the first.  It reads all rows where it
- * sees at most kvc_most_unselected.
+ * KVC_LAST_READ rows.  It also reads the other pieces that count most; if pieces are equal, the first.  It reads
+ * all rows if it sees at most kvc_most_unselected.
  *
  * Rows are scored in chunks of KVC_CHUNK_ROWS.  A chunk gives the maximum and the sum of each head, then the weights of
  * its pieces for each head, relative to that maximum.  Sums are made in the same order for any number of threads.
@@ -182,8 +182,8 @@ static found found_of(const kvc_task *t, int64_t i) {
 /* Returns by what weights relative to a maximum are multiplied, to be relative to a larger one. */
 static float rescale(float own, float max) { return own == max ? 1 : own == -INFINITY ? 0 : expf(own - max); }
 
-/* Makes the weights of a head's pieces relative to its last maximum, as they are relative to the maximum so far; adds
- * them up, every KVC_LANES-th, so that all compilers round alike. */
+/* Makes the weights of a head's pieces relative to `max`, as each tile's are relative to the maximum up to it.  Returns
+ * their sum, added up every KVC_LANES-th, so that all compilers round alike. */
 static float settle_pieces(float *pieces, const float *maxima, int32_t num_tiles, float max) {
     float sums[KVC_LANES] = {0};
     for (int32_t tile = 0; tile < num_tiles; tile++, pieces += KVC_LANES) {

@@ -52,8 +52,8 @@ static int64_t gather_keys(uint32_t few[FEW_KEYS], const uint32_t *keys, const r
     return n;
 }
 
-/* Finds the threshold of the `most` best entries of ranges that have more.  As soon as few keys have the digits that
- * are found, it looks at these alone. */
+/* Finds the threshold of the `most` best entries of ranges that have more.  Once few keys have the digits that were
+ * found, only these are looked at. */
 static threshold find_threshold(const uint32_t *keys, const range *ranges, int num, int64_t most) {
     static const int BITS[] = {DIGIT_BITS, 11, 10};
     uint32_t few[FEW_KEYS], prefix = 0;

@@ -262,7 +262,7 @@ static inline int64_t kvc_most_unselected(const kvc_plan_args *args) {
     return KVC_FIRST_READ + KVC_LAST_READ + 2 * (int64_t)args->select_rows;
 }
 
-/* Returns how many pieces a token selects, besides those that it reads anyway. */
+/* Returns how many pieces a token selects, besides its first and last ones. */
 static inline int64_t kvc_selected_pieces(const kvc_plan_args *args) {
     return KVC_DIVIDE_UP(args->select_rows, KVC_PIECE_ROWS);
 }

@@ -42,8 +42,8 @@ enum {
     KVC_BLOCK_QUERIES = 32, /* query rows that a kvc_weigh_fn takes, whose weights stay in the L1 cache */
     KVC_SKETCH_STEP = 16,   /* bytes of a sketch that a kvc_sketch_fn loads at once */
     KVC_STEP_BYTES = 4,     /* of a row, which a kvc_rank_fn multiplies at once: four int8, two bf16 or one f32 */
-    /* From one row of scores, or weights, to the next, and from one row of a kvc_weigh_fn's: no powers of two, so that
-     * they use all of L1. */
+    /* Floats from one row of scores or weights to the next; KVC_WEIGHTS_STRIDE is for a kvc_weigh_fn.  Neither is a
+     * power of two, so that rows use all of L1. */
     KVC_SCORES = KVC_TILE + KVC_LANES,
     KVC_WEIGHTS_STRIDE = KVC_WIDE_TILE / KVC_CHUNK * KVC_PACKED + KVC_LANES
 };
@@ -100,7 +100,7 @@ typedef struct kvc_ahead {
 } kvc_ahead;
 
 /* scores[r * KVC_SCORES + j] = q[r] . rows[j] for r < num_q, j < n <= KVC_TILE.  q: prepared, rows q_stride floats
- * apart. Where rows are quantised, scores for j past n, up to a multiple of KVC_ROW_GROUP, may be overwritten.  Each
+ * apart.  For quantised rows, the kernel may overwrite scores with j past n, up to a multiple of KVC_ROW_GROUP.  Each
  * row is read from memory once for all q. */
 typedef void kvc_score_fn(float *scores, const float *q, int q_stride, int num_q, const void *rows, int64_t row_stride,
                           int n, int dim, kvc_ahead next);
@@ -119,8 +119,8 @@ typedef struct kvc_value_piece {
 
 /* acc[r * acc_stride + d] = acc[...] * factor[r] + sum over j < n of weights[r * KVC_SCORES + j] * row[j][d]
  * for r < num_q, d < dim.  Rows lie in pieces of KVC_PANEL, of which the last may be shorter; rows of a piece are
- * row_stride bytes apart.  Rows of floats are one piece, of any length.  Uses up `next` of each piece.  Where rows are
- * quantised, weights[r * KVC_SCORES + j] are 0 for j past n, up to a multiple of KVC_PANEL. */
+ * row_stride bytes apart.  Rows of floats are one piece, of any length.  Uses up `next` of each piece.  For
+ * quantised rows, weights[r * KVC_SCORES + j] are 0 for j past n, up to a multiple of KVC_PANEL. */
 typedef void kvc_accumulate_fn(float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
                                kvc_value_piece *pieces, int64_t row_stride, int n, int dim);
 
@@ -129,11 +129,11 @@ typedef void kvc_accumulate_fn(float *acc, int acc_stride, const float *factor, 
  * after it.  by: f16; 0 from n on. */
 typedef void kvc_times_fn(float *rows, int num_q, int n, const void *by);
 
-/* One step of the online softmax of num_q query rows, over scores[r * KVC_SCORES + j], j < n <= KVC_TILE.  With m the
- * larger of max[r] and the row's largest score: scores become exp(score - m), sum[r] becomes sum[r] * exp(max[r] - m) +
- * the sum of these, max[r] becomes m, and factor[r] exp(max[r] - m) of the old max[r], by which what was accumulated is
- * to be multiplied.  Where m is -inf (nothing visible so far), scores become 0, sum[r] stays and factor[r] is 1. Scores
- * past n, up to a multiple of KVC_PANEL, become 0.  exp is right to 2 ulp, and 0 below about -87.  A NaN score makes
+/* Takes a step of the online softmax of num_q query rows, over scores[r * KVC_SCORES + j], j < n <= KVC_TILE.  m is the
+ * larger of max[r] and the row's largest score.  factor[r] becomes exp(max[r] - m): accumulated values are to be
+ * multiplied by it.  Scores become exp(score - m).  sum[r] becomes sum[r] * factor[r] plus the sum of these, and max[r]
+ * becomes m.  If m is -inf (nothing visible so far), scores become 0, sum[r] stays and factor[r] is 1.  Scores past n,
+ * up to a multiple of KVC_PANEL, become 0.  exp is right to 2 ulp, and 0 below about -87.  A NaN score makes
  * sum[r] NaN.  Prefetches `next` on the way: num_q * n / KVC_LANES lines evenly, and what is left at once. */
 typedef void kvc_softmax_fn(float *scores, int num_q, int n, float *max, float *sum, float *factor, kvc_ahead next);
 
@@ -256,9 +256,9 @@ typedef struct kvc_sketch_query {
 typedef void kvc_sketch_fn(float *scores, const kvc_sketch_query *q, int num_q, const void *rows, int64_t row_stride,
                            int dim);
 
-/* Turns the scores of a tile, as a kvc_sketch_fn gives them, into weights of pieces of 4 rows.  With m the larger of
- * max[r] and the row's largest score: pieces[r * stride + i] becomes the sum of exp(score - m) over the rows of piece i
- * < KVC_LANES, and max[r] becomes m.  exp is as in kvc_softmax_fn.  A NaN score makes its piece NaN. */
+/* Turns the scores of a tile, as a kvc_sketch_fn gives them, into weights of KVC_LANES pieces of 4 rows.  m is the
+ * larger of max[r] and the query's largest score.  pieces[r * stride + i] becomes the sum of exp(score - m) over the
+ * rows of piece i.  max[r] becomes m.  exp is as in kvc_softmax_fn.  A NaN score makes its piece NaN. */
 typedef void kvc_weigh_pieces_fn(float *pieces, int64_t stride, const float *scores, int num_q, float *max);
 
 typedef struct kvc_kernels {

@@ -2,7 +2,7 @@
 
 from support.published_models import Form, form, sizes
 
-# What older versions of transformers saved in each part of a configuration.
+# Older versions of transformers saved these fields in each part of a configuration.
 SAVED = {
     "add_cross_attention": False, "chunk_size_feed_forward": 0, "cross_attention_hidden_size": None,
     "decoder_start_token_id": None, "diversity_penalty": 0.0, "do_sample": False, "early_stopping": False,

@@ -155,7 +155,7 @@ static void test_shared(void) {
     hide(&s, 0, 0, 256);
     hide(&s, 1, 0, 256);
     CHECK(rows_read(st) == 1792 + 2);
-    hide(&s, 1, 1100, 1200); /* from row 768 on, the second part: a whole tile and more of it is before 1100 */
+    hide(&s, 1, 1100, 1200); /* the second part begins at row 768, more than a tile before 1100 */
     CHECK(rows_read(st) == 512 + 256 + (1792 - 768) + (1692 - 768) + 2);
     s.num_masked = 0;
     hide(&s, 0, 0, 1);

@@ -20,7 +20,7 @@ typedef struct long_text {
 typedef struct open_text {
     int64_t id;
     int is_there, text, length, exact;
-    int keeps; /* whether commits keep its blocks: 2: they do; 1: they may; 0: it was not acquired, or was cut since */
+    int keeps; /* 2: commits keep its blocks; 1: they may keep them; 0: it was not acquired, or was cut since */
 } open_text;
 
 /* The first tokens of a text, which the prefix keeps: surely, or maybe. */
@@ -72,7 +72,7 @@ static float row_element(const play *p, const open_text *s, int layer, int at, i
     return (float)(hash * 0xd1342543de82ef95 >> 52) - 2048;
 }
 
-/* ---- what is known ----------------------------------------------------------------------------------------------- */
+/* ---- known tokens ------------------------------------------------------------------------------------------------ */
 
 static void keep(play *p, int text, int sure, int may) {
     if (p->num_kept == MOST_KEPT) fail(p->w, "too much is kept");
