@@ -72,7 +72,7 @@ class DirectoryStore(MutableMapping[str, bytes]):
     def __init__(self, path: str | os.PathLike[str], *, max_bytes: SupportsIndex | None = None) -> None:
         check_path(path, what="folder")
         self.max_bytes = None if max_bytes is None else integer(max_bytes, "max_bytes", 1, INT64_MAX // 2)
-        self.path = Path(path).absolute()  # keeps links, which may lead elsewhere later
+        self.path = Path(os.fsdecode(path)).absolute()  # keeps links, which may lead elsewhere later
         self._open()
 
     def _open(self) -> None:

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvcache.errors import described
 from kvcache.living import Living
@@ -66,6 +66,9 @@ class Tiered(MutableMapping[str, bytes]):
         # By the id of each call under way: keys deleted meanwhile, and keys to delete.  None stands for all keys.
         self._reads: dict[int, set[str | None]] = {}
         self._deletions: dict[int, str | None] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.tiers
 
     def __repr__(self) -> str:
         return f"Tiered({', '.join(map(calls.name_of, self.tiers))})"

@@ -95,7 +95,10 @@ class ValkeyStore(MutableMapping[str, bytes]):
             raise ValueError(f"{shown(url)} takes no TLS: certificates need valkeys:// or valkeys+cluster://")
         self._url = shown(url)
         self._client_and_process: tuple[Any, int] | None = None
-        self._valkey = import_valkey()
+        import_valkey()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_client_and_process": None}
 
     def __repr__(self) -> str:
         return f"ValkeyStore({self._url!r}, ttl={self.ttl}, timeout={self.timeout}, prefix={self.prefix!r})"
@@ -119,15 +122,15 @@ class ValkeyStore(MutableMapping[str, bytes]):
 
     def _connect(self) -> Any:
         options = self._options | {"socket_timeout": self.timeout, "socket_connect_timeout": self.timeout}
-        host, port = self._nodes[0]
+        valkey, (host, port) = import_valkey(), self._nodes[0]
         if not self._is_cluster:
-            return self._valkey.Valkey(host, port, ssl=self._tls, ssl_check_hostname=self._tls, **options)
+            return valkey.Valkey(host, port, ssl=self._tls, ssl_check_hostname=self._tls, **options)
         # A cluster's client drops ssl_check_hostname, unless its pools of connections bring it.
         checks = {"ssl_check_hostname": True} if self._tls else {}
-        return self._valkey.ValkeyCluster(
+        return valkey.ValkeyCluster(
             url=f"{'valkeys' if self._tls else 'valkey'}://{f'[{host}]' if ':' in host else host}:{port}",
-            startup_nodes=[self._valkey.cluster.ClusterNode(*node) for node in self._nodes[1:]],
-            connection_pool_class=partial(self._valkey.ConnectionPool, **checks),
+            startup_nodes=[valkey.cluster.ClusterNode(*node) for node in self._nodes[1:]],
+            connection_pool_class=partial(valkey.ConnectionPool, **checks),
             cluster_error_retry_attempts=1,  # finds a replica that was promoted; more would only prolong a failure
             **options,
         )

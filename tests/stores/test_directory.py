@@ -112,6 +112,11 @@ def test_other_buffers(tmp_path, value):
     assert type(store[A]) is bytes
 
 
+def test_a_path_of_bytes(tmp_path):
+    DirectoryStore(tmp_path)[A] = b"value"
+    assert DirectoryStore(os.fsencode(tmp_path))[A] == b"value"
+
+
 def test_bad_input(tmp_path):
     for max_bytes in (0, -1):
         with pytest.raises(ValueError, match=f"max_bytes={max_bytes}: must be at least 1"):

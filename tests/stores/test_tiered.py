@@ -1,6 +1,8 @@
 """Stores in front of stores: fast ones are filled and lost at will, and every failure of one costs speed alone."""
 
+import copy
 import os
+import pickle
 import time
 
 import pytest
@@ -209,6 +211,15 @@ def test_odd_values_are_kept_nowhere():
     fast = {}
     assert Tiered(fast, {"a": Odd(b"odd"), "b": 5}).read_many("ab", 10) == {"a": b"odd", "b": 5}
     assert fast == {}
+
+
+def test_pickles(tmp_path):
+    """A process that is spawned gets its stores so."""
+    store = Tiered({"a": b"A"}, DirectoryStore(tmp_path))
+    for other in (pickle.loads(pickle.dumps(store)), copy.deepcopy(store), copy.copy(store)):
+        other[64 * "b"] = b"B"
+        assert (other["a"], repr(other)) == (b"A", repr(store))
+        assert store.pop(64 * "b") == b"B"
 
 
 @pytest.mark.parametrize("tiers", [(), ({},)])

@@ -1,7 +1,9 @@
 """ValkeyStore, and the client in front of it, on real servers: whole, killed, stopped, full, restarted."""
 
 import contextlib
+import copy
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -300,6 +302,15 @@ def test_relative_certificates_stay_where_they_are(tmp_path):
     with contextlib.chdir(tmp_path):
         store = ValkeyStore("valkeys://localhost", ca_certs="certificate")
     assert store._connect().get_connection_kwargs()["ssl_ca_certs"] == str(tmp_path / "certificate")
+
+
+def test_pickles(store):
+    """A process that is spawned gets its stores so; each copy connects by itself."""
+    store["a"] = b"value"
+    for other in (pickle.loads(pickle.dumps(store)), copy.deepcopy(store), copy.copy(store)):
+        assert (other["a"], repr(other)) == (b"value", repr(store))
+        other.close()
+    assert store["a"] == b"value"
 
 
 def test_values_and_keys_of_the_wrong_type():
