@@ -5,15 +5,16 @@ The model is read from a Hugging Face folder (``config.json``, safetensors) or a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvcache import KVCache, Rope
+from kvcache.arguments import integers
 from kvcache.errors import shown
 from kvcache.layer import Layer
 from kvcache.models import shapes
@@ -190,7 +191,7 @@ class Llama:
 
     def forward(
         self,
-        tokens: ArrayLike,
+        tokens: Iterable[SupportsIndex],
         cache: KVCache,
         *,
         seq_id: int | Sequence[int] = 0,
@@ -202,7 +203,7 @@ class Llama:
 
         Parameters
         ----------
-        tokens : array_like of int, shape [n]
+        tokens : sequence or array of int, or bytes, shape [n]
             The tokens that follow those of the sequence, at least one. Long inputs are cut into batches.
         cache : KVCache
             A cache for this model's shape, as `new_cache` makes.
@@ -226,10 +227,12 @@ class Llama:
         ------
         LlamaError
             A token is outside the vocabulary.
+        TypeError, ValueError
+            `tokens` has none, or something else than integers.
         """
-        ids = np.asarray(tokens, dtype=np.intp)
-        if ids.ndim != 1 or not len(ids):
-            raise ValueError(f"tokens must be one list of at least one token, not of shape {list(ids.shape)}")
+        ids = integers(tokens, "tokens")
+        if not len(ids):
+            raise ValueError("tokens is empty: at least one token is needed")
         self.config.check_tokens(ids)
         seq_ids = [*seq_id] if isinstance(seq_id, Sequence) else [seq_id] * len(ids)
         if len(seq_ids) != len(ids):
@@ -242,7 +245,7 @@ class Llama:
         x = hidden[-1][-1:] if last_only else np.concatenate(hidden)
         return _rms_norm(x, self.norm, self.config.rms_norm_eps) @ self.head.T
 
-    def _hidden(self, ids: NDArray[np.intp], cache: KVCache, seq_ids: Sequence[int], select: int | None) -> F32:
+    def _hidden(self, ids: NDArray[np.int64], cache: KVCache, seq_ids: Sequence[int], select: int | None) -> F32:
         """Run one batch through all layers: [n] -> [n, hidden]."""
         c, n = self.config, len(ids)
         selecting = () if select is None else {i for i, own in enumerate(cache.layers) if own.sketch}

@@ -304,13 +304,27 @@ def test_what_a_shifting_context_holds(kept: int) -> None:
         assert stream._held(n, 2048, kept) == held
 
 
-@pytest.mark.parametrize("tokens", [[], [[1, 2]], 3])
-def test_tokens_must_be_one_list(model: runner.Llama, tokens: Any) -> None:
-    with (
-        runner.new_cache(model.config, options()) as cache,
-        pytest.raises(ValueError, match="one list of at least one"),
-    ):
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        ([], ValueError, "tokens is empty"),
+        ([[1, 2]], TypeError, r"tokens\[0\]=\[1, 2\]: an integer is needed"),
+        (3, TypeError, "tokens=3: a sequence of integers is needed"),
+        ([1, 2.7], TypeError, r"tokens\[1\]=2\.7: an integer is needed"),
+        (np.array([1.0]), TypeError, r"tokens\[0\]=1\.0: an integer is needed"),
+        ("text", TypeError, r"tokens\[0\]='t': an integer is needed"),
+        (["1"], TypeError, r"tokens\[0\]='1': an integer is needed"),
+    ],
+)
+def test_tokens_must_be_integers(model: runner.Llama, tokens: Any, error: type[Exception], message: str) -> None:
+    with runner.new_cache(model.config, options()) as cache, pytest.raises(error, match=message):
         model.forward(tokens, cache)
+
+
+def test_a_prompt_of_bytes(model: runner.Llama) -> None:
+    """The example's tokens are bytes."""
+    with runner.new_cache(model.config, options()) as one, runner.new_cache(model.config, options()) as other:
+        assert np.array_equal(model.forward(b"ab", one), model.forward([97, 98], other))
 
 
 def test_steps_without_a_cache_are_timed(model: runner.Llama) -> None:
