@@ -309,8 +309,8 @@ class PrefixCache:
     ) -> PrefixCache:
         """Return a prefix cache for another tenant: of the same cache, model and store, which shares no block with it.
 
-        Arguments are those of the class. There may be any number of tenants: one takes some hundred bytes, and a batch
-        asks none but those whose sequences it has.
+        Arguments are those of the class. There may be any number of tenants: one takes about 3 KB, or 5 KB with a
+        store, and a batch asks none but those whose sequences it has.
 
         Keep it as long as the tenant's prompts are to match: its blocks are dropped from memory with the object.
         Blocks that wait to be written to the store are written before. Only the tenant's own `flush` waits for them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from array import array
 from collections.abc import Sequence
 from itertools import islice
@@ -10,6 +11,8 @@ from typing import Any, SupportsIndex, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
+
+from kvcache.errors import shown
 
 __all__ = ["Arrays", "Tokens", "arrays_of"]
 
@@ -50,7 +53,12 @@ def _as_integers(tokens: Tokens, most: int | None = None) -> npt.NDArray[np.int6
     if isinstance(tokens, bytes | bytearray):  # each byte is a token
         tokens = np.frombuffer(tokens, np.uint8)
     if isinstance(tokens, memoryview) or hasattr(tokens, "__array__"):  # of NumPy, of torch
-        found = np.asarray(tokens)
+        try:
+            found = np.asarray(tokens)
+        except (TypeError, ValueError, RuntimeError) as error:  # of torch, for example a tensor with a gradient
+            raise TypeError(
+                f"tokens is a {type(tokens).__name__}: one dimension of integers is needed ({error})"
+            ) from None
         if found.ndim != 1 or found.dtype.kind not in "iu":
             raise TypeError(f"tokens are {found.dtype}{list(found.shape)}: one dimension of integers is needed")
         found = found[:most]
@@ -70,10 +78,11 @@ def _as_integers(tokens: Tokens, most: int | None = None) -> npt.NDArray[np.int6
 
 def _digest_of(token: Token) -> bytes:
     if isinstance(token, (bytes, bytearray, memoryview)):
-        return hashlib.blake2b(token, digest_size=NAME_SIZE, person=b"bytes").digest()
-    if not isinstance(token, SupportsIndex):
-        raise TypeError(f"a token is {token!r}: an integer, or bytes, is needed")
-    number = token.__index__()
+        return hashlib.blake2b(bytes(token), digest_size=NAME_SIZE, person=b"bytes").digest()
+    try:
+        number = operator.index(token)
+    except TypeError:  # arrays of several tokens raise it, too
+        raise TypeError(f"a token is {shown(token)}: an integer, or bytes, is needed") from None
     try:
         text = str(number)
     except ValueError:  # of more decimal digits than Python writes

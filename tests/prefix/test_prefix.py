@@ -373,6 +373,36 @@ def test_refused_by_a_call():
     assert prefix.acquire(PROMPT)[1] == 99
 
 
+class Grown:
+    """An array of a library that cannot convert it now, as torch's tensors with a gradient."""
+
+    def __array__(self, *args, **kwargs):
+        raise RuntimeError("use tensor.detach()")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([np.array([1, 2])], r"a token is array\(\[1, 2\]\): an integer, or bytes, is needed"),
+        ([np.array(1.5)], r"a token is array\(1\.5\): an integer, or bytes, is needed"),
+        ([1, [2]], r"a token is \[2\]: an integer, or bytes, is needed"),
+        ([np.zeros(10**6, np.int64)], r"a token is array\(.{,80}: an integer, or bytes, is needed"),
+        (Grown(), r"tokens is a Grown: one dimension of integers is needed \(use tensor\.detach\(\)\)"),
+    ],
+)
+def test_what_is_no_token(tokens, message):
+    """Whatever a library says of its own arrays, the message names the token."""
+    _, prefix = make()
+    for call in (prefix.acquire, prefix.lookup, prefix.names, prefix.pin, prefix.forget):
+        with pytest.raises(TypeError, match=message):
+            call(tokens)
+
+
+def test_bytes_with_gaps_are_a_token():
+    _, prefix = make()
+    assert prefix.names([memoryview(b"a-b-")[::2]] * BLOCK) == prefix.names([b"ab"] * BLOCK)
+
+
 def test_ending_a_sequence_twice():
     """A ``finally`` may release a sequence without knowing whether it has ended."""
     cache, prefix = make()
