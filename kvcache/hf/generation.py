@@ -52,8 +52,14 @@ def register() -> None:
 def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Make the cache that a generation config names, with its `cache_config`, or the cache that `enable` asked for."""
     wanted, arguments = generation_config.cache_implementation, generation_config.cache_config or {}
-    enabled = arguments_of(self)
+    given, enabled = model_kwargs.get(CACHE), arguments_of(self)
+    is_given = given is not None
     if wanted is None and enabled is not None:
+        if arguments and not is_given and not generation_config.is_assistant:
+            raise ValueError(
+                f"cache_config is given without cache_implementation={NAME!r}: give both, or neither, for the cache"
+                " that enable() asked for"
+            )
         wanted, arguments = NAME, enabled
     elif wanted == NAME and generation_config.is_assistant:  # a draft's config is a copy of the model's
         arguments = {name: value for name, value in arguments.items() if name != "prefix"}
@@ -65,8 +71,6 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
             f"cache_implementation={wanted!r} does not go with the attention {NAME!r}: say"
             f" cache_implementation={NAME!r}, or pass an HFCache as {CACHE}"
         )
-    given = model_kwargs.get(CACHE)
-    is_given = given is not None
     if isinstance(given, (KVCache, PrefixCache)):
         more = ", prefix=prefix" if isinstance(given, PrefixCache) else ""
         raise TypeError(

@@ -51,6 +51,30 @@ def test_it_can_be_called_again():
         assert model.config._attn_implementation == "eager"  # as it was before the first call
 
 
+def test_arguments_of_no_cache_are_refused():
+    """They would be ignored, and a tenant's prompt kept for all."""
+    model, tokens = make(CONFIGS["llama"]()), random_tokens(1, 5)
+    memory = HFCache.make_kv_cache(model.config)
+    prefix = kvcache.PrefixCache(memory, fingerprint="one")
+    tenant = prefix.tenant(b"a tenant")
+    enable(model, prefix=prefix)
+    with pytest.raises(ValueError, match="cache_config is given without cache_implementation='kvcache'"):
+        model.generate(tokens, cache_config={"prefix": tenant}, **OPTIONS)
+    assert (prefix.stats.requests, tenant.stats.requests) == (0, 0)
+    model.generate(tokens, cache_config={"prefix": tenant}, cache_implementation="kvcache", **OPTIONS)
+    assert (prefix.stats.requests, tenant.stats.requests) == (0, 1)
+    model.generate(tokens, cache=HFCache(model.config), cache_config={"prefix": tenant}, **OPTIONS)  # not asked for
+    draft = make(CONFIGS["llama"]())
+    enable(draft)
+    model.generate(
+        tokens,
+        cache_config={"prefix": tenant},
+        cache_implementation="kvcache",
+        assistant_model=draft,
+        **OPTIONS,
+    )
+
+
 def test_what_is_asked_for_wins():
     model, tokens = make(CONFIGS["llama"]()), random_tokens(1, 5)
     enable(model, dtype="bf16")
