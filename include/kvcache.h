@@ -309,10 +309,8 @@ typedef enum kvc_memory_kind { /* what an allocation is for */
 
 typedef struct kvc_memory_hint {
     size_t struct_size;
-    int32_t kind;       /* kvc_memory_kind */
-    int32_t group;      /* layer group of a block; -1: no group, as for rows that are not stored */
-    int32_t first_head; /* KV heads [first_head, end_head) whose rows lie here; for NUMA placement */
-    int32_t end_head;
+    int32_t kind;  /* kvc_memory_kind */
+    int32_t group; /* layer group of a block; -1: no group, as for rows that are not stored */
 } kvc_memory_hint;
 
 /* Functions of the caller that allocate memory.  They are called from any thread, and must neither call into the

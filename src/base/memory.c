@@ -60,7 +60,7 @@ static int is_in_slab(const kvc_memory *memory, uint64_t size, kvc_memory_kind k
 void *kvc_memory_alloc(kvc_memory *memory, uint64_t size, kvc_memory_kind kind, int32_t group) {
     if (size > PTRDIFF_MAX - KVC_HUGE_PAGE) return NULL; /* leaves room for alignment */
     if (is_in_slab(memory, size, kind)) return kvc_slab_take(&memory->slabs, (size_t)size);
-    const kvc_memory_hint hint = {sizeof hint, (int32_t)kind, group, 0, INT32_MAX};
+    const kvc_memory_hint hint = {sizeof hint, (int32_t)kind, group};
     const size_t alignment = kind == KVC_MEMORY_BOOKKEEPING ? _Alignof(max_align_t) : KVC_CACHE_LINE;
     void *p = memory->allocator.alloc(memory->allocator.user, (size_t)size, alignment, &hint);
     if (p && kind == KVC_MEMORY_BOOKKEEPING) memory->bookkeeping += (int64_t)size;
@@ -73,7 +73,7 @@ void kvc_memory_free(kvc_memory *memory, void *p, uint64_t size, kvc_memory_kind
         kvc_slab_give(&memory->slabs, p);
         return;
     }
-    const kvc_memory_hint hint = {sizeof hint, (int32_t)kind, group, 0, INT32_MAX};
+    const kvc_memory_hint hint = {sizeof hint, (int32_t)kind, group};
     if (kind == KVC_MEMORY_BOOKKEEPING) memory->bookkeeping -= (int64_t)size;
     memory->allocator.free(memory->allocator.user, p, (size_t)size, &hint);
 }

@@ -39,7 +39,7 @@ static inline int memory_refuses(memory *m) {
 static inline void *memory_alloc(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
     memory *m = user;
     CHECK(size > 0 && alignment >= sizeof(void *) && (alignment & (alignment - 1)) == 0);
-    CHECK((hint->kind == KVC_MEMORY_ROWS || hint->group < 0) && hint->first_head < hint->end_head);
+    CHECK(hint->kind == KVC_MEMORY_ROWS || hint->group < 0);
     if (memory_refuses(m)) return NULL;
     CHECK(m->num < MAX_ALLOCATIONS);
     void *start = m->num < MAX_ALLOCATIONS ? aligned_new(alignment, size) : NULL;
