@@ -50,7 +50,7 @@ INLINE void make_sketches(void *to, int64_t stride, const float *keys, int n, in
 }
 
 #if HAS_QUADS
-enum { SKETCH_VECTORS = IS_WIDE ? 2 : 1 }; /* of rows, that are multiplied at once */
+enum { SKETCH_VECTORS = IS_WIDE ? 4 : 1 }; /* of rows, that are multiplied at once */
 
 /* Scores rows 4 (at + i) + k, for lanes i and vectors k from `first` on, for num_q queries. */
 INLINE void score_some_sketches(int num_q, float *scores, const kvc_sketch_query *q, const char *rows, ptrdiff_t stride,
