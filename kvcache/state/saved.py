@@ -31,7 +31,7 @@ __all__ = [
     "states_of",
 ]  # fmt: skip
 
-VERSION = 2  # the newest of the format; files without layers of keys alone have version 1
+VERSION = 1  # the newest of the format
 BEGINNING = b'{"__metadata__":{"format":"kvcache",'  # of a header
 MOST_HEADER = 100_000_000  # bytes
 MOST_FIXED, MOST_OF_LAYER = 4096, 1280  # bytes of a header: of metadata and tables, and of the tensors of each layer

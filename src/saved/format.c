@@ -190,16 +190,9 @@ static kvc_status add_tensor(void *context, const kvc_tensor *tensor) {
 static const char BEGINNING[] = "{\"__metadata__\":{\"format\":\"kvcache\",\"version\":\"",
                   LIBRARY[] = "\",\"library\":\"", FINGERPRINT[] = "\",\"fingerprint\":\"", ENDING[] = "\"}";
 
-/* Returns the oldest version of the format that has such layers: version 1 has none of keys alone. */
-static int version_of(const kvc_format *format) {
-    for (int64_t i = 0; i < format->state->num_layers; i++)
-        if (!format->layers[i].v_dim) return 2;
-    return 1;
-}
-
 uint64_t kvc_format_header(const kvc_format *format, char *to, uint64_t size) {
     text out = {to, size, 8};
-    add(&out, "%s%d%s%s%s%s%s", BEGINNING, version_of(format), LIBRARY, format->library, FINGERPRINT,
+    add(&out, "%s%d%s%s%s%s%s", BEGINNING, KVC_FORMAT_VERSION, LIBRARY, format->library, FINGERPRINT,
         format->fingerprint, ENDING);
     kvc_format_visit(format, INT64_MAX, add_tensor, &out);
     add(&out, "}");

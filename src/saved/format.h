@@ -1,4 +1,4 @@
-/* format.h: the file that kvc_save writes, in version 1 or 2: docs/format.md specifies it to the byte.
+/* format.h: the file that kvc_save writes, in version 1: docs/format.md specifies it to the byte.
  *
  * It is a safetensors file: the length of a header, the header, which is JSON, and tensors.  The first tensors are
  * tables, one behind the other, then come rows, then checksums.  The header follows from the tables, so a reader needs
@@ -11,7 +11,7 @@
 #include "kvcache.h"
 
 enum {
-    KVC_FORMAT_VERSION = 2,       /* the newest; a file has the oldest that describes it */
+    KVC_FORMAT_VERSION = 1,       /* the newest, which is written */
     KVC_FORMAT_ALIGNMENT = 64,    /* bytes; of where tensors begin in the file */
     KVC_FORMAT_PIECE = 256 << 10, /* bytes of a tensor that are hashed together */
     KVC_MOST_HEADER = 100000000,  /* bytes; safetensors refuses longer ones */

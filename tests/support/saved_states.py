@@ -1,8 +1,8 @@
 """Caches with every kind of layer and sequence, and what they hold; `python saved_states.py FILE` saves one.
 
-tests/support/states has files of each version of the format, written by this program: version-N, and version-N-TYPE for
-a type with a scale for each row. Files with layers of keys alone have version 2. Such a file is never written anew:
-every later version of the library must load it.
+tests/support/states has files of each version of the format, written by this program. Version-N-TYPE has a type with a
+scale for each row, version-N-keys has layers of keys alone. Once a release has written such a file, it is never written
+anew: every later version of the library must load it.
 """
 
 import functools
@@ -143,7 +143,7 @@ CACHES = {
     "version-1-int8": functools.partial(scaled_cache, "int8"),
     "version-1-int6": functools.partial(scaled_cache, "int6", 96),
     "version-1-int4": functools.partial(scaled_cache, "int4", 96),
-    "version-2": keys_cache,
+    "version-1-keys": keys_cache,
 }
 
 
