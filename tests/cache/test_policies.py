@@ -36,8 +36,10 @@ def attention(q, k, v, mask=((0,),)):
 
 
 def test_policies_are_values():
+    assert kvcache.SlidingWindow(np.int32(4)) == kvcache.SlidingWindow(4, 0, None)
     assert kvcache.ChunkedAttention(np.int32(4)) == kvcache.ChunkedAttention(4, None) != kvcache.ChunkedAttention(4, 0)
     assert type(kvcache.ChunkedAttention(np.int32(4)).attention_chunk_size) is int
+    assert repr(kvcache.SlidingWindow(np.int32(4))) == "SlidingWindow(window=4, num_sink_tokens=0, resume_window=None)"
     assert repr(kvcache.CrossAttention(np.int8(3))) == "CrossAttention(max_len=3)"
     assert len({kvcache.CrossAttention(3), kvcache.CrossAttention(3)}) == 1
     with pytest.raises(AttributeError):

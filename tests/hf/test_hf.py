@@ -142,33 +142,6 @@ def test_draft_model(models):
     assert torch.equal(generate(model, cache, "kvcache", tokens, assistant_model=draft.eval()), want)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
-def test_layers_that_are_not_attention(name):
-    config = {
-        "qwen3_next": lambda: transformers.Qwen3NextConfig(
-            **BASE,
-            head_dim=16,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            shared_expert_intermediate_size=32,
-        ),
-        "lfm2": lambda: transformers.Lfm2Config(**BASE, layer_types=["conv", "full_attention"] * 2),
-    }[name]()
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    tokens = prompt()[0]
-    want = generate(model, theirs(model), "eager", tokens, num_beams=2)
-    cache = HFCache(config, dtype="f32")
-    assert torch.equal(generate(model, cache, "kvcache", tokens, num_beams=2), want)
-    attention = sum(kind == "full_attention" for kind in config.layer_types)
-    assert cache.stats()["calls"] == {"kernel": NEW * attention, "dense": 0, "fallback": 0}
-
-
 def answer(model, cache, attention, inputs, **options):
     model.set_attn_implementation(attention)
     torch.manual_seed(1)

@@ -133,19 +133,6 @@ def test_text_as_bytes(kind):
     assert prefix.acquire(b"First Servant")[1] == 6
 
 
-@pytest.mark.parametrize("difference", [{"salt": b"another"}, {"fingerprint": "another"}])
-def test_tenants_share_nothing(difference):
-    """Another tenant, or another model, on the same cache finds nothing, and takes nothing away."""
-    cache, prefix = make()
-    other = kvcache.PrefixCache(cache, **{"fingerprint": "a model", **difference})
-    serve(prefix, cache, PROMPT)
-    assert serve(other, cache, PROMPT) == 0
-    assert serve(other, cache, PROMPT) == 99
-    other.clear()
-    assert serve(other, cache, PROMPT) == 0
-    assert serve(prefix, cache, PROMPT) == 99
-
-
 def test_integers_of_any_size():
     """Some have more digits than Python writes."""
     cache, prefix = make()
@@ -174,28 +161,6 @@ def test_equal_prefix_caches_have_equal_keys():
 
 
 # ---- memory
-
-
-def test_pins():
-    """A pinned prompt stays until it is unpinned as often as it was pinned."""
-    cache, prefix = make(capacity=10 * BLOCK)
-    serve(prefix, cache, PROMPT)
-    assert prefix.pin(PROMPT[:40]) == 40
-    assert prefix.pin(PROMPT[:20]) == 20
-    assert prefix.pin([-5] * 40) == 0
-    assert prefix.evict(1000) == 52
-    assert prefix.acquire(PROMPT)[1] == 48
-    seq_id, _ = prefix.acquire([-1])
-    with pytest.raises(kvcache.CacheFullError):
-        feed(cache, seq_id, [-1] * 200, 0, 8 * BLOCK)
-    prefix.unpin(PROMPT[:40])
-    with pytest.raises(kvcache.CacheFullError):
-        feed(cache, seq_id, [-1] * 200, 0, 9 * BLOCK)
-    prefix.unpin(PROMPT[:20])
-    cache.clear()
-    serve(prefix, cache, PROMPT)
-    prefix.unpin(PROMPT)
-    feed(cache, 77, [-1] * 200, 0, 10 * BLOCK)
 
 
 def test_an_error_of_a_full_cache_says_what_is_pinned():
