@@ -140,15 +140,19 @@ def test_what_was_read_before_a_prompt_was_forgotten_is_not_added() -> None:
     assert other.acquire([*PROMPT, 1])[1] == 0
 
 
+class Failing(dict[str, bytes]):
+    """A store whose next deletions fail."""
+
+    num_failures: float = math.inf
+
+    def __delitem__(self, key: str) -> None:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise OSError("no")
+        super().__delitem__(key)
+
+
 def test_what_is_to_be_deleted_is_not_fetched_and_deleted_as_soon_as_that_succeeds() -> None:
-    class Failing(dict[str, bytes]):
-        fails = True
-
-        def __delitem__(self, key: str) -> None:
-            if self.fails:
-                raise OSError("no")
-            super().__delitem__(key)
-
     store = Failing()
     cache, prefix = make(store=store)
     longer = [*PROMPT[:20], *range(700, 720)]
@@ -163,7 +167,7 @@ def test_what_is_to_be_deleted_is_not_fetched_and_deleted_as_soon_as_that_succee
         assert each.lookup(PROMPT, store=True) == each.lookup(longer, store=True) == 0
         assert each.acquire([*PROMPT, 1])[1] == each.acquire([*longer, 1])[1] == 0
     assert prefix.acquire([*PROMPT, 1])[1] == prefix.acquire([*longer, 1])[1] == 0
-    store.fails = False
+    store.num_failures = 0
     for _ in range(100):  # the store is left alone for a while after failures
         prefix.forget(PROMPT)
         prefix.flush(10)
@@ -245,15 +249,6 @@ def test_what_waits_to_be_written_and_is_forgotten_is_no_failure() -> None:
 
 
 def test_what_is_computed_again_after_a_failed_deletion_is_read_again_and_stays() -> None:
-    class Failing(dict[str, bytes]):
-        num_failures = 0
-
-        def __delitem__(self, key: str) -> None:
-            if self.num_failures:
-                self.num_failures -= 1
-                raise OSError("no")
-            super().__delitem__(key)
-
     store = Failing()
     cache, prefix = make(store=store)
     other = [*range(500, 540)]
@@ -274,22 +269,17 @@ def test_what_is_computed_again_after_a_failed_deletion_is_read_again_and_stays(
 
 
 def test_what_is_written_while_its_deletion_waits_again_is_not_deleted() -> None:
-    class Failing(HeldUp):
-        fails = True
+    class HeldUpAndFailing(HeldUp, Failing):
+        pass
 
-        def __delitem__(self, key: str) -> None:
-            if self.fails:
-                raise OSError("no")
-            super().__delitem__(key)
-
-    store = Failing()
+    store = HeldUpAndFailing()
     store.may_go_on.set()
     cache, prefix = make(store=store)
     serve(cache, prefix, PROMPT)
     assert prefix.flush(10)
     prefix.forget(PROMPT)
     assert not prefix.flush(10)
-    store.fails = False
+    store.num_failures = 0
     store.may_go_on.clear()
     serve(cache, prefix, PROMPT)
     prefix.forget([*range(500, 540)])  # has what the store failed to delete deleted, behind the writes
@@ -397,10 +387,6 @@ def test_a_store_without_contains_and_a_timeout_without_end() -> None:
 
 
 def test_deletions_that_the_store_did_not_make_are_told() -> None:
-    class Failing(dict[str, bytes]):
-        def __delitem__(self, key: str) -> None:
-            raise OSError("no")
-
     cache, prefix = make(store=Failing())
     serve(cache, prefix, PROMPT)
     assert prefix.flush(10)

@@ -346,6 +346,17 @@ static void test_slow_function(void) {
 
 /* ---- rows that are written where they lie ------------------------------------------------------------------------ */
 
+/* Describes rows of two heads for kvc_inject. */
+static kvc_rows_in rows_in(const float *k, const float *v) {
+    return (kvc_rows_in){.struct_size = sizeof(kvc_rows_in),
+                         .k = k,
+                         .v = v,
+                         .k_head_stride = K_DIM * sizeof *k,
+                         .k_row_stride = 2 * K_DIM * sizeof *k,
+                         .v_head_stride = V_DIM * sizeof *v,
+                         .v_row_stride = 2 * V_DIM * sizeof *v};
+}
+
 /* Replaces rows of a sequence of BASE tokens by equal rows. */
 static kvc_status inject_again(kvc_cache *cache, int64_t id, int layer, int32_t begin, int32_t end, float *k,
                                float *v) {
@@ -355,14 +366,8 @@ static kvc_status inject_again(kvc_cache *cache, int64_t id, int layer, int32_t 
             for (int d = 0; d < K_DIM; d++) k[(i * 2 + h) * K_DIM + d] = element(begin + i, layer, 0, h, d);
             for (int d = 0; d < V_DIM; d++) v[(i * 2 + h) * V_DIM + d] = element(begin + i, layer, 1, h, d);
         }
-    const kvc_rows_in in = {.struct_size = sizeof in,
-                            .k = k,
-                            .v = v,
-                            .k_head_stride = K_DIM * sizeof *k,
-                            .k_row_stride = 2 * K_DIM * sizeof *k,
-                            .v_head_stride = V_DIM * sizeof *v,
-                            .v_row_stride = 2 * V_DIM * sizeof *v,
-                            .num_replaced = &num};
+    kvc_rows_in in = rows_in(k, v);
+    in.num_replaced = &num;
     const kvc_status status = kvc_inject(cache, id, layer, begin, end, &in);
     CHECK(num == (status == KVC_OK ? end - begin : 0));
     return status;
@@ -418,13 +423,7 @@ static void test_injecting_beside_others(void) {
         atomic_store(&injected.is_done, 0);
         CHECK(pthread_create(&editor, NULL, edit_others, cache) == 0);
         CHECK(mprotect(k, page_size(), PROT_NONE) == 0);
-        const kvc_rows_in in = {.struct_size = sizeof in,
-                                .k = k,
-                                .v = v,
-                                .k_head_stride = K_DIM * sizeof *k,
-                                .k_row_stride = 2 * K_DIM * sizeof *k,
-                                .v_head_stride = V_DIM * sizeof *v,
-                                .v_row_stride = 2 * V_DIM * sizeof *v};
+        const kvc_rows_in in = rows_in(k, v);
         CHECKF(kvc_inject(cache, shared ? 3 : 0, 0, 0, 60, &in) == KVC_OK, "%s", kvc_last_error());
         pthread_join(editor, NULL);
         for (int i = 0; i < 6; i++) CHECKF(injected.statuses[i] == KVC_OK, "%d: %d", i, (int)injected.statuses[i]);
