@@ -68,7 +68,7 @@ kvc_status kvc_fetch_find(kvc_fetch *f, int32_t end, kvc_node **last) {
 void kvc_fetch_use(const kvc_fetch *f, kvc_node *node, int64_t used) {
     const int64_t own = f->before + f->tokens->num_tokens - node->end;
     if (used < own) used = own;
-    if (node->rows->used != used) kvc_node_relist_at(node, used, f->time);
+    if (node->rows->used != used) kvc_node_relist_at(node, used);
 }
 
 void kvc_fetch_touch(kvc_fetch *f) {

@@ -4,8 +4,8 @@
  * the id of its rows, which no other rows ever have.  So the call finds the block again, or learns that it is gone, at
  * once, however many blocks stand before it.
  *
- * The call's blocks count as used when it began, or when it marked all of them again.  Each has a place of its own
- * among all uses, set aside then.  So the last blocks are evicted first, also while the call runs.
+ * Each of the call's blocks has a place of its own among all uses.  The call sets these places aside when it begins,
+ * and when it marks all of its blocks again.  So the last blocks are evicted first, also while the call runs.
  *
  * All functions are called with the mutex held.
  */

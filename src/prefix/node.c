@@ -60,10 +60,10 @@ static void unsort_unpinned(kvc_node *node) {
 }
 
 /* Adds a node with rows to the sets and the index, by its use, and takes it out. */
-static void enter(kvc_node *node, int64_t used, int64_t time) {
+static void enter(kvc_node *node, int64_t used) {
     kvc_tree *tree = node->tree;
     kvc_cache_use(tree->cache, node->rows, used);
-    node->time = time;
+    node->time = tree->ttl ? kvc_now() : 0;
     kvc_sorted_add(&tree->with_rows, &node->with_rows, is_behind);
     tree->num_tokens += kvc_node_size(node);
     sort_unpinned(node);
@@ -96,31 +96,23 @@ static void fill_quota(kvc_tree *tree) {
         protect(tree, next);
 }
 
-static int64_t time_now(const kvc_tree *tree) { return tree->ttl ? kvc_now() : 0; }
-
-void kvc_node_enter(kvc_node *node) {
-    kvc_tree *tree = node->tree;
-    enter(node, ++tree->cache->num_uses, time_now(tree));
-}
+void kvc_node_enter(kvc_node *node) { enter(node, ++node->tree->cache->num_uses); }
 
 void kvc_node_leave(kvc_node *node) {
     leave(node);
     fill_quota(node->tree);
 }
 
-void kvc_node_relist_at(kvc_node *node, int64_t used, int64_t time) {
+void kvc_node_relist_at(kvc_node *node, int64_t used) {
     kvc_tree *tree = node->tree;
     const int is_earlier = used < node->rows->used;
     leave(node);
     if (is_earlier) fill_quota(tree); /* nodes used since come before it */
-    enter(node, used, time);
+    enter(node, used);
     if (node->checkpoint) kvc_checkpoints_touch(&tree->checkpoints, node->checkpoint);
 }
 
-void kvc_node_relist(kvc_node *node) {
-    kvc_tree *tree = node->tree;
-    kvc_node_relist_at(node, ++tree->cache->num_uses, time_now(tree));
-}
+void kvc_node_relist(kvc_node *node) { kvc_node_relist_at(node, ++node->tree->cache->num_uses); }
 
 void kvc_tree_date(kvc_tree *tree) {
     if (tree->ttl) tree->horizon = kvc_now() - tree->ttl;

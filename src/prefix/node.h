@@ -90,9 +90,9 @@ void kvc_node_leave(kvc_node *node);
 /* Adds to kvc_node.num_pins, and pins its rows as often. */
 void kvc_node_pin_rows(kvc_node *node, int32_t add);
 
-/* Marks a node with rows as used, and its state: now, or at a time and in its place among all uses. */
+/* Marks a node with rows as used now, and its state: as the last of all uses, or in its place among them. */
 void kvc_node_relist(kvc_node *node);
-void kvc_node_relist_at(kvc_node *node, int64_t used, int64_t time);
+void kvc_node_relist_at(kvc_node *node, int64_t used);
 
 /* Marks the live nodes from one up to the root as used, those nearer to the root as more recently. */
 void kvc_node_touch(kvc_node *node);

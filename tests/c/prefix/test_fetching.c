@@ -246,6 +246,16 @@ static void test_slow_store(void) {
     close_fetched();
 }
 
+/* A block counts as used when it is added, however long its store took. */
+static void test_slower_than_blocks_live(void) {
+    open_fetched((kvc_config){0}, (kvc_prefix_config){.ttl_ms = 1000});
+    event = let_expire;
+    event_at = 0;
+    CHECK(fetch(KVC_OK) == PROMPT);
+    CHECKF(known(ids, PROMPT + 1) == PROMPT, "%d are known", known(ids, PROMPT + 1));
+    close_fetched();
+}
+
 /* A store that fails costs the blocks behind: those before are known, and go from the last one on. */
 static void test_failing_store(int at) {
     open_fetched((kvc_config){0}, (kvc_prefix_config){0});
@@ -416,6 +426,7 @@ static void test_all_drops(void) {
     for (int at = 0; at < NUM; at += 4) test_goes_on(forget_another, at);
     for (int at = 0; at < NUM; at += 4) test_failing_store(at);
     test_slow_store();
+    test_slower_than_blocks_live();
     test_fork(5);
 }
 
