@@ -112,7 +112,7 @@ static void unsort(kvc_checkpoints *all, kvc_checkpoint *checkpoint) {
 
 void kvc_checkpoints_touch(kvc_checkpoints *all, kvc_checkpoint *checkpoint) {
     unsort(all, checkpoint);
-    checkpoint->stamp = ++all->clock;
+    checkpoint->stamp = checkpoint->node->rows->used;
     sort(all, checkpoint);
 }
 
@@ -143,7 +143,7 @@ int kvc_checkpoints_put(kvc_checkpoints *all, kvc_node *node, kvc_checkpoint *ch
     node->checkpoint = checkpoint;
     checkpoint->node = node;
     checkpoint->goes = node->rows && node->rows->is_evictable;
-    checkpoint->stamp = ++all->clock;
+    checkpoint->stamp = ++all->cache->num_uses;
     all->num_bytes += checkpoint->num_bytes;
     all->num++;
     sort(all, checkpoint);

@@ -11,7 +11,7 @@
 typedef struct kvc_checkpoint {
     kvc_links unpinned;      /* place in kvc_checkpoints.unpinned, unless it has a pin; first, as checkpoint.c casts */
     struct kvc_node *node;   /* its block; NULL: the block has gone, or has let go of it */
-    int64_t stamp;           /* the more recently it was used, the larger */
+    int64_t stamp;           /* as of kvc_cache.num_uses: the more recently it was used, the larger */
     int32_t num_users;       /* the block, sequences that go on from it, and calls: it is freed with the last one */
     int32_t goes;            /* its block loses its rows if everything evictable is evicted */
     int64_t evictable_bytes; /* it has so many of cache->evictable_bytes */
@@ -22,7 +22,6 @@ typedef struct kvc_checkpoint {
 typedef struct kvc_checkpoints {
     kvc_cache *cache;
     kvc_sorted unpinned;                              /* those without a pin, by stamp */
-    int64_t clock;                                    /* the last stamp */
     int64_t num, num_bytes, pinned_bytes, most_bytes; /* bytes of states; most 0: no limit */
 } kvc_checkpoints;
 
@@ -71,7 +70,7 @@ void kvc_checkpoints_drop(kvc_checkpoints *all, struct kvc_node *node);
 /* Adds to the pins of a block's state, whichever state the block has. */
 void kvc_checkpoints_pin(kvc_checkpoints *all, struct kvc_node *node, int32_t add);
 
-/* Marks one as used. */
+/* Marks one as used, in the place of its block among all uses. */
 void kvc_checkpoints_touch(kvc_checkpoints *all, kvc_checkpoint *checkpoint);
 
 #endif

@@ -256,6 +256,20 @@ static void test_slower_than_blocks_live(void) {
     close_fetched();
 }
 
+/* A fetch uses the states of its first blocks last: once another prompt adds states, the last ones are dropped first.
+ */
+static void test_order_of_states(void) {
+    open_fetched((kvc_config){0}, (kvc_prefix_config){.max_checkpoint_bytes = NUM * STATE});
+    CHECK(fetch(KVC_OK) == PROMPT && stats_now().checkpoints == NUM);
+    const int64_t id = acquire(others, PROMPT + 1, NULL);
+    for (int i = 1; i <= NUM; i++) {
+        feed_to(id, i * BLOCK, BLOCK);
+        checkpoint(id, others, i * BLOCK, i);
+        CHECKF(known(ids, PROMPT + 1) == PROMPT - i * BLOCK, "%d are known", known(ids, PROMPT + 1));
+    }
+    close_fetched();
+}
+
 /* A store that fails costs the blocks behind: those before are known, and go from the last one on. */
 static void test_failing_store(int at) {
     open_fetched((kvc_config){0}, (kvc_prefix_config){0});
@@ -438,6 +452,7 @@ int main(void) {
         num_policies = i < 2 ? 1 : 2;
         state_bytes = i == 1 ? STATE : 0;
         test_all_drops();
+        if (state_bytes) test_order_of_states();
         for (int at = 3; at < NUM; at++) test_cut_short(at);
     }
     policies = (kvc_policy[]){sliding_policy(6, 0, 0), sliding_policy(9, 0, 0)};
