@@ -213,10 +213,12 @@ static int keep_next(kvc_session *session) {
         const kvc_status status =
             kvc_node_new(session->prefix->tree, session->sequence, begin, end, &session->pending, &node);
         if (status != KVC_OK) return 0;
-        if (node && is_known && !(node = kvc_tree_add(session->last, node, &tokens))) return 0;
+        if (is_known) /* where windows have lost all rows of the block, it is a place for what follows */
+            node = node ? kvc_tree_add(session->last, node, &tokens) : kvc_tree_add_empty(session->last, &tokens);
+        if (is_known && !node) return 0;
     }
-    if (is_known && node) set_last(session, node);
-    session->retained_to = end; /* where windows have lost all rows of the block, there is nothing to keep */
+    if (is_known) set_last(session, node);
+    session->retained_to = end;
     return 1;
 }
 

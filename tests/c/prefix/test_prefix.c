@@ -267,6 +267,28 @@ static void test_gaps(void) {
     close_world();
 }
 
+/* A commit lacks memory to keep a block, and windows lose the block since: later commits keep the next blocks. */
+static void test_gap_of_a_commit(void) {
+    static const float row[DIM];
+    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row};
+    const kvc_policy policy = sliding_policy(3, 0, 0);
+    const int64_t *ids = numbers(7);
+    kvc_batch *batch;
+    open_world(&policy, 1, no_limits, (kvc_prefix_config){0});
+    const int64_t id = acquire(ids, 20, NULL);
+    feed_to(id, 2, 2);
+    CHECK(begin_at_end(cache, id, 5, &batch) == KVC_OK && kvc_put(batch, 0, &put) == KVC_OK);
+    memory_fail(&heap, 0, 99);
+    CHECK(kvc_commit(batch) == KVC_OK);
+    heap.is_failing = 0;
+    CHECK(heap.failed && known(ids, 20) == 0);
+    feed_to(id, 12, 5);
+    CHECKF(known(ids, 20) == 12, "%d are known", known(ids, 20));
+    release(id, ids, 12);
+    CHECK(known(ids, 20) == 12);
+    close_world();
+}
+
 /* ---- which blocks are gone on from ------------------------------------------------------------------------------- */
 
 /* Returns the numbers from `first` on, with a block in common with others behind the first one. */
@@ -450,6 +472,7 @@ int main(void) {
     test_shorter();
     test_beginnings();
     test_gaps();
+    test_gap_of_a_commit();
     test_reuse();
     test_tree();
     test_checkpoints();
