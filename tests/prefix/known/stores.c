@@ -321,11 +321,14 @@ void do_fetch(world *w) {
     for (int i = 0; i < num_reads; i++)
         if ((first + i + 1) * block > limit || memcmp(reads[i], names[first + i], KVC_NAME_BYTES))
             fail(w, "read %d of a fetch is none of block %d", i, first + i);
-    int in_store = 0, goes_on = 1; /* also over blocks with rows that the store lacks */
-    for (int end = (first + 1) * block; goes_on && end <= limit; end += block) {
-        const int is_stored = find_value(names[end / block - 1], 0) != NULL;
-        in_store += is_stored;
-        goes_on = is_stored || end <= with_rows;
+    int in_store[2] = {0, 0}; /* it goes on over kept blocks that the store lacks: surely kept ones, or any */
+    for (int may = 0; may < 2; may++) {
+        for (int end = (first + 1) * block, goes_on = 1; goes_on && end <= limit; end += block) {
+            const int is_stored = find_value(names[end / block - 1], 0) != NULL;
+            const kept *b = find_kept(p, text_begin(node, end), end - block);
+            in_store[may] += is_stored;
+            goes_on = is_stored || ((may || !p->config.ttl_ms) && (end <= with_rows || (b && (may || b->is_sure))));
+        }
     }
     int lacking = 0; /* what is not there in any case */
     for (int i = 0; i < num_served; i++) {
@@ -334,10 +337,11 @@ void do_fetch(world *w) {
     }
     const int may_lack = w->shape.is_limited || may_lack_room(w, p, p->config.state_bytes); /* it ends without room */
     if (!status && fault == NO_FAULT && !w->is_short && !may_lack &&
-        (num_served != in_store || fetched < lacking * block))
-        fail(w, "prefix %d: %d tokens of %s are fetched behind %d, and %d read, but %d are stored, %d of them new",
-             (int)(p - w->prefixes), fetched, spell(node), before, num_served * block, in_store * block,
-             lacking * block);
+        (num_served < in_store[0] || num_served > in_store[1] || fetched < lacking * block))
+        fail(w,
+             "prefix %d: %d tokens of %s are fetched behind %d, and %d read, but %d to %d are stored, %d of them new",
+             (int)(p - w->prefixes), fetched, spell(node), before, num_served * block, in_store[0] * block,
+             in_store[1] * block, lacking * block);
     note_use(w, p, node, length, 0);
     notice_evictions(w, p->cache, bit_of(w, p));
     for (int i = 0; i < num_served; i++) {
@@ -346,7 +350,8 @@ void do_fetch(world *w) {
         note_payload(w, p, text_begin(node, (number + 1) * block), v->bytes + HEADER, v->size - HEADER);
     }
     const int after = check_lookup(w, p, text_begin(node, limit));
-    if (after < before && !w->shape.is_limited) fail(w, "fewer tokens are known once they were fetched");
+    if (after < before && !w->shape.is_limited && !p->config.max_checkpoint_bytes)
+        fail(w, "fewer tokens are known once they were fetched");
 }
 
 /* Whether the blocks that have to be listed were: each of them surely new one. */
@@ -465,6 +470,7 @@ void do_add(world *w) {
             CALL(w, status, add_payload(p->handle, tokens_of(node, &tokens), i, v->bytes, v->size, &is_known));
             must(w, status);
             trace(w, "add to prefix %d: %s: %d", (int)(p - w->prefixes), spell(text_begin(node, end)), is_known);
+            note_use(w, p, node, text_length(node), 0);
             const int begin = i * block, may_be = is_possible || find_kept(p, text_begin(node, end), begin) ||
                                                   known(w, p, text_begin(node, begin), begin, 0, 0) == begin;
             if ((is_sure && !is_known && !w->is_short) || (!may_be && is_known))
