@@ -233,3 +233,23 @@ def test_fetching_long_prompts(slope):
         return seconds
 
     slope("acquire of a prompt of so many blocks in a store", sizes, fetch, "<= 1.2")
+
+
+def test_states_that_lack_rows(slope):
+    """Look up a prompt with a state behind each block, of which windows have lost the rows."""
+
+    def look_up(size):
+        policy = [kvcache.FullAttention(), kvcache.SlidingWindow(3)]
+        cache = kvcache.KVCache(2, 1, DIM, None, policy=policy, max_sequences=None, num_threads=1, block_size=16)
+        prefix = kvcache.PrefixCache(cache, fingerprint="any", state_bytes=1)
+        prompt = [*range(16 * size)]
+        for end in range(5, len(prompt), 16):
+            append(cache, range(max(0, end - 16), end), [0] * min(16, end))
+            prefix.checkpoint(0, prompt[:end])
+        for end in range(16, len(prompt) - 11, 16):
+            prefix.checkpoint(0, prompt[:end], b"0")
+        seconds, found = timed(prefix.lookup, prompt[:-11])
+        assert not found
+        return seconds
+
+    slope("lookup of a prompt of so many blocks with states that lack rows", (125, 250, 500), look_up, "<= 1.2")

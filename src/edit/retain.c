@@ -194,31 +194,24 @@ kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int
 
 /* ---- going on from retained sequences ---------------------------------------------------------------------------- */
 
-/* Pieces, in order of position. */
-typedef struct pieces {
-    kvc_cache *cache;
-    const kvc_piece *items; /* [num] */
-    int32_t num;
-} pieces;
-
 /* Returns the run of piece i that has a row of group g at a position; NULL if it has none there. */
-static const kvc_run *run_at(const pieces *p, int32_t i, int32_t g, int32_t position) {
+static const kvc_run *run_at(const kvc_pieces *p, int32_t i, int32_t g, int32_t position) {
     const kvc_piece *piece = &p->items[i];
     return piece->rows && position < piece->end ? kvc_runs_at(&piece->rows->runs[g], position) : NULL;
 }
 
 /* Return the first and the last piece that begins where piece i does. */
-static int32_t first_beside(const pieces *p, int32_t i) {
+static int32_t first_beside(const kvc_pieces *p, int32_t i) {
     while (i > 0 && p->items[i - 1].begin == p->items[i].begin) i--;
     return i;
 }
-static int32_t last_beside(const pieces *p, int32_t i) {
+static int32_t last_beside(const kvc_pieces *p, int32_t i) {
     while (i + 1 < p->num && p->items[i + 1].begin == p->items[i].begin) i++;
     return i;
 }
 
 /* Returns the end of the rows of group g that stand at positions from 0 on without a gap. */
-static int32_t covered_to(const pieces *p, int32_t g) {
+static int32_t covered_to(const kvc_pieces *p, int32_t g) {
     int32_t end = 0;
     for (int32_t i = 0; i < p->num; i++) {
         const kvc_run *run = run_at(p, i, g, end);
@@ -230,14 +223,14 @@ static int32_t covered_to(const pieces *p, int32_t g) {
 }
 
 /* Returns the index of the last piece, at most `last`, that begins below `end`; -1 if there is none. */
-static int32_t find_below(const pieces *p, int32_t last, int32_t end) {
+static int32_t find_below(const kvc_pieces *p, int32_t last, int32_t end) {
     while (last >= 0 && (!p->items[last].rows || p->items[last].begin >= end)) last--;
     return last;
 }
 
 /* Returns the first of the positions below `end` that have rows of group g up to `end` without a gap.  Pieces behind
  * `last` have no rows below `end`. */
-static int32_t covered_from(const pieces *p, int32_t g, int32_t end, int32_t last) {
+static int32_t look_covered_from(const kvc_pieces *p, int32_t g, int32_t end, int32_t last) {
     for (int32_t i = find_below(p, last, end); i >= 0; i = find_below(p, i - 1, end)) {
         const kvc_run *run = end > 0 ? run_at(p, i, g, end - 1) : NULL;
         if (run) {
@@ -250,13 +243,21 @@ static int32_t covered_from(const pieces *p, int32_t g, int32_t end, int32_t las
     return end;
 }
 
-/* Returns the position behind the last row of group g below `end`; 0 if there is none.  `last` as above. */
-static int32_t last_below(const pieces *p, int32_t g, int32_t end, int32_t last) {
-    int32_t found = 0, begin = -1;
+/* Does the same, and looks at no row twice while `end` falls. */
+static int32_t covered_from(const kvc_pieces *p, int32_t g, int32_t end, int32_t last) {
+    kvc_covered *c = &p->covered[g];
+    if (end <= c->begin || end > c->end) *c = (kvc_covered){c->to, look_covered_from(p, g, end, last), end};
+    return c->begin;
+}
+
+/* Returns the position behind the last row of group g below `end`, or any up to `least` if no row is behind that.
+ * `last` as above. */
+static int32_t last_below(const kvc_pieces *p, int32_t g, int32_t end, int32_t last, int32_t least) {
+    int32_t found = 0, begin = INT32_MAX;
     for (int32_t i = find_below(p, last, end); i >= 0; i = find_below(p, i - 1, end)) {
         const kvc_run_list *list = &p->items[i].rows->runs[g];
         const int32_t most = kvc_lower(end, p->items[i].end);
-        if (found && p->items[i].begin != begin) break;
+        if (p->items[i].begin != begin && (found || begin <= least)) break;
         begin = p->items[i].begin;
         for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
             if (run->position < most && kvc_lower(run->position + run->count, most) > found)
@@ -272,34 +273,37 @@ static int32_t fresh_start(const kvc_policy *policy, int32_t end) {
 }
 
 /* Returns the largest position, at most `end`, at which group g holds all that a query there would see. */
-static int32_t find_end(const pieces *p, int32_t g, int32_t end) {
+static int32_t find_end(const kvc_pieces *p, int32_t g, int32_t end) {
     const kvc_policy *policy = &p->cache->policies[g];
-    const int32_t first_gap = covered_to(p, g);
+    const int32_t first_gap = p->covered[g].to;
     if (!kvc_policy_expires(policy) || first_gap < kvc_policy_sinks(policy)) return first_gap < end ? first_gap : end;
     for (int32_t last = p->num - 1; end > first_gap;) {
         last = find_below(p, last, end);
         const int32_t from = covered_from(p, g, end, last);
         if (from <= kvc_policy_lowest(policy, end)) break;
         /* The row at from - 1 is missing: what ends in this gap must see nothing, or else end before it. */
-        const int32_t before = last_below(p, g, from - 1, last), fresh = fresh_start(policy, from - 1);
+        const int32_t fresh = fresh_start(policy, from - 1), before = last_below(p, g, from - 1, last, fresh);
         end = before > fresh ? before : fresh;
     }
     return end;
 }
 
 /* Returns the largest position, at most `length`, at which all groups do. */
-static int32_t find_match(const pieces *p, int32_t length) {
+static int32_t find_match(kvc_pieces *p, int32_t length) {
+    p->num = find_below(p, p->num - 1, length) + 1;
     for (int32_t g = 0, end; g < p->cache->num_token_groups; g++) {
         end = find_end(p, g, length);
-        if (end < length) g = -1; /* groups before may have gaps in the windows of an earlier position */
+        if (end == length) continue;
+        g = -1; /* groups before may have gaps in the windows of an earlier position */
         length = end;
+        p->num = find_below(p, p->num - 1, length) + 1;
     }
     return length;
 }
 
 /* Visits the rows of group g at positions [begin, end) of pieces [first, past) that begin alike, each position once. */
-static void visit_beside(const pieces *p, int32_t first, int32_t past, int32_t g, kvc_interval at, kvc_part_fn *visit,
-                         void *context) {
+static void visit_beside(const kvc_pieces *p, int32_t first, int32_t past, int32_t g, kvc_interval at,
+                         kvc_part_fn *visit, void *context) {
     if (past == first + 1) {
         const kvc_piece *piece = &p->items[first];
         if (piece->rows && at.begin < at.end)
@@ -317,7 +321,8 @@ static void visit_beside(const pieces *p, int32_t first, int32_t past, int32_t g
 }
 
 /* Visits the rows of group g below `end`, except those in a gap. */
-static void visit_pieces(const pieces *p, int32_t g, kvc_interval gap, int32_t end, kvc_part_fn *visit, void *context) {
+static void visit_pieces(const kvc_pieces *p, int32_t g, kvc_interval gap, int32_t end, kvc_part_fn *visit,
+                         void *context) {
     for (int32_t i = 0, past; i < p->num; i = past) {
         int32_t low = p->items[i].begin, high = low; /* of these pieces */
         past = last_beside(p, i) + 1;
@@ -331,11 +336,11 @@ static void visit_pieces(const pieces *p, int32_t g, kvc_interval gap, int32_t e
 }
 
 /* Makes one group of a sequence of what a query at `end` or later sees, and what its policy retains besides. */
-static kvc_status attach_group(const pieces *p, int32_t g, int32_t end, kvc_run_list *list) {
+static kvc_status attach_group(const kvc_pieces *p, int32_t g, int32_t end, kvc_run_list *list) {
     const kvc_policy *policy = &p->cache->policies[g];
     kvc_interval gap = {0, 0};
     if (kvc_policy_expires(policy)) {
-        const int32_t covered = covered_from(p, g, end, p->num - 1);
+        const int32_t covered = look_covered_from(p, g, end, p->num - 1);
         gap = kvc_policy_expired(policy, end);
         if (covered > gap.end) gap.end = covered;
         if (gap.end < gap.begin) gap.end = gap.begin;
@@ -350,17 +355,19 @@ static kvc_status attach_group(const pieces *p, int32_t g, int32_t end, kvc_run_
     return KVC_OK;
 }
 
-int32_t kvc_match_pieces(kvc_cache *cache, const kvc_piece *items, int32_t num, int32_t length) {
-    const pieces p = {cache, items, num};
-    int32_t end = 0; /* behind the last token that any piece had */
+kvc_pieces kvc_pieces_begin(kvc_cache *cache, const kvc_piece *items, int32_t num, kvc_covered *covered) {
+    kvc_pieces p = {cache, items, covered, num, 0};
     for (int32_t i = 0; i < num; i++)
-        if (items[i].rows && kvc_lower(kvc_sequence_next(items[i].rows), items[i].end) > end)
-            end = kvc_lower(kvc_sequence_next(items[i].rows), items[i].end);
-    return find_match(&p, kvc_lower(length, end));
+        if (items[i].rows && kvc_lower(kvc_sequence_next(items[i].rows), items[i].end) > p.end)
+            p.end = kvc_lower(kvc_sequence_next(items[i].rows), items[i].end);
+    for (int32_t g = 0; g < cache->num_token_groups; g++) covered[g] = (kvc_covered){covered_to(&p, g), 0, 0};
+    return p;
 }
 
+int32_t kvc_pieces_match(kvc_pieces *p, int32_t length) { return find_match(p, kvc_lower(length, p->end)); }
+
 kvc_status kvc_attach_pieces(kvc_cache *cache, const kvc_piece *items, int32_t num, int64_t id, int32_t matched) {
-    const pieces p = {cache, items, num};
+    const kvc_pieces p = {.cache = cache, .items = items, .num = num};
     kvc_sequence *sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
     kvc_status status = sequence ? KVC_OK : kvc_fail_sequence(id);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)

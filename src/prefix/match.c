@@ -58,7 +58,8 @@ kvc_node *kvc_match_path(const kvc_match *m, int32_t position) {
 }
 
 /* Finds the last state behind tokens that have rows. */
-static void find_state(const kvc_prefix *prefix, const kvc_tokens *tokens, kvc_match *m) {
+static void find_state(const kvc_prefix *prefix, const kvc_tokens *tokens, kvc_pieces *pieces, kvc_match *m) {
+    m->known = 0;
     const int32_t block = prefix->cache->pools[0].block_size;
     const kvc_node *parent = m->last;
     for (int32_t limit = prefix->tree->checkpoints.num ? m->with_rows : 0; limit;) {
@@ -66,12 +67,25 @@ static void find_state(const kvc_prefix *prefix, const kvc_tokens *tokens, kvc_m
         while (parent->end > begin) parent = parent->parent;
         const kvc_token_span part = kvc_tokens_part(tokens, begin, limit);
         kvc_node *node = parent->end == begin ? kvc_node_with_state(parent, &part) : NULL;
-        limit = node ? kvc_match_pieces(prefix->cache, m->pieces, m->num, node->end) : begin;
+        limit = node ? kvc_pieces_match(pieces, node->end) : begin;
         if (!node || limit < node->end) continue;
         m->with_state = node;
         m->known = limit;
         return;
     }
+}
+
+/* Finds the known tokens among the first `limit` of blocks that were added. */
+static kvc_status find_known(const kvc_prefix *prefix, const kvc_tokens *tokens, int32_t limit, kvc_match *m) {
+    kvc_cache *cache = prefix->cache;
+    const uint64_t size = ((uint64_t)cache->num_token_groups + 1) * sizeof(kvc_covered);
+    kvc_covered *covered = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
+    if (!covered) return kvc_fail(KVC_ERR_NOMEM, "out of memory to match %d blocks", m->num);
+    kvc_pieces pieces = kvc_pieces_begin(cache, m->pieces, m->num, covered);
+    m->known = m->with_rows = kvc_pieces_match(&pieces, limit);
+    if (prefix->state_bytes) find_state(prefix, tokens, &pieces, m);
+    kvc_memory_free(&cache->memory, covered, size, KVC_MEMORY_SCRATCH, -1);
+    return KVC_OK;
 }
 
 kvc_status kvc_match_find(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, kvc_match *m) {
@@ -81,17 +95,10 @@ kvc_status kvc_match_find(const kvc_prefix *prefix, const kvc_tokens *tokens, in
     m->pieces = kvc_memory_alloc(&cache->memory, size_of(m), KVC_MEMORY_SCRATCH, -1);
     if (!m->pieces) return kvc_fail(KVC_ERR_NOMEM, "out of memory to find %lld tokens", (long long)limit);
     if (kvc_tree_is_forgetting(prefix->tree, kvc_tokens_part(tokens, 0, 1))) limit = 0;
-    const kvc_status status = add_blocks(prefix, tokens, limit, m);
-    if (status != KVC_OK) {
-        kvc_match_free(cache, m);
-        return status;
-    }
-    m->with_rows = kvc_match_pieces(cache, m->pieces, m->num, (int32_t)limit);
-    if (prefix->state_bytes)
-        find_state(prefix, tokens, m);
-    else
-        m->known = m->with_rows;
-    return KVC_OK;
+    kvc_status status = add_blocks(prefix, tokens, limit, m);
+    if (status == KVC_OK) status = find_known(prefix, tokens, (int32_t)limit, m);
+    if (status != KVC_OK) kvc_match_free(cache, m);
+    return status;
 }
 
 void kvc_match_free(kvc_cache *cache, const kvc_match *m) {

@@ -456,6 +456,29 @@ static void test_state_without_rows(void) {
     close_world();
 }
 
+/* Of the states of a prompt, the last one behind which windows have their rows is found. */
+static void test_states_that_lack_rows(void) {
+    enum { NUM = 60, LAST = 25 };
+    const kvc_policy policies[] = {full, sliding_policy(3, 0, 0), chunked_policy(7, 0)};
+    const int64_t *ids = numbers(100);
+    for (int num_policies = 1; num_policies <= 3; num_policies++) {
+        open_world(policies, num_policies, (kvc_config){0}, (kvc_prefix_config){.state_bytes = STATE});
+        const int64_t id = kvc_new_sequence(cache);
+        for (int at = 2; at <= NUM; at += 4) {
+            const kvc_tokens tokens = tokens_of(ids, at);
+            feed_to(id, at, at);
+            CHECK(kvc_prefix_checkpoint(prefix, id, &tokens, NULL, 0) == KVC_OK);
+            if (at == LAST / 4 * 4 - 2) checkpoint(id, ids, at, 1);
+        }
+        for (int at = 4; at < NUM; at += 4) checkpoint(id, ids, at, 1);
+        const int found = num_policies == 1 ? NUM - 4 : LAST / 4 * 4 - 2;
+        CHECKF(known(ids, NUM - 2) == found && with_rows(ids, NUM - 2) == NUM - 2, "%d policies: %d of %d are known",
+               num_policies, known(ids, NUM - 2), with_rows(ids, NUM - 2));
+        CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
+        close_world();
+    }
+}
+
 /* A sequence lacks the tokens that a batch did not keep: no block has them, and no state stands behind them. */
 static void test_state_behind_a_gap(void) {
     const kvc_policy policies[] = {full, sliding_policy(3, 0, 0)};
@@ -555,6 +578,7 @@ int main(void) {
     test_added_again();
     test_late_state();
     test_state_without_rows();
+    test_states_that_lack_rows();
     test_state_behind_a_gap();
     test_block_with_a_gap();
     test_expired();

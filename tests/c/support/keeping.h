@@ -8,7 +8,7 @@
 #include "edit/retain.h"
 #include "support/test.h"
 
-enum { MOST_PIECES = 16 };
+enum { MOST_PIECES = 16, MOST_GROUPS = 16 };
 
 static inline kvc_sequence *find_retained(const kvc_cache *cache, int64_t id) {
     kvc_sequence *sequence = kvc_table_find(&cache->sequences, id);
@@ -72,7 +72,9 @@ static inline kvc_status attach_retained(kvc_cache *cache, const int64_t *ids, i
         if (rows && pieces[i].begin <= last) status = kvc_fail(KVC_ERR_INVALID, "ids[%d] stands before others", i);
         if (rows) last = kvc_sequence_last(rows);
     }
-    *matched = status == KVC_OK ? kvc_match_pieces(cache, pieces, num, length) : 0;
+    kvc_covered covered[MOST_GROUPS];
+    kvc_pieces found = kvc_pieces_begin(cache, pieces, num, covered);
+    *matched = status == KVC_OK ? kvc_pieces_match(&found, length) : 0;
     if (*matched) status = kvc_attach_pieces(cache, pieces, num, dst, *matched);
     if (status == KVC_OK && old) kvc_cache_forget(cache, old); /* all its rows have expired */
     kvc_unlock(cache, KVC_OK);
