@@ -650,7 +650,7 @@ KVC_API int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, i
 #define KVC_END INT32_MAX /* the end of a range of positions: behind the last one */
 
 /* Forgets every sequence, and the blocks that prefixes have kept by then.  The blocks are forgotten a few at a time, so
- * that other calls go on.  Memory is kept for reuse. */
+ * that other calls go on.  Pins stay, as in kvc_prefix_forget.  Memory is kept for reuse. */
 KVC_API kvc_status kvc_clear(kvc_cache *cache);
 
 /* Forgets one sequence.  Memory is kept for reuse. */
@@ -718,10 +718,10 @@ KVC_API kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, i
 KVC_API kvc_status kvc_settle(kvc_cache *cache);
 
 /* Marks a sequence's rows from `position` on as not exact (kvc_exact_to), including rows that a batch adds later.  Use
- * it if a mask that the cache does not know hid tokens from them, or showed them later ones.  It may be called at any
- * time, also while the sequence is in the open batch.  Call it before the commit: blocks that a prefix has kept by now,
- * at a commit or by kvc_prefix_checkpoint, stay and match others.  It does nothing if the sequence is empty and not in
- * the open batch.  Fails with KVC_ERR_INVALID. */
+ * it if a mask hid tokens from them, or showed them later ones: masked and non_causal of kvc_plan_args, and kvc_chosen,
+ * mark no rows.  It may be called at any time, also while the sequence is in the open batch.  Call it before the
+ * commit: blocks that a prefix has kept by now, at a commit or by kvc_prefix_checkpoint, stay and match others.  It
+ * does nothing if the sequence is empty and not in the open batch.  Fails with KVC_ERR_INVALID. */
 KVC_API kvc_status kvc_mark_inexact(kvc_cache *cache, int64_t seq_id, int32_t position);
 
 /* ---- reading and replacing rows ---------------------------------------------------------------------------------- */
@@ -870,7 +870,7 @@ typedef struct kvc_stats {
                                 KVC_ROPE_FUNCTION, and if they were shared, by kvc_settle and kvc_inject */
     int64_t rows_evicted;    /* rows of kept blocks that were evicted; a row that two blocks shared counts twice */
     int64_t retained;        /* kept blocks, and blocks that calls read or add, now */
-    int64_t evictable_slots; /* live slots that only kept blocks hold, now */
+    int64_t evictable_slots; /* live slots that only kept blocks hold, now; none of what pins and quotas protect */
 } kvc_stats;
 
 /* Fills in *stats, of stats_size bytes. */
@@ -1072,9 +1072,10 @@ KVC_API int64_t kvc_new_sequence(kvc_cache *cache);
 /* Sets *seq_id to a new sequence that holds the known tokens of a prompt, and *matched to their number.  That is at
  * most max_matched (-1: no limit), and less than all tokens, because the last one has to be fed.  If the prompt may
  * need all of max_bytes, the call drops blocks in which the match ends, before their last token.  The sequence then
- * goes on in their slots.  May be called while a batch is open.  Fails with KVC_ERR_INVALID if there are no tokens,
- * with KVC_ERR_NOMEM, and with KVC_ERR_CALLBACK if a kvc_shift_fn fails (reuse_min_tokens).  In the last case it may
- * have evicted kept blocks for rows that it moved before. */
+ * goes on in their slots.  It may lack rows that only resume_window keeps: kvc_can_resume says how far it can go back.
+ * May be called while a batch is open.  Fails with KVC_ERR_INVALID if there are no tokens, with KVC_ERR_NOMEM, and with
+ * KVC_ERR_CALLBACK if a kvc_shift_fn fails (reuse_min_tokens).  In the last case it may have evicted kept blocks for
+ * rows that it moved before. */
 KVC_API kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
                                       int64_t *seq_id, int32_t *matched);
 
@@ -1188,7 +1189,8 @@ typedef struct kvc_prefix_event {
 } kvc_prefix_event;
 
 /* Writes the events since the last call, in order: at most max_events.  Sets *num_events to how many it wrote, and
- * *num_lost to how many before them were overwritten because there are more than kvc_prefix_config.max_events. */
+ * *num_lost to how many before them were overwritten because there are more than kvc_prefix_config.max_events.
+ * kvc_prefix_clear takes away the events before its own, which do not count as lost. */
 KVC_API kvc_status kvc_prefix_take_events(kvc_prefix *prefix, kvc_prefix_event *events, size_t event_size,
                                           int64_t max_events, int64_t *num_events, int64_t *num_lost);
 

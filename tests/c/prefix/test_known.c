@@ -297,6 +297,21 @@ static void test_pins_are_no_use(void) {
     close_world();
 }
 
+/* kvc_clear leaves pins. */
+static void test_pins_are_not_cleared(void) {
+    const int64_t *ids = numbers(100);
+    kvc_stats stats;
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+    serve(ids, 8, 8);
+    pin(ids, 8, 8);
+    CHECK(kvc_clear(cache) == KVC_OK && known(ids, 8) == 0);
+    serve(ids, 8, 8);
+    evict(INT64_MAX);
+    kvc_get_stats(cache, &stats, sizeof stats);
+    CHECKF(known(ids, 8) == 8 && stats.live_slots == 8 && !stats.evictable_slots, "%d", known(ids, 8));
+    close_world();
+}
+
 /* Serves a prompt with a state behind its first `at` tokens. */
 static void serve_state(const int64_t *ids, int num, int at) {
     const int64_t id = acquire(ids, num, NULL);
@@ -456,7 +471,7 @@ static void test_state_without_rows(void) {
     close_world();
 }
 
-/* Of the states of a prompt, the last one behind which windows have their rows is found. */
+/* A match ends at the last state whose windows have their rows. */
 static void test_states_that_lack_rows(void) {
     enum { NUM = 60, LAST = 25 };
     const kvc_policy policies[] = {full, sliding_policy(3, 0, 0), chunked_policy(7, 0)};
@@ -570,6 +585,7 @@ int main(void) {
     test_pinned_twice();
     test_pinned_less();
     test_pins_are_no_use();
+    test_pins_are_not_cleared();
     test_pinned_state();
     test_pinned_states_fill();
     test_forgotten_pinned_state();
