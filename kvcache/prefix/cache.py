@@ -235,6 +235,7 @@ class PrefixCache:
         common = {
             "fingerprint": fingerprint,
             "store": store,
+            "secret": secret,
             "reuse_min_tokens": least,
             "timeout": seconds,
             "state_bytes": of_state,
@@ -309,14 +310,15 @@ class PrefixCache:
     ) -> PrefixCache:
         """Return a prefix cache for another tenant: of the same cache, model and store, which shares no block with it.
 
-        Arguments are those of the class. There may be any number of tenants: one takes about 3 KB, or 5 KB with a
-        store, and a batch asks none but those whose sequences it has.
+        Arguments are those of the class. Without a `secret`, values have a MAC by the secret of this prefix cache, if
+        it has one. There may be any number of tenants: one takes about 3 KB, or 5 KB with a store, and a batch asks
+        none but those whose sequences it has.
 
         Keep it as long as the tenant's prompts are to match: its blocks are dropped from memory with the object.
         Blocks that wait to be written to the store are written before. Only the tenant's own `flush` waits for them.
         """
-        own: dict[str, Any] = {"salt": salt, "secret": secret, "quota": quota, "ttl": ttl, "max_events": max_events}
-        return PrefixCache(self._cache, **own, **self._common)
+        common = self._common if secret is None else {**self._common, "secret": secret}
+        return PrefixCache(self._cache, salt=salt, quota=quota, ttl=ttl, max_events=max_events, **common)
 
     # ---- what a request does
 

@@ -349,6 +349,22 @@ def test_a_mapping_by_its_methods():
     assert make(store)[1].acquire(PROMPT)[1] == 96
 
 
+@pytest.mark.parametrize("own", [None, b"of this tenant"])
+def test_a_tenant_of_a_cache_with_a_secret(own):
+    """Its values have a MAC as well: with the same secret, unless it has one of its own."""
+    secret, tenant = b"of the server", {"salt": b"a tenant"}
+    forged, store = {}, {}
+    fill(forged, **tenant)
+    cache, prefix = make(forged, secret=secret)
+    assert prefix.tenant(**tenant, secret=own).acquire(PROMPT)[1] == 0
+    cache, prefix = make(store, secret=secret)
+    one = prefix.tenant(**tenant, secret=own)
+    serve(one, cache, PROMPT)
+    assert one.close()
+    for key in (None, secret, b"of this tenant"):
+        assert make(dict(store), secret=key, **tenant)[1].acquire(PROMPT)[1] == (96 if key == (own or secret) else 0)
+
+
 def test_an_empty_secret_is_refused():
     with pytest.raises(ValueError, match="secret=b'': must not be empty"):
         make({}, secret=b"")
