@@ -333,13 +333,19 @@ class HFCache(SaveableBatch, Cache):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self._passes.end()
-        for seq_id in self._passes.seq_ids:
-            self._cache.clear(seq_id)
-        self._passes.forget()
-        self._recurrent.reset()
-        self._decoder.forget()
-        self._forget_text()
+        passes = self._passes
+        passes.end()
+        seq_ids = passes.seq_ids
+        try:  # forget first: after an interrupt, no token may count as held whose row is gone
+            passes.forget()
+            passes.has_dropped = True  # until recurrent layers have forgotten as well
+            self._forget_text()
+            self._recurrent.reset()
+            self._decoder.forget()
+            passes.has_dropped = False
+        finally:
+            for seq_id in seq_ids:
+                self._cache.clear(seq_id)
 
     # ---- prompts that begin as earlier ones
 
@@ -489,9 +495,13 @@ class HFCache(SaveableBatch, Cache):
         """
         passes = self._passes
         passes.end()
-        if passes.prompts is not None and not self.has_lost_state:
-            passes.prompts.release(passes.seq_ids, passes.num_seen, tokens, self._recurrent.state_of)
-        self.reset()
+        prompts = None if self.has_lost_state else passes.prompts
+        rows = [] if prompts is None else prompts.tokens_of(tokens)
+        try:
+            if prompts is not None:
+                prompts.release(passes.seq_ids, passes.num_seen, rows, self._recurrent.state_of)
+        finally:  # sequences that were released hold nothing more
+            self.reset()
 
     def activate_past_recording(self) -> None:
         """Prepare for assisted decoding, which feeds the whole prompt even if the cache holds its beginning."""

@@ -53,7 +53,6 @@ class ForwardPass:
     """
 
     # Set by `Passes.open`.
-    batch: Batch | None  # None: all tokens are leading padding
     num_tokens: int  # tokens of each sequence, padding included
     not_padding: torch.Tensor | None  # [batch, tokens] of bool, False: leading padding; None: there is none
     offsets: list[int]  # the column of each sequence's position 0
@@ -63,6 +62,7 @@ class ForwardPass:
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
         self.is_open = False
+        self.batch: Batch | None = None  # of an open pass, None: all tokens are leading padding
         self.brings_sequences = False  # whether there were none before
         self.thread = threading.get_ident()
         self.last_active = time.monotonic()  # when it reached a layer
@@ -151,7 +151,7 @@ class Passes:
 
     def __del__(self) -> None:
         ended, self.last = self.last, None  # without a lock: this may run in the middle of anything
-        if ended is not None and ended.is_open and ended.batch is not None:
+        if ended is not None and ended.batch is not None:
             ended.batch.abort()
         clear_finally(self.cache, self.seq_ids)  # instead of closing it: copies may still use the KVCache
 
@@ -161,8 +161,8 @@ class Passes:
 
     def begin_with(self, prompts: Prompts, num_columns: int) -> None:
         """Begin with sequences that hold the beginnings of prompts, as `Prompts.acquire` returns them."""
-        self.seq_ids, self.num_seen = prompts.acquire(num_columns)
-        self.prompts, self.offsets = prompts, prompts.offsets(self.num_seen)
+        self.seq_ids, self.num_seen, self.offsets = prompts.acquire(num_columns)
+        self.prompts = prompts
 
     def select(self, batch_indices: list[int]) -> None:
         """Make a batch of the sequences at these indices; fork a sequence whose index occurs more than once."""
@@ -293,18 +293,18 @@ class Passes:
             offsets.append(offset + left_out)
         if self.prompts is not None:
             self.prompts.check_leading(offsets, self.num_seen + num_tokens)
+        this_pass.not_padding = torch.arange(num_tokens) >= torch.tensor(leading)[:, None] if any(leading) else None
+        this_pass.num_tokens, this_pass.offsets, this_pass.num_seen = num_tokens, offsets, self.num_seen
+        shortest = self.num_seen + num_tokens - max(offsets, default=0)
+        this_pass.selects = self.num_selected is not None and num_tokens == 1 and shortest >= selecting.SELECT_FROM
         with self.turns.lock:
             if self.turns.owner() is not self:
                 self.turns.take_turn(self)
-            made = self.cache.batch(positions=positions, seq_ids=seq_ids, timeout=self._timeout) if positions else None
+            if positions:  # no other variable has the batch: an exception's traceback would keep it open
+                this_pass.batch = self.cache.batch(positions=positions, seq_ids=seq_ids, timeout=self._timeout)
+        this_pass.is_open = True
         if self.prompts is not None:
             self.prompts.note_inexact(self.seq_ids, self.num_seen, num_tokens)
-        this_pass.not_padding = torch.arange(num_tokens) >= torch.tensor(leading)[:, None] if any(leading) else None
-        this_pass.batch, this_pass.num_tokens, this_pass.offsets = made, num_tokens, offsets
-        this_pass.num_seen = self.num_seen
-        shortest = self.num_seen + num_tokens - max(offsets, default=0)
-        this_pass.selects = self.num_selected is not None and num_tokens == 1 and shortest >= selecting.SELECT_FROM
-        this_pass.is_open = True
 
     @property
     def batch_size(self) -> int:
@@ -386,19 +386,23 @@ class Passes:
             return self.length - self.num_seen
 
     def end(self, num_back: int = 0) -> None:
-        """End the last pass: keep its tokens except the last `num_back` columns, or drop all if it is incomplete."""
+        """End the last pass: keep its tokens except the last `num_back` columns, or drop all if it is incomplete.
+
+        If it is interrupted, the next call does what is left.
+        """
         with self.turns.lock:
-            ended, self.last = self.last, None
+            ended = self.last
             if ended is None:
                 return
             is_complete = ended.is_complete
             if is_complete and ended.pending:
                 self._put_pending(ended)
-            if ended.is_open and ended.batch is not None:
+            if ended.batch is not None:
                 if is_complete:
                     ended.batch.commit(ended.kept(num_back) if num_back else None)
                 else:
                     ended.batch.abort()
+            self.last = None
             if is_complete:
                 self.num_last = ended.num_tokens - num_back
                 self.num_seen += self.num_last

@@ -103,8 +103,10 @@ class Prompts:
         # Columns at which an earlier prompt diverged from these, and no state was kept.
         self.branches: set[int] = set()
 
-    def acquire(self, num_columns: int) -> tuple[list[int], int]:
-        """Acquire a sequence for each prompt, all of which hold what is before one column; return them, and it.
+    def acquire(self, num_columns: int) -> tuple[list[int], int, list[int]]:
+        """Acquire a sequence for each prompt, all of which hold what is before one column.
+
+        Return them, the column, and the column of each sequence's position 0.
 
         The column is before the last of `num_columns`.
         """
@@ -134,7 +136,8 @@ class Prompts:
             fed[prompt.leading :] = prompt.tokens[: max(0, column - prompt.leading)]
         if self._prefix.state_bytes:
             self.branches = self._find_branches()
-        return [rows[i][0] for i in range(len(self._rows))], column
+        offsets = [min(prompt.leading, column) for prompt in self._rows]
+        return [rows[i][0] for i in range(len(self._rows))], column, offsets
 
     def _find_branches(self) -> set[int]:
         """Return the columns up to which a row has known rows, by a block or more beyond what it begins with."""
@@ -175,10 +178,6 @@ class Prompts:
         if not prompt.tokens:
             return self._prefix.new_sequence(), 0
         return self._prefix.acquire(prompt.tokens, max_matched=length)
-
-    def offsets(self, seen: int) -> list[int]:
-        """Return the column of each sequence's position 0 when they hold what is before a column."""
-        return [min(prompt.leading, seen) for prompt in self._rows]
 
     def padding(self, seen: int) -> torch.Tensor | None:
         """Return the mask if padding comes behind a column: a model's own attention does not hand it to the cache."""
@@ -260,12 +259,10 @@ class Prompts:
         self._rows = [replace(row, tokens=row.tokens[: max(0, seen - row.leading)]) for row in self._rows]
         self.tell_end(seen)
 
-    def release(self, seq_ids: Sequence[int], seen: int, tokens: torch.Tensor | None, state_of: StateOf) -> None:
-        """Release the sequences with their tokens, or with the prompts' tokens. Raise if the rows are of other prompts.
+    def tokens_of(self, tokens: torch.Tensor | None) -> list[list[int]]:
+        """Return the tokens of each row, or the prompts' tokens. Raise if the rows are of other prompts.
 
-        Each row is kept as far as it follows from these tokens, and not behind the column at which rows were selected.
-        The sequences hold the columns before `seen`; `state_of` returns the state of a row there. Once rows were
-        selected, their number may differ, because a beam search may return several for each prompt.
+        Once rows were selected, their number may differ, because a beam search may return several for each prompt.
         """
         rows = [prompt.tokens for prompt in self._rows]
         if tokens is not None:
@@ -280,6 +277,14 @@ class Prompts:
             num = min(len(row), len(prompt.tokens))
             if row[:num] != prompt.tokens[:num]:
                 raise ValueError(f"row {i} of tokens does not begin with the prompt that was acquired for it")
+        return rows
+
+    def release(self, seq_ids: Sequence[int], seen: int, rows: list[list[int]], state_of: StateOf) -> None:
+        """Release the sequences with the tokens that `tokens_of` returns.
+
+        Each row is kept as far as it follows from these tokens, and not behind the column at which rows were selected.
+        The sequences hold the columns before `seen`; `state_of` returns the state of a row there.
+        """
         self.tell_end(seen)
         for i, (seq_id, row, prompt) in enumerate(zip(seq_ids, rows, self._rows, strict=True)):
             end = None if self._moved_at is None else max(0, self._moved_at - prompt.leading)

@@ -1,0 +1,90 @@
+"""An interrupt of `generate`, `release` or `reset` comes out as it is, and the cache answers the next text rightly."""
+
+import gc
+import itertools
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from support.hf_pairs import CONFIGS, make, random_tokens  # noqa: E402 - torch may be missing
+
+from kvcache import Batch, KVCache, PrefixCache  # noqa: E402 - it imports those
+from kvcache.hf import HFCache  # noqa: E402 - it imports those
+from kvcache.hf.prompts import Prompts  # noqa: E402 - it imports those
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
+
+GREEDY = {"do_sample": False, "max_new_tokens": 4, "pad_token_id": 0}
+
+
+class Stop(BaseException):
+    """What the handler of a signal raises."""
+
+
+def interrupt_behind(monkeypatch, owner, name):
+    """Let a method do its work once, and the handler of a signal raise before it returns."""
+    method, calls = getattr(owner, name), itertools.count()
+
+    def interrupted(*args, **kwargs):
+        result = method(*args, **kwargs)
+        if next(calls) == 0:
+            raise Stop
+        return result
+
+    monkeypatch.setattr(owner, name, interrupted)
+
+
+@pytest.fixture
+def model():
+    model = make(CONFIGS["llama"]())
+    model.set_attn_implementation("kvcache")
+    return model
+
+
+@pytest.mark.parametrize("with_prefix", [True, False])
+@pytest.mark.parametrize(
+    ("call", "owner", "name"),
+    [
+        ("release", PrefixCache, "release"),
+        ("release", KVCache, "clear"),
+        ("reset", KVCache, "clear"),
+        ("generate", Batch, "commit"),
+        ("generate", Prompts, "note_inexact"),
+    ],
+)
+def test_the_next_text_is_answered_rightly(monkeypatch, model, with_prefix, call, owner, name):
+    if owner in (PrefixCache, Prompts) and not with_prefix:
+        pytest.skip("it is not called")
+    memory = HFCache.make_kv_cache(model.config, "f32", block_size=16)
+    prefix = PrefixCache(memory, fingerprint="a model")
+    text = random_tokens(1, 40)
+    other = torch.cat([text[:, :30], random_tokens(1, 12)], 1)
+    want = model.generate(other, **GREEDY)
+    cache = HFCache(model.config, "f32", prefix=prefix if with_prefix else None)
+    with monkeypatch.context() as patched:
+        if call != "generate":
+            model.generate(text, cache=cache, **GREEDY)
+        interrupt_behind(patched, owner, name)
+        with pytest.raises(Stop):
+            model.generate(text, cache=cache, **GREEDY) if call == "generate" else getattr(cache, call)()
+    assert torch.equal(model.generate(other, cache=cache, **GREEDY), want)
+    del cache
+    gc.collect()
+    assert memory.sequences == []
+    memory.validate()
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Prompts, "note_inexact"), (Batch, "commit")])
+def test_a_cache_that_generate_made_leaves_nothing(monkeypatch, model, owner, name):
+    memory = HFCache.make_kv_cache(model.config, "f32", block_size=16)
+    prefix = PrefixCache(memory, fingerprint="a model")
+    options = {"cache_implementation": "kvcache", "cache_config": {"prefix": prefix}, **GREEDY}
+    with monkeypatch.context() as patched:
+        interrupt_behind(patched, owner, name)
+        with pytest.raises(Stop):
+            model.generate(random_tokens(1, 40), **options)
+    assert memory.sequences == []
+    assert prefix.stats.sequences == 0
+    memory.validate()
