@@ -388,7 +388,7 @@ class Passes:
     def end(self, num_back: int = 0) -> None:
         """End the last pass: keep its tokens except the last `num_back` columns, or drop all if it is incomplete.
 
-        If it is interrupted, the next call does what is left.
+        After an interrupt, the next call does what is left.
         """
         with self.turns.lock:
             ended = self.last

@@ -310,8 +310,8 @@ class PrefixCache:
     ) -> PrefixCache:
         """Return a prefix cache for another tenant: of the same cache, model and store, which shares no block with it.
 
-        Arguments are those of the class. Without a `secret`, values have a MAC by the secret of this prefix cache, if
-        it has one. There may be any number of tenants: one takes about 3 KB, or 5 KB with a store, and a batch asks
+        The class says what the arguments are. Without a `secret`, values have a MAC by the secret of this prefix cache,
+        if it has one. There may be any number of tenants: one takes about 3 KB, or 5 KB with a store, and a batch asks
         none but those whose sequences it has.
 
         Keep it as long as the tenant's prompts are to match: its blocks are dropped from memory with the object.

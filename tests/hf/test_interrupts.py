@@ -20,7 +20,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 4, "pad_token_id": 0}
 
 
 class Stop(BaseException):
-    """What the handler of a signal raises."""
+    """Raised by the handler of a signal."""
 
 
 def interrupt_behind(monkeypatch, owner, name):

@@ -351,7 +351,7 @@ def test_a_mapping_by_its_methods():
 
 @pytest.mark.parametrize("own", [None, b"of this tenant"])
 def test_a_tenant_of_a_cache_with_a_secret(own):
-    """Its values have a MAC as well: with the same secret, unless it has one of its own."""
+    """A MAC is on the tenant's values as well: by its own secret, or by the cache's."""
     secret, tenant = b"of the server", {"salt": b"a tenant"}
     forged, store = {}, {}
     fill(forged, **tenant)
