@@ -298,9 +298,8 @@ class HFCache(SaveableBatch, Cache):
         return bool(self._recurrent) and (self._passes.has_dropped or self._recurrent.is_within)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens seen, padding included."""
-        is_within = self._recurrent.layers and self._recurrent.is_within
-        return self._passes.num_seen if is_within else self._passes.length
+        """Return the number of tokens seen, padding included; not those of a pass that runs, or failed."""
+        return self._passes.num_seen if self._recurrent.has_come_to_rows else self._passes.length
 
     def finish(self) -> None:
         """Make the last pass part of its sequences, so that the `KVCache` has no open batch, if it is complete."""

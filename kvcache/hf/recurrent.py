@@ -75,6 +75,11 @@ class Recurrent:
         reached = {(i, part == ROWS) for i, part in self._reached}
         return bool(reached) and reached != self._all
 
+    @property
+    def has_come_to_rows(self) -> bool:
+        """Whether the last pass has stored rows, but not come to every layer."""
+        return self.is_within and any(part == ROWS for _, part in self._reached)
+
     def reset(self) -> None:
         """Forget all states, and the size of the batch."""
         for layer in self.layers.values():

@@ -200,6 +200,27 @@ def test_crop(name):
     assert torch.equal(logits(model, cache, tokens), logits(model, HFCache(model.config, dtype="f32"), tokens))
 
 
+@pytest.mark.parametrize("name", HYBRID)
+def test_the_length_within_a_pass(name, monkeypatch):
+    """It is the length before the pass: Inkling's attention asks for it, behind a convolution."""
+    model, found, tokens = prepared(name), [], random_tokens(1, 22)
+    cache = HFCache(model.config, dtype="f32")
+    get_state = cache.get_conv_state
+
+    def get_state_and_length(layer_idx, *args, **kwargs):
+        state = get_state(layer_idx, *args, **kwargs)
+        if layer_idx < len(cache.layers) - 1:  # behind the last part of the last layer the pass counts
+            found.append(cache.get_seq_length())
+        return state
+
+    logits(model, cache, tokens[:, :20])
+    monkeypatch.setattr(cache, "get_conv_state", get_state_and_length)
+    for length in (20, 21):
+        logits(model, cache, tokens[:, length : length + 1])
+        assert {*found} <= {length}, found
+        found.clear()
+
+
 @pytest.mark.parametrize("fed", [2, 20])
 def test_convolutions_go_back_in_what_was_recorded(fed):
     model = prepared("lfm2")
