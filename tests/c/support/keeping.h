@@ -72,9 +72,12 @@ static inline kvc_status attach_retained(kvc_cache *cache, const int64_t *ids, i
         if (rows && pieces[i].begin <= last) status = kvc_fail(KVC_ERR_INVALID, "ids[%d] stands before others", i);
         if (rows) last = kvc_sequence_last(rows);
     }
-    kvc_covered covered[MOST_GROUPS];
-    kvc_pieces found = kvc_pieces_begin(cache, pieces, num, covered);
-    *matched = status == KVC_OK ? kvc_pieces_match(&found, length) : 0;
+    *matched = 0;
+    if (status == KVC_OK) {
+        kvc_covered covered[MOST_GROUPS];
+        kvc_pieces found = kvc_pieces_begin(cache, pieces, num, covered);
+        *matched = kvc_pieces_match(&found, length);
+    }
     if (*matched) status = kvc_attach_pieces(cache, pieces, num, dst, *matched);
     if (status == KVC_OK && old) kvc_cache_forget(cache, old); /* all its rows have expired */
     kvc_unlock(cache, KVC_OK);
