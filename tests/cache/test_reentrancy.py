@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.compiling import FLAGS, ROOT, compile_core, compiler, run
+from support.compiling import LIBRARIES, ROOT, SANITIZERS, run
 
 import kvcache
 
@@ -17,15 +17,14 @@ INTRUDER = ROOT / "tests/support/intruder.py"
 LOCK = """
 #include <Python.h>
 #include <stdio.h>
-#undef pthread_mutex_lock
-int pthread_mutex_lock(pthread_mutex_t *);
-int watched_lock(pthread_mutex_t *mutex);
-int watched_lock(pthread_mutex_t *mutex) {
+int __real_pthread_mutex_lock(pthread_mutex_t *);
+int __wrap_pthread_mutex_lock(pthread_mutex_t *mutex);
+int __wrap_pthread_mutex_lock(pthread_mutex_t *mutex) {
     if (Py_IsInitialized() && PyGILState_Check()) { /* it says 1 while the process exits, too */
         fputs("the mutex is locked by a thread that has the GIL\\n", stderr);
         abort();
     }
-    return pthread_mutex_lock(mutex);
+    return __real_pthread_mutex_lock(mutex);
 }
 """
 
@@ -51,20 +50,20 @@ def test_nothing_ends_in_the_middle(how):
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory):
+def watched(workshop, tmp_path_factory):
     """What to preload so that the core is one under the address sanitizer, which also says who locks its mutex."""
     if sys.platform != "linux":
         pytest.skip("there is no LD_PRELOAD here")
-    cc, folder = compiler(), tmp_path_factory.mktemp("watched")
-    asan = subprocess.run([*cc, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
-    if not Path(asan).is_absolute() or not Path(sysconfig.get_path("include"), "Python.h").exists():
+    command, objects = workshop.core()
+    folder, include = tmp_path_factory.mktemp("watched"), sysconfig.get_path("include")
+    asan = run(command[0], "-print-file-name=libasan.so").strip()
+    if not {*SANITIZERS} <= {*command} or not Path(asan).is_absolute() or not Path(include, "Python.h").exists():
         pytest.skip("there is no address sanitizer to preload, or no Python.h")
-    flags = ["-O0", "-fPIC", "-fsanitize=address"]
-    objects = compile_core(folder, [*cc, *FLAGS, *flags, "-Dpthread_mutex_lock=watched_lock"])
     lock, library = folder / "lock.c", folder / "libkvcache.so"
     lock.write_text(LOCK)
-    shared = ["-shared", "-Wl,-soname,libkvcache.so", f"-I{sysconfig.get_path('include')}"]
-    run(*cc, *flags, *shared, lock, *objects, "-o", library, "-lm", "-lpthread")
+    shared = ["-shared", "-Wl,-soname,libkvcache.so", "-Wl,--wrap=pthread_mutex_lock", f"-I{include}"]
+    flags = [flag for flag in command if flag != "-static-libasan"]
+    run(*flags, *shared, lock, *objects, "-o", library, *LIBRARIES)
     return f"{asan} {library}"
 
 

@@ -50,7 +50,7 @@ def check(known, *options):
 
 @pytest.mark.parametrize(
     ("seed", "runs"),
-    [(1, 40), pytest.param(41, 160, marks=pytest.mark.slow), pytest.param(201, 300, marks=pytest.mark.full)],
+    [(1, 40), pytest.param(41, 60, marks=pytest.mark.slow), pytest.param(101, 400, marks=pytest.mark.full)],
 )
 def test_what_is_known(known, seed, runs):
     check(known, "--seed", seed, "--runs", runs)

@@ -123,7 +123,8 @@ def build_core(folder):
         extra = shlex.split(os.environ["KVCACHE_C_FLAGS"])
     else:
         quick = ENVIRONMENT.get("KVCACHE_TEST_PART") == "quick"
-        choice = [] if quick else [[*SANITIZERS, "-static-libasan"], SANITIZERS]  # the first one takes 0.8 of the time
+        flags = [*SANITIZERS, "-fPIC"]  # test_reentrancy.py makes a library of the objects
+        choice = [] if quick else [[*flags, "-static-libasan"], flags]  # the first one takes 0.8 of the time
         extra = next((flags for flags in choice if works(cc, flags, folder)), [])
         extra = [*extra, OPENMP] if works(cc, [*extra, OPENMP], folder) else extra
     if is_for_windows():

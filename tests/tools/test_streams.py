@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import itertools
 import os
 import pty
 import shlex
@@ -36,6 +37,7 @@ STREAMS = {  # where stdout goes, and the environment; the status, and what stde
     "Latin-1": (">/dev/null", {"PYTHONIOENCODING": "latin-1"}, 0, ""),
 }
 IS_QUICK = {("plan", "a full disk"), ("generate", "ASCII"), ("inspect", "an end that nobody reads")}
+IS_SLOW = {*itertools.product(COMMANDS, ["a full disk"]), *itertools.product(["generate", "info"], STREAMS)}
 
 
 def command(name):
@@ -45,7 +47,8 @@ def command(name):
 def cases():
     for name in COMMANDS:
         for stream in STREAMS:
-            yield pytest.param(name, stream, marks=() if (name, stream) in IS_QUICK else pytest.mark.slow)
+            mark = pytest.mark.slow if (name, stream) in IS_SLOW else pytest.mark.full
+            yield pytest.param(name, stream, marks=() if (name, stream) in IS_QUICK else mark)
 
 
 @pytest.mark.parametrize(("name", "stream"), [*cases()])

@@ -86,7 +86,7 @@ def run(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("splits", [PIPES, pytest.param(FILES, marks=pytest.mark.slow)], ids=["pipes", "files"])
+@pytest.mark.parametrize("splits", [PIPES, pytest.param(FILES, marks=pytest.mark.full)], ids=["pipes", "files"])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_stdout_is_the_same_wherever_the_outputs_go(run, name, splits):
     expected = run(name, "file", "file")
@@ -133,7 +133,7 @@ def test_generate_survives_a_narrow_terminal(run):
 
 # ---- widths
 
-WIDTHS = [[40, 120], pytest.param([60, 80, 200], marks=pytest.mark.slow)]
+WIDTHS = [[40, 120], pytest.param([60, 80, 200], marks=pytest.mark.full)]
 # What people read, not data that programs read: a generated text or JSON has no lines of ours.
 READ = {
     **{name: COMMANDS[name] for name in ("plan", "bench", "info")},

@@ -310,7 +310,7 @@ static void check_scene_choices(const scene *s, const setting *how, int is_exact
 
 static void test_random(void) {
     static const int exact[] = {KVC_F32, KVC_F16, KVC_BF16, KVC_INT8, KVC_Q8_0}, dims[] = {32, 64, 128};
-    for (int i = 0; i < (is_full() ? 560 : 60); i++) {
+    for (int i = 0; i < (is_full() ? 560 : 40); i++) {
         static scene s;
         s = random_scene(i);
         s.layer.v_dim = s.layer.v_type = s.layer.v_transform = 0;

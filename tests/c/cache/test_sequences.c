@@ -279,7 +279,7 @@ int main(int argc, char **argv) {
     test_expired_at_the_beginning();
     test_cut_behind_sinks();
     test_busy();
-    const int num_worlds = is_full() ? 48 : 24;
+    const int num_worlds = is_full() ? 48 : 18;
     for (int i = 0; i < num_worlds; i++) random_test(block_sizes[i % 4], 0, 700);
     random_state =
         0x1b12c776b8e893d5; /* steps to a commit that leaves the cache beyond max_bytes, and evicts nothing */

@@ -431,7 +431,7 @@ int main(int argc, char **argv) {
     for (int i = 0; i < 2; i++) test_cache_new(i);
     test_unstored_commit_needs_no_memory();
     for (int i = 0; i < 6; i++) test_selecting(block_sizes[i]);
-    const int num_worlds = is_full() ? 96 : 48;
+    const int num_worlds = is_full() ? 96 : 36;
     for (int i = 0; i < num_worlds; i++) test_random(block_sizes[i % 6], 200);
     for (int way = 0; way < NUM_WAYS; way++)
         CHECKF(num_failures[way] > 200 * num_worlds, "%d in a row: %d calls failed", in_a_row[way], num_failures[way]);
