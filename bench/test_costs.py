@@ -214,13 +214,14 @@ def test_long_prompts(slope, call):
     slope(f"{call} of a prompt of so many blocks", (500, 2000, 8000), end, "<= 1.2")
 
 
-def test_fetching_long_prompts(slope):
+@pytest.mark.parametrize("quota", [0, 1600])
+def test_fetching_long_prompts(slope, quota):
     """Acquire a prompt whose blocks are in a store, and in no cache."""
     sizes, store = (500, 2000, 8000), {}
 
     def begin():
         cache = kvcache.KVCache(1, 1, DIM, None, max_sequences=None, num_threads=1, block_size=16)
-        return cache, kvcache.PrefixCache(cache, fingerprint="any", store=store, timeout=60)
+        return cache, kvcache.PrefixCache(cache, fingerprint="any", store=store, timeout=60, quota=quota)
 
     cache, prefix = begin()
     seq_id, _ = prefix.acquire([*range(16 * sizes[-1]), 0])
@@ -232,7 +233,8 @@ def test_fetching_long_prompts(slope):
         assert matched == 16 * size
         return seconds
 
-    slope("acquire of a prompt of so many blocks in a store", sizes, fetch, "<= 1.2")
+    slope(f"acquire of a prompt of so many blocks in a store, quota {quota}", sizes, fetch, "<= 1.2")
+
 
 
 def test_states_that_lack_rows(slope):

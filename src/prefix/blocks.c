@@ -355,11 +355,12 @@ static kvc_node *add_rows(const arrival *a, kvc_node *parent, const kvc_sequence
     const kvc_token_span tokens = {a->tokens.ids, a->tokens.digests, end - a->begin};
     const kvc_node *same = kvc_node_child(parent, &tokens);
     const int is_listed = same && same->at;
-    const int64_t used = same && kvc_node_is_live(same) ? same->rows->used : 0;
+    const int64_t used = kvc_fetch_place(a->fetch, end, same && kvc_node_is_live(same) ? same->rows->used : 0);
     kvc_node *list = NULL, *node = end == a->end ? kvc_node_find(parent, &tokens) : NULL;
+    if (node) kvc_fetch_use(a->fetch, node);
     if (!node) kvc_node_new(tree, arrived, a->begin, end, &list, &node);
-    if (list && (node = kvc_tree_add(parent, node, &tokens)) && !is_listed) kvc_node_take_out(node); /* it is stored */
-    if (node) kvc_fetch_use(a->fetch, node, used);
+    if (list && (node = kvc_tree_add(parent, node, &tokens, used)) && !is_listed)
+        kvc_node_take_out(node); /* it is stored */
     if (!node || !checkpoint) return node;
     kvc_checkpoints_put(&tree->checkpoints, node, checkpoint);
     return node->checkpoint ? node : NULL;

@@ -65,9 +65,13 @@ kvc_status kvc_fetch_find(kvc_fetch *f, int32_t end, kvc_node **last) {
     return KVC_OK;
 }
 
-void kvc_fetch_use(const kvc_fetch *f, kvc_node *node, int64_t used) {
-    const int64_t own = f->before + f->tokens->num_tokens - node->end;
-    if (used < own) used = own;
+int64_t kvc_fetch_place(const kvc_fetch *f, int32_t end, int64_t used) {
+    const int64_t own = f->before + f->tokens->num_tokens - end;
+    return used < own ? own : used;
+}
+
+void kvc_fetch_use(const kvc_fetch *f, kvc_node *node) {
+    const int64_t used = kvc_fetch_place(f, node->end, node->rows->used);
     if (node->rows->used != used) kvc_node_relist_at(node, used);
 }
 
@@ -85,7 +89,7 @@ void kvc_fetch_touch(kvc_fetch *f) {
         if (!node || !kvc_node_is_live(node)) f->last = -1;
         if (!node) return;
         if (!kvc_node_is_live(node)) continue;
-        kvc_fetch_use(f, node, node->rows->used);
+        kvc_fetch_use(f, node);
         if (num % PASSED_AT_ONCE) continue;
         const int64_t id = node->rows->id;
         kvc_cache_give_way(cache);
@@ -100,7 +104,7 @@ void kvc_fetch_touch(kvc_fetch *f) {
 void kvc_fetch_pass(kvc_fetch *f, kvc_node *node) {
     const kvc_tree *tree = node->tree;
     f->last = node->rows->id;
-    kvc_fetch_use(f, node, node->rows->used);
+    kvc_fetch_use(f, node);
     /* Marking all of them whenever their number has doubled takes a constant time for each. */
     if (node->end < f->again && !(tree->ttl && kvc_now() - f->time > tree->ttl / 2)) return;
     f->again = twice(node->end);

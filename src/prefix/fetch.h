@@ -38,8 +38,11 @@ kvc_status kvc_fetch_find(kvc_fetch *f, int32_t end, kvc_node **last);
 /* Goes on to a live child of the node that kvc_fetch_find has found, and marks it as used.  May release the mutex. */
 void kvc_fetch_pass(kvc_fetch *f, kvc_node *node);
 
-/* Marks a node of the prompt as used by the call, unless it was used later: at `used`. */
-void kvc_fetch_use(const kvc_fetch *f, kvc_node *node, int64_t used);
+/* Returns the place among all uses of the node that ends at a position, or `used` if that comes later. */
+int64_t kvc_fetch_place(const kvc_fetch *f, int32_t end, int64_t used);
+
+/* Marks a node of the prompt as used by the call, unless it was used later. */
+void kvc_fetch_use(const kvc_fetch *f, kvc_node *node);
 
 /* Marks all blocks up to the last one as used again.  May release the mutex. */
 void kvc_fetch_touch(kvc_fetch *f);

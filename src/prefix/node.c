@@ -59,8 +59,7 @@ static void unsort_unpinned(kvc_node *node) {
     if (!node->num_pins) kvc_sorted_remove(&node->tree->unpinned, &node->unpinned);
 }
 
-/* Adds a node with rows to the sets and the index, by its use, and takes it out. */
-static void enter(kvc_node *node, int64_t used) {
+void kvc_node_enter(kvc_node *node, int64_t used) {
     kvc_tree *tree = node->tree;
     kvc_cache_use(tree->cache, node->rows, used);
     node->time = tree->ttl ? kvc_now() : 0;
@@ -96,8 +95,6 @@ static void fill_quota(kvc_tree *tree) {
         protect(tree, next);
 }
 
-void kvc_node_enter(kvc_node *node) { enter(node, ++node->tree->cache->num_uses); }
-
 void kvc_node_leave(kvc_node *node) {
     leave(node);
     fill_quota(node->tree);
@@ -108,7 +105,7 @@ void kvc_node_relist_at(kvc_node *node, int64_t used) {
     const int is_earlier = used < node->rows->used;
     leave(node);
     if (is_earlier) fill_quota(tree); /* nodes used since come before it */
-    enter(node, used);
+    kvc_node_enter(node, used);
     if (node->checkpoint) kvc_checkpoints_touch(&tree->checkpoints, node->checkpoint);
 }
 

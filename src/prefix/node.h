@@ -83,8 +83,9 @@ static inline int kvc_node_is_live(const kvc_node *node) {
 /* Finds out which nodes are live from now on. */
 void kvc_tree_date(kvc_tree *tree);
 
-/* Add a node that has got rows to the sets and the index, as used now, and take out a node that has lost its rows. */
-void kvc_node_enter(kvc_node *node);
+/* Add a node that has got rows to the sets and the index, in a place among all uses, and take out a node that has lost
+ * its rows. */
+void kvc_node_enter(kvc_node *node, int64_t used);
 void kvc_node_leave(kvc_node *node);
 
 /* Adds to kvc_node.num_pins, and pins its rows as often. */

@@ -198,6 +198,11 @@ static void note_edits(kvc_session *session, int32_t position) {
 
 /* ---- blocks that fill -------------------------------------------------------------------------------------------- */
 
+/* Adds a node to the tree as used now. */
+static kvc_node *add_now(kvc_node *parent, kvc_node *node, const kvc_token_span *tokens) {
+    return kvc_tree_add(parent, node, tokens, ++parent->tree->cache->num_uses);
+}
+
 /* Keeps the next block of a sequence; returns 0 if that cannot be now. */
 static int keep_next(kvc_session *session) {
     const int32_t begin = session->retained_to, end = begin + block_size(session);
@@ -214,7 +219,7 @@ static int keep_next(kvc_session *session) {
             kvc_node_new(session->prefix->tree, session->sequence, begin, end, &session->pending, &node);
         if (status != KVC_OK) return 0;
         if (is_known) /* where windows have lost all rows of the block, it is a place for what follows */
-            node = node ? kvc_tree_add(session->last, node, &tokens) : kvc_tree_add_empty(session->last, &tokens);
+            node = node ? add_now(session->last, node, &tokens) : kvc_tree_add_empty(session->last, &tokens);
         if (is_known && !node) return 0;
     }
     if (is_known) set_last(session, node);
@@ -339,7 +344,7 @@ static kvc_node *keep_block(kvc_node *parent, const kvc_sequence *sequence, kvc_
         const kvc_node *longer = own ? NULL : kvc_node_find(parent, tokens); /* windows of the sequence may be ahead */
         const kvc_sequence *source = longer ? longer->rows : sequence;
         if (!own && kvc_node_new(parent->tree, source, parent->end, end, &list, &own) != KVC_OK) return NULL;
-        node = own ? kvc_tree_add(parent, own, tokens) : kvc_tree_add_empty(parent, tokens);
+        node = own ? add_now(parent, own, tokens) : kvc_tree_add_empty(parent, tokens);
     }
     if (node) kvc_node_use(node, 1);
     return node;

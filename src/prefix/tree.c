@@ -330,7 +330,7 @@ kvc_status kvc_node_new(kvc_tree *tree, const kvc_sequence *src, int32_t begin, 
 }
 
 /* Moves the rows of a node outside the tree to another, in place of what that had, and frees the first. */
-static void move_rows(kvc_node *node, kvc_node *to) {
+static void move_rows(kvc_node *node, kvc_node *to, int64_t used) {
     kvc_sequence *rows = node->rows;
     rows->follower = NULL;
     node->rows = NULL;
@@ -340,7 +340,7 @@ static void move_rows(kvc_node *node, kvc_node *to) {
     rows->follower = &to->follower;
     kvc_cache_pin(to->tree->cache, rows, to->num_pins);
     to->rows = rows;
-    kvc_node_enter(to);
+    kvc_node_enter(to, used);
     kvc_node_use(to, -1);
     free_node(node);
 }
@@ -359,7 +359,7 @@ static int has_more(const kvc_node *a, const kvc_node *b) {
 
 /* Gives a node the rows of another one with the same tokens, outside the tree, in each group in which it has fewer, and
  * drops that one.  Of two that lack rows, those of one are among those of the other.  Returns whether it gets any. */
-static int merge(kvc_node *to, kvc_node *from) {
+static int merge(kvc_node *to, kvc_node *from, int64_t used) {
     kvc_cache *cache = to->tree->cache;
     int gets = 0;
     kvc_cache_pin(cache, to->rows, 1); /* so that their rows may change */
@@ -374,7 +374,7 @@ static int merge(kvc_node *to, kvc_node *from) {
     }
     kvc_cache_pin(cache, to->rows, -1);
     kvc_node_drop(from);
-    kvc_node_relist(to);
+    kvc_node_relist_at(to, used);
     return gets;
 }
 
@@ -400,16 +400,16 @@ static kvc_status insert(kvc_node *parent, kvc_node *node, const kvc_token_span 
     return KVC_OK;
 }
 
-kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *tokens) {
+kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *tokens, int64_t used) {
     kvc_node_take_out(node);
     kvc_tree_date(parent->tree);
     kvc_node *same = kvc_node_child(parent, tokens);
     if (same && kvc_node_is_live(same)) {
-        if (merge(same, node)) kvc_node_collect(same);
+        if (merge(same, node, used)) kvc_node_collect(same);
         return same;
     }
     if (same) {
-        move_rows(node, same);
+        move_rows(node, same, used);
         note(same, KVC_BLOCK_KEPT);
         kvc_node_collect(same);
         return same;
@@ -418,7 +418,7 @@ kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *t
         kvc_node_drop(node);
         return NULL;
     }
-    kvc_node_enter(node);
+    kvc_node_enter(node, used);
     note(node, KVC_BLOCK_KEPT);
     kvc_node_collect(node);
     drop_beginnings(node);

@@ -82,10 +82,10 @@ kvc_node *kvc_node_of(const kvc_cache *cache, int64_t id);
 /* Returns a live child with all its rows that has or begins with these tokens, or NULL. */
 kvc_node *kvc_node_find(const kvc_node *parent, const kvc_token_span *tokens);
 
-/* Puts a node from outside the tree below `parent`, now that its tokens are known.  Returns the node that has them:
- * this node, or the node already there, which gets the rows that it lacked.  NULL if out of memory; it is dropped
- * then. */
-kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *tokens);
+/* Puts a node from outside the tree below `parent`, now that its tokens are known, in the place `used` among all uses.
+ * Returns the node that has them: this node, or the node already there, which gets the rows that it lacked.  NULL if
+ * out of memory; it is dropped then. */
+kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *tokens, int64_t used);
 
 /* Returns the node below `parent` with these tokens.  If it does not exist, makes one without rows.  NULL if out of
  * memory. */
