@@ -236,6 +236,24 @@ def test_fetching_long_prompts(slope, quota):
     slope(f"acquire of a prompt of so many blocks in a store, quota {quota}", sizes, fetch, "<= 1.2")
 
 
+def test_moving_long_prompts(slope):
+    """Acquire a prompt that goes on as another one does, at other positions."""
+
+    def move(size):
+        rope = kvcache.Rope(np.ones(DIM // 2))
+        cache = kvcache.KVCache(1, 1, DIM, None, max_sequences=None, num_threads=1, block_size=16, rope=rope)
+        prefix = kvcache.PrefixCache(cache, fingerprint="any", reuse_min_tokens=16)
+        prompt, first = [*range(16 * size)], [-1] * 16
+        for tokens in (prompt, first):
+            seq_id, _ = prefix.acquire([*tokens, 0])
+            append(cache, range(len(tokens)), [seq_id] * len(tokens))
+            prefix.release(seq_id, tokens)
+        seconds, (_, matched) = timed(prefix.acquire, [*first, *prompt[1:], 0])
+        assert matched == 16 * (size + 1) - 1
+        return seconds
+
+    slope("acquire of a prompt of so many blocks that are moved", (500, 2000, 8000), move, "<= 1.2")
+
 
 def test_states_that_lack_rows(slope):
     """Look up a prompt with a state behind each block, of which windows have lost the rows."""

@@ -78,15 +78,29 @@ static chunk find_chunk(const kvc_sorted *index, const kvc_tokens *tokens, int64
 
 /* ---- moving ------------------------------------------------------------------------------------------------------ */
 
-/* Makes a sequence of the rows of a chunk; returns whether it has all of them. */
-static int gather_chunk(kvc_cache *cache, const chunk *c, int64_t id) {
+/* Shares the rows of a chunk's nodes, which are listed from the last on, with a sequence; returns whether it could. */
+static int share_nodes(kvc_cache *cache, const chunk *c, kvc_node **nodes, int32_t num, int64_t id) {
     const int32_t end = c->begin + c->num_tokens;
     for (int32_t from = c->begin, to; from < end; from = to) {
-        const kvc_node *node = c->last;
-        while (node->begin > from) node = node->parent;
+        const kvc_node *node = nodes[--num];
         to = node->end < end ? node->end : end;
         if (!node->rows || kvc_share_rows(cache, node->rows, id, from, to) != KVC_OK) return 0;
     }
+    return 1;
+}
+
+/* Makes a sequence of the rows of a chunk; returns whether it has all of them. */
+static int gather_chunk(kvc_cache *cache, const chunk *c, int64_t id) {
+    int32_t num = 0;
+    for (const kvc_node *node = c->last; node->end > c->begin; node = node->parent) num++;
+    const uint64_t size = (uint64_t)num * sizeof(kvc_node *);
+    kvc_node **nodes = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
+    if (!nodes) return 0;
+    kvc_node *node = c->last;
+    for (int32_t i = 0; i < num; node = node->parent) nodes[i++] = node;
+    const int is_shared = share_nodes(cache, c, nodes, num, id);
+    kvc_memory_free(&cache->memory, nodes, size, KVC_MEMORY_SCRATCH, -1);
+    if (!is_shared) return 0;
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, id);
     for (int32_t g = 0; g < cache->num_token_groups; g++)
         if (!sequence || sequence->runs[g].num_rows != c->num_tokens) return 0;
