@@ -4,6 +4,7 @@
 
 #include "attend/chosen.h"
 #include "attend/plan.h"
+#include "attend/round.h"
 #include "attend/run.h"
 #include "attend/select.h"
 #include "attend/step.h"
@@ -45,6 +46,39 @@ static kvc_cursor rows_from_slice(const kvc_task *t, int32_t m) {
     return first_rows(t->call, job, slice, part);
 }
 
+/* Returns a cursor over the rows of split p of the task's slice. */
+static kvc_cursor rows_of_split(const kvc_task *t, int32_t p) {
+    return kvc_cursor_at(t->call, t->slice, p, t->part, 0, kvc_split_rows(t->slice, p));
+}
+
+/* ---- splits ------------------------------------------------------------------------------------------------------ */
+
+/* Returns where the result of split p of the task's slice and part is kept. */
+static float *partial_of(const kvc_task *t, int32_t p) {
+    const kvc_plan *plan = t->call->plan;
+    const uint64_t size = kvc_partial_size(t->num_query_rows, plan->workspace.acc_stride);
+    if (plan->joins_splits || t->slice->selects) return t->workspace + plan->workspace.partials + (size_t)p * size;
+    return plan->partials + t->slice->partials + ((size_t)t->part * (size_t)t->slice->num_splits + (size_t)p) * size;
+}
+
+/* Copies the result of split p of the task to where it is kept. */
+static void keep_partial(const kvc_task *t, int32_t p) {
+    float *partial = partial_of(t, p);
+    const size_t q = (size_t)t->num_query_rows;
+    memcpy(partial, t->max, q * sizeof *partial);
+    memcpy(partial + q, t->sum, q * sizeof *partial);
+    memcpy(partial + kvc_align_up(2 * q, KVC_LANES), t->acc,
+           q * (size_t)t->call->plan->workspace.acc_stride * sizeof *partial);
+}
+
+/* Does so before the task ends. */
+static void keep_early(const kvc_task *t, int32_t p) {
+    kvc_round *round = &t->call->plan->round;
+    if (t->call->is_rerun) kvc_round_lock(round); /* another task may merge the splits */
+    keep_partial(t, p);
+    if (t->call->is_rerun) kvc_round_unlock(round);
+}
+
 /* Makes acc, max and sum those of no rows. */
 static void begin_split(kvc_task *t) {
     memset(t->acc, 0, (size_t)t->num_query_rows * (size_t)t->call->plan->workspace.acc_stride * sizeof(float));
@@ -53,15 +87,11 @@ static void begin_split(kvc_task *t) {
 
 /* Attends to the rows that all slices share, then to the other rows of each slice.  acc, max and sum become the
  * results of the slices' splits.  Returns 0 if the call was cancelled. */
-static int attend_split(kvc_task *t) {
-    const kvc_plan *plan = t->call->plan;
+static int attend_shared(kvc_task *t) {
     const kvc_job *job = t->job;
-    const int is_alone = job->num_slices == 1; /* then all rows come first */
-    const kvc_cursor first = first_rows(t->call, job, t->slice, t->part);
-    if (t->index < plan->args.num_threads) kvc_prefetch_keys(t, first); /* for later tasks, the one before it has */
     begin_split(t);
-    int goes_on = kvc_attend_rows(t, first, rows_from_slice(t, is_alone)); /* until the call is cancelled */
-    for (int32_t m = 0, query_row = 0; goes_on && !is_alone && m < job->num_slices; m++) {
+    int goes_on = kvc_attend_rows(t, first_rows(t->call, job, t->slice, t->part), rows_from_slice(t, 0));
+    for (int32_t m = 0, query_row = 0; goes_on && m < job->num_slices; m++) {
         kvc_task own = kvc_part_of(t, m, query_row);
         const int64_t rows = num_own_rows(job, own.slice);
         query_row += own.num_query_rows;
@@ -71,6 +101,29 @@ static int attend_split(kvc_task *t) {
                                 rows_from_slice(t, m + 1));
     }
     return goes_on;
+}
+
+/* Attends to the splits of the only slice.  Keeps the results of all but the last, which acc, max and sum become.
+ * Returns 0 if the call was cancelled. */
+static int attend_alone(kvc_task *t) {
+    const int32_t end = t->job->split + t->job->num_splits;
+    kvc_cursor rows = rows_of_split(t, t->job->split);
+    for (int32_t p = t->job->split; p < end; p++) {
+        const int is_last = p + 1 == end;
+        const kvc_cursor next = is_last ? rows_from_slice(t, 1) : rows_of_split(t, p + 1);
+        begin_split(t);
+        if (!kvc_attend_rows(t, rows, next)) return 0;
+        if (!is_last) keep_early(t, p);
+        rows = next;
+    }
+    return 1;
+}
+
+/* Attends to the rows of a task, the first of which the task before it has prefetched. */
+static int attend_splits(kvc_task *t) {
+    if (t->index < t->call->plan->args.num_threads)
+        kvc_prefetch_keys(t, first_rows(t->call, t->job, t->slice, t->part));
+    return t->job->num_slices == 1 ? attend_alone(t) : attend_shared(t);
 }
 
 /* ---- merging the results of splits by log-sum-exp (Flash-Decoding) ----------------------------------------------- */
@@ -158,30 +211,12 @@ static void write_out(const kvc_task *t, const results *all) {
     }
 }
 
-/* Returns where the result of split p of the task's slice and part is kept. */
-static float *partial_of(const kvc_task *t, int32_t p) {
-    const kvc_plan *plan = t->call->plan;
-    const uint64_t size = kvc_partial_size(t->num_query_rows, plan->workspace.acc_stride);
-    if (plan->joins_splits || t->slice->selects) return t->workspace + plan->workspace.partials + (size_t)p * size;
-    return plan->partials + t->slice->partials + ((size_t)t->part * (size_t)t->slice->num_splits + (size_t)p) * size;
-}
-
-/* Copies the result of split p of the task to where it is kept. */
-static void keep_partial(const kvc_task *t, int32_t p) {
-    float *partial = partial_of(t, p);
-    const size_t q = (size_t)t->num_query_rows;
-    memcpy(partial, t->max, q * sizeof *partial);
-    memcpy(partial + q, t->sum, q * sizeof *partial);
-    memcpy(partial + kvc_align_up(2 * q, KVC_LANES), t->acc,
-           q * (size_t)t->call->plan->workspace.acc_stride * sizeof *partial);
-}
-
 /* The last task to end of a slice and KV head merges the splits and writes the output; in a rerun, each task that finds
  * all splits there does.  A single split is not counted: atomic instructions wait until all that was stored is in the
  * cache.  A task that selects rows attended to all splits. */
 static void end_split(const kvc_task *t, int32_t num_splits) {
     if (num_splits > 1 && !t->call->plan->joins_splits && !t->slice->selects) {
-        keep_partial(t, t->job->split);
+        keep_partial(t, t->job->split + t->job->num_splits - 1);
         if (!kvc_ends_slice(t)) return;
     }
     results all = {num_splits, t->max, t->sum, t->acc, 0, 1, 1};
@@ -245,7 +280,7 @@ static int attend_chosen(kvc_task *t) {
 }
 
 /* Scores sketches, or attends in a slice that reads all rows. */
-static int begin_selecting(kvc_task *t) { return t->slice->selects ? kvc_score_sketches(t) : attend_split(t); }
+static int begin_selecting(kvc_task *t) { return t->slice->selects ? kvc_score_sketches(t) : attend_splits(t); }
 
 /* The last task to end of a slice and KV head selects rows, and attends to them. */
 static void end_selecting(const kvc_task *ended) {
@@ -269,7 +304,7 @@ static void end_selecting(const kvc_task *ended) {
     atomic_store(&t.call->was_cancelled, 1);
 }
 
-static const kvc_work attention = {attend_split, end_splits, CANCELLED},
+static const kvc_work attention = {attend_splits, end_splits, CANCELLED},
                       attention_to_chosen = {attend_chosen, end_splits, CANCELLED},
                       attention_to_selected = {begin_selecting, end_selecting, CANCELLED};
 

@@ -5,6 +5,8 @@
  *     reads these rows once and then goes on with the rest of each.  A job has at most KVC_TASK_QUERIES query rows if
  *     it is streamed, KVC_TILE_QUERIES if it is tiled, and at most 1 / KVC_TASKS_PER_THREAD of the work of a thread of
  * the plan.
+ *   - A streamed slice that shares no rows becomes jobs of up to KVC_JOINED_SPLITS splits, if each thread has
+ *     KVC_JOINED_TASKS tasks then.  A task of one split would spend a tenth of its time on beginning and ending.
  *   - The largest jobs come first, so that little is left to do when the last one begins.  Tasks go part by part,
  *     as slices of a prompt then find its rows in a cache, unless there are fewer than KVC_TASKS_PER_THREAD jobs per
  *     thread.
@@ -130,18 +132,20 @@ void kvc_order_slices(kvc_new_slice *slices, int32_t num_slices, kvc_slice_order
 
 /* ---- jobs -------------------------------------------------------------------------------------------------------- */
 
-/* Adds a job: one split of the slices n[0 .. num), whose first `shared` rows are read once for all. */
-static void add_job(kvc_plan *plan, int32_t split, const kvc_neighbour *n, int32_t num, int64_t shared) {
+/* Adds a job: one split of the slices n[0 .. num), whose first `shared` rows are read once for all; or num_splits of
+ * one slice. */
+static void add_job(kvc_plan *plan, int32_t split, int32_t num_splits, const kvc_neighbour *n, int32_t num,
+                    int64_t shared) {
     const kvc_job *last = plan->num_jobs ? &plan->jobs[plan->num_jobs - 1] : NULL;
     kvc_job job = {.first_slice = last ? last->first_slice + last->num_slices : 0,
                    .num_slices = num,
                    .split = split,
-                   .num_splits = 1,
+                   .num_splits = num_splits,
                    .shared_rows = shared,
                    .rows = shared};
     for (int32_t m = 0; m < num; m++) {
         const kvc_query_slice *slice = &plan->slices[n[m].slice];
-        const int64_t rows = kvc_split_rows(slice, split);
+        const int64_t rows = kvc_smaller(num_splits * slice->split_rows, slice->num_rows - split * slice->split_rows);
         job.rows += rows - shared;
         job.work += rows * kvc_num_query_rows(plan, slice);
         plan->job_slices[job.first_slice + m] = n[m].slice;
@@ -149,16 +153,20 @@ static void add_job(kvc_plan *plan, int32_t split, const kvc_neighbour *n, int32
     plan->jobs[plan->num_jobs++] = job;
 }
 
-/* Adds a job of its own for each split of a slice from `split` on, or one for all. */
-static void add_jobs_alone(kvc_plan *plan, int32_t slice, int32_t split) {
-    const kvc_neighbour alone = {.slice = slice};
-    const int32_t num_splits = plan->slices[slice].num_splits;
-    if (plan->joins_splits) {
-        add_job(plan, 0, &alone, 1, plan->slices[slice].num_rows);
-        plan->jobs[plan->num_jobs - 1].num_splits = num_splits;
-        return;
+/* Returns how many splits of a slice become one job, if the slice is alone. */
+static int32_t splits_of_job(const kvc_plan *plan, const kvc_query_slice *slice) {
+    if (plan->joins_splits) return slice->num_splits;
+    return slice->tiled || slice->by_token ? 1 : plan->joined_splits;
+}
+
+/* Adds jobs of a slice alone for its splits from `split` on. */
+static void add_jobs_alone(kvc_plan *plan, int32_t number, int32_t split) {
+    const kvc_neighbour alone = {.slice = number};
+    const kvc_query_slice *slice = &plan->slices[number];
+    for (int32_t some; split < slice->num_splits; split += some) {
+        some = kvc_lower(splits_of_job(plan, slice), slice->num_splits - split);
+        add_job(plan, split, some, &alone, 1, kvc_split_rows(slice, split));
     }
-    for (; split < num_splits; split++) add_job(plan, split, &alone, 1, kvc_split_rows(&plan->slices[slice], split));
 }
 
 /* Counts the leading rows of a split that a slice has in common with the one before it: whole tiles, or all it has. */
@@ -236,7 +244,7 @@ static int32_t add_jobs_of_split(kvc_plan *plan, kvc_neighbour *items, int32_t n
     for (int32_t i = 1; i < num; i++) items[i].shared_rows = shared_in_split(plan, &items[i], split);
     for (int32_t i = 0; i < num;) {
         const job_group g = group_neighbours(plan, items + i, num - i, split, most_work);
-        add_job(plan, split, items + i, g.num_slices, g.shared_rows);
+        add_job(plan, split, 1, items + i, g.num_slices, g.shared_rows);
         i += g.num_slices;
     }
     for (int32_t i = 0; i < num; i++) {
@@ -255,11 +263,22 @@ static int by_work(const void *a, const void *b) {
     return x->work != y->work ? compare(y->work, x->work) : compare(x->first_slice, y->first_slice);
 }
 
+/* Returns up to how many splits a job of a streamed slice takes. */
+static int32_t joined_splits(const kvc_plan *plan) {
+    const int64_t threads = plan->args.num_threads;
+    int64_t tasks = 0;
+    if (threads == 1 || KVC_BUGGIFY()) return KVC_JOINED_SPLITS;
+    for (int32_t u = 0; u < plan->num_slices; u++) tasks += plan->slices[u].num_splits * (int64_t)plan->num_parts;
+    const int64_t most = tasks / (threads * KVC_JOINED_TASKS);
+    return most ? (int32_t)kvc_smaller(most, KVC_JOINED_SPLITS) : 1;
+}
+
 void kvc_find_jobs(kvc_plan *plan, const kvc_new_slice *slices, const kvc_slice_order *order) {
     const int64_t enough_jobs = KVC_TASKS_PER_THREAD * (int64_t)plan->args.num_threads;
     int64_t work = 0, most_work = INT64_MAX;
     int32_t num = order->num_whole > 1 ? order->num_whole : 0; /* slices that may share rows of the next split */
     plan->num_jobs = 0;
+    plan->joined_splits = joined_splits(plan);
     for (int32_t u = 0; u < plan->num_slices; u++) {
         work += plan->slices[u].num_rows * kvc_num_query_rows(plan, &plan->slices[u]);
         if (!num || !slices[u].is_whole) add_jobs_alone(plan, u, 0);

@@ -570,7 +570,7 @@ void kvc_plan_recount(kvc_plan *plan) {
         int32_t part;
         const kvc_job *job = kvc_job_of(plan, i, &part);
         for (int64_t m = job->first_slice; m < job->first_slice + job->num_slices; m++)
-            atomic_fetch_sub(&plan->remaining[plan->slices[plan->job_slices[m]].first_counter + part], 1);
+            atomic_fetch_sub(&plan->remaining[plan->slices[plan->job_slices[m]].first_counter + part], job->num_splits);
     }
 }
 

@@ -84,7 +84,7 @@ static int32_t take_workspace(kvc_plan *plan) {
 int kvc_ends_slice(const kvc_task *t) {
     const kvc_call *c = t->call;
     atomic_int *remaining = &c->plan->remaining[t->slice->first_counter + t->part];
-    const int new_splits = c->was_done ? 0 : 1;
+    const int new_splits = c->was_done ? 0 : t->job->num_splits;
     if (atomic_fetch_sub(remaining, new_splits) != new_splits) return 0;
     if (!c->is_rerun) atomic_store(remaining, t->slice->num_splits); /* for the next layer */
     return 1;

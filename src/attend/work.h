@@ -50,6 +50,8 @@ enum {
     KVC_SPLIT_ROWS = 512,     /* fewest rows of a split, except a slice's last one */
     KVC_TASKS_PER_THREAD = 4, /* tasks that give each thread as much to do, about */
     KVC_TILED_TASKS = 144,    /* most tasks that a tiled sequence is cut into, about */
+    KVC_JOINED_SPLITS = 16,   /* most splits that a streamed task takes, one after the other, ... */
+    KVC_JOINED_TASKS = 16,    /* ... if that leaves each thread as many tasks */
     KVC_CHUNK_ROWS = KVC_SIZE(4096, 64), /* rows whose sketches are scored together, where rows are selected */
     KVC_SHORT_ROW = 72,   /* most bytes of a key, and of a value, of which KVC_TILE are streamed as a tile ... */
     KVC_MIDDLE_ROW = 192, /* ... and half as many */
@@ -95,7 +97,7 @@ typedef struct kvc_job {
     int64_t first_slice; /* slices: plan->job_slices[first_slice .. first_slice + num_slices) */
     int32_t num_slices;
     int32_t split;       /* which split of each slice; the first one if the job has several */
-    int32_t num_splits;  /* 1; of chosen rows perhaps all splits of the slice */
+    int32_t num_splits;  /* several side by side only if the job has one slice */
     int64_t shared_rows; /* leading rows of the split that all slices have in common; each goes on with its own */
     int64_t rows;        /* rows to read, the shared ones counted once */
     int64_t work;        /* rows times query rows, summed over the slices */
@@ -145,7 +147,8 @@ struct kvc_plan {
     int32_t parts_per_kv, num_parts;    /* parts of a KV head, and of all */
     int32_t chooses, by_token;          /* it is for choosing rows; each query token is a slice */
     int32_t num_slices, num_workspaces;
-    int32_t joins_splits; /* each job runs all splits of a slice; then their results are in workspaces */
+    int32_t joins_splits;  /* each job runs all splits of a slice; then their results are in workspaces */
+    int32_t joined_splits; /* up to how many splits of a slice that is streamed become a job */
     int64_t num_segments;
     int64_t num_jobs, num_tasks; /* a job is num_parts tasks */
     int32_t by_part; /* order of tasks: 1: all jobs of one part, then of the next; 0: all parts of one job */

@@ -73,18 +73,22 @@ static kvc_cache *tangle(kvc_policy policy, int k_type, int v_type) {
     return cache;
 }
 
-/* Every part of every unit is in one job. */
+/* Every split of every slice is in one job.  Jobs of several slices take one split each. */
 static void check_jobs(const kvc_plan *plan) {
-    int64_t parts = 0, job_slices = 0;
+    int64_t splits = 0, taken = 0;
     uint8_t *seen = calloc((size_t)plan->num_slices, 1 << 8);
-    for (int32_t u = 0; u < plan->num_slices; u++) parts += plan->slices[u].num_splits;
-    for (int64_t j = 0; j < plan->num_jobs; j++)
-        for (int32_t m = 0; m < plan->jobs[j].num_slices; m++, job_slices++) {
-            uint8_t *part = &seen[plan->job_slices[plan->jobs[j].first_slice + m] * (1 << 8) + plan->jobs[j].split];
-            CHECK(!*part);
-            *part = 1;
-        }
-    CHECK(parts == job_slices);
+    for (int32_t u = 0; u < plan->num_slices; u++) splits += plan->slices[u].num_splits;
+    for (int64_t j = 0; j < plan->num_jobs; j++) {
+        const kvc_job *job = &plan->jobs[j];
+        CHECK(job->num_splits == 1 || job->num_slices == 1);
+        for (int32_t m = 0; m < job->num_slices; m++)
+            for (int32_t p = job->split; p < job->split + job->num_splits; p++, taken++) {
+                uint8_t *part = &seen[plan->job_slices[job->first_slice + m] * (1 << 8) + p];
+                CHECK(!*part);
+                *part = 1;
+            }
+    }
+    CHECK(splits == taken);
     free(seen);
 }
 
@@ -357,35 +361,44 @@ static void test_not_shared(void) {
 
 /* Some tasks of a plan are left out.  Then all tasks are run with another scale, these first, and once more with the
  * first scale.  The last run gives the result, although results of tasks of the run before are there. */
-static void test_left_out(void) {
-    static float rows[4 * PART][4], out[4], right[2][4];
+static void check_left_out(int32_t num_threads) {
+    enum { LENGTH = 20 * PART }; /* more than a task takes */
+    static float rows[LENGTH][4], out[4], right[2][4];
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4};
     const float q[4] = {1, 2, -1, 0.5f}, scales[] = {0.1f, 1};
     kvc_cache *cache = cache_of(&layer, 1, (kvc_config){0});
     kvc_batch *batch = NULL;
     kvc_plan *plan = NULL;
-    for (int i = 0; i < 16 * PART; i++) rows[i / 4][i % 4] = random_float();
+    for (int i = 0; i < 4 * LENGTH; i++) rows[i / 4][i % 4] = random_float();
     const kvc_put_args put = {
         .struct_size = sizeof put, .k = rows, .v = rows, .k_token_stride = 16, .v_token_stride = 16};
-    CHECK(kvc_begin(cache, 4 * PART, NULL, NULL, NULL, &batch) == KVC_OK && kvc_put(batch, 0, &put) == KVC_OK);
+    CHECK(kvc_begin(cache, LENGTH, NULL, NULL, NULL, &batch) == KVC_OK && kvc_put(batch, 0, &put) == KVC_OK);
     CHECK(kvc_commit(batch) == KVC_OK && kvc_begin(cache, 1, NULL, NULL, NULL, &batch) == KVC_OK);
     CHECK(kvc_put(batch, 0, &put) == KVC_OK);
-    const kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = 1, .num_threads = 4};
+    kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = 1, .num_threads = 4};
     kvc_attend_args args[2];
     for (int i = 0; i < 2; i++) {
         args[i] = (kvc_attend_args){.struct_size = sizeof *args, .q = q, .out = right[i], .scale = scales[i]};
         CHECK(kvc_attend(batch, &plan_args, &args[i]) == KVC_OK);
         args[i].out = out;
     }
+    plan_args.num_threads = num_threads;
     CHECK(kvc_plan_new(batch, &plan_args, &plan) == KVC_OK);
+    check_jobs(plan);
+    CHECK((plan->jobs[0].num_splits > 1) == (num_threads == 1));
     const int64_t num = kvc_plan_num_tasks(plan);
-    CHECK(num > 2 && kvc_plan_run(plan, 0, &args[0], num - 1) == KVC_OK);
+    CHECK(num > 1 && kvc_plan_run(plan, 0, &args[0], num - 1) == KVC_OK);
     for (int round = 1; round <= 4; round++) {
         for (int64_t i = 0; i < num; i++) CHECK(kvc_plan_run(plan, 0, &args[round % 2], i) == KVC_OK);
         CHECKF(!memcmp(out, right[round % 2], sizeof out), "round %d", round);
     }
     kvc_abort(batch);
     CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
+static void test_left_out(void) {
+    check_left_out(4);
+    check_left_out(1); /* whose tasks take several splits */
 }
 
 /* Forks of what a cross-attention layer was given, with no token's rows behind it: all end with the same part. */
