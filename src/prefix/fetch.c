@@ -75,6 +75,12 @@ void kvc_fetch_use(const kvc_fetch *f, kvc_node *node) {
     if (node->rows->used != used) kvc_node_relist_at(node, used);
 }
 
+/* Uses the last state within these tokens behind `parent`.  A shorter block than theirs may have it. */
+static void use_state(const kvc_fetch *f, const kvc_node *parent, const kvc_token_span *tokens) {
+    kvc_node *node = f->prefix->tree->checkpoints.num ? kvc_node_with_state(parent, tokens) : NULL;
+    if (node) kvc_fetch_use(f, node, node->rows->used);
+}
+
 void kvc_fetch_touch(kvc_fetch *f) {
     kvc_cache *cache = f->prefix->cache;
     const int32_t block = cache->pools[0].block_size;
@@ -85,6 +91,7 @@ void kvc_fetch_touch(kvc_fetch *f) {
     node = &f->prefix->tree->root;
     for (int num = 1; node->end < end; num++) {
         const kvc_token_span part = kvc_tokens_part(f->tokens, node->end, node->end + block);
+        use_state(f, node, &part);
         node = kvc_node_child(node, &part);
         if (!node || !kvc_node_is_live(node)) f->last = -1;
         if (!node) return;
