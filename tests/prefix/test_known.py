@@ -22,6 +22,7 @@ SCENES = {  # so many of each in turn
     "--forks": 1,
     "--fits": 20,
     "--orders": 40,
+    "--fetches": 40,
     "--reuse": 40,
     "--forgets": 40,
     "--selected": 20,
@@ -66,6 +67,10 @@ def test_names(known):
 
 def test_blocks_are_evicted_in_the_order_of_their_last_use(known):
     check(known, "--seed", 1, "--orders", 500)
+
+
+def test_what_is_fetched_goes_in_the_order_of_its_last_use(known):
+    check(known, "--seed", 1, "--fetches", 500)
 
 
 def test_tokens_are_taken_from_elsewhere(known):

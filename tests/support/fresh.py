@@ -86,6 +86,7 @@ MACHINES = [
     oracle("--forks", 1),
     oracle("--fits", 5),
     oracle("--orders", 20),
+    oracle("--fetches", 100),
     oracle("--reuse", 20),
     oracle("--forgets", 20),
     randomised("interface/test_faults"),

@@ -357,6 +357,9 @@ void play_names(world *w);
 /* Blocks are evicted in the order in which they were used last. */
 void play_orders(world *w);
 
+/* Fetched blocks and states go in that order, too. */
+void play_fetches(world *w);
+
 /* Tokens that stand elsewhere are taken from there. */
 void play_reuse(world *w);
 

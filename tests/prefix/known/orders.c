@@ -1,8 +1,8 @@
-/* orders.c: three scenes.  Blocks are evicted in order, rows are taken from elsewhere, and prompts are forgotten while
- * a store works.  Each has worlds in which the header leaves nothing open. */
+/* orders.c: four scenes.  Blocks are evicted in the order of their use.  Fetched blocks are, too.  Rows are taken from
+ * elsewhere.  Prompts are forgotten while a store works.  In each world the header leaves nothing open. */
 #include "known.h"
 
-enum { MOST_ORDERED = 6, MOST_DROPS = 256, MOST_STORED = 128 };
+enum { MOST_ORDERED = 6, MOST_DROPS = 256, MOST_STORED = 128, ORDERED_STATE = 8, ORDERED_TTL = 1050 };
 
 /* A prefix of a cache whose layers all see everything. */
 typedef struct ordered {
@@ -12,17 +12,27 @@ typedef struct ordered {
     long used[MOST_ORDERED];      /* when each was used last; 0: none of its blocks is left */
     int left[MOST_ORDERED];       /* its blocks that are kept */
     int is_pinned[MOST_ORDERED];
+    uint64_t states[MOST_ORDERED]; /* bits of the positions behind which a state is kept; 0: the prefix has no states */
     long clock;
 } ordered;
 
-static void open_ordered(world *w, ordered *o, int64_t capacity, kvc_prefix_config own) {
-    do make_shape(w, &w->shape);
-    while (w->shape.has_windows);
-    *o = (ordered){.num = 2 + pick(w, MOST_ORDERED - 1)};
+/* Makes a cache of the world's shape, and its prefix. */
+static void open_shape(world *w, ordered *o, int64_t capacity, kvc_prefix_config own) {
     w->shape.config.max_bytes = 0, w->shape.config.capacity = capacity;
     own.struct_size = sizeof own, own.fingerprint = "a", own.max_events = MOST_DROPS;
     must(w, kvc_cache_new(&w->shape.config, &o->cache));
     must(w, kvc_prefix_new(o->cache, &own, &o->prefix));
+}
+
+static void choose_ordered(world *w, ordered *o) {
+    do make_shape(w, &w->shape);
+    while (w->shape.has_windows);
+    *o = (ordered){.num = 2 + pick(w, MOST_ORDERED - 1)};
+}
+
+static void open_ordered(world *w, ordered *o, int64_t capacity, kvc_prefix_config own) {
+    choose_ordered(w, o);
+    open_shape(w, o, capacity, own);
 }
 
 static void close_ordered(world *w, ordered *o) {
@@ -36,19 +46,31 @@ static int random_text(world *w, int first, int length) {
     return node;
 }
 
-/* Acquires a text, feeds what is not known of it, and keeps it, or only ends; returns how much matched. */
-static int serve_text(world *w, const ordered *o, int node, int is_released) {
+/* Acquires a text, feeds what is not known of it, and keeps it, or only ends; returns how much matched.  Keeps states
+ * behind some positions. */
+static int serve_marked(world *w, const ordered *o, int node, uint64_t states, int is_released) {
+    static const uint8_t state[ORDERED_STATE];
     text_tokens tokens;
     int64_t id;
     int32_t matched;
     must(w, kvc_prefix_acquire(o->prefix, tokens_of(text_behind(node, 0), &tokens), -1, &id, &matched));
-    for (int at = matched, n; at < text_length(node); at += n)
-        feed_tokens(w, o->cache, id, n = 1 + pick(w, text_length(node) - at));
+    for (int at = matched; at < text_length(node);) {
+        int n = 1 + pick(w, text_length(node) - at), marked = 1;
+        while (marked < n && !(states >> (at + marked) & 1)) marked++;
+        feed_tokens(w, o->cache, id, marked);
+        at += marked;
+        if (!(states >> at & 1)) continue;
+        must(w, kvc_prefix_checkpoint(o->prefix, id, tokens_of(text_begin(node, at), &tokens), state, sizeof state));
+    }
     if (is_released)
         must(w, kvc_prefix_release(o->prefix, id, tokens_of(node, &tokens)));
     else
         must(w, kvc_clear_sequence(o->cache, id));
     return matched;
+}
+
+static int serve_text(world *w, const ordered *o, int node, int is_released) {
+    return serve_marked(w, o, node, 0, is_released);
 }
 
 static int known_of(world *w, const ordered *o, int node) {
@@ -135,12 +157,7 @@ void play_orders(world *w) {
     }
     if (block_room) { /* all but some of them fit */
         close_ordered(w, &o);
-        ordered again = o;
-        w->shape.config.capacity = capacity;
-        must(w, kvc_cache_new(&w->shape.config, &again.cache));
-        const kvc_prefix_config own = {.struct_size = sizeof own, .fingerprint = "a", .max_events = MOST_DROPS};
-        must(w, kvc_prefix_new(again.cache, &own, &again.prefix));
-        o = again;
+        open_shape(w, &o, capacity, (kvc_prefix_config){0});
     }
     w->call = "the order of eviction";
     for (int i = 0; i < o.num; i++) use_text(w, &o, i);
@@ -212,8 +229,9 @@ void play_reuse(world *w) {
 static struct {
     world *w;
     const ordered *o;
-    int node;          /* the prompt */
-    int turn, is_late; /* the call of the store in which it is forgotten, at its beginning or its end */
+    int node;                /* the prompt */
+    int turn, is_late;       /* the call of the store in which it is forgotten, at its beginning or its end */
+    void (*meanwhile)(void); /* what happens while a value is read; NULL: nothing */
     int num;
     uint8_t names[MOST_STORED][KVC_NAME_BYTES];
     uint8_t *values[MOST_STORED];
@@ -237,6 +255,7 @@ static kvc_status read_shelf(void *user, const uint8_t *name, void *to, int64_t 
     const int at = find_stored(name);
     (void)user;
     forget_at(0);
+    if (shelf.meanwhile) shelf.meanwhile();
     *size = at < shelf.num ? shelf.sizes[at] : 0;
     if (*size && *size <= most) memcpy(to, shelf.values[at], (size_t)*size);
     forget_at(1);
@@ -317,6 +336,156 @@ void play_forgets(world *w) {
         must(w, kvc_prefix_fetch(o.prefix, tokens_of(text_behind(private, 0), &tokens), -1, &store, &fetched));
         if (known_of(w, &o, private) != text_length(private)) fail(w, "what is fetched later does not count as new");
     }
+    for (int i = 0; i < shelf.num; i++) free(shelf.values[i]);
+    close_ordered(w, &o);
+}
+
+/* ---- the order of what is fetched */
+
+static struct {
+    ordered *o;
+    int at, is_cold; /* the text that is fetched, and whether nothing of it was known before */
+    int num_reads;
+    long now;                    /* when the fetch uses its text; calls that come meanwhile count as equally late */
+    int64_t ms[MOST_ORDERED];    /* when texts were used last */
+    int is_sorted[MOST_ORDERED]; /* a fetch used a text last, which brought all its states */
+} going;
+
+static void compute_text(world *w, ordered *o, int at, long now) {
+    serve_marked(w, o, o->texts[at], o->states[at], pick(w, 2));
+    o->used[at] = now, going.ms[at] = w->ms, going.is_sorted[at] = !o->states[at];
+}
+
+/* While the store reads, time passes, and others use a text. */
+static void go_on(void) {
+    world *w = shelf.w;
+    ordered *o = going.o;
+    const int other = pick(w, o->num), is_first = !going.num_reads++;
+    if (pick(w, 3) == 0) w->ms += is_first && going.is_cold ? pick(w, 3 * ORDERED_TTL) : pick(w, ORDERED_TTL / 2);
+    if (other != going.at && pick(w, 4) == 0) compute_text(w, o, other, going.now);
+}
+
+static void fetch_text(world *w, ordered *o, int at) {
+    const kvc_store store = {
+        .struct_size = sizeof store, .read = read_shelf, .write = write_shelf, .remove = remove_shelf};
+    const int length = text_length(o->texts[at]), before = known_of(w, o, o->texts[at]);
+    text_tokens tokens;
+    int32_t fetched;
+    going.at = at, going.is_cold = !before, going.num_reads = 0, going.now = ++o->clock;
+    shelf.meanwhile = go_on;
+    must(w, kvc_prefix_fetch(o->prefix, tokens_of(text_behind(o->texts[at], 0), &tokens), -1, &store, &fetched));
+    shelf.meanwhile = NULL;
+    if (fetched < length - before)
+        fail(w, "text %d: %d tokens are fetched behind %d of %d", at, fetched, before, length);
+    o->used[at] = going.now, going.ms[at] = w->ms, going.is_sorted[at] = !before;
+}
+
+/* Checks that only the least recently used text loses tokens, and these from its end on: one state or block at once. */
+static void check_losses(world *w, const ordered *o, int *left) {
+    for (int i = 0; i < o->num; i++) {
+        const int before = left[i], after = left[i] = known_of(w, o, o->texts[i]);
+        int next = before - w->shape.block;
+        if (o->states[i])
+            for (next = before - 1; next > 0 && !(o->states[i] >> next & 1);) next--;
+        if (after == before) continue;
+        if (after > before || (going.is_sorted[i] && after != next))
+            fail(w, "%d tokens of text %d are known, then %d, not %d", before, i, after, next);
+        for (int j = 0; j < o->num; j++)
+            if (left[j] && j != i && o->used[j] < o->used[i])
+                fail(w, "text %d, used at %ld, loses tokens before text %d, used at %ld", i, o->used[i], j, o->used[j]);
+    }
+}
+
+/* Drops one block after the other.  by_states: adds states of another text, so that one state after the other goes. */
+static void drain(world *w, const ordered *o, int by_states) {
+    static const uint8_t state[ORDERED_STATE];
+    const int other = random_text(w, o->num, MOST_TEXT);
+    int left[MOST_ORDERED];
+    text_tokens tokens;
+    int64_t id = -1, dropped = 1;
+    int32_t matched;
+    for (int i = 0; i < o->num; i++) left[i] = known_of(w, o, o->texts[i]);
+    if (by_states) must(w, kvc_prefix_acquire(o->prefix, tokens_of(other, &tokens), -1, &id, &matched));
+    for (int at = 1; dropped && (!by_states || at < MOST_TEXT); at++) {
+        if (by_states) {
+            feed_tokens(w, o->cache, id, 1);
+            must(w,
+                 kvc_prefix_checkpoint(o->prefix, id, tokens_of(text_begin(other, at), &tokens), state, sizeof state));
+        } else {
+            must(w, kvc_prefix_evict(o->prefix, 1, &dropped));
+        }
+        check_losses(w, o, left);
+    }
+}
+
+static void check_quota(world *w, const ordered *o, int64_t quota) {
+    const int64_t block = w->shape.block, most = (quota + block - 1) / block * block;
+    kvc_prefix_stats stats;
+    int64_t room = -1;
+    kvc_prefix_get_stats(o->prefix, &stats, sizeof stats);
+    must(w, kvc_room(o->cache, kvc_new_sequence(o->cache), &room));
+    if (room != w->shape.config.capacity - (stats.held < most ? stats.held : most))
+        fail(w, "room for %d, but %d tokens are held, and the quota is %d", (int)room, (int)stats.held, (int)quota);
+}
+
+/* Chooses whole blocks, and perhaps a state within some of them and at their end; returns how many tokens they are. */
+static int choose_texts(world *w, ordered *o, int has_states) {
+    const int block = w->shape.block, most = least(15, (MOST_TEXT - 1) / block);
+    int sum = 0;
+    for (int i = 0; i < o->num; i++) {
+        const int length = block * (1 + pick(w, most));
+        o->texts[i] = random_text(w, i, length);
+        if (has_states) o->states[i] = (uint64_t)1 << length;
+        for (int begin = 0; has_states && begin + block < length; begin += block)
+            if (pick(w, 4)) o->states[i] |= (uint64_t)1 << (begin + 1 + pick(w, block));
+        sum += length;
+    }
+    return sum;
+}
+
+/* Puts all texts into the store, and drops them. */
+static void store_texts(world *w, ordered *o) {
+    const kvc_store store = {.struct_size = sizeof store, .read = read_shelf, .write = write_shelf};
+    int64_t num;
+    memset(&shelf, 0, sizeof shelf), memset(&going, 0, sizeof going);
+    shelf.w = w, shelf.o = o, shelf.turn = -1, going.o = o;
+    for (int i = 0; i < o->num; i++) compute_text(w, o, i, 0);
+    must(w, kvc_store_new_blocks(o->cache, &store, &num));
+    must(w, kvc_prefix_clear(o->prefix));
+}
+
+static void use_texts(world *w, ordered *o, int has_time) {
+    for (int step = 1 + pick(w, 10); step; step--) {
+        const int at = pick(w, o->num);
+        if (pick(w, 3))
+            fetch_text(w, o, at);
+        else
+            compute_text(w, o, at, ++o->clock);
+        if (known_of(w, o, o->texts[at]) != text_length(o->texts[at])) fail(w, "text %d is not known", at);
+        for (int i = 0; i < o->num; i++)
+            if (has_time && w->ms - going.ms[i] > ORDERED_TTL && known_of(w, o, o->texts[i]))
+                fail(w, "text %d has expired, and is known", i);
+    }
+}
+
+/* Blocks and states of several texts are fetched and computed, and then go in the order of their use. */
+void play_fetches(world *w) {
+    ordered o;
+    kvc_prefix_config own = {.collects_new = 1};
+    const int has_states = pick(w, 2), by_states = has_states && pick(w, 2), has_time = pick(w, 2);
+    choose_ordered(w, &o);
+    const int num_tokens = choose_texts(w, &o, has_states), block = w->shape.block;
+    if (has_states) own.state_bytes = ORDERED_STATE;
+    if (has_time) own.ttl_ms = ORDERED_TTL;
+    if (!has_states && pick(w, 2)) own.quota = 1 + pick(w, 80);
+    for (int i = 0; by_states && i < o.num; i++)
+        own.max_checkpoint_bytes += (int64_t)ORDERED_STATE * __builtin_popcountll(o.states[i]);
+    open_shape(w, &o, own.quota ? num_tokens + 5 * block : 0, own);
+    w->call = "the order of what is fetched";
+    store_texts(w, &o);
+    use_texts(w, &o, has_time);
+    if (own.quota) check_quota(w, &o, own.quota);
+    drain(w, &o, by_states);
     for (int i = 0; i < shelf.num; i++) free(shelf.values[i]);
     close_ordered(w, &o);
 }
