@@ -78,7 +78,7 @@ void kvc_fetch_use(const kvc_fetch *f, kvc_node *node) {
 /* Uses the last state within these tokens behind `parent`.  A shorter block than theirs may have it. */
 static void use_state(const kvc_fetch *f, const kvc_node *parent, const kvc_token_span *tokens) {
     kvc_node *node = f->prefix->tree->checkpoints.num ? kvc_node_with_state(parent, tokens) : NULL;
-    if (node) kvc_fetch_use(f, node, node->rows->used);
+    if (node) kvc_fetch_use(f, node);
 }
 
 void kvc_fetch_touch(kvc_fetch *f) {
