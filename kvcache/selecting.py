@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,11 +14,18 @@ SELECT_FROM = 8192  # tokens of a sequence; with fewer there is little to gain
 ALWAYS_READ = 16 + 64  # rows that are read besides those selected: the first and the last
 
 
-def with_sketches(layers: Sequence[Layer], select: int) -> list[Layer]:
+def with_sketches(layers: Sequence[Layer], select: int, context: int | None = None) -> list[Layer]:
     """Return a model's layers, with sketches where rows are selected; raise NotSupportedError if that is nowhere.
 
-    The first two layers of attention select none, nor do layers that can have no sketches, nor their readers.
+    The first two layers of attention select none, nor do layers that can have no sketches, nor their readers. Warns if
+    texts of the model's `context` in tokens are too short.
     """
+    if context is not None and context < least_tokens(select):
+        warnings.warn(
+            f"select={select} changes nothing: rows are selected in texts of {least_tokens(select)} tokens or more, and"
+            f" the model has max_position_embeddings={context}",
+            stacklevel=4,
+        )
     first = [i for i, layer in enumerate(layers) if layer.policy is not None][:FIRST_DENSE]
     made = [layer if i in first else _sketched(layer) for i, layer in enumerate(layers)]
     made = [layer if layer.share is None else replace(layer, sketch=made[layer.share].sketch) for layer in made]

@@ -66,6 +66,7 @@ class HFCache(SaveableBatch, Cache):
         About how many rows a new token of a long text reads for each KV head, as in `kvcache.Batch.attend`. It selects
         rows once each text of the batch has 8192 tokens. Prompts, guesses that the model verifies, and the first two
         layers of attention read all rows, as do layers that can have no sketches. By default all rows are read.
+        A warning says if the model's context is too short.
 
     Raises
     ------
@@ -161,7 +162,8 @@ class HFCache(SaveableBatch, Cache):
                 raise NotSupportedError(
                     f"select={select}: a {type(config).__name__} chooses rows by an indexer: leave select out"
                 )
-            layers = with_sketches(layers, select)
+            text = config.get_text_config(decoder=True)
+            layers = with_sketches(layers, select, getattr(text, "max_position_embeddings", None))
         return KVCache([*layers, *index_layers], **limits)
 
     @classmethod

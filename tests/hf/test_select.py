@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import warnings
 
 import pytest
 
@@ -67,6 +68,18 @@ def logits_of(model, cache, tokens, at, **options):
             ],
             1,
         )
+
+
+def test_a_context_in_which_nothing_is_selected():
+    config = config_of(max_position_embeddings=FROM - 1)
+    said = rf"select={SELECT} changes nothing: .* of {FROM} tokens or more, .* max_position_embeddings={FROM - 1}"
+    with pytest.warns(UserWarning, match=said):
+        HFCache(config, select=SELECT)
+    with pytest.warns(UserWarning, match=said):
+        enable(make(config), select=SELECT)
+    config.max_position_embeddings = FROM
+    with warnings.catch_warnings(action="error"):
+        HFCache(config, select=SELECT)
 
 
 def test_new_tokens_of_long_texts_select(calls):
