@@ -89,7 +89,7 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_generated = self.num_preempted = 0
-        self._quotas = 0  # tokens that are kept for tenants
+        self._quotas = 0  # tokens that may be kept for tenants
         self._is_full = False  # whether a request was put back, and none has ended since
         self._changed, self._is_stopping = threading.Condition(), False
         self._cancelled: set[Request] = set()
@@ -97,7 +97,7 @@ class Engine:
 
     def tenant(self, salt: bytes, quota: int) -> kvcache.PrefixCache:
         """Return the prefix cache of a tenant, for whom so many tokens are kept."""
-        self._quotas += quota
+        self._quotas += quota + BLOCK_SIZE - 1 if quota else 0  # the block in which it ends is kept whole
         return self.prefix.tenant(salt, quota=quota)
 
     @property
@@ -153,8 +153,12 @@ class Engine:
             except Exception as error:  # a step changes all of its requests or none
                 for request in [*self.running]:
                     self._end(request, f"error: {error}")
-        for request in [*self.running, *self.waiting]:
-            self._end(request, "shutdown")
+        with self._changed:
+            left = [*self.running, *self.waiting]
+            self.running.clear()
+            self.waiting.clear()  # so that `cancel` does nothing from here on
+        for request in left:
+            self._finish(request, "shutdown")
 
     def _begin_step(self) -> bool:
         """Wait for requests, release cancelled requests, and begin new ones; return False to stop."""
@@ -227,6 +231,9 @@ class Engine:
         with self._changed:
             (self.running if request in self.running else self.waiting).remove(request)
             self._is_full = False
+        self._finish(request, reason, text)
+
+    def _finish(self, request: Request, reason: str, text: str = "") -> None:
         self._release(request)
         request.deliver(text, reason)
 

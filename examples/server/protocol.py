@@ -71,7 +71,7 @@ def read_stream(body: dict[str, Any]) -> tuple[bool, bool]:
 def read_options(body: dict[str, Any], is_chat: bool, room: int) -> Options:
     """Return the options of a request for whose answer there is room for so many tokens; raise for a wrong field."""
     for name, value in body.items():
-        if name in UNSUPPORTED and value not in (None, UNSUPPORTED[name]):
+        if name in UNSUPPORTED and not is_off(value, UNSUPPORTED[name]):
             raise ApiError(f"{name}: this server takes {json.dumps(UNSUPPORTED[name])} alone", name)
         if name not in COMMON | OWN[is_chat] | UNSUPPORTED.keys():
             raise ApiError(f"{name}: there is no such field", name)
@@ -95,6 +95,11 @@ def read_options(body: dict[str, Any], is_chat: bool, room: int) -> Options:
         tuple(encode(one, "stop") for one in stops),
         number(body, "seed", None, 0, (1 << 63) - 1, int),
     )
+
+
+def is_off(value: Any, off: Any) -> bool:
+    """Return whether a field's value is null, or the value that turns it off; 0 and 1 are no truth values."""
+    return value is None or (value == off and isinstance(value, bool) == isinstance(off, bool))
 
 
 def encode(text: str, name: str) -> bytes:
@@ -129,16 +134,28 @@ def join_messages(messages: Any) -> str:
         raise ApiError("messages: must be a list of one or more", "messages")
     lines = []
     for i, one in enumerate(messages):
-        role, content = (one.get("role"), one.get("content")) if isinstance(one, dict) else (None, None)
-        if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            content = "".join(str(part.get("text", "")) for part in content)
+        role, content = (one.get("role"), text_of(one.get("content"))) if isinstance(one, dict) else (None, None)
         if role not in ("system", "developer", "user", "assistant") or not isinstance(content, str):
             raise ApiError(f"messages[{i}]: must have a role and a content, which is text", "messages")
         if unknown := one.keys() - {"role", "content", "name"}:
             raise ApiError(f"messages[{i}]: there is no field {min(unknown)}", "messages")
-        name = str(one.get("name") or role).upper()
+        name = one.get("name") or role
+        if not isinstance(name, str):
+            raise ApiError(f"messages[{i}]: name={json.dumps(name)}: must be a text", "messages")
+        name = name.upper()
         lines.append(f"{content}\n\n" if role in ("system", "developer") else f"{name}:\n{content}\n\n")
     return "".join(lines) + "ASSISTANT:\n"
+
+
+def text_of(content: Any) -> Any:
+    """Return a message's content; if it consists of parts of text, their text."""
+    if isinstance(content, list) and all(is_part(part) for part in content):
+        return "".join(part["text"] for part in content)
+    return content
+
+
+def is_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 class Answer:

@@ -70,8 +70,8 @@ class Client:
             data = response.read().decode()
             return response.status, json.loads(data) if response.headers["content-type"] == "application/json" else data
 
-    def complete(self, prompt, **options):
-        status, body = self.ask("/v1/completions", {"prompt": prompt, "temperature": 0, **options})
+    def complete(self, prompt, key="sk-one", **options):
+        status, body = self.ask("/v1/completions", {"prompt": prompt, "temperature": 0, **options}, key=key)
         assert status == 200, body
         return body
 
@@ -267,6 +267,7 @@ BAD = {
     "a seed that is none": ({"prompt": "a", "seed": 0.5}, {}, 400, "seed"),
     "a stream that is none": ({"prompt": "a", "stream": 1}, {}, 400, "stream"),
     "several answers": ({"prompt": "a", "n": 2}, {}, 400, "n"),
+    "no logprobs but the token's own": ({"prompt": "a", "logprobs": 0}, {}, 400, "logprobs"),
     "an unknown field": ({"prompt": "a", "top_k": 2}, {}, 400, "top_k"),
     "a chat's field": ({"prompt": "a", "messages": []}, {}, 400, "messages"),
     "options of no stream": ({"prompt": "a", "stream_options": {}}, {}, 400, "stream_options"),
@@ -282,6 +283,13 @@ BAD = {
     "another method": (None, {"path": "/v1/completions", "method": "GET"}, 405, None),
     "no messages": ({"messages": []}, {"path": "/v1/chat/completions"}, 400, "messages"),
     "a message without a role": ({"messages": [{"content": "a"}]}, {"path": "/v1/chat/completions"}, 400, "messages"),
+    "a part without a text": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
+        {"path": "/v1/chat/completions"}, 400, "messages",
+    ),
+    "a name that is none": (
+        {"messages": [{"role": "user", "content": "a", "name": 1}]}, {"path": "/v1/chat/completions"}, 400, "messages",
+    ),
     "an unknown field of a message": (
         {"messages": [{"role": "user", "content": "a", "tool_calls": []}]},
         {"path": "/v1/chat/completions"}, 400, "messages",
@@ -367,6 +375,34 @@ def test_a_client_that_goes_away_when_its_request_is_put_back(server_module, mod
     assert stays.num_generated == 100
     assert leaves.num_generated < 100
     assert not ended[leaves].is_set()
+
+
+def test_clients_that_go_away_while_the_server_stops(server_module, model):
+    """Each request that is still wanted gets its end, whichever requests are cancelled meanwhile."""
+    engine = server_module.Engine(model, 256, fingerprint(MODEL))
+    options = sys.modules[server_module.Engine.__module__].Options(1, 0, 1, (), 1)
+    first, leaves, stays = (server_module.Request(engine.prefix, [65], options) for _ in range(3))
+    reasons = []
+    first.deliver = lambda text, reason: engine.cancel(leaves)
+    leaves.deliver = lambda text, reason: None
+    stays.deliver = lambda text, reason: reasons.append(reason)
+    for one in (first, leaves, stays):
+        engine.submit(one)
+    engine.stop()
+    engine.start()
+    engine.close()
+    assert reasons == ["shutdown"]
+
+
+def test_quotas_keep_whole_blocks(server_module, model):
+    """There is room for the longest request, however much of other tenants' quotas is kept."""
+    keys = {f"sk-{i}": {"name": str(i), "quota": 17} for i in range(10)}
+    with serving(server_module, model, 512, keys) as client:
+        for i in range(10):
+            client.complete(f"{i}{48 * 'x'}", max_tokens=1, key=f"sk-{i}")
+        room = client.engine.max_tokens - 2
+        assert client.complete("No", max_tokens=room, key="sk-0")["usage"]["completion_tokens"] == room
+        client.engine.cache.validate()
 
 
 def test_a_step_that_fails(server_module, model, monkeypatch):
