@@ -23,6 +23,7 @@ from kvcache.hf.policies import (
     BY_ONE_TOKEN,
     SHAPE,
     block_size_for,
+    both_ways,
     check_policies,
     describe,
     index_layers_of,
@@ -73,8 +74,9 @@ class HFCache(SaveableBatch, Cache):
     NotSupportedError
         If the model has an encoder, no layer of attention, or a layer whose state is neither keys and values nor
         recurrent; or if it makes no use of a cache that it is given. With `prefix`, if its recurrent layers go on by
-        single tokens only, or it has a rotation that follows the length of the text. With `select`, if no layer can
-        have sketches, an indexer chooses the rows, or, in a forward pass, the attention is not ``"kvcache"``.
+        single tokens only, it has a rotation that follows the length of the text, or its tokens see later ones. With
+        `select`, if no layer can have sketches, an indexer chooses the rows, or, in a forward pass, the attention is
+        not ``"kvcache"``.
     ValueError
         If `config` does not say how many heads there are, `kvcache.KVCache` refuses an argument, a `policy` is None or
         `CrossAttention`, or the cache of `prefix` has other layers, or `prefix` no `state_bytes` for recurrent ones.
@@ -112,6 +114,7 @@ class HFCache(SaveableBatch, Cache):
         decoder, parts, _ = parts_of(config)
         is_recurrent = any(isinstance(part.own, LinearAttentionLayer) for part in parts)
         self.goes_on_by_one_token = is_recurrent and decoder.model_type in BY_ONE_TOKEN
+        self.sees_both_ways = bool(both_ways(decoder))
         self._prefix = prefix
         has_readers = any(part.policy is None and not isinstance(part.own, LinearAttentionLayer) for part in parts)
         self.follows_calls = has_readers or prefix is not None  # whether it must know where the model's calls end

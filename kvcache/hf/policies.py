@@ -92,6 +92,15 @@ def check_model(config: PreTrainedConfig) -> None:
         raise NotSupportedError(f"a {type(config).__name__} is not served: {UNSERVED[config.model_type]}")
 
 
+def both_ways(config: PreTrainedConfig) -> str:
+    """Return what of a configuration lets tokens see later ones, so that their rows depend on these; "": nothing."""
+    if not getattr(config, "is_causal", True):
+        return f"is_causal={config.is_causal!r}"
+    field = "use_bidirectional_attention"  # "vision": of images alone
+    value = getattr(config, field, None)
+    return f"{field}={value!r}" if value in (True, "all") else ""
+
+
 def decoder_of(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return what a configuration says of a decoder alone: BART and its like then count the encoder's layers."""
     if "decoder_layers" not in vars(config):

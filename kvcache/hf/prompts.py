@@ -17,7 +17,7 @@ from kvcache.arguments import INT64_MAX
 from kvcache.cache import KVCache
 from kvcache.errors import CacheFullError, NotSupportedError
 from kvcache.hf.padding import count_leading, shown_columns
-from kvcache.hf.policies import BY_ONE_TOKEN
+from kvcache.hf.policies import BY_ONE_TOKEN, both_ways
 from kvcache.hf.told import UNKNOWN, Tokens, tokens_fed
 from kvcache.prefix import PrefixCache
 
@@ -315,6 +315,11 @@ def check_prefix(
         raise NotSupportedError(
             f"a {type(config).__name__} with rope_type={found.pop()!r} rotates keys by the length of the whole text, so"
             " that another text cannot use them: leave prefix out"
+        )
+    if field := both_ways(config):
+        raise NotSupportedError(
+            f"a {type(config).__name__} with {field} lets tokens see later ones, so that another text cannot use their"
+            " rows: leave prefix out"
         )
     given = prefix.cache
     if given.num_layers != wanted.num_layers:

@@ -12,7 +12,7 @@ import kvcache
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import BASE, CONFIGS, make, model_of, passes, random_tokens  # noqa: E402 - torch may be missing
+from support.hf_pairs import BASE, CONFIGS, MIXED, make, model_of, passes, random_tokens  # noqa: E402 - torch may be missing
 
 from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - it imports those
 from kvcache.hf.cache import CACHE  # noqa: E402 - it imports those
@@ -662,6 +662,26 @@ def test_a_wrong_prefix_cache():
         other.rope_parameters = {**other.rope_parameters, "rope_type": kind}
         with pytest.raises(kvcache.NotSupportedError, match=f"rope_type='{kind}' rotates keys by the length"):
             HFCache(other, prefix=prefix)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("llama", "is_causal", False),
+        ("mistral", "is_causal", False),
+        ("gemma3", "use_bidirectional_attention", True),
+        ("gemma4", "use_bidirectional_attention", "all"),
+    ],
+)
+def test_tokens_that_see_later_ones(name, field, value):
+    """Their rows depend on the rest of the prompt: no other prompt can use them."""
+    gemma4 = {**MIXED, "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}
+    config = transformers.Gemma4TextConfig(**gemma4) if name == "gemma4" else CONFIGS[name]()
+    prefix = kvcache.PrefixCache(HFCache.make_kv_cache(config), fingerprint="a model")
+    HFCache(config, prefix=prefix)
+    setattr(config, field, value)
+    with pytest.raises(kvcache.NotSupportedError, match=f"{field}={value!r} lets tokens see later ones"):
+        HFCache(config, prefix=prefix)
 
 
 def test_wrong_calls():

@@ -62,6 +62,19 @@ def test_an_edited_history(name, attention, rows):
     assert cache.get_seq_length() == text.shape[1] + NEW - 1
 
 
+@pytest.mark.parametrize("attention", ["kvcache", "sdpa"])
+@pytest.mark.parametrize("name", [name for name in EDITS if name != "longer"])
+def test_an_edited_history_that_was_seen_both_ways(name, attention):
+    """Rows of the common beginning follow from tokens that are no more."""
+    config = CONFIGS["llama"]()
+    config.is_causal = False
+    model = make(config)
+    model.set_attn_implementation(attention)
+    cache = HFCache(model.config, dtype="f32")
+    text = EDITS[name](generate(model, cache, random_tokens(1, 20)))
+    assert torch.equal(generate(model, cache, text), fresh(model, text))
+
+
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "llama4"])
 @pytest.mark.parametrize("length", [12, 2, 100])
 def test_windows(name, length):
