@@ -85,12 +85,12 @@ static void begin_split(kvc_task *t) {
     for (int32_t r = 0; r < t->num_query_rows; r++) t->max[r] = -INFINITY, t->sum[r] = 0;
 }
 
-/* Attends to the rows that all slices share, then to the other rows of each slice.  acc, max and sum become the
- * results of the slices' splits.  Returns 0 if the call was cancelled. */
-static int attend_shared(kvc_task *t) {
+/* Attends to the rows that all slices share, then to the other rows of each slice.  Returns 0 if the call was
+ * cancelled. */
+static int attend_shared(kvc_task *t, kvc_cursor shared) {
     const kvc_job *job = t->job;
     begin_split(t);
-    int goes_on = kvc_attend_rows(t, first_rows(t->call, job, t->slice, t->part), rows_from_slice(t, 0));
+    int goes_on = kvc_attend_rows(t, shared, rows_from_slice(t, 0)); /* until the call is cancelled */
     for (int32_t m = 0, query_row = 0; goes_on && m < job->num_slices; m++) {
         kvc_task own = kvc_part_of(t, m, query_row);
         const int64_t rows = num_own_rows(job, own.slice);
@@ -103,27 +103,23 @@ static int attend_shared(kvc_task *t) {
     return goes_on;
 }
 
-/* Attends to the splits of the only slice.  Keeps the results of all but the last, which acc, max and sum become.
- * Returns 0 if the call was cancelled. */
-static int attend_alone(kvc_task *t) {
-    const int32_t end = t->job->split + t->job->num_splits;
-    kvc_cursor rows = rows_of_split(t, t->job->split);
-    for (int32_t p = t->job->split; p < end; p++) {
-        const int is_last = p + 1 == end;
+/* Attends to the rows of a job.  acc, max and sum become the results of its last split, for all slices.  Returns 0 if
+ * the call was cancelled. */
+static int attend_splits(kvc_task *t) {
+    const kvc_job *job = t->job;
+    kvc_cursor rows = first_rows(t->call, job, t->slice, t->part);
+    if (t->index < t->call->plan->args.num_threads) /* for later tasks, the one before has */
+        kvc_prefetch_keys(t, rows);
+    if (job->num_slices > 1) return attend_shared(t, rows);
+    for (int32_t p = job->split;; p++) {
+        const int is_last = p + 1 == job->split + job->num_splits;
         const kvc_cursor next = is_last ? rows_from_slice(t, 1) : rows_of_split(t, p + 1);
         begin_split(t);
         if (!kvc_attend_rows(t, rows, next)) return 0;
-        if (!is_last) keep_early(t, p);
+        if (is_last) return 1;
+        keep_early(t, p);
         rows = next;
     }
-    return 1;
-}
-
-/* Attends to the rows of a task, the first of which the task before it has prefetched. */
-static int attend_splits(kvc_task *t) {
-    if (t->index < t->call->plan->args.num_threads)
-        kvc_prefetch_keys(t, first_rows(t->call, t->job, t->slice, t->part));
-    return t->job->num_slices == 1 ? attend_alone(t) : attend_shared(t);
 }
 
 /* ---- merging the results of splits by log-sum-exp (Flash-Decoding) ----------------------------------------------- */

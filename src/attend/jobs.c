@@ -153,19 +153,16 @@ static void add_job(kvc_plan *plan, int32_t split, int32_t num_splits, const kvc
     plan->jobs[plan->num_jobs++] = job;
 }
 
-/* Returns how many splits of a slice become one job, if the slice is alone. */
-static int32_t splits_of_job(const kvc_plan *plan, const kvc_query_slice *slice) {
-    if (plan->joins_splits) return slice->num_splits;
-    return slice->tiled || slice->by_token ? 1 : plan->joined_splits;
-}
-
 /* Adds jobs of a slice alone for its splits from `split` on. */
 static void add_jobs_alone(kvc_plan *plan, int32_t number, int32_t split) {
     const kvc_neighbour alone = {.slice = number};
     const kvc_query_slice *slice = &plan->slices[number];
-    for (int32_t some; split < slice->num_splits; split += some) {
-        some = kvc_lower(splits_of_job(plan, slice), slice->num_splits - split);
-        add_job(plan, split, some, &alone, 1, kvc_split_rows(slice, split));
+    const int32_t most = plan->joins_splits                ? slice->num_splits
+                         : slice->tiled || slice->by_token ? 1
+                                                           : plan->joined_splits;
+    for (; split < slice->num_splits; split += most) {
+        const int32_t rest = slice->num_splits - split;
+        add_job(plan, split, rest < most ? rest : most, &alone, 1, kvc_split_rows(slice, split));
     }
 }
 
@@ -263,31 +260,25 @@ static int by_work(const void *a, const void *b) {
     return x->work != y->work ? compare(y->work, x->work) : compare(x->first_slice, y->first_slice);
 }
 
-/* Returns up to how many splits a job of a streamed slice takes. */
-static int32_t joined_splits(const kvc_plan *plan) {
-    const int64_t threads = plan->args.num_threads;
-    int64_t tasks = 0;
-    if (threads == 1 || KVC_BUGGIFY()) return KVC_JOINED_SPLITS;
-    for (int32_t u = 0; u < plan->num_slices; u++) tasks += plan->slices[u].num_splits * (int64_t)plan->num_parts;
-    const int64_t most = tasks / (threads * KVC_JOINED_TASKS);
-    return most ? (int32_t)kvc_smaller(most, KVC_JOINED_SPLITS) : 1;
-}
-
 void kvc_find_jobs(kvc_plan *plan, const kvc_new_slice *slices, const kvc_slice_order *order) {
-    const int64_t enough_jobs = KVC_TASKS_PER_THREAD * (int64_t)plan->args.num_threads;
-    int64_t work = 0, most_work = INT64_MAX;
+    const int64_t threads = plan->args.num_threads, enough_jobs = KVC_TASKS_PER_THREAD * threads;
+    int64_t work = 0, most_work = INT64_MAX, num_splits = 0;
     int32_t num = order->num_whole > 1 ? order->num_whole : 0; /* slices that may share rows of the next split */
     plan->num_jobs = 0;
-    plan->joined_splits = joined_splits(plan);
+    for (int32_t u = 0; u < plan->num_slices; u++) num_splits += plan->slices[u].num_splits;
+    const int64_t joined = num_splits * plan->num_parts / (threads * KVC_JOINED_TASKS);
+    plan->joined_splits = threads == 1 || KVC_BUGGIFY() ? KVC_JOINED_SPLITS
+                          : joined                      ? (int32_t)kvc_smaller(joined, KVC_JOINED_SPLITS)
+                                                        : 1;
     for (int32_t u = 0; u < plan->num_slices; u++) {
         work += plan->slices[u].num_rows * kvc_num_query_rows(plan, &plan->slices[u]);
         if (!num || !slices[u].is_whole) add_jobs_alone(plan, u, 0);
     }
-    if (plan->args.num_threads > 1) most_work = work * plan->num_parts / enough_jobs;
+    if (threads > 1) most_work = work * plan->num_parts / enough_jobs;
     for (int32_t split = 0; num; split++) num = add_jobs_of_split(plan, order->items, num, split, most_work);
     int64_t i = 1;
     while (i < plan->num_jobs && plan->jobs[i - 1].work >= plan->jobs[i].work) i++;
     if (i < plan->num_jobs) qsort(plan->jobs, (size_t)plan->num_jobs, sizeof *plan->jobs, by_work);
     plan->num_tasks = plan->num_jobs * plan->num_parts;
-    plan->by_part = plan->args.num_threads == 1 || plan->num_jobs >= enough_jobs;
+    plan->by_part = threads == 1 || plan->num_jobs >= enough_jobs;
 }
