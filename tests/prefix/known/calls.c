@@ -222,6 +222,8 @@ static void reject(world *w, feeding *f) {
     }
 }
 
+static uint64_t range_of(int begin, int end) { return (((uint64_t)1 << end) - 1) & ~(((uint64_t)1 << begin) - 1); }
+
 /* Notes the blocks that a commit has filled.  rows: number of rows just before, the batch's included. */
 static void note_filled(world *w, fed *it, int length, const uint64_t *rows) {
     sequence *s = it->s;
@@ -240,7 +242,9 @@ static void note_filled(world *w, fed *it, int length, const uint64_t *rows) {
         if (end > it->old && w->is_short && !s->left_out) s->left_out = end - block + 1;
         if (b = find_kept(p, node, end - block), b && old.node)
             b->sure_use = old.sure_use, b->sure_ms = old.sure_ms; /* whether it was used is open */
-        is_sure &= b && b->is_sure;
+        uint64_t any = 0; /* rows of it; windows may have left all of them behind */
+        for (int l = 0; l < w->shape.num_layers; l++) any |= rows[l] & range_of(end - block, end);
+        is_sure &= !any || (b && b->is_sure);
     }
 }
 

@@ -324,7 +324,6 @@ typedef struct found {
 
 static void look(const world *w, const prefix *p, int node, int surely, found *f) {
     const int length = text_length(node);
-    uint64_t covered = 0;
     memset(f, 0, sizeof *f);
     for (int i = 0; i < p->num_blocks; i++) {
         const kept *b = &p->blocks[i];
@@ -334,11 +333,7 @@ static void look(const world *w, const prefix *p, int node, int surely, found *f
         for (int l = 0; l < w->shape.num_layers; l++)
             f->rows[l] |= (surely ? b->sure : b->may)[l] & (((uint64_t)1 << common) - 1);
         if (f->end < common) f->end = common;
-        covered |= (((uint64_t)1 << common) - 1) & ~(((uint64_t)1 << b->begin) - 1);
     }
-    if (!surely) return;
-    f->end = 0; /* what follows a block that is not there may have gone with it */
-    while (covered >> f->end & 1) f->end++;
 }
 
 static int shows(const world *w, int n, const uint64_t *rows) {
