@@ -51,7 +51,7 @@ enum {
     KVC_TASKS_PER_THREAD = 4, /* tasks that give each thread as much to do, about */
     KVC_TILED_TASKS = 144,    /* most tasks that a tiled sequence is cut into, about */
     KVC_JOINED_SPLITS = 16,   /* most splits that a streamed task takes, one after the other, ... */
-    KVC_JOINED_TASKS = 16,    /* ... if that leaves each thread as many tasks */
+    KVC_JOINED_TASKS = 32,    /* ... if that leaves each thread as many tasks */
     KVC_CHUNK_ROWS = KVC_SIZE(4096, 64), /* rows whose sketches are scored together, where rows are selected */
     KVC_SHORT_ROW = 72,   /* most bytes of a key, and of a value, of which KVC_TILE are streamed as a tile ... */
     KVC_MIDDLE_ROW = 192, /* ... and half as many */
