@@ -304,7 +304,8 @@ class HFCache(SaveableBatch, Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens seen, padding included; not those of a pass that runs, or failed."""
-        return self._passes.num_seen if self._recurrent.has_come_to_rows else self._passes.length
+        is_among_rows = self._recurrent.layers and self._recurrent.has_come_to_rows
+        return self._passes.num_seen if is_among_rows else self._passes.length
 
     def finish(self) -> None:
         """Make the last pass part of its sequences, so that the `KVCache` has no open batch, if it is complete."""
