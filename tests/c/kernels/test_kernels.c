@@ -201,7 +201,7 @@ static void test_rounding(const kvc_kernels *kernels, int type) {
 
 static void test_convert_bits(const kvc_kernels *kernels) {
     static float x[1 << 16];
-    for (int pass = 0; pass < 32; pass++) {
+    for (int pass = 0; pass < (is_full() ? 32 : 8); pass++) {
         for (int i = 0; i < 1 << 16; i++) {
             uint32_t bits = (uint32_t)random_bits();
             if (pass % 2) /* within the range of f16, and a little beyond */
@@ -1298,7 +1298,7 @@ static void test_kernels(const kvc_kernels *kernels) {
             if (dims[i] % kvc_type_elements(type) == 0) test_rows(kernels, type, dims[i]);
         for (int i = 0; i < num_dims && dims[i] <= 128; i++)
             if (dims[i] % kvc_type_elements(type) == 0) test_denormals(kernels, type, dims[i]);
-        for (int n = 1; n <= KVC_TILE; n++) {
+        for (int n = 1; n <= KVC_TILE; n += is_full() || n < KVC_PANEL + 4 ? 1 : 7) {
             int dim = type < KVC_FLOAT_TYPES ? 24 : 32;
             test_score(kernels, type, KVC_F32, dim, 4, n, usual);
             test_accumulate(kernels, type, dim, 4, n, usual);
