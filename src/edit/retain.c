@@ -195,23 +195,23 @@ kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int
 /* ---- going on from retained sequences ---------------------------------------------------------------------------- */
 
 /* Returns the run of piece i that has a row of group g at a position; NULL if it has none there. */
-static const kvc_run *run_at(const kvc_pieces *p, int32_t i, int32_t g, int32_t position) {
+static const kvc_run *run_at(const kvc_piece_list *p, int32_t i, int32_t g, int32_t position) {
     const kvc_piece *piece = &p->items[i];
     return piece->rows && position < piece->end ? kvc_runs_at(&piece->rows->runs[g], position) : NULL;
 }
 
 /* Return the first and the last piece that begins where piece i does. */
-static int32_t first_beside(const kvc_pieces *p, int32_t i) {
+static int32_t first_beside(const kvc_piece_list *p, int32_t i) {
     while (i > 0 && p->items[i - 1].begin == p->items[i].begin) i--;
     return i;
 }
-static int32_t last_beside(const kvc_pieces *p, int32_t i) {
+static int32_t last_beside(const kvc_piece_list *p, int32_t i) {
     while (i + 1 < p->num && p->items[i + 1].begin == p->items[i].begin) i++;
     return i;
 }
 
 /* Returns the end of the rows of group g that stand at positions from 0 on without a gap. */
-static int32_t covered_to(const kvc_pieces *p, int32_t g) {
+static int32_t covered_to(const kvc_piece_list *p, int32_t g) {
     int32_t end = 0;
     for (int32_t i = 0; i < p->num; i++) {
         const kvc_run *run = run_at(p, i, g, end);
@@ -223,14 +223,14 @@ static int32_t covered_to(const kvc_pieces *p, int32_t g) {
 }
 
 /* Returns the index of the last piece, at most `last`, that begins below `end`; -1 if there is none. */
-static int32_t find_below(const kvc_pieces *p, int32_t last, int32_t end) {
+static int32_t find_below(const kvc_piece_list *p, int32_t last, int32_t end) {
     while (last >= 0 && (!p->items[last].rows || p->items[last].begin >= end)) last--;
     return last;
 }
 
 /* Returns the first of the positions below `end` that have rows of group g up to `end` without a gap.  Pieces behind
  * `last` have no rows below `end`. */
-static int32_t look_covered_from(const kvc_pieces *p, int32_t g, int32_t end, int32_t last) {
+static int32_t look_covered_from(const kvc_piece_list *p, int32_t g, int32_t end, int32_t last) {
     for (int32_t i = find_below(p, last, end); i >= 0; i = find_below(p, i - 1, end)) {
         const kvc_run *run = end > 0 ? run_at(p, i, g, end - 1) : NULL;
         if (run) {
@@ -244,7 +244,7 @@ static int32_t look_covered_from(const kvc_pieces *p, int32_t g, int32_t end, in
 }
 
 /* Does the same, and looks at no row twice while `end` falls. */
-static int32_t covered_from(const kvc_pieces *p, int32_t g, int32_t end, int32_t last) {
+static int32_t covered_from(const kvc_piece_list *p, int32_t g, int32_t end, int32_t last) {
     kvc_covered *c = &p->covered[g];
     if (end <= c->begin || end > c->end) *c = (kvc_covered){c->to, look_covered_from(p, g, end, last), end};
     return c->begin;
@@ -252,7 +252,7 @@ static int32_t covered_from(const kvc_pieces *p, int32_t g, int32_t end, int32_t
 
 /* Returns the position behind the last row of group g below `end`, or any up to `least` if no row is behind that.
  * `last` as above. */
-static int32_t last_below(const kvc_pieces *p, int32_t g, int32_t end, int32_t last, int32_t least) {
+static int32_t last_below(const kvc_piece_list *p, int32_t g, int32_t end, int32_t last, int32_t least) {
     int32_t found = 0, begin = INT32_MAX;
     for (int32_t i = find_below(p, last, end); i >= 0; i = find_below(p, i - 1, end)) {
         const kvc_run_list *list = &p->items[i].rows->runs[g];
@@ -273,7 +273,7 @@ static int32_t fresh_start(const kvc_policy *policy, int32_t end) {
 }
 
 /* Returns the largest position, at most `end`, at which group g holds all that a query there would see. */
-static int32_t find_end(const kvc_pieces *p, int32_t g, int32_t end) {
+static int32_t find_end(const kvc_piece_list *p, int32_t g, int32_t end) {
     const kvc_policy *policy = &p->cache->policies[g];
     const int32_t first_gap = p->covered[g].to;
     if (!kvc_policy_expires(policy) || first_gap < kvc_policy_sinks(policy)) return first_gap < end ? first_gap : end;
@@ -289,7 +289,7 @@ static int32_t find_end(const kvc_pieces *p, int32_t g, int32_t end) {
 }
 
 /* Returns the largest position, at most `length`, at which all groups do. */
-static int32_t find_match(kvc_pieces *p, int32_t length) {
+static int32_t find_match(kvc_piece_list *p, int32_t length) {
     p->num = find_below(p, p->num - 1, length) + 1;
     for (int32_t g = 0, end; g < p->cache->num_token_groups; g++) {
         end = find_end(p, g, length);
@@ -302,7 +302,7 @@ static int32_t find_match(kvc_pieces *p, int32_t length) {
 }
 
 /* Visits the rows of group g at positions [begin, end) of pieces [first, past) that begin alike, each position once. */
-static void visit_beside(const kvc_pieces *p, int32_t first, int32_t past, int32_t g, kvc_interval at,
+static void visit_beside(const kvc_piece_list *p, int32_t first, int32_t past, int32_t g, kvc_interval at,
                          kvc_part_fn *visit, void *context) {
     if (past == first + 1) {
         const kvc_piece *piece = &p->items[first];
@@ -321,7 +321,7 @@ static void visit_beside(const kvc_pieces *p, int32_t first, int32_t past, int32
 }
 
 /* Visits the rows of group g below `end`, except those in a gap. */
-static void visit_pieces(const kvc_pieces *p, int32_t g, kvc_interval gap, int32_t end, kvc_part_fn *visit,
+static void visit_pieces(const kvc_piece_list *p, int32_t g, kvc_interval gap, int32_t end, kvc_part_fn *visit,
                          void *context) {
     for (int32_t i = 0, past; i < p->num; i = past) {
         int32_t low = p->items[i].begin, high = low; /* of these pieces */
@@ -336,7 +336,7 @@ static void visit_pieces(const kvc_pieces *p, int32_t g, kvc_interval gap, int32
 }
 
 /* Makes one group of a sequence of what a query at `end` or later sees, and what its policy retains besides. */
-static kvc_status attach_group(const kvc_pieces *p, int32_t g, int32_t end, kvc_run_list *list) {
+static kvc_status attach_group(const kvc_piece_list *p, int32_t g, int32_t end, kvc_run_list *list) {
     const kvc_policy *policy = &p->cache->policies[g];
     kvc_interval gap = {0, 0};
     if (kvc_policy_expires(policy)) {
@@ -355,8 +355,8 @@ static kvc_status attach_group(const kvc_pieces *p, int32_t g, int32_t end, kvc_
     return KVC_OK;
 }
 
-kvc_pieces kvc_pieces_begin(kvc_cache *cache, const kvc_piece *items, int32_t num, kvc_covered *covered) {
-    kvc_pieces p = {cache, items, covered, num, 0};
+kvc_piece_list kvc_pieces_begin(kvc_cache *cache, const kvc_piece *items, int32_t num, kvc_covered *covered) {
+    kvc_piece_list p = {cache, items, covered, num, 0};
     for (int32_t i = 0; i < num; i++)
         if (items[i].rows && kvc_lower(kvc_sequence_next(items[i].rows), items[i].end) > p.end)
             p.end = kvc_lower(kvc_sequence_next(items[i].rows), items[i].end);
@@ -364,10 +364,10 @@ kvc_pieces kvc_pieces_begin(kvc_cache *cache, const kvc_piece *items, int32_t nu
     return p;
 }
 
-int32_t kvc_pieces_match(kvc_pieces *p, int32_t length) { return find_match(p, kvc_lower(length, p->end)); }
+int32_t kvc_pieces_match(kvc_piece_list *p, int32_t length) { return find_match(p, kvc_lower(length, p->end)); }
 
 kvc_status kvc_attach_pieces(kvc_cache *cache, const kvc_piece *items, int32_t num, int64_t id, int32_t matched) {
-    const kvc_pieces p = {.cache = cache, .items = items, .num = num};
+    const kvc_piece_list p = {.cache = cache, .items = items, .num = num};
     kvc_sequence *sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
     kvc_status status = sequence ? KVC_OK : kvc_fail_sequence(id);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)

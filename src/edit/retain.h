@@ -32,21 +32,21 @@ typedef struct kvc_covered {
 } kvc_covered;
 
 /* Pieces that are asked for matches of ever smaller lengths. */
-typedef struct kvc_pieces {
+typedef struct kvc_piece_list {
     kvc_cache *cache;
     const kvc_piece *items; /* [num] */
     kvc_covered *covered;   /* [num_token_groups] */
     int32_t num;            /* pieces that begin below the last length */
     int32_t end;            /* behind the last token that any piece had */
-} kvc_pieces;
+} kvc_piece_list;
 
 /* Begins to match pieces; `covered` is memory for what is found of them. */
-kvc_pieces kvc_pieces_begin(kvc_cache *cache, const kvc_piece *items, int32_t num, kvc_covered *covered);
+kvc_piece_list kvc_pieces_begin(kvc_cache *cache, const kvc_piece *items, int32_t num, kvc_covered *covered);
 
 /* Returns the largest number of tokens, at most `length`, behind which the pieces have what a query sees in every
  * layer.  It is at most the length of the longest piece, expired tokens included.  `length` is at most what the last
  * call returned.  All calls together take time for the number of pieces, not for its square. */
-int32_t kvc_pieces_match(kvc_pieces *p, int32_t length);
+int32_t kvc_pieces_match(kvc_piece_list *p, int32_t length);
 
 /* Makes a sequence, under a new id, of the rows that matched: `matched` tokens, at least 1.  KVC_ERR_NOMEM. */
 kvc_status kvc_attach_pieces(kvc_cache *cache, const kvc_piece *items, int32_t num, int64_t id, int32_t matched);

@@ -58,7 +58,7 @@ kvc_node *kvc_match_path(const kvc_match *m, int32_t position) {
 }
 
 /* Finds the last state behind tokens that have rows. */
-static void find_state(const kvc_prefix *prefix, const kvc_tokens *tokens, kvc_pieces *pieces, kvc_match *m) {
+static void find_state(const kvc_prefix *prefix, const kvc_tokens *tokens, kvc_piece_list *pieces, kvc_match *m) {
     m->known = 0;
     const int32_t block = prefix->cache->pools[0].block_size;
     const kvc_node *parent = m->last;
@@ -81,7 +81,7 @@ static kvc_status find_known(const kvc_prefix *prefix, const kvc_tokens *tokens,
     const uint64_t size = ((uint64_t)cache->num_token_groups + 1) * sizeof(kvc_covered);
     kvc_covered *covered = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
     if (!covered) return kvc_fail(KVC_ERR_NOMEM, "out of memory to match %d blocks", m->num);
-    kvc_pieces pieces = kvc_pieces_begin(cache, m->pieces, m->num, covered);
+    kvc_piece_list pieces = kvc_pieces_begin(cache, m->pieces, m->num, covered);
     m->known = m->with_rows = kvc_pieces_match(&pieces, limit);
     if (prefix->state_bytes) find_state(prefix, tokens, &pieces, m);
     kvc_memory_free(&cache->memory, covered, size, KVC_MEMORY_SCRATCH, -1);

@@ -75,7 +75,7 @@ static inline kvc_status attach_retained(kvc_cache *cache, const int64_t *ids, i
     *matched = 0;
     if (status == KVC_OK) {
         kvc_covered covered[MOST_GROUPS];
-        kvc_pieces found = kvc_pieces_begin(cache, pieces, num, covered);
+        kvc_piece_list found = kvc_pieces_begin(cache, pieces, num, covered);
         *matched = kvc_pieces_match(&found, length);
     }
     if (*matched) status = kvc_attach_pieces(cache, pieces, num, dst, *matched);
