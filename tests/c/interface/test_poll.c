@@ -95,7 +95,11 @@ static void test_loaded(void) {
     poller p, loading = {.caller = pthread_self()};
     kvc_cache *cache = new_cache(&p, &(kvc_policy){.kind = KVC_FULL}, KVC_F32, 1);
     const kvc_config config = {.struct_size = sizeof config, .num_threads = 1, .poll = poll, .poll_user = &loading};
-    const kvc_plan_args plan = {.struct_size = sizeof plan, .layer = 1, .num_tokens = QUERIES, .num_heads = HEADS};
+    const kvc_plan_args plan = {.struct_size = sizeof plan,
+                                .layer = 1,
+                                .first = STORED - QUERIES, /* which see many rows: the call is long enough to poll */
+                                .num_tokens = QUERIES,
+                                .num_heads = HEADS};
     const kvc_put_args own = put_of(STORED);
     kvc_batch *batch;
     saved file;
