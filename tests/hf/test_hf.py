@@ -118,7 +118,7 @@ def check_calls(cache, kind):
 WANTED = {}  # what transformers generates with its own cache
 
 
-@pytest.mark.parametrize("attention", ["kvcache", "eager"])
+@pytest.mark.parametrize("attention", ["kvcache", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("way", "padding"), [*((way, 0) for way in WAYS), *((way, 7) for way in PADDED)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_same_tokens(models, name, way, padding, attention):

@@ -100,8 +100,8 @@ def check(sim, seeds):
     "seeds",
     [
         range(1, 26),
-        pytest.param(range(26, 61), marks=pytest.mark.slow),
-        pytest.param(range(61, 201), marks=pytest.mark.full),
+        pytest.param(range(26, 46), marks=pytest.mark.slow),
+        pytest.param(range(46, 201), marks=pytest.mark.full),
     ],
 )
 def test_seeds(sim, seeds):
