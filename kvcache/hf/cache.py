@@ -303,7 +303,10 @@ class HFCache(SaveableBatch, Cache):
         return bool(self._recurrent) and (self._passes.has_dropped or self._recurrent.is_within)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens seen, padding included; not those of a pass that runs, or failed."""
+        """Return the number of tokens seen, padding included.
+
+        Tokens of a pass that still runs, or that failed, do not count.
+        """
         is_among_rows = self._recurrent.layers and self._recurrent.has_come_to_rows
         return self._passes.num_seen if is_among_rows else self._passes.length
 

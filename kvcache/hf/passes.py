@@ -388,7 +388,7 @@ class Passes:
     def end(self, num_back: int = 0) -> None:
         """End the last pass: keep its tokens except the last `num_back` columns, or drop all if it is incomplete.
 
-        After an interrupt, the next call does what is left.
+        An interrupt may come in the middle. The next call then ends the pass.
         """
         with self.turns.lock:
             ended = self.last

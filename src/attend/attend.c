@@ -71,7 +71,7 @@ static void keep_partial(const kvc_task *t, int32_t p) {
            q * (size_t)t->call->plan->workspace.acc_stride * sizeof *partial);
 }
 
-/* Does so before the task ends. */
+/* Keeps the result of split p, although the task goes on with another split. */
 static void keep_early(const kvc_task *t, int32_t p) {
     kvc_round *round = &t->call->plan->round;
     if (t->call->is_rerun) kvc_round_lock(round); /* another task may merge the splits */

@@ -243,7 +243,7 @@ static int32_t look_covered_from(const kvc_piece_list *p, int32_t g, int32_t end
     return end;
 }
 
-/* Does the same, and looks at no row twice while `end` falls. */
+/* Returns what look_covered_from does, but looks at no row twice while `end` falls. */
 static int32_t covered_from(const kvc_piece_list *p, int32_t g, int32_t end, int32_t last) {
     kvc_covered *c = &p->covered[g];
     if (end <= c->begin || end > c->end) *c = (kvc_covered){c->to, look_covered_from(p, g, end, last), end};
