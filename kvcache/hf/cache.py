@@ -392,12 +392,14 @@ class HFCache(SaveableBatch, Cache):
         """Whether the next prompt may begin with tokens of the prefix cache: there is one, and no token was fed."""
         return self._prefix is not None and self._passes.last is None and not self._passes.seq_ids
 
-    def tell(self, inputs: Mapping[str, Any]) -> None:
-        """Note what a call of the model is about to feed; `inputs` are its arguments."""
+    def tell(self, inputs: Mapping[str, Any], is_part: bool) -> None:
+        """Note what a call of the model, or in it a call of its part, is about to feed; `inputs` are its arguments."""
         prompts = self._passes.prompts
         if prompts is not None:
-            prompts.tell(self.get_seq_length(), inputs)
-        self._passes.note_call(True)
+            tell = prompts.tell_part if is_part else prompts.tell
+            tell(self.get_seq_length(), inputs)
+        if not is_part:
+            self._passes.note_call(True)
 
     def tell_end(self, has_failed: bool) -> None:
         """Note that a call has ended; if it has failed, only the tokens that the cache holds were fed."""
@@ -416,7 +418,8 @@ class HFCache(SaveableBatch, Cache):
         """Take the beginning of prompts from the prefix cache. `generate` calls this by itself, with its own prompt.
 
         If you call the model yourself, call this first. Then feed ``input_ids[:, matched:]`` with the whole mask. If
-        there is padding, give positions that count from the first real token, as `generate` does.
+        there is padding, or the model counts height and width of images (Qwen2-VL), give positions that count from the
+        first real token, as `generate` does.
 
         Parameters
         ----------

@@ -57,10 +57,9 @@ def _begin(
     cache: HFCache, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Token[HFCache | None] | None:
     """Tell a cache what a call feeds, and return what `_end` takes; None: a call around this one has told it."""
-    if _running.get() is cache:
-        return None
-    cache.tell(dict(zip(_names_of(forward), args, strict=False)) | kwargs)
-    return _running.set(cache)
+    inputs, is_part = dict(zip(_names_of(forward), args, strict=False)) | kwargs, _running.get() is cache
+    cache.tell(inputs, is_part)
+    return None if is_part else _running.set(cache)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # it has no types

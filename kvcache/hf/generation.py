@@ -197,7 +197,8 @@ def _follows_from_tokens(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) 
         return mask is None or bool(mask.all())
     shown = torch.ones_like(input_ids) if mask is None else mask.long()
     wanted = (shown.cumsum(1) - 1).masked_fill(shown == 0, 0)
-    return positions.ndim == 2 and positions.shape[1] == wanted.shape[1] and bool((positions == wanted).all())
+    has_columns = positions.ndim in (2, 3) and positions.shape[-1] == wanted.shape[1]
+    return has_columns and bool((positions == wanted).all())  # three times, where a model counts height and width
 
 
 @functools.wraps(generate)

@@ -18,7 +18,7 @@ from kvcache.cache import KVCache
 from kvcache.errors import CacheFullError, NotSupportedError
 from kvcache.hf.padding import count_leading, shown_columns
 from kvcache.hf.policies import BY_ONE_TOKEN, both_ways
-from kvcache.hf.told import UNKNOWN, Tokens, tokens_fed
+from kvcache.hf.told import UNKNOWN, Tokens, has_positions, tokens_fed
 from kvcache.prefix import PrefixCache
 
 PLACEHOLDER = re.compile(r".*(image|video|audio|vision|boi|eoi|boa|eoa).*_(token_id|token_index|index)")
@@ -215,6 +215,16 @@ class Prompts:
         self.tell_end(seen)
         if tokens is not None:
             self._fed = np.concatenate([self._fed, tokens], 1)
+
+    def tell_part(self, seen: int, inputs: Mapping[str, Any]) -> None:
+        """Note at which positions a part of the model is fed what a call was told to feed behind a column, `seen`.
+
+        A model may count on from another text (Qwen2-VL, behind an image).
+        """
+        columns, begins = np.arange(seen, self._fed.shape[1]), np.array([[prompt.leading] for prompt in self._rows])
+        if len(columns) and inputs.get("position_ids") is not None:
+            is_known = has_positions(inputs, columns, begins)
+            self._fed = np.concatenate([self._fed[:, :seen], np.where(is_known, self._fed[:, seen:], UNKNOWN)], 1)
 
     def tell_end(self, seen: int) -> None:
         """Note that the tokens before a column were fed, and no others. Tokens that were not noted are UNKNOWN."""

@@ -44,7 +44,7 @@ def tokens_fed(
         return None
     tokens: Tokens = ids.numpy(force=True).astype(np.int64)
     columns, begins = np.arange(seen, seen + tokens.shape[1]), np.array(leading)[:, None]
-    is_known = _has_positions(inputs, columns, begins) & ~np.isin(tokens, [*placeholders])
+    is_known = has_positions(inputs, columns, begins) & ~np.isin(tokens, [*placeholders])
     if mask is not None:
         shown = shown_columns(mask, seen + tokens.shape[1])
         wrong = shown != (np.arange(shown.shape[1]) >= begins)
@@ -55,19 +55,20 @@ def tokens_fed(
     return np.where(is_known, tokens, UNKNOWN)
 
 
-def _has_positions(
+def has_positions(
     inputs: Mapping[str, Any], columns: npt.NDArray[np.int64], begins: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:
     """Return which columns stand at the positions behind their padding, ``[batch, columns]``.
 
-    If no positions are given, models count all columns.
+    A model that counts time, height and width (Qwen2-VL) is given positions for each. If no positions are given, models
+    count all columns.
     """
     wanted = columns - begins
     has = np.ones(wanted.shape, np.bool_)
     given = inputs.get("position_ids"), inputs.get("cache_position")
     for positions, expected, is_padding in zip(given, (wanted, columns[None]), (wanted < 0, False), strict=True):
         if positions is not None:
-            found = positions.numpy(force=True)
-            fits = found.ndim <= 2 and found.shape[-1] == len(columns) and found.size in (len(columns), wanted.size)
-            has &= (found == expected) | is_padding if fits else False
+            found = np.array(positions.numpy(force=True), ndmin=3)
+            fits = found.ndim == 3 and found.shape[1] in (1, len(wanted)) and found.shape[2] == len(columns)
+            has &= (found == expected).all(0) | is_padding if fits else False
     return has if given[0] is not None else has & (begins == 0)
