@@ -62,10 +62,9 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
             )
         wanted, arguments = NAME, enabled
     elif wanted == NAME and generation_config.is_assistant:  # a draft's config is a copy of the model's
-        arguments = {name: value for name, value in arguments.items() if name != "prefix"}
         generation_config.cache_implementation = None  # which transformers refuses beside the cache of the last guesses
-    if generation_config.is_assistant:  # which may have too few layers to select rows
-        arguments = {name: value for name, value in arguments.items() if name != "select"}
+    if generation_config.is_assistant:  # which may have fewer layers than the model
+        arguments = {name: value for name, value in arguments.items() if name not in ("select", "prefix")}
     if wanted in STATIC and self.config.get_text_config(decoder=True)._attn_implementation == NAME:
         raise ValueError(
             f"cache_implementation={wanted!r} does not go with the attention {NAME!r}: say"

@@ -358,6 +358,23 @@ def test_a_draft_model_that_is_given_the_same_generation_config(has_prefix):
         assert prefix.stats.sequences == 0
 
 
+@pytest.mark.parametrize("is_enabled", [False, True])
+def test_a_model_whose_first_layers_draft(is_enabled):
+    """The draft has fewer layers than the cache of the prefix cache."""
+    model = copy.deepcopy(model_of("llama"))
+    prefix, tokens = prefix_for(model), random_tokens(1, LONG)
+    want, _ = generate(model, tokens)
+    options = {"assistant_early_exit": 2, **GREEDY}
+    if is_enabled:
+        kvcache.hf.enable(model, prefix=prefix)
+    else:
+        options |= {"cache_implementation": "kvcache", "cache_config": {"prefix": prefix}}
+    for _ in range(2):
+        assert torch.equal(model.generate(tokens, **options), want)
+    assert prefix.stats.matched == LONG - 1
+    assert prefix.stats.sequences == 0
+
+
 def test_assisted_generation_with_a_cache_of_the_user():
     """It feeds the whole prompt, whatever the cache holds: so the cache begins anew, and the prompt is kept."""
     model = model_of("llama")
