@@ -23,7 +23,7 @@ from kvcache.hf.cache import CACHE, HFCache
 from kvcache.hf.enabling import arguments_of, make_cache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.pieces import PieceByPiece
-from kvcache.hf.texts import begin_source, begin_text, end_text, leave_text
+from kvcache.hf.texts import begin_source, begin_text, check_longer, end_text, leave_text
 from kvcache.hf.told import has_others
 from kvcache.prefix import PrefixCache
 
@@ -164,8 +164,11 @@ def _begin(
         if not is_embedded and _is_whole(input_ids, mask, generation_config):
             if feeds_all and not text_cache.is_acquired:
                 text_cache.reset()
-            begin_text(text_cache, input_ids, mask)
+            begin_text(text_cache, input_ids, mask, has_others(model_kwargs) and text_cache is cache)
         elif not feeds_all:
+            if is_embedded:
+                length = model_kwargs["inputs_embeds"].shape[1]
+                check_longer(text_cache, length, "inputs_embeds", "that cannot be compared with embeddings")
             text_cache.text = None
     return generation_config
 

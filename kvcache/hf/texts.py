@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 
 
-def begin_text(cache: HFCache, input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+def begin_text(cache: HFCache, input_ids: torch.Tensor, mask: torch.Tensor | None, follows_from_others: bool) -> None:
     """Cut a cache to the columns it shares with a text that `generate` is given as a whole, and note the text.
 
     A text that continues the cache's text changes nothing. Nor does a longer text if the cache was filled with tokens
-    that nobody told it. If the text does not begin with the acquired prompts, forget all: its rows would get their
-    names. Raise ``ValueError``, and change nothing, if the cache does not know its own tokens and the text is not
-    longer. Raise it also if the number of rows differs, except for beams of the same prompts.
+    that nobody told it. Any other text begins anew if its rows follow from more than tokens (`follows_from_others`):
+    the cache does not know what else its own rows follow from. If the text does not begin with the acquired prompts,
+    forget all: its rows would get their names. Raise ``ValueError``, and change nothing, if the cache does not know its
+    own tokens and the text is not longer. Raise it also if the number of rows differs, except for beams of the same
+    prompts.
     """
     if cache.has_lost_state or (cache.goes_on_by_one_token and input_ids.shape[1] > cache.get_seq_length() + 1):
         cache.reset()
@@ -34,15 +36,22 @@ def begin_text(cache: HFCache, input_ids: torch.Tensor, mask: torch.Tensor | Non
         known = cache.text[:, :seen]
         num_common = _count_common(known, text, has_state=bool(cache.recurrent))
         if length <= seen or num_common < known.shape[1]:
-            _cut(cache, min(num_common, length - 1))
-    elif length <= seen and not cache.is_acquired:
-        raise ValueError(
-            f"input_ids has {length} tokens, and the cache holds {seen} tokens that it was not told: crop the cache to"
-            " what both begin with, or reset it"
-        )
+            _cut(cache, 0 if follows_from_others else min(num_common, length - 1))
+    elif not cache.is_acquired:
+        check_longer(cache, length, "input_ids", "that it was not told")
     if not cache.is_begun_by(text, NONE):
         cache.reset()
     cache.text, cache.has_moved_rows = text, False
+
+
+def check_longer(cache: HFCache, length: int, name: str, why: str) -> None:
+    """Raise ValueError unless a text is longer than what a cache holds, which cannot be compared with it (`why`)."""
+    seen = cache.get_seq_length()
+    if seen > 0 and length <= seen:
+        raise ValueError(
+            f"{name} has {length} tokens, and the cache holds {seen} tokens {why}: crop the cache to what both begin"
+            " with, or reset it"
+        )
 
 
 def end_text(cache: HFCache, tokens: torch.Tensor) -> None:

@@ -369,3 +369,46 @@ def test_a_crop_that_such_layers_refuse_changes_nothing():
         cache.crop(-3)
     assert cache.get_seq_length() == text.shape[1] - 1
     assert torch.equal(generate(model, cache, text), fresh(model, text))
+
+
+@pytest.mark.parametrize("prefixed", [False, True])
+@pytest.mark.parametrize("length", [20, 15])
+def test_a_text_with_other_inputs_than_before(length, prefixed):
+    """Rows follow from token types, too: a text that does not continue the last one is fed as a whole."""
+    model = make(
+        transformers.BertConfig(
+            hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=97,
+            initializer_range=0.5, is_decoder=True, pad_token_id=0,
+        )
+    )  # fmt: skip
+    model.set_attn_implementation("kvcache")
+    memory = HFCache.make_kv_cache(model.config, "f32")
+    prefix = kvcache.PrefixCache(memory, fingerprint="a model") if prefixed else None
+    cache, tokens = HFCache(model.config, "f32", prefix=prefix), random_tokens(1, 20)
+    for kind, n in [(0, 20), (1, length), (0, length)]:
+        text = tokens[:, :n]
+        types = torch.full_like(text, kind)
+        want = fresh(model, text, token_type_ids=types)
+        assert torch.equal(generate(model, cache, text, token_type_ids=types), want)
+    more = torch.cat([want, random_tokens(1, 3)], 1)  # a continuation keeps what the cache holds
+    generate(model, cache, more, token_type_ids=torch.zeros_like(more))
+    assert cache.get_seq_length() == more.shape[1] + NEW - 1
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_embeddings_of_no_more_tokens_than_the_cache_holds(told):
+    """The cache cannot compare them with what it holds."""
+    model = model_of("llama")
+    cache = HFCache(model.config, dtype="f32")
+    embedded = model.get_input_embeddings()(random_tokens(1, 40)).detach()
+    if told:
+        generate(model, cache, random_tokens(1, 20))
+    else:
+        generate(model, cache, None, inputs_embeds=embedded[:, :20])
+    held = 20 + NEW - 1
+    for length in (held, 12):
+        with pytest.raises(ValueError, match=rf"^inputs_embeds has {length} tokens, and the cache holds {held}.*reset"):
+            generate(model, cache, None, inputs_embeds=embedded[:, :length])
+    assert cache.get_seq_length() == held
+    generate(model, cache, None, inputs_embeds=embedded)
+    assert cache.get_seq_length() == 40 + NEW - 1
