@@ -63,7 +63,7 @@ def test_a_prompt_without_an_image_is_matched(model, prefix, padding):
 
 @torch.inference_mode()
 def test_rows_at_the_positions_of_another_text_are_not_kept(model, prefix):
-    """Behind an acquired beginning, the model counts on from the last image that it was shown."""
+    """The model counts on from the last image that it was shown, if it is called with rows in the cache."""
     tokens = text_of(1)
     model.model.rope_deltas = None
     cache = HFCache(model.config, prefix=prefix)
