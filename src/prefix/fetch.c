@@ -52,15 +52,31 @@ static kvc_status find_anew(kvc_fetch *f, int32_t end, kvc_node **last) {
     return KVC_OK;
 }
 
+/* Returns whether a node has those rows of its tokens that a token behind them sees in a group. */
+static int shows_in(const kvc_node *node, int32_t g) {
+    const kvc_policy *policy = &node->tree->cache->policies[g];
+    const kvc_run_list *list = &node->rows->runs[g];
+    const int32_t sinks = kvc_policy_sinks(policy), lowest = kvc_policy_lowest(policy, node->end);
+    const int32_t hidden = sinks > node->begin ? sinks : node->begin; /* tokens from here up to `lowest` are not seen */
+    if (hidden >= lowest) return list->num_rows == kvc_node_size(node);
+    return kvc_runs_visit(list, node->begin, hidden, NULL, NULL) == hidden - node->begin &&
+           kvc_runs_visit(list, lowest, node->end, NULL, NULL) == node->end - lowest;
+}
+
+static int shows_seen(const kvc_node *node) {
+    for (int32_t g = 0; g < node->tree->cache->num_token_groups; g++)
+        if (!shows_in(node, g)) return 0;
+    return 1;
+}
+
 kvc_status kvc_fetch_find(kvc_fetch *f, int32_t end, kvc_node **last) {
     const kvc_prefix *prefix = f->prefix;
     *last = NULL;
     if (prefix->forgot != f->forgot) return KVC_OK;
     if (kvc_tree_is_forgetting(prefix->tree, kvc_tokens_part(f->tokens, 0, 1))) return KVC_OK;
     kvc_node *node = kvc_node_of(prefix->cache, f->last);
-    /* A token behind a complete block sees no earlier rows than the block's first token does. */
-    if (!node || !kvc_node_is_live(node) || !(f->is_whole || kvc_node_is_complete(node)))
-        return find_anew(f, end, last);
+    /* A token behind the block sees no rows before it that the block's first token does not see. */
+    if (!node || !kvc_node_is_live(node) || !(f->is_whole || shows_seen(node))) return find_anew(f, end, last);
     *last = node;
     return KVC_OK;
 }

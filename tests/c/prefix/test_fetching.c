@@ -375,9 +375,10 @@ static void count_free(void *user, void *start, size_t size, const kvc_memory_hi
     aligned_free(start);
 }
 
+static const kvc_allocator counting = {.struct_size = sizeof counting, .alloc = count_alloc, .free = count_free};
+
 /* Returns the bytes that a fetch of `num` blocks asks for, even if it gives them back at once. */
 static int64_t bytes_of_fetch(int num) {
-    const kvc_allocator counting = {.struct_size = sizeof counting, .alloc = count_alloc, .free = count_free};
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .rope = {.kind = KVC_ROPE_NONE}};
     const kvc_prefix_config own = {.struct_size = sizeof own, .fingerprint = "a model", .collects_new = 1};
     const kvc_tokens tokens = tokens_of(ids, num * BLOCK + 1);
@@ -398,9 +399,37 @@ static int64_t bytes_of_fetch(int num) {
     return 0;
 }
 
+/* Returns the same of a fetch that passes `num` kept blocks.  They lack states, and rows of windows, and follow blocks
+ * of which windows have lost all rows. */
+static int64_t bytes_of_passing(int num) {
+    const kvc_prefix_config own = {.struct_size = sizeof own, .fingerprint = "a model", .state_bytes = STATE};
+    const kvc_tokens tokens = tokens_of(ids, num * BLOCK + 1);
+    kvc_layer layers[2];
+    int32_t fetched = -1;
+    for (int l = 0; l < 2; l++)
+        layers[l] =
+            (kvc_layer){.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .policy = sliding_policy(2 + 4 * l, 0, 0)};
+    num_layers = 2;
+    cache = cache_of(layers, 2, (kvc_config){.block_size = BLOCK, .num_threads = 1, .allocator = &counting});
+    CHECK(kvc_prefix_new(cache, &own, &prefix) == KVC_OK);
+    feed_to(0, 8 * BLOCK, 8 * BLOCK);
+    checkpoint(0, ids, 8 * BLOCK, 1);
+    for (int i = 9; i <= num; i++) {
+        const kvc_tokens part = tokens_of(ids, i * BLOCK);
+        feed_to(0, i * BLOCK, BLOCK);
+        CHECK(kvc_prefix_checkpoint(prefix, 0, &part, NULL, 0) == KVC_OK);
+    }
+    bytes_asked = num_reads = 0;
+    CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK && !fetched);
+    CHECKF(num_reads == num - 8, "%d of %d blocks are looked for", num_reads, num - 8);
+    const int64_t bytes = bytes_asked;
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    return bytes;
+}
+
 /* A fetch does not look at all blocks again for each one. */
-static void test_is_linear(void) {
-    const int64_t few = bytes_of_fetch(LONG / 4), many = bytes_of_fetch(LONG);
+static void check_linear(int64_t (*bytes_of)(int num)) {
+    const int64_t few = bytes_of(LONG / 4), many = bytes_of(LONG);
     CHECKF(many < 5 * few, "%d blocks ask for %d bytes, and %d for %d", LONG / 4, (int)few, LONG, (int)many);
 }
 
@@ -470,6 +499,7 @@ int main(void) {
     test_used_meanwhile(3, 10, 0);
     test_used_meanwhile(4, 6, 4);
     for (int at = 1; at < NUM; at++) test_quota(at);
-    test_is_linear();
+    check_linear(bytes_of_fetch);
+    check_linear(bytes_of_passing);
     return test_result();
 }
