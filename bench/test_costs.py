@@ -273,3 +273,19 @@ def test_states_that_lack_rows(slope):
         return seconds
 
     slope("lookup of a prompt of so many blocks with states that lack rows", (125, 250, 500), look_up, "<= 1.2")
+
+
+def test_clearing_beside_long_prompts(slope):
+    """Clear a prefix while so many sequences go on from the end of a prompt of so many blocks."""
+
+    def clear(size):
+        cache = kvcache.KVCache(1, 1, DIM, None, max_sequences=None, num_threads=1, block_size=1)
+        prefix = kvcache.PrefixCache(cache, fingerprint="any")
+        prompt = [*range(size)]
+        seq_id, _ = prefix.acquire([*prompt, 0])
+        append(cache, prompt, [seq_id] * size)
+        for _ in prompt:
+            assert prefix.acquire([*prompt, 0])[1] == size
+        return timed(prefix.clear)[0]
+
+    slope("clear of a prefix of so many blocks and sequences", (250, 500, 1000), clear, "<= 1.3")

@@ -188,6 +188,7 @@ void kvc_prefix_free(kvc_prefix *prefix) {
     for (int num = 1; prefix->sessions; num++) {
         kvc_sequence *sequence = prefix->sessions->sequence;
         kvc_follower *follower = sequence->follower;
+        kvc_session_roll_back(prefix->sessions, 0); /* its blocks go, too: none of them counts as used */
         kvc_origin_renew(cache, sequence);
         sequence->follower = NULL;
         follower->ended(cache, follower);

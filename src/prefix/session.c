@@ -169,7 +169,7 @@ void kvc_session_roll_back(kvc_session *session, int32_t position) {
     const int32_t full = position / block_size(session) * block_size(session);
     if (session->retained_to > full) session->retained_to = full;
     if (session->known_to > full) session->known_to = full;
-    kvc_node *last = session->last;
+    kvc_node *last = full ? session->last : &session->last->tree->root;
     while (last->end > full) last = last->parent;
     set_last(session, last);
     drop_pending(session, position);
