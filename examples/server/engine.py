@@ -42,10 +42,14 @@ class Text:
             if self._held.endswith(stop):
                 text, self._held = self._held.removesuffix(stop), b""
                 return self._decode(text), True
-        most = max((n for stop in self._stop for n in range(len(stop)) if self._held.endswith(stop[:n])), default=0)
-        shown = len(self._held) - most
+        shown = len(self._held) - max((self._begun(stop) for stop in self._stop), default=0)
         text, self._held = self._held[:shown], self._held[shown:]
         return self._decode(text), False
+
+    def _begun(self, stop: bytes) -> int:
+        """Return how many first bytes of a stop sequence the text ends with."""
+        most = min(len(stop) - 1, len(self._held))  # a client's sequence may be far longer than the text
+        return next((n for n in range(most, 0, -1) if self._held.endswith(stop[:n])), 0)
 
     def end(self) -> str:
         """Return the rest."""

@@ -187,6 +187,22 @@ def test_stop(client):
         assert "".join(one["choices"][0]["text"] for one in stream(response)) == text[: text.index(stop)]
 
 
+def test_a_long_stop_costs_no_more_than_the_text(server_module):
+    """Each token is compared with as much of a stop sequence as there is text, because all requests share a thread."""
+
+    class Sequence(bytes):
+        num_taken = 0
+
+        def __getitem__(self, part):
+            Sequence.num_taken += 1
+            return super().__getitem__(part)
+
+    stop = Sequence(b"ab" + b"c" * 100_000)
+    text = sys.modules[server_module.Engine.__module__].Text((stop,))
+    assert "".join(text.add(token)[0] for token in b"xaxabxab") + text.end() == "xaxabxab"
+    assert Sequence.num_taken <= 8 * 4
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_client_that_goes_away(client, is_stream):
     """Its sequence is freed, and the others go on."""
