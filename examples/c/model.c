@@ -83,6 +83,7 @@ static int read_config(model *m, const char *folder) {
     m->rms_norm_eps = number_of(config, "rms_norm_eps");
     m->rope_theta = number_of(config, "rope_theta");
     const int is_llama = is_string(value_of(config, "model_type"), "llama") &&
+                         is_string(value_of(config, "hidden_act"), "silu") &&
                          is_string(value_of(config, "rope_type"), "default") && m->rope_theta > 0 &&
                          count_of(config, "vocab_size", MOST_DIM) == VOCAB && m->num_layers && m->hidden &&
                          m->intermediate && m->num_kv_heads && m->num_heads % m->num_kv_heads == 0 && m->head_dim &&
@@ -163,6 +164,8 @@ static int read_tensors(model *m, const char *folder, char *file, size_t size) {
     m->head = m->embedding = read_tensor(&w, "model.embed_tokens", -1, VOCAB, m->hidden);
     for (int i = 0; i < m->num_layers; i++) read_layer(m, &w, i);
     m->norm = read_tensor(&w, "model.norm", -1, 1, m->hidden);
+    if (!w.status && 2 * (w.to - m->weights) != w.size) /* a head of its own, or biases: they change the text */
+        return fail("%s/model.safetensors has tensors that this program does not read", folder);
     return w.status;
 }
 

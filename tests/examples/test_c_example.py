@@ -24,6 +24,16 @@ CONFIG = json.loads((MODEL / "config.json").read_text())
 WEIGHTS = (MODEL / "model.safetensors").read_bytes()
 
 
+def with_bias(weights):
+    """Return a safetensors file with one more tensor, of 256 f16."""
+    end = 8 + int.from_bytes(weights[:8], "little")
+    header, num_bytes = json.loads(weights[8:end]), len(weights) - end
+    name = "model.layers.0.self_attn.q_proj.bias"
+    header[name] = {"dtype": "F16", "shape": [256], "data_offsets": [num_bytes, num_bytes + 512]}
+    data = json.dumps(header, separators=(",", ":")).encode()
+    return len(data).to_bytes(8, "little") + data + weights[end:] + bytes(512)
+
+
 @pytest.fixture(scope="module")
 def program(build):
     sources = sorted((ROOT / "examples" / "c").glob("*.c"), key=lambda source: source.stem != "generate")
@@ -177,6 +187,8 @@ def test_the_model_stands_before_the_prompt(program, generate):
             {"model.safetensors": WEIGHTS.replace(b'"F16"', b'"I16"')},
             "has no tensor model.embed_tokens.weight of 65536 f16",
         ),
+        ({"config.json": json.dumps(CONFIG | {"hidden_act": "gelu"}).encode()}, "config.json is not of a byte-level"),
+        ({"model.safetensors": with_bias(WEIGHTS)}, "model.safetensors has tensors that this program does not read"),
         ({"model.safetensors": None}, "model.safetensors, or it cannot be read"),
     ],
 )
