@@ -30,6 +30,7 @@ try:
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 
+    from kvcache.errors import KVCacheError, sentence
     from kvcache.models.fingerprint import fingerprint
     from kvcache.runner import Llama
 except ModuleNotFoundError as error:
@@ -237,6 +238,37 @@ async def refuse_http(http: HttpRequest, error: HTTPException) -> Response:
     return JSONResponse(ApiError(error.detail, status=error.status_code).body, error.status_code, error.headers)
 
 
+def read_keys(path: Path) -> dict[str, dict[str, Any]]:
+    """Read the API keys of a file, which no message quotes; raise ValueError for other settings than the README's."""
+    try:
+        keys = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    settings = [*keys.values()] if isinstance(keys, dict) else [None]
+    if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in settings):
+        raise ValueError(f"{path} must have an object of keys, each of which has an object with a name")
+    for one in settings:
+        if unknown := one.keys() - {"name", "quota", "max_requests"}:
+            raise ValueError(f"{path}: {one['name']} has a field {min(unknown)!r}, which there is not")
+        if not all(type(value) is int and value >= 0 for field, value in one.items() if field != "name"):
+            raise ValueError(f"{path}: quota and max_requests of {one['name']} must be whole numbers of at least 0")
+    if len({one["name"] for one in settings}) < len(settings):  # counters tell tenants apart by their names
+        raise ValueError(f"{path}: two keys have the same name")
+    return keys
+
+
+def make(args: argparse.Namespace) -> tuple[Engine, Starlette]:
+    """Make the engine and the application; raise ValueError for options with which no request could be served."""
+    model = Llama.load(args.model)
+    if model.config.vocab_size > 256:
+        raise ValueError(f"{args.model} has {model.config.vocab_size:,} tokens, which cannot be bytes")
+    engine = Engine(model, args.capacity, fingerprint(args.model))
+    server = Server(engine, read_keys(args.keys) if args.keys else None)
+    if engine.max_tokens < 2:
+        raise ValueError(f"--capacity {args.capacity} leaves no room for a request beside all quotas")
+    return engine, server.app()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     p = argparse.ArgumentParser(prog="server.py", description=__doc__)
     p.add_argument("model", nargs="?", type=Path, default=EXAMPLES / "model", help="a Llama whose tokens are bytes")
@@ -245,9 +277,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     p.add_argument("--capacity", type=int, default=1 << 15, metavar="TOKENS", help="of the cache (default: 32768)")
     p.add_argument("--keys", type=Path, metavar="FILE", help="JSON: the API keys, each with name, quota, max_requests")
     args = p.parse_args(arguments)
-    engine = Engine(Llama.load(args.model), args.capacity, fingerprint(args.model))
-    keys = json.loads(args.keys.read_text()) if args.keys else None
-    server = HttpServer(engine, Server(engine, keys).app(), host=args.host, port=args.port)
+    if not 0 <= args.port < 1 << 16:
+        p.error(f"--port {args.port}: must be from 0 to 65535")
+    try:
+        engine, app = make(args)
+    except (KVCacheError, ValueError, OSError, ImportError) as error:
+        p.error(sentence(error))
+    server = HttpServer(engine, app, host=args.host, port=args.port)
     with contextlib.suppress(KeyboardInterrupt):
         server.run()
 

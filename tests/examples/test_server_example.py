@@ -458,6 +458,35 @@ def test_a_key_of_other_letters(server_module, model):
         assert client.ask("/v1/models", key="schlussel")[0] == 401
 
 
+@pytest.mark.parametrize(
+    ("arguments", "keys", "said"),
+    [
+        (["no-folder"], None, "there is no no-folder"),
+        (["--port", "65536"], None, "--port 65536: must be from 0 to 65535"),
+        (["--capacity", "0"], None, "capacity=0: must be at least 1"),
+        (["--capacity", "33"], None, "--capacity 33 leaves no room for a request beside all quotas"),
+        (["--keys", "no-file"], None, "no-file"),
+        ([], "{", "is no JSON"),
+        ([], [], "must have an object of keys"),
+        ([], {"sk": {}}, "must have an object of keys"),
+        ([], {"sk": {"name": "a", "limit": 1}}, "a has a field 'limit', which there is not"),
+        ([], {"sk": {"name": "a", "quota": "5"}}, "quota and max_requests of a must be whole numbers"),
+        ([], {"sk": {"name": "a", "quota": -1}}, "quota and max_requests of a must be whole numbers"),
+        ([], {"sk": {"name": "a", "quota": 1 << 20}}, "leaves no room for a request beside all quotas"),
+        ([], {"sk": {"name": "a"}, "pk": {"name": "a"}}, "two keys have the same name"),
+    ],
+)
+def test_options_that_serve_nobody(server_module, tmp_path, capsys, arguments, keys, said):
+    if keys is not None:
+        file = tmp_path / "keys.json"
+        file.write_text(keys if isinstance(keys, str) else json.dumps(keys))
+        arguments = [*arguments, "--keys", str(file)]
+    with pytest.raises(SystemExit) as caught:
+        server_module.main(arguments)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 def test_it_shuts_down(tmp_path):
     """With an answer on its way, which is completed or says why not; nothing is printed but the log."""
     (tmp_path / "keys.json").write_text(json.dumps(KEYS))
