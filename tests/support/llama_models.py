@@ -56,10 +56,15 @@ def write_hybrid(folder):
     return write_small(folder / "hybrid.gguf", architecture="lfm2", **sizes)
 
 
-def write_random(folder, architecture):
-    """Write a small random model of an architecture unless the folder has one, and return its path."""
+def write_random(folder, architecture, *options):
+    """Write a small random model of an architecture unless the folder has one, and return its path.
+
+    With the options -d 0.5 its attention is far from even, and its answer shows each token.
+    """
+    folder = folder / "".join(options)
+    folder.mkdir(exist_ok=True)
     if not list(folder.glob(f"{architecture}-*.gguf")):
-        llama_cpp_build.run("test-llama-archs", *SEED, "-a", f"^{architecture}$", "-o", folder)
+        llama_cpp_build.run("test-llama-archs", *SEED, "-a", f"^{architecture}$", *options, "-o", folder)
     return sorted(folder.glob(f"{architecture}-*.gguf"))[0]
 
 

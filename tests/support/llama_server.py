@@ -126,6 +126,11 @@ def probabilities(answer):
 NEXT_TOKEN = {"n_probs": 20, "logit_bias": [[ord("a"), 1000]]}
 
 
+def next_token(server, prompt, **fields):
+    """Ask for the next token's probabilities."""
+    return server.complete(prompt, 1, **NEXT_TOKEN, **fields)
+
+
 def expect_same_probabilities(ours, own, most=0.15):
     both = probabilities(ours).keys() & probabilities(own).keys()
     assert len(both) >= 15

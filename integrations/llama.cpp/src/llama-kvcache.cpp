@@ -25,8 +25,18 @@ static bool is_asked_for() {
     return value == "1";
 }
 
+// a head without rows of its own reads those of its model's context as llama.cpp's own cache lays them out
+static void check_shared_rows(const llama_model &model, const llama_memory_params &params) {
+    if (model.arch == LLM_ARCH_GEMMA4_ASSISTANT && dynamic_cast<llama_kvcache *>(params.mem_other)) {
+        throw std::runtime_error("gemma4-assistant reads the rows of its model's context, which are in libkvcache: "
+                                 "take LLAMA_KVCACHE=0 (--no-kvcache), or no speculation");
+    }
+}
+
 llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memory_params &params,
                                      const llama_cparams &cparams) {
+    check_shared_rows(model, params);
+
     if (!is_asked_for()) {
         if (!llama_kvcache_prefix_asked_for().empty()) {
             LLAMA_LOG_WARN("%s: LLAMA_KVCACHE_PREFIX keeps no prompts without LLAMA_KVCACHE=1 (--kvcache)\n", __func__);
