@@ -1,4 +1,4 @@
-"""Test llama-server on edited prompts: the answers are those of a server that never saw the prompts before.
+"""Test llama-server on edited prompts: it answers as a server that has seen no prompt before.
 
 How many tokens are computed depends on what llama-server can go back to, and is the same with either cache.
 """
