@@ -1,6 +1,7 @@
 """Compare llama.cpp on this cache with llama.cpp on its own, with flash attention on (its default) and off.
 
 integrations/llama.cpp/build.sh                                              # once, minutes
+python bench/bench_llama_cpp.py --model model.gguf                           # one of yours: a sentence, in 3 minutes
 python bench/bench_llama_cpp.py --json run.json --output llama_cpp.svg       # everything, half an hour
 python bench/bench_llama_cpp.py --only decode --context 0 8192 --types f16
 python bench/bench_llama_cpp.py --ik ~/ik_llama.cpp --only ik-decode ik-prompt --context 8192
@@ -27,6 +28,7 @@ import llama_cpp_models
 from figures import describe_machine, keep, quartiles, quotients
 from ik_llama_cpp import NAME, IkContext, IkModel, compiled
 from llama_cpp_contexts import BLOCKED, CACHES, TYPES, Context, Library, LlamaError, Model
+from llama_cpp_summary import DEPTHS, summary
 from resident_memory import measure_in_child
 
 from kvcache.selecting import SELECT_FROM
@@ -42,6 +44,8 @@ PROMPT = 512  # tokens of a prompt, which are one ubatch
 SEQUENCES = 64  # that share a prompt
 
 DEFAULT, BETTER, KVCACHE, SELECTED, IK = "flash", "better", "kvcache", "selected", "ik"
+SUMMARY = "summary"
+CONTEXTS = [0, 2048, 8192, 16384, 32768]  # tokens
 OVER = {
     DEFAULT: "speedup over the default",
     BETTER: "speedup over the better of on and off",
@@ -432,6 +436,7 @@ def ik_prompt(report: Report, model: Model, o: argparse.Namespace) -> None:
 
 
 SECTIONS: dict[str, Callable[[Report, Model, argparse.Namespace], None]] = {
+    SUMMARY: summary,
     "decode": decode,
     SELECTED: select,
     "prompt": prompt,
@@ -451,9 +456,11 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
                         help="with libllama; default: $LLAMA_CPP_LIB_PATH, or what build.sh built")  # fmt: skip
     parser.add_argument("--model", type=Path, metavar="GGUF", help="default: the shape of a 1 B Llama, random weights")
     parser.add_argument("--ik", type=Path, metavar="FOLDER", help="a clone of ik_llama.cpp, built in its folder build")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, help="default: all, those of ik_llama.cpp with --ik")
-    parser.add_argument("--context", type=parse_tokens, nargs="+", default=[0, 2048, 8192, 16384, 32768], metavar="N",
-                        help="tokens; default: 0 2048 8192 16384 32768; memory is measured at the most")  # fmt: skip
+    parser.add_argument("--only", nargs="+", choices=SECTIONS,
+                        help="default: summary with --model; or all others, with --ik those beside it")  # fmt: skip
+    parser.add_argument("--context", type=parse_tokens, nargs="+", metavar="N",
+                        help=f"tokens; default: {' '.join(map(str, CONTEXTS))}, with summary "
+                             f"{' '.join(map(str, DEPTHS))}; memory is measured at the most")  # fmt: skip
     parser.add_argument("--types", nargs="+", choices=TYPES, default=["f16", "q8_0", "q4_0"],
                         help="of rows; default: f16 q8_0 q4_0")  # fmt: skip
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
@@ -472,13 +479,16 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the run, for bench/write_results.py")
     parser.add_argument("--output", type=Path, metavar="PICTURE", help="tokens/s against context; .svg, .png or .pdf")
     o = parser.parse_args(arguments)
+    o.begun, o.load = time.monotonic(), os.getloadavg()[0]
+    o.context, o.depths = o.context or CONTEXTS, [each for each in o.context or [] if each] or DEPTHS
     least = {"context": 0, "prompt_context": 0, "shared": 1, "threads": 1, "steps": 1, "select": 1, "prompts": 1}
     for name, fewest in least.items():
         given = getattr(o, name)
         if min(given if isinstance(given, list) else [given]) < fewest:
             parser.error(f"--{name.replace('_', '-')} {given}: must be at least {fewest}")
     beside = [section for section in SECTIONS if section.startswith(IK)]
-    o.only = o.only or [section for section in SECTIONS if o.ik or section not in beside]
+    others = [section for section in SECTIONS if section != SUMMARY and (o.ik or section not in beside)]
+    o.only = o.only or ([SUMMARY] if o.model and not o.ik else others)
     chosen = [section for section in o.only if section in beside]
     if chosen and not o.ik:
         parser.error(f"--only {chosen[0]} needs --ik: a clone of ik_llama.cpp, built in its folder build")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import re
 import struct
 import time
 from pathlib import Path
@@ -24,7 +25,8 @@ from numpy.typing import NDArray
 INSTALL = "CMAKE_ARGS=-DLLAMA_BUILD=OFF pip install llama-cpp-python==0.3.36"
 SWITCH = "LLAMA_KVCACHE"  # the environment variable that is read when a context is created
 SELECT_SWITCH = "LLAMA_KVCACHE_SELECT"  # and says how many rows a new token of a long text reads
-OWN_CACHE = "llama_kv_cache:"  # what a context with llama.cpp's own cache logs
+USED = re.compile(r"llama_kvcache: (\d+) cells.* up to ([\d.]+) MiB")  # what a context with kvcache logs
+REFUSED = "llama_kvcache_create: not used: "  # and why one has llama.cpp's own cache all the same
 
 # A context's cache: its name in tables, whether flash attention is on, and whether it is kvcache.
 CACHES = {
@@ -36,7 +38,9 @@ TYPES = {name: int(gguf.GGMLQuantizationType[name.upper()]) for name in ("f32", 
 BLOCKED = ("q8_0", "q4_0")  # types of V that llama.cpp's own cache has with flash attention only
 OWN_TYPES = ("int8", "int6", "int4")  # that kvcache alone has
 TYPE_SWITCHES = ("LLAMA_KVCACHE_TYPE_K", "LLAMA_KVCACHE_TYPE_V")  # environment variables that name such types
+COMPLAINTS = 3, 4  # levels of a log: warnings and errors
 SEEDS = 32  # tokens of a state that is made longer
+M_ROPE = 8, 40  # types of RoPE with which a cell of a state has two coordinates and a token, too
 
 
 class LlamaError(RuntimeError):
@@ -56,27 +60,42 @@ class Library:
         except ModuleNotFoundError as error:
             raise LlamaError(f"no module {error.name}: {INSTALL}") from error
         self.log: list[str] = []
-        self._callback = self.api.llama_log_callback(lambda _level, text, _data: self.log.append(text.decode()))
+        self._complaints: list[str] = []
+        self._callback = self.api.llama_log_callback(self._note)
         self.api.llama_log_set(self._callback, None)
         self.api.llama_backend_init()
 
+    def _note(self, level: int, text: bytes, _data: object) -> None:
+        self.log.append(text.decode(errors="replace"))
+        if level in COMPLAINTS:
+            self._complaints.append(self.log[-1])
+
+    def forget(self) -> None:
+        """Clear what was logged."""
+        self.log.clear()
+        self._complaints.clear()
+
     def fail(self, what: str) -> None:
-        raise LlamaError(f"{what}\n{''.join(self.log[-8:])}".rstrip())
+        """Raise an error with the last warnings and errors."""
+        raise LlamaError(f"{what}\n{''.join(self._complaints[-8:])}".rstrip())
 
 
 class Model:
     """A GGUF file, whose weights all contexts share."""
 
     def __init__(self, library: Library, path: Path) -> None:
-        self.library, self.api = library, library.api
+        self.library, self.api, self.path = library, library.api, path
         if not path.is_file():
-            raise LlamaError(f"{path} does not exist: write it with bench/llama_cpp_models.py")
-        library.log.clear()
+            raise LlamaError(f"{path} is no file: name a GGUF, or write one with bench/llama_cpp_models.py")
+        library.forget()
         self.handle = self.api.llama_model_load_from_file(os.fsencode(path), self.api.llama_model_default_params())
         if not self.handle:
             library.fail(f"{path} cannot be loaded")
         self.num_layers: int = self.api.llama_model_n_layer(self.handle)
         self.window: int = self.api.llama_model_n_swa(self.handle)
+        self.max_seq_len: int = self.api.llama_model_n_ctx_train(self.handle)
+        self.recurrent: bool = self.api.llama_model_is_hybrid(self.handle)
+        self.cell_extras = 3 if self.api.llama_model_rope_type(self.handle) in M_ROPE else 0
         self.vocab_size: int = self.api.llama_vocab_n_tokens(self.api.llama_model_get_vocab(self.handle))
 
     def close(self) -> None:
@@ -86,8 +105,8 @@ class Model:
 class Context:
     """A context for `n_ctx` tokens, with a cache that CACHES names.
 
-    With kvcache, a token selects `select` rows of a long text; with 0 it reads all. If the context has llama.cpp's own
-    cache all the same, `own` says why; otherwise it is empty.
+    With kvcache, a token selects `select` rows of a long text; with 0 it reads all. `nbytes` is what the rows of a full
+    context take there. If the context does not have kvcache, `own` says why; otherwise it is empty.
     """
 
     def __init__(
@@ -105,16 +124,23 @@ class Context:
         switches = {SWITCH: str(int(ours)), SELECT_SWITCH: str(select)}
         switches |= dict.fromkeys(TYPE_SWITCHES, dtype) if dtype in OWN_TYPES else {}
         os.environ.update(switches)
-        log = model.library.log
-        log.clear()
+        model.library.forget()
         self._handle = self.api.llama_init_from_model(model.handle, parameters)
         for name in switches:
             os.environ.pop(name)
         if not self._handle:
             model.library.fail(f"no context with {self.name}, {dtype}")
-        reasons = [line.strip() for line in log if "kvcache" in line] or ["its log has no reason"]
-        self.own = reasons[0] if any(OWN_CACHE in line for line in log) else ""
         self._memory = self.api.llama_get_memory(self._handle)
+        log = model.library.log
+        used = [found for found in map(USED.search, log) if found]
+        self.nbytes = sum(float(found[2]) for found in used) * 2**20
+        self.own = "" if used else self._why_own(log)
+
+    def _why_own(self, log: list[str]) -> str:
+        if not self._memory:
+            return "the model works without a cache"
+        reasons = [line.split(REFUSED)[1].strip() for line in log if REFUSED in line]
+        return reasons[0] if reasons else "its log has no reason"
 
     def close(self) -> None:
         self.api.llama_free(self._handle)
@@ -137,7 +163,7 @@ class Context:
         return seconds
 
     def _run(self, batch: Any, count: int) -> float:
-        self._model.library.log.clear()
+        self._model.library.forget()
         clock = self._model.library.clock
         start = clock()
         status = self.api.llama_decode(self._handle, batch)
@@ -171,26 +197,42 @@ class Context:
             self.api.llama_memory_seq_cp(self._memory, 0, seq_id, -1, -1)
 
     def fill(self, tokens: int) -> bool:
-        """Let sequence 0 hold rows of this many tokens; return whether that took no prefill.
-
-        The rows are loaded as a state: the state of a few tokens, made longer by random rows. In a type that only
-        kvcache has, the rows of the few tokens are repeated instead.
-        """
-        self.rewind(0)
-        if not tokens:
-            return True
-        self.decode(min(tokens, SEEDS))
-        size = self.api.llama_state_seq_get_size(self._handle, 0)
-        state = np.empty(size, np.uint8)
-        self.api.llama_state_seq_get_data(self._handle, self._bytes(state), size, 0)
-        longer = lengthen(state, tokens, self._model.window)
-        if self.api.llama_state_seq_set_data(self._handle, self._bytes(longer), longer.size, 0):
-            self.tokens = tokens
+        """Let sequence 0 hold rows of this many tokens; return whether that took no prefill."""
+        if self.load_random(tokens):
             return True
         self.rewind(0)
         while self.tokens < tokens:
             self.decode(min(512, tokens - self.tokens))
         return False
+
+    def load_random(self, tokens: int) -> bool:
+        """Let sequence 0 hold rows of this many tokens, loaded as a state; return whether such a state can be made.
+
+        It is the state of a few tokens, made longer by random rows. In a type that only kvcache has, the rows of the
+        few tokens are repeated instead.
+        """
+        self.rewind(0)
+        if not tokens:
+            return True
+        self.decode(min(tokens, SEEDS))
+        try:
+            return self.load(lengthen(self.save(), tokens, self._model), tokens)
+        except ValueError:
+            return False
+
+    def save(self) -> NDArray[np.uint8]:
+        """Return the state of sequence 0."""
+        size = self.api.llama_state_seq_get_size(self._handle, 0)
+        state = np.empty(size, np.uint8)
+        self.api.llama_state_seq_get_data(self._handle, self._bytes(state), size, 0)
+        return state
+
+    def load(self, state: NDArray[np.uint8], tokens: int) -> bool:
+        """Let sequence 0 hold a state of this many tokens; return whether the context takes it."""
+        if not self.api.llama_state_seq_set_data(self._handle, self._bytes(state), state.size, 0):
+            return False
+        self.tokens = tokens
+        return True
 
     def _bytes(self, array: NDArray[np.uint8]) -> Any:
         return array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
@@ -209,6 +251,8 @@ class _Reader:
         return self._at < self._state.size
 
     def skip(self, nbytes: int) -> NDArray[np.uint8]:
+        if nbytes > self._state.size - self._at:
+            raise ValueError("the state has another form")
         self._at += nbytes
         return self._state[self._at - nbytes : self._at]
 
@@ -217,37 +261,56 @@ class _Reader:
         self.parts.append(self.skip(struct.calcsize(form)))
         return struct.unpack(form, self.parts[-1])[0]
 
+    def put(self, form: str, number: int) -> None:
+        """Put a number in the place of the next one."""
+        self.skip(struct.calcsize(form))
+        self.parts.append(np.frombuffer(struct.pack(form, number), np.uint8))
 
-def lengthen(state: NDArray[np.uint8], tokens: int, window: int) -> NDArray[np.uint8]:
+    def rest(self) -> NDArray[np.uint8]:
+        return self.skip(self._state.size - self._at)
+
+
+def lengthen(state: NDArray[np.uint8], tokens: int, model: Model) -> NDArray[np.uint8]:
     """Return the state of a sequence with rows at positions 0 to `tokens`, made from the state of a few tokens.
 
     llama_kv_cache::state_write_meta and state_write_data have the format. There is one cache of all layers; or a cache
-    of the layers without a window, and a cache of the layers with one, which holds only the last tokens.
+    of the layers without a window, and a cache of the layers with one, which holds only the last tokens. The state
+    of recurrent layers follows, and stays as it is.
     """
     reader, blocks = _Reader(state), RandomBlocks(0)
     reader.parts.append(reader.skip(8))  # the magic number, and the sequence
-    count = tokens
-    while reader:
-        for _ in range(reader.copy("<I")):  # streams
-            few = reader.copy("<I")  # cells
-            if not few:
-                continue
-            reader.parts[-1] = np.frombuffer(struct.pack("<I", count), np.uint8)
-            reader.skip(12 * few)
-            cells = np.empty((count, 3), "<i4")
-            cells[:] = 0, 1, 0  # the position, the number of sequences, the sequence
-            cells[:, 0] = np.arange(tokens - count, tokens)
-            reader.parts.append(cells.view(np.uint8).ravel())
-            _lengthen_rows(reader, blocks, few, count)
-        count = min(tokens, window) if window else tokens
+    for count in (tokens, min(tokens, model.window)) if model.window else (tokens,):
+        if reader:
+            _lengthen_cache(reader, blocks, range(tokens - count, tokens), model.cell_extras)
+    if model.recurrent:
+        reader.copy("<I")  # cells: one
+        reader.put("<i", tokens - 1)
+        reader.parts.append(reader.rest())
+    if reader:
+        raise ValueError("the state has another form")
     return np.concatenate(reader.parts)
 
 
+def _lengthen_cache(reader: _Reader, blocks: RandomBlocks, positions: range, extras: int) -> None:
+    """Put cells and rows at these positions in place of a few tokens'."""
+    for _ in range(reader.copy("<I")):  # streams
+        few = reader.copy("<I")  # cells
+        if not few:
+            continue
+        reader.parts[-1] = np.frombuffer(struct.pack("<I", len(positions)), np.uint8)
+        cells = np.empty((len(positions), 3 + extras), "<i4")
+        reader.skip(cells.strides[0] * few)
+        cells[:] = np.asarray(positions)[:, None]
+        cells[:, 1], cells[:, -1] = 1, 0  # the number of sequences, and the sequence
+        reader.parts.append(cells.view(np.uint8).ravel())
+        _lengthen_rows(reader, blocks, few, len(positions))
+
+
 def _lengthen_rows(reader: _Reader, blocks: RandomBlocks, few: int, count: int) -> None:
-    """Put rows of `count` tokens in place of a few tokens' rows, of K in every layer, then of V."""
+    """Put rows of `count` tokens in place of a few tokens' rows, of K in every layer, then of V, unless K has it."""
     transposed, num_layers = reader.copy("<I"), reader.copy("<I")
     for part in "kv":
-        for _ in range(num_layers):
+        for _ in range(num_layers if reader else 0):
             kind = reader.copy("<i")
             by_element = part == "v" and transposed
             nbytes = reader.copy("<I") * reader.copy("<I") if by_element else reader.copy("<Q")

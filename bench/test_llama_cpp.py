@@ -3,21 +3,27 @@
 import importlib.util
 import json
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import bench_llama_cpp
 import ik_llama_cpp
+import llama_cpp_contexts
 import llama_cpp_models
+import llama_cpp_summary
 import numpy as np
 import pytest
 from llama_cpp_contexts import CACHES, INSTALL, Context, Library, LlamaError, Model
+from support import llama_models
 from support.llama_cpp_build import folder
 
 from kvcache import runner
 
-WINDOWS = replace(llama_cpp_models.SHAPES["tiny"], architecture="gemma3", num_layers=6, window=32)
+TINY = llama_cpp_models.SHAPES["tiny"]
+WINDOWS = replace(TINY, architecture="gemma3", num_layers=6, window=32)
+HYBRID = replace(TINY, architecture="lfm2", num_layers=6, head_dim=32, conv_size=3)
 
 
 @pytest.fixture(scope="module")
@@ -64,21 +70,28 @@ def test_models_are_written_where_they_are_asked_for(tmp_path, capsys):
 # ---- contexts
 
 
+def written(shape, folder):
+    """Return the path of a model of that shape, or of that architecture."""
+    if isinstance(shape, str):
+        return llama_models.write_random(folder, shape)
+    llama_cpp_models.write_random(folder / "model.gguf", shape)
+    return folder / "model.gguf"
+
+
 @pytest.mark.parametrize("dtype", ["f16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("shape", ["tiny", "windows"])
-def test_a_context_is_filled_at_once(library, tiny, tmp_path, shape, cache, dtype):
+@pytest.mark.parametrize("shape", [TINY, WINDOWS, HYBRID, "qwen2vl", "deepseek2"], ids=lambda shape: str(shape)[:40])
+def test_a_context_is_filled_at_once(library, tmp_path, shape, cache, dtype):
     if cache == "plain" and dtype != "f16":
         pytest.skip("llama.cpp has quantised V with flash attention only")
-    if shape == "windows":
-        tiny = tmp_path / "windows.gguf"
-        llama_cpp_models.write_random(tiny, WINDOWS)
-    model = Model(library, tiny)
+    model = Model(library, written(shape, tmp_path))
     context = Context(model, cache, dtype, 256, 2)
     assert context.fill(100)
     first, last = context.positions()
     assert last == 99
-    if shape == "windows":  # kvcache names the first position that its rows let the sequence go back to
+    if shape == HYBRID:  # whose recurrent layers hold the last position alone
+        assert first == 99
+    elif shape == WINDOWS:  # kvcache names the first position that its rows let the sequence go back to
         assert first in ((98,) if cache == "kvcache" else (68, 69))
     else:
         assert first == 0
@@ -123,6 +136,7 @@ def test_every_section_once(library, tiny, tmp_path, monkeypatch, capsys):
     bench_llama_cpp.main([
         f"--library={library.folder}", f"--model={tiny}", "--context", "0", "300", "--types", "f16", "q4_0",
         "--steps=1", "--prompt-context", "40", "--prompt-types", "q8_0", "--prompts=1", "--shared=40",
+        "--only", "decode", "selected", "prompt", "memory", "overhead",
         "--select=40", f"--json={tmp_path / 'run.json'}", f"--output={tmp_path / 'picture.svg'}",
     ])  # fmt: skip
     printed = capsys.readouterr().out
@@ -174,6 +188,118 @@ def test_bad_options(arguments, says, capsys):
 def test_a_library_that_is_missing_ends_the_run(tiny, tmp_path):
     with pytest.raises(SystemExit, match=r"build\.sh"):
         bench_llama_cpp.main([f"--library={tmp_path}", f"--model={tiny}"])
+
+
+# ---- the sentence about a model
+
+
+def summarise(library, model, *options):
+    bench_llama_cpp.main([f"--library={library.folder}", f"--model={model}", "--steps=3", "--prompts=1", *options])
+
+
+def test_a_model_of_the_users_ends_with_a_sentence(library, tiny, tmp_path, capsys):
+    summarise(library, tiny, "--context", "64", "300", f"--json={tmp_path / 'run.json'}")
+    rate, seconds, speedup = r"[\d,.]+", r"[\d.]+ s", r"[\d.]+ times as fast"
+    assert re.fullmatch(
+        rf"After 300 tokens, tiny\.gguf decodes {rate} tokens/s on this cache and {rate} on llama\.cpp's own "
+        rf"\({rate} without flash attention\): {speedup}; a prompt of 512 more tokens takes {seconds} and {seconds}: "
+        rf"{speedup}\.",
+        capsys.readouterr().out.splitlines()[-1],
+    )
+    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
+    assert {(row["name"], row["context"]) for row in rows if "kvcache" in row["name"]} == {
+        ("decoding, kvcache", 64), ("decoding, kvcache", 300), ("prompts of 512, kvcache", 300)
+    }  # fmt: skip
+
+
+def test_contexts_are_no_longer_than_the_models(library, tmp_path, capsys):
+    summarise(library, written(replace(TINY, max_seq_len=1024), tmp_path))
+    printed = capsys.readouterr().out
+    assert "longer contexts are left out: the model was trained for 1,024 tokens" in printed
+    assert "After 896 tokens, model.gguf decodes" in printed
+    assert "a prompt of 64 more tokens" in printed
+
+
+def test_without_time_there_is_one_context_and_a_short_prompt(library, tiny, monkeypatch, capsys):
+    monkeypatch.setattr(llama_cpp_summary, "SECONDS", 0)
+    summarise(library, tiny, "--context", "64", "300", "5000")
+    printed = capsys.readouterr().out
+    assert "longer contexts are left out: three minutes are too short for" in printed
+    assert "After 64 tokens" in printed
+    assert "a prompt of 64 more tokens" in printed
+
+
+def test_without_memory_there_is_none(library, tiny, monkeypatch):
+    monkeypatch.setattr(llama_cpp_summary, "available_memory", lambda: (0, ""))
+    with pytest.raises(SystemExit, match=r"tiny\.gguf cannot be measured: 64 tokens take .* here, and 0 B are free"):
+        summarise(library, tiny, "--context", "64")
+
+
+def test_prompts_are_read_where_no_state_can_be_made(library, tiny, monkeypatch, capsys):
+    def fail(*_):
+        raise ValueError
+
+    monkeypatch.setattr(llama_cpp_contexts, "lengthen", fail)
+    summarise(library, tiny, "--context", "600")
+    printed = capsys.readouterr().out
+    assert "no state of random rows can be made" in printed
+    assert "After 600 tokens" in printed
+    assert "without flash attention)" not in printed
+
+
+@pytest.mark.parametrize(
+    ("architecture", "why"),
+    [("minimax-m3", "the model's attention is sparse"), ("mamba", "the model has no attention")],
+)
+def test_a_model_that_is_not_served_is_named_with_the_reason(library, tmp_path, architecture, why):
+    model = llama_models.write_random(tmp_path, architecture)
+    with pytest.raises(SystemExit, match=rf"This cache does not serve {model.name}: {architecture}: {why}"):
+        summarise(library, model)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(None, "is no file"), (b"text", "invalid magic"), (b"GGUF", "cannot be loaded")]
+)
+def test_a_file_that_is_no_model_is_an_error(library, tmp_path, content, says):
+    path = tmp_path / "model.gguf"
+    if content:
+        path.write_bytes(content)
+    with pytest.raises(SystemExit, match=says):
+        summarise(library, path)
+
+
+def test_a_context_that_fits_after_all_is_measured(library, tiny, monkeypatch, capsys):
+    """Then nothing says that it is left out: the time of shorter contexts was long by chance."""
+    said = iter(["too slow", "", ""])
+    monkeypatch.setattr(llama_cpp_summary.Run, "_refusal", lambda *_: next(said))
+    summarise(library, tiny, "--context", "400")
+    printed = capsys.readouterr().out
+    assert "After 400 tokens" in printed
+    assert "left out" not in printed
+
+
+def test_a_busy_machine_is_named(library, tiny, monkeypatch, capsys):
+    for load, is_busy in ((0.9, False), (1.1, True)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0, 0))
+        summarise(library, tiny, "--context", "64", "--threads=2")
+        assert (f"Other programs used the processors (load {load})" in capsys.readouterr().out) == is_busy
+
+
+def test_costs_are_predicted_on_a_line():
+    costs = llama_cpp_summary.Costs()
+    costs.add("fill", 100, 1.0)
+    costs.add("kvcache", 100, 0.2)
+    assert costs.predict(400, 5) == pytest.approx(4 * 1 + 5 * 4 * 0.2)
+    costs.add("fill", 200, 1.5)
+    costs.add("kvcache", 200, 0.1)  # faster, by chance
+    assert costs.predict(400, 5) == pytest.approx(2.5 + 5 * 0.1)
+
+
+@pytest.mark.parametrize(
+    ("most", "kept"), [(40_000, [512, 2048]), (2048, [512, 2048]), (2000, [512, 2000]), (600, [512]), (0, [])]
+)
+def test_the_longest_context_is_close_to_the_trained_one(most, kept):
+    assert llama_cpp_summary.depths_within((2048, 512), most) == kept
 
 
 # ---- ik_llama.cpp
