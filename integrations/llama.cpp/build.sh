@@ -176,6 +176,34 @@ build() {
             test-thread-safety kvcache-tests)
     fi
     cmake --build "$output" --parallel "$jobs" --target "${targets[@]}"
+    ln -sf llama-server "$output/bin/kvcache-llama-server"
+}
+
+# Says what to type next.
+advise() {
+    local bin checkout
+    bin=$(printf %q "$output/bin")
+    checkout=$(printf %q "$(cd "$here/../.." && pwd)")
+    cat <<END
+built: $output/bin
+
+Run a server, with a model of yours in the place of model.gguf:
+
+    $bin/kvcache-llama-server -m model.gguf --port 8080
+
+See how much faster the model is than on llama.cpp's own cache:
+
+END
+    case $kind in
+        static)
+            echo "    LLAMA_KVCACHE=0 $bin/llama-bench -m model.gguf -p 512 -n 32 -d 0,8192"
+            echo "    LLAMA_KVCACHE=1 $bin/llama-bench -m model.gguf -p 512 -n 32 -d 0,8192"
+            ;;
+        shared)
+            echo "    CMAKE_ARGS=-DLLAMA_BUILD=OFF python3 -m pip install $checkout'[cli]' llama-cpp-python==$version"
+            echo "    python3 $checkout/bench/bench_llama_cpp.py --library $bin --model model.gguf"
+            ;;
+    esac
 }
 
 # Writes a hash of what this checkout has in the build, by which its tests know a build that is theirs.
@@ -198,4 +226,4 @@ needs cmake "install CMake 3.21 or later (pip install cmake has it as well)"
 configure
 build
 sign
-echo "built: $output/bin"
+advise

@@ -3,9 +3,11 @@
 import hashlib
 import io
 import os
+import shlex
 import shutil
 import subprocess
 import tarfile
+from pathlib import Path
 
 import pytest
 from support import llama_cpp_build
@@ -182,10 +184,11 @@ def compilers():
 
 
 def test_the_programs_have_the_cache(checkout, compilers):
-    said = checkout.succeeds()
-    assert said.endswith(f"built: {checkout.build}/bin\n")
-    assert {path.name for path in (checkout.build / "bin").iterdir()} == {"libllama.so", *TARGETS[:6]}
-    assert checkout.answer() == checkout.answer("llama-server") == "this cache"
+    checkout.succeeds()
+    link = "kvcache-llama-server"
+    assert {path.name for path in (checkout.build / "bin").iterdir()} == {"libllama.so", link, *TARGETS[:6]}
+    assert checkout.answer() == checkout.answer("llama-server") == checkout.answer(link) == "this cache"
+    assert (checkout.build / "bin" / link).readlink() == Path("llama-server")
     names = subprocess.run(
         ["nm", "--dynamic", checkout.build / "bin/libllama.so"], capture_output=True, text=True, check=True
     ).stdout
@@ -193,6 +196,33 @@ def test_the_programs_have_the_cache(checkout, compilers):
     assert "kvc_" not in names, "the core's names are libllama's own"
     (signature,) = (checkout.build / "kvcache.sha256").read_text().split()
     assert signature == llama_cpp_build.hash_of_sources(checkout.root)
+
+
+def commands(said):
+    """Return the words of each command that the build's end advises."""
+    return [shlex.split(line) for line in said.split("built: ")[1].splitlines() if line.startswith("    ")]
+
+
+def test_the_end_says_what_to_type_next(checkout, compilers):
+    said = checkout.succeeds()
+    bin = str(checkout.build / "bin")
+    assert f"built: {bin}\n" in said
+    server, install, bench = commands(said)
+    assert server == [f"{bin}/kvcache-llama-server", "-m", "model.gguf", "--port", "8080"]
+    packages = [f"{checkout.root}[cli]", "llama-cpp-python==9.8.7"]
+    assert install == ["CMAKE_ARGS=-DLLAMA_BUILD=OFF", "python3", "-m", "pip", "install", *packages]
+    program = f"{checkout.root}/bench/bench_llama_cpp.py"
+    assert bench == ["python3", program, "--library", bin, "--model", "model.gguf"]
+
+
+@pytest.mark.slow
+def test_the_end_of_a_static_build_names_llama_bench(checkout, compilers):
+    """The benchmark in Python needs a shared library."""
+    server, *bench = commands(checkout.succeeds("--static"))
+    assert server[0] == f"{checkout.build}/bin/kvcache-llama-server"
+    assert [words[:2] for words in bench] == [
+        [f"LLAMA_KVCACHE={switch}", f"{checkout.build}/bin/llama-bench"] for switch in "01"
+    ]
 
 
 @pytest.mark.slow

@@ -54,7 +54,8 @@ def complete(model, prompt, *options, **environment):
 def test_help_shows_the_options(folder, name):
     said = "".join(run(name, "--help"))
     assert re.search(r"^--kvcache, +--no-kvcache ", said, re.MULTILINE)
-    assert "env: LLAMA_KVCACHE)" in said
+    words = " ".join(said.split())
+    assert "default: disabled, except in kvcache-llama-server; env: LLAMA_KVCACHE)" in words
     for x in "kv":
         assert re.search(rf"^--kvcache-type-{x} TYPE ", said, re.MULTILINE)
         assert f"LLAMA_KVCACHE_TYPE_{x.upper()})" in said
@@ -76,6 +77,22 @@ def test_the_option_goes_before_the_environment(repository):
         said, log = complete(repository, text(0, 100), *options, **environment)
         assert bool(re.search(USED, log)) == used, (options, environment)
         assert said == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "used"),
+    [
+        ([], {}, True),
+        (["--no-kvcache"], {}, False),
+        ([], {"LLAMA_KVCACHE": "0"}, False),
+        ([], {"LLAMA_KVCACHE": ""}, False),
+        (["--kvcache"], {"LLAMA_KVCACHE": "0"}, True),
+    ],
+)
+def test_the_servers_other_name_switches_it_on(repository, folder, options, environment, used):
+    with Server(repository, folder / "named.log", *options, name="kvcache-llama-server", **environment) as server:
+        assert server.complete("To be", 4)["tokens_predicted"] == 4
+        assert bool(re.search(USED, server.log())) == used
 
 
 @pytest.mark.parametrize("value", ["yes", "2", "1 "])

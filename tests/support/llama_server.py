@@ -24,12 +24,12 @@ COUNTS = ("cache_n", "prompt_n", "predicted_n", "draft_n", "draft_n_accepted")
 class Server:
     """A server on a free port; used in a with statement."""
 
-    def __init__(self, model, log, *options):
+    def __init__(self, model, log, *options, name="llama-server", **environment):
         self.log_path = log
-        command = [llama_cpp_build.program("llama-server"), "--model", model, "--port", "0", "--threads", "1"]
+        command = [llama_cpp_build.program(name), "--model", model, "--port", "0", "--threads", "1", "--verbosity", "4"]
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                [*command, "--verbosity", "4", *options], stdout=output, stderr=subprocess.STDOUT, env=ENVIRONMENT
+                [*command, *options], stdout=output, stderr=subprocess.STDOUT, env=ENVIRONMENT | environment
             )
         self.port = self._listening()
 
