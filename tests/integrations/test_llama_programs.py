@@ -203,6 +203,19 @@ def test_rows_are_selected_if_asked_for(repository, options, environment, said):
     assert ("a new token selects" in log) == said.startswith("a new token selects")
 
 
+def test_bench_says_why_there_is_no_context(repository):
+    options = ("-m", repository, "-p", "0", "-n", "1")
+    for variable in ("LLAMA_KVCACHE", SELECT, TYPE_K):
+        _, log = run("bench", *options, status=1, **{"LLAMA_KVCACHE": "1", variable: "no"})
+        assert f"{variable} is 'no': set it to" in log
+
+
+def test_bench_says_why_the_model_is_not_served(folder):
+    model = llama_models.write_random(folder, "minimax-m3")
+    _, log = run("bench", "-m", model, "-p", "0", "-n", "1", "-r", "1", "-t", "1", LLAMA_KVCACHE="1")
+    assert re.fullmatch(r"llama_kvcache_create: not used: minimax-m3: .*\n", log)
+
+
 @pytest.mark.parametrize("value", ["all", "-1", "2.5", "64 ", "2147483648", "99999999999"])
 def test_another_number_of_rows_is_an_error(repository, value):
     options = ("--model", repository, "--prompt", "a", "-n", "1", "--no-conversation", "--kvcache")
