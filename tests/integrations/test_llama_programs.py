@@ -203,6 +203,22 @@ def test_rows_are_selected_if_asked_for(repository, options, environment, said):
     assert ("a new token selects" in log) == said.startswith("a new token selects")
 
 
+def test_reports_of_memory_count_sketches(repository):
+    """Both the line of the cache, which names them, and the table at the end of the program."""
+    found = []
+    for rows in ("0", "64"):
+        _, log = complete(repository, text(0, 100), "--ctx-size", "32768", "--kvcache", "--kvcache-select", rows)
+        (all_bytes,) = set(re.findall(r"up to ([\d.]+) MiB$", log, re.MULTILINE))
+        context = re.findall(r"- Host .* = +\d+ \+ +(\d+) \+ +\d+ ", log)[-1]
+        sketches = re.findall(r"tokens on, by sketches of up to ([\d.]+) MiB, counted above$", log, re.MULTILINE)
+        assert len(set(sketches)) == (rows != "0")
+        found.append((float(all_bytes), int(context), float(sketches[0]) if sketches else 0))
+    (without, without_in_table, _), (with_them, with_them_in_table, sketches) = found
+    assert sketches == 2.25  # 2 layers of 2 heads of 64: 18 bytes a key
+    assert with_them == without + sketches
+    assert with_them_in_table == without_in_table + 2
+
+
 def test_bench_says_why_there_is_no_context(repository):
     options = ("-m", repository, "-p", "0", "-n", "1")
     for variable in ("LLAMA_KVCACHE", SELECT, TYPE_K):

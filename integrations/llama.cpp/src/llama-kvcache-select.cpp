@@ -66,6 +66,23 @@ int32_t llama_kvcache_sketch_bits(const std::vector<kvc_layer> &before, const kv
     return before.size() >= FIRST_DENSE && can_have_sketches(layer) ? 2 : 0;
 }
 
+void llama_kvcache_log_selection(const std::vector<kvc_layer> &layers, int32_t n_rows, int64_t n_tokens) {
+    size_t n_layers = 0;
+    int64_t n_bytes = 0;
+
+    for (const auto &layer : layers) {
+        if (layer.sketch_bits > 0) {
+            n_layers++;
+            n_bytes += layer.share > 0 ? 0 : n_tokens * layer.num_kv_heads * (layer.k_dim / 4 + 2);
+        }
+    }
+
+    LLAMA_LOG_INFO("llama_kvcache: a new token selects %d rows in %zu of %zu layers, from %lld tokens on, by sketches "
+                   "of up to %.2f MiB, counted above\n",
+                   n_rows, n_layers, layers.size(), (long long)llama_kvcache_select_from(n_rows),
+                   n_bytes / 1024.0 / 1024.0);
+}
+
 void llama_kvcache_check_sketches(const std::vector<kvc_layer> &layers) {
     if (std::none_of(layers.begin(), layers.end(), [](const kvc_layer &layer) { return layer.sketch_bits > 0; })) {
         throw std::runtime_error(

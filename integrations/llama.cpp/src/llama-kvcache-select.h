@@ -21,5 +21,8 @@ int64_t llama_kvcache_select_from(int32_t n_rows);
 // returns the sketch_bits of a model's next layer, behind these of the cache
 int32_t llama_kvcache_sketch_bits(const std::vector<kvc_layer> &before, const kvc_layer &layer);
 
+// says how many rows are selected where, and what the sketches of so many tokens take
+void llama_kvcache_log_selection(const std::vector<kvc_layer> &layers, int32_t n_rows, int64_t n_tokens);
+
 // throws if no layer has sketches
 void llama_kvcache_check_sketches(const std::vector<kvc_layer> &layers);

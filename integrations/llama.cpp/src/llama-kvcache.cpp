@@ -135,11 +135,7 @@ llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cpar
                    (uint32_t)config.capacity, layers.cache.size(), kvc_type_name(layers.cache[0].k_type),
                    kvc_type_name(layers.cache[0].v_type), kvc_isa(), kvc_capacity_bytes(cache) / 1024.0 / 1024.0);
     if (layers.select_rows > 0) {
-        LLAMA_LOG_INFO("%s: a new token selects %d rows in %zu of %zu layers, from %lld tokens on\n", __func__,
-                       layers.select_rows,
-                       (size_t)std::count_if(layers.cache.begin(), layers.cache.end(),
-                                             [](const kvc_layer &layer) { return layer.sketch_bits > 0; }),
-                       layers.cache.size(), (long long)llama_kvcache_select_from(layers.select_rows));
+        llama_kvcache_log_selection(layers.cache, layers.select_rows, config.capacity);
     }
 }
 
