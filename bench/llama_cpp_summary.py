@@ -7,6 +7,7 @@ predicts the time of the next one.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack, closing
@@ -151,25 +152,32 @@ class Run:
         return samples
 
     def prompt(self, depth: int) -> tuple[int, Samples]:
-        """Measure prompts behind a depth, as long and as many as the time allows; return their tokens, and seconds."""
+        """Measure prompts behind a depth; return their tokens, and seconds.
+
+        They are as long as half of the time allows, and as many as the rest does.
+        """
         contexts = {cache: self.contexts[cache] for cache in (OURS, OWN)}
         size = max(1, self.prompt_size // 8)
         samples = interleave(contexts, size, 1)
         token = sum(seconds for (seconds,) in samples.values()) / size
-        longer = min(self.prompt_size, int(self.remaining() / token) // 32 * 32)
+        longer = min(self.prompt_size, int(self.remaining() / 2 / token) // 32 * 32)
         if longer > size:
-            size, most = longer, int(self.remaining() / token / longer)
-            samples = interleave(contexts, size, max(1, min(self.o.prompts, most)))
+            size, samples = longer, interleave(contexts, longer, self.o.prompts, self.o.begun + SECONDS)
         self.report.open(f"a prompt's {size} tokens, tokens/s", "over default", "quartiles")
         self.report.speeds("prompt", f"prompts of {size}", depth, self.dtype, size, samples)
         return size, samples
 
 
-def interleave(contexts: dict[str, Context], count: int, times: int) -> Samples:
-    """Append so many tokens to each context in turn."""
+def interleave(contexts: dict[str, Context], count: int, times: int, end: float = math.inf) -> Samples:
+    """Append so many tokens to each context in turn, fewer times if another round could last beyond the end."""
     calls = [lambda context=context: context.decode(count) for context in contexts.values()]
-    found = zip(*rounds(*calls, seconds=0, least=times), strict=True)
-    return dict(zip(contexts, map(list, found), strict=True))
+    found = {cache: list[float]() for cache in contexts}
+    for seconds in rounds(*calls, seconds=0, least=times):
+        for samples, each in zip(found.values(), seconds, strict=True):
+            samples.append(each)
+        if time.monotonic() + 2 * sum(seconds) > end:
+            break
+    return found
 
 
 def summary(report: Any, model: Model, o: argparse.Namespace) -> None:
@@ -188,7 +196,8 @@ def summary(report: Any, model: Model, o: argparse.Namespace) -> None:
             report.say(f"longer contexts are left out: {run.why}")
         size, prompts = run.prompt(depth)
     if o.load > BUSY * o.threads:
-        print(f"\nOther programs used the processors (load {o.load:.1f}): figures of a quiet machine are others.")
+        advice = "measure again without them, or with OMP_WAIT_POLICY=passive, so that threads do not spin"
+        print(f"\nOther programs used the processors (load {o.load:.1f}): {advice}.")
     print(f"\n{sentence(model.path.name, depth, steps, size, prompts)}")
 
 
