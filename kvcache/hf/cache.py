@@ -191,6 +191,8 @@ class HFCache(SaveableBatch, Cache):
         # What `generate` told about each sequence: its tokens, padding included, or a digest of an encoder's rows.
         self.text: torch.Tensor | None = None
         self.has_moved_rows = False  # since `generate` told them
+        self.next_positions: torch.Tensor | None = None  # of what `generate` makes, [axes, batch, 1]; None: usual ones
+        self.follows_from_others = False  # whether rows follow from images or the like as well
 
     @property
     def policy(self) -> tuple[Policy | None, ...]:

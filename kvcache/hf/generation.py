@@ -11,6 +11,7 @@ import functools
 import inspect
 import warnings
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,8 +33,17 @@ generate = GenerationMixin.generate
 prefill: Any = GenerationMixin._prefill
 decode_assisted: Any = GenerationMixin._assisted_decoding
 prepare_cache = GenerationMixin._prepare_cache_for_generation
-# Caches with a prefix cache that were made for the `generate` that runs.
-_made: ContextVar[list[HFCache] | None] = ContextVar("_made", default=None)
+
+
+@dataclass
+class Call:
+    """A call of `generate`."""
+
+    given: dict[str, Any]  # its arguments
+    made: list[HFCache] = field(default_factory=list)  # the caches with a prefix cache that were made for it
+
+
+_running: ContextVar[Call | None] = ContextVar("_running", default=None)
 
 
 def register() -> None:
@@ -83,9 +93,9 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
         model_kwargs[CACHE] = cache
         if generation_config.is_assistant:
             cache.activate_past_recording()  # to take back what was guessed wrong
-        made = _made.get()
-        if made is not None and isinstance(cache, HFCache) and cache.takes_prompt:
-            made.append(cache)
+        running = _running.get()
+        if running is not None and isinstance(cache, HFCache) and cache.takes_prompt:
+            running.made.append(cache)
         return None
     return prepare_cache(self, generation_config, model_kwargs, *args, **kwargs)
 
@@ -113,7 +123,7 @@ def _prefill(
 ) -> Any:
     """Keep what the cache has in common with the prompts, or take that from its prefix cache; feed the rest."""
     cache, model = model_kwargs.get(CACHE), self
-    generation_config = _begin(input_ids, generation_config, model_kwargs)
+    generation_config = _begin(self, input_ids, generation_config, model_kwargs)
     if isinstance(cache, HFCache):
         _acquire(cache, input_ids, model_kwargs)
         model = PieceByPiece(self, cache, generation_config.prefill_chunk_size)
@@ -130,7 +140,7 @@ def _prefill(
 def _decode_assisted(self: Any, input_ids: torch.Tensor, *args: Any, generation_config: Any, **kwargs: Any) -> Any:
     """Decode with a draft, which feeds the whole prompt whatever the cache holds."""
     cache, model = kwargs.get(CACHE), self
-    _begin(input_ids, generation_config, kwargs, feeds_all=True)
+    _begin(self, input_ids, generation_config, kwargs, feeds_all=True)
     if isinstance(cache, HFCache):
         own = inspect.signature(decode_assisted).parameters  # beside what the model is given
         _acquire(cache, input_ids, {name: value for name, value in kwargs.items() if name not in own})
@@ -145,7 +155,7 @@ def _acquire(cache: HFCache, input_ids: torch.Tensor, model_kwargs: dict[str, An
 
 
 def _begin(
-    input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], feeds_all: bool = False
+    model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], feeds_all: bool = False
 ) -> Any:
     """Cut the cache to the columns it shares with the prompts and their source, and note these.
 
@@ -164,13 +174,21 @@ def _begin(
         if not is_embedded and _is_whole(input_ids, mask, generation_config):
             if feeds_all and not text_cache.is_acquired:
                 text_cache.reset()
-            begin_text(text_cache, input_ids, mask, has_others(model_kwargs) and text_cache is cache)
+            positions = _given_positions(model, model_kwargs)
+            begin_text(text_cache, input_ids, mask, positions, has_others(model_kwargs) and text_cache is cache)
         elif not feeds_all:
             if is_embedded:
                 length = model_kwargs["inputs_embeds"].shape[1]
                 check_longer(text_cache, length, "inputs_embeds", "that cannot be compared with embeddings")
             text_cache.text = None
     return generation_config
+
+
+def _given_positions(model: Any, model_kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return the positions that the call of `generate` was given; None: the model counted them itself."""
+    running = _running.get()
+    name = "decoder_position_ids" if model.config.is_encoder_decoder else "position_ids"
+    return None if running is None or running.given.get(name) is None else model_kwargs[name]
 
 
 def _text_cache(cache: Any) -> HFCache | None:
@@ -206,8 +224,8 @@ def _follows_from_tokens(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) 
 @functools.wraps(generate)
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate, and give the rows of caches that were made here, and that nobody else has, to their prefix caches."""
-    made: list[HFCache] = []
-    token = _made.set(made)
+    running = Call(kwargs)
+    token = _running.set(running)
     if "cache" in kwargs and CACHE != "cache":  # so that one program runs with every version
         kwargs[CACHE] = kwargs.pop("cache")
     used = kwargs.get(CACHE, kwargs.get("past_key_values"))
@@ -219,7 +237,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         filled = _text_cache(used)
         if filled is not None and isinstance(text, torch.Tensor):
             end_text(filled, text)
-        for cache in made:
+        for cache in running.made:
             if getattr(result, CACHE, None) is not cache:
                 tokens: Any = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", ())
                 is_known = len(tokens) == cache.batch_size and not kwargs.get("custom_generate")
@@ -231,8 +249,8 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             filled.drop_failed()
             if filled.text is not before:
                 leave_text(filled, has_failed=True)
-        for cache in made:
+        for cache in running.made:
             cache.reset()
         raise
     finally:
-        _made.reset(token)
+        _running.reset(token)

@@ -9,39 +9,62 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcache.errors import RowsGoneError
-from kvcache.hf.told import NONE, UNKNOWN
+from kvcache.hf.told import NONE, UNKNOWN, at_positions
 
 if TYPE_CHECKING:
     from kvcache.hf.cache import HFCache
     from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 
 
-def begin_text(cache: HFCache, input_ids: torch.Tensor, mask: torch.Tensor | None, follows_from_others: bool) -> None:
+def begin_text(
+    cache: HFCache,
+    input_ids: torch.Tensor,
+    mask: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    follows_from_others: bool,
+) -> None:
     """Cut a cache to the columns it shares with a text that `generate` is given as a whole, and note the text.
 
     A text that continues the cache's text changes nothing. Nor does a longer text if the cache was filled with tokens
-    that nobody told it. Any other text begins anew if its rows follow from more than tokens (`follows_from_others`):
-    the cache does not know what else its own rows follow from. If the text does not begin with the acquired prompts,
-    forget all: its rows would get their names. Raise ``ValueError``, and change nothing, if the cache does not know its
-    own tokens and the text is not longer. Raise it also if the number of rows differs, except for beams of the same
-    prompts.
+    that nobody told it. Any other text begins anew if its rows, or the cache's, follow from more than tokens and
+    `positions` (`follows_from_others`): the cache does not know what else. If the text does not begin with the acquired
+    prompts, forget all: its rows would get their names. Raise ``ValueError``, and change nothing, if the cache does not
+    know its own tokens and the text is not longer. Raise it also if the number of rows differs, except for beams of the
+    same prompts. `positions` of None are the usual ones.
     """
     if cache.has_lost_state or (cache.goes_on_by_one_token and input_ids.shape[1] > cache.get_seq_length() + 1):
         cache.reset()
     seen, length = cache.get_seq_length(), input_ids.shape[1]
     text = input_ids if mask is None else input_ids.masked_fill(~mask.bool(), NONE)
+    if positions is not None:
+        positions = _positions_of(text, positions)
+        text = at_positions(text, positions, (text != NONE).cumsum(1) - 1)
     _match_beams(cache, text)
     cache.check_batch_size(len(input_ids))
     if cache.text is not None and seen:
         known = cache.text[:, :seen]
         num_common = _count_common(known, text, has_state=bool(cache.recurrent))
         if length <= seen or num_common < known.shape[1]:
-            _cut(cache, 0 if follows_from_others else min(num_common, length - 1))
+            _cut(cache, 0 if follows_from_others or cache.follows_from_others else min(num_common, length - 1))
     elif not cache.is_acquired:
         check_longer(cache, length, "input_ids", "that it was not told")
     if not cache.is_begun_by(text, NONE):
         cache.reset()
     cache.text, cache.has_moved_rows = text, False
+    cache.next_positions = None if positions is None else positions[..., -1:] + 1
+    cache.follows_from_others |= follows_from_others
+
+
+def _positions_of(text: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """Return the positions of a text's tokens, ``[axes, batch, columns]``; raise ValueError if some are missing."""
+    batch_size, num_columns = text.shape
+    if given.shape[-1] < num_columns:
+        raise ValueError(
+            f"position_ids has the shape {[*given.shape]}, input_ids {[*text.shape]}: give the positions of all tokens,"
+            " also of those that the cache holds"
+        )
+    given = given[..., -num_columns:]  # as transformers takes them
+    return given.reshape(-1, 1 if given.ndim == 1 else given.shape[-2], num_columns).expand(-1, batch_size, -1)
 
 
 def check_longer(cache: HFCache, length: int, name: str, why: str) -> None:
@@ -61,8 +84,12 @@ def end_text(cache: HFCache, tokens: torch.Tensor) -> None:
         return
     num_given = cache.text.shape[1]
     is_next = not cache.has_moved_rows and len(tokens) == len(cache.text) and tokens.shape[1] >= num_given
-    if is_next and ((tokens[:, :num_given] == cache.text) | (cache.text == NONE)).all():
-        cache.text = torch.cat([cache.text, tokens[:, num_given : cache.get_seq_length()]], 1)
+    if is_next and ((tokens[:, :num_given] == cache.text) | (cache.text < 0)).all():
+        new = tokens[:, num_given : cache.get_seq_length()]
+        if cache.next_positions is not None:
+            columns = torch.arange(new.shape[1])
+            new = at_positions(new, cache.next_positions + columns, (cache.text != NONE).sum(1, keepdim=True) + columns)
+        cache.text = torch.cat([cache.text, new], 1)
     else:
         leave_text(cache)
 

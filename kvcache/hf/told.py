@@ -29,6 +29,21 @@ def has_others(inputs: Mapping[str, Any]) -> bool:
     )
 
 
+def at_positions(tokens: torch.Tensor, positions: torch.Tensor, usual: torch.Tensor) -> torch.Tensor:
+    """Return tokens that compare as equal only at the same positions: a digest of both where these are not usual.
+
+    `tokens` and `usual` are ``[batch, columns]``, `positions` ``[axes, batch, columns]``. A digest is below UNKNOWN.
+    """
+    given = positions.numpy(force=True).astype(np.uint64)
+    digest = tokens.numpy(force=True).astype(np.uint64)
+    for axis in given:
+        digest = (digest ^ digest >> np.uint64(32)) * np.uint64(0x9E3779B97F4A7C15) + axis
+    digest = (digest ^ digest >> np.uint64(29)) * np.uint64(0xBF58476D1CE4E5B9)
+    named = UNKNOWN - 1 - torch.from_numpy((digest >> np.uint64(2)).astype(np.int64))
+    is_usual = torch.from_numpy((given == usual.numpy(force=True).astype(np.uint64)).all(0))
+    return torch.where(is_usual | (tokens == NONE), tokens, named)
+
+
 def tokens_fed(
     inputs: Mapping[str, Any], leading: Sequence[int], seen: int, placeholders: Collection[int]
 ) -> Tokens | None:

@@ -1,6 +1,7 @@
 """Another text for a cache that holds one: it goes on from where both begin alike."""
 
 import copy
+import itertools
 
 import pytest
 
@@ -391,8 +392,66 @@ def test_a_text_with_other_inputs_than_before(length, prefixed):
         want = fresh(model, text, token_type_ids=types)
         assert torch.equal(generate(model, cache, text, token_type_ids=types), want)
     more = torch.cat([want, random_tokens(1, 3)], 1)  # a continuation keeps what the cache holds
-    generate(model, cache, more, token_type_ids=torch.zeros_like(more))
+    generate(model, cache, more, token_type_ids=torch.ones_like(more))
     assert cache.get_seq_length() == more.shape[1] + NEW - 1
+    assert torch.equal(generate(model, cache, more), fresh(model, more)), "the cache's rows followed from types"
+
+
+POSITIONS = {
+    "usual": lambda n: torch.arange(n)[None],
+    "twice as far": lambda n: torch.arange(n)[None] * 2,
+    "a gap in the middle": lambda n: torch.arange(n)[None] + 9 * (torch.arange(n)[None] >= 12),
+    "of each row": lambda n: torch.stack([torch.arange(n), torch.arange(n) * 3]),
+}
+
+
+@pytest.mark.parametrize("prefixed", [False, True])
+@pytest.mark.parametrize(("first", "then"), [*itertools.permutations([None, *POSITIONS], 2), ("of each row",) * 2])
+def test_positions_of_the_caller(first, then, prefixed):
+    """Rows follow from their tokens' positions."""
+    model, tokens = model_of("llama"), random_tokens(2, 20)
+    memory = HFCache.make_kv_cache(model.config, "f32")
+    prefix = kvcache.PrefixCache(memory, fingerprint="a model") if prefixed else None
+    cache = HFCache(model.config, "f32", prefix=prefix)
+
+    def check(text, way):
+        options = {} if way is None else {"position_ids": POSITIONS[way](text.shape[1])}
+        want = fresh(model, text, output_logits=True, return_dict_in_generate=True, **options)
+        got = generate(model, cache, text, output_logits=True, return_dict_in_generate=True, **options)
+        torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=0, atol=1e-3)
+        return got.sequences
+
+    told = check(tokens, first)
+    for text in (torch.cat([told, tokens], 1), told[:, :25]):
+        check(text, then)
+        check(text, first)
+
+
+def test_only_what_stands_elsewhere_is_fed():
+    """The tokens that `generate` adds stand behind the last position."""
+    model = model_of("llama")
+    cache, fed = HFCache(model.config, dtype="f32"), []
+    text = generate(model, cache, random_tokens(1, 40), position_ids=torch.arange(40)[None] * 2)
+    positions = torch.cat([torch.arange(40) * 2, 79 + torch.arange(NEW)])[None]
+    hook = model.model.embed_tokens.register_forward_pre_hook(lambda _, args: fed.append(args[0].shape[1]))
+    for column in (47, 30):
+        generate(model, cache, edit(text, column), position_ids=positions, max_new_tokens=1)
+    positions[:, 20:] += 1
+    generate(model, cache, edit(text, 30), position_ids=positions, max_new_tokens=1)
+    hook.remove()
+    assert fed == [1, 18, 28]
+    with pytest.raises(ValueError, match=r"^position_ids has the shape \[1, 3\], input_ids \[1, 48\]: give the"):
+        generate(model, cache, text, position_ids=positions[:, -3:])
+
+
+def test_positions_in_a_file(tmp_path):
+    model = model_of("llama")
+    cache, tokens = HFCache(model.config, dtype="f32"), random_tokens(1, 20)
+    generate(model, cache, tokens, position_ids=torch.arange(20)[None] * 2)
+    cache.save(tmp_path / "chat")
+    for options in ({}, {"position_ids": torch.arange(20)[None] * 2}):
+        loaded = HFCache.load(model.config, tmp_path / "chat")
+        assert torch.equal(generate(model, loaded, tokens, **options), fresh(model, tokens, **options))
 
 
 @pytest.mark.parametrize("told", [False, True])
