@@ -172,10 +172,15 @@ def _begin(
     text_cache = _text_cache(cache)
     if text_cache is not None:
         if not is_embedded and _is_whole(input_ids, mask, generation_config):
+            held = text_cache.get_seq_length()
             if feeds_all and not text_cache.is_acquired:
                 text_cache.reset()
             positions = _given_positions(model, model_kwargs)
             begin_text(text_cache, input_ids, mask, positions, has_others(model_kwargs) and text_cache is cache)
+            goes_on = text_cache.get_seq_length() == held and not text_cache.is_acquired
+            if not goes_on and positions is None:
+                num_beams = max(generation_config.num_beams, generation_config.num_return_sequences)
+                _count_positions(model, input_ids, num_beams, model_kwargs)
         elif not feeds_all:
             if is_embedded:
                 length = model_kwargs["inputs_embeds"].shape[1]
@@ -189,6 +194,22 @@ def _given_positions(model: Any, model_kwargs: dict[str, Any]) -> torch.Tensor |
     running = _running.get()
     name = "decoder_position_ids" if model.config.is_encoder_decoder else "position_ids"
     return None if running is None or running.given.get(name) is None else model_kwargs[name]
+
+
+def _count_positions(model: Any, input_ids: torch.Tensor, num_beams: int, model_kwargs: dict[str, Any]) -> None:
+    """Have a model count the positions of a whole text: it counted them behind a text that the cache held before.
+
+    A model that counts height and width of images (Qwen2-VL) then counted on from the last one. `generate` no longer
+    has the sizes of images; its arguments have. They are one for each prompt, and `num_beams` rows are of a prompt.
+    """
+    running, mask = _running.get(), model_kwargs.get("attention_mask")  # None: ones, as it was before
+    if running is None or model_kwargs.get("position_ids") is None:
+        return
+    given = {name: value for name, value in running.given.items() if isinstance(value, torch.Tensor)}
+    given.pop("input_ids", None)
+    given["attention_mask"] = (torch.ones_like(input_ids) if mask is None else mask)[::num_beams]
+    positions = model._prepare_position_ids_for_generation(input_ids[::num_beams], given)
+    model_kwargs["position_ids"] = positions.repeat_interleave(num_beams, positions.ndim - 2)
 
 
 def _text_cache(cache: Any) -> HFCache | None:

@@ -39,13 +39,69 @@ def text_of(rows, length=LONG):
     return random_tokens(rows, length).clamp(max=IMAGE - 1)
 
 
+def with_image(tokens, seed=0):
+    """Return tokens with an image in the middle, and what `generate` is given of it."""
+    tokens = tokens.clone()
+    tokens[:, 5:30] = IMAGE
+    pixels = torch.randn(len(tokens) * 100, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(seed))
+    sizes = torch.tensor([[1, 10, 10]] * len(tokens))
+    return tokens, {"pixel_values": pixels, "image_grid_thw": sizes, "mm_token_type_ids": (tokens == IMAGE).int()}
+
+
 def show_an_image(model):
     """Let the model see an image: it then notes how far later positions are behind their columns."""
-    tokens = text_of(1, 40)
-    tokens[:, 5:30] = IMAGE
-    seen = {"pixel_values": torch.randn(100, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 10, 10]])}
-    model.generate(tokens, mm_token_type_ids=(tokens == IMAGE).int(), **seen, **GREEDY)
+    tokens, image = with_image(text_of(1, 40))
+    model.generate(tokens, **image, **GREEDY)
     assert (model.model.rope_deltas < 0).all()
+
+
+def answer(model, cache, tokens, **options):
+    """Return the logits of an answer, and the whole text."""
+    options = {"output_logits": True, "return_dict_in_generate": True, **GREEDY, **options}
+    got = model.generate(tokens, past_key_values=cache, **options)
+    return torch.stack(got.logits), got.sequences
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("prefixed", [False, True])
+@pytest.mark.parametrize("kinds", ["image image", "image other", "image edited", "image text image", "text image text"])
+def test_texts_behind_an_image(model, prefix, kinds, prefixed, num_beams):
+    """The model counts positions before the cache is cut to what texts have in common, and on from the last image."""
+    tokens = text_of(2, 40)
+    texts = {"text": (tokens, {}), "image": with_image(tokens), "other": with_image(tokens, seed=1)}
+    texts["edited"] = (texts["image"][0].clone(), texts["image"][1])
+    texts["edited"][0][:, 35] = 7
+    cache = HFCache(model.config, "f32", prefix=prefix if prefixed else None)
+    for kind in kinds.split():
+        text, image = texts[kind]
+        got, _ = answer(model, cache, text, num_beams=num_beams, **image)
+        behind = model.model.rope_deltas
+        want, _ = answer(model, HFCache(model.config, "f32"), text, num_beams=num_beams, **image)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
+        assert torch.equal(model.model.rope_deltas, behind)
+
+
+def test_a_text_goes_on_behind_its_image_which_is_not_shown_again(model):
+    text, image = with_image(text_of(1, 40))
+    cache = HFCache(model.config, "f32")
+    _, first = answer(model, cache, text, **image)
+    more = torch.cat([first, text_of(1, 6)], 1)
+    types = {"mm_token_type_ids": (more == IMAGE).int()}
+    got, _ = answer(model, cache, more, **types)
+    want, _ = answer(model, HFCache(model.config, "f32"), more, **image | types)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
+
+
+def test_generate_behind_an_image_and_what_was_acquired(model, prefix):
+    tokens = text_of(1)
+    want, _ = answer(model, HFCache(model.config, "f32"), tokens)
+    cache = HFCache(model.config, prefix=prefix)
+    answer(model, cache, tokens)
+    cache.release()
+    show_an_image(model)
+    assert cache.acquire(tokens) == LONG - 1
+    got, _ = answer(model, cache, tokens)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("padding", [0, 3])
