@@ -404,6 +404,7 @@ static kvc_status inject(scene *s) {
 }
 
 EDIT_BY(call_remove, kvc_remove(s->cache, OTHER_ID, 4, 8, 0))
+EDIT_BY(call_keep_positions, kvc_keep_positions(s->cache, OTHER_ID, (const int32_t[]){0, 2, 4, 5}, 4))
 EDIT_BY(call_truncate, kvc_truncate(s->cache, OTHER_ID, OWN - 1))
 EDIT_BY(call_shift, kvc_shift(s->cache, OTHER_ID, 4, KVC_END, 8))
 EDIT_BY(call_divide, kvc_divide(s->cache, OTHER_ID, 4, KVC_END, 2))
@@ -792,6 +793,7 @@ static const struct {
     {"gather", call_gather, 0},
     {"extract", call_extract, 0},
     {"remove", call_remove, 0},
+    {"keep_positions", call_keep_positions, 0},
     {"truncate", call_truncate, 0},
     {"shift", call_shift, 0},
     {"divide", call_divide, 0},

@@ -118,6 +118,26 @@ def test_inject_after_divide(slope):
     slope("inject after divide(2)", (4000, 8000, 16_000), inject, "1")
 
 
+@pytest.mark.parametrize("dims", [(1, 8), (8, 128)], ids=str)
+def test_keeping_every_second_position(slope, dims):
+    """Keep every second position of a sequence, of many layers in one group; 10 ms are wanted for the longest."""
+    sizes = (8192, 32_768, 131_072)
+    kept = {size: np.arange(1, size, 2) for size in sizes}
+    cache = kvcache.KVCache(2, *dims, 2 * sizes[-1], max_sequences=2, dtype="int4", block_size=64, num_threads=1)
+    rows = np.ones((8192, *dims), np.float32)
+
+    def keep(size):
+        for _ in range(0, size, len(rows)):
+            with cache.batch(len(rows)) as batch:
+                for layer in range(2):
+                    batch.put(layer, rows, rows)
+        seconds, _ = timed(cache.keep_positions, kept[size])
+        cache.clear()
+        return seconds
+
+    slope(f"keep every second position, {dims[0]} heads of {dims[1]}", sizes, keep, "1")
+
+
 def test_cross_attention_puts(slope):
     """Put the encoder's rows of each sequence of a batch one by one."""
 

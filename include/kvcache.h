@@ -621,6 +621,7 @@ KVC_API int32_t kvc_can_resume(kvc_cache *cache, int64_t seq_id, int32_t positio
  * tokens may share it.  A row is inexact in these cases, and so is any row behind it.  It was
  * - at or behind the first position of a range that kvc_remove, kvc_shift or kvc_divide changed, as the range was
  *   before the call, or is after it;
+ * - behind a row that kvc_keep_positions dropped;
  * - replaced by kvc_inject, or by a batch that restores layers;
  * - added by kvc_share behind tokens that may differ from src's.  Tokens cannot differ if the last row of dst is also a
  *   row of src, and exact in both;
@@ -689,6 +690,22 @@ KVC_API kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t
  * positions from 0 on are dropped.  To keep these rows, first let another sequence hold them: kvc_copy_prefix with
  * length 0.  Fails with KVC_ERR_NOMEM.  If there are no later tokens, fails with KVC_ERR_GONE as kvc_truncate does. */
 KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift);
+
+/* Drops all rows of a sequence's tokens except those at num_positions positions, in all layers at once.  The positions
+ * ascend, without repeats.  A position without a row counts for nothing.  The call takes time for the sequence's rows
+ * and the list, however many gaps there are.  A policy that evicts tokens by their importance needs this.
+ * Kept rows keep their positions.  Attention has the bits of a cache that was given these rows alone at these
+ * positions.  The slots between them are wasted until kvc_compact.  Each gap takes 24 bytes in each layer group.
+ * If the last tokens are dropped, the sequence goes on behind the last listed position, as after kvc_truncate there.
+ * Positions before it that have expired stay expired.  Rows in KVC_CROSS layers stay, unless the sequence ends as in
+ * kvc_remove.  A list without positions ends it.  Holds, and sequences that share the rows, keep them.
+ * The first dropped row ends the exact rows (kvc_exact_to), if rows behind it stay.  So a prefix keeps no block and no
+ * checkpoint from there on; what it kept before stays.  The caller's recurrent state, if the model has one, still
+ * follows from all tokens.
+ * Fails with KVC_ERR_INVALID also if a position is out of order.  Fails with KVC_ERR_NOMEM, and with KVC_ERR_GONE as
+ * kvc_truncate behind the last listed position does. */
+KVC_API kvc_status kvc_keep_positions(kvc_cache *cache, int64_t seq_id, const int32_t *positions,
+                                      int64_t num_positions);
 
 /* Drops the rows at positions of at least `length`; the sequence then goes on at `length`, or behind its last token if
  * tokens before `length` were removed without `shift`.  If there are no such rows, it changes nothing.  Fails with

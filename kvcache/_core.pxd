@@ -103,6 +103,7 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_fork(kvc_cache *cache, int64_t src, int64_t dst)
     kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t begin, int32_t end)
     kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift)
+    kvc_status kvc_keep_positions(kvc_cache *cache, int64_t seq_id, const int32_t *positions, int64_t num_positions)
     kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length)
     kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t delta)
     kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t divisor)

@@ -93,6 +93,12 @@ class Cache:
         shift: bool,
         edits: deque[Edit] | None = None,
     ) -> None: ...
+    def keep_positions(
+        self,
+        seq_id: SupportsIndex,
+        positions: Iterable[SupportsIndex],
+        edits: deque[Edit] | None = None,
+    ) -> None: ...
     def truncate(self, seq_id: SupportsIndex, length: SupportsIndex, edits: deque[Edit] | None = None) -> None: ...
     def shift(
         self,

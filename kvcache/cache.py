@@ -867,6 +867,36 @@ class KVCache(Saveable):
         self._core.remove(seq_id, begin, end, shift, self._edits)
         self._note_edits()
 
+    def keep_positions(self, positions: Iterable[SupportsIndex], *, seq_id: SupportsIndex = 0) -> None:
+        """Drop all rows of a sequence's tokens except those at these positions, in all layers at once.
+
+        Kept rows stay at their positions, and gaps between them stay gaps. Attention then has the bits of a cache that
+        was given the kept rows alone. The time does not depend on the number of gaps. Forks keep their rows. `compact`
+        gives the memory between kept rows back.
+
+        Parameters
+        ----------
+        positions : iterable of int
+            In any order. Positions at which the sequence holds no row count for nothing. If the last tokens are not
+            listed, the sequence continues behind the last position that is. An empty list ends the sequence.
+
+        Raises
+        ------
+        RowsGoneError
+            If the sequence could not continue behind the last listed position, as in `truncate`.
+
+        Examples
+        --------
+        >>> cache = kvcache.KVCache(1, 1, 2, 64)
+        >>> with cache.batch(9) as batch:
+        ...     batch.put(0, np.ones((9, 1, 2), np.float32), np.ones((9, 1, 2), np.float32))
+        >>> cache.keep_positions([0, 1, 5, 8])
+        >>> cache.positions(), cache.next_position()
+        (array([0, 1, 5, 8], dtype=int32), 9)
+        """
+        self._core.keep_positions(seq_id, positions, self._edits)
+        self._note_edits()
+
     def shift(
         self, begin: SupportsIndex, end: SupportsIndex | None, delta: SupportsIndex, *, seq_id: SupportsIndex = 0
     ) -> None:

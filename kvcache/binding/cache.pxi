@@ -300,6 +300,23 @@ cdef class Cache(_CallCounter):
         self.finish(status)
         note_edit(edits, seq, None, False)
 
+    def keep_positions(self, seq_id, positions, edits=None):
+        """Keep these positions, in any order, also given twice."""
+        cdef int64_t seq = to_seq_id(seq_id)
+        cdef cnp.ndarray kept = to_int_array(positions, "positions", cnp.NPY_INT32, 0, _MAX_POSITION, 0)
+        cdef const int32_t *listed
+        cdef int64_t number
+        cdef kvc_status status
+        cdef kvc_cache *cache
+        if not (kept[1:] > kept[:-1]).all():
+            kept = np.unique(kept)
+        listed, number = <const int32_t *>cnp.PyArray_DATA(kept), cnp.PyArray_DIM(kept, 0)
+        cache = self.enter()
+        with nogil:
+            status = kvc_keep_positions(cache, seq, listed, number)
+        self.finish(status)
+        note_edit(edits, seq, None, number == 0)
+
     def shift(self, seq_id, begin, end, delta, edits=None):
         cdef int64_t seq = to_seq_id(seq_id)
         cdef int32_t low = to_position(begin, "begin"), high = to_end(end, low)

@@ -36,10 +36,13 @@ static void note(kvc_sequence *sequence, const edit *e, int32_t next) {
         low = c->begin / c->divisor;
     else if (moves && c->move < 0 && c->end + c->move < low)
         low = c->end + c->move;
-    if (c->end >= next)
-        kvc_sequence_note_cut(sequence, c->begin, next);
-    else
+    if (c->end < next) {
         kvc_sequence_note_edit(sequence, low, low);
+        return;
+    }
+    kvc_sequence_note_cut(sequence, c->begin, next);
+    if (c->kept) /* rows behind the first dropped one may stay */
+        kvc_sequence_note_edit(sequence, low, kvc_below(low, kvc_sequence_next(sequence)));
 }
 
 /* Widens an interval to include the positions of `lost` that are in [begin, end), once they were moved by `move` and
@@ -54,11 +57,15 @@ static void add_moved(kvc_interval *all, kvc_interval lost, int32_t begin, int32
     kvc_interval_add(all, (kvc_interval){first, past});
 }
 
-/* Returns the lost, or missing, positions of a list after the edit.  They are removed and moved as rows are. */
+/* Returns the position behind the last listed position; 0 if none is listed. */
+static int32_t end_of(const kvc_listed *listed) { return listed->num ? listed->positions[listed->num - 1] + 1 : 0; }
+
+/* Returns the lost, or missing, positions of a list after the edit.  They are removed and moved as rows are.  But where
+ * some rows are kept, lost positions before the last of these stay lost. */
 static kvc_interval lost_after(const edit *e, kvc_interval lost) {
     const kvc_change *c = &e->change;
     kvc_interval after = {0, 0};
-    add_moved(&after, lost, 0, c->begin, 0, 1);
+    add_moved(&after, lost, 0, c->kept ? end_of(c->kept) : c->begin, 0, 1);
     add_moved(&after, lost, c->end, c->moved_end, c->move, c->divisor ? c->divisor : 1);
     add_moved(&after, lost, c->moved_end, INT32_MAX, 0, 1);
     return after;
@@ -221,6 +228,57 @@ kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length) {
     do status = remove_range(cache, seq_id, length, KVC_END, 0);
     while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
     return kvc_unlock(cache, status);
+}
+
+/* ---- keeping a list of positions --------------------------------------------------------------------------------- */
+
+static kvc_status check_kept(const int32_t *positions, int64_t num_positions) {
+    if (num_positions < 0)
+        return kvc_fail(KVC_ERR_INVALID, "num_positions is %lld: it must not be negative", (long long)num_positions);
+    if (!positions && num_positions)
+        return kvc_fail(KVC_ERR_INVALID, "positions is NULL: num_positions is %lld", (long long)num_positions);
+    for (int64_t i = 0; i < num_positions; i++) {
+        if (positions[i] < 0 || positions[i] == KVC_END)
+            return kvc_fail(KVC_ERR_INVALID, "positions[%lld] is %d: a position is from 0 to %d", (long long)i,
+                            positions[i], KVC_END - 1);
+        if (i && positions[i] <= positions[i - 1])
+            return kvc_fail(KVC_ERR_INVALID, "positions[%lld] is %d, behind %d: positions must ascend, without repeats",
+                            (long long)i, positions[i], positions[i - 1]);
+    }
+    return KVC_OK;
+}
+
+/* Lowers *first to the first position of a part. */
+static void find_first(void *context, const kvc_run *part) {
+    int32_t *first = context;
+    *first = kvc_lower(*first, part->position);
+}
+
+/* Returns the first position of rows that are not kept, or of what is cut off behind all kept positions; INT32_MAX if
+ * everything stays. */
+static int32_t first_dropped(const kvc_cache *cache, const kvc_sequence *sequence, const kvc_listed *kept) {
+    int32_t first = kept->num ? kvc_below(end_of(kept), kvc_sequence_next(sequence)) : 0;
+    for (int32_t g = 0; g < cache->num_token_groups; g++)
+        kvc_runs_visit_unlisted(&sequence->runs[g], 0, KVC_END, kept, find_first, &first);
+    return first;
+}
+
+static kvc_status keep_listed(kvc_cache *cache, int64_t seq_id, const kvc_listed *kept) {
+    kvc_sequence *sequence = kvc_cache_find(cache, seq_id);
+    kvc_status status = kvc_check_idle(sequence);
+    if (status == KVC_OK) status = kvc_check_not_retained(sequence);
+    if (status == KVC_OK && sequence) status = kvc_check_cut(cache, sequence, end_of(kept));
+    if (status != KVC_OK || !sequence) return status;
+    const int32_t first = first_dropped(cache, sequence, kept);
+    const edit e = {.change = {.begin = first, .end = KVC_END, .moved_end = KVC_END, .kept = kept}, .removes = 1};
+    return first < INT32_MAX ? apply(cache, sequence, &e) : KVC_OK;
+}
+
+kvc_status kvc_keep_positions(kvc_cache *cache, int64_t seq_id, const int32_t *positions, int64_t num_positions) {
+    const kvc_listed kept = {positions, num_positions};
+    KVC_TRY(check_kept(positions, num_positions));
+    kvc_lock(cache);
+    return kvc_unlock(cache, keep_listed(cache, seq_id, &kept));
 }
 
 /* ---- moving ------------------------------------------------------------------------------------------------------ */

@@ -10,13 +10,15 @@
 
 #include "space/evict.h"
 
-/* A change of rows: those at positions [begin, end) are dropped, those at [end, moved_end) change, others stay. */
+/* A change of rows: those at positions [begin, end) are dropped unless they are kept, those at [end, moved_end) change,
+ * others stay. */
 typedef struct kvc_change {
     int32_t begin, end, moved_end;
-    int32_t move;          /* is added to positions */
-    int32_t divisor;       /* if not 0, positions are divided by it instead */
-    int32_t adds_delta;    /* if not 0, deltas change by as much as positions do */
-    int32_t applies_delta; /* if not 0, deltas become 0, and keys of copied rows are rotated instead */
+    const kvc_listed *kept; /* positions of [begin, end) whose rows stay as they are; NULL: none */
+    int32_t move;           /* is added to positions */
+    int32_t divisor;        /* if not 0, positions are divided by it instead */
+    int32_t adds_delta;     /* if not 0, deltas change by as much as positions do */
+    int32_t applies_delta;  /* if not 0, deltas become 0, and keys of copied rows are rotated instead */
     /* Returns whether the changing row of `run` in `slot` is copied to a slot of the sequence's own.  NULL: none is. */
     int (*copies)(const void *context, const kvc_run *run, int32_t slot);
     const void *context;

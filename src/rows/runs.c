@@ -205,6 +205,61 @@ void kvc_hold_part(void *list, const kvc_run *part) {
 
 void kvc_drop_part(void *pool, const kvc_run *part) { kvc_pool_drop(pool, part->block, part->slot, part->count); }
 
+/* ---- listed positions -------------------------------------------------------------------------------------------- */
+
+/* Returns the index of the first listed position that is not below `position`.  It is usually `likely`. */
+static int64_t first_listed(const kvc_listed *listed, int64_t likely, int32_t position) {
+    const int32_t *at = listed->positions;
+    if ((!likely || at[likely - 1] < position) && (likely == listed->num || at[likely] >= position)) return likely;
+    int64_t from = 0, to = listed->num;
+    while (from < to) {
+        const int64_t middle = from + (to - from) / 2;
+        if (at[middle] < position)
+            from = middle + 1;
+        else
+            to = middle;
+    }
+    return from;
+}
+
+kvc_run kvc_listed_next(const kvc_listed *listed, int64_t *next, kvc_run *rest) {
+    const int32_t *at = listed->positions, end = run_end(rest);
+    int64_t i = first_listed(listed, *next, rest->position);
+    const int32_t begin = i < listed->num && at[i] < end ? at[i] : end;
+    int32_t to = begin;
+    while (to < end && i < listed->num && at[i] == to) to++, i++;
+    const kvc_run part = kvc_run_part(rest, begin, to);
+    *rest = kvc_run_part(rest, to, end);
+    *next = i;
+    return part;
+}
+
+/* A visit of the parts whose positions are not listed. */
+typedef struct unlisted {
+    const kvc_listed *listed;
+    int64_t next;
+    kvc_part_fn *visit;
+    void *context;
+} unlisted;
+
+static void visit_unlisted(void *context, const kvc_run *run) {
+    unlisted *u = context;
+    kvc_run rest = *run;
+    while (rest.count) {
+        const kvc_run before = rest, listed = kvc_listed_next(u->listed, &u->next, &rest);
+        const kvc_run part = listed.count ? kvc_run_part(&before, 0, listed.position) : before;
+        if (part.count) u->visit(u->context, &part);
+    }
+}
+
+void kvc_runs_visit_unlisted(const kvc_run_list *list, int32_t begin, int32_t end, const kvc_listed *listed,
+                             kvc_part_fn *visit, void *context) {
+    unlisted u = {.listed = listed, .visit = visit, .context = context};
+    kvc_runs_visit(list, begin, end, listed ? visit_unlisted : visit, listed ? (void *)&u : context);
+}
+
+/* ---- expiring ---------------------------------------------------------------------------------------------------- */
+
 /* Drops the rows at positions [begin, end), after kvc_runs_prepare_edit.  Returns their number. */
 static int64_t remove_rows(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end) {
     /* Move the runs to the far end of the array, then write the parts that stay from its beginning.  Writing never

@@ -114,6 +114,21 @@ void kvc_hold_part(void *list, const kvc_run *part);
 /* Drops the slots of a part; a kvc_part_fn whose context is the pool. */
 void kvc_drop_part(void *pool, const kvc_run *part);
 
+/* A list of positions: ascending, without repeats. */
+typedef struct kvc_listed {
+    const int32_t *positions;
+    int64_t num;
+} kvc_listed;
+
+/* Returns the first rows of a run at consecutive listed positions, and takes them and the rows before them off the run.
+ * Their count is 0 if no row stands at a listed position.  *next is where the search in the list begins, 0 at first.
+ * The call sets it for the next rows: if positions rise from run to run, no run takes a search. */
+kvc_run kvc_listed_next(const kvc_listed *listed, int64_t *next, kvc_run *rest);
+
+/* Calls visit for the parts at positions [begin, end) that are not listed.  listed NULL: no position is. */
+void kvc_runs_visit_unlisted(const kvc_run_list *list, int32_t begin, int32_t end, const kvc_listed *listed,
+                             kvc_part_fn *visit, void *context);
+
 /* Drops the rows at positions [begin, end), which no later query will see, after kvc_runs_prepare_expire.  Notes
  * them in list->lost.  Returns their number.  Takes time for rows that are dropped, not for rows that stay. */
 int64_t kvc_runs_expire(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end);

@@ -247,6 +247,7 @@ def calls_with_seq_id(cache):
         "seq_id keep": cache.keep,
         "seq_id clear": cache.clear,
         "seq_id remove": lambda s: cache.remove(seq_id=s),
+        "seq_id keep_positions": lambda s: cache.keep_positions([0], seq_id=s),
         "seq_id truncate": lambda s: cache.truncate(0, seq_id=s),
         "seq_id shift": lambda s: cache.shift(0, None, 1, seq_id=s),
         "seq_id divide": lambda s: cache.divide(0, None, 2, seq_id=s),
@@ -291,6 +292,7 @@ def calls_with_position(cache):
         "length copy_prefix": lambda p: cache.copy_prefix(0, 1, p),
         "begin share_range": lambda p: cache.share_range(0, 1, p),
         "end share_range": lambda p: cache.share_range(0, 1, 0, p),
+        "positions[1] keep_positions": lambda p: cache.keep_positions([1, p]),
         "positions[1] batch": lambda p: cache.batch(positions=[3, p]),
     }
 

@@ -89,6 +89,8 @@ EDITS = {
     "truncate": (lambda c: c.truncate(2, seq_id=3), {3: ([0, 1], 3, [0, 1])}, []),
     "remove": (lambda c: c.remove(2, 5), {0: ([0, 1, 2, 3, 4], 0, [0, 1, 5, 6, 7])}, []),
     "remove without a shift": (lambda c: c.remove(1, 3, seq_id=3, shift=False), {3: ([0, 3, 4], 3, [0, 3, 4])}, []),
+    "keep_positions": (lambda c: c.keep_positions([7, 0, 3, 7]), {0: ([0, 3, 7], 0, [0, 3, 7])}, []),
+    "keep_positions, none": (lambda c: c.keep_positions([], seq_id=3), {}, [3]),
     "shift": (lambda c: c.shift(3, 6, 10), {0: ([0, 1, 2, 13, 14, 15, 6, 7], 0, [*range(8)])}, []),
     "shift to the end": (lambda c: c.shift(1, None, 2, seq_id=3), {3: ([0, 3, 4, 5, 6], 3, [*range(5)])}, []),
     "divide": (gap_divided, {0: ([0, 3, 7], 0, [0, 6, 7])}, []),

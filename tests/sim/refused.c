@@ -16,7 +16,8 @@ static int no_layer(const world *w) { return pick(2) ? w->num_layers : below(); 
 static kvc_status edit_wrongly(const client *c, int64_t id, int64_t other) {
     kvc_cache *cache = c->w->cache;
     const int position = pick(MOST);
-    switch (pick(12)) {
+    const int32_t falling[] = {position, position + 1, position + pick(2)}, negative[] = {below(), position};
+    switch (pick(15)) {
     case 0: return kvc_truncate(cache, id, below());
     case 1: return kvc_remove(cache, id, below(), position, pick(2));
     case 2: return kvc_remove(cache, id, position + 1, position, pick(2));
@@ -28,6 +29,9 @@ static kvc_status edit_wrongly(const client *c, int64_t id, int64_t other) {
     case 8: return kvc_share(cache, id, id, 0, KVC_END);
     case 9: return kvc_share(cache, id, other, below(), KVC_END);
     case 10: return kvc_mark_inexact(cache, id, below());
+    case 11: return kvc_keep_positions(cache, id, falling, 3);
+    case 12: return kvc_keep_positions(cache, id, negative, 2);
+    case 13: return kvc_keep_positions(cache, id, pick(2) ? NULL : negative, pick(2) ? 1 : below());
     default: return kvc_reserve(cache, id, below());
     }
 }

@@ -775,6 +775,21 @@ static void shift_some(client *c, int s) {
         for (int i = MOST - 1; i >= begin; i--) of->tags[l][i] = i - delta >= begin ? of->tags[l][i - delta] : 0;
 }
 
+/* Keeps some positions of a sequence: in places every second one, or by chance. */
+static void keep_some(client *c, int s) {
+    sequence *of = &c->w->sequences[s];
+    const int end = end_of(of), share = 1 + pick(4);
+    int32_t kept[MOST];
+    int num = 0, is_kept[MOST] = {0};
+    for (int i = 0; i < end; i++)
+        if (share == 1 ? i % 2 : pick(share)) is_kept[kept[num++] = i] = 1;
+    begin_call(c, "kvc_keep_positions");
+    if (!ended(c, kvc_keep_positions(c->w->cache, id_of(s), kept, num), MAY_BE_GONE)) return;
+    for (int l = 0; l < MOST_LAYERS; l++)
+        for (int i = 0; i < MOST; i++)
+            if (!is_kept[i]) of->tags[l][i] = 0;
+}
+
 /* Replaces a few rows of a sequence. */
 static void inject(client *c, int s) {
     world *w = c->w;
@@ -826,8 +841,8 @@ static void share(client *c, int s) {
 }
 
 static void edit(client *c) {
-    static void (*const edits[])(client *c, int s) = {remove_some, remove_some, cut,  shift_some, shift_some,
-                                                      divide,      inject,      copy, copy,       share};
+    static void (*const edits[])(client *c, int s) = {remove_some, remove_some, keep_some, cut,  shift_some, shift_some,
+                                                      divide,      inject,      copy,      copy, share};
     const int s = take(c);
     if (s < 0) return;
     edits[pick(sizeof edits / sizeof *edits)](c, s);
@@ -854,7 +869,7 @@ static void meddle(client *c) {
     of->meddlers++;
     of->meddlings++;
     of->is_spoilt = 1;
-    switch (pick(8)) {
+    switch (pick(9)) {
     case 0:
         begin_call(c, "kvc_remove of another's");
         ended(c, kvc_remove(w->cache, id_of(s), begin, end, pick(2)), 0);
@@ -871,6 +886,12 @@ static void meddle(client *c) {
         begin_call(c, "kvc_shift of another's");
         ended(c, kvc_shift(w->cache, id_of(s), begin, KVC_END, pick(3)), 0);
         break;
+    case 7: {
+        const int32_t kept[] = {begin, begin + 2, begin + 3};
+        begin_call(c, "kvc_keep_positions of another's");
+        ended(c, kvc_keep_positions(w->cache, id_of(s), kept, pick(4)), 0);
+        break;
+    }
     case 4: {
         const int from = pick(IDS);
         begin_call(c, "kvc_fork over another's");

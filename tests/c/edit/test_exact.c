@@ -29,6 +29,18 @@ static kvc_status remove_nothing(pair *p) { return pair_remove(p, 1, 7, 7, 1); }
 static kvc_status remove_behind_all(pair *p) { return pair_remove(p, 1, 10, 20, 0); }
 static kvc_status remove_4_to_6(pair *p) { return pair_remove(p, 1, 4, 6, 0); }
 static kvc_status remove_and_shift(pair *p) { return pair_remove(p, 1, 4, 6, 1); }
+static kvc_status keep(pair *p, int32_t num, const int32_t *positions) {
+    return pair_keep_positions(p, 1, positions, num);
+}
+static kvc_status keep_all(pair *p) { return keep(p, 10, (int32_t[]){0, 1, 2, 3, 4, 5, 6, 7, 8, 9}); }
+static kvc_status keep_all_and_more(pair *p) { return keep(p, 12, (int32_t[]){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 50}); }
+static kvc_status keep_the_first_7(pair *p) { return keep(p, 7, (int32_t[]){0, 1, 2, 3, 4, 5, 6}); }
+static kvc_status keep_up_to_a_gap(pair *p) {
+    const kvc_status status = pair_remove(p, 1, 5, 8, 0);
+    return status == KVC_OK ? keep(p, 6, (int32_t[]){0, 1, 2, 3, 4, 6}) : status;
+}
+static kvc_status keep_without_3(pair *p) { return keep(p, 9, (int32_t[]){0, 1, 2, 4, 5, 6, 7, 8, 9}); }
+static kvc_status keep_some_of_the_first_7(pair *p) { return keep(p, 6, (int32_t[]){0, 1, 2, 4, 5, 6}); }
 static kvc_status shift_up(pair *p) { return pair_shift(p, 1, 6, 8, 5); }
 static kvc_status shift_down(pair *p) { return pair_shift(p, 1, 6, KVC_END, -2); }
 static kvc_status shift_by_0(pair *p) { return pair_shift(p, 1, 6, KVC_END, 0); }
@@ -74,6 +86,12 @@ static const struct {
     {"remove_behind_all", remove_behind_all, ALL, ALL},
     {"remove_4_to_6", remove_4_to_6, 4, 4},
     {"remove_and_shift", remove_and_shift, 4, 4},
+    {"keep_all", keep_all, ALL, ALL},
+    {"keep_all_and_more", keep_all_and_more, ALL, ALL},
+    {"keep_the_first_7", keep_the_first_7, ALL, 7},
+    {"keep_up_to_a_gap", keep_up_to_a_gap, ALL, 5},
+    {"keep_without_3", keep_without_3, 3, 3},
+    {"keep_some_of_the_first_7", keep_some_of_the_first_7, 3, 3},
     {"shift_up", shift_up, 6, 6},
     {"shift_down", shift_down, 4, 4},
     {"shift_by_0", shift_by_0, ALL, ALL},

@@ -870,6 +870,35 @@ static inline void oracle_remove(pair *p, int64_t id, int32_t begin, int32_t end
     if (moves) oracle_move(p, id, end, KVC_END, begin - end, 0, 0);
 }
 
+static inline int is_listed(const int32_t *positions, int32_t num, int32_t position) {
+    for (int32_t i = 0; i < num; i++)
+        if (positions[i] == position) return 1;
+    return 0;
+}
+
+static inline void oracle_keep_positions(pair *p, int64_t id, const int32_t *positions, int32_t n) {
+    sequence *s = find_sequence(p, id);
+    const int32_t next = next_of(p, s), end = n ? positions[n - 1] + 1 : 0;
+    int32_t first = INT32_MAX;
+    for (int l = 0; s && l < p->config.num_layers; l++) {
+        row_list *list = &s->layers[l];
+        int32_t num = 0;
+        if (!keeps_tokens(p, l)) continue;
+        for (int i = 0; i < list->num; i++)
+            if (is_listed(positions, n, list->rows[i].position))
+                list->rows[num++] = list->rows[i];
+            else
+                first = list->rows[i].position < first ? list->rows[i].position : first;
+        list->num = num;
+        list->lost = range_below(list->lost, end);
+        list->missing = range_below(list->missing, end);
+    }
+    if (!s) return;
+    oracle_cut(s, next_of(p, s), next);
+    if (first < next_of(p, s)) make_inexact(s, first);
+    end_without_tokens(p, s, next > 0 || !n);
+}
+
 /* Applies all deltas; slots that sequences need at different deltas are copied. */
 static inline void oracle_settle(pair *p) {
     static int32_t deltas[MAX_TAGS], seen[MAX_TAGS], round;
@@ -1654,6 +1683,16 @@ static inline kvc_status pair_remove(pair *p, int64_t id, int32_t begin, int32_t
         oracle_remove(p, id, begin, end, shift);
         check_copied(p, &before, first_new);
     }
+    return status;
+}
+
+static inline kvc_status pair_keep_positions(pair *p, int64_t id, const int32_t *positions, int32_t n) {
+    const kvc_stats before = stats_of(p);
+    const kvc_status right = in_batch(p, id) ? KVC_ERR_BUSY : may_cut(p, id, n ? positions[n - 1] + 1 : 0);
+    const kvc_status status = agree(p, "keep_positions", kvc_keep_positions(p->cache, id, positions, n), right);
+    if (status != KVC_OK) return status;
+    oracle_keep_positions(p, id, positions, n);
+    check_copied(p, &before, p->next_tag);
     return status;
 }
 

@@ -116,10 +116,33 @@ static inline kvc_status random_retained(pair *p, int64_t id) {
     return KVC_OK;
 }
 
+/* Keeps some of the positions of a sequence, now and then all, none, or some without a row. */
+static inline kvc_status random_keep_positions(pair *p, int64_t id) {
+    enum { MOST = MAX_ROWS * MAX_LAYERS };
+    const sequence *s = find_sequence(p, id);
+    int32_t kept[2 * MOST], num = 0;
+    const int kind = random_int(0, 6); /* 0 keeps all, 1 none, 2 every second one; others leave it to chance */
+    for (int32_t at = extreme_of(p, s, -1), last = -1; s && at >= 0 && at != last;) {
+        const int stays = kind == 2 ? at % 2 : kind > 2 ? random_int(0, kind) > 0 : !kind;
+        int32_t next = INT32_MAX;
+        if (stays) kept[num++] = at;
+        for (int l = 0; l < p->config.num_layers; l++)
+            for (int i = 0; keeps_tokens(p, l) && i < s->layers[l].num; i++) {
+                const int32_t position = s->layers[l].rows[i].position;
+                if (position > at && position < next) next = position;
+            }
+        if (next - 1 > at && !random_int(0, 8)) kept[num++] = at + 1;
+        last = at;
+        at = next < INT32_MAX ? next : at;
+    }
+    return pair_keep_positions(p, id, kept, num);
+}
+
 static inline kvc_status any_edit(pair *p) {
     int64_t id = random_id(), other = random_id(), source = random_source();
     int32_t begin = random_position(p, id), end = begin + random_int(0, 20);
-    int choice = random_int(0, 248);
+    int choice = random_int(0, 254);
+    if (choice >= 248) return random_keep_positions(p, id);
     if (choice >= 245) return pair_mark_inexact(p, id, begin);
     if (choice >= 175) return random_retained(p, id);
     if (choice >= 153) return random_share(p, random_source(), other);

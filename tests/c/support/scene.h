@@ -286,11 +286,10 @@ static inline stage *stage_new(const scene *s, const setting *how) {
     for (int m = 1; m < s->num_members && s->is_forked && !how->without; m++)
         CHECK(kvc_fork(st->cache, 0, m) == KVC_OK);
     CHECK(kvc_clear_sequence(st->cache, FILLER) == KVC_OK);
-    for (int m = 0; m < s->num_members && how->thinned; m++)
-        for (int i = 0; i < s->members[m].num_stored; i++) {
-            const int32_t begin = s->members[m].positions[i] + 1;
-            CHECKF(kvc_remove(st->cache, m, begin, begin + 1, 0) == KVC_OK, "%s", kvc_last_error());
-        }
+    for (int m = 0; m < s->num_members && how->thinned; m++) {
+        const member *who = &s->members[m];
+        CHECKF(kvc_keep_positions(st->cache, m, who->positions, who->num_stored) == KVC_OK, "%s", kvc_last_error());
+    }
     if (how->compacted) CHECK(kvc_compact(st->cache) == KVC_OK);
     for (int m = 0; m < s->num_members; m++)
         for (int i = 1; i <= s->num_moves; i++) {
