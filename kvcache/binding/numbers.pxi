@@ -101,12 +101,21 @@ cdef int64_t to_timeout(object value) except? -2:
     return <int64_t>ceil(seconds * 1000) if seconds < 1e15 else -1
 
 
+_MANY = 64  # integers of an array from which on NumPy checks them faster
+
+
 cdef cnp.ndarray to_int_array(object values, str name, int typenum, int64_t low, int64_t high, int64_t least=1):
     """Copy an iterable of at least `least` integers in [low, high] to a new, read-only array."""
     cdef cnp.npy_intp size, i
     cdef int64_t number
     cdef cnp.ndarray array
     if isinstance(values, np.ndarray):
+        if values.ndim == 1 and values.dtype.kind in "iu" and values.size >= max(least, _MANY) and (
+            low <= int(values.min()) and int(values.max()) <= high
+        ):
+            array = values.astype(cnp.PyArray_DescrFromType(typenum))
+            array.flags.writeable = False
+            return array
         values = values.tolist()
     try:
         values = list(values)
