@@ -162,13 +162,15 @@ def _match_beams(cache: HFCache, text: torch.Tensor) -> None:
 def _count_common(known: torch.Tensor, text: torch.Tensor, has_state: bool) -> int:
     """Count the columns that a cache can keep: those before the first that follows from other tokens in some row.
 
-    A token that is hidden now counts for the tokens behind it, whose rows saw it. If a layer has a state (`has_state`),
-    the hidden token counts itself: the state of the last token has all tokens in it.
+    A token that is hidden now counts for the tokens behind it, whose rows saw it. A token that is padding before the
+    first one now counts itself: its row would be a sink. If a layer has a state (`has_state`), every hidden token
+    counts itself: the state of the last token has all tokens in it.
     """
     n = min(known.shape[1], text.shape[1])
     differs = known[:, :n] != text[:, :n]
     if not has_state:
-        differs = (differs.cumsum(1) > 0) & (text[:, :n] != NONE)
+        is_hidden = text[:, :n] == NONE
+        differs = (differs.cumsum(1) > 0) & (~is_hidden | is_hidden.cumprod(1).bool())
     columns = differs.any(0).nonzero()
     return int(columns[0]) if len(columns) else n
 

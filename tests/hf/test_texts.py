@@ -227,14 +227,19 @@ def test_a_token_that_the_mask_hides_another_time(before, after):
         assert torch.equal(generate(model, cache, text, attention_mask=mask), want)
 
 
-def test_more_and_less_padding():
+@pytest.mark.parametrize("policy", [None, kvcache.SlidingWindow(12, num_sink_tokens=3)])
+def test_more_and_less_padding(policy):
+    """Padding that the cache stored as tokens is no sink."""
     model, text = model_of("llama"), random_tokens(2, 20)
-    cache = HFCache(model.config, dtype="f32")
-    for leading in (4, 9, 0, 4):
+    cache = HFCache(model.config, "f32", policy)
+    for leading in ((4, 0), (9, 0), (0, 0), (4, 0), (2, 8), (2, 1)):
         mask = torch.ones_like(text)
-        mask[0, :leading] = 0
-        want = fresh(model, text, attention_mask=mask)
-        assert torch.equal(generate(model, cache, text, attention_mask=mask), want)
+        for row, num in enumerate(leading):
+            mask[row, :num] = 0
+        options = {"attention_mask": mask, "output_logits": True, "return_dict_in_generate": True}
+        want = generate(model, HFCache(model.config, "f32", policy), text, **options)
+        got = generate(model, cache, text, **options)
+        torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=0, atol=1e-3)
 
 
 def test_prompts_with_other_padding_and_a_prefix_cache():
