@@ -29,6 +29,7 @@ from kvcache.hf.policies import (
     index_layers_of,
     layers_of,
     parts_of,
+    rotation_by_length,
 )
 from kvcache.hf.prompts import Prompt, Prompts, check_prefix, placeholders_of, prompts_of
 from kvcache.hf.recurrent import ROWS, Recurrent
@@ -114,7 +115,7 @@ class HFCache(SaveableBatch, Cache):
         decoder, parts, _ = parts_of(config)
         is_recurrent = any(isinstance(part.own, LinearAttentionLayer) for part in parts)
         self.goes_on_by_one_token = is_recurrent and decoder.model_type in BY_ONE_TOKEN
-        self.sees_both_ways = bool(both_ways(decoder))
+        self.follows_from_later = bool(both_ways(decoder) or rotation_by_length(decoder))  # a row does, from tokens
         self._prefix = prefix
         has_readers = any(part.policy is None and not isinstance(part.own, LinearAttentionLayer) for part in parts)
         self.follows_calls = has_readers or prefix is not None  # whether it must know where the model's calls end

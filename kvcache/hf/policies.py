@@ -101,6 +101,13 @@ def both_ways(config: PreTrainedConfig) -> str:
     return f"{field}={value!r}" if value in (True, "all") else ""
 
 
+def rotation_by_length(config: PreTrainedConfig) -> str:
+    """Return which rotation of a configuration changes with the length of the text, and so do rows; "": none."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {part.get("rope_type") for part in [rope, *rope.values()] if isinstance(part, dict)}
+    return next((f"rope_type={kind!r}" for kind in ("dynamic", "longrope") if kind in kinds), "")
+
+
 def decoder_of(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return what a configuration says of a decoder alone: BART and its like then count the encoder's layers."""
     if "decoder_layers" not in vars(config):

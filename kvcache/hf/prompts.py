@@ -17,13 +17,12 @@ from kvcache.arguments import INT64_MAX
 from kvcache.cache import KVCache
 from kvcache.errors import CacheFullError, NotSupportedError
 from kvcache.hf.padding import count_leading, shown_columns
-from kvcache.hf.policies import BY_ONE_TOKEN, both_ways
+from kvcache.hf.policies import BY_ONE_TOKEN, both_ways, rotation_by_length
 from kvcache.hf.told import UNKNOWN, Tokens, has_positions, tokens_fed
 from kvcache.prefix import PrefixCache
 
 PLACEHOLDER = re.compile(r".*(image|video|audio|vision|boi|eoi|boa|eoa).*_(token_id|token_index|index)")
 ARGUMENTS = {"k_dtype": "dtype", "v_dtype": "dtype", "k_transform": "transform", "v_transform": "transform"}
-FOLLOWING_LENGTH = ("dynamic", "longrope")  # rotations that change with the length of the text
 StateOf: TypeAlias = Callable[[int], bytes]  # returns the state of a row of the batch
 
 
@@ -319,12 +318,10 @@ def check_prefix(
         if not is_recurrent:
             what = "has no recurrent layers: leave state_bytes out"
         raise ValueError(f"state_bytes={prefix.state_bytes} of prefix: a {type(config).__name__} {what}")
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {part.get("rope_type") for part in [rope, *rope.values()] if isinstance(part, dict)}
-    if found := kinds & set(FOLLOWING_LENGTH):
+    if field := rotation_by_length(config):
         raise NotSupportedError(
-            f"a {type(config).__name__} with rope_type={found.pop()!r} rotates keys by the length of the whole text, so"
-            " that another text cannot use them: leave prefix out"
+            f"a {type(config).__name__} with {field} rotates keys by the length of the whole text, so that another text"
+            " cannot use them: leave prefix out"
         )
     if field := both_ways(config):
         raise NotSupportedError(

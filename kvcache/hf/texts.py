@@ -177,7 +177,7 @@ def _count_common(known: torch.Tensor, text: torch.Tensor, has_state: bool) -> i
 
 def _cut(cache: HFCache, length: int) -> None:
     """Keep the first tokens; none where a layer cannot go back to there, or their rows follow from what is cut off."""
-    if length and not cache.recurrent and not cache.sees_both_ways and not cache.begins_behind(length):
+    if length and not cache.recurrent and not cache.follows_from_later and not cache.begins_behind(length):
         try:
             cache.crop(length - cache.get_seq_length())
             return

@@ -76,6 +76,28 @@ def test_an_edited_history_that_was_seen_both_ways(name, attention):
     assert torch.equal(generate(model, cache, text), fresh(model, text))
 
 
+ROTATIONS = {
+    "dynamic": {"factor": 4.0},
+    "longrope": {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8},
+}
+
+
+@pytest.mark.parametrize("kind", ROTATIONS)
+@pytest.mark.parametrize("name", [name for name in EDITS if name != "longer"])
+def test_an_edited_history_that_was_rotated_by_its_length(name, kind):
+    """Keys of a long text do not serve a short one."""
+    config = CONFIGS["llama"]()
+    config.max_position_embeddings = 24
+    known = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 24}
+    config.rope_parameters = known | ROTATIONS[kind]
+    models = [make(config), make(config)]  # a dynamic rotation is a state of the model
+    cache = HFCache(config, dtype="f32")
+    text = EDITS[name](generate(models[0], cache, random_tokens(1, 20)))
+    options = {"output_logits": True, "return_dict_in_generate": True}
+    got, want = generate(models[0], cache, text, **options), fresh(models[1], text, **options)
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "llama4"])
 @pytest.mark.parametrize("length", [12, 2, 100])
 def test_windows(name, length):
