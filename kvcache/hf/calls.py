@@ -39,7 +39,7 @@ def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
     token = None
     for cache in (*args, *kwargs.values()):
         if isinstance(cache, HFCache) and cache.follows_calls:
-            token = _begin(cache, type(self).forward, args, kwargs)
+            token = _begin(cache, self, args, kwargs)
             break
     if token is None:
         return call(self, *args, **kwargs)
@@ -54,11 +54,14 @@ def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # it has no types
 def _begin(
-    cache: HFCache, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    cache: HFCache, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Token[HFCache | None] | None:
-    """Tell a cache what a call feeds, and return what `_end` takes; None: a call around this one has told it."""
-    inputs, is_part = dict(zip(_names_of(forward), args, strict=False)) | kwargs, _running.get() is cache
-    cache.tell(inputs, is_part)
+    """Tell a cache what a call feeds, and return what `_end` takes; None: a call around this one has told it.
+
+    In training, rows follow from chance as well (dropout): then the cache is told nothing.
+    """
+    inputs, is_part = dict(zip(_names_of(type(model).forward), args, strict=False)) | kwargs, _running.get() is cache
+    cache.tell({} if model.training else inputs, is_part)
     return None if is_part else _running.set(cache)
 
 

@@ -177,6 +177,20 @@ def test_rows_that_nobody_told_are_not_kept(model, prefix):
     assert known(model, prefix, tokens[0]) == 8
 
 
+def test_rows_that_were_made_in_training_are_not_kept():
+    """Dropout makes other rows each time."""
+    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=97, resid_pdrop=0.5, eos_token_id=None)
+    model, tokens = make(config), random_tokens(1, LONG)
+    memory = HFCache.make_kv_cache(config, "f32", block_size=BLOCK)
+    prefix = kvcache.PrefixCache(memory, fingerprint="a model")
+    options = {"cache_implementation": "kvcache", "cache_config": {"prefix": prefix}, **GREEDY}
+    model.train().generate(tokens, **options)
+    model.eval()
+    assert known(model, prefix, tokens[0]) == 0
+    model.generate(tokens, **options)
+    assert known(model, prefix, tokens[0]) == LONG
+
+
 @torch.inference_mode()
 def test_positions_of_rows_behind_padding(model, prefix):
     """A model that is given no positions counts the padding, too."""
