@@ -193,6 +193,7 @@ class HFCache(SaveableBatch, Cache):
         self.text: torch.Tensor | None = None
         self.has_moved_rows = False  # since `generate` told them
         self.next_positions: torch.Tensor | None = None  # of what `generate` makes, [axes, batch, 1]; None: usual ones
+        self.ahead: torch.Tensor | None = None  # by how much the text's positions are ahead, behind images, [batch, 1]
         self.follows_from_others = False  # whether rows follow from images or the like as well
 
     @property
@@ -558,6 +559,7 @@ class HFCache(SaveableBatch, Cache):
                 self._cache.truncate(lengths[seq_id], seq_id=seq_id)  # also tells a prefix cache what was taken back
             passes.num_seen, passes.offsets = seen, [min(offset, seen) for offset in passes.offsets]
         self.text = None if self.text is None else self.text[:, :seen]
+        self.ahead = self.ahead if seen == before else None
         if passes.prompts is not None and seen < before:
             if self.begins_behind(seen):
                 passes.prompts = None  # what comes now may have other padding
@@ -587,6 +589,7 @@ class HFCache(SaveableBatch, Cache):
         batch_indices = indices_of(indices, name, num_rows)
         self._passes.select(batch_indices)
         self.text, self.has_moved_rows = None if self.text is None else self.text[batch_indices], True
+        self.ahead = None if self.ahead is None else self.ahead[batch_indices]
         self._recurrent.select(batch_indices)
 
     def __copy__(self) -> HFCache:

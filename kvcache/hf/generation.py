@@ -181,6 +181,7 @@ def _begin(
             if not goes_on and positions is None:
                 num_beams = max(generation_config.num_beams, generation_config.num_return_sequences)
                 _count_positions(model, input_ids, num_beams, model_kwargs)
+            _go_on_counting(text_cache, input_ids, model_kwargs, goes_on and positions is None)
         elif not feeds_all:
             if is_embedded:
                 length = model_kwargs["inputs_embeds"].shape[1]
@@ -210,6 +211,22 @@ def _count_positions(model: Any, input_ids: torch.Tensor, num_beams: int, model_
     given["attention_mask"] = (torch.ones_like(input_ids) if mask is None else mask)[::num_beams]
     positions = model._prepare_position_ids_for_generation(input_ids[::num_beams], given)
     model_kwargs["position_ids"] = positions.repeat_interleave(num_beams, positions.ndim - 2)
+
+
+def _go_on_counting(cache: HFCache, input_ids: torch.Tensor, model_kwargs: dict[str, Any], goes_on: bool) -> None:
+    """Have a text go on (`goes_on`) from the image in its own cache, and note how far its positions are ahead.
+
+    A model that counts height and width counts on from the last image that it was shown, also in another cache. It then
+    gives one axis of positions, otherwise several.
+    """
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    if positions is None or positions.ndim != 3:
+        return
+    shown = torch.ones_like(input_ids) if mask is None else mask.long()
+    usual = (shown.cumsum(1) - 1).masked_fill(shown == 0, 0)
+    if goes_on and cache.ahead is not None and len(positions) == 1:
+        model_kwargs["position_ids"] = positions = (usual + cache.ahead)[None]
+    cache.ahead = positions[-1, :, -1:] - usual[:, -1:]
 
 
 def _text_cache(cache: Any) -> HFCache | None:

@@ -92,6 +92,24 @@ def test_a_text_goes_on_behind_its_image_which_is_not_shown_again(model):
     torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
 
 
+def test_conversations_take_turns(model):
+    """Each goes on behind its own image, or behind none."""
+    tokens = text_of(2, 40)
+    texts = {"text": (tokens, {}), "image": with_image(tokens)}
+    caches = {name: HFCache(model.config, "f32") for name in texts}
+    for _ in range(2):
+        for name, (text, image) in texts.items():
+            cache = caches[name]
+            is_first = not cache.get_seq_length()
+            types = {"mm_token_type_ids": (text == IMAGE).int()} if image else {}
+            got, told = answer(model, cache, text, **(image if is_first else types))
+            behind, model.model.rope_deltas = model.model.rope_deltas, None
+            want, _ = answer(model, HFCache(model.config, "f32"), text, **image | types)
+            model.model.rope_deltas = behind
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
+            texts[name] = torch.cat([told, tokens[:, :6]], 1), image
+
+
 def test_generate_behind_an_image_and_what_was_acquired(model, prefix):
     tokens = text_of(1)
     want, _ = answer(model, HFCache(model.config, "f32"), tokens)
