@@ -43,7 +43,7 @@ def begin_text(
     cache.check_batch_size(len(input_ids))
     if cache.text is not None and seen:
         known = cache.text[:, :seen]
-        num_common = _count_common(known, text, has_state=bool(cache.recurrent))
+        num_common = _count_common(known, text)
         if length <= seen or num_common < known.shape[1]:
             _cut(cache, 0 if follows_from_others or cache.follows_from_others else min(num_common, length - 1))
     elif not cache.is_acquired:
@@ -159,19 +159,14 @@ def _match_beams(cache: HFCache, text: torch.Tensor) -> None:
         cache.batch_select_indices(first_beams.repeat_interleave(num_given))
 
 
-def _count_common(known: torch.Tensor, text: torch.Tensor, has_state: bool) -> int:
-    """Count the columns that a cache can keep: those before the first that follows from other tokens in some row.
+def _count_common(known: torch.Tensor, text: torch.Tensor) -> int:
+    """Count the columns before the first column in which the tokens of some row differ.
 
-    A token that is hidden now counts for the tokens behind it, whose rows saw it. A token that is padding before the
-    first one now counts itself: its row would be a sink. If a layer has a state (`has_state`), every hidden token
-    counts itself: the state of the last token has all tokens in it.
+    A token that is hidden now differs itself. A hidden row may count all the same: as a sink, in a state, or where an
+    indexer scores it.
     """
     n = min(known.shape[1], text.shape[1])
-    differs = known[:, :n] != text[:, :n]
-    if not has_state:
-        is_hidden = text[:, :n] == NONE
-        differs = (differs.cumsum(1) > 0) & (~is_hidden | is_hidden.cumprod(1).bool())
-    columns = differs.any(0).nonzero()
+    columns = (known[:, :n] != text[:, :n]).any(0).nonzero()
     return int(columns[0]) if len(columns) else n
 
 

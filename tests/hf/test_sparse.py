@@ -179,6 +179,22 @@ def test_hidden_tokens(name, hidden, counted):
     assert cache.stats()["calls"]["kernel"] == 4 * len(ends)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_that_hides_a_token_of_the_last_one(name):
+    """The indexer of MiniMax M3 scores hidden keys, too."""
+    model, tokens = with_attention(name, "kvcache"), tokens_of(1, LENGTH)
+    options = {"max_new_tokens": 4, "output_logits": True, "return_dict_in_generate": True}
+    mask = torch.ones_like(tokens)
+    mask[0, 12] = 0
+    cache = HFCache(model.config, "f32")
+    generate(model, cache, tokens[:, :-1])
+    got, want = (
+        torch.stack(generate(model, past, tokens, attention_mask=mask, **options).logits)
+        for past in (cache, HFCache(model.config, "f32"))
+    )
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+
+
 def test_positions_that_skip_are_seen_by_blocks():
     """The model says by its positions which keys are later, and which blocks are its own."""
     tokens, positions = tokens_of(2, LENGTH), torch.arange(LENGTH).expand(2, -1) * 3 // 4
