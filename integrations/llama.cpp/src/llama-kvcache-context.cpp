@@ -160,17 +160,14 @@ bool llama_kvcache::plan(const llama_ubatch &ubatch) {
         kvc_mark_inexact(cache, ids[ubatch.seq_id[i][0]], ubatch.pos[i]);
     }
 
-    for (size_t layer = 0; layer < layers.model.size(); ++layer) {
-        if (plans[layers.model[layer].shape].empty() &&
-            !llama_kvcache_logged(__func__, plan_shape(ubatch, (int32_t)layer))) {
+    for (size_t shape = 0; shape < plans.size(); ++shape) {
+        if (!llama_kvcache_logged(__func__, plan_shape(ubatch, (int32_t)shape))) {
             return false;
         }
     }
 
     for (auto &op : ops) {
-        if (op) {
-            op->next_task.store(0, std::memory_order_relaxed);
-        }
+        op->next_task.store(0, std::memory_order_relaxed);
     }
 
     return true;
@@ -183,7 +180,19 @@ bool llama_kvcache::selects(const llama_ubatch &ubatch, uint32_t i) const {
            kvc_seq_len(cache, ids[seqs[0]], -1) + 1 >= llama_kvcache_select_from(layers.select_rows);
 }
 
-kvc_status llama_kvcache::plan_shape(const llama_ubatch &ubatch, int32_t layer) {
+bool llama_kvcache::chooses(const llama_ubatch &ubatch, uint32_t i) const {
+    const llama_seq_id s = ubatch.seq_id[i][0];
+
+    // rows, which several positions may share, or blocks of positions, which later tokens may be seen in
+    const int64_t n_seen = layers.choice.block == 1 ? kvc_seq_len(cache, ids[s], -1) + n_decoded[s]
+                           : cparams.causal_attn    ? ubatch.pos[i] / layers.choice.block + 1
+                                                    : INT64_MAX;
+
+    return n_seen > layers.choice.width;
+}
+
+kvc_status llama_kvcache::plan_shape(const llama_ubatch &ubatch, int32_t shape) {
+    const int32_t layer = layers.shapes[shape];
     const auto &l = layers.model[layer];
     const bool can_select = layers.cache[layer].sketch_bits > 0 && is_causal(l);
     const std::vector<uint8_t> non_causal(n_cur, 1);
@@ -196,19 +205,29 @@ kvc_status llama_kvcache::plan_shape(const llama_ubatch &ubatch, int32_t layer) 
     args.num_threads = n_cur > 1 ? cparams.n_threads_batch : cparams.n_threads;
     args.non_causal = is_causal(l) ? nullptr : non_causal.data();
 
-    const auto rows_of = [&](int32_t i) { return can_select && selects(ubatch, i) ? layers.select_rows : 0; };
+    args.num_choices = l.is_index ? layers.choice.num_choices : 0;
+
+    const auto reads_part = [&](int32_t i) {
+        return l.is_sparse ? chooses(ubatch, i) : can_select && selects(ubatch, i);
+    };
 
     for (int32_t first = 0, end = 0; first < n_cur; first = end) {
-        args.select_rows = rows_of(first);
-        for (end = first + 1; end < n_cur && rows_of(end) == args.select_rows;) {
+        const bool is_part = reads_part(first);
+
+        for (end = first + 1; end < n_cur && reads_part(end) == is_part;) {
             ++end;
+        }
+        if (l.is_index && !is_part) {
+            continue; // all rows are chosen
         }
 
         args.first = n_done + first;
         args.num_tokens = end - first;
-        plans[l.shape].push_back({first, nullptr});
+        args.max_chosen = is_part && l.is_sparse && !l.is_index ? layers.choice.width * layers.choice.block : 0;
+        args.select_rows = is_part && can_select ? layers.select_rows : 0;
+        plans[shape].push_back({first, is_part, nullptr});
 
-        if (const kvc_status status = kvc_plan_new(batch, &args, &plans[l.shape].back().plan)) {
+        if (const kvc_status status = kvc_plan_new(batch, &args, &plans[shape].back().plan)) {
             return status;
         }
     }
@@ -320,8 +339,14 @@ llama_memory_status llama_kvcache_context::get_status() const { return status; }
 
 const llama_memory_attn_i *llama_kvcache_context::get_attn_impl() const { return this; }
 
+ggml_tensor *llama_kvcache_context::build_choose(const llm_graph_context &graph, ggml_tensor *q, ggml_tensor *k,
+                                                 ggml_tensor *weights, int il) const {
+    return mem->build_choose(graph, q, k, weights, il);
+}
+
 ggml_tensor *llama_kvcache_context::build_attn(const llm_graph_context &graph, ggml_tensor *wo, ggml_tensor *wo_b,
                                                ggml_tensor *wo_s, ggml_tensor *q, ggml_tensor *k, ggml_tensor *v,
-                                               ggml_tensor *sinks, ggml_tensor *v_mla, float kq_scale, int il) const {
-    return mem->build_attn(graph, wo, wo_b, wo_s, q, k, v, sinks, v_mla, kq_scale, il);
+                                               ggml_tensor *sinks, ggml_tensor *v_mla, ggml_tensor *chosen,
+                                               float kq_scale, int il) const {
+    return mem->build_attn(graph, wo, wo_b, wo_s, q, k, v, sinks, v_mla, chosen, kq_scale, il);
 }

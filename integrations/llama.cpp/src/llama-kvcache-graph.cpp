@@ -1,10 +1,11 @@
-// The operations of the graph: one stores a layer's keys and values, the next attends.
+// The operations of the graph: one stores rows of a layer, one chooses rows by an indexer, one attends.
 #include "llama-kvcache.h"
 
 #include "llama-impl.h"
 #include "llama-model.h"
 
 #include <cmath>
+#include <cstring>
 
 // ggml has no way to report that an operation failed; all that can fail was done before the graph
 static void check(kvc_status status) {
@@ -42,6 +43,24 @@ void llama_kvcache::store(const llama_kvcache_op &op, const ggml_tensor *k, cons
     check(kvc_put(batch, op.layer, &args));
 }
 
+// Threads take tasks as they come, so that one that lost its core holds up one task only.
+template <typename F> void llama_kvcache::run_tasks(llama_kvcache_op &op, F run) const {
+    const auto take = [&] { return op.next_task.fetch_add(1, std::memory_order_relaxed); };
+
+    int64_t task = take();
+    int64_t n_before = 0; // tasks of the parts before this one
+
+    for (const auto &part : plans[op.shape]) {
+        const int64_t end = n_before + kvc_plan_num_tasks(part.plan);
+
+        for (; task < end; task = take()) {
+            check(run(part, task - n_before));
+        }
+
+        n_before = end;
+    }
+}
+
 void llama_kvcache::attend(llama_kvcache_op &op, ggml_tensor *dst) const {
     const ggml_tensor *q = dst->src[0];
 
@@ -55,33 +74,86 @@ void llama_kvcache::attend(llama_kvcache_op &op, ggml_tensor *dst) const {
     args.out_token_stride = dst->nb[2];
     args.scale = op.scale;
     args.softcap = op.softcap;
-    args.sinks = op.has_sinks ? (const float *)dst->src[1]->data : nullptr;
+    args.sinks = op.sinks < 0 ? nullptr : (const float *)dst->src[op.sinks]->data;
     args.alibi = op.slopes.empty() ? nullptr : op.slopes.data();
 
-    // threads take tasks as they come, so that one that lost its core holds up one task only
-    const auto take = [&] { return op.next_task.fetch_add(1, std::memory_order_relaxed); };
+    const ggml_tensor *positions = op.chosen < 0 ? nullptr : dst->src[op.chosen];
 
-    int64_t task = take();
-    int64_t n_before = 0; // tasks of the parts before this one
+    kvc_chosen chosen = {};
 
-    for (const auto &part : plans[op.shape]) {
-        const int64_t end = n_before + kvc_plan_num_tasks(part.plan);
+    chosen.struct_size = sizeof(chosen);
+    chosen.token_stride = positions ? positions->nb[2] : 0;
+    chosen.choice_stride = positions ? positions->nb[1] : 0;
+    chosen.num_choices = layers.choice.num_choices;
+    chosen.width = layers.choice.width;
+    chosen.block = layers.choice.block;
 
+    run_tasks(op, [&](const planned &part, int64_t task) {
         args.q = (const char *)q->data + part.first * q->nb[2];
         args.out = (char *)dst->data + part.first * dst->nb[2];
-
-        for (; task < end; task = take()) {
-            check(kvc_plan_run(part.plan, op.layer, &args, task - n_before));
+        args.chosen = positions && part.is_part ? &chosen : nullptr;
+        if (args.chosen) {
+            chosen.positions = (const int32_t *)((const char *)positions->data + part.first * positions->nb[2]);
         }
 
-        n_before = end;
-    }
+        return kvc_plan_run(part.plan, op.layer, &args, task);
+    });
+}
+
+void llama_kvcache::choose(llama_kvcache_op &op, ggml_tensor *dst) const {
+    const ggml_tensor *q = dst->src[0];
+    const ggml_tensor *weights = op.weights < 0 ? nullptr : dst->src[op.weights];
+
+    kvc_choose_args args = {};
+
+    args.struct_size = sizeof(args);
+    args.q_token_stride = q->nb[2];
+    args.q_head_stride = q->nb[1];
+    args.q_type = llama_kvcache_type(q->type);
+    args.weights_token_stride = weights ? weights->nb[1] : 0;
+    args.weights_head_stride = weights ? weights->nb[0] : 0;
+    args.chosen_token_stride = dst->nb[2];
+    args.chosen_choice_stride = dst->nb[1];
+    args.scale = 1.0f / std::sqrt((float)(q->ne[0] * q->ne[1]));
+    args.relu = layers.choice.relu;
+    args.num_choices = layers.choice.num_choices;
+    args.width = layers.choice.width;
+    args.block = layers.choice.block;
+    args.num_local = layers.choice.num_local;
+
+    run_tasks(op, [&](const planned &part, int64_t task) {
+        args.q = (const char *)q->data + part.first * q->nb[2];
+        args.weights = weights ? (const float *)((const char *)weights->data + part.first * weights->nb[1]) : nullptr;
+        args.chosen = (int32_t *)((char *)dst->data + part.first * dst->nb[2]);
+
+        return kvc_plan_choose(part.plan, op.layer, &args, task);
+    });
 }
 
 static void compute_store(ggml_tensor *dst, int ith, int nth, void *userdata) {
     const auto &op = *static_cast<const llama_kvcache_op *>(userdata);
 
     op.mem->store(op, dst->src[0], dst->src[1], ith, nth);
+}
+
+// multiplies the rows of each head and token
+static void compute_mix(ggml_tensor *dst, const ggml_tensor *src, int ith, int nth, void * /*userdata*/) {
+    const int64_t n_rows = ggml_nrows(src);
+
+    for (int64_t i = n_rows * ith / nth; i < n_rows * (ith + 1) / nth; ++i) {
+        const int64_t head = i % src->ne[1];
+        const int64_t token = i / src->ne[1];
+        auto *row = (float *)((char *)dst->data + head * dst->nb[1] + token * dst->nb[2]);
+
+        std::memcpy(row, (const char *)src->data + head * src->nb[1] + token * src->nb[2], src->ne[0] * sizeof(float));
+        llama_kvcache_mix(row, src->ne[0]);
+    }
+}
+
+static void compute_choose(ggml_tensor *dst, int /*ith*/, int /*nth*/, void *userdata) {
+    auto &op = *static_cast<llama_kvcache_op *>(userdata);
+
+    op.mem->choose(op, dst);
 }
 
 static void compute_attend(ggml_tensor *dst, int /*ith*/, int /*nth*/, void *userdata) {
@@ -115,11 +187,56 @@ static std::vector<float> alibi_slopes(const llama_hparams &hparams, uint32_t n_
     return res;
 }
 
+// Stores rows of a layer; without v, keys alone.
+static ggml_tensor *build_store(const llm_graph_context &graph, llama_kvcache_op &op, ggml_tensor *k, ggml_tensor *v,
+                                int il) {
+    auto *ctx = graph.ctx0;
+
+    ggml_tensor *rows[2] = {with_dense_rows(ctx, k), v ? with_dense_rows(ctx, v) : nullptr};
+
+    const int n_tasks = graph.n_tokens < 32 ? 1 : GGML_N_TASKS_MAX;
+
+    auto *stored = ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, rows, v ? 2 : 1, compute_store, n_tasks, &op);
+    graph.cb(stored, "kvcache_store", il);
+
+    // the barrier after this node is what readers wait for
+    ggml_build_forward_expand(graph.gf, stored);
+
+    return stored;
+}
+
+ggml_tensor *llama_kvcache::build_choose(const llm_graph_context &graph, ggml_tensor *q, ggml_tensor *k,
+                                         ggml_tensor *weights, int il) const {
+    auto *ctx = graph.ctx0;
+    auto &op = *ops[layers.indexer[il]];
+
+    q = with_dense_rows(ctx, q);
+    k = with_dense_rows(ctx, k);
+    if (layers.choice.is_mixed) {
+        q = ggml_map_custom1(ctx, q, compute_mix, GGML_N_TASKS_MAX, nullptr);
+        k = ggml_map_custom1(ctx, k, compute_mix, 1, nullptr);
+    }
+
+    std::vector<ggml_tensor *> args = {q, build_store(graph, op, k, nullptr, il)};
+
+    op.weights = weights ? (int32_t)args.size() : -1;
+    if (weights) {
+        args.push_back(weights);
+    }
+
+    auto *chosen = ggml_custom_4d(ctx, GGML_TYPE_I32, layers.choice.width, layers.choice.num_choices, graph.n_tokens, 1,
+                                  args.data(), (int)args.size(), compute_choose, GGML_N_TASKS_MAX, &op);
+    graph.cb(chosen, "kvcache_choose", il);
+
+    return chosen;
+}
+
 ggml_tensor *llama_kvcache::build_attn(const llm_graph_context &graph, ggml_tensor *wo, ggml_tensor *wo_b,
                                        ggml_tensor *wo_s, ggml_tensor *q, ggml_tensor *k, ggml_tensor *v,
-                                       ggml_tensor *sinks, ggml_tensor *v_mla, float kq_scale, int il) const {
+                                       ggml_tensor *sinks, ggml_tensor *v_mla, ggml_tensor *chosen, float kq_scale,
+                                       int il) const {
     auto *ctx = graph.ctx0;
-    auto &op = *ops[il];
+    auto &op = *ops[layers.attention[il]];
 
     const auto &hparams = model.hparams;
     const auto &layer = layers.model[op.layer];
@@ -130,38 +247,27 @@ ggml_tensor *llama_kvcache::build_attn(const llm_graph_context &graph, ggml_tens
     op.scale = is_grok ? hparams.f_attn_out_scale : kq_scale;
     op.softcap = is_grok || hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f;
     op.slopes = alibi_slopes(hparams, layer.n_head);
-    op.has_sinks = sinks != nullptr;
 
     q = with_dense_rows(ctx, q);
 
-    ggml_tensor *args[3] = {q};
-    int n_args = 1;
+    std::vector<ggml_tensor *> args = {q};
 
-    if (sinks) {
-        args[n_args++] = sinks;
-    }
+    const auto add = [&](ggml_tensor *arg) {
+        args.push_back(arg);
+        return (int32_t)args.size() - 1;
+    };
+
+    op.sinks = sinks ? add(sinks) : -1;
+    op.chosen = chosen ? add(chosen) : -1;
 
     ggml_build_forward_expand(graph.gf, q);
 
     if (k) {
-        ggml_tensor *rows[2] = {
-            with_dense_rows(ctx, k),
-            with_dense_rows(ctx, v),
-        };
-
-        const int n_tasks = graph.n_tokens < 32 ? 1 : GGML_N_TASKS_MAX;
-
-        auto *stored = ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, rows, shape.value_in_key ? 1 : 2, compute_store,
-                                      n_tasks, &op);
-        graph.cb(stored, "kvcache_store", il);
-
-        // the barrier after this node is what attention waits for
-        ggml_build_forward_expand(graph.gf, stored);
-        args[n_args++] = stored;
+        add(build_store(graph, op, k, shape.value_in_key ? nullptr : v, il));
     }
 
-    auto *cur = ggml_custom_4d(ctx, GGML_TYPE_F32, shape.v_dim, layer.n_head, graph.n_tokens, 1, args, n_args,
-                               compute_attend, GGML_N_TASKS_MAX, &op);
+    auto *cur = ggml_custom_4d(ctx, GGML_TYPE_F32, shape.v_dim, layer.n_head, graph.n_tokens, 1, args.data(),
+                               (int)args.size(), compute_attend, GGML_N_TASKS_MAX, &op);
     graph.cb(cur, "kvcache_attend", il);
 
     if (v_mla) {

@@ -191,11 +191,17 @@ llama_memory_status llama_kvcache_hybrid_context::get_status() const {
 
 const llama_memory_attn_i *llama_kvcache_hybrid_context::get_attn_impl() const { return this; }
 
+ggml_tensor *llama_kvcache_hybrid_context::build_choose(const llm_graph_context &graph, ggml_tensor *q, ggml_tensor *k,
+                                                        ggml_tensor *weights, int il) const {
+    return attn->get_attn_impl()->build_choose(graph, q, k, weights, il);
+}
+
 ggml_tensor *llama_kvcache_hybrid_context::build_attn(const llm_graph_context &graph, ggml_tensor *wo,
                                                       ggml_tensor *wo_b, ggml_tensor *wo_s, ggml_tensor *q,
                                                       ggml_tensor *k, ggml_tensor *v, ggml_tensor *sinks,
-                                                      ggml_tensor *v_mla, float kq_scale, int il) const {
-    return attn->get_attn_impl()->build_attn(graph, wo, wo_b, wo_s, q, k, v, sinks, v_mla, kq_scale, il);
+                                                      ggml_tensor *v_mla, ggml_tensor *chosen, float kq_scale,
+                                                      int il) const {
+    return attn->get_attn_impl()->build_attn(graph, wo, wo_b, wo_s, q, k, v, sinks, v_mla, chosen, kq_scale, il);
 }
 
 const llama_memory_recurrent_context *llama_kvcache_hybrid_context::get_recr() const {

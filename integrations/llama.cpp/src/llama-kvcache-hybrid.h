@@ -62,9 +62,11 @@ class llama_kvcache_hybrid_context : public llama_memory_context_i, public llama
 
     const llama_memory_attn_i *get_attn_impl() const override;
 
+    ggml_tensor *build_choose(const llm_graph_context &graph, ggml_tensor *q, ggml_tensor *k, ggml_tensor *weights,
+                              int il) const override;
     ggml_tensor *build_attn(const llm_graph_context &graph, ggml_tensor *wo, ggml_tensor *wo_b, ggml_tensor *wo_s,
                             ggml_tensor *q, ggml_tensor *k, ggml_tensor *v, ggml_tensor *sinks, ggml_tensor *v_mla,
-                            float kq_scale, int il) const override;
+                            ggml_tensor *chosen, float kq_scale, int il) const override;
 
     const llama_memory_recurrent_context *get_recr() const override;
 

@@ -124,9 +124,7 @@ static const struct {
       LLM_ARCH_RND1}},
     {"the model is an encoder-decoder (T5), whose attention adds a bias by position",
      {LLM_ARCH_T5, LLM_ARCH_T5ENCODER}},
-    {"the model's attention is sparse: an indexer with a cache of its own chooses rows",
-     {LLM_ARCH_DEEPSEEK32, LLM_ARCH_DEEPSEEK4, LLM_ARCH_DOTS3NOTE, LLM_ARCH_GLM_DSA, LLM_ARCH_GLM5_NEXT,
-      LLM_ARCH_MINIMAX_M3, LLM_ARCH_QWEN4EXP}},
+    {"the model keeps rows that stand for several tokens", {LLM_ARCH_DEEPSEEK4, LLM_ARCH_GLM5_NEXT, LLM_ARCH_QWEN4EXP}},
     {"the model is a draft head, which works on another context's cache",
      {LLM_ARCH_EAGLE3, LLM_ARCH_DFLASH, LLM_ARCH_GEMMA4_ASSISTANT}},
     {"llama.cpp does not run such models", {LLM_ARCH_CHAMELEON, LLM_ARCH_CLIP, LLM_ARCH_GPTJ, LLM_ARCH_UNKNOWN}},
@@ -135,19 +133,20 @@ static const struct {
                LLM_ARCH_BITNET,       LLM_ARCH_BLOOM,          LLM_ARCH_CHATGLM,        LLM_ARCH_CODESHELL,
                LLM_ARCH_COGVLM,       LLM_ARCH_COHERE2,        LLM_ARCH_COHERE2MOE,     LLM_ARCH_COMMAND_R,
                LLM_ARCH_DBRX,         LLM_ARCH_DECI,           LLM_ARCH_DEEPSEEK,       LLM_ARCH_DEEPSEEK2,
-               LLM_ARCH_DEEPSEEK2OCR, LLM_ARCH_DOTS1,          LLM_ARCH_ERNIE4_5,       LLM_ARCH_ERNIE4_5_MOE,
-               LLM_ARCH_EXAONE,       LLM_ARCH_EXAONE4,        LLM_ARCH_EXAONE_MOE,     LLM_ARCH_FALCON,
-               LLM_ARCH_FALCON_H1,    LLM_ARCH_GEMMA,          LLM_ARCH_GEMMA2,         LLM_ARCH_GEMMA3,
-               LLM_ARCH_GEMMA3N,      LLM_ARCH_GEMMA4,         LLM_ARCH_GLM4,           LLM_ARCH_GLM4_MOE,
-               LLM_ARCH_GPT2,         LLM_ARCH_GPTNEOX,        LLM_ARCH_GRANITE,        LLM_ARCH_GRANITE_HYBRID,
-               LLM_ARCH_GRANITE_MOE,  LLM_ARCH_GRANITE_SWA,    LLM_ARCH_GRANITE_SWITCH, LLM_ARCH_GROK,
-               LLM_ARCH_GROVEMOE,     LLM_ARCH_HRM_TEXT,       LLM_ARCH_HUNYUAN_DENSE,  LLM_ARCH_HUNYUAN_MOE,
-               LLM_ARCH_HUNYUAN_VL,   LLM_ARCH_HY_V3,          LLM_ARCH_HY_V4,          LLM_ARCH_INTERNLM2,
-               LLM_ARCH_JAIS,         LLM_ARCH_JAIS2,          LLM_ARCH_JAMBA,          LLM_ARCH_KIMI_K3,
-               LLM_ARCH_KIMI_LINEAR,  LLM_ARCH_LAGUNA,         LLM_ARCH_LFM2,           LLM_ARCH_LFM2MOE,
-               LLM_ARCH_LLAMA,        LLM_ARCH_LLAMA4,         LLM_ARCH_MAINCODER,      LLM_ARCH_MAPLE,
-               LLM_ARCH_MELLUM,       LLM_ARCH_MIMO2,          LLM_ARCH_MINICPM,        LLM_ARCH_MINICPM3,
-               LLM_ARCH_MINIMAX_01,   LLM_ARCH_MINIMAX_M2,     LLM_ARCH_MISTRAL3,       LLM_ARCH_MISTRAL4,
+               LLM_ARCH_DEEPSEEK2OCR, LLM_ARCH_DEEPSEEK32,     LLM_ARCH_DOTS1,          LLM_ARCH_DOTS3NOTE,
+               LLM_ARCH_ERNIE4_5,     LLM_ARCH_ERNIE4_5_MOE,   LLM_ARCH_EXAONE,         LLM_ARCH_EXAONE4,
+               LLM_ARCH_EXAONE_MOE,   LLM_ARCH_FALCON,         LLM_ARCH_FALCON_H1,      LLM_ARCH_GEMMA,
+               LLM_ARCH_GEMMA2,       LLM_ARCH_GEMMA3,         LLM_ARCH_GEMMA3N,        LLM_ARCH_GEMMA4,
+               LLM_ARCH_GLM4,         LLM_ARCH_GLM4_MOE,       LLM_ARCH_GLM_DSA,        LLM_ARCH_GPT2,
+               LLM_ARCH_GPTNEOX,      LLM_ARCH_GRANITE,        LLM_ARCH_GRANITE_HYBRID, LLM_ARCH_GRANITE_MOE,
+               LLM_ARCH_GRANITE_SWA,  LLM_ARCH_GRANITE_SWITCH, LLM_ARCH_GROK,           LLM_ARCH_GROVEMOE,
+               LLM_ARCH_HRM_TEXT,     LLM_ARCH_HUNYUAN_DENSE,  LLM_ARCH_HUNYUAN_MOE,    LLM_ARCH_HUNYUAN_VL,
+               LLM_ARCH_HY_V3,        LLM_ARCH_HY_V4,          LLM_ARCH_INTERNLM2,      LLM_ARCH_JAIS,
+               LLM_ARCH_JAIS2,        LLM_ARCH_JAMBA,          LLM_ARCH_KIMI_K3,        LLM_ARCH_KIMI_LINEAR,
+               LLM_ARCH_LAGUNA,       LLM_ARCH_LFM2,           LLM_ARCH_LFM2MOE,        LLM_ARCH_LLAMA,
+               LLM_ARCH_LLAMA4,       LLM_ARCH_MAINCODER,      LLM_ARCH_MAPLE,          LLM_ARCH_MELLUM,
+               LLM_ARCH_MIMO2,        LLM_ARCH_MINICPM,        LLM_ARCH_MINICPM3,       LLM_ARCH_MINIMAX_01,
+               LLM_ARCH_MINIMAX_M2,   LLM_ARCH_MINIMAX_M3,     LLM_ARCH_MISTRAL3,       LLM_ARCH_MISTRAL4,
                LLM_ARCH_MPT,          LLM_ARCH_MUSE_GLIMMER,   LLM_ARCH_NANBEIGE,       LLM_ARCH_NEMOTRON,
                LLM_ARCH_NEMOTRON_H,   LLM_ARCH_NEMOTRON_H_MOE, LLM_ARCH_OLMO,           LLM_ARCH_OLMO2,
                LLM_ARCH_OLMOE,        LLM_ARCH_OPENAI_MOE,     LLM_ARCH_OPENELM,        LLM_ARCH_ORION,
@@ -214,9 +213,6 @@ std::string llama_kvcache_refusal(const llama_model &model, const llama_memory_p
 
     if (const char *reason = llama_kvcache_arch_refusal(model.arch)) {
         return std::string(llm_arch_name(model.arch)) + ": " + reason;
-    }
-    if (model.arch == LLM_ARCH_HY_V4 && hparams.indexer_top_k > 0) {
-        return std::string(llm_arch_name(model.arch)) + ": " + llama_kvcache_arch_refusal(LLM_ARCH_GLM_DSA);
     }
     if (is_on_gpu(model)) {
         return "layers of the model are on a GPU (use -ngl 0)";
@@ -378,13 +374,39 @@ static int32_t shape_of(const llama_kvcache_layers &layers, const llama_kvcache_
         const auto &other = layers.cache[i];
 
         if (layers.model[i].is_swa == model.is_swa && layers.model[i].n_head == model.n_head &&
-            other.num_kv_heads == cache.num_kv_heads && other.k_dim == cache.k_dim && other.v_dim == cache.v_dim &&
-            other.sketch_bits == cache.sketch_bits) {
+            layers.model[i].is_sparse == model.is_sparse && other.num_kv_heads == cache.num_kv_heads &&
+            other.k_dim == cache.k_dim && other.v_dim == cache.v_dim && other.sketch_bits == cache.sketch_bits) {
             return layers.model[i].shape;
         }
     }
 
-    return layers.n_shapes;
+    return (int32_t)layers.shapes.size();
+}
+
+// the layers with attention, then their indexers
+static std::vector<llama_kvcache_layer> cached_layers_of(const llama_model &model) {
+    const auto &hparams = model.hparams;
+
+    std::vector<llama_kvcache_layer> res;
+
+    for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
+        if (llama_kvcache_is_cached(model, il)) {
+            res.push_back({(int32_t)il, false, llama_kvcache_is_sparse(model, il), KVC_TRANSFORM_NONE,
+                           KVC_TRANSFORM_NONE, hparams.is_swa(il), hparams.n_head(il), 0});
+        }
+    }
+
+    set_transforms(model, res, false);
+    set_transforms(model, res, true);
+
+    for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
+        if (llama_kvcache_is_cached(model, il) && llama_kvcache_has_indexer(model, il)) {
+            res.push_back(
+                {(int32_t)il, true, true, KVC_TRANSFORM_NONE, KVC_TRANSFORM_NONE, false, hparams.indexer_n_head, 0});
+        }
+    }
+
+    return res;
 }
 
 llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const llama_memory_params &params,
@@ -392,49 +414,46 @@ llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const lla
     const auto &hparams = model.hparams;
     const stored_types types = stored_types_of(model, params);
 
-    std::vector<llama_kvcache_layer> cached;
-
-    for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
-        if (llama_kvcache_is_cached(model, il)) {
-            cached.push_back(
-                {(int32_t)il, KVC_TRANSFORM_NONE, KVC_TRANSFORM_NONE, hparams.is_swa(il), hparams.n_head(il), 0});
-        }
-    }
-
-    set_transforms(model, cached, false);
-    set_transforms(model, cached, true);
-
     llama_kvcache_layers res;
 
-    res.index.resize(hparams.n_layer_all, -1);
+    res.attention.resize(hparams.n_layer_all, -1);
+    res.indexer.resize(hparams.n_layer_all, -1);
+    res.choice = llama_kvcache_choice_of(model, cparams);
+    res.mixed_rope = std::make_unique<llama_kvcache_mixed_rope>();
     res.swa_full = params.swa_full;
     res.select_rows = llama_kvcache_select_rows(cparams);
 
-    for (auto &layer : cached) {
+    for (auto &layer : cached_layers_of(model)) {
         const uint32_t il = layer.il;
 
         res.inv_freqs.push_back(inv_freq_of(model, cparams, il));
 
         kvc_layer cache = {};
 
-        cache.num_kv_heads = hparams.n_head_kv(il);
-        cache.k_dim = hparams.n_embd_head_k(il);
-        cache.v_dim = hparams.n_embd_head_v(il);
+        cache.num_kv_heads = layer.is_index ? 1 : hparams.n_head_kv(il);
+        cache.k_dim = layer.is_index ? hparams.indexer_head_size : hparams.n_embd_head_k(il);
+        cache.v_dim = layer.is_index ? 0 : hparams.n_embd_head_v(il);
         cache.k_type = types.k;
         cache.v_type = types.v;
         cache.k_transform = layer.k_transform;
         cache.v_transform = layer.v_transform;
-        cache.value_in_key = hparams.is_mla();
-        cache.share = shared_of(model, il) < 0 ? 0 : res.index[shared_of(model, il)] + 1;
+        cache.value_in_key = hparams.is_mla() && !layer.is_index;
+        cache.share = shared_of(model, il) < 0 ? 0 : res.attention[shared_of(model, il)] + 1;
         cache.policy = policy_of(model, params, cparams, il);
         cache.rope = rope_of(model, il, res.inv_freqs.back());
+        if (layer.is_index) {
+            res.mixed_rope->inv_freq = res.inv_freqs.back(); // all indexers have the same
+            llama_kvcache_set_index_rope(model, *res.mixed_rope, cache.rope);
+        }
 
         cache.sketch_bits = res.select_rows > 0 ? llama_kvcache_sketch_bits(res.cache, cache) : 0;
 
         layer.shape = shape_of(res, layer, cache);
-        res.n_shapes = std::max(res.n_shapes, layer.shape + 1);
+        if (layer.shape == (int32_t)res.shapes.size()) {
+            res.shapes.push_back((int32_t)res.cache.size());
+        }
 
-        res.index[il] = (int32_t)res.cache.size();
+        (layer.is_index ? res.indexer : res.attention)[il] = (int32_t)res.cache.size();
 
         res.model.push_back(layer);
         res.cache.push_back(cache);

@@ -5,8 +5,10 @@
 #include "ggml.h"
 #include "kvcache.h"
 #include "llama-arch.h"
+#include "llama-kvcache-indexer.h"
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -14,8 +16,11 @@ struct llama_cparams;
 struct llama_memory_params;
 struct llama_model;
 
+// A layer of the cache: the keys and values of a layer of the model, or the keys of its indexer
 struct llama_kvcache_layer {
     int32_t il;                // in the model
+    bool is_index;             // the keys of the indexer
+    bool is_sparse;            // tokens choose the rows that they attend to; of the indexer, they choose here
     kvc_transform k_transform; // as llama.cpp multiplies what it stores
     kvc_transform v_transform;
     bool is_swa;
@@ -27,12 +32,18 @@ struct llama_kvcache_layer {
 struct llama_kvcache_layers {
     std::vector<llama_kvcache_layer> model;
     std::vector<kvc_layer> cache;
-    std::vector<int32_t> index; // [layer of the model] layer of the cache, -1: none
+    // [layer of the model] the layer of the cache with its keys and values, and the one with the keys of its indexer;
+    // -1: none
+    std::vector<int32_t> attention;
+    std::vector<int32_t> indexer;
 
     // what the pointers in `cache` point at
     std::vector<std::vector<double>> inv_freqs;
+    std::unique_ptr<llama_kvcache_mixed_rope> mixed_rope;
 
-    int32_t n_shapes = 0;
+    std::vector<int32_t> shapes; // [shape] the first layer of the cache that has it
+
+    llama_kvcache_choice choice;
 
     int32_t select_rows = 0; // that a new token of a long text reads in layers with sketches, 0: there are none
 

@@ -55,7 +55,8 @@ static bool can_have_sketches(const kvc_layer &layer) {
                            : layer.policy.kind == KVC_CHUNKED ? layer.policy.attention_chunk_size
                                                               : INT32_MAX;
 
-    return !layer.value_in_key && layer.k_dim % 32 == 0 && layer.k_dim <= MOST_KEY_ELEMENTS && n_seen >= SELECT_FROM;
+    return !layer.value_in_key && layer.v_dim > 0 && layer.k_dim % 32 == 0 && layer.k_dim <= MOST_KEY_ELEMENTS &&
+           n_seen >= SELECT_FROM;
 }
 
 int32_t llama_kvcache_sketch_bits(const std::vector<kvc_layer> &before, const kvc_layer &layer) {

@@ -1,127 +1,22 @@
-#include "llama-kvcache-state.h"
+#include "llama-kvcache-state-read.h"
 
-#include "llama-impl.h"
-#include "llama-io.h"
 #include "llama-model.h"
 
 #include <algorithm>
-#include <map>
-#include <memory>
-#include <set>
-#include <string>
-#include <utility>
 
 static constexpr size_t N_SCALE = 2; // bytes of a row's scale
 
-static std::runtime_error failure(const std::string &reason) {
+std::runtime_error llama_kvcache_state_failure(const std::string &reason) {
     LLAMA_LOG_ERROR("llama_kvcache::state_read: %s\n", reason.c_str());
 
     return std::runtime_error("failed to restore the kv cache: " + reason);
 }
 
-class llama_kvcache::state_reader {
-  public:
-    // dest -1: of all sequences
-    state_reader(llama_kvcache &mem, llama_io_read_i &io, llama_seq_id dest);
-
-    void read(const state_part &part);
-
-    // gives the sequences what they share
-    void share();
-
-  private:
-    // a cell of the state
-    struct saved_cell {
-        llama_pos pos;
-        std::vector<llama_seq_id> seq_ids; // ascending
-    };
-
-    // a token that is restored
-    struct cell {
-        llama_pos pos;
-        int32_t source;
-        int32_t row; // in the state
-    };
-
-    // Cells of the same sequences in both parts: a sequence of the cache holds their rows until share.
-    struct source {
-        std::vector<llama_seq_id> seq_ids;
-        int64_t id;    // of the sequence of the cache
-        int32_t whole; // the source with these cells in the part without windows, where more sequences have them; or -1
-    };
-
-    struct range {
-        llama_pos begin;
-        llama_pos end;
-        int32_t source;
-    };
-
-    // where the rows of a cell go
-    struct place {
-        uint8_t *data;
-        uint8_t *scale; // null unless the row has one that lies apart
-        int64_t head_stride;
-    };
-
-    template <typename T> T read() {
-        T res;
-        io.read(&res, sizeof(res));
-        return res;
-    }
-
-    template <typename T> void expect(T value, const char *what, const char *of, uint32_t il);
-
-    void read_stream(const state_part &part, uint32_t stream, uint32_t n_cells);
-    std::vector<saved_cell> read_cells(uint32_t stream, uint32_t n_cells);
-    std::vector<llama_seq_id> read_seq_ids(uint32_t stream);
-    void find_mixed(const std::vector<saved_cell> &saved);
-    void set_cells(const state_part &part, uint32_t stream, const std::vector<saved_cell> &saved);
-    int32_t source_of(const state_part &part, const std::vector<llama_seq_id> &seq_ids, llama_pos pos);
-    int32_t find_whole(llama_seq_id seq_id, llama_pos pos) const;
-    void sort_cells(const state_part &part);
-    std::vector<range> ranges_of(llama_seq_id seq_id) const;
-
-    void begin(const state_part &part);
-    std::vector<place> places_of(uint32_t il, bool is_value) const;
-    void read_rows(uint32_t il, bool is_value);
-    void read_transposed(uint32_t il);
-
-    int64_t id_of(int32_t source) const;
-
-    llama_kvcache &mem;
-    llama_io_read_i &io;
-    const llama_seq_id dest;
-    const uint32_t n_stream;
-
-    const bool is_shared; // cells belong to several sequences
-
-    // of the stream
-    uint32_t n_rows = 0;         // of a layer in the state
-    std::vector<cell> cells;     // by rising row
-    std::vector<int32_t> tokens; // [cell] of the batch
-
-    std::vector<source> sources;
-    std::map<std::pair<int32_t, std::vector<llama_seq_id>>, int32_t> source_index; // [whole, sequences]
-    std::vector<std::vector<range>> ranges[2];                                     // [has windows][sequence] ascending
-    std::set<llama_pos> mixed; // where a sequence would have cells of several sources
-
-    std::unique_ptr<kvc_batch, void (*)(kvc_batch *)> batch;
-};
-
 llama_kvcache::state_reader::state_reader(llama_kvcache &mem, llama_io_read_i &io, llama_seq_id dest)
     : mem(mem), io(io), dest(dest), n_stream(mem.n_stream()), is_shared(dest == -1 && n_stream == 1),
-      batch(nullptr, kvc_abort) {
+      restored(mem.n_stream()), batch(nullptr, kvc_abort) {
     for (auto &r : ranges) {
         r.resize(mem.cparams.n_seq_max);
-    }
-}
-
-template <typename T> void llama_kvcache::state_reader::expect(T value, const char *what, const char *of, uint32_t il) {
-    const T found = read<T>();
-
-    if (found != value) {
-        throw failure(format("mismatched %s of %s (%lld instead of %lld, layer %u)", what, of, (long long)found,
-                             (long long)value, il));
     }
 }
 
@@ -164,7 +59,8 @@ std::vector<llama_seq_id> llama_kvcache::state_reader::read_seq_ids(uint32_t str
         read<llama_kv_cell_ext>();
     }
     if (n == 0 || n > (dest == -1 ? mem.cparams.n_seq_max : 1)) {
-        throw failure(format("invalid number of sequences of a cell (%u, of %u)", n, mem.cparams.n_seq_max));
+        throw llama_kvcache_state_failure(
+            format("invalid number of sequences of a cell (%u, of %u)", n, mem.cparams.n_seq_max));
     }
 
     std::vector<llama_seq_id> res(n);
@@ -172,10 +68,11 @@ std::vector<llama_seq_id> llama_kvcache::state_reader::read_seq_ids(uint32_t str
         id = read<llama_seq_id>();
 
         if (dest == -1 && (id < 0 || (uint32_t)id >= mem.cparams.n_seq_max)) {
-            throw failure(format("invalid seq_id, %d is out of range [0, %u)", id, mem.cparams.n_seq_max));
+            throw llama_kvcache_state_failure(
+                format("invalid seq_id, %d is out of range [0, %u)", id, mem.cparams.n_seq_max));
         }
         if (dest == -1 && n_stream > 1 && (uint32_t)id != stream) {
-            throw failure(format("invalid seq_id, %d is in stream %u", id, stream));
+            throw llama_kvcache_state_failure(format("invalid seq_id, %d is in stream %u", id, stream));
         }
     }
 
@@ -232,7 +129,7 @@ void llama_kvcache::state_reader::sort_cells(const state_part &part) {
 std::vector<llama_kvcache::state_reader::saved_cell> llama_kvcache::state_reader::read_cells(uint32_t stream,
                                                                                              uint32_t n_cells) {
     if (n_cells > mem.cparams.n_ctx_seq) {
-        throw failure(format("not enough cells (%u of %u)", n_cells, mem.cparams.n_ctx_seq));
+        throw llama_kvcache_state_failure(format("not enough cells (%u of %u)", n_cells, mem.cparams.n_ctx_seq));
     }
 
     std::vector<saved_cell> res;
@@ -240,7 +137,7 @@ std::vector<llama_kvcache::state_reader::saved_cell> llama_kvcache::state_reader
         const llama_pos pos = read<llama_pos>();
 
         if (pos < 0 || pos == INT32_MAX) {
-            throw failure(format("invalid position, %d is out of range [0, %d)", pos, INT32_MAX));
+            throw llama_kvcache_state_failure(format("invalid position, %d is out of range [0, %d)", pos, INT32_MAX));
         }
 
         res.push_back({pos, read_seq_ids(stream)});
@@ -293,7 +190,12 @@ void llama_kvcache::state_reader::set_cells(const state_part &part, uint32_t str
         }
     }
 
-    sort_cells(part);
+    if (!part.is_index) {
+        sort_cells(part);
+    }
+    if (mem.layers.choice.width > 0 && !part.has_windows) {
+        find_restored(part, stream);
+    }
 }
 
 void llama_kvcache::state_reader::begin(const state_part &part) {
@@ -316,21 +218,20 @@ void llama_kvcache::state_reader::begin(const state_part &part) {
     kvc_batch *res = nullptr;
 
     if (kvc_begin_with(mem.cache, &args, &res)) {
-        throw failure(format("%zu cells do not fit: %s", cells.size(), kvc_last_error()));
+        throw llama_kvcache_state_failure(format("%zu cells do not fit: %s", cells.size(), kvc_last_error()));
     }
 
     batch.reset(res);
 }
 
-std::vector<llama_kvcache::state_reader::place> llama_kvcache::state_reader::places_of(uint32_t il,
+std::vector<llama_kvcache::state_reader::place> llama_kvcache::state_reader::places_of(int32_t layer,
                                                                                        bool is_value) const {
     std::vector<place> of_token;
 
     while (of_token.size() < cells.size()) {
         kvc_span span;
 
-        llama_kvcache_check(
-            kvc_slots(batch.get(), mem.layers.index[il], (int32_t)of_token.size(), &span, sizeof(span), nullptr));
+        llama_kvcache_check(kvc_slots(batch.get(), layer, (int32_t)of_token.size(), &span, sizeof(span), nullptr));
 
         // slots are for writing
         auto *data = (uint8_t *)const_cast<void *>(is_value ? span.v : span.k);
@@ -351,18 +252,18 @@ std::vector<llama_kvcache::state_reader::place> llama_kvcache::state_reader::pla
     return res;
 }
 
-void llama_kvcache::state_reader::read_rows(uint32_t il, bool is_value) {
-    const auto row = mem.state_row_of(il, is_value);
+void llama_kvcache::state_reader::read_rows(int32_t layer, bool is_value) {
+    const auto row = mem.state_row_of(layer, is_value);
     const char *name = is_value ? "values" : "keys";
 
-    expect<int32_t>(llama_kvcache_state_type(row.type), "type", name, il);
-    expect<uint64_t>(row.n_bytes, "row size", name, il);
+    expect<int32_t>(llama_kvcache_state_type(row.type), "type", name, layer);
+    expect<uint64_t>(row.n_bytes, "row size", name, layer);
 
     if (row.n_bytes == 0) {
         return;
     }
 
-    const auto places = places_of(il, is_value);
+    const auto places = places_of(layer, is_value);
     const size_t n_most = std::min<size_t>(n_rows, std::max<size_t>(1, N_BUFFER / row.n_bytes));
 
     std::vector<uint8_t> rows(n_most * row.n_bytes);
@@ -388,25 +289,25 @@ void llama_kvcache::state_reader::read_rows(uint32_t il, bool is_value) {
     }
 }
 
-void llama_kvcache::state_reader::read_transposed(uint32_t il) {
-    const auto row = mem.state_row_of(il, true);
+void llama_kvcache::state_reader::read_transposed(int32_t layer) {
+    const auto row = mem.state_row_of(layer, true);
 
     if (row.is_quantized()) {
-        throw failure(format("values of type %s are transposed", kvc_type_name(row.type)));
+        throw llama_kvcache_state_failure(format("values of type %s are transposed", kvc_type_name(row.type)));
     }
 
     const size_t size = row.n_element_bytes();
 
-    expect<int32_t>(llama_kvcache_state_type(row.type), "type", "values", il);
-    expect<uint32_t>(size, "element size", "values", il);
-    expect<uint32_t>(row.n_elements, "number of elements", "values", il);
+    expect<int32_t>(llama_kvcache_state_type(row.type), "type", "values", layer);
+    expect<uint32_t>(size, "element size", "values", layer);
+    expect<uint32_t>(row.n_elements, "number of elements", "values", layer);
 
     if (row.n_bytes == 0) {
         return;
     }
 
     const size_t n_dims = row.n_elements / row.n_heads;
-    const auto places = places_of(il, true);
+    const auto places = places_of(layer, true);
     const size_t n_most = 64 / size; // columns at a time, so that cells are written by whole cache lines
 
     std::vector<uint8_t> columns(n_most * n_rows * size);
@@ -432,30 +333,45 @@ void llama_kvcache::state_reader::read_stream(const state_part &part, uint32_t s
     const uint32_t n_layer = read<uint32_t>();
 
     if (n_layer != part.layers.size()) {
-        throw failure(format("mismatched layer count (%u instead of %zu)", n_layer, part.layers.size()));
+        throw llama_kvcache_state_failure(
+            format("mismatched layer count (%u instead of %zu)", n_layer, part.layers.size()));
     }
     if (part.layers.empty()) {
         return;
     }
 
+    const bool has_values = !mem.model.hparams.is_mla(); // else they lie in the keys
+
+    if (part.is_index) {
+        for (const int32_t layer : part.layers) {
+            read_index(layer);
+        }
+        for (const int32_t layer : part.layers) {
+            if (has_values) {
+                skip_values(layer, v_trans);
+            }
+        }
+        return;
+    }
+
     begin(part);
 
-    for (const uint32_t il : part.layers) {
-        read_rows(il, false);
+    for (const int32_t layer : part.layers) {
+        read_rows(layer, false);
     }
-    for (const uint32_t il : part.layers) {
-        if (mem.model.hparams.is_mla()) {
-            break; // values lie in the keys
+    for (const int32_t layer : part.layers) {
+        if (!has_values) {
+            break;
         }
         if (v_trans) {
-            read_transposed(il);
+            read_transposed(layer);
         } else {
-            read_rows(il, true);
+            read_rows(layer, true);
         }
     }
-    for (const uint32_t il : part.layers) {
-        if (mem.layers.index[il] >= 0) {
-            llama_kvcache_check(kvc_written(batch.get(), mem.layers.index[il], 0, (int32_t)cells.size()));
+    for (int32_t layer = 0; layer < (int32_t)part.replaced.size(); ++layer) {
+        if (part.replaced[layer] && mem.layers.cache[layer].share == 0) {
+            llama_kvcache_check(kvc_written(batch.get(), layer, 0, (int32_t)cells.size()));
         }
     }
 
@@ -467,12 +383,14 @@ void llama_kvcache::state_reader::read(const state_part &part) {
     const uint32_t n_found = read<uint32_t>();
 
     if (n_found != n_stream) {
-        throw failure(format("mismatched number of streams (%u instead of %u)", n_found, n_stream));
+        throw llama_kvcache_state_failure(format("mismatched number of streams (%u instead of %u)", n_found, n_stream));
     }
 
     for (uint32_t s = 0; s < n_stream; ++s) {
         if (const uint32_t n_cells = read<uint32_t>()) {
             read_stream(part, s, n_cells);
+        } else if (part.is_index && !restored[s].empty()) {
+            throw llama_kvcache_state_failure("the indexer has no cells");
         }
     }
 }

@@ -41,11 +41,11 @@ class llama_kvcache::state_writer {
     void split_run(const run &r, const std::vector<run> &others);
 
     void write_meta(llama_seq_id seq_id);
-    void write_rows(uint32_t il, bool is_value);
-    void write_transposed(uint32_t il);
+    void write_rows(int32_t layer, bool is_value);
+    void write_transposed(int32_t layer);
 
     // calls visit(rows, n) for all rows, n of them at a time
-    template <typename F> void visit_rows(uint32_t il, bool is_value, F visit);
+    template <typename F> void visit_rows(int32_t layer, bool is_value, F visit);
 
     const llama_kvcache &mem;
     llama_io_write_i &io;
@@ -191,13 +191,14 @@ void llama_kvcache::state_writer::write_meta(llama_seq_id seq_id) {
     }
 }
 
-template <typename F> void llama_kvcache::state_writer::visit_rows(uint32_t il, bool is_value, F visit) {
-    const auto row = mem.state_row_of(il, is_value);
+template <typename F> void llama_kvcache::state_writer::visit_rows(int32_t layer, bool is_value, F visit) {
+    const auto row = mem.state_row_of(layer, is_value);
 
     if (row.n_bytes == 0) {
         return;
     }
 
+    const bool is_stored = !is_value || !mem.layers.model[layer].is_index; // else bytes of 0
     const int64_t n_most = std::max<int64_t>(1, N_BUFFER / row.n_bytes);
 
     std::vector<uint8_t> rows(std::min(n_most, n_cells) * row.n_bytes);
@@ -226,24 +227,26 @@ template <typename F> void llama_kvcache::state_writer::visit_rows(uint32_t il, 
 
         for (int64_t first = 0, n; first < n_rows; first += n) {
             n = std::min(n_most, n_rows - first);
-            llama_kvcache_check(
-                kvc_gather(mem.cache, mem.ids[pieces[i].seq_id], mem.layers.index[il], pieces[i].row + first, n, &out));
+            if (is_stored) {
+                llama_kvcache_check(
+                    kvc_gather(mem.cache, mem.ids[pieces[i].seq_id], layer, pieces[i].row + first, n, &out));
+            }
             visit(rows.data(), n);
         }
     }
 }
 
-void llama_kvcache::state_writer::write_rows(uint32_t il, bool is_value) {
-    const auto row = mem.state_row_of(il, is_value);
+void llama_kvcache::state_writer::write_rows(int32_t layer, bool is_value) {
+    const auto row = mem.state_row_of(layer, is_value);
 
     write<int32_t>(llama_kvcache_state_type(row.type));
     write<uint64_t>(row.n_bytes);
 
-    visit_rows(il, is_value, [&](const uint8_t *rows, int64_t n) { io.write(rows, n * row.n_bytes); });
+    visit_rows(layer, is_value, [&](const uint8_t *rows, int64_t n) { io.write(rows, n * row.n_bytes); });
 }
 
-void llama_kvcache::state_writer::write_transposed(uint32_t il) {
-    const auto row = mem.state_row_of(il, true);
+void llama_kvcache::state_writer::write_transposed(int32_t layer) {
+    const auto row = mem.state_row_of(layer, true);
     const size_t size = row.n_element_bytes();
 
     write<int32_t>(llama_kvcache_state_type(row.type));
@@ -253,7 +256,7 @@ void llama_kvcache::state_writer::write_transposed(uint32_t il) {
     std::vector<uint8_t> columns(n_cells * row.n_bytes);
 
     uint8_t *to = columns.data();
-    visit_rows(il, true, [&](const uint8_t *rows, int64_t n) {
+    visit_rows(layer, true, [&](const uint8_t *rows, int64_t n) {
         for (uint32_t j = 0; j < row.n_elements; ++j) {
             copy_elements(to + j * n_cells * size, size, rows + j * size, row.n_bytes, n, size);
         }
@@ -289,17 +292,17 @@ void llama_kvcache::state_writer::write(const state_part &part, llama_seq_id seq
         write<uint32_t>(v_trans);
         write<uint32_t>(part.layers.size());
 
-        for (const uint32_t il : part.layers) {
-            write_rows(il, false);
+        for (const int32_t layer : part.layers) {
+            write_rows(layer, false);
         }
-        for (const uint32_t il : part.layers) {
+        for (const int32_t layer : part.layers) {
             if (mem.model.hparams.is_mla()) {
                 break; // values lie in the keys
             }
             if (v_trans) {
-                write_transposed(il);
+                write_transposed(layer);
             } else {
-                write_rows(il, true);
+                write_rows(layer, true);
             }
         }
     }

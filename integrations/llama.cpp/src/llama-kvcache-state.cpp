@@ -4,60 +4,73 @@
 
 #include <algorithm>
 
+llama_kvcache::state_part llama_kvcache::state_part_of(bool is_swa, bool is_index) const {
+    const bool has_windows = model.hparams.swa_type != LLAMA_SWA_TYPE_NONE;
+    const auto &of_model = is_index ? layers.indexer : layers.attention;
+
+    state_part res = {is_swa, is_index, -1, {}, std::vector<uint8_t>(layers.cache.size(), 0)};
+
+    for (uint32_t il = 0; il < of_model.size(); ++il) {
+        const int32_t layer = of_model[il];
+        const bool is_blank = !is_index && llama_kvcache_is_blank(model, il);
+
+        if ((layer < 0 && !is_blank) || (has_windows && model.hparams.is_swa(il) != is_swa)) {
+            continue;
+        }
+        if (layer >= 0) {
+            res.replaced[layer] = !is_index;
+            res.first = res.first < 0 ? layer : res.first;
+        }
+        if (!is_index && layers.indexer[il] >= 0) {
+            res.replaced[layers.indexer[il]] = 1; // restored with the other rows of their tokens
+        }
+        if (layer < 0 || layers.cache[layer].share == 0) {
+            res.layers.push_back(layer);
+        }
+    }
+
+    res.first = std::max(res.first, 0); // llama.cpp has cells without layers, too
+
+    return res;
+}
+
 std::vector<llama_kvcache::state_part> llama_kvcache::state_parts(llama_state_seq_flags flags) const {
     const bool has_windows = model.hparams.swa_type != LLAMA_SWA_TYPE_NONE;
 
     std::vector<state_part> res;
 
-    for (const bool is_swa : {false, true}) {
-        if (is_swa ? !has_windows : has_windows && (flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)) {
-            continue;
+    if (!has_windows || !(flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)) {
+        res.push_back(state_part_of(false, false));
+        if (layers.choice.width > 0) {
+            res.push_back(state_part_of(false, true));
         }
-
-        state_part part = {is_swa, 0, {}, std::vector<uint8_t>(layers.cache.size(), 0)};
-
-        for (uint32_t il = 0; il < layers.index.size(); ++il) {
-            const int32_t layer = layers.index[il];
-
-            if ((layer < 0 && !llama_kvcache_is_blank(model, il)) ||
-                (has_windows && model.hparams.is_swa(il) != is_swa)) {
-                continue;
-            }
-            if (layer >= 0) {
-                part.replaced[layer] = 1;
-            }
-            if (layer < 0 || layers.cache[layer].share == 0) {
-                part.layers.push_back(il);
-            }
-        }
-
-        // llama.cpp has cells without layers, too
-        const auto replaced = std::find(part.replaced.begin(), part.replaced.end(), 1);
-
-        part.first = replaced == part.replaced.end() ? 0 : (int32_t)(replaced - part.replaced.begin());
-
-        res.push_back(std::move(part));
+    }
+    if (has_windows) {
+        res.push_back(state_part_of(true, false));
     }
 
     return res;
 }
 
-llama_kvcache::state_row llama_kvcache::state_row_of(uint32_t il, bool is_value) const {
-    const int32_t layer = layers.index[il];
-
+llama_kvcache::state_row llama_kvcache::state_row_of(int32_t layer, bool is_value) const {
     state_row res = {};
 
     res.type = is_value ? layers.cache[0].v_type : layers.cache[0].k_type;
 
-    if (layer >= 0) {
-        const auto &l = layers.cache[layer];
-        const int32_t n_dims = is_value ? l.v_dim : l.k_dim;
-
-        res.n_heads = l.num_kv_heads;
-        res.n_elements = l.num_kv_heads * n_dims;
-        res.n_head_bytes = kvc_row_bytes(res.type, n_dims);
-        res.n_bytes = res.n_head_bytes * res.n_heads;
+    if (layer < 0) {
+        return res;
     }
+
+    const auto &l = layers.cache[layer];
+    const auto &m = layers.model[layer];
+
+    // llama.cpp has values beside the keys of an indexer, which nobody reads
+    const int32_t n_dims = !is_value ? l.k_dim : m.is_index ? (int32_t)model.hparams.n_embd_head_v(m.il) : l.v_dim;
+
+    res.n_heads = l.num_kv_heads;
+    res.n_elements = l.num_kv_heads * n_dims;
+    res.n_head_bytes = kvc_row_bytes(res.type, n_dims);
+    res.n_bytes = res.n_head_bytes * res.n_heads;
 
     return res;
 }

@@ -1,8 +1,10 @@
-// Saved state, in the format of llama_kv_cache and llama_kv_cache_iswa: what one wrote the other reads.
+// Saved state, in the format of llama.cpp's own caches (llama_kv_cache, _iswa, _dsa, _dsa_iswa, _msa): what one wrote
+// the other reads.
 //
-// A model with windows has two parts: its layers without one, then those with one, at fewer positions.  A part is: the
-// number of streams; for each, how many cells (tokens) it has, their positions and sequences; then the rows of all
-// cells, keys layer by layer, then values.
+// A part stands for one llama_kv_cache: the number of streams; for each, how many cells (tokens) it has, their
+// positions and sequences; then the rows of all cells, keys layer by layer, then values.  The layers without a window
+// come first. The keys of their indexers follow, for the same cells.  The layers with windows come last, at fewer
+// positions.
 #pragma once
 
 #include "llama-kvcache.h"
@@ -20,9 +22,10 @@ static constexpr size_t N_BUFFER = 1 << 18; // bytes of rows that are copied at 
 // what llama.cpp has as one cache
 struct llama_kvcache::state_part {
     bool has_windows;
+    bool is_index;                 // the keys of indexers
     int32_t first;                 // a layer of the cache whose rows stand at the positions of the part
-    std::vector<uint32_t> layers;  // of the model, also those without KV heads, whose rows have no bytes
-    std::vector<uint8_t> replaced; // [layer of the cache]
+    std::vector<int32_t> layers;   // of the cache; -1: one of the model without KV heads, whose rows have no bytes
+    std::vector<uint8_t> replaced; // [layer of the cache] none of indexers, whose keys go into rows that are there
 };
 
 // a row of keys, or of values: all heads of a token

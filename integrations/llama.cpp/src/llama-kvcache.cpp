@@ -96,20 +96,15 @@ llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cpar
                        identity.c_str(), (ggml_time_us() - t_start_us) / 1e6);
     }
 
-    ops.resize(layers.index.size());
-    for (size_t il = 0; il < ops.size(); ++il) {
-        const int32_t layer = layers.index[il];
+    for (size_t layer = 0; layer < layers.model.size(); ++layer) {
+        ops.push_back(std::make_unique<llama_kvcache_op>());
 
-        if (layer >= 0) {
-            ops[il] = std::make_unique<llama_kvcache_op>();
-
-            ops[il]->mem = this;
-            ops[il]->layer = layer;
-            ops[il]->shape = layers.model[layer].shape;
-        }
+        ops.back()->mem = this;
+        ops.back()->layer = (int32_t)layer;
+        ops.back()->shape = layers.model[layer].shape;
     }
 
-    plans.resize(layers.n_shapes);
+    plans.resize(layers.shapes.size());
 
     kvc_config config = {};
 

@@ -42,7 +42,9 @@ struct llama_kvcache_op {
     int32_t shape = -1;
     float scale = 0.0f;
     float softcap = 0.0f;
-    bool has_sinks = false;
+    int32_t sinks = -1;        // which argument of the operation it is, -1: there are none
+    int32_t chosen = -1;       // the rows that tokens attend to
+    int32_t weights = -1;      // of the indexer's heads
     std::vector<float> slopes; // ALiBi, [n_head]
     std::atomic<int64_t> next_task{0};
 };
@@ -114,11 +116,14 @@ class llama_kvcache : public llama_memory_i {
     // the graph
     //
 
+    ggml_tensor *build_choose(const llm_graph_context &graph, ggml_tensor *q, ggml_tensor *k, ggml_tensor *weights,
+                              int il) const;
     ggml_tensor *build_attn(const llm_graph_context &graph, ggml_tensor *wo, ggml_tensor *wo_b, ggml_tensor *wo_s,
                             ggml_tensor *q, ggml_tensor *k, ggml_tensor *v, ggml_tensor *sinks, ggml_tensor *v_mla,
-                            float kq_scale, int il) const;
+                            ggml_tensor *chosen, float kq_scale, int il) const;
 
     void store(const llama_kvcache_op &op, const ggml_tensor *k, const ggml_tensor *v, int ith, int nth) const;
+    void choose(llama_kvcache_op &op, ggml_tensor *dst) const;
     void attend(llama_kvcache_op &op, ggml_tensor *dst) const;
 
   private:
@@ -127,8 +132,9 @@ class llama_kvcache : public llama_memory_i {
     class state_writer;
     class state_reader;
 
+    state_part state_part_of(bool is_swa, bool is_index) const;
     std::vector<state_part> state_parts(llama_state_seq_flags flags) const;
-    state_row state_row_of(uint32_t il, bool is_value) const;
+    state_row state_row_of(int32_t layer, bool is_value) const;
     uint32_t n_stream() const;
 
     // layers with windows keep all rows
@@ -154,8 +160,14 @@ class llama_kvcache : public llama_memory_i {
     // have in the decode, and continues a long text.  Prompts, and guesses to be verified, read all rows.
     bool selects(const llama_ubatch &ubatch, uint32_t i) const;
 
-    // plans the attention of an ubatch in the layers of a shape, of which this one is the first
-    kvc_status plan_shape(const llama_ubatch &ubatch, int32_t layer);
+    // whether it attends to chosen rows, in layers where tokens choose: it may see more than it can choose
+    bool chooses(const llama_ubatch &ubatch, uint32_t i) const;
+
+    // plans what an ubatch does in the layers of a shape
+    kvc_status plan_shape(const llama_ubatch &ubatch, int32_t shape);
+
+    // runs the tasks of the operation's plans that no other thread has taken, by run(part, task)
+    template <typename F> void run_tasks(llama_kvcache_op &op, F run) const;
 
     void free_plans();
     bool is_causal(const llama_kvcache_layer &layer) const;
@@ -177,11 +189,12 @@ class llama_kvcache : public llama_memory_i {
     std::string steering;                              // of the control vectors
     std::map<std::string, kvc_prefix *> prefixes;      // [fingerprint] freed with the cache
 
-    std::vector<std::unique_ptr<llama_kvcache_op>> ops; // [layer of the model]
+    std::vector<std::unique_ptr<llama_kvcache_op>> ops; // [layer of the cache]
 
-    // consecutive tokens of an ubatch, all of which select rows, or none
+    // consecutive tokens of an ubatch, all of which read a part of the rows, or none
     struct planned {
         int32_t first;
+        bool is_part;
         kvc_plan *plan;
     };
 
@@ -208,9 +221,11 @@ class llama_kvcache_context : public llama_memory_context_i, public llama_memory
 
     const llama_memory_attn_i *get_attn_impl() const override;
 
+    ggml_tensor *build_choose(const llm_graph_context &graph, ggml_tensor *q, ggml_tensor *k, ggml_tensor *weights,
+                              int il) const override;
     ggml_tensor *build_attn(const llm_graph_context &graph, ggml_tensor *wo, ggml_tensor *wo_b, ggml_tensor *wo_s,
                             ggml_tensor *q, ggml_tensor *k, ggml_tensor *v, ggml_tensor *sinks, ggml_tensor *v_mla,
-                            float kq_scale, int il) const override;
+                            ggml_tensor *chosen, float kq_scale, int il) const override;
 
   private:
     llama_kvcache *mem;

@@ -199,8 +199,24 @@ class player {
     std::map<llama_seq_id, llama_pos> next;
 };
 
+static bool is_arch(const llama_model *model, const std::vector<llm_arch> &archs) {
+    return std::find(archs.begin(), archs.end(), model->arch) != archs.end();
+}
+
+// Tokens choose rows by keys of an indexer, and llama.cpp's own cache turns these the wrong way as it moves them:
+// test-kvcache-sparse shows it.
+static bool has_indexer(const llama_model *model) {
+    return is_arch(model, {LLM_ARCH_DEEPSEEK32, LLM_ARCH_DOTS3NOTE, LLM_ARCH_GLM_DSA, LLM_ARCH_HY_V4});
+}
+
+// tokens choose blocks, in llama.cpp only with flash attention, and not where sequences share a pool
+static bool chooses_blocks(const llama_model *model) { return is_arch(model, {LLM_ARCH_MINIMAX_M3}); }
+
 static bool always(llama_context * /*ctx*/) { return true; }
-static bool can_shift(llama_context *ctx) { return llama_memory_can_shift(llama_get_memory(ctx)); }
+static bool can_pool(llama_context *ctx) { return !chooses_blocks(llama_get_model(ctx)); }
+static bool can_shift(llama_context *ctx) {
+    return llama_memory_can_shift(llama_get_memory(ctx)) && !has_indexer(llama_get_model(ctx));
+}
 static bool is_cached(llama_context *ctx) { return !llama_model_is_hybrid(llama_get_model(ctx)); }
 static bool can_roll_back(llama_context *ctx) { return is_cached(ctx) || llama_n_rs_seq(ctx) > 0; }
 
@@ -298,7 +314,7 @@ static void play_images(player &p) {
 static const scene SCENES[] = {
     {"text", 1, false, false, 0, always, play_text},
     {"full", 1, false, true, 0, always, play_text},
-    {"seqs", 3, true, false, 0, always, play_sequences},
+    {"seqs", 3, true, false, 0, can_pool, play_sequences},
     {"streams", 3, false, false, 0, always, play_streams},
     {"rollback", 1, false, false, 4, can_roll_back, play_rollback},
     {"shift", 1, false, true, 0, can_shift, play_shift},
@@ -401,6 +417,9 @@ static std::vector<float> play_both(llama_model *model, setup s, const scene &sc
     return res;
 }
 
+// its own cache in f32, without flash attention if it works without
+static setup reference(const llama_model *model) { return {false, chooses_blocks(model)}; }
+
 static bool test_type(llama_model *model, const scene &sc, const options &opts, const std::string &name,
                       const std::vector<float> &exact) {
     const ggml_type type = name == "f32" ? GGML_TYPE_F32 : name == "f16" ? GGML_TYPE_F16 : GGML_TYPE_Q8_0;
@@ -410,7 +429,7 @@ static bool test_type(llama_model *model, const scene &sc, const options &opts, 
         own = error_of(play_both(model, {false, true, type}, sc, opts), exact);
     } catch (const std::exception &) {
         // as far off as its own is in the first scene
-        const auto text = play_both(model, {}, SCENES[0], opts);
+        const auto text = play_both(model, reference(model), SCENES[0], opts);
 
         try {
             own = error_of(play_both(model, {false, true, type}, SCENES[0], opts), text);
@@ -422,9 +441,11 @@ static bool test_type(llama_model *model, const scene &sc, const options &opts, 
 
     const double ours = error_of(play_both(model, {true, true, type}, sc, opts), exact);
 
-    // flash attention rounds keys and values to f16
+    // Flash attention rounds keys and values to f16.  Rounded keys of an indexer may choose other rows.
+    const double chance = has_indexer(model) && type != GGML_TYPE_F32 ? 10.0 : 1.0;
     const double share = type == GGML_TYPE_F32 ? 0.1 : type == GGML_TYPE_F16 ? 1.25 : 2.0;
-    const bool ok = ours <= std::max(FLOOR, share * own);
+    const double floor = chooses_blocks(model) ? 2e-5 : FLOOR;
+    const bool ok = ours <= std::max(floor, chance * share * own);
 
     printf(" | %-4s %8.1e %8.1e", name.c_str(), own, ours);
 
@@ -451,7 +472,7 @@ static bool test_without_cache(llama_model *model, const options &opts) {
 static bool test_scene(llama_model *model, const scene &sc, const options &opts) {
     std::vector<float> exact;
     try {
-        exact = play_both(model, {}, sc, opts);
+        exact = play_both(model, reference(model), sc, opts);
     } catch (const std::exception &e) {
         printf("  %-9s %s\n", sc.name, e.what());
         return true;
@@ -459,7 +480,7 @@ static bool test_scene(llama_model *model, const scene &sc, const options &opts)
     if (exact.empty()) {
         return true; // not for this model
     }
-    if (exact != play_both(model, {}, sc, opts)) {
+    if (exact != play_both(model, reference(model), sc, opts)) {
         printf("  %-9s its own cache gives other logits each time\n", sc.name);
         return true;
     }
