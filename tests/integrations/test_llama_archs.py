@@ -43,6 +43,20 @@ def test_models_of_each_kind_give_the_same_logits(tmp_path):
     assert re.search(r"dream-dense.gguf\n  encode    works without a cache\n", printed)
 
 
+@pytest.mark.parametrize("name", llama_models.SPARSE)
+def test_models_whose_tokens_choose_rows_give_the_same_logits(tmp_path, name):
+    model = llama_models.write_sparse(tmp_path, name, "-d", "0.5")
+    printed = run("test-kvcache-archs", "--types", "f32,f16", "--scenes", "text,seqs,streams,rollback", model)
+    assert printed.count("| f32 ") == (3 if name == "minimax-m3" else 4)
+
+
+def test_tokens_that_moved_are_chosen_as_if_they_had_not(tmp_path):
+    """Also in a pool of sequences, and in batches of any size."""
+    models = [llama_models.write_sparse(tmp_path, name) for name in llama_models.SPARSE]
+    models = [llama_models.write_one_layer(tmp_path / model.name, model) for model in models]
+    assert run("test-kvcache-sparse", *models).count("  ok ") == 6 * len(models)
+
+
 @pytest.mark.threads
 def test_models_give_the_same_logits_on_two_threads(tmp_path):
     models = write_models(tmp_path, "^(deepseek2|lfm2|granitehybrid)$")

@@ -14,11 +14,11 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
 
     def write(architecture):
-        return (
-            llama_models.write_deci(folder)
-            if architecture == "deci"
-            else llama_models.write_random(folder, architecture)
-        )
+        if architecture == "deci":
+            return llama_models.write_deci(folder)
+        if architecture in llama_models.SPARSE:
+            return llama_models.write_sparse(folder, architecture)
+        return llama_models.write_random(folder, architecture)
 
     return write
 
@@ -31,7 +31,9 @@ def model(tmp_path_factory):
         ("deci", "f32,q8_0,int8", 10),
         ("deepseek2", "int8", 4),
         ("qwen2vl", "f16,int8", 8),
-    ],  # windows, a hybrid, blank layers, values in keys, images
+        ("dots3note", "f16,int8", 8),
+        ("minimax-m3", "f16", 4),
+    ],  # windows, a hybrid, blank layers, values in keys, images, indexers with windows and with values
 )
 def test_it_passes_for_llama_cpps_own_state(model, architecture, types, count):
     """Values are transposed or not (flash attention off, on), sequences are divided, and states go both ways.
@@ -58,6 +60,7 @@ def test_it_passes_for_llama_cpps_own_state(model, architecture, types, count):
         "granitehybrid",
         "falcon-h1",
         "lfm2",
+        *llama_models.SPARSE,
     ],
 )
 def test_it_passes_for_llama_cpps_own_state_with_all_types(model, architecture):

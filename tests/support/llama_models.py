@@ -68,6 +68,37 @@ def write_random(folder, architecture, *options):
     return sorted(folder.glob(f"{architecture}-*.gguf"))[0]
 
 
+SPARSE = ("deepseek32", "dots3note", "glm-dsa", "hy_v4", "minimax-m3")  # tokens choose rows by an indexer
+
+
+def write_sparse(folder, architecture, *options):
+    """Write a small random model whose tokens choose 16 rows, or blocks of 4 rows, and return its path."""
+    gguf = pytest.importorskip("gguf")
+    path = write_random(folder, architecture, *options)
+    field = gguf.GGUFReader(path, "r+").get_field(f"{architecture}.attention.indexer.top_k")
+    field.parts[field.data[0]][0] = 16
+    return path
+
+
+def write_one_layer(path, model):
+    """Write the metadata of a model, which llama.cpp runs with random weights, with its first layer alone."""
+    gguf_files = pytest.importorskip("support.gguf_files")
+    reader = gguf_files.gguf.GGUFReader(model)
+    name = reader.get_field("general.architecture").contents()
+    fields = {key: field for key, field in reader.fields.items() if not key.startswith(("GGUF.", "general."))}
+    num_layers = fields[f"{name}.block_count"].contents()
+    writer = gguf_files.gguf.GGUFWriter(path, name)
+    for key, field in fields.items():
+        value = field.contents()
+        if field.types[0] == gguf_files.gguf.GGUFValueType.ARRAY:
+            writer.add_array(key, value[:1] if len(value) == num_layers else value)
+        else:
+            changed = {f"{name}.block_count": 1, f"{name}.leading_dense_block_count": 0}
+            writer.add_key_value(key, changed.get(key, value), field.types[0])
+    gguf_files.finish(writer)
+    return path
+
+
 def write_deci(folder):
     """Write a small random Deci model, two of whose five layers have no KV heads: in one, queries have none either."""
     gguf_files = pytest.importorskip("support.gguf_files")

@@ -9,6 +9,7 @@
 
 #include <cstdarg>
 #include <cstring>
+#include <set>
 #include <sstream>
 #include <unistd.h>
 
@@ -229,10 +230,9 @@ static bool is_mla(const llama_model *model) {
 
 // whether tokens choose rows by an indexer
 static bool has_indexer(const llama_model *model) {
-    char top_k[16];
+    static const std::set<std::string> ARCHS = {"deepseek32", "dots3note", "glm-dsa", "hy_v4", "minimax-m3"};
 
-    return llama_model_meta_val_str(model, (architecture(model) + ".attention.indexer.top_k").c_str(), top_k,
-                                    sizeof(top_k)) > 0;
+    return ARCHS.count(architecture(model)) > 0;
 }
 
 // Whether both caches move tokens.  llama.cpp's own does so in all layers or none, has no part of a recurrent state to
