@@ -39,6 +39,8 @@ BLOCKED = ("q8_0", "q4_0")  # types of V that llama.cpp's own cache has with fla
 OWN_TYPES = ("int8", "int6", "int4")  # that kvcache alone has
 TYPE_SWITCHES = ("LLAMA_KVCACHE_TYPE_K", "LLAMA_KVCACHE_TYPE_V")  # environment variables that name such types
 COMPLAINTS = 3, 4  # levels of a log: warnings and errors
+# Models whose state has the keys of indexers, and whether it has values beside keys.
+INDEXED = {"deepseek32": "k", "dots3note": "k", "glm-dsa": "k", "hy_v4": "k", "minimax-m3": "kv"}
 SEEDS = 32  # tokens of a state that is made longer
 M_ROPE = 8, 40  # types of RoPE with which a cell of a state has two coordinates and a token, too
 
@@ -95,6 +97,9 @@ class Model:
         self.window: int = self.api.llama_model_n_swa(self.handle)
         self.max_seq_len: int = self.api.llama_model_n_ctx_train(self.handle)
         self.recurrent: bool = self.api.llama_model_is_hybrid(self.handle)
+        text = ctypes.create_string_buffer(64)
+        self.api.llama_model_meta_val_str(self.handle, b"general.architecture", text, len(text))
+        self.architecture = text.value.decode()
         self.cell_extras = 3 if self.api.llama_model_rope_type(self.handle) in M_ROPE else 0
         self.vocab_size: int = self.api.llama_vocab_n_tokens(self.api.llama_model_get_vocab(self.handle))
 
@@ -274,14 +279,16 @@ def lengthen(state: NDArray[np.uint8], tokens: int, model: Model) -> NDArray[np.
     """Return the state of a sequence with rows at positions 0 to `tokens`, made from the state of a few tokens.
 
     llama_kv_cache::state_write_meta and state_write_data have the format. There is one cache of all layers; or a cache
-    of the layers without a window, and a cache of the layers with one, which holds only the last tokens. The state
-    of recurrent layers follows, and stays as it is.
+    of the layers without a window, and a cache of the layers with one, which holds only the last tokens. If tokens
+    choose rows, a cache of the indexers' keys follows the first. The state of recurrent layers comes last, and stays
+    as it is.
     """
     reader, blocks = _Reader(state), RandomBlocks(0)
     reader.parts.append(reader.skip(8))  # the magic number, and the sequence
-    for count in (tokens, min(tokens, model.window)) if model.window else (tokens,):
+    counts = [tokens] * (1 + (model.architecture in INDEXED)) + [min(tokens, model.window)] * bool(model.window)
+    for count in counts:
         if reader:
-            _lengthen_cache(reader, blocks, range(tokens - count, tokens), model.cell_extras)
+            _lengthen_cache(reader, blocks, range(tokens - count, tokens), model)
     if model.recurrent:
         reader.copy("<I")  # cells: one
         reader.put("<i", tokens - 1)
@@ -291,25 +298,25 @@ def lengthen(state: NDArray[np.uint8], tokens: int, model: Model) -> NDArray[np.
     return np.concatenate(reader.parts)
 
 
-def _lengthen_cache(reader: _Reader, blocks: RandomBlocks, positions: range, extras: int) -> None:
+def _lengthen_cache(reader: _Reader, blocks: RandomBlocks, positions: range, model: Model) -> None:
     """Put cells and rows at these positions in place of a few tokens'."""
     for _ in range(reader.copy("<I")):  # streams
         few = reader.copy("<I")  # cells
         if not few:
             continue
         reader.parts[-1] = np.frombuffer(struct.pack("<I", len(positions)), np.uint8)
-        cells = np.empty((len(positions), 3 + extras), "<i4")
+        cells = np.empty((len(positions), 3 + model.cell_extras), "<i4")
         reader.skip(cells.strides[0] * few)
         cells[:] = np.asarray(positions)[:, None]
         cells[:, 1], cells[:, -1] = 1, 0  # the number of sequences, and the sequence
         reader.parts.append(cells.view(np.uint8).ravel())
-        _lengthen_rows(reader, blocks, few, len(positions))
+        _lengthen_rows(reader, blocks, few, len(positions), INDEXED.get(model.architecture, "kv"))
 
 
-def _lengthen_rows(reader: _Reader, blocks: RandomBlocks, few: int, count: int) -> None:
+def _lengthen_rows(reader: _Reader, blocks: RandomBlocks, few: int, count: int, parts: str) -> None:
     """Put rows of `count` tokens in place of a few tokens' rows, of K in every layer, then of V, unless K has it."""
     transposed, num_layers = reader.copy("<I"), reader.copy("<I")
-    for part in "kv":
+    for part in parts:
         for _ in range(num_layers if reader else 0):
             kind = reader.copy("<i")
             by_element = part == "v" and transposed

@@ -1,5 +1,6 @@
 """Test the models for llama.cpp, and its comparison with kvcache, where integrations/llama.cpp was built."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import bench_llama_cpp
+import bench_llama_sparse
 import ik_llama_cpp
 import llama_cpp_contexts
 import llama_cpp_models
@@ -125,6 +127,21 @@ def test_what_is_missing_is_named(library, tmp_path):
     (tmp_path / "broken.gguf").write_bytes(b"GGUF")
     with pytest.raises(LlamaError, match="cannot be loaded"):
         Model(library, tmp_path / "broken.gguf")
+
+
+def test_a_layer_whose_tokens_choose_rows(library, tmp_path, monkeypatch, capsys):
+    small = dataclasses.replace(llama_cpp_models.SPARSE_SHAPES["deepseek32"], num_heads=4, top_k=32)
+    monkeypatch.setitem(llama_cpp_models.SPARSE_SHAPES, "deepseek32", small)
+    monkeypatch.setattr(bench_llama_cpp, "MODELS", tmp_path)
+    bench_llama_sparse.main([
+        f"--library={library.folder}", "--context=300", "--types", "f16", "int8", "--steps=2", "--prompts=1",
+        "--threads=1", f"--json={tmp_path / 'run.json'}",
+    ])  # fmt: skip
+    assert "not kvcache" not in capsys.readouterr().out
+    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
+    assert {(row["name"], row["type"]) for row in rows if "quotient" in row} == {
+        (f"sparse layer, {section}, speedup", dtype) for section in ("decode", "prompt") for dtype in ("f16", "int8")
+    }
 
 
 # ---- the comparison
@@ -249,7 +266,7 @@ def test_prompts_are_read_where_no_state_can_be_made(library, tiny, monkeypatch,
 
 @pytest.mark.parametrize(
     ("architecture", "why"),
-    [("minimax-m3", "the model's attention is sparse"), ("mamba", "the model has no attention")],
+    [("deepseek4", "the model keeps rows that stand for several tokens"), ("mamba", "the model has no attention")],
 )
 def test_a_model_that_is_not_served_is_named_with_the_reason(library, tmp_path, architecture, why):
     model = llama_models.write_random(tmp_path, architecture)
