@@ -5,8 +5,8 @@ python bench/bench_llama_sparse.py --json run.json  # ten minutes
 python bench/bench_llama_sparse.py --context 32k --types int8 --only decode
 
 The layers have DeepSeek V3.2's attention, 128 heads over latents of 576 elements and 64 index heads of 128, and small
-random matrices beside it. Contexts are filled with random rows. Each figure is of attention alone: the time of a step,
-or of a prompt, less that of the same in an empty context. llama.cpp's own cache has flash attention on, its default;
+random matrices beside it. Contexts are filled with random rows. Each figure is of attention alone: the time of a step
+or a prompt, less the time of one in an empty context. llama.cpp's own cache has flash attention on, its default;
 where it lacks a type, f16 rows.
 """
 

@@ -62,7 +62,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class SparseShape:
-    """The sizes of a model of architecture deepseek32: those of DeepSeek V3.2's attention, with small matrices beside.
+    """The sizes of a model of architecture deepseek32. Its attention is as large as DeepSeek V3.2's, the rest is small.
 
     Its layers have no experts.
     """

@@ -227,9 +227,9 @@ def test_bench_says_why_there_is_no_context(repository):
 
 
 def test_bench_says_why_the_model_is_not_served(folder):
-    model = llama_models.write_random(folder, "minimax-m3")
+    model = llama_models.write_random(folder, "deepseek4")
     _, log = run("bench", "-m", model, "-p", "0", "-n", "1", "-r", "1", "-t", "1", LLAMA_KVCACHE="1")
-    assert re.fullmatch(r"llama_kvcache_create: not used: minimax-m3: .*\n", log)
+    assert re.fullmatch(r"llama_kvcache_create: not used: deepseek4: .*\n", log)
 
 
 @pytest.mark.parametrize("value", ["all", "-1", "2.5", "64 ", "2147483648", "99999999999"])

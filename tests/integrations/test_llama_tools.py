@@ -14,7 +14,7 @@ from support import llama_cpp_build, llama_models
 from support.compiling import ROOT
 
 README = (ROOT / "integrations/llama.cpp/README.md").read_text()
-BUILD, USE, COMPLETE, SERVE, BENCH, TYPES, *_ = re.findall(r"^```sh\n(.*?)\n```$", README, re.M | re.S)
+BUILD, SERVE, USE, COMPLETE, BENCH, _, _, TYPES, *_ = re.findall(r"^```sh\n(.*?)\n```$", README, re.M | re.S)
 
 
 @pytest.fixture(scope="module")
