@@ -53,7 +53,8 @@ def test_models_whose_tokens_choose_rows_give_the_same_logits(tmp_path, name):
 def test_tokens_that_moved_are_chosen_as_if_they_had_not(tmp_path):
     """Also in a pool of sequences, and in batches of any size."""
     models = [llama_models.write_sparse(tmp_path, name) for name in llama_models.SPARSE]
-    models = [llama_models.write_one_layer(tmp_path / model.name, model) for model in models]
+    one = {"has_weights": False, "leading_dense_block_count": 0}
+    models = [llama_models.write_layers(tmp_path / model.name, model, [0], **one) for model in models]
     assert run("test-kvcache-sparse", *models).count("  ok ") == 6 * len(models)
 
 

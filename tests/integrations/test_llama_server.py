@@ -395,6 +395,22 @@ def test_a_restored_slot_goes_back_behind_its_window(folder, windows):
         expect_same_probabilities(back, anew)
 
 
+def test_rows_are_selected_beside_layers_whose_tokens_choose_them(folder):
+    """Layers with an indexer have no sketches: one layer of four selects."""
+    model = llama_models.write_sparse(folder, "minimax-m3", "-d", "0.5")
+    sizes = {"leading_dense_block_count": 3, "context_length": 16384}
+    model = llama_models.write_layers(folder / "beside.gguf", model, [0, 0, 0, 1], **sizes)
+    tokens = random.Random(0).choices(range(2, 100), k=8300)
+    with Server(model, folder / "beside.log", "--kvcache", "--parallel", "1") as all_rows:
+        expected = [all_rows.complete(tokens[:num_tokens], 3, n_probs=20) for num_tokens in (300, 8300)]
+    with Server(model, folder / "beside.log", "--kvcache", "--parallel", "1", "--kvcache-select", "64") as server:
+        assert "selects 64 rows in 1 of 5 layers" in server.log()
+        found = [server.complete(tokens[:num_tokens], 3, n_probs=20) for num_tokens in (300, 8300)]
+    assert part_of_cache(found[0]) == part_of_cache(expected[0])
+    assert found[1]["completion_probabilities"][0] == expected[1]["completion_probabilities"][0]
+    assert found[1]["completion_probabilities"][1] != expected[1]["completion_probabilities"][1]
+
+
 @pytest.mark.parametrize("windowed", [False, True], ids=["the same model", "one with windows"])
 def test_a_draft_model(folder, repository, windowed):
     """Speculative decoding gives the same tokens with this cache in both contexts, and as many drafts are accepted."""

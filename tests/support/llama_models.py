@@ -80,21 +80,29 @@ def write_sparse(folder, architecture, *options):
     return path
 
 
-def write_one_layer(path, model):
-    """Write the metadata of a model, which llama.cpp runs with random weights, with its first layer alone."""
+def write_layers(path, model, layers, *, has_weights=True, **sizes):
+    """Write a model of these layers of another model, which are numbers; return its path.
+
+    llama.cpp runs a model without weights, whose file is metadata alone, with random ones.
+    """
     gguf_files = pytest.importorskip("support.gguf_files")
     reader = gguf_files.gguf.GGUFReader(model)
     name = reader.get_field("general.architecture").contents()
     fields = {key: field for key, field in reader.fields.items() if not key.startswith(("GGUF.", "general."))}
     num_layers = fields[f"{name}.block_count"].contents()
+    changed = {f"{name}.{key}": value for key, value in ({"block_count": len(layers)} | sizes).items()}
     writer = gguf_files.gguf.GGUFWriter(path, name)
     for key, field in fields.items():
         value = field.contents()
         if field.types[0] == gguf_files.gguf.GGUFValueType.ARRAY:
-            writer.add_array(key, value[:1] if len(value) == num_layers else value)
+            writer.add_array(key, [value[i] for i in layers] if len(value) == num_layers else value)
         else:
-            changed = {f"{name}.block_count": 1, f"{name}.leading_dense_block_count": 0}
             writer.add_key_value(key, changed.get(key, value), field.types[0])
+    for tensor in reader.tensors if has_weights else ():
+        block, number, part = [*tensor.name.split(".", 2), ""][:3]
+        names = [f"blk.{i}.{part}" for i, layer in enumerate(layers) if number == str(layer)]
+        for written in names if block == "blk" else [tensor.name]:
+            writer.add_tensor(written, np.array(tensor.data))
     gguf_files.finish(writer)
     return path
 

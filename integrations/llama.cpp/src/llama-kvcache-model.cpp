@@ -446,7 +446,7 @@ llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const lla
             llama_kvcache_set_index_rope(model, *res.mixed_rope, cache.rope);
         }
 
-        cache.sketch_bits = res.select_rows > 0 ? llama_kvcache_sketch_bits(res.cache, cache) : 0;
+        cache.sketch_bits = res.select_rows > 0 && !layer.is_sparse ? llama_kvcache_sketch_bits(res.cache, cache) : 0;
 
         layer.shape = shape_of(res, layer, cache);
         if (layer.shape == (int32_t)res.shapes.size()) {

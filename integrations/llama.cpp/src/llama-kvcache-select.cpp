@@ -88,7 +88,7 @@ void llama_kvcache_check_sketches(const std::vector<kvc_layer> &layers) {
     if (std::none_of(layers.begin(), layers.end(), [](const kvc_layer &layer) { return layer.sketch_bits > 0; })) {
         throw std::runtime_error(
             format("%s is %s: no layer of the model can select rows. Such a layer is behind the "
-                   "first %zu, and has values apart from keys, heads of a multiple of 32 elements, "
+                   "first %zu, without an indexer, and has values apart from keys, heads of a multiple of 32 elements, "
                    "and full attention or a window of %lld tokens or more. Set it to 0",
                    SELECT, getenv(SELECT), FIRST_DENSE, (long long)SELECT_FROM));
     }
