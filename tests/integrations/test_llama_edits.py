@@ -73,7 +73,7 @@ def farthest(some, others):
     ("kind", "options", "known"),
     [
         ("windows", ("--swa-full",), FROM_PREFIX),
-        ("windows", (), (1952, 1701, 1090, 1090, 329, 0)),
+        ("windows", (), (1952, 1702, 1091, 1091, 330, 0)),
         ("windows", ("--ctx-checkpoints", "0"), (1952, 1819, 0, 0, 0, 0)),
         ("hybrid", (), (1948, 1702, 1091, 1091, 330, 0)),
         ("hybrid", ("--ctx-checkpoints", "0"), NOTHING),
@@ -95,6 +95,31 @@ def test_an_edited_chat(folder, windows, kind, options, known):
             assert farthest(ours, expected) < ROUNDING, name
             assert farthest(ours, own[0]) < 0.05, name
             assert farthest(expected, before) > 0.08, name
+
+
+COMMON, OTHERS = text(0, 196), text(3000, 3300)
+RETURNS = {
+    "to where another checkpoint was restored": (
+        (text(0, 200), OTHERS, COMMON + text(1000, 1030), OTHERS + "x", COMMON + text(1000, 1005) + text(2000, 2030)),
+        (0, 0, 196, 296, 196),
+    ),
+    "behind a checkpoint whose last token is another one": (
+        (text(0, 200), COMMON[:-1] + text(1000, 1600), COMMON[:-1] + text(1000, 1010) + text(2000, 2030)),
+        (0, 195, 136),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RETURNS)
+def test_a_prompt_goes_back_to_a_checkpoint(folder, windows, name):
+    """It goes on at the end of the checkpoint, which may have a row less than the token before its end would see."""
+    options = ("--parallel", "1", "--ctx-size", "4096", "--no-repack", *SMALL_BATCHES)
+    with Pair(windows, folder, *options) as pair:
+        for prompt, num_known in zip(*RETURNS[name], strict=True):
+            ours, own = (next_token(server, prompt) for server in (pair.ours, pair.own))
+            assert timings(ours) == timings(own) == (num_known, len(prompt) - num_known)
+            expect_same_probabilities(ours, own, 0.05)
+        expect_same_probabilities(ours, next_token(pair.ours, prompt, cache_prompt=False), ROUNDING)
 
 
 # ---- hybrid models
