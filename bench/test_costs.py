@@ -118,7 +118,7 @@ def test_inject_after_divide(slope):
     slope("inject after divide(2)", (4000, 8000, 16_000), inject, "1")
 
 
-@pytest.mark.parametrize("dims", [(1, 8), (8, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(1, 32), (8, 128)], ids=str)
 def test_keeping_every_second_position(slope, dims):
     """Keep every second position of a sequence, of many layers in one group; 10 ms are wanted for the longest."""
     sizes = (8192, 32_768, 131_072)
