@@ -6,7 +6,7 @@
 #include "base/dtype.h"
 #include "base/parallel.h"
 #include "read/batch_rows.h"
-#include "read/span.h"
+#include "read/snapshot.h"
 #include "rows/copy.h"
 #include "cache/check.h"
 #include "cache/waiting.h"
@@ -79,37 +79,11 @@ void kvc_reader_clear(const kvc_reader *reader, const kvc_rows_out *out, int64_t
 
 /* ---- snapshots --------------------------------------------------------------------------------------------------- */
 
-/* A copy of the runs of a sequence, whose blocks are pinned, to read rows without the mutex. */
-typedef struct snapshot {
-    kvc_cache *cache;
-    int32_t layer, num_runs; /* num_runs 0: there is nothing to read, nor to free */
-    kvc_run *runs;
-    float *scratch; /* [num_tasks][kvc_rotator_floats]; NULL: keys are not rotated */
-    uint64_t size;  /* bytes of runs and scratch, one allocation */
-} snapshot;
-
-static kvc_status take_snapshot(kvc_cache *cache, const kvc_run *runs, int32_t num_runs, int32_t layer,
-                                int32_t num_tasks, snapshot *s) {
-    const uint64_t floats = kvc_rope_of(cache, layer) ? kvc_rotator_floats(cache->layers[layer].k_dim) : 0;
-    *s = (snapshot){.cache = cache, .layer = layer};
-    kvc_add_array(&s->size, (uint64_t)num_runs * sizeof *s->runs);
-    const uint64_t scratch = kvc_add_array(&s->size, (uint64_t)num_tasks * floats * sizeof *s->scratch);
-    s->runs = kvc_memory_alloc(&cache->memory, s->size, KVC_MEMORY_SCRATCH, -1);
-    if (!s->runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory to read %d runs of layer %d", num_runs, layer);
-    if (floats) s->scratch = (void *)((char *)s->runs + scratch);
-    s->num_runs = num_runs;
-    for (int32_t i = 0; i < num_runs; i++) {
-        s->runs[i] = runs[i];
-        kvc_pin_block(runs[i].block);
-    }
-    return KVC_OK;
-}
-
 /* A call of kvc_gather or kvc_extract. */
 typedef struct copying {
     kvc_cache *cache;
     int32_t layer, num_tasks;
-    snapshot from;
+    kvc_snapshot from;
     kvc_rows_out out;
     int64_t first, num_rows; /* rows [first, first + num_rows) in order of arrival; or positions, if by_position */
     int by_position;         /* gives zeros at a position without a row, the latest row of several */
@@ -123,7 +97,9 @@ static kvc_status snap(copying *c, int64_t seq_id, const kvc_run *runs, int32_t 
     if (least > num_rows)
         return kvc_fail(KVC_ERR_INDEX, "rows up to %lld are asked for: sequence %lld holds %lld in layer %d",
                         (long long)least, (long long)seq_id, (long long)num_rows, c->layer);
-    return num_rows ? take_snapshot(c->cache, runs, num_runs, c->layer, c->num_tasks, &c->from) : KVC_OK;
+    const uint64_t floats = kvc_rope_of(c->cache, c->layer) ? kvc_rotator_floats(c->cache->layers[c->layer].k_dim) : 0;
+    const uint64_t scratch = (uint64_t)c->num_tasks * floats * sizeof(float);
+    return num_rows ? kvc_snapshot_take(c->cache, c->layer, runs, num_runs, scratch, &c->from) : KVC_OK;
 }
 
 /* Do the same for a sequence: for its stored rows, or also for the open batch's, whose row buffer was entered.
@@ -162,17 +138,6 @@ static kvc_status open_snapshot(copying *c, int64_t seq_id, int64_t least) {
     return kvc_unlock(cache, status);
 }
 
-static void close_snapshot(snapshot *s) {
-    if (!s->num_runs) return;
-    kvc_cache *cache = s->cache;
-    kvc_lock(cache);
-    for (int32_t i = 0; i < s->num_runs; i++)
-        kvc_unpin_block(cache, &cache->pools[cache->group_of[s->layer]], s->runs[i].block);
-    kvc_memory_free(&cache->memory, s->runs, s->size, KVC_MEMORY_SCRATCH, -1);
-    kvc_cache_end_reading(cache);
-    kvc_unlock(cache, KVC_OK);
-}
-
 /* ---- copying in tasks -------------------------------------------------------------------------------------------- */
 
 kvc_status kvc_check_rows_out(const kvc_layer *layer, const kvc_rows_out *given, kvc_rows_out *out, const char *name) {
@@ -190,8 +155,8 @@ static void copy_task(void *context, int64_t task) {
     const copying *c = context;
     const int64_t begin = task * c->num_rows / c->num_tasks, end = (task + 1) * c->num_rows / c->num_tasks;
     const size_t floats = kvc_rotator_floats(c->cache->layers[c->layer].k_dim);
-    kvc_reader reader =
-        kvc_reader_for(c->cache, c->layer, &c->out, c->from.scratch ? c->from.scratch + (size_t)task * floats : NULL);
+    float *const scratch = c->from.scratch; /* [num_tasks][floats]; NULL: keys are not rotated */
+    kvc_reader reader = kvc_reader_for(c->cache, c->layer, &c->out, scratch ? scratch + (size_t)task * floats : NULL);
     if (c->by_position) kvc_reader_clear(&reader, &c->out, begin, end);
     int64_t row = 0; /* index of the run's first row, in order of arrival */
     for (int32_t i = 0; i < c->from.num_runs; row += c->from.runs[i++].count) {
@@ -215,7 +180,7 @@ static int32_t count_tasks(const kvc_cache *cache, int32_t layer, int64_t num_ro
 }
 
 /* Sets positions[i] to begin + i if there is a row at that position, else to -1. */
-static void find_positions(const snapshot *s, int32_t begin, int32_t end, int32_t *positions) {
+static void find_positions(const kvc_snapshot *s, int32_t begin, int32_t end, int32_t *positions) {
     for (int32_t i = 0; i < end - begin; i++) positions[i] = -1;
     for (int32_t r = 0; r < s->num_runs; r++) {
         const kvc_run part = kvc_run_part(&s->runs[r], begin, end);
@@ -226,7 +191,7 @@ static void find_positions(const snapshot *s, int32_t begin, int32_t end, int32_
 /* Copies all rows, and ends reading. */
 static void copy_all(copying *c) {
     if (c->num_rows) kvc_parallel(c->num_tasks, c->num_tasks, copy_task, c);
-    close_snapshot(&c->from);
+    kvc_snapshot_close(&c->from);
 }
 
 kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t first_row, int64_t num_rows,
