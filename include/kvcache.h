@@ -741,6 +741,43 @@ KVC_API kvc_status kvc_settle(kvc_cache *cache);
  * does nothing if the sequence is empty and not in the open batch.  Fails with KVC_ERR_INVALID. */
 KVC_API kvc_status kvc_mark_inexact(kvc_cache *cache, int64_t seq_id, int32_t position);
 
+/* ---- weights of rows --------------------------------------------------------------------------------------------- */
+
+typedef enum kvc_reduction { /* what becomes of the weights that several queries give a row */
+    KVC_REDUCE_SUM = 0,
+    KVC_REDUCE_MAX = 1 /* the largest one */
+} kvc_reduction;
+
+typedef struct kvc_weights_args {
+    size_t struct_size;
+    const void *q;            /* [num_queries][num_heads][k_dim] */
+    float *weights;           /* out: [num_kv_heads][num_rows], rows adjacent and in order of arrival */
+    const int32_t *positions; /* [num_queries] where the queries stand.  NULL: all at kvc_next_position */
+    const float *sinks;       /* [num_heads] a logit that joins the softmax and has no row; may be NULL */
+    int64_t q_token_stride, q_head_stride, weights_head_stride; /* bytes */
+    int64_t num_rows;    /* kvc_seq_len of the layer */
+    int32_t num_queries; /* at least 1 */
+    int32_t num_heads;   /* query heads: a multiple of num_kv_heads */
+    int32_t q_type;      /* KVC_F32, KVC_F16 or KVC_BF16 */
+    int32_t reduction;   /* kvc_reduction */
+    int32_t rotates;     /* not 0: queries carry no rotation, and are rotated for their positions by the layer's rope */
+    float scale;         /* 0: 1 / sqrt(k_dim).  Must be given if values lie in the keys */
+    float softcap;       /* 0: none, as in kvc_attend_args */
+} kvc_weights_args;
+
+/* Computes the softmax weights that queries give to the stored rows of a sequence, without a batch:
+ *     weights[g][j] = sum or maximum, over the queries t and the heads h of KV head g, of
+ *                     exp(scale * q[t, h] . k[j, g]) / sum over visible rows i of exp(scale * q[t, h] . k[i, g])
+ * A policy that evicts tokens by their importance (kvc_keep_positions) needs these weights.  The call reads keys alone,
+ * with all threads of the cache.  A query sees the stored rows that a token at its position would see.  It gives the
+ * other rows a weight of 0.
+ * The bits of the result do not depend on threads, or on where rows lie.  The call takes up to 512 bytes of memory for
+ * each row.  If that would exceed 64 MiB, it takes fewer queries at a time, down to 64 bytes for each row.
+ * Fails with KVC_ERR_INVALID also if the layer has another number of rows, or no attention.  Fails with
+ * KVC_ERR_UNSUPPORTED if the layer holds keys alone, or its queries are to be rotated and its rope is unknown or a
+ * function.  Fails with KVC_ERR_GONE if a query would see rows that have expired, and with KVC_ERR_NOMEM. */
+KVC_API kvc_status kvc_weights(kvc_cache *cache, int64_t seq_id, int32_t layer, const kvc_weights_args *args);
+
 /* ---- reading and replacing rows ---------------------------------------------------------------------------------- */
 
 typedef struct kvc_span {

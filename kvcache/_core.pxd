@@ -357,6 +357,21 @@ cdef extern from "kvcache.h" nogil:
         float scale
         int32_t relu, num_choices, width, among_width, block, num_first, num_local
 
+    cdef enum:
+        KVC_REDUCE_SUM
+        KVC_REDUCE_MAX
+
+    ctypedef struct kvc_weights_args:
+        size_t struct_size
+        const void *q
+        float *weights
+        const int32_t *positions
+        const float *sinks
+        int64_t q_token_stride, q_head_stride, weights_head_stride, num_rows
+        int32_t num_queries, num_heads, q_type, reduction, rotates
+        float scale, softcap
+
+    kvc_status kvc_weights(kvc_cache *cache, int64_t seq_id, int32_t layer, const kvc_weights_args *args)
     kvc_status kvc_choose(kvc_batch *batch, const kvc_plan_args *plan, const kvc_choose_args *args)
     kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows)
     kvc_status kvc_dense_sequences(kvc_batch *batch, int32_t layer, int32_t *num_sequences, int64_t *most_rows)

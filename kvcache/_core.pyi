@@ -174,6 +174,18 @@ def rows(
     copy: bool | None,
     values: bool,
 ) -> npt.NDArray[Any]: ...
+def weigh_rows(
+    cache: Cache,
+    layer: SupportsIndex,
+    q: object,
+    positions: Iterable[SupportsIndex] | None,
+    seq_id: SupportsIndex,
+    reduce: str,
+    rotate: bool,
+    scale: SupportsFloat | None,
+    softcap: SupportsFloat | None,
+    sinks: object,
+) -> npt.NDArray[np.float32]: ...
 def spans(
     cache: Cache, batch: Batch | None, seq_id: SupportsIndex | None, layer: SupportsIndex
 ) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any], int, int, int]]: ...

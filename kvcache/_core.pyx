@@ -95,6 +95,7 @@ include "binding/prefix.pxi"
 include "binding/stores.pxi"
 include "binding/state.pxi"
 include "binding/choosing.pxi"
+include "binding/weights.pxi"
 include "binding/batch.pxi"
 include "binding/rows.pxi"
 

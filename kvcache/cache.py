@@ -580,6 +580,60 @@ class KVCache(Saveable):
         result: tuple[Any, Any] = as_library_of(dtype, self._core.gather(seq_id, layer, first, chosen, out, raw))
         return result
 
+    def weights(
+        self,
+        layer: SupportsIndex,
+        q: AnyArray,
+        positions: Iterable[SupportsIndex] | None = None,
+        *,
+        seq_id: SupportsIndex = 0,
+        reduce: Literal["sum", "max"] = "sum",
+        rotate: bool = False,
+        scale: SupportsFloat | None = None,
+        softcap: SupportsFloat | None = None,
+        sinks: AnyArray | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Return the softmax weights that queries give to the stored rows of a sequence.
+
+        They say which tokens matter to these queries: a policy that evicts tokens by their importance keeps those with
+        the largest weights (`keep_positions`). Only keys are read. A query sees what a token at its position would see
+        of the stored rows; other rows get a weight of 0 from it.
+
+        Parameters
+        ----------
+        q : array
+            The queries, ``[n, num_heads, head_dim]`` of f32, f16 or bf16.
+        positions : iterable of int, optional
+            Where the queries stand. By default they all stand at `next_position`, behind all rows.
+        reduce : {'sum', 'max'}, default 'sum'
+            What becomes of the weights that the queries, and the query heads of a KV head, give to a row.
+        rotate : bool, default False
+            Whether the queries carry no rotation, and are rotated for `positions` by the layer's `Rope`.
+        scale, softcap, sinks
+            As in `Batch.attend`.
+
+        Returns
+        -------
+        numpy.ndarray
+            f32 weights ``[num_kv_heads, rows]``, rows in the order of `positions`.
+
+        Raises
+        ------
+        NotSupportedError
+            If the layer holds keys alone, or `rotate` needs frequencies that `rope` does not give.
+        RowsGoneError
+            If a query would see rows that have expired.
+
+        Examples
+        --------
+        >>> cache = kvcache.KVCache(1, 1, 2, 64)
+        >>> with cache.batch(3) as batch:
+        ...     batch.put(0, np.zeros((3, 1, 2), np.float32), np.ones((3, 1, 2), np.float32))
+        >>> cache.weights(0, np.ones((2, 1, 2), np.float32), [1, 2]).round(2)
+        array([[0.83, 0.83, 0.33]], dtype=float32)
+        """
+        return _core.weigh_rows(self._core, layer, q, positions, seq_id, reduce, rotate, scale, softcap, sinks)
+
     @overload
     def extract(
         self, layer: SupportsIndex, begin: SupportsIndex, end: SupportsIndex, *, seq_id: SupportsIndex = 0,

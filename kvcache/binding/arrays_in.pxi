@@ -196,6 +196,26 @@ cdef object read_rows(object x, str name, int64_t heads, bint multiple, int64_t 
     return make_readable(a, owner)
 
 
+cdef object read_factors(object x, str name, int64_t heads, Array *a):
+    """Describe an array of one f32 number per query head; return the object that keeps the array's memory."""
+    owner = read_array(x, name, 1, a)
+    if a.type != KVC_F32:
+        raise TypeError(f"{name}: one float32 number per query head is needed; convert {name} to float32")
+    if a.shape[0] != heads:
+        raise ValueError(f"{name}: an array of {a.shape[0]} numbers, where q has {heads} heads")
+    return make_readable(a, owner)
+
+
+cdef float to_scale(object scale, int32_t layer, kvc_layer *shape) except? -1:
+    """Convert what scores in a layer are multiplied by; None: 0, the default of C, which some layers lack."""
+    if scale is not None:
+        return to_factor(scale, "scale", False)
+    if shape.value_in_key:
+        raise ValueError(f"scale=None: must be given in layer {layer}, whose values lie in the keys (value_in_key): it "
+                         f"does not follow from head_dim, {shape.k_dim}")
+    return 0
+
+
 cdef object to_f32(Array *a, object owner):
     """Copy an array to f32."""
     array = wrap(a, owner)

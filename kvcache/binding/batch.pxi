@@ -240,15 +240,6 @@ cdef class Batch(_CallCounter):
             status = kvc_written(batch, at, token, tokens)
         self.finish(status)
 
-    cdef object read_factors(self, object x, str name, int64_t heads, Array *a):
-        """Describe an array of one f32 number per query head; return the object that keeps the array's memory."""
-        owner = read_array(x, name, 1, a)
-        if a.type != KVC_F32:
-            raise TypeError(f"{name}: one float32 number per query head is needed; convert {name} to float32")
-        if a.shape[0] != heads:
-            raise ValueError(f"{name}: an array of {a.shape[0]} numbers, where q has {heads} heads")
-        return make_readable(a, owner)
-
     cdef object read_out(self, object out, object like, int64_t dim, int layout, Array *q, Array *a):
         """Describe `out`, or a new array if that is None, for the result.
 
@@ -287,18 +278,14 @@ cdef class Batch(_CallCounter):
         plan.num_heads = <int32_t>query.q.shape[head]
         args.q, args.q_type = query.q.data, query.q.type
         args.q_token_stride, args.q_head_stride = query.q.strides[token], query.q.strides[head]
-        if scale is not None:
-            args.scale = to_factor(scale, "scale", False)
-        elif shape.value_in_key:
-            raise ValueError(f"scale=None: must be given in layer {layer}, whose values lie in the keys "
-                             f"(value_in_key): it does not follow from head_dim, {shape.k_dim}")
+        args.scale = to_scale(scale, layer, shape)
         if softcap is not None:
             args.softcap = to_factor(softcap, "softcap", True)
         if sinks is not None:
-            sinks = self.read_factors(sinks, "sinks", plan.num_heads, &query.sinks)
+            sinks = read_factors(sinks, "sinks", plan.num_heads, &query.sinks)
             args.sinks = <const float *>query.sinks.data
         if alibi is not None:
-            alibi = self.read_factors(alibi, "alibi", plan.num_heads, &query.alibi)
+            alibi = read_factors(alibi, "alibi", plan.num_heads, &query.alibi)
             args.alibi = <const float *>query.alibi.data
         if non_causal is not None:
             flags = to_flags(non_causal, plan.first, plan.num_tokens, self.num_tokens)

@@ -35,7 +35,8 @@
  *   rank.c     ranks rows for choosing
  *   choose.c   chooses: kvc_choose and kvc_plan_choose
  *
- * dense.c, rows and masks for an attention of the caller's own, uses none of them.
+ * dense.c, rows and masks for an attention of the caller's own, and weights.c, which weighs stored rows without a
+ * batch, use none of them.
  */
 #ifndef KVC_WORK_H
 #define KVC_WORK_H

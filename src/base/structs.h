@@ -24,6 +24,7 @@
     X(kvc_attend_args, lse_batch_stride) \
     X(kvc_chosen, tail)                  \
     X(kvc_choose_args, num_local)        \
+    X(kvc_weights_args, softcap)         \
     X(kvc_masked, end)                   \
     X(kvc_plan_args, non_causal)         \
     X(kvc_dense_args, non_causal)        \

@@ -216,6 +216,7 @@ def calls_with_layer(cache):
         "first_position": lambda layer: cache.first_position(layer=layer),
         "last_position": lambda layer: cache.last_position(layer=layer),
         "extract": lambda layer: cache.extract(layer, 0, 1),
+        "weights": lambda layer: cache.weights(layer, ones(1, 2)),
         "inject": lambda layer: cache.inject(layer, 0, ones(2, 1), ones(2, 1)),
     }
 
@@ -251,6 +252,7 @@ def calls_with_seq_id(cache):
         "seq_id truncate": lambda s: cache.truncate(0, seq_id=s),
         "seq_id shift": lambda s: cache.shift(0, None, 1, seq_id=s),
         "seq_id divide": lambda s: cache.divide(0, None, 2, seq_id=s),
+        "seq_id weights": lambda s: cache.weights(0, ones(1, 2), seq_id=s),
         "seq_id extract": lambda s: cache.extract(0, 0, 1, seq_id=s),
         "seq_id inject": lambda s: cache.inject(0, 0, ones(2, 1), ones(2, 1), seq_id=s),
         "src fork": lambda s: cache.fork(s, 1),
@@ -293,6 +295,7 @@ def calls_with_position(cache):
         "begin share_range": lambda p: cache.share_range(0, 1, p),
         "end share_range": lambda p: cache.share_range(0, 1, 0, p),
         "positions[1] keep_positions": lambda p: cache.keep_positions([1, p]),
+        "positions[1] weights": lambda p: cache.weights(0, ones(2, 2), [1, p]),
         "positions[1] batch": lambda p: cache.batch(positions=[3, p]),
     }
 

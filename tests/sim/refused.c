@@ -44,7 +44,10 @@ static kvc_status read_wrongly(const client *c, int64_t id) {
     int64_t num;
     const kvc_rows_out out = out_of(w, 0, &r);
     const kvc_rows_in in = in_of(w, 0, &r);
-    switch (pick(6)) {
+    const kvc_weights_args weights = {
+        .struct_size = sizeof weights, .q = &r, .weights = r.k[0][0], .num_queries = below()};
+    switch (pick(7)) {
+    case 6: return kvc_weights(w->cache, id, 0, &weights);
     case 0: return kvc_extract(w->cache, id, no_layer(w), 0, 1, &out);
     case 1: return kvc_extract(w->cache, id, 0, below(), 1, &out);
     case 2: return kvc_gather(w->cache, id, 0, 0, MOST + 1, &out);

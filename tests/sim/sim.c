@@ -840,9 +840,38 @@ static void share(client *c, int s) {
     let_go(c, to);
 }
 
+/* Asks for the weights of a query that finds all keys alike: the rows that it sees weigh the same, together 1. */
+static void weigh(client *c, int s) {
+    world *w = c->w;
+    const int l = pick(w->num_layers);
+    float q[HEADS * ROW] = {0}, weights[HEADS][MOST];
+    const int64_t num = kvc_seq_len(w->cache, id_of(s), l);
+    if (!w->layers[l].v_dim || w->layers[l].policy.kind == KVC_NONE || num < 1 || num > MOST) return;
+    const kvc_weights_args args = {.struct_size = sizeof args,
+                                   .q = q,
+                                   .weights = weights[0],
+                                   .q_token_stride = sizeof q,
+                                   .q_head_stride = sizeof *q * ROW,
+                                   .weights_head_stride = sizeof *weights,
+                                   .num_rows = num,
+                                   .num_queries = 1,
+                                   .num_heads = HEADS,
+                                   .reduction = pick(2),
+                                   .scale = 1};
+    begin_call(c, "kvc_weights");
+    if (!ended(c, kvc_weights(w->cache, id_of(s), l, &args), w->expires ? MAY_BE_INVALID | MAY_BE_GONE : 0)) return;
+    for (int h = 0; h < HEADS; h++) {
+        float sum = 0, largest = 0;
+        for (int i = 0; i < num; i++) sum += weights[h][i], largest = fmaxf(largest, weights[h][i]);
+        for (int i = 0; i < num; i++)
+            if (weights[h][i] != 0 && weights[h][i] != largest) fail(c, "weighs rows differently, layer %d", l);
+        if (sum != 0 && fabsf(sum - 1) > 1e-4f) fail(c, "weights make %g, layer %d", (double)sum, l);
+    }
+}
+
 static void edit(client *c) {
     static void (*const edits[])(client *c, int s) = {remove_some, remove_some, keep_some, cut,  shift_some, shift_some,
-                                                      divide,      inject,      copy,      copy, share};
+                                                      divide,      inject,      copy,      copy, share,      weigh};
     const int s = take(c);
     if (s < 0) return;
     edits[pick(sizeof edits / sizeof *edits)](c, s);

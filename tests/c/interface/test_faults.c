@@ -154,6 +154,25 @@ static kvc_status copy_out(pair *p) {
     return kvc_gather(p->cache, id, l, 0, num, &out);
 }
 
+/* Asks for the weights of a few queries. */
+static kvc_status weigh(pair *p) {
+    static float q[5 * MOST_HEADS * MAX_ROW], weights[MOST_HEADS * MAX_ROWS];
+    const int l = random_int(0, p->config.num_layers), num_heads = p->layers[l].num_kv_heads;
+    const int64_t id = random_id(), size = sizeof(float);
+    if (!p->layers[l].v_dim || p->layers[l].policy.kind == KVC_NONE) return KVC_OK;
+    const kvc_weights_args args = {.struct_size = sizeof args,
+                                   .q = q,
+                                   .weights = weights,
+                                   .q_token_stride = num_heads * p->layers[l].k_dim * size,
+                                   .q_head_stride = p->layers[l].k_dim * size,
+                                   .weights_head_stride = MAX_ROWS * size,
+                                   .num_rows = kvc_seq_len(p->cache, id, l),
+                                   .num_queries = 5,
+                                   .num_heads = num_heads,
+                                   .scale = 1};
+    return kvc_weights(p->cache, id, l, &args);
+}
+
 static kvc_status dense(pair *p) {
     static float k[3 * MOST_READ * MAX_ROW], v[3 * MOST_READ * MAX_ROW], mask[MAX_BATCH * 3 * MOST_READ];
     const int l = random_int(0, p->config.num_layers);
@@ -395,21 +414,21 @@ static void test_threads(int num_threads) {
 
 /* Small blocks come from the program's allocator; large ones from the default one, from slabs or mappings. */
 static void test_random(int block_size, int num_steps) {
-    static kvc_status (*const without[])(pair *) = {random_edit,  random_edit, random_edit, random_begin,
-                                                    random_begin, keep_new,    hold,        copy_out};
-    static kvc_status (*const within[])(pair *) = {random_edit, keep_new, put_cross, hold,
-                                                   copy_out,    dense,    attend,    begin_late};
+    static kvc_status (*const without[])(pair *) = {random_edit, random_edit, random_edit, random_begin, random_begin,
+                                                    keep_new,    hold,        copy_out,    weigh};
+    static kvc_status (*const within[])(pair *) = {random_edit, keep_new, put_cross,  hold, copy_out,
+                                                   dense,       attend,   begin_late, weigh};
     static pair p;
     memory_init(&heap);
     if (block_size > MAX_ROWS) heap.allocator.alloc = NULL;
     p = (pair){.memory = &heap, .config.block_size = block_size};
     random_pair(&p);
     for (int i = 0; i < num_steps; i++) {
-        check_call(&p, without[random_int(0, 8)]);
+        check_call(&p, without[random_int(0, 9)]);
         if (p.batch) {
             const int is_put = random_int(0, 2);
             if (is_put) pair_put_all(&p);
-            for (int calls = random_int(0, 5); calls > 0; calls--) check_call(&p, within[random_int(0, 8)]);
+            for (int calls = random_int(0, 5); calls > 0; calls--) check_call(&p, within[random_int(0, 9)]);
             check_end(&p, is_put);
         }
         keep_small(&p);

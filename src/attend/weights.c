@@ -1,0 +1,520 @@
+/* weights.c: kvc_weights: the softmax weights that given queries give to the rows of a sequence.
+ *
+ * The query rows of a KV head are taken in blocks, and rows in tiles, whose keys are decoded to f32.  Two passes over
+ * the tiles make a block's weights:
+ *   1. Score a tile, and take a step of the softmax from its own maximum.  This leaves exp(score - maximum), which is
+ *      kept, the maximum and the sum of each query row.
+ *   2. Multiply what was kept by exp(maximum of the tile - maximum of all) / sum of all, and reduce over the block.
+ * So a row is scored once.  Scoring it twice instead, which needs no memory, takes 1.9 times as long, because
+ * scoring is 93 % of the work (32 query rows of 128 elements over 32,768 rows of f16).
+ *
+ * Tiles follow from the order of rows and from their deltas, blocks from the number of rows.  So sums are made in the
+ * same order for any number of threads and wherever rows lie.
+ */
+#include <math.h>
+#include <string.h>
+
+#include "base/parallel.h"
+#include "attend/work.h"
+#include "cache/check.h"
+#include "cache/waiting.h"
+#include "read/snapshot.h"
+#include "rows/rope.h"
+
+enum {
+    MOST_QUERIES = 128,        /* query rows of a block, ... */
+    FEWEST_QUERIES = 16,       /* ... and fewest of all but the last, ... */
+    MOST_KEPT_FLOATS = 1 << 24 /* ... for which so many weights are kept */
+};
+
+/* Rows side by side, in order of arrival, whose keys have the same delta. */
+typedef struct tile {
+    int64_t at;           /* index of the first row, where each tile before it counts as a whole number of KVC_LANES */
+    int64_t first;        /* index of the first row */
+    int32_t run, offset;  /* it is row `offset` of this run */
+    int32_t n, low, high; /* number of rows; their smallest and largest position */
+} tile;
+
+/* The memory of one thread. */
+typedef struct desk {
+    float *q, *rows, *panel, *scores, *max, *sum, *factor, *totals;
+    uint8_t *scales; /* [KVC_TILE] f16, of keys with one scale a row */
+    float *angles;   /* of the layer's rope */
+    double *table;   /* of kvc_rope_table */
+    int32_t delta;   /* the deltas of keys for which q is prepared */
+    int32_t is_prepared;
+} desk;
+
+/* A call, and the block of query rows that is worked on. */
+typedef struct weighing {
+    kvc_weights_args args;
+    const kvc_kernels *kernels;
+    const kvc_layer *layer;
+    const kvc_layout *layout;
+    const kvc_policy *policy;
+    const kvc_rope *rope;
+    kvc_mixing mixing;
+    kvc_snapshot from;
+    float scale;
+    int32_t next;                           /* kvc_next_position of the sequence */
+    int32_t group, num_parts, most_queries; /* query heads of a KV head, threads, and query rows of a block */
+    int32_t q_stride;
+    int64_t num_tiles;
+    tile *tiles;
+    float *kept;            /* [rows][queries] of each tile: [queries][n, rounded up] from tile.at * queries on */
+    float *maxima, *sums;   /* [num_tiles][most_queries] */
+    float *highest, *total; /* [most_queries] over all tiles */
+    desk *desks;            /* [num_parts] */
+    int32_t head, num_queries;
+    const kvc_scorer *scorer; /* scores keys for few query rows; NULL: there are many */
+    const kvc_tiler *tiler;   /* scores keys for many query rows */
+    int32_t k_as;             /* the type as which kernels take keys: their own, or decoded to f32 */
+    int64_t first_query;      /* query row r of the block is query (first_query + r) / group */
+} weighing;
+
+/* ---- queries ----------------------------------------------------------------------------------------------------- */
+
+static int32_t query_of(const weighing *w, int32_t r) { return (int32_t)((w->first_query + r) / w->group); }
+
+static int32_t head_of(const weighing *w, int32_t r) {
+    return w->head * w->group + (int32_t)((w->first_query + r) % w->group);
+}
+
+static int32_t position_of(const weighing *w, int32_t query) {
+    return w->args.positions ? w->args.positions[query] : w->next;
+}
+
+static void rotate(const weighing *w, desk *d, int32_t distance, float *row) {
+    kvc_rope_table table = {.angles = d->table, .coarse = 1};
+    if (!w->rope || !distance) return;
+    kvc_rope_angles_from(&table, w->rope, distance, d->angles);
+    kvc_rope_rotate(w->rope, d->angles, row);
+}
+
+/* Prepares the block's query rows for keys that are off by a delta, unless they are. */
+static void prepare_queries(const weighing *w, desk *d, int32_t delta) {
+    const kvc_weights_args *a = &w->args;
+    const int32_t dim = w->layer->k_dim;
+    if (!w->rope) delta = 0;
+    if (d->is_prepared && d->delta == delta) return;
+    for (int32_t r = 0; r < w->num_queries; r++) {
+        float *const row = d->q + (size_t)r * (size_t)w->q_stride;
+        const int32_t query = query_of(w, r);
+        const char *q = (const char *)a->q + query * a->q_token_stride + head_of(w, r) * a->q_head_stride;
+        memset(row + dim, 0, (size_t)((KVC_CHUNK - dim % KVC_CHUNK) % KVC_CHUNK) * sizeof *row);
+        w->kernels->convert(a->q_type, KVC_F32, row, 0, q, 0, 1, dim);
+        if (a->rotates) rotate(w, d, position_of(w, query), row);
+        rotate(w, d, -delta, row);
+        if (w->mixing.order) w->kernels->hadamard(row, row, dim, w->mixing);
+    }
+    kvc_prepare_fn *const prepare = w->scorer ? w->scorer->prepare : w->tiler->prepare;
+    prepare(d->q, w->q_stride, w->num_queries, dim, w->scale);
+    d->delta = delta;
+    d->is_prepared = 1;
+}
+
+/* ---- scoring a tile ---------------------------------------------------------------------------------------------- */
+
+/* A place in the rows of a snapshot. */
+typedef struct place {
+    const kvc_run *run;
+    int32_t offset;
+} place;
+
+/* Takes up to `most` rows that lie one after the other, perhaps of several runs; returns their number. */
+static int32_t take_stretch(place *p, int32_t most) {
+    const kvc_block *block = p->run->block;
+    const int32_t slot = p->run->slot + p->offset;
+    int32_t n = 0;
+    for (;;) {
+        const int32_t left = p->run->count - p->offset, taken = left < most - n ? left : most - n;
+        n += taken;
+        p->offset += taken;
+        if (taken == left) p->run++, p->offset = 0;
+        if (n == most || p->run->block != block || p->run->slot + p->offset != slot + n) return n;
+    }
+}
+
+/* Keys as kernels take them. */
+typedef struct kernel_keys {
+    const void *first;
+    int64_t stride;
+} kernel_keys;
+
+/* Takes the next n keys as rows of type k_as: where they lie, or copied or decoded.  first: of the tile's. */
+static kernel_keys take_keys(const weighing *w, desk *d, place *p, int32_t first, int32_t n) {
+    const int32_t dim = w->layer->k_dim;
+    const int is_decoded = w->k_as != w->layer->k_type;
+    const int64_t bytes = (int64_t)kvc_blocks_bytes(w->k_as, dim);
+    char *to = (char *)d->rows;
+    for (int32_t done = 0, some; done < n; done += some, to += some * bytes) {
+        const kvc_rows keys = kvc_stored_rows(w->layer, w->layout, p->run->block->rows, p->run->slot + p->offset, 0);
+        const kvc_rows of_head = kvc_row_of(&keys, 0, w->head);
+        some = take_stretch(p, n - done);
+        if (KVC_TYPES[w->k_as].has_row_scale)
+            memcpy(d->scales + (first + done) * KVC_SCALE_BYTES, of_head.scales, (size_t)some * KVC_SCALE_BYTES);
+        if (some == n && !is_decoded) return (kernel_keys){of_head.first, of_head.row};
+        if (is_decoded)
+            kvc_decode_rows(w->kernels, (float *)(void *)to, bytes, &of_head, some, dim);
+        else
+            memcpy(to, of_head.first, (size_t)some * (size_t)bytes);
+    }
+    return (kernel_keys){d->rows, bytes};
+}
+
+/* Scores a tile for few query rows: each key is read once for all of them. */
+static void stream_tile(const weighing *w, desk *d, const tile *t, place *p) {
+    const kernel_keys keys = take_keys(w, d, p, 0, t->n);
+    const kvc_ahead next = {(const char *)keys.first + t->n * keys.stride, (int32_t)(t->n * keys.stride), 2};
+    w->scorer->score(d->scores, d->q, w->q_stride, w->num_queries, keys.first, keys.stride, t->n, w->layer->k_dim,
+                     keys.first == d->rows ? (kvc_ahead){.bytes = 0} : next);
+}
+
+/* Scores a tile for many query rows: keys are packed into panels, and multiplied. */
+static void multiply_tile(const weighing *w, desk *d, const tile *t, place *p) {
+    const kvc_tiler *tiler = w->tiler;
+    const int32_t dim = w->layer->k_dim;
+    kvc_former former;
+    if (w->kernels->begin) w->kernels->begin(&former);
+    for (int32_t i = 0, n; i < t->n; i += n) {
+        n = t->n - i < KVC_PANEL ? t->n - i : KVC_PANEL;
+        const kernel_keys keys = take_keys(w, d, p, i, n);
+        tiler->pack_keys(d->panel, keys.first, keys.stride, tiler->weigh ? i : 0, n, dim);
+        if (!tiler->weigh)
+            tiler->score(d->scores + i, KVC_SCORES, d->q, w->q_stride, d->panel, KVC_PANEL, w->num_queries, n, dim, 0,
+                         (kvc_ahead){.bytes = 0});
+    }
+    for (int32_t r = 0, num; tiler->weigh && r < w->num_queries; r += num) {
+        num = w->num_queries - r < KVC_BLOCK_QUERIES ? w->num_queries - r : KVC_BLOCK_QUERIES;
+        tiler->score(d->scores + r * KVC_SCORES, KVC_SCORES, d->q + (size_t)r * (size_t)w->q_stride, w->q_stride,
+                     d->panel, dim, num, t->n, dim, 0, (kvc_ahead){.bytes = 0});
+    }
+    if (w->kernels->end) w->kernels->end(&former);
+}
+
+/* Scores a tile for the block's query rows. */
+static void score_tile(const weighing *w, desk *d, const tile *t) {
+    place p = {w->from.runs + t->run, t->offset};
+    prepare_queries(w, d, p.run->delta);
+    if (w->scorer)
+        stream_tile(w, d, t, &p);
+    else
+        multiply_tile(w, d, t, &p);
+    if (!KVC_TYPES[w->k_as].has_row_scale) return;
+    memset(d->scales + t->n * KVC_SCALE_BYTES, 0, (size_t)(kvc_padded_rows(t->n) - t->n) * KVC_SCALE_BYTES);
+    w->kernels->times(d->scores, w->num_queries, t->n, d->scales);
+}
+
+/* Sets the scores of a tile's rows that a query does not see to -inf, in its `num` query rows. */
+static void hide_unseen(const weighing *w, const tile *t, int32_t position, float *scores, int32_t num) {
+    const int32_t low = kvc_policy_lowest(w->policy, position), sinks = kvc_policy_sinks(w->policy);
+    if (w->policy->kind == KVC_CROSS || (t->high <= position && t->low >= low)) return;
+    const kvc_run *run = w->from.runs + t->run;
+    for (int32_t j = 0, offset = t->offset; j < t->n; j++) {
+        const int32_t p = run->position + offset;
+        const int is_seen = p <= position && (p >= low || p < sinks);
+        for (int32_t r = 0; !is_seen && r < num; r++) scores[r * KVC_SCORES + j] = -INFINITY;
+        if (++offset == run->count) run++, offset = 0;
+    }
+}
+
+/* Applies the softcap to the scores of a tile, and hides what queries do not see. */
+static void change_scores(const weighing *w, desk *d, const tile *t) {
+    const float cap = w->args.softcap;
+    for (int32_t r = 0; cap > 0 && r < w->num_queries; r++)
+        for (int32_t j = 0; j < t->n; j++)
+            d->scores[r * KVC_SCORES + j] = cap * tanhf(d->scores[r * KVC_SCORES + j] / cap);
+    for (int32_t r = 0, num; r < w->num_queries; r += num) {
+        const int32_t query = query_of(w, r);
+        for (num = 1; r + num < w->num_queries && query_of(w, r + num) == query;) num++;
+        hide_unseen(w, t, position_of(w, query), d->scores + r * KVC_SCORES, num);
+    }
+}
+
+static int32_t stride_of(const tile *t) { return (t->n + KVC_LANES - 1) / KVC_LANES * KVC_LANES; }
+
+static float *kept_of(const weighing *w, const tile *t) { return w->kept + t->at * w->num_queries; }
+
+/* Returns the first of `num` things that are a part's share. */
+static int64_t share_of(const weighing *w, int64_t num, int64_t part) { return part * num / w->num_parts; }
+
+/* Makes the weights of a part's tiles, relative to each tile's own maxima. */
+static void weigh_part(void *context, int64_t part) {
+    const weighing *w = context;
+    desk *d = &w->desks[part];
+    d->is_prepared = 0;
+    for (int64_t i = share_of(w, w->num_tiles, part); i < share_of(w, w->num_tiles, part + 1); i++) {
+        const tile *t = &w->tiles[i];
+        const int32_t stride = stride_of(t);
+        float *kept = kept_of(w, t), *const max = w->maxima + i * w->most_queries,
+              *const sum = w->sums + i * w->most_queries;
+        for (int32_t r = 0; r < w->num_queries; r++) max[r] = -INFINITY, sum[r] = 0;
+        score_tile(w, d, t);
+        change_scores(w, d, t);
+        w->kernels->softmax(d->scores, w->num_queries, t->n, max, sum, d->factor, (kvc_ahead){.bytes = 0});
+        for (int32_t r = 0; r < w->num_queries; r++, kept += stride)
+            memcpy(kept, d->scores + r * KVC_SCORES, (size_t)stride * sizeof *kept);
+    }
+}
+
+/* ---- reducing ---------------------------------------------------------------------------------------------------- */
+
+/* Returns exp(max - highest); 0 if there is no row. */
+static float rest_of(float max, float highest) { return max == -INFINITY ? 0 : expf(max - highest); }
+
+/* Finds the maximum and the sum of each query row over all tiles. */
+static void add_up(const weighing *w) {
+    for (int32_t r = 0; r < w->num_queries; r++) {
+        const float sink = w->args.sinks ? w->args.sinks[head_of(w, r)] : -INFINITY;
+        float highest = sink;
+        double total = 0;
+        for (int64_t i = 0; i < w->num_tiles; i++) highest = fmaxf(highest, w->maxima[i * w->most_queries + r]);
+        for (int64_t i = 0; i < w->num_tiles; i++)
+            total += (double)(w->sums[i * w->most_queries + r] * rest_of(w->maxima[i * w->most_queries + r], highest));
+        w->highest[r] = highest;
+        w->total[r] = (float)(total + (double)rest_of(sink, highest));
+    }
+}
+
+/* Reduces the weights of a tile over the block's query rows. */
+static void reduce_tile(const weighing *w, desk *d, int64_t i) {
+    const tile *t = &w->tiles[i];
+    const int32_t stride = stride_of(t);
+    const float *kept = kept_of(w, t), *max = w->maxima + i * w->most_queries;
+    for (int32_t r = 0; r < w->num_queries; r++) {
+        const float rest = rest_of(max[r], w->highest[r]);
+        d->factor[r] = rest == 0 ? 0 : rest / w->total[r];
+    }
+    if (w->args.reduction == KVC_REDUCE_SUM) {
+        w->kernels->matmul(d->totals, stride, d->factor, w->num_queries, kept, stride, 1, t->n, w->num_queries, 0,
+                           (kvc_ahead){.bytes = 0});
+        return;
+    }
+    memset(d->totals, 0, (size_t)stride * sizeof(float));
+    for (int32_t r = 0; r < w->num_queries; r++, kept += stride)
+        for (int32_t j = 0; j < stride; j++) {
+            const float weight = kept[j] * d->factor[r];
+            d->totals[j] = weight <= d->totals[j] ? d->totals[j] : weight;
+        }
+}
+
+/* Reduces a part's tiles into the caller's array. */
+static void reduce_part(void *context, int64_t part) {
+    const weighing *w = context;
+    desk *d = &w->desks[part];
+    for (int64_t i = share_of(w, w->num_tiles, part); i < share_of(w, w->num_tiles, part + 1); i++) {
+        const tile *t = &w->tiles[i];
+        float *const to = (float *)(void *)((char *)w->args.weights + w->head * w->args.weights_head_stride) + t->first;
+        reduce_tile(w, d, i);
+        for (int32_t j = 0; j < t->n; j++)
+            if (!w->first_query)
+                to[j] = d->totals[j];
+            else if (w->args.reduction == KVC_REDUCE_SUM)
+                to[j] += d->totals[j];
+            else
+                to[j] = d->totals[j] <= to[j] ? to[j] : d->totals[j];
+    }
+}
+
+/* Begins a block of so many query rows. */
+static void choose_kernels(weighing *w, int32_t num_queries) {
+    const kvc_kernels *kernels = w->kernels;
+    const int32_t type = w->layer->k_type;
+    w->num_queries = num_queries;
+    w->scorer = NULL;
+    w->k_as = KVC_F32;
+    if (num_queries <= KVC_STREAM_QUERIES) {
+        if (kernels->score[type].score) w->k_as = type;
+        w->scorer = &kernels->score[w->k_as];
+        return;
+    }
+    if (kernels->tiler[type].score) w->k_as = type;
+    w->tiler = w->k_as != type && kernels->decoded.score ? &kernels->decoded : &kernels->tiler[w->k_as];
+}
+
+static void weigh_all(weighing *w) {
+    const int64_t all = (int64_t)w->args.num_queries * w->group;
+    for (w->head = 0; w->head < w->layer->num_kv_heads; w->head++)
+        for (w->first_query = 0; w->first_query < all; w->first_query += w->num_queries) {
+            const int64_t left = all - w->first_query;
+            choose_kernels(w, left < w->most_queries ? (int32_t)left : w->most_queries);
+            kvc_parallel(w->num_parts, w->num_parts, weigh_part, w);
+            add_up(w);
+            kvc_parallel(w->num_parts, w->num_parts, reduce_part, w);
+        }
+}
+
+/* ---- tiles and memory -------------------------------------------------------------------------------------------- */
+
+/* Lists the tiles of a list of runs, unless `tiles` is NULL.  Returns their number, and sets *end to where the next one
+ * would be (tile.at). */
+static int64_t list_tiles(const kvc_run_list *list, tile *tiles, int64_t *end) {
+    const kvc_run *const runs = kvc_runs_begin(list);
+    int64_t num = 0, row = 0;
+    tile t = {.n = 0};
+    *end = 0;
+    for (int32_t r = 0; r < list->num; r++)
+        for (int32_t offset = 0, some; offset < runs[r].count; offset += some) {
+            if (t.n && (row % KVC_TILE == 0 || runs[r].delta != runs[t.run].delta)) {
+                if (tiles) tiles[num] = t;
+                *end += stride_of(&t);
+                num++;
+                t.n = 0;
+            }
+            const int32_t position = runs[r].position + offset, room = (int32_t)(KVC_TILE - row % KVC_TILE);
+            some = runs[r].count - offset < room ? runs[r].count - offset : room;
+            if (!t.n) t = (tile){.at = *end, .first = row, .run = r, .offset = offset, .low = position, .high = -1};
+            if (position < t.low) t.low = position;
+            if (position + some - 1 > t.high) t.high = position + some - 1;
+            t.n += some;
+            row += some;
+        }
+    if (t.n && tiles) tiles[num] = t;
+    *end += stride_of(&t);
+    return num + (t.n > 0);
+}
+
+/* Finds the sizes of a thread's arrays, and points the desk at them if `start` is not NULL.  Returns the bytes. */
+static uint64_t lay_out_desk(const weighing *w, desk *d, char *start) {
+    const uint64_t dim = (uint64_t)w->layer->k_dim, queries = (uint64_t)w->most_queries;
+    const uint64_t angles = w->rope ? kvc_rope_angles_size(w->rope) : 0;
+    uint64_t size = 0;
+    float **const arrays[] = {&d->q,   &d->rows,   &d->panel,  &d->scores, &d->max,
+                              &d->sum, &d->factor, &d->totals, &d->angles};
+    const uint64_t lengths[] = {queries * (uint64_t)w->q_stride,
+                                KVC_TILE * dim,
+                                (uint64_t)w->q_stride * KVC_WIDE_TILE,
+                                queries * KVC_SCORES,
+                                queries,
+                                queries,
+                                queries,
+                                KVC_TILE,
+                                angles};
+    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) {
+        const uint64_t at = kvc_add_array(&size, lengths[i] * sizeof(float));
+        if (start) *arrays[i] = (void *)(start + at);
+    }
+    const uint64_t table = kvc_add_array(&size, (1 + KVC_NEAR) * angles * sizeof(double));
+    const uint64_t scales = kvc_add_array(&size, KVC_TILE * KVC_SCALE_BYTES);
+    if (start) d->table = (void *)(start + table), d->scales = (void *)(start + scales);
+    return size;
+}
+
+/* Finds the sizes of all arrays, and points at them if `start` is not NULL.  end: as list_tiles says. */
+static uint64_t lay_out(weighing *w, int64_t end, char *start) {
+    const uint64_t tiles = (uint64_t)w->num_tiles, queries = (uint64_t)w->most_queries;
+    uint64_t size = 0;
+    float **const arrays[] = {&w->kept, &w->maxima, &w->sums, &w->highest, &w->total};
+    const uint64_t lengths[] = {(uint64_t)end * queries, tiles * queries, tiles * queries, queries, queries};
+    const uint64_t list = kvc_add_array(&size, tiles * sizeof *w->tiles);
+    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) {
+        const uint64_t at = kvc_add_array(&size, lengths[i] * sizeof(float));
+        if (start) *arrays[i] = (void *)(start + at);
+    }
+    const uint64_t desks = kvc_add_array(&size, (uint64_t)w->num_parts * sizeof *w->desks);
+    if (start) w->tiles = (void *)(start + list), w->desks = (void *)(start + desks);
+    for (int32_t i = 0; i < w->num_parts; i++) {
+        desk none;
+        const uint64_t at = kvc_add_array(&size, lay_out_desk(w, &none, NULL));
+        if (!start) continue;
+        w->desks[i] = (desk){.delta = 0};
+        lay_out_desk(w, &w->desks[i], start + at);
+    }
+    return size;
+}
+
+/* ---- the public function ----------------------------------------------------------------------------------------- */
+
+/* Checks what does not depend on the sequence. */
+static kvc_status check_args(const kvc_cache *cache, int32_t layer, const kvc_weights_args *a) {
+    const kvc_layer *config = &cache->layers[layer];
+    if (config->policy.kind == KVC_NONE) return kvc_fail(KVC_ERR_INVALID, "layer %d has no attention", layer);
+    if (!config->v_dim)
+        return kvc_fail(KVC_ERR_UNSUPPORTED, "layer %d holds keys alone: nothing attends to them", layer);
+    if (!a->q || !a->weights) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", a->q ? "weights" : "q");
+    if (a->num_queries < 1)
+        return kvc_fail(KVC_ERR_INVALID, "num_queries is %d: it must be at least 1", a->num_queries);
+    if (a->num_heads < 1 || a->num_heads % config->num_kv_heads)
+        return kvc_fail(KVC_ERR_INVALID, "num_heads is %d: it must be a multiple of num_kv_heads, %d", a->num_heads,
+                        config->num_kv_heads);
+    if (a->reduction != KVC_REDUCE_SUM && a->reduction != KVC_REDUCE_MAX)
+        return kvc_fail(KVC_ERR_INVALID, "reduction is %d: 0 is the sum, and 1 the maximum", a->reduction);
+    KVC_TRY(kvc_check_array(a->q_type, a->q_token_stride, a->q_head_stride, "q"));
+    KVC_TRY(kvc_check_array(KVC_F32, a->weights_head_stride, 0, "weights"));
+    if (!isfinite(a->scale) || !isfinite(a->softcap) || a->softcap < 0)
+        return kvc_fail(KVC_ERR_INVALID, "scale is %g and softcap %g: both must be finite, softcap not negative",
+                        (double)a->scale, (double)a->softcap);
+    if (config->value_in_key && a->scale == 0)
+        return kvc_fail(KVC_ERR_INVALID, "scale is 0: give it in layer %d, whose values lie in the keys", layer);
+    if (a->rotates && (config->rope.kind == KVC_ROPE_UNKNOWN || config->rope.kind == KVC_ROPE_FUNCTION))
+        return kvc_fail(KVC_ERR_UNSUPPORTED, "rotates is %d: the frequencies of layer %d are not known", a->rotates,
+                        layer);
+    for (int32_t t = 0; a->positions && t < a->num_queries; t++)
+        if (a->positions[t] < 0 || a->positions[t] == KVC_END)
+            return kvc_fail(KVC_ERR_INVALID, "positions[%d] is %d: a position is from 0 to %d", t, a->positions[t],
+                            KVC_END - 1);
+    return KVC_OK;
+}
+
+/* Checks that the queries miss no rows that have expired. */
+static kvc_status check_gone(const kvc_cache *cache, const kvc_sequence *sequence, const weighing *w, int32_t group) {
+    const kvc_run_list *list = &sequence->runs[group];
+    int32_t first = w->next;
+    for (int32_t t = 0; w->args.positions && t < w->args.num_queries; t++)
+        if (!t || w->args.positions[t] < first) first = w->args.positions[t];
+    if (kvc_policy_sees(w->policy, first, list->lost.begin, list->lost.end) ||
+        kvc_policy_sees(w->policy, first, list->missing.begin, list->missing.end))
+        return kvc_fail_gone(cache, sequence, first);
+    return KVC_OK;
+}
+
+/* Takes a snapshot of the sequence, with all memory that the call needs, and lists its tiles. */
+static kvc_status open_weighing(kvc_cache *cache, int64_t seq_id, int32_t layer, weighing *w) {
+    const int32_t group = cache->group_of[layer];
+    const kvc_sequence *sequence = kvc_cache_find(cache, seq_id);
+    const kvc_run_list *list = sequence ? &sequence->runs[group] : NULL;
+    const int64_t num_rows = list ? list->num_rows : 0;
+    int64_t end;
+    if (num_rows != w->args.num_rows)
+        return kvc_fail(KVC_ERR_INVALID, "num_rows is %lld: sequence %lld holds %lld in layer %d",
+                        (long long)w->args.num_rows, (long long)seq_id, (long long)num_rows, layer);
+    if (!num_rows) return KVC_OK;
+    w->next = kvc_sequence_next(sequence);
+    KVC_TRY(check_gone(cache, sequence, w, group));
+    w->num_tiles = list_tiles(list, NULL, &end);
+    if (w->num_parts > w->num_tiles) w->num_parts = (int32_t)w->num_tiles;
+    const int64_t most = MOST_KEPT_FLOATS / end / FEWEST_QUERIES * FEWEST_QUERIES;
+    w->most_queries = (int32_t)(most < FEWEST_QUERIES ? FEWEST_QUERIES : most < MOST_QUERIES ? most : MOST_QUERIES);
+    KVC_TRY(kvc_snapshot_take(cache, layer, kvc_runs_begin(list), list->num, lay_out(w, end, NULL), &w->from));
+    lay_out(w, end, w->from.scratch);
+    list_tiles(list, w->tiles, &end);
+    return KVC_OK;
+}
+
+kvc_status kvc_weights(kvc_cache *cache, int64_t seq_id, int32_t layer, const kvc_weights_args *given) {
+    static const double WORTH_THREADS = 1 << 19; /* multiply-adds */
+    weighing w = {.kernels = cache->kernels};
+    KVC_TRY(kvc_check_layer(cache, layer));
+    KVC_TRY(KVC_READ(kvc_weights_args, &w.args, given, "args"));
+    KVC_TRY(check_args(cache, layer, &w.args));
+    const int32_t dim = cache->layers[layer].k_dim, chunks = (dim + KVC_CHUNK - 1) / KVC_CHUNK;
+    const double work = (double)w.args.num_rows * w.args.num_queries * w.args.num_heads * dim;
+    w.layer = &cache->layers[layer];
+    w.layout = &cache->layouts[cache->layout_of[layer]];
+    w.policy = &cache->policies[cache->group_of[layer]];
+    w.rope = kvc_rope_of(cache, layer);
+    w.mixing = kvc_mixing_of(w.layer, 0);
+    w.scale = w.args.scale != 0 ? w.args.scale : 1 / sqrtf((float)dim);
+    w.group = w.args.num_heads / w.layer->num_kv_heads;
+    w.num_parts = kvc_threads_for(work, WORTH_THREADS, kvc_cache_threads(cache));
+    w.q_stride = chunks * KVC_PACKED;
+    kvc_lock(cache);
+    kvc_cache_begin_reading(cache);
+    const kvc_status status = open_weighing(cache, seq_id, layer, &w);
+    if (!w.from.num_runs) kvc_cache_end_reading(cache);
+    kvc_unlock(cache, status);
+    if (status != KVC_OK || !w.from.num_runs) return status;
+    weigh_all(&w);
+    kvc_snapshot_close(&w.from);
+    return KVC_OK;
+}
