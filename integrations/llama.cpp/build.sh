@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds llama.cpp with its KV cache replaced: gets the source archive that pin.txt names, applies llama.patch, compiles.
 set -eu
+unset CDPATH # with which cd may go elsewhere
 
 usage() {
     cat <<END
@@ -39,7 +40,7 @@ output='' archive='' kind=shared threads=openmp sanitizer='' tests=OFF valkey=OF
 while [ $# -gt 0 ]; do
     case $1 in
         --output | --source | --sanitize)
-            [ $# -gt 1 ] && [ -n "$2" ] || fail "$1 needs a value; build.sh --help shows the options"
+            [ -n "${2:-}" ] && [ "${2#--}" = "$2" ] || fail "$1 needs a value; build.sh --help shows the options"
             ;;
     esac
     case $1 in
@@ -130,8 +131,9 @@ set_times() {
 }
 
 prepare() {
+    if [ -n "$archive" ]; then check; fi
     if cmp -s "$here/pin.txt" "$output/source.pin" && cmp -s "$here/llama.patch" "$output/source.patch"; then return; fi
-    if [ -n "$archive" ]; then check; else download; fi
+    if [ -z "$archive" ]; then download; fi
     unpack
     if [ -d "$output/source" ]; then set_times; fi
     rm -rf "$output/source" "$output/source.pin"

@@ -446,6 +446,7 @@ def test_a_patch_that_does_not_fit_names_the_pin_and_leaves_the_sources(checkout
     [
         (["--statik"], "unknown option: --statik"),
         (["--source"], "--source needs a value"),
+        (["--source", "--prepare"], "--source needs a value"),
         (["--sanitize", ""], "--sanitize needs a value"),
         (["--sanitize", "memory"], '--sanitize memory: there are "address" and "thread"'),
         (["--source", "nowhere.tar.gz"], "--source nowhere.tar.gz: there is no such file"),
@@ -453,6 +454,20 @@ def test_a_patch_that_does_not_fit_names_the_pin_and_leaves_the_sources(checkout
 )
 def test_wrong_options(checkout, options, expected):
     assert expected in checkout.fails(*options)
+
+
+def test_a_source_is_looked_at_also_if_the_sources_are_there(checkout):
+    checkout.succeeds("--prepare")
+    assert "--source nowhere.tar.gz: there is no such file" in checkout.fails("--prepare", "--source", "nowhere.tar.gz")
+
+
+def test_folders_are_not_looked_for_elsewhere(checkout, tmp_path):
+    """An exported CDPATH lets cd go to another folder, and print it."""
+    (tmp_path / "elsewhere/out").mkdir(parents=True)
+    checkout.environment["CDPATH"] = f"{tmp_path / 'elsewhere'}:{checkout.root}"
+    command = ["bash", "integrations/llama.cpp/build.sh", "--output", "out", "--prepare", "--source", checkout.archive]
+    done = subprocess.run(command, env=checkout.environment, cwd=checkout.root, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"the patched sources are in {checkout.root}/out/source\n", "")
 
 
 def test_a_missing_command_is_named(checkout, tmp_path):
