@@ -25,7 +25,7 @@ from attention_report import Report  # noqa: E402
 from attention_speed import decode, peers, prefill, shapes, tiny, types  # noqa: E402
 from driver import TYPES  # noqa: E402
 from entrants import KINDS, Peers  # noqa: E402
-from figures import describe_machine, keep  # noqa: E402
+from figures import describe_machine, keep, new_file  # noqa: E402
 
 from kvcache.tools.arguments import parse_tokens  # noqa: E402
 
@@ -73,7 +73,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="other people's code")
     parser.add_argument("--with", dest="kinds", type=listed(str, list(KINDS)), default=list(KINDS), metavar="PEERS",
                         help=f"of {', '.join(KINDS)}")  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the run, for bench/write_results.py")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="keep the run, for bench/write_results.py")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw tokens/s against context, of the section peers")
     o = parser.parse_args(arguments)
     entrants.working_set = o.memory << 20

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import signal
 import statistics
 import sys
 import time
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import llama_cpp_models
-from figures import describe_machine, keep, quartiles, quotients
+from figures import describe_machine, keep, new_file, quartiles, quotients
 from ik_llama_cpp import NAME, IkContext, IkModel, compiled
 from llama_cpp_contexts import BLOCKED, CACHES, TYPES, Context, Library, LlamaError, Model
 from llama_cpp_summary import DEPTHS, summary
@@ -41,6 +42,7 @@ BUILT = CACHE / "kvcache/llama.cpp/shared-openmp/bin"  # where integrations/llam
 MODELS = CACHE / "kvcache-bench/llama-cpp-models"
 MARGIN = 8  # tokens of a context beyond those that are measured
 PROMPT = 512  # tokens of a prompt, which are one ubatch
+PICTURES = (".svg", ".png", ".pdf")
 SEQUENCES = 64  # that share a prompt
 
 DEFAULT, BETTER, KVCACHE, SELECTED, IK = "flash", "better", "kvcache", "selected", "ik"
@@ -461,8 +463,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=parse_tokens, nargs="+", metavar="N",
                         help=f"tokens; default: {' '.join(map(str, CONTEXTS))}, with summary "
                              f"{' '.join(map(str, DEPTHS))}; memory is measured at the most")  # fmt: skip
-    parser.add_argument("--types", nargs="+", choices=TYPES, default=["f16", "q8_0", "q4_0"],
-                        help="of rows; default: f16 q8_0 q4_0")  # fmt: skip
+    parser.add_argument("--types", nargs="+", choices=TYPES,
+                        help="of rows; default: f16 q8_0 q4_0, with summary f16 alone")  # fmt: skip
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     parser.add_argument("--cpu-time", action="store_true",
                         help="count CPU time, for a machine that is busy otherwise; with --threads 1")  # fmt: skip
@@ -476,8 +478,10 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=3, metavar="N", help="that each reads; default: 3")
     parser.add_argument("--shared", type=parse_tokens, default=2048, metavar="N",
                         help=f"tokens that {SEQUENCES} sequences share; default: 2048")  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the run, for bench/write_results.py")
-    parser.add_argument("--output", type=Path, metavar="PICTURE", help="tokens/s against context; .svg, .png or .pdf")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="keep the run, for bench/write_results.py")
+    parser.add_argument(
+        "--output", type=new_file, metavar="PICTURE", help=f"tokens/s against context; {', '.join(PICTURES)}"
+    )
     o = parser.parse_args(arguments)
     o.begun, o.load = time.monotonic(), os.getloadavg()[0]
     o.context, o.depths = o.context or CONTEXTS, [each for each in o.context or [] if each] or DEPTHS
@@ -498,6 +502,11 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--cpu-time is for --threads 1 in one process: it adds up what threads take")
     if o.output and "decode" not in o.only:
         parser.error("--output draws what the section decode measures")
+    if o.output and o.output.suffix not in PICTURES:
+        parser.error(f"--output {o.output}: must end with {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
+    if o.types and len(o.types) > 1 and SUMMARY in o.only:
+        parser.error(f"--types {' '.join(o.types)}: the section {SUMMARY} measures one type; --only names others")
+    o.types = o.types or ["f16", "q8_0", "q4_0"]
     o.command = " ".join(["python bench/bench_llama_cpp.py", *(sys.argv[1:] if arguments is None else arguments)])
     return o
 
@@ -536,4 +545,5 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt would be lost where llama.cpp calls the log
     main()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from bench_llama_cpp import BUILT, MARGIN, PROMPT, Report, interleave, reader, warm, written
-from figures import describe_machine, keep, quartiles, quotients
+from figures import describe_machine, keep, new_file, quartiles, quotients
 from llama_cpp_contexts import OWN_TYPES, TYPES, Context, Library, LlamaError, Model
 
 from kvcache.tools.arguments import parse_tokens
@@ -70,11 +71,12 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     parser.add_argument("--steps", type=int, default=16, metavar="N", help="tokens that each decodes; default: 16")
     parser.add_argument("--prompts", type=int, default=3, metavar="N", help="that each reads; default: 3")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the run, for bench/write_results.py")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="keep the run, for bench/write_results.py")
     o = parser.parse_args(arguments)
-    for name in ("threads", "steps", "prompts"):
-        if getattr(o, name) < 1:
-            parser.error(f"--{name} {getattr(o, name)}: must be at least 1")
+    for name in ("context", "threads", "steps", "prompts"):
+        given = getattr(o, name)
+        if min(given if isinstance(given, list) else [given]) < 1:
+            parser.error(f"--{name} {given}: must be at least 1")
     o.command = " ".join(["python bench/bench_llama_sparse.py", *(sys.argv[1:] if arguments is None else arguments)])
     return o
 
@@ -100,4 +102,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt would be lost where llama.cpp calls the log
     main()

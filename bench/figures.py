@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -91,6 +92,16 @@ def checked_out() -> str:
     """Return the commit that is measured, marked as dirty if files differ from it."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def new_file(text: str) -> Path:
+    """Read the path of a file that a run writes at its end; refuse a path that cannot be written."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    return path
 
 
 def keep(path: Path, command: str, rows: Sequence[Row]) -> None:

@@ -14,6 +14,8 @@ import os
 import re
 import struct
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,19 @@ COMPLAINTS = 3, 4  # levels of a log: warnings and errors
 INDEXED = {"deepseek32": "k", "dots3note": "k", "glm-dsa": "k", "hy_v4": "k", "minimax-m3": "kv"}
 SEEDS = 32  # tokens of a state that is made longer
 M_ROPE = 8, 40  # types of RoPE with which a cell of a state has two coordinates and a token, too
+
+
+@contextmanager
+def environment(switches: dict[str, str]) -> Iterator[None]:
+    """Set variables of kvcache, in place of all that the user has set, and bring those back."""
+    kept = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(SWITCH)}
+    os.environ.update(switches)
+    try:
+        yield
+    finally:
+        for name in switches:
+            os.environ.pop(name)
+        os.environ.update(kept)
 
 
 class LlamaError(RuntimeError):
@@ -128,11 +143,9 @@ class Context:
         parameters.type_k = parameters.type_v = TYPES.get(dtype, TYPES["f16"])
         switches = {SWITCH: str(int(ours)), SELECT_SWITCH: str(select)}
         switches |= dict.fromkeys(TYPE_SWITCHES, dtype) if dtype in OWN_TYPES else {}
-        os.environ.update(switches)
         model.library.forget()
-        self._handle = self.api.llama_init_from_model(model.handle, parameters)
-        for name in switches:
-            os.environ.pop(name)
+        with environment(switches):
+            self._handle = self.api.llama_init_from_model(model.handle, parameters)
         if not self._handle:
             model.library.fail(f"no context with {self.name}, {dtype}")
         self._memory = self.api.llama_get_memory(self._handle)

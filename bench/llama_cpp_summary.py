@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack, closing
@@ -196,7 +197,9 @@ def summary(report: Any, model: Model, o: argparse.Namespace) -> None:
             report.say(f"longer contexts are left out: {run.why}")
         size, prompts = run.prompt(depth)
     if o.load > BUSY * o.threads:
-        advice = "measure again without them, or with OMP_WAIT_POLICY=passive, so that threads do not spin"
+        spinning = o.threads > 1 and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
+        passive = ", or with OMP_WAIT_POLICY=passive, so that threads do not spin" if spinning else ""
+        advice = f"measure again without them{passive}"
         print(f"\nOther programs used the processors (load {o.load:.1f}): {advice}.")
     print(f"\n{sentence(model.path.name, depth, steps, size, prompts)}")
 

@@ -5,6 +5,8 @@ import importlib.util
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -129,6 +131,20 @@ def test_what_is_missing_is_named(library, tmp_path):
         Model(library, tmp_path / "broken.gguf")
 
 
+def test_the_users_variables_change_no_context(library, tiny, monkeypatch):
+    kept = {"LLAMA_KVCACHE": "1", "LLAMA_KVCACHE_TYPE_K": "int8", "LLAMA_KVCACHE_PREFIX": "on"}
+    model = Model(library, tiny)
+    usual = Context(model, "kvcache", "f16", 256, 1)
+    for name, value in kept.items():
+        monkeypatch.setenv(name, value)
+    context = Context(model, "kvcache", "f16", 256, 1)
+    assert context.nbytes == usual.nbytes
+    assert {name: os.environ.get(name) for name in kept} == kept
+    for each in (usual, context):
+        each.close()
+    model.close()
+
+
 def test_a_layer_whose_tokens_choose_rows(library, tmp_path, monkeypatch, capsys):
     small = dataclasses.replace(llama_cpp_models.SPARSE_SHAPES["deepseek32"], num_heads=4, top_k=32)
     monkeypatch.setitem(llama_cpp_models.SPARSE_SHAPES, "deepseek32", small)
@@ -193,6 +209,11 @@ def test_every_section_once(library, tiny, tmp_path, monkeypatch, capsys):
         (["--context", "512", "-1"], "--context [512, -1]: must be at least 0"),
         (["--only", "memory", "--output=picture.svg"], "--output draws what the section decode measures"),
         (["--only", "ik-prompt"], "--only ik-prompt needs --ik"),
+        (["--json=/nowhere/run.json"], "there is no folder /nowhere"),
+        (["--json=/"], "/ is a folder"),
+        (["--output=/nowhere/picture.svg"], "there is no folder /nowhere"),
+        (["--output=picture.txt"], "--output picture.txt: must end with .svg, .png or .pdf"),
+        (["--model=model.gguf", "--types", "f16", "q8_0"], "the section summary measures one type"),
         (["--ik=ik_llama.cpp", "--only", "decode"], "--ik is for the sections ik-decode and ik-prompt"),
     ],
 )
@@ -200,6 +221,32 @@ def test_bad_options(arguments, says, capsys):
     with pytest.raises(SystemExit):
         bench_llama_cpp.options(arguments)
     assert says in capsys.readouterr().err
+
+
+INTERRUPTED = """\
+import os, runpy, signal, sys
+import llama_cpp_contexts
+llama_cpp_contexts.Library._note = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
+@pytest.mark.parametrize("bench", [bench_llama_cpp, bench_llama_sparse])
+def test_an_interrupt_ends_the_run_also_while_llama_cpp_logs(library, tiny, tmp_path, bench):
+    command = [sys.executable, "-c", INTERRUPTED, bench.__file__, f"--library={library.folder}", "--steps=1"]
+    command += [f"--model={tiny}"] if bench is bench_llama_cpp else []
+    environment = os.environ | {"PYTHONPATH": str(Path(bench.__file__).parent), "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == -signal.SIGINT, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--context", "0"], ["--context", "8k", "-4"], ["--json=/nowhere/run.json"]])
+def test_bad_options_of_a_layer_whose_tokens_choose_rows(arguments, capsys):
+    with pytest.raises(SystemExit):
+        bench_llama_sparse.options(arguments)
+    assert arguments[0].split("=")[0] in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_library_that_is_missing_ends_the_run(tiny, tmp_path):
@@ -298,8 +345,17 @@ def test_a_context_that_fits_after_all_is_measured(library, tiny, monkeypatch, c
 def test_a_busy_machine_is_named(library, tiny, monkeypatch, capsys):
     for load, is_busy in ((0.9, False), (1.1, True)):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0, 0))
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
         summarise(library, tiny, "--context", "64", "--threads=2")
-        assert (f"Other programs used the processors (load {load})" in capsys.readouterr().out) == is_busy
+        printed = capsys.readouterr().out
+        assert (f"Other programs used the processors (load {load})" in printed) == is_busy
+        assert ("or with OMP_WAIT_POLICY=passive" in printed) == is_busy
+    for threads, policy in (("1", ""), ("2", "PASSIVE")):  # nothing spins
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+        summarise(library, tiny, "--context", "64", f"--threads={threads}")
+        printed = capsys.readouterr().out
+        assert "measure again without them." in printed
+        assert "OMP_WAIT_POLICY" not in printed
 
 
 def test_costs_are_predicted_on_a_line():
