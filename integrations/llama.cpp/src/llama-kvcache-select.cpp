@@ -68,10 +68,12 @@ int32_t llama_kvcache_sketch_bits(const std::vector<kvc_layer> &before, const kv
 }
 
 void llama_kvcache_log_selection(const std::vector<kvc_layer> &layers, int32_t n_rows, int64_t n_tokens) {
+    size_t n_all = 0;
     size_t n_layers = 0;
     int64_t n_bytes = 0;
 
     for (const auto &layer : layers) {
+        n_all += layer.v_dim > 0; // else the keys of an indexer
         if (layer.sketch_bits > 0) {
             n_layers++;
             n_bytes += layer.share > 0 ? 0 : n_tokens * layer.num_kv_heads * (layer.k_dim / 4 + 2);
@@ -80,8 +82,7 @@ void llama_kvcache_log_selection(const std::vector<kvc_layer> &layers, int32_t n
 
     LLAMA_LOG_INFO("llama_kvcache: a new token selects %d rows in %zu of %zu layers, from %lld tokens on, by sketches "
                    "of up to %.2f MiB, counted above\n",
-                   n_rows, n_layers, layers.size(), (long long)llama_kvcache_select_from(n_rows),
-                   n_bytes / 1024.0 / 1024.0);
+                   n_rows, n_layers, n_all, (long long)llama_kvcache_select_from(n_rows), n_bytes / 1024.0 / 1024.0);
 }
 
 void llama_kvcache_check_sketches(const std::vector<kvc_layer> &layers) {

@@ -126,8 +126,11 @@ llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cpar
         ids.push_back(kvc_new_sequence(cache));
     }
 
+    const auto n_layers = std::count_if(layers.model.begin(), layers.model.end(),
+                                        [](const llama_kvcache_layer &layer) { return !layer.is_index; });
+
     LLAMA_LOG_INFO("%s: %u cells, %zu layers, K (%s), V (%s), %s, up to %.2f MiB\n", __func__,
-                   (uint32_t)config.capacity, layers.cache.size(), kvc_type_name(layers.cache[0].k_type),
+                   (uint32_t)config.capacity, (size_t)n_layers, kvc_type_name(layers.cache[0].k_type),
                    kvc_type_name(layers.cache[0].v_type), kvc_isa(), kvc_capacity_bytes(cache) / 1024.0 / 1024.0);
     if (layers.select_rows > 0) {
         llama_kvcache_log_selection(layers.cache, layers.select_rows, config.capacity);
