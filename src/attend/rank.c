@@ -192,6 +192,7 @@ int kvc_rank_rows(kvc_task *t, kvc_cursor rows, uint32_t *keys, int64_t stride) 
         if (!rows.num_rows) return 1;
         const kvc_cursor begin = rows;
         kvc_next_tile(&tile, &rows);
+        if (rows.num_rows) kvc_prefetch_keys(t, rows); /* they are decoded at once, before they are ranked */
         if (!kvc_sees_nothing_of(t->call, &tile, t->tokens[0]))
             write_keys(t, &tile, score_tile(t, &begin), keys, stride);
         else
