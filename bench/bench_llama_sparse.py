@@ -17,6 +17,7 @@ import os
 import signal
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -69,6 +70,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--types", nargs="+", choices=[*TYPES, *OWN_TYPES], default=["f16", "q8_0", "int8"],
                         help="of rows; default: f16 q8_0 int8")  # fmt: skip
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
+    parser.add_argument("--cpu-time", action="store_true",
+                        help="count CPU time, for a machine that is busy otherwise; with --threads 1")  # fmt: skip
     parser.add_argument("--steps", type=int, default=16, metavar="N", help="tokens that each decodes; default: 16")
     parser.add_argument("--prompts", type=int, default=3, metavar="N", help="that each reads; default: 3")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="keep the run, for bench/write_results.py")
@@ -77,6 +80,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         given = getattr(o, name)
         if min(given if isinstance(given, list) else [given]) < 1:
             parser.error(f"--{name} {given}: must be at least 1")
+    if o.cpu_time and o.threads > 1:
+        parser.error("--cpu-time is for --threads 1: it adds up what threads take")
     o.command = " ".join(["python bench/bench_llama_sparse.py", *(sys.argv[1:] if arguments is None else arguments)])
     return o
 
@@ -87,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = Report(o.threads, {})
     try:
         model = Model(Library(o.library), written("deepseek32"))
+        if o.cpu_time:
+            model.library.clock = time.process_time
         for section in o.only:
             what = "a step" if section == "decode" else f"a prompt of {PROMPT}"
             report.head(f"{what}, attention of a layer, ms", "own", "kvcache", "speedup", "quartiles", "wanted")
