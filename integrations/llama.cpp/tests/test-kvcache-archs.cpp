@@ -12,6 +12,7 @@
 // than its own with flash attention is.  A line a model and scene: normalised squared errors, own and this one's.
 // Weights of the models are to be large enough for attention to be far from even (test-llama-archs -d 0.5).
 #include "images.h"
+#include "random.h"
 
 #include "llama-arch.h"
 #include "llama-kvcache-model.h"
@@ -499,23 +500,6 @@ static bool test_scene(llama_model *model, const scene &sc, const options &opts)
     printf("%s\n", ok ? "" : " !!");
 
     return ok;
-}
-
-static void set_random(ggml_tensor *tensor, void * /*user*/) {
-    std::mt19937 rng(std::hash<std::string>()(tensor->name));
-    std::normal_distribution<float> normal(0.0f, 0.5f);
-
-    std::vector<float> values(ggml_nelements(tensor));
-    for (auto &value : values) {
-        value = normal(rng);
-    }
-    if (tensor->type == GGML_TYPE_F16) {
-        std::vector<ggml_fp16_t> halves(values.size());
-        ggml_fp32_to_fp16_row(values.data(), halves.data(), (int64_t)values.size());
-        ggml_backend_tensor_set(tensor, halves.data(), 0, ggml_nbytes(tensor));
-    } else {
-        ggml_backend_tensor_set(tensor, values.data(), 0, ggml_nbytes(tensor));
-    }
 }
 
 // a file with metadata only stands for a model with random weights

@@ -2,6 +2,7 @@
 //   test-kvcache-sparse MODEL...
 // A model has one layer, so that keys depend on their own token alone.  Tokens that moved are then to be seen as those
 // of a context in which they never stood elsewhere.  Its tokens choose few rows.
+#include "random.h"
 #include "scene.h"
 
 #include "ggml-cpp.h"
@@ -10,7 +11,6 @@
 #include "llama-model.h"
 
 #include <cstring>
-#include <random>
 
 static int n_failed = 0;
 
@@ -138,17 +138,6 @@ static void test_batches(llama_model *model) {
     const double error = error_of(rows[1], rows[0]);
 
     expect(error < 1e-9, "in ubatches of 64 and 5", error);
-}
-
-static void set_random(ggml_tensor *tensor, void * /*user*/) {
-    std::mt19937 rng(std::hash<std::string>()(tensor->name));
-    std::normal_distribution<float> normal(0.0f, 0.5f);
-    std::vector<float> values(ggml_nelements(tensor));
-
-    for (auto &value : values) {
-        value = normal(rng);
-    }
-    ggml_backend_tensor_set(tensor, values.data(), 0, ggml_nbytes(tensor));
 }
 
 // makes tokens choose all rows
