@@ -517,13 +517,25 @@ def written(name: str) -> Path:
     return path if path.exists() else llama_cpp_models.write(name, MODELS)
 
 
+@contextmanager
+def recorded(report: Report, o: argparse.Namespace) -> Iterator[None]:
+    """Keep what a run has reported in the end; an error of llama.cpp ends the program with its message."""
+    try:
+        yield
+    except LlamaError as error:
+        sys.exit(str(error))
+    finally:
+        if o.json:
+            keep(o.json, o.command, report.rows)
+
+
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     o = options(arguments)
     o.model = o.model or written("llama-1b")
     print(describe_machine())
     print(f"{o.model.name}, {o.threads} threads, load {', '.join(f'{load:.1f}' for load in os.getloadavg())}")
     report = Report(o.threads, WANTED if o.model.stem == "llama-1b" else {})
-    try:
+    with recorded(report, o):
         if o.ik:
             compiled(o.ik)  # says at once what is missing
         model = Model(Library(o.library), o.model)
@@ -532,11 +544,6 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         for section in o.only:
             SECTIONS[section](report, model, o)
         model.close()
-    except LlamaError as error:
-        sys.exit(str(error))
-    finally:
-        if o.json:
-            keep(o.json, o.command, report.rows)
     if o.output:
         import plot_attention
 

@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from bench_llama_cpp import BUILT, MARGIN, PROMPT, Report, interleave, reader, warm, written
-from figures import describe_machine, keep, new_file, quartiles, quotients
-from llama_cpp_contexts import OWN_TYPES, TYPES, Context, Library, LlamaError, Model
+from bench_llama_cpp import BUILT, MARGIN, PROMPT, Report, interleave, reader, recorded, warm, written
+from figures import describe_machine, new_file, quartiles, quotients
+from llama_cpp_contexts import OWN_TYPES, TYPES, Context, Library, Model
 
 from kvcache.tools.arguments import parse_tokens
 
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     o = options(arguments)
     print(describe_machine())
     report = Report(o.threads, {})
-    try:
+    with recorded(report, o):
         model = Model(Library(o.library), written("deepseek32"))
         if o.cpu_time:
             model.library.clock = time.process_time
@@ -101,11 +101,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for dtype in o.types:
                     measure(report, model, section, dtype, depth, o)
         model.close()
-    except LlamaError as error:
-        sys.exit(str(error))
-    finally:
-        if o.json:
-            keep(o.json, o.command, report.rows)
 
 
 if __name__ == "__main__":
