@@ -765,9 +765,9 @@ typedef struct kvc_weights_args {
     float softcap;       /* 0: none, as in kvc_attend_args */
 } kvc_weights_args;
 
-/* Computes the softmax weights that queries give to the stored rows of a sequence, without a batch:
- *     weights[g][j] = sum or maximum, over the queries t and the heads h of KV head g, of
- *                     exp(scale * q[t, h] . k[j, g]) / sum over visible rows i of exp(scale * q[t, h] . k[i, g])
+/* Computes the softmax weights that queries give to the stored rows of a sequence, without a batch.  weights[g][j] is
+ * the sum, or the maximum, of w[t, h, j] over the queries t and the query heads h of KV head g.
+ *     w[t, h, j] = exp(scale * q[t, h] . k[j, g]) / sum over visible rows i of exp(scale * q[t, h] . k[i, g])
  * A policy that evicts tokens by their importance (kvc_keep_positions) needs these weights.  The call reads keys alone,
  * with all threads of the cache.  A query sees the stored rows that a token at its position would see.  It gives the
  * other rows a weight of 0.

@@ -162,8 +162,7 @@ def _match_beams(cache: HFCache, text: torch.Tensor) -> None:
 def _count_common(known: torch.Tensor, text: torch.Tensor) -> int:
     """Count the columns before the first column in which the tokens of some row differ.
 
-    A token that is hidden now differs itself. A hidden row may count all the same: as a sink, in a state, or where an
-    indexer scores it.
+    A token that is hidden now differs itself. Its row would still count as a sink, or in a state, or for an indexer.
     """
     n = min(known.shape[1], text.shape[1])
     columns = (known[:, :n] != text[:, :n]).any(0).nonzero()

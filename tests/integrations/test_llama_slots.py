@@ -195,7 +195,7 @@ BEGINS = range(0, 8000, 2000)
 @pytest.mark.threads
 @pytest.mark.parametrize("unified", UNIFIED)
 def test_requests_that_together_exceed_the_context(folder, repository, unified):
-    """Each gets its answer, or the error of a full context. One that alone exceeds the context is refused at once."""
+    """Each gets its answer, or the error of a full context. A prompt longer than the context is refused at once."""
     fits = 1000 if unified == "--kv-unified" else 240
     with Pair(repository, folder, *FOUR, unified, *OPTIONS) as pair:
         requests = [completion(text(begin, begin + 200), 200) for begin in BEGINS]

@@ -139,7 +139,7 @@ static void test_memory(void) {
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-/* What ends a sequence, what is refused, and what counts for nothing. */
+/* An empty list ends a sequence.  Some layers and lists are refused.  Positions without a row count for nothing. */
 static void test_edges(void) {
     static pair p;
     const kvc_policy cross = {.kind = KVC_CROSS, .max_len = 4};

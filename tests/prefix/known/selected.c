@@ -20,7 +20,7 @@ typedef struct long_text {
 typedef struct open_text {
     int64_t id;
     int is_there, text, length, exact;
-    int keeps; /* whether commits keep its blocks: 2: they do; 1: they may; 0: it was cut, or not acquired */
+    int keeps; /* 2: commits keep its blocks.  1: commits may keep them.  0: it was cut, or not acquired */
 } open_text;
 
 /* The first tokens of a text, which the prefix keeps: surely, or maybe. */
