@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import llama_cpp_models
 from figures import describe_machine, keep, new_file, quartiles, quotients
 from ik_llama_cpp import NAME, IkContext, IkModel, compiled
-from llama_cpp_contexts import BLOCKED, CACHES, TYPES, Context, Library, LlamaError, Model
+from llama_cpp_contexts import BLOCKED, CACHES, OWN_TYPES, TYPES, Context, Library, LlamaError, Model
 from llama_cpp_summary import DEPTHS, summary
 from resident_memory import measure_in_child
 
@@ -463,8 +463,10 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=parse_tokens, nargs="+", metavar="N",
                         help=f"tokens; default: {' '.join(map(str, CONTEXTS))}, with summary "
                              f"{' '.join(map(str, DEPTHS))}; memory is measured at the most")  # fmt: skip
-    parser.add_argument("--types", nargs="+", choices=TYPES,
-                        help="of rows; default: f16 q8_0 q4_0, with summary f16 alone")  # fmt: skip
+    types = [*TYPES, *OWN_TYPES]
+    parser.add_argument("--types", nargs="+", choices=types,
+                        help="of rows; default: f16 q8_0 q4_0, with summary f16 alone; beside int8, int6 and int4, "
+                             "llama.cpp's own cache has q8_0, q8_0 and q4_0")  # fmt: skip
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     parser.add_argument("--cpu-time", action="store_true",
                         help="count CPU time, for a machine that is busy otherwise; with --threads 1")  # fmt: skip
@@ -473,7 +475,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
                         help="rows that a token selects, in the section selected; default: 2048")  # fmt: skip
     parser.add_argument("--prompt-context", type=parse_tokens, nargs="+", default=[8192], metavar="N",
                         help="tokens before a prompt; default: 8192")  # fmt: skip
-    parser.add_argument("--prompt-types", nargs="+", choices=TYPES, default=["f16", "q8_0"],
+    parser.add_argument("--prompt-types", nargs="+", choices=types, default=["f16", "q8_0"],
                         help="default: f16 q8_0")  # fmt: skip
     parser.add_argument("--prompts", type=int, default=3, metavar="N", help="that each reads; default: 3")
     parser.add_argument("--shared", type=parse_tokens, default=2048, metavar="N",

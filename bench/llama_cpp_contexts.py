@@ -37,8 +37,8 @@ CACHES = {
     "kvcache": ("kvcache", True, True),
 }
 TYPES = {name: int(gguf.GGMLQuantizationType[name.upper()]) for name in ("f32", "f16", "bf16", "q8_0", "q4_0")}
-BLOCKED = ("q8_0", "q4_0")  # types of V that llama.cpp's own cache has with flash attention only
-OWN_TYPES = ("int8", "int6", "int4")  # that kvcache alone has
+OWN_TYPES = {"int8": "q8_0", "int6": "q8_0", "int4": "q4_0"}  # of kvcache alone, and what other caches have beside each
+BLOCKED = ("q8_0", "q4_0", *OWN_TYPES)  # types of V that llama.cpp's own cache has with flash attention only
 TYPE_SWITCHES = ("LLAMA_KVCACHE_TYPE_K", "LLAMA_KVCACHE_TYPE_V")  # environment variables that name such types
 COMPLAINTS = 3, 4  # levels of a log: warnings and errors
 # Models whose state has the keys of indexers, and whether it has values beside keys.
@@ -126,7 +126,8 @@ class Context:
     """A context for `n_ctx` tokens, with a cache that CACHES names.
 
     With kvcache, a token selects `select` rows of a long text; with 0 it reads all. `nbytes` is what the rows of a full
-    context take there. If the context does not have kvcache, `own` says why; otherwise it is empty.
+    context take there. If the context does not have kvcache, `own` says why; otherwise it is empty. llama.cpp's own
+    cache has the type of `OWN_TYPES` in the place of one that it lacks.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Context:
     ) -> None:  # fmt: skip
         self.api, self._model, self.tokens = model.api, model, 0
         self.name, flash, ours = CACHES[cache]
+        dtype = dtype if ours else OWN_TYPES.get(dtype, dtype)
         parameters = self.api.llama_context_default_params()
         parameters.n_ctx, parameters.n_seq_max, parameters.kv_unified = n_ctx, n_seq_max, unified
         parameters.n_batch = parameters.n_ubatch = min(n_ctx, 512)

@@ -42,7 +42,7 @@ STYLES = {
     "selected": ("#009E73", "-", 2.6),
     "DynamicCache": ("#CC79A7", "--", 1.5),
 }
-MARKERS = {"f16": "o", "bf16": "s", "q8_0": "^", "int8": "^", "u8": "^", "fp8": "^", "q4_0": "v"}
+MARKERS = {"f16": "o", "bf16": "s", "q8_0": "^", "int8": "^", "u8": "^", "fp8": "^", "q4_0": "v", "int4": "v"}
 DRAWN = {
     *(("kvcache", dtype) for dtype in ("f16", "q8_0", "q4_0")),
     *(("ggml", dtype) for dtype in ("f16", "q8_0")),
