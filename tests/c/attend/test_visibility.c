@@ -82,7 +82,7 @@ int main(int argc, char **argv) {
     test_largest_positions();
     test_single_rows();
     for (int i = 0; i < 96; i++) test_random(block_sizes[i % 4], 120, i % 3 ? 12 : 0);
-    CHECKF(num_looks > 500 && num_attends > 2000 && num_refused > 50, "%d, %d, %d", num_looks, num_attends,
-           num_refused);
+    CHECKF(num_looks > 500 && num_attends > 2000 && num_refused > 50 && num_weighed > 500, "%d, %d, %d, %d", num_looks,
+           num_attends, num_refused, num_weighed);
     return test_result();
 }

@@ -26,7 +26,7 @@ typedef struct entry_list {
 static kvc_masked masked[MOST_MASKED];
 static int num_masked;
 
-static int num_looks, num_attends, num_refused;
+static int num_looks, num_attends, num_refused, num_weighed;
 
 /* ---- the rows there are ------------------------------------------------------------------------------------------ */
 
@@ -227,7 +227,8 @@ static inline void refuse_dense(pair *p, int l) {
     int32_t num_sequences;
     int64_t num;
     CHECK_FAILS(kvc_dense_rows(p->batch, l, &num), KVC_ERR_UNSUPPORTED, "keys alone", "gather these keys");
-    CHECK_FAILS(kvc_dense_sequences(p->batch, l, &num_sequences, &num), KVC_ERR_UNSUPPORTED, "keys alone", "attend in the layer");
+    CHECK_FAILS(kvc_dense_sequences(p->batch, l, &num_sequences, &num), KVC_ERR_UNSUPPORTED, "keys alone",
+                "attend in the layer");
     CHECK_FAILS(kvc_dense(p->batch, l, &args), KVC_ERR_UNSUPPORTED, "keys alone", "their spans");
 }
 
@@ -444,6 +445,86 @@ static inline void check_attend(pair *p, int l, int first, int n, const uint8_t 
     query_free(&a);
 }
 
+/* ---- weights of stored rows -------------------------------------------------------------------------------------- */
+
+enum { MOST_ASKED = 5 };
+
+/* Adds the weights that a query at a position gives to a layer's stored rows.  Returns the error that its scores may
+ * have. */
+static inline double add_weights(const pair *p, const query *a, const entry *entries, int num, int t, int h,
+                                 int32_t position, double *sums) {
+    const kvc_policy *policy = &p->layers[a->l].policy;
+    static double scores[MOST_ENTRIES];
+    double top = -INFINITY, sum = 0, off = 0;
+    for (int i = 0; i < num; i++) {
+        const entry *e = &entries[i];
+        const int seen =
+            policy->kind == KVC_CROSS ||
+            (e->position <= position && (e->position >= lowest_seen(policy, position) ||
+                                         (policy->kind == KVC_SLIDING && e->position < policy->num_sink_tokens)));
+        scores[i] = seen ? score_of(p, a, t, h, e) : -INFINITY;
+        top = fmax(top, scores[i]);
+        if (seen) off = fmax(off, score_error(p, a, t, h, e));
+    }
+    for (int i = 0; i < num && top > -INFINITY; i++) sum += scores[i] = exp(scores[i] - top);
+    for (int i = 0; i < num && top > -INFINITY; i++) sums[i] += scores[i] / sum;
+    return off;
+}
+
+/* Asks for the weights that queries give to the stored rows of a sequence in a layer. */
+static inline void check_weights(const pair *p, int l, int64_t id) {
+    static float found[MAX_ROW * MOST_ENTRIES];
+    static double right[MOST_ENTRIES];
+    const kvc_layer *layer = &p->layers[l];
+    const sequence *s = find_sequence(p, id);
+    const entry *stored = list_entries(p, l, id)->entries;
+    int num = list_entries(p, l, id)->num;
+    query a = {.l = l, .n = random_int(1, MOST_ASKED + 1), .num_heads = layer->num_kv_heads * random_int(1, 4)};
+    int32_t positions[MOST_ASKED], next = kvc_next_position(p->cache, id);
+    while (num && stored[num - 1].token >= 0) num--;
+    if (find_cross_put(p, source_of(p, l), id) || !layer->v_dim || layer->policy.kind == KVC_NONE) return;
+    a.scale = 0.006f;
+    a.q = malloc((size_t)(a.n * a.num_heads * layer->k_dim) * sizeof *a.q);
+    for (int t = 0; t < a.n; t++) {
+        positions[t] = not_negative(next + random_int(-4, 3));
+        for (int h = 0; h < a.num_heads; h++)
+            for (int d = 0; d < layer->k_dim; d++)
+                a.q[at(&a, t, h, layer->k_dim) + d] = (float)query_element(p, &a, t, h, d);
+    }
+    const int is_behind = random_int(0, 2);
+    const int64_t size = sizeof(float);
+    const kvc_weights_args args = {.struct_size = sizeof args,
+                                   .q = a.q,
+                                   .weights = found,
+                                   .positions = is_behind ? NULL : positions,
+                                   .q_token_stride = a.num_heads * layer->k_dim * size,
+                                   .q_head_stride = layer->k_dim * size,
+                                   .weights_head_stride = num * size,
+                                   .num_rows = num,
+                                   .num_queries = a.n,
+                                   .num_heads = a.num_heads,
+                                   .scale = a.scale};
+    const kvc_status status = kvc_weights(p->cache, id, l, &args);
+    for (int kv = 0; status == KVC_OK && kv < layer->num_kv_heads; kv++) {
+        const int group = a.num_heads / layer->num_kv_heads;
+        double off = 0;
+        memset(right, 0, sizeof right);
+        for (int t = 0; t < a.n; t++)
+            for (int h = kv * group; h < (kv + 1) * group; h++)
+                off += 2e-5 + 3 * add_weights(p, &a, stored, num, t, h, is_behind ? next : positions[t], right);
+        for (int i = 0; i < num; i++) {
+            const float got = found[kv * num + i];
+            CHECKF(fabs((double)got - right[i]) <= off, "layer %d, a row at %d: weight %g, not %g", l,
+                   stored[i].position, (double)got, right[i]);
+        }
+    }
+    const row_list *rows = s ? &s->layers[source_of(p, l)] : NULL;
+    CHECKF(status == KVC_OK || (status == KVC_ERR_GONE && rows && (rows->lost.end || rows->missing.end)), "%s",
+           kvc_last_error());
+    num_weighed += status == KVC_OK && num;
+    free(a.q);
+}
+
 /* ---- a look ------------------------------------------------------------------------------------------------------ */
 
 /* Hides ranges of some of the batch's sequences, or nothing. */
@@ -471,6 +552,7 @@ static inline void look(pair *p) {
         check_attend(p, l, first, n, NULL); /* a plan for the other is not taken */
         hide_some(p);
         check_attend(p, l, first, n, NULL);
+        check_weights(p, l, random_id());
     }
 }
 
