@@ -122,6 +122,8 @@ def _attend(
         leading = count_leading(shown_columns(padding, passes.num_seen + this_pass.num_tokens))
         if leading != this_pass.offsets:  # the mask's chunks begin behind the padding that it hides, the layer's do not
             return None
+    if passes.queries is not None:
+        passes.note_queries(passes.queries, this_pass, layer.index, q, options)
     has_padding = padding is not None or any(this_pass.offsets)
     options["masked"] = (passes.masked(this_pass, padding) if has_padding else None) or None
     if chosen is not None and this_pass.batch is not None:

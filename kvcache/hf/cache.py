@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, Self
 
 import torch
@@ -11,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionLayer
 from transformers.generation.utils import ALL_CACHE_NAMES
 
-from kvcache import KVCache
+from kvcache import KVCache, eviction
 from kvcache.arguments import INT32_MAX, INT64_MAX, integer
 from kvcache.errors import NotSupportedError
 from kvcache.hf.decode import Decoder
@@ -29,9 +30,10 @@ from kvcache.hf.policies import (
     index_layers_of,
     layers_of,
     parts_of,
+    ropes_of,
     rotation_by_length,
 )
-from kvcache.hf.prompts import Prompt, Prompts, check_prefix, placeholders_of, prompts_of
+from kvcache.hf.prompts import Prompt, Prompts, check_prefix, check_tokens, placeholders_of, prompts_of
 from kvcache.hf.recurrent import ROWS, Recurrent
 from kvcache.hf.state import SaveableBatch, stored_in
 from kvcache.hf.turns import STALLED, Turns
@@ -116,7 +118,7 @@ class HFCache(SaveableBatch, Cache):
         is_recurrent = any(isinstance(part.own, LinearAttentionLayer) for part in parts)
         self.goes_on_by_one_token = is_recurrent and decoder.model_type in BY_ONE_TOKEN
         self.follows_from_later = bool(both_ways(decoder) or rotation_by_length(decoder))  # a row does, from tokens
-        self._prefix = prefix
+        self._config, self._prefix = config, prefix
         has_readers = any(part.policy is None and not isinstance(part.own, LinearAttentionLayer) for part in parts)
         self.follows_calls = has_readers or prefix is not None  # whether it must know where the model's calls end
         if prefix is None:
@@ -358,6 +360,100 @@ class HFCache(SaveableBatch, Cache):
         finally:
             for seq_id in seq_ids:
                 self._cache.clear(seq_id)
+
+    # ---- eviction by importance
+
+    def note_queries(self, every: int = eviction.EVERY) -> None:
+        """Note queries of all tokens that are fed from now on, for `evict`: call this before the prompt.
+
+        Kept are the queries of one token in `every`, and of the last 32, in float16. With 32, they take a 32nd of the
+        memory of float16 keys for each query head of a KV head. Only the attention ``"kvcache"`` has queries to note.
+        """
+        self._passes.end()
+        self._passes.queries = eviction.Queries(every)
+
+    def evict(
+        self,
+        policy: eviction.Policy,
+        keep: float = 0.25,
+        *,
+        model: Any = None,
+        input_ids: torch.Tensor | None = None,
+    ) -> None:
+        """Keep the most important tokens of each text, and give the memory of all others back.
+
+        The first 4 tokens and the last 32 are always kept. The cache loses the others for every later question: do not
+        evict before the question is known. Quantised rows lose less, so use them first. Tokens keep their positions.
+        Lengths and masks count all tokens, as before. Rows in windows are dropped, too, and recurrent states stay. The
+        model then needs the attention ``"kvcache"``.
+
+        Parameters
+        ----------
+        policy : callable
+            `kvcache.eviction.future`, which needs `note_queries`; `kvcache.eviction.kvzip`, which needs `model` and
+            `input_ids`; or a function of a `kvcache.eviction.Prompt` that returns how important each token is.
+        keep : float, default 0.25
+            The share of each text that is kept, above 0 and at most 1.
+        model, input_ids
+            The model, and the tokens that it has read, ``[batch, tokens]`` with their padding.
+
+        Raises
+        ------
+        NotSupportedError
+            If no layer keeps the rows of all tokens, an indexer chooses rows, or the policy needs a rotation that is
+            not known, or feeds images again.
+        ValueError
+            If `keep` is out of range, `input_ids` are not those that were fed, or the policy lacks what it needs.
+            Nothing has changed then.
+        """
+        passes, keep = self._passes, eviction.check_share(keep)
+        passes.end()
+        if any(passes.is_index):
+            raise NotSupportedError("an indexer of the model chooses rows: tokens cannot be evicted beside it")
+        if model is not None or input_ids is not None:
+            self._check_fed_again(model, input_ids)
+        kept = []
+        for row, seq_id in enumerate(passes.seq_ids):
+            again = None if input_ids is None else partial(self._feed_again, row, model, input_ids)
+            prompt = eviction.Prompt(self._cache, seq_id, passes.queries, again, ropes_of(self._config, self._cache))
+            kept.append(eviction.choose(prompt, policy, keep))
+        for seq_id, positions in zip(passes.seq_ids, kept, strict=True):
+            self._cache.keep_positions(positions, seq_id=seq_id)
+        self._cache.compact()
+
+    def _check_fed_again(self, model: Any, input_ids: torch.Tensor | None) -> None:
+        """Raise unless a model can be fed these tokens once more."""
+        if not isinstance(model, torch.nn.Module) or input_ids is None:
+            raise TypeError("give both model, which is fed the prompt once more, and input_ids, its tokens")
+        check_tokens(input_ids, "input_ids")
+        wanted = len(self._passes.seq_ids), self._passes.num_seen
+        if input_ids.ndim != 2 or len(input_ids) != wanted[0] or input_ids.shape[1] > wanted[1]:
+            raise ValueError(
+                f"input_ids has the shape {tuple(input_ids.shape)}: [batch, tokens] is needed, {wanted[0]} rows of at"
+                f" most the {wanted[1]} tokens that were fed"
+            )
+        if torch.isin(input_ids, torch.tensor([*self._placeholders], dtype=input_ids.dtype)).any():
+            raise NotSupportedError("input_ids has tokens that stand for images or sound, which cannot be fed again")
+
+    def _feed_again(
+        self, row: int, model: Any, input_ids: torch.Tensor
+    ) -> Iterator[tuple[int, eviction.Queries]]:  # fmt: skip
+        """Feed the tokens of a row once more, some at a time behind a copy; yield the copy's sequence and queries."""
+        offset, seen = self._passes.offsets[row], self._passes.num_seen
+        for begin in range(offset, input_ids.shape[1], eviction.AGAIN):
+            chunk = input_ids[row : row + 1, begin : begin + eviction.AGAIN]
+            again = copy.deepcopy(self)
+            again.batch_select_indices([row])
+            queries = again._passes.queries = eviction.Queries(every=1, last=0)
+            again._passes.prompts = None
+            inputs: dict[str, Any] = {"input_ids": chunk, CACHE: again, "use_cache": True}
+            if offset:
+                inputs["attention_mask"] = (torch.arange(seen + chunk.shape[1]) >= offset)[None].long()
+                inputs["position_ids"] = torch.arange(seen - offset, seen - offset + chunk.shape[1])[None]
+            with torch.no_grad():
+                model(**inputs)
+            again.finish()
+            yield again._passes.seq_ids[0], queries
 
     # ---- prompts that begin as earlier ones
 

@@ -96,7 +96,7 @@ class LayerRows:
             )
         if self.new is None:
             passes.finish()
-            return layer.decoder.decode_rows(layer.index, passes.seq_ids, self.num_columns)
+            return layer.decode_stored(self.num_columns)
         with passes.turns.lock:  # until the rows are decoded, no other cache may end the pass
             this_pass = self.current_pass()
             this_pass.decoded.add(layer.index)
@@ -153,7 +153,17 @@ class Layer(CacheLayerMixin):
         if not self.passes.seq_ids:
             return None
         columns = min(self.passes.num_seen, self.most_past)
-        return self.unpack(*self.decoder.decode_rows(self.index, self.passes.seq_ids, columns))
+        return self.unpack(*self.decode_stored(columns))
+
+    def decode_stored(self, num_columns: int, num_new: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode the rows of the last columns, as `Decoder.decode_rows` does; raise if tokens between were evicted."""
+        passes = self.passes
+        if passes.has_gaps:
+            raise NotSupportedError(
+                "tokens were evicted: only the attention 'kvcache' knows which rows are left, and the model has another"
+                " one, or computes with the rows first: kvcache.hf.enable(model)"
+            )
+        return self.decoder.decode_rows(self.index, passes.seq_ids, num_columns, num_new)
 
     def decode(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode the rows of earlier passes, and append the new rows unchanged."""
@@ -161,7 +171,7 @@ class Layer(CacheLayerMixin):
         if self.num_sink_tokens and num_seen + k.shape[2] > self.window:
             raise NotSupportedError("sink tokens lie apart from the window: only the attention 'kvcache' sees both")
         columns = min(num_seen, self.most_past)
-        dense = self.unpack(*self.decoder.decode_rows(self.index, self.passes.seq_ids, columns, k.shape[2]))
+        dense = self.unpack(*self.decode_stored(columns, k.shape[2]))
         for wide, new in zip(dense, (k, v), strict=True):
             wide[:, :, columns:] = new
         return dense

@@ -6,8 +6,10 @@ import copy
 import threading
 import time
 import warnings
+from collections.abc import Iterable
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from kvcache import selecting
@@ -15,11 +17,12 @@ from kvcache.arrays import Layout
 from kvcache.batch import Batch
 from kvcache.cache import KVCache
 from kvcache.errors import shown
+from kvcache.eviction import Queries
 from kvcache.hf.padding import count_leading, masked_ranges, refuse_batch, refuse_padding, shown_columns
 from kvcache.hf.prompts import Prompts
 from kvcache.hf.turns import Turns, clear_finally
 from kvcache.layer import count
-from kvcache.policy import CrossAttention
+from kvcache.policy import CrossAttention, FullAttention
 
 INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}  # types of indices
 
@@ -119,6 +122,8 @@ class Passes:
         self.cache, self.turns, self.has_readers, self.num_selected = cache, turns, has_readers, select
         self.is_called = False  # whether a call of the model runs, of which `note_call` was told
         self.last: ForwardPass | None = None  # that runs, or ran last
+        self.queries: Queries | None = None  # of the tokens, for `HFCache.evict`; None: they are not noted
+        self.seq_ids: list[int] = []  # the sequence of each batch index
         self.forget()
         self._timeout = timeout
         self._num_layers = cache.num_layers
@@ -130,7 +135,8 @@ class Passes:
 
     def forget(self) -> None:
         """Forget all tokens; the pass has ended, and the sequences were cleared."""
-        self.seq_ids: list[int] = []  # the sequence of each batch index
+        self._forget_queries(self.seq_ids)
+        self.seq_ids = []
         self.num_seen = 0  # tokens of each sequence, padding included: the columns of a mask
         self.num_last = 0  # those of them that the pass fed which ended last
         self.offsets: list[int] = []  # the column of each sequence's position 0: leading padding is not stored
@@ -145,9 +151,22 @@ class Passes:
         other.is_called = False
         other.seq_ids, other.calls = seq_ids, dict(self.calls)
         other.prompts = copy.copy(self.prompts)
+        other.queries = copy.deepcopy(self.queries)
         for source, seq_id in zip(self.seq_ids, other.seq_ids, strict=True):
-            self.cache.fork(source, seq_id, missing_ok=True)
+            other._fork(source, seq_id)
+        other._forget_queries(self.seq_ids)
         return other
+
+    def _fork(self, source: int, seq_id: int) -> None:
+        """Let a new sequence go on from another one."""
+        self.cache.fork(source, seq_id, missing_ok=True)
+        if self.queries is not None:
+            self.queries.fork(source, seq_id)
+
+    def _forget_queries(self, seq_ids: Iterable[int]) -> None:
+        if self.queries is not None:
+            for seq_id in seq_ids:
+                self.queries.forget(seq_id)
 
     def __del__(self) -> None:
         ended, self.last = self.last, None  # without a lock: this may run in the middle of anything
@@ -175,17 +194,41 @@ class Passes:
                     continue
                 [seq_id] = self.new_ids(1)
                 forked.append(seq_id)
-                self.cache.fork(source, seq_id, missing_ok=True)
+                self._fork(source, seq_id)
                 selected.append(seq_id)
         except BaseException:
             for seq_id in forked:
                 self.cache.clear(seq_id)
             raise
-        for seq_id in set(self.seq_ids) - set(selected):
+        dropped = set(self.seq_ids) - set(selected)
+        for seq_id in dropped:
             self.cache.clear(seq_id)
+        self._forget_queries(dropped)
         self.seq_ids, self.offsets = selected, [self.offsets[i] for i in batch_indices]
         if self.prompts is not None:
             self.prompts.select(batch_indices, self.num_seen)
+
+    def note_queries(
+        self, queries: Queries, this_pass: ForwardPass, index: int, q: torch.Tensor, options: dict[str, Any]
+    ) -> None:
+        """Note queries ``[batch, heads, tokens, dim]`` of the last tokens of a pass."""
+        end = self.num_seen + this_pass.num_tokens
+        asked = {name: options.get(name) for name in ("scale", "softcap", "sinks")}
+        if isinstance(asked["sinks"], torch.Tensor):
+            asked["sinks"] = asked["sinks"].numpy()
+        for row, (seq_id, offset) in enumerate(zip(self.seq_ids, this_pass.offsets, strict=True)):
+            num_tokens = min(q.shape[2], end - offset)  # without padding
+            if num_tokens:
+                of_row = q[row, :, q.shape[2] - num_tokens :].transpose(0, 1).detach().float().numpy()
+                positions = np.arange(end - offset - num_tokens, end - offset)
+                queries.note(index, of_row, positions, seq_id=seq_id, **asked)
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether tokens were evicted, so that rows are not side by side."""
+        full = next((i for i, layer in enumerate(self.cache.layers) if isinstance(layer.policy, FullAttention)), None)
+        counts = (self.cache.seq_len(seq_id, layer=full) < self.cache.next_position(seq_id) for seq_id in self.seq_ids)
+        return full is not None and any(counts)
 
     # ---- whose turn it is
 

@@ -16,12 +16,14 @@ from transformers.cache_utils import (
 )
 
 from kvcache import KVCache
-from kvcache.errors import NotSupportedError
+from kvcache.errors import KVCacheError, NotSupportedError
 from kvcache.layer import Layer, count
+from kvcache.models import shapes
 from kvcache.models.fields import NAMES
 from kvcache.models.kinds import SLIDING
 from kvcache.models.shapes import MORE_KV_HEADS, REFUSED
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow, written
+from kvcache.rope import RopeLike
 
 # Layers whose state transformers itself keeps: a recurrent state, or nothing.
 OwnLayer: TypeAlias = LinearAttentionLayer | DummyLayer
@@ -209,6 +211,17 @@ def layers_of(config: PreTrainedConfig) -> list[Layer]:
     decoder, parts, types = parts_of(config)
     policies = {i: part.policy for i, part in enumerate(parts) if part.policy is not None}
     return [layer_of(decoder.per_layer_config[i], i, types[i], policy) for i, policy in policies.items()]
+
+
+def ropes_of(config: PreTrainedConfig, cache: KVCache) -> list[RopeLike]:
+    """Return the rotation of each layer of a model's cache; None if the configuration does not say it."""
+    unknown: list[RopeLike] = [None] * cache.num_layers
+    try:
+        read = shapes.read(config).layers
+    except KVCacheError:
+        return unknown
+    ropes: list[RopeLike] = [layer.rope for layer in read if layer.policy is not None and layer.share is None]
+    return ropes if len(ropes) == cache.num_layers else unknown
 
 
 def index_layers_of(config: PreTrainedConfig, layers: Sequence[Layer]) -> list[Layer]:

@@ -1,0 +1,337 @@
+"""`HFCache.evict`: attention over the tokens that stay, beside transformers' own attention with the others hidden."""
+
+import copy
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from support import sparse_models  # noqa: E402 - torch may be missing
+from support.hf_pairs import BASE, make, random_tokens  # noqa: E402 - torch may be missing
+from support.hf_pairs import model_of as recurrent_model  # noqa: E402 - torch may be missing
+
+import kvcache  # noqa: E402 - it imports those
+from kvcache import eviction  # noqa: E402 - it imports those
+from kvcache.eviction import Prompt, future, kvzip  # noqa: E402 - it imports those
+from kvcache.hf import HFCache  # noqa: E402 - it imports those
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
+
+LENGTH, NEW = 120, 6
+
+
+def third(prompt):
+    """Take every third token for the most important, whatever they are."""
+    return (np.arange(prompt.num_rows) % 3 == 0).astype(float)
+
+
+def model_of(kind=transformers.LlamaConfig, **changes):
+    model = make(kind(**BASE | {"initializer_range": 0.1} | changes))
+    model.set_attn_implementation("kvcache")
+    return model
+
+
+def texts(rows=1):
+    return random_tokens(rows, LENGTH + NEW)
+
+
+def logits_of(model, cache, tokens, mask=None, begin=LENGTH, **options):
+    """Feed the tokens from a column on, each in a pass of its own; return their logits."""
+    found = []
+    with torch.inference_mode():
+        for i in range(begin, tokens.shape[1]):
+            positions = {"position_ids": torch.tensor([[i]] * len(tokens))} if mask is None else {}
+            if mask is not None:
+                positions = {"attention_mask": mask[:, : i + 1], "position_ids": options["positions"][:, i : i + 1]}
+            found.append(model(tokens[:, i : i + 1], past_key_values=cache, **positions).logits)
+    return torch.cat(found, 1)
+
+
+def prefill(model, cache, tokens, mask=None, positions=None):
+    options = {} if mask is None else {"attention_mask": mask[:, :LENGTH], "position_ids": positions[:, :LENGTH]}
+    with torch.inference_mode():
+        model(tokens[:, :LENGTH], past_key_values=cache, **options)
+
+
+def hidden(model, tokens, kept, mask=None, positions=None):
+    """Return the logits of transformers' own cache whose mask hides the columns that were evicted."""
+    model.set_attn_implementation("sdpa")
+    cache = transformers.DynamicCache(config=model.config)
+    shown = torch.ones_like(tokens) if mask is None else mask.clone()
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens) if positions is None else positions
+    prefill(model, cache, tokens, shown, positions)
+    for row, columns in enumerate(kept):
+        shown[row, :LENGTH] = 0
+        shown[row, columns] = 1
+    found = logits_of(model, cache, tokens, shown, positions=positions)
+    model.set_attn_implementation("kvcache")
+    return found
+
+
+def columns_of(cache):
+    """Return the columns that each row of an evicted cache holds."""
+    passes = cache._passes
+    pairs = zip(passes.seq_ids, passes.offsets, strict=True)
+    return [cache._cache.positions(seq_id=seq_id) + offset for seq_id, offset in pairs]
+
+
+@pytest.mark.parametrize("kind", [transformers.LlamaConfig, transformers.Qwen3Config, transformers.Phi3Config])
+def test_logits_are_those_of_the_tokens_that_stay(kind):
+    model, tokens = model_of(kind), texts(2)
+    cache = HFCache(model.config, "f32")
+    prefill(model, cache, tokens)
+    cache.evict(third, 0.4)
+    kept = columns_of(cache)
+    assert [len(each) for each in kept] == [48, 48]
+    assert cache.get_seq_length() == LENGTH
+    found = logits_of(model, cache, tokens)
+    torch.testing.assert_close(found, hidden(model, tokens, kept), rtol=1e-4, atol=1e-5)
+    assert cache.stats()["calls"]["dense"] == 0
+
+
+def test_a_batch_with_padding_keeps_what_its_texts_alone_would():
+    model, tokens = model_of(), texts(2)
+    mask = torch.ones_like(tokens)
+    mask[0, :17] = 0
+    positions = (mask.cumsum(1) - 1).clamp(0)
+    for policy in (future, kvzip):
+        cache = HFCache(model.config, "f32")
+        cache.note_queries(8)
+        prefill(model, cache, tokens, mask, positions)
+        again = {"model": model, "input_ids": tokens[:, :LENGTH]} if policy is kvzip else {}
+        cache.evict(policy, 0.5, **again)
+        kept = columns_of(cache)
+        for row, padding in enumerate((17, 0)):
+            alone, text = HFCache(model.config, "f32"), tokens[row : row + 1, padding:LENGTH]
+            alone.note_queries(8)
+            with torch.inference_mode():
+                model(text, past_key_values=alone)
+            alone.evict(policy, 0.5, **({"model": model, "input_ids": text} if again else {}))
+            assert (columns_of(alone)[0] + padding).tolist() == kept[row].tolist()
+        found = logits_of(model, cache, tokens, mask, positions=positions)
+        torch.testing.assert_close(
+            found, hidden(model, tokens, kept, mask, positions), rtol=1e-4, atol=1e-5, msg=str(policy)
+        )
+
+
+KINDS = {
+    "llama": (transformers.LlamaConfig, {}),
+    "phi, a part rotated": (transformers.PhiConfig, {"partial_rotary_factor": 0.5}),
+    "glm4, neighbours rotated": (transformers.Glm4Config, {"partial_rotary_factor": 0.5, "pad_token_id": 0}),
+    "gemma3, two bases": (
+        transformers.Gemma3TextConfig,
+        {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 512, "num_hidden_layers": 4},
+    ),
+    "deepseek_v3, latents": (
+        transformers.DeepseekV3Config,
+        {
+            "head_dim": 8, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    "yarn": (
+        transformers.LlamaConfig,
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
+                             "original_max_position_embeddings": 64}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_queries_are_moved_as_the_model_rotates_them(kind):
+    """Layer 0's queries depend on their token and position alone."""
+    config, changes = KINDS[kind]
+    model, tokens, noted = model_of(config, **changes), texts()[:, :40], []
+    for begin in (0, 90):
+        cache = HFCache(model.config, "f32")
+        cache.note_queries(1)
+        with torch.inference_mode():
+            model(tokens, past_key_values=cache, position_ids=begin + torch.arange(40)[None])
+        cache.finish()
+        ropes = eviction_ropes(cache)
+        noted.append(Prompt(cache._cache, cache._passes.seq_ids[0], cache._passes.queries, ropes=ropes))
+    for layer in (0,):
+        first, behind = (each.picked(layer) for each in noted)
+        moved = noted[0].moved(first, layer, first.positions + 90)
+        np.testing.assert_allclose(moved.q, behind.q, rtol=2e-3, atol=2e-3 * abs(behind.q.astype(float)).max())
+        assert abs(first.q - behind.q).max() > 0.01 * abs(behind.q).max()
+
+
+def eviction_ropes(cache):
+    from kvcache.hf.policies import ropes_of
+
+    return ropes_of(cache._config, cache._cache)
+
+
+def test_a_rotation_that_follows_the_length():
+    model = model_of(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    cache = HFCache(model.config)
+    cache.note_queries()
+    prefill(model, cache, texts())
+    with pytest.raises(kvcache.NotSupportedError, match="queries of layer 0 cannot be moved"):
+        cache.evict(future)
+    cache.evict(kvzip, model=model, input_ids=texts()[:, :LENGTH])
+    assert [len(each) for each in columns_of(cache)] == [36]
+
+
+def test_a_prompt_longer_than_what_is_fed_again_at_once(monkeypatch):
+    model, tokens = model_of(), texts()
+    found = []
+    for length in (256, 50):
+        monkeypatch.setattr(eviction, "AGAIN", length)
+        cache = HFCache(model.config, "f32")
+        prefill(model, cache, tokens)
+        cache.evict(kvzip, 0.5, model=model, input_ids=tokens[:, :LENGTH])
+        assert cache._cache.sequences == cache._passes.seq_ids  # no fork is left
+        found.append(columns_of(cache)[0])
+    assert len(found[0]) == len(found[1]) == 60
+
+
+def test_copies_beams_and_going_back():
+    model, tokens = model_of(), texts()
+    cache = HFCache(model.config, "f32")
+    cache.note_queries(8)
+    prefill(model, cache, tokens)
+    whole = copy.deepcopy(cache)
+    cache.batch_repeat_interleave(2)
+    cache.evict(future, 0.5)
+    kept = columns_of(cache)
+    assert kept[0].tolist() == kept[1].tolist()
+    whole.evict(future, 0.5)
+    assert columns_of(whole)[0].tolist() == kept[0].tolist()
+    found = logits_of(model, cache, tokens.repeat(2, 1))
+    cache.crop(-NEW)
+    torch.testing.assert_close(logits_of(model, cache, tokens.repeat(2, 1)), found)
+    other = copy.deepcopy(whole)
+    torch.testing.assert_close(logits_of(model, other, tokens)[0], found[0])
+    torch.testing.assert_close(logits_of(model, whole, tokens)[0], found[0])
+    other.crop(-NEW - 5)
+    assert len(columns_of(other)[0]) == 55
+
+
+def test_a_saved_cache(tmp_path):
+    model, tokens = model_of(), texts()
+    cache = HFCache(model.config, "f32")
+    prefill(model, cache, tokens)
+    cache.evict(third, 0.5)
+    cache.save(tmp_path / "state")
+    loaded = HFCache.load(model.config, tmp_path / "state")
+    assert loaded.get_seq_length() == LENGTH
+    torch.testing.assert_close(logits_of(model, loaded, tokens), logits_of(model, cache, tokens))
+
+
+def test_prefixes_are_not_of_evicted_rows():
+    model, tokens = model_of(), texts()
+    prefix = kvcache.PrefixCache(HFCache.make_kv_cache(model.config, "f32", block_size=16), fingerprint="x")
+    fresh = HFCache(model.config, "f32")
+    prefill(model, fresh, tokens)
+    right = logits_of(model, fresh, tokens)
+    for _ in range(2):
+        cache = HFCache(model.config, prefix=prefix)
+        matched = cache.acquire(tokens)
+        with torch.inference_mode():
+            model(tokens[:, matched:LENGTH], past_key_values=cache)
+        torch.testing.assert_close(logits_of(model, copy.deepcopy(cache), tokens), right, rtol=1e-4, atol=1e-5)
+        cache.evict(third, 0.5)
+        logits_of(model, cache, tokens)
+        cache.release(tokens)
+
+
+def test_generate_goes_on():
+    model, tokens = model_of(), texts()
+    cache = HFCache(model.config)
+    prefill(model, cache, tokens)
+    cache.evict(third, 0.5)
+    made = model.generate(tokens, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    assert made.shape == (1, LENGTH + NEW + 5)
+    assert cache.get_seq_length() == LENGTH + NEW + 4
+    assert len(columns_of(cache)[0]) == 60 + NEW + 4
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+def test_recurrent_layers_keep_their_state(name):
+    model, tokens = recurrent_model(name), texts()
+    model.set_attn_implementation("kvcache")
+    cache, whole = HFCache(model.config, "f32"), HFCache(model.config, "f32")
+    for each in (cache, whole):
+        prefill(model, each, tokens)
+    cache.evict(third, 0.5)
+    shown = torch.zeros_like(tokens)
+    shown[0, LENGTH:] = shown[0, columns_of(cache)[0]] = 1
+    masked = logits_of(model, whole, tokens, shown, positions=torch.arange(LENGTH + NEW)[None])
+    torch.testing.assert_close(logits_of(model, cache, tokens), masked)
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_other_attention_is_refused_afterwards(name):
+    model, tokens = model_of(), texts()
+    cache = HFCache(model.config, "f32")
+    prefill(model, cache, tokens)
+    cache.evict(third, 0.5)
+    model.set_attn_implementation(name)
+    with pytest.raises(kvcache.NotSupportedError, match="tokens were evicted"):
+        logits_of(model, cache, tokens)
+    with pytest.raises(kvcache.NotSupportedError, match="tokens were evicted"):
+        _ = cache.layers[0].keys
+    model.set_attn_implementation("kvcache")
+    assert logits_of(model, cache, tokens).isfinite().all()
+
+
+def test_queries_need_the_kernels():
+    model, tokens = model_of(), texts()
+    model.set_attn_implementation("sdpa")
+    cache = HFCache(model.config)
+    cache.note_queries()
+    prefill(model, cache, tokens)
+    with pytest.raises(ValueError, match="no queries of sequence"):
+        cache.evict(future)
+    with pytest.raises(ValueError, match="no queries of sequence"):
+        cache.evict(kvzip, model=model, input_ids=tokens[:, :LENGTH])
+    assert cache._cache.sequences == cache._passes.seq_ids
+    assert len(columns_of(cache)[0]) == LENGTH
+
+
+def test_reset_goes_on_noting():
+    model, tokens = model_of(), texts()
+    cache = HFCache(model.config)
+    cache.note_queries(8)
+    kept = []
+    for _ in range(2):
+        prefill(model, cache, tokens)
+        cache.evict(future, 0.5)
+        kept.append(columns_of(cache)[0].tolist())
+        cache.reset()
+    assert kept[0] == kept[1]
+
+
+def test_refused():
+    model, tokens = model_of(), texts()
+    cache = HFCache(model.config)
+    prefill(model, cache, tokens)
+    cache.finish()
+    calls = {
+        r"keep=1.5: must be above 0 and at most 1": lambda: cache.evict(third, 1.5),
+        r"no queries of sequence": lambda: cache.evict(future),
+        r"the policy needs the prompt fed once more": lambda: cache.evict(kvzip),
+        r"give both model, .* and input_ids": lambda: cache.evict(kvzip, model=model),
+        r"give both model": lambda: cache.evict(kvzip, model="llama", input_ids=tokens),
+        r"input_ids has the shape \(1, 126\): .* 1 rows of at most the 120": lambda: cache.evict(
+            kvzip, model=model, input_ids=tokens
+        ),
+        r"every=0": lambda: cache.note_queries(0),
+    }
+    for message, call in calls.items():
+        with pytest.raises((ValueError, TypeError), match=message):
+            call()
+        assert len(columns_of(cache)[0]) == LENGTH
+
+
+def test_models_that_choose_rows_are_refused():
+    model = sparse_models.model_of("deepseek_v32")
+    cache = HFCache(model.config)
+    with pytest.raises(kvcache.NotSupportedError, match="an indexer of the model chooses rows"):
+        cache.evict(third)
