@@ -127,7 +127,7 @@ class Context:
 
     With kvcache, a token selects `select` rows of a long text; with 0 it reads all. `nbytes` is what the rows of a full
     context take there. If the context does not have kvcache, `own` says why; otherwise it is empty. llama.cpp's own
-    cache has the type of `OWN_TYPES` in the place of one that it lacks.
+    cache lacks some types, and has the types that `OWN_TYPES` names instead.
     """
 
     def __init__(

@@ -13,12 +13,24 @@ from kvcache.runner.evaluate import (
     read_windows,
     seconds_without_cache,
 )
-from kvcache.runner.generate import FIRST_TOKENS_KEPT, Options, Speed, generate, new_cache, sample, shift_context
+from kvcache.runner.generate import (
+    FIRST_TOKENS_KEPT,
+    POLICIES,
+    Options,
+    Speed,
+    evict_prompt,
+    feed_again,
+    generate,
+    new_cache,
+    sample,
+    shift_context,
+)
 from kvcache.runner.llama import PREFILL_TOKENS, Llama, LlamaConfig, LlamaError
 from kvcache.runner.stream import run
 
 __all__ = [
     "FIRST_TOKENS_KEPT",
+    "POLICIES",
     "PREFILL_TOKENS",
     "Fidelity",
     "Llama",
@@ -28,6 +40,8 @@ __all__ = [
     "Report",
     "Speed",
     "compare_dtypes",
+    "evict_prompt",
+    "feed_again",
     "fidelity",
     "generate",
     "mean_loss",

@@ -159,18 +159,21 @@ class Report:
     width: int = NO_LIMIT
     prefill: Speed = field(default_factory=Speed)
     decode: Speed = field(default_factory=Speed)
+    num_kept: int | None = None  # tokens of the prompt whose rows were kept; None: all
     _exact: Fidelity | None = field(default=None, init=False)  # of f32, which comes first
 
     def line(self) -> str:
         """Return the speeds in one line."""
         speeds = ("prefill", self.prefill), ("decode", self.decode)
-        said = (f"{name} {s.tokens:,} tokens, {s.tokens_per_second:,.1f} tokens/s" for name, s in speeds if s.tokens)
+        said = [f"{name} {s.tokens:,} tokens, {s.tokens_per_second:,.1f} tokens/s" for name, s in speeds if s.tokens]
+        said += [] if self.num_kept is None else [f"kept the rows of {self.num_kept:,} tokens of the prompt"]
         return "; ".join(said) or "no token was generated"
 
     def speed_lines(self) -> list[str]:
         """Return a heading, and a row for each speed that was measured."""
         speeds = zip(self._names, (self.prefill, self.decode), strict=True)
-        rows = [self._speed(name, speed) for name, speed in speeds if speed.tokens]
+        kept = "" if self.num_kept is None else f"{self.num_kept:,} of them kept"
+        rows = [self._speed(name, speed, kept * (speed is self.prefill)) for name, speed in speeds if speed.tokens]
         return [self._speeds.row(["", "tokens", "tokens/s", ""]), *rows]
 
     def line_without_cache(self, speed: Speed) -> str:

@@ -6,11 +6,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from kvcache import KVCache, SlidingWindow, selecting
+from kvcache import KVCache, SlidingWindow, eviction, selecting
 from kvcache.arguments import to_float
+from kvcache.eviction import Queries
 from kvcache.layer import DTYPES, DType, Layer, Transform, to_dtype
 from kvcache.models.weights import F32
 from kvcache.policy import Policy
@@ -18,9 +20,21 @@ from kvcache.runner import llama
 from kvcache.runner.llama import Llama, LlamaConfig, LlamaError
 from kvcache.selecting import with_sketches
 
-__all__ = ["FIRST_TOKENS_KEPT", "Options", "Speed", "generate", "new_cache", "sample", "shift_context"]
+__all__ = [
+    "FIRST_TOKENS_KEPT",
+    "POLICIES",
+    "Options",
+    "Speed",
+    "evict_prompt",
+    "feed_again",
+    "generate",
+    "new_cache",
+    "sample",
+    "shift_context",
+]
 
 FIRST_TOKENS_KEPT = 4  # first tokens that a shift keeps: models attend to them, whatever they are
+POLICIES: dict[str, eviction.Policy] = {"future": eviction.future, "kvzip": eviction.kvzip}  # by the name of an option
 
 
 @dataclass(frozen=True)
@@ -56,6 +70,10 @@ class Options:
     select : int, optional
         About how many rows a generated token reads for each KV head, as in `kvcache.Batch.attend`, once the text has
         8192 tokens. Prompts and the first two layers read all rows. By default all rows are read.
+    keep : float, optional
+        The share of the prompt's tokens whose rows are kept behind the prompt; by default all.
+    evict_by : {"future", "kvzip"}, optional
+        The policy of `kvcache.eviction` that says which tokens are kept; by default "future".
 
     Raises
     ------
@@ -75,6 +93,8 @@ class Options:
     quiet: bool = False
     transform: Transform | None = None
     select: int | None = None
+    keep: float | None = None
+    evict_by: str | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -90,6 +110,14 @@ class Options:
         ):
             if value is not None and value < lowest:
                 raise LlamaError(f"{name} must be at least {lowest}, not {value}")
+        if self.keep is not None and not 0 < self.keep <= 1:
+            raise LlamaError(f"the share to keep must be above 0 and at most 1, not {self.keep:g}")
+        if self.keep is not None and self.window is not None:
+            raise LlamaError("a window drops rows by itself: give it, or a share of the prompt to keep")
+        if self.evict_by is not None and self.keep is None:
+            raise LlamaError(f"the policy {self.evict_by!r} needs a share of the prompt to keep")
+        if self.evict_by is not None and self.evict_by not in POLICIES:
+            raise LlamaError(f"the policy must be one of {', '.join(POLICIES)}, not {self.evict_by!r}")
         if self.shift and self.window is not None:
             raise LlamaError("a window and a shift are two ways to go beyond the model's context: give one of them")
         if self.num_sink_tokens and self.window is None and not self.shift:
@@ -133,7 +161,8 @@ def new_cache(config: LlamaConfig, options: Options, dtype: DType | None = None)
     Returns
     -------
     KVCache
-        A cache for the model's whole context; with a window, for the window, the sink tokens and one batch.
+        A cache for the model's whole context; with a window, for the window, the sink tokens and one batch. If only a
+        share of the prompt is kept, the cache has room for a fork that reads the prompt again.
 
     Raises
     ------
@@ -156,7 +185,10 @@ def new_cache(config: LlamaConfig, options: Options, dtype: DType | None = None)
         )
         for own in policy
     ]
-    return KVCache(layers if options.select is None else with_sketches(layers, options.select), max_seq_len=max_seq_len)
+    layers = layers if options.select is None else with_sketches(layers, options.select)
+    if options.keep is None:
+        return KVCache(layers, max_seq_len=max_seq_len)
+    return KVCache(layers, max_seq_len=max_seq_len + eviction.AGAIN, max_sequences=2)  # a fork reads the prompt again
 
 
 def _narrowed(own: Policy | None, window: int, num_sink_tokens: int) -> SlidingWindow:
@@ -229,6 +261,42 @@ def num_dropped_by_shift(num_tokens: int, num_tokens_kept: int) -> int:
     return (num_tokens - num_tokens_kept + 1) // 2
 
 
+def evict_prompt(model: Llama, cache: KVCache, prompt: Sequence[int], options: Options, queries: Queries) -> int:
+    """Keep the share of a prompt's tokens that `options` name, and give the memory of the others back.
+
+    Returns the number of tokens that were kept.
+
+    Parameters
+    ----------
+    cache : KVCache
+        A cache of `new_cache`, which holds the prompt.
+    queries : kvcache.eviction.Queries
+        What `Llama.forward` noted of the prompt.
+    """
+    assert options.keep is not None
+    again = partial(feed_again, model, cache, prompt)
+    kept = eviction.evict(cache, POLICIES[options.evict_by or "future"], options.keep, queries=queries, again=again)
+    cache.compact()
+    return len(kept)
+
+
+def feed_again(model: Llama, cache: KVCache, prompt: Sequence[int], seq_id: int = 0) -> Iterator[tuple[int, Queries]]:
+    """Feed the prompt of a sequence once more, some tokens at a time behind a fork, for `kvcache.eviction.kvzip`.
+
+    Yields the fork, and the queries of these tokens.
+    """
+    fork = max(cache.sequences) + 1
+    for begin in range(0, len(prompt), eviction.AGAIN):
+        queries = Queries(every=1, last=0)
+        cache.fork(seq_id, fork)
+        try:
+            part = prompt[begin : begin + eviction.AGAIN]
+            model.forward(part, cache, seq_id=fork, last_only=True, queries=queries)
+            yield fork, queries
+        finally:
+            cache.clear(fork)
+
+
 def generate(
     model: Llama,
     cache: KVCache,
@@ -240,6 +308,7 @@ def generate(
     *,
     num_tokens_kept: int | None = None,
     select: int | None = None,
+    evict: Callable[[Queries], None] | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> Iterator[int]:
     """Yield tokens that follow a prompt, one forward pass for each.
@@ -261,10 +330,13 @@ def generate(
         and the tokens must fit.
     select : int, optional
         The argument of `Llama.forward` for generated tokens, from 8192 tokens in the cache on.
+    evict : callable, optional
+        A function called once the prompt is in the cache, with its queries. Its time counts for the prompt.
     on_prefill : callable, optional
         A function called after each batch of the prompt with the number of tokens done, and of the prompt's tokens.
     """
     pending: Sequence[int] = prompt
+    queries = None if evict is None else Queries()
     for i in range(max_new_tokens):
         speed = decode if i else prefill
         start = time.perf_counter()
@@ -272,12 +344,12 @@ def generate(
             shift_context(cache, num_tokens_kept)
         selects = i and cache.next_position() + 1 >= selecting.SELECT_FROM
         logits = model.forward(
-            pending,
-            cache,
-            last_only=True,
-            select=select if selects else None,
+            pending, cache, last_only=True, select=select if selects else None, queries=queries,
             on_batch=None if i else on_prefill,
-        )
+        )  # fmt: skip
+        if evict is not None and queries is not None:
+            evict(queries)
+            queries = None
         token = choose(logits[-1])
         speed.seconds += time.perf_counter() - start
         speed.tokens += len(pending)

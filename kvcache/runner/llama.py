@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvcache import KVCache, Rope
 from kvcache.arguments import integers
 from kvcache.errors import shown
+from kvcache.eviction import Queries
 from kvcache.layer import Layer
 from kvcache.models import shapes
 from kvcache.models.configuration import read_config
@@ -197,6 +198,7 @@ class Llama:
         seq_id: int | Sequence[int] = 0,
         last_only: bool = False,
         select: int | None = None,
+        queries: Queries | None = None,
         on_batch: Callable[[int, int], None] | None = None,
     ) -> F32:
         """Append tokens to a sequence of a cache, and return the logits after each token.
@@ -215,6 +217,8 @@ class Llama:
         select : int, optional
             About how many rows a token reads for each KV head in layers with sketches, as in `kvcache.Batch.attend`. By
             default all rows are read.
+        queries : kvcache.eviction.Queries, optional
+            Notes the tokens' queries, which are of one sequence, for `kvcache.eviction.evict`.
         on_batch : callable, optional
             A function called after each batch with the number of tokens done, and with `n`.
 
@@ -239,13 +243,17 @@ class Llama:
             raise ValueError(f"seq_id must be one sequence, or one for each of {len(ids)} tokens, not {len(seq_ids)}")
         hidden = []
         for i in range(0, len(ids), PREFILL_TOKENS):
-            hidden.append(self._hidden(ids[i : i + PREFILL_TOKENS], cache, seq_ids[i : i + PREFILL_TOKENS], select))
+            part = slice(i, i + PREFILL_TOKENS)
+            hidden.append(self._hidden(ids[part], cache, seq_ids[part], select, queries))
             if on_batch is not None:
                 on_batch(min(i + PREFILL_TOKENS, len(ids)), len(ids))
         x = hidden[-1][-1:] if last_only else np.concatenate(hidden)
         return _rms_norm(x, self.norm, self.config.rms_norm_eps) @ self.head.T
 
-    def _hidden(self, ids: NDArray[np.int64], cache: KVCache, seq_ids: Sequence[int], select: int | None) -> F32:
+    def _hidden(
+        self, ids: NDArray[np.int64], cache: KVCache, seq_ids: Sequence[int], select: int | None,
+        queries: Queries | None,
+    ) -> F32:  # fmt: skip
         """Run one batch through all layers: [n] -> [n, hidden]."""
         c, n = self.config, len(ids)
         selecting = () if select is None else {i for i, own in enumerate(cache.layers) if own.sketch}
@@ -264,6 +272,8 @@ class Llama:
                     if norm is not None:
                         rows[...] = _rms_norm(rows, norm, c.rms_norm_eps)
                 _rotate(heads[:, :rotated], cos, sin)
+                if queries is not None:
+                    queries.note(index, q, batch.positions, seq_id=seq_ids[0])
                 options: dict[str, Any] = {"select": select} if index in selecting else {}
                 x += batch.attend(index, q, k, v, **options).reshape(n, -1) @ layer.out.T
                 gate_up = _rms_norm(x, layer.mlp_norm, c.rms_norm_eps) @ layer.gate_up.T

@@ -14,12 +14,21 @@ import numpy as np
 from kvcache import selecting
 from kvcache.cache import KVCache
 from kvcache.columns import NO_LIMIT, columns, wrap
+from kvcache.eviction import Queries
 from kvcache.layer import count, dtypes_for, suits
 from kvcache.models.tokenizer import Tokenizer, load_tokenizer
 from kvcache.models.weights import F32
 from kvcache.runner import llama
 from kvcache.runner.evaluate import EVAL_TOKENS, Report, compare_dtypes, read_windows, seconds_without_cache
-from kvcache.runner.generate import Options, Speed, generate, new_cache, num_dropped_by_shift, sample
+from kvcache.runner.generate import (
+    Options,
+    Speed,
+    evict_prompt,
+    generate,
+    new_cache,
+    num_dropped_by_shift,
+    sample,
+)
 from kvcache.runner.llama import Llama, LlamaConfig, LlamaError
 
 __all__ = ["run"]
@@ -170,6 +179,9 @@ def _stream(
     def choose(logits: F32) -> int:
         return sample(logits, rng, temperature=options.temperature, top_p=options.top_p)
 
+    def evict(queries: Queries) -> None:
+        report.num_kept = evict_prompt(model, cache, tokens, options, queries)
+
     for token in generate(
         model,
         cache,
@@ -180,6 +192,7 @@ def _stream(
         decode=report.decode,
         num_tokens_kept=options.first_tokens_kept if options.shift else None,
         select=options.select,
+        evict=None if options.keep is None else evict,
         on_prefill=_begin(text, prompt, len(tokens), on_prefill),
     ):
         tokens.append(token)

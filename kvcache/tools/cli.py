@@ -94,6 +94,14 @@ def _weights(text: str) -> str | int:
         raise typer.BadParameter(f"{text!r} is no size, such as 4.7GB or none, and no type: {types}") from None
 
 
+def _share(text: str) -> float:
+    """Return the share that a text names: 25% or 0.25."""
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no share, such as 25% or 0.25") from None
+
+
 def _file(name: str) -> Path:
     if name:
         return Path(name)
@@ -112,6 +120,14 @@ CONTEXT_OPTION = _tokens("Tokens of a sequence, such as 8192 or 8k.", 1)
 Threads = Annotated[
     int | None, typer.Option(min=1, max=MAX_THREADS, metavar="N", help="Threads; by default as `kvcache info` says.")
 ]
+Select = Annotated[int | None, _tokens("Tokens read about N rows of a text of 8k tokens or more; such as 2k.")]
+Share = Annotated[
+    Any, typer.Option(parser=_share, metavar="SHARE", help="Keep this share of the prompt's rows, such as 25%.")
+]
+EvictBy = Annotated[
+    str | None, typer.Option(metavar="POLICY", help="With --keep: future, or kvzip, which reads the prompt twice.")
+]
+TopP = Annotated[float, typer.Option(metavar="P", help="Draw from the likeliest tokens, of probability P together.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Plot = Annotated[
     Path | None, typer.Option("--plot", parser=_file, metavar="FILE", help="Draw it too: a .png, .svg or .pdf file.")
@@ -349,6 +365,7 @@ def _print_bench(record: dict[str, Any]) -> None:
     'kvcache generate examples/model "ROMEO:" --dtype q8_0',
     "kvcache generate Llama-3.2-1B-Q8_0.gguf --window 512 < play.txt",
     "kvcache generate examples/model --prompt-file play.txt --shift",
+    "kvcache generate examples/model --prompt-file play.txt --keep 25%",
 )
 def generate(
     model: Annotated[Path, _model("A Hugging Face folder or a GGUF.")],
@@ -365,15 +382,13 @@ def generate(
     window: Annotated[int | None, _tokens("Each token sees the last N only.")] = None,
     shift: Annotated[bool, typer.Option("--shift", help="Drop the older half of a full context and go on.")] = False,
     sink_tokens: Annotated[int | None, _tokens("With --window or --shift: the first N tokens stay.")] = None,
-    select: Annotated[
-        int | None, _tokens("Tokens read about N rows of a text of 8k tokens or more; such as 2k.")
-    ] = None,
+    select: Select = None,
+    keep: Share = None,
+    evict_by: EvictBy = None,
     tokens: Annotated[int, _tokens("How many to generate, such as 300 or 2k.")] = 300,
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same text.")] = 0,
     temperature: Annotated[float, typer.Option(metavar="T", help="0: always the likeliest token.")] = 0.8,
-    top_p: Annotated[
-        float, typer.Option(metavar="P", help="Draw from the likeliest tokens, of probability P together.")
-    ] = 0.95,
+    top_p: TopP = 0.95,
     compare: Annotated[
         bool, typer.Option("--compare", help="Then print tokens/s without the cache, and what each type loses.")
     ] = False,
@@ -400,6 +415,8 @@ def generate(
         quiet=quiet,
         transform="hadamard" if hadamard else None,
         select=select,
+        keep=keep,
+        evict_by=evict_by,
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for an ASCII terminal

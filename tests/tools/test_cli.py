@@ -669,6 +669,17 @@ def test_generate_takes_every_type(dtype):
     check_refused(run_here("generate", MODEL, "--dtype", dtype.upper()), "'--dtype'", ", ".join(DTYPES))
 
 
+@pytest.mark.parametrize(("share", "policy", "kept"), [("25%", "future", 150), ("0.5", "kvzip", 300)])
+def test_generate_keeps_a_share_of_the_prompt(tmp_path, share, policy, kept):
+    (tmp_path / "prompt").write_bytes((Path(MODEL) / "eval.txt").read_bytes()[:600])
+    options = ["--prompt-file", tmp_path / "prompt", "--tokens", 3, "--temperature", 0, "--keep", share]
+    done = run_here("generate", MODEL, *options, "--evict-by", policy)
+    assert done.returncode == 0
+    assert f"kept the rows of {kept} tokens of the prompt)" in done.stderr.replace("\n", " ")
+    done = run_here("generate", with_short_text(tmp_path), *options, "--evict-by", policy, "--compare")
+    assert re.search(rf"^prefill.* 600 .*{kept} of them kept$", done.stdout, re.MULTILINE)
+
+
 def test_generate_compares(tmp_path):
     options = ["--compare", "--tokens", 20, "--temperature", 0, "--dtype", "q8_0", "--hadamard"]
     done = run_here("generate", with_short_text(tmp_path), "ROMEO:", *options)
@@ -749,6 +760,13 @@ def test_generate_from_a_file(tmp_path):
         (["--select", "0"], "selected rows must be at least 1"),
         (["--select", "2k"], "rows are selected from 8,192 tokens on, and the model's context has 2,048"),
         (["--select", "5000"], "rows are selected from 10,081 tokens on, and the model's context has 2,048"),
+        (["--keep", "0"], "the share to keep must be above 0 and at most 1, not 0"),
+        (["--keep", "101%"], "the share to keep must be above 0 and at most 1, not 1.01"),
+        (["--keep", "nan"], "the share to keep must be above 0 and at most 1, not nan"),
+        (["--keep", "a quarter"], "'a quarter' is no share, such as 25% or 0.25"),
+        (["--keep", "25%", "--window", "9"], "a window drops rows by itself"),
+        (["--keep", "25%", "--evict-by", "h2o"], "the policy must be one of future, kvzip, not 'h2o'"),
+        (["--evict-by", "kvzip"], "the policy 'kvzip' needs a share of the prompt to keep"),
     ],
 )
 def test_generate_refuses(options, word):

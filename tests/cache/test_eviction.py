@@ -1,0 +1,327 @@
+"""`kvcache.eviction`: policies over weights of queries, and the first and last tokens of a text without end."""
+
+import copy
+
+import numpy as np
+import pytest
+from support.repository_model import MODEL
+
+import kvcache
+from kvcache.eviction import Prompt, Queries, evict, future, kvzip, mean_importance, stream
+from kvcache.runner import Llama, Options, Speed, evict_prompt, generate, new_cache
+
+ROPE = kvcache.Rope([0.5, 0.1])
+LENGTH = 100
+
+
+def random(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def filled(length=LENGTH, **options):
+    cache = kvcache.KVCache(2, 2, 4, **{"max_sequences": None, "dtype": "f32", "rope": ROPE} | options)
+    with cache.batch(length) as batch:
+        for layer in range(2):
+            batch.put(layer, random(length, 2, 4, seed=layer), random(length, 2, 4, seed=9 + layer))
+    return cache
+
+
+def noted(every=32, last=32, chunks=(LENGTH,), **options):
+    queries, q = Queries(every, last), random(LENGTH, 4, 4, seed=5).astype(np.float16)
+    for layer in range(2):
+        for begin, end in zip((0, *chunks[:-1]), chunks, strict=True):
+            queries.note(layer, q[begin:end].astype(np.float32), np.arange(begin, end), **options)
+    return queries, q
+
+
+def rotated(q, distances):
+    """Return queries [n, heads, 4] moved by distances, by complex numbers."""
+    pairs = (q[..., :2] + 1j * q[..., 2:]) * np.exp(1j * np.outer(distances, ROPE.inv_freq))[:, None]
+    return np.concatenate([pairs.real, pairs.imag], -1)
+
+
+def weights_of(cache, layer, q, positions, most=None):
+    """Return the softmax weights [n, KV heads, group, rows] of queries."""
+    keys, at = cache.gather(layer)[0].astype(np.float64)[:, :most], cache.positions(layer=layer)[:most]
+    scores = np.einsum("tghd,gjd->tghj", q.reshape(len(q), 2, -1, 4), keys) / 2
+    found = np.exp(np.where(at <= np.reshape(positions, (-1, 1, 1, 1)), scores, -np.inf))
+    return found / found.sum(-1, keepdims=True)
+
+
+# --- queries ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [(LENGTH,), (40, 41, LENGTH), tuple(range(1, LENGTH + 1))], ids=len)
+def test_which_queries_are_kept(chunks):
+    queries, q = noted(chunks=chunks, scale=0.25, softcap=None)
+    picked, latest = queries.picked(1), queries.latest(1)
+    assert picked.positions.tolist() == [16, 48, 80]
+    assert latest.positions.tolist() == [*range(LENGTH - 32, LENGTH)]
+    assert picked.options == latest.options == {"scale": 0.25}
+    np.testing.assert_array_equal(picked.q, q[[16, 48, 80]])
+    np.testing.assert_array_equal(latest.q, q[-32:])
+    assert queries.picked(7) is queries.latest(7) is queries.picked(0, seq_id=3) is None
+
+
+def test_a_sequence_that_goes_back_and_a_fork():
+    queries, q = noted(every=10)
+    queries.fork(0, 3)
+    other = copy.deepcopy(queries)
+    queries.note(0, q[:5], np.arange(50, 55))
+    assert queries.picked(0).positions.tolist() == [5, 15, 25, 35, 45]
+    assert queries.latest(0).positions.tolist() == [*range(50, 55)]  # those before were not kept
+    for kept in (queries.picked(0, 3), other.picked(0), other.picked(0, 3)):
+        assert kept.positions.tolist() == [*range(5, LENGTH, 10)]
+    queries.forget(3)
+    assert queries.picked(0, 3) is None
+    assert other.picked(0, 3) is not None
+
+
+@pytest.mark.parametrize("name", ["every", "last"])
+def test_refused_numbers(name):
+    with pytest.raises(ValueError, match=f"{name}=-1"):
+        Queries(**{name: -1})
+
+
+# --- policies --------------------------------------------------------------------------------------------------------
+
+
+def test_future():
+    cache, (queries, q) = filled(), noted()
+    positions = LENGTH + np.arange(3) * 512 // 3
+    moved = rotated(q[[16, 48, 80]].astype(np.float64), positions - [16, 48, 80])
+    right = []
+    for layer in range(2):
+        largest = weights_of(cache, layer, moved, positions).max((0, 2))
+        right += [*(largest / largest.sum(1, keepdims=True))]
+    np.testing.assert_allclose(future(Prompt(cache, 0, queries)), np.mean(right, 0), rtol=1e-4)
+
+
+def test_future_within_the_context():
+    queries, _ = noted()
+    cache, wide = filled(max_seq_len=LENGTH + 3), filled()
+    near = [wide.weights(0, p.q, p.positions, reduce="max") for p in moved_to(wide, queries, [100, 101, 102])]
+    found = Prompt(cache, 0, queries)
+    found.layers = (0,)
+    np.testing.assert_allclose(future(found), mean_importance(near), rtol=1e-5)
+
+
+def moved_to(cache, queries, positions):
+    prompt = Prompt(cache, 0, queries)
+    yield prompt.moved(prompt.picked(0), 0, np.array(positions, np.int32))
+
+
+def test_kvzip():
+    cache, q, keys = filled(), random(LENGTH, 4, 4, seed=5).astype(np.float16), random(LENGTH, 2, 4, seed=6)
+    right = [np.zeros((2, LENGTH)) for _ in range(2)]
+
+    def again():
+        for begin in range(0, LENGTH, 64):
+            part = slice(begin, min(begin + 64, LENGTH))
+            queries, at = Queries(every=1, last=0), LENGTH + np.arange(part.stop - begin)
+            cache.fork(0, 7)
+            with cache.batch(len(at), seq_ids=[7] * len(at)) as batch:
+                for layer in range(2):
+                    batch.put(layer, keys[part], keys[part])
+                    queries.note(layer, q[part], at, seq_id=7, scale=0.5)
+            for layer in range(2):
+                rows = cache.gather(layer, seq_id=7)[0].astype(np.float64)
+                scores = np.einsum("tghd,gjd->tghj", q[part].reshape(len(at), 2, 2, 4).astype(np.float64), rows) / 2
+                found = np.exp(np.where(np.arange(rows.shape[1]) <= at[:, None, None, None], scores, -np.inf))
+                found /= found.sum(-1, keepdims=True)
+                right[layer] = np.maximum(right[layer], found.max((0, 2))[:, :LENGTH])
+            yield 7, queries
+            cache.clear(7)
+
+    found = kvzip(Prompt(cache, 0, again=again))
+    scaled = np.concatenate(right) / np.concatenate(right).sum(1, keepdims=True)
+    np.testing.assert_allclose(found, scaled.mean(0), rtol=1e-4)
+
+
+@pytest.mark.parametrize("rope", [False, None])
+def test_moving_needs_a_rotation(rope):
+    cache, (queries, q) = filled(rope=rope), noted()
+    prompt = Prompt(cache, 0, queries)
+    if rope is None:
+        with pytest.raises(kvcache.NotSupportedError, match="queries of layer 0 cannot be moved"):
+            evict(cache, future, queries=queries)
+        assert cache.seq_len() == LENGTH
+    else:
+        np.testing.assert_array_equal(prompt.moved(prompt.picked(0), 0, np.array([200, 201, 202])).q, q[[16, 48, 80]])
+
+
+@pytest.mark.parametrize("rope", [kvcache.Rope([0.5, 0.1], interleaved=True), kvcache.Rope([0.3], first_dim=2)])
+def test_a_moved_query_scores_as_the_rotated_one(rope):
+    cache, (queries, _) = filled(rope=rope), noted()
+    prompt = Prompt(cache, 0, queries)
+    asked = prompt.picked(0)
+    moved = prompt.moved(asked, 0, asked.positions + 77)
+    cache.shift(0, None, 77)  # the keys move as far, so that nothing changes
+    found = cache.weights(0, moved.q, moved.positions)
+    np.testing.assert_allclose(found, filled(rope=rope).weights(0, asked.q, asked.positions), rtol=1e-3, atol=1e-6)
+
+
+# --- evict -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_and_the_last_stay_and_of_equals_the_earlier():
+    cache = filled()
+    importance = np.zeros(LENGTH)
+    importance[[50, 60, 61]] = 1, np.inf, np.nan
+    kept = evict(cache, lambda prompt: importance[: prompt.num_rows], 0.4)
+    assert kept.tolist() == [*range(6), 50, 60, *range(LENGTH - 32, LENGTH)]
+    assert cache.positions().tolist() == kept.tolist()
+    assert cache.next_position() == LENGTH
+    assert kept.dtype == np.int32
+    again = evict(cache, lambda prompt: importance[: prompt.num_rows], 0.1)  # of those that are left; 36 at least
+    assert again.tolist() == [*range(4), *range(LENGTH - 32, LENGTH)]
+
+
+@pytest.mark.parametrize("dtype", ["f32", "q8_0", "int4"])
+def test_results_are_those_of_the_kept_rows(dtype):
+    cache = kvcache.KVCache(1, 2, 32, dtype=dtype)
+    rows, q = random(LENGTH, 2, 32, seed=1), random(1, 4, 32, seed=2)
+    with cache.batch(LENGTH) as batch:
+        batch.put(0, rows, rows)
+    kept = evict(cache, lambda prompt: np.arange(prompt.num_rows) % 3, 0.5)
+    cache.compact()
+    alone = kvcache.KVCache(1, 2, 32, dtype=dtype)
+    with alone.batch(positions=kept) as batch:
+        batch.put(0, rows[kept], rows[kept])
+    found = []
+    for each in (cache, alone):
+        with each.batch(1) as batch:
+            found.append(batch.attend(0, q, rows[:1], rows[:1]))
+    np.testing.assert_array_equal(*found)
+
+
+def test_memory_comes_back():
+    cache, rows = kvcache.KVCache(1, 2, 64), random(20_000, 2, 64)
+    with cache.batch(len(rows)) as batch:
+        batch.put(0, rows, rows)
+    whole = cache.nbytes
+    evict(cache, lambda prompt: np.arange(prompt.num_rows) % 7, 0.25)
+    cache.compact()
+    assert cache.nbytes / whole == pytest.approx(0.25, rel=0.05)
+
+
+def test_a_fork_keeps_its_rows():
+    cache = filled()
+    cache.fork(0, 1)
+    evict(cache, lambda prompt: np.zeros(prompt.num_rows), 0.5, seq_id=1)
+    assert (cache.seq_len(0), cache.seq_len(1)) == (LENGTH, 50)
+
+
+def test_layers_with_windows_have_no_say():
+    policies = [kvcache.SlidingWindow(8), kvcache.FullAttention()]
+    cache, (queries, _) = filled(policy=policies), noted()
+    assert Prompt(cache).layers == (1,)
+    assert len(evict(cache, future, 0.5, queries=queries)) == 50
+    with pytest.raises(kvcache.NotSupportedError, match="no layer of the cache keeps the rows of all tokens"):
+        evict(filled(policy=policies[0]), future, queries=queries)
+
+
+@pytest.mark.parametrize("keep", [1, 1.0, 0.999])
+def test_nothing_to_drop(keep):
+    cache = filled(36)
+    assert evict(cache, None, keep).tolist() == [*range(36)]  # the policy is not asked
+
+
+@pytest.mark.parametrize("keep", [0, -0.5, 1.01, float("nan"), "25%", None])
+def test_refused_shares(keep):
+    cache = filled()
+    with pytest.raises((ValueError, TypeError), match="keep="):
+        evict(cache, lambda prompt: np.zeros(prompt.num_rows), keep)
+    assert cache.seq_len() == LENGTH
+
+
+@pytest.mark.parametrize("wrong", [np.zeros(3), np.zeros((LENGTH, 1)), ["a"] * LENGTH, None], ids=repr)
+def test_a_policy_that_returns_something_else(wrong):
+    cache = filled()
+    with pytest.raises(ValueError, match=f"a number for each of the {LENGTH} tokens"):
+        evict(cache, lambda prompt: wrong)
+    assert cache.seq_len() == LENGTH
+
+
+def test_what_a_policy_lacks():
+    cache = filled()
+    with pytest.raises(ValueError, match="no queries of sequence 0 were noted in layer 0"):
+        evict(cache, future)
+    with pytest.raises(ValueError, match="no queries of sequence 0 were noted in layer 0"):
+        evict(cache, future, queries=Queries())
+    with pytest.raises(ValueError, match="fed once more"):
+        evict(cache, kvzip)
+
+
+# --- the model of the repository -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Llama.load(MODEL)
+
+
+@pytest.fixture(scope="module")
+def text():
+    return [*(MODEL / "eval.txt").read_bytes()[:1200]]
+
+
+@pytest.mark.parametrize("policy", ["future", "kvzip"])
+def test_a_prompt_of_the_runner(model, text, policy):
+    options = Options(keep=0.25, evict_by=policy, dtype="f32")
+    with new_cache(model.config, options) as cache:
+        counts = []
+
+        def dropping(queries):
+            assert evict_prompt(model, cache, text, options, queries) == 300
+            counts.append(cache.seq_len())
+
+        made = [*generate(model, cache, text, 5, np.argmax, Speed(), Speed(), evict=dropping)]
+        assert counts == [300]
+        assert cache.sequences == [0]
+        assert cache.next_position() == len(text) + 4
+        assert cache.seq_len() == 304
+    assert len(made) == 5
+
+
+# --- a text without end ----------------------------------------------------------------------------------------------
+
+
+def test_stream_closes_the_gap():
+    cache = kvcache.KVCache(1, 2, 4, dtype="f32", rope=ROPE)
+    keys, values, q = (random(120, heads, 4, seed=3 + heads) for heads in (2, 2, 4))
+    for at in range(120):
+        assert stream(cache, 19) == (at >= 24)
+        with cache.batch(1) as batch:
+            assert batch.positions.tolist() == [at]
+            out = batch.attend(0, q[at : at + 1], keys[at : at + 1], values[at : at + 1])
+    window = np.arange(120 - 20, 120)
+    assert cache.positions().tolist() == [*range(120 - 24, 120)]
+    rows = np.concatenate([rotated(keys[:4].astype(np.float64), [96] * 4), keys[window]])
+    scores = np.einsum("ghd,jgd->ghj", q[-1].reshape(2, 2, 4), rows) / 2
+    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    right = np.einsum("ghj,jgd->ghd", weights, np.concatenate([values[:4], values[window]]))
+    np.testing.assert_allclose(out[0].reshape(2, 2, 4), right, rtol=1e-4)
+
+
+def test_stream_after_a_move_that_failed(monkeypatch):
+    cache = filled()
+    with monkeypatch.context() as patch:
+        patch.setattr(kvcache.KVCache, "shift", fail)
+        with pytest.raises(MemoryError):
+            stream(cache, 10)
+    assert stream(cache, 10) == 0
+    assert cache.positions().tolist() == [*range(LENGTH - 14, LENGTH)]
+
+
+def fail(*args, **options):
+    raise MemoryError
+
+
+def test_stream_refuses():
+    with pytest.raises(kvcache.NotSupportedError, match="cannot move up"):
+        stream(filled(rope=None), 10)
+    with pytest.raises(ValueError, match="window=0"):
+        stream(filled(), 0)
+    assert stream(filled(rope=None), 10, num_sink_tokens=0) == LENGTH - 10
+    assert stream(kvcache.KVCache(1, 2, 4, rope=ROPE), 10) == 0
