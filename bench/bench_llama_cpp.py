@@ -232,6 +232,16 @@ def reader(context: Context | IkContext, depth: int) -> Callable[[], float]:
     return read
 
 
+def rested(call: Callable[[], float]) -> Callable[[], float]:
+    """Return a function that calls another once the threads of another process sleep."""
+
+    def run() -> float:
+        time.sleep(PAUSE)
+        return call()
+
+    return run
+
+
 # ---- sections
 
 
@@ -385,14 +395,6 @@ def take_turns(
 ) -> Beside:  # fmt: skip
     """Interleave steps, or prompts of `count` tokens, of ik_llama.cpp and kvcache: empty, and after a depth."""
     room = least + MARGIN if count == 1 else count + MARGIN
-
-    def rested(call: Callable[[], float]) -> Callable[[], float]:
-        def run() -> float:
-            time.sleep(PAUSE)  # until the threads of the other process sleep
-            return call()
-
-        return run
-
     calls: dict[tuple[str, int], Callable[[], float]] = {}
     with ExitStack() as stack:
         for at in dict.fromkeys((0, depth)):

@@ -3,11 +3,13 @@
 integrations/llama.cpp/build.sh                     # once, minutes
 python bench/bench_llama_sparse.py --json run.json  # ten minutes
 python bench/bench_llama_sparse.py --context 32k --types int8 --only decode
+python bench/bench_llama_sparse.py --ik ~/ik_llama.cpp --only decode   # beside ik_llama.cpp, too
 
 The layers have DeepSeek V3.2's attention, 128 heads over latents of 576 elements and 64 index heads of 128, and small
 random matrices beside it. Contexts are filled with random rows. Each figure is of attention alone: the time of a step
 or a prompt, less the time of one in an empty context. llama.cpp's own cache has flash attention on, its default;
-where it lacks a type, f16 rows.
+where it lacks a type, f16 rows. ik_llama.cpp has f16 rows there, too. It does not know the architecture deepseek32, so
+with --ik the model is of the architecture glm-dsa.
 """
 
 from __future__ import annotations
@@ -22,47 +24,57 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from bench_llama_cpp import BUILT, MARGIN, PROMPT, Report, interleave, reader, recorded, warm, written
+from bench_llama_cpp import BUILT, MARGIN, PROMPT, Report, interleave, reader, recorded, rested, warm, written
 from figures import describe_machine, new_file, quartiles, quotients
+from ik_llama_cpp import NAME, IkContext, IkModel
 from llama_cpp_contexts import OWN_TYPES, TYPES, Context, Library, Model
 
 from kvcache.tools.arguments import parse_tokens
 
 WANTED = {("decode", 32768): 4, ("decode", 131072): 8, ("prompt", 32768): 3}
-CACHES = {"own": "flash", "kvcache": "kvcache"}
+OWN, KVCACHE = "own", "kvcache"
+Makers = dict[str, Callable[[str, int], Context | IkContext]]  # of a context, by entrant: from its type and length
 
 
-def measure(report: Report, model: Model, section: str, dtype: str, depth: int, o: argparse.Namespace) -> None:
-    """Print a line: milliseconds of a layer with each cache, and the speedup."""
+def measure(
+    report: Report, makers: Makers, num_layers: int, section: str, dtype: str, depth: int, o: argparse.Namespace
+) -> None:
+    """Print a line for each other entrant: milliseconds of a layer of it and of kvcache, and the speedup."""
     count, least = (1, o.steps) if section == "decode" else (PROMPT, o.prompts)
     calls: dict[tuple[str, int], Callable[[], float]] = {}
     with ExitStack() as stack:
-        for key, cache in CACHES.items():
-            own_type = "f16" if key == "own" and dtype in OWN_TYPES else dtype
+        for key, make in makers.items():
+            own_type = "f16" if key != KVCACHE and dtype in OWN_TYPES else dtype
             for at in (0, depth):
                 room = count * (least if count == 1 else 1) + 2 * MARGIN
-                context = stack.enter_context(closing(Context(model, cache, own_type, at + room, o.threads)))
+                context = stack.enter_context(closing(make(own_type, at + room)))
                 warm(report, context, own_type, at)
-                calls[key, at] = context.decode if count == 1 else reader(context, at)
+                call = context.decode if count == 1 else reader(context, at)
+                calls[key, at] = rested(call) if o.ik else call
         samples = interleave(calls, least)
+    title = f"sparse layer{f' beside {NAME}' if o.ik else ''}, {section}"
     alone = {}
-    for key in CACHES:
+    for key in makers:
         empty = statistics.median(samples[key, 0])
-        alone[key] = [(seconds - empty) / model.num_layers for seconds in samples[key, depth]]
-        seconds = statistics.median(alone[key])
-        report.row(f"sparse layer, {section}, {key}", depth, dtype, seconds=seconds)
-    low, middle, high = quartiles(quotients(alone["own"], alone["kvcache"]))
-    want = WANTED.get((section, depth))
-    wanted = f">= {want}" if want else ""
-    report.row(f"sparse layer, {section}, speedup", depth, dtype, quotient=middle, low=low, high=high, wanted=wanted)
-    times = (f"{1e3 * statistics.median(alone[key]):.2f}" for key in CACHES)
-    report.cells(f"{depth:,}", dtype, *times, f"{middle:.2f}", f"{low:.2f} .. {high:.2f}", wanted)
+        alone[key] = [(seconds - empty) / num_layers for seconds in samples[key, depth]]
+        report.row(f"{title}, {key}", depth, dtype, seconds=statistics.median(alone[key]))
+    for key in makers:
+        if key == KVCACHE:
+            continue
+        low, middle, high = quartiles(quotients(alone[key], alone[KVCACHE]))
+        want = WANTED.get((section, depth)) if key == OWN else None
+        figure = {"quotient": middle, "low": low, "high": high, "wanted": f">= {want}" if want else ""}
+        report.row(f"{title}, speedup{'' if key == OWN else f' over {key}'}", depth, dtype, **figure)
+        times = (f"{1e3 * statistics.median(alone[each]):.2f}" for each in (key, KVCACHE))
+        quartile = f"{low:.2f} .. {high:.2f}"
+        report.cells(f"{depth:,}", dtype, key, *times, f"{middle:.2f}", quartile, str(figure["wanted"]))
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", type=Path, default=os.environ.get("LLAMA_CPP_LIB_PATH", BUILT), metavar="FOLDER",
                         help="with libllama; default: $LLAMA_CPP_LIB_PATH, or what build.sh built")  # fmt: skip
+    parser.add_argument("--ik", type=Path, metavar="FOLDER", help="a clone of ik_llama.cpp, built in its folder build")
     parser.add_argument("--only", nargs="+", choices=("decode", "prompt"), default=["decode", "prompt"],
                         help="default: both")  # fmt: skip
     parser.add_argument("--context", type=parse_tokens, nargs="+", default=[32768, 131072], metavar="N",
@@ -90,17 +102,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     o = options(arguments)
     print(describe_machine())
     report = Report(o.threads, {})
-    with recorded(report, o):
-        model = Model(Library(o.library), written("deepseek32"))
+    with recorded(report, o), ExitStack() as stack:
+        path = written("glm-dsa" if o.ik else "deepseek32")
+        model = stack.enter_context(closing(Model(Library(o.library), path)))
         if o.cpu_time:
             model.library.clock = time.process_time
+        makers: Makers = {
+            OWN: lambda dtype, n_ctx: Context(model, "flash", dtype, n_ctx, o.threads),
+            KVCACHE: lambda dtype, n_ctx: Context(model, "kvcache", dtype, n_ctx, o.threads),
+        }
+        if o.ik:
+            ik = stack.enter_context(closing(IkModel(o.ik, path, o.threads, cpu_time=o.cpu_time)))
+            makers[NAME] = lambda dtype, n_ctx: ik.context(f"{dtype}/{dtype}", n_ctx)
         for section in o.only:
             what = "a step" if section == "decode" else f"a prompt of {PROMPT}"
-            report.head(f"{what}, attention of a layer, ms", "own", "kvcache", "speedup", "quartiles", "wanted")
+            title = f"{what}, attention of a layer, ms"
+            report.head(title, "entrant", "its", KVCACHE, "speedup", "quartiles", "wanted")
             for depth in o.context if section == "decode" else o.context[:1]:
                 for dtype in o.types:
-                    measure(report, model, section, dtype, depth, o)
-        model.close()
+                    measure(report, makers, model.num_layers, section, dtype, depth, o)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-/* ik_llama.c: times ik_llama.cpp, whose llama.h differs from llama.cpp's.  Reads lines, and answers each with a line.
- * An answer begins with "ok", or with "no: " and the reason:
+/* ik_llama.c MODEL THREADS [cpu]: times ik_llama.cpp, whose llama.h differs from llama.cpp's; with `cpu` by CPU time.
+ * Reads lines, and answers each with a line.  An answer begins with "ok", or with "no: " and the reason:
  *
  *   open ID TYPE_K TYPE_V N_CTX   make a context
  *   fill ID TOKENS                let it hold this many tokens; answer 1 if no prompt was read for them, 0 otherwise
@@ -26,6 +26,7 @@ typedef struct context {
 
 static struct llama_model *model;
 static int32_t vocab_size;
+static clockid_t timer = CLOCK_MONOTONIC;
 static char reason[256]; /* of the last failure: what ik_llama.cpp logged of it */
 
 static void keep_error(enum ggml_log_level level, const char *text, void *data) {
@@ -47,8 +48,11 @@ static bool open_context(context *c, const char *k, const char *v, uint32_t n_ct
     params.n_batch = params.n_ubatch = n_ctx < BATCH ? n_ctx : BATCH;
     params.n_threads = params.n_threads_batch = threads;
     params.flash_attn = true;
+    params.dsa = true;   /* -dsa: tokens choose rows, in models that have indexers */
+    params.mla_attn = 1; /* -mla: latent rows are read as they are; only then do prompts read chosen rows alone */
     params.type_k = type_of(k);
     params.type_v = type_of(v);
+    params.idx_type_k = params.type_k; /* -ictk: as index keys of the others; f16 keys take longer than q8_0 ones */
     snprintf(reason, sizeof reason, "no context of types %s and %s", k, v);
     if (params.type_k == GGML_TYPE_COUNT || params.type_v == GGML_TYPE_COUNT) return false;
     *c = (context){.llama = llama_init_from_model(model, params), .type_k = params.type_k};
@@ -61,10 +65,10 @@ static double decode(context *c, int32_t count) {
     if (!tokens) abort();
     for (int32_t i = 0; i < count; i++) tokens[i] = (c->tokens + i) % (vocab_size - 1) + 1;
     snprintf(reason, sizeof reason, "llama_decode failed");
-    const double start = now();
+    const double start = read_clock(timer);
     const int32_t status = llama_decode(c->llama, llama_batch_get_one(tokens, count, c->tokens, 0));
     llama_synchronize(c->llama);
-    const double seconds = now() - start;
+    const double seconds = read_clock(timer) - start;
     free(tokens);
     if (status) return -1;
     c->tokens += count;
@@ -93,30 +97,39 @@ static void copy(uint8_t **to, const uint8_t **from, size_t nbytes) {
     *from += nbytes;
 }
 
+/* Copies the type, the size and the rows of a part of a state, the rows again and again. */
+static void repeat(uint8_t **to, const uint8_t **from, uint32_t cells, uint32_t tokens) {
+    uint64_t row;
+    copy(to, from, sizeof(int32_t)); /* the type */
+    memcpy(&row, *from, sizeof row);
+    copy(to, from, sizeof row);
+    for (uint32_t i = 0; i < tokens; i++, *to += row) memcpy(*to, *from + i % cells * row, row);
+    *from += cells * row;
+}
+
 /* Makes the state of a sequence longer, by its own rows again and again; returns its size, or 0 for a state whose V is
- * transposed.  llama_data_write::write_kv_cache has the format: cells, then the rows of K by layer, the rows of V, and
- * the parts that do not depend on their number. */
+ * transposed.  llama_data_write::write_kv_cache has the format: cells, the rows of K by layer, and the rows of V, which
+ * latent attention lacks.  Then come recurrent states, which do not depend on the number of cells, or index keys. */
 static size_t lengthen(uint8_t *longer, const uint8_t *state, size_t size, uint32_t tokens) {
+    enum { TRANSPOSED = 1, NO_V = 2 };
     const uint8_t *const end = state + size;
     uint8_t *to = longer;
-    uint32_t cells, transposed, num_layers;
+    uint32_t cells, v, num_layers, recurrent;
     memcpy(&cells, state, sizeof cells);
     state += sizeof cells + cells * 2 * sizeof(uint32_t);
     memcpy(to, &tokens, sizeof tokens);
     to += sizeof tokens;
     for (uint32_t i = 0; i < tokens; i++, to += 2 * sizeof i)
         memcpy(to, (uint32_t[]){i, 0}, 2 * sizeof i); /* the position, and no list of sequences */
-    memcpy(&transposed, state, sizeof transposed);
-    memcpy(&num_layers, state + sizeof transposed, sizeof num_layers);
-    if (transposed) return 0;
-    copy(&to, &state, sizeof transposed + sizeof num_layers);
-    for (uint32_t part = 0; part < 2 * num_layers; part++) {
-        uint64_t row;
-        copy(&to, &state, sizeof(int32_t)); /* the type */
-        memcpy(&row, state, sizeof row);
-        copy(&to, &state, sizeof row);
-        for (uint32_t i = 0; i < tokens; i++, to += row) memcpy(to, state + i % cells * row, row);
-        state += cells * row;
+    memcpy(&v, state, sizeof v);
+    memcpy(&num_layers, state + sizeof v, sizeof num_layers);
+    if (v == TRANSPOSED) return 0;
+    copy(&to, &state, sizeof v + sizeof num_layers);
+    for (uint32_t part = 0; part < (v == NO_V ? 1 : 2) * num_layers; part++) repeat(&to, &state, cells, tokens);
+    memcpy(&recurrent, state, sizeof recurrent);
+    if (!recurrent) {
+        copy(&to, &state, 2 * sizeof(uint32_t));
+        while (state < end) repeat(&to, &state, cells, tokens); /* index keys */
     }
     copy(&to, &state, (size_t)(end - state));
     return (size_t)(to - longer);
@@ -153,7 +166,8 @@ static int fill(context *c, int32_t tokens) {
 
 int main(int argc, char **argv) {
     static context contexts[MAX_CONTEXTS];
-    if (argc != 3) return 2;
+    if (argc != 3 && argc != 4) return 2;
+    if (argc == 4) timer = CLOCK_PROCESS_CPUTIME_ID;
     setvbuf(stdout, NULL, _IOLBF, 0);
     llama_log_set(keep_error, NULL);
     llama_backend_init();

@@ -41,10 +41,13 @@ def compiled(folder: Path) -> Path:
 
 
 class IkModel:
-    """A GGUF file in a process of ik_llama.cpp, with the contexts that share its weights."""
+    """A GGUF file in a process of ik_llama.cpp, with the contexts that share its weights.
 
-    def __init__(self, folder: Path, path: Path, threads: int) -> None:
-        command = [str(compiled(folder)), str(path), str(threads)]
+    Its seconds are of the clock, or of the process's CPU time.
+    """
+
+    def __init__(self, folder: Path, path: Path, threads: int, *, cpu_time: bool = False) -> None:
+        command = [str(compiled(folder)), str(path), str(threads), *["cpu"] * cpu_time]
         self._peer = Peer(PeerKind(NAME, BUILD, decode=()), command, {})
         self._ids = itertools.count()
 

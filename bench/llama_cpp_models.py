@@ -62,11 +62,12 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class SparseShape:
-    """The sizes of a model of architecture deepseek32. Its attention is as large as DeepSeek V3.2's, the rest is small.
+    """The sizes of a model whose tokens choose rows. Its attention is as large as DeepSeek V3.2's, the rest is small.
 
-    Its layers have no experts.
+    Its layers have no experts, and each has an indexer.
     """
 
+    architecture: str
     num_layers: int = 2
     hidden_size: int = 256
     inner_size: int = 256
@@ -82,7 +83,7 @@ class SparseShape:
     max_seq_len: int = 163_840
 
 
-SPARSE_SHAPES = {"deepseek32": SparseShape()}
+SPARSE_SHAPES = {name: SparseShape(name) for name in ("deepseek32", "glm-dsa")}
 
 # ---- metadata
 
@@ -211,7 +212,7 @@ def write_random(path: Path, shape: Shape, seed: int = 0) -> None:
 
 def write_sparse(path: Path, shape: SparseShape, seed: int = 0) -> None:
     """Write a model of random weights whose tokens choose rows by an indexer."""
-    name, heads, hidden = "deepseek32", shape.num_heads, shape.hidden_size
+    name, heads, hidden = shape.architecture, shape.num_heads, shape.hidden_size
     writer = gguf.GGUFWriter(path, name)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
     sizes = {
@@ -228,6 +229,7 @@ def write_sparse(path: Path, shape: SparseShape, seed: int = 0) -> None:
     for key, value in sizes.items():
         writer.add_uint32(f"{name}.{key}", value)
     writer.add_float32(f"{name}.attention.layer_norm_rms_epsilon", 1e-6)
+    writer.add_float32(f"{name}.expert_weights_scale", 1.0)  # which ik_llama.cpp requires, as it does `output`
     add_vocabulary(writer, *random_vocabulary(shape.vocab_size))
     ones = {"attn_norm": hidden, "ffn_norm": hidden, "attn_q_a_norm": shape.q_rank, "attn_kv_a_norm": shape.kv_rank,
             "indexer.k_norm": shape.index_dim}  # fmt: skip
@@ -248,6 +250,7 @@ def write_sparse(path: Path, shape: SparseShape, seed: int = 0) -> None:
         writer.add_tensor(f"{name}.weight", weight.reshape(*size[:-1], size[-1] // 32 * 18), raw_dtype=Q4_0)
 
     add_matrix("token_embd", (shape.vocab_size, hidden))
+    add_matrix("output", (shape.vocab_size, hidden))
     writer.add_tensor("output_norm.weight", np.ones(hidden, np.float32))
     for layer in range(shape.num_layers):
         for part, length in ones.items():

@@ -145,10 +145,14 @@ def test_the_users_variables_change_no_context(library, tiny, monkeypatch):
     model.close()
 
 
+def use_small_sparse_model(name, folder, monkeypatch):
+    small = dataclasses.replace(llama_cpp_models.SPARSE_SHAPES[name], num_heads=4, top_k=32)
+    monkeypatch.setitem(llama_cpp_models.SPARSE_SHAPES, name, small)
+    monkeypatch.setattr(bench_llama_cpp, "MODELS", folder)
+
+
 def test_a_layer_whose_tokens_choose_rows(library, tmp_path, monkeypatch, capsys):
-    small = dataclasses.replace(llama_cpp_models.SPARSE_SHAPES["deepseek32"], num_heads=4, top_k=32)
-    monkeypatch.setitem(llama_cpp_models.SPARSE_SHAPES, "deepseek32", small)
-    monkeypatch.setattr(bench_llama_cpp, "MODELS", tmp_path)
+    use_small_sparse_model("deepseek32", tmp_path, monkeypatch)
     bench_llama_sparse.main([
         f"--library={library.folder}", "--context=300", "--types", "f16", "int8", "--steps=2", "--prompts=1",
         "--threads=1", f"--json={tmp_path / 'run.json'}",
@@ -471,13 +475,19 @@ def ik_folder():
     return Path(named) if named else pytest.skip("KVCACHE_IK_LLAMA_CPP names no clone of ik_llama.cpp that was built")
 
 
-@pytest.mark.parametrize(("dtype", "loads"), [("f16/f16", True), ("q8_KV/q8_0", False), ("q4_0/q4_0", True)])
-def test_a_context_of_ik_llama_cpp_is_filled(ik_folder, tmp_path, dtype, loads):
-    model = ik_llama_cpp.IkModel(ik_folder, llama_cpp_models.write("tiny", tmp_path), 2)
-    context = model.context(dtype, 1600)
-    assert context.fill(1500) == loads
+@pytest.mark.parametrize(
+    ("shape", "dtype", "loads"),
+    [
+        ("tiny", "f16/f16", True), ("tiny", "q8_KV/q8_0", False), ("tiny", "q4_0/q4_0", True),
+        ("glm-dsa", "f16/f16", True), ("glm-dsa", "q8_0/q8_0", True),
+    ],
+)  # fmt: skip
+def test_a_context_of_ik_llama_cpp_is_filled(ik_folder, tmp_path, shape, dtype, loads):
+    model = ik_llama_cpp.IkModel(ik_folder, llama_cpp_models.write(shape, tmp_path), 2, cpu_time=loads)
+    context = model.context(dtype, 3600)
+    assert context.fill(3500) == loads
     assert context.decode() > 0
-    context.rewind(1000)
+    context.rewind(3000)
     assert context.decode(512) > 0
     context.close()
     with pytest.raises(LlamaError, match="no such line or context"):
@@ -505,3 +515,19 @@ def test_beside_ik_llama_cpp(library, ik_folder, tiny, tmp_path):
     rows = json.loads((tmp_path / "run.json").read_text())["rows"]
     speedups = {row["type"] for row in rows if "decoding beside ik_llama.cpp, speedup over" in row["name"]}
     assert speedups == {"f16", "q8_0", "int8", "q4_0", "int4"}
+
+
+def test_a_layer_whose_tokens_choose_rows_beside_ik_llama_cpp(library, ik_folder, tmp_path, monkeypatch, capsys):
+    use_small_sparse_model("glm-dsa", tmp_path, monkeypatch)
+    bench_llama_sparse.main([
+        f"--library={library.folder}", f"--ik={ik_folder}", "--context=1000", "--types", "q8_0", "int8", "--steps=2",
+        "--prompts=1", "--threads=1", "--cpu-time", f"--json={tmp_path / 'run.json'}",
+    ])  # fmt: skip
+    assert "not kvcache" not in capsys.readouterr().out
+    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
+    assert {(row["name"], row["type"]) for row in rows if "quotient" in row} == {
+        (f"sparse layer beside ik_llama.cpp, {section}, speedup{over}", dtype)
+        for section in ("decode", "prompt")
+        for over in ("", " over ik_llama.cpp")
+        for dtype in ("q8_0", "int8")
+    }
