@@ -2,7 +2,7 @@
 
 python bench/plot_attention.py bench/results/epyc-zen5.csv attention.svg
 python bench/plot_attention.py bench/results/epyc-zen5.csv long_contexts.svg --section long_contexts
-python bench/plot_attention.py bench/results/xeon-amx.csv llama_cpp.svg --section llama_cpp
+python bench/plot_attention.py bench/results/epyc-zen5.csv llama_cpp.svg --section llama_cpp
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ STYLES = {
     "vLLM": ("#000000", "--", 1.5),
     "flash attention": ("#D55E00", "--", 1.5),
     "without it": ("#009E73", "--", 1.5),
+    "ik_llama.cpp": ("#CC79A7", "--", 1.5),
     "selected": ("#009E73", "-", 2.6),
     "DynamicCache": ("#CC79A7", "--", 1.5),
 }
@@ -48,6 +49,7 @@ DRAWN = {
     *(("ggml", dtype) for dtype in ("f16", "q8_0")),
     *(("torch", "bf16"), ("Hugging Face", "bf16"), ("ONNX Runtime", "int8"), ("OpenVINO", "f16"), ("vLLM", "bf16")),
 }
+LLAMA_CPP = ("f16", "q8_0", "q4_0")  # types that are drawn of llama.cpp
 LABELS = {
     **{"torch": "torch by hand", "Hugging Face": "transformers"},
     **{"flash attention": "llama.cpp", "without it": "llama.cpp, no flash"},
@@ -89,14 +91,16 @@ def figure(rows: Sequence[dict[str, Any]], processor: str = "") -> Figure:
 
 
 def llama_cpp(rows: Sequence[dict[str, Any]], processor: str = "") -> Figure:
-    """Draw the rows of bench_llama_cpp.py's section decode with the largest number of threads."""
+    """Draw the rows of bench_llama_cpp.py's sections decode and ik-decode with the largest number of threads."""
     rows = [row for row in rows if row["section"] == "llama_cpp" and "rate" in row]
     threads = max(row["threads"] for row in rows)
     found: Curves = defaultdict(dict)
     for row in rows:
         what, _, who = row["name"].partition(", ")
-        if what == "decoding" and row["threads"] == threads:
-            found[who, row["type"]][row["context"]] = row["rate"]
+        of_keys, _, of_values = row["type"].partition("/")
+        is_drawn = what == "decoding" or (what == "decoding beside ik_llama.cpp" and of_keys == of_values)
+        if is_drawn and of_keys in LLAMA_CPP and row["threads"] == threads:
+            found[who, of_keys][row["context"]] = row["rate"]
     return draw(found, f"llama.cpp decoding with its own cache and with kvcache\n{where(threads, processor)}")
 
 
@@ -135,8 +139,10 @@ def draw_on(axes: Axes, found: Curves, title: str, scale: str) -> None:
             markersize=5, zorder=3 if width > 2 else 2,
         )  # fmt: skip
     ticks = sorted({context for speeds in found.values() for context in speeds})
-    if ticks[0]:  # a logarithm has no place for the empty context
+    if ticks[0]:
         axes.set_xscale("log", base=2)
+    elif len(ticks) > 1:  # a logarithm has no place for the empty context
+        axes.set_xscale("symlog", base=2, linthresh=ticks[1])
     axes.set_yscale(scale)
     if scale == "linear":
         axes.set_ylim(bottom=0)
