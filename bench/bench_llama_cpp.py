@@ -83,6 +83,8 @@ SPEEDUPS = ("over default", "quartiles", "wanted", "over better", "quartiles", "
 BESIDE = (f"{NAME}'s", "tokens/s", KVCACHE, "speedup", "quartiles", "", "attention", "quartiles", "wanted")
 WIDTHS = (9, 5, 15, 10, 8, 12, 14, 7, 11, 14, 7)  # of the columns of a table
 
+MOST_PREFILLED = 32768  # tokens of a context that is filled by prompts: more would take hours
+
 Key = TypeVar("Key")
 Samples = dict[str, list[float]]  # seconds of each round, by cache
 Beside = dict[tuple[str, int], list[float]]  # the same, by type, which for ik_llama.cpp is that of K and V, and depth
@@ -417,8 +419,9 @@ def ik_decode(report: Report, model: Model, o: argparse.Namespace) -> None:
     with closing(IkModel(o.ik, o.model, o.threads)) as ik:
         for theirs, ours in (IK_TYPES[dtype] for dtype in o.types if dtype in IK_TYPES):
             for depth in o.context:
-                samples = take_turns(report, model, ik, theirs, ours, depth, 1, o.steps)
-                for other, dtype in itertools.product(theirs, ours):
+                filled_at_once = [each for each in theirs if "q8_KV" not in each or depth <= MOST_PREFILLED]
+                samples = take_turns(report, model, ik, filled_at_once, ours, depth, 1, o.steps)
+                for other, dtype in itertools.product(filled_at_once, ours):
                     report.beside("decode", name, depth, other, dtype, 1, samples)
 
 

@@ -101,6 +101,8 @@ def llama_cpp(rows: Sequence[dict[str, Any]], processor: str = "") -> Figure:
         is_drawn = what == "decoding" or (what == "decoding beside ik_llama.cpp" and of_keys == of_values)
         if is_drawn and of_keys in LLAMA_CPP and row["threads"] == threads:
             found[who, of_keys][row["context"]] = row["rate"]
+    end = max(max(speeds) for speeds in found.values())
+    found = {key: speeds for key, speeds in found.items() if end in speeds}  # else other lines would cross its name
     return draw(found, f"llama.cpp decoding with its own cache and with kvcache\n{where(threads, processor)}")
 
 
