@@ -8,8 +8,8 @@ python bench/bench_llama_sparse.py --ik ~/ik_llama.cpp --only decode   # beside 
 The layers have DeepSeek V3.2's attention, 128 heads over latents of 576 elements and 64 index heads of 128, and small
 random matrices beside it. Contexts are filled with random rows. Each figure is of attention alone: the time of a step
 or a prompt, less the time of one in an empty context. llama.cpp's own cache has flash attention on, its default;
-where it lacks a type, f16 rows. ik_llama.cpp has f16 rows there, too. It does not know the architecture deepseek32, so
-with --ik the model is of the architecture glm-dsa.
+where it lacks a type, f16 rows. ik_llama.cpp has q8_0 rows there. It does not know the architecture deepseek32, so with
+--ik the model is of the architecture glm-dsa.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from kvcache.tools.arguments import parse_tokens
 
 WANTED = {("decode", 32768): 4, ("decode", 131072): 8, ("prompt", 32768): 3}
 OWN, KVCACHE = "own", "kvcache"
+INSTEAD = {OWN: "f16", NAME: "q8_0"}  # others' types, where kvcache's is one that it alone has
 Makers = dict[str, Callable[[str, int], Context | IkContext]]  # of a context, by entrant: from its type and length
 
 
@@ -44,7 +45,7 @@ def measure(
     calls: dict[tuple[str, int], Callable[[], float]] = {}
     with ExitStack() as stack:
         for key, make in makers.items():
-            own_type = "f16" if key != KVCACHE and dtype in OWN_TYPES else dtype
+            own_type = INSTEAD.get(key, dtype) if dtype in OWN_TYPES else dtype
             for at in (0, depth):
                 room = count * (least if count == 1 else 1) + 2 * MARGIN
                 context = stack.enter_context(closing(make(own_type, at + room)))
