@@ -126,7 +126,7 @@ def rows_of(
     """
     if not tokens:
         return []
-    with KVCache.from_config(path, dtype="f32") as cache:
+    with KVCache.from_config(path, dtype="f32", rope=model.config.rope) as cache:
         model.forward(tokens, cache, last_only=True, queries=queries)
         layers = range(cache.num_layers)
         return [(cache.keys(layer, copy=True), cache.values(layer, copy=True)) for layer in layers]
@@ -142,9 +142,9 @@ def evicted(model: Llama, policy: eviction.Policy, keep: float) -> Drop:
     return drop
 
 
-def filled(path: Path, rows: Rows, **options: Any) -> KVCache:
+def filled(model: Llama, path: Path, rows: Rows, **options: Any) -> KVCache:
     """Return a cache of these options that holds the rows of a prompt."""
-    cache = KVCache.from_config(path, **options)
+    cache = KVCache.from_config(path, rope=model.config.rope, **options)
     if rows:
         with cache.batch(rows[0][0].shape[1]) as batch:
             for layer, (keys, values) in enumerate(rows):
@@ -180,7 +180,7 @@ class Setting:
 
     def _passes(self, share: float | None = None, drop: Drop | None = None, **options: Any) -> Iterator[F32]:
         for i, text in enumerate(self.texts):
-            with filled(self.path, self.prompts[i], **options) as cache:
+            with filled(self.model, self.path, self.prompts[i], **options) as cache:
                 if drop is not None:
                     drop(cache, self.read[i], self.queries[i])
                 yield read(self.model, text, cache, share)
@@ -315,12 +315,12 @@ def print_needles(model: Llama, path: Path, hidden: Sequence[tuple[Sequence[int]
     for text, questions in hidden:
         queries = eviction.Queries()
         rows = rows_of(model, path, text, queries)
-        with filled(path, rows, dtype="f32", sketch=True) as cache:
+        with filled(model, path, rows, dtype="f32", sketch=True) as cache:
             for share in NEEDLE_SHARES:
                 name = "all rows" if share is None else f"{100 * share:g} % of the rows read"
                 found.setdefault(name, []).extend(zip(*answers(model, cache, questions, share), strict=True))
         for name, keep in itertools.product(EVICTIONS, NEEDLES_KEPT):
-            with filled(path, rows, dtype="f32", max_sequences=2) as cache:
+            with filled(model, path, rows, dtype="f32", max_sequences=2) as cache:
                 evicted(model, EVICTIONS[name], keep)(cache, text, queries)
                 results = answers(model, cache, questions, None)
             found.setdefault(f"{name}: {100 * keep:g} % kept", []).extend(zip(*results, strict=True))

@@ -169,7 +169,7 @@ def test_steps_of_several_tokens_select_as_single_tokens_do(quality, model, text
     monkeypatch.setattr(quality, "selected", lambda *_: 40)
     for step in (8, 1):
         monkeypatch.setattr(quality, "STEP", step)
-        with quality.filled(MODEL, quality.rows_of(model, MODEL, text[:276]), dtype="f32", sketch=True) as cache:
+        with quality.filled(model, MODEL, quality.rows_of(model, MODEL, text[:276]), dtype="f32", sketch=True) as cache:
             logits.append(quality.read(model, text[276:], cache, 0.3))
     np.testing.assert_allclose(*logits, atol=1e-3)
 
