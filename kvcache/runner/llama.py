@@ -208,7 +208,8 @@ class Llama:
         tokens : sequence or array of int, or bytes, shape [n]
             The tokens that follow those of the sequence, at least one. Long inputs are cut into batches.
         cache : KVCache
-            A cache for this model's shape, as `new_cache` makes.
+            A cache for this model's shape and rotation, as `new_cache` makes. `KVCache.from_config` needs
+            ``rope=model.config.rope`` for a GGUF: `load` reorders heads whose neighbours are rotated together.
         seq_id : int or sequence of int, default 0
             The sequence, say one that `kvcache.PrefixCache.acquire` returned; or, for a batch of several sequences, the
             sequence of each token. Tokens of a sequence then stand side by side.
@@ -230,7 +231,7 @@ class Llama:
         Raises
         ------
         LlamaError
-            A token is outside the vocabulary.
+            A token is outside the vocabulary, or the cache rotates keys otherwise than the model.
         TypeError, ValueError
             `tokens` has none, or something else than integers.
         """
@@ -238,6 +239,7 @@ class Llama:
         if not len(ids):
             raise ValueError("tokens is empty: at least one token is needed")
         self.config.check_tokens(ids)
+        self._check_rope(cache)
         seq_ids = [*seq_id] if isinstance(seq_id, Sequence) else [seq_id] * len(ids)
         if len(seq_ids) != len(ids):
             raise ValueError(f"seq_id must be one sequence, or one for each of {len(ids)} tokens, not {len(seq_ids)}")
@@ -249,6 +251,14 @@ class Llama:
                 on_batch(min(i + PREFILL_TOKENS, len(ids)), len(ids))
         x = hidden[-1][-1:] if last_only else np.concatenate(hidden)
         return _rms_norm(x, self.norm, self.config.rms_norm_eps) @ self.head.T
+
+    def _check_rope(self, cache: KVCache) -> None:
+        for i, layer in enumerate(cache.layers):
+            if isinstance(layer.rope, Rope) and layer.rope != self.config.rope:
+                raise LlamaError(
+                    f"cache: layer {i} rotates keys otherwise than the model: use `new_cache`, or give"
+                    " rope=model.config.rope"
+                )
 
     def _hidden(
         self, ids: NDArray[np.int64], cache: KVCache, seq_ids: Sequence[int], select: int | None,

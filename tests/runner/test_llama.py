@@ -84,6 +84,8 @@ def test_options_that_select_no_rows(model: runner.Llama) -> None:
 class NoCache:
     """Attention over the tokens of one batch, in float64 and with a mask written out: what a cache must not change."""
 
+    layers = ()
+
     def __init__(self, window: int = 2**31, num_sink_tokens: int = 0) -> None:
         self.window, self.num_sink_tokens = window, num_sink_tokens
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from support import gguf_files
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from kvcache import FullAttention, ModelFileError, Rope, SlidingWindow, runner
+from kvcache import FullAttention, KVCache, ModelFileError, Rope, SlidingWindow, runner
 from kvcache.layer import DTYPES
 from kvcache.models import shapes
 from kvcache.models.weights import F32
@@ -239,6 +239,20 @@ def test_a_shift_is_of_the_keys_as_they_are_stored(tmp_path: Path) -> None:
         cache.settle()
         cache.truncate(cache.next_position() - 5)
         np.testing.assert_allclose(file.forward(TOKENS[:5], cache), moved, atol=1e-4)
+
+
+def test_a_cache_that_rotates_otherwise(tmp_path: Path) -> None:
+    """A file's own rotation is of neighbours, and the model computes with halves: moved queries would be wrong."""
+    path, _ = write_gguf(tmp_path / "model.gguf", random_weights())
+    file = runner.Llama.load(path)
+    with KVCache.from_config(path) as cache:
+        with pytest.raises(runner.LlamaError, match=r"cache: layer 0 rotates .* give rope=model\.config\.rope"):
+            file.forward(TOKENS, cache)
+        assert cache.seq_len() == 0
+    with KVCache.from_config(path, rope=file.config.rope) as cache:
+        file.forward(TOKENS, cache)
+    with KVCache.from_config(path, rope=None) as cache:  # nothing can move
+        file.forward(TOKENS, cache)
 
 
 # --- rotation ----------------------------------------------------------------------------------------------------
