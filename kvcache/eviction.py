@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvcache.arguments import INT32_MAX, integer, to_float
 from kvcache.cache import KVCache
 from kvcache.errors import NotSupportedError
-from kvcache.policy import FullAttention
+from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, SlidingWindow
 from kvcache.rope import Rope, RopeLike
 
 __all__ = [
@@ -430,7 +430,10 @@ def stream(cache: KVCache, window: SupportsIndex, *, num_sink_tokens: SupportsIn
     Raises
     ------
     NotSupportedError
-        If a layer's `rope` is not known.
+        If no layer keeps the rows of all tokens, a layer's `rope` is not known, or a layer has sink tokens of its own.
+    ValueError
+        If a number is too small, or a layer with a window would see first tokens that it has lost. Nothing has changed
+        then.
 
     References
     ----------
@@ -440,8 +443,8 @@ def stream(cache: KVCache, window: SupportsIndex, *, num_sink_tokens: SupportsIn
     num_sinks = integer(num_sink_tokens, "num_sink_tokens", 0, INT32_MAX)
     held = cache.positions(seq_id=seq_id, layer=_layers_with_all(cache)[0])
     num_dropped = max(0, len(held) - num_sinks - window)
-    if num_sinks and any(layer.rope is None for layer in cache.layers if layer.policy is not None):
-        raise NotSupportedError("the first tokens cannot move up: a layer of the cache has no `rope`")
+    if num_sinks:
+        _check_moving_up(cache, window, held, seq_id)
     if num_dropped:
         cache.remove(int(held[num_sinks]), int(held[num_sinks + num_dropped]), shift=False, seq_id=seq_id)
         held = np.delete(held, slice(num_sinks, num_sinks + num_dropped))
@@ -450,3 +453,23 @@ def stream(cache: KVCache, window: SupportsIndex, *, num_sink_tokens: SupportsIn
         if gap:
             cache.shift(int(held[0]), int(held[num_sinks - 1]) + 1, gap, seq_id=seq_id)
     return num_dropped
+
+
+def _check_moving_up(cache: KVCache, window: int, held: Positions, seq_id: int) -> None:
+    """Raise if the first tokens of a sequence cannot stand right before its last `window` tokens."""
+    for i, layer in enumerate(cache.layers):
+        policy, sees = layer.policy, 0
+        if policy is None or isinstance(policy, CrossAttention):
+            continue
+        if layer.rope is None:
+            raise NotSupportedError(f"the first tokens cannot move up: layer {i} of the cache has no `rope`")
+        if isinstance(policy, SlidingWindow):
+            sees = policy.window
+            if policy.num_sink_tokens:
+                raise NotSupportedError(f"the first tokens cannot move up: layer {i} keeps sink tokens of its own")
+        if isinstance(policy, ChunkedAttention):
+            sees = policy.attention_chunk_size
+        if window < sees and len(held) and cache.first_position(seq_id, layer=i) > held[0]:
+            raise ValueError(
+                f"window={window}: must be at least {sees}, as layer {i} sees so many tokens, and has lost the first"
+            )

@@ -318,7 +318,41 @@ def fail(*args, **options):
     raise MemoryError
 
 
+def with_window(policy, length=LENGTH, **options):
+    return filled(length, policy=[kvcache.FullAttention(), policy], **options)
+
+
+@pytest.mark.parametrize("policy", [kvcache.SlidingWindow(16), kvcache.ChunkedAttention(16)])
+def test_stream_where_a_layer_has_lost_the_first_tokens(policy):
+    cache = with_window(policy)
+    with pytest.raises(ValueError, match="window=15: must be at least 16, as layer 1 sees so many"):
+        stream(cache, 15)
+    assert cache.seq_len() == LENGTH
+    for _ in range(40):  # in front of the last 16, the first tokens are out of the layer's sight
+        stream(cache, 16)
+        with cache.batch(1) as batch:
+            for layer in range(2):
+                batch.attend(layer, random(1, 4, 4), random(1, 2, 4), random(1, 2, 4))
+    assert cache.seq_len() == 21
+
+
+def test_stream_where_a_window_holds_the_first_tokens():
+    assert stream(with_window(kvcache.SlidingWindow(LENGTH)), 15) == LENGTH - 19
+    assert stream(with_window(kvcache.SlidingWindow(16)), 15, num_sink_tokens=0) == LENGTH - 15
+
+
+def test_stream_beside_an_encoder():
+    cache = kvcache.KVCache(2, 2, 4, rope=[ROPE, None], policy=[kvcache.FullAttention(), kvcache.CrossAttention(5)])
+    rows = random(LENGTH, 2, 4)
+    with cache.batch(LENGTH) as batch:
+        batch.put(0, rows, rows)
+        batch.put(1, rows[:5], rows[:5])
+    assert stream(cache, 10) == LENGTH - 14
+
+
 def test_stream_refuses():
+    with pytest.raises(kvcache.NotSupportedError, match="layer 1 keeps sink tokens of its own"):
+        stream(with_window(kvcache.SlidingWindow(8, num_sink_tokens=4)), 10)
     with pytest.raises(kvcache.NotSupportedError, match="cannot move up"):
         stream(filled(rope=None), 10)
     with pytest.raises(ValueError, match="window=0"):
