@@ -16,8 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.arguments import INT32_MAX, integer, to_float
+from kvcache.arrays import AnyArray
 from kvcache.cache import KVCache
-from kvcache.errors import NotSupportedError
+from kvcache.errors import NotSupportedError, shown
+from kvcache.layer import Layer
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, SlidingWindow
 from kvcache.rope import Rope, RopeLike
 
@@ -31,6 +33,7 @@ __all__ = [
     "evict",
     "future",
     "kvzip",
+    "layers_with_all",
     "mean_importance",
     "stream",
 ]
@@ -90,7 +93,17 @@ class Queries:
         self._every, self._last = integer(every, "every", 1, INT32_MAX), integer(last, "last", 0, INT32_MAX)
         self._noted: dict[tuple[int, int], _Noted] = {}
 
-    def note(self, layer: int, q: NDArray[Any], positions: NDArray[Any], *, seq_id: int = 0, **options: Any) -> None:
+    def note(
+        self,
+        layer: int,
+        q: NDArray[Any],
+        positions: NDArray[Any],
+        *,
+        seq_id: int = 0,
+        scale: SupportsFloat | None = None,
+        softcap: SupportsFloat | None = None,
+        sinks: AnyArray | None = None,
+    ) -> None:
         """Note the queries of tokens that a model feeds in a layer, beside `kvcache.Batch.attend`.
 
         What was noted at the first of these positions or behind it is forgotten: the sequence has gone back.
@@ -101,9 +114,16 @@ class Queries:
             The queries, rotated for their positions.
         positions : ndarray of int, shape [n]
             Where the tokens stand, ascending.
-        **options
-            ``scale``, ``softcap`` and ``sinks``, as `kvcache.Batch.attend` is given them.
+        scale, softcap, sinks
+            As `kvcache.Batch.attend` is given them.
+
+        Raises
+        ------
+        ValueError
+            If the shapes do not match, there are no tokens, or `positions` are not integers that ascend.
         """
+        _check_noted(q, positions)
+        options = {"scale": scale, "softcap": softcap, "sinks": sinks}
         noted = self._noted.setdefault((seq_id, layer), _Noted())
         noted.options = {name: value for name, value in options.items() if value is not None}
         for chunks in (noted.picked, noted.latest):
@@ -155,6 +175,19 @@ class Queries:
             del self._noted[key]
 
 
+def _check_noted(q: NDArray[Any], positions: NDArray[Any]) -> None:
+    for name, value in (("q", q), ("positions", positions)):
+        if not isinstance(value, np.ndarray):
+            raise TypeError(f"{name}: a NumPy array is needed, not {type(value).__name__}")
+    if q.ndim != 3 or positions.shape != q.shape[:1] or not len(q):
+        raise ValueError(
+            f"q of shape {q.shape} and positions of shape {positions.shape}: [n, num_heads, head_dim] and [n] are"
+            " needed, with n at least 1"
+        )
+    if positions.dtype.kind not in "iu" or (positions[1:] < positions[:-1]).any():
+        raise ValueError(f"positions={shown(positions.tolist())}: must be integers that ascend")
+
+
 def _cut(chunks: deque[tuple[NDArray[Any], Positions]], position: int) -> None:
     """Drop queries at `position` and behind it."""
     while chunks and chunks[-1][1][-1] >= position:
@@ -197,7 +230,7 @@ class Prompt:
     ) -> None:
         self.cache, self.seq_id, self._queries, self._again = cache, seq_id, queries, again
         self._ropes = [layer.rope for layer in cache.layers] if ropes is None else [*ropes]
-        self.layers = _layers_with_all(cache)
+        self.layers = layers_with_all(cache.layers)
         self.positions: Positions = cache.positions(seq_id=seq_id, layer=self.layers[0])
         self.num_rows = len(self.positions)
 
@@ -254,10 +287,9 @@ class Prompt:
         return found[:, : self.num_rows]
 
 
-def _layers_with_all(cache: KVCache) -> tuple[int, ...]:
-    """Return the layers that keep the rows of all tokens."""
-    layers = (i for i, layer in enumerate(cache.layers) if isinstance(layer.policy, FullAttention) and layer.v_head_dim)
-    found = tuple(layers)
+def layers_with_all(layers: Iterable[Layer]) -> tuple[int, ...]:
+    """Return which layers keep the rows of all tokens; raise NotSupportedError if none does."""
+    found = tuple(i for i, layer in enumerate(layers) if isinstance(layer.policy, FullAttention) and layer.v_head_dim)
     if not found:
         raise NotSupportedError("no layer of the cache keeps the rows of all tokens, so that there are none to drop")
     return found
@@ -290,8 +322,17 @@ def mean_importance(weights: Iterable[F32]) -> F32:
     Returns
     -------
     ndarray of float32, shape [num_rows]
+
+    Raises
+    ------
+    ValueError
+        If there are no weights.
     """
-    scaled = [(each / np.maximum(each.sum(1, keepdims=True), np.finfo(np.float32).tiny)).mean(0) for each in weights]
+    scaled: list[F32] = [
+        (each / np.maximum(each.sum(1, keepdims=True), np.finfo(np.float32).tiny)).mean(0) for each in weights
+    ]
+    if not scaled:
+        raise ValueError("weights: those of one layer or more are needed, not of none")
     mean: F32 = np.mean(scaled, 0, dtype=np.float32)
     return mean
 
@@ -387,6 +428,8 @@ def choose(prompt: Prompt, policy: Policy, keep: SupportsFloat) -> Positions:
     num_kept = max(FIRST + LAST, math.ceil(share * prompt.num_rows))
     if num_kept >= prompt.num_rows:
         return prompt.positions
+    if not callable(policy):
+        raise TypeError(f"policy={shown(policy)}: a function of a `Prompt` is needed, such as `future` or `kvzip`")
     found = np.asarray(policy(prompt))
     if found.shape != (prompt.num_rows,) or found.dtype.kind not in "fiu":
         raise ValueError(
@@ -441,7 +484,7 @@ def stream(cache: KVCache, window: SupportsIndex, *, num_sink_tokens: SupportsIn
     """
     window = integer(window, "window", 1, INT32_MAX)
     num_sinks = integer(num_sink_tokens, "num_sink_tokens", 0, INT32_MAX)
-    held = cache.positions(seq_id=seq_id, layer=_layers_with_all(cache)[0])
+    held = cache.positions(seq_id=seq_id, layer=layers_with_all(cache.layers)[0])
     num_dropped = max(0, len(held) - num_sinks - window)
     if num_sinks:
         _check_moving_up(cache, window, held, seq_id)

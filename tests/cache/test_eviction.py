@@ -83,6 +83,27 @@ def test_refused_numbers(name):
         Queries(**{name: -1})
 
 
+@pytest.mark.parametrize(
+    ("q", "positions", "message"),
+    [
+        ((9, 16), np.arange(9), r"q of shape \(9, 16\) and positions of shape \(9,\)"),
+        ((9, 4, 4), np.arange(8), r"q of shape \(9, 4, 4\) and positions of shape \(8,\)"),
+        ((0, 4, 4), np.arange(0), "n at least 1"),
+        ((3, 4, 4), np.array([0, 2, 1]), r"positions=\[0, 2, 1\]: must be integers that ascend"),
+        ((3, 4, 4), np.arange(3.0), r"positions=\[0.0, 1.0, 2.0\]: must be integers"),
+        ((3, 4, 4), [0, 1, 2], "positions: a NumPy array is needed, not list"),
+    ],
+)
+def test_refused_arrays(q, positions, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        Queries().note(0, random(*q), positions)
+
+
+def test_refused_options():
+    with pytest.raises(TypeError, match="window"):
+        Queries().note(0, random(1, 4, 4), np.arange(1), window=3)
+
+
 # --- policies --------------------------------------------------------------------------------------------------------
 
 
@@ -241,6 +262,16 @@ def test_a_policy_that_returns_something_else(wrong):
     with pytest.raises(ValueError, match=f"a number for each of the {LENGTH} tokens"):
         evict(cache, lambda prompt: wrong)
     assert cache.seq_len() == LENGTH
+
+
+def test_a_policy_that_is_no_function():
+    with pytest.raises(TypeError, match="policy='future': a function of a `Prompt` is needed, such as `future`"):
+        evict(filled(), "future")
+
+
+def test_weights_of_no_layer():
+    with pytest.raises(ValueError, match="weights: those of one layer or more are needed"):
+        evict(filled(), kvzip, again=lambda: iter(()))
 
 
 def test_what_a_policy_lacks():
