@@ -161,13 +161,14 @@ def new_cache(config: LlamaConfig, options: Options, dtype: DType | None = None)
     Returns
     -------
     KVCache
-        A cache for the model's whole context; with a window, for the window, the sink tokens and one batch. If only a
-        share of the prompt is kept, the cache has room for a fork that reads the prompt again.
+        A cache for the model's whole context; with a window, for the window, the sink tokens and one batch. For the
+        policy "kvzip", the cache has room for a fork that reads the prompt again.
 
     Raises
     ------
     NotSupportedError
-        `options` select rows, and no layer can.
+        `options` select rows, and no layer can; or keep a share of the prompt, and no layer keeps the rows of all
+        tokens.
     """
     policy, max_seq_len = config.policy, config.max_seq_len
     if options.window is not None:
@@ -186,9 +187,11 @@ def new_cache(config: LlamaConfig, options: Options, dtype: DType | None = None)
         for own in policy
     ]
     layers = layers if options.select is None else with_sketches(layers, options.select)
-    if options.keep is None:
-        return KVCache(layers, max_seq_len=max_seq_len)
-    return KVCache(layers, max_seq_len=max_seq_len + eviction.AGAIN, max_sequences=2)  # a fork reads the prompt again
+    if options.keep is not None:
+        eviction.layers_with_all(layers)
+    if options.evict_by == "kvzip":
+        return KVCache(layers, max_seq_len=max_seq_len + eviction.AGAIN, max_sequences=2)
+    return KVCache(layers, max_seq_len=max_seq_len)
 
 
 def _narrowed(own: Policy | None, window: int, num_sink_tokens: int) -> SlidingWindow:

@@ -7,7 +7,7 @@ import pytest
 from support.repository_model import MODEL
 
 import kvcache
-from kvcache.eviction import Prompt, Queries, evict, future, kvzip, mean_importance, stream
+from kvcache.eviction import AGAIN, Prompt, Queries, evict, future, kvzip, mean_importance, stream
 from kvcache.runner import Llama, Options, Speed, evict_prompt, generate, new_cache
 
 ROPE = kvcache.Rope([0.5, 0.1])
@@ -313,6 +313,13 @@ def test_a_prompt_of_the_runner(model, text, policy):
         assert cache.next_position() == len(text) + 4
         assert cache.seq_len() == 304
     assert len(made) == 5
+
+
+def test_queries_are_not_moved_beyond_the_context(model):
+    with new_cache(model.config, Options(keep=0.25)) as cache:
+        assert (cache.max_seq_len, cache.max_sequences) == (model.config.max_seq_len, 1)
+    with new_cache(model.config, Options(keep=0.25, evict_by="kvzip")) as cache:
+        assert (cache.max_seq_len, cache.max_sequences) == (model.config.max_seq_len + AGAIN, 2)
 
 
 # --- a text without end ----------------------------------------------------------------------------------------------

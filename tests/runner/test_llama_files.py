@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from support import gguf_files
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from kvcache import FullAttention, KVCache, ModelFileError, Rope, SlidingWindow, runner
+from kvcache import FullAttention, KVCache, ModelFileError, NotSupportedError, Rope, SlidingWindow, runner
 from kvcache.layer import DTYPES
 from kvcache.models import shapes
 from kvcache.models.weights import F32
@@ -302,6 +302,14 @@ def test_files_older_than_rope_theta(tmp_path: Path) -> None:
 
 
 # --- windows -----------------------------------------------------------------------------------------------------
+
+
+def test_a_share_of_a_prompt_where_every_layer_has_a_window(tmp_path: Path) -> None:
+    """It is refused before the prompt is read."""
+    folder = write_folder(tmp_path, random_weights(), model_type="mistral", sliding_window=20)
+    config = runner.LlamaConfig.read(folder)
+    with pytest.raises(NotSupportedError, match="no layer of the cache keeps the rows of all tokens"):
+        runner.new_cache(config, runner.Options(dtype="f32", keep=0.25))
 
 
 def test_a_model_s_own_window(tmp_path: Path) -> None:
