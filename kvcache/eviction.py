@@ -6,7 +6,6 @@ rows of all others. No policy is a default of a cache: published ones rank in op
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -425,7 +424,7 @@ def evict(
 def choose(prompt: Prompt, policy: Policy, keep: SupportsFloat) -> Positions:
     """Return the positions of the tokens that `evict` keeps, ascending."""
     share = check_share(keep)
-    num_kept = max(FIRST + LAST, math.ceil(share * prompt.num_rows))
+    num_kept = max(FIRST + LAST, round(share * prompt.num_rows))
     if num_kept >= prompt.num_rows:
         return prompt.positions
     if not callable(policy):

@@ -198,6 +198,10 @@ def test_the_first_and_the_last_stay_and_of_equals_the_earlier():
     assert again.tolist() == [*range(4), *range(LENGTH - 32, LENGTH)]
 
 
+def test_the_share_is_exact():
+    assert len(evict(filled(700), lambda prompt: np.zeros(prompt.num_rows), 0.07)) == 49
+
+
 @pytest.mark.parametrize("dtype", ["f32", "q8_0", "int4"])
 def test_results_are_those_of_the_kept_rows(dtype):
     cache = kvcache.KVCache(1, 2, 32, dtype=dtype)
@@ -313,6 +317,17 @@ def test_a_prompt_of_the_runner(model, text, policy):
         assert cache.next_position() == len(text) + 4
         assert cache.seq_len() == 304
     assert len(made) == 5
+
+
+def test_a_prompt_in_parts_never_holds_all_rows(model, text):
+    queries, lengths = Queries(), []
+    with new_cache(model.config, Options(dtype="f32")) as cache:
+        for begin in range(0, len(text), 300):
+            model.forward(text[begin : begin + 300], cache, last_only=True, queries=queries)
+            lengths.append(cache.seq_len())
+            evict(cache, future, min(1, 200 / cache.seq_len()), queries=queries)
+        assert cache.next_position() == len(text)
+    assert lengths == [300, 500, 500, 500]
 
 
 def test_queries_are_not_moved_beyond_the_context(model):
