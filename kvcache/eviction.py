@@ -454,8 +454,8 @@ def stream(cache: KVCache, window: SupportsIndex, *, num_sink_tokens: SupportsIn
     """Keep the first tokens of a sequence and the last ones, and close the gap between them: StreamingLLM [1]_.
 
     Call it before each batch, or now and then. The first tokens move up, next to the others: no distance exceeds what
-    the model was trained for, and a text goes on without end. No row is copied or rotated, except in layers with a
-    function as `rope`. Positions grow for ever; the caller rotates new tokens for them.
+    the model was trained for, and a text goes on without end. No row is copied or rotated. Positions grow for ever; the
+    caller rotates new tokens for them.
 
     Parameters
     ----------
@@ -472,7 +472,8 @@ def stream(cache: KVCache, window: SupportsIndex, *, num_sink_tokens: SupportsIn
     Raises
     ------
     NotSupportedError
-        If no layer keeps the rows of all tokens, a layer's `rope` is not known, or a layer has sink tokens of its own.
+        If no layer keeps the rows of all tokens, or the `rope` of a layer is neither a `Rope` nor False, or a layer has
+        sink tokens of its own.
     ValueError
         If a number is too small, or a layer with a window would see first tokens that it has lost. Nothing has changed
         then.
@@ -503,8 +504,8 @@ def _check_moving_up(cache: KVCache, window: int, held: Positions, seq_id: int) 
         policy, sees = layer.policy, 0
         if policy is None or isinstance(policy, CrossAttention):
             continue
-        if layer.rope is None:
-            raise NotSupportedError(f"the first tokens cannot move up: layer {i} of the cache has no `rope`")
+        if layer.rope is not False and not isinstance(layer.rope, Rope):  # a function's keys: rounded at each call
+            raise NotSupportedError(f"the first tokens cannot move up: layer {i} of the cache has no `Rope`")
         if isinstance(policy, SlidingWindow):
             sees = policy.window
             if policy.num_sink_tokens:
