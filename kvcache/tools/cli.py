@@ -125,7 +125,8 @@ Share = Annotated[
     Any, typer.Option(parser=_share, metavar="SHARE", help="Keep this share of the prompt's rows, such as 25%.")
 ]
 EvictBy = Annotated[
-    str | None, typer.Option(metavar="POLICY", help="With --keep: future, or kvzip, which reads the prompt twice.")
+    str | None,
+    typer.Option(metavar="POLICY", help="With --keep: future, the default, or kvzip, which reads the prompt twice."),
 ]
 TopP = Annotated[float, typer.Option(metavar="P", help="Draw from the likeliest tokens, of probability P together.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
