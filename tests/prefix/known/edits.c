@@ -28,7 +28,7 @@ static void note_cut(world *w, sequence *s, int length) {
 
 void do_truncate(world *w) {
     sequence *s = any_sequence(w, -1);
-    if (!s || s->is_loose) return;
+    if (!s || s->is_loose || s->has_gaps) return;
     const int old = text_length(s->node), length = pick(w, 3) ? pick(w, old + 1) : old + pick(w, 3);
     const int may_be_gone = w->shape.has_windows && !kvc_can_resume(w->caches[s->cache], s->id, length);
     w->call = "kvc_truncate";
@@ -45,7 +45,7 @@ void do_fork(world *w) {
     sequence *s = any_sequence(w, -1);
     if (!s || s->is_loose || !text_length(s->node)) return;
     const sequence source = *s;
-    const int old = text_length(s->node), length = pick(w, 2) ? old : 1 + pick(w, old);
+    const int old = text_length(s->node), length = s->has_gaps || pick(w, 2) ? old : 1 + pick(w, old);
     sequence *t = new_sequence(w, s->cache);
     if (!s->is_there || s == t) { /* it made room */
         t->is_there = 0;
@@ -67,6 +67,7 @@ void do_fork(world *w) {
     for (int i = 0; i < PREFIXES; i++) t->barred[i] = source.barred[i] ? source.barred[i] : source.copies_barred[i];
 
     t->node = text_begin(source.node, length);
+    t->has_gaps = source.has_gaps;
     t->exact = length <= source.exact && length < old ? INT32_MAX : source.exact;
     if (source.exact >= length) t->exact = INT32_MAX;
     check_sequence(w, t);
@@ -91,6 +92,45 @@ void do_remove(world *w) {
     for (int l = 0; l < MOST_LAYERS; l++) s->had[l] &= ((uint64_t)1 << begin) - 1;
     s->is_loose = w->shape.has_windows; /* what has expired moves along */
     check_sequence(w, s);
+}
+
+/* Lists the positions of some tokens of a sequence, of which the last has a row.  Returns their number. */
+static int list_some(world *w, const sequence *s, uint64_t rows, int32_t *positions) {
+    const int length = text_length(s->node), begin = pick(w, length + 1), often = 2 + pick(w, 8);
+    int num = 0;
+    for (int i = 0; i < length; i++)
+        if (i < begin || pick(w, often)) positions[num++] = i;
+    if (pick(w, 4) == 0) num = least(num, begin); /* the rest is cut off */
+    while (num && !(rows >> positions[num - 1] & 1)) num--;
+    return num;
+}
+
+void do_keep(world *w) {
+    sequence *s = any_sequence(w, -1);
+    uint64_t rows[MOST_LAYERS], dropped = 0;
+    int32_t positions[MOST_TEXT];
+    if (!s || s->is_loose) return;
+    rows_of(w, s, rows);
+    for (int l = 0; l < w->shape.num_layers; l++) dropped |= rows[l];
+    const int old = text_length(s->node), num = list_some(w, s, dropped, positions);
+    const int length = num ? positions[num - 1] + 1 : 0;
+    const int may_be_gone = w->shape.has_windows && !kvc_can_resume(w->caches[s->cache], s->id, length);
+    for (int i = 0; i < num; i++) dropped &= ~((uint64_t)1 << positions[i]);
+    w->call = "kvc_keep_positions";
+    kvc_status status;
+    CALL(w, status, kvc_keep_positions(w->caches[s->cache], s->id, positions, num));
+    trace(w, "keep of %d tokens up to %d of sequence %d, %s: %d", num, length, (int)s->id, spell(s->node), status);
+    if (status == KVC_ERR_GONE && may_be_gone && length < old) return;
+    must(w, status);
+    int first = 0; /* dropped */
+    while (first < length && !(dropped >> first & 1)) first++;
+    if (length < old) note_cut(w, s, length);
+    if (first < length) {
+        s->exact = least(s->exact, first), s->has_gaps = 1, s->keeps = 0, s->state = -1;
+        s->is_other |= first == 0;
+        for (int l = 0; l < MOST_LAYERS; l++) s->had[l] &= ((uint64_t)1 << first) - 1;
+    }
+    if (s->is_there) check_sequence(w, s);
 }
 
 /* Makes rows of a sequence inexact: they are replaced, or only said to be. */

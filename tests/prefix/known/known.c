@@ -63,6 +63,7 @@ static const call calls[] = {
     {"truncate", do_truncate, 3},
     {"fork", do_fork, 2},
     {"remove", do_remove, 1},
+    {"keep", do_keep, 2},
     {"inject", do_inject, 1},
     {"pin", do_pin, 3},
     {"unpin", do_unpin, 2},

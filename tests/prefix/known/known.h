@@ -136,6 +136,7 @@ typedef struct sequence {
     int node;
     int exact;                       /* INT32_MAX: all are */
     int is_loose;                    /* kvc_exact_to may say one less, or more: the header leaves it open */
+    int has_gaps;                    /* tokens between others were dropped */
     int prefix;                      /* 1 + the prefix that acquired it; 0: no prefix did, or it is gone */
     int prompt;                      /* the text that it was acquired with */
     int keeps;                       /* 2: commits keep the prompt's blocks; 1: they may; 0: they do not */
@@ -311,6 +312,7 @@ void do_clear_sequence(world *w);
 void do_truncate(world *w);
 void do_fork(world *w);
 void do_remove(world *w);
+void do_keep(world *w);
 void do_pin(world *w);
 void do_unpin(world *w);
 void do_forget(world *w);
