@@ -154,7 +154,9 @@ static kvc_status get_list(const kvc_compaction *c, kvc_sequence *s) {
     kvc_run_list *list = &s->runs[c->group];
     int32_t after;
     if (kvc_is_evicted_in(c->cache, s, c->group)) return KVC_OK;
-    if (s->changed_at) /* rows may expire before, which may cut a run in two; in a tight cache, the batch gets memory */
+    const int expires = kvc_policy_expires(&c->cache->policies[c->group]);
+    /* A batch adds runs before, and rows that expire may cut a run in two; in a tight cache, the batch gets memory. */
+    if (s->changed_at && (s->in_batch || expires))
         return c->cache->is_tight ? KVC_OK : kvc_runs_prepare_edit(list, &c->cache->memory, 2);
     const int32_t num = kvc_compaction_room(c, list, none, &after);
     return num > list->capacity ? kvc_runs_prepare_exact(list, &c->cache->memory, num) : KVC_OK;

@@ -139,6 +139,31 @@ static void test_memory(void) {
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
+/* Returns the bytes of a compacted cache of TOKENS small rows, of which every `nth` stays. */
+static int64_t bytes_of(int32_t nth) {
+    enum { TOKENS = 8192 };
+    static int32_t positions[TOKENS];
+    static float rows[TOKENS];
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 1, .v_dim = 1};
+    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.block_size = 64});
+    kvc_batch *batch = NULL;
+    CHECK(kvc_begin(cache, TOKENS, NULL, NULL, NULL, &batch) == KVC_OK);
+    put_floats(batch, 0, 0, TOKENS, 1, 1, 1, rows, rows);
+    CHECK(kvc_commit(batch) == KVC_OK);
+    int32_t num = 0;
+    for (int32_t p = 0; p < TOKENS; p += nth) positions[num++] = p;
+    CHECK(kvc_keep_positions(cache, 0, positions, num) == KVC_OK && kvc_compact(cache) == KVC_OK);
+    const int64_t bytes = kvc_nbytes(cache);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    return bytes;
+}
+
+/* A gap takes 24 bytes once the sequence was compacted. */
+static void test_gaps(void) {
+    const int64_t all = bytes_of(1), half = bytes_of(2);
+    CHECKF(half < all / 2 + 4096 * 24 * 11 / 10, "%lld of %lld bytes", (long long)half, (long long)all);
+}
+
 /* An empty list ends a sequence.  Some layers and lists are refused.  Positions without a row count for nothing. */
 static void test_edges(void) {
     static pair p;
@@ -186,5 +211,6 @@ int main(void) {
         const listing lists[] = {list_of(0, 2), list_of(3, 0), list_of(1, 7)};
         for (size_t j = 0; j < sizeof lists / sizeof *lists; j++) test_bits(types[i], j % 2 ? 16 : 64, &lists[j]);
     }
+    test_gaps();
     return test_result();
 }
