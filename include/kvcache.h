@@ -692,18 +692,19 @@ KVC_API kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t
 KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift);
 
 /* Drops all rows of a sequence's tokens except those at num_positions positions, in all layers at once.  The positions
- * ascend, without repeats.  A position without a row counts for nothing.  The call takes time for the sequence's rows
- * and the list, however many gaps there are.  A policy that evicts tokens by their importance needs this.
+ * ascend, without repeats.  A position counts for nothing if it has no row, and none that has expired.  The call takes
+ * time for the sequence's rows and the list, however many gaps there are.  A policy that evicts tokens by their
+ * importance needs this.
  * Kept rows keep their positions.  Attention has the bits of a cache that was given these rows alone at these
  * positions.  The slots between them are wasted until kvc_compact.  Each gap takes 24 bytes in each layer group.
- * If the last tokens are dropped, the sequence goes on behind the last listed position, as after kvc_truncate there.
- * Positions before it that have expired stay expired.  Rows in KVC_CROSS layers stay, unless the sequence ends as in
- * kvc_remove.  A list without positions ends it.  Holds, and sequences that share the rows, keep them.
+ * If the last tokens are dropped, the sequence goes on behind the last position that counts, as after kvc_truncate
+ * there.  Positions before it that have expired stay expired.  Rows in KVC_CROSS layers stay, unless the sequence ends
+ * as in kvc_remove.  A list in which no position counts ends it.  Holds, and sequences that share the rows, keep them.
  * The first dropped row ends the exact rows (kvc_exact_to), if rows behind it stay.  So a prefix keeps no block and no
  * checkpoint from there on; what it kept before stays.  The caller's recurrent state, if the model has one, still
  * follows from all tokens.
  * Fails with KVC_ERR_INVALID also if a position is out of order.  Fails with KVC_ERR_NOMEM, and with KVC_ERR_GONE as
- * kvc_truncate behind the last listed position does. */
+ * kvc_truncate behind the last position that counts does. */
 KVC_API kvc_status kvc_keep_positions(kvc_cache *cache, int64_t seq_id, const int32_t *positions,
                                       int64_t num_positions);
 

@@ -248,6 +248,37 @@ static kvc_status check_kept(const int32_t *positions, int64_t num_positions) {
     return KVC_OK;
 }
 
+/* Finds the end of the listed positions in runs. */
+typedef struct listed_end {
+    const kvc_listed *listed;
+    int64_t next;
+    int32_t end;
+} listed_end;
+
+static void find_listed_end(void *context, const kvc_run *run) {
+    listed_end *found = context;
+    kvc_run rest = *run;
+    for (kvc_run part; (part = kvc_listed_next(found->listed, &found->next, &rest)).count;)
+        if (part.position + part.count > found->end) found->end = part.position + part.count;
+}
+
+static void find_listed_lost(listed_end *found, kvc_interval lost) {
+    find_listed_end(found, &(kvc_run){.position = lost.begin, .count = lost.end - lost.begin});
+}
+
+/* Returns a list without its last positions that have no row and have not expired. */
+static kvc_listed without_unknown(const kvc_cache *cache, const kvc_sequence *sequence, const kvc_listed *listed) {
+    listed_end found = {.listed = listed};
+    kvc_listed known = *listed;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        kvc_runs_visit(&sequence->runs[g], 0, KVC_END, find_listed_end, &found);
+        find_listed_lost(&found, sequence->runs[g].lost);
+        find_listed_lost(&found, sequence->runs[g].missing);
+    }
+    while (end_of(&known) > found.end) known.num--;
+    return known;
+}
+
 /* Lowers *first to the first position of a part. */
 static void find_first(void *context, const kvc_run *part) {
     int32_t *first = context;
@@ -263,14 +294,15 @@ static int32_t first_dropped(const kvc_cache *cache, const kvc_sequence *sequenc
     return first;
 }
 
-static kvc_status keep_listed(kvc_cache *cache, int64_t seq_id, const kvc_listed *kept) {
+static kvc_status keep_listed(kvc_cache *cache, int64_t seq_id, const kvc_listed *listed) {
     kvc_sequence *sequence = kvc_cache_find(cache, seq_id);
-    kvc_status status = kvc_check_idle(sequence);
-    if (status == KVC_OK) status = kvc_check_not_retained(sequence);
-    if (status == KVC_OK && sequence) status = kvc_check_cut(cache, sequence, end_of(kept));
-    if (status != KVC_OK || !sequence) return status;
-    const int32_t first = first_dropped(cache, sequence, kept);
-    const edit e = {.change = {.begin = first, .end = KVC_END, .moved_end = KVC_END, .kept = kept}, .removes = 1};
+    KVC_TRY(kvc_check_idle(sequence));
+    KVC_TRY(kvc_check_not_retained(sequence));
+    if (!sequence) return KVC_OK;
+    const kvc_listed kept = without_unknown(cache, sequence, listed);
+    KVC_TRY(kvc_check_cut(cache, sequence, end_of(&kept)));
+    const int32_t first = first_dropped(cache, sequence, &kept);
+    const edit e = {.change = {.begin = first, .end = KVC_END, .moved_end = KVC_END, .kept = &kept}, .removes = 1};
     return first < INT32_MAX ? apply(cache, sequence, &e) : KVC_OK;
 }
 

@@ -190,6 +190,10 @@ static void test_edges(void) {
                 "is 3, behind 7");
     CHECK_FAILS(pair_keep_positions(&p, 1, (int32_t[]){3, 8}, 2), KVC_ERR_GONE, "sequence 1", "position 9");
     pair_check(&p);
+    CHECK_FAILS(pair_keep_positions(&p, 1, (int32_t[]){3, 8, 50, 90}, 4), KVC_ERR_GONE, "sequence 1", "position 9");
+    CHECK(pair_fork(&p, 1, 3) == KVC_OK && pair_keep_positions(&p, 3, (int32_t[]){50, 90}, 2) == KVC_OK);
+    CHECK(kvc_next_position(p.cache, 3) == 0 && kvc_seq_len(p.cache, 3, 2) == 0);
+    pair_check(&p);
     CHECK(pair_keep_positions(&p, 1, (int32_t[]){3, 17, 19, 20, 90}, 5) == KVC_OK); /* the window has lost row 3 */
     CHECK(kvc_seq_len(p.cache, 1, 0) == 3 && kvc_seq_len(p.cache, 1, 1) == 2 && kvc_seq_len(p.cache, 1, 2) == 3);
     pair_check(&p);
@@ -207,10 +211,10 @@ int main(void) {
     static const int32_t types[] = {KVC_F32, KVC_F16, KVC_Q8_0, KVC_INT8, KVC_INT4};
     test_edges();
     test_memory();
+    test_gaps();
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
         const listing lists[] = {list_of(0, 2), list_of(3, 0), list_of(1, 7)};
         for (size_t j = 0; j < sizeof lists / sizeof *lists; j++) test_bits(types[i], j % 2 ? 16 : 64, &lists[j]);
     }
-    test_gaps();
     return test_result();
 }

@@ -876,9 +876,28 @@ static inline int is_listed(const int32_t *positions, int32_t num, int32_t posit
     return 0;
 }
 
+/* Whether some layer of a sequence has a row at a position, or the position has expired there. */
+static inline int is_known(const pair *p, const sequence *s, int32_t position) {
+    for (int l = 0; s && l < p->config.num_layers; l++) {
+        const row_list *list = &s->layers[l];
+        for (int i = 0; keeps_tokens(p, l) && i < list->num; i++)
+            if (list->rows[i].position == position) return 1;
+        if (position >= list->lost.begin && position < list->lost.end) return 1;
+        if (position >= list->missing.begin && position < list->missing.end) return 1;
+    }
+    return 0;
+}
+
+/* Returns the position behind the last listed position that is known; 0 if none is. */
+static inline int32_t end_of_known(const pair *p, int64_t id, const int32_t *positions, int32_t n) {
+    const sequence *s = find_sequence(p, id);
+    while (n && !is_known(p, s, positions[n - 1])) n--;
+    return n ? positions[n - 1] + 1 : 0;
+}
+
 static inline void oracle_keep_positions(pair *p, int64_t id, const int32_t *positions, int32_t n) {
     sequence *s = find_sequence(p, id);
-    const int32_t next = next_of(p, s), end = n ? positions[n - 1] + 1 : 0;
+    const int32_t next = next_of(p, s), end = end_of_known(p, id, positions, n);
     int32_t first = INT32_MAX;
     for (int l = 0; s && l < p->config.num_layers; l++) {
         row_list *list = &s->layers[l];
@@ -896,7 +915,7 @@ static inline void oracle_keep_positions(pair *p, int64_t id, const int32_t *pos
     if (!s) return;
     oracle_cut(s, next_of(p, s), next);
     if (first < next_of(p, s)) make_inexact(s, first);
-    end_without_tokens(p, s, next > 0 || !n);
+    end_without_tokens(p, s, next > 0 || !end);
 }
 
 /* Applies all deltas; slots that sequences need at different deltas are copied. */
@@ -1688,7 +1707,7 @@ static inline kvc_status pair_remove(pair *p, int64_t id, int32_t begin, int32_t
 
 static inline kvc_status pair_keep_positions(pair *p, int64_t id, const int32_t *positions, int32_t n) {
     const kvc_stats before = stats_of(p);
-    const kvc_status right = in_batch(p, id) ? KVC_ERR_BUSY : may_cut(p, id, n ? positions[n - 1] + 1 : 0);
+    const kvc_status right = in_batch(p, id) ? KVC_ERR_BUSY : may_cut(p, id, end_of_known(p, id, positions, n));
     const kvc_status status = agree(p, "keep_positions", kvc_keep_positions(p->cache, id, positions, n), right);
     if (status != KVC_OK) return status;
     oracle_keep_positions(p, id, positions, n);
