@@ -772,11 +772,15 @@ typedef struct kvc_weights_args {
  * A policy that evicts tokens by their importance (kvc_keep_positions) needs these weights.  The call reads keys alone,
  * with all threads of the cache.  A query sees the stored rows that a token at its position would see.  It gives the
  * other rows a weight of 0.
- * The bits of the result do not depend on threads, or on where rows lie.  The call takes up to 512 bytes of memory for
- * each row.  If that would exceed 64 MiB, it takes fewer queries at a time, down to 64 bytes for each row.
+ * A query that is not finite, or sees such rows, may give NaN to the rows that it sees, and to no others.
+ * The bits of the result do not depend on threads, or on where rows lie.
+ * For each row, the call takes 4 bytes of memory for each query and query head of a KV head, at most 512 bytes.  If
+ * that would exceed 64 MiB, it takes fewer queries at a time, down to 64 bytes for each row.  Bookkeeping comes on top.
+ * Rows between others of another delta (kvc_span) take up to 16 times as much.
  * Fails with KVC_ERR_INVALID also if the layer has another number of rows, or no attention.  Fails with
- * KVC_ERR_UNSUPPORTED if the layer holds keys alone, or its queries are to be rotated and its rope is unknown or a
- * function.  Fails with KVC_ERR_GONE if a query would see rows that have expired, and with KVC_ERR_NOMEM. */
+ * KVC_ERR_UNSUPPORTED if the layer holds keys alone, and if queries are to be rotated in a KVC_CROSS layer with
+ * frequencies, or by a rope that is unknown or a function.  Fails with KVC_ERR_GONE if a query would see rows that have
+ * expired, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_weights(kvc_cache *cache, int64_t seq_id, int32_t layer, const kvc_weights_args *args);
 
 /* ---- reading and replacing rows ---------------------------------------------------------------------------------- */

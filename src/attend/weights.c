@@ -40,8 +40,8 @@ typedef struct desk {
     float *q, *rows, *panel, *scores, *max, *sum, *factor, *totals;
     uint8_t *scales; /* [KVC_TILE] f16, of keys with one scale a row */
     float *angles;   /* of the layer's rope */
-    double *table;   /* of kvc_rope_table */
-    int32_t delta;   /* the deltas of keys for which q is prepared */
+    kvc_rope_table table;
+    int32_t delta; /* the deltas of keys for which q is prepared */
     int32_t is_prepared;
 } desk;
 
@@ -84,11 +84,11 @@ static int32_t position_of(const weighing *w, int32_t query) {
     return w->args.positions ? w->args.positions[query] : w->next;
 }
 
-static void rotate(const weighing *w, desk *d, int32_t distance, float *row) {
-    kvc_rope_table table = {.angles = d->table, .coarse = 1};
+/* Rotates query rows by a distance. */
+static void rotate(const weighing *w, desk *d, int32_t distance, float *rows, int32_t num) {
     if (!w->rope || !distance) return;
-    kvc_rope_angles_from(&table, w->rope, distance, d->angles);
-    kvc_rope_rotate(w->rope, d->angles, row);
+    kvc_rope_angles_from(&d->table, w->rope, distance, d->angles);
+    for (int32_t r = 0; r < num; r++) kvc_rope_rotate(w->rope, d->angles, rows + (size_t)r * (size_t)w->q_stride);
 }
 
 /* Prepares the block's query rows for keys that are off by a delta, unless they are. */
@@ -103,9 +103,12 @@ static void prepare_queries(const weighing *w, desk *d, int32_t delta) {
         const char *q = (const char *)a->q + query * a->q_token_stride + head_of(w, r) * a->q_head_stride;
         memset(row + dim, 0, (size_t)((KVC_CHUNK - dim % KVC_CHUNK) % KVC_CHUNK) * sizeof *row);
         w->kernels->convert(a->q_type, KVC_F32, row, 0, q, 0, 1, dim);
-        if (a->rotates) rotate(w, d, position_of(w, query), row);
-        rotate(w, d, -delta, row);
-        if (w->mixing.order) w->kernels->hadamard(row, row, dim, w->mixing);
+        if (a->rotates) rotate(w, d, position_of(w, query), row, 1);
+    }
+    rotate(w, d, -delta, d->q, w->num_queries);
+    for (int32_t r = 0; w->mixing.order && r < w->num_queries; r++) {
+        float *const row = d->q + (size_t)r * (size_t)w->q_stride;
+        w->kernels->hadamard(row, row, dim, w->mixing);
     }
     kvc_prepare_fn *const prepare = w->scorer ? w->scorer->prepare : w->tiler->prepare;
     prepare(d->q, w->q_stride, w->num_queries, dim, w->scale);
@@ -276,14 +279,26 @@ static void add_up(const weighing *w) {
     }
 }
 
+/* Returns the larger number; NaN if one is NaN. */
+static float larger(float a, float b) { return a >= b || isnan(a) ? a : b; }
+
+/* Makes weights NaN, except zeros: rows that the query row does not see have a weight of 0. */
+static void spoil(float *weights, int32_t num) {
+    for (int32_t j = 0; j < num; j++) weights[j] = weights[j] == 0 ? 0 : NAN;
+}
+
 /* Reduces the weights of a tile over the block's query rows. */
 static void reduce_tile(const weighing *w, desk *d, int64_t i) {
     const tile *t = &w->tiles[i];
     const int32_t stride = stride_of(t);
-    const float *kept = kept_of(w, t), *max = w->maxima + i * w->most_queries;
+    const float *max = w->maxima + i * w->most_queries;
+    float *kept = kept_of(w, t);
     for (int32_t r = 0; r < w->num_queries; r++) {
         const float rest = rest_of(max[r], w->highest[r]);
         d->factor[r] = rest == 0 ? 0 : rest / w->total[r];
+        if (!isnan(d->factor[r])) continue;
+        spoil(kept + r * stride, t->n);
+        d->factor[r] = 1;
     }
     if (w->args.reduction == KVC_REDUCE_SUM) {
         w->kernels->matmul(d->totals, stride, d->factor, w->num_queries, kept, stride, 1, t->n, w->num_queries, 0,
@@ -292,10 +307,7 @@ static void reduce_tile(const weighing *w, desk *d, int64_t i) {
     }
     memset(d->totals, 0, (size_t)stride * sizeof(float));
     for (int32_t r = 0; r < w->num_queries; r++, kept += stride)
-        for (int32_t j = 0; j < stride; j++) {
-            const float weight = kept[j] * d->factor[r];
-            d->totals[j] = weight <= d->totals[j] ? d->totals[j] : weight;
-        }
+        for (int32_t j = 0; j < stride; j++) d->totals[j] = larger(d->totals[j], kept[j] * d->factor[r]);
 }
 
 /* Reduces a part's tiles into the caller's array. */
@@ -312,7 +324,7 @@ static void reduce_part(void *context, int64_t part) {
             else if (w->args.reduction == KVC_REDUCE_SUM)
                 to[j] += d->totals[j];
             else
-                to[j] = d->totals[j] <= to[j] ? to[j] : d->totals[j];
+                to[j] = larger(to[j], d->totals[j]);
     }
 }
 
@@ -396,7 +408,8 @@ static uint64_t lay_out_desk(const weighing *w, desk *d, char *start) {
     }
     const uint64_t table = kvc_add_array(&size, (1 + KVC_NEAR) * angles * sizeof(double));
     const uint64_t scales = kvc_add_array(&size, KVC_TILE * KVC_SCALE_BYTES);
-    if (start) d->table = (void *)(start + table), d->scales = (void *)(start + scales);
+    if (start) d->table = (kvc_rope_table){.angles = (void *)(start + table), .coarse = 1};
+    if (start) d->scales = (void *)(start + scales);
     return size;
 }
 
@@ -456,16 +469,29 @@ static kvc_status check_args(const kvc_cache *cache, int32_t layer, const kvc_we
     return KVC_OK;
 }
 
+/* Whether a query at a position would see some of the lost positions. */
+static int misses(const weighing *w, int32_t position, kvc_interval lost) {
+    return lost.begin <= position && kvc_policy_sees(w->policy, position, lost.begin, lost.end);
+}
+
 /* Checks that the queries miss no rows that have expired. */
 static kvc_status check_gone(const kvc_cache *cache, const kvc_sequence *sequence, const weighing *w, int32_t group) {
     const kvc_run_list *list = &sequence->runs[group];
-    int32_t first = w->next;
-    for (int32_t t = 0; w->args.positions && t < w->args.num_queries; t++)
-        if (!t || w->args.positions[t] < first) first = w->args.positions[t];
-    if (kvc_policy_sees(w->policy, first, list->lost.begin, list->lost.end) ||
-        kvc_policy_sees(w->policy, first, list->missing.begin, list->missing.end))
-        return kvc_fail_gone(cache, sequence, first);
+    const int32_t num = w->args.positions ? w->args.num_queries : 1;
+    for (int32_t t = 0; t < num; t++) {
+        const int32_t position = position_of(w, t);
+        if (misses(w, position, list->lost) || misses(w, position, list->missing))
+            return kvc_fail_gone(cache, sequence, position);
+    }
     return KVC_OK;
+}
+
+/* Returns the most query rows of a block, a multiple of FEWEST_QUERIES. */
+static int32_t most_queries(const weighing *w, int64_t end) {
+    const int64_t all = (int64_t)w->args.num_queries * w->group, room = MOST_KEPT_FLOATS / end;
+    const int64_t wanted = all < MOST_QUERIES ? all + FEWEST_QUERIES - 1 : MOST_QUERIES;
+    const int64_t most = (wanted < room ? wanted : room) / FEWEST_QUERIES * FEWEST_QUERIES;
+    return most < FEWEST_QUERIES ? FEWEST_QUERIES : (int32_t)most;
 }
 
 /* Takes a snapshot of the sequence, with all memory that the call needs, and lists its tiles. */
@@ -483,8 +509,7 @@ static kvc_status open_weighing(kvc_cache *cache, int64_t seq_id, int32_t layer,
     KVC_TRY(check_gone(cache, sequence, w, group));
     w->num_tiles = list_tiles(list, NULL, &end);
     if (w->num_parts > w->num_tiles) w->num_parts = (int32_t)w->num_tiles;
-    const int64_t most = MOST_KEPT_FLOATS / end / FEWEST_QUERIES * FEWEST_QUERIES;
-    w->most_queries = (int32_t)(most < FEWEST_QUERIES ? FEWEST_QUERIES : most < MOST_QUERIES ? most : MOST_QUERIES);
+    w->most_queries = most_queries(w, end);
     KVC_TRY(kvc_snapshot_take(cache, layer, kvc_runs_begin(list), list->num, lay_out(w, end, NULL), &w->from));
     lay_out(w, end, w->from.scratch);
     list_tiles(list, w->tiles, &end);

@@ -177,6 +177,12 @@ static void test_policies(void) {
     for (size_t i = 0; i < sizeof policies / sizeof *policies; i++) {
         world *w = world_of(layer_of(KVC_F16, 20, policies[i]), 64, 2);
         test_calls(w);
+        if (policies[i].kind == KVC_SLIDING) { /* the sinks stay when rows behind them have expired */
+            const int32_t early[] = {1, kvc_next_position(w->cache, 0)};
+            kvc_weights_args a = args_of(w, 2, 4, found);
+            a.positions = early;
+            check(w, &a, q);
+        }
         CHECK(kvc_cache_free(w->cache) == KVC_OK);
     }
 }
@@ -217,7 +223,41 @@ static void test_rotation(void) {
     CHECK(kvc_cache_free(w->cache) == KVC_OK);
 }
 
+/* A weight that is no number reaches the rows that the query sees, wherever it stands among the queries. */
+static void test_not_a_number(int32_t num_queries, int32_t reduction) {
+    enum { SEEN = 100 };
+    static int32_t positions[MOST_QUERIES];
+    world *w = world_of(layer_of(KVC_F32, MOST_DIM, (kvc_policy){.kind = KVC_FULL}), 64, 2);
+    kvc_weights_args a = args_of(w, num_queries, 2, found);
+    a.positions = positions;
+    a.reduction = reduction;
+    for (int32_t at = 0; at < num_queries; at += num_queries - 1) {
+        for (size_t i = 0; i < sizeof q / sizeof *q; i++) q[i] = element_of(2, 0, (int32_t)i, 0);
+        for (int32_t t = 0; t < num_queries; t++) positions[t] = t == at ? SEEN : 2000;
+        for (int32_t h = 0; h < HEADS; h++) q[(at * HEADS + h) * MOST_DIM] = NAN;
+        CHECK(kvc_weights(w->cache, 0, 0, &a) == KVC_OK);
+        for (int64_t i = 0; i < HEADS * w->num_rows; i++)
+            CHECKF(!isnan(found[i]) == (w->positions[i % w->num_rows] > SEEN), "%d of %d queries: row %d: %g", at,
+                   num_queries, (int)(i % w->num_rows), (double)found[i]);
+    }
+    const float sinks[] = {NAN, 0};
+    a = args_of(w, num_queries, 2, found);
+    a.sinks = sinks;
+    a.reduction = reduction;
+    for (int32_t t = 0; t < num_queries; t++) positions[t] = SEEN;
+    a.positions = positions;
+    memset(q, 0, sizeof q);
+    CHECK(kvc_weights(w->cache, 0, 0, &a) == KVC_OK);
+    for (int64_t i = 0; i < w->num_rows; i++)
+        CHECKF(w->positions[i] > SEEN ? found[i] == 0 : isnan(found[i]), "row %d: %g", (int)i, (double)found[i]);
+    CHECK(kvc_cache_free(w->cache) == KVC_OK);
+}
+
 static void test_isa(void) {
+    for (int32_t n = 2; n <= MOST_QUERIES; n += MOST_QUERIES - 2) {
+        test_not_a_number(n, KVC_REDUCE_SUM);
+        test_not_a_number(n, KVC_REDUCE_MAX);
+    }
     test_types();
     test_policies();
     test_other_layers();

@@ -471,6 +471,15 @@ static inline double add_weights(const pair *p, const query *a, const entry *ent
     return off;
 }
 
+/* Whether a query at a position sees some positions of a range. */
+static inline int sees_some(const kvc_policy *policy, int32_t position, range r) {
+    const int32_t end = position < r.end - 1 ? position + 1 : r.end;
+    for (int32_t at = r.begin; at < end; at++)
+        if (at >= lowest_seen(policy, position) || (policy->kind == KVC_SLIDING && at < policy->num_sink_tokens))
+            return 1;
+    return 0;
+}
+
 /* Asks for the weights that queries give to the stored rows of a sequence in a layer. */
 static inline void check_weights(const pair *p, int l, int64_t id) {
     static float found[MAX_ROW * MOST_ENTRIES];
@@ -485,13 +494,19 @@ static inline void check_weights(const pair *p, int l, int64_t id) {
     if (find_cross_put(p, source_of(p, l), id) || !layer->v_dim || layer->policy.kind == KVC_NONE) return;
     a.scale = 0.006f;
     a.q = malloc((size_t)(a.n * a.num_heads * layer->k_dim) * sizeof *a.q);
+    const row_list *rows = s ? &s->layers[source_of(p, l)] : NULL;
+    const int is_behind = random_int(0, 2), is_near = random_int(0, 2);
+    int is_gone = 0;
     for (int t = 0; t < a.n; t++) {
-        positions[t] = not_negative(next + random_int(-4, 3));
+        positions[t] = is_near ? not_negative(next + random_int(-4, 3)) : random_int(0, next + 1);
+        const int32_t position = is_behind ? next : positions[t];
+        is_gone |=
+            rows && num &&
+            (sees_some(&layer->policy, position, rows->lost) || sees_some(&layer->policy, position, rows->missing));
         for (int h = 0; h < a.num_heads; h++)
             for (int d = 0; d < layer->k_dim; d++)
                 a.q[at(&a, t, h, layer->k_dim) + d] = (float)query_element(p, &a, t, h, d);
     }
-    const int is_behind = random_int(0, 2);
     const int64_t size = sizeof(float);
     const kvc_weights_args args = {.struct_size = sizeof args,
                                    .q = a.q,
@@ -518,9 +533,7 @@ static inline void check_weights(const pair *p, int l, int64_t id) {
                    stored[i].position, (double)got, right[i]);
         }
     }
-    const row_list *rows = s ? &s->layers[source_of(p, l)] : NULL;
-    CHECKF(status == KVC_OK || (status == KVC_ERR_GONE && rows && (rows->lost.end || rows->missing.end)), "%s",
-           kvc_last_error());
+    CHECKF(status == (is_gone ? KVC_ERR_GONE : KVC_OK), "layer %d: %d: %s", l, status, kvc_last_error());
     num_weighed += status == KVC_OK && num;
     free(a.q);
 }
@@ -533,7 +546,8 @@ static inline void hide_some(const pair *p) {
     for (int i = 0; i < num_masked; i++) {
         int t = random_int(0, p->num_tokens), all = !random_int(0, 12);
         int32_t near = p->positions[t] - random_int(-3, 60), begin = all ? 0 : not_negative(near);
-        masked[i] = (kvc_masked){p->ids[t], begin, all || !random_int(0, 12) ? KVC_END : begin + random_int(0, 20)};
+        all |= begin > KVC_END - 20 || !random_int(0, 12);
+        masked[i] = (kvc_masked){p->ids[t], begin, all ? KVC_END : begin + random_int(0, 20)};
     }
 }
 
