@@ -245,7 +245,7 @@ class Prompt:
         if asked is None:
             raise ValueError(
                 f"no queries of sequence {self.seq_id} were noted in layer {layer}, which the policy needs: give"
-                " `queries` that note the prompt while the model reads it"
+                " `queries` that note the prompt while the model reads it; what a prefix cache holds is not read"
             )
         return asked
 
