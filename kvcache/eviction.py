@@ -78,7 +78,7 @@ class _Noted:
 class Queries:
     """Queries of a prompt, which a model's runner notes for policies.
 
-    Kept are the queries of one token in `every`, and of the last tokens, as float16.
+    Kept are the queries of one token in `every`, and of the last tokens, as float16 if it has room for them.
 
     Parameters
     ----------
@@ -129,9 +129,9 @@ class Queries:
             _cut(chunks, int(positions[0]))
         is_picked = positions % self._every == self._every // 2
         if is_picked.any():
-            noted.picked.append((q[is_picked].astype(np.float16), positions[is_picked].astype(np.int32)))
+            noted.picked.append((_narrow(q[is_picked]), positions[is_picked].astype(np.int32)))
         if self._last:
-            noted.latest.append((q[-self._last :].astype(np.float16), positions[-self._last :].astype(np.int32)))
+            noted.latest.append((_narrow(q[-self._last :]), positions[-self._last :].astype(np.int32)))
         held = sum(len(chunk[1]) for chunk in noted.latest)
         while noted.latest and held - len(noted.latest[0][1]) >= self._last:
             held -= len(noted.latest.popleft()[1])
@@ -185,6 +185,13 @@ def _check_noted(q: NDArray[Any], positions: NDArray[Any]) -> None:
         )
     if positions.dtype.kind not in "iu" or (positions[1:] < positions[:-1]).any():
         raise ValueError(f"positions={shown(positions.tolist())}: must be integers that ascend")
+
+
+def _narrow(q: NDArray[Any]) -> NDArray[Any]:
+    """Return queries as float16, or as float32 if float16 has no room for them."""
+    with np.errstate(over="ignore"):
+        narrow = q.astype(np.float16)
+    return narrow if np.isfinite(narrow).all() else q.astype(np.float32)
 
 
 def _cut(chunks: deque[tuple[NDArray[Any], Positions]], position: int) -> None:

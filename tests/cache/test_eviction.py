@@ -63,6 +63,15 @@ def test_which_queries_are_kept(chunks):
     assert queries.picked(7) is queries.latest(7) is queries.picked(0, seq_id=3) is None
 
 
+def test_queries_beyond_float16():
+    queries, q = Queries(every=4), random(8, 4, 4)
+    queries.note(0, q, np.arange(8))
+    queries.note(0, 1e6 * q, np.arange(8, 16))
+    picked = queries.picked(0)
+    np.testing.assert_array_equal(picked.q[2:], 1e6 * q[[2, 6]])
+    np.testing.assert_allclose(picked.q[:2], q[[2, 6]], rtol=1e-3)
+
+
 def test_a_sequence_that_goes_back_and_a_fork():
     queries, q = noted(every=10)
     queries.fork(0, 3)
