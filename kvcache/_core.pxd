@@ -50,7 +50,7 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_set_num_threads(int32_t num_threads)
 
     ctypedef struct kvc_policy:
-        int32_t kind, window, num_sink_tokens, attention_chunk_size, resume_window, max_len
+        int32_t kind, window, num_sink_tokens, attention_chunk_size, resume_window, max_len, stride
 
     ctypedef int32_t kvc_shift_fn(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows,
                                   int32_t k_dim, int32_t delta) noexcept

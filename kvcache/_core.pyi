@@ -19,7 +19,7 @@ TRANSFORMS: dict[str | None, int]
 POLICIES: dict[str, int]
 
 # num_kv_heads, k_dim, v_dim; k_type, v_type; k_transform, v_transform; value_in_key; share; policy: kind, window,
-# num_sink_tokens, attention_chunk_size, resume_window, max_len; rope: inv_freq, interleaved, first_dim
+# num_sink_tokens, attention_chunk_size, resume_window, max_len, stride; rope: inv_freq, interleaved, first_dim
 _LayerTuple: TypeAlias = tuple[
     tuple[int, int, int],
     tuple[int, int],
@@ -27,7 +27,7 @@ _LayerTuple: TypeAlias = tuple[
     bool,
     int,
     int,
-    tuple[int, int, int, int, int, int],
+    tuple[int, int, int, int, int, int, int],
     tuple[tuple[float, ...], bool, int] | Callable[[int, npt.NDArray[np.float32], int], Any] | Literal[False] | None,
 ]
 
@@ -188,7 +188,7 @@ def weigh_rows(
 ) -> npt.NDArray[np.float32]: ...
 def spans(
     cache: Cache, batch: Batch | None, seq_id: SupportsIndex | None, layer: SupportsIndex
-) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any], int, int, int]]: ...
+) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any], int, int, int, int]]: ...
 
 @final
 class FolderStore:

@@ -92,7 +92,9 @@ class Batch:
             bf16: NumPy arrays, or anything with DLPack on the CPU. They are read in place, with any strides over tokens
             and heads, and converted to the stored type. Arrays of uint8 are rows as ``KVCache.gather(..., raw=True)``
             returns them, whose last axis is the bytes of a row in the type of the layer; they are stored as they are.
-            Leave out `v` if keys hold the values, or if the layer holds keys alone; then it may also have width 0.
+            Leave out `v` if keys hold the values, or if the layer holds keys alone; then it may also have width 0. In a
+            layer with a `stride` of n, give rows only of the tokens at positions p with ``(p + 1) % n == 0``, in the
+            batch's order: all from `first` on, or the first of them. If there are none, nothing need be put.
         first : int, default 0
             The index in the batch of the arrays' first token. Threads may put different tokens at once.
         seq_id : int, optional
@@ -237,7 +239,7 @@ class Batch:
             The queries, ``[tokens, num_heads, head_dim]`` of f32, f16 or bf16, in arrays as for `put`; `num_heads` must
             be a multiple of `num_kv_heads`.
         k, v : array, optional
-            The rows to put, as for `put`, with the tokens of `q`; with any number of rows for `CrossAttention`.
+            The rows to put, as for `put`, of the tokens of `q`; with any number of rows for `CrossAttention`.
         first : int, default 0
             The index in the batch of the arrays' first token.
         scale : float, optional
@@ -262,7 +264,8 @@ class Batch:
             token sees a row if its position is listed and if the token would see the row without the list. Other
             entries, such as -1, count for nothing. Order and repeats do not matter; ascending int32 is fastest.
         chosen_block : int, default 1
-            The positions that an entry of `chosen` stands for: entry b names ``[b * n, (b + 1) * n)``.
+            The positions that an entry of `chosen` stands for: entry b names ``[b * n, (b + 1) * n)``. In a layer with
+            a `stride`, an entry names the rows that stand for any of its positions.
         chosen_tail : bool, default False
             Whether a token at position p also sees its incomplete block: positions from ``(p + 1) // n * n`` on.
         select : int, optional
@@ -422,7 +425,8 @@ class Batch:
             of `num_kv_heads`.
         block : int, default 1
             The number of positions that are chosen together: entry b stands for positions ``[b * block, (b + 1) *
-            block)``. The score of a block is that of its best row.
+            block)``. The score of a block is that of its best row. In a layer with a `stride`, it is 1, for rows by
+            their positions, or a multiple.
         num_first, num_local : int, default 0
             The number of rows, or blocks, from position 0 on, and up to the token's own, that are chosen before others.
         among : array_like of int, optional

@@ -23,7 +23,7 @@ class Run:
     count : int
         The number of slots.
     position : int
-        The position of the token in the first slot; each later slot has the next position.
+        The position of the row in the first slot; each later slot has the next position, or is a `stride` further.
     delta : int
         How far the tokens have moved since their keys were rotated.
     in_batch : bool
@@ -46,7 +46,7 @@ class Block:
     index : int
         The block's index in the layer. New blocks take the indices of blocks that were given back.
     num_slots : int
-        The number of slots, each for one token.
+        The number of slots, each for one row.
     filled : int
         The number of slots handed out; they come first, and the slots from this index on are unused.
     live : int
@@ -79,7 +79,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class Span:
-    """Stored rows that are consecutive in memory and in position; `KVCache.spans` makes them.
+    """Stored rows that are consecutive in memory, and of consecutive tokens; `KVCache.spans` makes them.
 
     Attributes
     ----------
@@ -102,6 +102,9 @@ class Span:
         return f"Span(k {self.k.shape}, v {self.v.shape}, positions from {self.positions[0]}, delta {self.delta})"
 
 
-def make_spans(found: Iterable[tuple[npt.NDArray[Any], npt.NDArray[Any], int, int, int]]) -> list[Span]:
-    """Make spans of keys, values, the position of the first row, the number of rows, and the delta of each."""
-    return [Span(k, v, np.arange(first, first + rows, dtype=np.int32), delta) for k, v, first, rows, delta in found]
+def make_spans(found: Iterable[tuple[npt.NDArray[Any], npt.NDArray[Any], int, int, int, int]]) -> list[Span]:
+    """Make spans of keys, values, first position, number of rows, positions from row to row, and the delta of each."""
+    return [
+        Span(k, v, np.arange(first, first + rows * stride, stride, dtype=np.int32), delta)
+        for k, v, first, rows, stride, delta in found
+    ]

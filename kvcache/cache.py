@@ -657,7 +657,8 @@ class KVCache(Saveable):
     ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Return copies of the keys and values at positions ``[begin, end)``, and zeros where nothing is stored.
 
-        If several rows have one position, the latest counts.
+        If several rows have one position, the latest counts. In a layer with a `stride` of n, row i belongs to
+        block ``begin // n + i``, and the number of rows is ``end // n - begin // n``.
 
         Parameters
         ----------
@@ -696,7 +697,7 @@ class KVCache(Saveable):
         """Replace stored keys and values at positions from `begin` on.
 
         If several rows have one position, the latest is replaced. Views, and other sequences that share the rows, keep
-        the former ones.
+        the former ones. In a layer with a `stride`, the first row belongs to the block with position `begin`.
 
         Parameters
         ----------

@@ -522,6 +522,8 @@ def _check_sketch(layer: Layer) -> None:
             f"sketch=True: with policy={written(policy)} there is nothing to gain, as queries must see at least"
             f" {LEAST_SKETCHED} positions: leave sketch out"
         )
+    if isinstance(policy, FullAttention) and policy.stride > 1:
+        raise NotSupportedError(f"sketch=True: with policy={written(policy)}, not each token has a row to select")
 
 
 def _check_value_in_key(layer: Layer, v_name: str) -> None:
@@ -565,18 +567,19 @@ def _check_rope(rope: Rope, layer: Layer) -> None:
         )
 
 
-def _core_policy(policy: Policy | None) -> tuple[int, int, int, int, int, int]:
-    """Return kind, window, num_sink_tokens, attention_chunk_size, resume_window, max_len; 0 if the kind has none."""
+def _core_policy(policy: Policy | None) -> tuple[int, int, int, int, int, int, int]:
+    """Return kind, window, num_sink_tokens, attention_chunk_size, resume_window, max_len, stride; 0 if it has none."""
     match policy:
         case SlidingWindow(window, sinks, resume):
-            return _core.POLICIES["sliding"], window, sinks, 0, resume or window, 0
+            return _core.POLICIES["sliding"], window, sinks, 0, resume or window, 0, 0
         case ChunkedAttention(size, resume):
-            return _core.POLICIES["chunked"], 0, 0, size, resume or 0, 0
+            return _core.POLICIES["chunked"], 0, 0, size, resume or 0, 0, 0
         case CrossAttention(max_len):
-            return _core.POLICIES["cross"], 0, 0, 0, 0, max_len
+            return _core.POLICIES["cross"], 0, 0, 0, 0, max_len, 0
         case None:
-            return _core.POLICIES["none"], 0, 0, 0, 0, 0
-    return _core.POLICIES["full"], 0, 0, 0, 0, 0
+            return _core.POLICIES["none"], 0, 0, 0, 0, 0, 0
+        case FullAttention(stride):
+            return _core.POLICIES["full"], 0, 0, 0, 0, 0, stride
 
 
 def count(n: int, what: str) -> str:

@@ -12,7 +12,34 @@ __all__ = ["ChunkedAttention", "CrossAttention", "FullAttention", "Policy", "Sli
 @spelt
 @dataclass(frozen=True)
 class FullAttention:
-    """A query sees every position up to its own; no row is ever dropped."""
+    """A query sees every position up to its own; no row is ever dropped.
+
+    Parameters
+    ----------
+    stride : int, optional
+        The number of positions that share a row; by default 1. With n, only tokens at positions p with ``(p + 1) % n ==
+        0`` have a row. It stands for the n positions up to p, for instance as a pooled key. A query at position p sees
+        the rows of ``(p + 1) // n`` complete blocks. `Batch.put` takes rows of these tokens alone. Another layer of the
+        cache must have a row for each token.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If the number is too small or too large, or no integer.
+
+    Examples
+    --------
+    >>> FullAttention(stride=4)
+    FullAttention(stride=4)
+    """
+
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        _set(self, "stride", 1)
+
+    def __repr__(self) -> str:
+        return written(self)
 
 
 @spelt
@@ -134,7 +161,8 @@ def most_rows(policy: Policy | None, num_tokens: int, batch_tokens: int = 0) -> 
             return min(num_tokens, (resume or window) + sinks + batch_tokens)
         case ChunkedAttention(size, resume):
             return min(num_tokens, size + (resume or 0) + batch_tokens)
-    return num_tokens
+        case FullAttention(stride):
+            return num_tokens // stride
 
 
 def written(policy: Policy) -> str:

@@ -176,7 +176,7 @@ cdef int check_writable(Array *a, str name) except -1:
 
 
 cdef object read_rows(object x, str name, int64_t heads, bint multiple, int64_t dim, int layout, Array *a,
-                      int32_t stored=-1):
+                      int32_t stored=-1, bint may_be_empty=False):
     """Describe an array of rows of `heads` heads, or of a multiple of it if `multiple`.
 
     The rows may be bytes if a stored type is given. Return the object that keeps the array's memory.
@@ -191,7 +191,7 @@ cdef object read_rows(object x, str name, int64_t heads, bint multiple, int64_t 
         wanted = given
     if given != wanted or a.shape[a.ndim - 1] != dim:
         wrong_shape(name, a, layout, f"a multiple of {heads}" if multiple else heads, dim)
-    if count_tokens(a, layout) == 0:
+    if count_tokens(a, layout) == 0 and not may_be_empty:
         raise ValueError(f"{name}: an array of no tokens")
     return make_readable(a, owner)
 
@@ -278,14 +278,15 @@ cdef tuple read_pair(kvc_layer *shape, object k, object v, int layout, Array *a,
     """
     if k is None or (v is None and stores_values(shape)):
         raise TypeError(f"{'k' if k is None else 'v'}=None: k and v go together")
-    k_owner = read_rows(k, "k", shape.num_kv_heads, False, shape.k_dim, layout, a, shape.k_type)
+    cdef bint may_be_empty = shape.policy.stride > 1  # its batch may have no token with a row
+    k_owner = read_rows(k, "k", shape.num_kv_heads, False, shape.k_dim, layout, a, shape.k_type, may_be_empty)
     b.data = NULL
     if v is None or not shape.v_dim:
         if v is not None:
             check_no_values(v, k, "v")
         return k_owner, v
     k = k_owner
-    v = read_rows(v, "v", shape.num_kv_heads, False, shape.v_dim, layout, b, shape.v_type)
+    v = read_rows(v, "v", shape.num_kv_heads, False, shape.v_dim, layout, b, shape.v_type, may_be_empty)
     if not same_tokens(a, b, layout):
         raise ValueError(f"k and v: of {show_tokens(a, layout)} and {show_tokens(b, layout)} tokens, where they must "
                          "match")
@@ -295,13 +296,18 @@ cdef tuple read_pair(kvc_layer *shape, object k, object v, int layout, Array *a,
     return k, v
 
 
+cdef inline int32_t rows_below(kvc_layer *shape, int32_t position) noexcept:
+    """Return how many rows stand below a position, in a layer that lacks none."""
+    return position // max(shape.policy.stride, 1)
+
+
 cdef tuple read_replacement(kvc_layer *shape, object k, object v, int32_t begin, kvc_rows_in *rows, int32_t *end):
     """Describe new rows for positions [begin, end), and set `end`; return the objects that keep their memory."""
     cdef Array keys, values
     owners = read_pair(shape, k, v, HTD, &keys, &values)
-    if count_tokens(&keys, HTD) > _INT32_MAX - begin:
+    if count_tokens(&keys, HTD) > rows_below(shape, _INT32_MAX) - rows_below(shape, begin):
         raise ValueError(f"begin={begin} with arrays of {keys.shape[1]} tokens: positions go up to {_MAX_POSITION}")
-    end[0] = begin + <int32_t>keys.shape[1]
+    end[0] = begin + <int32_t>keys.shape[1] * max(shape.policy.stride, 1)
     memset(rows, 0, sizeof(kvc_rows_in))
     rows.struct_size = sizeof(kvc_rows_in)
     rows.k, rows.k_type = keys.data, keys.type

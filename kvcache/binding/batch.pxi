@@ -163,9 +163,37 @@ cdef class Batch(_CallCounter):
         rows.args.seq_id = self.only_sequence() if seq_id is None else to_seq_id(seq_id)
         return 0
 
+    cdef int read_strided(self, int32_t layer, object first, int64_t tokens, int layout, PutRows *rows) except -1:
+        """Find the tokens of the rows of a layer with a stride: `tokens` ones, or, with -1, as many as there are rows for.
+
+        In lock step, tokens up to the end of the batch.
+        """
+        cdef int32_t stride = self.cache.layers[layer].policy.stride
+        cdef int64_t given = count_tokens(&rows.k, layout), sequences = rows.k.shape[0] if layout == BHTD else 1
+        rows.args.first = self.to_first(first, max(tokens, 0))
+        if layout == BHTD and tokens < 0:
+            tokens = self.num_tokens - rows.args.first
+        end = rows.args.first + tokens if tokens >= 0 else self.num_tokens
+        has_row = (self.positions[rows.args.first:end] + np.int64(1)) % stride == 0
+        if tokens < 0:
+            complete = np.flatnonzero(has_row)
+            tokens = 0 if given == 0 else complete[given - 1] + 1 if given <= len(complete) else len(has_row)
+            has_row = has_row[:tokens]
+        if sequences == 0 or tokens % sequences:
+            raise ValueError(f"k: of {sequences} sequences, and there are {tokens} tokens")
+        expected = has_row.reshape(sequences, -1).sum(axis=1) if tokens else np.zeros(sequences, np.int64)
+        if (expected != given // sequences).any():
+            raise ValueError(f"k: of {show_tokens(&rows.k, layout)} rows, where layer {layer}, whose stride is {stride}, "
+                             f"takes one for each position p with (p + 1) % {stride} == 0: "
+                             f"{', '.join(map(str, expected.tolist()[:8]))}")
+        rows.args.num_tokens = <int32_t>tokens
+        if layout == BHTD:
+            rows.args.tokens_per_sequence = <int32_t>(tokens // sequences)
+        return 0
+
     cdef tuple read_put(self, int32_t layer, object k, object v, object first, object seq_id, int layout,
-                        PutRows *rows):
-        """Describe new rows; return the objects that keep their memory."""
+                        PutRows *rows, int64_t tokens=-1):
+        """Describe new rows; return the objects that keep their memory. tokens: theirs; -1: as many as there are rows for."""
         cdef kvc_layer *shape = &self.cache.layers[layer]
         cdef kvc_put_args *args = &rows.args
         if shape.policy.kind == KVC_CROSS and layout == THD:
@@ -179,16 +207,20 @@ cdef class Batch(_CallCounter):
         elif seq_id is not None:
             raise ValueError(f"seq_id={show(seq_id)}: is for CrossAttention, and layer {layer} has another policy: "
                              "whose tokens these are, the batch says")
+        elif shape.policy.stride > 1:
+            self.read_strided(layer, first, tokens, layout, rows)
         else:
             args.first = self.to_first(first, count_tokens(&rows.k, layout))
-        args.num_tokens = <int32_t>count_tokens(&rows.k, layout)
+        if shape.policy.stride <= 1:
+            args.num_tokens = <int32_t>count_tokens(&rows.k, layout)
         args.k, args.k_type = rows.k.data, rows.k.type
         args.k_token_stride, args.k_head_stride = rows.k.strides[token], rows.k.strides[head]
         if stores_values(shape):
             args.v, args.v_type = rows.v.data, rows.v.type
             args.v_token_stride, args.v_head_stride = rows.v.strides[token], rows.v.strides[head]
         if layout == BHTD:
-            args.tokens_per_sequence = <int32_t>rows.k.shape[token]
+            if shape.policy.stride <= 1:
+                args.tokens_per_sequence = <int32_t>rows.k.shape[token]
             args.k_batch_stride = rows.k.strides[0]
             if stores_values(shape):
                 args.v_batch_stride = rows.v.strides[0]
@@ -201,6 +233,8 @@ cdef class Batch(_CallCounter):
         cdef kvc_batch *batch
         cdef kvc_status status
         _owners = self.read_put(at, k, v, first, seq_id, to_layout(layout), &rows)
+        if not rows.args.num_tokens:
+            return  # no token gets a row
         batch = self.enter()
         with nogil:
             status = kvc_put(batch, at, &rows.args)
@@ -346,8 +380,12 @@ cdef class Batch(_CallCounter):
                              "must be given, too")
         if store:
             # Rows for a cross-attention layer are no tokens of the batch: `first` is for the queries only.
-            _put_owners = self.read_put(at, k, v, 0 if cross else first, None, axes, &rows)
-            if not cross and not same_tokens(&query.q, &rows.k, axes):
+            _put_owners = self.read_put(at, k, v, 0 if cross else first, None, axes, &rows, query.plan.num_tokens)
+            if self.cache.layers[at].policy.stride > 1:
+                matches = axes != BHTD or query.q.shape[0] == rows.k.shape[0]  # read_put has counted the rows
+            else:
+                matches = cross or same_tokens(&query.q, &rows.k, axes)
+            if not matches:
                 raise ValueError(f"q and k: of {show_tokens(&query.q, axes)} and {show_tokens(&rows.k, axes)} tokens, "
                                  "where they must match")
         if out is None:

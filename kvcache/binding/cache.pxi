@@ -67,7 +67,8 @@ cdef class Cache(_CallCounter):
         layer.k_type, layer.v_type = types
         layer.k_transform, layer.v_transform = transforms
         layer.policy.kind, layer.policy.window, layer.policy.num_sink_tokens = policy[:3]
-        layer.policy.attention_chunk_size, layer.policy.resume_window, layer.policy.max_len = policy[3:]
+        layer.policy.attention_chunk_size, layer.policy.resume_window, layer.policy.max_len = policy[3:6]
+        layer.policy.stride = policy[6]
         if rope is None:
             layer.rope.kind = KVC_ROPE_UNKNOWN
         elif rope is False:
@@ -544,7 +545,8 @@ cdef class Cache(_CallCounter):
         cdef kvc_status status
         cdef kvc_rows_out out
         self.check_open()
-        arrays = new_rows(&self.layers[at], high - low, KVC_F32, flag(raw, "raw"), True, True, &out)
+        arrays = new_rows(&self.layers[at], rows_below(&self.layers[at], high) - rows_below(&self.layers[at], low),
+                          KVC_F32, flag(raw, "raw"), True, True, &out)
         cache = self.enter()
         with nogil:
             status = kvc_extract(cache, seq, at, low, high, &out)

@@ -68,7 +68,7 @@ def rows(Cache cache not None, Batch batch, seq_id, layer, copy, bint values):
 
 
 def spans(Cache cache not None, Batch batch, seq_id, layer):
-    """Return a list of (k, v, position of the first row, number of rows, delta)."""
+    """Return a list of (k, v, position of the first row, number of rows, positions from row to row, delta)."""
     cdef int64_t seq = to_sequence(batch, seq_id), i
     cdef int32_t at = to_layer(layer, cache.num_layers)
     cdef kvc_layer *shape = &cache.layers[at]
@@ -77,6 +77,6 @@ def spans(Cache cache not None, Batch batch, seq_id, layer):
     hold = Hold(cache, batch, at, seq)
     return [
         (hold.view(shape, i, 1, False), hold.view(shape, i, 1, True), hold.spans[i].position,
-         hold.spans[i].num_rows, hold.spans[i].delta)
+         hold.spans[i].num_rows, max(shape.policy.stride, 1), hold.spans[i].delta)
         for i in range(hold.num_spans)
     ]

@@ -300,7 +300,7 @@ def _layer(row: list[int], rotation: Rope | None) -> Layer:
     heads, k_dim, v_dim, k_type, v_type, k_transform, v_transform, value_in_key, share = row[:9]
     kind, window, sinks, resume, chunk, max_len, rope = row[10:17]
     policies: dict[str, Any] = {
-        "full": lambda: FullAttention(),
+        "full": lambda: FullAttention(row[21] or 1),
         "sliding": lambda: SlidingWindow(window, sinks, None if resume in (0, window) else resume),
         "chunked": lambda: ChunkedAttention(chunk, resume or None),
         "cross": lambda: CrossAttention(max_len),

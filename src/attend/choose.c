@@ -57,7 +57,13 @@ static void add_entry(entry_list *to, int32_t id, uint32_t key) {
     to->keys[to->num++] = key;
 }
 
-/* Adds the rows of a segment as blocks of `block` positions.  A block has the key of its best row. */
+/* Returns how many rows are chosen together. */
+static int32_t rows_together(const kvc_task *t) {
+    const int32_t block = kvc_ranking_of(t)->args->block, stride = t->call->plan->stride;
+    return block > stride ? block / stride : 1;
+}
+
+/* Adds the rows of a segment as blocks of `block` rows.  A block has the key of its best row. */
 static void add_blocks(entry_list *to, const kvc_segment *segment, const uint32_t *keys, int32_t block) {
     for (int32_t i = 0; i < segment->count;) {
         const int32_t id = (segment->position + i) / block;
@@ -83,7 +89,7 @@ static void add_rows(entry_list *to, const kvc_segment *segment, const uint32_t 
 /* Lists what the task's token may choose from, of what it sees. */
 static entry_list list_entries(const kvc_task *t, const uint32_t *keys) {
     const kvc_plan *plan = t->call->plan;
-    const int32_t block = kvc_ranking_of(t)->args->block;
+    const int32_t block = rows_together(t);
     const kvc_segment *segment = plan->segments + plan->starts[t->slice->first_start].segment;
     entry_list list = {(uint32_t *)(void *)(t->workspace + plan->workspace.entries),
                        (int32_t *)(void *)(t->workspace + plan->workspace.ids), 0};
@@ -109,11 +115,13 @@ static int64_t find_entry(const entry_list *list, int64_t id) {
     return begin;
 }
 
-/* Leaves only the entries with these ids to be chosen.  Marks them by the sign bit of their ids meanwhile. */
-static void keep_among(entry_list *list, const int32_t *among, int32_t width) {
+/* Leaves only these entries to be chosen, of which each id has `unit` numbers.  Marks them by the sign bit of their ids
+ * meanwhile. */
+static void keep_among(entry_list *list, const int32_t *among, int32_t width, int32_t unit) {
     for (int32_t i = 0; i < width; i++) {
-        const int64_t at = among[i] < 0 ? list->num : find_entry(list, among[i]);
-        if (at < list->num && (list->ids[at] & INT32_MAX) == among[i]) list->ids[at] |= INT32_MIN;
+        const int32_t id = unit == 1 ? among[i] : among[i] / unit;
+        const int64_t at = among[i] < 0 ? list->num : find_entry(list, id);
+        if (at < list->num && (list->ids[at] & INT32_MAX) == id) list->ids[at] |= INT32_MIN;
     }
     for (int64_t i = 0; i < list->num; i++) {
         if (list->ids[i] >= 0) list->keys[i] = KVC_NO_KEY;
@@ -130,12 +138,15 @@ static void *array_at(const void *array, int32_t token, int64_t token_stride, in
 static void choose(const kvc_task *t, int32_t c) {
     const kvc_choose_args *a = kvc_ranking_of(t)->args;
     const kvc_plan *plan = t->call->plan;
-    const int32_t token = t->tokens[0] - plan->args.first, own = plan->batch->positions[t->tokens[0]] / a->block;
+    const int32_t token = t->tokens[0] - plan->args.first, unit = a->block > 1 ? 1 : plan->stride,
+                  last = kvc_last_row(plan->batch->positions[t->tokens[0]], plan->stride),
+                  own = last < 0 ? -1 : last / rows_together(t);
     int32_t *const chosen = array_at(a->chosen, token, a->chosen_token_stride, c, a->chosen_choice_stride);
     float *const scores = array_at(a->scores, token, a->scores_token_stride, c, a->scores_choice_stride);
     entry_list list = list_entries(t, keys_of(t, c));
     if (a->among)
-        keep_among(&list, array_at(a->among, token, a->among_token_stride, c, a->among_choice_stride), a->among_width);
+        keep_among(&list, array_at(a->among, token, a->among_token_stride, c, a->among_choice_stride), a->among_width,
+                   unit);
     const kvc_entries entries = {.keys = list.keys,
                                  .num = list.num,
                                  .first = find_entry(&list, a->num_first),
@@ -144,7 +155,7 @@ static void choose(const kvc_task *t, int32_t c) {
     const int32_t num = kvc_topk(&entries, a->width, chosen);
     for (int32_t i = 0; i < a->width; i++) {
         if (a->scores) scores[i] = i < num ? kvc_score_of(list.keys[chosen[i]]) : -INFINITY;
-        chosen[i] = i < num ? list.ids[chosen[i]] : -1;
+        chosen[i] = i < num ? kvc_position_of(list.ids[chosen[i]], unit) : -1;
     }
 }
 
@@ -166,7 +177,7 @@ static kvc_status check_least(int32_t value, int32_t least, const char *name) {
 }
 
 /* Checks arguments, and fills in the defaults. */
-static kvc_status check_args(kvc_choose_args *a, const kvc_plan_args *plan) {
+static kvc_status check_args(kvc_choose_args *a, const kvc_plan_args *plan, int32_t stride) {
     if (!a->q || !a->chosen) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", a->q ? "chosen" : "q");
     KVC_TRY(kvc_check_array(a->q_type, a->q_token_stride, a->q_head_stride, "q"));
     KVC_TRY(kvc_check_array(KVC_F32, a->weights_token_stride, a->weights_head_stride, "weights"));
@@ -180,6 +191,9 @@ static kvc_status check_args(kvc_choose_args *a, const kvc_plan_args *plan) {
     KVC_TRY(check_least(a->num_first, 0, "num_first"));
     KVC_TRY(check_least(a->num_local, 0, "num_local"));
     if (!a->block) a->block = 1;
+    if (a->block > 1 && a->block % stride)
+        return kvc_fail(KVC_ERR_INVALID, "block is %d: it must be a multiple of the layer's stride, %d, or 1", a->block,
+                        stride);
     if (!a->num_choices) a->num_choices = 1;
     if (a->num_choices != plan->num_choices)
         return kvc_fail(KVC_ERR_INVALID, "num_choices is %d: the plan was made for %d", a->num_choices,
@@ -206,7 +220,7 @@ kvc_status kvc_plan_choose(kvc_plan *plan, int32_t layer, const kvc_choose_args 
     KVC_TRY(KVC_READ(kvc_choose_args, &args, given, "args"));
     KVC_TRY(kvc_check_choosing(plan->batch, layer));
     KVC_TRY(kvc_check_plan_layer(plan, layer));
-    KVC_TRY(check_args(&args, &plan->args));
+    KVC_TRY(check_args(&args, &plan->args, plan->stride));
     kvc_row_buffer *buffer = kvc_row_buffer_find(plan->batch, layer);
     const kvc_attend_args common = as_attention(&args);
     make_ranking(&k, plan, layer, &args, &common, buffer);
@@ -225,7 +239,7 @@ kvc_status kvc_choose(kvc_batch *batch, const kvc_plan_args *given_plan, const k
     KVC_TRY(kvc_check_choosing(batch, plan_args.layer));
     if (!plan_args.num_choices) plan_args.num_choices = args.num_choices;
     KVC_TRY(kvc_plan_check(batch, &plan_args));
-    KVC_TRY(check_args(&args, &plan_args));
+    KVC_TRY(check_args(&args, &plan_args, batch->cache->pools[batch->cache->group_of[plan_args.layer]].stride));
     KVC_TRY(kvc_plan_get(batch, &plan_args, &plan));
     kvc_row_buffer *buffer = batch->num_buffered ? kvc_row_buffer_find(batch, plan_args.layer) : NULL;
     kvc_status status = kvc_check_all_seen(plan, plan_args.layer, NULL, buffer);

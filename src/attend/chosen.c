@@ -94,6 +94,7 @@ static const int32_t *take_entries(const kvc_task *t, int32_t *num) {
 /* A list of rows that is being made. */
 typedef struct row_lister {
     const kvc_batch *batch;
+    const int32_t *order;
     kvc_visible seen;
     const kvc_segment *next, *end;            /* the sequence's segments from where the next rows may lie on */
     kvc_segment *to;                          /* the list's segments */
@@ -156,7 +157,7 @@ static void add_positions(row_lister *l, int64_t begin, int64_t end) {
         const int64_t to = kvc_smaller((is_own ? end : causal_end) - segment->position, segment->count);
         if (!is_own && from < to) pass_rows(l, segment, (int32_t)from, (int32_t)(to - from));
         for (int64_t i = from; is_own && i < to; i++)
-            if (kvc_descends(l->batch, l->seen.token, l->batch->order[segment->token + i]))
+            if (kvc_descends(l->batch, l->seen.token, l->order[segment->token + i]))
                 pass_rows(l, segment, (int32_t)i, 1);
     }
 }
@@ -171,6 +172,7 @@ static row_lister make_lister(const kvc_task *t, const kvc_row_range *ranges, in
     const kvc_call *c = t->call;
     const kvc_plan *plan = c->plan;
     row_lister l = {.batch = plan->batch,
+                    .order = plan->order,
                     .seen = kvc_visible_to(c, t->tokens[0]),
                     .next = plan->segments + plan->starts[t->slice->first_start].segment,
                     .end = plan->segments + t->slice->end_segment,
@@ -182,19 +184,29 @@ static row_lister make_lister(const kvc_task *t, const kvc_row_range *ranges, in
     return l;
 }
 
+/* Return the first row that has a position of a block, and the number behind the last one. */
+static int64_t first_of(int32_t entry, int64_t block, int32_t stride) {
+    return stride == 1 ? entry * block : entry * block / stride;
+}
+static int64_t past(int32_t entry, int64_t block, int32_t stride) {
+    return stride == 1 ? entry * block + block : (entry * block + block - 1) / stride + 1;
+}
+
 int64_t kvc_list_chosen(const kvc_task *t, int64_t first, int64_t most) {
     const kvc_call *c = t->call;
     const int64_t block = c->chosen.block ? c->chosen.block : 1;
     const int64_t position = c->plan->batch->positions[t->tokens[0]];
-    const int64_t tail = c->chosen.tail ? (position + 1) / block * block : INT64_MAX;
+    const int32_t stride = c->plan->stride;
+    const int64_t tail = c->chosen.tail ? (position + 1) / block * block / stride : INT64_MAX;
     int32_t num;
     const int32_t *entries = take_entries(t, &num);
     const kvc_row_range range = {first, first + most};
     row_lister l = make_lister(t, &range, 1);
     for (int32_t i = 0; i < num && !is_done(&l); i++) {
-        const int64_t begin = entries[i] * block;
-        int64_t end = begin + block;
-        for (; i + 1 < num && entries[i + 1] * block <= end; i++) end = entries[i + 1] * block + block;
+        const int64_t begin = first_of(entries[i], block, stride);
+        int64_t end = past(entries[i], block, stride);
+        for (; i + 1 < num && first_of(entries[i + 1], block, stride) <= end; i++)
+            end = past(entries[i + 1], block, stride);
         if (begin < tail) add_range(&l, begin, kvc_smaller(end, tail));
     }
     if (c->chosen.tail && !is_done(&l)) add_range(&l, tail, INT32_MAX);

@@ -93,7 +93,9 @@ static query_cut cut_queries(const kvc_plan *plan, int32_t sequence) {
     if (cut.first == cut.end) return cut;
     const int32_t num_tokens = cut.end - cut.first, last = batch->positions[batch->order[cut.end - 1]];
     const int64_t query_rows = (int64_t)num_tokens * plan->heads_per_part;
-    cut.tokens = query_rows <= KVC_TASK_QUERIES ? num_tokens : slice_tokens(plan, query_rows, (int64_t)last + 1);
+    cut.tokens = query_rows <= KVC_TASK_QUERIES
+                     ? num_tokens
+                     : slice_tokens(plan, query_rows, (int64_t)kvc_last_row(last, plan->stride) + 1);
     cut.selects = plan->args.select_rows && selects_rows(batch, &plan->args, sequence, num_tokens);
     if (plan->by_token || cut.selects) cut.tokens = 1;
     cut.num_slices = (int32_t)KVC_DIVIDE_UP(num_tokens, cut.tokens);
@@ -134,7 +136,8 @@ void kvc_cut_masked(const kvc_plan *plan, const kvc_view *view, kvc_run *runs) {
 
 /* ---- the rows of a slice ----------------------------------------------------------------------------------------- */
 
-/* Finds the positions that the queries of a slice see, unless they are masked. */
+/* Finds the positions, or the rows of a group with a stride, that the queries of a slice see, unless they are masked.
+ */
 static void find_reach(const kvc_plan *plan, const kvc_run_list *list, kvc_new_slice *u) {
     const kvc_batch *batch = plan->batch;
     const kvc_policy *policy = &batch->cache->policies[plan->group];
@@ -145,7 +148,8 @@ static void find_reach(const kvc_plan *plan, const kvc_run_list *list, kvc_new_s
         if (position > last) last = position;
         all |= kvc_plan_sees_all(plan, token);
     }
-    kvc_reach reach = {kvc_policy_sinks(policy), kvc_policy_lowest(policy, first), all ? INT32_MAX : last + 1};
+    kvc_reach reach = {kvc_policy_sinks(policy), kvc_policy_lowest(policy, first),
+                       all ? INT32_MAX : kvc_last_row(last, plan->stride) + 1};
     if (reach.sinks > reach.end) reach.sinks = reach.end;
     if (reach.sinks >= reach.low) reach.sinks = reach.low = 0;
     u->stored = u->own = reach;
@@ -155,7 +159,7 @@ static void find_reach(const kvc_plan *plan, const kvc_run_list *list, kvc_new_s
     if (list->max_position < reach.end) u->stored.end = INT32_MAX;
 }
 
-/* Called for each segment, a part of a run.  token: index into batch->order of the token of the segment's first row;
+/* Called for each segment, a part of a run.  token: index into plan->order of the token of the segment's first row;
  * -1 for stored rows and for rows of cross-attention. */
 typedef void visit_fn(void *context, const kvc_run *segment, int32_t token);
 
@@ -186,13 +190,14 @@ static void visit_own_run(const kvc_new_slice *u, const kvc_run *run, int32_t to
 
 /* Visits, in a batch with parents, the rows of the slice's tokens and of their ancestors.  Others may not have been
  * put.  marks: as for kvc_list_slices. */
-static void visit_ancestors(const kvc_batch *batch, const kvc_new_slice *u, const kvc_pending *pending, uint8_t *marks,
+static void visit_ancestors(const kvc_plan *plan, const kvc_new_slice *u, const kvc_pending *pending, uint8_t *marks,
                             visit_fn *visit, void *context) {
+    const kvc_batch *batch = plan->batch;
     const kvc_batch_sequence *member = &batch->sequences[u->slice.sequence];
-    const int32_t *order = batch->order;
-    int32_t token = member->first; /* index into batch->order, for the run's first row */
+    const int32_t *order = plan->order;
+    int32_t token = member->first; /* index into plan->order, for the run's first row */
     for (int32_t i = u->slice.first; i < u->slice.first + u->slice.num_tokens; i++)
-        for (int32_t t = order[i]; t >= 0 && !marks[t]; t = batch->parents[t]) marks[t] = 1;
+        for (int32_t t = batch->order[i]; t >= 0 && !marks[t]; t = batch->parents[t]) marks[t] = 1;
     for (int32_t r = 0; r < pending->num; token += pending->runs[r++].count)
         for (int32_t from = 0, to; from < pending->runs[r].count; from = to + 1) {
             kvc_run marked = pending->runs[r];
@@ -202,7 +207,7 @@ static void visit_ancestors(const kvc_batch *batch, const kvc_new_slice *u, cons
             marked.count = to - from;
             if (marked.count) visit_own_run(u, &marked, token + from, visit, context);
         }
-    for (int32_t i = 0; i < member->num_tokens; i++) marks[order[member->first + i]] = 0;
+    for (int32_t i = 0; i < member->num_tokens; i++) marks[batch->order[member->first + i]] = 0;
 }
 
 /* Visits the batch's own rows in reach, which come after the stored ones; in a cross-attention layer they replace them.
@@ -213,7 +218,7 @@ static void visit_own_rows(const kvc_plan *plan, const kvc_new_slice *u, uint8_t
     const kvc_pending *pending = u->pending;
     const int is_cross = pending->to == KVC_TO_CROSS;
     if (batch->parents && !is_cross) {
-        visit_ancestors(batch, u, pending, marks, visit, context);
+        visit_ancestors(plan, u, pending, marks, visit, context);
         return;
     }
     int32_t token = batch->sequences[u->slice.sequence].first;

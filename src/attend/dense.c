@@ -15,7 +15,7 @@
 
 /* A row to be copied out. */
 typedef struct dense_row {
-    int32_t position;
+    int32_t position; /* of a group with a stride, its number */
     int32_t token;    /* token of the batch; -1: a stored row */
     int32_t sequence; /* index into batch->sequences */
     int64_t arrived;  /* index in order of arrival, which decides between equal positions */
@@ -35,7 +35,7 @@ typedef struct member {
 /* Arguments that the functions of one call share. */
 typedef struct dense {
     const kvc_batch *batch;
-    int32_t layer, num_tasks;
+    int32_t layer, num_tasks, stride;
     kvc_dense_args args;
     kvc_rows_out out;
     const kvc_row_buffer *buffer; /* the layer's row buffer */
@@ -182,7 +182,8 @@ static void copy_rows(const dense *d, kvc_reader *reader, int64_t i, int64_t end
             n++;
         run.count = (int32_t)n;
         kvc_reader_copy(reader, &run, &out, at);
-        for (int64_t j = 0; out.positions && j < n; j++) out.positions[at + j] = rows[j].position;
+        for (int64_t j = 0; out.positions && j < n; j++)
+            out.positions[at + j] = kvc_position_of(rows[j].position, d->stride);
     }
 }
 
@@ -219,7 +220,7 @@ static void fill_masks(const dense *d, int32_t t) {
     const kvc_policy *policy = &batch->cache->policies[batch->cache->group_of[d->layer]];
     const slice own = d->slices[batch->sequence_of[t]];
     const int32_t position = batch->positions[t], low = kvc_policy_lowest(policy, position);
-    const int32_t sinks = kvc_policy_sinks(policy);
+    const int32_t sinks = kvc_policy_sinks(policy), last = kvc_last_row(position, d->stride);
     const int sees_all = policy->kind == KVC_CROSS, sees_later = sees_all || (a->non_causal && a->non_causal[t]);
     const int64_t at = a->by_sequence ? 0 : own.first;
     const masks m = {a->mask ? (float *)(void *)((char *)a->mask + t * a->mask_token_stride) : NULL,
@@ -229,7 +230,7 @@ static void fill_masks(const dense *d, int32_t t) {
     for (int64_t i = 0; i < own.num; i++) {
         const dense_row *row = &d->rows[own.first + i];
         const int is_tree = batch->parents && row->token >= 0;
-        const int in_order = is_tree ? kvc_descends(batch, t, row->token) : sees_later || row->position <= position;
+        const int in_order = is_tree ? kvc_descends(batch, t, row->token) : sees_later || row->position <= last;
         const int in_reach = sees_all || (in_order && (row->position >= low || row->position < sinks));
         const int sees = in_reach && !is_masked(d, row);
         if (m.mask) m.mask[at + i] = sees ? 0 : -INFINITY;
@@ -321,8 +322,8 @@ static kvc_status make_dense(dense *d) {
     if (floats) d->scratch = (void *)(start + scratch);
     if (d->args.num_masked) {
         d->masked = (void *)(start + masked);
-        kvc_masked_sort(batch, d->args.masked, d->args.masked_size, d->args.num_masked, (void *)(start + ranges),
-                        d->masked);
+        kvc_masked_sort(batch, cache->group_of[d->layer], d->args.masked, d->args.masked_size, d->args.num_masked,
+                        (void *)(start + ranges), d->masked);
     }
     list_rows(d);
     kvc_parallel(d->num_tasks, d->num_tasks, fill_share, d);
@@ -334,6 +335,7 @@ static kvc_status make_dense(dense *d) {
 kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *given) {
     dense d = {.batch = batch, .layer = layer};
     KVC_TRY(check_args(batch, layer, given, &d));
+    d.stride = batch->cache->pools[batch->cache->group_of[layer]].stride;
     kvc_row_buffer *buffer = kvc_row_buffer_find(batch, layer);
     d.buffer = buffer;
     const kvc_status status = make_dense(&d);

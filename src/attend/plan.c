@@ -61,8 +61,8 @@ static int take_scratch(maker *m) {
     if (batch->parents) memset(m->marks, 0, (size_t)batch->num_tokens);
     if (num_masked) {
         m->view = (kvc_view){(void *)(start + masked), (void *)(start + stored)};
-        kvc_masked_sort(batch, args->masked, args->masked_size, args->num_masked, (void *)(start + ranges),
-                        m->view.masked);
+        kvc_masked_sort(batch, m->plan->group, args->masked, args->masked_size, args->num_masked,
+                        (void *)(start + ranges), m->view.masked);
         kvc_cut_masked(m->plan, &m->view, (void *)(start + runs));
     }
     return 1;
@@ -447,6 +447,8 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
     kvc_plan sketch = {.batch = batch,
                        .args = *args,
                        .group = group,
+                       .stride = batch->cache->pools[group].stride,
+                       .order = kvc_order_in(batch, group),
                        .num_kv_heads = layer->num_kv_heads,
                        .k_dim = layer->k_dim,
                        .v_dim = layer->v_dim,

@@ -176,7 +176,7 @@ static void write_keys(const kvc_task *t, kvc_tile *tile, const float *totals, u
     const kvc_call *c = t->call;
     const kvc_visible seen = kvc_visible_to(c, t->tokens[0]);
     const int sees_all = kvc_sees_whole_tile(c, tile, &seen);
-    if (!sees_all) kvc_locate_rows(tile, c->plan->batch->order);
+    if (!sees_all) kvc_locate_rows(tile, c->plan->order);
     for (int32_t i = 0; i < kvc_ranking_of(t)->args->num_choices; i++, keys += stride, totals += KVC_SCORES) {
         for (int32_t j = 0; j < tile->n; j++) keys[j] = kvc_key_of(totals[j]);
         for (int32_t j = 0; !sees_all && j < tile->n; j++)

@@ -148,7 +148,7 @@ static kvc_status check_seen(const kvc_plan *plan, const kvc_query_slice *slice,
     for (int64_t p = slice->first_own_segment; p < slice->end_segment; p++) {
         const kvc_segment *segment = &plan->segments[p];
         for (int32_t i = 0; segment->token >= 0 && i < segment->count; i++) {
-            const int32_t t = batch->order[segment->token + i];
+            const int32_t t = plan->order[segment->token + i];
             int was_put = written[t];
             if (put && t >= put->first && t < put->first + put->num_tokens) continue;
             if (slice->is_buffered) {

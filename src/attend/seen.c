@@ -8,7 +8,8 @@ kvc_visible kvc_visible_to(const kvc_call *c, int32_t token) {
     return (kvc_visible){.token = token,
                          .low = kvc_policy_lowest(c->policy, position),
                          .sinks = c->num_sinks,
-                         .last = kvc_plan_sees_all(c->plan, token) ? INT32_MAX : position};
+                         .last =
+                             kvc_plan_sees_all(c->plan, token) ? INT32_MAX : kvc_last_row(position, c->plan->stride)};
 }
 
 /* Whether the batch's tree, not the order of positions, decides which rows of the tile are seen.  The batch's own rows
@@ -39,7 +40,7 @@ int kvc_sees_row(const kvc_call *c, const kvc_tile *tile, const kvc_visible *v, 
 /* Sets the scores of rows that a token does not see to -inf, in its `num` query rows. */
 static void hide_unseen(const kvc_call *c, kvc_tile *tile, float *scores, int32_t stride, int32_t num,
                         const kvc_visible *v) {
-    kvc_locate_rows(tile, c->plan->batch->order);
+    kvc_locate_rows(tile, c->plan->order);
     for (int32_t j = 0; j < tile->n; j++) {
         const int is_seen = kvc_sees_row(c, tile, v, j);
         for (int32_t r = 0; !is_seen && r < num; r++) scores[r * stride + j] = -INFINITY;
@@ -48,11 +49,11 @@ static void hide_unseen(const kvc_call *c, kvc_tile *tile, float *scores, int32_
 
 void kvc_bend_scores(const kvc_call *c, float *scores, const int32_t *positions, int32_t n, int32_t token,
                      int32_t head) {
-    const int32_t position = c->plan->batch->positions[token];
+    const int32_t position = c->plan->batch->positions[token], stride = c->plan->stride;
     if (c->args->softcap > 0)
         for (int32_t j = 0; j < n; j++) scores[j] = c->args->softcap * tanhf(scores[j] / c->args->softcap);
     for (int32_t j = 0; c->args->alibi && j < n; j++)
-        scores[j] -= c->args->alibi[head] * fabsf((float)(positions[j] - position));
+        scores[j] -= c->args->alibi[head] * fabsf((float)(kvc_position_of(positions[j], stride) - position));
 }
 
 void kvc_change_scores(const kvc_task *t, kvc_tile *tile, int32_t first, int32_t end, float *scores, int32_t stride) {
@@ -61,7 +62,7 @@ void kvc_change_scores(const kvc_task *t, kvc_tile *tile, int32_t first, int32_t
     for (int32_t r = first, next; r < end; scores += (next - r) * stride, r = next) {
         const kvc_visible v = kvc_visible_to(c, t->tokens[r / heads]);
         next = (int32_t)kvc_smaller(r - r % heads + heads, end);
-        if (c->args->alibi) kvc_locate_rows(tile, c->plan->batch->order);
+        if (c->args->alibi) kvc_locate_rows(tile, c->plan->order);
         for (int32_t i = r; c->changes_scores && i < next; i++)
             kvc_bend_scores(c, scores + (i - r) * stride, tile->position, tile->n, v.token, kvc_query_head_of(t, i));
         if (!kvc_sees_whole_tile(c, tile, &v)) hide_unseen(c, tile, scores, stride, next - r, &v);
@@ -130,7 +131,7 @@ int kvc_spoils_others(const kvc_task *t, kvc_tile *tile, const kvc_visible *comm
     const kvc_call *c = t->call;
     if (t->num_query_rows == c->plan->heads_per_part || c->policy->kind == KVC_CROSS) return 0;
     const int is_tree = has_branches(c, tile);
-    kvc_locate_rows(tile, c->plan->batch->order);
+    kvc_locate_rows(tile, c->plan->order);
     const kvc_stretch *stretch = tile->stretches;
     for (int32_t j = 0, i = 0; j < tile->n; j++) {
         const int is_common = !(is_tree && tile->token[j] >= 0) && kvc_sees_row(c, tile, common, j);

@@ -5,7 +5,8 @@
 
 #include "attend/task.h"
 
-/* The positions that a query token sees unless a tree decides: those below `sinks`, and [low, last]. */
+/* The positions that a query token sees unless a tree decides: those below `sinks`, and [low, last].  In a group with a
+ * stride, these are rows. */
 typedef struct kvc_visible {
     int32_t token, low, sinks, last;
 } kvc_visible;

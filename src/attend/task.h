@@ -148,7 +148,7 @@ kvc_rows kvc_keys_in(const kvc_tile *t, const kvc_layer *layer, const kvc_segmen
  * nothing lies between them, else copied. */
 const void *kvc_scales_of(const kvc_tile *t, int is_value, uint8_t copies[KVC_TILE][KVC_SCALE_BYTES]);
 
-/* Fills in the position and the token of each row of a tile, unless that is done.  order: batch->order. */
+/* Fills in the position and the token of each row of a tile, unless that is done.  order: plan->order. */
 void kvc_locate_rows(kvc_tile *t, const int32_t *order);
 
 /* How the keys of a tile are multiplied by many query rows. */

@@ -20,6 +20,7 @@
 #include "cache/waiting.h"
 #include "read/snapshot.h"
 #include "rows/rope.h"
+#include "rows/stride.h"
 
 enum {
     MOST_QUERIES = 128,        /* query rows of a block, ... */
@@ -52,6 +53,7 @@ typedef struct weighing {
     const kvc_layer *layer;
     const kvc_layout *layout;
     const kvc_policy *policy;
+    int32_t stride;
     const kvc_rope *rope;
     kvc_mixing mixing;
     kvc_snapshot from;
@@ -210,12 +212,13 @@ static void score_tile(const weighing *w, desk *d, const tile *t) {
 
 /* Sets the scores of a tile's rows that a query does not see to -inf, in its `num` query rows. */
 static void hide_unseen(const weighing *w, const tile *t, int32_t position, float *scores, int32_t num) {
-    const int32_t low = kvc_policy_lowest(w->policy, position), sinks = kvc_policy_sinks(w->policy);
-    if (w->policy->kind == KVC_CROSS || (t->high <= position && t->low >= low)) return;
+    const int32_t low = kvc_policy_lowest(w->policy, position), sinks = kvc_policy_sinks(w->policy),
+                  last = kvc_last_row(position, w->stride);
+    if (w->policy->kind == KVC_CROSS || (t->high <= last && t->low >= low)) return;
     const kvc_run *run = w->from.runs + t->run;
     for (int32_t j = 0, offset = t->offset; j < t->n; j++) {
         const int32_t p = run->position + offset;
-        const int is_seen = p <= position && (p >= low || p < sinks);
+        const int is_seen = p <= last && (p >= low || p < sinks);
         for (int32_t r = 0; !is_seen && r < num; r++) scores[r * KVC_SCORES + j] = -INFINITY;
         if (++offset == run->count) run++, offset = 0;
     }
@@ -527,6 +530,7 @@ kvc_status kvc_weights(kvc_cache *cache, int64_t seq_id, int32_t layer, const kv
     w.layer = &cache->layers[layer];
     w.layout = &cache->layouts[cache->layout_of[layer]];
     w.policy = &cache->policies[cache->group_of[layer]];
+    w.stride = cache->pools[cache->group_of[layer]].stride;
     w.rope = kvc_rope_of(cache, layer);
     w.mixing = kvc_mixing_of(w.layer, 0);
     w.scale = w.args.scale != 0 ? w.args.scale : 1 / sqrtf((float)dim);

@@ -66,7 +66,7 @@ typedef struct kvc_segment {
     const uint8_t *rows;           /* the block's rows; NULL: they lie in the layer's row buffer */
     int32_t slot, count, position; /* slot of the first row, number of rows, position of the first row */
     int32_t delta_index;           /* n: the keys are off by plan->deltas[n - 1]; 0: they are not off */
-    int32_t token;                 /* index into batch->order of the first row's token; -1: stored rows */
+    int32_t token;                 /* index into plan->order of the first row's token; -1: stored rows */
 } kvc_segment;
 
 /* The beginning of a split: row `offset` of a segment.  The segments of a split follow each other.  The slice's next
@@ -140,9 +140,10 @@ struct kvc_plan {
     kvc_plan_link link; /* the first member: what batch->plans lists */
     kvc_batch *batch;
     kvc_plan_args args;
-    atomic_flag taken; /* a caller has the plan; cleared by kvc_plan_free, so that it may serve another call */
-    int32_t is_made;   /* the fields below are filled in; set with the mutex held, which fork() waits for */
-    int32_t group;
+    atomic_flag taken;     /* a caller has the plan; cleared by kvc_plan_free, so that it may serve another call */
+    int32_t is_made;       /* the fields below are filled in; set with the mutex held, which fork() waits for */
+    int32_t group, stride; /* its stride: positions of rows are rows/stride.h's numbers */
+    const int32_t *order;  /* kvc_order_in: tokens of the group's rows */
     int32_t num_kv_heads, k_dim, v_dim; /* shape of the layers that the plan serves */
     int32_t heads_per_part;             /* query heads of a part: all of a KV head, unless rows are chosen */
     int32_t parts_per_kv, num_parts;    /* parts of a KV head, and of all */

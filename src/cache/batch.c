@@ -29,6 +29,7 @@ enum {
     BATCH_NEXT_CHILD,
     BATCH_SEQUENCE_OF,
     BATCH_ORDER,
+    BATCH_STRIDED,
     BATCH_SEQUENCES,
     BATCH_PLACES,
     BATCH_PENDING,
@@ -44,6 +45,7 @@ kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *gi
     const uint64_t n = (uint64_t)num_tokens, groups = (uint64_t)cache->num_groups;
     const uint64_t tree = given_parents ? n * sizeof(int32_t) : 0;
     const int32_t num_cross = cache->num_groups - cache->num_token_groups;
+    const uint64_t num_strided = (uint64_t)cache->num_strided;
     uint64_t size = sizeof(kvc_batch);
     uint64_t at[NUM_BATCH_ARRAYS] = {[BATCH_POSITIONS] = n * sizeof(int32_t),
                                      [BATCH_PARENTS] = tree,
@@ -52,6 +54,7 @@ kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *gi
                                      [BATCH_NEXT_CHILD] = tree,
                                      [BATCH_SEQUENCE_OF] = n * sizeof(int32_t),
                                      [BATCH_ORDER] = n * sizeof(int32_t),
+                                     [BATCH_STRIDED] = n * num_strided * sizeof(int32_t),
                                      [BATCH_SEQUENCES] = n * sizeof(kvc_batch_sequence),
                                      [BATCH_PLACES] = n * groups * sizeof(kvc_place),
                                      [BATCH_PENDING] = n * groups * sizeof(kvc_pending),
@@ -75,6 +78,7 @@ kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *gi
                          .subtree_size = (void *)(start + at[BATCH_SUBTREE_SIZE]),
                          .sequence_of = (void *)(start + at[BATCH_SEQUENCE_OF]),
                          .order = (void *)(start + at[BATCH_ORDER]),
+                         .strided = (void *)(start + at[BATCH_STRIDED]),
                          .sequences = (void *)(start + at[BATCH_SEQUENCES]),
                          .places = (void *)(start + at[BATCH_PLACES]),
                          .pending = (void *)(start + at[BATCH_PENDING]),
@@ -93,11 +97,34 @@ kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *gi
     return batch;
 }
 
+/* Lists the tokens of sequence s that get a row in group g, which has a stride. */
+static void list_strided(const kvc_batch *batch, int32_t g, int32_t s) {
+    const kvc_batch_sequence *member = &batch->sequences[s];
+    const kvc_pool *pool = &batch->cache->pools[g];
+    int32_t *order = batch->strided + (size_t)pool->strided * (size_t)batch->num_tokens + member->first, num = 0;
+    for (int32_t i = 0; i < member->num_tokens; i++) {
+        const int32_t t = batch->order[member->first + i];
+        if (kvc_has_row_at(batch->positions[t], pool->stride))
+            order[num++] = t;
+        else
+            kvc_places_in(batch, g)[t] = (kvc_place){NULL, -1};
+    }
+    kvc_pending_of(batch, g, s)->num_tokens = num;
+}
+
+void kvc_batch_list_rows(kvc_batch *batch) {
+    for (int32_t s = 0; s < batch->num_sequences; s++)
+        for (int32_t g = 0; g < batch->cache->num_groups; g++) {
+            kvc_pending_of(batch, g, s)->num_tokens = batch->sequences[s].num_tokens;
+            if (batch->cache->pools[g].stride > 1) list_strided(batch, g, s);
+        }
+}
+
 /* Adds a sequence to the table: the spare one, or a new one; returns NULL if out of memory. */
 static kvc_sequence *new_sequence(kvc_batch *batch, int64_t seq_id) {
     kvc_cache *cache = batch->cache;
     kvc_sequence *sequence = cache->spare;
-    if (!sequence) sequence = kvc_sequence_new(&cache->memory, seq_id, cache->num_groups, cache->num_token_groups);
+    if (!sequence) sequence = kvc_sequence_new(cache->pools, seq_id, cache->num_groups, cache->num_token_groups);
     if (!sequence) return NULL;
     if (sequence == cache->spare) batch->spare = sequence;
     cache->spare = NULL;

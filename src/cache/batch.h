@@ -3,6 +3,7 @@
 #define KVC_BATCH_H
 
 #include "cache/cache.h"
+#include "rows/stride.h"
 
 /* A sequence of the batch. */
 typedef struct kvc_batch_sequence {
@@ -18,7 +19,8 @@ typedef struct kvc_batch_sequence {
     int32_t selected_from; /* lowest position of a token that attended to selected rows; INT32_MAX: none did */
 } kvc_batch_sequence;
 
-/* The place of a token's rows.  If block is NULL, slot counts in the row buffer. */
+/* The place of a token's rows.  If block is NULL, slot counts in the row buffer; -1: the token has no rows there, as
+ * its position completes no stride. */
 typedef struct kvc_place {
     kvc_block *block;
     int32_t slot;
@@ -38,6 +40,7 @@ typedef enum kvc_destination {
 typedef struct kvc_pending {
     kvc_run *runs;
     int32_t num;
+    int32_t num_tokens;      /* number of the sequence's tokens that get a row: kvc_order_in */
     int32_t capacity_before; /* capacity of the sequence's own list before the batch */
     kvc_block *last_block;   /* of the sequence's own rows: its tokens go there while it is not full; NULL: to others */
     int32_t in_last;         /* so many of them */
@@ -76,6 +79,7 @@ struct kvc_batch {
     int32_t *subtree_size; /* [num_tokens] number of descendants, and 1 for the token itself */
     int32_t *sequence_of;  /* [num_tokens] index into sequences */
     int32_t *order;        /* [num_tokens] tokens sorted by sequence, those of a sequence in the order given */
+    int32_t *strided;      /* [groups with a stride][num_tokens] the same, of tokens with a row: kvc_order_in */
     kvc_batch_sequence *sequences; /* [num_sequences] */
     kvc_place *places;             /* [num_groups][num_tokens] */
     kvc_pending *pending;          /* [num_sequences][num_groups] */
@@ -95,6 +99,18 @@ struct kvc_batch {
 /* Returns what sequence s of the batch is given in group g. */
 static inline kvc_pending *kvc_pending_of(const kvc_batch *batch, int32_t g, int32_t s) {
     return &batch->pending[(size_t)s * (size_t)batch->cache->num_groups + (size_t)g];
+}
+
+/* Returns the tokens that get a row in group g, sorted by sequence.  Sequence s has pending->num_tokens of them, from
+ * batch->sequences[s].first on. */
+static inline const int32_t *kvc_order_in(const kvc_batch *batch, int32_t g) {
+    const kvc_pool *pool = &batch->cache->pools[g];
+    return pool->stride == 1 ? batch->order : batch->strided + (size_t)pool->strided * (size_t)batch->num_tokens;
+}
+
+/* Returns the places of all tokens in group g. */
+static inline kvc_place *kvc_places_in(const kvc_batch *batch, int32_t g) {
+    return batch->places + (size_t)g * (size_t)batch->num_tokens;
 }
 
 /* Returns whether sequences of the batch get rows in group g, which is the same for all of them. */
@@ -121,6 +137,9 @@ static inline uint8_t *kvc_written_in(const kvc_batch *batch, int32_t layer) {
 /* Makes a batch of num_tokens tokens, as yet without sequences, in one allocation of scratch; NULL if out of memory.
  * parents: the parent of each token, or NULL; numbers the trees. */
 kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *parents);
+
+/* Lists the tokens that get a row in each group, once the order of all tokens is final. */
+void kvc_batch_list_rows(kvc_batch *batch);
 
 /* Returns the index of a sequence in the batch; -1 if it has no token there.  Call with the mutex held. */
 int32_t kvc_batch_find(const kvc_batch *batch, int64_t seq_id);

@@ -45,6 +45,7 @@ struct kvc_cache {
     /* Number of groups that hold rows of tokens: the first ones.  Then comes one group for each cross-attention layer,
      * and one for all layers of kind KVC_NONE. */
     int32_t num_token_groups;
+    int32_t num_strided; /* number of groups with a stride */
 
     int32_t num_threads;
     kvc_poll_fn *poll; /* asks whether to cancel a call; may be NULL */

@@ -139,14 +139,14 @@ kvc_status kvc_check_groups(const kvc_cache *cache, const uint8_t *flags, const 
 /* Returns KVC_ERR_GONE if a token at `position` would miss rows below position `end` that were not replaced. */
 static kvc_status check_replaced(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position, int32_t end) {
     for (int32_t layer = 0; layer < cache->num_layers; layer++) {
-        const int32_t g = cache->group_of[layer];
+        const int32_t g = cache->group_of[layer], stride = cache->pools[g].stride;
         const kvc_interval missing = sequence->runs[g].missing;
-        if (g >= cache->num_token_groups || missing.begin >= end) continue;
+        if (g >= cache->num_token_groups || missing.begin >= kvc_rows_below(end, stride)) continue;
         if (!kvc_policy_sees(&cache->policies[g], position, missing.begin, missing.end)) continue;
         return kvc_fail(KVC_ERR_GONE,
                         "a token at position %d of sequence %lld would see rows that layer %d lacks, from %d to %d: a "
                         "batch replaced other layers; restore those of its policy, too, or cut the sequence there",
-                        position, (long long)sequence->id, layer, missing.begin, missing.end - 1);
+                        position, (long long)sequence->id, layer, missing.begin * stride, missing.end * stride - 1);
     }
     return KVC_OK;
 }
@@ -170,8 +170,10 @@ kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, i
     int32_t before = INT32_MAX, misses = 0; /* before: nothing was lost below */
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_interval lost = sequence->runs[g].lost;
-        if (lost.end && lost.begin < before) before = lost.begin;
-        misses |= lost.begin < length && kvc_policy_sees(&cache->policies[g], length, lost.begin, lost.end);
+        const int32_t stride = cache->pools[g].stride;
+        if (lost.end) before = kvc_lower(before, lost.begin * stride);
+        misses |= lost.begin < kvc_rows_below(length, stride) &&
+                  kvc_policy_sees(&cache->policies[g], length, lost.begin, lost.end);
     }
     if (length >= kvc_sequence_next(sequence)) return KVC_OK;
     const kvc_status status = check_replaced(cache, sequence, length, length);

@@ -68,6 +68,10 @@ static kvc_status check_sketch(const kvc_layer *layer, int32_t index) {
     if (layer->k_dim % KVC_QUANT_ELEMENTS || layer->k_dim > KVC_MOST_KEY_ORDER)
         return kvc_fail(KVC_ERR_INVALID, "layers[%d].k_dim is %d: for sketches it must be a multiple of %d, at most %d",
                         index, layer->k_dim, KVC_QUANT_ELEMENTS, KVC_MOST_KEY_ORDER);
+    if (kvc_policy_stride(policy) > 1)
+        return kvc_fail(KVC_ERR_UNSUPPORTED,
+                        "layers[%d].sketch_bits is 2: its stride is %d, and rows are selected where each token has one",
+                        index, policy->stride);
     const int is_short = (policy->kind == KVC_SLIDING && policy->window < LEAST_WINDOW) ||
                          (policy->kind == KVC_CHUNKED && policy->attention_chunk_size < LEAST_WINDOW);
     if (!is_short && policy->kind != KVC_CROSS) return KVC_OK;
@@ -79,7 +83,7 @@ static kvc_status check_sketch(const kvc_layer *layer, int32_t index) {
 static kvc_status check_reserved(const kvc_layer *layer, int32_t index) {
     const int32_t *policy = layer->policy.reserved;
     const int64_t *rope = layer->rope.reserved;
-    const int is_set = policy[0] || policy[1] || policy[2];
+    const int is_set = policy[0] || policy[1];
     if (!is_set && !rope[0] && !rope[1]) return KVC_OK;
     return kvc_fail(KVC_ERR_UNSUPPORTED, "layers[%d].%s sets a field that this version of the library does not know",
                     index, is_set ? "policy" : "rope");
@@ -148,6 +152,24 @@ static kvc_status check_share(const kvc_config *config, int32_t index) {
     return KVC_OK;
 }
 
+/* Returns KVC_ERR_UNSUPPORTED if some layers have a stride and no layer has a row for each token.  The positions of
+ * tokens that no row stands for yet would be known to nobody. */
+static kvc_status check_strides(const kvc_config *config) {
+    int32_t with_stride = -1;
+    for (int32_t i = 0; i < config->num_layers; i++) {
+        const kvc_layer layer = kvc_config_layer(config, i);
+        if (kvc_policy_stride(&layer.policy) > 1)
+            with_stride = i;
+        else if (kvc_policy_keeps_tokens(&layer.policy))
+            return KVC_OK;
+    }
+    if (with_stride < 0) return KVC_OK;
+    return kvc_fail(KVC_ERR_UNSUPPORTED,
+                    "layers[%d]: its policy has a stride, and no layer has a row for each token: add one, such as the "
+                    "layer that the rows are computed from",
+                    with_stride);
+}
+
 kvc_status kvc_config_read(kvc_config *config, const kvc_config *given) {
     kvc_status status = KVC_READ(kvc_config, config, given, "config");
     if (status == KVC_OK) status = check_limits(config);
@@ -158,7 +180,7 @@ kvc_status kvc_config_read(kvc_config *config, const kvc_config *given) {
         if (status == KVC_OK) status = check_layer(&layer, i);
     }
     for (int32_t i = 0; status == KVC_OK && i < config->num_layers; i++) status = check_share(config, i);
-    return status;
+    return status == KVC_OK ? check_strides(config) : status;
 }
 
 /* Slots of a block by default: of most caches; and of a single sequence whose rows nobody reads in place.  Most huge

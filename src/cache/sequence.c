@@ -3,22 +3,24 @@
 
 #include "base/status.h"
 #include "cache/useful.h"
+#include "rows/stride.h"
 
 static size_t sequence_bytes(int32_t num_groups, int32_t num_token_groups) {
     return sizeof(kvc_sequence) + (size_t)num_groups * sizeof(kvc_run_list) +
            (size_t)num_token_groups * sizeof(kvc_standing);
 }
 
-kvc_sequence *kvc_sequence_new(kvc_memory *memory, int64_t id, int32_t num_groups, int32_t num_token_groups) {
+kvc_sequence *kvc_sequence_new(const kvc_pool *pools, int64_t id, int32_t num_groups, int32_t num_token_groups) {
     const size_t size = sequence_bytes(num_groups, num_token_groups);
-    kvc_sequence *sequence = kvc_memory_alloc(memory, size, KVC_MEMORY_BOOKKEEPING, -1);
+    kvc_sequence *sequence = kvc_memory_alloc(pools->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
     if (!sequence) return NULL;
     *sequence = (kvc_sequence){.id = id,
                                .exact_to = INT32_MAX,
                                .edited_from = INT32_MAX,
                                .origin = {.as_of = INT64_MAX, .num_forgets = INT64_MAX},
                                .num_groups = num_groups,
-                               .num_token_groups = num_token_groups};
+                               .num_token_groups = num_token_groups,
+                               .pools = pools};
     for (int32_t g = 0; g < num_groups; g++) kvc_runs_init(&sequence->runs[g]);
     sequence->standings = (kvc_standing *)(void *)(sequence->runs + num_groups);
     for (int32_t g = 0; g < num_token_groups; g++) sequence->standings[g] = (kvc_standing){0};
@@ -69,16 +71,19 @@ int kvc_sequence_is_tight(const kvc_sequence *sequence) {
 int32_t kvc_sequence_first(const kvc_sequence *sequence) {
     int32_t first = -1;
     for (int32_t g = 0; g < sequence->num_token_groups; g++) {
-        const int32_t position = sequence->runs[g].min_position;
-        if (position >= 0 && (first < 0 || position < first)) first = position;
+        if (!sequence->runs[g].num) continue;
+        const int32_t position = kvc_position_of(sequence->runs[g].min_position, sequence->pools[g].stride);
+        if (first < 0 || position < first) first = position;
     }
     return first;
 }
 
 int32_t kvc_sequence_last(const kvc_sequence *sequence) {
     int32_t last = -1;
-    for (int32_t g = 0; g < sequence->num_token_groups; g++)
-        if (sequence->runs[g].max_position > last) last = sequence->runs[g].max_position;
+    for (int32_t g = 0; g < sequence->num_token_groups; g++) {
+        const int32_t position = kvc_position_of(sequence->runs[g].max_position, sequence->pools[g].stride);
+        if (position > last) last = position;
+    }
     return last;
 }
 
@@ -86,8 +91,8 @@ int32_t kvc_sequence_next(const kvc_sequence *sequence) {
     int32_t next = 0;
     for (int32_t g = 0; g < sequence->num_token_groups; g++) {
         const kvc_run_list *list = &sequence->runs[g];
-        if (list->max_position >= next) next = list->max_position + 1;
-        if (list->lost.end > next) next = list->lost.end;
+        const int32_t rows = list->lost.end > list->max_position ? list->lost.end : list->max_position + 1;
+        if (rows * sequence->pools[g].stride > next) next = rows * sequence->pools[g].stride;
     }
     return next;
 }
@@ -111,7 +116,8 @@ int32_t kvc_sequence_num_exact(const kvc_sequence *sequence) {
     const int32_t next = kvc_sequence_next(sequence);
     int32_t num = sequence->exact_to;
     if (num >= next) return next;
-    for (int32_t g = 0; g < sequence->num_token_groups; g++) num = end_below(&sequence->runs[g], num);
+    for (int32_t g = 0; g < sequence->num_token_groups; g++) /* groups with a stride lack rows of the last tokens */
+        if (sequence->pools[g].stride == 1) num = end_below(&sequence->runs[g], num);
     return num;
 }
 
@@ -119,7 +125,7 @@ int32_t kvc_min_query_position(const kvc_sequence *sequence) {
     int32_t low = kvc_sequence_next(sequence);
     for (int32_t g = 0; g < sequence->num_token_groups; g++) {
         const kvc_interval missing = sequence->runs[g].missing;
-        if (missing.end && missing.begin < low) low = missing.begin;
+        if (missing.end) low = kvc_lower(low, missing.begin * sequence->pools[g].stride);
     }
     return low;
 }

@@ -69,6 +69,7 @@ typedef struct kvc_sequence {
     int64_t used;              /* of a retained sequence: the larger, the more recently */
     int32_t num_groups;
     int32_t num_token_groups; /* number of groups of tokens: the first; others are of cross-attention layers */
+    const kvc_pool *pools;    /* [num_groups] */
     struct kvc_sequence *next_changed, **changed_at; /* place in the list cache->changed; NULL: not in it */
     struct kvc_sequence *next_loose, **loose_at;     /* place in the list cache->loose; NULL: not in it */
     struct kvc_sequence *next_victim;                /* in the list cache->victims */
@@ -78,7 +79,7 @@ typedef struct kvc_sequence {
 } kvc_sequence;
 
 /* Makes an empty sequence; returns NULL if out of memory. */
-kvc_sequence *kvc_sequence_new(kvc_memory *memory, int64_t id, int32_t num_groups, int32_t num_token_groups);
+kvc_sequence *kvc_sequence_new(const kvc_pool *pools, int64_t id, int32_t num_groups, int32_t num_token_groups);
 
 /* Returns KVC_ERR_NOMEM, with the id of the sequence in the message. */
 kvc_status kvc_fail_sequence(int64_t id);
@@ -101,7 +102,7 @@ int kvc_sequence_is_blank(const kvc_sequence *sequence);
 /* Returns whether it takes no more bookkeeping than it needs: its lists are exact, and its follower needs all. */
 int kvc_sequence_is_tight(const kvc_sequence *sequence);
 
-/* Return the smallest and the largest position of a token in any group; -1 if the sequence is empty. */
+/* Return the smallest and the largest position of a row in any group of tokens; -1 if the sequence is empty. */
 int32_t kvc_sequence_first(const kvc_sequence *sequence);
 int32_t kvc_sequence_last(const kvc_sequence *sequence);
 

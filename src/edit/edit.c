@@ -18,6 +18,25 @@ static kvc_status check_rope(const kvc_cache *cache) {
     return KVC_OK;
 }
 
+/* Returns KVC_ERR_UNSUPPORTED if an edit would cut blocks of a layer with a stride in two.  It removes or moves the
+ * positions [begin, end), and moves tokens by `delta`: all three have to be multiples.  The end of the sequence may be
+ * anywhere. */
+static kvc_status check_blocks(const kvc_cache *cache, const kvc_sequence *sequence, int32_t begin, int32_t end,
+                               int32_t delta) {
+    const int32_t next = kvc_sequence_next(sequence);
+    for (int32_t i = 0; cache->num_strided && i < cache->num_layers; i++) {
+        const int32_t stride = cache->pools[cache->group_of[i]].stride;
+        if (begin >= next || (begin % stride == 0 && delta % stride == 0 && (end % stride == 0 || end >= next)))
+            continue;
+        return kvc_fail(
+            KVC_ERR_UNSUPPORTED,
+            "a row of layer %d stands for %d positions: positions from %d to %d, or tokens that move by %d, "
+            "would cut some of its rows; give multiples of %d",
+            i, stride, begin, kvc_lower(end, next) - 1, delta, stride);
+    }
+    return KVC_OK;
+}
+
 /* ---- one edit of all groups -------------------------------------------------------------------------------------- */
 
 typedef struct edit {
@@ -60,12 +79,11 @@ static void add_moved(kvc_interval *all, kvc_interval lost, int32_t begin, int32
 /* Returns the position behind the last listed position; 0 if none is listed. */
 static int32_t end_of(const kvc_listed *listed) { return listed->num ? listed->positions[listed->num - 1] + 1 : 0; }
 
-/* Returns the lost, or missing, positions of a list after the edit.  They are removed and moved as rows are.  But where
- * some rows are kept, lost positions before the last of these stay lost. */
-static kvc_interval lost_after(const edit *e, kvc_interval lost) {
-    const kvc_change *c = &e->change;
+/* Returns the lost, or missing, positions of a list after the change in its group.  They are removed and moved as rows
+ * are.  But where some rows are kept, lost positions before the last of these stay lost. */
+static kvc_interval lost_after(const kvc_change *c, kvc_interval lost) {
     kvc_interval after = {0, 0};
-    add_moved(&after, lost, 0, c->kept ? end_of(c->kept) : c->begin, 0, 1);
+    add_moved(&after, lost, 0, c->kept ? kvc_rows_below(end_of(c->kept), c->kept->stride) : c->begin, 0, 1);
     add_moved(&after, lost, c->end, c->moved_end, c->move, c->divisor ? c->divisor : 1);
     add_moved(&after, lost, c->moved_end, INT32_MAX, 0, 1);
     return after;
@@ -77,10 +95,20 @@ static int copies_every_row(const void *context, const kvc_run *run, int32_t slo
     return 1;
 }
 
-/* Returns the change in one group.  Rows are rewritten where only the caller's function knows how keys move, and where
- * positions are divided, as almost every row would need a delta of its own. */
-static kvc_change change_in(const kvc_cache *cache, int32_t group, const kvc_change *change) {
+/* Returns the change in one group, whose rows have a stride or 1.  Rows are rewritten where only the caller's function
+ * knows how keys move, and where positions are divided, as almost every row would need a delta of its own.  kept:
+ * memory for own.kept. */
+static kvc_change change_in(const kvc_cache *cache, int32_t group, const kvc_change *change, kvc_listed *kept) {
+    const int32_t stride = cache->pools[group].stride;
     kvc_change own = *change;
+    own.begin = kvc_rows_below(change->begin, stride);
+    own.end = kvc_rows_below(change->end, stride);
+    own.moved_end = kvc_rows_below(change->moved_end, stride);
+    own.move = change->move / stride;
+    if (change->kept) {
+        *kept = (kvc_listed){change->kept->positions, change->kept->num, stride};
+        own.kept = kept;
+    }
     for (int32_t i = 0; i < cache->num_layers; i++) {
         if (cache->group_of[i] != group) continue;
         if (cache->rope_of[i] >= 0) own.adds_delta = 1;
@@ -146,16 +174,17 @@ static kvc_status copy_rows(kvc_cache *cache, kvc_sequence *sequence, kvc_rewrit
 }
 
 /* Accepts the rewrites, or discards them if status is an error. */
-static void finish(kvc_cache *cache, kvc_sequence *sequence, const edit *e, kvc_rewrites *rewrites, kvc_status status) {
+static void finish(kvc_cache *cache, kvc_sequence *sequence, kvc_rewrites *rewrites, kvc_status status) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         kvc_run_list *list = &sequence->runs[g];
         if (status != KVC_OK) {
             kvc_rewrite_discard(cache, g, &rewrites->of_group[g]);
             continue;
         }
+        const kvc_change change = rewrites->of_group[g].change;
         kvc_rewrite_accept(cache, g, &rewrites->of_group[g]);
-        list->lost = lost_after(e, list->lost);
-        list->missing = lost_after(e, list->missing);
+        list->lost = lost_after(&change, list->lost);
+        list->missing = lost_after(&change, list->missing);
         kvc_rewrite_free(cache, &rewrites->of_group[g]);
     }
 }
@@ -167,13 +196,14 @@ static kvc_status change_groups(kvc_cache *cache, kvc_sequence *sequence, const 
     kvc_rewrites *rewrites = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
     if (!rewrites) return kvc_fail(KVC_ERR_NOMEM, "out of memory to edit %d layer groups", cache->num_token_groups);
     memset(rewrites, 0, size);
+    rewrites->kept = (kvc_listed *)(void *)(rewrites->of_group + cache->num_token_groups);
     kvc_status status = KVC_OK;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
-        const kvc_change own = change_in(cache, g, &e->change);
+        const kvc_change own = change_in(cache, g, &e->change, &rewrites->kept[g]);
         status = kvc_rewrite_make(cache, g, &sequence->runs[g], &own, &rewrites->of_group[g]);
     }
     if (status == KVC_OK) status = copy_rows(cache, sequence, rewrites);
-    finish(cache, sequence, e, rewrites, status);
+    finish(cache, sequence, rewrites, status);
     kvc_memory_free(&cache->memory, rewrites, size, KVC_MEMORY_SCRATCH, -1);
     return status;
 }
@@ -205,6 +235,8 @@ static kvc_status remove_range(kvc_cache *cache, int64_t seq_id, int32_t begin, 
     if (status != KVC_OK || !sequence) return status;
     edit e = {.change = {.begin = begin, .end = end, .moved_end = end}, .removes = 1};
     if (shift && kvc_sequence_last(sequence) >= end) status = check_rope(cache);
+    if (status == KVC_OK && begin < end && end < kvc_sequence_next(sequence))
+        status = check_blocks(cache, sequence, begin, end, begin - end);
     if (shift && begin < end) { /* where nothing is removed, nothing moves */
         e.change.moved_end = KVC_END;
         e.change.move = begin - end;
@@ -250,7 +282,7 @@ static kvc_status check_kept(const int32_t *positions, int64_t num_positions) {
 
 /* Finds the end of the listed positions in runs. */
 typedef struct listed_end {
-    const kvc_listed *listed;
+    kvc_listed listed;
     int64_t next;
     int32_t end;
 } listed_end;
@@ -258,8 +290,10 @@ typedef struct listed_end {
 static void find_listed_end(void *context, const kvc_run *run) {
     listed_end *found = context;
     kvc_run rest = *run;
-    for (kvc_run part; (part = kvc_listed_next(found->listed, &found->next, &rest)).count;)
-        if (part.position + part.count > found->end) found->end = part.position + part.count;
+    for (kvc_run part; (part = kvc_listed_next(&found->listed, &found->next, &rest)).count;) {
+        const int32_t last = kvc_position_of(part.position + part.count - 1, found->listed.stride);
+        if (last >= found->end) found->end = last + 1;
+    }
 }
 
 static void find_listed_lost(listed_end *found, kvc_interval lost) {
@@ -268,9 +302,10 @@ static void find_listed_lost(listed_end *found, kvc_interval lost) {
 
 /* Returns a list without its last positions that have no row and have not expired. */
 static kvc_listed without_unknown(const kvc_cache *cache, const kvc_sequence *sequence, const kvc_listed *listed) {
-    listed_end found = {.listed = listed};
+    listed_end found = {.listed = *listed};
     kvc_listed known = *listed;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        found.listed.stride = cache->pools[g].stride;
         kvc_runs_visit(&sequence->runs[g], 0, KVC_END, find_listed_end, &found);
         find_listed_lost(&found, sequence->runs[g].lost);
         find_listed_lost(&found, sequence->runs[g].missing);
@@ -282,15 +317,17 @@ static kvc_listed without_unknown(const kvc_cache *cache, const kvc_sequence *se
 /* Lowers *first to the first position of a part. */
 static void find_first(void *context, const kvc_run *part) {
     int32_t *first = context;
-    *first = kvc_lower(*first, part->position);
+    *first = kvc_lower(*first, kvc_position_of(part->position, part->block->pool->stride));
 }
 
 /* Returns the first position of rows that are not kept, or of what is cut off behind all kept positions; INT32_MAX if
  * everything stays. */
 static int32_t first_dropped(const kvc_cache *cache, const kvc_sequence *sequence, const kvc_listed *kept) {
     int32_t first = kept->num ? kvc_below(end_of(kept), kvc_sequence_next(sequence)) : 0;
-    for (int32_t g = 0; g < cache->num_token_groups; g++)
-        kvc_runs_visit_unlisted(&sequence->runs[g], 0, KVC_END, kept, find_first, &first);
+    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+        const kvc_listed own = {kept->positions, kept->num, cache->pools[g].stride};
+        kvc_runs_visit_unlisted(&sequence->runs[g], 0, KVC_END, &own, find_first, &first);
+    }
     return first;
 }
 
@@ -307,7 +344,7 @@ static kvc_status keep_listed(kvc_cache *cache, int64_t seq_id, const kvc_listed
 }
 
 kvc_status kvc_keep_positions(kvc_cache *cache, int64_t seq_id, const int32_t *positions, int64_t num_positions) {
-    const kvc_listed kept = {positions, num_positions};
+    const kvc_listed kept = {positions, num_positions, 1};
     KVC_TRY(check_kept(positions, num_positions));
     kvc_lock(cache);
     return kvc_unlock(cache, keep_listed(cache, seq_id, &kept));
@@ -318,7 +355,8 @@ kvc_status kvc_keep_positions(kvc_cache *cache, int64_t seq_id, const int32_t *p
 /* Raises *last to the last position of a part. */
 static void find_last(void *context, const kvc_run *part) {
     int32_t *last = context;
-    if (part->position + part->count - 1 > *last) *last = part->position + part->count - 1;
+    const int32_t position = kvc_position_of(part->position + part->count - 1, part->block->pool->stride);
+    if (position > *last) *last = position;
 }
 
 /* Returns KVC_ERR_INVALID if rows would move past the largest position. */
@@ -326,7 +364,8 @@ static kvc_status check_target(const kvc_cache *cache, const kvc_sequence *seque
                                int32_t delta) {
     int32_t last = -1;
     for (int32_t g = 0; g < cache->num_token_groups; g++)
-        kvc_runs_visit(&sequence->runs[g], begin, end, find_last, &last);
+        kvc_runs_visit(&sequence->runs[g], kvc_rows_below(begin, cache->pools[g].stride),
+                       kvc_rows_below(end, cache->pools[g].stride), find_last, &last);
     if (last < 0 || (int64_t)last + delta < INT32_MAX) return KVC_OK;
     return kvc_fail(KVC_ERR_INVALID, "delta is %d: position %d would pass the largest, %d", delta, last, INT32_MAX - 1);
 }
@@ -339,7 +378,13 @@ static kvc_status move_range(kvc_cache *cache, int64_t seq_id, const edit *e) {
     if (status == KVC_OK && sequence && e->change.move > 0)
         status = check_target(cache, sequence, e->change.begin, e->change.moved_end, e->change.move);
     const int nothing = e->change.divisor ? e->change.divisor == 1 : e->change.move == 0;
-    return status == KVC_OK && sequence && !nothing ? apply(cache, sequence, e) : status;
+    if (status != KVC_OK || !sequence || nothing) return status;
+    if (e->change.divisor && cache->num_strided)
+        return kvc_fail(KVC_ERR_UNSUPPORTED,
+                        "divisor is %d: a layer has a stride, and its rows stand for positions that would become fewer",
+                        e->change.divisor);
+    KVC_TRY(check_blocks(cache, sequence, e->change.begin, e->change.moved_end, e->change.move));
+    return apply(cache, sequence, e);
 }
 
 kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t delta) {

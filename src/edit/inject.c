@@ -22,11 +22,12 @@ typedef struct injection {
     kvc_cache *cache;
     const kvc_rows_in *in;
     kvc_sequence *sequence; /* NULL: there is none */
-    int32_t layer, group, begin, end;
-    int32_t low, high; /* positions [low, high) of [begin, end) may hold a row */
-    uint8_t *found;    /* [(high - low) / 8 + 1] a bit per position: whether it holds a row */
-    kvc_run *parts;    /* [num_rows] the latest row of each position, in runs of at most KVC_COPY_ROWS rows */
-    int64_t num_rows;  /* number of rows at positions [begin, end), not only the latest */
+    int32_t layer, group, stride;
+    int32_t begin, end; /* positions, or rows of a group with a stride, here and below */
+    int32_t low, high;  /* positions [low, high) of [begin, end) may hold a row */
+    uint8_t *found;     /* [(high - low) / 8 + 1] a bit per position: whether it holds a row */
+    kvc_run *parts;     /* [num_rows] the latest row of each position, in runs of at most KVC_COPY_ROWS rows */
+    int64_t num_rows;   /* number of rows at positions [begin, end), not only the latest */
     int64_t num_parts, num_found; /* number of parts, and of rows in them */
     kvc_copiers copiers;
     kvc_rewrite rewrite; /* copies rows that another sequence or a view holds too */
@@ -74,8 +75,9 @@ static kvc_status fail_missing(const injection *x, int64_t seq_id) {
         if (position == x->end) break;
         const int32_t from = position;
         while (position < x->end && !is_found(x, position)) position++;
-        n += (size_t)snprintf(ranges + n, sizeof ranges - n, "%s%d", i ? ", " : "", from);
-        if (position - from > 1) n += (size_t)snprintf(ranges + n, sizeof ranges - n, " to %d", position - 1);
+        n += (size_t)snprintf(ranges + n, sizeof ranges - n, "%s%d", i ? ", " : "", kvc_position_of(from, x->stride));
+        if (position - from > 1)
+            n += (size_t)snprintf(ranges + n, sizeof ranges - n, " to %d", kvc_position_of(position - 1, x->stride));
     }
     while (position < x->end && is_found(x, position)) position++;
     return kvc_fail(KVC_ERR_INDEX,
@@ -250,7 +252,8 @@ static kvc_status inject(injection *x, int64_t seq_id) {
     if (status == KVC_OK && x->num_found) {
         if (x->rewrite.num_copies) find_parts(x, list); /* copied rows have other slots now */
         /* The rows of a block from a store follow from its tokens. */
-        if (!sequence->is_given) kvc_sequence_note_edit(sequence, x->begin, x->begin);
+        const int32_t first = kvc_position_of(x->begin, x->stride);
+        if (!sequence->is_given) kvc_sequence_note_edit(sequence, first, first);
         write_unlocked(x);
         kvc_rewrite_free(x->cache, &x->rewrite);
     }
@@ -279,8 +282,10 @@ kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t b
     if (status == KVC_OK) status = kvc_check_positions(begin, end);
     if (status == KVC_OK) status = check_rows_in(&cache->layers[layer], given, &in);
     if (status != KVC_OK) return status;
-    injection x = {
-        .cache = cache, .in = &in, .layer = layer, .group = cache->group_of[layer], .begin = begin, .end = end};
+    injection x = {.cache = cache, .in = &in, .layer = layer, .group = cache->group_of[layer]};
+    x.stride = cache->pools[x.group].stride;
+    x.begin = kvc_rows_below(begin, x.stride);
+    x.end = kvc_rows_below(end, x.stride);
     kvc_lock(cache);
     do status = inject(&x, seq_id);
     while (!(x.sequence && x.sequence->is_given) && /* its caller is one of those that are waited for */

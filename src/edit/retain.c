@@ -58,6 +58,8 @@ static int32_t first_pending(const kvc_batch_sequence *member, const kvc_pending
 static void visit_rows(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g, int32_t begin, int32_t end,
                        kvc_part_fn *visit, void *context) {
     const kvc_batch *batch = cache->batch;
+    begin = kvc_rows_below(begin, cache->pools[g].stride);
+    end = kvc_rows_below(end, cache->pools[g].stride);
     kvc_runs_visit(&sequence->runs[g], begin, end, visit, context);
     const kvc_batch_sequence *member = sequence->in_batch ? &batch->sequences[sequence->in_batch - 1] : NULL;
     if (!member || member->is_unstored) return;
@@ -65,7 +67,7 @@ static void visit_rows(const kvc_cache *cache, const kvc_sequence *sequence, int
     if (pending->to != KVC_TO_END) return;
     const int is_stretch = member->num_stretches == 1;
     int32_t i = first_pending(member, pending, begin);
-    const int32_t *token = batch->order + member->first;
+    const int32_t *token = kvc_order_in(batch, g) + member->first;
     if (is_stretch && i < pending->num) token += pending->runs[i].position - pending->runs->position;
     for (; i < pending->num && !(is_stretch && pending->runs[i].position >= end); token += pending->runs[i++].count)
         visit_kept(batch, &pending->runs[i], token, begin, end, visit, context);
@@ -81,6 +83,8 @@ static kvc_status retain_group(kvc_cache *cache, const kvc_sequence *src, int32_
     visit_rows(cache, src, g, begin, end, kvc_hold_part, to);
     kvc_sorted_runs sorted;
     KVC_TRY(kvc_runs_sort(to, &cache->memory, &sorted));
+    begin = kvc_rows_below(begin, cache->pools[g].stride);
+    end = kvc_rows_below(end, cache->pools[g].stride);
     to->lost = kvc_runs_lost_in(&sorted, src->runs[g].lost, begin, end);
     to->missing = kvc_runs_lost_in(&sorted, src->runs[g].missing, begin, end);
     kvc_runs_free_sorted(&cache->memory, &sorted);
@@ -90,7 +94,7 @@ static kvc_status retain_group(kvc_cache *cache, const kvc_sequence *src, int32_
 kvc_status kvc_retain(kvc_cache *cache, const kvc_sequence *src, int64_t id, int32_t begin, int32_t end,
                       kvc_follower *follower, kvc_sequence **made) {
     kvc_status status = KVC_OK;
-    kvc_sequence *sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
+    kvc_sequence *sequence = kvc_sequence_new(cache->pools, id, cache->num_groups, cache->num_token_groups);
     *made = NULL;
     if (!sequence) return kvc_fail_sequence(id);
     sequence->is_hidden = follower != NULL;
@@ -120,13 +124,14 @@ typedef struct new_rows {
 static kvc_status take_slots(kvc_cache *cache, const new_rows *rows, int32_t g) {
     kvc_pool *pool = &cache->pools[g];
     kvc_run_list *list = &rows->sequence->runs[g];
-    const int32_t count = rows->end - rows->begin;
+    const int32_t begin = kvc_rows_below(rows->begin, pool->stride),
+                  count = kvc_rows_below(rows->end, pool->stride) - begin;
     kvc_status status = kvc_runs_reserve(list, &cache->memory, 1);
     if (status == KVC_OK) status = kvc_pool_reserve(pool, 1, &rows->reserved[g]);
     if (status != KVC_OK) return status;
     kvc_block *block = kvc_pool_open(pool);
     const int32_t slot = kvc_pool_take(pool, block, count);
-    kvc_runs_append(list, &(kvc_run){block, slot, count, rows->begin, 0});
+    kvc_runs_append(list, &(kvc_run){block, slot, count, begin, 0});
     return KVC_OK;
 }
 
@@ -167,7 +172,8 @@ static kvc_status take_all(kvc_cache *cache, new_rows *rows, const uint8_t *laye
         if (takes_group(cache, g, layers))
             status = take_slots(cache, rows, g);
         else
-            rows->sequence->runs[g].lost = (kvc_interval){rows->begin, rows->end};
+            rows->sequence->runs[g].lost = (kvc_interval){kvc_rows_below(rows->begin, cache->pools[g].stride),
+                                                          kvc_rows_below(rows->end, cache->pools[g].stride)};
     }
     if (status == KVC_OK) status = kvc_make_room(&need);
     for (int32_t g = cache->num_token_groups - 1; status != KVC_OK && g >= 0; g--) give_slots(cache, rows, g);
@@ -180,7 +186,7 @@ kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int
     const size_t size = (size_t)(cache->num_token_groups + 1) * sizeof(int32_t);
     new_rows rows = {.begin = begin, .end = end};
     rows.reserved = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
-    if (rows.reserved) rows.sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
+    if (rows.reserved) rows.sequence = kvc_sequence_new(cache->pools, id, cache->num_groups, cache->num_token_groups);
     if (rows.sequence) {
         rows.sequence->num_pins = rows.sequence->is_given = 1;
         status = end_retaining(cache, rows.sequence, take_all(cache, &rows, layers, before));
@@ -194,10 +200,16 @@ kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int
 
 /* ---- going on from retained sequences ---------------------------------------------------------------------------- */
 
-/* Returns the run of piece i that has a row of group g at a position; NULL if it has none there. */
+/* Returns where the rows of piece i end in group g: a number of rows, if that has a stride. */
+static int32_t end_in(const kvc_piece_list *p, int32_t i, int32_t g) {
+    return kvc_rows_below(p->items[i].end, p->cache->pools[g].stride);
+}
+
+/* Returns the run of piece i that has a row of group g at a position; NULL if it has none there.  Here and below,
+ * positions in a group with a stride are rows. */
 static const kvc_run *run_at(const kvc_piece_list *p, int32_t i, int32_t g, int32_t position) {
     const kvc_piece *piece = &p->items[i];
-    return piece->rows && position < piece->end ? kvc_runs_at(&piece->rows->runs[g], position) : NULL;
+    return piece->rows && position < end_in(p, i, g) ? kvc_runs_at(&piece->rows->runs[g], position) : NULL;
 }
 
 /* Return the first and the last piece that begins where piece i does. */
@@ -216,7 +228,7 @@ static int32_t covered_to(const kvc_piece_list *p, int32_t g) {
     for (int32_t i = 0; i < p->num; i++) {
         const kvc_run *run = run_at(p, i, g, end);
         if (!run) continue;
-        end = kvc_lower(run->position + run->count, p->items[i].end);
+        end = kvc_lower(run->position + run->count, end_in(p, i, g));
         i = first_beside(p, i) - 1;
     }
     return end;
@@ -275,7 +287,7 @@ static int32_t fresh_start(const kvc_policy *policy, int32_t end) {
 /* Returns the largest position, at most `end`, at which group g holds all that a query there would see. */
 static int32_t find_end(const kvc_piece_list *p, int32_t g, int32_t end) {
     const kvc_policy *policy = &p->cache->policies[g];
-    const int32_t first_gap = p->covered[g].to;
+    const int32_t first_gap = kvc_position_of(p->covered[g].to, p->cache->pools[g].stride);
     if (!kvc_policy_expires(policy) || first_gap < kvc_policy_sinks(policy)) return first_gap < end ? first_gap : end;
     for (int32_t last = p->num - 1; end > first_gap;) {
         last = find_below(p, last, end);
@@ -301,13 +313,15 @@ static int32_t find_match(kvc_piece_list *p, int32_t length) {
     return length;
 }
 
-/* Visits the rows of group g at positions [begin, end) of pieces [first, past) that begin alike, each position once. */
+/* Visits the rows of group g of the tokens [begin, end) of pieces [first, past) that begin alike, each row once. */
 static void visit_beside(const kvc_piece_list *p, int32_t first, int32_t past, int32_t g, kvc_interval at,
                          kvc_part_fn *visit, void *context) {
+    at.begin = kvc_rows_below(at.begin, p->cache->pools[g].stride);
+    at.end = kvc_rows_below(at.end, p->cache->pools[g].stride);
     if (past == first + 1) {
         const kvc_piece *piece = &p->items[first];
         if (piece->rows && at.begin < at.end)
-            kvc_runs_visit(&piece->rows->runs[g], at.begin, kvc_lower(at.end, piece->end), visit, context);
+            kvc_runs_visit(&piece->rows->runs[g], at.begin, kvc_lower(at.end, end_in(p, first, g)), visit, context);
         return;
     }
     for (int32_t position = at.begin; position < at.end; position++)
@@ -368,7 +382,7 @@ int32_t kvc_pieces_match(kvc_piece_list *p, int32_t length) { return find_match(
 
 kvc_status kvc_attach_pieces(kvc_cache *cache, const kvc_piece *items, int32_t num, int64_t id, int32_t matched) {
     const kvc_piece_list p = {.cache = cache, .items = items, .num = num};
-    kvc_sequence *sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
+    kvc_sequence *sequence = kvc_sequence_new(cache->pools, id, cache->num_groups, cache->num_token_groups);
     kvc_status status = sequence ? KVC_OK : kvc_fail_sequence(id);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
         status = attach_group(&p, g, matched, &sequence->runs[g]);

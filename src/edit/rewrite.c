@@ -62,7 +62,7 @@ static void add_part(walk *w, const kvc_run *part, int changes, int copied) {
     kvc_run to = *part;
     if (changes) {
         to.position = target(change, part->position);
-        if (change->adds_delta) to.delta += to.position - part->position;
+        if (change->adds_delta) to.delta += (to.position - part->position) * w->pool->stride;
         if (change->applies_delta) to.delta = 0;
     }
     if (copied)
@@ -284,7 +284,7 @@ static void copy_part(void *context, int64_t part) {
         for (int32_t l = 0; l < pool->num_layers; l++) copy_rows(&pool->layouts[l], copy);
         for (int32_t i = 0; rewrite->change.applies_delta && i < copy->count; i++) {
             const int32_t position = copy->position + i,
-                          delta = copy->delta + (target(&rewrite->change, position) - position);
+                          delta = copy->delta + (target(&rewrite->change, position) - position) * pool->stride;
             if (delta) kvc_rotate_keys(c->cache, c->group, copy->to, copy->to_slot + i, delta, &rotator);
         }
     }
@@ -363,6 +363,7 @@ static kvc_status add_piece(moving *m, piece p) {
 static kvc_status move_by_function(const kvc_cache *cache, int32_t layer, const kvc_rewrite *rewrite,
                                    const kvc_copiers *copiers) {
     const kvc_change *change = &rewrite->change;
+    const int32_t stride = cache->pools[cache->group_of[layer]].stride;
     moving m = {.cache = cache,
                 .layer = &cache->layers[layer],
                 .at = &cache->layouts[cache->layout_of[layer]],
@@ -372,7 +373,7 @@ static kvc_status move_by_function(const kvc_cache *cache, int32_t layer, const 
     for (int32_t c = 0; c < rewrite->num_copies; c++) {
         const kvc_copy *copy = &rewrite->copies[c];
         for (int32_t i = 0, n; status == KVC_OK && i < copy->count; i += n) {
-            const int32_t position = copy->position + i, delta = target(change, position) - position;
+            const int32_t position = copy->position + i, delta = (target(change, position) - position) * stride;
             n = change->divisor ? 1 : copy->count;
             if (delta) status = add_piece(&m, (piece){.copy = copy, .first = i, .count = n, .delta = delta});
         }

@@ -11,7 +11,7 @@
 #include "space/evict.h"
 
 /* A change of rows: those at positions [begin, end) are dropped unless they are kept, those at [end, moved_end) change,
- * others stay. */
+ * others stay.  In a group with a stride, positions and `move` are rows; see rows/stride.h. */
 typedef struct kvc_change {
     int32_t begin, end, moved_end;
     const kvc_listed *kept; /* positions of [begin, end) whose rows stay as they are; NULL: none */
@@ -63,11 +63,12 @@ kvc_status kvc_rewrite_make(kvc_cache *cache, int32_t group, kvc_run_list *list,
 /* The rewrites of a sequence in all groups of tokens. */
 typedef struct kvc_rewrites {
     kvc_copiers copiers;
+    kvc_listed *kept;       /* [num_token_groups] what kvc_change.kept of each points to */
     kvc_rewrite of_group[]; /* [num_token_groups] */
 } kvc_rewrites;
 
 static inline size_t kvc_rewrites_size(const kvc_cache *cache) {
-    return sizeof(kvc_rewrites) + (size_t)cache->num_token_groups * sizeof(kvc_rewrite);
+    return sizeof(kvc_rewrites) + (size_t)cache->num_token_groups * (sizeof(kvc_rewrite) + sizeof(kvc_listed));
 }
 
 /* Visits the slots that a rewrite lets go once it is accepted. */

@@ -29,7 +29,9 @@ static kvc_status share_group(kvc_cache *cache, const sharing *s, int32_t g, kvc
     static const kvc_run_list nothing = {.min_position = -1, .max_position = -1};
     const kvc_run_list *from = &s->src->runs[g], *list = s->dst ? &s->dst->runs[g] : &nothing;
     const int is_cross = g >= cache->num_token_groups;
-    const int32_t begin = is_cross ? 0 : s->begin, end = is_cross ? KVC_END : s->end;
+    const int32_t stride = cache->pools[g].stride;
+    const int32_t begin = is_cross ? 0 : kvc_rows_below(s->begin, stride),
+                  end = is_cross ? KVC_END : kvc_rows_below(s->end, stride);
     kvc_sorted_runs held;
     if (is_cross && list->num) return KVC_OK;
     kvc_status status = kvc_runs_sort(list, &cache->memory, &held);
@@ -52,6 +54,7 @@ static int32_t find_exact_to(const sharing *s) {
     const int32_t next = s->dst ? kvc_sequence_next(s->dst) : 0;
     int goes_on = next == 0;
     for (int32_t g = 0; !goes_on && g < s->src->num_token_groups; g++) {
+        if (s->src->pools[g].stride > 1) continue; /* the token may have no row */
         const kvc_run *a = kvc_runs_at(&s->src->runs[g], next - 1), *b = kvc_runs_at(&s->dst->runs[g], next - 1);
         goes_on = a && b && a->block == b->block && a->slot - a->position == b->slot - b->position;
     }
@@ -61,7 +64,7 @@ static int32_t find_exact_to(const sharing *s) {
 
 /* Makes a sequence, not in the table yet, of the rows to share; returns NULL if out of memory. */
 static kvc_sequence *new_sharer(kvc_cache *cache, const sharing *s, int64_t id) {
-    kvc_sequence *sharer = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
+    kvc_sequence *sharer = kvc_sequence_new(cache->pools, id, cache->num_groups, cache->num_token_groups);
     kvc_status status = sharer ? KVC_OK : KVC_ERR_NOMEM;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++)
         status = share_group(cache, s, g, &sharer->runs[g]);
@@ -122,13 +125,15 @@ static kvc_status check_same_rows(kvc_cache *cache, const sharing *s) {
         kvc_sorted_runs sorted;
         const kvc_status status = kvc_runs_sort(&s->src->runs[g], &cache->memory, &sorted);
         if (status != KVC_OK) return status;
-        const int32_t position = kvc_runs_find_other(&s->dst->runs[g], &sorted, s->begin, s->end);
+        const int32_t stride = cache->pools[g].stride,
+                      row = kvc_runs_find_other(&s->dst->runs[g], &sorted, kvc_rows_below(s->begin, stride),
+                                                kvc_rows_below(s->end, stride));
         kvc_runs_free_sorted(&cache->memory, &sorted);
-        if (position >= 0)
+        if (row >= 0)
             return kvc_fail(KVC_ERR_INVALID,
                             "at position %d, dst, sequence %lld, holds another row than src, sequence %lld: remove it "
                             "there, or share other positions",
-                            position, (long long)s->dst->id, (long long)s->src->id);
+                            kvc_position_of(row, stride), (long long)s->dst->id, (long long)s->src->id);
     }
     return KVC_OK;
 }
@@ -148,10 +153,24 @@ kvc_status kvc_share_rows(kvc_cache *cache, kvc_sequence *src, int64_t dst_id, i
     return add_rows(cache, &s, dst_id);
 }
 
+/* Returns KVC_ERR_UNSUPPORTED if a row of a layer with a stride would be shared without some of its positions. */
+static kvc_status check_begin(const kvc_cache *cache, int32_t begin) {
+    for (int32_t i = 0; cache->num_strided && i < cache->num_layers; i++) {
+        const int32_t stride = cache->pools[cache->group_of[i]].stride;
+        if (begin % stride)
+            return kvc_fail(KVC_ERR_UNSUPPORTED,
+                            "begin is %d: a row of layer %d stands for %d positions, some of which are before it; give "
+                            "a multiple",
+                            begin, i, stride);
+    }
+    return KVC_OK;
+}
+
 /* Adds the rows of src at positions [begin, end) to dst. */
 static kvc_status share(kvc_cache *cache, int64_t src_id, int64_t dst_id, int32_t begin, int32_t end) {
     sharing s = {.begin = begin, .end = end};
-    const kvc_status status = find_two(cache, src_id, dst_id, &s.src, &s.dst);
+    kvc_status status = find_two(cache, src_id, dst_id, &s.src, &s.dst);
+    if (status == KVC_OK && s.src && begin < kvc_sequence_next(s.src)) status = check_begin(cache, begin);
     if (status == KVC_OK && !s.src && !s.dst && begin == 0 && end == KVC_END) return fail_empty(src_id);
     return status == KVC_OK && s.src && begin != end ? add_rows(cache, &s, dst_id) : status;
 }

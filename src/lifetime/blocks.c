@@ -1,6 +1,7 @@
 /* blocks.c: kvc_blocks: lists the blocks of a layer group with the runs in them. */
 #include "lifetime/blocks.h"
 #include "cache/check.h"
+#include "rows/stride.h"
 #include "pass/prepare.h"
 #include "saved/transit.h"
 
@@ -58,7 +59,7 @@ static void add_runs(void *to, const kvc_run *runs, int32_t num, const kvc_seque
                                    .block = run->block->index,
                                    .slot = run->slot,
                                    .count = run->count,
-                                   .position = run->position,
+                                   .position = kvc_position_of(run->position, run->block->pool->stride),
                                    .delta = run->delta,
                                    .in_batch = in_batch,
                                    .is_kept = sequence->is_hidden};

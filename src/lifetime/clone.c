@@ -80,7 +80,7 @@ static kvc_status reserve_blocks(cloning *c) {
 
 /* Adds an empty sequence with lists just long enough, so that a clone never has more bytes than its original. */
 static kvc_status add_sequence(kvc_cache *to, const kvc_sequence *from) {
-    kvc_sequence *sequence = kvc_sequence_new(&to->memory, from->id, from->num_groups, from->num_token_groups);
+    kvc_sequence *sequence = kvc_sequence_new(to->pools, from->id, from->num_groups, from->num_token_groups);
     if (!sequence) return kvc_fail_sequence(from->id);
     sequence->exact_to = from->exact_to;
     sequence->edited_from = from->edited_from;

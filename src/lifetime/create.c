@@ -57,6 +57,9 @@ static kvc_status init_groups(kvc_cache *cache, int32_t block_size) {
         kvc_pool_init(&cache->pools[g], &cache->memory, g, size, &cache->layouts[first], next - first, block_bytes);
         kvc_useful_init(&cache->pools[g]);
         cache->pools[g].counts_bytes = cache->max_bytes != 0;
+        cache->pools[g].stride = kvc_policy_stride(&cache->policies[g]);
+        cache->pools[g].strided = cache->num_strided;
+        cache->num_strided += cache->pools[g].stride > 1;
     }
     for (int32_t i = 0; i < cache->num_layers; i++)
         if (cache->layers[i].share) cache->layout_of[i] = cache->layout_of[kvc_source_of(cache, i)];

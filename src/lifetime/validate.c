@@ -22,7 +22,8 @@ static kvc_status check_runs(const kvc_run_list *list, const kvc_pool *pool, lon
         REQUIRE(run->count > 0 && run->slot >= 0 && run->slot + run->count <= run->block->fill,
                 "group %d, sequence %lld: a run of slots %d + %d passes the fill mark %d", pool->group, id, run->slot,
                 run->count, run->block->fill);
-        REQUIRE(run->position >= 0 && run->position <= INT32_MAX - run->count,
+        REQUIRE(run->position >= 0 && run->position <= INT32_MAX / pool->stride - run->count &&
+                    run->delta % pool->stride == 0,
                 "group %d, sequence %lld: a run at position %d", pool->group, id, run->position);
         REQUIRE(run->block->pool == pool, "group %d, sequence %lld: a run in a block of another pool", pool->group, id);
     }

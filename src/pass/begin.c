@@ -84,22 +84,23 @@ static void add_slot(kvc_pending *pending, kvc_block *block, int32_t slot, int32
         pending->runs[pending->num++] = (kvc_run){block, slot, 1, position, 0};
 }
 
-/* Gives the tokens of sequence s slots from the fill mark of its last block on, then in newly opened blocks. */
+/* Gives the tokens of sequence s that get a row slots from the fill mark of its last block on, then in newly opened
+ * blocks. */
 static void take_slots(kvc_batch *batch, int32_t g, int32_t s, kvc_pending *pending) {
     kvc_pool *pool = &batch->cache->pools[g];
-    const kvc_batch_sequence *member = &batch->sequences[s];
+    const int32_t *token = kvc_order_in(batch, g) + batch->sequences[s].first;
     kvc_block *block = pending->last_block;
-    for (int32_t done = 0; done < member->num_tokens;) {
+    for (int32_t done = 0; done < pending->num_tokens;) {
         if (!block || block->fill == pool->block_size) {
             block = kvc_pool_open(pool);
             pool->last_taken++;
         }
-        const int32_t rest = member->num_tokens - done, unfilled = pool->block_size - block->fill;
+        const int32_t rest = pending->num_tokens - done, unfilled = pool->block_size - block->fill;
         const int32_t count = rest < unfilled ? rest : unfilled, slot = kvc_pool_take(pool, block, count);
         for (int32_t i = 0; i < count; i++) {
-            const int32_t t = batch->order[member->first + done + i];
-            batch->places[(size_t)g * (size_t)batch->num_tokens + (size_t)t] = (kvc_place){block, slot + i};
-            add_slot(pending, block, slot + i, batch->positions[t]);
+            const int32_t t = token[done + i];
+            kvc_places_in(batch, g)[t] = (kvc_place){block, slot + i};
+            add_slot(pending, block, slot + i, kvc_rows_below(batch->positions[t], pool->stride));
         }
         done += count;
     }
@@ -107,11 +108,10 @@ static void take_slots(kvc_batch *batch, int32_t g, int32_t s, kvc_pending *pend
 
 /* Gives the tokens of sequence s slots of the row buffers, from `slot` on. */
 static void take_buffer_slots(kvc_batch *batch, int32_t g, int32_t s, kvc_pending *pending, int32_t slot) {
-    const kvc_batch_sequence *member = &batch->sequences[s];
-    for (int32_t i = 0; i < member->num_tokens; i++, slot++) {
-        const int32_t t = batch->order[member->first + i];
-        batch->places[(size_t)g * (size_t)batch->num_tokens + (size_t)t] = (kvc_place){NULL, slot};
-        add_slot(pending, NULL, slot, batch->positions[t]);
+    const int32_t *token = kvc_order_in(batch, g) + batch->sequences[s].first, stride = batch->cache->pools[g].stride;
+    for (int32_t i = 0; i < pending->num_tokens; i++, slot++) {
+        kvc_places_in(batch, g)[token[i]] = (kvc_place){NULL, slot};
+        add_slot(pending, NULL, slot, kvc_rows_below(batch->positions[token[i]], stride));
     }
 }
 
@@ -126,7 +126,7 @@ static void open_batch(kvc_batch *batch) {
             pending->runs = batch->runs + (size_t)g * (size_t)batch->num_tokens + (size_t)member->first;
             if (pending->to == KVC_TO_BUFFER) take_buffer_slots(batch, g, s, pending, slot);
             if (pending->to >= KVC_TO_REPLACE) take_slots(batch, g, s, pending);
-            if (pending->to == KVC_TO_REPLACE) cache->pools[g].replacing += member->num_tokens;
+            if (pending->to == KVC_TO_REPLACE) cache->pools[g].replacing += pending->num_tokens;
         }
         if (member->is_buffered) slot += member->num_tokens;
     }
@@ -170,6 +170,7 @@ static kvc_status begin(kvc_cache *cache, const kvc_begin_args *args, kvc_batch 
     if (status == KVC_OK) {
         sort_tokens(batch);
         if (args->replaced) kvc_replace_sort(batch);
+        kvc_batch_list_rows(batch);
         status = kvc_prepare(batch);
     }
     if (status != KVC_OK) {

@@ -27,7 +27,9 @@ static void close_batch(kvc_batch *batch) {
     }
     for (int32_t g = 0; g < cache->num_groups; g++) {
         cache->pools[g].epoch++;
-        if (batch->pending[g].to == KVC_TO_REPLACE) cache->pools[g].replacing -= batch->num_tokens;
+        for (int32_t s = 0; s < batch->num_sequences; s++)
+            if (kvc_pending_of(batch, g, s)->to == KVC_TO_REPLACE)
+                cache->pools[g].replacing -= kvc_pending_of(batch, g, s)->num_tokens;
     }
     cache->batch = NULL;
     kvc_wake_waiter(cache);
@@ -39,13 +41,14 @@ static void close_batch(kvc_batch *batch) {
     kvc_scratch_give(cache, batch, batch->size);
 }
 
-/* Returns KVC_ERR_INVALID if a token to keep was not put in every layer. */
+/* Returns KVC_ERR_INVALID if a token to keep was not put in every layer in which it gets a row. */
 static kvc_status check_complete(const kvc_batch *batch) {
     for (int32_t layer = 0; layer < batch->cache->num_layers; layer++) {
         if (!kvc_keeps_tokens(batch->cache, layer) || !kvc_takes_rows(batch, batch->cache->group_of[layer])) continue;
         const uint8_t *written = kvc_written_in(batch, layer);
+        const kvc_place *place = kvc_places_in(batch, batch->cache->group_of[layer]);
         for (int32_t t = 0; t < batch->num_tokens; t++)
-            if (batch->kept[t] && !written[t])
+            if (batch->kept[t] && !written[t] && place[t].slot >= 0)
                 return kvc_fail(KVC_ERR_INVALID,
                                 "token %d of the batch was not put in layer %d: put every token in every layer, or "
                                 "abort",
@@ -58,7 +61,7 @@ static kvc_status check_complete(const kvc_batch *batch) {
 static void end_slots(const kvc_batch *batch, int32_t g, int32_t s, const kvc_pending *pending) {
     kvc_cache *cache = batch->cache;
     kvc_pool *pool = &cache->pools[g];
-    const int32_t *token = batch->order + batch->sequences[s].first;
+    const int32_t *token = kvc_order_in(batch, g) + batch->sequences[s].first;
     for (int32_t i = 0; i < pending->num; token += pending->runs[i++].count)
         for (int32_t from = 0, to; from < pending->runs[i].count; from = to) {
             const int32_t before = pool->num_free, is_kept = batch->kept[token[from]];

@@ -22,13 +22,13 @@ static int32_t add_tokens(const kvc_batch *batch, kvc_scope scope, int32_t g, in
     int32_t fill = 0;
     if (pending->to < KVC_TO_REPLACE) return 0;
     kvc_find_last_block(batch, g, s, scope, &fill);
-    const int32_t rest = member->num_tokens - pending->in_last;
+    const int32_t rest = pending->num_tokens - pending->in_last;
     int64_t more = rest / size * kvc_pool_used_bytes(pool, (kvc_use){.fill = size, .is_used = 1});
     if (rest % size) more += kvc_pool_used_bytes(pool, (kvc_use){.fill = rest % size, .is_used = 1});
     *bytes += more;
     if (batch->replaced || !may_move(pool, scope, &member->sequence->runs[g])) return 0;
     *placed_bytes += more;
-    return member->num_tokens;
+    return pending->num_tokens;
 }
 
 /* Returns the fewest bytes that so many slots take. */

@@ -43,7 +43,7 @@ void kvc_find_last_block(const kvc_batch *batch, int32_t g, int32_t s, kvc_scope
     pending->last_block = block;
     if (!block) return;
     const int32_t room = batch->cache->pools[g].block_size - *fill - block->planned;
-    pending->in_last = member->num_tokens < room ? member->num_tokens : room;
+    pending->in_last = pending->num_tokens < room ? pending->num_tokens : room;
     block->planned += pending->in_last;
 }
 

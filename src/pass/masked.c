@@ -57,12 +57,14 @@ static int32_t join(kvc_masked_range *ranges, int32_t num) {
     return joined;
 }
 
-void kvc_masked_sort(const kvc_batch *batch, const kvc_masked *given, size_t size, int32_t num,
+void kvc_masked_sort(const kvc_batch *batch, int32_t group, const kvc_masked *given, size_t size, int32_t num,
                      kvc_masked_range *ranges, kvc_masked_ranges *by_sequence) {
+    const int32_t stride = batch->cache->pools[group].stride;
     kvc_lock(batch->cache);
     for (int32_t i = 0; i < num; i++) {
         const kvc_masked h = kvc_masked_at(given, size, i);
-        ranges[i] = (kvc_masked_range){kvc_batch_find(batch, h.seq_id), h.begin, h.end};
+        ranges[i] = (kvc_masked_range){kvc_batch_find(batch, h.seq_id), kvc_rows_below(h.begin, stride),
+                                       kvc_rows_below(h.end, stride)};
     }
     kvc_unlock(batch->cache, KVC_OK);
     qsort(ranges, (size_t)num, sizeof *ranges, by_begin);

@@ -6,7 +6,7 @@
 
 typedef struct kvc_masked_range {
     int32_t sequence;   /* index into batch->sequences */
-    int32_t begin, end; /* positions */
+    int32_t begin, end; /* positions; of a group with a stride, rows */
 } kvc_masked_range;
 
 /* The masked positions of one sequence. */
@@ -22,9 +22,9 @@ kvc_masked kvc_masked_at(const kvc_masked *given, size_t size, int32_t i);
  * sequences. */
 kvc_status kvc_masked_check(const kvc_batch *batch, const kvc_masked *given, size_t size, int32_t num);
 
-/* Sorts an array that was checked into ranges[0 .. num), joins those that touch, and fills in
+/* Sorts an array that was checked into ranges[0 .. num), for rows of a group, joins those that touch, and fills in
  * by_sequence[0 .. batch->num_sequences). */
-void kvc_masked_sort(const kvc_batch *batch, const kvc_masked *given, size_t size, int32_t num,
+void kvc_masked_sort(const kvc_batch *batch, int32_t group, const kvc_masked *given, size_t size, int32_t num,
                      kvc_masked_range *ranges, kvc_masked_ranges *by_sequence);
 
 /* Returns the first rows of a run at positions of at least *from that are not masked; their count may be 0.  Sets

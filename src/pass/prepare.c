@@ -29,7 +29,8 @@ void kvc_wait_for_writers(kvc_cache *cache, int32_t num_tokens, const int64_t *s
 kvc_status kvc_check_num_tokens(const kvc_cache *cache, int64_t num_tokens) {
     int any = 0; /* whether each token counts for the capacity, in any group */
     for (int32_t g = 0; cache->capacity && num_tokens > cache->capacity && g < cache->num_token_groups; g++)
-        any |= cache->has_own_capacity || kvc_policy_most_rows(&cache->policies[g]) > cache->max_seq_len;
+        any |= cache->pools[g].stride == 1 && /* else tokens may have no rows */
+               (cache->has_own_capacity || kvc_policy_most_rows(&cache->policies[g]) > cache->max_seq_len);
     if (any)
         return kvc_fail(KVC_ERR_FULL, "%lld tokens do not fit: capacity is %lld, so that at most %lld fit at once",
                         (long long)num_tokens, (long long)cache->capacity, (long long)cache->capacity);
@@ -81,14 +82,15 @@ static kvc_status check_seq_len(const kvc_batch *batch, int32_t g) {
     for (int32_t s = 0; cache->max_seq_len && s < batch->num_sequences; s++) {
         const kvc_batch_sequence *member = &batch->sequences[s];
         const int64_t room = kvc_room_in_sequence(batch, member, g);
-        if (member->num_tokens <= room) continue;
+        const int32_t num_tokens = kvc_pending_of(batch, g, s)->num_tokens;
+        if (num_tokens <= room) continue;
         if (batch->replaced)
-            return kvc_fail(KVC_ERR_FULL, "%d tokens of sequence %lld do not fit: max_seq_len is %lld",
-                            member->num_tokens, (long long)member->sequence->id, (long long)cache->max_seq_len);
+            return kvc_fail(KVC_ERR_FULL, "%d tokens of sequence %lld do not fit: max_seq_len is %lld", num_tokens,
+                            (long long)member->sequence->id, (long long)cache->max_seq_len);
         return kvc_fail(KVC_ERR_FULL,
                         "%d more tokens do not fit: sequence %lld holds %lld of max_seq_len %lld, %lld fit at once; "
                         "%s, or give a larger max_seq_len",
-                        member->num_tokens, (long long)member->sequence->id, (long long)(cache->max_seq_len - room),
+                        num_tokens, (long long)member->sequence->id, (long long)(cache->max_seq_len - room),
                         (long long)cache->max_seq_len, (long long)(room > 0 ? room : 0),
                         kvc_policy_expires(&cache->policies[g]) ? "feed so many at a time" : "remove some");
     }
@@ -113,10 +115,10 @@ static kvc_status check_capacity(const kvc_need *need, int32_t g) {
     const int64_t capacity = need->cache->capacity;
     int64_t live, num_slots = 0;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
-        const kvc_batch_sequence *member = &batch->sequences[s];
-        if (kvc_pending_of(batch, g, s)->to < KVC_TO_REPLACE) continue;
-        const int64_t most = kvc_most_counted(batch, member, g);
-        num_slots += member->num_tokens < most ? member->num_tokens : most;
+        const kvc_pending *pending = kvc_pending_of(batch, g, s);
+        if (pending->to < KVC_TO_REPLACE) continue;
+        const int64_t most = kvc_most_counted(batch, &batch->sequences[s], g);
+        num_slots += pending->num_tokens < most ? pending->num_tokens : most;
     }
     if (!kvc_exceeds_capacity(need, g, num_slots, &live)) return KVC_OK;
     return kvc_fail(KVC_ERR_FULL,
@@ -175,7 +177,7 @@ static void add_sequence(const kvc_batch *batch, int32_t g, int32_t s, kvc_block
     const kvc_batch_sequence *member = &batch->sequences[s];
     const kvc_pending *pending = kvc_pending_of(batch, g, s);
     kvc_pool *pool = &batch->cache->pools[g];
-    int32_t rest = member->num_tokens, fill = 0;
+    int32_t rest = pending->num_tokens, fill = 0;
     if (pending->to < KVC_TO_REPLACE) return;
     kvc_find_last_block(batch, g, s, batch->scope, &fill);
     kvc_block *last = pending->last_block;
@@ -259,11 +261,11 @@ enum { TOO_MANY_RUNS = INT32_MAX / 2 + 1 }; /* more than a list may have: kvc_ru
  * that it goes on in, and behind the sinks.  The kept slots of a stretch of n slots are at most (n + 1) / 2 runs.
  * The commit adds a row for each token, or no more than the policy keeps, where the sequence only grows. */
 int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, int32_t num) {
-    const int to = kvc_pending_of(batch, g, (int32_t)(member - batch->sequences))->to;
-    if (member->is_unstored || to == KVC_TO_NOWHERE) return num;
-    if (to == KVC_TO_CROSS) return 1;
+    const kvc_pending *pending = kvc_pending_of(batch, g, (int32_t)(member - batch->sequences));
+    if (member->is_unstored || pending->to == KVC_TO_NOWHERE) return num;
+    if (pending->to == KVC_TO_CROSS) return 1;
     const int64_t kept = kvc_policy_most_rows(&batch->cache->policies[g]),
-                  n = kept < member->num_tokens && grows(batch, member) ? kept : member->num_tokens;
+                  n = kept < pending->num_tokens && grows(batch, member) ? kept : pending->num_tokens;
     int64_t most = num + (n + member->num_stretches + n / batch->cache->pools[g].block_size + 3) / 2;
     if (kvc_policy_expires(&batch->cache->policies[g]))
         most += kvc_most_cuts(batch->cache, member->sequence, g, member->num_stretches);

@@ -29,6 +29,7 @@ typedef struct put_work {
     /* Places of the batch's tokens in the layer's group; NULL: consecutive slots from `start` on. */
     const kvc_place *places;
     kvc_place start;
+    int32_t has_gaps; /* some tokens may have no row */
     int32_t task_tokens;
     kvc_poll_timer timer;
 } put_work;
@@ -39,22 +40,38 @@ static kvc_place place_of(const put_work *work, int32_t i) {
     return (kvc_place){work->start.block, work->start.slot + i};
 }
 
-/* Stores rows [i, i + count) of the arrays in consecutive slots. */
-static void put_rows(const put_work *work, int32_t i, int32_t count) {
+/* Returns the offset of a token's row in an array: row `row` of its sequence where tokens come in lock step, otherwise
+ * of the put. */
+static int64_t offset_of(const put_work *work, int32_t i, int32_t row, int64_t token_stride, int64_t batch_stride) {
+    const int32_t inner = work->args->tokens_per_sequence;
+    return (inner ? i / inner * batch_stride : 0) + row * token_stride;
+}
+
+/* Returns the number of rows before token i: of its sequence where tokens come in lock step, otherwise of the put. */
+static int32_t rows_before(const put_work *work, int32_t i) {
+    const int32_t inner = work->args->tokens_per_sequence, first = inner ? i - i % inner : 0;
+    int32_t num = 0;
+    if (!work->has_gaps) return i - first;
+    for (int32_t j = first; j < i; j++) num += place_of(work, j).slot >= 0;
+    return num;
+}
+
+/* Stores `count` rows of the arrays, from row `row` of token i on, in consecutive slots. */
+static void put_rows(const put_work *work, int32_t i, int32_t row, int32_t count) {
     const kvc_put_args *a = work->args;
     const kvc_layer *layer = work->layer;
     const kvc_place to = place_of(work, i);
     const kvc_layout *at = to.block ? work->layout : &work->buffer->layout;
     const kvc_place place = {to.block ? to.block : kvc_row_buffer_block(work->buffer), to.slot};
     const kvc_kernels *kernels = work->cache->kernels;
-    const int64_t k_from = kvc_token_offset(i, a->tokens_per_sequence, a->k_token_stride, a->k_batch_stride);
+    const int64_t k_from = offset_of(work, i, row, a->k_token_stride, a->k_batch_stride);
     const kvc_rows keys = kvc_stored_rows(layer, at, place.block->rows, place.slot, 0),
                    given_keys = kvc_given_rows(a->k_type, (const char *)a->k + k_from, a->k_token_stride,
                                                a->k_head_stride, layer->k_dim);
     kvc_copy_rows(kernels, layer, 0, &keys, &given_keys, count);
     if (at->sketch_bytes) kvc_sketch_rows(kernels, layer, at, place.block->rows, place.slot, count);
     if (!a->v) return;
-    const int64_t v_from = kvc_token_offset(i, a->tokens_per_sequence, a->v_token_stride, a->v_batch_stride);
+    const int64_t v_from = offset_of(work, i, row, a->v_token_stride, a->v_batch_stride);
     const kvc_rows values = kvc_stored_rows(layer, at, place.block->rows, place.slot, 1),
                    given_values = kvc_given_rows(a->v_type, (const char *)a->v + v_from, a->v_token_stride,
                                                  a->v_head_stride, layer->v_dim);
@@ -64,17 +81,20 @@ static void put_rows(const put_work *work, int32_t i, int32_t count) {
 static void put_task(void *context, int64_t task) {
     put_work *work = context;
     const int32_t inner = work->args->tokens_per_sequence, end = work->args->num_tokens;
-    int32_t i = (int32_t)task * work->task_tokens;
+    int32_t i = (int32_t)task * work->task_tokens, row = rows_before(work, i);
     const int32_t last = end - i > work->task_tokens ? i + work->task_tokens : end;
     while (i < last && !kvc_poll_timer_ask(&work->timer)) {
         const kvc_place first = place_of(work, i);
-        int32_t n = 1;
-        for (; i + n < last && n < MOST_POLL_TOKENS && !(inner && (i + n) % inner == 0); n++) {
-            const kvc_place next = place_of(work, i + n);
+        int32_t n = first.slot >= 0, to = i + 1;
+        for (; to < last && n < MOST_POLL_TOKENS && !(inner && to % inner == 0); to++) {
+            const kvc_place next = place_of(work, to);
+            if (next.slot < 0) continue;
             if (next.block != first.block || next.slot != first.slot + n) break;
+            n++;
         }
-        put_rows(work, i, n);
-        i += n;
+        if (n) put_rows(work, i, row, n);
+        row = inner && to % inner == 0 ? 0 : row + n;
+        i = to;
     }
 }
 
@@ -99,6 +119,15 @@ static kvc_status check_not_written(const kvc_batch *batch, int32_t layer, int32
     return KVC_OK;
 }
 
+/* Returns how many of these tokens get a row in a layer. */
+static int32_t count_rows(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
+    const kvc_place *place = kvc_places_in(batch, batch->cache->group_of[layer]) + first;
+    int32_t num = 0;
+    if (batch->cache->pools[batch->cache->group_of[layer]].stride == 1) return num_tokens;
+    for (int32_t i = 0; i < num_tokens; i++) num += place[i].slot >= 0;
+    return num;
+}
+
 static kvc_status check_cross_put(const kvc_batch *batch, int32_t layer, const kvc_put_args *args) {
     const int32_t max_len = batch->cache->layers[layer].policy.max_len;
     kvc_lock(batch->cache);
@@ -121,13 +150,15 @@ static kvc_status check_cross_put(const kvc_batch *batch, int32_t layer, const k
 kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, kvc_put_args *args) {
     const kvc_layer *config = &batch->cache->layers[layer];
     KVC_TRY(kvc_check_takes_rows(batch, layer));
+    int32_t num_rows = 1;
     if (kvc_keeps_tokens(batch->cache, layer)) {
         KVC_TRY(kvc_check_range(batch, args->first, &args->num_tokens));
         KVC_TRY(check_not_written(batch, layer, args->first, args->num_tokens));
+        num_rows = count_rows(batch, layer, args->first, args->num_tokens);
     } else {
         KVC_TRY(check_cross_put(batch, layer, args));
     }
-    KVC_TRY(kvc_check_values(config, args->k, args->v));
+    if (num_rows) KVC_TRY(kvc_check_values(config, args->k, args->v));
     if (args->tokens_per_sequence) KVC_TRY(kvc_check_tokens_per_sequence(args->tokens_per_sequence, args->num_tokens));
     KVC_TRY(kvc_check_rows(args->k_type, config->k_type, args->k_token_stride, args->k_head_stride, "k"));
     if (args->tokens_per_sequence) KVC_TRY(kvc_check_strides(args->k_type, args->k_batch_stride, 0, "k"));
@@ -216,14 +247,17 @@ static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
 
 /* Returns the places of the batch's tokens in a layer's group, from token `first` on. */
 static const kvc_place *places_in(const kvc_batch *batch, int32_t layer, int32_t first) {
-    return batch->places + (size_t)batch->cache->group_of[layer] * (size_t)batch->num_tokens + (size_t)first;
+    return kvc_places_in(batch, batch->cache->group_of[layer]) + first;
 }
+
+/* Returns whether a token's row lies in a row buffer. */
+static int is_buffered(const kvc_place *place) { return !place->block && place->slot >= 0; }
 
 int kvc_any_buffered(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
     const kvc_place *place = places_in(batch, layer, first);
     if (!kvc_keeps_tokens(batch->cache, layer)) return 0;
     for (int32_t i = 0; i < num_tokens; i++)
-        if (!place[i].block) return 1;
+        if (is_buffered(&place[i])) return 1;
     return 0;
 }
 
@@ -247,7 +281,7 @@ void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t nu
     const kvc_place *place = places_in(batch, layer, first);
     memset(kvc_written_in(batch, layer) + first, is_written, (size_t)num_tokens);
     for (int32_t i = 0; buffer && i < num_tokens; i++)
-        if (!place[i].block) kvc_row_buffer_written(buffer)[place[i].slot] = (uint8_t)is_written;
+        if (is_buffered(&place[i])) kvc_row_buffer_written(buffer)[place[i].slot] = (uint8_t)is_written;
 }
 
 kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args, kvc_row_buffer *buffer) {
@@ -260,6 +294,7 @@ kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *arg
                      .buffer = buffer};
     if (!kvc_keeps_tokens(cache, layer)) return put_cross(batch, &work, g);
     work.places = places_in(batch, layer, 0);
+    work.has_gaps = cache->pools[g].stride > 1;
     const kvc_status status = put_all(&work);
     if (status == KVC_OK) kvc_mark_written(batch, layer, args->first, args->num_tokens, buffer, 1);
     return status;
@@ -297,6 +332,11 @@ kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *s
     KVC_TRY(check_in_place(batch, layer, first, &rest));
     KVC_TRY(check_not_written(batch, layer, first, 1));
     if (!span) return kvc_fail(KVC_ERR_INVALID, "span is NULL");
+    if (places_in(batch, layer, first)->slot < 0)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "token %d of the batch, at position %d, has no row in layer %d: it completes none of its "
+                        "strides",
+                        first, batch->positions[first], layer);
     KVC_TRY(kvc_check_size(span_size, kvc_span_least_size, sizeof *span, "span"));
     kvc_cache *cache = batch->cache;
     kvc_row_buffer *buffer;
@@ -305,10 +345,13 @@ kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *s
     if (status != KVC_OK) return status;
     const kvc_place *place = places_in(batch, layer, first);
     const uint8_t *written = kvc_written_in(batch, layer) + first;
-    kvc_run run = {place->block, place->slot, 1, batch->positions[first], 0};
-    while (run.count < rest && place[run.count].block == run.block && place[run.count].slot == run.slot + run.count &&
-           !written[run.count])
+    const int32_t stride = cache->pools[cache->group_of[layer]].stride;
+    kvc_run run = {place->block, place->slot, 1, kvc_rows_below(batch->positions[first], stride), 0};
+    for (int32_t i = 1; i < rest && !written[i]; i++) {
+        if (place[i].slot < 0) continue;
+        if (place[i].block != run.block || place[i].slot != run.slot + run.count) break;
         run.count++;
+    }
     if (!run.block) run.block = kvc_row_buffer_block(buffer);
     if (hold) {
         kvc_lock(cache);
@@ -319,7 +362,7 @@ kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *s
         kvc_hold_free(held);
         return status;
     }
-    const kvc_span found = kvc_span_of(&run, kvc_layout_in(cache, layer, run.block));
+    const kvc_span found = kvc_span_of(&run, kvc_layout_in(cache, layer, run.block), stride);
     kvc_write_struct(span, span_size, &found, sizeof found);
     if (hold) *hold = held;
     return KVC_OK;

@@ -87,15 +87,18 @@ void kvc_replace_remember(kvc_run_list *list) {
 }
 
 /* Notes as missing what other groups have and group g neither has nor has lost.  While they have such rows, it also
- * lacks what stood before these when it was replaced: the groups that had it may be replaced by now. */
+ * lacks what stood before these when it was replaced: the groups that had it may be replaced by now.  A row of a group
+ * with a stride is of all tokens of its block. */
 static void note_missing(kvc_sequence *sequence, int32_t g) {
     kvc_run_list *list = &sequence->runs[g];
     const kvc_interval before = list->missing;
     list->missing = (kvc_interval){0, 0};
     for (int32_t i = 0; i < sequence->num_token_groups; i++) {
         const kvc_run_list *other = &sequence->runs[i];
+        const int32_t stride = sequence->pools[i].stride, own = sequence->pools[g].stride;
         for (const kvc_run *run = kvc_runs_begin(other); i != g && run < kvc_runs_end(other); run++)
-            add_lacking(&list->missing, list, list->lost, run->position, run->position + run->count);
+            add_lacking(&list->missing, list, list->lost, kvc_rows_below(run->position * stride, own),
+                        kvc_rows_below((run->position + run->count) * stride, own));
     }
     const int32_t end = list->missing.end;
     if (end) add_lacking(&list->missing, list, list->lost, before.begin, before.end < end ? before.end : end);

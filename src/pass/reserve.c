@@ -9,9 +9,21 @@
 /* Stretches added to what is reserved: tokens that come in several batches need a little more room in lists. */
 enum { MORE_STRETCHES = 4, MOST_STRETCHES = 1 << 28 };
 
-/* Sets the number of tokens of a probe, all of one sequence. */
+/* Sets the number of tokens of a probe, all of one sequence, at consecutive positions. */
 static void set_probe(kvc_batch *batch, int32_t num_tokens) {
+    const kvc_cache *cache = batch->cache;
+    const int64_t next = kvc_sequence_next(batch->sequences->sequence);
     batch->num_tokens = batch->sequences->num_tokens = num_tokens;
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        const int64_t stride = cache->pools[g].stride;
+        kvc_pending_of(batch, g, 0)->num_tokens = (int32_t)((next + num_tokens) / stride - next / stride);
+    }
+}
+
+/* Returns the most tokens behind position `next` that have at most num_rows rows. */
+static int64_t most_tokens(int64_t num_rows, int64_t next, int64_t stride) {
+    if (stride == 1 || num_rows > INT32_MAX) return num_rows;
+    return (next / stride + num_rows) * stride + stride - 1 - next;
 }
 
 /* Returns KVC_ERR_INVALID or KVC_ERR_GONE where a batch of the sequence's next token would be refused so. */
@@ -70,8 +82,9 @@ static kvc_status check_fits(kvc_cache *cache, int64_t seq_id, int64_t num_token
 /* Marks the slots that the probe's tokens would get in group g as faulted. */
 static void fault_slots(const kvc_batch *batch, int32_t g) {
     kvc_pool *pool = &batch->cache->pools[g];
-    int32_t rest = batch->num_tokens;
-    kvc_block *block = kvc_pending_of(batch, g, 0)->last_block, *next = pool->free;
+    const kvc_pending *pending = kvc_pending_of(batch, g, 0);
+    int32_t rest = pending->num_tokens;
+    kvc_block *block = pending->last_block, *next = pool->free;
     const kvc_block *last = block;
     for (int32_t fill = block ? block->fill : pool->block_size; rest > 0; fill = 0) {
         const int32_t taken = rest < pool->block_size - fill ? rest : pool->block_size - fill;
@@ -135,18 +148,20 @@ static int64_t count_room(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     const kvc_batch_sequence *member = batch->sequences;
     const kvc_need need = kvc_need_of(batch);
-    int64_t room = INT32_MAX - kvc_sequence_next(member->sequence), slot_bytes = 0;
+    const int32_t next = kvc_sequence_next(member->sequence);
+    int64_t room = INT32_MAX - next, slot_bytes = 0;
     if (room > KVC_MAX_BATCH) room = KVC_MAX_BATCH;
     if (cache->max_sequences && kvc_count_holding(batch) > cache->max_sequences) return 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_pool *pool = &cache->pools[g];
         if (cache->capacity) {
-            const int64_t in_group = cache->capacity - kvc_live_after(&need, g, KVC_KEPT);
-            if (in_group < room && in_group < kvc_most_counted(batch, member, g)) room = in_group;
+            const int64_t rows = cache->capacity - kvc_live_after(&need, g, KVC_KEPT),
+                          in_group = most_tokens(rows, next, pool->stride);
+            if (in_group < room && rows < kvc_most_counted(batch, member, g)) room = in_group;
         }
-        const int64_t in_sequence = kvc_room_in_sequence(batch, member, g);
+        const int64_t in_sequence = most_tokens(kvc_room_in_sequence(batch, member, g), next, pool->stride);
         if (in_sequence < room) room = in_sequence;
-        slot_bytes += kvc_pool_slot_bytes(pool);
+        slot_bytes += kvc_pool_slot_bytes(pool) / pool->stride;
     }
     if (cache->max_bytes && slot_bytes && cache->max_bytes / slot_bytes < room) room = cache->max_bytes / slot_bytes;
     return room > 0 ? room : 0; /* sharing may have made the sequence longer than max_seq_len */

@@ -23,7 +23,8 @@ static rows rows_of(const kvc_cache *cache, int32_t layer, int32_t num_tokens) {
     const kvc_layer *config = &cache->layers[layer];
     rows r = {.k_row = (int64_t)kvc_row_bytes(config->k_type, config->k_dim)};
     if (kvc_stores_values(config)) r.v_row = (int64_t)kvc_row_bytes(config->v_type, config->v_dim);
-    const int64_t num_rows = (int64_t)config->num_kv_heads * num_tokens;
+    const int64_t num_rows =
+        (int64_t)config->num_kv_heads * kvc_rows_below(num_tokens, cache->pools[cache->group_of[layer]].stride);
     r.k_size = num_rows * r.k_row;
     r.size = r.k_size + num_rows * r.v_row;
     return r;
@@ -177,13 +178,13 @@ static kvc_status begin_departing(departing *d, const kvc_node *node, int64_t ma
     const kvc_node *last = node->parent ? kvc_node_with_state(node->parent, &node->tokens) : NULL;
     d->begin = node->begin, d->end = node->end;
     for (int32_t g = 0; g < cache->num_token_groups; g++)
-        if (lists[g].num_rows == d->end - d->begin) d->num += lists[g].num;
+        if (lists[g].num_rows == kvc_node_rows(node, g)) d->num += lists[g].num;
     if (!d->num) return KVC_OK;
     d->runs = kvc_memory_alloc(&cache->memory, departing_bytes(d), KVC_MEMORY_SCRATCH, -1);
     if (!d->runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory to read %d runs of a block", d->num);
     kvc_run *to = d->runs;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
-        if (lists[g].num_rows != d->end - d->begin) continue;
+        if (lists[g].num_rows != kvc_node_rows(node, g)) continue;
         memcpy(to, kvc_runs_begin(&lists[g]), (size_t)lists[g].num * sizeof *to);
         to += lists[g].num;
     }
@@ -202,7 +203,8 @@ static void end_departing(const departing *d) {
 
 /* Writes the rows of one layer; returns whether the block has any. */
 static int write_layer(const departing *d, int32_t layer, const rows *r, uint8_t *at) {
-    const int32_t num = d->end - d->begin;
+    const int32_t stride = d->cache->pools[d->cache->group_of[layer]].stride, begin = kvc_rows_below(d->begin, stride),
+                  num = kvc_rows_below(d->end, stride) - begin;
     const kvc_rows_out out = {.struct_size = sizeof out,
                               .k = at,
                               .v = r->v_row ? at + r->k_size : NULL,
@@ -216,7 +218,7 @@ static int write_layer(const departing *d, int32_t layer, const rows *r, uint8_t
     for (int32_t i = 0; i < d->num; i++) {
         const kvc_run *run = &d->runs[i];
         if (run->block->pool->group != d->cache->group_of[layer]) continue;
-        kvc_reader_copy(&reader, run, &out, run->position - d->begin);
+        kvc_reader_copy(&reader, run, &out, run->position - begin);
         has_rows = 1;
     }
     return has_rows;
@@ -293,12 +295,12 @@ static kvc_status check_payload(const kvc_cache *cache, arrival *a) {
 
 /* Writes the rows of a payload to the sequence that was made for them. */
 static kvc_status write_rows(kvc_cache *cache, const arrival *a) {
-    const int32_t num = a->end - a->begin;
     const uint8_t *at = a->payload + cache->num_layers;
     for (int32_t i = 0; i < cache->num_layers; i++) {
         if (!a->payload[i]) continue;
         const kvc_layer *layer = &cache->layers[i];
-        const rows r = rows_of(cache, i, num);
+        const rows r = rows_of(cache, i, a->end - a->begin);
+        const int32_t num = kvc_rows_below(a->end - a->begin, cache->pools[cache->group_of[i]].stride);
         const kvc_rows_in in = {.struct_size = sizeof in,
                                 .k = at,
                                 .v = r.v_row ? at + r.k_size : NULL,
@@ -323,7 +325,9 @@ static int brings_more(const arrival *a, const kvc_node *parent) {
     if (part.num && (!with_state || with_state->end != a->position)) return 1;
     if (!node || !kvc_node_is_live(node)) return 1;
     for (int32_t i = 0; i < cache->num_layers; i++)
-        if (a->payload[i] && node->rows->runs[cache->group_of[i]].num_rows < a->end - a->begin) return 1;
+        if (a->payload[i] && node->rows->runs[cache->group_of[i]].num_rows <
+                                 kvc_rows_below(a->end - a->begin, cache->pools[cache->group_of[i]].stride))
+            return 1;
     return 0;
 }
 

@@ -21,6 +21,8 @@ static void add_policy(kvc_blake2b *hash, const kvc_policy *policy) {
     } else if (policy->kind == KVC_CHUNKED) {
         fields[1] = policy->attention_chunk_size;
         fields[3] = policy->resume_window;
+    } else if (kvc_policy_stride(policy) > 1) {
+        fields[1] = policy->stride;
     }
     kvc_blake2b_add_ints(hash, fields, sizeof fields / sizeof *fields);
 }

@@ -53,10 +53,11 @@ static void collect_with_state(kvc_node *node) {
     }
 }
 
-/* Returns whether a sequence holds rows of a token. */
+/* Returns whether a sequence holds rows of a token.  Groups with a stride do not tell. */
 static int has_rows_at(const kvc_sequence *sequence, int32_t position) {
     for (int32_t g = 0; g < sequence->num_token_groups; g++)
-        if (kvc_runs_visit(&sequence->runs[g], position, position + 1, NULL, NULL)) return 1;
+        if (sequence->pools[g].stride == 1 && kvc_runs_visit(&sequence->runs[g], position, position + 1, NULL, NULL))
+            return 1;
     return 0;
 }
 

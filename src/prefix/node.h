@@ -10,6 +10,7 @@
 #include "prefix/events.h"
 #include "prefix/index.h"
 #include "prefix/tokens.h"
+#include "rows/stride.h"
 
 typedef struct kvc_node {
     kvc_follower follower; /* of `rows`; first, so that its address is that of the node */
@@ -71,6 +72,12 @@ typedef struct kvc_tree {
 
 /* Returns how many tokens a node has, and whether these are a block's. */
 static inline int32_t kvc_node_size(const kvc_node *node) { return node->end - node->begin; }
+
+/* Returns how many rows these tokens have in a group.  A node with rows begins where a row does. */
+static inline int32_t kvc_node_rows(const kvc_node *node, int32_t g) {
+    const int32_t stride = node->tree->cache->pools[g].stride;
+    return kvc_rows_below(node->end, stride) - kvc_rows_below(node->begin, stride);
+}
 static inline int kvc_node_is_full(const kvc_node *node) {
     return kvc_node_size(node) == node->tree->cache->pools[0].block_size;
 }

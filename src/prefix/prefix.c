@@ -26,6 +26,25 @@ static kvc_status check_bytes(const void *bytes, int64_t size, const char *name)
                     bytes ? "given" : "NULL");
 }
 
+/* Returns KVC_ERR_UNSUPPORTED if blocks of tokens would cut a row of a layer with a stride. */
+static kvc_status check_strides(const kvc_cache *cache, const kvc_prefix_config *config) {
+    for (int32_t i = 0; i < cache->num_layers; i++) {
+        const int32_t stride = cache->pools[cache->group_of[i]].stride, size = cache->pools[0].block_size;
+        if (size % stride)
+            return kvc_fail(
+                KVC_ERR_UNSUPPORTED,
+                "block_size is %d, and a row of layer %d stands for %d tokens: for prefixes, give the cache "
+                "a block_size that is a multiple",
+                size, i, stride);
+        if (stride > 1 && config->reuse_min_tokens)
+            return kvc_fail(KVC_ERR_UNSUPPORTED,
+                            "reuse_min_tokens is %d: tokens would move by any number of positions, and a row of layer "
+                            "%d stands for %d",
+                            config->reuse_min_tokens, i, stride);
+    }
+    return KVC_OK;
+}
+
 static kvc_status check_config(const kvc_cache *cache, const kvc_prefix_config *config) {
     KVC_TRY(check_bytes(config->salt, config->salt_size, "salt"));
     KVC_TRY(check_bytes(config->identity, config->identity_size, "identity"));
@@ -65,6 +84,7 @@ static kvc_status check_config(const kvc_cache *cache, const kvc_prefix_config *
         return kvc_fail(KVC_ERR_INVALID,
                         "max_sequences is 1, so that a second request could not run beside the first: make the cache "
                         "for more");
+    KVC_TRY(check_strides(cache, config));
     for (int32_t i = 0; i < cache->num_layers; i++)
         if (cache->layers[i].policy.kind == KVC_CROSS)
             return kvc_fail(KVC_ERR_UNSUPPORTED,
@@ -274,7 +294,8 @@ static int is_tight(const kvc_cache *cache, int64_t num_tokens) {
     int64_t bytes = cache->memory.bookkeeping;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_pool *pool = &cache->pools[g];
-        const int64_t most = kvc_policy_most_rows(&cache->policies[g]), rows = num_tokens < most ? num_tokens : most,
+        const int64_t most = kvc_policy_most_rows(&cache->policies[g]), num = num_tokens / pool->stride,
+                      rows = num < most ? num : most,
                       blocks = rows / pool->block_size + 2; /* one is not full, and one is shared */
         bytes += blocks * (kvc_pool_block_bytes(pool, pool->block_size) + kvc_pool_header_bytes(pool));
     }
@@ -299,7 +320,7 @@ static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const kvc_matc
         KVC_TRY(kvc_attach_pieces(cache, m->pieces, m->num, id, m->known));
         sequence = kvc_table_find(&cache->sequences, id);
     } else { /* it stays in the table, as it has a follower */
-        sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
+        sequence = kvc_sequence_new(cache->pools, id, cache->num_groups, cache->num_token_groups);
         if (!sequence) return kvc_fail_sequence(id);
         sequence->follower = &session->follower;
         kvc_cache_insert(cache, sequence, NULL);

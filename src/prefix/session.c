@@ -314,9 +314,12 @@ static void turn_pending(kvc_session *session) {
 
 /* Returns whether a sequence holds rows of a node's tokens that the node lacks. */
 static int adds_rows(const kvc_sequence *sequence, const kvc_node *node) {
-    for (int32_t g = 0; g < sequence->num_token_groups; g++)
-        if (kvc_runs_visit(&sequence->runs[g], node->begin, node->end, NULL, NULL) > node->rows->runs[g].num_rows)
+    for (int32_t g = 0; g < sequence->num_token_groups; g++) {
+        const int32_t stride = sequence->pools[g].stride;
+        if (kvc_runs_visit(&sequence->runs[g], kvc_rows_below(node->begin, stride), kvc_rows_below(node->end, stride),
+                           NULL, NULL) > node->rows->runs[g].num_rows)
             return 1;
+    }
     return 0;
 }
 

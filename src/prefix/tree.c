@@ -159,7 +159,7 @@ static void note(const kvc_node *node, kvc_prefix_event_kind kind) {
 static int32_t num_whole(const kvc_node *node) {
     int32_t num = 0;
     for (int32_t g = 0; node->rows && g < node->tree->cache->num_token_groups; g++)
-        num += node->rows->runs[g].num_rows == kvc_node_size(node);
+        num += node->rows->runs[g].num_rows == kvc_node_rows(node, g);
     return num;
 }
 
@@ -347,7 +347,9 @@ static void move_rows(kvc_node *node, kvc_node *to, int64_t used) {
 
 /* Returns how many rows a node has in a group more than another one at the same positions. */
 static int64_t more_in(const kvc_node *a, const kvc_node *b, int32_t g) {
-    return a->rows->runs[g].num_rows - kvc_runs_visit(&b->rows->runs[g], a->begin, a->end, NULL, NULL);
+    const int32_t stride = a->tree->cache->pools[g].stride;
+    return a->rows->runs[g].num_rows - kvc_runs_visit(&b->rows->runs[g], kvc_rows_below(a->begin, stride),
+                                                      kvc_rows_below(a->end, stride), NULL, NULL);
 }
 
 /* Returns whether a has rows in a group of which b has fewer at the same positions. */

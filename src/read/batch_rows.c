@@ -30,7 +30,7 @@ kvc_status kvc_batch_visit(const kvc_batch *batch, int32_t layer, int32_t s, con
     const kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
     const kvc_pending *pending = kvc_pending_of(batch, g, s);
     const int is_cross = pending->to == KVC_TO_CROSS;
-    const int32_t *tokens = batch->order + batch->sequences[s].first;
+    const int32_t *tokens = kvc_order_in(batch, g) + batch->sequences[s].first;
     if (!(is_cross && pending->num))
         for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) visit(context, run, NULL);
     for (int32_t i = 0; i < pending->num; tokens += pending->runs[i++].count) {

@@ -16,19 +16,23 @@ enum { WORTH_THREADS = 1 << 16 }; /* elements */
 /* ---- positions --------------------------------------------------------------------------------------------------- */
 
 /* Lists the positions of rows [first, first + num), in order of arrival, or of as far as there are rows. */
-static void list_positions(const kvc_run *runs, int32_t num_runs, int64_t first, int64_t num, int32_t *positions) {
+static void list_positions(const kvc_run *runs, int32_t num_runs, int32_t stride, int64_t first, int64_t num,
+                           int32_t *positions) {
     int64_t row = 0;
     for (int32_t r = 0; r < num_runs && row - first < num; r++)
         for (int32_t i = 0; i < runs[r].count && row - first < num; i++, row++)
-            if (row >= first) positions[row - first] = runs[r].position + i;
+            if (row >= first) positions[row - first] = kvc_position_of(runs[r].position + i, stride);
 }
+
+static int32_t stride_of(const kvc_cache *cache, int32_t layer) { return cache->pools[cache->group_of[layer]].stride; }
 
 int64_t kvc_positions(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t *positions, int64_t max_positions) {
     if (kvc_check_layer(cache, layer) != KVC_OK) return -1;
     kvc_lock(cache);
     const kvc_run_list *list = kvc_runs_of(cache, seq_id, layer);
     const int64_t n = list ? list->num_rows : 0;
-    if (n && positions) list_positions(kvc_runs_begin(list), list->num, 0, max_positions, positions);
+    if (n && positions)
+        list_positions(kvc_runs_begin(list), list->num, stride_of(cache, layer), 0, max_positions, positions);
     kvc_unlock(cache, KVC_OK);
     return n;
 }
@@ -85,7 +89,7 @@ typedef struct copying {
     int32_t layer, num_tasks;
     kvc_snapshot from;
     kvc_rows_out out;
-    int64_t first, num_rows; /* rows [first, first + num_rows) in order of arrival; or positions, if by_position */
+    int64_t first, num_rows; /* rows [first, first + num_rows) in order of arrival; or at positions, if by_position */
     int by_position;         /* gives zeros at a position without a row, the latest row of several */
 } copying;
 
@@ -179,12 +183,13 @@ static int32_t count_tasks(const kvc_cache *cache, int32_t layer, int64_t num_ro
     return num_rows < threads ? (int32_t)num_rows : threads;
 }
 
-/* Sets positions[i] to begin + i if there is a row at that position, else to -1. */
-static void find_positions(const kvc_snapshot *s, int32_t begin, int32_t end, int32_t *positions) {
+/* Sets positions[i] to the position of row begin + i of those at positions, if it is there, else to -1. */
+static void find_positions(const kvc_snapshot *s, int32_t begin, int32_t end, int32_t stride, int32_t *positions) {
     for (int32_t i = 0; i < end - begin; i++) positions[i] = -1;
     for (int32_t r = 0; r < s->num_runs; r++) {
         const kvc_run part = kvc_run_part(&s->runs[r], begin, end);
-        for (int32_t i = part.position; i < part.position + part.count; i++) positions[i - begin] = i;
+        for (int32_t i = part.position; i < part.position + part.count; i++)
+            positions[i - begin] = kvc_position_of(i, stride);
     }
 }
 
@@ -204,20 +209,25 @@ kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t f
                         (long long)first_row, (long long)num_rows);
     c.num_tasks = count_tasks(cache, layer, num_rows);
     KVC_TRY(open_snapshot(&c, seq_id, first_row + num_rows));
-    if (c.out.positions) list_positions(c.from.runs, c.from.num_runs, first_row, num_rows, c.out.positions);
+    if (c.out.positions)
+        list_positions(c.from.runs, c.from.num_runs, stride_of(cache, layer), first_row, num_rows, c.out.positions);
     copy_all(&c);
     return KVC_OK;
 }
 
 kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
                        const kvc_rows_out *given) {
-    copying c = {.cache = cache, .layer = layer, .first = begin, .num_rows = (int64_t)end - begin, .by_position = 1};
+    copying c = {.cache = cache, .layer = layer, .by_position = 1};
     KVC_TRY(kvc_check_layer(cache, layer));
     KVC_TRY(kvc_check_positions(begin, end));
+    const int32_t stride = stride_of(cache, layer), first = kvc_rows_below(begin, stride),
+                  past = kvc_rows_below(end, stride);
+    c.first = first;
+    c.num_rows = past - first;
     KVC_TRY(kvc_check_rows_out(&cache->layers[layer], given, &c.out, "out"));
     c.num_tasks = count_tasks(cache, layer, c.num_rows);
     KVC_TRY(open_snapshot(&c, seq_id, 0));
-    if (c.out.positions) find_positions(&c.from, begin, end, c.out.positions);
+    if (c.out.positions) find_positions(&c.from, first, past, stride, c.out.positions);
     copy_all(&c);
     return KVC_OK;
 }

@@ -8,7 +8,7 @@ int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer) {
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
     if (sequence && layer != -1) len = sequence->runs[cache->group_of[layer]].num_rows;
     for (int32_t g = 0; sequence && layer == -1 && g < cache->num_token_groups; g++)
-        if (sequence->runs[g].num_rows > len) len = sequence->runs[g].num_rows;
+        if (cache->pools[g].stride == 1 && sequence->runs[g].num_rows > len) len = sequence->runs[g].num_rows;
     kvc_unlock(cache, KVC_OK);
     return len;
 }
@@ -24,8 +24,9 @@ kvc_status kvc_position_range(kvc_cache *cache, int64_t seq_id, int32_t layer, i
         *first = kvc_sequence_first(sequence);
         *last = kvc_sequence_last(sequence);
     } else if (sequence) {
-        *first = sequence->runs[cache->group_of[layer]].min_position;
-        *last = sequence->runs[cache->group_of[layer]].max_position;
+        const int32_t g = cache->group_of[layer], stride = cache->pools[g].stride;
+        if (sequence->runs[g].num) *first = kvc_position_of(sequence->runs[g].min_position, stride);
+        if (sequence->runs[g].num) *last = kvc_position_of(sequence->runs[g].max_position, stride);
     }
     return kvc_unlock(cache, KVC_OK);
 }

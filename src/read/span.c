@@ -60,7 +60,7 @@ void kvc_hold_free(kvc_hold *hold) {
     kvc_unlock(cache, KVC_OK);
 }
 
-kvc_span kvc_span_of(const kvc_run *run, const kvc_layout *at) {
+kvc_span kvc_span_of(const kvc_run *run, const kvc_layout *at, int32_t stride) {
     const int has_values = at->v_row_bytes != 0;
     return (kvc_span){.k = kvc_key_at(at, run->block, run->slot, 0),
                       .v = has_values ? kvc_value_at(at, run->block, run->slot, 0) : NULL,
@@ -69,7 +69,7 @@ kvc_span kvc_span_of(const kvc_run *run, const kvc_layout *at) {
                       .v_head_stride = has_values ? (int64_t)at->head_stride : 0,
                       .v_row_stride = (int64_t)at->v_row_bytes,
                       .num_rows = run->count,
-                      .position = run->position,
+                      .position = kvc_position_of(run->position, stride),
                       .delta = run->delta,
                       .k_scales = kvc_scale_at(at, at->k_scales, run->block, run->slot, 0),
                       .v_scales = kvc_scale_at(at, at->v_scales, run->block, run->slot, 0)};
@@ -79,9 +79,10 @@ kvc_span kvc_span_of(const kvc_run *run, const kvc_layout *at) {
  * were written and `hold` is not NULL. */
 static kvc_status show_runs(kvc_cache *cache, int32_t layer, const kvc_run *runs, int32_t num_runs, kvc_span *spans,
                             size_t span_size, int64_t max_spans, int64_t *num_spans, kvc_hold **hold) {
+    const int32_t stride = cache->pools[cache->group_of[layer]].stride;
     *num_spans = num_runs;
     for (int64_t i = 0; i < num_runs && i < max_spans; i++) {
-        const kvc_span span = kvc_span_of(&runs[i], kvc_layout_in(cache, layer, runs[i].block));
+        const kvc_span span = kvc_span_of(&runs[i], kvc_layout_in(cache, layer, runs[i].block), stride);
         kvc_write_struct((char *)spans + (size_t)i * span_size, span_size, &span, sizeof span);
     }
     if (!hold || !num_runs || num_runs > max_spans) return KVC_OK;

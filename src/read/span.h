@@ -4,8 +4,8 @@
 
 #include "cache/cache.h"
 
-/* Describes the rows of a run as a kvc_span. */
-kvc_span kvc_span_of(const kvc_run *run, const kvc_layout *at);
+/* Describes the rows of a run, of a group with a stride or 1, as a kvc_span. */
+kvc_span kvc_span_of(const kvc_run *run, const kvc_layout *at, int32_t stride);
 
 /* Keeps the rows of a block, a pool's or a row buffer's, as they are, until it is unpinned as often as it was pinned;
  * call with the mutex held. */

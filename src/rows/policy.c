@@ -21,7 +21,20 @@ static kvc_status check_chunked(const kvc_policy *policy, int32_t layer) {
     return check_field(policy->resume_window, 0, "resume_window", layer);
 }
 
+/* Only where every query sees all earlier rows, a row for several positions is as good as one for each. */
+static kvc_status check_stride(const kvc_policy *policy, int32_t layer) {
+    if (policy->stride < 0)
+        return kvc_fail(KVC_ERR_INVALID, "layers[%d]: stride is %d: it must be at least 1, or 0 for 1", layer,
+                        policy->stride);
+    if (policy->stride <= 1 || policy->kind == KVC_FULL || policy->kind == KVC_NONE) return KVC_OK;
+    return kvc_fail(KVC_ERR_UNSUPPORTED,
+                    "layers[%d]: stride is %d: only layers that see everything have rows for several "
+                    "positions; give windows, chunks and cross-attention a stride of 1",
+                    layer, policy->stride);
+}
+
 kvc_status kvc_policy_check(const kvc_policy *policy, int32_t layer) {
+    KVC_TRY(check_stride(policy, layer));
     switch (policy->kind) {
     case KVC_FULL:
     case KVC_NONE: return KVC_OK;
@@ -44,6 +57,7 @@ int kvc_policy_equal(const kvc_policy *a, const kvc_policy *b) {
         return a->window == b->window && a->num_sink_tokens == b->num_sink_tokens && window_kept(a) == window_kept(b);
     case KVC_CHUNKED: return a->attention_chunk_size == b->attention_chunk_size && a->resume_window == b->resume_window;
     case KVC_CROSS: return a->max_len == b->max_len;
+    case KVC_FULL: return kvc_policy_stride(a) == kvc_policy_stride(b);
     default: return 1;
     }
 }

@@ -10,7 +10,7 @@ kvc_status kvc_policy_check(const kvc_policy *policy, int32_t layer);
 /* Returns whether two policies keep the same rows: layers of such policies share a group, if they keep tokens. */
 int kvc_policy_equal(const kvc_policy *a, const kvc_policy *b);
 
-/* Returns whether a layer has a row for each token, at its position: false for KVC_CROSS and KVC_NONE. */
+/* Returns whether a layer has rows of tokens, at their positions: false for KVC_CROSS and KVC_NONE. */
 int kvc_policy_keeps_tokens(const kvc_policy *policy);
 
 /* Returns the most rows that stay of a sequence with one row at each position; INT64_MAX: all. */
@@ -28,6 +28,11 @@ kvc_interval kvc_policy_expired(const kvc_policy *policy, int32_t min_query_posi
 /* Returns the first position above `min_query_position` of which a query, as the first of a batch, lets go of all rows
  * before it; INT32_MAX: none does. */
 int32_t kvc_policy_next_start(const kvc_policy *policy, int32_t min_query_position);
+
+/* Returns for how many positions the group has one row. */
+static inline int32_t kvc_policy_stride(const kvc_policy *policy) {
+    return policy->kind == KVC_FULL && policy->stride > 1 ? policy->stride : 1;
+}
 
 /* Returns the number of sinks: positions below it are never expired. */
 int32_t kvc_policy_sinks(const kvc_policy *policy);

@@ -20,6 +20,7 @@ void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t bl
     *pool = (kvc_pool){.memory = memory,
                        .group = group,
                        .block_size = block_size,
+                       .stride = 1,
                        .block_bytes = block_bytes,
                        .is_lazy = kvc_memory_is_lazy(memory, block_bytes),
                        .collapses = kvc_memory_collapses(memory, block_bytes),

@@ -129,6 +129,8 @@ typedef struct kvc_pool {
     kvc_memory *memory;
     int32_t group;
     int32_t block_size;
+    int32_t stride;  /* positions of a row: rows/stride.h */
+    int32_t strided; /* number of groups with a stride before this one */
     size_t block_bytes;
     int is_lazy;               /* its rows get memory as slots are faulted, not all at once */
     int collapses;             /* its OS pages are collapsed into huge ones */

@@ -6,6 +6,7 @@
 
 #include "base/compiler.h"
 #include "base/status.h"
+#include "rows/stride.h"
 
 static int32_t run_end(const kvc_run *run) { return run->position + run->count; }
 
@@ -222,12 +223,21 @@ static int64_t first_listed(const kvc_listed *listed, int64_t likely, int32_t po
     return from;
 }
 
+/* Returns the next row of a run, from row `row` on, that stands at a listed position; `end` if none does.  *i: index of
+ * the first listed position that is not below it. */
+static int32_t next_listed(const kvc_listed *listed, int64_t *i, int32_t row, int32_t end) {
+    const int32_t *at = listed->positions, stride = listed->stride;
+    for (; *i < listed->num && (row = kvc_rows_below(at[*i], stride)) < end; ++*i)
+        if (kvc_position_of(row, stride) == at[*i]) return row;
+    return end;
+}
+
 kvc_run kvc_listed_next(const kvc_listed *listed, int64_t *next, kvc_run *rest) {
-    const int32_t *at = listed->positions, end = run_end(rest);
-    int64_t i = first_listed(listed, *next, rest->position);
-    const int32_t begin = i < listed->num && at[i] < end ? at[i] : end;
+    const int32_t end = run_end(rest);
+    int64_t i = first_listed(listed, *next, kvc_position_of(rest->position, listed->stride));
+    const int32_t begin = next_listed(listed, &i, rest->position, end);
     int32_t to = begin;
-    while (to < end && i < listed->num && at[i] == to) to++, i++;
+    while (to < end && next_listed(listed, &i, to, end) == to) to++, i++;
     const kvc_run part = kvc_run_part(rest, begin, to);
     *rest = kvc_run_part(rest, to, end);
     *next = i;

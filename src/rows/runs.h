@@ -12,8 +12,8 @@ typedef struct kvc_run {
     kvc_block *block;
     int32_t slot;     /* the first slot */
     int32_t count;    /* number of slots, at least 1 */
-    int32_t position; /* position of the first row */
-    int32_t delta;    /* position now, less the position the keys were rotated for */
+    int32_t position; /* position of the first row; in a group with a stride its number: rows/stride.h */
+    int32_t delta;    /* position now, less the position the keys were rotated for: never a number of rows */
 } kvc_run;
 
 /* Positions [begin, end); none where end <= begin. */
@@ -114,10 +114,11 @@ void kvc_hold_part(void *list, const kvc_run *part);
 /* Drops the slots of a part; a kvc_part_fn whose context is the pool. */
 void kvc_drop_part(void *pool, const kvc_run *part);
 
-/* A list of positions: ascending, without repeats. */
+/* A list of positions: ascending, without repeats.  Runs that are looked up there have this stride (rows/stride.h). */
 typedef struct kvc_listed {
     const int32_t *positions;
     int64_t num;
+    int32_t stride;
 } kvc_listed;
 
 /* Returns the first rows of a run at consecutive listed positions, and takes them and the rows before them off the run.

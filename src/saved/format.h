@@ -31,7 +31,8 @@ typedef struct kvc_saved_layer {
     int64_t kind, window, num_sink_tokens, resume_window, attention_chunk_size, max_len; /* kvc_policy */
     int64_t rope, interleaved, first_dim, num_freqs; /* kvc_rope, of which `rope` is the kind */
     int64_t first_freq;                              /* its frequencies begin there in the table of frequencies */
-    int64_t reserved[3];                             /* 0 */
+    int64_t stride;                                  /* of kvc_policy; 0 for 1 */
+    int64_t reserved[2];                             /* 0 */
 } kvc_saved_layer;
 
 typedef struct kvc_saved_sequence {
@@ -44,7 +45,8 @@ typedef struct kvc_saved_holding {
 } kvc_saved_holding;
 
 typedef struct kvc_saved_run {
-    int64_t row, count, position, delta; /* row: the first, counted among the group's rows in the file */
+    int64_t row, count, position,
+        delta; /* row: the first, counted among the group's rows in the file.  position: as in kvc_run */
 } kvc_saved_run;
 
 /* The tables, and what else the header says. */

@@ -11,23 +11,28 @@
 
 /* ---- checking the tables ----------------------------------------------------------------------------------------- */
 
-static int is_interval(int64_t begin, int64_t end) { return begin >= 0 && begin <= end && end <= INT32_MAX; }
+static int is_interval(int64_t begin, int64_t end, int64_t stride) {
+    return begin >= 0 && begin <= end && end <= INT32_MAX / stride;
+}
 
-/* Returns whether a sequence can hold this, in a group of the kind. */
-static int is_holding(const kvc_saved_holding *h, int32_t kind) {
+/* Returns whether a sequence can hold this, in a group of the policy. */
+static int is_holding(const kvc_saved_holding *h, const kvc_policy *policy) {
+    const int32_t kind = policy->kind, stride = kvc_policy_stride(policy);
     const int64_t most = kind == KVC_NONE ? 0 : kind == KVC_CROSS ? 1 : INT64_MAX;
     if (h->num_runs < 0 || h->num_runs > most) return 0;
     if (kind == KVC_NONE || kind == KVC_CROSS) return !h->lost_end && !h->missing_end;
-    return is_interval(h->lost_begin, h->lost_end) && is_interval(h->missing_begin, h->missing_end);
+    return is_interval(h->lost_begin, h->lost_end, stride) && is_interval(h->missing_begin, h->missing_end, stride);
 }
 
 /* Returns whether this can be a run in a group of the policy, with so many rows.  Neither its positions nor the
  * positions at which its keys were rotated are negative.  Moved rows are not exact. */
 static int is_run(const kvc_saved_run *run, const kvc_policy *policy, int64_t num_rows, int64_t exact_to) {
+    const int64_t stride = kvc_policy_stride(policy);
     if (run->count < 1 || run->count > INT32_MAX || run->row < 0 || run->row > num_rows - run->count) return 0;
-    if (run->position < 0 || run->position > INT32_MAX - run->count) return 0;
-    if (run->delta > run->position || run->delta < run->position - INT32_MAX) return 0;
-    if (run->delta && run->position < exact_to) return 0;
+    if (run->position < 0 || run->position > INT32_MAX / stride - run->count || run->delta % stride) return 0;
+    const int64_t position = run->position * stride + stride - 1;
+    if (run->delta > position || run->delta < position - INT32_MAX) return 0;
+    if (run->delta && position < exact_to) return 0;
     return policy->kind != KVC_CROSS || (!run->position && !run->delta && run->count <= policy->max_len);
 }
 
@@ -55,7 +60,7 @@ static kvc_status check_holdings(const kvc_state *state, int64_t i, int64_t *fir
     for (int32_t g = 0; g < cache->num_groups; g++) {
         const kvc_saved_holding *h = &f->holdings[i * cache->num_groups + g];
         int64_t r = 0;
-        if (!is_holding(h, cache->policies[g].kind) || h->num_runs > f->state->num_runs - *first)
+        if (!is_holding(h, &cache->policies[g]) || h->num_runs > f->state->num_runs - *first)
             return kvc_fail(KVC_ERR_FORMAT, "altered: what sequence %lld holds in group %d cannot be",
                             (long long)f->sequences[i].id, g);
         while (r < h->num_runs && is_run(&f->runs[*first + r], &cache->policies[g], f->group_rows[g], exact_to)) r++;
@@ -227,7 +232,7 @@ static kvc_status add_sequence(visitor *v, int64_t i) {
     const int64_t id = v->args->to_ids ? v->args->to_ids[v->chosen[i] - 1] : f->sequences[i].id;
     if (kvc_table_find(&v->state->sequences, id))
         return kvc_fail(KVC_ERR_INVALID, "to_ids has %lld twice", (long long)id);
-    v->sequence = kvc_sequence_new(&cache->memory, id, cache->num_groups, cache->num_token_groups);
+    v->sequence = kvc_sequence_new(cache->pools, id, cache->num_groups, cache->num_token_groups);
     if (!v->sequence) return kvc_fail_sequence(id);
     v->sequence->exact_to = (int32_t)f->exact_to[i];
     v->sequence->origin.num_forgets = 0;

@@ -33,6 +33,7 @@ static kvc_saved_layer saved_layer(const kvc_cache *cache, int32_t i) {
                              .resume_window = policy->resume_window,
                              .attention_chunk_size = policy->attention_chunk_size,
                              .max_len = policy->max_len,
+                             .stride = kvc_policy_stride(policy) > 1 ? policy->stride : 0,
                              .rope = layer->rope.kind};
     if (!rope) return saved;
     saved.interleaved = rope->interleaved != 0;
@@ -77,8 +78,7 @@ static kvc_status read_layer(const kvc_format *format, int32_t i, kvc_layer *lay
     const int64_t num_freqs = format->state->num_freqs;
     if (!are_int32((const int64_t *)saved, sizeof *saved / sizeof(int64_t)) || saved->first_freq < 0 ||
         saved->first_freq > num_freqs || saved->num_freqs < 0 || saved->num_freqs > num_freqs - saved->first_freq ||
-        saved->group < 0 || saved->group >= format->state->num_groups || saved->reserved[0] || saved->reserved[1] ||
-        saved->reserved[2])
+        saved->group < 0 || saved->group >= format->state->num_groups || saved->reserved[0] || saved->reserved[1])
         return kvc_fail(KVC_ERR_FORMAT, "altered: layer %d in the table of layers cannot be", i);
     *layer = (kvc_layer){.num_kv_heads = (int32_t)saved->num_kv_heads,
                          .k_dim = (int32_t)saved->k_dim,
@@ -94,7 +94,8 @@ static kvc_status read_layer(const kvc_format *format, int32_t i, kvc_layer *lay
                                     .num_sink_tokens = (int32_t)saved->num_sink_tokens,
                                     .resume_window = (int32_t)saved->resume_window,
                                     .attention_chunk_size = (int32_t)saved->attention_chunk_size,
-                                    .max_len = (int32_t)saved->max_len},
+                                    .max_len = (int32_t)saved->max_len,
+                                    .stride = (int32_t)saved->stride},
                          .rope = {.kind = (int32_t)saved->rope,
                                   .interleaved = (int32_t)saved->interleaved,
                                   .first_dim = (int32_t)saved->first_dim,
@@ -155,6 +156,9 @@ static const char *find_difference(const kvc_layer *a, const kvc_layer *b, int32
         values[1] = fields[i].b;
         if (fields[i].counts && fields[i].a != fields[i].b) return fields[i].name;
     }
+    values[0] = kvc_policy_stride(&a->policy);
+    values[1] = kvc_policy_stride(&b->policy);
+    if (values[0] != values[1]) return "policy.stride";
     values[0] = values[1] = -1; /* more than one number */
     if (!kvc_policy_equal(&a->policy, &b->policy)) return "policy";
     if (keeps_tokens && a->rope.kind == KVC_ROPE_FREQUENCIES && !kvc_rope_equal(&a->rope, &b->rope)) return "rope";

@@ -63,7 +63,7 @@ def test_another_name_of_an_argument(make, typed, here):
             "num_attention_heads is .*: give num_kv_heads: the query's",
         ),
         (lambda: kvcache.KVCache(2, 4, 8, capacty=3), "capacty is .*: did you mean capacity"),
-        (lambda: kvcache.FullAttention(window=3), "window is no argument of FullAttention: it takes none"),
+        (lambda: kvcache.FullAttention(window=3), "window is no argument of FullAttention: it takes stride"),
         (lambda: kvcache.Adaptive(zzz=3), "zzz is no argument of Adaptive: it takes fraction"),
         (lambda: kvcache.KVCache.load("no file", batch_size=2), "batch_size is .*KVCache.load: .*max_sequences"),
     ],

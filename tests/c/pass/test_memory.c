@@ -361,7 +361,7 @@ static void test_bytes_of_a_token(void) {
                 CHECKF(kvc_begin(cache, NUM, positions, NULL, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
                 const double scratch = (double)bytes_of_kind(KVC_MEMORY_SCRATCH) / NUM;
                 const double lists = (double)(bytes_of_kind(KVC_MEMORY_BOOKKEEPING) - before) / NUM / num_groups;
-                CHECKF(fabs(scratch - 80 - 90 * num_groups - 1.3 * num_layers) < 12, "%d layers, %d groups: %g bytes",
+                CHECKF(fabs(scratch - 80 - 100 * num_groups - 1.3 * num_layers) < 12, "%d layers, %d groups: %g bytes",
                        num_layers, num_groups, scratch);
                 CHECKF(lists < (has_gaps ? 24 : 12) + 11, "%g bytes in a group", lists); /* 11: of the block's slots */
                 CHECK(kvc_nbytes(cache) == memory_bytes(&heap));

@@ -235,13 +235,40 @@ static inline int is_cross(const pair *p, int l) {
     return !p->layers[l].share && p->layers[l].policy.kind == KVC_CROSS;
 }
 
+/* For how many positions a layer has one row. */
+static inline int32_t stride_of(const pair *p, int l) {
+    const kvc_policy *policy = &p->layers[l].policy;
+    return policy->kind == KVC_FULL && policy->stride > 1 ? policy->stride : 1;
+}
+
+/* Whether a token at a position gets a row in a layer. */
+static inline int gets_row(const pair *p, int l, int32_t position) {
+    return (position + (int64_t)1) % stride_of(p, l) == 0;
+}
+
+/* Whether an edit cuts what a row of some layer stands for: it removes or moves positions [begin, end), and moves
+ * tokens by delta. */
+static inline int cuts_rows(const pair *p, int32_t next, int32_t begin, int32_t end, int32_t delta) {
+    for (int l = 0; l < p->config.num_layers; l++) {
+        const int32_t stride = stride_of(p, l);
+        if (begin < next && (begin % stride || delta % stride || (end < next && end % stride))) return 1;
+    }
+    return 0;
+}
+
+static inline int has_strides(const pair *p) {
+    for (int l = 0; l < p->config.num_layers; l++)
+        if (stride_of(p, l) > 1) return 1;
+    return 0;
+}
+
 /* The layer whose rows a layer reads. */
 static inline int source_of(const pair *p, int l) { return p->layers[l].share ? p->layers[l].share - 1 : l; }
 
 static inline int32_t rows_of(const pair *p, const sequence *s) {
     int32_t most = 0;
     for (int l = 0; s && l < p->config.num_layers; l++)
-        if (keeps_tokens(p, l)) most = s->layers[l].num > most ? s->layers[l].num : most;
+        if (keeps_tokens(p, l) && stride_of(p, l) == 1) most = s->layers[l].num > most ? s->layers[l].num : most;
     return most;
 }
 
@@ -330,7 +357,8 @@ static inline int misses(const pair *p, const sequence *s, int32_t position) {
 }
 
 static inline int same_policy(const kvc_policy *a, const kvc_policy *b) {
-    if (a->kind != b->kind || a->kind == KVC_FULL) return a->kind == b->kind;
+    if (a->kind != b->kind) return 0;
+    if (a->kind == KVC_FULL) return (a->stride > 1 ? a->stride : 1) == (b->stride > 1 ? b->stride : 1);
     if (a->kind == KVC_CHUNKED)
         return a->attention_chunk_size == b->attention_chunk_size && a->resume_window == b->resume_window;
     return a->window == b->window && a->num_sink_tokens == b->num_sink_tokens && num_kept(a) == num_kept(b);
@@ -469,6 +497,13 @@ static inline int stays_within(const pair *p, int l, int64_t id, wanted batch) {
     return rises;
 }
 
+/* How many of the first num tokens of a batch are of a sequence and get a row in a layer. */
+static inline int count_rows(const pair *p, int l, int64_t id, int num, wanted batch) {
+    int rows = 0;
+    for (int t = 0; t < num; t++) rows += batch.ids[t] == id && gets_row(p, l, batch.positions[t]);
+    return rows;
+}
+
 /* Whether a batch fits, in a copy of the oracle that has expired for it; num_sequences: with the batch. */
 static inline int fits(const pair *p, const pair *expired, int64_t num_sequences, wanted batch) {
     const kvc_config *c = &p->config;
@@ -478,11 +513,11 @@ static inline int fits(const pair *p, const pair *expired, int64_t num_sequences
         if (!takes_tokens(p, l, batch.replaced)) continue;
         for (int t = 0; t < batch.num; t++) {
             const sequence *s = find_sequence(expired, batch.ids[t]);
-            const int64_t all = (s ? s->layers[l].num : 0) + count_id(batch.ids[t], batch.num, batch.ids),
-                          until = (s ? s->layers[l].num : 0) + count_id(batch.ids[t], t, batch.ids);
+            const int64_t all = (s ? s->layers[l].num : 0) + count_rows(p, l, batch.ids[t], batch.num, batch),
+                          until = (s ? s->layers[l].num : 0) + count_rows(p, l, batch.ids[t], t, batch);
             const int within = stays_within(p, l, batch.ids[t], batch);
             if (c->max_seq_len && all > c->max_seq_len && !within) return 0;
-            more += c->capacity || !within || until < c->max_seq_len;
+            more += gets_row(p, l, batch.positions[t]) && (c->capacity || !within || until < c->max_seq_len);
         }
         if (capacity_of(p) && live_rows(expired, l) + more > capacity_of(p)) return 0;
     }
@@ -676,7 +711,7 @@ static inline void oracle_commit(pair *p, const char *kept) {
         if (!kept[t]) continue;
         sequence *s = add_sequence(p, p->ids[t]);
         for (int l = 0; l < p->config.num_layers; l++)
-            if (keeps_tokens(p, l))
+            if (keeps_tokens(p, l) && gets_row(p, l, p->positions[t]))
                 list_add(&s->layers[l],
                          (row){p->positions[t], p->batch_tag + t, p->batch_tag + t, p->positions[t], 0, before[t]});
     }
@@ -959,13 +994,14 @@ static inline void oracle_inject(pair *p, int64_t id, int layer, int32_t begin, 
             row *r = &s->layers[l].rows[i];
             if (r->position >= begin && r->position < end && is_shared(p, l, r->slot)) r->slot = new_slot(p);
         }
+    const int32_t stride = stride_of(p, layer);
     for (int32_t at = begin; s && at < end; at++) {
         row *r = find_row(&s->layers[layer], at);
         if (r) {
-            r->tag = tag + at - begin;
+            r->tag = tag + at / stride - begin / stride;
             r->base = at;
             r->before = NO_TOKEN;
-            if (!s->used) make_inexact(s, begin);
+            if (!s->used) make_inexact(s, begin / stride * stride + stride - 1);
         }
     }
 }
@@ -1028,15 +1064,16 @@ static inline void check_extract(const pair *p, const sequence *s, int l, int32_
     static float k[MAX_ROWS * MAX_ROW], v[MAX_ROWS * MAX_ROW];
     static const float zeros[MAX_ROW];
     const kvc_layer *layer = &p->layers[l];
-    const kvc_rows_out out = room_for(p, l, end - begin, k, v);
+    const int32_t stride = stride_of(p, l), num = end / stride - begin / stride;
+    const kvc_rows_out out = room_for(p, l, num, k, v);
     memset(k, 1, sizeof k);
     memset(v, 1, sizeof v);
     CHECKF(kvc_extract(p->cache, s->id, l, begin, end, &out) == KVC_OK, "%s", kvc_last_error());
     for (int h = 0; h < layer->num_kv_heads; h++) {
-        for (int32_t at = 0; at < end - begin; at++) {
-            const row *r = find_row(&s->layers[source_of(p, l)], begin + at);
-            const float *got_k = &k[(h * (end - begin) + at) * layer->k_dim];
-            const float *got_v = &v[(h * (end - begin) + at) * layer->v_dim];
+        for (int32_t at = 0; at < num; at++) {
+            const row *r = find_row(&s->layers[source_of(p, l)], (begin / stride + at) * stride + stride - 1);
+            const float *got_k = &k[(h * num + at) * layer->k_dim];
+            const float *got_v = &v[(h * num + at) * layer->v_dim];
             if (r) {
                 check_key_row(p, source_of(p, l), r, r->position - r->base, h, got_k);
                 check_value_row(p, source_of(p, l), r, h, got_v);
@@ -1067,7 +1104,8 @@ static inline void check_span(const pair *p, int l, const kvc_span *span, const 
     if (!layer->v_dim) CHECK(!span->v && !span->v_scales && !span->v_row_stride && !span->v_head_stride);
     for (int i = 0; i < span->num_rows; i++) {
         const row *r = &rows[i];
-        CHECKF(r->position == span->position + i, "position %d, not %d", span->position + i, r->position);
+        const int32_t position = span->position + i * stride_of(p, l);
+        CHECKF(r->position == position, "position %d, not %d", position, r->position);
         CHECKF(r->delta == span->delta, "position %d: delta %d, not %d", r->position, span->delta, r->delta);
         for (int h = 0; h < layer->num_kv_heads; h++) {
             const kvc_rows key = row_in_span(layer, span, 0, h, i);
@@ -1105,7 +1143,7 @@ static inline void list_batch_rows(const pair *p, int64_t id, int l, row_list *l
         for (int i = 0; p->sequences[s].id == id && i < p->sequences[s].layers[l].num; i++)
             list_add(list, p->sequences[s].layers[l].rows[i]);
     for (int t = 0; keeps_tokens(p, l) && t < p->num_tokens; t++)
-        if (p->ids[t] == id && p->written[l][t])
+        if (p->ids[t] == id && p->written[l][t] && gets_row(p, l, p->positions[t]))
             list_add(list, (row){p->positions[t], p->batch_tag + t, p->batch_tag + t, p->positions[t], 0, NO_TOKEN});
     for (const cross_put *put = p->cross_puts; put < p->cross_puts + p->num_cross_puts; put++)
         if (put->layer == l && put->id == id) {
@@ -1212,7 +1250,9 @@ static inline kvc_stats stats_of(const pair *p) { return stats_in(p->cache); }
 /* Counts the rows of the open batch in a layer. */
 static inline int64_t batch_rows(const pair *p, int l) {
     int64_t num = 0;
-    if (!p->batch || keeps_tokens(p, l)) return p->batch && takes_tokens(p, l, p->replaced) ? p->num_tokens : 0;
+    for (int t = 0; p->batch && takes_tokens(p, l, p->replaced) && t < p->num_tokens; t++)
+        num += gets_row(p, l, p->positions[t]);
+    if (!p->batch || keeps_tokens(p, l)) return num;
     for (int i = 0; i < p->num_cross_puts; i++) num += p->cross_puts[i].layer == l ? p->cross_puts[i].n : 0;
     return num;
 }
@@ -1419,8 +1459,9 @@ typedef struct source {
     int32_t type;
 } source;
 
-/* Makes K or V rows of a random type, token or head major, backwards or not, in groups of `inner` tokens (0: one). */
-static inline void fill_source(source *src, const pair *p, int l, int is_v, int32_t tag, int n, int inner) {
+/* Makes K or V rows of n tags, of a random type, token or head major, backwards or not, in groups of `inner` tokens (0:
+ * one). */
+static inline void fill_source(source *src, const pair *p, int l, int is_v, const int32_t *tags, int n, int inner) {
     int32_t heads = p->layers[l].num_kv_heads, dim = is_v ? p->layers[l].v_dim : p->layers[l].k_dim;
     src->type = random_int(0, 3);
     int64_t row = (int64_t)element_sizes[src->type] * dim;
@@ -1437,20 +1478,27 @@ static inline void fill_source(source *src, const pair *p, int l, int is_v, int3
     for (int t = 0; t < n; t++) {
         for (int h = 0; h < heads; h++) {
             float values[MAX_ROW];
-            for (int d = 0; d < dim; d++) values[d] = element(tag + t, l, is_v, h, d);
+            for (int d = 0; d < dim; d++) values[d] = element(tags[t], l, is_v, h, d);
             char *to = start + t / group * src->batch_stride + t % group * src->token_stride + h * src->head_stride;
             kvc_kernels_scalar.convert(KVC_F32, src->type, to, 0, values, 0, 1, dim);
         }
     }
 }
 
-/* Returns arguments for kvc_put of n rows tagged from `tag` on. */
-static inline kvc_put_args fill_put(const pair *p, int l, int32_t tag, int n) {
+/* Returns n tags from `tag` on. */
+static inline const int32_t *tags_from(int32_t tag, int n) {
+    static int32_t tags[MAX_BATCH];
+    for (int i = 0; i < n; i++) tags[i] = tag + i;
+    return tags;
+}
+
+/* Returns arguments for kvc_put of n rows of these tags. */
+static inline kvc_put_args fill_put(const pair *p, int l, const int32_t *tags, int n) {
     static source k, v;
-    int inner = random_int(0, 3) ? 0 : random_int(1, 6);
+    int inner = stride_of(p, l) > 1 || random_int(0, 3) ? 0 : random_int(1, 6);
     if (inner && n % inner) inner = 0;
-    fill_source(&k, p, l, 0, tag, n, inner);
-    fill_source(&v, p, l, 1, tag, n, inner);
+    fill_source(&k, p, l, 0, tags, n, inner);
+    fill_source(&v, p, l, 1, tags, n, inner);
     return (kvc_put_args){.struct_size = sizeof(kvc_put_args),
                           .num_tokens = n,
                           .k = k.start,
@@ -1484,10 +1532,16 @@ static inline void write_in_place(const pair *p, int l, const kvc_span *span, in
 static inline kvc_status put_in_place(const pair *p, int l, int first, int n) {
     while (n > 0) {
         kvc_span span;
+        if (!gets_row(p, l, p->positions[first])) {
+            first++, n--;
+            continue;
+        }
         CHECKF(kvc_slots(p->batch, l, first, &span, sizeof span, NULL) == KVC_OK, "%s", kvc_last_error());
         CHECK(span.position == p->positions[first] && span.num_rows >= 1 && span.delta == 0);
-        int some = span.num_rows < n ? span.num_rows : n;
-        for (int i = 0; i < some; i++) write_in_place(p, l, &span, i, p->batch_tag + first + i);
+        int some = 0;
+        for (int i = 0; some < n && i < span.num_rows; some++)
+            if (gets_row(p, l, p->positions[first + some]))
+                write_in_place(p, l, &span, i++, p->batch_tag + first + some);
         CHECKF(kvc_written(p->batch, l, first, some) == KVC_OK, "%s", kvc_last_error());
         first += some;
         n -= some;
@@ -1499,8 +1553,12 @@ static inline kvc_status put_in_place(const pair *p, int l, int first, int n) {
 static inline kvc_status pair_put(pair *p, int l, int first, int n) {
     memset(&p->written[l][first], 1, (size_t)n);
     if (!random_int(0, 4)) return put_in_place(p, l, first, n);
-    kvc_put_args args = fill_put(p, l, p->batch_tag + first, n);
+    int32_t tags[MAX_BATCH], num = 0;
+    for (int t = first; t < first + n; t++)
+        if (gets_row(p, l, p->positions[t])) tags[num++] = p->batch_tag + t;
+    kvc_put_args args = fill_put(p, l, tags, num);
     args.first = first;
+    args.num_tokens = n;
     return agree(p, "put", kvc_put(p->batch, l, &args), KVC_OK);
 }
 
@@ -1516,7 +1574,7 @@ static inline void pair_put_all(pair *p) {
 
 /* Puts n rows of a sequence in a cross-attention layer; they replace those put earlier in the batch. */
 static inline kvc_status pair_put_cross(pair *p, int l, int64_t id, int n) {
-    kvc_put_args args = fill_put(p, l, p->next_tag, n);
+    kvc_put_args args = fill_put(p, l, tags_from(p->next_tag, n), n);
     args.seq_id = id;
     kvc_status right = n > p->layers[l].policy.max_len ? KVC_ERR_FULL : KVC_OK;
     kvc_status status = kvc_put(p->batch, l, &args);
@@ -1614,6 +1672,7 @@ static inline kvc_status pair_fork(pair *p, int64_t src, int64_t dst) {
 /* The status of sharing a range: where src has a row, dst must have no row or the same row. */
 static inline kvc_status may_share(const pair *p, int64_t src, int64_t dst, int32_t begin, int32_t end) {
     const sequence *from = find_sequence(p, src), *to = find_sequence(p, dst);
+    if (from && cuts_rows(p, next_of(p, from), begin, KVC_END, 0)) return KVC_ERR_UNSUPPORTED;
     if (!holds_any(p, src) && !holds_any(p, dst) && begin == 0 && end == KVC_END)
         return KVC_ERR_INVALID; /* it would be a fork */
     for (int l = 0; from && to && l < p->config.num_layers; l++)
@@ -1691,6 +1750,8 @@ static inline kvc_status pair_remove(pair *p, int64_t id, int32_t begin, int32_t
     const sequence *s = find_sequence(p, id);
     int moves = shift && extreme_of(p, s, 1) >= end, cuts = end >= next_of(p, s);
     kvc_status right = in_batch(p, id) ? KVC_ERR_BUSY : moves && rope_is_unknown(p) ? KVC_ERR_UNSUPPORTED : KVC_OK;
+    if (right == KVC_OK && s && begin < end && !cuts && cuts_rows(p, next_of(p, s), begin, end, begin - end))
+        right = KVC_ERR_UNSUPPORTED;
     if (right == KVC_OK) {
         pair *after = copy_of(p);
         oracle_remove(after, id, begin, end, shift);
@@ -1746,6 +1807,9 @@ static inline kvc_status pair_shift(pair *p, int64_t id, int32_t begin, int32_t 
                        : in_batch(p, id)                                    ? KVC_ERR_BUSY
                        : last >= 0 && (int64_t)last + delta > INT32_MAX - 1 ? KVC_ERR_INVALID
                                                                             : KVC_OK;
+    if (right == KVC_OK && delta && find_sequence(p, id) &&
+        cuts_rows(p, next_of(p, find_sequence(p, id)), begin, end, delta))
+        right = KVC_ERR_UNSUPPORTED;
     if (right == KVC_OK) {
         pair *after = copy_of(p);
         oracle_move(after, id, begin, end, delta, 0, 1);
@@ -1764,6 +1828,7 @@ static inline kvc_status pair_divide(pair *p, int64_t id, int32_t begin, int32_t
     const kvc_stats before = stats_of(p);
     const int32_t first_new = p->next_tag;
     kvc_status right = is_unmovable(p, id) ? KVC_ERR_UNSUPPORTED : in_batch(p, id) ? KVC_ERR_BUSY : KVC_OK;
+    if (right == KVC_OK && divisor > 1 && has_strides(p) && find_sequence(p, id)) right = KVC_ERR_UNSUPPORTED;
     if (right == KVC_OK) {
         pair *after = copy_of(p);
         oracle_move(after, id, begin, end, 0, divisor, 1);
@@ -1831,8 +1896,9 @@ static inline int32_t count_positions(const pair *p, int64_t id, int l, int32_t 
 static inline kvc_status pair_inject_rows(pair *p, int64_t id, int l, int32_t begin, int32_t end, int skip_missing) {
     static source k, v;
     int64_t num = -1;
-    fill_source(&k, p, l, 0, p->next_tag, end - begin, 0);
-    fill_source(&v, p, l, 1, p->next_tag, end - begin, 0);
+    const int32_t num_rows = end / stride_of(p, l) - begin / stride_of(p, l);
+    fill_source(&k, p, l, 0, tags_from(p->next_tag, num_rows), num_rows, 0);
+    fill_source(&v, p, l, 1, tags_from(p->next_tag, num_rows), num_rows, 0);
     const kvc_rows_in in = {.struct_size = sizeof in,
                             .k = k.start,
                             .v = kvc_stores_values(&p->layers[l]) ? v.start : NULL,
@@ -1846,11 +1912,11 @@ static inline kvc_status pair_inject_rows(pair *p, int64_t id, int l, int32_t be
                             .num_replaced = random_int(0, 4) ? &num : NULL};
     int32_t stored = count_positions(p, id, l, begin, end);
     int own = !p->layers[l].share && p->layers[l].policy.kind != KVC_NONE;
-    kvc_status right = !own                                    ? KVC_ERR_INVALID
-                       : is_cross(p, l)                        ? KVC_ERR_UNSUPPORTED
-                       : in_batch(p, id)                       ? KVC_ERR_BUSY
-                       : !skip_missing && stored < end - begin ? KVC_ERR_INDEX
-                                                               : KVC_OK;
+    kvc_status right = !own                                 ? KVC_ERR_INVALID
+                       : is_cross(p, l)                     ? KVC_ERR_UNSUPPORTED
+                       : in_batch(p, id)                    ? KVC_ERR_BUSY
+                       : !skip_missing && stored < num_rows ? KVC_ERR_INDEX
+                                                            : KVC_OK;
     if (right == KVC_OK) {
         pair *after = copy_of(p);
         oracle_inject(after, id, l, begin, end, p->next_tag);

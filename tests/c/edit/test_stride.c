@@ -1,0 +1,130 @@
+/* Layers with a row for every n-th token, beside others.  The cache is compared with the oracle of plain row lists
+ * (support/oracle.h) after every step. */
+#define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#include <stdlib.h>
+
+#include "support/random_steps.h"
+
+static kvc_policy strided(int32_t stride) { return (kvc_policy){.kind = KVC_FULL, .stride = stride}; }
+
+/* A pair of two strides, one of them with keys alone, beside a layer that sees everything and one with a window. */
+static pair *strided_pair(int block_size, int has_full, const kvc_config *limits, memory *m) {
+    static pair p;
+    const kvc_rope rope = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 2, .inv_freq = right_angles},
+                   none = {.kind = KVC_ROPE_NONE}, by_function = {.kind = KVC_ROPE_FUNCTION, .shift = move_keys};
+    const kvc_layer layers[] = {
+        {.num_kv_heads = 2, .k_dim = 4, .v_dim = 3, .policy = strided(4), .rope = rope},
+        {.num_kv_heads = 1, .k_dim = 2, .v_dim = 2, .policy = sliding_policy(9, 1, 30), .rope = none},
+        {.num_kv_heads = 1, .k_dim = 5, .k_type = KVC_F16, .policy = strided(4), .rope = none},
+        {.num_kv_heads = 1, .k_dim = 3, .v_dim = 1, .policy = strided(3), .rope = by_function},
+        {.num_kv_heads = 2, .k_dim = 6, .v_dim = 5, .policy = strided(1), .rope = rope},
+    };
+    p = (pair){.config = *limits, .memory = m};
+    p.config.block_size = block_size;
+    p.config.num_threads = 1;
+    pair_new(&p, has_full ? 5 : 4, layers);
+    return &p;
+}
+
+/* ---- what is refused --------------------------------------------------------------------------------------------- */
+
+static void test_refused(void) {
+    kvc_cache *cache = NULL;
+    kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 32, .v_dim = 32}, {.num_kv_heads = 1, .k_dim = 32, .v_dim = 32}};
+    const kvc_config config = {
+        .struct_size = sizeof config, .layers = layers, .layer_size = sizeof *layers, .num_layers = 2};
+    layers[1].policy = strided(-1);
+    CHECK_FAILS(kvc_cache_new(&config, &cache), KVC_ERR_INVALID, "layers[1]: stride is -1", "at least 1");
+    layers[1].policy = (kvc_policy){.kind = KVC_SLIDING, .window = 4, .stride = 2};
+    CHECK_FAILS(kvc_cache_new(&config, &cache), KVC_ERR_UNSUPPORTED, "layers[1]: stride is 2", "windows");
+    layers[1].policy = strided(2);
+    layers[1].sketch_bits = 2;
+    CHECK_FAILS(kvc_cache_new(&config, &cache), KVC_ERR_UNSUPPORTED, "sketch_bits is 2", "its stride is 2");
+    layers[1].sketch_bits = 0;
+    layers[0].policy = strided(3);
+    CHECK_FAILS(kvc_cache_new(&config, &cache), KVC_ERR_UNSUPPORTED, "layers[1]", "no layer has a row for each token");
+    layers[0].policy = strided(0);
+    CHECK(kvc_cache_new(&config, &cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
+}
+
+/* A batch that completes no block takes no rows, and needs no put; a put of none may have no arrays. */
+static void test_puts_without_rows(void) {
+    pair *p = strided_pair(4, 1, &(kvc_config){0}, NULL);
+    const kvc_put_args none = {.struct_size = sizeof none};
+    kvc_span span;
+    CHECK(pair_begin(p, 2, (int32_t[]){0, 1}, (int64_t[]){0, 0}) == KVC_OK);
+    CHECK(kvc_put(p->batch, 0, &none) == KVC_OK);
+    CHECK_FAILS(kvc_put(p->batch, 0, &none), KVC_ERR_INVALID, "token 0", "before");
+    CHECK_FAILS(kvc_slots(p->batch, 2, 1, &span, sizeof span, NULL), KVC_ERR_INVALID, "position 1",
+                "no row in layer 2");
+    pair_put(p, 1, 0, 2);
+    pair_put(p, 4, 0, 2);
+    CHECK(pair_commit(p) == KVC_OK);
+    pair_check(p);
+    CHECK(kvc_seq_len(p->cache, 0, -1) == 2 && kvc_seq_len(p->cache, 0, 0) == 0 && kvc_next_position(p->cache, 0) == 2);
+    pair_feed(p, 0, 2, 13);
+    pair_check(p);
+    CHECK(kvc_seq_len(p->cache, 0, 0) == 3 && kvc_seq_len(p->cache, 0, 3) == 4);
+    pair_free(p);
+}
+
+/* Positions far from 0, up to the largest. */
+static void test_largest_position(void) {
+    pair *p = strided_pair(4, 1, &(kvc_config){0}, NULL);
+    p->roundings = 8;
+    pair_feed(p, 0, 0, 12);
+    CHECK(pair_shift(p, 0, 0, KVC_END, (INT32_MAX - 12) / 12 * 12) == KVC_OK);
+    pair_check(p);
+    const int32_t next = kvc_next_position(p->cache, 0);
+    CHECK(next > INT32_MAX - 12 && pair_feed(p, 0, next, INT32_MAX) == KVC_OK);
+    pair_check(p);
+    CHECK(kvc_next_position(p->cache, 0) == INT32_MAX);
+    CHECK(pair_truncate(p, 0, INT32_MAX - 1) == KVC_OK && pair_truncate(p, 0, next - 5) == KVC_OK);
+    pair_check(p);
+    pair_free(p);
+}
+
+/* ---- random steps ------------------------------------------------------------------------------------------------ */
+
+static void take_steps(pair *p, int num) {
+    for (int i = 0; i < num && !test_failures; i++) {
+        if (random_int(0, 2)) {
+            random_pass(p);
+        } else {
+            if (p->memory) memory_fail(p->memory, random_int(0, 8), random_int(1, 4));
+            random_edit(p);
+            if (p->memory) p->memory->is_failing = p->memory->failed = 0;
+        }
+        pair_check(p);
+        keep_small(p);
+    }
+    pair_free(p);
+}
+
+static void test_random_steps(void) {
+    for (int round = 0; round < 24; round++) {
+        const kvc_config limits = {.max_seq_len = round % 3 == 1 ? 40 : 0,
+                                   .capacity = round % 3 == 2 ? 120 : 0,
+                                   .max_sequences = round % 4 == 3 ? 4 : 0};
+        take_steps(strided_pair(1 + round % 9, round % 2, &limits, NULL), 150);
+    }
+}
+
+/* Allocations fail here and there: an edit that lacks memory changes nothing. */
+static void test_failing_memory(void) {
+    static memory m;
+    for (int round = 0; round < 8; round++) {
+        memory_init(&m);
+        take_steps(strided_pair(1 + round % 5, round % 2, &(kvc_config){0}, &m), 60);
+        CHECK(m.num == 0);
+    }
+}
+
+int main(void) {
+    test_refused();
+    test_puts_without_rows();
+    test_largest_position();
+    test_random_steps();
+    test_failing_memory();
+    return test_result();
+}
