@@ -269,10 +269,12 @@ static kvc_status check_exact(const kvc_sequence *sequence) {
             "sequence %lld is exact to position %d, and edited from %d on", id, sequence->exact_to,
             sequence->edited_from);
     for (int32_t g = 0; g < sequence->num_token_groups; g++)
-        for (const kvc_run *run = kvc_runs_begin(&sequence->runs[g]); run < kvc_runs_end(&sequence->runs[g]); run++)
-            REQUIRE(!run->delta || run->position >= sequence->exact_to,
-                    "group %d, sequence %lld: rows at position %d have moved, and it is exact to %d", g, id,
-                    run->position, sequence->exact_to);
+        for (const kvc_run *run = kvc_runs_begin(&sequence->runs[g]); run < kvc_runs_end(&sequence->runs[g]); run++) {
+            const int32_t position = kvc_position_of(run->position, sequence->pools[g].stride);
+            REQUIRE(!run->delta || position >= sequence->exact_to,
+                    "group %d, sequence %lld: rows at position %d have moved, and it is exact to %d", g, id, position,
+                    sequence->exact_to);
+        }
     return KVC_OK;
 }
 
