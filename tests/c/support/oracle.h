@@ -272,6 +272,13 @@ static inline int32_t rows_of(const pair *p, const sequence *s) {
     return most;
 }
 
+/* Whether it holds rows of tokens. */
+static inline int holds_tokens(const pair *p, const sequence *s) {
+    for (int l = 0; s && l < p->config.num_layers; l++)
+        if (keeps_tokens(p, l) && s->layers[l].num) return 1;
+    return 0;
+}
+
 /* Whether it holds rows in any layer. */
 static inline int holds_rows(const pair *p, const sequence *s) {
     for (int l = 0; s && l < p->config.num_layers; l++)
@@ -317,7 +324,8 @@ static inline int32_t next_of(const pair *p, const sequence *s) {
 static inline int32_t low_of(const pair *p, const sequence *s) {
     int32_t low = next_of(p, s);
     for (int l = 0; s && l < p->config.num_layers; l++)
-        low = s->layers[l].missing.end && s->layers[l].missing.begin < low ? s->layers[l].missing.begin : low;
+        if (s->layers[l].missing.end && s->layers[l].missing.begin + 1 - stride_of(p, l) < low)
+            low = s->layers[l].missing.begin + 1 - stride_of(p, l); /* where what the row stands for begins */
     return low;
 }
 
@@ -418,7 +426,7 @@ static inline int count_id(int64_t id, int n, const int64_t *ids) {
 /* The smallest position that one sequence has in a batch, its next included, or, if it has none, the one before. */
 static inline int32_t lowest_query(const pair *p, const sequence *s, int n, const int32_t *positions,
                                    const int64_t *ids) {
-    int32_t low = rows_of(p, s) ? low_of(p, s) : INT32_MAX;
+    int32_t low = holds_tokens(p, s) ? low_of(p, s) : INT32_MAX;
     if (!count_id(s->id, n, ids)) return not_negative(low - 1);
     for (int t = 0; t < n; t++)
         if (ids[t] == s->id && positions[t] < low) low = positions[t];
@@ -586,12 +594,27 @@ static inline void oracle_note(const pair *p, sequence *s, const uint8_t *replac
         list->missing = (range){0, 0};
         for (int other = 0; other < p->config.num_layers; other++)
             for (int i = 0; keeps_tokens(p, l) && keeps_tokens(p, other) && i < s->layers[other].num; i++) {
-                int32_t at = s->layers[other].rows[i].position;
-                if (!find_row(list, at) && !(at >= list->lost.begin && at < list->lost.end)) widen(&list->missing, at);
+                const int32_t last = s->layers[other].rows[i].position;
+                for (int32_t at = last + 1 - stride_of(p, other); at <= last; at++)
+                    if (gets_row(p, l, at) && !find_row(list, at) && !(at >= list->lost.begin && at < list->lost.end))
+                        widen(&list->missing, at);
             }
         for (int32_t at = before.begin; at < before.end && at < list->missing.end; at++)
-            if (!find_row(list, at) && !(at >= list->lost.begin && at < list->lost.end)) widen(&list->missing, at);
+            if (gets_row(p, l, at) && !find_row(list, at) && !(at >= list->lost.begin && at < list->lost.end))
+                widen(&list->missing, at);
     }
+}
+
+/* Trims what layers with a stride lack to positions of rows, after an edit. */
+static inline void trim_missing(pair *p) {
+    for (int s = 0; s < p->num_sequences; s++)
+        for (int l = 0; l < p->config.num_layers; l++) {
+            range *missing = &p->sequences[s].layers[l].missing;
+            if (stride_of(p, l) == 1) continue;
+            while (missing->begin < missing->end && !gets_row(p, l, missing->begin)) missing->begin++;
+            while (missing->begin < missing->end && !gets_row(p, l, missing->end - 1)) missing->end--;
+            if (missing->begin >= missing->end) *missing = (range){0, 0};
+        }
 }
 
 /* ---- exactness: what follows from a sequence's tokens alone ------------------------------------------------------ */
@@ -686,7 +709,7 @@ static inline void oracle_restore(pair *p, const char *kept) {
         sequence *s = kept[t] ? find_sequence(p, p->ids[t]) : NULL;
         for (int l = 0; s && l < p->config.num_layers; l++) {
             row_list *list = &s->layers[l];
-            if (!takes_tokens(p, l, p->replaced)) continue;
+            if (!takes_tokens(p, l, p->replaced) || !gets_row(p, l, p->positions[t])) continue;
             list_add(list, (row){p->positions[t], p->batch_tag + t, p->batch_tag + t, p->positions[t], 0, NO_TOKEN});
             for (int i = list->num - 1; i > 0 && list->rows[i - 1].position > list->rows[i].position; i--) {
                 row after = list->rows[i];
@@ -1240,9 +1263,9 @@ static inline void check_sequence(const pair *p, const sequence *s) {
 static inline void check_ids(const pair *p) {
     int64_t ids[MAX_SEQUENCES];
     int64_t num = kvc_sequences(p->cache, ids, MAX_SEQUENCES), right = 0;
-    for (int s = 0; s < p->num_sequences; s++) right += rows_of(p, &p->sequences[s]) > 0 && !p->sequences[s].used;
+    for (int s = 0; s < p->num_sequences; s++) right += holds_tokens(p, &p->sequences[s]) && !p->sequences[s].used;
     CHECKF(num == right, "%lld sequences, not %lld", (long long)num, (long long)right);
-    for (int i = 0; i < num; i++) CHECK(rows_of(p, find_sequence(p, ids[i])) > 0 && (i == 0 || ids[i] > ids[i - 1]));
+    for (int i = 0; i < num; i++) CHECK(holds_tokens(p, find_sequence(p, ids[i])) && (i == 0 || ids[i] > ids[i - 1]));
 }
 
 static inline kvc_stats stats_of(const pair *p) { return stats_in(p->cache); }

@@ -144,7 +144,7 @@ static inline kvc_status any_edit(pair *p) {
     int choice = random_int(0, 254);
     if (choice >= 248) return random_keep_positions(p, id);
     if (choice >= 245) return pair_mark_inexact(p, id, begin);
-    if (choice >= 175) return has_strides(p) ? random_share(p, source, other) : random_retained(p, id);
+    if (choice >= 175) return random_retained(p, id);
     if (choice >= 153) return random_share(p, random_source(), other);
     if (choice >= 151) return pair_clone(p);
     if (choice >= 149)
@@ -163,6 +163,7 @@ static inline kvc_status any_edit(pair *p) {
 /* Edits a random sequence; if it is in the open batch, the edit must be refused. */
 static inline kvc_status random_edit(pair *p) {
     const kvc_status status = any_edit(p);
+    trim_missing(p);
     pair_see_evicted(p);
     return status;
 }
@@ -255,8 +256,7 @@ static inline kvc_status random_begin(pair *p) {
     int32_t positions[MAX_BATCH];
     int64_t ids[MAX_BATCH];
     int n = random_tokens(p, positions, ids);
-    const int restores = !random_int(0, 6) && !has_strides(p);
-    kvc_status status = restores ? random_begin_restoring(p) : pair_begin(p, n, positions, ids);
+    kvc_status status = random_int(0, 6) ? pair_begin(p, n, positions, ids) : random_begin_restoring(p);
     if (status == KVC_OK) check_bytes(p);
     pair_see_evicted(p);
     return status;

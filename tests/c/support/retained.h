@@ -66,7 +66,7 @@ static inline int can_go_on(const pair *p, const int64_t *ids, int n, int32_t po
         const int32_t lowest = lowest_seen(policy, position);
         const int32_t sinks = policy->kind == KVC_SLIDING ? policy->num_sink_tokens : 0;
         for (int32_t at = 0; keeps_tokens(p, l) && at < position; at++)
-            if ((at >= lowest || at < sinks) && !is_held(p, ids, n, l, at)) return 0;
+            if ((at >= lowest || at < sinks) && gets_row(p, l, at) && !is_held(p, ids, n, l, at)) return 0;
     }
     return 1;
 }
