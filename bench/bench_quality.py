@@ -247,13 +247,17 @@ def print_selections(setting: Setting, compressed: Sequence[DType] = ()) -> None
         print_row(f"`{dtype}`", f"{100 * share:g} %", *setting.cells(share, dtype=dtype, sketch=True))
 
 
-def print_evictions(setting: Setting) -> None:
-    """Print a row for each policy of eviction and share of the prompt that is kept, over f32 rows."""
-    print_head("policy", "tokens kept", *FIGURES)
-    for name, policy in EVICTIONS.items():
-        for keep in KEPT:
-            drop = evicted(setting.model, policy, keep)
-            print_row(name, f"{100 * keep:g} %", *setting.cells(drop=drop, dtype="f32", max_sequences=2))
+def print_evictions(setting: Setting, compressed: Sequence[DType] = ()) -> None:
+    """Print a row for each policy of eviction and share of the prompt that is kept.
+
+    Rows are f32. A last row for each compressed type has half of the tokens by the policy `future`.
+    """
+    print_head("rows", "policy", "tokens kept", *FIGURES)
+    of_floats = [("f32", name, keep) for name, keep in itertools.product(EVICTIONS, KEPT)]
+    for dtype, name, keep in [*of_floats, *((dtype, "future", KEPT[0]) for dtype in compressed)]:
+        drop = evicted(setting.model, EVICTIONS[name], keep)
+        cells = setting.cells(drop=drop, dtype=dtype, max_sequences=2)
+        print_row(f"`{dtype}`", name, f"{100 * keep:g} %", *cells)
 
 
 def print_policies(setting: Setting, policies: Sequence[Policy]) -> None:
@@ -401,7 +405,7 @@ def measure_other(path: Path, files: Sequence[Path], context: int, only: str | N
         print_selections(setting, COMPRESSED)
         print()
     if only in (None, "evictions"):
-        print_evictions(setting)
+        print_evictions(setting, COMPRESSED)
 
 
 def main() -> None:

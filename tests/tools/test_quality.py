@@ -160,8 +160,8 @@ def test_columns_of_evictions(quality, model, texts, monkeypatch, capsys):
             passes.append(model.forward(text[176:], cache))
     assert len(kept) == 88
     found = expected(passes, exact, tails)
-    assert row[:2] == ["odd", "50 %"]
-    assert row[3:] == [f"{found.divergence:.1e}", f"{found.divergence_999:.1e}", f"{100 * found.best_kept:.2f} %"]
+    assert row[:3] == ["`f32`", "odd", "50 %"]
+    assert row[4:] == [f"{found.divergence:.1e}", f"{found.divergence_999:.1e}", f"{100 * found.best_kept:.2f} %"]
 
 
 def test_steps_of_several_tokens_select_as_single_tokens_do(quality, model, texts, monkeypatch):
@@ -220,7 +220,7 @@ def test_other_models_read_files(quality, monkeypatch, capsys):
     monkeypatch.setattr(quality, "REAL_TYPES", [("f16", "f16")])
     monkeypatch.setattr(quality, "REAL_POLICIES", [SlidingWindow(100), SlidingWindow(200)])
     monkeypatch.setattr(quality, "COMPRESSED", ["int4"])
-    monkeypatch.setattr(quality, "EVICTIONS", {"latest": lambda prompt: np.arange(prompt.num_rows)})
+    monkeypatch.setattr(quality, "EVICTIONS", {"future": lambda prompt: np.arange(prompt.num_rows)})
     command = ["", "--model", str(MODEL), "--context", "200", "--texts", str(MODEL / "eval.txt")]
     monkeypatch.setattr("sys.argv", command)
     quality.main()
@@ -228,9 +228,9 @@ def test_other_models_read_files(quality, monkeypatch, capsys):
     assert printed.startswith("1 texts of 24 tokens behind 200; ")
     assert first_cells(printed) == [
         "keys", "`f16`", "policy", "`SlidingWindow(window=100)`", "rows", "`f32`", "`f32`", "`f32`", "`int4`",
-        "policy", *("latest",) * 3,
+        "rows", *("`f32`",) * 3, "`int4`",
     ]  # fmt: skip
-    headings = {"types": "keys", "policies": "policy", "selections": "rows", "evictions": "policy"}
+    headings = {"types": "keys", "policies": "policy", "selections": "rows", "evictions": "rows"}
     for only, heading in headings.items():
         monkeypatch.setattr("sys.argv", [*command, "--only", only])
         quality.main()
