@@ -61,7 +61,8 @@ static inline const entry_list *list_entries(const pair *p, int layer, int64_t i
     }
     for (int32_t i = 0; put && i < put->n; i++) add_entry(p, l, &list, i, -1, put->tag + i, 0);
     for (int32_t t = 0; t < p->num_tokens; t++)
-        if (p->ids[t] == id && p->written[l][t]) add_entry(p, l, &list, p->positions[t], t, p->batch_tag + t, 0);
+        if (p->ids[t] == id && p->written[l][t] && gets_row(p, l, p->positions[t]))
+            add_entry(p, l, &list, p->positions[t], t, p->batch_tag + t, 0);
     return &list;
 }
 
@@ -409,7 +410,7 @@ static inline void find_missing(const pair *p, const query *a, int *seen, int *a
         if (p->layers[l].policy.kind == KVC_CROSS && !list_entries(p, l, p->ids[t])->num) *seen = *any = 1;
         for (int32_t i = 0; keeps_tokens(p, l) && i < p->num_tokens; i++) {
             const entry e = {.position = p->positions[i], .token = i};
-            if (p->ids[i] != p->ids[t] || p->written[l][i]) continue;
+            if (p->ids[i] != p->ids[t] || p->written[l][i] || !gets_row(p, l, p->positions[i])) continue;
             *any |= !is_masked(p->ids[t], e.position) && (!p->parents || descends(p, t, i));
             *seen |= sees(p, l, t, &e, a->non_causal && a->non_causal[t - a->first]);
         }

@@ -344,6 +344,7 @@ static inline kvc_layer random_layer(const double *angles) {
 static inline void add_sketches(kvc_layer *layer) {
     kvc_policy *policy = &layer->policy;
     if (layer->k_dim != SCALED_DIM || !layer->v_dim || layer->value_in_key || policy->kind == KVC_CROSS) return;
+    if (policy->stride > 1) return;
     if (policy->kind != KVC_FULL && layer->v_dim % 2 == 0) return;
     if (policy->kind == KVC_SLIDING) *policy = sliding_policy(8192 + policy->window % 8192, policy->num_sink_tokens, 0);
     if (policy->kind == KVC_CHUNKED) *policy = chunked_policy(8192, 0);
@@ -365,6 +366,10 @@ static inline int random_layers(kvc_layer *layers, const double *angles) {
         }
         if (lazy && layers[l].rope.kind == KVC_ROPE_FUNCTION) /* a group with one has no deltas */
             layers[l].rope = (kvc_rope){.kind = KVC_ROPE_NONE};
+        if (l && layers[l].policy.kind == KVC_FULL && !random_int(0, 3)) {
+            layers[l].policy.stride = random_int(2, 6);
+            layers[l].sketch_bits = 0; /* of the layer before */
+        }
         add_sketches(&layers[l]);
         int from = random_int(0, num_layers);
         if (from < l && !layers[from].share && !random_int(0, 4)) {
