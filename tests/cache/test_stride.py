@@ -493,3 +493,42 @@ def test_figures_and_words():
     layer = layers()[2]
     assert layer.most_bytes(1000) == layer.bytes_per_token * 250
     assert FullAttention() == FullAttention(stride=1) != FullAttention(stride=2)
+
+
+def test_choices_are_those_of_a_layer_with_rows_at_these_positions():
+    """An ordinary layer, to which only tokens at these positions were fed, gives the same choices and scores."""
+    keys = Layer(2, DIM, v_head_dim=0, dtype="f32")
+    plain = KVCache([keys], block_size=8)
+    strided = dataclasses.replace(keys, policy=FullAttention(stride=N))
+    cache = KVCache([Layer(1, DIM, dtype="f32"), strided], block_size=5)
+    rng = np.random.default_rng(9)
+    k = rng.standard_normal((50, 2, DIM)).astype(np.float32)
+    with cache.batch(190) as batch:
+        batch.put(0, np.zeros((190, 1, DIM), np.float32), np.zeros((190, 1, DIM), np.float32))
+        batch.put(1, k[:47])
+    with plain.batch(positions=complete(range(190))) as batch:
+        batch.put(0, k[:47])
+    positions = [191, 195, 199]
+    q = rng.standard_normal((3, 4, DIM)).astype(np.float32)
+    among = np.array([[3, 11, 27, 45, 190, 191, 199, -1]] * 3, np.int32)
+    with cache.batch(positions=range(190, 200)) as batch, plain.batch(positions=positions) as other:
+        batch.put(1, k[47:])
+        other.put(0, k[47:])
+        queries = np.zeros((10, 4, DIM), np.float32)
+        queries[[1, 5, 9]] = q
+        for options in ({}, {"relu": True, "num_choices": 2}, {"among": among}):
+            own = dict(options)
+            if "among" in own:
+                own["among"] = np.repeat(among[:1], 10, axis=0)
+                options["among"] = np.array(
+                    [[3, 11, 27, 47, 191, 191, 199, -1]] * 3, np.int32
+                )  # rows that stand for them
+            found = batch.choose(1, queries, width=5, return_scores=True, **own)
+            wanted = other.choose(0, q, width=5, return_scores=True, **options)
+            for a, b in zip(found, wanted, strict=True):
+                np.testing.assert_array_equal(a[[1, 5, 9]], b)
+        chosen = batch.choose(1, queries, width=5, num_first=2, num_local=2)
+        for p, entries in zip(batch.positions, chosen[:, 0], strict=True):
+            assert {3, 7, (p + 1) // N * N - 5, (p + 1) // N * N - 1} <= set(entries)
+        batch.abort()
+        other.abort()
