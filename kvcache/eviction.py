@@ -239,27 +239,37 @@ class Prompt:
         self.layers = layers_with_all(cache.layers)
         self.positions: Positions = cache.positions(seq_id=seq_id, layer=self.layers[0])
         self.num_rows = len(self.positions)
+        self._end = cache.next_position(seq_id)
 
     def picked(self, layer: int) -> Asked:
         """Return the queries of one token in so many, as `Queries` noted them; raise ValueError if there are none."""
-        return self._noted(None if self._queries is None else self._queries.picked(layer, self.seq_id), layer)
+        return self._held(None if self._queries is None else self._queries.picked(layer, self.seq_id), layer)
 
     def latest(self, layer: int) -> Asked:
         """Return the queries of the last tokens; raise ValueError if none were noted."""
-        return self._noted(None if self._queries is None else self._queries.latest(layer, self.seq_id), layer)
+        return self._held(None if self._queries is None else self._queries.latest(layer, self.seq_id), layer)
+
+    def _held(self, asked: Asked | None, layer: int) -> Asked:
+        """Return the queries of tokens that the sequence still holds: it may have gone back since they were noted."""
+        count = 0 if asked is None else int(np.searchsorted(asked.positions, self._end))
+        return self._noted(asked and Asked(asked.q[:count], asked.positions[:count], asked.options), layer)
 
     def _noted(self, asked: Asked | None, layer: int) -> Asked:
-        if asked is None:
+        if asked is None or not len(asked.positions):
             raise ValueError(
-                f"no queries of sequence {self.seq_id} were noted in layer {layer}, which the policy needs: give"
-                " `queries` that note the prompt while the model reads it; what a prefix cache holds is not read"
+                f"no queries of sequence {self.seq_id} were noted in layer {layer}, which the policy needs: note them"
+                " while the model reads the prompt (in transformers, by `HFCache.note_queries` and the attention"
+                " 'kvcache'); what a prefix cache holds is not read"
             )
         return asked
 
     def again(self) -> Iterator[tuple[int, Queries]]:
         """Feed the prompt once more, some tokens at a time: yield a fork of the sequence, and their queries in it."""
         if self._again is None:
-            raise ValueError("the policy needs the prompt fed once more: give `again`, a function that does so")
+            raise ValueError(
+                "the policy needs the prompt fed once more: give `again`, a function that does so (in transformers,"
+                " `model` and `input_ids`)"
+            )
         return self._again()
 
     def moved(self, asked: Asked, layer: int, positions: Positions) -> Asked:
@@ -354,7 +364,7 @@ def future(prompt: Prompt) -> F32:
     .. [1] Alessio Devoto et al., "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
        Distribution", arXiv:2510.00636, 2025.
     """
-    begin = prompt.cache.next_position(prompt.seq_id)
+    begin = prompt._end
     room = max(1, min(HORIZON, (prompt.cache.max_seq_len or INT32_MAX) - begin))
 
     def weights(layer: int) -> F32:
@@ -442,18 +452,17 @@ def choose(prompt: Prompt, policy: Policy, keep: SupportsFloat) -> Positions:
             f"the policy returned an array {found.dtype} of shape {found.shape}: a number for each of the"
             f" {prompt.num_rows} tokens is needed"
         )
-    importance = np.where(np.isnan(found), -np.inf, found.astype(np.float64))
-    importance[:FIRST] = importance[-LAST:] = np.inf
-    order = np.argsort(-importance, kind="stable")  # of equals, the earlier one stays
-    kept: Positions = np.sort(prompt.positions[order[:num_kept]])
-    return kept
+    between = prompt.positions[FIRST:-LAST]
+    importance = np.where(np.isnan(found), -np.inf, found.astype(np.float64))[FIRST:-LAST]
+    order = np.argsort(-importance, kind="stable")[: num_kept - FIRST - LAST]  # of equals, the earlier one stays
+    return np.concatenate([prompt.positions[:FIRST], np.sort(between[order]), prompt.positions[-LAST:]])
 
 
 def check_share(keep: SupportsFloat) -> float:
     """Return the share of tokens to keep; raise ValueError unless it is above 0 and at most 1."""
     share = to_float(keep, "keep")
     if not 0 < share <= 1:
-        raise ValueError(f"keep={share:g}: must be above 0 and at most 1, which keeps all tokens")
+        raise ValueError(f"keep={share!r}: must be above 0 and at most 1, which keeps all tokens")
     return share
 
 

@@ -86,6 +86,18 @@ def test_a_sequence_that_goes_back_and_a_fork():
     assert other.picked(0, 3) is not None
 
 
+def test_a_prompt_has_no_queries_of_tokens_that_were_taken_back():
+    cache, (queries, q) = filled(), noted()
+    cache.truncate(80)
+    prompt = Prompt(cache, 0, queries)
+    assert prompt.picked(0).positions.tolist() == [16, 48]
+    assert prompt.latest(1).positions.tolist() == [*range(LENGTH - 32, 80)]
+    np.testing.assert_array_equal(prompt.latest(1).q, q[LENGTH - 32 : 80])
+    cache.truncate(10)
+    with pytest.raises(ValueError, match="no queries of sequence 0 were noted in layer 0"):
+        Prompt(cache, 0, queries).picked(0)
+
+
 @pytest.mark.parametrize("name", ["every", "last"])
 def test_refused_numbers(name):
     with pytest.raises(ValueError, match=f"{name}=-1"):
@@ -209,6 +221,13 @@ def test_the_first_and_the_last_stay_and_of_equals_the_earlier():
 
 def test_the_share_is_exact():
     assert len(evict(filled(700), lambda prompt: np.zeros(prompt.num_rows), 0.07)) == 49
+
+
+def test_the_last_stay_beside_infinite_importance():
+    cache = filled()
+    kept = evict(cache, lambda prompt: np.full(prompt.num_rows, np.inf), 0.4)
+    assert kept.tolist() == [*range(8), *range(LENGTH - 32, LENGTH)]
+    assert cache.next_position() == LENGTH
 
 
 @pytest.mark.parametrize("dtype", ["f32", "q8_0", "int4"])
