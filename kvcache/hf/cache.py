@@ -36,7 +36,7 @@ from kvcache.hf.policies import (
 from kvcache.hf.prompts import Prompt, Prompts, check_prefix, check_tokens, placeholders_of, prompts_of
 from kvcache.hf.recurrent import ROWS, Recurrent
 from kvcache.hf.state import SaveableBatch, stored_in
-from kvcache.hf.turns import STALLED, Turns
+from kvcache.hf.turns import Turns
 from kvcache.layer import DTypeLike, Transform, count, override
 from kvcache.policy import Policy
 from kvcache.prefix.cache import MOST_BLOCK_SIZE, PrefixCache
@@ -131,7 +131,7 @@ class HFCache(SaveableBatch, Cache):
             self._cache, turns = prefix.cache, Turns.of(prefix.cache)
         self._placeholders = placeholders_of(config)
         self._follows_config = policy is None  # whether a layer's window is the model's
-        self._passes = Passes(self._cache, turns, 0.0 if prefix is None else STALLED, has_readers, select)
+        self._passes = Passes(self._cache, turns, has_readers, select)
         self._decoder = Decoder(self._cache, torch.get_default_dtype())  # until the model brings some rows
         self._forget_text()
         layers = Maker(self._passes, self._decoder, self._follows_config).layers(parts)

@@ -20,7 +20,7 @@ from kvcache.errors import shown
 from kvcache.eviction import Queries
 from kvcache.hf.padding import count_leading, masked_ranges, refuse_batch, refuse_padding, shown_columns
 from kvcache.hf.prompts import Prompts
-from kvcache.hf.turns import Turns, clear_finally
+from kvcache.hf.turns import STALLED, Turns, clear_finally
 from kvcache.layer import count
 from kvcache.policy import CrossAttention, FullAttention
 
@@ -113,19 +113,17 @@ class ForwardPass:
 class Passes:
     """The passes that a model makes through the layers of a cache, one after the other, and the sequences they fill.
 
-    `turns` is what the caches on these rows share, `timeout` the most seconds to wait while a batch of others is open.
-    `has_readers` says whether some layers of the model have no rows, and attend to the rows of earlier layers.
-    `select` is the argument of `HFCache`, kept as `num_selected`.
+    `turns` is what the caches on these rows share. `has_readers` says whether some layers of the model have no rows,
+    and attend to the rows of earlier layers. `select` is the argument of `HFCache`, kept as `num_selected`.
     """
 
-    def __init__(self, cache: KVCache, turns: Turns, timeout: float, has_readers: bool, select: int | None) -> None:
+    def __init__(self, cache: KVCache, turns: Turns, has_readers: bool, select: int | None) -> None:
         self.cache, self.turns, self.has_readers, self.num_selected = cache, turns, has_readers, select
         self.is_called = False  # whether a call of the model runs, of which `note_call` was told
         self.last: ForwardPass | None = None  # that runs, or ran last
         self.queries: Queries | None = None  # of the tokens, for `HFCache.evict`; None: they are not noted
         self.seq_ids: list[int] = []  # the sequence of each batch index
         self.forget()
-        self._timeout = timeout
         self._num_layers = cache.num_layers
         self.is_source = [isinstance(layer.policy, CrossAttention) for layer in cache.layers]  # over an encoder
         self.is_index = [not layer.v_head_dim for layer in cache.layers]  # holds keys of an indexer
@@ -344,7 +342,7 @@ class Passes:
             if self.turns.owner() is not self:
                 self.turns.take_turn(self)
             if positions:  # no other variable has the batch: an exception's traceback would keep it open
-                this_pass.batch = self.cache.batch(positions=positions, seq_ids=seq_ids, timeout=self._timeout)
+                this_pass.batch = self.cache.batch(positions=positions, seq_ids=seq_ids, timeout=STALLED)
         this_pass.is_open = True
         if self.prompts is not None:
             self.prompts.note_inexact(self.seq_ids, self.num_seen, num_tokens)

@@ -39,7 +39,7 @@ class Turns:
 
     A `KVCache` has one open batch at a time, and an `HFCache` keeps its batch open until somebody asks for its tokens.
     So a pass that begins ends the complete pass before it, whichever cache made it. It waits for a pass that runs in
-    another thread.
+    another thread, and for a batch whose cache another thread is collecting.
     """
 
     def __init__(self) -> None:

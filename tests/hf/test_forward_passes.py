@@ -1,6 +1,7 @@
 """A forward pass may have layers in another order, twice or left out, and copies and errors in its middle."""
 
 import copy
+import threading
 import warnings
 
 import pytest
@@ -184,3 +185,26 @@ def test_a_first_pass_that_fails_lets_a_prompt_be_acquired(monkeypatch):
             model(tokens, past_key_values=cache)
     assert cache.acquire(tokens[:1]) == 0
     assert cache.batch_size == 1
+
+
+@pytest.mark.parametrize("act", ["feed"])
+def test_a_batch_that_another_thread_is_about_to_end(act):
+    """A copy has an open batch and no owner while another thread collects it."""
+    model, tokens = model_of("llama"), random_tokens(1, 50)
+    model.set_attn_implementation("kvcache")
+    cache, _ = ours(model)
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+    cache.finish()
+    batch = cache._cache.batch(positions=[0], seq_ids=[99])
+    ending = threading.Timer(0.3, batch.abort)
+    ending.start()
+    if act == "feed":
+        with torch.no_grad():
+            model(tokens[:, :1], past_key_values=cache)
+    else:
+        cache.evict(lambda prompt: range(prompt.num_rows), 0.8)
+    ending.join()
+    cache.finish()
+    assert cache.get_seq_length() == (51 if act == "feed" else 50)
+    assert cache._cache.seq_len(cache._passes.seq_ids[0]) == (51 if act == "feed" else 40)
