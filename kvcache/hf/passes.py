@@ -223,10 +223,12 @@ class Passes:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether tokens were evicted, so that rows are not side by side."""
+        """Whether tokens were evicted, so that rows are not side by side, or the last ones are missing."""
         full = next((i for i, layer in enumerate(self.cache.layers) if isinstance(layer.policy, FullAttention)), None)
-        counts = (self.cache.seq_len(seq_id, layer=full) < self.cache.next_position(seq_id) for seq_id in self.seq_ids)
-        return full is not None and any(counts)
+        if full is None:
+            return False
+        ends = zip(self.seq_ids, (self.num_seen - offset for offset in self.offsets), strict=True)
+        return any(self.cache.seq_len(i, layer=full) < max(end, self.cache.next_position(i)) for i, end in ends)
 
     # ---- whose turn it is
 

@@ -213,6 +213,18 @@ def test_copies_beams_and_going_back():
     assert len(columns_of(other)[0]) == 55
 
 
+def test_rows_that_were_cut_off_within_a_gap_are_not_read():
+    model, tokens = model_of(), texts()
+    cache = HFCache(model.config, "f32")
+    prefill(model, cache, tokens)
+    cache.evict(lambda prompt: -np.arange(prompt.num_rows), 0.5)  # keeps 0 to 27, and 88 to 119
+    cache.crop(80 - LENGTH)
+    with pytest.raises(kvcache.NotSupportedError, match="tokens were evicted"):
+        _ = cache.layers[0].keys
+    cache.crop(28 - 80)
+    assert cache.layers[0].keys.shape[2] == 28
+
+
 def test_a_saved_cache(tmp_path):
     model, tokens = model_of(), texts()
     cache = HFCache(model.config, "f32")
