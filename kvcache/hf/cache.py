@@ -393,18 +393,21 @@ class HFCache(SaveableBatch, Cache):
             `kvcache.eviction.future`, which needs `note_queries`; `kvcache.eviction.kvzip`, which needs `model` and
             `input_ids`; or a function of a `kvcache.eviction.Prompt` that returns how important each token is.
         keep : float, default 0.25
-            The share of each text that is kept, above 0 and at most 1.
+            The share that is kept of the tokens that the cache has of each text, above 0 and at most 1.
         model, input_ids
-            The model, and the tokens that it has read, ``[batch, tokens]`` with their padding.
+            The model, and the tokens that it has read, ``[batch, tokens]`` with their padding. Behind padding, the
+            model must have been given positions that count from the first real token, as by `generate`.
 
         Raises
         ------
         NotSupportedError
-            If no layer keeps the rows of all tokens, an indexer chooses rows, or the policy needs a rotation that is
-            not known, or feeds images again.
+            If no layer keeps the rows of all tokens, an indexer chooses rows, the policy needs a rotation that is not
+            known, or the prompt cannot be fed again: it has images, or the model has an encoder.
         ValueError
-            If `keep` is out of range, `input_ids` are not those that were fed, or the policy lacks what it needs.
-            Nothing has changed then.
+            If `keep` is out of range, `input_ids` cannot be what was fed, or the policy lacks what it needs. Whatever
+            the policy or the model raises, no token was dropped.
+        RuntimeError
+            If the policy has fed the cache or otherwise changed it. No token was dropped.
         """
         passes, keep = self._passes, eviction.check_share(keep)
         passes.end()
@@ -412,26 +415,35 @@ class HFCache(SaveableBatch, Cache):
             raise NotSupportedError("an indexer of the model chooses rows: tokens cannot be evicted beside it")
         if model is not None or input_ids is not None:
             self._check_fed_again(model, input_ids)
-        kept = []
-        for row, seq_id in enumerate(passes.seq_ids):
+        held, kept = ([*passes.seq_ids], passes.num_seen), []
+        for row, seq_id in enumerate(held[0]):
             again = None if input_ids is None else partial(self._feed_again, row, model, input_ids)
             prompt = eviction.Prompt(self._cache, seq_id, passes.queries, again, ropes_of(self._config, self._cache))
             kept.append(eviction.choose(prompt, policy, keep))
-        for seq_id, positions in zip(passes.seq_ids, kept, strict=True):
-            self._cache.keep_positions(positions, seq_id=seq_id)
-        self._cache.compact()
+        passes.end()
+        if (passes.seq_ids, passes.num_seen) != held:
+            raise RuntimeError("the policy changed the cache that it was asked about: give it copy.deepcopy(cache)")
+        passes.keep_positions(kept)
 
     def _check_fed_again(self, model: Any, input_ids: torch.Tensor | None) -> None:
         """Raise unless a model can be fed these tokens once more."""
         if not isinstance(model, torch.nn.Module) or input_ids is None:
             raise TypeError("give both model, which is fed the prompt once more, and input_ids, its tokens")
         check_tokens(input_ids, "input_ids")
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            raise NotSupportedError(f"a {type(model).__name__} has an encoder: it cannot be fed its prompt once more")
         wanted = len(self._passes.seq_ids), self._passes.num_seen
         if input_ids.ndim != 2 or len(input_ids) != wanted[0] or input_ids.shape[1] > wanted[1]:
             raise ValueError(
                 f"input_ids has the shape {tuple(input_ids.shape)}: [batch, tokens] is needed, {wanted[0]} rows of at"
                 f" most the {wanted[1]} tokens that were fed"
             )
+        for row, offset in enumerate(self._passes.offsets):
+            if input_ids.shape[1] <= offset < wanted[1]:
+                raise ValueError(
+                    f"input_ids has {input_ids.shape[1]} columns, and row {row} begins behind {offset} of padding: give"
+                    " the tokens that the model has read"
+                )
         if torch.isin(input_ids, torch.tensor([*self._placeholders], dtype=input_ids.dtype)).any():
             raise NotSupportedError("input_ids has tokens that stand for images or sound, which cannot be fed again")
 
@@ -450,9 +462,14 @@ class HFCache(SaveableBatch, Cache):
             if offset:
                 inputs["attention_mask"] = (torch.arange(seen + chunk.shape[1]) >= offset)[None].long()
                 inputs["position_ids"] = torch.arange(seen - offset, seen - offset + chunk.shape[1])[None]
-            with torch.no_grad():
-                model(**inputs)
-            again.finish()
+            try:
+                with torch.no_grad():
+                    model(**inputs)
+                again.check_complete()
+                again.finish()
+            except BaseException:
+                again.reset()  # the traceback keeps the copy
+                raise
             yield again._passes.seq_ids[0], queries
 
     # ---- prompts that begin as earlier ones

@@ -6,11 +6,12 @@ import copy
 import threading
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvcache import selecting
 from kvcache.arrays import Layout
@@ -220,6 +221,14 @@ class Passes:
                 of_row = q[row, :, q.shape[2] - num_tokens :].transpose(0, 1).detach().float().numpy()
                 positions = np.arange(end - offset - num_tokens, end - offset)
                 queries.note(index, of_row, positions, seq_id=seq_id, **asked)
+
+    def keep_positions(self, kept: Sequence[NDArray[np.int32]]) -> None:
+        """Drop the rows of each sequence except those at some positions, and give the memory of the others back."""
+        with self.turns.lock:  # until memory is given back, no other cache may open a batch
+            self.turns.take_turn(self)
+            for seq_id, positions in zip(self.seq_ids, kept, strict=True):
+                self.cache.keep_positions(positions, seq_id=seq_id)
+            self.turns.compact(self.cache)
 
     @property
     def has_gaps(self) -> bool:

@@ -76,6 +76,17 @@ class Turns:
             owner.end_for_other()
         self.owner = weakref.ref(passes)
 
+    def compact(self, cache: KVCache) -> None:
+        """Give memory back, with `lock` held. Wait for a batch without an owner, as `KVCache.batch` does."""
+        deadline = time.monotonic() + STALLED
+        while True:
+            try:
+                return cache.compact()
+            except CacheBusyError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(LOOK_AGAIN)
+
 
 _lock = threading.Lock()
 _known: weakref.WeakKeyDictionary[KVCache, Turns] = weakref.WeakKeyDictionary()

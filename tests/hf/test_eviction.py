@@ -1,6 +1,7 @@
 """`HFCache.evict`: attention over the tokens that stay, beside transformers' own attention with the others hidden."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -9,13 +10,13 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from support import sparse_models  # noqa: E402 - torch may be missing
-from support.hf_pairs import BASE, make, random_tokens  # noqa: E402 - torch may be missing
+from support.hf_pairs import BASE, make, random_tokens, two_sided  # noqa: E402 - torch may be missing
 from support.hf_pairs import model_of as recurrent_model  # noqa: E402 - torch may be missing
 
 import kvcache  # noqa: E402 - it imports those
 from kvcache import eviction  # noqa: E402 - it imports those
 from kvcache.eviction import Prompt, future, kvzip  # noqa: E402 - it imports those
-from kvcache.hf import HFCache  # noqa: E402 - it imports those
+from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
 
@@ -225,6 +226,59 @@ def test_rows_that_were_cut_off_within_a_gap_are_not_read():
     assert cache.layers[0].keys.shape[2] == 28
 
 
+def test_a_copy_whose_pass_has_not_ended():
+    model, tokens = model_of(), texts()
+    cache = HFCache(model.config, "f32")
+    prefill(model, cache, tokens)
+    other = copy.deepcopy(cache)
+    right = logits_of(model, copy.deepcopy(cache), tokens)
+    first = logits_of(model, other, tokens[:, : LENGTH + 1])
+    cache.evict(third, 0.5)
+    assert len(columns_of(cache)[0]) == 60
+    torch.testing.assert_close(torch.cat([first, logits_of(model, other, tokens, begin=LENGTH + 1)], 1), right)
+
+
+def test_threads_share_a_prefix_cache():
+    model = model_of()
+    prefix = kvcache.PrefixCache(HFCache.make_kv_cache(model.config, "f32", block_size=16), fingerprint="x")
+
+    def logits_after_eviction(seed):
+        own, tokens, found = copy.deepcopy(model), random_tokens(1, LENGTH + NEW, seed), []
+        for _ in range(6):
+            cache = HFCache(model.config, prefix=prefix)
+            matched = cache.acquire(tokens[:, :LENGTH])
+            with torch.inference_mode():
+                own(tokens[:, matched:LENGTH], past_key_values=cache)
+            cache.evict(third, 0.5)
+            found.append(logits_of(own, cache, tokens))
+            cache.release()
+        return found
+
+    with ThreadPoolExecutor(4) as threads:
+        for found in threads.map(logits_after_eviction, range(4)):
+            for each in found[1:]:
+                torch.testing.assert_close(each, found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_policy_that_feeds_a_copy_or_the_cache_itself():
+    model, tokens = model_of(), texts()
+    cache = HFCache(model.config, "f32")
+    prefill(model, cache, tokens)
+    copies = []
+
+    def feeding(prompt, is_copy):
+        copies.append(copy.deepcopy(cache) if is_copy else cache)
+        logits_of(model, copies[-1], tokens)
+        return third(prompt)
+
+    with pytest.raises(RuntimeError, match="changed the cache"):
+        cache.evict(lambda prompt: feeding(prompt, False), 0.5)
+    assert cache.get_seq_length() == len(columns_of(cache)[0]) == LENGTH + NEW
+    cache.crop(-NEW)
+    cache.evict(lambda prompt: feeding(prompt, True), 0.5)
+    assert len(columns_of(cache)[0]) == 60
+
+
 def test_a_saved_cache(tmp_path):
     model, tokens = model_of(), texts()
     cache = HFCache(model.config, "f32")
@@ -307,6 +361,36 @@ def test_queries_need_the_kernels():
     assert len(columns_of(cache)[0]) == LENGTH
 
 
+def test_a_model_that_fails_while_it_reads_the_prompt_again(monkeypatch):
+    model, tokens = model_of(), texts()
+    monkeypatch.setattr(eviction, "AGAIN", 50)
+    cache = HFCache(model.config, "f32")
+    prefill(model, cache, tokens)
+    left = [None]  # what a hook returns changes nothing; the second call fails
+    hook = model.model.layers[2].register_forward_pre_hook(lambda *_: left.pop())
+    with pytest.raises(IndexError) as error:  # it keeps the frames in which the model failed
+        cache.evict(kvzip, 0.5, model=model, input_ids=tokens[:, :LENGTH])
+    hook.remove()
+    assert cache._cache.sequences == cache._passes.seq_ids
+    assert len(columns_of(cache)[0]) == LENGTH
+    cache.evict(kvzip, 0.5, model=model, input_ids=tokens[:, :LENGTH])
+    assert len(columns_of(cache)[0]) == 60
+    assert error.value
+
+
+def test_a_model_with_an_encoder_reads_nothing_again():
+    model, given = two_sided("bart")
+    model.set_attn_implementation("kvcache")
+    cache, tokens = HFEncoderDecoderCache(model.config, "f32", max_source_len=30), random_tokens(2, 50)
+    inputs = {"input_ids": given["inputs"], "attention_mask": given["attention_mask"], "decoder_input_ids": tokens}
+    with torch.inference_mode():
+        model(**inputs, past_key_values=cache)
+    with pytest.raises(kvcache.NotSupportedError, match="BartForConditionalGeneration has an encoder"):
+        cache.self_attention_cache.evict(kvzip, model=model, input_ids=tokens)
+    cache.self_attention_cache.evict(third)
+    assert [len(each) for each in columns_of(cache.self_attention_cache)] == [36, 36]
+
+
 def test_reset_goes_on_noting():
     model, tokens = model_of(), texts()
     cache = HFCache(model.config)
@@ -334,6 +418,13 @@ def test_refused():
         r"input_ids has the shape \(1, 126\): .* 1 rows of at most the 120": lambda: cache.evict(
             kvzip, model=model, input_ids=tokens
         ),
+        r"input_ids has 0 columns, and row 0 begins behind 0 of padding": lambda: cache.evict(
+            kvzip, model=model, input_ids=tokens[:, :0]
+        ),
+        r"the model went through 2 of 4 layers": lambda: cache.evict(
+            kvzip, model=model_of(num_hidden_layers=2), input_ids=tokens[:, :LENGTH]
+        ),
+        r"policy='future': a function": lambda: cache.evict("future"),
         r"every=0": lambda: cache.note_queries(0),
     }
     for message, call in calls.items():

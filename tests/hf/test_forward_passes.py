@@ -187,7 +187,7 @@ def test_a_first_pass_that_fails_lets_a_prompt_be_acquired(monkeypatch):
     assert cache.batch_size == 1
 
 
-@pytest.mark.parametrize("act", ["feed"])
+@pytest.mark.parametrize("act", ["feed", "evict"])
 def test_a_batch_that_another_thread_is_about_to_end(act):
     """A copy has an open batch and no owner while another thread collects it."""
     model, tokens = model_of("llama"), random_tokens(1, 50)
