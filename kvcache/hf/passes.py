@@ -207,6 +207,7 @@ class Passes:
         if self.prompts is not None:
             self.prompts.select(batch_indices, self.num_seen)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # it has no types; torch would trace NumPy
     def note_queries(
         self, queries: Queries, this_pass: ForwardPass, index: int, q: torch.Tensor, options: dict[str, Any]
     ) -> None:

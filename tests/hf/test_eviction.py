@@ -391,6 +391,18 @@ def test_a_model_with_an_encoder_reads_nothing_again():
     assert [len(each) for each in columns_of(cache.self_attention_cache)] == [36, 36]
 
 
+def test_a_compiled_model_has_the_same_queries():
+    model, tokens = model_of(num_hidden_layers=1), texts()
+    kept = []
+    for each in (model, torch.compile(model, backend="eager")):
+        cache = HFCache(model.config, "f32")
+        cache.note_queries(8)
+        prefill(each, cache, tokens)
+        cache.evict(future, 0.5)
+        kept.append(columns_of(cache)[0].tolist())
+    assert kept[0] == kept[1]
+
+
 def test_reset_goes_on_noting():
     model, tokens = model_of(), texts()
     cache = HFCache(model.config)
