@@ -305,7 +305,7 @@ class Prompt:
 
 def layers_with_all(layers: Iterable[Layer]) -> tuple[int, ...]:
     """Return which layers keep the rows of all tokens; raise NotSupportedError if none does."""
-    found = tuple(i for i, layer in enumerate(layers) if isinstance(layer.policy, FullAttention) and layer.v_head_dim)
+    found = tuple(i for i, layer in enumerate(layers) if layer.policy == FullAttention() and layer.v_head_dim)
     if not found:
         raise NotSupportedError("no layer of the cache keeps the rows of all tokens, so that there are none to drop")
     return found

@@ -234,7 +234,7 @@ class Passes:
     @property
     def has_gaps(self) -> bool:
         """Whether tokens were evicted, so that rows are not side by side, or the last ones are missing."""
-        full = next((i for i, layer in enumerate(self.cache.layers) if isinstance(layer.policy, FullAttention)), None)
+        full = next((i for i, layer in enumerate(self.cache.layers) if layer.policy == FullAttention()), None)
         if full is None:
             return False
         ends = zip(self.seq_ids, (self.num_seen - offset for offset in self.offsets), strict=True)

@@ -274,6 +274,17 @@ def test_layers_with_windows_have_no_say():
         evict(filled(policy=policies[0]), future, queries=queries)
 
 
+def test_layers_with_a_row_for_every_nth_token_have_no_say():
+    layers = [kvcache.Layer(2, 4, policy=kvcache.FullAttention(stride=n), rope=ROPE) for n in (4, 1)]
+    cache, rows = kvcache.KVCache(layers), random(LENGTH, 2, 4)
+    with cache.batch(LENGTH) as batch:
+        batch.put(0, rows[3::4], rows[3::4])
+        batch.put(1, rows, rows)
+    assert Prompt(cache).layers == (1,)
+    kept = evict(cache, lambda prompt: prompt.positions % 2, 0.5)
+    assert cache.positions(layer=0).tolist() == [p for p in kept if p % 4 == 3]
+
+
 @pytest.mark.parametrize("keep", [1, 1.0, 0.999])
 def test_nothing_to_drop(keep):
     cache = filled(36)
