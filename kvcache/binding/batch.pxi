@@ -164,9 +164,9 @@ cdef class Batch(_CallCounter):
         return 0
 
     cdef int read_strided(self, int32_t layer, object first, int64_t tokens, int layout, PutRows *rows) except -1:
-        """Find the tokens of the rows of a layer with a stride: `tokens` ones, or, with -1, as many as there are rows for.
+        """Find the tokens of the rows of a layer with a stride: `tokens` of them, or as many as there are rows for.
 
-        In lock step, tokens up to the end of the batch.
+        The second is meant by -1. In lock step, these are all tokens up to the end of the batch.
         """
         cdef int32_t stride = self.cache.layers[layer].policy.stride
         cdef int64_t given = count_tokens(&rows.k, layout), sequences = rows.k.shape[0] if layout == BHTD else 1
@@ -183,7 +183,7 @@ cdef class Batch(_CallCounter):
             raise ValueError(f"k: of {sequences} sequences, and there are {tokens} tokens")
         expected = has_row.reshape(sequences, -1).sum(axis=1) if tokens else np.zeros(sequences, np.int64)
         if (expected != given // sequences).any():
-            raise ValueError(f"k: of {show_tokens(&rows.k, layout)} rows, where layer {layer}, whose stride is {stride}, "
+            raise ValueError(f"k: of {show_tokens(&rows.k, layout)} rows, where layer {layer}, of stride {stride}, "
                              f"takes one for each position p with (p + 1) % {stride} == 0: "
                              f"{', '.join(map(str, expected.tolist()[:8]))}")
         rows.args.num_tokens = <int32_t>tokens
@@ -193,7 +193,10 @@ cdef class Batch(_CallCounter):
 
     cdef tuple read_put(self, int32_t layer, object k, object v, object first, object seq_id, int layout,
                         PutRows *rows, int64_t tokens=-1):
-        """Describe new rows; return the objects that keep their memory. tokens: theirs; -1: as many as there are rows for."""
+        """Describe new rows of some tokens; return the objects that keep their memory.
+
+        tokens: their number; -1: as many as there are rows for.
+        """
         cdef kvc_layer *shape = &self.cache.layers[layer]
         cdef kvc_put_args *args = &rows.args
         if shape.policy.kind == KVC_CROSS and layout == THD:
