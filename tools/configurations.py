@@ -32,7 +32,7 @@ FIELDS = {
     *(name for names in NAMES.values() for name in names),
     "alibi", "attention_chunk_size", "attention_k_eq_v", "attention_types", "attn_layer_offset",
     "attn_layer_period", "block_types", "first_k_dense_replace", "global_attn_every_n_layers", "global_head_dim",
-    "index_head_dim", "index_n_heads", "index_topk",
+    "index_head_dim", "index_kpool", "index_n_heads", "index_topk",
     "is_encoder_decoder", "kv_lora_rank", "layer_group_size", "local_attention", "max_window_layers", "multi_query",
     "new_decoder_architecture", "no_rope_layer_interval", "num_experts_per_tok", "num_global_key_value_heads",
     "num_kv_shared_layers", "original_max_position_embeddings", "position_embedding_type",

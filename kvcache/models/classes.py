@@ -63,6 +63,7 @@ MORE: dict[str, dict[str, Any]] = {
         "swa_qk_rope_head_dim": 64,
         "swa_v_head_dim": 128,
     },
+    "glm5_next_text": {"qk_rope_head_dim": 0},
     "hrm_text": {"H_cycles": 2, "L_cycles": 3},
     "longcat_flash": {"num_layers": None, "num_hidden_layers": 56},
     "minimax_m3_vl_text": {"rotary_dim": None},  # which its model does not read

@@ -53,7 +53,7 @@ HARMLESS = {
 # Harmless fields of types that transformers has a class for: tests compare its real layers with what is read.
 HARMLESS_IN_CLASSES = {
     "_sliding_window_pattern", "attention_type", "attention_window", "cross_layer_interval", "global_head_dim",
-    "indexer_types", "keep_window_size", "kv_source_layers", "local_radius",
+    "indexer_kv_heads", "indexer_types", "keep_window_size", "kv_source_layers", "local_radius",
     "num_sliding_attention_heads", "order_of_interleaved_layers", "qk_head_dim", "sliding_window_pattern",
 }  # fmt: skip
 # Harmless fields of other types.
@@ -78,10 +78,8 @@ REFUSED = {
     "attn_mode": "its layers of linear attention keep states, not rows",
     "num_slots": "its layers keep slots, not rows",
 }
-POOLED = "its indexer's keys stand for several tokens each"
 # Types that are refused though a config.json may leave out such a field, and the reason.
 REFUSED_TYPES = {
-    **dict.fromkeys(("glm5_next", "glm5_next_text", "qwen4_exp", "qwen4_exp_text"), POOLED),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "it reads another model's rows"),
     "modernbert": "it is an encoder, whose windows reach to both sides",
     **dict.fromkeys(("unlimited_ocr", "unlimited_ocr_text"), "its windows keep some tokens for ever"),

@@ -11,6 +11,7 @@ from kvcache.layer import Layer
 from kvcache.models.fields import Fields
 from kvcache.models.kinds import INDEXED, XB
 from kvcache.models.reading import MAX_HEAD_DIM, MAX_HEADS
+from kvcache.policy import FullAttention, SlidingWindow
 from kvcache.rope import Rope, RopeLike
 
 __all__ = ["chosen_rows", "index_layers", "sources_of"]
@@ -27,12 +28,23 @@ SPARSE = {
     "index_block_size": "sparse_block_size",
 }
 
+# Types whose indexers pool the keys of several tokens: the fields with their number, and with how many are chosen.
+POOLS = {
+    "glm5_next_text": ("index_kpool", "index_topk"),
+    "qwen4_exp_text": ("indexer_compress_ratio", "indexer_budget"),
+}
+# Names of fields in Qwen 4, and their names elsewhere.
+OF_QWEN4 = {"index_head_dim": "indexer_head_dim", "index_n_heads": "indexer_n_heads"}
+
 
 def index_layers(
     config: Fields, own: Sequence[Fields], kinds: Sequence[str], layers: Sequence[Layer]
 ) -> list[tuple[int, Layer]]:
-    """Return the number of heads of each indexer, and the layer for its keys, which lie beside a layer's rows."""
-    found = []
+    """Return the number of heads of each indexer, and the layer for its keys, which lie beside a layer's rows.
+
+    An indexer that pools the keys of several tokens has a second layer, of what it pools.
+    """
+    found: list[tuple[int, Layer]] = []
     if {*kinds}.isdisjoint(INDEXED):
         return []
     has_indexer = _has_indexer(config, kinds)
@@ -41,8 +53,25 @@ def index_layers(
             dim = _count(own[i], "index_head_dim", MAX_HEAD_DIM)
             rope = _moved(config, layer.rope, dim)
             keys = Layer(1, dim, v_head_dim=0, policy=layer.policy, rope=rope)
-            found.append((_count(own[i], "index_n_heads", MAX_HEADS), keys))
+            made = _pooled(config, keys) if config.get("model_type") in POOLS else [keys]
+            num_heads = _count(own[i], "index_n_heads", MAX_HEADS)
+            found += zip((num_heads, 1), made, strict=False)
     return found
+
+
+def _pooled(config: Fields, keys: Layer) -> list[Layer]:
+    """Return the layers for the keys that an indexer pools, and for what it pools.
+
+    GLM-5.3 Flash pools keys by gates. Qwen 4 rotates a pooled key for the block's first token, so that a token comes
+    with its cosines and sines, for which no rotation is known.
+    """
+    block = config.count(POOLS[config.text("model_type")][0], most=INT32_MAX)
+    dim = 2 * keys.head_dim
+    if config.get("model_type") == "qwen4_exp_text":
+        num_rotated = 2 * len(keys.rope.inv_freq) if isinstance(keys.rope, Rope) else keys.head_dim
+        dim = keys.head_dim + 2 * num_rotated
+    inputs = replace(keys, head_dim=dim, policy=SlidingWindow(block), rope=None if keys.rope else keys.rope)
+    return [replace(keys, policy=FullAttention(stride=block)), inputs]
 
 
 def chosen_rows(own: Sequence[Fields], kinds: Sequence[str]) -> list[int | None]:
@@ -53,6 +82,9 @@ def chosen_rows(own: Sequence[Fields], kinds: Sequence[str]) -> list[int | None]
 def _chosen_by(config: Fields, kind: str) -> int | None:
     if kind not in INDEXED:
         return None
+    pools = POOLS.get(config.text("model_type", ""))
+    if pools is not None and _has(config, pools[1]):  # and its own block, which is not complete
+        return config.count(pools[1], most=INT32_MAX) + config.count(pools[0], most=INT32_MAX) - 1
     names = ("index_topk_blocks", "index_block_size") if kind == XB else ("index_topk",)
     if not all(_has(config, name) for name in names):
         return None
@@ -96,6 +128,8 @@ def _chooses(config: Fields, layer: int) -> bool:
 def _count(config: Fields, name: str, most: int) -> int:
     """Return a number of an indexer, wherever the file has it."""
     sparse = config.part("sparse_attention_config")
+    if config.get("model_type") == "qwen4_exp_text":
+        return config.count(OF_QWEN4[name], most=most)
     listed = SPARSE.get(name, name)
     if sparse is not None and sparse.get(listed) is not None:
         return sparse.count(listed, most=most)

@@ -31,8 +31,8 @@ SLIDING = {S, HS, "sliding", "local"}
 KNOWN = STATELESS | FULL | SLIDING | INDEXED | {CHUNKED, CROSS}
 # Types with an indexer whose keys a cache holds.
 WITH_INDEXER = {
-    "axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "hy_v4_vl_text", "minimax_m3_vl_text",
-    "mistral_large4_text",
+    "axk2", "deepseek_v32", "dots3_note_text", "glm5_next_text", "glm_moe_dsa", "hy_v4", "hy_v4_vl_text",
+    "minimax_m3_vl_text", "mistral_large4_text", "qwen4_exp_text",
 }  # fmt: skip
 # Attentions per layer, where there are several; each is a layer of the cache.
 ATTENTIONS = {"longcat_flash": 2}
@@ -72,6 +72,7 @@ PATTERNS: dict[str, tuple[str, int] | list[str]] = {
     **dict.fromkeys(("exaone4", "exaone_moe"), ("sliding_window_pattern", 4)),
     **dict.fromkeys(("gemma3_text", "t5gemma2_text", "t5gemma2_decoder"), ("sliding_window_pattern", 6)),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ("full_attention_interval", 4)),
+    "qwen4_exp_text": ("full_attention_interval", 4),
     **{key: [S, F] for key in ("gemma2", "gpt_oss", "t5_gemma_module", "vaultgemma")},
     **dict.fromkeys(("gemma3n_text", "kolibri1"), [S] * 4 + [F]),
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text", "beam"), [S] * 5 + [F]),
@@ -85,6 +86,7 @@ PATTERNS: dict[str, tuple[str, int] | list[str]] = {
     "afmoe": ("global_attn_every_n_layers", 4),
     "bailing_hybrid": ("layer_group_size", 6),
     "flint": [S, F, S, S],
+    "glm5_next_text": [L, L, L, X],
     "gpt_neo": [F, S],
     **{key: [L] for key in ("bamba", "granitemoehybrid")},
     "kimi_linear": [F, L, L, L],
@@ -113,6 +115,8 @@ FROM_MAX_WINDOW_LAYERS = {"dots1"}
 EVERY_WINDOW = {"ministral", "qwen3_moe"}  # types for which ``max_window_layers`` says nothing
 
 
+# Types whose layers have an indexer also where a file calls them full_attention.
+ALL_CHOOSE = {"glm5_next_text", "qwen4_exp_text"}
 # Types of layers that do not see everything, and their names in `classes.Class.limits`.
 LIMITED = {**dict.fromkeys((S, "sliding", "local"), "sliding"), CHUNKED: "chunked"}
 # Types whose files are mostly of another class's models, with windows that transformers' class ignores.
@@ -123,6 +127,8 @@ def layer_types(config: Fields) -> list[str]:
     """Return transformers' type of each layer; its models ignore some windows and chunks that files name."""
     ignored = ignored_kinds(config)
     kinds = [F if kind in ignored else kind for kind in _said_types(config)]
+    if config.get("model_type") in ALL_CHOOSE:
+        kinds = [X if kind == F else kind for kind in kinds]
     if config.get("model_type") == "dots3_note_text" and config.get("per_layer_config") is None:
         chooses = config.get("use_dsa") is not False  # older files call such layers full_attention
         kinds = [(X if chooses else F) if kind in (F, X) else kind for kind in kinds]

@@ -333,8 +333,9 @@ def _fits(nbytes: int, memory: Memory) -> bool | None:
 
 
 def _per_token(layers: Sequence[Layer]) -> int:
-    """Return the bytes of a token's rows, without cross-attention layers."""
-    return sum(layer.most_bytes(1) for layer in layers if not isinstance(layer.policy, CrossAttention))
+    """Return the bytes of a token's rows, with its share of rows for several, without cross-attention layers."""
+    own = [layer for layer in layers if not isinstance(layer.policy, CrossAttention)]
+    return round(sum(layer.bytes_per_token / getattr(layer.policy, "stride", 1) for layer in own))
 
 
 def _longest(nbytes: Callable[[int], int], memory: int) -> int | None:

@@ -457,6 +457,35 @@ def test_where_index_keys_are_rotated():
     assert rotated == [True, True, True, False]
 
 
+def test_indexers_that_pool_keys():
+    glm5 = {"model_type": "glm5_next_text", "num_hidden_layers": 8, "qk_rope_head_dim": 0, "index_topk": 64}
+    shape = shapes.read({**LATENT, **glm5})
+    assert [layer.policy is None for layer in shape.layers[:8]] == [True, True, True, False] * 2
+    assert [layer.head_dim for layer in shape.layers[3:8:4]] == [512, 512]
+    kinds = [(layer.head_dim, layer.v_head_dim, layer.policy, layer.rope) for layer in shape.layers[8:]]
+    pooled = (128, 0, FullAttention(stride=16), False)
+    assert kinds == [pooled, (256, 0, SlidingWindow(16), False)] * 2
+    assert shape.num_heads[8:] == (32, 1, 32, 1)
+    assert shape.chosen[3] == 64 + 15
+    qwen4 = {
+        "model_type": "qwen4_exp_text", "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128,
+        "indexer_budget": 2048, "indexer_compress_ratio": 4, "num_hidden_layers": 8, "head_dim": 256,
+        "rope_parameters": {"partial_rotary_factor": 0.25},
+        "layer_types": ["linear_attention"] * 7 + ["full_attention"],
+    }  # fmt: skip
+    shape = shapes.read(qwen4)
+    assert shape.chosen[7] == 2048 + 3
+    pooled, inputs = shape.layers[8:]
+    assert (pooled.head_dim, pooled.policy) == (128, FullAttention(stride=4))
+    assert len(pooled.rope.inv_freq) == 32
+    assert (inputs.head_dim, inputs.policy, inputs.rope) == (128 + 2 * 64, SlidingWindow(4), None)
+    assert shapes.read({**qwen4, "layer_types": ["linear_attention"] * 7 + ["indexed_attention"]}) == shape
+    with pytest.raises(kvcache.ModelFileError, match="there is no field 'indexer_head_dim'"):
+        shapes.read({**qwen4, "indexer_head_dim": None})
+    with pytest.raises(kvcache.ModelFileError, match="index_kpool must be a whole number"):
+        shapes.read({**LATENT, **glm5, "index_kpool": 0})
+
+
 def test_rows_of_another_layer_beside_keys_of_ones_own():
     config = {"model_type": "mistral_large4_text", "num_hidden_layers": 4, **LATENT, "kv_source_layers": [0, 0, 2, 3]}
     shape = shapes.read(config)

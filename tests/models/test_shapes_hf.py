@@ -31,9 +31,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
 
 TASKS = ["CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MULTIMODAL_LM"]
 DECODERS = sorted(set().union(*(getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in TASKS)))
-POOLED = "keeps keys of an indexer that stand for several tokens each"
 REFUSED = {
-    **dict.fromkeys(["glm5_next", "qwen4_exp", "qwen4_exp_text"], POOLED),
     **dict.fromkeys(["dory", "inkling2_loop", "inkling2_loop_text"], "runs some of its layers several times"),
     **dict.fromkeys(["falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"], "has no keys and values"),
     "bamba": "has no keys and values as it is by default",
@@ -42,6 +40,7 @@ REFUSED = {
     "gemma4_assistant": "reads another model's rows",
     "gemma4_unified_assistant": "reads another model's rows",
     "granitemoehybrid": "has no keys and values as it is by default",
+    **dict.fromkeys(["qwen4_exp", "qwen4_exp_text"], "has indexers, and does not say by default what they are"),
     "pi0": "is no model of text",
     "reformer": "sorts keys into buckets",
     "unlimited_ocr": "has windows that some tokens never leave",
@@ -49,7 +48,7 @@ REFUSED = {
 LATENT = "is stored as latents, which are smaller than the heads that transformers makes of them"
 DIFFERENT = {
     **dict.fromkeys(["axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k25"], LATENT),
-    **dict.fromkeys(["axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa"], LATENT),
+    **dict.fromkeys(["axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm5_next", "glm_moe_dsa"], LATENT),
     **dict.fromkeys(["hy_v4", "hy_v4_vl", "mistral_large4"], LATENT),
     **dict.fromkeys(["kimi_linear", "longcat_flash", "minicpm3", "mistral4", "sarvam_mla", "youtu"], LATENT),
     "falcon": "has one KV head, of which transformers' function for static caches does not know",

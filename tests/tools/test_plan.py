@@ -37,6 +37,17 @@ def test_chosen_rows_alone_are_read(name, num_choosing):
     assert short == pytest.approx(sum(own))
 
 
+def test_a_token_has_its_share_of_a_row_for_several():
+    glm5 = {"model_type": "glm5_next_text", "num_hidden_layers": 4, "kv_lora_rank": 512, "num_attention_heads": 4}
+    glm5 |= {"index_kpool": 16, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 32, "hidden_size": 64}
+    (row,) = planned(glm5, CONTEXT, select=None)
+    assert row.bytes_per_token == 2 * (512 + 128 // 16 + 2 * 128)  # in f16
+    assert row.nbytes == 2 * (512 * CONTEXT + 128 * CONTEXT // 16 + 2 * 128 * 16)
+    read, (*_, kv, pooled, inputs), chosen = bytes_read(glm5, CONTEXT)
+    assert chosen[3] == 2048 + 15
+    assert read == pytest.approx(kv * (2048 + 15) / CONTEXT + pooled + inputs)
+
+
 def test_layers_that_do_not_choose_are_read_as_a_whole():
     read, own, chosen = bytes_read(PUBLISHED["Llama 3.1 8B"].config, CONTEXT)
     assert read == pytest.approx(sum(own))
