@@ -13,7 +13,7 @@ from kvcache.hf.indexing import Chosen
 from kvcache.hf.latents import Expansion
 from kvcache.hf.layers import Layer, LayerRows, Rows
 from kvcache.hf.lazy import elements_of
-from kvcache.hf.masks import Mask
+from kvcache.hf.masks import ChosenMask, Mask
 from kvcache.hf.padding import count_leading, masked_ranges, refuse_padding, shown_columns
 from kvcache.hf.passes import ForwardPass
 
@@ -40,11 +40,14 @@ def attention(
     `indices` are the columns that an indexer chose, ``[batch, tokens, n]``, and `block_indices` the blocks of columns,
     ``[batch, KV heads, tokens, n]``.
     """
+    given = attention_mask
     rows, expansion = _untouched(key, value), None
     if rows is None and (expansion := Expansion.of(key, value)) is not None:
         rows = expansion.rows
     is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
     chosen = None
+    if isinstance(given, ChosenMask):
+        chosen, attention_mask = Chosen(given.columns, 1, None, hides_padding=True), given.mask
     if indices is not None:
         chosen = Chosen.of(indices, 1)
     if block_indices is not None:
@@ -70,7 +73,8 @@ def attention(
             _refuse(name)
     if rows is not None:
         rows.falls_back = True
-    key, value, mask = elements_of([key, value, attention_mask])
+    chosen = None if isinstance(given, ChosenMask) else chosen  # the mask's elements have it
+    key, value, mask = elements_of([key, value, given])
     if rows is not None and rows.new is not None:
         _check_mask(rows, mask, query.shape[2])
     has_sdpa = softcap is None and s_aux is None
@@ -124,7 +128,7 @@ def _attend(
             return None
     if passes.queries is not None:
         passes.note_queries(passes.queries, this_pass, layer.index, q, options)
-    has_padding = padding is not None or any(this_pass.offsets)
+    has_padding = padding is not None or (any(this_pass.offsets) and not (chosen is not None and chosen.hides_padding))
     options["masked"] = (passes.masked(this_pass, padding) if has_padding else None) or None
     if chosen is not None and this_pass.batch is not None:
         options |= chosen.options(this_pass, options["masked"])

@@ -33,8 +33,9 @@ from kvcache.hf.policies import (
     ropes_of,
     rotation_by_length,
 )
+from kvcache.hf.pooling import PooledKeys, install
 from kvcache.hf.prompts import Prompt, Prompts, check_prefix, check_tokens, placeholders_of, prompts_of
-from kvcache.hf.recurrent import ROWS, Recurrent
+from kvcache.hf.recurrent import KEYS, ROWS, Recurrent
 from kvcache.hf.state import SaveableBatch, stored_in
 from kvcache.hf.turns import Turns
 from kvcache.layer import DTypeLike, Transform, count, override
@@ -137,6 +138,7 @@ class HFCache(SaveableBatch, Cache):
         layers = Maker(self._passes, self._decoder, self._follows_config).layers(parts)
         Cache.__init__(self, layers=layers)  # a cache for MiniMax has another base, which takes no layers
         self._recurrent = Recurrent(layers)
+        install(decoder.model_type)
         self.is_linear = [isinstance(part.own, LinearAttentionLayer) and part.policy is None for part in parts]
 
     @staticmethod
@@ -244,6 +246,15 @@ class HFCache(SaveableBatch, Cache):
         if not hasattr(layer, "update_indexer"):
             raise self._not_as_configured(layer_idx, "keys of an indexer")
         keys: torch.Tensor = layer.update_indexer(indexer_key_states)
+        return keys
+
+    def pooled_keys(self, layer_idx: int) -> PooledKeys:
+        """Return the keys of an indexer that pools; note that the pass has come to it."""
+        keys = getattr(self.layers[layer_idx] if layer_idx < len(self.layers) else None, "index_keys", None)
+        if not isinstance(keys, PooledKeys):
+            raise self._not_as_configured(layer_idx, "keys of an indexer")
+        if self._recurrent.layers:
+            self._reach(layer_idx, KEYS)
         return keys
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:

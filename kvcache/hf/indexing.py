@@ -12,8 +12,9 @@ from torch import Tensor
 from kvcache.hf.latents import LatentLayer
 from kvcache.hf.layers import Layer, LayerRows, Rows
 from kvcache.hf.lazy import elements_of
-from kvcache.hf.masks import Plane
+from kvcache.hf.masks import Plane, shown_by
 from kvcache.hf.passes import ForwardPass
+from kvcache.hf.pooling import PooledKeys
 from kvcache.hf.scoring import Scoring, Step, pad, relu, top_indices, top_values
 
 
@@ -42,14 +43,31 @@ class IndexKeys(Layer):
         return self.update_index(indexer_key_states.unsqueeze(1)).squeeze(1)
 
 
+class _NoPositions:
+    """The positions of all tokens, which Qwen 4 keeps in a cache: none, as its rows hold what comes of them."""
+
+    def __get__(self, layer: Any, owner: type) -> None:
+        return None
+
+    def __set__(self, layer: Any, positions: Tensor) -> None:
+        """Keep nothing."""
+
+
 class _Indexed:
     """A layer that has keys of an indexer beside its rows."""
 
-    index_keys: IndexKeys
+    index_keys: IndexKeys | PooledKeys
+    indexer_position_ids = _NoPositions()
 
     def update_index(self, idx_k: Tensor) -> Tensor:
         """As `IndexKeys.update_index`."""
+        assert isinstance(self.index_keys, IndexKeys)
         return self.index_keys.update_index(idx_k)
+
+    @property
+    def pools(self) -> bool:
+        """Whether a key of the indexer stands for several tokens."""
+        return isinstance(self.index_keys, PooledKeys)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """As `IndexKeys.update_indexer`."""
@@ -201,6 +219,7 @@ class Chosen(NamedTuple):
     indices: Tensor  # [batch, queries, n], or [batch, KV heads, queries, n]; a negative one is none
     block: int  # the columns of a block; 1: they are columns
     scored: Scored | None  # what the kernels choose by; None: the model chose
+    hides_padding: bool = False  # whether it says of padding that it is hidden, in place of a mask
 
     @classmethod
     def of(cls, indices: Tensor, block: int) -> Self:
@@ -211,10 +230,7 @@ class Chosen(NamedTuple):
         """Return which columns were chosen, of bool, ``[batch, heads, queries, columns]``; heads may be 1."""
         indices = elements_of(self.indices)
         indices = indices if indices.dim() == 4 else indices.unsqueeze(1)
-        num_blocks = -(-num_columns // self.block)
-        places = torch.where(indices < 0, num_blocks, indices).long()  # the last place is dropped
-        shown = torch.zeros(*indices.shape[:3], num_blocks + 1, dtype=torch.bool).scatter_(-1, places, True)
-        shown = shown[..., :num_blocks].repeat_interleave(self.block, -1)[..., :num_columns]
+        shown = shown_by(indices, num_columns, self.block)
         num_choices = shown.shape[1]
         return shown if num_choices == 1 else shown.repeat_interleave(num_heads // num_choices, 1)
 

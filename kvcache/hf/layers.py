@@ -108,6 +108,14 @@ class LayerRows:
         return dense
 
 
+def check_new(*tensors: torch.Tensor) -> None:
+    """Raise if a cache cannot take what a layer brings of new tokens."""
+    if not tensors[0].is_cpu:
+        raise NotSupportedError(f"the keys are on {tensors[0].device}: this cache is for models on the CPU")
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise ValueError("the keys require grad: call the model under torch.inference_mode(), or no_grad()")
+
+
 class Layer(CacheLayerMixin):
     """A layer of a model's attention over its own tokens: layer `index` of the `KVCache`.
 
@@ -196,10 +204,8 @@ class Layer(CacheLayerMixin):
         where they lie; for any other attention, the first operation on the tensors decodes them.
         """
         k, v = key_states, value_states
-        if not k.is_cpu:
-            raise NotSupportedError(f"the keys are on {k.device}: this cache is for models on the CPU")
-        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-            raise ValueError("the keys require grad: call the model under torch.inference_mode(), or no_grad()")
+        if not k.is_cpu or torch.is_grad_enabled():
+            check_new(k, v)
         this_pass = self.passes.reach(self.index, self.pack(k, v))
         self.decoder.dtype = k.dtype
         past = 0 if self.is_source else min(self.passes.num_seen, self.most_past)

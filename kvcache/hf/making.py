@@ -13,6 +13,7 @@ from kvcache.hf.latents import LatentLayer
 from kvcache.hf.layers import CrossLayer, Layer
 from kvcache.hf.passes import Passes
 from kvcache.hf.policies import Part
+from kvcache.hf.pooling import PooledKeys
 from kvcache.hf.recurrent import MixedLayer
 from kvcache.policy import CrossAttention
 
@@ -31,9 +32,11 @@ class Maker(NamedTuple):
         layers: list[Any] = []
         for part in parts:
             index_keys = None if part.index_beside is None else count_indexers()
+            if part.pools:
+                count_indexers()  # the layer of what is pooled
             if part.policy is not None:
                 states = getattr(part.own, "number_of_states", 0)
-                layers.append(self._layer(count_rows(), states, index_keys))
+                layers.append(self._layer(count_rows(), states, index_keys, part.pools))
             else:
                 layers.append(part.own if index_keys is None else self._layer(index_keys))
         return layers
@@ -46,10 +49,17 @@ class Maker(NamedTuple):
             made.copy_state(layer)
             return made
         index_keys = getattr(layer, "index_keys", None)
-        return self._layer(layer.index, index_keys=None if index_keys is None else index_keys.index)
+        if index_keys is None:
+            return self._layer(layer.index)
+        return self._layer(layer.index, index_keys=index_keys.index, pools=isinstance(index_keys, PooledKeys))
 
-    def _layer(self, index: int, number_of_states: int = 0, index_keys: int | None = None) -> Layer:
-        """Make the layer that stands for a layer of the `KVCache`; `index_keys` is the layer of its indexer's keys."""
+    def _layer(
+        self, index: int, number_of_states: int = 0, index_keys: int | None = None, pools: bool = False
+    ) -> Layer:
+        """Make the layer that stands for a layer of the `KVCache`.
+
+        `index_keys` is the layer of its indexer's keys, and `pools` says whether the indexer pools them.
+        """
         own = self.passes.cache.layers[index]
         kind: Callable[..., Any] = CrossLayer if isinstance(own.policy, CrossAttention) else Layer
         if number_of_states:
@@ -62,5 +72,6 @@ class Maker(NamedTuple):
             kind = IndexedLayer
         made: Any = kind(self.passes, self.decoder, index, self.follows_config)
         if index_keys is not None:
-            made.index_keys = self._layer(index_keys)
+            keys = PooledKeys(self.passes, self.decoder, index_keys, self.follows_config) if pools else None
+            made.index_keys = keys or self._layer(index_keys)
         return made  # type: ignore[no-any-return] # each kind makes a Layer

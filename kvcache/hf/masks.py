@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-from kvcache.hf.lazy import LazyTensor
+from kvcache.hf.lazy import LazyTensor, elements_of
 from kvcache.hf.scoring import Scoring
 
 EVERYTHING = slice(None)
@@ -68,12 +68,49 @@ class Mask(LazyTensor):
                 return self.of(self.padding, self.is_plain, self.sees_all, self.arguments, selected)
         return self.elements()[index]
 
+    def __and__(self, other: Any) -> torch.Tensor:
+        """Hide more: what an indexer did not choose, or any elements."""
+        if self.made is None and type(other) is ChosenMask and other.mask is other.made is None:
+            return ChosenMask.of(other.columns, self.shape[3], self)
+        made: torch.Tensor = self.elements() & other
+        return made
+
     def make(self) -> torch.Tensor:
         """Make the mask as transformers does for torch's attention, or for the model's own."""
         make = sdpa_mask if self.dtype == torch.bool else eager_mask
         mask = make(**{**self.arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
         assert mask is not None  # it is None only where one of these is allowed
         return mask[:, :, self.queries]
+
+
+class ChosenMask(LazyTensor):
+    """A mask of bool that shows the columns which an indexer chose, ``[batch, 1, queries, columns]``."""
+
+    columns: torch.Tensor  # the columns that each query chose, [batch, queries, n]; a negative one is none
+    mask: Mask | None  # what else hides columns; None: nothing
+
+    @classmethod
+    def of(cls, columns: torch.Tensor, num_columns: int, mask: Mask | None = None) -> Self:
+        """Return a mask with these attributes."""
+        made = cls.of_shape((columns.shape[0], 1, columns.shape[1], num_columns), torch.bool)
+        made.columns, made.mask = columns, mask
+        return made
+
+    def make(self) -> torch.Tensor:
+        """Show what was chosen, unless the other mask hides it."""
+        shown = shown_by(elements_of(self.columns).unsqueeze(1), self.shape[3])
+        return shown if self.mask is None else shown & self.mask.elements()
+
+
+def shown_by(indices: torch.Tensor, num_columns: int, block: int = 1) -> torch.Tensor:
+    """Return which columns, or blocks of columns, are listed: ``[batch, heads, queries, columns]`` of bool.
+
+    `indices` are ``[batch, heads, queries, n]``. Negative ones stand for none.
+    """
+    num_blocks = -(-num_columns // block)
+    places = torch.where(indices < 0, num_blocks, indices).long()  # the last place is dropped
+    shown = torch.zeros(*indices.shape[:3], num_blocks + 1, dtype=torch.bool).scatter_(-1, places, True)
+    return shown[..., :num_blocks].repeat_interleave(block, -1)[..., :num_columns]
 
 
 def adds_masks(config: PreTrainedConfig | None) -> bool:

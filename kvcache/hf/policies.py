@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -31,20 +32,15 @@ SHAPE = ("num_kv_heads", "head_dim", "v_head_dim", "value_in_key", "policy")  # 
 LEAST_BLOCK, MOST_BLOCK = 64, 256  # tokens in a block of a cache
 RESUME = 64  # tokens by which a window can be cropped: assisted decoding removes wrong guesses
 
-POOLED = "its indexer's keys stand for several tokens each"
 # Types of models that do not use a given cache, or take only a cache of their own class, and the reason.
 UNSERVED = {
     **REFUSED,
     "blt": REFUSED["blt_local_decoder"],
     "flaubert": "it takes a cache as another argument",
-    "glm5_next": POOLED,
-    "glm5_next_text": POOLED,
     "mllama": "some of its layers keep rows of an image",
     "mllama_text_model": "some of its layers keep rows of an image",
     "openai-gpt": "it keeps nothing between passes",
     "pi0": "it makes actions of a robot, no text",
-    "qwen4_exp": POOLED,
-    "qwen4_exp_text": POOLED,
     "recurrent_gemma": "it keeps the state of its recurrent layers itself",
     "t5gemma": "it makes its own cache for what its encoder made",
     "t5gemma2": "it makes its own cache for what its encoder made",
@@ -78,6 +74,7 @@ class Part(NamedTuple):
     policy: Policy | None = None  # of its keys and values; None: it has none of its own
     own: OwnLayer | None = None  # what transformers itself keeps
     index_beside: int | None = None  # the layer beside whose rows the keys of its indexer lie; None: it has no indexer
+    pools: bool = False  # whether the indexer pools the keys of several tokens
 
 
 def check_config(config: Any) -> None:
@@ -160,7 +157,7 @@ def part_of(config: PreTrainedConfig, index: int, layer_type: str, options: dict
         return Part(own=own)
     if attention == "full_attention":
         return Part(FullAttention(), own)
-    if attention in INDEXED and getattr(config, "index_head_dim", None):
+    if attention in INDEXED and (getattr(config, "index_head_dim", None) or pooling_of(config)):
         return _indexed_part(config, index)
     if attention == "sliding_attention" and window:
         return Part(SlidingWindow(window, resume_window=window + RESUME), own)
@@ -180,7 +177,30 @@ def _indexed_part(config: PreTrainedConfig, index: int) -> Part:
     kinds, sources = getattr(config, "indexer_types", None), getattr(config, "kv_source_layers", None)
     beside = index if sources is None else sources[index]
     has_indexer = kinds is None or kinds[index] != "shared"
-    return Part(FullAttention() if beside == index else None, None, beside if has_indexer else None)
+    policy = FullAttention() if beside == index else None
+    return Part(policy, None, beside if has_indexer else None, has_indexer and pooling_of(config) is not None)
+
+
+class Pooling(NamedTuple):
+    """How an indexer pools the keys of several tokens to one."""
+
+    block: int  # the tokens that a key stands for
+    key_dim: int
+    input_dim: int  # elements of a token that it pools
+
+
+def pooling_of(config: PreTrainedConfig) -> Pooling | None:
+    """Return how the indexers of a model pool keys; None: they do not.
+
+    GLM-5.3 Flash pools keys by gates. Qwen 4 rotates a pooled key for the block's first token, so that a token comes
+    with its cosines and sines.
+    """
+    if config.model_type == "glm5_next_text":
+        return Pooling(config.index_kpool, config.index_head_dim, 2 * config.index_head_dim)
+    if config.model_type != "qwen4_exp_text" or not config.indexer_head_dim:
+        return None
+    num_rotated = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    return Pooling(config.indexer_compress_ratio, config.indexer_head_dim, config.indexer_head_dim + 2 * num_rotated)
 
 
 def window_of(policy: Policy | None) -> int:
@@ -227,17 +247,38 @@ def ropes_of(config: PreTrainedConfig, cache: KVCache) -> list[RopeLike]:
 def index_layers_of(config: PreTrainedConfig, layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers of `KVCache` for the keys of a model's indexers, which follow its other layers.
 
-    Each has the policy of the layer beside whose rows the keys lie, and the type of that layer's keys.
+    Each has the policy of the layer beside whose rows the keys lie, and the type of that layer's keys. An indexer that
+    pools has a second layer, of what it pools.
     """
     decoder, parts, _ = parts_of(config)
     rows = dict(zip((i for i, part in enumerate(parts) if part.policy is not None), layers, strict=True))
-    return [
-        replace(
-            rows[part.index_beside], num_kv_heads=1, head_dim=decoder.per_layer_config[i].index_head_dim, v_head_dim=0,
-            value_in_key=False, share=None, rope=None,
+    found = []
+    for i, part in enumerate(parts):
+        if part.index_beside is None:
+            continue
+        beside = rows[part.index_beside]
+        keys_of = partial(replace, beside, num_kv_heads=1, v_head_dim=0, value_in_key=False, share=None, rope=None)
+        if part.pools:
+            found += _pooled_layers(decoder, beside.policy, keys_of)
+        else:
+            found.append(keys_of(head_dim=decoder.per_layer_config[i].index_head_dim))
+    return found
+
+
+def _pooled_layers(config: PreTrainedConfig, policy: Policy | None, keys_of: Callable[..., Layer]) -> list[Layer]:
+    """Return the layers for the keys that an indexer pools, and for what it pools, which stays exact."""
+    pooling = pooling_of(config)
+    assert policy is not None
+    assert pooling is not None
+    if policy != FullAttention():
+        raise NotSupportedError(
+            f"policy={written(policy)}: the indexer of a {type(config).__name__} chooses among all tokens: leave"
+            " policy out"
         )
-        for i, part in enumerate(parts) if part.index_beside is not None
-    ]  # fmt: skip
+    block, key_dim, input_dim = pooling
+    window = SlidingWindow(block, resume_window=block + RESUME)
+    inputs = keys_of(head_dim=input_dim, policy=window, k_dtype="f32", k_transform=None)
+    return [keys_of(head_dim=key_dim, policy=FullAttention(stride=block)), inputs]
 
 
 def check_policies(layers: Sequence[Layer]) -> None:

@@ -18,7 +18,8 @@ from transformers.cache_utils import LinearAttentionLayer
 from kvcache.errors import NotSupportedError
 from kvcache.hf.layers import Layer
 
-ROWS = -1  # stands for the keys and values of a layer, beside the indices of its states
+# Parts of a layer: its keys and values, the keys of an indexer that pools, and its first state. Others follow that one.
+ROWS, KEYS, STATE = -1, -2, 0
 
 
 class MixedLayer(LinearAttentionLayer, Layer):  # type: ignore[override] # one base has an attribute, one a property
@@ -47,8 +48,9 @@ class Recurrent:
         self.layers: dict[int, Any] = {
             i: layer for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionLayer)
         }
-        self._all = {(i, False) for i in self.layers}  # indices of layers, and whether it is their rows
-        self._all |= {(i, True) for i, layer in enumerate(layers) if isinstance(layer, Layer)}
+        self._all = {(i, STATE) for i in self.layers}  # indices of layers, and their parts
+        self._all |= {(i, ROWS) for i, layer in enumerate(layers) if isinstance(layer, Layer)}
+        self._all |= {(i, KEYS) for i, layer in enumerate(layers) if getattr(layer, "pools", False)}
         self._reached: set[tuple[int, int]] = set()
 
     def __bool__(self) -> bool:
@@ -72,13 +74,13 @@ class Recurrent:
     @property
     def is_within(self) -> bool:
         """Whether the last pass has not come to every layer: it runs, or it failed."""
-        reached = {(i, part == ROWS) for i, part in self._reached}
+        reached = {(i, min(part, STATE)) for i, part in self._reached}
         return bool(reached) and reached != self._all
 
     @property
     def has_come_to_rows(self) -> bool:
         """Whether the last pass has stored rows, but not come to every layer."""
-        return self.is_within and any(part == ROWS for _, part in self._reached)
+        return self.is_within and any(part < STATE for _, part in self._reached)
 
     def reset(self) -> None:
         """Forget all states, and the size of the batch."""

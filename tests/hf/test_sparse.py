@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from support.sparse_models import (  # noqa: E402 - torch may be missing
     CHANGES,
+    POOLED,
     TOPK,
     logits_of,
     model_of,
@@ -31,12 +32,21 @@ LENGTH = 40
 TOLERANCE = 2e-6  # of the largest logit
 ATTENTIONS = ["eager", "kvcache"]
 ENDS = {"whole": [LENGTH], "pieces": [13, 14, 25, LENGTH], "tokens": [20, *range(21, LENGTH + 1)]}
-QUICK = {"hy_v4", "mistral_large4", "minimax_m3_vl_text"}  # sinks, shared rows, blocks
-NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CHANGES]
+QUICK = {"hy_v4", "mistral_large4", "minimax_m3_vl_text", "glm5_next"}  # sinks, shared rows, blocks, pooled keys
+QUICK |= {"qwen4_exp_text, recurrent"}
+RECURRENT = [name for name in POOLED if "recurrent" in name]
+NAMES = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+    for name in [*CHANGES, *POOLED] if name not in RECURRENT
+]  # fmt: skip
+WITH_RECURRENT = NAMES + [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in RECURRENT]
 INDEXERS = {"glm_moe_dsa": 3, "hy_v4": 2, "dots3_note_text": 2, "mistral_large4": 5, "minimax_m3_vl_text": 3}
+INDEXERS |= {"glm5_next": 3}
+WIDTHS = {"index_topk", "topk_blocks", "block_topk", "token_budget"}  # attributes that say how much is chosen
 OWN_ROWS = {"mistral_large4": 4}
+PIECES = [13, 23, 25, *range(26, LENGTH + 1)]  # a single token is no padding for GLM-5.3
 PADDINGS = [(0, 0), (1, 5), (2, 21)]  # rows, and the columns that a mask hides before them
-WITH_IMAGES = ["dots3_note", "hy_v4_vl", "minimax_m3_vl"]  # transformers 5.23 lacks one
+WITH_IMAGES = [name for name in ("dots3_note", "hy_v4_vl", "minimax_m3_vl") if name in transformers.CONFIG_MAPPING]
 WAYS = {
     "greedy": {},
     "beams": {"num_beams": 3},
@@ -71,23 +81,35 @@ def generate(model, past, tokens, **options):
 def test_a_choice_matters():
     """Logits depend on the choice, so that these tests can tell a wrong choice from a right one."""
     tokens = tokens_of(1, LENGTH)
-    for name in CHANGES:
-        model, block = with_attention(name, "eager"), "index_topk_blocks" in CHANGES[name]
-        texts = model.config.get_text_config()
+    for name in [*CHANGES, *POOLED]:
+        model = with_attention(name, "eager")
         want = logits_of(model, their_cache(model), tokens, [LENGTH])
-        field = "topk_blocks" if block else "index_topk"
-        indexers = [part for part in model.modules() if hasattr(part, field) and hasattr(part, "k_norm")]
-        assert indexers
-        assert block or (texts.index_n_heads >= 16 and texts.index_topk == TOPK < LENGTH)
+        indexers = [part for part in model.modules() if type(part).__name__.endswith("Indexer")]
+        before = {field: value for field, value in vars(indexers[0]).items() if field in WIDTHS}
+        heads = getattr(indexers[0], "n_heads", None) or getattr(indexers[0], "index_n_heads", None)
+        assert "topk_blocks" in before or (heads >= 16 and TOPK in before.values())
         for part in indexers:
-            setattr(part, field, LENGTH)
+            vars(part).update(dict.fromkeys(before, LENGTH))
         dense = logits_of(model, their_cache(model), tokens, [LENGTH])
         for part in indexers:
-            setattr(part, field, getattr(texts, f"index_{field.removeprefix('index_')}"))
+            vars(part).update(before)
         assert off(dense, want) > 0.05
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", POOLED)
+def test_the_cache_has_pooled_keys_beside_the_rows(name):
+    layers = HFCache(model_of(name).config, "q8_0", transform="hadamard")._cache.layers
+    num_rows = 2 if name in RECURRENT else 4
+    num_indexers = INDEXERS.get(name, num_rows)
+    assert [layer.v_head_dim > 0 for layer in layers] == [True] * num_rows + [False] * num_indexers * 2
+    for keys, inputs in zip(layers[num_rows::2], layers[num_rows + 1 :: 2], strict=True):
+        assert (keys.head_dim, keys.policy) == (32, kvcache.FullAttention(stride=4))
+        assert (keys.k_dtype, keys.k_transform) == ("q8_0", "hadamard")
+        assert (inputs.head_dim, inputs.policy) == (64, kvcache.SlidingWindow(4, resume_window=68))
+        assert (inputs.k_dtype, inputs.k_transform) == ("f32", None)
+
+
+@pytest.mark.parametrize("name", CHANGES)
 def test_the_cache_has_keys_of_indexers_beside_the_rows(name):
     cache = HFCache(model_of(name).config)
     layers = cache._cache.layers
@@ -102,13 +124,14 @@ def test_the_cache_has_keys_of_indexers_beside_the_rows(name):
     assert len(cache.policy) == len(rows)
 
 
-@pytest.mark.parametrize("name", [*CHANGES, *(name for name in WITH_IMAGES if name in transformers.CONFIG_MAPPING)])
+@pytest.mark.parametrize("name", [*CHANGES, *POOLED, *WITH_IMAGES])
 def test_a_configuration_says_the_same_layers(name):
     """`KVCache.from_config` makes the same layers as `HFCache`, beside layers that read another one's rows."""
     sparse = {"text_config": CHANGES["minimax_m3_vl_text"]} if name == "minimax_m3_vl" else {}
-    configs = [transformers.CONFIG_MAPPING[name](**sparse), *([model_of(name).config] if name in CHANGES else [])]
+    configs = [] if name in POOLED else [transformers.CONFIG_MAPPING[name](**sparse)]
+    configs += [] if name in WITH_IMAGES else [model_of(name).config]
     for config in configs:
-        layers = [layer for layer in kvcache.KVCache.from_config(config).layers if layer.share is None]
+        layers = [layer for layer in kvcache.KVCache.from_config(config).layers if layer.share is None and layer.policy]
         own = HFCache(config)._cache.layers
         assert len(layers) == len(own)
         for layer, ours in zip(layers, own, strict=True):
@@ -119,7 +142,7 @@ def test_a_configuration_says_the_same_layers(name):
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("ends", ENDS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WITH_RECURRENT)
 def test_logits(name, ends, attention):
     tokens = tokens_of(2, LENGTH)
     want = theirs(name, tokens, ENDS[ends])
@@ -132,16 +155,17 @@ def test_logits(name, ends, attention):
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WITH_RECURRENT)
 def test_left_padding(name, attention):
     tokens, mask = tokens_of(3, LENGTH), torch.ones(3, LENGTH, dtype=torch.long)
     mask[1, :5] = mask[2, :21] = 0
-    want = theirs(name, tokens, ENDS["tokens"], mask)
+    ends = PIECES if name in POOLED else ENDS["tokens"]
+    want = theirs(name, tokens, ends, mask)
     if name == "minimax_m3_vl_text" and attention == "kvcache":  # in transformers, padding moves its blocks
         alone = [theirs(name, tokens[row : row + 1, padding:], [LENGTH - padding]) for row, padding in PADDINGS]
         want = torch.cat([torch.nn.functional.pad(one, (0, 0, LENGTH - one.shape[1], 0)) for one in alone])
     model = with_attention(name, attention)
-    got = logits_of(model, HFCache(model.config, dtype="f32"), tokens, ENDS["tokens"], mask)
+    got = logits_of(model, HFCache(model.config, dtype="f32"), tokens, ends, mask)
     for row, padding in PADDINGS:
         assert off(got[row, padding:], want[row, padding:]) < TOLERANCE
 
@@ -179,7 +203,7 @@ def test_hidden_tokens(name, hidden, counted):
     assert cache.stats()["calls"]["kernel"] == 4 * len(ends)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CHANGES)
 def test_a_text_that_hides_a_token_of_the_last_one(name):
     """The indexer of MiniMax M3 scores hidden keys, too."""
     model, tokens = with_attention(name, "kvcache"), tokens_of(1, LENGTH)
@@ -231,8 +255,10 @@ def test_rows_come_and_go(name, attention):
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WITH_RECURRENT)
 def test_generate(name, way, attention):
+    if way == "lookup" and name in POOLED:
+        pytest.skip("transformers takes these models for stateful ones, whose guesses it cannot take back")
     tokens = tokens_of(1 if way == "lookup" else 2, 21)
     if (name, way) not in WANTED:
         model = with_attention(name, "eager")
@@ -256,7 +282,7 @@ def test_a_saved_state_goes_on(name, attention, tmp_path):
     assert loaded._cache.layers == cache._cache.layers
     assert off(logits_of(model, loaded, tokens, ends), want) < TOLERANCE
     other = copy.deepcopy(model.config)
-    other.get_text_config().index_head_dim = 64
+    other.get_text_config().index_head_dim = other.get_text_config().indexer_head_dim = 64
     with pytest.raises(kvcache.StateFormatError, match="of another shape"):
         HFCache.load(other, tmp_path / "text")
 
@@ -325,7 +351,7 @@ def test_keys_of_an_indexer_in_a_wrong_layer_are_refused():
 
 
 @pytest.mark.parametrize("how", ["read", "replaced"])
-@pytest.mark.parametrize("name", ["hy_v4", "minimax_m3_vl_text"])
+@pytest.mark.parametrize("name", ["hy_v4", "minimax_m3_vl_text", "glm5_next"])
 def test_a_choice_that_the_model_makes(name, how):
     """A program may read what an indexer chose, or put another choice in its place: then torch scores the keys."""
     tokens = tokens_of(2, LENGTH)
@@ -348,10 +374,10 @@ def test_a_choice_that_the_model_makes(name, how):
     assert cache.stats()["calls"]["kernel"] == 4 * len(ends)
 
 
-@pytest.mark.parametrize("name", ["hy_v4", "minimax_m3_vl_text"])
+@pytest.mark.parametrize("name", ["hy_v4", "minimax_m3_vl_text", "glm5_next", "qwen4_exp_text"])
 def test_short_texts_choose_nothing(name, monkeypatch):
     """As long as every row would be chosen, nothing is scored. The next token chooses."""
-    most = TOPK if name == "hy_v4" else 3 * 4
+    most = {"hy_v4": TOPK, "minimax_m3_vl_text": 3 * 4}.get(name, TOPK + 3)
     tokens, mask = tokens_of(2, most + 3), torch.ones(2, most + 3, dtype=torch.long)
     mask[:, :2] = tokens[:, :2] = 0
     ends = [most - 2, most + 2, most + 3]

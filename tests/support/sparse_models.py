@@ -47,24 +47,55 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 CHANGES["mistral_large4"].pop("q_lora_rank")
+# Models whose indexers pool the keys of several tokens. Real ones have recurrent layers, too, which cannot be cropped.
+GLM5: dict[str, Any] = {
+    **LATENT, **GROUPS, "qk_rope_head_dim": 0, "index_kpool": 4, "linear_head_dim": 16, "linear_num_heads": 4,
+    "hc_mult": 2, "indexer_types": ["full", "full", "shared", "full"], "layer_types": ["indexed_attention"] * 4,
+}  # fmt: skip
+QWEN4: dict[str, Any] = {
+    **BLOCKS, "num_key_value_heads": 2, "head_dim": 32, "indexer_n_heads": 16, "indexer_kv_heads": 1,
+    "indexer_head_dim": 32, "indexer_budget": TOPK, "indexer_compress_ratio": 4, "hc_count": 2, "hc_lowrank": 8,
+    "num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 32, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2],
+    },
+    "layer_types": ["indexed_attention"] * 4,
+}  # fmt: skip
+MIXED = ["linear_attention", "indexed_attention"] * 2
+POOLED: dict[str, dict[str, Any]] = {
+    "glm5_next": GLM5,
+    "glm5_next, recurrent": {**GLM5, "indexer_types": ["full"] * 4, "layer_types": MIXED},
+    "qwen4_exp_text": QWEN4,
+    "qwen4_exp_text, recurrent": {**QWEN4, "layer_types": MIXED},
+}
 EYES = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
     "patch_size": 8,
+}  # fmt: skip
+EYES_OF_GLM5 = {
+    "hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "image_size": 16, "patch_size": 8,
+    "out_hidden_size": 64, "projection_intermediate_size": 32,
 }  # fmt: skip
 
 
 @cache
 def model_of(name: str, attention: str = "eager") -> Any:
+    """Make a model of this name."""
+    return made(name, {**CHANGES, **POOLED}[name], attention)
+
+
+def made(name: str, changes: dict[str, Any], attention: str = "eager") -> Any:
     """Make a model, with weights so large that a logit depends on the rows that were chosen."""
-    changes = CHANGES[name]
-    if name == "mistral_large4":
-        config = transformers.CONFIG_MAPPING[name](text_config=changes, vision_config={"model_type": "pixtral", **EYES})
-        kind: Any = transformers.AutoModelForImageTextToText
+    kind = name.partition(",")[0]
+    vision = {"mistral_large4": {"model_type": "pixtral", **EYES}, "glm5_next": EYES_OF_GLM5}.get(kind)
+    if vision:
+        config = transformers.CONFIG_MAPPING[kind](text_config=changes, vision_config=vision)
     else:
-        config = transformers.CONFIG_MAPPING[name](**changes)
-        kind = transformers.AutoModelForCausalLM
+        config = transformers.CONFIG_MAPPING[kind](**changes)
+    auto: Any = transformers.AutoModelForImageTextToText if vision else transformers.AutoModelForCausalLM
     torch.manual_seed(0)
-    model = kind.from_config(config, attn_implementation=attention).eval()
+    model = auto.from_config(config, attn_implementation=attention).eval()
     for parameter in model.parameters():
         if parameter.dim() >= 2:
             parameter.data.normal_(0, 0.08)

@@ -1,0 +1,253 @@
+"""Models whose indexers pool the keys of several tokens, GLM-5.3 Flash and Qwen 4, beside their own cache.
+
+`test_sparse.py` tests these models together with others.
+"""
+
+import copy
+
+import pytest
+
+import kvcache
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from support.sparse_models import (  # noqa: E402 - torch may be missing
+    GLM5,
+    POOLED,
+    logits_of,
+    made,
+    model_of,
+    off,
+    their_cache,
+    tokens_of,
+)
+
+import kvcache.hf  # noqa: E402 - it imports those
+from kvcache.hf import HFCache  # noqa: E402 - it imports those
+from kvcache.hf.cache import CACHE  # noqa: E402 - it imports those
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers, and that dense tensors are used
+
+LENGTH = 40
+TOLERANCE = 2e-6  # of the largest logit
+ATTENTIONS = ["eager", "sdpa", "kvcache"]
+PURE = ["glm5_next", "qwen4_exp_text"]
+
+
+def with_attention(name, attention):
+    model = model_of(name)
+    model.set_attn_implementation(attention)
+    return model
+
+
+def theirs(name, tokens, ends):
+    model = with_attention(name, "eager")
+    return logits_of(model, their_cache(model), tokens, ends)
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_back_to_any_length(name):
+    """Half a block needs no state of its own: any number of tokens can be taken back, and others fed."""
+    tokens, others = tokens_of(1, LENGTH), tokens_of(1, LENGTH, seed=8)
+    model = with_attention(name, "kvcache")
+    for kept in range(17, 26):
+        cache = HFCache(model.config, dtype="f32")
+        logits_of(model, cache, tokens, [16, 27, 28])
+        cache.crop(kept - 28)
+        other = copy.deepcopy(cache)
+        mixed = torch.cat((tokens[:, :kept], others[:, kept:]), 1)
+        ends = [kept + 1, kept + 2, LENGTH]
+        want = theirs(name, mixed, [LENGTH])[:, kept:]
+        model = with_attention(name, "kvcache")
+        assert off(logits_of(model, cache, mixed, ends), want) < TOLERANCE
+        assert off(logits_of(model, other, mixed, [LENGTH]), want) < TOLERANCE
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("block", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 16))])
+@pytest.mark.parametrize("name", PURE)
+def test_blocks_of_any_size(name, block, attention):
+    sizes = {"index_kpool": block, "index_topk": 2 * block}
+    if name == "qwen4_exp_text":
+        sizes = {"indexer_compress_ratio": block, "indexer_budget": 2 * block}
+    model = made(name, {**POOLED[name], **sizes})
+    order = torch.randperm(90, generator=torch.Generator().manual_seed(5))  # equal tokens have equal keys in layer 0
+    tokens = 3 + order[:60].repeat(2, 1)
+    tokens[1] = tokens[1].flip(0)
+    ends = [7, 8, 33, *range(34, 61)]
+    want = logits_of(model, their_cache(model), tokens, ends)
+    model.set_attn_implementation(attention)
+    assert off(logits_of(model, HFCache(model.config, dtype="f32"), tokens, ends), want) < TOLERANCE
+
+
+def test_a_token_may_leave_its_own_block_out():
+    """Then the first tokens see nothing. transformers' eager attention takes the mean of all rows for them."""
+    model = made("glm5_next", {**GLM5, "index_kpool_always_select_tail": False})
+    tokens = tokens_of(2, LENGTH)
+    want = logits_of(model, their_cache(model), tokens, [LENGTH])
+    assert off(logits_of(model, HFCache(model.config, dtype="f32"), tokens, [LENGTH]), want) < TOLERANCE
+    model.set_attn_implementation("sdpa")
+    want = logits_of(model, their_cache(model), tokens, [LENGTH])
+    model.set_attn_implementation("kvcache")
+    got = logits_of(model, HFCache(model.config, dtype="f32"), tokens, [2, 9, *range(10, LENGTH + 1)])
+    assert off(got, want) < TOLERANCE
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_positions_of_images(attention):
+    """Qwen 4 rotates a block's key for its first token, whose three positions need not follow one another."""
+    tokens, model = tokens_of(2, LENGTH), with_attention("qwen4_exp_text", "eager")
+    positions = torch.randint(0, 50, (3, 2, LENGTH), generator=torch.Generator().manual_seed(3)).sort(-1).values
+
+    def feed(past):
+        found = []
+        for begin, end in ((0, 13), (13, 14), (14, 30), *((n, n + 1) for n in range(30, LENGTH))):
+            given = {"position_ids": positions[:, :, begin:end], "use_cache": True, CACHE: past}
+            with torch.no_grad():
+                found.append(model(tokens[:, begin:end], **given).logits)
+        return torch.cat(found, 1)
+
+    want = feed(their_cache(model))
+    model.set_attn_implementation(attention)
+    assert off(feed(HFCache(model.config, dtype="f32")), want) < TOLERANCE
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("name", POOLED)
+def test_a_token_that_a_mask_hides_between_others(name, attention):
+    tokens, mask = tokens_of(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1, 20] = 0
+    model = with_attention(name, attention)
+    cache = HFCache(model.config, dtype="f32")
+    with pytest.raises(kvcache.NotSupportedError, match="hides a token between others"):
+        logits_of(model, cache, tokens, [LENGTH], mask)
+    cache.reset()
+    want = theirs(name, tokens, [LENGTH])
+    model = with_attention(name, attention)
+    assert off(logits_of(model, cache, tokens, [LENGTH]), want) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_stored_types(name):
+    tokens = tokens_of(2, 12)  # all of which are chosen, so that rounding changes no choice
+    want = theirs(name, tokens, [11])
+    model = with_attention(name, "kvcache")
+    for dtype, most in (("f16", 1e-3), ("q8_0", 0.05), ("int8", 0.05)):
+        cache = HFCache(model.config, dtype)
+        assert 0 < off(logits_of(model, cache, tokens, [6, *range(7, 12)]), want) < most
+        longer = logits_of(model, cache, tokens_of(2, LENGTH), [LENGTH])
+        assert torch.isfinite(longer).all()
+
+
+@pytest.mark.parametrize("attention", ["eager", "kvcache"])
+@pytest.mark.parametrize("name", [name for name in POOLED if name not in PURE])
+def test_prompts_with_recurrent_states_begin_as_earlier_ones(name, attention):
+    tokens = tokens_of(1, LENGTH)
+    want = theirs(name, tokens, [30, LENGTH])
+    model = with_attention(name, attention)
+    memory = HFCache.make_kv_cache(model.config, dtype="f32", block_size=4)
+    prefix = kvcache.PrefixCache(memory, fingerprint=name, state_bytes=HFCache.state_bytes(model))
+    first = HFCache(model.config, prefix=prefix)
+    first.acquire(tokens[:, :30])
+    logits_of(model, first, tokens, [30])
+    first.release()
+    second = HFCache(model.config, prefix=prefix)
+    assert second.acquire(tokens) == 30
+    assert off(logits_of(model, second, tokens, [LENGTH]), want[:, 30:]) < TOLERANCE
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_hashed_tokens_beside_the_layers(attention):
+    """Qwen 4 keeps the last tokens, and a convolution of what it looks up for them, as states."""
+    more = {"ple_layer_ids": [1], "ngram_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 50}
+    more |= {"make_ngram_vocab_size_divisible_by": 8, "eos_token_id": 2, "split_ngram_parts": 1}
+    model = made("qwen4_exp_text", {**POOLED["qwen4_exp_text, recurrent"], **more})
+    tokens = tokens_of(2, LENGTH)
+    ends = [9, 10, 30, *range(31, LENGTH + 1)]
+    want = logits_of(model, their_cache(model), tokens, ends)
+    model.set_attn_implementation(attention)
+    assert off(logits_of(model, HFCache(model.config, dtype="f32"), tokens, ends), want) < TOLERANCE
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", POOLED)
+def test_a_call_that_the_kernels_do_not_know(name, padded):
+    """A wrapped weight, or an operation on the keys, has the rows decoded; then torch attends to what was chosen."""
+    tokens, mask = tokens_of(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1, : 5 if padded else 0] = 0
+    ends = [20, 21, 30, *range(31, LENGTH + 1)]
+    model = with_attention(name, "eager")
+    want = logits_of(model, their_cache(model), tokens, ends, mask)
+    model = made(name, POOLED[name], "kvcache")
+    if "glm5" in name:
+        for part in model.modules():
+            if hasattr(part, "kv_b_proj"):
+                part.kv_b_proj.register_forward_hook(lambda part, args, made: made + 0)
+    else:
+        for part in model.modules():
+            if hasattr(part, "attention_dropout"):  # of which nothing is left, as each element is kept
+                part.train()
+                part.attention_dropout = 1e-30
+    cache = HFCache(model.config, dtype="f32")
+    if padded and "glm5" in name:
+        with pytest.raises(kvcache.NotSupportedError, match="before its indexer was told of padding"):
+            logits_of(model, cache, tokens, ends, mask)
+        return
+    got = logits_of(model, cache, tokens, ends, mask)
+    assert cache.stats()["calls"]["kernel"] == 0
+    assert off(got[0], want[0]) < TOLERANCE
+    assert off(got[1, 5:], want[1, 5:]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_other_caches_are_served_as_before(name):
+    """A model whose indexers may choose by an `HFCache` also takes transformers' own, with any attention."""
+    HFCache(model_of(name).config)
+    tokens = tokens_of(2, LENGTH)
+    want = theirs(name, tokens, [20, LENGTH])
+    for attention in ("sdpa", "kvcache"):
+        model = with_attention(name, attention)
+        assert off(logits_of(model, their_cache(model), tokens, [20, LENGTH]), want) < TOLERANCE
+        with torch.no_grad():
+            assert off(model(tokens, use_cache=False).logits, want) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_enabled(name):
+    tokens = tokens_of(2, 21)
+    model = with_attention(name, "eager")
+    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
+    want = model.generate(tokens, **options)
+    kvcache.hf.enable(model, dtype="f32")
+    try:
+        assert model.generate(tokens, **options).tolist() == want.tolist()
+    finally:
+        kvcache.hf.disable(model)
+    assert model.generate(tokens, **options).tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_what_cannot_be(name):
+    config = model_of(name).config
+    with pytest.raises(kvcache.NotSupportedError, match="chooses among all tokens: leave policy out"):
+        HFCache(config, policy=kvcache.SlidingWindow(64))
+    with pytest.raises(kvcache.NotSupportedError, match="leave select out"):
+        HFCache(config, select=64)
+    cache = HFCache(config)
+    with pytest.raises(kvcache.NotSupportedError, match="not the model's own"):
+        cache.update_indexer(torch.zeros(1, 3, 32), 0)
+    recurrent = HFCache(model_of(f"{name}, recurrent").config)
+    with pytest.raises(ValueError, match="layer 0 of the model has keys of an indexer"):
+        recurrent.pooled_keys(0)
+    with pytest.raises(ValueError, match="5 layers or more"):
+        recurrent.pooled_keys(4)
+
+
+def test_half_precision():
+    for name in PURE:
+        tokens = tokens_of(2, 12)
+        want = theirs(name, tokens, [11])
+        model = copy.deepcopy(with_attention(name, "kvcache")).to(torch.bfloat16)
+        got = logits_of(model, HFCache(model.config, dtype="bf16"), tokens, [5, 6, 11])
+        assert off(got.float(), want) < 0.1
