@@ -1070,6 +1070,7 @@ KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
  * Used      A call uses the blocks that it matches, keeps or computes again, with their states.  A commit that keeps
  *           blocks of an acquired sequence also uses the blocks before them, and so does the end of the sequence.  If
  *           one call uses several blocks, the blocks nearer to the beginning of the prompt count as used later.
+ *           The block whose state the prompt goes on from counts as used later than others that begin where it does.
  *
  * Kept blocks take no room from others.  If a call would fail with KVC_ERR_FULL for capacity or max_bytes, they are
  * evicted, the least recently used first; none are evicted unless the call succeeds.  A block is evicted as a whole.

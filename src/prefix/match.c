@@ -105,10 +105,17 @@ void kvc_match_free(kvc_cache *cache, const kvc_match *m) {
     kvc_memory_free(&cache->memory, m->pieces, size_of(m), KVC_MEMORY_SCRATCH, -1);
 }
 
-void kvc_match_touch(const kvc_match *m) {
-    kvc_node_use(m->last, 1);                          /* so that no change below it goes up to the root */
-    if (m->with_state) kvc_node_relist(m->with_state); /* others may have the rows of its tokens */
+/* Marks the nodes of pieces that begin in [begin, end) as used. */
+static void touch_pieces(const kvc_match *m, int32_t begin, int32_t end) {
     for (int32_t i = m->num - 1; i >= 0; i--)
-        if (m->pieces[i].begin < m->known) kvc_node_relist(kvc_match_node(m, i));
+        if (m->pieces[i].begin >= begin && m->pieces[i].begin < end) kvc_node_relist(kvc_match_node(m, i));
+}
+
+void kvc_match_touch(const kvc_match *m) {
+    const int32_t begin = m->with_state ? m->with_state->begin : 0;
+    kvc_node_use(m->last, 1); /* so that no change below it goes up to the root */
+    touch_pieces(m, begin, m->known);
+    if (m->with_state) kvc_node_relist(m->with_state); /* others may have the rows of its tokens, and states behind */
+    touch_pieces(m, 0, begin);
     kvc_node_use(m->last, -1);
 }

@@ -35,7 +35,8 @@ static inline kvc_node *kvc_match_node(const kvc_match *m, int32_t piece) {
 /* Returns the last node of the path that ends at a position or before. */
 kvc_node *kvc_match_path(const kvc_match *m, int32_t position);
 
-/* Marks the nodes that hold known tokens, or their state, as used, those nearer to the root as more recently. */
+/* Marks the nodes that hold known tokens, or their state, as used, those nearer to the root as more recently.  The
+ * node with the state counts as used later than those beside it. */
 void kvc_match_touch(const kvc_match *m);
 
 #endif

@@ -421,6 +421,25 @@ static void test_state_is_used(void) {
     close_world();
 }
 
+/* The state that a prompt goes on from was used after other states of its block, whichever of these has the rows. */
+static void test_state_is_used_last(void) {
+    for (int is_behind = 0; is_behind <= 1; is_behind++) {
+        int64_t prompt[10];
+        memcpy(prompt, numbers(100), sizeof prompt);
+        prompt[6] = is_behind ? 1000 : 0;
+        open_world(&full, 1, (kvc_config){0},
+                   (kvc_prefix_config){.state_bytes = STATE, .max_checkpoint_bytes = 2 * STATE});
+        for (int at = 6; at <= 7; at++) serve_state(numbers(100), at + 1, at);
+        int matched;
+        const int64_t id = acquire(prompt, 10, &matched);
+        CHECK(matched == 6);
+        serve_state(numbers(200), 10, 6);
+        CHECKF(known(prompt, 10) == 6 && known(numbers(100), 10) == 6, "%d tokens are known", known(prompt, 10));
+        CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
+        close_world();
+    }
+}
+
 /* A block that is added, and was kept before, is used by that. */
 static void test_added_again(void) {
     static uint8_t payload[4096];
@@ -591,6 +610,7 @@ int main(void) {
     test_forgotten_pinned_state();
     test_computed_again();
     test_state_is_used();
+    test_state_is_used_last();
     test_added_again();
     test_late_state();
     test_state_without_rows();

@@ -103,7 +103,7 @@ typedef struct kept {
 typedef struct state {
     int node;
     int is_sure;
-    long sure_use, may_use;
+    long sure_use, may_use; /* twice the steps, and 1 more unless a prompt went on from another state of its block */
 } state;
 
 typedef struct pin {

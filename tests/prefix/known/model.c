@@ -63,6 +63,9 @@ static void doubt(prefix *p, kept *b) {
         if (has_end(b, p->states[i].node)) p->states[i].is_sure = 0;
 }
 
+/* Returns where the block begins that has the last token of a text. */
+static int block_of(const world *w, int node) { return (text_length(node) - 1) / w->shape.block * w->shape.block; }
+
 void note_use(world *w, prefix *p, int node, int length, int is_sure) {
     for (int i = 0; i < p->num_blocks; i++) {
         kept *b = &p->blocks[i];
@@ -72,10 +75,12 @@ void note_use(world *w, prefix *p, int node, int length, int is_sure) {
             b->sure_use = w->step, b->sure_ms = w->ms;
     }
     for (int i = 0; i < p->num_states; i++) {
-        const int n = text_length(p->states[i].node);
-        if (n > length || text_begin(node, n) != p->states[i].node) continue;
-        p->states[i].may_use = w->step;
-        if (is_sure && n == length) p->states[i].sure_use = w->step;
+        state *s = &p->states[i];
+        const int begin = block_of(w, s->node), last = text_begin(node, length);
+        if (begin >= length || text_begin(node, begin + 1) != text_begin(s->node, begin + 1)) continue;
+        const int is_late = !is_sure || s->node == last || begin < block_of(w, last); /* or beside the last one */
+        if (s->may_use < 2 * w->step) s->may_use = 2 * w->step + is_late;
+        if (is_sure && s->node == last) s->sure_use = s->may_use = 2 * w->step + 1;
     }
 }
 
@@ -177,7 +182,7 @@ void note_state(world *w, prefix *p, int node, int is_sure) {
         s = &p->states[p->num_states++];
         *s = (state){.node = node};
     }
-    s->sure_use = s->may_use = w->step;
+    s->sure_use = s->may_use = 2 * w->step + 1;
     s->is_sure = (s->is_sure || !w->is_short) && is_sure;
     for (int i = 0; i < p->num_states; i++) {
         state *it = &p->states[i];
