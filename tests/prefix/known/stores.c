@@ -273,7 +273,7 @@ static void note_payload(world *w, prefix *p, int node, const uint8_t *payload, 
     int state_node;
     const int begin = text_length(node) - w->shape.block;
     const int is_first = !find_kept(p, node, begin);
-    int is_sure = !w->shape.is_limited;
+    int is_sure = !w->shape.is_limited && !may_lack_room(w, p, p->config.state_bytes);
     for (int end = w->shape.block; end <= begin; end += w->shape.block) {
         const kept *b = find_kept(p, text_begin(node, end), end - w->shape.block);
         is_sure &= b && b->is_sure;
@@ -286,7 +286,10 @@ static void note_payload(world *w, prefix *p, int node, const uint8_t *payload, 
         if (state_node != node) note_kept(w, p, state_node, begin, rows, is_sure); /* one more block, up to there */
         int *was_new = malloc(sizeof *was_new * (size_t)p->num_blocks); /* it is no news for others, either */
         for (int i = 0; i < p->num_blocks; i++) was_new[i] = p->blocks[i].sure_new;
+        const state *old = find_state(p, state_node);
+        const long old_use = old ? old->sure_use : 0;
         note_state(w, p, state_node, is_sure);
+        if (old_use) find_state(p, state_node)->sure_use = old_use; /* a later state of the block may be used instead */
         for (int i = 0; i < p->num_blocks; i++) p->blocks[i].sure_new = was_new[i];
         free(was_new);
     }
@@ -471,13 +474,14 @@ void do_add(world *w) {
             must(w, status);
             trace(w, "add to prefix %d: %s: %d", (int)(p - w->prefixes), spell(text_begin(node, end)), is_known);
             note_use(w, p, node, text_length(node), 0);
+            const int may_lack = w->shape.is_limited || (v->has_state && may_lack_room(w, p, p->config.state_bytes));
             const int begin = i * block, may_be = is_possible || find_kept(p, text_begin(node, end), begin) ||
                                                   known(w, p, text_begin(node, begin), begin, 0, 0) == begin;
-            if ((is_sure && !is_known && !w->is_short) || (!may_be && is_known))
+            if ((is_sure && !is_known && !w->is_short && !may_lack) || (!may_be && is_known))
                 fail(w, "prefix %d: %s is added, and known: %d", (int)(p - w->prefixes), spell(text_begin(node, end)),
                      is_known);
             notice_evictions(w, p->cache, bit_of(w, p));
-            if (is_known || (may_be && (w->is_short || w->shape.is_limited))) /* perhaps a part of it */
+            if (is_known || (may_be && (w->is_short || may_lack))) /* perhaps a part of it */
                 note_payload(w, p, text_begin(node, end), v->bytes, v->size);
         }
         const kept *b = find_kept(p, text_begin(node, end), end - block);
