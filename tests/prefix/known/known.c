@@ -120,6 +120,7 @@ static void play(uint64_t seed, long steps, int is_traced) {
     w = (world){.seed = seed, .random = seed, .is_traced = is_traced, .call = "the beginning"};
     current = &w;
     begin_tokens();
+    begin_names();
     make_world(&w);
     mix_calls(&w);
     w.step = 1;
@@ -132,6 +133,7 @@ static void play_scene(uint64_t seed, int is_traced, void (*scene)(world *)) {
     memset(&w, 0, sizeof w);
     w = (world){.seed = seed, .random = seed, .is_traced = is_traced, .call = "a scene"};
     current = &w;
+    begin_names();
     scene(&w);
     free_world(&w);
 }

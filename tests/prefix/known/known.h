@@ -264,6 +264,9 @@ state *find_state(const prefix *p, int node);
 
 void free_store(void);
 
+/* Leaves room for the names of one more run: names are compared over many runs, and then forgotten. */
+void begin_names(void);
+
 /* Checks a payload against the oracle: of this text.  Fills in the rows, and the text of its state, 0 for none. */
 void read_payload(const world *w, int model, int node, const uint8_t *payload, int64_t size, uint64_t *rows,
                   int *state);

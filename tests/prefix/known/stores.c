@@ -5,7 +5,7 @@
 
 enum { HEADER = 128, MOST_PAYLOAD = 1 << 14, MOST_NAMES = 1 << 17, MOST_VALUES = 1 << 12, MOST_READS = 256 };
 
-/* ---- names, over all runs of the program */
+/* ---- names, over many runs of the program */
 
 typedef struct named {
     uint8_t name[KVC_NAME_BYTES];
@@ -69,9 +69,15 @@ static named *entry(named *table, uint64_t hash, const void *key, size_t size, s
     }
 }
 
+void begin_names(void) {
+    if (by_name && num_named < MOST_NAMES / 2) return;
+    free(by_name), free(by_text);
+    by_name = calloc(MOST_NAMES, sizeof *by_name), by_text = calloc(MOST_NAMES, sizeof *by_text);
+    num_named = 0;
+}
+
 /* Returns what has a name; NULL: nothing that was seen. */
 static named *named_by(const uint8_t *name) {
-    if (!by_name) by_name = calloc(MOST_NAMES, sizeof *by_name), by_text = calloc(MOST_NAMES, sizeof *by_text);
     named *n = entry(by_name, hash_of(1, name, KVC_NAME_BYTES), name, KVC_NAME_BYTES, offsetof(named, name));
     return n->is_there ? n : NULL;
 }
@@ -88,7 +94,8 @@ void check_name(world *w, int model_index, int node, const uint8_t *name) {
     named *t = &by_text[slot % MOST_NAMES];
     if (t->is_there && memcmp(t->name, name, KVC_NAME_BYTES))
         fail(w, "a block of model %d, %s, has another name than before", model_index, spell(node));
-    if (t->is_there || num_named > MOST_NAMES * 3 / 4) return;
+    if (t->is_there) return;
+    if (num_named > MOST_NAMES * 3 / 4) fail(w, "one run has %d names", num_named);
     *t = (named){.fewest = fewest, .all = all, .node = node, .is_there = 1};
     memcpy(t->name, name, KVC_NAME_BYTES);
     num_named++;
