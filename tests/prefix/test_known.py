@@ -23,6 +23,7 @@ SCENES = {  # so many of each in turn
     "--fits": 20,
     "--orders": 40,
     "--fetches": 40,
+    "--states": 40,
     "--reuse": 40,
     "--forgets": 40,
     "--selected": 20,
@@ -71,6 +72,10 @@ def test_blocks_are_evicted_in_the_order_of_their_last_use(known):
 
 def test_what_is_fetched_goes_in_the_order_of_its_last_use(known):
     check(known, "--seed", 1, "--fetches", 500)
+
+
+def test_states_go_in_the_order_of_their_last_use(known):
+    check(known, "--seed", 1, "--states", 500)
 
 
 def test_tokens_are_taken_from_elsewhere(known):

@@ -143,9 +143,9 @@ typedef struct scene {
     void (*play)(world *);
 } scene;
 
-static const scene scenes[] = {{"--fits", play_fits},         {"--names", play_names},    {"--forks", play_forks},
-                               {"--orders", play_orders},     {"--reuse", play_reuse},    {"--forgets", play_forgets},
-                               {"--selected", play_selected}, {"--fetches", play_fetches}};
+static const scene scenes[] = {{"--fits", play_fits},         {"--names", play_names},     {"--forks", play_forks},
+                               {"--orders", play_orders},     {"--reuse", play_reuse},     {"--forgets", play_forgets},
+                               {"--selected", play_selected}, {"--fetches", play_fetches}, {"--states", play_states}};
 
 int main(int argc, char **argv) {
     enum { SCENES = sizeof scenes / sizeof *scenes };

@@ -365,6 +365,9 @@ void play_orders(world *w);
 /* Fetched blocks and states go in that order, too. */
 void play_fetches(world *w);
 
+/* States that prompts go on from are dropped in that order, too. */
+void play_states(world *w);
+
 /* Tokens that stand elsewhere are taken from there. */
 void play_reuse(world *w);
 

@@ -1,5 +1,5 @@
-/* orders.c: four scenes.  Blocks are evicted in the order of their use.  Fetched blocks are, too.  Rows are taken from
- * elsewhere.  Prompts are forgotten while a store works.  In each world the header leaves nothing open. */
+/* orders.c: five scenes.  Blocks are evicted in the order of their use.  Fetched blocks are, too, and states.  Rows are
+ * taken from elsewhere.  Prompts are forgotten while a store works.  In each world the header leaves nothing open. */
 #include "known.h"
 
 enum { MOST_ORDERED = 6, MOST_DROPS = 256, MOST_STORED = 128, ORDERED_STATE = 8, ORDERED_TTL = 1050 };
@@ -487,5 +487,80 @@ void play_fetches(world *w) {
     if (own.quota) check_quota(w, &o, own.quota);
     drain(w, &o, by_states);
     for (int i = 0; i < shelf.num; i++) free(shelf.values[i]);
+    close_ordered(w, &o);
+}
+
+/* ---- the order of states */
+
+/* A state of a text.  Times are doubled: 1 more is later in the same call. */
+typedef struct marked {
+    int node;
+    long sure, may; /* when it was used last, and may have been */
+} marked;
+
+/* Goes on from a state.  Others before it, and beside it in its block, may be used as well, those beside it before it.
+ */
+static void go_on_from(world *w, ordered *o, marked *states, int num, marked *from) {
+    const int block = w->shape.block, length = text_length(from->node), begin = (length - 1) / block * block;
+    text_tokens tokens;
+    int64_t id;
+    int32_t matched;
+    const int prompt = text_behind(from->node, pick(w, SYMBOLS));
+    o->clock++;
+    must(w, kvc_prefix_acquire(o->prefix, tokens_of(prompt, &tokens), -1, &id, &matched));
+    if (matched != length) fail(w, "%d tokens of %s are matched", matched, spell(prompt));
+    must(w, kvc_clear_sequence(o->cache, id));
+    for (int i = 0; i < num; i++) {
+        const int at = (text_length(states[i].node) - 1) / block * block;
+        if (at > begin || text_common(states[i].node, from->node) <= at) continue;
+        states[i].may = 2 * o->clock + (at < begin);
+    }
+    from->sure = from->may = 2 * o->clock + 1;
+}
+
+/* Adds states of another text, so that one state after the other goes.  The states used earlier go first. */
+static void drop_states(world *w, const ordered *o, marked *states, int num) {
+    static const uint8_t state[ORDERED_STATE];
+    const int other = random_text(w, o->num, num);
+    text_tokens tokens;
+    int64_t id;
+    int32_t matched;
+    must(w, kvc_prefix_acquire(o->prefix, tokens_of(text_behind(other, 0), &tokens), -1, &id, &matched));
+    for (int at = 1; at <= num; at++) {
+        int gone = -1;
+        feed_tokens(w, o->cache, id, 1);
+        must(w, kvc_prefix_checkpoint(o->prefix, id, tokens_of(text_begin(other, at), &tokens), state, sizeof state));
+        for (int i = 0; i < num; i++)
+            if (states[i].node && known_of(w, o, states[i].node) != text_length(states[i].node)) gone = i;
+        if (gone < 0) fail(w, "no state has gone for state %d", at);
+        for (int i = 0; i < num; i++)
+            if (states[i].node && states[i].may < states[gone].sure)
+                fail(w, "the state of %s, used at %ld, goes before that of %s, used at %ld", spell(states[gone].node),
+                     states[gone].sure, spell(states[i].node), states[i].may);
+        states[gone].node = 0;
+    }
+}
+
+/* Prompts go on from states, of which several are in one block.  Then states go in the order of their use. */
+void play_states(world *w) {
+    enum { MARKS = 4 };
+    ordered o;
+    marked states[MARKS * MOST_ORDERED];
+    int num = 0;
+    do choose_ordered(w, &o);
+    while (w->shape.block < 2);
+    for (int i = 0; i < o.num; i++) {
+        const int length = w->shape.block * (1 + pick(w, 3));
+        o.texts[i] = random_text(w, i, length);
+        for (int j = 0; j < MARKS; j++) o.states[i] |= (uint64_t)1 << (1 + pick(w, length));
+        for (int at = 1; at <= length; at++)
+            if (o.states[i] >> at & 1) states[num++] = (marked){text_begin(o.texts[i], at), 2 * i, 2 * i + 1};
+    }
+    open_shape(w, &o, 0,
+               (kvc_prefix_config){.state_bytes = ORDERED_STATE, .max_checkpoint_bytes = ORDERED_STATE * num});
+    w->call = "the order of states";
+    for (; o.clock < o.num; o.clock++) serve_marked(w, &o, o.texts[o.clock], o.states[o.clock], 1);
+    for (int step = pick(w, 10); step; step--) go_on_from(w, &o, states, num, &states[pick(w, num)]);
+    drop_states(w, &o, states, num);
     close_ordered(w, &o);
 }
