@@ -102,7 +102,8 @@ abi! {
         resume_window: i32,
         attention_chunk_size: i32,
         max_len: i32,
-        reserved: [i32; 3],
+        stride: i32,
+        reserved: [i32; 2],
     }
 
     struct kvc_rope {
