@@ -157,7 +157,6 @@ class PooledKeys(Layer):
 # ---- the models' indexers
 
 
-@torch.no_grad()
 def choose_glm5(
     indexer: Any, keys: PooledKeys, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor
 ) -> Tensor:
@@ -231,7 +230,8 @@ def _choosing(forward: Callable[..., Any], choose: Callable[..., Tensor]) -> Cal
         find = getattr(given.pop("cache", None) or given.pop("past_key_values", None), "pooled_keys", None)
         if find is None:
             return forward(indexer, *args, **kwargs)
-        return choose(indexer, find(indexer.layer_idx), **given)
+        with torch.no_grad():  # a choice has no gradient
+            return choose(indexer, find(indexer.layer_idx), **given)
 
     return choose_or_forward
 
