@@ -68,11 +68,15 @@ class Asked:
 
 @dataclass
 class _Noted:
-    """What `Queries` keeps of a sequence in a layer: chunks of queries and their positions."""
+    """The queries that `Queries` keeps of a sequence in a layer, in chunks with their positions."""
 
     picked: deque[tuple[NDArray[Any], Positions]] = field(default_factory=deque)
     latest: deque[tuple[NDArray[Any], Positions]] = field(default_factory=deque)
     options: dict[str, Any] = field(default_factory=dict)
+
+    def copy(self) -> _Noted:
+        """Return the same queries in lists of their own; the arrays, which nothing changes, are shared."""
+        return _Noted(deque(self.picked), deque(self.latest), self.options)
 
 
 class Queries:
@@ -105,7 +109,7 @@ class Queries:
     ) -> None:
         """Note the queries of tokens that a model feeds in a layer, beside `kvcache.Batch.attend`.
 
-        What was noted at the first of these positions or behind it is forgotten: the sequence has gone back.
+        Earlier queries at the first of these positions, or behind it, are forgotten: the sequence has gone back.
 
         Parameters
         ----------
@@ -159,13 +163,13 @@ class Queries:
         """Give a sequence the queries of another one, which it goes on from."""
         for (of, layer), noted in [*self._noted.items()]:
             if of == source:
-                self._noted[seq_id, layer] = _Noted(deque(noted.picked), deque(noted.latest), noted.options)
+                self._noted[seq_id, layer] = noted.copy()
 
     def __deepcopy__(self, memo: object) -> Queries:
-        """Return queries of the same tokens; the arrays, which nothing changes, are shared."""
+        """Return queries of the same tokens, which share the arrays."""
         copied = Queries(self._every, self._last)
         for (seq_id, layer), noted in [*self._noted.items()]:
-            copied._noted[seq_id, layer] = _Noted(deque(noted.picked), deque(noted.latest), noted.options)
+            copied._noted[seq_id, layer] = noted.copy()
         return copied
 
     def forget(self, seq_id: int) -> None:
@@ -354,9 +358,9 @@ def mean_importance(weights: Iterable[F32]) -> F32:
 
 
 def future(prompt: Prompt) -> F32:
-    """Return how important tokens are to those that come: the largest weight that a query of the prompt would give.
+    """Return how important tokens are to later tokens: the largest weight that a query of the prompt would give.
 
-    The queries are those of one token in 32, moved to positions behind the prompt. It is Expected Attention [1]_ with
+    One token in 32 lends its query, which is moved to a position behind the prompt. It is Expected Attention [1]_ with
     the queries themselves in the place of their distribution. It needs `queries`, which note the prompt.
 
     References
@@ -407,8 +411,8 @@ def evict(
     """Keep the most important tokens of a sequence, and drop the rows of all others in all layers.
 
     The first 4 tokens and the last 32 are always kept. `KVCache.compact` then gives the memory back. Tokens keep their
-    positions (`KVCache.keep_positions`). What is dropped is lost to every later question, so do not evict before the
-    question is known.
+    positions (`KVCache.keep_positions`). No later question finds a dropped token, so do not evict before the question
+    is known.
 
     Parameters
     ----------

@@ -426,10 +426,10 @@ class HFCache(SaveableBatch, Cache):
             raise NotSupportedError("an indexer of the model chooses rows: tokens cannot be evicted beside it")
         if model is not None or input_ids is not None:
             self._check_fed_again(model, input_ids)
-        held, kept = ([*passes.seq_ids], passes.num_seen), []
+        held, kept, ropes = ([*passes.seq_ids], passes.num_seen), [], ropes_of(self._config, self._cache)
         for row, seq_id in enumerate(held[0]):
             again = None if input_ids is None else partial(self._feed_again, row, model, input_ids)
-            prompt = eviction.Prompt(self._cache, seq_id, passes.queries, again, ropes_of(self._config, self._cache))
+            prompt = eviction.Prompt(self._cache, seq_id, passes.queries, again, ropes)
             kept.append(eviction.choose(prompt, policy, keep))
         passes.end()
         if (passes.seq_ids, passes.num_seen) != held:
