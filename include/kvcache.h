@@ -794,9 +794,9 @@ typedef struct kvc_weights_args {
  * that would exceed 64 MiB, it takes fewer queries at a time, down to 64 bytes for each row.  Bookkeeping comes on top.
  * Rows between others of another delta (kvc_span) take up to 16 times as much.
  * Fails with KVC_ERR_INVALID also if the layer has another number of rows, or no attention.  Fails with
- * KVC_ERR_UNSUPPORTED if the layer holds keys alone, and if it cannot rotate queries that are to be rotated: its rope is
- * unknown or a function, or it is a KVC_CROSS layer with frequencies.  Fails with KVC_ERR_GONE if a query would see rows
- * that have expired, and with KVC_ERR_NOMEM. */
+ * KVC_ERR_UNSUPPORTED if the layer holds keys alone, and if it cannot rotate queries that are to be rotated: its rope
+ * is unknown or a function, or it is a KVC_CROSS layer with frequencies.  Fails with KVC_ERR_GONE if a query would see
+ * rows that have expired, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_weights(kvc_cache *cache, int64_t seq_id, int32_t layer, const kvc_weights_args *args);
 
 /* ---- reading and replacing rows ---------------------------------------------------------------------------------- */

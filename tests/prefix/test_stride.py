@@ -104,7 +104,7 @@ def test_another_stride_has_other_names():
 @pytest.mark.parametrize("limits", [{}, {"capacity": 64}, {"max_bytes": 30_000}], ids=["none", "capacity", "bytes"])
 @pytest.mark.parametrize("seed", range(4))
 def test_any_prompts(limits, seed):
-    """As much matches as without layers that have a stride, and less only where blocks were evicted."""
+    """A prompt matches as many tokens as without strided layers. It matches fewer only where blocks were evicted."""
     cache, plain = make(**limits), make(LAYERS[:2])
     prefix, known = PrefixCache(cache, fingerprint="model"), PrefixCache(plain, fingerprint="model")
     rng = np.random.default_rng(seed)

@@ -7,7 +7,7 @@
 
 static kvc_policy strided(int32_t stride) { return (kvc_policy){.kind = KVC_FULL, .stride = stride}; }
 
-/* A pair of two strides, one of them with keys alone, beside a layer that sees everything and one with a window. */
+/* The pair has layers of two strides, one with keys alone, beside a full layer and a layer with a window. */
 static pair *strided_pair(int block_size, int has_full, const kvc_config *limits, memory *m) {
     static pair p;
     const kvc_rope rope = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 2, .inv_freq = right_angles},
