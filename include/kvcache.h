@@ -481,6 +481,10 @@ typedef struct kvc_attend_args {
     int32_t tokens_per_sequence; /* of q, out and lse, as in kvc_put_args */
     int64_t q_batch_stride, out_batch_stride, lse_batch_stride;
     const kvc_chosen *chosen; /* NULL: a token sees all rows that it may see */
+    const void *prior_out;    /* [num_tokens][num_heads][v_dim] of q's type, with the strides of out: what attention to
+                                 other rows, such as another layer's, gave these queries.  These rows join the softmax.
+                                 NULL: none.  May be `out`, if no task is run twice */
+    const float *prior_lse;   /* [num_tokens][num_heads] with the strides of lse: the log-sum-exp of that attention */
 } kvc_attend_args;
 
 /* Rows that no query of a call sees, such as padding: those at positions [begin, end) of a sequence of the batch,
@@ -520,6 +524,8 @@ typedef struct kvc_plan_args {
  * to its own, if the policy shows them and the plan does not mask them.  These are stored rows, and rows of the batch,
  * which must have been put in this layer.
  * If a token sees no row, out is 0, and lse is -inf; if sinks are given, lse is the head's sink.
+ * A model may attend to the rows of several layers in one softmax.  Attend to one layer, and pass out and lse as
+ * prior_out and prior_lse to the call for the next.  Only one of the calls gets the sinks.
  * With plan->select_rows, a token reads only a part of the rows that it sees.  The rows are cut into pieces of 4, by
  * position.  For each KV head the token reads the pieces with its first 16 and its last 64 rows.  Sketches give each
  * row that it sees a score for each query head, and so, by the softmax, a weight.  The weight of a piece is the sum

@@ -328,6 +328,8 @@ cdef extern from "kvcache.h" nogil:
         int32_t tokens_per_sequence
         int64_t q_batch_stride, out_batch_stride, lse_batch_stride
         const kvc_chosen *chosen
+        const void *prior_out
+        const float *prior_lse
 
     ctypedef struct kvc_masked:
         int64_t seq_id

@@ -298,6 +298,7 @@ class Batch:
         chosen_block: SupportsIndex,
         chosen_tail: bool,
         select: SupportsIndex | None,
+        prior: object,
         layout: str,
         out: object,
         return_lse: bool,

@@ -198,7 +198,8 @@ class Batch:
         first: SupportsIndex = 0, scale: SupportsFloat | None = None, softcap: SupportsFloat | None = None,
         sinks: AnyArray | None = None, alibi: AnyArray | None = None, non_causal: Flags | None = None,
         masked: Ranges | None = None, chosen: Entries | None = None, chosen_block: SupportsIndex = 1,
-        chosen_tail: bool = False, select: SupportsIndex | None = None, layout: Layout = "THD",
+        chosen_tail: bool = False, select: SupportsIndex | None = None,
+        prior: tuple[AnyArray, AnyArray] | None = None, layout: Layout = "THD",
         out: AnyArray | None = None, return_lse: bool = False,
     ) -> Any: ...  # fmt: skip
 
@@ -220,6 +221,7 @@ class Batch:
         chosen_block: SupportsIndex = 1,
         chosen_tail: bool = False,
         select: SupportsIndex | None = None,
+        prior: tuple[AnyArray, AnyArray] | None = None,
         layout: Layout = "THD",
         out: AnyArray | None = None,
         return_lse: bool = False,
@@ -274,11 +276,16 @@ class Batch:
             that matter most by their sketches [2]_. A token that sees at most ``80 + 2 * select`` rows reads all of
             them, and so does a sequence with more than 8 query tokens in the call. A `PrefixCache` keeps no token that
             selected rows. By default all rows are read.
+        prior : tuple of array, optional
+            What another call with `return_lse`, such as one for another layer, gave the same queries: its result, laid
+            out as this call's, and the log-sum-exp. One softmax then spans the rows of both calls. `sinks` go to one of
+            them. The result may be `out` itself.
         layout : {"THD", "HTD", "BHTD"}, default "THD"
             The order of the axes of `q`, `k`, `v` and the result, as in `put`. In `chosen`, tokens come in the order of
             the batch.
         out : array, optional
-            An array for the result, of the type of `q` and the shape below, that overlaps no other argument.
+            An array for the result, of the type of `q` and the shape below, that overlaps no other argument, except as
+            `prior` says.
         return_lse : bool, default False
             Whether to return also the log-sum-exp of the scores.
 
@@ -346,6 +353,7 @@ class Batch:
             chosen_block,
             chosen_tail,
             select,
+            prior,
             layout,
             out,
             return_lse,

@@ -6,16 +6,6 @@ cdef struct PutRows:
     Array k
     Array v
 
-# The arguments that attend() passes to C beside the rows to put, and descriptions of its arrays.
-cdef struct Query:
-    kvc_plan_args plan
-    kvc_attend_args args
-    kvc_chosen chosen
-    Array q
-    Array out
-    Array sinks
-    Array alibi
-
 
 @cython.final
 @cython.no_gc_clear  # __dealloc__ needs the cache
@@ -277,27 +267,6 @@ cdef class Batch(_CallCounter):
             status = kvc_written(batch, at, token, tokens)
         self.finish(status)
 
-    cdef object read_out(self, object out, object like, int64_t dim, int layout, Array *q, Array *a):
-        """Describe `out`, or a new array if that is None, for the result.
-
-        Return the object that keeps its memory: the result itself, if it is new. `like` is the queries' object.
-        """
-        cdef int head = HEAD_AXIS[layout]
-        if out is None:
-            if layout == BHTD:
-                out = new_result(like, q.type, 4, q.shape[0], q.shape[1], q.shape[2], dim)
-            else:
-                out = new_result(like, q.type, 3, q.shape[0], q.shape[1], dim)
-            read_array(out, "out", q.ndim, a)
-            return out
-        owner = read_array(out, "out", q.ndim, a, write=True)
-        if a.type != q.type:
-            raise TypeError(f"out: must be {dtype_of(q.type)}, as q is, not {dtype_of(a.type)}")
-        if not same_tokens(a, q, layout) or a.shape[head] != q.shape[head] or a.shape[a.ndim - 1] != dim:
-            wrong_shape("out", a, layout, f"{q.shape[head]}", dim, q)
-        check_writable(a, "out")
-        return owner
-
     cdef tuple read_query(self, int32_t layer, object q, object first, object scale, object softcap, object sinks,
                           object alibi, object non_causal, object masked, object select, int layout, object out,
                           Query *query):
@@ -331,7 +300,7 @@ cdef class Batch(_CallCounter):
         ranges = to_masked(masked, &plan.masked, &plan.masked_size, &plan.num_masked)
         if select is not None:
             plan.select_rows = <int32_t>to_int(select, "select", 1, _INT32_MAX)
-        out = self.read_out(out, q, shape.v_dim, layout, &query.q, &query.out)
+        out = read_out(out, q, shape.v_dim, layout, &query.q, &query.out)
         args.out = query.out.data
         args.out_token_stride, args.out_head_stride = query.out.strides[token], query.out.strides[head]
         if layout == BHTD:
@@ -358,7 +327,7 @@ cdef class Batch(_CallCounter):
         return array
 
     def attend(self, layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, masked, chosen, chosen_block,
-               chosen_tail, select, str layout, out, return_lse):
+               chosen_tail, select, prior, str layout, out, return_lse):
         self.check_open()
         cdef bint wants_lse = flag(return_lse, "return_lse")
         cdef int32_t at = to_layer(layer, self.cache.num_layers)
@@ -367,7 +336,6 @@ cdef class Batch(_CallCounter):
         cdef bint cross = self.cache.layers[at].policy.kind == KVC_CROSS
         cdef kvc_batch *batch
         cdef kvc_status status
-        cdef Array lse
         cdef PutRows rows
         cdef Query query
         cdef kvc_dense_args none
@@ -402,11 +370,11 @@ cdef class Batch(_CallCounter):
                 check_apart(&query.out, &rows.v, "v")
         if wants_lse:
             sums = new_result(q, KVC_F32, query.q.ndim - 1, query.q.shape[0], query.q.shape[1], query.q.shape[2])
-            read_array(sums, "lse", query.q.ndim - 1, &lse)
-            query.args.lse = <float *>lse.data
-            query.args.lse_token_stride = lse.strides[TOKEN_AXIS[axes]]
-            query.args.lse_head_stride = lse.strides[HEAD_AXIS[axes]]
-            query.args.lse_batch_stride = lse.strides[0]
+            read_array(sums, "lse", query.q.ndim - 1, &query.lse)
+            query.args.lse = <float *>query.lse.data
+            set_lse_strides(&query.lse, axes, &query)
+        if prior is not None:
+            _prior_owners = read_prior(prior, self.cache.layers[at].v_dim, axes, &query)
         if store:
             query.args.put = &rows.args
         batch = self.enter()

@@ -162,48 +162,61 @@ static float add_splits(const kvc_task *t, const results *all, int32_t r, int32_
     return sum;
 }
 
-/* Merges the splits of query row r, divides by their sum, and transforms the values back.  The output row takes acc's
- * place in the workspace.  lse: NULL, or where it is written. */
-static void merge_row(const kvc_task *t, const results *all, int32_t r, float *lse) {
+/* Byte offsets of a query row in the caller's out and lse, and in prior_out and prior_lse. */
+typedef struct place {
+    int64_t out, lse;
+} place;
+
+/* Merges the splits of query row r with a sink and with attention to other rows, divides by their sum, and transforms
+ * the values back.  The output row takes acc's place in the workspace.  Writes lse where the caller asks for it. */
+static void merge_row(const kvc_task *t, const results *all, int32_t r, place at) {
     const kvc_plan *plan = t->call->plan;
-    const float *sinks = t->call->args->sinks;
-    const float sink = sinks ? sinks[kvc_query_head_of(t, r)] / all->ln_of_base : -INFINITY;
-    float *out = t->acc + (size_t)r * (size_t)plan->workspace.acc_stride, max = sink;
+    const kvc_kernels *kernels = t->call->kernels;
+    const kvc_attend_args *a = t->call->args;
+    const int32_t stride = (int32_t)plan->workspace.acc_stride;
+    const float base = all->ln_of_base, one = 1;
+    const float sink = a->sinks ? a->sinks[kvc_query_head_of(t, r)] / base : -INFINITY;
+    float prior = -INFINITY; /* the maximum of attention to other rows, whose sum is 1 */
+    if (a->prior_out) memcpy(&prior, (const char *)a->prior_lse + at.lse, sizeof prior);
+    prior /= base;
+    float *out = t->acc + (size_t)r * (size_t)stride, max = prior > sink ? prior : sink;
     int32_t num_splits = 1; /* up to the last split with rows: a split without rows may change the sign of a zero */
     for (int32_t p = 0; p < all->num_splits; p++) {
         const float of_split = all->max[(size_t)p * all->stride + (size_t)r];
         if (of_split > max) max = of_split;
         if (of_split != -INFINITY) num_splits = p + 1;
     }
-    const float sum = add_splits(t, all, r, num_splits, max, out) + rescale_factor(sink, max, all->ln_of_base);
+    const float of_rows = add_splits(t, all, r, num_splits, max, out) + rescale_factor(sink, max, base);
+    const float of_prior = rescale_factor(prior, max, base), sum = of_rows + of_prior, weight = of_prior / sum;
     /* If the sum is 0, the query saw nothing, and `out` is 0. */
-    t->call->kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : 1 / (sum * all->one));
-    if (t->call->v_mixing.order) t->call->kernels->hadamard(out, out, plan->v_dim, t->call->v_mixing);
-    if (lse) *lse = sum == 0 ? -INFINITY : max * all->ln_of_base + logf(sum);
-}
-
-/* Returns where the caller wants the lse of a token and query head. */
-static float *lse_of(const kvc_attend_args *a, int32_t token, int32_t head) {
-    char *to = (char *)a->lse +
-               kvc_token_offset(token, a->tokens_per_sequence, a->lse_token_stride, a->lse_batch_stride) +
-               head * a->lse_head_stride;
-    return (float *)(void *)to;
+    kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : 1 / (sum * all->one));
+    if (t->call->v_mixing.order) kernels->hadamard(out, out, plan->v_dim, t->call->v_mixing);
+    if (of_prior > 0) {
+        kvc_value_piece row = {(const char *)a->prior_out + at.out, {.bytes = 0}};
+        kernels->accumulate[a->q_type](out, stride, &one, &weight, 1, &row, 0, 1, plan->v_dim);
+    }
+    const float lse = sum == 0 ? -INFINITY : max * base + logf(sum);
+    if (a->lse) memcpy((char *)a->lse + at.lse, &lse, sizeof lse);
 }
 
 /* Writes the output rows, and lse where the caller asks for it. */
 static void write_out(const kvc_task *t, const results *all) {
     const kvc_call *c = t->call;
     const kvc_attend_args *a = c->args;
-    const int32_t heads = c->plan->heads_per_part, first = t->part * heads;
+    const int32_t heads = c->plan->heads_per_part, first = t->part * heads, inner = a->tokens_per_sequence;
     const int64_t stride = c->plan->workspace.acc_stride;
     for (int32_t r = 0; r < t->num_query_rows; r += heads) {
         const int32_t token = t->tokens[r / heads] - c->plan->args.first;
-        for (int32_t i = 0; i < heads; i++) merge_row(t, all, r + i, a->lse ? lse_of(a, token, first + i) : NULL);
-        char *out = (char *)a->out +
-                    kvc_token_offset(token, a->tokens_per_sequence, a->out_token_stride, a->out_batch_stride) +
-                    first * a->out_head_stride;
-        kvc_convert_query_rows(c, KVC_F32, a->q_type, out, a->out_head_stride, t->acc + r * stride,
-                               stride * (int64_t)sizeof(float), c->plan->v_dim);
+        const int64_t out = kvc_token_offset(token, inner, a->out_token_stride, a->out_batch_stride);
+        const int64_t lse =
+            a->lse || a->prior_out ? kvc_token_offset(token, inner, a->lse_token_stride, a->lse_batch_stride) : 0;
+        for (int32_t i = 0; i < heads; i++) {
+            const place at = {out + (first + i) * a->out_head_stride, lse + (first + i) * a->lse_head_stride};
+            merge_row(t, all, r + i, at);
+        }
+        kvc_convert_query_rows(c, KVC_F32, a->q_type, (char *)a->out + out + first * a->out_head_stride,
+                               a->out_head_stride, t->acc + r * stride, stride * (int64_t)sizeof(float),
+                               c->plan->v_dim);
     }
 }
 
@@ -316,6 +329,9 @@ static kvc_status check_inner(const kvc_attend_args *args, int32_t num_tokens) {
 
 static kvc_status check_args(const kvc_layer *layer, int32_t num_tokens, const kvc_attend_args *args) {
     if (!args->q || !args->out) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", args->q ? "out" : "q");
+    if (!args->prior_out != !args->prior_lse)
+        return kvc_fail(KVC_ERR_INVALID, "%s is NULL: prior_out and prior_lse are given together",
+                        args->prior_out ? "prior_lse" : "prior_out");
     KVC_TRY(kvc_check_array(args->q_type, args->q_token_stride, args->q_head_stride, "q"));
     KVC_TRY(kvc_check_array(args->q_type, args->out_token_stride, args->out_head_stride, "out"));
     KVC_TRY(kvc_check_array(KVC_F32, args->lse_token_stride, args->lse_head_stride, "lse"));

@@ -77,6 +77,58 @@ def test_layouts_and_out(tokens):
         np.testing.assert_array_equal(lse.swapaxes(0, 1) if is_htd else lse, results[0][1])
 
 
+@pytest.mark.parametrize("layout", ["THD", "HTD", "BHTD"])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_prior(dtype, layout):
+    """One softmax spans the rows of two layers, with sinks given to either call."""
+    q, k, v = (x.swapaxes(0, 1) if layout != "THD" else x for x in rows())
+    q, k, v = (x[None] if layout == "BHTD" else x for x in (q.astype(dtype), k, v))
+    sinks = np.linspace(-2, 3, HEADS, dtype=np.float32)
+    early, late = [(0, 0, 4)], [(0, 4, TOKENS)]
+    with kvcache.KVCache(3, KV_HEADS, DIM, 64, v_head_dim=V_DIM, dtype="f32").batch(TOKENS) as batch:
+        for layer in range(3):
+            batch.put(layer, k, v, layout=layout)
+        options = {"layout": layout, "return_lse": True}
+        whole, whole_lse = batch.attend(0, q, sinks=sinks, **options)
+        prior = batch.attend(1, q, sinks=sinks, masked=late, **options)
+        out, lse = batch.attend(2, q, masked=early, prior=prior, **options)
+        tolerance = 1e-6 if dtype == np.float32 else 0.02
+        np.testing.assert_allclose(out.astype(float), whole.astype(float), atol=tolerance)
+        np.testing.assert_allclose(lse, whole_lse, rtol=1e-6 if dtype == np.float32 else 1e-3)
+        prior = batch.attend(1, q, masked=late, **options)
+        in_place = batch.attend(2, q, masked=early, sinks=sinks, prior=prior, out=prior[0], layout=layout)
+        assert in_place is prior[0]
+        np.testing.assert_allclose(in_place.astype(float), whole.astype(float), atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (lambda out, lse: out, TypeError, "prior: must be a tuple"),
+        (lambda out, lse: (out,), TypeError, "prior: must be a tuple"),
+        (lambda out, lse: (out.astype(np.float16), lse), TypeError, r"prior\[0\]: must be float32, as q is"),
+        (lambda out, lse: (out[:, :1], lse), ValueError, r"prior\[0\]: an array of shape"),
+        (lambda out, lse: (out, lse.astype(np.float16)), TypeError, r"prior\[1\]: must be float32"),
+        (lambda out, lse: (out, lse[1:]), ValueError, r"prior\[1\]: axis 0"),
+        (lambda out, lse: (np.asfortranarray(out), lse), ValueError, r"prior\[0\]: has other strides"),
+        (lambda out, lse: (out, np.asfortranarray(lse)), ValueError, r"prior\[1\]: has other strides"),
+        (lambda out, lse: (out, None), TypeError, r"prior\[1\]: an array"),
+    ],
+)
+def test_bad_prior(change, error, says):
+    q, k, v = rows()
+    with kvcache.KVCache(1, KV_HEADS, DIM, 64, v_head_dim=V_DIM, dtype="f32").batch(TOKENS) as batch:
+        prior = batch.attend(0, q, k, v, return_lse=True)
+        with pytest.raises(error, match=says):
+            batch.attend(0, q, prior=change(*prior), return_lse=True)
+        shifted = np.empty(prior[0].size + 1, np.float32)
+        shifted[:-1] = prior[0].ravel()
+        with pytest.raises(ValueError, match=r"out: overlaps prior\[0\]"):
+            batch.attend(
+                0, q, prior=(shifted[:-1].reshape(prior[0].shape), prior[1]), out=shifted[1:].reshape(prior[0].shape)
+            )
+
+
 # The machine chooses one; the other one multiplies panels.
 @pytest.mark.parametrize("isa", [None, pytest.param("avx512vnni", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tokens", [1, 64])

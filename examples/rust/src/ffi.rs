@@ -201,6 +201,8 @@ abi! {
         out_batch_stride: i64,
         lse_batch_stride: i64,
         chosen: *const kvc_chosen,
+        prior_out: *const c_void,
+        prior_lse: *const f32,
     }
 
     struct kvc_masked {

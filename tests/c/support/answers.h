@@ -168,6 +168,10 @@ static inline answer answer_to(const stage *st, const rows *r, int t, const floa
     return a;
 }
 
+/* How many times the error of one call a result may be off: results of several calls in one softmax are rounded more
+ * often. */
+static double leniency = 1;
+
 /* The result for token t of the question, head h. */
 static inline void check_answer(const question *a, const rows *r, int t, int h) {
     const scene *s = a->stage->scene;
@@ -178,12 +182,12 @@ static inline void check_answer(const question *a, const rows *r, int t, int h) 
     const answer right = answer_to(a->stage, r, a->first + t, q, h);
     read_out(a, t, h, out);
     for (int d = 0; d < s->layer.v_dim; d++)
-        CHECKF(fabs(out[d] - right.out[d]) <= right.out_error[d],
+        CHECKF(fabs(out[d] - right.out[d]) <= leniency * right.out_error[d],
                "%s: types %d and %d, %d rows, token %d, head %d, out[%d] is %g, not %g, off by %g of %g", kvc_isa(),
                s->layer.k_type, s->layer.v_type, (int)r->num, t, h, d, (double)out[d], right.out[d],
                fabs(out[d] - right.out[d]), right.out_error[d]);
     const float lse = a->lse[t * s->num_heads + h];
-    CHECKF(lse == right.lse || fabs(lse - right.lse) <= right.lse_error,
+    CHECKF(lse == right.lse || fabs(lse - right.lse) <= leniency * right.lse_error,
            "%s: types %d and %d, %d rows, token %d, head %d, lse is %g, not %g, off by %g of %g", kvc_isa(),
            s->layer.k_type, s->layer.v_type, (int)r->num, t, h, (double)lse, right.lse, fabs(lse - right.lse),
            right.lse_error);
