@@ -33,7 +33,7 @@ cdef int check_strides(Array *a, Array *result, str name) except -1:
             alike = False
     if not alike:
         raise ValueError(f"{name}: has other strides than the result; pass what attend returned, and as out the "
-                             "same array or one with its strides")
+                         "same array or one with its strides")
     return 0
 
 
