@@ -97,7 +97,7 @@ static int own_token(const pass *p, int t, int position) {
 static int tag_seen(const world *w, const pass *p, const query *q, int layer, int t, int position, int *lacks) {
     const int i = member_of(p, t), source = source_of(w, layer), own = own_token(p, t, position), at = p->positions[t];
     const int is_later = position > at && !(q->has_non_causal && q->non_causal[t - q->first]);
-    if (is_later || !sees_back(&w->layers[source].policy, at, position)) return 0;
+    if (!has_row(w, source, position) || is_later || !sees_back(&w->layers[source].policy, at, position)) return 0;
     if (is_masked(q, id_of(p->sequences[i]), position)) return 0;
     if (own >= p->num_put[source]) *lacks = 1;
     return own >= 0 ? p->tags[own] : w->sequences[p->sequences[i]].tags[source][position];
@@ -131,14 +131,17 @@ static int is_unwritten(const float *out, float lse) {
     return lse == UNWRITTEN;
 }
 
-/* Whether a choice names a position for the n-th token of a query, at position `at`. */
-static int is_named(const piece *of, int n, int kv, int at, int position) {
+/* Whether a choice names a row for the n-th token of a query, which stands at position `at`.  The row stands for
+ * `stride` positions up to its own.  The choice has to name one of these. */
+static int is_named(const piece *of, int n, int kv, int at, int position, int stride) {
     const kvc_chosen *chosen = of->args.chosen;
     if (!chosen) return 1;
     const int block = chosen->block ? chosen->block : 1;
     if (chosen->tail && position >= (at + 1) / block * block) return 1;
-    for (int i = 0; i < chosen->width; i++)
-        if (of->entries[n][chosen->num_choices > 1 ? kv : 0][i] == position / block) return 1;
+    for (int i = 0; i < chosen->width; i++) {
+        const int entry = of->entries[n][chosen->num_choices > 1 ? kv : 0][i];
+        if (entry >= (position - stride + 1) / block && entry <= position / block) return 1;
+    }
     return 0;
 }
 
@@ -231,7 +234,8 @@ static void check_head(const client *c, const pass *p, const query *q, const pie
     int lacks = 0;
     for (int position = 0; position < MOST; position++) {
         const int tag = tag_seen(w, p, q, of->layer, t, position, &lacks);
-        if (!tag || !is_named(of, n, kv, p->positions[t], position) || (read && !read->reads[position])) continue;
+        if (!tag || !is_named(of, n, kv, p->positions[t], position, stride_of(w, source))) continue;
+        if (read && !read->reads[position]) continue;
         double score = 0;
         for (int d = 0; d < key_dim(w, source); d++)
             score += query_row[d] * (double)key_element(w, tag, source, kv, d, position);
@@ -273,10 +277,11 @@ static double score_row(const world *w, const query *q, const piece *of, int n, 
     return sum;
 }
 
-static int is_among(const piece *of, int n, int choice, int entry) {
+/* Whether a row or block may be chosen: `among` has its number, which `unit` entries share. */
+static int is_among(const piece *of, int n, int choice, int number, int unit) {
     if (!of->choosing.among) return 1;
     for (int i = 0; i < of->choosing.among_width; i++)
-        if (of->among[n][choice][i] == entry) return 1;
+        if (of->among[n][choice][i] >= 0 && of->among[n][choice][i] / unit == number) return 1;
     return 0;
 }
 
@@ -284,16 +289,18 @@ static int is_among(const piece *of, int n, int choice, int entry) {
 static void list_candidates(const client *c, const pass *p, const query *q, const piece *of, int t, int choice,
                             candidate all[MOST]) {
     const kvc_choose_args *a = &of->choosing;
-    const int block = a->block ? a->block : 1, own = p->positions[t] / block;
+    const int stride = stride_of(c->w, of->layer), block = a->block > 1 ? a->block : 1, unit = block > 1 ? 1 : stride;
+    const int size = block * unit; /* positions of a block, or of a row */
+    const int last = (p->positions[t] + 1) / stride * stride - 1, own = last < 0 ? -1 : last / size;
     for (int position = 0; position < MOST; position++) {
         int lacks = 0;
-        const int tag = tag_seen(c->w, p, q, of->layer, t, position, &lacks), entry = position / block;
-        if (!tag || !is_among(of, t - q->first, choice, entry)) continue;
+        const int tag = tag_seen(c->w, p, q, of->layer, t, position, &lacks), number = position / size;
+        if (!tag || !is_among(of, t - q->first, choice, number, unit)) continue;
         const double score = score_row(c->w, q, of, t - q->first, choice, tag, position);
-        candidate *to = &all[entry];
+        candidate *to = &all[position / block];
         if (!to->is_there || score > to->score) to->score = score;
         to->is_there = 1;
-        to->is_forced = entry < a->num_first || (entry > own - a->num_local && entry <= own);
+        to->is_forced = number < a->num_first || (number > own - a->num_local && number <= own);
     }
 }
 
@@ -381,7 +388,7 @@ static void make_choice(piece *of, const query *q) {
 }
 
 /* Says how rows are to be chosen.  No element of a query is 0: turned by a right angle, it would become almost 0. */
-static void make_choosing(piece *of, const query *q) {
+static void make_choosing(piece *of, const query *q, int stride) {
     static const float scales[] = {0, 0.5f, -2};
     for (int t = 0; t < q->num; t++)
         for (int h = 0; h < q->num_heads; h++) {
@@ -413,7 +420,7 @@ static void make_choosing(piece *of, const query *q) {
                                      .num_choices = q->num_choices,
                                      .width = 1 + pick(pick(2) ? 6 : MOST_CHOSEN),
                                      .among_width = pick(MOST_CHOSEN + 1),
-                                     .block = pick(2) ? pick(2) : 1 + pick(6),
+                                     .block = pick(2) ? pick(2) : stride * (1 + pick(6)),
                                      .num_first = pick(2) ? 0 : pick(5),
                                      .num_local = pick(2) ? 0 : pick(5)};
 }
@@ -439,7 +446,7 @@ static void make_piece(piece *of, const world *w, int layer, const query *q) {
                                  .lse_head_stride = sizeof **of->result.lse,
                                  .scale = SCALE};
     if (q->max_chosen && !selects(w, q, layer)) make_choice(of, q);
-    if (!w->layers[layer].v_dim) make_choosing(of, q);
+    if (!w->layers[layer].v_dim) make_choosing(of, q, stride_of(w, layer));
 }
 
 /* ---- queries ----------------------------------------------------------------------------------------------------- */
@@ -735,7 +742,7 @@ void check_dense(client *c, const pass *p, int layer) {
         for (int position = 0; position < MOST; position++) {
             const int own = own_token(p, p->first[i], position);
             const int tag = own >= 0 ? p->tags[own] : w->sequences[p->sequences[i]].tags[source][position];
-            if (!tag || own >= p->num_put[source]) continue;
+            if (!tag || !has_row(w, source, position) || own >= p->num_put[source]) continue;
             if (n >= num || all[c->number].positions[n] != position ||
                 tag_of(c, all[c->number].k[0][n], all[c->number].v[0][n], MOST_FED * MOST * ROW, MOST_FED * MOST * ROW,
                        source, position) != tag)

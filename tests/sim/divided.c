@@ -136,8 +136,20 @@ static void edit_divided(client *c, int s, int to, divided *d, divided *copy) {
     }
 }
 
+/* Divides positions of a sequence that has rows for several of them, which must be refused. */
+static void divide_wrongly(client *c, int s) {
+    const int is_empty = !kvc_next_position(c->w->cache, id_of(s));
+    begin_call(c, "kvc_divide beside a stride");
+    const kvc_status status = kvc_divide(c->w->cache, id_of(s), pick(9), KVC_END, 2 + pick(3));
+    if (ended(c, status, MAY_BE_UNSUPPORTED) && !is_empty && !c->w->is_meddled) fail(c, "is not refused");
+}
+
 void divide(client *c, int s) {
     divided d, copy = {0};
+    if (c->w->unit > 1) {
+        divide_wrongly(c, s);
+        return;
+    }
     const int to = take(c), begin = pick(9), divisor = 2 + pick(3);
     const sequence *of = &c->w->sequences[s];
     int is_read = to >= 0 && !c->w->is_meddled && !of->is_spoilt && clear_one(c, to);

@@ -107,7 +107,7 @@ int exact_end(const world *w, const sequence *s) {
         const int tag = s->tags[0][i];
         if (strings[tag].num != i + 1 || strings[tag].before != before) break;
         for (int l = 1; l < w->num_layers; l++)
-            if (is_own(w, l) && s->tags[l][i] != tag) return i;
+            if (is_own(w, l) && has_row(w, l, i) && s->tags[l][i] != tag) return i;
         before = tag;
     }
     return i;
@@ -128,7 +128,7 @@ void set_any_text(client *c, sequence *s, int begin, int end) {
         const int tag = t.num ? t.tags[i] : new_tag(c->w, i);
         note_computed(&tag, 1);
         for (int l = 0; l < c->w->num_layers; l++)
-            if (is_own(c->w, l)) s->tags[l][i] = tag;
+            if (is_own(c->w, l) && has_row(c->w, l, i)) s->tags[l][i] = tag;
     }
 }
 
@@ -359,9 +359,8 @@ static void check_state(client *c, int p, int s, const text *t, int matched) {
 static void note_moved(client *c, int s, const text *t, int begin, int end) {
     rows r;
     for (int l = 0; l < c->w->num_layers; l++) {
-        const kvc_rows_out out = out_of(c->w, l, &r);
         if (!is_own(c->w, l)) continue;
-        while (kvc_extract(c->w->cache, id_of(s), l, 0, MOST, &out) != KVC_OK) continue;
+        while (read_all(c, c->w->cache, s, l, &r) != KVC_OK) continue;
         for (int i = begin; i < end; i++) {
             const int tag = r.positions[i] < 0 ? 0 : tag_of(c, r.k[0][i], r.v[0][i], MOST * ROW, MOST * ROW, l, i);
             if (tag && (!strings[tag].num || strings[tag].token != strings[t->tags[i]].token))
@@ -383,7 +382,7 @@ static void note_acquired(client *c, int p, int s, const text *t, int matched) {
     if (matched) of->barred |= ~(1 << p); /* others may have forgotten rows that this one knows */
     of->is_spoilt |= w->is_meddled;
     for (int l = 0; l < w->num_layers; l++)
-        if (is_own(w, l)) memcpy(of->tags[l], t->tags, (size_t)exact * sizeof *t->tags);
+        for (int i = 0; i < exact && is_own(w, l); i++) of->tags[l][i] = has_row(w, l, i) ? t->tags[i] : 0;
     if (w->is_meddled) return;
     if (exact < matched && !w->prefixes[p].config.reuse_min_tokens) fail(c, "is exact to %d of %d", exact, matched);
     if (exact < matched) note_moved(c, s, t, exact, matched);
@@ -428,7 +427,7 @@ static void acquire(client *c, int p) {
 /* Whether a layer has no row at a position, as where its rows were restored: others may have exact ones there. */
 static int lacks_row(const world *w, const sequence *s, int at) {
     for (int l = 0; l < w->num_layers; l++)
-        if (is_own(w, l) && !s->tags[l][at]) return 1;
+        if (is_own(w, l) && has_row(w, l, at) && !s->tags[l][at]) return 1;
     return 0;
 }
 
@@ -639,14 +638,16 @@ static void follow(client *c, int p) {
 
 /* Checks the rows of a layer in a payload; returns the tag of the last one. */
 static int check_rows(const client *c, const uint8_t *bytes, int l, int begin, int end) {
-    const int num = end - begin;
+    const int stride = stride_of(c->w, l), num = (end - begin) / stride;
     const float *k = (const float *)(const void *)bytes, *v = k + HEADS * num * key_dim(c->w, l);
     int tag = 0;
     for (int i = 0; i < num; i++) {
-        const int before = tag;
-        tag = tag_of(c, k + i * key_dim(c->w, l), v + i * DIM, num * key_dim(c->w, l), num * DIM, l, begin + i);
-        if (!c->w->is_meddled && (strings[tag].num != begin + i + 1 || (i && strings[tag].before != before)))
-            fail(c, "a block has a row of another at %d, layer %d", begin + i, l);
+        const int position = begin + i * stride + stride - 1, last = tag;
+        tag = tag_of(c, k + i * key_dim(c->w, l), v + i * DIM, num * key_dim(c->w, l), num * DIM, l, position);
+        int before = tag;
+        for (int n = 0; n < stride; n++) before = strings[before].before;
+        if (!c->w->is_meddled && (strings[tag].num != position + 1 || (i && before != last)))
+            fail(c, "a block has a row of another at %d, layer %d", position, l);
     }
     return tag;
 }
@@ -660,7 +661,7 @@ static int check_payload(const client *c, const uint8_t *bytes, int64_t size, in
     for (int l = 0; l < num_layers; l++) {
         if (!bytes[l]) continue;
         const int row = HEADS * (key_dim(c->w, l) + c->w->layers[l].v_dim) * (int)sizeof(float);
-        const int64_t more = (int64_t)(end - begin) * row;
+        const int64_t more = (int64_t)((end - begin) / stride_of(c->w, l)) * row;
         if (at + more > size) fail(c, "%lld bytes are too few", (long long)size);
         memcpy(copy, bytes + at, (size_t)more);
         const int tag = check_rows(c, copy, l, begin, end);
@@ -768,7 +769,7 @@ static kvc_prefix_config any_config(const world *w, int p) {
                                .salt_size = p ? 8 : 0,
                                .quota = pick(3) ? 0 : pick(30),
                                .ttl_ms = w->theme == PROMPTS || pick(3) ? 0 : 1 + pick(20),
-                               .reuse_min_tokens = w->has_states || pick(3) ? 0 : 1 + pick(6),
+                               .reuse_min_tokens = w->has_states || w->unit > 1 || pick(3) ? 0 : 1 + pick(6),
                                .collects_new = pick(4) != 0,
                                .user = (void *)&w->prefixes[p],
                                .state_bytes = w->has_states ? STATE : 0,
@@ -808,7 +809,7 @@ static void renew(client *c, int p) {
 
 void begin_prefixes(client *c) {
     world *w = c->w;
-    w->has_prefixes = 1;
+    w->has_prefixes = w->config.block_size % w->unit == 0;
     w->has_states = w->theme != PROMPTS && !pick(3);
     for (int l = 0; l < w->num_layers; l++) w->has_prefixes &= w->layers[l].policy.kind != KVC_CROSS;
     for (int p = 0; p < PREFIXES && w->has_prefixes; p++) renew(c, p);

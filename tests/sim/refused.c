@@ -96,7 +96,7 @@ static kvc_status new_cache_wrongly(const client *c) {
     kvc_layer *layer = &layers[l];
     memcpy(layers, c->w->layers, sizeof layers);
     config.layers = layers;
-    switch (pick(19)) {
+    switch (pick(21)) {
     case 0: config.num_layers = pick(2) ? 0 : below(); break;
     case 1: config.block_size = below(); break;
     case 2: config.capacity = below(); break;
@@ -113,6 +113,8 @@ static kvc_status new_cache_wrongly(const client *c) {
     case 13: layer->policy = (kvc_policy){.kind = KVC_SLIDING, .window = pick(2) ? 0 : below()}; break;
     case 14: layer->policy = (kvc_policy){.kind = KVC_CHUNKED, .attention_chunk_size = pick(2) ? 0 : below()}; break;
     case 15: layer->policy = (kvc_policy){.kind = KVC_SLIDING, .window = 3, .num_sink_tokens = below()}; break;
+    case 18: layer->policy = (kvc_policy){.kind = KVC_FULL, .stride = below()}; break;
+    case 19: layer->policy = (kvc_policy){.kind = KVC_SLIDING, .window = 3, .stride = 2 + pick(3)}; break;
     case 16: layer->sketch_bits = pick(2) ? 1 + 2 * pick(2) : below(); break;
     case 17: layer->sketch_bits = 2, layer->k_dim = DIM + pick(2) * ROW; break;
     default: layer->rope.kind = KVC_ROPE_FREQUENCIES; layer->rope.first_dim = layer->k_dim - 1;

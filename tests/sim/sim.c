@@ -116,7 +116,8 @@ static void check_bytes(client *c) {
 int ended(client *c, kvc_status status, int may) {
     const int met_fault = sim_faults() != c->faults;
     const char *answer = kvc_strerror(status); /* it steps, with --trace or without */
-    if (c->w->is_meddled) may |= MAY_BE_BUSY | MAY_BE_FULL | MAY_BE_GONE | MAY_BE_INVALID | MAY_INDEX;
+    if (c->w->is_meddled)
+        may |= MAY_BE_BUSY | MAY_BE_FULL | MAY_BE_GONE | MAY_BE_INVALID | MAY_INDEX | MAY_BE_UNSUPPORTED;
     if (traces) printf("%llu client %d: %s: %s\n", (unsigned long long)sim_steps(), c->number, c->call, answer);
     const int is_allowed =
         status == KVC_OK || (status == KVC_ERR_NOMEM && met_fault) || (status == KVC_ERR_BUSY && may & MAY_BE_BUSY) ||
@@ -217,7 +218,7 @@ static int tag_in(const client *c, const kvc_span *span, int n, int layer) {
     const int64_t size = sizeof(float);
     return tag_of(c, (const float *)span->k + n * span->k_row_stride / size,
                   (const float *)span->v + n * span->v_row_stride / size, span->k_head_stride / size,
-                  span->v_head_stride / size, layer, span->position + n - span->delta);
+                  span->v_head_stride / size, layer, span->position + n * stride_of(c->w, layer) - span->delta);
 }
 
 static kvc_put_args put_of(const world *w, int layer, const rows *r, int first, int n) {
@@ -256,6 +257,22 @@ kvc_rows_out out_of(const world *w, int layer, rows *r) {
 int is_own(const world *w, int l) { return !w->layers[l].share && w->layers[l].policy.kind != KVC_CROSS; }
 static int is_cross(const world *w, int l) { return w->layers[l].policy.kind == KVC_CROSS; }
 int source_of(const world *w, int l) { return w->layers[l].share ? w->layers[l].share - 1 : l; }
+
+kvc_status read_all(const client *c, kvc_cache *cache, int s, int l, rows *r) {
+    const int stride = stride_of(c->w, l);
+    kvc_rows_out out = out_of(c->w, l, r);
+    out.k = r->k[0][stride - 1];
+    if (out.v) out.v = r->v[0][stride - 1];
+    out.k_row_stride *= stride;
+    out.v_row_stride *= stride;
+    const kvc_status status = kvc_extract(cache, id_of(s), l, 0, MOST, &out);
+    for (int i = MOST - 1; status == KVC_OK && i >= 0; i--) {
+        r->positions[i] = has_row(c->w, l, i) ? r->positions[i / stride] : -1;
+        if (r->positions[i] != -1 && r->positions[i] != i)
+            fail(c, "layer %d has position %d in place of %d", l, r->positions[i], i);
+    }
+    return status;
+}
 
 static int same_policy(const world *w, int a, int b) {
     return memcmp(&w->layers[a].policy, &w->layers[b].policy, sizeof(kvc_policy)) == 0;
@@ -299,9 +316,8 @@ void check_sequence(client *c, kvc_cache *cache, int s) {
     check_sketches(c, cache, s);
     for (int l = 0; l < w->num_layers; l++) {
         if (!is_own(w, l)) continue;
-        const kvc_rows_out out = out_of(w, l, &r);
         const uint64_t faults = sim_faults();
-        const kvc_status status = kvc_extract(cache, id_of(s), l, 0, MOST, &out);
+        const kvc_status status = read_all(c, cache, s, l, &r);
         if (status == KVC_ERR_NOMEM && sim_faults() != faults) return;
         if (status != KVC_OK) fail(c, "kvc_extract of %lld: %s", (long long)id_of(s), kvc_strerror(status));
         for (int i = 0; i < MOST; i++) {
@@ -320,8 +336,7 @@ void check_sequence(client *c, kvc_cache *cache, int s) {
 static void check_intact(client *c, kvc_cache *cache, int s) {
     rows r;
     const int l = source_of(c->w, pick(c->w->num_layers));
-    const kvc_rows_out out = out_of(c->w, l, &r);
-    if (is_cross(c->w, l) || kvc_extract(cache, id_of(s), l, 0, MOST, &out) != KVC_OK) return;
+    if (is_cross(c->w, l) || read_all(c, cache, s, l, &r) != KVC_OK) return;
     for (int i = 0; i < MOST; i++)
         if (r.positions[i] >= 0) tag_of(c, r.k[0][i], r.v[0][i], MOST * ROW, MOST * ROW, l, i);
 }
@@ -370,10 +385,29 @@ int clear_one(client *c, int s) {
     return 1;
 }
 
+/* Returns a position, usually one where no row of a layer with a stride is cut. */
+static int usually_whole(const world *w, int position) {
+    return pick(6) ? (position + w->unit - 1) / w->unit * w->unit : position;
+}
+
+/* Whether an edit cuts rows in two: it removes or moves positions [begin, end), and moves tokens by delta. */
+static int cuts(const client *c, int s, int begin, int end, int delta) {
+    const int next = kvc_next_position(c->w->cache, id_of(s)), unit = c->w->unit;
+    return begin < next && (begin % unit || delta % unit || (end < next && end % unit));
+}
+
+/* Returns whether an edit succeeded.  It must fail if it cuts rows in two. */
+static int edited(client *c, kvc_status status, int may, int is_cutting) {
+    if (status == KVC_OK && is_cutting && !c->w->is_meddled) fail(c, "cuts a row in two");
+    return ended(c, status, may | (is_cutting ? MAY_BE_UNSUPPORTED : 0));
+}
+
 static void remove_range(client *c, int s, int begin, int end, int shifts) {
     sequence *of = &c->w->sequences[s];
     begin_call(c, "kvc_remove");
-    if (!ended(c, kvc_remove(c->w->cache, id_of(s), begin, end, shifts), MAY_BE_GONE | MAY_BE_FULL)) return;
+    const int is_cutting = begin < end && end < kvc_next_position(c->w->cache, id_of(s)) && cuts(c, s, begin, end, 0);
+    if (!edited(c, kvc_remove(c->w->cache, id_of(s), begin, end, shifts), MAY_BE_GONE | MAY_BE_FULL, is_cutting))
+        return;
     for (int l = 0; l < MOST_LAYERS; l++)
         for (int i = begin; i < MOST; i++) {
             const int from = shifts ? i + end - begin : i < end ? MOST : i;
@@ -393,9 +427,13 @@ static int is_stored(const pass *p) {
 /* Puts rows, now and then while it attends; returns whether it could. */
 static int put_rows_as(client *c, pass *p, int layer, int first, int n, int may_attend) {
     rows r;
-    for (int i = 0; i < n; i++) set_row(&r, i, p->tags[first + i], layer);
-    const kvc_put_args args = put_of(c->w, layer, &r, first, n);
+    int num = 0;
+    for (int t = first; t < first + n; t++)
+        if (has_row(c->w, layer, p->stands[t])) set_row(&r, num++, p->tags[t], layer);
+    kvc_put_args args = put_of(c->w, layer, &r, first, n);
+    if (!num && pick(2)) args.k = args.v = NULL;
     for (;;) {
+        if (!num && !pick(3)) break; /* no token has a row */
         if (may_attend && !pick(6) && is_stored(p) && c->w->layers[layer].v_dim) {
             if (put_and_attend(c, p, layer, first, n, &args)) break;
         } else {
@@ -417,23 +455,28 @@ static int put_by_call(client *c, pass *p, int layer, int first, int n) {
 /* Writes rows where the core shows. */
 static int write_rows(client *c, pass *p, int layer, int first, int n) {
     kvc_span span;
-    for (int end = first + n, num; first < end; first += num) {
+    for (int end = first + n, next; first < end; first = next) {
+        next = first + 1;
+        if (!has_row(c->w, layer, p->stands[first])) continue;
         begin_call(c, "kvc_slots");
         if (!ended(c, kvc_slots(p->batch, layer, first, &span, sizeof span, NULL), MAY_BE_FULL)) return 0;
-        num = span.num_rows < end - first ? span.num_rows : end - first;
-        for (int i = 0; i < num; i++)
+        for (int t = first, i = 0; t < end && i < span.num_rows; next = ++t) {
+            if (!has_row(c->w, layer, p->stands[t])) continue;
             for (int h = 0; h < HEADS; h++)
                 for (int d = 0; d < key_dim(c->w, layer); d++) {
                     char *k = (char *)span.k + h * span.k_head_stride + i * span.k_row_stride;
-                    ((float *)(void *)k)[d] = element(p->tags[first + i], layer, 0, h, d);
+                    ((float *)(void *)k)[d] = element(p->tags[t], layer, 0, h, d);
                     if (!span.v || d >= DIM) continue;
                     char *v = (char *)span.v + h * span.v_head_stride + i * span.v_row_stride;
-                    ((float *)(void *)v)[d] = element(p->tags[first + i], layer, 1, h, d);
+                    ((float *)(void *)v)[d] = element(p->tags[t], layer, 1, h, d);
                 }
+            i++;
+        }
         begin_call(c, "kvc_written");
-        if (!ended(c, kvc_written(p->batch, layer, first, num), MAY_BE_FULL)) return 0;
-        p->num_put[layer] = first + num;
+        if (!ended(c, kvc_written(p->batch, layer, first, next - first), MAY_BE_FULL)) return 0;
+        p->num_put[layer] = next;
     }
+    p->num_put[layer] = first;
     return 1;
 }
 
@@ -543,8 +586,8 @@ static void make_pass(client *c, pass *p) {
             continue;
         }
         if (p->select && !pick(6) && end_of(&w->sequences[s]) > 8) { /* rows that moved are selected, too */
-            const int at = pick(end_of(&w->sequences[s]) - 3);
-            remove_range(c, s, at, at + 1 + pick(3), 1);
+            const int at = usually_whole(w, pick(end_of(&w->sequences[s]) - 3));
+            remove_range(c, s, at, usually_whole(w, at + 1 + pick(3)), 1);
         }
         add_tokens(c, p, s, n);
         p->sequences[p->num_sequences++] = s;
@@ -601,8 +644,10 @@ static int begin(client *c, pass *p) {
         .struct_size = sizeof args, .num_tokens = p->num_tokens, .seq_ids = ids, .unstored = p->unstored};
     if (p->is_tree) args.positions = p->positions, args.parents = p->parents;
     const int has_begun = begin_with(c, &args, &p->batch, MAY_BE_GONE);
-    for (int t = 0; has_begun && c->w->is_meddled && t < p->num_tokens; t++) /* others may have moved the end */
-        c->w->origins[p->tags[t]] = (uint8_t)kvc_batch_positions(p->batch)[t];
+    for (int t = 0; has_begun && t < p->num_tokens; t++) {
+        p->stands[t] = kvc_batch_positions(p->batch)[t];
+        if (c->w->is_meddled) c->w->origins[p->tags[t]] = (uint8_t)p->stands[t];
+    }
     return has_begun;
 }
 
@@ -612,7 +657,7 @@ static void note_kept(client *c, const pass *p, const uint8_t *kept) {
         sequence *s = &c->w->sequences[p->sequences[i]];
         for (int t = p->first[i]; t < p->first[i + 1]; t++)
             for (int l = 0; l < c->w->num_layers && kept[t]; l++)
-                if (is_own(c->w, l)) s->tags[l][p->positions[t]] = p->tags[t];
+                if (is_own(c->w, l) && has_row(c->w, l, p->positions[t])) s->tags[l][p->positions[t]] = p->tags[t];
         int t = p->first[i];
         while (t < p->first[i + 1] && kept[t]) t++;
         if (t < p->first[i + 1] && p->positions[t] < s->num_prompt) s->num_prompt = p->positions[t];
@@ -751,8 +796,9 @@ static void feed(client *c) {
 /* ---- edits ------------------------------------------------------------------------------------------------------- */
 
 static void remove_some(client *c, int s) {
-    const int last = end_of(&c->w->sequences[s]), begin = pick(last + 1);
-    remove_range(c, s, begin, begin + pick(last - begin + 1), pick(2));
+    const int last = end_of(&c->w->sequences[s]), begin = usually_whole(c->w, pick(last + 1));
+    const int end = begin < last ? begin + pick(last - begin + 1) : begin;
+    remove_range(c, s, begin, usually_whole(c->w, end), pick(2));
 }
 
 static int cut_to(client *c, int s, int length) {
@@ -768,9 +814,11 @@ static void cut(client *c, int s) { cut_to(c, s, pick(end_of(&c->w->sequences[s]
 
 static void shift_some(client *c, int s) {
     sequence *of = &c->w->sequences[s];
-    const int end = end_of(of), begin = pick(end + 1), delta = pick(MOST - end + 1);
+    const int end = end_of(of), begin = usually_whole(c->w, pick(end + 1)), most = MOST - end, any = pick(most + 1);
+    const int delta = pick(6) ? any / c->w->unit * c->w->unit : any;
     begin_call(c, "kvc_shift");
-    if (!ended(c, kvc_shift(c->w->cache, id_of(s), begin, KVC_END, delta), MAY_BE_FULL)) return;
+    const int is_cutting = delta && cuts(c, s, begin, KVC_END, delta);
+    if (!edited(c, kvc_shift(c->w->cache, id_of(s), begin, KVC_END, delta), MAY_BE_FULL, is_cutting)) return;
     for (int l = 0; l < MOST_LAYERS; l++)
         for (int i = MOST - 1; i >= begin; i--) of->tags[l][i] = i - delta >= begin ? of->tags[l][i - delta] : 0;
 }
@@ -796,13 +844,15 @@ static void inject(client *c, int s) {
     rows r;
     sequence *of = &w->sequences[s];
     const int at = pick(end_of(of) + 1), n = 1 + pick(4), l = source_of(w, pick(w->num_layers));
-    int tags[4];
+    int tags[4], num = 0;
     if (at + n > MOST || is_cross(w, l)) return;
-    for (int i = 0; i < n; i++) set_row(&r, i, tags[i] = new_tag(w, at + i), l);
+    for (int i = 0; i < n; i++)
+        if (has_row(w, l, at + i)) set_row(&r, num++, tags[i] = new_tag(w, at + i), l);
     const kvc_rows_in in = in_of(w, l, &r);
     begin_call(c, "kvc_inject");
-    if (ended(c, kvc_inject(w->cache, id_of(s), l, at, at + n, &in), MAY_BE_FULL | MAY_INDEX))
-        memcpy(of->tags[l] + at, tags, (size_t)n * sizeof *tags);
+    if (!ended(c, kvc_inject(w->cache, id_of(s), l, at, at + n, &in), MAY_BE_FULL | MAY_INDEX)) return;
+    for (int i = 0; i < n; i++)
+        if (has_row(w, l, at + i)) of->tags[l][at + i] = tags[i];
 }
 
 static void copy(client *c, int s) {
@@ -829,12 +879,14 @@ static void share(client *c, int s) {
     const int to = take(c);
     if (to < 0) return;
     sequence *from = &w->sequences[s], *into = &w->sequences[to];
-    const int begin = end_of(into), end = pick(2) ? MOST : begin + pick(MOST - begin + 1), is_empty = !end_of(from);
+    const int held = end_of(into), begin = usually_whole(w, held), is_empty = !end_of(from);
+    const int end = pick(2) ? MOST : begin + pick(MOST - begin + 1);
     begin_call(c, "kvc_share");
+    const int is_cutting = cuts(c, s, begin, KVC_END, 0);
     const kvc_status status = kvc_share(w->cache, id_of(s), id_of(to), begin, end < MOST ? end : KVC_END);
     into->is_spoilt |= from->is_spoilt;
     into->barred |= from->barred;
-    if (ended(c, status, (is_empty && !begin ? MAY_BE_INVALID : 0) | MAY_BE_GONE))
+    if (edited(c, status, (is_empty && !held ? MAY_BE_INVALID : 0) | MAY_BE_GONE, is_cutting))
         for (int l = 0; l < MOST_LAYERS; l++)
             memcpy(into->tags[l] + begin, from->tags[l] + begin, (size_t)(end - begin) * sizeof(int));
     let_go(c, to);
@@ -944,7 +996,8 @@ static void meddle(client *c) {
     case 6: {
         rows r;
         const int l = source_of(w, pick(w->num_layers)), n = 1 + pick(MOST - begin);
-        for (int i = 0; i < n; i++) set_row(&r, i, new_tag(w, begin + i), l);
+        for (int i = 0, num = 0; i < n; i++)
+            if (has_row(w, l, begin + i)) set_row(&r, num++, new_tag(w, begin + i), l);
         kvc_rows_in in = in_of(w, l, &r);
         in.skip_missing = 1;
         begin_call(c, "kvc_inject into another's");
@@ -984,7 +1037,7 @@ static int is_same(const kvc_policy *a, const kvc_policy *b) {
     if (a->kind == KVC_SLIDING)
         return a->window == b->window && a->num_sink_tokens == b->num_sink_tokens && keeps == other_keeps;
     if (a->kind == KVC_CHUNKED) return a->attention_chunk_size == b->attention_chunk_size && keeps == other_keeps;
-    return a->kind != KVC_CROSS;
+    return a->kind != KVC_CROSS && a->stride == b->stride;
 }
 
 /* Chooses layers, all layers of a policy together; returns whether it chose any. */
@@ -1018,6 +1071,7 @@ static int put_restored(client *c, const restoration *r) {
     const world *w = c->w;
     pass p = {.batch = r->batch, .num_tokens = r->num, .num_sequences = 1, .sequences = {r->s}, .first = {0, r->num}};
     memcpy(p.tags, r->tags, sizeof r->tags);
+    memcpy(p.stands, r->positions, sizeof r->positions);
     for (int l = 0; l < w->num_layers; l++) {
         const int cut = pick(r->num + 1);
         if (!r->layers[l] || !is_own(w, l)) continue;
@@ -1033,7 +1087,8 @@ static void note_restored(client *c, const restoration *r, const int32_t *kept, 
     for (int l = 0; num && l < c->w->num_layers; l++) {
         if (!r->layers[l] || !is_own(c->w, l)) continue;
         memset(of->tags[l], 0, sizeof of->tags[l]);
-        for (int i = 0; i < num; i++) of->tags[l][r->positions[kept[i]]] = r->tags[kept[i]];
+        for (int i = 0; i < num; i++)
+            if (has_row(c->w, l, r->positions[kept[i]])) of->tags[l][r->positions[kept[i]]] = r->tags[kept[i]];
     }
     c->w->expires = 1; /* what a layer lacks is gone */
 }
@@ -1043,7 +1098,7 @@ static int can_continue(const world *w, const restoration *r, int at) {
     const sequence *of = &w->sequences[r->s];
     for (int i = 0; i < at; i++)
         for (int l = 0; l < w->num_layers; l++) {
-            if (!is_own(w, l) || !sees(&w->layers[l].policy, at, i)) continue;
+            if (!is_own(w, l) || !has_row(w, l, i) || !sees(&w->layers[l].policy, at, i)) continue;
             if (!of->tags[l][i] || (!r->layers[l] && w->layers[l].policy.kind != KVC_FULL)) return 0;
         }
     return 1;
@@ -1513,13 +1568,25 @@ static void add_sketches(kvc_layer *layer) {
     layer->sketch_bits = 2;
 }
 
+/* Gives some layers a row for every n-th token. */
+static void add_strides(world *w) {
+    const int base = 2 + pick(2);
+    for (int l = 1; l < w->num_layers; l++) {
+        kvc_layer *layer = &w->layers[l];
+        if (layer->share || !pick(3)) continue;
+        layer->policy = (kvc_policy){.kind = KVC_FULL, .stride = base << pick(2)};
+        layer->sketch_bits = 0;
+        if (layer->policy.stride > w->unit) w->unit = layer->policy.stride;
+    }
+}
+
 /* Makes a cache of any shape and limits. */
 static void make_cache(world *w) {
     static const double right_angle[] = {1.57079632679489661923};
     static const int kinds[] = {KVC_ROPE_NONE, KVC_ROPE_FREQUENCIES, KVC_ROPE_FREQUENCIES, KVC_ROPE_FUNCTION};
     const int kind = kinds[pick(4)];
     /* Blocks of the largest sizes have memory that comes and goes by the page. */
-    const int sizes[] = {6, 6, 6, 40, 40, 12000}, block_size = 1 + pick(sizes[pick(6)]);
+    const int sizes[] = {6, 6, 6, 40, 40, 12000}, size = 1 + pick(sizes[pick(6)]);
     const int is_limited = w->theme != PROMPTS;
     w->num_layers = 1 + pick(MOST_LAYERS);
     w->has_sketches = pick(2);
@@ -1541,6 +1608,9 @@ static void make_cache(world *w) {
         if (what < 3 && is_sketched) add_sketches(&w->layers[l]);
         if (what == 4) w->layers[l] = w->layers[0], w->layers[l].share = 1;
     }
+    w->unit = 1;
+    if (pick(2)) add_strides(w);
+    const int block_size = pick(4) ? (size + w->unit - 1) / w->unit * w->unit : size; /* as prefixes need it */
     w->config =
         (kvc_config){.struct_size = sizeof w->config,
                      .layers = w->layers,

@@ -86,6 +86,7 @@ typedef struct pass {
     int num_sequences, num_tokens;
     int sequences[MOST_FED], first[MOST_FED + 1]; /* tokens of each: [first[i], first[i + 1]) */
     int positions[MOST_TOKENS], tags[MOST_TOKENS];
+    int stands[MOST_TOKENS];           /* the core's positions: others may have moved the end of a sequence */
     int parents[MOST_TOKENS], is_tree; /* is_tree: a token sees its ancestors among the tokens, and no others */
     uint8_t unstored[MOST_TOKENS];
     int num_put[MOST_LAYERS]; /* tokens that were put in a layer: the first ones */
@@ -105,6 +106,7 @@ typedef struct world {
     kvc_config config;
     int num_layers, expires, last_tag;
     int has_sketches;    /* of keys, in some layers */
+    int unit;            /* a multiple of the strides of all layers */
     int is_meddled;      /* not 0: clients change sequences that others have */
     int takes_rare_ways; /* not 0: rows may be moved together where that gains nothing */
     sequence sequences[IDS];
@@ -203,6 +205,17 @@ kvc_rows_in in_of(const world *w, int layer, const rows *r);
 void set_row(rows *r, int i, int tag, int layer);
 int is_own(const world *w, int l);
 int source_of(const world *w, int l);
+
+/* For how many positions a layer has one row. */
+static inline int stride_of(const world *w, int l) {
+    return w->layers[l].policy.stride > 1 ? w->layers[l].policy.stride : 1;
+}
+
+/* Whether a layer has rows at a position. */
+static inline int has_row(const world *w, int l, int position) { return (position + 1) % stride_of(w, l) == 0; }
+
+/* Copies each row that a sequence of a cache holds in a layer to its position.  Elsewhere, r->positions is -1. */
+kvc_status read_all(const client *c, kvc_cache *cache, int s, int l, rows *r);
 
 /* Returns how many elements a key of a layer has. */
 static inline int key_dim(const world *w, int layer) { return w->layers[layer].k_dim; }
