@@ -186,18 +186,21 @@ static kvc_status put(world *w, feeding *f) {
     static float k[4 * MOST_TEXT][MOST_HEADS][DIM], v[4 * MOST_TEXT][MOST_HEADS][DIM];
     for (int l = 0; l < w->shape.num_layers; l++) {
         if (!w->shape.has_rows[l]) continue;
-        for (int i = 0; i < f->num_tokens; i++) {
-            const fed *it = &f->fed[f->which[i]];
-            for (int h = 0; h < MOST_HEADS; h++)
-                make_row(w, it->s->model, l, h, it->nodes[f->token[i]], k[i][h], v[i][h]);
-        }
         for (int first = 0; first < f->num_tokens;) {
             const int n = pick(w, 3) ? f->num_tokens - first : 1 + pick(w, f->num_tokens - first);
+            int num = 0;
+            for (int i = first; i < first + n; i++) {
+                const fed *it = &f->fed[f->which[i]];
+                if (!(w->shape.has[l] >> (it->old + f->token[i]) & 1)) continue;
+                for (int h = 0; h < MOST_HEADS; h++)
+                    make_row(w, it->s->model, l, h, it->nodes[f->token[i]], k[num][h], v[num][h]);
+                num++;
+            }
             const kvc_put_args args = {.struct_size = sizeof args,
                                        .first = first,
                                        .num_tokens = n,
-                                       .k = k[first],
-                                       .v = has_values(&w->shape, l) ? v[first] : NULL,
+                                       .k = k,
+                                       .v = has_values(&w->shape, l) ? v : NULL,
                                        .k_token_stride = sizeof k[0],
                                        .k_head_stride = sizeof k[0][0],
                                        .v_token_stride = sizeof v[0],
@@ -267,7 +270,7 @@ static void note_commit(world *w, feeding *f, uint64_t rows[4][MOST_LAYERS]) {
                 s->is_other |= !it->old && !j;
                 continue;
             }
-            for (int l = 0; l < w->shape.num_layers; l++) rows[i][l] |= (uint64_t)1 << (it->old + j);
+            for (int l = 0; l < w->shape.num_layers; l++) rows[i][l] |= (uint64_t)1 << (it->old + j) & w->shape.has[l];
             if (all) length++, s->node = it->nodes[j];
             last = j;
         }

@@ -63,13 +63,14 @@ void rows_of(const world *w, const sequence *s, uint64_t *rows) {
 static void check_rows(world *w, sequence *s, int l, uint64_t rows) {
     float k[MOST_HEADS][MOST_TEXT][DIM], v[MOST_HEADS][MOST_TEXT][DIM], own_k[DIM], own_v[DIM];
     const kvc_layer *layer = &w->shape.layers[l];
-    const kvc_rows_out out = {.struct_size = sizeof out,
-                              .k = k,
-                              .v = has_values(&w->shape, l) ? v : NULL,
+    const int stride = layer->policy.kind == KVC_FULL && layer->policy.stride > 1 ? layer->policy.stride : 1;
+    const kvc_rows_out out = {.struct_size = sizeof out, /* each row goes to its position */
+                              .k = k[0][stride - 1],
+                              .v = has_values(&w->shape, l) ? v[0][stride - 1] : NULL,
                               .k_head_stride = sizeof k[0],
-                              .k_row_stride = sizeof k[0][0],
+                              .k_row_stride = (int64_t)sizeof k[0][0] * stride,
                               .v_head_stride = sizeof v[0],
-                              .v_row_stride = sizeof v[0][0]};
+                              .v_row_stride = (int64_t)sizeof v[0][0] * stride};
     const int n = least(text_length(s->node), s->exact);
     if (!n) return;
     must(w, kvc_extract(w->caches[s->cache], s->id, l, 0, n, &out));

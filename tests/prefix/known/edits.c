@@ -79,10 +79,14 @@ void do_remove(world *w) {
     if (!s || s->is_loose) return;
     const int old = text_length(s->node);
     if (old < 3) return;
-    const int begin = pick(w, old - 1), end = begin + 1 + pick(w, old - 1 - begin); /* at least one token is behind */
+    int begin = pick(w, old - 1), end = begin + 1 + pick(w, old - 1 - begin); /* at least one token is behind */
+    const int unit = w->shape.unit, cuts = pick(w, 4) == 0 && (begin % unit || end % unit);
+    if (!cuts) begin -= begin % unit, end -= end % unit;
     w->call = "kvc_remove";
     kvc_status status;
     CALL(w, status, kvc_remove(w->caches[s->cache], s->id, begin, end, 1));
+    if (cuts && status != KVC_ERR_UNSUPPORTED) fail(w, "[%d, %d) of sequence %d is removed", begin, end, (int)s->id);
+    if (cuts || begin == end) return;
     must(w, status);
     trace(w, "remove of [%d, %d) of sequence %d, %s", begin, end, (int)s->id, spell(s->node));
     int node = text_begin(s->node, begin);

@@ -73,6 +73,8 @@ typedef struct shape {
     int is_limited; /* by capacity or max_bytes */
     int has_windows;
     int has_rows[MOST_LAYERS]; /* of its own */
+    int unit;                  /* a multiple of the strides of all layers */
+    uint64_t has[MOST_LAYERS]; /* the positions at which a layer has rows */
     kvc_layer layers[MOST_LAYERS];
     kvc_config config;
     uint64_t sees[MOST_LAYERS][MOST_TEXT + 1]; /* the positions that a token at each position sees, before its own */

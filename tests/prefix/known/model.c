@@ -99,7 +99,8 @@ void note_end(world *w, const sequence *s) {
 int num_whole(const world *w, const kept *b) {
     const uint64_t range = (((uint64_t)1 << b->end) - 1) & ~(((uint64_t)1 << b->begin) - 1);
     int num = 0;
-    for (int l = 0; l < w->shape.num_layers; l++) num += b->is_sure && w->shape.has_rows[l] && !(range & ~b->sure[l]);
+    for (int l = 0; l < w->shape.num_layers; l++)
+        num += b->is_sure && w->shape.has_rows[l] && !(range & w->shape.has[l] & ~b->sure[l]);
     return num;
 }
 

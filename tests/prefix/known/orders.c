@@ -31,7 +31,8 @@ static void choose_ordered(world *w, ordered *o) {
 }
 
 static void open_ordered(world *w, ordered *o, int64_t capacity, kvc_prefix_config own) {
-    choose_ordered(w, o);
+    do choose_ordered(w, o);
+    while (own.reuse_min_tokens && w->shape.unit > 1);
     open_shape(w, o, capacity, own);
 }
 

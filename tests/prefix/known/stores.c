@@ -31,8 +31,13 @@ static uint64_t hash_shape(const shape *s, int with_policies) {
     for (int i = 0; i < s->num_layers; i++) {
         const kvc_layer *l = &s->layers[i];
         const kvc_policy *p = &l->policy;
-        const int64_t sizes[] = {l->num_kv_heads,     l->k_dim, l->v_dim, l->k_type, l->v_dim ? l->v_type : 0,
-                                 l->value_in_key != 0};
+        const int64_t sizes[] = {l->num_kv_heads,
+                                 l->k_dim,
+                                 l->v_dim,
+                                 l->k_type,
+                                 l->v_dim ? l->v_type : 0,
+                                 l->value_in_key != 0,
+                                 p->kind == KVC_FULL && p->stride > 1 ? p->stride : 1};
         if (p->kind != KVC_NONE) hash = hash_of(hash, sizes, sizeof sizes);
         if (!with_policies) continue;
         const int is_sliding = p->kind == KVC_SLIDING, is_chunked = p->kind == KVC_CHUNKED;
@@ -151,6 +156,7 @@ void read_payload(const world *w, int model_index, int node, const uint8_t *payl
         for (int part = 0; part < (has_values(&w->shape, l) ? 2 : 1); part++) {
             for (int h = 0; h < layer->num_kv_heads; h++) {
                 for (int i = 0; i < block; i++) {
+                    if (!(w->shape.has[l] >> (begin + i) & 1)) continue;
                     make_row(w, model_index, l, h, text_begin(node, begin + i + 1), k, v);
                     check_elements(w, part ? v : k, part ? layer->v_type : layer->k_type, DIM, &at, end);
                     rows[l] |= (uint64_t)1 << (begin + i);

@@ -25,6 +25,8 @@ static void add_what_is_ignored(world *w, kvc_layer *l) {
     if (!l->v_dim) l->v_type = 77, l->v_transform = KVC_TRANSFORM_HADAMARD;
     if (l->policy.kind != KVC_SLIDING) l->policy.window = 3, l->policy.num_sink_tokens = pick(w, 3);
     if (l->policy.kind == KVC_FULL) l->policy.resume_window = 5;
+    if (l->policy.kind == KVC_FULL && !l->policy.stride) l->policy.stride = 1;
+    if (l->policy.kind == KVC_NONE) l->policy.stride = 3;
     if (l->policy.kind != KVC_CHUNKED) l->policy.attention_chunk_size = 9;
     if (l->policy.kind == KVC_SLIDING && !l->policy.resume_window) l->policy.resume_window = l->policy.window;
     l->policy.max_len = 4;
@@ -46,6 +48,23 @@ void vary_layers(world *w, shape *s) {
             add_what_is_ignored(w, &s->layers[i]);
 }
 
+/* Gives some layers a row for every n-th token. */
+static void add_strides(world *w, shape *s) {
+    const int stride = 2 + pick(w, 3);
+    s->unit = 1;
+    if (pick(w, 3)) return;
+    for (int i = 1; i < s->num_layers; i++)
+        if (pick(w, 3)) s->layers[i].policy = (kvc_policy){.kind = KVC_FULL, .stride = s->unit = stride};
+}
+
+/* Notes at which positions a layer has rows, and which of them a token sees. */
+static void note_rows(shape *s, int i) {
+    const int stride = s->layers[i].policy.kind == KVC_FULL && s->layers[i].policy.stride > 1 ? s->unit : 1;
+    s->has[i] = 0;
+    for (int at = stride - 1; at < 64 && s->has_rows[i]; at += stride) s->has[i] |= (uint64_t)1 << at;
+    for (int n = 0; n <= MOST_TEXT; n++) s->sees[i][n] = seen(&s->layers[i].policy, n) & s->has[i];
+}
+
 void make_layers(world *w, shape *s) {
     static const int families[] = {0, 0, 0, 1, 1, 1, 2, 2, 3, 3};
     const int family = families[pick(w, 10)];
@@ -62,8 +81,9 @@ void make_layers(world *w, shape *s) {
         choose_policy(w, family, i, &l->policy);
         l->rope.kind = KVC_ROPE_NONE;
         s->has_rows[i] = 1;
-        s->has_windows |= l->policy.kind != KVC_FULL;
     }
+    add_strides(w, s);
+    for (int i = 0; i < s->num_layers; i++) s->has_windows |= s->layers[i].policy.kind != KVC_FULL;
     if (s->num_layers < MOST_LAYERS && pick(w, 4) == 0) {
         const int i = s->num_layers++;
         s->layers[i] = s->layers[i - 1];
@@ -73,9 +93,7 @@ void make_layers(world *w, shape *s) {
         else
             s->layers[i].policy = (kvc_policy){.kind = KVC_NONE};
     }
-    for (int i = 0; i < s->num_layers; i++) {
-        for (int n = 0; n <= MOST_TEXT; n++) s->sees[i][n] = s->has_rows[i] ? seen(&s->layers[i].policy, n) : 0;
-    }
+    for (int i = 0; i < s->num_layers; i++) note_rows(s, i);
     vary_layers(w, s);
 }
 
@@ -103,6 +121,7 @@ void make_shape(world *w, shape *s) {
     memset(s, 0, sizeof *s);
     make_layers(w, s);
     s->block = pick(w, 4) ? 1 + pick(w, 6) : 1 + pick(w, 16);
+    s->block = (s->block + s->unit - 1) / s->unit * s->unit;
     s->config = (kvc_config){.struct_size = sizeof s->config,
                              .layer_size = sizeof *s->layers,
                              .num_layers = s->num_layers,
@@ -154,7 +173,7 @@ void make_prefix(world *w, prefix *p, int cache) {
     if (m->state_bytes && pick(w, 2)) c->max_checkpoint_bytes = m->state_bytes + pick(w, 4 * m->state_bytes);
     if (pick(w, 4) == 0) c->ttl_ms = 1050;
     if (pick(w, 4) == 0) c->quota = 1 + pick(w, 60);
-    if (pick(w, 6) == 0 && !m->state_bytes) c->reuse_min_tokens = 1 + pick(w, 6);
+    if (pick(w, 6) == 0 && !m->state_bytes && w->shape.unit == 1) c->reuse_min_tokens = 1 + pick(w, 6);
     if (c->salt_size) c->secret = "secret", c->secret_size = 6;
     c->collects_new = pick(w, 3) != 0;
     if (pick(w, 3)) c->max_events = pick(w, 4) ? 100000 : 1 + pick(w, 20);
@@ -213,8 +232,9 @@ void make_world(world *w) {
     trace(w, "block_size %d, capacity %d, max_bytes %d", s->block, (int)s->config.capacity, (int)s->config.max_bytes);
     for (int i = 0; i < s->num_layers; i++) {
         const kvc_policy *p = &s->layers[i].policy;
-        trace(w, "layer %d: share %d, kind %d, window %d, sinks %d, resume %d, chunk %d", i, s->layers[i].share,
-              p->kind, p->window, p->num_sink_tokens, p->resume_window, p->attention_chunk_size);
+        trace(w, "layer %d: share %d, kind %d, window %d, sinks %d, resume %d, chunk %d, stride %d", i,
+              s->layers[i].share, p->kind, p->window, p->num_sink_tokens, p->resume_window, p->attention_chunk_size,
+              p->stride);
     }
     must(w, kvc_cache_new(&s->config, &w->caches[0]));
     w->last_id[0] = w->last_id[1] = -1;
