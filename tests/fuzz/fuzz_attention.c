@@ -19,6 +19,11 @@ static void hide_some(scene *s) {
     }
 }
 
+/* Gives the layers a row for every n-th token, if they show everything and nothing moves. */
+static void add_stride(scene *s) {
+    if (s->layer.policy.kind == KVC_FULL && !s->num_moves) s->layer.policy.stride = random_int(2, 6);
+}
+
 /* Attends to rows that tokens choose. */
 static void check_chosen(const scene *s, const setting *how) {
     stage *st = stage_new(s, how);
@@ -37,13 +42,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (size < 2) return 0;
     let_input_decide(data, size, 1);
     s = random_scene(random_int(0, 1 << 20));
+    if (random_int(0, 2)) add_stride(&s);
     if (random_int(0, 2)) hide_some(&s);
     const setting how = random_setting();
     if (random_int(0, 2)) {
         check_scene(&s, &how);
     } else if (random_int(0, 2)) {
         check_chosen(&s, &how);
-    } else {
+    } else if (scene_stride(&s) == 1) {
         add_sketches(&s);
         check_selecting(&s, &how);
     }

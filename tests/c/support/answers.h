@@ -67,7 +67,7 @@ static inline const rows *rows_of(const stage *st, int layer, int m) {
     if (s->layer.v_dim) out.v = r.v, out.v_head_stride = sizeof **r.v, out.v_row_stride = sizeof *r.v;
     CHECKF(kvc_gather(st->cache, m, layer, 0, r.num, &out) == KVC_OK, "%s", kvc_last_error());
     for (int i = (int)r.num - 1, t = st->tokens.n - 1; i >= 0; i--) {
-        while (t >= 0 && st->tokens.ids[t] != m) t--;
+        while (t >= 0 && (st->tokens.ids[t] != m || !has_row(s, st->tokens.positions[t]))) t--;
         r.tokens[i] = t >= 0 ? t-- : -1;
     }
     for (int row = 0; row < s->members[m].num_stored; row++) r.stored[row] = position_of(s, m, row);
@@ -197,7 +197,8 @@ static inline void check_answer(const question *a, const rows *r, int t, int h) 
 static inline void check_seen(const stage *st, const rows *r, int m, int t) {
     int num = 0;
     for (int j = 0; j < r->num; j++) num += r->tokens[j] < 0 && sees(st, t, r->positions[j], -1);
-    for (int row = 0; row < st->scene->members[m].num_stored; row++) num -= sees(st, t, r->stored[row], -1);
+    for (int row = 0; row < st->scene->members[m].num_stored; row++)
+        num -= has_row(st->scene, r->stored[row]) && sees(st, t, r->stored[row], -1);
     CHECKF(!num, "token %d sees %d rows too many", t, num);
 }
 

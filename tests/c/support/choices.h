@@ -8,7 +8,7 @@ enum { MAX_WIDTH = 4096 };
 
 /* A choice for all tokens of a stage's batch, with room for more entries behind each list. */
 typedef struct choice {
-    int num_tokens, num_choices, width, block, tail;
+    int num_tokens, num_choices, width, block, tail, stride;
     int32_t positions[MAX_PASS]; /* of the tokens */
     int32_t entries[MAX_NEW * 2][MAX_KV_HEADS][MAX_WIDTH];
 } choice;
@@ -20,7 +20,11 @@ static char named[MAX_NEW * 2][MAX_KV_HEADS][MAX_NAMED]; /* which positions the 
 
 static inline int is_chosen(int t, int kv_head, int32_t position) {
     CHECK(position < MAX_NAMED);
-    return named[t][chosen.num_choices > 1 ? kv_head : 0][position];
+    const char *by = named[t][chosen.num_choices > 1 ? kv_head : 0];
+    int num = 0, of = 0; /* positions that the row stands for */
+    do num += by[position - of];
+    while (++of < chosen.stride);
+    return num > 0;
 }
 
 /* Fills in `named`. */
@@ -63,6 +67,7 @@ static inline void random_choice(const stage *st) {
     for (int t = 0; t < num; t++)
         if (st->tokens.positions[t] > largest) largest = st->tokens.positions[t];
     chosen.num_tokens = num;
+    chosen.stride = scene_stride(st->scene);
     chosen.num_choices = random_int(0, 2) ? 1 : st->scene->layer.num_kv_heads;
     chosen.block = one_of(blocks, 7);
     chosen.width = chosen.block > 1 ? random_int(1, 40) : one_of(widths, num > 40 ? 5 : 7);

@@ -177,6 +177,11 @@ static inline void pass_add(pass *p, int64_t id, int row, int32_t position) {
     p->positions[p->n++] = position;
 }
 
+static inline int scene_stride(const scene *s) { return s->layer.policy.stride > 1 ? s->layer.policy.stride : 1; }
+
+/* Whether the scene's layers have rows at a position. */
+static inline int has_row(const scene *s, int32_t position) { return (position + 1) % scene_stride(s) == 0; }
+
 /* Keys and values of tokens [first, first + n) of a pass in a layer, as kvc_put takes them. */
 typedef struct source {
     float *k, *v;
@@ -187,13 +192,15 @@ static inline source source_new(const scene *s, const setting *how, int layer, c
     const int heads = s->layer.num_kv_heads, k_dim = s->layer.k_dim, v_dim = s->layer.v_dim;
     source src = {.k = malloc((size_t)(n * heads * k_dim) * sizeof(float)),
                   .v = malloc((size_t)(n * heads * v_dim) * sizeof(float))};
-    for (int t = 0; t < n; t++) {
-        const int m = (int)p->ids[first + t] % FILLER, row = p->rows[first + t], spoilt = is_spoilt(s, how, m, row);
+    for (int t = first, num = 0; t < first + n; t++) {
+        const int m = (int)p->ids[t] % FILLER, row = p->rows[t], spoilt = is_spoilt(s, how, m, row);
+        if (!has_row(s, p->positions[t])) continue;
         for (int i = 0; i < heads * k_dim; i++)
-            src.k[t * heads * k_dim + i] = spoilt ? NAN : key_element(s, layer, m, row, i / k_dim, i % k_dim);
+            src.k[num * heads * k_dim + i] = spoilt ? NAN : key_element(s, layer, m, row, i / k_dim, i % k_dim);
         for (int i = 0; i < heads * v_dim; i++)
-            src.v[t * heads * v_dim + i] =
+            src.v[num * heads * v_dim + i] =
                 spoilt ? INFINITY : scene_element(s, IS_V, layer, m, row, i / v_dim, i % v_dim);
+        num++;
     }
     src.args = float_rows(first, n, heads, k_dim, v_dim, src.k, s->layer.value_in_key || !v_dim ? NULL : src.v);
     return src;
@@ -216,7 +223,11 @@ static inline kvc_batch *scene_begin(const scene *s, const setting *how, kvc_cac
                                      const int32_t *parents) {
     kvc_batch *batch = NULL;
     CHECKF(kvc_begin(cache, p->n, p->positions, p->ids, parents, &batch) == KVC_OK, "%s", kvc_last_error());
-    for (int l = 0; l < (s->num_layers ? s->num_layers : 1); l++) {
+    const int num_layers = s->num_layers ? s->num_layers : 1;
+    const float key = 0;
+    const kvc_put_args keys = {.struct_size = sizeof keys, .k = &key};
+    if (scene_stride(s) > 1) CHECKF(kvc_put(batch, num_layers, &keys) == KVC_OK, "%s", kvc_last_error());
+    for (int l = 0; l < num_layers; l++) {
         if (!how->is_missing) scene_put(s, how, batch, l, p, 0, p->n);
         for (int t = 0; how->is_missing && t < p->n; t++)
             if (!is_masked(s, p->ids[t], p->positions[t])) scene_put(s, how, batch, l, p, t, 1);
@@ -245,9 +256,10 @@ static inline int pass_fill(pass *p, const scene *s, int *next, const setting *h
 }
 
 static inline kvc_cache *scene_cache(const scene *s, const setting *how) {
-    kvc_layer layers[4];
-    const int num_layers = s->num_layers ? s->num_layers : 1;
+    kvc_layer layers[5];
+    int num_layers = s->num_layers ? s->num_layers : 1;
     for (int l = 0; l < num_layers; l++) layers[l] = s->layer;
+    if (scene_stride(s) > 1) layers[num_layers++] = (kvc_layer){.num_kv_heads = 1, .k_dim = 1}; /* has all tokens */
     return cache_of(
         layers, num_layers,
         (kvc_config){.block_size = how->block_size, .num_threads = how->num_threads, .allocator = how->allocator});
