@@ -25,7 +25,7 @@ import numpy.typing as npt
 from kvcache.arguments import INT32_MAX, INT64_MAX, integer
 from kvcache.block import Block
 from kvcache.cache import KVCache
-from kvcache.policy import CrossAttention, Policy, written
+from kvcache.policy import CrossAttention, FullAttention, Policy, written
 from kvcache.system import readable
 
 try:
@@ -169,7 +169,8 @@ def visibility(policy: Policy, num_tokens: SupportsIndex, ax: Axes | None = None
     -------
     matplotlib.axes.Axes
         The axes, with an image: a row for each query, a column for each position (for `CrossAttention`, each of
-        `max_len` rows). 0: no token yet; 1: row was dropped; 2: row is kept, not seen; 3: row is seen.
+        `max_len` rows). 0: no row yet; 1: row was dropped; 2: row is kept, not seen; 3: row is seen. A row that stands
+        for several positions (``FullAttention(stride=n)``) shows at each of them.
 
     Raises
     ------
@@ -267,6 +268,10 @@ def _visible(policy: Policy, num_tokens: int) -> npt.NDArray[np.uint8]:
     if isinstance(policy, CrossAttention):
         return np.full((num_tokens, policy.max_len), SEEN, np.uint8)
     cells = np.full((num_tokens, num_tokens), LATER, np.uint8)
+    if isinstance(policy, FullAttention) and policy.stride > 1:  # a cache needs another layer beside it
+        positions = np.arange(num_tokens)
+        cells[positions < (positions[:, None] + 1) // policy.stride * policy.stride] = SEEN
+        return cells
     row = np.zeros((1, 1, 1), np.float32)
     with KVCache(1, 1, 1, None, dtype="f32", policy=policy) as cache:
         for query in range(num_tokens):

@@ -175,6 +175,21 @@ def test_visibility(policy, n):
         np.testing.assert_array_equal(image.get_array() == SEEN, batch.dense(0)[2] == 0)
 
 
+@pytest.mark.parametrize("stride", [2, 3, 8])
+@pytest.mark.parametrize("n", [1, 2, 23])
+def test_visibility_of_rows_for_several_positions(stride, n):
+    """A row shows at each position that it stands for."""
+    policy = FullAttention(stride=stride)
+    (image,) = kvcache.plot.visibility(policy, n).images
+    with KVCache(2, 1, 1, None, policy=[FullAttention(), policy]).batch(n) as batch:
+        put(batch, n)
+        batch.put(1, *np.ones((2, n // stride, 1, 1), np.float32))
+        seen = np.repeat(batch.dense(1)[2] == 0, stride, axis=1)
+    expected = np.full((n, n), LATER)
+    expected[:, : seen.shape[1]][seen] = SEEN
+    np.testing.assert_array_equal(image.get_array(), expected)
+
+
 def test_visibility_of_cross_attention():
     (image,) = kvcache.plot.visibility(CrossAttention(7), 3).images
     np.testing.assert_array_equal(image.get_array(), np.full((3, 7), SEEN))
