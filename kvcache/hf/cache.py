@@ -291,6 +291,7 @@ class HFCache(SaveableBatch, Cache):
         if self._recurrent.is_begun_by(layer_idx, part):
             if self.has_lost_state:
                 self._begin_anew()
+            self._passes.finish()  # if this pass fails before any rows, the last one is not taken for it
             self._checkpoint()
         self._recurrent.reach(layer_idx, part)
 
@@ -308,10 +309,7 @@ class HFCache(SaveableBatch, Cache):
     def _checkpoint(self) -> None:
         """Let the prefix cache keep the states behind the last pass, if it fed several tokens of the prompts."""
         passes = self._passes
-        if passes.prompts is None:
-            return
-        passes.finish()
-        if passes.num_last > 1:
+        if passes.prompts is not None and passes.num_last > 1:
             passes.prompts.checkpoint(passes.seq_ids, passes.num_seen, self._recurrent.state_of)
 
     @property
