@@ -47,7 +47,7 @@ def attention(
     is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
     chosen = None
     if isinstance(given, ChosenMask):
-        chosen, attention_mask = Chosen(given.columns, 1, None, hides_padding=True), given.mask
+        chosen, attention_mask = Chosen(given.columns, 1, None, hides_padding=given.mask is None), given.mask
     if indices is not None:
         chosen = Chosen.of(indices, 1)
     if block_indices is not None:

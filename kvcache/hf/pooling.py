@@ -115,23 +115,23 @@ class PooledKeys(Layer):
         passes.reach(self.index)
         if not this_pass.is_open:
             passes.open(this_pass, len(inputs), inputs.shape[1], padding)
-        if padding is not None:
-            self._check_padding(this_pass, padding)
+        elif padding is not None:
+            self._check_told(this_pass, padding)
+        if padding is not None and passes.masked(this_pass, padding):
+            raise NotSupportedError(
+                "attention_mask hides a token behind a row's first: the model's indexer counts blocks of tokens, which"
+                " this cache does from each row's first token on"
+            )
         self.decoder.dtype = inputs.dtype
         return this_pass
 
-    def _check_padding(self, this_pass: ForwardPass, padding: Tensor) -> None:
-        """Raise NotSupportedError unless each row's blocks begin with its first token, and none is hidden behind it."""
+    def _check_told(self, this_pass: ForwardPass, padding: Tensor) -> None:
+        """Raise NotSupportedError if a pass was opened without its padding."""
         leading = count_leading(shown_columns(padding, this_pass.num_seen + this_pass.num_tokens))
         if leading != this_pass.offsets:
             raise NotSupportedError(
                 "the model computed with the rows before its indexer was told of padding, because a weight is quantised"
                 " or has an adapter, or a hook: feed rows of different lengths apart"
-            )
-        if self.passes.masked(this_pass, padding):
-            raise NotSupportedError(
-                "attention_mask hides a token between others: the model's indexer counts blocks of tokens, which this"
-                " cache does from each row's first token on"
             )
 
     def _store(
@@ -192,6 +192,19 @@ def mask_of_glm5(make: Callable[..., Any], module: Any, topk_indices: Tensor, **
     return ChosenMask.of(topk_indices, arguments["kv_length"])
 
 
+def _padding_in(mask: Tensor) -> Tensor:
+    """Return which tokens the elements of a mask show; raise NotSupportedError if some tokens see others of them."""
+    shown = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
+    padding, (num_queries, num_columns) = shown[:, -1], shown.shape[1:]
+    causal = torch.ones(num_queries, num_columns, dtype=torch.bool).tril(num_columns - num_queries)
+    if not torch.equal(shown, causal & padding[:, None]):
+        raise NotSupportedError(
+            "attention_mask hides other tokens from some tokens than from the last one: the model's indexer counts"
+            " blocks of what each token sees, this cache those of the whole row"
+        )
+    return padding
+
+
 def choose_qwen4(
     indexer: Any, keys: PooledKeys, hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor
 ) -> Tensor:
@@ -208,12 +221,7 @@ def choose_qwen4(
         rotated: Tensor = rotate(pooled.unsqueeze(1), cos=cos[:, 0], sin=sin[:, 0]).squeeze(1)
         return rotated
 
-    if isinstance(attention_mask, Mask):
-        padding = attention_mask.padding
-    else:
-        padding = attention_mask[:, 0, -1]  # what the last token sees
-        padding = padding if padding.dtype == torch.bool else padding == 0
-        padding = None if padding.all() else padding
+    padding = attention_mask.padding if isinstance(attention_mask, Mask) else _padding_in(attention_mask)
     query = Query(rotate(q, cos=cos, sin=sin, unsqueeze_dim=2), None, indexer.block_topk, True)
     whole = cos.expand(len(raw), -1, -1), sin.expand(len(raw), -1, -1)
     choice = keys.choose(torch.cat((raw, *whole), -1), padding, pool, query)

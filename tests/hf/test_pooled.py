@@ -41,9 +41,9 @@ def with_attention(name, attention):
     return model
 
 
-def theirs(name, tokens, ends):
+def theirs(name, tokens, ends, mask=None):
     model = with_attention(name, "eager")
-    return logits_of(model, their_cache(model), tokens, ends)
+    return logits_of(model, their_cache(model), tokens, ends, mask)
 
 
 @pytest.mark.parametrize("name", PURE)
@@ -120,12 +120,78 @@ def test_a_token_that_a_mask_hides_between_others(name, attention):
     mask[1, 20] = 0
     model = with_attention(name, attention)
     cache = HFCache(model.config, dtype="f32")
-    with pytest.raises(kvcache.NotSupportedError, match="hides a token between others"):
+    with pytest.raises(kvcache.NotSupportedError, match="hides a token behind a row's first"):
         logits_of(model, cache, tokens, [LENGTH], mask)
     cache.reset()
     want = theirs(name, tokens, [LENGTH])
     model = with_attention(name, attention)
     assert off(logits_of(model, cache, tokens, [LENGTH]), want) < TOLERANCE
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("name", POOLED)
+def test_padding_that_later_masks_do_not_hide(name, attention):
+    """GLM-5.3 Flash itself looks at the mask of new tokens alone."""
+    tokens, mask = tokens_of(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1, :5] = 0
+    model = with_attention(name, attention)
+    cache = HFCache(model.config, dtype="f32")
+    logits_of(model, cache, tokens, [20], mask)
+    if "qwen4" in name:
+        with pytest.raises(ValueError, match="shows the first 5 tokens of row 1, which it hid as padding"):
+            logits_of(model, cache, tokens, [LENGTH], torch.ones_like(mask))
+        return
+    want = theirs(name, tokens, [LENGTH], mask)
+    model = with_attention(name, attention)
+    got = logits_of(model, cache, tokens, [LENGTH])
+    assert off(got, want[:, 20:]) < TOLERANCE
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_tokens_that_a_later_mask_hides(attention):
+    model, tokens = with_attention("qwen4_exp_text", attention), tokens_of(2, LENGTH)
+    cache, mask = HFCache(model.config, dtype="f32"), torch.ones(2, LENGTH, dtype=torch.long)
+    logits_of(model, cache, tokens, [20])
+    mask[1, :5] = 0
+    with pytest.raises(kvcache.NotSupportedError, match="hides a token behind a row's first"):
+        logits_of(model, cache, tokens, [LENGTH], mask)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("hidden", ["between others", "behind all"])
+def test_a_mask_for_each_token(hidden, attention):
+    """The model's own indexer counts the blocks of each token, without what is hidden from it."""
+    model, tokens = with_attention("qwen4_exp_text", attention), tokens_of(2, LENGTH)
+    cache, least = HFCache(model.config, dtype="f32"), torch.finfo(torch.float32).min
+
+    def feed(model, past, hidden):
+        shown = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+        shown[1, 0, *hidden] = False
+        mask = torch.where(shown, 0.0, least) if model.config._attn_implementation == "eager" else shown
+        with torch.no_grad():
+            return model(tokens, attention_mask=mask, use_cache=True, **{CACHE: past}).logits
+
+    with pytest.raises(kvcache.NotSupportedError, match="hides other tokens from some tokens"):
+        feed(model, cache, (slice(20, 30 if hidden == "between others" else None), slice(20)))
+    padding = slice(None), slice(5)
+    got = feed(model, cache, padding)
+    model = with_attention("qwen4_exp_text", "eager")
+    want = feed(model, their_cache(model), padding)
+    assert off(got[0], want[0]) < TOLERANCE
+    assert off(got[1, 5:], want[1, 5:]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_the_length_after_a_pass_that_failed_in_an_indexer(name):
+    model, tokens = made(name, POOLED[name], "kvcache"), tokens_of(1, LENGTH)
+    cache = HFCache(model.config, dtype="f32")
+    logits_of(model, cache, tokens, [10, 20])
+    indexers = [part for place, part in model.named_modules() if place.endswith("indexer")]
+    hook = next(indexers[0].children()).register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        logits_of(model, cache, tokens, [21])
+    hook.remove()
+    assert cache.get_seq_length() == 20
 
 
 @pytest.mark.parametrize("name", POOLED)
