@@ -31,6 +31,7 @@ class Query(NamedTuple):
 
     q: Tensor  # [batch, tokens, heads, dim]
     weights: Tensor | None  # of the heads, [batch, tokens, heads]
+    block: int  # the tokens of a block
     width: int  # the number of blocks to choose
     has_tail: bool  # whether a token sees its own incomplete block, too
 
@@ -39,25 +40,22 @@ class Choice(LazyTensor):
     """The columns that each token chose, ``[batch, tokens, n]`` of int32; -1: none."""
 
     query: Query
-    block: int  # the tokens of a block
     blocks: Tensor | None  # the chosen ones, [tokens without padding, n]; None: all that are complete
     positions: Tensor  # of the tokens, [batch, tokens]; padding has negative ones
     offsets: Tensor  # the column of each row's position 0
 
     @classmethod
-    def of(
-        cls, query: Query, block: int, blocks: Tensor | None, positions: Tensor, offsets: Sequence[int]
-    ) -> Choice:  # fmt: skip
+    def of(cls, query: Query, blocks: Tensor | None, positions: Tensor, offsets: Sequence[int]) -> Choice:
         """Return the choice of the tokens of a pass."""
-        width = query.width * block + (block - 1 if query.has_tail else 0)
+        width = query.width * query.block + (query.block - 1 if query.has_tail else 0)
         made = cls.of_shape((*positions.shape, width), torch.int32)
-        made.query, made.block, made.blocks = query, block, blocks
+        made.query, made.blocks = query, blocks
         made.positions, made.offsets = positions, torch.tensor(offsets)
         return made
 
     def make(self) -> Tensor:
         """List the columns of each block, then the columns of the token's incomplete block."""
-        positions, block = self.positions[..., None], self.block
+        positions, block = self.positions[..., None], self.query.block
         complete = (positions + 1) // block
         blocks = torch.arange(self.query.width).repeat(*self.positions.shape, 1)
         if self.blocks is not None:
@@ -89,6 +87,11 @@ class PooledKeys(Layer):
         `inputs` are what the keys of the new tokens are pooled of, ``[batch, tokens, dim]``, and `pool` makes keys of
         blocks of them, ``[blocks, tokens, dim]``. `padding` says which tokens so far the mask shows.
         """
+        if query.block != self.block:
+            raise ValueError(
+                f"the model's indexer pools keys of {query.block} tokens, that of the config which this cache was made"
+                f" from keys of {self.block}: give HFCache model.config"
+            )
         this_pass = self._open(inputs, padding)
         batch, block, offsets = this_pass.batch, self.block, this_pass.offsets
         columns = torch.arange(this_pass.num_seen, this_pass.num_seen + this_pass.num_tokens)
@@ -103,7 +106,7 @@ class PooledKeys(Layer):
             chosen = batch.choose(self.index, this_pass.pack(query.q), **rule)
             options = {"chosen": chosen, "chosen_block": block, "chosen_tail": query.has_tail}
             blocks = torch.from_numpy(chosen[:, 0].astype(np.int64))
-        choice = Choice.of(query, block, blocks, positions, offsets)
+        choice = Choice.of(query, blocks, positions, offsets)
         this_pass.chosen[id(choice)] = choice, options
         return choice
 
@@ -174,6 +177,7 @@ def choose_glm5(
     query = Query(
         indexer.wq_b(q_resid).view(heads),
         weights * indexer.n_heads**-0.5,
+        indexer.index_kpool,
         indexer.index_topk // indexer.index_kpool,
         indexer.index_kpool_always_select_tail,
     )
@@ -222,7 +226,7 @@ def choose_qwen4(
         return rotated
 
     padding = attention_mask.padding if isinstance(attention_mask, Mask) else _padding_in(attention_mask)
-    query = Query(rotate(q, cos=cos, sin=sin, unsqueeze_dim=2), None, indexer.block_topk, True)
+    query = Query(rotate(q, cos=cos, sin=sin, unsqueeze_dim=2), None, indexer.compress_ratio, indexer.block_topk, True)
     whole = cos.expand(len(raw), -1, -1), sin.expand(len(raw), -1, -1)
     choice = keys.choose(torch.cat((raw, *whole), -1), padding, pool, query)
     return ChosenMask.of(choice, attention_mask.shape[-1])

@@ -310,6 +310,14 @@ def test_what_cannot_be(name):
         recurrent.pooled_keys(4)
 
 
+@pytest.mark.parametrize("name", PURE)
+def test_a_cache_of_a_model_with_other_blocks(name):
+    sizes = {"index_kpool": 8} if name == "glm5_next" else {"indexer_compress_ratio": 8}
+    cache = HFCache(made(name, {**POOLED[name], **sizes}).config)
+    with pytest.raises(ValueError, match=r"pools keys of 4 tokens, .* of 8: give HFCache model\.config"):
+        logits_of(with_attention(name, "kvcache"), cache, tokens_of(1, LENGTH), [LENGTH])
+
+
 def test_half_precision():
     for name in PURE:
         tokens = tokens_of(2, 12)
