@@ -58,6 +58,14 @@ def test_tokens_that_moved_are_chosen_as_if_they_had_not(tmp_path):
     assert run("test-kvcache-sparse", *models).count("  ok ") == 6 * len(models)
 
 
+@pytest.mark.parametrize("name", llama_models.POOLED)
+def test_models_that_pool_keys(tmp_path, name):
+    """Scenes as with llama.cpp's own cache, states that go on as if nothing had happened, and what is refused."""
+    (dense := tmp_path / "dense").mkdir()
+    models = [llama_models.write_sparse(tmp_path, name, "-d", "0.5"), llama_models.write_random(dense, name, "-d", "0.5")]
+    assert run("test-kvcache-strides", *models).count("  ok ") >= 80
+
+
 @pytest.mark.threads
 def test_models_give_the_same_logits_on_two_threads(tmp_path):
     models = write_models(tmp_path, "^(deepseek2|lfm2|granitehybrid)$")

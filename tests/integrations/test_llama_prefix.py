@@ -56,9 +56,9 @@ ROWS = ["llama", "gemma3", "qwen2vl", "deepseek2"]
 HYBRID = ["lfm2", "falcon-h1", "granitehybrid", "qwen3next", "jamba"]
 
 
-@pytest.mark.parametrize("architecture", ROWS + HYBRID)
+@pytest.mark.parametrize("architecture", [*ROWS, *HYBRID, *llama_models.POOLED])
 def test_the_memory(folder, architecture):
-    """Full attention, windows, M-RoPE, values in keys, and hybrid models: in memory, and in a folder."""
+    """Full attention, windows, M-RoPE, values in keys, hybrid models, pooled keys: in memory, and in a folder."""
     out = llama_cpp_build.run("test-kvcache-prefix", llama_models.write_random(folder, architecture))
     assert out.endswith("ok\n"), out
 

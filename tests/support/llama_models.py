@@ -69,6 +69,7 @@ def write_random(folder, architecture, *options):
 
 
 SPARSE = ("deepseek32", "dots3note", "glm-dsa", "hy_v4", "minimax-m3")  # tokens choose rows by an indexer
+POOLED = ("glm5-next", "qwen4exp")  # tokens choose blocks of rows, by keys that are pooled of several tokens
 
 
 def write_sparse(folder, architecture, *options):

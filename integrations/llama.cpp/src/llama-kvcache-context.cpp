@@ -88,6 +88,11 @@ static std::vector<int32_t> count_tokens(const std::vector<llama_ubatch> &ubatch
 }
 
 llama_memory_context_ptr llama_kvcache::init_ubatches(std::vector<llama_ubatch> ubatches) {
+    if (const std::string reason = stride_refusal(ubatches); !reason.empty()) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, reason.c_str());
+        return std::make_unique<llama_kvcache_context>(this, LLAMA_MEMORY_STATUS_FAILED_COMPUTE);
+    }
+
     check_states(ubatches);
     n_decoded = count_tokens(ubatches);
 
@@ -160,6 +165,9 @@ bool llama_kvcache::plan(const llama_ubatch &ubatch) {
         kvc_mark_inexact(cache, ids[ubatch.seq_id[i][0]], ubatch.pos[i]);
     }
 
+    if (has_inputs() && !llama_kvcache_logged(__func__, find_inputs(ubatch))) {
+        return false;
+    }
     for (size_t shape = 0; shape < plans.size(); ++shape) {
         if (!llama_kvcache_logged(__func__, plan_shape(ubatch, (int32_t)shape))) {
             return false;
@@ -181,6 +189,10 @@ bool llama_kvcache::selects(const llama_ubatch &ubatch, uint32_t i) const {
 }
 
 bool llama_kvcache::chooses(const llama_ubatch &ubatch, uint32_t i) const {
+    if (layers.choice.pool > 1) {
+        return !layers.choice.has_tail || (ubatch.pos[i] + 1) / layers.choice.pool > layers.choice.width;
+    }
+
     const llama_seq_id s = ubatch.seq_id[i][0];
 
     // rows, which several positions may share, or blocks of positions, which later tokens may be seen in
@@ -189,6 +201,10 @@ bool llama_kvcache::chooses(const llama_ubatch &ubatch, uint32_t i) const {
                                                     : INT64_MAX;
 
     return n_seen > layers.choice.width;
+}
+
+static int32_t most_chosen(const llama_kvcache_choice &choice) {
+    return choice.width * choice.block + (choice.has_tail ? choice.block - 1 : 0);
 }
 
 kvc_status llama_kvcache::plan_shape(const llama_ubatch &ubatch, int32_t shape) {
@@ -223,7 +239,7 @@ kvc_status llama_kvcache::plan_shape(const llama_ubatch &ubatch, int32_t shape) 
 
         args.first = n_done + first;
         args.num_tokens = end - first;
-        args.max_chosen = is_part && l.is_sparse && !l.is_index ? layers.choice.width * layers.choice.block : 0;
+        args.max_chosen = is_part && l.is_sparse && !l.is_index ? most_chosen(layers.choice) : 0;
         args.select_rows = is_part && can_select ? layers.select_rows : 0;
         plans[shape].push_back({first, is_part, nullptr});
 
@@ -338,6 +354,16 @@ const llama_ubatch &llama_kvcache_context::get_ubatch() const { return ubatches[
 llama_memory_status llama_kvcache_context::get_status() const { return status; }
 
 const llama_memory_attn_i *llama_kvcache_context::get_attn_impl() const { return this; }
+
+ggml_tensor *llama_kvcache_context::build_pool(const llm_graph_context &graph, ggml_tensor *values, ggml_tensor *gates,
+                                               ggml_tensor *bias, ggml_tensor **pos, int il) const {
+    return mem->build_pool(graph, values, gates, bias, pos, il);
+}
+
+void llama_kvcache_context::get_prev_tokens(const llama_ubatch &ubatch, uint32_t n,
+                                            std::vector<llama_token> &res) const {
+    mem->get_prev_tokens(ubatch, n, res);
+}
 
 ggml_tensor *llama_kvcache_context::build_choose(const llm_graph_context &graph, ggml_tensor *q, ggml_tensor *k,
                                                  ggml_tensor *weights, int il) const {

@@ -7,8 +7,7 @@
 #include <cmath>
 #include <cstring>
 
-// ggml has no way to report that an operation failed; all that can fail was done before the graph
-static void check(kvc_status status) {
+void llama_kvcache_check_op(kvc_status status) {
     if (status) {
         GGML_ABORT("kvcache: %s", kvc_last_error());
     }
@@ -16,10 +15,11 @@ static void check(kvc_status status) {
 
 void llama_kvcache::store(const llama_kvcache_op &op, const ggml_tensor *k, const ggml_tensor *v, int ith,
                           int nth) const {
-    const int64_t first = (int64_t)n_cur * ith / nth;
-    const int64_t end = (int64_t)n_cur * (ith + 1) / nth;
+    const bool is_pooled = layers.cache[op.layer].policy.stride > 1; // k has the rows of complete blocks
+    const int64_t first = is_pooled ? 0 : (int64_t)n_cur * ith / nth;
+    const int64_t end = is_pooled ? n_cur : (int64_t)n_cur * (ith + 1) / nth;
 
-    if (first == end) {
+    if (first == end || (is_pooled && ith > 0)) {
         return;
     }
 
@@ -40,7 +40,7 @@ void llama_kvcache::store(const llama_kvcache_op &op, const ggml_tensor *k, cons
         args.v_type = llama_kvcache_type(v->type);
     }
 
-    check(kvc_put(batch, op.layer, &args));
+    llama_kvcache_check_op(kvc_put(batch, op.layer, &args));
 }
 
 // Threads take tasks as they come, so that one that lost its core holds up one task only.
@@ -54,7 +54,7 @@ template <typename F> void llama_kvcache::run_tasks(llama_kvcache_op &op, F run)
         const int64_t end = n_before + kvc_plan_num_tasks(part.plan);
 
         for (; task < end; task = take()) {
-            check(run(part, task - n_before));
+            llama_kvcache_check_op(run(part, task - n_before));
         }
 
         n_before = end;
@@ -87,6 +87,7 @@ void llama_kvcache::attend(llama_kvcache_op &op, ggml_tensor *dst) const {
     chosen.num_choices = layers.choice.num_choices;
     chosen.width = layers.choice.width;
     chosen.block = layers.choice.block;
+    chosen.tail = layers.choice.has_tail;
 
     run_tasks(op, [&](const planned &part, int64_t task) {
         args.q = (const char *)q->data + part.first * q->nb[2];
@@ -162,8 +163,7 @@ static void compute_attend(ggml_tensor *dst, int /*ith*/, int /*nth*/, void *use
     op.mem->attend(op, dst);
 }
 
-// rows are read element by element
-static ggml_tensor *with_dense_rows(ggml_context *ctx, ggml_tensor *cur) {
+ggml_tensor *with_dense_rows(ggml_context *ctx, ggml_tensor *cur) {
     return cur->nb[0] == ggml_type_size(cur->type) ? cur : ggml_cont(ctx, cur);
 }
 
@@ -188,8 +188,8 @@ static std::vector<float> alibi_slopes(const llama_hparams &hparams, uint32_t n_
 }
 
 // Stores rows of a layer; without v, keys alone.
-static ggml_tensor *build_store(const llm_graph_context &graph, llama_kvcache_op &op, ggml_tensor *k, ggml_tensor *v,
-                                int il) {
+ggml_tensor *llama_kvcache::build_store(const llm_graph_context &graph, llama_kvcache_op &op, ggml_tensor *k,
+                                        ggml_tensor *v, int il) const {
     auto *ctx = graph.ctx0;
 
     ggml_tensor *rows[2] = {with_dense_rows(ctx, k), v ? with_dense_rows(ctx, v) : nullptr};

@@ -19,9 +19,8 @@ static bool is_recurrent(const llama_model &model, uint32_t il) {
 
 llama_kvcache_hybrid::llama_kvcache_hybrid(const llama_model &model, const llama_cparams &cparams,
                                            llama_kvcache_layers layers)
-    : hparams(model.hparams), cparams(cparams),
-      recr(model, GGML_TYPE_F32, GGML_TYPE_F32, cparams.offload_kqv, std::max(1u, cparams.n_seq_max), cparams.n_seq_max,
-           cparams.n_rs_seq, [&](int32_t il) { return is_recurrent(model, il); }),
+    : cparams(cparams), recr(model, GGML_TYPE_F32, GGML_TYPE_F32, cparams.offload_kqv, std::max(1u, cparams.n_seq_max),
+                             cparams.n_seq_max, cparams.n_rs_seq, [&](int32_t il) { return is_recurrent(model, il); }),
       attn(model, cparams, std::move(layers), &recr) {}
 
 static llama_memory_context_ptr failure(llama_memory_status status) {
@@ -88,8 +87,9 @@ bool llama_kvcache_hybrid::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p
 }
 
 void llama_kvcache_hybrid::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
-    attn.seq_cp(seq_id_src, seq_id_dst, p0, p1);
-    recr.seq_cp(seq_id_src, seq_id_dst, p0, p1);
+    if (attn.copy(seq_id_src, seq_id_dst, p0, p1)) {
+        recr.seq_cp(seq_id_src, seq_id_dst, p0, p1);
+    }
 }
 
 void llama_kvcache_hybrid::seq_keep(llama_seq_id seq_id) {
@@ -98,13 +98,17 @@ void llama_kvcache_hybrid::seq_keep(llama_seq_id seq_id) {
 }
 
 void llama_kvcache_hybrid::seq_add(llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos shift) {
-    attn.seq_add(seq_id, p0, p1, shift);
-    recr.seq_add(seq_id, p0, p1, shift);
+    if (attn.can_move(__func__)) {
+        attn.seq_add(seq_id, p0, p1, shift);
+        recr.seq_add(seq_id, p0, p1, shift);
+    }
 }
 
 void llama_kvcache_hybrid::seq_div(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d) {
-    attn.seq_div(seq_id, p0, p1, d);
-    recr.seq_div(seq_id, p0, p1, d);
+    if (attn.can_move(__func__)) {
+        attn.seq_div(seq_id, p0, p1, d);
+        recr.seq_div(seq_id, p0, p1, d);
+    }
 }
 
 llama_pos llama_kvcache_hybrid::seq_pos_min(llama_seq_id seq_id) const {
@@ -127,7 +131,7 @@ std::map<ggml_backend_buffer_type_t, size_t> llama_kvcache_hybrid::memory_breakd
 
 // a partial state has no rows of full attention
 bool llama_kvcache_hybrid::has_attn_state(llama_state_seq_flags flags) const {
-    return hparams.swa_type != LLAMA_SWA_TYPE_NONE || (flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == 0;
+    return attn.has_partial_state() || (flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == 0;
 }
 
 void llama_kvcache_hybrid::state_write(llama_io_write_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) const {
@@ -191,6 +195,12 @@ llama_memory_status llama_kvcache_hybrid_context::get_status() const {
 
 const llama_memory_attn_i *llama_kvcache_hybrid_context::get_attn_impl() const { return this; }
 
+ggml_tensor *llama_kvcache_hybrid_context::build_pool(const llm_graph_context &graph, ggml_tensor *values,
+                                                      ggml_tensor *gates, ggml_tensor *bias, ggml_tensor **pos,
+                                                      int il) const {
+    return attn->get_attn_impl()->build_pool(graph, values, gates, bias, pos, il);
+}
+
 ggml_tensor *llama_kvcache_hybrid_context::build_choose(const llm_graph_context &graph, ggml_tensor *q, ggml_tensor *k,
                                                         ggml_tensor *weights, int il) const {
     return attn->get_attn_impl()->build_choose(graph, q, k, weights, il);
@@ -202,6 +212,11 @@ ggml_tensor *llama_kvcache_hybrid_context::build_attn(const llm_graph_context &g
                                                       ggml_tensor *v_mla, ggml_tensor *chosen, float kq_scale,
                                                       int il) const {
     return attn->get_attn_impl()->build_attn(graph, wo, wo_b, wo_s, q, k, v, sinks, v_mla, chosen, kq_scale, il);
+}
+
+void llama_kvcache_hybrid_context::get_prev_tokens(const llama_ubatch &ubatch, uint32_t n,
+                                                   std::vector<llama_token> &res) const {
+    attn->get_attn_impl()->get_prev_tokens(ubatch, n, res);
 }
 
 const llama_memory_recurrent_context *llama_kvcache_hybrid_context::get_recr() const {

@@ -43,7 +43,6 @@ class llama_kvcache_hybrid : public llama_memory_i {
   private:
     bool has_attn_state(llama_state_seq_flags flags) const;
 
-    const llama_hparams &hparams;
     const llama_cparams &cparams;
 
     llama_memory_recurrent recr;
@@ -62,11 +61,15 @@ class llama_kvcache_hybrid_context : public llama_memory_context_i, public llama
 
     const llama_memory_attn_i *get_attn_impl() const override;
 
+    ggml_tensor *build_pool(const llm_graph_context &graph, ggml_tensor *values, ggml_tensor *gates, ggml_tensor *bias,
+                            ggml_tensor **pos, int il) const override;
     ggml_tensor *build_choose(const llm_graph_context &graph, ggml_tensor *q, ggml_tensor *k, ggml_tensor *weights,
                               int il) const override;
     ggml_tensor *build_attn(const llm_graph_context &graph, ggml_tensor *wo, ggml_tensor *wo_b, ggml_tensor *wo_s,
                             ggml_tensor *q, ggml_tensor *k, ggml_tensor *v, ggml_tensor *sinks, ggml_tensor *v_mla,
                             ggml_tensor *chosen, float kq_scale, int il) const override;
+
+    void get_prev_tokens(const llama_ubatch &ubatch, uint32_t n, std::vector<llama_token> &res) const override;
 
     const llama_memory_recurrent_context *get_recr() const override;
 

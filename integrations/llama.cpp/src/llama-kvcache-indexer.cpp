@@ -11,6 +11,22 @@ static bool is_mixed(llm_arch arch) {
     return arch == LLM_ARCH_DEEPSEEK32 || arch == LLM_ARCH_DOTS3NOTE || arch == LLM_ARCH_GLM_DSA;
 }
 
+// returns how many tokens share a key of an indexer, 0: each has its own, or there is no indexer
+static uint32_t pool_of(const llama_model &model) {
+    const auto &hparams = model.hparams;
+
+    if (model.arch == LLM_ARCH_GLM5_NEXT) {
+        return hparams.indexer_kpool;
+    }
+    for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
+        if (model.arch == LLM_ARCH_QWEN4EXP && llama_kvcache_is_sparse(model, il)) {
+            return hparams.dsv4_compress_ratios[il];
+        }
+    }
+
+    return 0;
+}
+
 llama_kvcache_choice llama_kvcache_choice_of(const llama_model &model, const llama_cparams &cparams) {
     const auto &hparams = model.hparams;
 
@@ -26,8 +42,40 @@ llama_kvcache_choice llama_kvcache_choice_of(const llama_model &model, const lla
         res.num_local = hparams.indexer_local_blocks;
         res.relu = false;
     }
+    if (const uint32_t pool = pool_of(model)) {
+        res.pool = res.block = (int32_t)pool;
+        res.width = (int32_t)(std::max(pool, std::min(hparams.indexer_top_k, cparams.n_ctx_seq)) / pool);
+        res.has_tail = model.arch == LLM_ARCH_QWEN4EXP || hparams.indexer_kpool_select_tail;
+    }
 
     return res;
+}
+
+uint32_t llama_kvcache_input_dim(const llama_model &model) {
+    const uint32_t n_parts = model.arch == LLM_ARCH_GLM5_NEXT ? 2 : 1; // keys, and the gates of their elements
+
+    return pool_of(model) ? n_parts * model.hparams.indexer_head_size : 0;
+}
+
+uint32_t llama_kvcache_ngram(const llama_model &model) {
+    return model.hparams.ple_n_heads > 0 ? model.hparams.ple_ngram_size : 0;
+}
+
+const char *llama_kvcache_indexer_refusal(const llama_model &model) {
+    const auto &hparams = model.hparams;
+    const uint32_t pool = pool_of(model);
+
+    if (pool == 0) {
+        return nullptr;
+    }
+    for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
+        if (model.arch == LLM_ARCH_QWEN4EXP && llama_kvcache_is_sparse(model, il) &&
+            hparams.dsv4_compress_ratios[il] != pool) {
+            return "the indexers of some layers pool more tokens to a key than those of others";
+        }
+    }
+
+    return hparams.indexer_top_k < pool ? "tokens choose less than a block" : nullptr;
 }
 
 bool llama_kvcache_is_sparse(const llama_model &model, uint32_t il) {
@@ -35,16 +83,19 @@ bool llama_kvcache_is_sparse(const llama_model &model, uint32_t il) {
 
     switch (model.arch) {
     case LLM_ARCH_DEEPSEEK32:
+    case LLM_ARCH_GLM5_NEXT:
     case LLM_ARCH_GLM_DSA: return true;
     case LLM_ARCH_DOTS3NOTE: return !hparams.is_swa(il);
     case LLM_ARCH_HY_V4: return hparams.indexer_top_k > 0; // else the file has no indexer
     case LLM_ARCH_MINIMAX_M3: return il >= hparams.n_layer_dense_lead;
+    case LLM_ARCH_QWEN4EXP: return !hparams.is_recr(il) && hparams.dsv4_compress_ratios[il] > 0;
     default: return false;
     }
 }
 
 bool llama_kvcache_has_indexer(const llama_model &model, uint32_t il) {
-    const bool all_have = model.arch == LLM_ARCH_DEEPSEEK32 || model.arch == LLM_ARCH_MINIMAX_M3;
+    const bool all_have =
+        model.arch == LLM_ARCH_DEEPSEEK32 || model.arch == LLM_ARCH_MINIMAX_M3 || model.arch == LLM_ARCH_QWEN4EXP;
 
     return llama_kvcache_is_sparse(model, il) && (all_have || model.hparams.is_indexer_full(il));
 }

@@ -124,41 +124,41 @@ static const struct {
       LLM_ARCH_RND1}},
     {"the model is an encoder-decoder (T5), whose attention adds a bias by position",
      {LLM_ARCH_T5, LLM_ARCH_T5ENCODER}},
-    {"the model keeps rows that stand for several tokens", {LLM_ARCH_DEEPSEEK4, LLM_ARCH_GLM5_NEXT, LLM_ARCH_QWEN4EXP}},
+    {"the model keeps rows that stand for several tokens", {LLM_ARCH_DEEPSEEK4}},
     {"the model is a draft head, which works on another context's cache",
      {LLM_ARCH_EAGLE3, LLM_ARCH_DFLASH, LLM_ARCH_GEMMA4_ASSISTANT}},
     {"llama.cpp does not run such models", {LLM_ARCH_CHAMELEON, LLM_ARCH_CLIP, LLM_ARCH_GPTJ, LLM_ARCH_UNKNOWN}},
-    {nullptr, {LLM_ARCH_AFMOE,        LLM_ARCH_APERTUS,        LLM_ARCH_ARCEE,          LLM_ARCH_ARCTIC,
-               LLM_ARCH_BAICHUAN,     LLM_ARCH_BAILINGMOE,     LLM_ARCH_BAILINGMOE2,    LLM_ARCH_BAILINGMOE3,
-               LLM_ARCH_BITNET,       LLM_ARCH_BLOOM,          LLM_ARCH_CHATGLM,        LLM_ARCH_CODESHELL,
-               LLM_ARCH_COGVLM,       LLM_ARCH_COHERE2,        LLM_ARCH_COHERE2MOE,     LLM_ARCH_COMMAND_R,
-               LLM_ARCH_DBRX,         LLM_ARCH_DECI,           LLM_ARCH_DEEPSEEK,       LLM_ARCH_DEEPSEEK2,
-               LLM_ARCH_DEEPSEEK2OCR, LLM_ARCH_DEEPSEEK32,     LLM_ARCH_DOTS1,          LLM_ARCH_DOTS3NOTE,
-               LLM_ARCH_ERNIE4_5,     LLM_ARCH_ERNIE4_5_MOE,   LLM_ARCH_EXAONE,         LLM_ARCH_EXAONE4,
-               LLM_ARCH_EXAONE_MOE,   LLM_ARCH_FALCON,         LLM_ARCH_FALCON_H1,      LLM_ARCH_GEMMA,
-               LLM_ARCH_GEMMA2,       LLM_ARCH_GEMMA3,         LLM_ARCH_GEMMA3N,        LLM_ARCH_GEMMA4,
-               LLM_ARCH_GLM4,         LLM_ARCH_GLM4_MOE,       LLM_ARCH_GLM_DSA,        LLM_ARCH_GPT2,
-               LLM_ARCH_GPTNEOX,      LLM_ARCH_GRANITE,        LLM_ARCH_GRANITE_HYBRID, LLM_ARCH_GRANITE_MOE,
-               LLM_ARCH_GRANITE_SWA,  LLM_ARCH_GRANITE_SWITCH, LLM_ARCH_GROK,           LLM_ARCH_GROVEMOE,
-               LLM_ARCH_HRM_TEXT,     LLM_ARCH_HUNYUAN_DENSE,  LLM_ARCH_HUNYUAN_MOE,    LLM_ARCH_HUNYUAN_VL,
-               LLM_ARCH_HY_V3,        LLM_ARCH_HY_V4,          LLM_ARCH_INTERNLM2,      LLM_ARCH_JAIS,
-               LLM_ARCH_JAIS2,        LLM_ARCH_JAMBA,          LLM_ARCH_KIMI_K3,        LLM_ARCH_KIMI_LINEAR,
-               LLM_ARCH_LAGUNA,       LLM_ARCH_LFM2,           LLM_ARCH_LFM2MOE,        LLM_ARCH_LLAMA,
-               LLM_ARCH_LLAMA4,       LLM_ARCH_MAINCODER,      LLM_ARCH_MAPLE,          LLM_ARCH_MELLUM,
-               LLM_ARCH_MIMO2,        LLM_ARCH_MINICPM,        LLM_ARCH_MINICPM3,       LLM_ARCH_MINIMAX_01,
-               LLM_ARCH_MINIMAX_M2,   LLM_ARCH_MINIMAX_M3,     LLM_ARCH_MISTRAL3,       LLM_ARCH_MISTRAL4,
-               LLM_ARCH_MPT,          LLM_ARCH_MUSE_GLIMMER,   LLM_ARCH_NANBEIGE,       LLM_ARCH_NEMOTRON,
-               LLM_ARCH_NEMOTRON_H,   LLM_ARCH_NEMOTRON_H_MOE, LLM_ARCH_OLMO,           LLM_ARCH_OLMO2,
-               LLM_ARCH_OLMOE,        LLM_ARCH_OPENAI_MOE,     LLM_ARCH_OPENELM,        LLM_ARCH_ORION,
-               LLM_ARCH_PADDLEOCR,    LLM_ARCH_PANGU_EMBED,    LLM_ARCH_PHI2,           LLM_ARCH_PHI3,
-               LLM_ARCH_PHIMOE,       LLM_ARCH_PLAMO,          LLM_ARCH_PLAMO2,         LLM_ARCH_PLAMO3,
-               LLM_ARCH_PLM,          LLM_ARCH_POCKETTTS,      LLM_ARCH_QWEN,           LLM_ARCH_QWEN2,
-               LLM_ARCH_QWEN2MOE,     LLM_ARCH_QWEN2VL,        LLM_ARCH_QWEN3,          LLM_ARCH_QWEN35,
-               LLM_ARCH_QWEN35MOE,    LLM_ARCH_QWEN3MOE,       LLM_ARCH_QWEN3NEXT,      LLM_ARCH_QWEN3TTS,
-               LLM_ARCH_QWEN3VL,      LLM_ARCH_QWEN3VLMOE,     LLM_ARCH_REFACT,         LLM_ARCH_SEED_OSS,
-               LLM_ARCH_SMALLTHINKER, LLM_ARCH_SMOLLM3,        LLM_ARCH_SPARK2_5,       LLM_ARCH_STABLELM,
-               LLM_ARCH_STARCODER,    LLM_ARCH_STARCODER2,     LLM_ARCH_STEP35,         LLM_ARCH_TALKIE,
-               LLM_ARCH_XVERSE}},
+    {nullptr, {LLM_ARCH_AFMOE,        LLM_ARCH_APERTUS,      LLM_ARCH_ARCEE,          LLM_ARCH_ARCTIC,
+               LLM_ARCH_BAICHUAN,     LLM_ARCH_BAILINGMOE,   LLM_ARCH_BAILINGMOE2,    LLM_ARCH_BAILINGMOE3,
+               LLM_ARCH_BITNET,       LLM_ARCH_BLOOM,        LLM_ARCH_CHATGLM,        LLM_ARCH_CODESHELL,
+               LLM_ARCH_COGVLM,       LLM_ARCH_COHERE2,      LLM_ARCH_COHERE2MOE,     LLM_ARCH_COMMAND_R,
+               LLM_ARCH_DBRX,         LLM_ARCH_DECI,         LLM_ARCH_DEEPSEEK,       LLM_ARCH_DEEPSEEK2,
+               LLM_ARCH_DEEPSEEK2OCR, LLM_ARCH_DEEPSEEK32,   LLM_ARCH_DOTS1,          LLM_ARCH_DOTS3NOTE,
+               LLM_ARCH_ERNIE4_5,     LLM_ARCH_ERNIE4_5_MOE, LLM_ARCH_EXAONE,         LLM_ARCH_EXAONE4,
+               LLM_ARCH_EXAONE_MOE,   LLM_ARCH_FALCON,       LLM_ARCH_FALCON_H1,      LLM_ARCH_GEMMA,
+               LLM_ARCH_GEMMA2,       LLM_ARCH_GEMMA3,       LLM_ARCH_GEMMA3N,        LLM_ARCH_GEMMA4,
+               LLM_ARCH_GLM4,         LLM_ARCH_GLM4_MOE,     LLM_ARCH_GLM5_NEXT,      LLM_ARCH_GLM_DSA,
+               LLM_ARCH_GPT2,         LLM_ARCH_GPTNEOX,      LLM_ARCH_GRANITE,        LLM_ARCH_GRANITE_HYBRID,
+               LLM_ARCH_GRANITE_MOE,  LLM_ARCH_GRANITE_SWA,  LLM_ARCH_GRANITE_SWITCH, LLM_ARCH_GROK,
+               LLM_ARCH_GROVEMOE,     LLM_ARCH_HRM_TEXT,     LLM_ARCH_HUNYUAN_DENSE,  LLM_ARCH_HUNYUAN_MOE,
+               LLM_ARCH_HUNYUAN_VL,   LLM_ARCH_HY_V3,        LLM_ARCH_HY_V4,          LLM_ARCH_INTERNLM2,
+               LLM_ARCH_JAIS,         LLM_ARCH_JAIS2,        LLM_ARCH_JAMBA,          LLM_ARCH_KIMI_K3,
+               LLM_ARCH_KIMI_LINEAR,  LLM_ARCH_LAGUNA,       LLM_ARCH_LFM2,           LLM_ARCH_LFM2MOE,
+               LLM_ARCH_LLAMA,        LLM_ARCH_LLAMA4,       LLM_ARCH_MAINCODER,      LLM_ARCH_MAPLE,
+               LLM_ARCH_MELLUM,       LLM_ARCH_MIMO2,        LLM_ARCH_MINICPM,        LLM_ARCH_MINICPM3,
+               LLM_ARCH_MINIMAX_01,   LLM_ARCH_MINIMAX_M2,   LLM_ARCH_MINIMAX_M3,     LLM_ARCH_MISTRAL3,
+               LLM_ARCH_MISTRAL4,     LLM_ARCH_MPT,          LLM_ARCH_MUSE_GLIMMER,   LLM_ARCH_NANBEIGE,
+               LLM_ARCH_NEMOTRON,     LLM_ARCH_NEMOTRON_H,   LLM_ARCH_NEMOTRON_H_MOE, LLM_ARCH_OLMO,
+               LLM_ARCH_OLMO2,        LLM_ARCH_OLMOE,        LLM_ARCH_OPENAI_MOE,     LLM_ARCH_OPENELM,
+               LLM_ARCH_ORION,        LLM_ARCH_PADDLEOCR,    LLM_ARCH_PANGU_EMBED,    LLM_ARCH_PHI2,
+               LLM_ARCH_PHI3,         LLM_ARCH_PHIMOE,       LLM_ARCH_PLAMO,          LLM_ARCH_PLAMO2,
+               LLM_ARCH_PLAMO3,       LLM_ARCH_PLM,          LLM_ARCH_POCKETTTS,      LLM_ARCH_QWEN,
+               LLM_ARCH_QWEN2,        LLM_ARCH_QWEN2MOE,     LLM_ARCH_QWEN2VL,        LLM_ARCH_QWEN3,
+               LLM_ARCH_QWEN35,       LLM_ARCH_QWEN35MOE,    LLM_ARCH_QWEN3MOE,       LLM_ARCH_QWEN3NEXT,
+               LLM_ARCH_QWEN3TTS,     LLM_ARCH_QWEN3VL,      LLM_ARCH_QWEN3VLMOE,     LLM_ARCH_QWEN4EXP,
+               LLM_ARCH_REFACT,       LLM_ARCH_SEED_OSS,     LLM_ARCH_SMALLTHINKER,   LLM_ARCH_SMOLLM3,
+               LLM_ARCH_SPARK2_5,     LLM_ARCH_STABLELM,     LLM_ARCH_STARCODER,      LLM_ARCH_STARCODER2,
+               LLM_ARCH_STEP35,       LLM_ARCH_TALKIE,       LLM_ARCH_XVERSE}},
 };
 
 const char *llama_kvcache_arch_refusal(llm_arch arch) {
@@ -223,6 +223,9 @@ std::string llama_kvcache_refusal(const llama_model &model, const llama_memory_p
     if (hparams.swa_type == LLAMA_SWA_TYPE_SYMMETRIC || hparams.non_causal_type == LLAMA_NON_CAUSAL_TYPE_SWA_FULL) {
         return "the model's windows reach to both sides";
     }
+    if (const char *reason = llama_kvcache_indexer_refusal(model)) {
+        return reason;
+    }
 
     const stored_types types = stored_types_of(model, params);
 
@@ -233,6 +236,24 @@ std::string llama_kvcache_refusal(const llama_model &model, const llama_memory_p
     }
 
     return "";
+}
+
+// Keys of an indexer may stand for several tokens.  What they are pooled of is kept for as many tokens as a sequence
+// may go back.
+static kvc_policy index_policy_of(const llama_kvcache_layer &layer, const llama_kvcache_choice &choice,
+                                  const llama_cparams &cparams, int32_t ngram) {
+    kvc_policy policy = {};
+
+    if (layer.is_index) {
+        policy.kind = KVC_FULL;
+        policy.stride = choice.pool;
+    } else {
+        policy.kind = KVC_SLIDING;
+        policy.window = std::max(choice.pool, ngram);
+        policy.resume_window = policy.window + std::max<int32_t>(64, (int32_t)cparams.n_rs_seq);
+    }
+
+    return policy;
 }
 
 static kvc_policy policy_of(const llama_model &model, const llama_memory_params &params, const llama_cparams &cparams,
@@ -373,7 +394,8 @@ static int32_t shape_of(const llama_kvcache_layers &layers, const llama_kvcache_
     for (size_t i = 0; i < layers.cache.size(); ++i) {
         const auto &other = layers.cache[i];
 
-        if (layers.model[i].is_swa == model.is_swa && layers.model[i].n_head == model.n_head &&
+        if (layers.model[i].shape >= 0 && layers.model[i].is_swa == model.is_swa &&
+            layers.model[i].is_index == model.is_index && layers.model[i].n_head == model.n_head &&
             layers.model[i].is_sparse == model.is_sparse && other.num_kv_heads == cache.num_kv_heads &&
             other.k_dim == cache.k_dim && other.v_dim == cache.v_dim && other.sketch_bits == cache.sketch_bits) {
             return layers.model[i].shape;
@@ -383,7 +405,7 @@ static int32_t shape_of(const llama_kvcache_layers &layers, const llama_kvcache_
     return (int32_t)layers.shapes.size();
 }
 
-// the layers with attention, then their indexers
+// the layers with attention, then their indexers, then what these pool, then the tokens
 static std::vector<llama_kvcache_layer> cached_layers_of(const llama_model &model) {
     const auto &hparams = model.hparams;
 
@@ -391,7 +413,7 @@ static std::vector<llama_kvcache_layer> cached_layers_of(const llama_model &mode
 
     for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
         if (llama_kvcache_is_cached(model, il)) {
-            res.push_back({(int32_t)il, false, llama_kvcache_is_sparse(model, il), KVC_TRANSFORM_NONE,
+            res.push_back({(int32_t)il, false, false, llama_kvcache_is_sparse(model, il), KVC_TRANSFORM_NONE,
                            KVC_TRANSFORM_NONE, hparams.is_swa(il), hparams.n_head(il), 0});
         }
     }
@@ -399,62 +421,111 @@ static std::vector<llama_kvcache_layer> cached_layers_of(const llama_model &mode
     set_transforms(model, res, false);
     set_transforms(model, res, true);
 
-    for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
-        if (llama_kvcache_is_cached(model, il) && llama_kvcache_has_indexer(model, il)) {
-            res.push_back(
-                {(int32_t)il, true, true, KVC_TRANSFORM_NONE, KVC_TRANSFORM_NONE, false, hparams.indexer_n_head, 0});
+    for (const bool is_input : {false, true}) {
+        for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
+            const bool has = llama_kvcache_is_cached(model, il) && llama_kvcache_has_indexer(model, il) &&
+                             (!is_input || llama_kvcache_input_dim(model) > 0);
+
+            if (has) {
+                res.push_back({(int32_t)il, !is_input, is_input, !is_input, KVC_TRANSFORM_NONE, KVC_TRANSFORM_NONE,
+                               false, is_input ? 0 : hparams.indexer_n_head, 0});
+            }
         }
+    }
+    if (llama_kvcache_ngram(model) > 0) {
+        res.push_back({-1, false, true, false, KVC_TRANSFORM_NONE, KVC_TRANSFORM_NONE, false, 0, 0});
     }
 
     return res;
 }
 
-llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const llama_memory_params &params,
-                                             const llama_cparams &cparams) {
+// The keys of an indexer, or inputs, which stay exact.
+static kvc_layer index_layer_of(const llama_model &model, const llama_kvcache_layer &layer, int32_t type,
+                                const llama_kvcache_choice &choice, const llama_cparams &cparams) {
+    kvc_layer res = {};
+
+    res.num_kv_heads = 1;
+    res.k_dim = layer.is_index  ? model.hparams.indexer_head_size
+                : layer.il >= 0 ? llama_kvcache_input_dim(model)
+                                : 1; // the number of a token
+    res.k_type = layer.is_index ? type : (int32_t)KVC_F32;
+    res.policy = index_policy_of(layer, choice, cparams, llama_kvcache_ngram(model));
+
+    return res;
+}
+
+static kvc_layer attention_layer_of(const llama_model &model, const llama_memory_params &params,
+                                    const llama_cparams &cparams, const llama_kvcache_layer &layer,
+                                    const llama_kvcache_layers &layers) {
     const auto &hparams = model.hparams;
     const stored_types types = stored_types_of(model, params);
+    const int32_t shared = shared_of(model, layer.il);
 
+    kvc_layer res = {};
+
+    res.num_kv_heads = hparams.n_head_kv(layer.il);
+    res.k_dim = hparams.n_embd_head_k(layer.il);
+    res.v_dim = hparams.n_embd_head_v(layer.il);
+    res.k_type = types.k;
+    res.v_type = types.v;
+    res.k_transform = layer.k_transform;
+    res.v_transform = layer.v_transform;
+    res.value_in_key = hparams.is_mla();
+    res.share = shared < 0 ? 0 : layers.attention[shared] + 1;
+    res.policy = policy_of(model, params, cparams, layer.il);
+
+    return res;
+}
+
+// Keys that stand for several tokens are not moved, nor are inputs: their RoPE stays unknown.
+static void set_rope(const llama_model &model, const llama_cparams &cparams, const llama_kvcache_layer &layer,
+                     kvc_layer &cache, llama_kvcache_layers &layers) {
+    if (layer.is_input || (layer.is_index && layers.choice.pool > 1)) {
+        return;
+    }
+
+    layers.inv_freqs.push_back(inv_freq_of(model, cparams, layer.il));
+    cache.rope = rope_of(model, layer.il, layers.inv_freqs.back());
+    if (layer.is_index) {
+        layers.mixed_rope->inv_freq = layers.inv_freqs.back(); // all indexers have the same
+        llama_kvcache_set_index_rope(model, *layers.mixed_rope, cache.rope);
+    }
+}
+
+llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const llama_memory_params &params,
+                                             const llama_cparams &cparams) {
     llama_kvcache_layers res;
 
-    res.attention.resize(hparams.n_layer_all, -1);
-    res.indexer.resize(hparams.n_layer_all, -1);
+    for (auto *of_model : {&res.attention, &res.indexer, &res.inputs}) {
+        of_model->resize(model.hparams.n_layer_all, -1);
+    }
     res.choice = llama_kvcache_choice_of(model, cparams);
     res.mixed_rope = std::make_unique<llama_kvcache_mixed_rope>();
     res.swa_full = params.swa_full;
     res.select_rows = llama_kvcache_select_rows(cparams);
 
     for (auto &layer : cached_layers_of(model)) {
-        const uint32_t il = layer.il;
+        const bool is_attention = !layer.is_index && !layer.is_input;
+        kvc_layer cache = is_attention
+                              ? attention_layer_of(model, params, cparams, layer, res)
+                              : index_layer_of(model, layer, stored_types_of(model, params).k, res.choice, cparams);
 
-        res.inv_freqs.push_back(inv_freq_of(model, cparams, il));
+        set_rope(model, cparams, layer, cache, res);
+        cache.sketch_bits =
+            res.select_rows > 0 && is_attention && !layer.is_sparse ? llama_kvcache_sketch_bits(res.cache, cache) : 0;
 
-        kvc_layer cache = {};
-
-        cache.num_kv_heads = layer.is_index ? 1 : hparams.n_head_kv(il);
-        cache.k_dim = layer.is_index ? hparams.indexer_head_size : hparams.n_embd_head_k(il);
-        cache.v_dim = layer.is_index ? 0 : hparams.n_embd_head_v(il);
-        cache.k_type = types.k;
-        cache.v_type = types.v;
-        cache.k_transform = layer.k_transform;
-        cache.v_transform = layer.v_transform;
-        cache.value_in_key = hparams.is_mla() && !layer.is_index;
-        cache.share = shared_of(model, il) < 0 ? 0 : res.attention[shared_of(model, il)] + 1;
-        cache.policy = policy_of(model, params, cparams, il);
-        cache.rope = rope_of(model, il, res.inv_freqs.back());
-        if (layer.is_index) {
-            res.mixed_rope->inv_freq = res.inv_freqs.back(); // all indexers have the same
-            llama_kvcache_set_index_rope(model, *res.mixed_rope, cache.rope);
-        }
-
-        cache.sketch_bits = res.select_rows > 0 && !layer.is_sparse ? llama_kvcache_sketch_bits(res.cache, cache) : 0;
-
-        layer.shape = shape_of(res, layer, cache);
+        layer.shape = layer.is_input ? -1 : shape_of(res, layer, cache);
         if (layer.shape == (int32_t)res.shapes.size()) {
             res.shapes.push_back((int32_t)res.cache.size());
         }
 
-        (layer.is_index ? res.indexer : res.attention)[il] = (int32_t)res.cache.size();
+        int32_t &of_model = layer.il < 0     ? res.tokens
+                            : layer.is_index ? res.indexer[layer.il]
+                            : layer.is_input ? res.inputs[layer.il]
+                                             : res.attention[layer.il];
 
+        of_model = (int32_t)res.cache.size();
+        res.stride = std::max(res.stride, cache.policy.stride);
         res.model.push_back(layer);
         res.cache.push_back(cache);
     }

@@ -16,32 +16,38 @@ struct llama_cparams;
 struct llama_memory_params;
 struct llama_model;
 
-// A layer of the cache: the keys and values of a layer of the model, or the keys of its indexer
+// A layer of the cache: the keys and values of a layer of the model, or the keys of its indexer; or what these are
+// pooled of, for the last tokens
 struct llama_kvcache_layer {
     int32_t il;                // in the model
     bool is_index;             // the keys of the indexer
+    bool is_input;             // what the keys of the indexer are pooled of, or the tokens: nothing attends there
     bool is_sparse;            // tokens choose the rows that they attend to; of the indexer, they choose here
     kvc_transform k_transform; // as llama.cpp multiplies what it stores
     kvc_transform v_transform;
     bool is_swa;
     uint32_t n_head; // query heads
-    int32_t shape;   // layers of one shape share plans
+    int32_t shape;   // layers of one shape share plans; -1: nothing attends
 };
 
 // [i] is layer i of the cache
 struct llama_kvcache_layers {
     std::vector<llama_kvcache_layer> model;
     std::vector<kvc_layer> cache;
-    // [layer of the model] the layer of the cache with its keys and values, and the one with the keys of its indexer;
-    // -1: none
+    // [layer of the model] the layer of the cache with its keys and values, the one with the keys of its indexer, and
+    // the one with what these are pooled of; -1: none
     std::vector<int32_t> attention;
     std::vector<int32_t> indexer;
+    std::vector<int32_t> inputs;
+    int32_t tokens = -1; // the layer with the last tokens, by their numbers; -1: none
 
     // what the pointers in `cache` point at
     std::vector<std::vector<double>> inv_freqs;
     std::unique_ptr<llama_kvcache_mixed_rope> mixed_rope;
 
     std::vector<int32_t> shapes; // [shape] the first layer of the cache that has it
+
+    int32_t stride = 1; // the most positions that share a row
 
     llama_kvcache_choice choice;
 

@@ -439,17 +439,22 @@ void llama_kvcache::state_read(llama_io_read_i &io, llama_seq_id seq_id, llama_s
 
     close();
 
-    const auto parts = state_parts(flags);
+    const bool is_partial = has_partial_state() && (flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
 
     // layers that are not restored keep their rows
-    if (seq_id == -1 || parts.size() == state_parts(LLAMA_STATE_SEQ_FLAGS_NONE).size()) {
+    if (seq_id == -1 || !is_partial) {
         state_clear(seq_id);
     }
 
     try {
+        if (has_strides()) {
+            read_strided(io, seq_id, flags);
+            return;
+        }
+
         state_reader reader(*this, io, seq_id);
 
-        for (const auto &part : parts) {
+        for (const auto &part : state_parts(flags)) {
             reader.read(part);
         }
 

@@ -13,9 +13,6 @@
 #include <utility>
 #include <vector>
 
-// logs why a state is not read, and returns it as an error
-std::runtime_error llama_kvcache_state_failure(const std::string &reason);
-
 class llama_kvcache::state_reader {
   public:
     // dest -1: of all sequences

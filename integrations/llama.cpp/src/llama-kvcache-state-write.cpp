@@ -309,6 +309,11 @@ void llama_kvcache::state_writer::write(const state_part &part, llama_seq_id seq
 }
 
 void llama_kvcache::state_write(llama_io_write_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) const {
+    if (has_strides()) {
+        write_strided(io, seq_id, flags);
+        return;
+    }
+
     state_writer writer(*this, io);
 
     for (const auto &part : state_parts(flags)) {

@@ -75,6 +75,8 @@ llama_kvcache::state_row llama_kvcache::state_row_of(int32_t layer, bool is_valu
     return res;
 }
 
+bool llama_kvcache::has_partial_state() const { return model.hparams.swa_type != LLAMA_SWA_TYPE_NONE || has_strides(); }
+
 uint32_t llama_kvcache::n_stream() const { return cparams.kv_unified ? 1 : cparams.n_seq_max; }
 
 void llama_kvcache::state_clear(llama_seq_id seq_id) {

@@ -42,6 +42,9 @@ struct llama_kvcache::state_row {
     size_t n_bytes;
 };
 
+// logs why a state is not read, and returns it as an error
+std::runtime_error llama_kvcache_state_failure(const std::string &reason);
+
 static inline void llama_kvcache_check(kvc_status status) {
     if (status) {
         throw std::runtime_error(kvc_last_error());

@@ -126,8 +126,9 @@ llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cpar
         ids.push_back(kvc_new_sequence(cache));
     }
 
-    const auto n_layers = std::count_if(layers.model.begin(), layers.model.end(),
-                                        [](const llama_kvcache_layer &layer) { return !layer.is_index; });
+    const auto n_layers = std::count_if(layers.model.begin(), layers.model.end(), [](const llama_kvcache_layer &layer) {
+        return !layer.is_index && !layer.is_input;
+    });
 
     LLAMA_LOG_INFO("%s: %u cells, %zu layers, K (%s), V (%s), %s, up to %.2f MiB\n", __func__,
                    (uint32_t)config.capacity, (size_t)n_layers, kvc_type_name(layers.cache[0].k_type),
@@ -166,8 +167,20 @@ bool llama_kvcache::windows_keep_all() const {
     return true;
 }
 
-// A window that moves down would see tokens that have expired.  With M-RoPE, keys have several positions.
-bool llama_kvcache::get_can_shift() const { return windows_keep_all() && model.hparams.n_pos_per_embd() == 1; }
+// A window that moves down would see tokens that have expired.  With M-RoPE, keys have several positions.  A key that
+// stands for several tokens would stand for others.
+bool llama_kvcache::get_can_shift() const {
+    return windows_keep_all() && model.hparams.n_pos_per_embd() == 1 && !has_strides();
+}
+
+// Says in the log why tokens cannot be moved, where the cache itself would move whole blocks.
+bool llama_kvcache::can_move(const char *func) const {
+    if (has_strides()) {
+        LLAMA_LOG_ERROR("%s: tokens do not move: the model has rows that stand for %d of them\n", func, layers.stride);
+    }
+
+    return !has_strides();
+}
 
 static llama_pos begin_of(llama_pos p0) { return std::max(p0, 0); }
 static llama_pos end_of(llama_pos p1) { return p1 < 0 ? KVC_END : p1; }
@@ -187,8 +200,18 @@ void llama_kvcache::clear(bool /*data*/) {
 
 // Of a prompt that was begun, nothing is dropped where there is nothing: its tokens still follow.
 bool llama_kvcache::remove(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
-    return p0 >= kvc_next_position(cache, ids[seq_id]) ||
-           llama_kvcache_logged(__func__, kvc_remove(cache, ids[seq_id], p0, p1, 0));
+    const llama_pos next = kvc_next_position(cache, ids[seq_id]);
+
+    if (p0 >= next) {
+        return true;
+    }
+    if (has_strides() && p1 < next) {
+        LLAMA_LOG_ERROR("%s: tokens are removed from a position on alone: the model has rows that stand for %d\n",
+                        __func__, layers.stride);
+        return false;
+    }
+
+    return llama_kvcache_logged(__func__, kvc_remove(cache, ids[seq_id], p0, p1, 0));
 }
 
 bool llama_kvcache::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
@@ -213,11 +236,23 @@ bool llama_kvcache::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
 }
 
 void llama_kvcache::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
+    copy(seq_id_src, seq_id_dst, p0, p1);
+}
+
+bool llama_kvcache::copy(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
     close();
 
-    if (seq_id_src != seq_id_dst) {
-        llama_kvcache_logged(__func__, kvc_share(cache, ids[seq_id_src], ids[seq_id_dst], begin_of(p0), end_of(p1)));
+    if (seq_id_src == seq_id_dst) {
+        return true;
     }
+    if (has_strides() && begin_of(p0) > kvc_next_position(cache, ids[seq_id_dst])) {
+        LLAMA_LOG_ERROR("%s: tokens are copied from position 0 on, or behind others: the model has rows that stand for "
+                        "%d\n",
+                        __func__, layers.stride);
+        return false;
+    }
+
+    return llama_kvcache_logged(__func__, kvc_share(cache, ids[seq_id_src], ids[seq_id_dst], begin_of(p0), end_of(p1)));
 }
 
 void llama_kvcache::seq_keep(llama_seq_id seq_id) {
@@ -227,12 +262,13 @@ void llama_kvcache::seq_keep(llama_seq_id seq_id) {
 
 void llama_kvcache::seq_add(llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos shift) {
     close();
-    llama_kvcache_logged(__func__, kvc_shift(cache, ids[seq_id], begin_of(p0), end_of(p1), shift));
+    can_move(__func__) &&
+        llama_kvcache_logged(__func__, kvc_shift(cache, ids[seq_id], begin_of(p0), end_of(p1), shift));
 }
 
 void llama_kvcache::seq_div(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d) {
     close();
-    llama_kvcache_logged(__func__, kvc_divide(cache, ids[seq_id], begin_of(p0), end_of(p1), d));
+    can_move(__func__) && llama_kvcache_logged(__func__, kvc_divide(cache, ids[seq_id], begin_of(p0), end_of(p1), d));
 }
 
 // every position from the smallest to the largest is there, in every layer
@@ -248,6 +284,9 @@ llama_pos llama_kvcache::seq_pos_min(llama_seq_id seq_id) const {
         llama_pos first;
         llama_pos last;
 
+        if (layers.cache[layer].policy.stride > 1 || layers.model[layer].is_input) {
+            continue; // what a block lacks, its sequence has elsewhere
+        }
         if (kvc_position_range(cache, ids[seq_id], layer, &first, &last) == KVC_OK) {
             // a restored window has no rows before it, unlike other layers: the smallest position that can be gone back
             // to is later
@@ -271,7 +310,9 @@ llama_pos llama_kvcache::seq_pos_max(llama_seq_id seq_id) const {
         llama_pos first;
         llama_pos last;
 
-        if (kvc_position_range(cache, ids[seq_id], layer, &first, &last) == KVC_OK) {
+        // of a layer with a row for a block, the last one may be before the last token
+        if (layers.cache[layer].policy.stride <= 1 &&
+            kvc_position_range(cache, ids[seq_id], layer, &first, &last) == KVC_OK) {
             res = std::min(res, last);
         }
     }

@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 struct llama_model;
@@ -32,6 +33,10 @@ std::string llama_kvcache_prefix_asked_for();
 // Returns whether a call succeeded; if not, the log says why.  For functions that cannot say so themselves.
 bool llama_kvcache_logged(const char *func, kvc_status status);
 
+// Ends the process unless a call of a graph's operation succeeded: ggml has no way to report that one failed.  All that
+// can fail was done before the graph.
+void llama_kvcache_check_op(kvc_status status);
+
 // takes the memory of the caches that are created next; nullptr: what the library does by itself.  For tests.
 extern const kvc_allocator *llama_kvcache_allocator;
 
@@ -49,6 +54,9 @@ struct llama_kvcache_op {
     std::atomic<int64_t> next_task{0};
 };
 
+// rows are read element by element
+ggml_tensor *with_dense_rows(ggml_context *ctx, ggml_tensor *cur);
+
 class llama_kvcache : public llama_memory_i {
   public:
     // recr: the other part of a hybrid memory, whose states belong to prompts; nullptr: there is none
@@ -65,6 +73,10 @@ class llama_kvcache : public llama_memory_i {
     llama_memory_context_ptr init_update(llama_context *lctx, bool optimize) override;
 
     bool get_can_shift() const override;
+    bool can_move(const char *func) const;
+
+    // like seq_cp; returns whether it copied
+    bool copy(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1);
 
     void clear(bool data) override;
 
@@ -86,6 +98,9 @@ class llama_kvcache : public llama_memory_i {
     int32_t prefix_begin(llama_seq_id seq_id, const llama_memory_prompt &prompt, int32_t n_held) override;
     void prefix_keep(llama_seq_id seq_id, const llama_memory_prompt &prompt) override;
     void prefix_steer(const float *data, size_t len, int32_t il_start, int32_t il_end) override;
+
+    // whether a partial state has rows of some layers
+    bool has_partial_state() const;
 
     // undoes state_read, for a memory of several parts of which another could not be read
     void state_clear(llama_seq_id seq_id);
@@ -116,17 +131,41 @@ class llama_kvcache : public llama_memory_i {
     // the graph
     //
 
+    ggml_tensor *build_pool(const llm_graph_context &graph, ggml_tensor *values, ggml_tensor *gates, ggml_tensor *bias,
+                            ggml_tensor **pos, int il) const;
     ggml_tensor *build_choose(const llm_graph_context &graph, ggml_tensor *q, ggml_tensor *k, ggml_tensor *weights,
                               int il) const;
     ggml_tensor *build_attn(const llm_graph_context &graph, ggml_tensor *wo, ggml_tensor *wo_b, ggml_tensor *wo_s,
                             ggml_tensor *q, ggml_tensor *k, ggml_tensor *v, ggml_tensor *sinks, ggml_tensor *v_mla,
                             ggml_tensor *chosen, float kq_scale, int il) const;
 
+    // the n tokens before each of the ubatch's, the oldest first; LLAMA_TOKEN_NULL: there is none
+    void get_prev_tokens(const llama_ubatch &ubatch, uint32_t n, std::vector<llama_token> &res) const;
+
+    void pool(const llama_kvcache_op &op, ggml_tensor *dst) const;
+    void begins(ggml_tensor *dst) const;
     void store(const llama_kvcache_op &op, const ggml_tensor *k, const ggml_tensor *v, int ith, int nth) const;
     void choose(llama_kvcache_op &op, ggml_tensor *dst) const;
     void attend(llama_kvcache_op &op, ggml_tensor *dst) const;
 
   private:
+    // whether layers have a row for a block of tokens
+    bool has_strides() const { return layers.stride > 1; }
+
+    // whether rows are made of those of several tokens
+    bool has_inputs() const { return has_strides() || layers.tokens >= 0; }
+
+    struct strided_part;
+
+    std::vector<strided_part> strided_parts(llama_state_seq_flags flags) const;
+    void write_layout(llama_io_write_i &io) const;
+    void write_part(llama_io_write_i &io, const strided_part &part, int64_t id, llama_pos n_tokens) const;
+    void write_strided(llama_io_write_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) const;
+    void read_layout(llama_io_read_i &io) const;
+    void read_layer(llama_io_read_i &io, kvc_batch *to, int32_t layer, llama_pos first, llama_pos n_tokens);
+    void read_part(llama_io_read_i &io, const strided_part &part, int64_t id, llama_pos n_tokens);
+    void read_strided(llama_io_read_i &io, llama_seq_id seq_id, llama_state_seq_flags flags);
+
     struct state_part;
     struct state_row;
     class state_writer;
@@ -152,6 +191,30 @@ class llama_kvcache : public llama_memory_i {
     void check_states(const std::vector<llama_ubatch> &ubatches);
 
     bool restore_state(kvc_prefix *prefix, llama_seq_id seq_id, int64_t id, int32_t n_known);
+
+    // returns why keys cannot be pooled of the tokens of these ubatches, empty if they can
+    std::string stride_refusal(const std::vector<llama_ubatch> &ubatches) const;
+
+    // what the planned ubatch has of a sequence, and what it asks for from before
+    struct sequence_inputs {
+        int64_t id;                                  // of the cache
+        llama_pos first;                             // position of its first token in the ubatch
+        std::vector<int32_t> tokens;                 // of the ubatch, by rising position, one after the other
+        std::map<int32_t, std::vector<float>> known; // [layer of inputs] rows before `first`, from first_known on
+    };
+
+    kvc_status find_inputs(const llama_ubatch &ubatch);
+    kvc_status find_known(int32_t layer, sequence_inputs &of);
+    llama_pos first_known(int32_t layer, llama_pos first) const;
+
+    // returns the row at a position of a sequence; rows: those of the ubatch
+    const float *input_of(int32_t layer, size_t i_seq, llama_pos pos, const ggml_tensor *rows) const;
+
+    // stores the numbers of the ubatch's tokens, where the model asks for those before a token
+    kvc_status put_tokens(const llama_ubatch &ubatch);
+
+    ggml_tensor *build_store(const llm_graph_context &graph, llama_kvcache_op &op, ggml_tensor *k, ggml_tensor *v,
+                             int il) const;
 
     // drops the tokens of one sequence at positions [p0, p1)
     bool remove(llama_seq_id seq_id, llama_pos p0, llama_pos p1);
@@ -202,9 +265,11 @@ class llama_kvcache : public llama_memory_i {
 
     // the open batch
     kvc_batch *batch = nullptr;
-    int32_t n_done = 0;                      // tokens of the ubatches that were finished
-    int32_t n_cur = 0;                       // tokens of the ubatch that is planned
-    std::vector<std::vector<planned>> plans; // [shape]
+    int32_t n_done = 0;                                         // tokens of the ubatches that were finished
+    int32_t n_cur = 0;                                          // tokens of the ubatch that is planned
+    std::vector<sequence_inputs> inputs;                        // where keys are pooled
+    std::vector<std::pair<size_t, llama_pos>> tokens_of_blocks; // that complete one: their sequence in inputs, position
+    std::vector<std::vector<planned>> plans;                    // [shape]
 };
 
 class llama_kvcache_context : public llama_memory_context_i, public llama_memory_attn_i {
@@ -221,11 +286,15 @@ class llama_kvcache_context : public llama_memory_context_i, public llama_memory
 
     const llama_memory_attn_i *get_attn_impl() const override;
 
+    ggml_tensor *build_pool(const llm_graph_context &graph, ggml_tensor *values, ggml_tensor *gates, ggml_tensor *bias,
+                            ggml_tensor **pos, int il) const override;
     ggml_tensor *build_choose(const llm_graph_context &graph, ggml_tensor *q, ggml_tensor *k, ggml_tensor *weights,
                               int il) const override;
     ggml_tensor *build_attn(const llm_graph_context &graph, ggml_tensor *wo, ggml_tensor *wo_b, ggml_tensor *wo_s,
                             ggml_tensor *q, ggml_tensor *k, ggml_tensor *v, ggml_tensor *sinks, ggml_tensor *v_mla,
                             ggml_tensor *chosen, float kq_scale, int il) const override;
+
+    void get_prev_tokens(const llama_ubatch &ubatch, uint32_t n, std::vector<llama_token> &res) const override;
 
   private:
     llama_kvcache *mem;

@@ -1,0 +1,260 @@
+// Saved state of models with layers that have a row for a block of tokens, in a format of its own: llama.cpp's own
+// cache holds other rows.  All integers are of 32 bits.
+//
+//   MAGIC, the number of layers; of each: the type of its keys, and of its values, and the bytes of a row of each
+//   the number of sequences; of each: its number and its tokens, which begin at position 0
+//     the rows of its parts, layer by layer, keys before values: all rows of layers that see everything, or have a row
+//     for a block; then, for each kind of window, the rows that the next token sees
+//
+// A partial state has no rows of the first part.  Sequences that share tokens are saved apart.
+#include "llama-kvcache-state.h"
+
+#include "llama-impl.h"
+#include "llama-io.h"
+
+#include <algorithm>
+#include <memory>
+
+static constexpr uint32_t MAGIC = 0x5343564b; // KVCS
+
+// layers that are restored together, and how many of the last positions they have
+struct llama_kvcache::strided_part {
+    int32_t window; // 0: all
+    std::vector<int32_t> layers;
+
+    llama_pos first(llama_pos n_tokens) const { return window ? std::max(0, n_tokens - window) : 0; }
+};
+
+std::vector<llama_kvcache::strided_part> llama_kvcache::strided_parts(llama_state_seq_flags flags) const {
+    std::vector<strided_part> res(1);
+
+    for (int32_t layer = 0; layer < (int32_t)layers.cache.size(); ++layer) {
+        const auto &policy = layers.cache[layer].policy;
+        const int32_t window = policy.kind == KVC_SLIDING ? policy.window : 0;
+        auto part = std::find_if(res.begin(), res.end(), [&](const strided_part &p) { return p.window == window; });
+
+        if (part == res.end()) {
+            part = res.insert(part, {window, {}});
+        }
+        part->layers.push_back(layer);
+    }
+    if (flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) {
+        res.erase(res.begin());
+    }
+
+    return res;
+}
+
+namespace {
+
+// a row of keys, or of values: all heads of a token or block
+struct row_size {
+    row_size(const kvc_layer &layer, bool is_value)
+        : type(is_value ? layer.v_type : layer.k_type),
+          n_head_bytes(is_value && layer.value_in_key ? 0 : kvc_row_bytes(type, is_value ? layer.v_dim : layer.k_dim)),
+          n_bytes(n_head_bytes * layer.num_kv_heads) {}
+
+    int32_t type;
+    size_t n_head_bytes;
+    size_t n_bytes;
+};
+
+template <typename T> void write(llama_io_write_i &io, T value) { io.write(&value, sizeof(value)); }
+
+uint32_t read(llama_io_read_i &io) {
+    uint32_t res;
+
+    io.read(&res, sizeof(res));
+
+    return res;
+}
+
+// calls visit(begin, end, n_rows) for pieces of the positions [begin, end) whose rows fit a buffer
+template <typename F> void in_pieces(const kvc_layer &layer, size_t n_bytes, llama_pos begin, llama_pos end, F visit) {
+    const llama_pos stride = std::max(1, layer.policy.stride);
+    const llama_pos n_most = std::max<llama_pos>(1, (llama_pos)(N_BUFFER / n_bytes)) * stride;
+
+    for (llama_pos next; begin < end; begin = next) {
+        next = std::min(end, begin / stride * stride + n_most);
+        visit(begin, next, next / stride - begin / stride);
+    }
+}
+
+} // namespace
+
+void llama_kvcache::write_layout(llama_io_write_i &io) const {
+    write(io, MAGIC);
+    write(io, (uint32_t)layers.cache.size());
+    for (const auto &layer : layers.cache) {
+        for (const bool is_value : {false, true}) {
+            const row_size row(layer, is_value);
+
+            write(io, (uint32_t)row.type);
+            write(io, (uint32_t)row.n_bytes);
+        }
+    }
+}
+
+void llama_kvcache::read_layout(llama_io_read_i &io) const {
+    const auto expect = [&](uint32_t expected, const char *what, size_t layer) {
+        if (const uint32_t found = read(io); found != expected) {
+            throw llama_kvcache_state_failure(
+                format("mismatched %s (%u instead of %u, layer %zu)", what, found, expected, layer));
+        }
+    };
+
+    expect(MAGIC, "format", 0);
+    expect((uint32_t)layers.cache.size(), "number of layers", 0);
+    for (size_t i = 0; i < layers.cache.size(); ++i) {
+        for (const bool is_value : {false, true}) {
+            const row_size row(layers.cache[i], is_value);
+
+            expect((uint32_t)row.type, "type", i);
+            expect((uint32_t)row.n_bytes, "row size", i);
+        }
+    }
+}
+
+void llama_kvcache::write_part(llama_io_write_i &io, const strided_part &part, int64_t id, llama_pos n_tokens) const {
+    std::vector<uint8_t> rows;
+
+    for (const int32_t layer : part.layers) {
+        for (const bool is_value : {false, true}) {
+            const row_size row(layers.cache[layer], is_value);
+
+            if (row.n_bytes == 0) {
+                continue;
+            }
+
+            kvc_rows_out out = {};
+
+            out.struct_size = sizeof(out);
+            out.raw = 1;
+            out.k_head_stride = out.v_head_stride = row.n_head_bytes;
+            out.k_row_stride = out.v_row_stride = row.n_bytes;
+
+            in_pieces(layers.cache[layer], row.n_bytes, part.first(n_tokens), n_tokens,
+                      [&](llama_pos begin, llama_pos end, llama_pos n_rows) {
+                          rows.resize(n_rows * row.n_bytes);
+                          (is_value ? out.v : out.k) = rows.data();
+                          llama_kvcache_check(kvc_extract(cache, id, layer, begin, end, &out));
+                          io.write(rows.data(), rows.size());
+                      });
+        }
+    }
+}
+
+// Keys and values are put together.
+void llama_kvcache::read_layer(llama_io_read_i &io, kvc_batch *to, int32_t layer, llama_pos first, llama_pos n_tokens) {
+    const row_size k(layers.cache[layer], false);
+    const row_size v(layers.cache[layer], true);
+    const llama_pos stride = std::max(1, layers.cache[layer].policy.stride);
+    const size_t n_rows = n_tokens / stride - first / stride;
+
+    std::vector<uint8_t> keys(n_rows * k.n_bytes);
+    std::vector<uint8_t> values(n_rows * v.n_bytes);
+
+    io.read(keys.data(), keys.size());
+    io.read(values.data(), values.size());
+
+    kvc_put_args args = {};
+
+    args.struct_size = sizeof(args);
+    args.k = keys.data();
+    args.k_type = k.type;
+    args.k_token_stride = k.n_bytes;
+    args.k_head_stride = k.n_head_bytes;
+    if (v.n_bytes > 0) {
+        args.v = values.data();
+        args.v_type = v.type;
+        args.v_token_stride = v.n_bytes;
+        args.v_head_stride = v.n_head_bytes;
+    }
+    llama_kvcache_check(kvc_put(to, layer, &args));
+}
+
+void llama_kvcache::read_part(llama_io_read_i &io, const strided_part &part, int64_t id, llama_pos n_tokens) {
+    const llama_pos first = part.first(n_tokens);
+
+    std::vector<int32_t> positions;
+    for (llama_pos pos = first; pos < n_tokens; ++pos) {
+        positions.push_back(pos);
+    }
+
+    const std::vector<int64_t> seq_ids(positions.size(), id);
+    std::vector<uint8_t> replaced(layers.cache.size(), 0);
+
+    for (const int32_t layer : part.layers) {
+        replaced[layer] = 1;
+    }
+
+    kvc_begin_args args = {};
+
+    args.struct_size = sizeof(args);
+    args.num_tokens = (int32_t)positions.size();
+    args.positions = positions.data();
+    args.seq_ids = seq_ids.data();
+    args.replaced = replaced.data();
+
+    kvc_batch *begun = nullptr;
+
+    if (kvc_begin_with(cache, &args, &begun)) {
+        throw llama_kvcache_state_failure(format("%zu tokens do not fit: %s", positions.size(), kvc_last_error()));
+    }
+
+    std::unique_ptr<kvc_batch, void (*)(kvc_batch *)> to(begun, kvc_abort);
+
+    for (const int32_t layer : part.layers) {
+        read_layer(io, to.get(), layer, first, n_tokens);
+    }
+
+    llama_kvcache_check(kvc_commit(to.get()));
+    to.release();
+}
+
+void llama_kvcache::write_strided(llama_io_write_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) const {
+    std::vector<llama_seq_id> seqs;
+
+    for (llama_seq_id s = 0; s < LLAMA_MAX_SEQ; ++s) {
+        if (seq_id == -1 ? seq_pos_max(s) >= 0 : s == seq_id) {
+            seqs.push_back(s);
+        }
+    }
+
+    write_layout(io);
+    write(io, (uint32_t)seqs.size());
+    for (const llama_seq_id s : seqs) {
+        const llama_pos n_tokens = seq_pos_max(s) + 1;
+
+        write(io, (uint32_t)s);
+        write(io, (uint32_t)n_tokens);
+        for (const auto &part : strided_parts(flags)) {
+            write_part(io, part, ids[s], n_tokens);
+        }
+    }
+}
+
+void llama_kvcache::read_strided(llama_io_read_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) {
+    read_layout(io);
+
+    const uint32_t n_seqs = read(io);
+
+    if (seq_id != -1 && n_seqs != 1) {
+        throw llama_kvcache_state_failure(format("the state has %u sequences", n_seqs));
+    }
+
+    for (uint32_t i = 0; i < n_seqs; ++i) {
+        const uint32_t saved = read(io);
+        const uint32_t n_tokens = read(io);
+
+        if (saved >= LLAMA_MAX_SEQ || n_tokens > cparams.n_ctx_seq) {
+            throw llama_kvcache_state_failure(
+                format("sequence %u has %u tokens (of %u)", saved, n_tokens, cparams.n_ctx_seq));
+        }
+        for (const auto &part : strided_parts(flags)) {
+            if (n_tokens > 0) {
+                read_part(io, part, ids[seq_id == -1 ? (llama_seq_id)saved : seq_id], (llama_pos)n_tokens);
+            }
+        }
+    }
+}
