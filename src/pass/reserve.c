@@ -149,7 +149,7 @@ static int64_t count_room(kvc_batch *batch) {
     const kvc_batch_sequence *member = batch->sequences;
     const kvc_need need = kvc_need_of(batch);
     const int32_t next = kvc_sequence_next(member->sequence);
-    int64_t room = INT32_MAX - next, slot_bytes = 0;
+    int64_t room = INT32_MAX - next, token_bytes = 0, row_bytes = 0; /* row_bytes: of rows for several tokens */
     if (room > KVC_MAX_BATCH) room = KVC_MAX_BATCH;
     if (cache->max_sequences && kvc_count_holding(batch) > cache->max_sequences) return 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
@@ -161,9 +161,13 @@ static int64_t count_room(kvc_batch *batch) {
         }
         const int64_t in_sequence = most_tokens(kvc_room_in_sequence(batch, member, g), next, pool->stride);
         if (in_sequence < room) room = in_sequence;
-        slot_bytes += kvc_pool_slot_bytes(pool) / pool->stride;
+        token_bytes += kvc_pool_slot_bytes(pool) / pool->stride;
+        row_bytes += pool->stride > 1 ? kvc_pool_slot_bytes(pool) : 0;
     }
-    if (cache->max_bytes && slot_bytes && cache->max_bytes / slot_bytes < room) room = cache->max_bytes / slot_bytes;
+    if (cache->max_bytes && token_bytes) { /* the last tokens may complete no row */
+        const int64_t most = cache->max_bytes / token_bytes + (row_bytes + token_bytes - 1) / token_bytes;
+        if (most < room) room = most;
+    }
     return room > 0 ? room : 0; /* sharing may have made the sequence longer than max_seq_len */
 }
 

@@ -84,6 +84,30 @@ static void test_largest_position(void) {
     pair_free(p);
 }
 
+/* Begins a batch of the next tokens of sequence 0, and aborts it; returns whether it could. */
+static int can_begin(kvc_cache *cache, int64_t num_tokens) {
+    static const int64_t ids[4096];
+    kvc_batch *batch = NULL;
+    CHECK(num_tokens <= 4096);
+    const kvc_status status = kvc_begin(cache, (int32_t)num_tokens, NULL, ids, NULL, &batch);
+    CHECK(status == KVC_OK || status == KVC_ERR_FULL);
+    if (status == KVC_OK) kvc_abort(batch);
+    return status == KVC_OK;
+}
+
+/* A row for many tokens is large: the tokens before it fit where it does not, and the tokens behind it beside it. */
+static void test_room_in_bytes(void) {
+    const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 4},
+                                {.num_kv_heads = 8, .k_dim = 1024, .v_dim = 1024, .policy = strided(1024)}};
+    for (int64_t bytes = 40000; bytes < 300000; bytes += 11000) {
+        kvc_cache *cache = cache_of(layers, 2, (kvc_config){.block_size = 64, .num_threads = 1, .max_bytes = bytes});
+        int64_t room = -1;
+        CHECK(kvc_room(cache, 0, &room) == KVC_OK && can_begin(cache, room));
+        CHECKF(!can_begin(cache, room + 1), "of %lld bytes, room for %lld tokens", (long long)bytes, (long long)room);
+        CHECK(kvc_cache_free(cache) == KVC_OK);
+    }
+}
+
 /* ---- random steps ------------------------------------------------------------------------------------------------ */
 
 static void take_steps(pair *p, int num) {
@@ -124,6 +148,7 @@ int main(void) {
     test_refused();
     test_puts_without_rows();
     test_largest_position();
+    test_room_in_bytes();
     test_random_steps();
     test_failing_memory();
     return test_result();
