@@ -76,6 +76,11 @@ int64_t kvc_most_counted(const kvc_batch *batch, const kvc_batch_sequence *membe
     return cache->max_seq_len - kvc_count_kept(cache, member->sequence, g);
 }
 
+/* Returns what messages call the rows that a group gets of a batch. */
+static const char *rows_in(const kvc_cache *cache, int32_t g) {
+    return cache->pools[g].stride == 1 ? "tokens" : "rows for several tokens each";
+}
+
 /* Returns KVC_ERR_FULL if a sequence would hold more rows of group g than max_seq_len once the batch is committed. */
 static kvc_status check_seq_len(const kvc_batch *batch, int32_t g) {
     const kvc_cache *cache = batch->cache;
@@ -85,13 +90,14 @@ static kvc_status check_seq_len(const kvc_batch *batch, int32_t g) {
         const int32_t num_tokens = kvc_pending_of(batch, g, s)->num_tokens;
         if (num_tokens <= room) continue;
         if (batch->replaced)
-            return kvc_fail(KVC_ERR_FULL, "%d tokens of sequence %lld do not fit: max_seq_len is %lld", num_tokens,
-                            (long long)member->sequence->id, (long long)cache->max_seq_len);
+            return kvc_fail(KVC_ERR_FULL, "%d %s of sequence %lld do not fit: max_seq_len is %lld", num_tokens,
+                            rows_in(cache, g), (long long)member->sequence->id, (long long)cache->max_seq_len);
         return kvc_fail(KVC_ERR_FULL,
-                        "%d more tokens do not fit: sequence %lld holds %lld of max_seq_len %lld, %lld fit at once; "
+                        "%d more %s do not fit: sequence %lld holds %lld of max_seq_len %lld, %lld fit at once; "
                         "%s, or give a larger max_seq_len",
-                        num_tokens, (long long)member->sequence->id, (long long)(cache->max_seq_len - room),
-                        (long long)cache->max_seq_len, (long long)(room > 0 ? room : 0),
+                        num_tokens, rows_in(cache, g), (long long)member->sequence->id,
+                        (long long)(cache->max_seq_len - room), (long long)cache->max_seq_len,
+                        (long long)(room > 0 ? room : 0),
                         kvc_policy_expires(&cache->policies[g]) ? "feed so many at a time" : "remove some");
     }
     return KVC_OK;
@@ -122,9 +128,10 @@ static kvc_status check_capacity(const kvc_need *need, int32_t g) {
     }
     if (!kvc_exceeds_capacity(need, g, num_slots, &live)) return KVC_OK;
     return kvc_fail(KVC_ERR_FULL,
-                    "%lld more tokens do not fit: %lld of capacity %lld are in use, %lld fit at once; remove some, "
+                    "%lld more %s do not fit: %lld of capacity %lld are in use, %lld fit at once; remove some, "
                     "clear a sequence, or give a larger capacity",
-                    (long long)num_slots, (long long)live, (long long)capacity, (long long)(capacity - live));
+                    (long long)num_slots, rows_in(need->cache, g), (long long)live, (long long)capacity,
+                    (long long)(capacity - live));
 }
 
 /* ---- blocks and bytes that the batch needs of a group ------------------------------------------------------------ */

@@ -108,6 +108,27 @@ static void test_room_in_bytes(void) {
     }
 }
 
+/* Rows that do not fit are counted as rows: more tokens than these may fit. */
+static void test_limits_of_rows(void) {
+    const kvc_layer layers[] = {
+        {.num_kv_heads = 1, .k_dim = 1, .v_dim = 1, .policy = {.kind = KVC_SLIDING, .window = 2}},
+        {.num_kv_heads = 1, .k_dim = 1, .v_dim = 1, .policy = strided(4)}};
+    for (int is_capacity = 0; is_capacity < 2; is_capacity++) {
+        kvc_config limits = {.max_seq_len = 6};
+        if (is_capacity) limits = (kvc_config){.capacity = 6};
+        static pair p;
+        p = (pair){.config = limits};
+        pair_new(&p, 2, layers);
+        for (int32_t at = 0; at < 22; at += 2) CHECK(pair_feed(&p, 0, at, at + 2) == KVC_OK);
+        CHECK(pair_room(&p, 0) == KVC_OK && can_begin(p.cache, 5));
+        CHECK(pair_feed(&p, 0, 22, 26) == KVC_OK && can_begin(p.cache, 1));
+        CHECK(!can_begin(p.cache, 2));
+        CHECK_FAILS(kvc_reserve(p.cache, 0, 3), KVC_ERR_FULL, "1 more rows for several tokens each do not fit",
+                    is_capacity ? "6 of capacity 6" : "holds 6 of max_seq_len 6");
+        pair_free(&p);
+    }
+}
+
 /* ---- random steps ------------------------------------------------------------------------------------------------ */
 
 static void take_steps(pair *p, int num) {
@@ -149,6 +170,7 @@ int main(void) {
     test_puts_without_rows();
     test_largest_position();
     test_room_in_bytes();
+    test_limits_of_rows();
     test_random_steps();
     test_failing_memory();
     return test_result();
