@@ -104,9 +104,9 @@ static const kvc_tokens *give(given *g, const text *t) {
 int exact_end(const world *w, const sequence *s) {
     int before = 0, i = 0;
     for (; i < MOST && !s->is_spoilt; i++) {
-        const int tag = s->tags[0][i];
+        const int tag = s->tags[w->whole][i];
         if (strings[tag].num != i + 1 || strings[tag].before != before) break;
-        for (int l = 1; l < w->num_layers; l++)
+        for (int l = 0; l < w->num_layers; l++)
             if (is_own(w, l) && has_row(w, l, i) && s->tags[l][i] != tag) return i;
         before = tag;
     }
@@ -435,7 +435,7 @@ static int lacks_row(const world *w, const sequence *s, int at) {
  * its own token if the sequence may hold an exact row there. */
 static text tokens_of(client *c, const sequence *s, int more) {
     const int exact = exact_end(c->w, s), held = end_of(s);
-    text t = text_of(exact ? s->tags[0][exact - 1] : 0);
+    text t = text_of(exact ? s->tags[c->w->whole][exact - 1] : 0);
     if (exact == held || !lacks_row(c->w, s, exact)) extend(c->w, &t, held + more - exact);
     return t;
 }

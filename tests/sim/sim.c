@@ -549,7 +549,7 @@ static int fill(client *c, pass *p) {
 static void add_tokens(client *c, pass *p, int s, int n) {
     world *w = c->w;
     const int at = kvc_next_position(w->cache, id_of(s)), is_unstored = !pick(5), first = p->num_tokens;
-    const int last = exact_end(w, &w->sequences[s]) < at ? -1 : at ? w->sequences[s].tags[0][at - 1] : 0;
+    const int last = exact_end(w, &w->sequences[s]) < at ? -1 : at ? w->sequences[s].tags[w->whole][at - 1] : 0;
     int *selecting = &p->selecting[p->num_sequences];
     *selecting = !p->select ? first + n : n < 9 && pick(2) ? first : first + n - pick(n < 9 ? n + 1 : 9);
     for (int t = first; t < first + n; t++, p->num_tokens++) {
@@ -1578,6 +1578,13 @@ static void add_strides(world *w) {
         layer->sketch_bits = 0;
         if (layer->policy.stride > w->unit) w->unit = layer->policy.stride;
     }
+    const int last = w->num_layers - 1;
+    for (int l = 0; l <= last; l++)
+        if (w->layers[l].share) return; /* layer 0 */
+    if (w->unit == 1 || pick(2)) return;
+    const kvc_layer first = w->layers[0];
+    w->layers[0] = w->layers[last];
+    w->layers[w->whole = last] = first;
 }
 
 /* Makes a cache of any shape and limits. */
@@ -1609,6 +1616,7 @@ static void make_cache(world *w) {
         if (what == 4) w->layers[l] = w->layers[0], w->layers[l].share = 1;
     }
     w->unit = 1;
+    w->whole = 0;
     if (pick(2)) add_strides(w);
     const int block_size = pick(4) ? (size + w->unit - 1) / w->unit * w->unit : size; /* as prefixes need it */
     w->config =

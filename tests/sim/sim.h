@@ -107,6 +107,7 @@ typedef struct world {
     int num_layers, expires, last_tag;
     int has_sketches;    /* of keys, in some layers */
     int unit;            /* a multiple of the strides of all layers */
+    int whole;           /* a layer that has rows of all tokens */
     int is_meddled;      /* not 0: clients change sequences that others have */
     int takes_rare_ways; /* not 0: rows may be moved together where that gains nothing */
     sequence sequences[IDS];

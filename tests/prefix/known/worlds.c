@@ -55,6 +55,10 @@ static void add_strides(world *w, shape *s) {
     if (pick(w, 3)) return;
     for (int i = 1; i < s->num_layers; i++)
         if (pick(w, 3)) s->layers[i].policy = (kvc_policy){.kind = KVC_FULL, .stride = s->unit = stride};
+    if (s->unit == 1 || pick(w, 2)) return;
+    const kvc_layer first = s->layers[0]; /* has all tokens, and may come last */
+    s->layers[0] = s->layers[s->num_layers - 1];
+    s->layers[s->num_layers - 1] = first;
 }
 
 /* Notes at which positions a layer has rows, and which of them a token sees. */
