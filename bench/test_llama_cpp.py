@@ -317,7 +317,7 @@ def test_prompts_are_read_where_no_state_can_be_made(library, tiny, monkeypatch,
 
 @pytest.mark.parametrize(
     ("architecture", "why"),
-    [("deepseek4", "the model keeps rows that stand for several tokens"), ("mamba", "the model has no attention")],
+    [("deepseek4", "the model reads images"), ("mamba", "the model has no attention")],
 )
 def test_a_model_that_is_not_served_is_named_with_the_reason(library, tmp_path, architecture, why):
     model = llama_models.write_random(tmp_path, architecture)

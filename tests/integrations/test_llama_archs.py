@@ -62,15 +62,29 @@ def test_tokens_that_moved_are_chosen_as_if_they_had_not(tmp_path):
 def test_models_that_pool_keys(tmp_path, name):
     """Scenes as with llama.cpp's own cache, states that go on as if nothing had happened, and what is refused."""
     (dense := tmp_path / "dense").mkdir()
-    models = [llama_models.write_sparse(tmp_path, name, "-d", "0.5"), llama_models.write_random(dense, name, "-d", "0.5")]
+    models = [
+        llama_models.write_sparse(tmp_path, name, "-d", "0.5"),
+        llama_models.write_random(dense, name, "-d", "0.5"),
+    ]
     assert run("test-kvcache-strides", *models).count("  ok ") >= 80
+
+
+def test_deepseek_v4_gives_the_same_logits(tmp_path):
+    """In text, also behind tokens that see each other, and with several sequences."""
+    model = llama_models.write_compressed(tmp_path, "-d", "0.5")
+    assert run("test-kvcache-archs", model).count("| f32 ") == 6
+
+
+def test_rows_that_stand_for_several_tokens_follow_what_is_done_to_these(tmp_path):
+    assert "FAIL" not in run("test-kvcache-blocks", llama_models.write_compressed(tmp_path, "-d", "0.5"))
 
 
 @pytest.mark.threads
 def test_models_give_the_same_logits_on_two_threads(tmp_path):
     models = write_models(tmp_path, "^(deepseek2|lfm2|granitehybrid)$")
+    models.append(llama_models.write_compressed(tmp_path, "-d", "0.5"))
     options = ("--threads", "2", "--scenes", "text,seqs", "--types", "f16")
-    assert run("test-kvcache-archs", *options, *models).count("| f16 ") == 6
+    assert run("test-kvcache-archs", *options, *models).count("| f16 ") == 8
 
 
 # With YaRN, each shift of llama.cpp's own cache multiplies keys by YaRN's magnitude; this factor makes it 1.

@@ -81,10 +81,18 @@ def write_sparse(folder, architecture, *options):
     return path
 
 
-def write_layers(path, model, layers, *, has_weights=True, **sizes):
+def write_compressed(folder, *options):
+    """Write a small random DeepSeek V4 without images, whose tokens choose 8 compressed rows, and return its path."""
+    model = write_random(folder, "deepseek4", *options)
+    sizes = {"attention.indexer.top_k": 8}
+    return write_layers(folder / "compressed.gguf", model, range(4), without="exp_probs_b_vl", **sizes)
+
+
+def write_layers(path, model, layers, *, has_weights=True, without=" ", **sizes):
     """Write a model of these layers of another model, which are numbers; return its path.
 
-    llama.cpp runs a model without weights, whose file is metadata alone, with random ones.
+    Weights whose names have the part `without` are left out. llama.cpp runs a model without weights, whose file is
+    metadata alone, with random ones.
     """
     gguf_files = pytest.importorskip("support.gguf_files")
     reader = gguf_files.gguf.GGUFReader(model)
@@ -100,6 +108,8 @@ def write_layers(path, model, layers, *, has_weights=True, **sizes):
         else:
             writer.add_key_value(key, changed.get(key, value), field.types[0])
     for tensor in reader.tensors if has_weights else ():
+        if without in tensor.name:
+            continue
         block, number, part = [*tensor.name.split(".", 2), ""][:3]
         names = [f"blk.{i}.{part}" for i, layer in enumerate(layers) if number == str(layer)]
         for written in names if block == "blk" else [tensor.name]:

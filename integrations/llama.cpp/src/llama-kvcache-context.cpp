@@ -88,6 +88,8 @@ static std::vector<int32_t> count_tokens(const std::vector<llama_ubatch> &ubatch
 }
 
 llama_memory_context_ptr llama_kvcache::init_ubatches(std::vector<llama_ubatch> ubatches) {
+    close();
+
     if (const std::string reason = stride_refusal(ubatches); !reason.empty()) {
         LLAMA_LOG_ERROR("%s: %s\n", __func__, reason.c_str());
         return std::make_unique<llama_kvcache_context>(this, LLAMA_MEMORY_STATUS_FAILED_COMPUTE);
@@ -159,6 +161,10 @@ bool llama_kvcache::plan(const llama_ubatch &ubatch) {
     free_plans();
 
     n_cur = ubatch.n_tokens;
+    cur_ids.clear();
+    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
+        cur_ids.push_back(ids[ubatch.seq_id[i][0]]);
+    }
 
     // Rows of text then do not follow from the tokens before them alone.  Those of an image do: it is seen as a whole.
     for (uint32_t i = 0; !cparams.causal_attn && ubatch.token && i < ubatch.n_tokens; ++i) {
@@ -252,7 +258,10 @@ kvc_status llama_kvcache::plan_shape(const llama_ubatch &ubatch, int32_t shape) 
 }
 
 bool llama_kvcache::is_causal(const llama_kvcache_layer &layer) const {
-    return cparams.causal_attn || (model.hparams.non_causal_type == LLAMA_NON_CAUSAL_TYPE_SWA_ONLY && !layer.is_swa);
+    const bool in_windows_alone = model.hparams.non_causal_type == LLAMA_NON_CAUSAL_TYPE_SWA_ONLY ||
+                                  model.hparams.non_causal_type == LLAMA_NON_CAUSAL_TYPE_SWA_FULL;
+
+    return cparams.causal_attn || (in_windows_alone && !layer.is_swa);
 }
 
 void llama_kvcache::free_plans() {
@@ -375,4 +384,14 @@ ggml_tensor *llama_kvcache_context::build_attn(const llm_graph_context &graph, g
                                                ggml_tensor *sinks, ggml_tensor *v_mla, ggml_tensor *chosen,
                                                float kq_scale, int il) const {
     return mem->build_attn(graph, wo, wo_b, wo_s, q, k, v, sinks, v_mla, chosen, kq_scale, il);
+}
+
+llm_graph_input_i *llama_kvcache_context::new_inp_dsv4(const llm_graph_context &graph) const {
+    return mem->new_inp_dsv4(graph);
+}
+
+ggml_tensor *llama_kvcache_context::build_attn_dsv4(const llm_graph_context &graph, const llm_graph_input_dsv4 &inp,
+                                                    ggml_tensor *q, ggml_tensor *kv, ggml_tensor *qr, ggml_tensor *cur,
+                                                    ggml_tensor *pos, int il) const {
+    return mem->build_attn_dsv4(graph, inp, q, kv, qr, cur, pos, il);
 }

@@ -70,12 +70,18 @@ void llama_kvcache::attend(llama_kvcache_op &op, ggml_tensor *dst) const {
     args.q_head_stride = q->nb[1];
     args.q_token_stride = q->nb[2];
     args.q_type = llama_kvcache_type(q->type);
-    args.out_head_stride = dst->nb[1];
-    args.out_token_stride = dst->nb[2];
+    args.out_head_stride = layers.cache[op.layer].v_dim * sizeof(float);
+    args.out_token_stride = args.out_head_stride * q->ne[1];
+    args.lse_head_stride = sizeof(float);
+    args.lse_token_stride = args.lse_head_stride * q->ne[1];
     args.scale = op.scale;
     args.softcap = op.softcap;
     args.sinks = op.sinks < 0 ? nullptr : (const float *)dst->src[op.sinks]->data;
     args.alibi = op.slopes.empty() ? nullptr : op.slopes.data();
+
+    // log-sum-exps lie behind what they belong to
+    const size_t lse_offset = args.out_token_stride * q->ne[2];
+    const auto *prior = op.prior < 0 ? nullptr : (const char *)dst->src[op.prior]->data;
 
     const ggml_tensor *positions = op.chosen < 0 ? nullptr : dst->src[op.chosen];
 
@@ -91,7 +97,14 @@ void llama_kvcache::attend(llama_kvcache_op &op, ggml_tensor *dst) const {
 
     run_tasks(op, [&](const planned &part, int64_t task) {
         args.q = (const char *)q->data + part.first * q->nb[2];
-        args.out = (char *)dst->data + part.first * dst->nb[2];
+        args.out = (char *)dst->data + part.first * args.out_token_stride;
+        if (op.has_lse) {
+            args.lse = (float *)((char *)dst->data + lse_offset + part.first * args.lse_token_stride);
+        }
+        if (prior) {
+            args.prior_out = prior + part.first * args.out_token_stride;
+            args.prior_lse = (const float *)(prior + lse_offset + part.first * args.lse_token_stride);
+        }
         args.chosen = positions && part.is_part ? &chosen : nullptr;
         if (args.chosen) {
             chosen.positions = (const int32_t *)((const char *)positions->data + part.first * positions->nb[2]);
@@ -231,6 +244,38 @@ ggml_tensor *llama_kvcache::build_choose(const llm_graph_context &graph, ggml_te
     return chosen;
 }
 
+// stored: null if the rows are stored elsewhere
+ggml_tensor *llama_kvcache::build_attend(const llm_graph_context &graph, llama_kvcache_op &op, ggml_tensor *q,
+                                         ggml_tensor *sinks, ggml_tensor *chosen, ggml_tensor *prior,
+                                         ggml_tensor *stored) const {
+    const auto &layer = layers.model[op.layer];
+    const int64_t v_dim = layers.cache[op.layer].v_dim;
+
+    std::vector<ggml_tensor *> args = {q};
+
+    const auto add = [&](ggml_tensor *arg) {
+        if (arg) {
+            args.push_back(arg);
+        }
+        return arg ? (int32_t)args.size() - 1 : -1;
+    };
+
+    op.sinks = add(sinks);
+    op.chosen = add(chosen);
+    op.prior = add(prior);
+    add(stored);
+
+    const int64_t size[3] = {v_dim, layer.n_head, graph.n_tokens};
+    const int64_t with_lse = (v_dim + 1) * layer.n_head * graph.n_tokens;
+
+    auto *cur = ggml_custom_4d(graph.ctx0, GGML_TYPE_F32, op.has_lse ? with_lse : size[0], op.has_lse ? 1 : size[1],
+                               op.has_lse ? 1 : size[2], 1, args.data(), (int)args.size(), compute_attend,
+                               GGML_N_TASKS_MAX, &op);
+    graph.cb(cur, "kvcache_attend", layer.il);
+
+    return cur;
+}
+
 ggml_tensor *llama_kvcache::build_attn(const llm_graph_context &graph, ggml_tensor *wo, ggml_tensor *wo_b,
                                        ggml_tensor *wo_s, ggml_tensor *q, ggml_tensor *k, ggml_tensor *v,
                                        ggml_tensor *sinks, ggml_tensor *v_mla, ggml_tensor *chosen, float kq_scale,
@@ -249,26 +294,10 @@ ggml_tensor *llama_kvcache::build_attn(const llm_graph_context &graph, ggml_tens
     op.slopes = alibi_slopes(hparams, layer.n_head);
 
     q = with_dense_rows(ctx, q);
-
-    std::vector<ggml_tensor *> args = {q};
-
-    const auto add = [&](ggml_tensor *arg) {
-        args.push_back(arg);
-        return (int32_t)args.size() - 1;
-    };
-
-    op.sinks = sinks ? add(sinks) : -1;
-    op.chosen = chosen ? add(chosen) : -1;
-
     ggml_build_forward_expand(graph.gf, q);
 
-    if (k) {
-        add(build_store(graph, op, k, shape.value_in_key ? nullptr : v, il));
-    }
-
-    auto *cur = ggml_custom_4d(ctx, GGML_TYPE_F32, shape.v_dim, layer.n_head, graph.n_tokens, 1, args.data(),
-                               (int)args.size(), compute_attend, GGML_N_TASKS_MAX, &op);
-    graph.cb(cur, "kvcache_attend", il);
+    auto *stored = k ? build_store(graph, op, k, shape.value_in_key ? nullptr : v, il) : nullptr;
+    auto *cur = build_attend(graph, op, q, sinks, chosen, nullptr, stored);
 
     if (v_mla) {
         cur = ggml_permute(ctx, cur, 0, 2, 1, 3);

@@ -8,7 +8,8 @@
 #include <cmath>
 
 static bool is_mixed(llm_arch arch) {
-    return arch == LLM_ARCH_DEEPSEEK32 || arch == LLM_ARCH_DOTS3NOTE || arch == LLM_ARCH_GLM_DSA;
+    return arch == LLM_ARCH_DEEPSEEK32 || arch == LLM_ARCH_DEEPSEEK4 || arch == LLM_ARCH_DOTS3NOTE ||
+           arch == LLM_ARCH_GLM_DSA;
 }
 
 // returns how many tokens share a key of an indexer, 0: each has its own, or there is no indexer
@@ -41,6 +42,10 @@ llama_kvcache_choice llama_kvcache_choice_of(const llama_model &model, const lla
         res.num_choices = hparams.indexer_n_head;
         res.num_local = hparams.indexer_local_blocks;
         res.relu = false;
+    }
+    if (model.arch == LLM_ARCH_DEEPSEEK4) {
+        res.block = 4; // a row stands for a block
+        res.width = std::max(1, std::min(res.width, (int32_t)cparams.n_ctx_seq / res.block));
     }
     if (const uint32_t pool = pool_of(model)) {
         res.pool = res.block = (int32_t)pool;

@@ -21,6 +21,8 @@
 static const char *const TYPE_K = "LLAMA_KVCACHE_TYPE_K";
 static const char *const TYPE_V = "LLAMA_KVCACHE_TYPE_V";
 
+static constexpr int32_t DSV4_OVERLAPPED = 4; // the stride of rows that are computed of two blocks of tokens
+
 // In states, kvc_types that ggml lacks have numbers from this one on, which llama.cpp's own cache refuses.
 static constexpr int32_t FIRST_OWN_TYPE = 1000;
 
@@ -89,6 +91,10 @@ struct stored_types {
     int32_t v;
 };
 
+static bool has_value_in_key(const llama_model &model) {
+    return model.hparams.is_mla() || model.arch == LLM_ARCH_DEEPSEEK4;
+}
+
 // a variable goes before llama.cpp's option
 static stored_types stored_types_of(const llama_model &model, const llama_memory_params &params) {
     const int32_t k = type_asked_for(TYPE_K);
@@ -96,7 +102,7 @@ static stored_types stored_types_of(const llama_model &model, const llama_memory
 
     stored_types res = {k < 0 ? llama_kvcache_type(params.type_k) : k, v < 0 ? llama_kvcache_type(params.type_v) : v};
 
-    if (model.hparams.is_mla()) { // values lie in the keys
+    if (has_value_in_key(model)) {
         if (res.k >= 0 && v >= 0 && v != res.k) {
             throw std::runtime_error(format("%s is '%s': this model's values lie in its keys, whose type is %s (%s)",
                                             TYPE_V, kvc_type_name(v), kvc_type_name(res.k), TYPE_K));
@@ -124,41 +130,40 @@ static const struct {
       LLM_ARCH_RND1}},
     {"the model is an encoder-decoder (T5), whose attention adds a bias by position",
      {LLM_ARCH_T5, LLM_ARCH_T5ENCODER}},
-    {"the model keeps rows that stand for several tokens", {LLM_ARCH_DEEPSEEK4}},
     {"the model is a draft head, which works on another context's cache",
      {LLM_ARCH_EAGLE3, LLM_ARCH_DFLASH, LLM_ARCH_GEMMA4_ASSISTANT}},
     {"llama.cpp does not run such models", {LLM_ARCH_CHAMELEON, LLM_ARCH_CLIP, LLM_ARCH_GPTJ, LLM_ARCH_UNKNOWN}},
-    {nullptr, {LLM_ARCH_AFMOE,        LLM_ARCH_APERTUS,      LLM_ARCH_ARCEE,          LLM_ARCH_ARCTIC,
-               LLM_ARCH_BAICHUAN,     LLM_ARCH_BAILINGMOE,   LLM_ARCH_BAILINGMOE2,    LLM_ARCH_BAILINGMOE3,
-               LLM_ARCH_BITNET,       LLM_ARCH_BLOOM,        LLM_ARCH_CHATGLM,        LLM_ARCH_CODESHELL,
-               LLM_ARCH_COGVLM,       LLM_ARCH_COHERE2,      LLM_ARCH_COHERE2MOE,     LLM_ARCH_COMMAND_R,
-               LLM_ARCH_DBRX,         LLM_ARCH_DECI,         LLM_ARCH_DEEPSEEK,       LLM_ARCH_DEEPSEEK2,
-               LLM_ARCH_DEEPSEEK2OCR, LLM_ARCH_DEEPSEEK32,   LLM_ARCH_DOTS1,          LLM_ARCH_DOTS3NOTE,
-               LLM_ARCH_ERNIE4_5,     LLM_ARCH_ERNIE4_5_MOE, LLM_ARCH_EXAONE,         LLM_ARCH_EXAONE4,
-               LLM_ARCH_EXAONE_MOE,   LLM_ARCH_FALCON,       LLM_ARCH_FALCON_H1,      LLM_ARCH_GEMMA,
-               LLM_ARCH_GEMMA2,       LLM_ARCH_GEMMA3,       LLM_ARCH_GEMMA3N,        LLM_ARCH_GEMMA4,
-               LLM_ARCH_GLM4,         LLM_ARCH_GLM4_MOE,     LLM_ARCH_GLM5_NEXT,      LLM_ARCH_GLM_DSA,
-               LLM_ARCH_GPT2,         LLM_ARCH_GPTNEOX,      LLM_ARCH_GRANITE,        LLM_ARCH_GRANITE_HYBRID,
-               LLM_ARCH_GRANITE_MOE,  LLM_ARCH_GRANITE_SWA,  LLM_ARCH_GRANITE_SWITCH, LLM_ARCH_GROK,
-               LLM_ARCH_GROVEMOE,     LLM_ARCH_HRM_TEXT,     LLM_ARCH_HUNYUAN_DENSE,  LLM_ARCH_HUNYUAN_MOE,
-               LLM_ARCH_HUNYUAN_VL,   LLM_ARCH_HY_V3,        LLM_ARCH_HY_V4,          LLM_ARCH_INTERNLM2,
-               LLM_ARCH_JAIS,         LLM_ARCH_JAIS2,        LLM_ARCH_JAMBA,          LLM_ARCH_KIMI_K3,
-               LLM_ARCH_KIMI_LINEAR,  LLM_ARCH_LAGUNA,       LLM_ARCH_LFM2,           LLM_ARCH_LFM2MOE,
-               LLM_ARCH_LLAMA,        LLM_ARCH_LLAMA4,       LLM_ARCH_MAINCODER,      LLM_ARCH_MAPLE,
-               LLM_ARCH_MELLUM,       LLM_ARCH_MIMO2,        LLM_ARCH_MINICPM,        LLM_ARCH_MINICPM3,
-               LLM_ARCH_MINIMAX_01,   LLM_ARCH_MINIMAX_M2,   LLM_ARCH_MINIMAX_M3,     LLM_ARCH_MISTRAL3,
-               LLM_ARCH_MISTRAL4,     LLM_ARCH_MPT,          LLM_ARCH_MUSE_GLIMMER,   LLM_ARCH_NANBEIGE,
-               LLM_ARCH_NEMOTRON,     LLM_ARCH_NEMOTRON_H,   LLM_ARCH_NEMOTRON_H_MOE, LLM_ARCH_OLMO,
-               LLM_ARCH_OLMO2,        LLM_ARCH_OLMOE,        LLM_ARCH_OPENAI_MOE,     LLM_ARCH_OPENELM,
-               LLM_ARCH_ORION,        LLM_ARCH_PADDLEOCR,    LLM_ARCH_PANGU_EMBED,    LLM_ARCH_PHI2,
-               LLM_ARCH_PHI3,         LLM_ARCH_PHIMOE,       LLM_ARCH_PLAMO,          LLM_ARCH_PLAMO2,
-               LLM_ARCH_PLAMO3,       LLM_ARCH_PLM,          LLM_ARCH_POCKETTTS,      LLM_ARCH_QWEN,
-               LLM_ARCH_QWEN2,        LLM_ARCH_QWEN2MOE,     LLM_ARCH_QWEN2VL,        LLM_ARCH_QWEN3,
-               LLM_ARCH_QWEN35,       LLM_ARCH_QWEN35MOE,    LLM_ARCH_QWEN3MOE,       LLM_ARCH_QWEN3NEXT,
-               LLM_ARCH_QWEN3TTS,     LLM_ARCH_QWEN3VL,      LLM_ARCH_QWEN3VLMOE,     LLM_ARCH_QWEN4EXP,
-               LLM_ARCH_REFACT,       LLM_ARCH_SEED_OSS,     LLM_ARCH_SMALLTHINKER,   LLM_ARCH_SMOLLM3,
-               LLM_ARCH_SPARK2_5,     LLM_ARCH_STABLELM,     LLM_ARCH_STARCODER,      LLM_ARCH_STARCODER2,
-               LLM_ARCH_STEP35,       LLM_ARCH_TALKIE,       LLM_ARCH_XVERSE}},
+    {nullptr, {LLM_ARCH_AFMOE,          LLM_ARCH_APERTUS,     LLM_ARCH_ARCEE,        LLM_ARCH_ARCTIC,
+               LLM_ARCH_BAICHUAN,       LLM_ARCH_BAILINGMOE,  LLM_ARCH_BAILINGMOE2,  LLM_ARCH_BAILINGMOE3,
+               LLM_ARCH_BITNET,         LLM_ARCH_BLOOM,       LLM_ARCH_CHATGLM,      LLM_ARCH_CODESHELL,
+               LLM_ARCH_COGVLM,         LLM_ARCH_COHERE2,     LLM_ARCH_COHERE2MOE,   LLM_ARCH_COMMAND_R,
+               LLM_ARCH_DBRX,           LLM_ARCH_DECI,        LLM_ARCH_DEEPSEEK,     LLM_ARCH_DEEPSEEK2,
+               LLM_ARCH_DEEPSEEK2OCR,   LLM_ARCH_DEEPSEEK32,  LLM_ARCH_DEEPSEEK4,    LLM_ARCH_DOTS1,
+               LLM_ARCH_DOTS3NOTE,      LLM_ARCH_ERNIE4_5,    LLM_ARCH_ERNIE4_5_MOE, LLM_ARCH_EXAONE,
+               LLM_ARCH_EXAONE4,        LLM_ARCH_EXAONE_MOE,  LLM_ARCH_FALCON,       LLM_ARCH_FALCON_H1,
+               LLM_ARCH_GEMMA,          LLM_ARCH_GEMMA2,      LLM_ARCH_GEMMA3,       LLM_ARCH_GEMMA3N,
+               LLM_ARCH_GEMMA4,         LLM_ARCH_GLM4,        LLM_ARCH_GLM4_MOE,     LLM_ARCH_GLM5_NEXT,
+               LLM_ARCH_GLM_DSA,        LLM_ARCH_GPT2,        LLM_ARCH_GPTNEOX,      LLM_ARCH_GRANITE,
+               LLM_ARCH_GRANITE_HYBRID, LLM_ARCH_GRANITE_MOE, LLM_ARCH_GRANITE_SWA,  LLM_ARCH_GRANITE_SWITCH,
+               LLM_ARCH_GROK,           LLM_ARCH_GROVEMOE,    LLM_ARCH_HRM_TEXT,     LLM_ARCH_HUNYUAN_DENSE,
+               LLM_ARCH_HUNYUAN_MOE,    LLM_ARCH_HUNYUAN_VL,  LLM_ARCH_HY_V3,        LLM_ARCH_HY_V4,
+               LLM_ARCH_INTERNLM2,      LLM_ARCH_JAIS,        LLM_ARCH_JAIS2,        LLM_ARCH_JAMBA,
+               LLM_ARCH_KIMI_K3,        LLM_ARCH_KIMI_LINEAR, LLM_ARCH_LAGUNA,       LLM_ARCH_LFM2,
+               LLM_ARCH_LFM2MOE,        LLM_ARCH_LLAMA,       LLM_ARCH_LLAMA4,       LLM_ARCH_MAINCODER,
+               LLM_ARCH_MAPLE,          LLM_ARCH_MELLUM,      LLM_ARCH_MIMO2,        LLM_ARCH_MINICPM,
+               LLM_ARCH_MINICPM3,       LLM_ARCH_MINIMAX_01,  LLM_ARCH_MINIMAX_M2,   LLM_ARCH_MINIMAX_M3,
+               LLM_ARCH_MISTRAL3,       LLM_ARCH_MISTRAL4,    LLM_ARCH_MPT,          LLM_ARCH_MUSE_GLIMMER,
+               LLM_ARCH_NANBEIGE,       LLM_ARCH_NEMOTRON,    LLM_ARCH_NEMOTRON_H,   LLM_ARCH_NEMOTRON_H_MOE,
+               LLM_ARCH_OLMO,           LLM_ARCH_OLMO2,       LLM_ARCH_OLMOE,        LLM_ARCH_OPENAI_MOE,
+               LLM_ARCH_OPENELM,        LLM_ARCH_ORION,       LLM_ARCH_PADDLEOCR,    LLM_ARCH_PANGU_EMBED,
+               LLM_ARCH_PHI2,           LLM_ARCH_PHI3,        LLM_ARCH_PHIMOE,       LLM_ARCH_PLAMO,
+               LLM_ARCH_PLAMO2,         LLM_ARCH_PLAMO3,      LLM_ARCH_PLM,          LLM_ARCH_POCKETTTS,
+               LLM_ARCH_QWEN,           LLM_ARCH_QWEN2,       LLM_ARCH_QWEN2MOE,     LLM_ARCH_QWEN2VL,
+               LLM_ARCH_QWEN3,          LLM_ARCH_QWEN35,      LLM_ARCH_QWEN35MOE,    LLM_ARCH_QWEN3MOE,
+               LLM_ARCH_QWEN3NEXT,      LLM_ARCH_QWEN3TTS,    LLM_ARCH_QWEN3VL,      LLM_ARCH_QWEN3VLMOE,
+               LLM_ARCH_QWEN4EXP,       LLM_ARCH_REFACT,      LLM_ARCH_SEED_OSS,     LLM_ARCH_SMALLTHINKER,
+               LLM_ARCH_SMOLLM3,        LLM_ARCH_SPARK2_5,    LLM_ARCH_STABLELM,     LLM_ARCH_STARCODER,
+               LLM_ARCH_STARCODER2,     LLM_ARCH_STEP35,      LLM_ARCH_TALKIE,       LLM_ARCH_XVERSE}},
 };
 
 const char *llama_kvcache_arch_refusal(llm_arch arch) {
@@ -170,6 +175,8 @@ const char *llama_kvcache_arch_refusal(llm_arch arch) {
 
     return "this version does not know it";
 }
+
+bool llama_kvcache_is_hybrid(llm_arch arch) { return llm_arch_is_hybrid(arch) && arch != LLM_ARCH_DEEPSEEK4; }
 
 bool llama_kvcache_has_cache(llm_arch arch) { return llama_kvcache_arch_refusal(arch) != WITHOUT_CACHE; }
 
@@ -194,7 +201,8 @@ bool llama_kvcache_is_cached(const llama_model &model, uint32_t il) {
 }
 
 bool llama_kvcache_is_blank(const llama_model &model, uint32_t il) {
-    return !llm_arch_is_hybrid(model.arch) && is_in_own_cache(model.hparams, il) && model.hparams.n_head_kv(il) == 0;
+    return !llama_kvcache_is_hybrid(model.arch) && is_in_own_cache(model.hparams, il) &&
+           model.hparams.n_head_kv(il) == 0;
 }
 
 static bool is_on_gpu(const llama_model &model) {
@@ -220,7 +228,11 @@ std::string llama_kvcache_refusal(const llama_model &model, const llama_memory_p
     if (cparams.ctx_type != LLAMA_CONTEXT_TYPE_DEFAULT || cparams.ctx_other) {
         return "the context is a draft head's (MTP; use a draft model, -md, or no speculation)";
     }
-    if (hparams.swa_type == LLAMA_SWA_TYPE_SYMMETRIC || hparams.non_causal_type == LLAMA_NON_CAUSAL_TYPE_SWA_FULL) {
+    if (model.arch == LLM_ARCH_DEEPSEEK4 && model.layers[0].ffn_exp_probs_b_vl) { // which routes tokens of images
+        return "deepseek4: the model reads images, whose tokens see each other beyond its windows";
+    }
+    if (hparams.swa_type == LLAMA_SWA_TYPE_SYMMETRIC ||
+        (hparams.non_causal_type == LLAMA_NON_CAUSAL_TYPE_SWA_FULL && model.arch != LLM_ARCH_DEEPSEEK4)) {
         return "the model's windows reach to both sides";
     }
     if (const char *reason = llama_kvcache_indexer_refusal(model)) {
@@ -321,7 +333,7 @@ static kvc_rope rope_of(const llama_model &model, uint32_t il, const std::vector
 
     kvc_rope rope = {};
 
-    if (hparams.n_pos_per_embd() > 1) {
+    if (hparams.n_pos_per_embd() > 1 || model.arch == LLM_ARCH_DEEPSEEK4) {
         rope.kind = KVC_ROPE_UNKNOWN; // tokens are not moved
         return rope;
     }
@@ -347,7 +359,7 @@ static void set_transforms(const llama_model &model, std::vector<llama_kvcache_l
     const bool is_iswa = hparams.swa_type != LLAMA_SWA_TYPE_NONE;
 
     // its graphs of MLA, and of hybrid models with windows, leave it out
-    if ((disabled && atoi(disabled)) || hparams.is_mla() || (is_iswa && llm_arch_is_hybrid(model.arch))) {
+    if ((disabled && atoi(disabled)) || hparams.is_mla() || (is_iswa && llama_kvcache_is_hybrid(model.arch))) {
         return;
     }
 
@@ -395,9 +407,10 @@ static int32_t shape_of(const llama_kvcache_layers &layers, const llama_kvcache_
         const auto &other = layers.cache[i];
 
         if (layers.model[i].shape >= 0 && layers.model[i].is_swa == model.is_swa &&
-            layers.model[i].is_index == model.is_index && layers.model[i].n_head == model.n_head &&
-            layers.model[i].is_sparse == model.is_sparse && other.num_kv_heads == cache.num_kv_heads &&
-            other.k_dim == cache.k_dim && other.v_dim == cache.v_dim && other.sketch_bits == cache.sketch_bits) {
+            layers.model[i].is_index == model.is_index && other.policy.stride == cache.policy.stride &&
+            layers.model[i].n_head == model.n_head && layers.model[i].is_sparse == model.is_sparse &&
+            other.num_kv_heads == cache.num_kv_heads && other.k_dim == cache.k_dim && other.v_dim == cache.v_dim &&
+            other.sketch_bits == cache.sketch_bits) {
             return layers.model[i].shape;
         }
     }
@@ -470,7 +483,7 @@ static kvc_layer attention_layer_of(const llama_model &model, const llama_memory
     res.v_type = types.v;
     res.k_transform = layer.k_transform;
     res.v_transform = layer.v_transform;
-    res.value_in_key = hparams.is_mla();
+    res.value_in_key = has_value_in_key(model);
     res.share = shared < 0 ? 0 : layers.attention[shared] + 1;
     res.policy = policy_of(model, params, cparams, layer.il);
 
@@ -492,11 +505,83 @@ static void set_rope(const llama_model &model, const llama_cparams &cparams, con
     }
 }
 
+// Adds a layer of the cache, and returns its number.
+static int32_t add_layer(llama_kvcache_layers &layers, llama_kvcache_layer model, const kvc_layer &cache) {
+    model.shape = model.is_input ? -1 : shape_of(layers, model, cache);
+    if (model.shape == (int32_t)layers.shapes.size()) {
+        layers.shapes.push_back((int32_t)layers.cache.size());
+    }
+
+    layers.stride = std::max(layers.stride, cache.policy.stride);
+    layers.model.push_back(model);
+    layers.cache.push_back(cache);
+
+    return (int32_t)layers.cache.size() - 1;
+}
+
+// Adds rows of DeepSeek V4 that stand for several tokens, and what they are pooled of: sums of its keys, weighted by
+// the softmax of its values.
+static void add_pooled(llama_kvcache_layers &layers, const llama_kvcache_layer &model, const kvc_layer &cache,
+                       int32_t resume_window) {
+    const int32_t n_series = cache.policy.stride == DSV4_OVERLAPPED ? 2 : 1; // for a block, and for the next
+
+    kvc_layer of_tokens = {};
+
+    of_tokens.num_kv_heads = 1;
+    of_tokens.k_dim = of_tokens.v_dim = n_series * cache.k_dim;
+    of_tokens.k_type = of_tokens.v_type = KVC_F32;
+    of_tokens.policy.kind = KVC_SLIDING;
+    of_tokens.policy.window = n_series * cache.policy.stride;
+    of_tokens.policy.resume_window = std::max(of_tokens.policy.window, resume_window);
+
+    llama_kvcache_layer input = model;
+
+    input.is_index = false;
+    input.is_input = true;
+
+    (model.is_index ? layers.indexer : layers.compressed)[model.il] = add_layer(layers, model, cache);
+    (model.is_index ? layers.inputs : layers.compressed_inputs)[model.il] = add_layer(layers, input, of_tokens);
+}
+
+static void add_compressed(const llama_model &model, llama_memory_params params, const llama_cparams &cparams,
+                           llama_kvcache_layers &layers) {
+    const auto &hparams = model.hparams;
+
+    params.swa_full = false; // what rows are pooled of is many times as large as they are
+
+    const int32_t resume_window = policy_of(model, params, cparams, 0).resume_window;
+
+    for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
+        llama_kvcache_layer of_model = layers.model[layers.attention[il]];
+        kvc_layer rows = layers.cache[layers.attention[il]];
+
+        rows.policy = {};
+        rows.policy.kind = KVC_FULL;
+        rows.policy.stride = (int32_t)hparams.dsv4_compress_ratios[il];
+        if (rows.policy.stride == 0) {
+            continue;
+        }
+
+        of_model.is_swa = false;
+        of_model.is_sparse = rows.policy.stride == DSV4_OVERLAPPED;
+        add_pooled(layers, of_model, rows, resume_window);
+
+        if (of_model.is_sparse) {
+            of_model.is_index = true;
+            of_model.n_head = hparams.indexer_n_head;
+            rows.k_dim = (int32_t)hparams.indexer_head_size;
+            rows.v_dim = rows.value_in_key = 0;
+            rows.k_transform = KVC_TRANSFORM_NONE;
+            add_pooled(layers, of_model, rows, resume_window);
+        }
+    }
+}
+
 llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const llama_memory_params &params,
                                              const llama_cparams &cparams) {
     llama_kvcache_layers res;
 
-    for (auto *of_model : {&res.attention, &res.indexer, &res.inputs}) {
+    for (auto *of_model : {&res.attention, &res.indexer, &res.inputs, &res.compressed, &res.compressed_inputs}) {
         of_model->resize(model.hparams.n_layer_all, -1);
     }
     res.choice = llama_kvcache_choice_of(model, cparams);
@@ -514,20 +599,15 @@ llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const lla
         cache.sketch_bits =
             res.select_rows > 0 && is_attention && !layer.is_sparse ? llama_kvcache_sketch_bits(res.cache, cache) : 0;
 
-        layer.shape = layer.is_input ? -1 : shape_of(res, layer, cache);
-        if (layer.shape == (int32_t)res.shapes.size()) {
-            res.shapes.push_back((int32_t)res.cache.size());
-        }
-
         int32_t &of_model = layer.il < 0     ? res.tokens
                             : layer.is_index ? res.indexer[layer.il]
                             : layer.is_input ? res.inputs[layer.il]
                                              : res.attention[layer.il];
 
-        of_model = (int32_t)res.cache.size();
-        res.stride = std::max(res.stride, cache.policy.stride);
-        res.model.push_back(layer);
-        res.cache.push_back(cache);
+        of_model = add_layer(res, layer, cache);
+    }
+    if (model.arch == LLM_ARCH_DEEPSEEK4) {
+        add_compressed(model, params, cparams, res);
     }
 
     if (res.select_rows > 0) {

@@ -35,10 +35,13 @@ struct llama_kvcache_layers {
     std::vector<llama_kvcache_layer> model;
     std::vector<kvc_layer> cache;
     // [layer of the model] the layer of the cache with its keys and values, the one with the keys of its indexer, and
-    // the one with what these are pooled of; -1: none
+    // the one with what these are pooled of; -1: none.  Then the one with rows that stand for several tokens, and what
+    // these are pooled of
     std::vector<int32_t> attention;
     std::vector<int32_t> indexer;
     std::vector<int32_t> inputs;
+    std::vector<int32_t> compressed;
+    std::vector<int32_t> compressed_inputs;
     int32_t tokens = -1; // the layer with the last tokens, by their numbers; -1: none
 
     // what the pointers in `cache` point at
@@ -61,6 +64,9 @@ const char *llama_kvcache_arch_refusal(llm_arch arch);
 
 // whether models of an architecture have a memory at all
 bool llama_kvcache_has_cache(llm_arch arch);
+
+// whether some layers recur, beside those that attend; llama.cpp counts DeepSeek V4 as such a model
+bool llama_kvcache_is_hybrid(llm_arch arch);
 
 // whether the layer holds rows in this context; others are recurrent, do not attend, or are a draft head's
 bool llama_kvcache_is_cached(const llama_model &model, uint32_t il);

@@ -57,13 +57,17 @@ std::string llama_kvcache::stride_refusal(const std::vector<llama_ubatch> &ubatc
     if (!has_inputs()) {
         return "";
     }
-    if (!cparams.causal_attn) {
+    if (!cparams.causal_attn && model.arch != LLM_ARCH_DEEPSEEK4) {
         return "the model pools keys of tokens, which do not see later ones";
     }
 
     std::vector<llama_pos> next(LLAMA_MAX_SEQ, -1);
 
     for (const auto &ubatch : ubatches) {
+        if (!cparams.causal_attn && ubatch.n_tokens > model.hparams.n_swa) {
+            return format("%u tokens that see each other exceed the model's window of %u", ubatch.n_tokens,
+                          model.hparams.n_swa);
+        }
         for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
             for (int32_t s = 0; s < ubatch.n_seq_id[i]; ++s) {
                 const llama_seq_id seq_id = ubatch.seq_id[i][s];
@@ -78,10 +82,11 @@ std::string llama_kvcache::stride_refusal(const std::vector<llama_ubatch> &ubatc
                 if (ubatch.n_seq_id[i] > 1 && layers.tokens >= 0) {
                     return "tokens belong to several sequences: the model asks for the tokens before each (PLE)";
                 }
-                if (ubatch.n_seq_id[i] > 1 && i % ubatch.n_seq_tokens == 0 && pos % layers.stride) {
-                    return format("tokens of several sequences begin at position %d: the model pools keys of %d "
-                                  "tokens, and only whole blocks are shared",
-                                  pos, layers.stride);
+                if (s > 0 && pos == kvc_next_position(cache, ids[seq_id]) &&
+                    kvc_share(cache, ids[ubatch.seq_id[i][0]], ids[seq_id], 0, pos)) {
+                    return format("sequences %d and %d differ before position %d: tokens of several sequences begin at "
+                                  "position 0, or behind tokens that they share",
+                                  ubatch.seq_id[i][0], seq_id, pos);
                 }
                 ++pos;
             }

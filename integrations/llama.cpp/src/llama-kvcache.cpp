@@ -60,7 +60,7 @@ llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memor
 
     auto layers = llama_kvcache_layers_of(model, params, cparams);
 
-    if (llm_arch_is_hybrid(model.arch)) {
+    if (llama_kvcache_is_hybrid(model.arch)) {
         return new llama_kvcache_hybrid(model, cparams, std::move(layers));
     }
 
@@ -70,6 +70,10 @@ llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memor
 // A context of one sequence gets a few long blocks (others may be named in it all the same, as copies).  Not a single
 // one: rows of small heads fill huge pages only as their block becomes full.
 static int32_t block_size_of(const llama_kvcache_layers &layers, const llama_cparams &cparams, bool keeps_prefixes) {
+    if (keeps_prefixes && layers.stride > 64) {
+        return layers.stride; // a block has whole rows of each layer
+    }
+
     const bool is_full = std::all_of(layers.cache.begin(), layers.cache.end(),
                                      [](const kvc_layer &layer) { return layer.policy.kind == KVC_FULL; });
 
@@ -252,7 +256,10 @@ bool llama_kvcache::copy(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama
         return false;
     }
 
-    return llama_kvcache_logged(__func__, kvc_share(cache, ids[seq_id_src], ids[seq_id_dst], begin_of(p0), end_of(p1)));
+    // from within a block on, behind tokens that both share, for which sharing them again does nothing
+    const llama_pos begin = begin_of(p0) % layers.stride ? 0 : begin_of(p0);
+
+    return llama_kvcache_logged(__func__, kvc_share(cache, ids[seq_id_src], ids[seq_id_dst], begin, end_of(p1)));
 }
 
 void llama_kvcache::seq_keep(llama_seq_id seq_id) {
@@ -284,15 +291,18 @@ llama_pos llama_kvcache::seq_pos_min(llama_seq_id seq_id) const {
         llama_pos first;
         llama_pos last;
 
-        if (layers.cache[layer].policy.stride > 1 || layers.model[layer].is_input) {
-            continue; // what a block lacks, its sequence has elsewhere
+        const auto &policy = layers.cache[layer].policy;
+
+        if (policy.stride > 1) {
+            continue; // a row stands for tokens before it
         }
         if (kvc_position_range(cache, ids[seq_id], layer, &first, &last) == KVC_OK) {
             // a restored window has no rows before it, unlike other layers: the smallest position that can be gone back
             // to is later
-            const bool is_cut = layers.swa_full && layers.model[layer].is_swa && first > first_of_any;
+            const bool is_cut = has_strides() ? policy.kind == KVC_SLIDING && first > 0
+                                              : layers.swa_full && layers.model[layer].is_swa && first > first_of_any;
 
-            res = std::max(res, is_cut ? first + (llama_pos)model.hparams.n_swa - 2 : first);
+            res = std::max(res, is_cut ? first + policy.window - 2 : first);
         }
     }
 

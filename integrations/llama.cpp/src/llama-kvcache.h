@@ -45,11 +45,14 @@ struct llama_kvcache_op {
     const llama_kvcache *mem = nullptr;
     int32_t layer = -1; // of the cache
     int32_t shape = -1;
+    int32_t inputs = -1; // the layer with what its rows are pooled of, where that is not in its arguments
     float scale = 0.0f;
     float softcap = 0.0f;
     int32_t sinks = -1;        // which argument of the operation it is, -1: there are none
     int32_t chosen = -1;       // the rows that tokens attend to
     int32_t weights = -1;      // of the indexer's heads
+    int32_t prior = -1;        // what attention to other rows gave, which these join
+    bool has_lse = false;      // the result has the log-sum-exps behind it, for the rows that join
     std::vector<float> slopes; // ALiBi, [n_head]
     std::atomic<int64_t> next_task{0};
 };
@@ -142,6 +145,12 @@ class llama_kvcache : public llama_memory_i {
     // the n tokens before each of the ubatch's, the oldest first; LLAMA_TOKEN_NULL: there is none
     void get_prev_tokens(const llama_ubatch &ubatch, uint32_t n, std::vector<llama_token> &res) const;
 
+    // DeepSeek V4
+    llm_graph_input_i *new_inp_dsv4(const llm_graph_context &graph) const;
+    ggml_tensor *build_attn_dsv4(const llm_graph_context &graph, const llm_graph_input_dsv4 &inp, ggml_tensor *q,
+                                 ggml_tensor *kv, ggml_tensor *qr, ggml_tensor *cur, ggml_tensor *pos, int il) const;
+
+    void compress(const llama_kvcache_op &op, ggml_tensor *dst, int ith, int nth) const;
     void pool(const llama_kvcache_op &op, ggml_tensor *dst) const;
     void begins(ggml_tensor *dst) const;
     void store(const llama_kvcache_op &op, const ggml_tensor *k, const ggml_tensor *v, int ith, int nth) const;
@@ -215,6 +224,31 @@ class llama_kvcache : public llama_memory_i {
 
     ggml_tensor *build_store(const llm_graph_context &graph, llama_kvcache_op &op, ggml_tensor *k, ggml_tensor *v,
                              int il) const;
+    ggml_tensor *build_attend(const llm_graph_context &graph, llama_kvcache_op &op, ggml_tensor *q, ggml_tensor *sinks,
+                              ggml_tensor *chosen, ggml_tensor *prior, ggml_tensor *stored) const;
+
+    // a token of an ubatch that completes a block
+    struct last_token {
+        int64_t seq_id; // of the cache
+        llama_pos pos;
+    };
+
+    // returns the tokens of the planned ubatch that complete blocks of n
+    std::vector<last_token> last_tokens(int32_t n) const;
+
+    // the weights by which rows that stand for several tokens are computed
+    struct compressor {
+        ggml_tensor *kv;
+        ggml_tensor *gate;
+        ggml_tensor *bias; // of the gates, by the position in a block
+        ggml_tensor *norm;
+    };
+
+    ggml_tensor *build_compressed(const llm_graph_context &graph, int32_t layer, int32_t inputs,
+                                  const compressor &weights, const llm_graph_input_dsv4::comp_input &inp,
+                                  ggml_tensor *cur, int il) const;
+    ggml_tensor *build_choose_dsv4(const llm_graph_context &graph, const llm_graph_input_dsv4 &inp, ggml_tensor *qr,
+                                   ggml_tensor *cur, ggml_tensor *pos, int il) const;
 
     // drops the tokens of one sequence at positions [p0, p1)
     bool remove(llama_seq_id seq_id, llama_pos p0, llama_pos p1);
@@ -267,6 +301,7 @@ class llama_kvcache : public llama_memory_i {
     kvc_batch *batch = nullptr;
     int32_t n_done = 0;                                         // tokens of the ubatches that were finished
     int32_t n_cur = 0;                                          // tokens of the ubatch that is planned
+    std::vector<int64_t> cur_ids;                               // [token of the ubatch] its sequence in the cache
     std::vector<sequence_inputs> inputs;                        // where keys are pooled
     std::vector<std::pair<size_t, llama_pos>> tokens_of_blocks; // that complete one: their sequence in inputs, position
     std::vector<std::vector<planned>> plans;                    // [shape]
@@ -295,6 +330,11 @@ class llama_kvcache_context : public llama_memory_context_i, public llama_memory
                             ggml_tensor *chosen, float kq_scale, int il) const override;
 
     void get_prev_tokens(const llama_ubatch &ubatch, uint32_t n, std::vector<llama_token> &res) const override;
+
+    llm_graph_input_i *new_inp_dsv4(const llm_graph_context &graph) const override;
+    ggml_tensor *build_attn_dsv4(const llm_graph_context &graph, const llm_graph_input_dsv4 &inp, ggml_tensor *q,
+                                 ggml_tensor *kv, ggml_tensor *qr, ggml_tensor *cur, ggml_tensor *pos,
+                                 int il) const override;
 
   private:
     llama_kvcache *mem;
