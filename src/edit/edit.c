@@ -31,8 +31,8 @@ static kvc_status check_blocks(const kvc_cache *cache, const kvc_sequence *seque
         return kvc_fail(
             KVC_ERR_UNSUPPORTED,
             "a row of layer %d stands for %d positions: positions from %d to %d, or tokens that move by %d, "
-            "would cut some of its rows; give multiples of %d",
-            i, stride, begin, kvc_lower(end, next) - 1, delta, stride);
+            "would cut some of its rows; give multiples of each layer's stride",
+            i, stride, begin, kvc_lower(end, next) - 1, delta);
     }
     return KVC_OK;
 }

@@ -160,7 +160,7 @@ static kvc_status check_begin(const kvc_cache *cache, int32_t begin) {
         if (begin % stride)
             return kvc_fail(KVC_ERR_UNSUPPORTED,
                             "begin is %d: a row of layer %d stands for %d positions, some of which are before it; give "
-                            "a multiple",
+                            "a multiple of each layer's stride",
                             begin, i, stride);
     }
     return KVC_OK;

@@ -34,7 +34,7 @@ static kvc_status check_strides(const kvc_cache *cache, const kvc_prefix_config 
             return kvc_fail(
                 KVC_ERR_UNSUPPORTED,
                 "block_size is %d, and a row of layer %d stands for %d tokens: for prefixes, give the cache "
-                "a block_size that is a multiple",
+                "a block_size that is a multiple of each layer's stride",
                 size, i, stride);
         if (stride > 1 && config->reuse_min_tokens)
             return kvc_fail(KVC_ERR_UNSUPPORTED,

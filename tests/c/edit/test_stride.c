@@ -47,6 +47,24 @@ static void test_refused(void) {
     CHECK(kvc_cache_new(&config, &cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
+/* With strides of 4 and 3, a multiple of one of them is refused for the other one. */
+static void test_cuts_for_either_stride(void) {
+    pair *p = strided_pair(4, 1, &(kvc_config){0}, NULL);
+    kvc_prefix *prefix = NULL;
+    const kvc_prefix_config config = {.struct_size = sizeof config, .fingerprint = "a"};
+    pair_feed(p, 0, 0, 30);
+    for (int32_t n = 3; n <= 4; n++) {
+        CHECK_FAILS(kvc_remove(p->cache, 0, 0, n, 1), KVC_ERR_UNSUPPORTED, "a row of layer", "of each layer's stride");
+        CHECK_FAILS(kvc_shift(p->cache, 0, 12, KVC_END, n), KVC_ERR_UNSUPPORTED, "move by", "of each layer's stride");
+        CHECK_FAILS(kvc_share(p->cache, 0, 1, n, 20), KVC_ERR_UNSUPPORTED, "begin is", "of each layer's stride");
+    }
+    CHECK(pair_remove(p, 0, 0, 12, 1) == KVC_OK);
+    pair_check(p);
+    CHECK_FAILS(kvc_prefix_new(p->cache, &config, &prefix), KVC_ERR_UNSUPPORTED, "block_size is 4",
+                "of each layer's stride");
+    pair_free(p);
+}
+
 /* A batch that completes no block takes no rows, and needs no put; a put of none may have no arrays. */
 static void test_puts_without_rows(void) {
     pair *p = strided_pair(4, 1, &(kvc_config){0}, NULL);
@@ -167,6 +185,7 @@ static void test_failing_memory(void) {
 
 int main(void) {
     test_refused();
+    test_cuts_for_either_stride();
     test_puts_without_rows();
     test_largest_position();
     test_room_in_bytes();
