@@ -51,7 +51,9 @@ namespace {
 struct row_size {
     row_size(const kvc_layer &layer, bool is_value)
         : type(is_value ? layer.v_type : layer.k_type),
-          n_head_bytes(is_value && layer.value_in_key ? 0 : kvc_row_bytes(type, is_value ? layer.v_dim : layer.k_dim)),
+          n_head_bytes(is_value && (layer.value_in_key || layer.v_dim == 0)
+                           ? 0
+                           : kvc_row_bytes(type, is_value ? layer.v_dim : layer.k_dim)),
           n_bytes(n_head_bytes * layer.num_kv_heads) {}
 
     int32_t type;

@@ -197,11 +197,12 @@ static bool set_state(played &p, const bytes &state, llama_seq_id seq, llama_sta
 }
 
 // sequences go on from a state as from their tokens, wherever in a block they are
-static void test_states(llama_model *model) {
+static void test_states(llama_model *model, const char *type) {
+    set_types(type, type);
     for (const int n : {1, 3, 4, 127, 128, 130, 333, 515}) {
         played from(model);
         played to(model, 512);
-        const auto name = "state of " + std::to_string(n) + " tokens";
+        const auto name = std::string("state of ") + std::to_string(n) + " tokens, " + type;
 
         from.feed(0, 1, 0, n);
         to.feed(1, 3, 0, 50);
@@ -226,6 +227,7 @@ static void test_states(llama_model *model) {
 
         expect(is_set && is_alone && error_0 <= LIMIT, name + ", of all sequences", error_0);
     }
+    set_types("", "");
 }
 
 // the checkpoints of llama-server: windows of an earlier moment, while the other rows stay
@@ -290,7 +292,9 @@ int main(int argc, char **argv) {
         test_forks(model.get());
         test_coupled(model.get());
         test_moves(model.get());
-        test_states(model.get());
+        for (const char *type : {"f32", "int8"}) {
+            test_states(model.get(), type);
+        }
         test_checkpoints(model.get());
         test_damaged_states(model.get());
     }
