@@ -54,7 +54,7 @@ HARMLESS = {
 HARMLESS_IN_CLASSES = {
     "_sliding_window_pattern", "attention_type", "attention_window", "cross_layer_interval", "global_head_dim",
     "indexer_kv_heads", "indexer_types", "keep_window_size", "kv_source_layers", "local_radius",
-    "num_sliding_attention_heads", "order_of_interleaved_layers", "qk_head_dim", "sliding_window_pattern",
+    "num_sliding_attention_heads", "o_groups", "order_of_interleaved_layers", "qk_head_dim", "sliding_window_pattern",
 }  # fmt: skip
 # Harmless fields of other types.
 HARMLESS_OF = {
@@ -78,6 +78,7 @@ REFUSED = {
     "attn_mode": "its layers of linear attention keep states, not rows",
     "num_slots": "its layers keep slots, not rows",
 }
+OF_INDEXERS = {"index_head_dim", "compress_ratios"}  # those of them that types with an indexer may have
 # Types that are refused though a config.json may leave out such a field, and the reason.
 REFUSED_TYPES = {
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "it reads another model's rows"),
@@ -127,7 +128,7 @@ def refuse(config: Fields) -> None:
     if config.get("layer_types") is not None:
         return
     for name, reason in REFUSED.items():
-        if config.get(name) and not (name == "index_head_dim" and config.get("model_type") in WITH_INDEXER):
+        if config.get(name) and not (name in OF_INDEXERS and config.get("model_type") in WITH_INDEXER):
             raise NotSupportedError(
                 f"{config.source}: {name} {shown(config.get(name))} is not supported, as {reason}; {ADVICE}"
             )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from kvcache.arguments import INT32_MAX
 from kvcache.layer import Layer
 from kvcache.models.fields import Fields
-from kvcache.models.kinds import INDEXED, XB
+from kvcache.models.kinds import COMPRESSED, HEAVILY, INDEXED, XB
 from kvcache.models.reading import MAX_HEAD_DIM, MAX_HEADS
 from kvcache.policy import FullAttention, SlidingWindow
 from kvcache.rope import Rope, RopeLike
@@ -20,6 +20,8 @@ __all__ = ["chosen_rows", "index_layers", "sources_of"]
 ROTATED_LAST = {"hy_v4", "hy_v4_vl_text"}
 # Types of which a layer without a rotation stores latents alone.
 LATENTS_ALONE = {"mistral_large4_text"}
+# Types whose keys are the values, too.
+KEYS_ALONE = {"deepseek_v4"}
 # Names of fields within ``sparse_attention_config``, as MiniMax M3 has them, and their names elsewhere.
 SPARSE = {
     "index_head_dim": "sparse_index_dim",
@@ -39,24 +41,52 @@ OF_QWEN4 = {"index_head_dim": "indexer_head_dim", "index_n_heads": "indexer_n_he
 
 def index_layers(
     config: Fields, own: Sequence[Fields], kinds: Sequence[str], layers: Sequence[Layer]
-) -> list[tuple[int, Layer]]:
+) -> list[tuple[int, Layer, int | None]]:
     """Return the number of heads of each indexer, and the layer for its keys, which lie beside a layer's rows.
 
-    An indexer that pools the keys of several tokens has a second layer, of what it pools.
+    An indexer that pools the keys of several tokens has a second layer, of what it pools. Rows that stand for several
+    tokens lie there as well; the third part is how many tokens those stand for that a token chooses, if it does.
     """
-    found: list[tuple[int, Layer]] = []
-    if {*kinds}.isdisjoint(INDEXED):
+    found: list[tuple[int, Layer, int | None]] = []
+    if {*kinds}.isdisjoint({*INDEXED, *COMPRESSED}):
         return []
     has_indexer = _has_indexer(config, kinds)
     for i, layer in enumerate(layers):
-        if has_indexer[i]:
+        if kinds[i] in COMPRESSED:
+            found += _compressed(own[i], kinds[i], layer)
+        elif has_indexer[i]:
             dim = _count(own[i], "index_head_dim", MAX_HEAD_DIM)
             rope = _moved(config, layer.rope, dim)
             keys = Layer(1, dim, v_head_dim=0, policy=layer.policy, rope=rope)
             made = _pooled(config, keys) if config.get("model_type") in POOLS else [keys]
             num_heads = _count(own[i], "index_n_heads", MAX_HEADS)
-            found += zip((num_heads, 1), made, strict=False)
+            found += [(heads, one, None) for heads, one in zip((num_heads, 1), made, strict=False)]
     return found
+
+
+def _compressed(config: Fields, kind: str, layer: Layer) -> list[tuple[int, Layer, int | None]]:
+    """Return the layers beside one with a window: compressed rows, the keys by which tokens choose some, and inputs.
+
+    A row is made of two products of each token. A row of a layer that chooses is made of four, of two blocks' tokens.
+    """
+    block, given = COMPRESSED[kind], config.part("compress_rates")
+    older = f"compress_rate_{'hca' if kind == HEAVILY else 'csa'}"
+    block = config.count(older, block, most=INT32_MAX) if given is None else given.count(kind, block, most=INT32_MAX)
+    times = 1 if kind == HEAVILY else 2
+    rows = replace(layer, policy=FullAttention(stride=block))
+    num_heads = config.count("num_attention_heads", most=MAX_HEADS)
+
+    def inputs_of(dim: int) -> Layer:
+        policy = SlidingWindow(times * block)
+        return replace(layer, head_dim=2 * times * dim, v_head_dim=0, value_in_key=False, policy=policy)
+
+    if kind == HEAVILY:
+        return [(num_heads, rows, None), (1, inputs_of(layer.head_dim), None)]
+    dim = _count(config, "index_head_dim", MAX_HEAD_DIM)
+    keys = replace(rows, head_dim=dim, v_head_dim=0, value_in_key=False)
+    chosen = block * config.count("index_topk", most=INT32_MAX // block)
+    beside = [(num_heads, rows, chosen), (1, inputs_of(layer.head_dim), None)]
+    return [*beside, (_count(config, "index_n_heads", MAX_HEADS), keys, None), (1, inputs_of(dim), None)]
 
 
 def _pooled(config: Fields, keys: Layer) -> list[Layer]:

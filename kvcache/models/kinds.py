@@ -24,14 +24,17 @@ F, S, L, C, H, HS = "full_attention", "sliding_attention", "linear_attention", "
 CHUNKED, CROSS = "chunked_attention", "cross_attention"
 X, XB = "indexed_attention", "minimax_m3_sparse"
 INDEXED = {X, XB}  # layers that choose rows, single ones or blocks
+# Layers with a window, beside which a model keeps rows of several tokens each: it reads all, or chooses some.
+HEAVILY, SPARSE = "heavily_compressed_attention", "compressed_sparse_attention"
+COMPRESSED = {HEAVILY: 128, SPARSE: 4}  # and the tokens of such a row
 # Types of layers that store no keys and values.
 STATELESS = {L, C, "mamba", "mamba2", "recurrent", "dummy", "moe", "mlp", "gdn", "kda", "linear"}
 FULL = {F, "attention", H, "full", "global"}  # a hybrid layer has another state as well
 SLIDING = {S, HS, "sliding", "local"}
-KNOWN = STATELESS | FULL | SLIDING | INDEXED | {CHUNKED, CROSS}
+KNOWN = STATELESS | FULL | SLIDING | INDEXED | {*COMPRESSED, CHUNKED, CROSS}
 # Types with an indexer whose keys a cache holds.
 WITH_INDEXER = {
-    "axk2", "deepseek_v32", "dots3_note_text", "glm5_next_text", "glm_moe_dsa", "hy_v4", "hy_v4_vl_text",
+    "axk2", "deepseek_v32", "deepseek_v4", "dots3_note_text", "glm5_next_text", "glm_moe_dsa", "hy_v4", "hy_v4_vl_text",
     "minimax_m3_vl_text", "mistral_large4_text", "qwen4_exp_text",
 }  # fmt: skip
 # Attentions per layer, where there are several; each is a layer of the cache.
@@ -46,6 +49,7 @@ BY_LAYER: dict[str, Mapping[Any, str]] = {
     "hybrid_layer_pattern": {0: F, 1: S},  # MiMo
     "sliding_window_layout": {0: F, 1: S},  # SmallThinker
     "attn_type_list": {0: L, 1: F},  # MiniMax
+    "compress_ratios": {0: S} | {ratio: kind for kind, ratio in COMPRESSED.items()},  # DeepSeek V4
     "attention_layers": {},  # GPT-Neo
     "attention_types": {},
     "decoder_attention_types": {"linear_attention": L, "softmax_attention": F},
@@ -83,6 +87,7 @@ PATTERNS: dict[str, tuple[str, int] | list[str]] = {
     **{key: [S, S, S, F] for key in ("muse_glimmer_text", "muse_spark_text", "olmo3")},
     **{key: [H] for key in ("falcon_h1", "zaya")},
     **{key: [F] for key in ("cohere_compass_text", "laguna", "lfm2", "mellum", "minimax_m3_vl_text", "step3p5")},
+    "deepseek_v4": [HEAVILY, SPARSE],
     "afmoe": ("global_attn_every_n_layers", 4),
     "bailing_hybrid": ("layer_group_size", 6),
     "flint": [S, F, S, S],
@@ -271,6 +276,8 @@ def _by_pattern(config: Fields, num_layers: int) -> list[str] | None:
         kinds[num_layers - rest :] = [F] * rest
     if model_type == "cohere2_moe":
         kinds = _after_dense(config, found, num_layers)
+    if model_type == "deepseek_v4":  # whose first two layers are alike
+        kinds[:2] = [HEAVILY] * len(kinds[:2])
     kinds[0] = FIRST.get(model_type, kinds[0])
     kinds[-1] = LAST.get(model_type, kinds[-1])
     if model_type == "olmo_hybrid" and F not in kinds:

@@ -16,10 +16,10 @@ from kvcache.layer import DTYPES, DType, Layer, why_not
 from kvcache.models import guard
 from kvcache.models.configuration import read_config
 from kvcache.models.fields import Fields, find_config, find_weights, read_safetensors_header
-from kvcache.models.indexers import LATENTS_ALONE, chosen_rows, index_layers, sources_of
-from kvcache.models.kinds import CROSS, SLIDING, STATELESS, layer_types, rotates_by_interval
+from kvcache.models.indexers import KEYS_ALONE, LATENTS_ALONE, chosen_rows, index_layers, sources_of
+from kvcache.models.kinds import COMPRESSED, CROSS, SLIDING, STATELESS, layer_types, rotates_by_interval
 from kvcache.models.reading import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, open_file
-from kvcache.models.rotation import rope
+from kvcache.models.rotation import Unshiftable, rope
 from kvcache.models.settings import settings_of, shares_of
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow
 
@@ -35,7 +35,6 @@ STATE = "its state is not keys and values"
 REFUSED = {
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "xlstm"), STATE),
     **dict.fromkeys(("rwkv", "rwkv5", "rwkv6", "rwkv7", "rwkv6qwen2", "rwkv7qwen3"), STATE),
-    "deepseek_v4": "it compresses what it keeps",
     **dict.fromkeys(("forgetting_transformer", "path_attn"), "it keeps more of a token than keys and values"),
     "reformer": "it sorts what it stores into buckets",
     "blt_local_decoder": "it is made of several decoders",
@@ -103,7 +102,8 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
     -------
     Shape
         The shape. A model with an encoder has the decoder's layers, then a cross-attention layer for each of them. A
-        model with sparse attention has, behind all others, a layer of keys alone for each indexer.
+        model with sparse attention has, behind all others, a layer of keys alone for each indexer, and layers of what
+        is pooled.
 
     Raises
     ------
@@ -138,8 +138,8 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
         crossing = [_crossing(config, *own, policy) for own in zip(num_heads, layers, strict=True)]
         num_heads += [heads for heads, _ in crossing]
         layers += [layer for _, layer in crossing]
-    num_heads += [heads for heads, _ in indexing]
-    layers += [layer for _, layer in indexing]
+    num_heads += [heads for heads, _, _ in indexing]
+    layers += [layer for _, layer, _ in indexing]
     if all(layer.policy is None for layer in layers):
         raise NotSupportedError(f"{config.source}: no layer of this {plain(model_type)} has keys and values")
     context = config.get("max_position_embeddings")
@@ -147,7 +147,8 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
         context = config.count("max_position_embeddings", most=MAX_CONTEXT)
     guard.check(config, kinds)
     chosen = chosen_rows(own, kinds)
-    chosen += [None] * (len(layers) - len(chosen))
+    chosen += [None] * (len(layers) - len(chosen) - len(indexing))
+    chosen += [rows for _, _, rows in indexing]
     shape = Shape(model_type, tuple(layers), tuple(num_heads), context, tuple(chosen))
     if isinstance(source, str | os.PathLike) and not any(config.get(name) for name in ("gguf_architecture", PACKED)):
         _check_weights(find_config(source).parent, shape)
@@ -194,6 +195,10 @@ def _layer(config: Fields, layer: int, kind: str, max_source_len: int | None) ->
     if policy is None:
         return 1, Layer(1, 32, policy=None)  # stores nothing: sizes that suit every element type
     head_dim = _head_dim(config, num_heads)
+    if config.get("model_type") in KEYS_ALONE:
+        _check_width(config, num_heads, head_dim)
+        rotation = Unshiftable("they are the values, too, which the attention rotates back")
+        return num_heads, Layer(1, head_dim, v_head_dim=head_dim, value_in_key=True, policy=policy, rope=rotation)
     v_head_dim = config.count("v_head_dim", least=0, most=MAX_HEAD_DIM) if config.get("v_head_dim") else head_dim
     num_kv_heads = _num_kv_heads(config, kind, num_heads)
     if num_heads % num_kv_heads:
@@ -249,7 +254,7 @@ def _num_kv_heads(config: Fields, kind: str, num_heads: int) -> int:
 def _policy(config: Fields, kind: str, max_source_len: int | None) -> Policy | None:
     if kind in STATELESS:
         return None
-    if kind in SLIDING:
+    if kind in SLIDING or kind in COMPRESSED:
         return SlidingWindow(_window(config))
     if kind == CROSS:
         return _cross(config, max_source_len)

@@ -486,6 +486,39 @@ def test_indexers_that_pool_keys():
         shapes.read({**LATENT, **glm5, "index_kpool": 0})
 
 
+V4 = {
+    "model_type": "deepseek_v4", "num_hidden_layers": 4, "num_attention_heads": 64, "head_dim": 512, "index_topk": 512,
+    "index_n_heads": 64, "index_head_dim": 128, "sliding_window": 128, "o_groups": 8, "num_key_value_heads": 1,
+}  # fmt: skip
+
+
+def test_rows_of_several_tokens_beside_windows():
+    shape = shapes.read(V4)
+    assert {(layer.head_dim, layer.value_in_key, layer.policy) for layer in shape.layers[:4]} == {
+        (512, True, SlidingWindow(128))
+    }
+    kinds = [(layer.head_dim, layer.v_head_dim, layer.policy) for layer in shape.layers[4:]]
+    heavy = [(512, 512, FullAttention(stride=128)), (1024, 0, SlidingWindow(128))]
+    sparse = [(512, 512, FullAttention(stride=4)), (2048, 0, SlidingWindow(8))]
+    sparse += [(128, 0, FullAttention(stride=4)), (512, 0, SlidingWindow(8))]
+    assert kinds == heavy * 3 + sparse
+    assert shape.num_heads == (*[64] * 4, *[64, 1] * 4, 64, 1)
+    assert shape.chosen == (*[None] * 10, 2048, *[None] * 3)
+    assert sum(layer.bytes_per_token for layer in shape.layers if layer.policy == FullAttention(stride=4)) == 4 * 320
+    listed = ["heavily_compressed_attention"] * 3 + ["compressed_sparse_attention"]
+    assert shapes.read({**V4, "layer_types": listed}) == shape
+    assert shapes.read({**V4, "compress_ratios": [128, 128, 128, 4, 0]}) == shape
+    assert len(shapes.read({**V4, "compress_ratios": [0, 0, 0, 4]}).layers) == 4 + 4
+    rates = {"compressed_sparse_attention": 8, "heavily_compressed_attention": 64}
+    for given in ({"compress_rates": rates}, {"compress_rate_csa": 8, "compress_rate_hca": 64}):
+        strides = [getattr(layer.policy, "stride", 1) for layer in shapes.read({**V4, **given}).layers[4:]]
+        assert strides == [64, 1] * 3 + [8, 1] * 2
+    with pytest.raises(kvcache.NotSupportedError, match="which no policy stands for"):
+        shapes.read({**V4, "compress_ratios": [128, 128, 7, 4]})
+    with pytest.raises(kvcache.NotSupportedError, match="they are the values, too"):
+        shape.layers[0].rope(0, np.zeros((1, 512), np.float32), 1)
+
+
 def test_rows_of_another_layer_beside_keys_of_ones_own():
     config = {"model_type": "mistral_large4_text", "num_hidden_layers": 4, **LATENT, "kv_source_layers": [0, 0, 2, 3]}
     shape = shapes.read(config)
