@@ -9,6 +9,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvcache.errors import NotSupportedError
+from kvcache.hf.compressing import Compressed
 from kvcache.hf.indexing import Chosen
 from kvcache.hf.latents import Expansion
 from kvcache.hf.layers import Layer, LayerRows, Rows
@@ -33,12 +34,13 @@ def attention(
     s_aux: torch.Tensor | None = None,
     indices: torch.Tensor | None = None,
     block_indices: torch.Tensor | None = None,
+    compressed: Compressed | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend, for transformers: query ``[batch, heads, tokens, dim]``, result ``[batch, tokens, heads, dim]``.
 
     `indices` are the columns that an indexer chose, ``[batch, tokens, n]``, and `block_indices` the blocks of columns,
-    ``[batch, KV heads, tokens, n]``.
+    ``[batch, KV heads, tokens, n]``. `compressed` are rows that each query sees beside the keys.
     """
     given = attention_mask
     rows, expansion = _untouched(key, value), None
@@ -65,18 +67,16 @@ def attention(
         if rows.layer.is_source:
             out: torch.Tensor | None = _attend_source(rows, q, padding, known)
         else:
-            out = _attend(rows, q, padding, known, chosen)
+            out = _attend(rows, q, padding, known, chosen, compressed)
         if out is not None:
             return out if expansion is None else expansion.expand(out), None
     for name in UNKNOWN & options.keys():
         if options[name] is not None:
             _refuse(name)
-    if rows is not None:
-        rows.falls_back = True
     chosen = None if isinstance(given, ChosenMask) else chosen  # the mask's elements have it
-    key, value, mask = elements_of([key, value, given])
-    if rows is not None and rows.new is not None:
-        _check_mask(rows, mask, query.shape[2])
+    key, value, mask = _decode(rows, key, value, given, query.shape[2])
+    if compressed is not None:
+        key, value, mask = compressed.join(key, value, mask)
     has_sdpa = softcap is None and s_aux is None
     mask = _complete(mask, query, key, is_causal, chosen, has_sdpa)
     if has_sdpa:
@@ -112,8 +112,9 @@ def _kernels_know(mask: torch.Tensor | None, layer: Layer, is_causal: bool) -> b
 
 
 def _attend(
-    rows: LayerRows, q: torch.Tensor, padding: torch.Tensor | None, options: dict[str, Any], chosen: Chosen | None
-) -> torch.Tensor | None:
+    rows: LayerRows, q: torch.Tensor, padding: torch.Tensor | None, options: dict[str, Any], chosen: Chosen | None,
+    compressed: Compressed | None,
+) -> torch.Tensor | None:  # fmt: skip
     """Attend over a layer's rows. First store the new ones. None: the kernels do not know this mask."""
     layer, passes = rows.layer, rows.layer.passes
     this_pass = rows.this_pass
@@ -134,7 +135,7 @@ def _attend(
         options |= chosen.options(this_pass, options["masked"])
     elif layer.num_selected is not None and this_pass.selects:
         options["select"] = layer.num_selected
-    return _run(this_pass, layer, q, this_pass.pending.pop(layer.index, ()), options)
+    return _run(this_pass, layer, q, this_pass.pending.pop(layer.index, ()), options, compressed)
 
 
 def _attend_source(
@@ -155,31 +156,48 @@ def _attend_source(
 
 
 def _run(
-    this_pass: ForwardPass, layer: Layer, q: torch.Tensor, new: tuple[torch.Tensor, ...], options: dict[str, Any]
-) -> torch.Tensor:
+    this_pass: ForwardPass, layer: Layer, q: torch.Tensor, new: tuple[torch.Tensor, ...], options: dict[str, Any],
+    compressed: Compressed | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Store new rows, keys and values, if there are any; then attend."""
     batch_size, num_heads, num_tokens, head_dim = q.shape
     if num_tokens < this_pass.num_tokens:  # queries of the last tokens only: pad with zeros, and cut the result
         wide = q.new_zeros(batch_size, num_heads, this_pass.num_tokens, head_dim)
         wide[:, :, -num_tokens:] = q
-        return _run(this_pass, layer, wide, new, options)[:, -num_tokens:].contiguous()
+        return _run(this_pass, layer, wide, new, options, compressed)[:, -num_tokens:].contiguous()
     layer.passes.calls["kernel"] += 1
     out = q.new_empty(batch_size, num_tokens, num_heads, layer.decoder.v_dims[layer.index])
     if this_pass.batch is None:
         out.zero_()
-    elif this_pass.not_padding is None:
-        this_pass.batch.attend(layer.index, q, *new, layout="BHTD", out=out.transpose(1, 2), **options)
     else:
-        packed_q, *packed = this_pass.drop_padding(q, *new)
-        result = q.new_empty(len(packed_q), *out.shape[2:])
-        this_pass.batch.attend(layer.index, packed_q, *packed, out=result, **options)
-        out.zero_()
-        out[this_pass.not_padding] = result
+        options |= {"layout": "BHTD", "out": out.transpose(1, 2)}
+        if this_pass.not_padding is not None:
+            q, *packed = this_pass.drop_padding(q, *new)
+            new = (*packed,)
+            options |= {"layout": "THD", "out": q.new_empty(len(q), *out.shape[2:])}
+        if compressed is not None:
+            options["prior"] = compressed.attend(this_pass.batch, q, options)
+        this_pass.batch.attend(layer.index, q, *new, **options)
+        if this_pass.not_padding is not None:
+            out.zero_()
+            out[this_pass.not_padding] = options["out"]
     layer.passes.note_done(this_pass, layer.index)
     return out
 
 
 # ---- with dense tensors
+
+
+def _decode(
+    rows: LayerRows | None, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, num_queries: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the elements of keys, values and a mask; raise if this shows padding that was not stored."""
+    if rows is not None:
+        rows.falls_back = True
+    key, value, mask = elements_of([key, value, mask])
+    if rows is not None and rows.new is not None:
+        _check_mask(rows, mask, num_queries)
+    return key, value, mask
 
 
 def _complete(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, Self
@@ -15,6 +16,8 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 from kvcache import KVCache, eviction
 from kvcache.arguments import INT32_MAX, INT64_MAX, integer
 from kvcache.errors import NotSupportedError
+from kvcache.hf import deepseek_v4
+from kvcache.hf.compressing import SharedLayer
 from kvcache.hf.decode import Decoder
 from kvcache.hf.indexing import IndexKeys
 from kvcache.hf.layers import Layer
@@ -22,6 +25,7 @@ from kvcache.hf.making import Maker
 from kvcache.hf.passes import Passes, indices_of
 from kvcache.hf.policies import (
     BY_ONE_TOKEN,
+    LEAST_BLOCK,
     SHAPE,
     block_size_for,
     both_ways,
@@ -132,13 +136,15 @@ class HFCache(SaveableBatch, Cache):
             self._cache, turns = prefix.cache, Turns.of(prefix.cache)
         self._placeholders = placeholders_of(config)
         self._follows_config = policy is None  # whether a layer's window is the model's
-        self._passes = Passes(self._cache, turns, has_readers, select)
+        num_rows = sum(part.policy is not None for part in parts)
+        self._passes = Passes(self._cache, turns, has_readers, select, num_rows)
         self._decoder = Decoder(self._cache, torch.get_default_dtype())  # until the model brings some rows
         self._forget_text()
         layers = Maker(self._passes, self._decoder, self._follows_config).layers(parts)
         Cache.__init__(self, layers=layers)  # a cache for MiniMax has another base, which takes no layers
         self._recurrent = Recurrent(layers)
         install(decoder.model_type)
+        deepseek_v4.install(decoder.model_type)
         self.is_linear = [isinstance(part.own, LinearAttentionLayer) and part.policy is None for part in parts]
 
     @staticmethod
@@ -149,17 +155,18 @@ class HFCache(SaveableBatch, Cache):
         transform: Transform | None = None,
         select: int | None = None,
         *,
-        block_size: int = 64,
+        block_size: int | None = None,
         **arguments: Any,
     ) -> KVCache:
         """Make the `KVCache` of a model, for a `kvcache.PrefixCache` and any number of sequences.
 
         Takes the arguments of `HFCache`, and raises what it raises; and arguments of `kvcache.KVCache`, such as
         `max_bytes` or `capacity`, which limit what is kept. A block is the unit that a prefix cache keeps and drops, of
-        at most 1024 tokens.
+        at most 1024 tokens: 64 by default, or so many that rows for several tokens fit.
         """
-        block_size = integer(block_size, "block_size", 1, MOST_BLOCK_SIZE)
-        arguments = {"block_size": block_size, "max_sequences": None, **arguments}
+        if block_size is not None:
+            block_size = integer(block_size, "block_size", 1, MOST_BLOCK_SIZE)
+        arguments = {"max_sequences": None, **arguments}
         stored: dict[str, Any] = {"dtype": dtype, "k_transform": transform, "v_transform": transform}
         chosen = {} if policy is None else {"policy": policy}
         layers, limits = override(layers_of(config), {"max_seq_len": None, **stored, **chosen, **arguments})
@@ -172,6 +179,8 @@ class HFCache(SaveableBatch, Cache):
                 )
             text = config.get_text_config(decoder=True)
             layers = with_sketches(layers, select, getattr(text, "max_position_embeddings", None))
+        strides = {getattr(layer.policy, "stride", 1) for layer in index_layers}
+        limits["block_size"] = block_size or math.lcm(LEAST_BLOCK, *strides)
         return KVCache([*layers, *index_layers], **limits)
 
     @classmethod
@@ -203,7 +212,7 @@ class HFCache(SaveableBatch, Cache):
     @property
     def policy(self) -> tuple[Policy | None, ...]:
         """The policy of each layer of attention."""
-        return tuple(layer.policy for layer in self._cache.layers if layer.v_head_dim)
+        return tuple(layer.policy for layer in self._cache.layers[: self._passes.num_rows])
 
     @property
     def recurrent(self) -> Recurrent:
@@ -256,6 +265,13 @@ class HFCache(SaveableBatch, Cache):
         if self._recurrent.layers:
             self._reach(layer_idx, KEYS)
         return keys
+
+    def shared_layer(self, layer_idx: int) -> SharedLayer:
+        """Return a layer whose keys are the values, too."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if not isinstance(layer, SharedLayer):
+            raise self._not_as_configured(layer_idx, "keys that are values")
+        return layer
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Return the state of a recurrent layer's convolution; None before the first pass.
@@ -420,7 +436,7 @@ class HFCache(SaveableBatch, Cache):
         """
         passes, keep = self._passes, eviction.check_share(keep)
         passes.end()
-        if any(passes.is_index):
+        if passes.num_rows < self._cache.num_layers:
             raise NotSupportedError("an indexer of the model chooses rows: tokens cannot be evicted beside it")
         if model is not None or input_ids is not None:
             self._check_fed_again(model, input_ids)

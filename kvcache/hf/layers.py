@@ -17,7 +17,7 @@ from kvcache.errors import NotSupportedError
 from kvcache.hf.decode import Decoder
 from kvcache.hf.lazy import LazyTensor
 from kvcache.hf.passes import ForwardPass, Passes
-from kvcache.hf.policies import window_of
+from kvcache.hf.policies import Part, window_of
 from kvcache.policy import ChunkedAttention, SlidingWindow
 
 # Warnings of passes in which the kernels do not attend.
@@ -127,6 +127,8 @@ class Layer(CacheLayerMixin):
     supports_early_init = True
     is_source = False  # whether its rows are an encoder's
     tensor_type: type[Rows] = Rows  # what stands for its rows
+    part = Part()  # what is kept of the layer of the model
+    beside = 0  # the first layer of the `KVCache` for what lies beside the rows, if anything does
 
     def __init__(self, passes: Passes, decoder: Decoder, index: int, follows_config: bool) -> None:
         self.passes, self.decoder, self.index, self.follows_config = passes, decoder, index, follows_config

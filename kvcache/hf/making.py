@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from kvcache.hf.compressing import SharedLayer
 from kvcache.hf.decode import Decoder
 from kvcache.hf.indexing import IndexedLatentLayer, IndexedLayer, IndexKeys
 from kvcache.hf.latents import LatentLayer
 from kvcache.hf.layers import CrossLayer, Layer
 from kvcache.hf.passes import Passes
 from kvcache.hf.policies import Part
-from kvcache.hf.pooling import PooledKeys
+from kvcache.hf.pooling import Pooled, PooledKeys
 from kvcache.hf.recurrent import MixedLayer
 from kvcache.policy import CrossAttention
 
@@ -26,52 +27,47 @@ class Maker(NamedTuple):
     follows_config: bool
 
     def layers(self, parts: Sequence[Part]) -> list[Any]:
-        """Make the layers of a model. In the `KVCache`, layers with an indexer's keys follow all others."""
+        """Make the layers of a model. In the `KVCache`, layers beside others, as of an indexer's keys, follow all."""
         count_rows = itertools.count().__next__
-        count_indexers = itertools.count(sum(part.policy is not None for part in parts)).__next__
+        beside = sum(part.policy is not None for part in parts)
         layers: list[Any] = []
         for part in parts:
-            index_keys = None if part.index_beside is None else count_indexers()
-            if part.pools:
-                count_indexers()  # the layer of what is pooled
             if part.policy is not None:
-                states = getattr(part.own, "number_of_states", 0)
-                layers.append(self._layer(count_rows(), states, index_keys, part.pools))
+                layers.append(self._layer(count_rows(), part, beside))
             else:
-                layers.append(part.own if index_keys is None else self._layer(index_keys))
+                layers.append(self._layer(beside) if part.num_beside else part.own)
+            beside += part.num_beside
         return layers
 
     def copy_of(self, layer: Layer) -> Layer:
         """Make a layer like another cache's, with a copy of its state if it has a state."""
+        made = self._layer(layer.index, layer.part, layer.beside)
         if isinstance(layer, MixedLayer):
-            made = self._layer(layer.index, layer.number_of_states)
             assert isinstance(made, MixedLayer)
             made.copy_state(layer)
-            return made
-        index_keys = getattr(layer, "index_keys", None)
-        if index_keys is None:
-            return self._layer(layer.index)
-        return self._layer(layer.index, index_keys=index_keys.index, pools=isinstance(index_keys, PooledKeys))
+        return made
 
-    def _layer(
-        self, index: int, number_of_states: int = 0, index_keys: int | None = None, pools: bool = False
-    ) -> Layer:
-        """Make the layer that stands for a layer of the `KVCache`.
-
-        `index_keys` is the layer of its indexer's keys, and `pools` says whether the indexer pools them.
-        """
+    def _layer(self, index: int, part: Part = Part(), beside: int = 0) -> Layer:  # noqa: B008 - it is a tuple
+        """Make the layer that stands for a layer of the `KVCache`, for a part whose other layers begin at `beside`."""
         own = self.passes.cache.layers[index]
+        arguments = self.passes, self.decoder
         kind: Callable[..., Any] = CrossLayer if isinstance(own.policy, CrossAttention) else Layer
-        if number_of_states:
+        if number_of_states := getattr(part.own, "number_of_states", 0):
             kind = partial(MixedLayer, number_of_states)
+        elif part.keys_are_values:
+            kind = SharedLayer
         elif not own.v_head_dim:
             kind = IndexKeys
         elif own.value_in_key:
-            kind = LatentLayer if index_keys is None else IndexedLatentLayer
-        elif index_keys is not None:
+            kind = IndexedLatentLayer if part.num_beside else LatentLayer
+        elif part.num_beside:
             kind = IndexedLayer
-        made: Any = kind(self.passes, self.decoder, index, self.follows_config)
-        if index_keys is not None:
-            keys = PooledKeys(self.passes, self.decoder, index_keys, self.follows_config) if pools else None
-            made.index_keys = keys or self._layer(index_keys)
+        made: Any = kind(*arguments, index, self.follows_config)
+        made.part, made.beside = part, beside
+        for i, pooling in enumerate(part.pools):
+            pooled = PooledKeys if pooling.is_key else Pooled
+            rows = pooled(*arguments, beside + 2 * i, self.follows_config)
+            setattr(made, "index_keys" if pooling.is_key else "compressed", rows)
+        if part.num_beside and not part.pools:
+            made.index_keys = self._layer(beside)
         return made  # type: ignore[no-any-return] # each kind makes a Layer

@@ -115,11 +115,13 @@ class Passes:
     """The passes that a model makes through the layers of a cache, one after the other, and the sequences they fill.
 
     `turns` is what the caches on these rows share. `has_readers` says whether some layers of the model have no rows,
-    and attend to the rows of earlier layers. `select` is the argument of `HFCache`, kept as `num_selected`.
+    and attend to the rows of earlier layers. `select` is the argument of `HFCache`, kept as `num_selected`. `num_rows`
+    counts the layers of rows: those behind them hold what lies beside rows, such as an indexer's keys.
     """
 
-    def __init__(self, cache: KVCache, turns: Turns, has_readers: bool, select: int | None) -> None:
+    def __init__(self, cache: KVCache, turns: Turns, has_readers: bool, select: int | None, num_rows: int) -> None:
         self.cache, self.turns, self.has_readers, self.num_selected = cache, turns, has_readers, select
+        self.num_rows = num_rows
         self.is_called = False  # whether a call of the model runs, of which `note_call` was told
         self.last: ForwardPass | None = None  # that runs, or ran last
         self.queries: Queries | None = None  # of the tokens, for `HFCache.evict`; None: they are not noted
@@ -127,7 +129,6 @@ class Passes:
         self.forget()
         self._num_layers = cache.num_layers
         self.is_source = [isinstance(layer.policy, CrossAttention) for layer in cache.layers]  # over an encoder
-        self.is_index = [not layer.v_head_dim for layer in cache.layers]  # holds keys of an indexer
         self.calls = {"kernel": 0, "dense": 0, "fallback": 0}  # how often a layer was attended over by each means
         self._has_warned = False  # that layers were attended without the kernels
         self._first_layer: int | None = None  # the layer that forward passes begin with
@@ -280,7 +281,7 @@ class Passes:
             this_pass = self.last
             if this_pass is None or index == self._first_layer or index in this_pass.begun:
                 this_pass = self._next(index, rows)
-            elif this_pass.pending and not self.is_index[index]:  # the model attended to other keys than it was given
+            elif this_pass.pending and index < self.num_rows:  # the model attended to other keys than it was given
                 this_pass.leaves_rows = True
                 self._put_pending(this_pass)
             this_pass.begun.add(index)

@@ -56,16 +56,28 @@ RECURRENT = {
 }
 # Types of layers that choose rows by an indexer, whose keys the cache holds beside theirs.
 INDEXED = {"indexed_attention", "minimax_m3_sparse"}
+# Types of layers with a window, beside which the cache holds rows that stand for several tokens each.
+COMPRESSED = {"compressed_sparse_attention", "heavily_compressed_attention"}
+# Types of models whose keys are the values, too.
+KEYS_ALONE = {"deepseek_v4"}
 # Types of models with layers whose keys have no rotated part: `no_rope_layers` has 0 for these.
 WITHOUT_ROTATED_PART = {"mistral_large4_text"}
 # Types of models whose recurrent layers begin anew in a pass of several tokens.
 BY_ONE_TOKEN = {"jamba", "zamba"}
 # Types of layers that this cache does not serve, and the reason.
 OTHER_LAYERS = {
-    "compressed_sparse_attention": "it compresses what it keeps",
-    "heavily_compressed_attention": "it compresses what it keeps",
     "reference_sliding_attention": "it has a window that some tokens never leave",
 }
+
+
+class Pooling(NamedTuple):
+    """How a model makes a row of what several tokens bring."""
+
+    block: int  # the tokens that a row stands for
+    span: int  # the tokens that it is made of: the last of them are the block
+    input_dim: int  # elements that a token brings
+    dim: int  # elements of a row
+    is_key: bool  # whether it is a key of an indexer; else it is a key and a value
 
 
 class Part(NamedTuple):
@@ -74,7 +86,13 @@ class Part(NamedTuple):
     policy: Policy | None = None  # of its keys and values; None: it has none of its own
     own: OwnLayer | None = None  # what transformers itself keeps
     index_beside: int | None = None  # the layer beside whose rows the keys of its indexer lie; None: it has no indexer
-    pools: bool = False  # whether the indexer pools the keys of several tokens
+    keys_are_values: bool = False
+    pools: tuple[Pooling, ...] = ()  # the rows beside that stand for several tokens: the last are an indexer's keys
+
+    @property
+    def num_beside(self) -> int:
+        """The number of layers of the `KVCache` beside the layer of rows: two for each pooling, as inputs are kept."""
+        return 2 * len(self.pools) if self.pools else self.index_beside is not None
 
 
 def check_config(config: Any) -> None:
@@ -134,6 +152,8 @@ def layer_of(config: PreTrainedConfig, index: int, layer_type: str, policy: Poli
         return Layer(1, dim, v_head_dim=rank, value_in_key=True, policy=policy)
     head_dim = next((dim for name in NAMES["head_dim"] if (dim := getattr(config, name, None))), None)
     head_dim = head_dim or config.hidden_size // num_heads
+    if config.model_type in KEYS_ALONE:
+        return Layer(1, head_dim, v_head_dim=head_dim, value_in_key=True, policy=policy)
     v_head_dim = getattr(config, "v_head_dim", None) or head_dim
     return Layer(_num_kv_heads(config, layer_type, num_heads), head_dim, v_head_dim=v_head_dim, policy=policy)
 
@@ -157,10 +177,14 @@ def part_of(config: PreTrainedConfig, index: int, layer_type: str, options: dict
         return Part(own=own)
     if attention == "full_attention":
         return Part(FullAttention(), own)
-    if attention in INDEXED and (getattr(config, "index_head_dim", None) or pooling_of(config)):
+    if attention in INDEXED and (getattr(config, "index_head_dim", None) or _poolings_of(config)):
         return _indexed_part(config, index)
+    if attention in COMPRESSED:
+        policy = SlidingWindow(config.sliding_window, resume_window=config.sliding_window + RESUME)
+        return Part(policy, None, index, keys_are_values=True, pools=_compressions_of(config, attention))
     if attention == "sliding_attention" and window:
-        return Part(SlidingWindow(window, resume_window=window + RESUME), own)
+        policy = SlidingWindow(window, resume_window=window + RESUME)
+        return Part(policy, own, keys_are_values=config.model_type in KEYS_ALONE)
     if attention == "chunked_attention" and window:
         return Part(ChunkedAttention(window, resume_window=RESUME), own)
     reason = OTHER_LAYERS.get(layer_type, "this cache does not know it")
@@ -178,29 +202,33 @@ def _indexed_part(config: PreTrainedConfig, index: int) -> Part:
     beside = index if sources is None else sources[index]
     has_indexer = kinds is None or kinds[index] != "shared"
     policy = FullAttention() if beside == index else None
-    return Part(policy, None, beside if has_indexer else None, has_indexer and pooling_of(config) is not None)
+    return Part(policy, None, beside, pools=_poolings_of(config)) if has_indexer else Part(policy)
 
 
-class Pooling(NamedTuple):
-    """How an indexer pools the keys of several tokens to one."""
-
-    block: int  # the tokens that a key stands for
-    key_dim: int
-    input_dim: int  # elements of a token that it pools
-
-
-def pooling_of(config: PreTrainedConfig) -> Pooling | None:
-    """Return how the indexers of a model pool keys; None: they do not.
+def _poolings_of(config: PreTrainedConfig) -> tuple[Pooling, ...]:
+    """Return how the indexers of a model pool keys; empty: they do not.
 
     GLM-5.3 Flash pools keys by gates. Qwen 4 rotates a pooled key for the block's first token, so that a token comes
     with its cosines and sines.
     """
     if config.model_type == "glm5_next_text":
-        return Pooling(config.index_kpool, config.index_head_dim, 2 * config.index_head_dim)
-    if config.model_type != "qwen4_exp_text" or not config.indexer_head_dim:
-        return None
-    num_rotated = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
-    return Pooling(config.indexer_compress_ratio, config.indexer_head_dim, config.indexer_head_dim + 2 * num_rotated)
+        block, dim, input_dim = config.index_kpool, config.index_head_dim, 2 * config.index_head_dim
+    elif config.model_type == "qwen4_exp_text" and config.indexer_head_dim:
+        num_rotated = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        block, dim = config.indexer_compress_ratio, config.indexer_head_dim
+        input_dim = dim + 2 * num_rotated
+    else:
+        return ()
+    return (Pooling(block, block, input_dim, dim, is_key=True),)
+
+
+def _compressions_of(config: PreTrainedConfig, layer_type: str) -> tuple[Pooling, ...]:
+    """Return how DeepSeek V4 compresses tokens to rows, by gates. Rows that it chooses are made of two blocks each."""
+    block, dim, key_dim = config.compress_rates[layer_type], config.head_dim, config.index_head_dim
+    if layer_type == "heavily_compressed_attention":
+        return (Pooling(block, block, 2 * dim, dim, is_key=False),)
+    rows = Pooling(block, 2 * block, 4 * dim, dim, is_key=False)
+    return rows, Pooling(block, 2 * block, 4 * key_dim, key_dim, is_key=True)
 
 
 def window_of(policy: Policy | None) -> int:
@@ -245,10 +273,10 @@ def ropes_of(config: PreTrainedConfig, cache: KVCache) -> list[RopeLike]:
 
 
 def index_layers_of(config: PreTrainedConfig, layers: Sequence[Layer]) -> list[Layer]:
-    """Return the layers of `KVCache` for the keys of a model's indexers, which follow its other layers.
+    """Return the layers of `KVCache` beside a model's rows, such as an indexer's keys, which follow its other layers.
 
-    Each has the policy of the layer beside whose rows the keys lie, and the type of that layer's keys. An indexer that
-    pools has a second layer, of what it pools.
+    Each has the policy of the layer beside whose rows the keys lie, and the type of that layer's keys. Rows that
+    stand for several tokens have a second layer, of their inputs.
     """
     decoder, parts, _ = parts_of(config)
     rows = dict(zip((i for i, part in enumerate(parts) if part.policy is not None), layers, strict=True))
@@ -258,27 +286,24 @@ def index_layers_of(config: PreTrainedConfig, layers: Sequence[Layer]) -> list[L
             continue
         beside = rows[part.index_beside]
         keys_of = partial(replace, beside, num_kv_heads=1, v_head_dim=0, value_in_key=False, share=None, rope=None)
-        if part.pools:
-            found += _pooled_layers(decoder, beside.policy, keys_of)
-        else:
+        if part.pools and beside.policy is not None and beside.policy != parts[part.index_beside].policy:
+            raise NotSupportedError(
+                f"policy={written(beside.policy)}: a {type(decoder).__name__} pools what each token brings: leave"
+                " policy out"
+            )
+        for pooling in part.pools:
+            found += _pooled_layers(pooling, keys_of)
+        if not part.pools:
             found.append(keys_of(head_dim=decoder.per_layer_config[i].index_head_dim))
     return found
 
 
-def _pooled_layers(config: PreTrainedConfig, policy: Policy | None, keys_of: Callable[..., Layer]) -> list[Layer]:
-    """Return the layers for the keys that an indexer pools, and for what it pools, which stays exact."""
-    pooling = pooling_of(config)
-    assert policy is not None
-    assert pooling is not None
-    if policy != FullAttention():
-        raise NotSupportedError(
-            f"policy={written(policy)}: the indexer of a {type(config).__name__} chooses among all tokens: leave"
-            " policy out"
-        )
-    block, key_dim, input_dim = pooling
-    window = SlidingWindow(block, resume_window=block + RESUME)
-    inputs = keys_of(head_dim=input_dim, policy=window, k_dtype="f32", k_transform=None)
-    return [keys_of(head_dim=key_dim, policy=FullAttention(stride=block)), inputs]
+def _pooled_layers(pooling: Pooling, keys_of: Callable[..., Layer]) -> list[Layer]:
+    """Return the layer for rows that stand for several tokens, and the layer for their inputs, which stay exact."""
+    values = {} if pooling.is_key else {"v_head_dim": pooling.dim, "value_in_key": True}
+    pooled = keys_of(head_dim=pooling.dim, policy=FullAttention(stride=pooling.block), **values)
+    window = SlidingWindow(pooling.span, resume_window=pooling.span + RESUME)
+    return [pooled, keys_of(head_dim=pooling.input_dim, policy=window, k_dtype="f32", k_transform=None)]
 
 
 def check_policies(layers: Sequence[Layer]) -> None:

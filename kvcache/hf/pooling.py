@@ -12,18 +12,21 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kvcache.errors import NotSupportedError
+from kvcache.hf.decode import Decoder
 from kvcache.hf.layers import Layer, check_new
 from kvcache.hf.lazy import LazyTensor
 from kvcache.hf.masks import ChosenMask, Mask
 from kvcache.hf.padding import count_leading, shown_columns
-from kvcache.hf.passes import ForwardPass
+from kvcache.hf.passes import ForwardPass, Passes
+from kvcache.policy import FullAttention, SlidingWindow
 
 
 class Query(NamedTuple):
@@ -68,47 +71,61 @@ class Choice(LazyTensor):
         return torch.where((listed < 0) | (positions < 0), -1, listed + self.offsets[:, None, None]).int()
 
 
-class PooledKeys(Layer):
-    """The keys of an indexer, each pooled of several tokens.
+Places: TypeAlias = tuple[Tensor, ...]  # of tokens of a pass: rows of the batch, and columns
 
-    The next layer of the `KVCache` holds the inputs that are pooled.
+
+class Taken(NamedTuple):
+    """The rows that a pass made of what it brought."""
+
+    this_pass: ForwardPass
+    positions: Tensor  # of the tokens, [batch, tokens]; padding has negative ones
+    places: Places  # of the tokens that complete a block
+    made: Tensor | None  # their rows, [rows, elements]; None: there are none
+
+
+Pool: TypeAlias = Callable[[Tensor, Places, Tensor], Tensor]
+
+
+class Pooled(Layer):
+    """Rows that stand for several tokens each: a layer of the `KVCache` with a stride.
+
+    The next layer of the `KVCache` holds the inputs that are pooled, as far back as the next row needs them.
     """
 
-    @property
-    def block(self) -> int:
-        """The tokens that a key stands for."""
-        policy: Any = self.passes.cache.layers[self.index].policy
-        stride: int = policy.stride
-        return stride
+    def __init__(self, passes: Passes, decoder: Decoder, index: int, follows_config: bool) -> None:
+        super().__init__(passes, decoder, index, follows_config)
+        rows, inputs = (passes.cache.layers[i].policy for i in (index, index + 1))
+        assert isinstance(rows, FullAttention)
+        assert isinstance(inputs, SlidingWindow)
+        self.block, self.span = rows.stride, inputs.window  # the tokens that a row stands for, and is made of
 
-    def choose(self, inputs: Tensor, padding: Tensor | None, pool: Callable[[Tensor], Tensor], query: Query) -> Choice:
-        """Store the keys of blocks that a pass completes, and choose blocks for its tokens.
+    def take(self, inputs: Tensor, padding: Tensor | None, pool: Pool, block: int) -> Taken:
+        """Store what the new tokens bring, ``[batch, tokens, elements]``, and the rows of blocks that they complete.
 
-        `inputs` are what the keys of the new tokens are pooled of, ``[batch, tokens, dim]``, and `pool` makes keys of
-        blocks of them, ``[blocks, tokens, dim]``. `padding` says which tokens so far the mask shows.
+        `pool` makes rows of the inputs of as many spans of tokens, ``[rows, tokens, elements]``, and of the places and
+        the positions of their last tokens. Inputs before position 0 may be anything. `padding` says which tokens so far
+        the mask shows, and `block` the tokens that the model has in a block.
         """
-        if query.block != self.block:
+        if block != self.block:
             raise ValueError(
-                f"the model's indexer pools keys of {query.block} tokens, that of the config which this cache was made"
-                f" from keys of {self.block}: give HFCache model.config"
+                f"the model pools keys of {block} tokens, that of the config which this cache was made from keys of"
+                f" {self.block}: give HFCache model.config"
             )
         this_pass = self._open(inputs, padding)
-        batch, block, offsets = this_pass.batch, self.block, this_pass.offsets
         columns = torch.arange(this_pass.num_seen, this_pass.num_seen + this_pass.num_tokens)
-        positions = columns - torch.tensor(offsets)[:, None]
-        self._store(this_pass, inputs, pool, positions)
-        options: dict[str, Any] = {}
-        blocks = None
-        if batch is not None and (int(positions.max()) + 1 >= (query.width + 1) * block or not query.has_tail):
-            rule: dict[str, Any] = {"width": query.width, "weights": query.weights, "relu": True, "block": block}
-            if query.weights is not None:
-                rule["weights"] = this_pass.pack(query.weights)
-            chosen = batch.choose(self.index, this_pass.pack(query.q), **rule)
-            options = {"chosen": chosen, "chosen_block": block, "chosen_tail": query.has_tail}
-            blocks = torch.from_numpy(chosen[:, 0].astype(np.int64))
-        choice = Choice.of(query, blocks, positions, offsets)
-        this_pass.chosen[id(choice)] = choice, options
-        return choice
+        positions = columns - torch.tensor(this_pass.offsets)[:, None]
+        passes = self.passes
+        passes.put(this_pass, self.index + 1)
+        places, made = ((positions >= 0) & ((positions + 1) % self.block == 0)).nonzero(as_tuple=True), None
+        if len(places[0]):
+            past, _ = self.decoder.decode_rows(self.index + 1, passes.seq_ids, self.span - 1)
+            known = torch.cat((past.squeeze(1), inputs), 1)
+            spans = known[places[0][:, None], places[1][:, None] + torch.arange(self.span)]
+            assert this_pass.batch is not None
+            made = pool(spans, places, positions[places])
+            this_pass.batch.put(self.index, made.unsqueeze(1))
+        passes.note_done(this_pass, self.index)
+        return Taken(this_pass, positions, places, made)
 
     def _open(self, inputs: Tensor, padding: Tensor | None) -> ForwardPass:
         """Return the pass that brings these inputs, and begin its batch."""
@@ -122,8 +139,8 @@ class PooledKeys(Layer):
             self._check_told(this_pass, padding)
         if padding is not None and passes.masked(this_pass, padding):
             raise NotSupportedError(
-                "attention_mask hides a token behind a row's first: the model's indexer counts blocks of tokens, which"
-                " this cache does from each row's first token on"
+                "attention_mask hides a token behind a row's first: the model counts blocks of tokens, which this cache"
+                " does from each row's first token on"
             )
         self.decoder.dtype = inputs.dtype
         return this_pass
@@ -131,26 +148,42 @@ class PooledKeys(Layer):
     def _check_told(self, this_pass: ForwardPass, padding: Tensor) -> None:
         """Raise NotSupportedError if a pass was opened without its padding."""
         leading = count_leading(shown_columns(padding, this_pass.num_seen + this_pass.num_tokens))
-        if leading != this_pass.offsets:
+        if any(hidden > offset for hidden, offset in zip(leading, this_pass.offsets, strict=True)):
             raise NotSupportedError(
                 "the model computed with the rows before its indexer was told of padding, because a weight is quantised"
                 " or has an adapter, or a hook: feed rows of different lengths apart"
             )
 
-    def _store(
-        self, this_pass: ForwardPass, inputs: Tensor, pool: Callable[[Tensor], Tensor], positions: Tensor
-    ) -> None:  # fmt: skip
-        """Store inputs, and the keys of the blocks that tokens at these positions complete."""
-        passes, block = self.passes, self.block
-        passes.put(this_pass, self.index + 1)
-        rows, columns = ((positions >= 0) & ((positions + 1) % block == 0)).nonzero(as_tuple=True)
-        if len(rows):
-            past, _ = self.decoder.decode_rows(self.index + 1, passes.seq_ids, block - 1)
-            known = torch.cat((past.squeeze(1), inputs), 1)
-            keys = pool(known[rows[:, None], columns[:, None] + torch.arange(block)])
-            assert this_pass.batch is not None
-            this_pass.batch.put(self.index, keys.unsqueeze(1))
-        passes.note_done(this_pass, self.index)
+
+class PooledKeys(Pooled):
+    """The keys of an indexer, each pooled of several tokens."""
+
+    def choose(self, inputs: Tensor, padding: Tensor | None, pool: Callable[[Tensor], Tensor], query: Query) -> Choice:
+        """Store keys as `take` does, and choose blocks for the new tokens."""
+        taken = self.take(inputs, padding, lambda spans, *_: pool(spans), query.block)
+        this_pass, positions = taken.this_pass, taken.positions
+        options: dict[str, Any] = {}
+        blocks = None
+        if not query.has_tail or self.leaves_out(taken, query.width):
+            chosen = self.choose_blocks(taken, query)
+            options = {"chosen": chosen, "chosen_block": self.block, "chosen_tail": query.has_tail}
+            blocks = None if chosen is None else torch.from_numpy(chosen[:, 0].astype(np.int64))
+        choice = Choice.of(query, blocks, positions, this_pass.offsets)
+        this_pass.chosen[id(choice)] = choice, options
+        return choice
+
+    def leaves_out(self, taken: Taken, width: int) -> bool:
+        """Whether some token of a pass has more blocks than it chooses."""
+        return int(taken.positions.max()) + 1 >= (width + 1) * self.block
+
+    def choose_blocks(self, taken: Taken, query: Query) -> npt.NDArray[np.int32] | None:
+        """Choose blocks for the tokens of a pass, ``[tokens without padding, 1, n]``; None: all are padding."""
+        this_pass = taken.this_pass
+        if this_pass.batch is None:
+            return None
+        rule: dict[str, Any] = {"width": query.width, "relu": True, "block": self.block}
+        rule["weights"] = None if query.weights is None else this_pass.pack(query.weights)
+        return this_pass.batch.choose(self.index, this_pass.pack(query.q), **rule)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Raise NotSupportedError: the keys of single tokens are not kept."""

@@ -41,8 +41,13 @@ QUICK = ["deepseek_v3", "diffllama", "gemma3_text", "gemma3n_text", "gpt_oss", "
 QUICK += ["zamba2"]
 POSITIONS = ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"]  # derive wrong ones in a pass of one token
 NO_MASK = ["cpmant", "xlm"]  # take no mask of more columns than the pass has tokens
-OF_BLOCKS = ["glm5_next", "qwen4_exp", "qwen4_exp_text"]  # keep keys of single tokens, where the cache has pooled ones
-OF_COLUMNS = ["minimax_m3_vl", "minimax_m3_vl_text"]  # choose blocks of columns, which padding moves
+OF_BLOCKS = [
+    "deepseek_v4",
+    "glm5_next",
+    "qwen4_exp",
+    "qwen4_exp_text",
+]  # keep keys of single tokens, where the cache has pooled ones
+OF_COLUMNS = ["deepseek_v4", "minimax_m3_vl", "minimax_m3_vl_text"]  # take blocks of columns, which padding moves
 SINCE_5_24 = {  # types that transformers 5.23 does not have
     "apertus1p5", "apertus1p5_text", "dory", "exaone", "hy_v4_vl", "inkling2_loop", "inkling2_loop_text", "lara_mini",
     "omniasr", "sarvam_mla", "sarvam_moe",
@@ -86,6 +91,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
     "deepseek_ocr2": {"text_config.mlp_layer_types": ["dense", *["sparse"] * 3], "text_config.num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}}
+    | {"index_topk": 3, "o_groups": 2, "o_lora_rank": 16},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note": {f"text_config.{field}": value for field, value in DOTS3.items()}
     | {f"{part}_config.{name}": 64 for part, name in ADAPTERS},

@@ -296,7 +296,7 @@ def test_enabled(name):
 @pytest.mark.parametrize("name", PURE)
 def test_what_cannot_be(name):
     config = model_of(name).config
-    with pytest.raises(kvcache.NotSupportedError, match="chooses among all tokens: leave policy out"):
+    with pytest.raises(kvcache.NotSupportedError, match="pools what each token brings: leave policy out"):
         HFCache(config, policy=kvcache.SlidingWindow(64))
     with pytest.raises(kvcache.NotSupportedError, match="leave select out"):
         HFCache(config, select=64)

@@ -69,6 +69,14 @@ POOLED: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": QWEN4,
     "qwen4_exp_text, recurrent": {**QWEN4, "layer_types": MIXED},
 }
+COMPRESSED: dict[str, Any] = {
+    **BLOCKS, "head_dim": 64, "q_lora_rank": 48, "n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+    "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 16, "index_head_dim": 32, "index_topk": 3, "hc_mult": 2,
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}, "num_hash_layers": 1,
+    "qk_rope_head_dim": 16, "num_key_value_heads": 1, "layer_types": [
+        "sliding_attention", "heavily_compressed_attention", *["compressed_sparse_attention"] * 2
+    ],
+}  # fmt: skip
 EYES = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
     "patch_size": 8,
@@ -82,7 +90,7 @@ EYES_OF_GLM5 = {
 @cache
 def model_of(name: str, attention: str = "eager") -> Any:
     """Make a model of this name."""
-    return made(name, {**CHANGES, **POOLED}[name], attention)
+    return made(name, {**CHANGES, **POOLED, "deepseek_v4": COMPRESSED}[name], attention)
 
 
 def made(name: str, changes: dict[str, Any], attention: str = "eager") -> Any:

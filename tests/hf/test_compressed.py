@@ -1,0 +1,322 @@
+"""DeepSeek V4, which keeps a window, and rows that stand for several tokens each, beside its own cache.
+
+`test_sparse.py` tests this model together with others.
+"""
+
+import copy
+
+import pytest
+
+import kvcache
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from support.sparse_models import (  # noqa: E402 - torch may be missing
+    COMPRESSED,
+    logits_of,
+    made,
+    model_of,
+    off,
+    their_cache,
+    tokens_of,
+)
+
+import kvcache.hf  # noqa: E402 - it imports those
+from kvcache.hf import HFCache  # noqa: E402 - it imports those
+from kvcache.hf.cache import CACHE  # noqa: E402 - it imports those
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers, and that dense tensors are used
+
+NAME, LENGTH = "deepseek_v4", 60
+TOLERANCE = 2e-6  # of the largest logit
+ATTENTIONS = ["eager", "kvcache"]
+FULL, RESUME = kvcache.FullAttention, 64
+
+
+def with_attention(attention):
+    model = model_of(NAME)
+    model.set_attn_implementation(attention)
+    return model
+
+
+def theirs(tokens, ends, **options):
+    model = with_attention("eager")
+    return logits_of(model, their_cache(model), tokens, ends, **options)
+
+
+def test_compressed_rows_and_a_choice_matter():
+    """Logits depend on both, so that these tests can tell wrong ones from right ones."""
+    tokens = tokens_of(1, LENGTH)
+    want = theirs(tokens, [LENGTH])
+    for change in ({"index_topk": LENGTH}, {"layer_types": ["sliding_attention"] * 4}):
+        other = made(NAME, {**COMPRESSED, **change})
+        other.load_state_dict(with_attention("eager").state_dict(), strict=False)
+        assert off(logits_of(other, their_cache(other), tokens, [LENGTH]), want) > 0.05
+
+
+def test_layers():
+    layers = HFCache(model_of(NAME).config, "q8_0", transform="hadamard")._cache.layers
+    window = kvcache.SlidingWindow(8, resume_window=8 + RESUME)
+    assert [(layer.head_dim, layer.v_head_dim, layer.policy) for layer in layers[:4]] == [(64, 64, window)] * 4
+    inputs = [kvcache.SlidingWindow(n, resume_window=n + RESUME) for n in (16, 8)]
+    heavy = [(64, 64, FULL(stride=16)), (128, 0, inputs[0])]
+    sparse = [(64, 64, FULL(stride=4)), (256, 0, inputs[1]), (32, 0, FULL(stride=4)), (128, 0, inputs[1])]
+    assert [(layer.head_dim, layer.v_head_dim, layer.policy) for layer in layers[4:]] == heavy + 2 * sparse
+    exact = [layer for layer in layers[4:] if layer.policy in inputs]
+    assert {(layer.k_dtype, layer.k_transform) for layer in exact} == {("f32", None)}
+    assert {layer.k_dtype for layer in layers if layer not in exact} == {"q8_0"}
+
+
+def test_a_configuration_says_the_same_layers():
+    for config in (transformers.CONFIG_MAPPING[NAME](), model_of(NAME).config):
+        cache = HFCache(config)
+        said = kvcache.KVCache.from_config(config).layers
+        assert len(said) == len(cache._cache.layers)
+        assert len(cache.policy) == config.num_hidden_layers
+        for layer, ours in zip(said, cache._cache.layers, strict=True):
+            for field in ("num_kv_heads", "head_dim", "v_head_dim", "value_in_key"):
+                assert getattr(layer, field) == getattr(ours, field)
+            assert str(layer.policy).partition(", num_sink")[0] == str(ours.policy).partition(", num_sink")[0]
+
+
+def test_memory_of_a_token():
+    """A layer that chooses takes 320 bytes for a token in bf16, beside what its windows take whatever the length."""
+    config = transformers.CONFIG_MAPPING[NAME](
+        num_hidden_layers=1, layer_types=["compressed_sparse_attention"], mlp_layer_types=["moe"]
+    )  # fmt: skip
+    cache = HFCache.make_kv_cache(config, dtype="bf16")
+    strided = [layer for layer in cache.layers if layer.policy == FULL(stride=4)]
+    assert sum(layer.bytes_per_token for layer in strided) == 4 * 320  # a row stands for 4 tokens
+    sizes = [sum(layer.most_bytes(length) for layer in cache.layers) for length in (1 << 12, 1 << 13, 1 << 14)]
+    assert sizes[1] - sizes[0] == 320 << 12
+    assert sizes[2] - sizes[1] == 320 << 13
+
+
+def test_memory_that_a_text_takes():
+    """The memory of a text grows by the compressed rows alone."""
+    model, held = with_attention("kvcache"), []
+    tokens = tokens_of(1, 1 << 11)
+    cache = HFCache(model.config, dtype="bf16")
+    for end in (1 << 9, 1 << 11):
+        logits_of(model, cache, tokens, [*range(cache.get_seq_length() + 128, end + 1, 128)])
+        held.append(cache.nbytes)
+    assert (held[1] - held[0]) / (2048 - 512) == pytest.approx(2 * (64 / 16 + 2 * (64 + 32) / 4), rel=0.1)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_back_to_any_length(attention):
+    """Any number of tokens can be taken back, and others fed. transformers' own cache cannot go back."""
+    tokens, others = tokens_of(1, LENGTH), tokens_of(1, LENGTH, seed=8)
+    model = with_attention(attention)
+    for kept in range(29, 37):
+        cache = HFCache(model.config, dtype="f32")
+        logits_of(model, cache, tokens, [16, 37, 38])
+        cache.crop(kept - 38)
+        other = copy.deepcopy(cache)
+        mixed = torch.cat((tokens[:, :kept], others[:, kept:]), 1)
+        want = theirs(mixed, [LENGTH])[:, kept:]
+        model = with_attention(attention)
+        assert off(logits_of(model, cache, mixed, [kept + 1, kept + 2, LENGTH]), want) < TOLERANCE
+        assert off(logits_of(model, other, mixed, [LENGTH]), want) < TOLERANCE
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("rates", [(2, 3), (5, 7), pytest.param((4, 128), marks=pytest.mark.slow)])
+def test_rows_for_any_number_of_tokens(rates, attention):
+    sizes = dict(zip(("compressed_sparse_attention", "heavily_compressed_attention"), rates, strict=True))
+    length = max(LENGTH, 2 * rates[1] + 9)
+    model = made(NAME, {**COMPRESSED, "compress_rates": sizes})
+    tokens = tokens_of(2, length)
+    ends = [7, 8, length - 20, *range(length - 19, length + 1)]
+    want = logits_of(model, their_cache(model), tokens, ends)
+    model.set_attn_implementation(attention)
+    assert off(logits_of(model, HFCache(model.config, dtype="f32"), tokens, ends), want) < TOLERANCE
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_positions_that_are_not_given_count_columns(attention):
+    """The rows of a text behind padding are those of the text alone, whatever column it begins in."""
+    tokens, mask = tokens_of(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1, :5] = 0
+    model = with_attention(attention)
+    cache, begin, found = HFCache(model.config, dtype="f32"), 0, []
+    for end in (21, 22, 40, *range(41, LENGTH + 1)):
+        given = {"attention_mask": mask[:, :end], "use_cache": True, CACHE: cache}
+        with torch.no_grad():
+            found.append(model(tokens[:, begin:end], **given).logits)
+        begin = end
+    got = torch.cat(found, 1)
+    assert off(got[:1], theirs(tokens[:1], [LENGTH])) < 2 * TOLERANCE
+    assert off(got[1:, 5:], theirs(tokens[1:, 5:], [LENGTH - 5])) < 2 * TOLERANCE
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("hidden", [20, 38])
+def test_a_token_that_a_mask_hides_between_others(hidden, attention):
+    tokens, mask = tokens_of(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1, hidden] = 0
+    model = with_attention(attention)
+    cache = HFCache(model.config, dtype="f32")
+    with pytest.raises(kvcache.NotSupportedError, match="hides a token behind a row's first"):
+        logits_of(model, cache, tokens, [40, LENGTH], mask)
+    cache.reset()
+    got = logits_of(model, cache, tokens, [40])
+    with pytest.raises(kvcache.NotSupportedError, match="hides a token behind a row's first"):
+        logits_of(
+            model, cache, tokens, [41], mask.index_fill(1, torch.tensor(hidden), 1).index_fill(1, torch.tensor(38), 0)
+        )
+    want = theirs(tokens, [40, LENGTH])
+    model = with_attention(attention)
+    got = torch.cat((got, logits_of(model, cache, tokens, [LENGTH])), 1)
+    assert off(got, want) < TOLERANCE
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_mask_that_shows_padding_later_is_refused(attention):
+    tokens, mask = tokens_of(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1, :5] = 0
+    model = with_attention(attention)
+    cache = HFCache(model.config, dtype="f32")
+    for end in (6, 14) if attention == "kvcache" else [6]:  # the model's own sees padding no more behind the window
+        cache.reset()
+        logits_of(model, cache, tokens, [end], mask)
+        with pytest.raises(ValueError, match="which it hid as padding when they came"):
+            logits_of(model, cache, tokens, [end + 1], torch.ones_like(mask))
+
+
+def without_choices(attention):
+    """Return a model in which rounding changes no choice: all experts are taken, and all rows of short texts."""
+    return made(NAME, {**COMPRESSED, "num_experts_per_tok": 4}, attention)
+
+
+def test_stored_types():
+    tokens, model = tokens_of(2, 14), without_choices("kvcache")
+    want = logits_of(model, their_cache(model), tokens, [14])
+    for dtype, most in (("f16", 1e-3), ("q8_0", 0.05), ("int8", 0.05)):
+        cache = HFCache(model.config, dtype)
+        assert 0 < off(logits_of(model, cache, tokens, [6, *range(7, 15)]), want) < most
+        longer = logits_of(model, cache, tokens_of(2, LENGTH), [LENGTH])
+        assert torch.isfinite(longer).all()
+
+
+def test_short_texts_choose_nothing(monkeypatch):
+    """Nothing is scored as long as all compressed rows would be chosen."""
+    tokens = tokens_of(2, 20)
+    want = theirs(tokens, [15, *range(16, 21)])
+    model = with_attention("kvcache")
+    cache = HFCache(model.config, dtype="f32")
+    choose, seen = kvcache.Batch.choose, []
+
+    def note(batch, *args, **options):
+        seen.append(cache.get_seq_length())
+        return choose(batch, *args, **options)
+
+    monkeypatch.setattr(kvcache.Batch, "choose", note)
+    assert off(logits_of(model, cache, tokens, [15, *range(16, 21)]), want) < TOLERANCE
+    assert {*seen} == {15, 16, 17, 18, 19}
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+def test_a_mask_that_the_kernels_do_not_know(padding):
+    """A mask of elements has the rows decoded, as it may hide any token."""
+    tokens, mask = tokens_of(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1, :padding] = 0
+    model = with_attention("kvcache")
+    cache = HFCache(model.config, dtype="f32")
+    shown = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().triu(-7) & mask.bool()[:, None, None]
+    given = {"attention_mask": {"sliding_attention": shown}, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    with torch.no_grad():
+        got = model(tokens, use_cache=True, **given, **{CACHE: cache}).logits
+    assert cache.stats()["calls"] == {"kernel": 0, "dense": 0, "fallback": 4}
+    assert off(got[:1], theirs(tokens[:1], [LENGTH])) < TOLERANCE
+    assert off(got[1:, padding:], theirs(tokens[1:, padding:], [LENGTH - padding])) < TOLERANCE
+
+
+def test_dropout_is_refused():
+    model = made(NAME, {**COMPRESSED, "attention_dropout": 0.5}, "kvcache").train()
+    cache = HFCache(model.config, dtype="f32")
+    with pytest.raises(kvcache.NotSupportedError, match="dropout or a bias by position, with softcap or sinks"):
+        logits_of(model, cache, tokens_of(1, LENGTH), [LENGTH])
+
+
+def test_other_caches_are_served_as_before():
+    """A model whose attention may use an `HFCache` also takes transformers' own, with any attention."""
+    HFCache(model_of(NAME).config)
+    tokens = tokens_of(2, LENGTH)
+    want = theirs(tokens, [20, LENGTH])
+    model = with_attention("kvcache")
+    assert off(logits_of(model, their_cache(model), tokens, [20, LENGTH]), want) < TOLERANCE
+    for attention in ATTENTIONS:
+        with torch.no_grad():
+            assert off(with_attention(attention)(tokens, use_cache=False).logits, want) < TOLERANCE
+
+
+def test_enabled():
+    tokens = tokens_of(2, 21)
+    tokens[0, :4] = 0
+    options = {"max_new_tokens": 24, "do_sample": False, "attention_mask": (tokens > 0).long()}
+    model = with_attention("kvcache")
+    want = [
+        model.generate(row[None, n:], **options | {"attention_mask": None}, **{CACHE: HFCache(model.config, "f32")})[
+            0, -24:
+        ]
+        for row, n in zip(tokens, (4, 0), strict=True)
+    ]
+    kvcache.hf.enable(model, dtype="f32")
+    try:
+        got = model.generate(tokens, **options)
+    finally:
+        kvcache.hf.disable(model)
+    assert [row[-24:].tolist() for row in got] == [row.tolist() for row in want]
+
+
+def test_attentions_are_returned():
+    tokens = tokens_of(1, LENGTH)
+    model, found = with_attention("eager"), []
+    for past in (their_cache(model), HFCache(model.config, dtype="f32")):
+        with torch.no_grad():
+            made = model(tokens, use_cache=True, output_attentions=True, **{CACHE: past}).attentions
+        found.append(made)
+    for ours, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(ours, wanted)
+
+
+def test_what_cannot_be():
+    config = model_of(NAME).config
+    with pytest.raises(kvcache.NotSupportedError, match="pools what each token brings: leave policy out"):
+        HFCache(config, policy=kvcache.SlidingWindow(64))
+    with pytest.raises(kvcache.NotSupportedError, match="leave select out"):
+        HFCache(config, select=64)
+    cache = HFCache(config)
+    with pytest.raises(kvcache.NotSupportedError, match="tokens cannot be evicted"):
+        cache.evict(lambda prompt: None)
+    with pytest.raises(ValueError, match="5 layers or more"):
+        cache.shared_layer(4)
+    with pytest.raises(ValueError, match="keys that are values"):
+        HFCache(transformers.LlamaConfig(num_hidden_layers=1)).shared_layer(0)
+
+
+def test_a_cache_of_a_model_with_other_blocks():
+    rates = {"compressed_sparse_attention": 8, "heavily_compressed_attention": 16}
+    cache = HFCache(made(NAME, {**COMPRESSED, "compress_rates": rates}).config)
+    with pytest.raises(ValueError, match=r"pools keys of 4 tokens, .* of 8: give HFCache model\.config"):
+        logits_of(with_attention("kvcache"), cache, tokens_of(1, LENGTH), [LENGTH])
+
+
+def test_blocks_of_a_prefix_cache():
+    """Rows for 128 tokens fit blocks of 128; by default, blocks have so many."""
+    memory = HFCache.make_kv_cache(transformers.CONFIG_MAPPING[NAME]())
+    assert memory.block_size == 128
+    kvcache.PrefixCache(memory, fingerprint=NAME)
+    assert HFCache.make_kv_cache(model_of(NAME).config).block_size == 64
+
+
+def test_half_precision():
+    tokens, model = tokens_of(2, 14), without_choices("eager")
+    want = logits_of(model, their_cache(model), tokens, [14])
+    for attention in ATTENTIONS:
+        model.set_attn_implementation(attention)
+        half = copy.deepcopy(model).to(torch.bfloat16)
+        got = logits_of(half, HFCache(half.config, dtype="bf16"), tokens, [5, 6, 14])
+        assert off(got.float(), want) < 0.05
