@@ -3,6 +3,7 @@
 import concurrent.futures
 import itertools
 import json
+import random
 
 import pytest
 from support import llama_cpp_build, llama_f32_models, llama_models
@@ -46,6 +47,29 @@ def expect_next_as_anew(server, anew, prompt, **fields):
     found = next_token(server, prompt, **fields)
     expect_same_probabilities(found, next_token(anew, prompt, cache_prompt=False), ROUNDING)
     return timings(found)
+
+
+# ---- DeepSeek V4, whose rows stand for several tokens
+
+
+@pytest.mark.parametrize("prefix", ["off", "on", "dir"])
+def test_deepseek_v4_goes_back(folder, prefix):
+    """It goes back to a checkpoint, or to any token that a slot has read, also after a restart."""
+    model = llama_models.write_compressed(folder, "-d", "0.5")
+    rng = random.Random(0)
+    read, *ends = ([rng.randrange(1, 120) for _ in range(length)] for length in (900, 30, 30))
+    prompts = [read, read[:850] + ends[0], read[:300] + ends[1]]
+    options = ("--kvcache", "--parallel", "2", "--ctx-size", "8192", "--ubatch-size", "64", *OPTIONS)
+    store = f"dir:{folder}/compressed" if prefix == "dir" else prefix
+    for known in {"off": [[0, 832, 0]], "on": [[0, 850, 300]], "dir": [[0, 850, 300], [896, 850, 300]]}[prefix]:
+        with Server(model, folder / "compressed.log", *options, "--kvcache-prefix", store) as server:
+            for prompt, num_known in zip(prompts, known, strict=True):
+                request = completion(prompt, 1, n_probs=20)
+                found = server.ask("/completion", request | {"id_slot": 0})
+                anew = server.ask("/completion", request | {"id_slot": 1, "cache_prompt": False})
+                assert timings(found)[0] == num_known
+                expect_same_probabilities(found, anew, ROUNDING)
+                server.complete(prompt, 300, id_slot=0)  # more tokens than windows go back
 
 
 # ---- saved and restored

@@ -84,7 +84,7 @@ def write_sparse(folder, architecture, *options):
 def write_compressed(folder, *options):
     """Write a small random DeepSeek V4 without images, whose tokens choose 8 compressed rows, and return its path."""
     model = write_random(folder, "deepseek4", *options)
-    sizes = {"attention.indexer.top_k": 8}
+    sizes = {"attention.indexer.top_k": 8, "context_length": 8192}
     return write_layers(folder / "compressed.gguf", model, range(4), without="exp_probs_b_vl", **sizes)
 
 
