@@ -1,12 +1,15 @@
-"""Compare llama.cpp on this cache with its own, in a model whose tokens choose rows by an indexer (DeepSeek V3.2).
+"""Compare llama.cpp on this cache with its own, in a model whose tokens choose rows by an indexer.
 
 integrations/llama.cpp/build.sh                     # once, minutes
 python bench/bench_llama_sparse.py --json run.json  # ten minutes
 python bench/bench_llama_sparse.py --context 32k --types int8 --only decode
 python bench/bench_llama_sparse.py --ik ~/ik_llama.cpp --only decode   # beside ik_llama.cpp, too
+python bench/bench_llama_sparse.py --model glm5-next --only decode     # keys that stand for several tokens
 
 The layers have DeepSeek V3.2's attention, 128 heads over latents of 576 elements and 64 index heads of 128, and small
-random matrices beside it. Contexts are filled with random rows. Each figure is of attention alone: the time of a step
+random matrices beside it. With --model glm5-next they have GLM-5.3 Flash's, 64 heads over latents of 512 elements and
+32 index heads; with --model qwen4exp Qwen 4's, 16 heads of 256 over 2 KV heads and 4 index heads. An index key stands
+for 4 tokens there. Contexts are filled with random rows. Each figure is of attention alone: the time of a step
 or a prompt, less the time of one in an empty context. llama.cpp's own cache has flash attention on, its default;
 where it lacks a type, f16 rows. ik_llama.cpp has q8_0 rows there. It does not know the architecture deepseek32, so with
 --ik the model is of the architecture glm-dsa.
@@ -24,14 +27,16 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from bench_llama_cpp import BUILT, MARGIN, PROMPT, Report, interleave, reader, recorded, rested, warm, written
+from bench_llama_cpp import BUILT, MARGIN, MODELS, PROMPT, Report, interleave, reader, recorded, rested, warm, written
 from figures import describe_machine, new_file, quartiles, quotients
 from ik_llama_cpp import NAME, IkContext, IkModel
 from llama_cpp_contexts import OWN_TYPES, TYPES, Context, Library, Model
+from llama_cpp_pooled_models import POOLED_SHAPES, SPARSE_LAYERS, write
 
 from kvcache.tools.arguments import parse_tokens
 
 WANTED = {("decode", 32768): 4, ("decode", 131072): 8, ("prompt", 32768): 3}
+WANTED_POOLED = {("decode", 32768): 8}
 OWN, KVCACHE = "own", "kvcache"
 INSTEAD = {OWN: "f16", NAME: "q8_0"}  # others' types, where kvcache's is one that it alone has
 Makers = dict[str, Callable[[str, int], Context | IkContext]]  # of a context, by entrant: from its type and length
@@ -53,7 +58,9 @@ def measure(
                 call = context.decode if count == 1 else reader(context, at)
                 calls[key, at] = rested(call) if o.ik else call
         samples = interleave(calls, least)
-    title = f"sparse layer{f' beside {NAME}' if o.ik else ''}, {section}"
+    beside = f" of {o.model}" if o.model in POOLED_SHAPES else f" beside {NAME}" if o.ik else ""
+    wanted = WANTED_POOLED if o.model in POOLED_SHAPES else WANTED
+    title = f"sparse layer{beside}, {section}"
     alone = {}
     for key in makers:
         empty = statistics.median(samples[key, 0])
@@ -63,7 +70,7 @@ def measure(
         if key == KVCACHE:
             continue
         low, middle, high = quartiles(quotients(alone[key], alone[KVCACHE]))
-        want = WANTED.get((section, depth)) if key == OWN else None
+        want = wanted.get((section, depth)) if key == OWN else None
         figure = {"quotient": middle, "low": low, "high": high, "wanted": f">= {want}" if want else ""}
         report.row(f"{title}, speedup{'' if key == OWN else f' over {key}'}", depth, dtype, **figure)
         times = (f"{1e3 * statistics.median(alone[each]):.2f}" for each in (key, KVCACHE))
@@ -76,6 +83,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--library", type=Path, default=os.environ.get("LLAMA_CPP_LIB_PATH", BUILT), metavar="FOLDER",
                         help="with libllama; default: $LLAMA_CPP_LIB_PATH, or what build.sh built")  # fmt: skip
     parser.add_argument("--ik", type=Path, metavar="FOLDER", help="a clone of ik_llama.cpp, built in its folder build")
+    parser.add_argument("--model", choices=["deepseek32", *POOLED_SHAPES], default="deepseek32",
+                        help="whose attention; default: deepseek32")  # fmt: skip
     parser.add_argument("--only", nargs="+", choices=("decode", "prompt"), default=["decode", "prompt"],
                         help="default: both")  # fmt: skip
     parser.add_argument("--context", type=parse_tokens, nargs="+", default=[32768, 131072], metavar="N",
@@ -93,6 +102,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         given = getattr(o, name)
         if min(given if isinstance(given, list) else [given]) < 1:
             parser.error(f"--{name} {given}: must be at least 1")
+    if o.ik and o.model != "deepseek32":
+        parser.error(f"--model {o.model}: ik_llama.cpp does not know the architecture")
     if o.cpu_time and o.threads > 1:
         parser.error("--cpu-time is for --threads 1: it adds up what threads take")
     o.command = " ".join(["python bench/bench_llama_sparse.py", *(sys.argv[1:] if arguments is None else arguments)])
@@ -104,7 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(describe_machine())
     report = Report(o.threads, {})
     with recorded(report, o), ExitStack() as stack:
-        path = written("glm-dsa" if o.ik else "deepseek32")
+        is_pooled = o.model in POOLED_SHAPES
+        path = write(o.model, MODELS) if is_pooled else written("glm-dsa" if o.ik else o.model)
         model = stack.enter_context(closing(Model(Library(o.library), path)))
         if o.cpu_time:
             model.library.clock = time.process_time
@@ -121,7 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             report.head(title, "entrant", "its", KVCACHE, "speedup", "quartiles", "wanted")
             for depth in o.context if section == "decode" else o.context[:1]:
                 for dtype in o.types:
-                    measure(report, makers, model.num_layers, section, dtype, depth, o)
+                    num_layers = SPARSE_LAYERS if is_pooled else model.num_layers
+                    measure(report, makers, num_layers, section, dtype, depth, o)
 
 
 if __name__ == "__main__":

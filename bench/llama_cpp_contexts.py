@@ -43,6 +43,9 @@ TYPE_SWITCHES = ("LLAMA_KVCACHE_TYPE_K", "LLAMA_KVCACHE_TYPE_V")  # environment 
 COMPLAINTS = 3, 4  # levels of a log: warnings and errors
 # Models whose state has the keys of indexers, and whether it has values beside keys.
 INDEXED = {"deepseek32": "k", "dots3note": "k", "glm-dsa": "k", "hy_v4": "k", "minimax-m3": "kv"}
+# Models whose indexers pool keys, and whether their state has values beside keys. They have one recurrent layer here.
+POOLED = {"glm5-next": "k", "qwen4exp": "kv"}
+STRIDES = 0x5343564B  # the number that a state of theirs begins with in kvcache
 SEEDS = 32  # tokens of a state that is made longer
 M_ROPE = 8, 40  # types of RoPE with which a cell of a state has two coordinates and a token, too
 
@@ -281,6 +284,10 @@ class _Reader:
         self.parts.append(self.skip(struct.calcsize(form)))
         return struct.unpack(form, self.parts[-1])[0]
 
+    def peek(self, form: str) -> Any:
+        """Return the next number, and leave it there."""
+        return struct.unpack(form, self._state[self._at : self._at + struct.calcsize(form)])[0]
+
     def put(self, form: str, number: int) -> None:
         """Put a number in the place of the next one."""
         self.skip(struct.calcsize(form))
@@ -300,10 +307,14 @@ def lengthen(state: NDArray[np.uint8], tokens: int, model: Model) -> NDArray[np.
     """
     reader, blocks = _Reader(state), RandomBlocks(0)
     reader.parts.append(reader.skip(8))  # the magic number, and the sequence
+    if model.architecture in POOLED:
+        _lengthen_pooled(reader, blocks, tokens, model)
+        return np.concatenate(reader.parts)
     counts = [tokens] * (1 + (model.architecture in INDEXED)) + [min(tokens, model.window)] * bool(model.window)
     for count in counts:
         if reader:
-            _lengthen_cache(reader, blocks, range(tokens - count, tokens), model)
+            parts = INDEXED.get(model.architecture, "kv")
+            _lengthen_cache(reader, blocks, range(tokens - count, tokens), model.cell_extras, parts)
     if model.recurrent:
         reader.copy("<I")  # cells: one
         reader.put("<i", tokens - 1)
@@ -313,19 +324,59 @@ def lengthen(state: NDArray[np.uint8], tokens: int, model: Model) -> NDArray[np.
     return np.concatenate(reader.parts)
 
 
-def _lengthen_cache(reader: _Reader, blocks: RandomBlocks, positions: range, model: Model) -> None:
+def _lengthen_pooled(reader: _Reader, blocks: RandomBlocks, tokens: int, model: Model) -> None:
+    """Do it for a model whose indexers pool keys.
+
+    llama.cpp's own cache has what the indexers pool in a cache behind the recurrent state. kvcache has all layers
+    before it, as llama-kvcache-state-strides.cpp says.
+    """
+    is_own = reader.peek("<I") != STRIDES
+    if is_own:
+        _lengthen_cache(reader, blocks, range(tokens), model.cell_extras, POOLED[model.architecture])
+    else:
+        _lengthen_strides(reader, blocks, tokens)
+    reader.copy("<I")  # cells: one
+    reader.put("<i", tokens - 1)
+    reader.parts.append(reader.skip(12))  # sequences: none; not transposed; layers
+    for _ in "rs":
+        reader.copy("<i")
+        reader.parts.append(reader.skip(reader.copy("<Q")))
+    if is_own:
+        _lengthen_cache(reader, blocks, range(tokens), 0, "k")
+    if reader:
+        raise ValueError("the state has another form")
+
+
+def _lengthen_strides(reader: _Reader, blocks: RandomBlocks, tokens: int) -> None:
+    """Put rows of `tokens` tokens in place of a few tokens' rows, in layers with strides and windows."""
+    reader.copy("<I")
+    layers = [[reader.copy("<I") for _ in range(6)] for _ in range(reader.copy("<I"))]
+    reader.parts.append(reader.skip(8))  # sequences: one; its number
+    few = reader.skip(4).view("<u4")[0]
+    reader.parts.append(np.frombuffer(struct.pack("<I", tokens), np.uint8))
+    for window in dict.fromkeys([0, *(layer[1] for layer in layers)]):
+        for stride, _, *sizes in (layer for layer in layers if layer[1] == window):
+            for kind, nbytes in (sizes[:2], sizes[2:]):
+                before, after = (min(n, window or n) // stride for n in (int(few), tokens))
+                rows = reader.skip(nbytes * before)
+                if kind in TYPES.values():
+                    rows = blocks.take(gguf.GGMLQuantizationType(kind), nbytes * after)
+                reader.parts.append(np.resize(rows, nbytes * after))
+
+
+def _lengthen_cache(reader: _Reader, blocks: RandomBlocks, positions: range, cell_extras: int, parts: str) -> None:
     """Put cells and rows at these positions in place of a few tokens'."""
     for _ in range(reader.copy("<I")):  # streams
         few = reader.copy("<I")  # cells
         if not few:
             continue
         reader.parts[-1] = np.frombuffer(struct.pack("<I", len(positions)), np.uint8)
-        cells = np.empty((len(positions), 3 + model.cell_extras), "<i4")
+        cells = np.empty((len(positions), 3 + cell_extras), "<i4")
         reader.skip(cells.strides[0] * few)
         cells[:] = np.asarray(positions)[:, None]
         cells[:, 1], cells[:, -1] = 1, 0  # the number of sequences, and the sequence
         reader.parts.append(cells.view(np.uint8).ravel())
-        _lengthen_rows(reader, blocks, few, len(positions), INDEXED.get(model.architecture, "kv"))
+        _lengthen_rows(reader, blocks, few, len(positions), parts)
 
 
 def _lengthen_rows(reader: _Reader, blocks: RandomBlocks, few: int, count: int, parts: str) -> None:

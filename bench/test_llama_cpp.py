@@ -16,6 +16,7 @@ import bench_llama_sparse
 import ik_llama_cpp
 import llama_cpp_contexts
 import llama_cpp_models
+import llama_cpp_pooled_models
 import llama_cpp_summary
 import numpy as np
 import pytest
@@ -162,6 +163,23 @@ def test_a_layer_whose_tokens_choose_rows(library, tmp_path, monkeypatch, capsys
     assert {(row["name"], row["type"]) for row in rows if "quotient" in row} == {
         (f"sparse layer, {section}, speedup", dtype) for section in ("decode", "prompt") for dtype in ("f16", "int8")
     }
+
+
+@pytest.mark.parametrize("name", llama_cpp_pooled_models.POOLED_SHAPES)
+def test_a_layer_whose_indexer_pools_keys(library, tmp_path, monkeypatch, capsys, name):
+    small = dataclasses.replace(llama_cpp_pooled_models.POOLED_SHAPES[name], num_heads=4, top_k=32)
+    monkeypatch.setitem(llama_cpp_pooled_models.POOLED_SHAPES, name, small)
+    monkeypatch.setattr(bench_llama_sparse, "MODELS", tmp_path)
+    bench_llama_sparse.main([
+        f"--library={library.folder}", f"--model={name}", "--context=300", "--types", "f16", "int8", "--steps=2",
+        "--prompts=1", "--threads=1", f"--json={tmp_path / 'run.json'}",
+    ])  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "not kvcache" not in printed
+    assert "prefilled" not in printed
+    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
+    found = {(row["name"], row["type"]) for row in rows if "quotient" in row}
+    assert found >= {(f"sparse layer of {name}, decode, speedup", dtype) for dtype in ("f16", "int8")}
 
 
 # ---- the comparison

@@ -1,8 +1,8 @@
 // Saved state of models with layers that have a row for a block of tokens, in a format of its own: llama.cpp's own
 // cache holds other rows.  All integers are of 32 bits.
 //
-//   MAGIC, the number of layers; of each: the type of its keys, and of its values, and the bytes of a row of each
-//   the number of sequences; of each: its number and its tokens, which begin at position 0
+//   MAGIC, the number of layers; of each: its stride and its window, or 0; the type and the bytes of its keys, and of
+//   its values the number of sequences; of each: its number and its tokens, which begin at position 0
 //     the rows of its parts, layer by layer, keys before values: all rows of layers that see everything, or have a row
 //     for a block; then, for each kind of window, the rows that the next token sees
 //
@@ -17,6 +17,9 @@
 
 static constexpr uint32_t MAGIC = 0x5343564b; // KVCS
 
+static int32_t stride_of(const kvc_layer &layer) { return std::max(1, layer.policy.stride); }
+static int32_t window_of(const kvc_layer &layer) { return layer.policy.kind == KVC_SLIDING ? layer.policy.window : 0; }
+
 // layers that are restored together, and how many of the last positions they have
 struct llama_kvcache::strided_part {
     int32_t window; // 0: all
@@ -29,8 +32,7 @@ std::vector<llama_kvcache::strided_part> llama_kvcache::strided_parts(llama_stat
     std::vector<strided_part> res(1);
 
     for (int32_t layer = 0; layer < (int32_t)layers.cache.size(); ++layer) {
-        const auto &policy = layers.cache[layer].policy;
-        const int32_t window = policy.kind == KVC_SLIDING ? policy.window : 0;
+        const int32_t window = window_of(layers.cache[layer]);
         auto part = std::find_if(res.begin(), res.end(), [&](const strided_part &p) { return p.window == window; });
 
         if (part == res.end()) {
@@ -73,7 +75,7 @@ uint32_t read(llama_io_read_i &io) {
 
 // calls visit(begin, end, n_rows) for pieces of the positions [begin, end) whose rows fit a buffer
 template <typename F> void in_pieces(const kvc_layer &layer, size_t n_bytes, llama_pos begin, llama_pos end, F visit) {
-    const llama_pos stride = std::max(1, layer.policy.stride);
+    const llama_pos stride = stride_of(layer);
     const llama_pos n_most = std::max<llama_pos>(1, (llama_pos)(N_BUFFER / n_bytes)) * stride;
 
     for (llama_pos next; begin < end; begin = next) {
@@ -88,10 +90,12 @@ void llama_kvcache::write_layout(llama_io_write_i &io) const {
     write(io, MAGIC);
     write(io, (uint32_t)layers.cache.size());
     for (const auto &layer : layers.cache) {
+        write(io, stride_of(layer));
+        write(io, window_of(layer));
         for (const bool is_value : {false, true}) {
             const row_size row(layer, is_value);
 
-            write(io, (uint32_t)row.type);
+            write(io, (uint32_t)llama_kvcache_state_type(row.type));
             write(io, (uint32_t)row.n_bytes);
         }
     }
@@ -108,10 +112,12 @@ void llama_kvcache::read_layout(llama_io_read_i &io) const {
     expect(MAGIC, "format", 0);
     expect((uint32_t)layers.cache.size(), "number of layers", 0);
     for (size_t i = 0; i < layers.cache.size(); ++i) {
+        expect(stride_of(layers.cache[i]), "stride", i);
+        expect(window_of(layers.cache[i]), "window", i);
         for (const bool is_value : {false, true}) {
             const row_size row(layers.cache[i], is_value);
 
-            expect((uint32_t)row.type, "type", i);
+            expect((uint32_t)llama_kvcache_state_type(row.type), "type", i);
             expect((uint32_t)row.n_bytes, "row size", i);
         }
     }
@@ -150,7 +156,7 @@ void llama_kvcache::write_part(llama_io_write_i &io, const strided_part &part, i
 void llama_kvcache::read_layer(llama_io_read_i &io, kvc_batch *to, int32_t layer, llama_pos first, llama_pos n_tokens) {
     const row_size k(layers.cache[layer], false);
     const row_size v(layers.cache[layer], true);
-    const llama_pos stride = std::max(1, layers.cache[layer].policy.stride);
+    const llama_pos stride = stride_of(layers.cache[layer]);
     const size_t n_rows = n_tokens / stride - first / stride;
 
     std::vector<uint8_t> keys(n_rows * k.n_bytes);
