@@ -9,10 +9,14 @@ python bench/bench_llama_sparse.py --model glm5-next --only decode     # keys th
 The layers have DeepSeek V3.2's attention, 128 heads over latents of 576 elements and 64 index heads of 128, and small
 random matrices beside it. With --model glm5-next they have GLM-5.3 Flash's, 64 heads over latents of 512 elements and
 32 index heads; with --model qwen4exp Qwen 4's, 16 heads of 256 over 2 KV heads and 4 index heads. An index key stands
-for 4 tokens there. Contexts are filled with random rows. Each figure is of attention alone: the time of a step
-or a prompt, less the time of one in an empty context. llama.cpp's own cache has flash attention on, its default;
-where it lacks a type, f16 rows. ik_llama.cpp has q8_0 rows there. It does not know the architecture deepseek32, so with
---ik the model is of the architecture glm-dsa.
+for 4 tokens there. With --model deepseek4 they have DeepSeek V4's, 64 heads of 512 and 64 index heads. One layer
+chooses 512 rows that stand for 4 tokens, one sees all rows that stand for 128, and figures are their mean. llama.cpp's
+own cache cannot go back in that model, so that prompts are left out.
+
+Contexts are filled with random rows. Each figure is of attention alone: the time of a step or a prompt, less the time
+of one in an empty context. llama.cpp's own cache has flash attention on, its default; where it lacks a type, f16 rows.
+ik_llama.cpp has q8_0 rows there. It does not know the architecture deepseek32, so with --ik the model is of the
+architecture glm-dsa.
 """
 
 from __future__ import annotations
@@ -36,7 +40,11 @@ from llama_cpp_pooled_models import POOLED_SHAPES, SPARSE_LAYERS, write
 from kvcache.tools.arguments import parse_tokens
 
 WANTED = {("decode", 32768): 4, ("decode", 131072): 8, ("prompt", 32768): 3}
-WANTED_POOLED = {("decode", 32768): 8}
+WANTED_POOLED = {
+    "glm5-next": {("decode", 32768): 8},
+    "qwen4exp": {("decode", 32768): 8},
+    "deepseek4": {("decode", 32768): 6},
+}
 OWN, KVCACHE = "own", "kvcache"
 INSTEAD = {OWN: "f16", NAME: "q8_0"}  # others' types, where kvcache's is one that it alone has
 Makers = dict[str, Callable[[str, int], Context | IkContext]]  # of a context, by entrant: from its type and length
@@ -59,7 +67,7 @@ def measure(
                 calls[key, at] = rested(call) if o.ik else call
         samples = interleave(calls, least)
     beside = f" of {o.model}" if o.model in POOLED_SHAPES else f" beside {NAME}" if o.ik else ""
-    wanted = WANTED_POOLED if o.model in POOLED_SHAPES else WANTED
+    wanted = WANTED_POOLED.get(o.model, WANTED)
     title = f"sparse layer{beside}, {section}"
     alone = {}
     for key in makers:
@@ -102,6 +110,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         given = getattr(o, name)
         if min(given if isinstance(given, list) else [given]) < 1:
             parser.error(f"--{name} {given}: must be at least 1")
+    if o.model == "deepseek4":
+        o.only = ["decode"]
     if o.ik and o.model != "deepseek32":
         parser.error(f"--model {o.model}: ik_llama.cpp does not know the architecture")
     if o.cpu_time and o.threads > 1:

@@ -307,6 +307,9 @@ def lengthen(state: NDArray[np.uint8], tokens: int, model: Model) -> NDArray[np.
     """
     reader, blocks = _Reader(state), RandomBlocks(0)
     reader.parts.append(reader.skip(8))  # the magic number, and the sequence
+    if model.architecture == "deepseek4":
+        _lengthen_compressed(reader, blocks, tokens)
+        return np.concatenate(reader.parts)
     if model.architecture in POOLED:
         _lengthen_pooled(reader, blocks, tokens, model)
         return np.concatenate(reader.parts)
@@ -343,6 +346,36 @@ def _lengthen_pooled(reader: _Reader, blocks: RandomBlocks, tokens: int, model: 
         reader.parts.append(reader.skip(reader.copy("<Q")))
     if is_own:
         _lengthen_cache(reader, blocks, range(tokens), 0, "k")
+    if reader:
+        raise ValueError("the state has another form")
+
+
+def _lengthen_compressed(reader: _Reader, blocks: RandomBlocks, tokens: int) -> None:
+    """Do it for DeepSeek V4, with a window of 128 tokens, and rows that stand for 4 tokens or for 128.
+
+    llama.cpp's own cache has cells without layers, the window, the rows of either kind, and the keys of indexers, as
+    llama_kv_cache_dsv4::state_write says. Tokens that are not compressed yet stay as they are.
+    """
+    if reader.peek("<I") == STRIDES:
+        _lengthen_strides(reader, blocks, tokens)
+    else:
+        reader.parts.append(reader.skip(12))  # the magic number, the version, and the mode
+        for window in (tokens, min(tokens, 128)):
+            _lengthen_cache(reader, blocks, range(tokens - window, tokens), 0, "k")
+        for stride in (4, 128, 4):
+            reader.copy("<I")  # version
+            few = reader.copy("<I")
+            reader.parts[-1] = np.frombuffer(struct.pack("<I", tokens // stride), np.uint8)
+            reader.copy("<I")  # streams: one
+            for _ in range(reader.copy("<I")):  # layers
+                reader.copy("<I")
+                kind = reader.copy("<i")
+                reader.copy("<Q")  # elements
+                reader.put("<Q", tokens // stride)
+                nbytes = reader.copy("<Q")
+                reader.skip(nbytes * few)
+                reader.parts.append(blocks.take(gguf.GGMLQuantizationType(kind), nbytes * (tokens // stride)))
+        reader.parts.append(reader.rest())
     if reader:
         raise ValueError("the state has another form")
 

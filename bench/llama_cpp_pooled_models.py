@@ -1,6 +1,8 @@
-"""Write models for llama.cpp whose indexers pool the keys of several tokens, in the shapes of GLM-5.3 Flash and Qwen 4.
+"""Write models for llama.cpp with rows that stand for several tokens, in the shapes of real models.
 
-Two layers choose blocks of rows, and one is recurrent. Attention is as large as the real model's, the rest is small.
+In GLM-5.3 Flash and Qwen 4 indexers pool keys: two layers choose blocks of rows, and one is recurrent. In DeepSeek V4
+one layer chooses rows that stand for 4 tokens, and one sees all rows that stand for 128. Attention is as large as the
+real model's, the rest is small.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import gguf
 import numpy as np
 from llama_cpp_models import Q4_0, RandomBlocks, add_vocabulary, finish, random_vocabulary
 
-HIDDEN, INNER, VOCABULARY, STREAMS = 256, 256, 320, 4
+HIDDEN, INNER, VOCABULARY, STREAMS, GROUPS = 256, 256, 320, 4, 4
 SPARSE_LAYERS = 2
 Sizes = dict[str, tuple[int, ...]]
 
@@ -35,12 +37,17 @@ class PooledShape:
     top_k: int = 2048
     recurrent_layer: int = 2
 
+    @property
+    def num_layers(self) -> int:
+        return SPARSE_LAYERS + (self.recurrent_layer >= 0)
+
 
 POOLED_SHAPES = {
     shape.architecture: shape
     for shape in (
         PooledShape("glm5-next", 64, 256, 32, kv_rank=512),
         PooledShape("qwen4exp", 16, 256, 4, num_kv_heads=2, recurrent_layer=0),
+        PooledShape("deepseek4", 64, 512, 64, top_k=512, recurrent_layer=-1),
     )
 }
 
@@ -67,6 +74,18 @@ def fields_of_qwen4(shape: PooledShape) -> dict[str, Any]:
         "rope.dimension_sections": [11, 11, 10, 0], "rope.freq_base": 1e7, "ssm.inner_size": 256, "ssm.state_size": 128,
         "ssm.time_step_rank": 2, "ssm.group_count": 2, "hyper_connection.low_rank": 32,
         "expert_shared_feed_forward_length": 32,
+    }  # fmt: skip
+
+
+def fields_of_deepseek4(shape: PooledShape) -> dict[str, Any]:
+    """Return what a file says of the architecture deepseek4 alone."""
+    return {
+        "attention.head_count_kv": 1, "attention.q_lora_rank": shape.q_rank, "attention.key_length": shape.head_dim,
+        "attention.value_length": shape.head_dim, "rope.dimension_count": 64, "attention.sliding_window": 128,
+        "attention.compress_ratios": [shape.block, 128], "attention.compress_rope_freq_base": 160_000.0,
+        "attention.output_group_count": GROUPS, "attention.output_lora_rank": 64, "expert_shared_count": 1,
+        "expert_weights_scale": 1.0, "expert_weights_norm": True, "expert_gating_func": 4, "swiglu_clamp_exp": 10.0,
+        "hash_layer_count": 0, "hyper_connection.sinkhorn_iterations": 20, "hyper_connection.epsilon": 1e-6,
     }  # fmt: skip
 
 
@@ -151,10 +170,56 @@ def parts_of_qwen4(shape: PooledShape) -> Sizes:
     return found
 
 
+def layer_of_deepseek4(shape: PooledShape, stride: int) -> Sizes:
+    """Return the sizes of tensors of a layer with rows that stand for `stride` tokens."""
+    heads, dim, rank, index_dim = shape.num_heads, shape.head_dim, shape.q_rank, shape.index_dim
+    series = 2 if stride == shape.block else 1
+    found: Sizes = {
+        "attn_sinks": (heads,), "attn_q_a": (rank, HIDDEN), "attn_q_a_norm": (rank,), "attn_q_b": (heads * dim, rank),
+        "attn_kv": (dim, HIDDEN), "attn_kv_a_norm": (dim,), "attn_output_a": (64 * GROUPS, heads * dim // GROUPS),
+        "attn_output_b": (HIDDEN, 64 * GROUPS), "attn_compressor_kv": (series * dim, HIDDEN),
+        "attn_compressor_gate": (series * dim, HIDDEN), "attn_compressor_ape": (stride, series * dim),
+        "attn_compressor_norm": (dim,),
+    }  # fmt: skip
+    if stride != shape.block:
+        return found
+    return found | {
+        "indexer.proj": (shape.index_heads, HIDDEN), "indexer.attn_q_b": (shape.index_heads * index_dim, rank),
+        "indexer_compressor_kv": (2 * index_dim, HIDDEN), "indexer_compressor_gate": (2 * index_dim, HIDDEN),
+        "indexer_compressor_ape": (stride, 2 * index_dim), "indexer_compressor_norm": (index_dim,),
+    }  # fmt: skip
+
+
+def parts_of_deepseek4(shape: PooledShape) -> Sizes:
+    """Return the sizes of all tensors, by their names."""
+    wide, mixed = STREAMS * HIDDEN, (2 + STREAMS) * STREAMS
+    common: Sizes = {
+        "attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,), "ffn_gate_inp": (2, HIDDEN), "exp_probs_b.bias": (2,),
+        "ffn_gate_exps": (2, 32, HIDDEN), "ffn_up_exps": (2, 32, HIDDEN), "ffn_down_exps": (2, HIDDEN, 32),
+        "ffn_gate_shexp": (32, HIDDEN), "ffn_up_shexp": (32, HIDDEN), "ffn_down_shexp": (HIDDEN, 32),
+    }  # fmt: skip
+    for part in ("attn", "ffn"):
+        common |= {f"hc_{part}_fn": (mixed, wide), f"hc_{part}_base": (mixed,), f"hc_{part}_scale": (3,)}
+    found: Sizes = {"token_embd": (VOCABULARY, HIDDEN), "output": (VOCABULARY, HIDDEN), "output_norm": (HIDDEN,),
+                    "output_hc_fn": (STREAMS, wide), "output_hc_base": (STREAMS,), "output_hc_scale": (1,)}  # fmt: skip
+    for layer, stride in enumerate((shape.block, 128)):
+        found |= {f"blk.{layer}.{name}": size for name, size in (common | layer_of_deepseek4(shape, stride)).items()}
+    return found
+
+
+PARTS = {
+    "glm5-next": (fields_of_glm5, parts_of_glm5),
+    "qwen4exp": (fields_of_qwen4, parts_of_qwen4),
+    "deepseek4": (fields_of_deepseek4, parts_of_deepseek4),
+}
+
+
 def add_field(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     """Add a number or an array to what a file says."""
     if isinstance(value, list):
         writer.add_array(key, value)
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)
     else:
@@ -184,19 +249,19 @@ def write(name: str, folder: Path) -> Path:
     writer = gguf.GGUFWriter(part, name)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
     fields = {
-        "block_count": SPARSE_LAYERS + 1, "context_length": 163_840, "embedding_length": HIDDEN,
+        "block_count": shape.num_layers, "context_length": 163_840, "embedding_length": HIDDEN,
         "feed_forward_length": INNER, "vocab_size": VOCABULARY, "attention.head_count": shape.num_heads,
         "attention.indexer.head_count": shape.index_heads, "attention.indexer.key_length": shape.index_dim,
         "attention.indexer.top_k": shape.top_k, "attention.layer_norm_rms_epsilon": 1e-6, "ssm.conv_kernel": 4,
         "hyper_connection.count": STREAMS, "expert_count": 2, "expert_used_count": 1, "expert_feed_forward_length": 32,
     }  # fmt: skip
-    is_glm5 = name == "glm5-next"
-    fields |= (fields_of_glm5 if is_glm5 else fields_of_qwen4)(shape)
+    fields_of, parts_of = PARTS[name]
+    fields |= fields_of(shape)
     for key, value in fields.items():
         add_field(writer, f"{name}.{key}", value)
     add_vocabulary(writer, *random_vocabulary(VOCABULARY))
     blocks = RandomBlocks(0)
-    for tensor, size in (parts_of_glm5 if is_glm5 else parts_of_qwen4)(shape).items():
+    for tensor, size in parts_of(shape).items():
         add_tensor(writer, blocks, tensor, size)
     finish(writer)
     return part.replace(path)
