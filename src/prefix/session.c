@@ -340,6 +340,10 @@ static kvc_node *keep_block(kvc_node *parent, const kvc_sequence *sequence, kvc_
     const int32_t end = parent->end + tokens->num;
     kvc_node *own = session ? session->pending : NULL, *list = NULL;
     if (own && (own->begin != parent->end || own->end != end)) own = NULL;
+    if (own && adds_rows(sequence, own)) { /* its windows were evicted, and the sequence still has their sink tokens */
+        kvc_node_drop(own);
+        own = NULL;
+    }
     kvc_node *node = find_kept(parent, own ? own->rows : sequence, tokens, is_exact);
     if (node) {
         if (own) kvc_node_drop(own);
