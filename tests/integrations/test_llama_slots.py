@@ -49,27 +49,44 @@ def expect_next_as_anew(server, anew, prompt, **fields):
     return timings(found)
 
 
-# ---- DeepSeek V4, whose rows stand for several tokens
+# ---- rows that stand for several tokens
+
+
+def expect_known(model, known, prefix):
+    """Ask for a prompt, for one that leaves it late, and one that leaves it early, and compare with a slot's answers.
+
+    `known` has how many of their tokens are known.
+    """
+    rng = random.Random(0)
+    read, *ends = ([rng.randrange(1, 120) for _ in range(length)] for length in (900, 30, 30))
+    prompts = [read, read[:850] + ends[0], read[:300] + ends[1]]
+    options = ("--kvcache", "--parallel", "2", "--ctx-size", "8192", "--batch-size", "64", "--ubatch-size", "64")
+    with Server(model, model.with_suffix(".log"), *options, *OPTIONS, "--kvcache-prefix", prefix) as server:
+        for prompt, num_known in zip(prompts, known, strict=True):
+            request = completion(prompt, 1, n_probs=20)
+            found = server.ask("/completion", request | {"id_slot": 0})
+            anew = server.ask("/completion", request | {"id_slot": 1, "cache_prompt": False})
+            assert timings(found)[0] == num_known
+            expect_same_probabilities(found, anew, ROUNDING)
+            server.complete(prompt, 300, id_slot=0)  # more tokens than windows go back
 
 
 @pytest.mark.parametrize("prefix", ["off", "on", "dir"])
 def test_deepseek_v4_goes_back(folder, prefix):
     """It goes back to a checkpoint, or to any token that a slot has read, also after a restart."""
     model = llama_models.write_compressed(folder, "-d", "0.5")
-    rng = random.Random(0)
-    read, *ends = ([rng.randrange(1, 120) for _ in range(length)] for length in (900, 30, 30))
-    prompts = [read, read[:850] + ends[0], read[:300] + ends[1]]
-    options = ("--kvcache", "--parallel", "2", "--ctx-size", "8192", "--ubatch-size", "64", *OPTIONS)
     store = f"dir:{folder}/compressed" if prefix == "dir" else prefix
-    for known in {"off": [[0, 832, 0]], "on": [[0, 850, 300]], "dir": [[0, 850, 300], [896, 850, 300]]}[prefix]:
-        with Server(model, folder / "compressed.log", *options, "--kvcache-prefix", store) as server:
-            for prompt, num_known in zip(prompts, known, strict=True):
-                request = completion(prompt, 1, n_probs=20)
-                found = server.ask("/completion", request | {"id_slot": 0})
-                anew = server.ask("/completion", request | {"id_slot": 1, "cache_prompt": False})
-                assert timings(found)[0] == num_known
-                expect_same_probabilities(found, anew, ROUNDING)
-                server.complete(prompt, 300, id_slot=0)  # more tokens than windows go back
+    for known in {"off": [[0, 836, 0]], "on": [[0, 850, 300]], "dir": [[0, 850, 300], [896, 850, 300]]}[prefix]:
+        expect_known(model, known, store)
+
+
+@pytest.mark.parametrize("name", llama_models.POOLED)
+def test_models_that_pool_keys_go_back(folder, name):
+    """They go back to a checkpoint, and after a restart to a state that was kept with a prompt."""
+    model = llama_models.write_sparse(folder, name, "-d", "0.5", context_length=8192)
+    expect_known(model, [0, 836, 0], "off")
+    for known in ([0, 836, 0], [896, 836, 266]):
+        expect_known(model, known, f"dir:{folder}/{name}")
 
 
 # ---- saved and restored

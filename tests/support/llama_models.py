@@ -72,12 +72,14 @@ SPARSE = ("deepseek32", "dots3note", "glm-dsa", "hy_v4", "minimax-m3")  # tokens
 POOLED = ("glm5-next", "qwen4exp")  # tokens choose blocks of rows, by keys that are pooled of several tokens
 
 
-def write_sparse(folder, architecture, *options):
+def write_sparse(folder, architecture, *options, **sizes):
     """Write a small random model whose tokens choose 16 rows, or blocks of 4 rows, and return its path."""
     gguf = pytest.importorskip("gguf")
     path = write_random(folder, architecture, *options)
-    field = gguf.GGUFReader(path, "r+").get_field(f"{architecture}.attention.indexer.top_k")
-    field.parts[field.data[0]][0] = 16
+    reader = gguf.GGUFReader(path, "r+")
+    for key, size in ({"attention.indexer.top_k": 16} | sizes).items():
+        field = reader.get_field(f"{architecture}.{key}")
+        field.parts[field.data[0]][0] = size
     return path
 
 
