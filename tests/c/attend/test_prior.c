@@ -42,7 +42,9 @@ static void check_joined(const scene *s, const setting *how) {
     second.args.prior_lse = again.args.prior_lse = first.lse;
     second.args.sinks = again.args.sinks = NULL;
     CHECKF(ask(&second) == KVC_OK, "%s", kvc_last_error());
+    joined_with = &first;
     check_answers(&second);
+    joined_with = NULL;
     ask_by_tasks(&again);
     for (int t = 0; t < second.n; t++) CHECK(same_bits(&again, t, &second, t));
 

@@ -172,17 +172,23 @@ static inline answer answer_to(const stage *st, const rows *r, int t, const floa
  * often. */
 static double leniency = 1;
 
+/* Not NULL: the call whose result the question has as prior_out, rounded to the type of q.  It may be much larger than
+ * the joint result. */
+static const question *joined_with;
+
 /* The result for token t of the question, head h. */
 static inline void check_answer(const question *a, const rows *r, int t, int h) {
     const scene *s = a->stage->scene;
     const pass *tokens = &a->stage->tokens;
-    float q[MAX_DIM], out[MAX_DIM];
+    float q[MAX_DIM], out[MAX_DIM], prior[MAX_DIM] = {0};
     for (int d = 0; d < s->layer.k_dim; d++)
         q[d] = query_element(s, a->layer, (int)tokens->ids[a->first + t], tokens->rows[a->first + t], h, d);
     const answer right = answer_to(a->stage, r, a->first + t, q, h);
     read_out(a, t, h, out);
+    if (joined_with) read_out(joined_with, t, h, prior);
     for (int d = 0; d < s->layer.v_dim; d++)
-        CHECKF(fabs(out[d] - right.out[d]) <= leniency * right.out_error[d],
+        CHECKF(fabs(out[d] - right.out[d]) <=
+                   leniency * right.out_error[d] + rounding_of(s->q_type) * fabs((double)prior[d]),
                "%s: types %d and %d, %d rows, token %d, head %d, out[%d] is %g, not %g, off by %g of %g", kvc_isa(),
                s->layer.k_type, s->layer.v_type, (int)r->num, t, h, d, (double)out[d], right.out[d],
                fabs(out[d] - right.out[d]), right.out_error[d]);
