@@ -179,17 +179,19 @@ static void merge_row(const kvc_task *t, const results *all, int32_t r, place at
     float prior = -INFINITY; /* the maximum of attention to other rows, whose sum is 1 */
     if (a->prior_out) memcpy(&prior, (const char *)a->prior_lse + at.lse, sizeof prior);
     prior /= base;
-    float *out = t->acc + (size_t)r * (size_t)stride, max = prior > sink ? prior : sink;
+    float *out = t->acc + (size_t)r * (size_t)stride, own = -INFINITY, max = prior > sink ? prior : sink;
     int32_t num_splits = 1; /* up to the last split with rows: a split without rows may change the sign of a zero */
     for (int32_t p = 0; p < all->num_splits; p++) {
         const float of_split = all->max[(size_t)p * all->stride + (size_t)r];
-        if (of_split > max) max = of_split;
+        if (of_split > own) own = of_split;
         if (of_split != -INFINITY) num_splits = p + 1;
     }
-    const float of_rows = add_splits(t, all, r, num_splits, max, out) + rescale_factor(sink, max, base);
-    const float of_prior = rescale_factor(prior, max, base), sum = of_rows + of_prior, weight = of_prior / sum;
+    if (own > max) max = own;
+    const float factor = rescale_factor(own, max, base), of_prior = rescale_factor(prior, max, base);
+    const float sum = factor * add_splits(t, all, r, num_splits, own, out) + rescale_factor(sink, max, base) + of_prior;
+    const float weight = of_prior / sum;
     /* If the sum is 0, the query saw nothing, and `out` is 0. */
-    kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : 1 / (sum * all->one));
+    kernels->scale(out, 0, 1, plan->v_dim, sum == 0 ? 1 : factor / (sum * all->one));
     if (t->call->v_mixing.order) kernels->hadamard(out, out, plan->v_dim, t->call->v_mixing);
     if (of_prior > 0) {
         kvc_value_piece row = {(const char *)a->prior_out + at.out, {.bytes = 0}};
