@@ -67,7 +67,8 @@ cdef tuple read_prior(object prior, int64_t dim, int layout, Query *query):
     cdef Array *lse = &query.prior_lse
     cdef int i
     if not isinstance(prior, tuple) or len(prior) != 2:
-        raise TypeError(f"prior: must be a tuple of a result and its log-sum-exp, not {type(prior).__name__}")
+        given = f"a tuple of {len(prior)}" if isinstance(prior, tuple) else type(prior).__name__
+        raise TypeError(f"prior: must be a tuple of a result and its log-sum-exp, not {given}")
     owners = read_array(prior[0], "prior[0]", query.q.ndim, out), read_array(
         prior[1], "prior[1]", query.q.ndim - 1, lse)
     check_result(out, "prior[0]", dim, layout, &query.q)
