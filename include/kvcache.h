@@ -483,8 +483,10 @@ typedef struct kvc_attend_args {
     const kvc_chosen *chosen; /* NULL: a token sees all rows that it may see */
     const void *prior_out;    /* [num_tokens][num_heads][v_dim] of q's type, with the strides of out: what attention to
                                  other rows, such as another layer's, gave these queries.  These rows join the softmax.
-                                 NULL: none.  May be `out`, if no task is run twice */
-    const float *prior_lse;   /* [num_tokens][num_heads] with the strides of lse: the log-sum-exp of that attention */
+                                 NULL: none.  May be `out`, if no task is run twice, nor the call made again after
+                                 an error */
+    const float *prior_lse;   /* [num_tokens][num_heads] with the strides of lse: the log-sum-exp of that attention.
+                                 May be `lse`, as prior_out may be `out` */
 } kvc_attend_args;
 
 /* Rows that no query of a call sees, such as padding: those at positions [begin, end) of a sequence of the batch,

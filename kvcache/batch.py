@@ -279,7 +279,7 @@ class Batch:
         prior : tuple of array, optional
             What another call with `return_lse`, such as one for another layer, gave the same queries: its result, laid
             out as this call's, and the log-sum-exp. One softmax then spans the rows of both calls. `sinks` go to one of
-            them. The result may be `out` itself.
+            them. The result may be `out` itself, which a call that is interrupted leaves undefined.
         layout : {"THD", "HTD", "BHTD"}, default "THD"
             The order of the axes of `q`, `k`, `v` and the result, as in `put`. In `chosen`, tokens come in the order of
             the batch.
