@@ -53,7 +53,7 @@ def expect_next_as_anew(server, anew, prompt, **fields):
 
 
 def expect_known(model, known, prefix):
-    """Ask for a prompt, for one that leaves it late, and one that leaves it early, and compare with a slot's answers.
+    """Ask for a prompt, then for two that begin like it, and compare with the answers of an empty slot.
 
     `known` has how many of their tokens are known.
     """
