@@ -89,14 +89,8 @@ std::vector<llama_kvcache::last_token> llama_kvcache::last_tokens(int32_t n) con
     return res;
 }
 
-// what a token adds to a row: elements, and their weights before the softmax
-struct pool_input {
-    const float *elements;
-    const float *gates;
-};
-
 // sums elements [first, end) over the tokens of a block
-static void sum_inputs(const std::vector<pool_input> &inputs, float *row, int64_t first, int64_t end) {
+void llama_kvcache::sum_inputs(const std::vector<pool_input> &inputs, float *row, int64_t first, int64_t end) {
     for (int64_t d = first; d < end; ++d) {
         float most = -std::numeric_limits<float>::infinity();
         for (const auto &input : inputs) {
@@ -116,29 +110,52 @@ static void sum_inputs(const std::vector<pool_input> &inputs, float *row, int64_
     }
 }
 
-static std::vector<kvc_span> spans_of(kvc_batch *batch, int64_t seq_id, int32_t layer) {
-    std::vector<kvc_span> res(16);
+// Lists the rows before the ubatch, where it completes a block: ggml could not report that this failed.
+kvc_status llama_kvcache::find_spans(int32_t layer, sequence_inputs &of) {
+    const int32_t stride = model.hparams.dsv4_compress_ratios[layers.model[layer].il];
+    auto &spans = of.spans[layer];
 
+    if ((of.first + (int32_t)of.tokens.size()) / stride == of.first / stride) {
+        return KVC_OK;
+    }
+
+    spans.resize(16);
     while (true) {
-        const auto n_most = (int64_t)res.size();
+        const auto n_most = (int64_t)spans.size();
         int64_t n = 0;
 
-        llama_kvcache_check_op(kvc_batch_spans(batch, seq_id, layer, res.data(), sizeof(res[0]), n_most, &n, nullptr));
-        res.resize(n);
+        if (const kvc_status status =
+                kvc_batch_spans(batch, of.id, layer, spans.data(), sizeof(spans[0]), n_most, &n, nullptr)) {
+            return status;
+        }
+        spans.resize(n);
         if (n <= n_most) {
-            return res;
+            return KVC_OK;
         }
     }
 }
 
-// a span's rows at positions [first, end), as what they add to a row
-static void add_inputs(const kvc_span &span, int32_t first, int32_t end, int64_t offset,
-                       std::vector<pool_input> &inputs) {
-    for (int32_t pos = std::max(first, span.position); pos < std::min(end, span.position + span.num_rows); ++pos) {
-        const int64_t i = pos - span.position;
+// Adds what tokens at positions [first, end) of a sequence add to a row.
+void llama_kvcache::add_inputs(const llama_kvcache_op &op, const ggml_tensor *dst, const sequence_inputs &of,
+                               int32_t first, int32_t end, int64_t offset, std::vector<pool_input> &res) const {
+    const auto add = [&](const void *k, const void *v) {
+        res.push_back({(const float *)k + offset, (const float *)v + offset});
+    };
 
-        inputs.push_back({(const float *)((const char *)span.k + i * span.k_row_stride) + offset,
-                          (const float *)((const char *)span.v + i * span.v_row_stride) + offset});
+    for (const auto &span : of.spans.at(op.inputs)) {
+        const int32_t span_end = std::min(std::min(end, of.first), span.position + span.num_rows);
+
+        for (int32_t pos = std::max(first, span.position); pos < span_end; ++pos) {
+            const int64_t i = pos - span.position;
+
+            add((const char *)span.k + i * span.k_row_stride, (const char *)span.v + i * span.v_row_stride);
+        }
+    }
+    for (int32_t pos = std::max(first, of.first); pos < end; ++pos) {
+        const int64_t i = of.tokens[pos - of.first];
+
+        add((const char *)dst->src[1]->data + i * dst->src[1]->nb[2],
+            (const char *)dst->src[2]->data + i * dst->src[2]->nb[2]);
     }
 }
 
@@ -151,7 +168,7 @@ void llama_kvcache::compress(const llama_kvcache_op &op, ggml_tensor *dst, int i
     const int64_t end = dim * (ith + 1) / nth;
     const auto blocks = last_tokens(stride);
 
-    std::vector<pool_input> inputs;
+    std::vector<pool_input> of_block;
 
     for (int64_t b = 0; b < dst->ne[2]; ++b) {
         auto *row = (float *)((char *)dst->data + b * dst->nb[2]);
@@ -162,15 +179,15 @@ void llama_kvcache::compress(const llama_kvcache_op &op, ggml_tensor *dst, int i
         }
 
         const int32_t begin = blocks[b].pos + 1 - stride;
+        const auto &of = *std::find_if(inputs.begin(), inputs.end(),
+                                       [&](const sequence_inputs &other) { return other.id == blocks[b].seq_id; });
 
-        inputs.clear();
-        for (const auto &span : spans_of(batch, blocks[b].seq_id, op.inputs)) {
-            if (has_two) {
-                add_inputs(span, begin - stride, begin, 0, inputs);
-            }
-            add_inputs(span, begin, begin + stride, has_two ? dim : 0, inputs);
+        of_block.clear();
+        if (has_two) {
+            add_inputs(op, dst, of, begin - stride, begin, 0, of_block);
         }
-        sum_inputs(inputs, row, first, end);
+        add_inputs(op, dst, of, begin, begin + stride, has_two ? dim : 0, of_block);
+        sum_inputs(of_block, row, first, end);
     }
 }
 
@@ -208,9 +225,9 @@ ggml_tensor *llama_kvcache::build_compressed(const llm_graph_context &graph, int
     kv = ggml_reshape_3d(ctx, kv, kv->ne[0], 1, kv->ne[1]);
     gate = ggml_reshape_3d(ctx, gate, gate->ne[0], 1, gate->ne[1]);
 
-    ggml_tensor *stored = build_store(graph, *ops[inputs], kv, gate, il);
+    ggml_tensor *args[3] = {build_store(graph, *ops[inputs], kv, gate, il), kv, gate};
     ggml_tensor *rows = ggml_custom_4d(ctx, GGML_TYPE_F32, layers.cache[layer].k_dim, 1, inp.state_write_pos->ne[0], 1,
-                                       &stored, 1, compute_compress, GGML_N_TASKS_MAX, &op);
+                                       args, 3, compute_compress, GGML_N_TASKS_MAX, &op);
     graph.cb(rows, "kvcache_compress", il);
 
     return rotate(graph, graph.build_norm(rows, weights.norm, nullptr, LLM_NORM_RMS, il), inp.state_write_pos);

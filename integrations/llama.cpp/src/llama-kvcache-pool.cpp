@@ -140,6 +140,10 @@ llama_pos llama_kvcache::first_known(int32_t layer, llama_pos first) const {
 }
 
 kvc_status llama_kvcache::find_known(int32_t layer, sequence_inputs &of) {
+    if (layers.cache[layer].v_dim > 0) {
+        return find_spans(layer, of);
+    }
+
     const int32_t n_dims = layers.cache[layer].k_dim;
     const llama_pos begin = first_known(layer, of.first);
     auto &rows = of.known[layer];

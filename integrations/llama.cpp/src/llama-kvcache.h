@@ -206,14 +206,16 @@ class llama_kvcache : public llama_memory_i {
 
     // what the planned ubatch has of a sequence, and what it asks for from before
     struct sequence_inputs {
-        int64_t id;                                  // of the cache
-        llama_pos first;                             // position of its first token in the ubatch
-        std::vector<int32_t> tokens;                 // of the ubatch, by rising position, one after the other
-        std::map<int32_t, std::vector<float>> known; // [layer of inputs] rows before `first`, from first_known on
+        int64_t id;                                     // of the cache
+        llama_pos first;                                // position of its first token in the ubatch
+        std::vector<int32_t> tokens;                    // of the ubatch, by rising position, one after the other
+        std::map<int32_t, std::vector<float>> known;    // [layer of inputs] rows before `first`, from first_known on
+        std::map<int32_t, std::vector<kvc_span>> spans; // or, in DeepSeek V4, all rows before it
     };
 
     kvc_status find_inputs(const llama_ubatch &ubatch);
     kvc_status find_known(int32_t layer, sequence_inputs &of);
+    kvc_status find_spans(int32_t layer, sequence_inputs &of);
     llama_pos first_known(int32_t layer, llama_pos first) const;
 
     // returns the row at a position of a sequence; rows: those of the ubatch
@@ -235,6 +237,16 @@ class llama_kvcache : public llama_memory_i {
 
     // returns the tokens of the planned ubatch that complete blocks of n
     std::vector<last_token> last_tokens(int32_t n) const;
+
+    // what a token adds to a row: elements, and their weights before the softmax
+    struct pool_input {
+        const float *elements;
+        const float *gates;
+    };
+
+    void add_inputs(const llama_kvcache_op &op, const ggml_tensor *dst, const sequence_inputs &of, int32_t first,
+                    int32_t end, int64_t offset, std::vector<pool_input> &res) const;
+    static void sum_inputs(const std::vector<pool_input> &inputs, float *row, int64_t first, int64_t end);
 
     // the weights by which rows that stand for several tokens are computed
     struct compressor {
