@@ -95,3 +95,8 @@ def test_training_says_to_take_llama_cpps_own_cache(model):
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "lfm2"])
 def test_a_context_goes_on_after_failures(model, architecture):
     assert run("test-kvcache-failures", model(architecture)).endswith("ok\n")
+
+
+@pytest.mark.slow
+def test_deepseek_v4_goes_on_after_failures(tmp_path):
+    assert run("test-kvcache-failures", llama_models.write_compressed(tmp_path, "-d", "0.5")).endswith("ok\n")
