@@ -58,6 +58,7 @@ HARMLESS_IN_CLASSES = {
 }  # fmt: skip
 # Harmless fields of other types.
 HARMLESS_OF = {
+    "deepseek_v4": {"num_hash_layers"},  # how many choose experts by tokens
     "hf_olmo": {"block_type"},
     "llada": {"block_type"},
     "openelm": {"num_gqa_groups"},

@@ -508,6 +508,7 @@ def test_rows_of_several_tokens_beside_windows():
     listed = ["heavily_compressed_attention"] * 3 + ["compressed_sparse_attention"]
     assert shapes.read({**V4, "layer_types": listed}) == shape
     assert shapes.read({**V4, "compress_ratios": [128, 128, 128, 4, 0]}) == shape
+    assert shapes.read({**V4, "num_hash_layers": 3}) == shape
     assert len(shapes.read({**V4, "compress_ratios": [0, 0, 0, 4]}).layers) == 4 + 4
     rates = {"compressed_sparse_attention": 8, "heavily_compressed_attention": 64}
     for given in ({"compress_rates": rates}, {"compress_rate_csa": 8, "compress_rate_hca": 64}):
