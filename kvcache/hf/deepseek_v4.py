@@ -28,6 +28,7 @@ def attend(
     attention_mask: Tensor | None, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Do what the model's attention does, with the rows of an `HFCache`."""
+    _check_type(attention, layer)
     model, config = _code_of(attention), attention.config
     cos, sin = position_embeddings[attention.rope_layer_type]
     heads = *hidden_states.shape[:2], -1, attention.head_dim
@@ -53,6 +54,16 @@ def attend(
     out = model.apply_rotary_pos_emb(out.transpose(1, 2), cos, -sin).transpose(1, 2)
     grouped = attention.o_a_proj(out.reshape(*hidden_states.shape[:2], config.o_groups, -1))
     return attention.o_b_proj(grouped.flatten(2)), weights
+
+
+def _check_type(attention: Any, layer: SharedLayer) -> None:
+    """Raise ValueError if the cache was made for a layer of another type: one keeps rows that the other has not."""
+    made = attention.compressor is not None, hasattr(attention.compressor, "indexer")
+    if made != (layer.compressed is not None, layer.index_keys is not None):
+        raise ValueError(
+            f"layer {attention.layer_idx} of the model is of type {attention.layer_type!r}, that of the config which"
+            " this cache was made from is not: give HFCache model.config"
+        )
 
 
 def _code_of(part: Any) -> Any:
