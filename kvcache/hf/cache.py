@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, Self
@@ -25,9 +24,9 @@ from kvcache.hf.making import Maker
 from kvcache.hf.passes import Passes, indices_of
 from kvcache.hf.policies import (
     BY_ONE_TOKEN,
-    LEAST_BLOCK,
     SHAPE,
     block_size_for,
+    block_size_of_rows,
     both_ways,
     check_policies,
     describe,
@@ -179,8 +178,7 @@ class HFCache(SaveableBatch, Cache):
                 )
             text = config.get_text_config(decoder=True)
             layers = with_sketches(layers, select, getattr(text, "max_position_embeddings", None))
-        strides = {getattr(layer.policy, "stride", 1) for layer in index_layers}
-        limits["block_size"] = block_size or math.lcm(LEAST_BLOCK, *strides)
+        limits["block_size"] = block_size or block_size_of_rows(index_layers)
         return KVCache([*layers, *index_layers], **limits)
 
     @classmethod

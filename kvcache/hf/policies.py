@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from kvcache.models.fields import NAMES
 from kvcache.models.kinds import SLIDING
 from kvcache.models.shapes import MORE_KV_HEADS, REFUSED
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow, written
+from kvcache.prefix.cache import MOST_BLOCK_SIZE
 from kvcache.rope import RopeLike
 
 # Layers whose state transformers itself keeps: a recurrent state, or nothing.
@@ -327,6 +329,13 @@ def block_size_for(policies: Any) -> int:
     windows = [policy.window for policy in given if isinstance(policy, SlidingWindow)]
     windows += [policy.attention_chunk_size for policy in given if isinstance(policy, ChunkedAttention)]
     return max(LEAST_BLOCK, min([MOST_BLOCK, *(n // 4 // LEAST_BLOCK * LEAST_BLOCK for n in windows)]))
+
+
+def block_size_of_rows(layers: Sequence[Layer]) -> int:
+    """Return the tokens of a block that holds whole rows, for a prefix cache; if they do not fit, it refuses them."""
+    unit = math.lcm(*(getattr(layer.policy, "stride", 1) for layer in layers))
+    block = -(-LEAST_BLOCK // unit) * unit
+    return block if block <= MOST_BLOCK_SIZE else LEAST_BLOCK
 
 
 def _types(layer: Layer) -> str:
