@@ -65,12 +65,13 @@ class Compressed(NamedTuple):
     def _dense(self, like: Tensor, num_rows: int) -> Tensor:
         """Return the rows of each sequence, ``[batch, 1, rows, dim]``; one with fewer has zeros behind them."""
         layer, taken = self.rows, self.taken
-        cache = layer.passes.cache
+        passes = layer.passes
         dense = like.new_zeros(len(like), 1, num_rows, like.shape[3])
-        for rows, seq_id in zip(dense, layer.passes.seq_ids, strict=True):
-            num_stored = cache.seq_len(seq_id, layer=layer.index)
-            stored, _ = layer.decoder.decode_rows(layer.index, [seq_id], num_stored)
-            rows[:, :num_stored] = stored[0]
+        with passes.turns.lock:  # until the rows are decoded, no other cache may end the pass, which adds some
+            for rows, seq_id in zip(dense, passes.seq_ids, strict=True):
+                num_stored = passes.cache.seq_len(seq_id, layer=layer.index)
+                stored, _ = layer.decoder.decode_rows(layer.index, [seq_id], num_stored)
+                rows[:, :num_stored] = stored[0]
         if taken.made is not None:
             batch_indices, columns = taken.places
             dense[batch_indices, 0, taken.positions[batch_indices, columns] // layer.block] = taken.made

@@ -4,6 +4,7 @@
 """
 
 import copy
+import threading
 
 import pytest
 
@@ -25,6 +26,7 @@ from support.sparse_models import (  # noqa: E402 - torch may be missing
 import kvcache.hf  # noqa: E402 - it imports those
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
 from kvcache.hf.cache import CACHE  # noqa: E402 - it imports those
+from kvcache.hf.decode import Decoder  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers, and that dense tensors are used
 
@@ -32,6 +34,7 @@ NAME, LENGTH = "deepseek_v4", 60
 TOLERANCE = 2e-6  # of the largest logit
 ATTENTIONS = ["eager", "kvcache"]
 FULL, RESUME = kvcache.FullAttention, 64
+WINDOW, HEAVY, SPARSE = "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"
 
 
 def with_attention(attention):
@@ -282,6 +285,27 @@ def test_attentions_are_returned():
         torch.testing.assert_close(ours, wanted)
 
 
+def test_another_thread_waits_until_rows_are_decoded(monkeypatch):
+    """A cache in the same memory ends a pass whose rows are all stored, but not while a layer reads how many it has."""
+    tokens, threads = tokens_of(1, 16), []
+    want = theirs(tokens, [16])[:, 15:]
+    model = with_attention("eager")
+    cache = HFCache(model.config, dtype="f32")
+    logits_of(model, cache, tokens, [15])
+    other, decode = copy.deepcopy(cache), Decoder.decode_rows
+
+    def decode_late(decoder, index, *args):
+        if decoder is cache._decoder and index == cache.layers[-1].compressed.index and not threads:
+            threads.append(threading.Thread(target=logits_of, args=(model, other, tokens, [16])))
+            threads[0].start()
+            threads[0].join(0.1)
+        return decode(decoder, index, *args)
+
+    monkeypatch.setattr(Decoder, "decode_rows", decode_late)
+    assert off(logits_of(model, cache, tokens, [16]), want) < TOLERANCE
+    threads[0].join()
+
+
 def test_what_cannot_be():
     config = model_of(NAME).config
     with pytest.raises(kvcache.NotSupportedError, match="pools what each token brings: leave policy out"):
@@ -304,12 +328,28 @@ def test_a_cache_of_a_model_with_other_blocks():
         logits_of(with_attention("kvcache"), cache, tokens_of(1, LENGTH), [LENGTH])
 
 
+@pytest.mark.parametrize(("index", "kind"), [(0, HEAVY), (1, WINDOW), (1, SPARSE), (2, HEAVY), (3, WINDOW)])
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_cache_of_a_model_that_compresses_other_layers(index, kind, attention):
+    kinds = [WINDOW, HEAVY, SPARSE, SPARSE]
+    kinds[index] = kind
+    cache = HFCache(transformers.CONFIG_MAPPING[NAME](**{**COMPRESSED, "layer_types": kinds}))
+    with pytest.raises(ValueError, match=rf"layer {index} of the model is of type .* give HFCache model\.config"):
+        logits_of(with_attention(attention), cache, tokens_of(1, 3), [3])
+
+
 def test_blocks_of_a_prefix_cache():
-    """Rows for 128 tokens fit blocks of 128; by default, blocks have so many."""
+    """By default, blocks have as many tokens as rows need: rows for 128 tokens fit blocks of 128."""
     memory = HFCache.make_kv_cache(transformers.CONFIG_MAPPING[NAME]())
     assert memory.block_size == 128
     kvcache.PrefixCache(memory, fingerprint=NAME)
     assert HFCache.make_kv_cache(model_of(NAME).config).block_size == 64
+    for rates, block_size in (((3, 5), 75), ((9, 256), 64)):  # blocks of 2304 tokens are too long to be kept
+        sizes = dict(zip((SPARSE, HEAVY), rates, strict=True))
+        memory = HFCache.make_kv_cache(transformers.CONFIG_MAPPING[NAME](**{**COMPRESSED, "compress_rates": sizes}))
+        assert memory.block_size == block_size
+    with pytest.raises(kvcache.NotSupportedError, match="a multiple of each layer's stride"):
+        kvcache.PrefixCache(memory, fingerprint=NAME)
 
 
 def test_half_precision():
