@@ -1,7 +1,8 @@
-/* fuzz_attention.c: an input decides on types, shapes, policies, lengths, moved, hidden, chosen and selected rows.  It
- * also names an instruction set.  Attention is held against plain arithmetic (answers.h).  Once the input ends, choices
- * are random. */
+/* fuzz_attention.c: an input decides on types, shapes, policies, lengths, moved, hidden, joined, chosen and selected
+ * rows.  It also names an instruction set.  Attention is held against plain arithmetic (answers.h).  Once the input
+ * ends, choices are random. */
 #define _POSIX_C_SOURCE 200809L /* setenv */
+#include "support/joining.h"
 #include "support/selections.h"
 
 #include "fuzz.h"
@@ -17,11 +18,6 @@ static void hide_some(scene *s) {
             s->masked[s->num_masked++] = (kvc_masked){m, begin, random_int(begin, end + 1)};
         }
     }
-}
-
-/* Gives the layers a row for every n-th token, if they show everything and nothing moves. */
-static void add_stride(scene *s) {
-    if (s->layer.policy.kind == KVC_FULL && !s->num_moves) s->layer.policy.stride = random_int(2, 6);
 }
 
 /* Attends to rows that tokens choose. */
@@ -47,6 +43,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const setting how = random_setting();
     if (random_int(0, 2)) {
         check_scene(&s, &how);
+    } else if (random_int(0, 2)) {
+        check_joined(&s, &how);
     } else if (random_int(0, 2)) {
         check_chosen(&s, &how);
     } else if (scene_stride(&s) == 1) {

@@ -1,68 +1,14 @@
 /* One softmax over the rows of two calls (kvc_attend_args.prior_out): attention to a part of the rows, joined with
  * attention to the others, against plain arithmetic over all. */
-#include "support/answers.h"
 #include "support/isas.h"
-
-enum { MOST_MASKED = 64 };
-
-/* Masks rows of every member, beside those that the scene masks: before a position of its own, or from there on. */
-static void mask_parts(question *a, kvc_masked *masked, const int32_t *cuts, int is_late) {
-    const scene *s = a->stage->scene;
-    int n = 0;
-    for (; n < s->num_masked; n++) masked[n] = s->masked[n];
-    for (int m = 0; m < s->num_members; m++, n++) {
-        CHECK(n < MOST_MASKED);
-        masked[n] = is_late ? (kvc_masked){m, 0, cuts[m]} : (kvc_masked){m, cuts[m], KVC_END};
-    }
-    a->plan.masked = masked;
-    a->plan.masked_size = sizeof *masked;
-    a->plan.num_masked = n;
-}
-
-/* Runs all tasks of the question's plan, each by itself and the last ones first. */
-static void ask_by_tasks(const question *a) {
-    kvc_plan *plan;
-    CHECK(kvc_plan_new(a->stage->batch, &a->plan, &plan) == KVC_OK);
-    for (int64_t i = kvc_plan_num_tasks(plan); i-- > 0;)
-        CHECKF(kvc_plan_run(plan, a->layer, &a->args, i) == KVC_OK, "%s", kvc_last_error());
-    kvc_plan_free(plan);
-}
-
-static void check_joined(const scene *s, const setting *how) {
-    stage *st = stage_new(s, how);
-    int32_t cuts[MAX_MEMBERS];
-    kvc_masked early[MOST_MASKED], late[MOST_MASKED];
-    for (int m = 0; m < s->num_members; m++) cuts[m] = random_int(1, 2 + s->members[m].num_stored);
-    question first = question_of_all(st), second = question_of_all(st), again = question_of_all(st);
-    mask_parts(&first, early, cuts, 0);
-    mask_parts(&second, late, cuts, 1);
-    mask_parts(&again, late, cuts, 1);
-    CHECKF(ask(&first) == KVC_OK, "%s", kvc_last_error());
-    second.args.prior_out = again.args.prior_out = first.out;
-    second.args.prior_lse = again.args.prior_lse = first.lse;
-    second.args.sinks = again.args.sinks = NULL;
-    CHECKF(ask(&second) == KVC_OK, "%s", kvc_last_error());
-    joined_with = &first;
-    check_answers(&second);
-    joined_with = NULL;
-    ask_by_tasks(&again);
-    for (int t = 0; t < second.n; t++) CHECK(same_bits(&again, t, &second, t));
-
-    again.args.out = first.out; /* in place */
-    again.args.lse = first.lse;
-    CHECKF(ask(&again) == KVC_OK, "%s", kvc_last_error());
-    for (int t = 0; t < second.n; t++) CHECK(same_bits(&first, t, &second, t));
-    question_free(&first);
-    question_free(&second);
-    question_free(&again);
-    stage_free(st);
-}
+#include "support/joining.h"
 
 static void test_random(void) {
     leniency = 3;
     for (int i = 0; i < (is_full() ? 300 : 60); i++) {
         static scene s;
         s = random_scene(i);
+        if (i % 4 == 0) add_stride(&s);
         const setting how = random_setting();
         check_joined(&s, &how);
     }

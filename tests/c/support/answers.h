@@ -327,4 +327,9 @@ static inline setting random_setting(void) {
                      .settled = !random_int(0, 5)};
 }
 
+/* Gives the layers a row for every n-th token, if they show everything and nothing moves. */
+static inline void add_stride(scene *s) {
+    if (s->layer.policy.kind == KVC_FULL && !s->num_moves) s->layer.policy.stride = random_int(2, 6);
+}
+
 #endif
