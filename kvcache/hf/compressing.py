@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcache.batch import Batch
+from kvcache.errors import NotSupportedError
 from kvcache.hf.layers import Layer
 from kvcache.hf.masks import shown_by
 from kvcache.hf.pooling import Pooled, PooledKeys, Taken
@@ -31,6 +32,13 @@ class SharedLayer(Layer):
         assert this_pass is not None
         if not this_pass.is_open:
             self.passes.open(this_pass, len(new), new.shape[2], padding)
+
+    def store_compression_weights(self, *args: Any) -> NoReturn:
+        """Raise NotSupportedError: only the function that `install` replaced calls this."""
+        raise NotSupportedError(
+            "the model's attention has a forward function of its own, or one that was taken from its class before the"
+            " first HFCache for such a model was made: make an HFCache first"
+        )
 
 
 class Compressed(NamedTuple):

@@ -338,6 +338,16 @@ def test_a_cache_of_a_model_that_compresses_other_layers(index, kind, attention)
         logits_of(with_attention(attention), cache, tokens_of(1, 3), [3])
 
 
+def test_an_attention_with_the_function_of_before():
+    """A program may have put the function of the class into an attention, to wrap it, before it was replaced."""
+    model = made(NAME, COMPRESSED)
+    HFCache(model.config)
+    attention = model.model.layers[1].self_attn
+    attention.forward = type(attention).forward.__wrapped__.__get__(attention)
+    with pytest.raises(kvcache.NotSupportedError, match="make an HFCache first"):
+        logits_of(model, HFCache(model.config), tokens_of(1, 3), [3])
+
+
 def test_blocks_of_a_prefix_cache():
     """By default, blocks have as many tokens as rows need: rows for 128 tokens fit blocks of 128."""
     memory = HFCache.make_kv_cache(transformers.CONFIG_MAPPING[NAME]())
