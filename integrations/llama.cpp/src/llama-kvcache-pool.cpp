@@ -62,33 +62,39 @@ std::string llama_kvcache::stride_refusal(const std::vector<llama_ubatch> &ubatc
     }
 
     std::vector<llama_pos> next(LLAMA_MAX_SEQ, -1);
+    std::vector<int64_t> last(LLAMA_MAX_SEQ, -1); // the token before, -1: none of this decode
+    int64_t n_before = 0;
 
     for (const auto &ubatch : ubatches) {
         if (!cparams.causal_attn && ubatch.n_tokens > model.hparams.n_swa) {
             return format("%u tokens that see each other exceed the model's window of %u", ubatch.n_tokens,
                           model.hparams.n_swa);
         }
-        for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
-            for (int32_t s = 0; s < ubatch.n_seq_id[i]; ++s) {
-                const llama_seq_id seq_id = ubatch.seq_id[i][s];
-                llama_pos &pos = next[seq_id];
+        for (uint32_t i = 0; i < ubatch.n_tokens; ++i, ++n_before) {
+            const llama_seq_id *seq_ids = ubatch.seq_id[i];
+            const llama_pos pos = ubatch.pos[i];
 
-                pos = pos < 0 ? kvc_next_position(cache, ids[seq_id]) : pos;
-                if (pos != ubatch.pos[i]) {
+            for (int32_t s = 0; s < ubatch.n_seq_id[i]; ++s) {
+                const llama_seq_id seq_id = seq_ids[s];
+
+                next[seq_id] = next[seq_id] < 0 ? kvc_next_position(cache, ids[seq_id]) : next[seq_id];
+                if (next[seq_id]++ != pos) {
                     return format("sequence %d goes on at position %d, not %d: the model pools keys of consecutive "
                                   "tokens (images with M-RoPE are not served)",
-                                  seq_id, ubatch.pos[i], pos);
+                                  seq_id, next[seq_id] - 1, pos);
                 }
-                if (ubatch.n_seq_id[i] > 1 && layers.tokens >= 0) {
+                if (s > 0 && layers.tokens >= 0) {
                     return "tokens belong to several sequences: the model asks for the tokens before each (PLE)";
                 }
-                if (s > 0 && pos == kvc_next_position(cache, ids[seq_id]) &&
-                    kvc_share(cache, ids[ubatch.seq_id[i][0]], ids[seq_id], 0, pos)) {
+                if (last[seq_id] != last[seq_ids[0]] ||
+                    (s > 0 && last[seq_id] < 0 && kvc_share(cache, ids[seq_ids[0]], ids[seq_id], 0, pos))) {
                     return format("sequences %d and %d differ before position %d: tokens of several sequences begin at "
                                   "position 0, or behind tokens that they share",
-                                  ubatch.seq_id[i][0], seq_id, pos);
+                                  seq_ids[0], seq_id, pos);
                 }
-                ++pos;
+            }
+            for (int32_t s = 0; s < ubatch.n_seq_id[i]; ++s) {
+                last[seq_ids[s]] = n_before;
             }
         }
     }

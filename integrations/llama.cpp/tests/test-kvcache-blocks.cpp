@@ -165,6 +165,18 @@ static void test_coupled(llama_model *model) {
         expect(error <= LIMIT, "tokens of several sequences, " + std::to_string(seq), error);
     }
 
+    auto batch = p.run.tokens(4, 0, 3, {3}, 0); // differ, in the same decode
+    const auto others = p.run.tokens(5, 209, 212, {1}, 209);
+    const auto both = p.run.tokens(6, 212, 215, {1, 2}, 212);
+
+    batch.insert(batch.end(), others.begin(), others.end());
+    for (const auto &token : p.run.tokens(7, 209, 212, {2}, 209)) {
+        batch.push_back(token);
+    }
+    batch.insert(batch.end(), both.begin(), both.end());
+    expect(p.run.decode(batch) != 0 && llama_memory_seq_pos_max(p.run.mem, 3) == -1,
+           "tokens behind those that differ are refused");
+
     const bool is_refused = decode(p, 1, 209, 215, {1, 3}) != 0 || decode(p, 1, 230, 235, {0, 1}) != 0;
 
     expect(is_refused && llama_memory_seq_pos_max(p.run.mem, 0) == 229, "tokens of sequences that differ are refused");

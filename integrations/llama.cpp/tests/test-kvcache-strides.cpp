@@ -288,6 +288,13 @@ static void test_refusals(llama_model *model) {
     expect(run.decode(run.tokens(1, 60, 70, {0}, 60)) != 0, "positions are not left out");
     expect(run.decode(run.tokens(1, 3, 9, {2}, 3)) != 0, "a sequence begins at position 0");
     expect(run.decode(run.tokens(1, 50, 60, {0, 3}, 50)) != 0, "sequences do not share a part of a block");
+
+    auto batch = run.tokens(1, 0, 3, {2}, 0); // differ, in the same decode
+
+    for (const auto &more : {run.tokens(2, 0, 3, {3}, 0), run.tokens(3, 3, 9, {2, 3}, 3)}) {
+        batch.insert(batch.end(), more.begin(), more.end());
+    }
+    expect(run.decode(batch) != 0 && llama_memory_seq_pos_max(run.mem, 2) == -1, "nor tokens behind those that differ");
     if (has_image_positions(model)) {
         expect(decode_image(tried.ctx.get(), 0, 50, 0, 3) != 0, "images");
     }
