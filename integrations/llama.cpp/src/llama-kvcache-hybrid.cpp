@@ -81,9 +81,9 @@ void llama_kvcache_hybrid::clear(bool data) {
     recr.clear(data);
 }
 
-// the recurrent part comes first: it may refuse, and changes nothing then
+// either part may refuse, and nothing changes then
 bool llama_kvcache_hybrid::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
-    return recr.seq_rm(seq_id, p0, p1) && attn.seq_rm(seq_id, p0, p1);
+    return attn.can_remove(seq_id, p0, p1) && recr.seq_rm(seq_id, p0, p1) && attn.seq_rm(seq_id, p0, p1);
 }
 
 void llama_kvcache_hybrid::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {

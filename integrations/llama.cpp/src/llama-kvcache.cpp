@@ -202,11 +202,21 @@ void llama_kvcache::clear(bool /*data*/) {
     llama_kvcache_logged(__func__, kvc_clear(cache));
 }
 
-// Of a prompt that was begun, nothing is dropped where there is nothing: its tokens still follow.
-bool llama_kvcache::remove(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
+// the sequences that a call names, all if it is negative
+static std::vector<llama_seq_id> seqs_of(llama_seq_id seq_id) {
+    std::vector<llama_seq_id> res;
+
+    for (llama_seq_id s = std::max(seq_id, 0); s <= (seq_id < 0 ? LLAMA_MAX_SEQ - 1 : seq_id); ++s) {
+        res.push_back(s);
+    }
+
+    return res;
+}
+
+bool llama_kvcache::can_remove_of(llama_seq_id seq_id, llama_pos p0, llama_pos p1) const {
     const llama_pos next = kvc_next_position(cache, ids[seq_id]);
 
-    if (p0 >= next) {
+    if (p0 >= p1 || p0 >= next) {
         return true;
     }
     if (has_strides() && p1 < next) {
@@ -214,26 +224,38 @@ bool llama_kvcache::remove(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
                         __func__, layers.stride);
         return false;
     }
+    if (has_strides() && p0 > 0 && p0 <= seq_pos_min(seq_id)) {
+        LLAMA_LOG_ERROR("%s: sequence %d cannot go back to position %d: tokens that it would see have expired\n",
+                        __func__, seq_id, p0);
+        return false;
+    }
 
-    return llama_kvcache_logged(__func__, kvc_remove(cache, ids[seq_id], p0, p1, 0));
+    return true;
+}
+
+bool llama_kvcache::can_remove(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
+    close();
+
+    const auto seqs = seqs_of(seq_id);
+
+    return std::all_of(seqs.begin(), seqs.end(),
+                       [&](llama_seq_id s) { return can_remove_of(s, begin_of(p0), end_of(p1)); });
+}
+
+// Of a prompt that was begun, nothing is dropped where there is nothing: its tokens still follow.
+bool llama_kvcache::remove(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
+    return p0 >= p1 || p0 >= kvc_next_position(cache, ids[seq_id]) ||
+           llama_kvcache_logged(__func__, kvc_remove(cache, ids[seq_id], p0, p1, 0));
 }
 
 bool llama_kvcache::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
-    close();
-
-    p0 = begin_of(p0);
-    p1 = end_of(p1);
-
-    if (p0 >= p1) {
-        return true;
-    }
-    if (seq_id >= 0) {
-        return remove(seq_id, p0, p1);
+    if (!can_remove(seq_id, p0, p1)) {
+        return false;
     }
 
     bool res = true;
-    for (llama_seq_id s = 0; s < LLAMA_MAX_SEQ; ++s) {
-        res = remove(s, p0, p1) && res;
+    for (const llama_seq_id s : seqs_of(seq_id)) {
+        res = remove(s, begin_of(p0), end_of(p1)) && res;
     }
 
     return res;

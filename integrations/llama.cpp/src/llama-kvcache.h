@@ -78,6 +78,9 @@ class llama_kvcache : public llama_memory_i {
     bool get_can_shift() const override;
     bool can_move(const char *func) const;
 
+    // Says in the log why seq_rm would refuse, where it would.
+    bool can_remove(llama_seq_id seq_id, llama_pos p0, llama_pos p1);
+
     // like seq_cp; returns whether it copied
     bool copy(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1);
 
@@ -262,7 +265,8 @@ class llama_kvcache : public llama_memory_i {
     ggml_tensor *build_choose_dsv4(const llm_graph_context &graph, const llm_graph_input_dsv4 &inp, ggml_tensor *qr,
                                    ggml_tensor *cur, ggml_tensor *pos, int il) const;
 
-    // drops the tokens of one sequence at positions [p0, p1)
+    // as can_remove and seq_rm, for one sequence, and positions [p0, p1)
+    bool can_remove_of(llama_seq_id seq_id, llama_pos p0, llama_pos p1) const;
     bool remove(llama_seq_id seq_id, llama_pos p0, llama_pos p1);
 
     // whether the i-th token of an ubatch selects rows, in layers with sketches: it is the only one that its sequences
