@@ -143,15 +143,20 @@ void llama_kvcache_hybrid::state_write(llama_io_write_i &io, llama_seq_id seq_id
 }
 
 void llama_kvcache_hybrid::state_read(llama_io_read_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) {
-    if (has_attn_state(flags)) {
-        attn.state_read(io, seq_id, flags);
-    }
-
     try {
-        recr.state_read(io, seq_id, flags);
-    } catch (...) {
         if (has_attn_state(flags)) {
-            attn.state_clear(seq_id); // restored already
+            attn.state_read(io, seq_id, flags);
+        }
+
+        recr.state_read(io, seq_id, flags);
+    } catch (...) { // neither part goes on without the other
+        if (has_attn_state(flags)) {
+            attn.state_clear(seq_id);
+        }
+        if (seq_id == -1) {
+            recr.clear(true);
+        } else {
+            recr.seq_rm(seq_id, -1, -1);
         }
 
         throw;

@@ -1,8 +1,9 @@
 // Saved state of models with layers that have a row for a block of tokens, in a format of its own: llama.cpp's own
 // cache holds other rows.  All integers are of 32 bits.
 //
-//   MAGIC, the number of layers; of each: its stride and its window, or 0; the type and the bytes of its keys, and of
-//   its values the number of sequences; of each: its number and its tokens, which begin at position 0
+//   KVCS, or KVCP if it is partial; the number of layers; of each: its stride and its window, or 0; the type and the
+//   bytes of its keys, and of its values
+//   the number of sequences; of each, by rising number: its number and its tokens, which begin at position 0
 //     the rows of its parts, layer by layer, keys before values: all rows of layers that see everything, or have a row
 //     for a block; then, for each kind of window, the rows that the next token sees
 //
@@ -15,7 +16,9 @@
 #include <algorithm>
 #include <memory>
 
-static constexpr uint32_t MAGIC = 0x5343564b; // KVCS
+static uint32_t magic_of(llama_state_seq_flags flags) {
+    return flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY ? 0x5043564b : 0x5343564b; // KVCP, KVCS
+}
 
 static int32_t stride_of(const kvc_layer &layer) { return std::max(1, layer.policy.stride); }
 static int32_t window_of(const kvc_layer &layer) { return layer.policy.kind == KVC_SLIDING ? layer.policy.window : 0; }
@@ -86,8 +89,8 @@ template <typename F> void in_pieces(const kvc_layer &layer, size_t n_bytes, lla
 
 } // namespace
 
-void llama_kvcache::write_layout(llama_io_write_i &io) const {
-    write(io, MAGIC);
+void llama_kvcache::write_layout(llama_io_write_i &io, llama_state_seq_flags flags) const {
+    write(io, magic_of(flags));
     write(io, (uint32_t)layers.cache.size());
     for (const auto &layer : layers.cache) {
         write(io, stride_of(layer));
@@ -101,7 +104,7 @@ void llama_kvcache::write_layout(llama_io_write_i &io) const {
     }
 }
 
-void llama_kvcache::read_layout(llama_io_read_i &io) const {
+void llama_kvcache::read_layout(llama_io_read_i &io, llama_state_seq_flags flags) const {
     const auto expect = [&](uint32_t expected, const char *what, size_t layer) {
         if (const uint32_t found = read(io); found != expected) {
             throw llama_kvcache_state_failure(
@@ -109,7 +112,7 @@ void llama_kvcache::read_layout(llama_io_read_i &io) const {
         }
     };
 
-    expect(MAGIC, "format", 0);
+    expect(magic_of(flags), "format", 0);
     expect((uint32_t)layers.cache.size(), "number of layers", 0);
     for (size_t i = 0; i < layers.cache.size(); ++i) {
         expect(stride_of(layers.cache[i]), "stride", i);
@@ -229,7 +232,7 @@ void llama_kvcache::write_strided(llama_io_write_i &io, llama_seq_id seq_id, lla
         }
     }
 
-    write_layout(io);
+    write_layout(io, flags);
     write(io, (uint32_t)seqs.size());
     for (const llama_seq_id s : seqs) {
         const llama_pos n_tokens = seq_pos_max(s) + 1;
@@ -243,7 +246,7 @@ void llama_kvcache::write_strided(llama_io_write_i &io, llama_seq_id seq_id, lla
 }
 
 void llama_kvcache::read_strided(llama_io_read_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) {
-    read_layout(io);
+    read_layout(io, flags);
 
     const uint32_t n_seqs = read(io);
 
@@ -251,18 +254,30 @@ void llama_kvcache::read_strided(llama_io_read_i &io, llama_seq_id seq_id, llama
         throw llama_kvcache_state_failure(format("the state has %u sequences", n_seqs));
     }
 
+    uint32_t least = 0; // that the next sequence's number can be
+
     for (uint32_t i = 0; i < n_seqs; ++i) {
         const uint32_t saved = read(io);
         const uint32_t n_tokens = read(io);
+        const llama_seq_id to = seq_id == -1 ? (llama_seq_id)saved : seq_id;
 
-        if (saved >= LLAMA_MAX_SEQ || n_tokens > cparams.n_ctx_seq) {
+        if (seq_id == -1 && (saved < least || saved >= cparams.n_seq_max)) {
+            throw llama_kvcache_state_failure(
+                format("invalid seq_id, %u is out of range [%u, %u)", saved, least, cparams.n_seq_max));
+        }
+        if (n_tokens > cparams.n_ctx_seq) {
             throw llama_kvcache_state_failure(
                 format("sequence %u has %u tokens (of %u)", saved, n_tokens, cparams.n_ctx_seq));
         }
+        if ((flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) && (llama_pos)n_tokens > kvc_next_position(cache, ids[to])) {
+            throw llama_kvcache_state_failure(
+                format("sequence %d has less than the %u tokens of the state", to, n_tokens));
+        }
         for (const auto &part : strided_parts(flags)) {
             if (n_tokens > 0) {
-                read_part(io, part, ids[seq_id == -1 ? (llama_seq_id)saved : seq_id], (llama_pos)n_tokens);
+                read_part(io, part, ids[to], (llama_pos)n_tokens);
             }
         }
+        least = saved + 1;
     }
 }

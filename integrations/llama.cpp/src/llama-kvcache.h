@@ -170,10 +170,10 @@ class llama_kvcache : public llama_memory_i {
     struct strided_part;
 
     std::vector<strided_part> strided_parts(llama_state_seq_flags flags) const;
-    void write_layout(llama_io_write_i &io) const;
+    void write_layout(llama_io_write_i &io, llama_state_seq_flags flags) const;
     void write_part(llama_io_write_i &io, const strided_part &part, int64_t id, llama_pos n_tokens) const;
     void write_strided(llama_io_write_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) const;
-    void read_layout(llama_io_read_i &io) const;
+    void read_layout(llama_io_read_i &io, llama_state_seq_flags flags) const;
     void read_layer(llama_io_read_i &io, kvc_batch *to, int32_t layer, llama_pos first, llama_pos n_tokens);
     void read_part(llama_io_read_i &io, const strided_part &part, int64_t id, llama_pos n_tokens);
     void read_strided(llama_io_read_i &io, llama_seq_id seq_id, llama_state_seq_flags flags);

@@ -269,7 +269,9 @@ static void test_damaged_states(llama_model *model) {
     p.feed(1, 2, 0, 20);
 
     const auto state = state_of(p, 0, 0);
-    int n_refused = 0;
+    const auto partial = state_of(p, 0, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
+    int n_refused = !set_state(p, partial, 2, 0) + !set_state(p, state, 2, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) +
+                    !set_state(p, partial, 2, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
 
     for (const size_t n_left : {size_t(0), size_t(3), size_t(40), state.size() / 2, state.size() - 1}) {
         n_refused += !set_state(p, bytes(state.begin(), state.begin() + n_left), 2, 0);
@@ -283,8 +285,18 @@ static void test_damaged_states(llama_model *model) {
 
     const double error = error_of(p.feed(1, 2, 20, 29), fresh(model, 0, 29));
 
-    expect(n_refused == 19 && llama_memory_seq_pos_max(p.run.mem, 2) == -1 && error <= LIMIT,
-           "damaged states, " + std::to_string(n_refused) + " of 19 refused", error);
+    auto params = params_of(64); // of one sequence
+    bytes whole(llama_state_get_size(p.ctx.get()));
+
+    params.n_seq_max = 1;
+    whole.resize(llama_state_get_data(p.ctx.get(), whole.data(), whole.size()));
+
+    llama_context_ptr small(new_context(model, params, true));
+
+    n_refused += llama_state_set_data(small.get(), whole.data(), whole.size()) == 0;
+
+    expect(n_refused == 23 && llama_memory_seq_pos_max(p.run.mem, 2) == -1 && error <= LIMIT,
+           "damaged states, " + std::to_string(n_refused) + " of 23 refused", error);
 }
 
 int main(int argc, char **argv) {

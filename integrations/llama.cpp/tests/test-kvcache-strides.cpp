@@ -262,8 +262,24 @@ static void test_wrong_states(llama_model *model) {
             llama_memory_seq_rm(to.run.mem, 1, -1, -1);
         }
     }
+    const auto partial = save(from.ctx.get(), 0, PARTIAL);
+
+    check(!load(to.ctx.get(), 1, partial, 0), "read a partial state as a whole one", 0);
+    check(!load(to.ctx.get(), 1, state, PARTIAL), "read a whole state as a partial one", 0);
+    check(!load(to.ctx.get(), 1, partial, PARTIAL), "read a partial state alone", 0);
+    check(llama_memory_seq_pos_min(to.run.mem, 1) == -1, "left a part", 0);
+
+    // no part of what was there before goes on
+    fresh again(model, params_of());
+
+    again.run.feed("before", 0, 7, 0, 30);
+    check(!load(again.ctx.get(), 0, {state.begin(), state.begin() + 200}, 0), "read a part", 200);
+    again.run.feed("prompt", 0, 1, 0, 50);
+    check(go_on(again.run, 0, 2) == go_on(from.run, 0, 2), "goes on with what was there before", 0);
+    from.run.feed("prompt", 1, 1, 0, 50);
+
     expect(ok, "wrong states are refused");
-    expect(go_on(from.run, 0, 2) == go_on(to.run, 0, 2), "goes on behind wrong states");
+    expect(go_on(from.run, 1, 2) == go_on(to.run, 0, 2), "goes on behind wrong states");
 }
 
 //
