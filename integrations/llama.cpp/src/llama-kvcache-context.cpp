@@ -87,12 +87,29 @@ static std::vector<int32_t> count_tokens(const std::vector<llama_ubatch> &ubatch
     return res;
 }
 
+static llama_pos last_position(const std::vector<llama_ubatch> &ubatches) {
+    llama_pos res = -1;
+
+    for (const auto &ubatch : ubatches) {
+        res = std::max(res, *std::max_element(ubatch.pos, ubatch.pos + ubatch.n_tokens));
+    }
+
+    return res;
+}
+
 llama_memory_context_ptr llama_kvcache::init_ubatches(std::vector<llama_ubatch> ubatches) {
     close();
 
     if (const std::string reason = stride_refusal(ubatches); !reason.empty()) {
         LLAMA_LOG_ERROR("%s: %s\n", __func__, reason.c_str());
         return std::make_unique<llama_kvcache_context>(this, LLAMA_MEMORY_STATUS_FAILED_COMPUTE);
+    }
+
+    // the cache counts rows, and there may be no layer with a row for each token
+    if (const llama_pos last = last_position(ubatches); has_strides() && last >= (llama_pos)cparams.n_ctx_seq) {
+        LLAMA_LOG_WARN("%s: position %d does not fit: a sequence has at most %u tokens\n", __func__, last,
+                       cparams.n_ctx_seq);
+        return std::make_unique<llama_kvcache_context>(this, LLAMA_MEMORY_STATUS_FAILED_PREPARE);
     }
 
     check_states(ubatches);

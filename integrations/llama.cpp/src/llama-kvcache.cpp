@@ -130,13 +130,12 @@ llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cpar
         ids.push_back(kvc_new_sequence(cache));
     }
 
-    const auto n_layers = std::count_if(layers.model.begin(), layers.model.end(), [](const llama_kvcache_layer &layer) {
-        return !layer.is_index && !layer.is_input;
-    });
+    const auto n_layers =
+        std::count_if(layers.attention.begin(), layers.attention.end(), [](int32_t layer) { return layer >= 0; });
 
     LLAMA_LOG_INFO("%s: %u cells, %zu layers, K (%s), V (%s), %s, up to %.2f MiB\n", __func__,
                    (uint32_t)config.capacity, (size_t)n_layers, kvc_type_name(layers.cache[0].k_type),
-                   kvc_type_name(layers.cache[0].v_type), kvc_isa(), kvc_capacity_bytes(cache) / 1024.0 / 1024.0);
+                   kvc_type_name(layers.cache[0].v_type), kvc_isa(), most_bytes() / 1024.0 / 1024.0);
     if (layers.select_rows > 0) {
         llama_kvcache_log_selection(layers.cache, layers.select_rows, config.capacity);
     }
@@ -352,6 +351,40 @@ llama_pos llama_kvcache::seq_pos_max(llama_seq_id seq_id) const {
     return res;
 }
 
+static constexpr int64_t BLOCK = 64; // rows for which memory is taken at once
+
+static int64_t row_bytes(const kvc_layer &layer) {
+    const bool has_values = layer.v_dim > 0 && !layer.value_in_key;
+
+    return layer.num_kv_heads * (int64_t)(kvc_row_bytes(layer.k_type, layer.k_dim) +
+                                          (has_values ? kvc_row_bytes(layer.v_type, layer.v_dim) : 0));
+}
+
+// the rows that a layer may have, for all sequences; a window leaves two blocks, and has all rows of a decode
+static int64_t most_rows(const kvc_policy &policy, const llama_cparams &cparams) {
+    const bool has_window = policy.kind != KVC_FULL;
+    const int64_t n_of_seq = has_window
+                                 ? std::max({policy.window, policy.attention_chunk_size, policy.resume_window}) + BLOCK
+                                 : cparams.n_ctx_seq / std::max(1, policy.stride);
+
+    return (n_of_seq + BLOCK) * cparams.n_seq_max + (has_window ? cparams.n_batch : 0);
+}
+
+// The cache itself counts as many rows in each layer.
+size_t llama_kvcache::most_bytes() const {
+    int64_t res = kvc_capacity_bytes(cache);
+
+    for (const auto &layer : layers.cache) {
+        const int64_t n_unused = kvc_capacity(cache) - most_rows(layer.policy, cparams);
+
+        if (n_unused > 0 && layer.share == 0 && !has_prefix()) { // prompts that are kept may fill all rows
+            res -= n_unused * row_bytes(layer);
+        }
+    }
+
+    return res;
+}
+
 std::map<ggml_backend_buffer_type_t, size_t> llama_kvcache::memory_breakdown() const {
-    return {{ggml_backend_cpu_buffer_type(), kvc_capacity_bytes(cache)}};
+    return {{ggml_backend_cpu_buffer_type(), most_bytes()}};
 }

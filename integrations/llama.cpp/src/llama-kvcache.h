@@ -161,6 +161,9 @@ class llama_kvcache : public llama_memory_i {
     void attend(llama_kvcache_op &op, ggml_tensor *dst) const;
 
   private:
+    // the bytes that rows take at most
+    size_t most_bytes() const;
+
     // whether layers have a row for a block of tokens
     bool has_strides() const { return layers.stride > 1; }
 

@@ -194,6 +194,43 @@ static void test_moves(llama_model *model) {
     expect(!llama_memory_can_shift(p.run.mem) && error <= LIMIT, "tokens that are to move stay", error);
 }
 
+// a sequence has as many tokens as the context says, although its layers have room for more
+static void test_end(llama_model *model) {
+    auto params = params_of(64);
+
+    params.n_ctx = 256;
+
+    llama_context_ptr ctx(new_context(model, params, true));
+    scene_run run(model, ctx.get(), true);
+
+    expect(run.decode(run.tokens(1, 0, 256, {0}, 0)) == 0 && run.decode(run.tokens(1, 256, 257, {0}, 256)) == 1 &&
+               llama_memory_seq_pos_max(run.mem, 0) == 255,
+           "a full context");
+}
+
+// the bytes that a context says it takes
+static size_t stated_bytes(llama_model *model, uint32_t n_ctx) {
+    auto params = params_of(64);
+    size_t res = 0;
+
+    params.n_ctx = n_ctx;
+
+    llama_context_ptr ctx(new_context(model, params, true));
+
+    for (const auto &part : llama_get_memory(ctx.get())->memory_breakdown()) {
+        res += part.second;
+    }
+
+    return res;
+}
+
+// windows do not grow with the context, and rows that stand for several tokens are few
+static void test_memory(llama_model *model) {
+    const size_t n_more = (stated_bytes(model, 32768) - stated_bytes(model, 16384)) / 16384;
+
+    expect(n_more < 1024, "a context takes " + std::to_string(n_more) + " bytes for one more token");
+}
+
 using bytes = std::vector<uint8_t>;
 
 static bytes state_of(played &p, llama_seq_id seq, llama_state_seq_flags flags) {
@@ -316,6 +353,8 @@ int main(int argc, char **argv) {
         test_forks(model.get());
         test_coupled(model.get());
         test_moves(model.get());
+        test_end(model.get());
+        test_memory(model.get());
         for (const char *type : {"f32", "int8"}) {
             test_states(model.get(), type);
         }
