@@ -173,7 +173,9 @@ bool llama_kvcache::windows_keep_all() const {
 // A window that moves down would see tokens that have expired.  With M-RoPE, keys have several positions.  A key that
 // stands for several tokens would stand for others.
 bool llama_kvcache::get_can_shift() const {
-    return windows_keep_all() && model.hparams.n_pos_per_embd() == 1 && !has_strides();
+    return windows_keep_all() && std::none_of(layers.cache.begin(), layers.cache.end(), [](const kvc_layer &layer) {
+               return layer.rope.kind == KVC_ROPE_UNKNOWN;
+           });
 }
 
 // Says in the log why tokens cannot be moved, where the cache itself would move whole blocks.
