@@ -403,12 +403,7 @@ ggml_tensor *llama_kvcache_context::build_attn(const llm_graph_context &graph, g
     return mem->build_attn(graph, wo, wo_b, wo_s, q, k, v, sinks, v_mla, chosen, kq_scale, il);
 }
 
-llm_graph_input_i *llama_kvcache_context::new_inp_dsv4(const llm_graph_context &graph) const {
-    return mem->new_inp_dsv4(graph);
-}
-
-ggml_tensor *llama_kvcache_context::build_attn_dsv4(const llm_graph_context &graph, const llm_graph_input_dsv4 &inp,
-                                                    ggml_tensor *q, ggml_tensor *kv, ggml_tensor *qr, ggml_tensor *cur,
-                                                    ggml_tensor *pos, int il) const {
-    return mem->build_attn_dsv4(graph, inp, q, kv, qr, cur, pos, il);
+ggml_tensor *llama_kvcache_context::build_attn_dsv4(const llm_graph_context &graph, ggml_tensor *q, ggml_tensor *kv,
+                                                    ggml_tensor *qr, ggml_tensor *cur, ggml_tensor *pos, int il) const {
+    return mem->build_attn_dsv4(graph, q, kv, qr, cur, pos, il);
 }

@@ -446,7 +446,8 @@ static std::vector<llama_kvcache_layer> cached_layers_of(const llama_model &mode
         }
     }
     if (llama_kvcache_ngram(model) > 0) {
-        res.push_back({-1, false, true, false, KVC_TRANSFORM_NONE, KVC_TRANSFORM_NONE, false, 0, 0});
+        res.push_back({-1, false, true, false, KVC_TRANSFORM_NONE, KVC_TRANSFORM_NONE, false, 0, 0, 1,
+                       (int32_t)llama_kvcache_ngram(model)});
     }
 
     return res;
@@ -519,8 +520,7 @@ static int32_t add_layer(llama_kvcache_layers &layers, llama_kvcache_layer model
     return (int32_t)layers.cache.size() - 1;
 }
 
-// Adds rows of DeepSeek V4 that stand for several tokens, and what they are pooled of: sums of its keys, weighted by
-// the softmax of its values.
+// Adds rows of DeepSeek V4 that stand for several tokens, and what they are pooled of: elements, and their gates.
 static void add_pooled(llama_kvcache_layers &layers, const llama_kvcache_layer &model, const kvc_layer &cache,
                        int32_t resume_window) {
     const int32_t n_series = cache.policy.stride == DSV4_OVERLAPPED ? 2 : 1; // for a block, and for the next
@@ -528,8 +528,8 @@ static void add_pooled(llama_kvcache_layers &layers, const llama_kvcache_layer &
     kvc_layer of_tokens = {};
 
     of_tokens.num_kv_heads = 1;
-    of_tokens.k_dim = of_tokens.v_dim = n_series * cache.k_dim;
-    of_tokens.k_type = of_tokens.v_type = KVC_F32;
+    of_tokens.k_dim = 2 * n_series * cache.k_dim;
+    of_tokens.k_type = KVC_F32;
     of_tokens.policy.kind = KVC_SLIDING;
     of_tokens.policy.window = n_series * cache.policy.stride;
     of_tokens.policy.resume_window = std::max(of_tokens.policy.window, resume_window);
@@ -538,6 +538,8 @@ static void add_pooled(llama_kvcache_layers &layers, const llama_kvcache_layer &
 
     input.is_index = false;
     input.is_input = true;
+    input.pool = cache.policy.stride;
+    input.span = of_tokens.policy.window;
 
     (model.is_index ? layers.indexer : layers.compressed)[model.il] = add_layer(layers, model, cache);
     (model.is_index ? layers.inputs : layers.compressed_inputs)[model.il] = add_layer(layers, input, of_tokens);
@@ -590,6 +592,10 @@ llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const lla
     res.select_rows = llama_kvcache_select_rows(cparams);
 
     for (auto &layer : cached_layers_of(model)) {
+        if (layer.is_input && layer.il >= 0) {
+            layer.pool = layer.span = res.choice.pool;
+        }
+
         const bool is_attention = !layer.is_index && !layer.is_input;
         kvc_layer cache = is_attention
                               ? attention_layer_of(model, params, cparams, layer, res)

@@ -28,6 +28,10 @@ struct llama_kvcache_layer {
     bool is_swa;
     uint32_t n_head; // query heads
     int32_t shape;   // layers of one shape share plans; -1: nothing attends
+
+    // of inputs: the tokens of a block, and those that its row is pooled of; of the tokens' numbers: those asked for
+    int32_t pool = 1;
+    int32_t span = 1;
 };
 
 // [i] is layer i of the cache

@@ -1,4 +1,4 @@
-// Keys that stand for a block of tokens: an operation stores what they are pooled of, and pools the blocks that the
+// Rows that stand for a block of tokens: an operation stores what they are pooled of, and pools the blocks that the
 // ubatch completes.  Another says where these begin.  Also the last tokens, by their numbers.
 #include "llama-kvcache.h"
 
@@ -9,49 +9,10 @@
 #include <cmath>
 #include <map>
 
-namespace {
-
-// what a block's key is pooled of; a token has its elements, then their gates
-struct block_rows {
-    const std::vector<const float *> &tokens;
-    const float *bias; // of the gates, [token][n_dims], null: 0
-    int64_t n_dims;    // of the key
-    bool has_gates;
-};
-
-// the mean of the tokens' elements, by the softmax of their gates
-void pool_block(const block_rows &in, float *out) {
-    const size_t n = in.tokens.size();
-
-    for (int64_t d = 0; d < in.n_dims; ++d) {
-        const auto gate = [&](size_t i) {
-            return in.has_gates ? in.tokens[i][in.n_dims + d] + (in.bias ? in.bias[i * in.n_dims + d] : 0.0f) : 0.0f;
-        };
-
-        float most = gate(0);
-        for (size_t i = 1; i < n; ++i) {
-            most = std::max(most, gate(i));
-        }
-
-        float sum = 0.0f;
-        float weights = 0.0f;
-        for (size_t i = 0; i < n; ++i) {
-            const float weight = in.has_gates ? std::exp(gate(i) - most) : 1.0f;
-
-            sum += weight * in.tokens[i][d];
-            weights += weight;
-        }
-
-        out[d] = sum / weights;
-    }
-}
-
-// the sequences of an ubatch's tokens need not be in order
-int64_t most_blocks(const llm_graph_context &graph, int32_t n) {
+// the blocks of n tokens that an ubatch completes, at most: the sequences of its tokens need not be in order
+static int64_t most_blocks(const llm_graph_context &graph, int32_t n) {
     return std::min<int64_t>(graph.n_tokens, graph.n_tokens / n + graph.ubatch.n_seqs_unq);
 }
-
-} // namespace
 
 std::string llama_kvcache::stride_refusal(const std::vector<llama_ubatch> &ubatches) const {
     if (!has_inputs()) {
@@ -105,7 +66,6 @@ std::string llama_kvcache::stride_refusal(const std::vector<llama_ubatch> &ubatc
 // Rows from before the ubatch are copied now, because it may fail.
 kvc_status llama_kvcache::find_inputs(const llama_ubatch &ubatch) {
     inputs.clear();
-    tokens_of_blocks.clear();
 
     std::map<int64_t, size_t> found;
 
@@ -116,13 +76,7 @@ kvc_status llama_kvcache::find_inputs(const llama_ubatch &ubatch) {
         if (at.second) {
             inputs.push_back({id, ubatch.pos[i], {}, {}});
         }
-
-        auto &of = inputs[at.first->second];
-
-        of.tokens.push_back(i);
-        if (layers.choice.pool > 1 && (ubatch.pos[i] + 1) % layers.choice.pool == 0) {
-            tokens_of_blocks.emplace_back(at.first->second, ubatch.pos[i]);
-        }
+        inputs[at.first->second].tokens.push_back(i);
     }
 
     for (size_t layer = 0; layer < layers.cache.size(); ++layer) {
@@ -141,13 +95,16 @@ kvc_status llama_kvcache::find_inputs(const llama_ubatch &ubatch) {
 
 // returns the first position whose row the ubatch asks for, in a layer of inputs, where a sequence goes on at `first`
 llama_pos llama_kvcache::first_known(int32_t layer, llama_pos first) const {
-    return layer == layers.tokens ? std::max(0, first - (llama_pos)llama_kvcache_ngram(model) + 1)
-                                  : first / layers.choice.pool * layers.choice.pool;
+    const auto &of = layers.model[layer];
+
+    return std::max(0, first / of.pool * of.pool + of.pool - of.span);
 }
 
 kvc_status llama_kvcache::find_known(int32_t layer, sequence_inputs &of) {
-    if (layers.cache[layer].v_dim > 0) {
-        return find_spans(layer, of);
+    const int32_t pool = layers.model[layer].pool;
+
+    if ((of.first + (llama_pos)of.tokens.size()) / pool == of.first / pool) {
+        return KVC_OK; // no block is completed
     }
 
     const int32_t n_dims = layers.cache[layer].k_dim;
@@ -178,60 +135,127 @@ const float *llama_kvcache::input_of(int32_t layer, size_t i_seq, llama_pos pos,
     return &of.known.at(layer)[(size_t)(pos - first_known(layer, of.first)) * layers.cache[layer].k_dim];
 }
 
-void llama_kvcache::pool(const llama_kvcache_op &op, ggml_tensor *dst) const {
-    const int32_t n = layers.choice.pool;
-    const int64_t n_dims = dst->ne[0];
-    const ggml_tensor *rows = dst->src[1];
-    const ggml_tensor *bias = dst->src[2];
+std::vector<llama_kvcache::last_token> llama_kvcache::last_tokens(int32_t n) const {
+    std::vector<last_token> res;
 
-    std::vector<const float *> of_block(n);
-    auto *out = (float *)dst->data;
+    const int32_t *positions = kvc_batch_positions(batch) + n_done;
 
-    for (const auto &[i_seq, pos] : tokens_of_blocks) {
-        for (int32_t i = 0; i < n; ++i) {
-            of_block[i] = input_of(op.layer, i_seq, pos + 1 - n + i, rows);
+    for (int32_t i = 0; i < n_cur; ++i) {
+        if ((positions[i] + 1) % n == 0) {
+            const auto of = std::find_if(inputs.begin(), inputs.end(),
+                                         [&](const sequence_inputs &other) { return other.id == cur_ids[i]; });
+
+            res.push_back({(size_t)(of - inputs.begin()), positions[i]});
         }
-
-        pool_block({of_block, bias ? (const float *)bias->data : nullptr, n_dims, rows->ne[0] == 2 * n_dims}, out);
-        out += n_dims;
     }
 
-    std::fill(out, (float *)dst->data + ggml_nelements(dst), 0.0f);
+    return res;
 }
 
-void llama_kvcache::begins(ggml_tensor *dst) const {
+// Lists what a row is pooled of.  A token has its elements, then their gates.  If a row is pooled of two blocks, it has
+// elements for the row of the next block, then those for the row of its own.
+std::vector<llama_kvcache::pool_input> llama_kvcache::inputs_of(const llama_kvcache_op &op, const ggml_tensor *dst,
+                                                                const last_token &last) const {
+    const auto &layer = layers.model[op.layer];
+    const ggml_tensor *rows = dst->src[1];
+    const auto *bias = dst->src[2] ? (const float *)dst->src[2]->data : nullptr;
+    const int64_t n_elements = layer.span / layer.pool * dst->ne[0];
+    const bool has_gates = rows->ne[0] == 2 * n_elements;
+
+    std::vector<pool_input> res;
+
+    for (int32_t i = std::max(0, layer.span - 1 - last.pos); i < layer.span; ++i) {
+        const int64_t first = i / layer.pool * dst->ne[0];
+        const float *row = input_of(op.layer, last.i_seq, last.pos + 1 - layer.span + i, rows);
+
+        res.push_back({row + first, has_gates ? row + n_elements + first : nullptr,
+                       bias ? bias + i % layer.pool * n_elements + first : nullptr});
+    }
+
+    return res;
+}
+
+// the mean of elements [first, end) of the tokens, by the softmax of their gates
+static void pool_row(const std::vector<llama_kvcache::pool_input> &tokens, float *row, int64_t first, int64_t end) {
+    const auto gate = [](const llama_kvcache::pool_input &token, int64_t d) {
+        return token.gates ? token.gates[d] + (token.bias ? token.bias[d] : 0.0f) : 0.0f;
+    };
+
+    for (int64_t d = first; d < end; ++d) {
+        float most = gate(tokens[0], d);
+        for (const auto &token : tokens) {
+            most = std::max(most, gate(token, d));
+        }
+
+        float sum = 0.0f;
+        float weights = 0.0f;
+        for (const auto &token : tokens) {
+            const float weight = std::exp(gate(token, d) - most);
+
+            sum += weight * token.elements[d];
+            weights += weight;
+        }
+
+        row[d] = sum / weights;
+    }
+}
+
+// Computes elements of the rows of blocks; those behind the last are 0.
+void llama_kvcache::pool(const llama_kvcache_op &op, ggml_tensor *dst, int ith, int nth) const {
+    const int64_t first = dst->ne[0] * ith / nth;
+    const int64_t end = dst->ne[0] * (ith + 1) / nth;
+    const auto blocks = last_tokens(layers.model[op.layer].pool);
+
+    for (int64_t b = 0; b < dst->ne[2]; ++b) {
+        auto *row = (float *)((char *)dst->data + b * dst->nb[2]);
+
+        if (b < (int64_t)blocks.size()) {
+            pool_row(inputs_of(op, dst, blocks[b]), row, first, end);
+        } else {
+            std::fill(row + first, row + end, 0.0f);
+        }
+    }
+}
+
+void llama_kvcache::begins(const llama_kvcache_op &op, ggml_tensor *dst) const {
+    const int32_t n = layers.model[op.layer].pool;
+    const auto blocks = last_tokens(n);
     const int64_t n_sections = model.hparams.n_pos_per_embd();
     const int64_t n_blocks = dst->ne[0] / n_sections;
     auto *out = (int32_t *)dst->data;
 
     std::fill(out, out + dst->ne[0], 0);
-    for (size_t i = 0; i < tokens_of_blocks.size(); ++i) {
+    for (size_t i = 0; i < blocks.size(); ++i) {
         for (int64_t s = 0; s < n_sections; ++s) {
-            out[s * n_blocks + i] = tokens_of_blocks[i].second + 1 - layers.choice.pool;
+            out[s * n_blocks + i] = blocks[i].pos + 1 - n;
         }
     }
 }
 
-static void compute_pool(ggml_tensor *dst, int ith, int /*nth*/, void *userdata) {
+static void compute_pool(ggml_tensor *dst, int ith, int nth, void *userdata) {
     const auto &op = *static_cast<const llama_kvcache_op *>(userdata);
 
-    if (ith == 0) {
-        op.mem->pool(op, dst);
-    }
+    op.mem->pool(op, dst, ith, nth);
 }
 
 static void compute_begins(ggml_tensor *dst, int ith, int /*nth*/, void *userdata) {
     const auto &op = *static_cast<const llama_kvcache_op *>(userdata);
 
     if (ith == 0) {
-        op.mem->begins(dst);
+        op.mem->begins(op, dst);
     }
 }
 
 ggml_tensor *llama_kvcache::build_pool(const llm_graph_context &graph, ggml_tensor *values, ggml_tensor *gates,
                                        ggml_tensor *bias, ggml_tensor **pos, int il) const {
+    return build_pool_of(graph, layers.inputs[il], values, gates, bias, pos, il);
+}
+
+ggml_tensor *llama_kvcache::build_pool_of(const llm_graph_context &graph, int32_t layer, ggml_tensor *values,
+                                          ggml_tensor *gates, ggml_tensor *bias, ggml_tensor **pos, int il) const {
     auto *ctx = graph.ctx0;
-    auto &op = *ops[layers.inputs[il]];
+    auto &op = *ops[layer];
+    const auto &of = layers.model[layer];
 
     ggml_tensor *row = gates ? ggml_concat(ctx, values, gates, 0) : values;
     row = ggml_reshape_3d(ctx, with_dense_rows(ctx, row), row->ne[0], 1, graph.n_tokens);
@@ -239,13 +263,16 @@ ggml_tensor *llama_kvcache::build_pool(const llm_graph_context &graph, ggml_tens
     ggml_tensor *args[3] = {build_store(graph, op, row, nullptr, il), row, nullptr};
 
     if (bias) {
-        args[2] = ggml_cont(ctx, bias->type == GGML_TYPE_F32 ? bias : ggml_cast(ctx, bias, GGML_TYPE_F32));
+        const bool is_plain = bias->type == GGML_TYPE_F32 && ggml_is_contiguous(bias);
+
+        args[2] = is_plain ? bias : ggml_cast(ctx, bias, GGML_TYPE_F32);
     }
 
-    const int64_t n_blocks = most_blocks(graph, layers.choice.pool);
+    const int64_t n_dims = values->ne[0] * of.pool / of.span;
+    const int64_t n_blocks = most_blocks(graph, of.pool);
 
-    auto *res =
-        ggml_custom_4d(ctx, GGML_TYPE_F32, values->ne[0], 1, n_blocks, 1, args, bias ? 3 : 2, compute_pool, 1, &op);
+    auto *res = ggml_custom_4d(ctx, GGML_TYPE_F32, n_dims, 1, n_blocks, 1, args, bias ? 3 : 2, compute_pool,
+                               GGML_N_TASKS_MAX, &op);
     graph.cb(res, "kvcache_pool", il);
 
     if (pos) {

@@ -45,7 +45,6 @@ struct llama_kvcache_op {
     const llama_kvcache *mem = nullptr;
     int32_t layer = -1; // of the cache
     int32_t shape = -1;
-    int32_t inputs = -1; // the layer with what its rows are pooled of, where that is not in its arguments
     float scale = 0.0f;
     float softcap = 0.0f;
     int32_t sinks = -1;        // which argument of the operation it is, -1: there are none
@@ -149,13 +148,18 @@ class llama_kvcache : public llama_memory_i {
     void get_prev_tokens(const llama_ubatch &ubatch, uint32_t n, std::vector<llama_token> &res) const;
 
     // DeepSeek V4
-    llm_graph_input_i *new_inp_dsv4(const llm_graph_context &graph) const;
-    ggml_tensor *build_attn_dsv4(const llm_graph_context &graph, const llm_graph_input_dsv4 &inp, ggml_tensor *q,
-                                 ggml_tensor *kv, ggml_tensor *qr, ggml_tensor *cur, ggml_tensor *pos, int il) const;
+    ggml_tensor *build_attn_dsv4(const llm_graph_context &graph, ggml_tensor *q, ggml_tensor *kv, ggml_tensor *qr,
+                                 ggml_tensor *cur, ggml_tensor *pos, int il) const;
 
-    void compress(const llama_kvcache_op &op, ggml_tensor *dst, int ith, int nth) const;
-    void pool(const llama_kvcache_op &op, ggml_tensor *dst) const;
-    void begins(ggml_tensor *dst) const;
+    // what a token adds to a row that stands for several
+    struct pool_input {
+        const float *elements;
+        const float *gates; // null: all tokens weigh the same
+        const float *bias;  // of the gates, by the position in a block; null: 0
+    };
+
+    void pool(const llama_kvcache_op &op, ggml_tensor *dst, int ith, int nth) const;
+    void begins(const llama_kvcache_op &op, ggml_tensor *dst) const;
     void store(const llama_kvcache_op &op, const ggml_tensor *k, const ggml_tensor *v, int ith, int nth) const;
     void choose(llama_kvcache_op &op, ggml_tensor *dst) const;
     void attend(llama_kvcache_op &op, ggml_tensor *dst) const;
@@ -212,16 +216,14 @@ class llama_kvcache : public llama_memory_i {
 
     // what the planned ubatch has of a sequence, and what it asks for from before
     struct sequence_inputs {
-        int64_t id;                                     // of the cache
-        llama_pos first;                                // position of its first token in the ubatch
-        std::vector<int32_t> tokens;                    // of the ubatch, by rising position, one after the other
-        std::map<int32_t, std::vector<float>> known;    // [layer of inputs] rows before `first`, from first_known on
-        std::map<int32_t, std::vector<kvc_span>> spans; // or, in DeepSeek V4, all rows before it
+        int64_t id;                                  // of the cache
+        llama_pos first;                             // position of its first token in the ubatch
+        std::vector<int32_t> tokens;                 // of the ubatch, by rising position, one after the other
+        std::map<int32_t, std::vector<float>> known; // [layer of inputs] rows before `first`, from first_known on
     };
 
     kvc_status find_inputs(const llama_ubatch &ubatch);
     kvc_status find_known(int32_t layer, sequence_inputs &of);
-    kvc_status find_spans(int32_t layer, sequence_inputs &of);
     llama_pos first_known(int32_t layer, llama_pos first) const;
 
     // returns the row at a position of a sequence; rows: those of the ubatch
@@ -237,22 +239,17 @@ class llama_kvcache : public llama_memory_i {
 
     // a token of an ubatch that completes a block
     struct last_token {
-        int64_t seq_id; // of the cache
+        size_t i_seq; // its sequence, in `inputs`
         llama_pos pos;
     };
 
     // returns the tokens of the planned ubatch that complete blocks of n
     std::vector<last_token> last_tokens(int32_t n) const;
 
-    // what a token adds to a row: elements, and their weights before the softmax
-    struct pool_input {
-        const float *elements;
-        const float *gates;
-    };
+    std::vector<pool_input> inputs_of(const llama_kvcache_op &op, const ggml_tensor *dst, const last_token &last) const;
 
-    void add_inputs(const llama_kvcache_op &op, const ggml_tensor *dst, const sequence_inputs &of, int32_t first,
-                    int32_t end, int64_t offset, std::vector<pool_input> &res) const;
-    static void sum_inputs(const std::vector<pool_input> &inputs, float *row, int64_t first, int64_t end);
+    ggml_tensor *build_pool_of(const llm_graph_context &graph, int32_t layer, ggml_tensor *values, ggml_tensor *gates,
+                               ggml_tensor *bias, ggml_tensor **pos, int il) const;
 
     // the weights by which rows that stand for several tokens are computed
     struct compressor {
@@ -262,11 +259,10 @@ class llama_kvcache : public llama_memory_i {
         ggml_tensor *norm;
     };
 
-    ggml_tensor *build_compressed(const llm_graph_context &graph, int32_t layer, int32_t inputs,
-                                  const compressor &weights, const llm_graph_input_dsv4::comp_input &inp,
+    ggml_tensor *build_compressed(const llm_graph_context &graph, int32_t inputs, const compressor &weights,
                                   ggml_tensor *cur, int il) const;
-    ggml_tensor *build_choose_dsv4(const llm_graph_context &graph, const llm_graph_input_dsv4 &inp, ggml_tensor *qr,
-                                   ggml_tensor *cur, ggml_tensor *pos, int il) const;
+    ggml_tensor *build_choose_dsv4(const llm_graph_context &graph, ggml_tensor *qr, ggml_tensor *cur, ggml_tensor *pos,
+                                   int il) const;
 
     // as can_remove and seq_rm, for one sequence, and positions [p0, p1)
     bool can_remove_of(llama_seq_id seq_id, llama_pos p0, llama_pos p1) const;
@@ -318,12 +314,11 @@ class llama_kvcache : public llama_memory_i {
 
     // the open batch
     kvc_batch *batch = nullptr;
-    int32_t n_done = 0;                                         // tokens of the ubatches that were finished
-    int32_t n_cur = 0;                                          // tokens of the ubatch that is planned
-    std::vector<int64_t> cur_ids;                               // [token of the ubatch] its sequence in the cache
-    std::vector<sequence_inputs> inputs;                        // where keys are pooled
-    std::vector<std::pair<size_t, llama_pos>> tokens_of_blocks; // that complete one: their sequence in inputs, position
-    std::vector<std::vector<planned>> plans;                    // [shape]
+    int32_t n_done = 0;                      // tokens of the ubatches that were finished
+    int32_t n_cur = 0;                       // tokens of the ubatch that is planned
+    std::vector<int64_t> cur_ids;            // [token of the ubatch] its sequence in the cache
+    std::vector<sequence_inputs> inputs;     // where rows are pooled
+    std::vector<std::vector<planned>> plans; // [shape]
 };
 
 class llama_kvcache_context : public llama_memory_context_i, public llama_memory_attn_i {
@@ -350,10 +345,8 @@ class llama_kvcache_context : public llama_memory_context_i, public llama_memory
 
     void get_prev_tokens(const llama_ubatch &ubatch, uint32_t n, std::vector<llama_token> &res) const override;
 
-    llm_graph_input_i *new_inp_dsv4(const llm_graph_context &graph) const override;
-    ggml_tensor *build_attn_dsv4(const llm_graph_context &graph, const llm_graph_input_dsv4 &inp, ggml_tensor *q,
-                                 ggml_tensor *kv, ggml_tensor *qr, ggml_tensor *cur, ggml_tensor *pos,
-                                 int il) const override;
+    ggml_tensor *build_attn_dsv4(const llm_graph_context &graph, ggml_tensor *q, ggml_tensor *kv, ggml_tensor *qr,
+                                 ggml_tensor *cur, ggml_tensor *pos, int il) const override;
 
   private:
     llama_kvcache *mem;
