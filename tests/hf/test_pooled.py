@@ -65,7 +65,7 @@ def test_back_to_any_length(name):
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("block", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 16))])
+@pytest.mark.parametrize("block", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))])
 @pytest.mark.parametrize("name", PURE)
 def test_blocks_of_any_size(name, block, attention):
     sizes = {"index_kpool": block, "index_topk": 2 * block}

@@ -16,7 +16,7 @@ static const setting usual = {.block_size = 16, .num_threads = 1};
 /* ---- scenes by chance -------------------------------------------------------------------------------------------- */
 
 static void test_random(void) {
-    for (int i = 0; i < (is_full() ? 560 : 100); i++) {
+    for (int i = 0; i < (is_full() ? 560 : 70); i++) {
         static scene s;
         s = random_scene(i);
         const setting how = random_setting();

@@ -5,7 +5,7 @@
 
 static void test_random(void) {
     leniency = 3;
-    for (int i = 0; i < (is_full() ? 300 : 60); i++) {
+    for (int i = 0; i < (is_full() ? 300 : 30); i++) {
         static scene s;
         s = random_scene(i);
         if (i % 4 == 0) add_stride(&s);
