@@ -2,6 +2,7 @@
 // cannot do, as if the tokens had been fed to a new context.
 //   test-kvcache-blocks MODEL...
 // Its tokens choose few rows.
+#include "expect.h"
 #include "scene.h"
 
 #include "llama-cpp.h"
@@ -11,14 +12,6 @@
 
 static constexpr double LIMIT = 1e-9; // of squared differences
 static constexpr int N_TOKENS = 700;  // several blocks of 128
-static int n_failed = 0;
-
-static void expect(bool ok, const std::string &what, double error = 0.0) {
-    printf("  %-4s %s (%.1g)\n", ok ? "ok" : "FAIL", what.c_str(), error);
-    fflush(stdout);
-    n_failed += !ok;
-}
-
 static llama_context_params params_of(uint32_t n_ubatch) {
     auto params = exact_params();
 

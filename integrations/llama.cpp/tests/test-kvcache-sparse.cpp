@@ -2,6 +2,7 @@
 //   test-kvcache-sparse MODEL...
 // A model has one layer, so that keys depend on their own token alone.  Tokens that moved are then to be seen as those
 // of a context in which they never stood elsewhere.  Its tokens choose few rows.
+#include "expect.h"
 #include "random.h"
 #include "scene.h"
 
@@ -11,14 +12,6 @@
 #include "llama-model.h"
 
 #include <cstring>
-
-static int n_failed = 0;
-
-static void expect(bool ok, const std::string &what, double error) {
-    printf("  %-4s %s (%.2g)\n", ok ? "ok" : "FAIL", what.c_str(), error);
-    fflush(stdout);
-    n_failed += !ok;
-}
 
 // the difference of logits that are there
 static double error_of(const std::vector<float> &a, const std::vector<float> &b) {

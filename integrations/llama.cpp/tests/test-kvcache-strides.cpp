@@ -2,6 +2,7 @@
 //   test-kvcache-strides MODEL...
 // Scenes are compared with llama.cpp's own cache.  States have a format of their own: a sequence that was restored is
 // to go on as if it had never been saved.  What is refused is to change nothing.
+#include "expect.h"
 #include "images.h"
 #include "scene.h"
 #include "scenes-decode.h"
@@ -10,14 +11,6 @@
 #include "llama-model.h"
 
 #include <cstring>
-
-static int n_failed = 0;
-
-static void expect(bool ok, const std::string &what) {
-    printf("  %-4s %s\n", ok ? "ok" : "FAIL", what.c_str());
-    fflush(stdout);
-    n_failed += !ok;
-}
 
 static bool is_qwen4(const llama_model *model) { return model->arch == LLM_ARCH_QWEN4EXP; }
 
