@@ -21,6 +21,7 @@ from support.sparse_models import (  # noqa: E402 - torch may be missing
     off,
     their_cache,
     tokens_of,
+    with_attention,
 )
 
 import kvcache.hf  # noqa: E402 - it imports those
@@ -37,14 +38,8 @@ FULL, RESUME = kvcache.FullAttention, 64
 WINDOW, HEAVY, SPARSE = "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"
 
 
-def with_attention(attention):
-    model = model_of(NAME)
-    model.set_attn_implementation(attention)
-    return model
-
-
 def theirs(tokens, ends, **options):
-    model = with_attention("eager")
+    model = with_attention(NAME, "eager")
     return logits_of(model, their_cache(model), tokens, ends, **options)
 
 
@@ -54,7 +49,7 @@ def test_compressed_rows_and_a_choice_matter():
     want = theirs(tokens, [LENGTH])
     for change in ({"index_topk": LENGTH}, {"layer_types": ["sliding_attention"] * 4}):
         other = made(NAME, {**COMPRESSED, **change})
-        other.load_state_dict(with_attention("eager").state_dict(), strict=False)
+        other.load_state_dict(with_attention(NAME, "eager").state_dict(), strict=False)
         assert off(logits_of(other, their_cache(other), tokens, [LENGTH]), want) > 0.05
 
 
@@ -98,7 +93,7 @@ def test_memory_of_a_token():
 
 def test_memory_that_a_text_takes():
     """The memory of a text grows by the compressed rows alone."""
-    model, held = with_attention("kvcache"), []
+    model, held = with_attention(NAME, "kvcache"), []
     tokens = tokens_of(1, 1 << 11)
     cache = HFCache(model.config, dtype="bf16")
     for end in (1 << 9, 1 << 11):
@@ -111,7 +106,7 @@ def test_memory_that_a_text_takes():
 def test_back_to_any_length(attention):
     """Any number of tokens can be taken back, and others fed. transformers' own cache cannot go back."""
     tokens, others = tokens_of(1, LENGTH), tokens_of(1, LENGTH, seed=8)
-    model = with_attention(attention)
+    model = with_attention(NAME, attention)
     for kept in range(29, 37):
         cache = HFCache(model.config, dtype="f32")
         logits_of(model, cache, tokens, [16, 37, 38])
@@ -119,7 +114,7 @@ def test_back_to_any_length(attention):
         other = copy.deepcopy(cache)
         mixed = torch.cat((tokens[:, :kept], others[:, kept:]), 1)
         want = theirs(mixed, [LENGTH])[:, kept:]
-        model = with_attention(attention)
+        model = with_attention(NAME, attention)
         assert off(logits_of(model, cache, mixed, [kept + 1, kept + 2, LENGTH]), want) < TOLERANCE
         assert off(logits_of(model, other, mixed, [LENGTH]), want) < TOLERANCE
 
@@ -139,10 +134,10 @@ def test_rows_for_any_number_of_tokens(rates, attention):
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_positions_that_are_not_given_count_columns(attention):
-    """The rows of a text behind padding are those of the text alone, whatever column it begins in."""
+    """A text behind padding gets the same rows as the text alone, whatever column it begins in."""
     tokens, mask = tokens_of(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
     mask[1, :5] = 0
-    model = with_attention(attention)
+    model = with_attention(NAME, attention)
     cache, begin, found = HFCache(model.config, dtype="f32"), 0, []
     for end in (21, 22, 40, *range(41, LENGTH + 1)):
         given = {"attention_mask": mask[:, :end], "use_cache": True, CACHE: cache}
@@ -159,7 +154,7 @@ def test_positions_that_are_not_given_count_columns(attention):
 def test_a_token_that_a_mask_hides_between_others(hidden, attention):
     tokens, mask = tokens_of(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
     mask[1, hidden] = 0
-    model = with_attention(attention)
+    model = with_attention(NAME, attention)
     cache = HFCache(model.config, dtype="f32")
     with pytest.raises(kvcache.NotSupportedError, match="hides a token behind a row's first"):
         logits_of(model, cache, tokens, [40, LENGTH], mask)
@@ -170,7 +165,7 @@ def test_a_token_that_a_mask_hides_between_others(hidden, attention):
             model, cache, tokens, [41], mask.index_fill(1, torch.tensor(hidden), 1).index_fill(1, torch.tensor(38), 0)
         )
     want = theirs(tokens, [40, LENGTH])
-    model = with_attention(attention)
+    model = with_attention(NAME, attention)
     got = torch.cat((got, logits_of(model, cache, tokens, [LENGTH])), 1)
     assert off(got, want) < TOLERANCE
 
@@ -179,7 +174,7 @@ def test_a_token_that_a_mask_hides_between_others(hidden, attention):
 def test_a_mask_that_shows_padding_later_is_refused(attention):
     tokens, mask = tokens_of(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
     mask[1, :5] = 0
-    model = with_attention(attention)
+    model = with_attention(NAME, attention)
     cache = HFCache(model.config, dtype="f32")
     for end in (6, 14) if attention == "kvcache" else [6]:  # the model's own sees padding no more behind the window
         cache.reset()
@@ -207,7 +202,7 @@ def test_short_texts_choose_nothing(monkeypatch):
     """Nothing is scored as long as all compressed rows would be chosen."""
     tokens = tokens_of(2, 20)
     want = theirs(tokens, [15, *range(16, 21)])
-    model = with_attention("kvcache")
+    model = with_attention(NAME, "kvcache")
     cache = HFCache(model.config, dtype="f32")
     choose, seen = kvcache.Batch.choose, []
 
@@ -225,7 +220,7 @@ def test_a_mask_that_the_kernels_do_not_know(padding):
     """A mask of elements has the rows decoded, as it may hide any token."""
     tokens, mask = tokens_of(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
     mask[1, :padding] = 0
-    model = with_attention("kvcache")
+    model = with_attention(NAME, "kvcache")
     cache = HFCache(model.config, dtype="f32")
     shown = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().triu(-7) & mask.bool()[:, None, None]
     given = {"attention_mask": {"sliding_attention": shown}, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
@@ -248,18 +243,18 @@ def test_other_caches_are_served_as_before():
     HFCache(model_of(NAME).config)
     tokens = tokens_of(2, LENGTH)
     want = theirs(tokens, [20, LENGTH])
-    model = with_attention("kvcache")
+    model = with_attention(NAME, "kvcache")
     assert off(logits_of(model, their_cache(model), tokens, [20, LENGTH]), want) < TOLERANCE
     for attention in ATTENTIONS:
         with torch.no_grad():
-            assert off(with_attention(attention)(tokens, use_cache=False).logits, want) < TOLERANCE
+            assert off(with_attention(NAME, attention)(tokens, use_cache=False).logits, want) < TOLERANCE
 
 
 def test_enabled():
     tokens = tokens_of(2, 21)
     tokens[0, :4] = 0
     options = {"max_new_tokens": 24, "do_sample": False, "attention_mask": (tokens > 0).long()}
-    model = with_attention("kvcache")
+    model = with_attention(NAME, "kvcache")
     want = [
         model.generate(row[None, n:], **options | {"attention_mask": None}, **{CACHE: HFCache(model.config, "f32")})[
             0, -24:
@@ -276,7 +271,7 @@ def test_enabled():
 
 def test_attentions_are_returned():
     tokens = tokens_of(1, LENGTH)
-    model, found = with_attention("eager"), []
+    model, found = with_attention(NAME, "eager"), []
     for past in (their_cache(model), HFCache(model.config, dtype="f32")):
         with torch.no_grad():
             made = model(tokens, use_cache=True, output_attentions=True, **{CACHE: past}).attentions
@@ -289,7 +284,7 @@ def test_another_thread_waits_until_rows_are_decoded(monkeypatch):
     """A cache in the same memory ends a pass whose rows are all stored, but not while a layer reads how many it has."""
     tokens, threads = tokens_of(1, 16), []
     want = theirs(tokens, [16])[:, 15:]
-    model = with_attention("eager")
+    model = with_attention(NAME, "eager")
     cache = HFCache(model.config, dtype="f32")
     logits_of(model, cache, tokens, [15])
     other, decode = copy.deepcopy(cache), Decoder.decode_rows
@@ -325,7 +320,7 @@ def test_a_cache_of_a_model_with_other_blocks():
     rates = {"compressed_sparse_attention": 8, "heavily_compressed_attention": 16}
     cache = HFCache(made(NAME, {**COMPRESSED, "compress_rates": rates}).config)
     with pytest.raises(ValueError, match=r"pools keys of 4 tokens, .* of 8: give HFCache model\.config"):
-        logits_of(with_attention("kvcache"), cache, tokens_of(1, LENGTH), [LENGTH])
+        logits_of(with_attention(NAME, "kvcache"), cache, tokens_of(1, LENGTH), [LENGTH])
 
 
 @pytest.mark.parametrize(("index", "kind"), [(0, HEAVY), (1, WINDOW), (1, SPARSE), (2, HEAVY), (3, WINDOW)])
@@ -335,7 +330,7 @@ def test_a_cache_of_a_model_that_compresses_other_layers(index, kind, attention)
     kinds[index] = kind
     cache = HFCache(transformers.CONFIG_MAPPING[NAME](**{**COMPRESSED, "layer_types": kinds}))
     with pytest.raises(ValueError, match=rf"layer {index} of the model is of type .* give HFCache model\.config"):
-        logits_of(with_attention(attention), cache, tokens_of(1, 3), [3])
+        logits_of(with_attention(NAME, attention), cache, tokens_of(1, 3), [3])
 
 
 def test_an_attention_with_the_function_of_before():

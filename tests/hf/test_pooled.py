@@ -21,6 +21,7 @@ from support.sparse_models import (  # noqa: E402 - torch may be missing
     off,
     their_cache,
     tokens_of,
+    with_attention,
 )
 
 import kvcache.hf  # noqa: E402 - it imports those
@@ -33,12 +34,6 @@ LENGTH = 40
 TOLERANCE = 2e-6  # of the largest logit
 ATTENTIONS = ["eager", "sdpa", "kvcache"]
 PURE = ["glm5_next", "qwen4_exp_text"]
-
-
-def with_attention(name, attention):
-    model = model_of(name)
-    model.set_attn_implementation(attention)
-    return model
 
 
 def theirs(name, tokens, ends, mask=None):

@@ -18,6 +18,7 @@ from support.sparse_models import (  # noqa: E402 - torch may be missing
     off,
     their_cache,
     tokens_of,
+    with_attention,
 )
 
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
@@ -55,12 +56,6 @@ WAYS = {
     "chunked": {"prefill_chunk_size": 7},
     "several": {"num_return_sequences": 2, "num_beams": 2},
 }
-
-
-def with_attention(name, attention):
-    model = model_of(name)
-    model.set_attn_implementation(attention)
-    return model
 
 
 WANTED = {}  # what transformers computes with its own cache, for each attention of ours the same

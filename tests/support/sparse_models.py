@@ -93,6 +93,13 @@ def model_of(name: str, attention: str = "eager") -> Any:
     return made(name, {**CHANGES, **POOLED, "deepseek_v4": COMPRESSED}[name], attention)
 
 
+def with_attention(name: str, attention: str) -> Any:
+    """Return the model of this name, with this attention."""
+    model = model_of(name)
+    model.set_attn_implementation(attention)
+    return model
+
+
 def made(name: str, changes: dict[str, Any], attention: str = "eager") -> Any:
     """Make a model, with weights so large that a logit depends on the rows that were chosen."""
     kind = name.partition(",")[0]
