@@ -9,9 +9,9 @@ python bench/bench_llama_sparse.py --model glm5-next --only decode     # keys th
 The layers have DeepSeek V3.2's attention, 128 heads over latents of 576 elements and 64 index heads of 128, and small
 random matrices beside it. With --model glm5-next they have GLM-5.3 Flash's, 64 heads over latents of 512 elements and
 32 index heads; with --model qwen4exp Qwen 4's, 16 heads of 256 over 2 KV heads and 4 index heads. An index key stands
-for 4 tokens there. With --model deepseek4 they have DeepSeek V4's, 64 heads of 512 and 64 index heads. One layer
-chooses 512 rows that stand for 4 tokens, one sees all rows that stand for 128, and figures are their mean. llama.cpp's
-own cache cannot go back in that model, so that prompts are left out.
+for 4 tokens there. With --model deepseek4 they have DeepSeek V4's, 64 heads of 512 and 64 index heads. The first
+layer chooses 512 rows that stand for 4 tokens. The second layer sees all rows that stand for 128. A figure is the mean
+of both. llama.cpp's own cache cannot go back in that model, so that prompts are left out.
 
 Contexts are filled with random rows. Each figure is of attention alone: the time of a step or a prompt, less the time
 of one in an empty context. llama.cpp's own cache has flash attention on, its default; where it lacks a type, f16 rows.

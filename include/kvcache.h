@@ -527,7 +527,7 @@ typedef struct kvc_plan_args {
  * which must have been put in this layer.
  * If a token sees no row, out is 0, and lse is -inf; if sinks are given, lse is the head's sink.
  * A model may attend to the rows of several layers in one softmax.  Attend to one layer, and pass out and lse as
- * prior_out and prior_lse to the call for the next.  Only one of the calls gets the sinks.
+ * prior_out and prior_lse to the call for the next.  Pass sinks to a single call.
  * With plan->select_rows, a token reads only a part of the rows that it sees.  The rows are cut into pieces of 4, by
  * position.  For each KV head the token reads the pieces with its first 16 and its last 64 rows.  Sketches give each
  * row that it sees a score for each query head, and so, by the softmax, a weight.  The weight of a piece is the sum

@@ -360,8 +360,8 @@ def mean_importance(weights: Iterable[F32]) -> F32:
 def future(prompt: Prompt) -> F32:
     """Return how important tokens are to later tokens: the largest weight that a query of the prompt would give.
 
-    One token in 32 lends its query, which is moved to a position behind the prompt. It is Expected Attention [1]_ with
-    the queries themselves in the place of their distribution. It needs `queries`, which note the prompt.
+    Every 32nd token lends its query. The query is moved to a position behind the prompt. It is Expected Attention [1]_
+    with the queries themselves in the place of their distribution. It needs `queries`, which note the prompt.
 
     References
     ----------

@@ -80,7 +80,7 @@ def test_layouts_and_out(tokens):
 @pytest.mark.parametrize("layout", ["THD", "HTD", "BHTD"])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_prior(dtype, layout):
-    """One softmax spans the rows of two layers, with sinks given to either call."""
+    """A call joins the result for another layer in its softmax; either call may get the sinks."""
     q, k, v = (x.swapaxes(0, 1) if layout != "THD" else x for x in rows())
     q, k, v = (x[None] if layout == "BHTD" else x for x in (q.astype(dtype), k, v))
     sinks = np.linspace(-2, 3, HEADS, dtype=np.float32)

@@ -132,7 +132,8 @@ static int is_unwritten(const float *out, float lse) {
 }
 
 /* Whether a choice names a row for the n-th token of a query, which stands at position `at`.  The row stands for
- * `stride` positions up to its own.  The choice has to name one of these. */
+ * `stride` positions up to its own.  The choice names the row if it
+ * names one of these positions. */
 static int is_named(const piece *of, int n, int kv, int at, int position, int stride) {
     const kvc_chosen *chosen = of->args.chosen;
     if (!chosen) return 1;

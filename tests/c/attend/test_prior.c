@@ -1,5 +1,5 @@
-/* One softmax over the rows of two calls (kvc_attend_args.prior_out): attention to a part of the rows, joined with
- * attention to the others, against plain arithmetic over all. */
+/* A call attends to a part of the rows, and joins the result of another call for the other rows (prior_out in
+ * kvc_attend_args).  The test compares it with plain arithmetic over all rows. */
 #include "support/isas.h"
 #include "support/joining.h"
 

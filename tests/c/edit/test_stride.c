@@ -47,7 +47,7 @@ static void test_refused(void) {
     CHECK(kvc_cache_new(&config, &cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
-/* With strides of 4 and 3, a multiple of one of them is refused for the other one. */
+/* With strides of 4 and 3, edits at multiples of 4 are refused for the stride of 3, and the other way round. */
 static void test_cuts_for_either_stride(void) {
     pair *p = strided_pair(4, 1, &(kvc_config){0}, NULL);
     kvc_prefix *prefix = NULL;

@@ -7,7 +7,7 @@
 
 enum { MOST_MASKED = 64 };
 
-/* Masks rows of every member, beside those that the scene masks: before a position of its own, or from there on. */
+/* Adds masks to the scene's: each member hides its rows before its cut (is_late), or from its cut on. */
 static inline void mask_parts(question *a, kvc_masked *masked, const int32_t *cuts, int is_late) {
     const scene *s = a->stage->scene;
     int n = 0;
