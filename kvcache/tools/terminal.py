@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TextIO
@@ -19,24 +20,50 @@ __all__ = ["print_error", "print_list", "print_paragraph", "print_table", "progr
 
 
 def run(command: Callable[[], int | None]) -> NoReturn:
-    """Run a command and exit with its status: 1 where nobody reads on, 2 after a mistake, 130 after an interrupt."""
+    """Run a command and exit with its status: 1 where nobody reads on, 2 after a mistake, 130 after an interrupt.
+
+    A warning that Python's filters make an error is a mistake.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed before the start, as by >&-
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr, for a file's name on an ASCII terminal
     try:
-        status = command()
+        with _warnings_as_sentences():
+            status = command()
         sys.stdout.flush()
     except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     except KeyboardInterrupt:
         status = 130
-    except (KVCacheError, OSError, ImportError, ValueError, MemoryError) as error:
+    except (KVCacheError, OSError, ImportError, ValueError, MemoryError, UserWarning) as error:
         print_error(f"kvcache: {sentence(error)}")
         status = 2
     sys.exit(status)
+
+
+@contextmanager
+def _warnings_as_sentences() -> Iterator[None]:
+    """Print each `UserWarning` as errors are printed, and once; others are for developers, and keep Python's form."""
+    show = warnings.showwarning
+    printed = set[str]()
+
+    def print_warning(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
+        if not issubclass(category, UserWarning):
+            show(message, category, filename, lineno, file, line)
+        elif str(message) not in printed:  # several lines of code may say the same
+            printed.add(str(message))
+            print_error(f"kvcache: warning: {message}")
+
+    warnings.showwarning = print_warning
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
 
 
 def print_paragraph(text: str) -> None:

@@ -11,6 +11,7 @@ import signal
 import struct
 import subprocess
 import sys
+import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -28,7 +29,7 @@ pytest.importorskip("rich")
 
 from kvcache import selecting
 from kvcache.layer import DTYPES
-from kvcache.tools import bench, cli
+from kvcache.tools import bench, cli, terminal
 
 MODEL = str(Path(__file__).resolve().parents[2] / "examples/model")
 COMMANDS = ["plan", "bench", "generate", "info", "selftest", "inspect"]
@@ -193,6 +194,56 @@ def test_version_and_completion():
 )
 def test_wrong_use(arguments):
     check_refused(run_here(*arguments))
+
+
+# ---- warnings
+
+UNKNOWN = {"model_type": "mystery", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+PLAN = ["plan", "--no-measure", "--weights", "none"]
+
+
+def with_a_warning(tmp_path):
+    """Return the folder of a model that runs, whose configuration has a field that is not read."""
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"sparse_config": {"block": 16}}))
+    return folder
+
+
+@pytest.mark.parametrize("command", [["plan", "--no-measure"], ["generate", "--tokens", "1", "--quiet"]])
+def test_a_warning_is_one_sentence(tmp_path, command):
+    folder = with_a_warning(tmp_path)
+    done = run(*command, folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    said = "sparse_config is not read: layers keep every row, of which they read some"
+    assert done.stderr == f"kvcache: warning: {folder}/config.json: {said}\n"
+
+
+def test_filters_of_warnings_count(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(UNKNOWN))
+    said = f"{tmp_path}/config.json: model_type 'mystery' is not known: "
+    done = run(*PLAN, tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1)
+    assert done.stderr.startswith(f"kvcache: warning: {said}")
+    assert run(*PLAN, tmp_path, PYTHONWARNINGS="ignore").stderr == ""
+    check_refused(run(*PLAN, tmp_path, PYTHONWARNINGS="error"), f"kvcache: {said}")
+
+
+def test_warnings_for_developers_keep_their_form(capsys, monkeypatch):
+    shown = []
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *_: shown.append(str(message)))
+
+    def warn():
+        for category in (UserWarning, FutureWarning):
+            warnings.warn(f"a {category.__name__}", category, stacklevel=1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        with pytest.raises(SystemExit):
+            terminal.run(warn)
+    assert (capsys.readouterr().err, shown) == ("kvcache: warning: a UserWarning\n", ["a FutureWarning"])
 
 
 # ---- plan

@@ -1,6 +1,7 @@
 """Every command with its outputs in terminals, files and pipes: what stdout is sent does not depend on it."""
 
 import itertools
+import json
 import re
 import shutil
 import sys
@@ -51,6 +52,7 @@ COMMANDS = {
     "generate, with a line": [*KVCACHE, "generate", MODEL, "ROMEO:", *GREEDY],
     "plan": [*KVCACHE, "plan", MODEL, "--no-measure", "--window", "1k", "--sink-tokens", 4],
     "plan as JSON": [*KVCACHE, "plan", MODEL, "--no-measure", "--json"],
+    "plan with a warning": [*KVCACHE, "plan", "config.json", "--no-measure", "--weights", "none"],
     "bench": [sys.executable, "-P", "-c", BENCH, "bench"],
     "info": [*KVCACHE, "info"],
     "inspect": [*KVCACHE, "inspect", STATES / "version-1", "--verify"],
@@ -77,6 +79,8 @@ def words(text):
 def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompt").write_text("A" * 1100)  # several batches, without a newline
+    config = {"model_type": "mystery", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
 
     def run(name, stdout, stderr, **environment):
         kinds = [f"{tmp_path}/{stream}" if kind == "file" else kind for stream, kind in
