@@ -38,6 +38,7 @@ __all__ = ["main"]
 
 CONTEXT = 8192  # tokens of a sequence, if neither the user nor the model says
 PROMPT = "Once upon a time"
+LEAST_WEIGHTS = 1 << 17  # bytes; the smallest published models have more
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -88,10 +89,15 @@ def _weights(text: str) -> str | int:
     if text.lower() in memory_plan.WEIGHT_TYPES:
         return text.lower()
     try:
-        return 0 if text.lower() == "none" else parse_size(text)
+        nbytes = 0 if text.lower() == "none" else parse_size(text)
     except ArgumentTypeError:
         types = ", ".join(memory_plan.WEIGHT_TYPES)
         raise typer.BadParameter(f"{text!r} is no size, such as 4.7GB or none, and no type: {types}") from None
+    if 0 < nbytes < LEAST_WEIGHTS:  # gigabytes or parameters were meant
+        raise typer.BadParameter(
+            f"{text!r} is {nbytes:,} bytes, fewer than any model's weights: give a size such as 4.7GB, a type, or none"
+        )
+    return nbytes
 
 
 def _share(text: str) -> float:

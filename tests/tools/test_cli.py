@@ -387,6 +387,12 @@ def test_weights_of_a_size(tmp_path, given, nbytes):
         assert row["fits"] is (nbytes + row["nbytes"] <= made["memory"]["free"])
 
 
+@pytest.mark.parametrize(("given", "nbytes"), [("5", "5"), ("8B", "8"), ("4700", "4,700"), ("0.1M", "104,857")])
+def test_weights_that_are_fewer_bytes_than_any_model_s_are_refused(given, nbytes):
+    done = run_here("plan", MODEL, "--no-measure", "--weights", given)
+    check_refused(done, f"--weights': '{given}' is {nbytes} bytes, fewer than any", "4.7GB")
+
+
 @pytest.mark.hf
 @pytest.mark.parametrize(
     ("change", "words"),
