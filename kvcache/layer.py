@@ -398,7 +398,7 @@ def override(layers: Sequence[Layer], arguments: Mapping[str, Any]) -> tuple[lis
     others = {name: value for name, value in arguments.items() if name not in PER_LAYER}
     num_layers = others.pop("num_layers", len(layers))
     if integer(num_layers, "num_layers", 1, MAX_LAYERS) != len(layers):
-        raise ValueError(f"num_layers={num_layers}: the model has {count(len(layers), 'layer')}; leave it out")
+        raise ValueError(f"num_layers={num_layers}: the model's cache has {count(len(layers), 'layer')}; leave it out")
     own = [{name: getattr(layer, name) for name in FIELDS} for layer in layers] if given else []
     return _build(own, given) if given else list(layers), others
 

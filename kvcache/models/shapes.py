@@ -68,6 +68,9 @@ class Shape:
     chosen : tuple of int or None
         The most rows that a token of each layer reads, for layers that choose rows. None: a layer reads all, or the
         files do not say.
+    num_layers : int
+        The number of the model's own layers, which are the first of `layers`. Cross-attention, index keys and what is
+        pooled have further layers of the cache.
     """
 
     model_type: str
@@ -75,6 +78,7 @@ class Shape:
     num_heads: tuple[int, ...]
     max_seq_len: int | None
     chosen: tuple[int | None, ...]
+    num_layers: int
 
     @property
     def dtypes(self) -> list[DType]:
@@ -149,7 +153,7 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
     chosen = chosen_rows(own, kinds)
     chosen += [None] * (len(layers) - len(chosen) - len(indexing))
     chosen += [rows for _, _, rows in indexing]
-    shape = Shape(model_type, tuple(layers), tuple(num_heads), context, tuple(chosen))
+    shape = Shape(model_type, tuple(layers), tuple(num_heads), context, tuple(chosen), len(kinds))
     if isinstance(source, str | os.PathLike) and not any(config.get(name) for name in ("gguf_architecture", PACKED)):
         _check_weights(find_config(source).parent, shape)
     return shape

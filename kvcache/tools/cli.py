@@ -281,7 +281,7 @@ def _bench_shape(shape: shapes.Shape, context: int, threads: int | None) -> benc
     with_rows = [pair for pair in zip(shape.num_heads, shape.layers, strict=True) if pair[1].policy is not None]
     num_heads, layer = max(with_rows, key=lambda pair: (pair[1].sketch, pair[1].num_kv_heads * pair[1].head_dim))
     return bench.Shape(
-        num_layers=len(with_rows),
+        num_layers=sum(layer.policy is not None for layer in shape.layers[: shape.num_layers]),
         num_heads=num_heads,
         num_kv_heads=layer.num_kv_heads,
         head_dim=layer.head_dim,

@@ -74,7 +74,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Group:
-    """Layers with the same heads, sizes and policy."""
+    """Layers of the cache with the same heads, sizes and policy."""
 
     num_layers: int
     num_kv_heads: int
@@ -84,6 +84,7 @@ class Group:
     shares: bool  # whether the layers read other layers' rows, and store none
     bytes_per_token: dict[DType, int]
     nbytes: dict[DType, int]  # bytes of all sequences at full length
+    beside: bool  # whether the layers lie beside layers of the model: index keys, what is pooled, cross-attention
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class Plan:
     """The plan of a model's cache on this machine."""
 
     model_type: str
+    num_layers: int  # of the model; its cache may have more
     model_context: int | None  # context length of the training
     context: int
     sequences: int
@@ -154,8 +156,8 @@ def make(
             read = _read(made[policy], shape, context, select)
             speed = _speed(read, (rates or {}).get(dtype), (select_rates or {}).get(dtype))
             rows.append(_row(policy, dtype, made[policy], context, sequences, memory, read, speed))
-    groups = _groups(own, context, sequences)
-    return Plan(shape.model_type, shape.max_seq_len, context, sequences, memory, groups, rows)
+    groups = _groups(own, shape.num_layers, context, sequences)
+    return Plan(shape.model_type, shape.num_layers, shape.max_seq_len, context, sequences, memory, groups, rows)
 
 
 def variants(shape: Shape, dtype: DType, window: Policy | None, select: int | None) -> dict[str, list[Layer]]:
@@ -345,17 +347,18 @@ def _longest(nbytes: Callable[[int], int], memory: int) -> int | None:
     return bisect.bisect_right(range(MOST_TOKENS), memory, key=nbytes) - 1 if nbytes(0) <= memory else 0
 
 
-def _groups(layers: Mapping[DType, list[Layer]], context: int, sequences: int) -> list[Group]:
-    """Group equal layers, in the order of the groups' first layers."""
+def _groups(layers: Mapping[DType, list[Layer]], num_layers: int, context: int, sequences: int) -> list[Group]:
+    """Group equal layers, in the order of the groups' first layers; the first `num_layers` are the model's own."""
     members: dict[tuple[Any, ...], list[int]] = {}
     for i, layer in enumerate(next(iter(layers.values()))):
-        key = layer.num_kv_heads, layer.head_dim, layer.v_head_dim, layer.policy, layer.share is not None
+        beside, shares = i >= num_layers, layer.share is not None
+        key = layer.num_kv_heads, layer.head_dim, layer.v_head_dim, layer.policy, shares, beside
         members.setdefault(key, []).append(i)
     groups = []
-    for (num_kv_heads, head_dim, v_head_dim, policy, shares), indices in members.items():
+    for (num_kv_heads, head_dim, v_head_dim, policy, shares, beside), indices in members.items():
         own = {dtype: [every[i] for i in indices] for dtype, every in layers.items()}
         per_token = {dtype: _per_token(some) for dtype, some in own.items()}
         nbytes = {dtype: sequences * sum(layer.most_bytes(context) for layer in some) for dtype, some in own.items()}
         name = "no attention" if policy is None else written(policy)
-        groups.append(Group(len(indices), num_kv_heads, head_dim, v_head_dim, name, shares, per_token, nbytes))
+        groups.append(Group(len(indices), num_kv_heads, head_dim, v_head_dim, name, shares, per_token, nbytes, beside))
     return groups

@@ -22,9 +22,7 @@ def write(made: Plan) -> None:
     """Print a plan."""
     memory = made.memory
     trained = f", trained for {made.model_context:,} tokens" if made.model_context else ""
-    print_paragraph(
-        f"{plain(made.model_type)}, {count(sum(group.num_layers for group in made.groups), 'layer')}{trained}"
-    )
+    print_paragraph(f"{plain(made.model_type)}, {count(made.num_layers, 'layer')}{trained}")
     print_paragraph(f"memory: {readable(memory.free)} free ({memory.source})")
     if memory.weights is None:
         such = "4.7GB" if memory.num_parameters is None else "q4_0 or 4.7GB"
@@ -36,8 +34,9 @@ def write(made: Plan) -> None:
         shares = " (another's rows)" if group.shares else ""
         dims = "/".join(map(str, dict.fromkeys((group.head_dim, group.v_head_dim or group.head_dim))))
         dims += "" if group.v_head_dim else " (keys alone)"
-        heads = f"{count(group.num_layers, 'layer')} of {count(group.num_kv_heads, 'KV head')} x {dims}"
-        print_paragraph(f"{heads}, {group.policy}{shares}")
+        layers = count(group.num_layers, "layer")
+        layers = f"beside {layers}:" if group.beside else f"{layers} of"
+        print_paragraph(f"{layers} {count(group.num_kv_heads, 'KV head')} x {dims}, {group.policy}{shares}")
         print_list(f"{dtype} {nbytes:,}" for dtype, nbytes in group.bytes_per_token.items())
     print(f"\n{count(made.sequences, 'sequence')} of {made.context:,} tokens")
     for policy, rows in groupby(made.rows, key=lambda row: row.policy):

@@ -139,7 +139,7 @@ def test_encoder():
 def test_overrides_go_first():
     cache = kvcache.KVCache.from_config(LLAMA, policy=SlidingWindow(16), rope=None, max_sequences=3, k_dtype="f32")
     assert (cache.layers[0].policy, cache.layers[0].rope, cache.max_sequences) == (SlidingWindow(16), None, 3)
-    with pytest.raises(ValueError, match="num_layers=3: the model has 4 layers"):
+    with pytest.raises(ValueError, match="num_layers=3: the model's cache has 4 layers"):
         kvcache.KVCache.from_config(LLAMA, num_layers=3)
     with pytest.raises(TypeError, match="bogus"):
         kvcache.KVCache.from_config(LLAMA, bogus=1)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.published_models import PUBLISHED
 from support.repository_model import with_short_text
 from support.row_types import TYPES
 from support.saved_states import STATES
@@ -639,6 +640,24 @@ def test_plan_of_a_model_with_an_encoder(tmp_path):
     check_refused(run("plan", tmp_path), "max_source_len")
     made = json.loads(run("plan", tmp_path, "--no-measure", "--json", "--max-source-len", 50).stdout)
     assert [group["policy"] for group in made["groups"]] == ["FullAttention()", "CrossAttention(max_len=50)"]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "more"),
+    [("DeepSeek V3.2", 61, 61), ("MiniMax M3", 60, 57)],
+)
+def test_layers_of_the_model_are_counted_not_those_of_its_cache(tmp_path, monkeypatch, name, num_layers, more):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name].config))
+    said = run_here(*PLAN, tmp_path).stdout
+    assert f", {num_layers} layers, trained for " in said
+    assert f"\nbeside {more} layers: 1 KV head x 128 (keys alone), FullAttention()\n" in said
+    made = json.loads(run_here(*PLAN, tmp_path, "--json").stdout)
+    assert made["num_layers"] == num_layers
+    assert [(group["num_layers"], group["beside"]) for group in made["groups"]] == [(num_layers, False), (more, True)]
+    measured = []
+    monkeypatch.setattr(bench, "measure", lambda shape, **_: measured.append(shape) or iter([bench.Result({})]))
+    assert run_here("bench", tmp_path, "--json").returncode == 0
+    assert measured[0].num_layers == num_layers
 
 
 def test_pictures_need_matplotlib(tmp_path):
