@@ -351,10 +351,16 @@ def _types(layer: Layer) -> str:
 
 
 def describe(cache: KVCache, seq_ids: Sequence[int]) -> str:
-    """Describe a cache by the arguments of `HFCache`, and by the rows that layers keep of these sequences."""
+    """Describe a cache by the arguments of `HFCache`, and by the rows that layers keep of these sequences.
+
+    Layers of keys alone lie beside others, and are not counted.
+    """
     parts = list(dict.fromkeys(map(_types, (layer for layer in cache.layers if layer.policy is not None))))
-    for policy in dict.fromkeys(layer.policy for layer in cache.layers if layer.policy is not None):
-        layers = [i for i, layer in enumerate(cache.layers) if layer.policy == policy]
+    attending = {
+        i: layer.policy for i, layer in enumerate(cache.layers) if layer.policy is not None and layer.v_head_dim
+    }
+    for policy in dict.fromkeys(attending.values()):
+        layers = [i for i, own in attending.items() if own == policy]
         rows = max((cache.seq_len(seq_id, layer=layer) for seq_id in seq_ids for layer in layers), default=0)
         kept = f", {count(rows, 'row')} of a sequence kept" if rows else ""
         parts.append(f"{count(len(layers), 'layer')} with policy={written(policy)}{kept}")

@@ -208,6 +208,16 @@ def test_print(passed):
     assert said.endswith("KiB; layers attended: 3 by the kernels, 0 with dense tensors, 0 by fallback>"), said
 
 
+def test_print_counts_layers_of_the_model():
+    """The cache has a layer of index keys beside each."""
+    config = transformers.DeepseekV32Config(
+        num_hidden_layers=LAYERS, hidden_size=32, num_attention_heads=2, kv_lora_rank=32, qk_rope_head_dim=16,
+        index_head_dim=32, index_n_heads=2, index_topk=4,
+    )  # fmt: skip
+    cache = HFCache(config)
+    assert (cache._cache.num_layers, f"; {LAYERS} layers with policy=FullAttention(); " in repr(cache)) == (6, True)
+
+
 def test_print_says_what_windows_keep(model):
     policy = [SlidingWindow(4), FullAttention(), SlidingWindow(4)]
     cache = HFCache(model.config, transform="hadamard", policy=policy)
