@@ -68,8 +68,8 @@ def read_stream(body: dict[str, Any]) -> tuple[bool, bool]:
     return True, flag(options, "include_usage")
 
 
-def read_options(body: dict[str, Any], is_chat: bool, room: int) -> Options:
-    """Return the options of a request for whose answer there is room for so many tokens; raise for a wrong field."""
+def read_options(body: dict[str, Any], is_chat: bool, num_prompt: int, context: int) -> Options:
+    """Return the options of a request; raise for a wrong field, or if prompt and answer exceed the context."""
     for name, value in body.items():
         if name in UNSUPPORTED and not is_off(value, UNSUPPORTED[name]):
             raise ApiError(f"{name}: this server takes {json.dumps(UNSUPPORTED[name])} alone", name)
@@ -77,12 +77,15 @@ def read_options(body: dict[str, Any], is_chat: bool, room: int) -> Options:
             raise ApiError(f"{name}: there is no such field", name)
     if body.get("model") not in (None, MODEL):
         raise ApiError(f"model: there is {MODEL!r} alone", "model", status=404, code="model_not_found")
+    lengths, room = f"the prompt has {num_prompt} tokens and the context {context}", context - num_prompt
+    if room < 1:
+        name = "messages" if is_chat else "prompt"
+        raise ApiError(f"{name}: {lengths}, which leaves no room for an answer", name, code="context_length_exceeded")
     name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    default = max(1, min(room, 256 if is_chat else 16))
-    max_tokens = number(body, name, default, 1, 1 << 31, int)
+    max_tokens = number(body, name, min(room, 256 if is_chat else 16), 1, 1 << 31, int)
     if max_tokens > room:
         raise ApiError(
-            f"{name}: there is room for {max(room, 0)} tokens behind this prompt", name, code="context_length_exceeded"
+            f"{name}={max_tokens}: {lengths}, which leaves {room} for the answer", name, code="context_length_exceeded"
         )
     stop = body.get("stop")
     stops = [stop] if isinstance(stop, str) else [] if stop is None else stop

@@ -121,7 +121,7 @@ class Server:
         body = parse(data)
         is_stream, wants_usage = read_stream(body)
         prompt = read_prompt(body, is_chat)
-        options = read_options(body, is_chat, self.engine.max_tokens - len(prompt))
+        options = read_options(body, is_chat, len(prompt), self.engine.max_tokens)
         if tenant.num_requests >= tenant.max_requests:
             message = f"the key has {tenant.num_requests} requests already, its most: wait until one has ended"
             raise ApiError(message, status=429, code="rate_limit_exceeded")

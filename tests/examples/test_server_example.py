@@ -276,7 +276,7 @@ BAD = {
     "another model": ({"prompt": "a", "model": "gpt"}, {}, 404, "model"),
     "no tokens": ({"prompt": "a", "max_tokens": 0}, {}, 400, "max_tokens"),
     "too many tokens": ({"prompt": "a", "max_tokens": 2048}, {}, 400, "max_tokens"),
-    "a long prompt": ({"prompt": "a" * 3000}, {}, 400, "max_tokens"),
+    "a long prompt": ({"prompt": "a" * 3000}, {}, 400, "prompt"),
     "a negative temperature": ({"prompt": "a", "temperature": -1}, {}, 400, "temperature"),
     "no temperature": (b'{"prompt": "a", "temperature": NaN}', {}, 400, "temperature"),
     "an empty stop": ({"prompt": "a", "stop": [""]}, {}, 400, "stop"),
@@ -298,6 +298,10 @@ BAD = {
     "no such page": ({}, {"path": "/v1/none"}, 404, None),
     "another method": (None, {"path": "/v1/completions", "method": "GET"}, 405, None),
     "no messages": ({"messages": []}, {"path": "/v1/chat/completions"}, 400, "messages"),
+    "a long chat": (
+        {"messages": [{"role": "user", "content": "a" * 3000}], "max_tokens": 1}, {"path": "/v1/chat/completions"}, 400,
+        "messages",
+    ),
     "a message without a role": ({"messages": [{"content": "a"}]}, {"path": "/v1/chat/completions"}, 400, "messages"),
     "a part without a text": (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
@@ -324,6 +328,20 @@ def test_bad_requests(client, name):
     assert answer["error"]["message"]
     assert answer["error"]["type"].endswith("_error")
     assert (client.engine.num_generated, client.engine.prefix.stats, client.engine.cache.stats()) == before
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "wanted", "said"),
+    [
+        (2048, {}, "prompt: the prompt has 2048 tokens and the context 2048, which leaves no room for an answer"),
+        (3000, {"max_tokens": 9}, "prompt: the prompt has 3000 tokens and the context 2048, which leaves no room for "),
+        (2000, {"max_tokens": 49}, "max_tokens=49: the prompt has 2000 tokens and the context 2048, which leaves 48 "),
+    ],
+)
+def test_what_is_too_long_is_said(client, num_prompt, wanted, said):
+    status, answer = client.ask("/v1/completions", {"prompt": "a" * num_prompt, **wanted})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert answer["error"]["message"].startswith(said)
 
 
 def test_bad_requests_take_no_place(client):
