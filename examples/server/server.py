@@ -271,7 +271,7 @@ def make(args: argparse.Namespace) -> tuple[Engine, Starlette]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     p = argparse.ArgumentParser(prog="server.py", description=__doc__)
-    p.add_argument("model", nargs="?", type=Path, default=EXAMPLES / "model", help="a Llama whose tokens are bytes")
+    p.add_argument("model", nargs="?", default=str(EXAMPLES / "model"), help="a Llama whose tokens are bytes")
     p.add_argument("--host", default="127.0.0.1")
     p.add_argument("--port", type=int, default=8000, help="0: any free one (default: 8000)")
     p.add_argument("--capacity", type=int, default=1 << 15, metavar="TOKENS", help="of the cache (default: 32768)")

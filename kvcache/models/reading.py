@@ -9,6 +9,7 @@ sparse files of any size.
 from __future__ import annotations
 
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterator
@@ -63,6 +64,9 @@ MAX_MERGES = 16  # merges per token; real files have up to 3
 
 MAX_PROMPT = 1 << 26  # bytes of a prompt that is read from a file
 
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://", re.ASCII | re.IGNORECASE)
+HUB = re.compile(r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/([\w.-]+))", re.ASCII)  # a model's page
+
 Stamp: TypeAlias = tuple[int, int, int, int]  # identifies a file's content: device, inode, bytes, time of change
 
 
@@ -109,8 +113,13 @@ class File:
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """Return a path whose ``~`` is the user's folder."""
-    return Path(os.path.expanduser(path))
+    """Return a path whose ``~`` is the user's folder; raise `ModelFileError` for an address on the web."""
+    name = os.path.expanduser(path)
+    if ADDRESS.match(name) is None:
+        return Path(name)
+    on_hub = HUB.match(name)
+    how = f": run `hf download {on_hub[1]} --local-dir {on_hub[2]}` and give that folder" if on_hub else ""
+    raise ModelFileError(f"{plain(name)} is an address, and a file or folder of this machine is needed{how}")
 
 
 @contextmanager

@@ -18,9 +18,10 @@ import typer
 
 from kvcache.arguments import INT32_MAX, MAX_THREADS
 from kvcache.columns import whole
-from kvcache.errors import KVCacheError, plain
+from kvcache.errors import KVCacheError, ModelFileError, plain
 from kvcache.layer import DTYPES, DType, count, to_dtype
 from kvcache.models import shapes
+from kvcache.models.reading import expanded
 from kvcache.policy import CrossAttention, SlidingWindow
 from kvcache.runtime import __version__, get_num_threads, print_values, show_config
 from kvcache.selecting import least_tokens, with_sketches
@@ -109,9 +110,12 @@ def _share(text: str) -> float:
 
 
 def _file(name: str) -> Path:
-    if name:
-        return Path(name)
-    raise typer.BadParameter("'' names no file")
+    if not name:
+        raise typer.BadParameter("'' names no file")
+    try:
+        return expanded(name)
+    except ModelFileError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _model(text: str) -> Any:

@@ -346,6 +346,12 @@ def test_what_a_path_stands_for(tmp_path, monkeypatch):
     assert shapes.read("~") == shapes.read("~/config.json") == shapes.read(LLAMA)
 
 
+def test_an_address_is_no_path():
+    """A path would lose one of its slashes."""
+    with pytest.raises(kvcache.ModelFileError, match=r"^https://host/x is an address, and a file or folder of this "):
+        shapes.read("https://host/x")
+
+
 def test_what_would_do_is_said(tmp_path):
     (tmp_path / "b.gguf").touch()
     (tmp_path / "a.gguf").touch()

@@ -494,6 +494,28 @@ def test_names_on_the_hub_are_explained(command, name):
     )
 
 
+@pytest.mark.parametrize(
+    ("line", "argument"),
+    [
+        ("plan URL", "MODEL"),
+        ("bench URL", "MODEL"),
+        ("generate URL", "MODEL"),
+        (f"generate {MODEL} --prompt-file URL", "--prompt-file"),
+        ("inspect URL", "FILE"),
+        (f"plan {MODEL} --plot URL", "--plot"),
+    ],
+)
+def test_an_address_is_refused_as_it_was_typed(line, argument):
+    url = "https://host//x.svg"
+    done = run_here(*line.replace("URL", url).split())
+    check_refused(done, f"'{argument}': {url} is an address, and a file or folder of this machine is needed\n")
+
+
+def test_a_page_of_the_hub_is_explained():
+    done = run_here("plan", "https://huggingface.co/Qwen/Qwen3-0.6B/tree/main")
+    check_refused(done, "run `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B` and give that folder")
+
+
 def test_files_that_cannot_be_used_are_named_without_a_number(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
