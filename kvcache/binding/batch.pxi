@@ -300,6 +300,8 @@ cdef class Batch(_CallCounter):
         ranges = to_masked(masked, &plan.masked, &plan.masked_size, &plan.num_masked)
         if select is not None:
             plan.select_rows = <int32_t>to_int(select, "select", 1, _INT32_MAX)
+            if not shape.sketch_bits:
+                raise NotSupportedError(f"select={select}: layer {layer} has no sketches: make it with sketch=True")
         out = read_out(out, q, shape.v_dim, layout, &query.q, &query.out)
         args.out = query.out.data
         args.out_token_stride, args.out_head_stride = query.out.strides[token], query.out.strides[head]
@@ -344,6 +346,8 @@ cdef class Batch(_CallCounter):
             self.count_dense(at, &none)  # which fails: nothing attends in such a layer
         query_owners = self.read_query(at, q, first, scale, softcap, sinks, alibi, non_causal, masked, select, axes,
                                        out, &query)
+        if chosen is not None and select is not None:
+            raise ValueError(f"select={select}, and chosen is given: rows are chosen or selected, not both")
         if chosen is not None:
             _entries = self.read_chosen(chosen, chosen_block, chosen_tail, axes, &query)
         elif to_int(chosen_block, "chosen_block", 1, _INT32_MAX) != 1 or flag(chosen_tail, "chosen_tail"):

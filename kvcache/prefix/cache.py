@@ -657,7 +657,7 @@ def _check_rope(cache: KVCache) -> None:
         if layer.rope is None and layer.policy is not None:
             raise NotSupportedError(
                 f"reuse_min_tokens moves tokens, and the keys of layer {i} may have to be rotated: make the cache with"
-                " rope=, or leave reuse_min_tokens out"
+                " rope=Rope(...), or rope=False if they carry no rotation, or leave reuse_min_tokens out"
             )
 
 

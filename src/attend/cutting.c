@@ -73,10 +73,8 @@ kvc_status kvc_check_selecting(const kvc_batch *batch, kvc_plan_args *args) {
         return kvc_fail(KVC_ERR_INVALID, "select_rows is %d and max_chosen %d: rows are chosen or selected, not both",
                         args->select_rows, args->max_chosen);
     if (!batch->cache->layers[args->layer].sketch_bits)
-        return kvc_fail(
-            KVC_ERR_UNSUPPORTED,
-            "select_rows is %d: layer %d has no sketches: make it with sketch_bits 2 (in Python, sketch=True)",
-            args->select_rows, args->layer);
+        return kvc_fail(KVC_ERR_UNSUPPORTED, "select_rows is %d: layer %d has no sketches: make it with sketch_bits 2",
+                        args->select_rows, args->layer);
     int selects = 0;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         const query_cut queries = queries_of(batch, args, s);

@@ -463,7 +463,9 @@ static kvc_status check_args(const kvc_cache *cache, int32_t layer, const kvc_we
     if (config->value_in_key && a->scale == 0)
         return kvc_fail(KVC_ERR_INVALID, "scale is 0: give it in layer %d, whose values lie in the keys", layer);
     if (a->rotates && (config->rope.kind == KVC_ROPE_UNKNOWN || config->rope.kind == KVC_ROPE_FUNCTION))
-        return kvc_fail(KVC_ERR_UNSUPPORTED, "rotates is %d: the frequencies of layer %d are not known", a->rotates,
+        return kvc_fail(KVC_ERR_UNSUPPORTED,
+                        "queries would be rotated, and the frequencies of layer %d are not known: give its rope when "
+                        "the cache is made, or queries that are rotated",
                         layer);
     for (int32_t t = 0; a->positions && t < a->num_queries; t++)
         if (a->positions[t] < 0 || a->positions[t] == KVC_END)

@@ -26,8 +26,7 @@ kvc_status kvc_check_attention(const kvc_batch *batch, int32_t layer, int needs_
 kvc_status kvc_check_choosing(const kvc_batch *batch, int32_t layer) {
     KVC_TRY(kvc_check_attention(batch, layer, 0));
     if (!batch->cache->layers[layer].v_dim) return KVC_OK;
-    return kvc_fail(KVC_ERR_UNSUPPORTED, "layer %d holds values: rows are chosen by a layer of keys alone (v_dim 0)",
-                    layer);
+    return kvc_fail(KVC_ERR_UNSUPPORTED, "layer %d holds values: rows are chosen by a layer of keys alone", layer);
 }
 
 kvc_status kvc_check_own_rows(const kvc_cache *cache, int32_t layer) {

@@ -87,9 +87,11 @@ def test_bad_calls():
     with cache_of().batch(1) as batch:
         with pytest.raises(ValueError, match="select=0"):
             batch.attend(0, Q, K[-1:], V[-1:], select=0)
+        with pytest.raises(ValueError, match="select=320, and chosen is given"):
+            batch.attend(0, Q, K[-1:], V[-1:], select=320, chosen=[[0]])
         batch.put(0, K[-1:], V[-1:])
     with cache_of(sketch=False).batch(1) as batch:
-        with pytest.raises(kvcache.NotSupportedError, match="layer 0 has no sketches"):
+        with pytest.raises(kvcache.NotSupportedError, match=f"select={ROWS}: layer 0 has no sketches: .* sketch=True"):
             batch.attend(0, Q, K[-1:], V[-1:], select=ROWS)
         batch.put(0, K[-1:], V[-1:])
 

@@ -51,7 +51,7 @@ def test_rotation():
     rotated = np.concatenate([q[..., :2] * cos - q[..., 2:] * sin, q[..., 2:] * cos + q[..., :2] * sin], -1)
     found = cache.weights(1, q, [7, 11], rotate=True)
     np.testing.assert_allclose(found, expected(cache, rotated, [7, 11], "sum"), rtol=1e-5)
-    with pytest.raises(kvcache.NotSupportedError, match="rotates"):
+    with pytest.raises(kvcache.NotSupportedError, match="rotated"):
         filled().weights(1, q, [7, 11], rotate=True)
 
 

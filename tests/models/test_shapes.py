@@ -347,7 +347,7 @@ def test_what_a_path_stands_for(tmp_path, monkeypatch):
 
 
 def test_an_address_is_no_path():
-    """A path would lose one of its slashes."""
+    """The name of a path has one slash less."""
     with pytest.raises(kvcache.ModelFileError, match=r"^https://host/x is an address, and a file or folder of this "):
         shapes.read("https://host/x")
 

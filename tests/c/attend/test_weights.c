@@ -322,7 +322,7 @@ static void test_refused(void) {
     CHECK_FAILS(kvc_weights(cache, 0, 2, &a), KVC_ERR_INVALID, "layer 2", "no attention");
     CHECK_FAILS(kvc_weights(cache, 0, 3, &a), KVC_ERR_INVALID, "scale is 0", "layer 3");
     a.rotates = 1;
-    CHECK_FAILS(kvc_weights(cache, 0, 1, &a), KVC_ERR_UNSUPPORTED, "rotates", "layer 1");
+    CHECK_FAILS(kvc_weights(cache, 0, 1, &a), KVC_ERR_UNSUPPORTED, "rotated", "layer 1");
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
