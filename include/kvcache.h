@@ -1396,7 +1396,8 @@ KVC_API void kvc_prefix_get_stats(kvc_prefix *prefix, kvc_prefix_stats *stats, s
 /* Waiting for the open batch (kvc_begin_args.timeout_ms).  Calls are served in order of arrival, and find the sequences
  * as they are at that time.  While others wait, a call that does not wait fails with KVC_ERR_BUSY.  Any thread may end
  * the batch; a thread that should end it itself waits in vain.  The call fails with KVC_ERR_BUSY once timeout_ms have
- * passed, and with KVC_ERR_CANCELLED if the cache's poll says so. */
+ * passed, and with KVC_ERR_CANCELLED if the cache's poll says so.  A call keeps its place while its poll runs, so a poll
+ * that takes long delays the calls behind it.  Batches that the poll itself begins come before them. */
 
 /* Restoring layers (kvc_begin_args.replaced): the batch puts back rows that were saved.  Once it is committed, its
  * tokens replace all rows of their sequences in the restored layers; other layers stay as they are.  A state whose

@@ -24,6 +24,7 @@ static inline void kvc_mutex_destroy(kvc_mutex *m) { (void)m; }
 static inline void kvc_pause(void) { SwitchToThread(); }
 typedef DWORD kvc_thread;
 static inline kvc_thread kvc_thread_self(void) { return GetCurrentThreadId(); }
+static inline int kvc_thread_is_self(kvc_thread thread) { return thread == GetCurrentThreadId(); }
 typedef CONDITION_VARIABLE kvc_signal;
 static inline int kvc_signal_init(kvc_signal *s) {
     InitializeConditionVariable(s);
@@ -44,6 +45,7 @@ static inline void kvc_mutex_destroy(kvc_mutex *m) { pthread_mutex_destroy(m); }
 static inline void kvc_pause(void) { sched_yield(); }
 typedef pthread_t kvc_thread;
 static inline kvc_thread kvc_thread_self(void) { return pthread_self(); }
+static inline int kvc_thread_is_self(kvc_thread thread) { return pthread_equal(thread, pthread_self()) != 0; }
 typedef pthread_cond_t kvc_signal;
 int kvc_signal_init(kvc_signal *s);
 static inline void kvc_signal_destroy(kvc_signal *s) { pthread_cond_destroy(s); }

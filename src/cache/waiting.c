@@ -91,14 +91,10 @@ void kvc_cache_give_way(kvc_cache *cache) {
 
 /* ---- waiting to begin a batch ------------------------------------------------------------------------------------ */
 
-static kvc_waiter *first_waiter(const kvc_cache *cache) {
-    kvc_waiter *waiter = cache->waiters;
-    while (waiter && waiter->is_polling) waiter = waiter->next;
-    return waiter;
-}
-
 int kvc_may_begin(const kvc_cache *cache, const kvc_waiter *waiter) {
-    return !cache->batch && !cache->num_rewrites && first_waiter(cache) == waiter;
+    const kvc_waiter *first = cache->waiters;
+    const int is_next = first == waiter || (!waiter && kvc_thread_is_self(first->thread)); /* its poll calls */
+    return !cache->batch && !cache->num_rewrites && is_next;
 }
 
 kvc_status kvc_fail_busy(const kvc_cache *cache, const kvc_waiter *waiter) {
@@ -111,18 +107,19 @@ kvc_status kvc_fail_busy(const kvc_cache *cache, const kvc_waiter *waiter) {
 }
 
 void kvc_wake_waiter(kvc_cache *cache) {
-    kvc_waiter *waiter = first_waiter(cache);
-    if (waiter && kvc_may_begin(cache, waiter)) kvc_signal_all(&waiter->signal);
+    kvc_waiter *first = cache->waiters;
+    if (first && kvc_may_begin(cache, first)) kvc_signal_all(&first->signal);
 }
 
 kvc_status kvc_waiter_join(kvc_cache *cache, kvc_waiter *waiter, int64_t timeout_ms) {
     const int64_t now = kvc_now(), ms = 1000000;
-    *waiter = (kvc_waiter){.deadline = INT64_MAX, .timeout_ms = timeout_ms};
+    *waiter = (kvc_waiter){.thread = kvc_thread_self(), .deadline = INT64_MAX, .timeout_ms = timeout_ms};
     if (timeout_ms >= 0 && timeout_ms < (INT64_MAX - now) / ms) waiter->deadline = now + timeout_ms * ms;
     if (kvc_signal_init(&waiter->signal)) return kvc_fail(KVC_ERR_NOMEM, "out of memory to wait for a batch");
-    kvc_waiter **end = &cache->waiters;
-    while (*end) end = &(*end)->next;
-    *end = waiter;
+    kvc_waiter **place = &cache->waiters;
+    while (*place && !kvc_thread_is_self((*place)->thread)) place = &(*place)->next;
+    waiter->next = *place;
+    *place = waiter;
     return KVC_OK;
 }
 
@@ -135,13 +132,10 @@ void kvc_waiter_leave(kvc_cache *cache, kvc_waiter *waiter) {
 }
 
 /* Polls without the mutex; returns whether the call is cancelled. */
-static int poll_unlocked(kvc_cache *cache, kvc_waiter *waiter, kvc_poll_timer *timer) {
-    waiter->is_polling = 1;
-    kvc_wake_waiter(cache);
+static int poll_unlocked(kvc_cache *cache, kvc_poll_timer *timer) {
     kvc_unlock(cache, KVC_OK);
     const int stop = kvc_poll_timer_ask(timer);
     kvc_lock(cache);
-    waiter->is_polling = 0;
     return stop;
 }
 
@@ -152,7 +146,7 @@ kvc_status kvc_waiter_wait(kvc_cache *cache, kvc_waiter *waiter) {
         if (kvc_now() >= waiter->deadline) return kvc_fail_busy(cache, waiter);
         const int64_t next = timer.poll && timer.next < waiter->deadline ? timer.next : waiter->deadline;
         kvc_signal_wait_until(&waiter->signal, &cache->mutex, next);
-        if (timer.poll && kvc_now() >= timer.next && poll_unlocked(cache, waiter, &timer))
+        if (timer.poll && kvc_now() >= timer.next && poll_unlocked(cache, &timer))
             return kvc_fail(KVC_ERR_CANCELLED, "cancelled while it waited to begin a batch");
     }
     return KVC_OK;

@@ -58,11 +58,11 @@ typedef struct kvc_waiter {
     kvc_signal signal;  /* sent when the call may begin a batch */
     int64_t deadline;   /* kvc_now() when it stops waiting */
     int64_t timeout_ms; /* for the message */
-    int32_t is_polling; /* asks kvc_config.poll, without the mutex; those behind it go first meanwhile */
+    kvc_thread thread;
 } kvc_waiter;
 
-/* Adds a call at the end of cache->waiters, or removes it.  timeout_ms is as in kvc_begin_args.  Can fail with
- * KVC_ERR_NOMEM. */
+/* Adds a call at the end of cache->waiters, or removes it.  A call by the poll of another call comes before that one,
+ * which goes on only once the poll has returned.  timeout_ms is as in kvc_begin_args.  Can fail with KVC_ERR_NOMEM. */
 kvc_status kvc_waiter_join(kvc_cache *cache, kvc_waiter *waiter, int64_t timeout_ms);
 void kvc_waiter_leave(kvc_cache *cache, kvc_waiter *waiter);
 
@@ -70,7 +70,8 @@ void kvc_waiter_leave(kvc_cache *cache, kvc_waiter *waiter);
 kvc_status kvc_waiter_wait(kvc_cache *cache, kvc_waiter *waiter);
 
 /* Returns whether a call may begin a batch: none is open, no keys are being rewritten, and no call that came before
- * waits.  waiter NULL: the call does not wait.  kvc_fail_busy returns KVC_ERR_BUSY, and says why it may not. */
+ * waits.  waiter NULL: the call, which is this thread's, does not wait.  kvc_fail_busy returns KVC_ERR_BUSY, and says
+ * why it may not. */
 int kvc_may_begin(const kvc_cache *cache, const kvc_waiter *waiter);
 kvc_status kvc_fail_busy(const kvc_cache *cache, const kvc_waiter *waiter);
 

@@ -58,7 +58,7 @@ static void end_edits(kvc_cache *cache) {
     const kvc_table *table = &cache->sequences;
     for (kvc_sequence *sequence = kvc_table_last(table), *before; sequence; sequence = before) {
         before = kvc_table_before(table, sequence); /* a sequence may take hidden ones, which stand behind, along */
-        if (pthread_equal(sequence->caller, kvc_thread_self())) continue;
+        if (kvc_thread_is_self(sequence->caller)) continue;
         if (sequence->in_rewrite) undo_rewrite(cache, sequence);
         if (sequence->in_call) kvc_cache_forget(cache, sequence);
     }
@@ -68,7 +68,7 @@ static void end_edits(kvc_cache *cache) {
 static void end_states(kvc_cache *cache) {
     for (kvc_state *state = cache->states, *next; state; state = next) {
         next = state->next;
-        if (!pthread_equal(state->thread, kvc_thread_self())) kvc_state_end(state);
+        if (!kvc_thread_is_self(state->thread)) kvc_state_end(state);
     }
 }
 
@@ -76,7 +76,7 @@ static void end_states(kvc_cache *cache) {
 static void end_carriers(kvc_cache *cache) {
     for (kvc_carrier *c = cache->carriers, *next; c; c = next) {
         next = c->next;
-        if (!pthread_equal(c->thread, kvc_thread_self())) kvc_carrier_end(c);
+        if (!kvc_thread_is_self(c->thread)) kvc_carrier_end(c);
     }
 }
 
@@ -84,7 +84,7 @@ static void end_carriers(kvc_cache *cache) {
 static void end_state_uses(kvc_cache *cache) {
     for (kvc_state_use *use = cache->state_uses, *next; use; use = next) {
         next = use->next;
-        if (!pthread_equal(use->thread, kvc_thread_self())) kvc_state_use_end(cache, use);
+        if (!kvc_thread_is_self(use->thread)) kvc_state_use_end(cache, use);
     }
 }
 
@@ -93,7 +93,7 @@ static void end_work(kvc_batch *batch) {
     for (kvc_plan_link *plan = batch->plans; plan; plan = plan->next) plan->after_fork(plan);
     for (kvc_cross_put *put = batch->cross_puts, *next; put; put = next) {
         next = put->next;
-        if (!pthread_equal(put->thread, kvc_thread_self())) kvc_cross_put_end(batch, put, 0);
+        if (!kvc_thread_is_self(put->thread)) kvc_cross_put_end(batch, put, 0);
     }
 }
 

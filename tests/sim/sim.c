@@ -614,9 +614,9 @@ static void check_limits(client *c) {
 }
 
 /* Call once a batch has begun.  Checks that no client which called earlier still waits for a batch: calls wait in order
- * of arrival, unless they poll. */
+ * of arrival. */
 static void check_turn(const client *c, int64_t called) {
-    for (int i = 0; i < MOST_CLIENTS && !c->w->config.poll; i++) {
+    for (int i = 0; i < MOST_CLIENTS; i++) {
         const int64_t since = i == c->number ? 0 : sim_inside_since(clients[i].thread);
         if (clients[i].w && since && since < called) fail(c, "begins a batch before client %d, which waits for one", i);
     }

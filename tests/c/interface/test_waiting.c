@@ -235,13 +235,18 @@ typedef struct poller {
     kvc_status status;
     atomic_int asked, go_on;
     int stop;
+    pthread_t self; /* the test's thread */
+    caller *behind;
+    pthread_t thread; /* of the call behind */
 } poller;
 
-/* Ends the open batch, and begins and ends one, while the call that polls waits. */
+/* Ends the open batch, and begins and ends two, while the call that polls waits, and others behind it. */
 static int32_t poll_and_begin(void *user) {
     poller *p = user;
     kvc_batch *own = NULL;
+    if (!pthread_equal(p->self, pthread_self())) return 0;
     if (!p->open) return p->stop;
+    p->thread = start(p->behind);
     kvc_abort(p->open);
     p->open = NULL;
     p->status = begin(p->cache, 5, 1, -1, &own);
@@ -252,22 +257,48 @@ static int32_t poll_and_begin(void *user) {
 }
 
 static void test_poll(int stop) {
-    poller p = {.stop = stop};
+    caller behind = {.id = 2, .timeout_ms = -1, .num_tokens = 1};
+    poller p = {.stop = stop, .self = pthread_self(), .behind = &behind};
     kvc_batch *batch = NULL;
-    p.cache = new_cache(frequencies, 0, poll_and_begin, &p);
+    behind.cache = p.cache = new_cache(frequencies, 0, poll_and_begin, &p);
     CHECK(begin(p.cache, 0, 1, 0, &p.open) == KVC_OK);
     const kvc_status status = begin(p.cache, 1, 1, -1, &batch);
     CHECKF(p.status == KVC_OK && status == (stop ? KVC_ERR_CANCELLED : KVC_OK), "%s", kvc_last_error());
     CHECK(stop ? !batch && strstr(kvc_last_error(), "waited") : batch != NULL);
     kvc_abort(batch);
+    pthread_join(p.thread, NULL);
+    CHECKF(behind.status == KVC_OK, "%s", behind.message);
     CHECK(kvc_next_position(p.cache, 1) == 0 && kvc_validate(p.cache) == KVC_OK && kvc_cache_free(p.cache) == KVC_OK);
 }
 
 static int32_t poll_slowly(void *user) {
     poller *p = user;
-    atomic_store(&p->asked, 1);
+    if (pthread_equal(p->self, pthread_self())) return 0;
+    atomic_fetch_add(&p->asked, 1);
     while (!atomic_load(&p->go_on)) sched_yield();
     return 0;
+}
+
+/* A call keeps its place while its poll runs: those behind it wait, each no longer than its own time. */
+static void test_place(void) {
+    poller p = {.self = pthread_self()};
+    p.cache = new_cache(frequencies, 0, poll_slowly, &p);
+    caller first = {.cache = p.cache, .id = 1, .timeout_ms = -1, .num_tokens = 1}, second = first, third = first;
+    kvc_batch *none = NULL;
+    third.timeout_ms = 30;
+    CHECK(begin(p.cache, 0, 1, 0, &p.open) == KVC_OK);
+    const pthread_t threads[] = {start(&first), start(&second)};
+    while (atomic_load(&p.asked) < 2) sched_yield(); /* the poll of both runs */
+    kvc_abort(p.open);
+    CHECK_FAILS(begin(p.cache, 0, 1, 0, &none), KVC_ERR_BUSY, "other calls wait", "give a timeout");
+    call(&third);
+    CHECKF(third.status == KVC_ERR_BUSY && strstr(third.message, "30 ms"), "%s", third.message);
+    CHECK(count_waiters(p.cache) == 2);
+    atomic_store(&p.go_on, 1);
+    for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
+    CHECKF(first.status == KVC_OK && second.status == KVC_OK, "%s%s", first.message, second.message);
+    CHECKF(first.at == 0 && second.at == 1, "at %d and %d", first.at, second.at);
+    CHECK(kvc_validate(p.cache) == KVC_OK && kvc_cache_free(p.cache) == KVC_OK);
 }
 
 /* A cache is not freed under a call that waits, though no batch is open. */
@@ -321,6 +352,7 @@ int main(void) {
     test_rewrite();
     test_poll(0);
     test_poll(1);
+    test_place();
     test_freeing();
     if (HAS_FORK) test_fork();
     test_requests();
