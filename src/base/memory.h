@@ -19,7 +19,7 @@ typedef struct kvc_page_work {
 typedef struct kvc_memory {
     kvc_allocator allocator;
     int64_t bookkeeping;  /* bytes allocated as KVC_MEMORY_BOOKKEEPING */
-    int64_t replaced;     /* bytes of bookkeeping in lists that a longer copy is about to replace */
+    int64_t replaced;     /* bytes of bookkeeping in lists and pins that others are about to replace */
     kvc_slab *slabs;      /* slabs of the default allocator */
     kvc_page_work *works; /* list of the work on pages that is going on */
 } kvc_memory;

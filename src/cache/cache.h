@@ -58,6 +58,7 @@ struct kvc_cache {
     struct kvc_prefix *prefixes;                   /* list of all prefixes of the cache */
     kvc_bit *bits;                                 /* [KVC_NUM_BITS]; NULL: there is no prefix */
     kvc_sorted sessions;                           /* acquired sequences of all prefixes, by first token: session.c */
+    int64_t prompt_bytes;                          /* of them, with the tokens that they are to be fed */
     int64_t num_prefixes, num_forgets;             /* prefixes that were made, and prompts that were forgotten */
     struct kvc_tree *dying;                        /* list of the trees that prefixes have given up: prefix.c */
     struct kvc_node *new_blocks, **new_blocks_end; /* list of blocks for kvc_take_new_blocks, oldest first */

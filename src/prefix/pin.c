@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+#include "space/evict.h"
+
 static uint64_t size_of(const kvc_pinned *pin) { return sizeof *pin + (uint64_t)pin->room * sizeof(kvc_node *); }
 
 /* Takes memory for a pin of `num` nodes besides those up to `last`, which it lists behind them. */
@@ -85,33 +87,57 @@ static int32_t list_others(const kvc_match *m, const kvc_node *last, kvc_node **
     return num + !has_state;
 }
 
-kvc_status kvc_pin_known(kvc_prefix *prefix, const kvc_match *m, const uint8_t *name) {
-    kvc_node *last = kvc_match_path(m, m->known);
+/* Puts a pin in the place of those of its prompt that know no more tokens, and ends them. */
+static void replace_others(kvc_prefix *prefix, kvc_pinned *pin) {
     kvc_sorted *pins = &prefix->tree->pins;
-    kvc_pinned *pin = new_pin(prefix->cache, last, list_others(m, last, NULL));
+    kvc_pinned *covered = NULL;
+    place to;
+    for (kvc_pinned *old; (old = find(pins, pin->name, &to));) {
+        pin->num_calls += old->num_calls;
+        old->num_calls = 0;
+        if (old->known > pin->known) break;
+        kvc_sorted_remove(pins, &old->links);
+        old->next = covered;
+        covered = old;
+    }
+    kvc_sorted_insert(pins, &pin->links, to.above, to.side);
+    for (kvc_pinned *old; (old = covered);) {
+        covered = old->next;
+        end_pin(prefix->cache, old);
+    }
+}
+
+/* Returns the bytes of the pins of a prompt that know at most so many tokens. */
+static int64_t bytes_of(const kvc_sorted *pins, const uint8_t *name, int32_t known) {
+    int64_t bytes = 0;
+    place to;
+    const kvc_pinned *pin = find(pins, name, &to);
+    for (; pin && !memcmp(pin->name, name, KVC_NAME_BYTES) && pin->known <= known;
+         pin = (const kvc_pinned *)(const void *)kvc_sorted_beside(&pin->links, 1))
+        bytes += (int64_t)size_of(pin);
+    return bytes;
+}
+
+kvc_status kvc_pin_known(kvc_prefix *prefix, const kvc_match *m, const uint8_t *name) {
+    kvc_cache *cache = prefix->cache;
+    kvc_node *last = kvc_match_path(m, m->known);
+    const int64_t replaced = bytes_of(&prefix->tree->pins, name, m->known);
+    kvc_pinned *pin = new_pin(cache, last, list_others(m, last, NULL));
     if (!pin) return KVC_ERR_NOMEM;
     list_others(m, last, pin->nodes);
     pin->with_state = m->with_state;
     memcpy(pin->name, name, KVC_NAME_BYTES);
     pin->known = m->known;
     pin->num_calls = 1;
-    kvc_pinned *covered = NULL; /* they end once this one has begun, so that no node is without a pin meanwhile */
-    place to;
-    for (kvc_pinned *old; (old = find(pins, name, &to));) {
-        pin->num_calls += old->num_calls;
-        old->num_calls = 0;
-        if (old->known > m->known) break;
-        kvc_sorted_remove(pins, &old->links);
-        old->next = covered;
-        covered = old;
-    }
-    kvc_sorted_insert(pins, &pin->links, to.above, to.side);
-    begin_pin(pin);
-    for (kvc_pinned *old; (old = covered);) {
-        covered = old->next;
-        end_pin(prefix->cache, old);
-    }
-    return KVC_OK;
+    begin_pin(pin); /* before others end, so that no node is without a pin meanwhile */
+    cache->memory.replaced += replaced;
+    const kvc_status status = kvc_fit_max_bytes(cache, 0, "pinning a prompt");
+    cache->memory.replaced -= replaced;
+    if (status == KVC_OK)
+        replace_others(prefix, pin);
+    else
+        end_pin(cache, pin);
+    return status;
 }
 
 void kvc_pin_take_back(kvc_prefix *prefix, const uint8_t *name) {

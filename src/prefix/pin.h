@@ -5,7 +5,7 @@
 #include "prefix/match.h"
 
 /* Pins the known tokens of a prompt, in place of the tokens that an earlier pin of it holds, unless these are more.
- * KVC_ERR_NOMEM. */
+ * KVC_ERR_FULL, KVC_ERR_NOMEM. */
 kvc_status kvc_pin_known(kvc_prefix *prefix, const kvc_match *m, const uint8_t *name);
 
 /* Takes back one pin of the prompt with this name, if it has a pin.  After the last one, nothing of the prompt is

@@ -106,6 +106,46 @@ static kvc_tree *new_tree(kvc_prefix *prefix) {
     return tree;
 }
 
+/* Frees a prefix that is in no list. */
+static void free_struct(kvc_prefix *prefix) {
+    kvc_cache *cache = prefix->cache;
+    kvc_origin_give_bit(cache, prefix->bit);
+    kvc_memory_free(&cache->memory, prefix, prefix->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
+}
+
+/* Makes a prefix and its tree, of which the list of all prefixes has nothing yet, if there is room for them. */
+static kvc_status make(kvc_cache *cache, const kvc_prefix_config *config, kvc_prefix **out) {
+    const uint64_t size = sizeof(kvc_prefix) + (uint64_t)config->max_events * sizeof(kvc_prefix_event);
+    while (cache->max_bytes && kvc_cache_wait_pages(cache)) continue;
+    kvc_prefix *prefix = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
+    const int32_t bit = prefix ? kvc_origin_take_bit(cache) : -1;
+    if (bit < 0) {
+        if (prefix) kvc_memory_free(&cache->memory, prefix, size, KVC_MEMORY_BOOKKEEPING, -1);
+        return kvc_fail(KVC_ERR_NOMEM, "out of memory for a prefix");
+    }
+    *prefix = (kvc_prefix){.cache = cache, .num_bytes = size, .number = ++cache->num_prefixes, .bit = bit};
+    prefix->events = (kvc_events){.ring = (kvc_prefix_event *)(void *)(prefix + 1), .room = config->max_events};
+    kvc_name_salt(config->salt, (size_t)config->salt_size, prefix->salt);
+    kvc_name_root(prefix->salt, config->identity, (size_t)config->identity_size, config->state_bytes, prefix->root);
+    kvc_value_owner_init(&prefix->owner, config->identity, config->identity_size, config->secret, config->secret_size);
+    prefix->quota = config->quota;
+    prefix->reuse_min = config->reuse_min_tokens;
+    prefix->collects = config->collects_new;
+    prefix->user = config->user;
+    prefix->ttl = config->ttl_ms * 1000000;
+    prefix->state_bytes = config->state_bytes;
+    prefix->most_checkpoint_bytes = config->max_checkpoint_bytes;
+    prefix->tree = new_tree(prefix);
+    const kvc_status status = prefix->tree ? kvc_fit_max_bytes(cache, 0, "making a prefix") : KVC_ERR_NOMEM;
+    if (status == KVC_OK) {
+        *out = prefix;
+        return KVC_OK;
+    }
+    if (prefix->tree) kvc_tree_free(prefix->tree);
+    free_struct(prefix);
+    return status;
+}
+
 kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_prefix **out) {
     kvc_prefix_config config;
     uint8_t identity[KVC_NAME_BYTES];
@@ -118,34 +158,12 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
         config.identity = identity;
         config.identity_size = sizeof identity;
     }
-    const uint64_t size = sizeof(kvc_prefix) + (uint64_t)config.max_events * sizeof(kvc_prefix_event);
+    kvc_prefix *prefix = NULL;
+    kvc_status status;
     kvc_lock(cache);
-    kvc_prefix *prefix = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
-    const int32_t bit = prefix ? kvc_origin_take_bit(cache) : -1;
-    if (bit < 0) {
-        if (prefix) kvc_memory_free(&cache->memory, prefix, size, KVC_MEMORY_BOOKKEEPING, -1);
-        return kvc_unlock(cache, kvc_fail(KVC_ERR_NOMEM, "out of memory for a prefix"));
-    }
-    *prefix = (kvc_prefix){.cache = cache, .num_bytes = size, .number = ++cache->num_prefixes, .bit = bit};
-    prefix->events = (kvc_events){.ring = (kvc_prefix_event *)(void *)(prefix + 1), .room = config.max_events};
-    kvc_name_salt(config.salt, (size_t)config.salt_size, prefix->salt);
-    kvc_name_root(prefix->salt, config.identity, (size_t)config.identity_size, config.state_bytes, prefix->root);
-    kvc_value_owner_init(&prefix->owner, config.identity, config.identity_size, config.secret, config.secret_size);
-    prefix->quota = config.quota;
-    prefix->reuse_min = config.reuse_min_tokens;
-    prefix->collects = config.collects_new;
-    prefix->user = config.user;
-    prefix->ttl = config.ttl_ms * 1000000;
-    prefix->state_bytes = config.state_bytes;
-    prefix->most_checkpoint_bytes = config.max_checkpoint_bytes;
-    prefix->tree = new_tree(prefix);
-    kvc_status status = prefix->tree ? kvc_fit_max_bytes(cache, 0, "making a prefix") : KVC_ERR_NOMEM;
-    if (status != KVC_OK) {
-        if (prefix->tree) kvc_tree_free(prefix->tree);
-        kvc_origin_give_bit(cache, prefix->bit);
-        kvc_memory_free(&cache->memory, prefix, prefix->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
-        return kvc_unlock(cache, status);
-    }
+    do status = make(cache, &config, &prefix);
+    while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
+    if (status != KVC_OK) return kvc_unlock(cache, status);
     prefix->next = cache->prefixes;
     prefix->at = &cache->prefixes;
     if (cache->prefixes) cache->prefixes->at = &prefix->next;
@@ -215,10 +233,9 @@ void kvc_prefix_free(kvc_prefix *prefix) {
         if (!sequence->in_batch) kvc_cache_forget_blank(cache, sequence);
         if (num % AT_ONCE == 0) kvc_cache_give_way(cache);
     }
-    kvc_origin_give_bit(cache, prefix->bit);
     *prefix->at = prefix->next;
     if (prefix->next) prefix->next->at = prefix->at;
-    kvc_memory_free(&cache->memory, prefix, prefix->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
+    free_struct(prefix);
     kvc_tree_retire(tree);
     kvc_cache_end_gradual(cache);
     drop_tree(cache, tree);
@@ -311,41 +328,59 @@ static void drop_beside(const kvc_match *m, int32_t block) {
     }
 }
 
-/* Makes the sequence of a session, and begins it. */
-static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const kvc_match *m, int64_t id) {
-    kvc_cache *cache = prefix->cache;
-    kvc_checkpoint *state = m->with_state ? m->with_state->checkpoint : NULL;
-    kvc_sequence *sequence;
+/* Adds a sequence that holds the known tokens of a prompt. */
+static kvc_status add_sequence(kvc_cache *cache, kvc_session *session, const kvc_match *m, int64_t id,
+                               kvc_sequence **sequence) {
     if (m->known) {
         KVC_TRY(kvc_attach_pieces(cache, m->pieces, m->num, id, m->known));
-        sequence = kvc_table_find(&cache->sequences, id);
-    } else { /* it stays in the table, as it has a follower */
-        sequence = kvc_sequence_new(cache->pools, id, cache->num_groups, cache->num_token_groups);
-        if (!sequence) return kvc_fail_sequence(id);
-        sequence->follower = &session->follower;
-        kvc_cache_insert(cache, sequence, NULL);
+        *sequence = kvc_table_find(&cache->sequences, id);
+        return KVC_OK;
     }
-    kvc_session_begin(session, sequence, kvc_match_path(m, m->known), state);
-    kvc_match_touch(m);
+    *sequence = kvc_sequence_new(cache->pools, id, cache->num_groups, cache->num_token_groups);
+    if (!*sequence) return kvc_fail_sequence(id);
+    (*sequence)->follower = &session->follower; /* it stays in the table, as it has a follower */
+    kvc_cache_insert(cache, *sequence, NULL);
     return KVC_OK;
+}
+
+/* Makes the sequence of a session, and begins it, if there is room for both.  Otherwise frees the session. */
+static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const kvc_match *m, int64_t id) {
+    kvc_cache *cache = prefix->cache;
+    const kvc_need need = kvc_need_max_bytes(cache, "acquiring a prompt");
+    kvc_sequence *sequence;
+    kvc_status status = add_sequence(cache, session, m, id, &sequence);
+    if (status != KVC_OK) {
+        kvc_session_free(session);
+        return status;
+    }
+    kvc_session_begin(session, sequence, kvc_match_path(m, m->known), m->with_state ? m->with_state->checkpoint : NULL);
+    status = kvc_check_room(&need);
+    if (status == KVC_OK) {
+        kvc_match_touch(m);
+        return KVC_OK;
+    }
+    kvc_session_roll_back(session, 0); /* so that its end does not use the blocks that matched */
+    kvc_cache_forget(cache, sequence);
+    return status;
 }
 
 /* Begins a sequence with the known tokens of a prompt, up to `limit` tokens. */
 static kvc_status acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, int64_t *seq_id,
                           int32_t *matched) {
+    kvc_cache *cache = prefix->cache;
     kvc_match m;
+    while (cache->max_bytes && kvc_cache_wait_pages(cache)) continue;
     KVC_TRY(kvc_match_find(prefix, tokens, limit, &m));
     kvc_session *session = kvc_session_new(prefix, tokens, m.known);
-    *seq_id = kvc_cache_new_id(prefix->cache);
+    *seq_id = kvc_cache_new_id(cache);
     *matched = m.known;
-    kvc_status status = session ? begin(prefix, session, &m, *seq_id) : KVC_ERR_NOMEM;
-    if (status == KVC_OK && is_tight(prefix->cache, tokens->num_tokens))
-        drop_beside(&m, prefix->cache->pools[0].block_size);
-    kvc_cache_set_in_call(prefix->cache, *seq_id, 1);
-    if (status != KVC_OK && session) kvc_session_free(session);
-    kvc_match_free(prefix->cache, &m);
-    if (status == KVC_OK) kvc_sessions_fit(prefix->cache);
-    return status;
+    const kvc_status status = session ? begin(prefix, session, &m, *seq_id) : KVC_ERR_NOMEM;
+    if (status == KVC_OK && is_tight(cache, tokens->num_tokens)) drop_beside(&m, cache->pools[0].block_size);
+    kvc_match_free(cache, &m);
+    if (status != KVC_OK) return status;
+    kvc_cache_set_in_call(cache, *seq_id, 1);
+    kvc_sessions_fit(cache);
+    return KVC_OK;
 }
 
 static void count_request(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t exact, int32_t matched) {
@@ -362,13 +397,16 @@ kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *from, int64_
     KVC_TRY(kvc_read_tokens(from, &tokens));
     if (!seq_id) return kvc_fail(KVC_ERR_INVALID, "seq_id is NULL");
     if (!matched) return kvc_fail(KVC_ERR_INVALID, "matched is NULL");
-    int64_t limit, id;
-    int32_t exact, all;
+    int64_t limit, id = 0;
+    int32_t exact = 0, all;
     KVC_TRY(kvc_match_limit(&tokens, max_matched, &limit));
+    kvc_status status;
     kvc_prefix_lock(prefix);
-    KVC_TRY(kvc_unlock(prefix->cache, acquire(prefix, &tokens, limit, &id, &exact)));
+    do status = acquire(prefix, &tokens, limit, &id, &exact);
+    while (status == KVC_ERR_FULL && kvc_cache_wait_copies(prefix->cache));
+    KVC_TRY(kvc_unlock(prefix->cache, status));
     all = exact;
-    const kvc_status status = prefix->reuse_min ? kvc_reuse(prefix, &tokens, limit, id, &all) : KVC_OK;
+    if (prefix->reuse_min) status = kvc_reuse(prefix, &tokens, limit, id, &all);
     if (status != KVC_OK) {
         kvc_clear_sequence(prefix->cache, id);
         return status;
@@ -388,19 +426,27 @@ static void name_prompt(const kvc_prefix *prefix, const kvc_tokens *tokens, uint
     kvc_name_block(prefix->salt, prefix->root, &all, name);
 }
 
+/* Pins what is known of a prompt with a name. */
+static kvc_status pin(kvc_prefix *prefix, const kvc_tokens *tokens, const uint8_t *name, int32_t *kept) {
+    kvc_match m;
+    while (prefix->cache->max_bytes && kvc_cache_wait_pages(prefix->cache)) continue;
+    KVC_TRY(kvc_match_find(prefix, tokens, tokens->num_tokens, &m));
+    const kvc_status status = m.known ? kvc_pin_known(prefix, &m, name) : KVC_OK;
+    if (status == KVC_OK) *kept = m.known;
+    kvc_match_free(prefix->cache, &m);
+    return status;
+}
+
 kvc_status kvc_prefix_pin(kvc_prefix *prefix, const kvc_tokens *from, int32_t *kept) {
     kvc_tokens tokens;
     uint8_t name[KVC_NAME_BYTES];
-    kvc_match m;
+    kvc_status status;
     KVC_TRY(kvc_read_tokens(from, &tokens));
     if (!kept) return kvc_fail(KVC_ERR_INVALID, "kept is NULL");
     name_prompt(prefix, &tokens, name);
     kvc_prefix_lock(prefix);
-    kvc_status status = kvc_match_find(prefix, &tokens, tokens.num_tokens, &m);
-    if (status != KVC_OK) return kvc_unlock(prefix->cache, status);
-    if (m.known) status = kvc_pin_known(prefix, &m, name);
-    if (status == KVC_OK) *kept = m.known;
-    kvc_match_free(prefix->cache, &m);
+    do status = pin(prefix, &tokens, name, kept);
+    while (status == KVC_ERR_FULL && kvc_cache_wait_copies(prefix->cache));
     return kvc_unlock(prefix->cache, status);
 }
 

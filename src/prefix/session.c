@@ -128,6 +128,7 @@ kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32
         kvc_set_last_error("out of memory for a prompt of %lld tokens", (long long)tokens->num_tokens);
         return NULL;
     }
+    prefix->cache->prompt_bytes += (int64_t)size;
     int64_t *ids = (int64_t *)(void *)(session + 1);
     uint8_t *digests = digest_bytes ? (uint8_t *)(ids + num) : NULL;
     ids[0] = first.ids[0];
@@ -147,7 +148,9 @@ kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32
 }
 
 void kvc_session_free(kvc_session *session) {
-    kvc_memory_free(&session->prefix->cache->memory, session, session->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
+    kvc_cache *cache = session->prefix->cache;
+    cache->prompt_bytes -= (int64_t)session->num_bytes;
+    kvc_memory_free(&cache->memory, session, session->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
 }
 
 void kvc_session_begin(kvc_session *session, kvc_sequence *sequence, kvc_node *last, kvc_checkpoint *state) {

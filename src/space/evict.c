@@ -291,16 +291,21 @@ static kvc_status find_oldest(const kvc_need *need, int all) {
     }
 }
 
-/* Adds to the error of a call that does not fit how many kept blocks are pinned, or within quotas. */
-static kvc_status fail_by_kept(const kvc_cache *cache) {
-    const int64_t num = cache->num_pinned;
-    if (!num && !cache->num_protected) return KVC_ERR_FULL;
+/* Adds to the error of a call that does not fit that so many of something hold room, and what would do. */
+static void add_to_error(int64_t num, const char *what) {
     char text[384]; /* a copy, as kvc_fail writes over it, and with space behind it for what is added */
     snprintf(text, sizeof text, "%.*s", (int)sizeof text - 1, kvc_last_error());
-    if (!cache->num_protected)
-        return kvc_fail(KVC_ERR_FULL, "%s; %lld kept blocks are pinned: unpin some", text, (long long)num);
-    return kvc_fail(KVC_ERR_FULL, "%s; %lld blocks are within the quotas of prefixes: give smaller ones", text,
-                    (long long)cache->num_protected);
+    if (num) kvc_set_last_error("%s; %lld %s", text, (long long)num, what);
+}
+
+/* Names what holds room, and is not evicted. */
+static kvc_status fail_by_kept(const kvc_cache *cache, int lacks_bytes) {
+    if (lacks_bytes) add_to_error(cache->prompt_bytes, "bytes of it are prompts of acquired sequences: release some");
+    if (cache->num_protected)
+        add_to_error(cache->num_protected, "blocks are within the quotas of prefixes: give smaller ones");
+    else
+        add_to_error(cache->num_pinned, "kept blocks are pinned: unpin some");
+    return KVC_ERR_FULL;
 }
 
 kvc_status kvc_choose_victims(const kvc_need *need) {
@@ -321,10 +326,11 @@ kvc_status kvc_choose_victims(const kvc_need *need) {
         }
         if (num && status == KVC_ERR_FULL) status = find_oldest(need, 1);
     }
+    const int lacks_bytes = cache->lacks_bytes;
     cache->lacks_bytes = 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++) cache->pools[g].lacks_slots = 0;
     if (status != KVC_OK) kvc_spare_victims(cache);
-    return status == KVC_ERR_FULL ? fail_by_kept(cache) : status;
+    return status == KVC_ERR_FULL ? fail_by_kept(cache, lacks_bytes) : status;
 }
 
 kvc_status kvc_check_room(const kvc_need *need) {

@@ -403,10 +403,11 @@ static void acquire_as(client *c, int p, int s) {
     if (w->prefixes[p].config.reuse_min_tokens) c->handovers = UINT64_MAX;
     w->num_acquiring++;
     w->acquired++;
-    const int is_there = ended(c, kvc_prefix_acquire(handle_of(c, p), give(&g, &t), most, &id, &matched), 0);
+    const int is_there = ended(c, kvc_prefix_acquire(handle_of(c, p), give(&g, &t), most, &id, &matched), MAY_BE_FULL);
     if (is_there) ids[s] = id;
     w->num_acquiring--;
     if (!is_there) return;
+    check_limit(c);
     const int exact = kvc_exact_to(w->cache, id);
     check_found(c, p, &t, matched < exact ? matched : exact, limit, began, s);
     if (matched > limit) fail(c, "matched %d, of at most %d", matched, limit);
@@ -501,7 +502,8 @@ static void pin(client *c, int p) {
     *own = -last_of(&t, t.num);
     const moment began = moment_of(c->w, p);
     begin(c, p, "kvc_prefix_pin");
-    const int is_pinned = ended(c, kvc_prefix_pin(handle_of(c, p), give(&g, &t), &kept), 0) && kept;
+    const int is_pinned = ended(c, kvc_prefix_pin(handle_of(c, p), give(&g, &t), &kept), MAY_BE_FULL) && kept;
+    if (is_pinned) check_limit(c);
     if (is_pinned && !c->w->is_meddled && noted[p][last_of(&t, kept)] < began.cleared)
         fail(c, "pinned %d tokens, which are not kept", kept);
     if (is_pinned && !pick(4) && !c->w->expires && !c->w->prefixes[p].config.state_bytes &&

@@ -1,5 +1,6 @@
 /* Under max_bytes, a prompt that fits without a match fits with one, whatever others left behind. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#include "prefix/prefix.h"
 #include "support/serving.h"
 
 enum {
@@ -31,13 +32,13 @@ static int prompt_fits(int64_t max_bytes, int is_windowed, int num, int step, in
     if (begins && kept) {
         int64_t *other = numbers(100);
         for (int i = common; i < MOST; i++) other[i] = 1000 + i;
-        const int64_t id = acquire(other, kept, NULL);
-        feed_all(id, kept, step);
+        const int64_t id = try_acquire(other, kept);
+        if (id >= 0) feed_all(id, kept, step);
         release(id, other, kept);
     }
     if (begins) {
-        const int64_t id = acquire(numbers(100), num, NULL);
-        status = feed_all(id, num, step);
+        const int64_t id = try_acquire(numbers(100), num);
+        status = id < 0 ? KVC_ERR_FULL : feed_all(id, num, step);
         CHECK(status == KVC_OK || status == KVC_ERR_FULL);
         CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
     }
@@ -78,6 +79,22 @@ static kvc_status feed_in_need(int64_t id, int32_t num) {
     return status;
 }
 
+/* Acquires a prompt, which does not pass max_bytes; returns whether it could.  If it cannot, nothing has changed. */
+static int acquire_within(int64_t max_bytes, const int64_t *ids, int num, int64_t *id) {
+    const int64_t bytes = kvc_nbytes(cache);
+    const int before = known(ids, num);
+    const kvc_prefix_stats stats = stats_now();
+    *id = try_acquire(ids, num);
+    if (*id >= 0) {
+        CHECK(kvc_nbytes(cache) <= max_bytes);
+        return 1;
+    }
+    const kvc_prefix_stats now = stats_now();
+    CHECK(kvc_nbytes(cache) == bytes && known(ids, num) == before && memcmp(&now, &stats, sizeof now) == 0);
+    CHECK(strstr(kvc_last_error(), "acquiring a prompt") && strstr(kvc_last_error(), "prompts of acquired sequences"));
+    return 0;
+}
+
 /* Prompts that begin alike, several at once, near max_bytes, and sequences that hold nothing: kvc_room says exactly
  * what kvc_begin takes, and no batch passes max_bytes, though memory may be short at its commit. */
 static void test_room(int round) {
@@ -104,7 +121,7 @@ static void test_room(int round) {
         if (!length[p]) {
             length[p] = random_int(2, MOST);
             for (int i = 0; i < MOST; i++) text[p][i] = random_int(0, i < 20 ? 12 : 2) == 0;
-            ids[p] = acquire(text[p], length[p], NULL);
+            if (!acquire_within(max_bytes, text[p], length[p], &ids[p])) length[p] = 0;
         } else if (!random_int(0, 4)) {
             release(ids[p], text[p], length[p]);
             length[p] = 0;
@@ -150,14 +167,20 @@ static void test_twin(int round) {
         begins &= kvc_prefix_new(caches[i], &own, &prefixes[i]) == KVC_OK;
     }
     for (int step = 0; begins && step < 60; step++) {
-        int32_t matched[2], num;
+        int32_t num;
         if (!length) {
             length = random_int(2, MOST);
             for (int i = 0; i < MOST; i++) text[i] = random_int(0, i < 20 ? 12 : 2) == 0;
             const kvc_tokens tokens = tokens_of(text, length);
-            for (int i = 0; i < 2; i++)
-                CHECK(kvc_prefix_acquire(prefixes[i], &tokens, i ? 0 : -1, &ids[i], &matched[i]) == KVC_OK);
-            if (!matched[0] || feed(caches[1], num_layers, ids[1], matched[0]) == KVC_OK) continue;
+            const kvc_tokens most = tokens_of(text, length - 1);
+            int32_t matched, begun;
+            ids[0] = ids[1] = -1;
+            CHECK(kvc_prefix_lookup(prefixes[0], &most, &matched, NULL) == KVC_OK);
+            kvc_status fits = kvc_prefix_acquire(prefixes[1], &tokens, 0, &ids[1], &begun);
+            if (fits == KVC_OK && matched) fits = feed(caches[1], num_layers, ids[1], matched);
+            const kvc_status status = kvc_prefix_acquire(prefixes[0], &tokens, -1, &ids[0], &begun);
+            CHECKF(fits != KVC_OK || (status == KVC_OK && begun == matched), "round %d: %s", round, kvc_last_error());
+            if (fits == KVC_OK) continue;
         } else if (random_int(0, 4) && kvc_next_position(caches[0], ids[0]) < length) {
             num = random_int(1, length - kvc_next_position(caches[0], ids[0]) + 1);
             const kvc_status fits = feed(caches[1], num_layers, ids[1], num),
@@ -184,6 +207,60 @@ static void test_emptied(int reuse_min) {
     CHECK(kvc_prefix_evict(prefix, INT64_MAX, &evicted) == KVC_OK && evicted == PROMPTS * MOST);
     CHECK(kvc_compact(cache) == KVC_OK);
     CHECKF(kvc_nbytes(cache) == nbytes, "%lld bytes, not %lld", (long long)kvc_nbytes(cache), (long long)nbytes);
+    close_world();
+}
+
+/* Prompts that wait to be fed do not pass max_bytes, and messages name them.  Kept blocks give way to them. */
+static void test_waiting_prompts(void) {
+    enum { LONG = 5000, WAITING = 8, MAX_BYTES = 1 << 18 };
+    static int64_t ids[LONG], seq_ids[WAITING];
+    const kvc_tokens tokens = tokens_of(ids, LONG);
+    int num = 0;
+    kvc_status status = KVC_OK;
+    kvc_batch *batch;
+    open_world(&full, 1, (kvc_config){.max_bytes = MAX_BYTES}, (kvc_prefix_config){0});
+    for (int i = 0; kvc_nbytes(cache) < MAX_BYTES * 3 / 4; i++) serve(numbers(1000 * (i + 1)), MOST, MOST);
+    const int64_t kept = stats_now().blocks;
+    for (int32_t matched; status == KVC_OK && num < WAITING; num += status == KVC_OK) {
+        status = kvc_prefix_acquire(prefix, &tokens, -1, &seq_ids[num], &matched);
+        CHECK(kvc_nbytes(cache) <= MAX_BYTES);
+    }
+    CHECKF(num == MAX_BYTES / (LONG * (int)sizeof *ids), "%d prompts", num);
+    CHECK(stats_now().blocks < kept && stats_now().sequences == num);
+    CHECK_FAILS(status, KVC_ERR_FULL, "acquiring a prompt", "bytes of it are prompts of acquired sequences");
+    while ((status = begin_at_end(cache, seq_ids[0], 64, &batch)) == KVC_OK) {
+        kvc_abort(batch);
+        CHECK(kvc_reserve(cache, seq_ids[0], 64) != KVC_OK || feed(cache, num_layers, seq_ids[0], 64) == KVC_OK);
+    }
+    CHECK_FAILS(status, KVC_ERR_FULL, "more tokens", "bytes of it are prompts of acquired sequences");
+    for (int i = 0; i < num; i++) CHECK(kvc_clear_sequence(cache, seq_ids[i]) == KVC_OK);
+    CHECK(feed(cache, num_layers, 0, MOST) == KVC_OK);
+    close_world();
+}
+
+/* Pins a prompt that is known up to its last token, which says which prompt it is. */
+static kvc_status pin(int last) {
+    int64_t *ids = numbers(0);
+    ids[MOST - 1] = 1000 + last;
+    const kvc_tokens tokens = tokens_of(ids, MOST);
+    int32_t kept = 0;
+    const kvc_status status = kvc_prefix_pin(prefix, &tokens, &kept);
+    CHECK(kept == (status == KVC_OK ? MOST - 1 : 0) && prefix->tree->cache->memory.replaced == 0);
+    return status;
+}
+
+/* A pin takes memory for its list of blocks, within max_bytes; another pin of the same prompt takes no more. */
+static void test_pins(void) {
+    enum { PINS = 3000, MAX_BYTES = 1 << 17 };
+    int num = 0;
+    open_world(&full, 1, (kvc_config){.block_size = BLOCK, .max_bytes = MAX_BYTES}, (kvc_prefix_config){0});
+    serve(numbers(0), MOST, MOST);
+    while (num < PINS && pin(num) == KVC_OK) num++;
+    const int64_t bytes = kvc_nbytes(cache);
+    CHECKF(num > 100 && num < PINS && bytes <= MAX_BYTES, "%d pins, %lld bytes", num, (long long)bytes);
+    CHECK_FAILS(pin(num), KVC_ERR_FULL, "pinning a prompt", "kept blocks are pinned: unpin some");
+    CHECK(prefix->tree->pins.num == num && known(numbers(0), MOST) == MOST && kvc_nbytes(cache) == bytes);
+    CHECK(pin(0) == KVC_OK && prefix->tree->pins.num == num && kvc_nbytes(cache) == bytes);
     close_world();
 }
 
@@ -224,6 +301,8 @@ static void test_blocks_behind_a_match(void) {
 
 int main(void) {
     test_blocks_behind_a_match();
+    test_waiting_prompts();
+    test_pins();
     for (int reuse_min = 0; reuse_min < 9; reuse_min += 4) test_emptied(reuse_min);
     for (int shape = 0; shape < 16; shape++) {
         const int is_windowed = shape % 2, num = 20 + 10 * (shape / 4), step = shape / 2 % 2 ? 64 : 8;

@@ -45,6 +45,17 @@ static inline int known(const int64_t *ids, int num) {
     return matched;
 }
 
+/* Acquires a prompt; returns -1 if max_bytes leaves no room for it. */
+static inline int64_t try_acquire(const int64_t *ids, int num) {
+    const kvc_tokens tokens = tokens_of(ids, num);
+    int64_t id = -1;
+    int32_t matched = -1;
+    const kvc_status status = kvc_prefix_acquire(prefix, &tokens, -1, &id, &matched);
+    CHECKF(status == KVC_OK || status == KVC_ERR_FULL, "%s", kvc_last_error());
+    CHECK((status == KVC_OK) == (id >= 0) && (id >= 0) == (matched >= 0));
+    return id;
+}
+
 static inline int64_t acquire(const int64_t *ids, int num, int *matched) {
     const kvc_tokens tokens = tokens_of(ids, num);
     int64_t id = -1;

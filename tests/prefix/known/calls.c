@@ -110,7 +110,9 @@ void do_acquire(world *w) {
     w->call = "kvc_prefix_acquire";
     kvc_status status;
     CALL(w, status, kvc_prefix_acquire(p->handle, tokens_of(node, &tokens), most, &id, &matched));
+    if (is_full(w, status)) return;
     must(w, status);
+    check_limit(w, p->cache);
     trace(w, "acquire of prefix %d: %s, at most %d: sequence %d, %d matched", (int)(p - w->prefixes), spell(node), most,
           (int)id, matched);
     check_id(w, p->cache, id);

@@ -217,6 +217,13 @@ static void check_stats(world *w, prefix *p) {
 
 unsigned bit_of(const world *w, const prefix *p) { return 1u << (p - w->prefixes); }
 
+void check_limit(const world *w, int cache) {
+    const int64_t most = w->shape.config.max_bytes, bytes = kvc_nbytes(w->caches[cache]);
+    for (int i = 0; i < PREFIXES; i++)
+        if (w->prefixes[i].handle && w->prefixes[i].config.quota) return; /* its bookkeeping may exceed max_bytes */
+    if (most && bytes > most) fail(w, "the cache has %lld bytes of %lld", (long long)bytes, (long long)most);
+}
+
 void notice_evictions(world *w, int cache, unsigned own) {
     kvc_stats s;
     kvc_get_stats(w->caches[cache], &s, sizeof s);

@@ -189,7 +189,9 @@ void do_pin(world *w) {
     w->call = "kvc_prefix_pin";
     kvc_status status;
     CALL(w, status, kvc_prefix_pin(p->handle, tokens_of(node, &tokens), &pinned));
+    if (is_full(w, status)) return;
     must(w, status);
+    if (pinned) check_limit(w, p->cache);
     trace(w, "pin of prefix %d: %s: %d tokens", (int)(p - w->prefixes), spell(node), pinned);
     if (pinned != matched)
         fail(w, "prefix %d: %d tokens of %s are pinned, but %d are known", (int)(p - w->prefixes), pinned, spell(node),

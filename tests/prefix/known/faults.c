@@ -41,23 +41,22 @@ static void look_around(const world *w, view *out) {
 }
 
 void arm(world *w) {
+    const int may_fail = w->has_faults && !pick(w, 4);
     w->is_short = 0;
-    if (!w->has_faults || pick(w, 4)) return;
+    if (!may_fail && !w->shape.config.max_bytes) return;
     for (int i = 0; i < PREFIXES; i++)
         if (w->prefixes[i].handle) take_events(w, &w->prefixes[i], 4096);
     look_around(w, &before);
+    if (!may_fail) return;
     w->fails_in = 1 + pick(w, pick(w, 2) ? 4 : 30);
     w->fails_on = pick(w, 2);
 }
 
-int again(world *w, kvc_status status) {
+/* Checks that a call that failed has changed nothing. */
+static void check_unchanged(world *w) {
     view after;
     kvc_prefix_event event;
     int64_t num, lost;
-    w->fails_in = w->fails_on = 0;
-    if (status != KVC_ERR_NOMEM) return 0;
-    trace(w, "%s fails for want of memory", w->call);
-    if (!w->is_short) fail(w, "memory is said to be short");
     look_around(w, &after);
     if (memcmp(&before, &after, sizeof before)) {
         for (int i = 0; i < PREFIXES; i++) {
@@ -85,7 +84,22 @@ int again(world *w, kvc_status status) {
         must(w, kvc_prefix_take_events(p->handle, &event, sizeof event, 1, &num, &lost));
         if (num || lost) fail(w, "prefix %d: a call that failed noted an event", i);
     }
+}
+
+int again(world *w, kvc_status status) {
+    w->fails_in = w->fails_on = 0;
+    if (status != KVC_ERR_NOMEM) return 0;
+    trace(w, "%s fails for want of memory", w->call);
+    if (!w->is_short) fail(w, "memory is said to be short");
+    check_unchanged(w);
     w->is_short = 0;
+    return 1;
+}
+
+int is_full(world *w, kvc_status status) {
+    if (status != KVC_ERR_FULL || !w->shape.config.max_bytes) return 0;
+    trace(w, "%s finds no room: %s", w->call, kvc_last_error());
+    check_unchanged(w);
     return 1;
 }
 

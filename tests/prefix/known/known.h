@@ -210,6 +210,9 @@ void arm(world *w);
 
 /* Returns whether a call failed for want of memory: nothing has changed then, or the world fails. */
 int again(world *w, kvc_status status);
+
+/* Returns whether a call failed because max_bytes leaves no room: nothing has changed then, or the world fails. */
+int is_full(world *w, kvc_status status);
 void do_fork_process(world *w);
 
 /* Calls once more whatever failed for want of memory. */
@@ -288,6 +291,9 @@ void check_sequence(world *w, sequence *s);
 void check_step(world *w);
 void check_all(world *w);
 void take_events(world *w, prefix *p, int64_t most);
+
+/* Checks that a call that takes memory has left a cache within max_bytes. */
+void check_limit(const world *w, int cache);
 
 /* Looks whether a call has evicted anything. */
 void notice_evictions(world *w, int cache, unsigned own);

@@ -54,9 +54,10 @@ void feed_tokens(world *w, kvc_cache *cache, int64_t id, int n) { must(w, feed_s
  * how much matched. */
 static kvc_status serve(world *w, stage s, int node, int most, int32_t *matched) {
     text_tokens tokens;
-    int64_t id;
-    must(w, kvc_prefix_acquire(s.prefix, tokens_of(node, &tokens), -1, &id, matched));
-    kvc_status status = KVC_OK;
+    int64_t id = -1;
+    *matched = 0;
+    kvc_status status = kvc_prefix_acquire(s.prefix, tokens_of(node, &tokens), -1, &id, matched);
+    if (status != KVC_ERR_FULL) must(w, status);
     for (int at = *matched, end; at < text_length(node) && !status; at = end) {
         end = least((at / most + 1) * most, text_length(node));
         status = feed_some(w, s.cache, id, end - at);
