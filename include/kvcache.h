@@ -75,7 +75,8 @@
  *           function was moving is as it was before.
  *           Sequences that an unfinished call made for its own use are not in the child.
  * Limits    max_seq_len and max_sequences are checked when a batch begins.  capacity is also checked by edits that copy
- *           rows, and by what loads rows; max_bytes by each call that takes memory for rows.
+ *           rows, and by what loads rows.  max_bytes is checked by each call that takes memory for rows, and by calls
+ *           of a prefix that take memory for a prompt, a pin, a state or the prefix itself.
  *           Sharing and loading may exceed max_seq_len and max_sequences.  Past max_seq_len, the next batch
  *           of that sequence is refused.  Past max_sequences, any batch is refused.
  * Structs   grow at their end, so that a program and a library of different versions understand each other.
@@ -363,10 +364,10 @@ typedef struct kvc_config {
     int64_t capacity;      /* live slots of one layer group, the open batch's included; a shared slot counts once.
                               0: max_seq_len * max_sequences, or no limit if either has none.  Tokens of the open batch
                               beyond max_seq_len, which do not stay, do not count towards this default */
-    int64_t max_bytes;     /* limit of kvc_nbytes after each call that takes memory for rows; 0: no limit.  During the
-                              call, the new memory and the free memory that it replaces may exceed it together, as
-                              a call that fails gives back nothing.  An edit that takes no rows, and a call that
-                              keeps pinned blocks, may exceed it by bookkeeping, until a batch begins */
+    int64_t max_bytes;     /* limit of kvc_nbytes after each call that takes memory for rows, or for a prefix (Limits);
+                              0: no limit.  During the call, the new memory and the free memory that it replaces may
+                              exceed it together, as a call that fails gives back nothing.  An edit that takes no rows,
+                              and a call that keeps pinned blocks, may exceed it by bookkeeping, until a batch begins */
     int32_t num_threads;   /* threads one call uses; 0: kvc_num_threads() at the time of the call */
     const kvc_allocator *allocator; /* copied; NULL: the C library, and the operating system's pages for blocks */
     kvc_poll_fn *poll;              /* may be NULL: calls run to their end */
@@ -1077,6 +1078,7 @@ KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
  * that would not help are kept.  If max_bytes is still exceeded, they are evicted too, for their bookkeeping.  Before
  * kvc_begin evicts for max_bytes, it moves rows together if that saves an eighth of all bytes of rows.  kvc_room counts
  * rows that can be evicted as room.  KVC_ERR_FULL then says that sequences in use, pins and quotas hold all.
+ * An acquired sequence keeps the tokens that it is to be fed: 8 bytes each, or 40 with digests.  They count as memory.
  * Release a sequence, and acquire it again with all its tokens when another has ended.  A batch fits behind tokens that
  * matched if it fits behind the same tokens fed to a new cache.  It may lack some bytes of bookkeeping for each block
  * that matched, and one block if several running sequences have rows in the same block.  Batches may end elsewhere
@@ -1158,16 +1160,18 @@ KVC_API int64_t kvc_new_sequence(kvc_cache *cache);
  * most max_matched (-1: no limit), and less than all tokens, because the last one has to be fed.  If the prompt may
  * need all of max_bytes, the call drops blocks in which the match ends, before their last token.  The sequence then
  * goes on in their slots.  It may lack rows that only resume_window keeps: kvc_can_resume says how far it can go back.
- * May be called while a batch is open.  Fails with KVC_ERR_INVALID if there are no tokens, with KVC_ERR_NOMEM, and with
- * KVC_ERR_CALLBACK if a kvc_shift_fn fails (reuse_min_tokens).  In the last case it may have evicted kept blocks for
- * rows that it moved before. */
+ * May be called while a batch is open.  Fails with KVC_ERR_INVALID if there are no tokens, with KVC_ERR_FULL if
+ * max_bytes leaves no room for the prompt, with KVC_ERR_NOMEM, and with KVC_ERR_CALLBACK if a kvc_shift_fn fails
+ * (reuse_min_tokens).  In the last case it may have evicted kept blocks for rows that it moved before. */
 KVC_API kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
                                       int64_t *seq_id, int32_t *matched);
 
 /* Keeps the blocks of a sequence, and ends it.  Pass all its tokens, generated ones too; tokens that were not fed are
- * ignored.  The sequence may be any of the cache; if it is empty, it only ends.  If memory for bookkeeping is short,
- * the call keeps fewer blocks.  Fails with KVC_ERR_BUSY while the sequence is in the open batch or its keys are
- * rewritten. */
+ * ignored.  No tokens: the sequence only ends.  The sequence may be any of the cache; if it is empty, it only ends.  If
+ * memory for bookkeeping is short, the call keeps fewer blocks.  Fails with KVC_ERR_BUSY while the sequence is in the
+ * open batch or its keys are rewritten.  Fails with KVC_ERR_INVALID if the sequence holds more exact tokens than were
+ * passed, as it does if a whole prompt was fed behind its match.  To keep only the first n tokens, call
+ * kvc_mark_inexact at position n before. */
 KVC_API kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens);
 
 /* Keeps the blocks of a sequence's first tokens, and the recurrent state of the model behind them.  The sequence goes
@@ -1200,8 +1204,8 @@ KVC_API kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *token
 /* Pins the known tokens of a prompt, such as a system prompt: their blocks and state are not evicted.  Sets *kept to
  * the number of these tokens; if it is 0, nothing is pinned.  Call it again once more of the prompt is known: the pin
  * then holds that, too.  If only the first tokens of a block are the prompt's, the whole block is pinned.  If layers
- * have chunks, the block behind the known tokens may have to be pinned, too.  A pin does not count as a use.  Fails
- * with KVC_ERR_NOMEM. */
+ * have chunks, the block behind the known tokens may have to be pinned, too.  A pin does not count as a use.  It takes
+ * 8 bytes for each block.  Fails with KVC_ERR_FULL if max_bytes leaves no room for that, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_pin(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *kept);
 
 /* Takes back one kvc_prefix_pin of the same tokens; does nothing if no such pin is left.  Once all are taken back, they

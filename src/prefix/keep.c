@@ -20,9 +20,16 @@ static kvc_status find_to_keep(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *t
 
 static kvc_status release(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *tokens) {
     kvc_cache *cache = prefix->cache;
+    const int64_t num_tokens = tokens->num_tokens;
     kvc_sequence *sequence;
     KVC_TRY(find_to_keep(prefix, seq_id, tokens, &sequence));
     if (!sequence) return KVC_OK;
+    const int32_t num_exact = kvc_sequence_num_exact(sequence);
+    if (num_tokens && num_tokens < num_exact)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "num_tokens is %lld, and sequence %lld holds %d: give all of them, or none; a prompt is fed "
+                        "from its matched tokens on",
+                        (long long)num_tokens, (long long)seq_id, num_exact);
     kvc_node *last = kvc_session_keep(prefix, sequence, tokens, 0);
     kvc_node_use(last, 1);
     kvc_cache_forget(cache, sequence);

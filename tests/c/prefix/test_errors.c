@@ -120,6 +120,13 @@ static kvc_status run_acquire(void) { return kvc_prefix_acquire(prefix, &prompt,
 
 static kvc_status run_acquire_none(void) { return kvc_prefix_acquire(prefix, &other, 0, &found, &number); }
 
+/* A prompt with more tokens than there is room for. */
+static kvc_status run_acquire_long(void) {
+    static int64_t ids[100000];
+    const kvc_tokens tokens = tokens_of(ids, sizeof ids / sizeof *ids);
+    return kvc_prefix_acquire(prefix, &tokens, -1, &found, &number);
+}
+
 static kvc_status run_release(void) { return kvc_prefix_release(prefix, running, &beginning); }
 
 static kvc_status run_checkpoint(void) {
@@ -131,6 +138,23 @@ static kvc_status run_state(void) { return kvc_prefix_state(prefix, running, byt
 static kvc_status run_lookup(void) { return kvc_prefix_lookup(prefix, &prompt, &number, NULL); }
 
 static kvc_status run_pin(void) { return kvc_prefix_pin(prefix, &prompt, &number); }
+
+static kvc_status pin_as(int i) {
+    int64_t *ids = numbers(100);
+    ids[PROMPT] = i; /* the token that is not known */
+    const kvc_tokens tokens = tokens_of(ids, PROMPT + 1);
+    return kvc_prefix_pin(prefix, &tokens, &number);
+}
+
+/* One pin more than there is room for. */
+static kvc_status run_pin_more(void) {
+    int i = 0;
+    const int is_failing = heap.is_failing;
+    heap.is_failing = 0;
+    while (i < 200 && pin_as(i) == KVC_OK) i++;
+    heap.is_failing = is_failing;
+    return pin_as(i);
+}
 
 static kvc_status run_unpin(void) { return kvc_prefix_unpin(prefix, &prompt); }
 
@@ -179,11 +203,13 @@ static const call calls[] = {
     {"kvc_prefix_new", run_new, NOMEM | FULL, 0},
     {"kvc_prefix_acquire", run_acquire, NOMEM, 0},
     {"kvc_prefix_acquire", run_acquire_none, NOMEM, 0},
+    {"kvc_prefix_acquire", run_acquire_long, NOMEM | FULL, 0},
     {"kvc_prefix_release", run_release, NONE, 0},
     {"kvc_prefix_checkpoint", run_checkpoint, NOMEM | FULL, 1},
     {"kvc_prefix_state", run_state, NONE, 0},
     {"kvc_prefix_lookup", run_lookup, NOMEM, 0},
     {"kvc_prefix_pin", run_pin, NOMEM, 0},
+    {"kvc_prefix_pin", run_pin_more, NOMEM | FULL, 1},
     {"kvc_prefix_unpin", run_unpin, NONE, 0},
     {"kvc_prefix_evict", run_evict, NONE, 0},
     {"kvc_prefix_clear", run_clear, NOMEM, 0},

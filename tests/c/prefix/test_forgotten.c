@@ -293,6 +293,7 @@ static void step_release(void) {
     text t = s->own;
     if (pick(4) == 0) t.num = pick(t.num + 1);
     const kvc_tokens tokens = tokens_in(&t);
+    if (t.num < s->own.num && !CALLS(kvc_mark_inexact(cache, s->id, (int32_t)t.num))) return;
     if (CALLS(kvc_prefix_release(keeper(s), s->id, &tokens))) s->is_there = 0;
 }
 

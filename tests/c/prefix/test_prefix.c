@@ -460,8 +460,33 @@ static void test_first_and_last(void) {
     free_valid(plain);
 }
 
+/* All exact tokens of a sequence are needed to keep its blocks.  With fewer, nothing changes. */
+static void test_too_few_tokens(void) {
+    enum { NUM = 3 * BLOCK + 1 };
+    open_world(&full, 1, (kvc_config){.block_size = BLOCK}, (kvc_prefix_config){0});
+    const int64_t *ids = numbers(0), *others = numbers(1000);
+    const kvc_tokens prompt = tokens_of(ids, NUM), none = {.struct_size = sizeof none};
+    serve(ids, 2 * BLOCK, MOST);
+    int matched;
+    const int64_t id = acquire(ids, NUM, &matched);
+    CHECK(matched == 2 * BLOCK);
+    feed_to(id, matched + NUM, MOST); /* the whole prompt behind its match: other rows than those of a prompt */
+    const kvc_prefix_stats before = stats_now();
+    CHECK_FAILS(kvc_prefix_release(prefix, id, &prompt), KVC_ERR_INVALID, "num_tokens is 13", "holds 21: give all");
+    const kvc_prefix_stats after = stats_now();
+    CHECK(memcmp(&before, &after, sizeof after) == 0 && kvc_next_position(cache, id) == matched + NUM);
+    CHECK(kvc_prefix_release(prefix, id, &none) == KVC_OK && kvc_next_position(cache, id) == 0);
+    const int64_t other = acquire(others, NUM, NULL);
+    feed_to(other, MOST, MOST);
+    CHECK(kvc_mark_inexact(cache, other, NUM) == KVC_OK);
+    release(other, others, NUM);
+    CHECK(known(others, MOST) == NUM);
+    close_world();
+}
+
 int main(void) {
     test_first_and_last();
+    test_too_few_tokens();
     test_quota();
     test_left_quota();
     test_ttl();

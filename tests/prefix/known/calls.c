@@ -418,15 +418,33 @@ static int tokens_for(world *w, const sequence *s) {
     return node;
 }
 
+/* Returns whether fewer tokens than the exact ones were given, and so refused. */
+static int lacks_tokens(world *w, const sequence *s, int given, kvc_status status) {
+    kvc_cache *cache = w->caches[s->cache];
+    const int num_exact = least(text_length(s->node), s->exact);
+    if (status == KVC_ERR_INVALID && given &&
+        given < least(kvc_next_position(cache, s->id), kvc_exact_to(cache, s->id)))
+        return 1;
+    if (given && given < num_exact && !s->is_loose && !s->has_gaps)
+        fail(w, "%d tokens are taken for sequence %d, which holds %d", given, (int)s->id, num_exact);
+    return 0;
+}
+
 void release(world *w, sequence *s, prefix *p, int node) {
     text_tokens tokens;
     uint64_t rows[MOST_LAYERS];
+    const int given = text_length(node);
+    if (given < text_length(s->node) && w->step % 2) { /* the other tokens are not to be kept */
+        must(w, kvc_mark_inexact(w->caches[s->cache], s->id, given));
+        s->exact = least(s->exact, given);
+    }
     trace(w, "release of sequence %d, %s, to prefix %d: %s", (int)s->id, spell(s->node), (int)(p - w->prefixes),
           spell(node));
     rows_of(w, s, rows);
     w->call = "kvc_prefix_release";
     kvc_status status;
     CALL(w, status, kvc_prefix_release(p->handle, s->id, tokens_of(node, &tokens)));
+    if (lacks_tokens(w, s, given, status)) return;
     must(w, status);
     note_end(w, s);
     notice_evictions(w, p->cache, bit_of(w, p));
