@@ -299,6 +299,7 @@ class Prompts:
             end = None if self._moved_at is None else max(0, self._moved_at - prompt.leading)
             known = self._known(i, row[:end])
             self._checkpoint_one(seq_id, known, seen - prompt.leading, partial(state_of, i))
+            self._prefix.note_inexact(seq_id, len(known))  # the other tokens are not to be kept
             self._prefix.release(seq_id, known)
 
 

@@ -349,6 +349,8 @@ class PrefixCache:
             If `tokens` is no sequence, or text, or a token is neither an integer nor bytes.
         ValueError
             If there are no tokens, `max_matched` is negative, or the cache is closed.
+        CacheFullError
+            If `max_bytes` of the cache leaves no room for the prompt, which takes 8 bytes for each token.
         MemoryError
             If memory is short.
         """
@@ -370,12 +372,16 @@ class PrefixCache:
         seq_id : int
             The sequence that `acquire` returned, or any other of the cache.
         tokens : sequence of int or bytes, bytes, or array
-            The tokens that it holds, generated ones too, from position 0 on. Those that were not fed are ignored.
+            The tokens that it holds, generated ones too, from position 0 on. Those that were not fed are ignored. No
+            tokens: the sequence only ends.
 
         Raises
         ------
         CacheBusyError
             If the sequence is in an open batch.
+        ValueError
+            If the sequence holds more exact tokens than these, as it does if a whole prompt was fed behind its match.
+            To keep only the first ``n`` tokens, call ``note_inexact(seq_id, n)`` before.
         TypeError, MemoryError
             As in `acquire`. The sequence is as it was, whatever is raised.
         """
@@ -490,7 +496,7 @@ class PrefixCache:
 
         Return the number of these tokens. If it is 0, nothing is pinned. If only the first tokens of a block are the
         prompt's, the whole block is pinned. Pin the prompt again when more tokens of it are known. `unpin` takes back
-        one call.
+        one call. Raise `CacheFullError` if `max_bytes` of the cache leaves no room for the list of blocks.
         """
         return self._prefix.pin(*arrays_of(tokens))
 

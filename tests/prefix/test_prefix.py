@@ -178,6 +178,32 @@ def test_an_error_of_a_full_cache_says_what_is_pinned():
     assert "pinned" not in str(found.value)
 
 
+def test_prompts_and_pins_count_as_memory():
+    cache, prefix = make(max_bytes=200_000)
+    serve(prefix, cache, PROMPT)
+    with pytest.raises(kvcache.CacheFullError, match=r"acquiring a prompt .* max_bytes is 200000; \d+ bytes of it are"):
+        prefix.acquire(np.zeros(30_000, np.int64))
+    with pytest.raises(kvcache.CacheFullError, match=r"pinning a prompt .* kept blocks are pinned: unpin some"):
+        for last in range(2000):
+            prefix.pin([*PROMPT, 1000 + last])
+    assert prefix.lookup(PROMPT) == 100
+    assert prefix.stats.sequences == 0
+    assert cache.nbytes <= 200_000
+
+
+def test_a_prompt_that_was_fed_behind_its_match():
+    cache, prefix = make()
+    serve(prefix, cache, PROMPT)
+    seq_id, matched = prefix.acquire(PROMPT)
+    feed(cache, seq_id, [*PROMPT[:matched], *PROMPT], matched, matched + 100)
+    message = f"tokens has 100, and sequence {seq_id} holds {matched + 100}: give all of them, or none"
+    with pytest.raises(ValueError, match=message):
+        prefix.release(seq_id, PROMPT)
+    assert cache.next_position(seq_id) == matched + 100
+    prefix.release(seq_id, [])
+    assert cache.next_position(seq_id) == 0
+
+
 def test_nothing_is_left_behind():
     """Once a prefix cache is gone, or cleared, nobody holds its rows."""
     cache, prefix = make()

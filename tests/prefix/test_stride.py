@@ -123,8 +123,9 @@ def test_any_prompts(limits, seed):
             feed(plain, other, tokens, min(end, len(tokens)))
         check(cache, seq, tokens)
         held = tokens[: rng.integers(1, len(tokens) + 1)] if rng.random() < 0.3 else tokens
-        prefix.release(seq, held)
-        known.release(other, held)
+        for keeper, seq_id in ((prefix, seq), (known, other)):
+            keeper.note_inexact(seq_id, len(held))
+            keeper.release(seq_id, held)
         kept.append(tokens)
 
 
