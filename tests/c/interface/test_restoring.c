@@ -139,6 +139,60 @@ static void test_cloned(int is_altered) {
     pair_free(p);
 }
 
+/* ---- beside rows that are written in place ----------------------------------------------------------------------- */
+
+enum { ROWS = 2048, WIDE = 64 };
+
+static float old_rows[ROWS][WIDE], new_rows[ROWS][WIDE];
+
+/* Replaces all rows of sequence 5, again and again. */
+static void *inject(void *context) {
+    const beside *b = context;
+    const kvc_rows_in in = {.struct_size = sizeof in,
+                            .k = new_rows,
+                            .v = new_rows,
+                            .k_head_stride = sizeof new_rows,
+                            .k_row_stride = sizeof new_rows[0],
+                            .v_head_stride = sizeof new_rows,
+                            .v_row_stride = sizeof new_rows[0]};
+    while (!atomic_load(b->stop)) CHECKF(kvc_inject(b->cache, 5, 0, 0, ROWS, &in) == KVC_OK, "%s", kvc_last_error());
+    return NULL;
+}
+
+/* kvc_restore waits for rows of a sequence that are being written before it replaces the sequence. */
+static void test_injected(void) {
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = WIDE, .v_dim = WIDE, .rope = {.kind = KVC_ROPE_NONE}};
+    const kvc_put_args put = {.struct_size = sizeof put,
+                              .k = old_rows,
+                              .v = old_rows,
+                              .k_token_stride = sizeof old_rows[0],
+                              .k_head_stride = sizeof old_rows[0],
+                              .v_token_stride = sizeof old_rows[0],
+                              .v_head_stride = sizeof old_rows[0]};
+    static int64_t seq_ids[ROWS];
+    atomic_int stop = 0;
+    saved file;
+    kvc_batch *batch;
+    pthread_t thread;
+    for (int i = 0; i < ROWS; i++) {
+        seq_ids[i] = 5;
+        for (int d = 0; d < WIDE; d++) old_rows[i][d] = (float)(i + 1), new_rows[i][d] = (float)-(i + 1);
+    }
+    beside b = {cache_of(&layer, 1, (kvc_config){.block_size = 64, .num_threads = 1}), &stop};
+    CHECK(kvc_begin(b.cache, ROWS, NULL, seq_ids, NULL, &batch) == KVC_OK);
+    CHECK(kvc_put(batch, 0, &put) == KVC_OK && kvc_commit(batch) == KVC_OK && save_all(b.cache, &file) == KVC_OK);
+    CHECK(pthread_create(&thread, NULL, inject, &b) == 0);
+    for (int i = 0; i < (is_quick() ? 50 : 150) && !test_failures; i++) {
+        const kvc_load_args args = read_args_of(&file);
+        CHECKF(kvc_restore(b.cache, &args) == KVC_OK, "%s", kvc_last_error());
+        CHECKF(kvc_validate(b.cache) == KVC_OK, "%s", kvc_last_error());
+    }
+    atomic_store(&stop, 1);
+    pthread_join(thread, NULL);
+    free(file.bytes);
+    CHECK(kvc_cache_free(b.cache) == KVC_OK);
+}
+
 int main(void) {
     if (KVC_IS_BIG_ENDIAN) /* test_saved.c checks that states are refused */
         return 0;
@@ -146,5 +200,6 @@ int main(void) {
     test_altered_evicts_nothing();
     test_cloned(0);
     test_cloned(1);
+    test_injected();
     return test_result();
 }
