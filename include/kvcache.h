@@ -88,7 +88,16 @@
  *           know become 0.
  *           Structs within others (kvc_policy, kvc_rope) have `reserved` fields in place of growth.  These must be 0,
  *           otherwise the call fails with KVC_ERR_UNSUPPORTED.
- * Ranges    are half open: [begin, end).  Strides are in bytes.
+ * Ranges    are half open: [begin, end).
+ * Strides   are the bytes from one row of an array to the next, and may be negative.  The elements of a row are
+ *           adjacent.  A stride of 0 has its default: rows lie side by side, in the order that the array's comment has
+ *           in brackets, such as [num_tokens][num_heads][k_dim].  A head stride, or a choice stride, is then one row.
+ *           A token stride is the number of heads times the head stride.  A batch stride is the number of a sequence's
+ *           tokens times the token stride.  So arrays without gaps need no strides.
+ *           Strides are multiples of an element's size, or for quantised rows any number of bytes.
+ *           Rows that a call reads may overlap.  Rows that it writes may not: the call fails with KVC_ERR_INVALID
+ *           unless each stride is at least as long as everything that lies along shorter strides.  This also refuses a
+ *           few arrays whose rows interleave.
  */
 #ifndef KVCACHE_H
 #define KVCACHE_H
@@ -418,8 +427,8 @@ typedef struct kvc_put_args {
     size_t struct_size;
     int32_t first;      /* tokens [first, first + num_tokens) of the batch */
     int32_t num_tokens; /* 0: all from first on */
-    const void *k;      /* [num_tokens][num_kv_heads][k_dim], tokens and heads this far apart, elements adjacent.  A
-                           layer with a stride takes only the rows of tokens that have one */
+    const void *k;      /* [num_tokens][num_kv_heads][k_dim].  A layer with a stride takes only the rows of tokens that
+                           have one */
     const void *v;
     int64_t k_token_stride, k_head_stride;
     int64_t v_token_stride, v_head_stride;
@@ -428,15 +437,15 @@ typedef struct kvc_put_args {
                        scale may be infinite or NaN */
     int32_t v_type; /* the same for v */
     /* 0: tokens lie a token stride apart.  n: the batch has n tokens of each sequence, in lock step, as in
-     * [batch][head][token][dim].  Sequences lie a batch stride apart, and tokens of a sequence a token stride. */
+     * [sequences][n][num_kv_heads][k_dim].  Sequences lie a batch stride apart, and tokens of a sequence a token
+     * stride.  In a layer with a stride, the default of a batch stride has room for the sequence with the most rows. */
     int32_t tokens_per_sequence;
     int64_t k_batch_stride, v_batch_stride;
     int64_t seq_id; /* KVC_CROSS: the rows are of this sequence, which has tokens in the batch */
 } kvc_put_args;
 
 /* Stores keys and values of tokens in one layer.  v is NULL if values lie in the keys, and if the layer holds keys
- * alone.  Several threads may put disjoint ranges of tokens at once.  Strides may be negative or 0.  They are multiples
- * of an element's size, or for quantised rows any number of bytes.
+ * alone.  Several threads may put disjoint ranges of tokens at once.
  * In a KVC_CROSS layer, first is 0, and the rows (num_tokens, at least 1) replace all rows that the sequence has there.
  * This batch sees the new rows at once; other calls see them once it is committed.
  * Fails with KVC_ERR_INVALID if a token was put before, and if the layer has no rows of its own.  Fails with
@@ -454,7 +463,7 @@ KVC_API kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *
  */
 typedef struct kvc_chosen {
     size_t struct_size;
-    const int32_t *positions; /* [num_tokens][num_choices][width], tokens and choices this many bytes apart */
+    const int32_t *positions; /* [num_tokens][num_choices][width] */
     int64_t token_stride, choice_stride;
     int64_t batch_stride; /* used with tokens_per_sequence of kvc_attend_args */
     int32_t num_choices;  /* 1: all heads see the same rows.  num_kv_heads: each KV head has a choice of its own */
@@ -563,7 +572,6 @@ typedef struct kvc_choose_args {
     int32_t *chosen;      /* out: [num_tokens][num_choices][width] ascending, then -1 */
     float *scores;        /* out: [num_tokens][num_choices][width] of what is chosen, -inf beside -1; may be NULL */
     const volatile int32_t *cancel; /* as in kvc_attend_args */
-    /* Bytes.  Elements of queries, and entries of one choice, are adjacent. */
     int64_t q_token_stride, q_head_stride, weights_token_stride, weights_head_stride;
     int64_t among_token_stride, among_choice_stride, chosen_token_stride, chosen_choice_stride;
     int64_t scores_token_stride, scores_choice_stride;
@@ -777,10 +785,10 @@ typedef enum kvc_reduction { /* what becomes of the weights that several queries
 typedef struct kvc_weights_args {
     size_t struct_size;
     const void *q;            /* [num_queries][num_heads][k_dim] */
-    float *weights;           /* out: [num_kv_heads][num_rows], rows adjacent and in order of arrival */
+    float *weights;           /* out: [num_kv_heads][num_rows], in order of arrival */
     const int32_t *positions; /* [num_queries] where the queries stand.  NULL: all at kvc_next_position */
     const float *sinks;       /* [num_heads] a logit that joins the softmax and has no row; may be NULL */
-    int64_t q_token_stride, q_head_stride, weights_head_stride; /* bytes */
+    int64_t q_token_stride, q_head_stride, weights_head_stride;
     int64_t num_rows;    /* kvc_seq_len of the layer */
     int32_t num_queries; /* at least 1 */
     int32_t num_heads;   /* query heads: a multiple of num_kv_heads */
@@ -838,8 +846,8 @@ KVC_API void kvc_hold_free(kvc_hold *hold);
 typedef struct kvc_rows_out {
     size_t struct_size;
     int32_t type;          /* KVC_F32, KVC_F16 or KVC_BF16: what rows are converted to, unless they are raw */
-    void *k;               /* [num_kv_heads][rows][k_dim], rows and heads this far apart; NULL: not wanted */
-    void *v;               /* NULL in a layer of keys alone */
+    void *k;               /* [rows][num_kv_heads][k_dim]; NULL: not wanted */
+    void *v;               /* [rows][num_kv_heads][v_dim]; NULL: not wanted, and in a layer of keys alone */
     int64_t k_head_stride, k_row_stride;
     int64_t v_head_stride, v_row_stride;
     int32_t *positions;  /* [rows] set to the position of each row; to -1 if kvc_extract found none.  May be NULL */
@@ -854,9 +862,8 @@ typedef struct kvc_rows_out {
 } kvc_rows_out;
 
 /* Copies rows [first_row, first_row + num_rows) of a sequence in a layer, counted in order of arrival.  Rows are
- * decoded or raw, and keys are rotated for their present position.  Strides are multiples of an element's size, or for
- * quantised rows any number of bytes.  Fails with KVC_ERR_INDEX if the sequence has fewer rows, and with
- * KVC_ERR_NOMEM. */
+ * decoded or raw, and keys are rotated for their present position.  Fails with KVC_ERR_INDEX if the sequence has fewer
+ * rows, and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t first_row, int64_t num_rows,
                               const kvc_rows_out *out);
 
@@ -867,8 +874,8 @@ KVC_API kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, 
 
 typedef struct kvc_rows_in {
     size_t struct_size;
-    const void *k; /* [num_kv_heads][rows][k_dim], rows and heads this far apart */
-    const void *v; /* NULL if values lie in the keys, and in a layer of keys alone */
+    const void *k; /* [rows][num_kv_heads][k_dim] */
+    const void *v; /* [rows][num_kv_heads][v_dim]; NULL if values lie in the keys, and in a layer of keys alone */
     int64_t k_head_stride, k_row_stride;
     int64_t v_head_stride, v_row_stride;
     int32_t k_type; /* as in kvc_put_args */
@@ -1520,7 +1527,7 @@ typedef struct kvc_dense_args {
     size_t struct_size;
     const kvc_rows_out *rows;  /* where the rows go, decoded or raw, and rotated */
     float *mask;               /* [the batch's tokens][rows] 0 if the token sees the row, otherwise -inf; may be NULL */
-    int64_t mask_token_stride; /* rows are adjacent */
+    int64_t mask_token_stride;
     int64_t num_rows;          /* num_rows of kvc_dense_rows; with by_sequence, most_rows of kvc_dense_sequences */
     const uint8_t *non_causal; /* [the batch's tokens], as in kvc_plan_args */
     uint8_t *seen;             /* [the batch's tokens][rows] 1 if the token sees the row, otherwise 0; may be NULL */

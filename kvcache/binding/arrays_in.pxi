@@ -96,17 +96,15 @@ cdef object wrap(Array *a, object owner):
 
 
 cdef bint is_readable(Array *a) noexcept:
-    """Whether C can read an array in place: elements adjacent and aligned, the other strides whole elements."""
+    """Whether C can read an array in place: elements adjacent and aligned, the other strides whole elements, not 0."""
     cdef int last = a.ndim - 1, i
     cdef int64_t size = item_size(a)
-    if a.strides[last] != size and a.shape[last] > 1:
-        return False
     if <size_t>a.data % <size_t>size:
         return False
-    for i in range(last):
-        if a.shape[i] == 1:
-            a.strides[i] = 0  # never used; producers may have put anything there
-        elif a.strides[i] % size:
+    for i in range(a.ndim):
+        if a.shape[i] == 1:  # the stride is never used; producers may have put anything there
+            a.strides[i] = size if i == last else 0
+        elif a.strides[i] != size if i == last else a.strides[i] % size or not a.strides[i]:
             return False
     return True
 
@@ -179,7 +177,8 @@ cdef object read_rows(object x, str name, int64_t heads, bint multiple, int64_t 
                       int32_t stored=-1, bint may_be_empty=False):
     """Describe an array of rows of `heads` heads, or of a multiple of it if `multiple`.
 
-    The rows may be bytes if a stored type is given. Return the object that keeps the array's memory.
+    The rows may be bytes if a stored type is given. Return the object that keeps the array's memory. It may still have
+    to be made readable.
     """
     cdef int64_t given, wanted = heads
     owner = read_array(x, name, NUM_AXES[layout], a, False, stored)
@@ -193,7 +192,7 @@ cdef object read_rows(object x, str name, int64_t heads, bint multiple, int64_t 
         wrong_shape(name, a, layout, f"a multiple of {heads}" if multiple else heads, dim)
     if count_tokens(a, layout) == 0 and not may_be_empty:
         raise ValueError(f"{name}: an array of no tokens")
-    return make_readable(a, owner)
+    return owner
 
 
 cdef object read_factors(object x, str name, int64_t heads, Array *a):
@@ -274,7 +273,8 @@ cdef int check_no_values(object v, object k, str name) except -1:
 cdef tuple read_pair(kvc_layer *shape, object k, object v, int layout, Array *a, Array *b):
     """Describe keys and values, and check that they have the same tokens; return the objects that keep their memory.
 
-    For a layer whose values lie in its keys, or that holds keys alone, `v` may be None.
+    For a layer whose values lie in its keys, or that holds keys alone, `v` may be None. The arrays may still have to be
+    made readable.
     """
     if k is None or (v is None and stores_values(shape)):
         raise TypeError(f"{'k' if k is None else 'v'}=None: k and v go together")
@@ -296,6 +296,11 @@ cdef tuple read_pair(kvc_layer *shape, object k, object v, int layout, Array *a,
     return k, v
 
 
+cdef tuple make_pair_readable(Array *a, Array *b, tuple owners):
+    """Copy keys and values that C cannot read in place; return the objects that keep the memory to read."""
+    return make_readable(a, owners[0]), make_readable(b, owners[1]) if b.data != NULL else owners[1]
+
+
 cdef inline int32_t rows_below(kvc_layer *shape, int32_t position) noexcept:
     """Return how many rows stand below a position, in a layer that lacks none."""
     return position // max(shape.policy.stride, 1)
@@ -307,6 +312,7 @@ cdef tuple read_replacement(kvc_layer *shape, object k, object v, int32_t begin,
     owners = read_pair(shape, k, v, HTD, &keys, &values)
     if count_tokens(&keys, HTD) > rows_below(shape, _INT32_MAX) - rows_below(shape, begin):
         raise ValueError(f"begin={begin} with arrays of {keys.shape[1]} tokens: positions go up to {_MAX_POSITION}")
+    owners = make_pair_readable(&keys, &values, owners)
     end[0] = begin + <int32_t>keys.shape[1] * max(shape.policy.stride, 1)
     memset(rows, 0, sizeof(kvc_rows_in))
     rows.struct_size = sizeof(kvc_rows_in)

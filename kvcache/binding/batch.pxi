@@ -206,6 +206,7 @@ cdef class Batch(_CallCounter):
             args.first = self.to_first(first, count_tokens(&rows.k, layout))
         if shape.policy.stride <= 1:
             args.num_tokens = <int32_t>count_tokens(&rows.k, layout)
+        owners = make_pair_readable(&rows.k, &rows.v, owners)
         args.k, args.k_type = rows.k.data, rows.k.type
         args.k_token_stride, args.k_head_stride = rows.k.strides[token], rows.k.strides[head]
         if stores_values(shape):
@@ -280,6 +281,7 @@ cdef class Batch(_CallCounter):
         plan.struct_size, args.struct_size = sizeof(kvc_plan_args), sizeof(kvc_attend_args)
         q_owner = read_rows(q, "q", shape.num_kv_heads, True, shape.k_dim, layout, &query.q)
         plan.first = self.to_first(first, count_tokens(&query.q, layout))
+        q_owner = make_readable(&query.q, q_owner)
         plan.layer, plan.num_tokens = layer, <int32_t>count_tokens(&query.q, layout)
         plan.num_heads = <int32_t>query.q.shape[head]
         args.q, args.q_type = query.q.data, query.q.type
@@ -310,7 +312,7 @@ cdef class Batch(_CallCounter):
             args.q_batch_stride, args.out_batch_stride = query.q.strides[0], query.out.strides[0]
         return q_owner, sinks, alibi, flags, ranges, out
 
-    cdef cnp.ndarray read_chosen(self, object entries, object block, object tail, int layout, Query *query):
+    cdef cnp.ndarray read_chosen(self, object entries, object block, object tail, Query *query):
         """Describe the rows that tokens choose; return the array that C reads."""
         cdef kvc_chosen *chosen = &query.chosen
         cdef int64_t tokens = query.plan.num_tokens, heads = self.cache.layers[query.plan.layer].num_kv_heads
@@ -319,10 +321,6 @@ cdef class Batch(_CallCounter):
         chosen.positions = <const int32_t *>cnp.PyArray_DATA(array)
         chosen.width = <int32_t>to_int(cnp.PyArray_DIM(array, array.ndim - 1), "the width of chosen", 1, _INT32_MAX)
         chosen.num_choices = <int32_t>cnp.PyArray_DIM(array, 1) if array.ndim == 3 else 1
-        chosen.token_stride = cnp.PyArray_STRIDE(array, 0)
-        chosen.choice_stride = cnp.PyArray_STRIDE(array, 1) if array.ndim == 3 else 0
-        if layout == BHTD:
-            chosen.batch_stride = query.args.tokens_per_sequence * chosen.token_stride
         chosen.block = <int32_t>to_int(block, "chosen_block", 1, _INT32_MAX)
         chosen.tail = flag(tail, "chosen_tail")
         query.args.chosen = chosen
@@ -349,7 +347,7 @@ cdef class Batch(_CallCounter):
         if chosen is not None and select is not None:
             raise ValueError(f"select={select}, and chosen is given: rows are chosen or selected, not both")
         if chosen is not None:
-            _entries = self.read_chosen(chosen, chosen_block, chosen_tail, axes, &query)
+            _entries = self.read_chosen(chosen, chosen_block, chosen_tail, &query)
         elif to_int(chosen_block, "chosen_block", 1, _INT32_MAX) != 1 or flag(chosen_tail, "chosen_tail"):
             raise ValueError(f"chosen_block={chosen_block}, chosen_tail={chosen_tail}: chosen, which these describe, "
                              "must be given, too")
@@ -511,10 +509,8 @@ cdef class Batch(_CallCounter):
         args.k_batch_stride, args.v_batch_stride = k.strides[0], v.strides[0]
         if masks is not None and mask == "f32":
             args.mask = <float *>cnp.PyArray_DATA(masks)
-            args.mask_token_stride = args.num_rows * sizeof(float)
         elif masks is not None:
             args.seen = <uint8_t *>cnp.PyArray_DATA(masks)
-            args.seen_token_stride = args.num_rows
         if flags is not None:
             args.non_causal = <const uint8_t *>cnp.PyArray_DATA(flags)
         batch = self.enter()

@@ -26,11 +26,10 @@ cdef object read_weights(object x, Choosing *a):
 cdef cnp.ndarray read_among(object entries, Choosing *a):
     """Describe the entries that may be chosen; return the array that C reads."""
     cdef cnp.ndarray array = to_entries(entries, "among", a.plan.num_tokens, a.args.num_choices)
-    a.args.among = <const int32_t *>cnp.PyArray_DATA(array)
     a.args.among_width = <int32_t>cnp.PyArray_DIM(array, array.ndim - 1)
-    a.args.among_token_stride = cnp.PyArray_STRIDE(array, 0)
-    if array.ndim == 3 and cnp.PyArray_DIM(array, 1) > 1:
-        a.args.among_choice_stride = cnp.PyArray_STRIDE(array, 1)
+    if array.size < <int64_t>a.plan.num_tokens * a.args.num_choices * a.args.among_width:  # one list for all choices
+        array = np.repeat(array.reshape(a.plan.num_tokens, 1, a.args.among_width), a.args.num_choices, axis=1)
+    a.args.among = <const int32_t *>cnp.PyArray_DATA(array)
     return array
 
 
@@ -42,6 +41,7 @@ cdef tuple read_choosing(Batch self, object q, object first, object width, bint 
     cdef cnp.ndarray chosen, scores = None, flags
     q_owner = read_rows(q, "q", shape.num_kv_heads, True, shape.k_dim, THD, &a.q)
     a.plan.first = self.to_first(first, a.q.shape[0])
+    q_owner = make_readable(&a.q, q_owner)
     a.plan.num_tokens, a.plan.num_heads = <int32_t>a.q.shape[0], <int32_t>a.q.shape[1]
     args.q, args.q_type = a.q.data, a.q.type
     args.q_token_stride, args.q_head_stride = a.q.strides[0], a.q.strides[1]
@@ -61,9 +61,7 @@ cdef tuple read_choosing(Batch self, object q, object first, object width, bint 
     ranges = to_masked(options["masked"], &a.plan.masked, &a.plan.masked_size, &a.plan.num_masked)
     chosen = np.empty((a.plan.num_tokens, args.num_choices, args.width), np.int32)
     args.chosen = <int32_t *>cnp.PyArray_DATA(chosen)
-    args.chosen_token_stride, args.chosen_choice_stride = chosen.strides[0], chosen.strides[1]
     if wants_scores:
         scores = np.empty((a.plan.num_tokens, args.num_choices, args.width), np.float32)
         args.scores = <float *>cnp.PyArray_DATA(scores)
-        args.scores_token_stride, args.scores_choice_stride = scores.strides[0], scores.strides[1]
     return chosen, scores, q_owner, weights, among, flags, ranges

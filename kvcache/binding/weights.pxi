@@ -16,6 +16,7 @@ def weigh_rows(Cache cache not None, layer, q, positions, seq_id, reduce, rotate
     args.struct_size = sizeof(args)
     _q = read_rows(q, "q", shape.num_kv_heads, True, shape.k_dim, THD, &queries)
     args.num_queries = <int32_t>to_int(queries.shape[0], "len(q)", 1, _INT32_MAX)
+    _q = make_readable(&queries, _q)
     args.num_heads = <int32_t>queries.shape[1]
     args.q, args.q_type = queries.data, queries.type
     args.q_token_stride, args.q_head_stride = queries.strides[0], queries.strides[1]
@@ -37,7 +38,7 @@ def weigh_rows(Cache cache not None, layer, q, positions, seq_id, reduce, rotate
         args.sinks = <const float *>factors.data
     args.num_rows = cache.count_rows(seq, at)
     found = np.empty((shape.num_kv_heads, args.num_rows), np.float32)
-    args.weights, args.weights_head_stride = <float *>cnp.PyArray_DATA(found), cnp.PyArray_STRIDE(found, 0)
+    args.weights = <float *>cnp.PyArray_DATA(found)
     handle = cache.enter()
     with nogil:
         status = kvc_weights(handle, seq, at, &args)

@@ -321,23 +321,43 @@ static const kvc_work attention = {attend_splits, end_splits, CANCELLED},
 
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
-/* Checks the strides when tokens_per_sequence is set. */
-static kvc_status check_inner(const kvc_attend_args *args, int32_t num_tokens) {
-    KVC_TRY(kvc_check_tokens_per_sequence(args->tokens_per_sequence, num_tokens));
-    KVC_TRY(kvc_check_array(args->q_type, args->q_batch_stride, 0, "q"));
-    KVC_TRY(kvc_check_array(args->q_type, args->out_batch_stride, 0, "out"));
-    return kvc_check_array(KVC_F32, args->lse_batch_stride, 0, "lse");
+/* Checks the arrays of queries and results, and resolves their strides. */
+static kvc_status check_arrays(const kvc_layer *layer, const kvc_plan_args *plan, kvc_attend_args *a) {
+    const int32_t inner = a->tokens_per_sequence, heads = plan->num_heads, tokens = inner ? inner : plan->num_tokens,
+                  batches = inner ? plan->num_tokens / inner : 0;
+    const kvc_array q = {.name = "q",
+                         .data = a->q,
+                         .type = a->q_type,
+                         .length = layer->k_dim,
+                         .axes = {KVC_AXIS(a, q_head_stride, heads), KVC_AXIS(a, q_token_stride, tokens),
+                                  KVC_AXIS(a, q_batch_stride, batches)}},
+                    out = {.name = "out",
+                           .data = a->out,
+                           .is_output = 1,
+                           .type = a->q_type,
+                           .length = layer->v_dim,
+                           .axes = {KVC_AXIS(a, out_head_stride, heads), KVC_AXIS(a, out_token_stride, tokens),
+                                    KVC_AXIS(a, out_batch_stride, batches)}},
+                    lse = {.name = "lse",
+                           .data = a->lse ? a->lse : a->prior_lse,
+                           .is_output = a->lse != NULL,
+                           .element_bytes = sizeof *a->lse,
+                           .length = 1,
+                           .axes = {KVC_AXIS(a, lse_head_stride, heads), KVC_AXIS(a, lse_token_stride, tokens),
+                                    KVC_AXIS(a, lse_batch_stride, batches)}};
+    KVC_TRY(kvc_check_array(&q));
+    KVC_TRY(kvc_check_array(&out));
+    return kvc_check_array(&lse);
 }
 
-static kvc_status check_args(const kvc_layer *layer, int32_t num_tokens, const kvc_attend_args *args) {
+/* Checks arguments, and resolves strides. */
+static kvc_status check_args(const kvc_layer *layer, const kvc_plan_args *plan, kvc_attend_args *args) {
     if (!args->q || !args->out) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", args->q ? "out" : "q");
     if (!args->prior_out != !args->prior_lse)
         return kvc_fail(KVC_ERR_INVALID, "%s is NULL: prior_out and prior_lse are given together",
                         args->prior_out ? "prior_lse" : "prior_out");
-    KVC_TRY(kvc_check_array(args->q_type, args->q_token_stride, args->q_head_stride, "q"));
-    KVC_TRY(kvc_check_array(args->q_type, args->out_token_stride, args->out_head_stride, "out"));
-    KVC_TRY(kvc_check_array(KVC_F32, args->lse_token_stride, args->lse_head_stride, "lse"));
-    if (args->tokens_per_sequence) KVC_TRY(check_inner(args, num_tokens));
+    if (args->tokens_per_sequence) KVC_TRY(kvc_check_tokens_per_sequence(args->tokens_per_sequence, plan->num_tokens));
+    KVC_TRY(check_arrays(layer, plan, args));
     if (layer->value_in_key && args->scale == 0)
         return kvc_fail(
             KVC_ERR_INVALID,
@@ -386,8 +406,9 @@ kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *gi
     if (args.chosen) KVC_TRY(kvc_chosen_read(&args, &chosen));
     KVC_TRY(kvc_check_attention(plan->batch, layer, 1));
     KVC_TRY(kvc_check_plan_layer(plan, layer));
-    KVC_TRY(check_args(&plan->batch->cache->layers[layer], plan->args.num_tokens, &args));
-    if (args.chosen || plan->args.max_chosen) KVC_TRY(kvc_chosen_check(&plan->args, plan->num_kv_heads, &chosen));
+    KVC_TRY(check_args(&plan->batch->cache->layers[layer], &plan->args, &args));
+    if (args.chosen || plan->args.max_chosen)
+        KVC_TRY(kvc_chosen_check(&plan->args, plan->num_kv_heads, args.tokens_per_sequence, &chosen));
     if (args.put)
         return kvc_fail(KVC_ERR_INVALID, "args->put is not NULL: rows are stored by kvc_put before tasks are run");
     kvc_row_buffer *buffer = kvc_row_buffer_find(plan->batch, layer);
@@ -430,8 +451,10 @@ kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const k
     const int32_t layer = plan_args.layer;
     KVC_TRY(kvc_plan_check(batch, &plan_args));
     if (!batch->cache->layers[layer].v_dim) return kvc_check_attention(batch, layer, 1);
-    KVC_TRY(check_args(&batch->cache->layers[layer], plan_args.num_tokens, &args));
-    if (plan_args.max_chosen) KVC_TRY(kvc_chosen_check(&plan_args, batch->cache->layers[layer].num_kv_heads, &chosen));
+    KVC_TRY(check_args(&batch->cache->layers[layer], &plan_args, &args));
+    if (plan_args.max_chosen)
+        KVC_TRY(
+            kvc_chosen_check(&plan_args, batch->cache->layers[layer].num_kv_heads, args.tokens_per_sequence, &chosen));
     if (args.put) KVC_TRY(kvc_put_check(batch, layer, &put));
     int must_put = args.put != NULL;
     /* A plan for cross-attention is made of the rows that were put before. */

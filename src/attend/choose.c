@@ -176,14 +176,45 @@ static kvc_status check_least(int32_t value, int32_t least, const char *name) {
     return kvc_fail(KVC_ERR_INVALID, "%s is %d: it must be at least %d", name, value, least);
 }
 
+/* Checks the arrays, and resolves their strides. */
+static kvc_status check_arrays(kvc_choose_args *a, const kvc_plan_args *plan, int32_t k_dim) {
+    const int32_t tokens = plan->num_tokens, heads = plan->num_heads, choices = a->num_choices;
+    const kvc_array arrays[] = {
+        {.name = "q",
+         .data = a->q,
+         .type = a->q_type,
+         .length = k_dim,
+         .axes = {KVC_AXIS(a, q_head_stride, heads), KVC_AXIS(a, q_token_stride, tokens)}},
+        {.name = "weights",
+         .data = a->weights,
+         .element_bytes = sizeof *a->weights,
+         .length = 1,
+         .axes = {KVC_AXIS(a, weights_head_stride, heads), KVC_AXIS(a, weights_token_stride, tokens)}},
+        {.name = "among",
+         .data = a->among,
+         .element_bytes = sizeof *a->among,
+         .length = a->among_width,
+         .axes = {KVC_AXIS(a, among_choice_stride, choices), KVC_AXIS(a, among_token_stride, tokens)}},
+        {.name = "chosen",
+         .data = a->chosen,
+         .is_output = 1,
+         .element_bytes = sizeof *a->chosen,
+         .length = a->width,
+         .axes = {KVC_AXIS(a, chosen_choice_stride, choices), KVC_AXIS(a, chosen_token_stride, tokens)}},
+        {.name = "scores",
+         .data = a->scores,
+         .is_output = 1,
+         .element_bytes = sizeof *a->scores,
+         .length = a->width,
+         .axes = {KVC_AXIS(a, scores_choice_stride, choices), KVC_AXIS(a, scores_token_stride, tokens)}},
+    };
+    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) KVC_TRY(kvc_check_array(&arrays[i]));
+    return KVC_OK;
+}
+
 /* Checks arguments, and fills in the defaults. */
-static kvc_status check_args(kvc_choose_args *a, const kvc_plan_args *plan, int32_t stride) {
+static kvc_status check_args(kvc_choose_args *a, const kvc_plan_args *plan, int32_t k_dim, int32_t stride) {
     if (!a->q || !a->chosen) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", a->q ? "chosen" : "q");
-    KVC_TRY(kvc_check_array(a->q_type, a->q_token_stride, a->q_head_stride, "q"));
-    KVC_TRY(kvc_check_array(KVC_F32, a->weights_token_stride, a->weights_head_stride, "weights"));
-    KVC_TRY(kvc_check_array(KVC_F32, a->among_token_stride, a->among_choice_stride, "among")); /* int32_t: as large */
-    KVC_TRY(kvc_check_array(KVC_F32, a->chosen_token_stride, a->chosen_choice_stride, "chosen"));
-    KVC_TRY(kvc_check_array(KVC_F32, a->scores_token_stride, a->scores_choice_stride, "scores"));
     if (!isfinite(a->scale)) return kvc_fail(KVC_ERR_INVALID, "scale is %g: it must be finite", (double)a->scale);
     KVC_TRY(check_least(a->width, 1, "width"));
     KVC_TRY(check_least(a->among_width, 0, "among_width"));
@@ -198,7 +229,7 @@ static kvc_status check_args(kvc_choose_args *a, const kvc_plan_args *plan, int3
     if (a->num_choices != plan->num_choices)
         return kvc_fail(KVC_ERR_INVALID, "num_choices is %d: the plan was made for %d", a->num_choices,
                         plan->num_choices);
-    return KVC_OK;
+    return check_arrays(a, plan, k_dim);
 }
 
 /* Returns the arguments of an attention with the same queries, for what both have in common. */
@@ -220,7 +251,7 @@ kvc_status kvc_plan_choose(kvc_plan *plan, int32_t layer, const kvc_choose_args 
     KVC_TRY(KVC_READ(kvc_choose_args, &args, given, "args"));
     KVC_TRY(kvc_check_choosing(plan->batch, layer));
     KVC_TRY(kvc_check_plan_layer(plan, layer));
-    KVC_TRY(check_args(&args, &plan->args, plan->stride));
+    KVC_TRY(check_args(&args, &plan->args, plan->k_dim, plan->stride));
     kvc_row_buffer *buffer = kvc_row_buffer_find(plan->batch, layer);
     const kvc_attend_args common = as_attention(&args);
     make_ranking(&k, plan, layer, &args, &common, buffer);
@@ -239,7 +270,8 @@ kvc_status kvc_choose(kvc_batch *batch, const kvc_plan_args *given_plan, const k
     KVC_TRY(kvc_check_choosing(batch, plan_args.layer));
     if (!plan_args.num_choices) plan_args.num_choices = args.num_choices;
     KVC_TRY(kvc_plan_check(batch, &plan_args));
-    KVC_TRY(check_args(&args, &plan_args, batch->cache->pools[batch->cache->group_of[plan_args.layer]].stride));
+    KVC_TRY(check_args(&args, &plan_args, batch->cache->layers[plan_args.layer].k_dim,
+                       batch->cache->pools[batch->cache->group_of[plan_args.layer]].stride));
     KVC_TRY(kvc_plan_get(batch, &plan_args, &plan));
     kvc_row_buffer *buffer = batch->num_buffered ? kvc_row_buffer_find(batch, plan_args.layer) : NULL;
     kvc_status status = kvc_check_all_seen(plan, plan_args.layer, NULL, buffer);

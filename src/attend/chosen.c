@@ -20,9 +20,7 @@ kvc_status kvc_chosen_read(const kvc_attend_args *args, kvc_chosen *chosen) {
     if (chosen->block < 0)
         return kvc_fail(KVC_ERR_INVALID, "chosen->block is %d: it must be positive, or 0 if entries are positions",
                         chosen->block);
-    /* An entry is as large as a float. */
-    KVC_TRY(kvc_check_array(KVC_F32, chosen->token_stride, chosen->choice_stride, "chosen->positions"));
-    return args->tokens_per_sequence ? kvc_check_array(KVC_F32, chosen->batch_stride, 0, "chosen->positions") : KVC_OK;
+    return KVC_OK;
 }
 
 int32_t kvc_most_chosen(const kvc_chosen *chosen) {
@@ -30,7 +28,16 @@ int32_t kvc_most_chosen(const kvc_chosen *chosen) {
     return (int32_t)kvc_smaller(chosen->width * block + (chosen->tail ? block - 1 : 0), INT32_MAX);
 }
 
-kvc_status kvc_chosen_check(const kvc_plan_args *plan, int32_t num_kv_heads, const kvc_chosen *chosen) {
+kvc_status kvc_chosen_check(const kvc_plan_args *plan, int32_t num_kv_heads, int32_t tokens_per_sequence,
+                            kvc_chosen *chosen) {
+    const int32_t inner = tokens_per_sequence, num = plan->num_tokens;
+    const kvc_array positions = {.name = "chosen->positions",
+                                 .data = chosen->positions,
+                                 .element_bytes = sizeof *chosen->positions,
+                                 .length = chosen->width,
+                                 .axes = {KVC_AXIS(chosen, choice_stride, chosen->num_choices),
+                                          KVC_AXIS(chosen, token_stride, inner ? inner : num),
+                                          KVC_AXIS(chosen, batch_stride, inner ? num / inner : 0)}};
     if (!chosen->positions && plan->max_chosen)
         return kvc_fail(KVC_ERR_INVALID, "chosen is NULL: the plan is for chosen rows, as max_chosen is %d",
                         plan->max_chosen);
@@ -40,7 +47,7 @@ kvc_status kvc_chosen_check(const kvc_plan_args *plan, int32_t num_kv_heads, con
     if (kvc_most_chosen(chosen) > plan->max_chosen)
         return kvc_fail(KVC_ERR_INVALID, "chosen names up to %d rows for a token: max_chosen of the plan is %d",
                         kvc_most_chosen(chosen), plan->max_chosen);
-    return KVC_OK;
+    return kvc_check_array(&positions);
 }
 
 /* ---- entries in order -------------------------------------------------------------------------------------------- */

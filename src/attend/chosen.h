@@ -10,8 +10,9 @@ kvc_status kvc_chosen_read(const kvc_attend_args *args, kvc_chosen *chosen);
 /* Returns the most rows that a choice names, if each position has one row. */
 int32_t kvc_most_chosen(const kvc_chosen *chosen);
 
-/* Returns KVC_ERR_INVALID unless the choice suits the plan. */
-kvc_status kvc_chosen_check(const kvc_plan_args *plan, int32_t num_kv_heads, const kvc_chosen *chosen);
+/* Returns KVC_ERR_INVALID unless the choice suits the plan.  Resolves its strides. */
+kvc_status kvc_chosen_check(const kvc_plan_args *plan, int32_t num_kv_heads, int32_t tokens_per_sequence,
+                            kvc_chosen *chosen);
 
 /* Lists rows [first, first + most) of the rows that the task's token chooses and sees, by position: as segments in the
  * task's workspace.  Returns their number. */

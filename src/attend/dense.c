@@ -262,15 +262,10 @@ static void fill_share(void *context, int64_t task) {
 static kvc_status check_args(const kvc_batch *batch, int32_t layer, const kvc_dense_args *given, dense *d) {
     kvc_status status = KVC_READ(kvc_dense_args, &d->args, given, "args");
     if (status == KVC_OK) status = kvc_check_attention(batch, layer, 1);
-    if (status == KVC_OK) status = kvc_check_rows_out(&batch->cache->layers[layer], d->args.rows, &d->out, "rows");
-    if (status == KVC_OK) status = kvc_check_array(KVC_F32, d->args.mask_token_stride, 0, "mask");
+    if (status == KVC_OK) status = KVC_READ(kvc_rows_out, &d->out, d->args.rows, "rows");
     if (status == KVC_OK && d->args.num_masked)
         status = kvc_masked_check(batch, d->args.masked, d->args.masked_size, d->args.num_masked);
-    if (status != KVC_OK || !d->args.by_sequence) return status;
-    const kvc_reader to = kvc_reader_for(batch->cache, layer, &d->out, NULL);
-    status = kvc_check_strides(to.k_type, d->args.k_batch_stride, 0, "rows");
-    if (status == KVC_OK) status = kvc_check_strides(to.v_type, d->args.v_batch_stride, 0, "rows");
-    return status == KVC_OK ? check_in_step(batch) : status;
+    return status == KVC_OK && d->args.by_sequence ? check_in_step(batch) : status;
 }
 
 static kvc_status check_num_rows(const dense *d, int64_t *num) {
@@ -284,6 +279,29 @@ static kvc_status check_num_rows(const dense *d, int64_t *num) {
         return kvc_fail(KVC_ERR_INVALID, "num_rows is %lld: there are %lld in layer %d", (long long)d->args.num_rows,
                         (long long)*num, d->layer);
     return KVC_OK;
+}
+
+/* Checks the arrays, and resolves their strides. */
+static kvc_status check_arrays(dense *d) {
+    const kvc_batch *batch = d->batch;
+    kvc_dense_args *a = &d->args;
+    const int32_t num_batches = a->by_sequence ? batch->num_sequences : 0;
+    const kvc_axis batches[] = {KVC_AXIS(a, k_batch_stride, num_batches), KVC_AXIS(a, v_batch_stride, num_batches)};
+    const kvc_array mask = {.name = "mask",
+                            .data = a->mask,
+                            .is_output = 1,
+                            .element_bytes = sizeof *a->mask,
+                            .length = a->num_rows,
+                            .axes = {KVC_AXIS(a, mask_token_stride, batch->num_tokens)}},
+                    seen = {.name = "seen",
+                            .data = a->seen,
+                            .is_output = 1,
+                            .element_bytes = sizeof *a->seen,
+                            .length = a->num_rows,
+                            .axes = {KVC_AXIS(a, seen_token_stride, batch->num_tokens)}};
+    KVC_TRY(kvc_check_rows_out(&batch->cache->layers[d->layer], &d->out, "rows", a->num_rows, batches));
+    KVC_TRY(kvc_check_array(&mask));
+    return kvc_check_array(&seen);
 }
 
 /* Returns the number of tasks that are worth cutting the work into. */
@@ -300,7 +318,8 @@ static kvc_status make_dense(dense *d) {
     const kvc_batch *batch = d->batch;
     kvc_cache *cache = batch->cache;
     int64_t num;
-    const kvc_status status = check_num_rows(d, &num);
+    kvc_status status = check_num_rows(d, &num);
+    if (status == KVC_OK) status = check_arrays(d);
     if (status != KVC_OK || num == 0) return status;
     d->num_tasks = num_tasks(d, num);
     const uint64_t floats = kvc_rope_of(cache, d->layer) ? kvc_rotator_floats(cache->layers[d->layer].k_dim) : 0;

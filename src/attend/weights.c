@@ -441,7 +441,25 @@ static uint64_t lay_out(weighing *w, int64_t end, char *start) {
 
 /* ---- the public function ----------------------------------------------------------------------------------------- */
 
-/* Checks what does not depend on the sequence. */
+/* Checks the arrays, and resolves their strides. */
+static kvc_status check_arrays(const kvc_layer *layer, kvc_weights_args *a) {
+    const kvc_array q = {.name = "q",
+                         .data = a->q,
+                         .type = a->q_type,
+                         .length = layer->k_dim,
+                         .axes = {KVC_AXIS(a, q_head_stride, a->num_heads),
+                                  KVC_AXIS(a, q_token_stride, a->num_queries)}},
+                    weights = {.name = "weights",
+                               .data = a->weights,
+                               .is_output = 1,
+                               .element_bytes = sizeof *a->weights,
+                               .length = a->num_rows,
+                               .axes = {KVC_AXIS(a, weights_head_stride, layer->num_kv_heads)}};
+    KVC_TRY(kvc_check_array(&q));
+    return kvc_check_array(&weights);
+}
+
+/* Checks what does not depend on the sequence, except the arrays. */
 static kvc_status check_args(const kvc_cache *cache, int32_t layer, const kvc_weights_args *a) {
     const kvc_layer *config = &cache->layers[layer];
     if (config->policy.kind == KVC_NONE) return kvc_fail(KVC_ERR_INVALID, "layer %d has no attention", layer);
@@ -455,8 +473,6 @@ static kvc_status check_args(const kvc_cache *cache, int32_t layer, const kvc_we
                         config->num_kv_heads);
     if (a->reduction != KVC_REDUCE_SUM && a->reduction != KVC_REDUCE_MAX)
         return kvc_fail(KVC_ERR_INVALID, "reduction is %d: 0 is the sum, and 1 the maximum", a->reduction);
-    KVC_TRY(kvc_check_array(a->q_type, a->q_token_stride, a->q_head_stride, "q"));
-    KVC_TRY(kvc_check_array(KVC_F32, a->weights_head_stride, 0, "weights"));
     if (!isfinite(a->scale) || !isfinite(a->softcap) || a->softcap < 0)
         return kvc_fail(KVC_ERR_INVALID, "scale is %g and softcap %g: both must be finite, softcap not negative",
                         (double)a->scale, (double)a->softcap);
@@ -509,6 +525,7 @@ static kvc_status open_weighing(kvc_cache *cache, int64_t seq_id, int32_t layer,
     if (num_rows != w->args.num_rows)
         return kvc_fail(KVC_ERR_INVALID, "num_rows is %lld: sequence %lld holds %lld in layer %d",
                         (long long)w->args.num_rows, (long long)seq_id, (long long)num_rows, layer);
+    KVC_TRY(check_arrays(w->layer, &w->args));
     if (!num_rows) return KVC_OK;
     w->next = kvc_sequence_next(sequence);
     KVC_TRY(check_gone(cache, sequence, w, group));

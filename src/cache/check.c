@@ -55,26 +55,56 @@ kvc_status kvc_check_values(const kvc_layer *layer, const void *k, const void *v
     return KVC_OK;
 }
 
-kvc_status kvc_check_strides(int32_t type, int64_t row_stride, int64_t head_stride, const char *name) {
-    const int64_t unit = type < KVC_FLOAT_TYPES ? KVC_TYPES[type].bytes : 1; /* a power of two */
-    if ((row_stride | head_stride) & (unit - 1))
-        return kvc_fail(KVC_ERR_INVALID, "%s: strides of %lld and %lld bytes are not multiples of an element's %lld",
-                        name, (long long)row_stride, (long long)head_stride, (long long)unit);
+/* Checks that no two rows overlap.  Goes through the axes by rising strides: each must leave room for the entries of
+ * those before.  Numbers that overflow belong to no array that fits in memory. */
+static kvc_status check_apart(const kvc_array *a, int num_axes, uint64_t row_bytes) {
+    uint64_t extent = row_bytes; /* of the entries of the axes so far */
+    for (int done = 0, i = 0; i < num_axes; i++) {
+        int next = -1;
+        uint64_t step = UINT64_MAX;
+        for (int j = 0; j < num_axes; j++) {
+            const int64_t stride = *a->axes[j].stride;
+            const uint64_t size = stride < 0 ? 0 - (uint64_t)stride : (uint64_t)stride;
+            if (!(done >> j & 1) && a->axes[j].num > 1 && size < step) next = j, step = size;
+        }
+        if (next < 0) break;
+        if (step < extent)
+            return kvc_fail(KVC_ERR_INVALID,
+                            "%s: %s is %lld bytes, and rows overlap: it must be at least %llu, or 0 for rows side by "
+                            "side",
+                            a->name, a->axes[next].name, (long long)*a->axes[next].stride, (unsigned long long)extent);
+        extent += (uint64_t)(a->axes[next].num - 1) * step;
+        done |= 1 << next;
+    }
     return KVC_OK;
 }
 
-kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride, const char *name) {
-    if (type < 0 || type >= KVC_FLOAT_TYPES)
-        return kvc_fail(KVC_ERR_INVALID, "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16", name, type);
-    return kvc_check_strides(type, row_stride, head_stride, name);
+static kvc_status fail_type(const kvc_array *a) {
+    if (a->stored < KVC_FLOAT_TYPES)
+        return kvc_fail(KVC_ERR_INVALID, "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16", a->name, a->type);
+    return kvc_fail(KVC_ERR_INVALID,
+                    "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16, or %d, as the layer stores %s", a->name,
+                    a->type, a->stored, KVC_TYPES[a->stored].name);
 }
 
-kvc_status kvc_check_rows(int32_t type, int32_t stored, int64_t row_stride, int64_t head_stride, const char *name) {
-    if ((type < 0 || type >= KVC_FLOAT_TYPES) && type != stored)
-        return kvc_fail(KVC_ERR_INVALID,
-                        "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16, or %d, as the layer stores %s", name,
-                        type, stored, kvc_type_name(stored));
-    return kvc_check_strides(type, row_stride, head_stride, name);
+kvc_status kvc_check_array(const kvc_array *a) {
+    const int is_float = a->type >= 0 && a->type < KVC_FLOAT_TYPES, is_raw = !a->element_bytes && !is_float;
+    if (!a->data || a->length <= 0) return KVC_OK;
+    if (is_raw && a->type != a->stored) return fail_type(a);
+    const int64_t unit = a->element_bytes ? a->element_bytes : is_raw ? 1 : KVC_TYPES[a->type].bytes;
+    const uint64_t row_bytes =
+        is_raw ? kvc_row_bytes(a->type, (int32_t)a->length) : (uint64_t)unit * (uint64_t)a->length;
+    uint64_t within = row_bytes; /* bytes of the entries within */
+    int num_axes = 0;
+    for (; num_axes < KVC_MOST_AXES && a->axes[num_axes].num > 0; num_axes++) {
+        const kvc_axis *axis = &a->axes[num_axes];
+        if (!*axis->stride) *axis->stride = (int64_t)within;
+        if (*axis->stride & (unit - 1)) /* a power of two */
+            return kvc_fail(KVC_ERR_INVALID, "%s: %s is %lld bytes: it must be a multiple of an element's %lld",
+                            a->name, axis->name, (long long)*axis->stride, (long long)unit);
+        within = (uint64_t)*axis->stride * (uint64_t)axis->num;
+    }
+    return a->is_output ? check_apart(a, num_axes, row_bytes) : KVC_OK;
 }
 
 kvc_status kvc_check_tokens_per_sequence(int32_t tokens_per_sequence, int32_t num_tokens) {

@@ -24,13 +24,31 @@ kvc_status kvc_check_choosing(const kvc_batch *batch, int32_t layer);
 /* Returns KVC_ERR_INVALID unless k is given, and v exactly where the layer stores values apart from its keys. */
 kvc_status kvc_check_values(const kvc_layer *layer, const void *k, const void *v);
 
-/* Returns KVC_ERR_INVALID unless both strides are whole elements.  Strides of quantised rows may be anything. */
-kvc_status kvc_check_strides(int32_t type, int64_t row_stride, int64_t head_stride, const char *name);
+/* An axis of a caller's array: the bytes from one entry to the next, in a field of this name. */
+typedef struct kvc_axis {
+    const char *name;
+    int64_t *stride;
+    int64_t num; /* of entries; 0: there is no such axis, or nothing in the array */
+} kvc_axis;
 
-/* Checks the strides, and returns KVC_ERR_INVALID unless callers' arrays may have this type; kvc_check_rows also takes
- * encoded rows, of the type in which the layer stores them. */
-kvc_status kvc_check_array(int32_t type, int64_t row_stride, int64_t head_stride, const char *name);
-kvc_status kvc_check_rows(int32_t type, int32_t stored, int64_t row_stride, int64_t head_stride, const char *name);
+enum { KVC_MOST_AXES = 3 };
+
+#define KVC_AXIS(args, field, num) {#field, &(args)->field, num}
+
+/* A caller's array of rows.  The elements of a row are adjacent. */
+typedef struct kvc_array {
+    const char *name; /* of the argument, for messages */
+    const void *data; /* NULL: the caller gives no such array */
+    int32_t is_output;
+    int32_t element_bytes;        /* 0: elements are of `type` */
+    int32_t type, stored;         /* a float type, or the type in which the layer stores rows, if that is given */
+    int64_t length;               /* elements of a row */
+    kvc_axis axes[KVC_MOST_AXES]; /* from heads, or choices, outwards */
+} kvc_array;
+
+/* Replaces strides of 0 by their defaults, with which rows lie side by side.  Returns KVC_ERR_INVALID if the array may
+ * not have its type, if a stride is not a whole number of elements, or if rows of an output overlap. */
+kvc_status kvc_check_array(const kvc_array *array);
 
 /* Returns KVC_ERR_INVALID unless tokens_per_sequence, which is not 0, divides num_tokens. */
 kvc_status kvc_check_tokens_per_sequence(int32_t tokens_per_sequence, int32_t num_tokens);

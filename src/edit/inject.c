@@ -263,12 +263,26 @@ static kvc_status inject(injection *x, int64_t seq_id) {
 
 /* ---- the public function ----------------------------------------------------------------------------------------- */
 
-static kvc_status check_rows_in(const kvc_layer *layer, const kvc_rows_in *given, kvc_rows_in *in) {
-    kvc_status status = KVC_READ(kvc_rows_in, in, given, "in");
-    if (status == KVC_OK) status = kvc_check_rows(in->k_type, layer->k_type, in->k_row_stride, in->k_head_stride, "k");
-    if (status == KVC_OK) status = kvc_check_values(layer, in->k, in->v);
-    if (status != KVC_OK || !in->v) return status;
-    return kvc_check_rows(in->v_type, layer->v_type, in->v_row_stride, in->v_head_stride, "v");
+/* Copies the caller's struct, checks it for num_rows rows of a layer, and resolves its strides. */
+static kvc_status check_rows_in(const kvc_layer *layer, const kvc_rows_in *given, kvc_rows_in *in, int64_t num_rows) {
+    KVC_TRY(KVC_READ(kvc_rows_in, in, given, "in"));
+    KVC_TRY(kvc_check_values(layer, in->k, in->v));
+    const kvc_array k = {.name = "k",
+                         .data = in->k,
+                         .type = in->k_type,
+                         .stored = layer->k_type,
+                         .length = layer->k_dim,
+                         .axes = {KVC_AXIS(in, k_head_stride, layer->num_kv_heads),
+                                  KVC_AXIS(in, k_row_stride, num_rows)}},
+                    v = {.name = "v",
+                         .data = in->v,
+                         .type = in->v_type,
+                         .stored = layer->v_type,
+                         .length = layer->v_dim,
+                         .axes = {KVC_AXIS(in, v_head_stride, layer->num_kv_heads),
+                                  KVC_AXIS(in, v_row_stride, num_rows)}};
+    KVC_TRY(kvc_check_array(&k));
+    return kvc_check_array(&v);
 }
 
 kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
@@ -280,12 +294,12 @@ kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t b
         status =
             kvc_fail(KVC_ERR_UNSUPPORTED, "layer %d is a cross-attention layer: its rows are replaced by a put", layer);
     if (status == KVC_OK) status = kvc_check_positions(begin, end);
-    if (status == KVC_OK) status = check_rows_in(&cache->layers[layer], given, &in);
     if (status != KVC_OK) return status;
     injection x = {.cache = cache, .in = &in, .layer = layer, .group = cache->group_of[layer]};
     x.stride = cache->pools[x.group].stride;
     x.begin = kvc_rows_below(begin, x.stride);
     x.end = kvc_rows_below(end, x.stride);
+    KVC_TRY(check_rows_in(&cache->layers[layer], given, &in, x.end - x.begin));
     kvc_lock(cache);
     do status = inject(&x, seq_id);
     while (!(x.sequence && x.sequence->is_given) && /* its caller is one of those that are waited for */

@@ -147,10 +147,22 @@ static kvc_status check_cross_put(const kvc_batch *batch, int32_t layer, const k
     return KVC_OK;
 }
 
+/* Returns the most rows that a sequence has in a put of num_rows rows in lock step. */
+static int32_t most_rows(const kvc_batch *batch, int32_t layer, const kvc_put_args *args, int32_t num_rows) {
+    const int32_t inner = args->tokens_per_sequence;
+    int32_t most = 0;
+    if (num_rows == args->num_tokens) return inner;
+    for (int32_t i = 0; i < args->num_tokens; i += inner) {
+        const int32_t rows = count_rows(batch, layer, args->first + i, inner);
+        if (rows > most) most = rows;
+    }
+    return most;
+}
+
 kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, kvc_put_args *args) {
     const kvc_layer *config = &batch->cache->layers[layer];
     KVC_TRY(kvc_check_takes_rows(batch, layer));
-    int32_t num_rows = 1;
+    int32_t num_rows = args->num_tokens;
     if (kvc_keeps_tokens(batch->cache, layer)) {
         KVC_TRY(kvc_check_range(batch, args->first, &args->num_tokens));
         KVC_TRY(check_not_written(batch, layer, args->first, args->num_tokens));
@@ -159,12 +171,26 @@ kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, kvc_put_args *ar
         KVC_TRY(check_cross_put(batch, layer, args));
     }
     if (num_rows) KVC_TRY(kvc_check_values(config, args->k, args->v));
-    if (args->tokens_per_sequence) KVC_TRY(kvc_check_tokens_per_sequence(args->tokens_per_sequence, args->num_tokens));
-    KVC_TRY(kvc_check_rows(args->k_type, config->k_type, args->k_token_stride, args->k_head_stride, "k"));
-    if (args->tokens_per_sequence) KVC_TRY(kvc_check_strides(args->k_type, args->k_batch_stride, 0, "k"));
-    if (!args->v) return KVC_OK;
-    KVC_TRY(kvc_check_rows(args->v_type, config->v_type, args->v_token_stride, args->v_head_stride, "v"));
-    return args->tokens_per_sequence ? kvc_check_strides(args->v_type, args->v_batch_stride, 0, "v") : KVC_OK;
+    const int32_t heads = config->num_kv_heads, inner = args->tokens_per_sequence;
+    if (inner) KVC_TRY(kvc_check_tokens_per_sequence(inner, args->num_tokens));
+    const int32_t rows = inner ? most_rows(batch, layer, args, num_rows) : num_rows,
+                  batches = inner ? args->num_tokens / inner : 0;
+    const kvc_array k = {.name = "k",
+                         .data = args->k,
+                         .type = args->k_type,
+                         .stored = config->k_type,
+                         .length = config->k_dim,
+                         .axes = {KVC_AXIS(args, k_head_stride, heads), KVC_AXIS(args, k_token_stride, rows),
+                                  KVC_AXIS(args, k_batch_stride, batches)}},
+                    v = {.name = "v",
+                         .data = args->v,
+                         .type = args->v_type,
+                         .stored = config->v_type,
+                         .length = config->v_dim,
+                         .axes = {KVC_AXIS(args, v_head_stride, heads), KVC_AXIS(args, v_token_stride, rows),
+                                  KVC_AXIS(args, v_batch_stride, batches)}};
+    KVC_TRY(kvc_check_array(&k));
+    return kvc_check_array(&v);
 }
 
 void kvc_drop_cross(const kvc_batch *batch, int32_t g, int32_t s) {

@@ -2,7 +2,7 @@
 #ifndef KVC_READ_H
 #define KVC_READ_H
 
-#include "cache/cache.h"
+#include "cache/check.h"
 
 /* The tools of one thread to copy the rows of a layer. */
 typedef struct kvc_reader {
@@ -22,7 +22,9 @@ void kvc_reader_copy(kvc_reader *reader, const kvc_run *run, const kvc_rows_out 
 /* Fills rows [begin, end) of the caller's arrays with zeros. */
 void kvc_reader_clear(const kvc_reader *reader, const kvc_rows_out *out, int64_t begin, int64_t end);
 
-/* Copies the caller's struct and checks it for rows of a layer. */
-kvc_status kvc_check_rows_out(const kvc_layer *layer, const kvc_rows_out *given, kvc_rows_out *out, const char *name);
+/* Checks arrays for num_rows rows of a layer, and resolves their strides.  name: of the argument.  batches: the batch
+ * axes of keys and of values; NULL if there are no batches. */
+kvc_status kvc_check_rows_out(const kvc_layer *layer, kvc_rows_out *out, const char *name, int64_t num_rows,
+                              const kvc_axis batches[2]);
 
 #endif

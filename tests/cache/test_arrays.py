@@ -121,10 +121,48 @@ def test_strides(case, dtype):
     np.testing.assert_array_equal(attended(*given), attended(q, k, v))
 
 
-def test_one_head_for_all_tokens_by_stride_0():
-    k, v = rows()
-    k = np.broadcast_to(k[:, :1], k.shape)
-    check_stored(stored_after_put(k, v), k, v)
+def put_and_attend(q, k, v):
+    with new_cache() as cache:
+        with cache.batch(TOKENS) as batch:
+            out = batch.attend(0, q, k, v)
+        return out, cache.keys(0).copy(), cache.values(0).copy()
+
+
+def replace(q, k, v):
+    with new_cache() as cache:
+        with cache.batch(TOKENS) as batch:
+            batch.put(0, *rows())
+        cache.inject(0, 0, k.swapaxes(0, 1), v.swapaxes(0, 1))
+        return cache.keys(0).copy(), cache.values(0).copy()
+
+
+def weigh(q, k, v):
+    with new_cache() as cache:
+        with cache.batch(TOKENS) as batch:
+            batch.put(0, *rows())
+        return [cache.weights(0, q)]
+
+
+def choose(q, k, v):
+    with kvcache.KVCache([kvcache.Layer(KV_HEADS, K_DIM, v_head_dim=0)], max_seq_len=TOKENS) as cache:
+        with cache.batch(TOKENS) as batch:
+            batch.put(0, k)
+            return batch.choose(0, q, width=2, weights=q[..., 0], num_choices=KV_HEADS, return_scores=True)
+
+
+@pytest.mark.parametrize("library", ["numpy", pytest.param("torch", marks=pytest.mark.hf)])
+@pytest.mark.parametrize("axes", ["token", "head", "token, head"])
+@pytest.mark.parametrize("call", [put_and_attend, replace, weigh, choose])
+def test_axes_of_stride_0_have_the_same_rows_again(call, axes, library):
+    first = tuple(slice(1 if axis in axes else None) for axis in ("token", "head"))
+    views = [np.broadcast_to(x[first], x.shape) for x in (queries(), *rows())]
+    expected = call(*(x.copy() for x in views))
+    if library == "torch":
+        import torch
+
+        views = [torch.from_numpy(x[first].copy()).expand(x.shape) for x in views]
+    for got, right in zip(call(*views), expected, strict=True):
+        np.testing.assert_array_equal(got, right)
 
 
 def test_strides_of_axes_of_length_1_mean_nothing():
@@ -134,6 +172,11 @@ def test_strides_of_axes_of_length_1_mean_nothing():
     with cache.batch(1) as batch:
         batch.put(0, x, x)
     np.testing.assert_array_equal(cache.keys(0), x)
+    keys = kvcache.KVCache([kvcache.Layer(1, 8, v_head_dim=0)], max_seq_len=64)
+    with keys.batch(1) as batch:
+        batch.put(0, x)
+        weights = np.lib.stride_tricks.as_strided(np.ones(1, np.float32), (1, 1), (0, 2))
+        assert batch.choose(0, x, width=1, weights=weights).tolist() == [[[0]]]
 
 
 @pytest.mark.parametrize("dim", [1, 2, 7])

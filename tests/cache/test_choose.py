@@ -61,6 +61,7 @@ OPTIONS = [
     {"choices": 8, "block": 4, "first": 1},
     {"block": 8, "local": 1, "relu": True},
     {"among": [39, 3, -1, 12, 3, 500]},
+    {"among": [39, 3, -1, 12, 3, 500], "choices": 2},
 ]
 
 
@@ -85,7 +86,7 @@ def test_choices_are_those_of_brute_force(kv_heads, options, width):
         block=options.get("block", 1),
         num_first=options.get("first", 0),
         num_local=options.get("local", 0),
-        among=None if among is None else [among] * TOKENS,
+        among=None if among is None else [among] * TOKENS,  # for all choices
         return_scores=True,
     )
     assert (chosen.dtype, scores.dtype) == (np.int32, np.float32)

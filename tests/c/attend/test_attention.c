@@ -574,7 +574,7 @@ static void test_not_in_step(void) {
 }
 
 static void test_bad_dense(void) {
-    static float k[2 * 40 * 32];
+    static float k[2 * 40 * 32], mask[5 * 15];
     scene s = plain_scene(2, 3, 32, 10, 5);
     stage *st = stage_new(&s, &usual);
     int64_t num = -1;
@@ -587,7 +587,7 @@ static void test_bad_dense(void) {
     CHECK_FAILS(kvc_dense_sequences(st->batch, 0, NULL, &num), KVC_ERR_INVALID, "num_sequences", "NULL");
     CHECK_FAILS(kvc_dense_sequences(st->batch, 0, &num_sequences, NULL), KVC_ERR_INVALID, "most_rows", "NULL");
     CHECK(kvc_dense_sequences(st->batch, 0, &num_sequences, &num) == KVC_OK && num_sequences == 1 && num == 15);
-    const kvc_rows_out good_rows = {.struct_size = sizeof good_rows, .k = k, .k_row_stride = 128};
+    const kvc_rows_out good_rows = {.struct_size = sizeof good_rows, .k = k};
     const kvc_dense_args good = {.struct_size = sizeof good, .rows = &good_rows, .num_rows = num};
 #define BAD(status, layer, name, value, ...)                                  \
     do {                                                                      \
@@ -602,12 +602,12 @@ static void test_bad_dense(void) {
     BAD(KVC_ERR_INVALID, 0, "rows", "given as 0", rows.struct_size = 0);
     BAD(KVC_ERR_INVALID, 0, "rows", "NULL", args.rows = NULL);
     BAD(KVC_ERR_INVALID, 0, "type", "is 4:", rows.type = KVC_Q4_0);
-    BAD(KVC_ERR_INVALID, 0, "strides", "2", rows.k_row_stride = 2);
-    BAD(KVC_ERR_INVALID, 0, "mask", "6", args.mask_token_stride = 6);
+    BAD(KVC_ERR_INVALID, 0, "rows: k_row_stride", "is 2 bytes:", rows.k_row_stride = 2);
+    BAD(KVC_ERR_INVALID, 0, "mask: mask_token_stride", "is 6 bytes:", args.mask = mask, args.mask_token_stride = 6);
     BAD(KVC_ERR_INVALID, 0, "num_rows is 14", "15", args.num_rows = 14);
     BAD(KVC_ERR_INVALID, 0, "num_rows is -1", "15", args.num_rows = -1);
     BAD(KVC_ERR_INVALID, 0, "num_rows is 14", "most", args.num_rows = 14, args.by_sequence = 1);
-    BAD(KVC_ERR_INVALID, 0, "strides", "6", args.k_batch_stride = 6, args.by_sequence = 1);
+    BAD(KVC_ERR_INVALID, 0, "rows: k_batch_stride", "is 6 bytes:", args.k_batch_stride = 6, args.by_sequence = 1);
 #undef BAD
     CHECK_FAILS(kvc_dense(st->batch, 0, NULL), KVC_ERR_INVALID, "args", "NULL");
     CHECK(k[0] == 0 && kvc_dense(st->batch, 0, &good) == KVC_OK && k[0] != 0); /* keys alone */
@@ -666,13 +666,13 @@ static void test_bad_attends(const question *a) {
     BAD("softcap", "nan", args.softcap = NAN);
     BAD("tokens_per_sequence", "is 2:", args.tokens_per_sequence = 2);
     BAD("tokens_per_sequence", "is -1:", args.tokens_per_sequence = -1);
-    BAD("q", "3", args.q_token_stride = 3);
-    BAD("out", "5", args.out_token_stride = 5);
-    BAD("out", "7", args.out_head_stride = 7);
-    BAD("lse", "2", args.lse_token_stride = 2);
-    BAD("strides", "3", args.tokens_per_sequence = 3, args.q_batch_stride = 3);
-    BAD("out", "5", args.tokens_per_sequence = 3, args.out_batch_stride = 5);
-    BAD("lse", "2", args.tokens_per_sequence = 3, args.lse_batch_stride = 2);
+    BAD("q: q_token_stride", "is 3 bytes:", args.q_token_stride = 3);
+    BAD("out: out_token_stride", "is 5 bytes:", args.out_token_stride = 5);
+    BAD("out: out_head_stride", "is 7 bytes:", args.out_head_stride = 7);
+    BAD("lse: lse_token_stride", "is 2 bytes:", args.lse_token_stride = 2);
+    BAD("q: q_batch_stride", "is 3 bytes:", args.tokens_per_sequence = 3, args.q_batch_stride = 3);
+    BAD("out: out_batch_stride", "is 5 bytes:", args.tokens_per_sequence = 3, args.out_batch_stride = 5);
+    BAD("lse: lse_batch_stride", "is 2 bytes:", args.tokens_per_sequence = 3, args.lse_batch_stride = 2);
 #undef BAD
     for (int i = 0; i < a->n * a->args.out_token_stride; i++) CHECK(a->out[i] == 0x7f); /* nothing was written */
 }

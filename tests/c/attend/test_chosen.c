@@ -259,14 +259,14 @@ static size_t bytes_of_plan(kvc_cache *cache, const memory *heap, int32_t num_st
 static void test_tree_behind_rows(void) {
     enum { NUM = 20000 };
     static memory heap;
-    static float row[32];
+    static float rows[NUM + 32];
     kvc_layer layer = {.num_kv_heads = 1, .k_dim = 32, .v_dim = 32};
     memory_init(&heap);
     kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.allocator = &heap.allocator});
     kvc_batch *batch = NULL;
     CHECK(kvc_begin(cache, NUM, NULL, NULL, NULL, &batch) == KVC_OK);
-    kvc_put_args put = float_rows(0, NUM, 1, 32, 32, row, row);
-    put.k_token_stride = put.v_token_stride = 0;
+    kvc_put_args put = float_rows(0, NUM, 1, 32, 32, rows, rows);
+    put.k_token_stride = put.v_token_stride = sizeof *rows;
     CHECKF(kvc_put(batch, 0, &put) == KVC_OK && kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
     CHECK(kvc_compact(cache) == KVC_OK);
     const size_t line = bytes_of_plan(cache, &heap, NUM, 0), tree = bytes_of_plan(cache, &heap, NUM, 1);
@@ -311,7 +311,7 @@ static void test_bad_choices(void) {
     bad = good, bad.num_choices = 3;
     CHECK_FAILS(ask(&a), KVC_ERR_INVALID, "chosen->num_choices", "is 3");
     bad = good, bad.token_stride = 6;
-    CHECK_FAILS(ask(&a), KVC_ERR_INVALID, "chosen->positions", "6");
+    CHECK_FAILS(ask(&a), KVC_ERR_INVALID, "chosen->positions: token_stride", "is 6 bytes:");
     bad = good, bad.struct_size = 8;
     CHECK_FAILS(ask(&a), KVC_ERR_INVALID, "chosen", "given as 8");
     bad = good;
@@ -322,7 +322,7 @@ static void test_bad_choices(void) {
     a.plan.max_chosen = 0;
     a.args.tokens_per_sequence = 2;
     bad.batch_stride = 3;
-    CHECK_FAILS(ask(&a), KVC_ERR_INVALID, "chosen->positions", "3");
+    CHECK_FAILS(ask(&a), KVC_ERR_INVALID, "chosen->positions: batch_stride", "is 3 bytes:");
     bad.batch_stride = 0;
     CHECKF(ask(&a) == KVC_OK, "%s", kvc_last_error());
     question_free(&a);

@@ -370,8 +370,7 @@ static void check_left_out(int32_t num_threads) {
     kvc_batch *batch = NULL;
     kvc_plan *plan = NULL;
     for (int i = 0; i < 4 * LENGTH; i++) rows[i / 4][i % 4] = random_float();
-    const kvc_put_args put = {
-        .struct_size = sizeof put, .k = rows, .v = rows, .k_token_stride = 16, .v_token_stride = 16};
+    const kvc_put_args put = {.struct_size = sizeof put, .k = rows, .v = rows};
     CHECK(kvc_begin(cache, LENGTH, NULL, NULL, NULL, &batch) == KVC_OK && kvc_put(batch, 0, &put) == KVC_OK);
     CHECK(kvc_commit(batch) == KVC_OK && kvc_begin(cache, 1, NULL, NULL, NULL, &batch) == KVC_OK);
     CHECK(kvc_put(batch, 0, &put) == KVC_OK);
@@ -407,13 +406,13 @@ static void check_cross(int32_t length) {
     const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 4},
                                 {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = cross}};
     static float rows[4 * PART][4], out[3][4];
-    const float q[4] = {1, 2, -1, 0.5f};
+    const float q[3][4] = {{1, 2, -1, 0.5f}, {1, 2, -1, 0.5f}, {1, 2, -1, 0.5f}};
     kvc_cache *cache = cache_of(layers, 2, (kvc_config){0});
     kvc_batch *batch = NULL;
     kvc_plan *plan = NULL;
     for (int i = 0; i < 16 * PART; i++) rows[i / 4][i % 4] = random_float();
     CHECK(kvc_begin(cache, 1, (int32_t[]){0}, (int64_t[]){0}, NULL, &batch) == KVC_OK);
-    kvc_put_args put = {.struct_size = sizeof put, .k = rows, .v = rows, .k_token_stride = 16, .v_token_stride = 16};
+    kvc_put_args put = {.struct_size = sizeof put, .k = rows, .v = rows};
     CHECKF(kvc_put(batch, 0, &put) == KVC_OK, "%s", kvc_last_error());
     put.num_tokens = length;
     CHECKF(kvc_put(batch, 1, &put) == KVC_OK, "%s", kvc_last_error());
@@ -422,7 +421,7 @@ static void check_cross(int32_t length) {
     CHECK(kvc_begin(cache, 3, (int32_t[]){1, 1, 1}, (int64_t[]){0, 1, 2}, NULL, &batch) == KVC_OK);
     kvc_plan_args plan_args = {
         .struct_size = sizeof plan_args, .layer = 1, .num_tokens = 3, .num_heads = 1, .num_threads = 1};
-    const kvc_attend_args args = {.struct_size = sizeof args, .q = q, .out = out, .out_token_stride = sizeof *out};
+    const kvc_attend_args args = {.struct_size = sizeof args, .q = q, .out = out};
     CHECKF(kvc_plan_new(batch, &plan_args, &plan) == KVC_OK, "%s", kvc_last_error());
     CHECK(kvc_plan_num_tasks(plan) == (length + PART - 1) / PART);
     for (int64_t i = 0; i < kvc_plan_num_tasks(plan); i++)
@@ -485,8 +484,7 @@ typedef struct shape {
 } shape;
 
 static kvc_batch *begin(kvc_cache *cache, int first, int num, int32_t n) {
-    static const float zero[1];
-    const kvc_put_args put = {.struct_size = sizeof put, .k = zero, .v = zero};
+    const kvc_put_args put = zero_rows(0, 0);
     kvc_batch *batch = NULL;
     int32_t *positions = malloc((size_t)(num * n) * sizeof *positions);
     int64_t *ids = malloc((size_t)(num * n) * sizeof *ids);

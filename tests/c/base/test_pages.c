@@ -376,17 +376,13 @@ static void test_reserve(int32_t block_size, int by_hand, act *then) {
 
 /* Feeds n tokens whose rows are zeros, in batches of 512, then 64 more, one at a time. */
 static void feed_zeros(kvc_cache *cache, int64_t id, int32_t n) {
-    static uint8_t zeros[4 * DIM];
     const kvc_layer *layer = cache->layers;
     for (int32_t done = 0, some; done < n + 64; done += some) {
         some = done < n ? (n - done < 512 ? n - done : 512) : 1;
         kvc_batch *batch = begin(cache, id, some);
-        const kvc_put_args args = {.struct_size = sizeof args,
-                                   .num_tokens = some,
-                                   .k = zeros,
-                                   .v = zeros,
-                                   .k_type = layer->k_type,
-                                   .v_type = layer->v_type};
+        kvc_put_args args = zero_rows(0, some);
+        args.k_type = layer->k_type;
+        args.v_type = layer->v_type;
         for (int32_t l = 0; l < cache->num_layers; l++)
             CHECKF(kvc_put(batch, l, &args) == KVC_OK, "%s", kvc_last_error());
         CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());

@@ -246,8 +246,7 @@ static void test_bad_clone(void) {
  * the commit does not keep. */
 static void test_commit_kept_of_a_window(void) {
     enum { MOST = 400, WINDOW = 8, SIZE = 4 };
-    static const float row[6];
-    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row}; /* strides 0: the same for all tokens */
+    const kvc_put_args put = zero_rows(0, 0);
     int32_t kept[MOST];
     for (int32_t i = 0; i < MOST; i++) kept[i] = i;
     for (int32_t num = 0; num < MOST; num += 57) {
@@ -396,8 +395,12 @@ static void test_far(void) {
         for (int divides = 0; divides < 2; divides++) {
             static pair all;
             pair *p = &all;
-            const kvc_layer layer = { /* f16 rounds off what such an angle lacks of a right one */
-                .num_kv_heads = 2, .k_dim = 6, .v_dim = 2, .k_type = KVC_F16, .rope = right_rope(0, 0, 2)};
+            const kvc_layer layer = {/* f16 rounds off what such an angle lacks of a right one */
+                                     .num_kv_heads = 2,
+                                     .k_dim = 6,
+                                     .v_dim = 2,
+                                     .k_type = KVC_F16,
+                                     .rope = right_rope(0, 0, 2)};
             *p = (pair){.config = {.num_threads = 1}};
             pair_new(p, 1, &layer);
             pair_feed(p, 0, 0, 6);
@@ -432,9 +435,9 @@ static void test_bad_inject(void) {
     BAD(KVC_ERR_INVALID, 4, "v is given", "keys", (void)in);
     BAD(KVC_ERR_INVALID, 0, "k_type", "is 3:", in.k_type = KVC_Q8_0);
     BAD(KVC_ERR_INVALID, 0, "v_type", "is -1:", in.v_type = -1);
-    BAD(KVC_ERR_INVALID, 0, "k: strides", "5", in.k_row_stride = 5);
-    BAD(KVC_ERR_INVALID, 0, "k: strides", "6", in.k_head_stride = 6);
-    BAD(KVC_ERR_INVALID, 0, "v: strides", "1", in.v_row_stride = 1, in.v_type = KVC_F16);
+    BAD(KVC_ERR_INVALID, 0, "k: k_row_stride", "is 5 bytes:", in.k_row_stride = 5);
+    BAD(KVC_ERR_INVALID, 0, "k: k_head_stride", "is 6 bytes:", in.k_head_stride = 6);
+    BAD(KVC_ERR_INVALID, 0, "v: v_row_stride", "is 1 bytes:", in.v_row_stride = 1, in.v_type = KVC_F16);
 #undef BAD
     CHECK_FAILS(kvc_inject(p->cache, 0, 0, 0, 2, NULL), KVC_ERR_INVALID, "in", "NULL");
     CHECK_FAILS(kvc_inject(p->cache, 0, 0, -1, 2, &good), KVC_ERR_INVALID, "begin", "is -1:");
@@ -461,7 +464,7 @@ static void test_bad_extract(void) {
     CHECK_FAILS(kvc_extract(p->cache, 0, 0, 0, 1, &out), KVC_ERR_INVALID, "out_type", "is 3:");
     out = good;
     out.k_row_stride = 2;
-    CHECK_FAILS(kvc_extract(p->cache, 0, 0, 0, 1, &out), KVC_ERR_INVALID, "strides", "2");
+    CHECK_FAILS(kvc_extract(p->cache, 0, 0, 0, 1, &out), KVC_ERR_INVALID, "out: k_row_stride", "is 2 bytes:");
     CHECK(k[0] == 5);
     CHECK(kvc_extract(p->cache, 0, 2, 0, 1, &good) == KVC_OK && k[0] == 0); /* layer 2 has no rows */
     pair_free(p);
@@ -485,8 +488,8 @@ static void test_bad_puts(void) {
     BAD(KVC_ERR_INVALID, 0, "tokens_per_sequence", "is 3:", args.tokens_per_sequence = 3);
     BAD(KVC_ERR_INVALID, 0, "tokens_per_sequence", "is 8:", args.tokens_per_sequence = 8);
     BAD(KVC_ERR_INVALID, 0, "tokens_per_sequence", "is -2:", args.tokens_per_sequence = -2);
-    BAD(KVC_ERR_INVALID, 0, "k: strides", "3", args.tokens_per_sequence = 2, args.k_batch_stride = 3);
-    BAD(KVC_ERR_INVALID, 0, "v: strides", "2", args.tokens_per_sequence = 2, args.v_batch_stride = 2);
+    BAD(KVC_ERR_INVALID, 0, "k: k_batch_stride", "is 3 bytes:", args.tokens_per_sequence = 2, args.k_batch_stride = 3);
+    BAD(KVC_ERR_INVALID, 0, "v: v_batch_stride", "is 2 bytes:", args.tokens_per_sequence = 2, args.v_batch_stride = 2);
     BAD(KVC_ERR_INVALID, 3, "num_tokens", "0", (void)args);
     BAD(KVC_ERR_INVALID, 3, "num_tokens", "-1", args.num_tokens = -1);
     BAD(KVC_ERR_INVALID, 3, "first is 1", "2", args.first = 1, args.num_tokens = 2);

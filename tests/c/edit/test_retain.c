@@ -91,8 +91,7 @@ static int pieces_left(kvc_cache *cache) {
 
 /* Feeds TOKENS tokens to sequence 1, and retains all pieces of them: windows expire rows at the commit. */
 static void feed_pieces(kvc_cache *cache, int num_layers) {
-    static const float row[4];
-    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row};
+    const kvc_put_args put = zero_rows(0, 0);
     kvc_batch *batch = NULL;
     CHECK(begin_at_end(cache, 1, TOKENS, &batch) == KVC_OK);
     for (int l = 0; l < num_layers; l++) CHECK(kvc_put(batch, l, &put) == KVC_OK);
@@ -190,7 +189,7 @@ static void test_not_restored(void) {
     const kvc_policy policies[] = {full_policy, sliding_policy(3, 0, 0)};
     const kvc_begin_args args = {
         .struct_size = sizeof args, .num_tokens = 3, .positions = (int32_t[]){0, 1, 2}, .replaced = (uint8_t[]){0, 1}};
-    const kvc_put_args put = {.struct_size = sizeof put, .k = (float[4]){0}, .v = (float[4]){0}};
+    const kvc_put_args put = zero_rows(0, 0);
     kvc_cache *cache = new_cache(2, policies, (kvc_config){0});
     kvc_batch *batch = NULL;
     CHECK(kvc_begin_with(cache, &args, &batch) == KVC_OK && kvc_put(batch, 1, &put) == KVC_OK);

@@ -278,9 +278,9 @@ static void test_bad_put(void) {
     BAD(KVC_ERR_INVALID, "v", "NULL", args.v = NULL);
     BAD(KVC_ERR_INVALID, "k_type", "is 3:", args.k_type = KVC_Q8_0);
     BAD(KVC_ERR_INVALID, "v_type", "is -1:", args.v_type = -1);
-    BAD(KVC_ERR_INVALID, "k: strides", "6 and 0", args.k_token_stride = 6);
-    BAD(KVC_ERR_INVALID, "k: strides", "0 and -3", args.k_head_stride = -3);
-    BAD(KVC_ERR_INVALID, "v: strides", "1 and 0", args.v_type = KVC_F16, args.v_token_stride = 1);
+    BAD(KVC_ERR_INVALID, "k: k_token_stride", "is 6 bytes:", args.k_token_stride = 6);
+    BAD(KVC_ERR_INVALID, "k: k_head_stride", "is -3 bytes:", args.k_head_stride = -3);
+    BAD(KVC_ERR_INVALID, "v: v_token_stride", "is 1 bytes:", args.v_type = KVC_F16, args.v_token_stride = 1);
 #undef BAD
     pair_check(p);
     pair_put(p, 0, 1, 1);

@@ -192,9 +192,14 @@ static kvc_status dense(pair *p) {
 static kvc_status attend(pair *p) {
     static float q[MAX_BATCH * MOST_HEADS * MAX_ROW], out[MAX_BATCH * MOST_HEADS * MAX_ROW];
     const int l = random_int(0, p->config.num_layers), num_heads = 2 * p->layers[l].num_kv_heads;
-    static const int32_t positions[] = {7, 0, 7, -1, INT32_MAX, 3, 40}; /* of all tokens */
+    enum { WIDTH = 7 };
+    static const int32_t entries[WIDTH] = {7, 0, 7, -1, INT32_MAX, 3, 40};
+    static int32_t positions[MAX_BATCH + MOST_HEADS + WIDTH]; /* choices overlap */
+    for (size_t i = 0; i < sizeof positions / sizeof *positions; i++) positions[i] = entries[i % WIDTH];
     const kvc_chosen chosen = {.struct_size = sizeof chosen,
                                .positions = positions,
+                               .token_stride = sizeof *positions,
+                               .choice_stride = sizeof *positions,
                                .num_choices = random_int(0, 2) ? p->layers[l].num_kv_heads : 1,
                                .width = random_int(1, 8),
                                .block = random_int(0, 4),
@@ -351,7 +356,6 @@ static void test_unstored_commit_needs_no_memory(void) {
                                  .num_tokens = 4,
                                  .seq_ids = (int64_t[]){0, 9, 1, 9},
                                  .unstored = (uint8_t[]){1, 1, 0, 1}};
-    const float row[4] = {0};
     memory_init(&heap);
     p = (pair){.memory = &heap, .config.block_size = 4};
     pair_new(&p, 2, layers);
@@ -359,7 +363,8 @@ static void test_unstored_commit_needs_no_memory(void) {
     pair_feed(&p, 1, 0, 6);
     CHECK(kvc_begin_with(p.cache, &args, &p.batch) == KVC_OK);
     for (int l = 0; l < 2; l++) {
-        const kvc_put_args put = {.struct_size = sizeof put, .num_tokens = l ? 6 : 4, .k = row, .v = row, .seq_id = 9};
+        kvc_put_args put = zero_rows(0, l ? 6 : 4);
+        put.seq_id = 9;
         CHECKF(kvc_put(p.batch, l, &put) == KVC_OK, "%s", kvc_last_error());
     }
     memory_fail_after(&heap, 0);

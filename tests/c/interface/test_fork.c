@@ -333,10 +333,9 @@ static void test_failed_save(void) {
 
 /* Put rows of batches that are not stored, until one takes long enough to poll; leave that batch open. */
 static void *put_unstored_in_thread(void *cache) {
-    static const float row[64] = {1};
     static uint8_t unstored[LOOSE];
     const kvc_begin_args begin = {.struct_size = sizeof begin, .num_tokens = LOOSE, .unstored = unstored};
-    const kvc_put_args args = {.struct_size = sizeof args, .num_tokens = LOOSE, .k = row, .v = row};
+    const kvc_put_args args = zero_rows(0, LOOSE);
     memset(unstored, 1, LOOSE);
     while (!atomic_load(&is_inside)) {
         kvc_abort(open_batch);

@@ -146,12 +146,11 @@ static void test_put(int num_threads) {
     enum { TOKENS = 1 << 17 };
     poller p;
     kvc_cache *cache = new_cache(&p, &(kvc_policy){.kind = KVC_FULL}, KVC_Q4_0, num_threads);
-    kvc_put_args all = put_of(TOKENS);
+    const kvc_put_args all = zero_rows(0, TOKENS);
     kvc_batch *batch = NULL;
     kvc_status status = KVC_OK;
 
-    all.k_token_stride = all.v_token_stride = 0; /* the same row again and again */
-    for (p.stop_at = 1; status == KVC_OK;) {     /* however fast the machine is */
+    for (p.stop_at = 1; status == KVC_OK;) { /* however fast the machine is */
         kvc_abort(batch);
         CHECK(kvc_begin(cache, TOKENS, NULL, NULL, NULL, &batch) == KVC_OK);
         status = kvc_put(batch, 1, &all);
@@ -171,11 +170,10 @@ static void test_cross_put(void) {
     poller p;
     kvc_cache *cache = new_cache(&p, &(kvc_policy){.kind = KVC_CROSS, .max_len = MAX_LEN}, KVC_Q4_0, 1);
     const kvc_put_args few = put_of(3);
-    kvc_put_args all = put_of(MAX_LEN);
+    const kvc_put_args all = zero_rows(0, MAX_LEN);
     kvc_batch *batch;
     int64_t num_rows = 0;
 
-    all.k_token_stride = all.v_token_stride = 0; /* the same row again and again */
     CHECK(kvc_begin(cache, 1, NULL, NULL, NULL, &batch) == KVC_OK);
     CHECK(kvc_put(batch, 1, &few) == KVC_OK);
     const int64_t bytes = kvc_nbytes(cache);
@@ -222,12 +220,11 @@ static void test_unstored(void) {
     const kvc_policy full = {.kind = KVC_FULL};
     const kvc_plan_args plan = {.struct_size = sizeof plan, .layer = 1, .num_tokens = QUERIES, .num_heads = HEADS};
     poller p;
-    kvc_put_args all = put_of(UNSTORED), own = put_of(QUERIES);
+    const kvc_put_args all = zero_rows(0, UNSTORED), own = put_of(QUERIES);
     kvc_attend_args attend = attend_of(&own);
     int32_t is_set = 1;
     kvc_status status = KVC_OK;
 
-    all.k_token_stride = all.v_token_stride = 0; /* the same row again and again */
     kvc_cache *cache = new_cache(&p, &full, KVC_Q4_0, 1);
     kvc_batch *batch = begin_beside_retained(cache, &all);
     CHECK(kvc_put(batch, 1, &all) == KVC_OK);

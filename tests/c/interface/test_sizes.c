@@ -77,8 +77,14 @@ static void test_plan(void) {
     enum { TOKENS = 32 };
     const kvc_layer layer = layer_of(1, MANY);
     const kvc_plan_args args = {.struct_size = sizeof args, .num_heads = 64, .num_threads = 16};
-    uint16_t *row = calloc(MANY, sizeof *row);
-    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row, .k_type = KVC_F16, .v_type = KVC_F16};
+    uint16_t *rows = calloc(MANY + TOKENS, sizeof *rows);
+    const kvc_put_args put = {.struct_size = sizeof put,
+                              .k = rows,
+                              .v = rows,
+                              .k_token_stride = sizeof *rows, /* rows overlap */
+                              .v_token_stride = sizeof *rows,
+                              .k_type = KVC_F16,
+                              .v_type = KVC_F16};
     kvc_cache *cache;
     kvc_batch *batch;
     kvc_plan *plan;
@@ -89,7 +95,7 @@ static void test_plan(void) {
     CHECK(kvc_commit(batch) == KVC_OK && kvc_validate(cache) == KVC_OK);
     CHECK(kvc_seq_len(cache, 0, 0) == TOKENS);
     CHECK(kvc_cache_free(cache) == KVC_OK);
-    free(row);
+    free(rows);
 }
 
 int main(void) {

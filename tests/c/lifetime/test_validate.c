@@ -7,8 +7,6 @@
 
 enum { CHANGED = 0, RESTED = 1, UNORDERED = 2, RETAINED = 100, FULL = 0, SLIDING = 1 };
 
-static const float zeros[4];
-
 /* Checks that the cache is found broken, with these words. */
 #define CHECK_BROKEN(cache, words) CHECK_FAILS(kvc_validate(cache), KVC_ERR_CORRUPT, words, "")
 
@@ -29,7 +27,7 @@ static const float zeros[4];
 static kvc_cache *make_cache(void) {
     const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(4, 0, 0))};
     kvc_cache *cache = heap_cache(2, layers, (kvc_config){.block_size = 4});
-    const kvc_put_args put = {.struct_size = sizeof put, .k = zeros, .v = zeros};
+    const kvc_put_args put = zero_rows(0, 0);
     kvc_batch *batch = NULL;
     CHECK(feed(cache, 2, 3, 4) == KVC_OK);
     CHECK(feed(cache, 2, RESTED, 6) == KVC_OK);
@@ -178,7 +176,7 @@ static void test_batch(void) {
                                  .num_tokens = 3,
                                  .seq_ids = (int64_t[]){RESTED, RESTED, 7},
                                  .unstored = (uint8_t[]){0, 0, 1}};
-    const kvc_put_args put = {.struct_size = sizeof put, .k = zeros, .v = zeros};
+    const kvc_put_args put = zero_rows(0, 0);
     kvc_batch *batch = NULL;
     CHECKF(kvc_begin_with(cache, &args, &batch) == KVC_OK, "%s", kvc_last_error());
     CHECKF(kvc_put(batch, 0, &put) == KVC_OK, "%s", kvc_last_error());

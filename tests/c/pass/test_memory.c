@@ -148,12 +148,12 @@ static void test_aborted(void) {
 
 /* Aborted batches leak no rows that they were given anew in a cross-attention layer. */
 static void test_aborted_cross(void) {
-    static const float rows[16];
     const kvc_layer layers[] = {
         plain_layer, {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = {.kind = KVC_CROSS, .max_len = 6}}};
     for (int held = 0; held < 2; held++) {
         kvc_cache *cache = heap_cache(2, layers, (kvc_config){0});
-        const kvc_put_args put = {.struct_size = sizeof put, .num_tokens = 4, .k = rows, .v = rows, .seq_id = 1};
+        kvc_put_args put = zero_rows(0, 4);
+        put.seq_id = 1;
         kvc_batch *batch = NULL;
         if (held) CHECK(feed(cache, 1, 1, 3) == KVC_OK);
         const int64_t before = memory_bytes(&heap);
@@ -180,7 +180,6 @@ static void test_aborted_at_a_chunk(void) {
 
 /* Reserved blocks stay, even if a view keeps the blocks that an aborted batch took beyond them. */
 static void test_aborted_under_a_view(void) {
-    static const float row[4];
     const kvc_layer layer = layer_with(sliding_policy(5, 0, 0));
     for (int32_t reserved = 1; reserved < MOST; reserved++) {
         const int64_t seq_ids[MOST] = {0};
@@ -191,7 +190,7 @@ static void test_aborted_under_a_view(void) {
         int64_t num;
         CHECK(feed(cache, 1, 0, 2 * BLOCK) == KVC_OK && kvc_reserve(cache, 0, reserved) == KVC_OK);
         CHECKF(kvc_begin(cache, MOST, NULL, seq_ids, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
-        const kvc_put_args put = {.struct_size = sizeof put, .first = reserved + 2 * BLOCK, .k = row, .v = row};
+        const kvc_put_args put = zero_rows(reserved + 2 * BLOCK, 0);
         if (put.first < MOST) CHECK(kvc_put(batch, 0, &put) == KVC_OK);
         CHECK(kvc_batch_spans(batch, 0, 0, spans, sizeof *spans, MOST, &num, &hold) == KVC_OK);
         kvc_abort(batch);
@@ -257,8 +256,7 @@ static kvc_status begin_step(kvc_cache *cache, const step *step, kvc_batch **bat
 }
 
 static kvc_status feed_step(kvc_cache *cache, const step *step, int num_layers) {
-    static const float rows[1024];
-    const kvc_put_args put = {.struct_size = sizeof put, .k = rows, .v = rows};
+    const kvc_put_args put = zero_rows(0, 0);
     kvc_batch *batch;
     const kvc_status status = begin_step(cache, step, &batch);
     if (status != KVC_OK) return status;

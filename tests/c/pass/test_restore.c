@@ -99,7 +99,7 @@ static void test_refused(void) {
     args.positions = positions;
     CHECKF(kvc_begin_with(p.cache, &args, &batch) == KVC_OK, "%s", kvc_last_error());
     const float row[16] = {0};
-    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row};
+    const kvc_put_args put = zero_rows(0, 0);
     kvc_span span;
     CHECK_FAILS(kvc_put(batch, 5, &put), KVC_ERR_INVALID, "layer 5", "restores");
     CHECK_FAILS(kvc_slots(batch, 5, 0, &span, sizeof span, NULL), KVC_ERR_INVALID, "layer 5", "restores");

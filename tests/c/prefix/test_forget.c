@@ -157,8 +157,7 @@ static void test_without_a_place(void) {
 static void test_rejected_draft(void) {
     const int64_t *ids = numbers(300);
     const int32_t kept[] = {0, 1};
-    static const float row[DIM];
-    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row};
+    const kvc_put_args put = zero_rows(0, 0);
     for (int num = 1; num <= 6; num += 5) {
         kvc_batch *batch;
         open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});

@@ -9,8 +9,7 @@
 
 /* A batch of tokens of several sequences, [num] each, of which those listed are not kept. */
 static void commit_but(const int64_t *seq_ids, int num, const int *rejected, int num_rejected) {
-    static const float row[DIM];
-    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row};
+    const kvc_put_args put = zero_rows(0, 0);
     kvc_batch *batch = NULL;
     int32_t kept[MOST], num_kept = 0;
     CHECKF(kvc_begin(cache, num, NULL, seq_ids, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
@@ -52,8 +51,7 @@ static void test_own_draft(void) {
 
 /* A batch that is not stored empties its sequence.  Then other tokens may be fed, and the release says which. */
 static void test_unstored(void) {
-    static const float row[DIM];
-    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row};
+    const kvc_put_args put = zero_rows(0, 0);
     const int64_t *ids = numbers(100), *others = numbers(200);
     for (int is_other = 0; is_other < 2; is_other++)
         for (int served = 1; served <= 9; served += 4) {

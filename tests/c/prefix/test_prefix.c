@@ -269,8 +269,7 @@ static void test_gaps(void) {
 
 /* A commit lacks memory to keep a block, and windows lose the block since: later commits keep the next blocks. */
 static void test_gap_of_a_commit(void) {
-    static const float row[DIM];
-    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row};
+    const kvc_put_args put = zero_rows(0, 0);
     const kvc_policy policy = sliding_policy(3, 0, 0);
     const int64_t *ids = numbers(7);
     kvc_batch *batch;

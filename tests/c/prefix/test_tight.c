@@ -67,8 +67,7 @@ static void edit(int64_t id) {
 
 /* Feeds tokens as `feed` does; from some allocation of the commit on, memory is short. */
 static kvc_status feed_in_need(int64_t id, int32_t num) {
-    static const float row[8];
-    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row};
+    const kvc_put_args put = zero_rows(0, 0);
     kvc_batch *batch;
     kvc_status status = begin_at_end(cache, id, num, &batch);
     if (status != KVC_OK) return status;
@@ -269,8 +268,7 @@ static void test_blocks_behind_a_match(void) {
     enum { SIZE = 4, KEPT = 10 * SIZE, LONG = 4000 };
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 8, .v_dim = 8};
     const kvc_prefix_config config = {.struct_size = sizeof config, .fingerprint = "a model", .state_bytes = 1};
-    const float rows[8] = {0};
-    const kvc_put_args put = {.struct_size = sizeof put, .k = rows, .v = rows};
+    const kvc_put_args put = zero_rows(0, 0);
     for (int32_t at = 2 * SIZE - 1; at <= 2 * SIZE; at++) { /* where the state is kept, and the match ends */
         kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.block_size = SIZE, .max_bytes = 1 << 17});
         int64_t ids[LONG], seq_ids[KEPT], id;

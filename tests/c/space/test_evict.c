@@ -207,8 +207,8 @@ typedef kvc_status act(kvc_cache *cache, int64_t id, int32_t n);
 
 /* Replaces the rows of the first n tokens of a sequence in every layer. */
 static kvc_status try_inject(kvc_cache *cache, int64_t id, int32_t n) {
-    static const float row[1024];
-    const kvc_rows_in in = {.struct_size = sizeof in, .k = row, .v = row, .skip_missing = 1};
+    static const float rows[1 << 16];
+    const kvc_rows_in in = {.struct_size = sizeof in, .k = rows, .v = rows, .skip_missing = 1};
     return kvc_inject(cache, id, 0, 0, n, &in);
 }
 
@@ -344,7 +344,7 @@ static kvc_cache *state_with(int kind, int retained, kvc_config config) {
 static void test_room_of_what_stays(void) {
     enum { HEADS = 1, DIM = 32, STEPS = 60 };
     const kvc_layer layer = {.num_kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM};
-    static const float rows[DIM];
+    const kvc_put_args put = zero_rows(0, 0);
     for (int step = 0; step < STEPS; step++) {
         const int64_t most = 21640 + 64 * (step - STEPS / 2);
         kvc_cache *cache = heap_cache(1, &layer, (kvc_config){.max_bytes = most, .block_size = 8});
@@ -353,7 +353,6 @@ static void test_room_of_what_stays(void) {
         int64_t room, pinned;
         for (int64_t id = 0; id < 4; id++) {
             kvc_batch *batch;
-            const kvc_put_args put = {.struct_size = sizeof put, .k = rows, .v = rows};
             CHECK(kvc_begin(cache, fed[id], NULL, (int64_t[]){id, id, id, id, id, id}, NULL, &batch) == KVC_OK);
             CHECK(kvc_put(batch, 0, &put) == KVC_OK && kvc_commit(batch) == KVC_OK);
         }

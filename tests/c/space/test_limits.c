@@ -90,8 +90,8 @@ static void test_own_capacity(void) {
     kvc_layer layer = plain_layer;
     layer.policy = sliding_policy(4, 0, 0);
     for (int64_t capacity = 0; capacity < 3; capacity += 2) {
-        kvc_cache *clone, *cache = cache_of(&layer, 1, (kvc_config){.capacity = capacity * 4, .max_seq_len = 8,
-                                                                    .max_sequences = 1});
+        kvc_cache *clone,
+            *cache = cache_of(&layer, 1, (kvc_config){.capacity = capacity * 4, .max_seq_len = 8, .max_sequences = 1});
         CHECK(kvc_cache_clone(cache, &clone) == KVC_OK && kvc_capacity(cache) == 8 && kvc_capacity(clone) == 8);
         for (int i = 0; i < 2; i++) {
             kvc_batch *batch = NULL;
@@ -173,10 +173,9 @@ static void test_max_bytes_of_large_blocks(void) {
 /* A put of an encoder's rows that does not fit takes no memory, although a block that it needs is free. */
 static void test_max_bytes_of_an_encoder(void) {
     enum { DIM = 1024, ROWS = 256, MAX_BYTES = ROWS * DIM * 4 };
-    static const float row[DIM];
     const kvc_layer layers[] = {
         plain_layer, {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .policy = {KVC_CROSS, .max_len = ROWS}}};
-    kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row};
+    kvc_put_args put = zero_rows(0, 0);
     kvc_cache *cache = cache_of(layers, 2, (kvc_config){.max_bytes = MAX_BYTES});
     kvc_batch *batch;
     CHECK(kvc_begin(cache, 1, NULL, NULL, NULL, &batch) == KVC_OK);
@@ -198,8 +197,7 @@ static kvc_cache *new_shared(int64_t max_bytes) {
     const kvc_layer full = {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM};
     kvc_layer layers[] = {full, full};
     layers[1].policy = sliding_policy(8, 0, ROWS);
-    static const float row[DIM];
-    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row};
+    const kvc_put_args put = zero_rows(0, 0);
     int32_t positions[2 * BLOCK];
     int64_t ids[2 * BLOCK];
     kvc_cache *cache = cache_of(layers, 2, (kvc_config){.block_size = BLOCK, .max_bytes = max_bytes});

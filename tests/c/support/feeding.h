@@ -42,8 +42,7 @@ static inline kvc_status try_batch(kvc_cache *cache, int64_t id, int32_t n) {
 
 /* Feeds n tokens to the end of a sequence, in one batch; rows are put in layers [0, num_layers). */
 static inline kvc_status feed(kvc_cache *cache, int num_layers, int64_t id, int32_t n) {
-    static const float row[2048];
-    const kvc_put_args put = {.struct_size = sizeof put, .k = row, .v = row}; /* strides 0: the same for all */
+    const kvc_put_args put = zero_rows(0, 0);
     kvc_batch *batch = NULL;
     const kvc_status status = begin_at_end(cache, id, n, &batch);
     if (status != KVC_OK) return status;

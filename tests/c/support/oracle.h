@@ -1506,6 +1506,10 @@ static inline void fill_source(source *src, const pair *p, int l, int is_v, cons
             kvc_kernels_scalar.convert(KVC_F32, src->type, to, 0, values, 0, 1, dim);
         }
     }
+    if (!token_major || backwards) return; /* otherwise rows lie side by side, so that strides may be left out */
+    if (random_int(0, 2)) src->head_stride = 0;
+    if (random_int(0, 2)) src->token_stride = 0;
+    if (random_int(0, 2)) src->batch_stride = 0;
 }
 
 /* Returns n tags from `tag` on. */

@@ -73,6 +73,19 @@ static inline kvc_attend_args float_queries(int64_t heads, int64_t k_dim, int64_
                              .out_head_stride = v_dim * size};
 }
 
+/* Describes rows of zeros for kvc_put; n = 0: of all tokens from `first` on.  Rows that are put may overlap: a token
+ * begins one float behind the token before it. */
+static inline kvc_put_args zero_rows(int32_t first, int32_t n) {
+    static float zeros[1 << 20];
+    return (kvc_put_args){.struct_size = sizeof(kvc_put_args),
+                          .first = first,
+                          .num_tokens = n,
+                          .k = zeros,
+                          .v = zeros,
+                          .k_token_stride = sizeof *zeros,
+                          .v_token_stride = sizeof *zeros};
+}
+
 static inline void put_floats(kvc_batch *batch, int32_t layer, int32_t first, int32_t n, int64_t heads, int64_t k_dim,
                               int64_t v_dim, const void *k, const void *v) {
     const kvc_put_args args = float_rows(first, n, heads, k_dim, v_dim, k, v);
