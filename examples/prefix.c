@@ -65,24 +65,16 @@ static void rotate(const model *m, float *qkv, const int32_t *positions, int n) 
 /* Stores keys and values of a layer, and attends over them and all before them. */
 static kvc_status attend(server *v, kvc_batch *batch, int layer) {
     const model *m = &v->m;
-    const int64_t head = m->head_dim * (int64_t)sizeof(float), token = m->qkv_dim * (int64_t)sizeof(float);
+    const int64_t token = m->qkv_dim * (int64_t)sizeof(float);
     const float *k = v->s.qkv + m->num_heads * m->head_dim;
     const kvc_put_args put = {.struct_size = sizeof put,
                               .k = k,
                               .v = k + m->num_kv_heads * m->head_dim,
                               .k_token_stride = token,
-                              .k_head_stride = head,
-                              .v_token_stride = token,
-                              .v_head_stride = head};
+                              .v_token_stride = token};
     const kvc_plan_args plan = {.struct_size = sizeof plan, .layer = layer, .num_heads = m->num_heads};
-    const kvc_attend_args args = {.struct_size = sizeof args,
-                                  .put = &put,
-                                  .q = v->s.qkv,
-                                  .out = v->s.attended,
-                                  .q_token_stride = token,
-                                  .q_head_stride = head,
-                                  .out_token_stride = m->num_heads * head,
-                                  .out_head_stride = head};
+    const kvc_attend_args args = {
+        .struct_size = sizeof args, .put = &put, .q = v->s.qkv, .out = v->s.attended, .q_token_stride = token};
     return kvc_attend(batch, &plan, &args);
 }
 

@@ -66,8 +66,7 @@ static kvc_status feed(kvc_cache *cache, int64_t seq_id, const int64_t *ids, int
     }
     kvc_status status = kvc_begin(cache, end - begin, NULL, seq_ids, NULL, &batch);
     if (status) return status;
-    const kvc_put_args put = {
-        .struct_size = sizeof put, .k = k, .v = v, .k_token_stride = sizeof *k, .v_token_stride = sizeof *v};
+    const kvc_put_args put = {.struct_size = sizeof put, .k = k, .v = v};
     status = kvc_put(batch, 0, &put);
     if (!status) return kvc_commit(batch);
     kvc_abort(batch);

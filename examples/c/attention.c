@@ -123,7 +123,7 @@ static void store_token(const storing *s, int64_t t) {
 
 static kvc_status put(const storing *s, int first, int num_tokens) {
     const model *m = s->a->m;
-    const int64_t head = m->head_dim * (int64_t)sizeof(float), token = m->qkv_dim * (int64_t)sizeof(float);
+    const int64_t token = m->qkv_dim * (int64_t)sizeof(float);
     const float *k = s->qkv + (int64_t)first * m->qkv_dim + m->num_heads * m->head_dim;
     const kvc_put_args args = {.struct_size = sizeof args,
                                .first = first,
@@ -131,9 +131,7 @@ static kvc_status put(const storing *s, int first, int num_tokens) {
                                .k = k,
                                .v = k + m->num_kv_heads * m->head_dim,
                                .k_token_stride = token,
-                               .k_head_stride = head,
-                               .v_token_stride = token,
-                               .v_head_stride = head};
+                               .v_token_stride = token};
     return kvc_put(s->a->batch, s->layer, &args);
 }
 
@@ -201,14 +199,8 @@ static void run_task(void *context, int64_t i) {
 
 int attention_attend(attention *a, int layer, int n, float *qkv, float *out) {
     const model *m = a->m;
-    const int64_t head = m->head_dim * (int64_t)sizeof(float);
-    const kvc_attend_args args = {.struct_size = sizeof args,
-                                  .q = qkv,
-                                  .out = out,
-                                  .q_token_stride = m->qkv_dim * (int64_t)sizeof(float),
-                                  .q_head_stride = head,
-                                  .out_token_stride = m->num_heads * head,
-                                  .out_head_stride = head};
+    const kvc_attend_args args = {
+        .struct_size = sizeof args, .q = qkv, .out = out, .q_token_stride = m->qkv_dim * (int64_t)sizeof(float)};
     kvc_status status = store(a, layer, n, qkv);
     if (!status && a->use_openmp) {
         const kvc_plan_args plan = {sizeof plan, .layer = layer, .num_heads = m->num_heads};

@@ -14,8 +14,7 @@ constexpr int32_t num_layers = 2, num_heads = 8, num_kv_heads = 2, head_dim = 32
 
 // Numbers [num_tokens][num_heads][head_dim], as a model's layer computes them.
 struct Rows {
-    Rows(int32_t tokens, int32_t heads)
-        : numbers(size_t(tokens) * size_t(heads) * head_dim), token_stride(heads * head_stride) {}
+    Rows(int32_t tokens, int32_t heads) : numbers(size_t(tokens) * size_t(heads) * head_dim) {}
 
     Rows &fill(std::mt19937 &random) {
         std::normal_distribution<float> normal;
@@ -23,9 +22,7 @@ struct Rows {
         return *this;
     }
 
-    static constexpr int64_t head_stride = head_dim * sizeof(float); // in bytes
     std::vector<float> numbers;
-    int64_t token_stride;
 };
 
 kvcache::Cache make_cache() {
@@ -49,9 +46,6 @@ Rows attend(kvcache::Batch &batch, int32_t layer, int32_t num_tokens, std::mt199
     auto put = kvcache::sized<kvc_put_args>();
     put.k = k.numbers.data();
     put.v = v.numbers.data();
-    put.k_token_stride = k.token_stride;
-    put.v_token_stride = v.token_stride;
-    put.k_head_stride = put.v_head_stride = Rows::head_stride;
     auto plan = kvcache::sized<kvc_plan_args>();
     plan.layer = layer;
     plan.num_heads = num_heads;
@@ -59,8 +53,6 @@ Rows attend(kvcache::Batch &batch, int32_t layer, int32_t num_tokens, std::mt199
     args.put = &put;
     args.q = q.numbers.data();
     args.out = out.numbers.data();
-    args.q_token_stride = args.out_token_stride = q.token_stride;
-    args.q_head_stride = args.out_head_stride = Rows::head_stride;
     batch.attend(plan, args);
     return out;
 }

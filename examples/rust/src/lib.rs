@@ -168,27 +168,16 @@ impl Batch<'_> {
                 return Err(invalid(format!("{name} has {heads} heads, where {needed} are needed")));
             }
         }
-        let row = self.cache.head_dim * size_of::<f32>();
-        let head_stride = row as i64;
-        let (q_token_stride, k_token_stride) = ((num_heads * row) as i64, (num_kv_heads * row) as i64);
         let put = kvc_put_args {
             struct_size: size_of::<kvc_put_args>(),
             k: k.as_ptr().cast(),
             v: v.as_ptr().cast(),
-            k_token_stride,
-            k_head_stride: head_stride,
-            v_token_stride: k_token_stride,
-            v_head_stride: head_stride,
             ..Default::default()
         };
         let args = kvc_attend_args {
             struct_size: size_of::<kvc_attend_args>(),
             q: q.as_ptr().cast(),
             out: out.as_mut_ptr().cast(),
-            q_token_stride,
-            q_head_stride: head_stride,
-            out_token_stride: q_token_stride,
-            out_head_stride: head_stride,
             put: &put,
             ..Default::default()
         };
@@ -198,7 +187,7 @@ impl Batch<'_> {
             num_heads: count("num_heads", num_heads)?,
             ..Default::default()
         };
-        // SAFETY: f32 rows, as many as the shapes and strides above say; they are not needed after the call.
+        // SAFETY: f32 rows, as many as the shapes above say; they are not needed after the call.
         check(unsafe { kvc_attend(self.raw, &plan, &args) })
     }
 
