@@ -53,11 +53,14 @@ static kvc_cursor rows_of_split(const kvc_task *t, int32_t p) {
 
 /* ---- splits ------------------------------------------------------------------------------------------------------ */
 
+/* Whether a task alone has all splits of its slice, and keeps their results in its workspace. */
+static int has_all_splits(const kvc_task *t) { return t->call->plan->joins_splits || t->slice->selects; }
+
 /* Returns where the result of split p of the task's slice and part is kept. */
 static float *partial_of(const kvc_task *t, int32_t p) {
     const kvc_plan *plan = t->call->plan;
     const uint64_t size = kvc_partial_size(t->num_query_rows, plan->workspace.acc_stride);
-    if (plan->joins_splits || t->slice->selects) return t->workspace + plan->workspace.partials + (size_t)p * size;
+    if (has_all_splits(t)) return t->workspace + plan->workspace.partials + (size_t)p * size;
     return plan->partials + t->slice->partials + ((size_t)t->part * (size_t)t->slice->num_splits + (size_t)p) * size;
 }
 
@@ -74,9 +77,10 @@ static void keep_partial(const kvc_task *t, int32_t p) {
 /* Keeps the result of split p, although the task goes on with another split. */
 static void keep_early(const kvc_task *t, int32_t p) {
     kvc_round *round = &t->call->plan->round;
-    if (t->call->is_rerun) kvc_round_lock(round); /* another task may merge the splits */
+    const int is_locked = t->call->is_rerun && !has_all_splits(t); /* another task may merge the splits */
+    if (is_locked) kvc_round_lock(round);
     keep_partial(t, p);
-    if (t->call->is_rerun) kvc_round_unlock(round);
+    if (is_locked) kvc_round_unlock(round);
 }
 
 /* Makes acc, max and sum those of no rows. */
@@ -226,7 +230,7 @@ static void write_out(const kvc_task *t, const results *all) {
  * all splits there does.  A single split is not counted: atomic instructions wait until all that was stored is in the
  * cache.  A task that selects rows attended to all splits. */
 static void end_split(const kvc_task *t, int32_t num_splits) {
-    if (num_splits > 1 && !t->call->plan->joins_splits && !t->slice->selects) {
+    if (num_splits > 1 && !has_all_splits(t)) {
         keep_partial(t, t->job->split + t->job->num_splits - 1);
         if (!kvc_ends_slice(t)) return;
     }
@@ -262,21 +266,25 @@ static void end_splits(const kvc_task *t) {
 
 /* ---- rows that are chosen or selected ---------------------------------------------------------------------------- */
 
-/* Attends to num_rows listed rows, in splits of split_rows.  Keeps the results of the splits if there are several.
- * Returns 0 if the call was cancelled. */
-static int attend_listed(kvc_task *t, int64_t num_rows, int32_t num_splits, int64_t split_rows) {
-    const kvc_call *c = t->call;
-    const kvc_segment *const segments = kvc_chosen_segments(t);
-    kvc_cursor rows = kvc_cursor_from(c, t->slice, t->part, segments, 0, kvc_smaller(num_rows, split_rows));
+/* Lists the rows of split p in one of two places, so that the split before it stays listed. */
+static kvc_cursor list_split(const kvc_task *t, kvc_row_lister *list, int32_t p, int64_t split_rows) {
+    kvc_segment *const to = kvc_chosen_segments(t) + (p % 2 ? split_rows : 0);
+    return kvc_cursor_from(t->call, t->slice, t->part, to, 0, kvc_list_next(list, to, split_rows));
+}
+
+/* Attends to listed rows: num_splits of the slice's splits from `first` on, of split_rows.  Keeps their results if
+ * there are several.  Returns 0 if the call was cancelled. */
+static int attend_listed(kvc_task *t, kvc_row_lister *list, int32_t first, int32_t num_splits, int64_t split_rows) {
+    const int32_t end = first + num_splits;
+    kvc_cursor rows = list_split(t, list, first, split_rows);
     kvc_prefetch_keys(t, rows);
     int goes_on = 1; /* until the call is cancelled */
-    for (int32_t p = 0; p < num_splits && goes_on; p++) {
-        const int64_t end = (p + 1) * split_rows, left = num_rows > end ? num_rows - end : 0;
-        const kvc_cursor next = kvc_cursor_from(c, t->slice, t->part, segments, end,
-                                                p + 1 < num_splits ? kvc_smaller(left, split_rows) : 0);
+    for (int32_t p = first; p < end && goes_on; p++) {
+        const kvc_cursor next =
+            p + 1 < end ? list_split(t, list, p + 1, split_rows) : (kvc_cursor){.layout = t->call->layout};
         begin_split(t);
         goes_on = kvc_attend_rows(t, rows, next);
-        if (goes_on && num_splits > 1) keep_partial(t, p);
+        if (goes_on && num_splits > 1) keep_early(t, p);
         rows = next;
     }
     return goes_on;
@@ -285,9 +293,8 @@ static int attend_listed(kvc_task *t, int64_t num_rows, int32_t num_splits, int6
 /* Attends to the rows that the task's token chooses. */
 static int attend_chosen(kvc_task *t) {
     const int64_t split_rows = t->slice->split_rows;
-    const int32_t num_splits = t->job->num_splits;
-    return attend_listed(t, kvc_list_chosen(t, t->job->split * split_rows, num_splits * split_rows), num_splits,
-                         split_rows);
+    kvc_row_lister list = kvc_list_chosen(t, t->job->split * split_rows);
+    return attend_listed(t, &list, t->job->split, t->job->num_splits, split_rows);
 }
 
 /* Scores sketches, or attends in a slice that reads all rows. */
@@ -304,9 +311,10 @@ static void end_selecting(const kvc_task *ended) {
         kvc_keep_found(&t);
         if (!kvc_ends_slice(&t)) return;
     }
-    const int64_t num_rows = kvc_list_selected(&t);
+    int64_t num_rows;
+    kvc_row_lister list = kvc_list_selected(&t, &num_rows);
     const int32_t num_splits = num_rows ? (int32_t)KVC_DIVIDE_UP(num_rows, KVC_SPLIT_ROWS) : 1;
-    if (attend_listed(&t, num_rows, num_splits, KVC_SPLIT_ROWS)) {
+    if (attend_listed(&t, &list, 0, num_splits, KVC_SPLIT_ROWS)) {
         end_split(&t, num_splits);
         return;
     }
@@ -379,8 +387,8 @@ static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_atte
     kvc_call_init(c, plan, layer, args, work, buffer);
 }
 
-/* Notes which tokens attended to selected rows, because their rows do not follow from tokens alone.  A token reads all
- * rows where masks or the policy leave few.  task: the task that was run, or -1 for all tasks of the plan. */
+/* Notes which tokens attended to selected rows, because their rows do not follow from tokens alone.  task: the task
+ * that was run, or -1 for all tasks of the plan. */
 static void note_selected(const kvc_plan *plan, int64_t task) {
     kvc_batch *batch = plan->batch;
     int32_t part, u = 0, end = plan->num_slices;
@@ -391,9 +399,10 @@ static void note_selected(const kvc_plan *plan, int64_t task) {
     kvc_lock(batch->cache);
     for (; u < end; u++) {
         const kvc_query_slice *slice = &plan->slices[u];
+        const int32_t token = batch->order[slice->first];
         int32_t *from = &batch->sequences[slice->sequence].selected_from;
-        if (slice->selects && slice->num_rows > kvc_most_unselected(&plan->args))
-            *from = kvc_lower(*from, batch->positions[batch->order[slice->first]]);
+        if (!slice->selects || !kvc_selecting_rows(plan, slice)) continue;
+        *from = kvc_lower(*from, batch->positions[token]);
     }
     kvc_unlock(batch->cache, KVC_OK);
 }
@@ -446,7 +455,10 @@ kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const k
     KVC_TRY(KVC_READ(kvc_attend_args, &args, given, "args"));
     if (args.chosen) KVC_TRY(kvc_chosen_read(&args, &chosen));
     KVC_TRY(KVC_READ(kvc_plan_args, &plan_args, given_plan, "plan"));
-    if (args.chosen && !plan_args.max_chosen) plan_args.max_chosen = kvc_most_chosen(&chosen);
+    if (args.chosen && !plan_args.max_chosen) {
+        plan_args.max_chosen = kvc_most_chosen(&chosen);
+        if (!plan_args.chosen_width) plan_args.chosen_width = chosen.width;
+    }
     if (args.put) KVC_TRY(KVC_READ(kvc_put_args, &put, args.put, "args"));
     const int32_t layer = plan_args.layer;
     KVC_TRY(kvc_plan_check(batch, &plan_args));

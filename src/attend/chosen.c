@@ -47,6 +47,9 @@ kvc_status kvc_chosen_check(const kvc_plan_args *plan, int32_t num_kv_heads, int
     if (kvc_most_chosen(chosen) > plan->max_chosen)
         return kvc_fail(KVC_ERR_INVALID, "chosen names up to %d rows for a token: max_chosen of the plan is %d",
                         kvc_most_chosen(chosen), plan->max_chosen);
+    if (chosen->width > plan->chosen_width)
+        return kvc_fail(KVC_ERR_INVALID, "chosen->width is %d: chosen_width of the plan is %d", chosen->width,
+                        plan->chosen_width);
     return kvc_check_array(&positions);
 }
 
@@ -73,7 +76,19 @@ static const int32_t *sort_entries(int32_t *entries, int32_t *spare, int32_t num
     return entries;
 }
 
-/* Copies a token's entries to the workspace, in ascending order and without those below 0.  Returns where they are. */
+/* Counts the entries of a list that ascends, before the negative ones at its end.  Returns -1 if it does not ascend: as
+ * unsigned numbers, negative ones are the largest. */
+static int32_t count_ascending(const int32_t *entries, int32_t width) {
+    int32_t falls = 0, num = entries[0] >= 0;
+    for (int32_t i = 1; i < width; i++) {
+        falls |= (uint32_t)entries[i] < (uint32_t)entries[i - 1];
+        num += entries[i] >= 0;
+    }
+    return falls ? -1 : num;
+}
+
+/* Returns where a token's entries are, in ascending order and without negative ones: where the caller has them, or
+ * else sorted, in the workspace. */
 static const int32_t *take_entries(const kvc_task *t, int32_t *num) {
     const kvc_call *c = t->call;
     const kvc_chosen *chosen = &c->chosen;
@@ -83,34 +98,20 @@ static const int32_t *take_entries(const kvc_task *t, int32_t *num) {
         kvc_token_offset(token, c->args->tokens_per_sequence, chosen->token_stride, chosen->batch_stride) +
         choice * chosen->choice_stride;
     const int32_t *given = (const int32_t *)(const void *)from;
-    int32_t *to = (int32_t *)(void *)(t->workspace + c->plan->workspace.chosen), n = 0, last = -1, rises = 1;
+    int32_t *to = (int32_t *)(void *)(t->workspace + c->plan->workspace.chosen), n = 0;
+    *num = count_ascending(given, chosen->width);
+    if (*num >= 0) return given;
     for (int32_t i = 0; i < chosen->width; i++) {
-        const int32_t entry = given[i];
-        to[n] = entry;
-        n += entry >= 0;
-        if (entry < 0) continue;
-        rises &= entry >= last;
-        last = entry;
+        to[n] = given[i];
+        n += given[i] >= 0;
     }
     *num = n;
-    return rises ? to : sort_entries(to, to + c->plan->args.max_chosen, n);
+    return n ? sort_entries(to, to + c->plan->args.chosen_width, n) : to;
 }
 
 /* ---- rows -------------------------------------------------------------------------------------------------------- */
 
-/* A list of rows that is being made. */
-typedef struct row_lister {
-    const kvc_batch *batch;
-    const int32_t *order;
-    kvc_visible seen;
-    const kvc_segment *next, *end;            /* the sequence's segments from where the next rows may lie on */
-    kvc_segment *to;                          /* the list's segments */
-    const kvc_row_range *ranges, *ranges_end; /* of rows to list, ascending, from those on that are not listed yet */
-    int64_t at;                               /* number of rows that were passed */
-    int64_t num_rows, num_segments;
-} row_lister;
-
-static int is_done(const row_lister *l) { return l->ranges == l->ranges_end; }
+static int is_done(const kvc_row_lister *l) { return l->ranges == l->ranges_end || l->num_rows == l->most; }
 
 /* Returns the first segment from `at` on that ends behind a position.  Looks at those near `at` first. */
 static const kvc_segment *find_segment(const kvc_segment *at, const kvc_segment *end, int32_t position) {
@@ -125,7 +126,7 @@ static const kvc_segment *find_segment(const kvc_segment *at, const kvc_segment 
 }
 
 /* Adds `count` rows of a segment from row `offset` on. */
-static void add_rows(row_lister *l, const kvc_segment *from, int32_t offset, int32_t count) {
+static void add_rows(kvc_row_lister *l, const kvc_segment *from, int32_t offset, int32_t count) {
     kvc_segment row = *from;
     row.slot += offset;
     row.position += offset;
@@ -139,96 +140,105 @@ static void add_rows(row_lister *l, const kvc_segment *from, int32_t offset, int
         l->to[l->num_segments++] = row;
 }
 
-/* Passes `count` rows of a segment from row `offset` on, and adds those in the ranges. */
-static void pass_rows(row_lister *l, const kvc_segment *from, int32_t offset, int32_t count) {
+/* Passes `count` rows of a segment from row `offset` on, and adds those in the ranges that are not listed yet. */
+static void pass_rows(kvc_row_lister *l, const kvc_segment *from, int32_t offset, int32_t count) {
     const int64_t first = l->at, end = first + count;
     l->at = end;
-    for (; !is_done(l) && l->ranges->begin < end; l->ranges++) {
-        const int64_t begin = l->ranges->begin > first ? l->ranges->begin : first;
-        const int64_t stop = kvc_smaller(l->ranges->end, end);
-        if (begin < stop) add_rows(l, from, offset + (int32_t)(begin - first), (int32_t)(stop - begin));
-        if (l->ranges->end > end) break;
+    while (!is_done(l) && l->ranges->begin < end) {
+        const int64_t begin = kvc_larger(kvc_larger(l->ranges->begin, l->from), first);
+        const int64_t stop = kvc_smaller(kvc_smaller(l->ranges->end, end), begin + l->most - l->num_rows);
+        if (begin < stop) {
+            add_rows(l, from, offset + (int32_t)(begin - first), (int32_t)(stop - begin));
+            l->from = stop;
+        }
+        if (l->from < l->ranges->end) break;
+        l->ranges++;
     }
 }
 
 /* Adds the rows at positions [begin, end) that the token sees if its policy shows these positions. */
-static void add_positions(row_lister *l, int64_t begin, int64_t end) {
+static void add_positions(kvc_row_lister *l, int64_t begin, int64_t end) {
     const int is_tree = l->batch->parents != NULL;
     const int64_t causal_end = kvc_smaller(end, (int64_t)l->seen.last + 1);
     if (!is_tree) end = causal_end;
+    if (begin < l->begin) begin = l->begin;
     if (begin >= end) return;
-    const kvc_segment *segment = l->next = find_segment(l->next, l->end, (int32_t)begin);
-    for (; segment < l->end && segment->position < end && !is_done(l); segment++) {
+    l->begin = begin;
+    const kvc_segment *segment = find_segment(l->next, l->end, (int32_t)begin);
+    for (; segment < l->end && segment->position < end; segment++) {
         const int is_own = is_tree && segment->token >= 0;
-        const int64_t from = begin > segment->position ? begin - segment->position : 0;
+        const int64_t from = begin > segment->position ? begin - segment->position : 0, before = l->at;
         const int64_t to = kvc_smaller((is_own ? end : causal_end) - segment->position, segment->count);
+        l->next = segment;
         if (!is_own && from < to) pass_rows(l, segment, (int32_t)from, (int32_t)(to - from));
         for (int64_t i = from; is_own && i < to; i++)
             if (kvc_descends(l->batch, l->seen.token, l->order[segment->token + i]))
                 pass_rows(l, segment, (int32_t)i, 1);
+        if (!is_done(l)) continue;
+        l->at = before; /* the next rows may lie in this segment, too */
+        return;
     }
 }
 
 /* Adds the rows at positions [begin, end) that the token sees. */
-static void add_range(row_lister *l, int64_t begin, int64_t end) {
+static void add_range(kvc_row_lister *l, int64_t begin, int64_t end) {
     if (begin < l->seen.sinks) add_positions(l, begin, kvc_smaller(end, l->seen.sinks));
-    add_positions(l, begin > l->seen.low ? begin : l->seen.low, end);
+    if (!is_done(l)) add_positions(l, kvc_larger(begin, l->seen.low), end);
 }
 
-static row_lister make_lister(const kvc_task *t, const kvc_row_range *ranges, int64_t num_ranges) {
+kvc_row_lister kvc_list_seen(const kvc_task *t, const kvc_row_range *ranges, int64_t num_ranges) {
     const kvc_call *c = t->call;
     const kvc_plan *plan = c->plan;
-    row_lister l = {.batch = plan->batch,
-                    .order = plan->order,
-                    .seen = kvc_visible_to(c, t->tokens[0]),
-                    .next = plan->segments + plan->starts[t->slice->first_start].segment,
-                    .end = plan->segments + t->slice->end_segment,
-                    .to = kvc_chosen_segments(t),
-                    .ranges = ranges,
-                    .ranges_end = ranges + num_ranges};
+    kvc_row_lister l = {.batch = plan->batch,
+                        .order = plan->order,
+                        .seen = kvc_visible_to(c, t->tokens[0]),
+                        .block = 1,
+                        .stride = plan->stride,
+                        .next = plan->segments + plan->starts[t->slice->first_start].segment,
+                        .end = plan->segments + t->slice->end_segment,
+                        .ranges = ranges,
+                        .ranges_end = ranges + num_ranges};
     if (c->policy->kind == KVC_CROSS) l.seen.last = INT32_MAX;
     if (l.seen.sinks >= l.seen.low) l.seen.sinks = l.seen.low = 0;
     return l;
 }
 
-/* Return the first row that has a position of a block, and the number behind the last one. */
-static int64_t first_of(int32_t entry, int64_t block, int32_t stride) {
-    return stride == 1 ? entry * block : entry * block / stride;
-}
-static int64_t past(int32_t entry, int64_t block, int32_t stride) {
-    return stride == 1 ? entry * block + block : (entry * block + block - 1) / stride + 1;
-}
-
-int64_t kvc_list_chosen(const kvc_task *t, int64_t first, int64_t most) {
+kvc_row_lister kvc_list_chosen(const kvc_task *t, int64_t first) {
+    static const kvc_row_range all = {0, INT64_MAX};
     const kvc_call *c = t->call;
-    const int64_t block = c->chosen.block ? c->chosen.block : 1;
     const int64_t position = c->plan->batch->positions[t->tokens[0]];
-    const int32_t stride = c->plan->stride;
-    const int64_t tail = c->chosen.tail ? (position + 1) / block * block / stride : INT64_MAX;
     int32_t num;
-    const int32_t *entries = take_entries(t, &num);
-    const kvc_row_range range = {first, first + most};
-    row_lister l = make_lister(t, &range, 1);
-    for (int32_t i = 0; i < num && !is_done(&l); i++) {
-        const int64_t begin = first_of(entries[i], block, stride);
-        int64_t end = past(entries[i], block, stride);
-        for (; i + 1 < num && first_of(entries[i + 1], block, stride) <= end; i++)
-            end = past(entries[i + 1], block, stride);
-        if (begin < tail) add_range(&l, begin, kvc_smaller(end, tail));
+    kvc_row_lister l = kvc_list_seen(t, &all, 1);
+    l.from = first;
+    l.block = c->chosen.block ? c->chosen.block : 1;
+    l.tail = c->chosen.tail ? (position + 1) / l.block * l.block / l.stride : INT64_MAX;
+    l.entries = take_entries(t, &num);
+    l.entries_end = l.entries + num;
+    return l;
+}
+
+/* Names the rows of the next entries whose blocks touch, or of the tail.  Returns 0 if there are none. */
+static int name_next(kvc_row_lister *l) {
+    l->named = (kvc_row_range){0, 0};
+    if (l->entries == l->entries_end) {
+        if (l->tail == INT64_MAX) return 0;
+        l->named = (kvc_row_range){l->tail, INT32_MAX};
+        l->tail = INT64_MAX;
+        return 1;
     }
-    if (c->chosen.tail && !is_done(&l)) add_range(&l, tail, INT32_MAX);
-    return l.num_rows;
+    const int64_t begin = kvc_first_of(l, *l->entries);
+    int64_t end = kvc_past(l, *l->entries);
+    for (l->entries++; l->entries != l->entries_end && kvc_first_of(l, *l->entries) <= end; l->entries++)
+        end = kvc_past(l, *l->entries);
+    l->named = (kvc_row_range){begin, kvc_smaller(end, l->tail)};
+    return 1;
 }
 
-int64_t kvc_list_seen(const kvc_task *t, const kvc_row_range *ranges, int64_t num_ranges) {
-    row_lister l = make_lister(t, ranges, num_ranges);
-    add_range(&l, 0, INT32_MAX);
-    return l.num_rows;
-}
-
-int64_t kvc_count_seen(const kvc_task *t) {
-    const kvc_row_range none = {INT64_MAX, INT64_MAX};
-    row_lister l = make_lister(t, &none, 1);
-    add_range(&l, 0, INT32_MAX);
-    return l.at;
+int64_t kvc_list_next(kvc_row_lister *l, kvc_segment *to, int64_t most) {
+    l->to = to;
+    l->most = most;
+    l->num_rows = l->num_segments = 0;
+    do add_range(l, l->named.begin, l->named.end);
+    while (!is_done(l) && name_next(l));
+    return l->num_rows;
 }

@@ -32,7 +32,7 @@
 typedef struct query_cut {
     int32_t first, end, tokens;
     int32_t num_slices; /* 0: the sequence has no query tokens */
-    int32_t selects;
+    int32_t may_select; /* it selects if one of the tokens sees enough rows */
 } query_cut;
 
 /* Returns the number of query tokens per slice, for a sequence with more than KVC_TASK_QUERIES query rows that see at
@@ -56,9 +56,9 @@ static query_cut queries_of(const kvc_batch *batch, const kvc_plan_args *args, i
     return cut;
 }
 
-/* Returns whether the query tokens of a sequence, of which there are num_queries, select rows.  This depends on the
- * sequence alone. */
-static int selects_rows(const kvc_batch *batch, const kvc_plan_args *args, int32_t sequence, int32_t num_queries) {
+/* Returns whether the query tokens of a sequence, of which there are num_queries, may select rows.  Rows count here
+ * that the tokens do not see. */
+static int may_select(const kvc_batch *batch, const kvc_plan_args *args, int32_t sequence, int32_t num_queries) {
     const kvc_batch_sequence *member = &batch->sequences[sequence];
     const kvc_run_list *stored = &member->sequence->runs[batch->cache->group_of[args->layer]];
     return num_queries && num_queries <= KVC_MOST_SELECTING &&
@@ -78,7 +78,7 @@ kvc_status kvc_check_selecting(const kvc_batch *batch, kvc_plan_args *args) {
     int selects = 0;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         const query_cut queries = queries_of(batch, args, s);
-        selects |= selects_rows(batch, args, s, queries.end - queries.first);
+        selects |= may_select(batch, args, s, queries.end - queries.first);
     }
     if (!selects) args->select_rows = 0;
     return KVC_OK;
@@ -94,15 +94,18 @@ static query_cut cut_queries(const kvc_plan *plan, int32_t sequence) {
     cut.tokens = query_rows <= KVC_TASK_QUERIES
                      ? num_tokens
                      : slice_tokens(plan, query_rows, (int64_t)kvc_last_row(last, plan->stride) + 1);
-    cut.selects = plan->args.select_rows && selects_rows(batch, &plan->args, sequence, num_tokens);
-    if (plan->by_token || cut.selects) cut.tokens = 1;
+    cut.may_select = plan->args.select_rows && may_select(batch, &plan->args, sequence, num_tokens);
+    if (plan->by_token) cut.tokens = 1;
     cut.num_slices = (int32_t)KVC_DIVIDE_UP(num_tokens, cut.tokens);
     return cut;
 }
 
 int32_t kvc_count_slices(const kvc_plan *plan) {
     int32_t num = 0;
-    for (int32_t s = 0; s < plan->batch->num_sequences; s++) num += cut_queries(plan, s).num_slices;
+    for (int32_t s = 0; s < plan->batch->num_sequences; s++) {
+        const query_cut cut = cut_queries(plan, s);
+        num += cut.may_select ? cut.end - cut.first : cut.num_slices;
+    }
     return num;
 }
 
@@ -290,42 +293,62 @@ static void cut_ranked(const kvc_plan *plan, kvc_query_slice *slice) {
     if (!slice->num_splits) slice->num_splits = 1;
 }
 
-/* Lists the slices of a sequence whose tokens choose or select rows.  The rows that all of them see are found once. */
-static void list_choosing(const kvc_plan *plan, const kvc_view *view, int32_t sequence, const query_cut *cut,
-                          kvc_new_slice *slices, uint8_t *marks) {
+/* Counts the rows that each query token of a sequence sees.  Returns whether these tokens select rows, because one of
+ * them sees so many.  Rows that none of them sees change nothing. */
+static int count_seen(const kvc_plan *plan, const kvc_view *view, int32_t sequence, const query_cut *cut,
+                      int64_t seen[KVC_MOST_SELECTING], uint8_t *marks) {
+    int selects = 0;
+    for (int32_t i = cut->first; i < cut->end; i++) {
+        kvc_new_slice one = {.slice = {.sequence = sequence, .first = i, .num_tokens = 1}};
+        find_rows(plan, view, &one, marks);
+        seen[i - cut->first] = one.slice.num_rows;
+        selects |= one.slice.num_rows > kvc_most_unselected(&plan->args);
+    }
+    return selects;
+}
+
+/* Lists the slices of a sequence whose tokens choose or select rows.  The rows that all of them see are found once.
+ * seen: what count_seen found, if they select; otherwise NULL.  Returns the number of slices. */
+static int32_t list_choosing(const kvc_plan *plan, const kvc_view *view, int32_t sequence, const query_cut *cut,
+                             const int64_t *seen, kvc_new_slice *slices, uint8_t *marks) {
+    const int32_t num = cut->end - cut->first;
     const int tiled = !plan->chooses && plan->heads_per_part > KVC_STREAM_QUERIES;
     kvc_new_slice all = {.slice = {.sequence = sequence,
                                    .first = cut->first,
-                                   .num_tokens = cut->end - cut->first,
+                                   .num_tokens = num,
                                    .tiled = tiled,
                                    .tile_rows = tiled ? kvc_tile_rows(plan) : KVC_TILE,
                                    .by_token = 1,
-                                   .selects = cut->selects}};
+                                   .selects = seen != NULL}};
     find_rows(plan, view, &all, marks);
     /* Each position has one row where positions rise.  The tail of a token that sees later rows is as long as these
      * are. */
     const int sees_later = plan->args.non_causal || all.pending->to == KVC_TO_CROSS;
     const int64_t most =
         !all.stored_rises || sees_later ? INT64_MAX : plan->args.max_chosen + (all.rises ? 0 : all.own_rows);
-    if (plan->chooses || cut->selects) {
+    if (plan->chooses || seen) {
         cut_ranked(plan, &all.slice);
     } else {
         all.slice.num_rows = kvc_smaller(all.slice.num_rows, most);
-        cut_rows(plan, cut->num_slices, &all.slice);
+        cut_rows(plan, num, &all.slice);
     }
-    for (int32_t i = 0; i < cut->num_slices; i++) {
+    for (int32_t i = 0; i < num; i++) {
         slices[i] = all;
         slices[i].slice.first += i;
         slices[i].slice.num_tokens = 1;
+        if (seen) slices[i].slice.num_seen = seen[i];
     }
+    return num;
 }
 
-void kvc_list_slices(const kvc_plan *plan, const kvc_view *view, kvc_new_slice *slices, uint8_t *marks) {
+int32_t kvc_list_slices(const kvc_plan *plan, const kvc_view *view, kvc_new_slice *slices, uint8_t *marks) {
+    const kvc_new_slice *const first_slice = slices;
     for (int32_t s = 0; s < plan->batch->num_sequences; s++) {
         const query_cut cut = cut_queries(plan, s);
-        if (cut.num_slices && (plan->by_token || cut.selects)) {
-            list_choosing(plan, view, s, &cut, slices, marks);
-            slices += cut.num_slices;
+        int64_t seen[KVC_MOST_SELECTING];
+        const int selects = cut.may_select && count_seen(plan, view, s, &cut, seen, marks);
+        if (cut.num_slices && (plan->by_token || selects)) {
+            slices += list_choosing(plan, view, s, &cut, selects ? seen : NULL, slices, marks);
             continue;
         }
         const int tiled = (int64_t)(cut.end - cut.first) * plan->heads_per_part > KVC_STREAM_QUERIES;
@@ -341,6 +364,7 @@ void kvc_list_slices(const kvc_plan *plan, const kvc_view *view, kvc_new_slice *
             cut_rows(plan, cut.num_slices, &slices->slice);
         }
     }
+    return (int32_t)(slices - first_slice);
 }
 
 /* ---- segments ---------------------------------------------------------------------------------------------------- */

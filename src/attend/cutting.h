@@ -53,12 +53,12 @@ void kvc_cut_masked(const kvc_plan *plan, const kvc_view *view, kvc_run *runs);
 /* Checks select_rows, which is not 0.  It becomes 0 if no sequence selects: the plan is then one for all rows. */
 kvc_status kvc_check_selecting(const kvc_batch *batch, kvc_plan_args *args);
 
-/* Counts the slices that the plan's queries are cut into. */
+/* Returns an upper bound of how many slices the plan's queries are cut into. */
 int32_t kvc_count_slices(const kvc_plan *plan);
 
-/* Fills in slices[0 .. kvc_count_slices(plan)), with what each sees.  marks: [batch->num_tokens], all 0, for a batch
- * with parents; they are 0 again afterwards. */
-void kvc_list_slices(const kvc_plan *plan, const kvc_view *view, kvc_new_slice *slices, uint8_t *marks);
+/* Lists the slices, with what each sees; there is room for kvc_count_slices(plan).  Returns their number.  marks:
+ * [batch->num_tokens], all 0, for a batch with parents; they are 0 again afterwards. */
+int32_t kvc_list_slices(const kvc_plan *plan, const kvc_view *view, kvc_new_slice *slices, uint8_t *marks);
 
 /* Returns an upper bound of how many segments kvc_list_segments adds to the plan; the slices of a sequence that choose
  * rows have the first one's. */

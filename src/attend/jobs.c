@@ -7,6 +7,8 @@
  * the plan.
  *   - A streamed slice that shares no rows becomes jobs of up to KVC_JOINED_SPLITS splits, if each thread has
  *     KVC_JOINED_TASKS tasks then.  A task of one split would spend a tenth of its time on beginning and ending.
+ *   - A slice that chooses rows becomes jobs of any number of splits, if each thread has KVC_TASKS_PER_THREAD tasks
+ * then.
  *   - The largest jobs come first, so that little is left to do when the last one begins.  Tasks go part by part,
  *     as slices of a prompt then find its rows in a cache, unless there are fewer than KVC_TASKS_PER_THREAD jobs per
  *     thread.
@@ -157,12 +159,11 @@ static void add_job(kvc_plan *plan, int32_t split, int32_t num_splits, const kvc
 static void add_jobs_alone(kvc_plan *plan, int32_t number, int32_t split) {
     const kvc_neighbour alone = {.slice = number};
     const kvc_query_slice *slice = &plan->slices[number];
-    const int32_t most = plan->joins_splits                ? slice->num_splits
-                         : slice->tiled || slice->by_token ? 1
-                                                           : plan->joined_splits;
-    for (; split < slice->num_splits; split += most) {
-        const int32_t rest = slice->num_splits - split;
-        add_job(plan, split, rest < most ? rest : most, &alone, 1, kvc_split_rows(slice, split));
+    const int is_joined = plan->args.max_chosen || !(slice->tiled || slice->by_token);
+    const int32_t most = is_joined ? plan->joined_splits : 1;
+    for (int32_t num; split < slice->num_splits; split += num) {
+        num = (int32_t)kvc_smaller(slice->num_splits - split, most);
+        add_job(plan, split, num, &alone, 1, kvc_split_rows(slice, split));
     }
 }
 
@@ -267,9 +268,10 @@ void kvc_find_jobs(kvc_plan *plan, const kvc_new_slice *slices, const kvc_slice_
     plan->num_jobs = 0;
     for (int32_t u = 0; u < plan->num_slices; u++) num_splits += plan->slices[u].num_splits;
     const int64_t joined = num_splits * plan->num_parts / (threads * KVC_JOINED_TASKS);
-    plan->joined_splits = threads == 1 || KVC_BUGGIFY() ? KVC_JOINED_SPLITS
-                          : joined                      ? (int32_t)kvc_smaller(joined, KVC_JOINED_SPLITS)
-                                                        : 1;
+    if (!plan->args.max_chosen)
+        plan->joined_splits = threads == 1 || KVC_BUGGIFY() ? KVC_JOINED_SPLITS
+                              : joined                      ? (int32_t)kvc_smaller(joined, KVC_JOINED_SPLITS)
+                                                            : 1;
     for (int32_t u = 0; u < plan->num_slices; u++) {
         work += plan->slices[u].num_rows * kvc_num_query_rows(plan, &plan->slices[u]);
         if (!num || !slices[u].is_whole) add_jobs_alone(plan, u, 0);

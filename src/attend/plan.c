@@ -135,12 +135,12 @@ static int has_minima_apart(const kvc_plan *plan, int any_tiled) {
     return 0;
 }
 
-/* Adds what a task needs to find chosen rows, and the results of its splits if it has several. */
+/* Adds what a task needs to find chosen rows, and the results of its splits if it has all of a slice's. */
 static void lay_out_chosen(kvc_plan *plan, const totals *t) {
     kvc_workspace_layout *workspace = &plan->workspace;
     const uint64_t splits = plan->joins_splits ? (uint64_t)t->most_splits : 1;
-    const uint64_t segments = splits * KVC_SPLIT_ROWS * sizeof(kvc_segment);
-    workspace->chosen = add_floats(&workspace->size, 2 * (uint64_t)plan->args.max_chosen);
+    const uint64_t segments = 2 * KVC_SPLIT_ROWS * sizeof(kvc_segment); /* of a split, and of the next one */
+    workspace->chosen = add_floats(&workspace->size, 2 * (uint64_t)plan->args.chosen_width);
     workspace->segments = add_floats(&workspace->size, segments / sizeof(float));
     if (splits > 1)
         workspace->partials =
@@ -169,7 +169,7 @@ static void lay_out_choosing(kvc_plan *plan, const totals *t) {
 
 /* Adds what a task needs to select rows, and to attend to them.  First the task lists the rows of a split.  These take
  * the segments of the plan, and more where a token does not see own rows, or behind sinks.  Then the task lists the
- * rows that it selects, or all rows if it selects none. */
+ * rows that it selects, or all rows if it selects none, in splits of an attention. */
 static void lay_out_selecting(kvc_plan *plan, const totals *t) {
     kvc_workspace_layout *at = &plan->workspace;
     const int64_t of_split = kvc_smaller(t->most_split_rows, t->segments + plan->batch->num_tokens + 1);
@@ -178,7 +178,7 @@ static void lay_out_selecting(kvc_plan *plan, const totals *t) {
     const int64_t ranges = kvc_selected_pieces(&plan->args) + 2; /* pieces, and the first and last rows */
     const int64_t read = ranges + (KVC_FIRST_READ + KVC_LAST_READ) / KVC_PIECE_ROWS; /* pieces: one more at the end */
     const int64_t most_rows = kvc_larger(read * KVC_PIECE_ROWS, kvc_most_unselected(&plan->args));
-    const uint64_t listed = (uint64_t)kvc_larger(most_rows, of_split);
+    const uint64_t listed = (uint64_t)kvc_larger(2 * KVC_SPLIT_ROWS, of_split);
     const uint64_t splits = (uint64_t)KVC_DIVIDE_UP(most_rows, KVC_SPLIT_ROWS);
     at->packed = add_floats(&at->size, heads * kvc_sketch_query_bytes(plan->k_dim) / sizeof(float));
     at->weights = add_floats(&at->size, heads);
@@ -386,13 +386,15 @@ static kvc_plan *allocate_plan(const kvc_plan *sketch, const totals *t) {
 }
 
 /* Decides how slices that choose rows become tasks, which changes no bit.  If there are enough of them, a task does all
- * splits of a slice.  Otherwise heads are cut into parts, until there are enough tasks. */
+ * splits of a slice.  Otherwise heads are cut into parts, until there are enough tasks.  If there are more than enough,
+ * a task does several splits: each task goes through its token's list, so that a long list makes no more tasks. */
 static void cut_chosen(maker *m) {
     kvc_plan *plan = m->plan;
-    const int64_t enough = KVC_TASKS_PER_THREAD * (int64_t)plan->args.num_threads;
+    const int64_t threads = plan->args.num_threads, enough = KVC_TASKS_PER_THREAD * threads;
     int64_t tasks = 0;
     for (int32_t i = 0; i < plan->num_slices; i++) tasks += m->slices[i].slice.num_splits * plan->num_kv_heads;
-    plan->joins_splits = (int64_t)plan->num_slices * plan->num_kv_heads >= enough;
+    plan->joins_splits = threads == 1 || (int64_t)plan->num_slices * plan->num_kv_heads >= enough;
+    plan->joined_splits = plan->joins_splits ? INT32_MAX : (int32_t)kvc_larger(tasks / enough, 1);
     while (tasks * plan->parts_per_kv < enough && plan->heads_per_part % 2 == 0 &&
            plan->heads_per_part > KVC_STREAM_QUERIES) {
         plan->heads_per_part /= 2;
@@ -406,7 +408,7 @@ static void cut_chosen(maker *m) {
 static kvc_plan *make_plan(maker *m) {
     kvc_plan *sketch = m->plan;
     kvc_cache *cache = sketch->batch->cache;
-    kvc_list_slices(sketch, &m->view, m->slices, m->marks);
+    sketch->num_slices = kvc_list_slices(sketch, &m->view, m->slices, m->marks);
     if (sketch->args.max_chosen) cut_chosen(m);
     kvc_order_slices(m->slices, sketch->num_slices, &m->order);
     sketch->num_deltas = find_deltas(m, NULL); /* equal ones perhaps several times */
@@ -486,6 +488,10 @@ static kvc_status check_choices(const kvc_cache *cache, kvc_plan_args *args) {
     if (args->max_chosen < 0)
         return kvc_fail(KVC_ERR_INVALID, "max_chosen is %d: it must be positive, or 0 if no rows are chosen",
                         args->max_chosen);
+    if (args->chosen_width < 0 || args->chosen_width > args->max_chosen)
+        return kvc_fail(KVC_ERR_INVALID, "chosen_width is %d: it must be between 1 and max_chosen, %d, or 0 for that",
+                        args->chosen_width, args->max_chosen);
+    if (!args->chosen_width) args->chosen_width = args->max_chosen;
     if (layer->v_dim && num)
         return kvc_fail(KVC_ERR_INVALID, "num_choices is %d: layer %d holds values, and rows are chosen by keys alone",
                         num, args->layer);
@@ -539,8 +545,9 @@ static int plan_serves(const kvc_plan *plan, const kvc_plan_args *args) {
     return plan->group == cache->group_of[args->layer] && plan->num_kv_heads == layer->num_kv_heads &&
            plan->k_dim == layer->k_dim && plan->v_dim == layer->v_dim && plan->args.first == args->first &&
            plan->args.num_heads == args->num_heads && plan->args.num_threads == args->num_threads &&
-           plan->args.max_chosen == args->max_chosen && plan->args.select_rows == args->select_rows &&
-           plan->args.num_choices == args->num_choices && kvc_plan_is_current(plan);
+           plan->args.max_chosen == args->max_chosen && plan->args.chosen_width == args->chosen_width &&
+           plan->args.select_rows == args->select_rows && plan->args.num_choices == args->num_choices &&
+           kvc_plan_is_current(plan);
 }
 
 kvc_status kvc_plan_get(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **out) {

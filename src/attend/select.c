@@ -15,7 +15,6 @@
 #include <math.h>
 #include <string.h>
 
-#include "attend/chosen.h"
 #include "attend/seen.h"
 #include "attend/step.h"
 #include "attend/topk.h"
@@ -213,20 +212,16 @@ static void score_chunk(kvc_task *t, listed *rows, int64_t num_rows, const found
         to->sum[r] = settle_pieces(to->pieces + r * KVC_CHUNK_PIECES, maxima + r * num_tiles, num_tiles, to->max[r]);
 }
 
-/* Counts the rows that are scored, of num_seen that a token sees: none, if it reads all. */
-static int64_t num_scored(const kvc_task *t, int64_t num_seen) {
-    return num_seen <= kvc_most_unselected(&t->call->plan->args) ? 0 : num_seen;
-}
-
 int kvc_score_sketches(kvc_task *t) {
     enum { TILES_AHEAD = 2 }; /* that are prefetched */
     const kvc_plan *plan = t->call->plan;
-    const int64_t num_rows = num_scored(t, kvc_count_seen(t)), first = t->job->split * t->slice->split_rows;
+    const int64_t num_rows = kvc_selecting_rows(plan, t->slice), first = t->job->split * t->slice->split_rows;
     const int64_t end = kvc_smaller(first + kvc_split_rows(t->slice, t->job->split), num_rows);
     const kvc_row_range range = {first, end};
     float *to = t->workspace + plan->workspace.ranks;
     const kvc_row_place begin = {kvc_chosen_segments(t), 0};
-    listed rows = {begin, begin, first < end ? kvc_list_seen(t, &range, 1) : 0};
+    kvc_row_lister list = kvc_list_seen(t, &range, 1);
+    listed rows = {begin, begin, first < end ? kvc_list_next(&list, kvc_chosen_segments(t), end - first) : 0};
     prefetch_sketches(t, &rows, TILES_AHEAD * KVC_PANEL);
     for (int64_t row = first; row < end; row += KVC_CHUNK_ROWS, to += kvc_chunk_size(plan)) {
         const found result = found_at(plan, to);
@@ -302,18 +297,21 @@ static const int32_t *select_pieces(const kvc_task *t, int64_t num_rows, int32_t
     return pieces;
 }
 
-int64_t kvc_list_selected(const kvc_task *t) {
-    const int64_t num_seen = kvc_count_seen(t), num_rows = num_scored(t, num_seen);
-    const kvc_row_range all = {0, num_seen};
+kvc_row_lister kvc_list_selected(const kvc_task *t, int64_t *num_rows) {
+    static const kvc_row_range all = {0, INT64_MAX};
+    const int64_t num_seen = kvc_selecting_rows(t->call->plan, t->slice);
     kvc_row_range *const ranges = (kvc_row_range *)(void *)(t->workspace + t->call->plan->workspace.chosen), *to;
     int32_t num;
-    if (!num_rows) return kvc_list_seen(t, &all, 1);
-    const int32_t *pieces = select_pieces(t, num_rows, &num);
+    *num_rows = t->slice->num_seen;
+    if (!num_seen) return kvc_list_seen(t, &all, 1);
+    const int32_t *pieces = select_pieces(t, num_seen, &num);
     *(to = ranges) = (kvc_row_range){0, 0};
+    *num_rows = 0;
     for (int32_t i = 0; i < num; i++) {
         const int64_t begin = (int64_t)pieces[i] * KVC_PIECE_ROWS;
         if (begin != to->end) *++to = (kvc_row_range){begin, begin};
-        to->end = kvc_smaller(begin + KVC_PIECE_ROWS, num_rows);
+        to->end = kvc_smaller(begin + KVC_PIECE_ROWS, num_seen);
+        *num_rows += to->end - begin;
     }
     return kvc_list_seen(t, ranges, to + 1 - ranges);
 }

@@ -2,7 +2,7 @@
 #ifndef KVC_SELECT_H
 #define KVC_SELECT_H
 
-#include "attend/task.h"
+#include "attend/chosen.h"
 
 /* Scores the sketches of the rows in the task's split.  Returns 0 if the call was cancelled. */
 int kvc_score_sketches(kvc_task *t);
@@ -10,8 +10,8 @@ int kvc_score_sketches(kvc_task *t);
 /* Keeps what was found of the split, for the task that selects. */
 void kvc_keep_found(const kvc_task *t);
 
-/* Lists the rows that the task's token selects, once all splits of its slice are scored: as segments in the task's
- * workspace (kvc_chosen_segments).  Returns their number. */
-int64_t kvc_list_selected(const kvc_task *t);
+/* Returns a lister of the rows that the task's token selects, or of all if it reads all, once all splits of its slice
+ * are scored.  Sets *num_rows to their number. */
+kvc_row_lister kvc_list_selected(const kvc_task *t, int64_t *num_rows);
 
 #endif

@@ -83,11 +83,12 @@ typedef struct kvc_query_slice {
     int32_t tile_rows;   /* rows of a tile; of streamed ones, whole tiles in all layers */
     int32_t is_buffered; /* whether its rows lie in row buffers */
     int32_t by_token;    /* it is one token, and has all rows that tokens of its sequence may see, by position */
-    int32_t selects;     /* its token selects rows by their sketches (select.h) */
+    int32_t selects;     /* its token selects rows by their sketches (select.h), or reads all in the same way */
     int32_t lacks_rows;  /* its sequence has none in a cross-attention layer, masked or not */
     int32_t num_splits;
     /* Rows in reach, or the most rows that may be chosen; rows of each split, of which the last may have fewer. */
     int64_t num_rows, split_rows;
+    int64_t num_seen;                       /* rows that the token of a slice that selects sees */
     int64_t first_start;                    /* plan->starts[first_start + p]: where split p begins */
     int64_t first_counter;                  /* plan->remaining[first_counter + i]: counter of part i */
     int64_t first_own_segment, end_segment; /* segments of the batch's own rows; of chosen ones, others between them */
@@ -150,7 +151,7 @@ struct kvc_plan {
     int32_t chooses, by_token;          /* it is for choosing rows; each query token is a slice */
     int32_t num_slices, num_workspaces;
     int32_t joins_splits;  /* each job runs all splits of a slice; then their results are in workspaces */
-    int32_t joined_splits; /* up to how many splits of a slice that is streamed become a job */
+    int32_t joined_splits; /* up to how many splits of a slice that is streamed, or chooses rows, become a job */
     int64_t num_segments;
     int64_t num_jobs, num_tasks; /* a job is num_parts tasks */
     int32_t by_part; /* order of tasks: 1: all jobs of one part, then of the next; 0: all parts of one job */
@@ -265,6 +266,11 @@ enum {
 /* Returns the most rows that a token sees and reads all. */
 static inline int64_t kvc_most_unselected(const kvc_plan_args *args) {
     return KVC_FIRST_READ + KVC_LAST_READ + 2 * (int64_t)args->select_rows;
+}
+
+/* Returns the rows that the token of a slice selects from: all that it sees, or 0 if it reads all of them. */
+static inline int64_t kvc_selecting_rows(const kvc_plan *plan, const kvc_query_slice *slice) {
+    return slice->num_seen > kvc_most_unselected(&plan->args) ? slice->num_seen : 0;
 }
 
 /* Returns how many pieces a token selects, besides its first and last ones. */

@@ -2,10 +2,24 @@
  * in double.  Bits depend on these rows alone: not on threads, blocks, other tokens, or how a choice is written down.
  */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign, setenv */
-#include "attend/work.h"
+#include "attend/chosen.h"
+#include "cache/cache.h"
 #include "support/choices.h"
 #include "support/isas.h"
 #include "support/memory.h"
+
+/* The core's file once more, which counts the entries and segments that it looks at. */
+static int64_t num_looked_at;
+#define kvc_first_of(l, entry) (num_looked_at++, kvc_first_of(l, entry))
+#define kvc_larger(a, b) (num_looked_at++, kvc_larger(a, b))
+#define kvc_chosen_read own_chosen_read
+#define kvc_most_chosen own_most_chosen
+#define kvc_chosen_check own_chosen_check
+#define kvc_list_chosen own_list_chosen
+#define kvc_list_seen own_list_seen
+#define kvc_list_next own_list_next
+#include "attend/chosen.c"
+#undef kvc_larger
 
 /* ---- asking ------------------------------------------------------------------------------------------------------ */
 
@@ -238,10 +252,104 @@ static void test_plans(void) {
     stage_free(st);
 }
 
+/* A plan has room for lists that are shorter than what they name. */
+static void test_plans_of_blocks(void) {
+    scene s = plain_scene(2, 2, 64, 300, 2);
+    stage *st = stage_new(&s, &(setting){.block_size = 16});
+    question a = question_of_all(st);
+    kvc_plan *plan = NULL;
+    choose_anew(2, 5, 100, 1);
+    kvc_chosen given = choice_for(&a);
+    a.plan.max_chosen = 599;
+    a.plan.chosen_width = 4;
+    a.args.chosen = &given;
+    CHECK(kvc_plan_new(st->batch, &a.plan, &plan) == KVC_OK);
+    CHECK_FAILS(kvc_plan_run(plan, 0, &a.args, 0), KVC_ERR_INVALID, "chosen->width is 5", "chosen_width of the plan");
+    kvc_plan_free(plan);
+    a.plan.chosen_width = 5;
+    for (int t = 0; t < 2; t++)
+        for (int i = 0; i < 5; i++) chosen.entries[t][0][i] = 4 - i; /* which do not ascend */
+    CHECK(kvc_plan_new(st->batch, &a.plan, &plan) == KVC_OK);
+    for (int64_t task = 0; task < kvc_plan_num_tasks(plan); task++)
+        CHECK(kvc_plan_run(plan, 0, &a.args, task) == KVC_OK);
+    check_chosen_answers(&a);
+    kvc_plan_free(plan);
+    a.plan.chosen_width = 600;
+    CHECK_FAILS(kvc_plan_new(st->batch, &a.plan, &plan), KVC_ERR_INVALID, "chosen_width is 600", "max_chosen, 599");
+    a.plan.chosen_width = -1;
+    CHECK_FAILS(kvc_plan_new(st->batch, &a.plan, &plan), KVC_ERR_INVALID, "chosen_width is -1", "max_chosen, 599");
+    question_free(&a);
+    stage_free(st);
+}
+
+/* Returns a cache of `num` rows, and in every second case without every second one. */
+static kvc_cache *cache_of_rows(const kvc_allocator *allocator, int32_t num_kv_heads, int32_t num, int has_gaps) {
+    static float rows[32 * 8 + (1 << 15)];
+    static int32_t even[1 << 15];
+    kvc_layer layer = {.num_kv_heads = num_kv_heads, .k_dim = 32, .v_dim = 32};
+    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.allocator = allocator});
+    kvc_batch *batch = NULL;
+    CHECK(kvc_begin(cache, num, NULL, NULL, NULL, &batch) == KVC_OK);
+    kvc_put_args put = float_rows(0, num, num_kv_heads, 32, 32, rows, rows);
+    put.k_token_stride = put.v_token_stride = sizeof *rows;
+    CHECKF(kvc_put(batch, 0, &put) == KVC_OK && kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
+    for (int32_t i = 0; has_gaps && i < num / 2; i++) even[i] = 2 * i;
+    if (has_gaps) CHECK(kvc_keep_positions(cache, 0, even, num / 2) == KVC_OK);
+    CHECK(kvc_compact(cache) == KVC_OK);
+    return cache;
+}
+
+/* Returns how many entries and segments the tasks of a token look at to find its rows: all of them, as positions or as
+ * one block. */
+static int64_t work_of_lists(int32_t num_rows, int32_t num_kv_heads, int32_t num_threads, int has_gaps) {
+    static int32_t all[1 << 15];
+    static kvc_segment listed[KVC_SPLIT_ROWS];
+    kvc_cache *cache = cache_of_rows(NULL, num_kv_heads, num_rows, has_gaps);
+    const kvc_attend_args none = {.struct_size = sizeof none};
+    kvc_call call = {.args = &none, .policy = &cache->policies[0]};
+    kvc_batch *batch = NULL;
+    int64_t found = 0;
+    for (int32_t i = 0; i < num_rows; i++) all[i] = i;
+    call.chosen = (kvc_chosen){
+        .positions = all, .num_choices = 1, .width = has_gaps ? 1 : num_rows, .block = has_gaps ? num_rows : 1};
+    const kvc_plan_args args = {.struct_size = sizeof args,
+                                .num_heads = num_kv_heads,
+                                .num_threads = num_threads,
+                                .max_chosen = num_rows,
+                                .chosen_width = call.chosen.width};
+    CHECK(kvc_begin(cache, 1, NULL, NULL, NULL, &batch) == KVC_OK);
+    CHECKF(kvc_plan_new(batch, &args, &call.plan) == KVC_OK, "%s", kvc_last_error());
+    num_looked_at = 0;
+    for (int64_t i = 0; i < call.plan->num_tasks; i++) {
+        kvc_task t = {.call = &call, .slice = call.plan->slices, .tokens = batch->order, .workspace = NULL};
+        t.job = kvc_job_of(call.plan, i, &t.part);
+        kvc_row_lister list = own_list_chosen(&t, t.job->split * KVC_SPLIT_ROWS);
+        for (int32_t p = 0; p < t.job->num_splits; p++) found += own_list_next(&list, listed, KVC_SPLIT_ROWS);
+    }
+    /* The own row takes the place of a dropped one behind the last kept row. */
+    CHECK(found == num_kv_heads * (has_gaps ? num_rows / 2 + 1 : num_rows));
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    return num_looked_at;
+}
+
+/* The work of finding chosen rows grows as the list does, not as its square. */
+static void test_work_is_linear(void) {
+    static const int32_t heads[] = {1, 1, 8, 8}, threads[] = {1, 3, 1, 3};
+    for (int i = 0; i < 8; i++) {
+        const int64_t few = work_of_lists(1 << 14, heads[i / 2], threads[i / 2], i % 2);
+        const int64_t many = work_of_lists(1 << 15, heads[i / 2], threads[i / 2], i % 2);
+        CHECKF(many <= 3 * few, "%d: %lld, and %lld for 2 times the rows", i, (long long)few, (long long)many);
+        if (threads[i / 2] == 1)
+            CHECKF(many < 4LL * heads[i / 2] * (1 << 15), "%d: %lld for each row once", i, (long long)many);
+    }
+}
+
 /* Returns the bytes of a batch and of its plan for chosen rows, with parents or without. */
-static size_t bytes_of_plan(kvc_cache *cache, const memory *heap, int32_t num_stored, int is_tree) {
+static size_t bytes_of_plan(kvc_cache *cache, const memory *heap, int32_t num_stored, int is_tree, int32_t num_chosen) {
     const int32_t positions[] = {num_stored, num_stored + 1, num_stored + 1}, parents[] = {-1, 0, 0};
-    const kvc_plan_args args = {.struct_size = sizeof args, .num_heads = 1, .num_threads = 1, .max_chosen = 8};
+    const kvc_plan_args args = {
+        .struct_size = sizeof args, .num_heads = 1, .num_threads = 1, .max_chosen = num_chosen, .chosen_width = 8};
     kvc_batch *batch = NULL;
     kvc_plan *plan = NULL;
     size_t bytes = 0;
@@ -259,18 +367,22 @@ static size_t bytes_of_plan(kvc_cache *cache, const memory *heap, int32_t num_st
 static void test_tree_behind_rows(void) {
     enum { NUM = 20000 };
     static memory heap;
-    static float rows[NUM + 32];
-    kvc_layer layer = {.num_kv_heads = 1, .k_dim = 32, .v_dim = 32};
     memory_init(&heap);
-    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.allocator = &heap.allocator});
-    kvc_batch *batch = NULL;
-    CHECK(kvc_begin(cache, NUM, NULL, NULL, NULL, &batch) == KVC_OK);
-    kvc_put_args put = float_rows(0, NUM, 1, 32, 32, rows, rows);
-    put.k_token_stride = put.v_token_stride = sizeof *rows;
-    CHECKF(kvc_put(batch, 0, &put) == KVC_OK && kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
-    CHECK(kvc_compact(cache) == KVC_OK);
-    const size_t line = bytes_of_plan(cache, &heap, NUM, 0), tree = bytes_of_plan(cache, &heap, NUM, 1);
+    kvc_cache *cache = cache_of_rows(&heap.allocator, 1, NUM, 0);
+    const size_t line = bytes_of_plan(cache, &heap, NUM, 0, 8), tree = bytes_of_plan(cache, &heap, NUM, 1, 8);
     CHECKF(tree < line + NUM, "%zu bytes, and %zu without parents", tree, line);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
+/* Blocks take memory for the rows that there are, not for their positions. */
+static void test_large_blocks(void) {
+    enum { NUM = 5000 };
+    static memory heap;
+    memory_init(&heap);
+    kvc_cache *cache = cache_of_rows(&heap.allocator, 1, NUM, 0);
+    const size_t all = bytes_of_plan(cache, &heap, NUM, 0, NUM + 3);
+    const size_t huge = bytes_of_plan(cache, &heap, NUM, 0, INT32_MAX);
+    CHECKF(huge == all, "%zu bytes, and %zu for all positions", huge, all);
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
@@ -340,7 +452,10 @@ int main(void) {
     test_not_read();
     test_divided();
     test_plans();
+    test_plans_of_blocks();
+    test_work_is_linear();
     test_tree_behind_rows();
+    test_large_blocks();
     test_allocation();
     test_bad_choices();
     for_some_isas(test_answers);

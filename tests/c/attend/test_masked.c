@@ -53,6 +53,23 @@ static void compare(const question *got, const question *right) {
     }
 }
 
+/* The same choice for each of n tokens: masked rows and others, as positions or blocks. */
+static kvc_chosen same_choice(int n) {
+    enum { WIDTH = 200, MOST = 1600 };
+    static int32_t entries[MOST][WIDTH];
+    const int block = random_int(0, 2) ? 1 : 7, is_sorted = random_int(0, 2);
+    CHECK(n <= MOST);
+    for (int i = 0; i < WIDTH; i++) entries[0][i] = is_sorted ? i * 12 / block : random_int(-2, 2900 / block);
+    for (int t = 1; t < n; t++) memcpy(entries[t], entries[0], sizeof entries[0]);
+    return (kvc_chosen){.struct_size = sizeof(kvc_chosen),
+                        .positions = entries[0],
+                        .token_stride = sizeof entries[0],
+                        .num_choices = 1,
+                        .width = WIDTH,
+                        .block = block,
+                        .tail = random_int(0, 2)};
+}
+
 /* Same bits with masked rows and without them, by any number of threads and by tasks; how: as they are stored. */
 static void check_bits_of(const scene *s, setting how, int32_t asked) {
     stage *with = stage_new(s, &how);
@@ -65,6 +82,10 @@ static void check_bits_of(const scene *s, setting how, int32_t asked) {
         CHECKF(attend(&got, i < 2 ? 1 : 3, i % 2) == KVC_OK, "%s", kvc_last_error());
         compare(&got, &right);
     }
+    const kvc_chosen chosen = same_choice(got.n);
+    got.args.chosen = right.args.chosen = &chosen;
+    CHECKF(ask(&right) == KVC_OK && attend(&got, 3, 0) == KVC_OK, "%s", kvc_last_error());
+    compare(&got, &right);
     question_free(&got);
     question_free(&right);
     stage_free(with);

@@ -5,7 +5,7 @@
 #define _POSIX_C_SOURCE 200809L /* setenv */
 #include <math.h>
 
-#include "cache/cache.h"
+#include "attend/work.h"
 #include "support/aligned.h"
 #include "support/isas.h"
 #include "support/sketches.h"
@@ -391,6 +391,43 @@ static void test_masked(void) {
     kvc_cache_free(cache);
 }
 
+/* Attends, with hidden rows masked or removed.  Returns from where on the tokens are not exact. */
+static int32_t attend_hiding(const world *w, kvc_masked hidden, int is_removed, way how, float *out) {
+    int64_t id;
+    kvc_cache *cache = build(w, how, 16, &id);
+    if (is_removed) CHECK(kvc_remove(cache, 0, hidden.begin, hidden.end, 0) == KVC_OK);
+    kvc_batch *batch = open_batch(cache, w, how, id);
+    kvc_plan_args plan = plan_of(w, w->select);
+    const kvc_attend_args args = args_of(w, out);
+    plan.masked = &hidden;
+    plan.masked_size = sizeof hidden;
+    plan.num_masked = !is_removed;
+    CHECKF(kvc_attend(batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
+    const kvc_batch_sequence *member = &batch->sequences[0];
+    const int32_t selected_from = member->selected_from;
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    return selected_from;
+}
+
+/* Hidden rows change nothing: neither which tokens select, nor the bits of those that read all rows. */
+static void test_hidden(void) {
+    enum { SELECT = 20, READ_ALL = 80 + 2 * SELECT };
+    static const int heads[] = {1, 8, 40};
+    static float right[MOST_NEW * MOST_HEADS * 64], out[MOST_NEW * MOST_HEADS * 64];
+    for (int i = 0; i < 6 * 3 * 3; i++) {
+        const int num_hidden = i % 2 ? 5 : 300, num_new = 1 + i / 6 % 3, seen = READ_ALL - 3 + i % 6; /* by the last */
+        world w = world_of(KVC_F32, 64, 1, heads[i / 18], seen - num_new + num_hidden, SELECT);
+        const kvc_masked hidden = {0, 10, 10 + num_hidden};
+        w.num_new = num_new;
+        for (int t = 0; t < num_new; t++) fill(given_q[t], 2, t, 1, w.heads * 64);
+        const int32_t first = attend_hiding(&w, hidden, 1, PLAIN, right), last = w.stored + num_new - 1;
+        CHECK(attend_hiding(&w, hidden, 0, PLAIN, out) == first);
+        CHECKF(first == (seen > READ_ALL ? last - kvc_smaller(seen - READ_ALL, num_new) + 1 : INT32_MAX), "%d", i);
+        CHECKF(!memcmp(out, right, (size_t)(num_new * w.heads * 64) * sizeof *out), "%d", i);
+    }
+}
+
 /* A key that is no number is read, whatever others weigh. */
 static void test_no_number(void) {
     world w = world_of(KVC_F32, 64, 1, 2, 300, 4);
@@ -584,6 +621,7 @@ static void test_answers(void) {
 int main(void) {
     test_all_rows();
     test_masked();
+    test_hidden();
     test_no_number();
     test_next_task();
     test_cancelled();
