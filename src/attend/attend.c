@@ -402,6 +402,7 @@ static void note_selected(const kvc_plan *plan, int64_t task) {
         const int32_t token = batch->order[slice->first];
         int32_t *from = &batch->sequences[slice->sequence].selected_from;
         if (!slice->selects || !kvc_selecting_rows(plan, slice)) continue;
+        batch->selected[token] = 1;
         *from = kvc_lower(*from, batch->positions[token]);
     }
     kvc_unlock(batch->cache, KVC_OK);

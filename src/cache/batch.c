@@ -35,6 +35,7 @@ enum {
     BATCH_PENDING,
     BATCH_RUNS,
     BATCH_KEPT,
+    BATCH_SELECTED,
     BATCH_GROUP_FLAGS,
     BATCH_WRITTEN,
     BATCH_CROSS_PUTS,
@@ -60,6 +61,7 @@ kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *gi
                                      [BATCH_PENDING] = n * groups * sizeof(kvc_pending),
                                      [BATCH_RUNS] = n * groups * sizeof(kvc_run),
                                      [BATCH_KEPT] = n,
+                                     [BATCH_SELECTED] = n,
                                      [BATCH_GROUP_FLAGS] = groups,
                                      [BATCH_WRITTEN] = n * (uint64_t)cache->num_layers,
                                      [BATCH_CROSS_PUTS] = (uint64_t)num_cross * sizeof(atomic_int)};
@@ -84,6 +86,7 @@ kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *gi
                          .pending = (void *)(start + at[BATCH_PENDING]),
                          .runs = (void *)(start + at[BATCH_RUNS]),
                          .kept = (void *)(start + at[BATCH_KEPT]),
+                         .selected = (void *)(start + at[BATCH_SELECTED]),
                          .group_flags = (void *)(start + at[BATCH_GROUP_FLAGS]),
                          .written = (void *)(start + at[BATCH_WRITTEN]),
                          .num_cross_puts = (void *)(start + at[BATCH_CROSS_PUTS])};
@@ -93,6 +96,7 @@ kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *gi
         number_trees(batch, (void *)(start + at[BATCH_NEXT_CHILD]));
     }
     memset(batch->kept, 1, (size_t)num_tokens);
+    memset(batch->selected, 0, (size_t)num_tokens);
     memset(batch->written, 0, (size_t)num_tokens * (size_t)cache->num_layers);
     return batch;
 }

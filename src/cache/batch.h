@@ -16,7 +16,7 @@ typedef struct kvc_batch_sequence {
     int32_t goes_back;         /* not each token stands behind the one before, the first behind the sequence's last */
     int32_t last;              /* its last token; -1: none yet */
     int32_t exact_to;      /* tokens from this position on will not follow from those before them, if all are kept */
-    int32_t selected_from; /* lowest position of a token that attended to selected rows; INT32_MAX: none did */
+    int32_t selected_from; /* lowest position of its tokens that selected rows; INT32_MAX: none did */
 } kvc_batch_sequence;
 
 /* The place of a token's rows.  If block is NULL, slot counts in the row buffer; -1: the token has no rows there, as
@@ -85,6 +85,7 @@ struct kvc_batch {
     kvc_pending *pending;          /* [num_sequences][num_groups] */
     kvc_run *runs;                 /* [num_groups][num_tokens] the runs that pending points into */
     uint8_t *kept;                 /* [num_tokens] whether the token is committed: all are until a commit says so */
+    uint8_t *selected;             /* [num_tokens] whether the token attended to selected rows */
     uint8_t *replaced;    /* [num_groups] whether the batch restores the group; NULL: none, it is an ordinary batch */
     uint8_t *group_flags; /* [num_groups] memory for `replaced` */
     uint8_t *written;     /* [num_layers][num_tokens] whether the token's rows were put in the layer */

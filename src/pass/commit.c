@@ -103,7 +103,7 @@ static void end_cross(const kvc_batch *batch, int32_t g, int32_t s, const kvc_pe
 }
 
 /* Returns the first position from which the kept tokens of a sequence do not follow from the tokens before them.  A
- * token follows if it stands behind all rows, and saw exactly the kept tokens before it. */
+ * token follows if it stands behind all rows, saw exactly the kept tokens before it, and selected no rows. */
 static int32_t find_exact_to(const kvc_batch *batch, const kvc_batch_sequence *member) {
     const int32_t *token = batch->order + member->first;
     int32_t next = kvc_sequence_next(member->sequence), last = -1, dropped = INT32_MAX, exact_to = INT32_MAX;
@@ -113,7 +113,8 @@ static int32_t find_exact_to(const kvc_batch *batch, const kvc_batch_sequence *m
         const int32_t t = token[i], position = batch->positions[t];
         if (!batch->kept[t]) continue;
         const int sees_kept = batch->parents ? batch->parents[t] == last : position < dropped;
-        if (batch->replaced || position != next || !sees_kept) exact_to = kvc_lower(exact_to, position);
+        if (batch->replaced || position != next || !sees_kept || batch->selected[t])
+            exact_to = kvc_lower(exact_to, position);
         next = position + 1;
         last = t;
     }
@@ -129,8 +130,7 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
     for (int32_t i = 0; i < member->num_tokens; i++)
         if (batch->kept[token[i]] && batch->positions[token[i]] > last) last = batch->positions[token[i]];
     const int keeps = last >= 0;
-    const int32_t selected = member->selected_from <= last ? member->selected_from : INT32_MAX;
-    const int32_t exact_to = member->exact_to < selected ? member->exact_to : selected;
+    const int32_t exact_to = kvc_lower(member->exact_to, member->selected_from);
     if (keeps && exact_to < member->sequence->exact_to) member->sequence->exact_to = exact_to;
     if (batch->replaced && keeps) kvc_sequence_note_edit(member->sequence, 0, INT32_MAX);
     /* Rows that windows leave behind go before the tokens are added, and tokens that they leave behind are not added.
@@ -167,7 +167,9 @@ static void find_exact(kvc_batch *batch) {
         kvc_batch_sequence *member = &batch->sequences[s];
         int32_t num_kept = 0;
         for (int32_t i = 0; i < member->num_tokens; i++) num_kept += batch->kept[batch->order[member->first + i]];
-        if (num_kept < member->num_tokens) member->exact_to = find_exact_to(batch, member);
+        if (num_kept == member->num_tokens) continue;
+        member->exact_to = find_exact_to(batch, member);
+        member->selected_from = INT32_MAX;
     }
 }
 

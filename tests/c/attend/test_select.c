@@ -612,6 +612,28 @@ static void test_other_layers(void) {
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
+/* A guess that selected rows ends what is exact if it is kept, and not if another token at its position is. */
+static void test_guesses(void) {
+    const world w = world_of(KVC_F32, 64, 1, 2, 200, 4);
+    const int32_t positions[] = {200, 201, 201, 202}, parents[] = {-1, 0, 0, 2}, kept[][3] = {{0, 1}, {0, 2}, {0, 2, 3}};
+    static float out[MOST_NEW * 2 * 64];
+    for (int i = 0; i < 4; i++) {
+        int64_t id;
+        kvc_batch *batch = NULL;
+        kvc_cache *cache = build(&w, PLAIN, 16, &id);
+        CHECK(kvc_begin(cache, 4, positions, NULL, parents, &batch) == KVC_OK);
+        put(batch, &w, 0, 200, 4);
+        kvc_plan_args plan = plan_of(&w, 4);
+        const kvc_attend_args args = args_of(&w, out);
+        plan.first = i == 3 ? 3 : 2;
+        CHECKF(kvc_attend(batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
+        CHECK(kvc_exact_to(cache, 0) == 201);
+        CHECK(kvc_commit_kept(batch, kept[i % 3], i % 3 == 2 ? 3 : 2) == KVC_OK);
+        CHECKF(kvc_exact_to(cache, 0) == (i == 0 || i == 3 ? INT32_MAX : 201), "%d: %d", i, kvc_exact_to(cache, 0));
+        CHECK(kvc_cache_free(cache) == KVC_OK);
+    }
+}
+
 static void test_answers(void) {
     test_worlds();
     test_long();
@@ -628,6 +650,7 @@ int main(void) {
     test_bad_layers();
     test_bad_calls();
     test_other_layers();
+    test_guesses();
     for_some_isas(test_answers);
     return test_result();
 }
