@@ -478,7 +478,7 @@ typedef struct kvc_chosen {
 typedef struct kvc_attend_args {
     size_t struct_size;
     const void *q;      /* [num_tokens][num_heads][k_dim] */
-    void *out;          /* [num_tokens][num_heads][v_dim], of q's type */
+    void *out;          /* [num_tokens][num_heads][v_dim], of q's type, or f32 (out_is_f32) */
     float *lse;         /* [num_tokens][num_heads] log-sum-exp of the scores (natural, sinks included); may be NULL */
     const float *sinks; /* [num_heads] a logit that joins the softmax and has no value; may be NULL */
     const float *alibi; /* [num_heads] slopes: -slope * |query position - key position| is added; may be NULL */
@@ -493,12 +493,14 @@ typedef struct kvc_attend_args {
     int32_t tokens_per_sequence; /* of q, out and lse, as in kvc_put_args */
     int64_t q_batch_stride, out_batch_stride, lse_batch_stride;
     const kvc_chosen *chosen; /* NULL: a token sees all rows that it may see */
-    const void *prior_out;    /* [num_tokens][num_heads][v_dim] of q's type, with the strides of out: what attention to
-                                 other rows, such as another layer's, gave these queries.  These rows join the softmax.
-                                 NULL: none.  May be `out`, if no task is run twice, nor the call made again after
-                                 an error */
+    const void *prior_out;    /* [num_tokens][num_heads][v_dim] of out's type, with the strides of out: what attention
+                                 to other rows, such as another layer's, gave these queries.  These rows join the
+                                 softmax.  NULL: none.  May be `out`, if no task is run twice, nor the call made again
+                                 after an error */
     const float *prior_lse;   /* [num_tokens][num_heads] with the strides of lse: the log-sum-exp of that attention.
                                  May be `lse`, as prior_out may be `out` */
+    int32_t out_is_f32;       /* not 0: out and prior_out are KVC_F32, whatever q's type is.  Results that are joined
+                                 are then rounded once, by the caller.  0: they are of q's type */
 } kvc_attend_args;
 
 /* Rows that no query of a call sees, such as padding: those at positions [begin, end) of a sequence of the batch,
@@ -541,7 +543,8 @@ typedef struct kvc_plan_args {
  * which must have been put in this layer.
  * If a token sees no row, out is 0, and lse is -inf; if sinks are given, lse is the head's sink.
  * A model may attend to the rows of several layers in one softmax.  Attend to one layer, and pass out and lse as
- * prior_out and prior_lse to the call for the next.  Pass sinks to a single call.
+ * prior_out and prior_lse to the call for the next.  Pass sinks to a single call.  If queries have 16 bits, let the
+ * calls write f32 (out_is_f32): a result that is rounded before it is joined adds to the error.
  * With plan->select_rows, a token reads only a part of the rows that it sees.  The rows are cut into pieces of 4, by
  * position.  For each KV head the token reads the pieces with its first 16 and its last 64 rows.  Sketches give each
  * row that it sees a score for each query head, and so, by the softmax, a weight.  The weight of a piece is the sum

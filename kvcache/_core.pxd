@@ -330,6 +330,7 @@ cdef extern from "kvcache.h" nogil:
         const kvc_chosen *chosen
         const void *prior_out
         const float *prior_lse
+        int32_t out_is_f32
 
     ctypedef struct kvc_masked:
         int64_t seq_id

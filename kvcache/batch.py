@@ -264,38 +264,42 @@ class Batch:
             The positions whose rows each token attends to, for models that choose rows: ``[tokens, n]``, or
             ``[tokens, num_kv_heads, n]`` for a choice of each KV head, or ``[tokens, 1, n]``, with n at least 1. A
             token sees a row if its position is listed and if the token would see the row without the list. Other
-            entries, such as -1, count for nothing. Order and repeats do not matter; ascending int32 is fastest.
+            entries, such as -1, count for nothing. Order and repeats do not matter. Ascending int32, with negative
+            entries at the end, is fastest: other lists are copied and sorted.
         chosen_block : int, default 1
             The positions that an entry of `chosen` stands for: entry b names ``[b * n, (b + 1) * n)``. In a layer with
             a `stride`, an entry names the rows that stand for any of its positions.
         chosen_tail : bool, default False
-            Whether a token at position p also sees its incomplete block: positions from ``(p + 1) // n * n`` on.
+            Whether a token at position p also sees its incomplete block: positions from ``(p + 1) // n * n`` on. With
+            blocks of 1 there are none.
         select : int, optional
             About how many rows a token of a long sequence reads for each KV head, in a layer with `sketch`. It reads
             the first 16 and the last 64 rows that it sees, and of the others the pieces of 4 rows, up to `select` rows,
             that matter most by their sketches [2]_. A token that sees at most ``80 + 2 * select`` rows reads all of
-            them, and so does a sequence with more than 8 query tokens in the call. A `PrefixCache` keeps no token that
-            selected rows. By default all rows are read.
+            them, and so does a sequence with more than 8 query tokens in the call. Masked rows do not count. A
+            `PrefixCache` keeps no token that selected rows. By default all rows are read.
         prior : tuple of array, optional
             What another call with `return_lse`, such as one for another layer, gave the same queries: its result, laid
-            out as this call's, and the log-sum-exp. One softmax then spans the rows of both calls. `sinks` go to one of
-            them. The result may be `out` itself, which a call that is interrupted leaves undefined.
+            out and of a type as this call's, and the log-sum-exp. One softmax then spans the rows of both calls.
+            `sinks` go to one of them. The result may be `out` itself, which a call that is interrupted leaves
+            undefined. If `q` is of f16 or bf16, let the first call write f32 (`out`): a result that is rounded before
+            it is joined adds to the error.
         layout : {"THD", "HTD", "BHTD"}, default "THD"
             The order of the axes of `q`, `k`, `v` and the result, as in `put`. In `chosen`, tokens come in the order of
             the batch.
         out : array, optional
-            An array for the result, of the type of `q` and the shape below, that overlaps no other argument, except as
-            `prior` says.
+            An array for the result, of the type of `q` or f32 and the shape below, that overlaps no other argument,
+            except as `prior` says.
         return_lse : bool, default False
             Whether to return also the log-sum-exp of the scores.
 
         Returns
         -------
         out : numpy.ndarray or torch.Tensor
-            The result, ``[tokens, num_heads, v_head_dim]`` of the type of `q`, or `out` itself; 0 if a query sees
-            nothing. It is a tensor of PyTorch if `q` is one, whatever `k` and `v` are, and otherwise an array of NumPy.
-            bf16 of NumPy is ``ml_dtypes.bfloat16`` if that is installed, else a type of two bytes, which DLPack exports
-            as bf16.
+            The result, ``[tokens, num_heads, v_head_dim]`` of the type of `prior` or else of `q`, or `out` itself; 0 if
+            a query sees nothing. It is a tensor of PyTorch if `q` is one, whatever `k` and `v` are, and otherwise an
+            array of NumPy. bf16 of NumPy is ``ml_dtypes.bfloat16`` if that is installed, else a type of two bytes,
+            which DLPack exports as bf16.
         lse : numpy.ndarray or torch.Tensor
             Only with `return_lse`: the log-sum-exp, ``[tokens, num_heads]`` (or as `layout` says) of f32, a natural
             logarithm that includes sinks; minus infinity if a query sees nothing.

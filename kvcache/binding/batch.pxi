@@ -269,8 +269,8 @@ cdef class Batch(_CallCounter):
         self.finish(status)
 
     cdef tuple read_query(self, int32_t layer, object q, object first, object scale, object softcap, object sinks,
-                          object alibi, object non_causal, object masked, object select, int layout, object out,
-                          Query *query):
+                          object alibi, object non_causal, object masked, object select, object prior, int layout,
+                          object out, Query *query):
         """Describe a query; return the objects that keep the memory it points to, the result's last."""
         cdef kvc_layer *shape = &self.cache.layers[layer]
         cdef kvc_plan_args *plan = &query.plan
@@ -304,13 +304,15 @@ cdef class Batch(_CallCounter):
             plan.select_rows = <int32_t>to_int(select, "select", 1, _INT32_MAX)
             if not shape.sketch_bits:
                 raise NotSupportedError(f"select={select}: layer {layer} has no sketches: make it with sketch=True")
-        out = read_out(out, q, shape.v_dim, layout, &query.q, &query.out)
-        args.out = query.out.data
+        before = read_prior(prior, shape.v_dim, layout, query)
+        out = read_out(out, q, query.prior_out.type if before else query.q.type, shape.v_dim, layout, &query.q,
+                       &query.out)
+        args.out, args.out_is_f32 = query.out.data, query.out.type == KVC_F32
         args.out_token_stride, args.out_head_stride = query.out.strides[token], query.out.strides[head]
         if layout == BHTD:
             args.tokens_per_sequence = <int32_t>query.q.shape[2]
             args.q_batch_stride, args.out_batch_stride = query.q.strides[0], query.out.strides[0]
-        return q_owner, sinks, alibi, flags, ranges, out
+        return q_owner, sinks, alibi, flags, ranges, before, out
 
     cdef cnp.ndarray read_chosen(self, object entries, object block, object tail, Query *query):
         """Describe the rows that tokens choose; return the array that C reads."""
@@ -342,8 +344,8 @@ cdef class Batch(_CallCounter):
         if not self.cache.layers[at].v_dim:
             memset(&none, 0, sizeof(none))
             self.count_dense(at, &none)  # which fails: nothing attends in such a layer
-        query_owners = self.read_query(at, q, first, scale, softcap, sinks, alibi, non_causal, masked, select, axes,
-                                       out, &query)
+        query_owners = self.read_query(at, q, first, scale, softcap, sinks, alibi, non_causal, masked, select, prior,
+                                       axes, out, &query)
         if chosen is not None and select is not None:
             raise ValueError(f"select={select}, and chosen is given: rows are chosen or selected, not both")
         if chosen is not None:
@@ -376,7 +378,7 @@ cdef class Batch(_CallCounter):
             query.args.lse = <float *>query.lse.data
             set_lse_strides(&query.lse, axes, &query)
         if prior is not None:
-            _prior_owners = read_prior(prior, self.cache.layers[at].v_dim, axes, &query)
+            join_prior(axes, &query)
         if store:
             query.args.put = &rows.args
         batch = self.enter()

@@ -166,7 +166,9 @@ def _run(
         wide[:, :, -num_tokens:] = q
         return _run(this_pass, layer, wide, new, options, compressed)[:, -num_tokens:].contiguous()
     layer.passes.calls["kernel"] += 1
-    out = q.new_empty(batch_size, num_tokens, num_heads, layer.decoder.v_dims[layer.index])
+    # Results of two layers are joined as floats, and rounded once.
+    dtype = q.dtype if compressed is None else torch.float32
+    out = torch.empty(batch_size, num_tokens, num_heads, layer.decoder.v_dims[layer.index], dtype=dtype)
     if this_pass.batch is None:
         out.zero_()
     else:
@@ -174,7 +176,7 @@ def _run(
         if this_pass.not_padding is not None:
             q, *packed = this_pass.drop_padding(q, *new)
             new = (*packed,)
-            options |= {"layout": "THD", "out": q.new_empty(len(q), *out.shape[2:])}
+            options |= {"layout": "THD", "out": torch.empty(len(q), *out.shape[2:], dtype=dtype)}
         if compressed is not None:
             options["prior"] = compressed.attend(this_pass.batch, q, options)
         this_pass.batch.attend(layer.index, q, *new, **options)
@@ -182,7 +184,7 @@ def _run(
             out.zero_()
             out[this_pass.not_padding] = options["out"]
     layer.passes.note_done(this_pass, layer.index)
-    return out
+    return out.to(q.dtype)
 
 
 # ---- with dense tensors

@@ -101,6 +101,43 @@ def test_prior(dtype, layout):
         np.testing.assert_allclose(in_place.astype(float), whole.astype(float), atol=tolerance)
 
 
+@pytest.mark.parametrize("layout", ["THD", "BHTD"])
+def test_results_of_floats(layout):
+    """Queries of 16 bits may have results of float32, which are joined without being rounded."""
+    q, k, v = (x.swapaxes(0, 1)[None] if layout == "BHTD" else x for x in rows())
+    q = q.astype(ml_dtypes.bfloat16)
+    early, late = [(0, 0, 4)], [(0, 4, TOKENS)]
+    with kvcache.KVCache(2, KV_HEADS, DIM, 64, v_head_dim=V_DIM, dtype="f32").batch(TOKENS) as batch:
+        for layer in range(2):
+            batch.put(layer, k, v, layout=layout)
+        options = {"layout": layout, "return_lse": True}
+        whole, part = (np.empty((*q.shape[:-1], V_DIM), np.float32) for _ in range(2))
+        rounded, _ = batch.attend(0, q, **options)
+        assert batch.attend(0, q, out=whole, layout=layout) is whole
+        np.testing.assert_array_equal(whole.astype(ml_dtypes.bfloat16), rounded)
+        prior = batch.attend(1, q, masked=late, out=part, **options)
+        joined = batch.attend(0, q, masked=early, prior=prior, layout=layout)
+        assert joined.dtype == np.float32
+        np.testing.assert_allclose(joined, whole, atol=1e-6)
+        with pytest.raises(TypeError, match=r"prior\[0\]: must be bfloat16, as out is, not float32"):
+            batch.attend(0, q, prior=(whole, prior[1]), out=rounded, layout=layout)
+        with pytest.raises(TypeError, match="out: must be bfloat16, as q is, or float32, not float16"):
+            batch.attend(0, q, out=rounded.astype(np.float16), layout=layout)
+
+
+@pytest.mark.hf
+def test_tensors_of_floats():
+    import torch
+
+    q, k, v = (torch.tensor(x) for x in rows())
+    with kvcache.KVCache(1, KV_HEADS, DIM, 64, v_head_dim=V_DIM, dtype="f32").batch(TOKENS) as batch:
+        batch.put(0, k, v)
+        out, lse = batch.attend(0, q.bfloat16(), out=torch.empty(TOKENS, HEADS, V_DIM), return_lse=True)
+        joined = batch.attend(0, q.bfloat16(), prior=(out, lse))
+        assert joined.dtype == torch.float32
+        torch.testing.assert_close(joined, out)  # each row counts twice
+
+
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [

@@ -51,8 +51,53 @@ static void test_empty_prior(void) {
     stage_free(st);
 }
 
+/* Makes a question write floats, whatever its queries are. */
+static void write_floats(question *a, float *out) {
+    const int64_t row = a->stage->scene->layer.v_dim * (int64_t)sizeof *out;
+    a->args.out = out;
+    a->args.out_is_f32 = 1;
+    a->args.out_head_stride = row;
+    a->args.out_token_stride = a->stage->scene->num_heads * row;
+}
+
+/* Queries of 16 bits may have results of f32.  Rounded, they are the results of 16 bits.  Results that are joined as
+ * floats lose nothing. */
+static void test_floats(void) {
+    enum { TOKENS = 3, HEADS = 8, DIM = 64, SIZE = TOKENS * HEADS * DIM };
+    static float all[SIZE], part[SIZE], joined[SIZE];
+    static uint16_t rounded[SIZE];
+    for (int type = KVC_F16; type <= KVC_BF16; type++) {
+        scene s = plain_scene(2, 4, DIM, 600, TOKENS);
+        s.q_type = type;
+        stage *st = stage_new(&s, &(setting){.block_size = 16, .num_threads = 1});
+        question a = question_of_all(st), b = question_of_all(st), whole = question_of_all(st);
+        const kvc_masked late = {0, 300, KVC_END}, early = {0, 0, 300};
+        CHECKF(ask(&whole) == KVC_OK, "%s", kvc_last_error());
+        write_floats(&whole, all);
+        CHECKF(ask(&whole) == KVC_OK, "%s", kvc_last_error());
+        kvc_kernels_scalar.convert(KVC_F32, type, rounded, 0, all, 0, 1, SIZE);
+        CHECK(!memcmp(rounded, whole.out, sizeof rounded));
+        a.plan.masked = &late, b.plan.masked = &early;
+        a.plan.num_masked = b.plan.num_masked = 1;
+        a.plan.masked_size = b.plan.masked_size = sizeof late;
+        write_floats(&a, part);
+        write_floats(&b, joined);
+        b.args.prior_out = part;
+        b.args.prior_lse = a.lse;
+        CHECKF(ask(&a) == KVC_OK && ask(&b) == KVC_OK, "%s", kvc_last_error());
+        for (int i = 0; i < SIZE; i++) CHECKF(fabsf(joined[i] - all[i]) < 1e-6f, "%g", (double)(joined[i] - all[i]));
+        b.args.out_token_stride = 2;
+        CHECK_FAILS(ask(&b), KVC_ERR_INVALID, "out", "2");
+        question_free(&a);
+        question_free(&b);
+        question_free(&whole);
+        stage_free(st);
+    }
+}
+
 static void test_isa(void) {
     test_random();
+    test_floats();
     test_empty_prior();
 }
 
