@@ -593,6 +593,8 @@ typedef struct kvc_choose_args {
                             stands for the positions [b n, (b + 1) n).  In a layer with a stride, n is a multiple */
     int32_t num_first;   /* rows, or blocks, from position 0 on that are chosen before others, ... */
     int32_t num_local;   /* ... and as many up to the token's own, or the last that it sees in a layer with a stride */
+    int32_t tokens_per_sequence; /* of all these arrays, as in kvc_put_args */
+    int64_t q_batch_stride, weights_batch_stride, among_batch_stride, chosen_batch_stride, scores_batch_stride;
 } kvc_choose_args;
 
 /* Chooses rows for each query token of the plan: the `width` rows with the largest scores, or all if a token sees no

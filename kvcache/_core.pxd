@@ -358,7 +358,8 @@ cdef extern from "kvcache.h" nogil:
         int64_t scores_token_stride, scores_choice_stride
         int32_t q_type
         float scale
-        int32_t relu, num_choices, width, among_width, block, num_first, num_local
+        int32_t relu, num_choices, width, among_width, block, num_first, num_local, tokens_per_sequence
+        int64_t q_batch_stride, weights_batch_stride, among_batch_stride, chosen_batch_stride, scores_batch_stride
 
     cdef enum:
         KVC_REDUCE_SUM

@@ -310,6 +310,7 @@ class Batch:
         first: SupportsIndex,
         width: SupportsIndex,
         options: dict[str, Any],
+        layout: str,
         return_scores: bool,
     ) -> Any: ...
     def dense(

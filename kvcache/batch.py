@@ -369,7 +369,7 @@ class Batch:
         relu: bool = False, scale: SupportsFloat | None = None, num_choices: SupportsIndex = 1,
         block: SupportsIndex = 1, num_first: SupportsIndex = 0, num_local: SupportsIndex = 0,
         among: Entries | None = None, non_causal: Flags | None = None, masked: Ranges | None = None,
-        first: SupportsIndex = 0, return_scores: Literal[False] = False,
+        first: SupportsIndex = 0, layout: Layout = "THD", return_scores: Literal[False] = False,
     ) -> npt.NDArray[np.int32]: ...  # fmt: skip
 
     @overload
@@ -378,7 +378,7 @@ class Batch:
         relu: bool = False, scale: SupportsFloat | None = None, num_choices: SupportsIndex = 1,
         block: SupportsIndex = 1, num_first: SupportsIndex = 0, num_local: SupportsIndex = 0,
         among: Entries | None = None, non_causal: Flags | None = None, masked: Ranges | None = None,
-        first: SupportsIndex = 0, return_scores: Literal[True],
+        first: SupportsIndex = 0, layout: Layout = "THD", return_scores: Literal[True],
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]: ...  # fmt: skip
 
     @overload
@@ -387,7 +387,7 @@ class Batch:
         relu: bool = False, scale: SupportsFloat | None = None, num_choices: SupportsIndex = 1,
         block: SupportsIndex = 1, num_first: SupportsIndex = 0, num_local: SupportsIndex = 0,
         among: Entries | None = None, non_causal: Flags | None = None, masked: Ranges | None = None,
-        first: SupportsIndex = 0, return_scores: bool,
+        first: SupportsIndex = 0, layout: Layout = "THD", return_scores: bool,
     ) -> Any: ...  # fmt: skip
 
     def choose(
@@ -407,6 +407,7 @@ class Batch:
         non_causal: Flags | None = None,
         masked: Ranges | None = None,
         first: SupportsIndex = 0,
+        layout: Layout = "THD",
         return_scores: bool = False,
     ) -> Any:
         """Choose rows for each query token, by the index keys of a layer that holds keys alone.
@@ -448,6 +449,9 @@ class Batch:
             As in `attend`.
         first : int, default 0
             The index in the batch of the first token of `q`.
+        layout : {"THD", "HTD", "BHTD"}, default "THD"
+            The order of the axes of `q` and, without the last, of `weights`, as in `put`. In `among` and the results,
+            tokens come in the order of the batch.
         return_scores : bool, default False
             Whether to return the scores, too.
 
@@ -512,7 +516,7 @@ class Batch:
             "non_causal": non_causal,
             "masked": masked,
         }
-        return self._core.choose(layer, q, first, width, options, return_scores)
+        return self._core.choose(layer, q, first, width, options, layout, return_scores)
 
     def dense(
         self,

@@ -387,8 +387,9 @@ cdef class Batch(_CallCounter):
         self.finish(status)
         return (out, sums) if wants_lse else out
 
-    def choose(self, layer, q, first, width, options, return_scores):
+    def choose(self, layer, q, first, width, options, str layout, return_scores):
         self.check_open()
+        cdef int axes = to_layout(layout)
         cdef int32_t at = to_layer(layer, self.cache.num_layers)
         cdef bint wants_scores = flag(return_scores, "return_scores")
         cdef Choosing a
@@ -397,7 +398,7 @@ cdef class Batch(_CallCounter):
         memset(&a, 0, sizeof(Choosing))
         a.plan.struct_size, a.args.struct_size, a.plan.layer = sizeof(kvc_plan_args), sizeof(kvc_choose_args), at
         if not self.cache.layers[at].v_dim:  # else kvc_choose says that nothing chooses by such a layer
-            owners = read_choosing(self, q, first, width, wants_scores, options, &a)
+            owners = read_choosing(self, q, first, width, wants_scores, options, axes, &a)
         batch = self.enter()
         with nogil:
             status = kvc_choose(batch, &a.plan, &a.args)

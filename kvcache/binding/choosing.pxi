@@ -8,18 +8,21 @@ cdef struct Choosing:
     Array weights
 
 
-cdef object read_weights(object x, Choosing *a):
+cdef object read_weights(object x, int layout, Choosing *a):
     """Describe an array of one f32 number per token and query head; return the object that keeps its memory."""
     cdef Array *to = &a.weights
-    owner = read_array(x, "weights", 2, to)
+    cdef int i
+    owner = read_array(x, "weights", a.q.ndim - 1, to)
     if to.type != KVC_F32:
         raise TypeError("weights: one float32 number per token and query head is needed; convert weights to float32")
-    if to.shape[0] != a.q.shape[0] or to.shape[1] != a.q.shape[1]:
-        raise ValueError(f"weights: an array of shape {(to.shape[0], to.shape[1])}, where q has {a.q.shape[0]} tokens "
-                         f"of {a.q.shape[1]} heads")
+    shape, wanted = [to.shape[i] for i in range(to.ndim)], [a.q.shape[i] for i in range(to.ndim)]
+    if shape != wanted:
+        raise ValueError(f"weights: an array of shape {(*shape,)}, where q has {show_tokens(&a.q, layout)} tokens of "
+                         f"{a.plan.num_heads} heads: {(*wanted,)} is needed")
     owner = make_readable(to, owner)
-    a.args.weights = <const float *>to.data
-    a.args.weights_token_stride, a.args.weights_head_stride = to.strides[0], to.strides[1]
+    a.args.weights, a.args.weights_batch_stride = <const float *>to.data, to.strides[0]
+    a.args.weights_token_stride = to.strides[TOKEN_AXIS[layout]]
+    a.args.weights_head_stride = to.strides[HEAD_AXIS[layout]]
     return owner
 
 
@@ -34,18 +37,19 @@ cdef cnp.ndarray read_among(object entries, Choosing *a):
 
 
 cdef tuple read_choosing(Batch self, object q, object first, object width, bint wants_scores,
-                         dict options, Choosing *a):
+                         dict options, int layout, Choosing *a):
     """Describe a choice in the plan's layer; return the objects that keep its memory, the results first."""
+    cdef int token = TOKEN_AXIS[layout], head = HEAD_AXIS[layout]
     cdef kvc_layer *shape = &self.cache.layers[a.plan.layer]
     cdef kvc_choose_args *args = &a.args
     cdef cnp.ndarray chosen, scores = None, flags
-    q_owner = read_rows(q, "q", shape.num_kv_heads, True, shape.k_dim, THD, &a.q)
-    a.plan.first = self.to_first(first, a.q.shape[0])
+    q_owner = read_rows(q, "q", shape.num_kv_heads, True, shape.k_dim, layout, &a.q)
+    a.plan.first = self.to_first(first, count_tokens(&a.q, layout))
     q_owner = make_readable(&a.q, q_owner)
-    a.plan.num_tokens, a.plan.num_heads = <int32_t>a.q.shape[0], <int32_t>a.q.shape[1]
+    a.plan.num_tokens, a.plan.num_heads = <int32_t>count_tokens(&a.q, layout), <int32_t>a.q.shape[head]
     args.q, args.q_type = a.q.data, a.q.type
-    args.q_token_stride, args.q_head_stride = a.q.strides[0], a.q.strides[1]
-    weights = None if options["weights"] is None else read_weights(options["weights"], a)
+    args.q_token_stride, args.q_head_stride = a.q.strides[token], a.q.strides[head]
+    weights = None if options["weights"] is None else read_weights(options["weights"], layout, a)
     if options["scale"] is not None:
         args.scale = to_factor(options["scale"], "scale", False)
     args.relu = flag(options["relu"], "relu")
@@ -64,4 +68,6 @@ cdef tuple read_choosing(Batch self, object q, object first, object width, bint 
     if wants_scores:
         scores = np.empty((a.plan.num_tokens, args.num_choices, args.width), np.float32)
         args.scores = <float *>cnp.PyArray_DATA(scores)
+    if layout == BHTD:  # entries come in the order of the batch
+        args.tokens_per_sequence, args.q_batch_stride = <int32_t>a.q.shape[token], a.q.strides[0]
     return chosen, scores, q_owner, weights, among, flags, ranges

@@ -129,24 +129,33 @@ static void keep_among(entry_list *list, const int32_t *among, int32_t width, in
     }
 }
 
-/* Returns where an array of a token and choice begins. */
-static void *array_at(const void *array, int32_t token, int64_t token_stride, int32_t choice, int64_t choice_stride) {
-    return (char *)(uintptr_t)array + token * token_stride + choice * choice_stride;
+/* Byte strides of an array of entries. */
+typedef struct strides {
+    int64_t token, batch, choice;
+} strides;
+
+/* Returns where the entries of choice c of the task's token begin. */
+static void *entries_at(const kvc_task *t, const void *array, strides by, int32_t c) {
+    const kvc_ranking *k = kvc_ranking_of(t);
+    const int32_t token = t->tokens[0] - k->call.plan->args.first;
+    const int64_t offset = kvc_token_offset(token, k->args->tokens_per_sequence, by.token, by.batch);
+    return (char *)(uintptr_t)array + offset + c * by.choice;
 }
 
 /* Chooses for choice c, and writes what is chosen. */
 static void choose(const kvc_task *t, int32_t c) {
     const kvc_choose_args *a = kvc_ranking_of(t)->args;
     const kvc_plan *plan = t->call->plan;
-    const int32_t token = t->tokens[0] - plan->args.first, unit = a->block > 1 ? 1 : plan->stride,
+    const int32_t unit = a->block > 1 ? 1 : plan->stride,
                   last = kvc_last_row(plan->batch->positions[t->tokens[0]], plan->stride),
                   own = last < 0 ? -1 : last / rows_together(t);
-    int32_t *const chosen = array_at(a->chosen, token, a->chosen_token_stride, c, a->chosen_choice_stride);
-    float *const scores = array_at(a->scores, token, a->scores_token_stride, c, a->scores_choice_stride);
+    const strides of_among = {a->among_token_stride, a->among_batch_stride, a->among_choice_stride},
+                  of_chosen = {a->chosen_token_stride, a->chosen_batch_stride, a->chosen_choice_stride},
+                  of_scores = {a->scores_token_stride, a->scores_batch_stride, a->scores_choice_stride};
+    int32_t *const chosen = entries_at(t, a->chosen, of_chosen, c);
+    float *const scores = entries_at(t, a->scores, of_scores, c);
     entry_list list = list_entries(t, keys_of(t, c));
-    if (a->among)
-        keep_among(&list, array_at(a->among, token, a->among_token_stride, c, a->among_choice_stride), a->among_width,
-                   unit);
+    if (a->among) keep_among(&list, entries_at(t, a->among, of_among, c), a->among_width, unit);
     const kvc_entries entries = {.keys = list.keys,
                                  .num = list.num,
                                  .first = find_entry(&list, a->num_first),
@@ -178,35 +187,41 @@ static kvc_status check_least(int32_t value, int32_t least, const char *name) {
 
 /* Checks the arrays, and resolves their strides. */
 static kvc_status check_arrays(kvc_choose_args *a, const kvc_plan_args *plan, int32_t k_dim) {
-    const int32_t tokens = plan->num_tokens, heads = plan->num_heads, choices = a->num_choices;
+    const int32_t inner = a->tokens_per_sequence, heads = plan->num_heads, choices = a->num_choices,
+                  tokens = inner ? inner : plan->num_tokens, batches = inner ? plan->num_tokens / inner : 0;
     const kvc_array arrays[] = {
         {.name = "q",
          .data = a->q,
          .type = a->q_type,
          .length = k_dim,
-         .axes = {KVC_AXIS(a, q_head_stride, heads), KVC_AXIS(a, q_token_stride, tokens)}},
+         .axes = {KVC_AXIS(a, q_head_stride, heads), KVC_AXIS(a, q_token_stride, tokens),
+                  KVC_AXIS(a, q_batch_stride, batches)}},
         {.name = "weights",
          .data = a->weights,
          .element_bytes = sizeof *a->weights,
          .length = 1,
-         .axes = {KVC_AXIS(a, weights_head_stride, heads), KVC_AXIS(a, weights_token_stride, tokens)}},
+         .axes = {KVC_AXIS(a, weights_head_stride, heads), KVC_AXIS(a, weights_token_stride, tokens),
+                  KVC_AXIS(a, weights_batch_stride, batches)}},
         {.name = "among",
          .data = a->among,
          .element_bytes = sizeof *a->among,
          .length = a->among_width,
-         .axes = {KVC_AXIS(a, among_choice_stride, choices), KVC_AXIS(a, among_token_stride, tokens)}},
+         .axes = {KVC_AXIS(a, among_choice_stride, choices), KVC_AXIS(a, among_token_stride, tokens),
+                  KVC_AXIS(a, among_batch_stride, batches)}},
         {.name = "chosen",
          .data = a->chosen,
          .is_output = 1,
          .element_bytes = sizeof *a->chosen,
          .length = a->width,
-         .axes = {KVC_AXIS(a, chosen_choice_stride, choices), KVC_AXIS(a, chosen_token_stride, tokens)}},
+         .axes = {KVC_AXIS(a, chosen_choice_stride, choices), KVC_AXIS(a, chosen_token_stride, tokens),
+                  KVC_AXIS(a, chosen_batch_stride, batches)}},
         {.name = "scores",
          .data = a->scores,
          .is_output = 1,
          .element_bytes = sizeof *a->scores,
          .length = a->width,
-         .axes = {KVC_AXIS(a, scores_choice_stride, choices), KVC_AXIS(a, scores_token_stride, tokens)}},
+         .axes = {KVC_AXIS(a, scores_choice_stride, choices), KVC_AXIS(a, scores_token_stride, tokens),
+                  KVC_AXIS(a, scores_batch_stride, batches)}},
     };
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) KVC_TRY(kvc_check_array(&arrays[i]));
     return KVC_OK;
@@ -229,6 +244,7 @@ static kvc_status check_args(kvc_choose_args *a, const kvc_plan_args *plan, int3
     if (a->num_choices != plan->num_choices)
         return kvc_fail(KVC_ERR_INVALID, "num_choices is %d: the plan was made for %d", a->num_choices,
                         plan->num_choices);
+    if (a->tokens_per_sequence) KVC_TRY(kvc_check_tokens_per_sequence(a->tokens_per_sequence, plan->num_tokens));
     return check_arrays(a, plan, k_dim);
 }
 

@@ -59,11 +59,13 @@ static void pack_head(const kvc_task *t, int32_t head, int32_t as, int32_t delta
     const kvc_choose_args *a = k->args;
     const int32_t lane = lane_of(k, head), token = t->tokens[0] - k->call.plan->args.first;
     const kvc_rank_query query = query_of(t, lane / k->lanes.num, as);
-    const char *q = (const char *)a->q + token * a->q_token_stride + head * a->q_head_stride, *row = q;
+    const int64_t of_q = kvc_token_offset(token, a->tokens_per_sequence, a->q_token_stride, a->q_batch_stride),
+                  of_weight =
+                      kvc_token_offset(token, a->tokens_per_sequence, a->weights_token_stride, a->weights_batch_stride);
+    const char *q = (const char *)a->q + of_q + head * a->q_head_stride, *row = q;
     float weight = 1;
     if (a->weights)
-        memcpy(&weight, (const char *)a->weights + token * a->weights_token_stride + head * a->weights_head_stride,
-               sizeof weight);
+        memcpy(&weight, (const char *)a->weights + of_weight + head * a->weights_head_stride, sizeof weight);
     if (as != KVC_BF16) row = (const char *)load_query(t, q, delta_index);
     if (as == KVC_INT8) {
         int8_t *const codes = (int8_t *)(t->workspace + k->call.plan->workspace.rows);

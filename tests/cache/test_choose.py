@@ -110,6 +110,28 @@ def test_queries_of_16_bits_and_any_strides(kind):
     batch.abort()
 
 
+@pytest.mark.parametrize("layout", ["HTD", "BHTD"])
+def test_layouts(layout):
+    """Entries come in the order of the batch, whatever the order of axes."""
+    cache = kvcache.KVCache(index_layers(), max_seq_len=TOKENS, max_sequences=2)
+    batch = cache.batch(2 * TOKENS, seq_ids=np.repeat([3, 4], TOKENS))
+    batch.put(1, whole((2 * TOKENS, 1, DIM), 0))
+    q, weights = whole((2 * TOKENS, HEADS, DIM), 1), whole((2 * TOKENS, HEADS), 2, 2)
+    among = np.random.default_rng(3).integers(-1, TOKENS, (2 * TOKENS, 2, 9))
+    options = {"width": 4, "num_choices": 2, "among": among, "return_scores": True}
+    right = batch.choose(1, q, weights=weights, **options)
+    folded = [x.reshape(2, TOKENS, *x.shape[1:]) if layout == "BHTD" else x for x in (q, weights)]
+    turned = [x.swapaxes(-2, -3) if x is folded[0] else x.swapaxes(-1, -2) for x in folded]
+    for arrays in (turned, [x.copy() for x in turned]):
+        for got, wanted in zip(
+            batch.choose(1, arrays[0], weights=arrays[1], layout=layout, **options), right, strict=True
+        ):
+            np.testing.assert_array_equal(got, wanted)
+    with pytest.raises(ValueError, match="weights: an array of shape"):
+        batch.choose(1, turned[0], weights=folded[1], layout=layout, **options)
+    batch.abort()
+
+
 @pytest.mark.hf
 def test_tensors_of_pytorch():
     import torch

@@ -136,7 +136,7 @@ def test_parts_that_are_made_without_a_cache():
     for call in (
         lambda: batch.put(0, x, x, 0, None, "THD"),
         lambda: batch.attend(0, x, x, x, 0, *[None] * 7, 1, False, None, None, "THD", None, False),
-        lambda: batch.choose(0, x, 0, 1, {}, False),
+        lambda: batch.choose(0, x, 0, 1, {}, "THD", False),
         lambda: batch.slots(0, 0),
         lambda: batch.written(0, 0, 1),
         lambda: batch.dense(0, None, None, None, "HTD", "f32", None),

@@ -632,6 +632,69 @@ static void test_allocation(void) {
     stage_free(st);
 }
 
+/* Arrays of sequences in lock step, with room between sequences, choose what they choose token after token. */
+static void test_lock_step(void) {
+    enum { SEQUENCES = 3, TOKENS = 2, NUM = SEQUENCES * TOKENS, HEADS = 4, DIM = 32, WIDTH = 5, ROOM = TOKENS + 3 };
+    static float k[NUM * DIM], q[NUM][HEADS][DIM], weights[NUM][HEADS], scores[NUM][WIDTH];
+    static float wide_q[SEQUENCES][ROOM][HEADS][DIM], wide_weights[SEQUENCES][ROOM][HEADS],
+        wide_scores[SEQUENCES][ROOM][WIDTH];
+    static int32_t among[NUM][3], chosen[NUM][WIDTH], wide_among[SEQUENCES][ROOM][3],
+        wide_chosen[SEQUENCES][ROOM][WIDTH];
+    const int64_t ids[NUM] = {0, 0, 1, 1, 2, 2};
+    kvc_layer layer = {.num_kv_heads = 1, .k_dim = DIM};
+    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.block_size = 16});
+    kvc_batch *batch = NULL;
+    for (int i = 0; i < NUM * DIM; i++) k[i] = (float)random_int(-4, 5);
+    for (int t = 0; t < NUM; t++) {
+        for (int i = 0; i < HEADS * DIM; i++) q[t][i / DIM][i % DIM] = (float)random_int(-4, 5);
+        for (int h = 0; h < HEADS; h++) weights[t][h] = (float)random_int(-2, 3);
+        for (int i = 0; i < 3; i++) among[t][i] = random_int(-1, TOKENS);
+        memcpy(wide_q[t / TOKENS][t % TOKENS], q[t], sizeof q[t]);
+        memcpy(wide_weights[t / TOKENS][t % TOKENS], weights[t], sizeof weights[t]);
+        memcpy(wide_among[t / TOKENS][t % TOKENS], among[t], sizeof among[t]);
+    }
+    CHECK(kvc_begin(cache, NUM, NULL, ids, NULL, &batch) == KVC_OK);
+    const kvc_put_args put = float_rows(0, NUM, 1, DIM, 0, k, NULL);
+    CHECK(kvc_put(batch, 0, &put) == KVC_OK);
+    const kvc_plan_args plan = {.struct_size = sizeof plan, .num_heads = HEADS};
+    kvc_choose_args args = {.struct_size = sizeof args,
+                            .q = q,
+                            .weights = weights[0],
+                            .among = among[0],
+                            .chosen = chosen[0],
+                            .scores = scores[0],
+                            .q_token_stride = sizeof q[0],
+                            .q_head_stride = sizeof q[0][0],
+                            .weights_token_stride = sizeof weights[0],
+                            .weights_head_stride = sizeof weights[0][0],
+                            .among_token_stride = sizeof among[0],
+                            .chosen_token_stride = sizeof chosen[0],
+                            .scores_token_stride = sizeof scores[0],
+                            .width = WIDTH,
+                            .among_width = 3};
+    CHECKF(kvc_choose(batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
+    args.q = wide_q, args.weights = wide_weights[0][0], args.among = wide_among[0][0];
+    args.chosen = wide_chosen[0][0], args.scores = wide_scores[0][0];
+    args.tokens_per_sequence = TOKENS;
+    args.q_batch_stride = sizeof wide_q[0];
+    args.weights_batch_stride = sizeof wide_weights[0];
+    args.among_batch_stride = sizeof wide_among[0];
+    args.chosen_batch_stride = sizeof wide_chosen[0];
+    args.scores_batch_stride = sizeof wide_scores[0];
+    CHECKF(kvc_choose(batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
+    for (int t = 0; t < NUM; t++) {
+        CHECK(!memcmp(wide_chosen[t / TOKENS][t % TOKENS], chosen[t], sizeof chosen[t]));
+        CHECK(!memcmp(wide_scores[t / TOKENS][t % TOKENS], scores[t], sizeof scores[t]));
+    }
+    args.tokens_per_sequence = 4;
+    CHECK_FAILS(kvc_choose(batch, &plan, &args), KVC_ERR_INVALID, "tokens_per_sequence is 4", "6");
+    args.tokens_per_sequence = TOKENS;
+    args.among_batch_stride = 3;
+    CHECK_FAILS(kvc_choose(batch, &plan, &args), KVC_ERR_INVALID, "among", "3");
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
 /* Layers: keys alone, then keys and values. */
 static void test_bad_arguments(void) {
     kvc_layer layers[2] = {{.num_kv_heads = 4, .k_dim = 32}, {.num_kv_heads = 4, .k_dim = 32, .v_dim = 32}};
@@ -699,6 +762,7 @@ int main(void) {
     test_reruns();
     test_cancelled();
     test_allocation();
+    test_lock_step();
     test_bad_arguments();
     for_each_isa(check_same_on_sets);
     for_some_isas(test_random);
