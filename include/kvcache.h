@@ -353,10 +353,11 @@ typedef struct kvc_allocator {
     void (*purge)(void *user, void *memory, size_t size);
 } kvc_allocator;
 
-/* Returns whether a long call is to end: not 0 ends it with KVC_ERR_CANCELLED.  kvc_put, kvc_attend and kvc_choose call
- * this about every 40 ms, and kvc_begin_with while it waits; short calls never do.  It runs on the calling thread,
- * without the cache's mutex.  It may call into the library, but must not end the batch in question, nor return in the
- * child of a fork(). */
+/* Returns whether a long call is to end: not 0 ends it with KVC_ERR_CANCELLED.  kvc_put, kvc_attend, kvc_choose and
+ * kvc_weights call this about every 40 ms, and kvc_begin_with while it waits; short calls never do.  It runs on the
+ * calling thread, without the cache's mutex.  It may call into the library, but must not end the batch in question, nor
+ * return in the child of a fork().  During kvc_weights, it must not make calls that wait for calls that copy rows out
+ * (Threads): they would wait for themselves. */
 typedef int32_t kvc_poll_fn(void *user);
 
 typedef struct kvc_config {
@@ -806,6 +807,7 @@ typedef struct kvc_weights_args {
     int32_t rotates;     /* not 0: queries carry no rotation, and are rotated for their positions by the layer's rope */
     float scale;         /* 0: 1 / sqrt(k_dim).  Must be given if values lie in the keys */
     float softcap;       /* 0: none, as in kvc_attend_args */
+    const volatile int32_t *cancel; /* may be NULL.  Once it is not 0, the call ends early */
 } kvc_weights_args;
 
 /* Computes the softmax weights that queries give to the stored rows of a sequence, without a batch.  weights[g][j] is
@@ -822,7 +824,8 @@ typedef struct kvc_weights_args {
  * Fails with KVC_ERR_INVALID also if the layer has another number of rows, or no attention.  Fails with
  * KVC_ERR_UNSUPPORTED if the layer holds keys alone, and if it cannot rotate queries that are to be rotated: its rope
  * is unknown or a function, or it is a KVC_CROSS layer with frequencies.  Fails with KVC_ERR_GONE if a query would see
- * rows that have expired, and with KVC_ERR_NOMEM. */
+ * rows that have expired, with KVC_ERR_NOMEM, and with KVC_ERR_CANCELLED (cancel, or the cache's poll).  After
+ * KVC_ERR_CANCELLED, the contents of weights are undefined. */
 KVC_API kvc_status kvc_weights(kvc_cache *cache, int64_t seq_id, int32_t layer, const kvc_weights_args *args);
 
 /* ---- reading and replacing rows ---------------------------------------------------------------------------------- */

@@ -49,6 +49,8 @@ typedef struct desk {
 /* A call, and the block of query rows that is worked on. */
 typedef struct weighing {
     kvc_weights_args args;
+    kvc_poll_timer timer;
+    atomic_int was_cancelled;
     const kvc_kernels *kernels;
     const kvc_layer *layer;
     const kvc_layout *layout;
@@ -244,9 +246,9 @@ static float *kept_of(const weighing *w, const tile *t) { return w->kept + t->at
 /* Returns the first of `num` things that are a part's share. */
 static int64_t share_of(const weighing *w, int64_t num, int64_t part) { return part * num / w->num_parts; }
 
-/* Makes the weights of a part's tiles, relative to each tile's own maxima. */
+/* Makes the weights of a part's tiles, relative to each tile's own maxima, unless the call is cancelled. */
 static void weigh_part(void *context, int64_t part) {
-    const weighing *w = context;
+    weighing *w = context;
     desk *d = &w->desks[part];
     d->is_prepared = 0;
     for (int64_t i = share_of(w, w->num_tiles, part); i < share_of(w, w->num_tiles, part + 1); i++) {
@@ -254,6 +256,8 @@ static void weigh_part(void *context, int64_t part) {
         const int32_t stride = stride_of(t);
         float *kept = kept_of(w, t), *const max = w->maxima + i * w->most_queries,
               *const sum = w->sums + i * w->most_queries;
+        if (kvc_is_to_end(w->args.cancel, &w->timer)) atomic_store(&w->was_cancelled, 1);
+        if (atomic_load(&w->was_cancelled)) return;
         for (int32_t r = 0; r < w->num_queries; r++) max[r] = -INFINITY, sum[r] = 0;
         score_tile(w, d, t);
         change_scores(w, d, t);
@@ -347,16 +351,19 @@ static void choose_kernels(weighing *w, int32_t num_queries) {
     w->tiler = w->k_as != type && kernels->decoded.score ? &kernels->decoded : &kernels->tiler[w->k_as];
 }
 
-static void weigh_all(weighing *w) {
+static kvc_status weigh_all(weighing *w) {
     const int64_t all = (int64_t)w->args.num_queries * w->group;
     for (w->head = 0; w->head < w->layer->num_kv_heads; w->head++)
         for (w->first_query = 0; w->first_query < all; w->first_query += w->num_queries) {
             const int64_t left = all - w->first_query;
             choose_kernels(w, left < w->most_queries ? (int32_t)left : w->most_queries);
             kvc_parallel(w->num_parts, w->num_parts, weigh_part, w);
+            if (atomic_load(&w->was_cancelled))
+                return kvc_fail(KVC_ERR_CANCELLED, "the weighing of rows was cancelled");
             add_up(w);
             kvc_parallel(w->num_parts, w->num_parts, reduce_part, w);
         }
+    return KVC_OK;
 }
 
 /* ---- tiles and memory -------------------------------------------------------------------------------------------- */
@@ -556,13 +563,14 @@ kvc_status kvc_weights(kvc_cache *cache, int64_t seq_id, int32_t layer, const kv
     w.group = w.args.num_heads / w.layer->num_kv_heads;
     w.num_parts = kvc_threads_for(work, WORTH_THREADS, kvc_cache_threads(cache));
     w.q_stride = chunks * KVC_PACKED;
+    kvc_cache_poll_timer(cache, work, &w.timer);
     kvc_lock(cache);
     kvc_cache_begin_reading(cache);
-    const kvc_status status = open_weighing(cache, seq_id, layer, &w);
+    kvc_status status = open_weighing(cache, seq_id, layer, &w);
     if (!w.from.num_runs) kvc_cache_end_reading(cache);
     kvc_unlock(cache, status);
     if (status != KVC_OK || !w.from.num_runs) return status;
-    weigh_all(&w);
+    status = weigh_all(&w);
     kvc_snapshot_close(&w.from);
-    return KVC_OK;
+    return status;
 }

@@ -124,6 +124,32 @@ cache.validate()
     run(code, 2)
 
 
+def test_weights():
+    """A handler runs during the call, and ends it."""
+    code = """
+batch.abort()
+ran = []
+def handle(*_):
+    try:
+        cache.close()
+    except kvcache.CacheBusyError:  # during the call
+        ran.append("inside")
+    raise KeyboardInterrupt
+queries = np.tile(q, (8, 1, 1))
+signal.signal(signal.SIGALRM, handle)
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+try:
+    while True:
+        cache.weights(0, queries)
+except KeyboardInterrupt:
+    pass
+assert ran == ["inside"]
+cache.validate()
+cache.close()
+"""
+    run(code, 2)
+
+
 def test_with_aborts():
     code = """
 def step():

@@ -1,6 +1,7 @@
 /* A long call polls whether to continue, on the calling thread and without the mutex; when it is cancelled, nothing was
  * put. */
 #define _POSIX_C_SOURCE 200809L /* setenv */
+#include <math.h>
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -138,6 +139,37 @@ static void test_cancel_ends_tasks(void) {
     CHECK(kvc_attend(batch, &plan, &args) == KVC_ERR_CANCELLED);
     CHECK(kvc_put(batch, 1, &own) == KVC_OK);
     kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
+/* Weights are cancelled by the poll, or by a flag.  Asked again, the call gives them. */
+static void test_weights(int num_threads) {
+    static float weights[KV_HEADS * STORED];
+    poller p;
+    kvc_cache *cache = new_cache(&p, &(kvc_policy){.kind = KVC_FULL}, KVC_F32, num_threads);
+    const kvc_put_args own = put_of(STORED);
+    kvc_weights_args args = {.struct_size = sizeof args,
+                             .q = q,
+                             .weights = weights,
+                             .q_token_stride = HEADS * DIM * sizeof *q,
+                             .q_head_stride = DIM * sizeof *q,
+                             .weights_head_stride = STORED * sizeof *weights,
+                             .num_rows = STORED,
+                             .num_queries = QUERIES,
+                             .num_heads = HEADS};
+    kvc_batch *batch;
+    kvc_status status = KVC_OK;
+
+    CHECK(kvc_begin(cache, STORED, NULL, NULL, NULL, &batch) == KVC_OK);
+    CHECK(kvc_put(batch, 0, &own) == KVC_OK && kvc_put(batch, 1, &own) == KVC_OK && kvc_commit(batch) == KVC_OK);
+    for (p.stop_at = p.asked + 1; status == KVC_OK;) status = kvc_weights(cache, 0, 1, &args);
+    CHECK(status == KVC_ERR_CANCELLED && strstr(kvc_last_error(), "cancelled") && p.asked == p.stop_at);
+    p.stop_at = 0;
+    CHECK(kvc_weights(cache, 0, 1, &args) == KVC_OK && fabsf(weights[0]) > 0);
+    set_cancel(NULL);
+    args.cancel = &cancel;
+    CHECK(kvc_weights(cache, 0, 1, &args) == KVC_ERR_CANCELLED);
+    CHECK(kvc_validate(cache) == KVC_OK && kvc_compact(cache) == KVC_OK);
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
@@ -281,6 +313,8 @@ int main(void) {
     test_attend(2);
     test_loaded();
     test_cancel_ends_tasks();
+    test_weights(1);
+    test_weights(2);
     test_put(1);
     test_put(2);
     test_cross_put();
