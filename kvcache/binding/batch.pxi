@@ -314,20 +314,6 @@ cdef class Batch(_CallCounter):
             args.q_batch_stride, args.out_batch_stride = query.q.strides[0], query.out.strides[0]
         return q_owner, sinks, alibi, flags, ranges, before, out
 
-    cdef cnp.ndarray read_chosen(self, object entries, object block, object tail, Query *query):
-        """Describe the rows that tokens choose; return the array that C reads."""
-        cdef kvc_chosen *chosen = &query.chosen
-        cdef int64_t tokens = query.plan.num_tokens, heads = self.cache.layers[query.plan.layer].num_kv_heads
-        cdef cnp.ndarray array = to_entries(entries, "chosen", tokens, heads)
-        chosen.struct_size = sizeof(kvc_chosen)
-        chosen.positions = <const int32_t *>cnp.PyArray_DATA(array)
-        chosen.width = <int32_t>to_int(cnp.PyArray_DIM(array, array.ndim - 1), "the width of chosen", 1, _INT32_MAX)
-        chosen.num_choices = <int32_t>cnp.PyArray_DIM(array, 1) if array.ndim == 3 else 1
-        chosen.block = <int32_t>to_int(block, "chosen_block", 1, _INT32_MAX)
-        chosen.tail = flag(tail, "chosen_tail")
-        query.args.chosen = chosen
-        return array
-
     def attend(self, layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, masked, chosen, chosen_block,
                chosen_tail, select, prior, str layout, out, return_lse):
         self.check_open()
@@ -349,7 +335,7 @@ cdef class Batch(_CallCounter):
         if chosen is not None and select is not None:
             raise ValueError(f"select={select}, and chosen is given: rows are chosen or selected, not both")
         if chosen is not None:
-            _entries = self.read_chosen(chosen, chosen_block, chosen_tail, &query)
+            _entries = read_chosen(self, chosen, chosen_block, chosen_tail, &query)
         elif to_int(chosen_block, "chosen_block", 1, _INT32_MAX) != 1 or flag(chosen_tail, "chosen_tail"):
             raise ValueError(f"chosen_block={chosen_block}, chosen_tail={chosen_tail}: chosen, which these describe, "
                              "must be given, too")

@@ -1,4 +1,4 @@
-"""Choices of rows: the arguments of Batch.choose()."""
+"""Choices of rows: the arguments of Batch.choose(), and of Batch.attend() to chosen rows."""
 
 # The arguments that choose() passes to C, and descriptions of its arrays.
 cdef struct Choosing:
@@ -71,3 +71,18 @@ cdef tuple read_choosing(Batch self, object q, object first, object width, bint 
     if layout == BHTD:  # entries come in the order of the batch
         args.tokens_per_sequence, args.q_batch_stride = <int32_t>a.q.shape[token], a.q.strides[0]
     return chosen, scores, q_owner, weights, among, flags, ranges
+
+
+cdef cnp.ndarray read_chosen(Batch self, object entries, object block, object tail, Query *query):
+    """Describe the rows that tokens choose; return the array that C reads."""
+    cdef kvc_chosen *chosen = &query.chosen
+    cdef int64_t tokens = query.plan.num_tokens, heads = self.cache.layers[query.plan.layer].num_kv_heads
+    cdef cnp.ndarray array = to_entries(entries, "chosen", tokens, heads)
+    chosen.struct_size = sizeof(kvc_chosen)
+    chosen.positions = <const int32_t *>cnp.PyArray_DATA(array)
+    chosen.width = <int32_t>to_int(cnp.PyArray_DIM(array, array.ndim - 1), "the width of chosen", 1, _INT32_MAX)
+    chosen.num_choices = <int32_t>cnp.PyArray_DIM(array, 1) if array.ndim == 3 else 1
+    chosen.block = <int32_t>to_int(block, "chosen_block", 1, _INT32_MAX)
+    chosen.tail = flag(tail, "chosen_tail")
+    query.args.chosen = chosen
+    return array

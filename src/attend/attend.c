@@ -268,7 +268,7 @@ static void end_splits(const kvc_task *t) {
 
 /* ---- rows that are chosen or selected ---------------------------------------------------------------------------- */
 
-/* Lists the rows of split p in one of two places, so that the split before it stays listed. */
+/* Lists the rows of split p.  There is room for two lists, because the rows of the split before are still read. */
 static kvc_cursor list_split(const kvc_task *t, kvc_row_lister *list, int32_t p, int64_t split_rows) {
     kvc_segment *const to = kvc_chosen_segments(t) + (p % 2 ? split_rows : 0);
     return kvc_cursor_from(t->call, t->slice, t->part, to, 0, kvc_list_next(list, to, split_rows));

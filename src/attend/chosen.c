@@ -217,7 +217,7 @@ kvc_row_lister kvc_list_chosen(const kvc_task *t, int64_t first) {
     return l;
 }
 
-/* Names the rows of the next entries whose blocks touch, or of the tail.  Returns 0 if there are none. */
+/* Names the rows of the next entries whose blocks touch, or of the tail.  Returns 0 if no entry is left. */
 static int name_next(kvc_row_lister *l) {
     l->named = (kvc_row_range){0, 0};
     if (l->entries == l->entries_end) {

@@ -32,7 +32,7 @@
 typedef struct query_cut {
     int32_t first, end, tokens;
     int32_t num_slices; /* 0: the sequence has no query tokens */
-    int32_t may_select; /* it selects if one of the tokens sees enough rows */
+    int32_t may_select; /* the tokens select if one sees more than kvc_most_unselected */
 } query_cut;
 
 /* Returns the number of query tokens per slice, for a sequence with more than KVC_TASK_QUERIES query rows that see at
@@ -293,8 +293,8 @@ static void cut_ranked(const kvc_plan *plan, kvc_query_slice *slice) {
     if (!slice->num_splits) slice->num_splits = 1;
 }
 
-/* Counts the rows that each query token of a sequence sees.  Returns whether these tokens select rows, because one of
- * them sees so many.  Rows that none of them sees change nothing. */
+/* Counts the rows that each query token of a sequence sees.  Returns whether the tokens select rows: one token sees
+ * more than kvc_most_unselected.  Rows that no token sees change nothing. */
 static int count_seen(const kvc_plan *plan, const kvc_view *view, int32_t sequence, const query_cut *cut,
                       int64_t seen[KVC_MOST_SELECTING], uint8_t *marks) {
     int selects = 0;

@@ -410,7 +410,7 @@ static int32_t attend_hiding(const world *w, kvc_masked hidden, int is_removed, 
     return selected_from;
 }
 
-/* Hidden rows change nothing: neither which tokens select, nor the bits of those that read all rows. */
+/* Hidden rows change nothing: tokens select as without them, and results have the same bits. */
 static void test_hidden(void) {
     enum { SELECT = 20, READ_ALL = 80 + 2 * SELECT };
     static const int heads[] = {1, 8, 40};
