@@ -145,13 +145,13 @@ static void pass_rows(kvc_row_lister *l, const kvc_segment *from, int32_t offset
     const int64_t first = l->at, end = first + count;
     l->at = end;
     while (!is_done(l) && l->ranges->begin < end) {
-        const int64_t begin = kvc_larger(kvc_larger(l->ranges->begin, l->from), first);
-        const int64_t stop = kvc_smaller(kvc_smaller(l->ranges->end, end), begin + l->most - l->num_rows);
-        if (begin < stop) {
-            add_rows(l, from, offset + (int32_t)(begin - first), (int32_t)(stop - begin));
-            l->from = stop;
-        }
-        if (l->from < l->ranges->end) break;
+        const int64_t of_range = l->ranges->begin > l->from ? l->ranges->begin : l->from, room = l->most - l->num_rows;
+        const int64_t begin = of_range > first ? of_range : first;
+        int64_t stop = kvc_smaller(l->ranges->end, end);
+        if (stop - begin > room) stop = begin + room;
+        if (begin < stop) add_rows(l, from, offset + (int32_t)(begin - first), (int32_t)(stop - begin));
+        if (l->num_rows == l->most) l->from = stop;
+        if (stop < l->ranges->end) break;
         l->ranges++;
     }
 }
@@ -163,27 +163,30 @@ static void add_positions(kvc_row_lister *l, int64_t begin, int64_t end) {
     if (!is_tree) end = causal_end;
     if (begin < l->begin) begin = l->begin;
     if (begin >= end) return;
-    l->begin = begin;
-    const kvc_segment *segment = find_segment(l->next, l->end, (int32_t)begin);
+    const kvc_segment *segment = l->next = find_segment(l->next, l->end, (int32_t)begin);
     for (; segment < l->end && segment->position < end; segment++) {
         const int is_own = is_tree && segment->token >= 0;
         const int64_t from = begin > segment->position ? begin - segment->position : 0, before = l->at;
         const int64_t to = kvc_smaller((is_own ? end : causal_end) - segment->position, segment->count);
-        l->next = segment;
         if (!is_own && from < to) pass_rows(l, segment, (int32_t)from, (int32_t)(to - from));
         for (int64_t i = from; is_own && i < to; i++)
             if (kvc_descends(l->batch, l->seen.token, l->order[segment->token + i]))
                 pass_rows(l, segment, (int32_t)i, 1);
         if (!is_done(l)) continue;
         l->at = before; /* the next rows may lie in this segment, too */
+        l->next = segment;
+        l->begin = begin;
         return;
     }
 }
 
 /* Adds the rows at positions [begin, end) that the token sees. */
 static void add_range(kvc_row_lister *l, int64_t begin, int64_t end) {
-    if (begin < l->seen.sinks) add_positions(l, begin, kvc_smaller(end, l->seen.sinks));
-    if (!is_done(l)) add_positions(l, kvc_larger(begin, l->seen.low), end);
+    if (begin < l->seen.sinks) {
+        add_positions(l, begin, kvc_smaller(end, l->seen.sinks));
+        if (is_done(l)) return;
+    }
+    add_positions(l, begin > l->seen.low ? begin : l->seen.low, end);
 }
 
 kvc_row_lister kvc_list_seen(const kvc_task *t, const kvc_row_range *ranges, int64_t num_ranges) {
@@ -219,17 +222,17 @@ kvc_row_lister kvc_list_chosen(const kvc_task *t, int64_t first) {
 
 /* Names the rows of the next entries whose blocks touch, or of the tail.  Returns 0 if no entry is left. */
 static int name_next(kvc_row_lister *l) {
-    l->named = (kvc_row_range){0, 0};
     if (l->entries == l->entries_end) {
-        if (l->tail == INT64_MAX) return 0;
-        l->named = (kvc_row_range){l->tail, INT32_MAX};
+        const int is_left = l->tail != INT64_MAX;
+        l->named = is_left ? (kvc_row_range){l->tail, INT32_MAX} : (kvc_row_range){0, 0};
         l->tail = INT64_MAX;
-        return 1;
+        return is_left;
     }
-    const int64_t begin = kvc_first_of(l, *l->entries);
-    int64_t end = kvc_past(l, *l->entries);
-    for (l->entries++; l->entries != l->entries_end && kvc_first_of(l, *l->entries) <= end; l->entries++)
-        end = kvc_past(l, *l->entries);
+    const int32_t *at = l->entries, *const entries_end = l->entries_end;
+    const int64_t begin = kvc_first_of(l, *at);
+    int64_t end = kvc_past(l, *at);
+    for (at++; at != entries_end && kvc_first_of(l, *at) <= end; at++) end = kvc_past(l, *at);
+    l->entries = at;
     l->named = (kvc_row_range){begin, kvc_smaller(end, l->tail)};
     return 1;
 }
