@@ -166,8 +166,6 @@ static float add_splits(const kvc_task *t, const results *all, int32_t r, int32_
     return sum;
 }
 
-static int32_t out_type(const kvc_attend_args *a) { return a->out_is_f32 ? KVC_F32 : a->q_type; }
-
 /* Byte offsets of a query row in the caller's out and lse, and in prior_out and prior_lse. */
 typedef struct place {
     int64_t out, lse;
@@ -201,7 +199,7 @@ static void merge_row(const kvc_task *t, const results *all, int32_t r, place at
     if (t->call->v_mixing.order) kernels->hadamard(out, out, plan->v_dim, t->call->v_mixing);
     if (of_prior > 0) {
         kvc_value_piece row = {(const char *)a->prior_out + at.out, {.bytes = 0}};
-        kernels->accumulate[out_type(a)](out, stride, &one, &weight, 1, &row, 0, 1, plan->v_dim);
+        kernels->accumulate[t->call->out_type](out, stride, &one, &weight, 1, &row, 0, 1, plan->v_dim);
     }
     const float lse = sum == 0 ? -INFINITY : max * base + logf(sum);
     if (a->lse) memcpy((char *)a->lse + at.lse, &lse, sizeof lse);
@@ -222,7 +220,7 @@ static void write_out(const kvc_task *t, const results *all) {
             const place at = {out + (first + i) * a->out_head_stride, lse + (first + i) * a->lse_head_stride};
             merge_row(t, all, r + i, at);
         }
-        kvc_convert_query_rows(c, KVC_F32, out_type(a), (char *)a->out + out + first * a->out_head_stride,
+        kvc_convert_query_rows(c, KVC_F32, c->out_type, (char *)a->out + out + first * a->out_head_stride,
                                a->out_head_stride, t->acc + r * stride, stride * (int64_t)sizeof(float),
                                c->plan->v_dim);
     }
@@ -344,7 +342,7 @@ static kvc_status check_arrays(const kvc_layer *layer, const kvc_plan_args *plan
                     out = {.name = "out",
                            .data = a->out,
                            .is_output = 1,
-                           .type = out_type(a),
+                           .type = a->out_is_f32 ? KVC_F32 : a->q_type,
                            .length = layer->v_dim,
                            .axes = {KVC_AXIS(a, out_head_stride, heads), KVC_AXIS(a, out_token_stride, tokens),
                                     KVC_AXIS(a, out_batch_stride, batches)}},

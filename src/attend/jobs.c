@@ -162,7 +162,8 @@ static void add_jobs_alone(kvc_plan *plan, int32_t number, int32_t split) {
     const int is_joined = plan->args.max_chosen || !(slice->tiled || slice->by_token);
     const int32_t most = is_joined ? plan->joined_splits : 1;
     for (int32_t num; split < slice->num_splits; split += num) {
-        num = (int32_t)kvc_smaller(slice->num_splits - split, most);
+        const int32_t rest = slice->num_splits - split;
+        num = rest < most ? rest : most;
         add_job(plan, split, num, &alone, 1, kvc_split_rows(slice, split));
     }
 }

@@ -555,7 +555,11 @@ static void attend_apart(kvc_task *t, attend_tile_fn *attend_tile, kvc_tile *cur
     }
 }
 
-int kvc_is_cancelled(kvc_call *c) { return kvc_is_to_end(c->args->cancel, &c->timer); }
+int kvc_is_cancelled(kvc_call *c) {
+    const volatile int32_t *cancel = c->args->cancel;
+    if (cancel && atomic_load_explicit((const volatile _Atomic int32_t *)cancel, memory_order_relaxed)) return 1;
+    return kvc_poll_timer_ask(&c->timer);
+}
 
 int kvc_attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor ahead) {
     attend_tile_fn *const attend = t->slice->tiled ? multiply_tile : stream_tile;

@@ -34,6 +34,7 @@ typedef struct kvc_call {
     int is_rerun, was_done; /* for kvc_plan_run: the round is a rerun; the task was done before in this round */
     int changes_scores;     /* there is a softcap, or ALiBi */
     float scale;
+    int32_t out_type;         /* of out and prior_out */
     kvc_poll_timer timer;     /* asked whether to end early, as tasks begin and between the tiles of long ones */
     atomic_int was_cancelled; /* a task ended early */
 } kvc_call;

@@ -246,6 +246,13 @@ static float *kept_of(const weighing *w, const tile *t) { return w->kept + t->at
 /* Returns the first of `num` things that are a part's share. */
 static int64_t share_of(const weighing *w, int64_t num, int64_t part) { return part * num / w->num_parts; }
 
+/* Returns whether the call is to end early: the caller's flag is set, or the poll says so. */
+static int is_cancelled(weighing *w) {
+    const volatile _Atomic int32_t *flag = (const volatile _Atomic int32_t *)w->args.cancel;
+    if ((flag && atomic_load(flag)) || kvc_poll_timer_ask(&w->timer)) atomic_store(&w->was_cancelled, 1);
+    return atomic_load(&w->was_cancelled);
+}
+
 /* Makes the weights of a part's tiles, relative to each tile's own maxima, unless the call is cancelled. */
 static void weigh_part(void *context, int64_t part) {
     weighing *w = context;
@@ -256,8 +263,7 @@ static void weigh_part(void *context, int64_t part) {
         const int32_t stride = stride_of(t);
         float *kept = kept_of(w, t), *const max = w->maxima + i * w->most_queries,
               *const sum = w->sums + i * w->most_queries;
-        if (kvc_is_to_end(w->args.cancel, &w->timer)) atomic_store(&w->was_cancelled, 1);
-        if (atomic_load(&w->was_cancelled)) return;
+        if (is_cancelled(w)) return;
         for (int32_t r = 0; r < w->num_queries; r++) max[r] = -INFINITY, sum[r] = 0;
         score_tile(w, d, t);
         change_scores(w, d, t);

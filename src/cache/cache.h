@@ -154,12 +154,6 @@ static inline void kvc_cache_poll_timer(const kvc_cache *cache, double work, kvc
     kvc_poll_timer_init(timer, work < WORTH_POLLING && !KVC_BUGGIFY() ? NULL : cache->poll, cache->poll_user);
 }
 
-/* Returns whether a call is to end early: the caller's flag, which may be NULL, is set, or the poll says so. */
-static inline int kvc_is_to_end(const volatile int32_t *cancel, kvc_poll_timer *timer) {
-    if (cancel && atomic_load_explicit((const volatile _Atomic int32_t *)cancel, memory_order_relaxed)) return 1;
-    return kvc_poll_timer_ask(timer);
-}
-
 /* ---- sequences of the table, with the mutex held ----------------------------------------------------------------- */
 
 /* Notes that the rows of a sequence have changed.  Counts the sequence if it holds rows.  Lists it in cache->changed

@@ -130,7 +130,7 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
     for (int32_t i = 0; i < member->num_tokens; i++)
         if (batch->kept[token[i]] && batch->positions[token[i]] > last) last = batch->positions[token[i]];
     const int keeps = last >= 0;
-    const int32_t exact_to = kvc_lower(member->exact_to, member->selected_from);
+    const int32_t exact_to = member->exact_to < member->selected_from ? member->exact_to : member->selected_from;
     if (keeps && exact_to < member->sequence->exact_to) member->sequence->exact_to = exact_to;
     if (batch->replaced && keeps) kvc_sequence_note_edit(member->sequence, 0, INT32_MAX);
     /* Rows that windows leave behind go before the tokens are added, and tokens that they leave behind are not added.
