@@ -33,6 +33,21 @@ def test_scenes_are_as_with_llama_cpps_own_cache(model, architecture):
     assert out.count("  ok ") >= 55, out
 
 
+@pytest.mark.parametrize(
+    ("architecture", "count"), [("llama", 280), ("gemma3", 280), ("lfm2", 162), ("glm5-next", 162)]
+)
+def test_a_sequence_that_cannot_be_ends_the_process(model, architecture, count):
+    """Full attention, windows, a hybrid, and a hybrid whose tokens do not move."""
+    out = run("test-kvcache-ids", model(architecture))
+    assert out.endswith("ok\n")
+    assert out.count("  ok ") == count
+
+
+@pytest.mark.parametrize("architecture", ["qwen2vl", "qwen35"])
+def test_tokens_with_m_rope_do_not_move(model, architecture):
+    assert "  ok   immovable" in run("test-kvcache", "--only", "immovable", model(architecture))
+
+
 @pytest.mark.slow
 def test_scenes_with_the_repositorys_model(repository):
     out = run("test-kvcache", repository)

@@ -163,7 +163,7 @@ kvc_status llama_kvcache::begin(const llama_ubatch *ubatches, size_t n_ubatches)
         for (uint32_t i = 0; i < ubatches[u].n_tokens; ++i) {
             positions.push_back(ubatches[u].pos[i]);
             seqs.push_back(ubatches[u].seq_id[i][0]);
-            seq_ids.push_back(ids[seqs.back()]);
+            seq_ids.push_back(id_of(seqs.back()));
         }
     }
 
@@ -180,12 +180,12 @@ bool llama_kvcache::plan(const llama_ubatch &ubatch) {
     n_cur = ubatch.n_tokens;
     cur_ids.clear();
     for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
-        cur_ids.push_back(ids[ubatch.seq_id[i][0]]);
+        cur_ids.push_back(id_of(ubatch.seq_id[i][0]));
     }
 
     // Rows of text then do not follow from the tokens before them alone.  Those of an image do: it is seen as a whole.
     for (uint32_t i = 0; !cparams.causal_attn && ubatch.token && i < ubatch.n_tokens; ++i) {
-        kvc_mark_inexact(cache, ids[ubatch.seq_id[i][0]], ubatch.pos[i]);
+        kvc_mark_inexact(cache, id_of(ubatch.seq_id[i][0]), ubatch.pos[i]);
     }
 
     if (has_inputs() && !llama_kvcache_logged(__func__, find_inputs(ubatch))) {
@@ -208,7 +208,7 @@ bool llama_kvcache::selects(const llama_ubatch &ubatch, uint32_t i) const {
     const llama_seq_id *seqs = ubatch.seq_id[i];
 
     return std::all_of(seqs, seqs + ubatch.n_seq_id[i], [&](llama_seq_id s) { return n_decoded[s] == 1; }) &&
-           kvc_seq_len(cache, ids[seqs[0]], -1) + 1 >= llama_kvcache_select_from(layers.select_rows);
+           kvc_seq_len(cache, id_of(seqs[0]), -1) + 1 >= llama_kvcache_select_from(layers.select_rows);
 }
 
 bool llama_kvcache::chooses(const llama_ubatch &ubatch, uint32_t i) const {
@@ -219,7 +219,7 @@ bool llama_kvcache::chooses(const llama_ubatch &ubatch, uint32_t i) const {
     const llama_seq_id s = ubatch.seq_id[i][0];
 
     // rows, which several positions may share, or blocks of positions, which later tokens may be seen in
-    const int64_t n_seen = layers.choice.block == 1 ? kvc_seq_len(cache, ids[s], -1) + n_decoded[s]
+    const int64_t n_seen = layers.choice.block == 1 ? kvc_seq_len(cache, id_of(s), -1) + n_decoded[s]
                            : cparams.causal_attn    ? ubatch.pos[i] / layers.choice.block + 1
                                                     : INT64_MAX;
 

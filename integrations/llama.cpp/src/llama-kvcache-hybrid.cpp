@@ -98,15 +98,13 @@ void llama_kvcache_hybrid::seq_keep(llama_seq_id seq_id) {
 }
 
 void llama_kvcache_hybrid::seq_add(llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos shift) {
-    if (attn.can_move(__func__)) {
-        attn.seq_add(seq_id, p0, p1, shift);
+    if (attn.shift(seq_id, p0, p1, shift)) {
         recr.seq_add(seq_id, p0, p1, shift);
     }
 }
 
 void llama_kvcache_hybrid::seq_div(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d) {
-    if (attn.can_move(__func__)) {
-        attn.seq_div(seq_id, p0, p1, d);
+    if (attn.divide(seq_id, p0, p1, d)) {
         recr.seq_div(seq_id, p0, p1, d);
     }
 }

@@ -38,7 +38,7 @@ std::string llama_kvcache::stride_refusal(const std::vector<llama_ubatch> &ubatc
             for (int32_t s = 0; s < ubatch.n_seq_id[i]; ++s) {
                 const llama_seq_id seq_id = seq_ids[s];
 
-                next[seq_id] = next[seq_id] < 0 ? kvc_next_position(cache, ids[seq_id]) : next[seq_id];
+                next[seq_id] = next[seq_id] < 0 ? kvc_next_position(cache, id_of(seq_id)) : next[seq_id];
                 if (next[seq_id]++ != pos) {
                     return format("sequence %d goes on at position %d, not %d: the model pools keys of consecutive "
                                   "tokens (images with M-RoPE are not served)",
@@ -48,7 +48,7 @@ std::string llama_kvcache::stride_refusal(const std::vector<llama_ubatch> &ubatc
                     return "tokens belong to several sequences: the model asks for the tokens before each (PLE)";
                 }
                 if (last[seq_id] != last[seq_ids[0]] ||
-                    (s > 0 && last[seq_id] < 0 && kvc_share(cache, ids[seq_ids[0]], ids[seq_id], 0, pos))) {
+                    (s > 0 && last[seq_id] < 0 && kvc_share(cache, id_of(seq_ids[0]), id_of(seq_id), 0, pos))) {
                     return format("sequences %d and %d differ before position %d: tokens of several sequences begin at "
                                   "position 0, or behind tokens that they share",
                                   seq_ids[0], seq_id, pos);
@@ -70,7 +70,7 @@ kvc_status llama_kvcache::find_inputs(const llama_ubatch &ubatch) {
     std::map<int64_t, size_t> found;
 
     for (int32_t i = 0; i < n_cur; ++i) {
-        const int64_t id = ids[ubatch.seq_id[i][0]];
+        const int64_t id = id_of(ubatch.seq_id[i][0]);
         const auto at = found.emplace(id, inputs.size());
 
         if (at.second) {

@@ -155,7 +155,7 @@ void llama_kvcache::check_states(const std::vector<llama_ubatch> &ubatches) {
             const llama_seq_id seq_id = ubatch.seq_id_unq[i];
 
             if (seq_pos_max(seq_id) != recr->seq_pos_max(seq_id)) {
-                llama_kvcache_logged(__func__, kvc_mark_inexact(cache, ids[seq_id], 0));
+                llama_kvcache_logged(__func__, kvc_mark_inexact(cache, id_of(seq_id), 0));
             }
         }
     }
@@ -193,6 +193,7 @@ bool llama_kvcache::restore_state(kvc_prefix *prefix, llama_seq_id seq_id, int64
 
 // The sequence of the cache that was acquired takes the place of the one before: what it is fed is kept as it comes.
 int32_t llama_kvcache::prefix_begin(llama_seq_id seq_id, const llama_memory_prompt &prompt, int32_t n_held) {
+    const int64_t held = id_of(seq_id);
     kvc_prefix *prefix = prompt.n_tokens ? prefix_of(prompt.adapters) : nullptr;
 
     if (!prefix) {
@@ -215,7 +216,7 @@ int32_t llama_kvcache::prefix_begin(llama_seq_id seq_id, const llama_memory_prom
     }
 
     // of its own tokens, a sequence may have some that are not to be kept, or that were evicted
-    const bool is_more = n_known >= n_held && llama_kvcache_logged(__func__, kvc_clear_sequence(cache, ids[seq_id]));
+    const bool is_more = n_known >= n_held && llama_kvcache_logged(__func__, kvc_clear_sequence(cache, held));
 
     if (!is_more) {
         llama_kvcache_logged(__func__, kvc_clear_sequence(cache, id));
@@ -235,6 +236,7 @@ int32_t llama_kvcache::prefix_begin(llama_seq_id seq_id, const llama_memory_prom
 
 // From here on, the sequence may be fed any tokens.
 void llama_kvcache::prefix_keep(llama_seq_id seq_id, const llama_memory_prompt &prompt) {
+    const int64_t id = id_of(seq_id);
     kvc_prefix *prefix = prefix_of(prompt.adapters);
 
     if (!prefix) {
@@ -251,8 +253,6 @@ void llama_kvcache::prefix_keep(llama_seq_id seq_id, const llama_memory_prompt &
         given.tokens.num_tokens = n_fed;
         recr->state_write(state, seq_id);
     }
-
-    const int64_t id = ids[seq_id];
 
     llama_kvcache_logged(
         __func__, kvc_prefix_checkpoint(prefix, id, &given.tokens, state.data.data(), (int64_t)state.data.size()));

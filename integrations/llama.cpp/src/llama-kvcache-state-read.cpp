@@ -21,7 +21,7 @@ llama_kvcache::state_reader::state_reader(llama_kvcache &mem, llama_io_read_i &i
 }
 
 int64_t llama_kvcache::state_reader::id_of(int32_t source) const {
-    return is_shared ? sources[source].id : mem.ids[source];
+    return is_shared ? sources[source].id : mem.id_of(source);
 }
 
 // returns the source that gives a sequence its row at a position in the layers without windows, -1 if there is none
@@ -424,7 +424,7 @@ std::vector<llama_kvcache::state_reader::range> llama_kvcache::state_reader::ran
 void llama_kvcache::state_reader::share() {
     for (llama_seq_id s = 0; is_shared && s < (llama_seq_id)mem.cparams.n_seq_max; ++s) {
         for (const auto &r : ranges_of(s)) {
-            llama_kvcache_check(kvc_share(mem.cache, id_of(r.source), mem.ids[s], r.begin, r.end));
+            llama_kvcache_check(kvc_share(mem.cache, id_of(r.source), mem.id_of(s), r.begin, r.end));
         }
     }
     for (size_t i = 0; i < sources.size(); ++i) {

@@ -240,7 +240,7 @@ void llama_kvcache::write_strided(llama_io_write_i &io, llama_seq_id seq_id, lla
         write(io, (uint32_t)s);
         write(io, (uint32_t)n_tokens);
         for (const auto &part : strided_parts(flags)) {
-            write_part(io, part, ids[s], n_tokens);
+            write_part(io, part, id_of(s), n_tokens);
         }
     }
 }
@@ -269,13 +269,13 @@ void llama_kvcache::read_strided(llama_io_read_i &io, llama_seq_id seq_id, llama
             throw llama_kvcache_state_failure(
                 format("sequence %u has %u tokens (of %u)", saved, n_tokens, cparams.n_ctx_seq));
         }
-        if ((flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) && (llama_pos)n_tokens > kvc_next_position(cache, ids[to])) {
+        if ((flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) && (llama_pos)n_tokens > kvc_next_position(cache, id_of(to))) {
             throw llama_kvcache_state_failure(
                 format("sequence %d has less than the %u tokens of the state", to, n_tokens));
         }
         for (const auto &part : strided_parts(flags)) {
             if (n_tokens > 0) {
-                read_part(io, part, ids[to], (llama_pos)n_tokens);
+                read_part(io, part, id_of(to), (llama_pos)n_tokens);
             }
         }
         least = saved + 1;

@@ -75,10 +75,11 @@ std::vector<llama_kvcache::state_writer::run> llama_kvcache::state_writer::runs_
     const llama_seq_id end = seq_id == -1 ? (llama_seq_id)mem.cparams.n_seq_max : seq_id + 1;
 
     for (llama_seq_id s = first; s < end; ++s) {
+        const int64_t id = mem.id_of(s);
         int64_t row = 0;
 
         for (const auto &at : found) {
-            if (at.seq_id == mem.ids[s] && !at.in_batch && !at.is_kept) {
+            if (at.seq_id == id && !at.in_batch && !at.is_kept) {
                 res.push_back({s, at, row});
                 row += at.count;
             }
@@ -229,7 +230,7 @@ template <typename F> void llama_kvcache::state_writer::visit_rows(int32_t layer
             n = std::min(n_most, n_rows - first);
             if (is_stored) {
                 llama_kvcache_check(
-                    kvc_gather(mem.cache, mem.ids[pieces[i].seq_id], layer, pieces[i].row + first, n, &out));
+                    kvc_gather(mem.cache, mem.id_of(pieces[i].seq_id), layer, pieces[i].row + first, n, &out));
             }
             visit(rows.data(), n);
         }
@@ -309,6 +310,8 @@ void llama_kvcache::state_writer::write(const state_part &part, llama_seq_id seq
 }
 
 void llama_kvcache::state_write(llama_io_write_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) const {
+    GGML_ASSERT(seq_id == -1 || has_seq(seq_id));
+
     if (has_strides()) {
         write_strided(io, seq_id, flags);
         return;

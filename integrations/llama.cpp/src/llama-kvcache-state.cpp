@@ -84,6 +84,6 @@ void llama_kvcache::state_clear(llama_seq_id seq_id) {
         clear(true);
     } else {
         close();
-        llama_kvcache_check(kvc_clear_sequence(cache, ids[seq_id]));
+        llama_kvcache_check(kvc_clear_sequence(cache, id_of(seq_id)));
     }
 }

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 
 const kvc_allocator *llama_kvcache_allocator = nullptr;
@@ -203,19 +204,27 @@ void llama_kvcache::clear(bool /*data*/) {
     llama_kvcache_logged(__func__, kvc_clear(cache));
 }
 
-// the sequences that a call names, all if it is negative
-static std::vector<llama_seq_id> seqs_of(llama_seq_id seq_id) {
-    std::vector<llama_seq_id> res;
+int64_t llama_kvcache::id_of(llama_seq_id seq_id) const {
+    GGML_ASSERT(has_seq(seq_id));
 
-    for (llama_seq_id s = std::max(seq_id, 0); s <= (seq_id < 0 ? LLAMA_MAX_SEQ - 1 : seq_id); ++s) {
-        res.push_back(s);
+    return ids[seq_id];
+}
+
+// the sequences that a call names; -1 names all
+static std::vector<llama_seq_id> seqs_of(llama_seq_id seq_id) {
+    if (seq_id != -1) {
+        return {seq_id};
     }
+
+    std::vector<llama_seq_id> res(LLAMA_MAX_SEQ);
+
+    std::iota(res.begin(), res.end(), 0);
 
     return res;
 }
 
 bool llama_kvcache::can_remove_of(llama_seq_id seq_id, llama_pos p0, llama_pos p1) const {
-    const llama_pos next = kvc_next_position(cache, ids[seq_id]);
+    const llama_pos next = kvc_next_position(cache, id_of(seq_id));
 
     if (p0 >= p1 || p0 >= next) {
         return true;
@@ -245,8 +254,8 @@ bool llama_kvcache::can_remove(llama_seq_id seq_id, llama_pos p0, llama_pos p1) 
 
 // Of a prompt that was begun, nothing is dropped where there is nothing: its tokens still follow.
 bool llama_kvcache::remove(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
-    return p0 >= p1 || p0 >= kvc_next_position(cache, ids[seq_id]) ||
-           llama_kvcache_logged(__func__, kvc_remove(cache, ids[seq_id], p0, p1, 0));
+    return p0 >= p1 || p0 >= kvc_next_position(cache, id_of(seq_id)) ||
+           llama_kvcache_logged(__func__, kvc_remove(cache, id_of(seq_id), p0, p1, 0));
 }
 
 bool llama_kvcache::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
@@ -267,12 +276,15 @@ void llama_kvcache::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, lla
 }
 
 bool llama_kvcache::copy(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
+    const int64_t src = id_of(seq_id_src);
+    const int64_t dst = id_of(seq_id_dst);
+
     close();
 
-    if (seq_id_src == seq_id_dst) {
+    if (src == dst) {
         return true;
     }
-    if (has_strides() && begin_of(p0) > kvc_next_position(cache, ids[seq_id_dst])) {
+    if (has_strides() && begin_of(p0) > kvc_next_position(cache, dst)) {
         LLAMA_LOG_ERROR("%s: tokens are copied from position 0 on, or behind others: the model has rows that stand for "
                         "%d\n",
                         __func__, layers.stride);
@@ -282,23 +294,36 @@ bool llama_kvcache::copy(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama
     // from within a block on, behind tokens that both share, for which sharing them again does nothing
     const llama_pos begin = begin_of(p0) % layers.stride ? 0 : begin_of(p0);
 
-    return llama_kvcache_logged(__func__, kvc_share(cache, ids[seq_id_src], ids[seq_id_dst], begin, end_of(p1)));
+    return llama_kvcache_logged(__func__, kvc_share(cache, src, dst, begin, end_of(p1)));
 }
 
 void llama_kvcache::seq_keep(llama_seq_id seq_id) {
+    const int64_t id = id_of(seq_id);
+
     close();
-    llama_kvcache_logged(__func__, kvc_keep(cache, ids[seq_id]));
+    llama_kvcache_logged(__func__, kvc_keep(cache, id));
 }
 
 void llama_kvcache::seq_add(llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos shift) {
-    close();
-    can_move(__func__) &&
-        llama_kvcache_logged(__func__, kvc_shift(cache, ids[seq_id], begin_of(p0), end_of(p1), shift));
+    this->shift(seq_id, p0, p1, shift);
 }
 
-void llama_kvcache::seq_div(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d) {
+bool llama_kvcache::shift(llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos shift) {
+    const int64_t id = id_of(seq_id);
+
     close();
-    can_move(__func__) && llama_kvcache_logged(__func__, kvc_divide(cache, ids[seq_id], begin_of(p0), end_of(p1), d));
+
+    return can_move(__func__) && llama_kvcache_logged(__func__, kvc_shift(cache, id, begin_of(p0), end_of(p1), shift));
+}
+
+void llama_kvcache::seq_div(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d) { divide(seq_id, p0, p1, d); }
+
+bool llama_kvcache::divide(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d) {
+    const int64_t id = id_of(seq_id);
+
+    close();
+
+    return can_move(__func__) && llama_kvcache_logged(__func__, kvc_divide(cache, id, begin_of(p0), end_of(p1), d));
 }
 
 // every position from the smallest to the largest is there, in every layer
@@ -306,7 +331,7 @@ llama_pos llama_kvcache::seq_pos_min(llama_seq_id seq_id) const {
     llama_pos first_of_any = -1;
     llama_pos last_of_any = -1;
 
-    kvc_position_range(cache, ids[seq_id], -1, &first_of_any, &last_of_any);
+    kvc_position_range(cache, id_of(seq_id), -1, &first_of_any, &last_of_any);
 
     llama_pos res = -1;
 
@@ -319,7 +344,7 @@ llama_pos llama_kvcache::seq_pos_min(llama_seq_id seq_id) const {
         if (policy.stride > 1) {
             continue; // a row stands for tokens before it
         }
-        if (kvc_position_range(cache, ids[seq_id], layer, &first, &last) == KVC_OK) {
+        if (kvc_position_range(cache, id_of(seq_id), layer, &first, &last) == KVC_OK) {
             // a restored window has no rows before it, unlike other layers: the smallest position that can be gone back
             // to is later
             const bool is_cut = has_strides() ? policy.kind == KVC_SLIDING && first > 0
@@ -337,7 +362,7 @@ llama_pos llama_kvcache::seq_pos_max(llama_seq_id seq_id) const {
     llama_pos first_of_any = -1;
     llama_pos res = -1;
 
-    kvc_position_range(cache, ids[seq_id], -1, &first_of_any, &res);
+    kvc_position_range(cache, id_of(seq_id), -1, &first_of_any, &res);
 
     for (int32_t layer = 0; layer < (int32_t)layers.cache.size(); ++layer) {
         llama_pos first;
@@ -345,7 +370,7 @@ llama_pos llama_kvcache::seq_pos_max(llama_seq_id seq_id) const {
 
         // of a layer with a row for a block, the last one may be before the last token
         if (layers.cache[layer].policy.stride <= 1 &&
-            kvc_position_range(cache, ids[seq_id], layer, &first, &last) == KVC_OK) {
+            kvc_position_range(cache, id_of(seq_id), layer, &first, &last) == KVC_OK) {
             res = std::min(res, last);
         }
     }

@@ -75,13 +75,14 @@ class llama_kvcache : public llama_memory_i {
     llama_memory_context_ptr init_update(llama_context *lctx, bool optimize) override;
 
     bool get_can_shift() const override;
-    bool can_move(const char *func) const;
 
     // Says in the log why seq_rm would refuse, where it would.
     bool can_remove(llama_seq_id seq_id, llama_pos p0, llama_pos p1);
 
-    // like seq_cp; returns whether it copied
+    // seq_cp, seq_add and seq_div.  They return false, with the reason in the log, if the cache refuses.
     bool copy(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1);
+    bool shift(llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos shift);
+    bool divide(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d);
 
     void clear(bool data) override;
 
@@ -263,6 +264,14 @@ class llama_kvcache : public llama_memory_i {
                                   ggml_tensor *cur, int il) const;
     ggml_tensor *build_choose_dsv4(const llm_graph_context &graph, ggml_tensor *qr, ggml_tensor *cur, ggml_tensor *pos,
                                    int il) const;
+
+    bool has_seq(llama_seq_id seq_id) const { return seq_id >= 0 && (size_t)seq_id < ids.size(); }
+
+    // Returns which sequence of the cache a sequence of the context is.  Ends the process if there is no such sequence,
+    // as llama.cpp's own cache does.
+    int64_t id_of(llama_seq_id seq_id) const;
+
+    bool can_move(const char *func) const;
 
     // as can_remove and seq_rm, for one sequence, and positions [p0, p1)
     bool can_remove_of(llama_seq_id seq_id, llama_pos p0, llama_pos p1) const;

@@ -153,6 +153,37 @@ static bool test_differences(llama_model *model) {
     return ok;
 }
 
+// With M-RoPE tokens do not move, and neither does the recurrent state of a hybrid model.
+static bool test_immovable(llama_model *model) {
+    const auto rope = llama_model_rope_type(model);
+
+    if ((rope != LLAMA_ROPE_TYPE_MROPE && rope != LLAMA_ROPE_TYPE_IMROPE) || (only && !strstr("immovable", only))) {
+        return true;
+    }
+
+    bool ok = true;
+    std::vector<float> rows[2];
+
+    for (const bool is_moved : {false, true}) {
+        auto *ctx = new_context(model, exact_params(), true);
+        scene_run run(model, ctx, true);
+
+        run.feed("prompt", 0, 1, 0, 40);
+        if (is_moved) {
+            llama_memory_seq_add(run.mem, 0, 0, -1, 5);
+            llama_memory_seq_div(run.mem, 0, 0, -1, 2);
+        }
+        ok = ok && llama_memory_seq_pos_max(run.mem, 0) == 39;
+        ok = run.feed("goes on", 0, 1, 40, 45) == 0 && ok;
+        rows[is_moved] = run.notes.back().row;
+        llama_free(ctx);
+    }
+    ok = ok && !rows[0].empty() && rows[0] == rows[1];
+    printf("  %-4s immovable\n", ok ? "ok" : "FAIL");
+
+    return ok;
+}
+
 // a sequence with windows can be cut as far back as its smallest position says, and no further
 static bool test_windows(llama_model *model) {
     const int n_swa = llama_model_n_swa(model);
@@ -300,6 +331,7 @@ int main(int argc, char **argv) {
         ok = test_embeddings(model) && ok;
         ok = test_sequences(model) && ok;
         ok = test_differences(model) && ok;
+        ok = test_immovable(model) && ok;
         ok = test_windows(model) && ok;
         ok = test_options(model) && ok;
         ok = test_types(model) && ok;
