@@ -281,8 +281,8 @@ bool llama_kvcache::copy(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama
 
     close();
 
-    if (src == dst) {
-        return true;
+    if (src == dst || kvc_next_position(cache, src) == 0) {
+        return true; // there is nothing to copy
     }
     if (has_strides() && begin_of(p0) > kvc_next_position(cache, dst)) {
         LLAMA_LOG_ERROR("%s: tokens are copied from position 0 on, or behind others: the model has rows that stand for "

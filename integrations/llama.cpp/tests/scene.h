@@ -15,10 +15,13 @@
 #include <utility>
 #include <vector>
 
+inline int scene_errors = 0; // that llama.cpp and this cache have logged
+
 // begins a test program, which prints what llama.cpp logs only if VERBOSE is set
 inline void begin_program() {
     llama_log_set(
-        [](ggml_log_level, const char *text, void *) {
+        [](ggml_log_level level, const char *text, void *) {
+            scene_errors += level == GGML_LOG_LEVEL_ERROR;
             if (getenv("VERBOSE")) fputs(text, stderr);
         },
         nullptr);

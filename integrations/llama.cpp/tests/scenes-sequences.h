@@ -77,6 +77,29 @@ inline void scene_cuts(scene_run &run) {
     run.feed("anew", 3, 3, 0, 10);
 }
 
+// edits of sequences that hold nothing change nothing, and are no errors
+inline void scene_nothing(scene_run &run) {
+    const int n_before = scene_errors;
+
+    const auto edit = [&]() {
+        for (const auto &range : std::vector<std::pair<int, int>>{{-1, -1}, {0, 5}, {3, -1}, {4, 4}}) {
+            llama_memory_seq_cp(run.mem, 0, 1, range.first, range.second);
+            run.note("cut", llama_memory_seq_rm(run.mem, 0, range.first, range.second));
+            llama_memory_seq_add(run.mem, 0, range.first, range.second, 2);
+            llama_memory_seq_div(run.mem, 0, range.first, range.second, 2);
+        }
+        run.note("errors", scene_errors - n_before);
+        run.note_positions("nothing");
+    };
+
+    edit();
+    llama_memory_seq_keep(run.mem, 0);
+    edit();
+    run.feed("prompt", 1, 1, 0, 20);
+    edit();
+    go_on(run, "nothing", {1, 0});
+}
+
 // half of a full context goes, and the rest moves down, until it was refilled three times
 inline void scene_context_shift(scene_run &run) {
     const int n_ctx = (int)llama_n_ctx_seq(run.ctx);

@@ -87,6 +87,7 @@ static bool test_sequences(llama_model *model) {
         ok = check("forks" + suffix, model, params, scene_forks) && ok;
         ok = check("ranges" + suffix, model, params, scene_ranges) && ok;
         ok = check("cuts" + suffix, model, params, scene_cuts) && ok;
+        ok = check("nothing" + suffix, model, params, scene_nothing) && ok;
         ok = check("moves" + suffix, model, params, scene_moves) && ok;
         ok = check("division" + suffix, model, params, scene_division) && ok;
         ok = check("divided positions" + suffix, model, params, scene_divided_positions) && ok;
