@@ -59,8 +59,11 @@ def test_help_shows_the_options(folder, name):
     for x in "kv":
         assert re.search(rf"^--kvcache-type-{x} TYPE ", said, re.MULTILINE)
         assert f"LLAMA_KVCACHE_TYPE_{x.upper()})" in said
+        assert f"(env: LLAMA_ARG_KVCACHE_TYPE_{x.upper()})" in said
     assert re.search(r"^--kvcache-select N ", said, re.MULTILINE)
     assert "LLAMA_KVCACHE_SELECT)" in said
+    for option in ("", "_SELECT", *(["_PREFIX"] if name in ("server", "completion") else [])):
+        assert f"(env: LLAMA_ARG_KVCACHE{option})" in said
 
 
 def test_the_option_goes_before_the_environment(repository):
@@ -73,6 +76,12 @@ def test_the_option_goes_before_the_environment(repository):
         ([], {"LLAMA_KVCACHE": ""}, False),
         (["--no-kvcache"], {"LLAMA_KVCACHE": "1"}, False),
         (["--kvcache"], {"LLAMA_KVCACHE": "0"}, True),
+        *(([], {"LLAMA_KVCACHE": word}, True) for word in ("on", "true", "enabled")),
+        *(([], {"LLAMA_KVCACHE": word}, False) for word in ("off", "false", "disabled")),
+        ([], {"LLAMA_ARG_KVCACHE": "true"}, True),
+        ([], {"LLAMA_ARG_KVCACHE": "0", "LLAMA_KVCACHE": "1"}, False),
+        ([], {"LLAMA_ARG_NO_KVCACHE": "1", "LLAMA_KVCACHE": "1"}, False),
+        (["--kvcache"], {"LLAMA_ARG_KVCACHE": "off"}, True),
     ):
         said, log = complete(repository, text(0, 100), *options, **environment)
         assert bool(re.search(USED, log)) == used, (options, environment)
@@ -98,7 +107,9 @@ def test_the_servers_other_name_switches_it_on(repository, folder, options, envi
 @pytest.mark.parametrize("value", ["yes", "2", "1 "])
 def test_another_value_is_an_error(repository, value):
     options = ("--model", repository, "--prompt", "a", "-n", "1", "--no-conversation")
-    said = f"LLAMA_KVCACHE is '{value}': set it to 1, for this cache, or to 0"
+    said = (
+        f"LLAMA_KVCACHE is '{value}': set it to 1, on, true or enabled, for this cache, or to 0, off, false or disabled"
+    )
     run("completion", *options, status=1, end=said, LLAMA_KVCACHE=value)
 
 
@@ -137,6 +148,7 @@ TYPE_K, TYPE_V = "LLAMA_KVCACHE_TYPE_K", "LLAMA_KVCACHE_TYPE_V"
         ([], {TYPE_K: "int8"}, ("int8", "f16")),
         (["--cache-type-k", "q4_0"], {TYPE_K: "int8", TYPE_V: "int8"}, ("int8", "int8")),
         (["--cache-type-k", "q4_0"], {TYPE_K: ""}, ("q4_0", "f16")),
+        ([], {"LLAMA_ARG_KVCACHE_TYPE_V": "int8"}, ("f16", "int8")),
         (["--kvcache-type-k", "int8", "--kvcache-type-v", "q8_0"], {TYPE_K: "f32", TYPE_V: "int8"}, ("int8", "q8_0")),
         (["--kvcache-type-v", "int8", "--flash-attn", "off"], {}, ("f16", "int8")),
     ],
@@ -189,6 +201,7 @@ SELECT = "LLAMA_KVCACHE_SELECT"
         (["--kvcache-select", "64"], {}, "a new token selects 64 rows in 2 of 4 layers, from 8192 tokens on"),
         ([], {SELECT: "64"}, "a new token selects 64 rows"),
         (["--kvcache-select", "32"], {SELECT: "64"}, "a new token selects 32 rows"),
+        ([], {"LLAMA_ARG_KVCACHE_SELECT": "32"}, "a new token selects 32 rows"),
         (["--kvcache-select", "0"], {SELECT: "64"}, ""),
         ([], {SELECT: ""}, ""),
         ([], {SELECT: "4055"}, "a new token selects 4055 rows"),

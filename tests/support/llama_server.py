@@ -10,7 +10,9 @@ import time
 import pytest
 from support import llama_cpp_build
 
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_KVCACHE")} | {
+ENVIRONMENT = {
+    name: value for name, value in os.environ.items() if not name.startswith(("LLAMA_KVCACHE", "LLAMA_ARG_"))
+} | {
     "OMP_WAIT_POLICY": "passive"  # threads that spin at barriers take the cores of the other server
 }
 USED = r"llama_kvcache: \d+ cells"

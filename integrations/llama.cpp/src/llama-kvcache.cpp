@@ -15,15 +15,22 @@
 
 const kvc_allocator *llama_kvcache_allocator = nullptr;
 
+// takes the words that llama.cpp takes for its options
 static bool is_asked_for() {
     const char *env = getenv("LLAMA_KVCACHE");
     const std::string value = env ? env : "";
+    const auto is_one_of = [&](std::initializer_list<const char *> words) {
+        return std::find(words.begin(), words.end(), value) != words.end();
+    };
+    const bool res = is_one_of({"1", "on", "true", "enabled"});
 
-    if (!value.empty() && value != "0" && value != "1") {
-        throw std::runtime_error("LLAMA_KVCACHE is '" + value + "': set it to 1, for this cache, or to 0");
+    if (!res && !is_one_of({"", "0", "off", "false", "disabled"})) {
+        throw std::runtime_error(
+            "LLAMA_KVCACHE is '" + value +
+            "': set it to 1, on, true or enabled, for this cache, or to 0, off, false or disabled");
     }
 
-    return value == "1";
+    return res;
 }
 
 // a head without rows of its own reads those of its model's context as llama.cpp's own cache lays them out
