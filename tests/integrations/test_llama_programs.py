@@ -113,6 +113,43 @@ def test_another_value_is_an_error(repository, value):
     run("completion", *options, status=1, end=said, LLAMA_KVCACHE=value)
 
 
+@pytest.fixture(scope="module")
+def without(folder):
+    """Return an environment in which the library is as if it was built without this cache.
+
+    The file that creates a memory is compiled without this cache, and loaded first.
+    """
+    build = llama_cpp_build.folder()
+    if not (build / "bin/libllama.so").exists() or "SANITIZE_ADDRESS:BOOL=ON" in (build / "CMakeCache.txt").read_text():
+        pytest.skip("the library is linked into the programs, or cannot be preloaded")
+    source, library = build / "source", folder / "without.so"
+    headers = [f"-I{source / name}" for name in ("include", "src", "ggml/include")]
+    file = source / "src/llama-model.cpp"
+    subprocess.run(["c++", "-std=c++17", "-shared", "-fPIC", "-w", *headers, file, "-o", library], check=True)
+    return {"LD_PRELOAD": str(library)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "environment", "said"),
+    [
+        (["--kvcache"], {}, "LLAMA_KVCACHE is '1'"),
+        ([], {"LLAMA_KVCACHE": "true"}, "LLAMA_KVCACHE is 'true'"),
+        ([], {"LLAMA_ARG_KVCACHE": "on"}, "LLAMA_KVCACHE is '1'"),
+        (["--kvcache-type-k", "int8"], {}, "LLAMA_KVCACHE_TYPE_K is 'int8'"),
+        (["--kvcache-type-v", "int8"], {}, "LLAMA_KVCACHE_TYPE_V is 'int8'"),
+        (["--kvcache-select", "64"], {}, "LLAMA_KVCACHE_SELECT is '64'"),
+        (["--kvcache-prefix", "on"], {}, "LLAMA_KVCACHE_PREFIX is 'on'"),
+        (["--no-kvcache", "--kvcache-select", "0", "--kvcache-prefix", "off"], {"LLAMA_KVCACHE": "1"}, ""),
+        ([], {"LLAMA_KVCACHE": "", "LLAMA_KVCACHE_PREFIX": "0"}, ""),
+    ],
+)
+def test_a_build_without_it_refuses_to_be_asked_for_it(repository, without, options, environment, said):
+    common = ("--model", repository, "--prompt", "a", "-n", "1", "--no-conversation", "--verbosity", "4")
+    end = f"{said}: this build has no libkvcache" if said else "common_perf_print"
+    run("completion", *common, *options, status=bool(said), end=end, **environment | without)
+
+
 def test_wrong_options(repository):
     run("server", "--kvcache", "1", "--model", repository, status=1, end="invalid argument: 1")
     run("bench", "--kvcache", status=1, end="invalid parameter for argument: --kvcache")
