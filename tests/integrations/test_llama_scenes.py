@@ -43,6 +43,13 @@ def test_a_sequence_that_cannot_be_ends_the_process(model, architecture, count):
     assert out.count("  ok ") == count
 
 
+def test_defects_of_llama_cpps_own_cache_do_not_occur(tmp_path):
+    sizes = {"architecture": "llama", "num_layers": 2, "num_heads": 2, "head_dim": 32}
+    out = run("test-kvcache-defects", llama_models.write_small(tmp_path / "model.gguf", **sizes))
+    assert out.endswith("ok\n")
+    assert out.count("this cache: ") == out.count("llama.cpp's own: ") == 3
+
+
 @pytest.mark.parametrize("architecture", ["qwen2vl", "qwen35"])
 def test_tokens_with_m_rope_do_not_move(model, architecture):
     assert "  ok   immovable" in run("test-kvcache", "--only", "immovable", model(architecture))
