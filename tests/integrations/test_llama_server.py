@@ -43,6 +43,11 @@ def windows(folder):
     return llama_models.write_windows(folder)
 
 
+@pytest.fixture(scope="module")
+def hybrid(folder):
+    return llama_models.write_hybrid(folder)
+
+
 # Two slots, each with a context of its own or both in one.
 TWO_SLOTS = ("--parallel", "2", "--ctx-size", "1024", "--metrics")
 
@@ -261,6 +266,17 @@ def test_endpoints_about_the_server(pair):
     counted = dict(re.findall(r"^llamacpp:(\w+) ([\d.]+)$", metrics, re.MULTILINE))
     assert int(counted["tokens_predicted_total"]) > 0
     assert float(counted["requests_processing"]) == 0
+
+
+@pytest.mark.parametrize("option", ["--kvcache", "--no-kvcache"])
+def test_the_server_says_which_cache_it_has(folder, hybrid, option):
+    """The log has a line at the default verbosity, and the properties have its text."""
+    options = (option, "--kvcache-type-k", "int8", "--ctx-size", "512", "--verbosity", "3")
+    with Server(hybrid, folder / f"said{option}.log", *options) as server:
+        said = re.findall(r"keys and values are in libkvcache: (.*)$", server.log(), re.MULTILINE)
+        assert said == [server.ask("/props")["kvcache"]] if option == "--kvcache" else not said
+        assert ("kvcache" in server.ask("/props")) == (option == "--kvcache")
+        assert all(re.fullmatch(r"512 cells, 2 layers, K \(int8\), V \(f16\), .*, up to [\d.]+ MiB", it) for it in said)
 
 
 def test_the_web_page(pair):

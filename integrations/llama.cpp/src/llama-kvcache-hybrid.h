@@ -35,6 +35,8 @@ class llama_kvcache_hybrid : public llama_memory_i {
     void state_write(llama_io_write_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) const override;
     void state_read(llama_io_read_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) override;
 
+    const char *description() const override;
+
     bool has_prefix() const override;
     int32_t prefix_begin(llama_seq_id seq_id, const llama_memory_prompt &prompt, int32_t n_held) override;
     void prefix_keep(llama_seq_id seq_id, const llama_memory_prompt &prompt) override;

@@ -141,9 +141,10 @@ llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cpar
     const auto n_layers =
         std::count_if(layers.attention.begin(), layers.attention.end(), [](int32_t layer) { return layer >= 0; });
 
-    LLAMA_LOG_INFO("%s: %u cells, %zu layers, K (%s), V (%s), %s, up to %.2f MiB\n", __func__,
-                   (uint32_t)config.capacity, (size_t)n_layers, kvc_type_name(layers.cache[0].k_type),
-                   kvc_type_name(layers.cache[0].v_type), kvc_isa(), most_bytes() / 1024.0 / 1024.0);
+    summary = format("%u cells, %zu layers, K (%s), V (%s), %s, up to %.2f MiB", (uint32_t)config.capacity,
+                     (size_t)n_layers, kvc_type_name(layers.cache[0].k_type), kvc_type_name(layers.cache[0].v_type),
+                     kvc_isa(), most_bytes() / 1024.0 / 1024.0);
+    LLAMA_LOG_INFO("%s: %s\n", __func__, summary.c_str());
     if (layers.select_rows > 0) {
         llama_kvcache_log_selection(layers.cache, layers.select_rows, config.capacity);
     }

@@ -100,6 +100,8 @@ class llama_kvcache : public llama_memory_i {
     void state_write(llama_io_write_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) const override;
     void state_read(llama_io_read_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) override;
 
+    const char *description() const override { return summary.c_str(); }
+
     bool has_prefix() const override;
     int32_t prefix_begin(llama_seq_id seq_id, const llama_memory_prompt &prompt, int32_t n_held) override;
     void prefix_keep(llama_seq_id seq_id, const llama_memory_prompt &prompt) override;
@@ -302,7 +304,9 @@ class llama_kvcache : public llama_memory_i {
 
     kvc_cache *cache = nullptr;
 
-    std::vector<int64_t> ids; // [sequence of the context] which one of the cache it is
+    std::string summary; // of what the cache holds
+
+    std::vector<int64_t> ids; // [sequence of the context] which one of the cache it is, for id_of
 
     const std::string prefix_spec;                     // empty: there are no prefixes
     std::unique_ptr<llama_kvcache_store> prefix_store; // nullptr: they stay in memory
