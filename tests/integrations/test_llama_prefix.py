@@ -93,6 +93,14 @@ def test_a_request_that_asks_for_no_cache_uses_none(server):
     assert timings(server.complete(text(1500, 1700), 4, id_slot=1)) == (199, 1)
 
 
+def test_a_prompt_that_asks_for_no_cache_is_kept_for_others(plain, server):
+    """llama.cpp's own prompt cache keeps it, too."""
+    first = server.complete(text(3300, 3500), 4, id_slot=0, cache_prompt=False)
+    again = server.complete(text(3300, 3500), 4, id_slot=1)
+    assert timings(again) == (199, 1)
+    assert first["tokens"] == again["tokens"] == plain.complete(text(3300, 3500), 4, cache_prompt=False)["tokens"]
+
+
 def test_a_prompt_that_was_broken_off_is_known_as_far_as_it_was_fed(plain, server):
     prompt = text(5000, 5900)
     stream = server.stream("/completion", completion(prompt, 90, id_slot=0))
