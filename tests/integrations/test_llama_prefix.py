@@ -469,6 +469,24 @@ def test_what_else_is_asked_for_is_an_error(folder, repository, spec, said):
     assert re.search(rf"LLAMA_KVCACHE_PREFIX is '{re.escape(spec)}': .*{said}", done.stderr)
 
 
+@pytest.mark.parametrize("kind", ["rows", "states"])
+def test_a_folder_without_room_for_a_block_is_an_error(folder, repository, hybrid, kind):
+    """With the room that the error names, a block is kept."""
+    model, prompt = (repository, text(0, 100)) if kind == "rows" else (hybrid, text(0, 64 + 4))
+    options = ("--kvcache", "--kvcache-prefix", f"dir:{folder / kind}?max_bytes=1KiB")
+    done = subprocess.run(
+        [llama_cpp_build.program("llama-server"), "--model", model, *options],
+        env=ENVIRONMENT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode != 0
+    (size,) = set(re.findall(r"a block of this model takes (\d+) KiB: write \?max_bytes=\1KiB or more", done.stderr))
+    for known in (0, 64):
+        options = in_folder(f"{folder / kind}?max_bytes={size}KiB")
+        with Server(model, folder / f"room-{kind}-{known}.log", *options) as server:
+            assert timings(server.complete(prompt, 1))[0] == known
+            server.wait_for_slots()
+
+
 def test_prefixes_without_the_cache_are_said_to_be_none(folder, repository):
     with Server(repository, folder / "no-cache.log", "--kvcache-prefix", "on", "--ctx-size", "256") as server:
         assert "keeps no prompts without LLAMA_KVCACHE=1 (--kvcache)" in server.log()

@@ -87,22 +87,26 @@ class bytes_reader : public llama_io_read_i {
     size_t at = 0;
 };
 
-// returns the most bytes of a sequence's state: a row of each tensor, and what is said about them
-int64_t most_state_bytes(const llama_memory_recurrent &recr) {
+} // namespace
+
+// a row of each tensor, and what is said about them
+int64_t llama_kvcache::most_state_bytes() const {
     static constexpr int64_t SAID = 64;
+
+    if (!recr) {
+        return 0;
+    }
 
     int64_t res = SAID;
 
-    for (const auto *layers : {&recr.r_l, &recr.s_l, &recr.p_l}) {
-        for (const ggml_tensor *tensor : *layers) {
+    for (const auto *of_layers : {&recr->r_l, &recr->s_l, &recr->p_l}) {
+        for (const ggml_tensor *tensor : *of_layers) {
             res += tensor ? (int64_t)tensor->nb[1] + SAID : 0;
         }
     }
 
     return res;
 }
-
-} // namespace
 
 bool llama_kvcache::has_prefix() const { return !prefix_spec.empty(); }
 
@@ -136,7 +140,7 @@ kvc_prefix *llama_kvcache::prefix_of(const char *adapters) {
     config.collects_new = prefix_store != nullptr;
     if (recr) {
         // states take no more than the rows of a full context, or as much as eight of each sequence
-        config.state_bytes = most_state_bytes(*recr);
+        config.state_bytes = most_state_bytes();
         config.max_checkpoint_bytes = std::max(kvc_capacity_bytes(cache), 8 * cparams.n_seq_max * config.state_bytes);
     }
 

@@ -142,6 +142,16 @@ std::unique_ptr<kvc_store, void (*)(kvc_store *)> open(const std::string &addres
 
 void llama_kvcache_store::check(const std::string &address) { place_of(address); }
 
+void llama_kvcache_store::check_value(int64_t n_bytes) const {
+    const place at = place_of(address);
+
+    if (at.host.empty() && n_bytes > at.max_bytes) {
+        const long long least = (n_bytes + 1023) / 1024;
+
+        refuse(address, format("a block of this model takes %lld KiB: write ?max_bytes=%lldKiB or more", least, least));
+    }
+}
+
 //
 // what may fail
 //

@@ -21,6 +21,9 @@ class llama_kvcache_store {
     // throws as the constructor does where an address is none, and opens nothing
     static void check(const std::string &address);
 
+    // throws as the constructor does if the store cannot hold a value of so many bytes
+    void check_value(int64_t n_bytes) const;
+
     // adds what the cache lacks of a prompt's blocks
     void fetch(kvc_prefix *prefix, const kvc_tokens &tokens);
 

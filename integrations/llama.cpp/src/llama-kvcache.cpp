@@ -94,12 +94,35 @@ static int32_t block_size_of(const llama_kvcache_layers &layers, const llama_cpa
     return (int32_t)GGML_PAD((cparams.n_ctx_seq + n_blocks - 1) / n_blocks, 64);
 }
 
+static constexpr int64_t BLOCK = 64; // rows for which memory is taken at once
+
+static int64_t row_bytes(const kvc_layer &layer) {
+    const bool has_values = layer.v_dim > 0 && !layer.value_in_key;
+
+    return layer.num_kv_heads * (int64_t)(kvc_row_bytes(layer.k_type, layer.k_dim) +
+                                          (has_values ? kvc_row_bytes(layer.v_type, layer.v_dim) : 0));
+}
+
+int64_t llama_kvcache::most_value_bytes() const {
+    static constexpr int64_t HEADERS = 256; // of the value, and of its file
+
+    const int64_t n_rows = std::max<int64_t>(block_size_of(layers, cparams, has_prefix()), BLOCK);
+    int64_t res = HEADERS + (int64_t)layers.cache.size() + most_state_bytes();
+
+    for (const auto &layer : layers.cache) {
+        res += layer.share == 0 ? n_rows / std::max(1, layer.policy.stride) * row_bytes(layer) : 0;
+    }
+
+    return res;
+}
+
 llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cparams, llama_kvcache_layers layers_in,
                              llama_memory_recurrent *recr)
     : model(model), cparams(cparams), layers(std::move(layers_in)), recr(recr),
       prefix_spec(llama_kvcache_prefix_asked_for()) {
     if (!prefix_spec.empty() && prefix_spec != "on" && !model.hparams.no_alloc) { // not where only memory is measured
         prefix_store = std::make_unique<llama_kvcache_store>(prefix_spec);
+        prefix_store->check_value(most_value_bytes());
 
         const int64_t t_start_us = ggml_time_us();
 
@@ -384,15 +407,6 @@ llama_pos llama_kvcache::seq_pos_max(llama_seq_id seq_id) const {
     }
 
     return res;
-}
-
-static constexpr int64_t BLOCK = 64; // rows for which memory is taken at once
-
-static int64_t row_bytes(const kvc_layer &layer) {
-    const bool has_values = layer.v_dim > 0 && !layer.value_in_key;
-
-    return layer.num_kv_heads * (int64_t)(kvc_row_bytes(layer.k_type, layer.k_dim) +
-                                          (has_values ? kvc_row_bytes(layer.v_type, layer.v_dim) : 0));
 }
 
 // the rows that a layer may have, for all sequences; a window leaves two blocks, and has all rows of a decode

@@ -212,6 +212,12 @@ class llama_kvcache : public llama_memory_i {
     // decode was broken off
     void check_states(const std::vector<llama_ubatch> &ubatches);
 
+    // returns the most bytes of a sequence's recurrent state; 0 if there is none
+    int64_t most_state_bytes() const;
+
+    // returns the most bytes that a store takes for a block
+    int64_t most_value_bytes() const;
+
     bool restore_state(kvc_prefix *prefix, llama_seq_id seq_id, int64_t id, int32_t n_known);
 
     // returns why keys cannot be pooled of the tokens of these ubatches, empty if they can

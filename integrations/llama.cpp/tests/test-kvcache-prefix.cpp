@@ -403,8 +403,8 @@ static void test_operations(llama_model *model) {
 static void test_errors(llama_model *model) {
     std::ofstream("file").put('x');
     for (const char *spec :
-         {"yes", "dir:", "dir:file", "dir:file/folder", "dir:kept?max_bytes=some", "dir:kept?size=1GiB",
-          "valkey:", "valkey:localhost", "valkey:localhost:0", "valkey:localhost:port"}) {
+         {"yes", "dir:", "dir:file", "dir:file/folder", "dir:kept?max_bytes=some", "dir:kept?max_bytes=1KiB",
+          "dir:kept?size=1GiB", "valkey:", "valkey:localhost", "valkey:localhost:0", "valkey:localhost:port"}) {
         setenv("LLAMA_KVCACHE_PREFIX", spec, 1);
         auto *ctx = new_context(model, params_of(), true);
         expect(!ctx, std::string("refused: ") + spec);
