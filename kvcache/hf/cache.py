@@ -217,12 +217,6 @@ class HFCache(SaveableBatch, Cache):
         """The recurrent layers."""
         return self._recurrent
 
-    def has_source(self, index: int) -> bool:
-        """Whether a layer has an encoder's rows: not after a pass that failed."""
-        passes = self._passes
-        passes.finish()
-        return bool(passes.seq_ids) and self._cache.seq_len(passes.seq_ids[0], layer=index) > 0
-
     def check_batch_size(self, batch_size: int) -> None:
         """End a pass that failed; raise ValueError if the cache holds more or fewer rows."""
         self._passes.end()
@@ -755,7 +749,7 @@ class HFCache(SaveableBatch, Cache):
     def __repr__(self) -> str:
         passes = self._passes
         passes.finish()
-        held = f"{count(len(passes.seq_ids), 'sequence')} of {count(passes.num_seen, 'token')}"
+        held = f"{count(len(passes.seq_ids), 'sequence')} of {count(self.get_seq_length(), 'token')}"
         calls = "{kernel} by the kernels, {dense} with dense tensors, {fallback} by fallback".format(**passes.calls)
         layers = describe(self._cache, passes.seq_ids)
         layers += "" if passes.num_selected is None else f"; select={passes.num_selected}"
@@ -769,6 +763,7 @@ class HFCache(SaveableBatch, Cache):
 
     def stats(self) -> dict[str, Any]:
         """Return `kvcache.KVCache.stats`, and in ``"calls"`` how many times a layer was attended over by each means."""
+        self._passes.finish()
         return {**self._cache.stats(), "calls": dict(self._passes.calls)}
 
 

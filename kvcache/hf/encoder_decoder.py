@@ -27,19 +27,24 @@ class Updated(dict[int, bool]):
     may fail after they set one.
     """
 
-    def __init__(self, cache: HFCache) -> None:
+    def __init__(self, cache: SourceCache) -> None:
         super().__init__()
         self.cache = cache
 
     def get(self, index: int, default: Any = None) -> Any:
         """Return whether a layer has stored the encoder's rows."""
-        return self.cache.has_source(index)
+        return self.cache.get_seq_length(index) > 0
 
 
 class SourceCache(HFCache):
     """The part of an `HFEncoderDecoderCache` that holds an encoder's rows."""
 
     _holds_source = True
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of the encoder's rows."""
+        layer: Any = self.layers[layer_idx]
+        return int(layer.get_seq_length())
 
 
 @spelt

@@ -52,10 +52,11 @@ class LayerRows:
     this_pass: ForwardPass | None  # the pass that brought the new rows; None: there are none
     new: tuple[torch.Tensor, torch.Tensor] | None  # keys and values, [batch, heads, tokens, dim]
     num_columns: int  # of all rows, [batch, heads, columns, dim]
+    seq_ids: Sequence[int] = ()  # the sequences of rows that no pass brought
     falls_back: bool = False  # whether they reached the attention "kvcache", which has no kernel for the call
     _dense: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def tensors(self, *shapes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def tensors(self, *shapes: Sequence[int]) -> tuple[Rows, Rows]:
         """Return the lazy tensors. They have the shapes of new keys and values, except for the number of columns."""
         kind, dtype = self.layer.tensor_type, self.layer.decoder.dtype
         make: Any = torch.Tensor._make_wrapper_subclass
@@ -96,6 +97,11 @@ class LayerRows:
             )
         if self.new is None:
             passes.finish()
+            if self.seq_ids != passes.seq_ids:
+                raise RuntimeError(
+                    f"these keys and values of layer {layer.index} are of rows that the cache no longer has: read"
+                    " cache.layers[i].keys and .values"
+                )
             return layer.decode_stored(self.num_columns)
         with passes.turns.lock:  # until the rows are decoded, no other cache may end the pass
             this_pass = self.current_pass()
@@ -237,30 +243,39 @@ class CrossLayer(Layer):
     """A layer of attention over an encoder. Its rows are stored in the first pass, and only read from then on."""
 
     is_source = True
-    _values: torch.Tensor | None = None  # values fetched with the keys: transformers reads `keys`, then `values`
+    _values: Rows | None = None  # values fetched with the keys: transformers reads `keys`, then `values`
 
     def decode(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the new rows: there are no others."""
         return k, v
 
+    def get_seq_length(self) -> int:
+        """Return the number of the encoder's rows; 0 before the end of a first pass, and after one that failed."""
+        passes = self.passes
+        passes.finish()
+        return passes.cache.seq_len(passes.seq_ids[0], layer=self.index) if passes.seq_ids else 0
+
     @property
-    def keys(self) -> torch.Tensor:  # type: ignore[override] # the base has an attribute, which nothing sets
+    def keys(self) -> Rows:  # type: ignore[override] # the base has an attribute, which nothing sets
         """The keys that the model passes to its attention."""
         keys, self._values = self._fetch()
         return keys
 
     @property
-    def values(self) -> torch.Tensor:  # type: ignore[override] # as above
-        """The values for the keys that were read last."""
+    def values(self) -> Rows:  # type: ignore[override] # as above
+        """The values for the keys that were read last, if the cache still has their rows."""
         values, self._values = self._values, None
-        return self._fetch()[1] if values is None else values
+        if values is None or values.source.seq_ids != self.passes.seq_ids:
+            _, values = self._fetch()
+        return values
 
-    def _fetch(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _fetch(self) -> tuple[Rows, Rows]:
         """Return the keys and values of the attention over an encoder from the second pass on."""
-        seq_ids, cache = self.passes.seq_ids, self.passes.cache
+        num_columns = self.get_seq_length()
+        seq_ids = self.passes.seq_ids
         if not seq_ids:
             raise RuntimeError("nothing was stored of an encoder: run the decoder with what the encoder made first")
-        num_columns = cache.seq_len(seq_ids[0], layer=self.index)
-        own = cache.layers[self.index]
+        own = self.passes.cache.layers[self.index]
         shape = len(seq_ids), own.num_kv_heads, num_columns
-        return LayerRows(self, None, None, num_columns).tensors((*shape, own.head_dim), (*shape, own.v_head_dim))
+        rows = LayerRows(self, None, None, num_columns, seq_ids)
+        return rows.tensors((*shape, own.head_dim), (*shape, own.v_head_dim))

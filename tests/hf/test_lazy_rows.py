@@ -11,6 +11,8 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.models.llama import modeling_llama  # noqa: E402 - torch may be missing
 
+from support.hf_pairs import two_sided  # noqa: E402 - torch may be missing
+
 from kvcache import FullAttention, SlidingWindow  # noqa: E402
 from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - it imports those
 
@@ -55,10 +57,55 @@ def logits(model, cache, parts=((0, 6), (6, 10), (10, 11))):
 
 def test_stored_rows_are_there_for_who_asks(passed):
     ours, theirs = passed
+    assert ours.stats()["tokens"] == 20
     for mine, their in zip(ours.layers, theirs.layers, strict=True):
         torch.testing.assert_close(mine.keys, their.keys)
         torch.testing.assert_close(mine.values, their.values)
     assert ours.stats()["calls"] == {"kernel": LAYERS, "dense": 0, "fallback": 0}
+
+
+@pytest.mark.parametrize("attention", ["kvcache", "sdpa"])
+@pytest.mark.parametrize("name", ["bart", "whisper"])
+def test_an_encoders_rows_are_there_for_who_asks(name, attention):
+    """Between passes, the layers say what those of transformers' own cache say."""
+    model, inputs = two_sided(name)
+    ours = HFEncoderDecoderCache(model.config, "f32")
+    theirs = transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
+    for begin, end in ((0, 2), (2, 3)):
+        for cache, implementation in ((theirs, "sdpa"), (ours, attention)):
+            run(model, inputs, cache, implementation, slice(begin, end))
+        for part in ("self_attention_cache", "cross_attention_cache"):
+            mine, their = getattr(ours, part), getattr(theirs, part)
+            assert mine.get_seq_length() == their.get_seq_length()
+            assert mine.is_initialized
+            for layer, like in zip(mine.layers, their.layers, strict=True):
+                assert layer.get_seq_length() == like.get_seq_length()
+                torch.testing.assert_close(layer.keys + 0, like.keys, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(layer.values + 0, like.values, rtol=1e-4, atol=1e-4)
+
+
+def run(model, inputs, cache, attention, columns):
+    """Feed a decoder some columns of its tokens."""
+    model.set_attn_implementation(attention)
+    given = {"input_features" if model.config.model_type == "whisper" else "input_ids": inputs["inputs"]}
+    tokens = inputs["decoder_input_ids"][:, columns]
+    with torch.no_grad():
+        model(**given, decoder_input_ids=tokens, past_key_values=cache)
+
+
+def test_an_encoders_rows_are_those_of_the_source_that_is_held():
+    """What was read before the cache held other rows is refused, and no value stands beside another source's key."""
+    model, inputs = two_sided("bart")
+    cache, tokens = HFEncoderDecoderCache(model.config, "f32"), slice(0, 2)
+    run(model, inputs, cache, "kvcache", tokens)
+    layer = cache.cross_attention_cache.layers[0]
+    first = layer.keys  # and no values, which are read behind them
+    cache.reset()
+    run(model, inputs | {"inputs": inputs["inputs"].flip(1)}, cache, "kvcache", tokens)
+    with pytest.raises(RuntimeError, match=r"of rows that the cache no longer has: read cache\.layers\[i\]\.keys"):
+        first.sum()
+    values = layer.values + 0
+    assert torch.equal(values, layer.values + 0)
 
 
 def test_an_empty_cache_has_no_rows(model):
