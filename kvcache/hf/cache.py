@@ -21,6 +21,7 @@ from kvcache.hf.decode import Decoder
 from kvcache.hf.indexing import IndexKeys
 from kvcache.hf.layers import Layer
 from kvcache.hf.making import Maker
+from kvcache.hf.padding import refuse_batch
 from kvcache.hf.passes import Passes, indices_of
 from kvcache.hf.policies import (
     BY_ONE_TOKEN,
@@ -124,7 +125,8 @@ class HFCache(SaveableBatch, Cache):
         self.follows_from_later = bool(both_ways(decoder) or rotation_by_length(decoder))  # a row does, from tokens
         self._config, self._prefix = config, prefix
         has_readers = any(part.policy is None and not isinstance(part.own, LinearAttentionLayer) for part in parts)
-        self.follows_calls = has_readers or prefix is not None  # whether it must know where the model's calls end
+        # Whether it must know where the model's calls begin and end.
+        self.follows_calls = has_readers or is_recurrent or prefix is not None
         if prefix is None:
             self._cache, turns = made, Turns()
         else:
@@ -535,12 +537,21 @@ class HFCache(SaveableBatch, Cache):
         if not is_part:
             self._passes.note_call(True)
 
+        if self._recurrent and not is_part:
+            self._check_rows(inputs)
     def tell_end(self, has_failed: bool) -> None:
         """Note that a call has ended; if it has failed, only the tokens that the cache holds were fed."""
         self._passes.note_call(False)
         prompts = self._passes.prompts
         if has_failed and prompts is not None:
             prompts.tell_end(self.get_seq_length())
+    def _check_rows(self, inputs: Mapping[str, Any]) -> None:
+        """Raise ValueError before a call feeds recurrent layers other rows than they hold, and cannot go back."""
+        fed = next((inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None), None)
+        num_rows = self._passes.batch_size
+        if fed is not None and num_rows >= 0 and len(fed) != num_rows:
+            refuse_batch(len(fed), num_rows)
+
 
     @property
     def is_acquired(self) -> bool:

@@ -12,6 +12,7 @@ from kvcache.errors import NotSupportedError
 from kvcache.hf.attention import NAME
 from kvcache.hf.cache import HFCache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
+from kvcache.hf.layers import check_dtype
 from kvcache.layer import DTypeLike
 
 PLACE = "_kvcache_enabled"  # the model's attribute that has its `Enabled`
@@ -57,7 +58,7 @@ def enable(model: Any, dtype: DTypeLike | None = None, **arguments: Any) -> None
     TypeError
         If `model` is none of transformers that generates text, or an argument does not exist.
     NotSupportedError
-        If the model is not on the CPU, or the cache does not serve it.
+        If the model is not on the CPU, computes in float64, or the cache does not serve it.
     ValueError
         If the cache refuses an argument.
 
@@ -78,6 +79,8 @@ def enable(model: Any, dtype: DTypeLike | None = None, **arguments: Any) -> None
     """
     target = _find_generating(model)
     if target.device.type != "cpu":
+    if target.dtype == torch.float64:  # what weights of other types are computed in is not known
+        check_dtype(target.dtype, "the model is of type")
         raise NotSupportedError(f"the model is on {target.device}: this cache is for models on the CPU")
     make_cache(target, {"dtype": dtype, **arguments})  # raises for what cannot be made
     old = getattr(target, PLACE, None)

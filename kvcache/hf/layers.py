@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -19,6 +19,8 @@ from kvcache.hf.lazy import LazyTensor
 from kvcache.hf.passes import ForwardPass, Passes
 from kvcache.hf.policies import Part, window_of
 from kvcache.policy import ChunkedAttention, SlidingWindow
+
+FLOATS = {torch.float32, torch.float16, torch.bfloat16}  # types of what a model brings
 
 # Warnings of passes in which the kernels do not attend.
 UNKNOWN = "a mask or an operation that the kernels do not know; using dense tensors"
@@ -114,8 +116,19 @@ class LayerRows:
         return dense
 
 
+def check_dtype(dtype: torch.dtype, what: str) -> None:
+    """Raise NotSupportedError if a cache takes no keys, values and queries of an element type."""
+    if dtype not in FLOATS:
+        raise NotSupportedError(
+            f"{what} {dtype}: this cache takes torch.float32, torch.float16 and torch.bfloat16; first call"
+            " model.to(torch.float32)"
+        )
+
+
 def check_new(*tensors: torch.Tensor) -> None:
     """Raise if a cache cannot take what a layer brings of new tokens."""
+    for tensor in tensors:
+        check_dtype(tensor.dtype, "the keys or values are of type")
     if not tensors[0].is_cpu:
         raise NotSupportedError(f"the keys are on {tensors[0].device}: this cache is for models on the CPU")
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -146,6 +159,9 @@ class Layer(CacheLayerMixin):
         self.is_sliding = self.window > 0
         self.is_chunked = isinstance(policy, ChunkedAttention)
         self.num_sink_tokens = policy.num_sink_tokens if isinstance(policy, SlidingWindow) else 0
+        self.k_shape = own.num_kv_heads, own.head_dim
+        is_single = own.value_in_key or not own.v_head_dim  # whether keys are all that `pack` makes
+        self.v_shape = self.k_shape if is_single else (own.num_kv_heads, own.v_head_dim)
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override] # the base has an attribute, which nothing sets
@@ -212,12 +228,25 @@ class Layer(CacheLayerMixin):
         where they lie; for any other attention, the first operation on the tensors decodes them.
         """
         k, v = key_states, value_states
-        if not k.is_cpu or torch.is_grad_enabled():
+        if not k.is_cpu or k.dtype not in FLOATS or torch.is_grad_enabled():
             check_new(k, v)
-        this_pass = self.passes.reach(self.index, self.pack(k, v))
+        rows = self.pack(k, v)
+        if rows[0].shape[1::2] != self.k_shape or rows[-1].shape[1::2] != self.v_shape:
+            self._refuse_shapes(rows)
+        this_pass = self.passes.reach(self.index, rows)
         self.decoder.dtype = k.dtype
         past = 0 if self.is_source else min(self.passes.num_seen, self.most_past)
         return LayerRows(self, this_pass, (k, v), past + k.shape[2]).tensors(k.shape, v.shape)
+
+    def _refuse_shapes(self, rows: tuple[torch.Tensor, ...]) -> NoReturn:
+        """Raise ValueError for rows that have other shapes than those which the cache was made for."""
+        is_key = rows[0].shape[1::2] != self.k_shape
+        what, given = ("keys", rows[0]) if is_key else ("values", rows[-1])
+        heads, dim = self.k_shape if is_key else self.v_shape
+        raise ValueError(
+            f"layer {self.index} of the model brings {what} of shape {tuple(given.shape)}, and the config that this"
+            f" cache was made from says {heads} heads of {dim} elements: give HFCache this model's config, model.config"
+        )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of columns in the mask of a pass, and the index of the first column's token."""

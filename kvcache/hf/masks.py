@@ -10,6 +10,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from kvcache.hf.lazy import LazyTensor, elements_of
+from kvcache.hf.padding import check_mask
 from kvcache.hf.scoring import Scoring
 
 EVERYTHING = slice(None)
@@ -140,6 +141,8 @@ def make_mask(
     if padding is not None:  # columns that a mask does not have are hidden
         has_columns = padding.shape[-1] >= arguments["kv_length"] + arguments.get("kv_offset", 0)
         padding = None if has_columns and bool(padding.all()) else padding
+    if padding is not None:
+        check_mask(padding, arguments["batch_size"])
     # transformers sets both permissions to False, or sets use_vmap, for a model with mask functions of its own. Models
     # with an indexer forbid to skip the mask as well, and leave the function as it is.
     is_causal = arguments.get("mask_function") is causal_mask_function

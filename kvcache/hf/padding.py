@@ -22,10 +22,20 @@ def refuse_padding(row: int, offset: int) -> NoReturn:
 
 def refuse_batch(batch_size: int, num_filled: int) -> NoReturn:
     """Raise ValueError for a batch of more or fewer rows than the cache holds."""
-    method = "batch_repeat_interleave" if batch_size > num_filled else "batch_select_indices"
+    repeats, left = divmod(batch_size, num_filled)
+    method = "batch_select_indices with as many indices" if left else f"batch_repeat_interleave({repeats})"
     raise ValueError(
-        f"the batch has {count(batch_size, 'row')}: the cache was filled with {num_filled}; reset it, or call {method}"
+        f"the batch has {count(batch_size, 'row')}: the cache was filled with {num_filled}; reset it, or first call"
+        f" {method}"
     )
+
+
+def check_mask(mask: torch.Tensor, batch_size: int) -> None:
+    """Raise ValueError if a mask ``[batch, columns]`` has more or fewer rows than the batch."""
+    if mask.ndim == 2 and len(mask) != batch_size:
+        raise ValueError(
+            f"attention_mask has {count(len(mask), 'row')}, and the batch {batch_size}: give it a row for each text"
+        )
 
 
 def shown_columns(padding: torch.Tensor, num_columns: int) -> npt.NDArray[np.bool_]:

@@ -246,3 +246,7 @@ def test_arguments_by_other_names(arguments, says):
         TypeError, match="max_length is no argument of HFEncoderDecoderCache: it is called max_source_len"
     ):
         HFEncoderDecoderCache(model.config, max_length=9)
+    model = make(CONFIGS["llama"]()).double()
+    with pytest.raises(kvcache.NotSupportedError, match=r"the model is of type torch.float64: .* model\.to\(torch\.fl"):
+        enable(model)
+    assert model.config._attn_implementation == "eager"

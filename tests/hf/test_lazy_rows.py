@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama  # noqa: E402 - torch may b
 
 from support.hf_pairs import two_sided  # noqa: E402 - torch may be missing
 
-from kvcache import FullAttention, SlidingWindow  # noqa: E402
+from kvcache import FullAttention, NotSupportedError, SlidingWindow  # noqa: E402
 from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
@@ -300,6 +300,33 @@ def test_a_config_with_fewer_layers(model):
         pytest.raises(ValueError, match=r"the model has 3 layers or more, .* has 2: give HFCache"),
     ):
         model(TOKENS, past_key_values=cache)
+
+
+@pytest.mark.parametrize("attention", ["kvcache", "sdpa"])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_key_value_heads": 4}, "keys of shape (2, 2, 11, 8), and the config .* says 4 heads of 8 elements"),
+        ({"head_dim": 16}, "keys of shape (2, 2, 11, 8), and the config .* says 2 heads of 16 elements"),
+        ({"v_head_dim": 16}, "values of shape (2, 2, 11, 8), and the config .* says 2 heads of 16 elements"),
+    ],
+)
+def test_a_config_with_other_heads(model, attention, changes, says):
+    model.set_attn_implementation(attention)
+    cache = HFCache(transformers.LlamaConfig(**BASE | changes))
+    says = says.replace("(", r"\(").replace(")", r"\)")
+    with torch.no_grad(), pytest.raises(ValueError, match=f"layer 0 of the model brings {says}.* give HFCache this mod"):
+        model(TOKENS, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("attention", ["kvcache", "sdpa"])
+def test_a_model_in_float64(model, attention):
+    model.double().set_attn_implementation(attention)
+    cache = HFCache(model.config)
+    with torch.no_grad(), pytest.raises(NotSupportedError, match=r"keys or values are of type torch\.float64: .*model\.to"):
+        model(TOKENS, past_key_values=cache)
+    logits(model.float(), cache)
 
 
 @pytest.mark.parametrize("attention", ["kvcache", "sdpa"])

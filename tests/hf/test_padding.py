@@ -182,3 +182,14 @@ def test_a_row_that_is_all_padding():
     mask[1, :9] = 0
     mask[2, :11] = 0
     check_same(model, lambda cache: passes(model, cache, tokens, mask, [6, 9, 10, 11, 12]))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_mask_of_another_number_of_rows(rows):
+    model, tokens = model_of("llama"), random_tokens(2, 8)
+    model.set_attn_implementation("kvcache")
+    mask = torch.ones(rows, 8, dtype=torch.long)
+    mask[0, 0] = 0
+    cache, _ = ours(model)
+    with torch.no_grad(), pytest.raises(ValueError, match=f"attention_mask has {rows} rows?, and the batch 2: give it"):
+        model(tokens, attention_mask=mask, past_key_values=cache)

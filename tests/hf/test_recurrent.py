@@ -121,6 +121,19 @@ def test_a_model_that_goes_on_by_single_tokens():
         logits(model, cache, tokens[:, :2])
 
 
+@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize("length", [1, 4])
+def test_other_rows_are_refused_before_a_layer_has_them(name, length):
+    model, tokens = prepared(name), random_tokens(2, 19)
+    cache, like = HFCache(model.config, dtype="f32"), HFCache(model.config, dtype="f32")
+    for each in (cache, like):
+        logits(model, each, tokens[:, :18])
+    for rows, says in (([0], "1 row"), ([0, 1, 0], "3 rows")):
+        with pytest.raises(ValueError, match=f"has {says}: .* filled with 2; reset it, or first call batch_select_ind"):
+            logits(model, cache, tokens[rows, :length])
+    assert torch.equal(logits(model, cache, tokens[:, 18:]), logits(model, like, tokens[:, 18:]))
+
+
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy])
 @pytest.mark.parametrize("name", HYBRID)
 def test_copies(name, way):
