@@ -13,6 +13,7 @@ import warnings
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from transformers import GenerationMixin
@@ -43,6 +44,7 @@ class Call:
     made: list[HFCache] = field(default_factory=list)  # the caches with a prefix cache that were made for it
 
 
+_noted: WeakSet[Any] = WeakSet()  # models that were warned of
 _running: ContextVar[Call | None] = ContextVar("_running", default=None)
 
 
@@ -64,18 +66,22 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
     wanted, arguments = generation_config.cache_implementation, generation_config.cache_config or {}
     given, enabled = model_kwargs.get(CACHE), arguments_of(self)
     is_given = given is not None
-    if wanted is None and enabled is not None:
+    has_kernels = self.config.get_text_config(decoder=True)._attn_implementation == NAME
+    if wanted is None and (enabled is not None or has_kernels):
         if arguments and not is_given and not generation_config.is_assistant:
             raise ValueError(
-                f"cache_config is given without cache_implementation={NAME!r}: give both, or neither, for the cache"
-                " that enable() asked for"
+                f"cache_config is given without cache_implementation={NAME!r}: give both, or give the arguments of"
+                " the cache to kvcache.hf.enable() alone"
             )
-        wanted, arguments = NAME, enabled
+        if enabled is not None:
+            wanted, arguments = NAME, enabled
+        elif not is_given and generation_config.use_cache is not False:
+            _note_other_cache(self)
     elif wanted == NAME and generation_config.is_assistant:  # a draft's config is a copy of the model's
         generation_config.cache_implementation = None  # which transformers refuses beside the cache of the last guesses
     if generation_config.is_assistant:  # which may have fewer layers than the model
         arguments = {name: value for name, value in arguments.items() if name not in ("select", "prefix")}
-    if wanted in STATIC and self.config.get_text_config(decoder=True)._attn_implementation == NAME:
+    if wanted in STATIC and has_kernels:
         raise ValueError(
             f"cache_implementation={wanted!r} does not go with the attention {NAME!r}: say"
             f" cache_implementation={NAME!r}, or pass an HFCache as {CACHE}"
@@ -98,6 +104,18 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
             running.made.append(cache)
         return None
     return prepare_cache(self, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _note_other_cache(model: Any) -> None:
+    """Warn, once for a model, that `generate` makes a cache of transformers, over which no kernels attend."""
+    if model not in _noted:
+        _noted.add(model)
+        warnings.warn(
+            f"kvcache: the model's attention is {NAME!r}, but generate makes transformers' own cache, over which the"
+            " kernels do not attend: call kvcache.hf.enable(model), or give"
+            f" cache_implementation={NAME!r} or an HFCache",
+            stacklevel=3,
+        )
 
 
 def _note_no_cache(model: Any, wanted: str | None, given: Any) -> None:

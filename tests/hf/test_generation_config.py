@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -84,6 +85,44 @@ def test_a_model_with_an_encoder():
     assert isinstance(made, HFEncoderDecoderCache)
     for cache in (made.self_attention_cache, made.cross_attention_cache):
         assert {(layer.k_transform, layer.v_transform) for layer in cache._cache.layers} == {("hadamard", "hadamard")}
+
+
+def test_the_attention_alone(folder):
+    """`generate` then makes transformers' own cache: a warning says so once, and arguments of ours are refused."""
+    config = transformers.LlamaConfig(**BASE)
+    folder = folder / "plain"
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    want = load(folder).generate(PROMPT, max_new_tokens=4)
+    named, set_later = load(folder, attn_implementation="kvcache"), load(folder)
+    set_later.set_attn_implementation("kvcache")
+    for model in (named, set_later):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for quiet in ({"use_cache": False}, {"cache_implementation": "dynamic"}, {"cache": HFCache(model.config)}):
+                model.generate(PROMPT, max_new_tokens=4, **quiet)
+            model(PROMPT)
+            assert not [one for one in found if "kvcache" in str(one.message)]
+            for _ in range(2):
+                assert torch.equal(model.generate(PROMPT, max_new_tokens=4), want)
+        [told] = [str(one.message) for one in found if "kvcache" in str(one.message)]
+        assert "generate makes transformers' own cache" in told
+        assert "call kvcache.hf.enable(model), or give cache_implementation='kvcache' or an HFCache" in told
+        with pytest.raises(ValueError, match="cache_config is given without cache_implementation='kvcache': give both"):
+            model.generate(PROMPT, cache_config={"dtype": "q8_0"}, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("make_cache", [lambda config: None, lambda config: transformers.DynamicCache(config=config)])
+def test_passes_of_the_attention_alone(folder, make_cache):
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    logits = []
+    for attention in ("sdpa", "kvcache"):
+        model = load(folder, attn_implementation=attention)
+        cache = make_cache(model.config)
+        with torch.no_grad():
+            parts = [PROMPT] if cache is None else [PROMPT[:, :-1], PROMPT[:, -1:]]
+            logits.append(torch.cat([model(part, past_key_values=cache).logits for part in parts], 1))
+    torch.testing.assert_close(*logits)
 
 
 def test_a_static_cache_is_refused_by_name(folder):
