@@ -76,6 +76,8 @@ class HFCache(SaveableBatch, Cache):
         rows once each text of the batch has 8192 tokens. Prompts, guesses that the model verifies, and the first two
         layers of attention read all rows, as do layers that can have no sketches. By default all rows are read.
         A warning says if the model's context is too short.
+    k_dtype, v_dtype : as `dtype`, optional
+        The type of keys, or of values, if not `dtype`.
 
     Raises
     ------
@@ -114,9 +116,14 @@ class HFCache(SaveableBatch, Cache):
         transform: Transform | None = None,
         prefix: PrefixCache | None = None,
         select: int | None = None,
+        *,
+        k_dtype: DTypeLike | None = None,
+        v_dtype: DTypeLike | None = None,
     ) -> None:
+        own = {"k_dtype": k_dtype, "v_dtype": v_dtype}
+        types = {name: given for name, given in own.items() if given is not None}
         block_size = block_size_for([layer.policy for layer in layers_of(config)] if policy is None else policy)
-        made = self.make_kv_cache(config, dtype or "f16", policy, transform, select, block_size=block_size)
+        made = self.make_kv_cache(config, dtype or "f16", policy, transform, select, block_size=block_size, **types)
         if not self._holds_source:
             check_policies(made.layers)
         decoder, parts, _ = parts_of(config)
@@ -130,10 +137,10 @@ class HFCache(SaveableBatch, Cache):
         if prefix is None:
             self._cache, turns = made, Turns()
         else:
-            types = ("k_dtype", "v_dtype") if dtype is not None else ()
-            transforms = ("k_transform", "v_transform") if transform is not None else ()
-            sketches = ("sketch",) if select is not None else ()
-            check_prefix(prefix, decoder, is_recurrent, made, (*SHAPE, *types, *transforms, *sketches))
+            fields: dict[str, str | None] = dict.fromkeys((*SHAPE, *(() if select is None else ("sketch",))))
+            for name, given in (("dtype", dtype), ("transform", transform)):
+                fields |= {} if given is None else {f"k_{name}": name, f"v_{name}": name}
+            check_prefix(prefix, decoder, is_recurrent, made, {**fields, **{name: name for name in types}})
             self._cache, turns = prefix.cache, Turns.of(prefix.cache)
         self._placeholders = placeholders_of(config)
         self._follows_config = policy is None  # whether a layer's window is the model's
@@ -194,8 +201,7 @@ class HFCache(SaveableBatch, Cache):
     ) -> Self:
         if prefix is not None:  # whose types need not be the file's: then restoring says what differs
             return cls(config, policy=policy, prefix=prefix, select=select)
-        dtype, transform = stored_in(states[0])
-        return cls(config, dtype, policy, transform, select=select)
+        return cls(config, policy=policy, select=select, **stored_in(states[0]))
 
     @property
     def _parts(self) -> list[HFCache]:
@@ -531,20 +537,14 @@ class HFCache(SaveableBatch, Cache):
     def tell(self, inputs: Mapping[str, Any], is_part: bool) -> None:
         """Note what a call of the model, or in it a call of its part, is about to feed; `inputs` are its arguments."""
         prompts = self._passes.prompts
+        if self._recurrent and not is_part:
+            self._check_rows(inputs)
         if prompts is not None:
             tell = prompts.tell_part if is_part else prompts.tell
             tell(self.get_seq_length(), inputs)
         if not is_part:
             self._passes.note_call(True)
 
-        if self._recurrent and not is_part:
-            self._check_rows(inputs)
-    def tell_end(self, has_failed: bool) -> None:
-        """Note that a call has ended; if it has failed, only the tokens that the cache holds were fed."""
-        self._passes.note_call(False)
-        prompts = self._passes.prompts
-        if has_failed and prompts is not None:
-            prompts.tell_end(self.get_seq_length())
     def _check_rows(self, inputs: Mapping[str, Any]) -> None:
         """Raise ValueError before a call feeds recurrent layers other rows than they hold, and cannot go back."""
         fed = next((inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None), None)
@@ -552,6 +552,12 @@ class HFCache(SaveableBatch, Cache):
         if fed is not None and num_rows >= 0 and len(fed) != num_rows:
             refuse_batch(len(fed), num_rows)
 
+    def tell_end(self, has_failed: bool) -> None:
+        """Note that a call has ended; if it has failed, only the tokens that the cache holds were fed."""
+        self._passes.note_call(False)
+        prompts = self._passes.prompts
+        if has_failed and prompts is not None:
+            prompts.tell_end(self.get_seq_length())
 
     @property
     def is_acquired(self) -> bool:

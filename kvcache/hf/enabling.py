@@ -13,6 +13,7 @@ from kvcache.hf.attention import NAME
 from kvcache.hf.cache import HFCache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.layers import check_dtype
+from kvcache.hf.state import types_of
 from kvcache.layer import DTypeLike
 
 PLACE = "_kvcache_enabled"  # the model's attribute that has its `Enabled`
@@ -35,8 +36,7 @@ class Enabled:
         prefix = arguments.pop("prefix", None)
         if prefix is not None:  # from which the cache takes what it is not told
             told = {name: value for name, value in arguments.items() if value is not None}
-            layer = prefix.cache.layers[0]
-            arguments = {"dtype": layer.k_dtype, "transform": layer.k_transform, **told}
+            arguments = {**types_of(prefix.cache.layers[0]), **told}
         return Enabled, (arguments, self.attention)
 
 
@@ -79,9 +79,9 @@ def enable(model: Any, dtype: DTypeLike | None = None, **arguments: Any) -> None
     """
     target = _find_generating(model)
     if target.device.type != "cpu":
+        raise NotSupportedError(f"the model is on {target.device}: this cache is for models on the CPU")
     if target.dtype == torch.float64:  # what weights of other types are computed in is not known
         check_dtype(target.dtype, "the model is of type")
-        raise NotSupportedError(f"the model is on {target.device}: this cache is for models on the CPU")
     make_cache(target, {"dtype": dtype, **arguments})  # raises for what cannot be made
     old = getattr(target, PLACE, None)
     attention = _implementations(target.config) if old is None else old.attention

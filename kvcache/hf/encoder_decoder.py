@@ -53,7 +53,7 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
 
     Parameters
     ----------
-    config, dtype, policy, transform
+    config, dtype, policy, transform, k_dtype, v_dtype
         The arguments of `HFCache`; the policy is for the decoder's attention over its own tokens.
     max_source_len : int, optional
         The most rows that the encoder makes; by default from `config`.
@@ -79,6 +79,9 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
         policy: Policy | Sequence[Policy] | None = None,
         max_source_len: int | None = None,
         transform: Transform | None = None,
+        *,
+        k_dtype: DTypeLike | None = None,
+        v_dtype: DTypeLike | None = None,
     ) -> None:
         check_config(config)
         check_model(config)
@@ -92,8 +95,9 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
                 " tokens of a source to what makes the cache, HFEncoderDecoderCache(config, max_source_len=512),"
                 " enable(model, max_source_len=512), or generate's cache_config={'max_source_len': 512}"
             )
-        source = SourceCache(decoder, dtype, CrossAttention(max_source_len), transform)
-        super().__init__(HFCache(decoder, dtype, policy, transform), source)
+        types: dict[str, Any] = {"k_dtype": k_dtype, "v_dtype": v_dtype}
+        source = SourceCache(decoder, dtype, CrossAttention(max_source_len), transform, **types)
+        super().__init__(HFCache(decoder, dtype, policy, transform, **types), source)
         self.is_updated = Updated(source)
 
     _num_parts = 2
@@ -106,9 +110,8 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
             raise NotSupportedError("prefix: rows of a decoder follow from its encoder's as well: leave prefix out")
         if select is not None:
             raise NotSupportedError(f"select={select}: texts behind an encoder are short: leave select out")
-        dtype, transform = stored_in(states[0])
         lengths = (layer.policy.max_len for layer in states[1].layers if isinstance(layer.policy, CrossAttention))
-        return cls(config, dtype, policy, next(lengths, None), transform)
+        return cls(config, policy=policy, max_source_len=next(lengths, None), **stored_in(states[0]))
 
     @property
     def _parts(self) -> list[Any]:

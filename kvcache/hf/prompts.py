@@ -22,7 +22,6 @@ from kvcache.hf.told import UNKNOWN, Tokens, has_positions, tokens_fed
 from kvcache.prefix import PrefixCache
 
 PLACEHOLDER = re.compile(r".*(image|video|audio|vision|boi|eoi|boa|eoa).*_(token_id|token_index|index)")
-ARGUMENTS = {"k_dtype": "dtype", "v_dtype": "dtype", "k_transform": "transform", "v_transform": "transform"}
 StateOf: TypeAlias = Callable[[int], bytes]  # returns the state of a row of the batch
 
 
@@ -304,9 +303,12 @@ class Prompts:
 
 
 def check_prefix(
-    prefix: Any, config: PreTrainedConfig, is_recurrent: bool, wanted: KVCache, fields: Sequence[str]
+    prefix: Any, config: PreTrainedConfig, is_recurrent: bool, wanted: KVCache, fields: Mapping[str, str | None]
 ) -> None:
-    """Raise if a prefix cache is not one for a model: name the first layer, and what differs of it."""
+    """Raise if a prefix cache is not one for a model: name the first layer, and what differs of it.
+
+    `fields` of layers must be alike. Each comes with the argument that says it; None: the model says it.
+    """
     if not isinstance(prefix, PrefixCache):
         raise TypeError(f"prefix is a {type(prefix).__name__}: a kvcache.PrefixCache is needed")
     if is_recurrent and config.model_type in BY_ONE_TOKEN:
@@ -336,12 +338,12 @@ def check_prefix(
             " make it by HFCache.make_kv_cache(config)"
         )
     for i, (one, other) in enumerate(zip(given.layers, wanted.layers, strict=True)):
-        for name in fields:
+        for name, argument in fields.items():
             if getattr(one, name) != getattr(other, name):
-                if name in ARGUMENTS:
+                if argument is not None:
                     raise ValueError(
-                        f"{ARGUMENTS[name]}={getattr(other, name)!r}: layer {i} of the cache of prefix has"
-                        f" {name}={getattr(one, name)!r}: leave {ARGUMENTS[name]} out, or make that cache by"
+                        f"{argument}={getattr(other, name)!r}: layer {i} of the cache of prefix has"
+                        f" {name}={getattr(one, name)!r}: leave {argument} out, or make that cache by"
                         " HFCache.make_kv_cache with the same arguments"
                     )
                 raise ValueError(

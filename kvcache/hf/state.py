@@ -20,7 +20,7 @@ from kvcache.errors import NotSupportedError, StateFormatError, shown
 from kvcache.hf.passes import Passes
 from kvcache.hf.policies import SHAPE, check_config
 from kvcache.hf.told import NONE, UNKNOWN
-from kvcache.layer import DType, Layer, Transform, count
+from kvcache.layer import Layer, count
 from kvcache.policy import CrossAttention, Policy
 from kvcache.prefix import PrefixCache
 
@@ -156,9 +156,15 @@ class SaveableBatch:
         return cache
 
 
-def stored_in(saved: state.SavedState) -> tuple[DType | None, Transform | None]:
-    """Return the type and the transform of the rows of a file; None if it has no layers."""
-    return next(((layer.k_dtype, layer.k_transform) for layer in saved.layers), (None, None))
+def stored_in(saved: state.SavedState) -> dict[str, Any]:
+    """Return the types and the transform of the rows of a file, as arguments of a cache; none if it has no layers."""
+    layer = next(iter(saved.layers), None)
+    return {} if layer is None else types_of(layer)
+
+
+def types_of(layer: Layer) -> dict[str, Any]:
+    """Return how a layer stores rows, as arguments of a cache."""
+    return {"k_dtype": layer.k_dtype, "v_dtype": layer.v_dtype, "transform": layer.k_transform}
 
 
 def check_layers(layers: Sequence[Any]) -> None:

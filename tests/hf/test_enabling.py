@@ -171,6 +171,45 @@ def test_the_type_of_a_prefix_cache_is_taken(name):
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "types"),
+    [
+        ({"k_dtype": "int6", "v_dtype": "int4"}, ("int6", "int4")),
+        ({"dtype": "int4", "k_dtype": "int6"}, ("int6", "int4")),
+        ({"v_dtype": "q8_0", "transform": "hadamard"}, ("f16", "q8_0")),
+    ],
+)
+def test_types_of_keys_and_of_values(arguments, types, tmp_path):
+    """As `KVCache` spells them, also in `cache_config`, a saved cache, beside a prefix cache, and with an encoder."""
+    model, tokens = make(transformers.LlamaConfig(**BASE | {"head_dim": 32})), random_tokens(1, 5)
+    made = []
+    enable(model, **arguments)
+    made.append(model.generate(tokens, **OPTIONS).past_key_values)
+    disable(model)
+    asked = {"cache_implementation": "kvcache", "cache_config": arguments}
+    made.append(model.generate(tokens, **asked, **OPTIONS).past_key_values)
+    made[0].save(tmp_path / "cache")
+    made.append(HFCache.load(model.config, tmp_path / "cache"))
+    prefix = kvcache.PrefixCache(HFCache.make_kv_cache(model.config, **arguments), fingerprint="one")
+    made.append(HFCache(model.config, prefix=prefix, **arguments))
+    enable(model, prefix=prefix)
+    made.append(pickle.loads(pickle.dumps(model)).generate(tokens, **OPTIONS).past_key_values)
+    bart = transformers.BartConfig(d_model=64, encoder_attention_heads=2, decoder_attention_heads=2)
+    two = HFEncoderDecoderCache(bart, **arguments)
+    made += [two.self_attention_cache, two.cross_attention_cache]
+    for cache in made:
+        assert {(layer.k_dtype, layer.v_dtype) for layer in cache._cache.layers} == {types}
+
+
+def test_types_that_a_prefix_cache_does_not_have():
+    config = transformers.LlamaConfig(**BASE | {"head_dim": 32})
+    memory = HFCache.make_kv_cache(config, k_dtype="int6", v_dtype="int4")
+    prefix = kvcache.PrefixCache(memory, fingerprint="one")
+    HFCache(config, prefix=prefix, k_dtype="int6")
+    with pytest.raises(ValueError, match="^v_dtype='int6': layer 0 of the cache of prefix has v_dtype='int4': leave v_d"):
+        HFCache(config, prefix=prefix, v_dtype="int6")
+
+
 def test_pickled_models():
     model, tokens = make(CONFIGS["llama"]()), random_tokens(1, 5)
     memory = HFCache.make_kv_cache(model.config, dtype="bf16")
@@ -222,6 +261,10 @@ def test_what_is_no_model():
         enable(transformers.LlamaModel(CONFIGS["llama"]()))
     with pytest.raises(kvcache.NotSupportedError, match="the model is on meta"):
         enable(make(CONFIGS["llama"]()).to("meta"))
+    model = make(CONFIGS["llama"]()).double()
+    with pytest.raises(kvcache.NotSupportedError, match=r"the model is of type torch.float64: .* model\.to\(torch\.fl"):
+        enable(model)
+    assert model.config._attn_implementation == "eager"
     mamba = transformers.MambaForCausalLM(
         transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=9, state_size=4)
     )
@@ -246,7 +289,3 @@ def test_arguments_by_other_names(arguments, says):
         TypeError, match="max_length is no argument of HFEncoderDecoderCache: it is called max_source_len"
     ):
         HFEncoderDecoderCache(model.config, max_length=9)
-    model = make(CONFIGS["llama"]()).double()
-    with pytest.raises(kvcache.NotSupportedError, match=r"the model is of type torch.float64: .* model\.to\(torch\.fl"):
-        enable(model)
-    assert model.config._attn_implementation == "eager"
