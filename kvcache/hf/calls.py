@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvcache.hf.cache import HFCache
+from kvcache.hf.cache import CACHE, HFCache
+from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 
 call: Any = PreTrainedModel.__call__
 # The cache of the call that runs. A model calls parts that are models, too: these are fed what the first call makes.
@@ -35,7 +36,12 @@ def register_calls() -> None:
 
 @functools.wraps(call)
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a model, and tell its cache of the call, unless a call around this one did."""
+    """Call a model, and tell its cache of the call, unless a call around this one did.
+
+    A cache may be given by the argument's name in transformers 5.24, so that one program runs with every version.
+    """
+    if CACHE != "cache" and isinstance(kwargs.get("cache"), (HFCache, HFEncoderDecoderCache)):
+        kwargs[CACHE] = kwargs.pop("cache")
     token = None
     for cache in (*args, *kwargs.values()):
         if isinstance(cache, HFCache) and cache.follows_calls:

@@ -11,7 +11,19 @@ import kvcache
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import CONFIGS, LAYERS, check_same, make, model_of, ours, passes, random_tokens  # noqa: E402 - torch may be missing
+from support.hf_pairs import (  # noqa: E402 - torch may be missing
+    CONFIGS,
+    LAYERS,
+    check_same,
+    make,
+    model_of,
+    ours,
+    passes,
+    random_tokens,
+    two_sided,
+)
+
+from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
 
@@ -208,3 +220,17 @@ def test_a_batch_that_another_thread_is_about_to_end(act):
     cache.finish()
     assert cache.get_seq_length() == (51 if act == "feed" else 50)
     assert cache._cache.seq_len(cache._passes.seq_ids[0]) == (51 if act == "feed" else 40)
+
+
+def test_a_cache_by_its_name_in_newer_releases():
+    """Calls of a model take it as `cache` in transformers 5.24, and here in 5.23, too."""
+    model, tokens = model_of("llama"), random_tokens(1, 9)
+    model.set_attn_implementation("kvcache")
+    bart, inputs = two_sided("bart")
+    given = {"input_ids": inputs["inputs"], "decoder_input_ids": inputs["decoder_input_ids"]}
+    cache, two = HFCache(model.config), HFEncoderDecoderCache(bart.config)
+    with torch.no_grad():
+        model(tokens, cache=cache)
+        model.model(tokens, cache=cache)
+        bart(**given, cache=two)
+    assert (cache.get_seq_length(), two.get_seq_length()) == (18, 3)

@@ -40,6 +40,7 @@ def test_docstrings(name):
     assert not result.failed
 
 
+@pytest.mark.filterwarnings("error:.past_key_values. is deprecated:FutureWarning")  # nobody copies a deprecated name
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page(page, monkeypatch):
     need(page.name)
