@@ -180,7 +180,7 @@ def test_the_type_of_a_prefix_cache_is_taken(name):
     ],
 )
 def test_types_of_keys_and_of_values(arguments, types, tmp_path):
-    """As `KVCache` spells them, also in `cache_config`, a saved cache, beside a prefix cache, and with an encoder."""
+    """Each way of making a cache takes the arguments as `KVCache` spells them."""
     model, tokens = make(transformers.LlamaConfig(**BASE | {"head_dim": 32})), random_tokens(1, 5)
     made = []
     enable(model, **arguments)
@@ -206,7 +206,9 @@ def test_types_that_a_prefix_cache_does_not_have():
     memory = HFCache.make_kv_cache(config, k_dtype="int6", v_dtype="int4")
     prefix = kvcache.PrefixCache(memory, fingerprint="one")
     HFCache(config, prefix=prefix, k_dtype="int6")
-    with pytest.raises(ValueError, match="^v_dtype='int6': layer 0 of the cache of prefix has v_dtype='int4': leave v_d"):
+    with pytest.raises(
+        ValueError, match=r"^v_dtype='int6': layer 0 of the cache of prefix has v_dtype='int4': leave v_d"
+    ):
         HFCache(config, prefix=prefix, v_dtype="int6")
 
 
