@@ -75,6 +75,8 @@ def attention(
             _refuse(name)
     chosen = None if isinstance(given, ChosenMask) else chosen  # the mask's elements have it
     key, value, mask = _decode(rows, key, value, given, query.shape[2])
+    if rows is not None:
+        _note_fallback(rows, query, expansion, is_special, {"scale": scaling, "softcap": softcap, "sinks": s_aux})
     if compressed is not None:
         key, value, mask = compressed.join(key, value, mask)
     has_sdpa = softcap is None and s_aux is None
@@ -200,6 +202,24 @@ def _decode(
     if rows is not None and rows.new is not None:
         _check_mask(rows, mask, num_queries)
     return key, value, mask
+
+
+def _note_fallback(
+    rows: LayerRows, query: torch.Tensor, expansion: Expansion | None, is_special: bool, options: dict[str, Any]
+) -> None:
+    """Note for `HFCache.evict` the queries of a call whose mask the kernels do not know.
+
+    `is_special` says that they do not know what else the layer is given, whatever the mask is.
+    """
+    layer, queries = rows.layer, rows.layer.passes.queries
+    if layer.is_source:
+        return
+    this_pass = rows.current_pass()
+    if is_special:
+        this_pass.without_kernels.add(layer.index)
+    elif queries is not None:
+        q = query if expansion is None else expansion.absorb(query)
+        layer.passes.note_queries(queries, this_pass, layer.index, q, options)
 
 
 def _complete(

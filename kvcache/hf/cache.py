@@ -21,7 +21,7 @@ from kvcache.hf.decode import Decoder
 from kvcache.hf.indexing import IndexKeys
 from kvcache.hf.layers import Layer
 from kvcache.hf.making import Maker
-from kvcache.hf.padding import refuse_batch
+from kvcache.hf.padding import check_rows
 from kvcache.hf.passes import Passes, indices_of
 from kvcache.hf.policies import (
     BY_ONE_TOKEN,
@@ -427,7 +427,8 @@ class HFCache(SaveableBatch, Cache):
         ------
         NotSupportedError
             If no layer keeps the rows of all tokens, an indexer chooses rows, the policy needs a rotation that is not
-            known, or the prompt cannot be fed again: it has images, or the model has an encoder.
+            known, or the prompt cannot be fed again: it has images, or the model has an encoder. Also if a layer
+            attended with dense tensors in the last pass, for another reason than its mask.
         ValueError
             If `keep` is out of range, `input_ids` cannot be what was fed, or the policy lacks what it needs. Whatever
             the policy or the model raises, no token was dropped.
@@ -436,8 +437,7 @@ class HFCache(SaveableBatch, Cache):
         """
         passes, keep = self._passes, eviction.check_share(keep)
         passes.end()
-        if passes.num_rows < self._cache.num_layers:
-            raise NotSupportedError("an indexer of the model chooses rows: tokens cannot be evicted beside it")
+        passes.check_evictable()
         if model is not None or input_ids is not None:
             self._check_fed_again(model, input_ids)
         held, kept, ropes = ([*passes.seq_ids], passes.num_seen), [], ropes_of(self._config, self._cache)
@@ -538,19 +538,12 @@ class HFCache(SaveableBatch, Cache):
         """Note what a call of the model, or in it a call of its part, is about to feed; `inputs` are its arguments."""
         prompts = self._passes.prompts
         if self._recurrent and not is_part:
-            self._check_rows(inputs)
+            check_rows(inputs, self._passes.batch_size)
         if prompts is not None:
             tell = prompts.tell_part if is_part else prompts.tell
             tell(self.get_seq_length(), inputs)
         if not is_part:
             self._passes.note_call(True)
-
-    def _check_rows(self, inputs: Mapping[str, Any]) -> None:
-        """Raise ValueError before a call feeds recurrent layers other rows than they hold, and cannot go back."""
-        fed = next((inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None), None)
-        num_rows = self._passes.batch_size
-        if fed is not None and num_rows >= 0 and len(fed) != num_rows:
-            refuse_batch(len(fed), num_rows)
 
     def tell_end(self, has_failed: bool) -> None:
         """Note that a call has ended; if it has failed, only the tokens that the cache holds were fed."""

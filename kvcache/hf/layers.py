@@ -108,6 +108,8 @@ class LayerRows:
         with passes.turns.lock:  # until the rows are decoded, no other cache may end the pass
             this_pass = self.current_pass()
             this_pass.decoded.add(layer.index)
+            if not self.falls_back:
+                this_pass.without_kernels.add(layer.index)
             if layer.index in this_pass.pending:
                 passes.put(this_pass, layer.index)
             dense = layer.decode(*self.new)
@@ -239,7 +241,7 @@ class Layer(CacheLayerMixin):
         return LayerRows(self, this_pass, (k, v), past + k.shape[2]).tensors(k.shape, v.shape)
 
     def _refuse_shapes(self, rows: tuple[torch.Tensor, ...]) -> NoReturn:
-        """Raise ValueError for rows that have other shapes than those which the cache was made for."""
+        """Raise ValueError for rows of other shapes than the config says."""
         is_key = rows[0].shape[1::2] != self.k_shape
         what, given = ("keys", rows[0]) if is_key else ("values", rows[-1])
         heads, dim = self.k_shape if is_key else self.v_shape
@@ -279,7 +281,7 @@ class CrossLayer(Layer):
         return k, v
 
     def get_seq_length(self) -> int:
-        """Return the number of the encoder's rows; 0 before the end of a first pass, and after one that failed."""
+        """Return the number of the encoder's rows. It is 0 until a first pass has gone through all layers."""
         passes = self.passes
         passes.finish()
         return passes.cache.seq_len(passes.seq_ids[0], layer=self.index) if passes.seq_ids else 0

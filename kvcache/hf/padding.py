@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,13 @@ def refuse_batch(batch_size: int, num_filled: int) -> NoReturn:
         f"the batch has {count(batch_size, 'row')}: the cache was filled with {num_filled}; reset it, or first call"
         f" {method}"
     )
+
+
+def check_rows(inputs: Mapping[str, Any], num_filled: int) -> None:
+    """Raise ValueError if a model's arguments have other rows than its cache; `num_filled` -1: the cache has none."""
+    fed = next((inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None), None)
+    if fed is not None and num_filled >= 0 and len(fed) != num_filled:
+        refuse_batch(len(fed), num_filled)
 
 
 def check_mask(mask: torch.Tensor, batch_size: int) -> None:

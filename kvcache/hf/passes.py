@@ -17,7 +17,7 @@ from kvcache import selecting
 from kvcache.arrays import Layout
 from kvcache.batch import Batch
 from kvcache.cache import KVCache
-from kvcache.errors import shown
+from kvcache.errors import NotSupportedError, shown
 from kvcache.eviction import Queries
 from kvcache.hf.padding import count_leading, masked_ranges, refuse_batch, refuse_padding, shown_columns
 from kvcache.hf.prompts import Prompts
@@ -73,6 +73,7 @@ class ForwardPass:
         self.begun: set[int] = set()  # layers that have brought keys, or attended
         self.done: set[int] = set()  # layers that have stored the new tokens, or attended
         self.decoded: set[int] = set()  # layers whose rows were made dense tensors
+        self.without_kernels: set[int] = set()  # layers that the kernels cannot attend over, whatever the mask is
         # Rows that neither the attention nor the model has used yet, by layer: [batch, heads, tokens, dim].
         self.pending: dict[int, tuple[torch.Tensor, ...]] = {}
         self.leaves_rows = False  # whether the model left a layer's rows unused, and attends to others
@@ -140,6 +141,7 @@ class Passes:
         self.num_seen = 0  # tokens of each sequence, padding included: the columns of a mask
         self.num_last = 0  # those of them that the pass fed which ended last
         self.offsets: list[int] = []  # the column of each sequence's position 0: leading padding is not stored
+        self.without_kernels: set[int] = set()  # of the pass that ended last
         self.prompts: Prompts | None = None  # what `HFCache.acquire` was told
         self.has_dropped = False  # whether tokens of a pass that failed were dropped
 
@@ -216,7 +218,7 @@ class Passes:
         end = self.num_seen + this_pass.num_tokens
         asked = {name: options.get(name) for name in ("scale", "softcap", "sinks")}
         if isinstance(asked["sinks"], torch.Tensor):
-            asked["sinks"] = asked["sinks"].numpy()
+            asked["sinks"] = asked["sinks"].detach().float().numpy()
         for row, (seq_id, offset) in enumerate(zip(self.seq_ids, this_pass.offsets, strict=True)):
             num_tokens = min(q.shape[2], end - offset)  # without padding
             if num_tokens:
@@ -231,6 +233,17 @@ class Passes:
             for seq_id, positions in zip(self.seq_ids, kept, strict=True):
                 self.cache.keep_positions(positions, seq_id=seq_id)
             self.turns.compact(self.cache)
+
+    def check_evictable(self) -> None:
+        """Raise NotSupportedError if the model could not go on without some of the tokens."""
+        if self.num_rows < self.cache.num_layers:
+            raise NotSupportedError("an indexer of the model chooses rows: tokens cannot be evicted beside it")
+        if self.without_kernels:
+            raise NotSupportedError(
+                f"layer {min(self.without_kernels)} attended with dense tensors in the last pass: the model computes"
+                " with the rows first, or adds a bias to the scores, or its attention is not 'kvcache'. Only the"
+                " kernels know which rows are left, so tokens cannot be evicted"
+            )
 
     @property
     def has_gaps(self) -> bool:
@@ -460,7 +473,7 @@ class Passes:
             if is_complete:
                 self.num_last = ended.num_tokens - num_back
                 self.num_seen += self.num_last
-                self.offsets = ended.offsets
+                self.offsets, self.without_kernels = ended.offsets, ended.without_kernels
             else:
                 if ended.brings_sequences:
                     self.forget()

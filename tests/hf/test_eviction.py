@@ -347,18 +347,67 @@ def test_other_attention_is_refused_afterwards(name):
     assert logits_of(model, cache, tokens).isfinite().all()
 
 
-def test_queries_need_the_kernels():
+DENSE = "attended with dense tensors in the last pass: .* tokens cannot be evicted"
+
+
+def test_eviction_needs_the_kernels():
+    """Rows are refused to be dropped, not the next pass that would need them; after a pass of the kernels they go."""
     model, tokens = model_of(), texts()
     model.set_attn_implementation("sdpa")
-    cache = HFCache(model.config)
+    cache = HFCache(model.config, "f32")
     cache.note_queries()
     prefill(model, cache, tokens)
-    with pytest.raises(ValueError, match="no queries of sequence"):
-        cache.evict(future)
-    with pytest.raises(ValueError, match="no queries of sequence"):
-        cache.evict(kvzip, model=model, input_ids=tokens[:, :LENGTH])
+    again = {"model": model, "input_ids": tokens[:, :LENGTH]}
+    for policy, options in ((future, {}), (third, {}), (kvzip, again)):
+        with pytest.raises(kvcache.NotSupportedError, match=f"layer 0 {DENSE}"):
+            cache.evict(policy, **options)
     assert cache._cache.sequences == cache._passes.seq_ids
     assert len(columns_of(cache)[0]) == LENGTH
+    model.set_attn_implementation("kvcache")
+    logits_of(model, cache, tokens)
+    cache.evict(third, 0.5)
+    assert len(columns_of(cache)[0]) == (LENGTH + NEW) // 2
+
+
+INKLING = {"moe_intermediate_size": 32, "n_routed_experts": 4, "swa_num_attention_heads": 4}
+INKLING |= {"swa_num_key_value_heads": 2, "swa_head_dim": 16, "num_experts_per_tok": 2}
+WITHOUT_KERNELS = {  # what the models do with their rows first, or add to the scores
+    "they are divided in two": (transformers.DiffLlamaConfig, {}),
+    "they make a mask": (transformers.DogeConfig, {}),
+    "they are repeated": (transformers.JetMoeConfig, {"kv_channels": 16, "num_local_experts": 4}),
+    "a bias by position": (transformers.InklingTextConfig, INKLING),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_KERNELS)
+def test_models_without_kernels_are_refused(name):
+    kind, changes = WITHOUT_KERNELS[name]
+    model = model_of(kind, **changes)
+    cache = HFCache(model.config, "f32")
+    cache.note_queries()
+    with torch.no_grad():
+        model(random_tokens(1, 60) % 80, past_key_values=cache, use_cache=True)
+    for policy in (future, third):
+        with pytest.raises(kvcache.NotSupportedError, match=DENSE):
+            cache.evict(policy, 0.5)
+    with torch.no_grad():
+        model(random_tokens(1, 1) % 80, past_key_values=cache, use_cache=True)
+    assert cache.get_seq_length() == 61
+
+
+def test_queries_are_noted_if_the_kernels_do_not_know_a_mask():
+    model, tokens = model_of(), texts()
+    kept = []
+    for mask in (None, torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]):
+        cache = HFCache(model.config, "f32")
+        cache.note_queries(8)
+        with torch.no_grad():
+            model(tokens[:, :LENGTH], attention_mask=mask, past_key_values=cache)
+        cache.evict(future, 0.5)
+        kept.append(columns_of(cache)[0].tolist())
+        assert logits_of(model, cache, tokens).isfinite().all()
+    assert cache.stats()["calls"]["fallback"] == 4
+    assert kept[0] == kept[1]
 
 
 def test_a_model_that_fails_while_it_reads_the_prompt_again(monkeypatch):

@@ -9,9 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from transformers.models.llama import modeling_llama  # noqa: E402 - torch may be missing
-
 from support.hf_pairs import two_sided  # noqa: E402 - torch may be missing
+from transformers.models.llama import modeling_llama  # noqa: E402 - torch may be missing
 
 from kvcache import FullAttention, NotSupportedError, SlidingWindow  # noqa: E402
 from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - it imports those
@@ -67,7 +66,7 @@ def test_stored_rows_are_there_for_who_asks(passed):
 @pytest.mark.parametrize("attention", ["kvcache", "sdpa"])
 @pytest.mark.parametrize("name", ["bart", "whisper"])
 def test_an_encoders_rows_are_there_for_who_asks(name, attention):
-    """Between passes, the layers say what those of transformers' own cache say."""
+    """Lengths and rows between passes are as in transformers' own cache."""
     model, inputs = two_sided(name)
     ours = HFEncoderDecoderCache(model.config, "f32")
     theirs = transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
@@ -94,7 +93,7 @@ def run(model, inputs, cache, attention, columns):
 
 
 def test_an_encoders_rows_are_those_of_the_source_that_is_held():
-    """What was read before the cache held other rows is refused, and no value stands beside another source's key."""
+    """Keys that were read before a reset are refused. Values belong to the source of today."""
     model, inputs = two_sided("bart")
     cache, tokens = HFEncoderDecoderCache(model.config, "f32"), slice(0, 2)
     run(model, inputs, cache, "kvcache", tokens)
@@ -315,7 +314,10 @@ def test_a_config_with_other_heads(model, attention, changes, says):
     model.set_attn_implementation(attention)
     cache = HFCache(transformers.LlamaConfig(**BASE | changes))
     says = says.replace("(", r"\(").replace(")", r"\)")
-    with torch.no_grad(), pytest.raises(ValueError, match=f"layer 0 of the model brings {says}.* give HFCache this mod"):
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match=f"layer 0 of the model brings {says}.* give HFCache this mod"),
+    ):
         model(TOKENS, past_key_values=cache)
     assert cache.get_seq_length() == 0
 
@@ -324,7 +326,10 @@ def test_a_config_with_other_heads(model, attention, changes, says):
 def test_a_model_in_float64(model, attention):
     model.double().set_attn_implementation(attention)
     cache = HFCache(model.config)
-    with torch.no_grad(), pytest.raises(NotSupportedError, match=r"keys or values are of type torch\.float64: .*model\.to"):
+    with (
+        torch.no_grad(),
+        pytest.raises(NotSupportedError, match=r"keys or values are of type torch\.float64: .*model\.to"),
+    ):
         model(TOKENS, past_key_values=cache)
     logits(model.float(), cache)
 
