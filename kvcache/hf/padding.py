@@ -25,8 +25,8 @@ def refuse_batch(batch_size: int, num_filled: int) -> NoReturn:
     repeats, left = divmod(batch_size, num_filled)
     method = "batch_select_indices with as many indices" if left else f"batch_repeat_interleave({repeats})"
     raise ValueError(
-        f"the batch has {count(batch_size, 'row')}: the cache was filled with {num_filled}; reset it, or first call"
-        f" {method}"
+        f"the batch has {count(batch_size, 'row')}: the cache was filled with {num_filled}; reset it, or call"
+        f" {method} first"
     )
 
 

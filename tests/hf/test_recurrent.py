@@ -129,7 +129,7 @@ def test_other_rows_are_refused_before_a_layer_has_them(name, length):
     for each in (cache, like):
         logits(model, each, tokens[:, :18])
     for rows, says in (([0], "1 row"), ([0, 1, 0], "3 rows")):
-        with pytest.raises(ValueError, match=f"has {says}: .* filled with 2; reset it, or first call batch_select_ind"):
+        with pytest.raises(ValueError, match=f"has {says}: .* filled with 2; reset it, or call batch_select_indices"):
             logits(model, cache, tokens[rows, :length])
     assert torch.equal(logits(model, cache, tokens[:, 18:]), logits(model, like, tokens[:, 18:]))
 
