@@ -144,10 +144,10 @@ def weigh(q, k, v):
 
 
 def choose(q, k, v):
-    with kvcache.KVCache([kvcache.Layer(KV_HEADS, K_DIM, v_head_dim=0)], max_seq_len=TOKENS) as cache:
-        with cache.batch(TOKENS) as batch:
-            batch.put(0, k)
-            return batch.choose(0, q, width=2, weights=q[..., 0], num_choices=KV_HEADS, return_scores=True)
+    cache = kvcache.KVCache([kvcache.Layer(KV_HEADS, K_DIM, v_head_dim=0)], max_seq_len=TOKENS)
+    with cache.batch(TOKENS) as batch:
+        batch.put(0, k)
+        return batch.choose(0, q, width=2, weights=q[..., 0], num_choices=KV_HEADS, return_scores=True)
 
 
 @pytest.mark.parametrize("library", ["numpy", pytest.param("torch", marks=pytest.mark.hf)])
