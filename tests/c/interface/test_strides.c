@@ -68,13 +68,14 @@ static kvc_rows_out rows_out(const shape *s, int raw, void *k, void *v) {
 
 static void attend(kvc_batch *batch, const shape *s, results *r) {
     const int64_t heads = GROUP * s->layer.num_kv_heads, q = DIM * 2, out = s->layer.v_dim * 2, lse = sizeof(float);
-    static int32_t positions[TOKENS][HEADS][WIDTH];
-    for (int i = 0; i < TOKENS * HEADS * WIDTH; i++) positions[0][0][i] = i % 5 ? i % INNER : -1;
+    static int32_t positions[TOKENS * HEADS * WIDTH];
+    const int64_t choice = WIDTH * sizeof *positions, choices = s->layer.num_kv_heads;
+    for (int i = 0; i < TOKENS * HEADS * WIDTH; i++) positions[i] = i % 5 ? i % INNER : -1;
     const kvc_chosen chosen = {.struct_size = sizeof chosen,
-                               .positions = positions[0][0],
-                               .choice_stride = by(sizeof positions[0][0]),
-                               .token_stride = by(s->layer.num_kv_heads * (int64_t)sizeof positions[0][0]),
-                               .batch_stride = by(s->inner * s->layer.num_kv_heads * (int64_t)sizeof positions[0][0]),
+                               .positions = positions,
+                               .choice_stride = by(choice),
+                               .token_stride = by(choices * choice),
+                               .batch_stride = by(s->inner * choices * choice),
                                .num_choices = s->layer.num_kv_heads,
                                .width = WIDTH};
     const kvc_plan_args plan = {.struct_size = sizeof plan, .num_heads = (int32_t)heads};

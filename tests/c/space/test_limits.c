@@ -221,8 +221,12 @@ static kvc_cache *new_shared(int64_t max_bytes) {
 
 /* An edit that copies rows gives back free blocks of other groups where it needs their bytes. */
 static void test_edits_give_back_blocks(void) {
-    static const float row[1024];
-    const kvc_rows_in in = {.struct_size = sizeof in, .k = row, .v = row};
+    const kvc_put_args zeros = zero_rows(0, 0);
+    const kvc_rows_in in = {.struct_size = sizeof in,
+                            .k = zeros.k,
+                            .v = zeros.v,
+                            .k_row_stride = zeros.k_token_stride,
+                            .v_row_stride = zeros.v_token_stride};
     kvc_cache *cache = new_shared(0);
     const int64_t max_bytes = kvc_nbytes(cache) + 4096;
     CHECK(kvc_cache_free(cache) == KVC_OK);
