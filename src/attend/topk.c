@@ -12,7 +12,7 @@ typedef struct range {
     int64_t begin, end;
 } range;
 
-enum { MOST_RANGES = 4, DIGIT_BITS = 11, DIGITS = 1 << DIGIT_BITS, HISTOGRAMS = 2, FEW_KEYS = 1 << 11 };
+enum { MOST_RANGES = 4, DIGIT_BITS = 11, DIGITS = 1 << DIGIT_BITS, HISTOGRAMS = 2 };
 
 /* Entries with a key above `least` are chosen, and the first num_equal of those whose key it is. */
 typedef struct threshold {
@@ -39,9 +39,9 @@ static inline void count_digits(uint32_t counts[HISTOGRAMS][DIGITS], const uint3
     }
 }
 
-/* Copies the keys of ranges that have the digits `prefix` above `shift` bits: fewer than FEW_KEYS.  Returns how many
- * these are. */
-static int64_t gather_keys(uint32_t few[FEW_KEYS], const uint32_t *keys, const range *ranges, int num, int shift,
+/* Copies the keys of ranges that have the digits `prefix` above `shift` bits: fewer than KVC_FEW_KEYS.  Returns how
+ * many these are. */
+static int64_t gather_keys(uint32_t few[KVC_FEW_KEYS], const uint32_t *keys, const range *ranges, int num, int shift,
                            uint32_t prefix) {
     int64_t n = 0;
     for (int r = 0; r < num; r++)
@@ -56,8 +56,8 @@ static int64_t gather_keys(uint32_t few[FEW_KEYS], const uint32_t *keys, const r
  * found, only these are looked at. */
 static threshold find_threshold(const uint32_t *keys, const range *ranges, int num, int64_t most) {
     static const int BITS[] = {DIGIT_BITS, 11, 10};
-    uint32_t few[FEW_KEYS], prefix = 0;
-    range all_few = {0, FEW_KEYS};
+    uint32_t few[KVC_FEW_KEYS], prefix = 0;
+    range all_few = {0, KVC_FEW_KEYS};
     for (int step = 0, shift = 32; step < 3; step++) {
         uint32_t counts[HISTOGRAMS][DIGITS] = {{0}}, n;
         shift -= BITS[step];
@@ -69,7 +69,7 @@ static threshold find_threshold(const uint32_t *keys, const range *ranges, int n
         uint32_t digit = (1u << BITS[step]) - 1;
         while ((n = counts[0][digit] + counts[1][digit]) < most && digit) most -= n, digit--;
         prefix = prefix << BITS[step] | digit;
-        if (n >= FEW_KEYS || keys == few) continue;
+        if (n >= KVC_FEW_KEYS || keys == few) continue;
         all_few.end = gather_keys(few, keys, ranges, num, shift, prefix);
         keys = few, ranges = &all_few, num = 1;
     }

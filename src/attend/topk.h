@@ -9,7 +9,12 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { KVC_NO_KEY = 0 }; /* below the key of any score: the entry is never chosen */
+#include "base/compiler.h"
+
+enum {
+    KVC_NO_KEY = 0,                     /* below the key of any score: the entry is never chosen */
+    KVC_FEW_KEYS = KVC_SIZE(1 << 11, 4) /* fewer keys than this are looked at by themselves */
+};
 
 /* Return the key of a score, and the score of a key.  All NaN have one key. */
 static inline uint32_t kvc_key_of(float score) {

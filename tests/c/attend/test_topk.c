@@ -72,6 +72,22 @@ static void test_choices(void) {
     }
 }
 
+/* About KVC_FEW_KEYS keys have the digits that were found: the first one, or the first two.  The others lie between. */
+static void test_few_keys(void) {
+    for (int digits = 1; digits <= 2; digits++)
+        for (int few = KVC_FEW_KEYS - 2; few <= KVC_FEW_KEYS + 2; few++) {
+            for (int i = 0; i < MOST; i++) {
+                const float any = fabsf(random_float()); /* digits are of 11 bits: the second one ends with the 13th of
+                                                            the fraction */
+                const int is_few = i % 2 == 0 && i / 2 < few;
+                is_present[i] = 1;
+                if (digits == 1) scores[i] = is_few ? 1 + any * 0.2f : -1 - any;
+                if (digits == 2) scores[i] = is_few ? 1.125f + any * 0x1p-14f : 1 + any * 0.1f;
+            }
+            for (int most = 1; most <= few; most += few / 3) check(MOST, most, 0, MOST, MOST);
+        }
+}
+
 /* Keys are in the order of scores, and none is that of no score. */
 static void test_keys(void) {
     static const float rising[] = {-INFINITY, -3e38f, -1, -1e-45f, 0, 1e-45f, 1, 3e38f, INFINITY, NAN};
@@ -88,5 +104,6 @@ static void test_keys(void) {
 int main(void) {
     test_keys();
     test_choices();
+    test_few_keys();
     return test_result();
 }
