@@ -3,6 +3,7 @@
 #define _POSIX_C_SOURCE 200809L /* setenv */
 #include <math.h>
 
+#include "attend/work.h"
 #include "support/isas.h"
 
 enum { HEADS = 2, MOST_DIM = 96, MOST_ROWS = 1200, MOST_QUERIES = 50, MOST_HEADS = 6, PASS = 100, LAYERS = 2 };
@@ -253,6 +254,19 @@ static void test_not_a_number(int32_t num_queries, int32_t reduction) {
     CHECK(kvc_cache_free(w->cache) == KVC_OK);
 }
 
+/* Each number of queries up to more than a block takes, and more than are streamed. */
+static void test_numbers(void) {
+    enum { MOST_NUMBER = KVC_TASK_QUERIES + 2 };
+    world *w = world_of(layer_of(KVC_F32, 8, (kvc_policy){.kind = KVC_FULL}), 64, 1);
+    for (size_t i = 0; i < sizeof q / sizeof *q; i++) q[i] = element_of(2, 0, (int32_t)i, 0);
+    for (int32_t n = 1; n <= MOST_NUMBER; n++) {
+        kvc_weights_args a = args_of(w, n, HEADS, found);
+        a.reduction = n % 2 ? KVC_REDUCE_SUM : KVC_REDUCE_MAX;
+        check(w, &a, q);
+    }
+    CHECK(kvc_cache_free(w->cache) == KVC_OK);
+}
+
 static void test_isa(void) {
     for (int32_t n = 2; n <= MOST_QUERIES; n += MOST_QUERIES - 2) {
         test_not_a_number(n, KVC_REDUCE_SUM);
@@ -262,6 +276,7 @@ static void test_isa(void) {
     test_policies();
     test_other_layers();
     test_rotation();
+    test_numbers();
 }
 
 /* The same bits with other blocks, threads and places of rows. */
