@@ -34,8 +34,9 @@ typedef struct thread {
     int64_t inside_since;  /* when it entered the function that is watched; 0: it is not in it */
     uint64_t faults;
     uint64_t memory_left; /* requests for memory until one fails; 0: any number */
-    sem_t go;             /* posted when this thread is to go on */
+    sem_t begun, go;      /* posted when this thread has begun, and when it is to go on */
     pthread_t real;
+    int is_gone; /* the system's thread has ended */
     void *(*run)(void *);
     void *argument, *result;
 } thread;
@@ -259,6 +260,7 @@ static void wait_for(thread_state state, const void *awaited, int64_t deadline) 
 
 static void *run_thread(void *context) {
     thread *self = context;
+    sem_post(&self->begun);
     while (sem_wait(&self->go)) continue;
     self->result = self->run(self->argument);
     self->state = ENDED;
@@ -275,8 +277,10 @@ static int create(pthread_t *handle, const pthread_attr_t *attributes, void *(*r
     while (i < num_threads && !(threads[i].state == ENDED && !threads[i].run)) i++;
     if (i == MOST_THREADS) return EAGAIN;
     threads[i] = (thread){.state = READY, .run = run, .argument = argument, .is_worker = is_worker};
+    sem_init(&threads[i].begun, 0, 0);
     sem_init(&threads[i].go, 0, 0);
     if (pthread_create(&threads[i].real, attributes, run_thread, &threads[i])) return EAGAIN;
+    while (sem_wait(&threads[i].begun)) continue; /* as it begins it may lock an allocator, in the middle of a fork() */
     *handle = threads[i].real;
     if (i == num_threads) num_threads++;
     return 0;
@@ -290,6 +294,12 @@ int sim_worker_create(pthread_t *handle, const pthread_attr_t *attributes, void 
     return create(handle, attributes, run, argument, 1);
 }
 
+/* Waits until the system's thread has ended, too. */
+static void await_end(thread *t) {
+    if (!t->is_gone) pthread_join(t->real, NULL);
+    t->is_gone = 1;
+}
+
 int sim_thread_join(pthread_t handle, void **result) {
     int i = 1;
     while (i < num_threads && !(threads[i].run && pthread_equal(threads[i].real, handle))) i++;
@@ -297,7 +307,8 @@ int sim_thread_join(pthread_t handle, void **result) {
     while (threads[i].state != ENDED) wait_for(BLOCKED, &threads[i], INT64_MAX);
     if (result) *result = threads[i].result;
     threads[i].run = NULL;
-    return pthread_join(handle, NULL);
+    await_end(&threads[i]);
+    return 0;
 }
 
 /* ---- locks ------------------------------------------------------------------------------------------------------- */
@@ -464,6 +475,8 @@ int sim_fork(int (*check)(void *context), void *context) {
     int status;
     sim_step();
     for (int i = num_handlers - 1; i >= 0; i--) prepare_handlers[i]();
+    for (int i = 1; i < num_threads; i++)
+        if (threads[i].state == ENDED && threads[i].run) await_end(&threads[i]);
     fflush(stdout);
     const pid_t child = fork();
     if (child == 0) {
