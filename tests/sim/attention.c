@@ -34,7 +34,8 @@ typedef struct piece {
     float q[MOST_TOKENS][QUERY_HEADS][ROW];
     int32_t entries[MOST_TOKENS][HEADS][MOST_CHOSEN];
     kvc_chosen chosen; /* args.chosen, unless that is NULL */
-    result result;
+    result result, prior;
+    float sinks[QUERY_HEADS];
     int32_t cancel;
     kvc_attend_args args;
     kvc_choose_args choosing; /* in a layer of keys alone */
@@ -224,6 +225,16 @@ static void select_by_sketches(const client *c, const pass *p, const query *q, c
     for (int j = 0; j < num; j++) to->reads[rows[j].position] = reads[j];
 }
 
+/* Adds the value of a row, or of attention to others, to a sum of weighted values. */
+static void add_row(double weight, const float *v, double *sum, double *value, double *largest) {
+    if (!(weight > 0)) return;
+    *sum += weight;
+    for (int d = 0; d < DIM; d++) {
+        value[d] += weight * (double)v[d];
+        *largest = fmax(*largest, fabs((double)v[d]));
+    }
+}
+
 /* Compares the result of one token and query head with plain arithmetic over the rows that it sees.  read: what it
  * selects of these; NULL: it selects nothing. */
 static void check_head(const client *c, const pass *p, const query *q, const piece *of, int t, int h,
@@ -231,8 +242,9 @@ static void check_head(const client *c, const pass *p, const query *q, const pie
     const world *w = c->w;
     const int source = source_of(w, of->layer), n = t - q->first, kv = h * HEADS / q->num_heads;
     const float *query_row = of->q[n][h], *out = of->result.out[n][h];
-    double sum = 0, value[DIM] = {0}, largest = 1;
+    double sum = of->args.sinks ? exp((double)of->sinks[h]) : 0, value[DIM] = {0}, largest = 1;
     int lacks = 0;
+    if (of->args.prior_out) add_row(exp((double)of->prior.lse[n][h]), of->prior.out[n][h], &sum, value, &largest);
     for (int position = 0; position < MOST; position++) {
         const int tag = tag_seen(w, p, q, of->layer, t, position, &lacks);
         if (!tag || !is_named(of, n, kv, p->positions[t], position, stride_of(w, source))) continue;
@@ -240,20 +252,17 @@ static void check_head(const client *c, const pass *p, const query *q, const pie
         double score = 0;
         for (int d = 0; d < key_dim(w, source); d++)
             score += query_row[d] * (double)key_element(w, tag, source, kv, d, position);
-        const double weight = exp(score * (double)SCALE);
-        sum += weight;
-        for (int d = 0; d < DIM; d++) {
-            const double v = element(tag, source, 1, kv, d);
-            value[d] += weight * v;
-            if (fabs(v) > largest) largest = fabs(v);
-        }
+        float v[DIM];
+        for (int d = 0; d < DIM; d++) v[d] = element(tag, source, 1, kv, d);
+        add_row(exp(score * (double)SCALE), v, &sum, value, &largest);
     }
     const double wanted_lse = sum > 0 ? log(sum) : -INFINITY, lse = (double)of->result.lse[n][h];
     for (int d = 0; d < DIM; d++)
         if (!(fabs(out[d] - (sum > 0 ? value[d] / sum : 0)) <= 1e-4 * largest))
             fail(c, "%g for token %d, head %d in layer %d of sequence %lld, not %g", (double)out[d], t, h, of->layer,
                  (long long)id_of(p->sequences[member_of(p, t)]), value[d] / sum);
-    if (!(lse == wanted_lse || fabs(lse - wanted_lse) <= 1e-3))
+    if (!of->args.lse && of->result.lse[n][h] != UNWRITTEN) fail(c, "wrote lse, which is NULL");
+    if (of->args.lse && !(lse == wanted_lse || fabs(lse - wanted_lse) <= 1e-3))
         fail(c, "an lse of %g for token %d, head %d in layer %d, not %g", lse, t, h, of->layer, wanted_lse);
 }
 
@@ -426,6 +435,20 @@ static void make_choosing(piece *of, const query *q, int stride) {
                                      .num_local = pick(2) ? 0 : pick(5)};
 }
 
+/* Gives sinks, and the results of other calls, or leaves them out; now and then nobody asks for lse. */
+static void make_optional(piece *of, const query *q) {
+    for (int h = 0; h < QUERY_HEADS; h++) of->sinks[h] = (float)(pick(9) - 4);
+    for (int t = 0; t < q->num; t++)
+        for (int h = 0; h < q->num_heads; h++) {
+            const int sees_nothing = !pick(6);
+            of->prior.lse[t][h] = sees_nothing ? -INFINITY : (float)(pick(201) - 100) / 20;
+            for (int d = 0; d < DIM; d++) of->prior.out[t][h][d] = sees_nothing ? NAN : (float)(pick(2001) - 1000);
+        }
+    if (pick(3) == 0) of->args.sinks = of->sinks;
+    if (pick(3) == 0) of->args.prior_out = of->prior.out, of->args.prior_lse = *of->prior.lse;
+    if (pick(3) == 0) of->args.lse = NULL;
+}
+
 static void make_piece(piece *of, const world *w, int layer, const query *q) {
     of->layer = layer;
     of->cancel = 0;
@@ -446,6 +469,7 @@ static void make_piece(piece *of, const world *w, int layer, const query *q) {
                                  .lse_token_stride = sizeof *of->result.lse,
                                  .lse_head_stride = sizeof **of->result.lse,
                                  .scale = SCALE};
+    make_optional(of, q);
     if (q->max_chosen && !selects(w, q, layer)) make_choice(of, q);
     if (!w->layers[layer].v_dim) make_choosing(of, q, stride_of(w, layer));
 }
