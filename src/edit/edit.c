@@ -422,7 +422,7 @@ kvc_status kvc_mark_inexact(kvc_cache *cache, int64_t seq_id, int32_t position) 
 
 /* ---- clearing ---------------------------------------------------------------------------------------------------- */
 
-enum { AT_ONCE = 16 }; /* hidden sequences that are forgotten before others get the mutex */
+enum { AT_ONCE = KVC_SIZE(16, 2) }; /* hidden sequences that are forgotten before others get the mutex */
 
 /* Forgets every sequence except `kept` (NULL: none).  Sequences that calls can name are forgotten at once, the blocks
  * of prefixes bit by bit.  If a sequence is busy, returns KVC_ERR_BUSY and forgets none. */

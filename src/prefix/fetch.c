@@ -6,7 +6,7 @@
 #include "cache/waiting.h"
 #include "prefix/match.h"
 
-enum { PASSED_AT_ONCE = 256 }; /* blocks that are marked as used before others get the mutex */
+enum { PASSED_AT_ONCE = KVC_SIZE(256, 2) }; /* blocks that are marked as used before others get the mutex */
 
 static int32_t twice(int32_t position) { return position <= INT32_MAX / 2 ? 2 * position : INT32_MAX; }
 

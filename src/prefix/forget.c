@@ -6,8 +6,8 @@
 #include "prefix/pin.h"
 
 enum {
-    DROPPED_AT_ONCE = 16, /* blocks that are dropped before others get the mutex */
-    PASSED_AT_ONCE = 256  /* and that are looked at */
+    DROPPED_AT_ONCE = KVC_SIZE(16, 1), /* blocks that are dropped before others get the mutex */
+    PASSED_AT_ONCE = KVC_SIZE(256, 1)  /* and that are looked at */
 };
 
 /* Names of full blocks that were dropped. */

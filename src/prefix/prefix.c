@@ -13,8 +13,8 @@
 
 static const int64_t MOST_STATE_BYTES = INT64_C(1) << 40;
 enum {
-    AT_ONCE = 16,        /* blocks that are dropped before others get the mutex */
-    PASSED_AT_ONCE = 512 /* and that change their place in a list */
+    AT_ONCE = KVC_SIZE(16, 2),        /* blocks that are dropped before others get the mutex */
+    PASSED_AT_ONCE = KVC_SIZE(512, 4) /* and that change their place in a list */
 };
 
 /* ---- making and freeing ------------------------------------------------------------------------------------------ */

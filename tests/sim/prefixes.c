@@ -5,6 +5,10 @@
  */
 #include "prefixes.h"
 
+/* The mutexes that payloads.h locks are the world's. */
+#define pthread_mutex_lock sim_mutex_lock
+#define pthread_mutex_trylock sim_mutex_trylock
+#define pthread_mutex_unlock sim_mutex_unlock
 #include "support/payloads.h"
 
 #include <stdio.h>
@@ -556,7 +560,9 @@ static void forget_prompt(client *c, int p) {
     const int64_t began = sim_now();
     c->w->prefixes[p].num_forgetting++;
     begin(c, p, "kvc_prefix_forget");
+    beside *forks = pick(3) ? NULL : begin_beside(c, fork_process);
     const int is_done = ended(c, kvc_prefix_forget(handle_of(c, p), give(&g, &t), NULL, 0, &num_names, &num), 0);
+    end_beside(forks);
     c->w->prefixes[p].num_forgetting--;
     bar_all(c->w, p);
     if (!is_done) return;
@@ -861,6 +867,15 @@ void call_prefix(client *c) {
     of->users--;
 }
 
+/* Forgets a prompt and finds that nothing is known of it, whatever calls of the parent forgot. */
+static void forget_in_child(client *c, int p) {
+    given g;
+    const text t = any_prompt(c->w);
+    int64_t num, num_names;
+    if (kvc_prefix_forget(handle_of(c, p), give(&g, &t), NULL, 0, &num_names, &num) != KVC_OK || known(c, p, &t))
+        fail(c, "a prompt cannot be forgotten");
+}
+
 /* ---- clones, and children of a fork() ---------------------------------------------------------------------------- */
 
 static int is_known_id(int64_t id) {
@@ -887,7 +902,9 @@ void check_prefixes_in_child(client *c) {
         if (of->num_forgetting) bar_all(w, p);
         of->users = of->is_followed = of->num_forgetting = 0;
         of->has_lost = 1;
-        if (of->handle) drop_all(c, p);
+        if (!of->handle) continue;
+        drop_all(c, p);
+        forget_in_child(c, p);
     }
     for (int i = 0; i < STORE; i++) w->store[i].is_taken = 0;
 }

@@ -169,6 +169,39 @@ static int32_t move_keys(void *user, int32_t layer, float *keys, int32_t num_kv_
     return stops;
 }
 
+/* Threads that make a call while their client makes another one, by its number.  They lie on no stack: in the child of
+ * fork(), threads may get the stacks of threads that are not there. */
+static struct beside {
+    client c;
+    void (*call)(client *c);
+    int runs;
+    pthread_t thread;
+} besides[MOST_CLIENTS];
+
+static void *run_beside(void *context) {
+    beside *b = context;
+    self_of(&b->c);
+    for (int i = pick(1 << pick(12)); i > 0; i--) sim_step();
+    b->call(&b->c);
+    return NULL;
+}
+
+beside *begin_beside(const client *c, void (*call)(client *c)) {
+    beside *b = &besides[c->number];
+    if (b->runs) return NULL;
+    b->c = *c;
+    b->call = call;
+    b->runs = sim_thread_create(&b->thread, NULL, run_beside, b) == 0;
+    return b->runs ? b : NULL;
+}
+
+void end_beside(beside *b) {
+    if (!b) return;
+    b->c.is_last = 1;
+    sim_thread_join(b->thread, NULL);
+    b->runs = 0;
+}
+
 /* ---- rows -------------------------------------------------------------------------------------------------------- */
 
 float element(int tag, int layer, int is_value, int h, int d) {
@@ -1296,6 +1329,26 @@ static void load(client *c, kvc_load_args *args, int s, int is_damaged) {
     if (kvc_cache_free(copy) != KVC_OK) fail(c, "what was loaded cannot be freed");
 }
 
+/* Replaces rows of the sequence that the client restores, again and again. */
+static void inject_some(client *c) {
+    const int s = c->replaces;
+    c->replaces = -1;
+    while (!c->is_last) inject(c, s);
+}
+
+/* Restores a sequence, while another thread replaces rows of what it held. */
+static void restore_beside(client *c, const kvc_load_args *args, int to, int is_damaged) {
+    c->replaces = to;
+    c->w->sequences[to].is_spoilt = 1;
+    beside *injects = begin_beside(c, inject_some);
+    c->replaces = -1;
+    begin_call(c, "kvc_restore beside kvc_inject");
+    const kvc_status status = kvc_restore(c->w->cache, args);
+    end_beside(injects);
+    if (!is_damaged || status == KVC_OK) ended(c, status, MAY_BE_FULL);
+    while (!clear_one(c, to)) continue;
+}
+
 /* Restores a sequence, with memory failing at a later request each time, until it is there or something else fails. */
 static void restore(client *c, const kvc_load_args *args, file *f, int s, int to, int is_damaged) {
     world *w = c->w;
@@ -1350,7 +1403,9 @@ static void save_and_restore(client *c) {
                               .seq_ids = &from_id,
                               .to_ids = &to_id,
                               .num_sequences = 1};
-        if (pick(3))
+        if (!pick(4))
+            restore_beside(c, &args, to, is_damaged);
+        else if (pick(3))
             restore(c, &args, &f, s, to, is_damaged);
         else
             load(c, &args, s, is_damaged);
@@ -1421,11 +1476,14 @@ static int check_child(void *context) {
     return 0;
 }
 
-static void fork_once(client *c) {
+void fork_process(client *c) {
     c->call = "fork()";
-    if (pick(sim_num_stalled() ? 3 : 8)) return; /* takes as long as a hundred calls */
     const int result = sim_fork(check_child, c);
     if (result) fail(c, "the child ended with %d", result);
+}
+
+static void fork_once(client *c) {
+    if (!pick(sim_num_stalled() ? 3 : 8)) fork_process(c); /* takes as long as a hundred calls */
 }
 
 /* ---- calls within calls ------------------------------------------------------------------------------------------ */

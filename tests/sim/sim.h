@@ -143,6 +143,7 @@ typedef struct client {
     int number, thread;
     int was_cancelled; /* since the call began */
     int is_called;     /* by the core: its call is one within another */
+    int is_last;       /* beside another client, which has ended its call */
     int calls_aside;   /* how many it made within others, or in a batch without need */
     uint64_t handovers, faults;
     picture before; /* the call */
@@ -188,6 +189,15 @@ int is_alone(const client *c);
 
 /* Whether nothing has changed since the call began, unless others ran meanwhile. */
 void check_unchanged(client *c);
+
+/* Makes a call on a thread of its own, after some steps; NULL: no thread could be had.  end_beside waits for its end.
+ */
+typedef struct beside beside;
+beside *begin_beside(const client *c, void (*call)(client *c));
+void end_beside(beside *b);
+
+/* Forks the process, and checks the child. */
+void fork_process(client *c);
 
 /* Returns a tag for a new row. */
 int new_tag(world *w, int position);
