@@ -1,5 +1,5 @@
-/* Attends to numbers of rows, by numbers of query rows and over lengths of rows around each number from which on the
- * core goes another way: two less to two more.  Compares results with plain arithmetic. */
+/* The core computes in another way from some numbers of rows, of query rows and of bytes on.  This test attends with
+ * each number from two less to two more, and compares results with plain arithmetic. */
 #define _POSIX_C_SOURCE 200809L /* setenv */
 #include "attend/work.h"
 #include "support/answers.h"
@@ -60,7 +60,7 @@ static void test_stretches(void) {
         }
 }
 
-/* Sequences share this many rows, each of which is a run. */
+/* Two sequences share as many runs, of a row each. */
 static void test_shared_runs(void) {
     for (int runs = KVC_PANEL - NEAR; runs <= KVC_PANEL + NEAR; runs++) {
         scene s = scene_of(KVC_F32, 8, 1, runs, 2);

@@ -1,5 +1,5 @@
-/* Each field of a call that may be left out is left out beside each other such field: a call gives the same bits with
- * fewer outputs, and the right results with any of its inputs. */
+/* A call gives the right results with any of its optional inputs, and the same bits whichever optional outputs it is
+ * asked for.  Every combination is tried. */
 #include <math.h>
 
 #include "support/test.h"
@@ -230,7 +230,7 @@ static void test_choose(void) {
 
 /* ---- kvc_weights ------------------------------------------------------------------------------------------------- */
 
-/* Without positions, queries stand where the next token does; a sink without weight is none. */
+/* Queries stand where the next token does unless positions are given.  A sink of -inf has no weight. */
 static void test_weights(void) {
     static const float no_sinks[HEADS] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
     static const int32_t behind[NEW] = {STORED, STORED, STORED, STORED, STORED};
