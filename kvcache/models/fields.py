@@ -151,6 +151,16 @@ class Fields:
             raise self.error(f"{name} must be a whole number from {least} to {most}, not {shown(value)}")
         return value
 
+    def counts(
+        self, name: str, length: int, default: int | None = None, *, least: int = 1, most: int = INT32_MAX
+    ) -> list[int]:
+        """Return a whole number for each layer, of a field that holds one number for all, or a list."""
+        if not isinstance(self.get(name), list | tuple):
+            return [self.count(name, default, least=least, most=most)] * length
+        listed = self.sequence(name, length) or []
+        each = [Fields({name: value}, f"{self.source}, layer {i}") for i, value in enumerate(listed)]
+        return [fields.count(name, least=least, most=most) for fields in each]
+
     def positive(self, name: str, default: float | None = None, most: float = sys.float_info.max) -> float:
         """Return a field that holds a number above 0."""
         value = self._needed(name, default)

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from kvcache.errors import ModelFileError, NotSupportedError, plain, shown
-from kvcache.models import gguf
+from kvcache.models import gguf, gguf_indexers
 from kvcache.models import gguf_tables as tables
 from kvcache.models.fields import Fields
 from kvcache.models.reading import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_NAME
@@ -35,7 +35,8 @@ def read(header: gguf.Header, source: str) -> Fields:
     values = {"num_hidden_layers": len(layers), "layer_types": kinds, **common}
     if any(others):
         values["per_layer_config"] = {str(i): layer for i, layer in enumerate(others)}
-    fields = Fields({**model.facts(), **values}, source)
+    indexers = gguf_indexers.sizes_of(model.keys, model.name, len(kinds))
+    fields = Fields({**model.facts(), **values, **indexers}, source)
     model.refuse_unread()
     return fields
 
@@ -97,7 +98,7 @@ class _Model:
         reason = tables.REFUSED.get(name)
         if name in tables.BOTH_SIDES and self.window:
             reason = "its windows reach to both sides, which no policy stands for"
-        if keys.get("attention.indexer.top_k"):
+        if name not in tables.INDEXERS and keys.get("attention.indexer.top_k"):
             reason = "it keeps keys of an indexer beside the others (attention.indexer.top_k)"
         if name == "dflash" and keys.get("hyper_connection.count"):
             reason = "it keeps keys without values (hyper_connection.count)"
@@ -142,22 +143,28 @@ class _Model:
         num_layers = self.keys.count("block_count", most=MAX_LAYERS)
         if self.name in tables.ENCODER_DECODERS:
             return self.keys.count("decoder_block_count", num_layers, most=MAX_LAYERS)
-        return num_layers - self.keys.count("nextn_predict_layers", 0, least=0, most=num_layers - 1)
+        without = num_layers - self.keys.count("nextn_predict_layers", 0, least=0, most=num_layers - 1)
+        is_left_out = self.name == "deepseek4" and f"blk.{without}.nextn.eh_proj.weight" not in self.header.tensors
+        return num_layers if is_left_out else without  # older files of DeepSeek V4 count layers that they do not have
 
     @cached_property
     def num_heads(self) -> list[int]:
         """The number of query heads of each layer."""
-        return self.heads("attention.head_count")
+        return self.keys.counts("attention.head_count", self.num_layers, least=0, most=MAX_HEADS)
 
     def layers(self) -> tuple[list[str], list[dict[str, Any]]]:
         """Return Hugging Face's type and the fields of each layer of the cache."""
-        num_kv_heads = self.heads("attention.head_count_kv", self.num_heads)
+        num_kv_heads = self.num_heads
+        if self.keys.get("attention.head_count_kv") is not None:
+            num_kv_heads = self.keys.counts("attention.head_count_kv", self.num_layers, least=0, most=MAX_HEADS)
         windowed, recurrent = self.windowed(), self.recurrent()
+        sparse = gguf_indexers.kinds_of(self.keys, self.name, windowed)
         sizes = {kind: self.sizes(kind) for kind in (False, True)}
         rotations = {kind: self.rotation(kind, sizes[False], sizes[kind]) for kind in {*windowed}}
         kinds, layers = [], []
         for i, kind in enumerate(windowed):
-            kinds.append(self.kind(kind) if num_kv_heads[i] and not recurrent[i] else "linear_attention")
+            has_rows = num_kv_heads[i] and not recurrent[i]
+            kinds.append(sparse[i] or self.kind(kind) if has_rows else "linear_attention")
             layer = {"num_attention_heads": self.num_heads[i], "num_key_value_heads": num_kv_heads[i]}
             layers.append({**layer, **sizes[kind], **rotations[kind]})
             layers[-1]["rotates"] = self.rotates(i, kind) and layers[-1]["rotary_dim"] > 0
@@ -169,17 +176,6 @@ class _Model:
             kinds.append("full_attention")
             layers.append({**layers[0], "num_attention_heads": 1, "num_key_value_heads": 1, "rotates": False})
         return kinds, layers
-
-    def heads(self, name: str, default: list[int] | None = None) -> list[int]:
-        """Return a number of heads of each layer, which a file gives as one number or as a list."""
-        given = self.keys.get(name)
-        if given is None and default is not None:
-            return default
-        if not isinstance(given, tuple):
-            return [self.keys.count(name, least=0, most=MAX_HEADS)] * self.num_layers
-        listed = self.keys.sequence(name, self.num_layers) or []
-        each = [Fields({name: value}, f"{self.keys.source}, layer {i}") for i, value in enumerate(listed)]
-        return [fields.count(name, least=0, most=MAX_HEADS) for fields in each]
 
     def recurrent(self) -> list[bool]:
         """Return which layers have a recurrent state, though the file has a number of KV heads for them."""
@@ -239,6 +235,7 @@ class _Model:
         if windowed:
             head_dim = keys.count("attention.key_length_swa", head_dim, most=MAX_HEAD_DIM)
             v_head_dim = keys.count("attention.value_length_swa", v_head_dim, most=MAX_HEAD_DIM)
+            rank = keys.count("attention.kv_lora_rank_swa", rank, least=0, most=MAX_HEAD_DIM)
         rotated = None
         made = ("attention.key_length_mla", "attention.key_length")  # of keys made of latents, and of latents
         if rank and any(keys.get(name) is None for name in made):

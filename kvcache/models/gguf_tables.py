@@ -50,7 +50,6 @@ _ENCODER = "it is an encoder, which keeps nothing between calls"
 REFUSED = {
     **dict.fromkeys(("arwkv7", "mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7"), _STATE),
     **dict.fromkeys(("clip", "t5encoder", "wavtokenizer-dec"), _ENCODER),
-    "deepseek4": "it compresses the rows of several tokens into one",
     "gemma4-assistant": "it reads another model's rows",
     "gptj": "llama.cpp has no loader that would say what its fields mean",
 }
@@ -68,6 +67,7 @@ WINDOWS = {
     "afmoe": Windows(4),
     "cohere2": Windows(4, size=None),
     "cohere2moe": Windows(4, first=True, size=None),
+    "deepseek4": Windows(0, size=None),
     "deepseek2-ocr": Windows(1),  # files name a window that the decoder does not have
     "dflash": Windows(None),
     "dots3note": Windows(None, size=None),
@@ -131,6 +131,36 @@ ATTENTION_EVERY = {"minimax-01": 8, "qwen35": 4, "qwen35moe": 4, "qwen3next": 4,
 OWN_ROWS = {"gemma3n": 20}  # the first layers, which have rows of their own; the others read the rows of one of these
 ENCODER_DECODERS = {"t5"}
 
+# Architectures with sparse attention: keys with the sizes of an indexer, and Hugging Face's names.
+_INDEXER = {
+    "attention.indexer.head_count": "index_n_heads",
+    "attention.indexer.key_length": "index_head_dim",
+    "attention.indexer.top_k": "index_topk",
+}
+INDEXERS = {
+    **dict.fromkeys(("deepseek32", "deepseek4", "dots3note", "glm-dsa", "hy_v4"), _INDEXER),
+    "glm5-next": {**_INDEXER, "attention.indexer.kpool": "index_kpool"},
+    "minimax-m3": {
+        **_INDEXER,
+        "attention.indexer.top_k": "index_topk_blocks",
+        "attention.indexer.block_size": "index_block_size",
+    },
+    "qwen4exp": {
+        "attention.indexer.head_count": "indexer_n_heads",
+        "attention.indexer.key_length": "indexer_head_dim",
+        "attention.indexer.top_k": "indexer_budget",
+    },
+}
+# Of these, architectures whose layers may use the choice of a layer before them, and architectures whose files must say
+# which layers do. Long contexts of ``glm-dsa`` say it, too, if the file does not.
+SHARED_INDEXERS = {"dots3note", "glm-dsa", "glm5-next", "hy_v4"}
+INDEXERS_IN_FILE = {"dots3note", "hy_v4"}
+GLM52_CONTEXT = 1 << 20
+# Architectures whose graphs rotate neighbours of an index key; the other graphs rotate halves.
+INDEX_NEIGHBOURS = {"glm-dsa", "hy_v4"}
+# Hugging Face's types of DeepSeek V4's layers, by how many tokens a compressed row is made of.
+COMPRESSED = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+
 # GGUF's keys of facts that are not a layer's, without the architecture's name, and Hugging Face's names.
 NAMES = {
     "context_length": "max_position_embeddings",
@@ -146,8 +176,9 @@ ABOUT_LAYERS = re.compile(
     "|recurrent|hybrid|nextn|loop|compress|local|global|no_?rope"
 )
 NOT_ABOUT_LAYERS = {
-    "attention.group_norm_epsilon", "attention.group_norm_groups", "attention.indexer.block_size",
-    "attention.indexer.local_blocks", "attention.output_group_count", "attention.value_length_mla_swa",
+    "attention.compress_rope_freq_base", "attention.group_norm_epsilon", "attention.group_norm_groups",
+    "attention.indexer.local_blocks", "attention.key_length_mla_swa", "attention.output_group_count",
+    "attention.value_length_mla_swa",
     "attn_res.block_size", "block_size", "conv_group_size", "convnext.block_count",
     "embedding_length_per_layer_input", "expert_chunk_feed_forward_length", "expert_group_count",
     "expert_group_scale", "expert_group_used_count", "expert_shared_count", "expert_shared_feed_forward_length",
@@ -189,7 +220,9 @@ IMAGES = {"gemma3": "mm.tokens_per_image"}
 NO_MODELS = {"adapter": "an adapter, which changes a model's weights", "imatrix": "statistics for a quantisation"}
 # Architectures whose name differs from Hugging Face's model type.
 MODEL_TYPES = {
-    "command-r": "cohere", "deepseek2": "deepseek_v3", "gemma3": "gemma3_text", "gemma3n": "gemma3n_text",
-    "gemma4": "gemma4_text", "gpt-oss": "gpt_oss", "gptneox": "gpt_neox", "llama4": "llama4_text", "phi2": "phi",
-    "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "qwen3next": "qwen3_next", "starcoder": "gpt_bigcode",
+    "command-r": "cohere", "deepseek2": "deepseek_v3", "deepseek32": "deepseek_v32", "deepseek4": "deepseek_v4",
+    "dots3note": "dots3_note_text", "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gemma4": "gemma4_text",
+    "glm-dsa": "glm_moe_dsa", "glm5-next": "glm5_next_text", "gpt-oss": "gpt_oss", "gptneox": "gpt_neox",
+    "llama4": "llama4_text", "minimax-m3": "minimax_m3_vl_text", "phi2": "phi", "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe", "qwen3next": "qwen3_next", "qwen4exp": "qwen4_exp_text", "starcoder": "gpt_bigcode",
 }  # fmt: skip

@@ -132,6 +132,8 @@ def layer_types(config: Fields) -> list[str]:
     """Return transformers' type of each layer; its models ignore some windows and chunks that files name."""
     ignored = ignored_kinds(config)
     kinds = [F if kind in ignored else kind for kind in _said_types(config)]
+    if config.get("gguf_architecture") is not None:  # whose reader says which layers choose
+        return kinds
     if config.get("model_type") in ALL_CHOOSE:
         kinds = [X if kind == F else kind for kind in kinds]
     if config.get("model_type") == "dots3_note_text" and config.get("per_layer_config") is None:

@@ -69,6 +69,7 @@ KNOWN = {
     "rotary",
     "rotary_dim",
     "rotary_value",
+    "swa_qk_rope_head_dim",
     "use_dynamic_ntk",
     "use_mem_rope",
     "yarn_only_types",

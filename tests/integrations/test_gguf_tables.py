@@ -159,7 +159,7 @@ def window_rule(loader):
         every, first = int(pattern[1]), bool(pattern[2])
     elif "ml.get_arr(LLM_KV_ATTENTION_SLIDING_WINDOW_PATTERN" in loader:
         every, first = None, False
-    elif "is_swa_impl[il] = !hparams.is_recr_impl[il]" in loader:
+    elif "is_swa_impl[il] = !hparams.is_recr_impl[il]" in loader or "hparams.set_swa_pattern(0);" in loader:
         every, first = 0, False
     else:
         return None
@@ -230,6 +230,30 @@ def test_other_facts_of_loaders(loaders):
     assert set(found("LLM_KV_DECODER_BLOCK_COUNT")) == gguf_tables.ENCODER_DECODERS
 
 
+def test_indexers(source, loaders):
+    def asking(key):
+        return {name for name, loader in loaders.items() if key in loader} - {"dflash"}  # compressed rows are refused
+
+    graphs = {name: re.sub(r"\s", "", graph) for name, (_, graph) in source.read().items()}
+    assert asking("LLM_KV_ATTENTION_INDEXER_TOP_K") == gguf_tables.INDEXERS.keys()
+    assert asking("LLM_KV_ATTENTION_INDEXER_TYPES") == gguf_tables.SHARED_INDEXERS
+    names = {"KPOOL": "glm5-next", "BLOCK_SIZE": "minimax-m3"}
+    for key, name in names.items():
+        assert asking(f"LLM_KV_ATTENTION_INDEXER_{key},") == {name}
+        assert f"attention.indexer.{key.lower()}" in gguf_tables.INDEXERS[name]
+    assert asking("LLM_KV_ATTENTION_COMPRESS_RATIOS") == {"deepseek4", "qwen4exp"}
+    keys = re.compile(r"(?:indexer_k|ik)=ggml_rope_ext\([^;]*?(LLAMA_ROPE_TYPE_\w+|rope_type)")
+    types = {name: found[1] for name in gguf_tables.INDEXERS if (found := keys.search(graphs[name]))}
+    rows = {name: "NORM" if name in gguf_tables.NEIGHBOURS else "NEOX" for name in types}
+    neighbours = {name for name, found in types.items() if "NORM" in found.replace("rope_type", rows[name])}
+    assert types.keys() == gguf_tables.INDEXERS.keys() - {"deepseek4", "glm5-next", "qwen4exp"}  # cannot be moved
+    assert neighbours == gguf_tables.INDEX_NEIGHBOURS
+    assert "qwen4exp" in gguf_tables.HALVES  # of which its graph makes pairs in keys of an indexer, too
+    assert f"hparams.n_ctx_train < {gguf_tables.GLM52_CONTEXT};" in loaders["glm-dsa"]
+    ratios = re.findall(r"DSV4_\w+_RATIO=(\d+);", graphs["deepseek4"])
+    assert gguf_tables.COMPRESSED.keys() == {0, *map(int, ratios)}
+
+
 def test_what_is_refused(source):
     recurrent = body(source.arch, "bool llm_arch_is_recurrent")
     refused = {source.names[case] for case in re.findall(r"case (\w+):", recurrent)}
@@ -241,11 +265,10 @@ def test_every_key_is_read_or_known_to_be_about_something_else(source):
     """A later llama.cpp may have keys that say what layers are."""
     keys = set(re.findall(r'LLM_KV_\w+,\s*"%s\.([^"]+)"', source.arch))
     assert keys >= gguf_tables.NOT_ABOUT_LAYERS
-    text = llama_cpp_build.ROOT.joinpath("kvcache/models/gguf_models.py").read_text()
-    read = set(re.findall(r'"([a-z_.]+)[{"]', text)) | gguf_tables.NAMES.keys()
+    folder = llama_cpp_build.ROOT / "kvcache/models"
+    text = "".join(folder.joinpath(name).read_text() for name in ("gguf_models.py", "gguf_indexers.py"))
+    read = set(re.findall(r'"([a-z_.]+)[{"]', text)).union(gguf_tables.NAMES, *gguf_tables.INDEXERS.values())
     about = {key for key in keys if gguf_tables.ABOUT_LAYERS.search(key)} - gguf_tables.NOT_ABOUT_LAYERS
-    refused = {"attention.compress_ratios", "attention.compress_rope_freq_base"}
-    refused |= {"attention.key_length_mla_swa", "attention.kv_lora_rank_swa"}  # of dots3note, which has an indexer
-    assert about - read == refused
+    assert about <= read
     assert gguf_models.FACTORS.removesuffix(".weight") in source.arch
     assert gguf_models.LONG_FACTORS.removesuffix(".weight") in source.arch

@@ -452,8 +452,7 @@ def test_keys_that_move_are_as_keys_rotated_anew(
         ("t5encoder", {}, "a t5encoder is not supported, as it is an encoder"),
         ("gptj", {}, "llama.cpp has no loader"),
         ("gemma4-assistant", {}, "another model's rows"),
-        ("deepseek4", {}, "compresses"),
-        ("glm-dsa", {"attention.indexer.top_k": 2048}, "keys of an indexer"),
+        ("deepseek2", {"attention.indexer.top_k": 2048}, "keys of an indexer"),
         ("dflash", {"hyper_connection.count": 4}, "keys without values"),
         # Fields that say what layers are: of another architecture, and of another program.
         ("qwen3", {"full_attention_interval": 4}, "what 'full_attention_interval' says about the layers of a qwen3"),
