@@ -39,6 +39,12 @@ FIELDS = {
     "prefix_dense_sliding_window_pattern", "qk_rope_head_dim", "rope_parameters", "rotary_dim",
     "sliding_window_pattern", "swa_head_dim", "swa_num_attention_heads", "swa_num_key_value_heads",
     "swa_v_head_dim", "use_mem_rope", "use_sliding_window", "v_head_dim", "window_size",
+    # The sizes of recurrent states.
+    "cca_time0", "cca_time1", "conv1d_width", "conv_L_cache", "conv_kernel", "hc_count", "linear_conv_kernel_dim",
+    "linear_head_dim", "linear_key_head_dim", "linear_num_heads", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_value_head_dim", "mamba_d_conv", "mamba_d_ssm", "mamba_d_state", "mamba_expand", "mamba_head_dim",
+    "mamba_n_groups", "mamba_ngroups", "mamba_num_heads", "n_groups", "ngram_size", "ple_conv_kernel_size",
+    "short_conv_kernel_size", "ssm_state_size",
 }  # fmt: skip
 THETA, LOCAL = 12345.0, 54321.0  # no class's own
 PARTS_OF_A_HEAD = 0.25, 0.75  # one of them is no class's own

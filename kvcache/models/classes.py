@@ -54,6 +54,8 @@ MORE: dict[str, dict[str, Any]] = {
     "chatglm": {"partial_rotary_factor": 0.5},
     "dbrx": {"kv_n_heads": 1, "rope_theta": None},
     "dots3_note_text": {
+        "rope_parameters": None,  # which its class makes of rope_theta
+        "rope_theta": 8e7,
         "sliding_window": 512,
         "swa_num_attention_heads": 64,
         "swa_num_key_value_heads": 64,

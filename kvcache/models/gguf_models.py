@@ -164,7 +164,7 @@ class _Model:
         kinds, layers = [], []
         for i, kind in enumerate(windowed):
             has_rows = num_kv_heads[i] and not recurrent[i]
-            kinds.append(sparse[i] or self.kind(kind) if has_rows else "linear_attention")
+            kinds.append(sparse[i] or self.kind(kind) if has_rows else self.kind_without_rows(i))
             layer = {"num_attention_heads": self.num_heads[i], "num_key_value_heads": num_kv_heads[i]}
             layers.append({**layer, **sizes[kind], **rotations[kind]})
             layers[-1]["rotates"] = self.rotates(i, kind) and layers[-1]["rotary_dim"] > 0
@@ -216,10 +216,16 @@ class _Model:
         whole = 0 if rule and rule.first else every - 1  # of `every` layers, the one that sees everything
         return [not every or i % every != whole for i in range(self.num_layers)]
 
+    def kind_without_rows(self, layer: int) -> str:
+        """Return Hugging Face's type of a layer without attention."""
+        sizes = self.keys.get("feed_forward_length")
+        has_mlp_alone = self.name in tables.MLP_ALONE and isinstance(sizes, tuple) and any(sizes[layer : layer + 1])
+        return "mlp" if has_mlp_alone else "linear_attention"
+
     def kind(self, windowed: bool) -> str:
         """Return Hugging Face's type of a layer with attention."""
         if not windowed:
-            return "full_attention"
+            return "hybrid" if self.name in tables.HYBRID else "full_attention"
         return "chunked_attention" if self.name in tables.CHUNKED else "sliding_attention"
 
     # ---- rows, and how keys are rotated; both differ between layers with a window and others

@@ -128,6 +128,8 @@ BETA_FAST = {"grok": 8.0}  # of YaRN, where it is not 32
 # Every n-th layer has attention, the others a recurrent state. In other architectures a layer with such a state has no
 # KV heads.
 ATTENTION_EVERY = {"minimax-01": 8, "qwen35": 4, "qwen35moe": 4, "qwen3next": 4, "qwen4exp": 4}
+HYBRID = {"falcon-h1"}  # each layer has attention and a recurrent state
+MLP_ALONE = {"nemotron_h", "nemotron_h_moe"}  # a layer without attention and with an MLP has no recurrent state
 OWN_ROWS = {"gemma3n": 20}  # the first layers, which have rows of their own; the others read the rows of one of these
 ENCODER_DECODERS = {"t5"}
 
@@ -151,10 +153,11 @@ INDEXERS = {
         "attention.indexer.top_k": "indexer_budget",
     },
 }
-# Of these, architectures whose layers may use the choice of a layer before them, and architectures whose files must say
-# which layers do. Long contexts of ``glm-dsa`` say it, too, if the file does not.
+# Of these, architectures in which a layer may use the choice of a layer before it.
 SHARED_INDEXERS = {"dots3note", "glm-dsa", "glm5-next", "hy_v4"}
+# Of these, architectures whose files must say which layers have an indexer.
 INDEXERS_IN_FILE = {"dots3note", "hy_v4"}
+# If a file of ``glm-dsa`` does not say it, contexts from this one on say it.
 GLM52_CONTEXT = 1 << 20
 # Architectures whose graphs rotate neighbours of an index key; the other graphs rotate halves.
 INDEX_NEIGHBOURS = {"glm-dsa", "hy_v4"}
@@ -168,6 +171,17 @@ NAMES = {
     "feed_forward_length": "intermediate_size",
     "vocab_size": "vocab_size",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    # The sizes of recurrent states, for which each model has names of its own.
+    "hyper_connection.count": "hc_count",
+    "kda.head_dim": "kda_head_dim",
+    "ple.conv_kernel": "ple_conv_kernel",
+    "ple.layers": "ple_layers",
+    "ple.ngram_size": "ple_ngram_size",
+    "shortconv.l_cache": "shortconv_l_cache",
+    "ssm.conv_kernel": "ssm_conv_kernel",
+    "ssm.group_count": "ssm_group_count",
+    "ssm.inner_size": "ssm_inner_size",
+    "ssm.state_size": "ssm_state_size",
 }
 # Parts of the names of keys that say what layers are. The reader refuses a key with such a part that it does not read.
 # The keys below, from llama.cpp's list, are exceptions: they are about something else.
@@ -182,10 +196,10 @@ NOT_ABOUT_LAYERS = {
     "attn_res.block_size", "block_size", "conv_group_size", "convnext.block_count",
     "embedding_length_per_layer_input", "expert_chunk_feed_forward_length", "expert_group_count",
     "expert_group_scale", "expert_group_used_count", "expert_shared_count", "expert_shared_feed_forward_length",
-    "experts_per_group", "hrm.layers_per_stack", "interleave_moe_layer_step", "kda.head_dim",
-    "leading_dense_block_count", "moe_every_n_layers", "n_deepstack_layers", "ple.layers", "posnet.block_count",
+    "experts_per_group", "hrm.layers_per_stack", "interleave_moe_layer_step",
+    "leading_dense_block_count", "moe_every_n_layers", "n_deepstack_layers", "posnet.block_count",
     "rescale_every_n_layers", "rope.dimension_count_swa", "rope.freq_base_swa", "skip_loop_final_norm",
-    "ssm.group_count", "target_layers",
+    "target_layers",
 }  # fmt: skip
 
 # Ollama's own converter writes the files below: with other names, a vision encoder's keys beside the decoder's, and

@@ -232,6 +232,8 @@ def _interleaved(config: Fields, model_type: str) -> bool:
     return config.get("stored_as_neighbours", neighbours) is True  # a GGUF's reader knows
 
 
+# The theta of layers with a window, of types whose files may leave it out, where nothing is scaled.
+LOCAL_THETA = {"dots3_note_text": 5e4}
 # Types whose layers with a window are scaled as the others, though they have a theta of their own.
 SCALED_LOCALLY = {"modernbert-decoder"}
 # Types whose layers with a window are not scaled, though they may have no theta of their own.
@@ -251,7 +253,7 @@ SCALING_NAMES_OF = {key: {"yarn": "longrope"} for key in ("phi3", "phi4_multimod
 
 def _parameters(config: Fields, layer: int, kind: str, model_type: str) -> Fields | None:
     """Gather the rotation's parameters for a layer, under transformers' names; None: the file does not say it."""
-    theta = config.get("rope_local_base_freq") if kind in SLIDING else None
+    theta = config.get("rope_local_base_freq", _local_theta(config, model_type)) if kind in SLIDING else None
     found, source = _scaling(config, layer, kind, model_type, theta is not None)
     if theta is None:
         usual = classes.of(model_type).defaults.get("rope_parameters") or {}  # counts beside a file's scaling
@@ -276,6 +278,11 @@ def _parameters(config: Fields, layer: int, kind: str, model_type: str) -> Field
         name = {**SCALING_NAMES, **SCALING_NAMES_OF.get(model_type, {})}.get(name, name)
         found["rope_type"] = "ntk_alpha" if name == "dynamic" and model_type in ALPHA and found.get("alpha") else name
     return Fields(found, source)
+
+
+def _local_theta(config: Fields, model_type: str) -> float | None:
+    given = config.get("rope_scaling", config.get("rope_parameters"))
+    return LOCAL_THETA.get(model_type) if given is None else None
 
 
 def _scaling(
