@@ -89,7 +89,7 @@ COMPARED = {
     "kimi_k2", "kimi_k3", "llada", "llama_original", "minicpm", "minicpmv", "minimax_m1", "minimax_text_01",
     "mixformer-sequential", "molmo", "moss", "nemotron-nas", "openelm", "orion", "pangu_ultra_moe",
     "parler_tts_decoder", "phi-msft", "phi3_v", "phi3small", "phi4mm", "plamo", "plamo2", "plamo3", "qwen",
-    "skywork", "smallthinker", "solar", "stablelm_epoch", "step3_text", "stripedhyena", "xverse", "yuan",
+    "skywork", "smallthinker", "solar", "stablelm_epoch", "step3_text", "stripedhyena", "xverse", "yuan", "zaya_2025",
 }  # fmt: skip
 # Fields that only files of one type have, where a file does not say its type. Meta and Mistral have their own format.
 TELLING = {
@@ -112,13 +112,16 @@ ALIKE = {
     "bunny-stablelm": "stablelm",
     "dots_vlm": "deepseek_v3",
     "longcat_flash_ngram": "longcat_flash",
+    "mimo_v2": "mimo_v2_flash",
     "minimax_m3": "minimax_m3_vl_text",
     "phi4-siglip": "phi3",
     "progen": "codegen",
+    "qwen3_8_flash_next": "qwen4_exp",
+    "qwen3_8_flash_next_text": "qwen4_exp_text",
     "sdar_moe": "qwen3_moe",
 }
-# Types whose name an older model's files bear: a field that only these have, and what the older type is called here.
-OLDER = {"glm": ("block_position_encoding", "glm_2022")}
+# Types whose name an older model's files bear: fields that only these have, and what the older type is called here.
+OLDER = {"glm": ({"block_position_encoding"}, "glm_2022"), "zaya": ({"cca", "zaya_layers"}, "zaya_2025")}
 
 
 @lru_cache(maxsize=1)
@@ -145,8 +148,8 @@ def type_of(given: Mapping[str, Any]) -> Any:
     name = given.get("model_type") or next(told, None) or implied
     if not isinstance(name, str):
         return name
-    field, older = OLDER.get(name, ("", ""))
-    if field in given:
+    fields, older = OLDER.get(name, (set[str](), ""))
+    if fields & given.keys():
         return older
     name = ALIKE.get(name, name)
     return name if implied is None or name in COMPARED or name in _table() else implied

@@ -43,12 +43,12 @@ NAMES = {
     ),
     "num_attention_heads": (
         "decoder_attention_heads", "num_decoder_attention_heads", "decoder_num_attention_heads",
-        "num_attention_heads_per_layer", "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads",
-        "num_query_heads", "n_text_head",
+        "cca_num_q_heads", "num_attention_heads_per_layer", "num_attention_heads", "n_head", "n_heads", "num_heads",
+        "attention_heads", "num_query_heads", "n_text_head",
     ),
     "num_key_value_heads": (
-        "decoder_num_key_value_heads", "num_key_value_heads_per_layer", "num_key_value_heads", "num_kv_heads",
-        "n_head_kv", "n_kv_heads", "n_kv_head", "n_local_heads", "kv_n_heads", "num_attention_groups",
+        "decoder_num_key_value_heads", "num_query_groups_list", "num_key_value_heads_per_layer", "num_key_value_heads",
+        "num_kv_heads", "n_head_kv", "n_kv_heads", "n_kv_head", "n_local_heads", "kv_n_heads", "num_attention_groups",
         "multi_query_group_num", "num_query_groups", "num_multi_query_heads", "num_kv_attention_heads",
         "num_attention_heads_kv", "num_heads_kv", "kv_heads",
     ),

@@ -156,7 +156,9 @@ def check(config: Fields, kinds: Sequence[str]) -> None:
         known |= {"window_size"}  # the same, under an older name
     heads, kv_heads = (config.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     shared_by = heads // kv_heads if type(heads) is type(kv_heads) is int and kv_heads else None
-    derived = {"num_key_value_groups": shared_by}
+    parts = (config.get("qk_nope_head_dim"), config.get("qk_rope_head_dim"))
+    of_latents = sum(parts) if all(type(part) is int for part in parts) else None
+    derived = {"num_key_value_groups": shared_by, "q_head_dim": of_latents, "qk_head_dim": of_latents}
     less = []
     for name in config.get("beside", []):
         raise NotSupportedError(

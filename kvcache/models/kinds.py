@@ -50,6 +50,7 @@ BY_LAYER: dict[str, Mapping[Any, str]] = {
     "sliding_window_layout": {0: F, 1: S},  # SmallThinker
     "attn_type_list": {0: L, 1: F},  # MiniMax
     "compress_ratios": {0: S} | {ratio: kind for kind, ratio in COMPRESSED.items()},  # DeepSeek V4
+    "zaya_layers": {"a": H},  # ZAYA1's first files, and numbers of experts
     "attention_layers": {},  # GPT-Neo
     "attention_types": {},
     "decoder_attention_types": {"linear_attention": L, "softmax_attention": F},
@@ -86,6 +87,7 @@ PATTERNS: dict[str, tuple[str, int] | list[str]] = {
     **{key: [F, S, S, S] for key in ("cwm", "granite_swa", "granitemoe_swa")},
     **{key: [S, S, S, F] for key in ("muse_glimmer_text", "muse_spark_text", "olmo3")},
     **{key: [H] for key in ("falcon_h1", "zaya")},
+    "zaya_2025": [H, "moe"],
     **{key: [F] for key in ("cohere_compass_text", "laguna", "lfm2", "mellum", "minimax_m3_vl_text", "step3p5")},
     "deepseek_v4": [HEAVILY, SPARSE],
     "afmoe": ("global_attn_every_n_layers", 4),
@@ -247,6 +249,8 @@ def _repeated(config: Fields, given: list[Any]) -> list[Any]:
 
 
 def _entry(entry: Any, names: Mapping[Any, str]) -> Any:
+    if names is BY_LAYER["zaya_layers"] and isinstance(entry, int):
+        return "moe"
     return names.get(entry, entry) if isinstance(entry, str | int) else entry
 
 

@@ -240,5 +240,5 @@ MODELS: dict[str, Callable[[Fields, int], State]] = {
     "plamo2": _plamo2,
     "qwen4_exp_text": _qwen4,
     "recurrent_gemma": _griffin,
-    "zaya": _zaya,
+    **dict.fromkeys(("zaya", "zaya_2025"), _zaya),
 }

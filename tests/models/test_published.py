@@ -126,6 +126,25 @@ def test_a_number_of_groups_that_follows_from_the_heads():
         shapes.read({"model_type": "qwen2", **SOME, "num_key_value_groups": 2})
 
 
+@pytest.mark.parametrize("name", ["q_head_dim", "qk_head_dim"])
+def test_a_size_of_heads_that_is_the_sum_of_two(name):
+    latents = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    config = {"model_type": "kimi_k2", **SOME, **latents}
+    assert shapes.read({**config, name: 192}).layers == shapes.read(config).layers
+    with pytest.raises(kvcache.NotSupportedError, match=f"{name} 128 says what its layers are"):
+        shapes.read({**config, name: 128})
+
+
+def test_layers_of_experts_alone_keep_no_rows():
+    """ZAYA1's first files count them, by lists or as every second layer."""
+    config = {**SOME, "model_type": "zaya", "cca": True, "head_dim": 64}
+    kept = [layer.policy is not None for layer in shapes.read({**config, "zaya_layers": ["a", "a", 16, "a"]}).layers]
+    assert kept == [True, True, False, True]
+    assert [layer.policy is not None for layer in shapes.read(config).layers] == [True, False] * 2
+    with pytest.raises(kvcache.NotSupportedError, match="layer 1 is of type 'b', which no policy stands for"):
+        shapes.read({**config, "zaya_layers": ["a", "b", "a", "b"]})
+
+
 @pytest.mark.parametrize("name", ["full_attn_mod", "global_attn_every_n", "block_group_size", "window_period"])
 def test_every_first_layer_is_every_layer(name):
     assert len(shapes.read({"model_type": "new", **SOME, name: 1}).layers) == 4

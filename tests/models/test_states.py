@@ -137,6 +137,11 @@ FURTHER = {
          "num_key_value_heads": 30},
         24, State(3 * (2 * 2880 + 5760), 30 * 96 * 192, 4 * (2 * 2880 + 5760)),
     ),
+    "ZAYA1 8B, first revision": (
+        {"model_type": "zaya", "num_hidden_layers": 4, "hidden_size": 2048, "num_attention_heads": 8, "head_dim": 128,
+         "num_key_value_heads": 2, "zaya_layers": ["a", 16, "a", 16]},
+        2, State(2 * 1280, 128, 2 * 1280, is_f32=False),
+    ),
     "ZAYA1 8B": (
         {"model_type": "zaya", "num_hidden_layers": 40, "hidden_size": 2048, "num_attention_heads": 8,
          "num_key_value_heads": 2, "head_dim": 128},
