@@ -14,7 +14,10 @@ try:
     from kvcache.layer import DTYPES
     from kvcache.tools.arguments import parse_tokens
 except ModuleNotFoundError as error:
-    sys.exit(f"hf_generate.py: there is no module {error.name}; run: pip install -e '.[hf]'")
+    sys.exit(
+        f"hf_generate.py: there is no module {error.name}; run: "
+        "pip install torch --index-url https://download.pytorch.org/whl/cpu && pip install -e '.[hf]'"
+    )
 
 MODEL = Path(__file__).parent / "model"  # its tokens are bytes
 

@@ -9,28 +9,60 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from kvcache.errors import NotSupportedError, plain, shown
 from kvcache.models import arithmetic, gguf
-from kvcache.models.fields import find_config, is_gguf, read_json
+from kvcache.models.configuration import read_config
+from kvcache.models.fields import INDEX, Fields, find_config, is_gguf, read_json
 from kvcache.models.reading import MAX_MODULES
 
-__all__ = ["count", "in_gguf"]
+__all__ = ["CPU_TORCH", "Index", "count", "in_gguf", "read_index"]
 
 # Tasks of transformers' classes, as its mappings are named; the first that has the model is made.
 TASKS = "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM"
 
 NOT_OF_SHAPES = "dtype", "torch_dtype", "quantization_config"  # these may be unknown to transformers
+MOST = 1 << 60  # bytes of weights
+ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# How to install PyTorch without the libraries of a GPU, which take gigabytes.
+CPU_TORCH = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
+
+
+@dataclass(frozen=True)
+class Index:
+    """What the index of a model's weights says of all of its files, which need not be there."""
+
+    nbytes: int
+    num_parameters: int | None  # None: it does not say
+
+
+def read_index(folder: Path) -> Index | None:
+    """Read the sizes in a folder's ``model.safetensors.index.json``; None: there is no such file, or it has no sizes.
+
+    Raise `ModelFileError` if it is no JSON, or a size is no whole number.
+    """
+    if not os.path.isfile(folder / INDEX):
+        return None
+    metadata = Fields(read_json(folder / INDEX), plain(folder / INDEX)).part("metadata")
+    if metadata is None or metadata.get("total_size") is None:
+        return None
+    number = None
+    if metadata.get("total_parameters") is not None:
+        number = metadata.count("total_parameters", most=MOST)
+    return Index(metadata.count("total_size", most=MOST), number)
 
 
 def count(source: Any) -> int:
     """Count the parameters of a model.
 
-    A GGUF has them in its header. Decoders of the commonest types (Llama, Mistral, Qwen, Gemma) are counted from their
-    configuration alone. Any other model is made by transformers on torch's device "meta", which allocates no weights;
-    all of its parts are counted. Nothing is downloaded, and no code beside transformers' own is run.
+    A GGUF has them in its header, and an index of weights beside a configuration has them, or bytes that are divided by
+    those of the configuration's type. Decoders of the commonest types (Llama, Mistral, Qwen, Gemma) are counted from
+    their configuration alone. Any other model is made by transformers on torch's device "meta", which allocates no
+    weights; all of its parts are counted. Nothing is downloaded, and no code beside transformers' own is run.
 
     Parameters
     ----------
@@ -55,8 +87,21 @@ def count(source: Any) -> int:
         path = find_config(source)
         if is_gguf(path):
             return in_gguf(gguf.read_header(path))
-        return _counted(read_json(path), plain(path))
+        number = _in_index(path)
+        return _counted(read_json(path), plain(path)) if number is None else number
     return _counted(source, "config")
+
+
+def _in_index(path: Path) -> int | None:
+    """Return the parameters that the index beside a configuration counts; None: it says nothing of them."""
+    index = read_index(path.parent)
+    if index is None:
+        return None
+    config = read_config(path)
+    if config.get("quantization_config"):  # weights may be packed into other shapes
+        return None
+    itemsize = ITEMSIZES.get(str(config.get("dtype")).removeprefix("torch."))
+    return index.nbytes // itemsize if index.num_parameters is None and itemsize else index.num_parameters
 
 
 def in_gguf(header: gguf.Header) -> int:
@@ -75,7 +120,8 @@ def _made(config: Any, name: str) -> int:
         import torch
         import transformers
     except ImportError as error:
-        needs = f"counting needs {error.name}, which is not installed; run: pip install 'kvcache[hf]'"
+        run = CPU_TORCH if error.name == "torch" else "pip install transformers"
+        needs = f"counting needs {error.name}, which is not installed; run: {run}"
         raise NotSupportedError(f"{name}: {needs}") from None
     try:
         with _silence(), _limit(), torch.device("meta"):

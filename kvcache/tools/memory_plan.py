@@ -19,7 +19,7 @@ from kvcache.errors import KVCacheError, ModelFileError, NotSupportedError, plai
 from kvcache.layer import DType, Layer
 from kvcache.models import gguf, parameters
 from kvcache.models.configuration import read_config
-from kvcache.models.fields import find_weights, is_gguf
+from kvcache.models.fields import INDEX, find_weights, is_gguf
 from kvcache.models.reading import expanded
 from kvcache.models.shapes import PREFILL_TOKENS, Shape
 from kvcache.policy import CrossAttention, FullAttention, Policy, most_rows, written
@@ -192,9 +192,9 @@ def weigh(model: Any, given: str | int | None = None) -> Weights:
     """Return the size of a model's weights.
 
     `given` is a type of `WEIGHT_TYPES`, in which every parameter is counted, or the number of bytes. By default: the
-    bytes of the model's files if they are there, else every parameter in the type that the configuration names, as
-    `kvcache.models.parameters.count` counts them. Raise `ModelFileError` or `NotSupportedError` if parameters
-    cannot be counted.
+    bytes of the model's files if they are there, or the bytes that the files' index gives. Otherwise every parameter
+    counts in the type that the configuration names, as `kvcache.models.parameters.count` counts them. Raise
+    `ModelFileError` or `NotSupportedError` if parameters cannot be counted.
     """
     if isinstance(given, int):
         return Weights(given, "as given")
@@ -207,6 +207,9 @@ def weigh(model: Any, given: str | int | None = None) -> Weights:
         files = _weight_files(path if path.is_dir() else path.parent)
         if files:
             return _files(files, len(files))
+        index = parameters.read_index(path if path.is_dir() else path.parent)
+        if index is not None:
+            return Weights(index.nbytes, f"as {INDEX} says", index.num_parameters)
     return _counted(model)
 
 

@@ -1,5 +1,6 @@
 """Numbers of parameters, which transformers' models give where there is only a configuration."""
 
+import json
 import logging
 import sys
 
@@ -64,6 +65,35 @@ def test_the_commonest_need_no_torch(name, monkeypatch):
         monkeypatch.setitem(sys.modules, package, None)
     config, number = BY_ARITHMETIC[name]
     assert parameters.count(config) == number
+
+
+@pytest.mark.parametrize(
+    ("metadata", "number"),
+    [
+        ({"total_size": 2000, "total_parameters": 900}, 900),
+        ({"total_size": 2000}, 1000),
+        ({"total_parameters": 900}, 8_030_261_248),  # no index that a program wrote
+        ({}, 8_030_261_248),
+        (None, 8_030_261_248),
+    ],
+)
+def test_an_index_of_weights_counts_them(tmp_path, metadata, number):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"torch_dtype": "bfloat16"}))
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": metadata, "weight_map": {}}))
+    assert parameters.count(tmp_path) == parameters.count(tmp_path / "config.json") == number
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": "fp8"}}))
+    assert parameters.count(tmp_path) == 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    "metadata", [7, {"total_size": -1}, {"total_size": 2**61}, {"total_size": 8, "total_parameters": 1.5}]
+)
+def test_an_index_of_weights_that_cannot_be(tmp_path, metadata):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": metadata}))
+    with pytest.raises(kvcache.ModelFileError, match=r"index\.json.*(metadata|total_size|total_parameters) must be"):
+        parameters.count(tmp_path)
 
 
 def small(model_type, **changes):

