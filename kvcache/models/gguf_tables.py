@@ -153,9 +153,9 @@ INDEXERS = {
         "attention.indexer.top_k": "indexer_budget",
     },
 }
-# Of these, architectures in which a layer may use the choice of a layer before it.
+# Among these are architectures in which a layer may use the choice of a layer before it.
 SHARED_INDEXERS = {"dots3note", "glm-dsa", "glm5-next", "hy_v4"}
-# Of these, architectures whose files must say which layers have an indexer.
+# The files of these must say which layers have an indexer.
 INDEXERS_IN_FILE = {"dots3note", "hy_v4"}
 # If a file of ``glm-dsa`` does not say it, contexts from this one on say it.
 GLM52_CONTEXT = 1 << 20

@@ -34,7 +34,7 @@ CPU_TORCH = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
 
 @dataclass(frozen=True)
 class Index:
-    """What the index of a model's weights says of all of its files, which need not be there."""
+    """The sizes in the index of a model's weights: of all of its files, which need not be there."""
 
     nbytes: int
     num_parameters: int | None  # None: it does not say
@@ -59,8 +59,8 @@ def read_index(folder: Path) -> Index | None:
 def count(source: Any) -> int:
     """Count the parameters of a model.
 
-    A GGUF has them in its header, and an index of weights beside a configuration has them, or bytes that are divided by
-    those of the configuration's type. Decoders of the commonest types (Llama, Mistral, Qwen, Gemma) are counted from
+    A GGUF has them in its header. An index of weights beside a configuration has them, or the bytes of all weights, which
+    are divided by those of the configuration's type. Decoders of the commonest types (Llama, Mistral, Qwen, Gemma) are counted from
     their configuration alone. Any other model is made by transformers on torch's device "meta", which allocates no
     weights; all of its parts are counted. Nothing is downloaded, and no code beside transformers' own is run.
 

@@ -26,7 +26,7 @@ SKIPPING = {"nemotron-nas"}
 
 @dataclass(frozen=True)
 class State:
-    """What a layer keeps of a sequence beside keys and values, in elements.
+    """The elements that a layer keeps of a sequence beside keys and values.
 
     Attributes
     ----------
@@ -139,7 +139,7 @@ def _olmo(config: Fields, layer: int) -> State:
 
 
 def _qwen4(config: Fields, layer: int) -> State:
-    """Return the state of a layer of Qwen 4, one of which embeds n-grams."""
+    """Return the state of a layer of Qwen 4; one layer embeds n-grams."""
     ids = config.sequence("ple_layer_ids") or []  # of which the first layer is 1
     own = Fields({**config.values, "ple_layers": [i - 1 for i in ids if isinstance(i, int)]}, config.source)
     return _with_ngrams(own, layer, _delta_net(config, layer), "ple_layers", "ple_conv_kernel_size", "ngram_size")
