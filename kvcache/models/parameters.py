@@ -59,10 +59,11 @@ def read_index(folder: Path) -> Index | None:
 def count(source: Any) -> int:
     """Count the parameters of a model.
 
-    A GGUF has them in its header. An index of weights beside a configuration has them, or the bytes of all weights, which
-    are divided by those of the configuration's type. Decoders of the commonest types (Llama, Mistral, Qwen, Gemma) are counted from
-    their configuration alone. Any other model is made by transformers on torch's device "meta", which allocates no
-    weights; all of its parts are counted. Nothing is downloaded, and no code beside transformers' own is run.
+    The header of a GGUF has them, and so does an index of weights beside a configuration. An older index has the bytes
+    alone, which are divided by those of an element. Decoders of the commonest types (Llama, Mistral, Qwen, Gemma) are
+    counted from their configuration alone. Any other model is made by transformers on torch's device "meta", which
+    allocates no weights; all of its parts are counted. Nothing is downloaded, and no code beside transformers' own is
+    run.
 
     Parameters
     ----------
