@@ -115,6 +115,7 @@ ALIKE = {
     "mimo_v2": "mimo_v2_flash",
     "minimax_m3": "minimax_m3_vl_text",
     "phi4-siglip": "phi3",
+    "nemotron_h_puzzle": "nemotron_h",
     "progen": "codegen",
     "qwen3_8_flash_next": "qwen4_exp",
     "qwen3_8_flash_next_text": "qwen4_exp_text",

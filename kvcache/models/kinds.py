@@ -256,6 +256,8 @@ def _entry(entry: Any, names: Mapping[Any, str]) -> Any:
 
 def _block(config: Fields, layer: int, block: Any) -> str:
     """Return the type of a layer that ``block_configs`` describes, as in Nemotron's models that a search made."""
+    if isinstance(block, Mapping) and isinstance(block.get("block_type"), str):
+        return str(block["block_type"])
     attention = block.get("attention") if isinstance(block, Mapping) else None
     if not isinstance(attention, Mapping):
         raise config.error(f"block_configs must have an object 'attention' for layer {layer}, not {shown(block)}")

@@ -73,8 +73,11 @@ def _blocks(config: Fields, kinds: Sequence[str]) -> list[dict[str, Any]]:
     blocks = config.sequence("block_configs", len(kinds))
     if blocks is None:
         return [{} for _ in kinds]
-    found = []
+    found: list[dict[str, Any]] = []
     for i, kind in enumerate(kinds):
+        if not isinstance(blocks[i], Mapping) or not isinstance(blocks[i].get("attention"), Mapping):
+            found.append({})  # it says something of experts alone
+            continue
         attention = Fields(blocks[i]["attention"], f"{config.source}, block_configs, layer {i}")
         own = {OTHER_NAMES.get(name, name): attention.get(name) for name in (*PREFIXED, "sliding_window", *OTHER_NAMES)}
         if kind not in STATELESS and attention.get("n_heads_in_group") is not None:

@@ -135,6 +135,14 @@ def test_a_size_of_heads_that_is_the_sum_of_two(name):
         shapes.read({**config, name: 128})
 
 
+def test_blocks_that_say_their_types():
+    form = PUBLISHED["Nemotron 3 Puzzle 75B"].config
+    without = {**form, "layers_block_type": None, "num_hidden_layers": 88}
+    assert shapes.read(without).layers == shapes.read(form).layers
+    with pytest.raises(kvcache.NotSupportedError, match="layer 0 is of type 'new', which no policy stands for"):
+        shapes.read({**without, "block_configs": [{"block_type": "new"}] * 88})
+
+
 def test_layers_of_experts_alone_keep_no_rows():
     """ZAYA1's first files count them, by lists or as every second layer."""
     config = {**SOME, "model_type": "zaya", "cca": True, "head_dim": 64}
