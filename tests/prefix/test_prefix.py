@@ -184,8 +184,7 @@ def test_prompts_and_pins_count_as_memory():
     with pytest.raises(kvcache.CacheFullError, match=r"acquiring a prompt .* max_bytes is 200000; \d+ bytes of it are"):
         prefix.acquire(np.zeros(30_000, np.int64))
     with pytest.raises(kvcache.CacheFullError, match=r"pinning a prompt .* kept blocks are pinned: unpin some"):
-        for last in range(2000):
-            prefix.pin([*PROMPT, 1000 + last])
+        [prefix.pin([*PROMPT, 1000 + last]) for last in range(2000)]
     assert prefix.lookup(PROMPT) == 100
     assert prefix.stats.sequences == 0
     assert cache.nbytes <= 200_000
