@@ -75,8 +75,8 @@
  *           function was moving is as it was before.
  *           Sequences that an unfinished call made for its own use are not in the child.
  * Limits    max_seq_len and max_sequences are checked when a batch begins.  capacity is also checked by edits that copy
- *           rows, and by what loads rows.  max_bytes is checked by each call that takes memory for rows, and by calls
- *           of a prefix that take memory for a prompt, a pin, a state or the prefix itself.
+ *           rows, and by what loads rows.  max_bytes is checked by each call that takes memory for rows.  Calls that
+ *           take memory for a prefix, a prompt, a pin or a state check it, too.
  *           Sharing and loading may exceed max_seq_len and max_sequences.  Past max_seq_len, the next batch
  *           of that sequence is refused.  Past max_sequences, any batch is refused.
  * Structs   grow at their end, so that a program and a library of different versions understand each other.
@@ -1189,8 +1189,8 @@ KVC_API kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *toke
  * ignored.  No tokens: the sequence only ends.  The sequence may be any of the cache; if it is empty, it only ends.  If
  * memory for bookkeeping is short, the call keeps fewer blocks.  Fails with KVC_ERR_BUSY while the sequence is in the
  * open batch or its keys are rewritten.  Fails with KVC_ERR_INVALID if the sequence holds more exact tokens than were
- * passed, as it does if a whole prompt was fed behind its match.  To keep only the first n tokens, call
- * kvc_mark_inexact at position n before. */
+ * passed, as it does if a whole prompt was fed behind its match.  kvc_mark_inexact, called at position n before, limits
+ * what is kept to the first n tokens. */
 KVC_API kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens);
 
 /* Keeps the blocks of a sequence's first tokens, and the recurrent state of the model behind them.  The sequence goes
@@ -1419,8 +1419,8 @@ KVC_API void kvc_prefix_get_stats(kvc_prefix *prefix, kvc_prefix_stats *stats, s
 /* Waiting for the open batch (kvc_begin_args.timeout_ms).  Calls are served in order of arrival, and find the sequences
  * as they are at that time.  While others wait, a call that does not wait fails with KVC_ERR_BUSY.  Any thread may end
  * the batch; a thread that should end it itself waits in vain.  The call fails with KVC_ERR_BUSY once timeout_ms have
- * passed, and with KVC_ERR_CANCELLED if the cache's poll says so.  A call keeps its place while its poll runs, so a poll
- * that takes long delays the calls behind it.  Batches that the poll itself begins come before them. */
+ * passed, and with KVC_ERR_CANCELLED if the cache's poll says so.  A call keeps its place while its poll runs, so that
+ * a poll that takes long delays the calls behind it.  Batches that the poll itself begins come before them. */
 
 /* Restoring layers (kvc_begin_args.replaced): the batch puts back rows that were saved.  Once it is committed, its
  * tokens replace all rows of their sequences in the restored layers; other layers stay as they are.  A state whose

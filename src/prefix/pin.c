@@ -87,7 +87,7 @@ static int32_t list_others(const kvc_match *m, const kvc_node *last, kvc_node **
     return num + !has_state;
 }
 
-/* Puts a pin in the place of those of its prompt that know no more tokens, and ends them. */
+/* Adds a pin to the set, and ends the pins of the same prompt that know no more tokens. */
 static void replace_others(kvc_prefix *prefix, kvc_pinned *pin) {
     kvc_sorted *pins = &prefix->tree->pins;
     kvc_pinned *covered = NULL;

@@ -426,7 +426,7 @@ static void name_prompt(const kvc_prefix *prefix, const kvc_tokens *tokens, uint
     kvc_name_block(prefix->salt, prefix->root, &all, name);
 }
 
-/* Pins what is known of a prompt with a name. */
+/* Pins the known tokens of a prompt with a name. */
 static kvc_status pin(kvc_prefix *prefix, const kvc_tokens *tokens, const uint8_t *name, int32_t *kept) {
     kvc_match m;
     while (prefix->cache->max_bytes && kvc_cache_wait_pages(prefix->cache)) continue;

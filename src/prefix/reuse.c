@@ -115,7 +115,7 @@ static int is_harmless(kvc_status status) {
 
 /* Adds a chunk to a sequence at a position, and sets *is_moved to whether it could.  Releases the mutex meanwhile. */
 static kvc_status move_chunk(kvc_cache *cache, const chunk *c, int64_t seq_id, int32_t position, int *is_moved) {
-    const kvc_need need = kvc_need_max_bytes(cache, "moving tokens"); /* to lists as long as those of the chunk */
+    const kvc_need need = kvc_need_max_bytes(cache, "moving tokens"); /* its lists get as long as the chunk's */
     const int64_t id = kvc_cache_new_id(cache);
     const int32_t delta = position - c->begin, end = position + c->num_tokens;
     kvc_status status = gather_chunk(cache, c, id) ? kvc_check_room(&need) : KVC_ERR_FULL;
