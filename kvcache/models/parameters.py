@@ -7,23 +7,30 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvcache.errors import NotSupportedError, plain, shown
-from kvcache.models import arithmetic, gguf
+from kvcache.errors import KVCacheError, NotSupportedError, plain, shown
+from kvcache.models import arithmetic, classes, gguf
 from kvcache.models.configuration import read_config
 from kvcache.models.fields import INDEX, Fields, find_config, is_gguf, read_json
 from kvcache.models.reading import MAX_MODULES
 
-__all__ = ["CPU_TORCH", "Index", "count", "in_gguf", "read_index"]
+__all__ = ["CPU_TORCH", "Index", "count", "in_gguf", "read_index", "share_read", "share_read_in_gguf"]
 
 # Tasks of transformers' classes, as its mappings are named; the first that has the model is made.
 TASKS = "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM"
+
+# Fields with the number of a layer's experts, and of those that a token goes through.
+EXPERTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
+PER_TOKEN = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts",
+)  # fmt: skip
+MAX_DEPTH = 3  # of configurations in each other, where experts are looked for
 
 NOT_OF_SHAPES = "dtype", "torch_dtype", "quantization_config"  # these may be unknown to transformers
 MOST = 1 << 60  # bytes of weights
@@ -108,6 +115,57 @@ def _in_index(path: Path) -> int | None:
 def in_gguf(header: gguf.Header) -> int:
     """Count the elements of all tensors of a GGUF file."""
     return sum(math.prod(tensor.shape) for tensor in header.tensors.values())
+
+
+def share_read(source: Any) -> float | None:
+    """Return the share of a model's parameters that are read to decode a token; None if it cannot be counted.
+
+    It is 1, unless tokens go through some of the model's experts only. Then the parameters are counted twice: as they
+    are, and with so few experts. `source` is what `count` takes, except a GGUF.
+
+    >>> share_read({"model_type": "llama"})
+    1.0
+    """
+    config = source
+    if isinstance(source, str | os.PathLike):
+        config = read_json(find_config(source))
+    elif not isinstance(source, Mapping):
+        config = source.to_dict()
+    read = _with_experts_of_a_token(config)
+    if read == config:
+        return 1.0
+    try:
+        return count(read) / max(1, count(config))
+    except KVCacheError:
+        return None
+
+
+def _with_experts_of_a_token(config: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
+    """Return a configuration with as many experts as a token goes through."""
+    own = {
+        name: _with_experts_of_a_token(value, depth + 1) if isinstance(value, Mapping) and depth < MAX_DEPTH else value
+        for name, value in config.items()
+    }
+    known = classes.of(config.get("model_type")).defaults.get("num_experts_per_tok")
+    used = next((config[name] for name in PER_TOKEN if config.get(name) is not None), known)
+    used = max(used, default=None) if isinstance(used, list) and all(type(one) is int for one in used) else used
+    if type(used) is not int or used < 1:
+        return own
+    if known is not None and not any(name in own for name in EXPERTS):  # the type has a default number of experts
+        return own | dict.fromkeys(EXPERTS, used)
+    return own | {name: min(used, own[name]) for name in EXPERTS if type(own.get(name)) is int}
+
+
+def share_read_in_gguf(headers: Sequence[gguf.Header]) -> float:
+    """Return the share of the elements of a GGUF's files that are read to decode a token, as `share_read`."""
+    found = [header.metadata for header in headers if "general.architecture" in header.metadata]
+    keys = [f"{found[0]['general.architecture']}.expert_{name}count" for name in ("used_", "")] if found else []
+    used, experts = (found[0].get(key) for key in keys) if keys else (None, None)
+    if type(used) is not int or type(experts) is not int or not 0 < used < experts:
+        return 1.0
+    sizes = [(name, math.prod(tensor.shape)) for header in headers for name, tensor in header.tensors.items()]
+    read = sum(size * used / experts if "_exps." in name else size for name, size in sizes)
+    return read / max(1, sum(size for _, size in sizes))
 
 
 def _counted(config: Any, name: str) -> int:

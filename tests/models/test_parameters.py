@@ -4,10 +4,11 @@ import json
 import logging
 import sys
 
+import numpy as np
 import pytest
 
 import kvcache
-from kvcache.models import arithmetic, parameters
+from kvcache.models import arithmetic, gguf, parameters
 
 LLAMA = {
     "model_type": "llama",
@@ -188,3 +189,51 @@ def test_models_of_too_many_modules_are_not_made(monkeypatch):
         parameters.count(config | {"encoder_layers": 1000})
     monkeypatch.undo()
     assert parameters.count(config | {"encoder_layers": 100}) > 0
+
+
+EXPERT = 3 * 4096 * 14336  # parameters of one in a layer of Mixtral
+
+
+@pytest.mark.parametrize(
+    ("config", "read"),
+    [
+        (PUBLISHED["Llama-3.1-8B"][0], 8_030_261_248),
+        (PUBLISHED["Mixtral-8x7B"][0], 46_702_792_704 - 32 * 6 * EXPERT),
+        (PUBLISHED["Mixtral-8x7B"][0] | {"num_experts_per_tok": 3}, 46_702_792_704 - 32 * 5 * EXPERT),
+        (BY_ARITHMETIC["Qwen3-30B-A3B"][0] | {"num_experts_per_tok": 8}, 3.34e9),
+    ],
+)
+def test_a_token_reads_the_experts_that_it_goes_through(config, read):
+    assert parameters.share_read(config) * parameters.count(config) == pytest.approx(read, rel=1e-3)
+
+
+def test_experts_of_a_part_are_read(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    config, _ = PUBLISHED["Mixtral-8x7B"]
+    assert parameters.share_read({"model_type": "olmo", "hidden_size": 64}) == 1
+    assert parameters.share_read({"model_type": "a model", "text_config": config}) is None
+    seen = []
+    monkeypatch.setattr(parameters, "count", lambda config: seen.append(config) or 1 + len(seen))
+    assert parameters.share_read({"model_type": "a model", "text_config": config | {"moe_topk": [1, 4]}}) == 2 / 3
+    assert seen[0]["text_config"]["num_local_experts"] == 4
+
+
+@pytest.mark.hf
+def test_the_usual_number_of_experts_counts():
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 4, "hidden_size": 64, "moe_intermediate_size": 8}
+    share = parameters.share_read(config)
+    assert share == parameters.share_read(config | {"n_routed_experts": 256, "num_experts_per_tok": 8}) < 1
+
+
+def test_experts_of_a_gguf(tmp_path):
+    gguf_files = pytest.importorskip("support.gguf_files")
+    tensors = [(f"blk.0.{name}.weight", np.zeros(shape, np.float32), None)
+               for name, shape in (("attn_q", (64, 64)), ("ffn_up_exps", (8, 64, 64)))]  # fmt: skip
+    files = [
+        gguf_files.write(tmp_path / "1.gguf", "qwen3moe", {"qwen3moe.expert_count": 8, "qwen3moe.expert_used_count": 2},
+                         tensors[:1]),
+        gguf_files.write(tmp_path / "2.gguf", "qwen3moe", {}, tensors[1:]),
+    ]  # fmt: skip
+    headers = [gguf.read_header(file) for file in files]
+    assert parameters.share_read_in_gguf(headers) == 3 / 9
+    assert parameters.share_read_in_gguf(headers[1:]) == 1
