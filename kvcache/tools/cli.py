@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
-from kvcache.arguments import INT32_MAX, MAX_THREADS
+from kvcache.arguments import INT32_MAX, INT64_MAX, MAX_THREADS
 from kvcache.columns import whole
 from kvcache.errors import KVCacheError, ModelFileError, plain
 from kvcache.layer import DTYPES, DType, count, to_dtype
@@ -40,6 +40,8 @@ __all__ = ["main"]
 CONTEXT = 8192  # tokens of a sequence, if neither the user nor the model says
 PROMPT = "Once upon a time"
 LEAST_WEIGHTS = 1 << 17  # bytes; the smallest published models have more
+LEAST_MACHINE = 1 << 20  # bytes of a machine's memory, or bytes that it reads in a second
+ALL = "all"  # types
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -85,6 +87,36 @@ def _type(text: str) -> Any:
     return typer.Option("--dtype", parser=parse, autocompletion=lambda: [*DTYPES], metavar="TYPE", help=text)
 
 
+def _stored(name: str) -> str:
+    """Return what a text names: "all", a type, or the types of keys and of values."""
+    if name == ALL:
+        return name
+    try:
+        return "/".join(dict.fromkeys(memory_plan.keys_and_values(name)))
+    except ValueError:
+        types = f"{ALL}, {', '.join(DTYPES)}"
+        raise typer.BadParameter(f"{name!r} is none of {types}, nor two for keys/values, as int6/int4") from None
+
+
+def _rate_or_size(text: str, such: str) -> Any:
+    """Make an option that takes bytes, or bytes per second if `such` an example does."""
+    what, unit = ("rate", "/s") if such.endswith("/s") else ("size", "")
+
+    def parse(value: str) -> int:
+        try:
+            number = parse_size(value.strip().removesuffix(unit))
+        except ArgumentTypeError:
+            raise typer.BadParameter(f"{value!r} is no {what}, such as {such}") from None
+        if not LEAST_MACHINE <= number <= INT64_MAX:
+            unlike = "fewer" if number < LEAST_MACHINE else "more"
+            raise typer.BadParameter(
+                f"{value!r} is {number:,} bytes{unit}, {unlike} than any machine's: give it as {such}"
+            )
+        return number
+
+    return typer.Option(parser=parse, metavar=what.upper(), help=text)
+
+
 def _weights(text: str) -> str | int:
     """Return the type of weights that a text names, or the number of bytes."""
     if text.lower() in memory_plan.WEIGHT_TYPES:
@@ -125,7 +157,17 @@ def _model(text: str) -> Any:
 
 Model = Annotated[Path, _model("A Hugging Face folder, its config.json, or a GGUF.")]
 TYPES = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
-Types = Annotated[list[Any], _type(f"Only this type: {TYPES}; may be given several times.")]
+Types = Annotated[
+    list[Any],
+    typer.Option(
+        "--dtype",
+        parser=_stored,
+        autocompletion=lambda: [ALL, *DTYPES],
+        metavar="TYPE",
+        help=f"Only this type: {TYPES}; two for keys/values, as int6/int4; or {ALL}. May be given several times. By "
+        f"default: the model's own, {', '.join(memory_plan.RECOMMENDED)}.",
+    ),
+]
 CONTEXT_OPTION = _tokens("Tokens of a sequence, such as 8192 or 8k.", 1)
 Threads = Annotated[
     int | None, typer.Option(min=1, max=MAX_THREADS, metavar="N", help="Threads; by default as `kvcache info` says.")
@@ -188,6 +230,7 @@ def top(
 
 @_command(
     "kvcache plan Llama-3.1-8B/config.json --weights q4_0 --context 128k",
+    "kvcache plan Llama-3.1-8B/config.json --memory 64GB --bandwidth 100GB/s",
     "kvcache plan gemma-3-4b-Q4_0.gguf --dtype q8_0 --window 4k --sink-tokens 4",
     name="plan",
 )
@@ -206,6 +249,12 @@ def plan_command(
             help="Count weights in a type (q4_0, f16, ...), as a size (4.7GB), or none.",
         ),
     ] = None,
+    memory: Annotated[
+        Any, _rate_or_size("Plan for a machine with so much free memory, such as 512GB.", "512GB")
+    ] = None,
+    bandwidth: Annotated[
+        Any, _rate_or_size("Plan for a machine that reads memory so fast, such as 400GB/s.", "400GB/s")
+    ] = None,
     window: Annotated[int | None, _tokens("Plan also for a window of N tokens.", 1)] = None,
     sink_tokens: Annotated[int, _tokens("With --window: the first N tokens stay.", 0)] = 0,
     select: Annotated[int | None, _tokens("Plan also for tokens that read about N rows, such as 2k.", 1)] = None,
@@ -215,7 +264,7 @@ def plan_command(
     as_json: AsJson = False,
     plot: Plot = None,
 ) -> None:
-    """Say how much memory a model's cache takes here, what fits, and how fast it decodes."""
+    """Say how much memory a model takes on a machine, what fits, and how fast it decodes."""
     _check_picture(plot)
     if sink_tokens and window is None:
         raise typer.BadParameter(
@@ -223,34 +272,41 @@ def plan_command(
         )
     shape = shapes.read(model, max_source_len)
     context = context or shape.max_seq_len or CONTEXT
-    possible = shape.dtypes
-    for wanted in dtype:
-        if reason := shape.why_not(wanted):
-            raise typer.BadParameter(reason)
-    possible = [d for d in possible if not dtype or d in dtype]
+    types = _types(shape, model, dtype)
     policy = None if window is None else SlidingWindow(window, sink_tokens)
     _check_selection(context, select)
+    with progress() as show:
+        if measure:
+            show("counting weights", 0)
+        found = _memory(model, weights, memory)
+        rates = None if bandwidth is None else memory_plan.Rates.of_bandwidth(bandwidth)
+        if rates is None and measure:
+            show("measuring attention", 0.5)
+            rates = _rates(shape, context, threads, types, select)
     made = memory_plan.make(
-        shape,
-        _memory(model, weights),
-        context=context,
-        sequences=sequences,
-        dtypes=possible,
-        window=policy,
-        select=select,
-        **(_rates(shape, context, threads, possible, select) if measure else {}),
+        shape, found, context=context, sequences=sequences, dtypes=types, window=policy, select=select, rates=rates
     )
     if plot is not None:
-        shown_plan.draw(shape, made, possible, policy, plot, select)
+        shown_plan.draw(shape, made, types, policy, plot, select)
     if as_json:
         _print_json(made)
     else:
         shown_plan.write(made)
 
 
-def _memory(model: Path, weights: str | int | None) -> memory_plan.Memory:
+def _types(shape: shapes.Shape, model: Path, given: Sequence[str]) -> list[str]:
+    """Return the types to plan with: those that are given, or else the usual ones."""
+    if ALL in given:
+        return memory_plan.every_type(shape)
+    for stored in given:
+        if reason := memory_plan.why_not(shape, stored):
+            raise typer.BadParameter(reason, param_hint="--dtype")
+    return [*dict.fromkeys(given)] or memory_plan.usual_types(shape, model)
+
+
+def _memory(model: Path, weights: str | int | None, free: int | None) -> memory_plan.Memory:
     try:
-        return memory_plan.available_memory(model, weights)
+        return memory_plan.available_memory(model, weights, free)
     except KVCacheError as error:
         if not isinstance(weights, str):
             raise
@@ -266,16 +322,21 @@ def _check_selection(context: int, select: int | None) -> None:
 
 
 def _rates(
-    shape: shapes.Shape, context: int, threads: int | None, dtypes: Sequence[DType], select: int | None
-) -> dict[str, Any]:
-    """Measure the rates that a plan needs, by the names that `memory_plan.make` has for them."""
+    shape: shapes.Shape, context: int, threads: int | None, types: Sequence[str], select: int | None
+) -> memory_plan.Rates:
+    """Measure the rates that a plan needs.
+
+    Weights are read as fast as the rows of the fastest type, which memory limits.
+    """
     from kvcache.tools import bench
 
-    rates: dict[str, Any] = {}
+    dtypes = [*dict.fromkeys(one for stored in ["f16", *types] for one in memory_plan.keys_and_values(stored))]
+    selecting = {}
     if select is not None:
-        selecting = replace(shape, layers=tuple(with_sketches(shape.layers, select)))
-        rates["select_rates"] = bench.select_rates(_bench_shape(selecting, context, threads), select, dtypes)
-    return rates | {"rates": bench.decode_rates(_bench_shape(shape, context, threads), dtypes)}
+        sketched = replace(shape, layers=tuple(with_sketches(shape.layers, select)))
+        selecting = bench.select_rates(_bench_shape(sketched, context, threads), select, dtypes)
+    rows = bench.decode_rates(_bench_shape(shape, context, threads), dtypes)
+    return memory_plan.Rates(max(rows.values()), "measured here", rows, selecting)
 
 
 def _bench_shape(shape: shapes.Shape, context: int, threads: int | None) -> bench.Shape:

@@ -1,13 +1,15 @@
-"""Plan a model's cache: its memory by type and policy, what fits on this machine, and how fast decoding reads it.
+"""Plan a model's cache: its memory by type and policy, what fits beside the weights, and how fast a machine decodes.
 
-`make` computes the plan without allocating a cache, by `Layer.most_bytes`. The speed of decoding follows from the rate
-at which this machine reads rows of each type, which `kvcache.tools.bench` measures.
+`make` computes the plan without allocating a cache, by `Layer.most_bytes`. The speed of decoding follows from the rates
+at which a machine reads weights, and rows of each type. They are given, or `kvcache.tools.bench` measures them.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from kvcache import system
 from kvcache.arguments import INT32_MAX
 from kvcache.errors import KVCacheError, ModelFileError, NotSupportedError, plain
-from kvcache.layer import DType, Layer
-from kvcache.models import gguf, parameters
+from kvcache.layer import DTYPES, DType, Layer, Sizes, count, to_dtype
+from kvcache.models import gguf, parameters, states
 from kvcache.models.configuration import read_config
 from kvcache.models.fields import INDEX, find_weights, is_gguf
 from kvcache.models.reading import expanded
@@ -29,13 +31,15 @@ if TYPE_CHECKING:
     from kvcache.tools.bench import SelectRates
 
 __all__ = [
-    "AS_IT_IS", "WEIGHT_TYPES", "Group", "Memory", "Plan", "Row", "Weights", "available_memory", "make", "variants",
-    "weigh",
+    "AS_IT_IS", "NO_ATTENTION", "RECOMMENDED", "WEIGHT_TYPES", "Group", "Memory", "Plan", "Rates", "Row", "Weights",
+    "available_memory", "every_type", "keys_and_values", "make", "usual_types", "variants", "weigh", "why_not",
 ]  # fmt: skip
 
 MOST_TOKENS = INT32_MAX - 1
 AS_IT_IS = "the model's own"
-
+NO_ATTENTION = "no attention"
+# Types that docs/choosing.md recommends; with a stroke, those of keys and of values.
+RECOMMENDED = "f16", "int8", "int6", "int6/int4", "int4"
 
 # Types of weights: elements and bytes of a block. ggml's whole numbers are not among them.
 WEIGHT_TYPES = {
@@ -54,22 +58,43 @@ class Weights:
     nbytes: int | None  # None: they are not counted
     source: str  # where the figure comes from, or why there is none
     num_parameters: int | None = None  # None: not counted
+    read: int | None = None  # bytes that are read to decode a token; None: it is not known how many
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Free memory, and the weights that it must hold as well."""
+    """Free memory, and what it must hold beside the cache: weights, and the recurrent states of sequences."""
 
     free: int
-    source: str  # where the figure comes from: the machine or a cgroup
-    weights: int | None  # bytes; None: they are not counted
-    weights_source: str  # where this figure comes from, or why there is none
-    num_parameters: int | None  # None: not counted
+    source: str  # where the figure comes from: the machine, a cgroup or the user
+    weights: int | None = 0  # bytes; None: they are not counted
+    weights_source: str = "there is no model"  # where this figure comes from, or why there is none
+    num_parameters: int | None = None  # None: not counted
+    weights_read: int | None = 0  # bytes that are read to decode a token; None: it is not known how many
+    states: int | None = 0  # bytes of the recurrent states of a sequence; None: they are not counted
+    states_source: str = ""  # which layers have them, or why they are not counted
 
-    @property
-    def left(self) -> int:
-        """The bytes that are left for the cache; all that are free if the weights are not counted."""
-        return max(0, self.free - (self.weights or 0))
+    def beside(self, sequences: int) -> int:
+        """Return the bytes of weights and of states of `sequences`, as far as they are counted."""
+        return (self.weights or 0) + sequences * (self.states or 0)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The bytes per second at which a machine reads what decoding needs."""
+
+    memory: float  # weights and states
+    source: str  # where the figures come from
+    rows: Mapping[DType, float]
+    selecting: Mapping[DType, SelectRates]
+
+    @classmethod
+    def of_bandwidth(cls, memory: float) -> Rates:
+        """Return the rates of a machine that reads everything at the same given rate."""
+        from kvcache.tools.bench import SelectRates
+
+        every = dict.fromkeys(DTYPES, SelectRates(memory, memory))
+        return cls(memory, "as given", dict.fromkeys(DTYPES, memory), every)
 
 
 @dataclass(frozen=True)
@@ -82,8 +107,8 @@ class Group:
     v_head_dim: int
     policy: str
     shares: bool  # whether the layers read other layers' rows, and store none
-    bytes_per_token: dict[DType, int]
-    nbytes: dict[DType, int]  # bytes of all sequences at full length
+    bytes_per_token: dict[str, int]  # by type
+    nbytes: dict[str, int]  # bytes of all sequences at full length
     beside: bool  # whether the layers lie beside layers of the model: index keys, what is pooled, cross-attention
 
 
@@ -92,12 +117,13 @@ class Row:
     """The cost of one element type under one policy, or with selected rows."""
 
     policy: str  # of `variants`
-    dtype: DType
+    dtype: str  # or the types of keys and values, as in `RECOMMENDED`
     bytes_per_token: int  # before anything expires
-    nbytes: int  # bytes of all sequences at full length
-    fits: bool | None  # None: the cache does, and the weights are not counted
-    longest_context: int | None  # most tokens of each sequence, in the memory that is left; None: no limit
-    tokens_per_second: float | None  # attention alone, decoding one sequence of full length; None: not measured
+    nbytes: int  # bytes of the rows of all sequences at full length
+    needs: int  # bytes of rows, of weights and states as far as they are counted, and `prompt_nbytes`
+    fits: bool | None  # whether all that fits; None: it does, and weights or states are not counted
+    longest_context: int | None  # most tokens of each sequence that fit; None: no limit
+    tokens_per_second: float | None  # at most, decoding one sequence of full length; None: no rates
     prompt_nbytes: int  # more bytes while a prompt runs in pieces of PREFILL_TOKENS: windows hold an open batch, too
     read_nbytes: int  # bytes that attention reads to decode a token of one sequence of full length
     sketch_nbytes: int  # bytes of sketches, which `nbytes` counts, too
@@ -106,16 +132,16 @@ class Row:
 
 @dataclass(frozen=True)
 class _Read:
-    """The bytes that attention reads to decode a token."""
+    """The bytes that attention reads to decode a token, by type."""
 
-    rows: int  # of layers that read all rows that they see, or rows that an indexer chooses
-    sketches: int
-    selected: int  # rows that sketches select
+    rows: Counter[DType]  # of layers that read all rows that they see, or rows that an indexer chooses
+    sketches: Counter[DType]  # by the keys' type
+    selected: Counter[DType]  # rows that sketches select
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a model's cache on this machine."""
+    """The plan of a model's cache on a machine."""
 
     model_type: str
     num_layers: int  # of the model; its cache may have more
@@ -123,6 +149,8 @@ class Plan:
     context: int
     sequences: int
     memory: Memory
+    bandwidth: float | None  # bytes per second at which weights are read; None: no rates
+    bandwidth_source: str | None
     groups: list[Group]
     rows: list[Row]
 
@@ -133,39 +161,49 @@ def make(
     *,
     context: int,
     sequences: int = 1,
-    dtypes: Sequence[DType] | None = None,
+    dtypes: Sequence[str] | None = None,
     window: Policy | None = None,
     select: int | None = None,
-    rates: Mapping[DType, float] | None = None,
-    select_rates: Mapping[DType, SelectRates] | None = None,
+    rates: Rates | None = None,
 ) -> Plan:
     """Plan a model's cache on a machine with this `memory`; the plan has a row for each of `variants`, and each type.
 
-    `sequences` of `context` tokens each are to be held, in each of `dtypes`, by default every type that can store the
-    model's heads. `window` is a policy to plan with as well, in place of `FullAttention`; with `select`, decoding
-    selects about so many rows. `rates` are the bytes per second that attention reads, by type, which
-    `kvcache.tools.bench.decode_rates` measures; `bench.select_rates` measures `select_rates`.
+    `sequences` of `context` tokens each are to be held, in each of `dtypes`, by default `usual_types`. `window` is a
+    policy to plan with as well, in place of `FullAttention`; with `select`, decoding selects about so many rows.
+    `rates` are the machine's.
 
     Raise `NotSupportedError` if no layer can select rows.
     """
-    by_type = {dtype: variants(shape, dtype, window, select) for dtype in dtypes or shape.dtypes}
-    own = {dtype: made[AS_IT_IS] for dtype, made in by_type.items()}
+    by_type = {stored: variants(shape, stored, window, select) for stored in dtypes or usual_types(shape)}
+    own = {stored: made[AS_IT_IS] for stored, made in by_type.items()}
     rows = []
     for policy in next(iter(by_type.values())):
-        for dtype, made in by_type.items():
+        for stored, made in by_type.items():
             read = _read(made[policy], shape, context, select)
-            speed = _speed(read, (rates or {}).get(dtype), (select_rates or {}).get(dtype))
-            rows.append(_row(policy, dtype, made[policy], context, sequences, memory, read, speed))
-    groups = _groups(own, shape.num_layers, context, sequences)
-    return Plan(shape.model_type, shape.num_layers, shape.max_seq_len, context, sequences, memory, groups, rows)
+            rows.append(
+                _row(policy, stored, made[policy], context, sequences, memory, read, _speed(read, memory, rates))
+            )
+    return Plan(
+        shape.model_type,
+        shape.num_layers,
+        shape.max_seq_len,
+        context,
+        sequences,
+        memory,
+        bandwidth=None if rates is None else rates.memory,
+        bandwidth_source=None if rates is None else rates.source,
+        groups=_groups(own, shape.num_layers, context, sequences),
+        rows=rows,
+    )
 
 
-def variants(shape: Shape, dtype: DType, window: Policy | None, select: int | None) -> dict[str, list[Layer]]:
+def variants(shape: Shape, stored: str, window: Policy | None, select: int | None) -> dict[str, list[Layer]]:
     """Return the layers to plan with, by name: the model's own, with a window, and with sketches.
 
     Raise `NotSupportedError` if rows are to be selected, and no layer can.
     """
-    own = [replace(layer, k_dtype=dtype, v_dtype=dtype) for layer in shape.layers]
+    k_dtype, v_dtype = keys_and_values(stored)
+    own = [replace(layer, k_dtype=k_dtype, v_dtype=v_dtype) for layer in shape.layers]
     made = {AS_IT_IS: own}
     if window is not None:
         made[written(window)] = [
@@ -178,48 +216,108 @@ def variants(shape: Shape, dtype: DType, window: Policy | None, select: int | No
     return made
 
 
-def available_memory(model: Any = None, weights: str | int | None = None) -> Memory:
-    """Return the free memory of the machine and of this process's cgroups, and a model's weights, by `weigh`.
+def keys_and_values(stored: str) -> tuple[DType, DType]:
+    """Return the types of keys and of values: "int6/int4" names both, and "int8" one for both.
 
-    Without a model the weights are 0. Raise ``ImportError`` if the system has no /proc/meminfo, and psutil is not
-    installed.
+    >>> keys_and_values("int6/int4"), keys_and_values("f16")
+    (('int6', 'int4'), ('f16', 'f16'))
     """
-    found = Weights(0, "there is no model") if model is None else weigh(model, weights)
-    return Memory(*system.available_memory(), found.nbytes, found.source, found.num_parameters)
+    keys, _, values = stored.partition("/")
+    return to_dtype(keys, "keys"), to_dtype(values or keys, "values")
+
+
+def why_not(shape: Shape, stored: str) -> str | None:
+    """Return the reason why a model cannot store rows as a type, or as types of keys and values; None: it can."""
+    keys, values = keys_and_values(stored)
+    if keys != values and any(layer.value_in_key for layer in shape.layers):
+        return f"{stored}: values of this {plain(shape.model_type)} lie in its keys, and have their type"
+    return shape.why_not(keys) or shape.why_not(values)
+
+
+def usual_types(shape: Shape, model: Any = None) -> list[str]:
+    """Return `RECOMMENDED` types, and before them the one that a configuration names, as far as rows can have them."""
+    named = set[str]()
+    if model is not None:
+        with contextlib.suppress(ValueError):  # it names none, or another
+            named.add(to_dtype(read_config(model).get("dtype"), "dtype"))
+    return [one for one in [*(named - {*RECOMMENDED}), *RECOMMENDED] if not why_not(shape, one)]
+
+
+def every_type(shape: Shape) -> list[str]:
+    """Return all types that a model's rows can have, and pairs that are recommended."""
+    return [*shape.dtypes, *(one for one in RECOMMENDED if one not in DTYPES and not why_not(shape, one))]
+
+
+def available_memory(model: Any = None, weights: str | int | None = None, free: int | None = None) -> Memory:
+    """Return free memory, and the bytes of a model's weights, by `weigh`, and of its recurrent states.
+
+    By default the free memory is that of the machine and of this process's cgroups; `free` stands for another machine.
+    Raise ``ImportError`` if it is not given, the system has no /proc/meminfo, and psutil is not installed.
+    """
+    here = system.available_memory() if free is None else (free, "as given")
+    if model is None:
+        return Memory(*here)
+    found = weigh(model, weights)
+    return Memory(*here, found.nbytes, found.source, found.num_parameters, found.read, *_states(model))
+
+
+def _states(model: Any) -> tuple[int | None, str]:
+    """Return the bytes of a sequence's recurrent states, and which layers have them; or why they are not counted."""
+    try:
+        found = [state.nbytes for state in states.read(model) if state.nbytes]
+    except KVCacheError as error:
+        return None, str(error)
+    return sum(found), f"in {count(len(found), 'layer')}" if found else ""
 
 
 def weigh(model: Any, given: str | int | None = None) -> Weights:
-    """Return the size of a model's weights.
+    """Return the size of a model's weights, and how many bytes of them are read to decode a token.
 
     `given` is a type of `WEIGHT_TYPES`, in which every parameter is counted, or the number of bytes. By default: the
     bytes of the model's files if they are there, or the bytes that the files' index gives. Otherwise every parameter
     counts in the type that the configuration names, as `kvcache.models.parameters.count` counts them. Raise
     `ModelFileError` or `NotSupportedError` if parameters cannot be counted.
     """
-    if isinstance(given, int):
-        return Weights(given, "as given")
     path = expanded(model) if isinstance(model, str | Path) else None
-    if given is not None:
-        return _in_type(given, _num_parameters(model, path))
-    if path is not None and path.is_file() and is_gguf(path):
-        return _files(*_gguf_files(path))
+    files = None if path is None or not path.is_file() or not is_gguf(path) else _gguf_files(path)
+    if isinstance(given, int):
+        found = Weights(given, "as given")
+    elif given is not None:
+        found = _in_type(given, _num_parameters(model, files))
+    else:
+        found = _found(model, path, files)
+    if not found.nbytes:
+        return replace(found, read=found.nbytes)
+    share = parameters.share_read(model) if files is None else _share_of_files(*files)
+    return replace(found, read=None if share is None else round(share * found.nbytes))
+
+
+def _found(model: Any, path: Path | None, files: tuple[list[Path], int] | None) -> Weights:
+    """Return the size of weights that nobody gave; `files` are those of a GGUF, and how many there should be."""
+    if files is not None:
+        return _files(*files)
     if path is not None:
-        files = _weight_files(path if path.is_dir() else path.parent)
-        if files:
-            return _files(files, len(files))
-        index = parameters.read_index(path if path.is_dir() else path.parent)
+        folder = path if path.is_dir() else path.parent
+        if beside := _weight_files(folder):
+            return _files(beside, len(beside))
+        index = parameters.read_index(folder)
         if index is not None:
             return Weights(index.nbytes, f"as {INDEX} says", index.num_parameters)
     return _counted(model)
 
 
-def _num_parameters(model: Any, path: Path | None) -> int:
-    if path is not None and path.is_file() and is_gguf(path):
-        files, num_files = _gguf_files(path)
-        if len(files) < num_files:
-            raise ModelFileError(f"{plain(path)}: {len(files)} of the model's {num_files} files are there")
-        return sum(parameters.in_gguf(gguf.read_header(file)) for file in files)
-    return parameters.count(model)
+def _num_parameters(model: Any, files: tuple[list[Path], int] | None) -> int:
+    """Count a model's parameters; `files` as for `_found`."""
+    if files is None:
+        return parameters.count(model)
+    found, num_files = files
+    if len(found) < num_files:
+        raise ModelFileError(f"{plain(found[0])}: {len(found)} of the model's {num_files} files are there")
+    return sum(parameters.in_gguf(gguf.read_header(file)) for file in found)
+
+
+def _share_of_files(found: Sequence[Path], num_files: int) -> float | None:
+    return parameters.share_read_in_gguf([*map(gguf.read_header, found)]) if len(found) == num_files else None
 
 
 def _in_type(dtype: str, num_parameters: int, note: str = "") -> Weights:
@@ -271,7 +369,7 @@ def _counted(model: Any) -> Weights:
 
 def _row(
     policy: str,
-    dtype: DType,
+    stored: str,
     layers: list[Layer],
     context: int,
     sequences: int,
@@ -279,20 +377,27 @@ def _row(
     read: _Read,
     speed: float | None,
 ) -> Row:
-    def nbytes(num_tokens: int) -> int:
-        return sequences * sum(layer.most_bytes(num_tokens) for layer in layers)
+    sizes, beside = Sizes(layers, None), memory.beside(sequences)
 
+    def prompt(num_tokens: int) -> int:
+        return sizes.most_bytes(num_tokens, PREFILL_TOKENS) - sizes.most_bytes(num_tokens)
+
+    def needs(num_tokens: int) -> int:
+        return beside + sequences * sizes.most_bytes(num_tokens) + prompt(num_tokens)
+
+    nbytes = sequences * sizes.most_bytes(context)
     return Row(
         policy,
-        dtype,
+        stored,
         bytes_per_token=_per_token(layers),
-        nbytes=nbytes(context),
-        fits=_fits(nbytes(context), memory),
-        longest_context=_longest(nbytes, memory.left),
+        nbytes=nbytes,
+        needs=needs(context),
+        fits=_fits(needs(context), memory),
+        longest_context=_longest(needs, memory.free),
         tokens_per_second=speed,
-        prompt_nbytes=sum(layer.most_bytes(context, PREFILL_TOKENS) - layer.most_bytes(context) for layer in layers),
-        read_nbytes=read.rows + read.sketches + read.selected,
-        sketch_nbytes=nbytes(context) - sequences * sum(_plain(layer).most_bytes(context) for layer in layers),
+        prompt_nbytes=prompt(context),
+        read_nbytes=sum(map(Counter.total, (read.rows, read.sketches, read.selected))),
+        sketch_nbytes=nbytes - sequences * Sizes(map(_plain, layers), None).most_bytes(context),
         num_selecting=sum(layer.sketch for layer in layers),
     )
 
@@ -308,33 +413,45 @@ def _read(layers: Sequence[Layer], shape: Shape, context: int, select: int | Non
     Shared rows are stored once, and read by each layer that shares them. If a layer chooses or selects rows, the others
     are not read.
     """
-    rows = sketches = selected = 0
+    read = _Read(Counter(), Counter(), Counter())
     for layer, chosen in zip(layers, shape.chosen, strict=True):
-        own = replace(layer, share=None)
+        own = _plain(replace(layer, share=None))
         seen = most_rows(layer.policy, context)
         found = rows_read(select, seen) if layer.sketch and select is not None else seen
         if found < seen:
-            selected += _plain(own).bytes_per_token * found
-            sketches += (own.bytes_per_token - _plain(own).bytes_per_token) * seen
+            read.selected.update(_by_type(own, found))
+            sketch = replace(own, sketch=True).bytes_per_token - own.bytes_per_token
+            read.sketches[layer.k_dtype] += sketch * seen
         else:
-            rows += _plain(own).most_bytes(context if chosen is None else min(chosen, context))
-    return _Read(rows, sketches, selected)
+            read.rows.update(_by_type(own, most_rows(own.policy, context if chosen is None else min(chosen, context))))
+    return read
 
 
-def _speed(read: _Read, rate: float | None, selecting: SelectRates | None) -> float | None:
-    """Return the tokens that attention decodes in a second, at rates in bytes per second; None: a rate is missing."""
-    if rate is None or (selecting is None and read.selected):
+def _by_type(layer: Layer, num_rows: int) -> dict[DType, int]:
+    """Return the bytes of rows of a layer, by type."""
+    keys = layer if layer.value_in_key else replace(layer, v_head_dim=0)
+    values = layer.bytes_per_token - keys.bytes_per_token
+    found = Counter({layer.k_dtype: keys.bytes_per_token * num_rows})
+    found[layer.v_dtype] += values * num_rows
+    return found
+
+
+def _speed(read: _Read, memory: Memory, rates: Rates | None) -> float | None:
+    """Return the most tokens that are decoded in a second: of attention alone, if it is not known what else is read."""
+    if rates is None:
         return None
-    seconds = read.rows / rate
-    if selecting is not None:
-        seconds += read.sketches / selecting.sketches + read.selected / selecting.rows
+    seconds = sum(nbytes / rates.rows[dtype] for dtype, nbytes in read.rows.items())
+    seconds += sum(nbytes / rates.selecting[dtype].sketches for dtype, nbytes in read.sketches.items())
+    seconds += sum(nbytes / rates.selecting[dtype].rows for dtype, nbytes in read.selected.items())
+    if memory.weights_read is not None:
+        seconds += (memory.weights_read + 2 * (memory.states or 0)) / rates.memory  # states are written, too
     return 1 / seconds
 
 
-def _fits(nbytes: int, memory: Memory) -> bool | None:
-    if memory.weights is None and nbytes <= memory.left:
+def _fits(needs: int, memory: Memory) -> bool | None:
+    if needs <= memory.free and (memory.weights is None or memory.states is None):
         return None
-    return nbytes <= memory.left
+    return needs <= memory.free
 
 
 def _per_token(layers: Sequence[Layer]) -> int:
@@ -343,14 +460,14 @@ def _per_token(layers: Sequence[Layer]) -> int:
     return round(sum(layer.bytes_per_token / getattr(layer.policy, "stride", 1) for layer in own))
 
 
-def _longest(nbytes: Callable[[int], int], memory: int) -> int | None:
-    """Return the most tokens of a sequence whose bytes, by `nbytes`, fit in the memory; None: any number."""
-    if nbytes(MOST_TOKENS) <= memory:
+def _longest(needs: Callable[[int], int], free: int) -> int | None:
+    """Return the most tokens of a sequence that need no more than what is free; None: any number."""
+    if needs(MOST_TOKENS) <= free:
         return None
-    return bisect.bisect_right(range(MOST_TOKENS), memory, key=nbytes) - 1 if nbytes(0) <= memory else 0
+    return bisect.bisect_right(range(MOST_TOKENS), free, key=needs) - 1 if needs(0) <= free else 0
 
 
-def _groups(layers: Mapping[DType, list[Layer]], num_layers: int, context: int, sequences: int) -> list[Group]:
+def _groups(layers: Mapping[str, list[Layer]], num_layers: int, context: int, sequences: int) -> list[Group]:
     """Group equal layers, in the order of the groups' first layers; the first `num_layers` are the model's own."""
     members: dict[tuple[Any, ...], list[int]] = {}
     for i, layer in enumerate(next(iter(layers.values()))):
@@ -362,6 +479,6 @@ def _groups(layers: Mapping[DType, list[Layer]], num_layers: int, context: int, 
         own = {dtype: [every[i] for i in indices] for dtype, every in layers.items()}
         per_token = {dtype: _per_token(some) for dtype, some in own.items()}
         nbytes = {dtype: sequences * sum(layer.most_bytes(context) for layer in some) for dtype, some in own.items()}
-        name = "no attention" if policy is None else written(policy)
+        name = NO_ATTENTION if policy is None else written(policy)
         groups.append(Group(len(indices), num_kv_heads, head_dim, v_head_dim, name, shares, per_token, nbytes, beside))
     return groups

@@ -8,33 +8,32 @@ from pathlib import Path
 
 from kvcache.cache import KVCache
 from kvcache.errors import plain
-from kvcache.layer import DType, count
+from kvcache.layer import count
 from kvcache.models.shapes import PREFILL_TOKENS, Shape
 from kvcache.policy import Policy
 from kvcache.system import readable
-from kvcache.tools.memory_plan import AS_IT_IS, Plan, Row, variants
+from kvcache.tools.memory_plan import AS_IT_IS, NO_ATTENTION, Memory, Plan, Row, variants
 from kvcache.tools.terminal import print_list, print_paragraph, print_table
 
-FITS = {True: "yes", False: "no", None: "cache alone"}
+FITS = {True: "yes", False: "no", None: "maybe"}
 
 
 def write(made: Plan) -> None:
     """Print a plan."""
-    memory = made.memory
     trained = f", trained for {made.model_context:,} tokens" if made.model_context else ""
     print_paragraph(f"{plain(made.model_type)}, {count(made.num_layers, 'layer')}{trained}")
-    print_paragraph(f"memory: {readable(memory.free)} free ({memory.source})")
-    if memory.weights is None:
-        such = "4.7GB" if memory.num_parameters is None else "q4_0 or 4.7GB"
-        print_paragraph(f"weights: not counted ({memory.weights_source}); give --weights, such as {such}")
-    else:
-        print_paragraph(f"weights: {readable(memory.weights)} ({memory.weights_source})")
+    _print_memory(made.memory)
+    if made.bandwidth is not None:
+        print_paragraph(f"memory is read at {made.bandwidth / 1e9:,.1f} GB/s ({made.bandwidth_source})")
     print("\nbytes of a token, by type")
     for group in made.groups:
         shares = " (another's rows)" if group.shares else ""
         dims = "/".join(map(str, dict.fromkeys((group.head_dim, group.v_head_dim or group.head_dim))))
         dims += "" if group.v_head_dim else " (keys alone)"
         layers = count(group.num_layers, "layer")
+        if group.policy == NO_ATTENTION:
+            print_paragraph(f"{layers} without attention")
+            continue
         layers = f"beside {layers}:" if group.beside else f"{layers} of"
         print_paragraph(f"{layers} {count(group.num_kv_heads, 'KV head')} x {dims}, {group.policy}{shares}")
         print_list(f"{dtype} {nbytes:,}" for dtype, nbytes in group.bytes_per_token.items())
@@ -42,24 +41,61 @@ def write(made: Plan) -> None:
     for policy, rows in groupby(made.rows, key=lambda row: row.policy):
         print()
         _print_rows(policy, [*rows])
-    if any(row.tokens_per_second for row in made.rows):
-        print()
-        print_paragraph("tokens/s: attention alone, decoding one sequence at that context, from rates just measured")
+    print()
+    _print_meanings(made)
+
+
+def _print_memory(memory: Memory) -> None:
+    """Print what is free, and what it must hold beside the cache."""
+    print_paragraph(f"memory: {readable(memory.free)} free ({memory.source})")
+    if memory.weights is None:
+        such = "4.7GB" if memory.num_parameters is None else "q4_0 or 4.7GB"
+        print_paragraph(f"weights: not counted ({memory.weights_source}); give --weights, such as {such}")
+    else:
+        is_part = memory.weights_read not in (None, memory.weights)
+        read = f", of which a token reads {readable(memory.weights_read or 0)}" if is_part else ""
+        print_paragraph(f"weights: {readable(memory.weights)} ({memory.weights_source}){read}")
+    if memory.states is None:
+        print_paragraph(f"recurrent states: not counted ({memory.states_source})")
+    elif memory.states:
+        print_paragraph(f"recurrent states: {readable(memory.states)} for each sequence ({memory.states_source})")
+
+
+def _print_meanings(made: Plan) -> None:
+    """Say what the columns are whose names do not say it."""
+    memory, prompt = made.memory, any(row.prompt_nbytes for row in made.rows)
+    counted = [
+        *(["weights"] if memory.weights else []),
+        f"cache{' and recurrent states' if memory.states else ''} of {count(made.sequences, 'sequence')}",
+        *([f"more rows while a prompt runs, fed {PREFILL_TOKENS} tokens at once"] if prompt else []),
+    ]
+    print_paragraph(f"needs: {', '.join(counted)}; without the buffers of the program that runs the model")
+    if made.bandwidth is None:
+        return
+    what = "decoding one sequence at that context"
+    if memory.weights_read is None:
+        print_paragraph(f"tokens/s: attention alone, {what}: how much a token reads of the weights is not known")
+        return
+    read = [f"{readable(memory.weights_read)} of weights"] if memory.weights_read else []
+    read += [f"{readable(memory.states)} of states"] if memory.states else []
+    others = f"{', '.join(read)} and " if read else ""
+    print_paragraph(f"tokens/s: at most, {what}: a token reads {others}the rows that it sees")
 
 
 def _print_rows(policy: str, rows: Sequence[Row]) -> None:
     """Print what each type takes under a policy."""
     print_paragraph(policy)
     print_table(
-        ["type", "bytes/token", "in all", "fits", "longest context", "tokens/s"],
+        ["type", "bytes/token", "cache", "needs", "fits", "max context", "tokens/s"],
         [
             [
                 row.dtype,
                 f"{row.bytes_per_token:,}",
                 readable(row.nbytes),
+                readable(row.needs),
                 FITS[row.fits],
                 "any" if row.longest_context is None else f"{row.longest_context:,}",
-                "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.1f}",
+                _speed(row.tokens_per_second),
             ]
             for row in rows
         ],
@@ -69,19 +105,28 @@ def _print_rows(policy: str, rows: Sequence[Row]) -> None:
         print_paragraph(f"{count(rows[0].num_selecting, 'layer')} with sketches, {sketches} in all; a token reads")
         print_list(f"{row.dtype} {readable(row.read_nbytes)}" for row in rows)
     if any(row.prompt_nbytes for row in rows):
-        more = ", ".join(f"{row.dtype} {readable(row.prompt_nbytes)}" for row in rows)
-        print_paragraph(f"more while a prompt runs, fed {PREFILL_TOKENS} tokens at once: {more}")
+        print_paragraph("more while a prompt runs")
+        print_list(f"{row.dtype} {readable(row.prompt_nbytes)}" for row in rows)
+
+
+def _speed(tokens_per_second: float | None) -> str:
+    """Return tokens per second, or where that is below 1, seconds per token, with two digits."""
+    if tokens_per_second is None:
+        return "-"
+    is_slow = float(f"{tokens_per_second:.2g}") < 1
+    number = float(f"{1 / tokens_per_second if is_slow else tokens_per_second:.2g}")
+    return f"{number:,.{1 if number < 10 else 0}f}{' s/token' if is_slow else ''}"
 
 
 def draw(
     shape: Shape,
     made: Plan,
-    dtypes: Sequence[DType],
+    dtypes: Sequence[str],
     window: Policy | None,
     file: Path,
     select: int | None,
 ) -> None:
-    """Draw the memory of each variant in each type, and what is free beside weights."""
+    """Draw the memory of each variant in each type, and what is free beside weights and states."""
     from kvcache import plot
 
     by_type = {dtype: variants(shape, dtype, window, select) for dtype in dtypes}
@@ -90,5 +135,6 @@ def draw(
         for name in by_type[dtypes[0]]
         for dtype in dtypes
     }
-    axes = plot.memory(caches, max(2, made.context), sequences=made.sequences, free=made.memory.left)
+    free = max(0, made.memory.free - made.memory.beside(made.sequences))
+    axes = plot.memory(caches, max(2, made.context), sequences=made.sequences, free=free)
     axes.figure.get_figure(root=True).savefig(file)

@@ -13,13 +13,13 @@ from kvcache.tools import bench, memory_plan
 CONTEXT = 131_072
 BLOCKS = {"sparse_topk_blocks": 16, "sparse_block_size": 128}
 CHOSEN = 2_048  # rows
+MEMORY = memory_plan.Memory(1 << 40, "the machine")
 
 
 def bytes_read(config, context):
     """Return the bytes that attention is said to read for a token."""
     shape = shapes.read(config)
-    memory = memory_plan.Memory(1 << 40, "the machine", 0, "there is no model", None)
-    plan = memory_plan.make(shape, memory, context=context, dtypes=["f16"], rates={"f16": 1e9})
+    plan = memory_plan.make(shape, MEMORY, context=context, dtypes=["f16"], rates=memory_plan.Rates.of_bandwidth(1e9))
     return 1e9 / plan.rows[0].tokens_per_second, [layer.most_bytes(context) for layer in shape.layers], shape.chosen
 
 
@@ -56,17 +56,16 @@ def test_layers_that_do_not_choose_are_read_as_a_whole():
 
 def planned(config, context, dtype="f16", select=2048, **options):
     """Return the rows of a plan: without selected rows, and with them."""
-    memory = memory_plan.Memory(1 << 40, "the machine", 0, "there is no model", None)
     plan = memory_plan.make(
-        shapes.read(config), memory, context=context, dtypes=[dtype], select=select, **options
+        shapes.read(config), MEMORY, context=context, dtypes=[dtype], select=select, **options
     )  # fmt: skip
     return plan.rows
 
 
 def test_sketches_and_selected_rows_are_read():
     """Llama 3.1 8B has 32 layers of 8 KV heads of 128; a sketch of a head takes 34 bytes, and f16 rows of it 512."""
-    rates = {"rates": {"f16": 1e9}, "select_rates": {"f16": bench.SelectRates(sketches=5e8, rows=2.5e8)}}
-    dense, selecting = planned(PUBLISHED["Llama 3.1 8B"].config, CONTEXT, **rates)
+    rates = memory_plan.Rates(1e9, "made up", {"f16": 1e9}, {"f16": bench.SelectRates(sketches=5e8, rows=2.5e8)})
+    dense, selecting = planned(PUBLISHED["Llama 3.1 8B"].config, CONTEXT, rates=rates)
     row, sketch = 8 * 512, 8 * 34
     assert (dense.policy, selecting.policy) == (memory_plan.AS_IT_IS, "select=2048")
     assert (dense.num_selecting, dense.sketch_nbytes, dense.read_nbytes) == (0, 0, 32 * row * CONTEXT)
@@ -77,12 +76,11 @@ def test_sketches_and_selected_rows_are_read():
     assert selecting.read_nbytes == sum(read)
     assert 1 / selecting.tokens_per_second == pytest.approx(read[0] / 1e9 + read[1] / 5e8 + read[2] / 2.5e8)
     assert 1 / dense.tokens_per_second == pytest.approx(dense.nbytes / 1e9)
-    assert planned(PUBLISHED["Llama 3.1 8B"].config, CONTEXT, rates=rates["rates"])[1].tokens_per_second is None
 
 
 @pytest.mark.parametrize(("context", "select"), [(selecting.SELECT_FROM - 1, 16), (9000, 4461), (9000, 5000)])
 def test_short_texts_are_read_as_a_whole(context, select):
-    dense, selecting = planned(PUBLISHED["Llama 3.1 8B"].config, context, select=select, rates={"f16": 1e9})
+    dense, selecting = planned(PUBLISHED["Llama 3.1 8B"].config, context, select=select, rates=memory_plan.Rates.of_bandwidth(1e9))
     assert selecting.read_nbytes == dense.read_nbytes == dense.nbytes
     assert selecting.tokens_per_second == pytest.approx(dense.tokens_per_second)
     assert selecting.sketch_nbytes > 0
