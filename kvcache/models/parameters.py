@@ -142,7 +142,7 @@ def share_read(source: Any) -> float | None:
 
 def _with_experts_of_a_token(config: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
     """Return a configuration with as many experts as a token goes through."""
-    own = {
+    own: dict[str, Any] = {
         name: _with_experts_of_a_token(value, depth + 1) if isinstance(value, Mapping) and depth < MAX_DEPTH else value
         for name, value in config.items()
     }

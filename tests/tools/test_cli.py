@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 from support.published_models import PUBLISHED
 from support.repository_model import with_short_text
-from support.row_types import TYPES
 from support.saved_states import STATES
 from support.terminal import run_in_terminal
 

@@ -1,6 +1,7 @@
 """`kvcache plan` computes memory and speed of a model: here without running the command."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -80,7 +81,9 @@ def test_sketches_and_selected_rows_are_read():
 
 @pytest.mark.parametrize(("context", "select"), [(selecting.SELECT_FROM - 1, 16), (9000, 4461), (9000, 5000)])
 def test_short_texts_are_read_as_a_whole(context, select):
-    dense, selecting = planned(PUBLISHED["Llama 3.1 8B"].config, context, select=select, rates=memory_plan.Rates.of_bandwidth(1e9))
+    dense, selecting = planned(
+        PUBLISHED["Llama 3.1 8B"].config, context, select=select, rates=memory_plan.Rates.of_bandwidth(1e9)
+    )
     assert selecting.read_nbytes == dense.read_nbytes == dense.nbytes
     assert selecting.tokens_per_second == pytest.approx(dense.tokens_per_second)
     assert selecting.sketch_nbytes > 0
@@ -124,3 +127,119 @@ def test_a_layer_reads_another_s_rows_as_that_one_does():
 def test_models_that_cannot_select(name, says):
     with pytest.raises(NotSupportedError, match=says):
         planned(PUBLISHED[name].config, CONTEXT)
+
+
+# ---- all that a model needs
+
+LLAMA = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+         "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 1000, "tie_word_embeddings": True}  # fmt: skip
+QWEN = {**LLAMA, "model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "head_dim": 256, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128}  # fmt: skip
+GEMMA = {**LLAMA, "model_type": "gemma3_text", "sliding_window": 1024, "head_dim": 256,
+         "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}  # fmt: skip
+
+
+def first_layers(name):
+    """Return the shape of a published model with six of its layers, and those beside them."""
+    shape = shapes.read(PUBLISHED[name].config)
+    kept = [i for i in range(len(shape.layers)) if i < 6 or shape.num_layers <= i < shape.num_layers + 6]
+    lists = {part: tuple(getattr(shape, part)[i] for i in kept) for part in ("layers", "num_heads", "chosen")}
+    return replace(shape, **lists, num_layers=6)
+
+
+def most_held(layers, context, sequences):
+    """Return the most bytes that a cache holds while prompts run, one after the other, 512 tokens at once."""
+    cache, most = KVCache(layers, max_sequences=sequences), 0
+    for seq_id in range(sequences):
+        for begin in range(0, context, 512):
+            n = min(512, context - begin)
+            with cache.batch(n, seq_ids=[seq_id] * n) as batch:
+                for i, layer in enumerate(layers):
+                    keys, values = (
+                        np.ones((n, layer.num_kv_heads, dim), np.float32) for dim in (layer.head_dim, layer.v_head_dim)
+                    )
+                    batch.put(i, keys, None if layer.value_in_key or not layer.v_head_dim else values)
+                most = max(most, cache.nbytes)
+    return most
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("dtype", ["f16", "int6/int4"])
+@pytest.mark.parametrize("name", ["Llama 3.1 8B", "Gemma 3 1B", "gpt-oss 20B", "Mistral 7B v0.1", "DeepSeek V3.2"])
+def test_a_cache_that_ran_held_what_was_planned(name, dtype, sequences):
+    shape, context = first_layers(name), 5000
+    dtype = "int4" if memory_plan.why_not(shape, dtype) else dtype
+    (row,) = memory_plan.make(shape, MEMORY, context=context, sequences=sequences, dtypes=[dtype]).rows
+    layers = memory_plan.variants(shape, dtype, None, None)[memory_plan.AS_IT_IS]
+    assert 1 <= most_held(layers, context, sequences) / row.needs <= 1.1
+
+
+def test_all_that_is_needed_counts():
+    """Memory is just enough for a context if weights, rows, states and the rows of a prompt in windows fit."""
+    shape = shapes.read(GEMMA)
+    fixed, rows, prompt = 10**9 + 3 * 10**6, 3 * sum(layer.most_bytes(4096) for layer in shape.layers), 3 * 512 * 2048
+    for free in (fixed + rows + prompt, fixed + rows + prompt - 1):
+        memory = memory_plan.Memory(free, "as given", 10**9, states=10**6)
+        (row,) = memory_plan.make(shape, memory, context=4096, sequences=3, dtypes=["f16"]).rows
+        assert (row.nbytes, row.prompt_nbytes, row.needs) == (rows, prompt, fixed + rows + prompt)
+        assert row.fits is (free == row.needs)
+        assert row.longest_context == (4096 if row.fits else 4095)
+
+
+@pytest.mark.parametrize("missing", [{"weights": None}, {"states": None}])
+def test_what_is_not_counted_may_not_fit(missing):
+    for free, fits in ((1 << 40, None), (1, False)):
+        memory = replace(memory_plan.Memory(free, "as given"), **missing)
+        assert {row.fits for row in memory_plan.make(shapes.read(LLAMA), memory, context=100).rows} == {fits}
+
+
+def test_states_are_counted():
+    memory = memory_plan.available_memory(QWEN, "q8_0", 1 << 40)
+    assert memory.states == 3 * 4 * (3 * (2 * 4 + 8) * 128 + 8 * 128 * 128)
+    assert memory.states_source == "in 3 layers"
+    unknown = {**LLAMA, "model_type": "new", "layer_types": ["linear_attention", "full_attention"] * 2}
+    memory = memory_plan.available_memory(unknown, 0, 1 << 40)
+    assert memory.states is None
+    assert "recurrent states of the model_type 'new' are unknown" in memory.states_source
+
+
+# ---- the speed of a step
+
+
+def test_a_step_reads_weights_states_and_rows():
+    memory = memory_plan.Memory(1 << 40, "as given", 10**9, weights_read=10**8, states=10**6)
+    rates = memory_plan.Rates(1e9, "made up", {"int6": 1e8, "int4": 2e8}, {})
+    shape = shapes.read(LLAMA)
+    keys, values = (4 * 1000 * Layer(2, 64, v_head_dim=0, dtype=dtype).bytes_per_token for dtype in ("int6", "int4"))
+    (row,) = memory_plan.make(shape, memory, context=1000, dtypes=["int6/int4"], rates=rates).rows
+    assert row.read_nbytes == row.nbytes == keys + values
+    attention = keys / 1e8 + values / 2e8
+    assert 1 / row.tokens_per_second == pytest.approx((10**8 + 2 * 10**6) / 1e9 + attention)
+    memory = replace(memory, weights_read=None)
+    (row,) = memory_plan.make(shape, memory, context=1000, dtypes=["int6/int4"], rates=rates).rows
+    assert 1 / row.tokens_per_second == pytest.approx(attention)
+
+
+def test_a_token_reads_the_experts_that_it_goes_through():
+    mixtral = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    dense, mixed = (memory_plan.available_memory(config, "f16", 1 << 40) for config in (LLAMA, mixtral))
+    assert dense.weights_read == dense.weights
+    assert mixed.weights - mixed.weights_read == pytest.approx(2 * 4 * 6 * 3 * 512 * 2048, rel=1e-3)
+    assert memory_plan.available_memory(LLAMA, 0, 1 << 40).weights_read == 0
+    assert memory_plan.available_memory({**mixtral, "quantization_config": 4}, None, 1 << 40).weights_read is None
+
+
+# ---- types
+
+
+def test_types_that_a_plan_has_by_default():
+    shape = shapes.read(LLAMA)
+    usual = ["f16", "int8", "int6", "int6/int4", "int4"]
+    for dtype, own in (("bfloat16", ["bf16"]), ("float16", []), ("float8_e4m3fn", []), (None, [])):
+        assert memory_plan.usual_types(shape, {**LLAMA, "dtype": dtype}) == own + usual
+    assert memory_plan.every_type(shape) == [*shape.dtypes, "int6/int4"]
+    latents = shapes.read(PUBLISHED["DeepSeek V3"].config)
+    assert memory_plan.usual_types(latents) == ["f16", "int8", "int6", "int4"]
+    assert "values of this deepseek_v3 lie in its keys" in memory_plan.why_not(latents, "int6/int4")
+    assert memory_plan.why_not(latents, "int8/int8") is None
