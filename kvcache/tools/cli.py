@@ -108,9 +108,9 @@ def _rate_or_size(text: str, such: str) -> Any:
         except ArgumentTypeError:
             raise typer.BadParameter(f"{value!r} is no {what}, such as {such}") from None
         if not LEAST_MACHINE <= number <= INT64_MAX:
-            unlike = "fewer" if number < LEAST_MACHINE else "more"
+            than = "fewer" if number < LEAST_MACHINE else "more"
             raise typer.BadParameter(
-                f"{value!r} is {number:,} bytes{unit}, {unlike} than any machine's: give it as {such}"
+                f"{value!r} is {number:,} bytes{unit}, {than} than any machine's: give it as {such}"
             )
         return number
 

@@ -222,8 +222,8 @@ def keys_and_values(stored: str) -> tuple[DType, DType]:
     >>> keys_and_values("int6/int4"), keys_and_values("f16")
     (('int6', 'int4'), ('f16', 'f16'))
     """
-    keys, _, values = stored.partition("/")
-    return to_dtype(keys, "keys"), to_dtype(values or keys, "values")
+    keys, stroke, values = stored.partition("/")
+    return to_dtype(keys, "keys"), to_dtype(values if stroke else keys, "values")
 
 
 def why_not(shape: Shape, stored: str) -> str | None:

@@ -95,7 +95,7 @@ def _print_rows(policy: str, rows: Sequence[Row]) -> None:
                 readable(row.needs),
                 FITS[row.fits],
                 "any" if row.longest_context is None else f"{row.longest_context:,}",
-                _speed(row.tokens_per_second),
+                speed(row.tokens_per_second),
             ]
             for row in rows
         ],
@@ -109,7 +109,7 @@ def _print_rows(policy: str, rows: Sequence[Row]) -> None:
         print_list(f"{row.dtype} {readable(row.prompt_nbytes)}" for row in rows)
 
 
-def _speed(tokens_per_second: float | None) -> str:
+def speed(tokens_per_second: float | None) -> str:
     """Return tokens per second, or where that is below 1, seconds per token, with two digits."""
     if tokens_per_second is None:
         return "-"

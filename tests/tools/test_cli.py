@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from support.published_models import PUBLISHED
 from support.repository_model import with_short_text
+from support.row_types import TYPES
 from support.saved_states import STATES
 from support.terminal import run_in_terminal
 
@@ -29,7 +30,7 @@ pytest.importorskip("rich")
 
 from kvcache import selecting
 from kvcache.layer import DTYPES
-from kvcache.tools import bench, cli, terminal
+from kvcache.tools import bench, cli, shown_plan, terminal
 
 MODEL = str(Path(__file__).resolve().parents[2] / "examples/model")
 COMMANDS = ["plan", "bench", "generate", "info", "selftest", "inspect"]
@@ -317,6 +318,99 @@ def test_numbers_of_tokens_as_people_write_them():
     assert json.loads(run_here("plan", MODEL, "--no-measure", "--json", "--context", "1M").stdout)["context"] == 1 << 20
     for text in ("8q", "k", "1,2", "", "8.5"):
         check_refused(run_here("plan", MODEL, "--context", text), "--context", "such as 8192, 8k or 1M")
+
+
+def test_plan_for_another_machine(tmp_path, monkeypatch):
+    monkeypatch.delattr("kvcache.tools.bench.decode_rates")  # nothing is measured
+    monkeypatch.delattr("kvcache.system.available_memory")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    options = [tmp_path, "--memory", "512GB", "--bandwidth", "400 GB/s", "--context", "8k", "--dtype", "f16"]
+    done = run_here("plan", *options)
+    assert "\nmemory: 476.8 GiB free (as given)\n" in done.stdout
+    assert "\nmemory is read at 400.0 GB/s (as given)\n" in done.stdout
+    assert rows_of(done)[0].split() == ["f16", "131,072", "1.0", "GiB", "16.0", "GiB", "yes", "3,783,717", "23"]
+    words = " ".join(done.stdout.split())
+    assert "needs: weights, cache of 1 sequence; without the buffers of the program that runs the model" in words
+    assert "decoding one sequence at that context: a token reads 15.0 GiB of weights and the rows that it sees" in words
+    made = json.loads(run_here("plan", *options, "--json").stdout)
+    assert (made["memory"]["free"], made["memory"]["source"]) == (512 * 10**9, "as given")
+    assert (made["bandwidth"], made["bandwidth_source"]) == (4e11, "as given")
+    (row,) = made["rows"]
+    assert row["needs"] == 2 * PARAMETERS + row["nbytes"]
+    assert row["tokens_per_second"] == pytest.approx(4e11 / row["needs"])
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "says"),
+    [
+        ("--memory", "512", "'512' is 512 bytes, fewer than any machine's: give it as 512GB"),
+        ("--memory", "none", "'none' is no size, such as 512GB"),
+        ("--memory", "400GB/s", "'400GB/s' is no size, such as 512GB"),
+        ("--memory", "10000000TB", "more than any machine's: give it as 512GB"),
+        ("--bandwidth", "400", "'400' is 400 bytes/s, fewer than any machine's: give it as 400GB/s"),
+        ("--bandwidth", "3200MT/s", "'3200MT/s' is no rate, such as 400GB/s"),
+    ],
+)
+def test_machines_that_cannot_be(option, given, says):
+    check_refused(run_here("plan", MODEL, "--no-measure", option, given), option, says)
+
+
+@pytest.mark.parametrize(
+    ("rate", "cell"),
+    [(1234.5, "1,200"), (99.6, "100"), (12.6, "13"), (9.96, "10"), (2.345, "2.3"), (0.996, "1.0"),
+     (0.434, "2.3 s/token"), (0.05, "20 s/token"), (0.001, "1,000 s/token"), (None, "-")],
+)  # fmt: skip
+def test_speeds_have_two_digits(rate, cell):
+    assert shown_plan.speed(rate) == cell
+
+
+def test_plan_names_recurrent_states(tmp_path):
+    config = {"model_type": "qwen3_5_text", "num_hidden_layers": 64, "hidden_size": 5120, "num_attention_heads": 24}
+    heads = {"num_key_heads": 16, "num_value_heads": 48, "key_head_dim": 128, "value_head_dim": 128}
+    config |= {"head_dim": 256, "num_key_value_heads": 4, **{f"linear_{name}": n for name, n in heads.items()}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = [tmp_path, "--weights", "none", "--bandwidth", "100GB/s", "--sequences", 2, "--context", "4k"]
+    text = run_here("plan", *options).stdout
+    words = " ".join(text.split())
+    assert "\nrecurrent states: 149.6 MiB for each sequence (in 48 layers)\n" in text
+    assert "\n48 layers without attention\n16 layers of 4 KV heads x 256, " in text
+    assert "needs: cache and recurrent states of 2 sequences;" in words
+    assert "a token reads 149.6 MiB of states and the rows that it sees" in words
+    made = json.loads(run_here("plan", *options, "--json").stdout)
+    assert round(made["memory"]["states"] / 2**20, 2) == 149.62
+    assert {row["needs"] - row["nbytes"] for row in made["rows"]} == {2 * made["memory"]["states"]}
+
+
+def test_plan_says_what_a_token_reads_of_experts(tmp_path):
+    mixtral = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    text, made = plan_of(tmp_path, LLAMA_8B | mixtral, "--context", "1k")
+    words = " ".join(text.stdout.split())
+    assert "weights: 88.5 GiB (47,491,321,856 parameters in bf16), of which a token reads 25.5 GiB" in words
+    assert made["memory"]["weights_read"] == pytest.approx(2 * 13.67e9, rel=1e-3)
+    text, _ = plan_of(
+        tmp_path, LLAMA_8B | mixtral | {"quantization_config": {"quant_method": "a"}}, "--bandwidth", "1TB/s"
+    )
+    assert "tokens/s: attention alone, decoding one sequence at that context: how much" in " ".join(text.stdout.split())
+
+
+def test_types_of_a_plan():
+    def types(*given):
+        options = itertools.chain.from_iterable(("--dtype", one) for one in given)
+        made = json.loads(run_here("plan", MODEL, "--no-measure", "--json", *options).stdout)
+        return [row["dtype"] for row in made["rows"]]
+
+    assert types("all") == [*TYPES, "int6/int4"]
+    assert types("q8_0", "float16/q4_0", "int8/int8", "q8_0") == ["q8_0", "f16/q4_0", "int8"]
+    for wrong in ("int6/f9", "int8/", "/int8", "int8/int4/f16", "ALL"):
+        check_refused(run_here("plan", MODEL, "--dtype", wrong), "--dtype", f"'{wrong}' is none of all, f32, ")
+
+
+def test_plan_says_in_a_terminal_what_it_measures():
+    code = [sys.executable, "-m", "kvcache", "plan", MODEL, "--dtype", "f16"]
+    status, sent, _ = run_in_terminal(code)
+    assert status == 0
+    assert "measuring attention" in sent
+    assert run_in_terminal(code, stdout="pipe", stderr="pipe")[2] == ""
 
 
 # ---- the weights in a plan
