@@ -25,7 +25,7 @@ __all__ = ["CPU_TORCH", "Index", "count", "in_gguf", "read_index", "share_read",
 # Tasks of transformers' classes, as its mappings are named; the first that has the model is made.
 TASKS = "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM"
 
-# Fields with the number of a layer's experts, and of those that a token goes through.
+# Fields with the number of a layer's experts, and with the number of experts that a token goes through.
 EXPERTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
 PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts",

@@ -295,7 +295,7 @@ def plan_command(
 
 
 def _types(shape: shapes.Shape, model: Path, given: Sequence[str]) -> list[str]:
-    """Return the types to plan with: those that are given, or else the usual ones."""
+    """Return the types that are given, or otherwise the usual types."""
     if ALL in given:
         return memory_plan.every_type(shape)
     for stored in given:

@@ -38,7 +38,7 @@ __all__ = [
 MOST_TOKENS = INT32_MAX - 1
 AS_IT_IS = "the model's own"
 NO_ATTENTION = "no attention"
-# Types that docs/choosing.md recommends; with a stroke, those of keys and of values.
+# Types that docs/choosing.md recommends. A stroke separates the types of keys and of values.
 RECOMMENDED = "f16", "int8", "int6", "int6/int4", "int4"
 
 # Types of weights: elements and bytes of a block. ggml's whole numbers are not among them.
@@ -235,7 +235,7 @@ def why_not(shape: Shape, stored: str) -> str | None:
 
 
 def usual_types(shape: Shape, model: Any = None) -> list[str]:
-    """Return `RECOMMENDED` types, and before them the one that a configuration names, as far as rows can have them."""
+    """Return the type that a configuration names, and the `RECOMMENDED` types, without types that rows cannot have."""
     named = set[str]()
     if model is not None:
         with contextlib.suppress(ValueError):  # it names none, or another
@@ -251,7 +251,7 @@ def every_type(shape: Shape) -> list[str]:
 def available_memory(model: Any = None, weights: str | int | None = None, free: int | None = None) -> Memory:
     """Return free memory, and the bytes of a model's weights, by `weigh`, and of its recurrent states.
 
-    By default the free memory is that of the machine and of this process's cgroups; `free` stands for another machine.
+    `free` is the free memory of another machine. By default this machine and the process's cgroups count.
     Raise ``ImportError`` if it is not given, the system has no /proc/meminfo, and psutil is not installed.
     """
     here = system.available_memory() if free is None else (free, "as given")
@@ -271,7 +271,7 @@ def _states(model: Any) -> tuple[int | None, str]:
 
 
 def weigh(model: Any, given: str | int | None = None) -> Weights:
-    """Return the size of a model's weights, and how many bytes of them are read to decode a token.
+    """Return the size of a model's weights, and how many bytes a token reads.
 
     `given` is a type of `WEIGHT_TYPES`, in which every parameter is counted, or the number of bytes. By default: the
     bytes of the model's files if they are there, or the bytes that the files' index gives. Otherwise every parameter
@@ -293,7 +293,7 @@ def weigh(model: Any, given: str | int | None = None) -> Weights:
 
 
 def _found(model: Any, path: Path | None, files: tuple[list[Path], int] | None) -> Weights:
-    """Return the size of weights that nobody gave; `files` are those of a GGUF, and how many there should be."""
+    """Return the size of a model's own weights; `files` are the files of a GGUF, and how many there should be."""
     if files is not None:
         return _files(*files)
     if path is not None:

@@ -110,7 +110,7 @@ def _print_rows(policy: str, rows: Sequence[Row]) -> None:
 
 
 def speed(tokens_per_second: float | None) -> str:
-    """Return tokens per second, or where that is below 1, seconds per token, with two digits."""
+    """Return tokens per second with two digits. Below 1, return seconds per token."""
     if tokens_per_second is None:
         return "-"
     is_slow = float(f"{tokens_per_second:.2g}") < 1
