@@ -122,6 +122,14 @@ def test_links(page):
         assert not anchor or anchor in anchors_of(file), f"{path or page.name} has no heading #{anchor}"
 
 
+def test_the_glossary_has_the_terms_of_the_concepts():
+    """A term is bold where it is introduced."""
+    terms = set(re.findall(r"\*\*(.+?)\*\*", (ROOT / "docs/concepts.md").read_text()))
+    known = set(re.findall(r"^(\w.*)$", (ROOT / "docs/glossary.md").read_text(), re.M))
+    assert len(terms) > 20
+    assert not [term for term in terms if not {term, term.removesuffix("s")} & known]
+
+
 def test_the_map_names_files_that_exist():
     text = (ROOT / "docs/design/architecture.md").read_text()
     files = [path for folder in ("src", "kvcache", "tests", "include") for path in (ROOT / folder).rglob("*.*")]
@@ -143,10 +151,10 @@ def test_reference_is_complete():
 def test_torch_for_cpus_comes_before_what_brings_torch(name):
     """On Linux pip's choice is the build with CUDA, of 5 GB."""
     page = (ROOT / name).read_text()
-    said = re.search(r"https://pytorch\.org/get-started/locally/|huggingface\.md#install", page)
+    said = re.search(r"pip install torch --index-url \S+/cpu$|huggingface\.md#install", page, re.M)
     assert said, "it does not say how to install torch for CPUs"
     if name in ("README.md", "docs/huggingface.md"):
-        assert said.start() < page.index("'.[hf]'")
+        assert said.start() < page.index("[hf]'")
 
 
 def test_the_first_page_says_why_and_shows_how():

@@ -18,7 +18,7 @@ def commands_of(page):
 
 
 README = (ROOT / "README.md").read_text()
-INSTALL, TEST, C_SOURCES, C_LIBRARY = commands_of("README.md")
+INSTALL, TEST, _TORCH, _HF, C_SOURCES, C_LIBRARY = commands_of("README.md")
 (C_PROGRAM,) = re.findall(r"^```c\n(.*?)^```$", README, re.M | re.S)
 PROGRAMS = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
 IGNORED = [line.rstrip("/").rpartition("/")[2] for line in (ROOT / ".gitignore").read_text().split()]
@@ -155,7 +155,7 @@ def test_the_documentation_is_built_without_a_warning(installed):
     index, guide, api = (
         (installed.clone / f"docs/_build/{page}.html").read_text() for page in ("index", "huggingface", "api")
     )
-    assert 'href="huggingface.html"' in index[index.index("What do you want to do?") :]
+    assert 'href="huggingface.html"' in index[index.index("Where to go on") :]
     assert re.search(r"<dl.*?<dt><code[^>]*><span class=\"pre\">policy</span>", guide, re.S), "its lists of definitions"
     for name in ("hf.HFCache", "hf.HFEncoderDecoderCache", "runner.Llama", "plot.blocks"):
         assert f'id="kvcache.{name}"' in api
