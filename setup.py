@@ -1,7 +1,7 @@
 """Build the parts of the package that pyproject.toml cannot describe.
 
-The version is read from include/kvcache.h. The core and the extension module are compiled. Distributions of the same
-sources are the same bytes, wherever and whenever they are built.
+The version is read from include/kvcache.h, and the description from README.md. The core and the extension module are
+compiled. Distributions of the same sources are the same bytes, wherever and whenever they are built.
 """
 
 import gzip
@@ -291,8 +291,14 @@ module = Extension(
 if limited:
     module.define_macros.append(("Py_LIMITED_API", "0x030B0000"))
 
+# An index of packages shows README alone: without its pictures, and without links to other files.
+readme = re.sub(r"^!\[.*\n\n", "", Path("README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+readme = re.sub(r"\[([^]]+)\]\((?!https:)[^)]+\)", r"\1", readme)
+
 setup(
     version=version,
+    long_description=readme,
+    long_description_content_type="text/markdown",
     ext_modules=[module] if system else [core, module],  # the core first: the module links to it
     cmdclass={"build_ext": BuildExt, "build_py": BuildPy, "bdist_wheel": Wheel, "sdist": Sdist},
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if limited else {},

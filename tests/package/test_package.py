@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import files
+from importlib.metadata import files, metadata
 from pathlib import Path
 
 import pytest
@@ -131,6 +131,14 @@ def test_errors():
 
 def test_version():
     assert re.fullmatch(r"\d+\.\d+\.\d+", kvcache.__version__)
+
+
+def test_the_description_leads_nowhere_else():
+    """An index of packages shows it, which has no other file of the repository."""
+    described = metadata("kvcache")
+    text = described["Description"] or described.get_payload()
+    assert text.lstrip().startswith("# kvcache\n")
+    assert not re.findall(r"\]\((?!https:)", text)
 
 
 def test_show_config(capsys):
