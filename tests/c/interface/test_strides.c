@@ -135,14 +135,20 @@ static void choose(kvc_batch *batch, const shape *s, results *r) {
                                   .scores = (float *)(void *)r->scores,
                                   .q_head_stride = by(DIM * 2),
                                   .q_token_stride = by(heads * DIM * 2),
+                                  .q_batch_stride = by(s->inner * heads * DIM * 2),
                                   .weights_head_stride = by(sizeof(float)),
                                   .weights_token_stride = by(heads * (int64_t)sizeof(float)),
+                                  .weights_batch_stride = by(s->inner * heads * (int64_t)sizeof(float)),
                                   .among_choice_stride = by(row),
                                   .among_token_stride = by(CHOICES * row),
+                                  .among_batch_stride = by(s->inner * CHOICES * row),
                                   .chosen_choice_stride = by(row),
                                   .chosen_token_stride = by(CHOICES * row),
+                                  .chosen_batch_stride = by(s->inner * CHOICES * row),
                                   .scores_choice_stride = by(row),
                                   .scores_token_stride = by(CHOICES * row),
+                                  .scores_batch_stride = by(s->inner * CHOICES * row),
+                                  .tokens_per_sequence = s->inner,
                                   .q_type = KVC_F16,
                                   .num_choices = CHOICES,
                                   .width = WIDTH,
@@ -214,7 +220,7 @@ static void run(const shape *s, results *r) {
     if (s->layer.v_dim) {
         attend(batch, s, r);
         copy_dense(batch, s, r);
-    } else if (!s->inner) {
+    } else {
         choose(batch, s, r);
     }
     CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
@@ -386,6 +392,10 @@ static void check_choice(kvc_batch *batch, results *r) {
                 args.chosen_choice_stride = 4);
         REFUSES(CHOOSE, "chosen: chosen_token_stride is 16 bytes", HEADS * WIDTH * 4, args = good,
                 args.chosen_token_stride = WIDTH * 4);
+        REFUSES(CHOOSE, "chosen: chosen_batch_stride is 48 bytes", INNER * HEADS * WIDTH * 4, args = good,
+                args.tokens_per_sequence = INNER, args.chosen_batch_stride = HEADS * WIDTH * 4);
+        REFUSES(CHOOSE, "scores: scores_batch_stride is 48 bytes", INNER * HEADS * WIDTH * 4, args = good,
+                args.tokens_per_sequence = INNER, args.scores_batch_stride = HEADS * WIDTH * 4);
         REFUSES(CHOOSE, "scores: scores_choice_stride is 12 bytes", WIDTH * 4, args = good,
                 args.scores_choice_stride = 12);
         REFUSES(CHOOSE, "scores: scores_token_stride is 16 bytes", HEADS * WIDTH * 4, args = good,
