@@ -89,8 +89,8 @@ static kvc_status fail_type(const kvc_array *a) {
 
 kvc_status kvc_check_array(const kvc_array *a) {
     const int is_float = a->type >= 0 && a->type < KVC_FLOAT_TYPES, is_raw = !a->element_bytes && !is_float;
+    if (is_raw && a->type != a->stored && (a->data || a->is_output)) return fail_type(a);
     if (!a->data || a->length <= 0) return KVC_OK;
-    if (is_raw && a->type != a->stored) return fail_type(a);
     const int64_t unit = a->element_bytes ? a->element_bytes : is_raw ? 1 : KVC_TYPES[a->type].bytes;
     const uint64_t row_bytes =
         is_raw ? kvc_row_bytes(a->type, (int32_t)a->length) : (uint64_t)unit * (uint64_t)a->length;

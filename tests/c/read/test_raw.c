@@ -537,7 +537,7 @@ static void test_dense(void) {
 }
 
 /* A quantised type that is not the layer's own is refused, by kvc_put and kvc_inject, and nothing changes; so are
- * strides that are not whole elements.  Queries are never quantised. */
+ * strides that are not whole elements, and unknown types, even if no rows are wanted.  Queries are never quantised. */
 static void test_refused(void) {
     const kvc_layer layer = layer_of(KVC_Q8_0, KVC_F16);
     kvc_cache *cache = new_cache(&layer);
@@ -562,6 +562,8 @@ static void test_refused(void) {
     CHECK_FAILS(kvc_gather(cache, 0, 0, 0, 4, &out), KVC_ERR_INVALID, "out: v_row_stride", "is 65 bytes:");
     CHECK_FAILS(kvc_extract(cache, 0, 0, 0, 4, &out), KVC_ERR_INVALID, "out: v_row_stride", "is 65 bytes:");
     out.v_row_stride = 64, out.raw = 0;
+    CHECK_FAILS(kvc_gather(cache, 0, 0, 0, 4, &out), KVC_ERR_INVALID, "out_type", "is 99:");
+    out.k = out.v = NULL;
     CHECK_FAILS(kvc_gather(cache, 0, 0, 0, 4, &out), KVC_ERR_INVALID, "out_type", "is 99:");
     args = put_of(&layer, &copy);
     CHECKF(kvc_put(batch, 0, &args) == KVC_OK, "%s", kvc_last_error()); /* no token was put before */
