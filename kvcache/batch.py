@@ -90,8 +90,9 @@ class Batch:
         k, v : array
             The rows, ``[tokens, num_kv_heads, head_dim]`` and ``[tokens, num_kv_heads, v_head_dim]``, of f32, f16 or
             bf16: NumPy arrays, or anything with DLPack on the CPU. They are read in place, with any strides over tokens
-            and heads, and converted to the stored type. Arrays of uint8 are rows as ``KVCache.gather(..., raw=True)``
-            returns them, whose last axis is the bytes of a row in the type of the layer; they are stored as they are.
+            and heads, and converted to the stored type. Broadcast arrays, whose strides are 0, are copied first. Arrays
+            of uint8 are rows as ``KVCache.gather(..., raw=True)`` returns them, whose last axis is the bytes of a row
+            in the type of the layer; they are stored as they are.
             Leave out `v` if keys hold the values, or if the layer holds keys alone; then it may also have width 0. In a
             layer with a `stride` of n, give rows only of the tokens at positions p with ``(p + 1) % n == 0``, in the
             batch's order: all from `first` on, or the first of them. If there are none, nothing need be put.
