@@ -96,9 +96,9 @@
  *           one row.  A batch stride is the number of a sequence's tokens, or rows, times the token or row stride.
  *           So arrays without gaps need no strides.
  *           Strides are multiples of an element's size, or for quantised rows any number of bytes.
- *           Rows that a call reads may overlap.  Rows that it writes may not: the call fails with KVC_ERR_INVALID
- *           unless each stride is at least as long as everything that lies along shorter strides.  This also refuses a
- *           few arrays whose rows interleave.
+ *           Rows that a call reads may overlap.  Rows of one array that it writes may not: the call fails with
+ *           KVC_ERR_INVALID unless each stride is at least as long as everything that lies along shorter strides.  This
+ *           also refuses a few arrays whose rows interleave.  Arrays are not compared with each other.
  */
 #ifndef KVCACHE_H
 #define KVCACHE_H
