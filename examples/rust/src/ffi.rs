@@ -203,6 +203,7 @@ abi! {
         chosen: *const kvc_chosen,
         prior_out: *const c_void,
         prior_lse: *const f32,
+        out_is_f32: i32,
     }
 
     struct kvc_masked {
@@ -225,6 +226,7 @@ abi! {
         max_chosen: i32,
         num_choices: i32,
         select_rows: i32,
+        chosen_width: i32,
     }
 
     fn kvc_last_error() -> *const c_char;
