@@ -537,7 +537,7 @@ class HFCache(SaveableBatch, Cache):
     def tell(self, inputs: Mapping[str, Any], is_part: bool) -> None:
         """Note what a call of the model, or in it a call of its part, is about to feed; `inputs` are its arguments."""
         prompts = self._passes.prompts
-        if self._recurrent and not is_part:
+        if self._recurrent and not is_part and not self.has_lost_state:  # what is lost ends with its rows
             check_rows(inputs, self._passes.batch_size)
         if prompts is not None:
             tell = prompts.tell_part if is_part else prompts.tell

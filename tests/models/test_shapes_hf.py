@@ -130,10 +130,10 @@ READ_OTHERWISE = {
     "Whisper large v3, MLX": "its class does not read such names",
     "MiMo V2 Flash": "its class has one more token in windows",
 }
-UNREADABLE = {  # transformers' class refuses these
+UNREADABLE = {  # transformers' class refuses these, or makes something else of them
     "EXAONE 4.0 32B", "Falcon-H1 34B", "Florence-2 base, own code", "Llama 4 Maverick, whole",
     "MPT with a window", "MPT with rotations", "MPT, later form", "Phi-3 medium 128k",
-    "Replit code v1.5 3B", "Zamba2 7B",
+    "Replit code v1.5 3B", "ZAYA1 8B, first revision", "Zamba2 7B",
 }  # fmt: skip
 
 
