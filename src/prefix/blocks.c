@@ -316,11 +316,30 @@ static kvc_status write_rows(kvc_cache *cache, const arrival *a) {
     return KVC_OK;
 }
 
+/* Returns the tokens of a block up to a position. */
+static kvc_token_span tokens_to(const arrival *a, int32_t end) {
+    return (kvc_token_span){a->tokens.ids, a->tokens.digests, end - a->begin};
+}
+
+/* Returns whether the state of a payload has a block behind `parent` to stand at the end of: one that is there, or one
+ * of the payload's rows.  There may be none, as rows of a layer with a stride stand for the tokens before them. */
+static int has_place(const arrival *a, const kvc_node *parent) {
+    const kvc_cache *cache = parent->tree->cache;
+    const kvc_token_span part = tokens_to(a, a->position);
+    const kvc_node *node = kvc_node_child(parent, &part);
+    if (node && kvc_node_is_live(node)) return 1;
+    for (int32_t i = 0; i < cache->num_layers; i++) {
+        const int32_t stride = cache->pools[cache->group_of[i]].stride;
+        if (a->payload[i] && kvc_rows_below(a->position, stride) > kvc_rows_below(a->begin, stride)) return 1;
+    }
+    return 0;
+}
+
 /* Returns whether a payload has rows, or a state, that blocks behind `parent` lack. */
 static int brings_more(const arrival *a, const kvc_node *parent) {
     const kvc_cache *cache = parent->tree->cache;
     const kvc_node *node = kvc_node_child(parent, &a->tokens);
-    const kvc_token_span part = {a->tokens.ids, a->tokens.digests, a->state_bytes > 0 ? a->position - a->begin : 0};
+    const kvc_token_span part = tokens_to(a, a->state_bytes > 0 ? a->position : a->begin);
     const kvc_node *with_state = kvc_node_with_state(parent, &part);
     if (part.num && (!with_state || with_state->end != a->position)) return 1;
     if (!node || !kvc_node_is_live(node)) return 1;
@@ -343,6 +362,7 @@ static kvc_status begin_arrival(arrival *a, int32_t *is_kept) {
     kvc_node *last;
     KVC_TRY(kvc_fetch_find(a->fetch, a->begin, &last));
     if (!last) return KVC_OK;
+    if (a->state_bytes > 0 && !has_place(a, last)) a->state_bytes = 0; /* the block is added without it */
     *is_kept = !brings_more(a, last);
     if (*is_kept)
         kvc_fetch_pass(a->fetch, kvc_node_child(last, &a->tokens)); /* to bring it again is a use */
@@ -351,18 +371,19 @@ static kvc_status begin_arrival(arrival *a, int32_t *is_kept) {
     return KVC_OK;
 }
 
-/* Returns the block of the arrived rows up to a position, if it is new, with a state at its end (NULL: without a
- * state).  Returns NULL if there is no memory, or no room for the state. */
+/* Returns the block of the arrived rows up to a position, with a state at its end (NULL: without a state).  Returns
+ * NULL if there is no memory, or no room for the state. */
 static kvc_node *add_rows(const arrival *a, kvc_node *parent, const kvc_sequence *arrived, int32_t end,
                           kvc_checkpoint *checkpoint) {
     kvc_tree *tree = parent->tree;
-    const kvc_token_span tokens = {a->tokens.ids, a->tokens.digests, end - a->begin};
-    const kvc_node *same = kvc_node_child(parent, &tokens);
+    const kvc_token_span tokens = tokens_to(a, end);
+    kvc_node *same = kvc_node_child(parent, &tokens);
     const int is_listed = same && same->at;
     const int64_t used = kvc_fetch_place(a->fetch, end, same && kvc_node_is_live(same) ? same->rows->used : 0);
     kvc_node *list = NULL, *node = end == a->end ? kvc_node_find(parent, &tokens) : NULL;
-    if (node) kvc_fetch_use(a->fetch, node);
-    if (!node) kvc_node_new(tree, arrived, a->begin, end, &list, &node);
+    const kvc_status status = node ? KVC_OK : kvc_node_new(tree, arrived, a->begin, end, &list, &node);
+    if (!node && status == KVC_OK && same && kvc_node_is_live(same)) node = same; /* no such rows have arrived */
+    if (node && !list) kvc_fetch_use(a->fetch, node);
     if (list && (node = kvc_tree_add(parent, node, &tokens, used)) && !is_listed)
         kvc_node_take_out(node); /* it is stored */
     if (!node || !checkpoint) return node;

@@ -71,17 +71,21 @@ static kvc_tokens first(int64_t num) {
     return (kvc_tokens){.struct_size = sizeof(kvc_tokens), .ids = ids, .num_tokens = num};
 }
 
-static void begin(kvc_config config, int64_t state_bytes) {
+static void begin_with(const kvc_layer *layers, int num_layers, kvc_config config, int64_t state_bytes) {
     const kvc_prefix_config prefix_config = {
         .struct_size = sizeof prefix_config, .fingerprint = "a model", .collects_new = 1, .state_bytes = state_bytes};
-    kvc_layer layers[NUM_LAYERS];
-    for (int l = 0; l < NUM_LAYERS; l++) layers[l] = (kvc_layer){.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM};
     for (int i = 0; i <= PROMPT; i++) ids[i] = i;
     config.block_size = BLOCK;
     config.num_threads = 1;
-    cache = cache_of(layers, NUM_LAYERS, config);
+    cache = cache_of(layers, num_layers, config);
     CHECKF(kvc_prefix_new(cache, &prefix_config, &prefix) == KVC_OK, "%s", kvc_last_error());
     atomic_store(&stop, 0);
+}
+
+static void begin(kvc_config config, int64_t state_bytes) {
+    kvc_layer layers[NUM_LAYERS];
+    for (int l = 0; l < NUM_LAYERS; l++) layers[l] = (kvc_layer){.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM};
+    begin_with(layers, NUM_LAYERS, config, state_bytes);
 }
 
 static void end(void) {
@@ -211,6 +215,45 @@ static void test_order(void) {
     end();
 }
 
+/* Returns how many of a prompt's tokens are known. */
+static int32_t count_known(const kvc_tokens *tokens) {
+    int32_t known;
+    CHECK(kvc_prefix_lookup(prefix, tokens, &known, NULL) == KVC_OK);
+    return known;
+}
+
+/* A block comes back without a state before which it has no rows: those of the window are lost, and the layer with a
+ * stride has its first one behind the state.  A block of these first tokens that is kept takes the state. */
+static void test_state_before_rows(int is_kept) {
+    enum { STRIDE = 4, AT = STRIDE - 1 };
+    const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 8, .v_dim = 8, .policy = {KVC_SLIDING, .window = STRIDE}},
+                                {.num_kv_heads = 1, .k_dim = 8, .v_dim = 8, .policy = {.stride = STRIDE}}};
+    const kvc_tokens tokens = first(PROMPT + 1), few = first(AT), most = first(PROMPT);
+    int64_t id, num;
+    int32_t matched, fetched;
+    begin_with(layers, 2, (kvc_config){0}, 8);
+    CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &id, &matched) == KVC_OK && matched == 0);
+    CHECK(feed(cache, 2, id, AT) == KVC_OK && kvc_prefix_checkpoint(prefix, id, &few, "few", 3) == KVC_OK);
+    for (int i = AT; i < BLOCK; i++) CHECK(feed(cache, 2, id, 1) == KVC_OK);
+    for (int i = 1; i < NUM_BLOCKS; i++) CHECK(feed(cache, 2, id, BLOCK) == KVC_OK);
+    CHECK(kvc_prefix_checkpoint(prefix, id, &most, "most", 4) == KVC_OK);
+    CHECK(kvc_prefix_release(prefix, id, &tokens) == KVC_OK && count_known(&tokens) == PROMPT);
+    CHECK(kvc_store_new_blocks(cache, &store, &num) == KVC_OK && num == NUM_BLOCKS);
+    CHECK(kvc_prefix_clear(prefix) == KVC_OK);
+    if (is_kept) {
+        CHECK(kvc_prefix_acquire(prefix, &few, -1, &id, &matched) == KVC_OK && matched == 0);
+        CHECK(feed(cache, 2, id, AT) == KVC_OK && kvc_prefix_release(prefix, id, &few) == KVC_OK);
+        CHECK(count_known(&few) == 0);
+    }
+    for (int again = 0; again < 2; again++) {
+        CHECKF(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK, "%s", kvc_last_error());
+        CHECKF(fetched == (again ? 0 : PROMPT), "%d tokens were fetched", fetched);
+        CHECKF(count_known(&tokens) == PROMPT, "%d are known", count_known(&tokens));
+        CHECKF(count_known(&few) == (is_kept ? AT : 0), "%d are known", count_known(&few));
+    }
+    end();
+}
+
 /* ---- two calls that write the same block ------------------------------------------------------------------------- */
 
 static atomic_int is_writing, goes_on;
@@ -261,6 +304,7 @@ int main(void) {
     for (int by_id = 0; by_id < 2; by_id++) test_two_writers(by_id);
     test_gap();
     test_order();
+    for (int is_kept = 0; is_kept < 2; is_kept++) test_state_before_rows(is_kept);
     for (int limits_bytes = 0; limits_bytes < 2; limits_bytes++) {
         test_room(write_blocks, limits_bytes);
         test_room(fetch_blocks, limits_bytes);

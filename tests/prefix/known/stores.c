@@ -281,6 +281,17 @@ static kvc_store open_store(world *w) {
 
 /* ---- calls */
 
+/* Whether a payload's state has a block to stand at the end of: of the payload's rows, or one that is there, surely or
+ * maybe. */
+static int has_place(world *w, const prefix *p, int state_node, int begin, const uint64_t *rows, int surely) {
+    const uint64_t range = (((uint64_t)1 << text_length(state_node)) - 1) & ~(((uint64_t)1 << begin) - 1);
+    const kept *b = find_kept(p, state_node, begin);
+    uint64_t any = 0;
+    for (int l = 0; l < w->shape.num_layers; l++) any |= rows[l] & range;
+    for (int l = 0; b && l < w->shape.num_layers; l++) any |= surely ? b->sure[l] : b->may[l];
+    return any != 0;
+}
+
 static void note_payload(world *w, prefix *p, int node, const uint8_t *payload, int64_t size) {
     uint64_t rows[MOST_LAYERS];
     int state_node;
@@ -292,6 +303,8 @@ static void note_payload(world *w, prefix *p, int node, const uint8_t *payload, 
         is_sure &= b && b->is_sure;
     }
     read_payload(w, p->model, node, payload, size, rows, &state_node);
+    if (state_node && !has_place(w, p, state_node, begin, rows, 0)) state_node = 0;
+    const int is_placed = state_node && has_place(w, p, state_node, begin, rows, 1);
     note_kept(w, p, node, begin, rows, is_sure);
     kept *b = find_kept(p, node, begin);
     const int sure_new = is_first ? 0 : b->sure_new, may_new = is_first ? 0 : b->may_new;
@@ -301,7 +314,7 @@ static void note_payload(world *w, prefix *p, int node, const uint8_t *payload, 
         for (int i = 0; i < p->num_blocks; i++) was_new[i] = p->blocks[i].sure_new;
         const state *old = find_state(p, state_node);
         const long old_use = old ? old->sure_use : 0;
-        note_state(w, p, state_node, is_sure);
+        note_state(w, p, state_node, is_sure && is_placed);
         if (old_use) find_state(p, state_node)->sure_use = old_use; /* a later state of the block may be used instead */
         for (int i = 0; i < p->num_blocks; i++) p->blocks[i].sure_new = was_new[i];
         free(was_new);
