@@ -354,7 +354,9 @@ static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const kvc_matc
         return status;
     }
     kvc_session_begin(session, sequence, kvc_match_path(m, m->known), m->with_state ? m->with_state->checkpoint : NULL);
+    cache->prompt_bytes -= (int64_t)session->num_bytes; /* an error names the prompts of other sequences alone */
     status = kvc_check_room(&need);
+    cache->prompt_bytes += (int64_t)session->num_bytes;
     if (status == KVC_OK) {
         kvc_match_touch(m);
         return KVC_OK;
