@@ -56,6 +56,7 @@ def check(known, *options):
         (1, 40),
         (1059, 1),
         (50196, 1),
+        (920157, 1),
         pytest.param(41, 60, marks=pytest.mark.slow),
         pytest.param(101, 400, marks=pytest.mark.full),
     ],

@@ -323,6 +323,15 @@ static void note_payload(world *w, prefix *p, int node, const uint8_t *payload, 
     b->sure_new = sure_new, b->may_new = may_new;
 }
 
+/* Whether a token behind `length` tokens sees rows of the block up to `end`. */
+static int is_seen(const world *w, int length, int end) {
+    const uint64_t range = (((uint64_t)1 << end) - 1) & ~(((uint64_t)1 << (end - w->shape.block)) - 1);
+    uint64_t any = 0;
+    for (int l = 0; l < w->shape.num_layers; l++)
+        if (w->shape.has_rows[l]) any |= w->shape.sees[l][length] & range;
+    return any != 0;
+}
+
 void do_fetch(world *w) {
     prefix *p = any_prefix(w);
     if (!p) return;
@@ -356,7 +365,8 @@ void do_fetch(world *w) {
             const int is_stored = find_value(names[end / block - 1], 0) != NULL;
             const kept *b = find_kept(p, text_begin(node, end), end - block);
             in_store[may] += is_stored;
-            goes_on = is_stored || ((may || !p->config.ttl_ms) && (end <= with_rows || (b && (may || b->is_sure))));
+            const int has_rows = end <= with_rows && (may || is_seen(w, with_rows, end));
+            goes_on = is_stored || ((may || !p->config.ttl_ms) && (has_rows || (b && (may || b->is_sure))));
         }
     }
     int lacking = 0; /* what is not there in any case */
