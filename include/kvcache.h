@@ -357,8 +357,8 @@ typedef struct kvc_allocator {
 /* Returns whether a long call is to end: not 0 ends it with KVC_ERR_CANCELLED.  kvc_put, kvc_attend, kvc_choose and
  * kvc_weights call this about every 40 ms, and kvc_begin_with while it waits; short calls never do.  It runs on the
  * calling thread, without the cache's mutex.  It may call into the library, but must not end the batch in question, nor
- * return in the child of a fork().  During kvc_weights, it must not make calls that wait for calls that copy rows out
- * (Threads): they would wait for themselves. */
+ * return in the child of a fork(), except to kvc_begin_with.  During kvc_weights, it must not make calls that wait for
+ * calls that copy rows out (Threads): they would wait for themselves. */
 typedef int32_t kvc_poll_fn(void *user);
 
 typedef struct kvc_config {

@@ -97,6 +97,15 @@ static void end_work(kvc_batch *batch) {
     }
 }
 
+/* Ends the calls of other threads that wait to begin a batch.  This thread's poll may return. */
+static void end_waiters(kvc_cache *cache) {
+    for (kvc_waiter **link = &cache->waiters, *waiter; (waiter = *link);)
+        if (kvc_thread_is_self(waiter->thread))
+            link = &waiter->next;
+        else
+            *link = waiter->next;
+}
+
 /* Runs after fork() in the child: ends the work of threads that only the parent has, and unlocks all. */
 static void in_child(void) {
     kvc_threads_forked();
@@ -104,7 +113,7 @@ static void in_child(void) {
         kvc_signal_init(&cache->idle); /* it may count waiting threads of the parent */
         cache->num_waiting = 0;
         atomic_store(&cache->num_locking, 0);
-        cache->waiters = NULL;
+        end_waiters(cache);
         cache->memory.works = NULL; /* done by threads of the parent, which were between two steps */
         if (cache->batch) end_work(cache->batch);
         kvc_row_buffers_forked(cache);

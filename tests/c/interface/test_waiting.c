@@ -235,6 +235,7 @@ typedef struct poller {
     kvc_status status;
     atomic_int asked, go_on;
     int stop;
+    pid_t child;
     pthread_t self; /* the test's thread */
     caller *behind;
     pthread_t thread; /* of the call behind */
@@ -345,6 +346,37 @@ static void test_fork(void) {
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
+/* Forks, and ends the open batch in parent and child. */
+static int32_t poll_and_fork(void *user) {
+    poller *p = user;
+    if (!p->open || !pthread_equal(p->self, pthread_self())) return 0;
+    p->child = fork();
+    if (!p->child) alarm(LIMIT);
+    if (!p->child) test_failures = 0;
+    kvc_abort(p->open);
+    p->open = NULL;
+    return p->stop;
+}
+
+/* The poll of a call that waits returns in a child, which lacks the calls of other threads. */
+static void test_poll_forks(int stop) {
+    poller p = {.stop = stop, .self = pthread_self()};
+    p.cache = new_cache(frequencies, 0, poll_and_fork, &p);
+    caller other = {.cache = p.cache, .id = 2, .timeout_ms = -1, .num_tokens = 1};
+    kvc_batch *batch = NULL;
+    CHECK(begin(p.cache, 0, 1, 0, &p.open) == KVC_OK);
+    const pthread_t thread = start(&other);
+    const kvc_status status = begin(p.cache, 1, 1, -1, &batch);
+    CHECKF(status == (stop ? KVC_ERR_CANCELLED : KVC_OK), "%s", kvc_last_error());
+    kvc_abort(batch);
+    if (p.child) pthread_join(thread, NULL);
+    CHECK(count_waiters(p.cache) == 0 && kvc_validate(p.cache) == KVC_OK && kvc_cache_free(p.cache) == KVC_OK);
+    if (!p.child) end_child(test_result());
+    int ended = 0;
+    CHECKF(other.status == KVC_OK, "%s", other.message);
+    CHECK(waitpid(p.child, &ended, 0) == p.child && WIFEXITED(ended) && WEXITSTATUS(ended) == 0);
+}
+
 int main(void) {
     alarm(LIMIT);
     test_order();
@@ -355,6 +387,7 @@ int main(void) {
     test_place();
     test_freeing();
     if (HAS_FORK) test_fork();
+    for (int stop = 0; HAS_FORK && stop < 2; stop++) test_poll_forks(stop);
     test_requests();
     return test_result();
 }
