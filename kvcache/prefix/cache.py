@@ -381,6 +381,7 @@ class PrefixCache:
             If the sequence is in an open batch.
         ValueError
             If the sequence holds more exact tokens than these, as it does if a whole prompt was fed behind its match.
+            Blocks of such a prompt were kept with rows of other tokens: `forget` it.
             To keep only the first ``n`` tokens, call ``note_inexact(seq_id, n)`` before.
         TypeError, MemoryError
             As in `acquire`. The sequence is as it was, whatever is raised.

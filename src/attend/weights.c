@@ -249,7 +249,7 @@ static int64_t share_of(const weighing *w, int64_t num, int64_t part) { return p
 /* Returns whether the call is to end early: the caller's flag is set, or the poll says so. */
 static int is_cancelled(weighing *w) {
     const volatile _Atomic int32_t *flag = (const volatile _Atomic int32_t *)w->args.cancel;
-    if ((flag && atomic_load(flag)) || kvc_poll_timer_ask(&w->timer)) atomic_store(&w->was_cancelled, 1);
+    if ((flag && atomic_load(flag)) || kvc_snapshot_poll(&w->from, &w->timer)) atomic_store(&w->was_cancelled, 1);
     return atomic_load(&w->was_cancelled);
 }
 

@@ -281,10 +281,20 @@ void kvc_poll_timer_init(kvc_poll_timer *timer, kvc_poll_fn *poll, void *user) {
     atomic_init(&timer->stopped, 0);
 }
 
+int kvc_poll_timer_was_stopped(const kvc_poll_timer *timer) {
+    return atomic_load_explicit(&timer->stopped, memory_order_relaxed);
+}
+
+int kvc_poll_timer_is_due(const kvc_poll_timer *timer) {
+    if (!timer->poll || kvc_poll_timer_was_stopped(timer) || timer->caller != &thread_mark) return 0;
+    return kvc_now() >= timer->next || KVC_BUGGIFY();
+}
+
 int kvc_poll_timer_ask(kvc_poll_timer *timer) {
-    if (!timer->poll) return 0;
-    if (atomic_load_explicit(&timer->stopped, memory_order_relaxed)) return 1;
-    if (timer->caller != &thread_mark || (kvc_now() < timer->next && !KVC_BUGGIFY())) return 0;
+    return kvc_poll_timer_is_due(timer) ? kvc_poll_timer_poll(timer) : kvc_poll_timer_was_stopped(timer);
+}
+
+int kvc_poll_timer_poll(kvc_poll_timer *timer) {
     const int stop = timer->poll(timer->user) != 0;
     if (stop) atomic_store_explicit(&timer->stopped, 1, memory_order_relaxed);
     timer->next = kvc_now() + POLL_NS;

@@ -100,4 +100,10 @@ void kvc_poll_timer_init(kvc_poll_timer *timer, kvc_poll_fn *poll, void *user);
 /* Whether the call is to end early.  Polls if this thread made the call and its next poll is due. */
 int kvc_poll_timer_ask(kvc_poll_timer *timer);
 
+/* Do the same in steps, for calls that prepare for a poll.  kvc_poll_timer_was_stopped and kvc_poll_timer_poll return
+ * whether the call is to end early.  kvc_poll_timer_is_due returns whether this thread is to poll now. */
+int kvc_poll_timer_was_stopped(const kvc_poll_timer *timer);
+int kvc_poll_timer_is_due(const kvc_poll_timer *timer);
+int kvc_poll_timer_poll(kvc_poll_timer *timer);
+
 #endif

@@ -83,15 +83,16 @@ struct kvc_cache {
     int64_t num_holds;                  /* number of kvc_holds that callers have not freed */
     int64_t num_rewrites;               /* number of calls that copy rows to new slots without the mutex */
     int64_t num_readers;                /* number of calls that read rows without the mutex: cache/waiting.h */
-    int64_t num_in_place;       /* number of sequences whose rows are written where they lie without the mutex */
-    int64_t num_gradual;        /* number of calls that drop kept blocks a few at a time, and that fork() waits for */
-    atomic_int num_locking;     /* number of calls that wait for the mutex */
-    int64_t num_waiting;        /* number of calls in kvc_cache_wait, _all or _pages; new readers queue behind them */
-    kvc_signal idle;            /* sent when a call that others may wait for has ended */
-    struct kvc_state *states;   /* list of what is being saved and loaded */
-    struct kvc_waiter *waiters; /* list of the calls that wait to begin a batch, in order of arrival */
-    kvc_cache *next, **link;    /* place in the list of all caches of the process: atfork.c */
-    kvc_stats stats;            /* counters; kvc_get_stats adds what pools count */
+    int64_t num_in_place;        /* number of sequences whose rows are written where they lie without the mutex */
+    int64_t num_gradual;         /* number of calls that drop kept blocks a few at a time, and that fork() waits for */
+    atomic_int num_locking;      /* number of calls that wait for the mutex */
+    int64_t num_waiting;         /* number of calls in kvc_cache_wait, _all or _pages; new readers queue behind them */
+    kvc_signal idle;             /* sent when a call that others may wait for has ended */
+    struct kvc_state *states;    /* list of what is being saved and loaded */
+    struct kvc_polling *polling; /* list of calls that would be readers, and are in a function of the caller */
+    struct kvc_waiter *waiters;  /* list of the calls that wait to begin a batch, in order of arrival */
+    kvc_cache *next, **link;     /* place in the list of all caches of the process: atfork.c */
+    kvc_stats stats;             /* counters; kvc_get_stats adds what pools count */
     struct {
         void *memory;
         uint64_t size;

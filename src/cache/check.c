@@ -246,6 +246,9 @@ kvc_status kvc_check_no_batch(const kvc_cache *cache, const char *what) {
 
 static kvc_status check_closed(const kvc_cache *cache, const char *what) {
     KVC_TRY(kvc_check_no_batch(cache, what));
+    if (kvc_cache_is_polling(cache))
+        return kvc_fail(KVC_ERR_HELD, "cannot %s in the poll of a call that reads rows: do it once that has returned",
+                        what);
     if (cache->num_holds)
         return kvc_fail(KVC_ERR_HELD, "cannot %s while views of the rows are held (%lld): let go of them first", what,
                         (long long)cache->num_holds);
@@ -254,9 +257,7 @@ static kvc_status check_closed(const kvc_cache *cache, const char *what) {
 
 kvc_status kvc_check_closed(kvc_cache *cache, const char *what) {
     kvc_status status = check_closed(cache, what);
-    while (status == KVC_OK && (cache->num_readers || cache->num_in_place)) {
-        kvc_cache_wait(cache);
+    while (status == KVC_OK && kvc_cache_wait_copies(cache))
         status = check_closed(cache, what); /* waiting released the mutex */
-    }
     return status;
 }

@@ -32,8 +32,14 @@ void kvc_cache_end_in_place(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_signal_all(&cache->idle);
 }
 
+/* Waits behind calls that wait for others.  If these may wait for a poll, goes first, as the poll may wait for this
+ * call. */
+static void queue(kvc_cache *cache) {
+    while (cache->num_waiting && !cache->polling) kvc_signal_wait(&cache->idle, &cache->mutex);
+}
+
 void kvc_cache_begin_reading(kvc_cache *cache) {
-    while (cache->num_waiting) kvc_signal_wait(&cache->idle, &cache->mutex);
+    queue(cache);
     cache->num_readers++;
 }
 
@@ -41,21 +47,47 @@ void kvc_cache_end_reading(kvc_cache *cache) {
     if (--cache->num_readers == 0 && cache->num_waiting) kvc_signal_all(&cache->idle);
 }
 
-/* Cannot deadlock: the calls it waits for need nothing but the mutex, and call no function of the caller. */
+int kvc_cache_is_polling(const kvc_cache *cache) {
+    const kvc_polling *p = cache->polling;
+    while (p && !kvc_thread_is_self(p->thread)) p = p->next;
+    return p != NULL;
+}
+
+void kvc_cache_begin_polling(kvc_cache *cache, kvc_polling *polling) {
+    *polling = (kvc_polling){cache->polling, kvc_thread_self()};
+    cache->polling = polling;
+    cache->num_readers--;
+    if (cache->num_waiting) kvc_signal_all(&cache->idle);
+}
+
+void kvc_cache_end_polling(kvc_cache *cache, kvc_polling *polling) {
+    kvc_polling **link = &cache->polling;
+    while (*link != polling) link = &(*link)->next;
+    *link = polling->next;
+    cache->num_readers++;
+}
+
+/* Whether a call reads or writes rows that this thread is to wait for. */
+static int is_at_work(const kvc_cache *cache) {
+    return cache->num_readers || cache->num_in_place || (cache->polling && !kvc_cache_is_polling(cache));
+}
+
+/* Cannot deadlock: the calls it waits for need nothing but the mutex.  Some call a function of the caller, and what
+ * that calls does not wait for this call. */
 void kvc_cache_wait(kvc_cache *cache) {
     cache->num_waiting++;
-    while (cache->num_readers || cache->num_in_place) kvc_signal_wait(&cache->idle, &cache->mutex);
+    while (is_at_work(cache)) kvc_signal_wait(&cache->idle, &cache->mutex);
     if (--cache->num_waiting == 0) kvc_signal_all(&cache->idle);
 }
 
 int kvc_cache_wait_copies(kvc_cache *cache) {
-    if (!cache->num_readers && !cache->num_in_place) return 0;
+    if (!is_at_work(cache)) return 0;
     kvc_cache_wait(cache);
     return 1;
 }
 
 void kvc_cache_begin_gradual(kvc_cache *cache) {
-    while (cache->num_waiting) kvc_signal_wait(&cache->idle, &cache->mutex);
+    queue(cache);
     cache->num_gradual++;
 }
 
@@ -66,8 +98,8 @@ void kvc_cache_end_gradual(kvc_cache *cache) {
 
 void kvc_cache_wait_all(kvc_cache *cache) {
     cache->num_waiting++; /* so that none begins meanwhile */
-    while (cache->num_gradual) kvc_signal_wait(&cache->idle, &cache->mutex);
-    kvc_cache_wait(cache);
+    while (cache->num_gradual || cache->num_readers || cache->num_in_place)
+        kvc_signal_wait(&cache->idle, &cache->mutex);
     if (--cache->num_waiting == 0) kvc_signal_all(&cache->idle);
 }
 

@@ -23,6 +23,20 @@ kvc_sequence *kvc_cache_find_to_copy(kvc_cache *cache, int64_t id);
 void kvc_cache_begin_reading(kvc_cache *cache);
 void kvc_cache_end_reading(kvc_cache *cache);
 
+/* A reader that runs the cache's poll; on the stack of its thread.  Meanwhile it counts as no reader: fork() does not
+ * wait for it, and kvc_cache_wait of the poll itself does not, either. */
+typedef struct kvc_polling {
+    struct kvc_polling *next;
+    kvc_thread thread;
+} kvc_polling;
+
+/* Bracket a reader's poll, with the mutex held each time. */
+void kvc_cache_begin_polling(kvc_cache *cache, kvc_polling *polling);
+void kvc_cache_end_polling(kvc_cache *cache, kvc_polling *polling);
+
+/* Whether this thread runs the poll of a reader. */
+int kvc_cache_is_polling(const kvc_cache *cache);
+
 /* Bracket the writing of a sequence's rows in place. */
 void kvc_cache_begin_in_place(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_end_in_place(kvc_cache *cache, kvc_sequence *sequence);
@@ -40,7 +54,7 @@ int kvc_cache_wait_copies(kvc_cache *cache);
 void kvc_cache_begin_gradual(kvc_cache *cache);
 void kvc_cache_end_gradual(kvc_cache *cache);
 
-/* Does what kvc_cache_wait does, and waits for these calls, too. */
+/* Waits until there are neither readers, nor writers in place, nor such calls. */
 void kvc_cache_wait_all(kvc_cache *cache);
 
 /* Waits until no call works on pages.  Returns whether it had to wait, and so released the mutex meanwhile. */

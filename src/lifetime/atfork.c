@@ -11,6 +11,7 @@
 #include "base/openmp.h"
 #include "edit/rewrite.h"
 #include "pass/put.h"
+#include "read/snapshot.h"
 #include "prefix/prefix.h"
 #include "prefix/stores.h"
 #include "space/row_buffer.h"
@@ -117,6 +118,7 @@ static void in_child(void) {
         cache->memory.works = NULL; /* done by threads of the parent, which were between two steps */
         if (cache->batch) end_work(cache->batch);
         kvc_row_buffers_forked(cache);
+        kvc_snapshots_forked(cache);
         end_carriers(cache);
         end_state_uses(cache);
         end_states(cache);

@@ -20,13 +20,40 @@ kvc_status kvc_snapshot_take(kvc_cache *cache, int32_t layer, const kvc_run *run
     return KVC_OK;
 }
 
+int kvc_snapshot_poll(kvc_snapshot *s, kvc_poll_timer *timer) {
+    if (!kvc_poll_timer_is_due(timer)) return kvc_poll_timer_was_stopped(timer);
+    kvc_lock(s->cache);
+    kvc_cache_begin_polling(s->cache, &s->polling);
+    kvc_unlock(s->cache, KVC_OK);
+    const int stop = kvc_poll_timer_poll(timer);
+    kvc_lock(s->cache);
+    kvc_cache_end_polling(s->cache, &s->polling);
+    kvc_unlock(s->cache, KVC_OK);
+    return stop;
+}
+
+static void let_go(const kvc_snapshot *s) {
+    kvc_cache *cache = s->cache;
+    for (int32_t i = 0; i < s->num_runs; i++)
+        kvc_unpin_block(cache, &cache->pools[cache->group_of[s->layer]], s->runs[i].block);
+    kvc_memory_free(&cache->memory, s->runs, s->size, KVC_MEMORY_SCRATCH, -1);
+}
+
+void kvc_snapshots_forked(kvc_cache *cache) {
+    for (kvc_polling *polling = cache->polling, *next; polling; polling = next) {
+        next = polling->next;
+        if (kvc_thread_is_self(polling->thread)) continue;
+        kvc_cache_end_polling(cache, polling);
+        let_go((const kvc_snapshot *)polling);
+        kvc_cache_end_reading(cache);
+    }
+}
+
 void kvc_snapshot_close(const kvc_snapshot *s) {
     if (!s->num_runs) return;
     kvc_cache *cache = s->cache;
     kvc_lock(cache);
-    for (int32_t i = 0; i < s->num_runs; i++)
-        kvc_unpin_block(cache, &cache->pools[cache->group_of[s->layer]], s->runs[i].block);
-    kvc_memory_free(&cache->memory, s->runs, s->size, KVC_MEMORY_SCRATCH, -1);
+    let_go(s);
     kvc_cache_end_reading(cache);
     kvc_unlock(cache, KVC_OK);
 }

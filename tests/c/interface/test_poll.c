@@ -4,8 +4,11 @@
 #include <math.h>
 #include <pthread.h>
 #include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "base/threads.h"
+#include "cache/cache.h"
 #include "support/keeping.h"
 #include "support/saved.h"
 #include "support/test.h"
@@ -142,26 +145,31 @@ static void test_cancel_ends_tasks(void) {
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-/* Weights are cancelled by the poll, or by a flag.  Asked again, the call gives them. */
-static void test_weights(int num_threads) {
-    static float weights[KV_HEADS * STORED];
-    poller p;
-    kvc_cache *cache = new_cache(&p, &(kvc_policy){.kind = KVC_FULL}, KVC_F32, num_threads);
-    const kvc_put_args own = put_of(STORED);
-    kvc_weights_args args = {.struct_size = sizeof args,
-                             .q = q,
-                             .weights = weights,
-                             .q_token_stride = HEADS * DIM * sizeof *q,
-                             .q_head_stride = DIM * sizeof *q,
-                             .weights_head_stride = STORED * sizeof *weights,
-                             .num_rows = STORED,
-                             .num_queries = QUERIES,
-                             .num_heads = HEADS};
-    kvc_batch *batch;
-    kvc_status status = KVC_OK;
+static float weights[KV_HEADS * STORED];
 
+static const kvc_weights_args WEIGHTS = {.struct_size = sizeof WEIGHTS,
+                                         .q = q,
+                                         .weights = weights,
+                                         .num_rows = STORED,
+                                         .num_queries = QUERIES,
+                                         .num_heads = HEADS};
+
+/* Puts rows in both layers. */
+static void store(kvc_cache *cache) {
+    const kvc_put_args own = put_of(STORED);
+    kvc_batch *batch;
     CHECK(kvc_begin(cache, STORED, NULL, NULL, NULL, &batch) == KVC_OK);
     CHECK(kvc_put(batch, 0, &own) == KVC_OK && kvc_put(batch, 1, &own) == KVC_OK && kvc_commit(batch) == KVC_OK);
+}
+
+/* Weights are cancelled by the poll, or by a flag.  Asked again, the call gives them. */
+static void test_weights(int num_threads) {
+    poller p;
+    kvc_cache *cache = new_cache(&p, &(kvc_policy){.kind = KVC_FULL}, KVC_F32, num_threads);
+    kvc_weights_args args = WEIGHTS;
+    kvc_status status = KVC_OK;
+
+    store(cache);
     for (p.stop_at = p.asked + 1; status == KVC_OK;) status = kvc_weights(cache, 0, 1, &args);
     CHECK(status == KVC_ERR_CANCELLED && strstr(kvc_last_error(), "cancelled") && p.asked == p.stop_at);
     p.stop_at = 0;
@@ -171,6 +179,62 @@ static void test_weights(int num_threads) {
     CHECK(kvc_weights(cache, 0, 1, &args) == KVC_ERR_CANCELLED);
     CHECK(kvc_validate(cache) == KVC_OK && kvc_compact(cache) == KVC_OK);
     CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
+/* What another thread does while a poll waits for it, as Python's poll waits for a thread that has its lock. */
+static void *compact_it(void *cache) {
+    CHECK(kvc_compact(cache) == KVC_OK);
+    return NULL;
+}
+
+static void *fork_it(void *cache) {
+    const pid_t child = fork();
+    if (child == 0)
+        _exit(kvc_validate(cache) != KVC_OK || kvc_compact(cache) != KVC_OK || kvc_clear(cache) != KVC_OK ||
+              kvc_nbytes(cache) <= 0 || kvc_cache_free(cache) != KVC_OK);
+    int status = -1;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    return NULL;
+}
+
+/* A poll during whose first call another thread forks, and then waits for the call. */
+typedef struct meeting {
+    kvc_cache *cache;
+    pthread_t compacting;
+    int was_asked;
+} meeting;
+
+static int32_t meet(void *user) {
+    meeting *m = user;
+    pthread_t forking;
+    float key[KV_HEADS * DIM];
+    const kvc_rows_out out = {.struct_size = sizeof out, .k = key};
+    int is_waiting = 0;
+    if (m->was_asked++) return 0;
+    CHECK(pthread_create(&forking, NULL, fork_it, m->cache) == 0 && pthread_join(forking, NULL) == 0);
+    CHECK(pthread_create(&m->compacting, NULL, compact_it, m->cache) == 0);
+    while (!is_waiting) {
+        kvc_lock(m->cache);
+        is_waiting = m->cache->num_waiting != 0;
+        kvc_unlock(m->cache, KVC_OK);
+    }
+    CHECK(kvc_gather(m->cache, 0, 1, 1, 1, &out) == KVC_OK && memcmp(key, rows + KV_HEADS * DIM, sizeof key) == 0);
+    CHECK_FAILS(kvc_compact(m->cache), KVC_ERR_HELD, "compact", "in the poll");
+    CHECK_FAILS(kvc_settle(m->cache), KVC_ERR_HELD, "settle", "in the poll");
+    CHECK_FAILS(kvc_cache_free(m->cache), KVC_ERR_HELD, "free", "in the poll");
+    return 0;
+}
+
+/* While the poll of weights runs, others fork, and what it calls does not wait for the call itself. */
+static void test_poll_of_weights(int num_threads) {
+    const kvc_layer layer = {.num_kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM};
+    const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 1, .v_dim = 1}, layer};
+    meeting m = {0};
+    m.cache = cache_of(layers, 2, (kvc_config){.num_threads = num_threads, .poll = meet, .poll_user = &m});
+    store(m.cache);
+    while (!m.was_asked) CHECK(kvc_weights(m.cache, 0, 1, &WEIGHTS) == KVC_OK);
+    CHECK(pthread_join(m.compacting, NULL) == 0);
+    CHECK(kvc_validate(m.cache) == KVC_OK && kvc_cache_free(m.cache) == KVC_OK);
 }
 
 /* Tokens whose put was cancelled can be put again. */
@@ -315,6 +379,10 @@ int main(void) {
     test_cancel_ends_tasks();
     test_weights(1);
     test_weights(2);
+    if (HAS_FORK) {
+        test_poll_of_weights(1);
+        test_poll_of_weights(2);
+    }
     test_put(1);
     test_put(2);
     test_cross_put();
