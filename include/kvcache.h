@@ -94,7 +94,7 @@
  *           in brackets, such as [num_tokens][num_heads][k_dim].  A head stride, or a choice stride, is then one row.
  *           A token stride, or a row stride, is the number of heads or choices times their stride.  Without heads it is
  *           one row.  A batch stride is the number of a sequence's tokens, or rows, times the token or row stride.
- *           So arrays without gaps need no strides.  Where heads lie farther apart than a row, as in [head][token][dim],
+ *           So arrays without gaps need no strides.  If heads lie farther apart than a row, as in [head][token][dim],
  *           give both strides.
  *           Strides are multiples of an element's size, or for quantised rows any number of bytes.
  *           Rows that a call reads may overlap.  Rows of one array that it writes may not: the call fails with
@@ -1191,9 +1191,9 @@ KVC_API kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *toke
  * ignored.  No tokens: the sequence only ends.  The sequence may be any of the cache; if it is empty, it only ends.  If
  * memory for bookkeeping is short, the call keeps fewer blocks.  Fails with KVC_ERR_BUSY while the sequence is in the
  * open batch or its keys are rewritten.  Fails with KVC_ERR_INVALID if the sequence holds more exact tokens than were
- * passed, as it does if a whole prompt was fed behind its match.  Commits have kept blocks of such a prompt by then, with
- * rows of other tokens: call kvc_prefix_forget.  kvc_mark_inexact, called at position n before, limits what is kept to
- * the first n tokens. */
+ * passed, as it does if a whole prompt was fed behind its match.  Commits have kept blocks of such a prompt by then,
+ * with rows of other tokens: call kvc_prefix_forget.  kvc_mark_inexact, called at position n before, limits what is
+ * kept to the first n tokens. */
 KVC_API kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens);
 
 /* Keeps the blocks of a sequence's first tokens, and the recurrent state of the model behind them.  The sequence goes
