@@ -21,9 +21,9 @@ SYNONYMS = tuple(
         "decoder_num_hidden_layers layers n_text_layer",
         "num_kv_heads kv_n_heads num_attention_groups num_key_value_heads_per_layer "
         "num_key_value_heads n_kv_heads n_head_kv n_kv_head n_heads_kv num_kv_head num_heads_kv kv_heads "
-        "head_count_kv num_local_kv_heads multi_query_group_num num_query_groups decoder_num_key_value_heads "
-        "num_decoder_key_value_heads num_multi_query_heads num_kv_attention_heads num_attention_heads_kv "
-        "n_local_heads",
+        "head_count_kv num_local_kv_heads multi_query_group_num num_query_groups num_query_groups_list "
+        "decoder_num_key_value_heads num_decoder_key_value_heads num_multi_query_heads num_kv_attention_heads "
+        "num_attention_heads_kv n_local_heads",
         "head_dim hidden_size_per_head "
         "head_size d_head dim_head dim_per_head attention_head_dim attention_head_size kv_channels d_kv k_dim "
         "k_head_dim key_length qk_head_dim size_per_head",

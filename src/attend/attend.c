@@ -329,8 +329,8 @@ static const kvc_work attention = {attend_splits, end_splits, CANCELLED},
 
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
-/* Checks the arrays of queries and results, and resolves their strides. */
-static kvc_status check_arrays(const kvc_layer *layer, const kvc_plan_args *plan, kvc_attend_args *a) {
+/* Checks arguments, and resolves the strides of queries and results. */
+static kvc_status check_args(const kvc_layer *layer, const kvc_plan_args *plan, kvc_attend_args *a) {
     const int32_t inner = a->tokens_per_sequence, heads = plan->num_heads, tokens = inner ? inner : plan->num_tokens,
                   batches = inner ? plan->num_tokens / inner : 0;
     const kvc_array q = {.name = "q",
@@ -353,27 +353,22 @@ static kvc_status check_arrays(const kvc_layer *layer, const kvc_plan_args *plan
                            .length = 1,
                            .axes = {KVC_AXIS(a, lse_head_stride, heads), KVC_AXIS(a, lse_token_stride, tokens),
                                     KVC_AXIS(a, lse_batch_stride, batches)}};
+    if (!a->q || !a->out) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", a->q ? "out" : "q");
+    if (!a->prior_out != !a->prior_lse)
+        return kvc_fail(KVC_ERR_INVALID, "%s is NULL: prior_out and prior_lse are given together",
+                        a->prior_out ? "prior_lse" : "prior_out");
+    if (inner) KVC_TRY(kvc_check_tokens_per_sequence(inner, plan->num_tokens));
     KVC_TRY(kvc_check_array(&q));
     KVC_TRY(kvc_check_array(&out));
-    return kvc_check_array(&lse);
-}
-
-/* Checks arguments, and resolves strides. */
-static kvc_status check_args(const kvc_layer *layer, const kvc_plan_args *plan, kvc_attend_args *args) {
-    if (!args->q || !args->out) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", args->q ? "out" : "q");
-    if (!args->prior_out != !args->prior_lse)
-        return kvc_fail(KVC_ERR_INVALID, "%s is NULL: prior_out and prior_lse are given together",
-                        args->prior_out ? "prior_lse" : "prior_out");
-    if (args->tokens_per_sequence) KVC_TRY(kvc_check_tokens_per_sequence(args->tokens_per_sequence, plan->num_tokens));
-    KVC_TRY(check_arrays(layer, plan, args));
-    if (layer->value_in_key && args->scale == 0)
+    KVC_TRY(kvc_check_array(&lse));
+    if (layer->value_in_key && a->scale == 0)
         return kvc_fail(
             KVC_ERR_INVALID,
             "scale is 0: where values lie in the keys, it is that of the heads before they were compressed, "
             "and must be given");
-    if (!isfinite(args->scale)) return kvc_fail(KVC_ERR_INVALID, "scale is %g: it must be finite", (double)args->scale);
-    if (!(args->softcap >= 0) || isinf(args->softcap))
-        return kvc_fail(KVC_ERR_INVALID, "softcap is %g: it must be positive, or 0 for none", (double)args->softcap);
+    if (!isfinite(a->scale)) return kvc_fail(KVC_ERR_INVALID, "scale is %g: it must be finite", (double)a->scale);
+    if (!(a->softcap >= 0) || isinf(a->softcap))
+        return kvc_fail(KVC_ERR_INVALID, "softcap is %g: it must be positive, or 0 for none", (double)a->softcap);
     return KVC_OK;
 }
 

@@ -224,8 +224,8 @@ static inline kvc_batch *scene_begin(const scene *s, const setting *how, kvc_cac
     kvc_batch *batch = NULL;
     CHECKF(kvc_begin(cache, p->n, p->positions, p->ids, parents, &batch) == KVC_OK, "%s", kvc_last_error());
     const int num_layers = s->num_layers ? s->num_layers : 1;
-    const float key = 0;
-    const kvc_put_args keys = {.struct_size = sizeof keys, .k = &key};
+    kvc_put_args keys = zero_rows(0, 0);
+    keys.v = NULL;
     if (scene_stride(s) > 1) CHECKF(kvc_put(batch, num_layers, &keys) == KVC_OK, "%s", kvc_last_error());
     for (int l = 0; l < num_layers; l++) {
         if (!how->is_missing) scene_put(s, how, batch, l, p, 0, p->n);
