@@ -195,7 +195,7 @@ def test_what_is_not_counted_may_not_fit(missing):
 
 
 def test_states_are_counted():
-    memory = memory_plan.available_memory(QWEN, "q8_0", 1 << 40)
+    memory = memory_plan.available_memory(QWEN, 0, 1 << 40)
     assert memory.states == 3 * 4 * (3 * (2 * 4 + 8) * 128 + 8 * 128 * 128)
     assert memory.states_source == "in 3 layers"
     unknown = {**LLAMA, "model_type": "new", "layer_types": ["linear_attention", "full_attention"] * 2}
