@@ -92,10 +92,10 @@
  * Strides   are the bytes from one row of an array to the next, and may be negative.  The elements of a row are
  *           adjacent.  A stride of 0 has its default: rows lie side by side, in the order that the array's comment has
  *           in brackets, such as [num_tokens][num_heads][k_dim].  A head stride, or a choice stride, is then one row.
- *           A token stride, or a row stride, is the number of heads or choices times their stride.  Without heads it is
- *           one row.  A batch stride is the number of a sequence's tokens, or rows, times the token or row stride.
- *           So arrays without gaps need no strides.  If heads lie farther apart than a row, as in [head][token][dim],
- *           give both strides.
+ *           A token stride, or a row stride, is the number of heads or choices times their stride.  In an array without
+ *           heads, it is one row.  A batch stride is the number of a sequence's tokens, or rows, times the token or row
+ *           stride.  So arrays without gaps need no strides.  If heads lie farther apart than a row, as in
+ *           [head][token][dim], give both strides.
  *           Strides are multiples of an element's size, or for quantised rows any number of bytes.
  *           Rows that a call reads may overlap.  Rows of one array that it writes may not: the call fails with
  *           KVC_ERR_INVALID unless each stride is at least as long as everything that lies along shorter strides.  This

@@ -7,8 +7,8 @@
  * the plan.
  *   - A streamed slice that shares no rows becomes jobs of up to KVC_JOINED_SPLITS splits, if each thread has
  *     KVC_JOINED_TASKS tasks then.  A task of one split would spend a tenth of its time on beginning and ending.
- *   - A slice that chooses rows becomes jobs of any number of splits, if each thread has KVC_TASKS_PER_THREAD tasks
- * then.
+ *   - A slice that chooses rows becomes jobs of any number of splits, if each thread then has KVC_TASKS_PER_THREAD
+ *     tasks.
  *   - The largest jobs come first, so that little is left to do when the last one begins.  Tasks go part by part,
  *     as slices of a prompt then find its rows in a cache, unless there are fewer than KVC_TASKS_PER_THREAD jobs per
  *     thread.

@@ -321,8 +321,8 @@ static kvc_token_span tokens_to(const arrival *a, int32_t end) {
     return (kvc_token_span){a->tokens.ids, a->tokens.digests, end - a->begin};
 }
 
-/* Returns whether the state of a payload has a block behind `parent` to stand at the end of: one that is there, or one
- * of the payload's rows.  There may be none, as rows of a layer with a stride stand for the tokens before them. */
+/* Returns whether a block behind `parent` ends where the state of a payload stands: a kept block, or a block of the
+ * payload's rows.  There may be none, because rows of a layer with a stride stand for the tokens before them. */
 static int has_place(const arrival *a, const kvc_node *parent) {
     const kvc_cache *cache = parent->tree->cache;
     const kvc_token_span part = tokens_to(a, a->position);

@@ -181,7 +181,7 @@ static void test_weights(int num_threads) {
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-/* What another thread does while a poll waits for it, as Python's poll waits for a thread that has its lock. */
+/* Compacts in another thread, for which a poll waits: Python's poll waits for the thread that has the GIL. */
 static void *compact_it(void *cache) {
     CHECK(kvc_compact(cache) == KVC_OK);
     return NULL;

@@ -162,13 +162,7 @@ static void *inject(void *context) {
 /* kvc_restore waits for rows of a sequence that are being written before it replaces the sequence. */
 static void test_injected(void) {
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = WIDE, .v_dim = WIDE, .rope = {.kind = KVC_ROPE_NONE}};
-    const kvc_put_args put = {.struct_size = sizeof put,
-                              .k = old_rows,
-                              .v = old_rows,
-                              .k_token_stride = sizeof old_rows[0],
-                              .k_head_stride = sizeof old_rows[0],
-                              .v_token_stride = sizeof old_rows[0],
-                              .v_head_stride = sizeof old_rows[0]};
+    const kvc_put_args put = {.struct_size = sizeof put, .k = old_rows, .v = old_rows};
     static int64_t seq_ids[ROWS];
     atomic_int stop = 0;
     saved file;

@@ -222,8 +222,9 @@ static int32_t count_known(const kvc_tokens *tokens) {
     return known;
 }
 
-/* A block comes back without a state before which it has no rows: those of the window are lost, and the layer with a
- * stride has its first one behind the state.  A block of these first tokens that is kept takes the state. */
+/* The state of a stored block stands before all of its rows: the window's are lost, and the first row of the layer with
+ * a stride is behind the state.  The block comes back without the state.  A kept block of these first tokens takes the
+ * state. */
 static void test_state_before_rows(int is_kept) {
     enum { STRIDE = 4, AT = STRIDE - 1 };
     const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 8, .v_dim = 8, .policy = {KVC_SLIDING, .window = STRIDE}},

@@ -23,13 +23,7 @@ static kvc_batch *open_batch;
 
 static void feed_openly(int64_t id, int32_t num) {
     static const float rows[LENGTH][DIM];
-    const kvc_put_args put = {.struct_size = sizeof put,
-                              .k = rows,
-                              .v = rows,
-                              .k_token_stride = sizeof rows[0],
-                              .k_head_stride = sizeof rows[0],
-                              .v_token_stride = sizeof rows[0],
-                              .v_head_stride = sizeof rows[0]};
+    const kvc_put_args put = {.struct_size = sizeof put, .k = rows, .v = rows};
     CHECKF(begin_at_end(cache, id, num, &open_batch) == KVC_OK, "%s", kvc_last_error());
     CHECK(kvc_put(open_batch, 0, &put) == KVC_OK && kvc_commit(open_batch) == KVC_OK);
 }

@@ -281,7 +281,7 @@ static kvc_store open_store(world *w) {
 
 /* ---- calls */
 
-/* Whether a payload's state has a block to stand at the end of: of the payload's rows, or one that is there, surely or
+/* Whether a block ends where a payload's state stands: a block of the payload's rows, or one that is known, surely or
  * maybe. */
 static int has_place(world *w, const prefix *p, int state_node, int begin, const uint64_t *rows, int surely) {
     const uint64_t range = (((uint64_t)1 << text_length(state_node)) - 1) & ~(((uint64_t)1 << begin) - 1);
