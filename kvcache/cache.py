@@ -918,6 +918,11 @@ class KVCache(Saveable):
             If there are no later tokens, and the sequence could not continue at `begin`, as in `truncate`.
         CacheFullError
             As in `shift`.
+
+        Notes
+        -----
+        A layer with a window holds no rows before it. If the removal reaches into the window, the next token may see
+        positions that have expired, and `batch` raises RowsGoneError: ask `can_resume`, or give `resume_window`.
         """
         self._core.remove(seq_id, begin, end, shift, self._edits)
         self._note_edits()

@@ -288,7 +288,7 @@ class Prompt:
         if rope is False:
             return Asked(asked.q, positions, asked.options)
         if not isinstance(rope, Rope):
-            raise NotSupportedError(f"queries of layer {layer} cannot be moved: it has no `Rope` with its frequencies")
+            raise NotSupportedError(f"queries of layer {layer} cannot be moved: give it a `Rope` when the cache is made")
         q = asked.q.astype(np.float32)
         distances = positions.astype(np.int64) - asked.positions
         return Asked(_rotate(q, distances, rope), positions, asked.options)
@@ -525,7 +525,7 @@ def _check_moving_up(cache: KVCache, window: int, held: Positions, seq_id: int) 
         if policy is None or isinstance(policy, CrossAttention):
             continue
         if layer.rope is not False and not isinstance(layer.rope, Rope):  # a function's keys: rounded at each call
-            raise NotSupportedError(f"the first tokens cannot move up: layer {i} of the cache has no `Rope`")
+            raise NotSupportedError(f"the first tokens cannot move up: layer {i} needs a `Rope`; give it to the cache")
         if isinstance(policy, SlidingWindow):
             sees = policy.window
             if policy.num_sink_tokens:

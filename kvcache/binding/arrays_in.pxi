@@ -18,7 +18,10 @@ cdef int wrong_type(str name, str given) except -1:
 
 
 cdef int wrong_ndim(str name, int ndim, int wanted) except -1:
-    raise ValueError(f"{name}: an array of {ndim} axes, where {wanted} are needed")
+    axes = ""
+    if name in ("q", "k", "v"):
+        axes = {3: "; [batch, heads, tokens, dim] is layout='BHTD' of attend", 4: ", [batch, heads, tokens, dim]"}[wanted]
+    raise ValueError(f"{name}: an array of {ndim} axes, where {wanted} are needed{axes}")
 
 
 cdef inline int64_t item_size(Array *a) noexcept:

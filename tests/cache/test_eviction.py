@@ -446,7 +446,7 @@ def test_stream_refuses():
     with pytest.raises(kvcache.NotSupportedError, match="layer 1 keeps sink tokens of its own"):
         stream(with_window(kvcache.SlidingWindow(8, num_sink_tokens=4)), 10)
     for rope in (None, lambda layer, keys, delta: keys):  # a function's keys would be rounded at each call
-        with pytest.raises(kvcache.NotSupportedError, match="cannot move up: layer 0 of the cache has no `Rope`"):
+        with pytest.raises(kvcache.NotSupportedError, match="cannot move up: layer 0 needs a `Rope`"):
             stream(filled(rope=rope), 10)
     assert stream(filled(rope=False), 10) == LENGTH - 14
     with pytest.raises(ValueError, match="window=0"):
