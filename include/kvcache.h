@@ -45,7 +45,8 @@
  *           Each function lists its errors, except two that any function may return: KVC_ERR_INVALID (a bad argument:
  *           NULL, negative, an unknown constant) and KVC_ERR_INDEX (no such layer).
  *           Handles (kvc_cache *, kvc_batch *, ...) are not checked.  Pass only handles that kvc_cache_new, kvc_begin
- *           and the like made, and that nobody has freed.  NULL crashes, except in the calls that free.
+ *           and the like made, and that nobody has freed.  NULL crashes, except in the calls that free.  A call that
+ *           makes a handle writes NULL in its place if it fails.
  * Threads   Any thread may call any function.  A mutex guards the bookkeeping.  Nobody holds it while rows are put,
  *           replaced, copied out, settled, attended over or handed to a function of the caller.  How long a call holds
  *           it depends on its arguments and on the sequences that it names, not on what else the cache has.

@@ -564,6 +564,7 @@ kvc_status kvc_plan_get(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **
 kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *given, kvc_plan **out) {
     kvc_plan_args args;
     if (!out) return kvc_fail(KVC_ERR_INVALID, "plan is NULL: it is where the plan goes");
+    *out = NULL;
     KVC_TRY(KVC_READ(kvc_plan_args, &args, given, "plan"));
     KVC_TRY(kvc_plan_check(batch, &args));
     return kvc_plan_get(batch, &args, out);

@@ -205,6 +205,7 @@ static kvc_status clone_cache(cloning *c) {
 
 kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **out) {
     if (!out) return kvc_fail(KVC_ERR_INVALID, "clone is NULL: it is where the copy goes");
+    *out = NULL;
     cloning c = {.from = cache};
     kvc_status status = new_like(cache, &c.to); /* needs no mutex: a configuration does not change */
     if (status != KVC_OK) return status;

@@ -181,8 +181,9 @@ kvc_status kvc_cache_new(const kvc_config *given, kvc_cache **out) {
     kvc_config config;
     kvc_memory memory;
     const char *wanted;
-    KVC_TRY(kvc_config_read(&config, given));
     if (!out) return kvc_fail(KVC_ERR_INVALID, "cache is NULL");
+    *out = NULL;
+    KVC_TRY(kvc_config_read(&config, given));
     KVC_TRY(kvc_memory_init(&memory, config.allocator));
     const kvc_kernels *kernels = kvc_cpu_kernels(&wanted);
     if (!kernels)

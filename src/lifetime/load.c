@@ -306,6 +306,7 @@ kvc_status kvc_load(const kvc_load_args *given, kvc_cache **out) {
     loading l = {.only_checks = !out};
     kvc_config config;
     kvc_memory memory;
+    if (out) *out = NULL;
     KVC_TRY(check_args(given, &l.args));
     KVC_TRY(read_config(l.args.config, &config, &memory));
     l.state.memory = &memory;

@@ -205,13 +205,14 @@ static kvc_status begin_in_turn(kvc_cache *cache, const kvc_begin_args *args, kv
 
 kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *given, kvc_batch **out) {
     kvc_begin_args args;
+    if (!out) return kvc_fail(KVC_ERR_INVALID, "batch is NULL");
+    *out = NULL;
     KVC_TRY(KVC_READ(kvc_begin_args, &args, given, "args"));
     if (args.num_tokens < 1 || args.num_tokens > KVC_MAX_BATCH)
         return kvc_fail(KVC_ERR_INVALID, "num_tokens is %d: a batch has from 1 to %d", args.num_tokens, KVC_MAX_BATCH);
     if (args.timeout_ms < -1)
         return kvc_fail(KVC_ERR_INVALID, "timeout_ms is %lld: it must be at least 0, or -1 for no limit",
                         (long long)args.timeout_ms);
-    if (!out) return kvc_fail(KVC_ERR_INVALID, "batch is NULL");
     if (args.positions || args.parents) KVC_TRY(check_tokens(&args));
     if (args.replaced) KVC_TRY(kvc_replace_check(cache, &args));
     kvc_lock(cache);

@@ -355,6 +355,7 @@ static kvc_status check_in_place(const kvc_batch *batch, int32_t layer, int32_t 
 kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size,
                      kvc_hold **hold) {
     int32_t rest = 0;
+    if (hold) *hold = NULL;
     KVC_TRY(check_in_place(batch, layer, first, &rest));
     KVC_TRY(check_not_written(batch, layer, first, 1));
     if (!span) return kvc_fail(KVC_ERR_INVALID, "span is NULL");

@@ -351,8 +351,9 @@ static kvc_status begin(const directory *d) {
 }
 
 kvc_status kvc_dir_store_new(const char *path, int64_t max_bytes, kvc_store **store) {
-    if (!path || !*path || !store)
-        return kvc_fail(KVC_ERR_INVALID, "%s", !store ? "store is NULL" : "path is empty: it names a folder");
+    if (!store) return kvc_fail(KVC_ERR_INVALID, "store is NULL: it is where the new one goes");
+    *store = NULL;
+    if (!path || !*path) return kvc_fail(KVC_ERR_INVALID, "path is empty: it names a folder");
     if (max_bytes < 0 || max_bytes > INT64_MAX / 2)
         return kvc_fail(KVC_ERR_INVALID, "max_bytes is %lld: it must be at least 0", (long long)max_bytes);
     KVC_TRY(kvc_own_files_init());

@@ -149,8 +149,9 @@ static kvc_status make(kvc_cache *cache, const kvc_prefix_config *config, kvc_pr
 kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_prefix **out) {
     kvc_prefix_config config;
     uint8_t identity[KVC_NAME_BYTES];
-    KVC_TRY(KVC_READ(kvc_prefix_config, &config, from, "config"));
     if (!out) return kvc_fail(KVC_ERR_INVALID, "prefix is NULL: it is where the new one goes");
+    *out = NULL;
+    KVC_TRY(KVC_READ(kvc_prefix_config, &config, from, "config"));
     KVC_TRY(check_config(cache, &config));
     if (!config.identity) {
         const int64_t length = config.fingerprint ? (int64_t)strlen(config.fingerprint) : 0;

@@ -91,16 +91,16 @@ static kvc_status show_runs(kvc_cache *cache, int32_t layer, const kvc_run *runs
 
 static kvc_status check_arguments(const kvc_span *spans, size_t span_size, int64_t max_spans, const int64_t *num_spans,
                                   kvc_hold **hold) {
+    if (hold) *hold = NULL;
     kvc_status status = kvc_check_output(spans, span_size, max_spans, kvc_span_least_size, sizeof(kvc_span), "spans");
     if (status == KVC_OK && !num_spans) status = kvc_fail(KVC_ERR_INVALID, "num_spans is NULL");
-    if (status == KVC_OK && hold) *hold = NULL;
     return status;
 }
 
 kvc_status kvc_spans(kvc_cache *cache, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
                      int64_t max_spans, int64_t *num_spans, kvc_hold **hold) {
-    KVC_TRY(kvc_check_layer(cache, layer));
     KVC_TRY(check_arguments(spans, span_size, max_spans, num_spans, hold));
+    KVC_TRY(kvc_check_layer(cache, layer));
     kvc_lock(cache);
     kvc_cache_find(cache, seq_id); /* waits while its rows are written */
     const kvc_run_list *list = kvc_runs_of(cache, seq_id, layer);
@@ -113,8 +113,8 @@ kvc_status kvc_batch_spans(kvc_batch *batch, int64_t seq_id, int32_t layer, kvc_
                            int64_t max_spans, int64_t *num_spans, kvc_hold **hold) {
     kvc_cache *cache = batch->cache;
     kvc_batch_runs list;
-    KVC_TRY(kvc_check_attention(batch, layer, 0));
     KVC_TRY(check_arguments(spans, span_size, max_spans, num_spans, hold));
+    KVC_TRY(kvc_check_attention(batch, layer, 0));
     kvc_row_buffer *buffer = kvc_row_buffer_find(batch, layer);
     kvc_lock(cache);
     kvc_status status = kvc_batch_runs_new(batch, layer, seq_id, buffer, &list);

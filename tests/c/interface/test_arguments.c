@@ -353,6 +353,38 @@ static void test_bad_reads(void) {
     pair_free(p);
 }
 
+/* A call that makes a handle and fails writes NULL over the handle that stood there: it must not be ended again. */
+static void test_failed_handles(void) {
+    pair *p = pair_with((kvc_policy){0}, 4);
+    char stands_for_a_handle;
+    void *const old = &stands_for_a_handle;
+    kvc_cache *cache = old, *clone = old, *loaded = old;
+    kvc_batch *batch = old, *with = old, *open = NULL;
+    kvc_plan *plan = old;
+    kvc_prefix *prefix = old;
+    kvc_store *store = old;
+    kvc_hold *shown = old, *of_batch = old, *slots = old;
+    kvc_span span;
+    int64_t num;
+    pair_feed(p, 0, 0, 4);
+    CHECK_FAILS(kvc_cache_new(NULL, &cache), KVC_ERR_INVALID, "config", "NULL");
+    CHECK_FAILS(kvc_load(NULL, &loaded), KVC_ERR_INVALID, "args", "NULL");
+    CHECK_FAILS(kvc_begin(p->cache, 0, NULL, NULL, NULL, &batch), KVC_ERR_INVALID, "num_tokens", "is 0");
+    CHECK_FAILS(kvc_begin_with(p->cache, NULL, &with), KVC_ERR_INVALID, "args", "NULL");
+    CHECK_FAILS(kvc_prefix_new(p->cache, NULL, &prefix), KVC_ERR_INVALID, "config", "NULL");
+    CHECK_FAILS(kvc_dir_store_new("", 0, &store), KVC_ERR_INVALID, "path", "empty");
+    CHECK_FAILS(kvc_spans(p->cache, 0, 9, &span, sizeof span, 1, &num, &shown), KVC_ERR_INDEX, "layer", "is 9");
+    CHECK(kvc_begin(p->cache, 1, NULL, NULL, NULL, &open) == KVC_OK);
+    CHECK_FAILS(kvc_cache_clone(p->cache, &clone), KVC_ERR_BUSY, "batch", "open");
+    CHECK_FAILS(kvc_plan_new(open, NULL, &plan), KVC_ERR_INVALID, "plan", "NULL");
+    CHECK_FAILS(kvc_batch_spans(open, 0, 9, &span, sizeof span, 1, &num, &of_batch), KVC_ERR_INDEX, "layer", "is 9");
+    CHECK_FAILS(kvc_slots(open, 9, 0, &span, sizeof span, &slots), KVC_ERR_INDEX, "layer", "is 9");
+    CHECK(!cache && !clone && !loaded && !batch && !with && !plan && !prefix && !store);
+    CHECK(!shown && !of_batch && !slots);
+    kvc_abort(open);
+    pair_free(p);
+}
+
 int main(void) {
     test_bad_limits();
     test_bad_layers();
@@ -364,5 +396,6 @@ int main(void) {
     test_bad_begin();
     test_bad_put();
     test_bad_reads();
+    test_failed_handles();
     return test_result();
 }
