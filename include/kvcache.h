@@ -47,7 +47,9 @@
  *           Handles (kvc_cache *, kvc_batch *, ...) are not checked.  Pass only handles that kvc_cache_new, kvc_begin
  *           and the like made, and that nobody has freed.  NULL crashes, except in the calls that free.  A call that
  *           makes a handle writes NULL in its place if it fails.
- * Threads   Any thread may call any function.  A mutex guards the bookkeeping.  Nobody holds it while rows are put,
+ * Threads   Any thread may call any function.  A cache has one open batch at a time: kvc_begin fails with KVC_ERR_BUSY
+ *           until it ends, and kvc_begin_with can wait.  The rest of this paragraph says how long calls wait.
+ *           A mutex guards the bookkeeping.  Nobody holds it while rows are put,
  *           replaced, copied out, settled, attended over or handed to a function of the caller.  How long a call holds
  *           it depends on its arguments and on the sequences that it names, not on what else the cache has.
  *           Some calls fail with KVC_ERR_BUSY while a batch is open: kvc_begin, edits of a sequence in the batch,
@@ -434,7 +436,7 @@ typedef struct kvc_put_args {
     const void *k;      /* [num_tokens][num_kv_heads][k_dim].  A layer with a stride takes only the rows of tokens that
                            have one */
     const void *v;
-    int64_t k_token_stride, k_head_stride;
+    int64_t k_token_stride, k_head_stride; /* for [head][token][dim]: a row, and the rows of all tokens (Strides) */
     int64_t v_token_stride, v_head_stride;
     int32_t k_type; /* the type of k: KVC_F32, KVC_F16 or KVC_BF16, or the layer's k_type.  Quantised rows are raw, as
                        kvc_gather copies them.  They are stored byte for byte, need no alignment, and are not checked: a

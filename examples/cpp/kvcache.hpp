@@ -4,6 +4,7 @@
 
 #include <kvcache.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
@@ -45,7 +46,7 @@ inline Cache make_cache(const kvc_config &config) {
 class Batch {
   public:
     Batch(const Cache &cache, int64_t seq_id, int32_t num_tokens) {
-        const std::vector<int64_t> seq_ids(static_cast<size_t>(num_tokens), seq_id);
+        const std::vector<int64_t> seq_ids(static_cast<size_t>(std::max(num_tokens, 0)), seq_id);
         kvc_batch *begun = nullptr;
         check(kvc_begin(cache.get(), num_tokens, nullptr, seq_ids.data(), nullptr, &begun));
         batch.reset(begun);

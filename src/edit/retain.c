@@ -159,8 +159,9 @@ static kvc_status fits(const kvc_need *need) {
     int64_t live;
     for (int32_t g = 0; g < need->cache->num_token_groups; g++)
         if (rows->sequence->runs[g].num && kvc_exceeds_capacity(need, g, 0, &live))
-            return kvc_fail(KVC_ERR_FULL, "%d more tokens do not fit: %lld of capacity %lld are in use", count,
-                            (long long)(live - count), (long long)need->cache->capacity);
+            return kvc_fail(KVC_ERR_FULL, "%d more %s not fit: %lld of capacity %lld are in use", count,
+                            count == 1 ? "token does" : "tokens do", (long long)(live - count),
+                            (long long)need->cache->capacity);
     return kvc_check_max_bytes(need->cache, need->scope, need->what);
 }
 

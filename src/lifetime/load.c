@@ -34,7 +34,7 @@ static uint64_t bytes_left(const loading *l) { return (uint64_t)l->args.size - l
 static kvc_status read_in_place(loading *l, uint64_t size, char *buffer, char **bytes) {
     *bytes = buffer;
     if (size > bytes_left(l))
-        return kvc_fail(KVC_ERR_FORMAT, "truncated: the file has %lld bytes, and %llu more are missing",
+        return kvc_fail(KVC_ERR_FORMAT, "the file is truncated: it has %lld bytes, and %llu more are missing",
                         (long long)l->args.size, (unsigned long long)(size - bytes_left(l)));
     if (l->args.data)
         *bytes = (char *)(uintptr_t)l->args.data + l->at;
@@ -64,9 +64,9 @@ static kvc_status read_header(loading *l) {
     if (there && (length > KVC_MOST_HEADER || (length + sizeof start) % KVC_FORMAT_ALIGNMENT))
         return kvc_fail(KVC_ERR_FORMAT, "no saved state: the file does not begin like one");
     if (there < sizeof start)
-        return kvc_fail(KVC_ERR_FORMAT, "truncated: the file has %lld bytes", (long long)l->args.size);
+        return kvc_fail(KVC_ERR_FORMAT, "the file is truncated: it has %lld bytes", (long long)l->args.size);
     if (length > bytes_left(l))
-        return kvc_fail(KVC_ERR_FORMAT, "truncated: the file has %lld bytes, its header alone %llu",
+        return kvc_fail(KVC_ERR_FORMAT, "the file is truncated: it has %lld bytes, its header alone %llu",
                         (long long)l->args.size, (unsigned long long)length);
     l->header_bytes = length + sizeof start;
     l->header = kvc_state_take(&l->state, l->header_bytes);
@@ -76,7 +76,7 @@ static kvc_status read_header(loading *l) {
     if (status == KVC_OK) status = kvc_format_read_strings(&l->state.format, l->header + sizeof start, length);
     if (status != KVC_OK || !l->args.fingerprint || !strcmp(l->args.fingerprint, l->state.format.fingerprint))
         return status;
-    return kvc_fail(KVC_ERR_FORMAT, "of another model: its fingerprint is \"%s\", not \"%.64s\"",
+    return kvc_fail(KVC_ERR_FORMAT, "the file is of another model: its fingerprint is \"%s\", not \"%.64s\"",
                     l->state.format.fingerprint, l->args.fingerprint);
 }
 

@@ -76,9 +76,10 @@ int64_t kvc_most_counted(const kvc_batch *batch, const kvc_batch_sequence *membe
     return cache->max_seq_len - kvc_count_kept(cache, member->sequence, g);
 }
 
-/* Returns what messages call the rows that a group gets of a batch. */
-static const char *rows_in(const kvc_cache *cache, int32_t g) {
-    return cache->pools[g].stride == 1 ? "tokens" : "rows for several tokens each";
+/* Returns what messages call `num` rows that a group gets of a batch, with their verb. */
+static const char *rows_do(const kvc_cache *cache, int32_t g, int64_t num) {
+    if (cache->pools[g].stride == 1) return num == 1 ? "token does" : "tokens do";
+    return num == 1 ? "row for several tokens does" : "rows for several tokens each do";
 }
 
 /* Returns KVC_ERR_FULL if a sequence would hold more rows of group g than max_seq_len once the batch is committed. */
@@ -90,12 +91,13 @@ static kvc_status check_seq_len(const kvc_batch *batch, int32_t g) {
         const int32_t num_tokens = kvc_pending_of(batch, g, s)->num_tokens;
         if (num_tokens <= room) continue;
         if (batch->replaced)
-            return kvc_fail(KVC_ERR_FULL, "%d %s of sequence %lld do not fit: max_seq_len is %lld", num_tokens,
-                            rows_in(cache, g), (long long)member->sequence->id, (long long)cache->max_seq_len);
+            return kvc_fail(KVC_ERR_FULL, "%d %s not fit in sequence %lld: max_seq_len is %lld", num_tokens,
+                            rows_do(cache, g, num_tokens), (long long)member->sequence->id,
+                            (long long)cache->max_seq_len);
         return kvc_fail(KVC_ERR_FULL,
-                        "%d more %s do not fit: sequence %lld holds %lld of max_seq_len %lld, %lld fit at once; "
+                        "%d more %s not fit: sequence %lld holds %lld of max_seq_len %lld, %lld fit at once; "
                         "%s, or give a larger max_seq_len",
-                        num_tokens, rows_in(cache, g), (long long)member->sequence->id,
+                        num_tokens, rows_do(cache, g, num_tokens), (long long)member->sequence->id,
                         (long long)(cache->max_seq_len - room), (long long)cache->max_seq_len,
                         (long long)(room > 0 ? room : 0),
                         kvc_policy_expires(&cache->policies[g]) ? "feed so many at a time" : "remove some");
@@ -128,9 +130,9 @@ static kvc_status check_capacity(const kvc_need *need, int32_t g) {
     }
     if (!kvc_exceeds_capacity(need, g, num_slots, &live)) return KVC_OK;
     return kvc_fail(KVC_ERR_FULL,
-                    "%lld more %s do not fit: %lld of capacity %lld are in use, %lld fit at once; remove some, "
+                    "%lld more %s not fit: %lld of capacity %lld are in use, %lld fit at once; remove some, "
                     "clear a sequence, or give a larger capacity",
-                    (long long)num_slots, rows_in(need->cache, g), (long long)live, (long long)capacity,
+                    (long long)num_slots, rows_do(need->cache, g, num_slots), (long long)live, (long long)capacity,
                     (long long)(capacity - live));
 }
 
@@ -514,11 +516,12 @@ static kvc_status fits(const kvc_need *need) {
         need->scope == KVC_KEPT ? check_kept(batch, &bytes) : fit_bytes(batch, COMPACT_SCATTERED, COMPACT_ALL, &bytes);
     if (status != KVC_ERR_FULL) return status;
     cache->lacks_bytes = 1;
-    return kvc_fail(KVC_ERR_FULL,
-                    "%d more tokens would make it %lld bytes: max_bytes is %lld, and nothing that is scattered or free "
-                    "is left to be given back%s",
-                    batch->num_tokens, (long long)bytes, (long long)cache->max_bytes,
-                    cache->num_holds ? ", but for what views of the rows keep from being moved" : "");
+    return kvc_fail(
+        KVC_ERR_FULL,
+        "%d more token%s would make it %lld bytes: max_bytes is %lld, and nothing that is scattered or free "
+        "is left to be given back%s; clear a sequence, or give a larger max_bytes",
+        batch->num_tokens, batch->num_tokens == 1 ? "" : "s", (long long)bytes, (long long)cache->max_bytes,
+        cache->num_holds ? ", except what views of the rows keep in place" : "");
 }
 
 kvc_need kvc_need_of(kvc_batch *batch) {

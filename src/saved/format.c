@@ -86,7 +86,7 @@ typedef struct listing {
 static kvc_status visit_one(listing *l, kvc_tensor *tensor) {
     tensor->begin = l->at;
     if (tensor->size > l->most - l->at)
-        return kvc_fail(KVC_ERR_FORMAT, "truncated: tensor %s does not fit in the file", tensor->name);
+        return kvc_fail(KVC_ERR_FORMAT, "the file is truncated: tensor %s does not fit in it", tensor->name);
     l->at += tensor->size;
     return l->visit(l->context, tensor);
 }
@@ -133,7 +133,7 @@ static kvc_status visit_rows(listing *l, int32_t layer, int32_t is_value, int32_
                          .is_scale = is_scale};
     snprintf(tensor.name, sizeof tensor.name, "layer.%d.%s%s", layer, is_value ? "v" : "k", is_scale ? ".scale" : "");
     if (rows > l->most / bytes)
-        return kvc_fail(KVC_ERR_FORMAT, "truncated: tensor %s does not fit in the file", tensor.name);
+        return kvc_fail(KVC_ERR_FORMAT, "the file is truncated: tensor %s does not fit in it", tensor.name);
     tensor.size = rows * bytes;
     l->num_rows++;
     return visit_padded(l, &tensor);

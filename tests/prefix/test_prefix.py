@@ -199,7 +199,7 @@ def test_a_prompt_that_was_fed_behind_its_match():
     serve(prefix, cache, PROMPT)
     seq_id, matched = prefix.acquire(PROMPT)
     feed(cache, seq_id, [*PROMPT[:matched], *PROMPT], matched, matched + 100)
-    message = f"tokens has 100, and sequence {seq_id} holds {matched + 100}: give all of them, or none"
+    message = f"100 tokens are given, and sequence {seq_id} holds {matched + 100}: give all of them, or none"
     with pytest.raises(ValueError, match=message):
         prefix.release(seq_id, PROMPT)
     assert cache.next_position(seq_id) == matched + 100

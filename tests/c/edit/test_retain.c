@@ -124,7 +124,7 @@ static void test_capacity(void) {
     CHECK(kvc_reserve(cache, 5, 7) == KVC_OK && pieces_left(cache) == 3);
     CHECK(pin_retained(cache, ids, 1, 1) == KVC_OK && kvc_room(cache, 5, &room) == KVC_OK && room == 11);
     CHECK(feed(cache, 1, 5, 11) == KVC_OK && pieces_left(cache) == 1);
-    CHECK_FAILS(feed(cache, 1, 5, 1), KVC_ERR_FULL, "1 more tokens", "26");
+    CHECK_FAILS(feed(cache, 1, 5, 1), KVC_ERR_FULL, "1 more token ", "26");
     CHECK(pin_retained(cache, ids, 1, -1) == KVC_OK && feed(cache, 1, 5, 1) == KVC_OK && !pieces_left(cache));
     free_valid(cache);
 }
@@ -238,14 +238,14 @@ static void test_new_rows(void) {
     const kvc_rows_in in = rows_in(rows);
     CHECK(retain_new(cache, ids[0], 0, 4, (uint8_t[]){1, 0}) == KVC_OK);
     CHECK(retain_new(cache, ids[1], 4, 8, NULL) == KVC_OK);
-    CHECK_FAILS(retain_new(cache, ids[2], 8, 9, NULL), KVC_ERR_FULL, "1 more tokens", "8 of capacity 8");
+    CHECK_FAILS(retain_new(cache, ids[2], 8, 9, NULL), KVC_ERR_FULL, "1 more token ", "8 of capacity 8");
     CHECK(kvc_inject(cache, ids[0], 0, 0, 4, &in) == KVC_OK);
     for (int i = 0; i < PIECE; i++) rows[i][3] += 4;
     CHECK(kvc_inject(cache, ids[1], 0, 4, 8, &in) == KVC_OK && kvc_inject(cache, ids[1], 1, 4, 8, &in) == KVC_OK);
     CHECK_FAILS(kvc_inject(cache, ids[0], 1, 0, 4, &in), KVC_ERR_INDEX, "sequence 1000", "layer 1");
     CHECK(attach_retained(cache, ids, 2, 1, 8, &matched) == KVC_OK && matched == 8);
     CHECK(kvc_seq_len(cache, 1, 1) == 2 && kvc_clear_sequence(cache, 1) == KVC_OK);
-    CHECK_FAILS(feed(cache, 2, 3, 1), KVC_ERR_FULL, "1 more tokens", "8 of capacity 8");
+    CHECK_FAILS(feed(cache, 2, 3, 1), KVC_ERR_FULL, "1 more token ", "8 of capacity 8");
     CHECK(pin_retained(cache, ids + 1, 1, -1) == KVC_OK && feed(cache, 2, 3, 1) == KVC_OK && pieces_left(cache) == 1);
     free_valid(cache);
 }

@@ -141,7 +141,7 @@ static void test_limits_of_rows(void) {
         CHECK(pair_room(&p, 0) == KVC_OK && can_begin(p.cache, 5));
         CHECK(pair_feed(&p, 0, 22, 26) == KVC_OK && can_begin(p.cache, 1));
         CHECK(!can_begin(p.cache, 2));
-        CHECK_FAILS(kvc_reserve(p.cache, 0, 3), KVC_ERR_FULL, "1 more rows for several tokens each do not fit",
+        CHECK_FAILS(kvc_reserve(p.cache, 0, 3), KVC_ERR_FULL, "1 more row for several tokens does not fit",
                     is_capacity ? "6 of capacity 6" : "holds 6 of max_seq_len 6");
         pair_free(&p);
     }

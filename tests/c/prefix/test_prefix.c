@@ -471,7 +471,7 @@ static void test_too_few_tokens(void) {
     CHECK(matched == 2 * BLOCK);
     feed_to(id, matched + NUM, MOST); /* the whole prompt behind its match: other rows than those of a prompt */
     const kvc_prefix_stats before = stats_now();
-    CHECK_FAILS(kvc_prefix_release(prefix, id, &prompt), KVC_ERR_INVALID, "tokens has 13", "holds 21: give all");
+    CHECK_FAILS(kvc_prefix_release(prefix, id, &prompt), KVC_ERR_INVALID, "13 tokens are given", "holds 21: give all");
     const kvc_prefix_stats after = stats_now();
     CHECK(memcmp(&before, &after, sizeof after) == 0 && kvc_next_position(cache, id) == matched + NUM);
     CHECK(kvc_prefix_release(prefix, id, &none) == KVC_OK && kvc_next_position(cache, id) == 0);

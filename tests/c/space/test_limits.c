@@ -44,7 +44,7 @@ static void test_messages(void) {
     pair_free(p);
     p = limited_pair(0, 0, 20, 0);
     CHECK(pair_feed(p, 0, 0, 16) == KVC_OK && pair_fork(p, 0, 1) == KVC_OK && pair_feed(p, 1, 16, 20) == KVC_OK);
-    CHECK_FAILS(pair_feed(p, 2, 0, 1), KVC_ERR_FULL, "1 more tokens", "20 of capacity 20");
+    CHECK_FAILS(pair_feed(p, 2, 0, 1), KVC_ERR_FULL, "1 more token ", "20 of capacity 20");
     pair_check(p);
     pair_free(p);
     p = limited_pair(5, 0, 0, 0);
@@ -118,7 +118,7 @@ static void test_max_bytes(void) {
     pair_new(p, 1, &layer);
     CHECK(pair_feed(p, 0, 0, 64) == KVC_OK);
     CHECK(kvc_nbytes(p->cache) == free_bytes);
-    CHECK_FAILS(pair_feed(p, 1, 0, 1), KVC_ERR_FULL, "1 more tokens", "max_bytes is");
+    CHECK_FAILS(pair_feed(p, 1, 0, 1), KVC_ERR_FULL, "1 more token ", "max_bytes is");
     CHECK(!strstr(kvc_last_error(), "views"));
     pair_check(p);
     for (int32_t at = 1; at < 40; at += 8) /* less than a quarter */
