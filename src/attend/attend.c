@@ -56,7 +56,7 @@ static kvc_cursor rows_of_split(const kvc_task *t, int32_t p) {
 /* Whether a task alone has all splits of its slice, and keeps their results in its workspace. */
 static int has_all_splits(const kvc_task *t) { return t->call->plan->joins_splits || t->slice->selects; }
 
-/* Returns where the result of split p of the task's slice and part is kept. */
+/* Returns where the result of split p of the task's slice and part is stored. */
 static float *partial_of(const kvc_task *t, int32_t p) {
     const kvc_plan *plan = t->call->plan;
     const uint64_t size = kvc_partial_size(t->num_query_rows, plan->workspace.acc_stride);
@@ -64,7 +64,7 @@ static float *partial_of(const kvc_task *t, int32_t p) {
     return plan->partials + t->slice->partials + ((size_t)t->part * (size_t)t->slice->num_splits + (size_t)p) * size;
 }
 
-/* Copies the result of split p of the task to where it is kept. */
+/* Copies the result of split p of the task to where it is stored. */
 static void keep_partial(const kvc_task *t, int32_t p) {
     float *partial = partial_of(t, p);
     const size_t q = (size_t)t->num_query_rows;

@@ -55,9 +55,9 @@ kvc_status kvc_chosen_check(const kvc_plan_args *plan, int32_t num_kv_heads, int
 
 /* ---- entries in order -------------------------------------------------------------------------------------------- */
 
-/* Sorts entries, none of which is negative; `spare` has room for as many.  Returns where they are: in one of the two.
+/* Sorts entries, none of which is negative; `other` has room for as many.  Returns where they are: in one of the two.
  */
-static const int32_t *sort_entries(int32_t *entries, int32_t *spare, int32_t num) {
+static const int32_t *sort_entries(int32_t *entries, int32_t *other, int32_t num) {
     enum { BITS = 11, DIGITS = 1 << BITS };
     for (int shift = 0; shift < 32; shift += BITS) {
         int32_t ends[DIGITS] = {0};
@@ -68,9 +68,9 @@ static const int32_t *sort_entries(int32_t *entries, int32_t *spare, int32_t num
             n += ends[d];
             ends[d] = begin;
         }
-        for (int32_t i = 0; i < num; i++) spare[ends[entries[i] >> shift & (DIGITS - 1)]++] = entries[i];
-        int32_t *const sorted = spare;
-        spare = entries;
+        for (int32_t i = 0; i < num; i++) other[ends[entries[i] >> shift & (DIGITS - 1)]++] = entries[i];
+        int32_t *const sorted = other;
+        other = entries;
         entries = sorted;
     }
     return entries;

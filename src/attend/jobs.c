@@ -125,9 +125,9 @@ void kvc_order_slices(kvc_new_slice *slices, int32_t num_slices, kvc_slice_order
             const int64_t rest = num - first, num_a = rest < width ? rest : width;
             const int64_t num_b = rest - num_a < width ? rest - num_a : width;
             const kvc_neighbour *a = order->items + first;
-            merge(slices, order->spare + first, a, (int32_t)num_a, a + num_a, (int32_t)num_b);
+            merge(slices, order->merged + first, a, (int32_t)num_a, a + num_a, (int32_t)num_b);
         }
-        memcpy(order->items, order->spare, (size_t)num * sizeof *order->items);
+        memcpy(order->items, order->merged, (size_t)num * sizeof *order->items);
     }
     for (int32_t i = 1; i < num; i++) find_common_rows(slices, &order->items[i]);
 }
@@ -239,7 +239,7 @@ static job_group group_neighbours(const kvc_plan *plan, const kvc_neighbour *ite
 /* Adds the jobs of one split of items[0 .. num).  Keeps in `items` the slices that share rows of the next split with a
  * neighbour, and returns their number; adds jobs for all further splits of the others. */
 static int32_t add_jobs_of_split(kvc_plan *plan, kvc_neighbour *items, int32_t num, int32_t split, int64_t most_work) {
-    int32_t kept = 0;
+    int32_t num_left = 0;
     for (int32_t i = 1; i < num; i++) items[i].shared_rows = shared_in_split(plan, &items[i], split);
     for (int32_t i = 0; i < num;) {
         const job_group g = group_neighbours(plan, items + i, num - i, split, most_work);
@@ -250,11 +250,11 @@ static int32_t add_jobs_of_split(kvc_plan *plan, kvc_neighbour *items, int32_t n
         const kvc_neighbour item = items[i];
         if (shared_in_split(plan, &items[i], split + 1) ||
             (i + 1 < num && shared_in_split(plan, &items[i + 1], split + 1)))
-            items[kept++] = item;
+            items[num_left++] = item;
         else
             add_jobs_alone(plan, item.slice, split + 1);
     }
-    return kept;
+    return num_left;
 }
 
 static int by_work(const void *a, const void *b) {

@@ -15,8 +15,8 @@ typedef struct kvc_neighbour {
 
 /* Slices in the order of their rows: those with most in common stand side by side. */
 typedef struct kvc_slice_order {
-    kvc_neighbour *items, *spare; /* [plan->num_slices] each; spare: memory for merging */
-    int32_t num_whole;            /* items[0 .. num_whole): slices of a whole sequence; only these are sorted */
+    kvc_neighbour *items, *merged; /* [plan->num_slices] each; merged: memory for merging */
+    int32_t num_whole;             /* items[0 .. num_whole): slices of a whole sequence; only these are sorted */
 } kvc_slice_order;
 
 /* Sorts slices, and finds which splits each shares with the slice before it. */

@@ -44,7 +44,7 @@ static int take_scratch(maker *m) {
     const uint64_t shown = num_masked ? (uint64_t)kvc_most_shown_runs(m->plan) : 0;
     const uint64_t slices = kvc_add_array(&m->size, num * sizeof *m->slices);
     const uint64_t items = kvc_add_array(&m->size, num * sizeof *m->order.items);
-    const uint64_t spare = kvc_add_array(&m->size, num * sizeof *m->order.spare);
+    const uint64_t merged = kvc_add_array(&m->size, num * sizeof *m->order.merged);
     const uint64_t marks = kvc_add_array(&m->size, batch->parents ? (uint64_t)batch->num_tokens : 0);
     const uint64_t ranges = kvc_add_array(&m->size, num_masked * sizeof(kvc_masked_range));
     const uint64_t masked = kvc_add_array(&m->size, sequences * sizeof *m->view.masked);
@@ -56,7 +56,7 @@ static int take_scratch(maker *m) {
     if (!start) return 0;
     m->slices = (void *)(start + slices);
     m->order.items = (void *)(start + items);
-    m->order.spare = (void *)(start + spare);
+    m->order.merged = (void *)(start + merged);
     m->marks = (void *)(start + marks);
     if (batch->parents) memset(m->marks, 0, (size_t)batch->num_tokens);
     if (num_masked) {

@@ -3,8 +3,8 @@
  * The query rows of a KV head are taken in blocks, and rows in tiles, whose keys are decoded to f32.  Two passes over
  * the tiles make a block's weights:
  *   1. Score a tile, and take a step of the softmax from its own maximum.  This leaves exp(score - maximum), which is
- *      kept, the maximum and the sum of each query row.
- *   2. Multiply what was kept by exp(maximum of the tile - maximum of all) / sum of all, and reduce over the block.
+ *      stored, the maximum and the sum of each query row.
+ *   2. Multiply what was stored by exp(maximum of the tile - maximum of all) / sum of all, and reduce over the block.
  * So a row is scored once.  Scoring it twice instead, which needs no memory, takes 1.9 times as long, because
  * scoring is 93 % of the work (32 query rows of 128 elements over 32,768 rows of f16).
  *
@@ -23,9 +23,9 @@
 #include "rows/stride.h"
 
 enum {
-    MOST_QUERIES = 128,        /* query rows of a block, ... */
-    FEWEST_QUERIES = 16,       /* ... and fewest of all but the last, ... */
-    MOST_KEPT_FLOATS = 1 << 24 /* ... for which so many weights are kept */
+    MOST_QUERIES = 128,   /* query rows of a block, ... */
+    FEWEST_QUERIES = 16,  /* ... and fewest of all but the last, ... */
+    MOST_FLOATS = 1 << 24 /* ... for which so many weights are stored */
 };
 
 /* Rows side by side, in order of arrival, whose keys have the same delta. */
@@ -65,7 +65,7 @@ typedef struct weighing {
     int32_t q_stride;
     int64_t num_tiles;
     tile *tiles;
-    float *kept;            /* [rows][queries] of each tile: [queries][n, rounded up] from tile.at * queries on */
+    float *weights;         /* [rows][queries] of each tile: [queries][n, rounded up] from tile.at * queries on */
     float *maxima, *sums;   /* [num_tiles][most_queries] */
     float *highest, *total; /* [most_queries] over all tiles */
     desk *desks;            /* [num_parts] */
@@ -241,7 +241,7 @@ static void change_scores(const weighing *w, desk *d, const tile *t) {
 
 static int32_t stride_of(const tile *t) { return (t->n + KVC_LANES - 1) / KVC_LANES * KVC_LANES; }
 
-static float *kept_of(const weighing *w, const tile *t) { return w->kept + t->at * w->num_queries; }
+static float *weights_of(const weighing *w, const tile *t) { return w->weights + t->at * w->num_queries; }
 
 /* Returns the first of `num` things that are a part's share. */
 static int64_t share_of(const weighing *w, int64_t num, int64_t part) { return part * num / w->num_parts; }
@@ -261,15 +261,15 @@ static void weigh_part(void *context, int64_t part) {
     for (int64_t i = share_of(w, w->num_tiles, part); i < share_of(w, w->num_tiles, part + 1); i++) {
         const tile *t = &w->tiles[i];
         const int32_t stride = stride_of(t);
-        float *kept = kept_of(w, t), *const max = w->maxima + i * w->most_queries,
+        float *weights = weights_of(w, t), *const max = w->maxima + i * w->most_queries,
               *const sum = w->sums + i * w->most_queries;
         if (is_cancelled(w)) return;
         for (int32_t r = 0; r < w->num_queries; r++) max[r] = -INFINITY, sum[r] = 0;
         score_tile(w, d, t);
         change_scores(w, d, t);
         w->kernels->softmax(d->scores, w->num_queries, t->n, max, sum, d->factor, (kvc_ahead){.bytes = 0});
-        for (int32_t r = 0; r < w->num_queries; r++, kept += stride)
-            memcpy(kept, d->scores + r * KVC_SCORES, (size_t)stride * sizeof *kept);
+        for (int32_t r = 0; r < w->num_queries; r++, weights += stride)
+            memcpy(weights, d->scores + r * KVC_SCORES, (size_t)stride * sizeof *weights);
     }
 }
 
@@ -305,22 +305,22 @@ static void reduce_tile(const weighing *w, desk *d, int64_t i) {
     const tile *t = &w->tiles[i];
     const int32_t stride = stride_of(t);
     const float *max = w->maxima + i * w->most_queries;
-    float *kept = kept_of(w, t);
+    float *weights = weights_of(w, t);
     for (int32_t r = 0; r < w->num_queries; r++) {
         const float rest = rest_of(max[r], w->highest[r]);
         d->factor[r] = rest == 0 ? 0 : rest / w->total[r];
         if (!isnan(d->factor[r])) continue;
-        spoil(kept + r * stride, t->n);
+        spoil(weights + r * stride, t->n);
         d->factor[r] = 1;
     }
     if (w->args.reduction == KVC_REDUCE_SUM) {
-        w->kernels->matmul(d->totals, stride, d->factor, w->num_queries, kept, stride, 1, t->n, w->num_queries, 0,
+        w->kernels->matmul(d->totals, stride, d->factor, w->num_queries, weights, stride, 1, t->n, w->num_queries, 0,
                            (kvc_ahead){.bytes = 0});
         return;
     }
     memset(d->totals, 0, (size_t)stride * sizeof(float));
-    for (int32_t r = 0; r < w->num_queries; r++, kept += stride)
-        for (int32_t j = 0; j < stride; j++) d->totals[j] = larger(d->totals[j], kept[j] * d->factor[r]);
+    for (int32_t r = 0; r < w->num_queries; r++, weights += stride)
+        for (int32_t j = 0; j < stride; j++) d->totals[j] = larger(d->totals[j], weights[j] * d->factor[r]);
 }
 
 /* Reduces a part's tiles into the caller's array. */
@@ -433,7 +433,7 @@ static uint64_t lay_out_desk(const weighing *w, desk *d, char *start) {
 static uint64_t lay_out(weighing *w, int64_t end, char *start) {
     const uint64_t tiles = (uint64_t)w->num_tiles, queries = (uint64_t)w->most_queries;
     uint64_t size = 0;
-    float **const arrays[] = {&w->kept, &w->maxima, &w->sums, &w->highest, &w->total};
+    float **const arrays[] = {&w->weights, &w->maxima, &w->sums, &w->highest, &w->total};
     const uint64_t lengths[] = {(uint64_t)end * queries, tiles * queries, tiles * queries, queries, queries};
     const uint64_t list = kvc_add_array(&size, tiles * sizeof *w->tiles);
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) {
@@ -522,7 +522,7 @@ static kvc_status check_gone(const kvc_cache *cache, const kvc_sequence *sequenc
 
 /* Returns the most query rows of a block, a multiple of FEWEST_QUERIES. */
 static int32_t most_queries(const weighing *w, int64_t end) {
-    const int64_t all = (int64_t)w->args.num_queries * w->group, room = MOST_KEPT_FLOATS / end;
+    const int64_t all = (int64_t)w->args.num_queries * w->group, room = MOST_FLOATS / end;
     const int64_t wanted = all < MOST_QUERIES ? all + FEWEST_QUERIES - 1 : MOST_QUERIES;
     const int64_t most = (wanted < room ? wanted : room) / FEWEST_QUERIES * FEWEST_QUERIES;
     return most < FEWEST_QUERIES ? FEWEST_QUERIES : (int32_t)most;

@@ -114,7 +114,7 @@ enum { KVC_TASK_OPEN, KVC_TASK_RUNNING, KVC_TASK_DONE };
 typedef struct kvc_round {
     atomic_flag lock;
     int32_t layer;
-    int32_t is_rerun; /* until a round for another layer or other arrays; splits are kept and merged under the lock */
+    int32_t is_rerun; /* until a round for another layer or other arrays; splits stay and are merged under the lock */
     const void *q, *out, *lse; /* the caller's arrays: others begin another round */
     int64_t num_running, num_done;
     uint8_t *states; /* [num_tasks] */

@@ -34,7 +34,7 @@ enum {
     BATCH_PLACES,
     BATCH_PENDING,
     BATCH_RUNS,
-    BATCH_KEPT,
+    BATCH_COMMITTED,
     BATCH_SELECTED,
     BATCH_GROUP_FLAGS,
     BATCH_WRITTEN,
@@ -60,7 +60,7 @@ kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *gi
                                      [BATCH_PLACES] = n * groups * sizeof(kvc_place),
                                      [BATCH_PENDING] = n * groups * sizeof(kvc_pending),
                                      [BATCH_RUNS] = n * groups * sizeof(kvc_run),
-                                     [BATCH_KEPT] = n,
+                                     [BATCH_COMMITTED] = n,
                                      [BATCH_SELECTED] = n,
                                      [BATCH_GROUP_FLAGS] = groups,
                                      [BATCH_WRITTEN] = n * (uint64_t)cache->num_layers,
@@ -85,7 +85,7 @@ kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *gi
                          .places = (void *)(start + at[BATCH_PLACES]),
                          .pending = (void *)(start + at[BATCH_PENDING]),
                          .runs = (void *)(start + at[BATCH_RUNS]),
-                         .kept = (void *)(start + at[BATCH_KEPT]),
+                         .committed = (void *)(start + at[BATCH_COMMITTED]),
                          .selected = (void *)(start + at[BATCH_SELECTED]),
                          .group_flags = (void *)(start + at[BATCH_GROUP_FLAGS]),
                          .written = (void *)(start + at[BATCH_WRITTEN]),
@@ -95,7 +95,7 @@ kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *gi
         memcpy(batch->parents, given_parents, (size_t)tree);
         number_trees(batch, (void *)(start + at[BATCH_NEXT_CHILD]));
     }
-    memset(batch->kept, 1, (size_t)num_tokens);
+    memset(batch->committed, 1, (size_t)num_tokens);
     memset(batch->selected, 0, (size_t)num_tokens);
     memset(batch->written, 0, (size_t)num_tokens * (size_t)cache->num_layers);
     return batch;
@@ -124,14 +124,14 @@ void kvc_batch_list_rows(kvc_batch *batch) {
         }
 }
 
-/* Adds a sequence to the table: the spare one, or a new one; returns NULL if out of memory. */
+/* Adds a sequence to the table: the reserved one, or a new one; returns NULL if out of memory. */
 static kvc_sequence *new_sequence(kvc_batch *batch, int64_t seq_id) {
     kvc_cache *cache = batch->cache;
-    kvc_sequence *sequence = cache->spare;
+    kvc_sequence *sequence = cache->reserved;
     if (!sequence) sequence = kvc_sequence_new(cache->pools, seq_id, cache->num_groups, cache->num_token_groups);
     if (!sequence) return NULL;
-    if (sequence == cache->spare) batch->spare = sequence;
-    cache->spare = NULL;
+    if (sequence == cache->reserved) batch->reserved = sequence;
+    cache->reserved = NULL;
     sequence->id = seq_id;
     kvc_cache_enter(cache, sequence);
     return sequence;

@@ -15,7 +15,7 @@ typedef struct kvc_batch_sequence {
     int32_t next;              /* position that would continue the last stretch */
     int32_t goes_back;         /* not each token stands behind the one before, the first behind the sequence's last */
     int32_t last;              /* its last token; -1: none yet */
-    int32_t exact_to;      /* tokens from this position on will not follow from those before them, if all are kept */
+    int32_t exact_to; /* tokens from this position on will not follow from those before them, if all are committed */
     int32_t selected_from; /* lowest position of its tokens that selected rows; INT32_MAX: none did */
 } kvc_batch_sequence;
 
@@ -30,7 +30,7 @@ typedef struct kvc_place {
  * slots of the pool when the batch begins. */
 typedef enum kvc_destination {
     KVC_TO_NOWHERE, /* the group gets no rows: it has no attention, or the batch restores others */
-    KVC_TO_CROSS,   /* slots that kvc_put takes: a token that is kept has them replace all that the sequence held */
+    KVC_TO_CROSS,   /* slots that kvc_put takes: a committed token has them replace all that the sequence held */
     KVC_TO_BUFFER,  /* slots of the row buffers, which end with the batch */
     KVC_TO_REPLACE, /* the commit replaces all that the sequence held */
     KVC_TO_END      /* the commit appends to what the sequence held */
@@ -67,11 +67,11 @@ typedef struct kvc_plan_link {
 
 struct kvc_batch {
     kvc_cache *cache;
-    uint64_t size;       /* bytes of this allocation */
-    int32_t is_fresh;    /* allocated for this batch, not reused scratch: freed if the batch does not begin */
-    kvc_sequence *spare; /* the sequence that was cache->spare; NULL: none */
-    kvc_scope scope;     /* KVC_KEPT: it is asked what it needs once everything evictable is evicted (kvc_room) */
-    int32_t in_several;  /* its tokens come in several batches: it is asked what these need (kvc_reserve) */
+    uint64_t size;          /* bytes of this allocation */
+    int32_t is_fresh;       /* allocated for this batch, not reused scratch: freed if the batch does not begin */
+    kvc_sequence *reserved; /* the sequence that was cache->reserved; NULL: none */
+    kvc_scope scope;        /* KVC_FIXED: it is asked what it needs once everything evictable is evicted (kvc_room) */
+    int32_t in_several;     /* its tokens come in several batches: it is asked what these need (kvc_reserve) */
     int32_t num_tokens, num_sequences;
     int32_t *positions;    /* [num_tokens] */
     int32_t *parents;      /* [num_tokens] each token's parent, or -1; NULL: no trees, and the next two are unused */
@@ -84,7 +84,7 @@ struct kvc_batch {
     kvc_place *places;             /* [num_groups][num_tokens] */
     kvc_pending *pending;          /* [num_sequences][num_groups] */
     kvc_run *runs;                 /* [num_groups][num_tokens] the runs that pending points into */
-    uint8_t *kept;                 /* [num_tokens] whether the token is committed: all are until a commit says so */
+    uint8_t *committed;            /* [num_tokens] whether the token is committed: all are until a commit says so */
     uint8_t *selected;             /* [num_tokens] whether the token attended to selected rows */
     uint8_t *replaced;    /* [num_groups] whether the batch restores the group; NULL: none, it is an ordinary batch */
     uint8_t *group_flags; /* [num_groups] memory for `replaced` */

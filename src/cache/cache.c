@@ -10,7 +10,7 @@ void kvc_lock_late(kvc_cache *cache) {
 }
 
 void kvc_cache_mark_loose(kvc_cache *cache, kvc_sequence *sequence) {
-    if (sequence->loose_at || sequence->is_retained || kvc_sequence_is_tight(sequence)) return;
+    if (sequence->loose_at || sequence->is_kept || kvc_sequence_is_tight(sequence)) return;
     sequence->next_loose = cache->loose;
     sequence->loose_at = &cache->loose;
     if (cache->loose) cache->loose->loose_at = &sequence->next_loose;
@@ -26,10 +26,10 @@ void kvc_cache_unmark_loose(kvc_sequence *sequence) {
 }
 
 void kvc_cache_mark_changed(kvc_cache *cache, kvc_sequence *sequence) {
-    if (sequence->is_retained) return;
+    if (sequence->is_kept) return;
     if (!sequence->loose_at) kvc_cache_mark_loose(cache, sequence); /* while it is fed, it usually is */
     const int32_t has_rows = kvc_sequence_holds(sequence), holds = has_rows && !sequence->in_call;
-    if (sequence->is_kept != has_rows) kvc_table_list(&cache->sequences, sequence, has_rows);
+    if (sequence->is_fixed != has_rows) kvc_table_list(&cache->sequences, sequence, has_rows);
     cache->num_holding += holds - sequence->holds;
     sequence->holds = holds;
     if (sequence->changed_at) return;
@@ -55,7 +55,7 @@ void kvc_cache_set_in_call(kvc_cache *cache, int64_t id, int32_t in_call) {
     kvc_cache_mark_changed(cache, sequence);
 }
 
-/* ---- retained sequences ------------------------------------------------------------------------------------------ */
+/* ---- kept sequences ------------------------------------------------------------------------------------------ */
 
 /* Sorts an evictable sequence by its last use. */
 static void sort(kvc_cache *cache, kvc_sequence *sequence) {
@@ -90,7 +90,7 @@ static void set_evictable(kvc_cache *cache, kvc_sequence *sequence, int32_t is_e
 }
 
 void kvc_cache_note_evictable(kvc_cache *cache, kvc_sequence *sequence) {
-    const int32_t may_go = sequence->is_retained && !sequence->is_protected, is_pinned = may_go && sequence->num_pins;
+    const int32_t may_go = sequence->is_kept && !sequence->is_protected, is_pinned = may_go && sequence->num_pins;
     cache->num_pinned += is_pinned - sequence->is_counted_pinned;
     sequence->is_counted_pinned = is_pinned;
     set_evictable(cache, sequence, may_go && !is_pinned && !sequence->in_place);
@@ -110,18 +110,18 @@ void kvc_cache_use(kvc_cache *cache, kvc_sequence *sequence, int64_t used) {
     if (sequence->is_evictable) sort(cache, sequence);
 }
 
-void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence) {
-    cache->num_retained += !sequence->is_retained;
+void kvc_cache_keep(kvc_cache *cache, kvc_sequence *sequence) {
+    cache->num_kept += !sequence->is_kept;
     cache->num_protected -= sequence->is_protected;
-    sequence->is_retained = 1;
+    sequence->is_kept = 1;
     sequence->is_protected = 0;
     kvc_cache_note_evictable(cache, sequence);
 }
 
-void kvc_cache_unretain(kvc_cache *cache, kvc_sequence *sequence) {
+void kvc_cache_stop_keeping(kvc_cache *cache, kvc_sequence *sequence) {
     cache->num_protected -= sequence->is_protected;
-    cache->num_retained--;
-    sequence->is_retained = sequence->is_protected = 0;
+    cache->num_kept--;
+    sequence->is_kept = sequence->is_protected = 0;
     kvc_cache_note_evictable(cache, sequence);
 }
 
@@ -154,13 +154,13 @@ int64_t kvc_cache_new_id(kvc_cache *cache) {
     return cache->next_id++;
 }
 
-void kvc_cache_spare(kvc_cache *cache, kvc_sequence *sequence) {
+void kvc_cache_set_aside(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_cache_unmark_changed(sequence);
     kvc_cache_unmark_loose(sequence);
     kvc_table_remove(&cache->sequences, sequence);
     sequence->exact_to = sequence->edited_from = INT32_MAX;
     kvc_origin_reset(cache, sequence);
-    cache->spare = sequence;
+    cache->reserved = sequence;
 }
 
 void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence) {
@@ -169,7 +169,7 @@ void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_cache_unmark_changed(sequence);
     kvc_cache_unmark_loose(sequence);
     cache->num_holding -= sequence->holds;
-    if (sequence->is_retained) kvc_cache_unretain(cache, sequence);
+    if (sequence->is_kept) kvc_cache_stop_keeping(cache, sequence);
     kvc_table_remove(&cache->sequences, sequence);
     kvc_sequence_free(sequence, &cache->memory, cache->pools);
     if (follower) follower->ended(cache, follower);
@@ -200,30 +200,31 @@ int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, i
 /* ---- scratch ----------------------------------------------------------------------------------------------------- */
 
 void *kvc_scratch_take(kvc_cache *cache, uint64_t *size, int32_t *is_new) {
-    int best = -1; /* index of the smallest spare that is large enough */
-    for (int i = 0; i < KVC_NUM_SPARES; i++)
-        if (cache->spares[i].size >= *size && (best < 0 || cache->spares[i].size < cache->spares[best].size)) best = i;
+    int best = -1; /* index of the smallest scratch that is large enough */
+    for (int i = 0; i < KVC_NUM_SCRATCH; i++)
+        if (cache->scratch[i].size >= *size && (best < 0 || cache->scratch[i].size < cache->scratch[best].size))
+            best = i;
     if (is_new) *is_new = best < 0;
     if (best < 0) { /* larger, to serve the next batch, which may need a little more */
         *size = kvc_align_up(*size + *size / 4, 4096);
         return kvc_memory_alloc(&cache->memory, *size, KVC_MEMORY_SCRATCH, -1);
     }
-    void *memory = cache->spares[best].memory;
-    *size = cache->spares[best].size;
-    cache->spares[best].memory = NULL;
-    cache->spares[best].size = 0;
+    void *memory = cache->scratch[best].memory;
+    *size = cache->scratch[best].size;
+    cache->scratch[best].memory = NULL;
+    cache->scratch[best].size = 0;
     return memory;
 }
 
 void kvc_scratch_give(kvc_cache *cache, void *memory, uint64_t size) {
     int smallest = 0;
-    for (int i = 1; i < KVC_NUM_SPARES; i++)
-        if (cache->spares[i].size < cache->spares[smallest].size) smallest = i;
-    if (cache->spares[smallest].size < size && !KVC_BUGGIFY()) { /* keep the larger of the two */
-        void *other = cache->spares[smallest].memory;
-        const uint64_t other_size = cache->spares[smallest].size;
-        cache->spares[smallest].memory = memory;
-        cache->spares[smallest].size = size;
+    for (int i = 1; i < KVC_NUM_SCRATCH; i++)
+        if (cache->scratch[i].size < cache->scratch[smallest].size) smallest = i;
+    if (cache->scratch[smallest].size < size && !KVC_BUGGIFY()) { /* keep the larger of the two */
+        void *other = cache->scratch[smallest].memory;
+        const uint64_t other_size = cache->scratch[smallest].size;
+        cache->scratch[smallest].memory = memory;
+        cache->scratch[smallest].size = size;
         memory = other;
         size = other_size;
     }
@@ -231,9 +232,9 @@ void kvc_scratch_give(kvc_cache *cache, void *memory, uint64_t size) {
 }
 
 void kvc_scratch_free(kvc_cache *cache) {
-    for (int i = 0; i < KVC_NUM_SPARES; i++) {
-        kvc_memory_free(&cache->memory, cache->spares[i].memory, cache->spares[i].size, KVC_MEMORY_SCRATCH, -1);
-        cache->spares[i].memory = NULL;
-        cache->spares[i].size = 0;
+    for (int i = 0; i < KVC_NUM_SCRATCH; i++) {
+        kvc_memory_free(&cache->memory, cache->scratch[i].memory, cache->scratch[i].size, KVC_MEMORY_SCRATCH, -1);
+        cache->scratch[i].memory = NULL;
+        cache->scratch[i].size = 0;
     }
 }

@@ -14,8 +14,8 @@
 #include "cache/sequence.h"
 
 enum {
-    KVC_NUM_SPARES = 4, /* allocations of scratch kept for reuse */
-    KVC_NUM_BITS = 64   /* of kvc_origin.forgotten_in */
+    KVC_NUM_SCRATCH = 4, /* allocations of scratch in reserve, for reuse */
+    KVC_NUM_BITS = 64    /* of kvc_origin.forgotten_in */
 };
 
 /* A bit of kvc_origin.forgotten_in: see origin.h. */
@@ -66,13 +66,13 @@ struct kvc_cache {
     struct kvc_state_use *state_uses;              /* list of calls that use a recurrent state of a model */
     kvc_sequence *changed;   /* list of the sequences in which the next batch looks for rows to expire */
     kvc_sequence *loose;     /* list of those that may not be tight: kvc_sequence_is_tight */
-    kvc_sequence *spare;     /* made by kvc_reserve for the next new sequence; NULL: none */
-    int64_t num_holding;     /* number of sequences that hold rows, except retained and hidden ones */
-    kvc_sorted evictable;    /* by use: retained sequences that may be evicted */
+    kvc_sequence *reserved;  /* made by kvc_reserve for the next new sequence; NULL: none */
+    int64_t num_holding;     /* number of sequences that hold rows, except kept and hidden ones */
+    kvc_sorted evictable;    /* by use: kept sequences that may be evicted */
     int64_t evictable_bytes; /* bookkeeping that is freed if all of them are evicted: kvc_evictable_bytes */
     int64_t occupied_bytes;  /* what is freed besides if all sequences give up their places in trees */
-    int64_t num_uses;        /* of retained sequences: no kvc_sequence.used is higher */
-    int64_t num_retained, num_protected, num_pinned; /* num_pinned: pinned and not protected */
+    int64_t num_uses;        /* of kept sequences: no kvc_sequence.used is higher */
+    int64_t num_kept, num_protected, num_pinned; /* num_pinned: pinned and not protected */
     kvc_sequence *victims; /* list of sequences that the running call's plan evicts, by rising last use */
     int32_t lacks_bytes;   /* while victims are chosen: all that can be had is needed, for bytes are lacking */
     int32_t is_tight;      /* the plan makes lists of runs exact, and followers give up what they do not need */
@@ -96,7 +96,7 @@ struct kvc_cache {
     struct {
         void *memory;
         uint64_t size;
-    } spares[KVC_NUM_SPARES]; /* the scratch that kvc_scratch_give kept; NULL and 0: none */
+    } scratch[KVC_NUM_SCRATCH]; /* the scratch that kvc_scratch_give put in reserve; NULL and 0: none */
 };
 
 /* Returns the byte offset of token i in a caller's array.  If tokens_per_sequence is not 0, groups of
@@ -178,20 +178,20 @@ void kvc_cache_set_in_call(kvc_cache *cache, int64_t id, int32_t in_call);
 void kvc_cache_enter(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old);
 
-/* Sets kvc_sequence.used of a sequence that is retained, or is to be. */
+/* Sets kvc_sequence.used of a sequence that is kept, or is to be. */
 void kvc_cache_use(kvc_cache *cache, kvc_sequence *sequence, int64_t used);
 
-/* Adds a sequence of the table to the retained ones, or takes it out. */
-void kvc_cache_retain(kvc_cache *cache, kvc_sequence *sequence);
-void kvc_cache_unretain(kvc_cache *cache, kvc_sequence *sequence);
+/* Adds a sequence of the table to the kept ones, or takes it out. */
+void kvc_cache_keep(kvc_cache *cache, kvc_sequence *sequence);
+void kvc_cache_stop_keeping(kvc_cache *cache, kvc_sequence *sequence);
 
-/* Keeps a hidden retained sequence from being evicted, until kvc_cache_retain. */
+/* Protects a hidden kept sequence from being evicted, until kvc_cache_keep. */
 void kvc_cache_protect(kvc_cache *cache, kvc_sequence *sequence);
 
-/* Adds to the pins of a sequence.  While it has any, and is retained, it is not evicted, and its rows may change. */
+/* Adds to the pins of a sequence.  While it has any, and is kept, it is not evicted, and its rows may change. */
 void kvc_cache_pin(kvc_cache *cache, kvc_sequence *sequence, int64_t add);
 
-/* Notes whether a sequence may be evicted: not if it is not retained, protected, pinned, or a call writes its rows.
+/* Notes whether a sequence may be evicted: not if it is not kept, protected, pinned, or a call writes its rows.
  * Takes time for its rows where that has changed. */
 void kvc_cache_note_evictable(kvc_cache *cache, kvc_sequence *sequence);
 
@@ -207,8 +207,8 @@ static inline int kvc_is_evicted_in(const kvc_cache *cache, const kvc_sequence *
 /* Returns an id that names nothing, and that no such call has returned before. */
 int64_t kvc_cache_new_id(kvc_cache *cache);
 
-/* Takes a blank sequence out of the table, as the spare one; there must be none. */
-void kvc_cache_spare(kvc_cache *cache, kvc_sequence *sequence);
+/* Takes a blank sequence out of the table, as the reserved one; there must be none. */
+void kvc_cache_set_aside(kvc_cache *cache, kvc_sequence *sequence);
 
 /* Takes a sequence out of the table and frees it.  _blank does nothing if it is not blank; _all takes every sequence.
  */
@@ -219,14 +219,15 @@ void kvc_cache_forget_all(kvc_cache *cache);
 /* Returns whether a query of the sequence at `position`, or a later one, would miss rows: expired, or not replaced. */
 int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);
 
-/* ---- scratch: memory for the length of a call or a batch, with the mutex held; some is kept ---------------------- */
+/* ---- scratch: memory for the length of a call or a batch, with the mutex held; some is reused ---------------------
+ */
 
 /* Take scratch of at least *size bytes, and give it back with its size.  The first returns NULL if out of memory.
  * It sets *size to the size, and *is_new, which may be NULL, to whether the scratch is newly allocated. */
 void *kvc_scratch_take(kvc_cache *cache, uint64_t *size, int32_t *is_new);
 void kvc_scratch_give(kvc_cache *cache, void *memory, uint64_t size);
 
-/* Frees all scratch that is kept. */
+/* Frees all scratch in reserve. */
 void kvc_scratch_free(kvc_cache *cache);
 
 #endif

@@ -230,8 +230,8 @@ kvc_status kvc_check_idle(const kvc_sequence *sequence) {
                     (long long)sequence->id);
 }
 
-kvc_status kvc_check_not_retained(const kvc_sequence *sequence) {
-    if (!sequence || !sequence->is_retained) return KVC_OK;
+kvc_status kvc_check_not_kept(const kvc_sequence *sequence) {
+    if (!sequence || !sequence->is_kept) return KVC_OK;
     return kvc_fail(KVC_ERR_INVALID, "sequence %lld is a running call's own: use another id", (long long)sequence->id);
 }
 

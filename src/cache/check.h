@@ -74,8 +74,8 @@ kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, i
 /* Returns KVC_ERR_BUSY if a batch or a rewrite has the sequence, which may be NULL. */
 kvc_status kvc_check_idle(const kvc_sequence *sequence);
 
-/* Returns KVC_ERR_INVALID if the sequence, which may be NULL, is a retained one. */
-kvc_status kvc_check_not_retained(const kvc_sequence *sequence);
+/* Returns KVC_ERR_INVALID if the sequence, which may be NULL, is a kept one. */
+kvc_status kvc_check_not_kept(const kvc_sequence *sequence);
 
 /* Returns KVC_ERR_BUSY if a batch is open or keys are being rewritten; `what`, for the message, cannot be done then. */
 kvc_status kvc_check_no_batch(const kvc_cache *cache, const char *what);

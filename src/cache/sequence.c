@@ -203,18 +203,20 @@ static int comes_later(const kvc_links *member, const kvc_links *other) {
     return a->is_hidden == b->is_hidden ? a->id > b->id : a->is_hidden;
 }
 
-void kvc_table_list(kvc_table *table, kvc_sequence *sequence, int32_t is_kept) {
-    if (sequence->is_kept == is_kept) return;
-    sequence->is_kept = is_kept;
-    if (is_kept)
-        kvc_sorted_add(&table->kept, &sequence->links[KVC_BY_USE], comes_later);
+void kvc_table_list(kvc_table *table, kvc_sequence *sequence, int32_t is_fixed) {
+    if (sequence->is_fixed == is_fixed) return;
+    sequence->is_fixed = is_fixed;
+    if (is_fixed)
+        kvc_sorted_add(&table->fixed, &sequence->links[KVC_BY_USE], comes_later);
     else
-        kvc_sorted_remove(&table->kept, &sequence->links[KVC_BY_USE]);
+        kvc_sorted_remove(&table->fixed, &sequence->links[KVC_BY_USE]);
 }
 
-kvc_sequence *kvc_table_first_kept(const kvc_table *table) { return kvc_sequence_end(&table->kept, KVC_BY_USE, 0); }
+kvc_sequence *kvc_table_first_fixed(const kvc_table *table) { return kvc_sequence_end(&table->fixed, KVC_BY_USE, 0); }
 
-kvc_sequence *kvc_table_next_kept(const kvc_sequence *sequence) { return kvc_sequence_beside(sequence, KVC_BY_USE, 1); }
+kvc_sequence *kvc_table_next_fixed(const kvc_sequence *sequence) {
+    return kvc_sequence_beside(sequence, KVC_BY_USE, 1);
+}
 
 kvc_sequence *kvc_table_first(const kvc_table *table) {
     kvc_sequence *first = kvc_sequence_end(&table->named, KVC_BY_ID, 0);

@@ -6,7 +6,7 @@
 #include "base/threads.h"
 #include "rows/runs.h"
 
-/* The fate of a retained sequence by the plan of the running call: it keeps all rows, loses the rows of groups that
+/* The fate of a kept sequence by the plan of the running call: it keeps all rows, loses the rows of groups that
  * expire, or is dropped. */
 typedef enum kvc_fate { KVC_STAYS, KVC_LOSES_WINDOWS, KVC_GOES } kvc_fate;
 
@@ -57,16 +57,16 @@ typedef struct kvc_sequence {
     struct kvc_rewrites *rewrites; /* of the call that copies its rows */
     int32_t in_place;              /* a call writes its rows where they lie without the mutex: kvc_cache_find waits */
     int32_t holds;                 /* it is counted in cache->num_holding */
-    int32_t is_retained;       /* it waits to be used again, and may be evicted, unless something below forbids it */
-    int32_t is_given;          /* its rows come from elsewhere: kvc_retain_unwritten */
+    int32_t is_kept;           /* it waits to be used again, and may be evicted, unless something below forbids it */
+    int32_t is_given;          /* its rows come from elsewhere: kvc_make_kept_unwritten */
     int32_t is_protected;      /* it is not evicted, as it is within a prefix's quota */
     int32_t frees;             /* while victims are chosen: evict.c */
-    int64_t num_pins;          /* of a retained sequence: while there are any, it is not evicted */
+    int64_t num_pins;          /* of a kept sequence: while there are any, it is not evicted */
     int32_t is_evictable;      /* it is in cache->evictable, and blocks count it so */
-    int32_t is_kept;           /* it is in table->kept */
+    int32_t is_fixed;          /* it is in table->fixed */
     int64_t evictable_bytes;   /* it has so many of cache->evictable_bytes */
     int32_t is_counted_pinned; /* it is counted in cache->num_pinned */
-    int64_t used;              /* of a retained sequence: the larger, the more recently */
+    int64_t used;              /* of a kept sequence: the larger, the more recently */
     int32_t num_groups;
     int32_t num_token_groups; /* number of groups of tokens: the first; others are of cross-attention layers */
     const kvc_pool *pools;    /* [num_groups] */
@@ -142,7 +142,7 @@ kvc_sequence *kvc_sequence_beside(const kvc_sequence *sequence, kvc_key by, int 
 
 typedef struct kvc_table {
     kvc_sorted named, hidden; /* by id: sequences that calls can name, and hidden ones */
-    kvc_sorted kept;          /* all sequences that hold rows and are not evictable, in the order of the table */
+    kvc_sorted fixed;         /* all sequences that hold rows and are not evictable, in the order of the table */
 } kvc_table;
 
 /* Returns the sequence with an id, except hidden ones; NULL if it does not exist. */
@@ -155,13 +155,13 @@ kvc_sequence *kvc_table_find_hidden(const kvc_table *table, int64_t id);
 void kvc_table_insert(kvc_table *table, kvc_sequence *sequence);
 void kvc_table_remove(kvc_table *table, kvc_sequence *sequence);
 
-/* Puts a sequence into table->kept, or takes it out.  Does nothing if it is there already, or not.  An inserted
+/* Puts a sequence into table->fixed, or takes it out.  Does nothing if it is there already, or not.  An inserted
  * sequence is not there yet. */
-void kvc_table_list(kvc_table *table, kvc_sequence *sequence, int32_t is_kept);
+void kvc_table_list(kvc_table *table, kvc_sequence *sequence, int32_t is_fixed);
 
-/* Return the first sequence of table->kept, and the next one; NULL at the end. */
-kvc_sequence *kvc_table_first_kept(const kvc_table *table);
-kvc_sequence *kvc_table_next_kept(const kvc_sequence *sequence);
+/* Return the first sequence of table->fixed, and the next one; NULL at the end. */
+kvc_sequence *kvc_table_first_fixed(const kvc_table *table);
+kvc_sequence *kvc_table_next_fixed(const kvc_sequence *sequence);
 
 /* Return the first sequence by rising id, and the next one; NULL at the end.  Hidden sequences come last. */
 kvc_sequence *kvc_table_first(const kvc_table *table);

@@ -60,7 +60,7 @@ static void note(kvc_sequence *sequence, const edit *e, int32_t next) {
         return;
     }
     kvc_sequence_note_cut(sequence, c->begin, next);
-    if (c->kept) /* rows behind the first dropped one may stay */
+    if (c->listed) /* rows behind the first dropped one may stay */
         kvc_sequence_note_edit(sequence, low, kvc_below(low, kvc_sequence_next(sequence)));
 }
 
@@ -80,10 +80,10 @@ static void add_moved(kvc_interval *all, kvc_interval lost, int32_t begin, int32
 static int32_t end_of(const kvc_listed *listed) { return listed->num ? listed->positions[listed->num - 1] + 1 : 0; }
 
 /* Returns the lost, or missing, positions of a list after the change in its group.  They are removed and moved as rows
- * are.  But where some rows are kept, lost positions before the last of these stay lost. */
+ * are.  But where listed rows stay, lost positions before the last of these stay lost. */
 static kvc_interval lost_after(const kvc_change *c, kvc_interval lost) {
     kvc_interval after = {0, 0};
-    add_moved(&after, lost, 0, c->kept ? kvc_rows_below(end_of(c->kept), c->kept->stride) : c->begin, 0, 1);
+    add_moved(&after, lost, 0, c->listed ? kvc_rows_below(end_of(c->listed), c->listed->stride) : c->begin, 0, 1);
     add_moved(&after, lost, c->end, c->moved_end, c->move, c->divisor ? c->divisor : 1);
     add_moved(&after, lost, c->moved_end, INT32_MAX, 0, 1);
     return after;
@@ -96,18 +96,18 @@ static int copies_every_row(const void *context, const kvc_run *run, int32_t slo
 }
 
 /* Returns the change in one group, whose rows have a stride or 1.  Rows are rewritten where only the caller's function
- * knows how keys move, and where positions are divided, as almost every row would need a delta of its own.  kept:
- * memory for own.kept. */
-static kvc_change change_in(const kvc_cache *cache, int32_t group, const kvc_change *change, kvc_listed *kept) {
+ * knows how keys move, and where positions are divided, as almost every row would need a delta of its own.  listed:
+ * memory for own.listed. */
+static kvc_change change_in(const kvc_cache *cache, int32_t group, const kvc_change *change, kvc_listed *listed) {
     const int32_t stride = cache->pools[group].stride;
     kvc_change own = *change;
     own.begin = kvc_rows_below(change->begin, stride);
     own.end = kvc_rows_below(change->end, stride);
     own.moved_end = kvc_rows_below(change->moved_end, stride);
     own.move = change->move / stride;
-    if (change->kept) {
-        *kept = (kvc_listed){change->kept->positions, change->kept->num, stride};
-        own.kept = kept;
+    if (change->listed) {
+        *listed = (kvc_listed){change->listed->positions, change->listed->num, stride};
+        own.listed = listed;
     }
     for (int32_t i = 0; i < cache->num_layers; i++) {
         if (cache->group_of[i] != group) continue;
@@ -196,10 +196,10 @@ static kvc_status change_groups(kvc_cache *cache, kvc_sequence *sequence, const 
     kvc_rewrites *rewrites = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
     if (!rewrites) return kvc_fail(KVC_ERR_NOMEM, "out of memory to edit %d layer groups", cache->num_token_groups);
     memset(rewrites, 0, size);
-    rewrites->kept = (kvc_listed *)(void *)(rewrites->of_group + cache->num_token_groups);
+    rewrites->listed = (kvc_listed *)(void *)(rewrites->of_group + cache->num_token_groups);
     kvc_status status = KVC_OK;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
-        const kvc_change own = change_in(cache, g, &e->change, &rewrites->kept[g]);
+        const kvc_change own = change_in(cache, g, &e->change, &rewrites->listed[g]);
         status = kvc_rewrite_make(cache, g, &sequence->runs[g], &own, &rewrites->of_group[g]);
     }
     if (status == KVC_OK) status = copy_rows(cache, sequence, rewrites);
@@ -229,7 +229,7 @@ static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e)
 static kvc_status remove_range(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift) {
     kvc_sequence *sequence = kvc_cache_find_to_copy(cache, seq_id);
     kvc_status status = kvc_check_idle(sequence);
-    if (status == KVC_OK) status = kvc_check_not_retained(sequence);
+    if (status == KVC_OK) status = kvc_check_not_kept(sequence);
     if (status == KVC_OK && sequence && end >= kvc_sequence_next(sequence))
         status = kvc_check_cut(cache, sequence, begin);
     if (status != KVC_OK || !sequence) return status;
@@ -264,7 +264,7 @@ kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length) {
 
 /* ---- keeping a list of positions --------------------------------------------------------------------------------- */
 
-static kvc_status check_kept(const int32_t *positions, int64_t num_positions) {
+static kvc_status check_listed(const int32_t *positions, int64_t num_positions) {
     if (num_positions < 0)
         return kvc_fail(KVC_ERR_INVALID, "num_positions is %lld: it must not be negative", (long long)num_positions);
     if (!positions && num_positions)
@@ -320,12 +320,12 @@ static void find_first(void *context, const kvc_run *part) {
     *first = kvc_lower(*first, kvc_position_of(part->position, part->block->pool->stride));
 }
 
-/* Returns the first position of rows that are not kept, or of what is cut off behind all kept positions; INT32_MAX if
- * everything stays. */
-static int32_t first_dropped(const kvc_cache *cache, const kvc_sequence *sequence, const kvc_listed *kept) {
-    int32_t first = kept->num ? kvc_below(end_of(kept), kvc_sequence_next(sequence)) : 0;
+/* Returns the first position of rows that are not listed, or of what is cut off behind all listed positions; INT32_MAX
+ * if everything stays. */
+static int32_t first_dropped(const kvc_cache *cache, const kvc_sequence *sequence, const kvc_listed *listed) {
+    int32_t first = listed->num ? kvc_below(end_of(listed), kvc_sequence_next(sequence)) : 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
-        const kvc_listed own = {kept->positions, kept->num, cache->pools[g].stride};
+        const kvc_listed own = {listed->positions, listed->num, cache->pools[g].stride};
         kvc_runs_visit_unlisted(&sequence->runs[g], 0, KVC_END, &own, find_first, &first);
     }
     return first;
@@ -334,20 +334,20 @@ static int32_t first_dropped(const kvc_cache *cache, const kvc_sequence *sequenc
 static kvc_status keep_listed(kvc_cache *cache, int64_t seq_id, const kvc_listed *listed) {
     kvc_sequence *sequence = kvc_cache_find(cache, seq_id);
     KVC_TRY(kvc_check_idle(sequence));
-    KVC_TRY(kvc_check_not_retained(sequence));
+    KVC_TRY(kvc_check_not_kept(sequence));
     if (!sequence) return KVC_OK;
-    const kvc_listed kept = without_unknown(cache, sequence, listed);
-    KVC_TRY(kvc_check_cut(cache, sequence, end_of(&kept)));
-    const int32_t first = first_dropped(cache, sequence, &kept);
-    const edit e = {.change = {.begin = first, .end = KVC_END, .moved_end = KVC_END, .kept = &kept}, .removes = 1};
+    const kvc_listed stays = without_unknown(cache, sequence, listed);
+    KVC_TRY(kvc_check_cut(cache, sequence, end_of(&stays)));
+    const int32_t first = first_dropped(cache, sequence, &stays);
+    const edit e = {.change = {.begin = first, .end = KVC_END, .moved_end = KVC_END, .listed = &stays}, .removes = 1};
     return first < INT32_MAX ? apply(cache, sequence, &e) : KVC_OK;
 }
 
 kvc_status kvc_keep_positions(kvc_cache *cache, int64_t seq_id, const int32_t *positions, int64_t num_positions) {
-    const kvc_listed kept = {positions, num_positions, 1};
-    KVC_TRY(check_kept(positions, num_positions));
+    const kvc_listed listed = {positions, num_positions, 1};
+    KVC_TRY(check_listed(positions, num_positions));
     kvc_lock(cache);
-    return kvc_unlock(cache, keep_listed(cache, seq_id, &kept));
+    return kvc_unlock(cache, keep_listed(cache, seq_id, &listed));
 }
 
 /* ---- moving ------------------------------------------------------------------------------------------------------ */
@@ -374,7 +374,7 @@ static kvc_status move_range(kvc_cache *cache, int64_t seq_id, const edit *e) {
     kvc_sequence *sequence = kvc_cache_find_to_copy(cache, seq_id);
     kvc_status status = sequence && kvc_sequence_next(sequence) ? check_rope(cache) : KVC_OK;
     if (status == KVC_OK) status = kvc_check_idle(sequence);
-    if (status == KVC_OK) status = kvc_check_not_retained(sequence);
+    if (status == KVC_OK) status = kvc_check_not_kept(sequence);
     if (status == KVC_OK && sequence && e->change.move > 0)
         status = check_target(cache, sequence, e->change.begin, e->change.moved_end, e->change.move);
     const int nothing = e->change.divisor ? e->change.divisor == 1 : e->change.move == 0;
@@ -424,18 +424,18 @@ kvc_status kvc_mark_inexact(kvc_cache *cache, int64_t seq_id, int32_t position) 
 
 enum { AT_ONCE = KVC_SIZE(16, 2) }; /* hidden sequences that are forgotten before others get the mutex */
 
-/* Forgets every sequence except `kept` (NULL: none).  Sequences that calls can name are forgotten at once, the blocks
- * of prefixes bit by bit.  If a sequence is busy, returns KVC_ERR_BUSY and forgets none. */
-static kvc_status clear_all_but(kvc_cache *cache, const kvc_sequence *kept) {
+/* Forgets every sequence except one, `except` (NULL: none).  Sequences that calls can name are forgotten at once, the
+ * blocks of prefixes bit by bit.  If a sequence is busy, returns KVC_ERR_BUSY and forgets none. */
+static kvc_status clear_all_but(kvc_cache *cache, const kvc_sequence *except) {
     const kvc_table *table = &cache->sequences;
     const kvc_sorted *hidden = &table->hidden;
     for (const kvc_sequence *sequence = kvc_table_first(table); sequence && !sequence->is_hidden;
          sequence = kvc_table_next(table, sequence))
-        if (sequence != kept) KVC_TRY(kvc_check_idle(sequence));
+        if (sequence != except) KVC_TRY(kvc_check_idle(sequence));
     const int64_t first_new = cache->next_hidden_id; /* others may keep blocks meanwhile, which stay */
     for (kvc_sequence *sequence, *next = kvc_sequence_end(&table->named, KVC_BY_ID, 0); (sequence = next);) {
         next = kvc_sequence_beside(sequence, KVC_BY_ID, 1);
-        if (sequence != kept) kvc_cache_forget(cache, sequence);
+        if (sequence != except) kvc_cache_forget(cache, sequence);
     }
     kvc_sequence *first;
     for (int i = 1; (first = kvc_sequence_end(hidden, KVC_BY_ID, 0)) && first->id < first_new; i++) {
@@ -446,11 +446,11 @@ static kvc_status clear_all_but(kvc_cache *cache, const kvc_sequence *kept) {
 }
 
 /* Forgets every sequence, except the one with this id (NULL: no exception). */
-static kvc_status clear_all(kvc_cache *cache, const int64_t *kept_id) {
+static kvc_status clear_all(kvc_cache *cache, const int64_t *except_id) {
     kvc_lock(cache);
     kvc_cache_begin_gradual(cache);
     kvc_cache_find_all(cache);
-    const kvc_status status = clear_all_but(cache, kept_id ? kvc_table_find(&cache->sequences, *kept_id) : NULL);
+    const kvc_status status = clear_all_but(cache, except_id ? kvc_table_find(&cache->sequences, *except_id) : NULL);
     kvc_cache_end_gradual(cache);
     return kvc_unlock(cache, status);
 }

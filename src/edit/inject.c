@@ -155,7 +155,7 @@ static void write_unlocked(injection *x) {
 static int is_shared(const void *context, const kvc_run *run, int32_t slot) {
     const kvc_holders *holders = &run->block->holders[slot];
     const kvc_scope *scope = context;
-    return holders->num - (*scope == KVC_KEPT ? holders->evictable : 0) > 1 || run->block->pins;
+    return holders->num - (*scope == KVC_FIXED ? holders->evictable : 0) > 1 || run->block->pins;
 }
 
 static kvc_status get_memory(injection *x, const kvc_run_list *list) {
@@ -229,7 +229,7 @@ static kvc_status unshare_rows(injection *x) {
                            .visit_replaced = visit_replaced,
                            .context = x,
                            .what = "copying rows that are shared"};
-    kvc_cache_pin(x->cache, x->sequence, 1); /* it may be a retained one */
+    kvc_cache_pin(x->cache, x->sequence, 1); /* it may be a kept one */
     const kvc_status status = kvc_make_room(&need);
     if (status == KVC_OK && x->rewrite.num_copied)
         kvc_rewrite_accept(x->cache, x->group, &x->rewrite);

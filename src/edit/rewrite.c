@@ -85,15 +85,15 @@ static int32_t count_alike(const kvc_change *change, const kvc_run *part, int *c
 /* Calls add_part for all rows of the list but the dropped ones. */
 static void walk_rows(walk *w, const kvc_run_list *list) {
     const kvc_change *change = w->change;
-    int64_t next = 0; /* of change->kept */
+    int64_t next = 0; /* of change->listed */
     for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
         const kvc_run below = kvc_run_part(run, 0, change->begin),
                       above = kvc_run_part(run, change->moved_end, INT32_MAX);
         kvc_run rest = kvc_run_part(run, change->end, change->moved_end);
         if (below.count) add_part(w, &below, 0, 0);
         kvc_run dropped = kvc_run_part(run, change->begin, change->end);
-        for (kvc_run kept; change->kept && (kept = kvc_listed_next(change->kept, &next, &dropped)).count;)
-            add_part(w, &kept, 0, 0);
+        for (kvc_run stays; change->listed && (stays = kvc_listed_next(change->listed, &next, &dropped)).count;)
+            add_part(w, &stays, 0, 0);
         while (rest.count) {
             int copied;
             kvc_run part = rest;
@@ -142,20 +142,20 @@ kvc_status kvc_rewrite_make(kvc_cache *cache, int32_t group, kvc_run_list *list,
 
 void kvc_rewrite_visit_replaced(const kvc_rewrite *rewrite, kvc_part_fn *visit, void *context) {
     const kvc_change *change = &rewrite->change;
-    kvc_runs_visit_unlisted(rewrite->from, change->begin, change->end, change->kept, visit, context);
+    kvc_runs_visit_unlisted(rewrite->from, change->begin, change->end, change->listed, visit, context);
     for (int32_t i = 0; i < rewrite->num_copies; i++) {
         const kvc_copy *copy = &rewrite->copies[i];
         visit(context, &(kvc_run){copy->from, copy->from_slot, copy->count, copy->position, copy->delta});
     }
 }
 
-kvc_status kvc_rewrites_check(const kvc_need *need, int32_t group, int64_t kept) {
+kvc_status kvc_rewrites_check(const kvc_need *need, int32_t group, int64_t staying) {
     int64_t live;
-    if (!kvc_exceeds_capacity(need, group, kept, &live)) return KVC_OK;
+    if (!kvc_exceeds_capacity(need, group, staying, &live)) return KVC_OK;
     return kvc_fail(KVC_ERR_FULL,
                     "%s would make it %lld slots: capacity is %lld; remove some tokens, clear a sequence, or give a "
                     "larger capacity",
-                    need->what, (long long)(live + kept), (long long)need->cache->capacity);
+                    need->what, (long long)(live + staying), (long long)need->cache->capacity);
 }
 
 void kvc_rewrite_free(kvc_cache *cache, kvc_rewrite *rewrite) {

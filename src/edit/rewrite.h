@@ -10,15 +10,15 @@
 
 #include "space/evict.h"
 
-/* A change of rows: those at positions [begin, end) are dropped unless they are kept, those at [end, moved_end) change,
- * others stay.  In a group with a stride, positions and `move` are rows; see rows/stride.h. */
+/* A change of rows: those at positions [begin, end) are dropped unless they are listed, those at [end, moved_end)
+ * change, others stay.  In a group with a stride, positions and `move` are rows; see rows/stride.h. */
 typedef struct kvc_change {
     int32_t begin, end, moved_end;
-    const kvc_listed *kept; /* positions of [begin, end) whose rows stay as they are; NULL: none */
-    int32_t move;           /* is added to positions */
-    int32_t divisor;        /* if not 0, positions are divided by it instead */
-    int32_t adds_delta;     /* if not 0, deltas change by as much as positions do */
-    int32_t applies_delta;  /* if not 0, deltas become 0, and keys of copied rows are rotated instead */
+    const kvc_listed *listed; /* positions of [begin, end) whose rows stay as they are; NULL: none */
+    int32_t move;             /* is added to positions */
+    int32_t divisor;          /* if not 0, positions are divided by it instead */
+    int32_t adds_delta;       /* if not 0, deltas change by as much as positions do */
+    int32_t applies_delta;    /* if not 0, deltas become 0, and keys of copied rows are rotated instead */
     /* Returns whether the changing row of `run` in `slot` is copied to a slot of the sequence's own.  NULL: none is. */
     int (*copies)(const void *context, const kvc_run *run, int32_t slot);
     const void *context;
@@ -63,7 +63,7 @@ kvc_status kvc_rewrite_make(kvc_cache *cache, int32_t group, kvc_run_list *list,
 /* The rewrites of a sequence in all groups of tokens. */
 typedef struct kvc_rewrites {
     kvc_copiers copiers;
-    kvc_listed *kept;       /* [num_token_groups] what kvc_change.kept of each points to */
+    kvc_listed *listed;     /* [num_token_groups] what kvc_change.listed of each points to */
     kvc_rewrite of_group[]; /* [num_token_groups] */
 } kvc_rewrites;
 
@@ -75,8 +75,8 @@ static inline size_t kvc_rewrites_size(const kvc_cache *cache) {
 void kvc_rewrite_visit_replaced(const kvc_rewrite *rewrite, kvc_part_fn *visit, void *context);
 
 /* Returns KVC_ERR_FULL if accepting an edit's rewrites would exceed the capacity of a group, in which the edit keeps
- * `kept` of the rows that need->visit_replaced visits.  While rewrites are open, copies may exceed it. */
-kvc_status kvc_rewrites_check(const kvc_need *need, int32_t group, int64_t kept);
+ * `staying` of the rows that need->visit_replaced visits.  While rewrites are open, copies may exceed it. */
+kvc_status kvc_rewrites_check(const kvc_need *need, int32_t group, int64_t staying);
 
 /* Raises copiers->floats and copiers->least to what kvc_rewrite_copy needs for this rewrite.  Call before
  * kvc_copiers_new. */

@@ -234,7 +234,7 @@ static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, 
  * preparation must not decide which victims are chosen next. */
 static kvc_status fits(const kvc_need *need) {
     settling *s = need->context;
-    if (need->scope == KVC_KEPT) return KVC_OK; /* it looks at all sequences anyway */
+    if (need->scope == KVC_FIXED) return KVC_OK; /* it looks at all sequences anyway */
     kvc_status status = prepare_all(need->cache, s);
     for (int32_t i = 0; status == KVC_OK && i < s->num; i++) {
         int64_t copied = 0;
@@ -263,7 +263,7 @@ static kvc_status settle(kvc_cache *cache) {
         if (cache->max_bytes) kvc_give_back(cache, cache->max_bytes);
         if (s.num) write_unlocked(cache, s.groups, s.num);
     }
-    kvc_spare_victims(cache);
+    kvc_let_victims_stay(cache);
     end_all(&s, status);
     kvc_copiers_free(cache, &s.copiers);
     kvc_memory_free(&cache->memory, s.groups, size, KVC_MEMORY_SCRATCH, -1);

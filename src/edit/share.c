@@ -15,7 +15,7 @@ static kvc_status find_two(kvc_cache *cache, int64_t src_id, int64_t dst_id, kvc
     KVC_TRY(kvc_check_idle(*src));
     KVC_TRY(kvc_check_idle(*dst));
     if (*src && kvc_sequence_is_blank(*src)) *src = NULL; /* a prefix follows it */
-    return kvc_check_not_retained(*dst);
+    return kvc_check_not_kept(*dst);
 }
 
 /* The rows that dst is to share with src. */

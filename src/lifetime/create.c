@@ -224,7 +224,7 @@ kvc_status kvc_cache_free(kvc_cache *cache) {
     kvc_atfork_remove(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_destroy(&cache->pools[g]);
     kvc_scratch_free(cache);
-    kvc_spare_free(cache);
+    kvc_reserved_free(cache);
     kvc_signal_destroy(&cache->idle);
     kvc_mutex_destroy(&cache->mutex);
     free_cache(cache);

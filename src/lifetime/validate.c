@@ -197,40 +197,39 @@ static kvc_status check_useful(const kvc_cache *cache, const kvc_sequence *seque
     return KVC_OK;
 }
 
-/* Checks the counts and lists that spare a batch looking at all sequences. */
+/* Checks the counts and lists that save a batch from looking at all sequences. */
 static kvc_status check_notes(const kvc_cache *cache) {
-    int64_t num_holding = 0, num_retained = 0, num_evictable = 0, num_pinned = 0, num_protected = 0;
+    int64_t num_holding = 0, num_kept = 0, num_evictable = 0, num_pinned = 0, num_protected = 0;
     const kvc_table *table = &cache->sequences;
     for (const kvc_sequence *sequence = kvc_table_first(table); sequence; sequence = kvc_table_next(table, sequence)) {
         const long long id = sequence->id;
         num_holding += sequence->holds;
         REQUIRE(sequence->in_batch ||
-                    sequence->holds == (kvc_sequence_holds(sequence) && !sequence->is_retained && !sequence->in_call),
+                    sequence->holds == (kvc_sequence_holds(sequence) && !sequence->is_kept && !sequence->in_call),
                 "sequence %lld is noted to hold rows, or not to", id);
-        REQUIRE(!sequence->is_retained || !(sequence->in_batch || sequence->changed_at),
-                "sequence %lld is a retained one and in use", id);
-        num_retained += sequence->is_retained;
+        REQUIRE(!sequence->is_kept || !(sequence->in_batch || sequence->changed_at),
+                "sequence %lld is a kept one and in use", id);
+        num_kept += sequence->is_kept;
         num_evictable += sequence->is_evictable;
         num_pinned += sequence->is_counted_pinned;
         num_protected += sequence->is_protected;
         REQUIRE(sequence->is_evictable ==
-                    (sequence->is_retained && !sequence->is_protected && !sequence->num_pins && !sequence->in_place),
+                    (sequence->is_kept && !sequence->is_protected && !sequence->num_pins && !sequence->in_place),
                 "sequence %lld is noted to be evictable, or not to", id);
         REQUIRE(!sequence->changed_at || *sequence->changed_at == sequence, "sequence %lld is not in its list", id);
         REQUIRE(!sequence->loose_at || *sequence->loose_at == sequence, "sequence %lld is not in its list", id);
-        REQUIRE(sequence->loose_at || sequence->is_retained || sequence->in_batch || kvc_sequence_is_tight(sequence),
+        REQUIRE(sequence->loose_at || sequence->is_kept || sequence->in_batch || kvc_sequence_is_tight(sequence),
                 "sequence %lld has bookkeeping to give and is not in the list of those", id);
         kvc_status status = check_useful(cache, sequence);
-        const int is_skipped = !sequence->changed_at && !sequence->in_batch && !sequence->is_retained;
+        const int is_skipped = !sequence->changed_at && !sequence->in_batch && !sequence->is_kept;
         if (status == KVC_OK && is_skipped && !sequence->in_call) /* which is listed again at the end of its call */
             status = check_expired(cache, sequence);
         if (status != KVC_OK) return status;
     }
     REQUIRE(num_holding == cache->num_holding, "%lld sequences that hold rows are noted, there are %lld",
             (long long)cache->num_holding, (long long)num_holding);
-    REQUIRE(num_retained == cache->num_retained && num_protected == cache->num_protected &&
-                num_pinned == cache->num_pinned,
-            "the retained sequences are not those of the table");
+    REQUIRE(num_kept == cache->num_kept && num_protected == cache->num_protected && num_pinned == cache->num_pinned,
+            "the kept sequences are not those of the table");
     for (const kvc_sequence *s = kvc_sequence_end(&cache->evictable, KVC_BY_USE, 0), *next; s;
          s = next, num_evictable--) {
         next = kvc_sequence_beside(s, KVC_BY_USE, 1);
@@ -246,7 +245,7 @@ static kvc_status check_notes(const kvc_cache *cache) {
 static kvc_status check_evictable(kvc_cache *cache) {
     kvc_choose_all(cache);
     const int64_t bytes = kvc_victim_bytes(cache);
-    kvc_spare_victims(cache);
+    kvc_let_victims_stay(cache);
     REQUIRE(bytes == cache->evictable_bytes, "%lld bytes of bookkeeping are noted to be evictable, and %lld are",
             (long long)cache->evictable_bytes, (long long)bytes);
     const int32_t was_tight = cache->is_tight;
@@ -256,7 +255,7 @@ static kvc_status check_evictable(kvc_cache *cache) {
     kvc_choose_all(cache);
     const int64_t all_bytes = kvc_victim_bytes(cache);
     cache->is_tight = was_tight; /* so that no list is dropped now */
-    kvc_spare_victims(cache);
+    kvc_let_victims_stay(cache);
     REQUIRE(noted == all_bytes, "%lld bytes of bookkeeping are noted to be freed once sequences leave, and %lld are",
             (long long)noted, (long long)all_bytes);
     return KVC_OK;
@@ -291,9 +290,9 @@ static kvc_status check_table(const kvc_cache *cache) {
         nums[sequence->is_hidden]++;
         REQUIRE(sequence->in_batch || sequence->follower || !kvc_sequence_is_blank(sequence),
                 "sequence %lld is blank and in the table", id);
-        REQUIRE(sequence->in_batch || sequence->is_kept == (kvc_sequence_holds(sequence) && !sequence->is_evictable),
+        REQUIRE(sequence->in_batch || sequence->is_fixed == (kvc_sequence_holds(sequence) && !sequence->is_evictable),
                 "sequence %lld is noted to hold rows and to stay, or not to", id);
-        REQUIRE(!sequence->is_hidden || (sequence->is_retained && sequence->follower), "nobody follows hidden rows");
+        REQUIRE(!sequence->is_hidden || (sequence->is_kept && sequence->follower), "nobody follows hidden rows");
         REQUIRE(cache->batch || !sequence->in_batch, "sequence %lld belongs to a batch that is not there", id);
     }
     REQUIRE(nums[0] == table->named.num && nums[1] == table->hidden.num,

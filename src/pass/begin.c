@@ -21,7 +21,7 @@ static kvc_status add_tokens(kvc_batch *batch, const kvc_begin_args *args) {
         const int32_t s = repeats ? batch->sequence_of[t - 1] : kvc_batch_add_sequence(batch, id, is_unstored);
         if (s < 0) return kvc_fail_sequence(id);
         kvc_batch_sequence *member = &batch->sequences[s];
-        KVC_TRY(kvc_check_not_retained(member->sequence));
+        KVC_TRY(kvc_check_not_kept(member->sequence));
         if (member->is_unstored != is_unstored)
             return kvc_fail(KVC_ERR_INVALID, "unstored[%d] is %d: for the tokens of sequence %lld before it, it is %d",
                             t, is_unstored, (long long)id, member->is_unstored);

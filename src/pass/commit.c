@@ -9,8 +9,8 @@
 #include "pass/replace.h"
 #include "cache/waiting.h"
 
-/* Frees the batch, takes its sequences out of it, and frees the blank ones.  The spare sequence, whose lists may
- * have been reserved, becomes the spare one again. */
+/* Frees the batch, takes its sequences out of it, and frees the blank ones.  The reserved sequence, whose lists may
+ * have been reserved, becomes the reserved one again. */
 static void close_batch(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
@@ -20,8 +20,8 @@ static void close_batch(kvc_batch *batch) {
         if (!kvc_sequence_is_blank(sequence)) continue;
         kvc_origin_reset(cache, sequence);
         if (sequence->follower) continue;
-        if (sequence == batch->spare)
-            kvc_cache_spare(cache, sequence);
+        if (sequence == batch->reserved)
+            kvc_cache_set_aside(cache, sequence);
         else
             kvc_cache_forget(cache, sequence);
     }
@@ -48,7 +48,7 @@ static kvc_status check_complete(const kvc_batch *batch) {
         const uint8_t *written = kvc_written_in(batch, layer);
         const kvc_place *place = kvc_places_in(batch, batch->cache->group_of[layer]);
         for (int32_t t = 0; t < batch->num_tokens; t++)
-            if (batch->kept[t] && !written[t] && place[t].slot >= 0)
+            if (batch->committed[t] && !written[t] && place[t].slot >= 0)
                 return kvc_fail(KVC_ERR_INVALID,
                                 "token %d of the batch was not put in layer %d: put every token in every layer, or "
                                 "abort",
@@ -57,21 +57,22 @@ static kvc_status check_complete(const kvc_batch *batch) {
     return KVC_OK;
 }
 
-/* Appends the slots of kept tokens to the rows of sequence s in group g, and drops the slots of the other tokens. */
+/* Appends the slots of committed tokens to the rows of sequence s in group g, and drops the slots of the other tokens.
+ */
 static void end_slots(const kvc_batch *batch, int32_t g, int32_t s, const kvc_pending *pending) {
     kvc_cache *cache = batch->cache;
     kvc_pool *pool = &cache->pools[g];
     const int32_t *token = kvc_order_in(batch, g) + batch->sequences[s].first;
     for (int32_t i = 0; i < pending->num; token += pending->runs[i++].count)
         for (int32_t from = 0, to; from < pending->runs[i].count; from = to) {
-            const int32_t before = pool->num_free, is_kept = batch->kept[token[from]];
+            const int32_t before = pool->num_free, is_kept = batch->committed[token[from]];
             kvc_run part = pending->runs[i];
-            for (to = from + 1; to < part.count && batch->kept[token[to]] == is_kept;) to++;
+            for (to = from + 1; to < part.count && batch->committed[token[to]] == is_kept;) to++;
             part.slot += from;
             part.position += from;
             part.count = to - from;
             if (is_kept) {
-                kvc_append_kept(cache, batch->sequences[s].sequence, g, &part);
+                kvc_append_staying(cache, batch->sequences[s].sequence, g, &part);
                 continue;
             }
             kvc_drop_part(pool, &part);
@@ -89,7 +90,7 @@ static void drop_rows(const kvc_batch *batch, int32_t g, int32_t s) {
 }
 
 /* Replaces the rows of a sequence in the group of a cross-attention layer by the rows put in this batch, if a token
- * of the sequence is kept.  Otherwise drops the new rows. */
+ * of the sequence is committed.  Otherwise drops the new rows. */
 static void end_cross(const kvc_batch *batch, int32_t g, int32_t s, const kvc_pending *pending, int keeps) {
     kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
     if (!pending->num) return;
@@ -102,18 +103,18 @@ static void end_cross(const kvc_batch *batch, int32_t g, int32_t s, const kvc_pe
     kvc_runs_recount(list);
 }
 
-/* Returns the first position from which the kept tokens of a sequence do not follow from the tokens before them.  A
- * token follows if it stands behind all rows, saw exactly the kept tokens before it, and selected no rows. */
+/* Returns the first position from which the committed tokens of a sequence do not follow from the tokens before them. A
+ * token follows if it stands behind all rows, saw exactly the committed tokens before it, and selected no rows. */
 static int32_t find_exact_to(const kvc_batch *batch, const kvc_batch_sequence *member) {
     const int32_t *token = batch->order + member->first;
     int32_t next = kvc_sequence_next(member->sequence), last = -1, dropped = INT32_MAX, exact_to = INT32_MAX;
     for (int32_t i = 0; i < member->num_tokens; i++)
-        if (!batch->kept[token[i]]) dropped = kvc_lower(dropped, batch->positions[token[i]]);
+        if (!batch->committed[token[i]]) dropped = kvc_lower(dropped, batch->positions[token[i]]);
     for (int32_t i = 0; i < member->num_tokens; i++) {
         const int32_t t = token[i], position = batch->positions[t];
-        if (!batch->kept[t]) continue;
-        const int sees_kept = batch->parents ? batch->parents[t] == last : position < dropped;
-        if (batch->replaced || position != next || !sees_kept || batch->selected[t])
+        if (!batch->committed[t]) continue;
+        const int sees_all = batch->parents ? batch->parents[t] == last : position < dropped;
+        if (batch->replaced || position != next || !sees_all || batch->selected[t])
             exact_to = kvc_lower(exact_to, position);
         next = position + 1;
         last = t;
@@ -121,14 +122,14 @@ static int32_t find_exact_to(const kvc_batch *batch, const kvc_batch_sequence *m
     return exact_to;
 }
 
-/* Adds the kept tokens to sequence s: kvc_begin took the memory for that. */
+/* Adds the committed tokens to sequence s: kvc_begin took the memory for that. */
 static void end_sequence(const kvc_batch *batch, int32_t s) {
     kvc_cache *cache = batch->cache;
     const kvc_batch_sequence *member = &batch->sequences[s];
     const int32_t *token = batch->order + member->first;
-    int32_t last = -1; /* largest position that is kept */
+    int32_t last = -1; /* largest position that is committed */
     for (int32_t i = 0; i < member->num_tokens; i++)
-        if (batch->kept[token[i]] && batch->positions[token[i]] > last) last = batch->positions[token[i]];
+        if (batch->committed[token[i]] && batch->positions[token[i]] > last) last = batch->positions[token[i]];
     const int keeps = last >= 0;
     const int32_t exact_to = member->exact_to < member->selected_from ? member->exact_to : member->selected_from;
     if (keeps && exact_to < member->sequence->exact_to) member->sequence->exact_to = exact_to;
@@ -161,35 +162,36 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
     kvc_origin_reset(cache, member->sequence);
 }
 
-/* Finds out from where on a sequence is not exact, if some of its tokens are not kept. */
+/* Finds out from where on a sequence is not exact, if some of its tokens are not committed. */
 static void find_exact(kvc_batch *batch) {
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         kvc_batch_sequence *member = &batch->sequences[s];
-        int32_t num_kept = 0;
-        for (int32_t i = 0; i < member->num_tokens; i++) num_kept += batch->kept[batch->order[member->first + i]];
-        if (num_kept == member->num_tokens) continue;
+        int32_t num_committed = 0;
+        for (int32_t i = 0; i < member->num_tokens; i++)
+            num_committed += batch->committed[batch->order[member->first + i]];
+        if (num_committed == member->num_tokens) continue;
         member->exact_to = find_exact_to(batch, member);
         member->selected_from = INT32_MAX;
     }
 }
 
-/* Ends the batch, keeping the tokens marked in batch->kept, but none of an unstored sequence. */
+/* Ends the batch, keeping the tokens marked in batch->committed, but none of an unstored sequence. */
 static kvc_status finish(kvc_batch *batch) {
-    int32_t num_kept = 0, keeps_all = 1;
+    int32_t num_committed = 0, commits_all = 1;
     for (int32_t t = 0; t < batch->num_tokens; t++) {
-        keeps_all &= batch->kept[t];
-        num_kept += batch->kept[t] &= !batch->sequences[batch->sequence_of[t]].is_unstored;
+        commits_all &= batch->committed[t];
+        num_committed += batch->committed[t] &= !batch->sequences[batch->sequence_of[t]].is_unstored;
     }
     KVC_TRY(check_complete(batch));
     kvc_cache *cache = batch->cache;
     const int32_t num_tokens = batch->num_tokens;
     kvc_lock(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].reserved = 0;
-    if (!keeps_all) find_exact(batch);
+    if (!commits_all) find_exact(batch);
     if (cache->sessions.num) kvc_sessions_fill(batch); /* before windows move on */
     for (int32_t s = 0; s < batch->num_sequences; s++) end_sequence(batch, s);
     cache->stats.batches++;
-    cache->stats.tokens += num_kept;
+    cache->stats.tokens += num_committed;
     close_batch(batch);
     if (cache->max_bytes && cache->prefixes) kvc_sessions_fit(cache);
     kvc_return_surplus(cache);
@@ -197,33 +199,34 @@ static kvc_status finish(kvc_batch *batch) {
     return kvc_unlock(cache, KVC_OK);
 }
 
-/* Marks all tokens as kept, because a later commit may keep all. */
-static void keep_all(kvc_batch *batch) { memset(batch->kept, 1, (size_t)batch->num_tokens); }
+/* Marks all tokens as committed, because a later commit may be of all. */
+static void mark_all(kvc_batch *batch) { memset(batch->committed, 1, (size_t)batch->num_tokens); }
 
 kvc_status kvc_commit(kvc_batch *batch) {
     const kvc_status status = finish(batch);
-    if (status != KVC_OK) keep_all(batch);
+    if (status != KVC_OK) mark_all(batch);
     return status;
 }
 
-/* Marks these tokens, and no others, as kept. */
-static kvc_status mark_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept) {
+/* Marks these tokens, and no others, as committed. */
+static kvc_status mark_committed(kvc_batch *batch, const int32_t *kept, int32_t num_kept) {
     if (num_kept < 0 || (num_kept && !kept))
         return kvc_fail(KVC_ERR_INVALID, "num_kept is %d%s", num_kept, num_kept < 0 ? "" : " and kept is NULL");
-    memset(batch->kept, 0, (size_t)batch->num_tokens);
+    memset(batch->committed, 0, (size_t)batch->num_tokens);
     for (int32_t i = 0; i < num_kept; i++) {
         if (kept[i] < 0 || kept[i] >= batch->num_tokens)
             return kvc_fail(KVC_ERR_INDEX, "kept[%d] is %d: the batch has %d tokens", i, kept[i], batch->num_tokens);
-        if (batch->kept[kept[i]]) return kvc_fail(KVC_ERR_INVALID, "kept[%d] is %d, as one before it is", i, kept[i]);
-        batch->kept[kept[i]] = 1;
+        if (batch->committed[kept[i]])
+            return kvc_fail(KVC_ERR_INVALID, "kept[%d] is %d, as one before it is", i, kept[i]);
+        batch->committed[kept[i]] = 1;
     }
     return KVC_OK;
 }
 
 kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept) {
-    kvc_status status = mark_kept(batch, kept, num_kept);
+    kvc_status status = mark_committed(batch, kept, num_kept);
     if (status == KVC_OK) status = finish(batch);
-    if (status != KVC_OK) keep_all(batch);
+    if (status != KVC_OK) mark_all(batch);
     return status;
 }
 

@@ -15,12 +15,12 @@ static kvc_block *find(const kvc_batch *batch, const kvc_sequence *sequence, int
         const kvc_run *run = kvc_runs_begin(list) + i;
         kvc_block *block = run->block;
         /* Index in the run of its last row that stays, plus 1. */
-        int32_t kept_end = run->position + run->count > gone.end ? run->count : gone.begin - run->position;
-        if (kept_end <= 0) continue;
-        if (kept_end > run->count) kept_end = run->count;
+        int32_t end = run->position + run->count > gone.end ? run->count : gone.begin - run->position;
+        if (end <= 0) continue;
+        if (end > run->count) end = run->count;
         const int32_t *targets = c ? block->targets : NULL;
         if (targets) {
-            const int32_t to = targets[run->slot + kept_end - 1] / pool->block_size;
+            const int32_t to = targets[run->slot + end - 1] / pool->block_size;
             block = c->order[to];
             *fill = kvc_compaction_fill(c, to);
         } else {
@@ -33,7 +33,7 @@ static kvc_block *find(const kvc_batch *batch, const kvc_sequence *sequence, int
 
 void kvc_find_last_block(const kvc_batch *batch, int32_t g, int32_t s, kvc_scope scope, int32_t *fill) {
     const kvc_batch_sequence *member = &batch->sequences[s];
-    const int is_tight = (scope == KVC_KEPT || batch->cache->is_tight) && !batch->in_several;
+    const int is_tight = (scope == KVC_FIXED || batch->cache->is_tight) && !batch->in_several;
     kvc_pending *pending = kvc_pending_of(batch, g, s);
     pending->last_block = NULL;
     pending->in_last = 0;

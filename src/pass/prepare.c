@@ -2,7 +2,7 @@
 #include "pass/prepare.h"
 
 #include "base/compiler.h"
-#include "pass/kept.h"
+#include "pass/fixed.h"
 #include "pass/last_block.h"
 #include "space/compact.h"
 #include "space/expire.h"
@@ -67,13 +67,13 @@ int64_t kvc_room_in_sequence(const kvc_batch *batch, const kvc_batch_sequence *m
     if (!cache->max_seq_len) return INT64_MAX;
     const int stays_within = kvc_policy_most_rows(&cache->policies[g]) <= cache->max_seq_len;
     if (stays_within && grows(batch, member) && rises(&member->sequence->runs[g])) return INT64_MAX;
-    return cache->max_seq_len - (batch->replaced ? 0 : kvc_count_kept(cache, member->sequence, g));
+    return cache->max_seq_len - (batch->replaced ? 0 : kvc_count_staying(cache, member->sequence, g));
 }
 
 int64_t kvc_most_counted(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
     const kvc_cache *cache = batch->cache;
     if (cache->has_own_capacity || kvc_room_in_sequence(batch, member, g) < INT64_MAX) return INT64_MAX;
-    return cache->max_seq_len - kvc_count_kept(cache, member->sequence, g);
+    return cache->max_seq_len - kvc_count_staying(cache, member->sequence, g);
 }
 
 /* Returns what messages call `num` rows that a group gets of a batch, with their verb. */
@@ -150,8 +150,8 @@ static void count_own(void *context, const kvc_run *part) {
         own->num += part->block->holders[part->slot + i].num == 1;
 }
 
-int32_t kvc_slots_spared(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, const kvc_block *block,
-                         int32_t taken) {
+int32_t kvc_slots_saved(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, const kvc_block *block,
+                        int32_t taken) {
     const kvc_sequence *sequence = member->sequence;
     const kvc_policy *policy = &batch->cache->policies[g];
     const int32_t start = kvc_policy_next_start(policy, sequence->min_query_position),
@@ -193,7 +193,7 @@ static void add_sequence(const kvc_batch *batch, int32_t g, int32_t s, kvc_block
     if (last) {
         const int32_t taken = pending->in_last, end = fill + last->planned;
         add_faulted(pool, last, end - taken, end);
-        rest -= batch->in_several ? kvc_slots_spared(batch, member, g, last, taken) : taken;
+        rest -= batch->in_several ? kvc_slots_saved(batch, member, g, last, taken) : taken;
     }
     for (kvc_block *block; rest > 0 && (block = *next); rest -= block->planned) {
         *next = block->next;
@@ -267,14 +267,14 @@ void kvc_forget_demands(kvc_cache *cache) {
 enum { TOO_MANY_RUNS = INT32_MAX / 2 + 1 }; /* more than a list may have: kvc_runs_prepare fails */
 
 /* The sequence's slots are a stretch for each stretch of consecutive positions, and one more for each further block
- * that it goes on in, and behind the sinks.  The kept slots of a stretch of n slots are at most (n + 1) / 2 runs.
+ * that it goes on in, and behind the sinks.  The staying slots of a stretch of n slots are at most (n + 1) / 2 runs.
  * The commit adds a row for each token, or no more than the policy keeps, where the sequence only grows. */
 int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, int32_t num) {
     const kvc_pending *pending = kvc_pending_of(batch, g, (int32_t)(member - batch->sequences));
     if (member->is_unstored || pending->to == KVC_TO_NOWHERE) return num;
     if (pending->to == KVC_TO_CROSS) return 1;
-    const int64_t kept = kvc_policy_most_rows(&batch->cache->policies[g]),
-                  n = kept < pending->num_tokens && grows(batch, member) ? kept : pending->num_tokens;
+    const int64_t limit = kvc_policy_most_rows(&batch->cache->policies[g]),
+                  n = limit < pending->num_tokens && grows(batch, member) ? limit : pending->num_tokens;
     int64_t most = num + (n + member->num_stretches + n / batch->cache->pools[g].block_size + 3) / 2;
     if (kvc_policy_expires(&batch->cache->policies[g]))
         most += kvc_most_cuts(batch->cache, member->sequence, g, member->num_stretches);
@@ -325,7 +325,7 @@ static kvc_status prepare_lists(const kvc_batch *batch, kvc_sequence *sequence) 
 static int64_t other_bytes_after(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced + cache->row_buffer_bytes;
-    bytes -= batch->scope == KVC_KEPT ? kvc_evictable_bytes(cache) : kvc_victim_bytes(cache);
+    bytes -= batch->scope == KVC_FIXED ? kvc_evictable_bytes(cache) : kvc_victim_bytes(cache);
     if (batch->num_buffered)
         bytes += (int64_t)(kvc_row_buffer_bytes(cache, batch->num_buffered) +
                            kvc_row_buffer_header_bytes(batch->num_buffered));
@@ -349,7 +349,7 @@ int64_t kvc_bytes_after(const kvc_batch *batch) {
 static int64_t least_bytes_after(const kvc_batch *batch) {
     const kvc_cache *cache = batch->cache;
     int64_t bytes = other_bytes_after(batch);
-    if (cache->spare) bytes -= kvc_sequence_bytes(cache->spare);
+    if (cache->reserved) bytes -= kvc_sequence_bytes(cache->reserved);
     for (int32_t g = 0; g < cache->num_groups; g++) {
         const kvc_pool *pool = &cache->pools[g];
         bytes += pool->demand.least_bytes - pool->num_blocks * kvc_pool_header_bytes(pool);
@@ -404,7 +404,7 @@ static int64_t most_lists_saved(const kvc_batch *batch) {
     for (int32_t g = 0; g < cache->num_groups; g++) {
         for (int32_t s = 0; s < batch->num_sequences; s++) {
             const kvc_sequence *sequence = batch->sequences[s].sequence;
-            const int64_t rows = kvc_count_kept(cache, sequence, g), size = cache->pools[g].block_size,
+            const int64_t rows = kvc_count_staying(cache, sequence, g), size = cache->pools[g].block_size,
                           joined = sequence->runs[g].num - (rows + size - 1) / size;
             num += 2 + (joined > 0 ? joined : 0);
         }
@@ -418,8 +418,8 @@ static int may_compact(const kvc_batch *batch, int64_t bytes) {
     enum { PART = 8 };
     const kvc_cache *cache = batch->cache;
     int64_t all = 0, least = 0;
-    if (batch->scope == KVC_KEPT) return 1;
-    kvc_add_kept_bytes(batch, KVC_NOW, &all, &least);
+    if (batch->scope == KVC_FIXED) return 1;
+    kvc_add_fixed_bytes(batch, KVC_NOW, &all, &least);
     const int64_t saved = all - least + most_lists_saved(batch);
     if (bytes - saved > cache->max_bytes) return 0;
     return cache->is_tight || !cache->evictable.num || saved >= all / PART;
@@ -440,20 +440,20 @@ static kvc_status fit_bytes(const kvc_batch *batch, int first, int last, int64_t
     return KVC_ERR_FULL;
 }
 
-kvc_status kvc_kept_begin(const kvc_batch *batch, kvc_scope scope, kvc_kept *kept) {
+kvc_status kvc_fixed_begin(const kvc_batch *batch, kvc_scope scope, kvc_fixed *fixed) {
     kvc_cache *cache = batch->cache;
     kvc_status status = KVC_OK;
     forget_needs(batch); /* a planned compaction counts what may be evicted */
-    *kept = (kvc_kept){scope, scope == KVC_KEPT ? kvc_evictable_bytes(cache) : 0, most_lists_saved(batch)};
+    *fixed = (kvc_fixed){scope, scope == KVC_FIXED ? kvc_evictable_bytes(cache) : 0, most_lists_saved(batch)};
     for (kvc_sequence *s = cache->changed; status == KVC_OK && s; s = s->next_changed)
         if (!s->in_batch) status = prepare_lists(batch, s);
     return status;
 }
 
-void kvc_kept_bytes(const kvc_batch *batch, const kvc_kept *kept, int64_t *bytes, int64_t *least) {
+void kvc_fixed_bytes(const kvc_batch *batch, const kvc_fixed *fixed, int64_t *bytes, int64_t *least) {
     kvc_cache *cache = batch->cache;
-    *bytes = cache->row_buffer_bytes - kept->evictable_bytes;
-    const int is_scattered = kvc_add_kept_bytes(batch, kept->scope, bytes, least);
+    *bytes = cache->row_buffer_bytes - fixed->evictable_bytes;
+    const int is_scattered = kvc_add_fixed_bytes(batch, fixed->scope, bytes, least);
     int64_t num_runs = 0; /* that lists of the batch's sequences have room for, less what they have now */
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         kvc_sequence *sequence = batch->sequences[s].sequence;
@@ -463,23 +463,23 @@ void kvc_kept_bytes(const kvc_batch *batch, const kvc_kept *kept, int64_t *bytes
         }
     }
     int64_t others = cache->memory.bookkeeping - cache->memory.replaced + num_runs * (int64_t)sizeof(kvc_run);
-    if (cache->spare) others -= kvc_sequence_bytes(cache->spare);
+    if (cache->reserved) others -= kvc_sequence_bytes(cache->reserved);
     for (int32_t g = 0; g < cache->num_groups; g++)
         others -= cache->pools[g].num_blocks * kvc_pool_header_bytes(&cache->pools[g]);
     *bytes += others;
-    *least = is_scattered ? *least + others - kept->lists_saved : *bytes;
+    *least = is_scattered ? *least + others - fixed->lists_saved : *bytes;
 }
 
 kvc_status kvc_fit_compacted(kvc_batch *batch, int is_planned, int64_t *bytes) {
-    batch->scope = KVC_KEPT;
+    batch->scope = KVC_FIXED;
     const int compacts = is_planned ? COMPACT_AGAIN : COMPACT_ALL;
     const kvc_status status = fit_bytes(batch, compacts, compacts, bytes);
     batch->scope = KVC_NOW;
     return status;
 }
 
-kvc_status kvc_fit_kept(kvc_batch *batch, int64_t *bytes) {
-    batch->scope = KVC_KEPT;
+kvc_status kvc_fits_beside_fixed(kvc_batch *batch, int64_t *bytes) {
+    batch->scope = KVC_FIXED;
     const kvc_status status = fit_bytes(batch, COMPACT_SCATTERED, COMPACT_ALL, bytes);
     batch->scope = KVC_NOW;
     forget_needs(batch);
@@ -488,20 +488,20 @@ kvc_status kvc_fit_kept(kvc_batch *batch, int64_t *bytes) {
 
 /* Returns KVC_ERR_FULL if the batch does not fit even once everything evictable is evicted.  *bytes becomes the fewest
  * bytes that the cache would have then.  Only where compactions or exact lists decide, finds out what they save. */
-static kvc_status check_kept(kvc_batch *batch, int64_t *bytes) {
+static kvc_status check_fixed(kvc_batch *batch, int64_t *bytes) {
     kvc_cache *cache = batch->cache;
-    kvc_kept kept;
+    kvc_fixed fixed;
     int64_t all = (int64_t)cache->size + cache->row_buffer_bytes;
     if (!cache->max_bytes) return KVC_OK;
-    KVC_TRY(kvc_kept_begin(batch, KVC_KEPT, &kept));
-    kvc_add_kept_bytes(batch, KVC_KEPT, &all, bytes);
+    KVC_TRY(kvc_fixed_begin(batch, KVC_FIXED, &fixed));
+    kvc_add_fixed_bytes(batch, KVC_FIXED, &all, bytes);
     if (*bytes > cache->max_bytes) return KVC_ERR_FULL;
-    kvc_kept_bytes(batch, &kept, &all, bytes);
+    kvc_fixed_bytes(batch, &fixed, &all, bytes);
     if (all <= cache->max_bytes) return KVC_OK;
     forget_needs(batch);
     KVC_TRY(kvc_tighten(cache));
-    const kvc_status status = kvc_fit_kept(batch, bytes);
-    kvc_spare_victims(cache);
+    const kvc_status status = kvc_fits_beside_fixed(batch, bytes);
+    kvc_let_victims_stay(cache);
     return status;
 }
 
@@ -512,8 +512,8 @@ static kvc_status fits(const kvc_need *need) {
     int64_t bytes = 0;
     for (int32_t g = 0; cache->capacity && g < cache->num_token_groups; g++)
         if (kvc_takes_rows(batch, g)) KVC_TRY(check_capacity(need, g));
-    const kvc_status status =
-        need->scope == KVC_KEPT ? check_kept(batch, &bytes) : fit_bytes(batch, COMPACT_SCATTERED, COMPACT_ALL, &bytes);
+    const kvc_status status = need->scope == KVC_FIXED ? check_fixed(batch, &bytes)
+                                                       : fit_bytes(batch, COMPACT_SCATTERED, COMPACT_ALL, &bytes);
     if (status != KVC_ERR_FULL) return status;
     cache->lacks_bytes = 1;
     return kvc_fail(
@@ -566,13 +566,13 @@ kvc_status kvc_prepare(kvc_batch *batch) {
 
 void kvc_discard_batch(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
-    kvc_spare_victims(cache);
+    kvc_let_victims_stay(cache);
     forget_needs(batch);
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         kvc_sequence *sequence = batch->sequences[s].sequence;
         sequence->in_batch = 0;
-        if (sequence == batch->spare)
-            kvc_cache_spare(cache, sequence);
+        if (sequence == batch->reserved)
+            kvc_cache_set_aside(cache, sequence);
         else
             kvc_cache_forget_blank(cache, sequence);
     }

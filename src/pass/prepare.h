@@ -38,30 +38,30 @@ kvc_status kvc_fit(kvc_batch *batch);
 /* Returns KVC_ERR_FULL, without a message, unless the batch fits into max_bytes once everything evictable is evicted.
  * *bytes becomes the bytes that it would make the cache then.  Takes no time for what is evicted.  The cache is tight
  * (kvc_tighten).  If this does not fit, nor the cache as it is, a batch is refused. */
-kvc_status kvc_fit_kept(kvc_batch *batch, int64_t *bytes);
+kvc_status kvc_fits_beside_fixed(kvc_batch *batch, int64_t *bytes);
 
 /* Does so with compactions of all groups, and leaves them planned.  is_planned: the last call has planned them, and
  * only the batch's number of tokens has changed since. */
 kvc_status kvc_fit_compacted(kvc_batch *batch, int is_planned, int64_t *bytes);
 
-/* What kvc_kept_bytes need not count again for another number of tokens. */
-typedef struct kvc_kept {
+/* What kvc_fixed_bytes need not count again for another number of tokens. */
+typedef struct kvc_fixed {
     kvc_scope scope;         /* KVC_NOW: nothing is evicted */
     int64_t evictable_bytes; /* of bookkeeping */
     int64_t lists_saved;     /* the most bytes that compactions save in lists of runs */
-} kvc_kept;
+} kvc_fixed;
 
 /* Begins asking a batch what it needs once everything evictable is evicted, or, in KVC_NOW, beside it.  The cache may
- * be tight, as kvc_tighten makes it.  kvc_kept_bytes sets *bytes to what the cache has then without compactions, and
- * *least to the fewest bytes that these may leave.  kvc_kept_begin can fail with KVC_ERR_NOMEM. */
-kvc_status kvc_kept_begin(const kvc_batch *batch, kvc_scope scope, kvc_kept *kept);
-void kvc_kept_bytes(const kvc_batch *batch, const kvc_kept *kept, int64_t *bytes, int64_t *least);
+ * be tight, as kvc_tighten makes it.  kvc_fixed_bytes sets *bytes to what the cache has then without compactions, and
+ * *least to the fewest bytes that these may leave.  kvc_fixed_begin can fail with KVC_ERR_NOMEM. */
+kvc_status kvc_fixed_begin(const kvc_batch *batch, kvc_scope scope, kvc_fixed *fixed);
+void kvc_fixed_bytes(const kvc_batch *batch, const kvc_fixed *fixed, int64_t *bytes, int64_t *least);
 
 /* Returns kvc_nbytes after a batch that fits has begun, if no free memory is given back before. */
 int64_t kvc_bytes_after(const kvc_batch *batch);
 
 /* Returns the most runs that the list of a sequence in group g, which has `num` now, has once the batch is committed,
- * whichever of its tokens are kept. */
+ * whichever of its tokens are committed. */
 int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, int32_t num);
 
 /* Sets the demand of all groups to zero. */
@@ -70,13 +70,14 @@ void kvc_forget_demands(kvc_cache *cache);
 /* Tokens may arrive in several batches, and one of these may expire everything before it and continue in a new
  * block.  Returns how many of the `taken` slots behind a sequence's last row, in `block`, are used even then.  If
  * others keep the block from being free then, the tokens from there on go to another one. */
-int32_t kvc_slots_spared(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, const kvc_block *block,
-                         int32_t taken);
+int32_t kvc_slots_saved(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, const kvc_block *block,
+                        int32_t taken);
 
 /* Does everything that can fail.  After a failure, call kvc_discard_batch. */
 kvc_status kvc_prepare(kvc_batch *batch);
 
-/* Undoes what was prepared, except blocks, spares victims, removes sequences that the batch added, and frees the batch.
+/* Undoes what was prepared, except blocks, lets victims stay, removes sequences that the batch added, and frees the
+ * batch.
  */
 void kvc_discard_batch(kvc_batch *batch);
 

@@ -29,7 +29,7 @@ static int64_t most_tokens(int64_t num_rows, int64_t next, int64_t stride) {
 /* Returns KVC_ERR_INVALID or KVC_ERR_GONE where a batch of the sequence's next token would be refused so. */
 static kvc_status check_next(const kvc_cache *cache, int64_t seq_id) {
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
-    KVC_TRY(kvc_check_not_retained(sequence));
+    KVC_TRY(kvc_check_not_kept(sequence));
     const int32_t next = sequence ? kvc_sequence_next(sequence) : 0;
     return sequence && kvc_cache_misses(cache, sequence, next) ? kvc_fail_gone(cache, sequence, next) : KVC_OK;
 }
@@ -58,8 +58,8 @@ static void set_several(kvc_batch *batch) {
     int64_t num = 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const int64_t most = kvc_policy_most_rows(&cache->policies[g]), size = cache->pools[g].block_size;
-        const int64_t kept = most < batch->num_tokens ? most : batch->num_tokens;
-        const int64_t runs = batch->sequences->sequence->runs[g].num + 2 * (kept / size + 3);
+        const int64_t stored = most < batch->num_tokens ? most : batch->num_tokens;
+        const int64_t runs = batch->sequences->sequence->runs[g].num + 2 * (stored / size + 3);
         if (kvc_policy_expires(&cache->policies[g]) && 2 * runs > num) num = 2 * runs; /* a stretch is half a run */
     }
     num += 1 + MORE_STRETCHES;
@@ -90,7 +90,7 @@ static void fault_slots(const kvc_batch *batch, int32_t g) {
         const int32_t taken = rest < pool->block_size - fill ? rest : pool->block_size - fill;
         if (taken) kvc_pool_fault(pool, block, fill + taken);
         const int may_move = taken && block == last && batch->in_several;
-        rest -= may_move ? kvc_slots_spared(batch, batch->sequences, g, block, taken) : taken;
+        rest -= may_move ? kvc_slots_saved(batch, batch->sequences, g, block, taken) : taken;
         block = next;
         if (next) next = next->next;
     }
@@ -125,7 +125,7 @@ static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) 
         cache->pools[g].num_loose = 0;
     }
     sequence->in_batch = 0;
-    if (kvc_sequence_is_blank(sequence) && !sequence->follower) kvc_cache_spare(cache, sequence);
+    if (kvc_sequence_is_blank(sequence) && !sequence->follower) kvc_cache_set_aside(cache, sequence);
     kvc_scratch_give(cache, batch, batch->size);
     return KVC_OK;
 }
@@ -155,7 +155,7 @@ static int64_t count_room(kvc_batch *batch) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_pool *pool = &cache->pools[g];
         if (cache->capacity) {
-            const int64_t rows = cache->capacity - kvc_live_after(&need, g, KVC_KEPT),
+            const int64_t rows = cache->capacity - kvc_live_after(&need, g, KVC_FIXED),
                           in_group = most_tokens(rows, next, pool->stride);
             if (in_group < room && rows < kvc_most_counted(batch, member, g)) room = in_group;
         }
@@ -180,26 +180,26 @@ typedef enum trial {
     AS_A_BATCH
 } trial;
 
-static kvc_status try_probe(kvc_batch *batch, int64_t num_tokens, trial trial, const kvc_kept *kept) {
+static kvc_status try_probe(kvc_batch *batch, int64_t num_tokens, trial trial, const kvc_fixed *fixed) {
     int64_t bytes, least;
     set_probe(batch, (int32_t)num_tokens);
     if (trial <= AT_MOST) {
-        kvc_kept_bytes(batch, kept, &bytes, &least);
+        kvc_fixed_bytes(batch, fixed, &bytes, &least);
         return (trial == AT_MOST ? least : bytes) <= batch->cache->max_bytes ? KVC_OK : KVC_ERR_FULL;
     }
     if (trial == WITH_ALL) return kvc_fit_compacted(batch, 1, &bytes);
-    if (trial == WITH_SOME) return kvc_fit_kept(batch, &bytes);
+    if (trial == WITH_SOME) return kvc_fits_beside_fixed(batch, &bytes);
     const kvc_status status = kvc_fit(batch);
-    kvc_spare_victims(batch->cache);
+    kvc_let_victims_stay(batch->cache);
     return status;
 }
 
 /* Raises *room, a number of tokens that fits, to at most `most`: one more does not fit then.  It tries `next` first,
  * then numbers further and further away, and the middle once it knows one on either side. */
 static kvc_status find_most(kvc_batch *batch, int64_t *room, int64_t most, int64_t next, trial trial,
-                            const kvc_kept *kept) {
+                            const kvc_fixed *fixed) {
     for (int64_t step = 1; *room < most; step *= 2) {
-        const kvc_status status = try_probe(batch, next, trial, kept);
+        const kvc_status status = try_probe(batch, next, trial, fixed);
         if (status != KVC_OK && status != KVC_ERR_FULL) return status;
         if (status == KVC_OK)
             *room = next;
@@ -212,12 +212,12 @@ static kvc_status find_most(kvc_batch *batch, int64_t *room, int64_t most, int64
 }
 
 /* Returns about how many tokens fit as they lie, between 1 and `most`: bytes grow with tokens. */
-static int64_t guess_room(kvc_batch *batch, int64_t most, const kvc_kept *kept) {
+static int64_t guess_room(kvc_batch *batch, int64_t most, const kvc_fixed *fixed) {
     int64_t one, all, least;
     set_probe(batch, 1);
-    kvc_kept_bytes(batch, kept, &one, &least);
+    kvc_fixed_bytes(batch, fixed, &one, &least);
     set_probe(batch, (int32_t)most);
-    kvc_kept_bytes(batch, kept, &all, &least);
+    kvc_fixed_bytes(batch, fixed, &all, &least);
     const double rest = (double)(batch->cache->max_bytes - one) / (double)(all - one);
     return all <= batch->cache->max_bytes || rest >= 1 ? most
            : rest <= 0                                 ? 1
@@ -238,19 +238,19 @@ static kvc_status find_compacted_room(kvc_batch *batch, int64_t bound, int64_t *
  * fits for a batch, too.  If one token more does not, a batch takes it only if it evicts nothing. */
 static kvc_status find_room_in_bytes(kvc_batch *batch, int64_t most, int64_t *room) {
     int64_t bound, bytes, least = 0;
-    kvc_kept kept;
+    kvc_fixed fixed;
     *room = 0;
     kvc_status status = kvc_tighten(batch->cache);
-    if (status == KVC_OK) status = kvc_kept_begin(batch, KVC_KEPT, &kept);
+    if (status == KVC_OK) status = kvc_fixed_begin(batch, KVC_FIXED, &fixed);
     if (status == KVC_OK && most)
-        status = find_most(batch, room, most, guess_room(batch, most, &kept), AS_THEY_LIE, &kept);
+        status = find_most(batch, room, most, guess_room(batch, most, &fixed), AS_THEY_LIE, &fixed);
     bound = *room;
-    if (status == KVC_OK) status = find_most(batch, &bound, most, *room + 1, AT_MOST, &kept);
+    if (status == KVC_OK) status = find_most(batch, &bound, most, *room + 1, AT_MOST, &fixed);
     if (status == KVC_OK && bound > *room) status = find_compacted_room(batch, bound, room);
     set_probe(batch, (int32_t)*room + 1);
-    if (status == KVC_OK) status = kvc_kept_begin(batch, KVC_NOW, &kept);
-    if (status == KVC_OK) kvc_kept_bytes(batch, &kept, &bytes, &least);
-    kvc_spare_victims(batch->cache);
+    if (status == KVC_OK) status = kvc_fixed_begin(batch, KVC_NOW, &fixed);
+    if (status == KVC_OK) kvc_fixed_bytes(batch, &fixed, &bytes, &least);
+    kvc_let_victims_stay(batch->cache);
     if (status != KVC_OK || *room == most || least > batch->cache->max_bytes) return status;
     return find_most(batch, room, most, *room + 1, AS_A_BATCH, NULL);
 }

@@ -4,7 +4,7 @@
 #include "base/dtype.h"
 #include "cache/check.h"
 #include "cache/waiting.h"
-#include "edit/retain.h"
+#include "edit/kept.h"
 #include "prefix/fetch.h"
 #include "read/read.h"
 #include "space/evict.h"
@@ -352,7 +352,7 @@ static int brings_more(const arrival *a, const kvc_node *parent) {
 
 /* Makes the sequence that gets the rows. */
 static kvc_status make_room(kvc_cache *cache, const arrival *a) {
-    KVC_TRY(kvc_retain_unwritten(cache, a->id, a->begin, a->end, a->payload, a->fetch->before));
+    KVC_TRY(kvc_make_kept_unwritten(cache, a->id, a->begin, a->end, a->payload, a->fetch->before));
     kvc_table_find(&cache->sequences, a->id)->origin.num_forgets = 0; /* a payload does not say how old it is */
     return KVC_OK;
 }

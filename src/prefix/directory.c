@@ -18,7 +18,7 @@ enum {
     KEY = 2 * KVC_NAME_BYTES, /* a name in hexadecimal digits, the key of Python's mapping */
     HEADER = 20 + KEY,        /* MAGIC, the bytes of the key in 4 bytes and those of the value in 8, and the key */
     NAME = 48,                /* room for a file's name */
-    SPARE = 16                /* an eviction makes room for 1/16 of the limit more than is needed */
+    EXTRA = 16                /* an eviction makes room for 1/16 of the limit more than is needed */
 };
 static const int64_t LOCK_WAIT = 10000000000;      /* nanoseconds */
 static const int64_t MOST_SIZE = INT64_C(1) << 42; /* bytes, more than any value has */
@@ -182,7 +182,7 @@ static kvc_status evict(const directory *d, kvc_folder folder, int64_t size, int
     value_files all;
     const kvc_status status = list_files(d, folder, &all);
     if (status == KVC_OK) {
-        const int64_t most = d->max_bytes - d->max_bytes / SPARE - size;
+        const int64_t most = d->max_bytes - d->max_bytes / EXTRA - size;
         *total = all.size;
         if (all.num) qsort(all.files, all.num, sizeof *all.files, is_used_later);
         for (size_t i = 0; i < all.num && *total > (most < 0 ? 0 : most) && all.size + size > d->max_bytes; i++)

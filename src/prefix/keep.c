@@ -8,7 +8,7 @@
 static kvc_status find_to_keep(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *tokens, kvc_sequence **found) {
     kvc_sequence *sequence = *found = kvc_cache_find(prefix->cache, seq_id);
     KVC_TRY(kvc_check_idle(sequence));
-    KVC_TRY(kvc_check_not_retained(sequence));
+    KVC_TRY(kvc_check_not_kept(sequence));
     if (!sequence) return KVC_OK;
     const int32_t num_exact = kvc_sequence_num_exact(sequence);
     if (tokens->num_tokens > num_exact) tokens->num_tokens = num_exact;

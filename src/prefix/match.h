@@ -10,7 +10,7 @@
 #ifndef KVC_MATCH_H
 #define KVC_MATCH_H
 
-#include "edit/retain.h"
+#include "edit/kept.h"
 #include "prefix/prefix.h"
 
 /* The known tokens of a prompt. */

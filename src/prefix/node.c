@@ -38,7 +38,7 @@ static void protect(kvc_tree *tree, kvc_node *node) {
 /* Lets the first of those within the quota be evicted. */
 static void unprotect_first(kvc_tree *tree) {
     kvc_node *node = tree->first_protected;
-    kvc_cache_retain(tree->cache, node->rows);
+    kvc_cache_keep(tree->cache, node->rows);
     node->is_protected = 0;
     tree->protected_tokens -= kvc_node_size(node);
     tree->first_protected = used_next(node);
@@ -68,7 +68,7 @@ void kvc_node_enter(kvc_node *node, int64_t used) {
     sort_unpinned(node);
     if (tree->is_indexed && kvc_node_is_full(node)) kvc_index_add(&tree->index, node);
     if (!is_within_quota(tree, node)) {
-        kvc_cache_retain(tree->cache, node->rows);
+        kvc_cache_keep(tree->cache, node->rows);
         return;
     }
     protect(tree, node);

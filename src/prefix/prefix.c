@@ -7,7 +7,7 @@
 #include "cache/check.h"
 #include "cache/origin.h"
 #include "cache/waiting.h"
-#include "edit/retain.h"
+#include "edit/kept.h"
 #include "prefix/reuse.h"
 #include "space/evict.h"
 

@@ -139,7 +139,7 @@ kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32
         .follower = {ended, plan_leave, leave, may_leave, NULL, begun_anew},
         .num_bytes = size,
         .prefix = prefix,
-        .retained_to = begin,
+        .kept_to = begin,
         .known_to = begin + prompt.num,
         .begin = begin,
         .first = {ids, digests, 1},
@@ -170,7 +170,7 @@ void kvc_session_begin(kvc_session *session, kvc_sequence *sequence, kvc_node *l
 
 void kvc_session_roll_back(kvc_session *session, int32_t position) {
     const int32_t full = position / block_size(session) * block_size(session);
-    if (session->retained_to > full) session->retained_to = full;
+    if (session->kept_to > full) session->kept_to = full;
     if (session->known_to > full) session->known_to = full;
     kvc_node *last = full ? session->last : &session->last->tree->root;
     while (last->end > full) last = last->parent;
@@ -208,7 +208,7 @@ static kvc_node *add_now(kvc_node *parent, kvc_node *node, const kvc_token_span 
 
 /* Keeps the next block of a sequence; returns 0 if that cannot be now. */
 static int keep_next(kvc_session *session) {
-    const int32_t begin = session->retained_to, end = begin + block_size(session);
+    const int32_t begin = session->kept_to, end = begin + block_size(session);
     const int is_known = session->last->end == begin && end <= session->known_to;
     kvc_token_span tokens = {0};
     kvc_node *node = NULL;
@@ -226,7 +226,7 @@ static int keep_next(kvc_session *session) {
         if (is_known && !node) return 0;
     }
     if (is_known) set_last(session, node);
-    session->retained_to = end;
+    session->kept_to = end;
     return 1;
 }
 
@@ -234,7 +234,7 @@ static int keep_next(kvc_session *session) {
 static void fill(kvc_session *session, int32_t end, int32_t exact_to) {
     const kvc_node *before = session->last;
     if (end > exact_to) end = exact_to;
-    while (session->retained_to <= end - block_size(session) && keep_next(session)) continue;
+    while (session->kept_to <= end - block_size(session) && keep_next(session)) continue;
     if (session->last != before) kvc_node_touch(session->last);
 }
 
@@ -250,7 +250,7 @@ static range range_of(const kvc_batch *batch, const kvc_batch_sequence *member) 
     for (int32_t i = 0; i < member->num_tokens; i++) {
         const int32_t position = batch->positions[token[i]];
         r.begin = kvc_lower(r.begin, position);
-        if (!batch->kept[token[i]])
+        if (!batch->committed[token[i]])
             r.dropped = kvc_lower(r.dropped, position);
         else if (position >= r.end)
             r.end = position + 1;
@@ -273,7 +273,7 @@ void kvc_sessions_fill(const kvc_batch *batch) {
         const range r = range_of(batch, member);
         kvc_tree_date(session->prefix->tree);
         drop_state(session);
-        const int is_other = batch->replaced || r.begin < session->retained_to;
+        const int is_other = batch->replaced || r.begin < session->kept_to;
         note_edits(session, member->is_unstored ? 0 : is_other ? r.begin : r.dropped);
         if (member->is_unstored || batch->replaced || kvc_session_is_forgotten(session->prefix, member->sequence) ||
             kvc_tree_is_forgetting(session->prefix->tree, session->first))

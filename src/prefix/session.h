@@ -14,7 +14,7 @@ typedef struct kvc_session {
     struct kvc_prefix *prefix;
     kvc_sequence *sequence;
     kvc_node *last;                 /* the last block of the tree that is known to be one of the sequence's */
-    int32_t retained_to;            /* position up to which its blocks are in the tree, or in `pending` */
+    int32_t kept_to;                /* position up to which its blocks are in the tree, or in `pending` */
     int32_t known_to;               /* position up to which `prompt` has the tokens of its blocks */
     kvc_node *pending;              /* list of its blocks whose tokens are not known yet, the last ones first */
     kvc_checkpoint *state;          /* of the model behind what was matched, until tokens are fed; NULL: none */

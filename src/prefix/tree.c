@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "cache/origin.h"
-#include "edit/retain.h"
+#include "edit/kept.h"
 
 /* ---- children ---------------------------------------------------------------------------------------------------- */
 
@@ -317,7 +317,7 @@ kvc_status kvc_node_new(kvc_tree *tree, const kvc_sequence *src, int32_t begin, 
     *made = NULL;
     if (!node) return KVC_ERR_NOMEM;
     const kvc_status status =
-        kvc_retain(tree->cache, src, tree->cache->next_hidden_id++, begin, end, &node->follower, &node->rows);
+        kvc_make_kept(tree->cache, src, tree->cache->next_hidden_id++, begin, end, &node->follower, &node->rows);
     if (!node->rows) {
         free_node(node);
         return status;

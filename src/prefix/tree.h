@@ -1,6 +1,6 @@
 /* tree.h: the blocks that a prefix keeps, as a tree.  A node is a block of tokens behind its parent's tokens.
  *
- * A node's rows are a hidden retained sequence, which may be evicted at any time.  A node without rows stays while
+ * A node's rows are a hidden kept sequence, which may be evicted at any time.  A node without rows stays while
  * others build on it, or somebody uses it: once its tokens are computed again, prompts find those behind it, too.
  *
  * All functions are called with the mutex held.

@@ -46,7 +46,7 @@ double kvc_utilization(kvc_cache *cache) {
 void kvc_get_stats(kvc_cache *cache, kvc_stats *out, size_t size) {
     kvc_lock(cache);
     kvc_stats stats = cache->stats;
-    stats.retained = cache->num_retained;
+    stats.retained = cache->num_kept;
     for (int32_t g = 0; g < cache->num_groups; g++) {
         const kvc_pool *pool = &cache->pools[g];
         stats.blocks_opened += pool->opened;

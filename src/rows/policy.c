@@ -46,7 +46,7 @@ kvc_status kvc_policy_check(const kvc_policy *policy, int32_t layer) {
 }
 
 /* Returns the number of latest positions that a sliding window keeps. */
-static int32_t window_kept(const kvc_policy *policy) {
+static int32_t window_rows(const kvc_policy *policy) {
     return policy->resume_window ? policy->resume_window : policy->window;
 }
 
@@ -54,7 +54,7 @@ int kvc_policy_equal(const kvc_policy *a, const kvc_policy *b) {
     if (a->kind != b->kind) return 0;
     switch (a->kind) {
     case KVC_SLIDING:
-        return a->window == b->window && a->num_sink_tokens == b->num_sink_tokens && window_kept(a) == window_kept(b);
+        return a->window == b->window && a->num_sink_tokens == b->num_sink_tokens && window_rows(a) == window_rows(b);
     case KVC_CHUNKED: return a->attention_chunk_size == b->attention_chunk_size && a->resume_window == b->resume_window;
     case KVC_CROSS: return a->max_len == b->max_len;
     case KVC_FULL: return kvc_policy_stride(a) == kvc_policy_stride(b);
@@ -68,7 +68,7 @@ int kvc_policy_expires(const kvc_policy *policy) { return policy->kind == KVC_SL
 
 int64_t kvc_policy_most_rows(const kvc_policy *policy) {
     switch (policy->kind) {
-    case KVC_SLIDING: return (int64_t)window_kept(policy) + policy->num_sink_tokens;
+    case KVC_SLIDING: return (int64_t)window_rows(policy) + policy->num_sink_tokens;
     case KVC_CHUNKED: return (int64_t)policy->attention_chunk_size + policy->resume_window;
     default: return INT64_MAX;
     }
@@ -87,7 +87,7 @@ int32_t kvc_policy_lowest(const kvc_policy *policy, int32_t position) {
 
 kvc_interval kvc_policy_expired(const kvc_policy *policy, int32_t min_query_position) {
     switch (policy->kind) {
-    case KVC_SLIDING: return (kvc_interval){policy->num_sink_tokens, first_of(window_kept(policy), min_query_position)};
+    case KVC_SLIDING: return (kvc_interval){policy->num_sink_tokens, first_of(window_rows(policy), min_query_position)};
     case KVC_CHUNKED: {
         const int32_t lowest = kvc_policy_lowest(policy, min_query_position);
         return (kvc_interval){0, lowest > policy->resume_window ? lowest - policy->resume_window : 0};
@@ -97,7 +97,7 @@ kvc_interval kvc_policy_expired(const kvc_policy *policy, int32_t min_query_posi
 }
 
 int32_t kvc_policy_next_start(const kvc_policy *policy, int32_t min_query_position) {
-    if (policy->kind == KVC_SLIDING && window_kept(policy) == 1 && !policy->num_sink_tokens)
+    if (policy->kind == KVC_SLIDING && window_rows(policy) == 1 && !policy->num_sink_tokens)
         return min_query_position + 1;
     if (policy->kind != KVC_CHUNKED || policy->resume_window) return INT32_MAX;
     const int64_t next = (int64_t)kvc_policy_lowest(policy, min_query_position) + policy->attention_chunk_size;

@@ -22,7 +22,7 @@ int kvc_policy_expires(const kvc_policy *policy);
 /* Returns the first position that a query at `position` sees, sinks aside. */
 int32_t kvc_policy_lowest(const kvc_policy *policy, int32_t position);
 
-/* Returns the positions that are not kept when no query will come below position `min_query_position`. */
+/* Returns the positions that expire when no query will come below position `min_query_position`. */
 kvc_interval kvc_policy_expired(const kvc_policy *policy, int32_t min_query_position);
 
 /* Returns the first position above `min_query_position` of which a query, as the first of a batch, lets go of all rows

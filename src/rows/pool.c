@@ -124,9 +124,9 @@ kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count, int32_t *reserved) {
     return status;
 }
 
-int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count) {
-    if (kept >= pool->num_free) return 0;
-    kvc_block **first = list_end(pool, kept);
+int32_t kvc_pool_shrink(kvc_pool *pool, int32_t num_left, int32_t count) {
+    if (num_left >= pool->num_free) return 0;
+    kvc_block **first = list_end(pool, num_left);
     int32_t done = 0;
     while (done < count && *first) {
         kvc_block *block = *first;
@@ -149,8 +149,8 @@ int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count) {
 int32_t kvc_pool_surplus(const kvc_pool *pool, int64_t num_sequences) {
     if (!pool->num_loose) return 0;
     const int64_t size = pool->block_size, unused = (pool->num_blocks - pool->num_free) * size - pool->live;
-    const int64_t kept = 2 * num_sequences - (unused + size - 1) / size;
-    const int64_t surplus = pool->num_free - (kept > pool->last_taken ? kept : pool->last_taken);
+    const int64_t needed = 2 * num_sequences - (unused + size - 1) / size;
+    const int64_t surplus = pool->num_free - (needed > pool->last_taken ? needed : pool->last_taken);
     return (int32_t)(surplus > pool->num_loose ? pool->num_loose : surplus > 0 ? surplus : 0);
 }
 
@@ -431,12 +431,12 @@ int kvc_pool_frees(const kvc_block *block, int32_t slot, int32_t count) {
 }
 
 void kvc_pool_hold(kvc_block *block, int32_t slot, int32_t count) {
-    int32_t kept = 0;
+    int32_t num = 0;
     for (kvc_holders *at = block->holders + slot; at < block->holders + slot + count; at++) {
-        kept += is_evictable(at);
+        num += is_evictable(at);
         at->num++;
     }
-    add_evictable(block, -kept);
+    add_evictable(block, -num);
 }
 
 void kvc_pool_mark_evictable(kvc_block *block, int32_t slot, int32_t count, int32_t add) {

@@ -21,8 +21,8 @@ typedef struct kvc_holders {
 /* Where an evictable sequence stands in a group: cache/useful.h. */
 typedef struct kvc_standing kvc_standing;
 
-/* A block as it is, or as it would be without the sequences that may be evicted. */
-typedef enum kvc_scope { KVC_NOW, KVC_KEPT, KVC_NUM_SCOPES } kvc_scope;
+/* A block as it is, or with its fixed rows alone: as it would be without the sequences that may be evicted. */
+typedef enum kvc_scope { KVC_NOW, KVC_FIXED, KVC_NUM_SCOPES } kvc_scope;
 
 /* How much of a block is in use in a scope. */
 typedef struct kvc_use {
@@ -229,7 +229,7 @@ void kvc_tally_add(const kvc_pool *pool, kvc_tally *tally, kvc_use use, int64_t 
 
 /* Takes one holder of each slot out of the counts of a scope, until kvc_pool_undo_try_drop, to see what dropping it
  * would free.  Adds the number of slots without a holder to *slots, and returns whether the block would become free. In
- * KVC_KEPT, only holders that may not be evicted are tried. */
+ * KVC_FIXED, only holders that may not be evicted are tried. */
 int kvc_pool_try_drop(kvc_block *block, kvc_scope scope, int32_t slot, int32_t count, int64_t *slots);
 void kvc_pool_undo_try_drop(kvc_block *block, kvc_scope scope, int32_t slot, int32_t count);
 
@@ -276,8 +276,8 @@ int64_t kvc_pool_header_bytes(const kvc_pool *pool);
 /* Returns the bytes of the rows in one slot. */
 int64_t kvc_pool_slot_bytes(const kvc_pool *pool);
 
-/* Frees at most `count` free blocks, but not the next `kept` to be used; returns the number freed. */
-int32_t kvc_pool_shrink(kvc_pool *pool, int32_t kept, int32_t count);
+/* Frees at most `count` free blocks, but not the next `num_left` to be used; returns the number freed. */
+int32_t kvc_pool_shrink(kvc_pool *pool, int32_t num_left, int32_t count);
 
 /* Returns how many of the free blocks that expiries left are surplus.  Two blocks for each of num_sequences sequences
  * are not surplus; used blocks whose slots are not live count towards these.  Nor are as many blocks as the last batch

@@ -312,11 +312,11 @@ static void note_lost(void *lost, const kvc_run *part) {
     kvc_interval_add(lost, (kvc_interval){part->position, run_end(part)});
 }
 
-/* Drops the rows below position `end` from the runs behind the first `kept` ones. */
-static int64_t trim_front(kvc_run_list *list, kvc_pool *pool, int32_t kept, int32_t end) {
+/* Drops the rows below position `end` from the runs behind the first `before` ones. */
+static int64_t trim_front(kvc_run_list *list, kvc_pool *pool, int32_t before, int32_t end) {
     int64_t removed = 0;
     int32_t runs_gone = 0;
-    kvc_run *run = kvc_runs_begin(list) + kept;
+    kvc_run *run = kvc_runs_begin(list) + before;
     for (; run < kvc_runs_end(list) && run->position < end; run++) {
         const kvc_run gone = kvc_run_part(run, 0, end);
         kvc_pool_drop(pool, gone.block, gone.slot, gone.count);
@@ -327,7 +327,7 @@ static int64_t trim_front(kvc_run_list *list, kvc_pool *pool, int32_t kept, int3
         }
         runs_gone++;
     }
-    if (kept) memmove(kvc_runs_begin(list) + runs_gone, kvc_runs_begin(list), (size_t)kept * sizeof *run);
+    if (before) memmove(kvc_runs_begin(list) + runs_gone, kvc_runs_begin(list), (size_t)before * sizeof *run);
     list->num -= runs_gone;
     list->first = list->num ? list->first + runs_gone : 0;
     list->num_rows -= removed;
@@ -348,8 +348,8 @@ int32_t kvc_runs_append_outside(kvc_run_list *list, kvc_pool *pool, const kvc_ru
 
 int64_t kvc_runs_expire(kvc_run_list *list, kvc_pool *pool, int32_t begin, int32_t end) {
     if (kvc_runs_visit(list, begin, end, note_lost, &list->lost) == 0) return 0;
-    const int32_t kept = runs_before(list, begin);
-    return kept >= 0 ? trim_front(list, pool, kept, end) : remove_rows(list, pool, begin, end);
+    const int32_t before = runs_before(list, begin);
+    return before >= 0 ? trim_front(list, pool, before, end) : remove_rows(list, pool, begin, end);
 }
 
 const kvc_run *kvc_runs_at(const kvc_run_list *list, int32_t position) {

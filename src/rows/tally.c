@@ -23,11 +23,11 @@ int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t faulted) {
 
 /* Returns how many holders of a slot do not count in a scope. */
 static uint32_t uncounted(const kvc_holders *holders, kvc_scope scope) {
-    return scope == KVC_KEPT ? holders->evictable : 0;
+    return scope == KVC_FIXED ? holders->evictable : 0;
 }
 
 kvc_use kvc_pool_use(const kvc_block *block, kvc_scope scope) {
-    const int32_t live = block->live - (scope == KVC_KEPT ? block->evictable : 0);
+    const int32_t live = block->live - (scope == KVC_FIXED ? block->evictable : 0);
     kvc_use use = {.fill = block->fill, .live = live, .is_used = live || block->pins, .is_pinned = block->pins != 0};
     if (block->pins) return use;
     if (!live) use.fill = 0;

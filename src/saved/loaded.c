@@ -299,13 +299,13 @@ static kvc_need need_of(kvc_state *state) {
         .cache = state->cache, .fits = fits, .visit_replaced = visit_replaced, .context = state, .what = "loading"};
 }
 
-/* Returns KVC_ERR_BUSY if a sequence that is to be replaced is in use, KVC_ERR_INVALID if it is retained. */
+/* Returns KVC_ERR_BUSY if a sequence that is to be replaced is in use, KVC_ERR_INVALID if it is kept. */
 static kvc_status check_idle(const kvc_state *state) {
     const kvc_table *loaded = &state->sequences;
     for (const kvc_sequence *s = kvc_table_first(loaded); s; s = kvc_table_next(loaded, s)) {
         const kvc_sequence *old = kvc_table_find(&state->cache->sequences, s->id);
         KVC_TRY(kvc_check_idle(old));
-        KVC_TRY(kvc_check_not_retained(old));
+        KVC_TRY(kvc_check_not_kept(old));
     }
     return KVC_OK;
 }

@@ -16,17 +16,17 @@
 enum { WORTH_THREADS = 1 << 18 }; /* bytes */
 
 static int is_movable(const kvc_compaction *c, const kvc_block *block) {
-    const int32_t live = block->live - (c->scope == KVC_KEPT ? block->evictable : 0);
+    const int32_t live = block->live - (c->scope == KVC_FIXED ? block->evictable : 0);
     return kvc_pool_is_movable(c->pool, (kvc_use){.live = live, .is_pinned = block->pins != 0});
 }
 
 static kvc_sequence *first_evictable(const kvc_compaction *c) {
-    return c->scope == KVC_KEPT ? NULL : kvc_sequence_end(&c->cache->evictable, KVC_BY_USE, 0);
+    return c->scope == KVC_FIXED ? NULL : kvc_sequence_end(&c->cache->evictable, KVC_BY_USE, 0);
 }
 
 /* Return the first sequence with rows that a compaction looks at, and the next one; NULL at the end. */
 static kvc_sequence *first_of(const kvc_compaction *c) {
-    kvc_sequence *first = kvc_table_first_kept(&c->cache->sequences);
+    kvc_sequence *first = kvc_table_first_fixed(&c->cache->sequences);
     return first ? first : first_evictable(c);
 }
 static kvc_sequence *next_of(const kvc_compaction *c, const kvc_sequence *s) {
@@ -69,7 +69,7 @@ static void discard_lists(const kvc_compaction *c) {
 
 /* Returns whether a sequence holds a slot: not, if only such do that may be evicted, and all of these are. */
 static int is_live(const kvc_compaction *c, const kvc_block *block, int32_t slot) {
-    return block->holders[slot].num > (c->scope == KVC_KEPT ? block->holders[slot].evictable : 0);
+    return block->holders[slot].num > (c->scope == KVC_FIXED ? block->holders[slot].evictable : 0);
 }
 
 /* Adds a block to the order.  Its targets are not there yet. */
@@ -81,8 +81,8 @@ static void add_block(kvc_compaction *c, kvc_block *block) {
 /* Returns the last block that may move, by rows of a sequence in the batch that is about to begin, or NULL.
  */
 static kvc_block *last_of_batch(const kvc_compaction *c) {
-    for (const kvc_sequence *s = kvc_table_first_kept(&c->cache->sequences); s && !s->is_hidden;
-         s = kvc_table_next_kept(s)) {
+    for (const kvc_sequence *s = kvc_table_first_fixed(&c->cache->sequences); s && !s->is_hidden;
+         s = kvc_table_next_fixed(s)) {
         const kvc_run_list *list = &s->runs[c->group];
         for (const kvc_run *run = kvc_runs_end(list); s->in_batch && run > kvc_runs_begin(list);)
             if (is_movable(c, (--run)->block)) return run->block;

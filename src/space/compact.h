@@ -18,7 +18,7 @@ typedef struct kvc_compaction {
     kvc_cache *cache;
     kvc_pool *pool;
     int32_t group;
-    kvc_scope scope;   /* KVC_KEPT: it is planned as if everything evictable were evicted, and not carried out */
+    kvc_scope scope;   /* KVC_FIXED: it is planned as if everything evictable were evicted, and not carried out */
     kvc_block **order; /* [max_blocks] the blocks that take part, in the order in which they are filled */
     int32_t num_blocks, max_blocks;
     int32_t *slots; /* [num_slots] new places, counted over the blocks of `order`: block->targets points into it */

@@ -1,4 +1,4 @@
-/* evict.c: chooses and evicts victims among retained sequences: see evict.h. */
+/* evict.c: chooses and evicts victims among kept sequences: see evict.h. */
 #include "space/evict.h"
 
 #include <stdio.h>
@@ -9,7 +9,7 @@
 
 /* ---- victims ----------------------------------------------------------------------------------------------------- */
 
-static void spare(kvc_cache *cache) {
+static void let_all_stay(kvc_cache *cache) {
     for (kvc_sequence *victim; (victim = cache->victims);) {
         cache->victims = victim->next_victim;
         victim->next_victim = NULL;
@@ -29,7 +29,7 @@ static void add_victim(kvc_sequence ***end, kvc_sequence *sequence) {
 static int64_t choose_oldest(kvc_cache *cache, int64_t num, int64_t before) {
     kvc_sequence **end = &cache->victims;
     int64_t chosen = 0;
-    spare(cache);
+    let_all_stay(cache);
     kvc_sequence *sequence = kvc_sequence_end(&cache->evictable, KVC_BY_USE, 0);
     for (; sequence && chosen < num; sequence = kvc_sequence_beside(sequence, KVC_BY_USE, 1), chosen++) {
         if (before && sequence->used >= before) break;
@@ -64,12 +64,12 @@ kvc_status kvc_tighten(kvc_cache *cache) {
     for (kvc_sequence *s = cache->changed; s; s = s->next_changed)
         for (int32_t g = 0; may_relist(cache, s) && status == KVC_OK && g < cache->num_groups; g++)
             status = kvc_runs_prepare_exact(&s->runs[g], &cache->memory, s->runs[g].num);
-    if (status != KVC_OK) kvc_spare_victims(cache);
+    if (status != KVC_OK) kvc_let_victims_stay(cache);
     return status;
 }
 
-void kvc_spare_victims(kvc_cache *cache) {
-    spare(cache);
+void kvc_let_victims_stay(kvc_cache *cache) {
+    let_all_stay(cache);
     for (kvc_sequence *s = cache->is_tight ? cache->changed : NULL; s; s = s->next_changed)
         for (int32_t g = 0; g < cache->num_groups; g++) kvc_runs_discard(&s->runs[g], &cache->memory);
     cache->is_tight = 0;
@@ -201,8 +201,8 @@ static void note_all_freed(const kvc_need *need) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) note_freed(need, g);
 }
 
-/* Spares the victims that free nothing of what is lacking; returns how many. */
-static int32_t spare_useless(kvc_cache *cache) {
+/* Lets the victims stay that free nothing of what is lacking; returns how many. */
+static int32_t let_useless_stay(kvc_cache *cache) {
     int32_t num = 0;
     for (kvc_sequence **link = &cache->victims, *victim; (victim = *link);) {
         if (victim->frees & FREES_LACKING) {
@@ -217,11 +217,11 @@ static int32_t spare_useless(kvc_cache *cache) {
     return num;
 }
 
-/* Spares the victims that free nothing of what is lacking, and rows of which others hold all that see everything. */
+/* Lets the victims stay that free nothing of what is lacking, and rows of which others hold all that see everything. */
 static void sift(const kvc_need *need) {
     kvc_cache *cache = need->cache;
     note_all_freed(need);
-    if (spare_useless(cache)) note_all_freed(need); /* those that stay may hold rows of others */
+    if (let_useless_stay(cache)) note_all_freed(need); /* those that stay may hold rows of others */
     for (kvc_sequence *victim = cache->victims; victim; victim = victim->next_victim)
         if (!(victim->frees & FREES_FULL) && holds_full(cache, victim)) victim->fate = KVC_LOSES_WINDOWS;
 }
@@ -260,7 +260,7 @@ static int64_t choose(const kvc_need *need, int64_t num, int all) {
     if (all) return choose_oldest(cache, num, need->before);
     kvc_sequence **end = &cache->victims;
     int64_t chosen = 0, used = 0;
-    spare(cache);
+    let_all_stay(cache);
     for (kvc_sequence *sequence; chosen < num && (sequence = next_useful(cache, used)); chosen++) {
         if (need->before && sequence->used >= need->before) break;
         add_victim(&end, sequence);
@@ -299,7 +299,7 @@ static void add_to_error(int64_t num, const char *what) {
 }
 
 /* Names what holds room, and is not evicted. */
-static kvc_status fail_by_kept(const kvc_cache *cache, int lacks_bytes) {
+static kvc_status fail_by_fixed(const kvc_cache *cache, int lacks_bytes) {
     if (lacks_bytes) add_to_error(cache->prompt_bytes, "bytes of it are prompts of acquired sequences: release some");
     if (cache->num_protected)
         add_to_error(cache->num_protected, "blocks are within the quotas of prefixes: give smaller ones");
@@ -313,7 +313,7 @@ kvc_status kvc_choose_victims(const kvc_need *need) {
     const int64_t num = cache->evictable.num;
     kvc_need without_all = *need;
     kvc_status status = need->fits(need);
-    without_all.scope = KVC_KEPT;
+    without_all.scope = KVC_FIXED;
     const int may_fit = status == KVC_ERR_FULL && (!num || need->fits(&without_all) != KVC_ERR_FULL);
     if (num && may_fit) note_dropped(need);
     for (int all = 0; num && may_fit && status == KVC_ERR_FULL && all <= cache->lacks_bytes; all++)
@@ -329,13 +329,13 @@ kvc_status kvc_choose_victims(const kvc_need *need) {
     const int lacks_bytes = cache->lacks_bytes;
     cache->lacks_bytes = 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++) cache->pools[g].lacks_slots = 0;
-    if (status != KVC_OK) kvc_spare_victims(cache);
-    return status == KVC_ERR_FULL ? fail_by_kept(cache, lacks_bytes) : status;
+    if (status != KVC_OK) kvc_let_victims_stay(cache);
+    return status == KVC_ERR_FULL ? fail_by_fixed(cache, lacks_bytes) : status;
 }
 
 kvc_status kvc_check_room(const kvc_need *need) {
     const kvc_status status = kvc_choose_victims(need);
-    kvc_spare_victims(need->cache);
+    kvc_let_victims_stay(need->cache);
     return status;
 }
 

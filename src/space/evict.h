@@ -1,8 +1,8 @@
-/* evict.h: plans which retained sequences, which wait to be used again, a call drops where it needs room.
+/* evict.h: plans which kept sequences, which wait to be used again, a call drops where it needs room.
  *
- * A retained sequence stands in the table like any other, but no batch and no edit takes it.  A call that needs room
+ * A kept sequence stands in the table like any other, but no batch and no edit takes it.  A call that needs room
  * chooses victims first, which changes nothing: previews (expire.h) and kvc_check_max_bytes count as if they were gone.
- * Once nothing can fail, they are evicted; otherwise they are spared.
+ * Once nothing can fail, they are evicted; otherwise they stay.
  *
  * All functions are called with the mutex held, which is not released between choosing victims and evicting them.
  */
@@ -21,7 +21,7 @@ typedef struct kvc_need {
     void (*visit_replaced)(const struct kvc_need *need, int32_t g, kvc_part_fn *visit, void *to);
     void *context;
     const char *what; /* begins messages */
-    /* KVC_KEPT: `fits` is asked whether the call might fit once all that may be evicted is, and answers without taking
+    /* KVC_FIXED: `fits` is asked whether the call might fit once all that may be evicted is, and answers without taking
      * time for that. */
     kvc_scope scope;
     int32_t expires; /* whether the call expires rows, as kvc_begin does */
@@ -36,11 +36,11 @@ typedef struct kvc_need {
  * The last call of need->fits is that for the victims chosen. */
 kvc_status kvc_choose_victims(const kvc_need *need);
 
-/* Returns what kvc_choose_victims does, and spares them: for a call that evicts them later, by kvc_make_room, as
+/* Returns what kvc_choose_victims does, and lets them stay: for a call that evicts them later, by kvc_make_room, as
  * something else may fail before. */
 kvc_status kvc_check_room(const kvc_need *need);
 
-/* Makes victims of all retained sequences that may be evicted. */
+/* Makes victims of all kept sequences that may be evicted. */
 void kvc_choose_all(kvc_cache *cache);
 
 /* Plans that the cache takes no more bookkeeping than it needs, as the last resort of a call that lacks bytes.
@@ -51,8 +51,8 @@ kvc_status kvc_tighten(kvc_cache *cache);
 /* Lets followers of sequences in cache->loose give up what they do not need. */
 void kvc_leave_all(kvc_cache *cache);
 
-/* Spares all victims, and takes back what kvc_tighten planned. */
-void kvc_spare_victims(kvc_cache *cache);
+/* Lets all victims stay, and takes back what kvc_tighten planned. */
+void kvc_let_victims_stay(kvc_cache *cache);
 
 /* Evicts the victims, and carries out what kvc_tighten planned. */
 void kvc_evict(kvc_cache *cache);
@@ -64,7 +64,7 @@ kvc_need kvc_need_max_bytes(kvc_cache *cache, const char *what);
 kvc_status kvc_fit_max_bytes(kvc_cache *cache, int64_t before, const char *what);
 
 /* Returns the slots of group g that will be live: after the expiry, without what the call drops, and without victims
- * or, in KVC_KEPT, all that may be evicted. */
+ * or, in KVC_FIXED, all that may be evicted. */
 int64_t kvc_live_after(const kvc_need *need, int32_t g, kvc_scope scope);
 
 /* Returns whether these, *live, and `more` exceed the capacity, and notes that in pool->lacks_slots. */

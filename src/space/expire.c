@@ -1,7 +1,7 @@
 /* expire.c: expires rows, and previews it: see expire.h. */
 #include "space/expire.h"
 
-int64_t kvc_count_kept(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {
+int64_t kvc_count_staying(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {
     const kvc_interval gone = kvc_policy_expired(&cache->policies[g], sequence->min_query_position);
     return sequence->runs[g].num_rows - kvc_runs_visit(&sequence->runs[g], gone.begin, gone.end, NULL, NULL);
 }
@@ -46,7 +46,7 @@ kvc_preview kvc_preview_open(kvc_cache *cache, int32_t g, kvc_scope scope, int e
     kvc_pool *pool = &cache->pools[g];
     kvc_preview preview = {.pool = pool, .cache = cache, .scope = scope, .expires = expires, .free = pool->free};
     kvc_preview_visit_lost(&preview, uncount_part, &preview);
-    if (scope == KVC_KEPT) preview.slots += pool->evictable;
+    if (scope == KVC_FIXED) preview.slots += pool->evictable;
     return preview;
 }
 
@@ -110,7 +110,7 @@ void kvc_set_min_query_positions(kvc_cache *cache) {
             kvc_set_min_query_behind(sequence, -1);
 }
 
-void kvc_append_kept(kvc_cache *cache, kvc_sequence *sequence, int32_t g, const kvc_run *run) {
+void kvc_append_staying(kvc_cache *cache, kvc_sequence *sequence, int32_t g, const kvc_run *run) {
     kvc_pool *pool = &cache->pools[g];
     const kvc_interval gone = kvc_policy_expired(&cache->policies[g], sequence->min_query_position);
     const int32_t before = pool->num_free;

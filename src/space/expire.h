@@ -1,7 +1,7 @@
 /* expire.h: forgets rows that no later query will see, when a batch begins, and for its sequences when it is committed.
  *
  * Given sequence->min_query_position, kvc_policy_expired says which rows of a sequence a group lets go.  A preview
- * shows what a group gains before anything expires, or is evicted of retained sequences (evict.h).  Sequences with
+ * shows what a group gains before anything expires, or is evicted of kept sequences (evict.h).  Sequences with
  * nothing to expire and no change since are skipped, so that idle ones cost nothing.
  */
 #ifndef KVC_EXPIRE_H
@@ -15,9 +15,9 @@
 void kvc_set_min_query_positions(kvc_cache *cache);
 
 /* Counts the rows of group g that a sequence keeps once others have expired. */
-int64_t kvc_count_kept(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g);
+int64_t kvc_count_staying(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g);
 
-/* A group as it will be once rows have expired, if the call expires, and victims are evicted.  In the scope KVC_KEPT,
+/* A group as it will be once rows have expired, if the call expires, and victims are evicted.  In the scope KVC_FIXED,
  * every evictable sequence counts as evicted; that takes no time for these sequences.
  *
  * Opening a preview takes these rows out of the counts of the group's blocks (holders, live); closing it puts them
@@ -29,7 +29,7 @@ typedef struct kvc_preview {
     kvc_scope scope;
     int32_t expires;
     kvc_block *free;  /* blocks that will be free, in order of use: blocks that become free, then pool->free.  In
-                         KVC_KEPT, blocks of evicted sequences are left out */
+                         KVC_FIXED, blocks of evicted sequences are left out */
     kvc_block *tried; /* list of the blocks whose counts differ */
     int64_t slots;    /* slots that lose their last holder */
 } kvc_preview;
@@ -56,11 +56,11 @@ void kvc_expire(kvc_cache *cache, int32_t g);
 
 /* Sets `min_query_position` of a sequence to which a batch adds tokens up to position `last` (-1: it adds none).  It
  * is the position of its last token then; if groups lack rows that others have, the position before these.  So as
- * many of the latest positions are kept as the policy says. */
+ * many of the latest positions stay as the policy says. */
 void kvc_set_min_query_behind(kvc_sequence *sequence, int32_t last);
 
 /* Appends a run to a sequence's list of group g, except rows that this expires, given sequence->min_query_position. */
-void kvc_append_kept(kvc_cache *cache, kvc_sequence *sequence, int32_t g, const kvc_run *run);
+void kvc_append_staying(kvc_cache *cache, kvc_sequence *sequence, int32_t g, const kvc_run *run);
 
 /* Expires from a sequence, in all groups, as a batch adds tokens to it: kvc_set_min_query_behind.  The lists have room
  * for kvc_most_cuts more runs.  Cannot fail. */

@@ -9,13 +9,13 @@ int64_t kvc_cache_bytes(const kvc_cache *cache) {
     return bytes;
 }
 
-void kvc_spare_free(kvc_cache *cache) {
-    if (cache->spare) kvc_sequence_free(cache->spare, &cache->memory, cache->pools);
-    cache->spare = NULL;
+void kvc_reserved_free(kvc_cache *cache) {
+    if (cache->reserved) kvc_sequence_free(cache->reserved, &cache->memory, cache->pools);
+    cache->reserved = NULL;
 }
 
 void kvc_give_back(kvc_cache *cache, int64_t most_bytes) {
-    if (kvc_cache_bytes(cache) > most_bytes) kvc_spare_free(cache);
+    if (kvc_cache_bytes(cache) > most_bytes) kvc_reserved_free(cache);
     for (int32_t g = 0; g < cache->num_groups; g++)
         while (kvc_cache_bytes(cache) > most_bytes &&
                kvc_pool_shrink(&cache->pools[g], cache->pools[g].demand.num_blocks, 1));
@@ -68,13 +68,13 @@ static int64_t used_bytes(kvc_cache *cache, int32_t g, kvc_scope scope) {
 /* Returns the bytes of the bookkeeping of a group's blocks. */
 static int64_t block_bookkeeping(const kvc_pool *pool) { return pool->num_blocks * kvc_pool_header_bytes(pool); }
 
-/* Returns the bytes of all but blocks once victims are evicted, and the spare sequence is freed; in KVC_KEPT at most as
- * many. */
+/* Returns the bytes of all but blocks once victims are evicted, and the reserved sequence is freed; in KVC_FIXED at
+ * most as many. */
 static int64_t other_bytes(const kvc_cache *cache, kvc_scope scope) {
-    if (scope == KVC_KEPT) return (int64_t)cache->size + cache->row_buffer_bytes;
+    if (scope == KVC_FIXED) return (int64_t)cache->size + cache->row_buffer_bytes;
     int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced + cache->row_buffer_bytes;
     for (int32_t g = 0; g < cache->num_groups; g++) bytes -= block_bookkeeping(&cache->pools[g]);
-    if (cache->spare) bytes -= kvc_sequence_bytes(cache->spare);
+    if (cache->reserved) bytes -= kvc_sequence_bytes(cache->reserved);
     return bytes - kvc_victim_bytes(cache);
 }
 

@@ -79,7 +79,7 @@ static void test_blocks(void) {
     BREAK(cache, pool->free->pins, 1, "0 live, 1 pins, and is_free is 1");
     BREAK(cache, block->evictable, block->evictable + 1, "evictable slots are noted");
     BREAK(cache, block->noted[KVC_NOW].live, block->live + 1, "are counted in scope 0");
-    BREAK(cache, block->noted[KVC_KEPT].fill, block->fill + 1, "are counted in scope 1");
+    BREAK(cache, block->noted[KVC_FIXED].fill, block->fill + 1, "are counted in scope 1");
     BREAK(cache, block->is_tried, 1, "still planned");
     BREAK(cache, block->planned, 1, "still planned");
     BREAK(cache, pool->free->index, pool->free->index + 1, "stands at");
@@ -110,7 +110,7 @@ static void test_pools(void) {
     BREAK(cache, pool->num_loose, pool->num_free + 1, "free blocks are loose");
     BREAK(cache, pool->evictable, pool->evictable + 1, "evictable slots are noted");
     BREAK(cache, pool->tallies[KVC_NOW].num_used, -1, "are tallied in scope 0");
-    BREAK(cache, pool->tallies[KVC_KEPT].movable_live, -1, "are tallied in scope 1");
+    BREAK(cache, pool->tallies[KVC_FIXED].movable_live, -1, "are tallied in scope 1");
     kvc_block *free_blocks = pool->free;
     pool->free = NULL;
     CHECK_BROKEN(cache, "0 listed");
@@ -133,15 +133,15 @@ static void test_sequences(void) {
     kvc_sequence *rested = kvc_table_find(&cache->sequences, RESTED);
     kvc_sequence *retained = kvc_table_find(&cache->sequences, RETAINED);
     BREAK(cache, retained->is_evictable, !retained->is_evictable, "noted to be evictable");
-    BREAK(cache, cache->num_retained, cache->num_retained + 1, "the retained sequences are not");
-    BREAK(cache, cache->num_pinned, cache->num_pinned + 1, "the retained sequences are not");
+    BREAK(cache, cache->num_kept, cache->num_kept + 1, "the kept sequences are not");
+    BREAK(cache, cache->num_pinned, cache->num_pinned + 1, "the kept sequences are not");
     BREAK(cache, cache->evictable.root, NULL, "evictable sequences are not");
     CHECK(changed->changed_at && !rested->changed_at && !retained->changed_at);
     BREAK(cache, changed->holds, 0, "noted to hold rows");
     BREAK(cache, changed->is_kept, 0, "noted to hold rows and to stay");
-    BREAK(cache, retained->is_kept, 1, "noted to hold rows and to stay");
+    BREAK(cache, retained->is_fixed, 1, "noted to hold rows and to stay");
     BREAK(cache, retained->holds, 1, "noted to hold rows");
-    BREAK(cache, retained->in_batch, 1, "a retained one and in use");
+    BREAK(cache, retained->in_batch, 1, "a kept one and in use");
     BREAK(cache, changed->in_batch, 1, "belongs to a batch that is not there");
     BREAK(cache, rested->id, retained->id, "out of order");
     BREAK(cache, cache->policies[SLIDING].window, 1, "rows are to expire, and no batch will look for them");
@@ -153,7 +153,7 @@ static void test_sequences(void) {
 
     kvc_sequence **changed_at = changed->changed_at;
     retained->changed_at = changed_at;
-    CHECK_BROKEN(cache, "a retained one and in use");
+    CHECK_BROKEN(cache, "a kept one and in use");
     retained->changed_at = NULL;
     changed->changed_at = &rested;
     CHECK_BROKEN(cache, "is not in its list");

@@ -1,18 +1,18 @@
-/* keeping.h: retained sequences by id.  Prefixes alone make them; here they are made without one, by src/edit/retain.h.
+/* keeping.h: retained sequences by id.  Prefixes alone make them; here they are made without one, by src/edit/kept.h.
  */
 #ifndef KVC_TEST_KEEPING_H
 #define KVC_TEST_KEEPING_H
 
 #include "cache/check.h"
 #include "cache/waiting.h"
-#include "edit/retain.h"
+#include "edit/kept.h"
 #include "support/test.h"
 
 enum { MOST_PIECES = 16, MOST_GROUPS = 16 };
 
 static inline kvc_sequence *find_retained(const kvc_cache *cache, int64_t id) {
     kvc_sequence *sequence = kvc_table_find(&cache->sequences, id);
-    return sequence && sequence->is_retained ? sequence : NULL;
+    return sequence && sequence->is_kept ? sequence : NULL;
 }
 
 /* Adds to the pins of retained sequences, and ignores other ids. */
@@ -33,7 +33,7 @@ static inline kvc_status retain(kvc_cache *cache, int64_t src_id, int64_t id, in
     if (status == KVC_OK && kvc_table_find(&cache->sequences, id))
         status = kvc_fail(KVC_ERR_INVALID, "sequence %lld is there", (long long)id);
     kvc_sequence *made = NULL;
-    if (status == KVC_OK && src) status = kvc_retain(cache, src, id, begin, end, NULL, &made);
+    if (status == KVC_OK && src) status = kvc_make_kept(cache, src, id, begin, end, NULL, &made);
     if (made) kvc_cache_set_in_call(cache, id, 1);
     return kvc_unlock(cache, status);
 }
@@ -45,7 +45,7 @@ static inline kvc_status retain_new(kvc_cache *cache, int64_t id, int32_t begin,
     for (int32_t i = 0; i < cache->num_layers; i++) all[i] = (uint8_t)kvc_keeps_tokens(cache, i);
     if (end - begin > kvc_block_size(cache)) return kvc_fail(KVC_ERR_INVALID, "end is %d", end);
     kvc_lock(cache);
-    return kvc_unlock(cache, kvc_retain_unwritten(cache, id, begin, end, layers ? layers : all, 0));
+    return kvc_unlock(cache, kvc_make_kept_unwritten(cache, id, begin, end, layers ? layers : all, 0));
 }
 
 /* Uses retained sequences, the first last, and ignores other ids. */
@@ -93,7 +93,7 @@ static inline int64_t list_retained(kvc_cache *cache, int64_t *ids, int64_t max_
         const kvc_table *table = &cache->sequences;
         next = NULL;
         for (const kvc_sequence *s = kvc_table_first(table); s && !s->is_hidden; s = kvc_table_next(table, s))
-            if (s->is_retained && s->used > after && (!next || s->used < next->used)) next = s;
+            if (s->is_kept && s->used > after && (!next || s->used < next->used)) next = s;
         if (!next) break;
         after = next->used;
         if (ids && num < max_ids) ids[num] = next->id;

@@ -1,5 +1,5 @@
-/* retain.c: see retain.h. */
-#include "edit/retain.h"
+/* kept.c: see kept.h. */
+#include "edit/kept.h"
 
 #include "cache/batch.h"
 #include "cache/check.h"
@@ -7,18 +7,18 @@
 #include "space/evict.h"
 #include "space/limits.h"
 
-/* ---- making retained sequences ----------------------------------------------------------------------------------- */
+/* ---- making kept sequences ----------------------------------------------------------------------------------- */
 
-/* Adds the new sequence to the table and the retained ones if it holds rows and status is KVC_OK; frees it otherwise.
+/* Adds the new sequence to the table and the kept ones if it holds rows and status is KVC_OK; frees it otherwise.
  * Returns status. */
-static kvc_status end_retaining(kvc_cache *cache, kvc_sequence *sequence, kvc_status status) {
+static kvc_status end_keeping(kvc_cache *cache, kvc_sequence *sequence, kvc_status status) {
     if (status != KVC_OK || !kvc_sequence_holds(sequence)) {
         kvc_sequence_free(sequence, &cache->memory, cache->pools);
         return status;
     }
     kvc_cache_enter(cache, sequence);
     kvc_cache_use(cache, sequence, ++cache->num_uses);
-    kvc_cache_retain(cache, sequence);
+    kvc_cache_keep(cache, sequence);
     return KVC_OK;
 }
 
@@ -28,14 +28,14 @@ static void count_part(void *num, const kvc_run *part) {
     ++*(int32_t *)num;
 }
 
-/* Visits the parts of a run of the open batch at positions [begin, end) whose tokens, from *token on, are kept. */
-static void visit_kept(const kvc_batch *batch, const kvc_run *run, const int32_t *token, int32_t begin, int32_t end,
-                       kvc_part_fn *visit, void *context) {
+/* Visits the parts of a run of the open batch at positions [begin, end) whose tokens, from *token on, are committed. */
+static void visit_committed(const kvc_batch *batch, const kvc_run *run, const int32_t *token, int32_t begin,
+                            int32_t end, kvc_part_fn *visit, void *context) {
     const int32_t last = kvc_lower(run->count, end - run->position);
     for (int32_t from = begin > run->position ? begin - run->position : 0, to; from < last; from = to + 1) {
-        for (to = from; to < last && batch->kept[token[to]];) to++;
-        const kvc_run kept = {run->block, run->slot + from, to - from, run->position + from, run->delta};
-        if (to > from) visit(context, &kept);
+        for (to = from; to < last && batch->committed[token[to]];) to++;
+        const kvc_run committed = {run->block, run->slot + from, to - from, run->position + from, run->delta};
+        if (to > from) visit(context, &committed);
     }
 }
 
@@ -70,12 +70,12 @@ static void visit_rows(const kvc_cache *cache, const kvc_sequence *sequence, int
     const int32_t *token = kvc_order_in(batch, g) + member->first;
     if (is_stretch && i < pending->num) token += pending->runs[i].position - pending->runs->position;
     for (; i < pending->num && !(is_stretch && pending->runs[i].position >= end); token += pending->runs[i++].count)
-        visit_kept(batch, &pending->runs[i], token, begin, end, visit, context);
+        visit_committed(batch, &pending->runs[i], token, begin, end, visit, context);
 }
 
 /* Shares the rows of src at positions [begin, end) in one group. */
-static kvc_status retain_group(kvc_cache *cache, const kvc_sequence *src, int32_t g, int32_t begin, int32_t end,
-                               kvc_run_list *to) {
+static kvc_status keep_group(kvc_cache *cache, const kvc_sequence *src, int32_t g, int32_t begin, int32_t end,
+                             kvc_run_list *to) {
     int32_t num = 0;
     visit_rows(cache, src, g, begin, end, count_part, &num);
     const kvc_status status = kvc_runs_reserve(to, &cache->memory, num);
@@ -91,20 +91,20 @@ static kvc_status retain_group(kvc_cache *cache, const kvc_sequence *src, int32_
     return KVC_OK;
 }
 
-kvc_status kvc_retain(kvc_cache *cache, const kvc_sequence *src, int64_t id, int32_t begin, int32_t end,
-                      kvc_follower *follower, kvc_sequence **made) {
+kvc_status kvc_make_kept(kvc_cache *cache, const kvc_sequence *src, int64_t id, int32_t begin, int32_t end,
+                         kvc_follower *follower, kvc_sequence **made) {
     kvc_status status = KVC_OK;
     kvc_sequence *sequence = kvc_sequence_new(cache->pools, id, cache->num_groups, cache->num_token_groups);
     *made = NULL;
     if (!sequence) return kvc_fail_sequence(id);
     sequence->is_hidden = follower != NULL;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
-        status = retain_group(cache, src, g, begin, end, &sequence->runs[g]);
+        status = keep_group(cache, src, g, begin, end, &sequence->runs[g]);
     const int32_t exact_to = kvc_exact_to_with_batch(cache, src);
     sequence->exact_to = kvc_below(exact_to > begin ? exact_to : begin, end);
     kvc_origin_add(cache, sequence, src);
     const int is_made = status == KVC_OK && kvc_sequence_holds(sequence);
-    status = end_retaining(cache, sequence, status);
+    status = end_keeping(cache, sequence, status);
     if (!is_made) return status;
     sequence->follower = follower;
     *made = sequence;
@@ -166,7 +166,7 @@ static kvc_status fits(const kvc_need *need) {
 }
 
 static kvc_status take_all(kvc_cache *cache, new_rows *rows, const uint8_t *layers, int64_t before) {
-    const kvc_need need = {.cache = cache, .fits = fits, .context = rows, .what = "retaining rows", .before = before};
+    const kvc_need need = {.cache = cache, .fits = fits, .context = rows, .what = "keeping rows", .before = before};
     kvc_status status = KVC_OK;
     for (int32_t g = 0; g < cache->num_token_groups; g++) rows->reserved[g] = 0;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {
@@ -181,8 +181,8 @@ static kvc_status take_all(kvc_cache *cache, new_rows *rows, const uint8_t *laye
     return status;
 }
 
-kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers,
-                                int64_t before) {
+kvc_status kvc_make_kept_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers,
+                                   int64_t before) {
     kvc_status status;
     const size_t size = (size_t)(cache->num_token_groups + 1) * sizeof(int32_t);
     new_rows rows = {.begin = begin, .end = end};
@@ -190,7 +190,7 @@ kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int
     if (rows.reserved) rows.sequence = kvc_sequence_new(cache->pools, id, cache->num_groups, cache->num_token_groups);
     if (rows.sequence) {
         rows.sequence->num_pins = rows.sequence->is_given = 1;
-        status = end_retaining(cache, rows.sequence, take_all(cache, &rows, layers, before));
+        status = end_keeping(cache, rows.sequence, take_all(cache, &rows, layers, before));
     } else {
         status = kvc_fail_sequence(id);
     }
@@ -199,7 +199,7 @@ kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int
     return status;
 }
 
-/* ---- going on from retained sequences ---------------------------------------------------------------------------- */
+/* ---- going on from kept sequences ---------------------------------------------------------------------------- */
 
 /* Returns where the rows of piece i end in group g: a number of rows, if that has a stride. */
 static int32_t end_in(const kvc_piece_list *p, int32_t i, int32_t g) {
@@ -350,7 +350,7 @@ static void visit_pieces(const kvc_piece_list *p, int32_t g, kvc_interval gap, i
     }
 }
 
-/* Makes one group of a sequence of what a query at `end` or later sees, and what its policy retains besides. */
+/* Makes one group of a sequence of what a query at `end` or later sees, and what its policy lets stay besides. */
 static kvc_status attach_group(const kvc_piece_list *p, int32_t g, int32_t end, kvc_run_list *list) {
     const kvc_policy *policy = &p->cache->policies[g];
     kvc_interval gap = {0, 0};

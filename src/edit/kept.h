@@ -1,24 +1,24 @@
-/* retain.h: makes retained sequences for prefixes, finds where prompts can go on from them, and goes on there. */
-#ifndef KVC_RETAIN_H
-#define KVC_RETAIN_H
+/* kept.h: makes kept sequences for prefixes, finds where prompts can go on from them, and goes on there. */
+#ifndef KVC_KEPT_H
+#define KVC_KEPT_H
 
 #include "cache/cache.h"
 
-/* Sets *made to a new retained sequence, under a new id, of the rows of src at positions [begin, end), as the most
+/* Sets *made to a new kept sequence, under a new id, of the rows of src at positions [begin, end), as the most
  * recently used one; NULL if src holds no rows there.  It is hidden, if it has a follower.  Rows that the open batch
  * adds to src count, if src is stored.  No row is copied, and rows of cross-attention layers are left out.
  * KVC_ERR_NOMEM. */
-kvc_status kvc_retain(kvc_cache *cache, const kvc_sequence *src, int64_t id, int32_t begin, int32_t end,
-                      kvc_follower *follower, kvc_sequence **made);
+kvc_status kvc_make_kept(kvc_cache *cache, const kvc_sequence *src, int64_t id, int32_t begin, int32_t end,
+                         kvc_follower *follower, kvc_sequence **made);
 
-/* Makes a retained sequence of new rows at positions [begin, end), which fit a block, under a new id.  It is pinned and
+/* Makes a kept sequence of new rows at positions [begin, end), which fit a block, under a new id.  It is pinned and
  * the running call's own.  layers[layer] is not 0 if the layer has rows, the same for all layers of a group.  Once
  * kvc_inject has written the rows, they count as exact.  Evicts as kvc_need.before says.  KVC_ERR_FULL, KVC_ERR_NOMEM.
  */
-kvc_status kvc_retain_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers,
-                                int64_t before);
+kvc_status kvc_make_kept_unwritten(kvc_cache *cache, int64_t id, int32_t begin, int32_t end, const uint8_t *layers,
+                                   int64_t before);
 
-/* Rows of a retained sequence at positions below `end`; NULL: it was evicted.  Pieces come by rising `begin`, which
+/* Rows of a kept sequence at positions below `end`; NULL: it was evicted.  Pieces come by rising `begin`, which
  * none of their rows stands before.  Only pieces that begin alike may hold rows at the same positions, and these rows
  * are of the same tokens. */
 typedef struct kvc_piece {

@@ -1,5 +1,5 @@
-/* kept.c: what a batch needs beside what is kept: see kept.h. */
-#include "pass/kept.h"
+/* fixed.c: what a batch needs beside what is fixed: see fixed.h. */
+#include "pass/fixed.h"
 
 #include "pass/last_block.h"
 #include "space/row_buffer.h"
@@ -40,7 +40,7 @@ static int64_t packed_bytes(const kvc_pool *pool, int64_t num_slots) {
 
 /* Returns the bytes that the blocks of group g take with the tokens of the batch, if free memory is given back.  Adds
  * to *saved the most that compactions would save of these bytes, and notes whether there would be a compaction. */
-static int64_t kept_bytes(const kvc_batch *batch, kvc_scope scope, int32_t g, int64_t *saved, int *is_scattered) {
+static int64_t fixed_bytes(const kvc_batch *batch, kvc_scope scope, int32_t g, int64_t *saved, int *is_scattered) {
     const kvc_pool *pool = &batch->cache->pools[g];
     kvc_preview preview = kvc_preview_open(batch->cache, g, scope, 1);
     const kvc_tally tally = kvc_preview_tally(&preview);
@@ -56,14 +56,14 @@ static int64_t kept_bytes(const kvc_batch *batch, kvc_scope scope, int32_t g, in
     return tally.bytes + bytes + planned;
 }
 
-int kvc_add_kept_bytes(const kvc_batch *batch, kvc_scope scope, int64_t *bytes, int64_t *least) {
+int kvc_add_fixed_bytes(const kvc_batch *batch, kvc_scope scope, int64_t *bytes, int64_t *least) {
     const kvc_cache *cache = batch->cache;
     int64_t saved = 0;
     int is_scattered = 0;
     if (batch->num_buffered)
         *bytes += (int64_t)(kvc_row_buffer_bytes(cache, batch->num_buffered) +
                             kvc_row_buffer_header_bytes(batch->num_buffered));
-    for (int32_t g = 0; g < cache->num_groups; g++) *bytes += kept_bytes(batch, scope, g, &saved, &is_scattered);
+    for (int32_t g = 0; g < cache->num_groups; g++) *bytes += fixed_bytes(batch, scope, g, &saved, &is_scattered);
     *least = *bytes - saved;
     return is_scattered;
 }
