@@ -330,7 +330,7 @@ static const kvc_work attention = {attend_splits, end_splits, CANCELLED},
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
 /* Checks arguments, and resolves the strides of queries and results. */
-static kvc_status check_args(const kvc_layer *layer, const kvc_plan_args *plan, kvc_attend_args *a) {
+static kvc_status resolve_args(const kvc_layer *layer, const kvc_plan_args *plan, kvc_attend_args *a) {
     const int32_t inner = a->tokens_per_sequence, heads = plan->num_heads, tokens = inner ? inner : plan->num_tokens,
                   batches = inner ? plan->num_tokens / inner : 0;
     const kvc_array q = {.name = "q",
@@ -358,9 +358,9 @@ static kvc_status check_args(const kvc_layer *layer, const kvc_plan_args *plan, 
         return kvc_fail(KVC_ERR_INVALID, "%s is NULL: prior_out and prior_lse are given together",
                         a->prior_out ? "prior_lse" : "prior_out");
     if (inner) KVC_TRY(kvc_check_tokens_per_sequence(inner, plan->num_tokens));
-    KVC_TRY(kvc_check_array(&q));
-    KVC_TRY(kvc_check_array(&out));
-    KVC_TRY(kvc_check_array(&lse));
+    KVC_TRY(kvc_resolve_array(&q));
+    KVC_TRY(kvc_resolve_array(&out));
+    KVC_TRY(kvc_resolve_array(&lse));
     if (layer->value_in_key && a->scale == 0)
         return kvc_fail(
             KVC_ERR_INVALID,
@@ -411,7 +411,7 @@ kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *gi
     if (args.chosen) KVC_TRY(kvc_chosen_read(&args, &chosen));
     KVC_TRY(kvc_check_attention(plan->batch, layer, 1));
     KVC_TRY(kvc_check_plan_layer(plan, layer));
-    KVC_TRY(check_args(&plan->batch->cache->layers[layer], &plan->args, &args));
+    KVC_TRY(resolve_args(&plan->batch->cache->layers[layer], &plan->args, &args));
     if (args.chosen || plan->args.max_chosen)
         KVC_TRY(kvc_chosen_check(&plan->args, plan->num_kv_heads, args.tokens_per_sequence, &chosen));
     if (args.put)
@@ -457,13 +457,13 @@ kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const k
     }
     if (args.put) KVC_TRY(KVC_READ(kvc_put_args, &put, args.put, "args"));
     const int32_t layer = plan_args.layer;
-    KVC_TRY(kvc_plan_check(batch, &plan_args));
+    KVC_TRY(kvc_resolve_plan(batch, &plan_args));
     if (!batch->cache->layers[layer].v_dim) return kvc_check_attention(batch, layer, 1);
-    KVC_TRY(check_args(&batch->cache->layers[layer], &plan_args, &args));
+    KVC_TRY(resolve_args(&batch->cache->layers[layer], &plan_args, &args));
     if (plan_args.max_chosen)
         KVC_TRY(
             kvc_chosen_check(&plan_args, batch->cache->layers[layer].num_kv_heads, args.tokens_per_sequence, &chosen));
-    if (args.put) KVC_TRY(kvc_put_check(batch, layer, &put));
+    if (args.put) KVC_TRY(kvc_resolve_put(batch, layer, &put));
     int must_put = args.put != NULL;
     /* A plan for cross-attention is made of the rows that were put before. */
     if (must_put && !kvc_keeps_tokens(batch->cache, layer)) {

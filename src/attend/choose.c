@@ -186,7 +186,7 @@ static kvc_status check_least(int32_t value, int32_t least, const char *name) {
 }
 
 /* Checks the arrays, and resolves their strides. */
-static kvc_status check_arrays(kvc_choose_args *a, const kvc_plan_args *plan, int32_t k_dim) {
+static kvc_status resolve_arrays(kvc_choose_args *a, const kvc_plan_args *plan, int32_t k_dim) {
     const int32_t inner = a->tokens_per_sequence, heads = plan->num_heads, choices = a->num_choices,
                   tokens = inner ? inner : plan->num_tokens, batches = inner ? plan->num_tokens / inner : 0;
     const kvc_array arrays[] = {
@@ -223,12 +223,12 @@ static kvc_status check_arrays(kvc_choose_args *a, const kvc_plan_args *plan, in
          .axes = {KVC_AXIS(a, scores_choice_stride, choices), KVC_AXIS(a, scores_token_stride, tokens),
                   KVC_AXIS(a, scores_batch_stride, batches)}},
     };
-    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) KVC_TRY(kvc_check_array(&arrays[i]));
+    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) KVC_TRY(kvc_resolve_array(&arrays[i]));
     return KVC_OK;
 }
 
 /* Checks arguments, and fills in the defaults. */
-static kvc_status check_args(kvc_choose_args *a, const kvc_plan_args *plan, int32_t k_dim, int32_t stride) {
+static kvc_status resolve_args(kvc_choose_args *a, const kvc_plan_args *plan, int32_t k_dim, int32_t stride) {
     if (!a->q || !a->chosen) return kvc_fail(KVC_ERR_INVALID, "%s is NULL", a->q ? "chosen" : "q");
     if (!isfinite(a->scale)) return kvc_fail(KVC_ERR_INVALID, "scale is %g: it must be finite", (double)a->scale);
     KVC_TRY(check_least(a->width, 1, "width"));
@@ -245,7 +245,7 @@ static kvc_status check_args(kvc_choose_args *a, const kvc_plan_args *plan, int3
         return kvc_fail(KVC_ERR_INVALID, "num_choices is %d: the plan was made for %d", a->num_choices,
                         plan->num_choices);
     if (a->tokens_per_sequence) KVC_TRY(kvc_check_tokens_per_sequence(a->tokens_per_sequence, plan->num_tokens));
-    return check_arrays(a, plan, k_dim);
+    return resolve_arrays(a, plan, k_dim);
 }
 
 /* Returns the arguments of an attention with the same queries, for what both have in common. */
@@ -267,7 +267,7 @@ kvc_status kvc_plan_choose(kvc_plan *plan, int32_t layer, const kvc_choose_args 
     KVC_TRY(KVC_READ(kvc_choose_args, &args, given, "args"));
     KVC_TRY(kvc_check_choosing(plan->batch, layer));
     KVC_TRY(kvc_check_plan_layer(plan, layer));
-    KVC_TRY(check_args(&args, &plan->args, plan->k_dim, plan->stride));
+    KVC_TRY(resolve_args(&args, &plan->args, plan->k_dim, plan->stride));
     kvc_row_buffer *buffer = kvc_row_buffer_find(plan->batch, layer);
     const kvc_attend_args common = as_attention(&args);
     make_ranking(&k, plan, layer, &args, &common, buffer);
@@ -285,9 +285,9 @@ kvc_status kvc_choose(kvc_batch *batch, const kvc_plan_args *given_plan, const k
     KVC_TRY(KVC_READ(kvc_plan_args, &plan_args, given_plan, "plan"));
     KVC_TRY(kvc_check_choosing(batch, plan_args.layer));
     if (!plan_args.num_choices) plan_args.num_choices = args.num_choices;
-    KVC_TRY(kvc_plan_check(batch, &plan_args));
-    KVC_TRY(check_args(&args, &plan_args, batch->cache->layers[plan_args.layer].k_dim,
-                       batch->cache->pools[batch->cache->group_of[plan_args.layer]].stride));
+    KVC_TRY(kvc_resolve_plan(batch, &plan_args));
+    KVC_TRY(resolve_args(&args, &plan_args, batch->cache->layers[plan_args.layer].k_dim,
+                         batch->cache->pools[batch->cache->group_of[plan_args.layer]].stride));
     KVC_TRY(kvc_plan_get(batch, &plan_args, &plan));
     kvc_row_buffer *buffer = batch->num_buffered ? kvc_row_buffer_find(batch, plan_args.layer) : NULL;
     kvc_status status = kvc_check_all_seen(plan, plan_args.layer, NULL, buffer);

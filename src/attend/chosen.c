@@ -50,7 +50,7 @@ kvc_status kvc_chosen_check(const kvc_plan_args *plan, int32_t num_kv_heads, int
     if (chosen->width > plan->chosen_width)
         return kvc_fail(KVC_ERR_INVALID, "chosen->width is %d: chosen_width of the plan is %d", chosen->width,
                         plan->chosen_width);
-    return kvc_check_array(&positions);
+    return kvc_resolve_array(&positions);
 }
 
 /* ---- entries in order -------------------------------------------------------------------------------------------- */

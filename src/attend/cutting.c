@@ -65,7 +65,7 @@ static int may_select(const kvc_batch *batch, const kvc_plan_args *args, int32_t
            (int64_t)stored->num_rows + member->num_tokens > kvc_most_unselected(args);
 }
 
-kvc_status kvc_check_selecting(const kvc_batch *batch, kvc_plan_args *args) {
+kvc_status kvc_resolve_selecting(const kvc_batch *batch, kvc_plan_args *args) {
     if (args->select_rows < 0)
         return kvc_fail(KVC_ERR_INVALID, "select_rows is %d: it must be positive, or 0 to read all rows",
                         args->select_rows);

@@ -50,8 +50,9 @@ int64_t kvc_most_shown_runs(const kvc_plan *plan);
 /* Fills in view->stored, from view->masked.  runs: memory for kvc_most_shown_runs(plan). */
 void kvc_cut_masked(const kvc_plan *plan, const kvc_view *view, kvc_run *runs);
 
-/* Checks select_rows, which is not 0.  It becomes 0 if no sequence selects: the plan is then one for all rows. */
-kvc_status kvc_check_selecting(const kvc_batch *batch, kvc_plan_args *args);
+/* Resolves select_rows, which is not 0: checks it, and makes it 0 if no sequence selects.  The plan is then one for all
+ * rows. */
+kvc_status kvc_resolve_selecting(const kvc_batch *batch, kvc_plan_args *args);
 
 /* Returns an upper bound of how many slices the plan's queries are cut into. */
 int32_t kvc_count_slices(const kvc_plan *plan);

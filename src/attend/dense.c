@@ -259,7 +259,7 @@ static void fill_share(void *context, int64_t task) {
 
 /* ---- kvc_dense --------------------------------------------------------------------------------------------------- */
 
-static kvc_status check_args(const kvc_batch *batch, int32_t layer, const kvc_dense_args *given, dense *d) {
+static kvc_status read_args(const kvc_batch *batch, int32_t layer, const kvc_dense_args *given, dense *d) {
     kvc_status status = KVC_READ(kvc_dense_args, &d->args, given, "args");
     if (status == KVC_OK) status = kvc_check_attention(batch, layer, 1);
     if (status == KVC_OK) status = KVC_READ(kvc_rows_out, &d->out, d->args.rows, "rows");
@@ -268,7 +268,7 @@ static kvc_status check_args(const kvc_batch *batch, int32_t layer, const kvc_de
     return status == KVC_OK && d->args.by_sequence ? check_in_step(batch) : status;
 }
 
-static kvc_status check_num_rows(const dense *d, int64_t *num) {
+static kvc_status resolve_num_rows(const dense *d, int64_t *num) {
     int64_t most;
     KVC_TRY(count_rows(d->batch, d->layer, d->buffer, num, &most));
     if (d->out.num_stored) *d->out.num_stored = *num;
@@ -282,7 +282,7 @@ static kvc_status check_num_rows(const dense *d, int64_t *num) {
 }
 
 /* Checks the arrays, and resolves their strides. */
-static kvc_status check_arrays(dense *d) {
+static kvc_status resolve_arrays(dense *d) {
     const kvc_batch *batch = d->batch;
     kvc_dense_args *a = &d->args;
     const int32_t num_batches = a->by_sequence ? batch->num_sequences : 0;
@@ -299,9 +299,9 @@ static kvc_status check_arrays(dense *d) {
                             .element_bytes = sizeof *a->seen,
                             .length = a->num_rows,
                             .axes = {KVC_AXIS(a, seen_token_stride, batch->num_tokens)}};
-    KVC_TRY(kvc_check_rows_out(&batch->cache->layers[d->layer], &d->out, "rows", a->num_rows, batches));
-    KVC_TRY(kvc_check_array(&mask));
-    return kvc_check_array(&seen);
+    KVC_TRY(kvc_resolve_rows_out(&batch->cache->layers[d->layer], &d->out, "rows", a->num_rows, batches));
+    KVC_TRY(kvc_resolve_array(&mask));
+    return kvc_resolve_array(&seen);
 }
 
 /* Returns the number of tasks that are worth cutting the work into. */
@@ -318,8 +318,8 @@ static kvc_status make_dense(dense *d) {
     const kvc_batch *batch = d->batch;
     kvc_cache *cache = batch->cache;
     int64_t num;
-    kvc_status status = check_num_rows(d, &num);
-    if (status == KVC_OK) status = check_arrays(d);
+    kvc_status status = resolve_num_rows(d, &num);
+    if (status == KVC_OK) status = resolve_arrays(d);
     if (status != KVC_OK || num == 0) return status;
     d->num_tasks = num_tasks(d, num);
     const uint64_t floats = kvc_rope_of(cache, d->layer) ? kvc_rotator_floats(cache->layers[d->layer].k_dim) : 0;
@@ -353,7 +353,7 @@ static kvc_status make_dense(dense *d) {
 
 kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *given) {
     dense d = {.batch = batch, .layer = layer};
-    KVC_TRY(check_args(batch, layer, given, &d));
+    KVC_TRY(read_args(batch, layer, given, &d));
     d.stride = batch->cache->pools[batch->cache->group_of[layer]].stride;
     kvc_row_buffer *buffer = kvc_row_buffer_find(batch, layer);
     d.buffer = buffer;

@@ -482,7 +482,7 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
 /* Checks what says for how many choices a plan chooses, and for how many chosen rows it is. */
-static kvc_status check_choices(const kvc_cache *cache, kvc_plan_args *args) {
+static kvc_status resolve_choices(const kvc_cache *cache, kvc_plan_args *args) {
     const kvc_layer *layer = &cache->layers[args->layer];
     const int32_t heads = args->num_heads, kv_heads = layer->num_kv_heads, num = args->num_choices;
     if (args->max_chosen < 0)
@@ -508,9 +508,9 @@ static kvc_status check_choices(const kvc_cache *cache, kvc_plan_args *args) {
     return KVC_OK;
 }
 
-kvc_status kvc_plan_check(const kvc_batch *batch, kvc_plan_args *args) {
+kvc_status kvc_resolve_plan(const kvc_batch *batch, kvc_plan_args *args) {
     KVC_TRY(kvc_check_attention(batch, args->layer, 0));
-    KVC_TRY(kvc_check_range(batch, args->first, &args->num_tokens));
+    KVC_TRY(kvc_resolve_range(batch, args->first, &args->num_tokens));
     const int32_t num_kv_heads = batch->cache->layers[args->layer].num_kv_heads;
     if (args->num_heads < 1 || args->num_heads % num_kv_heads || args->num_heads / num_kv_heads > 1 << 16)
         return kvc_fail(KVC_ERR_INVALID,
@@ -520,8 +520,8 @@ kvc_status kvc_plan_check(const kvc_batch *batch, kvc_plan_args *args) {
         return kvc_fail(KVC_ERR_INVALID, "num_threads is %d: it must be between 1 and %d, or 0 for the cache's",
                         args->num_threads, KVC_MOST_THREADS);
     if (!args->num_threads) args->num_threads = kvc_cache_threads(batch->cache);
-    KVC_TRY(check_choices(batch->cache, args));
-    if (args->select_rows) KVC_TRY(kvc_check_selecting(batch, args));
+    KVC_TRY(resolve_choices(batch->cache, args));
+    if (args->select_rows) KVC_TRY(kvc_resolve_selecting(batch, args));
     return args->num_masked ? kvc_masked_check(batch, args->masked, args->masked_size, args->num_masked) : KVC_OK;
 }
 
@@ -566,7 +566,7 @@ kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *given, kvc_plan *
     if (!out) return kvc_fail(KVC_ERR_INVALID, "plan is NULL: it is where the plan goes");
     *out = NULL;
     KVC_TRY(KVC_READ(kvc_plan_args, &args, given, "plan"));
-    KVC_TRY(kvc_plan_check(batch, &args));
+    KVC_TRY(kvc_resolve_plan(batch, &args));
     return kvc_plan_get(batch, &args, out);
 }
 

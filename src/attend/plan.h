@@ -1,4 +1,4 @@
-/* plan.h: checks the arguments of a plan, gets one, and resets which of its tasks were run. */
+/* plan.h: resolves the arguments of a plan, gets one, and resets which of its tasks were run. */
 #ifndef KVC_PLAN_H
 #define KVC_PLAN_H
 
@@ -10,8 +10,8 @@ void kvc_plan_reset(kvc_plan *plan);
 /* Recounts plan->remaining from the states of the tasks. */
 void kvc_plan_recount(kvc_plan *plan);
 
-/* Checks arguments, and fills in the defaults. */
-kvc_status kvc_plan_check(const kvc_batch *batch, kvc_plan_args *args);
+/* Resolves arguments: checks them, and fills in the defaults. */
+kvc_status kvc_resolve_plan(const kvc_batch *batch, kvc_plan_args *args);
 
 /* Sets *out to a plan for checked arguments: an unused plan of the batch, or a new plan. */
 kvc_status kvc_plan_get(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **out);

@@ -455,7 +455,7 @@ static uint64_t lay_out(weighing *w, int64_t end, char *start) {
 /* ---- the public function ----------------------------------------------------------------------------------------- */
 
 /* Checks the arrays, and resolves their strides. */
-static kvc_status check_arrays(const kvc_layer *layer, kvc_weights_args *a) {
+static kvc_status resolve_arrays(const kvc_layer *layer, kvc_weights_args *a) {
     const kvc_array q = {.name = "q",
                          .data = a->q,
                          .type = a->q_type,
@@ -468,8 +468,8 @@ static kvc_status check_arrays(const kvc_layer *layer, kvc_weights_args *a) {
                                .element_bytes = sizeof *a->weights,
                                .length = a->num_rows,
                                .axes = {KVC_AXIS(a, weights_head_stride, layer->num_kv_heads)}};
-    KVC_TRY(kvc_check_array(&q));
-    return kvc_check_array(&weights);
+    KVC_TRY(kvc_resolve_array(&q));
+    return kvc_resolve_array(&weights);
 }
 
 /* Checks what does not depend on the sequence, except the arrays. */
@@ -538,7 +538,7 @@ static kvc_status open_weighing(kvc_cache *cache, int64_t seq_id, int32_t layer,
     if (num_rows != w->args.num_rows)
         return kvc_fail(KVC_ERR_INVALID, "num_rows is %lld: sequence %lld holds %lld in layer %d",
                         (long long)w->args.num_rows, (long long)seq_id, (long long)num_rows, layer);
-    KVC_TRY(check_arrays(w->layer, &w->args));
+    KVC_TRY(resolve_arrays(w->layer, &w->args));
     if (!num_rows) return KVC_OK;
     w->next = kvc_sequence_next(sequence);
     KVC_TRY(check_gone(cache, sequence, w, group));

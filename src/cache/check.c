@@ -87,7 +87,7 @@ static kvc_status fail_type(const kvc_array *a) {
                     a->type, a->stored, KVC_TYPES[a->stored].name);
 }
 
-kvc_status kvc_check_array(const kvc_array *a) {
+kvc_status kvc_resolve_array(const kvc_array *a) {
     const int is_float = a->type >= 0 && a->type < KVC_FLOAT_TYPES, is_raw = !a->element_bytes && !is_float;
     if (is_raw && a->type != a->stored && (a->data || a->is_output)) return fail_type(a);
     if (!a->data || a->length <= 0) return KVC_OK;
@@ -124,7 +124,7 @@ kvc_status kvc_check_positions(int32_t begin, int32_t end) {
     return kvc_fail(KVC_ERR_INVALID, "end is %d: it must be at least begin, %d", end, begin);
 }
 
-kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_tokens) {
+kvc_status kvc_resolve_range(const kvc_batch *batch, int32_t first, int32_t *num_tokens) {
     if (first < 0 || first >= batch->num_tokens)
         return kvc_fail(KVC_ERR_INDEX, "first is %d: the batch has %d tokens", first, batch->num_tokens);
     if (*num_tokens == 0) *num_tokens = batch->num_tokens - first;

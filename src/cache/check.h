@@ -46,9 +46,9 @@ typedef struct kvc_array {
     kvc_axis axes[KVC_MOST_AXES]; /* from heads, or choices, outwards */
 } kvc_array;
 
-/* Replaces strides of 0 by their defaults, with which rows lie side by side.  Returns KVC_ERR_INVALID if the array may
- * not have its type, if a stride is not a whole number of elements, or if rows of an output overlap. */
-kvc_status kvc_check_array(const kvc_array *array);
+/* Resolves strides: replaces 0 by the default, with which rows lie side by side.  Returns KVC_ERR_INVALID if the array
+ * may not have its type, if a stride is not a whole number of elements, or if rows of an output overlap. */
+kvc_status kvc_resolve_array(const kvc_array *array);
 
 /* Returns KVC_ERR_INVALID unless tokens_per_sequence, which is not 0, divides num_tokens. */
 kvc_status kvc_check_tokens_per_sequence(int32_t tokens_per_sequence, int32_t num_tokens);
@@ -57,8 +57,9 @@ kvc_status kvc_check_tokens_per_sequence(int32_t tokens_per_sequence, int32_t nu
 kvc_status kvc_check_position(int32_t value, const char *name);
 kvc_status kvc_check_positions(int32_t begin, int32_t end);
 
-/* Returns KVC_ERR_INDEX unless the batch has tokens [first, first + *num_tokens); 0 becomes all from first on. */
-kvc_status kvc_check_range(const kvc_batch *batch, int32_t first, int32_t *num_tokens);
+/* Resolves a number of tokens: 0 becomes all from `first` on.  Returns KVC_ERR_INDEX unless the batch has tokens
+ * [first, first + *num_tokens). */
+kvc_status kvc_resolve_range(const kvc_batch *batch, int32_t first, int32_t *num_tokens);
 
 /* Returns KVC_ERR_INVALID if flags of layers name some layers of a group, and others that have rows not; name: of the
  * argument. */

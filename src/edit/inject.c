@@ -264,7 +264,7 @@ static kvc_status inject(injection *x, int64_t seq_id) {
 /* ---- the public function ----------------------------------------------------------------------------------------- */
 
 /* Copies the caller's struct, checks it for num_rows rows of a layer, and resolves its strides. */
-static kvc_status check_rows_in(const kvc_layer *layer, const kvc_rows_in *given, kvc_rows_in *in, int64_t num_rows) {
+static kvc_status resolve_rows_in(const kvc_layer *layer, const kvc_rows_in *given, kvc_rows_in *in, int64_t num_rows) {
     KVC_TRY(KVC_READ(kvc_rows_in, in, given, "in"));
     KVC_TRY(kvc_check_values(layer, in->k, in->v));
     const kvc_array k = {.name = "k",
@@ -281,8 +281,8 @@ static kvc_status check_rows_in(const kvc_layer *layer, const kvc_rows_in *given
                          .length = layer->v_dim,
                          .axes = {KVC_AXIS(in, v_head_stride, layer->num_kv_heads),
                                   KVC_AXIS(in, v_row_stride, num_rows)}};
-    KVC_TRY(kvc_check_array(&k));
-    return kvc_check_array(&v);
+    KVC_TRY(kvc_resolve_array(&k));
+    return kvc_resolve_array(&v);
 }
 
 kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t begin, int32_t end,
@@ -299,7 +299,7 @@ kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t b
     x.stride = cache->pools[x.group].stride;
     x.begin = kvc_rows_below(begin, x.stride);
     x.end = kvc_rows_below(end, x.stride);
-    KVC_TRY(check_rows_in(&cache->layers[layer], given, &in, x.end - x.begin));
+    KVC_TRY(resolve_rows_in(&cache->layers[layer], given, &in, x.end - x.begin));
     kvc_lock(cache);
     do status = inject(&x, seq_id);
     while (!(x.sequence && x.sequence->is_given) && /* its caller is one of those that are waited for */

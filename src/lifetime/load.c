@@ -112,8 +112,9 @@ static kvc_status measure_tensor(void *context, const kvc_tensor *tensor) {
     return KVC_OK;
 }
 
-/* Checks that header and length of the file are what the tables, whose layers were checked, say. */
-static kvc_status check_header(loading *l) {
+/* Finds how many bytes and checksums the file has by its tables, whose layers were checked.  Checks that its header and
+ * its length agree. */
+static kvc_status measure_file(loading *l) {
     const uint64_t most = (uint64_t)l->args.size - l->header_bytes;
     kvc_status status = kvc_format_visit(&l->state.format, most, measure_tensor, l);
     if (status != KVC_OK) return status;
@@ -135,7 +136,7 @@ static kvc_status read_beginning(loading *l) {
     kvc_layer *layers = kvc_state_take(&l->state, (uint64_t)l->state.format.state->num_layers * sizeof *layers);
     if (!layers) return KVC_ERR_NOMEM;
     KVC_TRY(kvc_read_layers(&l->state.format, layers, &l->saved));
-    KVC_TRY(check_header(l));
+    KVC_TRY(measure_file(l));
     if (l->window_bytes > KVC_WINDOW_BYTES) l->window_bytes = KVC_WINDOW_BYTES;
     if (!l->args.data) l->window = kvc_state_take(&l->state, l->window_bytes);
     l->checksums = kvc_state_take(&l->state, (uint64_t)l->num_checksums * sizeof *l->checksums);
@@ -176,7 +177,7 @@ static kvc_status report_altered(void *context, const kvc_tensor *tensor) {
     return kvc_fail(KVC_ERR_FORMAT, "altered: tensor %s does not match its checksum", tensor->name);
 }
 
-static kvc_status check_rows(loading *l) {
+static kvc_status compare_checksums(loading *l) {
     for (int64_t i = 0; i < l->num_checksums; i++) {
         uint64_t expected;
         kvc_status status = read_bytes(l, &expected, sizeof expected);
@@ -193,7 +194,7 @@ static kvc_status read_tensor(void *context, const kvc_tensor *tensor) {
     char mac[KVC_MAC_BYTES];
     switch (tensor->kind) {
     case KVC_ROWS: return read_rows(l, tensor);
-    case KVC_CHECKSUMS: return check_rows(l);
+    case KVC_CHECKSUMS: return compare_checksums(l);
     case KVC_MAC: return read_bytes(l, mac, sizeof mac);
     default: return tensor->begin < l->tables_bytes ? KVC_OK : read_zeros(l, tensor);
     }
@@ -262,7 +263,7 @@ static kvc_status make_cache(loading *l, const kvc_config *own) {
 
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
-static kvc_status check_args(const kvc_load_args *given, kvc_load_args *args) {
+static kvc_status read_args(const kvc_load_args *given, kvc_load_args *args) {
     KVC_TRY(KVC_READ(kvc_load_args, args, given, "args"));
     KVC_TRY(kvc_check_endian());
     if (!args->data == !args->read)
@@ -307,7 +308,7 @@ kvc_status kvc_load(const kvc_load_args *given, kvc_cache **out) {
     kvc_config config;
     kvc_memory memory;
     if (out) *out = NULL;
-    KVC_TRY(check_args(given, &l.args));
+    KVC_TRY(read_args(given, &l.args));
     KVC_TRY(read_config(l.args.config, &config, &memory));
     l.state.memory = &memory;
     kvc_status status = read_beginning(&l);
@@ -325,7 +326,7 @@ kvc_status kvc_restore(kvc_cache *cache, const kvc_load_args *given) {
     loading l = {.state = {.cache = cache, .memory = &cache->memory}};
     const kvc_config own = {
         .layers = cache->layers, .layer_size = sizeof *cache->layers, .num_layers = cache->num_layers};
-    KVC_TRY(check_args(given, &l.args));
+    KVC_TRY(read_args(given, &l.args));
     if (l.args.config) return kvc_fail(KVC_ERR_INVALID, "config is not NULL: the cache has its own");
     begin_loading(&l);
     kvc_status status = read_beginning(&l);

@@ -159,12 +159,12 @@ static int32_t most_rows(const kvc_batch *batch, int32_t layer, const kvc_put_ar
     return most;
 }
 
-kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, kvc_put_args *args) {
+kvc_status kvc_resolve_put(const kvc_batch *batch, int32_t layer, kvc_put_args *args) {
     const kvc_layer *config = &batch->cache->layers[layer];
     KVC_TRY(kvc_check_takes_rows(batch, layer));
     int32_t num_rows = args->num_tokens;
     if (kvc_keeps_tokens(batch->cache, layer)) {
-        KVC_TRY(kvc_check_range(batch, args->first, &args->num_tokens));
+        KVC_TRY(kvc_resolve_range(batch, args->first, &args->num_tokens));
         KVC_TRY(check_not_written(batch, layer, args->first, args->num_tokens));
         num_rows = count_rows(batch, layer, args->first, args->num_tokens);
     } else {
@@ -189,8 +189,8 @@ kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, kvc_put_args *ar
                          .length = config->v_dim,
                          .axes = {KVC_AXIS(args, v_head_stride, heads), KVC_AXIS(args, v_token_stride, rows),
                                   KVC_AXIS(args, v_batch_stride, batches)}};
-    KVC_TRY(kvc_check_array(&k));
-    return kvc_check_array(&v);
+    KVC_TRY(kvc_resolve_array(&k));
+    return kvc_resolve_array(&v);
 }
 
 void kvc_drop_cross(const kvc_batch *batch, int32_t g, int32_t s) {
@@ -331,7 +331,7 @@ kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *given) {
     kvc_row_buffer *buffer = NULL;
     KVC_TRY(KVC_READ(kvc_put_args, &args, given, "args"));
     KVC_TRY(kvc_check_layer(batch->cache, layer));
-    KVC_TRY(kvc_put_check(batch, layer, &args));
+    KVC_TRY(kvc_resolve_put(batch, layer, &args));
     KVC_TRY(enter_buffer(batch, layer, args.first, args.num_tokens, &buffer));
     kvc_status status = kvc_put_rows(batch, layer, &args, buffer);
     if (status == KVC_OK && buffer) {
@@ -344,19 +344,19 @@ kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *given) {
 
 /* ---- writing in place -------------------------------------------------------------------------------------------- */
 
-static kvc_status check_in_place(const kvc_batch *batch, int32_t layer, int32_t first, int32_t *num_tokens) {
+static kvc_status resolve_in_place(const kvc_batch *batch, int32_t layer, int32_t first, int32_t *num_tokens) {
     KVC_TRY(kvc_check_layer(batch->cache, layer));
     KVC_TRY(kvc_check_takes_rows(batch, layer));
     if (!kvc_keeps_tokens(batch->cache, layer))
         return kvc_fail(KVC_ERR_UNSUPPORTED, "layer %d is a cross-attention layer: its rows are put", layer);
-    return kvc_check_range(batch, first, num_tokens);
+    return kvc_resolve_range(batch, first, num_tokens);
 }
 
 kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size,
                      kvc_hold **hold) {
     int32_t rest = 0;
     if (hold) *hold = NULL;
-    KVC_TRY(check_in_place(batch, layer, first, &rest));
+    KVC_TRY(resolve_in_place(batch, layer, first, &rest));
     KVC_TRY(check_not_written(batch, layer, first, 1));
     if (!span) return kvc_fail(KVC_ERR_INVALID, "span is NULL");
     if (places_in(batch, layer, first)->slot < 0)
@@ -407,7 +407,7 @@ static void sketch_written(const kvc_batch *batch, int32_t layer, int32_t first,
 }
 
 kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
-    kvc_status status = check_in_place(batch, layer, first, &num_tokens);
+    kvc_status status = resolve_in_place(batch, layer, first, &num_tokens);
     kvc_row_buffer *buffer;
     if (status == KVC_OK) status = check_not_written(batch, layer, first, num_tokens);
     if (status == KVC_OK) status = enter_buffer(batch, layer, first, num_tokens, &buffer);

@@ -4,9 +4,10 @@
 
 #include "space/row_buffer.h"
 
-/* Do the two halves of kvc_put to a layer that the cache has.  The first checks the arguments and fills in
- * num_tokens.  The second stores the rows; it can fail only in cross-attention layers, or if the call is cancelled. */
-kvc_status kvc_put_check(const kvc_batch *batch, int32_t layer, kvc_put_args *args);
+/* Do the two halves of kvc_put to a layer that the cache has.  The first resolves the arguments: checks
+ * them, and fills in num_tokens.  The second stores the rows; it can fail only in cross-attention layers, or if the
+ * call is cancelled. */
+kvc_status kvc_resolve_put(const kvc_batch *batch, int32_t layer, kvc_put_args *args);
 kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args, kvc_row_buffer *buffer);
 
 /* Marks the rows of tokens in a layer as put, or as not put.  buffer: the row buffer of the layer; NULL if no token is

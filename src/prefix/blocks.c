@@ -283,7 +283,7 @@ static int find_state(arrival *a, int64_t size) {
 
 /* Returns KVC_ERR_FORMAT unless the payload has as many bytes as it says, of layers that have rows, and perhaps a
  * state. */
-static kvc_status check_payload(const kvc_cache *cache, arrival *a) {
+static kvc_status resolve_payload(const kvc_cache *cache, arrival *a) {
     int64_t size, num;
     KVC_TRY(find_end(cache, a->payload, a->size, a->end - a->begin, &size, &num));
     if (kvc_check_groups(cache, a->payload, "payload") != KVC_OK)
@@ -427,7 +427,7 @@ kvc_status kvc_prefix_add_block(kvc_fetch *fetch, int32_t block, const void *pay
     const int32_t block_size = cache->pools[0].block_size, begin = block * block_size, end = begin + block_size;
     arrival a = {fetch, kvc_tokens_part(fetch->tokens, begin, end), payload, size, -1, 0, begin, end, 0};
     *is_kept = *is_new = 0;
-    KVC_TRY(check_payload(cache, &a));
+    KVC_TRY(resolve_payload(cache, &a));
     kvc_prefix_lock(fetch->prefix);
     kvc_cache_begin_reading(cache); /* whoever needs room waits until the rows may be evicted */
     kvc_state_use use = {0};        /* without its state the block would not be asked for again */

@@ -144,8 +144,8 @@ static kvc_status open_snapshot(copying *c, int64_t seq_id, int64_t least) {
 
 /* ---- copying in tasks -------------------------------------------------------------------------------------------- */
 
-kvc_status kvc_check_rows_out(const kvc_layer *layer, kvc_rows_out *out, const char *name, int64_t num_rows,
-                              const kvc_axis batches[2]) {
+kvc_status kvc_resolve_rows_out(const kvc_layer *layer, kvc_rows_out *out, const char *name, int64_t num_rows,
+                                const kvc_axis batches[2]) {
     if (!layer->v_dim && out->v)
         return kvc_fail(KVC_ERR_INVALID, "%s.v is given: this layer holds keys alone (v_dim 0); it must be NULL", name);
     kvc_array k = {.name = name,
@@ -163,8 +163,8 @@ kvc_status kvc_check_rows_out(const kvc_layer *layer, kvc_rows_out *out, const c
                    .length = layer->v_dim,
                    .axes = {KVC_AXIS(out, v_head_stride, layer->num_kv_heads), KVC_AXIS(out, v_row_stride, num_rows)}};
     if (batches) k.axes[2] = batches[0], v.axes[2] = batches[1];
-    KVC_TRY(kvc_check_array(&k));
-    return kvc_check_array(&v);
+    KVC_TRY(kvc_resolve_array(&k));
+    return kvc_resolve_array(&v);
 }
 
 /* Copies a task's share of the rows. */
@@ -217,7 +217,7 @@ kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t f
     copying c = {.cache = cache, .layer = layer, .first = first_row, .num_rows = num_rows};
     KVC_TRY(kvc_check_layer(cache, layer));
     KVC_TRY(KVC_READ(kvc_rows_out, &c.out, given, "out"));
-    KVC_TRY(kvc_check_rows_out(&cache->layers[layer], &c.out, "out", num_rows, NULL));
+    KVC_TRY(kvc_resolve_rows_out(&cache->layers[layer], &c.out, "out", num_rows, NULL));
     if (first_row < 0 || num_rows < 0 || first_row > INT64_MAX - num_rows)
         return kvc_fail(KVC_ERR_INVALID, "first_row is %lld and num_rows %lld: neither must be negative",
                         (long long)first_row, (long long)num_rows);
@@ -239,7 +239,7 @@ kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t 
     c.first = first;
     c.num_rows = past - first;
     KVC_TRY(KVC_READ(kvc_rows_out, &c.out, given, "out"));
-    KVC_TRY(kvc_check_rows_out(&cache->layers[layer], &c.out, "out", c.num_rows, NULL));
+    KVC_TRY(kvc_resolve_rows_out(&cache->layers[layer], &c.out, "out", c.num_rows, NULL));
     c.num_tasks = count_tasks(cache, layer, c.num_rows);
     KVC_TRY(open_snapshot(&c, seq_id, 0));
     if (c.out.positions) find_positions(&c.from, first, past, stride, c.out.positions);

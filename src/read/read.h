@@ -24,7 +24,7 @@ void kvc_reader_clear(const kvc_reader *reader, const kvc_rows_out *out, int64_t
 
 /* Checks arrays for num_rows rows of a layer, and resolves their strides.  name: of the argument.  batches: the batch
  * axes of keys and of values; NULL if there are no batches. */
-kvc_status kvc_check_rows_out(const kvc_layer *layer, kvc_rows_out *out, const char *name, int64_t num_rows,
-                              const kvc_axis batches[2]);
+kvc_status kvc_resolve_rows_out(const kvc_layer *layer, kvc_rows_out *out, const char *name, int64_t num_rows,
+                                const kvc_axis batches[2]);
 
 #endif

@@ -50,7 +50,7 @@ static void test_random_strides(void) {
             .element_bytes = 1,
             .length = row_bytes,
             .axes = {{"heads", &given[0], nums[0]}, {"tokens", &given[1], nums[1]}, {"batches", &given[2], nums[2]}}};
-        const int is_refused = kvc_check_array(&array) != KVC_OK, is_shared = overlaps(strides, nums, row_bytes);
+        const int is_refused = kvc_resolve_array(&array) != KVC_OK, is_shared = overlaps(strides, nums, row_bytes);
         CHECK(!memcmp(strides, given, sizeof given));
         CHECKF(is_refused || !is_shared, "%d, %d, %d", (int)strides[0], (int)strides[1], (int)strides[2]);
         CHECK(is_refused == !is_nested(strides, nums, row_bytes));
@@ -73,7 +73,7 @@ static void test_extremes(void) {
             .element_bytes = 4,
             .length = INT64_MAX,
             .axes = {{"heads", &strides[0], 7}, {"tokens", &strides[1], INT64_MAX}, {"batches", &strides[2], 3}}};
-        (void)kvc_check_array(&array);
+        (void)kvc_resolve_array(&array);
     }
 }
 
