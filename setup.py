@@ -280,8 +280,8 @@ core = Extension(
 module = Extension(
     "kvcache._core",
     sources=["kvcache/_core.pyx"],
-    depends=["include/kvcache.h", "kvcache/_core.pxd", *sorted(glob("kvcache/binding/*.pxi"))],
-    include_dirs=["include", numpy.get_include()],
+    depends=["include/kvcache.h", "src/rows/stride.h", "kvcache/_core.pxd", *sorted(glob("kvcache/binding/*.pxi"))],
+    include_dirs=["include", numpy.get_include(), "src"],
     define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
     libraries=["kvcache"] if windows else ["kvcache", "m"],
     runtime_library_dirs=[] if windows else ["@loader_path/lib" if macos else "$ORIGIN/lib"],

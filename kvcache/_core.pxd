@@ -400,3 +400,10 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_commit(kvc_batch *batch)
     kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept)
     void kvc_abort(kvc_batch *batch)
+
+
+cdef extern from "rows/stride.h" nogil:
+    # The one rule that a caller needs, too, as it counts the rows of its arrays. Its functions are inline.
+    int32_t kvc_rows_below(int32_t position, int32_t stride)
+    int32_t kvc_count_rows_at(const int32_t *positions, int32_t num_tokens, int32_t stride)
+    int32_t kvc_tokens_with_rows(const int32_t *positions, int32_t num_tokens, int32_t stride, int64_t num_rows)

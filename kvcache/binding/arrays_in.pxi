@@ -306,7 +306,7 @@ cdef tuple make_pair_readable(Array *a, Array *b, tuple owners):
 
 cdef inline int32_t rows_below(kvc_layer *shape, int32_t position) noexcept:
     """Return how many rows stand below a position, in a layer that lacks none."""
-    return position // max(shape.policy.stride, 1)
+    return kvc_rows_below(position, max(shape.policy.stride, 1))
 
 
 cdef tuple read_replacement(kvc_layer *shape, object k, object v, int32_t begin, kvc_rows_in *rows, int32_t *end):

@@ -158,27 +158,24 @@ cdef class Batch(_CallCounter):
 
         The second is meant by -1. In lock step, these are all tokens up to the end of the batch.
         """
-        cdef int32_t stride = self.cache.layers[layer].policy.stride
+        cdef int32_t stride = self.cache.layers[layer].policy.stride, left, inner, i
         cdef int64_t given = count_tokens(&rows.k, layout), sequences = rows.k.shape[0] if layout == BHTD else 1
         rows.args.first = self.to_first(first, max(tokens, 0))
-        if layout == BHTD and tokens < 0:
-            tokens = self.num_tokens - rows.args.first
-        end = rows.args.first + tokens if tokens >= 0 else self.num_tokens
-        has_row = (self.positions[rows.args.first:end] + np.int64(1)) % stride == 0
+        left = self.num_tokens - rows.args.first
+        cdef const int32_t *positions = <const int32_t *>cnp.PyArray_DATA(self.positions) + rows.args.first
         if tokens < 0:
-            complete = np.flatnonzero(has_row)
-            tokens = 0 if given == 0 else complete[given - 1] + 1 if given <= len(complete) else len(has_row)
-            has_row = has_row[:tokens]
+            tokens = left if layout == BHTD else kvc_tokens_with_rows(positions, left, stride, given)
         if sequences == 0 or tokens % sequences:
             raise ValueError(f"k: of {sequences} sequences, and there are {tokens} tokens")
-        expected = has_row.reshape(sequences, -1).sum(axis=1) if tokens else np.zeros(sequences, np.int64)
-        if (expected != given // sequences).any():
+        inner = <int32_t>(tokens // sequences)
+        expected = [kvc_count_rows_at(positions + i * inner, inner, stride) for i in range(sequences)]
+        if any(num != given // sequences for num in expected):
             raise ValueError(f"k: of {show_tokens(&rows.k, layout)} rows, where layer {layer}, of stride {stride}, "
                              f"takes one for each position p with (p + 1) % {stride} == 0: "
-                             f"{', '.join(map(str, expected.tolist()[:8]))}")
+                             f"{', '.join(map(str, expected[:8]))}")
         rows.args.num_tokens = <int32_t>tokens
         if layout == BHTD:
-            rows.args.tokens_per_sequence = <int32_t>(tokens // sequences)
+            rows.args.tokens_per_sequence = inner
         return 0
 
     cdef tuple read_put(self, int32_t layer, object k, object v, object first, object seq_id, int layout,

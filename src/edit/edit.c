@@ -13,7 +13,7 @@ static kvc_status check_rope(const kvc_cache *cache) {
             return kvc_fail(
                 KVC_ERR_UNSUPPORTED,
                 "tokens would move, and the keys of layer %d may have to be rotated: give its rope when the "
-                "cache is made, or say there that its keys carry no rotation (in Python, rope=False)",
+                "cache is made, or say there that its keys carry no rotation",
                 i);
     return KVC_OK;
 }

@@ -121,11 +121,8 @@ static kvc_status check_not_written(const kvc_batch *batch, int32_t layer, int32
 
 /* Returns how many of these tokens get a row in a layer. */
 static int32_t count_rows(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
-    const kvc_place *place = kvc_places_in(batch, batch->cache->group_of[layer]) + first;
-    int32_t num = 0;
-    if (batch->cache->pools[batch->cache->group_of[layer]].stride == 1) return num_tokens;
-    for (int32_t i = 0; i < num_tokens; i++) num += place[i].slot >= 0;
-    return num;
+    const int32_t stride = batch->cache->pools[batch->cache->group_of[layer]].stride;
+    return stride == 1 ? num_tokens : kvc_count_rows_at(batch->positions + first, num_tokens, stride);
 }
 
 static kvc_status check_cross_put(const kvc_batch *batch, int32_t layer, const kvc_put_args *args) {

@@ -27,4 +27,20 @@ static inline int32_t kvc_last_row(int32_t position, int32_t stride) {
 /* Returns whether a token at a position has a row. */
 static inline int kvc_has_row_at(int32_t position, int32_t stride) { return position % stride == stride - 1; }
 
+/* Returns how many of the tokens at these positions have a row. */
+static inline int32_t kvc_count_rows_at(const int32_t *positions, int32_t num_tokens, int32_t stride) {
+    int32_t num = 0;
+    for (int32_t i = 0; i < num_tokens; i++) num += kvc_has_row_at(positions[i], stride);
+    return num;
+}
+
+/* Returns how many of the tokens at these positions there are up to the one with the num_rows-th row, or all if they
+ * have fewer rows. */
+static inline int32_t kvc_tokens_with_rows(const int32_t *positions, int32_t num_tokens, int32_t stride,
+                                           int64_t num_rows) {
+    int32_t num = 0;
+    for (; num < num_tokens && num_rows > 0; num++) num_rows -= kvc_has_row_at(positions[num], stride);
+    return num;
+}
+
 #endif

@@ -104,6 +104,19 @@ def test_the_first_runner_is_a_runner(monkeypatch, capsys):
     assert expected["greedy"].startswith(said)
 
 
+@pytest.mark.parametrize("root, title", [("src", "## The core"), ("kvcache", "## The package")])
+def test_the_map_has_the_folders_that_exist(root, title):
+    """Its table has each folder of sources, and no other. A file that is named with its folder exists."""
+    page = (ROOT / "docs/design/architecture.md").read_text()
+    table = page.partition(title)[2].partition("\n## ")[0].partition("Where to look:")[0]
+    first = " ".join(re.findall(r"^\| (`[^|]+) \|", table, re.M))
+    tracked = {path.parent.relative_to(ROOT / root).parts for path in (ROOT / root).rglob("*.[chp]*")}
+    assert set(re.findall(r"`(\w+)/`", first)) == {parts[0] for parts in tracked if parts} - {"lib", "__pycache__"}
+    for name in re.findall(r"`([\w/]+\.\w+)`", page):
+        if name.partition("/")[0] in {parts[0] for parts in tracked if parts} and "/" in name:
+            assert any((ROOT / folder / name).is_file() for folder in ("src", "kvcache")), name
+
+
 def anchors_of(page):
     """The anchors of a page's headings, as code hosts and Sphinx name them."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)

@@ -57,6 +57,11 @@ def test_messages_of_c():
     assert named == FOR_C_ONLY
 
 
+def test_messages_of_c_do_not_name_python():
+    python = re.compile("python|numpy|=False|=True|=None", re.IGNORECASE)
+    assert [text for path in SRC.rglob("*.[ch]") for text in c_strings(path) if python.search(text)] == []
+
+
 def test_messages_of_python():
     modules = {path: python_strings(path) for path in PACKAGE.rglob("*.py")}
     parts = {path: cython_strings(path) for path in PACKAGE.rglob("*.p[yx]*") if path.suffix in (".pyx", ".pxi")}
