@@ -257,7 +257,7 @@ static uint64_t lay_out_arrays(const kvc_plan *plan, const totals *t, uint64_t *
     at[PLAN_STATES] = splits * (uint64_t)plan->num_parts;
     at[PLAN_FLAGS] = workspaces * sizeof(atomic_flag);
     at[PLAN_DELTAS] = deltas * sizeof(int32_t);
-    at[PLAN_ANGLES] = (uint64_t)plan->batch->cache->num_ropes * angles * sizeof(float);
+    at[PLAN_ANGLES] = (uint64_t)plan->batch->cache->ropes.num * angles * sizeof(float);
     at[PLAN_ROPE_TABLE] = deltas ? (1 + KVC_NEAR) * (uint64_t)plan->angles_stride * sizeof(double) : 0;
     at[PLAN_NON_CAUSAL] = plan->args.non_causal ? (uint64_t)plan->args.num_tokens : 0;
     at[PLAN_MASKED] = (uint64_t)plan->args.num_masked * sizeof(kvc_masked);
@@ -318,9 +318,9 @@ static int32_t find_deltas(const maker *m, int32_t *deltas) {
 /* Finds how many floats the angles of one delta take. */
 static void find_stride(kvc_plan *plan) {
     const kvc_cache *cache = plan->batch->cache;
-    for (int32_t r = 0; r < cache->num_ropes; r++)
-        if ((int32_t)kvc_rope_angles_size(&cache->ropes[r]) > plan->angles_stride)
-            plan->angles_stride = (int32_t)kvc_rope_angles_size(&cache->ropes[r]);
+    for (int32_t r = 0; r < cache->ropes.num; r++)
+        if ((int32_t)kvc_rope_angles_size(&cache->ropes.items[r]) > plan->angles_stride)
+            plan->angles_stride = (int32_t)kvc_rope_angles_size(&cache->ropes.items[r]);
 }
 
 static int by_value(const void *a, const void *b) {
@@ -345,12 +345,12 @@ static void compute_angles(kvc_plan *plan) {
     const kvc_cache *cache = plan->batch->cache;
     const size_t stride = (size_t)plan->angles_stride;
     for (int32_t layer = 0, last = -1; layer < cache->num_layers; layer++) {
-        const int32_t r = cache->rope_of[layer];
+        const int32_t r = cache->ropes.of_layer[layer];
         if (cache->group_of[layer] != plan->group || r < 0 || r == last) continue;
         kvc_rope_table table = {.angles = plan->rope_table, .coarse = 1};
         float *angles = plan->angles + (size_t)r * (size_t)plan->num_deltas * stride;
         for (int32_t d = 0; d < plan->num_deltas; d++, angles += stride)
-            kvc_rope_angles_from(&table, &cache->ropes[r], -plan->deltas[d], angles);
+            kvc_rope_angles_from(&table, &cache->ropes.items[r], -plan->deltas[d], angles);
         last = r;
     }
 }

@@ -201,7 +201,8 @@ void kvc_call_init(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_
     c->v_mixing = kvc_mixing_of(c->layer, 1);
     c->rope = kvc_rope_of(cache, layer);
     c->angles = plan->angles;
-    if (c->rope) c->angles += (size_t)cache->rope_of[layer] * (size_t)plan->num_deltas * (size_t)plan->angles_stride;
+    if (c->rope)
+        c->angles += (size_t)cache->ropes.of_layer[layer] * (size_t)plan->num_deltas * (size_t)plan->angles_stride;
     c->changes_scores = args->softcap > 0 || args->alibi;
     c->out_type = args->out_is_f32 ? KVC_F32 : args->q_type;
     c->scale = args->scale != 0 ? args->scale : 1 / sqrtf((float)plan->k_dim);

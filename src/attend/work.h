@@ -159,7 +159,7 @@ struct kvc_plan {
     int32_t num_cross_puts;            /* kvc_num_cross_puts of the group when the plan was made */
     int32_t num_deltas, angles_stride; /* stride in floats */
     int32_t *deltas;                   /* [num_deltas] that keys are off by: ascending, all different, none 0 */
-    float *angles;                     /* [cache->num_ropes][num_deltas][angles_stride] that rotate query rows back */
+    float *angles;                     /* [cache->ropes.num][num_deltas][angles_stride] that rotate query rows back */
     double *rope_table;                /* scratch of a kvc_rope_table, while the plan is made */
     uint8_t *non_causal;               /* [args.num_tokens] copied from the caller; args.non_causal points at it */
     kvc_masked *masked;                /* [args.num_masked] copied from the caller; args.masked points at it */

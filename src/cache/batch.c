@@ -127,11 +127,11 @@ void kvc_batch_list_rows(kvc_batch *batch) {
 /* Adds a sequence to the table: the reserved one, or a new one; returns NULL if out of memory. */
 static kvc_sequence *new_sequence(kvc_batch *batch, int64_t seq_id) {
     kvc_cache *cache = batch->cache;
-    kvc_sequence *sequence = cache->reserved;
+    kvc_sequence *sequence = cache->sequences.reserved;
     if (!sequence) sequence = kvc_sequence_new(cache->pools, seq_id, cache->num_groups, cache->num_token_groups);
     if (!sequence) return NULL;
-    if (sequence == cache->reserved) batch->reserved = sequence;
-    cache->reserved = NULL;
+    if (sequence == cache->sequences.reserved) batch->reserved = sequence;
+    cache->sequences.reserved = NULL;
     sequence->id = seq_id;
     kvc_cache_enter(cache, sequence);
     return sequence;

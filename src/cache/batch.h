@@ -69,7 +69,7 @@ struct kvc_batch {
     kvc_cache *cache;
     uint64_t size;          /* bytes of this allocation */
     int32_t is_fresh;       /* allocated for this batch, not reused scratch: freed if the batch does not begin */
-    kvc_sequence *reserved; /* the sequence that was cache->reserved; NULL: none */
+    kvc_sequence *reserved; /* the sequence that was cache->sequences.reserved; NULL: none */
     kvc_scope scope;        /* KVC_FIXED: it is asked what it needs once everything evictable is evicted (kvc_room) */
     int32_t in_several;     /* its tokens come in several batches: it is asked what these need (kvc_reserve) */
     int32_t num_tokens, num_sequences;

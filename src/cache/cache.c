@@ -4,17 +4,17 @@
 #include "cache/useful.h"
 
 void kvc_lock_late(kvc_cache *cache) {
-    atomic_fetch_add(&cache->num_locking, 1);
+    atomic_fetch_add(&cache->waiting.num_locking, 1);
     kvc_mutex_lock(&cache->mutex);
-    atomic_fetch_sub(&cache->num_locking, 1);
+    atomic_fetch_sub(&cache->waiting.num_locking, 1);
 }
 
 void kvc_cache_mark_loose(kvc_cache *cache, kvc_sequence *sequence) {
     if (sequence->loose_at || sequence->is_kept || kvc_sequence_is_tight(sequence)) return;
-    sequence->next_loose = cache->loose;
-    sequence->loose_at = &cache->loose;
-    if (cache->loose) cache->loose->loose_at = &sequence->next_loose;
-    cache->loose = sequence;
+    sequence->next_loose = cache->sequences.loose;
+    sequence->loose_at = &cache->sequences.loose;
+    if (cache->sequences.loose) cache->sequences.loose->loose_at = &sequence->next_loose;
+    cache->sequences.loose = sequence;
 }
 
 void kvc_cache_unmark_loose(kvc_sequence *sequence) {
@@ -30,13 +30,13 @@ void kvc_cache_mark_changed(kvc_cache *cache, kvc_sequence *sequence) {
     if (!sequence->loose_at) kvc_cache_mark_loose(cache, sequence); /* while it is fed, it usually is */
     const int32_t has_rows = kvc_sequence_holds(sequence), holds = has_rows && !sequence->in_call;
     if (sequence->is_fixed != has_rows) kvc_table_list(&cache->sequences, sequence, has_rows);
-    cache->num_holding += holds - sequence->holds;
+    cache->sequences.num_holding += holds - sequence->holds;
     sequence->holds = holds;
     if (sequence->changed_at) return;
-    sequence->next_changed = cache->changed;
-    sequence->changed_at = &cache->changed;
-    if (cache->changed) cache->changed->changed_at = &sequence->next_changed;
-    cache->changed = sequence;
+    sequence->next_changed = cache->sequences.changed;
+    sequence->changed_at = &cache->sequences.changed;
+    if (cache->sequences.changed) cache->sequences.changed->changed_at = &sequence->next_changed;
+    cache->sequences.changed = sequence;
 }
 
 void kvc_cache_unmark_changed(kvc_sequence *sequence) {
@@ -59,13 +59,13 @@ void kvc_cache_set_in_call(kvc_cache *cache, int64_t id, int32_t in_call) {
 
 /* Sorts an evictable sequence by its last use. */
 static void sort(kvc_cache *cache, kvc_sequence *sequence) {
-    kvc_sequence_sort(&cache->evictable, sequence, KVC_BY_USE);
+    kvc_sequence_sort(&cache->evicting.evictable, sequence, KVC_BY_USE);
     kvc_useful_add(cache, sequence);
 }
 
 void kvc_cache_note_bytes(kvc_cache *cache, kvc_sequence *sequence) {
     const int64_t bytes = sequence->is_evictable ? kvc_sequence_bytes(sequence) : 0;
-    cache->evictable_bytes += bytes - sequence->evictable_bytes;
+    cache->evicting.evictable_bytes += bytes - sequence->evictable_bytes;
     sequence->evictable_bytes = bytes;
 }
 
@@ -82,7 +82,7 @@ static void set_evictable(kvc_cache *cache, kvc_sequence *sequence, int32_t is_e
         kvc_table_list(&cache->sequences, sequence, 0);
         sort(cache, sequence);
     } else {
-        kvc_sorted_remove(&cache->evictable, &sequence->links[KVC_BY_USE]);
+        kvc_sorted_remove(&cache->evicting.evictable, &sequence->links[KVC_BY_USE]);
         kvc_table_list(&cache->sequences, sequence, kvc_sequence_holds(sequence));
     }
     kvc_cache_note_bytes(cache, sequence);
@@ -91,7 +91,7 @@ static void set_evictable(kvc_cache *cache, kvc_sequence *sequence, int32_t is_e
 
 void kvc_cache_note_evictable(kvc_cache *cache, kvc_sequence *sequence) {
     const int32_t may_go = sequence->is_kept && !sequence->is_protected, is_pinned = may_go && sequence->num_pins;
-    cache->num_pinned += is_pinned - sequence->is_counted_pinned;
+    cache->evicting.num_pinned += is_pinned - sequence->is_counted_pinned;
     sequence->is_counted_pinned = is_pinned;
     set_evictable(cache, sequence, may_go && !is_pinned && !sequence->in_place);
 }
@@ -103,7 +103,7 @@ void kvc_cache_pin(kvc_cache *cache, kvc_sequence *sequence, int64_t add) {
 
 void kvc_cache_use(kvc_cache *cache, kvc_sequence *sequence, int64_t used) {
     if (sequence->is_evictable) {
-        kvc_sorted_remove(&cache->evictable, &sequence->links[KVC_BY_USE]);
+        kvc_sorted_remove(&cache->evicting.evictable, &sequence->links[KVC_BY_USE]);
         kvc_useful_remove(cache, sequence);
     }
     sequence->used = used;
@@ -111,23 +111,23 @@ void kvc_cache_use(kvc_cache *cache, kvc_sequence *sequence, int64_t used) {
 }
 
 void kvc_cache_keep(kvc_cache *cache, kvc_sequence *sequence) {
-    cache->num_kept += !sequence->is_kept;
-    cache->num_protected -= sequence->is_protected;
+    cache->evicting.num_kept += !sequence->is_kept;
+    cache->evicting.num_protected -= sequence->is_protected;
     sequence->is_kept = 1;
     sequence->is_protected = 0;
     kvc_cache_note_evictable(cache, sequence);
 }
 
 void kvc_cache_stop_keeping(kvc_cache *cache, kvc_sequence *sequence) {
-    cache->num_protected -= sequence->is_protected;
-    cache->num_kept--;
+    cache->evicting.num_protected -= sequence->is_protected;
+    cache->evicting.num_kept--;
     sequence->is_kept = sequence->is_protected = 0;
     kvc_cache_note_evictable(cache, sequence);
 }
 
 void kvc_cache_protect(kvc_cache *cache, kvc_sequence *sequence) {
     if (sequence->is_protected) return;
-    cache->num_protected++;
+    cache->evicting.num_protected++;
     sequence->is_protected = 1;
     kvc_cache_note_evictable(cache, sequence);
 }
@@ -135,7 +135,7 @@ void kvc_cache_protect(kvc_cache *cache, kvc_sequence *sequence) {
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
 void kvc_cache_enter(kvc_cache *cache, kvc_sequence *sequence) {
-    sequence->origin.as_of = cache->num_forgets;
+    sequence->origin.as_of = cache->prefixes.num_forgets;
     kvc_table_insert(&cache->sequences, sequence);
     kvc_table_list(&cache->sequences, sequence, kvc_sequence_holds(sequence));
 }
@@ -150,8 +150,8 @@ void kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *ol
 }
 
 int64_t kvc_cache_new_id(kvc_cache *cache) {
-    while (kvc_table_find(&cache->sequences, cache->next_id)) cache->next_id++;
-    return cache->next_id++;
+    while (kvc_table_find(&cache->sequences, cache->sequences.next_id)) cache->sequences.next_id++;
+    return cache->sequences.next_id++;
 }
 
 void kvc_cache_set_aside(kvc_cache *cache, kvc_sequence *sequence) {
@@ -160,7 +160,7 @@ void kvc_cache_set_aside(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_table_remove(&cache->sequences, sequence);
     sequence->exact_to = sequence->edited_from = INT32_MAX;
     kvc_origin_reset(cache, sequence);
-    cache->reserved = sequence;
+    cache->sequences.reserved = sequence;
 }
 
 void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence) {
@@ -168,7 +168,7 @@ void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence) {
     sequence->follower = NULL; /* which is told once, at the end */
     kvc_cache_unmark_changed(sequence);
     kvc_cache_unmark_loose(sequence);
-    cache->num_holding -= sequence->holds;
+    cache->sequences.num_holding -= sequence->holds;
     if (sequence->is_kept) kvc_cache_stop_keeping(cache, sequence);
     kvc_table_remove(&cache->sequences, sequence);
     kvc_sequence_free(sequence, &cache->memory, cache->pools);

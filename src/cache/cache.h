@@ -25,6 +25,72 @@ typedef struct kvc_bit {
     int64_t forgot;    /* num_forgets when a prefix that had it last forgot a prompt */
 } kvc_bit;
 
+/* The ropes of kind KVC_ROPE_FREQUENCIES. */
+typedef struct kvc_ropes {
+    int32_t *of_layer; /* [num_layers] index into items; -1: keys of the layer are not rotated by frequencies */
+    kvc_rope *items;   /* [num] all different */
+    double *inv_freqs; /* the frequencies that items point into */
+    int32_t num;
+} kvc_ropes;
+
+/* What the caller allows.  0: no limit. */
+typedef struct kvc_limits {
+    int64_t max_seq_len, max_sequences, capacity, max_bytes;
+    int32_t has_own_capacity; /* whether one was given; else it is max_seq_len * max_sequences */
+} kvc_limits;
+
+/* The prefixes of a cache, and what is common to them: prefix/. */
+typedef struct kvc_prefixes {
+    struct kvc_prefix *first;                      /* list of all */
+    kvc_bit *bits;                                 /* [KVC_NUM_BITS]; NULL: there is no prefix */
+    kvc_sorted sessions;                           /* acquired sequences of all prefixes, by first token: session.c */
+    int64_t prompt_bytes;                          /* of them, with the tokens that they are to be fed */
+    int64_t num_made, num_forgets;                 /* prefixes that were made, and prompts that were forgotten */
+    struct kvc_tree *dying;                        /* list of the trees that prefixes have given up: prefix.c */
+    struct kvc_node *new_blocks, **new_blocks_end; /* list of blocks for kvc_take_new_blocks, oldest first */
+    struct kvc_carrier *carriers;                  /* list of calls that carry blocks to or from a store */
+    struct kvc_state_use *state_uses;              /* list of calls that use a recurrent state of a model */
+} kvc_prefixes;
+
+/* Which sequences are kept for later prompts, and the plan of which the running call evicts: space/evict.h. */
+typedef struct kvc_evicting {
+    int64_t num_kept, num_protected, num_pinned; /* num_pinned: pinned and not protected */
+    int64_t num_uses;                            /* of kept sequences: no kvc_sequence.used is higher */
+    kvc_sorted evictable;                        /* by use: kept sequences that may be evicted */
+    int64_t evictable_bytes; /* bookkeeping that is freed if all of them are evicted: kvc_evictable_bytes */
+    int64_t occupied_bytes;  /* what is freed besides if all sequences give up their places in trees */
+    kvc_sequence *victims;   /* list of sequences that the running call's plan evicts, by rising last use */
+    int32_t lacks_bytes;     /* while victims are chosen: all that can be had is needed, for bytes are lacking */
+    int32_t is_tight;        /* the plan makes lists of runs exact, and followers give up what they do not need */
+    int64_t tight_bytes;     /* while it is tight: kvc_evictable_bytes; -1: nobody has asked yet */
+} kvc_evicting;
+
+/* Calls that use the cache without its mutex, and calls that wait for them: cache/waiting.h. */
+typedef struct kvc_waiting {
+    int64_t num_holds;           /* number of kvc_holds that callers have not freed */
+    int64_t num_rewrites;        /* number of calls that copy rows to new slots without the mutex */
+    int64_t num_readers;         /* number of calls that read rows without the mutex */
+    int64_t num_in_place;        /* number of sequences whose rows are written where they lie without the mutex */
+    int64_t num_gradual;         /* number of calls that drop kept blocks a few at a time, and that fork() waits for */
+    atomic_int num_locking;      /* number of calls that wait for the mutex */
+    int64_t num_waiting;         /* number of calls in kvc_cache_wait, _all or _pages; new readers queue behind them */
+    kvc_signal idle;             /* sent when a call that others may wait for has ended */
+    struct kvc_polling *polling; /* list of calls that would be readers, and are in a function of the caller */
+    struct kvc_waiter *waiters;  /* list of the calls that wait to begin a batch, in order of arrival */
+} kvc_waiting;
+
+/* The row buffers of the open batch, and buffers of ended batches still in use: space/row_buffer.h. */
+typedef struct kvc_row_buffers {
+    struct kvc_row_buffer *first; /* list of all */
+    int64_t bytes;                /* of the rows of all */
+} kvc_row_buffers;
+
+/* Memory in reserve, for the next call that needs scratch.  NULL and 0: none. */
+typedef struct kvc_scratch {
+    void *memory;
+    uint64_t size;
+} kvc_scratch;
+
 struct kvc_cache {
     kvc_mutex mutex; /* guards everything that changes after creation */
     kvc_memory memory;
@@ -32,71 +98,37 @@ struct kvc_cache {
     const kvc_kernels *kernels;
     int prefetch_level; /* cache level to prefetch into: kvc_ahead */
 
+    /* Layers, and groups of layers whose rows lie side by side. */
     kvc_layer *layers;    /* [num_layers] */
     int32_t *group_of;    /* [num_layers] the layer group of each layer */
     kvc_layout *layouts;  /* [num_layers] where the rows of a layer lie; layouts of a group are side by side */
     int32_t *layout_of;   /* [num_layers] index into layouts */
-    int32_t *rope_of;     /* [num_layers] index into ropes; -1: keys of the layer are not rotated by frequencies */
-    kvc_rope *ropes;      /* [num_ropes] the distinct ropes of kind KVC_ROPE_FREQUENCIES */
-    double *inv_freqs;    /* the frequencies that ropes point into */
     kvc_policy *policies; /* [num_groups] */
     kvc_pool *pools;      /* [num_groups] */
-    int32_t num_layers, num_groups, num_ropes;
+    int32_t num_layers, num_groups;
     /* Number of groups that hold rows of tokens: the first ones.  Then comes one group for each cross-attention layer,
      * and one for all layers of kind KVC_NONE. */
     int32_t num_token_groups;
     int32_t num_strided; /* number of groups with a stride */
+    kvc_ropes ropes;
 
+    /* How calls run. */
+    kvc_limits limits;
     int32_t num_threads;
     kvc_poll_fn *poll; /* asks whether to cancel a call; may be NULL */
     void *poll_user;
-    int64_t max_seq_len, max_sequences, capacity, max_bytes; /* 0: no limit */
-    int32_t has_own_capacity; /* whether one was given; else it is max_seq_len * max_sequences */
 
+    /* What the cache holds, and who uses it. */
     kvc_table sequences;
-    int64_t next_id, next_hidden_id;               /* for sequences that kvc_new_sequence and prefixes name */
-    struct kvc_prefix *prefixes;                   /* list of all prefixes of the cache */
-    kvc_bit *bits;                                 /* [KVC_NUM_BITS]; NULL: there is no prefix */
-    kvc_sorted sessions;                           /* acquired sequences of all prefixes, by first token: session.c */
-    int64_t prompt_bytes;                          /* of them, with the tokens that they are to be fed */
-    int64_t num_prefixes, num_forgets;             /* prefixes that were made, and prompts that were forgotten */
-    struct kvc_tree *dying;                        /* list of the trees that prefixes have given up: prefix.c */
-    struct kvc_node *new_blocks, **new_blocks_end; /* list of blocks for kvc_take_new_blocks, oldest first */
-    struct kvc_carrier *carriers;                  /* list of calls that carry blocks to or from a store */
-    struct kvc_state_use *state_uses;              /* list of calls that use a recurrent state of a model */
-    kvc_sequence *changed;   /* list of the sequences in which the next batch looks for rows to expire */
-    kvc_sequence *loose;     /* list of those that may not be tight: kvc_sequence_is_tight */
-    kvc_sequence *reserved;  /* made by kvc_reserve for the next new sequence; NULL: none */
-    int64_t num_holding;     /* number of sequences that hold rows, except kept and hidden ones */
-    kvc_sorted evictable;    /* by use: kept sequences that may be evicted */
-    int64_t evictable_bytes; /* bookkeeping that is freed if all of them are evicted: kvc_evictable_bytes */
-    int64_t occupied_bytes;  /* what is freed besides if all sequences give up their places in trees */
-    int64_t num_uses;        /* of kept sequences: no kvc_sequence.used is higher */
-    int64_t num_kept, num_protected, num_pinned; /* num_pinned: pinned and not protected */
-    kvc_sequence *victims; /* list of sequences that the running call's plan evicts, by rising last use */
-    int32_t lacks_bytes;   /* while victims are chosen: all that can be had is needed, for bytes are lacking */
-    int32_t is_tight;      /* the plan makes lists of runs exact, and followers give up what they do not need */
-    int64_t tight_bytes;   /* while it is tight: kvc_evictable_bytes; -1: nobody has asked yet */
-    kvc_batch *batch;      /* the open batch; NULL: none */
-    struct kvc_row_buffer *row_buffers; /* list: the open batch's, and buffers of ended batches still in use */
-    int64_t row_buffer_bytes;           /* bytes of the rows of all row buffers */
-    int64_t num_holds;                  /* number of kvc_holds that callers have not freed */
-    int64_t num_rewrites;               /* number of calls that copy rows to new slots without the mutex */
-    int64_t num_readers;                /* number of calls that read rows without the mutex: cache/waiting.h */
-    int64_t num_in_place;        /* number of sequences whose rows are written where they lie without the mutex */
-    int64_t num_gradual;         /* number of calls that drop kept blocks a few at a time, and that fork() waits for */
-    atomic_int num_locking;      /* number of calls that wait for the mutex */
-    int64_t num_waiting;         /* number of calls in kvc_cache_wait, _all or _pages; new readers queue behind them */
-    kvc_signal idle;             /* sent when a call that others may wait for has ended */
-    struct kvc_state *states;    /* list of what is being saved and loaded */
-    struct kvc_polling *polling; /* list of calls that would be readers, and are in a function of the caller */
-    struct kvc_waiter *waiters;  /* list of the calls that wait to begin a batch, in order of arrival */
-    kvc_cache *next, **link;     /* place in the list of all caches of the process: atfork.c */
-    kvc_stats stats;             /* counters; kvc_get_stats adds what pools count */
-    struct {
-        void *memory;
-        uint64_t size;
-    } scratch[KVC_NUM_SCRATCH]; /* the scratch that kvc_scratch_give put in reserve; NULL and 0: none */
+    kvc_batch *batch; /* the open batch; NULL: none */
+    kvc_prefixes prefixes;
+    kvc_evicting evicting;
+    kvc_row_buffers buffers;
+    kvc_waiting waiting;
+    struct kvc_state *states; /* list of what is being saved and loaded */
+    kvc_cache *next, **link;  /* place in the list of all caches of the process: atfork.c */
+    kvc_stats stats;          /* counters; kvc_get_stats adds what pools count */
+    kvc_scratch scratch[KVC_NUM_SCRATCH];
 };
 
 /* Returns the byte offset of token i in a caller's array.  If tokens_per_sequence is not 0, groups of
@@ -126,7 +158,7 @@ static inline const kvc_run_list *kvc_runs_of(const kvc_cache *cache, int64_t id
 
 /* Returns the frequencies by which keys of a layer are rotated when they move; NULL if they are not rotated. */
 static inline const kvc_rope *kvc_rope_of(const kvc_cache *cache, int32_t layer) {
-    return cache->rope_of[layer] < 0 ? NULL : &cache->ropes[cache->rope_of[layer]];
+    return cache->ropes.of_layer[layer] < 0 ? NULL : &cache->ropes.items[cache->ropes.of_layer[layer]];
 }
 
 /* Returns the layer whose rows a layer reads: itself, unless it shares the rows of another. */
@@ -157,12 +189,12 @@ static inline void kvc_cache_poll_timer(const kvc_cache *cache, double work, kvc
 
 /* ---- sequences of the table, with the mutex held ----------------------------------------------------------------- */
 
-/* Notes that the rows of a sequence have changed.  Counts the sequence if it holds rows.  Lists it in cache->changed
- * until kvc_cache_unmark_changed, so that the next batch looks there for rows to expire. */
+/* Notes that the rows of a sequence have changed.  Counts the sequence if it holds rows.  Lists it in
+ * cache->sequences.changed until kvc_cache_unmark_changed, so that the next batch looks there for rows to expire. */
 void kvc_cache_mark_changed(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_unmark_changed(kvc_sequence *sequence);
 
-/* Lists a sequence in cache->loose unless it is tight, once its lists or what its follower keeps has changed.
+/* Lists a sequence in cache->sequences.loose unless it is tight, once its lists or what its follower keeps has changed.
  * kvc_cache_mark_changed does that, too.  _unmark takes it out. */
 void kvc_cache_mark_loose(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_unmark_loose(kvc_sequence *sequence);

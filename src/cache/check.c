@@ -236,7 +236,7 @@ kvc_status kvc_check_not_kept(const kvc_sequence *sequence) {
 }
 
 kvc_status kvc_check_no_batch(const kvc_cache *cache, const char *what) {
-    if (cache->num_rewrites)
+    if (cache->waiting.num_rewrites)
         return kvc_fail(KVC_ERR_BUSY,
                         "cannot %s while another call rewrites the keys of a sequence: call again when it has returned",
                         what);
@@ -249,9 +249,9 @@ static kvc_status check_closed(const kvc_cache *cache, const char *what) {
     if (kvc_cache_is_polling(cache))
         return kvc_fail(KVC_ERR_HELD, "cannot %s in the poll of a call that reads rows: do it once that has returned",
                         what);
-    if (cache->num_holds)
+    if (cache->waiting.num_holds)
         return kvc_fail(KVC_ERR_HELD, "cannot %s while views of the rows are held (%lld): let go of them first", what,
-                        (long long)cache->num_holds);
+                        (long long)cache->waiting.num_holds);
     return KVC_OK;
 }
 

@@ -34,10 +34,10 @@ typedef enum kvc_key { KVC_BY_ID, KVC_BY_USE, KVC_NUM_KEYS } kvc_key;
 /* The origin of a sequence's rows.  It tells a prefix whether they may be rows of tokens that it forgot: origin.h. */
 typedef struct kvc_origin {
     uint64_t forgotten_in; /* bits of prefixes that forgot tokens whose rows these may be */
-    int64_t as_of;         /* cache->num_forgets when these bits were right; INT64_MAX: it is not in a table yet */
-    int64_t num_forgets;   /* cache->num_forgets when a prefix kept the oldest of these rows that it kept; INT64_MAX: no
-                              prefix kept any; 0: nobody knows how old they are */
-    int64_t prefix;        /* number of this prefix; 0: there are several, or none */
+    int64_t as_of; /* cache->prefixes.num_forgets when these bits were right; INT64_MAX: it is not in a table yet */
+    int64_t num_forgets; /* cache->prefixes.num_forgets when a prefix kept the oldest of these rows that it kept;
+                            INT64_MAX: no prefix kept any; 0: nobody knows how old they are */
+    int64_t prefix;      /* number of this prefix; 0: there are several, or none */
 } kvc_origin;
 
 typedef struct kvc_sequence {
@@ -52,27 +52,27 @@ typedef struct kvc_sequence {
     int32_t edited_from; /* edits changed or dropped rows from there on; INT32_MAX: none since it was set so */
     int32_t in_call;     /* a call has made it, and drops it or hands it out at its end: no list has it */
     int32_t in_rewrite;  /* a call copies its rows to new slots without the mutex */
-    kvc_fate fate;       /* KVC_STAYS unless it is in the list cache->victims */
+    kvc_fate fate;       /* KVC_STAYS unless it is in the list cache->evicting.victims */
     kvc_thread caller;   /* the thread of the call that has made it, or copies its rows */
     struct kvc_rewrites *rewrites; /* of the call that copies its rows */
     int32_t in_place;              /* a call writes its rows where they lie without the mutex: kvc_cache_find waits */
-    int32_t holds;                 /* it is counted in cache->num_holding */
+    int32_t holds;                 /* it is counted in cache->sequences.num_holding */
     int32_t is_kept;           /* it waits to be used again, and may be evicted, unless something below forbids it */
     int32_t is_given;          /* its rows come from elsewhere: kvc_make_kept_unwritten */
     int32_t is_protected;      /* it is not evicted, as it is within a prefix's quota */
     int32_t frees;             /* while victims are chosen: evict.c */
     int64_t num_pins;          /* of a kept sequence: while there are any, it is not evicted */
-    int32_t is_evictable;      /* it is in cache->evictable, and blocks count it so */
+    int32_t is_evictable;      /* it is in cache->evicting.evictable, and blocks count it so */
     int32_t is_fixed;          /* it is in table->fixed */
-    int64_t evictable_bytes;   /* it has so many of cache->evictable_bytes */
-    int32_t is_counted_pinned; /* it is counted in cache->num_pinned */
+    int64_t evictable_bytes;   /* it has so many of cache->evicting.evictable_bytes */
+    int32_t is_counted_pinned; /* it is counted in cache->evicting.num_pinned */
     int64_t used;              /* of a kept sequence: the larger, the more recently */
     int32_t num_groups;
     int32_t num_token_groups; /* number of groups of tokens: the first; others are of cross-attention layers */
     const kvc_pool *pools;    /* [num_groups] */
-    struct kvc_sequence *next_changed, **changed_at; /* place in the list cache->changed; NULL: not in it */
-    struct kvc_sequence *next_loose, **loose_at;     /* place in the list cache->loose; NULL: not in it */
-    struct kvc_sequence *next_victim;                /* in the list cache->victims */
+    struct kvc_sequence *next_changed, **changed_at; /* place in the list cache->sequences.changed; NULL: not in it */
+    struct kvc_sequence *next_loose, **loose_at;     /* place in the list cache->sequences.loose; NULL: not in it */
+    struct kvc_sequence *next_victim;                /* in the list cache->evicting.victims */
     kvc_follower *follower;  /* NULL: nobody.  With one, it stays in the table when it is blank */
     kvc_standing *standings; /* [num_token_groups] where it stands in each group: cache/useful.h */
     kvc_run_list runs[];     /* [num_groups] */
@@ -141,8 +141,13 @@ kvc_sequence *kvc_sequence_end(const kvc_sorted *sorted, kvc_key by, int side);
 kvc_sequence *kvc_sequence_beside(const kvc_sequence *sequence, kvc_key by, int side);
 
 typedef struct kvc_table {
-    kvc_sorted named, hidden; /* by id: sequences that calls can name, and hidden ones */
-    kvc_sorted fixed;         /* all sequences that hold rows and are not evictable, in the order of the table */
+    kvc_sorted named, hidden;        /* by id: sequences that calls can name, and hidden ones */
+    kvc_sorted fixed;                /* all sequences that hold rows and are not evictable, in the order of the table */
+    kvc_sequence *changed;           /* list of the sequences in which the next batch looks for rows to expire */
+    kvc_sequence *loose;             /* list of those that may not be tight: kvc_sequence_is_tight */
+    kvc_sequence *reserved;          /* made by kvc_reserve for the next new sequence, in no table; NULL: none */
+    int64_t num_holding;             /* number of sequences that hold rows, except kept and hidden ones */
+    int64_t next_id, next_hidden_id; /* for sequences that kvc_new_sequence and prefixes name */
 } kvc_table;
 
 /* Returns the sequence with an id, except hidden ones; NULL if it does not exist. */

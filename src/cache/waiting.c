@@ -4,80 +4,81 @@
 kvc_sequence *kvc_cache_find(kvc_cache *cache, int64_t id) {
     kvc_sequence *sequence;
     while ((sequence = kvc_table_find(&cache->sequences, id)) && sequence->in_place)
-        kvc_signal_wait(&cache->idle, &cache->mutex);
+        kvc_signal_wait(&cache->waiting.idle, &cache->mutex);
     return sequence;
 }
 
 kvc_sequence *kvc_cache_find_to_copy(kvc_cache *cache, int64_t id) {
     kvc_sequence *sequence;
     do sequence = kvc_cache_find(cache, id);
-    while (cache->max_bytes && kvc_cache_wait_pages(cache));
+    while (cache->limits.max_bytes && kvc_cache_wait_pages(cache));
     return sequence;
 }
 
 void kvc_cache_find_all(kvc_cache *cache) {
-    while (cache->num_in_place) kvc_signal_wait(&cache->idle, &cache->mutex);
+    while (cache->waiting.num_in_place) kvc_signal_wait(&cache->waiting.idle, &cache->mutex);
 }
 
 void kvc_cache_begin_in_place(kvc_cache *cache, kvc_sequence *sequence) {
     sequence->in_place = 1;
-    cache->num_in_place++;
+    cache->waiting.num_in_place++;
     kvc_cache_note_evictable(cache, sequence);
 }
 
 void kvc_cache_end_in_place(kvc_cache *cache, kvc_sequence *sequence) {
     sequence->in_place = 0;
-    cache->num_in_place--;
+    cache->waiting.num_in_place--;
     kvc_cache_note_evictable(cache, sequence);
-    kvc_signal_all(&cache->idle);
+    kvc_signal_all(&cache->waiting.idle);
 }
 
 /* Waits behind calls that wait for others.  If these may wait for a poll, goes first, as the poll may wait for this
  * call. */
 static void queue(kvc_cache *cache) {
-    while (cache->num_waiting && !cache->polling) kvc_signal_wait(&cache->idle, &cache->mutex);
+    while (cache->waiting.num_waiting && !cache->waiting.polling) kvc_signal_wait(&cache->waiting.idle, &cache->mutex);
 }
 
 void kvc_cache_begin_reading(kvc_cache *cache) {
     queue(cache);
-    cache->num_readers++;
+    cache->waiting.num_readers++;
 }
 
 void kvc_cache_end_reading(kvc_cache *cache) {
-    if (--cache->num_readers == 0 && cache->num_waiting) kvc_signal_all(&cache->idle);
+    if (--cache->waiting.num_readers == 0 && cache->waiting.num_waiting) kvc_signal_all(&cache->waiting.idle);
 }
 
 int kvc_cache_is_polling(const kvc_cache *cache) {
-    const kvc_polling *p = cache->polling;
+    const kvc_polling *p = cache->waiting.polling;
     while (p && !kvc_thread_is_self(p->thread)) p = p->next;
     return p != NULL;
 }
 
 void kvc_cache_begin_polling(kvc_cache *cache, kvc_polling *polling) {
-    *polling = (kvc_polling){cache->polling, kvc_thread_self()};
-    cache->polling = polling;
-    cache->num_readers--;
-    if (cache->num_waiting) kvc_signal_all(&cache->idle);
+    *polling = (kvc_polling){cache->waiting.polling, kvc_thread_self()};
+    cache->waiting.polling = polling;
+    cache->waiting.num_readers--;
+    if (cache->waiting.num_waiting) kvc_signal_all(&cache->waiting.idle);
 }
 
 void kvc_cache_end_polling(kvc_cache *cache, kvc_polling *polling) {
-    kvc_polling **link = &cache->polling;
+    kvc_polling **link = &cache->waiting.polling;
     while (*link != polling) link = &(*link)->next;
     *link = polling->next;
-    cache->num_readers++;
+    cache->waiting.num_readers++;
 }
 
 /* Whether a call reads or writes rows that this thread is to wait for. */
 static int is_at_work(const kvc_cache *cache) {
-    return cache->num_readers || cache->num_in_place || (cache->polling && !kvc_cache_is_polling(cache));
+    return cache->waiting.num_readers || cache->waiting.num_in_place ||
+           (cache->waiting.polling && !kvc_cache_is_polling(cache));
 }
 
 /* Cannot deadlock: the calls it waits for need nothing but the mutex.  Some call a function of the caller, and what
  * that calls does not wait for this call. */
 void kvc_cache_wait(kvc_cache *cache) {
-    cache->num_waiting++;
-    while (is_at_work(cache)) kvc_signal_wait(&cache->idle, &cache->mutex);
-    if (--cache->num_waiting == 0) kvc_signal_all(&cache->idle);
+    cache->waiting.num_waiting++;
+    while (is_at_work(cache)) kvc_signal_wait(&cache->waiting.idle, &cache->mutex);
+    if (--cache->waiting.num_waiting == 0) kvc_signal_all(&cache->waiting.idle);
 }
 
 int kvc_cache_wait_copies(kvc_cache *cache) {
@@ -88,50 +89,50 @@ int kvc_cache_wait_copies(kvc_cache *cache) {
 
 void kvc_cache_begin_gradual(kvc_cache *cache) {
     queue(cache);
-    cache->num_gradual++;
+    cache->waiting.num_gradual++;
 }
 
 void kvc_cache_end_gradual(kvc_cache *cache) {
-    cache->num_gradual--;
-    kvc_signal_all(&cache->idle);
+    cache->waiting.num_gradual--;
+    kvc_signal_all(&cache->waiting.idle);
 }
 
 void kvc_cache_wait_all(kvc_cache *cache) {
-    cache->num_waiting++; /* so that none begins meanwhile */
-    while (cache->num_gradual || cache->num_readers || cache->num_in_place)
-        kvc_signal_wait(&cache->idle, &cache->mutex);
-    if (--cache->num_waiting == 0) kvc_signal_all(&cache->idle);
+    cache->waiting.num_waiting++; /* so that none begins meanwhile */
+    while (cache->waiting.num_gradual || cache->waiting.num_readers || cache->waiting.num_in_place)
+        kvc_signal_wait(&cache->waiting.idle, &cache->mutex);
+    if (--cache->waiting.num_waiting == 0) kvc_signal_all(&cache->waiting.idle);
 }
 
 int kvc_cache_wait_pages(kvc_cache *cache) {
     if (!kvc_memory_any_busy(&cache->memory)) return 0;
-    cache->num_waiting++;
-    while (kvc_memory_any_busy(&cache->memory)) kvc_signal_wait(&cache->idle, &cache->mutex);
-    if (--cache->num_waiting == 0) kvc_signal_all(&cache->idle);
+    cache->waiting.num_waiting++;
+    while (kvc_memory_any_busy(&cache->memory)) kvc_signal_wait(&cache->waiting.idle, &cache->mutex);
+    if (--cache->waiting.num_waiting == 0) kvc_signal_all(&cache->waiting.idle);
     return 1;
 }
 
 enum { MOST_NAPS = 64 }; /* while others are to get the mutex */
 
 void kvc_cache_give_way(kvc_cache *cache) {
-    const int num = atomic_load(&cache->num_locking);
+    const int num = atomic_load(&cache->waiting.num_locking);
     if (!num && !KVC_BUGGIFY()) return;
     kvc_unlock(cache, KVC_OK);
-    for (int i = 0; i < MOST_NAPS && atomic_load(&cache->num_locking) >= num; i++) kvc_nap();
+    for (int i = 0; i < MOST_NAPS && atomic_load(&cache->waiting.num_locking) >= num; i++) kvc_nap();
     kvc_lock(cache);
 }
 
 /* ---- waiting to begin a batch ------------------------------------------------------------------------------------ */
 
 int kvc_may_begin(const kvc_cache *cache, const kvc_waiter *waiter) {
-    const kvc_waiter *first = cache->waiters;
+    const kvc_waiter *first = cache->waiting.waiters;
     const int is_next = first == waiter || (!waiter && kvc_thread_is_self(first->thread)); /* its poll calls */
-    return !cache->batch && !cache->num_rewrites && is_next;
+    return !cache->batch && !cache->waiting.num_rewrites && is_next;
 }
 
 kvc_status kvc_fail_busy(const kvc_cache *cache, const kvc_waiter *waiter) {
     const char *why = cache->batch ? "a batch is open, and there is one at a time: commit or abort it first"
-                      : cache->num_rewrites
+                      : cache->waiting.num_rewrites
                           ? "another call rewrites the keys of a sequence: begin again when it has returned"
                           : "other calls wait to begin a batch: begin again later";
     if (!waiter) return kvc_fail(KVC_ERR_BUSY, "%s, or give a timeout to wait", why);
@@ -139,7 +140,7 @@ kvc_status kvc_fail_busy(const kvc_cache *cache, const kvc_waiter *waiter) {
 }
 
 void kvc_wake_waiter(kvc_cache *cache) {
-    kvc_waiter *first = cache->waiters;
+    kvc_waiter *first = cache->waiting.waiters;
     if (first && kvc_may_begin(cache, first)) kvc_signal_all(&first->signal);
 }
 
@@ -148,7 +149,7 @@ kvc_status kvc_waiter_join(kvc_cache *cache, kvc_waiter *waiter, int64_t timeout
     *waiter = (kvc_waiter){.thread = kvc_thread_self(), .deadline = INT64_MAX, .timeout_ms = timeout_ms};
     if (timeout_ms >= 0 && timeout_ms < (INT64_MAX - now) / ms) waiter->deadline = now + timeout_ms * ms;
     if (kvc_signal_init(&waiter->signal)) return kvc_fail(KVC_ERR_NOMEM, "out of memory to wait for a batch");
-    kvc_waiter **place = &cache->waiters;
+    kvc_waiter **place = &cache->waiting.waiters;
     while (*place && !kvc_thread_is_self((*place)->thread)) place = &(*place)->next;
     waiter->next = *place;
     *place = waiter;
@@ -156,7 +157,7 @@ kvc_status kvc_waiter_join(kvc_cache *cache, kvc_waiter *waiter, int64_t timeout
 }
 
 void kvc_waiter_leave(kvc_cache *cache, kvc_waiter *waiter) {
-    kvc_waiter **link = &cache->waiters;
+    kvc_waiter **link = &cache->waiting.waiters;
     while (*link != waiter) link = &(*link)->next;
     *link = waiter->next;
     kvc_signal_destroy(&waiter->signal);

@@ -75,8 +75,9 @@ typedef struct kvc_waiter {
     kvc_thread thread;
 } kvc_waiter;
 
-/* Adds a call at the end of cache->waiters, or removes it.  A call by the poll of another call comes before that one,
- * which goes on only once the poll has returned.  timeout_ms is as in kvc_begin_args.  Can fail with KVC_ERR_NOMEM. */
+/* Adds a call at the end of cache->waiting.waiters, or removes it.  A call by the poll of another call comes before
+ * that one, which goes on only once the poll has returned.  timeout_ms is as in kvc_begin_args.  Can fail with
+ * KVC_ERR_NOMEM. */
 kvc_status kvc_waiter_join(kvc_cache *cache, kvc_waiter *waiter, int64_t timeout_ms);
 void kvc_waiter_leave(kvc_cache *cache, kvc_waiter *waiter);
 

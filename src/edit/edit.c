@@ -111,7 +111,7 @@ static kvc_change change_in(const kvc_cache *cache, int32_t group, const kvc_cha
     }
     for (int32_t i = 0; i < cache->num_layers; i++) {
         if (cache->group_of[i] != group) continue;
-        if (cache->rope_of[i] >= 0) own.adds_delta = 1;
+        if (cache->ropes.of_layer[i] >= 0) own.adds_delta = 1;
         if (cache->layers[i].rope.kind == KVC_ROPE_FUNCTION) own.applies_delta = 1;
     }
     if (own.adds_delta && own.divisor) own.applies_delta = 1;
@@ -140,13 +140,13 @@ static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_re
     sequence->in_rewrite = 1;
     sequence->caller = kvc_thread_self();
     sequence->rewrites = rewrites;
-    cache->num_rewrites++;
+    cache->waiting.num_rewrites++;
     kvc_unlock(cache, KVC_OK);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
         status = kvc_rewrite_copy(cache, g, &rewrites->of_group[g], &rewrites->copiers);
     kvc_lock(cache);
-    if (cache->max_bytes) kvc_cache_wait_pages(cache);
-    cache->num_rewrites--;
+    if (cache->limits.max_bytes) kvc_cache_wait_pages(cache);
+    cache->waiting.num_rewrites--;
     kvc_wake_waiter(cache);
     sequence->in_rewrite = 0;
     return status;
@@ -432,7 +432,7 @@ static kvc_status clear_all_but(kvc_cache *cache, const kvc_sequence *except) {
     for (const kvc_sequence *sequence = kvc_table_first(table); sequence && !sequence->is_hidden;
          sequence = kvc_table_next(table, sequence))
         if (sequence != except) KVC_TRY(kvc_check_idle(sequence));
-    const int64_t first_new = cache->next_hidden_id; /* others may keep blocks meanwhile, which stay */
+    const int64_t first_new = cache->sequences.next_hidden_id; /* others may keep blocks meanwhile, which stay */
     for (kvc_sequence *sequence, *next = kvc_sequence_end(&table->named, KVC_BY_ID, 0); (sequence = next);) {
         next = kvc_sequence_beside(sequence, KVC_BY_ID, 1);
         if (sequence != except) kvc_cache_forget(cache, sequence);

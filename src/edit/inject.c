@@ -197,7 +197,7 @@ static void undo_try_drop(void *context, const kvc_run *part) {
 
 /* Visits the rows of the victims in the group. */
 static void visit_victims(const injection *x, kvc_part_fn *visit, void *context) {
-    for (const kvc_sequence *victim = x->cache->victims; victim; victim = victim->next_victim)
+    for (const kvc_sequence *victim = x->cache->evicting.victims; victim; victim = victim->next_victim)
         if (kvc_is_evicted_in(x->cache, victim, x->group))
             kvc_runs_visit(&victim->runs[x->group], 0, KVC_END, visit, context);
 }

@@ -17,7 +17,7 @@ static kvc_status end_keeping(kvc_cache *cache, kvc_sequence *sequence, kvc_stat
         return status;
     }
     kvc_cache_enter(cache, sequence);
-    kvc_cache_use(cache, sequence, ++cache->num_uses);
+    kvc_cache_use(cache, sequence, ++cache->evicting.num_uses);
     kvc_cache_keep(cache, sequence);
     return KVC_OK;
 }
@@ -161,7 +161,7 @@ static kvc_status fits(const kvc_need *need) {
         if (rows->sequence->runs[g].num && kvc_exceeds_capacity(need, g, 0, &live))
             return kvc_fail(KVC_ERR_FULL, "%d more %s not fit: %lld of capacity %lld are in use", count,
                             count == 1 ? "token does" : "tokens do", (long long)(live - count),
-                            (long long)need->cache->capacity);
+                            (long long)need->cache->limits.capacity);
     return kvc_check_max_bytes(need->cache, need->scope, need->what);
 }
 

@@ -155,7 +155,7 @@ kvc_status kvc_rewrites_check(const kvc_need *need, int32_t group, int64_t stayi
     return kvc_fail(KVC_ERR_FULL,
                     "%s would make it %lld slots: capacity is %lld; remove some tokens, clear a sequence, or give a "
                     "larger capacity",
-                    need->what, (long long)(live + staying), (long long)need->cache->capacity);
+                    need->what, (long long)(live + staying), (long long)need->cache->limits.capacity);
 }
 
 void kvc_rewrite_free(kvc_cache *cache, kvc_rewrite *rewrite) {

@@ -243,7 +243,7 @@ static kvc_status fits(const kvc_need *need) {
     }
     if (status == KVC_OK) status = kvc_check_max_bytes(need->cache, need->scope, need->what);
     end_all(s, KVC_ERR_FULL);
-    if (status == KVC_ERR_FULL) need->cache->lacks_bytes = 1;
+    if (status == KVC_ERR_FULL) need->cache->evicting.lacks_bytes = 1;
     return status;
 }
 
@@ -260,7 +260,7 @@ static kvc_status settle(kvc_cache *cache) {
     if (status == KVC_OK) status = kvc_copiers_new(cache, &s.copiers);
     if (status == KVC_OK) {
         kvc_evict(cache);
-        if (cache->max_bytes) kvc_give_back(cache, cache->max_bytes);
+        if (cache->limits.max_bytes) kvc_give_back(cache, cache->limits.max_bytes);
         if (s.num) write_unlocked(cache, s.groups, s.num);
     }
     kvc_let_victims_stay(cache);

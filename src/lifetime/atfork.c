@@ -51,7 +51,7 @@ static void undo_rewrite(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_copiers_free(cache, &rewrites->copiers);
     kvc_memory_free(&cache->memory, rewrites, kvc_rewrites_size(cache), KVC_MEMORY_SCRATCH, -1);
     sequence->in_rewrite = 0;
-    cache->num_rewrites--;
+    cache->waiting.num_rewrites--;
 }
 
 /* Undoes the rewrites that the parent's other threads had begun, and forgets the sequences of their calls. */
@@ -75,7 +75,7 @@ static void end_states(kvc_cache *cache) {
 
 /* Ends the calls of the parent's other threads that were carrying blocks to or from a store. */
 static void end_carriers(kvc_cache *cache) {
-    for (kvc_carrier *c = cache->carriers, *next; c; c = next) {
+    for (kvc_carrier *c = cache->prefixes.carriers, *next; c; c = next) {
         next = c->next;
         if (!kvc_thread_is_self(c->thread)) kvc_carrier_end(c);
     }
@@ -83,7 +83,7 @@ static void end_carriers(kvc_cache *cache) {
 
 /* Ends the calls of the parent's other threads that used recurrent states. */
 static void end_state_uses(kvc_cache *cache) {
-    for (kvc_state_use *use = cache->state_uses, *next; use; use = next) {
+    for (kvc_state_use *use = cache->prefixes.state_uses, *next; use; use = next) {
         next = use->next;
         if (!kvc_thread_is_self(use->thread)) kvc_state_use_end(cache, use);
     }
@@ -100,7 +100,7 @@ static void end_work(kvc_batch *batch) {
 
 /* Ends the calls of other threads that wait to begin a batch.  This thread's poll may return. */
 static void end_waiters(kvc_cache *cache) {
-    for (kvc_waiter **link = &cache->waiters, *waiter; (waiter = *link);)
+    for (kvc_waiter **link = &cache->waiting.waiters, *waiter; (waiter = *link);)
         if (kvc_thread_is_self(waiter->thread))
             link = &waiter->next;
         else
@@ -111,9 +111,9 @@ static void end_waiters(kvc_cache *cache) {
 static void in_child(void) {
     kvc_threads_forked();
     for (kvc_cache *cache = caches; cache; cache = cache->next) {
-        kvc_signal_init(&cache->idle); /* it may count waiting threads of the parent */
-        cache->num_waiting = 0;
-        atomic_store(&cache->num_locking, 0);
+        kvc_signal_init(&cache->waiting.idle); /* it may count waiting threads of the parent */
+        cache->waiting.num_waiting = 0;
+        atomic_store(&cache->waiting.num_locking, 0);
         end_waiters(cache);
         cache->memory.works = NULL; /* done by threads of the parent, which were between two steps */
         if (cache->batch) end_work(cache->batch);

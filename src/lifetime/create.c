@@ -56,7 +56,7 @@ static kvc_status init_groups(kvc_cache *cache, int32_t block_size) {
         }
         kvc_pool_init(&cache->pools[g], &cache->memory, g, size, &cache->layouts[first], next - first, block_bytes);
         kvc_useful_init(&cache->pools[g]);
-        cache->pools[g].counts_bytes = cache->max_bytes != 0;
+        cache->pools[g].counts_bytes = cache->limits.max_bytes != 0;
         cache->pools[g].stride = kvc_policy_stride(&cache->policies[g]);
         cache->pools[g].strided = cache->num_strided;
         cache->num_strided += cache->pools[g].stride > 1;
@@ -70,26 +70,26 @@ static kvc_status init_groups(kvc_cache *cache, int32_t block_size) {
 
 /* Copies each distinct rope of kind KVC_ROPE_FREQUENCIES once: layers with equal ropes get the same index. */
 static void find_ropes(kvc_cache *cache) {
-    double *inv_freq = cache->inv_freqs;
+    double *inv_freq = cache->ropes.inv_freqs;
     for (int32_t i = 0; i < cache->num_layers; i++) {
         kvc_rope *rope = &cache->layers[i].rope;
-        cache->rope_of[i] = -1;
+        cache->ropes.of_layer[i] = -1;
         if (rope->kind != KVC_ROPE_FREQUENCIES) continue;
         if (!kvc_policy_keeps_tokens(&cache->layers[i].policy)) {
             *rope = (kvc_rope){0}; /* its keys never move; do not keep a pointer to the caller's array */
             continue;
         }
         int32_t r = 0;
-        while (r < cache->num_ropes && !kvc_rope_equal(&cache->ropes[r], rope)) r++;
-        cache->rope_of[i] = r;
-        if (r == cache->num_ropes) {
+        while (r < cache->ropes.num && !kvc_rope_equal(&cache->ropes.items[r], rope)) r++;
+        cache->ropes.of_layer[i] = r;
+        if (r == cache->ropes.num) {
             memcpy(inv_freq, rope->inv_freq, (size_t)rope->num_freqs * sizeof *inv_freq);
-            cache->ropes[r] = *rope;
-            cache->ropes[r].inv_freq = inv_freq;
+            cache->ropes.items[r] = *rope;
+            cache->ropes.items[r].inv_freq = inv_freq;
             inv_freq += rope->num_freqs;
-            cache->num_ropes++;
+            cache->ropes.num++;
         }
-        rope->inv_freq = cache->ropes[r].inv_freq;
+        rope->inv_freq = cache->ropes.items[r].inv_freq;
     }
 }
 
@@ -139,9 +139,9 @@ static kvc_cache *new_cache(kvc_memory *memory, int32_t num_layers, uint64_t num
     cache->group_of = (void *)(start + at.group_of);
     cache->layouts = (void *)(start + at.layouts);
     cache->layout_of = (void *)(start + at.layout_of);
-    cache->rope_of = (void *)(start + at.rope_of);
-    cache->ropes = (void *)(start + at.ropes);
-    cache->inv_freqs = (void *)(start + at.inv_freqs);
+    cache->ropes.of_layer = (void *)(start + at.rope_of);
+    cache->ropes.items = (void *)(start + at.ropes);
+    cache->ropes.inv_freqs = (void *)(start + at.inv_freqs);
     cache->policies = (void *)(start + at.policies);
     cache->pools = (void *)(start + at.pools);
     return cache;
@@ -159,11 +159,11 @@ static kvc_status init_cache(kvc_cache *cache, const kvc_config *config) {
     cache->num_threads = config->num_threads;
     cache->poll = config->poll;
     cache->poll_user = config->poll_user;
-    cache->max_seq_len = config->max_seq_len;
-    cache->max_sequences = config->max_sequences;
-    cache->has_own_capacity = config->capacity != 0;
-    cache->capacity = config->capacity ? config->capacity : config->max_seq_len * config->max_sequences;
-    cache->max_bytes = config->max_bytes;
+    cache->limits.max_seq_len = config->max_seq_len;
+    cache->limits.max_sequences = config->max_sequences;
+    cache->limits.has_own_capacity = config->capacity != 0;
+    cache->limits.capacity = config->capacity ? config->capacity : config->max_seq_len * config->max_sequences;
+    cache->limits.max_bytes = config->max_bytes;
     for (int32_t i = 0; i < config->num_layers; i++) cache->layers[i] = kvc_config_layer(config, i);
     find_groups(cache);
     find_ropes(cache);
@@ -171,7 +171,7 @@ static kvc_status init_cache(kvc_cache *cache, const kvc_config *config) {
         init_groups(cache, config->block_size ? config->block_size : kvc_config_block_size(config));
     if (status != KVC_OK) return status;
     if (kvc_mutex_init(&cache->mutex) == 0) {
-        if (kvc_signal_init(&cache->idle) == 0) return KVC_OK;
+        if (kvc_signal_init(&cache->waiting.idle) == 0) return KVC_OK;
         kvc_mutex_destroy(&cache->mutex);
     }
     return kvc_fail(KVC_ERR_NOMEM, "no mutex is to be had");
@@ -211,21 +211,21 @@ kvc_status kvc_cache_free(kvc_cache *cache) {
     kvc_lock(cache);
     kvc_status status = kvc_check_closed(cache, "free the cache");
     while (status == KVC_OK && cache->memory.works) {
-        kvc_signal_wait(&cache->idle, &cache->mutex);
+        kvc_signal_wait(&cache->waiting.idle, &cache->mutex);
         status = kvc_check_closed(cache, "free the cache");
     }
-    if (status == KVC_OK && cache->waiters)
+    if (status == KVC_OK && cache->waiting.waiters)
         status =
             kvc_fail(KVC_ERR_BUSY, "cannot free the cache while other calls wait to begin a batch: let them return");
     if (status == KVC_OK) kvc_cache_forget_all(cache);
     kvc_unlock(cache, status);
     if (status != KVC_OK) return status;
-    while (cache->prefixes) kvc_prefix_free(cache->prefixes);
+    while (cache->prefixes.first) kvc_prefix_free(cache->prefixes.first);
     kvc_atfork_remove(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_pool_destroy(&cache->pools[g]);
     kvc_scratch_free(cache);
     kvc_reserved_free(cache);
-    kvc_signal_destroy(&cache->idle);
+    kvc_signal_destroy(&cache->waiting.idle);
     kvc_mutex_destroy(&cache->mutex);
     free_cache(cache);
     return KVC_OK;

@@ -153,13 +153,13 @@ static kvc_status check_holders(const kvc_cache *cache, int32_t g) {
 
 static kvc_status check_row_buffers(const kvc_cache *cache) {
     int64_t bytes = 0;
-    for (const kvc_row_buffer *buffer = cache->row_buffers; buffer; buffer = buffer->next) {
+    for (const kvc_row_buffer *buffer = cache->buffers.first; buffer; buffer = buffer->next) {
         REQUIRE(cache->batch ? !buffer->left || buffer->users : buffer->left && buffer->users,
                 "a buffer of %d slots with %d users is there after its batch", buffer->num_slots, buffer->users);
         bytes += (int64_t)buffer->row_bytes;
     }
-    REQUIRE(bytes == cache->row_buffer_bytes, "%lld bytes of row buffers are noted, there are %lld",
-            (long long)cache->row_buffer_bytes, (long long)bytes);
+    REQUIRE(bytes == cache->buffers.bytes, "%lld bytes of row buffers are noted, there are %lld",
+            (long long)cache->buffers.bytes, (long long)bytes);
     return KVC_OK;
 }
 
@@ -226,11 +226,12 @@ static kvc_status check_notes(const kvc_cache *cache) {
             status = check_expired(cache, sequence);
         if (status != KVC_OK) return status;
     }
-    REQUIRE(num_holding == cache->num_holding, "%lld sequences that hold rows are noted, there are %lld",
-            (long long)cache->num_holding, (long long)num_holding);
-    REQUIRE(num_kept == cache->num_kept && num_protected == cache->num_protected && num_pinned == cache->num_pinned,
+    REQUIRE(num_holding == cache->sequences.num_holding, "%lld sequences that hold rows are noted, there are %lld",
+            (long long)cache->sequences.num_holding, (long long)num_holding);
+    REQUIRE(num_kept == cache->evicting.num_kept && num_protected == cache->evicting.num_protected &&
+                num_pinned == cache->evicting.num_pinned,
             "the kept sequences are not those of the table");
-    for (const kvc_sequence *s = kvc_sequence_end(&cache->evictable, KVC_BY_USE, 0), *next; s;
+    for (const kvc_sequence *s = kvc_sequence_end(&cache->evicting.evictable, KVC_BY_USE, 0), *next; s;
          s = next, num_evictable--) {
         next = kvc_sequence_beside(s, KVC_BY_USE, 1);
         REQUIRE(s->is_evictable && (!next || next->used > s->used), "evictable sequences are out of order");
@@ -246,15 +247,16 @@ static kvc_status check_evictable(kvc_cache *cache) {
     kvc_choose_all(cache);
     const int64_t bytes = kvc_victim_bytes(cache);
     kvc_let_victims_stay(cache);
-    REQUIRE(bytes == cache->evictable_bytes, "%lld bytes of bookkeeping are noted to be evictable, and %lld are",
-            (long long)cache->evictable_bytes, (long long)bytes);
-    const int32_t was_tight = cache->is_tight;
-    cache->is_tight = 1;
-    cache->tight_bytes = -1;
+    REQUIRE(bytes == cache->evicting.evictable_bytes,
+            "%lld bytes of bookkeeping are noted to be evictable, and %lld are",
+            (long long)cache->evicting.evictable_bytes, (long long)bytes);
+    const int32_t was_tight = cache->evicting.is_tight;
+    cache->evicting.is_tight = 1;
+    cache->evicting.tight_bytes = -1;
     const int64_t noted = kvc_evictable_bytes(cache);
     kvc_choose_all(cache);
     const int64_t all_bytes = kvc_victim_bytes(cache);
-    cache->is_tight = was_tight; /* so that no list is dropped now */
+    cache->evicting.is_tight = was_tight; /* so that no list is dropped now */
     kvc_let_victims_stay(cache);
     REQUIRE(noted == all_bytes, "%lld bytes of bookkeeping are noted to be freed once sequences leave, and %lld are",
             (long long)noted, (long long)all_bytes);
@@ -307,7 +309,8 @@ static kvc_status check_group(const kvc_cache *cache, int32_t g) {
         status = check_runs(&s->runs[g], &cache->pools[g], s->id);
     if (status == KVC_OK) status = check_pool(&cache->pools[g]);
     if (status == KVC_OK && cache->batch) status = check_room(cache->batch, g);
-    if (status != KVC_OK || cache->num_rewrites) return status; /* rewrites hold slots of which there are no runs yet */
+    if (status != KVC_OK || cache->waiting.num_rewrites)
+        return status; /* rewrites hold slots of which there are no runs yet */
     return check_holders(cache, g);
 }
 

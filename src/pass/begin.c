@@ -131,7 +131,7 @@ static void open_batch(kvc_batch *batch) {
         if (member->is_buffered) slot += member->num_tokens;
     }
     kvc_forget_demands(cache);
-    if (cache->max_bytes) kvc_give_back(cache, cache->max_bytes);
+    if (cache->limits.max_bytes) kvc_give_back(cache, cache->limits.max_bytes);
     cache->batch = batch;
 }
 

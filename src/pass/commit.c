@@ -188,12 +188,12 @@ static kvc_status finish(kvc_batch *batch) {
     kvc_lock(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].reserved = 0;
     if (!commits_all) find_exact(batch);
-    if (cache->sessions.num) kvc_sessions_fill(batch); /* before windows move on */
+    if (cache->prefixes.sessions.num) kvc_sessions_fill(batch); /* before windows move on */
     for (int32_t s = 0; s < batch->num_sequences; s++) end_sequence(batch, s);
     cache->stats.batches++;
     cache->stats.tokens += num_committed;
     close_batch(batch);
-    if (cache->max_bytes && cache->prefixes) kvc_sessions_fit(cache);
+    if (cache->limits.max_bytes && cache->prefixes.first) kvc_sessions_fit(cache);
     kvc_return_surplus(cache);
     kvc_collapse_pages(cache, num_tokens);
     return kvc_unlock(cache, KVC_OK);

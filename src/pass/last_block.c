@@ -33,7 +33,7 @@ static kvc_block *find(const kvc_batch *batch, const kvc_sequence *sequence, int
 
 void kvc_find_last_block(const kvc_batch *batch, int32_t g, int32_t s, kvc_scope scope, int32_t *fill) {
     const kvc_batch_sequence *member = &batch->sequences[s];
-    const int is_tight = (scope == KVC_FIXED || batch->cache->is_tight) && !batch->in_several;
+    const int is_tight = (scope == KVC_FIXED || batch->cache->evicting.is_tight) && !batch->in_several;
     kvc_pending *pending = kvc_pending_of(batch, g, s);
     pending->last_block = NULL;
     pending->in_last = 0;

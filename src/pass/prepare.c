@@ -13,9 +13,9 @@
 void kvc_wait_for_writers(kvc_cache *cache, int32_t num_tokens, const int64_t *seq_ids) {
     int waited; /* which released the mutex: all is looked at again */
     do {
-        if (cache->max_bytes) kvc_cache_find_all(cache);
-        waited = cache->max_bytes && kvc_cache_wait_pages(cache);
-        for (int32_t t = 0; !waited && cache->num_in_place && t < num_tokens; t++) {
+        if (cache->limits.max_bytes) kvc_cache_find_all(cache);
+        waited = cache->limits.max_bytes && kvc_cache_wait_pages(cache);
+        for (int32_t t = 0; !waited && cache->waiting.num_in_place && t < num_tokens; t++) {
             const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_ids ? seq_ids[t] : 0);
             if (!sequence || !sequence->in_place) continue;
             kvc_cache_find(cache, sequence->id);
@@ -28,18 +28,20 @@ void kvc_wait_for_writers(kvc_cache *cache, int32_t num_tokens, const int64_t *s
 
 kvc_status kvc_check_num_tokens(const kvc_cache *cache, int64_t num_tokens) {
     int any = 0; /* whether each token counts for the capacity, in any group */
-    for (int32_t g = 0; cache->capacity && num_tokens > cache->capacity && g < cache->num_token_groups; g++)
-        any |= cache->pools[g].stride == 1 && /* else tokens may have no rows */
-               (cache->has_own_capacity || kvc_policy_most_rows(&cache->policies[g]) > cache->max_seq_len);
+    for (int32_t g = 0; cache->limits.capacity && num_tokens > cache->limits.capacity && g < cache->num_token_groups;
+         g++)
+        any |=
+            cache->pools[g].stride == 1 && /* else tokens may have no rows */
+            (cache->limits.has_own_capacity || kvc_policy_most_rows(&cache->policies[g]) > cache->limits.max_seq_len);
     if (any)
         return kvc_fail(KVC_ERR_FULL, "%lld tokens do not fit: capacity is %lld, so that at most %lld fit at once",
-                        (long long)num_tokens, (long long)cache->capacity, (long long)cache->capacity);
+                        (long long)num_tokens, (long long)cache->limits.capacity, (long long)cache->limits.capacity);
     if (num_tokens < INT32_MAX) return KVC_OK;
     return kvc_fail(KVC_ERR_NOMEM, "out of memory for %lld tokens", (long long)num_tokens);
 }
 
 int64_t kvc_count_holding(const kvc_batch *batch) {
-    int64_t num = batch->cache->num_holding;
+    int64_t num = batch->cache->sequences.num_holding;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         const kvc_batch_sequence *member = &batch->sequences[s];
         num += !member->sequence->holds && !member->is_buffered;
@@ -64,16 +66,16 @@ static int grows(const kvc_batch *batch, const kvc_batch_sequence *member) {
 
 int64_t kvc_room_in_sequence(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
     const kvc_cache *cache = batch->cache;
-    if (!cache->max_seq_len) return INT64_MAX;
-    const int stays_within = kvc_policy_most_rows(&cache->policies[g]) <= cache->max_seq_len;
+    if (!cache->limits.max_seq_len) return INT64_MAX;
+    const int stays_within = kvc_policy_most_rows(&cache->policies[g]) <= cache->limits.max_seq_len;
     if (stays_within && grows(batch, member) && rises(&member->sequence->runs[g])) return INT64_MAX;
-    return cache->max_seq_len - (batch->replaced ? 0 : kvc_count_staying(cache, member->sequence, g));
+    return cache->limits.max_seq_len - (batch->replaced ? 0 : kvc_count_staying(cache, member->sequence, g));
 }
 
 int64_t kvc_most_counted(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
     const kvc_cache *cache = batch->cache;
-    if (cache->has_own_capacity || kvc_room_in_sequence(batch, member, g) < INT64_MAX) return INT64_MAX;
-    return cache->max_seq_len - kvc_count_staying(cache, member->sequence, g);
+    if (cache->limits.has_own_capacity || kvc_room_in_sequence(batch, member, g) < INT64_MAX) return INT64_MAX;
+    return cache->limits.max_seq_len - kvc_count_staying(cache, member->sequence, g);
 }
 
 /* Returns what messages call `num` rows that a group gets of a batch, with their verb. */
@@ -85,7 +87,7 @@ static const char *rows_do(const kvc_cache *cache, int32_t g, int64_t num) {
 /* Returns KVC_ERR_FULL if a sequence would hold more rows of group g than max_seq_len once the batch is committed. */
 static kvc_status check_seq_len(const kvc_batch *batch, int32_t g) {
     const kvc_cache *cache = batch->cache;
-    for (int32_t s = 0; cache->max_seq_len && s < batch->num_sequences; s++) {
+    for (int32_t s = 0; cache->limits.max_seq_len && s < batch->num_sequences; s++) {
         const kvc_batch_sequence *member = &batch->sequences[s];
         const int64_t room = kvc_room_in_sequence(batch, member, g);
         const int32_t num_tokens = kvc_pending_of(batch, g, s)->num_tokens;
@@ -93,12 +95,12 @@ static kvc_status check_seq_len(const kvc_batch *batch, int32_t g) {
         if (batch->replaced)
             return kvc_fail(KVC_ERR_FULL, "%d %s not fit in sequence %lld: max_seq_len is %lld", num_tokens,
                             rows_do(cache, g, num_tokens), (long long)member->sequence->id,
-                            (long long)cache->max_seq_len);
+                            (long long)cache->limits.max_seq_len);
         return kvc_fail(KVC_ERR_FULL,
                         "%d more %s not fit: sequence %lld holds %lld of max_seq_len %lld, %lld fit at once; "
                         "%s, or give a larger max_seq_len",
                         num_tokens, rows_do(cache, g, num_tokens), (long long)member->sequence->id,
-                        (long long)(cache->max_seq_len - room), (long long)cache->max_seq_len,
+                        (long long)(cache->limits.max_seq_len - room), (long long)cache->limits.max_seq_len,
                         (long long)(room > 0 ? room : 0),
                         kvc_policy_expires(&cache->policies[g]) ? "feed so many at a time" : "remove some");
     }
@@ -120,7 +122,7 @@ static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, 
 /* Returns KVC_ERR_FULL if more slots of group g than the capacity, which is set, would be live. */
 static kvc_status check_capacity(const kvc_need *need, int32_t g) {
     const kvc_batch *batch = need->context;
-    const int64_t capacity = need->cache->capacity;
+    const int64_t capacity = need->cache->limits.capacity;
     int64_t live, num_slots = 0;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         const kvc_pending *pending = kvc_pending_of(batch, g, s);
@@ -247,7 +249,7 @@ static kvc_status find_demand(const kvc_batch *batch, int32_t g, int compacts) {
         kvc_block *next = preview.free; /* the first free block that no sequence will use */
         for (int32_t s = 0; s < batch->num_sequences; s++) add_sequence(batch, g, s, &next);
         pool->demand.num_blocks += (int32_t)pool->demand.new_blocks;
-        if (cache->max_bytes) pool->demand.least_bytes = least_bytes(batch, &preview, next);
+        if (cache->limits.max_bytes) pool->demand.least_bytes = least_bytes(batch, &preview, next);
         for (int32_t s = 0; s < batch->num_sequences; s++) {
             kvc_block *last = kvc_pending_of(batch, g, s)->last_block;
             if (last) last->planned = 0;
@@ -307,7 +309,7 @@ static kvc_status prepare_lists(const kvc_batch *batch, kvc_sequence *sequence) 
         kvc_run_list *list = &sequence->runs[g];
         const int32_t most = member ? kvc_most_runs(batch, member, g, list->num) : 0,
                       more = most > list->num ? most - list->num : 0;
-        if (cache->is_tight) {
+        if (cache->evicting.is_tight) {
             status = kvc_runs_prepare_exact(list, &cache->memory, exact_runs(batch, member, sequence, g));
         } else if (cache->pools[g].compaction) {
             status = kvc_runs_prepare_edit(list, &cache->memory, more + 2);
@@ -324,7 +326,7 @@ static kvc_status prepare_lists(const kvc_batch *batch, kvc_sequence *sequence) 
 /* Returns the bytes after the batch has begun, without the rows of existing blocks. */
 static int64_t other_bytes_after(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
-    int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced + cache->row_buffer_bytes;
+    int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced + cache->buffers.bytes;
     bytes -= batch->scope == KVC_FIXED ? kvc_evictable_bytes(cache) : kvc_victim_bytes(cache);
     if (batch->num_buffered)
         bytes += (int64_t)(kvc_row_buffer_bytes(cache, batch->num_buffered) +
@@ -349,7 +351,7 @@ int64_t kvc_bytes_after(const kvc_batch *batch) {
 static int64_t least_bytes_after(const kvc_batch *batch) {
     const kvc_cache *cache = batch->cache;
     int64_t bytes = other_bytes_after(batch);
-    if (cache->reserved) bytes -= kvc_sequence_bytes(cache->reserved);
+    if (cache->sequences.reserved) bytes -= kvc_sequence_bytes(cache->sequences.reserved);
     for (int32_t g = 0; g < cache->num_groups; g++) {
         const kvc_pool *pool = &cache->pools[g];
         bytes += pool->demand.least_bytes - pool->num_blocks * kvc_pool_header_bytes(pool);
@@ -363,7 +365,7 @@ static void forget_needs(const kvc_batch *batch) {
     kvc_forget_demands(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) {
         if (cache->pools[g].compaction) kvc_compaction_drop(cache, g);
-        for (kvc_sequence *sequence = cache->changed; sequence; sequence = sequence->next_changed)
+        for (kvc_sequence *sequence = cache->sequences.changed; sequence; sequence = sequence->next_changed)
             kvc_runs_discard(&sequence->runs[g], &cache->memory);
     }
 }
@@ -390,7 +392,7 @@ static kvc_status find_needs(const kvc_batch *batch, int compacts) {
         /* If there is no memory for a compaction, the batch takes more memory. */
         if (is_scattered || KVC_BUGGIFY()) find_demand(batch, g, 1);
     }
-    for (kvc_sequence *s = cache->changed; status == KVC_OK && s; s = s->next_changed)
+    for (kvc_sequence *s = cache->sequences.changed; status == KVC_OK && s; s = s->next_changed)
         if (compacts != COMPACT_AGAIN || s->in_batch) status = prepare_lists(batch, s);
     return status;
 }
@@ -421,8 +423,8 @@ static int may_compact(const kvc_batch *batch, int64_t bytes) {
     if (batch->scope == KVC_FIXED) return 1;
     kvc_add_fixed_bytes(batch, KVC_NOW, &all, &least);
     const int64_t saved = all - least + most_lists_saved(batch);
-    if (bytes - saved > cache->max_bytes) return 0;
-    return cache->is_tight || !cache->evictable.num || saved >= all / PART;
+    if (bytes - saved > cache->limits.max_bytes) return 0;
+    return cache->evicting.is_tight || !cache->evicting.evictable.num || saved >= all / PART;
 }
 
 /* Returns KVC_ERR_FULL, without a message, unless the batch fits into max_bytes with one of these choices, which are
@@ -432,10 +434,10 @@ static kvc_status fit_bytes(const kvc_batch *batch, int first, int last, int64_t
     for (int compacts = first; compacts <= last; compacts++) {
         if (compacts > first && compacts == COMPACT_ALL && !may_compact(batch, *bytes)) break;
         const kvc_status status = find_needs(batch, compacts);
-        if (status != KVC_OK || !cache->max_bytes) return status;
+        if (status != KVC_OK || !cache->limits.max_bytes) return status;
         *bytes = kvc_bytes_after(batch);
-        if (*bytes > cache->max_bytes) *bytes = least_bytes_after(batch);
-        if (*bytes <= cache->max_bytes) return KVC_OK;
+        if (*bytes > cache->limits.max_bytes) *bytes = least_bytes_after(batch);
+        if (*bytes <= cache->limits.max_bytes) return KVC_OK;
     }
     return KVC_ERR_FULL;
 }
@@ -445,14 +447,14 @@ kvc_status kvc_fixed_begin(const kvc_batch *batch, kvc_scope scope, kvc_fixed *f
     kvc_status status = KVC_OK;
     forget_needs(batch); /* a planned compaction counts what may be evicted */
     *fixed = (kvc_fixed){scope, scope == KVC_FIXED ? kvc_evictable_bytes(cache) : 0, most_lists_saved(batch)};
-    for (kvc_sequence *s = cache->changed; status == KVC_OK && s; s = s->next_changed)
+    for (kvc_sequence *s = cache->sequences.changed; status == KVC_OK && s; s = s->next_changed)
         if (!s->in_batch) status = prepare_lists(batch, s);
     return status;
 }
 
 void kvc_fixed_bytes(const kvc_batch *batch, const kvc_fixed *fixed, int64_t *bytes, int64_t *least) {
     kvc_cache *cache = batch->cache;
-    *bytes = cache->row_buffer_bytes - fixed->evictable_bytes;
+    *bytes = cache->buffers.bytes - fixed->evictable_bytes;
     const int is_scattered = kvc_add_fixed_bytes(batch, fixed->scope, bytes, least);
     int64_t num_runs = 0; /* that lists of the batch's sequences have room for, less what they have now */
     for (int32_t s = 0; s < batch->num_sequences; s++) {
@@ -463,7 +465,7 @@ void kvc_fixed_bytes(const kvc_batch *batch, const kvc_fixed *fixed, int64_t *by
         }
     }
     int64_t others = cache->memory.bookkeeping - cache->memory.replaced + num_runs * (int64_t)sizeof(kvc_run);
-    if (cache->reserved) others -= kvc_sequence_bytes(cache->reserved);
+    if (cache->sequences.reserved) others -= kvc_sequence_bytes(cache->sequences.reserved);
     for (int32_t g = 0; g < cache->num_groups; g++)
         others -= cache->pools[g].num_blocks * kvc_pool_header_bytes(&cache->pools[g]);
     *bytes += others;
@@ -491,13 +493,13 @@ kvc_status kvc_fits_beside_fixed(kvc_batch *batch, int64_t *bytes) {
 static kvc_status check_fixed(kvc_batch *batch, int64_t *bytes) {
     kvc_cache *cache = batch->cache;
     kvc_fixed fixed;
-    int64_t all = (int64_t)cache->size + cache->row_buffer_bytes;
-    if (!cache->max_bytes) return KVC_OK;
+    int64_t all = (int64_t)cache->size + cache->buffers.bytes;
+    if (!cache->limits.max_bytes) return KVC_OK;
     KVC_TRY(kvc_fixed_begin(batch, KVC_FIXED, &fixed));
     kvc_add_fixed_bytes(batch, KVC_FIXED, &all, bytes);
-    if (*bytes > cache->max_bytes) return KVC_ERR_FULL;
+    if (*bytes > cache->limits.max_bytes) return KVC_ERR_FULL;
     kvc_fixed_bytes(batch, &fixed, &all, bytes);
-    if (all <= cache->max_bytes) return KVC_OK;
+    if (all <= cache->limits.max_bytes) return KVC_OK;
     forget_needs(batch);
     KVC_TRY(kvc_tighten(cache));
     const kvc_status status = kvc_fits_beside_fixed(batch, bytes);
@@ -510,18 +512,18 @@ static kvc_status fits(const kvc_need *need) {
     kvc_batch *batch = need->context;
     kvc_cache *cache = batch->cache;
     int64_t bytes = 0;
-    for (int32_t g = 0; cache->capacity && g < cache->num_token_groups; g++)
+    for (int32_t g = 0; cache->limits.capacity && g < cache->num_token_groups; g++)
         if (kvc_takes_rows(batch, g)) KVC_TRY(check_capacity(need, g));
     const kvc_status status = need->scope == KVC_FIXED ? check_fixed(batch, &bytes)
                                                        : fit_bytes(batch, COMPACT_SCATTERED, COMPACT_ALL, &bytes);
     if (status != KVC_ERR_FULL) return status;
-    cache->lacks_bytes = 1;
+    cache->evicting.lacks_bytes = 1;
     return kvc_fail(
         KVC_ERR_FULL,
         "%d more token%s would make it %lld bytes: max_bytes is %lld, and nothing that is scattered or free "
         "is left to be given back%s; clear a sequence, or give a larger max_bytes",
-        batch->num_tokens, batch->num_tokens == 1 ? "" : "s", (long long)bytes, (long long)cache->max_bytes,
-        cache->num_holds ? ", except what views of the rows keep in place" : "");
+        batch->num_tokens, batch->num_tokens == 1 ? "" : "s", (long long)bytes, (long long)cache->limits.max_bytes,
+        cache->waiting.num_holds ? ", except what views of the rows keep in place" : "");
 }
 
 kvc_need kvc_need_of(kvc_batch *batch) {
@@ -532,11 +534,11 @@ kvc_need kvc_need_of(kvc_batch *batch) {
 kvc_status kvc_fit(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     const kvc_need need = kvc_need_of(batch);
-    const int64_t holding = cache->max_sequences ? kvc_count_holding(batch) : 0;
+    const int64_t holding = cache->limits.max_sequences ? kvc_count_holding(batch) : 0;
     kvc_set_min_query_positions(cache);
-    if (holding > cache->max_sequences)
+    if (holding > cache->limits.max_sequences)
         return kvc_fail(KVC_ERR_FULL, "the batch makes %lld sequences: max_sequences is %lld; clear one, or allow more",
-                        (long long)holding, (long long)cache->max_sequences);
+                        (long long)holding, (long long)cache->limits.max_sequences);
     for (int32_t g = 0; g < cache->num_token_groups; g++)
         if (kvc_takes_rows(batch, g)) KVC_TRY(check_seq_len(batch, g));
     return kvc_choose_victims(&need);
@@ -589,8 +591,8 @@ void kvc_apply_prepared(const kvc_batch *batch) {
     kvc_evict(cache);
     for (int32_t g = 0; g < cache->num_groups; g++)
         if (cache->pools[g].compaction) kvc_compaction_run(cache, g);
-    while (cache->changed) {
-        kvc_sequence *sequence = cache->changed;
+    while (cache->sequences.changed) {
+        kvc_sequence *sequence = cache->sequences.changed;
         kvc_cache_mark_changed(cache, sequence);
         kvc_cache_unmark_changed(sequence);
     }

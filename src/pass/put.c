@@ -253,7 +253,7 @@ static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
     kvc_lock(cache);
     kvc_status status;
     do {
-        if (cache->max_bytes) kvc_cache_wait_pages(cache);
+        if (cache->limits.max_bytes) kvc_cache_wait_pages(cache);
         status = begin_cross(batch, group, work->args, &put);
     } while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
     KVC_TRY(kvc_unlock(cache, status));
@@ -261,7 +261,7 @@ static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
     const kvc_status done = put_all(work);
     kvc_lock(cache);
     do {
-        if (cache->max_bytes) kvc_cache_wait_pages(cache);
+        if (cache->limits.max_bytes) kvc_cache_wait_pages(cache);
         status = done == KVC_OK ? kvc_fit_max_bytes(cache, 0, CROSS_PUT) : done;
     } while (done == KVC_OK && status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
     kvc_cross_put_end(batch, put, status == KVC_OK);

@@ -102,7 +102,7 @@ static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) 
     kvc_status status = kvc_check_no_batch(cache, "reserve memory");
     if (status == KVC_OK) status = check_next(cache, seq_id);
     if (status == KVC_OK) status = check_fits(cache, seq_id, num_tokens, several);
-    if (status == KVC_ERR_FULL && cache->max_bytes) /* as many as kvc_room says fit, if in one batch */
+    if (status == KVC_ERR_FULL && cache->limits.max_bytes) /* as many as kvc_room says fit, if in one batch */
         status = check_fits(cache, seq_id, num_tokens, several = 0);
     if (status == KVC_OK)
         status = new_probe(cache, seq_id, num_tokens < KVC_MAX_BATCH ? (int32_t)num_tokens : KVC_MAX_BATCH,
@@ -114,7 +114,7 @@ static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) 
         kvc_discard_batch(batch);
         return status;
     }
-    const int needs_free_memory = cache->max_bytes && kvc_bytes_after(batch) > cache->max_bytes;
+    const int needs_free_memory = cache->limits.max_bytes && kvc_bytes_after(batch) > cache->limits.max_bytes;
     kvc_apply_prepared(batch);
     if (needs_free_memory) kvc_give_back(cache, 0);
     kvc_forget_demands(cache);
@@ -151,11 +151,11 @@ static int64_t count_room(kvc_batch *batch) {
     const int32_t next = kvc_sequence_next(member->sequence);
     int64_t room = INT32_MAX - next, token_bytes = 0, row_bytes = 0; /* row_bytes: of rows for several tokens */
     if (room > KVC_MAX_BATCH) room = KVC_MAX_BATCH;
-    if (cache->max_sequences && kvc_count_holding(batch) > cache->max_sequences) return 0;
+    if (cache->limits.max_sequences && kvc_count_holding(batch) > cache->limits.max_sequences) return 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_pool *pool = &cache->pools[g];
-        if (cache->capacity) {
-            const int64_t rows = cache->capacity - kvc_live_after(&need, g, KVC_FIXED),
+        if (cache->limits.capacity) {
+            const int64_t rows = cache->limits.capacity - kvc_live_after(&need, g, KVC_FIXED),
                           in_group = most_tokens(rows, next, pool->stride);
             if (in_group < room && rows < kvc_most_counted(batch, member, g)) room = in_group;
         }
@@ -164,8 +164,8 @@ static int64_t count_room(kvc_batch *batch) {
         token_bytes += kvc_pool_slot_bytes(pool) / pool->stride;
         row_bytes += pool->stride > 1 ? kvc_pool_slot_bytes(pool) : 0;
     }
-    if (cache->max_bytes && token_bytes) { /* the last tokens may complete no row */
-        const int64_t most = cache->max_bytes / token_bytes + (row_bytes + token_bytes - 1) / token_bytes;
+    if (cache->limits.max_bytes && token_bytes) { /* the last tokens may complete no row */
+        const int64_t most = cache->limits.max_bytes / token_bytes + (row_bytes + token_bytes - 1) / token_bytes;
         if (most < room) room = most;
     }
     return room > 0 ? room : 0; /* sharing may have made the sequence longer than max_seq_len */
@@ -185,7 +185,7 @@ static kvc_status try_probe(kvc_batch *batch, int64_t num_tokens, trial trial, c
     set_probe(batch, (int32_t)num_tokens);
     if (trial <= AT_MOST) {
         kvc_fixed_bytes(batch, fixed, &bytes, &least);
-        return (trial == AT_MOST ? least : bytes) <= batch->cache->max_bytes ? KVC_OK : KVC_ERR_FULL;
+        return (trial == AT_MOST ? least : bytes) <= batch->cache->limits.max_bytes ? KVC_OK : KVC_ERR_FULL;
     }
     if (trial == WITH_ALL) return kvc_fit_compacted(batch, 1, &bytes);
     if (trial == WITH_SOME) return kvc_fits_beside_fixed(batch, &bytes);
@@ -218,10 +218,10 @@ static int64_t guess_room(kvc_batch *batch, int64_t most, const kvc_fixed *fixed
     kvc_fixed_bytes(batch, fixed, &one, &least);
     set_probe(batch, (int32_t)most);
     kvc_fixed_bytes(batch, fixed, &all, &least);
-    const double rest = (double)(batch->cache->max_bytes - one) / (double)(all - one);
-    return all <= batch->cache->max_bytes || rest >= 1 ? most
-           : rest <= 0                                 ? 1
-                                                       : 1 + (int64_t)(rest * (double)(most - 1));
+    const double rest = (double)(batch->cache->limits.max_bytes - one) / (double)(all - one);
+    return all <= batch->cache->limits.max_bytes || rest >= 1 ? most
+           : rest <= 0                                        ? 1
+                                                              : 1 + (int64_t)(rest * (double)(most - 1));
 }
 
 /* Raises *room to what fits once rows are moved together, and everything evictable is evicted: at most `bound`. */
@@ -251,7 +251,7 @@ static kvc_status find_room_in_bytes(kvc_batch *batch, int64_t most, int64_t *ro
     if (status == KVC_OK) status = kvc_fixed_begin(batch, KVC_NOW, &fixed);
     if (status == KVC_OK) kvc_fixed_bytes(batch, &fixed, &bytes, &least);
     kvc_let_victims_stay(batch->cache);
-    if (status != KVC_OK || *room == most || least > batch->cache->max_bytes) return status;
+    if (status != KVC_OK || *room == most || least > batch->cache->limits.max_bytes) return status;
     return find_most(batch, room, most, *room + 1, AS_A_BATCH, NULL);
 }
 
@@ -269,7 +269,7 @@ static kvc_status find_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
     kvc_set_min_query_positions(cache);
     const int64_t most = count_room(batch);
     int64_t room = most;
-    if (cache->max_bytes) status = find_room_in_bytes(batch, most, &room);
+    if (cache->limits.max_bytes) status = find_room_in_bytes(batch, most, &room);
     kvc_discard_batch(batch);
     if (status == KVC_OK) *num_tokens = room;
     return status;
@@ -279,6 +279,6 @@ kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens) {
     if (!num_tokens) return kvc_fail(KVC_ERR_INVALID, "num_tokens is NULL");
     kvc_lock(cache);
     do kvc_wait_for_writers(cache, 1, &seq_id);
-    while ((cache->capacity || cache->max_bytes) && kvc_cache_wait_copies(cache)); /* they pin rows */
+    while ((cache->limits.capacity || cache->limits.max_bytes) && kvc_cache_wait_copies(cache)); /* they pin rows */
     return kvc_unlock(cache, find_room(cache, seq_id, num_tokens));
 }

@@ -10,7 +10,7 @@
 /* Counts what is freed of it if everything evictable is evicted. */
 static void recount(kvc_cache *cache, kvc_checkpoint *checkpoint) {
     const int64_t bytes = checkpoint->goes && checkpoint->num_users == 1 ? kvc_checkpoint_bytes(checkpoint) : 0;
-    cache->evictable_bytes += bytes - checkpoint->evictable_bytes;
+    cache->evicting.evictable_bytes += bytes - checkpoint->evictable_bytes;
     checkpoint->evictable_bytes = bytes;
 }
 
@@ -34,9 +34,9 @@ void kvc_checkpoint_use(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t ad
 }
 
 void kvc_state_use_begin(kvc_cache *cache, kvc_state_use *use, kvc_checkpoint *checkpoint) {
-    *use = (kvc_state_use){cache->state_uses, &cache->state_uses, kvc_thread_self(), checkpoint};
+    *use = (kvc_state_use){cache->prefixes.state_uses, &cache->prefixes.state_uses, kvc_thread_self(), checkpoint};
     if (use->next) use->next->at = &use->next;
-    cache->state_uses = use;
+    cache->prefixes.state_uses = use;
     kvc_checkpoint_use(cache, checkpoint, 1);
 }
 
@@ -50,7 +50,7 @@ void kvc_state_use_end(kvc_cache *cache, const kvc_state_use *use) {
 kvc_status kvc_checkpoint_take(kvc_cache *cache, int64_t num_bytes, int64_t before, kvc_state_use *use) {
     const uint64_t size = sizeof *use->checkpoint + (uint64_t)num_bytes;
     use->checkpoint = NULL;
-    while (cache->max_bytes && kvc_cache_wait_pages(cache)) continue;
+    while (cache->limits.max_bytes && kvc_cache_wait_pages(cache)) continue;
     kvc_checkpoint *checkpoint = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
     if (!checkpoint)
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for a checkpoint of %lld bytes", (long long)num_bytes);
@@ -143,7 +143,7 @@ int kvc_checkpoints_put(kvc_checkpoints *all, kvc_node *node, kvc_checkpoint *ch
     node->checkpoint = checkpoint;
     checkpoint->node = node;
     checkpoint->goes = node->rows && node->rows->is_evictable;
-    checkpoint->stamp = ++all->cache->num_uses;
+    checkpoint->stamp = ++all->cache->evicting.num_uses;
     all->num_bytes += checkpoint->num_bytes;
     all->num++;
     sort(all, checkpoint);

@@ -11,10 +11,10 @@
 typedef struct kvc_checkpoint {
     kvc_links unpinned;      /* place in kvc_checkpoints.unpinned, unless it has a pin; first, as checkpoint.c casts */
     struct kvc_node *node;   /* its block; NULL: the block has gone, or has let go of it */
-    int64_t stamp;           /* as of kvc_cache.num_uses: the more recently it was used, the larger */
+    int64_t stamp;           /* as of kvc_cache.evicting.num_uses: the more recently it was used, the larger */
     int32_t num_users;       /* the block, sequences that go on from it, and calls: it is freed with the last one */
     int32_t goes;            /* its block loses its rows if everything evictable is evicted */
-    int64_t evictable_bytes; /* it has so many of cache->evictable_bytes */
+    int64_t evictable_bytes; /* it has so many of cache->evicting.evictable_bytes */
     int64_t num_bytes;       /* of the state, which follows */
 } kvc_checkpoint;
 

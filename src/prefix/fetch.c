@@ -13,9 +13,9 @@ static int32_t twice(int32_t position) { return position <= INT32_MAX / 2 ? 2 * 
 /* The call uses its blocks from now on, each in a place of its own. */
 static void begin_use(kvc_fetch *f) {
     kvc_cache *cache = f->prefix->cache;
-    f->before = cache->num_uses + 1;
+    f->before = cache->evicting.num_uses + 1;
     f->time = kvc_now();
-    cache->num_uses += f->tokens->num_tokens;
+    cache->evicting.num_uses += f->tokens->num_tokens;
 }
 
 kvc_status kvc_fetch_begin(kvc_fetch *f, kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens,

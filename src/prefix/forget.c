@@ -109,7 +109,7 @@ static int drop_some(walk *w, names *n, int64_t *num_dropped) {
 static void end_sources(kvc_prefix *prefix, const kvc_token_span *first) {
     kvc_cache *cache = prefix->cache;
     kvc_origin_forget(cache, prefix->bit);
-    prefix->forgot = cache->num_forgets;
+    prefix->forgot = cache->prefixes.num_forgets;
     for (kvc_session *session = NULL; (session = kvc_session_beginning(cache, first, session));) {
         kvc_sequence *sequence = session->sequence;
         if (!sequence->in_batch && kvc_sequence_is_blank(sequence)) continue;
@@ -119,7 +119,7 @@ static void end_sources(kvc_prefix *prefix, const kvc_token_span *first) {
 }
 
 /* Ends what the prompt's rows may come from; from then on, nothing can come to them.  Then drops them.  In each part,
- * cache->num_forgets rises: what is being written of the blocks that go is taken away again. */
+ * cache->prefixes.num_forgets rises: what is being written of the blocks that go is taken away again. */
 static void forget(kvc_prefix *prefix, walk *w, names *n, int64_t *num_dropped) {
     kvc_cache *cache = prefix->cache;
     kvc_tree *tree = prefix->tree;
@@ -130,7 +130,7 @@ static void forget(kvc_prefix *prefix, walk *w, names *n, int64_t *num_dropped) 
     kvc_node_use(w->node, 1);
     while (drop_some(w, n, num_dropped)) {
         kvc_cache_give_way(cache);
-        cache->num_forgets++;
+        cache->prefixes.num_forgets++;
     }
     kvc_node_use(w->node, -1);
     for (int i = 1; tree->lost; i++) {
@@ -138,7 +138,7 @@ static void forget(kvc_prefix *prefix, walk *w, names *n, int64_t *num_dropped) 
         if (i % PASSED_AT_ONCE == 0) kvc_cache_give_way(cache);
     }
     kvc_tree_end_forgetting(tree);
-    prefix->forgot = ++cache->num_forgets; /* values that were read meanwhile are not added */
+    prefix->forgot = ++cache->prefixes.num_forgets; /* values that were read meanwhile are not added */
 }
 
 kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *from, uint8_t *to, int64_t max_names,

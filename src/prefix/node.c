@@ -109,7 +109,7 @@ void kvc_node_relist_at(kvc_node *node, int64_t used) {
     if (node->checkpoint) kvc_checkpoints_touch(&tree->checkpoints, node->checkpoint);
 }
 
-void kvc_node_relist(kvc_node *node) { kvc_node_relist_at(node, ++node->tree->cache->num_uses); }
+void kvc_node_relist(kvc_node *node) { kvc_node_relist_at(node, ++node->tree->cache->evicting.num_uses); }
 
 void kvc_tree_date(kvc_tree *tree) {
     if (tree->ttl) tree->horizon = kvc_now() - tree->ttl;

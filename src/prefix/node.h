@@ -35,8 +35,8 @@ typedef struct kvc_node {
     int32_t num_sessions;        /* so many of its users are sessions, which leave if a call is short of bytes */
     int32_t is_needed;           /* it is not freed if these leave, too */
     int32_t num_needed;          /* so many children are needed */
-    int64_t occupied_bytes;      /* it has so many of cache->occupied_bytes */
-    int64_t evictable_bytes;     /* it has so many of cache->evictable_bytes */
+    int64_t occupied_bytes;      /* it has so many of cache->evicting.occupied_bytes */
+    int64_t evictable_bytes;     /* it has so many of cache->evicting.evictable_bytes */
     int32_t is_going;            /* while a call is planned: it loses its rows */
     int32_t num_going;           /* and so many children will be freed */
     kvc_links same;              /* place in the tree's index, if it is there */
@@ -57,17 +57,17 @@ typedef struct kvc_tree {
     struct kvc_prefix *prefix;       /* NULL: it is no prefix's any more */
     int64_t number;                  /* of its prefix: kvc_origin.prefix of the rows */
     kvc_events *events;              /* what happens to full blocks; NULL: it is no prefix's any more */
-    int32_t is_collected;            /* new full blocks are listed in cache->new_blocks */
+    int32_t is_collected;            /* new full blocks are listed in cache->prefixes.new_blocks */
     int32_t is_indexed;              /* full blocks with rows are in the index */
     kvc_sorted index;                /* by hash: index.h */
     kvc_checkpoints checkpoints;     /* of all nodes */
     kvc_token_span forgetting;       /* first token of the prompt that a call forgets just now; num 0: no call does */
     kvc_node *lost;                  /* list of full nodes that have lost their rows since; each has a use */
-    int64_t evictable_bytes;         /* of its nodes: of cache->evictable_bytes, unless a call forgets a prompt */
-    int64_t occupied_bytes;          /* the same of cache->occupied_bytes */
-    int64_t horizon;                 /* nodes last used before it are not found, and dropped soon */
-    int64_t ttl;                     /* nanoseconds after which a node that nobody used is dropped; 0: never */
-    struct kvc_tree *next;           /* in the list cache->dying */
+    int64_t evictable_bytes; /* of its nodes: of cache->evicting.evictable_bytes, unless a call forgets a prompt */
+    int64_t occupied_bytes;  /* the same of cache->evicting.occupied_bytes */
+    int64_t horizon;         /* nodes last used before it are not found, and dropped soon */
+    int64_t ttl;             /* nanoseconds after which a node that nobody used is dropped; 0: never */
+    struct kvc_tree *next;   /* in the list cache->prefixes.dying */
 } kvc_tree;
 
 /* Returns how many tokens a node has, and whether these are a block's. */

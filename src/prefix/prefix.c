@@ -80,7 +80,7 @@ static kvc_status check_config(const kvc_cache *cache, const kvc_prefix_config *
     if (config->ttl_ms < 0 || config->ttl_ms > INT64_MAX / 1000000)
         return kvc_fail(KVC_ERR_INVALID, "ttl_ms is %lld: it must be at least 0, and at most %lld",
                         (long long)config->ttl_ms, (long long)(INT64_MAX / 1000000));
-    if (cache->max_sequences == 1)
+    if (cache->limits.max_sequences == 1)
         return kvc_fail(KVC_ERR_INVALID,
                         "max_sequences is 1, so that a second request could not run beside the first: make the cache "
                         "for more");
@@ -116,14 +116,14 @@ static void free_struct(kvc_prefix *prefix) {
 /* Makes a prefix and its tree, of which the list of all prefixes has nothing yet, if there is room for them. */
 static kvc_status make(kvc_cache *cache, const kvc_prefix_config *config, kvc_prefix **out) {
     const uint64_t size = sizeof(kvc_prefix) + (uint64_t)config->max_events * sizeof(kvc_prefix_event);
-    while (cache->max_bytes && kvc_cache_wait_pages(cache)) continue;
+    while (cache->limits.max_bytes && kvc_cache_wait_pages(cache)) continue;
     kvc_prefix *prefix = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
     const int32_t bit = prefix ? kvc_origin_take_bit(cache) : -1;
     if (bit < 0) {
         if (prefix) kvc_memory_free(&cache->memory, prefix, size, KVC_MEMORY_BOOKKEEPING, -1);
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for a prefix");
     }
-    *prefix = (kvc_prefix){.cache = cache, .num_bytes = size, .number = ++cache->num_prefixes, .bit = bit};
+    *prefix = (kvc_prefix){.cache = cache, .num_bytes = size, .number = ++cache->prefixes.num_made, .bit = bit};
     prefix->events = (kvc_events){.ring = (kvc_prefix_event *)(void *)(prefix + 1), .room = config->max_events};
     kvc_name_salt(config->salt, (size_t)config->salt_size, prefix->salt);
     kvc_name_root(prefix->salt, config->identity, (size_t)config->identity_size, config->state_bytes, prefix->root);
@@ -165,10 +165,10 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     do status = make(cache, &config, &prefix);
     while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
     if (status != KVC_OK) return kvc_unlock(cache, status);
-    prefix->next = cache->prefixes;
-    prefix->at = &cache->prefixes;
-    if (cache->prefixes) cache->prefixes->at = &prefix->next;
-    cache->prefixes = prefix;
+    prefix->next = cache->prefixes.first;
+    prefix->at = &cache->prefixes.first;
+    if (cache->prefixes.first) cache->prefixes.first->at = &prefix->next;
+    cache->prefixes.first = prefix;
     *out = prefix;
     return kvc_unlock(cache, KVC_OK);
 }
@@ -187,11 +187,11 @@ static kvc_tree *take_tree(kvc_prefix *prefix, kvc_tree *other) {
 }
 
 kvc_node *kvc_prefix_next_new(kvc_cache *cache) {
-    for (int num = 1; cache->new_blocks && !cache->new_blocks->tree->prefix; num++) {
-        kvc_node_take_out(cache->new_blocks);
+    for (int num = 1; cache->prefixes.new_blocks && !cache->prefixes.new_blocks->tree->prefix; num++) {
+        kvc_node_take_out(cache->prefixes.new_blocks);
         if (num % PASSED_AT_ONCE == 0) kvc_cache_give_way(cache);
     }
-    return cache->new_blocks;
+    return cache->prefixes.new_blocks;
 }
 
 /* Ends some pins of a tree that no prefix has; if it has no pins, drops some of its nodes.  Returns whether there
@@ -201,7 +201,7 @@ static int drop_some(kvc_cache *cache, kvc_tree *tree) {
     kvc_node *node;
     for (int i = 0; i < AT_ONCE && (node = kvc_tree_oldest(tree)); i++) kvc_node_drop(node);
     if (tree->with_rows.num) return 1;
-    kvc_tree **at = &cache->dying;
+    kvc_tree **at = &cache->prefixes.dying;
     while (*at != tree) at = &(*at)->next;
     *at = tree->next;
     kvc_tree_free(tree);
@@ -215,7 +215,7 @@ static void drop_tree(kvc_cache *cache, kvc_tree *tree) {
 }
 
 void kvc_prefixes_forked(kvc_cache *cache) {
-    while (cache->dying) drop_some(cache, cache->dying);
+    while (cache->prefixes.dying) drop_some(cache, cache->prefixes.dying);
 }
 
 void kvc_prefix_free(kvc_prefix *prefix) {
@@ -266,7 +266,7 @@ void kvc_prefix_lock_late(kvc_prefix *prefix) {
 }
 
 void kvc_prefix_wait(const kvc_prefix *prefix) {
-    while (prefix->tree->forgetting.num) kvc_signal_wait(&prefix->cache->idle, &prefix->cache->mutex);
+    while (prefix->tree->forgetting.num) kvc_signal_wait(&prefix->cache->waiting.idle, &prefix->cache->mutex);
 }
 
 /* ---- finding ----------------------------------------------------------------------------------------------------- */
@@ -317,7 +317,7 @@ static int is_tight(const kvc_cache *cache, int64_t num_tokens) {
                       blocks = rows / pool->block_size + 2; /* one is not full, and one is shared */
         bytes += blocks * (kvc_pool_block_bytes(pool, pool->block_size) + kvc_pool_header_bytes(pool));
     }
-    return cache->max_bytes && bytes > cache->max_bytes;
+    return cache->limits.max_bytes && bytes > cache->limits.max_bytes;
 }
 
 /* Drops the nodes in which a match ends, before their last token, so that its sequence goes on in their slots. */
@@ -355,9 +355,10 @@ static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const kvc_matc
         return status;
     }
     kvc_session_begin(session, sequence, kvc_match_path(m, m->known), m->with_state ? m->with_state->checkpoint : NULL);
-    cache->prompt_bytes -= (int64_t)session->num_bytes; /* an error names the prompts of other sequences alone */
+    cache->prefixes.prompt_bytes -=
+        (int64_t)session->num_bytes; /* an error names the prompts of other sequences alone */
     status = kvc_check_room(&need);
-    cache->prompt_bytes += (int64_t)session->num_bytes;
+    cache->prefixes.prompt_bytes += (int64_t)session->num_bytes;
     if (status == KVC_OK) {
         kvc_match_touch(m);
         return KVC_OK;
@@ -372,7 +373,7 @@ static kvc_status acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t 
                           int32_t *matched) {
     kvc_cache *cache = prefix->cache;
     kvc_match m;
-    while (cache->max_bytes && kvc_cache_wait_pages(cache)) continue;
+    while (cache->limits.max_bytes && kvc_cache_wait_pages(cache)) continue;
     KVC_TRY(kvc_match_find(prefix, tokens, limit, &m));
     kvc_session *session = kvc_session_new(prefix, tokens, m.known);
     *seq_id = kvc_cache_new_id(cache);
@@ -432,7 +433,7 @@ static void name_prompt(const kvc_prefix *prefix, const kvc_tokens *tokens, uint
 /* Pins the known tokens of a prompt with a name. */
 static kvc_status pin(kvc_prefix *prefix, const kvc_tokens *tokens, const uint8_t *name, int32_t *kept) {
     kvc_match m;
-    while (prefix->cache->max_bytes && kvc_cache_wait_pages(prefix->cache)) continue;
+    while (prefix->cache->limits.max_bytes && kvc_cache_wait_pages(prefix->cache)) continue;
     KVC_TRY(kvc_match_find(prefix, tokens, tokens->num_tokens, &m));
     const kvc_status status = m.known ? kvc_pin_known(prefix, &m, name) : KVC_OK;
     if (status == KVC_OK) *kept = m.known;

@@ -28,7 +28,7 @@ static int is_behind(const kvc_links *member, const kvc_links *other) {
 /* Returns the first session whose first token is known and is at or behind a token in their order, or NULL. */
 static kvc_session *find_first(const kvc_cache *cache, const kvc_token_span *token) {
     kvc_session *first = NULL;
-    for (kvc_links *next = cache->sessions.root; next;) {
+    for (kvc_links *next = cache->prefixes.sessions.root; next;) {
         const kvc_session *session = seen_at(next);
         const int is_before = session->is_other || kvc_tokens_compare(&session->first, token) < 0;
         if (!is_before) first = at(next);
@@ -38,7 +38,8 @@ static kvc_session *find_first(const kvc_cache *cache, const kvc_token_span *tok
 }
 
 kvc_session *kvc_session_beginning(const kvc_cache *cache, const kvc_token_span *token, const kvc_session *before) {
-    kvc_session *next = at(before ? kvc_sorted_beside(&before->links, 1) : kvc_sorted_end(&cache->sessions, 0));
+    kvc_session *next =
+        at(before ? kvc_sorted_beside(&before->links, 1) : kvc_sorted_end(&cache->prefixes.sessions, 0));
     if (next && next->is_other) return next;
     if (!before || before->is_other) next = find_first(cache, token);
     return next && kvc_tokens_common(&next->first, token) ? next : NULL;
@@ -47,7 +48,7 @@ kvc_session *kvc_session_beginning(const kvc_cache *cache, const kvc_token_span 
 /* Notes that nobody knows the first token of the sequence from now on. */
 static void begun_anew(kvc_follower *follower) {
     kvc_session *session = (kvc_session *)(void *)follower;
-    kvc_sorted *sessions = &session->prefix->cache->sessions;
+    kvc_sorted *sessions = &session->prefix->cache->prefixes.sessions;
     kvc_sorted_remove(sessions, &session->links);
     session->is_other = 1;
     kvc_sorted_add(sessions, &session->links, is_behind);
@@ -84,7 +85,7 @@ static void ended(kvc_cache *cache, kvc_follower *follower) {
     kvc_node_follow(session->last, -1);
     *session->at = session->next;
     if (session->next) session->next->at = session->at;
-    kvc_sorted_remove(&cache->sessions, &session->links);
+    kvc_sorted_remove(&cache->prefixes.sessions, &session->links);
     session->prefix->stats.sequences--;
     kvc_session_free(session);
 }
@@ -97,7 +98,7 @@ static int64_t plan_leave(kvc_follower *follower, int is_planned) {
     session->last->num_users += is_planned ? -1 : 1;
     if (state) kvc_checkpoint_count(session->prefix->cache, state, is_planned ? -1 : 1);
     const int64_t bytes = state && !state->node && state->num_users == num_users ? kvc_checkpoint_bytes(state) : 0;
-    session->prefix->cache->evictable_bytes += is_planned ? bytes : -bytes;
+    session->prefix->cache->evicting.evictable_bytes += is_planned ? bytes : -bytes;
     if (is_planned) return bytes + kvc_node_plan_free(session->last);
     kvc_node_unplan_free(session->last);
     return 0;
@@ -128,7 +129,7 @@ kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32
         kvc_set_last_error("out of memory for a prompt of %lld tokens", (long long)tokens->num_tokens);
         return NULL;
     }
-    prefix->cache->prompt_bytes += (int64_t)size;
+    prefix->cache->prefixes.prompt_bytes += (int64_t)size;
     int64_t *ids = (int64_t *)(void *)(session + 1);
     uint8_t *digests = digest_bytes ? (uint8_t *)(ids + num) : NULL;
     ids[0] = first.ids[0];
@@ -149,7 +150,7 @@ kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32
 
 void kvc_session_free(kvc_session *session) {
     kvc_cache *cache = session->prefix->cache;
-    cache->prompt_bytes -= (int64_t)session->num_bytes;
+    cache->prefixes.prompt_bytes -= (int64_t)session->num_bytes;
     kvc_memory_free(&cache->memory, session, session->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
 }
 
@@ -164,7 +165,7 @@ void kvc_session_begin(kvc_session *session, kvc_sequence *sequence, kvc_node *l
     session->at = &prefix->sessions;
     if (prefix->sessions) prefix->sessions->at = &session->next;
     prefix->sessions = session;
-    kvc_sorted_add(&prefix->cache->sessions, &session->links, is_behind);
+    kvc_sorted_add(&prefix->cache->prefixes.sessions, &session->links, is_behind);
     prefix->stats.sequences++;
 }
 
@@ -203,7 +204,7 @@ static void note_edits(kvc_session *session, int32_t position) {
 
 /* Adds a node to the tree as used now. */
 static kvc_node *add_now(kvc_node *parent, kvc_node *node, const kvc_token_span *tokens) {
-    return kvc_tree_add(parent, node, tokens, ++parent->tree->cache->num_uses);
+    return kvc_tree_add(parent, node, tokens, ++parent->tree->cache->evicting.num_uses);
 }
 
 /* Keeps the next block of a sequence; returns 0 if that cannot be now. */
@@ -283,16 +284,16 @@ void kvc_sessions_fill(const kvc_batch *batch) {
 }
 
 void kvc_sessions_fit(kvc_cache *cache) {
-    if (!cache->max_bytes || kvc_cache_bytes(cache) <= cache->max_bytes ||
+    if (!cache->limits.max_bytes || kvc_cache_bytes(cache) <= cache->limits.max_bytes ||
         kvc_fit_max_bytes(cache, 0, "keeping blocks") == KVC_OK)
         return;
-    kvc_give_back(cache, cache->max_bytes); /* without memory to choose */
-    for (kvc_sequence *oldest;
-         kvc_cache_bytes(cache) > cache->max_bytes && (oldest = kvc_sequence_end(&cache->evictable, KVC_BY_USE, 0));) {
+    kvc_give_back(cache, cache->limits.max_bytes); /* without memory to choose */
+    for (kvc_sequence *oldest; kvc_cache_bytes(cache) > cache->limits.max_bytes &&
+                               (oldest = kvc_sequence_end(&cache->evicting.evictable, KVC_BY_USE, 0));) {
         kvc_cache_forget(cache, oldest);
-        kvc_give_back(cache, cache->max_bytes);
+        kvc_give_back(cache, cache->limits.max_bytes);
     }
-    if (kvc_cache_bytes(cache) > cache->max_bytes) kvc_leave_all(cache);
+    if (kvc_cache_bytes(cache) > cache->limits.max_bytes) kvc_leave_all(cache);
 }
 
 /* ---- blocks whose tokens become known ---------------------------------------------------------------------------- */

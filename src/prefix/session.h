@@ -20,7 +20,7 @@ typedef struct kvc_session {
     kvc_checkpoint *state;          /* of the model behind what was matched, until tokens are fed; NULL: none */
     uint64_t num_bytes;             /* of this allocation */
     struct kvc_session *next, **at; /* place in the list of the prefix */
-    kvc_links links;                /* place in cache->sessions */
+    kvc_links links;                /* place in cache->prefixes.sessions */
     int32_t is_other;               /* its first token may differ from the prompt's */
     kvc_token_span first;           /* the prompt's first token */
     int32_t begin;                  /* position of the first token in `prompt` */

@@ -39,7 +39,7 @@ static kvc_status take_memory(kvc_carrier *c, const kvc_prefix *prefix, int num)
     c->max_bytes = max_bytes;
     c->size = size;
     c->thread = kvc_thread_self();
-    c->at = &c->cache->carriers;
+    c->at = &c->cache->prefixes.carriers;
     c->next = *c->at;
     if (c->next) c->next->at = &c->next;
     *c->at = c;
@@ -77,7 +77,7 @@ static kvc_status describe(kvc_carrier *c, const kvc_node *node, departure *d) {
     d->id = node->rows->id;
     d->owner = prefix->owner;
     d->may_have_state = prefix->state_bytes > 0;
-    d->num_forgets = c->cache->num_forgets;
+    d->num_forgets = c->cache->prefixes.num_forgets;
     memcpy(d->name, node->name, sizeof d->name);
     return KVC_OK;
 }
@@ -128,7 +128,7 @@ static kvc_status join_stored(kvc_carrier *c, const departure *d, uint8_t **valu
 static int is_forgotten(const kvc_carrier *c, const departure *d) {
     kvc_lock(c->cache);
     const int is_there = kvc_table_find_hidden(&c->cache->sequences, d->id) != NULL,
-              is_forgotten = !is_there && c->cache->num_forgets != d->num_forgets;
+              is_forgotten = !is_there && c->cache->prefixes.num_forgets != d->num_forgets;
     kvc_unlock(c->cache, KVC_OK);
     return is_forgotten;
 }
@@ -137,7 +137,7 @@ static int is_forgotten(const kvc_carrier *c, const departure *d) {
  * that an older value does not come last. */
 static int begin_writing(kvc_carrier *c, const departure *d) {
     kvc_lock(c->cache);
-    kvc_carrier *other = c->cache->carriers;
+    kvc_carrier *other = c->cache->prefixes.carriers;
     while (other && !(other->writing && other->store.user == c->store.user && other->store.read == c->store.read &&
                       !memcmp(other->writing, d->name, KVC_NAME_BYTES)))
         other = other->next;

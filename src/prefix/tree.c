@@ -109,8 +109,8 @@ static kvc_status set_tokens(kvc_node *node, const kvc_token_span *tokens) {
 
 /* Adds to the bytes that the cache frees if it evicts nodes, and besides if sequences leave. */
 static void count_evictable(kvc_cache *cache, int64_t evictable, int64_t occupied) {
-    cache->evictable_bytes += evictable;
-    cache->occupied_bytes += occupied;
+    cache->evicting.evictable_bytes += evictable;
+    cache->evicting.occupied_bytes += occupied;
 }
 
 /* Adds to these bytes of a tree.  The cache does not count them while nodes without rows stay. */
@@ -144,7 +144,7 @@ void kvc_node_take_out(kvc_node *node) {
     if (!node->at) return;
     *node->at = node->next;
     if (node->next) node->next->at = node->at;
-    if (cache->new_blocks_end == &node->next) cache->new_blocks_end = node->at;
+    if (cache->prefixes.new_blocks_end == &node->next) cache->prefixes.new_blocks_end = node->at;
     node->next = NULL;
     node->at = NULL;
 }
@@ -168,10 +168,10 @@ int kvc_node_is_complete(const kvc_node *node) { return num_whole(node) == node-
 void kvc_node_collect(kvc_node *node) {
     kvc_cache *cache = node->tree->cache;
     if (node->at || !node->tree->is_collected || !kvc_node_is_full(node) || !num_whole(node)) return;
-    if (!cache->new_blocks) cache->new_blocks_end = &cache->new_blocks;
-    node->at = cache->new_blocks_end;
+    if (!cache->prefixes.new_blocks) cache->prefixes.new_blocks_end = &cache->prefixes.new_blocks;
+    node->at = cache->prefixes.new_blocks_end;
     *node->at = node;
-    cache->new_blocks_end = &node->next;
+    cache->prefixes.new_blocks_end = &node->next;
 }
 
 static int64_t bytes_of(const kvc_node *node) { return (int64_t)(sizeof *node + tokens_bytes(&node->tokens)); }
@@ -316,8 +316,8 @@ kvc_status kvc_node_new(kvc_tree *tree, const kvc_sequence *src, int32_t begin, 
     kvc_node *node = alloc_node(tree, begin, end);
     *made = NULL;
     if (!node) return KVC_ERR_NOMEM;
-    const kvc_status status =
-        kvc_make_kept(tree->cache, src, tree->cache->next_hidden_id++, begin, end, &node->follower, &node->rows);
+    const kvc_status status = kvc_make_kept(tree->cache, src, tree->cache->sequences.next_hidden_id++, begin, end,
+                                            &node->follower, &node->rows);
     if (!node->rows) {
         free_node(node);
         return status;
@@ -460,8 +460,8 @@ void kvc_tree_retire(kvc_tree *tree) {
     tree->prefix = NULL;
     tree->events = NULL;
     tree->quota = 0;
-    tree->next = cache->dying;
-    cache->dying = tree;
+    tree->next = cache->prefixes.dying;
+    cache->prefixes.dying = tree;
 }
 
 void kvc_tree_free(kvc_tree *tree) {

@@ -40,7 +40,7 @@ static void let_go(const kvc_snapshot *s) {
 }
 
 void kvc_snapshots_forked(kvc_cache *cache) {
-    for (kvc_polling *polling = cache->polling, *next; polling; polling = next) {
+    for (kvc_polling *polling = cache->waiting.polling, *next; polling; polling = next) {
         next = polling->next;
         if (kvc_thread_is_self(polling->thread)) continue;
         kvc_cache_end_polling(cache, polling);

@@ -41,7 +41,7 @@ kvc_status kvc_hold_runs(kvc_cache *cache, const kvc_run *runs, int32_t num_runs
         kvc_pin_block(runs[i].block);
         if (buffer) buffer->holds++;
     }
-    cache->num_holds++;
+    cache->waiting.num_holds++;
     *out = hold;
     return KVC_OK;
 }
@@ -55,7 +55,7 @@ void kvc_hold_free(kvc_hold *hold) {
         if (buffer) buffer->holds--;
         kvc_unpin_block(cache, hold->pool, hold->blocks[i]);
     }
-    cache->num_holds--;
+    cache->waiting.num_holds--;
     kvc_memory_free(&cache->memory, hold, hold->size, KVC_MEMORY_SCRATCH, -1);
     kvc_unlock(cache, KVC_OK);
 }

@@ -10,7 +10,7 @@ int64_t kvc_nbytes(kvc_cache *cache) {
 
 int32_t kvc_block_size(kvc_cache *cache) { return cache->pools[0].block_size; }
 
-int64_t kvc_capacity(kvc_cache *cache) { return cache->capacity ? cache->capacity : -1; }
+int64_t kvc_capacity(kvc_cache *cache) { return cache->limits.capacity ? cache->limits.capacity : -1; }
 
 int64_t kvc_capacity_bytes(kvc_cache *cache) {
     int64_t bytes = 0;
@@ -19,8 +19,9 @@ int64_t kvc_capacity_bytes(kvc_cache *cache) {
         const int64_t slot = kvc_pool_slot_bytes(pool);
         if (!slot) continue;
         /* A sequence has one block in the group of a cross-attention layer. */
-        const int64_t most = (INT64_MAX - bytes) / slot,
-                      slots = g < cache->num_token_groups ? cache->capacity : cache->max_sequences * pool->block_size;
+        const int64_t most = (INT64_MAX - bytes) / slot, slots = g < cache->num_token_groups
+                                                                     ? cache->limits.capacity
+                                                                     : cache->limits.max_sequences * pool->block_size;
         if (!slots) return -1;
         if (slots > most) return INT64_MAX;
         bytes += slots * slot;
@@ -33,8 +34,8 @@ double kvc_utilization(kvc_cache *cache) {
     kvc_lock(cache);
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_pool *pool = &cache->pools[g];
-        const double slots =
-            cache->capacity ? (double)cache->capacity : (double)(pool->num_blocks - pool->num_free) * pool->block_size;
+        const double slots = cache->limits.capacity ? (double)cache->limits.capacity
+                                                    : (double)(pool->num_blocks - pool->num_free) * pool->block_size;
         const int64_t live = pool->live - pool->replacing - pool->evictable;
         const double share = slots > 0 ? (double)live / slots : 0;
         if (share > most) most = share;
@@ -46,7 +47,7 @@ double kvc_utilization(kvc_cache *cache) {
 void kvc_get_stats(kvc_cache *cache, kvc_stats *out, size_t size) {
     kvc_lock(cache);
     kvc_stats stats = cache->stats;
-    stats.retained = cache->num_kept;
+    stats.retained = cache->evicting.num_kept;
     for (int32_t g = 0; g < cache->num_groups; g++) {
         const kvc_pool *pool = &cache->pools[g];
         stats.blocks_opened += pool->opened;

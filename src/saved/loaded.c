@@ -289,8 +289,8 @@ static kvc_status fits(const kvc_need *need) {
     for (int32_t g = 0; g < cache->num_token_groups; g++)
         if (kvc_exceeds_capacity(need, g, 0, &live))
             return kvc_fail(KVC_ERR_FULL, "loading would make it %lld tokens in all: capacity is %lld%s",
-                            (long long)live, (long long)cache->capacity,
-                            cache->has_own_capacity ? "" : ", which is max_seq_len * max_sequences");
+                            (long long)live, (long long)cache->limits.capacity,
+                            cache->limits.has_own_capacity ? "" : ", which is max_seq_len * max_sequences");
     return kvc_check_max_bytes(need->cache, need->scope, need->what);
 }
 
@@ -341,7 +341,7 @@ kvc_status kvc_loaded_make(kvc_state *state, const kvc_load_args *args, const in
     visitor v = {.state = state, .args = args, .chosen = chosen};
     const kvc_need need = need_of(state);
     do {
-        if (state->cache->max_bytes) kvc_cache_wait_pages(state->cache);
+        if (state->cache->limits.max_bytes) kvc_cache_wait_pages(state->cache);
     } while (kvc_cache_wait_copies(state->cache)); /* others have rows in use meanwhile */
     kvc_status status = kvc_state_add_groups(state);
     if (status == KVC_OK) status = mark_needed(&v);
@@ -367,7 +367,7 @@ kvc_status kvc_loaded_accept(kvc_state *state) {
     kvc_status status;
     do {
         do kvc_cache_find_all(cache);
-        while (cache->max_bytes && kvc_cache_wait_pages(cache));
+        while (cache->limits.max_bytes && kvc_cache_wait_pages(cache));
         status = check_idle(state); /* others may have used them since kvc_loaded_make */
         if (status == KVC_OK) status = kvc_make_room(&need);
     } while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));

@@ -9,7 +9,7 @@
 
 int64_t kvc_count_freqs(const kvc_cache *cache) {
     int64_t num = 0;
-    for (int32_t r = 0; r < cache->num_ropes; r++) num += cache->ropes[r].num_freqs;
+    for (int32_t r = 0; r < cache->ropes.num; r++) num += cache->ropes.items[r].num_freqs;
     return num;
 }
 
@@ -39,22 +39,22 @@ static kvc_saved_layer saved_layer(const kvc_cache *cache, int32_t i) {
     saved.interleaved = rope->interleaved != 0;
     saved.first_dim = rope->first_dim;
     saved.num_freqs = rope->num_freqs;
-    saved.first_freq = rope->inv_freq - cache->inv_freqs;
+    saved.first_freq = rope->inv_freq - cache->ropes.inv_freqs;
     return saved;
 }
 
 void kvc_save_layers(const kvc_cache *cache, const kvc_format *format) {
     for (int32_t i = 0; i < cache->num_layers; i++) format->layers[i] = saved_layer(cache, i);
     const size_t num = (size_t)kvc_count_freqs(cache);
-    if (num) memcpy(format->inv_freq, cache->inv_freqs, num * sizeof *format->inv_freq);
+    if (num) memcpy(format->inv_freq, cache->ropes.inv_freqs, num * sizeof *format->inv_freq);
 }
 
 void kvc_save_limits(const kvc_cache *cache, kvc_saved_state *state) {
     state->block_size = cache->pools[0].block_size;
-    state->max_seq_len = cache->max_seq_len;
-    state->max_sequences = cache->max_sequences;
-    state->capacity = cache->has_own_capacity ? cache->capacity : 0;
-    state->max_bytes = cache->max_bytes;
+    state->max_seq_len = cache->limits.max_seq_len;
+    state->max_sequences = cache->limits.max_sequences;
+    state->capacity = cache->limits.has_own_capacity ? cache->limits.capacity : 0;
+    state->max_bytes = cache->limits.max_bytes;
 }
 
 /* ---- reading ----------------------------------------------------------------------------------------------------- */

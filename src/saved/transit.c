@@ -39,7 +39,7 @@ kvc_status kvc_state_add_groups(kvc_state *state) {
 
 void kvc_state_begin(kvc_state *state) {
     kvc_cache *cache = state->cache;
-    cache->num_holds++;
+    cache->waiting.num_holds++;
     state->thread = kvc_thread_self();
     state->is_begun = 1;
     state->next = cache->states;
@@ -50,7 +50,7 @@ static void leave(kvc_state *state) {
     kvc_state **link = &state->cache->states;
     while (*link != state) link = &(*link)->next;
     *link = state->next;
-    state->cache->num_holds--;
+    state->cache->waiting.num_holds--;
 }
 
 void kvc_state_pin(kvc_state *state) {

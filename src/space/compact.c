@@ -21,7 +21,7 @@ static int is_movable(const kvc_compaction *c, const kvc_block *block) {
 }
 
 static kvc_sequence *first_evictable(const kvc_compaction *c) {
-    return c->scope == KVC_FIXED ? NULL : kvc_sequence_end(&c->cache->evictable, KVC_BY_USE, 0);
+    return c->scope == KVC_FIXED ? NULL : kvc_sequence_end(&c->cache->evicting.evictable, KVC_BY_USE, 0);
 }
 
 /* Return the first sequence with rows that a compaction looks at, and the next one; NULL at the end. */
@@ -38,7 +38,8 @@ int64_t kvc_compaction_gain(const kvc_cache *cache, int32_t group) {
     const kvc_pool *pool = &cache->pools[group];
     int64_t waste = pool->tallies[KVC_NOW].movable_slots - pool->tallies[KVC_NOW].movable_live;
     /* Do not count the holes that a window leaves behind its sinks, and in the block it moves out of, soon free. */
-    if (kvc_policy_expires(&cache->policies[group])) waste -= 2 * (int64_t)pool->block_size * cache->num_holding;
+    if (kvc_policy_expires(&cache->policies[group]))
+        waste -= 2 * (int64_t)pool->block_size * cache->sequences.num_holding;
     return waste;
 }
 
@@ -157,7 +158,7 @@ static kvc_status get_list(const kvc_compaction *c, kvc_sequence *s) {
     const int expires = kvc_policy_expires(&c->cache->policies[c->group]);
     /* A batch adds runs before, and rows that expire may cut a run in two; in a tight cache, the batch gets memory. */
     if (s->changed_at && (s->in_batch || expires))
-        return c->cache->is_tight ? KVC_OK : kvc_runs_prepare_edit(list, &c->cache->memory, 2);
+        return c->cache->evicting.is_tight ? KVC_OK : kvc_runs_prepare_edit(list, &c->cache->memory, 2);
     const int32_t num = kvc_compaction_room(c, list, none, &after);
     return num > list->capacity ? kvc_runs_prepare_exact(list, &c->cache->memory, num) : KVC_OK;
 }

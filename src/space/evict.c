@@ -10,8 +10,8 @@
 /* ---- victims ----------------------------------------------------------------------------------------------------- */
 
 static void let_all_stay(kvc_cache *cache) {
-    for (kvc_sequence *victim; (victim = cache->victims);) {
-        cache->victims = victim->next_victim;
+    for (kvc_sequence *victim; (victim = cache->evicting.victims);) {
+        cache->evicting.victims = victim->next_victim;
         victim->next_victim = NULL;
         victim->fate = KVC_STAYS;
     }
@@ -27,10 +27,10 @@ static void add_victim(kvc_sequence ***end, kvc_sequence *sequence) {
 /* Makes victims of the num least recently used sequences that may be evicted, and were used before `before` unless that
  * is 0; returns how many there are. */
 static int64_t choose_oldest(kvc_cache *cache, int64_t num, int64_t before) {
-    kvc_sequence **end = &cache->victims;
+    kvc_sequence **end = &cache->evicting.victims;
     int64_t chosen = 0;
     let_all_stay(cache);
-    kvc_sequence *sequence = kvc_sequence_end(&cache->evictable, KVC_BY_USE, 0);
+    kvc_sequence *sequence = kvc_sequence_end(&cache->evicting.evictable, KVC_BY_USE, 0);
     for (; sequence && chosen < num; sequence = kvc_sequence_beside(sequence, KVC_BY_USE, 1), chosen++) {
         if (before && sequence->used >= before) break;
         add_victim(&end, sequence);
@@ -38,7 +38,7 @@ static int64_t choose_oldest(kvc_cache *cache, int64_t num, int64_t before) {
     return chosen;
 }
 
-void kvc_choose_all(kvc_cache *cache) { choose_oldest(cache, cache->evictable.num, 0); }
+void kvc_choose_all(kvc_cache *cache) { choose_oldest(cache, cache->evicting.evictable.num, 0); }
 
 /* Returns whether the lists of a sequence may get other arrays: not while another call may read them. */
 static int may_relist(const kvc_cache *cache, const kvc_sequence *sequence) {
@@ -47,7 +47,7 @@ static int may_relist(const kvc_cache *cache, const kvc_sequence *sequence) {
 
 /* Takes sequences that are tight by now out of the list of loose ones. */
 static void unlist_tight(kvc_cache *cache) {
-    for (kvc_sequence *s = cache->loose, *next; s; s = next) {
+    for (kvc_sequence *s = cache->sequences.loose, *next; s; s = next) {
         next = s->next_loose;
         if (kvc_sequence_is_tight(s)) kvc_cache_unmark_loose(s);
     }
@@ -55,13 +55,13 @@ static void unlist_tight(kvc_cache *cache) {
 
 kvc_status kvc_tighten(kvc_cache *cache) {
     kvc_status status = KVC_OK;
-    cache->is_tight = 1;
-    cache->tight_bytes = -1;
+    cache->evicting.is_tight = 1;
+    cache->evicting.tight_bytes = -1;
     unlist_tight(cache);
-    for (kvc_sequence *s = cache->loose; s; s = s->next_loose)
+    for (kvc_sequence *s = cache->sequences.loose; s; s = s->next_loose)
         if (may_relist(cache, s)) kvc_cache_mark_changed(cache, s); /* so that plans look at it */
     kvc_set_min_query_positions(cache);
-    for (kvc_sequence *s = cache->changed; s; s = s->next_changed)
+    for (kvc_sequence *s = cache->sequences.changed; s; s = s->next_changed)
         for (int32_t g = 0; may_relist(cache, s) && status == KVC_OK && g < cache->num_groups; g++)
             status = kvc_runs_prepare_exact(&s->runs[g], &cache->memory, s->runs[g].num);
     if (status != KVC_OK) kvc_let_victims_stay(cache);
@@ -70,28 +70,28 @@ kvc_status kvc_tighten(kvc_cache *cache) {
 
 void kvc_let_victims_stay(kvc_cache *cache) {
     let_all_stay(cache);
-    for (kvc_sequence *s = cache->is_tight ? cache->changed : NULL; s; s = s->next_changed)
+    for (kvc_sequence *s = cache->evicting.is_tight ? cache->sequences.changed : NULL; s; s = s->next_changed)
         for (int32_t g = 0; g < cache->num_groups; g++) kvc_runs_discard(&s->runs[g], &cache->memory);
-    cache->is_tight = 0;
+    cache->evicting.is_tight = 0;
 }
 
 void kvc_leave_all(kvc_cache *cache) {
-    for (kvc_sequence *s = cache->loose; s; s = s->next_loose)
+    for (kvc_sequence *s = cache->sequences.loose; s; s = s->next_loose)
         if (s->follower) s->follower->leave(cache, s->follower);
 }
 
 /* Carries out what kvc_tighten planned. */
 static void be_tight(kvc_cache *cache) {
     kvc_leave_all(cache);
-    for (kvc_sequence *s = cache->changed; s; s = s->next_changed)
+    for (kvc_sequence *s = cache->sequences.changed; s; s = s->next_changed)
         for (int32_t g = 0; g < cache->num_groups; g++) kvc_runs_install(&s->runs[g], &cache->memory);
-    cache->is_tight = 0;
+    cache->evicting.is_tight = 0;
     unlist_tight(cache);
 }
 
 void kvc_evict(kvc_cache *cache) {
-    if (cache->is_tight) be_tight(cache);
-    for (kvc_sequence *victim; (victim = cache->victims);) {
+    if (cache->evicting.is_tight) be_tight(cache);
+    for (kvc_sequence *victim; (victim = cache->evicting.victims);) {
         const int goes = victim->fate == KVC_GOES;
         if (!goes) kvc_cache_pin(cache, victim, 1); /* holders of rows that change do not count as evictable */
         for (int32_t g = 0; g < cache->num_token_groups; g++)
@@ -99,7 +99,7 @@ void kvc_evict(kvc_cache *cache) {
                 cache->stats.rows_evicted += victim->runs[g].num_rows;
             else if (kvc_is_evicted_in(cache, victim, g)) /* needs no memory, as no run is cut in two */
                 cache->stats.rows_evicted += kvc_runs_expire(&victim->runs[g], &cache->pools[g], 0, KVC_END);
-        cache->victims = victim->next_victim;
+        cache->evicting.victims = victim->next_victim;
         victim->next_victim = NULL;
         victim->fate = KVC_STAYS;
         if (goes)
@@ -131,9 +131,9 @@ int64_t kvc_live_after(const kvc_need *need, int32_t g, kvc_scope scope) {
 
 int kvc_exceeds_capacity(const kvc_need *need, int32_t g, int64_t more, int64_t *live) {
     kvc_cache *cache = need->cache;
-    if (!cache->capacity) return 0;
+    if (!cache->limits.capacity) return 0;
     *live = kvc_live_after(need, g, need->scope);
-    if (*live + more <= cache->capacity) return 0;
+    if (*live + more <= cache->limits.capacity) return 0;
     cache->pools[g].lacks_slots = 1;
     return 1;
 }
@@ -165,11 +165,11 @@ static void note_freed(const kvc_need *need, int32_t g) {
     const kvc_cache *cache = need->cache;
     const int full = kvc_policy_expires(&cache->policies[g]) ? 0 : FREES_FULL;
     kvc_preview preview = open_without(need, g, KVC_NOW);
-    for (kvc_sequence *victim = cache->victims; victim; victim = victim->next_victim) {
+    for (kvc_sequence *victim = cache->evicting.victims; victim; victim = victim->next_victim) {
         unheld found = {0, 0};
         kvc_runs_visit(&victim->runs[g], 0, KVC_END, count_unheld, &found);
         if (found.slots) victim->frees |= full;
-        if ((cache->lacks_bytes && found.loose) || (cache->pools[g].lacks_slots && found.slots))
+        if ((cache->evicting.lacks_bytes && found.loose) || (cache->pools[g].lacks_slots && found.slots))
             victim->frees |= FREES_LACKING;
     }
     close_without(need, g, &preview);
@@ -197,14 +197,14 @@ static int holds_full(const kvc_cache *cache, const kvc_sequence *sequence) {
 /* Notes for every victim what its rows free. */
 static void note_all_freed(const kvc_need *need) {
     kvc_cache *cache = need->cache;
-    for (kvc_sequence *victim = cache->victims; victim; victim = victim->next_victim) victim->frees = 0;
+    for (kvc_sequence *victim = cache->evicting.victims; victim; victim = victim->next_victim) victim->frees = 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++) note_freed(need, g);
 }
 
 /* Lets the victims stay that free nothing of what is lacking; returns how many. */
 static int32_t let_useless_stay(kvc_cache *cache) {
     int32_t num = 0;
-    for (kvc_sequence **link = &cache->victims, *victim; (victim = *link);) {
+    for (kvc_sequence **link = &cache->evicting.victims, *victim; (victim = *link);) {
         if (victim->frees & FREES_LACKING) {
             link = &victim->next_victim;
             continue;
@@ -222,19 +222,19 @@ static void sift(const kvc_need *need) {
     kvc_cache *cache = need->cache;
     note_all_freed(need);
     if (let_useless_stay(cache)) note_all_freed(need); /* those that stay may hold rows of others */
-    for (kvc_sequence *victim = cache->victims; victim; victim = victim->next_victim)
+    for (kvc_sequence *victim = cache->evicting.victims; victim; victim = victim->next_victim)
         if (!(victim->frees & FREES_FULL) && holds_full(cache, victim)) victim->fate = KVC_LOSES_WINDOWS;
 }
 
 /* Counts what was noted as lacking. */
 static int32_t count_lacking(const kvc_cache *cache) {
-    int32_t num = cache->lacks_bytes;
+    int32_t num = cache->evicting.lacks_bytes;
     for (int32_t g = 0; g < cache->num_token_groups; g++) num += cache->pools[g].lacks_slots;
     return num;
 }
 
 static int lacks_rows_of(const kvc_cache *cache, int32_t g) {
-    return cache->lacks_bytes || cache->pools[g].lacks_slots;
+    return cache->evicting.lacks_bytes || cache->pools[g].lacks_slots;
 }
 
 /* Returns the least recently used sequence used after `used` with rows that may free what is lacking, or NULL. */
@@ -258,7 +258,7 @@ static kvc_sequence *next_useful(kvc_cache *cache, int64_t used) {
 static int64_t choose(const kvc_need *need, int64_t num, int all) {
     kvc_cache *cache = need->cache;
     if (all) return choose_oldest(cache, num, need->before);
-    kvc_sequence **end = &cache->victims;
+    kvc_sequence **end = &cache->evicting.victims;
     int64_t chosen = 0, used = 0;
     let_all_stay(cache);
     for (kvc_sequence *sequence; chosen < num && (sequence = next_useful(cache, used)); chosen++) {
@@ -300,25 +300,26 @@ static void add_to_error(int64_t num, const char *what) {
 
 /* Names what holds room, and is not evicted. */
 static kvc_status fail_by_fixed(const kvc_cache *cache, int lacks_bytes) {
-    if (lacks_bytes) add_to_error(cache->prompt_bytes, "bytes of it are prompts of acquired sequences: release some");
-    if (cache->num_protected)
-        add_to_error(cache->num_protected, "blocks are within the quotas of prefixes: give smaller ones");
+    if (lacks_bytes)
+        add_to_error(cache->prefixes.prompt_bytes, "bytes of it are prompts of acquired sequences: release some");
+    if (cache->evicting.num_protected)
+        add_to_error(cache->evicting.num_protected, "blocks are within the quotas of prefixes: give smaller ones");
     else
-        add_to_error(cache->num_pinned, "kept blocks are pinned: unpin some");
+        add_to_error(cache->evicting.num_pinned, "kept blocks are pinned: unpin some");
     return KVC_ERR_FULL;
 }
 
 kvc_status kvc_choose_victims(const kvc_need *need) {
     kvc_cache *cache = need->cache;
-    const int64_t num = cache->evictable.num;
+    const int64_t num = cache->evicting.evictable.num;
     kvc_need without_all = *need;
     kvc_status status = need->fits(need);
     without_all.scope = KVC_FIXED;
     const int may_fit = status == KVC_ERR_FULL && (!num || need->fits(&without_all) != KVC_ERR_FULL);
     if (num && may_fit) note_dropped(need);
-    for (int all = 0; num && may_fit && status == KVC_ERR_FULL && all <= cache->lacks_bytes; all++)
+    for (int all = 0; num && may_fit && status == KVC_ERR_FULL && all <= cache->evicting.lacks_bytes; all++)
         status = find_oldest(need, all);
-    if (may_fit && status == KVC_ERR_FULL && cache->lacks_bytes) {
+    if (may_fit && status == KVC_ERR_FULL && cache->evicting.lacks_bytes) {
         status = kvc_tighten(cache);
         if (status == KVC_OK) {
             choose_oldest(cache, 0, 0);
@@ -326,8 +327,8 @@ kvc_status kvc_choose_victims(const kvc_need *need) {
         }
         if (num && status == KVC_ERR_FULL) status = find_oldest(need, 1);
     }
-    const int lacks_bytes = cache->lacks_bytes;
-    cache->lacks_bytes = 0;
+    const int lacks_bytes = cache->evicting.lacks_bytes;
+    cache->evicting.lacks_bytes = 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++) cache->pools[g].lacks_slots = 0;
     if (status != KVC_OK) kvc_let_victims_stay(cache);
     return status == KVC_ERR_FULL ? fail_by_fixed(cache, lacks_bytes) : status;
@@ -344,7 +345,7 @@ kvc_status kvc_make_room(const kvc_need *need) {
     const kvc_status status = kvc_choose_victims(need);
     if (status != KVC_OK) return status;
     kvc_evict(cache);
-    if (cache->max_bytes) kvc_give_back(cache, cache->max_bytes);
+    if (cache->limits.max_bytes) kvc_give_back(cache, cache->limits.max_bytes);
     return KVC_OK;
 }
 

@@ -45,10 +45,10 @@ void kvc_choose_all(kvc_cache *cache);
 
 /* Plans that the cache takes no more bookkeeping than it needs, as the last resort of a call that lacks bytes.
  * Lists of runs become exact, and followers give up what they do not need.  Makes ready these lists.  Looks only at
- * sequences in cache->loose.  KVC_ERR_NOMEM. */
+ * sequences in cache->sequences.loose.  KVC_ERR_NOMEM. */
 kvc_status kvc_tighten(kvc_cache *cache);
 
-/* Lets followers of sequences in cache->loose give up what they do not need. */
+/* Lets followers of sequences in cache->sequences.loose give up what they do not need. */
 void kvc_leave_all(kvc_cache *cache);
 
 /* Lets all victims stay, and takes back what kvc_tighten planned. */

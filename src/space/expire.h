@@ -51,7 +51,8 @@ kvc_tally kvc_preview_tally(const kvc_preview *preview);
 /* Adds a block that will be free, to be used before the blocks listed so far. */
 void kvc_preview_add_free(kvc_preview *preview, kvc_block *block);
 
-/* Expires from group g, in all sequences of cache->changed, after kvc_runs_prepare_expire of each.  Cannot fail. */
+/* Expires from group g, in all sequences of cache->sequences.changed, after kvc_runs_prepare_expire of each.  Cannot
+ * fail. */
 void kvc_expire(kvc_cache *cache, int32_t g);
 
 /* Sets `min_query_position` of a sequence to which a batch adds tokens up to position `last` (-1: it adds none).  It

@@ -4,14 +4,14 @@
 #include "space/expire.h"
 
 int64_t kvc_cache_bytes(const kvc_cache *cache) {
-    int64_t bytes = cache->memory.bookkeeping + cache->row_buffer_bytes;
+    int64_t bytes = cache->memory.bookkeeping + cache->buffers.bytes;
     for (int32_t g = 0; g < cache->num_groups; g++) bytes += cache->pools[g].row_bytes;
     return bytes;
 }
 
 void kvc_reserved_free(kvc_cache *cache) {
-    if (cache->reserved) kvc_sequence_free(cache->reserved, &cache->memory, cache->pools);
-    cache->reserved = NULL;
+    if (cache->sequences.reserved) kvc_sequence_free(cache->sequences.reserved, &cache->memory, cache->pools);
+    cache->sequences.reserved = NULL;
 }
 
 void kvc_give_back(kvc_cache *cache, int64_t most_bytes) {
@@ -31,9 +31,10 @@ void kvc_give_back(kvc_cache *cache, int64_t most_bytes) {
  */
 static int64_t plan_followers(const kvc_cache *cache, int is_planned) {
     int64_t bytes = 0;
-    for (const kvc_sequence *loose = cache->is_tight ? cache->loose : NULL; loose; loose = loose->next_loose)
+    for (const kvc_sequence *loose = cache->evicting.is_tight ? cache->sequences.loose : NULL; loose;
+         loose = loose->next_loose)
         if (loose->follower) bytes += loose->follower->plan_end(loose->follower, is_planned);
-    for (const kvc_sequence *sequence = cache->victims; sequence; sequence = sequence->next_victim)
+    for (const kvc_sequence *sequence = cache->evicting.victims; sequence; sequence = sequence->next_victim)
         if (sequence->fate == KVC_GOES && sequence->follower)
             bytes += sequence->follower->plan_end(sequence->follower, is_planned);
     return bytes;
@@ -42,19 +43,19 @@ static int64_t plan_followers(const kvc_cache *cache, int is_planned) {
 int64_t kvc_victim_bytes(const kvc_cache *cache) {
     int64_t bytes = plan_followers(cache, 1);
     plan_followers(cache, 0);
-    for (const kvc_sequence *sequence = cache->victims; sequence; sequence = sequence->next_victim)
+    for (const kvc_sequence *sequence = cache->evicting.victims; sequence; sequence = sequence->next_victim)
         if (sequence->fate == KVC_GOES) bytes += kvc_sequence_bytes(sequence);
     return bytes;
 }
 
 int64_t kvc_evictable_bytes(kvc_cache *cache) {
-    if (!cache->is_tight) return cache->evictable_bytes;
-    if (cache->tight_bytes < 0) {
+    if (!cache->evicting.is_tight) return cache->evicting.evictable_bytes;
+    if (cache->evicting.tight_bytes < 0) {
         plan_followers(cache, 1); /* of sequences that stay and give up their states */
-        cache->tight_bytes = cache->evictable_bytes + cache->occupied_bytes;
+        cache->evicting.tight_bytes = cache->evicting.evictable_bytes + cache->evicting.occupied_bytes;
         plan_followers(cache, 0);
     }
-    return cache->tight_bytes;
+    return cache->evicting.tight_bytes;
 }
 
 /* Returns the bytes of a group that are in use once victims are evicted, or all that may be. */
@@ -71,19 +72,20 @@ static int64_t block_bookkeeping(const kvc_pool *pool) { return pool->num_blocks
 /* Returns the bytes of all but blocks once victims are evicted, and the reserved sequence is freed; in KVC_FIXED at
  * most as many. */
 static int64_t other_bytes(const kvc_cache *cache, kvc_scope scope) {
-    if (scope == KVC_FIXED) return (int64_t)cache->size + cache->row_buffer_bytes;
-    int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced + cache->row_buffer_bytes;
+    if (scope == KVC_FIXED) return (int64_t)cache->size + cache->buffers.bytes;
+    int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced + cache->buffers.bytes;
     for (int32_t g = 0; g < cache->num_groups; g++) bytes -= block_bookkeeping(&cache->pools[g]);
-    if (cache->reserved) bytes -= kvc_sequence_bytes(cache->reserved);
+    if (cache->sequences.reserved) bytes -= kvc_sequence_bytes(cache->sequences.reserved);
     return bytes - kvc_victim_bytes(cache);
 }
 
 kvc_status kvc_check_max_bytes(kvc_cache *cache, kvc_scope scope, const char *what) {
-    if (!cache->max_bytes || kvc_cache_bytes(cache) - cache->memory.replaced <= cache->max_bytes) return KVC_OK;
+    if (!cache->limits.max_bytes || kvc_cache_bytes(cache) - cache->memory.replaced <= cache->limits.max_bytes)
+        return KVC_OK;
     int64_t bytes = other_bytes(cache, scope);
     for (int32_t g = 0; g < cache->num_groups; g++) bytes += used_bytes(cache, g, scope);
-    if (bytes <= cache->max_bytes) return KVC_OK;
-    cache->lacks_bytes = 1;
+    if (bytes <= cache->limits.max_bytes) return KVC_OK;
+    cache->evicting.lacks_bytes = 1;
     return kvc_fail(KVC_ERR_FULL, "%s would make it %lld bytes: max_bytes is %lld", what, (long long)bytes,
-                    (long long)cache->max_bytes);
+                    (long long)cache->limits.max_bytes);
 }

@@ -19,8 +19,8 @@ int64_t kvc_victim_bytes(const kvc_cache *cache);
  * number.  There are no victims yet. */
 int64_t kvc_evictable_bytes(kvc_cache *cache);
 
-/* Returns KVC_ERR_FULL, noting it in cache->lacks_bytes, unless the cache stays within max_bytes once victims are
- * evicted and kvc_give_back(cache, max_bytes) has been called.  In KVC_FIXED, unless it might once all that may be
+/* Returns KVC_ERR_FULL, noting it in cache->evicting.lacks_bytes, unless the cache stays within max_bytes once victims
+ * are evicted and kvc_give_back(cache, max_bytes) has been called.  In KVC_FIXED, unless it might once all that may be
  * evicted is.  `what` begins the message. */
 kvc_status kvc_check_max_bytes(kvc_cache *cache, kvc_scope scope, const char *what);
 

@@ -24,7 +24,7 @@ static void end_work(kvc_cache *cache, kvc_page_work *work) {
     while (*at != work) at = &(*at)->next;
     *at = work->next;
     kvc_cache_end_reading(cache);
-    kvc_signal_all(&cache->idle); /* kvc_cache_free waits for the work to end */
+    kvc_signal_all(&cache->waiting.idle); /* kvc_cache_free waits for the work to end */
 }
 
 /* Does the step noted in `work` by calling `act`, and lets calls that wait for readers pass.  Returns act's result. */
@@ -34,7 +34,7 @@ static int step(kvc_cache *cache, kvc_page_work *work, int (*act)(void *p, size_
     kvc_lock(cache);
     work->size = 0;
     kvc_cache_end_reading(cache);
-    if (cache->num_waiting) kvc_signal_all(&cache->idle);
+    if (cache->waiting.num_waiting) kvc_signal_all(&cache->waiting.idle);
     kvc_cache_begin_reading(cache);
     return result;
 }
@@ -137,7 +137,7 @@ void kvc_return_pages(kvc_cache *cache) {
 /* Gives back the surplus of a group, in steps. */
 static void return_surplus(kvc_cache *cache, kvc_pool *pool, kvc_page_work *work) {
     const size_t at_once = KVC_BUGGIFY() ? 1 : RETURN_BYTES / pool->block_bytes + 1;
-    for (int32_t left; (left = kvc_pool_surplus(pool, cache->num_holding)) > 0; step(cache, work, let_pass))
+    for (int32_t left; (left = kvc_pool_surplus(pool, cache->sequences.num_holding)) > 0; step(cache, work, let_pass))
         if (!kvc_pool_give_surplus(pool, (size_t)left < at_once ? left : (int32_t)at_once)) return;
 }
 
@@ -145,7 +145,7 @@ void kvc_return_surplus(kvc_cache *cache) {
     kvc_page_work work;
     int any = 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++)
-        any |= kvc_pool_surplus(&cache->pools[g], cache->num_holding) > 0;
+        any |= kvc_pool_surplus(&cache->pools[g], cache->sequences.num_holding) > 0;
     if (!any) return;
     begin_work(cache, &work);
     for (int32_t g = 0; g < cache->num_token_groups; g++) return_surplus(cache, &cache->pools[g], &work);

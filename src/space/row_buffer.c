@@ -34,18 +34,18 @@ kvc_status kvc_row_buffer_add(const kvc_batch *batch) {
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for the rows of %d tokens in one layer", n);
     }
     *buffer = (kvc_row_buffer){
-        .next = cache->row_buffers, .bytes = bytes, .row_bytes = row_bytes, .num_slots = n, .layer = -1};
+        .next = cache->buffers.first, .bytes = bytes, .row_bytes = row_bytes, .num_slots = n, .layer = -1};
     *kvc_row_buffer_block(buffer) = (kvc_block){.rows = rows, .index = -1, .is_row_buffer = 1};
-    cache->row_buffers = buffer;
-    cache->row_buffer_bytes += (int64_t)row_bytes;
+    cache->buffers.first = buffer;
+    cache->buffers.bytes += (int64_t)row_bytes;
     return KVC_OK;
 }
 
 static void free_buffer(kvc_cache *cache, kvc_row_buffer *buffer) {
-    kvc_row_buffer **at = &cache->row_buffers;
+    kvc_row_buffer **at = &cache->buffers.first;
     while (*at != buffer) at = &(*at)->next;
     *at = buffer->next;
-    cache->row_buffer_bytes -= (int64_t)buffer->row_bytes;
+    cache->buffers.bytes -= (int64_t)buffer->row_bytes;
     kvc_memory_free(&cache->memory, kvc_row_buffer_block(buffer)->rows, buffer->row_bytes, KVC_MEMORY_ROWS, -1);
     kvc_memory_free(&cache->memory, buffer, buffer->bytes, KVC_MEMORY_BOOKKEEPING, -1);
 }
@@ -56,7 +56,7 @@ static void free_unused(kvc_cache *cache, kvc_row_buffer *buffer) {
 }
 
 void kvc_row_buffers_free(kvc_cache *cache) {
-    for (kvc_row_buffer *buffer = cache->row_buffers, *next; buffer; buffer = next) {
+    for (kvc_row_buffer *buffer = cache->buffers.first, *next; buffer; buffer = next) {
         next = buffer->next;
         buffer->left = 1;
         free_unused(cache, buffer);
@@ -64,7 +64,7 @@ void kvc_row_buffers_free(kvc_cache *cache) {
 }
 
 void kvc_row_buffers_forked(kvc_cache *cache) {
-    for (kvc_row_buffer *buffer = cache->row_buffers, *next; buffer; buffer = next) {
+    for (kvc_row_buffer *buffer = cache->buffers.first, *next; buffer; buffer = next) {
         next = buffer->next;
         buffer->users = buffer->holds;
         free_unused(cache, buffer);
@@ -73,7 +73,7 @@ void kvc_row_buffers_forked(kvc_cache *cache) {
 
 /* Finds the batch's buffer with the rows of a layer; for layer -1, a buffer without users whose rows need not stay. */
 static kvc_row_buffer *find_buffer(const kvc_cache *cache, int32_t layer) {
-    kvc_row_buffer *buffer = cache->row_buffers;
+    kvc_row_buffer *buffer = cache->buffers.first;
     while (buffer && (buffer->left || (layer < 0 ? buffer->users || buffer->keeps : buffer->layer != layer)))
         buffer = buffer->next;
     return buffer;
@@ -91,7 +91,7 @@ static kvc_status assign_buffer(kvc_batch *batch, int32_t layer, kvc_row_buffer 
     if (!buffer) {
         const kvc_need need = need_of(cache);
         KVC_TRY(kvc_row_buffer_add(batch));
-        buffer = cache->row_buffers;
+        buffer = cache->buffers.first;
         buffer->is_new = 1;
         const kvc_status status = kvc_check_room(&need);
         if (status != KVC_OK) free_unused(cache, buffer);
@@ -126,7 +126,7 @@ kvc_status kvc_row_buffer_enter(kvc_batch *batch, int32_t layer, kvc_row_buffer 
     kvc_status status = KVC_OK;
     kvc_lock(cache);
     do {
-        if (cache->max_bytes) kvc_cache_wait_pages(cache);
+        if (cache->limits.max_bytes) kvc_cache_wait_pages(cache);
         *out = find_buffer(cache, layer);
         status = *out ? KVC_OK : assign_buffer(batch, layer, out);
     } while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
@@ -138,7 +138,7 @@ kvc_status kvc_row_buffer_accept(kvc_cache *cache, kvc_row_buffer *buffer, int k
     kvc_status status = KVC_OK;
     kvc_lock(cache);
     do {
-        if (cache->max_bytes) kvc_cache_wait_pages(cache);
+        if (cache->limits.max_bytes) kvc_cache_wait_pages(cache);
         const kvc_need need = need_of(cache);
         if (buffer->is_new) status = kvc_make_room(&need);
     } while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));

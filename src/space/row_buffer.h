@@ -12,7 +12,7 @@
 
 /* Its kvc_block follows in memory, then one byte per slot: whether the row was put. */
 typedef struct kvc_row_buffer {
-    struct kvc_row_buffer *next; /* next buffer in cache->row_buffers */
+    struct kvc_row_buffer *next; /* next buffer in cache->buffers.first */
     uint64_t bytes, row_bytes;   /* bytes of this allocation, and of the rows */
     int32_t num_slots;
     int32_t layer;     /* the layer whose rows it has; -1: none */

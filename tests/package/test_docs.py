@@ -104,7 +104,7 @@ def test_the_first_runner_is_a_runner(monkeypatch, capsys):
     assert expected["greedy"].startswith(said)
 
 
-@pytest.mark.parametrize("root, title", [("src", "## The core"), ("kvcache", "## The package")])
+@pytest.mark.parametrize(("root", "title"), [("src", "## The core"), ("kvcache", "## The package")])
 def test_the_map_has_the_folders_that_exist(root, title):
     """Its table has each folder of sources, and no other. A file that is named with its folder exists."""
     page = (ROOT / "docs/design/architecture.md").read_text()

@@ -1586,7 +1586,8 @@ static void *run_client(void *context) {
             calls[pick(sizeof calls / sizeof *calls)](c);
         check_intact(c, c->w->cache, pick(IDS));
         check_bytes(c);
-        if (kvc_utilization(c->w->cache) > 1 && c->w->cache->has_own_capacity) /* a batch may exceed the default one */
+        if (kvc_utilization(c->w->cache) > 1 &&
+            c->w->cache->limits.has_own_capacity) /* a batch may exceed the default one */
             fail(c, "utilization is above 1");
         if (!pick(4) && kvc_validate(c->w->cache) != KVC_OK) fail(c, "the cache is corrupt afterwards");
     }

@@ -240,7 +240,7 @@ static void let_wait(void *(*what)(void *)) {
     CHECK(pthread_create(&other, NULL, what, watched) == 0);
     for (int64_t waits = 0; !waits;) {
         pthread_mutex_lock(&watched->mutex);
-        waits = watched->num_waiting;
+        waits = watched->waiting.num_waiting;
         pthread_mutex_unlock(&watched->mutex);
     }
 }
@@ -286,7 +286,7 @@ static void test_waiting(int32_t block_size) {
     feed(cache, 0, TOKENS);
     join_other();
     check_rows(cache, 1, 1024);
-    CHECK(kvc_nbytes(cache) <= cache->max_bytes);
+    CHECK(kvc_nbytes(cache) <= cache->limits.max_bytes);
     free_cache(cache);
 }
 

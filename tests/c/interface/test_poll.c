@@ -215,7 +215,7 @@ static int32_t meet(void *user) {
     CHECK(pthread_create(&m->compacting, NULL, compact_it, m->cache) == 0);
     while (!is_waiting) {
         kvc_lock(m->cache);
-        is_waiting = m->cache->num_waiting != 0;
+        is_waiting = m->cache->waiting.num_waiting != 0;
         kvc_unlock(m->cache, KVC_OK);
     }
     CHECK(kvc_gather(m->cache, 0, 1, 1, 1, &out) == KVC_OK && memcmp(key, rows + KV_HEADS * DIM, sizeof key) == 0);

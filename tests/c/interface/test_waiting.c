@@ -64,7 +64,7 @@ static void attend_and_commit(kvc_batch *batch, int64_t id, int32_t n, float *ou
 static int count_waiters(kvc_cache *cache) {
     int num = 0;
     kvc_lock(cache);
-    for (const kvc_waiter *waiter = cache->waiters; waiter; waiter = waiter->next) num++;
+    for (const kvc_waiter *waiter = cache->waiting.waiters; waiter; waiter = waiter->next) num++;
     kvc_unlock(cache, KVC_OK);
     return num;
 }

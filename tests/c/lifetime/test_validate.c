@@ -119,11 +119,11 @@ static void test_pools(void) {
     const kvc_run *run = kvc_runs_begin(&kvc_table_find(&cache->sequences, CHANGED)->runs[SLIDING]);
     uint32_t *holders = &run->block->holders[run->slot].num;
     BREAK(cache, *holders, *holders + 1, "the holders of a slot are not the runs there are");
-    cache->num_rewrites = 1; /* then slots may be held by what is no run yet */
+    cache->waiting.num_rewrites = 1; /* then slots may be held by what is no run yet */
     ++*holders;
     CHECK(kvc_validate(cache) == KVC_OK);
     --*holders;
-    cache->num_rewrites = 0;
+    cache->waiting.num_rewrites = 0;
     free_valid(cache);
 }
 
@@ -133,9 +133,9 @@ static void test_sequences(void) {
     kvc_sequence *rested = kvc_table_find(&cache->sequences, RESTED);
     kvc_sequence *retained = kvc_table_find(&cache->sequences, RETAINED);
     BREAK(cache, retained->is_evictable, !retained->is_evictable, "noted to be evictable");
-    BREAK(cache, cache->num_kept, cache->num_kept + 1, "the kept sequences are not");
-    BREAK(cache, cache->num_pinned, cache->num_pinned + 1, "the kept sequences are not");
-    BREAK(cache, cache->evictable.root, NULL, "evictable sequences are not");
+    BREAK(cache, cache->evicting.num_kept, cache->evicting.num_kept + 1, "the kept sequences are not");
+    BREAK(cache, cache->evicting.num_pinned, cache->evicting.num_pinned + 1, "the kept sequences are not");
+    BREAK(cache, cache->evicting.evictable.root, NULL, "evictable sequences are not");
     CHECK(changed->changed_at && !rested->changed_at && !retained->changed_at);
     BREAK(cache, changed->holds, 0, "noted to hold rows");
     BREAK(cache, changed->is_kept, 0, "noted to hold rows and to stay");
@@ -145,7 +145,7 @@ static void test_sequences(void) {
     BREAK(cache, changed->in_batch, 1, "belongs to a batch that is not there");
     BREAK(cache, rested->id, retained->id, "out of order");
     BREAK(cache, cache->policies[SLIDING].window, 1, "rows are to expire, and no batch will look for them");
-    BREAK(cache, cache->num_holding, cache->num_holding - 1, "sequences that hold rows are noted");
+    BREAK(cache, cache->sequences.num_holding, cache->sequences.num_holding - 1, "sequences that hold rows are noted");
     BREAK(cache, cache->memory.replaced, 1, "lists that nobody uses are left");
     BREAK(cache, changed->exact_to, -1, "is exact to position -1, and edited from 2147483647 on");
     BREAK(cache, changed->edited_from, -2, "is exact to position 2147483647, and edited from -2 on");
@@ -162,11 +162,11 @@ static void test_sequences(void) {
     const kvc_run_list lists[] = {changed->runs[FULL], changed->runs[SLIDING]};
     for (int g = 0; g < 2; g++) changed->runs[g].num = changed->runs[g].lost.end = 0;
     changed->holds = 0;
-    cache->num_holding--;
+    cache->sequences.num_holding--;
     CHECK_BROKEN(cache, "is blank and in the table");
     for (int g = 0; g < 2; g++) changed->runs[g] = lists[g];
     changed->holds = 1;
-    cache->num_holding++;
+    cache->sequences.num_holding++;
     free_valid(cache);
 }
 
@@ -182,8 +182,8 @@ static void test_batch(void) {
     CHECKF(kvc_put(batch, 0, &put) == KVC_OK, "%s", kvc_last_error());
     kvc_run_list *list = &kvc_table_find(&cache->sequences, RESTED)->runs[FULL];
     BREAK(cache, list->capacity, list->first + list->num, "has no room for the 5 that the batch may leave");
-    BREAK(cache, cache->row_buffer_bytes, 0, "bytes of row buffers are noted");
-    BREAK(cache, cache->row_buffers->left, 1, "with 0 users is there after its batch");
+    BREAK(cache, cache->buffers.bytes, 0, "bytes of row buffers are noted");
+    BREAK(cache, cache->buffers.first->left, 1, "with 0 users is there after its batch");
     kvc_abort(batch);
     free_valid(cache);
 }

@@ -46,7 +46,7 @@ static void give(void *user, void *memory, size_t size, const kvc_memory_hint *h
     free(memory);
     if (!atomic_exchange(&is_armed, 0)) return;
     atomic_store(&may_begin, 1);
-    while (!atomic_load(&cache->num_locking)) sched_yield();
+    while (!atomic_load(&cache->waiting.num_locking)) sched_yield();
 }
 
 static void *wait_and_call(void *unused) {
@@ -338,10 +338,10 @@ static void fork_and_check(void) {
         kvc_prefix_stats stats = {.held = TOKENS, .sequences = SEQUENCES};
         alarm(LIMIT);
         test_failures = 0;
-        if (cache->prefixes) kvc_prefix_get_stats(prefix, &stats, sizeof stats);
+        if (cache->prefixes.first) kvc_prefix_get_stats(prefix, &stats, sizeof stats);
         CHECKF(stats.held == 0 || stats.held == TOKENS, "%lld tokens are held", (long long)stats.held);
         CHECKF(stats.sequences == 0 || stats.sequences == SEQUENCES, "%lld sequences", (long long)stats.sequences);
-        if (cache->prefixes) CHECK(known() == (stats.held ? TOKENS : 0));
+        if (cache->prefixes.first) CHECK(known() == (stats.held ? TOKENS : 0));
         end();
         fflush(stdout);
         end_child(test_failures != 0);

@@ -52,7 +52,8 @@ static inline kvc_status retain_new(kvc_cache *cache, int64_t id, int32_t begin,
 static inline kvc_status touch_retained(kvc_cache *cache, const int64_t *ids, int num) {
     kvc_lock(cache);
     for (int i = num - 1; i >= 0; i--)
-        if (find_retained(cache, ids[i])) kvc_cache_use(cache, find_retained(cache, ids[i]), ++cache->num_uses);
+        if (find_retained(cache, ids[i]))
+            kvc_cache_use(cache, find_retained(cache, ids[i]), ++cache->evicting.num_uses);
     return kvc_unlock(cache, KVC_OK);
 }
 

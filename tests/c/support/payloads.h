@@ -13,7 +13,7 @@
 static inline int64_t payload_bytes(kvc_cache *cache) {
     int64_t most = 0;
     kvc_lock(cache);
-    for (const kvc_prefix *prefix = cache->prefixes; prefix; prefix = prefix->next)
+    for (const kvc_prefix *prefix = cache->prefixes.first; prefix; prefix = prefix->next)
         if (prefix->state_bytes > most) most = prefix->state_bytes;
     kvc_unlock(cache, KVC_OK);
     return kvc_most_payload_bytes(cache, most);
