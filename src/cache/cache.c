@@ -10,48 +10,48 @@ void kvc_lock_late(kvc_cache *cache) {
 }
 
 void kvc_cache_mark_loose(kvc_cache *cache, kvc_sequence *sequence) {
-    if (sequence->loose_at || sequence->is_kept || kvc_sequence_is_tight(sequence)) return;
-    sequence->next_loose = cache->sequences.loose;
-    sequence->loose_at = &cache->sequences.loose;
-    if (cache->sequences.loose) cache->sequences.loose->loose_at = &sequence->next_loose;
+    if (sequence->listed.loose_at || sequence->evicting.is_kept || kvc_sequence_is_tight(sequence)) return;
+    sequence->listed.next_loose = cache->sequences.loose;
+    sequence->listed.loose_at = &cache->sequences.loose;
+    if (cache->sequences.loose) cache->sequences.loose->listed.loose_at = &sequence->listed.next_loose;
     cache->sequences.loose = sequence;
 }
 
 void kvc_cache_unmark_loose(kvc_sequence *sequence) {
-    if (!sequence->loose_at) return;
-    *sequence->loose_at = sequence->next_loose;
-    if (sequence->next_loose) sequence->next_loose->loose_at = sequence->loose_at;
-    sequence->loose_at = NULL;
-    sequence->next_loose = NULL;
+    if (!sequence->listed.loose_at) return;
+    *sequence->listed.loose_at = sequence->listed.next_loose;
+    if (sequence->listed.next_loose) sequence->listed.next_loose->listed.loose_at = sequence->listed.loose_at;
+    sequence->listed.loose_at = NULL;
+    sequence->listed.next_loose = NULL;
 }
 
 void kvc_cache_mark_changed(kvc_cache *cache, kvc_sequence *sequence) {
-    if (sequence->is_kept) return;
-    if (!sequence->loose_at) kvc_cache_mark_loose(cache, sequence); /* while it is fed, it usually is */
-    const int32_t has_rows = kvc_sequence_holds(sequence), holds = has_rows && !sequence->in_call;
-    if (sequence->is_fixed != has_rows) kvc_table_list(&cache->sequences, sequence, has_rows);
+    if (sequence->evicting.is_kept) return;
+    if (!sequence->listed.loose_at) kvc_cache_mark_loose(cache, sequence); /* while it is fed, it usually is */
+    const int32_t has_rows = kvc_sequence_holds(sequence), holds = has_rows && !sequence->call.is_own;
+    if (sequence->evicting.is_fixed != has_rows) kvc_table_list(&cache->sequences, sequence, has_rows);
     cache->sequences.num_holding += holds - sequence->holds;
     sequence->holds = holds;
-    if (sequence->changed_at) return;
-    sequence->next_changed = cache->sequences.changed;
-    sequence->changed_at = &cache->sequences.changed;
-    if (cache->sequences.changed) cache->sequences.changed->changed_at = &sequence->next_changed;
+    if (sequence->listed.changed_at) return;
+    sequence->listed.next_changed = cache->sequences.changed;
+    sequence->listed.changed_at = &cache->sequences.changed;
+    if (cache->sequences.changed) cache->sequences.changed->listed.changed_at = &sequence->listed.next_changed;
     cache->sequences.changed = sequence;
 }
 
 void kvc_cache_unmark_changed(kvc_sequence *sequence) {
-    if (!sequence->changed_at) return;
-    *sequence->changed_at = sequence->next_changed;
-    if (sequence->next_changed) sequence->next_changed->changed_at = sequence->changed_at;
-    sequence->changed_at = NULL;
-    sequence->next_changed = NULL;
+    if (!sequence->listed.changed_at) return;
+    *sequence->listed.changed_at = sequence->listed.next_changed;
+    if (sequence->listed.next_changed) sequence->listed.next_changed->listed.changed_at = sequence->listed.changed_at;
+    sequence->listed.changed_at = NULL;
+    sequence->listed.next_changed = NULL;
 }
 
 void kvc_cache_set_in_call(kvc_cache *cache, int64_t id, int32_t in_call) {
     kvc_sequence *sequence = kvc_table_find(&cache->sequences, id);
     if (!sequence) return;
-    sequence->in_call = in_call;
-    sequence->caller = kvc_thread_self();
+    sequence->call.is_own = in_call;
+    sequence->call.thread = kvc_thread_self();
     kvc_cache_mark_changed(cache, sequence);
 }
 
@@ -64,14 +64,14 @@ static void sort(kvc_cache *cache, kvc_sequence *sequence) {
 }
 
 void kvc_cache_note_bytes(kvc_cache *cache, kvc_sequence *sequence) {
-    const int64_t bytes = sequence->is_evictable ? kvc_sequence_bytes(sequence) : 0;
-    cache->evicting.evictable_bytes += bytes - sequence->evictable_bytes;
-    sequence->evictable_bytes = bytes;
+    const int64_t bytes = sequence->evicting.is_evictable ? kvc_sequence_bytes(sequence) : 0;
+    cache->evicting.evictable_bytes += bytes - sequence->evicting.bytes;
+    sequence->evicting.bytes = bytes;
 }
 
 static void set_evictable(kvc_cache *cache, kvc_sequence *sequence, int32_t is_evictable) {
-    if (sequence->is_evictable == is_evictable) return;
-    sequence->is_evictable = is_evictable;
+    if (sequence->evicting.is_evictable == is_evictable) return;
+    sequence->evicting.is_evictable = is_evictable;
     if (!is_evictable) kvc_useful_remove(cache, sequence);
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_run_list *list = &sequence->runs[g];
@@ -90,45 +90,46 @@ static void set_evictable(kvc_cache *cache, kvc_sequence *sequence, int32_t is_e
 }
 
 void kvc_cache_note_evictable(kvc_cache *cache, kvc_sequence *sequence) {
-    const int32_t may_go = sequence->is_kept && !sequence->is_protected, is_pinned = may_go && sequence->num_pins;
-    cache->evicting.num_pinned += is_pinned - sequence->is_counted_pinned;
-    sequence->is_counted_pinned = is_pinned;
-    set_evictable(cache, sequence, may_go && !is_pinned && !sequence->in_place);
+    const int32_t may_go = sequence->evicting.is_kept && !sequence->evicting.is_protected,
+                  is_pinned = may_go && sequence->evicting.num_pins;
+    cache->evicting.num_pinned += is_pinned - sequence->evicting.is_counted_pinned;
+    sequence->evicting.is_counted_pinned = is_pinned;
+    set_evictable(cache, sequence, may_go && !is_pinned && !sequence->call.in_place);
 }
 
 void kvc_cache_pin(kvc_cache *cache, kvc_sequence *sequence, int64_t add) {
-    sequence->num_pins += add;
+    sequence->evicting.num_pins += add;
     kvc_cache_note_evictable(cache, sequence);
 }
 
 void kvc_cache_use(kvc_cache *cache, kvc_sequence *sequence, int64_t used) {
-    if (sequence->is_evictable) {
+    if (sequence->evicting.is_evictable) {
         kvc_sorted_remove(&cache->evicting.evictable, &sequence->links[KVC_BY_USE]);
         kvc_useful_remove(cache, sequence);
     }
-    sequence->used = used;
-    if (sequence->is_evictable) sort(cache, sequence);
+    sequence->evicting.used = used;
+    if (sequence->evicting.is_evictable) sort(cache, sequence);
 }
 
 void kvc_cache_keep(kvc_cache *cache, kvc_sequence *sequence) {
-    cache->evicting.num_kept += !sequence->is_kept;
-    cache->evicting.num_protected -= sequence->is_protected;
-    sequence->is_kept = 1;
-    sequence->is_protected = 0;
+    cache->evicting.num_kept += !sequence->evicting.is_kept;
+    cache->evicting.num_protected -= sequence->evicting.is_protected;
+    sequence->evicting.is_kept = 1;
+    sequence->evicting.is_protected = 0;
     kvc_cache_note_evictable(cache, sequence);
 }
 
 void kvc_cache_stop_keeping(kvc_cache *cache, kvc_sequence *sequence) {
-    cache->evicting.num_protected -= sequence->is_protected;
+    cache->evicting.num_protected -= sequence->evicting.is_protected;
     cache->evicting.num_kept--;
-    sequence->is_kept = sequence->is_protected = 0;
+    sequence->evicting.is_kept = sequence->evicting.is_protected = 0;
     kvc_cache_note_evictable(cache, sequence);
 }
 
 void kvc_cache_protect(kvc_cache *cache, kvc_sequence *sequence) {
-    if (sequence->is_protected) return;
+    if (sequence->evicting.is_protected) return;
     cache->evicting.num_protected++;
-    sequence->is_protected = 1;
+    sequence->evicting.is_protected = 1;
     kvc_cache_note_evictable(cache, sequence);
 }
 
@@ -169,7 +170,7 @@ void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_cache_unmark_changed(sequence);
     kvc_cache_unmark_loose(sequence);
     cache->sequences.num_holding -= sequence->holds;
-    if (sequence->is_kept) kvc_cache_stop_keeping(cache, sequence);
+    if (sequence->evicting.is_kept) kvc_cache_stop_keeping(cache, sequence);
     kvc_table_remove(&cache->sequences, sequence);
     kvc_sequence_free(sequence, &cache->memory, cache->pools);
     if (follower) follower->ended(cache, follower);

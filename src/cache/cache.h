@@ -55,7 +55,7 @@ typedef struct kvc_prefixes {
 /* Which sequences are kept for later prompts, and the plan of which the running call evicts: space/evict.h. */
 typedef struct kvc_evicting {
     int64_t num_kept, num_protected, num_pinned; /* num_pinned: pinned and not protected */
-    int64_t num_uses;                            /* of kept sequences: no kvc_sequence.used is higher */
+    int64_t num_uses;                            /* of kept sequences: no kvc_sequence.evicting.used is higher */
     kvc_sorted evictable;                        /* by use: kept sequences that may be evicted */
     int64_t evictable_bytes; /* bookkeeping that is freed if all of them are evicted: kvc_evictable_bytes */
     int64_t occupied_bytes;  /* what is freed besides if all sequences give up their places in trees */
@@ -95,8 +95,6 @@ struct kvc_cache {
     kvc_mutex mutex; /* guards everything that changes after creation */
     kvc_memory memory;
     uint64_t size; /* bytes of this allocation: the struct and the arrays behind it */
-    const kvc_kernels *kernels;
-    int prefetch_level; /* cache level to prefetch into: kvc_ahead */
 
     /* Layers, and groups of layers whose rows lie side by side. */
     kvc_layer *layers;    /* [num_layers] */
@@ -113,10 +111,12 @@ struct kvc_cache {
     kvc_ropes ropes;
 
     /* How calls run. */
-    kvc_limits limits;
+    const kvc_kernels *kernels;
+    int prefetch_level; /* cache level to prefetch into: kvc_ahead */
     int32_t num_threads;
     kvc_poll_fn *poll; /* asks whether to cancel a call; may be NULL */
     void *poll_user;
+    kvc_limits limits;
 
     /* What the cache holds, and who uses it. */
     kvc_table sequences;
@@ -210,7 +210,7 @@ void kvc_cache_set_in_call(kvc_cache *cache, int64_t id, int32_t in_call);
 void kvc_cache_enter(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old);
 
-/* Sets kvc_sequence.used of a sequence that is kept, or is to be. */
+/* Sets kvc_sequence.evicting.used of a sequence that is kept, or is to be. */
 void kvc_cache_use(kvc_cache *cache, kvc_sequence *sequence, int64_t used);
 
 /* Adds a sequence of the table to the kept ones, or takes it out. */
@@ -232,8 +232,8 @@ void kvc_cache_note_bytes(kvc_cache *cache, kvc_sequence *sequence);
 
 /* Returns whether a sequence loses its rows in group g when victims are evicted. */
 static inline int kvc_is_evicted_in(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {
-    return sequence->fate == KVC_GOES ||
-           (sequence->fate == KVC_LOSES_WINDOWS && kvc_policy_expires(&cache->policies[g]));
+    return sequence->evicting.fate == KVC_GOES ||
+           (sequence->evicting.fate == KVC_LOSES_WINDOWS && kvc_policy_expires(&cache->policies[g]));
 }
 
 /* Returns an id that names nothing, and that no such call has returned before. */

@@ -220,8 +220,8 @@ kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, i
 }
 
 kvc_status kvc_check_idle(const kvc_sequence *sequence) {
-    if (!sequence || !(sequence->in_batch || sequence->in_rewrite)) return KVC_OK;
-    if (sequence->in_rewrite)
+    if (!sequence || !(sequence->in_batch || sequence->call.is_rewriting)) return KVC_OK;
+    if (sequence->call.is_rewriting)
         return kvc_fail(
             KVC_ERR_BUSY,
             "the keys of sequence %lld are being rewritten by another call: call again when it has returned",
@@ -231,7 +231,7 @@ kvc_status kvc_check_idle(const kvc_sequence *sequence) {
 }
 
 kvc_status kvc_check_not_kept(const kvc_sequence *sequence) {
-    if (!sequence || !sequence->is_kept) return KVC_OK;
+    if (!sequence || !sequence->evicting.is_kept) return KVC_OK;
     return kvc_fail(KVC_ERR_INVALID, "sequence %lld is a running call's own: use another id", (long long)sequence->id);
 }
 

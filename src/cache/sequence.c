@@ -22,8 +22,8 @@ kvc_sequence *kvc_sequence_new(const kvc_pool *pools, int64_t id, int32_t num_gr
                                .num_token_groups = num_token_groups,
                                .pools = pools};
     for (int32_t g = 0; g < num_groups; g++) kvc_runs_init(&sequence->runs[g]);
-    sequence->standings = (kvc_standing *)(void *)(sequence->runs + num_groups);
-    for (int32_t g = 0; g < num_token_groups; g++) sequence->standings[g] = (kvc_standing){0};
+    sequence->evicting.standings = (kvc_standing *)(void *)(sequence->runs + num_groups);
+    for (int32_t g = 0; g < num_token_groups; g++) sequence->evicting.standings[g] = (kvc_standing){0};
     return sequence;
 }
 
@@ -152,7 +152,7 @@ static kvc_sequence *at(kvc_links *links, kvc_key by) { return links ? (void *)(
 static const kvc_sequence *seen_at(const kvc_links *links, kvc_key by) { return (const void *)(links - by); }
 
 static int is_used_later(const kvc_links *member, const kvc_links *other) {
-    return seen_at(member, KVC_BY_USE)->used > seen_at(other, KVC_BY_USE)->used;
+    return seen_at(member, KVC_BY_USE)->evicting.used > seen_at(other, KVC_BY_USE)->evicting.used;
 }
 
 static int has_higher_id(const kvc_links *member, const kvc_links *other) {
@@ -204,8 +204,8 @@ static int comes_later(const kvc_links *member, const kvc_links *other) {
 }
 
 void kvc_table_list(kvc_table *table, kvc_sequence *sequence, int32_t is_fixed) {
-    if (sequence->is_fixed == is_fixed) return;
-    sequence->is_fixed = is_fixed;
+    if (sequence->evicting.is_fixed == is_fixed) return;
+    sequence->evicting.is_fixed = is_fixed;
     if (is_fixed)
         kvc_sorted_add(&table->fixed, &sequence->links[KVC_BY_USE], comes_later);
     else

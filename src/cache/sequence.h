@@ -40,6 +40,38 @@ typedef struct kvc_origin {
     int64_t prefix;      /* number of this prefix; 0: there are several, or none */
 } kvc_origin;
 
+/* The running call that has a sequence, if any. */
+typedef struct kvc_caller {
+    int32_t is_own;                /* the call has made it, and drops it or hands it out at its end: no list has it */
+    int32_t is_rewriting;          /* the call copies its rows to new slots without the mutex */
+    int32_t in_place;              /* a call writes its rows where they lie without the mutex: kvc_cache_find waits */
+    kvc_thread thread;             /* of the call that has made it, or copies its rows */
+    struct kvc_rewrites *rewrites; /* of the call that copies its rows */
+} kvc_caller;
+
+/* Places in lists of the table; NULL: in none. */
+typedef struct kvc_listings {
+    struct kvc_sequence *next_changed, **changed_at;
+    struct kvc_sequence *next_loose, **loose_at;
+} kvc_listings;
+
+/* Whether a sequence is kept for later prompts, and may be evicted: cache->evicting. */
+typedef struct kvc_eviction {
+    int32_t is_kept;           /* it waits to be used again, and may be evicted, unless something below forbids it */
+    int32_t is_given;          /* its rows come from elsewhere: kvc_make_kept_unwritten */
+    int32_t is_protected;      /* it is not evicted, as it is within a prefix's quota */
+    int32_t is_counted_pinned; /* it is counted in cache->evicting.num_pinned */
+    int32_t is_fixed;          /* it is in table->fixed */
+    int32_t is_evictable;      /* it is in cache->evicting.evictable, and blocks count it so */
+    int32_t frees;             /* while victims are chosen: evict.c */
+    kvc_fate fate;             /* KVC_STAYS unless it is in the list cache->evicting.victims */
+    int64_t num_pins;          /* of a kept sequence: while there are any, it is not evicted */
+    int64_t used;              /* of a kept sequence: the larger, the more recently */
+    int64_t bytes;             /* it has so many of cache->evicting.evictable_bytes */
+    struct kvc_sequence *next_victim; /* in the list cache->evicting.victims */
+    kvc_standing *standings;          /* [num_token_groups] where it stands in each group: cache/useful.h */
+} kvc_eviction;
+
 typedef struct kvc_sequence {
     kvc_links links[KVC_NUM_KEYS]; /* places in the table, and among the evictable or the others; first, as sequence.c
                                       casts */
@@ -50,32 +82,15 @@ typedef struct kvc_sequence {
     int32_t exact_to;           /* rows from there on may not follow from its tokens alone; INT32_MAX: all do */
     kvc_origin origin;
     int32_t edited_from; /* edits changed or dropped rows from there on; INT32_MAX: none since it was set so */
-    int32_t in_call;     /* a call has made it, and drops it or hands it out at its end: no list has it */
-    int32_t in_rewrite;  /* a call copies its rows to new slots without the mutex */
-    kvc_fate fate;       /* KVC_STAYS unless it is in the list cache->evicting.victims */
-    kvc_thread caller;   /* the thread of the call that has made it, or copies its rows */
-    struct kvc_rewrites *rewrites; /* of the call that copies its rows */
-    int32_t in_place;              /* a call writes its rows where they lie without the mutex: kvc_cache_find waits */
-    int32_t holds;                 /* it is counted in cache->sequences.num_holding */
-    int32_t is_kept;           /* it waits to be used again, and may be evicted, unless something below forbids it */
-    int32_t is_given;          /* its rows come from elsewhere: kvc_make_kept_unwritten */
-    int32_t is_protected;      /* it is not evicted, as it is within a prefix's quota */
-    int32_t frees;             /* while victims are chosen: evict.c */
-    int64_t num_pins;          /* of a kept sequence: while there are any, it is not evicted */
-    int32_t is_evictable;      /* it is in cache->evicting.evictable, and blocks count it so */
-    int32_t is_fixed;          /* it is in table->fixed */
-    int64_t evictable_bytes;   /* it has so many of cache->evicting.evictable_bytes */
-    int32_t is_counted_pinned; /* it is counted in cache->evicting.num_pinned */
-    int64_t used;              /* of a kept sequence: the larger, the more recently */
+    int32_t holds;       /* it is counted in cache->sequences.num_holding */
+    kvc_caller call;
+    kvc_listings listed;
+    kvc_eviction evicting;
+    kvc_follower *follower; /* NULL: nobody.  With one, it stays in the table when it is blank */
+    const kvc_pool *pools;  /* [num_groups] */
     int32_t num_groups;
     int32_t num_token_groups; /* number of groups of tokens: the first; others are of cross-attention layers */
-    const kvc_pool *pools;    /* [num_groups] */
-    struct kvc_sequence *next_changed, **changed_at; /* place in the list cache->sequences.changed; NULL: not in it */
-    struct kvc_sequence *next_loose, **loose_at;     /* place in the list cache->sequences.loose; NULL: not in it */
-    struct kvc_sequence *next_victim;                /* in the list cache->evicting.victims */
-    kvc_follower *follower;  /* NULL: nobody.  With one, it stays in the table when it is blank */
-    kvc_standing *standings; /* [num_token_groups] where it stands in each group: cache/useful.h */
-    kvc_run_list runs[];     /* [num_groups] */
+    kvc_run_list runs[];      /* [num_groups] */
 } kvc_sequence;
 
 /* Makes an empty sequence; returns NULL if out of memory. */

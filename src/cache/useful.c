@@ -35,7 +35,7 @@ static void unlist_useless(const kvc_pool *pool, kvc_standing *standing) {
 
 static int is_used_later(const kvc_links *member, const kvc_links *other) {
     const kvc_standing *a = (const void *)member, *b = (const void *)other;
-    return a->sequence->used > b->sequence->used;
+    return a->sequence->evicting.used > b->sequence->evicting.used;
 }
 
 static void sort(kvc_pool *pool, kvc_standing *standing) {
@@ -46,8 +46,8 @@ kvc_sequence *kvc_useful_after(const kvc_pool *pool, int64_t used) {
     kvc_sequence *found = NULL;
     for (kvc_links *next = pool->useful.root; next;) {
         kvc_sequence *sequence = ((const kvc_standing *)(const void *)next)->sequence;
-        if (sequence->used > used) found = sequence;
-        next = next->below[sequence->used <= used];
+        if (sequence->evicting.used > used) found = sequence;
+        next = next->below[sequence->evicting.used <= used];
     }
     return found;
 }
@@ -81,7 +81,7 @@ void kvc_useful_init(kvc_pool *pool) { pool->freed = freed; }
 
 void kvc_useful_add(kvc_cache *cache, kvc_sequence *sequence) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
-        kvc_standing *standing = &sequence->standings[g];
+        kvc_standing *standing = &sequence->evicting.standings[g];
         if (!sequence->runs[g].num) continue;
         *standing = (kvc_standing){.sequence = sequence};
         if (is_useful(&sequence->runs[g]))
@@ -93,7 +93,7 @@ void kvc_useful_add(kvc_cache *cache, kvc_sequence *sequence) {
 
 void kvc_useful_remove(kvc_cache *cache, kvc_sequence *sequence) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
-        kvc_standing *standing = &sequence->standings[g];
+        kvc_standing *standing = &sequence->evicting.standings[g];
         if (!standing->sequence) continue;
         if (standing->at)
             unlist_useless(&cache->pools[g], standing);
@@ -105,7 +105,7 @@ void kvc_useful_remove(kvc_cache *cache, kvc_sequence *sequence) {
 
 int kvc_useful_check(kvc_pool *pool, kvc_sequence *sequence) {
     const kvc_run_list *list = &sequence->runs[pool->group];
-    kvc_standing *standing = &sequence->standings[pool->group];
+    kvc_standing *standing = &sequence->evicting.standings[pool->group];
     if (!standing->sequence || standing->at) return 0;
     for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
         if (run->block->choice == pool->num_choices || kvc_pool_frees(run->block, run->slot, run->count)) return 1;

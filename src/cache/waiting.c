@@ -3,7 +3,7 @@
 
 kvc_sequence *kvc_cache_find(kvc_cache *cache, int64_t id) {
     kvc_sequence *sequence;
-    while ((sequence = kvc_table_find(&cache->sequences, id)) && sequence->in_place)
+    while ((sequence = kvc_table_find(&cache->sequences, id)) && sequence->call.in_place)
         kvc_signal_wait(&cache->waiting.idle, &cache->mutex);
     return sequence;
 }
@@ -20,13 +20,13 @@ void kvc_cache_find_all(kvc_cache *cache) {
 }
 
 void kvc_cache_begin_in_place(kvc_cache *cache, kvc_sequence *sequence) {
-    sequence->in_place = 1;
+    sequence->call.in_place = 1;
     cache->waiting.num_in_place++;
     kvc_cache_note_evictable(cache, sequence);
 }
 
 void kvc_cache_end_in_place(kvc_cache *cache, kvc_sequence *sequence) {
-    sequence->in_place = 0;
+    sequence->call.in_place = 0;
     cache->waiting.num_in_place--;
     kvc_cache_note_evictable(cache, sequence);
     kvc_signal_all(&cache->waiting.idle);

@@ -137,9 +137,9 @@ static kvc_status fits(const kvc_need *need) {
 /* Copies rows to their new slots on the copiers, perhaps by the caller's function, without the mutex. */
 static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_rewrites *rewrites) {
     kvc_status status = KVC_OK;
-    sequence->in_rewrite = 1;
-    sequence->caller = kvc_thread_self();
-    sequence->rewrites = rewrites;
+    sequence->call.is_rewriting = 1;
+    sequence->call.thread = kvc_thread_self();
+    sequence->call.rewrites = rewrites;
     cache->waiting.num_rewrites++;
     kvc_unlock(cache, KVC_OK);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
@@ -148,7 +148,7 @@ static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_re
     if (cache->limits.max_bytes) kvc_cache_wait_pages(cache);
     cache->waiting.num_rewrites--;
     kvc_wake_waiter(cache);
-    sequence->in_rewrite = 0;
+    sequence->call.is_rewriting = 0;
     return status;
 }
 

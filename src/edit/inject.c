@@ -197,7 +197,7 @@ static void undo_try_drop(void *context, const kvc_run *part) {
 
 /* Visits the rows of the victims in the group. */
 static void visit_victims(const injection *x, kvc_part_fn *visit, void *context) {
-    for (const kvc_sequence *victim = x->cache->evicting.victims; victim; victim = victim->next_victim)
+    for (const kvc_sequence *victim = x->cache->evicting.victims; victim; victim = victim->evicting.next_victim)
         if (kvc_is_evicted_in(x->cache, victim, x->group))
             kvc_runs_visit(&victim->runs[x->group], 0, KVC_END, visit, context);
 }
@@ -253,7 +253,7 @@ static kvc_status inject(injection *x, int64_t seq_id) {
         if (x->rewrite.num_copies) find_parts(x, list); /* copied rows have other slots now */
         /* The rows of a block from a store follow from its tokens. */
         const int32_t first = kvc_position_of(x->begin, x->stride);
-        if (!sequence->is_given) kvc_sequence_note_edit(sequence, first, first);
+        if (!sequence->evicting.is_given) kvc_sequence_note_edit(sequence, first, first);
         write_unlocked(x);
         kvc_rewrite_free(x->cache, &x->rewrite);
     }
@@ -302,7 +302,7 @@ kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t b
     KVC_TRY(resolve_rows_in(&cache->layers[layer], given, &in, x.end - x.begin));
     kvc_lock(cache);
     do status = inject(&x, seq_id);
-    while (!(x.sequence && x.sequence->is_given) && /* its caller is one of those that are waited for */
+    while (!(x.sequence && x.sequence->evicting.is_given) && /* its caller is one of those that are waited for */
            status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
     kvc_unlock(cache, KVC_OK);
     if (status == KVC_OK && in.num_replaced) *in.num_replaced = x.num_found;

@@ -189,7 +189,7 @@ kvc_status kvc_make_kept_unwritten(kvc_cache *cache, int64_t id, int32_t begin, 
     rows.reserved = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
     if (rows.reserved) rows.sequence = kvc_sequence_new(cache->pools, id, cache->num_groups, cache->num_token_groups);
     if (rows.sequence) {
-        rows.sequence->num_pins = rows.sequence->is_given = 1;
+        rows.sequence->evicting.num_pins = rows.sequence->evicting.is_given = 1;
         status = end_keeping(cache, rows.sequence, take_all(cache, &rows, layers, before));
     } else {
         status = kvc_fail_sequence(id);

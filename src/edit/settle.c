@@ -158,7 +158,7 @@ static void mark_sequences(kvc_cache *cache) {
         for (int32_t g = 0; g < cache->num_token_groups; g++) has |= has_deltas(&s->runs[g]);
         if (!has) continue;
         kvc_cache_begin_in_place(cache, s);
-        s->in_place = APPLIES_DELTAS;
+        s->call.in_place = APPLIES_DELTAS;
     }
 }
 
@@ -174,7 +174,7 @@ static void note_lists(kvc_cache *cache) {
 static void unmark_sequences(kvc_cache *cache) {
     const kvc_table *table = &cache->sequences;
     for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s))
-        if (s->in_place == APPLIES_DELTAS) kvc_cache_end_in_place(cache, s);
+        if (s->call.in_place == APPLIES_DELTAS) kvc_cache_end_in_place(cache, s);
 }
 
 static void write_unlocked(kvc_cache *cache, group_work *groups, int32_t num) {

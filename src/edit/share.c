@@ -11,7 +11,7 @@ static kvc_status find_two(kvc_cache *cache, int64_t src_id, int64_t dst_id, kvc
         kvc_cache_find(cache, dst_id);
         *src = kvc_cache_find(cache, src_id);
         *dst = kvc_table_find(&cache->sequences, dst_id);
-    } while (*dst && (*dst)->in_place);
+    } while (*dst && (*dst)->call.in_place);
     KVC_TRY(kvc_check_idle(*src));
     KVC_TRY(kvc_check_idle(*dst));
     if (*src && kvc_sequence_is_blank(*src)) *src = NULL; /* a prefix follows it */

@@ -46,11 +46,11 @@ static void unlock_all(void) {
 
 /* Undoes the rewrite of a sequence's keys. */
 static void undo_rewrite(kvc_cache *cache, kvc_sequence *sequence) {
-    kvc_rewrites *rewrites = sequence->rewrites;
+    kvc_rewrites *rewrites = sequence->call.rewrites;
     for (int32_t g = 0; g < cache->num_token_groups; g++) kvc_rewrite_discard(cache, g, &rewrites->of_group[g]);
     kvc_copiers_free(cache, &rewrites->copiers);
     kvc_memory_free(&cache->memory, rewrites, kvc_rewrites_size(cache), KVC_MEMORY_SCRATCH, -1);
-    sequence->in_rewrite = 0;
+    sequence->call.is_rewriting = 0;
     cache->waiting.num_rewrites--;
 }
 
@@ -59,9 +59,9 @@ static void end_edits(kvc_cache *cache) {
     const kvc_table *table = &cache->sequences;
     for (kvc_sequence *sequence = kvc_table_last(table), *before; sequence; sequence = before) {
         before = kvc_table_before(table, sequence); /* a sequence may take hidden ones, which stand behind, along */
-        if (kvc_thread_is_self(sequence->caller)) continue;
-        if (sequence->in_rewrite) undo_rewrite(cache, sequence);
-        if (sequence->in_call) kvc_cache_forget(cache, sequence);
+        if (kvc_thread_is_self(sequence->call.thread)) continue;
+        if (sequence->call.is_rewriting) undo_rewrite(cache, sequence);
+        if (sequence->call.is_own) kvc_cache_forget(cache, sequence);
     }
 }
 

@@ -22,7 +22,7 @@ typedef struct cloning {
 } cloning;
 
 /* Returns whether the clone has the sequence: it lacks what no id names. */
-static int is_cloned(const kvc_sequence *sequence) { return !sequence->is_hidden && !sequence->in_call; }
+static int is_cloned(const kvc_sequence *sequence) { return !sequence->is_hidden && !sequence->call.is_own; }
 
 /* Makes an empty cache of the same configuration. */
 static kvc_status new_like(const kvc_cache *from, kvc_cache **out) {

@@ -255,7 +255,8 @@ static kvc_status find_sequences(saving *s) {
     for (int64_t i = 0; i < most; i++) {
         const kvc_sequence *sequence = s->args.seq_ids ? kvc_table_find(table, s->args.seq_ids[i]) : next;
         if (next) next = kvc_table_next(table, next);
-        if (s->args.seq_ids || !(sequence->is_kept || sequence->in_call || kvc_sequence_is_blank(sequence)))
+        if (s->args.seq_ids ||
+            !(sequence->evicting.is_kept || sequence->call.is_own || kvc_sequence_is_blank(sequence)))
             s->sequences[s->num_sequences++] = sequence;
     }
     return KVC_OK;

@@ -129,7 +129,7 @@ static kvc_status check_room(const kvc_batch *batch, int32_t g) {
 
 /* Subtracts *by from the holders of every slot of the runs: 1 takes the runs' holds away, -1 gives them back. */
 static void remove_holds(void *by, const kvc_run *runs, int32_t num, const kvc_sequence *sequence, int32_t in_batch) {
-    const uint32_t evictable = sequence->is_evictable && !in_batch ? *(const uint32_t *)by : 0;
+    const uint32_t evictable = sequence->evicting.is_evictable && !in_batch ? *(const uint32_t *)by : 0;
     for (int32_t i = 0; i < num; i++)
         for (int32_t s = 0; s < runs[i].count; s++) {
             runs[i].block->holders[runs[i].slot + s].num -= *(const uint32_t *)by;
@@ -182,11 +182,11 @@ static kvc_status check_useful(const kvc_cache *cache, const kvc_sequence *seque
     const long long id = sequence->id;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_run_list *list = &sequence->runs[g];
-        const kvc_standing *standing = &sequence->standings[g];
-        REQUIRE((standing->sequence == sequence) == (sequence->is_evictable && list->num),
+        const kvc_standing *standing = &sequence->evicting.standings[g];
+        REQUIRE((standing->sequence == sequence) == (sequence->evicting.is_evictable && list->num),
                 "group %d, sequence %lld: it is noted to be evictable, or not to", g, id);
         if (!standing->sequence) continue;
-        const kvc_sequence *found = kvc_useful_after(&cache->pools[g], sequence->used - 1);
+        const kvc_sequence *found = kvc_useful_after(&cache->pools[g], sequence->evicting.used - 1);
         REQUIRE(standing->at ? *standing->at == standing : found == sequence,
                 "group %d, sequence %lld: it is not in its list", g, id);
         for (const kvc_run *run = kvc_runs_begin(list); standing->at && run < kvc_runs_end(list); run++)
@@ -204,25 +204,28 @@ static kvc_status check_notes(const kvc_cache *cache) {
     for (const kvc_sequence *sequence = kvc_table_first(table); sequence; sequence = kvc_table_next(table, sequence)) {
         const long long id = sequence->id;
         num_holding += sequence->holds;
-        REQUIRE(sequence->in_batch ||
-                    sequence->holds == (kvc_sequence_holds(sequence) && !sequence->is_kept && !sequence->in_call),
+        REQUIRE(sequence->in_batch || sequence->holds == (kvc_sequence_holds(sequence) && !sequence->evicting.is_kept &&
+                                                          !sequence->call.is_own),
                 "sequence %lld is noted to hold rows, or not to", id);
-        REQUIRE(!sequence->is_kept || !(sequence->in_batch || sequence->changed_at),
+        REQUIRE(!sequence->evicting.is_kept || !(sequence->in_batch || sequence->listed.changed_at),
                 "sequence %lld is a kept one and in use", id);
-        num_kept += sequence->is_kept;
-        num_evictable += sequence->is_evictable;
-        num_pinned += sequence->is_counted_pinned;
-        num_protected += sequence->is_protected;
-        REQUIRE(sequence->is_evictable ==
-                    (sequence->is_kept && !sequence->is_protected && !sequence->num_pins && !sequence->in_place),
+        num_kept += sequence->evicting.is_kept;
+        num_evictable += sequence->evicting.is_evictable;
+        num_pinned += sequence->evicting.is_counted_pinned;
+        num_protected += sequence->evicting.is_protected;
+        REQUIRE(sequence->evicting.is_evictable == (sequence->evicting.is_kept && !sequence->evicting.is_protected &&
+                                                    !sequence->evicting.num_pins && !sequence->call.in_place),
                 "sequence %lld is noted to be evictable, or not to", id);
-        REQUIRE(!sequence->changed_at || *sequence->changed_at == sequence, "sequence %lld is not in its list", id);
-        REQUIRE(!sequence->loose_at || *sequence->loose_at == sequence, "sequence %lld is not in its list", id);
-        REQUIRE(sequence->loose_at || sequence->is_kept || sequence->in_batch || kvc_sequence_is_tight(sequence),
+        REQUIRE(!sequence->listed.changed_at || *sequence->listed.changed_at == sequence,
+                "sequence %lld is not in its list", id);
+        REQUIRE(!sequence->listed.loose_at || *sequence->listed.loose_at == sequence,
+                "sequence %lld is not in its list", id);
+        REQUIRE(sequence->listed.loose_at || sequence->evicting.is_kept || sequence->in_batch ||
+                    kvc_sequence_is_tight(sequence),
                 "sequence %lld has bookkeeping to give and is not in the list of those", id);
         kvc_status status = check_useful(cache, sequence);
-        const int is_skipped = !sequence->changed_at && !sequence->in_batch && !sequence->is_kept;
-        if (status == KVC_OK && is_skipped && !sequence->in_call) /* which is listed again at the end of its call */
+        const int is_skipped = !sequence->listed.changed_at && !sequence->in_batch && !sequence->evicting.is_kept;
+        if (status == KVC_OK && is_skipped && !sequence->call.is_own) /* which is listed again at the end of its call */
             status = check_expired(cache, sequence);
         if (status != KVC_OK) return status;
     }
@@ -234,7 +237,8 @@ static kvc_status check_notes(const kvc_cache *cache) {
     for (const kvc_sequence *s = kvc_sequence_end(&cache->evicting.evictable, KVC_BY_USE, 0), *next; s;
          s = next, num_evictable--) {
         next = kvc_sequence_beside(s, KVC_BY_USE, 1);
-        REQUIRE(s->is_evictable && (!next || next->used > s->used), "evictable sequences are out of order");
+        REQUIRE(s->evicting.is_evictable && (!next || next->evicting.used > s->evicting.used),
+                "evictable sequences are out of order");
     }
     REQUIRE(!num_evictable, "the evictable sequences are not those of the table");
     REQUIRE(cache->memory.replaced == 0, "lists that nobody uses are left");
@@ -292,9 +296,11 @@ static kvc_status check_table(const kvc_cache *cache) {
         nums[sequence->is_hidden]++;
         REQUIRE(sequence->in_batch || sequence->follower || !kvc_sequence_is_blank(sequence),
                 "sequence %lld is blank and in the table", id);
-        REQUIRE(sequence->in_batch || sequence->is_fixed == (kvc_sequence_holds(sequence) && !sequence->is_evictable),
+        REQUIRE(sequence->in_batch ||
+                    sequence->evicting.is_fixed == (kvc_sequence_holds(sequence) && !sequence->evicting.is_evictable),
                 "sequence %lld is noted to hold rows and to stay, or not to", id);
-        REQUIRE(!sequence->is_hidden || (sequence->is_kept && sequence->follower), "nobody follows hidden rows");
+        REQUIRE(!sequence->is_hidden || (sequence->evicting.is_kept && sequence->follower),
+                "nobody follows hidden rows");
         REQUIRE(cache->batch || !sequence->in_batch, "sequence %lld belongs to a batch that is not there", id);
     }
     REQUIRE(nums[0] == table->named.num && nums[1] == table->hidden.num,

@@ -17,7 +17,7 @@ void kvc_wait_for_writers(kvc_cache *cache, int32_t num_tokens, const int64_t *s
         waited = cache->limits.max_bytes && kvc_cache_wait_pages(cache);
         for (int32_t t = 0; !waited && cache->waiting.num_in_place && t < num_tokens; t++) {
             const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_ids ? seq_ids[t] : 0);
-            if (!sequence || !sequence->in_place) continue;
+            if (!sequence || !sequence->call.in_place) continue;
             kvc_cache_find(cache, sequence->id);
             waited = 1;
         }
@@ -365,7 +365,7 @@ static void forget_needs(const kvc_batch *batch) {
     kvc_forget_demands(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) {
         if (cache->pools[g].compaction) kvc_compaction_drop(cache, g);
-        for (kvc_sequence *sequence = cache->sequences.changed; sequence; sequence = sequence->next_changed)
+        for (kvc_sequence *sequence = cache->sequences.changed; sequence; sequence = sequence->listed.next_changed)
             kvc_runs_discard(&sequence->runs[g], &cache->memory);
     }
 }
@@ -392,7 +392,7 @@ static kvc_status find_needs(const kvc_batch *batch, int compacts) {
         /* If there is no memory for a compaction, the batch takes more memory. */
         if (is_scattered || KVC_BUGGIFY()) find_demand(batch, g, 1);
     }
-    for (kvc_sequence *s = cache->sequences.changed; status == KVC_OK && s; s = s->next_changed)
+    for (kvc_sequence *s = cache->sequences.changed; status == KVC_OK && s; s = s->listed.next_changed)
         if (compacts != COMPACT_AGAIN || s->in_batch) status = prepare_lists(batch, s);
     return status;
 }
@@ -447,7 +447,7 @@ kvc_status kvc_fixed_begin(const kvc_batch *batch, kvc_scope scope, kvc_fixed *f
     kvc_status status = KVC_OK;
     forget_needs(batch); /* a planned compaction counts what may be evicted */
     *fixed = (kvc_fixed){scope, scope == KVC_FIXED ? kvc_evictable_bytes(cache) : 0, most_lists_saved(batch)};
-    for (kvc_sequence *s = cache->sequences.changed; status == KVC_OK && s; s = s->next_changed)
+    for (kvc_sequence *s = cache->sequences.changed; status == KVC_OK && s; s = s->listed.next_changed)
         if (!s->in_batch) status = prepare_lists(batch, s);
     return status;
 }

@@ -248,7 +248,7 @@ kvc_status kvc_read_block(kvc_cache *cache, int64_t id, void *payload, int64_t m
     kvc_lock(cache);
     kvc_cache_begin_reading(cache);
     const kvc_node *node;
-    while ((node = kvc_node_of(cache, id)) && node->rows->in_place) kvc_cache_find_all(cache);
+    while ((node = kvc_node_of(cache, id)) && node->rows->call.in_place) kvc_cache_find_all(cache);
     const kvc_status status = node ? begin_departing(&d, node, max_bytes - rows_bytes(cache)) : KVC_OK;
     if (d.runs) {
         kvc_unlock(cache, KVC_OK);
@@ -379,7 +379,7 @@ static kvc_node *add_rows(const arrival *a, kvc_node *parent, const kvc_sequence
     const kvc_token_span tokens = tokens_to(a, end);
     kvc_node *same = kvc_node_child(parent, &tokens);
     const int is_listed = same && same->at;
-    const int64_t used = kvc_fetch_place(a->fetch, end, same && kvc_node_is_live(same) ? same->rows->used : 0);
+    const int64_t used = kvc_fetch_place(a->fetch, end, same && kvc_node_is_live(same) ? same->rows->evicting.used : 0);
     kvc_node *list = NULL, *node = end == a->end ? kvc_node_find(parent, &tokens) : NULL;
     const kvc_status status = node ? KVC_OK : kvc_node_new(tree, arrived, a->begin, end, &list, &node);
     if (!node && status == KVC_OK && same && kvc_node_is_live(same)) node = same; /* no such rows have arrived */

@@ -112,7 +112,7 @@ static void unsort(kvc_checkpoints *all, kvc_checkpoint *checkpoint) {
 
 void kvc_checkpoints_touch(kvc_checkpoints *all, kvc_checkpoint *checkpoint) {
     unsort(all, checkpoint);
-    checkpoint->stamp = checkpoint->node->rows->used;
+    checkpoint->stamp = checkpoint->node->rows->evicting.used;
     sort(all, checkpoint);
 }
 
@@ -142,7 +142,7 @@ int kvc_checkpoints_put(kvc_checkpoints *all, kvc_node *node, kvc_checkpoint *ch
     if (all->most_bytes && all->pinned_bytes + checkpoint->num_bytes > all->most_bytes) return 0;
     node->checkpoint = checkpoint;
     checkpoint->node = node;
-    checkpoint->goes = node->rows && node->rows->is_evictable;
+    checkpoint->goes = node->rows && node->rows->evicting.is_evictable;
     checkpoint->stamp = ++all->cache->evicting.num_uses;
     all->num_bytes += checkpoint->num_bytes;
     all->num++;

@@ -87,8 +87,8 @@ int64_t kvc_fetch_place(const kvc_fetch *f, int32_t end, int64_t used) {
 }
 
 void kvc_fetch_use(const kvc_fetch *f, kvc_node *node) {
-    const int64_t used = kvc_fetch_place(f, node->end, node->rows->used);
-    if (node->rows->used != used) kvc_node_relist_at(node, used);
+    const int64_t used = kvc_fetch_place(f, node->end, node->rows->evicting.used);
+    if (node->rows->evicting.used != used) kvc_node_relist_at(node, used);
 }
 
 /* Uses the last state within these tokens behind `parent`.  A shorter block than theirs may have it. */

@@ -22,8 +22,8 @@ typedef struct kvc_fetch {
     int32_t is_whole;         /* all blocks up to the last one were live when the call looked at them */
     int32_t again;            /* position: once a block ends there or behind it, all blocks are marked as used again */
     int64_t time;             /* when they were marked last */
-    int64_t before; /* their kvc_sequence.used is this or higher, and falls from block to block.  Only rows with a lower
-                       one are evicted for the call */
+    int64_t before; /* their kvc_sequence.evicting.used is this or higher, and falls from block to block.  Only rows
+                       with a lower one are evicted for the call */
 } kvc_fetch;
 
 /* Begins behind the known tokens among a prompt's first num_tokens tokens, and marks their blocks as used.  Sets *known

@@ -34,7 +34,7 @@ static const kvc_node *seen_at(const kvc_links *links) {
 
 /* Returns whether a node stands before others: by hash, and of the same hash, the most recently used first. */
 static int stands_before(const kvc_node *node, uint64_t hash, int64_t used) {
-    return node->hash < hash || (node->hash == hash && node->rows->used > used);
+    return node->hash < hash || (node->hash == hash && node->rows->evicting.used > used);
 }
 
 kvc_node *kvc_index_find(const kvc_sorted *index, uint64_t hash) {
@@ -54,7 +54,7 @@ kvc_node *kvc_index_next(const kvc_node *node) {
 
 static int is_behind(const kvc_links *member, const kvc_links *other) {
     const kvc_node *node = seen_at(member);
-    return stands_before(seen_at(other), node->hash, node->rows->used);
+    return stands_before(seen_at(other), node->hash, node->rows->evicting.used);
 }
 
 void kvc_index_add(kvc_sorted *index, kvc_node *node) { kvc_sorted_add(index, &node->same, is_behind); }

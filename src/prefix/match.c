@@ -8,7 +8,7 @@ static uint64_t size_of(const kvc_match *m) { return (uint64_t)m->room * sizeof 
 /* Adds the rows of a node, of which the tokens before `end` are the prompt's. */
 static kvc_status add_piece(kvc_match *m, const kvc_node *node, int32_t end) {
     kvc_memory *memory = &node->tree->cache->memory;
-    if (node->rows->in_place) return KVC_OK;
+    if (node->rows->call.in_place) return KVC_OK;
     if (m->num == m->room) {
         kvc_match more = *m;
         more.room = 2 * m->room;

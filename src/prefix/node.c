@@ -15,13 +15,13 @@ static kvc_node *at_unpinned(kvc_links *links) {
 static int is_behind(const kvc_links *member, const kvc_links *other) {
     const kvc_node *a = (const void *)((const char *)member - offsetof(kvc_node, with_rows)),
                    *b = (const void *)((const char *)other - offsetof(kvc_node, with_rows));
-    return a->rows->used > b->rows->used;
+    return a->rows->evicting.used > b->rows->evicting.used;
 }
 
 static int is_unpinned_behind(const kvc_links *member, const kvc_links *other) {
     const kvc_node *a = (const void *)((const char *)member - offsetof(kvc_node, unpinned)),
                    *b = (const void *)((const char *)other - offsetof(kvc_node, unpinned));
-    return a->rows->used > b->rows->used;
+    return a->rows->evicting.used > b->rows->evicting.used;
 }
 
 /* Returns the next node by use, or NULL. */
@@ -32,7 +32,7 @@ static void protect(kvc_tree *tree, kvc_node *node) {
     kvc_cache_protect(tree->cache, node->rows);
     node->is_protected = 1;
     tree->protected_tokens += kvc_node_size(node);
-    if (!first || node->rows->used < first->rows->used) tree->first_protected = node;
+    if (!first || node->rows->evicting.used < first->rows->evicting.used) tree->first_protected = node;
 }
 
 /* Lets the first of those within the quota be evicted. */
@@ -47,7 +47,7 @@ static void unprotect_first(kvc_tree *tree) {
 /* Returns whether a node that has just come is within the quota. */
 static int is_within_quota(const kvc_tree *tree, const kvc_node *node) {
     if (tree->protected_tokens < tree->quota) return 1; /* all others are */
-    return tree->first_protected && node->rows->used > tree->first_protected->rows->used;
+    return tree->first_protected && node->rows->evicting.used > tree->first_protected->rows->evicting.used;
 }
 
 /* Adds a node to the set of nodes without a pin, unless it has one; and takes it out. */
@@ -102,7 +102,7 @@ void kvc_node_leave(kvc_node *node) {
 
 void kvc_node_relist_at(kvc_node *node, int64_t used) {
     kvc_tree *tree = node->tree;
-    const int is_earlier = used < node->rows->used;
+    const int is_earlier = used < node->rows->evicting.used;
     leave(node);
     if (is_earlier) fill_quota(tree); /* nodes used since come before it */
     kvc_node_enter(node, used);

@@ -48,7 +48,7 @@ typedef struct kvc_tree {
     kvc_cache *cache;
     const uint8_t *salt;       /* [KVC_NAME_BYTES] key of all names */
     kvc_node root;             /* has no tokens and no rows */
-    kvc_sorted with_rows;      /* nodes with rows, by kvc_sequence.used of these */
+    kvc_sorted with_rows;      /* nodes with rows, by kvc_sequence.evicting.used of these */
     int64_t num_tokens;        /* of these nodes */
     kvc_sorted unpinned;       /* those without a pin, in the same order */
     kvc_sorted pins;           /* of prompts (kvc_pinned), by their names: pin.c */

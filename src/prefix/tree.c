@@ -178,7 +178,7 @@ static int64_t bytes_of(const kvc_node *node) { return (int64_t)(sizeof *node + 
 
 void kvc_node_recount(kvc_node *node) {
     for (kvc_cache *cache = node->tree->cache; node; node = node->parent) {
-        const int goes = node->rows && node->rows->is_evictable, is_root = node == &node->tree->root;
+        const int goes = node->rows && node->rows->evicting.is_evictable, is_root = node == &node->tree->root;
         const int is_fixed = is_root || (node->rows && !goes);
         const int stays = is_fixed || node->num_users || node->num_staying;
         const int is_needed = is_fixed || node->num_users > node->num_sessions || node->num_needed;

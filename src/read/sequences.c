@@ -64,7 +64,7 @@ int64_t kvc_sequences(kvc_cache *cache, int64_t *seq_ids, int64_t max_ids) {
     kvc_lock(cache);
     for (const kvc_sequence *sequence = kvc_table_first(table); sequence && !sequence->is_hidden;
          sequence = kvc_table_next(table, sequence)) {
-        if (sequence->in_call || kvc_sequence_is_empty(sequence)) continue;
+        if (sequence->call.is_own || kvc_sequence_is_empty(sequence)) continue;
         if (seq_ids && n < max_ids) seq_ids[n] = sequence->id;
         n++;
     }

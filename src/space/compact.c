@@ -31,7 +31,7 @@ static kvc_sequence *first_of(const kvc_compaction *c) {
 }
 static kvc_sequence *next_of(const kvc_compaction *c, const kvc_sequence *s) {
     kvc_sequence *next = kvc_sequence_beside(s, KVC_BY_USE, 1);
-    return next || s->is_evictable ? next : first_evictable(c);
+    return next || s->evicting.is_evictable ? next : first_evictable(c);
 }
 
 int64_t kvc_compaction_gain(const kvc_cache *cache, int32_t group) {
@@ -97,7 +97,7 @@ static void order_blocks(kvc_compaction *c) {
     kvc_block *last = last_of_batch(c);
     for (const kvc_sequence *s = first_of(c); s; s = next_of(c, s)) {
         const kvc_run_list *list = &s->runs[c->group];
-        if (s->fate == KVC_GOES) continue;
+        if (s->evicting.fate == KVC_GOES) continue;
         for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
             if (run->block != last && is_movable(c, run->block) && !run->block->is_ordered) add_block(c, run->block);
     }
@@ -157,7 +157,7 @@ static kvc_status get_list(const kvc_compaction *c, kvc_sequence *s) {
     if (kvc_is_evicted_in(c->cache, s, c->group)) return KVC_OK;
     const int expires = kvc_policy_expires(&c->cache->policies[c->group]);
     /* A batch adds runs before, and rows that expire may cut a run in two; in a tight cache, the batch gets memory. */
-    if (s->changed_at && (s->in_batch || expires))
+    if (s->listed.changed_at && (s->in_batch || expires))
         return c->cache->evicting.is_tight ? KVC_OK : kvc_runs_prepare_edit(list, &c->cache->memory, 2);
     const int32_t num = kvc_compaction_room(c, list, none, &after);
     return num > list->capacity ? kvc_runs_prepare_exact(list, &c->cache->memory, num) : KVC_OK;
@@ -278,7 +278,7 @@ void kvc_compaction_run(kvc_cache *cache, int32_t group) {
     kvc_compaction *c = pool->compaction;
     for (kvc_sequence *s = first_of(c); s; s = next_of(c, s)) {
         kvc_runs_install(&s->runs[group], &cache->memory);
-        if (s->is_evictable) kvc_useful_remove(cache, s);
+        if (s->evicting.is_evictable) kvc_useful_remove(cache, s);
     }
     move_rows(c);
     for (kvc_sequence *s = first_of(c); s; s = next_of(c, s)) {

@@ -11,17 +11,17 @@
 
 static void let_all_stay(kvc_cache *cache) {
     for (kvc_sequence *victim; (victim = cache->evicting.victims);) {
-        cache->evicting.victims = victim->next_victim;
-        victim->next_victim = NULL;
-        victim->fate = KVC_STAYS;
+        cache->evicting.victims = victim->evicting.next_victim;
+        victim->evicting.next_victim = NULL;
+        victim->evicting.fate = KVC_STAYS;
     }
 }
 
 /* Adds a victim behind the others. */
 static void add_victim(kvc_sequence ***end, kvc_sequence *sequence) {
-    sequence->fate = KVC_GOES;
+    sequence->evicting.fate = KVC_GOES;
     **end = sequence;
-    *end = &sequence->next_victim;
+    *end = &sequence->evicting.next_victim;
 }
 
 /* Makes victims of the num least recently used sequences that may be evicted, and were used before `before` unless that
@@ -32,7 +32,7 @@ static int64_t choose_oldest(kvc_cache *cache, int64_t num, int64_t before) {
     let_all_stay(cache);
     kvc_sequence *sequence = kvc_sequence_end(&cache->evicting.evictable, KVC_BY_USE, 0);
     for (; sequence && chosen < num; sequence = kvc_sequence_beside(sequence, KVC_BY_USE, 1), chosen++) {
-        if (before && sequence->used >= before) break;
+        if (before && sequence->evicting.used >= before) break;
         add_victim(&end, sequence);
     }
     return chosen;
@@ -42,13 +42,13 @@ void kvc_choose_all(kvc_cache *cache) { choose_oldest(cache, cache->evicting.evi
 
 /* Returns whether the lists of a sequence may get other arrays: not while another call may read them. */
 static int may_relist(const kvc_cache *cache, const kvc_sequence *sequence) {
-    return !(sequence->in_batch && cache->batch) && !sequence->in_rewrite && !sequence->in_place;
+    return !(sequence->in_batch && cache->batch) && !sequence->call.is_rewriting && !sequence->call.in_place;
 }
 
 /* Takes sequences that are tight by now out of the list of loose ones. */
 static void unlist_tight(kvc_cache *cache) {
     for (kvc_sequence *s = cache->sequences.loose, *next; s; s = next) {
-        next = s->next_loose;
+        next = s->listed.next_loose;
         if (kvc_sequence_is_tight(s)) kvc_cache_unmark_loose(s);
     }
 }
@@ -58,10 +58,10 @@ kvc_status kvc_tighten(kvc_cache *cache) {
     cache->evicting.is_tight = 1;
     cache->evicting.tight_bytes = -1;
     unlist_tight(cache);
-    for (kvc_sequence *s = cache->sequences.loose; s; s = s->next_loose)
+    for (kvc_sequence *s = cache->sequences.loose; s; s = s->listed.next_loose)
         if (may_relist(cache, s)) kvc_cache_mark_changed(cache, s); /* so that plans look at it */
     kvc_set_min_query_positions(cache);
-    for (kvc_sequence *s = cache->sequences.changed; s; s = s->next_changed)
+    for (kvc_sequence *s = cache->sequences.changed; s; s = s->listed.next_changed)
         for (int32_t g = 0; may_relist(cache, s) && status == KVC_OK && g < cache->num_groups; g++)
             status = kvc_runs_prepare_exact(&s->runs[g], &cache->memory, s->runs[g].num);
     if (status != KVC_OK) kvc_let_victims_stay(cache);
@@ -70,20 +70,20 @@ kvc_status kvc_tighten(kvc_cache *cache) {
 
 void kvc_let_victims_stay(kvc_cache *cache) {
     let_all_stay(cache);
-    for (kvc_sequence *s = cache->evicting.is_tight ? cache->sequences.changed : NULL; s; s = s->next_changed)
+    for (kvc_sequence *s = cache->evicting.is_tight ? cache->sequences.changed : NULL; s; s = s->listed.next_changed)
         for (int32_t g = 0; g < cache->num_groups; g++) kvc_runs_discard(&s->runs[g], &cache->memory);
     cache->evicting.is_tight = 0;
 }
 
 void kvc_leave_all(kvc_cache *cache) {
-    for (kvc_sequence *s = cache->sequences.loose; s; s = s->next_loose)
+    for (kvc_sequence *s = cache->sequences.loose; s; s = s->listed.next_loose)
         if (s->follower) s->follower->leave(cache, s->follower);
 }
 
 /* Carries out what kvc_tighten planned. */
 static void be_tight(kvc_cache *cache) {
     kvc_leave_all(cache);
-    for (kvc_sequence *s = cache->sequences.changed; s; s = s->next_changed)
+    for (kvc_sequence *s = cache->sequences.changed; s; s = s->listed.next_changed)
         for (int32_t g = 0; g < cache->num_groups; g++) kvc_runs_install(&s->runs[g], &cache->memory);
     cache->evicting.is_tight = 0;
     unlist_tight(cache);
@@ -92,16 +92,16 @@ static void be_tight(kvc_cache *cache) {
 void kvc_evict(kvc_cache *cache) {
     if (cache->evicting.is_tight) be_tight(cache);
     for (kvc_sequence *victim; (victim = cache->evicting.victims);) {
-        const int goes = victim->fate == KVC_GOES;
+        const int goes = victim->evicting.fate == KVC_GOES;
         if (!goes) kvc_cache_pin(cache, victim, 1); /* holders of rows that change do not count as evictable */
         for (int32_t g = 0; g < cache->num_token_groups; g++)
             if (goes)
                 cache->stats.rows_evicted += victim->runs[g].num_rows;
             else if (kvc_is_evicted_in(cache, victim, g)) /* needs no memory, as no run is cut in two */
                 cache->stats.rows_evicted += kvc_runs_expire(&victim->runs[g], &cache->pools[g], 0, KVC_END);
-        cache->evicting.victims = victim->next_victim;
-        victim->next_victim = NULL;
-        victim->fate = KVC_STAYS;
+        cache->evicting.victims = victim->evicting.next_victim;
+        victim->evicting.next_victim = NULL;
+        victim->evicting.fate = KVC_STAYS;
         if (goes)
             kvc_cache_forget(cache, victim);
         else
@@ -165,12 +165,12 @@ static void note_freed(const kvc_need *need, int32_t g) {
     const kvc_cache *cache = need->cache;
     const int full = kvc_policy_expires(&cache->policies[g]) ? 0 : FREES_FULL;
     kvc_preview preview = open_without(need, g, KVC_NOW);
-    for (kvc_sequence *victim = cache->evicting.victims; victim; victim = victim->next_victim) {
+    for (kvc_sequence *victim = cache->evicting.victims; victim; victim = victim->evicting.next_victim) {
         unheld found = {0, 0};
         kvc_runs_visit(&victim->runs[g], 0, KVC_END, count_unheld, &found);
-        if (found.slots) victim->frees |= full;
+        if (found.slots) victim->evicting.frees |= full;
         if ((cache->evicting.lacks_bytes && found.loose) || (cache->pools[g].lacks_slots && found.slots))
-            victim->frees |= FREES_LACKING;
+            victim->evicting.frees |= FREES_LACKING;
     }
     close_without(need, g, &preview);
 }
@@ -197,7 +197,8 @@ static int holds_full(const kvc_cache *cache, const kvc_sequence *sequence) {
 /* Notes for every victim what its rows free. */
 static void note_all_freed(const kvc_need *need) {
     kvc_cache *cache = need->cache;
-    for (kvc_sequence *victim = cache->evicting.victims; victim; victim = victim->next_victim) victim->frees = 0;
+    for (kvc_sequence *victim = cache->evicting.victims; victim; victim = victim->evicting.next_victim)
+        victim->evicting.frees = 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++) note_freed(need, g);
 }
 
@@ -205,13 +206,13 @@ static void note_all_freed(const kvc_need *need) {
 static int32_t let_useless_stay(kvc_cache *cache) {
     int32_t num = 0;
     for (kvc_sequence **link = &cache->evicting.victims, *victim; (victim = *link);) {
-        if (victim->frees & FREES_LACKING) {
-            link = &victim->next_victim;
+        if (victim->evicting.frees & FREES_LACKING) {
+            link = &victim->evicting.next_victim;
             continue;
         }
-        *link = victim->next_victim;
-        victim->next_victim = NULL;
-        victim->fate = KVC_STAYS;
+        *link = victim->evicting.next_victim;
+        victim->evicting.next_victim = NULL;
+        victim->evicting.fate = KVC_STAYS;
         num++;
     }
     return num;
@@ -222,8 +223,9 @@ static void sift(const kvc_need *need) {
     kvc_cache *cache = need->cache;
     note_all_freed(need);
     if (let_useless_stay(cache)) note_all_freed(need); /* those that stay may hold rows of others */
-    for (kvc_sequence *victim = cache->evicting.victims; victim; victim = victim->next_victim)
-        if (!(victim->frees & FREES_FULL) && holds_full(cache, victim)) victim->fate = KVC_LOSES_WINDOWS;
+    for (kvc_sequence *victim = cache->evicting.victims; victim; victim = victim->evicting.next_victim)
+        if (!(victim->evicting.frees & FREES_FULL) && holds_full(cache, victim))
+            victim->evicting.fate = KVC_LOSES_WINDOWS;
 }
 
 /* Counts what was noted as lacking. */
@@ -245,7 +247,7 @@ static kvc_sequence *next_useful(kvc_cache *cache, int64_t used) {
         for (int32_t g = 0; g < cache->num_token_groups; g++) {
             if (!lacks_rows_of(cache, g)) continue;
             kvc_sequence *next = kvc_useful_after(&cache->pools[g], used);
-            if (next && (!found || next->used < found->used)) found = next;
+            if (next && (!found || next->evicting.used < found->evicting.used)) found = next;
         }
         for (int32_t g = 0; found && g < cache->num_token_groups; g++)
             if (lacks_rows_of(cache, g)) is_useful |= kvc_useful_check(&cache->pools[g], found);
@@ -262,9 +264,9 @@ static int64_t choose(const kvc_need *need, int64_t num, int all) {
     int64_t chosen = 0, used = 0;
     let_all_stay(cache);
     for (kvc_sequence *sequence; chosen < num && (sequence = next_useful(cache, used)); chosen++) {
-        if (need->before && sequence->used >= need->before) break;
+        if (need->before && sequence->evicting.used >= need->before) break;
         add_victim(&end, sequence);
-        used = sequence->used;
+        used = sequence->evicting.used;
     }
     sift(need);
     return chosen;

@@ -25,7 +25,7 @@ typedef struct kvc_need {
      * time for that. */
     kvc_scope scope;
     int32_t expires; /* whether the call expires rows, as kvc_begin does */
-    int64_t before;  /* not 0: only sequences with a lower kvc_sequence.used are evicted */
+    int64_t before;  /* not 0: only sequences with a lower kvc_sequence.evicting.used are evicted */
 } kvc_need;
 
 /* Chooses the fewest least recently used victims with which the call fits, and of these only sequences that free

@@ -13,11 +13,11 @@ void kvc_preview_visit_lost(const kvc_preview *preview, kvc_part_fn *visit, void
     const int32_t g = preview->pool->group;
     const int expires = preview->expires && kvc_policy_expires(&cache->policies[g]);
     for (const kvc_sequence *sequence = expires ? cache->sequences.changed : NULL; sequence;
-         sequence = sequence->next_changed) {
+         sequence = sequence->listed.next_changed) {
         const kvc_interval gone = kvc_policy_expired(&cache->policies[g], sequence->min_query_position);
         kvc_runs_visit(&sequence->runs[g], gone.begin, gone.end, visit, context);
     }
-    for (const kvc_sequence *sequence = cache->evicting.victims; sequence; sequence = sequence->next_victim)
+    for (const kvc_sequence *sequence = cache->evicting.victims; sequence; sequence = sequence->evicting.next_victim)
         if (kvc_is_evicted_in(cache, sequence, g)) kvc_runs_visit(&sequence->runs[g], 0, KVC_END, visit, context);
 }
 
@@ -91,7 +91,7 @@ static void expire(kvc_cache *cache, kvc_sequence *sequence, int32_t g) {
 }
 
 void kvc_expire(kvc_cache *cache, int32_t g) {
-    for (kvc_sequence *sequence = cache->sequences.changed; sequence; sequence = sequence->next_changed) {
+    for (kvc_sequence *sequence = cache->sequences.changed; sequence; sequence = sequence->listed.next_changed) {
         kvc_runs_install(&sequence->runs[g], &cache->memory);
         if (kvc_policy_expires(&cache->policies[g])) expire(cache, sequence, g);
     }
@@ -104,8 +104,8 @@ void kvc_set_min_query_behind(kvc_sequence *sequence, int32_t last) {
 }
 
 void kvc_set_min_query_positions(kvc_cache *cache) {
-    for (kvc_sequence *sequence = cache->sequences.changed; sequence; sequence = sequence->next_changed)
-        if (sequence->in_call) /* its call may move the rows */
+    for (kvc_sequence *sequence = cache->sequences.changed; sequence; sequence = sequence->listed.next_changed)
+        if (sequence->call.is_own) /* its call may move the rows */
             sequence->min_query_position = 0;
         else if (!sequence->in_batch)
             kvc_set_min_query_behind(sequence, -1);

@@ -32,10 +32,10 @@ void kvc_give_back(kvc_cache *cache, int64_t most_bytes) {
 static int64_t plan_followers(const kvc_cache *cache, int is_planned) {
     int64_t bytes = 0;
     for (const kvc_sequence *loose = cache->evicting.is_tight ? cache->sequences.loose : NULL; loose;
-         loose = loose->next_loose)
+         loose = loose->listed.next_loose)
         if (loose->follower) bytes += loose->follower->plan_end(loose->follower, is_planned);
-    for (const kvc_sequence *sequence = cache->evicting.victims; sequence; sequence = sequence->next_victim)
-        if (sequence->fate == KVC_GOES && sequence->follower)
+    for (const kvc_sequence *sequence = cache->evicting.victims; sequence; sequence = sequence->evicting.next_victim)
+        if (sequence->evicting.fate == KVC_GOES && sequence->follower)
             bytes += sequence->follower->plan_end(sequence->follower, is_planned);
     return bytes;
 }
@@ -43,8 +43,8 @@ static int64_t plan_followers(const kvc_cache *cache, int is_planned) {
 int64_t kvc_victim_bytes(const kvc_cache *cache) {
     int64_t bytes = plan_followers(cache, 1);
     plan_followers(cache, 0);
-    for (const kvc_sequence *sequence = cache->evicting.victims; sequence; sequence = sequence->next_victim)
-        if (sequence->fate == KVC_GOES) bytes += kvc_sequence_bytes(sequence);
+    for (const kvc_sequence *sequence = cache->evicting.victims; sequence; sequence = sequence->evicting.next_victim)
+        if (sequence->evicting.fate == KVC_GOES) bytes += kvc_sequence_bytes(sequence);
     return bytes;
 }
 

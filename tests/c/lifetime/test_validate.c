@@ -132,14 +132,14 @@ static void test_sequences(void) {
     kvc_sequence *changed = kvc_table_find(&cache->sequences, CHANGED);
     kvc_sequence *rested = kvc_table_find(&cache->sequences, RESTED);
     kvc_sequence *retained = kvc_table_find(&cache->sequences, RETAINED);
-    BREAK(cache, retained->is_evictable, !retained->is_evictable, "noted to be evictable");
+    BREAK(cache, retained->evicting.is_evictable, !retained->evicting.is_evictable, "noted to be evictable");
     BREAK(cache, cache->evicting.num_kept, cache->evicting.num_kept + 1, "the kept sequences are not");
     BREAK(cache, cache->evicting.num_pinned, cache->evicting.num_pinned + 1, "the kept sequences are not");
     BREAK(cache, cache->evicting.evictable.root, NULL, "evictable sequences are not");
-    CHECK(changed->changed_at && !rested->changed_at && !retained->changed_at);
+    CHECK(changed->listed.changed_at && !rested->listed.changed_at && !retained->listed.changed_at);
     BREAK(cache, changed->holds, 0, "noted to hold rows");
-    BREAK(cache, changed->is_kept, 0, "noted to hold rows and to stay");
-    BREAK(cache, retained->is_fixed, 1, "noted to hold rows and to stay");
+    BREAK(cache, changed->evicting.is_fixed, 0, "noted to hold rows and to stay");
+    BREAK(cache, retained->evicting.is_fixed, 1, "noted to hold rows and to stay");
     BREAK(cache, retained->holds, 1, "noted to hold rows");
     BREAK(cache, retained->in_batch, 1, "a kept one and in use");
     BREAK(cache, changed->in_batch, 1, "belongs to a batch that is not there");
@@ -151,13 +151,13 @@ static void test_sequences(void) {
     BREAK(cache, changed->edited_from, -2, "is exact to position 2147483647, and edited from -2 on");
     BREAK(cache, kvc_runs_begin(&changed->runs[FULL])->delta, 1, "rows at position 0 have moved, and it is exact to");
 
-    kvc_sequence **changed_at = changed->changed_at;
-    retained->changed_at = changed_at;
+    kvc_sequence **changed_at = changed->listed.changed_at;
+    retained->listed.changed_at = changed_at;
     CHECK_BROKEN(cache, "a kept one and in use");
-    retained->changed_at = NULL;
-    changed->changed_at = &rested;
+    retained->listed.changed_at = NULL;
+    changed->listed.changed_at = &rested;
     CHECK_BROKEN(cache, "is not in its list");
-    changed->changed_at = changed_at;
+    changed->listed.changed_at = changed_at;
 
     const kvc_run_list lists[] = {changed->runs[FULL], changed->runs[SLIDING]};
     for (int g = 0; g < 2; g++) changed->runs[g].num = changed->runs[g].lost.end = 0;

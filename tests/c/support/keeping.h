@@ -12,7 +12,7 @@ enum { MOST_PIECES = 16, MOST_GROUPS = 16 };
 
 static inline kvc_sequence *find_retained(const kvc_cache *cache, int64_t id) {
     kvc_sequence *sequence = kvc_table_find(&cache->sequences, id);
-    return sequence && sequence->is_kept ? sequence : NULL;
+    return sequence && sequence->evicting.is_kept ? sequence : NULL;
 }
 
 /* Adds to the pins of retained sequences, and ignores other ids. */
@@ -20,7 +20,7 @@ static inline kvc_status pin_retained(kvc_cache *cache, const int64_t *ids, int 
     kvc_lock(cache);
     for (int i = 0; i < num; i++) {
         kvc_sequence *sequence = find_retained(cache, ids[i]);
-        if (sequence && (add > 0 || sequence->num_pins)) kvc_cache_pin(cache, sequence, add);
+        if (sequence && (add > 0 || sequence->evicting.num_pins)) kvc_cache_pin(cache, sequence, add);
     }
     return kvc_unlock(cache, KVC_OK);
 }
@@ -68,7 +68,7 @@ static inline kvc_status attach_retained(kvc_cache *cache, const int64_t *ids, i
     int32_t last = -1;
     for (int i = 0; status == KVC_OK && i < num; i++) {
         kvc_sequence *rows = find_retained(cache, ids[i]);
-        if (rows && rows->in_place) rows = NULL;
+        if (rows && rows->call.in_place) rows = NULL;
         pieces[i] = (kvc_piece){rows, rows ? kvc_sequence_first(rows) : -1, KVC_END};
         if (rows && pieces[i].begin <= last) status = kvc_fail(KVC_ERR_INVALID, "ids[%d] stands before others", i);
         if (rows) last = kvc_sequence_last(rows);
@@ -94,9 +94,10 @@ static inline int64_t list_retained(kvc_cache *cache, int64_t *ids, int64_t max_
         const kvc_table *table = &cache->sequences;
         next = NULL;
         for (const kvc_sequence *s = kvc_table_first(table); s && !s->is_hidden; s = kvc_table_next(table, s))
-            if (s->is_kept && s->used > after && (!next || s->used < next->used)) next = s;
+            if (s->evicting.is_kept && s->evicting.used > after && (!next || s->evicting.used < next->evicting.used))
+                next = s;
         if (!next) break;
-        after = next->used;
+        after = next->evicting.used;
         if (ids && num < max_ids) ids[num] = next->id;
     }
     kvc_unlock(cache, KVC_OK);
