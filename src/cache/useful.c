@@ -14,7 +14,7 @@ static void watch(const kvc_run_list *list, int32_t add) {
 static void list_useless(kvc_pool *pool, kvc_standing *standing) {
     const kvc_run_list *runs = &standing->sequence->runs[pool->group];
     kvc_block *block = block_of(runs);
-    kvc_standing **list = block ? &block->useless : &pool->useless;
+    kvc_standing **list = block ? &block->useless : &pool->evicting.useless;
     if (!block) watch(runs, 1);
     standing->next = *list;
     standing->at = list;
@@ -39,12 +39,12 @@ static int is_used_later(const kvc_links *member, const kvc_links *other) {
 }
 
 static void sort(kvc_pool *pool, kvc_standing *standing) {
-    kvc_sorted_add(&pool->useful, &standing->links, is_used_later);
+    kvc_sorted_add(&pool->evicting.useful, &standing->links, is_used_later);
 }
 
 kvc_sequence *kvc_useful_after(const kvc_pool *pool, int64_t used) {
     kvc_sequence *found = NULL;
-    for (kvc_links *next = pool->useful.root; next;) {
+    for (kvc_links *next = pool->evicting.useful.root; next;) {
         kvc_sequence *sequence = ((const kvc_standing *)(const void *)next)->sequence;
         if (sequence->evicting.used > used) found = sequence;
         next = next->below[sequence->evicting.used <= used];
@@ -72,12 +72,12 @@ static void wake_list(kvc_pool *pool, kvc_standing *list, int all) {
 
 static void wake(kvc_pool *pool, kvc_block *block, int all) {
     wake_list(pool, block->useless, all);
-    if (block->num_watchers) wake_list(pool, pool->useless, all);
+    if (block->num_watchers) wake_list(pool, pool->evicting.useless, all);
 }
 
 static void freed(kvc_pool *pool, kvc_block *block) { wake(pool, block, 0); }
 
-void kvc_useful_init(kvc_pool *pool) { pool->freed = freed; }
+void kvc_useful_init(kvc_pool *pool) { pool->evicting.freed = freed; }
 
 void kvc_useful_add(kvc_cache *cache, kvc_sequence *sequence) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
@@ -98,7 +98,7 @@ void kvc_useful_remove(kvc_cache *cache, kvc_sequence *sequence) {
         if (standing->at)
             unlist_useless(&cache->pools[g], standing);
         else
-            kvc_sorted_remove(&cache->pools[g].useful, &standing->links);
+            kvc_sorted_remove(&cache->pools[g].evicting.useful, &standing->links);
         standing->sequence = NULL;
     }
 }
@@ -108,14 +108,15 @@ int kvc_useful_check(kvc_pool *pool, kvc_sequence *sequence) {
     kvc_standing *standing = &sequence->evicting.standings[pool->group];
     if (!standing->sequence || standing->at) return 0;
     for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
-        if (run->block->choice == pool->num_choices || kvc_pool_frees(run->block, run->slot, run->count)) return 1;
-    kvc_sorted_remove(&pool->useful, &standing->links);
+        if (run->block->choice == pool->evicting.num_choices || kvc_pool_frees(run->block, run->slot, run->count))
+            return 1;
+    kvc_sorted_remove(&pool->evicting.useful, &standing->links);
     list_useless(pool, standing);
     return 0;
 }
 
 void kvc_useful_beside(void *context, const kvc_run *part) {
     kvc_pool *pool = context;
-    part->block->choice = pool->num_choices;
+    part->block->choice = pool->evicting.num_choices;
     wake(pool, part->block, 1);
 }

@@ -13,7 +13,7 @@
 
 /* The standing of a sequence in a group. */
 struct kvc_standing {
-    kvc_links links;          /* in pool->useful, by last use; first, as useful.c casts */
+    kvc_links links;          /* in pool->evicting.useful, by last use; first, as useful.c casts */
     kvc_sequence *sequence;   /* NULL: it is not evictable, or has no rows there */
     kvc_standing *next, **at; /* in a list of useless ones: that of its block, or of the pool; NULL: it is useful */
 };
@@ -32,7 +32,7 @@ kvc_sequence *kvc_useful_after(const kvc_pool *pool, int64_t used);
 int kvc_useful_check(kvc_pool *pool, kvc_sequence *sequence);
 
 /* Visits rows that a call drops before it evicts others: who holds their block counts as useful until
- * pool->num_choices rises.  A kvc_part_fn whose context is the pool. */
+ * pool->evicting.num_choices rises.  A kvc_part_fn whose context is the pool. */
 void kvc_useful_beside(void *context, const kvc_run *part);
 
 #endif

@@ -133,7 +133,7 @@ kvc_status kvc_rewrite_make(kvc_cache *cache, int32_t group, kvc_run_list *list,
         return status;
     }
     rewrite->num_copied = w.copied;
-    w.pool->replacing += w.copied;
+    w.pool->counts.replacing += w.copied;
     w.rewrite = rewrite;
     walk_rows(&w, list);
     kvc_runs_recount(&rewrite->runs);
@@ -168,7 +168,7 @@ void kvc_rewrite_accept(kvc_cache *cache, int32_t group, kvc_rewrite *rewrite) {
     kvc_pool *pool = &cache->pools[group];
     kvc_run_list *list = rewrite->from;
     kvc_rewrite_visit_replaced(rewrite, kvc_drop_part, pool);
-    pool->replacing -= rewrite->num_copied;
+    pool->counts.replacing -= rewrite->num_copied;
     cache->stats.rows_copied += rewrite->num_copied;
     rewrite->runs.lost = list->lost;
     rewrite->runs.missing = list->missing;
@@ -183,7 +183,7 @@ void kvc_rewrite_discard(kvc_cache *cache, int32_t group, kvc_rewrite *rewrite) 
         const kvc_copy *copy = &rewrite->copies[i];
         num_blocks += kvc_pool_untake(pool, copy->to, copy->to_slot, copy->count);
     }
-    pool->replacing -= rewrite->num_copied;
+    pool->counts.replacing -= rewrite->num_copied;
     kvc_pool_unreserve(pool, num_blocks, &rewrite->reserved);
     kvc_runs_free_list(&rewrite->runs, &cache->memory);
     kvc_rewrite_free(cache, rewrite);

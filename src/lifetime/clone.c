@@ -175,7 +175,7 @@ static void copy_rows(cloning *c) {
     for (int32_t g = 0; g < c->to->num_groups; g++) {
         const int64_t num = kvc_pool_num_regions(&c->to->pools[g]);
         if (num > c->num_regions) c->num_regions = num;
-        bytes += c->to->pools[g].row_bytes;
+        bytes += c->to->pools[g].counts.row_bytes;
     }
     kvc_parallel(kvc_threads_for((double)bytes, WORTH_THREADS, kvc_cache_threads(c->to)), c->num_twins * c->num_regions,
                  copy_region, c);

@@ -98,19 +98,19 @@ static kvc_status check_pool(const kvc_pool *pool) {
         num_free += block->is_free;
         bytes += kvc_pool_block_bytes(pool, block->faulted);
     }
-    for (const kvc_block *block = pool->free; block && listed <= num_free; block = block->next) listed++;
+    for (const kvc_block *block = pool->free.first; block && listed <= num_free; block = block->next) listed++;
     REQUIRE(num == pool->num_blocks, "group %d: %d blocks are noted, %d listed", pool->group, pool->num_blocks, num);
-    REQUIRE(live == pool->live && filled == pool->filled && bytes == pool->row_bytes,
+    REQUIRE(live == pool->counts.live && filled == pool->counts.filled && bytes == pool->counts.row_bytes,
             "group %d: %lld live and %lld filled slots of %lld bytes are noted, there are %lld, %lld and %lld",
-            pool->group, (long long)pool->live, (long long)pool->filled, (long long)pool->row_bytes, (long long)live,
-            (long long)filled, (long long)bytes);
-    REQUIRE(evictable == pool->evictable, "group %d: %lld evictable slots are noted, there are %lld", pool->group,
-            (long long)pool->evictable, (long long)evictable);
-    REQUIRE(num_free == pool->num_free && listed == num_free,
-            "group %d: %d free blocks are noted, %d listed, there are %d", pool->group, pool->num_free, listed,
+            pool->group, (long long)pool->counts.live, (long long)pool->counts.filled,
+            (long long)pool->counts.row_bytes, (long long)live, (long long)filled, (long long)bytes);
+    REQUIRE(evictable == pool->evicting.evictable, "group %d: %lld evictable slots are noted, there are %lld",
+            pool->group, (long long)pool->evicting.evictable, (long long)evictable);
+    REQUIRE(num_free == pool->free.num && listed == num_free,
+            "group %d: %d free blocks are noted, %d listed, there are %d", pool->group, pool->free.num, listed,
             num_free);
-    REQUIRE(pool->num_loose >= 0 && pool->num_loose <= num_free, "group %d: %d of %d free blocks are loose",
-            pool->group, pool->num_loose, num_free);
+    REQUIRE(pool->free.num_loose >= 0 && pool->free.num_loose <= num_free, "group %d: %d of %d free blocks are loose",
+            pool->group, pool->free.num_loose, num_free);
     return check_tallies(pool);
 }
 

@@ -93,7 +93,7 @@ static void take_slots(kvc_batch *batch, int32_t g, int32_t s, kvc_pending *pend
     for (int32_t done = 0; done < pending->num_tokens;) {
         if (!block || block->fill == pool->block_size) {
             block = kvc_pool_open(pool);
-            pool->last_taken++;
+            pool->free.last_taken++;
         }
         const int32_t rest = pending->num_tokens - done, unfilled = pool->block_size - block->fill;
         const int32_t count = rest < unfilled ? rest : unfilled, slot = kvc_pool_take(pool, block, count);
@@ -118,7 +118,7 @@ static void take_buffer_slots(kvc_batch *batch, int32_t g, int32_t s, kvc_pendin
 /* Hands out slots to all tokens, and makes the batch the open one. */
 static void open_batch(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
-    for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].last_taken = 0;
+    for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].free.last_taken = 0;
     for (int32_t s = 0, slot = 0; s < batch->num_sequences; s++) {
         const kvc_batch_sequence *member = &batch->sequences[s];
         for (int32_t g = 0; g < cache->num_groups; g++) {
@@ -126,7 +126,7 @@ static void open_batch(kvc_batch *batch) {
             pending->runs = batch->runs + (size_t)g * (size_t)batch->num_tokens + (size_t)member->first;
             if (pending->to == KVC_TO_BUFFER) take_buffer_slots(batch, g, s, pending, slot);
             if (pending->to >= KVC_TO_REPLACE) take_slots(batch, g, s, pending);
-            if (pending->to == KVC_TO_REPLACE) cache->pools[g].replacing += pending->num_tokens;
+            if (pending->to == KVC_TO_REPLACE) cache->pools[g].counts.replacing += pending->num_tokens;
         }
         if (member->is_buffered) slot += member->num_tokens;
     }

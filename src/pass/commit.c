@@ -29,7 +29,7 @@ static void close_batch(kvc_batch *batch) {
         cache->pools[g].epoch++;
         for (int32_t s = 0; s < batch->num_sequences; s++)
             if (kvc_pending_of(batch, g, s)->to == KVC_TO_REPLACE)
-                cache->pools[g].replacing -= kvc_pending_of(batch, g, s)->num_tokens;
+                cache->pools[g].counts.replacing -= kvc_pending_of(batch, g, s)->num_tokens;
     }
     cache->batch = NULL;
     kvc_wake_waiter(cache);
@@ -65,7 +65,7 @@ static void end_slots(const kvc_batch *batch, int32_t g, int32_t s, const kvc_pe
     const int32_t *token = kvc_order_in(batch, g) + batch->sequences[s].first;
     for (int32_t i = 0; i < pending->num; token += pending->runs[i++].count)
         for (int32_t from = 0, to; from < pending->runs[i].count; from = to) {
-            const int32_t before = pool->num_free, is_kept = batch->committed[token[from]];
+            const int32_t before = pool->free.num, is_kept = batch->committed[token[from]];
             kvc_run part = pending->runs[i];
             for (to = from + 1; to < part.count && batch->committed[token[to]] == is_kept;) to++;
             part.slot += from;
@@ -76,7 +76,7 @@ static void end_slots(const kvc_batch *batch, int32_t g, int32_t s, const kvc_pe
                 continue;
             }
             kvc_drop_part(pool, &part);
-            if (kvc_policy_expires(&cache->policies[g])) pool->num_loose += pool->num_free - before;
+            if (kvc_policy_expires(&cache->policies[g])) pool->free.num_loose += pool->free.num - before;
         }
 }
 
@@ -186,7 +186,7 @@ static kvc_status finish(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     const int32_t num_tokens = batch->num_tokens;
     kvc_lock(cache);
-    for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].reserved = 0;
+    for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].free.reserved = 0;
     if (!commits_all) find_exact(batch);
     if (cache->prefixes.sessions.num) kvc_sessions_fill(batch); /* before windows move on */
     for (int32_t s = 0; s < batch->num_sequences; s++) end_sequence(batch, s);
@@ -241,10 +241,10 @@ static void drop_slots(const kvc_batch *batch, int32_t g) {
             const kvc_run *run = &pending->runs[i];
             const int32_t is_back = kvc_pool_untake(pool, run->block, run->slot, run->count);
             num_blocks += is_back;
-            if (!run->slot && !is_back) pool->reserved--;
+            if (!run->slot && !is_back) pool->free.reserved--;
         }
     }
-    kvc_pool_unreserve(pool, num_blocks, &pool->reserved);
+    kvc_pool_unreserve(pool, num_blocks, &pool->free.reserved);
 }
 
 /* Gives back what was put in the cross-attention layers of group g. */
@@ -252,7 +252,7 @@ static void drop_all_cross(const kvc_batch *batch, int32_t g) {
     kvc_pool *pool = &batch->cache->pools[g];
     for (int32_t s = 0; s < batch->num_sequences; s++)
         if (kvc_pending_of(batch, g, s)->num) kvc_drop_cross(batch, g, s);
-    kvc_pool_unreserve(pool, pool->reserved, &pool->reserved);
+    kvc_pool_unreserve(pool, pool->free.reserved, &pool->free.reserved);
 }
 
 /* Gives back the memory that the batch's sequences were given in lists. */

@@ -343,7 +343,7 @@ int64_t kvc_bytes_after(const kvc_batch *batch) {
     const kvc_cache *cache = batch->cache;
     int64_t bytes = other_bytes_after(batch);
     for (int32_t g = 0; g < cache->num_groups; g++)
-        bytes += cache->pools[g].row_bytes + cache->pools[g].demand.more_bytes;
+        bytes += cache->pools[g].counts.row_bytes + cache->pools[g].demand.more_bytes;
     return bytes;
 }
 
@@ -387,8 +387,8 @@ static kvc_status find_needs(const kvc_batch *batch, int compacts) {
         const kvc_pool *pool = &cache->pools[g];
         status = find_demand(batch, g, compacts >= COMPACT_ALL);
         if (compacts != COMPACT_SCATTERED) continue;
-        const int is_scattered = (pool->filled - pool->live) * 4 > pool->filled && pool->demand.new_blocks &&
-                                 kvc_compaction_gain(cache, g) * 4 > pool->filled;
+        const int is_scattered = (pool->counts.filled - pool->counts.live) * 4 > pool->counts.filled &&
+                                 pool->demand.new_blocks && kvc_compaction_gain(cache, g) * 4 > pool->counts.filled;
         /* If there is no memory for a compaction, the batch takes more memory. */
         if (is_scattered || KVC_BUGGIFY()) find_demand(batch, g, 1);
     }
@@ -558,11 +558,11 @@ kvc_status kvc_prepare(kvc_batch *batch) {
         if (more > INT32_MAX - pool->num_blocks)
             status = kvc_fail(KVC_ERR_NOMEM, "out of memory for %lld blocks", (long long)more);
         else if (more)
-            status = kvc_pool_reserve(pool, pool->num_free + (int32_t)more, &pool->reserved);
+            status = kvc_pool_reserve(pool, pool->free.num + (int32_t)more, &pool->free.reserved);
     }
     if (status != KVC_OK)
         for (g -= 2; g >= 0; g--)
-            kvc_pool_unreserve(&cache->pools[g], cache->pools[g].num_free, &cache->pools[g].reserved);
+            kvc_pool_unreserve(&cache->pools[g], cache->pools[g].free.num, &cache->pools[g].free.reserved);
     return status;
 }
 

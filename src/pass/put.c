@@ -192,11 +192,11 @@ kvc_status kvc_resolve_put(const kvc_batch *batch, int32_t layer, kvc_put_args *
 
 void kvc_drop_cross(const kvc_batch *batch, int32_t g, int32_t s) {
     kvc_pool *pool = &batch->cache->pools[g];
-    const int32_t num_free = pool->num_free;
+    const int32_t num_free = pool->free.num;
     kvc_drop_part(pool, kvc_pending_of(batch, g, s)->runs);
     if (!batch->sequences[s].is_buffered) return;
-    const int32_t done = kvc_pool_shrink(pool, 0, pool->num_free - num_free);
-    pool->reserved -= done < pool->reserved ? done : pool->reserved;
+    const int32_t done = kvc_pool_shrink(pool, 0, pool->free.num - num_free);
+    pool->free.reserved -= done < pool->free.reserved ? done : pool->free.reserved;
 }
 
 void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all) {
@@ -210,7 +210,7 @@ void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all) {
         pending->runs[0] = put->run;
         pending->num = 1;
         atomic_fetch_add(&batch->num_cross_puts[put->group - batch->cache->num_token_groups], 1);
-        pool->reserved += put->reserved; /* all are given back at once */
+        pool->free.reserved += put->reserved; /* all are given back at once */
     } else {
         const int32_t num_blocks = kvc_pool_untake(pool, put->run.block, put->run.slot, put->run.count);
         kvc_pool_unreserve(pool, num_blocks, &put->reserved);

@@ -84,7 +84,7 @@ static void fault_slots(const kvc_batch *batch, int32_t g) {
     kvc_pool *pool = &batch->cache->pools[g];
     const kvc_pending *pending = kvc_pending_of(batch, g, 0);
     int32_t rest = pending->num_tokens;
-    kvc_block *block = pending->last_block, *next = pool->free;
+    kvc_block *block = pending->last_block, *next = pool->free.first;
     const kvc_block *last = block;
     for (int32_t fill = block ? block->fill : pool->block_size; rest > 0; fill = 0) {
         const int32_t taken = rest < pool->block_size - fill ? rest : pool->block_size - fill;
@@ -120,9 +120,9 @@ static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) 
     kvc_forget_demands(cache);
     kvc_sequence *sequence = batch->sequences->sequence;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
-        cache->pools[g].reserved = 0;
+        cache->pools[g].free.reserved = 0;
         fault_slots(batch, g);
-        cache->pools[g].num_loose = 0;
+        cache->pools[g].free.num_loose = 0;
     }
     sequence->in_batch = 0;
     if (kvc_sequence_is_blank(sequence) && !sequence->follower) kvc_cache_set_aside(cache, sequence);

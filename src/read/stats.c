@@ -35,8 +35,8 @@ double kvc_utilization(kvc_cache *cache) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_pool *pool = &cache->pools[g];
         const double slots = cache->limits.capacity ? (double)cache->limits.capacity
-                                                    : (double)(pool->num_blocks - pool->num_free) * pool->block_size;
-        const int64_t live = pool->live - pool->replacing - pool->evictable;
+                                                    : (double)(pool->num_blocks - pool->free.num) * pool->block_size;
+        const int64_t live = pool->counts.live - pool->counts.replacing - pool->evicting.evictable;
         const double share = slots > 0 ? (double)live / slots : 0;
         if (share > most) most = share;
     }
@@ -50,14 +50,14 @@ void kvc_get_stats(kvc_cache *cache, kvc_stats *out, size_t size) {
     stats.retained = cache->evicting.num_kept;
     for (int32_t g = 0; g < cache->num_groups; g++) {
         const kvc_pool *pool = &cache->pools[g];
-        stats.blocks_opened += pool->opened;
-        stats.blocks_reused += pool->reused;
-        stats.blocks_returned += pool->returned;
-        stats.live_slots += pool->live;
-        stats.wasted_slots += pool->filled - pool->live;
-        stats.blocks_in_use += pool->num_blocks - pool->num_free;
-        stats.blocks_free += pool->num_free;
-        stats.evictable_slots += pool->evictable;
+        stats.blocks_opened += pool->counts.opened;
+        stats.blocks_reused += pool->counts.reused;
+        stats.blocks_returned += pool->counts.returned;
+        stats.live_slots += pool->counts.live;
+        stats.wasted_slots += pool->counts.filled - pool->counts.live;
+        stats.blocks_in_use += pool->num_blocks - pool->free.num;
+        stats.blocks_free += pool->free.num;
+        stats.evictable_slots += pool->evicting.evictable;
     }
     kvc_unlock(cache, KVC_OK);
     kvc_write_struct(out, size, &stats, sizeof stats);

@@ -34,10 +34,10 @@ void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t bl
 /* Put a block into the list of blocks that may lack memory, or take it out; do nothing if it is there, or is not. */
 static void list_untaken(kvc_pool *pool, kvc_block *block) {
     if (block->untaken_at) return;
-    block->next_untaken = pool->untaken;
-    block->untaken_at = &pool->untaken;
-    if (pool->untaken) pool->untaken->untaken_at = &block->next_untaken;
-    pool->untaken = block;
+    block->next_untaken = pool->free.untaken;
+    block->untaken_at = &pool->free.untaken;
+    if (pool->free.untaken) pool->free.untaken->untaken_at = &block->next_untaken;
+    pool->free.untaken = block;
 }
 
 static void unlist_untaken(kvc_block *block) {
@@ -98,34 +98,34 @@ static kvc_status new_block(kvc_pool *pool, kvc_block ***end) {
     list_block(pool, block);
     **end = block;
     *end = &block->next;
-    pool->num_free++;
-    pool->opened++;
-    pool->row_bytes += kvc_pool_block_bytes(pool, 0);
+    pool->free.num++;
+    pool->counts.opened++;
+    pool->counts.row_bytes += kvc_pool_block_bytes(pool, 0);
     return KVC_OK;
 }
 
 /* Returns the link behind the first num_free blocks of the free list. */
 static kvc_block **list_end(kvc_pool *pool, int32_t num_free) {
-    kvc_block **end = &pool->free;
+    kvc_block **end = &pool->free.first;
     while (num_free--) end = &(*end)->next;
     return end;
 }
 
 kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count, int32_t *reserved) {
-    const int32_t before = pool->num_free;
+    const int32_t before = pool->free.num;
     kvc_status status = KVC_OK;
     *reserved = 0;
     if (count <= before) return KVC_OK;
     /* New blocks go to the end of the list: blocks that were used before are resident, and are to be used first. */
     kvc_block **end = list_end(pool, before);
-    while (status == KVC_OK && pool->num_free < count) status = new_block(pool, &end);
-    *reserved = pool->num_free - before;
-    if (status != KVC_OK) kvc_pool_unreserve(pool, pool->num_free, reserved);
+    while (status == KVC_OK && pool->free.num < count) status = new_block(pool, &end);
+    *reserved = pool->free.num - before;
+    if (status != KVC_OK) kvc_pool_unreserve(pool, pool->free.num, reserved);
     return status;
 }
 
 int32_t kvc_pool_shrink(kvc_pool *pool, int32_t num_left, int32_t count) {
-    if (num_left >= pool->num_free) return 0;
+    if (num_left >= pool->free.num) return 0;
     kvc_block **first = list_end(pool, num_left);
     int32_t done = 0;
     while (done < count && *first) {
@@ -137,34 +137,34 @@ int32_t kvc_pool_shrink(kvc_pool *pool, int32_t num_left, int32_t count) {
         done++;
         *first = block->next;
         unlist_block(pool, block);
-        pool->num_free--;
-        pool->returned++;
-        pool->row_bytes -= kvc_pool_block_bytes(pool, block->faulted);
+        pool->free.num--;
+        pool->counts.returned++;
+        pool->counts.row_bytes -= kvc_pool_block_bytes(pool, block->faulted);
         free_block(pool, block);
     }
-    if (pool->num_loose > pool->num_free) pool->num_loose = pool->num_free;
+    if (pool->free.num_loose > pool->free.num) pool->free.num_loose = pool->free.num;
     return done;
 }
 
 int32_t kvc_pool_surplus(const kvc_pool *pool, int64_t num_sequences) {
-    if (!pool->num_loose) return 0;
-    const int64_t size = pool->block_size, unused = (pool->num_blocks - pool->num_free) * size - pool->live;
+    if (!pool->free.num_loose) return 0;
+    const int64_t size = pool->block_size, unused = (pool->num_blocks - pool->free.num) * size - pool->counts.live;
     const int64_t needed = 2 * num_sequences - (unused + size - 1) / size;
-    const int64_t surplus = pool->num_free - (needed > pool->last_taken ? needed : pool->last_taken);
-    return (int32_t)(surplus > pool->num_loose ? pool->num_loose : surplus > 0 ? surplus : 0);
+    const int64_t surplus = pool->free.num - (needed > pool->free.last_taken ? needed : pool->free.last_taken);
+    return (int32_t)(surplus > pool->free.num_loose ? pool->free.num_loose : surplus > 0 ? surplus : 0);
 }
 
 int32_t kvc_pool_give_surplus(kvc_pool *pool, int32_t count) {
-    const int32_t before = pool->num_loose, done = kvc_pool_shrink(pool, before - count, count);
-    pool->num_loose = before - done;
+    const int32_t before = pool->free.num_loose, done = kvc_pool_shrink(pool, before - count, count);
+    pool->free.num_loose = before - done;
     return done;
 }
 
 /* Undoes kvc_pool_open of a block that is free again. */
 static void unopen(kvc_pool *pool, kvc_block *block) {
     const int32_t faulted = block->touched_before;
-    pool->reused -= faulted != 0;
-    pool->num_loose += block->was_loose;
+    pool->counts.reused -= faulted != 0;
+    pool->free.num_loose += block->was_loose;
     block->fill = faulted; /* keeps the memory that was faulted before */
     kvc_pool_purge(pool, block, 1);
     block->fill = 0;
@@ -174,8 +174,8 @@ static void unopen(kvc_pool *pool, kvc_block *block) {
 
 void kvc_pool_unreserve(kvc_pool *pool, int32_t num_used, int32_t *reserved) {
     const int32_t done = kvc_pool_shrink(pool, num_used - *reserved, *reserved);
-    pool->opened -= done;
-    pool->returned -= done;
+    pool->counts.opened -= done;
+    pool->counts.returned -= done;
     *reserved = 0;
 }
 
@@ -228,7 +228,7 @@ void kvc_pool_purge(kvc_pool *pool, kvc_block *block, int32_t num_threads) {
     kvc_memory_mark(pool->memory, block->rows, 0);
     kvc_parallel(kvc_threads_for((double)bytes, WORTH_THREADS, num_threads), kvc_pool_num_regions(pool), purge_region,
                  &work);
-    pool->row_bytes -= bytes;
+    pool->counts.row_bytes -= bytes;
     block->faulted = block->fill;
     block->collapsed = 0; /* a huge page that reached past the fill mark is divided */
     if (block->resident > block->fill) block->resident = block->fill;
@@ -364,7 +364,7 @@ static int fault_in_block(const kvc_pool *pool, const kvc_block *block, kvc_taki
 }
 
 int kvc_pool_next_fault(kvc_pool *pool, kvc_taking *taking, kvc_page_work *work) {
-    for (kvc_block *block; (block = pool->untaken);) {
+    for (kvc_block *block; (block = pool->free.untaken);) {
         if (block->fill < block->faulted && block->resident < block->faulted) {
             if (block != taking->block || taking->to != block->faulted) /* it was purged, or reserved, meanwhile */
                 *taking = (kvc_taking){.block = block, .to = block->faulted};
@@ -379,12 +379,12 @@ int kvc_pool_next_fault(kvc_pool *pool, kvc_taking *taking, kvc_page_work *work)
 /* ---- slots ------------------------------------------------------------------------------------------------------- */
 
 kvc_block *kvc_pool_open(kvc_pool *pool) {
-    kvc_block *block = pool->free;
-    pool->free = block->next;
-    pool->num_free--;
-    block->was_loose = pool->num_loose > 0; /* they are the first: expiries come right before */
-    pool->num_loose -= block->was_loose;
-    if (block->faulted) pool->reused++;
+    kvc_block *block = pool->free.first;
+    pool->free.first = block->next;
+    pool->free.num--;
+    block->was_loose = pool->free.num_loose > 0; /* they are the first: expiries come right before */
+    pool->free.num_loose -= block->was_loose;
+    if (block->faulted) pool->counts.reused++;
     block->is_free = 0;
     block->next = NULL;
     block->touched_before = block->faulted;
@@ -394,7 +394,7 @@ kvc_block *kvc_pool_open(kvc_pool *pool) {
 void kvc_pool_fault(kvc_pool *pool, kvc_block *block, int32_t count) {
     if (count > block->fill) list_untaken(pool, block);
     if (count <= block->faulted) return;
-    pool->row_bytes += kvc_pool_block_bytes(pool, count) - kvc_pool_block_bytes(pool, block->faulted);
+    pool->counts.row_bytes += kvc_pool_block_bytes(pool, count) - kvc_pool_block_bytes(pool, block->faulted);
     block->faulted = count;
 }
 
@@ -406,8 +406,8 @@ int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count) {
     block->fill += count;
     block->epoch = pool->epoch;
     block->live += count;
-    pool->live += count;
-    pool->filled += count;
+    pool->counts.live += count;
+    pool->counts.filled += count;
     kvc_pool_fault(pool, block, block->fill);
     kvc_pool_recount(block);
     return slot;
@@ -416,9 +416,9 @@ int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count) {
 /* Adds to the number of slots whose holders may all be evicted. */
 static void add_evictable(kvc_block *block, int32_t num) {
     block->evictable += num;
-    block->pool->evictable += num;
+    block->pool->evicting.evictable += num;
     kvc_pool_recount(block);
-    if (num > 0 && (block->useless || block->num_watchers)) block->pool->freed(block->pool, block);
+    if (num > 0 && (block->useless || block->num_watchers)) block->pool->evicting.freed(block->pool, block);
 }
 
 static int is_evictable(const kvc_holders *holders) { return holders->num && holders->num == holders->evictable; }
@@ -452,26 +452,26 @@ void kvc_pool_mark_evictable(kvc_block *block, int32_t slot, int32_t count, int3
 static void free_if_empty(kvc_pool *pool, kvc_block *block) {
     if (block->live || block->pins || block->is_free) return;
     block->is_free = 1;
-    block->next = pool->free;
-    pool->free = block;
-    pool->num_free++;
+    block->next = pool->free.first;
+    pool->free.first = block;
+    pool->free.num++;
 }
 
 /* Lowers the fill mark to the end of the last slot that is held; frees the block if no slot is. */
 static void lower_fill(kvc_pool *pool, kvc_block *block) {
     if (block->pins) return;
-    pool->filled -= block->fill;
+    pool->counts.filled -= block->fill;
     block->fill = kvc_pool_use(block, KVC_NOW).fill;
-    pool->filled += block->fill;
+    pool->counts.filled += block->fill;
     free_if_empty(pool, block);
 }
 
 void kvc_pool_refill(kvc_pool *pool, kvc_block *const *blocks, int32_t num_blocks, int32_t live) {
     for (int32_t i = 0; i < num_blocks; i++) {
         kvc_block *block = blocks[i];
-        pool->filled -= block->fill;
+        pool->counts.filled -= block->fill;
         block->fill = block->live = live < pool->block_size ? live : pool->block_size;
-        pool->filled += block->fill;
+        pool->counts.filled += block->fill;
         kvc_pool_fault(pool, block, block->fill);
         live -= block->fill;
         int32_t evictable = 0;
@@ -488,7 +488,7 @@ void kvc_pool_drop(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count
         evictable += is_evictable(at);
     }
     block->live -= dead;
-    pool->live -= dead;
+    pool->counts.live -= dead;
     if (block->live == 0 || slot + count == block->fill) lower_fill(pool, block);
     add_evictable(block, evictable);
 }

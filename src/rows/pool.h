@@ -63,18 +63,18 @@ typedef struct kvc_block {
     int32_t planned;        /* number of slots past fill that a batch about to begin will take */
     int32_t evictable;      /* number of live slots whose holders may all be evicted */
     kvc_standing *useless;  /* list of the sequences with rows in this block alone that free no slots of it */
-    int32_t num_watchers;   /* runs here of those in pool->useless */
-    uint32_t choice;        /* value of pool->num_choices when a call was to drop rows of it */
+    int32_t num_watchers;   /* runs here of those in pool->evicting.useless */
+    uint32_t choice;        /* value of pool->evicting.num_choices when a call was to drop rows of it */
     int32_t *targets;       /* [fill] while a compaction is planned: the new places of its slots; NULL: none */
     struct kvc_block *next_tried; /* in the list of a preview */
     int8_t is_tried;              /* it is in that list */
     int32_t number;        /* while a state is saved: of the blocks with rows that are saved, from 1 on; else 0 */
     struct kvc_pool *pool; /* NULL: the block is a row buffer's */
     kvc_use noted[KVC_NUM_SCOPES];                /* what pool->tallies count of it */
-    struct kvc_block *next_untaken, **untaken_at; /* place in pool->untaken; NULL: it is not there */
+    struct kvc_block *next_untaken, **untaken_at; /* place in pool->free.untaken; NULL: it is not there */
     int8_t is_ordered;                            /* while a compaction is planned: it has its place in the order */
     int8_t is_free;                               /* it is in the list of free blocks */
-    int8_t was_loose;                             /* it counted in pool->num_loose when it was opened */
+    int8_t was_loose;                             /* it counted in pool->free.num_loose when it was opened */
     int8_t is_row_buffer;                         /* the block is a row buffer's, of no pool; never changes */
     kvc_holders holders[];                        /* [block_size] of each slot, for slots below fill */
 } kvc_block;
@@ -125,6 +125,35 @@ typedef struct kvc_demand {
     int64_t least_bytes; /* bytes of rows and bookkeeping of existing blocks, if all free memory is given back */
 } kvc_demand;
 
+/* The free blocks of a group, and the blocks that batches have not filled yet. */
+typedef struct kvc_free_blocks {
+    kvc_block *first;   /* list of free blocks, last freed first: its rows may still be in the CPU's caches */
+    kvc_block *untaken; /* list of blocks in which slots past the fill mark count as faulted, and may lack memory */
+    int32_t num;
+    int32_t num_loose;  /* number of these that expiries freed, and that no batch has taken since: kvc_pool_surplus */
+    int32_t last_taken; /* blocks that the last batch took */
+    int32_t reserved;   /* blocks opened for the open batch, or for a batch that is about to begin */
+} kvc_free_blocks;
+
+/* What the sequences that may be evicted hold of a group: cache/useful.h. */
+typedef struct kvc_pool_evicting {
+    int64_t evictable;                                      /* number of live slots whose holders may all be evicted */
+    kvc_sorted useful;                                      /* by last use: evictable sequences that free slots */
+    kvc_standing *useless;                                  /* list of those that free none, and have several runs */
+    void (*freed)(struct kvc_pool *pool, kvc_block *block); /* slots of these may be held only by evictable ones */
+    uint32_t num_choices;                                   /* calls that have looked for victims */
+    int32_t lacks_slots; /* while victims are chosen: the call needs more slots here than are free */
+} kvc_pool_evicting;
+
+/* Counts over all blocks of a group. */
+typedef struct kvc_pool_counts {
+    int64_t live;      /* number of slots that sequences hold */
+    int64_t replacing; /* how many of them are to replace others: in rewrites, and in restoring batches */
+    int64_t filled;    /* number of slots below fill marks */
+    int64_t row_bytes; /* resident bytes of all blocks' rows */
+    int64_t opened, reused, returned; /* counters of blocks: kvc_stats */
+} kvc_pool_counts;
+
 typedef struct kvc_pool {
     kvc_memory *memory;
     int32_t group;
@@ -136,31 +165,17 @@ typedef struct kvc_pool {
     int collapses;             /* its OS pages are collapsed into huge ones */
     const kvc_layout *layouts; /* [num_layers] of the group's layers */
     int32_t num_layers;
-    kvc_block *first, *last; /* list of all blocks that have memory */
     int32_t num_blocks;
-    kvc_block *free; /* list of free blocks, last freed first: its rows may still be in the CPU's caches */
-    int32_t num_free;
-    kvc_block *untaken; /* list of blocks in which slots past the fill mark count as faulted, and may lack memory */
-    int32_t num_loose;  /* number of these that expiries freed, and that no batch has taken since: kvc_pool_surplus */
-    int32_t last_taken; /* blocks that the last batch took */
+    kvc_block *first, *last; /* list of all blocks that have memory */
+    kvc_free_blocks free;
     kvc_demand demand;
-    int32_t reserved;                  /* blocks opened for the open batch, or for a batch that is about to begin */
-    int32_t lacks_slots;               /* while victims are chosen: the call needs more slots here than are free */
     struct kvc_compaction *compaction; /* the planned compaction; NULL: none */
     kvc_block *collapse_block;         /* the next block to look at for pages to collapse; NULL: the first one */
     uint32_t epoch;                    /* 1 + batches ended; in a block of this epoch, slots may lack rows */
     int32_t counts_bytes;              /* tallies have bytes; set before blocks are opened */
     kvc_tally tallies[KVC_NUM_SCOPES]; /* of all blocks */
-    int64_t live;                      /* number of slots that sequences hold, over all blocks */
-    int64_t evictable;                 /* of these, whose holders may all be evicted */
-    kvc_sorted useful;                 /* by last use: evictable sequences that free slots */
-    kvc_standing *useless;             /* list of those that free none, and have several runs */
-    void (*freed)(struct kvc_pool *pool, kvc_block *block); /* slots of these may be held only by evictable ones */
-    uint32_t num_choices;                                   /* calls that have looked for victims */
-    int64_t replacing; /* how many of them are to replace others: in rewrites, and in restoring batches */
-    int64_t filled;    /* number of slots below fill marks, over all blocks */
-    int64_t row_bytes; /* resident bytes of all blocks' rows */
-    int64_t opened, reused, returned; /* counters of blocks: kvc_stats */
+    kvc_pool_counts counts;
+    kvc_pool_evicting evicting;
 } kvc_pool;
 
 void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t block_size, const kvc_layout *layouts,

@@ -218,7 +218,7 @@ static kvc_status take_slots(visitor *v, int32_t g) {
         e->block = block;
         kvc_pool_take(pool, block, e->count);
         memset(block->holders + e->slot, 0, (size_t)e->count * sizeof *block->holders); /* until runs hold them */
-        pool->replacing += e->count;
+        pool->counts.replacing += e->count;
     }
     *to = extents;
     return KVC_OK;

@@ -71,7 +71,7 @@ static void unpin(kvc_state *state) {
 /* Counts the rows of a group as rows of sequences. */
 static void uncount_replacing(kvc_state *state, int32_t g) {
     const kvc_extents *extents = &state->groups[g];
-    for (int64_t i = 0; i < extents->num; i++) state->cache->pools[g].replacing -= extents->items[i].count;
+    for (int64_t i = 0; i < extents->num; i++) state->cache->pools[g].counts.replacing -= extents->items[i].count;
 }
 
 void kvc_state_accept(kvc_state *state) {

@@ -126,7 +126,7 @@ static void close_without(const kvc_need *need, int32_t g, kvc_preview *preview)
 int64_t kvc_live_after(const kvc_need *need, int32_t g, kvc_scope scope) {
     kvc_preview preview = open_without(need, g, scope);
     close_without(need, g, &preview);
-    return need->cache->pools[g].live - preview.slots;
+    return need->cache->pools[g].counts.live - preview.slots;
 }
 
 int kvc_exceeds_capacity(const kvc_need *need, int32_t g, int64_t more, int64_t *live) {
@@ -134,7 +134,7 @@ int kvc_exceeds_capacity(const kvc_need *need, int32_t g, int64_t more, int64_t 
     if (!cache->limits.capacity) return 0;
     *live = kvc_live_after(need, g, need->scope);
     if (*live + more <= cache->limits.capacity) return 0;
-    cache->pools[g].lacks_slots = 1;
+    cache->pools[g].evicting.lacks_slots = 1;
     return 1;
 }
 
@@ -169,7 +169,7 @@ static void note_freed(const kvc_need *need, int32_t g) {
         unheld found = {0, 0};
         kvc_runs_visit(&victim->runs[g], 0, KVC_END, count_unheld, &found);
         if (found.slots) victim->evicting.frees |= full;
-        if ((cache->evicting.lacks_bytes && found.loose) || (cache->pools[g].lacks_slots && found.slots))
+        if ((cache->evicting.lacks_bytes && found.loose) || (cache->pools[g].evicting.lacks_slots && found.slots))
             victim->evicting.frees |= FREES_LACKING;
     }
     close_without(need, g, &preview);
@@ -181,7 +181,7 @@ static void note_dropped(const kvc_need *need) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         kvc_pool *pool = &cache->pools[g];
         const kvc_preview lost = {.pool = pool, .cache = cache, .expires = need->expires}; /* there are no victims */
-        pool->num_choices++;
+        pool->evicting.num_choices++;
         kvc_preview_visit_lost(&lost, kvc_useful_beside, pool);
         if (need->visit_replaced) need->visit_replaced(need, g, kvc_useful_beside, pool);
     }
@@ -231,12 +231,12 @@ static void sift(const kvc_need *need) {
 /* Counts what was noted as lacking. */
 static int32_t count_lacking(const kvc_cache *cache) {
     int32_t num = cache->evicting.lacks_bytes;
-    for (int32_t g = 0; g < cache->num_token_groups; g++) num += cache->pools[g].lacks_slots;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) num += cache->pools[g].evicting.lacks_slots;
     return num;
 }
 
 static int lacks_rows_of(const kvc_cache *cache, int32_t g) {
-    return cache->evicting.lacks_bytes || cache->pools[g].lacks_slots;
+    return cache->evicting.lacks_bytes || cache->pools[g].evicting.lacks_slots;
 }
 
 /* Returns the least recently used sequence used after `used` with rows that may free what is lacking, or NULL. */
@@ -331,7 +331,7 @@ kvc_status kvc_choose_victims(const kvc_need *need) {
     }
     const int lacks_bytes = cache->evicting.lacks_bytes;
     cache->evicting.lacks_bytes = 0;
-    for (int32_t g = 0; g < cache->num_token_groups; g++) cache->pools[g].lacks_slots = 0;
+    for (int32_t g = 0; g < cache->num_token_groups; g++) cache->pools[g].evicting.lacks_slots = 0;
     if (status != KVC_OK) kvc_let_victims_stay(cache);
     return status == KVC_ERR_FULL ? fail_by_fixed(cache, lacks_bytes) : status;
 }

@@ -67,7 +67,7 @@ kvc_status kvc_fit_max_bytes(kvc_cache *cache, int64_t before, const char *what)
  * or, in KVC_FIXED, all that may be evicted. */
 int64_t kvc_live_after(const kvc_need *need, int32_t g, kvc_scope scope);
 
-/* Returns whether these, *live, and `more` exceed the capacity, and notes that in pool->lacks_slots. */
+/* Returns whether these, *live, and `more` exceed the capacity, and notes that in pool->evicting.lacks_slots. */
 int kvc_exceeds_capacity(const kvc_need *need, int32_t g, int64_t more, int64_t *live);
 
 #endif

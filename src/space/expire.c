@@ -45,9 +45,9 @@ void kvc_preview_undo_part(void *preview, const kvc_run *part) {
 
 kvc_preview kvc_preview_open(kvc_cache *cache, int32_t g, kvc_scope scope, int expires) {
     kvc_pool *pool = &cache->pools[g];
-    kvc_preview preview = {.pool = pool, .cache = cache, .scope = scope, .expires = expires, .free = pool->free};
+    kvc_preview preview = {.pool = pool, .cache = cache, .scope = scope, .expires = expires, .free = pool->free.first};
     kvc_preview_visit_lost(&preview, uncount_part, &preview);
-    if (scope == KVC_FIXED) preview.slots += pool->evictable;
+    if (scope == KVC_FIXED) preview.slots += pool->evicting.evictable;
     return preview;
 }
 
@@ -72,7 +72,7 @@ void kvc_preview_close(kvc_preview *preview) {
         block->next_tried = NULL;
         block->is_tried = 0;
     }
-    while (preview->free != preview->pool->free) {
+    while (preview->free != preview->pool->free.first) {
         kvc_block *block = preview->free;
         preview->free = block->next;
         block->next = NULL;
@@ -85,9 +85,9 @@ void kvc_preview_close(kvc_preview *preview) {
 static void expire(kvc_cache *cache, kvc_sequence *sequence, int32_t g) {
     kvc_pool *pool = &cache->pools[g];
     const kvc_interval gone = kvc_policy_expired(&cache->policies[g], sequence->min_query_position);
-    const int32_t before = pool->num_free;
+    const int32_t before = pool->free.num;
     cache->stats.rows_expired += kvc_runs_expire(&sequence->runs[g], pool, gone.begin, gone.end);
-    pool->num_loose += pool->num_free - before;
+    pool->free.num_loose += pool->free.num - before;
 }
 
 void kvc_expire(kvc_cache *cache, int32_t g) {
@@ -114,12 +114,12 @@ void kvc_set_min_query_positions(kvc_cache *cache) {
 void kvc_append_staying(kvc_cache *cache, kvc_sequence *sequence, int32_t g, const kvc_run *run) {
     kvc_pool *pool = &cache->pools[g];
     const kvc_interval gone = kvc_policy_expired(&cache->policies[g], sequence->min_query_position);
-    const int32_t before = pool->num_free;
+    const int32_t before = pool->free.num;
     if (gone.begin < gone.end)
         cache->stats.rows_expired += kvc_runs_append_outside(&sequence->runs[g], pool, run, gone.begin, gone.end);
     else
         kvc_runs_append(&sequence->runs[g], run);
-    pool->num_loose += pool->num_free - before;
+    pool->free.num_loose += pool->free.num - before;
 }
 
 void kvc_expire_behind(kvc_cache *cache, kvc_sequence *sequence, int32_t last) {

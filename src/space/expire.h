@@ -28,7 +28,7 @@ typedef struct kvc_preview {
     const kvc_cache *cache;
     kvc_scope scope;
     int32_t expires;
-    kvc_block *free;  /* blocks that will be free, in order of use: blocks that become free, then pool->free.  In
+    kvc_block *free;  /* blocks that will be free, in order of use: blocks that become free, then pool->free.first.  In
                          KVC_FIXED, blocks of evicted sequences are left out */
     kvc_block *tried; /* list of the blocks whose counts differ */
     int64_t slots;    /* slots that lose their last holder */

@@ -5,7 +5,7 @@
 
 int64_t kvc_cache_bytes(const kvc_cache *cache) {
     int64_t bytes = cache->memory.bookkeeping + cache->buffers.bytes;
-    for (int32_t g = 0; g < cache->num_groups; g++) bytes += cache->pools[g].row_bytes;
+    for (int32_t g = 0; g < cache->num_groups; g++) bytes += cache->pools[g].counts.row_bytes;
     return bytes;
 }
 

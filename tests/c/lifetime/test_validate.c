@@ -68,21 +68,21 @@ static void test_blocks(void) {
     kvc_cache *cache = make_cache();
     kvc_pool *pool = &cache->pools[FULL];
     kvc_block *block = kvc_runs_end(&kvc_table_find(&cache->sequences, CHANGED)->runs[FULL])[-1].block;
-    CHECK(block->fill < pool->block_size && block->live == block->fill && pool->free);
-    BREAK(cache, pool->free->fill, -1, "the fill mark is -1 of 4");
+    CHECK(block->fill < pool->block_size && block->live == block->fill && pool->free.first);
+    BREAK(cache, pool->free.first->fill, -1, "the fill mark is -1 of 4");
     BREAK(cache, pool->block_size, 3, "the fill mark is 4 of 3");
     BREAK(cache, block->faulted, block->fill - 1, "faulted");
     BREAK(cache, block->collapsed, block->faulted + 1, "slots collapsed");
     BREAK(cache, block->resident, block->faulted + 1, "resident of");
     BREAK(cache, block->live, block->live + 1, "live slots are noted");
     BREAK(cache, block->is_free, 1, "0 pins, and is_free is 1");
-    BREAK(cache, pool->free->pins, 1, "0 live, 1 pins, and is_free is 1");
+    BREAK(cache, pool->free.first->pins, 1, "0 live, 1 pins, and is_free is 1");
     BREAK(cache, block->evictable, block->evictable + 1, "evictable slots are noted");
     BREAK(cache, block->noted[KVC_NOW].live, block->live + 1, "are counted in scope 0");
     BREAK(cache, block->noted[KVC_FIXED].fill, block->fill + 1, "are counted in scope 1");
     BREAK(cache, block->is_tried, 1, "still planned");
     BREAK(cache, block->planned, 1, "still planned");
-    BREAK(cache, pool->free->index, pool->free->index + 1, "stands at");
+    BREAK(cache, pool->free.first->index, pool->free.first->index + 1, "stands at");
 
     const kvc_block before = *block;
     const kvc_holders holders = block->holders[block->fill];
@@ -103,18 +103,18 @@ static void test_blocks(void) {
 static void test_pools(void) {
     kvc_cache *cache = make_cache();
     kvc_pool *pool = &cache->pools[SLIDING];
-    BREAK(cache, pool->live, pool->live + 1, "live and");
-    BREAK(cache, pool->filled, pool->filled - 1, "filled slots of");
-    BREAK(cache, pool->row_bytes, pool->row_bytes + 1, "bytes are noted");
-    BREAK(cache, pool->num_free, pool->num_free + 1, "free blocks are noted");
-    BREAK(cache, pool->num_loose, pool->num_free + 1, "free blocks are loose");
-    BREAK(cache, pool->evictable, pool->evictable + 1, "evictable slots are noted");
+    BREAK(cache, pool->counts.live, pool->counts.live + 1, "live and");
+    BREAK(cache, pool->counts.filled, pool->counts.filled - 1, "filled slots of");
+    BREAK(cache, pool->counts.row_bytes, pool->counts.row_bytes + 1, "bytes are noted");
+    BREAK(cache, pool->free.num, pool->free.num + 1, "free blocks are noted");
+    BREAK(cache, pool->free.num_loose, pool->free.num + 1, "free blocks are loose");
+    BREAK(cache, pool->evicting.evictable, pool->evicting.evictable + 1, "evictable slots are noted");
     BREAK(cache, pool->tallies[KVC_NOW].num_used, -1, "are tallied in scope 0");
     BREAK(cache, pool->tallies[KVC_FIXED].movable_live, -1, "are tallied in scope 1");
-    kvc_block *free_blocks = pool->free;
-    pool->free = NULL;
+    kvc_block *free_blocks = pool->free.first;
+    pool->free.first = NULL;
     CHECK_BROKEN(cache, "0 listed");
-    pool->free = free_blocks;
+    pool->free.first = free_blocks;
 
     const kvc_run *run = kvc_runs_begin(&kvc_table_find(&cache->sequences, CHANGED)->runs[SLIDING]);
     uint32_t *holders = &run->block->holders[run->slot].num;
