@@ -8,13 +8,14 @@ static kvc_block *block_of(const kvc_run_list *list) { return list->num == 1 ? k
 
 /* Adds to the number of sequences in the list of the pool that have rows in these blocks. */
 static void watch(const kvc_run_list *list, int32_t add) {
-    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) run->block->num_watchers += add;
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
+        run->block->evicting.num_watchers += add;
 }
 
 static void list_useless(kvc_pool *pool, kvc_standing *standing) {
     const kvc_run_list *runs = &standing->sequence->runs[pool->group];
     kvc_block *block = block_of(runs);
-    kvc_standing **list = block ? &block->useless : &pool->evicting.useless;
+    kvc_standing **list = block ? &block->evicting.useless : &pool->evicting.useless;
     if (!block) watch(runs, 1);
     standing->next = *list;
     standing->at = list;
@@ -71,8 +72,8 @@ static void wake_list(kvc_pool *pool, kvc_standing *list, int all) {
 }
 
 static void wake(kvc_pool *pool, kvc_block *block, int all) {
-    wake_list(pool, block->useless, all);
-    if (block->num_watchers) wake_list(pool, pool->evicting.useless, all);
+    wake_list(pool, block->evicting.useless, all);
+    if (block->evicting.num_watchers) wake_list(pool, pool->evicting.useless, all);
 }
 
 static void freed(kvc_pool *pool, kvc_block *block) { wake(pool, block, 0); }
@@ -108,7 +109,8 @@ int kvc_useful_check(kvc_pool *pool, kvc_sequence *sequence) {
     kvc_standing *standing = &sequence->evicting.standings[pool->group];
     if (!standing->sequence || standing->at) return 0;
     for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
-        if (run->block->choice == pool->evicting.num_choices || kvc_pool_frees(run->block, run->slot, run->count))
+        if (run->block->evicting.choice == pool->evicting.num_choices ||
+            kvc_pool_frees(run->block, run->slot, run->count))
             return 1;
     kvc_sorted_remove(&pool->evicting.useful, &standing->links);
     list_useless(pool, standing);
@@ -117,6 +119,6 @@ int kvc_useful_check(kvc_pool *pool, kvc_sequence *sequence) {
 
 void kvc_useful_beside(void *context, const kvc_run *part) {
     kvc_pool *pool = context;
-    part->block->choice = pool->evicting.num_choices;
+    part->block->evicting.choice = pool->evicting.num_choices;
     wake(pool, part->block, 1);
 }

@@ -30,7 +30,7 @@ typedef struct group_work {
 /* Returns whether a row is copied, as kvc_change asks. */
 static int is_disputed(const void *context, const kvc_run *run, int32_t slot) {
     const group_work *w = context;
-    return run->delta != 0 && w->deltas[run->block->index][slot] == DISPUTED;
+    return run->delta != 0 && w->deltas[run->block->listed.index][slot] == DISPUTED;
 }
 
 /* Returns the list of a sequence; NULL if victims lose their rows in the group. */
@@ -50,15 +50,15 @@ static void free_array(const group_work *w, void *p, uint64_t count, size_t item
 static void note_deltas(const group_work *w) {
     const kvc_pool *pool = &w->cache->pools[w->group];
     w->deltas[0] = w->slot_deltas;
-    for (const kvc_block *block = pool->first; block; block = block->later)
-        w->deltas[block->index + 1] = w->deltas[block->index] + block->fill;
+    for (const kvc_block *block = pool->first; block; block = block->listed.later)
+        w->deltas[block->listed.index + 1] = w->deltas[block->listed.index] + block->fill;
     for (size_t i = 0; i < w->num_slots; i++) w->slot_deltas[i] = UNHELD;
     const kvc_table *table = &w->cache->sequences;
     for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s)) {
         const kvc_run_list *list = list_of(w->cache, w->group, s);
         for (const kvc_run *run = list ? kvc_runs_begin(list) : NULL; run && run < kvc_runs_end(list); run++)
             for (int32_t n = 0; n < run->count; n++) {
-                int32_t *delta = &w->deltas[run->block->index][run->slot + n];
+                int32_t *delta = &w->deltas[run->block->listed.index][run->slot + n];
                 *delta = *delta == UNHELD || *delta == run->delta ? run->delta : DISPUTED;
             }
     }
@@ -67,7 +67,7 @@ static void note_deltas(const group_work *w) {
 /* Gets all memory, notes deltas and makes rewrites: everything that can fail. */
 static kvc_status prepare_group(group_work *w) {
     const kvc_pool *pool = &w->cache->pools[w->group];
-    for (const kvc_block *block = pool->first; block; block = block->later) w->num_slots += (size_t)block->fill;
+    for (const kvc_block *block = pool->first; block; block = block->listed.later) w->num_slots += (size_t)block->fill;
     w->blocks = alloc_array(w, (size_t)w->num_blocks, sizeof *w->blocks);
     w->deltas = alloc_array(w, (size_t)w->num_blocks, sizeof *w->deltas);
     w->slot_deltas = alloc_array(w, w->num_slots, sizeof *w->slot_deltas);
@@ -75,8 +75,8 @@ static kvc_status prepare_group(group_work *w) {
     if (!w->blocks || !w->deltas || !w->slot_deltas || !w->rewrites)
         return kvc_fail(KVC_ERR_NOMEM, "out of memory to settle the keys of %zu slots", w->num_slots);
     note_deltas(w);
-    for (kvc_block *block = pool->first; block; block = block->later) { /* some may be given back meanwhile */
-        const int32_t b = block->index, *delta = w->deltas[b];
+    for (kvc_block *block = pool->first; block; block = block->listed.later) { /* some may be given back meanwhile */
+        const int32_t b = block->listed.index, *delta = w->deltas[b];
         while (delta < w->deltas[b + 1] && *delta == UNHELD) delta++;
         w->blocks[b] = delta < w->deltas[b + 1] ? block : NULL;
     }

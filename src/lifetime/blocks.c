@@ -47,8 +47,8 @@ static void add_block(list *to, const kvc_pool *pool, const kvc_block *block) {
                                  .live = block->live,
                                  .references = (int32_t)most,
                                  .is_held = block->pins != 0,
-                                 .resident = block->faulted,
-                                 .is_free = block->is_free};
+                                 .resident = block->pages.faulted,
+                                 .is_free = block->listed.is_free};
     add(to, &info, sizeof info);
 }
 
@@ -56,7 +56,7 @@ static void add_runs(void *to, const kvc_run *runs, int32_t num, const kvc_seque
     for (int32_t i = 0; i < num; i++) {
         const kvc_run *run = &runs[i];
         const kvc_run_info info = {.seq_id = sequence->id,
-                                   .block = run->block->index,
+                                   .block = run->block->listed.index,
                                    .slot = run->slot,
                                    .count = run->count,
                                    .position = kvc_position_of(run->position, run->block->pool->stride),
@@ -80,7 +80,7 @@ kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, s
     const int32_t g = cache->group_of[layer];
     const kvc_pool *pool = &cache->pools[g];
     kvc_lock(cache);
-    for (const kvc_block *block = pool->first; block; block = block->later) add_block(&block_list, pool, block);
+    for (const kvc_block *block = pool->first; block; block = block->listed.later) add_block(&block_list, pool, block);
     kvc_visit_runs(cache, g, add_runs, &run_list, 0);
     *num_blocks = block_list.num;
     *num_runs = run_list.num;

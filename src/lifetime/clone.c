@@ -56,7 +56,7 @@ static int32_t find_fills(const cloning *c, int32_t g, twin *twins) {
         if (!is_cloned(s)) continue;
         const kvc_run_list *list = &s->runs[g];
         for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
-            twin *t = &twins[run->block->index];
+            twin *t = &twins[run->block->listed.index];
             num += !t->fill;
             if (run->slot + run->count > t->fill) t->fill = run->slot + run->count;
         }
@@ -111,8 +111,8 @@ static kvc_status reserve(cloning *c) {
  * holds all slots for now, so that their blocks stay open until there are runs that hold them. */
 static void open_blocks(cloning *c, int32_t g, twin *twins) {
     kvc_pool *pool = &c->to->pools[g];
-    for (kvc_block *block = c->from->pools[g].first; block; block = block->later) {
-        twin *t = &twins[block->index];
+    for (kvc_block *block = c->from->pools[g].first; block; block = block->listed.later) {
+        twin *t = &twins[block->listed.index];
         if (!t->fill) continue;
         *t = (twin){block, kvc_pool_open(pool), g, t->fill};
         kvc_pool_take(pool, t->to, t->fill);
@@ -130,7 +130,7 @@ static void copy_runs(kvc_run_list *to, const kvc_run_list *from, const twin *tw
     for (int32_t i = 0; i < from->num; i++) {
         kvc_run *run = &to->runs[i];
         *run = kvc_runs_begin(from)[i];
-        run->block = twins[run->block->index].to;
+        run->block = twins[run->block->listed.index].to;
         kvc_pool_hold(run->block, run->slot, run->count);
     }
 }

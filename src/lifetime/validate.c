@@ -43,29 +43,29 @@ static kvc_status check_block(const kvc_pool *pool, const kvc_block *block) {
         live += block->holders[s].num != 0;
         evictable += block->holders[s].num && block->holders[s].num == block->holders[s].evictable;
     }
-    REQUIRE(block->fill >= 0 && block->fill <= pool->block_size && block->fill <= block->faulted,
-            "group %d, block %d: the fill mark is %d of %d, %d faulted", pool->group, block->index, block->fill,
-            pool->block_size, block->faulted);
-    REQUIRE(block->collapsed <= block->faulted && block->resident <= block->faulted,
-            "group %d, block %d: %d slots collapsed and %d resident of %d faulted", pool->group, block->index,
-            block->collapsed, block->resident, block->faulted);
-    REQUIRE(live == block->live, "group %d, block %d: %d live slots are noted, there are %d", pool->group, block->index,
-            block->live, live);
-    REQUIRE(block->is_free == (!live && !block->pins), "group %d, block %d: %d live, %d pins, and is_free is %d",
-            pool->group, block->index, live, block->pins, block->is_free);
+    REQUIRE(block->fill >= 0 && block->fill <= pool->block_size && block->fill <= block->pages.faulted,
+            "group %d, block %d: the fill mark is %d of %d, %d faulted", pool->group, block->listed.index, block->fill,
+            pool->block_size, block->pages.faulted);
+    REQUIRE(block->pages.collapsed <= block->pages.faulted && block->pages.resident <= block->pages.faulted,
+            "group %d, block %d: %d slots collapsed and %d resident of %d faulted", pool->group, block->listed.index,
+            block->pages.collapsed, block->pages.resident, block->pages.faulted);
+    REQUIRE(live == block->live, "group %d, block %d: %d live slots are noted, there are %d", pool->group,
+            block->listed.index, block->live, live);
+    REQUIRE(block->listed.is_free == (!live && !block->pins), "group %d, block %d: %d live, %d pins, and is_free is %d",
+            pool->group, block->listed.index, live, block->pins, block->listed.is_free);
     REQUIRE(block->pins || !block->fill || block->holders[block->fill - 1].num,
-            "group %d, block %d: nobody holds the last slot", pool->group, block->index);
-    REQUIRE(evictable == block->evictable, "group %d, block %d: %d evictable slots are noted, there are %d",
-            pool->group, block->index, block->evictable, evictable);
+            "group %d, block %d: nobody holds the last slot", pool->group, block->listed.index);
+    REQUIRE(evictable == block->evicting.evictable, "group %d, block %d: %d evictable slots are noted, there are %d",
+            pool->group, block->listed.index, block->evicting.evictable, evictable);
     for (int scope = 0; scope < KVC_NUM_SCOPES; scope++) {
         const kvc_use use = kvc_pool_use(block, (kvc_scope)scope), *noted = &block->noted[scope];
         REQUIRE(use.fill == noted->fill && use.live == noted->live && use.is_used == noted->is_used &&
                     use.is_pinned == noted->is_pinned,
                 "group %d, block %d: %d slots up to %d are counted in scope %d, there are %d up to %d", pool->group,
-                block->index, noted->live, noted->fill, scope, use.live, use.fill);
+                block->listed.index, noted->live, noted->fill, scope, use.live, use.fill);
     }
-    REQUIRE(!block->planned && !block->is_tried && !pool->compaction, "group %d, block %d: slots are still planned",
-            pool->group, block->index);
+    REQUIRE(!block->plan.num_slots && !block->plan.is_tried && !pool->compaction,
+            "group %d, block %d: slots are still planned", pool->group, block->listed.index);
     return KVC_OK;
 }
 
@@ -73,7 +73,7 @@ static kvc_status check_tallies(const kvc_pool *pool) {
     for (int scope = 0; scope < KVC_NUM_SCOPES; scope++) {
         const kvc_tally *tally = &pool->tallies[scope];
         kvc_tally sum = {0};
-        for (const kvc_block *block = pool->first; block; block = block->later)
+        for (const kvc_block *block = pool->first; block; block = block->listed.later)
             kvc_tally_add(pool, &sum, block->noted[scope], 1);
         REQUIRE(sum.bytes == tally->bytes && sum.movable_bytes == tally->movable_bytes &&
                     sum.movable_slots == tally->movable_slots && sum.movable_live == tally->movable_live &&
@@ -87,18 +87,19 @@ static kvc_status check_tallies(const kvc_pool *pool) {
 static kvc_status check_pool(const kvc_pool *pool) {
     int64_t live = 0, filled = 0, bytes = 0, evictable = 0;
     int32_t num = 0, num_free = 0, listed = 0;
-    for (const kvc_block *block = pool->first, *before = NULL; block; before = block, block = block->later) {
-        REQUIRE(block->index == num++ && block->earlier == before, "group %d: block %d stands at %d", pool->group,
-                block->index, num - 1);
+    for (const kvc_block *block = pool->first, *before = NULL; block; before = block, block = block->listed.later) {
+        REQUIRE(block->listed.index == num++ && block->listed.earlier == before, "group %d: block %d stands at %d",
+                pool->group, block->listed.index, num - 1);
         const kvc_status status = check_block(pool, block);
         if (status != KVC_OK) return status;
         live += block->live;
-        evictable += block->evictable;
+        evictable += block->evicting.evictable;
         filled += block->fill;
-        num_free += block->is_free;
-        bytes += kvc_pool_block_bytes(pool, block->faulted);
+        num_free += block->listed.is_free;
+        bytes += kvc_pool_block_bytes(pool, block->pages.faulted);
     }
-    for (const kvc_block *block = pool->free.first; block && listed <= num_free; block = block->next) listed++;
+    for (const kvc_block *block = pool->free.first; block && listed <= num_free; block = block->listed.next_free)
+        listed++;
     REQUIRE(num == pool->num_blocks, "group %d: %d blocks are noted, %d listed", pool->group, pool->num_blocks, num);
     REQUIRE(live == pool->counts.live && filled == pool->counts.filled && bytes == pool->counts.row_bytes,
             "group %d: %lld live and %lld filled slots of %lld bytes are noted, there are %lld, %lld and %lld",
@@ -143,9 +144,9 @@ static kvc_status check_holders(const kvc_cache *cache, int32_t g) {
     const kvc_pool *pool = &cache->pools[g];
     int32_t bad = -1;
     kvc_visit_runs(cache, g, remove_holds, &(uint32_t){1}, 1);
-    for (const kvc_block *block = pool->first; block; block = block->later)
+    for (const kvc_block *block = pool->first; block; block = block->listed.later)
         for (int32_t s = 0; s < block->fill; s++)
-            if (block->holders[s].num || block->holders[s].evictable) bad = block->index;
+            if (block->holders[s].num || block->holders[s].evictable) bad = block->listed.index;
     kvc_visit_runs(cache, g, remove_holds, &(uint32_t){(uint32_t)-1}, 1);
     REQUIRE(bad < 0, "group %d, block %d: the holders of a slot are not the runs there are", g, bad);
     return KVC_OK;
@@ -191,7 +192,7 @@ static kvc_status check_useful(const kvc_cache *cache, const kvc_sequence *seque
                 "group %d, sequence %lld: it is not in its list", g, id);
         for (const kvc_run *run = kvc_runs_begin(list); standing->at && run < kvc_runs_end(list); run++)
             REQUIRE(!kvc_pool_frees(run->block, run->slot, run->count) &&
-                        (run->block->num_watchers || (list->num == 1 && run->block->useless)),
+                        (run->block->evicting.num_watchers || (list->num == 1 && run->block->evicting.useless)),
                     "group %d, sequence %lld: it frees slots, and counts as useless", g, id);
     }
     return KVC_OK;

@@ -18,7 +18,7 @@ static kvc_block *find(const kvc_batch *batch, const kvc_sequence *sequence, int
         int32_t end = run->position + run->count > gone.end ? run->count : gone.begin - run->position;
         if (end <= 0) continue;
         if (end > run->count) end = run->count;
-        const int32_t *targets = c ? block->targets : NULL;
+        const int32_t *targets = c ? block->plan.targets : NULL;
         if (targets) {
             const int32_t to = targets[run->slot + end - 1] / pool->block_size;
             block = c->order[to];
@@ -26,7 +26,7 @@ static kvc_block *find(const kvc_batch *batch, const kvc_sequence *sequence, int
         } else {
             *fill = kvc_pool_use(block, scope).fill;
         }
-        if (!needs_room || *fill + block->planned < pool->block_size) return block;
+        if (!needs_room || *fill + block->plan.num_slots < pool->block_size) return block;
     }
     return NULL;
 }
@@ -42,19 +42,19 @@ void kvc_find_last_block(const kvc_batch *batch, int32_t g, int32_t s, kvc_scope
     if (!block) block = find(batch, member->sequence, g, scope, 0, fill);
     pending->last_block = block;
     if (!block) return;
-    const int32_t room = batch->cache->pools[g].block_size - *fill - block->planned;
+    const int32_t room = batch->cache->pools[g].block_size - *fill - block->plan.num_slots;
     pending->in_last = pending->num_tokens < room ? pending->num_tokens : room;
-    block->planned += pending->in_last;
+    block->plan.num_slots += pending->in_last;
 }
 
 int64_t kvc_take_planned(const kvc_pool *pool, kvc_block *block, int32_t fill) {
-    const kvc_use use = {.fill = fill + block->planned, .is_used = fill || block->planned || block->pins};
-    block->planned = 0;
+    const kvc_use use = {.fill = fill + block->plan.num_slots, .is_used = fill || block->plan.num_slots || block->pins};
+    block->plan.num_slots = 0;
     return kvc_pool_used_bytes(pool, use);
 }
 
 void kvc_add_planned(const kvc_preview *preview, kvc_block *block, int64_t *bytes) {
-    if (!block->planned) return;
+    if (!block->plan.num_slots) return;
     const kvc_use use = kvc_pool_use(block, preview->scope);
     *bytes += kvc_take_planned(preview->pool, block, use.fill) - kvc_pool_used_bytes(preview->pool, use);
 }

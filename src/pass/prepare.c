@@ -168,7 +168,7 @@ int32_t kvc_slots_saved(const kvc_batch *batch, const kvc_batch_sequence *member
 
 /* Adds the memory of slots [from, to) of a block that were never faulted; slots below `from` are counted elsewhere. */
 static void add_faulted(kvc_pool *pool, const kvc_block *block, int32_t from, int32_t to) {
-    if (from < block->faulted) from = block->faulted;
+    if (from < block->pages.faulted) from = block->pages.faulted;
     if (from < to) pool->demand.more_bytes += kvc_pool_block_bytes(pool, to) - kvc_pool_block_bytes(pool, from);
 }
 
@@ -183,7 +183,7 @@ static void add_new_blocks(kvc_pool *pool, int32_t num_slots) {
 
 /* Adds the blocks that sequence s of the batch will fill in group g: its last block, then free ones from *next on, then
  * new ones.  *next becomes the first free block that is left.  Several sequences may share their last block, so the
- * slots that one will take are noted in block->planned. */
+ * slots that one will take are noted in block->plan.num_slots. */
 static void add_sequence(const kvc_batch *batch, int32_t g, int32_t s, kvc_block **next) {
     const kvc_batch_sequence *member = &batch->sequences[s];
     const kvc_pending *pending = kvc_pending_of(batch, g, s);
@@ -193,15 +193,15 @@ static void add_sequence(const kvc_batch *batch, int32_t g, int32_t s, kvc_block
     kvc_find_last_block(batch, g, s, batch->scope, &fill);
     kvc_block *last = pending->last_block;
     if (last) {
-        const int32_t taken = pending->in_last, end = fill + last->planned;
+        const int32_t taken = pending->in_last, end = fill + last->plan.num_slots;
         add_faulted(pool, last, end - taken, end);
         rest -= batch->in_several ? kvc_slots_saved(batch, member, g, last, taken) : taken;
     }
-    for (kvc_block *block; rest > 0 && (block = *next); rest -= block->planned) {
-        *next = block->next;
+    for (kvc_block *block; rest > 0 && (block = *next); rest -= block->plan.num_slots) {
+        *next = block->listed.next_free;
         pool->demand.num_blocks++;
-        block->planned = rest < pool->block_size ? rest : pool->block_size;
-        add_faulted(pool, block, 0, block->planned);
+        block->plan.num_slots = rest < pool->block_size ? rest : pool->block_size;
+        add_faulted(pool, block, 0, block->plan.num_slots);
     }
     if (rest > 0) add_new_blocks(pool, rest);
 }
@@ -220,7 +220,8 @@ static int64_t least_bytes(const kvc_batch *batch, const kvc_preview *preview, c
         kvc_block *last = kvc_pending_of(batch, pool->group, s)->last_block;
         if (last) kvc_add_planned(preview, last, &bytes);
     }
-    for (kvc_block *block = preview->free; block != next; block = block->next) kvc_add_planned(preview, block, &bytes);
+    for (kvc_block *block = preview->free; block != next; block = block->listed.next_free)
+        kvc_add_planned(preview, block, &bytes);
     return bytes;
 }
 
@@ -252,9 +253,9 @@ static kvc_status find_demand(const kvc_batch *batch, int32_t g, int compacts) {
         if (cache->limits.max_bytes) pool->demand.least_bytes = least_bytes(batch, &preview, next);
         for (int32_t s = 0; s < batch->num_sequences; s++) {
             kvc_block *last = kvc_pending_of(batch, g, s)->last_block;
-            if (last) last->planned = 0;
+            if (last) last->plan.num_slots = 0;
         }
-        for (kvc_block *block = preview.free; block != next; block = block->next) block->planned = 0;
+        for (kvc_block *block = preview.free; block != next; block = block->listed.next_free) block->plan.num_slots = 0;
     }
     kvc_preview_close(&preview);
     return status;

@@ -92,7 +92,7 @@ static void fault_slots(const kvc_batch *batch, int32_t g) {
         const int may_move = taken && block == last && batch->in_several;
         rest -= may_move ? kvc_slots_saved(batch, batch->sequences, g, block, taken) : taken;
         block = next;
-        if (next) next = next->next;
+        if (next) next = next->listed.next_free;
     }
 }
 

@@ -33,19 +33,19 @@ void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t bl
 
 /* Put a block into the list of blocks that may lack memory, or take it out; do nothing if it is there, or is not. */
 static void list_untaken(kvc_pool *pool, kvc_block *block) {
-    if (block->untaken_at) return;
-    block->next_untaken = pool->free.untaken;
-    block->untaken_at = &pool->free.untaken;
-    if (pool->free.untaken) pool->free.untaken->untaken_at = &block->next_untaken;
+    if (block->listed.untaken_at) return;
+    block->listed.next_untaken = pool->free.untaken;
+    block->listed.untaken_at = &pool->free.untaken;
+    if (pool->free.untaken) pool->free.untaken->listed.untaken_at = &block->listed.next_untaken;
     pool->free.untaken = block;
 }
 
 static void unlist_untaken(kvc_block *block) {
-    if (!block->untaken_at) return;
-    *block->untaken_at = block->next_untaken;
-    if (block->next_untaken) block->next_untaken->untaken_at = block->untaken_at;
-    block->next_untaken = NULL;
-    block->untaken_at = NULL;
+    if (!block->listed.untaken_at) return;
+    *block->listed.untaken_at = block->listed.next_untaken;
+    if (block->listed.next_untaken) block->listed.next_untaken->listed.untaken_at = block->listed.untaken_at;
+    block->listed.next_untaken = NULL;
+    block->listed.untaken_at = NULL;
 }
 
 static void free_block(kvc_pool *pool, kvc_block *block) {
@@ -56,9 +56,9 @@ static void free_block(kvc_pool *pool, kvc_block *block) {
 
 /* Puts a block at the end of the list of all blocks. */
 static void list_block(kvc_pool *pool, kvc_block *block) {
-    block->index = pool->num_blocks++;
-    block->earlier = pool->last;
-    *(pool->last ? &pool->last->later : &pool->first) = block;
+    block->listed.index = pool->num_blocks++;
+    block->listed.earlier = pool->last;
+    *(pool->last ? &pool->last->listed.later : &pool->first) = block;
     pool->last = block;
 }
 
@@ -67,14 +67,14 @@ static void unlist_block(kvc_pool *pool, kvc_block *block) {
     kvc_block *last = pool->last;
     if (pool->collapse_block == block) pool->collapse_block = last == block ? NULL : last;
     pool->num_blocks--;
-    pool->last = last->earlier;
-    *(last->earlier ? &last->earlier->later : &pool->first) = NULL;
+    pool->last = last->listed.earlier;
+    *(last->listed.earlier ? &last->listed.earlier->listed.later : &pool->first) = NULL;
     if (last == block) return;
-    last->index = block->index;
-    last->earlier = block->earlier;
-    last->later = block->later;
-    *(last->earlier ? &last->earlier->later : &pool->first) = last;
-    *(last->later ? &last->later->earlier : &pool->last) = last;
+    last->listed.index = block->listed.index;
+    last->listed.earlier = block->listed.earlier;
+    last->listed.later = block->listed.later;
+    *(last->listed.earlier ? &last->listed.earlier->listed.later : &pool->first) = last;
+    *(last->listed.later ? &last->listed.later->listed.earlier : &pool->last) = last;
 }
 
 void kvc_pool_destroy(kvc_pool *pool) {
@@ -94,10 +94,10 @@ static kvc_status new_block(kvc_pool *pool, kvc_block ***end) {
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for a block of %d slots, %zu bytes", pool->block_size,
                         pool->block_bytes);
     }
-    *block = (kvc_block){.rows = rows, .pool = pool, .is_free = 1};
+    *block = (kvc_block){.rows = rows, .pool = pool, .listed.is_free = 1};
     list_block(pool, block);
     **end = block;
-    *end = &block->next;
+    *end = &block->listed.next_free;
     pool->free.num++;
     pool->counts.opened++;
     pool->counts.row_bytes += kvc_pool_block_bytes(pool, 0);
@@ -107,7 +107,7 @@ static kvc_status new_block(kvc_pool *pool, kvc_block ***end) {
 /* Returns the link behind the first num_free blocks of the free list. */
 static kvc_block **list_end(kvc_pool *pool, int32_t num_free) {
     kvc_block **end = &pool->free.first;
-    while (num_free--) end = &(*end)->next;
+    while (num_free--) end = &(*end)->listed.next_free;
     return end;
 }
 
@@ -131,15 +131,15 @@ int32_t kvc_pool_shrink(kvc_pool *pool, int32_t num_left, int32_t count) {
     while (done < count && *first) {
         kvc_block *block = *first;
         if (kvc_memory_is_busy(pool->memory, block->rows, pool->block_bytes)) {
-            first = &block->next;
+            first = &block->listed.next_free;
             continue;
         }
         done++;
-        *first = block->next;
+        *first = block->listed.next_free;
         unlist_block(pool, block);
         pool->free.num--;
         pool->counts.returned++;
-        pool->counts.row_bytes -= kvc_pool_block_bytes(pool, block->faulted);
+        pool->counts.row_bytes -= kvc_pool_block_bytes(pool, block->pages.faulted);
         free_block(pool, block);
     }
     if (pool->free.num_loose > pool->free.num) pool->free.num_loose = pool->free.num;
@@ -162,14 +162,14 @@ int32_t kvc_pool_give_surplus(kvc_pool *pool, int32_t count) {
 
 /* Undoes kvc_pool_open of a block that is free again. */
 static void unopen(kvc_pool *pool, kvc_block *block) {
-    const int32_t faulted = block->touched_before;
+    const int32_t faulted = block->pages.touched_before;
     pool->counts.reused -= faulted != 0;
-    pool->free.num_loose += block->was_loose;
+    pool->free.num_loose += block->listed.was_loose;
     block->fill = faulted; /* keeps the memory that was faulted before */
     kvc_pool_purge(pool, block, 1);
     block->fill = 0;
-    if (!pool->is_lazy) block->faulted = faulted;
-    if (block->resident > block->faulted) block->resident = block->faulted;
+    if (!pool->is_lazy) block->pages.faulted = faulted;
+    if (block->pages.resident > block->pages.faulted) block->pages.resident = block->pages.faulted;
 }
 
 void kvc_pool_unreserve(kvc_pool *pool, int32_t num_used, int32_t *reserved) {
@@ -216,23 +216,23 @@ static void purge_region(void *context, int64_t index) {
     const kvc_block *block = ((const purge *)context)->block;
     const kvc_region at = kvc_pool_region(pool, index);
     kvc_memory_purge(pool->memory, block->rows + at.offset + (size_t)block->fill * at.row_bytes,
-                     (size_t)(block->faulted - block->fill) * at.row_bytes);
+                     (size_t)(block->pages.faulted - block->fill) * at.row_bytes);
 }
 
 void kvc_pool_purge(kvc_pool *pool, kvc_block *block, int32_t num_threads) {
-    if (block->fill >= block->faulted || !pool->is_lazy ||
+    if (block->fill >= block->pages.faulted || !pool->is_lazy ||
         kvc_memory_is_busy(pool->memory, block->rows, pool->block_bytes))
         return;
-    const int64_t bytes = kvc_pool_block_bytes(pool, block->faulted) - kvc_pool_block_bytes(pool, block->fill);
+    const int64_t bytes = kvc_pool_block_bytes(pool, block->pages.faulted) - kvc_pool_block_bytes(pool, block->fill);
     purge work = {pool, block};
     kvc_memory_mark(pool->memory, block->rows, 0);
     kvc_parallel(kvc_threads_for((double)bytes, WORTH_THREADS, num_threads), kvc_pool_num_regions(pool), purge_region,
                  &work);
     pool->counts.row_bytes -= bytes;
-    block->faulted = block->fill;
-    block->collapsed = 0; /* a huge page that reached past the fill mark is divided */
-    if (block->resident > block->fill) block->resident = block->fill;
-    block->collapse_next = 0;
+    block->pages.faulted = block->fill;
+    block->pages.collapsed = 0; /* a huge page that reached past the fill mark is divided */
+    if (block->pages.resident > block->fill) block->pages.resident = block->fill;
+    block->pages.collapse_next = 0;
 }
 
 int64_t kvc_pool_slot_bytes(const kvc_pool *pool) {
@@ -282,8 +282,9 @@ static int is_filled(const kvc_pool *pool, size_t begin, int32_t to) {
 static int collapse_step(const kvc_pool *pool, const kvc_block *block, int64_t step, kvc_page_work *work) {
     const uintptr_t rows = (uintptr_t)block->rows, page = huge_page_at(block, step);
     const int is_own = page >= rows && page + KVC_HUGE_PAGE <= rows + pool->block_bytes;
-    if (is_own ? !is_filled(pool, page - rows, block->collapse_to) || is_filled(pool, page - rows, block->collapsed)
-               : block->collapse_to < pool->block_size || !kvc_memory_fills(pool->memory, (void *)page))
+    if (is_own ? !is_filled(pool, page - rows, block->pages.collapse_to) ||
+                     is_filled(pool, page - rows, block->pages.collapsed)
+               : block->pages.collapse_to < pool->block_size || !kvc_memory_fills(pool->memory, (void *)page))
         return 0;
     work->p = (uint8_t *)page;
     work->size = KVC_HUGE_PAGE;
@@ -293,11 +294,11 @@ static int collapse_step(const kvc_pool *pool, const kvc_block *block, int64_t s
 /* Finds the next pages to collapse in a block up to collapse_to; returns 0 if no pages are left. */
 static int next_step(const kvc_pool *pool, kvc_block *block, kvc_page_work *work) {
     const uintptr_t end = (uintptr_t)block->rows + pool->block_bytes;
-    if (block->collapse_to == pool->block_size) kvc_memory_mark(pool->memory, block->rows, 1);
-    while (huge_page_at(block, block->collapse_next) < end)
-        if (collapse_step(pool, block, block->collapse_next++, work)) return 1;
-    block->collapsed = block->collapse_to;
-    block->collapse_next = 0;
+    if (block->pages.collapse_to == pool->block_size) kvc_memory_mark(pool->memory, block->rows, 1);
+    while (huge_page_at(block, block->pages.collapse_next) < end)
+        if (collapse_step(pool, block, block->pages.collapse_next++, work)) return 1;
+    block->pages.collapsed = block->pages.collapse_to;
+    block->pages.collapse_next = 0;
     return 0;
 }
 
@@ -305,21 +306,22 @@ static int next_step(const kvc_pool *pool, kvc_block *block, kvc_page_work *work
  * millisecond or more, so the steps of a block are spread over many batches. */
 static int next_in_block(const kvc_pool *pool, kvc_block *block, kvc_page_work *work) {
     for (;;) {
-        if (block->collapse_next == 0) {
-            const int is_ahead = block->resident > block->fill;
-            const int32_t to = is_ahead ? block->resident : block->fill;
+        if (block->pages.collapse_next == 0) {
+            const int is_ahead = block->pages.resident > block->fill;
+            const int32_t to = is_ahead ? block->pages.resident : block->fill;
             const int is_full = to == pool->block_size;
-            if (block->epoch == pool->epoch || to - block->collapsed < (is_full || is_ahead ? 1 : COLLAPSE_SLOTS))
+            if (block->pages.epoch == pool->epoch ||
+                to - block->pages.collapsed < (is_full || is_ahead ? 1 : COLLAPSE_SLOTS))
                 return 0;
-            block->collapse_to = to;
+            block->pages.collapse_to = to;
         }
         if (next_step(pool, block, work)) return 1;
     }
 }
 
 int kvc_pool_next_filled(kvc_pool *pool, kvc_block *block, kvc_page_work *work) {
-    if (!pool->collapses || block->collapsed >= block->fill) return 0;
-    block->collapse_to = block->fill;
+    if (!pool->collapses || block->pages.collapsed >= block->fill) return 0;
+    block->pages.collapse_to = block->fill;
     return next_step(pool, block, work);
 }
 
@@ -338,9 +340,9 @@ int kvc_pool_next_collapse(kvc_pool *pool, kvc_collapsing *collapsing, kvc_page_
     if (collapsing->blocks > pool->num_blocks) collapsing->blocks = pool->num_blocks;
     for (; collapsing->steps > 0 && collapsing->blocks > 0; collapsing->blocks--) {
         kvc_block *block = pool->collapse_block = pool->collapse_block ? pool->collapse_block : pool->first;
-        if ((!collapsing->is_ahead || block->resident > block->fill) && next_in_block(pool, block, work))
+        if ((!collapsing->is_ahead || block->pages.resident > block->fill) && next_in_block(pool, block, work))
             return collapsing->steps-- > 0;
-        pool->collapse_block = block->later;
+        pool->collapse_block = block->listed.later;
     }
     return 0;
 }
@@ -349,7 +351,7 @@ int kvc_pool_next_collapse(kvc_pool *pool, kvc_collapsing *collapsing, kvc_page_
 
 /* Finds the next piece of memory in a block's slots past the fill mark; returns 0 if nothing is left. */
 static int fault_in_block(const kvc_pool *pool, const kvc_block *block, kvc_taking *taking, kvc_page_work *work) {
-    const size_t from = (size_t)(block->fill > block->resident ? block->fill : block->resident);
+    const size_t from = (size_t)(block->fill > block->pages.resident ? block->fill : block->pages.resident);
     for (; taking->region < kvc_pool_num_regions(pool); taking->region++, taking->done = 0) {
         const kvc_region at = kvc_pool_region(pool, taking->region);
         const size_t begin = from * at.row_bytes, end = (size_t)taking->to * at.row_bytes;
@@ -365,13 +367,14 @@ static int fault_in_block(const kvc_pool *pool, const kvc_block *block, kvc_taki
 
 int kvc_pool_next_fault(kvc_pool *pool, kvc_taking *taking, kvc_page_work *work) {
     for (kvc_block *block; (block = pool->free.untaken);) {
-        if (block->fill < block->faulted && block->resident < block->faulted) {
-            if (block != taking->block || taking->to != block->faulted) /* it was purged, or reserved, meanwhile */
-                *taking = (kvc_taking){.block = block, .to = block->faulted};
+        if (block->fill < block->pages.faulted && block->pages.resident < block->pages.faulted) {
+            if (block != taking->block ||
+                taking->to != block->pages.faulted) /* it was purged, or reserved, meanwhile */
+                *taking = (kvc_taking){.block = block, .to = block->pages.faulted};
             if (fault_in_block(pool, block, taking, work)) return 1;
-            block->resident = taking->to;
+            block->pages.resident = taking->to;
         }
-        if (block->resident >= block->faulted || block->fill >= block->faulted) unlist_untaken(block);
+        if (block->pages.resident >= block->pages.faulted || block->fill >= block->pages.faulted) unlist_untaken(block);
     }
     return 0;
 }
@@ -380,22 +383,22 @@ int kvc_pool_next_fault(kvc_pool *pool, kvc_taking *taking, kvc_page_work *work)
 
 kvc_block *kvc_pool_open(kvc_pool *pool) {
     kvc_block *block = pool->free.first;
-    pool->free.first = block->next;
+    pool->free.first = block->listed.next_free;
     pool->free.num--;
-    block->was_loose = pool->free.num_loose > 0; /* they are the first: expiries come right before */
-    pool->free.num_loose -= block->was_loose;
-    if (block->faulted) pool->counts.reused++;
-    block->is_free = 0;
-    block->next = NULL;
-    block->touched_before = block->faulted;
+    block->listed.was_loose = pool->free.num_loose > 0; /* they are the first: expiries come right before */
+    pool->free.num_loose -= block->listed.was_loose;
+    if (block->pages.faulted) pool->counts.reused++;
+    block->listed.is_free = 0;
+    block->listed.next_free = NULL;
+    block->pages.touched_before = block->pages.faulted;
     return block;
 }
 
 void kvc_pool_fault(kvc_pool *pool, kvc_block *block, int32_t count) {
     if (count > block->fill) list_untaken(pool, block);
-    if (count <= block->faulted) return;
-    pool->counts.row_bytes += kvc_pool_block_bytes(pool, count) - kvc_pool_block_bytes(pool, block->faulted);
-    block->faulted = count;
+    if (count <= block->pages.faulted) return;
+    pool->counts.row_bytes += kvc_pool_block_bytes(pool, count) - kvc_pool_block_bytes(pool, block->pages.faulted);
+    block->pages.faulted = count;
 }
 
 /* ---- holders of slots -------------------------------------------------------------------------------------------- */
@@ -404,7 +407,7 @@ int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count) {
     const int32_t slot = block->fill;
     for (int32_t i = 0; i < count; i++) block->holders[slot + i] = (kvc_holders){1, 0};
     block->fill += count;
-    block->epoch = pool->epoch;
+    block->pages.epoch = pool->epoch;
     block->live += count;
     pool->counts.live += count;
     pool->counts.filled += count;
@@ -415,17 +418,18 @@ int32_t kvc_pool_take(kvc_pool *pool, kvc_block *block, int32_t count) {
 
 /* Adds to the number of slots whose holders may all be evicted. */
 static void add_evictable(kvc_block *block, int32_t num) {
-    block->evictable += num;
+    block->evicting.evictable += num;
     block->pool->evicting.evictable += num;
     kvc_pool_recount(block);
-    if (num > 0 && (block->useless || block->num_watchers)) block->pool->evicting.freed(block->pool, block);
+    if (num > 0 && (block->evicting.useless || block->evicting.num_watchers))
+        block->pool->evicting.freed(block->pool, block);
 }
 
 static int is_evictable(const kvc_holders *holders) { return holders->num && holders->num == holders->evictable; }
 
 int kvc_pool_frees(const kvc_block *block, int32_t slot, int32_t count) {
     const kvc_holders *at = block->holders + slot;
-    for (int32_t i = 0; block->evictable && i < count; i++)
+    for (int32_t i = 0; block->evicting.evictable && i < count; i++)
         if (is_evictable(&at[i])) return 1;
     return 0;
 }
@@ -450,9 +454,9 @@ void kvc_pool_mark_evictable(kvc_block *block, int32_t slot, int32_t count, int3
 }
 
 static void free_if_empty(kvc_pool *pool, kvc_block *block) {
-    if (block->live || block->pins || block->is_free) return;
-    block->is_free = 1;
-    block->next = pool->free.first;
+    if (block->live || block->pins || block->listed.is_free) return;
+    block->listed.is_free = 1;
+    block->listed.next_free = pool->free.first;
     pool->free.first = block;
     pool->free.num++;
 }
@@ -476,7 +480,7 @@ void kvc_pool_refill(kvc_pool *pool, kvc_block *const *blocks, int32_t num_block
         live -= block->fill;
         int32_t evictable = 0;
         for (int32_t s = 0; s < block->fill; s++) evictable += is_evictable(&block->holders[s]);
-        add_evictable(block, evictable - block->evictable);
+        add_evictable(block, evictable - block->evicting.evictable);
         free_if_empty(pool, block);
     }
 }
@@ -496,7 +500,7 @@ void kvc_pool_drop(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count
 int32_t kvc_pool_untake(kvc_pool *pool, kvc_block *block, int32_t slot, int32_t count) {
     kvc_pool_drop(pool, block, slot, count);
     list_untaken(pool, block); /* nothing may have been written there */
-    if (slot || !block->is_free) return 0;
+    if (slot || !block->listed.is_free) return 0;
     unopen(pool, block);
     return 1;
 }

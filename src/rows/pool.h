@@ -43,40 +43,67 @@ typedef struct kvc_tally {
     int32_t num_movable;   /* of these, that a compaction moves */
 } kvc_tally;
 
+/* Places of a block in lists. */
+typedef struct kvc_block_listings {
+    struct kvc_block *next_free;                  /* in the list of free blocks */
+    struct kvc_block *earlier, *later;            /* in the list of all blocks of the pool */
+    struct kvc_block *next_untaken, **untaken_at; /* in pool->free.untaken; NULL: it is not there */
+    int32_t index;        /* in the list of all, which changes as others are given back: read under the mutex */
+    int8_t is_free;       /* it is in the list of free blocks */
+    int8_t was_loose;     /* it counted in pool->free.num_loose when it was opened */
+    int8_t is_row_buffer; /* the block is a row buffer's, in no list; never changes */
+} kvc_block_listings;
+
+/* The memory of a block's rows. */
+typedef struct kvc_block_pages {
+    int32_t faulted;        /* slots below this count as resident: handed out, or reserved, since memory was taken */
+    int32_t touched_before; /* value of `faulted` when it was opened */
+    int32_t resident;       /* slots below this have memory that kvc_pool_next_fault took beforehand */
+    uint32_t epoch;         /* pool->epoch when slots were last handed out */
+    int32_t collapsed;      /* huge pages that slots below this fill were made */
+    int32_t collapse_to;    /* value of `collapsed` after the steps from collapse_next on */
+    int64_t collapse_next;  /* index of the next huge page to look at; 0: none has been */
+} kvc_block_pages;
+
+/* What the sequences that may be evicted hold of a block: cache/useful.h. */
+typedef struct kvc_block_evicting {
+    kvc_standing *useless; /* list of the sequences with rows in this block alone that free no slots of it */
+    int32_t evictable;     /* number of live slots whose holders may all be evicted */
+    int32_t num_watchers;  /* runs here of those in pool->evicting.useless */
+    uint32_t choice;       /* value of pool->evicting.num_choices when a call was to drop rows of it */
+} kvc_block_evicting;
+
+/* What the running call plans with a block. */
+typedef struct kvc_block_plan {
+    int32_t *targets;             /* [fill] while a compaction is planned: the new places of its slots; NULL: none */
+    struct kvc_block *next_tried; /* in the list of a preview */
+    int32_t num_slots;            /* number of slots past fill that a batch about to begin will take */
+    int8_t is_tried;              /* it is in the list of a preview */
+    int8_t is_ordered;            /* while a compaction is planned: it has its place in the order */
+} kvc_block_plan;
+
+/* An example: a block of 8 slots, of which 6 were handed out.  Sequence A holds the slots 0, 1 and 5.  Sequence B,
+ * which may be evicted, holds the slots 1, 2 and 3:
+ *
+ *     slot               0  1  2  3  4  5  6  7     fill is 6
+ *     holders.num        1  2  1  1  0  1           live is 5: slot 4 is wasted while slot 5 is held
+ *     holders.evictable  0  1  1  1  0  0           evicting.evictable is 2: evicting B would free slots 2 and 3
+ */
 typedef struct kvc_block {
     /* Per layer and head of the group: K [slot][k_dim], then V [slot][v_dim], if stored, then scales of their rows, K
      * [slot] and V [slot], if their types have any. */
     uint8_t *rows;
-    struct kvc_block *next;            /* next block in the list of free blocks */
-    struct kvc_block *earlier, *later; /* place in the list of all blocks of the pool */
-    int32_t index;                     /* in that list, which changes as others are given back: read under the mutex */
-    int32_t fill;                      /* the fill mark: slots below it were handed out */
-    int32_t live;                      /* number of slots that sequences hold */
-    int32_t faulted;        /* slots below this count as resident: handed out, or reserved, since memory was taken */
-    int32_t touched_before; /* value of `faulted` when it was opened */
-    int32_t resident;       /* slots below this have memory that kvc_pool_next_fault took beforehand */
-    int32_t collapsed;      /* huge pages that slots below this fill were made */
-    int32_t collapse_to;    /* value of `collapsed` after the steps from collapse_next on */
-    int64_t collapse_next;  /* index of the next huge page to look at; 0: none has been */
-    uint32_t epoch;         /* pool->epoch when slots were last handed out */
-    int32_t pins;           /* number of views and calls that keep the rows in place */
-    int32_t planned;        /* number of slots past fill that a batch about to begin will take */
-    int32_t evictable;      /* number of live slots whose holders may all be evicted */
-    kvc_standing *useless;  /* list of the sequences with rows in this block alone that free no slots of it */
-    int32_t num_watchers;   /* runs here of those in pool->evicting.useless */
-    uint32_t choice;        /* value of pool->evicting.num_choices when a call was to drop rows of it */
-    int32_t *targets;       /* [fill] while a compaction is planned: the new places of its slots; NULL: none */
-    struct kvc_block *next_tried; /* in the list of a preview */
-    int8_t is_tried;              /* it is in that list */
-    int32_t number;        /* while a state is saved: of the blocks with rows that are saved, from 1 on; else 0 */
-    struct kvc_pool *pool; /* NULL: the block is a row buffer's */
-    kvc_use noted[KVC_NUM_SCOPES];                /* what pool->tallies count of it */
-    struct kvc_block *next_untaken, **untaken_at; /* place in pool->free.untaken; NULL: it is not there */
-    int8_t is_ordered;                            /* while a compaction is planned: it has its place in the order */
-    int8_t is_free;                               /* it is in the list of free blocks */
-    int8_t was_loose;                             /* it counted in pool->free.num_loose when it was opened */
-    int8_t is_row_buffer;                         /* the block is a row buffer's, of no pool; never changes */
-    kvc_holders holders[];                        /* [block_size] of each slot, for slots below fill */
+    int32_t fill;   /* the fill mark: slots below it were handed out */
+    int32_t live;   /* number of slots that sequences hold */
+    int32_t pins;   /* number of views and calls that keep the rows in place */
+    int32_t number; /* while a state is saved: of the blocks with rows that are saved, from 1 on; else 0 */
+    kvc_use noted[KVC_NUM_SCOPES]; /* what pool->tallies count of it */
+    struct kvc_pool *pool;         /* NULL: the block is a row buffer's */
+    kvc_block_listings listed;
+    kvc_block_pages pages;
+    kvc_block_evicting evicting;
+    kvc_block_plan plan;
+    kvc_holders holders[]; /* [block_size] of each slot, for slots below fill */
 } kvc_block;
 
 /* The place of a layer's rows in a block. */

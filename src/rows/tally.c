@@ -27,7 +27,7 @@ static uint32_t uncounted(const kvc_holders *holders, kvc_scope scope) {
 }
 
 kvc_use kvc_pool_use(const kvc_block *block, kvc_scope scope) {
-    const int32_t live = block->live - (scope == KVC_FIXED ? block->evictable : 0);
+    const int32_t live = block->live - (scope == KVC_FIXED ? block->evicting.evictable : 0);
     kvc_use use = {.fill = block->fill, .live = live, .is_used = live || block->pins, .is_pinned = block->pins != 0};
     if (block->pins) return use;
     if (!live) use.fill = 0;

@@ -333,7 +333,7 @@ static void take_pages(kvc_state *state) {
     for (int32_t g = 0; g < state->cache->num_groups; g++)
         for (int64_t i = 0; i < state->groups[g].num; i++) {
             const kvc_extent *e = &state->groups[g].items[i];
-            if (!e->slot && e->block->touched_before < e->block->fill) kvc_take_filled(state->cache, g, e->block);
+            if (!e->slot && e->block->pages.touched_before < e->block->fill) kvc_take_filled(state->cache, g, e->block);
         }
 }
 

@@ -16,7 +16,7 @@
 enum { WORTH_THREADS = 1 << 18 }; /* bytes */
 
 static int is_movable(const kvc_compaction *c, const kvc_block *block) {
-    const int32_t live = block->live - (c->scope == KVC_FIXED ? block->evictable : 0);
+    const int32_t live = block->live - (c->scope == KVC_FIXED ? block->evicting.evictable : 0);
     return kvc_pool_is_movable(c->pool, (kvc_use){.live = live, .is_pinned = block->pins != 0});
 }
 
@@ -54,7 +54,7 @@ static void free_array(kvc_compaction *c, void *p, uint64_t count, size_t item) 
 }
 
 static void free_memory(kvc_compaction *c) {
-    for (int32_t i = 0; i < c->num_blocks; i++) c->order[i]->targets = NULL;
+    for (int32_t i = 0; i < c->num_blocks; i++) c->order[i]->plan.targets = NULL;
     free_array(c, c->order, (uint64_t)c->max_blocks, sizeof *c->order);
     free_array(c, c->slots, (uint64_t)c->num_slots, sizeof *c->slots);
     free_array(c, c->moves, (uint64_t)c->max_moves, sizeof *c->moves);
@@ -76,7 +76,7 @@ static int is_live(const kvc_compaction *c, const kvc_block *block, int32_t slot
 /* Adds a block to the order.  Its targets are not there yet. */
 static void add_block(kvc_compaction *c, kvc_block *block) {
     c->order[c->num_blocks++] = block;
-    block->is_ordered = 1;
+    block->plan.is_ordered = 1;
 }
 
 /* Returns the last block that may move, by rows of a sequence in the batch that is about to begin, or NULL.
@@ -99,10 +99,11 @@ static void order_blocks(kvc_compaction *c) {
         const kvc_run_list *list = &s->runs[c->group];
         if (s->evicting.fate == KVC_GOES) continue;
         for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
-            if (run->block != last && is_movable(c, run->block) && !run->block->is_ordered) add_block(c, run->block);
+            if (run->block != last && is_movable(c, run->block) && !run->block->plan.is_ordered)
+                add_block(c, run->block);
     }
     if (last) add_block(c, last);
-    for (int32_t i = 0; i < c->num_blocks; i++) c->order[i]->is_ordered = 0;
+    for (int32_t i = 0; i < c->num_blocks; i++) c->order[i]->plan.is_ordered = 0;
 }
 
 /* Gets memory for the places of the slots of all blocks in order, and for their moves; returns 0 if there is not
@@ -137,13 +138,13 @@ static void plan_moves(kvc_compaction *c) {
     int32_t next = 0, *targets = c->slots;
     for (int32_t i = 0; i < c->num_blocks; i++) {
         kvc_block *block = c->order[i];
-        block->targets = targets;
+        block->plan.targets = targets;
         targets += block->fill;
         for (int32_t s = 0; s < block->fill; s++) {
             if (!is_live(c, block, s)) continue;
             kvc_block *to = c->order[next / size];
             if (to != block || next % size != s) add_move(c, block, s, to, next % size);
-            block->targets[s] = next++;
+            block->plan.targets[s] = next++;
         }
     }
     c->live = next;
@@ -220,7 +221,7 @@ static void move_rows(kvc_compaction *c) {
 
 /* Takes the first slots off a run that stay side by side, and returns them in their new place. */
 static kvc_run next_moved(const kvc_compaction *c, kvc_run *rest) {
-    const int32_t *targets = rest->block->targets, size = c->pool->block_size;
+    const int32_t *targets = rest->block->plan.targets, size = c->pool->block_size;
     kvc_run part = *rest;
     if (targets) {
         const int32_t target = targets[rest->slot], room = size - target % size;

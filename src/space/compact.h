@@ -21,7 +21,7 @@ typedef struct kvc_compaction {
     kvc_scope scope;   /* KVC_FIXED: it is planned as if everything evictable were evicted, and not carried out */
     kvc_block **order; /* [max_blocks] the blocks that take part, in the order in which they are filled */
     int32_t num_blocks, max_blocks;
-    int32_t *slots; /* [num_slots] new places, counted over the blocks of `order`: block->targets points into it */
+    int32_t *slots; /* [num_slots] new places, counted over the blocks of `order`: block->plan.targets points into it */
     kvc_move *moves;
     int64_t num_moves, max_moves, num_slots;
     int32_t live; /* slots that sequences hold, in all blocks of `order` */

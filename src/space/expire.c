@@ -24,9 +24,9 @@ void kvc_preview_visit_lost(const kvc_preview *preview, kvc_part_fn *visit, void
 /* Takes the slots of a part out of the counts of their block; returns whether that will be free. */
 static int uncount(kvc_preview *p, const kvc_run *part) {
     kvc_block *block = part->block;
-    if (!block->is_tried) {
-        block->is_tried = 1;
-        block->next_tried = p->tried;
+    if (!block->plan.is_tried) {
+        block->plan.is_tried = 1;
+        block->plan.next_tried = p->tried;
         p->tried = block;
     }
     return kvc_pool_try_drop(block, p->scope, part->slot, part->count, &p->slots);
@@ -53,7 +53,7 @@ kvc_preview kvc_preview_open(kvc_cache *cache, int32_t g, kvc_scope scope, int e
 
 kvc_tally kvc_preview_tally(const kvc_preview *preview) {
     kvc_tally tally = preview->pool->tallies[preview->scope];
-    for (const kvc_block *block = preview->tried; block; block = block->next_tried) {
+    for (const kvc_block *block = preview->tried; block; block = block->plan.next_tried) {
         kvc_tally_add(preview->pool, &tally, block->noted[preview->scope], -1);
         kvc_tally_add(preview->pool, &tally, kvc_pool_use(block, preview->scope), 1);
     }
@@ -61,21 +61,21 @@ kvc_tally kvc_preview_tally(const kvc_preview *preview) {
 }
 
 void kvc_preview_add_free(kvc_preview *preview, kvc_block *block) {
-    block->next = preview->free;
+    block->listed.next_free = preview->free;
     preview->free = block;
 }
 
 void kvc_preview_close(kvc_preview *preview) {
     kvc_preview_visit_lost(preview, kvc_preview_undo_part, preview);
     for (kvc_block *block; (block = preview->tried);) {
-        preview->tried = block->next_tried;
-        block->next_tried = NULL;
-        block->is_tried = 0;
+        preview->tried = block->plan.next_tried;
+        block->plan.next_tried = NULL;
+        block->plan.is_tried = 0;
     }
     while (preview->free != preview->pool->free.first) {
         kvc_block *block = preview->free;
-        preview->free = block->next;
-        block->next = NULL;
+        preview->free = block->listed.next_free;
+        block->listed.next_free = NULL;
     }
 }
 

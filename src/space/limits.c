@@ -22,7 +22,7 @@ void kvc_give_back(kvc_cache *cache, int64_t most_bytes) {
     for (int32_t g = 0; g < cache->num_groups; g++) {
         kvc_pool *pool = &cache->pools[g];
         for (kvc_block *block = pool->first; pool->is_lazy && block && kvc_cache_bytes(cache) > most_bytes;
-             block = block->later)
+             block = block->listed.later)
             kvc_pool_purge(pool, block, kvc_cache_threads(cache));
     }
 }

@@ -35,7 +35,7 @@ kvc_status kvc_row_buffer_add(const kvc_batch *batch) {
     }
     *buffer = (kvc_row_buffer){
         .next = cache->buffers.first, .bytes = bytes, .row_bytes = row_bytes, .num_slots = n, .layer = -1};
-    *kvc_row_buffer_block(buffer) = (kvc_block){.rows = rows, .index = -1, .is_row_buffer = 1};
+    *kvc_row_buffer_block(buffer) = (kvc_block){.rows = rows, .listed.index = -1, .listed.is_row_buffer = 1};
     cache->buffers.first = buffer;
     cache->buffers.bytes += (int64_t)row_bytes;
     return KVC_OK;

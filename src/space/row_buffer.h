@@ -32,12 +32,12 @@ static inline uint8_t *kvc_row_buffer_written(const kvc_row_buffer *buffer) {
 
 /* Returns the buffer that a block belongs to; NULL if the block is a pool's. */
 static inline kvc_row_buffer *kvc_row_buffer_of(const kvc_block *block) {
-    return block->is_row_buffer ? (kvc_row_buffer *)block - 1 : NULL;
+    return block->listed.is_row_buffer ? (kvc_row_buffer *)block - 1 : NULL;
 }
 
 /* Returns where a layer's rows lie in a block. */
 static inline const kvc_layout *kvc_layout_in(const kvc_cache *cache, int32_t layer, const kvc_block *block) {
-    return block->is_row_buffer ? &kvc_row_buffer_of(block)->layout : &cache->layouts[cache->layout_of[layer]];
+    return block->listed.is_row_buffer ? &kvc_row_buffer_of(block)->layout : &cache->layouts[cache->layout_of[layer]];
 }
 
 /* Return the bytes of a row buffer for num_slots tokens: of its rows (UINT64_MAX if they do not fit the address space),

@@ -202,10 +202,10 @@ static void test_open_batch(int32_t block_size) {
     int32_t num_new = 0;
     meanwhile = begin_another;
     feed(cache, 0, TOKENS);
-    for (const kvc_block *block = pool->first; block; block = block->later)
-        if (block->epoch == pool->epoch) {
+    for (const kvc_block *block = pool->first; block; block = block->listed.later)
+        if (block->pages.epoch == pool->epoch) {
             num_new++;
-            CHECKF(!block->collapsed && !block->collapse_next, "joined before it was written");
+            CHECKF(!block->pages.collapsed && !block->pages.collapse_next, "joined before it was written");
         }
     CHECK(num_new > 0);
     num_collapsed = 0;
@@ -320,7 +320,8 @@ static void test_fork(void) {
 static int is_resident(kvc_cache *cache, int32_t slots) {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     const kvc_pool *pool = cache->pools;
-    for (const kvc_block *block = pool->first; block && slots > 0; block = block->later, slots -= pool->block_size)
+    for (const kvc_block *block = pool->first; block && slots > 0;
+         block = block->listed.later, slots -= pool->block_size)
         for (int64_t r = 0; r < kvc_pool_num_regions(pool); r++) {
             const kvc_region at = kvc_pool_region(pool, r);
             const size_t used = at.row_bytes * (size_t)(slots < pool->block_size ? slots : pool->block_size);

@@ -58,8 +58,8 @@ static void test_lists(void) {
     BREAK(cache, run->position, -1, "a run at position -1");
     BREAK(cache, run->position, INT32_MAX, "a run at position");
     BREAK(cache, run->block->pool, &cache->pools[SLIDING], "a block of another pool");
-    BREAK(cache, run->block->index, run->block->index ? 0 : 1, "stands at");
-    BREAK(cache, run->block->earlier, run->block, "stands at");
+    BREAK(cache, run->block->listed.index, run->block->listed.index ? 0 : 1, "stands at");
+    BREAK(cache, run->block->listed.earlier, run->block, "stands at");
     BREAK(cache, cache->pools[FULL].num_blocks, 1, "blocks are noted");
     free_valid(cache);
 }
@@ -71,23 +71,23 @@ static void test_blocks(void) {
     CHECK(block->fill < pool->block_size && block->live == block->fill && pool->free.first);
     BREAK(cache, pool->free.first->fill, -1, "the fill mark is -1 of 4");
     BREAK(cache, pool->block_size, 3, "the fill mark is 4 of 3");
-    BREAK(cache, block->faulted, block->fill - 1, "faulted");
-    BREAK(cache, block->collapsed, block->faulted + 1, "slots collapsed");
-    BREAK(cache, block->resident, block->faulted + 1, "resident of");
+    BREAK(cache, block->pages.faulted, block->fill - 1, "faulted");
+    BREAK(cache, block->pages.collapsed, block->pages.faulted + 1, "slots collapsed");
+    BREAK(cache, block->pages.resident, block->pages.faulted + 1, "resident of");
     BREAK(cache, block->live, block->live + 1, "live slots are noted");
-    BREAK(cache, block->is_free, 1, "0 pins, and is_free is 1");
+    BREAK(cache, block->listed.is_free, 1, "0 pins, and is_free is 1");
     BREAK(cache, pool->free.first->pins, 1, "0 live, 1 pins, and is_free is 1");
-    BREAK(cache, block->evictable, block->evictable + 1, "evictable slots are noted");
+    BREAK(cache, block->evicting.evictable, block->evicting.evictable + 1, "evictable slots are noted");
     BREAK(cache, block->noted[KVC_NOW].live, block->live + 1, "are counted in scope 0");
     BREAK(cache, block->noted[KVC_FIXED].fill, block->fill + 1, "are counted in scope 1");
-    BREAK(cache, block->is_tried, 1, "still planned");
-    BREAK(cache, block->planned, 1, "still planned");
-    BREAK(cache, pool->free.first->index, pool->free.first->index + 1, "stands at");
+    BREAK(cache, block->plan.is_tried, 1, "still planned");
+    BREAK(cache, block->plan.num_slots, 1, "still planned");
+    BREAK(cache, pool->free.first->listed.index, pool->free.first->listed.index + 1, "stands at");
 
     const kvc_block before = *block;
     const kvc_holders holders = block->holders[block->fill];
     block->holders[block->fill++] = (kvc_holders){0};
-    if (block->faulted < block->fill) block->faulted = block->fill;
+    if (block->pages.faulted < block->fill) block->pages.faulted = block->fill;
     CHECK_BROKEN(cache, "nobody holds the last slot");
     block->pins = 1;
     CHECK_BROKEN(cache, "are counted in scope"); /* the slots that are filled, no longer the last one */
