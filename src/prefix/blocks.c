@@ -123,7 +123,7 @@ kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t n
     kvc_lock(cache);
     for (kvc_node *node; *num_blocks < max_blocks && (node = kvc_prefix_next_new(cache)); kvc_node_take_out(node)) {
         kvc_new_block block = {node->tree->prefix->user, node->rows->id, node->begin, node->end, {0}};
-        memcpy(block.name, node->name, sizeof block.name);
+        memcpy(block.name, node->named.name, sizeof block.name);
         kvc_write_struct((char *)blocks + (size_t)(*num_blocks)++ * new_block_size, new_block_size, &block,
                          sizeof block);
     }

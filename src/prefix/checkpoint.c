@@ -97,14 +97,14 @@ static int is_used_later(const kvc_links *member, const kvc_links *other) {
 
 /* Put a checkpoint in its place among those without a pin, or count it among the others; and take it out. */
 static void sort(kvc_checkpoints *all, kvc_checkpoint *checkpoint) {
-    if (checkpoint->node->num_state_pins)
+    if (checkpoint->node->users.num_state_pins)
         all->pinned_bytes += checkpoint->num_bytes;
     else
         kvc_sorted_add(&all->unpinned, &checkpoint->unpinned, is_used_later);
 }
 
 static void unsort(kvc_checkpoints *all, kvc_checkpoint *checkpoint) {
-    if (checkpoint->node->num_state_pins)
+    if (checkpoint->node->users.num_state_pins)
         all->pinned_bytes -= checkpoint->num_bytes;
     else
         kvc_sorted_remove(&all->unpinned, &checkpoint->unpinned);
@@ -118,7 +118,7 @@ void kvc_checkpoints_touch(kvc_checkpoints *all, kvc_checkpoint *checkpoint) {
 
 void kvc_checkpoints_pin(kvc_checkpoints *all, kvc_node *node, int32_t add) {
     if (node->checkpoint) unsort(all, node->checkpoint);
-    node->num_state_pins += add;
+    node->users.num_state_pins += add;
     if (node->checkpoint) sort(all, node->checkpoint);
 }
 

@@ -27,7 +27,7 @@ kvc_status kvc_fetch_begin(kvc_fetch *f, kvc_prefix *prefix, const kvc_tokens *t
     kvc_match_touch(&m);
     f->again = twice(m.known);
     *known = m.known;
-    memcpy(name, kvc_match_path(&m, m.known)->name, KVC_NAME_BYTES);
+    memcpy(name, kvc_match_path(&m, m.known)->named.name, KVC_NAME_BYTES);
     kvc_match_free(prefix->cache, &m);
     return KVC_OK;
 }

@@ -88,7 +88,7 @@ static int drop(kvc_node *node, names *n, int64_t *num_dropped) {
     *num_dropped += num;
     if (node->rows) kvc_node_drop(node);
     if (!is_full) return 1;
-    if (n->to) memcpy(n->to + n->num++ * KVC_NAME_BYTES, node->name, KVC_NAME_BYTES);
+    if (n->to) memcpy(n->to + n->num++ * KVC_NAME_BYTES, node->named.name, KVC_NAME_BYTES);
     kvc_node_let_go(node);
     return 1;
 }

@@ -26,15 +26,17 @@ uint64_t kvc_hash_on(uint64_t hash, const kvc_token_span *tokens, uint64_t top) 
 }
 
 /* Returns the node with a place in an index; NULL if the place is. */
-static kvc_node *at(kvc_links *links) { return links ? (void *)((char *)links - offsetof(kvc_node, same)) : NULL; }
+static kvc_node *at(kvc_links *links) {
+    return links ? (void *)((char *)links - offsetof(kvc_node, named.same)) : NULL;
+}
 
 static const kvc_node *seen_at(const kvc_links *links) {
-    return (const void *)((const char *)links - offsetof(kvc_node, same));
+    return (const void *)((const char *)links - offsetof(kvc_node, named.same));
 }
 
 /* Returns whether a node stands before others: by hash, and of the same hash, the most recently used first. */
 static int stands_before(const kvc_node *node, uint64_t hash, int64_t used) {
-    return node->hash < hash || (node->hash == hash && node->rows->evicting.used > used);
+    return node->named.hash < hash || (node->named.hash == hash && node->rows->evicting.used > used);
 }
 
 kvc_node *kvc_index_find(const kvc_sorted *index, uint64_t hash) {
@@ -44,19 +46,19 @@ kvc_node *kvc_index_find(const kvc_sorted *index, uint64_t hash) {
         if (!is_before) first = at(next);
         next = next->below[is_before];
     }
-    return first && first->hash == hash ? first : NULL;
+    return first && first->named.hash == hash ? first : NULL;
 }
 
 kvc_node *kvc_index_next(const kvc_node *node) {
-    kvc_node *next = at(kvc_sorted_beside(&node->same, 1));
-    return next && next->hash == node->hash ? next : NULL;
+    kvc_node *next = at(kvc_sorted_beside(&node->named.same, 1));
+    return next && next->named.hash == node->named.hash ? next : NULL;
 }
 
 static int is_behind(const kvc_links *member, const kvc_links *other) {
     const kvc_node *node = seen_at(member);
-    return stands_before(seen_at(other), node->hash, node->rows->evicting.used);
+    return stands_before(seen_at(other), node->named.hash, node->rows->evicting.used);
 }
 
-void kvc_index_add(kvc_sorted *index, kvc_node *node) { kvc_sorted_add(index, &node->same, is_behind); }
+void kvc_index_add(kvc_sorted *index, kvc_node *node) { kvc_sorted_add(index, &node->named.same, is_behind); }
 
-void kvc_index_remove(kvc_sorted *index, kvc_node *node) { kvc_sorted_remove(index, &node->same); }
+void kvc_index_remove(kvc_sorted *index, kvc_node *node) { kvc_sorted_remove(index, &node->named.same); }

@@ -5,27 +5,27 @@
 
 /* Return the node with a place in the set of nodes with rows, or without a pin; NULL if the place is. */
 static kvc_node *at_rows(kvc_links *links) {
-    return links ? (void *)((char *)links - offsetof(kvc_node, with_rows)) : NULL;
+    return links ? (void *)((char *)links - offsetof(kvc_node, order.with_rows)) : NULL;
 }
 
 static kvc_node *at_unpinned(kvc_links *links) {
-    return links ? (void *)((char *)links - offsetof(kvc_node, unpinned)) : NULL;
+    return links ? (void *)((char *)links - offsetof(kvc_node, order.unpinned)) : NULL;
 }
 
 static int is_behind(const kvc_links *member, const kvc_links *other) {
-    const kvc_node *a = (const void *)((const char *)member - offsetof(kvc_node, with_rows)),
-                   *b = (const void *)((const char *)other - offsetof(kvc_node, with_rows));
+    const kvc_node *a = (const void *)((const char *)member - offsetof(kvc_node, order.with_rows)),
+                   *b = (const void *)((const char *)other - offsetof(kvc_node, order.with_rows));
     return a->rows->evicting.used > b->rows->evicting.used;
 }
 
 static int is_unpinned_behind(const kvc_links *member, const kvc_links *other) {
-    const kvc_node *a = (const void *)((const char *)member - offsetof(kvc_node, unpinned)),
-                   *b = (const void *)((const char *)other - offsetof(kvc_node, unpinned));
+    const kvc_node *a = (const void *)((const char *)member - offsetof(kvc_node, order.unpinned)),
+                   *b = (const void *)((const char *)other - offsetof(kvc_node, order.unpinned));
     return a->rows->evicting.used > b->rows->evicting.used;
 }
 
 /* Returns the next node by use, or NULL. */
-static kvc_node *used_next(const kvc_node *node) { return at_rows(kvc_sorted_beside(&node->with_rows, 1)); }
+static kvc_node *used_next(const kvc_node *node) { return at_rows(kvc_sorted_beside(&node->order.with_rows, 1)); }
 
 static void protect(kvc_tree *tree, kvc_node *node) {
     const kvc_node *first = tree->first_protected;
@@ -52,18 +52,18 @@ static int is_within_quota(const kvc_tree *tree, const kvc_node *node) {
 
 /* Adds a node to the set of nodes without a pin, unless it has one; and takes it out. */
 static void sort_unpinned(kvc_node *node) {
-    if (!node->num_pins) kvc_sorted_add(&node->tree->unpinned, &node->unpinned, is_unpinned_behind);
+    if (!node->users.num_pins) kvc_sorted_add(&node->tree->unpinned, &node->order.unpinned, is_unpinned_behind);
 }
 
 static void unsort_unpinned(kvc_node *node) {
-    if (!node->num_pins) kvc_sorted_remove(&node->tree->unpinned, &node->unpinned);
+    if (!node->users.num_pins) kvc_sorted_remove(&node->tree->unpinned, &node->order.unpinned);
 }
 
 void kvc_node_enter(kvc_node *node, int64_t used) {
     kvc_tree *tree = node->tree;
     kvc_cache_use(tree->cache, node->rows, used);
-    node->time = tree->ttl ? kvc_now() : 0;
-    kvc_sorted_add(&tree->with_rows, &node->with_rows, is_behind);
+    node->order.time = tree->ttl ? kvc_now() : 0;
+    kvc_sorted_add(&tree->with_rows, &node->order.with_rows, is_behind);
     tree->num_tokens += kvc_node_size(node);
     sort_unpinned(node);
     if (tree->is_indexed && kvc_node_is_full(node)) kvc_index_add(&tree->index, node);
@@ -81,7 +81,7 @@ static void leave(kvc_node *node) {
     if (tree->first_protected == node) tree->first_protected = used_next(node);
     if (node->is_protected) tree->protected_tokens -= kvc_node_size(node);
     node->is_protected = 0;
-    kvc_sorted_remove(&tree->with_rows, &node->with_rows);
+    kvc_sorted_remove(&tree->with_rows, &node->order.with_rows);
     unsort_unpinned(node);
     tree->num_tokens -= kvc_node_size(node);
 }
@@ -90,7 +90,7 @@ static void leave(kvc_node *node) {
 static void fill_quota(kvc_tree *tree) {
     kvc_node *next;
     while (tree->protected_tokens < tree->quota &&
-           (next = at_rows(tree->first_protected ? kvc_sorted_beside(&tree->first_protected->with_rows, 0)
+           (next = at_rows(tree->first_protected ? kvc_sorted_beside(&tree->first_protected->order.with_rows, 0)
                                                  : kvc_sorted_end(&tree->with_rows, 1))))
         protect(tree, next);
 }
@@ -123,7 +123,7 @@ void kvc_node_touch(kvc_node *node) {
 
 void kvc_node_pin_rows(kvc_node *node, int32_t add) {
     if (node->rows) unsort_unpinned(node);
-    node->num_pins += add;
+    node->users.num_pins += add;
     if (!node->rows) return;
     sort_unpinned(node);
     kvc_cache_pin(node->tree->cache, node->rows, add);

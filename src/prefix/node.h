@@ -1,5 +1,15 @@
 /* node.h: the blocks that a prefix keeps, and when they were used: which are live, within the quota, or evicted next.
  *
+ * An example.  A prefix with blocks of 4 tokens has kept a prompt of 10 tokens, then one of 9 that begins like it:
+ *
+ *     root --- a [0, 4) -+- b [4, 8) --- c [8, 10)      in the order of use: c, b, e, d, a
+ *                        +- d [4, 8) --- e [8, 9)
+ *
+ * The second prompt used a, d and e.  A block is used after the blocks behind it, so that a prompt loses its end first.
+ * A quota of 6 tokens protects a, the last one used, and d, in which the quota ends.  If rows are evicted, it is first
+ * the rows of c, then of b, then of e.  A node without rows is freed once it has neither children nor users.  If b
+ * lost its rows alone, it would stay for c, and a prompt would find c again once b is computed anew.
+ *
  * All functions are called with the mutex held.
  */
 #ifndef KVC_NODE_H
@@ -12,6 +22,40 @@
 #include "prefix/tokens.h"
 #include "rows/stride.h"
 
+/* The place of a node with rows in the order of use, which is that of kvc_sequence.evicting.used of the rows. */
+typedef struct kvc_node_order {
+    kvc_links with_rows; /* place in tree->with_rows */
+    kvc_links unpinned;  /* place in tree->unpinned, while it has no pin */
+    int64_t time;        /* when it was used last, where the tree has a time to live */
+} kvc_node_order;
+
+/* Who uses a node.  While there are any, it stays, with or without rows. */
+typedef struct kvc_node_users {
+    int32_t num;            /* pins, and sequences that go on from it */
+    int32_t num_pins;       /* of the rows, and those that take their place */
+    int32_t num_sessions;   /* so many of the users are sessions, which leave if a call is short of bytes */
+    int32_t num_state_pins; /* of the state, and of one that takes its place */
+} kvc_node_users;
+
+/* What of a node, and of the nodes below it, is freed in the end: tree.c. */
+typedef struct kvc_node_freeing {
+    int32_t stays;           /* it is not freed if all that may be evicted is */
+    int32_t num_staying;     /* so many children stay */
+    int32_t is_needed;       /* it is not freed if sessions leave, too */
+    int32_t num_needed;      /* so many children are needed */
+    int32_t is_going;        /* while a call is planned: it loses its rows */
+    int32_t num_going;       /* and so many children will be freed */
+    int64_t occupied_bytes;  /* it has so many of cache->evicting.occupied_bytes */
+    int64_t evictable_bytes; /* it has so many of cache->evicting.evictable_bytes */
+} kvc_node_freeing;
+
+/* The name of a full block: index.h. */
+typedef struct kvc_node_name {
+    kvc_links same; /* place in the tree's index, if it is there */
+    uint64_t hash;  /* of its tokens, if it may be there */
+    uint8_t name[KVC_NAME_BYTES];
+} kvc_node_name;
+
 typedef struct kvc_node {
     kvc_follower follower; /* of `rows`; first, so that its address is that of the node */
     kvc_links beside;      /* place among the children of the parent; with the tokens, as a search reads both */
@@ -21,27 +65,13 @@ typedef struct kvc_node {
     struct kvc_node *parent;     /* NULL: the root, or a block whose tokens are not known yet */
     kvc_sorted children;         /* by kvc_tokens_compare */
     int32_t begin, end;          /* positions of its tokens */
-    int32_t num_pins;            /* of the rows, and those that take their place */
-    int32_t num_users;           /* pins, and sequences that go on from it: while there are any, it stays */
-    kvc_links with_rows;         /* place in the tree's set, while it has rows */
-    kvc_links unpinned;          /* the same, while it has no pin either */
     int32_t is_protected;        /* it is within the quota */
-    int64_t time;                /* when it was used last, where the tree has a time to live */
     struct kvc_node *next, **at; /* place in a list: of blocks whose tokens are not known yet, new or lost ones */
     kvc_checkpoint *checkpoint;  /* the recurrent state at its end, while it has rows; NULL: none */
-    int32_t num_state_pins;      /* of the state, and of one that takes its place */
-    int32_t stays;               /* it is not freed if all that may be evicted is */
-    int32_t num_staying;         /* so many children stay */
-    int32_t num_sessions;        /* so many of its users are sessions, which leave if a call is short of bytes */
-    int32_t is_needed;           /* it is not freed if these leave, too */
-    int32_t num_needed;          /* so many children are needed */
-    int64_t occupied_bytes;      /* it has so many of cache->evicting.occupied_bytes */
-    int64_t evictable_bytes;     /* it has so many of cache->evicting.evictable_bytes */
-    int32_t is_going;            /* while a call is planned: it loses its rows */
-    int32_t num_going;           /* and so many children will be freed */
-    kvc_links same;              /* place in the tree's index, if it is there */
-    uint64_t hash;               /* of its tokens, if it may be there */
-    uint8_t name[KVC_NAME_BYTES];
+    kvc_node_users users;
+    kvc_node_order order;
+    kvc_node_freeing freeing;
+    kvc_node_name named;
 } kvc_node;
 
 typedef struct kvc_tree {
@@ -84,7 +114,7 @@ static inline int kvc_node_is_full(const kvc_node *node) {
 
 /* Returns whether a node has rows, and may be found by them. */
 static inline int kvc_node_is_live(const kvc_node *node) {
-    return node->rows && (node->time >= node->tree->horizon || node->num_pins);
+    return node->rows && (node->order.time >= node->tree->horizon || node->users.num_pins);
 }
 
 /* Finds out which nodes are live from now on. */
@@ -95,7 +125,7 @@ void kvc_tree_date(kvc_tree *tree);
 void kvc_node_enter(kvc_node *node, int64_t used);
 void kvc_node_leave(kvc_node *node);
 
-/* Adds to kvc_node.num_pins, and pins its rows as often. */
+/* Adds to kvc_node.users.num_pins, and pins its rows as often. */
 void kvc_node_pin_rows(kvc_node *node, int32_t add);
 
 /* Marks a node with rows as used now, and its state: as the last of all uses, or in its place among them. */

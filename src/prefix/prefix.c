@@ -249,7 +249,7 @@ static int drop_expired(kvc_tree *tree) {
     if (!tree->ttl) return 0;
     for (int i = 0; i < AT_ONCE; i++) {
         kvc_node *node = kvc_tree_oldest(tree);
-        if (!node || node->time >= tree->horizon) return 0;
+        if (!node || node->order.time >= tree->horizon) return 0;
         kvc_node_drop(node);
     }
     return 1;
@@ -325,7 +325,7 @@ static void drop_beside(const kvc_match *m, int32_t block) {
     for (int32_t i = m->num - 1; i >= 0 && m->pieces[i].begin >= m->known / block * block; i--) {
         kvc_node *node = kvc_match_node(m, i);
         const int ends_inside = m->pieces[i].begin < m->known && m->pieces[i].end >= m->known && node->end > m->known;
-        if (ends_inside && !node->num_pins && !node->is_protected) kvc_node_drop(node);
+        if (ends_inside && !node->users.num_pins && !node->is_protected) kvc_node_drop(node);
     }
 }
 

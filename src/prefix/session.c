@@ -95,7 +95,7 @@ static int64_t plan_leave(kvc_follower *follower, int is_planned) {
     const kvc_session *session = (const kvc_session *)(const void *)follower;
     kvc_checkpoint *state = session->sequence->in_batch ? session->state : NULL;
     const int32_t num_users = is_planned ? 0 : 1; /* of a state that only this session uses */
-    session->last->num_users += is_planned ? -1 : 1;
+    session->last->users.num += is_planned ? -1 : 1;
     if (state) kvc_checkpoint_count(session->prefix->cache, state, is_planned ? -1 : 1);
     const int64_t bytes = state && !state->node && state->num_users == num_users ? kvc_checkpoint_bytes(state) : 0;
     session->prefix->cache->evicting.evictable_bytes += is_planned ? bytes : -bytes;

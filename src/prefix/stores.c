@@ -78,7 +78,7 @@ static kvc_status describe(kvc_carrier *c, const kvc_node *node, departure *d) {
     d->owner = prefix->owner;
     d->may_have_state = prefix->state_bytes > 0;
     d->num_forgets = c->cache->prefixes.num_forgets;
-    memcpy(d->name, node->name, sizeof d->name);
+    memcpy(d->name, node->named.name, sizeof d->name);
     return KVC_OK;
 }
 

@@ -122,7 +122,7 @@ static void add_evictable(kvc_tree *tree, int64_t evictable, int64_t occupied) {
 
 /* Frees a node that has no children and no rows. */
 static void free_node(kvc_node *node) {
-    add_evictable(node->tree, -node->evictable_bytes, -node->occupied_bytes);
+    add_evictable(node->tree, -node->freeing.evictable_bytes, -node->freeing.occupied_bytes);
     kvc_memory *memory = &node->tree->cache->memory;
     kvc_memory_free(memory, (void *)(uintptr_t)node->tokens.ids, tokens_bytes(&node->tokens), KVC_MEMORY_BOOKKEEPING,
                     -1);
@@ -131,7 +131,7 @@ static void free_node(kvc_node *node) {
 
 /* Frees a node of the tree that nobody needs, and each node above it that nobody needs then. */
 static void prune(kvc_node *node) {
-    while (node->parent && !node->rows && !node->children.num && !node->num_users) {
+    while (node->parent && !node->rows && !node->children.num && !node->users.num) {
         kvc_node *parent = node->parent;
         kvc_sorted_remove(&parent->children, &node->beside);
         free_node(node);
@@ -152,7 +152,7 @@ void kvc_node_take_out(kvc_node *node) {
 /* Notes what happens to a full block. */
 static void note(const kvc_node *node, kvc_prefix_event_kind kind) {
     if (node->tree->events && kvc_node_is_full(node))
-        kvc_events_note(node->tree->events, kind, node->begin, node->name);
+        kvc_events_note(node->tree->events, kind, node->begin, node->named.name);
 }
 
 /* Returns in how many groups a node has the rows of all its tokens. */
@@ -180,18 +180,18 @@ void kvc_node_recount(kvc_node *node) {
     for (kvc_cache *cache = node->tree->cache; node; node = node->parent) {
         const int goes = node->rows && node->rows->evicting.is_evictable, is_root = node == &node->tree->root;
         const int is_fixed = is_root || (node->rows && !goes);
-        const int stays = is_fixed || node->num_users || node->num_staying;
-        const int is_needed = is_fixed || node->num_users > node->num_sessions || node->num_needed;
+        const int stays = is_fixed || node->users.num || node->freeing.num_staying;
+        const int is_needed = is_fixed || node->users.num > node->users.num_sessions || node->freeing.num_needed;
         const int64_t bytes = stays ? 0 : bytes_of(node), occupied = stays && !is_needed ? bytes_of(node) : 0;
         kvc_checkpoint_note(cache, node->checkpoint, goes);
-        add_evictable(node->tree, bytes - node->evictable_bytes, occupied - node->occupied_bytes);
-        node->evictable_bytes = bytes;
-        node->occupied_bytes = occupied;
-        if (stays == node->stays && is_needed == node->is_needed) return;
-        if (node->parent) node->parent->num_staying += stays - node->stays;
-        if (node->parent) node->parent->num_needed += is_needed - node->is_needed;
-        node->stays = stays;
-        node->is_needed = is_needed;
+        add_evictable(node->tree, bytes - node->freeing.evictable_bytes, occupied - node->freeing.occupied_bytes);
+        node->freeing.evictable_bytes = bytes;
+        node->freeing.occupied_bytes = occupied;
+        if (stays == node->freeing.stays && is_needed == node->freeing.is_needed) return;
+        if (node->parent) node->parent->freeing.num_staying += stays - node->freeing.stays;
+        if (node->parent) node->parent->freeing.num_needed += is_needed - node->freeing.is_needed;
+        node->freeing.stays = stays;
+        node->freeing.is_needed = is_needed;
     }
 }
 
@@ -200,23 +200,23 @@ static void noted(kvc_follower *follower) { kvc_node_recount((kvc_node *)(void *
 int64_t kvc_node_plan_free(kvc_node *node) {
     int64_t bytes = 0;
     if (node->tree->forgetting.num) return 0;
-    for (; node->parent && (node->is_going || !node->rows); node = node->parent) {
-        if (node->num_users || node->num_going < node->children.num) break;
+    for (; node->parent && (node->freeing.is_going || !node->rows); node = node->parent) {
+        if (node->users.num || node->freeing.num_going < node->children.num) break;
         bytes += bytes_of(node);
-        node->parent->num_going++;
+        node->parent->freeing.num_going++;
     }
     return bytes;
 }
 
 void kvc_node_unplan_free(kvc_node *node) {
-    for (; node->parent && node->parent->num_going; node = node->parent) node->parent->num_going = 0;
+    for (; node->parent && node->parent->freeing.num_going; node = node->parent) node->parent->freeing.num_going = 0;
 }
 
 /* Plans the end of a node's rows.  A node is freed by the last of what needs it: its rows, its children. */
 static int64_t plan_end(kvc_follower *follower, int is_planned) {
     kvc_node *node = (kvc_node *)(void *)follower;
     int64_t bytes = 0;
-    node->is_going = is_planned;
+    node->freeing.is_going = is_planned;
     if (!is_planned) {
         kvc_node_unplan_free(node);
         return 0;
@@ -276,13 +276,13 @@ static void ended(kvc_cache *cache, kvc_follower *follower) {
 void kvc_node_drop(kvc_node *node) { kvc_cache_forget(node->tree->cache, node->rows); }
 
 void kvc_node_use(kvc_node *node, int32_t add) {
-    node->num_users += add;
+    node->users.num += add;
     kvc_node_recount(node);
     prune(node);
 }
 
 void kvc_node_follow(kvc_node *node, int32_t add) {
-    node->num_sessions += add;
+    node->users.num_sessions += add;
     kvc_node_use(node, add);
 }
 
@@ -334,11 +334,11 @@ static void move_rows(kvc_node *node, kvc_node *to, int64_t used) {
     kvc_sequence *rows = node->rows;
     rows->follower = NULL;
     node->rows = NULL;
-    to->num_users++; /* to stay meanwhile: with rows again, it usually counts for the nodes above as before */
+    to->users.num++; /* to stay meanwhile: with rows again, it usually counts for the nodes above as before */
     if (to->rows) kvc_node_drop(to);
     if (kvc_node_is_lost(to)) kvc_node_let_go(to);
     rows->follower = &to->follower;
-    kvc_cache_pin(to->tree->cache, rows, to->num_pins);
+    kvc_cache_pin(to->tree->cache, rows, to->users.num_pins);
     to->rows = rows;
     kvc_node_enter(to, used);
     kvc_node_use(to, -1);
@@ -384,7 +384,7 @@ static int merge(kvc_node *to, kvc_node *from, int64_t used) {
 static void drop_beginnings(kvc_node *node) {
     for (kvc_node *other, *before = kvc_node_beside(node, 0); (other = before);) {
         before = kvc_node_beside(other, 0);
-        if (kvc_tokens_common(&other->tokens, &node->tokens) < other->tokens.num || other->num_users) break;
+        if (kvc_tokens_common(&other->tokens, &node->tokens) < other->tokens.num || other->users.num) break;
         if (other->rows && !other->checkpoint && !has_more(other, node)) kvc_node_drop(other);
     }
 }
@@ -395,10 +395,10 @@ static kvc_status insert(kvc_node *parent, kvc_node *node, const kvc_token_span 
     const kvc_among place = kvc_node_among(parent, tokens);
     kvc_sorted_insert(&parent->children, &node->beside, place.above, place.side);
     node->parent = parent;
-    node->stays = node->is_needed = 0; /* the parent has not counted it */
+    node->freeing.stays = node->freeing.is_needed = 0; /* the parent has not counted it */
     kvc_node_recount(node);
-    kvc_name_block(node->tree->salt, parent->name, tokens, node->name);
-    if (node->tree->is_indexed) node->hash = kvc_hash_tokens(tokens);
+    kvc_name_block(node->tree->salt, parent->named.name, tokens, node->named.name);
+    if (node->tree->is_indexed) node->named.hash = kvc_hash_tokens(tokens);
     return KVC_OK;
 }
 
@@ -451,7 +451,7 @@ kvc_tree *kvc_tree_new(kvc_cache *cache, const uint8_t *salt, const uint8_t *nam
         return NULL;
     }
     *tree = (kvc_tree){.cache = cache, .salt = salt, .root = {.tree = tree}, .checkpoints = {.cache = cache}};
-    memcpy(tree->root.name, name, KVC_NAME_BYTES);
+    memcpy(tree->root.named.name, name, KVC_NAME_BYTES);
     return tree;
 }
 

@@ -33,7 +33,7 @@ static inline kvc_status missing_blocks(kvc_prefix *prefix, const kvc_tokens *fr
     if (status != KVC_OK) return kvc_unlock(prefix->cache, status);
     kvc_match_touch(&m);
     *first = m.known / block;
-    memcpy(name, kvc_match_path(&m, m.known)->name, sizeof name);
+    memcpy(name, kvc_match_path(&m, m.known)->named.name, sizeof name);
     kvc_match_free(prefix->cache, &m);
     kvc_unlock(prefix->cache, KVC_OK);
     *num_names = num_tokens / block - *first;
