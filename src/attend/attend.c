@@ -39,7 +39,7 @@ static kvc_cursor rows_from_slice(const kvc_task *t, int32_t m) {
     }
     const int64_t next = t->index + plan->args.num_threads;
     int32_t part;
-    if (next >= plan->num_tasks) return (kvc_cursor){.layout = t->call->layout};
+    if (next >= plan->jobs.num_tasks) return (kvc_cursor){.layout = t->call->layout};
     const kvc_job *job = kvc_job_of(plan, next, &part);
     const kvc_query_slice *slice = kvc_slice_of(plan, job, 0);
     if (slice->selects || (slice->is_buffered && !t->call->buffer)) return (kvc_cursor){.layout = t->call->layout};
@@ -54,13 +54,13 @@ static kvc_cursor rows_of_split(const kvc_task *t, int32_t p) {
 /* ---- splits ------------------------------------------------------------------------------------------------------ */
 
 /* Whether a task alone has all splits of its slice, and keeps their results in its workspace. */
-static int has_all_splits(const kvc_task *t) { return t->call->plan->joins_splits || t->slice->selects; }
+static int has_all_splits(const kvc_task *t) { return t->call->plan->jobs.joins_splits || t->slice->selects; }
 
 /* Returns where the result of split p of the task's slice and part is stored. */
 static float *partial_of(const kvc_task *t, int32_t p) {
     const kvc_plan *plan = t->call->plan;
-    const uint64_t size = kvc_partial_size(t->num_query_rows, plan->workspace.acc_stride);
-    if (has_all_splits(t)) return t->workspace + plan->workspace.partials + (size_t)p * size;
+    const uint64_t size = kvc_partial_size(t->num_query_rows, plan->attending.acc_stride);
+    if (has_all_splits(t)) return t->workspace + plan->listing.partials + (size_t)p * size;
     return plan->partials + t->slice->partials + ((size_t)t->part * (size_t)t->slice->num_splits + (size_t)p) * size;
 }
 
@@ -71,7 +71,7 @@ static void keep_partial(const kvc_task *t, int32_t p) {
     memcpy(partial, t->max, q * sizeof *partial);
     memcpy(partial + q, t->sum, q * sizeof *partial);
     memcpy(partial + kvc_align_up(2 * q, KVC_LANES), t->acc,
-           q * (size_t)t->call->plan->workspace.acc_stride * sizeof *partial);
+           q * (size_t)t->call->plan->attending.acc_stride * sizeof *partial);
 }
 
 /* Keeps the result of split p, although the task goes on with another split. */
@@ -85,7 +85,7 @@ static void keep_early(const kvc_task *t, int32_t p) {
 
 /* Makes acc, max and sum those of no rows. */
 static void begin_split(kvc_task *t) {
-    memset(t->acc, 0, (size_t)t->num_query_rows * (size_t)t->call->plan->workspace.acc_stride * sizeof(float));
+    memset(t->acc, 0, (size_t)t->num_query_rows * (size_t)t->call->plan->attending.acc_stride * sizeof(float));
     for (int32_t r = 0; r < t->num_query_rows; r++) t->max[r] = -INFINITY, t->sum[r] = 0;
 }
 
@@ -146,7 +146,7 @@ static float rescale_factor(float own_max, float max, float ln_of_base) {
  * the accumulated values to `out`, which is the workspace's acc, and returns the sum. */
 static float add_splits(const kvc_task *t, const results *all, int32_t r, int32_t num_splits, float max, float *out) {
     const kvc_plan *plan = t->call->plan;
-    const size_t stride = (size_t)plan->workspace.acc_stride, row = (size_t)r * stride;
+    const size_t stride = (size_t)plan->attending.acc_stride, row = (size_t)r * stride;
     float factor = rescale_factor(all->max[r], max, all->ln_of_base), sum = factor * all->sum[r];
     if (all->num_splits > 1) memcpy(out, all->acc + row, stride * sizeof *out);
     if (num_splits == 1 && factor == 1) return sum;
@@ -177,7 +177,7 @@ static void merge_row(const kvc_task *t, const results *all, int32_t r, place at
     const kvc_plan *plan = t->call->plan;
     const kvc_kernels *kernels = t->call->kernels;
     const kvc_attend_args *a = t->call->args;
-    const int32_t stride = (int32_t)plan->workspace.acc_stride;
+    const int32_t stride = (int32_t)plan->attending.acc_stride;
     const float base = all->ln_of_base, one = 1;
     const float sink = a->sinks ? a->sinks[kvc_query_head_of(t, r)] / base : -INFINITY;
     float prior = -INFINITY; /* the maximum of attention to other rows, whose sum is 1 */
@@ -209,8 +209,8 @@ static void merge_row(const kvc_task *t, const results *all, int32_t r, place at
 static void write_out(const kvc_task *t, const results *all) {
     const kvc_call *c = t->call;
     const kvc_attend_args *a = c->args;
-    const int32_t heads = c->plan->heads_per_part, first = t->part * heads, inner = a->tokens_per_sequence;
-    const int64_t stride = c->plan->workspace.acc_stride;
+    const int32_t heads = c->plan->parts.heads, first = t->part * heads, inner = a->tokens_per_sequence;
+    const int64_t stride = c->plan->attending.acc_stride;
     for (int32_t r = 0; r < t->num_query_rows; r += heads) {
         const int32_t token = t->tokens[r / heads] - c->plan->args.first;
         const int64_t out = kvc_token_offset(token, inner, a->out_token_stride, a->out_batch_stride);
@@ -240,7 +240,7 @@ static void end_split(const kvc_task *t, int32_t num_splits) {
         all.max = partial_of(t, 0);
         all.sum = all.max + q;
         all.acc = all.max + kvc_align_up(2 * q, KVC_LANES);
-        all.stride = kvc_partial_size(t->num_query_rows, t->call->plan->workspace.acc_stride);
+        all.stride = kvc_partial_size(t->num_query_rows, t->call->plan->attending.acc_stride);
     }
     if (t->slice->tiled) {
         const kvc_tiler *values = kvc_value_tiler(t);
@@ -388,7 +388,7 @@ static void note_selected(const kvc_plan *plan, int64_t task) {
     kvc_batch *batch = plan->batch;
     int32_t part, u = 0, end = plan->num_slices;
     if (task >= 0) {
-        u = plan->job_slices[kvc_job_of(plan, task, &part)->first_slice];
+        u = plan->jobs.slices[kvc_job_of(plan, task, &part)->first_slice];
         end = u + 1; /* a task that selects has one slice */
     }
     kvc_lock(batch->cache);

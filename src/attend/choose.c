@@ -16,7 +16,7 @@
 
 /* Returns where a task ranks the rows of its split: in the workspace. */
 static uint32_t *ranks_of(const kvc_task *t) {
-    return (uint32_t *)(void *)(t->workspace + t->call->plan->workspace.ranks);
+    return (uint32_t *)(void *)(t->workspace + t->call->plan->choosing.ranks);
 }
 
 /* Returns the keys of a task's slice for choice c, of all its rows.  A single split's are in the workspace. */
@@ -91,8 +91,8 @@ static entry_list list_entries(const kvc_task *t, const uint32_t *keys) {
     const kvc_plan *plan = t->call->plan;
     const int32_t block = rows_together(t);
     const kvc_segment *segment = plan->segments + plan->starts[t->slice->first_start].segment;
-    entry_list list = {(uint32_t *)(void *)(t->workspace + plan->workspace.entries),
-                       (int32_t *)(void *)(t->workspace + plan->workspace.ids), 0};
+    entry_list list = {(uint32_t *)(void *)(t->workspace + plan->choosing.entries),
+                       (int32_t *)(void *)(t->workspace + plan->choosing.ids), 0};
     for (int64_t row = 0; row < t->slice->num_rows; row += segment++->count) {
         if (block > 1)
             add_blocks(&list, segment, keys + row, block);

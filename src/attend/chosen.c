@@ -98,7 +98,7 @@ static const int32_t *take_entries(const kvc_task *t, int32_t *num) {
         kvc_token_offset(token, c->args->tokens_per_sequence, chosen->token_stride, chosen->batch_stride) +
         choice * chosen->choice_stride;
     const int32_t *given = (const int32_t *)(const void *)from;
-    int32_t *to = (int32_t *)(void *)(t->workspace + c->plan->workspace.chosen), n = 0;
+    int32_t *to = (int32_t *)(void *)(t->workspace + c->plan->listing.entries), n = 0;
     *num = count_ascending(given, chosen->width);
     if (*num >= 0) return given;
     for (int32_t i = 0; i < chosen->width; i++) {

@@ -42,7 +42,7 @@ static int32_t slice_tokens(const kvc_plan *plan, int64_t query_rows, int64_t nu
     int32_t most = KVC_TILE_QUERIES;
     while (most > KVC_TILE_QUERIES / 4 && KVC_DIVIDE_UP(query_rows, most) * tasks_per_slice < KVC_TILED_TASKS)
         most /= 2;
-    return most > plan->heads_per_part ? most / plan->heads_per_part : 1;
+    return most > plan->parts.heads ? most / plan->parts.heads : 1;
 }
 
 /* Returns the query tokens of a sequence, not cut yet.  These are those in the plan's range, which are side by side, as
@@ -90,7 +90,7 @@ static query_cut cut_queries(const kvc_plan *plan, int32_t sequence) {
     query_cut cut = queries_of(batch, &plan->args, sequence);
     if (cut.first == cut.end) return cut;
     const int32_t num_tokens = cut.end - cut.first, last = batch->positions[batch->order[cut.end - 1]];
-    const int64_t query_rows = (int64_t)num_tokens * plan->heads_per_part;
+    const int64_t query_rows = (int64_t)num_tokens * plan->parts.heads;
     cut.tokens = query_rows <= KVC_TASK_QUERIES
                      ? num_tokens
                      : slice_tokens(plan, query_rows, (int64_t)kvc_last_row(last, plan->stride) + 1);
@@ -283,7 +283,7 @@ static void cut_rows(const kvc_plan *plan, int32_t num_slices, kvc_query_slice *
  * keeps what it needs in its workspace. */
 static void cut_ranked(const kvc_plan *plan, kvc_query_slice *slice) {
     const int64_t threads = plan->args.num_threads, enough = KVC_TASKS_PER_THREAD * threads;
-    const int64_t tasks = (int64_t)plan->num_slices * plan->num_parts;
+    const int64_t tasks = (int64_t)plan->num_slices * plan->parts.num;
     const int64_t unit = slice->selects ? KVC_CHUNK_ROWS : KVC_BUGGIFY() ? 4 : KVC_SPLIT_ROWS;
     const int is_whole = threads == 1 || 2 * tasks >= enough;
     const int64_t rows = is_whole ? slice->num_rows : KVC_DIVIDE_UP(slice->num_rows * tasks, enough);
@@ -312,7 +312,7 @@ static int count_seen(const kvc_plan *plan, const kvc_view *view, int32_t sequen
 static int32_t list_choosing(const kvc_plan *plan, const kvc_view *view, int32_t sequence, const query_cut *cut,
                              const int64_t *seen, kvc_new_slice *slices, uint8_t *marks) {
     const int32_t num = cut->end - cut->first;
-    const int tiled = !plan->chooses && plan->heads_per_part > KVC_STREAM_QUERIES;
+    const int tiled = !plan->chooses && plan->parts.heads > KVC_STREAM_QUERIES;
     kvc_new_slice all = {.slice = {.sequence = sequence,
                                    .first = cut->first,
                                    .num_tokens = num,
@@ -351,7 +351,7 @@ int32_t kvc_list_slices(const kvc_plan *plan, const kvc_view *view, kvc_new_slic
             slices += list_choosing(plan, view, s, &cut, selects ? seen : NULL, slices, marks);
             continue;
         }
-        const int tiled = (int64_t)(cut.end - cut.first) * plan->heads_per_part > KVC_STREAM_QUERIES;
+        const int tiled = (int64_t)(cut.end - cut.first) * plan->parts.heads > KVC_STREAM_QUERIES;
         for (int32_t i = 0; i < cut.num_slices; i++, slices++) {
             const int32_t first = cut.first + i * cut.tokens, rest = cut.end - first;
             *slices = (kvc_new_slice){.slice = {.sequence = s,
@@ -371,10 +371,10 @@ int32_t kvc_list_slices(const kvc_plan *plan, const kvc_view *view, kvc_new_slic
 
 /* Returns the index of a delta among the plan's, counted from 1. */
 static int32_t find_delta_index(const kvc_plan *plan, int32_t delta) {
-    int32_t begin = 0, end = plan->num_deltas;
+    int32_t begin = 0, end = plan->deltas.num;
     while (begin < end) {
         const int32_t middle = begin + (end - begin) / 2;
-        if (plan->deltas[middle] < delta)
+        if (plan->deltas.values[middle] < delta)
             begin = middle + 1;
         else
             end = middle;

@@ -138,7 +138,7 @@ void kvc_order_slices(kvc_new_slice *slices, int32_t num_slices, kvc_slice_order
  * one slice. */
 static void add_job(kvc_plan *plan, int32_t split, int32_t num_splits, const kvc_neighbour *n, int32_t num,
                     int64_t shared) {
-    const kvc_job *last = plan->num_jobs ? &plan->jobs[plan->num_jobs - 1] : NULL;
+    const kvc_job *last = plan->jobs.num ? &plan->jobs.items[plan->jobs.num - 1] : NULL;
     kvc_job job = {.first_slice = last ? last->first_slice + last->num_slices : 0,
                    .num_slices = num,
                    .split = split,
@@ -150,9 +150,9 @@ static void add_job(kvc_plan *plan, int32_t split, int32_t num_splits, const kvc
         const int64_t rows = kvc_smaller(num_splits * slice->split_rows, slice->num_rows - split * slice->split_rows);
         job.rows += rows - shared;
         job.work += rows * kvc_num_query_rows(plan, slice);
-        plan->job_slices[job.first_slice + m] = n[m].slice;
+        plan->jobs.slices[job.first_slice + m] = n[m].slice;
     }
-    plan->jobs[plan->num_jobs++] = job;
+    plan->jobs.items[plan->jobs.num++] = job;
 }
 
 /* Adds jobs of a slice alone for its splits from `split` on. */
@@ -160,7 +160,7 @@ static void add_jobs_alone(kvc_plan *plan, int32_t number, int32_t split) {
     const kvc_neighbour alone = {.slice = number};
     const kvc_query_slice *slice = &plan->slices[number];
     const int is_joined = plan->args.max_chosen || !(slice->tiled || slice->by_token);
-    const int32_t most = is_joined ? plan->joined_splits : 1;
+    const int32_t most = is_joined ? plan->jobs.joined_splits : 1;
     for (int32_t num; split < slice->num_splits; split += num) {
         const int32_t rest = slice->num_splits - split;
         num = rest < most ? rest : most;
@@ -266,22 +266,22 @@ void kvc_find_jobs(kvc_plan *plan, const kvc_new_slice *slices, const kvc_slice_
     const int64_t threads = plan->args.num_threads, enough_jobs = KVC_TASKS_PER_THREAD * threads;
     int64_t work = 0, most_work = INT64_MAX, num_splits = 0;
     int32_t num = order->num_whole > 1 ? order->num_whole : 0; /* slices that may share rows of the next split */
-    plan->num_jobs = 0;
+    plan->jobs.num = 0;
     for (int32_t u = 0; u < plan->num_slices; u++) num_splits += plan->slices[u].num_splits;
-    const int64_t joined = num_splits * plan->num_parts / (threads * KVC_JOINED_TASKS);
+    const int64_t joined = num_splits * plan->parts.num / (threads * KVC_JOINED_TASKS);
     if (!plan->args.max_chosen)
-        plan->joined_splits = threads == 1 || KVC_BUGGIFY() ? KVC_JOINED_SPLITS
-                              : joined                      ? (int32_t)kvc_smaller(joined, KVC_JOINED_SPLITS)
-                                                            : 1;
+        plan->jobs.joined_splits = threads == 1 || KVC_BUGGIFY() ? KVC_JOINED_SPLITS
+                                   : joined                      ? (int32_t)kvc_smaller(joined, KVC_JOINED_SPLITS)
+                                                                 : 1;
     for (int32_t u = 0; u < plan->num_slices; u++) {
         work += plan->slices[u].num_rows * kvc_num_query_rows(plan, &plan->slices[u]);
         if (!num || !slices[u].is_whole) add_jobs_alone(plan, u, 0);
     }
-    if (threads > 1) most_work = work * plan->num_parts / enough_jobs;
+    if (threads > 1) most_work = work * plan->parts.num / enough_jobs;
     for (int32_t split = 0; num; split++) num = add_jobs_of_split(plan, order->items, num, split, most_work);
     int64_t i = 1;
-    while (i < plan->num_jobs && plan->jobs[i - 1].work >= plan->jobs[i].work) i++;
-    if (i < plan->num_jobs) qsort(plan->jobs, (size_t)plan->num_jobs, sizeof *plan->jobs, by_work);
-    plan->num_tasks = plan->num_jobs * plan->num_parts;
-    plan->by_part = threads == 1 || plan->num_jobs >= enough_jobs;
+    while (i < plan->jobs.num && plan->jobs.items[i - 1].work >= plan->jobs.items[i].work) i++;
+    if (i < plan->jobs.num) qsort(plan->jobs.items, (size_t)plan->jobs.num, sizeof *plan->jobs.items, by_work);
+    plan->jobs.num_tasks = plan->jobs.num * plan->parts.num;
+    plan->jobs.by_part = threads == 1 || plan->jobs.num >= enough_jobs;
 }

@@ -6,8 +6,8 @@
 void kvc_add_up_blocks(const kvc_task *t) {
     const kvc_plan *plan = t->call->plan;
     for (int32_t r = 0; r < t->num_query_rows; r++) {
-        const float *q = t->q + (size_t)r * (size_t)plan->workspace.q_stride;
-        float *sums = t->q_blocks + (size_t)r * (size_t)plan->workspace.block_stride;
+        const float *q = t->q + (size_t)r * (size_t)plan->attending.q_stride;
+        float *sums = t->q_blocks + (size_t)r * (size_t)plan->attending.block_stride;
         for (int32_t d = 0; d < plan->k_dim; d += KVC_QUANT_ELEMENTS) {
             float sum[4] = {0};
             for (int32_t i = d; i < d + KVC_QUANT_ELEMENTS; i += 4)
@@ -18,7 +18,7 @@ void kvc_add_up_blocks(const kvc_task *t) {
 }
 
 void kvc_score_minima(const kvc_task *t, int32_t n) {
-    const kvc_workspace_layout *workspace = &t->call->plan->workspace;
+    const kvc_attending *workspace = &t->call->plan->attending;
     t->call->kernels->matmul(t->scores, KVC_SCORES, t->q_blocks, workspace->block_stride,
                              t->workspace + workspace->minima, KVC_TILE, t->num_query_rows, n,
                              t->call->plan->k_dim / KVC_QUANT_ELEMENTS, 1, (kvc_ahead){.bytes = 0});
@@ -36,7 +36,7 @@ static void add_to_columns(float *acc, const float *sums, int32_t num_blocks) {
 void kvc_accumulate_minima(const kvc_task *t, int32_t n) {
     enum { AT_ONCE = 8 }; /* rows that kernels score at once: of fewer, each takes as long as all of these */
     const kvc_plan *plan = t->call->plan;
-    const kvc_workspace_layout *workspace = &plan->workspace;
+    const kvc_attending *workspace = &plan->attending;
     const int32_t num_blocks = plan->v_dim / KVC_QUANT_ELEMENTS, num_rows = kvc_padded_rows(n);
     float *const sums = t->workspace + workspace->sum_blocks;
     for (int32_t b = 0; b < num_blocks; b += KVC_TILE) {

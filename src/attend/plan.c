@@ -1,20 +1,20 @@
-/* plan.c: makes plans: memory, deltas, the public functions.
+/* plan.c: makes plans: memory, and the public functions.
  *
  * A plan is one allocation, whose size is known only once its slices are.  So new_plan and make_plan go this way:
  *   1. Count the slices, and take scratch for them; cut what is masked out of the stored runs.
  *   2. List them, with what each sees (cutting.c).
  *   3. Sort the slices of whole sequences by their stored runs, and find the rows that neighbours share (jobs.c).
  *   4. Size the plan's arrays, and allocate them.
- *   5. List the deltas, and compute their angles.
+ *   5. List the deltas, and compute their angles (deltas.c).
  *   6. List the segments.  Segments of splits that neighbours share are listed once (cutting.c).
  *   7. Join neighbours into jobs, split by split (jobs.c).
  */
 #include "attend/plan.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 #include "base/compiler.h"
+#include "attend/deltas.h"
 #include "attend/jobs.h"
 #include "cache/check.h"
 
@@ -89,19 +89,19 @@ static totals lay_out_slices(const maker *m) {
         kvc_new_slice *u = &m->slices[i];
         kvc_query_slice *slice = &u->slice;
         const int32_t query_rows = kvc_num_query_rows(plan, slice);
-        const uint64_t tasks = (uint64_t)slice->num_splits * (uint64_t)plan->num_parts;
+        const uint64_t tasks = (uint64_t)slice->num_splits * (uint64_t)plan->parts.num;
         const int has_own_segments = !slice->by_token || !i || u[-1].slice.sequence != slice->sequence;
         slice->first_start = t.splits;
         slice->first_counter = t.counters;
         slice->partials = t.partials;
         t.segments += has_own_segments ? kvc_most_segments(u) : 0;
         t.splits += slice->num_splits;
-        t.counters += plan->num_parts;
+        t.counters += plan->parts.num;
         t.whole_query_rows += u->is_whole ? query_rows : 0;
-        if (slice->num_splits > 1 && !plan->joins_splits)
+        if (slice->num_splits > 1 && !plan->jobs.joins_splits)
             t.partials += plan->chooses    ? (uint64_t)slice->num_rows * (uint64_t)plan->args.num_choices
-                          : slice->selects ? (uint64_t)plan->num_parts * kvc_found_size(plan, slice->num_rows)
-                                           : tasks * kvc_partial_size(query_rows, plan->workspace.acc_stride);
+                          : slice->selects ? (uint64_t)plan->parts.num * kvc_found_size(plan, slice->num_rows)
+                                           : tasks * kvc_partial_size(query_rows, plan->attending.acc_stride);
         if (slice->num_rows > t.most_rows) t.most_rows = slice->num_rows;
         const int64_t of_split = slice->num_splits > 1 ? slice->split_rows : slice->num_rows;
         if (of_split > t.most_split_rows) t.most_split_rows = of_split;
@@ -109,15 +109,15 @@ static totals lay_out_slices(const maker *m) {
         if (query_rows > t.most_query_rows) t.most_query_rows = query_rows;
         t.any_tiled |= slice->tiled;
         t.any_selects |= slice->selects;
-        t.multiply_adds += (double)slice->num_rows * query_rows * plan->num_parts * (plan->k_dim + plan->v_dim);
+        t.multiply_adds += (double)slice->num_rows * query_rows * plan->parts.num * (plan->k_dim + plan->v_dim);
     }
     return t;
 }
 
-/* Appends an array of floats to a workspace that has *size so far; returns the array's offset. */
-static uint64_t add_floats(uint64_t *size, uint64_t count) {
-    const uint64_t at = *size;
-    *size += (count + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
+/* Appends an array of floats to the workspace; returns its offset. */
+static uint64_t add_floats(kvc_plan *plan, uint64_t count) {
+    const uint64_t at = plan->workspaces.size;
+    plan->workspaces.size += (count + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
     return at;
 }
 
@@ -137,90 +137,94 @@ static int has_minima_apart(const kvc_plan *plan, int any_tiled) {
 
 /* Adds what a task needs to find chosen rows, and the results of its splits if it has all of a slice's. */
 static void lay_out_chosen(kvc_plan *plan, const totals *t) {
-    kvc_workspace_layout *workspace = &plan->workspace;
-    const uint64_t splits = plan->joins_splits ? (uint64_t)t->most_splits : 1;
-    const uint64_t segments = 2 * KVC_SPLIT_ROWS * sizeof(kvc_segment); /* of a split, and of the next one */
-    workspace->chosen = add_floats(&workspace->size, 2 * (uint64_t)plan->args.chosen_width);
-    workspace->segments = add_floats(&workspace->size, segments / sizeof(float));
+    kvc_listing *at = &plan->listing;
+    const uint64_t splits = plan->jobs.joins_splits ? (uint64_t)t->most_splits : 1;
+    const uint64_t segments = 2 * KVC_SPLIT_ROWS * sizeof(kvc_segment);    /* of a split, and of the next one */
+    at->entries = add_floats(plan, 2 * (uint64_t)plan->args.chosen_width); /* sort_entries takes as much again */
+    at->segments = add_floats(plan, segments / sizeof(float));
     if (splits > 1)
-        workspace->partials =
-            add_floats(&workspace->size, splits * kvc_partial_size(plan->heads_per_part, plan->workspace.acc_stride));
+        at->partials = add_floats(plan, splits * kvc_partial_size(plan->parts.heads, plan->attending.acc_stride));
 }
 
-/* Lays out a workspace of a plan for choosing. */
+/* Lays out a workspace of a plan for choosing.  Queries lie in lanes: all heads of all KV heads at once. */
 static void lay_out_choosing(kvc_plan *plan, const totals *t) {
-    kvc_workspace_layout *at = &plan->workspace;
+    kvc_choosing *at = &plan->choosing;
     const kvc_rank_lanes of_head = kvc_rank_lanes_of(plan);
     const uint64_t choices = (uint64_t)plan->args.num_choices, dim = (uint64_t)plan->k_dim;
     const uint64_t lanes = (uint64_t)of_head.num * (uint64_t)plan->num_kv_heads;
-    at->q = add_floats(&at->size, dim);
-    at->tokens = add_floats(&at->size, 1);
-    at->packed = add_floats(&at->size, lanes * dim);
-    at->weights = add_floats(&at->size, lanes);
-    at->masks = add_floats(&at->size, lanes);
-    at->starts = add_floats(&at->size, lanes);
-    at->rows = add_floats(&at->size, dim * KVC_TILE);
-    at->scores = add_floats(&at->size, (uint64_t)(of_head.num / of_head.choice_lanes) * KVC_SCORES);
-    at->totals = add_floats(&at->size, choices * KVC_SCORES);
-    at->ranks = add_floats(&at->size, choices * (uint64_t)t->most_split_rows);
-    at->entries = add_floats(&at->size, (uint64_t)t->most_rows);
-    at->ids = add_floats(&at->size, (uint64_t)t->most_rows);
+    plan->attending.q = add_floats(plan, dim);
+    plan->attending.tokens = add_floats(plan, 1);
+    at->packed = add_floats(plan, lanes * dim);
+    at->weights = add_floats(plan, lanes);
+    at->masks = add_floats(plan, lanes);
+    at->starts = add_floats(plan, lanes);
+    plan->attending.rows = add_floats(plan, dim * KVC_TILE);
+    plan->attending.scores = add_floats(plan, (uint64_t)(of_head.num / of_head.choice_lanes) * KVC_SCORES);
+    at->totals = add_floats(plan, choices * KVC_SCORES);
+    at->ranks = add_floats(plan, choices * (uint64_t)t->most_split_rows);
+    at->entries = add_floats(plan, (uint64_t)t->most_rows);
+    at->ids = add_floats(plan, (uint64_t)t->most_rows);
 }
 
 /* Adds what a task needs to select rows, and to attend to them.  First the task lists the rows of a split.  These take
  * the segments of the plan, and more where a token does not see own rows, or behind sinks.  Then the task lists the
  * rows that it selects, or all rows if it selects none, in splits of an attention. */
 static void lay_out_selecting(kvc_plan *plan, const totals *t) {
-    kvc_workspace_layout *at = &plan->workspace;
+    kvc_selecting *at = &plan->selecting;
     const int64_t of_split = kvc_smaller(t->most_split_rows, t->segments + plan->batch->num_tokens + 1);
-    const uint64_t heads = (uint64_t)plan->heads_per_part;
+    const uint64_t heads = (uint64_t)plan->parts.heads;
     const uint64_t pieces = (uint64_t)KVC_DIVIDE_UP(t->most_rows, KVC_PIECE_ROWS);
     const int64_t ranges = kvc_selected_pieces(&plan->args) + 2; /* pieces, and the first and last rows */
     const int64_t read = ranges + (KVC_FIRST_READ + KVC_LAST_READ) / KVC_PIECE_ROWS; /* pieces: one more at the end */
     const int64_t most_rows = kvc_larger(read * KVC_PIECE_ROWS, kvc_most_unselected(&plan->args));
     const uint64_t listed = (uint64_t)kvc_larger(2 * KVC_SPLIT_ROWS, of_split);
     const uint64_t splits = (uint64_t)KVC_DIVIDE_UP(most_rows, KVC_SPLIT_ROWS);
-    at->packed = add_floats(&at->size, heads * kvc_sketch_query_bytes(plan->k_dim) / sizeof(float));
-    at->weights = add_floats(&at->size, heads);
-    at->starts = add_floats(&at->size, heads);
-    at->totals = add_floats(&at->size, heads * (KVC_CHUNK_ROWS / KVC_PANEL));
-    at->ranks = add_floats(&at->size, kvc_found_size(plan, t->most_split_rows));
-    at->entries = add_floats(&at->size, pieces);
-    at->ids = add_floats(&at->size, (uint64_t)read);
-    at->chosen = add_floats(&at->size, (uint64_t)ranges * sizeof(kvc_row_range) / sizeof(float));
-    at->segments = add_floats(&at->size, listed * sizeof(kvc_segment) / sizeof(float));
-    at->partials = add_floats(&at->size, splits * kvc_partial_size(plan->heads_per_part, at->acc_stride));
+    at->codes = add_floats(plan, heads * kvc_sketch_query_bytes(plan->k_dim) / sizeof(float));
+    at->scales = add_floats(plan, heads);
+    at->offsets = add_floats(plan, heads);
+    at->maxima = add_floats(plan, heads * (KVC_CHUNK_ROWS / KVC_PANEL));
+    at->found = add_floats(plan, kvc_found_size(plan, t->most_split_rows));
+    at->keys = add_floats(plan, pieces);
+    at->pieces = add_floats(plan, (uint64_t)read);
+    at->ranges = add_floats(plan, (uint64_t)ranges * sizeof(kvc_row_range) / sizeof(float));
+    plan->listing.segments = add_floats(plan, listed * sizeof(kvc_segment) / sizeof(float));
+    plan->listing.partials = add_floats(plan, splits * kvc_partial_size(plan->parts.heads, plan->attending.acc_stride));
 }
 
-/* Lays out a workspace that is large enough for every task. */
-static void lay_out_workspace(kvc_plan *plan, const totals *t) {
-    kvc_workspace_layout *workspace = &plan->workspace;
-    const int64_t most_of_job = kvc_smaller(t->whole_query_rows, t->any_tiled ? KVC_TILE_QUERIES : KVC_TASK_QUERIES);
-    const uint64_t q = (uint64_t)(most_of_job > t->most_query_rows ? most_of_job : t->most_query_rows);
+/* Lays out a workspace that is large enough for every task of an attention. */
+static void lay_out_attending(kvc_plan *plan, const totals *t) {
+    kvc_attending *at = &plan->attending;
+    /* A job has one slice, or several of whole sequences, which jobs.c joins up to these numbers of query rows. */
+    const int64_t most_joined = kvc_smaller(t->whole_query_rows, t->any_tiled ? KVC_TILE_QUERIES : KVC_TASK_QUERIES);
+    const uint64_t q = (uint64_t)kvc_larger(most_joined, t->most_query_rows);
+    /* Kernels take whole chunks of query rows and keys.  Tiled ones pack them first, and a packed chunk is longer. */
     const uint64_t chunks = kvc_align_up((uint64_t)plan->k_dim, KVC_CHUNK) / KVC_CHUNK;
-    workspace->q_stride = (int32_t)(chunks * (t->any_tiled ? KVC_PACKED : KVC_CHUNK));
-    workspace->q = add_floats(&workspace->size, q * (uint64_t)workspace->q_stride);
-    const uint64_t tile_rows = t->any_tiled ? (uint64_t)kvc_tile_rows(plan) : 0, scores = q * KVC_SCORES;
-    const uint64_t block = t->any_tiled ? KVC_BLOCK_QUERIES * KVC_WEIGHTS_STRIDE : 0;
-    workspace->scores = add_floats(&workspace->size, scores > block ? scores : block);
-    workspace->acc = add_floats(&workspace->size, q * (uint64_t)workspace->acc_stride);
-    workspace->max = add_floats(&workspace->size, q);
-    workspace->sum = add_floats(&workspace->size, q);
-    workspace->factor = add_floats(&workspace->size, q);
-    workspace->tokens = add_floats(&workspace->size, q); /* an int32_t is as large as a float */
-    workspace->keys = add_floats(&workspace->size, (uint64_t)workspace->q_stride * tile_rows);
-    workspace->values = add_floats(
-        &workspace->size, tile_rows ? (uint64_t)workspace->acc_stride * (KVC_WIDE_TILE / KVC_CHUNK * KVC_PACKED) : 0);
-    const int32_t widest = workspace->q_stride > workspace->acc_stride ? workspace->q_stride : workspace->acc_stride;
-    workspace->rows = add_floats(&workspace->size, (uint64_t)widest * KVC_TILE); /* enough for rows of any type */
-    workspace->zeros = add_floats(&workspace->size, (uint64_t)widest);
+    at->q_stride = (int32_t)(chunks * (t->any_tiled ? KVC_PACKED : KVC_CHUNK));
+    at->q = add_floats(plan, q * (uint64_t)at->q_stride);
+    /* Tiles that weigh keep the scores of a block of query rows alone, of more rows: whichever takes more. */
+    const uint64_t scores = q * KVC_SCORES, block = t->any_tiled ? KVC_BLOCK_QUERIES * KVC_WEIGHTS_STRIDE : 0;
+    at->scores = add_floats(plan, scores > block ? scores : block);
+    at->acc = add_floats(plan, q * (uint64_t)at->acc_stride);
+    at->max = add_floats(plan, q);
+    at->sum = add_floats(plan, q);
+    at->factor = add_floats(plan, q);
+    at->tokens = add_floats(plan, q); /* an int32_t is as large as a float */
+    /* The panels of a tile.  Values are packed along the rows, so their chunks are of the widest tile's rows. */
+    const uint64_t tile_rows = t->any_tiled ? (uint64_t)kvc_tile_rows(plan) : 0;
+    const uint64_t packed_rows = t->any_tiled ? KVC_WIDE_TILE / KVC_CHUNK * KVC_PACKED : 0;
+    at->keys = add_floats(plan, (uint64_t)at->q_stride * tile_rows);
+    at->values = add_floats(plan, (uint64_t)at->acc_stride * packed_rows);
+    const int32_t widest =
+        at->q_stride > at->acc_stride ? at->q_stride : at->acc_stride; /* of a key or value, in f32 */
+    at->rows = add_floats(plan, (uint64_t)widest * KVC_TILE);
+    at->zeros = add_floats(plan, (uint64_t)widest);
     if (plan->args.max_chosen) lay_out_chosen(plan, t);
     if (t->any_selects) lay_out_selecting(plan, t);
     if (!has_minima_apart(plan, t->any_tiled)) return;
-    workspace->block_stride = (int32_t)kvc_align_up((uint64_t)widest / KVC_QUANT_ELEMENTS, KVC_LANES);
-    workspace->minima = add_floats(&workspace->size, (uint64_t)workspace->block_stride * KVC_TILE);
-    workspace->q_blocks = add_floats(&workspace->size, q * (uint64_t)workspace->block_stride);
-    workspace->sum_blocks = add_floats(&workspace->size, q * KVC_SCORES);
+    at->block_stride = (int32_t)kvc_align_up((uint64_t)widest / KVC_QUANT_ELEMENTS, KVC_LANES); /* a minimum a block */
+    at->minima = add_floats(plan, (uint64_t)at->block_stride * KVC_TILE);
+    at->q_blocks = add_floats(plan, q * (uint64_t)at->block_stride);
+    at->sum_blocks = add_floats(plan, q * KVC_SCORES);
 }
 
 /* The arrays of a plan, in the order in which they lie behind its struct. */
@@ -245,8 +249,8 @@ enum plan_array {
 
 /* Finds the offsets of a plan's arrays from the beginning of its struct; returns the size of the whole, in bytes. */
 static uint64_t lay_out_arrays(const kvc_plan *plan, const totals *t, uint64_t *at) {
-    const uint64_t splits = (uint64_t)t->splits, deltas = (uint64_t)plan->num_deltas;
-    const uint64_t angles = deltas * (uint64_t)plan->angles_stride, workspaces = (uint64_t)plan->num_workspaces;
+    const uint64_t splits = (uint64_t)t->splits, deltas = (uint64_t)plan->deltas.num;
+    const uint64_t angles = deltas * (uint64_t)plan->deltas.angles_stride, workspaces = (uint64_t)plan->workspaces.num;
     uint64_t size = sizeof(kvc_plan);
     at[PLAN_SLICES] = (uint64_t)plan->num_slices * sizeof(kvc_query_slice);
     at[PLAN_SEGMENTS] = (uint64_t)t->segments * sizeof(kvc_segment);
@@ -254,15 +258,15 @@ static uint64_t lay_out_arrays(const kvc_plan *plan, const totals *t, uint64_t *
     at[PLAN_JOBS] = splits * sizeof(kvc_job); /* upper bound: no split is shared */
     at[PLAN_JOB_SLICES] = splits * sizeof(int32_t);
     at[PLAN_COUNTERS] = (uint64_t)t->counters * sizeof(atomic_int);
-    at[PLAN_STATES] = splits * (uint64_t)plan->num_parts;
+    at[PLAN_STATES] = splits * (uint64_t)plan->parts.num;
     at[PLAN_FLAGS] = workspaces * sizeof(atomic_flag);
     at[PLAN_DELTAS] = deltas * sizeof(int32_t);
     at[PLAN_ANGLES] = (uint64_t)plan->batch->cache->ropes.num * angles * sizeof(float);
-    at[PLAN_ROPE_TABLE] = deltas ? (1 + KVC_NEAR) * (uint64_t)plan->angles_stride * sizeof(double) : 0;
+    at[PLAN_ROPE_TABLE] = deltas ? (1 + KVC_NEAR) * (uint64_t)plan->deltas.angles_stride * sizeof(double) : 0;
     at[PLAN_NON_CAUSAL] = plan->args.non_causal ? (uint64_t)plan->args.num_tokens : 0;
     at[PLAN_MASKED] = (uint64_t)plan->args.num_masked * sizeof(kvc_masked);
     at[PLAN_PARTIALS] = t->partials * sizeof(float);
-    at[PLAN_WORKSPACES] = workspaces * plan->workspace.size * sizeof(float);
+    at[PLAN_WORKSPACES] = workspaces * plan->workspaces.size * sizeof(float);
     kvc_add_arrays(&size, at, NUM_PLAN_ARRAYS);
     return size;
 }
@@ -274,25 +278,26 @@ static kvc_plan *place_plan(const kvc_plan *sketch, const uint64_t *at, char *st
     plan->slices = (void *)(start + at[PLAN_SLICES]);
     plan->segments = (void *)(start + at[PLAN_SEGMENTS]);
     plan->starts = (void *)(start + at[PLAN_STARTS]);
-    plan->jobs = (void *)(start + at[PLAN_JOBS]);
-    plan->job_slices = (void *)(start + at[PLAN_JOB_SLICES]);
+    plan->jobs.items = (void *)(start + at[PLAN_JOBS]);
+    plan->jobs.slices = (void *)(start + at[PLAN_JOB_SLICES]);
     plan->remaining = (void *)(start + at[PLAN_COUNTERS]);
     plan->round.states = (void *)(start + at[PLAN_STATES]);
-    plan->workspace_taken = (void *)(start + at[PLAN_FLAGS]);
-    plan->deltas = (void *)(start + at[PLAN_DELTAS]);
-    plan->angles = (void *)(start + at[PLAN_ANGLES]);
-    plan->rope_table = (void *)(start + at[PLAN_ROPE_TABLE]);
-    plan->non_causal = (void *)(start + at[PLAN_NON_CAUSAL]);
-    plan->masked = (void *)(start + at[PLAN_MASKED]);
+    plan->workspaces.taken = (void *)(start + at[PLAN_FLAGS]);
+    plan->deltas.values = (void *)(start + at[PLAN_DELTAS]);
+    plan->deltas.angles = (void *)(start + at[PLAN_ANGLES]);
+    plan->deltas.rope_table = (void *)(start + at[PLAN_ROPE_TABLE]);
+    plan->copies.non_causal = (void *)(start + at[PLAN_NON_CAUSAL]);
+    plan->copies.masked = (void *)(start + at[PLAN_MASKED]);
     plan->partials = (void *)(start + at[PLAN_PARTIALS]);
-    plan->workspaces = (void *)(start + at[PLAN_WORKSPACES]);
+    plan->workspaces.memory = (void *)(start + at[PLAN_WORKSPACES]);
     kvc_plan_args *args = &plan->args;
-    for (int32_t i = 0; i < args->num_masked; i++) plan->masked[i] = kvc_masked_at(args->masked, args->masked_size, i);
-    args->masked = plan->masked;
-    args->masked_size = sizeof *plan->masked;
+    for (int32_t i = 0; i < args->num_masked; i++)
+        plan->copies.masked[i] = kvc_masked_at(args->masked, args->masked_size, i);
+    args->masked = plan->copies.masked;
+    args->masked_size = sizeof *plan->copies.masked;
     if (args->non_causal) {
-        memcpy(plan->non_causal, args->non_causal, (size_t)args->num_tokens);
-        args->non_causal = plan->non_causal;
+        memcpy(plan->copies.non_causal, args->non_causal, (size_t)args->num_tokens);
+        args->non_causal = plan->copies.non_causal;
     }
     return plan;
 }
@@ -315,46 +320,6 @@ static int32_t find_deltas(const maker *m, int32_t *deltas) {
     return num;
 }
 
-/* Finds how many floats the angles of one delta take. */
-static void find_stride(kvc_plan *plan) {
-    const kvc_cache *cache = plan->batch->cache;
-    for (int32_t r = 0; r < cache->ropes.num; r++)
-        if ((int32_t)kvc_rope_angles_size(&cache->ropes.items[r]) > plan->angles_stride)
-            plan->angles_stride = (int32_t)kvc_rope_angles_size(&cache->ropes.items[r]);
-}
-
-static int by_value(const void *a, const void *b) {
-    const int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
-    return (x > y) - (x < y);
-}
-
-/* Lists the deltas in ascending order, each once. */
-static void list_deltas(const maker *m) {
-    kvc_plan *plan = m->plan;
-    const int32_t num = find_deltas(m, plan->deltas);
-    qsort(plan->deltas, (size_t)num, sizeof *plan->deltas, by_value);
-    plan->num_deltas = 0;
-    for (int32_t i = 0; i < num; i++)
-        if (plan->num_deltas == 0 || plan->deltas[i] != plan->deltas[plan->num_deltas - 1])
-            plan->deltas[plan->num_deltas++] = plan->deltas[i];
-}
-
-/* Computes the angles that rotate query rows by -delta, which gives the same scores as rotating keys by delta:
- * q . R(delta) k = R(-delta) q . k. */
-static void compute_angles(kvc_plan *plan) {
-    const kvc_cache *cache = plan->batch->cache;
-    const size_t stride = (size_t)plan->angles_stride;
-    for (int32_t layer = 0, last = -1; layer < cache->num_layers; layer++) {
-        const int32_t r = cache->ropes.of_layer[layer];
-        if (cache->group_of[layer] != plan->group || r < 0 || r == last) continue;
-        kvc_rope_table table = {.angles = plan->rope_table, .coarse = 1};
-        float *angles = plan->angles + (size_t)r * (size_t)plan->num_deltas * stride;
-        for (int32_t d = 0; d < plan->num_deltas; d++, angles += stride)
-            kvc_rope_angles_from(&table, &cache->ropes.items[r], -plan->deltas[d], angles);
-        last = r;
-    }
-}
-
 /* ---- making a plan ----------------------------------------------------------------------------------------------- */
 
 /* Drops, in the child of the process's fork(), what threads of the parent were doing: making the plan, or running a
@@ -363,7 +328,7 @@ static void after_fork(kvc_plan_link *link) {
     kvc_plan *plan = (kvc_plan *)link;
     if (!plan->is_made) return;
     atomic_flag_clear(&plan->round.lock);
-    for (int32_t i = 0; i < plan->num_workspaces; i++) atomic_flag_clear(&plan->workspace_taken[i]);
+    for (int32_t i = 0; i < plan->workspaces.num; i++) atomic_flag_clear(&plan->workspaces.taken[i]);
     kvc_plan_reset(plan);
 }
 
@@ -379,7 +344,7 @@ static kvc_plan *allocate_plan(const kvc_plan *sketch, const totals *t) {
         batch->plans = &plan->link;
         atomic_flag_clear(&plan->taken);
         atomic_flag_test_and_set(&plan->taken);
-        for (int32_t i = 0; i < plan->num_workspaces; i++) atomic_flag_clear(&plan->workspace_taken[i]);
+        for (int32_t i = 0; i < plan->workspaces.num; i++) atomic_flag_clear(&plan->workspaces.taken[i]);
     }
     kvc_unlock(batch->cache, KVC_OK);
     return plan;
@@ -393,14 +358,14 @@ static void cut_chosen(maker *m) {
     const int64_t threads = plan->args.num_threads, enough = KVC_TASKS_PER_THREAD * threads;
     int64_t tasks = 0;
     for (int32_t i = 0; i < plan->num_slices; i++) tasks += m->slices[i].slice.num_splits * plan->num_kv_heads;
-    plan->joins_splits = threads == 1 || (int64_t)plan->num_slices * plan->num_kv_heads >= enough;
-    plan->joined_splits = plan->joins_splits ? INT32_MAX : (int32_t)kvc_larger(tasks / enough, 1);
-    while (tasks * plan->parts_per_kv < enough && plan->heads_per_part % 2 == 0 &&
-           plan->heads_per_part > KVC_STREAM_QUERIES) {
-        plan->heads_per_part /= 2;
-        plan->parts_per_kv *= 2;
+    plan->jobs.joins_splits = threads == 1 || (int64_t)plan->num_slices * plan->num_kv_heads >= enough;
+    plan->jobs.joined_splits = plan->jobs.joins_splits ? INT32_MAX : (int32_t)kvc_larger(tasks / enough, 1);
+    while (tasks * plan->parts.per_kv < enough && plan->parts.heads % 2 == 0 &&
+           plan->parts.heads > KVC_STREAM_QUERIES) {
+        plan->parts.heads /= 2;
+        plan->parts.per_kv *= 2;
     }
-    plan->num_parts = plan->num_kv_heads * plan->parts_per_kv;
+    plan->parts.num = plan->num_kv_heads * plan->parts.per_kv;
 }
 
 /* Makes the plan of the slices that were counted.  Nobody else changes blocks and sequences of an open batch, so they
@@ -411,20 +376,20 @@ static kvc_plan *make_plan(maker *m) {
     sketch->num_slices = kvc_list_slices(sketch, &m->view, m->slices, m->marks);
     if (sketch->args.max_chosen) cut_chosen(m);
     kvc_order_slices(m->slices, sketch->num_slices, &m->order);
-    sketch->num_deltas = find_deltas(m, NULL); /* equal ones perhaps several times */
-    if (sketch->num_deltas) find_stride(sketch);
+    sketch->deltas.num = find_deltas(m, NULL); /* equal ones perhaps several times */
+    if (sketch->deltas.num) kvc_find_angles_stride(sketch);
     const totals t = lay_out_slices(m);
-    sketch->num_workspaces = (int32_t)kvc_smaller(sketch->args.num_threads, t.splits * sketch->num_parts);
+    sketch->workspaces.num = (int32_t)kvc_smaller(sketch->args.num_threads, t.splits * sketch->parts.num);
     sketch->multiply_adds = t.multiply_adds;
     if (sketch->chooses)
         lay_out_choosing(sketch, &t);
     else
-        lay_out_workspace(sketch, &t);
+        lay_out_attending(sketch, &t);
     kvc_plan *plan = m->plan = allocate_plan(sketch, &t);
     if (!plan) return NULL;
-    if (plan->num_deltas) {
-        list_deltas(m);
-        compute_angles(plan);
+    if (plan->deltas.num) {
+        kvc_sort_deltas(plan, find_deltas(m, plan->deltas.values));
+        kvc_compute_angles(plan);
     }
     const kvc_query_slice *before = NULL;
     for (int32_t i = 0; i < plan->num_slices; i++) { /* in the order of rows */
@@ -455,16 +420,16 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
                        .k_dim = layer->k_dim,
                        .v_dim = layer->v_dim,
                        .num_cross_puts = kvc_num_cross_puts(batch, group),
-                       .heads_per_part = args->num_heads / layer->num_kv_heads,
-                       .parts_per_kv = 1,
-                       .num_parts = layer->num_kv_heads,
+                       .parts.heads = args->num_heads / layer->num_kv_heads,
+                       .parts.per_kv = 1,
+                       .parts.num = layer->num_kv_heads,
                        .chooses = !layer->v_dim,
                        .by_token = !layer->v_dim || args->max_chosen};
     if (sketch.chooses) {
-        sketch.heads_per_part = args->num_heads;
-        sketch.num_parts = 1;
+        sketch.parts.heads = args->num_heads;
+        sketch.parts.num = 1;
     }
-    sketch.workspace.acc_stride = (int32_t)kvc_align_up((size_t)layer->v_dim, KVC_LANES);
+    sketch.attending.acc_stride = (int32_t)kvc_align_up((size_t)layer->v_dim, KVC_LANES);
     sketch.num_slices = kvc_count_slices(&sketch);
     maker m = {.plan = &sketch};
     m.slices = &m.one_slice;
@@ -529,7 +494,7 @@ kvc_status kvc_resolve_plan(const kvc_batch *batch, kvc_plan_args *args) {
 static int hides(const kvc_plan *plan, const kvc_plan_args *args) {
     if (plan->args.num_masked != args->num_masked) return 0;
     for (int32_t i = 0; i < args->num_masked; i++) {
-        const kvc_masked own = plan->masked[i], given = kvc_masked_at(args->masked, args->masked_size, i);
+        const kvc_masked own = plan->copies.masked[i], given = kvc_masked_at(args->masked, args->masked_size, i);
         if (own.seq_id != given.seq_id || own.begin != given.begin || own.end != given.end) return 0;
     }
     return 1;
@@ -572,21 +537,22 @@ kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *given, kvc_plan *
 
 void kvc_plan_recount(kvc_plan *plan) {
     for (int32_t u = 0; u < plan->num_slices; u++)
-        for (int32_t i = 0; i < plan->num_parts; i++)
+        for (int32_t i = 0; i < plan->parts.num; i++)
             atomic_store_explicit(&plan->remaining[plan->slices[u].first_counter + i], plan->slices[u].num_splits,
                                   memory_order_relaxed);
-    for (int64_t i = 0; i < plan->num_tasks; i++) {
+    for (int64_t i = 0; i < plan->jobs.num_tasks; i++) {
         if (plan->round.states[i] != KVC_TASK_DONE) continue;
         int32_t part;
         const kvc_job *job = kvc_job_of(plan, i, &part);
         for (int64_t m = job->first_slice; m < job->first_slice + job->num_slices; m++)
-            atomic_fetch_sub(&plan->remaining[plan->slices[plan->job_slices[m]].first_counter + part], job->num_splits);
+            atomic_fetch_sub(&plan->remaining[plan->slices[plan->jobs.slices[m]].first_counter + part],
+                             job->num_splits);
     }
 }
 
 void kvc_plan_reset(kvc_plan *plan) {
     kvc_round *round = &plan->round;
-    memset(round->states, KVC_TASK_OPEN, (size_t)plan->num_tasks);
+    memset(round->states, KVC_TASK_OPEN, (size_t)plan->jobs.num_tasks);
     round->num_running = round->num_done = 0;
     round->is_rerun = 0;
     kvc_plan_recount(plan);
@@ -598,4 +564,4 @@ void kvc_plan_free(kvc_plan *plan) {
     atomic_flag_clear(&plan->taken);
 }
 
-int64_t kvc_plan_num_tasks(const kvc_plan *plan) { return plan->num_tasks; }
+int64_t kvc_plan_num_tasks(const kvc_plan *plan) { return plan->jobs.num_tasks; }

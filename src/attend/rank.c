@@ -30,7 +30,7 @@ static int32_t lane_of(const kvc_ranking *k, int32_t head) {
 static kvc_rank_query query_of(const kvc_task *t, int32_t head, int32_t as) {
     const kvc_ranking *k = kvc_ranking_of(t);
     const kvc_plan *plan = k->call.plan;
-    const kvc_workspace_layout *at = &plan->workspace;
+    const kvc_choosing *at = &plan->choosing;
     const size_t lane = (size_t)head * (size_t)k->lanes.num;
     return (kvc_rank_query){.packed = t->workspace + at->packed + lane * (size_t)plan->k_dim,
                             .weights = t->workspace + at->weights + lane,
@@ -48,7 +48,7 @@ static const float *load_query(const kvc_task *t, const char *q, int32_t delta_i
     const int32_t dim = c->plan->k_dim;
     c->kernels->convert(kvc_ranking_of(t)->args->q_type, KVC_F32, t->q, 0, q, 0, 1, dim);
     if (delta_index)
-        kvc_rope_rotate(c->rope, c->angles + (size_t)(delta_index - 1) * (size_t)c->plan->angles_stride, t->q);
+        kvc_rope_rotate(c->rope, c->angles + (size_t)(delta_index - 1) * (size_t)c->plan->deltas.angles_stride, t->q);
     if (c->k_mixing.order) c->kernels->hadamard(t->q, t->q, dim, c->k_mixing);
     return t->q;
 }
@@ -68,14 +68,14 @@ static void pack_head(const kvc_task *t, int32_t head, int32_t as, int32_t delta
         memcpy(&weight, (const char *)a->weights + of_weight + head * a->weights_head_stride, sizeof weight);
     if (as != KVC_BF16) row = (const char *)load_query(t, q, delta_index);
     if (as == KVC_INT8) {
-        int8_t *const codes = (int8_t *)(t->workspace + k->call.plan->workspace.rows);
+        int8_t *const codes = (int8_t *)(t->workspace + k->call.plan->attending.rows);
         int32_t sum = 0;
         weight *= kvc_quantise_row(k->call.kernels, codes, (const float *)(const void *)row, k->call.plan->k_dim);
         for (int32_t d = 0; d < k->call.plan->k_dim; d++) sum += codes[d];
-        ((int32_t *)(void *)(t->workspace + k->call.plan->workspace.starts))[lane] = -128 * sum;
+        ((int32_t *)(void *)(t->workspace + k->call.plan->choosing.starts))[lane] = -128 * sum;
         row = (const char *)codes;
     }
-    t->workspace[k->call.plan->workspace.weights + (size_t)lane] = weight;
+    t->workspace[k->call.plan->choosing.weights + (size_t)lane] = weight;
     char *to = (char *)(uintptr_t)query.packed + lane % k->lanes.num * KVC_STEP_BYTES;
     for (int32_t i = 0; i < query.num_steps; i++, row += KVC_STEP_BYTES, to += query.num_lanes * KVC_STEP_BYTES)
         memcpy(to, row, KVC_STEP_BYTES);
@@ -85,7 +85,7 @@ static void pack_head(const kvc_task *t, int32_t head, int32_t as, int32_t delta
 static void pack_queries(kvc_task *t, int32_t delta_index) {
     const kvc_ranking *k = kvc_ranking_of(t);
     const kvc_plan *plan = k->call.plan;
-    const kvc_workspace_layout *at = &plan->workspace;
+    const kvc_choosing *at = &plan->choosing;
     const size_t lanes = (size_t)plan->num_kv_heads * (size_t)k->lanes.num;
     if (t->delta_index == delta_index) return;
     if (t->delta_index == KVC_UNPREPARED) { /* empty lanes stay 0 */
@@ -113,7 +113,7 @@ static kernel_rows rows_of(const kvc_task *t, const kvc_tile *tile, int32_t as) 
     const kvc_call *c = t->call;
     const int32_t type = c->layer->k_type, dim = c->plan->k_dim;
     const int64_t stride = (int64_t)kvc_blocks_bytes(as, dim);
-    char *const first = (char *)(t->workspace + c->plan->workspace.rows), *to = first;
+    char *const first = (char *)(t->workspace + c->plan->attending.rows), *to = first;
     const kvc_stretch *at = tile->stretches;
     if (as == type && at->n >= tile->n) return (kernel_rows){at->first[0], at->step[0]};
     for (int64_t n = 0; n < tile->n; to += at->n * stride, n += at++->n) {
@@ -154,8 +154,8 @@ static void add_scores(const kvc_task *t, int32_t head, const float *scores, int
 /* Scores a tile for all choices; `rows`: a cursor that the tile begins at.  Returns the totals. */
 static const float *score_tile(kvc_task *t, const kvc_cursor *rows) {
     const kvc_call *c = t->call;
-    const kvc_workspace_layout *at = &c->plan->workspace;
-    float *const scores = t->workspace + at->scores, *const totals = t->workspace + at->totals;
+    const kvc_choosing *at = &c->plan->choosing;
+    float *const scores = t->workspace + c->plan->attending.scores, *const totals = t->workspace + at->totals;
     float factors[KVC_TILE];
     kvc_tile tile;
     for (int32_t head = 0; head < c->plan->num_kv_heads; head++) {

@@ -19,8 +19,8 @@ static kvc_status join_round(kvc_plan *plan, int32_t layer, const kvc_attend_arg
     if (round->num_running)
         return kvc_fail(KVC_ERR_BUSY, "tasks are being run for layer %d: a plan serves one layer at a time",
                         round->layer);
-    if (round->num_done == plan->num_tasks && !round->is_rerun) { /* `remaining` is what it was before */
-        memset(round->states, KVC_TASK_OPEN, (size_t)plan->num_tasks);
+    if (round->num_done == plan->jobs.num_tasks && !round->is_rerun) { /* `remaining` is what it was before */
+        memset(round->states, KVC_TASK_OPEN, (size_t)plan->jobs.num_tasks);
         round->num_done = 0;
     } else if (round->num_done) {
         kvc_plan_reset(plan);

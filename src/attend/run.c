@@ -17,10 +17,10 @@ kvc_cursor kvc_cursor_from(const kvc_call *c, const kvc_query_slice *slice, int3
     kvc_cursor at = {.layout = c->layout,
                      .segment = segment,
                      .offset = (int32_t)offset,
-                     .head = part / plan->parts_per_kv,
+                     .head = part / plan->parts.per_kv,
                      .num_rows = count,
                      .window_rows = slice->tiled ? slice->tile_rows : c->streamed_rows};
-    if (plan->num_deltas)
+    if (plan->deltas.num)
         at.changes_to_mix =
             slice->tiled ? KVC_TILED_DELTA_CHANGES : KVC_STREAM_DELTA_CHANGES * (c->streamed_rows / KVC_PANEL);
     if (slice->is_buffered && count)
@@ -37,7 +37,7 @@ kvc_cursor kvc_cursor_at(const kvc_call *c, const kvc_query_slice *slice, int32_
 /* Makes task i of the plan, which works in `workspace`. */
 static kvc_task make_task(kvc_call *c, int64_t i, float *workspace) {
     const kvc_plan *plan = c->plan;
-    const kvc_workspace_layout *at = &plan->workspace;
+    const kvc_attending *at = &plan->attending;
     int32_t part;
     const kvc_job *job = kvc_job_of(plan, i, &part);
     const kvc_query_slice *slice = kvc_slice_of(plan, job, 0);
@@ -66,15 +66,15 @@ static kvc_task make_task(kvc_call *c, int64_t i, float *workspace) {
         memcpy(t.tokens + num_tokens, plan->batch->order + slice->first, (size_t)slice->num_tokens * sizeof *t.tokens);
         num_tokens += slice->num_tokens;
     }
-    t.num_query_rows = num_tokens * plan->heads_per_part;
+    t.num_query_rows = num_tokens * plan->parts.heads;
     return t;
 }
 
 /* Takes a workspace that no task uses.  There is one for each thread of the plan; further threads wait. */
 static int32_t take_workspace(kvc_plan *plan) {
     for (;;) {
-        for (int32_t i = 0; i < plan->num_workspaces; i++)
-            if (!atomic_flag_test_and_set_explicit(&plan->workspace_taken[i], memory_order_acquire)) return i;
+        for (int32_t i = 0; i < plan->workspaces.num; i++)
+            if (!atomic_flag_test_and_set_explicit(&plan->workspaces.taken[i], memory_order_acquire)) return i;
         kvc_pause();
     }
 }
@@ -95,12 +95,12 @@ static void run_task(void *context, int64_t i) {
     kvc_call *c = context;
     kvc_plan *plan = c->plan;
     const int32_t l = take_workspace(plan);
-    kvc_task t = make_task(c, i, plan->workspaces + (size_t)l * plan->workspace.size);
+    kvc_task t = make_task(c, i, plan->workspaces.memory + (size_t)l * plan->workspaces.size);
     const int cancelled = !c->work->begin(&t);
     if (!cancelled && c->is_rerun) kvc_round_lock(&plan->round);
     if (!cancelled) c->work->end(&t);
     if (!cancelled && c->is_rerun) kvc_round_unlock(&plan->round);
-    atomic_flag_clear_explicit(&plan->workspace_taken[l], memory_order_release);
+    atomic_flag_clear_explicit(&plan->workspaces.taken[l], memory_order_release);
     if (cancelled) atomic_store(&c->was_cancelled, 1);
 }
 
@@ -113,8 +113,8 @@ kvc_status kvc_run_tasks(kvc_call *c) {
     static const double WORTH_THREADS = 1 << 19; /* multiply-adds: about 20 microseconds */
     const kvc_plan *plan = c->plan;
     kvc_cache_poll_timer(plan->batch->cache, plan->multiply_adds, &c->timer);
-    kvc_parallel(kvc_threads_for(plan->multiply_adds, WORTH_THREADS, plan->args.num_threads), plan->num_tasks, run_task,
-                 c);
+    kvc_parallel(kvc_threads_for(plan->multiply_adds, WORTH_THREADS, plan->args.num_threads), plan->jobs.num_tasks,
+                 run_task, c);
     return status_of(c);
 }
 
@@ -200,9 +200,10 @@ void kvc_call_init(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_
     c->k_mixing = kvc_mixing_of(c->layer, 0);
     c->v_mixing = kvc_mixing_of(c->layer, 1);
     c->rope = kvc_rope_of(cache, layer);
-    c->angles = plan->angles;
+    c->angles = plan->deltas.angles;
     if (c->rope)
-        c->angles += (size_t)cache->ropes.of_layer[layer] * (size_t)plan->num_deltas * (size_t)plan->angles_stride;
+        c->angles +=
+            (size_t)cache->ropes.of_layer[layer] * (size_t)plan->deltas.num * (size_t)plan->deltas.angles_stride;
     c->changes_scores = args->softcap > 0 || args->alibi;
     c->out_type = args->out_is_f32 ? KVC_F32 : args->q_type;
     c->scale = args->scale != 0 ? args->scale : 1 / sqrtf((float)plan->k_dim);
@@ -219,8 +220,9 @@ kvc_status kvc_check_all_seen(const kvc_plan *plan, int32_t layer, const kvc_put
 
 kvc_status kvc_run_task(kvc_call *c, int32_t layer, int64_t task) {
     const kvc_plan *plan = c->plan;
-    if (task < 0 || task >= plan->num_tasks)
-        return kvc_fail(KVC_ERR_INDEX, "task is %lld: the plan has %lld", (long long)task, (long long)plan->num_tasks);
+    if (task < 0 || task >= plan->jobs.num_tasks)
+        return kvc_fail(KVC_ERR_INDEX, "task is %lld: the plan has %lld", (long long)task,
+                        (long long)plan->jobs.num_tasks);
     KVC_TRY(check_task(plan, layer, task, c->buffer));
     kvc_poll_timer_init(&c->timer, NULL, NULL);
     KVC_TRY(kvc_round_begin(c, layer, task));

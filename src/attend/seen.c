@@ -58,7 +58,7 @@ void kvc_bend_scores(const kvc_call *c, float *scores, const int32_t *positions,
 
 void kvc_change_scores(const kvc_task *t, kvc_tile *tile, int32_t first, int32_t end, float *scores, int32_t stride) {
     const kvc_call *c = t->call;
-    const int32_t heads = c->plan->heads_per_part;
+    const int32_t heads = c->plan->parts.heads;
     for (int32_t r = first, next; r < end; scores += (next - r) * stride, r = next) {
         const kvc_visible v = kvc_visible_to(c, t->tokens[r / heads]);
         next = (int32_t)kvc_smaller(r - r % heads + heads, end);
@@ -118,7 +118,7 @@ static place value_at(const kvc_stretch *stretch, int32_t i) {
 
 kvc_visible kvc_visible_to_all(const kvc_task *t) {
     kvc_visible all = kvc_visible_to(t->call, t->tokens[0]);
-    for (int32_t i = 1; i < t->num_query_rows / t->call->plan->heads_per_part; i++) {
+    for (int32_t i = 1; i < t->num_query_rows / t->call->plan->parts.heads; i++) {
         const kvc_visible v = kvc_visible_to(t->call, t->tokens[i]);
         if (v.low > all.low) all.low = v.low;
         if (v.last < all.last) all.last = v.last;
@@ -129,7 +129,7 @@ kvc_visible kvc_visible_to_all(const kvc_task *t) {
 /* Rows that every token sees are not looked at: whatever they hold, it is to be there. */
 int kvc_spoils_others(const kvc_task *t, kvc_tile *tile, const kvc_visible *common) {
     const kvc_call *c = t->call;
-    if (t->num_query_rows == c->plan->heads_per_part || c->policy->kind == KVC_CROSS) return 0;
+    if (t->num_query_rows == c->plan->parts.heads || c->policy->kind == KVC_CROSS) return 0;
     const int is_tree = has_branches(c, tile);
     kvc_locate_rows(tile, c->plan->order);
     const kvc_stretch *stretch = tile->stretches;
@@ -164,7 +164,7 @@ static int32_t add_row(kvc_stretch *to, int32_t num, const kvc_stretch *from, in
 void kvc_clear_unseen(const kvc_task *t, const kvc_tile *tile, kvc_tile *own) {
     const kvc_call *c = t->call;
     const kvc_visible v = kvc_visible_to(c, t->tokens[0]);
-    float *const zeros = t->workspace + c->plan->workspace.zeros;
+    float *const zeros = t->workspace + c->plan->attending.zeros;
     const kvc_stretch *stretch = tile->stretches;
     int32_t num = 0;
     memset(zeros, 0, (size_t)tile->layout->v_row_bytes);

@@ -25,10 +25,10 @@
 
 static kvc_sketch_query query_of(const kvc_task *t) {
     const kvc_plan *plan = t->call->plan;
-    const kvc_workspace_layout *at = &plan->workspace;
-    return (kvc_sketch_query){.codes = (int8_t *)(t->workspace + at->packed),
-                              .scales = t->workspace + at->weights,
-                              .offsets = t->workspace + at->starts,
+    const kvc_selecting *at = &plan->selecting;
+    return (kvc_sketch_query){.codes = (int8_t *)(t->workspace + at->codes),
+                              .scales = t->workspace + at->scales,
+                              .offsets = t->workspace + at->offsets,
                               .stride = (int32_t)kvc_sketch_query_bytes(plan->k_dim)};
 }
 
@@ -36,14 +36,15 @@ static kvc_sketch_query query_of(const kvc_task *t) {
 static void round_query(const kvc_task *t, int32_t r) {
     const kvc_plan *plan = t->call->plan;
     const int32_t dim = plan->k_dim, stride = query_of(t).stride;
-    const kvc_workspace_layout *at = &plan->workspace;
-    int8_t *codes = (int8_t *)(t->workspace + at->packed) + r * stride;
-    const float unit = kvc_quantise_row(t->call->kernels, codes, t->q + (size_t)r * (size_t)at->q_stride, dim);
+    const kvc_selecting *at = &plan->selecting;
+    int8_t *codes = (int8_t *)(t->workspace + at->codes) + r * stride;
+    const float unit =
+        kvc_quantise_row(t->call->kernels, codes, t->q + (size_t)r * (size_t)plan->attending.q_stride, dim);
     int32_t sum = 0;
     for (int32_t d = 0; d < dim; d++) sum += codes[d];
     memset(codes + dim, 0, (size_t)(stride - dim));
-    t->workspace[at->weights + (uint64_t)r] = unit * t->call->scale;
-    t->workspace[at->starts + (uint64_t)r] = -1.5f * (float)sum;
+    t->workspace[at->scales + (uint64_t)r] = unit * t->call->scale;
+    t->workspace[at->offsets + (uint64_t)r] = -1.5f * (float)sum;
 }
 
 /* Prepares the query rows for keys that are off by a delta, unless they are. */
@@ -53,9 +54,9 @@ static void prepare(kvc_task *t, int32_t delta_index) {
     if (t->delta_index == delta_index) return;
     kvc_load_query_rows(t, KVC_F32);
     for (int32_t r = 0; r < t->num_query_rows; r++) {
-        float *const q = t->q + (size_t)r * (size_t)plan->workspace.q_stride;
+        float *const q = t->q + (size_t)r * (size_t)plan->attending.q_stride;
         if (delta_index)
-            kvc_rope_rotate(c->rope, c->angles + (size_t)(delta_index - 1) * (size_t)plan->angles_stride, q);
+            kvc_rope_rotate(c->rope, c->angles + (size_t)(delta_index - 1) * (size_t)plan->deltas.angles_stride, q);
         c->kernels->hadamard(q, q, plan->k_dim, kvc_sketch_mixing(plan->k_dim));
         round_query(t, r);
     }
@@ -79,7 +80,7 @@ static const uint8_t *sketches_at(const kvc_task *t, const kvc_row_place *at) {
  * them. */
 static const uint8_t *take_sketches(const kvc_task *t, kvc_row_place at, int32_t n) {
     const size_t bytes = kvc_sketch_bytes(t->call->plan->k_dim);
-    uint8_t *const copies = (uint8_t *)(t->workspace + t->call->plan->workspace.rows), *to = copies;
+    uint8_t *const copies = (uint8_t *)(t->workspace + t->call->plan->attending.rows), *to = copies;
     for (int32_t some; n; n -= some) {
         const uint8_t *const sketches = sketches_at(t, &at);
         some = kvc_rows_here(&at, n);
@@ -164,7 +165,7 @@ typedef struct found {
 } found;
 
 static found found_at(const kvc_plan *plan, float *at) {
-    const int32_t num_q = plan->heads_per_part;
+    const int32_t num_q = plan->parts.heads;
     return (found){at, at + num_q, at + kvc_align_up(2 * (uint64_t)num_q, KVC_LANES)};
 }
 
@@ -174,7 +175,7 @@ static found found_of(const kvc_task *t, int64_t i) {
     const kvc_plan *plan = t->call->plan;
     const uint64_t part = (uint64_t)t->part * kvc_found_size(plan, t->slice->num_rows);
     float *const first =
-        t->slice->num_splits == 1 ? t->workspace + plan->workspace.ranks : plan->partials + t->slice->partials + part;
+        t->slice->num_splits == 1 ? t->workspace + plan->selecting.found : plan->partials + t->slice->partials + part;
     return found_at(plan, first + (uint64_t)i * kvc_chunk_size(plan));
 }
 
@@ -196,7 +197,7 @@ static float settle_pieces(float *pieces, const float *maxima, int32_t num_tiles
 /* Scores a chunk: the next num_rows rows that are listed, which it passes. */
 static void score_chunk(kvc_task *t, listed *rows, int64_t num_rows, const found *to) {
     const int32_t num_q = t->num_query_rows, num_tiles = (int32_t)KVC_DIVIDE_UP(num_rows, KVC_PANEL);
-    float *const maxima = t->workspace + t->call->plan->workspace.totals; /* [num_q][num_tiles] */
+    float *const maxima = t->workspace + t->call->plan->selecting.maxima; /* [num_q][num_tiles] */
     for (int32_t r = 0; r < num_q; r++) to->max[r] = -INFINITY;
     for (int32_t tile = 0; tile < num_tiles; tile++) {
         const int32_t n = (int32_t)kvc_smaller(num_rows - (int64_t)tile * KVC_PANEL, KVC_PANEL);
@@ -218,7 +219,7 @@ int kvc_score_sketches(kvc_task *t) {
     const int64_t num_rows = kvc_selecting_rows(plan, t->slice), first = t->job->split * t->slice->split_rows;
     const int64_t end = kvc_smaller(first + kvc_split_rows(t->slice, t->job->split), num_rows);
     const kvc_row_range range = {first, end};
-    float *to = t->workspace + plan->workspace.ranks;
+    float *to = t->workspace + plan->selecting.found;
     const kvc_row_place begin = {kvc_chosen_segments(t), 0};
     kvc_row_lister list = kvc_list_seen(t, &range, 1);
     listed rows = {begin, begin, first < end ? kvc_list_next(&list, kvc_chosen_segments(t), end - first) : 0};
@@ -235,7 +236,7 @@ int kvc_score_sketches(kvc_task *t) {
 void kvc_keep_found(const kvc_task *t) {
     const kvc_plan *plan = t->call->plan;
     const int64_t first = t->job->split * t->slice->split_rows / KVC_CHUNK_ROWS;
-    memcpy(found_of(t, first).max, t->workspace + plan->workspace.ranks,
+    memcpy(found_of(t, first).max, t->workspace + plan->selecting.found,
            (size_t)kvc_found_size(plan, kvc_split_rows(t->slice, t->job->split)) * sizeof(float));
 }
 
@@ -277,11 +278,11 @@ static void rank_pieces(const kvc_task *t, const found *from, uint32_t *keys, in
 
 /* Selects pieces of rows that were scored, in ascending order.  Returns where their numbers are, and sets *num. */
 static const int32_t *select_pieces(const kvc_task *t, int64_t num_rows, int32_t *num) {
-    const kvc_workspace_layout *at = &t->call->plan->workspace;
+    const kvc_selecting *at = &t->call->plan->selecting;
     const int64_t num_pieces = KVC_DIVIDE_UP(num_rows, KVC_PIECE_ROWS);
     const int64_t num_chunks = KVC_DIVIDE_UP(num_rows, KVC_CHUNK_ROWS);
-    uint32_t *const keys = (uint32_t *)(void *)(t->workspace + at->entries);
-    int32_t *const pieces = (int32_t *)(void *)(t->workspace + at->ids);
+    uint32_t *const keys = (uint32_t *)(void *)(t->workspace + at->keys);
+    int32_t *const pieces = (int32_t *)(void *)(t->workspace + at->pieces);
     add_up_chunks(t, num_chunks);
     for (int64_t i = 0, first = 0; i < num_chunks; i++, first += KVC_CHUNK_PIECES) {
         const found from = found_of(t, i);
@@ -300,7 +301,7 @@ static const int32_t *select_pieces(const kvc_task *t, int64_t num_rows, int32_t
 kvc_row_lister kvc_list_selected(const kvc_task *t, int64_t *num_rows) {
     static const kvc_row_range all = {0, INT64_MAX};
     const int64_t num_seen = kvc_selecting_rows(t->call->plan, t->slice);
-    kvc_row_range *const ranges = (kvc_row_range *)(void *)(t->workspace + t->call->plan->workspace.chosen), *to;
+    kvc_row_range *const ranges = (kvc_row_range *)(void *)(t->workspace + t->call->plan->selecting.ranges), *to;
     int32_t num;
     *num_rows = t->slice->num_seen;
     if (!num_seen) return kvc_list_seen(t, &all, 1);

@@ -100,7 +100,7 @@ static void copy_rows(walk *w, uint8_t *to, int64_t rows) {
 /* Copies rows to the workspace, unpacked or decoded, `stride` bytes apart. */
 static void decode_rows(const kvc_task *t, walk *w, int64_t rows, int64_t stride) {
     const kvc_call *c = t->call;
-    const kvc_workspace_layout *workspace = &c->plan->workspace;
+    const kvc_attending *workspace = &c->plan->attending;
     uint8_t *const to = (uint8_t *)(t->workspace + workspace->rows);
     for (int64_t done = 0, some; done < rows; done += some) {
         const kvc_stretch *at = w->place.at;
@@ -120,7 +120,7 @@ static void decode_rows(const kvc_task *t, walk *w, int64_t rows, int64_t stride
 
 /* Takes `rows` rows: where they lie if evenly and of a type that kernels take, else copied to the workspace. */
 static kernel_rows take_rows(const kvc_task *t, walk *w, int64_t rows) {
-    uint8_t *const workspace = (uint8_t *)(t->workspace + t->call->plan->workspace.rows);
+    uint8_t *const workspace = (uint8_t *)(t->workspace + t->call->plan->attending.rows);
     w->left -= rows;
     if (w->kernel_type != w->type) {
         const int64_t stride = (int64_t)kvc_blocks_bytes(w->kernel_type, w->dim);
@@ -156,7 +156,7 @@ static int64_t take_values(const kvc_task *t, walk *w, kvc_value_piece *piece) {
         for (int64_t i = 0; i < rows.num; i += KVC_PANEL) piece++->rows = (const uint8_t *)rows.first + i * rows.stride;
         return rows.stride;
     }
-    uint8_t *copies = (uint8_t *)(t->workspace + t->call->plan->workspace.rows);
+    uint8_t *copies = (uint8_t *)(t->workspace + t->call->plan->attending.rows);
     for (int64_t n; w->left; w->left -= n, copies += KVC_PANEL * w->row_bytes) {
         n = kvc_smaller(w->left, KVC_PANEL);
         const int is_even = rows_behind(&w->place) >= n && w->place.at->step[1] == (ptrdiff_t)w->row_bytes;
@@ -238,7 +238,7 @@ static kvc_ahead take_few_ahead(const kvc_call *c, walk *w, int64_t lines) {
 /* Copies what stays as it is here: `convert` begins copying too slowly for rows in the L1 cache. */
 void kvc_convert_query_rows(const kvc_call *c, int32_t from, int32_t to, void *dst, int64_t dst_stride, const void *src,
                             int64_t src_stride, int32_t dim) {
-    const int32_t num = c->plan->heads_per_part;
+    const int32_t num = c->plan->parts.heads;
     if (from != to) {
         c->kernels->convert(from, to, dst, dst_stride, src, src_stride, num, dim);
         return;
@@ -250,8 +250,8 @@ void kvc_convert_query_rows(const kvc_call *c, int32_t from, int32_t to, void *d
 void kvc_load_query_rows(const kvc_task *t, int32_t to) {
     const kvc_call *c = t->call;
     const kvc_attend_args *a = c->args;
-    const int32_t dim = c->plan->k_dim, heads = c->plan->heads_per_part;
-    const int64_t stride = c->plan->workspace.q_stride * (int64_t)sizeof(float);
+    const int32_t dim = c->plan->k_dim, heads = c->plan->parts.heads;
+    const int64_t stride = c->plan->attending.q_stride * (int64_t)sizeof(float);
     const int32_t padding = (KVC_CHUNK - dim % KVC_CHUNK) % KVC_CHUNK; /* elements */
     const size_t bytes = padding ? kvc_row_bytes(to, dim) : 0;
     const size_t padding_bytes = padding ? kvc_row_bytes(to, padding) : 0;
@@ -272,7 +272,7 @@ static int32_t delta_index_of(const kvc_task *t, const kvc_tile *tile) { return 
 
 /* Returns the angles that rotate a query row for keys that are off by the delta with this index. */
 static const float *angles_of(const kvc_call *c, int32_t delta_index) {
-    return c->angles + (size_t)(delta_index - 1) * (size_t)c->plan->angles_stride;
+    return c->angles + (size_t)(delta_index - 1) * (size_t)c->plan->deltas.angles_stride;
 }
 
 static void rotate_query_rows(const kvc_task *t, int32_t delta_index) {
@@ -280,21 +280,21 @@ static void rotate_query_rows(const kvc_task *t, int32_t delta_index) {
     const kvc_plan *plan = c->plan;
     const float *angles = angles_of(c, delta_index);
     for (int32_t r = 0; r < t->num_query_rows; r++)
-        kvc_rope_rotate(c->rope, angles, t->q + (size_t)r * (size_t)plan->workspace.q_stride);
+        kvc_rope_rotate(c->rope, angles, t->q + (size_t)r * (size_t)plan->attending.q_stride);
 }
 
 /* Decodes the next n keys of a mixed tile to the workspace, transforms them back, and rotates them. */
 static const float *rotate_keys(const kvc_task *t, const kvc_tile *tile, kvc_row_place *at, int32_t n) {
     const kvc_call *c = t->call;
     const int32_t dim = c->plan->k_dim;
-    const int64_t stride = c->plan->workspace.q_stride * (int64_t)sizeof(float);
-    float *const first = t->workspace + c->plan->workspace.rows, *to = first;
+    const int64_t stride = c->plan->attending.q_stride * (int64_t)sizeof(float);
+    float *const first = t->workspace + c->plan->attending.rows, *to = first;
     for (int32_t i = 0, count; i < n; i += count) {
         const kvc_segment *segment = at->segment;
         count = kvc_rows_here(at, n - i);
         const kvc_rows keys = kvc_keys_in(tile, c->layer, segment, at->offset);
         kvc_decode_rows(c->kernels, to, stride, &keys, count, dim);
-        for (int32_t j = 0; j < count; j++, to += c->plan->workspace.q_stride) {
+        for (int32_t j = 0; j < count; j++, to += c->plan->attending.q_stride) {
             if (c->k_mixing.order) c->kernels->hadamard(to, to, dim, c->k_mixing);
             if (segment->delta_index) kvc_rope_rotate_back(c->rope, angles_of(c, segment->delta_index), to);
         }
@@ -322,7 +322,7 @@ static const kvc_scorer *scorer_of(const kvc_task *t, const kvc_tile *tile) {
 static void transform_query_rows(const kvc_task *t) {
     const kvc_call *c = t->call;
     for (int32_t r = 0; r < t->num_query_rows; r++) {
-        float *q = t->q + (size_t)r * (size_t)c->plan->workspace.q_stride;
+        float *q = t->q + (size_t)r * (size_t)c->plan->attending.q_stride;
         c->kernels->hadamard(q, q, c->plan->k_dim, c->k_mixing);
     }
 }
@@ -342,7 +342,7 @@ static const float *query_rows_for(kvc_task *t, const kvc_tile *tile) {
     if (delta_index > 0) rotate_query_rows(t, delta_index);
     if (t->call->k_mixing.order && delta_index != KVC_MIXED) transform_query_rows(t);
     if (key_minima_apart(t, tile)) kvc_add_up_blocks(t);
-    prepare(t->q, plan->workspace.q_stride, t->num_query_rows, plan->k_dim, t->call->scale);
+    prepare(t->q, plan->attending.q_stride, t->num_query_rows, plan->k_dim, t->call->scale);
     return t->q;
 }
 
@@ -362,7 +362,7 @@ typedef void attend_tile_fn(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_
 /* Scores a tile, and prefetches its values. */
 static void score_tile(kvc_task *t, const kvc_tile *tile) {
     const kvc_call *c = t->call;
-    const int32_t stride = c->plan->workspace.q_stride, dim = c->plan->k_dim;
+    const int32_t stride = c->plan->attending.q_stride, dim = c->plan->k_dim;
     kvc_score_fn *const score = scorer_of(t, tile)->score;
     const float *q = query_rows_for(t, tile);
     walk keys = walk_keys(t, tile), values = walk_values(t, tile);
@@ -403,7 +403,7 @@ static void accumulate_quantised(const kvc_task *t, walk *values, walk *keys) {
             piece->rows = (const uint8_t *)piece->rows + (d ? kvc_blocks_bytes(type, columns) : 0);
             piece->next = take_ahead(c, keys, is_last ? KVC_TILE : ahead);
         }
-        c->kernels->accumulate[type](t->acc + d, c->plan->workspace.acc_stride, t->factor, t->scores, t->num_query_rows,
+        c->kernels->accumulate[type](t->acc + d, c->plan->attending.acc_stride, t->factor, t->scores, t->num_query_rows,
                                      pieces, stride, n, some);
     }
 }
@@ -415,7 +415,7 @@ static void accumulate_floats(const kvc_task *t, walk *values, walk *keys) {
     while (values->left) {
         const kernel_rows v = take_some(t, values);
         kvc_value_piece piece = {v.first, take_ahead(c, keys, values->left ? v.num : KVC_TILE)};
-        c->kernels->accumulate[t->v_as](t->acc, c->plan->workspace.acc_stride, t->factor, weights, t->num_query_rows,
+        c->kernels->accumulate[t->v_as](t->acc, c->plan->attending.acc_stride, t->factor, weights, t->num_query_rows,
                                         &piece, v.stride, (int)v.num, c->plan->v_dim);
         weights += v.num;
         for (int32_t r = 0; values->left && r < t->num_query_rows; r++) t->factor[r] = 1; /* acc is multiplied once */
@@ -449,7 +449,7 @@ static void stream_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_curs
 /* Returns a view of the query rows from the first to the last that sees a row of a tile.  They are few at the end of
  * a prompt or of a window. */
 static kvc_task view_that_sees(const kvc_task *t, const kvc_tile *tile) {
-    const int32_t heads = t->call->plan->heads_per_part;
+    const int32_t heads = t->call->plan->parts.heads;
     int32_t first = 0, end = t->num_query_rows / heads;
     while (first < end && kvc_sees_nothing_of(t->call, tile, t->tokens[first])) first++;
     while (first < end && kvc_sees_nothing_of(t->call, tile, t->tokens[end - 1])) end--;
@@ -465,9 +465,9 @@ static void pack_keys(const kvc_task *t, const kvc_tile *tile, kvc_pack_keys_fn 
     for (int32_t i = 0, n; i < tile->n; i += n) {
         n = (int32_t)kvc_smaller(tile->n - i, KVC_PANEL);
         const kernel_rows rows =
-            is_mixed ? (kernel_rows){rotate_keys(t, tile, &at, n), plan->workspace.q_stride * (int64_t)sizeof(float), n}
+            is_mixed ? (kernel_rows){rotate_keys(t, tile, &at, n), plan->attending.q_stride * (int64_t)sizeof(float), n}
                      : take_rows(t, &keys, n);
-        pack(t->workspace + plan->workspace.keys, rows.first, rows.stride, i, n, plan->k_dim);
+        pack(t->workspace + plan->attending.keys, rows.first, rows.stride, i, n, plan->k_dim);
     }
 }
 
@@ -478,7 +478,7 @@ static void pack_values(const kvc_task *t, const kvc_tile *tile, kvc_pack_values
     for (int32_t i = 0, n; i < tile->n; i += n) {
         n = (int32_t)kvc_smaller(tile->n - i, KVC_PANEL);
         const kernel_rows rows = take_rows(t, &values, n);
-        pack(t->workspace + plan->workspace.values, plan->workspace.acc_stride, rows.first, rows.stride, i, n,
+        pack(t->workspace + plan->attending.values, plan->attending.acc_stride, rows.first, rows.stride, i, n,
              plan->v_dim);
     }
 }
@@ -497,7 +497,7 @@ static void weigh_block(const kvc_task *t, kvc_tile *tile, const query_block *b,
                          (kvc_ahead){.bytes = 0});
     for (int32_t r = first; r < b->end; r++)
         if (t->factor[r] != 1)
-            kernels->scale(t->acc + (size_t)r * (size_t)plan->workspace.acc_stride, 0, 1, plan->v_dim, t->factor[r]);
+            kernels->scale(t->acc + (size_t)r * (size_t)plan->attending.acc_stride, 0, 1, plan->v_dim, t->factor[r]);
 }
 
 /* Attends to a tile for many query rows.  Keys and values are packed into panels once, and multiplied.  If scores
@@ -505,7 +505,7 @@ static void weigh_block(const kvc_task *t, kvc_tile *tile, const query_block *b,
 static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming) {
     const kvc_call *c = all->call;
     const kvc_plan *plan = c->plan;
-    const kvc_workspace_layout *workspace = &plan->workspace;
+    const kvc_attending *workspace = &plan->attending;
     query_rows_for(all, current);
     const kvc_task view = view_that_sees(all, current), *t = &view;
     const kvc_tiler *values = kvc_value_tiler(t);
@@ -544,7 +544,7 @@ static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_
  * it would give NaN.  The result has the same bits as if the masked value were a number. */
 static void attend_apart(kvc_task *t, attend_tile_fn *attend_tile, kvc_tile *current, kvc_tile *next,
                          kvc_cursor *upcoming) {
-    const int32_t heads = t->call->plan->heads_per_part;
+    const int32_t heads = t->call->plan->parts.heads;
     kvc_cursor nothing = {.layout = t->call->layout};
     kvc_tile own, none;
     query_rows_for(t, current);

@@ -5,11 +5,11 @@ kvc_task kvc_view_of(const kvc_task *t, int32_t first, int32_t num_query_rows) {
     const kvc_plan *plan = t->call->plan;
     kvc_task view = *t;
     view.num_query_rows = num_query_rows;
-    view.tokens += first / plan->heads_per_part;
-    view.q += (size_t)first * (size_t)plan->workspace.q_stride;
-    view.q_blocks += (size_t)first * (size_t)plan->workspace.block_stride;
+    view.tokens += first / plan->parts.heads;
+    view.q += (size_t)first * (size_t)plan->attending.q_stride;
+    view.q_blocks += (size_t)first * (size_t)plan->attending.block_stride;
     view.scores += (size_t)first * KVC_SCORES;
-    view.acc += (size_t)first * (size_t)plan->workspace.acc_stride;
+    view.acc += (size_t)first * (size_t)plan->attending.acc_stride;
     view.max += first;
     view.sum += first;
     view.factor += first;

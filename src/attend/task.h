@@ -28,7 +28,7 @@ typedef struct kvc_call {
     int32_t k_as[2], v_as[2]; /* kvc_taken_as of its types, for slices that are streamed and tiled */
     kvc_mixing k_mixing, v_mixing;
     const kvc_rope *rope;   /* rotates keys with a delta; NULL: the layer's keys are not rotated */
-    const float *angles;    /* [plan->num_deltas][plan->angles_stride] of that rope */
+    const float *angles;    /* [plan->deltas.num][plan->deltas.angles_stride] of that rope */
     int32_t streamed_rows;  /* of a tile, of slices that are streamed */
     int prefetch_level;     /* for kvc_ahead */
     int is_rerun, was_done; /* for kvc_plan_run: the round is a rerun; the task was done before in this round */
@@ -50,7 +50,7 @@ typedef struct kvc_task {
     int32_t k_lacks_minima, v_lacks_minima; /* whether kernels get them without the minima of their blocks */
     int32_t num_query_rows; /* query row r is token r / heads_per_part, and query head r % heads_per_part of the part */
     float *workspace;
-    float *scores, *acc, *max, *sum, *factor; /* in the workspace, by query row; strides are in plan->workspace */
+    float *scores, *acc, *max, *sum, *factor; /* in the workspace, by query row; strides are in plan->attending */
     /* Query rows, prepared for the kernel that scores keys of delta_index; KVC_UNPREPARED: not loaded yet. */
     float *q;
     int32_t delta_index;
@@ -61,15 +61,15 @@ typedef struct kvc_task {
 enum { KVC_UNPREPARED = -1 }; /* a delta_index */
 
 static inline int32_t kvc_query_head_of(const kvc_task *t, int32_t r) {
-    const int32_t heads = t->call->plan->heads_per_part;
+    const int32_t heads = t->call->plan->parts.heads;
     return t->part * heads + r % heads;
 }
 
-static inline int32_t kvc_kv_head_of(const kvc_task *t) { return t->part / t->call->plan->parts_per_kv; }
+static inline int32_t kvc_kv_head_of(const kvc_task *t) { return t->part / t->call->plan->parts.per_kv; }
 
 /* Returns where a task lists the rows that its token chooses (chosen.h). */
 static inline kvc_segment *kvc_chosen_segments(const kvc_task *t) {
-    return (kvc_segment *)(void *)(t->workspace + t->call->plan->workspace.segments);
+    return (kvc_segment *)(void *)(t->workspace + t->call->plan->listing.segments);
 }
 
 /* Return a view of num_query_rows query rows of a task, from row `first` on; and a view of the query rows of slice

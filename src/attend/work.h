@@ -21,7 +21,8 @@
  *   work.h     the plan: its slices, segments, splits, jobs and tasks
  *   cutting.c  cuts queries into slices, and the rows that each sees into segments and splits
  *   jobs.c     which slices share rows, and in which order tasks are run
- *   plan.c     makes plans: memory, deltas, the public functions
+ *   deltas.c   the deltas of a plan, and their angles
+ *   plan.c     makes plans: memory, and the public functions
  *   task.c     a task, and its rows a tile at a time
  *   minima.c   what the minima of blocks add to scores and sums
  *   seen.c     which rows of a tile a query sees, and what becomes of the scores of others
@@ -65,7 +66,7 @@ enum {
 typedef struct kvc_segment {
     const uint8_t *rows;           /* the block's rows; NULL: they lie in the layer's row buffer */
     int32_t slot, count, position; /* slot of the first row, number of rows, position of the first row */
-    int32_t delta_index;           /* n: the keys are off by plan->deltas[n - 1]; 0: they are not off */
+    int32_t delta_index;           /* n: the keys are off by plan->deltas.values[n - 1]; 0: they are not off */
     int32_t token;                 /* index into plan->order of the first row's token; -1: stored rows */
 } kvc_segment;
 
@@ -96,7 +97,7 @@ typedef struct kvc_query_slice {
 } kvc_query_slice;
 
 typedef struct kvc_job {
-    int64_t first_slice; /* slices: plan->job_slices[first_slice .. first_slice + num_slices) */
+    int64_t first_slice; /* slices: plan->jobs.slices[first_slice .. first_slice + num_slices) */
     int32_t num_slices;
     int32_t split;       /* which split of each slice; the first one if the job has several */
     int32_t num_splits;  /* several side by side only if the job has one slice */
@@ -120,60 +121,126 @@ typedef struct kvc_round {
     uint8_t *states; /* [num_tasks] */
 } kvc_round;
 
-/* Places of arrays in a workspace, the memory that one running task works in: offsets in floats from its beginning.
- * keys, values: the panels that a tile is packed into.  rows: copies of up to KVC_TILE rows that lie apart, or that
- * kernels take only converted.  minima, q_blocks, sum_blocks: scratch for types with a minimum (minima.h).  zeros: a
- * row of values (seen.h).  chosen, segments: entries of a choice, and the rows that they name (chosen.h).  partials:
- * results of all splits of a slice.
- * For choosing: packed, weights, masks, starts: queries (kvc_rank_query).  totals: scores of a tile for each choice.
- * ranks: keys of a split's rows for each choice (choose.c).  entries, ids: the rows or blocks to choose from.
- * For selecting: packed, weights, starts: queries (kvc_sketch_query).  totals: maxima of tiles.  ranks: what is found
- * of a split's chunks.  entries, ids: keys of pieces, and pieces that are selected.  chosen: ranges of these
- * (select.c). */
-typedef struct kvc_workspace_layout {
-    uint64_t q, scores, acc, max, sum, factor, tokens, keys, values, rows, minima, q_blocks, sum_blocks, zeros;
-    uint64_t chosen, segments, partials;
-    uint64_t packed, weights, masks, starts, totals, ranks, entries, ids, size;
+/* ---- the workspace of a task ------------------------------------------------------------------------------------- */
+
+/* A task works in one allocation of floats, its workspace.  The structs below say where its arrays begin: offsets in
+ * floats, multiples of KVC_LANES.  An array of another type takes as many floats as have its bytes.  An example, for 4
+ * query rows and heads of 128 elements:
+ *
+ *     q       [4][128]            0
+ *     scores  [4][KVC_SCORES]   512     KVC_SCORES is 272
+ *     acc     [4][128]         1600
+ *     max     [4]              2112
+ *     sum     [4]              2128     and so on
+ */
+
+/* For attention.  A plan for choosing has q, tokens, rows and scores, too. */
+typedef struct kvc_attending {
+    uint64_t q;                        /* [query rows][q_stride] prepared for the kernel that scores keys */
+    uint64_t scores, acc;              /* [query rows][KVC_SCORES], [query rows][acc_stride] */
+    uint64_t max, sum, factor, tokens; /* [query rows] of the softmax; tokens of the batch, int32_t */
+    uint64_t keys, values;             /* the panels that a tile is packed into */
+    uint64_t rows;                     /* [KVC_TILE] copies of rows that lie apart, or that kernels take converted */
+    uint64_t zeros;                    /* a row of values: seen.h */
+    uint64_t minima, q_blocks, sum_blocks; /* scratch for types with a minimum: minima.h */
     int32_t q_stride, acc_stride, block_stride;
-} kvc_workspace_layout;
+} kvc_attending;
+
+/* For attention to chosen or selected rows: chosen.h. */
+typedef struct kvc_listing {
+    uint64_t entries;  /* of a choice, sorted */
+    uint64_t segments; /* the rows that they name, or that were selected */
+    uint64_t partials; /* results of all splits of a slice */
+} kvc_listing;
+
+/* For choosing: rank.c, choose.c. */
+typedef struct kvc_choosing {
+    uint64_t packed, weights, masks, starts; /* queries: kvc_rank_query */
+    uint64_t totals;                         /* [choices][KVC_SCORES] scores of a tile */
+    uint64_t ranks;                          /* [choices][rows of a split] keys of rows */
+    uint64_t entries, ids;                   /* the rows or blocks to choose from */
+} kvc_choosing;
+
+/* For selecting: select.c. */
+typedef struct kvc_selecting {
+    uint64_t codes, scales, offsets; /* queries: kvc_sketch_query */
+    uint64_t maxima;                 /* of tiles */
+    uint64_t found;                  /* what is found of a split's chunks */
+    uint64_t keys, pieces;           /* keys of pieces, and pieces that are selected */
+    uint64_t ranges;                 /* kvc_row_range of these */
+} kvc_selecting;
+
+/* The workspaces of all tasks that run at once. */
+typedef struct kvc_workspaces {
+    int32_t num;
+    uint64_t size;      /* of each, in floats */
+    float *memory;      /* [num][size] */
+    atomic_flag *taken; /* [num] */
+} kvc_workspaces;
+
+/* ---- the plan ---------------------------------------------------------------------------------------------------- */
+
+/* How query heads become parts: a KV head has `per_kv` parts of `heads` query heads. */
+typedef struct kvc_parts {
+    int32_t heads;  /* all of a KV head, unless rows are chosen */
+    int32_t per_kv; /* parts of a KV head */
+    int32_t num;    /* of all KV heads */
+} kvc_parts;
+
+/* The deltas by which keys are off, and the angles that rotate query rows back. */
+typedef struct kvc_deltas {
+    int32_t num;
+    int32_t angles_stride; /* in floats */
+    int32_t *values;       /* [num] ascending, all different, none 0 */
+    float *angles;         /* [cache->ropes.num][num][angles_stride] */
+    double *rope_table;    /* scratch of a kvc_rope_table, while the plan is made */
+} kvc_deltas;
+
+/* What is run: a job is a task for each part. */
+typedef struct kvc_jobs {
+    kvc_job *items;  /* [num] */
+    int32_t *slices; /* slices of the jobs, as indices into plan->slices */
+    int64_t num, num_tasks;
+    int32_t by_part;       /* order of tasks: 1: all jobs of one part, then of the next; 0: all parts of one job */
+    int32_t joins_splits;  /* each job runs all splits of a slice; then their results are in workspaces */
+    int32_t joined_splits; /* up to how many splits of a slice that is streamed, or chooses rows, become a job */
+} kvc_jobs;
+
+/* Copies of the caller's arrays: args points at them. */
+typedef struct kvc_copies {
+    uint8_t *non_causal; /* [args.num_tokens] */
+    kvc_masked *masked;  /* [args.num_masked] */
+} kvc_copies;
 
 struct kvc_plan {
     kvc_plan_link link; /* the first member: what batch->plans lists */
     kvc_batch *batch;
     kvc_plan_args args;
+    kvc_copies copies;
     atomic_flag taken;     /* a caller has the plan; cleared by kvc_plan_free, so that it may serve another call */
     int32_t is_made;       /* the fields below are filled in; set with the mutex held, which fork() waits for */
     int32_t group, stride; /* its stride: positions of rows are rows/stride.h's numbers */
     const int32_t *order;  /* kvc_order_in: tokens of the group's rows */
     int32_t num_kv_heads, k_dim, v_dim; /* shape of the layers that the plan serves */
-    int32_t heads_per_part;             /* query heads of a part: all of a KV head, unless rows are chosen */
-    int32_t parts_per_kv, num_parts;    /* parts of a KV head, and of all */
     int32_t chooses, by_token;          /* it is for choosing rows; each query token is a slice */
-    int32_t num_slices, num_workspaces;
-    int32_t joins_splits;  /* each job runs all splits of a slice; then their results are in workspaces */
-    int32_t joined_splits; /* up to how many splits of a slice that is streamed, or chooses rows, become a job */
-    int64_t num_segments;
-    int64_t num_jobs, num_tasks; /* a job is num_parts tasks */
-    int32_t by_part; /* order of tasks: 1: all jobs of one part, then of the next; 0: all parts of one job */
+    int32_t num_cross_puts;             /* kvc_num_cross_puts of the group when the plan was made */
     double multiply_adds;
-    int32_t num_cross_puts;            /* kvc_num_cross_puts of the group when the plan was made */
-    int32_t num_deltas, angles_stride; /* stride in floats */
-    int32_t *deltas;                   /* [num_deltas] that keys are off by: ascending, all different, none 0 */
-    float *angles;                     /* [cache->ropes.num][num_deltas][angles_stride] that rotate query rows back */
-    double *rope_table;                /* scratch of a kvc_rope_table, while the plan is made */
-    uint8_t *non_causal;               /* [args.num_tokens] copied from the caller; args.non_causal points at it */
-    kvc_masked *masked;                /* [args.num_masked] copied from the caller; args.masked points at it */
+    kvc_parts parts;
+    kvc_deltas deltas;
+    int32_t num_slices;
+    int64_t num_segments;
     kvc_query_slice *slices;
     kvc_segment *segments;
     kvc_split_start *starts;
-    kvc_job *jobs;
-    int32_t *job_slices;   /* slices of the jobs, as indices into `slices` */
     atomic_int *remaining; /* splits that are yet to be run, for each slice and KV head */
+    float *partials;       /* results of splits, for slices that have several */
+    kvc_jobs jobs;
     kvc_round round;
-    kvc_workspace_layout workspace;
-    float *partials;              /* results of splits, for slices that have several */
-    float *workspaces;            /* [num_workspaces][workspace.size] */
-    atomic_flag *workspace_taken; /* [num_workspaces] */
+    kvc_workspaces workspaces;
+    kvc_attending attending;
+    kvc_listing listing;
+    kvc_choosing choosing;
+    kvc_selecting selecting;
 };
 
 /* Whether the rows of a segment lie behind another one's, and stand there: the two could be one segment. */
@@ -225,17 +292,17 @@ static inline int kvc_plan_is_current(const kvc_plan *plan) {
 
 /* Returns the job of task i, and its part in *part. */
 static inline const kvc_job *kvc_job_of(const kvc_plan *plan, int64_t i, int32_t *part) {
-    *part = (int32_t)(plan->by_part ? i / plan->num_jobs : i % plan->num_parts);
-    return &plan->jobs[plan->by_part ? i % plan->num_jobs : i / plan->num_parts];
+    *part = (int32_t)(plan->jobs.by_part ? i / plan->jobs.num : i % plan->parts.num);
+    return &plan->jobs.items[plan->jobs.by_part ? i % plan->jobs.num : i / plan->parts.num];
 }
 
 static inline const kvc_query_slice *kvc_slice_of(const kvc_plan *plan, const kvc_job *job, int32_t slice) {
-    return &plan->slices[plan->job_slices[job->first_slice + slice]];
+    return &plan->slices[plan->jobs.slices[job->first_slice + slice]];
 }
 
 /* Counts the query rows of a slice for one part. */
 static inline int32_t kvc_num_query_rows(const kvc_plan *plan, const kvc_query_slice *slice) {
-    return slice->num_tokens * plan->heads_per_part;
+    return slice->num_tokens * plan->parts.heads;
 }
 
 /* Counts the rows of split p. */
@@ -285,8 +352,7 @@ static inline size_t kvc_sketch_query_bytes(int32_t k_dim) {
 
 /* Return the floats of what is found of a chunk of rows for one part, and of so many rows (select.c). */
 static inline uint64_t kvc_chunk_size(const kvc_plan *plan) {
-    return kvc_align_up(2 * (uint64_t)plan->heads_per_part, KVC_LANES) +
-           (uint64_t)plan->heads_per_part * KVC_CHUNK_PIECES;
+    return kvc_align_up(2 * (uint64_t)plan->parts.heads, KVC_LANES) + (uint64_t)plan->parts.heads * KVC_CHUNK_PIECES;
 }
 static inline uint64_t kvc_found_size(const kvc_plan *plan, int64_t num_rows) {
     return (uint64_t)KVC_DIVIDE_UP(num_rows, KVC_CHUNK_ROWS) * kvc_chunk_size(plan);

@@ -320,7 +320,7 @@ static int64_t work_of_lists(int32_t num_rows, int32_t num_kv_heads, int32_t num
     CHECK(kvc_begin(cache, 1, NULL, NULL, NULL, &batch) == KVC_OK);
     CHECKF(kvc_plan_new(batch, &args, &call.plan) == KVC_OK, "%s", kvc_last_error());
     num_looked_at = 0;
-    for (int64_t i = 0; i < call.plan->num_tasks; i++) {
+    for (int64_t i = 0; i < call.plan->jobs.num_tasks; i++) {
         kvc_task t = {.call = &call, .slice = call.plan->slices, .tokens = batch->order, .workspace = NULL};
         t.job = kvc_job_of(call.plan, i, &t.part);
         kvc_row_lister list = own_list_chosen(&t, t.job->split * KVC_SPLIT_ROWS);

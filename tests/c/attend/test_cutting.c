@@ -78,12 +78,12 @@ static void check_jobs(const kvc_plan *plan) {
     int64_t splits = 0, taken = 0;
     uint8_t *seen = calloc((size_t)plan->num_slices, 1 << 8);
     for (int32_t u = 0; u < plan->num_slices; u++) splits += plan->slices[u].num_splits;
-    for (int64_t j = 0; j < plan->num_jobs; j++) {
-        const kvc_job *job = &plan->jobs[j];
+    for (int64_t j = 0; j < plan->jobs.num; j++) {
+        const kvc_job *job = &plan->jobs.items[j];
         CHECK(job->num_splits == 1 || job->num_slices == 1);
         for (int32_t m = 0; m < job->num_slices; m++)
             for (int32_t p = job->split; p < job->split + job->num_splits; p++, taken++) {
-                uint8_t *part = &seen[plan->job_slices[job->first_slice + m] * (1 << 8) + p];
+                uint8_t *part = &seen[plan->jobs.slices[job->first_slice + m] * (1 << 8) + p];
                 CHECK(!*part);
                 *part = 1;
             }
@@ -267,7 +267,7 @@ static int64_t rows_read(const grove *g, int32_t num_threads) {
     kvc_plan *plan = NULL;
     int64_t rows = 0;
     CHECK(kvc_plan_new(batch, &args, &plan) == KVC_OK);
-    for (int64_t i = 0; i < plan->num_jobs; i++) rows += plan->jobs[i].rows;
+    for (int64_t i = 0; i < plan->jobs.num; i++) rows += plan->jobs.items[i].rows;
     kvc_plan_free(plan);
     kvc_abort(batch);
     CHECKF(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
@@ -384,7 +384,7 @@ static void check_left_out(int32_t num_threads) {
     plan_args.num_threads = num_threads;
     CHECK(kvc_plan_new(batch, &plan_args, &plan) == KVC_OK);
     check_jobs(plan);
-    CHECK((plan->jobs[0].num_splits > 1) == (num_threads == 1));
+    CHECK((plan->jobs.items[0].num_splits > 1) == (num_threads == 1));
     const int64_t num = kvc_plan_num_tasks(plan);
     CHECK(num > 1 && kvc_plan_run(plan, 0, &args[0], num - 1) == KVC_OK);
     for (int round = 1; round <= 4; round++) {
@@ -425,7 +425,7 @@ static void check_cross(int32_t length) {
     CHECKF(kvc_plan_new(batch, &plan_args, &plan) == KVC_OK, "%s", kvc_last_error());
     CHECK(kvc_plan_num_tasks(plan) == (length + PART - 1) / PART);
     for (int64_t i = 0; i < kvc_plan_num_tasks(plan); i++)
-        CHECK(plan->jobs[i].num_slices == 3 && kvc_plan_run(plan, 1, &args, i) == KVC_OK);
+        CHECK(plan->jobs.items[i].num_slices == 3 && kvc_plan_run(plan, 1, &args, i) == KVC_OK);
     CHECK(!memcmp(out[0], out[1], sizeof *out) && !memcmp(out[0], out[2], sizeof *out));
     kvc_plan_free(plan);
     plan_args.first = plan_args.num_tokens = 1; /* alone */

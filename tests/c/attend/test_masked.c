@@ -159,7 +159,7 @@ static int64_t rows_read(const stage *st) {
     kvc_plan *plan = NULL;
     int64_t rows = 0;
     CHECK(attend(&a, 1, 0) == KVC_OK && kvc_plan_new(st->batch, &a.plan, &plan) == KVC_OK);
-    for (int64_t j = 0; j < plan->num_jobs; j++) rows += plan->jobs[j].rows;
+    for (int64_t j = 0; j < plan->jobs.num; j++) rows += plan->jobs.items[j].rows;
     kvc_plan_free(plan);
     question_free(&a);
     return rows;
