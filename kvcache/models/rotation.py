@@ -116,22 +116,41 @@ def rope(config: Fields, layer: int, kind: str, head_dim: int, first_dim: int) -
     parameters = _parameters(config, layer, kind, model_type)
     if parameters is None:
         return None
+    name = parameters.text("rope_type", parameters.text("type", "default"))
+    reason = _why_unshiftable(config, parameters, model_type, name)
+    if reason is not None:
+        return Unshiftable(reason)
+    inv_freq = _frequencies(config, parameters, name, head_dim, first_dim)
+    if model_type in REVERSED:
+        inv_freq = -inv_freq
+    return _shared_rope(inv_freq.tobytes(), _interleaved(config, model_type), first_dim)
+
+
+def _why_unshiftable(config: Fields, parameters: Fields, model_type: str, name: str) -> str | None:
+    """Return why nobody can rotate stored keys further; None: it is known how they are rotated."""
     if guard.is_unknown(config):
         whose = f"model_type {plain(model_type)!r} is not known" if model_type else "there is no model_type"
-        return Unshiftable(f"{whose}, so nobody knows which elements rotate together")
+        return f"{whose}, so nobody knows which elements rotate together"
     unknown = _unknown(config, parameters)
     if unknown is not None:
-        return Unshiftable(f"{unknown} says how they are rotated, and is not read")
-    name = parameters.text("rope_type", parameters.text("type", "default"))
-    scale = SCALINGS.get(name)
-    if scale is None:
+        return f"{unknown} says how they are rotated, and is not read"
+    if name not in SCALINGS:
         by_length = name in BY_LENGTH
-        return Unshiftable(
+        return (
             f"their rotation, {shown(name)}, {'depends on how long the sequence is' if by_length else 'is not known'}"
         )
+    return None
+
+
+def _frequencies(config: Fields, parameters: Fields, name: str, head_dim: int, first_dim: int) -> Frequencies:
+    """Return the frequency of each pair of elements, from `first_dim` on: 0 for pairs that are not rotated.
+
+    Pair i rotates by ``theta ** -(2 i / dim)`` at each position, before it is scaled. If half of 128 elements are
+    rotated, by a theta of 10000, there are 32 pairs, with a `dim` of 64: 1, 0.75, 0.56, and so on down to 0.00013.
+    """
     # Latents have the rotated elements apart, all of them.
     fraction = 1.0 if first_dim else parameters.positive("partial_rotary_factor", 1.0, most=1.0)
-    if name == "proportional":
+    if name == "proportional":  # the frequencies of a whole head, of which the first pairs are rotated
         dim, num_rotated = head_dim, int(fraction * head_dim // 2)
     else:
         width = head_dim - first_dim
@@ -139,13 +158,11 @@ def rope(config: Fields, layer: int, kind: str, head_dim: int, first_dim: int) -
         num_rotated = min((dim + 1) // 2, width // 2)  # transformers rounds up where `dim` is odd
     with np.errstate(all="ignore"):  # frequencies that are not finite are refused below
         inv_freq = np.float64(parameters.positive("rope_theta", 10000.0)) ** -(np.arange(0, 2 * num_rotated, 2) / dim)
-        inv_freq = np.pad(scale(parameters, config, inv_freq, dim), (0, max(0, dim // 2 - num_rotated)))
+        inv_freq = np.pad(SCALINGS[name](parameters, config, inv_freq, dim), (0, max(0, dim // 2 - num_rotated)))
         inv_freq /= _factors(config, len(inv_freq))
     if not len(inv_freq) or not np.isfinite(inv_freq).all():
         raise parameters.error(f"rope_theta and what scales it, {plain(name)}, give no finite frequencies")
-    if model_type in REVERSED:
-        inv_freq = -inv_freq
-    return _shared_rope(inv_freq.tobytes(), _interleaved(config, model_type), first_dim)
+    return inv_freq
 
 
 @lru_cache(maxsize=16)

@@ -7,6 +7,7 @@ makes a cache of it. `kvcache.models.kinds` says what each layer sees, `kvcache.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -132,31 +133,36 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
     guard.refuse(config)
     kinds = layer_types(config)
     own = config.by_layer(settings_of(config, kinds))
-    described = [_layer(own[i], i, kind, max_source_len) for i, kind in enumerate(kinds)]
-    num_heads = [heads for heads, _ in described]
-    shares = sources_of(config, len(kinds)) or shares_of(config, kinds)
-    layers = [replace(layer, share=share) for (_, layer), share in zip(described, shares, strict=True)]
-    indexing = index_layers(config, own, kinds, layers)
+    decoding = _decoding(config, own, kinds, max_source_len)
+    indexing = index_layers(config, own, kinds, [layer for _, layer in decoding])
+    crossing = []
     if config.get("is_encoder_decoder"):
         policy = _cross(config, max_source_len)
-        crossing = [_crossing(config, *own, policy) for own in zip(num_heads, layers, strict=True)]
-        num_heads += [heads for heads, _ in crossing]
-        layers += [layer for _, layer in crossing]
-    num_heads += [heads for heads, _, _ in indexing]
-    layers += [layer for _, layer, _ in indexing]
+        crossing = [_crossing(config, heads, layer, policy) for heads, layer in decoding]
+    described = [*decoding, *crossing, *((heads, layer) for heads, layer, _ in indexing)]
+    num_heads, layers = zip(*described, strict=True)
     if all(layer.policy is None for layer in layers):
         raise NotSupportedError(f"{config.source}: no layer of this {plain(model_type)} has keys and values")
     context = config.get("max_position_embeddings")
     if context is not None:
         context = config.count("max_position_embeddings", most=MAX_CONTEXT)
     guard.check(config, kinds)
-    chosen = chosen_rows(own, kinds)
-    chosen += [None] * (len(layers) - len(chosen) - len(indexing))
-    chosen += [rows for _, _, rows in indexing]
-    shape = Shape(model_type, tuple(layers), tuple(num_heads), context, tuple(chosen), len(kinds))
+    chosen = (*chosen_rows(own, kinds), *(None for _ in crossing), *(rows for _, _, rows in indexing))
+    shape = Shape(model_type, layers, num_heads, context, chosen, len(kinds))
     if isinstance(source, str | os.PathLike) and not any(config.get(name) for name in ("gguf_architecture", PACKED)):
         _check_weights(find_config(source).parent, shape)
     return shape
+
+
+def _decoding(
+    config: Fields, own: Sequence[Fields], kinds: Sequence[str], max_source_len: int | None
+) -> list[tuple[int, Layer]]:
+    """Return the number of query heads of each layer of the decoder, and the layer."""
+    described = [
+        _layer(fields, i, kind, max_source_len) for i, (fields, kind) in enumerate(zip(own, kinds, strict=True))
+    ]
+    shares = sources_of(config, len(kinds)) or shares_of(config, kinds)
+    return [(heads, replace(layer, share=share)) for (heads, layer), share in zip(described, shares, strict=True)]
 
 
 def _check_weights(folder: Path, shape: Shape) -> None:

@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
 
 from kvcache import _core
 from kvcache.living import Living
@@ -19,14 +19,20 @@ if TYPE_CHECKING:
 __all__ = ["Watch", "value_of", "watch_of"]
 
 
+class _Written(NamedTuple):
+    """A prefix whose new blocks are written to a store."""
+
+    owner: weakref.ref[object]  # the prefix cache, which blocks that wait to be written keep alive
+    put: Callable[..., object]  # queues a block
+
+
 class Watch:
     """Commits the batches of a cache whose prefix caches have stores."""
 
     def __init__(self, core: _core.Cache) -> None:
         self._core = core
-        # The owner of each prefix, and the function that queues its blocks, by `Prefix.user`.
-        self._puts: dict[int, tuple[weakref.ref[object], Callable[..., object]]] = {}
-        self._new: deque[tuple[int, str, int]] = deque()  # blocks that wait to be queued
+        self._written: dict[int, _Written] = {}  # by `Prefix.user`
+        self._new: deque[tuple[int, str, int]] = deque()  # blocks to be queued: whose, their names and ids
         self.begin()
         _watches.add(self)
 
@@ -40,11 +46,11 @@ class Watch:
 
         Each block that waits to be written keeps the owner alive, and so all its blocks stay.
         """
-        self._puts[user] = weakref.ref(owner), put
+        self._written[user] = _Written(weakref.ref(owner), put)
 
     def discard(self, user: int) -> None:
         """Forget a prefix that is no more."""
-        self._puts.pop(user, None)
+        self._written.pop(user, None)
 
     def commit(self, _begin: float, core: _core.Batch, keep: Iterable[SupportsIndex] | None) -> None:
         """Commit a batch, and queue the blocks that it fills to be written."""
@@ -61,10 +67,10 @@ class Watch:
         with self._lock:
             while self._new:
                 user, name, block_id = self._new[0]
-                found = self._puts.get(user)
-                owner = None if found is None else found[0]()
+                found = self._written.get(user)
+                owner = None if found is None else found.owner()
                 if found is not None and owner is not None:
-                    found[1](name, partial(value_of, self._core, block_id, name, owner))
+                    found.put(name, partial(value_of, self._core, block_id, name, owner))
                 self._new.popleft()  # last: a signal's handler that raises before loses nothing
 
 

@@ -34,6 +34,14 @@ class Write:
     is_ended: bool = False  # it is done, failed or dropped
 
 
+def _attempt(call: Callable[[], bool]) -> tuple[bool, BaseException | None]:
+    """Call a store; return the answer, or False and what it raised. That may be anything: the thread must not end."""
+    try:
+        return call(), None
+    except BaseException as error:
+        return False, without_frames(error)
+
+
 class Writer:
     """The thread that writes to a store, and what waits for it.
 
@@ -108,33 +116,32 @@ class Writer:
     # ---- what the thread does
 
     def _work(self) -> None:
-        writes_many, failure, was_asked = False, None, False
-        try:
-            writes_many = calls.writes_many(self.store)
-        except BaseException as error:  # a store may raise anything, and the thread must not end
-            failure = without_frames(error)
+        """Do what one call of the store does. If the store fails too often, drop what is queued."""
+        was_asked = False
+        writes_many, failure = _attempt(lambda: calls.writes_many(self.store))
         with self.lock:
             writes = self._at_work = self._take(writes_many)
         if failure is None and writes:
-            try:
-                was_asked = self._call(writes)
-            except BaseException as error:  # as above
-                failure = without_frames(error)
-        breaker = self.worker.breaker
+            was_asked, failure = _attempt(lambda: self._call(writes))
         with self.lock:
-            if was_asked:
-                breaker.succeeded()
-            elif failure is not None and writes:
-                writes[0].tenant.counts["errors"] += 1
-                self._note_dropped(writes)
-                breaker.failed()
-            breaker.probing = False
+            self._note_answer(writes, was_asked, failure)
             self._note_end(writes)
             self._at_work = ()
-            is_left_alone = breaker.is_open
+            is_left_alone = self.worker.breaker.is_open
         if is_left_alone:
             self.drop()
         self._warn(failure)
+
+    def _note_answer(self, writes: Sequence[Write], was_asked: bool, failure: BaseException | None) -> None:
+        """Tell the breaker, and the counts of a tenant, whether the store works; neither if it was not asked."""
+        breaker = self.worker.breaker
+        if was_asked:
+            breaker.succeeded()
+        elif failure is not None and writes:
+            writes[0].tenant.counts["errors"] += 1
+            self._note_dropped(writes)
+            breaker.failed()
+        breaker.probing = False
 
     def _take(self, writes_many: bool) -> list[Write]:
         """Take a deletion, or some writes for one call of the store."""
