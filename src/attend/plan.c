@@ -196,7 +196,7 @@ static void lay_out_attending(kvc_plan *plan, const totals *t) {
     kvc_attending *at = &plan->attending;
     /* A job has one slice, or several of whole sequences, which jobs.c joins up to these numbers of query rows. */
     const int64_t most_joined = kvc_smaller(t->whole_query_rows, t->any_tiled ? KVC_TILE_QUERIES : KVC_TASK_QUERIES);
-    const uint64_t q = (uint64_t)kvc_larger(most_joined, t->most_query_rows);
+    const uint64_t q = (uint64_t)(most_joined > t->most_query_rows ? most_joined : t->most_query_rows);
     /* Kernels take whole chunks of query rows and keys.  Tiled ones pack them first, and a packed chunk is longer. */
     const uint64_t chunks = kvc_align_up((uint64_t)plan->k_dim, KVC_CHUNK) / KVC_CHUNK;
     at->q_stride = (int32_t)(chunks * (t->any_tiled ? KVC_PACKED : KVC_CHUNK));

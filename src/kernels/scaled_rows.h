@@ -496,12 +496,14 @@ INLINE void accumulate_scaled(int type, float *acc, int acc_stride, const float 
 
 /* ---- many query rows --------------------------------------------------------------------------------------------- */
 
-/* Is a kvc_pack_keys_fn once the type is known. */
+/* Is a kvc_pack_keys_fn once the type is known.  Makes a panel of each PANEL_ROWS rows, one behind the other.  A panel
+ * has PANEL_BYTES for each four elements.  Nothing is prefetched, because the rows are not read a second time. */
 INLINE void pack_scaled_keys(int type, float *dst, const void *rows, int64_t row_stride, int n, int dim) {
     prefetcher none = prefetch_begin((kvc_ahead){.bytes = 0}, rows, 0);
-    char *to = (char *)dst;
-    for (int j = 0; j < n; j += PANEL_ROWS, to += dim / FOUR * PANEL_BYTES)
-        pack_keys_of_type(type, to, row_at(rows, row_stride, j), row_stride, n - j, dim, &none);
+    const int panel_bytes = dim / FOUR * PANEL_BYTES;
+    char *panel = (char *)dst;
+    for (int done = 0; done < n; done += PANEL_ROWS, panel += panel_bytes)
+        pack_keys_of_type(type, panel, row_at(rows, row_stride, done), row_stride, n - done, dim, &none);
 }
 
 /* Is a kvc_pack_values_fn. */

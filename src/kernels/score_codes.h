@@ -121,19 +121,29 @@ INLINE void load_keys(int type, code_keys *to, const char *block, ptrdiff_t stri
     }
 }
 
-/* Unpacks a quarter of a block of LANES rows to four pairs, with code_offset added.  levels: of codes of four bits,
- * plus that.  The lowest of fifth_bits are those of the quarter. */
+/* Unpacks a quarter of a block of LANES rows to four pairs of elements, with code_offset added, in order_of_codes.
+ *
+ * A lane of x is four bytes of a row.  Byte e has the code of element e in its low half, and the code of element 16 + e
+ * in its high half.  The same lane of fifth_bits has bit e for element e, and bit 16 + e for element 16 + e; each is
+ * worth 16.  Without fifth bits, a code is looked up in `levels`, which have code_offset added.  An example of a row:
+ *
+ *     x            bytes 21 43 65 87     low halves 1 3 5 7, high halves 2 4 6 8
+ *     fifth_bits   00010002              bits 1 and 16: elements 1 and 16 get 16 more
+ *     elements     1 19 5 7, and 16 on: 18 4 6 8
+ *     to           (1, 5) (18, 6) (19, 7) (4, 8)     even and odd bytes, as a pair is multiplied by one instruction
+ */
 INLINE void unpack_quarter(int has_fifth_bits, ivec to[4], ivec x, ivec levels, ivec fifth_bits) {
-    static const uint8_t BYTES[16] = {0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12}; /* of the bits of each row */
-    const ivec mask = i_set_16(0x0f0f);
+    /* For each of four rows, four times the byte that has its bits 0 to 7.  Bits 16 to 23 are two bytes further. */
+    static const uint8_t BYTES[16] = {0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12};
+    const ivec mask = i_set_16(0x0f0f), bit_of_byte = i_set_32(0x08040201);
     const ivec halves[2] = {i_and(x, mask), i_and(i_shift(x, 4), mask)};
     UNROLL
     for (int i = 0; i < 2; i++) {
         const ivec bytes = i_xor(i_set_16_bytes(BYTES), i_set_16((int16_t)(i * 0x0202)));
-        const ivec y = has_fifth_bits ? i_add_16(halves[i], i_look_up(fifth_bits, bytes), i_set_32(0x08040201))
-                                      : i_look_up(levels, halves[i]);
-        to[i] = i_and(y, i_set_16(255));
-        to[i + 2] = i_shift(y, 8);
+        const ivec elements = has_fifth_bits ? i_add_16(halves[i], i_look_up(fifth_bits, bytes), bit_of_byte)
+                                             : i_look_up(levels, halves[i]);
+        to[i] = i_and(elements, i_set_16(255));
+        to[i + 2] = i_shift(elements, 8);
     }
 }
 

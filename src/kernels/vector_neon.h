@@ -261,17 +261,20 @@ INLINE code_bytes c_from_floats(const vec x[8]) {
     return both;
 }
 
+/* Sets eight floats to eight int16. */
+INLINE void floats_from_16(vec to[2], int16x8_t x) {
+    to[0] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(x)));
+    to[1] = vcvtq_f32_s32(vmovl_high_s16(x));
+}
+
+/* NEON has no step from int8 to int32: 16 bytes become twice 8 int16, and these four times 4 floats. */
 INLINE void c_to_floats(vec to[8], code_bytes x) {
     int8x16_t halves[2];
     memcpy(halves, &x, sizeof halves);
     UNROLL
-    for (int i = 0; i < 2; i++) {
-        const int16x8_t wide[2] = {vmovl_s8(vget_low_s8(halves[i])), vmovl_high_s8(halves[i])};
-        UNROLL
-        for (int j = 0; j < 2; j++) {
-            to[4 * i + 2 * j] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide[j])));
-            to[4 * i + 2 * j + 1] = vcvtq_f32_s32(vmovl_high_s16(wide[j]));
-        }
+    for (int i = 0; i < 2; i++, to += 4) {
+        floats_from_16(to, vmovl_s8(vget_low_s8(halves[i])));
+        floats_from_16(to + 2, vmovl_high_s8(halves[i]));
     }
 }
 
