@@ -12,8 +12,21 @@
  *     few, as a part's result is large here and takes time to merge.
  *   - Where rows are chosen, each token is a slice, which is tiled if it alone has more than KVC_STREAM_QUERIES query
  *     rows.  The chosen rows are cut every KVC_SPLIT_ROWS.
- *   - Where a plan chooses, each token is a slice, too.  Its rows may be cut anyhow, as each is ranked by itself: so
- * that there are enough tasks for the plan's threads.
+ *   - Where a plan chooses, each token is a slice, too.  Its rows may be cut anyhow, because each is ranked by itself.
+ *     They are cut so that there are enough tasks for the plan's threads.
+ *
+ * An example of slices, with 8 KV heads and 4 query heads of each:
+ *   - A sequence of 1,300 rows decodes a token: 4 query rows, a slice that is streamed.  Its splits are the rows
+ *     [0, 512), [512, 1024) and [1024, 1300).
+ *   - A prompt of 100 tokens has 400 query rows, which are tiled.  Slices of 256 query rows would be 2 * 8 tasks,
+ *     slices of 128 would be 4 * 8, and both are fewer than KVC_TILED_TASKS.  So its slices are of a quarter, 64 query
+ *     rows: 6 of 16 tokens, and one of 4.
+ *
+ * An example of segments, for a window of 64 and 4 sinks.  A token at position 100 sees the positions [0, 4) and
+ * [37, 101).  The sequence has a run of positions [0, 64) in block A, and one of [64, 100) in block B:
+ *
+ *     segments    A [0, 4)   A [37, 64)   B [64, 100)   [100, 101), the batch's own row
+ *     num_rows    4 + 27 + 36 + 1 = 68, which are one split
  *
  * Arrays are allocated between two passes over the same function, one that counts and one that lists: cut_queries
  * gives the slices of a sequence (kvc_count_slices, kvc_list_slices), visit_own_rows the segments of the batch's own
@@ -65,22 +78,27 @@ static int may_select(const kvc_batch *batch, const kvc_plan_args *args, int32_t
            (int64_t)stored->num_rows + member->num_tokens > kvc_most_unselected(args);
 }
 
-kvc_status kvc_resolve_selecting(const kvc_batch *batch, kvc_plan_args *args) {
+/* Returns KVC_ERR_INVALID or KVC_ERR_UNSUPPORTED if the layer's rows cannot be selected. */
+static kvc_status check_selecting(const kvc_cache *cache, const kvc_plan_args *args) {
     if (args->select_rows < 0)
         return kvc_fail(KVC_ERR_INVALID, "select_rows is %d: it must be positive, or 0 to read all rows",
                         args->select_rows);
     if (args->max_chosen)
         return kvc_fail(KVC_ERR_INVALID, "select_rows is %d and max_chosen %d: rows are chosen or selected, not both",
                         args->select_rows, args->max_chosen);
-    if (!batch->cache->layers[args->layer].sketch_bits)
+    if (!cache->layers[args->layer].sketch_bits)
         return kvc_fail(KVC_ERR_UNSUPPORTED, "select_rows is %d: layer %d has no sketches: make it with sketch_bits 2",
                         args->select_rows, args->layer);
-    int selects = 0;
+    return KVC_OK;
+}
+
+kvc_status kvc_resolve_selecting(const kvc_batch *batch, kvc_plan_args *args) {
+    KVC_TRY(check_selecting(batch->cache, args));
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         const query_cut queries = queries_of(batch, args, s);
-        selects |= may_select(batch, args, s, queries.end - queries.first);
+        if (may_select(batch, args, s, queries.end - queries.first)) return KVC_OK;
     }
-    if (!selects) args->select_rows = 0;
+    args->select_rows = 0;
     return KVC_OK;
 }
 
@@ -215,16 +233,17 @@ static void visit_ancestors(const kvc_plan *plan, const kvc_new_slice *u, const 
  * marks: as for kvc_list_slices. */
 static void visit_own_rows(const kvc_plan *plan, const kvc_new_slice *u, uint8_t *marks, visit_fn *visit,
                            void *context) {
-    const kvc_batch *batch = plan->batch;
     const kvc_pending *pending = u->pending;
-    const int is_cross = pending->to == KVC_TO_CROSS;
-    if (batch->parents && !is_cross) {
+    const int has_tokens = pending->to != KVC_TO_CROSS; /* rows of cross-attention are no token's */
+    if (has_tokens && plan->batch->parents) {
         visit_ancestors(plan, u, pending, marks, visit, context);
         return;
     }
-    int32_t token = batch->sequences[u->slice.sequence].first;
-    for (int32_t i = 0; i < pending->num; token += pending->runs[i++].count)
-        visit_own_run(u, &pending->runs[i], is_cross ? -1 : token, visit, context);
+    int32_t token = has_tokens ? plan->batch->sequences[u->slice.sequence].first : -1; /* of the run's first row */
+    for (const kvc_run *run = pending->runs; run < pending->runs + pending->num; run++) {
+        visit_own_run(u, run, token, visit, context);
+        if (has_tokens) token += run->count; /* tokens are listed in the order of their rows */
+    }
 }
 
 /* Counts a segment of the batch's own rows; context: the kvc_new_slice. */

@@ -168,14 +168,23 @@ static void add_jobs_alone(kvc_plan *plan, int32_t number, int32_t split) {
     }
 }
 
-/* Counts the leading rows of a split that a slice has in common with the one before it: whole tiles, or all it has. */
+/* Counts the leading rows of a split that are read once for a slice and the one before it: whole tiles, as a tile
+ * begins where it would begin for each slice alone.  An example, where 800 leading rows are the same, in splits of 512
+ * rows and tiles of 64:
+ *
+ *     split 0    rows [0, 512)       512: all are the same
+ *     split 1    rows [512, 1024)    256: 4 tiles, and the tile that row 800 is in differs
+ *                                    288: if both slices end with row 800, so that this tile is the same, too
+ *     split 2    rows [1024, 1536)   0
+ */
 static int64_t shared_in_split(const kvc_plan *plan, const kvc_neighbour *n, int32_t split) {
     const kvc_query_slice *slice = &plan->slices[n->slice];
-    const int64_t begin = split * slice->split_rows;
-    if (n->same_rows <= begin) return 0;
-    if (n->same_rows >= begin + slice->split_rows) return slice->split_rows;
-    const int is_all = n->same_rows == slice->num_rows && n->same_rows == plan->slices[n[-1].slice].num_rows;
-    return (is_all ? n->same_rows : n->same_tile_rows) - begin;
+    const int64_t begin = split * slice->split_rows, end = begin + slice->split_rows;
+    if (n->same_rows <= begin) return 0; /* as for the first slice, which none is before */
+    if (n->same_rows >= end) return slice->split_rows;
+    const kvc_query_slice *before = &plan->slices[n[-1].slice];
+    const int both_end = n->same_rows == slice->num_rows && n->same_rows == before->num_rows;
+    return (both_end ? n->same_rows : n->same_tile_rows) - begin;
 }
 
 /* Neighbours that become one job: items[0 .. num_slices). */

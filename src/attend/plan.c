@@ -8,6 +8,14 @@
  *   5. List the deltas, and compute their angles (deltas.c).
  *   6. List the segments.  Segments of splits that neighbours share are listed once (cutting.c).
  *   7. Join neighbours into jobs, split by split (jobs.c).
+ *
+ * An example: two forks of a sequence have its 1,000 rows in common, decode a token each, and have 8 KV heads.
+ *   - There are two slices of 1,001 rows each, with 2 splits: [0, 512) and [512, 1001).  Their order is that of their
+ *     rows, and 1,000 of these are the same.
+ *   - Segments: the first slice lists the run of 1,000 rows, and its own row.  Split 0 of the second slice begins where
+ *     the first one's does, so the second slice lists only the end of that run from row 512 on, and its own row.
+ *   - Jobs: one of split 0 of both slices, which reads 512 rows, not 1,024; and one of split 1, in which they share the
+ *     whole tiles before row 1,000.  That is 2 * 8 tasks.
  */
 #include "attend/plan.h"
 
