@@ -19,8 +19,8 @@
  *   - A sequence of 1,300 rows decodes a token: 4 query rows, a slice that is streamed.  Its splits are the rows
  *     [0, 512), [512, 1024) and [1024, 1300).
  *   - A prompt of 100 tokens has 400 query rows, which are tiled.  Slices of 256 query rows would be 2 * 8 tasks,
- *     slices of 128 would be 4 * 8, and both are fewer than KVC_TILED_TASKS.  So its slices are of a quarter, 64 query
- *     rows: 6 of 16 tokens, and one of 4.
+ *     slices of 128 would be 4 * 8, and both are fewer than KVC_TILED_TASKS.  So slices have a quarter of 256 query
+ *     rows: there are 6 slices of 16 tokens, and one of 4.
  *
  * An example of segments, for a window of 64 and 4 sinks.  A token at position 100 sees the positions [0, 4) and
  * [37, 101).  The sequence has a run of positions [0, 64) in block A, and one of [64, 100) in block B:

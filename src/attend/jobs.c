@@ -168,9 +168,9 @@ static void add_jobs_alone(kvc_plan *plan, int32_t number, int32_t split) {
     }
 }
 
-/* Counts the leading rows of a split that are read once for a slice and the one before it: whole tiles, as a tile
- * begins where it would begin for each slice alone.  An example, where 800 leading rows are the same, in splits of 512
- * rows and tiles of 64:
+/* Counts the leading rows of a split that are read once for a slice and the one before it.  These are whole tiles,
+ * because a tile begins where it would begin for each slice alone.  An example: 800 leading rows are the same, splits
+ * have 512 rows, and tiles 64.
  *
  *     split 0    rows [0, 512)       512: all are the same
  *     split 1    rows [512, 1024)    256: 4 tiles, and the tile that row 800 is in differs

@@ -10,8 +10,8 @@
  *   7. Join neighbours into jobs, split by split (jobs.c).
  *
  * An example: two forks of a sequence have its 1,000 rows in common, decode a token each, and have 8 KV heads.
- *   - There are two slices of 1,001 rows each, with 2 splits: [0, 512) and [512, 1001).  Their order is that of their
- *     rows, and 1,000 of these are the same.
+ *   - There are two slices of 1,001 rows each, with 2 splits: [0, 512) and [512, 1001).  They are sorted by their rows,
+ *     of which 1,000 are the same.
  *   - Segments: the first slice lists the run of 1,000 rows, and its own row.  Split 0 of the second slice begins where
  *     the first one's does, so the second slice lists only the end of that run from row 512 on, and its own row.
  *   - Jobs: one of split 0 of both slices, which reads 512 rows, not 1,024; and one of split 1, in which they share the

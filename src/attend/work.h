@@ -196,7 +196,7 @@ typedef struct kvc_deltas {
     double *rope_table;    /* scratch of a kvc_rope_table, while the plan is made */
 } kvc_deltas;
 
-/* What is run: a job is a task for each part. */
+/* The jobs of a plan.  A job is a task for each part. */
 typedef struct kvc_jobs {
     kvc_job *items;  /* [num] */
     int32_t *slices; /* slices of the jobs, as indices into plan->slices */

@@ -33,7 +33,7 @@ typedef struct kvc_ropes {
     int32_t num;
 } kvc_ropes;
 
-/* What the caller allows.  0: no limit. */
+/* The limits that the caller has set.  0: no limit. */
 typedef struct kvc_limits {
     int64_t max_seq_len, max_sequences, capacity, max_bytes;
     int32_t has_own_capacity; /* whether one was given; else it is max_seq_len * max_sequences */
@@ -118,7 +118,7 @@ struct kvc_cache {
     void *poll_user;
     kvc_limits limits;
 
-    /* What the cache holds, and who uses it. */
+    /* Its sequences, and the calls that use it. */
     kvc_table sequences;
     kvc_batch *batch; /* the open batch; NULL: none */
     kvc_prefixes prefixes;

@@ -216,7 +216,7 @@ typedef struct column_set {
 } column_set;
 
 /* Sums columns over all rows, and adds the sums, times their unit, to acc.  A byte of q4_0 holds a column of the first
- * half of the block, and one of the second half: so two vectors of columns are as far apart in acc. */
+ * half of the block, and one of the second half.  So its two vectors of columns are half a block apart in acc. */
 INLINE void accumulate_columns(int type, int num_q, int parts, accumulate_args *a, column_set of) {
     ivec sums[2][PARTS_AT_ONCE][2 * MANY_QUERIES];
     const int byte = kvc_is_8_bits(type) ? of.first : of.first / 2;

@@ -3,6 +3,15 @@
  * There are three steps.  kvc_fit finds out whether the batch would fit once rows have expired, others are evicted,
  * groups compacted and free memory given back, without doing any of it.  kvc_prepare also takes all memory that may be
  * missing.  kvc_apply_prepared then does what was found to be needed, which cannot fail.
+ *
+ * An example of pool->demand, for blocks of 8 slots.  A batch has 14 tokens of a sequence, whose last block has a
+ * fill mark of 5.  One block is free.
+ *
+ *     tokens 0 to 2      last block, slots 5 to 7      more_bytes, as far as the slots have no memory yet
+ *     tokens 3 to 10     the free block                the same; num_blocks is 1
+ *     tokens 11 to 13    a new block                   new_blocks is 1, num_blocks 2; new_bytes of 3 slots and a header
+ *
+ * If the sequence's rows expire first, the last block and the list of free blocks are what they will be then.
  */
 #ifndef KVC_PREPARE_H
 #define KVC_PREPARE_H
@@ -44,7 +53,7 @@ kvc_status kvc_fits_beside_fixed(kvc_batch *batch, int64_t *bytes);
  * only the batch's number of tokens has changed since. */
 kvc_status kvc_fit_compacted(kvc_batch *batch, int is_planned, int64_t *bytes);
 
-/* What kvc_fixed_bytes need not count again for another number of tokens. */
+/* The numbers that kvc_fixed_bytes need not count again for another number of tokens. */
 typedef struct kvc_fixed {
     kvc_scope scope;         /* KVC_NOW: nothing is evicted */
     int64_t evictable_bytes; /* of bookkeeping */

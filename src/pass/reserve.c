@@ -1,4 +1,9 @@
-/* reserve.c: kvc_reserve and kvc_room: take memory for tokens to come, and say how many tokens fit. */
+/* reserve.c: kvc_reserve and kvc_room: take memory for tokens to come, and say how many tokens fit.
+ *
+ * An example.  A cache has a capacity of 100 rows and a max_seq_len of 64.  60 rows are live, 20 of them evictable, and
+ * the sequence has 30 tokens.  The capacity leaves room for 100 - 40 = 60 tokens, and max_seq_len for 64 - 30 = 34.  So
+ * the room is 34, unless there is max_bytes: then it is found by asking whether 34 fit, or fewer.
+ */
 #include "cache/check.h"
 #include "cache/waiting.h"
 #include "space/expire.h"
@@ -195,7 +200,8 @@ static kvc_status try_probe(kvc_batch *batch, int64_t num_tokens, trial trial, c
 }
 
 /* Raises *room, a number of tokens that fits, to at most `most`: one more does not fit then.  It tries `next` first,
- * then numbers further and further away, and the middle once it knows one on either side. */
+ * then numbers further and further away, and the middle once it knows one on either side.  If 42 tokens fit, and `next`
+ * is 40, it tries 40, 41, 43 and 42. */
 static kvc_status find_most(kvc_batch *batch, int64_t *room, int64_t most, int64_t next, trial trial,
                             const kvc_fixed *fixed) {
     for (int64_t step = 1; *room < most; step *= 2) {

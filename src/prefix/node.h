@@ -37,7 +37,7 @@ typedef struct kvc_node_users {
     int32_t num_state_pins; /* of the state, and of one that takes its place */
 } kvc_node_users;
 
-/* What of a node, and of the nodes below it, is freed in the end: tree.c. */
+/* Whether a node, and which of its children, will be freed: tree.c. */
 typedef struct kvc_node_freeing {
     int32_t stays;           /* it is not freed if all that may be evicted is */
     int32_t num_staying;     /* so many children stay */

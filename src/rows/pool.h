@@ -65,7 +65,7 @@ typedef struct kvc_block_pages {
     int64_t collapse_next;  /* index of the next huge page to look at; 0: none has been */
 } kvc_block_pages;
 
-/* What the sequences that may be evicted hold of a block: cache/useful.h. */
+/* Slots of a block that sequences hold which may be evicted: cache/useful.h. */
 typedef struct kvc_block_evicting {
     kvc_standing *useless; /* list of the sequences with rows in this block alone that free no slots of it */
     int32_t evictable;     /* number of live slots whose holders may all be evicted */
@@ -73,7 +73,7 @@ typedef struct kvc_block_evicting {
     uint32_t choice;       /* value of pool->evicting.num_choices when a call was to drop rows of it */
 } kvc_block_evicting;
 
-/* What the running call plans with a block. */
+/* The plans of the running call for a block. */
 typedef struct kvc_block_plan {
     int32_t *targets;             /* [fill] while a compaction is planned: the new places of its slots; NULL: none */
     struct kvc_block *next_tried; /* in the list of a preview */
@@ -162,7 +162,7 @@ typedef struct kvc_free_blocks {
     int32_t reserved;   /* blocks opened for the open batch, or for a batch that is about to begin */
 } kvc_free_blocks;
 
-/* What the sequences that may be evicted hold of a group: cache/useful.h. */
+/* Slots of a group that sequences hold which may be evicted: cache/useful.h. */
 typedef struct kvc_pool_evicting {
     int64_t evictable;                                      /* number of live slots whose holders may all be evicted */
     kvc_sorted useful;                                      /* by last use: evictable sequences that free slots */

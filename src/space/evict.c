@@ -1,4 +1,12 @@
-/* evict.c: chooses and evicts victims among kept sequences: see evict.h. */
+/* evict.c: chooses and evicts victims among kept sequences: see evict.h.
+ *
+ * An example.  A call lacks 5 slots.  The evictable sequences, from the least recently used on, would free
+ *
+ *     a 3 slots    b none, as a sequence that is fixed shares its rows    c 4 slots    d 9 slots
+ *
+ * The fewest of the oldest with which the call fits are a, b and c.  Of these, b stays, and a and c are evicted.  That
+ * d alone would do does not matter: it was used last.
+ */
 #include "space/evict.h"
 
 #include <stdio.h>
@@ -202,7 +210,7 @@ static void note_all_freed(const kvc_need *need) {
     for (int32_t g = 0; g < cache->num_token_groups; g++) note_freed(need, g);
 }
 
-/* Lets the victims stay that free nothing of what is lacking; returns how many. */
+/* Lets victims stay if they free nothing of what is lacking; returns how many. */
 static int32_t let_useless_stay(kvc_cache *cache) {
     int32_t num = 0;
     for (kvc_sequence **link = &cache->evicting.victims, *victim; (victim = *link);) {
@@ -218,7 +226,7 @@ static int32_t let_useless_stay(kvc_cache *cache) {
     return num;
 }
 
-/* Lets the victims stay that free nothing of what is lacking, and rows of which others hold all that see everything. */
+/* Lets victims stay if they free nothing of what is lacking, and rows of which others hold all that see everything. */
 static void sift(const kvc_need *need) {
     kvc_cache *cache = need->cache;
     note_all_freed(need);
