@@ -288,7 +288,9 @@ class Prompt:
         if rope is False:
             return Asked(asked.q, positions, asked.options)
         if not isinstance(rope, Rope):
-            raise NotSupportedError(f"queries of layer {layer} cannot be moved: give it a `Rope` when the cache is made")
+            raise NotSupportedError(
+                f"queries of layer {layer} cannot be moved: it needs a `Rope`; give it to the cache"
+            )
         q = asked.q.astype(np.float32)
         distances = positions.astype(np.int64) - asked.positions
         return Asked(_rotate(q, distances, rope), positions, asked.options)

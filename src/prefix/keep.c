@@ -26,10 +26,11 @@ static kvc_status release(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *tokens
     if (!sequence) return KVC_OK;
     const int32_t num_exact = kvc_sequence_num_exact(sequence);
     if (num_tokens && num_tokens < num_exact)
-        return kvc_fail(KVC_ERR_INVALID,
-                        "%lld tokens are given, and sequence %lld holds %d: give all of them, or none; if the whole prompt "
-                        "was fed behind its match, forget the prompt (kvc_prefix_forget)",
-                        (long long)num_tokens, (long long)seq_id, num_exact);
+        return kvc_fail(
+            KVC_ERR_INVALID,
+            "%lld tokens are given, and sequence %lld holds %d: give all of them, or none; if the whole prompt "
+            "was fed behind its match, forget the prompt",
+            (long long)num_tokens, (long long)seq_id, num_exact);
     kvc_node *last = kvc_session_keep(prefix, sequence, tokens, 0);
     kvc_node_use(last, 1);
     kvc_cache_forget(cache, sequence);

@@ -135,7 +135,7 @@ def test_links(page):
         assert not anchor or anchor in anchors_of(file), f"{path or page.name} has no heading #{anchor}"
 
 
-@pytest.mark.parametrize("page, introduces", [("concepts", 20), ("choosing", 4), ("eviction", 2)])
+@pytest.mark.parametrize(("page", "introduces"), [("concepts", 20), ("choosing", 4), ("eviction", 2)])
 def test_the_glossary_has_the_terms_of(page, introduces):
     """A term is bold and in small letters where it is introduced; advice in bold begins with a capital letter."""
     terms = set(re.findall(r"\*\*((?:KV )?[a-z][a-z ]*)\*\*", (ROOT / f"docs/{page}.md").read_text()))
