@@ -20,7 +20,8 @@ cdef int wrong_type(str name, str given) except -1:
 cdef int wrong_ndim(str name, int ndim, int wanted) except -1:
     axes = ""
     if name in ("q", "k", "v"):
-        axes = {3: "; [batch, heads, tokens, dim] is layout='BHTD' of attend", 4: ", [batch, heads, tokens, dim]"}[wanted]
+        batched = "[batch, heads, tokens, dim]"
+        axes = f"; {batched} is layout='BHTD' of attend" if wanted == 3 else f", {batched}"
     raise ValueError(f"{name}: an array of {ndim} axes, where {wanted} are needed{axes}")
 
 
