@@ -36,6 +36,7 @@ static void test_ignored(void) {
     } cases[] = {
         {LAYER(), LAYER(.policy = {.window = 7, .num_sink_tokens = 3, .resume_window = 9, .max_len = 5})},
         {LAYER(), LAYER(.policy = {.attention_chunk_size = 8})},
+        {LAYER(), LAYER(.policy = {.stride = 1})},
         {LAYER(.policy = {.kind = KVC_SLIDING, .window = 7}),
          LAYER(.policy = {.kind = KVC_SLIDING, .window = 7, .attention_chunk_size = 8, .resume_window = 7})},
         {LAYER(.policy = {.kind = KVC_CHUNKED, .attention_chunk_size = 8}),
@@ -77,6 +78,8 @@ static void test_different(void) {
         LAYER(.policy = {.kind = KVC_SLIDING, .window = 7}),
         LAYER(.policy = {.kind = KVC_SLIDING, .window = 8}),
         LAYER(.policy = {.kind = KVC_SLIDING, .window = 7, .num_sink_tokens = 1}),
+        LAYER(.policy = {.stride = 2}),
+        LAYER(.policy = {.stride = 4}),
         LAYER(.policy = {.kind = KVC_CHUNKED, .attention_chunk_size = 7}),
         LAYER(.policy = {.kind = KVC_CHUNKED, .attention_chunk_size = 8}),
         LAYER(.rope = {.kind = KVC_ROPE_NONE}),
