@@ -1,4 +1,4 @@
-"""Rows chosen from Python: what choose() takes and returns, against brute force over whole numbers.
+"""Rows chosen from Python: the arguments of choose() reach the core, its arrays, and what it refuses.
 
 tests/c/attend/test_choose.c holds what is chosen of every type, policy, tree and instruction set.
 """
@@ -16,98 +16,63 @@ def whole(shape, seed, most=4):
     return np.random.default_rng(seed).integers(-most, most + 1, shape).astype(np.float32)
 
 
-def index_layers(dtype="f32", kv_heads=1, **options):
-    return [
-        kvcache.Layer(2, 16, dtype="f32", **options),
-        kvcache.Layer(kv_heads, DIM, v_head_dim=0, dtype=dtype, **options),
-    ]
+def index_layers(dtype="f32", kv_heads=1):
+    return [kvcache.Layer(2, 16, dtype="f32"), kvcache.Layer(kv_heads, DIM, v_head_dim=0, dtype=dtype)]
 
 
-def feed(cache, tokens, kv_heads=1, seq_id=0, seed=0):
-    keys = whole((tokens, kv_heads, DIM), seed)
-    batch = cache.batch(tokens, seq_ids=[seq_id] * tokens)
-    x = whole((tokens, 2, 16), seed)
-    batch.put(0, x, x)
-    batch.put(1, keys)
-    return batch, keys
+@pytest.fixture
+def fed():
+    """A batch of tokens with index keys."""
+    batch = kvcache.KVCache(index_layers("bf16"), max_seq_len=TOKENS).batch(TOKENS)
+    batch.put(1, whole((TOKENS, 1, DIM), 0))
+    yield batch
+    batch.abort()
 
 
-def brute(q, keys, position, width, *, weights=None, relu=False, choices=1, block=1, first=0, local=0, among=None):
-    """Choose for one token at a position over keys [rows, kv_heads, dim]: [choices, width], with scores."""
-    heads, kv_heads = len(q), keys.shape[1]
-    chosen, scores = np.full((choices, width), -1), np.full((choices, width), -np.inf)
-    for c in range(choices):
-        found = {}
-        for row in range(position + 1):
-            score = 0.0
-            for h in range(c * heads // choices, (c + 1) * heads // choices):
-                product = float(q[h].astype(np.float64) @ keys[row, h * kv_heads // heads])
-                score += (1 if weights is None else float(weights[h])) * (max(0, product) if relu else product)
-            entry = row // block
-            found[entry] = max(score, found.get(entry, -np.inf))
-        own = position // block
-        entries = [e for e in found if among is None or e in among]
-        entries.sort(key=lambda e: (not (e < first or own - local < e <= own), -found[e], e))
-        kept = sorted(entries[:width])
-        chosen[c, : len(kept)], scores[c, : len(kept)] = kept, [found[e] for e in kept]
-    return chosen, scores
+SCORES = np.array([3, 9, -4, 7, 0, 5, -8, 2], np.float32)  # of the rows, for a query of ones
 
 
-OPTIONS = [
-    {},
-    {"relu": True},
-    {"relu": True, "weighed": True, "local": 2},
-    {"choices": 2},
-    {"choices": 8, "block": 4, "first": 1},
-    {"block": 8, "local": 1, "relu": True},
-    {"among": [39, 3, -1, 12, 3, 500]},
-    {"among": [39, 3, -1, 12, 3, 500], "choices": 2},
-]
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2])
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("width", [1, 5, 39, 40, 41])
-def test_choices_are_those_of_brute_force(kv_heads, options, width):
-    options = dict(options)
-    cache = kvcache.KVCache(index_layers(kv_heads=kv_heads), max_seq_len=TOKENS)
-    batch, keys = feed(cache, TOKENS, kv_heads)
-    q = whole((TOKENS, HEADS, DIM), 1)
-    weights = whole((TOKENS, HEADS), 2, 2) if options.pop("weighed", False) else None
-    among = options.get("among")
-    chosen, scores = batch.choose(
-        1,
-        q,
-        width=width,
-        weights=weights,
-        relu=options.get("relu", False),
-        scale=1,
-        num_choices=options.get("choices", 1),
-        block=options.get("block", 1),
-        num_first=options.get("first", 0),
-        num_local=options.get("local", 0),
-        among=None if among is None else [among] * TOKENS,  # for all choices
-        return_scores=True,
-    )
-    assert (chosen.dtype, scores.dtype) == (np.int32, np.float32)
-    for t in range(TOKENS):
-        right = brute(q[t], keys, t, width, weights=None if weights is None else weights[t], **options)
-        np.testing.assert_array_equal(chosen[t], right[0])
-        np.testing.assert_array_equal(scores[t], right[1])
+@pytest.mark.parametrize(
+    ("options", "chosen", "scores"),
+    [
+        ({}, [1, 3], [18, 14]),  # the sum of two heads
+        ({"scale": 0.5}, [1, 3], [9, 7]),
+        ({"weights": [-1, -1]}, [2, 6], [8, 16]),
+        ({"weights": [-1, -1], "relu": True}, [2, 4], [0, 0]),
+        ({"num_choices": 2, "weights": [1, -1]}, [[1, 3], [2, 6]], [[9, 7], [4, 8]]),
+        ({"block": 2}, [0, 1], [18, 14]),
+        ({"num_first": 1}, [0, 1], [6, 18]),
+        ({"num_local": 1}, [1, 7], [18, 4]),
+        ({"among": [6, 2, 4, -1, 500, 4]}, [2, 4], [-8, 0]),
+        ({"among": [[6, 2], [1, 0]], "num_choices": 2}, [[2, 6], [0, 1]], [[-4, -8], [3, 9]]),
+        ({"masked": [(0, 1, 2)]}, [3, 5], [14, 10]),
+        ({"first": 1}, [0, 1], [6, 18]),  # the query is that of token 1
+        ({"first": 0}, [0, -1], [6, -np.inf]),
+        ({"first": 0, "non_causal": True}, [1, 3], [18, 14]),
+    ],
+)
+def test_arguments(options, chosen, scores):
+    options = {"first": len(SCORES) - 1, "num_choices": 1, "scale": 1, **options}
+    batch = kvcache.KVCache(index_layers()).batch(len(SCORES))
+    batch.put(1, SCORES[:, None, None] * np.eye(1, DIM, dtype=np.float32))
+    for name in ("weights", "among"):
+        if name in options:
+            options[name] = np.array([options[name]], np.int32 if name == "among" else np.float32)
+    found = batch.choose(1, np.ones((1, 2, DIM), np.float32), width=2, return_scores=True, **options)
+    assert [x.dtype for x in found] == [np.int32, np.float32]
+    shape = (1, options["num_choices"], 2)
+    for got, wanted in zip(found, (chosen, scores), strict=True):
+        np.testing.assert_array_equal(got, np.reshape(wanted, shape))
     batch.abort()
 
 
 @pytest.mark.parametrize("kind", [np.float16, ml_dtypes.bfloat16])
-def test_queries_of_16_bits_and_any_strides(kind):
-    cache = kvcache.KVCache(index_layers("bf16"), max_seq_len=TOKENS)
-    batch, _ = feed(cache, TOKENS)
-    q = whole((TOKENS, HEADS, DIM), 1)
-    weights = whole((HEADS, TOKENS), 2, 2)
-    right = batch.choose(1, q, width=7, weights=np.ascontiguousarray(weights.T), relu=True)
+def test_queries_of_16_bits_and_any_strides(fed, kind):
+    q, weights = whole((TOKENS, HEADS, DIM), 1), whole((HEADS, TOKENS), 2, 2)
+    right = fed.choose(1, q, width=7, weights=np.ascontiguousarray(weights.T), relu=True)
     wide = np.zeros((TOKENS, HEADS, 2, DIM), kind)
     wide[:, :, 1] = q
-    np.testing.assert_array_equal(batch.choose(1, wide[:, :, 1], width=7, weights=weights.T, relu=True), right)
-    batch.abort()
+    np.testing.assert_array_equal(fed.choose(1, wide[:, :, 1], width=7, weights=weights.T, relu=True), right)
 
 
 @pytest.mark.parametrize("layout", ["HTD", "BHTD"])
@@ -133,53 +98,15 @@ def test_layouts(layout):
 
 
 @pytest.mark.hf
-def test_tensors_of_pytorch():
+def test_tensors_of_pytorch(fed):
     import torch
 
-    cache = kvcache.KVCache(index_layers("bf16"), max_seq_len=TOKENS)
-    batch, _ = feed(cache, TOKENS)
     q, weights = whole((TOKENS, HEADS, DIM), 1), whole((TOKENS, HEADS), 2, 2)
-    right = batch.choose(1, q, width=7, weights=weights)
-    got = batch.choose(1, torch.tensor(q).bfloat16(), width=7, weights=torch.tensor(weights))
+    right = fed.choose(1, q, width=7, weights=weights)
+    got = fed.choose(1, torch.tensor(q).bfloat16(), width=7, weights=torch.tensor(weights))
     np.testing.assert_array_equal(got, right)
     among = torch.tensor([[3, 5, 9]] * TOKENS)
-    np.testing.assert_array_equal(batch.choose(1, q, width=3, among=among)[-1, 0], [3, 5, 9])
-    batch.abort()
-
-
-def test_what_is_chosen_can_be_attended_to():
-    cache = kvcache.KVCache(index_layers(), max_seq_len=TOKENS)
-    batch, _ = feed(cache, TOKENS)
-    q = whole((TOKENS, 2, 16), 5)
-    index_q = whole((TOKENS, HEADS, DIM), 1)
-    chosen = batch.choose(1, index_q, width=TOKENS)
-    np.testing.assert_allclose(batch.attend(0, q, chosen=chosen), batch.attend(0, q), rtol=1e-5)
-    few = batch.choose(1, index_q, width=3, num_choices=2)
-    assert not np.allclose(batch.attend(0, q, chosen=few), batch.attend(0, q))
-    batch.abort()
-
-
-def test_forks_see_their_own_rows_and_masked_rows_are_never_chosen():
-    cache = kvcache.KVCache(index_layers(), max_sequences=2, block_size=4)
-    batch, keys = feed(cache, TOKENS)
-    batch.commit()
-    cache.fork(0, 1)
-    with cache.batch(4, seq_ids=[0, 0, 1, 1]) as batch:
-        own = whole((4, 1, DIM), 9)
-        x = np.zeros((4, 2, 16), np.float32)
-        batch.put(0, x, x)
-        batch.put(1, own)
-        q = whole((4, HEADS, DIM), 1)
-        chosen = batch.choose(1, q, width=6, scale=1, masked=[(1, 10, 20)], relu=True)
-        for t in range(4):
-            rows = np.concatenate([keys, own[t // 2 * 2 : t + 1]])
-            among = [row for row in range(len(rows)) if t < 2 or not 10 <= row < 20]
-            right, _ = brute(q[t], rows, len(rows) - 1, 6, relu=True, among=among)
-            np.testing.assert_array_equal(chosen[t], right)
-        one = batch.choose(1, q[2:3], first=2, width=6, scale=1, masked=[(1, 10, 20)], relu=True)
-        np.testing.assert_array_equal(one[0], chosen[2])
-        later = batch.choose(1, q, width=TOKENS + 2, non_causal=True)
-        assert list(later[0, 0, -2:]) == [TOKENS, TOKENS + 1]
+    np.testing.assert_array_equal(fed.choose(1, q, width=3, among=among)[-1, 0], [3, 5, 9])
 
 
 # ---- what is refused
@@ -187,7 +114,8 @@ def test_forks_see_their_own_rows_and_masked_rows_are_never_chosen():
 
 @pytest.fixture
 def batch():
-    made, _ = feed(kvcache.KVCache(index_layers(kv_heads=2), max_seq_len=TOKENS), 3, 2)
+    made = kvcache.KVCache(index_layers(kv_heads=2), max_seq_len=TOKENS).batch(3)
+    made.put(1, whole((3, 2, DIM), 0))
     yield made
     made.abort()
 
@@ -237,13 +165,3 @@ def test_layers_and_queries_that_cannot_choose(batch):
     batch.abort()
     with pytest.raises(ValueError, match="the batch has ended"):
         batch.choose(1, np.ones((3, 2, DIM), np.float32), width=1)
-
-
-def test_rows_must_have_been_put():
-    cache = kvcache.KVCache(index_layers(), max_seq_len=TOKENS)
-    batch = cache.batch(2)
-    batch.put(1, whole((1, 1, DIM), 0))
-    batch.choose(1, np.ones((1, HEADS, DIM), np.float32), width=1)
-    with pytest.raises(ValueError, match="token 1 of the batch is seen but was not put in layer 1: put its rows first"):
-        batch.choose(1, np.ones((2, HEADS, DIM), np.float32), width=1)
-    batch.abort()

@@ -1,4 +1,7 @@
-"""Rows chosen for each token: what `Batch.attend(chosen=...)` takes, refuses and computes."""
+"""Rows chosen for each token: what `Batch.attend(chosen=...)` takes and refuses.
+
+Values show which rows are read. tests/c/attend/test_chosen.c holds what is computed.
+"""
 
 import numpy as np
 import pytest
@@ -7,34 +10,38 @@ import kvcache
 
 TOKENS, WIDTH = 6, 5
 RNG = np.random.default_rng(7)
-K, V = (RNG.normal(size=(TOKENS, 2, 8)).astype(np.float32) for _ in range(2))
-Q = RNG.normal(size=(TOKENS, 4, 8)).astype(np.float32)
+K, Q = (RNG.normal(size=(TOKENS, heads, 8)).astype(np.float32) for heads in (2, 4))
+V = np.repeat(np.eye(TOKENS, dtype=np.float32)[:, None], 2, axis=1)
+OWN = np.arange(TOKENS)
 
 
 @pytest.fixture
 def batch():
-    cache = kvcache.KVCache(num_layers=1, num_kv_heads=2, head_dim=8, max_seq_len=64, dtype="f32")
+    cache = kvcache.KVCache(1, 2, 8, v_head_dim=TOKENS, dtype="f32")
     with cache.batch(TOKENS) as batch:
         batch.put(0, K, V)
         yield batch
 
 
-def expected(names):
-    """Attend by NumPy; `names(token, kv_head, position)` says whether a position is chosen."""
-    out = np.zeros_like(Q)
-    for t in range(TOKENS):
-        for h in range(4):
-            rows = [p for p in range(t + 1) if names(t, h // 2, p)]
-            weights = np.exp(K[rows, h // 2] @ Q[t, h] / np.sqrt(8))
-            out[t, h] = weights @ V[rows, h // 2] / weights.sum() if rows else 0
-    return out
+def check(out, chosen):
+    """Tokens read the rows that `chosen` [tokens, positions], or [tokens, KV heads, positions], says, up to their own.
+
+    A row that is read has a weight.
+    """
+    chosen = np.broadcast_to(chosen if chosen.ndim == 3 else chosen[:, None], (TOKENS, 2, TOKENS))
+    seen = chosen & (OWN[:, None, None] >= OWN)
+    np.testing.assert_array_equal(out != 0, seen.repeat(2, axis=1))
+
+
+def among(entries, names=OWN):
+    """Whether an entry of each list is the name of each position."""
+    return (entries[..., None] == names).any(-2)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
 def test_positions(batch, dtype):
     chosen = RNG.integers(0, TOKENS + 3, (TOKENS, WIDTH)).astype(dtype)
-    out = batch.attend(0, Q, chosen=chosen)
-    np.testing.assert_allclose(out, expected(lambda t, _, p: p in chosen[t]), atol=1e-6)
+    check(batch.attend(0, Q, chosen=chosen), among(chosen))
 
 
 def test_other_spellings(batch):
@@ -51,32 +58,26 @@ def test_entries_beyond_int32_count_for_nothing(batch):
     np.testing.assert_array_equal(batch.attend(0, Q, chosen=chosen), batch.attend(0, Q, chosen=[[0, 1]] * TOKENS))
 
 
-def test_a_choice_for_each_kv_head(batch):
+def test_a_choice_for_each_kv_head_and_blocks(batch):
     chosen = RNG.integers(-1, TOKENS, (TOKENS, 2, WIDTH))
-    out = batch.attend(0, Q, chosen=chosen)
-    np.testing.assert_allclose(out, expected(lambda t, head, p: p in chosen[t, head]), atol=1e-6)
+    check(batch.attend(0, Q, chosen=chosen), among(chosen))
+    blocks = RNG.integers(-1, 3, (TOKENS, 1))
+    named = among(blocks, OWN // 2)
+    check(batch.attend(0, Q, chosen=blocks, chosen_block=2), named)
+    tail = (OWN[:, None] + 1) // 2 * 2 <= OWN
+    check(batch.attend(0, Q, chosen=blocks, chosen_block=2, chosen_tail=True), named | tail)
 
 
-@pytest.mark.parametrize("tail", [False, True])
-def test_blocks(batch, tail):
-    chosen = RNG.integers(-1, 3, (TOKENS, 1))
-    out = batch.attend(0, Q, chosen=chosen, chosen_block=2, chosen_tail=tail)
-    wanted = expected(lambda t, _, p: p // 2 in chosen[t] or (tail and p >= (t + 1) // 2 * 2))
-    np.testing.assert_allclose(out, wanted, atol=1e-6)
-
-
-def test_sequences_in_lock_step():
-    cache = kvcache.KVCache(
-        num_layers=1, num_kv_heads=2, head_dim=8, max_seq_len=64, dtype="f32", max_sequences=2, capacity=128
-    )
+def test_sequences_in_lock_step(batch):
     chosen = RNG.integers(-1, 3, (TOKENS, WIDTH))
-    with cache.batch(positions=[0, 1, 2] * 2, seq_ids=[0] * 3 + [1] * 3) as batch:
-        plain = batch.attend(0, Q, K, V, chosen=chosen)
-    cache.clear()
-    k, v, q = (x.reshape(2, 3, -1, 8).transpose(0, 2, 1, 3) for x in (K, V, Q))
-    with cache.batch(positions=[0, 1, 2] * 2, seq_ids=[0] * 3 + [1] * 3) as batch:
-        out = batch.attend(0, q, k, v, chosen=chosen, layout="BHTD")
-    np.testing.assert_array_equal(out.transpose(0, 2, 1, 3).reshape(Q.shape), plain)
+    batch.abort()
+    outs = []
+    for layout in ("THD", "BHTD"):
+        k, v, q = (K, V, Q) if layout == "THD" else (x.reshape(2, 3, -1, x.shape[2]).swapaxes(1, 2) for x in (K, V, Q))
+        cache = kvcache.KVCache(1, 2, 8, v_head_dim=TOKENS, dtype="f32", max_sequences=2)
+        with cache.batch(positions=[0, 1, 2] * 2, seq_ids=[0] * 3 + [1] * 3) as both:
+            outs.append(both.attend(0, q, k, v, chosen=chosen, layout=layout))
+    np.testing.assert_array_equal(outs[1].swapaxes(1, 2).reshape(outs[0].shape), outs[0])
 
 
 @pytest.mark.parametrize(

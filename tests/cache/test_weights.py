@@ -7,6 +7,11 @@ import pytest
 import kvcache
 
 ROPE = kvcache.Rope([0.5, 0.1])
+POSITIONS = np.array([8, 3, 5])
+FACTORS = (
+    np.random.default_rng(2).integers(-3, 4, (3, 2, 2)).astype(np.float32)
+)  # of 3 queries, 2 KV heads, 2 heads each
+SINKS = np.array([1, 0, -1, 2], np.float32)
 
 
 def filled(**options):
@@ -18,30 +23,34 @@ def filled(**options):
     return cache
 
 
-def expected(cache, q, positions, reduce, *, scale=0.5, softcap=None, sinks=None):
-    keys, at = cache.gather(1)[0].astype(np.float64), cache.positions(layer=1)
-    scores = scale * np.einsum("tghd,gjd->tghj", q.astype(np.float64).reshape(len(q), 2, -1, 4), keys)
-    if softcap is not None:
-        scores = softcap * np.tanh(scores / softcap)
-    found = np.exp(np.where(at <= np.reshape(positions, (-1, 1, 1, 1)), scores, -np.inf))
-    rest = 0 if sinks is None else np.exp(np.reshape(sinks, (2, -1, 1)))
-    found /= found.sum(-1, keepdims=True) + rest
-    return getattr(found, reduce)((0, 2))
-
-
-OPTIONS = [{}, {"scale": 2.0}, {"softcap": 1.5}, {"sinks": np.array([1, 0, -1, 2], np.float32)}]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("options", "score"),
+    [
+        ({}, lambda x: x / 2),
+        ({"scale": 2.0}, lambda x: 2 * x),
+        ({"softcap": 1.5}, lambda x: 1.5 * np.tanh(x / 2 / 1.5)),
+        ({"sinks": SINKS}, lambda x: x / 2),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("reduce", ["sum", "max"])
-def test_weights(reduce, dtype, options):
-    cache = filled(dtype="float32")
-    q = np.random.default_rng(2).standard_normal((3, 4, 4)).astype(dtype)
-    for positions in (None, [8, 3, 5]):
-        found = cache.weights(1, q[:, ::-1], positions, reduce=reduce, **options)
-        right = expected(cache, q[:, ::-1], [9] * 3 if positions is None else positions, reduce, **options)
-        np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-7)
+def test_the_weight_of_one_row(reduce, dtype, options, score):
+    """The row at position 4 has the query's factor as its product, and all others have 0."""
+    cache = kvcache.KVCache(1, 2, 4, dtype="f32")
+    keys = np.zeros((9, 2, 4), np.float32)
+    keys[4, :, 2] = 1
+    with cache.batch(9) as batch:
+        batch.put(0, keys, keys)
+    q = np.zeros((3, 4, 2, 4), dtype)
+    q[:, :, 1, 2] = FACTORS.reshape(3, 4)
+    own = np.exp(score(FACTORS))
+    rest = np.exp(SINKS.reshape(2, 2)) if "sinks" in options else 0
+    for positions in (None, POSITIONS):
+        seen = (np.full(3, 9) if positions is None else POSITIONS + 1)[:, None, None]
+        right = np.where(seen > 4, own / (own + seen - 1 + rest), 0)
+        found = cache.weights(0, q[:, :, 1], positions, reduce=reduce, **options)
+        np.testing.assert_allclose(found[:, 4], getattr(right, reduce)((0, 2)), rtol=1e-5)
 
 
 def test_rotation():
@@ -49,8 +58,8 @@ def test_rotation():
     angles = np.outer([7, 11], ROPE.inv_freq)[:, None]
     cos, sin = np.cos(angles), np.sin(angles)
     rotated = np.concatenate([q[..., :2] * cos - q[..., 2:] * sin, q[..., 2:] * cos + q[..., :2] * sin], -1)
-    found = cache.weights(1, q, [7, 11], rotate=True)
-    np.testing.assert_allclose(found, expected(cache, rotated, [7, 11], "sum"), rtol=1e-5)
+    right = cache.weights(1, rotated.astype(np.float32), [7, 11])
+    np.testing.assert_allclose(cache.weights(1, q, [7, 11], rotate=True), right, rtol=1e-5)
     with pytest.raises(kvcache.NotSupportedError, match="rotated"):
         filled().weights(1, q, [7, 11], rotate=True)
 
