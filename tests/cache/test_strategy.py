@@ -281,7 +281,7 @@ def test_what_was_dropped_is_so_until_a_token_is_kept(machine):
 def test_forks_while_another_thread_keeps_one_sequence(machine):
     cache = new_cache(kvcache.Adaptive(0.5))
     machine.available = 0
-    ids = range(2000)
+    ids = range(800)
     cache.batch(positions=[0], seq_ids=[3000]).commit()  # not stored
     is_over = threading.Event()
 
@@ -294,7 +294,7 @@ def test_forks_while_another_thread_keeps_one_sequence(machine):
     thread = threading.Thread(target=fork)
     thread.start()
     try:
-        for _ in range(20):
+        for _ in range(8):
             cache.batch(positions=[0] * len(ids), seq_ids=ids).commit()  # nor are these
             cache.keep(3000)
     finally:
@@ -306,7 +306,7 @@ def test_forks_while_another_thread_keeps_one_sequence(machine):
 def test_a_finalizer_forks_while_decisions_are_listed(machine):
     cache = new_cache(kvcache.Adaptive(0.5))
     machine.available = 0
-    ids = range(5000)
+    ids = range(2000)
     cache.batch(positions=[0], seq_ids=[6000]).commit()  # not stored
     others = itertools.count(10_000)
 
