@@ -1,6 +1,6 @@
 """DeepSeek V4, which keeps a window, and rows that stand for several tokens each, beside its own cache.
 
-`test_sparse.py` tests this model together with others.
+`test_sparse.py` and `test_pooled.py` test this model together with others.
 """
 
 import copy
@@ -103,23 +103,6 @@ def test_memory_that_a_text_takes():
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_back_to_any_length(attention):
-    """Any number of tokens can be taken back, and others fed. transformers' own cache cannot go back."""
-    tokens, others = tokens_of(1, LENGTH), tokens_of(1, LENGTH, seed=8)
-    model = with_attention(NAME, attention)
-    for kept in range(29, 37):
-        cache = HFCache(model.config, dtype="f32")
-        logits_of(model, cache, tokens, [16, 37, 38])
-        cache.crop(kept - 38)
-        other = copy.deepcopy(cache)
-        mixed = torch.cat((tokens[:, :kept], others[:, kept:]), 1)
-        want = theirs(mixed, [LENGTH])[:, kept:]
-        model = with_attention(NAME, attention)
-        assert off(logits_of(model, cache, mixed, [kept + 1, kept + 2, LENGTH]), want) < TOLERANCE
-        assert off(logits_of(model, other, mixed, [LENGTH]), want) < TOLERANCE
-
-
-@pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("rates", [(2, 3), (5, 7), pytest.param((4, 128), marks=pytest.mark.slow)])
 def test_rows_for_any_number_of_tokens(rates, attention):
     sizes = dict(zip(("compressed_sparse_attention", "heavily_compressed_attention"), rates, strict=True))
@@ -183,21 +166,6 @@ def test_a_mask_that_shows_padding_later_is_refused(attention):
             logits_of(model, cache, tokens, [end + 1], torch.ones_like(mask))
 
 
-def without_choices(attention):
-    """Return a model in which rounding changes no choice: all experts are taken, and all rows of short texts."""
-    return made(NAME, {**COMPRESSED, "num_experts_per_tok": 4}, attention)
-
-
-def test_stored_types():
-    tokens, model = tokens_of(2, 14), without_choices("kvcache")
-    want = logits_of(model, their_cache(model), tokens, [14])
-    for dtype, most in (("f16", 1e-3), ("q8_0", 0.05), ("int8", 0.05)):
-        cache = HFCache(model.config, dtype)
-        assert 0 < off(logits_of(model, cache, tokens, [6, *range(7, 15)]), want) < most
-        longer = logits_of(model, cache, tokens_of(2, LENGTH), [LENGTH])
-        assert torch.isfinite(longer).all()
-
-
 def test_short_texts_choose_nothing(monkeypatch):
     """Nothing is scored as long as all compressed rows would be chosen."""
     tokens = tokens_of(2, 20)
@@ -236,18 +204,6 @@ def test_dropout_is_refused():
     cache = HFCache(model.config, dtype="f32")
     with pytest.raises(kvcache.NotSupportedError, match="dropout or a bias by position, with softcap or sinks"):
         logits_of(model, cache, tokens_of(1, LENGTH), [LENGTH])
-
-
-def test_other_caches_are_served_as_before():
-    """A model whose attention may use an `HFCache` also takes transformers' own, with any attention."""
-    HFCache(model_of(NAME).config)
-    tokens = tokens_of(2, LENGTH)
-    want = theirs(tokens, [20, LENGTH])
-    model = with_attention(NAME, "kvcache")
-    assert off(logits_of(model, their_cache(model), tokens, [20, LENGTH]), want) < TOLERANCE
-    for attention in ATTENTIONS:
-        with torch.no_grad():
-            assert off(with_attention(NAME, attention)(tokens, use_cache=False).logits, want) < TOLERANCE
 
 
 def test_enabled():
@@ -302,25 +258,13 @@ def test_another_thread_waits_until_rows_are_decoded(monkeypatch):
 
 
 def test_what_cannot_be():
-    config = model_of(NAME).config
-    with pytest.raises(kvcache.NotSupportedError, match="pools what each token brings: leave policy out"):
-        HFCache(config, policy=kvcache.SlidingWindow(64))
-    with pytest.raises(kvcache.NotSupportedError, match="leave select out"):
-        HFCache(config, select=64)
-    cache = HFCache(config)
+    cache = HFCache(model_of(NAME).config)
     with pytest.raises(kvcache.NotSupportedError, match="tokens cannot be evicted"):
         cache.evict(lambda prompt: None)
     with pytest.raises(ValueError, match="5 layers or more"):
         cache.shared_layer(4)
     with pytest.raises(ValueError, match="keys that are values"):
         HFCache(transformers.LlamaConfig(num_hidden_layers=1)).shared_layer(0)
-
-
-def test_a_cache_of_a_model_with_other_blocks():
-    rates = {"compressed_sparse_attention": 8, "heavily_compressed_attention": 16}
-    cache = HFCache(made(NAME, {**COMPRESSED, "compress_rates": rates}).config)
-    with pytest.raises(ValueError, match=r"pools keys of 4 tokens, .* of 8: give HFCache model\.config"):
-        logits_of(with_attention(NAME, "kvcache"), cache, tokens_of(1, LENGTH), [LENGTH])
 
 
 @pytest.mark.parametrize(("index", "kind"), [(0, HEAVY), (1, WINDOW), (1, SPARSE), (2, HEAVY), (3, WINDOW)])
@@ -355,13 +299,3 @@ def test_blocks_of_a_prefix_cache():
         assert memory.block_size == block_size
     with pytest.raises(kvcache.NotSupportedError, match="a multiple of each layer's stride"):
         kvcache.PrefixCache(memory, fingerprint=NAME)
-
-
-def test_half_precision():
-    tokens, model = tokens_of(2, 14), without_choices("eager")
-    want = logits_of(model, their_cache(model), tokens, [14])
-    for attention in ATTENTIONS:
-        model.set_attn_implementation(attention)
-        half = copy.deepcopy(model).to(torch.bfloat16)
-        got = logits_of(half, HFCache(half.config, dtype="bf16"), tokens, [5, 6, 14])
-        assert off(got.float(), want) < 0.05

@@ -1,6 +1,7 @@
 """Models whose indexers pool the keys of several tokens, GLM-5.3 Flash and Qwen 4, beside their own cache.
 
-`test_sparse.py` tests these models together with others.
+`test_sparse.py` tests these models together with others. DeepSeek V4, which pools rows, is tested here where it does
+what they do.
 """
 
 import copy
@@ -13,6 +14,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from support.sparse_models import (  # noqa: E402 - torch may be missing
+    COMPRESSED,
     GLM5,
     POOLED,
     logits_of,
@@ -34,6 +36,12 @@ LENGTH = 40
 TOLERANCE = 2e-6  # of the largest logit
 ATTENTIONS = ["eager", "sdpa", "kvcache"]
 PURE = ["glm5_next", "qwen4_exp_text"]
+ALL = [*POOLED, "deepseek_v4"]
+BLOCK = {
+    "glm5_next": lambda n: {"index_kpool": n},
+    "qwen4_exp_text": lambda n: {"indexer_compress_ratio": n},
+    "deepseek_v4": lambda n: {"compress_rates": {"compressed_sparse_attention": n, "heavily_compressed_attention": 16}},
+}
 
 
 def theirs(name, tokens, ends, mask=None):
@@ -41,32 +49,30 @@ def theirs(name, tokens, ends, mask=None):
     return logits_of(model, their_cache(model), tokens, ends, mask)
 
 
-@pytest.mark.parametrize("name", PURE)
-def test_back_to_any_length(name):
+@pytest.mark.parametrize(("name", "attention"), [*((name, "kvcache") for name in BLOCK), ("deepseek_v4", "eager")])
+def test_back_to_any_length(name, attention):
     """Half a block needs no state of its own: any number of tokens can be taken back, and others fed."""
-    tokens, others = tokens_of(1, LENGTH), tokens_of(1, LENGTH, seed=8)
-    model = with_attention(name, "kvcache")
-    for kept in range(17, 26):
+    length, end = (60, 38) if name == "deepseek_v4" else (LENGTH, 28)  # a row of DeepSeek V4 may stand for 16 tokens
+    tokens, others = tokens_of(1, length), tokens_of(1, length, seed=8)
+    model = with_attention(name, attention)
+    for kept in range(end - 9, end - 1):
         cache = HFCache(model.config, dtype="f32")
-        logits_of(model, cache, tokens, [16, 27, 28])
-        cache.crop(kept - 28)
+        logits_of(model, cache, tokens, [16, end - 1, end])
+        cache.crop(kept - end)
         other = copy.deepcopy(cache)
         mixed = torch.cat((tokens[:, :kept], others[:, kept:]), 1)
-        ends = [kept + 1, kept + 2, LENGTH]
-        want = theirs(name, mixed, [LENGTH])[:, kept:]
-        model = with_attention(name, "kvcache")
-        assert off(logits_of(model, cache, mixed, ends), want) < TOLERANCE
-        assert off(logits_of(model, other, mixed, [LENGTH]), want) < TOLERANCE
+        want = theirs(name, mixed, [length])[:, kept:]
+        model = with_attention(name, attention)
+        assert off(logits_of(model, cache, mixed, [kept + 1, kept + 2, length]), want) < TOLERANCE
+        assert off(logits_of(model, other, mixed, [length]), want) < TOLERANCE
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("block", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))])
 @pytest.mark.parametrize("name", PURE)
 def test_blocks_of_any_size(name, block, attention):
-    sizes = {"index_kpool": block, "index_topk": 2 * block}
-    if name == "qwen4_exp_text":
-        sizes = {"indexer_compress_ratio": block, "indexer_budget": 2 * block}
-    model = made(name, {**POOLED[name], **sizes})
+    most = "index_topk" if name == "glm5_next" else "indexer_budget"
+    model = made(name, {**POOLED[name], **BLOCK[name](block), most: 2 * block})
     order = torch.randperm(90, generator=torch.Generator().manual_seed(5))  # equal tokens have equal keys in layer 0
     tokens = 3 + order[:60].repeat(2, 1)
     tokens[1] = tokens[1].flip(0)
@@ -189,11 +195,18 @@ def test_the_length_after_a_pass_that_failed_in_an_indexer(name):
     assert cache.get_seq_length() == 20
 
 
-@pytest.mark.parametrize("name", POOLED)
+def without_choices(name, attention):
+    """Return a model in which rounding changes no choice: of experts, and of the rows of texts of up to 12 tokens."""
+    if name != "deepseek_v4":
+        return with_attention(name, attention)
+    return made(name, {**COMPRESSED, "num_experts_per_tok": 4}, attention)
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_stored_types(name):
-    tokens = tokens_of(2, 12)  # all of which are chosen, so that rounding changes no choice
-    want = theirs(name, tokens, [11])
-    model = with_attention(name, "kvcache")
+    tokens, model = tokens_of(2, 12), without_choices(name, "eager")
+    want = logits_of(model, their_cache(model), tokens, [11])
+    model.set_attn_implementation("kvcache")
     for dtype, most in (("f16", 1e-3), ("q8_0", 0.05), ("int8", 0.05)):
         cache = HFCache(model.config, dtype)
         assert 0 < off(logits_of(model, cache, tokens, [6, *range(7, 12)]), want) < most
@@ -261,13 +274,13 @@ def test_a_call_that_the_kernels_do_not_know(name, padded):
     assert off(got[1, 5:], want[1, 5:]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", POOLED)
+@pytest.mark.parametrize("name", ALL)
 def test_other_caches_are_served_as_before(name):
-    """A model whose indexers may choose by an `HFCache` also takes transformers' own, with any attention."""
+    """A model that may use an `HFCache` also takes transformers' own, with any attention."""
     HFCache(model_of(name).config)
     tokens = tokens_of(2, LENGTH)
     want = theirs(name, tokens, [20, LENGTH])
-    for attention in ("sdpa", "kvcache"):
+    for attention in ("eager" if name == "deepseek_v4" else "sdpa", "kvcache"):
         model = with_attention(name, attention)
         assert off(logits_of(model, their_cache(model), tokens, [20, LENGTH]), want) < TOLERANCE
         with torch.no_grad():
@@ -288,13 +301,18 @@ def test_enabled(name):
     assert model.generate(tokens, **options).tolist() == want.tolist()
 
 
-@pytest.mark.parametrize("name", PURE)
-def test_what_cannot_be(name):
+@pytest.mark.parametrize("name", BLOCK)
+def test_arguments_that_do_not_go_with_it(name):
     config = model_of(name).config
     with pytest.raises(kvcache.NotSupportedError, match="pools what each token brings: leave policy out"):
         HFCache(config, policy=kvcache.SlidingWindow(64))
     with pytest.raises(kvcache.NotSupportedError, match="leave select out"):
         HFCache(config, select=64)
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_what_cannot_be(name):
+    config = model_of(name).config
     cache = HFCache(config)
     with pytest.raises(kvcache.NotSupportedError, match="not the model's own"):
         cache.update_indexer(torch.zeros(1, 3, 32), 0)
@@ -305,18 +323,18 @@ def test_what_cannot_be(name):
         recurrent.pooled_keys(4)
 
 
-@pytest.mark.parametrize("name", PURE)
+@pytest.mark.parametrize("name", BLOCK)
 def test_a_cache_of_a_model_with_other_blocks(name):
-    sizes = {"index_kpool": 8} if name == "glm5_next" else {"indexer_compress_ratio": 8}
-    cache = HFCache(made(name, {**POOLED[name], **sizes}).config)
+    cache = HFCache(made(name, {**POOLED, "deepseek_v4": COMPRESSED}[name] | BLOCK[name](8)).config)
     with pytest.raises(ValueError, match=r"pools keys of 4 tokens, .* of 8: give HFCache model\.config"):
         logits_of(with_attention(name, "kvcache"), cache, tokens_of(1, LENGTH), [LENGTH])
 
 
-def test_half_precision():
-    for name in PURE:
-        tokens = tokens_of(2, 12)
-        want = theirs(name, tokens, [11])
-        model = copy.deepcopy(with_attention(name, "kvcache")).to(torch.bfloat16)
-        got = logits_of(model, HFCache(model.config, dtype="bf16"), tokens, [5, 6, 11])
-        assert off(got.float(), want) < 0.1
+@pytest.mark.parametrize(("name", "attention"), [*((name, "kvcache") for name in BLOCK), ("deepseek_v4", "eager")])
+def test_half_precision(name, attention):
+    tokens, model = tokens_of(2, 12), without_choices(name, "eager")
+    want = logits_of(model, their_cache(model), tokens, [11])
+    model = copy.deepcopy(model).to(torch.bfloat16)
+    model.set_attn_implementation(attention)
+    got = logits_of(model, HFCache(model.config, dtype="bf16"), tokens, [5, 6, 11])
+    assert off(got.float(), want) < 0.1
