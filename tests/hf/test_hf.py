@@ -1,4 +1,7 @@
-"""`HFCache` generates the same tokens as transformers' own cache, for every model and generation mode."""
+"""What `HFCache` and `HFEncoderDecoderCache` serve beyond texts: encoders, shared rows, masks, errors, bad input.
+
+`test_scenarios.py` compares each way to generate with transformers' own cache, and `test_padding.py` each padding.
+"""
 
 import copy
 import runpy
@@ -13,7 +16,7 @@ import kvcache
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import SPEECH, TWO_SIDED, two_sided  # noqa: E402 - torch may be missing
+from support.hf_pairs import BASE, LAYERS, MIXED, SPEECH, TWO_SIDED, make, model_of, two_sided  # noqa: E402 - torch may be missing
 
 from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - it imports those
 
@@ -21,69 +24,18 @@ pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
 
 EXAMPLE = Path(__file__).parents[2] / "examples/hf_generate.py"
 NEW = 20  # tokens
-LAYERS = 4
-BASE = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 97,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "initializer_range": 0.5,  # so that tokens differ
-}
-SLIDING = {**BASE, "head_dim": 16, "sliding_window": 8}
-GEMMA = {**SLIDING, "tie_word_embeddings": False}  # else these repeat one token
-SHARED = {
-    **GEMMA,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "num_kv_shared_layers": 2,  # the last ones, which read what those before them have put
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 97,
-}
+# The last layers read what those before them have put.
+SHARED = {**MIXED, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}
 CONFIGS = {
-    "llama": lambda: transformers.LlamaConfig(**BASE),
-    "qwen2": lambda: transformers.Qwen2Config(**BASE),
-    "qwen3": lambda: transformers.Qwen3Config(**BASE, head_dim=32),
-    "phi3": lambda: transformers.Phi3Config(**BASE),
-    "mistral": lambda: transformers.MistralConfig(**SLIDING),
-    "gemma2": lambda: transformers.Gemma2Config(**GEMMA),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**GEMMA),
     "gemma3n": lambda: transformers.Gemma3nTextConfig(**SHARED, laurel_rank=4, activation_sparsity_pattern=[0.0] * 4),
     "gemma4": lambda: transformers.Gemma4TextConfig(**SHARED, global_head_dim=32),
-    "gpt_oss": lambda: transformers.GptOssConfig(**SLIDING, num_local_experts=4, num_experts_per_tok=2),
-    "llama4": lambda: transformers.Llama4TextConfig(
-        **BASE, head_dim=16, attention_chunk_size=8, num_local_experts=2, intermediate_size_mlp=96
-    ),
 }
 WAYS = {
     "greedy": {},
     "sampling": {"do_sample": True},
     "beams": {"num_beams": 3},
     "several": {"num_beams": 4, "num_return_sequences": 2},
-    "lookup": {"prompt_lookup_num_tokens": 3},
-    "chunked": {"prefill_chunk_size": 5},
 }
-PADDED = ["greedy", "sampling", "beams", "several"]  # transformers does the others for one prompt at a time
-
-
-@pytest.fixture(scope="module")
-def models():
-    made = {}
-
-    def model(name, **changes):
-        if name not in made:
-            torch.manual_seed(0)
-            config = CONFIGS[name]()
-            for key, value in changes.items():
-                setattr(config, key, value)
-            made[name] = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-        return made[name]
-
-    return model
 
 
 def prompt(rows=1, length=19, padding=0):
@@ -115,31 +67,17 @@ def check_calls(cache, kind):
     assert not any(calls.values())
 
 
-WANTED = {}  # what transformers generates with its own cache
-
-
 @pytest.mark.parametrize("attention", ["kvcache", pytest.param("eager", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("way", "padding"), [*((way, 0) for way in WAYS), *((way, 7) for way in PADDED)])
+@pytest.mark.parametrize("way", ["greedy", "beams"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_same_tokens(models, name, way, padding, attention):
-    model = models(name)
-    tokens, mask = prompt(2 if padding else 1, padding=padding)
-    if (name, way, padding) not in WANTED:
-        WANTED[name, way, padding] = generate(model, theirs(model), "eager", tokens, mask, **WAYS[way])
-    want = WANTED[name, way, padding]
+def test_layers_that_share_rows(name, way, attention):
+    model = make(CONFIGS[name]())
+    tokens, mask = prompt(2, padding=7)
+    want = generate(model, theirs(model), "eager", tokens, mask, **WAYS[way])
     assert len(set(want[0, -NEW:].tolist())) > 3
     cache = HFCache(model.config, dtype="f32")
-    got = generate(model, cache, attention, tokens, mask, **WAYS[way])
-    assert torch.equal(got, want)
+    assert torch.equal(generate(model, cache, attention, tokens, mask, **WAYS[way]), want)
     check_calls(cache, "kernel" if attention == "kvcache" else "dense")
-
-
-def test_draft_model(models):
-    model, tokens = models("llama"), prompt()[0]
-    draft = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**BASE | {"num_hidden_layers": 1}))
-    want = generate(model, theirs(model), "eager", tokens)
-    cache = HFCache(model.config, dtype="f32")
-    assert torch.equal(generate(model, cache, "kvcache", tokens, assistant_model=draft.eval()), want)
 
 
 def answer(model, cache, attention, inputs, **options):
@@ -154,7 +92,7 @@ def their_two(model):
 
 
 @pytest.mark.parametrize("attention", ["kvcache", "eager"])
-@pytest.mark.parametrize("way", ["greedy", "sampling", "beams", "several"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", TWO_SIDED)
 def test_models_with_an_encoder(name, way, attention):
     model, inputs = two_sided(name)
@@ -243,40 +181,18 @@ def test_a_decoder_that_is_a_part():
         HFEncoderDecoderCache(transformers.T5GemmaConfig())
 
 
-def test_a_small_change_is_noticed(models, monkeypatch):
+def test_a_small_change_is_noticed(monkeypatch):
     """The comparisons above can tell right from wrong."""
-    model, tokens = models("llama"), prompt()[0]
+    model, tokens = model_of("llama"), prompt()[0]
     want = generate(model, theirs(model), "eager", tokens)
     run = kvcache.Batch.attend
     monkeypatch.setattr(kvcache.Batch, "attend", lambda self, i, q, k, v, **o: run(self, i, q, k, v * 1.05, **o))
     assert not torch.equal(generate(model, HFCache(model.config, dtype="f32"), "kvcache", tokens), want)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_turns_and_copies(models, name):
-    model, tokens = models(name), prompt()[0]
-
-    def turns(cache, attention):
-        first = generate(model, cache, attention, tokens)
-        copied = copy.deepcopy(cache)
-        longer = torch.cat([first, torch.tensor([[5, 6, 7]])], 1)
-        yield first
-        yield generate(model, cache, attention, longer)
-        yield generate(model, copied, attention, torch.cat([longer, torch.tensor([[8]])], 1))
-        cache.reset()
-        with torch.inference_mode():
-            again = generate(model, cache, attention, tokens)
-        yield again
-
-    for want, got in zip(
-        turns(theirs(model), "eager"), turns(HFCache(model.config, dtype="f32"), "kvcache"), strict=True
-    ):
-        assert torch.equal(want, got)
-
-
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, copy.copy])
-def test_a_copy_shares_rows(models, make_copy):
-    model, tokens = models("llama"), prompt()[0]
+def test_a_copy_shares_rows(make_copy):
+    model, tokens = model_of("llama"), prompt()[0]
     cache = HFCache(model.config)
     generate(model, cache, "kvcache", tokens)
     before = cache.stats()["live_slots"]
@@ -287,39 +203,8 @@ def test_a_copy_shares_rows(models, make_copy):
     del cache, other
 
 
-@pytest.mark.parametrize("attention", ["kvcache", "eager"])
-def test_rows_of_the_batch(models, attention):
-    model = models("llama")
-
-    def logits(cache, attention):
-        model.set_attn_implementation(attention)
-        with torch.no_grad():
-            model(torch.arange(2, 32).reshape(3, 10), past_key_values=cache)
-            cache.batch_repeat_interleave(2)
-            cache.batch_select_indices(torch.tensor([0, 3, 4, 5]))
-            cache.reorder_cache(torch.tensor([1, 1, 0, 3]))
-            cache.crop(-2)
-            assert cache.get_seq_length() == 8
-            return model(torch.tensor([[1], [2], [3], [4]]), past_key_values=cache).logits
-
-    want, got = logits(theirs(model), "eager"), logits(HFCache(model.config, dtype="f32"), attention)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize(("kind", "off"), [("float16", 0.05), ("bfloat16", 0.15)])
-def test_halves(models, kind, off):
-    """Tensors of 16 bits are read where they lie; between two attentions, such a model is off by this much."""
-    model = copy.deepcopy(models("llama")).to(getattr(torch, kind))
-    tokens, logits = prompt(length=40)[0], []
-    for attention, cache in (("sdpa", theirs(model)), ("kvcache", HFCache(model.config, dtype="f32"))):
-        model.set_attn_implementation(attention)
-        with torch.no_grad():
-            logits.append(model(tokens, past_key_values=cache).logits.float())
-    assert (logits[0] - logits[1]).abs().max() < off * logits[0].abs().max()
-
-
-def test_masks_of_ones_own_fall_back(models):
-    model, tokens = models("llama"), prompt(length=6)[0]
+def test_masks_of_ones_own_fall_back():
+    model, tokens = model_of("llama"), prompt(length=6)[0]
     sees = torch.ones(6, 6, dtype=torch.bool).tril()
     sees[:3, :3] = True  # three tokens that see each other
     with torch.no_grad():
@@ -333,9 +218,9 @@ def test_masks_of_ones_own_fall_back(models):
     assert cache.stats()["calls"] == {"kernel": 0, "dense": 0, "fallback": LAYERS}
 
 
-def test_without_a_cache(models):
+def test_without_a_cache():
     """The attention alone gives what sdpa gives."""
-    model, tokens = models("mistral"), prompt(2, padding=4)
+    model, tokens = model_of("mistral"), prompt(2, padding=4)
     logits = []
     for attention in ("sdpa", "kvcache"):
         model.set_attn_implementation(attention)
@@ -350,51 +235,11 @@ def test_a_wrong_policy_for_a_decoder():
         HFEncoderDecoderCache(config, policy=kvcache.CrossAttention(64))
 
 
-def test_a_policy_of_ones_own(models):
-    model, tokens = models("llama"), prompt()[0]
+def test_a_policy_of_ones_own():
+    model, tokens = model_of("llama"), prompt()[0]
     cache = HFCache(model.config, policy=kvcache.SlidingWindow(16, num_sink_tokens=4))
     generate(model, cache, "kvcache", tokens, max_new_tokens=150)
     assert cache.stats()["live_slots"] <= 20
-
-
-def test_after_an_error(models, monkeypatch):
-    """A forward pass drops what one before it left unfinished."""
-    model, tokens = models("llama"), prompt()[0]
-    want = generate(model, theirs(model), "eager", tokens)
-    cache = HFCache(model.config, dtype="f32")
-    with monkeypatch.context() as patch:
-        patch.setattr(model.model.layers[2], "forward", lambda *args, **kwargs: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            generate(model, cache, "kvcache", tokens)
-    assert cache.get_seq_length() == 0
-    assert torch.equal(generate(model, cache, "kvcache", tokens), want)
-
-
-@pytest.mark.parametrize("then", ["kvcache", "eager"])
-def test_padding_between_tokens(models, then):
-    """A second turn of texts that are not equally long, and a third one with this attention or another."""
-    model = models("llama")
-    tokens = torch.randint(2, 97, (2, 13), generator=torch.Generator().manual_seed(3))
-    mask = torch.ones_like(tokens)
-    mask[0, :2] = mask[1, 6:9] = 0
-    logits = []
-    ours = HFCache(model.config, dtype="f32")
-    for cache, attentions in ((theirs(model), ["eager"] * 3), (ours, ["kvcache", "kvcache", then])):
-        parts = []
-        for attention, part in zip(attentions, (slice(0, 6), slice(6, 12), slice(12, 13)), strict=True):
-            model.set_attn_implementation(attention)
-            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, part]
-            with torch.no_grad():
-                got = model(
-                    tokens[:, part],
-                    attention_mask=mask[:, : part.stop],
-                    position_ids=positions,
-                    past_key_values=cache,
-                )
-            parts.append(got.logits)
-        logits.append(torch.cat(parts, 1)[mask == 1])
-    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-3)
-    assert ours.stats()["live_slots"] == 24  # of 26 tokens, two are padding before a row's first token
 
 
 def test_the_example():
@@ -444,24 +289,24 @@ class TestBadInput:
         ):
             HFCache(transformers.MambaConfig())
 
-    def test_dtype(self, models):
+    def test_dtype(self):
         with pytest.raises(ValueError, match="dtype='f8'"):
-            HFCache(models("llama").config, dtype="f8")
+            HFCache(model_of("llama").config, dtype="f8")
 
-    def test_two_caches(self, models):
-        model = models("llama")
+    def test_two_caches(self):
+        model = model_of("llama")
         for wanted in ("dynamic", "kvcache"):
             with pytest.raises(ValueError, match="Passing both `cache_implementation`"):
                 generate(model, HFCache(model.config), "kvcache", prompt()[0], cache_implementation=wanted)
 
-    def test_another_model(self, models):
+    def test_another_model(self):
         cache = HFCache(transformers.LlamaConfig(**BASE | {"num_key_value_heads": 4}))
         said = r"layer 0 of the model brings keys of shape \(1, 2, 19, 16\), .* 4 heads of 16 elements"
         with pytest.raises(ValueError, match=said):
-            generate(models("llama"), cache, "kvcache", prompt()[0])
+            generate(model_of("llama"), cache, "kvcache", prompt()[0])
 
-    def test_another_batch_size(self, models):
-        model = models("llama")
+    def test_another_batch_size(self):
+        model = model_of("llama")
         cache = HFCache(model.config)
         generate(model, cache, "kvcache", prompt()[0])
         with pytest.raises(ValueError, match="the batch has 2 rows: the cache was filled with 1"):
@@ -473,14 +318,14 @@ class TestBadInput:
         with pytest.raises(kvcache.CacheFullError, match="23 rows do not fit in cross-attention layer 0"):
             answer(model, cache, "kvcache", inputs)
 
-    def test_another_device(self, models):
-        cache = HFCache(models("llama").config)
+    def test_another_device(self):
+        cache = HFCache(model_of("llama").config)
         rows = torch.empty(1, 2, 3, 16, device="meta")
         with pytest.raises(kvcache.NotSupportedError, match="the keys are on meta"):
             cache.update(rows, rows, 0)
 
-    def test_gradients(self, models):
-        model = models("llama")
+    def test_gradients(self):
+        model = model_of("llama")
         for attention in ("kvcache", "eager"):
             model.set_attn_implementation(attention)
             with pytest.raises(
@@ -488,6 +333,6 @@ class TestBadInput:
             ):
                 model(prompt()[0], past_key_values=HFCache(model.config))
 
-    def test_crop(self, models):
+    def test_crop(self):
         with pytest.raises(ValueError, match="tokens_to_remove is 3"):
-            HFCache(models("llama").config).crop(3)
+            HFCache(model_of("llama").config).crop(3)

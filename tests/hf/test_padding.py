@@ -132,6 +132,7 @@ def test_padding_that_is_shown_later():
     model.set_attn_implementation(attention)
     with torch.no_grad():
         [*passes(model, cache, tokens[:, :12], mask)]
+        assert cache.stats()["live_slots"] == 2 * 12 - 3
         with pytest.raises(ValueError, match=r"shows the first 3 tokens of row 1, which it hid as padding"):
             model(tokens[:, 12:], attention_mask=torch.ones_like(mask), past_key_values=cache)
     assert cache.get_seq_length() == 12
