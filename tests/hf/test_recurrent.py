@@ -84,9 +84,9 @@ def test_padding(name):
     check_same(model, scenario)
 
 
-@pytest.mark.parametrize("name", sorted({*HYBRID} - APART))
-def test_turns(name):
-    """Each goes on from the last; where the model begins anew in a pass of several tokens, the cache does, too."""
+@pytest.mark.parametrize("name", sorted(ONE_BY_ONE))
+def test_turns_of_a_model_that_begins_anew(name):
+    """In a pass of several tokens; the cache does, too."""
     model = prepared(name)
     cache, text = HFCache(model.config, dtype="f32"), random_tokens(1, 20)
     for turn in range(3):

@@ -9,7 +9,6 @@ from support.published_further import FURTHER, SAVED
 from support.published_models import PUBLISHED as ABRIDGED
 from support.published_models import UNSUPPORTED
 from support.published_others import OTHERS
-from support.rotation import rotated
 
 import kvcache
 from kvcache.models import classes, guard, shapes
@@ -55,28 +54,6 @@ def test_what_is_refused_is_refused_by_name(name):
     said, config = UNSUPPORTED[name]
     with pytest.raises(kvcache.NotSupportedError, match=said):
         shapes.read(config)
-
-
-ROTATED = [name for name, form in PUBLISHED.items() if form.rotating]
-
-
-@pytest.mark.filterwarnings("ignore:.*not read. layers keep every row")
-@pytest.mark.parametrize("name", ROTATED)
-def test_keys_after_a_removal_are_as_if_rotated_anew(name):
-    layers = shapes.read(PUBLISHED[name].config).layers
-    first = {layer.rope: layer for layer in reversed(layers) if isinstance(layer.rope, Rope)}
-    cache = kvcache.KVCache([kvcache.Layer(1, x.head_dim, dtype="f32", rope=x.rope) for x in first.values()])
-    plain = [
-        np.random.default_rng(i).standard_normal((6, 1, x.head_dim), np.float32) for i, x in enumerate(first.values())
-    ]
-    with cache.batch(6) as batch:
-        for i, layer in enumerate(first.values()):
-            keys = rotated(plain[i], np.arange(6)[:, None], layer.rope).astype(np.float32)
-            batch.put(i, keys, keys)
-    cache.remove(1, 3)
-    for i, layer in enumerate(first.values()):
-        anew = rotated(plain[i][[0, 3, 4, 5]], np.arange(4)[:, None], layer.rope)
-        assert np.abs(cache.gather(i)[0][0] - anew[:, 0]).max() < 1e-4
 
 
 @pytest.mark.parametrize(

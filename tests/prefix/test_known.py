@@ -65,40 +65,22 @@ def test_what_is_known(known, seed, runs):
     check(known, "--seed", seed, "--runs", runs)
 
 
-def test_what_fits_without_a_match_fits_with_one(known):
-    check(known, "--seed", 1, "--fits", 500)
-
-
-def test_names(known):
-    check(known, "--seed", 1, "--names", 300)
-
-
-def test_blocks_are_evicted_in_the_order_of_their_last_use(known):
-    check(known, "--seed", 1, "--orders", 500)
-
-
-def test_what_is_fetched_goes_in_the_order_of_its_last_use(known):
-    check(known, "--seed", 1, "--fetches", 500)
-
-
-def test_states_go_in_the_order_of_their_last_use(known):
-    check(known, "--seed", 1, "--states", 500)
-
-
-def test_tokens_are_taken_from_elsewhere(known):
-    check(known, "--seed", 1, "--reuse", 500)
-
-
-def test_what_is_forgotten_while_a_store_works_is_gone(known):
-    check(known, "--seed", 1, "--forgets", 500)
-
-
-def test_tokens_that_select_rows_are_not_known(known):
-    check(known, "--seed", 1, "--selected", 200)
-
-
-def test_children_of_fork_have_no_state_that_nobody_owns(known):
-    check(known, "--seed", 1, "--forks", 3)
+@pytest.mark.parametrize(
+    ("scene", "number"),
+    [
+        ("--fits", 500),  # what fits without a match fits with one
+        ("--names", 300),
+        ("--orders", 500),  # blocks are evicted in the order of their last use
+        ("--fetches", 500),  # what is fetched goes in the order of its last use
+        ("--states", 500),  # states go in the order of their last use
+        ("--reuse", 500),  # tokens are taken from elsewhere
+        ("--forgets", 500),  # what is forgotten while a store works is gone
+        ("--selected", 200),  # tokens that select rows are not known
+        ("--forks", 3),  # children of fork() have no state that nobody owns
+    ],
+)
+def test_scenes(known, scene, number):
+    check(known, "--seed", 1, scene, number)
 
 
 @pytest.mark.full

@@ -816,7 +816,9 @@ HOSTILE = {  # some of what tests/models/test_hostile_files.py has
 }
 
 
-@pytest.mark.parametrize(("command", "name"), [*itertools.product(["plan", "generate", "bench"], HOSTILE)])
+@pytest.mark.parametrize(
+    ("command", "name"), [*(("plan", name) for name in HOSTILE), ("generate", "many.gguf"), ("bench", "control.json")]
+)
 def test_hostile_files(tmp_path, command, name):
     path = tmp_path / name
     if HOSTILE[name] is not None:
@@ -875,11 +877,8 @@ def test_generate_is_quiet_at_the_end_of_the_context_too(tmp_path, options):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_generate_takes_every_type(dtype):
-    done = run_here("generate", MODEL, "ROMEO:", "--tokens", 2, "--quiet", "--dtype", dtype)
-    assert (done.returncode, done.stderr) == (0, "")
-    check_refused(run_here("generate", MODEL, "--dtype", dtype.upper()), "'--dtype'", ", ".join(DTYPES))
+def test_generate_names_the_types_that_it_takes():
+    check_refused(run_here("generate", MODEL, "--dtype", "INT4"), "'--dtype'", ", ".join(DTYPES))
 
 
 @pytest.mark.parametrize(("share", "policy", "kept"), [("25%", "future", 150), ("0.5", "kvzip", 300)])
@@ -1113,13 +1112,6 @@ def test_terminal_has_colour_unless_told_otherwise():
         assert "\x1b" not in run_in_terminal(code, **environment)[1]
 
 
-def test_reader_that_has_had_enough():
-    code = f"{sys.executable} -m kvcache plan {MODEL} --no-measure --json | head -1"
-    done = subprocess.run(code, shell=True, capture_output=True, text=True)
-    assert done.stdout == "{\n"
-    assert not done.stderr
-
-
 # ---- inspect
 
 
@@ -1151,14 +1143,6 @@ def test_inspect_of_a_damaged_file(tmp_path):
     found = run_here("inspect", tmp_path / "none")
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr.endswith("none: No such file or directory\n")
-
-
-@pytest.mark.parametrize("arguments", [("info",), ("plan", MODEL, "--no-measure"), ("--version",)])
-def test_closed_streams_are_no_traceback(arguments):
-    code = shlex.join([sys.executable, "-m", "kvcache", *arguments])
-    ran = subprocess.run(f"{code} >&-", shell=True, stderr=subprocess.PIPE, text=True, timeout=600)
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert subprocess.run(f"{code} nosuch 2>&-", shell=True, stdout=subprocess.DEVNULL, timeout=600).returncode == 2
 
 
 @pytest.mark.parametrize("stderr", ["/dev/full", "closed", "pipe"])
