@@ -1,7 +1,6 @@
 """Arrays in and out: NumPy and DLPack, element types, layouts, strides, `out`."""
 
 import itertools
-import subprocess
 import sys
 import textwrap
 
@@ -9,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import fake_dlpack
+from support.programs import run_python
 
 import kvcache
 
@@ -363,9 +363,7 @@ WITHOUT_ML_DTYPES = """
 
 
 def test_bf16_without_ml_dtypes():
-    code = f"import sys; sys.path[:] = {sys.path!r}\n" + textwrap.dedent(WITHOUT_ML_DTYPES)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_python(textwrap.dedent(WITHOUT_ML_DTYPES))
 
 
 # ---- PyTorch

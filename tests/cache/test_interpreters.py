@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from support.programs import run_python
 
 BEGIN = f"import sys; sys.path[:] = {sys.path!r}\n"
 
@@ -32,12 +33,8 @@ interpreters.destroy(other)
 """
 
 
-def run(code, status=0):
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", BEGIN + code], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == status, done.stderr
-    return done.stdout.splitlines()
+def run(code):
+    return run_python(code).splitlines()
 
 
 @pytest.mark.parametrize("first", ["main", "other"])

@@ -1,10 +1,7 @@
 """Ctrl-C during a call ends it and leaves everything as it was."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from support.programs import run_python
 
 # The beginning of every program below. A commit is refused differently while another thread's call uses the batch and
 # while none does, because not everything is put: so it tells when the call is at work.
@@ -67,15 +64,7 @@ def interrupted(call):
 
 
 def run(code, threads):
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{BEGIN.format(threads=threads)}{code}"],
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    print(done.stdout)
+    print(run_python(BEGIN.format(threads=threads) + code))
 
 
 @pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 2])

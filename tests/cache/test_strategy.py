@@ -7,7 +7,6 @@ import copy
 import gc
 import itertools
 import logging
-import subprocess
 import sys
 import sysconfig
 import threading
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.programs import run_python
 
 import kvcache
 from kvcache import system
@@ -564,6 +564,4 @@ def test_a_small_cgroup_decides(tmp_path, monkeypatch):
 
 
 def test_psutil_is_met_only_when_it_is_needed():
-    code = f"import sys; sys.path[:] = {sys.path!r}; import kvcache; print('psutil' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "False\n", done.stderr
+    assert run_python("import kvcache; print('psutil' in sys.modules)") == "False\n"

@@ -1,15 +1,13 @@
 """A cache has one open batch at a time: other threads wait for it, and need no lock of their own."""
 
 import math
-import os
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from support.programs import run_python
 
 import kvcache
 
@@ -205,11 +203,4 @@ open_batch.abort()
 cache.batch(1, seq_ids=[1], timeout=None).abort()
 cache.close()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{code}"],
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python(code)

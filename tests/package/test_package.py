@@ -13,6 +13,7 @@ from importlib.metadata import files, metadata
 from pathlib import Path
 
 import pytest
+from support.programs import run_python
 
 import kvcache
 from kvcache import _core
@@ -51,18 +52,6 @@ NAMES = {
 }
 
 
-def run(code, **environment):
-    """Return what a fresh interpreter with this one's path prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{code}"],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_names():
     assert set(kvcache.__all__) == NAMES | {"__version__"}
     assert all(hasattr(kvcache, name) for name in kvcache.__all__)
@@ -76,7 +65,7 @@ import kvcache
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(*sorted(name for name in new - sys.stdlib_module_names if "cython" not in name))
 """
-    assert set(run(code).split()) <= {"kvcache", "numpy"}
+    assert set(run_python(code).split()) <= {"kvcache", "numpy"}
 
 
 def test_sources_that_hide_the_installed_package_are_named(tmp_path):
@@ -99,7 +88,7 @@ with cache.batch(1) as batch:
     batch.attend(0, x, x, x)
 print({module!r} in sys.modules)
 """
-    assert run(code) == "False\n"
+    assert run_python(code) == "False\n"
 
 
 def public_things():
@@ -154,7 +143,7 @@ def test_show_config(capsys):
 
 def test_the_instruction_set_can_be_chosen():
     code = "import kvcache; print(kvcache.show_config('dicts')['isa'])"
-    assert run(code, KVCACHE_ISA="scalar") == "scalar\n"
+    assert run_python(code, KVCACHE_ISA="scalar") == "scalar\n"
 
 
 def test_num_threads():
@@ -184,7 +173,7 @@ with open("/proc/self/maps") as maps:
     found = {line.split(maxsplit=5)[5].strip() for line in maps if "libkvcache" in line}
 print(found == {os.path.realpath(kvcache.get_library())})
 """
-    assert run(code) == "True\n"
+    assert run_python(code) == "True\n"
 
 
 def test_a_c_program_is_built_on_what_the_package_names(tmp_path):

@@ -2,10 +2,9 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
+from support.programs import run_python
 
 from kvcache import stores
 
@@ -74,5 +73,4 @@ def test_addresses_that_are_no_text(url):
 
 
 def test_import_loads_no_store():
-    code = f"import sys; sys.path[:] = {sys.path!r}; import kvcache; print('kvcache.stores' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert run_python("import kvcache; print('kvcache.stores' in sys.modules)") == "False\n"
