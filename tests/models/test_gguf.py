@@ -324,7 +324,7 @@ def test_cut_at_every_byte(read: Read, whole: bytes) -> None:
             read(whole[:length])
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # fuzz_models.py tries more
 @given(data=st.data())
 def test_flipped_bytes(read: Read, whole: bytes, data: st.DataObject) -> None:
     damaged = bytearray(whole)

@@ -485,7 +485,7 @@ def test_texts_of_a_file_do_not_steer_a_terminal(tmp_path: Path, where: str, tim
 @pytest.mark.parametrize("name", ["\x1b[2J", "x" * 250, "\udcff"])
 def test_a_table_of_a_file_does_not_steer_a_terminal(tmp_path: Path, name: str) -> None:
     hostile.config(tmp_path / "config.json", model_type=name)
-    command = [sys.executable, "-m", "kvcache", "plan", "--no-measure", tmp_path]
+    command = [sys.executable, "-m", "kvcache", "plan", "--no-measure", "--weights", "none", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0
     assert "\x1b" not in done.stdout

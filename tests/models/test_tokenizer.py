@@ -20,7 +20,9 @@ from kvcache import ModelFileError
 from kvcache.models.tokenizer import CUTS, ByteTokenizer, Tokenizer, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
-CORPUS = [path.read_text() for path in [*sorted((ROOT / "kvcache").rglob("*.py")), ROOT / "examples/model/eval.txt"]]
+CORPUS = [
+    path.read_text()[:4000] for path in [*sorted((ROOT / "kvcache").glob("*.py")), ROOT / "examples/model/eval.txt"]
+]
 TEXTS = [
     "",
     " ",
