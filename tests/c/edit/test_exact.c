@@ -1,10 +1,9 @@
 /* Exact rows, which follow from their sequence's tokens alone: where they end after each edit and commit, and what was
- * edited.  Random steps compare more of it with the oracle (support/oracle.h), which also checks that rows which pass
- * for exact were computed behind the tokens that are before them. */
+ * edited.  Random steps compare the rest with the oracle (support/oracle.h): what is shared, retained and attached.  It
+ * also checks that rows which pass for exact were computed behind the tokens that are before them. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "cache/cache.h"
 #include "support/pairs.h"
-#include "support/retained.h"
 #include "support/saved.h"
 
 enum { ALL = INT32_MAX };
@@ -154,96 +153,6 @@ static void test_edits(void) {
     }
 }
 
-/* ---- retained sequences ------------------------------------------------------------------------------------------ */
-
-/* Pieces of sequence 1, attached up to each length. */
-static void test_retained(void) {
-    for (size_t i = 0; i < sizeof edits / sizeof *edits; i++) {
-        pair *p = edited_pair(edits[i].edit);
-        const int32_t exact_to = edits[i].exact_to;
-        for (int n = 0; n < 3; n++) pair_retain(p, 1, FIRST_RETAINED + n, n * 4, n * 4 + 4);
-        for (int32_t length = 1; length < 12; length++) {
-            pair_attach(p, (int64_t[]){FIRST_RETAINED, FIRST_RETAINED + 1, FIRST_RETAINED + 2}, 3, 2, length);
-            const int32_t end = kvc_next_position(p->cache, 2);
-            check_exact_at(p, edits[i].name, 2, exact_to < end ? exact_to : ALL, ALL);
-            pair_clear_sequence(p, 2);
-        }
-        pair_free(p);
-    }
-}
-
-/* A caller who writes rows to a retained sequence promises that they follow from its tokens. */
-static void test_written_to_a_retained_sequence(void) {
-    static const float rows[4 * 4];
-    pair *p = edited_pair(edit_nothing);
-    const kvc_rows_in in = {.struct_size = sizeof in, .k = rows, .v = rows};
-    int32_t matched = 0;
-    CHECK(retain_new(p->cache, 9, 0, 4, NULL) == KVC_OK);
-    CHECK(kvc_inject(p->cache, 9, 0, 0, 4, &in) == KVC_OK && kvc_inject(p->cache, 9, 1, 0, 4, &in) == KVC_OK);
-    CHECK(attach_retained(p->cache, (int64_t[]){9}, 1, 3, 100, &matched) == KVC_OK && matched == 4);
-    CHECK(kvc_exact_to(p->cache, 9) == ALL && kvc_exact_to(p->cache, 3) == ALL);
-    pair_free(p);
-}
-
-/* Rows of the open batch count as they will once all are kept. */
-static void test_retained_of_an_open_batch(void) {
-    pair *p = edited_pair(edit_nothing);
-    CHECK(pair_begin(p, 4, (int32_t[]){10, 11, 11, 12}, (int64_t[]){1, 1, 1, 1}) == KVC_OK);
-    CHECK(kvc_exact_to(p->cache, 1) == 11);
-    CHECK(retain(p->cache, 1, 9, 8, 12) == KVC_OK && kvc_exact_to(p->cache, 9) == 11);
-    CHECK(retain(p->cache, 1, 8, 4, 8) == KVC_OK && kvc_exact_to(p->cache, 8) == ALL);
-    pair_abort(p);
-    CHECK(kvc_exact_to(p->cache, 1) == ALL);
-    pair_free(p);
-}
-
-/* ---- sharing ----------------------------------------------------------------------------------------------------- */
-
-/* A sequence goes on as another does as long as both are exact, and the last row of the one is the other's. */
-static void test_sharing(void) {
-    static const struct {
-        const char *name;
-        int32_t begin, end, length, cut,
-            exact_to; /* length: dst begins as a copy of src's prefix; cut: src is inexact */
-    } cases[] = {
-        {"all", 0, KVC_END, 0, ALL, ALL},
-        {"all of an inexact one", 0, KVC_END, 0, 5, 5},
-        {"before it is inexact", 0, 5, 0, 5, ALL},
-        {"without what is before", 3, KVC_END, 0, ALL, 3},
-        {"what follows", 4, KVC_END, 4, ALL, ALL},
-        {"what follows, and more", 2, KVC_END, 4, ALL, ALL},
-        {"what follows is inexact", 4, KVC_END, 4, 6, 6},
-        {"what was inexact before", 4, KVC_END, 4, 2, 2},
-        {"behind a gap", 6, KVC_END, 4, ALL, 6},
-        {"what is there", 0, 4, 4, ALL, ALL},
-        {"nothing", 20, 30, 4, ALL, ALL},
-    };
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        pair *p = edited_pair(edit_nothing);
-        if (cases[i].cut != ALL) pair_mark_inexact(p, 1, cases[i].cut);
-        if (cases[i].length) pair_copy_prefix(p, 1, 2, cases[i].length);
-        CHECK(pair_share(p, 1, 2, cases[i].begin, cases[i].end) == KVC_OK);
-        CHECKF(kvc_exact_to(p->cache, 2) == cases[i].exact_to, "%s: %d", cases[i].name, kvc_exact_to(p->cache, 2));
-        pair_check(p);
-        pair_free(p);
-    }
-    pair *p = edited_pair(edit_nothing); /* other tokens, however many there are */
-    pair_feed(p, 2, 0, 4);
-    CHECK(pair_share(p, 1, 2, 4, KVC_END) == KVC_OK);
-    check_exact_at(p, "another's rows", 2, 4, 4);
-    CHECK(pair_feed(p, 2, 10, 12) == KVC_OK);
-    check_exact_at(p, "what builds on them", 2, 4, 4);
-    pair_free(p);
-    p = edited_pair(edit_nothing);
-    pair_fork(p, 1, 3);
-    pair_feed(p, 1, 10, 11);
-    pair_feed(p, 3, 10, 11); /* in the same block */
-    pair_feed(p, 1, 11, 12);
-    CHECK(pair_share(p, 1, 3, 11, KVC_END) == KVC_OK);
-    check_exact_at(p, "a fork's rows", 3, 11, 11);
-    pair_free(p);
-}
-
 /* ---- commits ----------------------------------------------------------------------------------------------------- */
 
 enum { MOST_TOKENS = 6 };
@@ -341,10 +250,6 @@ static void test_marks(void) {
 
 int main(void) {
     test_edits();
-    test_retained();
-    test_written_to_a_retained_sequence();
-    test_retained_of_an_open_batch();
-    test_sharing();
     test_commits();
     test_restoring();
     test_marks();
