@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support import servers, values
+from support.faulty_stores import Faulty
 from support.prefixes import BLOCK, check_rows, feed, make_cache, serve
 
 import kvcache
@@ -125,6 +126,14 @@ def test_no_more_is_fetched_than_may_be_matched():
     _, prefix = make(store)
     assert prefix.acquire(PROMPT, max_matched=40)[1] == 32
     assert prefix.stats.fetched == 32
+
+
+def test_nothing_is_asked_for_behind_what_is_missing():
+    store = Faulty()
+    fill(store)
+    store.calls.clear()
+    make(store)[1].acquire([*PROMPT[:40], *range(1000, 2000)])
+    assert [verb for verb, _ in store.calls] == ["get"] * 3  # two blocks that are there, and the next
 
 
 @pytest.mark.parametrize("secret", [None, b"of this tenant"])

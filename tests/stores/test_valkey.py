@@ -6,8 +6,6 @@ import os
 import pickle
 import re
 import subprocess
-import sys
-import threading
 import time
 import tracemalloc
 
@@ -434,70 +432,12 @@ def test_filled(tmp_path, make, policy, caplog):
         servers.until(lambda: put(client, "after") and client.flush(LONG) and client.get_many(["after"], LONG))
 
 
-@pytest.mark.slow
-def test_trouble_in_the_middle_of_work(server, make):
-    """Eight threads read and write while the server is killed, started, stopped, goes on: nothing false, no error."""
-    client = make(stores.open(f"{server.url}?timeout=0.2"))
-    ended, wrong, hits = threading.Event(), [], [0] * 8
-
-    def work(number):
-        i = 0
-        while not ended.is_set():
-            i += 1
-            key = f"{(number * 7 + i) % 50}"
-            for other, payload in client.get_many([key, f"{i % 50}"], 0.1).items():
-                hits[number] += 1
-                if payload != other.encode() * 20_000:
-                    wrong.append(other)
-            put(client, key, key.encode() * 20_000)
-            time.sleep(0.001)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(3):
-            for action in (server.kill, server.start, server.stop, server.go_on):
-                time.sleep(0.3)
-                action()
-            before = sum(hits)
-            servers.until(lambda before=before: sum(hits) > before)
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join(LONG)
-    assert not wrong
-    assert all(not thread.is_alive() for thread in threads)
-    assert client.stats.corrupt == 0
-
-
 def test_what_is_not_even_a_value(shared, store, make):
     client = make(store)
     direct = servers.need().Valkey(port=shared.port)
     direct.lpush("kvcache:d", "a list")
     assert client.get_many("d", LONG) == {}
     direct.delete("kvcache:d")
-
-
-SECOND = """
-import sys
-sys.path[:] = {path!r}
-from kvcache import stores
-from kvcache.stores.client import StoreClient
-client = StoreClient(stores.open({url!r}))
-print(client.get_many([64 * "a"], 30)[64 * "a"].decode())
-"""
-
-
-@pytest.mark.parametrize("kind", ["folder", "server"])
-def test_the_first_answer_of_a_second_process_is_a_hit(shared, make, tmp_path, kind):
-    url = f"dir:{tmp_path}/store" if kind == "folder" else f"{shared.url}?timeout=30&prefix=two:"
-    client = make(stores.open(url))
-    put(client, 64 * "a")
-    assert client.flush(LONG)
-    code = SECOND.format(path=sys.path, url=url)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "rows\n"
 
 
 # ---- a cluster
