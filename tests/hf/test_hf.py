@@ -1,4 +1,4 @@
-"""What `HFCache` and `HFEncoderDecoderCache` serve beyond texts: encoders, shared rows, masks, errors, bad input.
+"""`HFCache` and `HFEncoderDecoderCache` beyond texts: encoders, shared rows, masks, errors, bad input.
 
 `test_scenarios.py` compares each way to generate with transformers' own cache, and `test_padding.py` each padding.
 """
