@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
 from kvcache.errors import NotSupportedError
 from kvcache.layer import Layer
+from kvcache.warning import warn
 
 FIRST_DENSE = 2  # layers of attention that read all rows: their attention is spread over most of them
 SELECT_FROM = 8192  # tokens of a sequence; with fewer there is little to gain
@@ -21,10 +21,9 @@ def with_sketches(layers: Sequence[Layer], select: int, context: int | None = No
     texts of the model's `context` in tokens are too short.
     """
     if context is not None and context < least_tokens(select):
-        warnings.warn(
+        warn(
             f"select={select} changes nothing: rows are selected in texts of {least_tokens(select)} tokens or more, and"
-            f" the model has max_position_embeddings={context}",
-            stacklevel=4,
+            f" the model has max_position_embeddings={context}"
         )
     first = [i for i, layer in enumerate(layers) if layer.policy is not None][:FIRST_DENSE]
     made = [layer if i in first else _sketched(layer) for i, layer in enumerate(layers)]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Sequence
 
 from kvcache.errors import NotSupportedError, plain, shown
 from kvcache.models import classes
 from kvcache.models.fields import NAMES, Fields, is_positive
 from kvcache.models.kinds import BY_LAYER, INDICES, PERIODS, WITH_INDEXER, ignored_kinds
+from kvcache.warning import warn
 
 __all__ = ["check", "is_unknown", "refuse", "says_layers"]
 
@@ -180,7 +180,7 @@ def check(config: Fields, kinds: Sequence[str]) -> None:
     if less:
         names = f"{', '.join(less)} {'is' if len(less) == 1 else 'are'}"
         message = f"{plain(config.source)}: {names} not read: layers keep every row, of which they read some"
-        warnings.warn(message, stacklevel=4)
+        warn(message)
     _check_unread(config)
     _check_type(config, kinds)
 
@@ -204,7 +204,7 @@ def _check_unread(config: Fields) -> None:
         message = (
             f"{plain(config.source)}: models of type {model_type} do not read {', '.join(unread)}; nor does kvcache"
         )
-        warnings.warn(message, stacklevel=5)
+        warn(message)
 
 
 def _check_type(config: Fields, kinds: Sequence[str]) -> None:
@@ -220,4 +220,4 @@ def _check_type(config: Fields, kinds: Sequence[str]) -> None:
         taken = "compare its layers, and how its keys rotate, with the model's own code"
     else:
         return
-    warnings.warn(f"{plain(config.source)}: {whose}: {taken}", stacklevel=5)
+    warn(f"{plain(config.source)}: {whose}: {taken}")
