@@ -42,8 +42,7 @@ def attention(
     `indices` are the columns that an indexer chose, ``[batch, tokens, n]``, and `block_indices` the blocks of columns,
     ``[batch, KV heads, tokens, n]``. `compressed` are rows that each query sees beside the keys.
     """
-    given = attention_mask
-    rows, expansion = _untouched(key, value), None
+    given, rows, expansion = attention_mask, _untouched(key, value), None
     if rows is None and (expansion := Expansion.of(key, value)) is not None:
         rows = expansion.rows
     is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
@@ -74,7 +73,8 @@ def attention(
         if options[name] is not None:
             _refuse(name)
     chosen = None if isinstance(given, ChosenMask) else chosen  # the mask's elements have it
-    key, value, mask = _decode(rows, key, value, given, query.shape[2])
+    unknown = _name_unknown(module, options, is_known, attention_mask)
+    key, value, mask = _decode(rows, key, value, given, query.shape[2], unknown)
     if rows is not None:
         _note_fallback(rows, query, expansion, is_special, {"scale": scaling, "softcap": softcap, "sinks": s_aux})
     if compressed is not None:
@@ -192,12 +192,27 @@ def _run(
 # ---- with dense tensors
 
 
+def _name_unknown(
+    module: torch.nn.Module, options: dict[str, Any], is_known: bool, mask: torch.Tensor | None
+) -> str:  # fmt: skip
+    """Say what of a call the kernels do not know. `is_known` says whether they know its choice of rows."""
+    what = "a mask" if mask is not None else "tokens that see later ones"
+    what = what if is_known else "a choice of rows"
+    what = "dropout" if options.get("dropout") else what
+    what = next((name for name in SPECIAL if options.get(name) is not None), what)
+    return f"a {type(module).__name__} brings {what}, which the kernels do not know"
+
+
 def _decode(
-    rows: LayerRows | None, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, num_queries: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the elements of keys, values and a mask; raise if this shows padding that was not stored."""
+    rows: LayerRows | None, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, num_queries: int,
+    unknown: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Return the elements of keys, values and a mask; raise if this shows padding that was not stored.
+
+    `unknown` says what of the call the kernels do not know.
+    """
     if rows is not None:
-        rows.falls_back = True
+        rows.unknown = unknown
     key, value, mask = elements_of([key, value, mask])
     if rows is not None and rows.new is not None:
         _check_mask(rows, mask, num_queries)

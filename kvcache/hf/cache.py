@@ -145,7 +145,7 @@ class HFCache(SaveableBatch, Cache):
         self._placeholders = placeholders_of(config)
         self._follows_config = policy is None  # whether a layer's window is the model's
         num_rows = sum(part.policy is not None for part in parts)
-        self._passes = Passes(self._cache, turns, has_readers, select, num_rows)
+        self._passes = Passes(self._cache, turns, has_readers, select, num_rows, config)
         self._decoder = Decoder(self._cache, torch.get_default_dtype())  # until the model brings some rows
         self._forget_text()
         layers = Maker(self._passes, self._decoder, self._follows_config).layers(parts)

@@ -11,10 +11,12 @@ from transformers import GenerationMixin, Pipeline, PreTrainedConfig
 from kvcache.errors import NotSupportedError
 from kvcache.hf.attention import NAME
 from kvcache.hf.cache import HFCache
+from kvcache.hf.dense import OWN
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.layers import check_dtype
 from kvcache.hf.state import types_of
 from kvcache.layer import DTypeLike
+from kvcache.warning import warn
 
 PLACE = "_kvcache_enabled"  # the model's attribute that has its `Enabled`
 
@@ -64,6 +66,7 @@ def enable(model: Any, dtype: DTypeLike | None = None, **arguments: Any) -> None
 
     Notes
     -----
+    A warning says if the model takes no attention but its own (BLOOM, Falcon): the cache then only stores its rows.
     A cache that is passed to ``generate``, or named by ``cache_implementation``, wins. Nothing
     of this is saved with the model. `disable` undoes it. Where an error is raised, nothing has changed.
 
@@ -91,6 +94,8 @@ def enable(model: Any, dtype: DTypeLike | None = None, **arguments: Any) -> None
         target.set_attn_implementation(attention)
         raise
     setattr(target, PLACE, Enabled({"dtype": dtype, **arguments}, attention))
+    if not has_kernels(target):
+        warn(f"kvcache: a {type(target).__name__} {OWN}")
 
 
 def disable(model: Any) -> None:
@@ -111,7 +116,16 @@ def disable(model: Any) -> None:
 def make_cache(model: Any, arguments: dict[str, Any]) -> HFCache | HFEncoderDecoderCache:
     """Make the cache of a model's kind."""
     kind = HFEncoderDecoderCache if model.config.is_encoder_decoder else HFCache
-    return kind(model.config, **arguments)
+    cache = kind(model.config, **arguments)
+    if arguments_of(model) is not None and not has_kernels(model):  # `enable` has warned of it
+        for part in cache._parts:
+            part._passes.has_warned = True
+    return cache
+
+
+def has_kernels(model: Any) -> bool:
+    """Return whether a model has the attention of this package."""
+    return bool(model.config.get_text_config(decoder=True)._attn_implementation == NAME)
 
 
 def arguments_of(model: Any) -> dict[str, Any] | None:

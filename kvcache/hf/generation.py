@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import warnings
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,12 +21,13 @@ from transformers.generation import configuration_utils
 from kvcache.cache import KVCache
 from kvcache.hf.attention import NAME
 from kvcache.hf.cache import CACHE, HFCache
-from kvcache.hf.enabling import arguments_of, make_cache
+from kvcache.hf.enabling import arguments_of, has_kernels, make_cache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.pieces import PieceByPiece
 from kvcache.hf.texts import begin_source, begin_text, check_longer, end_text, leave_text
 from kvcache.hf.told import has_others
 from kvcache.prefix import PrefixCache
+from kvcache.warning import warn
 
 STATIC = configuration_utils.ALL_STATIC_CACHE_IMPLEMENTATIONS
 generate = GenerationMixin.generate
@@ -66,8 +66,7 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
     wanted, arguments = generation_config.cache_implementation, generation_config.cache_config or {}
     given, enabled = model_kwargs.get(CACHE), arguments_of(self)
     is_given = given is not None
-    has_kernels = self.config.get_text_config(decoder=True)._attn_implementation == NAME
-    if wanted is None and (enabled is not None or has_kernels):
+    if wanted is None and (enabled is not None or has_kernels(self)):
         if arguments and not is_given and not generation_config.is_assistant:
             raise ValueError(
                 f"cache_config is given without cache_implementation={NAME!r}: give both, or give the arguments of"
@@ -81,7 +80,7 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
         generation_config.cache_implementation = None  # which transformers refuses beside the cache of the last guesses
     if generation_config.is_assistant:  # which may have fewer layers than the model
         arguments = {name: value for name, value in arguments.items() if name not in ("select", "prefix")}
-    if wanted in STATIC and has_kernels:
+    if wanted in STATIC and has_kernels(self):
         raise ValueError(
             f"cache_implementation={wanted!r} does not go with the attention {NAME!r}: say"
             f" cache_implementation={NAME!r}, or pass an HFCache as {CACHE}"
@@ -110,11 +109,10 @@ def _note_other_cache(model: Any) -> None:
     """Warn, once for a model, that `generate` makes a cache of transformers, over which no kernels attend."""
     if model not in _noted:
         _noted.add(model)
-        warnings.warn(
+        warn(
             f"kvcache: the model's attention is {NAME!r}, but generate makes transformers' own cache, over which the"
             " kernels do not attend: call kvcache.hf.enable(model), or give"
-            f" cache_implementation={NAME!r} or an HFCache",
-            stacklevel=3,
+            f" cache_implementation={NAME!r} or an HFCache"
         )
 
 
@@ -129,10 +127,9 @@ def _note_no_cache(model: Any, wanted: str | None, given: Any) -> None:
             f" step: give use_cache=True beside {CACHE}"
         )
     if wanted == NAME and model.generation_config.use_cache is False:
-        warnings.warn(
+        warn(
             f"kvcache: no cache is made, because the model's generation config says use_cache=False"
-            f" ({type(model.config).__name__}): give use_cache=True beside cache_implementation={NAME!r}",
-            stacklevel=3,
+            f" ({type(model.config).__name__}): give use_cache=True beside cache_implementation={NAME!r}"
         )
 
 

@@ -15,19 +15,13 @@ from transformers.cache_utils import CacheLayerMixin
 from kvcache.arguments import INT32_MAX
 from kvcache.errors import NotSupportedError
 from kvcache.hf.decode import Decoder
+from kvcache.hf.dense import why_decoded
 from kvcache.hf.lazy import LazyTensor
 from kvcache.hf.passes import ForwardPass, Passes
 from kvcache.hf.policies import Part, window_of
 from kvcache.policy import ChunkedAttention, SlidingWindow
 
 FLOATS = {torch.float32, torch.float16, torch.bfloat16}  # types of what a model brings
-
-# Warnings of passes in which the kernels do not attend.
-UNKNOWN = "a mask or an operation that the kernels do not know; using dense tensors"
-DECODED = (
-    "the rows of every layer are decoded in each step, because the model's attention is not 'kvcache', or it computes"
-    " with them first: kvcache.hf.enable(model), or set_attn_implementation('kvcache'), has them read where they lie"
-)
 
 
 class Rows(LazyTensor):
@@ -55,7 +49,7 @@ class LayerRows:
     new: tuple[torch.Tensor, torch.Tensor] | None  # keys and values, [batch, heads, tokens, dim]
     num_columns: int  # of all rows, [batch, heads, columns, dim]
     seq_ids: Sequence[int] = ()  # the sequences of rows that no pass brought
-    falls_back: bool = False  # whether they reached the attention "kvcache", which has no kernel for the call
+    unknown: str = ""  # says what of a call the kernels do not know, once the attention "kvcache" has fallen back
     _dense: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def tensors(self, *shapes: Sequence[int]) -> tuple[Rows, Rows]:
@@ -89,13 +83,14 @@ class LayerRows:
 
     def _make_dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         layer, passes = self.layer, self.layer.passes
-        passes.calls["fallback" if self.falls_back else "dense"] += 1
-        if self.falls_back:
-            passes.warn(UNKNOWN)
+        passes.calls["fallback" if self.unknown else "dense"] += 1
+        if self.unknown:
+            passes.warn(f"{self.unknown}; using dense tensors")
         elif passes.num_selected is not None:
+            why, remedy = why_decoded(passes.config)
             raise NotSupportedError(
-                f"select={passes.num_selected}: the model's attention is not 'kvcache', or it computes with the rows"
-                " first, so that none can be selected: kvcache.hf.enable(model, select=...), or leave select out"
+                f"select={passes.num_selected}: no rows can be selected, because {why}:"
+                f" {'kvcache.hf.enable(model, select=...), or ' if remedy else ''}leave select out"
             )
         if self.new is None:
             passes.finish()
@@ -108,13 +103,14 @@ class LayerRows:
         with passes.turns.lock:  # until the rows are decoded, no other cache may end the pass
             this_pass = self.current_pass()
             this_pass.decoded.add(layer.index)
-            if not self.falls_back:
+            if not self.unknown:
                 this_pass.without_kernels.add(layer.index)
             if layer.index in this_pass.pending:
                 passes.put(this_pass, layer.index)
             dense = layer.decode(*self.new)
         if len(this_pass.decoded) == this_pass.num_layers:
-            passes.warn(DECODED)
+            reasons = ": ".join(filter(None, why_decoded(passes.config)))
+            passes.warn(f"the rows of every layer are decoded in each step, because {reasons}")
         return dense
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import threading
 import time
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedConfig
 
 from kvcache import selecting
 from kvcache.arrays import Layout
@@ -24,6 +24,7 @@ from kvcache.hf.prompts import Prompts
 from kvcache.hf.turns import STALLED, Turns, clear_finally
 from kvcache.layer import count
 from kvcache.policy import CrossAttention, FullAttention
+from kvcache.warning import warn
 
 INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}  # types of indices
 
@@ -117,12 +118,16 @@ class Passes:
 
     `turns` is what the caches on these rows share. `has_readers` says whether some layers of the model have no rows,
     and attend to the rows of earlier layers. `select` is the argument of `HFCache`, kept as `num_selected`. `num_rows`
-    counts the layers of rows: those behind them hold what lies beside rows, such as an indexer's keys.
+    counts the layers of rows: those behind them hold what lies beside rows, such as an indexer's keys. `config` is the
+    model's.
     """
 
-    def __init__(self, cache: KVCache, turns: Turns, has_readers: bool, select: int | None, num_rows: int) -> None:
+    def __init__(
+        self, cache: KVCache, turns: Turns, has_readers: bool, select: int | None, num_rows: int,
+        config: PreTrainedConfig,
+    ) -> None:  # fmt: skip
         self.cache, self.turns, self.has_readers, self.num_selected = cache, turns, has_readers, select
-        self.num_rows = num_rows
+        self.num_rows, self.config = num_rows, config
         self.is_called = False  # whether a call of the model runs, of which `note_call` was told
         self.last: ForwardPass | None = None  # that runs, or ran last
         self.queries: Queries | None = None  # of the tokens, for `HFCache.evict`; None: they are not noted
@@ -131,7 +136,7 @@ class Passes:
         self._num_layers = cache.num_layers
         self.is_source = [isinstance(layer.policy, CrossAttention) for layer in cache.layers]  # over an encoder
         self.calls = {"kernel": 0, "dense": 0, "fallback": 0}  # how often a layer was attended over by each means
-        self._has_warned = False  # that layers were attended without the kernels
+        self.has_warned = False  # that layers were attended without the kernels
         self._first_layer: int | None = None  # the layer that forward passes begin with
 
     def forget(self) -> None:
@@ -324,18 +329,17 @@ class Passes:
     def _warn_unfinished(self) -> None:
         """Warn if the last pass left layers out, so that its tokens are dropped."""
         if self.last is not None and not self.last.is_complete:
-            warnings.warn(
+            warn(
                 f"kvcache: the last forward pass went through {len(self.last.done)} of {self.last.num_layers} layers,"
                 " and its tokens were dropped: it failed, a copy of the cache was used before it ended, or the cache"
-                " was made from another model's config",
-                stacklevel=2,
+                " was made from another model's config"
             )
 
     def warn(self, what: str) -> None:
         """Warn that the kernels do not attend, once for a cache and its copies."""
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(f"kvcache: {what}", stacklevel=3)
+        if not self.has_warned:
+            self.has_warned = True
+            warn(f"kvcache: {what}")
 
     def open(self, this_pass: ForwardPass, batch_size: int, num_tokens: int, padding: torch.Tensor | None) -> None:
         """Begin the batch of a pass; leave out the padding before a row's first token."""

@@ -29,6 +29,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: 
 from transformers.models.minimax.modeling_minimax import MiniMaxCache  # noqa: E402 - torch may be missing
 
 from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - torch may be missing
+from kvcache.hf.dense import OWN, why_decoded  # noqa: E402 - torch may be missing
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers, and that dense tensors are used
 
@@ -398,6 +399,7 @@ def outcome(name, **changes):
     assert off > 100 * TOLERANCE * want.abs().max(), "this comparison cannot tell right from wrong"
     model.set_attn_implementation("kvcache")
     kinds = check(model, want)
+    assert (OWN in why_decoded(model.config)[0]) == (attention_of(model) != "kvcache")
     if attention_of(model) != "kvcache":
         assert kinds == {"dense"}
         return "its own attention", "yes"
