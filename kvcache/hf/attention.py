@@ -137,6 +137,7 @@ def _attend(
         options |= chosen.options(this_pass, options["masked"])
     elif layer.num_selected is not None and this_pass.selects:
         options["select"] = layer.num_selected
+        passes.calls["select"] += 1
     return _run(this_pass, layer, q, this_pass.pending.pop(layer.index, ()), options, compressed)
 
 

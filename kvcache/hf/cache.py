@@ -31,6 +31,7 @@ from kvcache.hf.policies import (
     both_ways,
     check_policies,
     describe,
+    describe_selection,
     index_layers_of,
     layers_of,
     parts_of,
@@ -762,7 +763,9 @@ class HFCache(SaveableBatch, Cache):
         held = f"{count(len(passes.seq_ids), 'sequence')} of {count(self.get_seq_length(), 'token')}"
         calls = "{kernel} by the kernels, {dense} with dense tensors, {fallback} by fallback".format(**passes.calls)
         layers = describe(self._cache, passes.seq_ids)
-        layers += "" if passes.num_selected is None else f"; select={passes.num_selected}"
+        if passes.num_selected is not None:
+            layers += f"; {describe_selection(self._cache, passes.num_selected)}"
+            calls += f"; {passes.calls['select']} of the kernels' calls selected rows"
         return f"<HFCache: {held}, {layers}; {readable(self.nbytes)}; layers attended: {calls}>"
 
     @property
@@ -772,7 +775,10 @@ class HFCache(SaveableBatch, Cache):
         return self._cache.nbytes + self._recurrent.nbytes
 
     def stats(self) -> dict[str, Any]:
-        """Return `kvcache.KVCache.stats`, and in ``"calls"`` how many times a layer was attended over by each means."""
+        """Return `kvcache.KVCache.stats`, and in ``"calls"`` how many times a layer was attended over by each means.
+
+        With `select`, ``"calls"`` also counts under ``"select"`` the kernels' calls that selected rows.
+        """
         self._passes.finish()
         return {**self._cache.stats(), "calls": dict(self._passes.calls)}
 

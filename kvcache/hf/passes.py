@@ -136,6 +136,8 @@ class Passes:
         self._num_layers = cache.num_layers
         self.is_source = [isinstance(layer.policy, CrossAttention) for layer in cache.layers]  # over an encoder
         self.calls = {"kernel": 0, "dense": 0, "fallback": 0}  # how often a layer was attended over by each means
+        if select is not None:
+            self.calls["select"] = 0  # of the calls of kernels, those that selected rows
         self.has_warned = False  # that layers were attended without the kernels
         self._first_layer: int | None = None  # the layer that forward passes begin with
 
@@ -367,7 +369,9 @@ class Passes:
         this_pass.not_padding = torch.arange(num_tokens) >= torch.tensor(leading)[:, None] if any(leading) else None
         this_pass.num_tokens, this_pass.offsets, this_pass.num_seen = num_tokens, offsets, self.num_seen
         shortest = self.num_seen + num_tokens - max(offsets, default=0)
-        this_pass.selects = self.num_selected is not None and num_tokens == 1 and shortest >= selecting.SELECT_FROM
+        this_pass.selects = (
+            self.num_selected is not None and num_tokens == 1 and shortest >= selecting.least_tokens(self.num_selected)
+        )
         with self.turns.lock:
             if self.turns.owner() is not self:
                 self.turns.take_turn(self)

@@ -27,6 +27,7 @@ from kvcache.models.shapes import MORE_KV_HEADS, REFUSED
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow, written
 from kvcache.prefix.cache import MOST_BLOCK_SIZE
 from kvcache.rope import RopeLike
+from kvcache.selecting import least_tokens
 
 # Layers whose state transformers itself keeps: a recurrent state, or nothing.
 OwnLayer: TypeAlias = LinearAttentionLayer | DummyLayer
@@ -348,6 +349,12 @@ def _types(layer: Layer) -> str:
         else:
             parts += [f"k_{name}={of_keys!r}", f"v_{name}={of_values!r}"]
     return ", ".join(parts)
+
+
+def describe_selection(cache: KVCache, select: int) -> str:
+    """Describe in which layers rows are selected, and from how many tokens on."""
+    layers = sum(layer.sketch for layer in cache.layers)
+    return f"select={select} in {count(layers, 'layer')}, once each text has {count(least_tokens(select), 'token')}"
 
 
 def describe(cache: KVCache, seq_ids: Sequence[int]) -> str:

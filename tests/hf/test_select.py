@@ -88,7 +88,6 @@ def test_new_tokens_of_long_texts_select(calls):
     out = model.generate(tokens, return_dict_in_generate=True, **OPTIONS)
     cache = out.past_key_values
     assert [layer.sketch for layer in cache._cache.layers] == [False, False, True, True]
-    assert f"select={SELECT}" in repr(cache)
     assert calls[:4] == [(layer, LENGTH, None) for layer in range(4)]
     assert cache.stats()["calls"]["dense"] == 0
     for step in range(1, NEW):
@@ -96,6 +95,18 @@ def test_new_tokens_of_long_texts_select(calls):
         wanted = [(layer, 1, SELECT if selects and layer >= 2 else None) for layer in range(4)]
         assert calls[4 * step : 4 * step + 4] == wanted
     assert len(calls) == 4 * NEW
+    num_selecting = 2 * (LENGTH + NEW - FROM)
+    assert cache.stats()["calls"] == {"kernel": 4 * NEW, "dense": 0, "fallback": 0, "select": num_selecting}
+    assert f"select={SELECT} in 2 layers, once each text has {FROM} tokens" in repr(cache)
+    assert f"; {num_selecting} of the kernels' calls selected rows" in repr(cache)
+
+
+def test_a_selection_of_more_rows_than_there_are_counts_as_none(calls):
+    model, tokens = model_of(), random_tokens(1, LENGTH)
+    cache = HFCache(model.config, select=LENGTH)
+    generate(model, tokens, cache)
+    assert cache.stats()["calls"]["select"] == sum(select is not None for *_, select in calls) == 0
+    assert f"once each text has {80 + 2 * LENGTH + 1} tokens" in repr(cache)
 
 
 def test_results_differ_only_where_rows_are_selected():
