@@ -23,8 +23,8 @@ from kvcache.hf.told import NONE, UNKNOWN
 from kvcache.layer import Layer, count
 from kvcache.policy import CrossAttention, Policy
 from kvcache.prefix import PrefixCache
-
-VERSION = 1  # of the tokens of the sequence without rows: version, columns seen, ids of the batch's sequences
+from kvcache.spelling import check_names
+from kvcache.state.saved import BATCH_VERSION, batch_of
 
 
 class SaveableBatch:
@@ -49,6 +49,7 @@ class SaveableBatch:
         ) -> Self:
             """Make an empty cache for a model, which stores rows as those in the states of a file."""
 
+    @check_names("save")
     def save(
         self, path: str | os.PathLike[str], *, tokens: torch.Tensor | None = None, fingerprint: str = "",
         secret: bytes | None = None,
@@ -89,12 +90,13 @@ class SaveableBatch:
             passes.end()
             held = _tokens_of(part, tokens)
             [marker] = passes.new_ids(1)
-            held[marker] = [VERSION, passes.num_seen, *passes.seq_ids]
+            held[marker] = [BATCH_VERSION, passes.num_seen, *passes.seq_ids]
             sources.append((part._cache._core, [*passes.seq_ids, marker], held))
             tokens = None  # they are those of the first part, the decoder
         state.save(path, sources, fingerprint, secret)
 
     @classmethod
+    @check_names("load")
     def load(
         cls, config: PreTrainedConfig, path: str | os.PathLike[str], *,
         policy: Policy | Sequence[Policy] | None = None, prefix: PrefixCache | None = None,
@@ -288,12 +290,8 @@ def _check_shapes(cache: Any, path: state.StrPath, saved: Sequence[Layer]) -> No
 
 def _batch_of(saved: state.SavedState) -> tuple[int, list[int], dict[int, int]]:
     """Return the columns seen, the sequence of each row of the batch, and each sequence's length."""
-    lengths = {one.seq_id: one.next_position for one in saved.sequences}
-    for one in saved.sequences:
-        if not any(one.num_rows) and len(one.tokens) >= 2:
-            version, seen, *rows = one.tokens.tolist()
-            del lengths[one.seq_id]
-            if version == VERSION and sorted(rows) == sorted(lengths) and seen >= max(lengths.values(), default=0):
-                return seen, rows, lengths
-            break
-    raise StateFormatError("no state of an HFCache: it does not say which sequence is which row of the batch")
+    batch = batch_of(saved)
+    if batch is None:
+        raise StateFormatError("no state of an HFCache: it does not say which sequence is which row of the batch")
+    marker, seen, rows = batch
+    return seen, rows, {one.seq_id: one.next_position for one in saved.sequences if one.seq_id != marker}

@@ -23,6 +23,7 @@ __all__ = [
     "SavedSequence",
     "SavedState",
     "Tensor",
+    "batch_of",
     "check_sums",
     "inspect",
     "not_saved",
@@ -32,6 +33,7 @@ __all__ = [
 ]  # fmt: skip
 
 VERSION = 1  # the newest of the format
+BATCH_VERSION = 1  # of the tokens that say which sequences are the rows of a batch (docs/format.md)
 BEGINNING = b'{"__metadata__":{"format":"kvcache",'  # of a header
 MOST_HEADER = 100_000_000  # bytes
 MOST_FIXED, MOST_OF_LAYER = 4096, 1280  # bytes of a header: of metadata and tables, and of the tensors of each layer
@@ -164,6 +166,21 @@ def inspect(path: StrPath, *, verify: bool = False) -> SavedState:
 
 
 # ---- reading the tables
+
+
+def batch_of(saved: SavedState) -> tuple[int, int, list[int]] | None:
+    """Return the batch that a file of `kvcache.hf` holds; None: it holds none.
+
+    These are the id of the sequence without rows that says so, the columns seen, and the sequence of each row.
+    """
+    marker = next((one for one in saved.sequences if not any(one.num_rows) and len(one.tokens) >= 2), None)
+    if marker is None:
+        return None
+    version, seen, *rows = marker.tokens.tolist()
+    lengths = {one.seq_id: one.next_position for one in saved.sequences if one is not marker}
+    if version != BATCH_VERSION or sorted(rows) != sorted(lengths) or seen < max(lengths.values(), default=0):
+        return None
+    return marker.seq_id, seen, rows
 
 
 def check_sums(file: StateFile) -> None:

@@ -9,12 +9,15 @@ import os
 import re
 import sys
 from argparse import ArgumentTypeError
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from kvcache.errors import ModelFileError
 from kvcache.models.reading import read_prompt, read_stdin
 from kvcache.system import BINARY, parse_bytes
 
-__all__ = ["parse_size", "parse_tokens", "prompt_bytes"]
+__all__ = ["advise_order", "parse_size", "parse_tokens", "prompt_bytes"]
 
 TOKENS = re.compile(r"([+-]?)(\d{1,3}(?:[_,]\d{3})+|\d{1,40})([km]?)", re.ASCII | re.IGNORECASE)
 
@@ -58,3 +61,14 @@ def prompt_bytes(prompt: str | None, file: Path | None, default: str) -> bytes:
         return os.fsencode(prompt)
     piped = b"" if sys.stdin is None or sys.stdin.isatty() else read_stdin()
     return piped or os.fsencode(default)
+
+
+@contextmanager
+def advise_order(model: Path, prompt: object) -> Iterator[None]:
+    """Say in which order arguments come if there is no such model, and it may be the prompt that stands alone."""
+    try:
+        yield
+    except ModelFileError as error:
+        if prompt is not None or os.path.lexists(model):
+            raise
+        raise ModelFileError(f"{error}. MODEL comes first, such as examples/model, then PROMPT") from None

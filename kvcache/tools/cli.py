@@ -27,7 +27,7 @@ from kvcache.runtime import __version__, get_num_threads, print_values, show_con
 from kvcache.selecting import least_tokens, with_sketches
 from kvcache.system import available_memory, readable, why_threads
 from kvcache.tools import memory_plan, shown_plan
-from kvcache.tools.arguments import parse_size, parse_tokens, prompt_bytes
+from kvcache.tools.arguments import advise_order, parse_size, parse_tokens, prompt_bytes
 from kvcache.tools.pages import Command, Group
 from kvcache.tools.terminal import print_error, print_paragraph, print_table, progress, run
 
@@ -492,7 +492,7 @@ def generate(
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for an ASCII terminal
-    with progress() as show:
+    with progress() as show, advise_order(model, prompt or prompt_file):
         return runner.run(
             model,
             text,
@@ -564,14 +564,22 @@ def inspect(
 
 
 def _print_state(found: state.SavedState, verify: bool) -> None:
+    from kvcache.state.saved import batch_of
+
     print_paragraph(f"model: {found.fingerprint or 'not said'}")
     print_paragraph(f"MAC: {'there, not checked (loading with the secret does)' if found.has_mac else 'none'}")
     print(f"checksums: {'right' if verify else 'not compared (--verify)'}")
     for layer, number in Counter(map(str, found.layers)).items():
         print_paragraph(f"{count(number, 'layer')} of {layer}")
     is_cross = [isinstance(layer.policy, CrossAttention) for layer in found.layers]
+    batch = batch_of(found)
+    if batch is not None:
+        texts, columns = count(len(batch[2]), "text"), count(batch[1], "token")
+        print_paragraph(f"batch of transformers: {texts}, {columns} with padding")
     rows = []
     for one in found.sequences:
+        if batch is not None and one.seq_id == batch[0]:  # it says which sequences are the batch
+            continue
         of_tokens = [n for n, cross in zip(one.num_rows, is_cross, strict=True) if not cross]
         most = max(of_tokens or one.num_rows, default=0)
         rows.append([str(one.seq_id), str(most), str(one.next_position), str(len(one.tokens))])

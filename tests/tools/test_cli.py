@@ -644,6 +644,14 @@ def test_files_that_cannot_be_used_are_named_without_a_number(tmp_path):
     assert "Errno" not in done.stderr
 
 
+@pytest.mark.parametrize("prompt", ["ROMEO:", "Hello", "a/b"])
+def test_a_prompt_in_the_place_of_the_model(prompt):
+    advice = "MODEL comes first, such as examples/model, then PROMPT"
+    check_refused(run_here("generate", prompt), f"there is no {prompt}", advice)
+    assert advice not in run_here("generate", prompt, "a prompt").stderr
+    assert advice not in run_here("plan", prompt).stderr
+
+
 def test_plan_as_it_is_typed(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     done = shell("kvcache plan config.json --weights 4.7GB --context 128k --no-measure", cwd=tmp_path, text=True)
@@ -1123,6 +1131,23 @@ def test_inspect(tmp_path):
     table = [line.split() for line in found.stdout.splitlines()[-3:]]
     assert table == [["-3", "1", "1", "0"], ["0", "10", "11", "5"], ["7", "13", "18", "2"]]
     assert "not compared" in run_here("inspect", STATES / "version-1").stdout
+
+
+@pytest.mark.hf
+def test_inspect_of_a_batch_of_transformers(tmp_path):
+    """The sequence that says which sequences are the batch is told as what it is."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from kvcache.hf import HFCache
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=16, eos_token_id=None, **sizes))
+    model.set_attn_implementation("kvcache")
+    cache = HFCache(model.config)
+    model.generate(torch.ones(2, 5, dtype=torch.long), cache=cache, max_new_tokens=3)
+    cache.save(tmp_path / "chat")
+    lines = run_here("inspect", tmp_path / "chat").stdout.splitlines()
+    assert "batch of transformers: 2 texts, 7 tokens with padding" in lines
+    assert [line.split()[1:] for line in lines[-3:]] == [["rows", "next", "position", "token", "ids"], *[["7"] * 3] * 2]
 
 
 def test_inspect_as_json():
