@@ -57,6 +57,7 @@ SYNONYMS = tuple(
     )
 )
 BASES = ("rope_theta", "theta", "base", "rope_base", "rope_freq_base")
+HELD = {"dtype", "k_dtype", "v_dtype", "transform", "k_transform", "v_transform"}  # by the files that `load` reads
 # What to give for a thing for which a constructor has no argument of its own, by the argument that takes it.
 INSTEAD = {
     "window": ("policy", "policy=SlidingWindow(...)"),
@@ -86,6 +87,8 @@ def refusal(name: str, what: str, known: Iterable[str]) -> str:
             return f"{said}: give {instead}"
     if name in BASES and "inv_freq" in names:
         return f"{said}: give inv_freq, the radians per position of each pair"
+    if what.endswith("load") and not HELD.isdisjoint(group):
+        return f"{said}: the file holds it, leave {name} out"
     if close := get_close_matches(name, names, n=1, cutoff=0.7):
         return f"{said}: did you mean {close[0]}?"
     return f"{said}: it takes {', '.join(names) or 'none'}"

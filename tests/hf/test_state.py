@@ -51,6 +51,16 @@ def generate(model, cache, tokens, mask=None, count=6, **options):
     )  # fmt: skip
 
 
+def test_arguments_that_a_file_has(tmp_path):
+    """They are refused by the names that a user knows."""
+    model, cache, _ = filled(tmp_path)
+    for kind in (HFCache, HFEncoderDecoderCache):
+        with pytest.raises(TypeError, match="^dtype is no argument of load: the file holds it, leave dtype out$"):
+            kind.load(model.config, tmp_path / "chat", dtype="f16")
+    with pytest.raises(TypeError, match="^token is no argument of save: did you mean tokens"):
+        cache.save(tmp_path / "chat", token=None)
+
+
 def filled(tmp_path, model=None, rows=2, **options):
     """Return a model, a saved cache, and its tokens."""
     model = model or model_of("llama")
