@@ -23,6 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvcache import PrefixCache, SlidingWindow
 from kvcache.hf import HFCache
+from kvcache.hf.cache import CACHE
 from kvcache.tools.arguments import parse_tokens
 from kvcache.tools.interleave import timed
 
@@ -53,7 +54,7 @@ def new_model(kind, threads):
 def prefill(model, cache, context):
     tokens = torch.randint(0, model.config.vocab_size, (1, context))
     for begin in range(0, context, CHUNK):
-        model(tokens[:, begin : begin + CHUNK], past_key_values=cache, logits_to_keep=1)
+        model(tokens[:, begin : begin + CHUNK], **{CACHE: cache}, logits_to_keep=1)
 
 
 # ---- speed
@@ -76,7 +77,7 @@ def filled_dynamic(model, num_tokens):
     """Return a DynamicCache of random rows."""
     cache = DynamicCache(config=model.config)
     model.set_attn_implementation("sdpa")
-    model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, logits_to_keep=1)  # rows that show their shapes
+    model(torch.zeros(1, 1, dtype=torch.long), **{CACHE: cache}, logits_to_keep=1)  # rows that show their shapes
     for layer in cache.layers:
         for name in ("keys", "values"):
             _, num_heads, _, dim = getattr(layer, name).shape
@@ -155,7 +156,7 @@ def speed(args):
 
 
 def step(model, cache):
-    return timed(model, torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)[0]
+    return timed(model, torch.zeros(1, 1, dtype=torch.long), **{CACHE: cache})[0]
 
 
 def compiled(args):
@@ -217,8 +218,8 @@ def read(model, dtype, text):
     """Return the logits of a text whose second half is read one token at a time."""
     cache = HFCache(model.config, dtype)
     half = text.shape[1] // 2
-    parts = [model(text[:, :half], past_key_values=cache).logits]
-    parts += [model(text[:, i : i + 1], past_key_values=cache).logits for i in range(half, text.shape[1])]
+    parts = [model(text[:, :half], **{CACHE: cache}).logits]
+    parts += [model(text[:, i : i + 1], **{CACHE: cache}).logits for i in range(half, text.shape[1])]
     return torch.cat(parts, 1)[0]
 
 
@@ -243,7 +244,7 @@ ONLY = {"speed": speed, "memory": memory, "quality": quality, "compile": compile
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__)
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--only", choices=ONLY, default="speed", help="default: speed")
     p.add_argument(
         "--model", choices=CONFIGS, default="gqa", help="grouped queries, latents (MLA), Llama 3.2 1B; default: gqa"
