@@ -33,7 +33,7 @@ def parse():
     p = argparse.ArgumentParser(
         prog="hf_generate.py",
         description=__doc__,
-        epilog='example:\n  python examples/hf_generate.py "ROMEO:" --dtype q8_0 --tokens 300',
+        epilog='example:\n  python examples/hf_generate.py "ROMEO:" --dtype int8 --tokens 300',
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("prompt", nargs="?", default="ROMEO:", help='text to continue (default: "ROMEO:")')

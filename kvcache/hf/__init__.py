@@ -4,13 +4,13 @@
 
     import kvcache.hf
 
-    kvcache.hf.enable(model, dtype="q8_0")  # the attention "kvcache", and an HFCache in each `generate`
+    kvcache.hf.enable(model, dtype="int8")  # the attention "kvcache", and an HFCache in each `generate`
     model.generate(**inputs)
 
 or, for a cache that outlives a call::
 
     model.set_attn_implementation("kvcache")
-    model.generate(**inputs, cache=kvcache.hf.HFCache(model.config, dtype="q8_0"))
+    model.generate(**inputs, cache=kvcache.hf.HFCache(model.config, dtype="int8"))
 
 Importing this package registers an attention and a mask function under that name. With them, keys and values go from
 the model into the cache and are attended over where they lie. With the model's own attention (``"sdpa"``, ``"eager"``)
