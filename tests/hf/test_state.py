@@ -55,9 +55,9 @@ def test_arguments_that_a_file_has(tmp_path):
     """They are refused by the names that a user knows."""
     model, cache, _ = filled(tmp_path)
     for kind in (HFCache, HFEncoderDecoderCache):
-        with pytest.raises(TypeError, match="^dtype is no argument of load: the file holds it, leave dtype out$"):
+        with pytest.raises(TypeError, match=r"^dtype is no argument of load: the file holds it, leave dtype out$"):
             kind.load(model.config, tmp_path / "chat", dtype="f16")
-    with pytest.raises(TypeError, match="^token is no argument of save: did you mean tokens"):
+    with pytest.raises(TypeError, match=r"^token is no argument of save: did you mean tokens"):
         cache.save(tmp_path / "chat", token=None)
 
 

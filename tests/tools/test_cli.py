@@ -1135,7 +1135,7 @@ def test_inspect(tmp_path):
 
 @pytest.mark.hf
 def test_inspect_of_a_batch_of_transformers(tmp_path):
-    """The sequence that says which sequences are the batch is told as what it is."""
+    """The file's additional sequence, which lists the batch, is no line of the table."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     from kvcache.hf import HFCache
 
