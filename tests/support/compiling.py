@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-INCLUDE = [f"-I{ROOT / folder}" for folder in ("include", "src", "tests/c")]
+INCLUDE = [f"-I{ROOT / folder}" for folder in ("include", "src", "tests/c", "tests")]
 FLAGS = ["-std=c11", "-O1", "-g1", "-Wall", "-Wextra", "-Werror=unused-function", *INCLUDE]
 LIBRARIES = ["-lm", "-lpthread"]
 OPENMP = "-fopenmp"

@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "support/test.h"
+#include "world/attention.h"
 
 enum { STORED = 9, NEW = 5, ROWS = STORED + NEW, KV = 2, HEADS = 4, DIM = 4, WIDTH = 6, CANARY = 0x5a };
 
@@ -57,32 +58,36 @@ typedef struct attended {
     float out[NEW][HEADS][DIM], lse[NEW][HEADS];
 } attended;
 
-static int is_listed(int t, int kv, int row) {
-    for (int i = 0; i < WIDTH; i++)
-        if (entries[t][kv][i] == row) return 1;
-    return 0;
-}
+static const kvc_chosen chosen = {.struct_size = sizeof chosen,
+                                  .positions = **entries,
+                                  .token_stride = sizeof *entries,
+                                  .choice_stride = sizeof **entries,
+                                  .num_choices = KV,
+                                  .width = WIDTH};
 
 /* Compares a result with plain arithmetic. */
 static void check_attended(int inputs, const attended *a) {
     for (int t = 0; t < NEW; t++)
         for (int h = 0; h < HEADS; h++) {
-            const int kv = h * KV / HEADS;
-            double sum = inputs & SINKS ? exp((double)sinks[h]) : 0, value[DIM] = {0};
-            if (inputs & PRIOR) sum += exp((double)prior_lse[t][h]);
-            for (int d = 0; d < DIM && inputs & PRIOR; d++) value[d] = exp((double)prior_lse[t][h]) * prior[t][h][d];
+            const int kv = h * KV / HEADS, position = STORED + t;
+            double wide_q[DIM], wide_k[ROWS][DIM], wide_v[ROWS][DIM];
+            seen_row seen[ROWS];
+            sight s = {.q = widen(wide_q, q[t][h], DIM), .k_dim = DIM, .v_dim = DIM, .rows = seen};
             for (int row = 0; row < ROWS; row++) {
-                const int is_later = row > STORED + t && !(inputs & NON_CAUSAL && non_causal[t]);
-                if (is_later || (inputs & CHOSEN && !is_listed(t, kv, row))) continue;
-                if (inputs & MASKED && row >= masked.begin && row < masked.end) continue;
-                double score = inputs & ALIBI ? -(double)alibi[h] * abs(STORED + t - row) : 0;
-                for (int d = 0; d < DIM; d++) score += (double)q[t][h][d] * (double)k[row][kv][d] / sqrt(DIM);
-                sum += exp(score);
-                for (int d = 0; d < DIM; d++) value[d] += exp(score) * (double)v[row][kv][d];
+                const int is_later = row > position && !(inputs & NON_CAUSAL && non_causal[t]);
+                if (is_later || (inputs & CHOSEN && !names(&chosen, t, kv, position, row, 1))) continue;
+                if (inputs & MASKED && hides(&masked, 1, 0, row)) continue;
+                seen[s.num++] = (seen_row){.k = widen(wide_k[row], k[row][kv], DIM),
+                                           .v = widen(wide_v[row], v[row][kv], DIM),
+                                           .apart = abs(position - row)};
             }
-            CHECKF(fabs((double)a->lse[t][h] - log(sum)) < 1e-5, "inputs %#x: lse of token %d", inputs, t);
+            if (inputs & ALIBI) s.alibi = (double)alibi[h];
+            if (inputs & SINKS) s.sink = &sinks[h];
+            if (inputs & PRIOR) s.prior_out = prior[t][h], s.prior_lse = &prior_lse[t][h];
+            attend_plainly(&s);
+            CHECKF(fabs((double)a->lse[t][h] - s.lse) < 1e-5, "inputs %#x: lse of token %d", inputs, t);
             for (int d = 0; d < DIM; d++)
-                CHECKF(fabs((double)a->out[t][h][d] - value[d] / sum) < 1e-5, "inputs %#x: token %d", inputs, t);
+                CHECKF(fabs((double)a->out[t][h][d] - s.out[d]) < 1e-5, "inputs %#x: token %d", inputs, t);
         }
 }
 
@@ -90,12 +95,6 @@ static void check_attended(int inputs, const attended *a) {
 static void attend(int inputs, int way, attended *to) {
     static const int32_t cancel = 0;
     const kvc_put_args put = float_rows(0, NEW, KV, DIM, DIM, k[STORED], v[STORED]);
-    const kvc_chosen chosen = {.struct_size = sizeof chosen,
-                               .positions = **entries,
-                               .token_stride = sizeof *entries,
-                               .choice_stride = sizeof **entries,
-                               .num_choices = KV,
-                               .width = WIDTH};
     kvc_plan_args plan = {.struct_size = sizeof plan, .num_heads = HEADS};
     kvc_attend_args args = float_queries(HEADS, DIM, DIM, q, to->out);
     FILL(*to);
