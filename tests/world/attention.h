@@ -2,10 +2,10 @@
  *
  * A test knows by a model of its own which rows there are.  It lists the rows that one query row sees, and
  * attend_plainly() answers what comes out.  Which rows a policy, a mask, a tree or a choice shows are questions of
- * their own: shows(), hides(), descends_from(), names().  An example, for head h of a token at position 7:
+ * their own: shows_row(), hides_row(), descends_from(), names_row().  An example, for head h of a token at position 7:
  *
  *     for (int row = 0; row < num_rows; row++)
- *         if (row <= 7 && shows(&layer.policy, 7, row))
+ *         if (row <= 7 && shows_row(&layer.policy, 7, row))
  *             seen[num++] = (seen_row){.k = k[row][h], .v = v[row][h], .apart = 7 - row};
  *     sight s = {.q = q[h], .k_dim = DIM, .v_dim = DIM, .scale = 0.5, .sink = &sinks[h], .num = num, .rows = seen};
  *     attend_plainly(&s);
@@ -22,6 +22,7 @@ enum { SIGHT_DIM = 576 };
 
 /* A row that a query sees.  Its key is as the query sees it, rotated for the distance between them. */
 typedef struct seen_row {
+    int id;               /* the test's own: which row this is */
     const double *k, *v;  /* [k_dim] and [v_dim].  Where keys hold the values (value_in_key), v is k. */
     double apart;         /* positions between the query and the row, 0 or more, for ALiBi */
     double score, weight; /* answers.  The weights of all rows, the sink and the prior result add up to 1. */
@@ -40,7 +41,7 @@ typedef struct sight {
 } sight;
 
 /* Copies n floats to doubles.  Returns `to`. */
-static inline const double *widen(double *to, const float *from, int n) {
+static inline const double *doubles(double *to, const float *from, int n) {
     for (int i = 0; i < n; i++) to[i] = (double)from[i];
     return to;
 }
@@ -54,7 +55,7 @@ static inline double join_logs(double a, double b) {
 }
 
 /* Turns the scores of rows into weights beside `others`, the log of what else takes part.  Returns lse. */
-static inline double weigh(seen_row *rows, int num, double others) {
+static inline double weigh_seen(seen_row *rows, int num, double others) {
     double top = others, sum = 0;
     for (int i = 0; i < num; i++) top = fmax(top, rows[i].score);
     for (int i = 0; i < num; i++) sum += rows[i].weight = top == -INFINITY ? 0 : exp(rows[i].score - top);
@@ -68,7 +69,7 @@ static inline double score_from(const sight *s, double product, double apart) {
     return (s->softcap > 0 ? s->softcap * tanh(product / s->softcap) : product) - s->alibi * apart;
 }
 
-static inline void score(const sight *s, seen_row *row) {
+static inline void score_seen(const sight *s, seen_row *row) {
     const double scale = s->scale != 0 ? s->scale : 1 / sqrt(s->k_dim);
     double product = 0;
     row->size = 0;
@@ -81,7 +82,7 @@ static inline void score(const sight *s, seen_row *row) {
 }
 
 /* Adds a value to the result. */
-static inline void add_value(sight *s, double weight, double x, int d) {
+static inline void add_seen(sight *s, double weight, double x, int d) {
     s->out[d] += weight * x;
     s->out_size[d] += weight * fabs(x);
 }
@@ -90,27 +91,27 @@ static inline void add_value(sight *s, double weight, double x, int d) {
 static inline void attend_plainly(sight *s) {
     const double sink = s->sink ? (double)*s->sink : -INFINITY,
                  prior = s->prior_lse ? (double)*s->prior_lse : -INFINITY;
-    for (int i = 0; i < s->num; i++) score(s, &s->rows[i]);
-    s->lse = weigh(s->rows, s->num, join_logs(sink, prior));
+    for (int i = 0; i < s->num; i++) score_seen(s, &s->rows[i]);
+    s->lse = weigh_seen(s->rows, s->num, join_logs(sink, prior));
     for (int d = 0; d < s->v_dim; d++) s->out[d] = s->out_size[d] = 0;
     for (int d = 0; d < s->v_dim && prior > -INFINITY; d++)
-        add_value(s, exp(prior - s->lse), (double)s->prior_out[d], d);
+        add_seen(s, exp(prior - s->lse), (double)s->prior_out[d], d);
     for (int i = 0; i < s->num; i++)
-        for (int d = 0; d < s->v_dim && s->rows[i].weight > 0; d++) add_value(s, s->rows[i].weight, s->rows[i].v[d], d);
+        for (int d = 0; d < s->v_dim && s->rows[i].weight > 0; d++) add_seen(s, s->rows[i].weight, s->rows[i].v[d], d);
 }
 
 /* ---- which rows a query sees ------------------------------------------------------------------------------------- */
 
 /* Whether a layer's policy shows a query at position `at` a row at a position.  Causality is another question: the row
  * may be a later one. */
-static inline int shows(const kvc_policy *policy, int32_t at, int32_t position) {
+static inline int shows_row(const kvc_policy *policy, int32_t at, int32_t position) {
     const int32_t size = policy->attention_chunk_size;
     if (policy->kind == KVC_CHUNKED) return position >= at / size * size;
     return policy->kind != KVC_SLIDING || position > at - policy->window || position < policy->num_sink_tokens;
 }
 
 /* Whether some range hides a position of a sequence. */
-static inline int hides(const kvc_masked *masked, int num, int64_t seq_id, int32_t position) {
+static inline int hides_row(const kvc_masked *masked, int num, int64_t seq_id, int32_t position) {
     for (int i = 0; i < num; i++)
         if (masked[i].seq_id == seq_id && position >= masked[i].begin && position < masked[i].end) return 1;
     return 0;
@@ -124,8 +125,8 @@ static inline int descends_from(const int32_t *parents, int32_t token, int32_t a
 
 /* Whether a choice names a row for a KV head of token t, which stands at position `at`.  A row of a layer with a stride
  * stands for `stride` positions up to its own, and any of them names it. */
-static inline int names(const kvc_chosen *chosen, int64_t t, int kv_head, int32_t at, int32_t position,
-                        int32_t stride) {
+static inline int names_row(const kvc_chosen *chosen, int64_t t, int kv_head, int32_t at, int32_t position,
+                            int32_t stride) {
     const int32_t block = chosen->block ? chosen->block : 1, choice = chosen->num_choices > 1 ? kv_head : 0;
     const char *list = (const char *)chosen->positions + t * chosen->token_stride + choice * chosen->choice_stride;
     if (chosen->tail && position >= (at + 1) / block * block) return 1;

@@ -5,6 +5,7 @@
 
 #include "attend/work.h"
 #include "support/isas.h"
+#include "world/attention.h"
 
 enum { HEADS = 2, MOST_DIM = 96, MOST_ROWS = 1200, MOST_QUERIES = 50, MOST_HEADS = 6, PASS = 100, LAYERS = 2 };
 
@@ -16,7 +17,7 @@ typedef struct world {
     kvc_layer layer;
     int64_t num_rows;
     int32_t positions[MOST_ROWS];
-    float keys[HEADS][MOST_ROWS][MOST_DIM]; /* decoded, rotated for these positions */
+    double keys[HEADS][MOST_ROWS][MOST_DIM]; /* decoded, rotated for these positions */
 } world;
 
 static float q[MOST_QUERIES * MOST_HEADS * MOST_DIM], rotated[MOST_QUERIES * MOST_HEADS * MOST_DIM];
@@ -57,9 +58,11 @@ static world *world_of(kvc_layer layer, int32_t block_size, int32_t num_threads)
     const int32_t next = kvc_next_position(w.cache, 0);
     feed(w.cache, &layer, next, next + 57);
     w.num_rows = kvc_positions(w.cache, 0, 0, w.positions, MOST_ROWS);
+    static float k[HEADS][MOST_ROWS][MOST_DIM];
     const kvc_rows_out out = {
-        .struct_size = sizeof out, .k = w.keys, .k_head_stride = sizeof w.keys[0], .k_row_stride = sizeof w.keys[0][0]};
+        .struct_size = sizeof out, .k = k, .k_head_stride = sizeof k[0], .k_row_stride = sizeof k[0][0]};
     CHECKF(kvc_gather(w.cache, 0, 0, 0, w.num_rows, &out) == KVC_OK, "%s", kvc_last_error());
+    doubles(**w.keys, **k, HEADS * MOST_ROWS * MOST_DIM);
     return &w;
 }
 
@@ -77,33 +80,25 @@ static kvc_weights_args args_of(const world *w, int32_t num_queries, int32_t num
                               .scale = 0.3f};
 }
 
-/* Whether a query at a position sees a row. */
-static int sees(const kvc_policy *policy, int32_t position, int32_t row) {
-    if (policy->kind == KVC_CHUNKED && row < position / policy->attention_chunk_size * policy->attention_chunk_size)
-        return 0;
-    if (policy->kind == KVC_SLIDING && row <= position - policy->window && row >= policy->num_sink_tokens) return 0;
-    return row <= position;
-}
-
 /* Adds the weights that one query row gives to the rows of its KV head. */
 static void add_weights(const world *w, const kvc_weights_args *a, const float *query, int32_t position, int32_t head,
                         double *to) {
-    static double e[MOST_ROWS];
+    static seen_row seen[MOST_ROWS];
+    double wide[MOST_DIM];
     const int32_t kv = head / (a->num_heads / HEADS);
-    double highest = a->sinks ? (double)a->sinks[head] : -INFINITY, sum = 0;
-    for (int64_t j = 0; j < w->num_rows; j++) {
-        double score = 0;
-        for (int32_t d = 0; d < w->layer.k_dim; d++) score += (double)query[d] * (double)w->keys[kv][j][d];
-        score *= (double)a->scale;
-        if (a->softcap > 0) score = (double)a->softcap * tanh(score / (double)a->softcap);
-        e[j] = sees(&w->layer.policy, position, w->positions[j]) ? score : -INFINITY;
-        highest = fmax(highest, e[j]);
-    }
-    for (int64_t j = 0; j < w->num_rows; j++) sum += e[j] = e[j] == -INFINITY ? 0 : exp(e[j] - highest);
-    if (a->sinks) sum += exp((double)a->sinks[head] - highest);
-    for (int64_t j = 0; j < w->num_rows; j++) {
-        double *at = &to[kv * w->num_rows + j], weight = sum > 0 ? e[j] / sum : 0;
-        *at = a->reduction == KVC_REDUCE_SUM ? *at + weight : fmax(*at, weight);
+    sight s = {.q = doubles(wide, query, w->layer.k_dim),
+               .k_dim = w->layer.k_dim,
+               .scale = (double)a->scale,
+               .softcap = (double)a->softcap,
+               .sink = a->sinks ? &a->sinks[head] : NULL,
+               .rows = seen};
+    for (int64_t j = 0; j < w->num_rows; j++)
+        if (w->positions[j] <= position && shows_row(&w->layer.policy, position, w->positions[j]))
+            seen[s.num++] = (seen_row){.id = (int32_t)j, .k = w->keys[kv][j]};
+    attend_plainly(&s);
+    for (int i = 0; i < s.num; i++) {
+        double *at = &to[kv * w->num_rows + seen[i].id];
+        *at = a->reduction == KVC_REDUCE_SUM ? *at + seen[i].weight : fmax(*at, seen[i].weight);
     }
 }
 
