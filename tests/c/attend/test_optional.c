@@ -72,13 +72,13 @@ static void check_attended(int inputs, const attended *a) {
             const int kv = h * KV / HEADS, position = STORED + t;
             double wide_q[DIM], wide_k[ROWS][DIM], wide_v[ROWS][DIM];
             seen_row seen[ROWS];
-            sight s = {.q = widen(wide_q, q[t][h], DIM), .k_dim = DIM, .v_dim = DIM, .rows = seen};
+            sight s = {.q = doubles(wide_q, q[t][h], DIM), .k_dim = DIM, .v_dim = DIM, .rows = seen};
             for (int row = 0; row < ROWS; row++) {
                 const int is_later = row > position && !(inputs & NON_CAUSAL && non_causal[t]);
-                if (is_later || (inputs & CHOSEN && !names(&chosen, t, kv, position, row, 1))) continue;
-                if (inputs & MASKED && hides(&masked, 1, 0, row)) continue;
-                seen[s.num++] = (seen_row){.k = widen(wide_k[row], k[row][kv], DIM),
-                                           .v = widen(wide_v[row], v[row][kv], DIM),
+                if (is_later || (inputs & CHOSEN && !names_row(&chosen, t, kv, position, row, 1))) continue;
+                if (inputs & MASKED && hides_row(&masked, 1, 0, row)) continue;
+                seen[s.num++] = (seen_row){.k = doubles(wide_k[row], k[row][kv], DIM),
+                                           .v = doubles(wide_v[row], v[row][kv], DIM),
                                            .apart = abs(position - row)};
             }
             if (inputs & ALIBI) s.alibi = (double)alibi[h];

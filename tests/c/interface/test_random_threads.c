@@ -10,6 +10,7 @@
 #include "support/crew.h"
 #include "support/keeping.h"
 #include "support/saved.h"
+#include "world/attention.h"
 
 enum {
     NUM_LAYERS = 3, /* layer 0 sees everything, layer 1 has a window */
@@ -261,19 +262,18 @@ static void attend_last(owner *o, kvc_batch *batch, const own_sequence *own, con
     crew_run(plan, 0, &args, NULL, 2);
     kvc_plan_free(plan);
     for (int h = 0; h < HEADS; h++) {
-        double right[DIM] = {0}, sum = 0;
+        double wide_q[DIM], k[MOST][DIM], v[MOST][DIM];
+        seen_row seen[MOST];
+        sight s = {.q = doubles(wide_q, q[h], DIM), .k_dim = DIM, .v_dim = DIM, .scale = 1, .rows = seen};
         for (int i = 0; i < at + n; i++) {
             const int tag = tag_behind(own, tags, at, 0, i);
-            double score = 0;
-            int is_seen = !chooses;
-            for (int j = 0; j < WIDTH; j++) is_seen |= positions[j] == i;
-            if (!is_seen) continue;
-            for (int d = 0; d < DIM; d++) score += (double)q[h][d] * (double)tag_element(tag, 0, 0, h, d);
-            for (int d = 0; d < DIM; d++) right[d] += exp(score) * (double)tag_element(tag, 0, 1, h, d);
-            sum += exp(score);
+            if (chooses && !names_row(&chosen, 0, h, at + n - 1, i, 1)) continue;
+            for (int d = 0; d < DIM; d++)
+                k[i][d] = (double)tag_element(tag, 0, 0, h, d), v[i][d] = (double)tag_element(tag, 0, 1, h, d);
+            seen[s.num++] = (seen_row){.k = k[i], .v = v[i]};
         }
-        for (int d = 0; d < DIM; d++)
-            EXPECT(&o->actor, fabs((double)out[h][d] - right[d] / sum) <= 1e-5 * (1 + right[d] / sum));
+        attend_plainly(&s);
+        for (int d = 0; d < DIM; d++) EXPECT(&o->actor, fabs((double)out[h][d] - s.out[d]) <= 1e-5 * (1 + s.out[d]));
     }
 }
 
