@@ -7,13 +7,13 @@
  * when it likes.  A plan for chosen rows is made before the choice of each layer.  Whatever they do, an output is
  * either not written or right.  Once all tasks of a layer were run one after the other, the whole output is written.
  */
-#include <math.h>
 #include <string.h>
 
 #include "sim.h" /* first, as it decides on sizes of the core */
 
 #include "attend/work.h"
 #include "support/sketches.h"
+#include "world/attention.h"
 
 enum {
     MOST_CREW = 3,    /* threads of a plan */
@@ -58,21 +58,7 @@ static crew crews[MOST_CLIENTS + 1];
 
 /* ---- what a token sees ------------------------------------------------------------------------------------------- */
 
-/* Whether the policy lets a query at position `at` see a position, unless it is a later one. */
-static int sees_back(const kvc_policy *policy, int at, int position) {
-    if (policy->kind == KVC_SLIDING) return position > at - policy->window || position < policy->num_sink_tokens;
-    if (policy->kind == KVC_CHUNKED)
-        return position >= at / policy->attention_chunk_size * policy->attention_chunk_size;
-    return 1;
-}
-
-int sees(const kvc_policy *policy, int at, int position) { return position <= at && sees_back(policy, at, position); }
-
-static int is_masked(const query *q, int64_t id, int position) {
-    for (int i = 0; i < q->num_masked; i++)
-        if (q->masked[i].seq_id == id && position >= q->masked[i].begin && position < q->masked[i].end) return 1;
-    return 0;
-}
+int sees(const kvc_policy *policy, int at, int position) { return position <= at && shows_row(policy, at, position); }
 
 static int member_of(const pass *p, int t) {
     int i = 0;
@@ -98,8 +84,8 @@ static int own_token(const pass *p, int t, int position) {
 static int tag_seen(const world *w, const pass *p, const query *q, int layer, int t, int position, int *lacks) {
     const int i = member_of(p, t), source = source_of(w, layer), own = own_token(p, t, position), at = p->positions[t];
     const int is_later = position > at && !(q->has_non_causal && q->non_causal[t - q->first]);
-    if (!has_row(w, source, position) || is_later || !sees_back(&w->layers[source].policy, at, position)) return 0;
-    if (is_masked(q, id_of(p->sequences[i]), position)) return 0;
+    if (!has_row(w, source, position) || is_later || !shows_row(&w->layers[source].policy, at, position)) return 0;
+    if (hides_row(q->masked, q->num_masked, id_of(p->sequences[i]), position)) return 0;
     if (own >= p->num_put[source]) *lacks = 1;
     return own >= 0 ? p->tags[own] : w->sequences[p->sequences[i]].tags[source][position];
 }
@@ -130,21 +116,6 @@ static int is_unwritten(const float *out, float lse) {
     for (int d = 0; d < DIM; d++)
         if (out[d] != UNWRITTEN) return 0;
     return lse == UNWRITTEN;
-}
-
-/* Whether a choice names a row for the n-th token of a query, which stands at position `at`.  The row stands for
- * `stride` positions up to its own.  The choice names the row if it
- * names one of these positions. */
-static int is_named(const piece *of, int n, int kv, int at, int position, int stride) {
-    const kvc_chosen *chosen = of->args.chosen;
-    if (!chosen) return 1;
-    const int block = chosen->block ? chosen->block : 1;
-    if (chosen->tail && position >= (at + 1) / block * block) return 1;
-    for (int i = 0; i < chosen->width; i++) {
-        const int entry = of->entries[n][chosen->num_choices > 1 ? kv : 0][i];
-        if (entry >= (position - stride + 1) / block && entry <= position / block) return 1;
-    }
-    return 0;
 }
 
 /* ---- what a token selects ---------------------------------------------------------------------------------------- */
@@ -225,45 +196,45 @@ static void select_by_sketches(const client *c, const pass *p, const query *q, c
     for (int j = 0; j < num; j++) to->reads[rows[j].position] = reads[j];
 }
 
-/* Adds the value of a row, or of attention to others, to a sum of weighted values. */
-static void add_row(double weight, const float *v, double *sum, double *value, double *largest) {
-    if (!(weight > 0)) return;
-    *sum += weight;
-    for (int d = 0; d < DIM; d++) {
-        value[d] += weight * (double)v[d];
-        *largest = fmax(*largest, fabs((double)v[d]));
-    }
-}
-
 /* Compares the result of one token and query head with plain arithmetic over the rows that it sees.  read: what it
  * selects of these; NULL: it selects nothing. */
 static void check_head(const client *c, const pass *p, const query *q, const piece *of, int t, int h,
                        const selected *read) {
     const world *w = c->w;
     const int source = source_of(w, of->layer), n = t - q->first, kv = h * HEADS / q->num_heads;
-    const float *query_row = of->q[n][h], *out = of->result.out[n][h];
-    double sum = of->args.sinks ? exp((double)of->sinks[h]) : 0, value[DIM] = {0}, largest = 1;
+    const float *out = of->result.out[n][h];
+    double wide_q[ROW], k[MOST][ROW], v[MOST][DIM], largest = 1;
+    seen_row rows[MOST];
+    sight s = {.q = doubles(wide_q, of->q[n][h], ROW),
+               .k_dim = key_dim(w, source),
+               .v_dim = DIM,
+               .scale = (double)SCALE,
+               .sink = of->args.sinks ? &of->sinks[h] : NULL,
+               .rows = rows};
     int lacks = 0;
-    if (of->args.prior_out) add_row(exp((double)of->prior.lse[n][h]), of->prior.out[n][h], &sum, value, &largest);
+    if (of->args.prior_out) s.prior_out = of->prior.out[n][h], s.prior_lse = &of->prior.lse[n][h];
+    for (int d = 0; d < DIM && of->args.prior_out; d++) largest = fmax(largest, fabs((double)s.prior_out[d]));
     for (int position = 0; position < MOST; position++) {
         const int tag = tag_seen(w, p, q, of->layer, t, position, &lacks);
-        if (!tag || !is_named(of, n, kv, p->positions[t], position, stride_of(w, source))) continue;
-        if (read && !read->reads[position]) continue;
-        double score = 0;
-        for (int d = 0; d < key_dim(w, source); d++)
-            score += query_row[d] * (double)key_element(w, tag, source, kv, d, position);
-        float v[DIM];
-        for (int d = 0; d < DIM; d++) v[d] = element(tag, source, 1, kv, d);
-        add_row(exp(score * (double)SCALE), v, &sum, value, &largest);
+        if (!tag || (read && !read->reads[position])) continue;
+        if (of->args.chosen && !names_row(&of->chosen, n, kv, p->positions[t], position, stride_of(w, source)))
+            continue;
+        for (int d = 0; d < s.k_dim; d++) k[position][d] = (double)key_element(w, tag, source, kv, d, position);
+        for (int d = 0; d < DIM; d++) {
+            v[position][d] = (double)element(tag, source, 1, kv, d);
+            largest = fmax(largest, fabs(v[position][d]));
+        }
+        rows[s.num++] = (seen_row){.k = k[position], .v = v[position]};
     }
-    const double wanted_lse = sum > 0 ? log(sum) : -INFINITY, lse = (double)of->result.lse[n][h];
+    attend_plainly(&s);
     for (int d = 0; d < DIM; d++)
-        if (!(fabs(out[d] - (sum > 0 ? value[d] / sum : 0)) <= 1e-4 * largest))
+        if (!(fabs(out[d] - s.out[d]) <= 1e-4 * largest))
             fail(c, "%g for token %d, head %d in layer %d of sequence %lld, not %g", (double)out[d], t, h, of->layer,
-                 (long long)id_of(p->sequences[member_of(p, t)]), value[d] / sum);
+                 (long long)id_of(p->sequences[member_of(p, t)]), s.out[d]);
+    const double lse = (double)of->result.lse[n][h];
     if (!of->args.lse && of->result.lse[n][h] != UNWRITTEN) fail(c, "wrote lse, which is NULL");
-    if (of->args.lse && !(lse == wanted_lse || fabs(lse - wanted_lse) <= 1e-3))
-        fail(c, "an lse of %g for token %d, head %d in layer %d, not %g", lse, t, h, of->layer, wanted_lse);
+    if (of->args.lse && !(lse == s.lse || fabs(lse - s.lse) <= 1e-3))
+        fail(c, "an lse of %g for token %d, head %d in layer %d, not %g", lse, t, h, of->layer, s.lse);
 }
 
 /* An entry that a token may choose: a row, or a block of rows. */
