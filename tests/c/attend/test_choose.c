@@ -39,7 +39,7 @@ static entry score_row(const choosing *a, const rows *r, int t, int c, int j) {
     const int heads = s->num_heads / a->args.num_choices;
     entry e = {.id = r->positions[j] / (a->args.block ? a->args.block : 1)};
     for (int h = c * heads; h < (c + 1) * heads; h++) {
-        const float *k_row = r->k[j][h * s->layer.num_kv_heads / s->num_heads];
+        const double *k_row = r->k[j][h * s->layer.num_kv_heads / s->num_heads];
         double product = 0, size = 0, q_square = 0, k_square = 0;
         for (int d = 0; d < s->layer.k_dim; d++) {
             const double q = a->elements[t][h][d], k = k_row[d];

@@ -8,38 +8,27 @@
 #include "base/dtype.h"
 #include "support/scene.h"
 
-/* ---- the plain softmax ------------------------------------------------------------------------------------------- */
+/* ---- what a token sees ------------------------------------------------------------------------------------------- */
 
 /* Whether token t of a batch sees a row at a position; token: the row's in the batch, -1: it is stored. */
 static inline int sees(const stage *st, int t, int32_t position, int token) {
-    const kvc_policy *policy = &st->scene->layer.policy;
-    const int32_t query = st->tokens.positions[t], size = policy->attention_chunk_size;
-    if (is_masked(st->scene, st->tokens.ids[t], position)) return 0;
-    if (st->scene->is_tree && token >= 0) {
-        while (t > token) t = st->tokens.parents[t];
-        if (t != token) return 0;
-    } else if (position > query) {
-        return 0;
-    }
-    if (policy->kind == KVC_CHUNKED) return position / size == query / size;
-    return policy->kind != KVC_SLIDING || position > query - policy->window || position < policy->num_sink_tokens;
+    const int32_t at = st->tokens.positions[t];
+    const int is_later =
+        st->scene->is_tree && token >= 0 ? !descends_from(st->tokens.parents, t, token) : position > at;
+    return !is_later && !is_masked(st->scene, st->tokens.ids[t], position) &&
+           shows_row(&st->scene->layer.policy, at, position);
 }
 
 /* Not NULL: whether token t of the batch chooses a position, in a KV head. */
 static int (*chooses)(int t, int kv_head, int32_t position);
-
-/* The result that one query row should give, and how far off a sum in f32 may be. */
-typedef struct answer {
-    double out[MAX_DIM], lse;
-    double out_error[MAX_DIM], lse_error;
-} answer;
 
 /* The rows that one member has in one layer. */
 typedef struct rows {
     int64_t num;
     int32_t positions[MAX_POSITIONS], stored[MAX_POSITIONS]; /* of all rows; of the stored rows */
     int tokens[MAX_POSITIONS];                               /* index in the batch; -1: stored */
-    float k[MAX_POSITIONS][MAX_KV_HEADS][MAX_DIM], v[MAX_POSITIONS][MAX_KV_HEADS][MAX_DIM];
+    double k[MAX_POSITIONS][MAX_KV_HEADS][MAX_DIM], v[MAX_POSITIONS][MAX_KV_HEADS][MAX_DIM];
+    double largest[MAX_POSITIONS][MAX_KV_HEADS]; /* magnitude of an element of a value */
 } rows;
 
 /* Checks that a decoded row is the row that was put, except for the rounding of its type. */
@@ -58,14 +47,23 @@ static inline void check_decoded(const kvc_layer *layer, int type, int transform
  * they did not move and none has expired. */
 static inline const rows *rows_of(const stage *st, int layer, int m) {
     static rows r;
+    static float k[MAX_POSITIONS][MAX_KV_HEADS][MAX_DIM], v[MAX_POSITIONS][MAX_KV_HEADS][MAX_DIM];
     const scene *s = st->scene;
     kvc_rows_out out = {.struct_size = sizeof out, .num_stored = &r.num, .batch = st->batch};
     CHECKF(kvc_gather(st->cache, m, layer, 0, 0, &out) == KVC_OK && r.num <= MAX_POSITIONS, "%s", kvc_last_error());
-    out.k = r.k, out.positions = r.positions;
-    out.k_head_stride = sizeof **r.k;
-    out.k_row_stride = sizeof *r.k;
-    if (s->layer.v_dim) out.v = r.v, out.v_head_stride = sizeof **r.v, out.v_row_stride = sizeof *r.v;
+    out.k = k, out.positions = r.positions;
+    out.k_head_stride = sizeof **k;
+    out.k_row_stride = sizeof *k;
+    if (s->layer.v_dim) out.v = v, out.v_head_stride = sizeof **v, out.v_row_stride = sizeof *v;
     CHECKF(kvc_gather(st->cache, m, layer, 0, r.num, &out) == KVC_OK, "%s", kvc_last_error());
+    for (int i = 0; i < r.num; i++)
+        for (int h = 0; h < s->layer.num_kv_heads; h++) {
+            doubles(r.k[i][h], k[i][h], s->layer.k_dim);
+            doubles(r.v[i][h], v[i][h], s->layer.v_dim);
+            r.largest[i][h] = 0;
+            for (int d = 0; d < s->layer.v_dim; d++)
+                if (fabs(r.v[i][h][d]) > r.largest[i][h]) r.largest[i][h] = fabs(r.v[i][h][d]);
+        }
     for (int i = (int)r.num - 1, t = st->tokens.n - 1; i >= 0; i--) {
         while (t >= 0 && (st->tokens.ids[t] != m || !has_row(s, st->tokens.positions[t]))) t--;
         r.tokens[i] = t >= 0 ? t-- : -1;
@@ -76,43 +74,58 @@ static inline const rows *rows_of(const stage *st, int layer, int m) {
         for (int h = 0; h < s->layer.num_kv_heads && !is_masked(s, m, r.positions[i]); h++) {
             for (int d = 0; d < s->layer.k_dim; d++)
                 check_decoded(&s->layer, s->layer.k_type, s->layer.k_transform, key_element(s, layer, m, i, h, d),
-                              r.k[i][h][d]);
+                              k[i][h][d]);
             for (int d = 0; d < s->layer.v_dim && !s->layer.value_in_key; d++)
                 check_decoded(&s->layer, s->layer.v_type, s->layer.v_transform,
-                              scene_element(s, IS_V, layer, m, i, h, d), r.v[i][h][d]);
+                              scene_element(s, IS_V, layer, m, i, h, d), v[i][h][d]);
         }
     return &r;
 }
 
-/* A score of token t, query head h, and a bound of its error. */
-static inline double score_of(const stage *st, const rows *r, int t, const float *q, int h, int j, double *error) {
+/* Returns what query head h of token t sees, with the answer. */
+static inline const sight *answer_to(const stage *st, int layer, const rows *r, int t, int h) {
+    static seen_row seen[MAX_POSITIONS];
+    static double q[MAX_DIM];
+    static sight a;
     const scene *s = st->scene;
-    const float *k = r->k[j][h * s->layer.num_kv_heads / s->num_heads];
-    double scale = s->scale != 0 ? (double)s->scale : 1 / sqrt(s->layer.k_dim), score = 0, size = 0;
-    for (int d = 0; d < s->layer.k_dim; d++) {
-        const double term = (double)q[d] * k[d] * scale;
-        score += term;
-        size += fabs(term);
-    }
-    double coarse = 0;
+    const int kv_head = h * s->layer.num_kv_heads / s->num_heads;
+    a = (sight){.q = q,
+                .k_dim = s->layer.k_dim,
+                .v_dim = s->layer.v_dim,
+                .scale = (double)s->scale,
+                .softcap = (double)s->softcap,
+                .alibi = s->alibi ? (double)s->alibi[h] : 0,
+                .sink = s->sinks ? &s->sinks[h] : NULL,
+                .rows = seen};
+    for (int d = 0; d < a.k_dim; d++)
+        q[d] = (double)query_element(s, layer, (int)st->tokens.ids[t], st->tokens.rows[t], h, d);
+    for (int j = 0; j < r->num; j++)
+        if (sees(st, t, r->positions[j], r->tokens[j]) && (!chooses || chooses(t, kv_head, r->positions[j])))
+            seen[a.num++] = (seen_row){.id = j,
+                                       .k = r->k[j][kv_head],
+                                       .v = r->v[j][kv_head],
+                                       .apart = abs(r->positions[j] - st->tokens.positions[t])};
+    attend_plainly(&a);
+    return &a;
+}
+
+/* ---- how far off sums in floats may be --------------------------------------------------------------------------- */
+
+typedef struct errors {
+    double out[MAX_DIM], lse;
+} errors;
+
+static inline double score_error(const scene *s, const sight *a, const seen_row *row) {
+    const double scale = s->scale != 0 ? (double)s->scale : 1 / sqrt(s->layer.k_dim);
+    double size = row->size * (s->layer.k_dim + 4), coarse = 0;
     if (!is_float(s->layer.k_type))
-        coarse = 3e-5 * size; /* queries are rounded to integers */
+        coarse = 3e-5 * row->size; /* queries are rounded to integers */
     else if ((s->layer.k_type != KVC_F32 && !strncmp(kvc_isa(), "amx", 3)) ||
              (s->layer.k_type == KVC_BF16 && !strcmp(kvc_isa(), "neonbf16")))
-        coarse = 0x1.8p-17 * size; /* 16 bits of a query times the scale count; products of lower parts do not */
-    size *= s->layer.k_dim + 4;
-    if (s->softcap > 0) {
-        score = s->softcap * tanh(score / s->softcap);
-        size += 4 * (double)s->softcap;
-    }
-    if (s->alibi) {
-        const double bias = (double)s->alibi[h] * -abs(r->positions[j] - st->tokens.positions[t]);
-        score += bias;
-        size += 3 * fabs(bias);
-    }
+        coarse = 0x1.8p-17 * row->size; /* 16 bits of a query times the scale count; products of lower parts do not */
+    size += (s->softcap > 0 ? 4 * a->softcap : 0) + 3 * fabs(a->alibi * row->apart);
     /* Queries are rotated, or transformed, in place of keys. */
-    *error = size * FLT_EPSILON / 2 + coarse + (s->num_moves || s->layer.k_transform ? 3e-5 * (1 + fabs(scale)) : 0);
-    return score;
+    return size * FLT_EPSILON / 2 + coarse + (s->num_moves || s->layer.k_transform ? 3e-5 * (1 + fabs(scale)) : 0);
 }
 
 /* Relative error of rounding to the type of q. */
@@ -120,52 +133,29 @@ static inline double rounding_of(int type) {
     return type == KVC_F32 ? FLT_EPSILON / 2 : type == KVC_F16 ? 0x1p-11 : 0x1p-8;
 }
 
-/* The answer to query head h of token t. */
-static inline answer answer_to(const stage *st, const rows *r, int t, const float *q, int h) {
-    static double scores[MAX_POSITIONS];
+/* Returns the errors that the answer to a query head may have, all 0 if it sees nothing. */
+static inline errors errors_of(const stage *st, const rows *r, const sight *a, int h) {
     const scene *s = st->scene;
-    double top = s->sinks ? (double)s->sinks[h] : -INFINITY, low = INFINITY, worst = 0, sum = 0, spread = 0;
-    double sizes[MAX_DIM] = {0};
-    answer a = {.lse = -INFINITY};
-    for (int j = 0; j < r->num; j++) {
-        double error = 0;
-        const int seen = sees(st, t, r->positions[j], r->tokens[j]) &&
-                         (!chooses || chooses(t, h * s->layer.num_kv_heads / s->num_heads, r->positions[j]));
-        scores[j] = seen ? score_of(st, r, t, q, h, j, &error) : -INFINITY;
-        if (scores[j] == -INFINITY) continue;
-        top = fmax(top, scores[j]);
-        low = fmin(low, scores[j]);
-        worst = fmax(worst, error);
-    }
-    if (top == -INFINITY) return a;
-    sum = s->sinks ? exp(s->sinks[h] - top) : 0;
-    for (int j = 0; j < r->num; j++) {
-        const float *v = r->v[j][h * s->layer.num_kv_heads / s->num_heads];
-        const double weight = exp(scores[j] - top);
-        double largest = 0; /* whose scale, at most, the row's weight is rounded with */
-        sum += weight;
-        for (int d = 0; d < s->layer.v_dim && weight > 0; d++) {
-            a.out[d] += weight * v[d];
-            sizes[d] += weight * fabsf(v[d]);
-            if (fabs(v[d]) > largest) largest = fabs(v[d]); /* GCC 12 cannot compile fmax here, at -O3 for AArch64 */
-        }
-        spread += weight * largest;
+    double top = a->sink ? (double)*a->sink : -INFINITY, low = INFINITY, worst = 0, spread = 0, square = 0;
+    errors e = {.lse = 0};
+    if (a->lse == -INFINITY) return e;
+    for (int i = 0; i < a->num; i++) {
+        const seen_row *row = &a->rows[i];
+        if (row->score == -INFINITY) continue;
+        top = fmax(top, row->score);
+        low = fmin(low, row->score);
+        worst = fmax(worst, score_error(s, a, row));
+        if (row->weight > 0) spread += row->weight * r->largest[row->id][h * s->layer.num_kv_heads / s->num_heads];
     }
     /* Off are the scores, exp (2 ulp, and what its argument is rounded by), and the sums. */
     const double relative = 2 * worst + ((double)r->num + 16 + (low < top ? fmin(top - low, 100) : 0)) * FLT_EPSILON;
-    double square = 0;
-    for (int d = 0; d < s->layer.v_dim; d++) {
-        a.out[d] /= sum;
-        square += a.out[d] * a.out[d];
-    }
+    for (int d = 0; d < s->layer.v_dim; d++) square += a->out[d] * a->out[d];
     /* Weights of quantised values are rounded further; a transformed row is, before it is transformed back. */
     for (int d = 0; d < s->layer.v_dim; d++)
-        a.out_error[d] = 2 * relative * sizes[d] / sum +
-                         (is_float(s->layer.v_type) ? 0x1p-24 : 1e-4 + 3e-4 * spread / sum) +
-                         rounding_of(s->q_type) * (s->layer.v_transform ? 2 * sqrt(square) : fabs(a.out[d]));
-    a.lse = top + log(sum);
-    a.lse_error = relative + 4 * FLT_EPSILON * (1 + fabs(a.lse));
-    return a;
+        e.out[d] = 2 * relative * a->out_size[d] + (is_float(s->layer.v_type) ? 0x1p-24 : 1e-4 + 3e-4 * spread) +
+                   rounding_of(s->q_type) * (s->layer.v_transform ? 2 * sqrt(square) : fabs(a->out[d]));
+    e.lse = relative + 4 * FLT_EPSILON * (1 + fabs(a->lse));
+    return e;
 }
 
 /* How many times the error of one call a result may be off: results of several calls in one softmax are rounded more
@@ -179,24 +169,21 @@ static const question *joined_with;
 /* The result for token t of the question, head h. */
 static inline void check_answer(const question *a, const rows *r, int t, int h) {
     const scene *s = a->stage->scene;
-    const pass *tokens = &a->stage->tokens;
-    float q[MAX_DIM], out[MAX_DIM], prior[MAX_DIM] = {0};
-    for (int d = 0; d < s->layer.k_dim; d++)
-        q[d] = query_element(s, a->layer, (int)tokens->ids[a->first + t], tokens->rows[a->first + t], h, d);
-    const answer right = answer_to(a->stage, r, a->first + t, q, h);
+    float out[MAX_DIM], prior[MAX_DIM] = {0};
+    const sight *right = answer_to(a->stage, a->layer, r, a->first + t, h);
+    const errors may = errors_of(a->stage, r, right, h);
     read_out(a, t, h, out);
     if (joined_with) read_out(joined_with, t, h, prior);
     for (int d = 0; d < s->layer.v_dim; d++)
-        CHECKF(fabs(out[d] - right.out[d]) <=
-                   leniency * right.out_error[d] + rounding_of(s->q_type) * fabs((double)prior[d]),
+        CHECKF(fabs(out[d] - right->out[d]) <= leniency * may.out[d] + rounding_of(s->q_type) * fabs((double)prior[d]),
                "%s: types %d and %d, %d rows, token %d, head %d, out[%d] is %g, not %g, off by %g of %g", kvc_isa(),
-               s->layer.k_type, s->layer.v_type, (int)r->num, t, h, d, (double)out[d], right.out[d],
-               fabs(out[d] - right.out[d]), right.out_error[d]);
+               s->layer.k_type, s->layer.v_type, (int)r->num, t, h, d, (double)out[d], right->out[d],
+               fabs(out[d] - right->out[d]), may.out[d]);
     const float lse = a->lse[t * s->num_heads + h];
-    CHECKF(lse == right.lse || fabs(lse - right.lse) <= leniency * right.lse_error,
+    CHECKF(lse == right->lse || fabs(lse - right->lse) <= leniency * may.lse,
            "%s: types %d and %d, %d rows, token %d, head %d, lse is %g, not %g, off by %g of %g", kvc_isa(),
-           s->layer.k_type, s->layer.v_type, (int)r->num, t, h, (double)lse, right.lse, fabs(lse - right.lse),
-           right.lse_error);
+           s->layer.k_type, s->layer.v_type, (int)r->num, t, h, (double)lse, right->lse, fabs(lse - right->lse),
+           may.lse);
 }
 
 /* Checks that the stored rows which a token sees are there. */

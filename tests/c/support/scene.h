@@ -11,13 +11,14 @@
 #include "kernels/kernels.h"
 #include "kvcache.h"
 #include "support/test.h"
+#include "world/attention.h"
 
 enum {
     MAX_MEMBERS = 5,
     MAX_POSITIONS = 3000,
     MAX_NEW = 310,
     MAX_PASS = MAX_MEMBERS * MAX_NEW * 2,
-    MAX_DIM = 576,
+    MAX_DIM = SIGHT_DIM,
     MAX_KV_HEADS = 2,
     MAX_HEADS = 128,
     MAX_MASKED = 1024,
@@ -132,9 +133,7 @@ static inline int32_t position_of(const scene *s, int m, int row) {
 }
 
 static inline int is_masked(const scene *s, int64_t id, int32_t position) {
-    for (int i = 0; i < s->num_masked; i++)
-        if (s->masked[i].seq_id == id && position >= s->masked[i].begin && position < s->masked[i].end) return 1;
-    return 0;
+    return hides_row(s->masked, s->num_masked, id, position);
 }
 
 static inline int is_float(int type) { return type <= KVC_BF16; }
