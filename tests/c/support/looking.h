@@ -7,6 +7,7 @@
 #include <stdlib.h>
 
 #include "support/random_steps.h"
+#include "world/attention.h"
 
 enum { MOST_ENTRIES = MAX_ROWS + MAX_BATCH, MOST_HEADS = 9, MOST_MASKED = 9 };
 
@@ -66,17 +67,7 @@ static inline const entry_list *list_entries(const pair *p, int layer, int64_t i
     return &list;
 }
 
-/* Whether a token is another of the batch, or descends from it. */
-static inline int descends(const pair *p, int32_t token, int32_t ancestor) {
-    while (token >= 0 && token != ancestor) token = p->parents[token];
-    return token == ancestor;
-}
-
-static inline int is_masked(int64_t id, int32_t position) {
-    for (int i = 0; i < num_masked; i++)
-        if (masked[i].seq_id == id && position >= masked[i].begin && position < masked[i].end) return 1;
-    return 0;
-}
+static inline int is_masked(int64_t id, int32_t position) { return hides_row(masked, num_masked, id, position); }
 
 /* Whether a token sees a row of its sequence. */
 static inline int sees(const pair *p, int l, int32_t token, const entry *e, int sees_all) {
@@ -84,9 +75,9 @@ static inline int sees(const pair *p, int l, int32_t token, const entry *e, int 
     int32_t position = p->positions[token];
     if (is_masked(p->ids[token], e->position)) return 0;
     if (policy->kind == KVC_CROSS) return 1;
-    if (p->parents && e->token >= 0 ? !descends(p, token, e->token) : !sees_all && e->position > position) return 0;
-    return e->position >= lowest_seen(policy, position) ||
-           (policy->kind == KVC_SLIDING && e->position < policy->num_sink_tokens);
+    if (p->parents && e->token >= 0 ? !descends_from(p->parents, token, e->token) : !sees_all && e->position > position)
+        return 0;
+    return shows_row(policy, position, e->position);
 }
 
 /* ---- dense rows -------------------------------------------------------------------------------------------------- */
@@ -343,54 +334,56 @@ static inline kvc_status run_query(const pair *p, const query *a, int num_thread
     return kvc_attend(p->batch, &plan, &args);
 }
 
-static inline double score_of(const pair *p, const query *a, int t, int h, const entry *e) {
+/* What a query row of a head sees, to which see_entry adds rows. */
+static inline sight sight_of(const pair *p, const query *a, int t, int h) {
+    static double q[MAX_ROW];
+    static seen_row rows[MOST_ENTRIES];
     const kvc_layer *layer = &p->layers[a->l];
-    const double *k = &e->k[h * layer->num_kv_heads / a->num_heads * layer->k_dim];
-    double score = 0;
-    for (int d = 0; d < layer->k_dim; d++) score += query_element(p, a, t, h, d) * k[d];
-    score *= (double)a->scale;
-    if (a->alibi) score -= (double)a->alibi[h] * fabs((double)e->position - p->positions[a->first + t]);
-    return score;
+    for (int d = 0; d < layer->k_dim; d++) q[d] = query_element(p, a, t, h, d);
+    return (sight){.q = q,
+                   .k_dim = layer->k_dim,
+                   .v_dim = layer->v_dim,
+                   .scale = (double)a->scale,
+                   .alibi = a->alibi ? (double)a->alibi[h] : 0,
+                   .rows = rows};
 }
 
-/* The error that a score may have because queries are rounded for quantised keys. */
-static inline double score_error(const pair *p, const query *a, int t, int h, const entry *e) {
+static inline void see_entry(const pair *p, const query *a, sight *s, int h, const entry *e, int i, int32_t position) {
     const kvc_layer *layer = &p->layers[a->l];
-    const double *k = &e->k[h * layer->num_kv_heads / a->num_heads * layer->k_dim];
+    const int kv = h * layer->num_kv_heads / a->num_heads;
+    s->rows[s->num++] = (seen_row){.id = i,
+                                   .k = &e->k[kv * layer->k_dim],
+                                   .v = &e->v[kv * layer->v_dim],
+                                   .apart = fabs((double)e->position - position)};
+}
+
+/* Attends, and returns the error that a score may have because queries are rounded for quantised keys. */
+static inline double attend_to_entries(const pair *p, const query *a, sight *s) {
     double size = 0;
-    for (int d = 0; d < layer->k_dim; d++) size += fabs(query_element(p, a, t, h, d) * k[d]);
-    return layer->k_type < KVC_FLOAT_TYPES ? 0 : 1e-4 * size * fabs((double)a->scale);
+    attend_plainly(s);
+    for (int i = 0; i < s->num; i++) size = fmax(size, s->rows[i].size);
+    return p->layers[a->l].k_type < KVC_FLOAT_TYPES ? 0 : 1e-4 * size;
 }
 
 /* Token t of the query, head h, over the rows of its sequence. */
 static inline void check_head(const pair *p, const query *a, const entry_list *list, int t, int h) {
     const kvc_layer *layer = &p->layers[a->l];
-    static double scores[MOST_ENTRIES];
-    double top = -INFINITY, sum = 0, off = 0, right[MAX_ROW] = {0};
     const double rounded = layer->v_type < KVC_FLOAT_TYPES ? 0 : 128 * 5e-4; /* weights, for quantised values */
-    for (int i = 0; i < list->num; i++) {
-        const entry *e = &list->entries[i];
-        int seen = sees(p, a->l, a->first + t, e, a->non_causal && a->non_causal[t]);
-        scores[i] = seen ? score_of(p, a, t, h, e) : -INFINITY;
-        top = fmax(top, scores[i]);
-        if (seen) off = fmax(off, score_error(p, a, t, h, e));
-    }
-    for (int i = 0; i < list->num && top > -INFINITY; i++) {
-        const double *v = &list->entries[i].v[h * layer->num_kv_heads / a->num_heads * layer->v_dim];
-        double weight = exp(scores[i] - top);
-        sum += weight;
-        for (int d = 0; d < layer->v_dim; d++) right[d] += weight * v[d];
-    }
+    const int token = a->first + t;
+    sight s = sight_of(p, a, t, h);
+    for (int i = 0; i < list->num; i++)
+        if (sees(p, a->l, token, &list->entries[i], a->non_causal && a->non_causal[t]))
+            see_entry(p, a, &s, h, &list->entries[i], i, p->positions[token]);
+    const double off = attend_to_entries(p, a, &s);
     for (int d = 0; d < layer->v_dim; d++) {
         float got = a->out[at(a, t, h, layer->v_dim) + d];
-        CHECKF(fabs(got - (sum ? right[d] / sum : 0)) <= 128 * (1e-5 + 2 * off) + rounded,
-               "layer %d, token %d at %d, head %d of %d: out[%d] is %g, not %g", a->l, a->first + t,
-               p->positions[a->first + t], h, a->num_heads, d, (double)got, right[d] / sum);
+        CHECKF(fabs(got - s.out[d]) <= 128 * (1e-5 + 2 * off) + rounded,
+               "layer %d, token %d at %d, head %d of %d: out[%d] is %g, not %g", a->l, token, p->positions[token], h,
+               a->num_heads, d, (double)got, s.out[d]);
     }
     float lse = a->lse[at(a, t, h, 1)];
-    double right_lse = sum ? top + log(sum) : -INFINITY;
-    CHECKF(lse == right_lse || fabs(lse - right_lse) <= 1e-5 * (1 + fabs(right_lse)) + off, "lse is %g, not %g",
-           (double)lse, right_lse);
+    CHECKF(lse == s.lse || fabs(lse - s.lse) <= 1e-5 * (1 + fabs(s.lse)) + off, "lse is %g, not %g", (double)lse,
+           s.lse);
 }
 
 static inline void check_answers(const pair *p, const query *a) {
@@ -411,7 +404,7 @@ static inline void find_missing(const pair *p, const query *a, int *seen, int *a
         for (int32_t i = 0; keeps_tokens(p, l) && i < p->num_tokens; i++) {
             const entry e = {.position = p->positions[i], .token = i};
             if (p->ids[i] != p->ids[t] || p->written[l][i] || !gets_row(p, l, p->positions[i])) continue;
-            *any |= !is_masked(p->ids[t], e.position) && (!p->parents || descends(p, t, i));
+            *any |= !is_masked(p->ids[t], e.position) && (!p->parents || descends_from(p->parents, t, i));
             *seen |= sees(p, l, t, &e, a->non_causal && a->non_causal[t - a->first]);
         }
     }
@@ -455,20 +448,13 @@ enum { MOST_ASKED = 5 };
 static inline double add_weights(const pair *p, const query *a, const entry *entries, int num, int t, int h,
                                  int32_t position, double *sums) {
     const kvc_policy *policy = &p->layers[a->l].policy;
-    static double scores[MOST_ENTRIES];
-    double top = -INFINITY, sum = 0, off = 0;
-    for (int i = 0; i < num; i++) {
-        const entry *e = &entries[i];
-        const int seen =
-            policy->kind == KVC_CROSS ||
-            (e->position <= position && (e->position >= lowest_seen(policy, position) ||
-                                         (policy->kind == KVC_SLIDING && e->position < policy->num_sink_tokens)));
-        scores[i] = seen ? score_of(p, a, t, h, e) : -INFINITY;
-        top = fmax(top, scores[i]);
-        if (seen) off = fmax(off, score_error(p, a, t, h, e));
-    }
-    for (int i = 0; i < num && top > -INFINITY; i++) sum += scores[i] = exp(scores[i] - top);
-    for (int i = 0; i < num && top > -INFINITY; i++) sums[i] += scores[i] / sum;
+    sight s = sight_of(p, a, t, h);
+    for (int i = 0; i < num; i++)
+        if (policy->kind == KVC_CROSS ||
+            (entries[i].position <= position && shows_row(policy, position, entries[i].position)))
+            see_entry(p, a, &s, h, &entries[i], i, position);
+    const double off = attend_to_entries(p, a, &s);
+    for (int i = 0; i < s.num; i++) sums[s.rows[i].id] += s.rows[i].weight;
     return off;
 }
 
@@ -476,8 +462,7 @@ static inline double add_weights(const pair *p, const query *a, const entry *ent
 static inline int sees_some(const kvc_policy *policy, int32_t position, range r) {
     const int32_t end = position < r.end - 1 ? position + 1 : r.end;
     for (int32_t at = r.begin; at < end; at++)
-        if (at >= lowest_seen(policy, position) || (policy->kind == KVC_SLIDING && at < policy->num_sink_tokens))
-            return 1;
+        if (shows_row(policy, position, at)) return 1;
     return 0;
 }
 
