@@ -64,9 +64,9 @@ static inline double weigh_seen(seen_row *rows, int num, double others) {
     return sum > 0 ? top + log(sum) : -INFINITY;
 }
 
-/* Returns the score that the scaled product of a query and a key stands for. */
-static inline double score_from(const sight *s, double product, double apart) {
-    return (s->softcap > 0 ? s->softcap * tanh(product / s->softcap) : product) - s->alibi * apart;
+/* Returns the score of a row from its key's product with the query, times the scale. */
+static inline double score_from(double product, double softcap, double alibi, double apart) {
+    return (softcap > 0 ? softcap * tanh(product / softcap) : product) - alibi * apart;
 }
 
 static inline void score_seen(const sight *s, seen_row *row) {
@@ -78,7 +78,7 @@ static inline void score_seen(const sight *s, seen_row *row) {
         product += term;
         row->size += fabs(term);
     }
-    row->score = score_from(s, product, row->apart);
+    row->score = score_from(product, s->softcap, s->alibi, row->apart);
 }
 
 /* Adds a value to the result. */

@@ -213,10 +213,8 @@ static int list_selected(const world *w, const float *keys, const int32_t *at, i
         for (int j = 0; j < n; j++) {
             double score = 0;
             for (int d = 0; d < dim; d++) score += q.codes[d] * k[j][d];
-            score *= q.unit / sqrt(dim);
-            if (w->softcap > 0) score = w->softcap * tanh(score / w->softcap);
-            if (w->has_alibi) score -= alibi[h] * (double)(at[n - 1] - at[j]);
-            scores[(h - head * group) * n + j] = score;
+            scores[(h - head * group) * n + j] = score_from(score * q.unit / sqrt(dim), (double)w->softcap,
+                                                            w->has_alibi ? (double)alibi[h] : 0, at[n - 1] - at[j]);
         }
     }
     const int is_sure = mark_selected(&by, n, scores, group, 9e-5, reads);
@@ -615,7 +613,8 @@ static void test_other_layers(void) {
 /* A guess that selected rows ends what is exact if it is kept, and not if another token at its position is. */
 static void test_guesses(void) {
     const world w = world_of(KVC_F32, 64, 1, 2, 200, 4);
-    const int32_t positions[] = {200, 201, 201, 202}, parents[] = {-1, 0, 0, 2}, kept[][3] = {{0, 1}, {0, 2}, {0, 2, 3}};
+    const int32_t positions[] = {200, 201, 201, 202}, parents[] = {-1, 0, 0, 2},
+                  kept[][3] = {{0, 1}, {0, 2}, {0, 2, 3}};
     static float out[MOST_NEW * 2 * 64];
     for (int i = 0; i < 4; i++) {
         int64_t id;

@@ -43,6 +43,7 @@ static inline int list_selected(const question *a, const sketched_row *rows, int
     double off = 0;
     int is_sure = 1;
     for (int h = 0; h < group; h++) {
+        const double alibi = s->alibi ? (double)s->alibi[kv * group + h] : 0;
         float q[MAX_DIM];
         for (int d = 0; d < dim; d++)
             q[d] =
@@ -50,10 +51,8 @@ static inline int list_selected(const question *a, const sketched_row *rows, int
         for (int j = 0; j < num; j++) {
             const uint8_t *bytes = rows[j].bytes + (size_t)kv * rows[j].head_stride;
             if (!j || rows[j].delta != rows[j - 1].delta) rounded = round_query(&s->layer, q, rows[j].delta);
-            double score = scale * product_with(&rounded, bytes, dim),
-                   apart = rows[j].position - a->stage->tokens.positions[t];
-            if (s->softcap > 0) score = s->softcap * tanh(score / s->softcap);
-            if (s->alibi) score -= (double)s->alibi[kv * group + h] * fabs(apart);
+            const double score = score_from(scale * product_with(&rounded, bytes, dim), (double)s->softcap, alibi,
+                                            abs(rows[j].position - a->stage->tokens.positions[t]));
             off = fmax(off, fabs(scale) * unsure_of(&rounded, bytes, dim) + 4e-6 * (1 + fabs(score)));
             scores[h * num + j] = score;
             if (j && rows[j].position == rows[j - 1].position) is_sure = 0;

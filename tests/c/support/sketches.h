@@ -12,6 +12,7 @@
 #include "cache/batch.h"
 #include "rows/copy.h"
 #include "space/row_buffer.h"
+#include "world/attention.h"
 
 /* ---- sketches ---------------------------------------------------------------------------------------------------- */
 
@@ -212,13 +213,13 @@ static inline int mark_selected(const selecting *by, int n, const double *scores
     memset(reads, 1, (size_t)n);
     if (n <= by->first + by->last + 2 * by->rows) return 1;
     double *masses = calloc((size_t)pieces, sizeof *masses);
+    seen_row *rows = calloc((size_t)n, sizeof *rows);
     for (int h = 0; h < num_heads; h++) {
-        const double *x = scores + h * n;
-        double top = -INFINITY, sum = 0;
-        for (int j = 0; j < n; j++) top = fmax(top, x[j]);
-        for (int j = 0; j < n; j++) sum += exp(x[j] - top);
-        for (int j = 0; j < n; j++) masses[j / 4] += exp(x[j] - top) / sum;
+        for (int j = 0; j < n; j++) rows[j].score = scores[h * n + j];
+        weigh_seen(rows, n, -INFINITY);
+        for (int j = 0; j < n; j++) masses[j / 4] += rows[j].weight;
     }
+    free(rows);
     double least = INFINITY, next = 0; /* weight of what is read of choice, and of what is not read */
     for (int i = begin; i < end; i++) {
         int before = 0;
