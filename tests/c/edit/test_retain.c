@@ -5,6 +5,7 @@
 #include "support/feeding.h"
 #include "support/keeping.h"
 #include "support/pairs.h"
+#include "world/attention.h"
 
 enum { PIECES = 6, PIECE = 4, TOKENS = PIECES * PIECE, FIRST_ID = 1000 };
 
@@ -18,18 +19,12 @@ static kvc_cache *new_cache(int num_layers, const kvc_policy *policies, kvc_conf
 
 /* ---- attaching --------------------------------------------------------------------------------------------------- */
 
-static int sees(const kvc_policy *policy, int32_t query, int32_t position) {
-    if (policy->kind == KVC_SLIDING) return position > query - policy->window || position < policy->num_sink_tokens;
-    const int32_t size = policy->attention_chunk_size;
-    return policy->kind != KVC_CHUNKED || position / size == query / size;
-}
-
 /* Returns the largest position, at most length, at which every layer holds all that a query there sees. */
 static int32_t best_match(const kvc_policy *policies, int num_layers, const int (*held)[TOKENS], int32_t length) {
     for (; length > 0; length--) {
         int fits = 1;
         for (int l = 0; l < num_layers; l++)
-            for (int32_t at = 0; at < length; at++) fits &= held[l][at] || !sees(&policies[l], length, at);
+            for (int32_t at = 0; at < length; at++) fits &= held[l][at] || !shows_row(&policies[l], length, at);
         if (fits) return length;
     }
     return 0;
@@ -51,7 +46,7 @@ static void check_attached(kvc_cache *cache, const kvc_policy *policies, int num
     CHECK(kvc_can_resume(cache, 2, matched) && kvc_next_position(cache, 2) == matched);
     CHECK(kvc_validate(cache) == KVC_OK);
     for (int l = 0; matched && l < num_layers; l++)
-        for (int32_t at = 0; at < matched; at++) CHECK(holds(cache, l, at) || !sees(&policies[l], matched, at));
+        for (int32_t at = 0; at < matched; at++) CHECK(holds(cache, l, at) || !shows_row(&policies[l], matched, at));
     CHECK(kvc_clear_sequence(cache, 2) == KVC_OK);
 }
 
