@@ -4,6 +4,7 @@ type, policy and instruction set, are measured in C (tests/c/attend)."""
 import ml_dtypes
 import numpy as np
 import pytest
+from support.attention import attend, weigh
 
 import kvcache
 
@@ -16,18 +17,6 @@ def rows(seed=0, tokens=TOKENS):
         rng.standard_normal((tokens, heads, dim)).astype(np.float32)
         for heads, dim in ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, V_DIM))
     ]
-
-
-def softmax(q, k, v, scale=DIM**-0.5, softcap=None, sinks=None, alibi=None):
-    """Causal attention of [tokens, heads, dim]; the log of each row's sum, a sink's share included."""
-    k, v = (np.repeat(x, HEADS // KV_HEADS, 1).astype(float) for x in (k, v))
-    s = scale * np.einsum("thd,nhd->htn", q.astype(float), k)
-    s = s if softcap is None else softcap * np.tanh(s / softcap)
-    at = np.arange(len(q))
-    s = s - (0 if alibi is None else alibi[:, None, None] * (at[:, None] - at))
-    p = np.exp(np.where(at[:, None] >= at, s, -np.inf))
-    total = p.sum(-1) + (0 if sinks is None else np.exp(sinks)[:, None])
-    return np.einsum("htn,nhd->thd", p / total[..., None], v), np.log(total).T
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -44,11 +33,14 @@ def softmax(q, k, v, scale=DIM**-0.5, softcap=None, sinks=None, alibi=None):
     ids=str,
 )
 def test_options(options, dtype):
+    options = options.copy()
     q, k, v = rows()
     q = q.astype(dtype)
     with kvcache.KVCache(1, KV_HEADS, DIM, 64, v_head_dim=V_DIM, dtype="f32").batch(TOKENS) as batch:
         out, lse = batch.attend(0, q, k, v, return_lse=True, **options)
-    expected, expected_lse = softmax(q, k, v, **options)
+    apart = np.subtract.outer(np.arange(TOKENS), np.arange(TOKENS))
+    seen = apart >= 0, -options.pop("alibi", np.zeros(HEADS))[:, None, None] * apart
+    expected, (_, expected_lse) = attend(q, k, v, *seen, **options), weigh(q, k, *seen, **options)
     assert (out.dtype, lse.dtype, out.shape) == (dtype, np.float32, (TOKENS, HEADS, V_DIM))
     np.testing.assert_allclose(out.astype(float), expected, atol=1e-5 + 2 * float(ml_dtypes.finfo(dtype).eps))
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)

@@ -4,6 +4,7 @@ import copy
 
 import numpy as np
 import pytest
+from support.attention import attend, weigh
 from support.repository_model import MODEL
 
 import kvcache
@@ -40,12 +41,11 @@ def rotated(q, distances):
     return np.concatenate([pairs.real, pairs.imag], -1)
 
 
-def weights_of(cache, layer, q, positions, most=None):
-    """Return the softmax weights [n, KV heads, group, rows] of queries."""
-    keys, at = cache.gather(layer)[0].astype(np.float64)[:, :most], cache.positions(layer=layer)[:most]
-    scores = np.einsum("tghd,gjd->tghj", q.reshape(len(q), 2, -1, 4), keys) / 2
-    found = np.exp(np.where(at <= np.reshape(positions, (-1, 1, 1, 1)), scores, -np.inf))
-    return found / found.sum(-1, keepdims=True)
+def weights_of(cache, layer, q, positions, seq_id=0):
+    """Return the weights [KV heads, group * n, rows] of queries."""
+    keys, at = cache.gather(layer, seq_id=seq_id)[0], cache.positions(layer=layer, seq_id=seq_id)
+    weights, _ = weigh(q, keys.swapaxes(0, 1), at <= np.reshape(positions, (-1, 1)))
+    return weights.reshape(2, -1, weights.shape[2])
 
 
 # --- queries ---------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_future():
     moved = rotated(q[[16, 48, 80]].astype(np.float64), positions - [16, 48, 80])
     right = []
     for layer in range(2):
-        largest = weights_of(cache, layer, moved, positions).max((0, 2))
+        largest = weights_of(cache, layer, moved, positions).max(1)
         right += [*(largest / largest.sum(1, keepdims=True))]
     np.testing.assert_allclose(future(Prompt(cache, 0, queries)), np.mean(right, 0), rtol=1e-4)
 
@@ -167,11 +167,8 @@ def test_kvzip():
                     batch.put(layer, keys[part], keys[part])
                     queries.note(layer, q[part], at, seq_id=7, scale=0.5)
             for layer in range(2):
-                rows = cache.gather(layer, seq_id=7)[0].astype(np.float64)
-                scores = np.einsum("tghd,gjd->tghj", q[part].reshape(len(at), 2, 2, 4).astype(np.float64), rows) / 2
-                found = np.exp(np.where(np.arange(rows.shape[1]) <= at[:, None, None, None], scores, -np.inf))
-                found /= found.sum(-1, keepdims=True)
-                right[layer] = np.maximum(right[layer], found.max((0, 2))[:, :LENGTH])
+                found = weights_of(cache, layer, q[part], at, seq_id=7)
+                right[layer] = np.maximum(right[layer], found.max(1)[:, :LENGTH])
             yield 7, queries
             cache.clear(7)
 
@@ -390,10 +387,8 @@ def test_stream_closes_the_gap():
     window = np.arange(120 - 20, 120)
     assert cache.positions().tolist() == [*range(120 - 24, 120)]
     rows = np.concatenate([rotated(keys[:4].astype(np.float64), [96] * 4), keys[window]])
-    scores = np.einsum("ghd,jgd->ghj", q[-1].reshape(2, 2, 4), rows) / 2
-    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-    right = np.einsum("ghj,jgd->ghd", weights, np.concatenate([values[:4], values[window]]))
-    np.testing.assert_allclose(out[0].reshape(2, 2, 4), right, rtol=1e-4)
+    right = attend(q[-1:], rows, np.concatenate([values[:4], values[window]]))
+    np.testing.assert_allclose(out, right, rtol=1e-4)
 
 
 def test_stream_after_a_move_that_failed(monkeypatch):

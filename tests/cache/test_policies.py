@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.attention import attend
 
 import kvcache
 
@@ -28,13 +29,6 @@ def feed(cache, positions, seq_id=0):
             batch.put(layer, x, x)
 
 
-def attention(q, k, v, mask=((0,),)):
-    """[tokens, heads, dim] over [n, heads, dim], in float64."""
-    scores = np.einsum("thd,nhd->thn", q.astype(np.float64), k) * DIM**-0.5 + np.asarray(mask)[:, None]
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("thn,nhd->thd", weights / weights.sum(-1, keepdims=True), v)
-
-
 def test_policies_are_values():
     assert kvcache.SlidingWindow(np.int32(4)) == kvcache.SlidingWindow(4, 0, None)
     assert kvcache.ChunkedAttention(np.int32(4)) == kvcache.ChunkedAttention(4, None) != kvcache.ChunkedAttention(4, 0)
@@ -57,7 +51,7 @@ def test_cross_attention():
     with cache.batch(2) as batch:
         batch.put(0, *x[:2, :2])
         out = batch.attend(1, q[:2], k, v)
-        np.testing.assert_allclose(out, attention(q[:2], k, v), atol=1e-5)
+        np.testing.assert_allclose(out, attend(q[:2], k, v), atol=1e-5)
         np.testing.assert_array_equal(batch.attend(1, q[1:2], first=1), out[1:])
         dense = batch.dense(1)
         assert (dense[0].shape, (dense[2] == 0).all()) == ((HEADS, 5, DIM), True)
@@ -77,8 +71,8 @@ def test_cross_attention_of_several_sequences():
             batch.attend(1, q[:3])
         batch.put(1, k[4:], v[4:], seq_id=9)
         out = batch.attend(1, q[:3])
-        np.testing.assert_allclose(out[0], attention(q[:1], k[:3], v[:3])[0], atol=1e-5)
-        np.testing.assert_allclose(out[1], attention(q[1:2], k, v)[0], atol=1e-5)
+        np.testing.assert_allclose(out[0], attend(q[:1], k[:3], v[:3])[0], atol=1e-5)
+        np.testing.assert_allclose(out[1], attend(q[1:2], k, v)[0], atol=1e-5)
         np.testing.assert_allclose(out[2], v[4], atol=1e-6)
     assert [cache.seq_len(s, layer=1) for s in (7, 8, 9)] == [3, 5, 1]
     cache.fork(8, 1)
