@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from support.attention import attend
 from support.compiling import EMULATOR, ROOT, run, runner_of
 
 from kvcache import runner
@@ -29,12 +30,8 @@ def check_attention(printed, num_tokens, num_heads, num_kv_heads, dim):
     numbers = np.array([float.fromhex(word) for word in printed.split()])
     arrays = np.split(numbers, np.cumsum([num_tokens * n * dim for n in heads])[:-1])
     q, k, v, out = (x.reshape(num_tokens, n, dim) for x, n in zip(arrays, heads, strict=True))
-    k, v = (np.repeat(x.astype(np.float16).astype(float), num_heads // num_kv_heads, axis=1) for x in (k, v))
-    for t in range(num_tokens):
-        scores = np.einsum("hd,jhd->hj", q[t], k[: t + 1]) / np.sqrt(dim)
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        weights /= weights.sum(axis=1, keepdims=True)
-        np.testing.assert_allclose(out[t], np.einsum("hj,jhd->hd", weights, v[: t + 1]), rtol=1e-4, atol=1e-5)
+    right = attend(q, k.astype(np.float16), v.astype(np.float16), np.tri(num_tokens, dtype=bool))
+    np.testing.assert_allclose(out, right, rtol=1e-4, atol=1e-5)
 
 
 README_WITH_NUMBERS = """

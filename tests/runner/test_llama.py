@@ -14,6 +14,7 @@ from typing import Any, Self, cast
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from support.attention import attend
 from support.fidelity import expected
 from support.row_types import TYPES
 
@@ -100,16 +101,9 @@ class NoCache:
         pass
 
     def attend(self, layer: int, q: F32, k: F32, v: F32) -> F32:
-        n, group = len(q), q.shape[1] // k.shape[1]
-        query, key = np.arange(n)[:, None], np.arange(n)[None]
+        query, key = np.arange(len(q))[:, None], np.arange(len(q))[None]
         seen = (key <= query) & ((query - key < self.window) | (key < self.num_sink_tokens))
-        out = np.empty(q.shape)
-        for head in range(q.shape[1]):
-            scores = q[:, head].astype(float) @ k[:, head // group].astype(float).T / np.sqrt(q.shape[2])
-            scores = np.where(seen, scores, -np.inf)
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            out[:, head] = weights / weights.sum(axis=1, keepdims=True) @ v[:, head // group]
-        return out.astype(np.float32)
+        return attend(q, k, v, seen).astype(np.float32)
 
 
 def logits_without_cache(model: runner.Llama, tokens: list[int], *policy: int) -> F32:

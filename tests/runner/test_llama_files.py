@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from support import gguf_files
+from support.attention import attend
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from kvcache import FullAttention, KVCache, ModelFileError, NotSupportedError, Rope, SlidingWindow, runner
@@ -150,7 +151,7 @@ def logits(model: runner.Llama, tokens: list[int] = TOKENS, **changes: Any) -> F
 def expected(
     weights: Weights, rope: NDArray[np.float64], tokens: list[int] = TOKENS, window: int = 2**31
 ) -> NDArray[np.float64]:
-    """The whole model in float64, head by head, with pairs rotated as complex numbers."""
+    """The whole model in float64, with pairs rotated as complex numbers."""
 
     def norm(x: NDArray[Any], name: str) -> NDArray[Any]:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * weights[name] if name in weights else x
@@ -171,12 +172,8 @@ def expected(
         p = f"model.layers.{i}."
         y = norm(x, f"{p}input_layernorm.weight")
         q, k, v = (heads(y, f"{p}self_attn.{n}", n != "v") for n in "qkv")
-        out = []
-        for head in range(HEADS):
-            scores = q[:, head] @ k[:, head * KV_HEADS // HEADS].T / np.sqrt(DIM)
-            weight = np.exp(np.where((past >= 0) & (past < window), scores, -np.inf))
-            out.append(weight / weight.sum(-1, keepdims=True) @ v[:, head * KV_HEADS // HEADS])
-        x = x + np.concatenate(out, axis=-1) @ weights[f"{p}self_attn.o_proj.weight"].T
+        out = attend(q, k, v, (past >= 0) & (past < window))
+        x = x + out.reshape(len(x), -1) @ weights[f"{p}self_attn.o_proj.weight"].T
         y = norm(x, f"{p}post_attention_layernorm.weight")
         gate = y @ weights[f"{p}mlp.gate_proj.weight"].T
         x = (
