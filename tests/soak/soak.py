@@ -31,6 +31,9 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from support.attention import softmax
+
 import kvcache
 from kvcache import ChunkedAttention, FullAttention, SlidingWindow
 from kvcache.stores import DirectoryStore
@@ -134,8 +137,7 @@ class Plain:
             k, v = (np.repeat(rows, HEADS // KV_HEADS, axis=1) for rows in (rotated(k, self.positions), v))
             scores = rotated(q, new).transpose(1, 0, 2) @ k.transpose(1, 2, 0) * np.float32(DIM**-0.5)
             scores[:, ~seen(POLICIES[layer], new[:, None], self.positions)] = -np.inf
-            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            weights /= weights.sum(axis=-1, keepdims=True)
+            weights, _ = softmax(scores)
             return (weights @ v.transpose(1, 0, 2)).transpose(1, 0, 2)
 
         return self.model.run(tokens, attend)

@@ -3,22 +3,17 @@
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+from support.attention import softmax
 
 from kvcache import runner
 from kvcache.models.weights import F32
-
-
-def probabilities(logits: F32) -> NDArray[np.float64]:
-    powers = np.exp(logits.astype(np.float64))
-    return powers / powers.sum(axis=1, keepdims=True)
 
 
 def expected(found: Sequence[F32], exact: Sequence[F32], texts: Sequence[Sequence[int]]) -> runner.Fidelity:
     """Compare logits [n, vocab_size] of each text with the exact ones."""
     losses, divergences, kept = [], [], []
     for logits, wanted, text in zip(found, exact, texts, strict=True):
-        p, q = probabilities(wanted), probabilities(logits)
+        (p, _), (q, _) = softmax(wanted.astype(np.float64)), softmax(logits.astype(np.float64))
         losses.append(np.mean([-np.log(q[i, text[i + 1]]) for i in range(len(text) - 1)]))
         divergences += [float(np.sum(p[i] * np.log(p[i] / q[i]))) for i in range(len(text))]
         kept += [int(np.argmax(p[i])) == int(np.argmax(q[i])) for i in range(len(text))]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.attention import softmax
 from support.fidelity import expected
 
 from kvcache import KVCache, SlidingWindow, runner
@@ -206,7 +207,7 @@ def test_columns_of_hidden_facts(quality, model, texts, monkeypatch, capsys):
             logits, answer = logits[-length:], np.array(tokens[-length:])
             hits = logits.argmax(axis=1) == answer
             right, facts = right + hits.sum(), facts + hits.all()
-            chances += [np.log(row[token] / row.sum()) for row, token in zip(np.exp(logits), answer, strict=True)]
+            chances += list(np.log(softmax(logits)[0])[np.arange(length), answer])
     assert dense == ["all rows", f"{right} of 50", f"{facts} of 4", f"{np.mean(chances):.2f}"]
     assert selecting[0] == "50 % of the rows read"
     assert kept == ["latest: 100 % kept", *dense[1:]]
