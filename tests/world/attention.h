@@ -15,6 +15,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 
 #include "kvcache.h"
 
@@ -135,6 +136,75 @@ static inline int names_row(const kvc_chosen *chosen, int64_t t, int kv_head, in
         if (entry >= (position - stride + 1) / block && entry <= position / block) return 1;
     }
     return 0;
+}
+
+/* ---- what a token chooses in a layer of keys alone --------------------------------------------------------------- */
+
+/* An entry that a token may choose: the position of a row, or the number of a block.  A test lists one for each row
+ * that the token sees and may_choose() allows; choose_plainly() says which are chosen. */
+typedef struct candidate {
+    int32_t id;
+    int is_forced;
+    double score, error; /* error: how far off the core's score may be, by the test's own rule */
+} candidate;
+
+static inline int32_t entry_of(const kvc_choose_args *a, int32_t position) {
+    return position / (a->block > 1 ? a->block : 1);
+}
+
+/* Whether kvc_choose may choose the row at a position, in a layer with this stride.  among: the token's list. */
+static inline int may_choose(const kvc_choose_args *a, const int32_t *among, int32_t stride, int32_t position) {
+    const int32_t unit = a->block > 1 ? 1 : stride; /* positions that name the same entry */
+    for (int i = 0; i < a->among_width && a->among; i++)
+        if (among[i] >= 0 && among[i] / unit == entry_of(a, position) / unit) return 1;
+    return !a->among;
+}
+
+/* Whether a token at position `at` chooses the row in any case: num_first and num_local count rows, or blocks. */
+static inline int must_choose(const kvc_choose_args *a, int32_t at, int32_t stride, int32_t position) {
+    const int32_t size = a->block > 1 ? a->block : stride, last = (at + 1) / stride * stride - 1;
+    const int32_t own = last < 0 ? -1 : last / size, number = position / size;
+    return number < a->num_first || (number <= own && number > own - a->num_local);
+}
+
+/* Returns what a head adds to the score of a row whose key has this product with its query. */
+static inline double head_score(const kvc_choose_args *a, int k_dim, double product, double weight) {
+    const double scaled = product * (a->scale != 0 ? (double)a->scale : 1 / sqrt(k_dim));
+    return a->relu && scaled < 0 ? 0 : weight * scaled;
+}
+
+static inline int by_entry(const void *a, const void *b) {
+    return ((const candidate *)a)->id - ((const candidate *)b)->id;
+}
+
+/* NaN is the largest score. */
+static inline int better_first(const void *a, const void *b) {
+    const candidate *x = a, *y = b;
+    const int x_nan = isnan(x->score) != 0, y_nan = isnan(y->score) != 0;
+    if (x->is_forced != y->is_forced) return y->is_forced - x->is_forced;
+    if (x_nan != y_nan) return y_nan - x_nan;
+    if (!x_nan && x->score != y->score) return x->score < y->score ? 1 : -1;
+    return x->id - y->id;
+}
+
+/* Joins the rows of each entry, of which the best one counts, and moves the `width` chosen entries to the front, by
+ * number.  Returns how many entries there are. */
+static inline int choose_plainly(candidate *list, int num_rows, int width) {
+    int num = 0;
+    qsort(list, (size_t)num_rows, sizeof *list, by_entry);
+    for (int i = 0; i < num_rows; i++) {
+        candidate *last = num ? &list[num - 1] : NULL;
+        if (!last || last->id != list[i].id) {
+            list[num++] = list[i];
+            continue;
+        }
+        const double error = fmax(last->error, list[i].error);
+        if (better_first(&list[i], last) < 0) *last = list[i];
+        last->error = error;
+    }
+    qsort(list, (size_t)num, sizeof *list, better_first);
+    qsort(list, (size_t)(num < width ? num : width), sizeof *list, by_entry);
+    return num;
 }
 
 #endif

@@ -24,20 +24,14 @@ typedef struct choosing {
     float scores[MAX_TOKENS][MAX_CHOICES][MAX_WIDTH + 1];
 } choosing;
 
-/* An entry that may be chosen: its score, and how far off that may be. */
-typedef struct entry {
-    int32_t id;
-    int is_forced, is_nan;
-    double score, error;
-} entry;
-
 /* ---- what is to come out ----------------------------------------------------------------------------------------- */
 
 /* The score of row j for choice c of token t, and a bound of its error. */
-static entry score_row(const choosing *a, const rows *r, int t, int c, int j) {
+static candidate score_row(const choosing *a, const rows *r, int t, int c, int j) {
     const scene *s = a->stage->scene;
+    const int32_t at = a->stage->tokens.positions[t], position = r->positions[j];
     const int heads = s->num_heads / a->args.num_choices;
-    entry e = {.id = r->positions[j] / (a->args.block ? a->args.block : 1)};
+    candidate e = {.id = entry_of(&a->args, position), .is_forced = must_choose(&a->args, at, 1, position)};
     for (int h = c * heads; h < (c + 1) * heads; h++) {
         const double *k_row = r->k[j][h * s->layer.num_kv_heads / s->num_heads];
         double product = 0, size = 0, q_square = 0, k_square = 0;
@@ -50,9 +44,7 @@ static entry score_row(const choosing *a, const rows *r, int t, int c, int j) {
         }
         const double scale = a->args.scale != 0 ? (double)a->args.scale : 1 / sqrt(s->layer.k_dim);
         const double weight = a->args.weights ? (double)a->weights[t][h] : 1;
-        double term = scale * product;
-        if (a->args.relu && term < 0) term = 0;
-        e.score += weight * term;
+        e.score += head_score(&a->args, s->layer.k_dim, product, weight);
         /* Queries are rounded to 8 bits for keys with one scale, which kernels may have transformed. */
         const double rough = KVC_TYPES[s->layer.k_type].has_row_scale ? 0.01 * sqrt(q_square * k_square) : 0;
         e.error += fabs(weight * scale) * ((s->layer.k_dim + s->num_heads + 8) * FLT_EPSILON * size + rough);
@@ -61,72 +53,37 @@ static entry score_row(const choosing *a, const rows *r, int t, int c, int j) {
         if (s->layer.k_type == KVC_BF16 || s->layer.k_type == KVC_F16) e.error += fabs(weight * scale) * 1e-5 * size;
     }
     if (a->is_exact) e.error = 0;
-    e.is_nan = isnan(e.score) != 0;
     return e;
 }
 
-static int is_among(const choosing *a, int t, int c, int32_t id) {
-    if (!a->args.among) return 1;
-    for (int i = 0; i < a->args.among_width; i++)
-        if (a->among[t][c][i] == id) return 1;
-    return 0;
-}
-
-static int by_id(const void *a, const void *b) { return ((const entry *)a)->id - ((const entry *)b)->id; }
-
-static int better_first(const void *a, const void *b) {
-    const entry *x = a, *y = b;
-    if (x->is_forced != y->is_forced) return y->is_forced - x->is_forced;
-    if (x->is_nan != y->is_nan) return y->is_nan - x->is_nan;
-    if (!x->is_nan && x->score != y->score) return x->score < y->score ? 1 : -1;
-    return x->id - y->id;
-}
-
-/* Lists the entries that token t may choose, the best first; returns their number. */
-static int list_entries(const choosing *a, const rows *r, int t, int c, entry *list) {
-    const int32_t own = a->stage->tokens.positions[t] / (a->args.block ? a->args.block : 1);
-    int n = 0, num = 0;
+/* Lists the entries that token t may choose, the chosen ones first; returns their number. */
+static int list_entries(const choosing *a, const rows *r, int t, int c, candidate *list) {
+    int n = 0;
     for (int j = 0; j < r->num; j++) {
         const int sees_all = a->plan.non_causal && a->plan.non_causal[t]; /* in scenes without a policy */
         if (!sees_all && !sees(a->stage, t, r->positions[j], r->tokens[j])) continue;
-        list[n] = score_row(a, r, t, c, j);
-        n += is_among(a, t, c, list[n].id);
+        if (may_choose(&a->args, a->among[t][c], 1, r->positions[j])) list[n++] = score_row(a, r, t, c, j);
     }
-    qsort(list, (size_t)n, sizeof *list, by_id);
-    for (int i = 0; i < n; i++) {
-        if (num && list[num - 1].id == list[i].id) {
-            entry *last = &list[num - 1];
-            const double error = fmax(last->error, list[i].error);
-            if (better_first(&list[i], last) < 0) *last = list[i];
-            last->error = error;
-        } else {
-            list[num++] = list[i];
-        }
-    }
-    for (int i = 0; i < num; i++)
-        list[i].is_forced =
-            list[i].id < a->args.num_first || (list[i].id <= own && list[i].id > own - a->args.num_local);
-    qsort(list, (size_t)num, sizeof *list, better_first);
-    return num;
+    return choose_plainly(list, n, a->args.width);
 }
 
 /* Checks the choice of token t, among the entries that it may choose. */
-static void check_choice(const choosing *a, int t, int c, entry *list, int num) {
+static void check_choice(const choosing *a, int t, int c, candidate *list, int num) {
     const int32_t *chosen = a->chosen[t][c];
     const float *scores = a->scores[t][c];
     const int width = a->args.width, expected = num < width ? num : width;
     double least = INFINITY, most = -INFINITY; /* of what is chosen and what is not, as it may be off */
     for (int i = expected; i < width; i++) CHECK(chosen[i] == -1 && scores[i] == -INFINITY);
     CHECK(chosen[width] == -7 && scores[width] == -7);
-    if (a->is_exact) qsort(list, (size_t)expected, sizeof *list, by_id);
     for (int i = 0; a->is_exact && i < expected; i++)
-        CHECKF(chosen[i] == list[i].id && (list[i].is_nan ? isnan(scores[i]) : (double)scores[i] == list[i].score),
+        CHECKF(chosen[i] == list[i].id &&
+                   (isnan(list[i].score) ? isnan(scores[i]) : (double)scores[i] == list[i].score),
                "%s: token %d, choice %d, entry %d of %d is %d with %g, not %d with %g", kvc_isa(), t, c, i, expected,
                chosen[i], (double)scores[i], list[i].id, list[i].score);
     if (a->is_exact) return;
     int num_forced = 0, found = 0;
     for (int i = 0; i < num; i++) num_forced += list[i].is_forced;
-    qsort(list, (size_t)num, sizeof *list, by_id);
+    qsort(list, (size_t)num, sizeof *list, by_entry);
     for (int i = 0; i < num; i++) {
         const int is_chosen = found < expected && chosen[found] == list[i].id;
         if (is_chosen)
@@ -147,7 +104,7 @@ static void check_choice(const choosing *a, int t, int c, entry *list, int num) 
 }
 
 static void check_choices(const choosing *a) {
-    static entry list[MAX_POSITIONS];
+    static candidate list[MAX_POSITIONS];
     for (int m = 0; m < a->stage->scene->num_members; m++) {
         const rows *r = rows_of(a->stage, 0, m);
         for (int t = 0; t < a->stage->tokens.n; t++)

@@ -146,41 +146,33 @@ enum { WEIGHTS = 1, AMONG = 2, RELU = 4, LOCAL = 8, CHOOSE_INPUTS = 16 };
 static float head_weights[NEW][HEADS];
 static int32_t among[NEW][KV][ROWS];
 
-static double score_of(int inputs, int t, int c, int row) {
-    double sum = 0;
-    for (int h = c * HEADS / KV; h < (c + 1) * HEADS / KV; h++) {
-        double product = 0;
-        for (int d = 0; d < DIM; d++) product += (double)q[t][h][d] * (double)k[row][c][d] / sqrt(DIM);
-        if (!(inputs & RELU) || product > 0) sum += (inputs & WEIGHTS ? (double)head_weights[t][h] : 1) * product;
-    }
-    return sum;
-}
-
 /* Compares a choice with scores in double, which differ by more than their errors. */
-static void check_chosen(int inputs, const choice *of) {
+static void check_chosen(const kvc_choose_args *a, int inputs, const choice *of) {
     for (int t = 0; t < NEW; t++)
         for (int c = 0; c < KV; c++) {
+            candidate list[ROWS];
             int num = 0;
             for (int row = 0; row <= STORED + t; row++) {
-                int before = 0, own = inputs & LOCAL && row == STORED + t;
-                if (inputs & AMONG && among[t][c][row] < 0) continue;
-                for (int other = 0; other <= STORED + t && !own; other++) {
-                    if (inputs & AMONG && among[t][c][other] < 0) continue;
-                    const double mine = score_of(inputs, t, c, row), its = score_of(inputs, t, c, other);
-                    before += other != row &&
-                              ((inputs & LOCAL && other == STORED + t) || its > mine || (its == mine && other < row));
+                candidate e = {.id = row, .is_forced = must_choose(a, STORED + t, 1, row)};
+                for (int h = c * HEADS / KV; h < (c + 1) * HEADS / KV; h++) {
+                    double product = 0;
+                    for (int d = 0; d < DIM; d++) product += (double)q[t][h][d] * (double)k[row][c][d];
+                    e.score += head_score(a, DIM, product, a->weights ? (double)head_weights[t][h] : 1);
                 }
-                if (before >= WIDTH) continue;
-                CHECKF(of->chosen[t][c][num] == row, "inputs %#x: token %d chooses %d, not %d", inputs, t,
-                       of->chosen[t][c][num], row);
-                CHECK(fabs((double)of->scores[t][c][num] - score_of(inputs, t, c, row)) < 1e-5);
-                num++;
+                if (may_choose(a, among[t][c], 1, row)) list[num++] = e;
             }
-            for (; num < WIDTH; num++) CHECK(of->chosen[t][c][num] == -1 && of->scores[t][c][num] == -INFINITY);
+            num = choose_plainly(list, num, WIDTH);
+            for (int i = 0; i < WIDTH; i++) {
+                const int right = i < num ? list[i].id : -1;
+                CHECKF(of->chosen[t][c][i] == right, "inputs %#x: token %d chooses %d, not %d", inputs, t,
+                       of->chosen[t][c][i], right);
+                CHECK(i < num ? fabs((double)of->scores[t][c][i] - list[i].score) < 1e-5
+                              : of->scores[t][c][i] == -INFINITY);
+            }
         }
 }
 
-static void choose(int inputs, int way, choice *to) {
+static kvc_choose_args choose(int inputs, int way, choice *to) {
     static const int32_t cancel = 0;
     const kvc_plan_args plan = {.struct_size = sizeof plan, .layer = 1, .num_heads = HEADS};
     kvc_choose_args args = {.struct_size = sizeof args,
@@ -206,6 +198,7 @@ static void choose(int inputs, int way, choice *to) {
     args.relu = inputs & RELU;
     args.num_local = inputs & LOCAL ? 1 : 0;
     CHECKF(kvc_choose(batch, &plan, &args) == KVC_OK, "inputs %#x, way %#x: %s", inputs, way, kvc_last_error());
+    return args;
 }
 
 static void test_choose(void) {
@@ -216,8 +209,8 @@ static void test_choose(void) {
     open_stage(1);
     for (int inputs = 0; inputs < CHOOSE_INPUTS; inputs++) {
         static choice whole, part;
-        choose(inputs, 0, &whole);
-        check_chosen(inputs, &whole);
+        const kvc_choose_args args = choose(inputs, 0, &whole);
+        check_chosen(&args, inputs, &whole);
         for (int left_out = 1; left_out < PUT; left_out++) {
             choose(inputs, left_out, &part);
             CHECK_OUTPUT(1, part.chosen, whole.chosen);
