@@ -237,12 +237,6 @@ static void check_head(const client *c, const pass *p, const query *q, const pie
         fail(c, "an lse of %g for token %d, head %d in layer %d, not %g", lse, t, h, of->layer, s.lse);
 }
 
-/* An entry that a token may choose: a row, or a block of rows. */
-typedef struct candidate {
-    int is_there, is_forced;
-    double score;
-} candidate;
-
 /* The score that a choice of the n-th token of a query gives a row. */
 static double score_row(const world *w, const query *q, const piece *of, int n, int choice, int tag, int position) {
     const kvc_choose_args *a = &of->choosing;
@@ -252,69 +246,36 @@ static double score_row(const world *w, const query *q, const piece *of, int n, 
         double product = 0;
         for (int d = 0; d < DIM; d++)
             product += of->q[n][h][d] * (double)key_element(w, tag, source, h * HEADS / q->num_heads, d, position);
-        product *= a->scale != 0 ? (double)a->scale : 0.5;
-        if (!a->relu || product > 0) sum += (a->weights ? (double)of->weights[n][h] : 1) * product;
+        sum += head_score(a, DIM, product, a->weights ? (double)of->weights[n][h] : 1);
     }
     return sum;
 }
 
-/* Whether a row or block may be chosen: `among` has its number, which `unit` entries share. */
-static int is_among(const piece *of, int n, int choice, int number, int unit) {
-    if (!of->choosing.among) return 1;
-    for (int i = 0; i < of->choosing.among_width; i++)
-        if (of->among[n][choice][i] >= 0 && of->among[n][choice][i] / unit == number) return 1;
-    return 0;
-}
-
-/* Lists what a token may choose from, by entry. */
-static void list_candidates(const client *c, const pass *p, const query *q, const piece *of, int t, int choice,
-                            candidate all[MOST]) {
-    const kvc_choose_args *a = &of->choosing;
-    const int stride = stride_of(c->w, of->layer), block = a->block > 1 ? a->block : 1, unit = block > 1 ? 1 : stride;
-    const int size = block * unit; /* positions of a block, or of a row */
-    const int last = (p->positions[t] + 1) / stride * stride - 1, own = last < 0 ? -1 : last / size;
-    for (int position = 0; position < MOST; position++) {
-        int lacks = 0;
-        const int tag = tag_seen(c->w, p, q, of->layer, t, position, &lacks), number = position / size;
-        if (!tag || !is_among(of, t - q->first, choice, number, unit)) continue;
-        const double score = score_row(c->w, q, of, t - q->first, choice, tag, position);
-        candidate *to = &all[position / block];
-        if (!to->is_there || score > to->score) to->score = score;
-        to->is_there = 1;
-        to->is_forced = number < a->num_first || (number > own - a->num_local && number <= own);
-    }
-}
-
-/* Whether a candidate is chosen before another candidate, which has a higher position. */
-static int comes_before(const candidate *one, const candidate *other) {
-    if (one->is_forced != other->is_forced) return one->is_forced;
-    return one->score >= other->score;
-}
-
-/* Compares a choice of one token with the rows that it sees: an entry is chosen if fewer than `width` come before. */
+/* Compares a choice of one token with what the rows that it sees make right. */
 static void check_choice(const client *c, const pass *p, const query *q, const piece *of, int t, int choice) {
-    candidate all[MOST] = {{0}};
-    const int n = t - q->first, width = of->choosing.width;
+    candidate all[MOST];
+    const kvc_choose_args *a = &of->choosing;
+    const int n = t - q->first, at = p->positions[t], stride = stride_of(c->w, of->layer);
     const int32_t *entered = of->entered[n][choice];
-    int num = 0;
-    list_candidates(c, p, q, of, t, choice, all);
-    for (int entry = 0; entry < MOST; entry++) {
-        int before = 0;
-        for (int i = 0; i < MOST && all[entry].is_there; i++)
-            if (i != entry && all[i].is_there)
-                before += i < entry ? comes_before(&all[i], &all[entry]) : !comes_before(&all[entry], &all[i]);
-        if (!all[entry].is_there || before >= width) continue;
-        if (entered[num] != entry)
-            fail(c, "token %d chooses %d in layer %d as entry %d of choice %d, not %d", t, entered[num], of->layer, num,
-                 choice, entry);
-        if (of->choosing.scores && of->scores[n][choice][num] != all[entry].score)
-            fail(c, "a score of %g for entry %d of token %d in layer %d, not %g", (double)of->scores[n][choice][num],
-                 entry, t, of->layer, all[entry].score);
-        num++;
+    int num = 0, lacks = 0;
+    for (int position = 0; position < MOST; position++) {
+        const int tag = tag_seen(c->w, p, q, of->layer, t, position, &lacks);
+        if (tag && may_choose(a, of->among[n][choice], stride, position))
+            all[num++] = (candidate){.id = entry_of(a, position),
+                                     .is_forced = must_choose(a, at, stride, position),
+                                     .score = score_row(c->w, q, of, n, choice, tag, position)};
     }
-    for (; num < width; num++)
-        if (entered[num] != -1 || (of->choosing.scores && of->scores[n][choice][num] != -INFINITY))
-            fail(c, "token %d chooses %d in layer %d, not -1", t, entered[num], of->layer);
+    num = choose_plainly(all, num, a->width);
+    for (int i = 0; i < a->width; i++) {
+        const int right = i < num ? all[i].id : -1;
+        const double score = i < num ? all[i].score : -INFINITY;
+        if (entered[i] != right)
+            fail(c, "token %d chooses %d in layer %d as entry %d of choice %d, not %d", t, entered[i], of->layer, i,
+                 choice, right);
+        if (a->scores && of->scores[n][choice][i] != score)
+            fail(c, "a score of %g for entry %d of token %d in layer %d, not %g", (double)of->scores[n][choice][i],
+                 right, t, of->layer, score);
+    }
 }
 
 /* Compares the choices of a query's tokens.  partly: some may not be made. */
