@@ -1,14 +1,17 @@
 /* attention.h: attention in double, written from include/kvcache.h alone.  It is the only softmax of the tests in C.
  *
- * A test knows by a model of its own which rows there are.  It lists the rows that one query row sees, and
- * attend_plainly() answers what comes out.  Which rows a policy, a mask, a tree or a choice shows are questions of
- * their own: shows_row(), hides_row(), descends_from(), names_row().  An example, for head h of a token at position 7:
+ * A test knows by a model of its own which rows there are.  It lists the rows that one query row of one head sees, and
+ * attend_plainly() answers the result, its lse, and the weight of each row.  The list is all that attention needs to
+ * know of sequences, strides, and cross-attention.  What a policy, a mask, a tree or a choice shows are questions of
+ * their own: shows_row(), hides_row(), descends_from(), names_row().  An example, for a causal token at position 7:
  *
  *     for (int row = 0; row < num_rows; row++)
  *         if (row <= 7 && shows_row(&layer.policy, 7, row))
- *             seen[num++] = (seen_row){.k = k[row][h], .v = v[row][h], .apart = 7 - row};
- *     sight s = {.q = q[h], .k_dim = DIM, .v_dim = DIM, .scale = 0.5, .sink = &sinks[h], .num = num, .rows = seen};
+ *             seen[num++] = (seen_row){.k = k[row], .v = v[row], .apart = 7 - row};
+ *     sight s = {.q = q, .k_dim = DIM, .v_dim = DIM, .scale = 0.5, .sink = &sinks[h], .num = num, .rows = seen};
  *     attend_plainly(&s);
+ *
+ * In a layer of keys alone, tokens choose rows: choose_plainly() answers which.
  */
 #ifndef KVC_WORLD_ATTENTION_H
 #define KVC_WORLD_ATTENTION_H
@@ -21,13 +24,13 @@
 
 enum { SIGHT_DIM = 576 };
 
-/* A row that a query sees.  Its key is as the query sees it, rotated for the distance between them. */
+/* A row that a query sees.  Its key is rotated for the position where the row stands now. */
 typedef struct seen_row {
     int id;               /* the test's own: which row this is */
     const double *k, *v;  /* [k_dim] and [v_dim].  Where keys hold the values (value_in_key), v is k. */
     double apart;         /* positions between the query and the row, 0 or more, for ALiBi */
     double score, weight; /* answers.  The weights of all rows, the sink and the prior result add up to 1. */
-    double size;          /* answer: the score, were all its products positive.  Errors are relative to it. */
+    double size;          /* answer: the magnitudes of the products that the score is the sum of */
 } seen_row;
 
 /* What a query row of one head sees, and what comes out.  Numbers are 0, and pointers NULL, for what a call lacks. */
@@ -38,7 +41,7 @@ typedef struct sight {
     const float *sink, *prior_out, *prior_lse;
     seen_row *rows;
     double lse, out[SIGHT_DIM]; /* answers.  If the query sees nothing, lse is -inf, and out is 0. */
-    double out_size[SIGHT_DIM]; /* answer: the result, were all its values positive */
+    double out_size[SIGHT_DIM]; /* answer: the result, if each value were its magnitude */
 } sight;
 
 /* Copies n floats to doubles.  Returns `to`. */
@@ -57,12 +60,13 @@ static inline double join_logs(double a, double b) {
 
 /* Turns the scores of rows into weights beside `others`, the log of what else takes part.  Returns lse. */
 static inline double weigh_seen(seen_row *rows, int num, double others) {
-    double top = others, sum = 0;
+    double top = others;
     for (int i = 0; i < num; i++) top = fmax(top, rows[i].score);
-    for (int i = 0; i < num; i++) sum += rows[i].weight = top == -INFINITY ? 0 : exp(rows[i].score - top);
-    sum += top == -INFINITY ? 0 : exp(others - top);
+    if (top == -INFINITY) top = 0; /* nothing takes part, and all weights are 0 */
+    double sum = exp(others - top);
+    for (int i = 0; i < num; i++) sum += rows[i].weight = exp(rows[i].score - top);
     for (int i = 0; i < num && sum > 0; i++) rows[i].weight /= sum;
-    return sum > 0 ? top + log(sum) : -INFINITY;
+    return top + log(sum);
 }
 
 /* Returns the score of a row from its key's product with the query, times the scale. */

@@ -817,7 +817,8 @@ static void test_exp(const kvc_kernels *kernels) {
     CHECKF(worst <= 2, "%s: exp is off by %g ulp", kernels->name, worst);
 }
 
-/* Several steps of n scores, each drawn by `draw`, against one softmax of all. */
+/* Several steps of n scores, each drawn by `draw`, against one softmax of all.  Each weight is compared before it is
+ * divided by the sum, which world/attention.h does not show. */
 static void check_softmax(const kvc_kernels *kernels, int n, float (*draw)(int step)) {
     enum { STEPS = 5 };
     static float scores[STEPS][KVC_TILE], weights[STEPS][KVC_TILE];
@@ -1085,7 +1086,8 @@ static void test_tiler(const kvc_kernels *kernels, const kvc_tiler *tiler, int t
     }
 }
 
-/* Several steps of n scores, each drawn by `draw`, for each of some rows: their maxima and sums, against float64. */
+/* Several steps of n scores, each drawn by `draw`, for each of some rows: their maxima and sums, against float64.  Sums
+ * are relative to the maxima that the kernel returns, which are rounded: world/attention.h has none of these. */
 static void check_weigh(const kvc_kernels *kernels, const kvc_tiler *tiler, int n, float (*draw)(int step)) {
     enum { STEPS = 4, ROWS = 5 };
     static _Alignas(64) float scores[ROWS * KVC_WEIGHTS_STRIDE];

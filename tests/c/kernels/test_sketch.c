@@ -117,7 +117,8 @@ static void test_scores(const kvc_kernels *kernels, int num_q, int dim, int gap)
            num_q, dim);
 }
 
-/* Weighs the pieces of two tiles, of which the second may have larger scores, no numbers, and rows that are hidden. */
+/* Weighs the pieces of two tiles, of which the second may have larger scores, no numbers, and rows that are hidden.
+ * Weights are relative to the maxima so far: they are no softmax before the last tile. */
 static void test_weigh(const kvc_kernels *kernels, int num_q, int bad) {
     static float scores[MAX_Q * KVC_SCORES], pieces[MAX_Q * 40];
     float max[MAX_Q];
