@@ -1,5 +1,6 @@
 /* A call attends to a part of the rows, and joins the result of another call for the other rows (prior_out in
  * kvc_attend_args).  The test compares it with plain arithmetic over all rows. */
+#define _POSIX_C_SOURCE 200809L /* setenv */
 #include "support/isas.h"
 #include "support/joining.h"
 
