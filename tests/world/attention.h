@@ -2,8 +2,8 @@
  *
  * A test knows by a model of its own which rows there are.  It lists the rows that one query row of one head sees, and
  * attend_plainly() answers the result, its lse, and the weight of each row.  The list is all that attention needs to
- * know of sequences, strides, and cross-attention.  What a policy, a mask, a tree or a choice shows are questions of
- * their own: shows_row(), hides_row(), descends_from(), names_row().  An example, for a causal token at position 7:
+ * know of sequences, strides and cross-attention.  Four functions say what a policy, a mask, a tree and a choice show:
+ * shows_row(), hides_row(), descends_from(), names_row().  A causal token at position 7 is asked about like this:
  *
  *     for (int row = 0; row < num_rows; row++)
  *         if (row <= 7 && shows_row(&layer.policy, 7, row))
@@ -27,13 +27,13 @@ enum { SIGHT_DIM = 576 };
 /* A row that a query sees.  Its key is rotated for the position where the row stands now. */
 typedef struct seen_row {
     int id;               /* the test's own: which row this is */
-    const double *k, *v;  /* [k_dim] and [v_dim].  Where keys hold the values (value_in_key), v is k. */
+    const double *k, *v;  /* [k_dim] and [v_dim].  v is k if keys hold the values (value_in_key). */
     double apart;         /* positions between the query and the row, 0 or more, for ALiBi */
     double score, weight; /* answers.  The weights of all rows, the sink and the prior result add up to 1. */
     double size;          /* answer: the magnitudes of the products that the score is the sum of */
 } seen_row;
 
-/* What a query row of one head sees, and what comes out.  Numbers are 0, and pointers NULL, for what a call lacks. */
+/* A query row of one head, the rows that it sees, and the answers.  Inputs that a call lacks are 0 or NULL. */
 typedef struct sight {
     const double *q;
     int k_dim, v_dim, num;

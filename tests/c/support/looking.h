@@ -334,7 +334,7 @@ static inline kvc_status run_query(const pair *p, const query *a, int num_thread
     return kvc_attend(p->batch, &plan, &args);
 }
 
-/* What a query row of a head sees, to which see_entry adds rows. */
+/* Describes a query row of a head.  see_entry() adds the rows that it sees. */
 static inline sight sight_of(const pair *p, const query *a, int t, int h) {
     static double q[MAX_ROW];
     static seen_row rows[MOST_ENTRIES];
