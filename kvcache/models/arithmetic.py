@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcache.errors import ModelFileError
 from kvcache.models.fields import Fields
 from kvcache.models.reading import MAX_LAYERS
 
-__all__ = ["count"]
+__all__ = ["Counted", "count"]
+
+
+class Counted(NamedTuple):
+    """The number of a model's parameters."""
+
+    total: int
+    embedding: int  # the parameters of the input embedding; 0 if it is the output's, too
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ FAMILIES = {
 }
 
 
-def count(config: Mapping[str, Any]) -> int | None:
+def count(config: Mapping[str, Any]) -> Counted | None:
     """Return the number of parameters that a configuration gives; None if it needs more than arithmetic."""
     fields = Fields(config, "config")
     try:
@@ -54,7 +61,7 @@ def count(config: Mapping[str, Any]) -> int | None:
         return None
 
 
-def _count(fields: Fields, family: Family) -> int:
+def _count(fields: Fields, family: Family) -> Counted:
     hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     head_dim = fields.count("head_dim", family.head_dim or hidden // heads)
     kv_heads = fields.count("num_key_value_heads", heads if family.is_multi_head else None)
@@ -72,6 +79,6 @@ def _count(fields: Fields, family: Family) -> int:
     if family.experts:
         mlp = fields.count(family.experts) * (mlp + hidden)  # the router has a row for each
     num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
-    is_tied = fields.get("tie_word_embeddings", family.is_tied)
-    embeddings = (1 if is_tied else 2) * fields.count("vocab_size") * hidden
-    return embeddings + num_layers * (attention + mlp + family.norms * hidden) + hidden
+    embedding = fields.count("vocab_size") * hidden
+    own = 0 if fields.get("tie_word_embeddings", family.is_tied) else embedding
+    return Counted(embedding + own + num_layers * (attention + mlp + family.norms * hidden) + hidden, own)

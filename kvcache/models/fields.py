@@ -31,7 +31,7 @@ from kvcache.models.reading import (
     read_file,
 )
 
-__all__ = ["Fields", "read_json", "read_safetensors_header", "text_decoder"]
+__all__ = ["Fields", "read_json", "read_safetensors_header", "text_decoder", "text_parts"]
 
 INDEX = "model.safetensors.index.json"  # names the file of each tensor, where weights are split into several files
 
@@ -288,16 +288,22 @@ def _parse(data: bytes, path: Path) -> dict[str, Any]:
     return values
 
 
-def text_decoder(values: Mapping[str, Any], source: str) -> Fields:
-    """Find the text decoder's part of a configuration, and give its fields the names of `NAMES`."""
+def text_parts(values: Mapping[str, Any], source: str) -> list[Mapping[str, Any]]:
+    """Return a configuration, and those nested in it; the last one is the text decoder's."""
     parts = [Fields(values, source).values]
-    if classes.architecture(values) == "SpeechT5ForTextToSpeech":  # its encoder gets text, its decoder speech
-        names = ("max_speech_positions", "max_text_positions")
-        parts = [{**values, **dict(zip(names, map(values.get, reversed(names)), strict=True))}]
     while (part := _part(parts[-1], source)) is not None:
         if len(parts) > MAX_PARTS:  # also stops at an object that holds itself
             raise ModelFileError(f"{source}: more than {MAX_PARTS} configurations are nested in each other")
         parts.append(part)
+    return parts
+
+
+def text_decoder(values: Mapping[str, Any], source: str) -> Fields:
+    """Find the text decoder's part of a configuration, and give its fields the names of `NAMES`."""
+    if classes.architecture(values) == "SpeechT5ForTextToSpeech":  # its encoder gets text, its decoder speech
+        names = ("max_speech_positions", "max_text_positions")
+        values = {**values, **dict(zip(names, map(values.get, reversed(names)), strict=True))}
+    parts = text_parts(values, source)
     fields = _named(parts[-1], source)
     fields["model_types"] = [name for part in parts if isinstance(name := part.get("model_type"), str)]
     fields["beside"] = [

@@ -12,15 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcache.errors import KVCacheError, NotSupportedError, plain, shown
 from kvcache.models import arithmetic, classes, gguf
+from kvcache.models.arithmetic import Counted
 from kvcache.models.configuration import read_config
-from kvcache.models.fields import INDEX, Fields, find_config, is_gguf, read_json
+from kvcache.models.fields import INDEX, Fields, find_config, is_gguf, read_json, text_parts
 from kvcache.models.reading import MAX_MODULES
 
-__all__ = ["CPU_TORCH", "Index", "count", "in_gguf", "read_index", "share_read", "share_read_in_gguf"]
+__all__ = ["CPU_TORCH", "Index", "Parts", "count", "has_experts", "in_gguf", "parts", "parts_in_gguf", "read_index"]
 
 # Tasks of transformers' classes, as its mappings are named; the first that has the model is made.
 TASKS = "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM"
@@ -30,6 +31,9 @@ EXPERTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_exper
 PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts",
 )  # fmt: skip
+# How names of tensors in a GGUF begin that tokens of text do not read, or of which they read a row: encoders of images
+# and sounds, embeddings of each layer.
+UNREAD_IN_GGUF = "v.", "mm.", "a.", "per_layer_token_embd."
 MAX_DEPTH = 3  # of configurations in each other, where experts are looked for
 
 NOT_OF_SHAPES = "dtype", "torch_dtype", "quantization_config"  # these may be unknown to transformers
@@ -96,8 +100,8 @@ def count(source: Any) -> int:
         if is_gguf(path):
             return in_gguf(gguf.read_header(path))
         number = _in_index(path)
-        return _counted(read_json(path), plain(path)) if number is None else number
-    return _counted(source, "config")
+        return _counted(read_json(path), plain(path)).total if number is None else number
+    return _counted(source, "config").total
 
 
 def _in_index(path: Path) -> int | None:
@@ -117,33 +121,76 @@ def in_gguf(header: gguf.Header) -> int:
     return sum(math.prod(tensor.shape) for tensor in header.tensors.values())
 
 
-def share_read(source: Any) -> float | None:
-    """Return the share of a model's parameters that are read to decode a token; None if it cannot be counted.
+class Parts(NamedTuple):
+    """The parts of a model's parameters, or of their bytes, that decoding reads in different ways."""
 
-    It is 1, unless tokens go through some of the model's experts only. Then the parameters are counted twice: as they
-    are, and with so few experts. `source` is what `count` takes, except a GGUF.
+    total: int
+    unread: int = 0  # parts for other inputs than text, and input embeddings that are not the output's: a row is read
+    experts: int = 0  # the experts among which tokens choose
+    share_used: float = 1.0  # the share of the experts that a token goes through
 
-    >>> share_read({"model_type": "llama"})
-    1.0
+
+def parts(source: Any, may_make: bool = True) -> Parts:
+    """Count what decoding reads of a model's parameters.
+
+    A model with experts is counted three times: as it is, with as many experts as a token goes through, and with twice
+    as many. `source` is what `count` takes, except a GGUF. With `may_make` false, raise `NotSupportedError` for a model
+    that transformers would have to make; otherwise raise as `count` does.
+
+    >>> parts({"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64,
+    ...        "intermediate_size": 96, "vocab_size": 100, "tie_word_embeddings": False})
+    Parts(total=82752, unread=6400, experts=0, share_used=1.0)
     """
-    config = source
-    if isinstance(source, str | os.PathLike):
-        config = read_json(find_config(source))
-    elif not isinstance(source, Mapping):
-        config = source.to_dict()
-    read = _with_experts_of_a_token(config)
-    if read == config:
-        return 1.0
+    config, name = _config(source)
+    text = _text(config, name)
+    if not may_make and arithmetic.count(text) is None:
+        raise NotSupportedError(f"{name}: counting needs transformers")
+    total = count(source)
     try:
-        return count(read) / max(1, count(config))
-    except KVCacheError:
-        return None
+        whole = _counted(text, name)
+    except KVCacheError:  # transformers makes only the model that has it as a part
+        text = config
+        whole = _counted(text, name)
+    unread = max(0, total - whole.total) + whole.embedding
+    if _with_experts(text, 1) == text:
+        return Parts(total, unread)
+    once, twice = (_counted(_with_experts(text, times), name).total for times in (1, 2))
+    used = twice - once
+    experts = max(used, whole.total - once + used)
+    return Parts(total, unread, experts, used / max(1, experts))
 
 
-def _with_experts_of_a_token(config: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
-    """Return a configuration with as many experts as a token goes through."""
+def has_experts(source: Any) -> bool:
+    """Return whether tokens go through some of a model's experts only; `source` is what `count` takes, except a GGUF.
+
+    >>> has_experts({"model_type": "llama"})
+    False
+    """
+    config, _ = _config(source)
+    return _with_experts(config, 1) != config
+
+
+def _config(source: Any) -> tuple[dict[str, Any], str]:
+    """Return the content of a configuration, and its name for messages."""
+    if isinstance(source, str | os.PathLike):
+        path = find_config(source)
+        return read_json(path), plain(path)
+    return {**source} if isinstance(source, Mapping) else source.to_dict(), "config"
+
+
+def _text(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the configuration of a model's text decoder, as if the decoder were the whole model."""
+    whole, *others = text_parts(config, name)
+    if not others:
+        return whole
+    tied = {key: whole[key] for key in ("tie_word_embeddings",) if whole.get(key) is not None}
+    return {**others[-1], **tied}
+
+
+def _with_experts(config: Mapping[str, Any], times: int, depth: int = 0) -> dict[str, Any]:
+    """Return a configuration with `times` as many experts as a token goes through; without experts, as it is."""
     own: dict[str, Any] = {
-        name: _with_experts_of_a_token(value, depth + 1) if isinstance(value, Mapping) and depth < MAX_DEPTH else value
+        name: _with_experts(value, times, depth + 1) if isinstance(value, Mapping) and depth < MAX_DEPTH else value
         for name, value in config.items()
     }
     known = classes.of(config.get("model_type")).defaults.get("num_experts_per_tok")
@@ -152,35 +199,44 @@ def _with_experts_of_a_token(config: Mapping[str, Any], depth: int = 0) -> dict[
     if type(used) is not int or used < 1:
         return own
     if known is not None and not any(name in own for name in EXPERTS):  # the type has a default number of experts
-        return own | dict.fromkeys(EXPERTS, used)
-    return own | {name: min(used, own[name]) for name in EXPERTS if type(own.get(name)) is int}
+        return own | dict.fromkeys(EXPERTS, times * used)
+    return own | {name: times * min(used, own[name]) for name in EXPERTS if type(own.get(name)) is int}
 
 
-def share_read_in_gguf(headers: Sequence[gguf.Header]) -> float:
-    """Return the share of the elements of a GGUF's files that are read to decode a token, as `share_read`."""
+def parts_in_gguf(headers: Sequence[gguf.Header], in_bytes: bool) -> Parts:
+    """Count what a token reads of a GGUF's files, as `parts`: the elements of tensors, or their bytes."""
     found = [header.metadata for header in headers if "general.architecture" in header.metadata]
     keys = [f"{found[0]['general.architecture']}.expert_{name}count" for name in ("used_", "")] if found else []
-    used, experts = (found[0].get(key) for key in keys) if keys else (None, None)
-    if type(used) is not int or type(experts) is not int or not 0 < used < experts:
-        return 1.0
-    sizes = [(name, math.prod(tensor.shape)) for header in headers for name, tensor in header.tensors.items()]
-    read = sum(size * used / experts if "_exps." in name else size for name, size in sizes)
-    return read / max(1, sum(size for _, size in sizes))
+    used, number = (found[0].get(key) for key in keys) if keys else (None, None)
+    share = used / number if type(used) is int and type(number) is int and 0 < used < number else 1.0
+    sizes = [
+        (name, (tensor.nbytes if in_bytes else None) or math.prod(tensor.shape))
+        for header in headers
+        for name, tensor in header.tensors.items()
+    ]
+    names = {name for name, _ in sizes}
+    is_read = {name: not name.startswith(UNREAD_IN_GGUF) for name in names}
+    is_read["token_embd.weight"] = "output.weight" not in names
+    return Parts(
+        sum(size for _, size in sizes),
+        sum(size for name, size in sizes if not is_read[name]),
+        sum(size for name, size in sizes if "_exps." in name and share < 1),
+        share,
+    )
 
 
-def _counted(config: Any, name: str) -> int:
-    number = arithmetic.count(config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)())
-    return _made(config, name) if number is None else number
+def _counted(config: Any, name: str) -> Counted:
+    found = arithmetic.count(config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)())
+    return _made(config, name) if found is None else found
 
 
-def _made(config: Any, name: str) -> int:
+def _made(config: Any, name: str) -> Counted:
     """Let transformers make a model without weights, and count its parameters."""
     try:
         import torch
         import transformers
     except ImportError as error:
-        run = CPU_TORCH if error.name == "torch" else "pip install transformers"
-        needs = f"counting needs {error.name}, which is not installed; run: {run}"
+        needs = f"counting needs {error.name}, which is not installed; run: pip install transformers, and {CPU_TORCH}"
         raise NotSupportedError(f"{name}: {needs}") from None
     try:
         with _silence(), _limit(), torch.device("meta"):
@@ -192,10 +248,20 @@ def _made(config: Any, name: str) -> int:
             if made is None:
                 auto: Any = transformers.AutoModel
                 made = partial(auto.from_config, trust_remote_code=False)
-            return int(made(config).num_parameters())
+            model = made(config)
+            return Counted(int(model.num_parameters()), _embedding(model))
     except Exception as error:  # a file may say anything
         what = f"{type(error).__name__}: {shown(str(error))}"
         raise NotSupportedError(f"{name}: transformers cannot make the model ({what})") from None
+
+
+def _embedding(model: Any) -> int:
+    """Return the parameters of a model's input embedding; 0 if it is the output's, too, or the model has no output."""
+    output = model.get_output_embeddings()
+    if output is None:
+        return 0
+    weight = model.get_input_embeddings().weight
+    return 0 if output.weight is weight else weight.numel()
 
 
 @contextmanager

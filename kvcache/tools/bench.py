@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.arguments import INT32_MAX, INT64_MAX, MAX_THREADS, integer
+from kvcache.batch import Batch
 from kvcache.cache import KVCache
 from kvcache.layer import DTYPES, MAX_DIM, MAX_LAYERS, DType, bytes_of_token, count, why_not
 from kvcache.runtime import get_num_threads, show_config
@@ -46,6 +47,7 @@ OURS_IN_ALL, PEER_IN_ALL = 0.3, 0.14
 CALL = 2 << 20  # bytes per thread and call: much longer than a call's overhead, much shorter than a time slice
 SELECT_TOKENS = 16384  # context of a cache in which selecting is timed
 PUT_TOKENS = 512  # tokens of a batch that fills a cache
+CHOSEN = 2048  # rows that a token chooses by index keys
 ROOM = 64  # tokens for which a cache has space beyond the context: in use, the default block is not full
 SHORT, SHORT_DIM = "decode x 64", 64  # the part that decodes with short heads, too, beside heads of 128
 PROMPT = 64 * 8192 * 32 * 256  # multiply-adds of a timed prompt, 64 tokens of the default shape; 512 take 8 % less each
@@ -58,7 +60,8 @@ class Shape:
     """The attention of a model, over a context; values are by default as long as keys, and threads `get_num_threads`.
 
     `num_layers` is the model's number of layers; fewer are measured. `value_in_key`: values are the first elements of
-    their keys, as in multi-head latent attention. Raises ``ValueError`` or ``TypeError`` if a number is out of range or
+    their keys, as in multi-head latent attention. `v_head_dim=0`: an indexer's keys alone, among which tokens choose
+    rows. Raises ``ValueError`` or ``TypeError`` if a number is out of range or
     no integer, or `num_heads` is no multiple of `num_kv_heads`.
     """
 
@@ -75,14 +78,14 @@ class Shape:
         most = {"num_layers": MAX_LAYERS, "context": INT32_MAX - 1, "threads": MAX_THREADS}
         for name, value in asdict(self).items():
             if name != "value_in_key" and value is not None:
-                integer(value, name, 1, most.get(name, MAX_DIM))
+                integer(value, name, 0 if name == "v_head_dim" else 1, most.get(name, MAX_DIM))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads}: must be a multiple of num_kv_heads, {self.num_kv_heads}")
 
     @property
     def v_dim(self) -> int:
         """The number of elements of a value of one head."""
-        return self.v_head_dim or self.head_dim
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     def token_bytes(self, dtype: DType) -> int:
         """Return the bytes of the rows of a token in one layer."""
@@ -164,7 +167,8 @@ class _Filled:
         self._layer = 0
         rng = np.random.default_rng(0)
         self._k = rng.standard_normal((PUT_TOKENS, shape.num_kv_heads, shape.head_dim), np.float32)
-        self._v = None if shape.value_in_key else np.resize(self._k[::-1], (*self._k.shape[:2], shape.v_dim))
+        has_values = shape.v_dim and not shape.value_in_key
+        self._v = np.resize(self._k[::-1], (*self._k.shape[:2], shape.v_dim)) if has_values else None
         self._cache = KVCache(
             self.layers, shape.num_kv_heads, shape.head_dim, shape.context + ROOM, v_head_dim=shape.v_dim,
             value_in_key=shape.value_in_key, dtype=dtype, num_threads=shape.threads, sketch=sketch,
@@ -184,10 +188,20 @@ class _Filled:
                     batch.put(layer, *rows)
 
     def attending(self, num_tokens: int, select: int | None = None) -> Entrant:
-        """Return an entrant that times attention of the last tokens, storing them included, per layer."""
+        """Return an entrant that times attention of the last tokens, storing them included, per layer.
+
+        In layers of index keys alone, the tokens choose rows instead.
+        """
         shape, rows = self.shape, self._rows(num_tokens)
         q = np.random.default_rng(1).standard_normal((num_tokens, shape.num_heads, shape.head_dim), np.float32)
         scale = shape.head_dim**-0.5
+
+        def call(batch: Batch) -> None:
+            if shape.v_dim:
+                batch.attend(self._layer, q, *rows, scale=scale, select=select)
+            else:
+                batch.put(self._layer, rows[0])
+                batch.choose(self._layer, q, width=min(CHOSEN, shape.context), relu=True)
 
         def run(count: int) -> list[float]:
             self._hold(shape.context - num_tokens)
@@ -196,7 +210,7 @@ class _Filled:
             try:
                 for _ in range(count):
                     start = time.perf_counter()
-                    batch.attend(self._layer, q, *rows, scale=scale, select=select)
+                    call(batch)
                     seconds.append(time.perf_counter() - start)
                     self._layer = (self._layer + 1) % self.layers
             finally:
@@ -237,9 +251,9 @@ class _Filled:
 def decode_rates(shape: Shape, dtypes: Sequence[DType] = DTYPES, seconds: float = 1.0) -> dict[DType, float]:
     """Measure how many bytes of rows per second attention of one token reads from memory, by type.
 
-    Divided by the bytes that all layers hold of a sequence, they are the tokens per second of attention. A long context
-    of the shape is cut short: the rate stays the same. Types that its rows cannot have are left out. It takes about
-    `seconds`.
+    Index keys are read to choose rows by them. Divided by the bytes that all layers hold of a sequence, the rates are
+    the tokens per second of attention. A long context of the shape is cut short: the rate stays the same. Types that
+    its rows cannot have are left out. It takes about `seconds`.
     """
     end = time.perf_counter() + seconds
     known = [dtype for dtype in _check_dtypes(dtypes) if not shape.why_not(dtype)]

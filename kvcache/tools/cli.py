@@ -10,7 +10,6 @@ import sys
 from argparse import ArgumentTypeError
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
@@ -24,9 +23,9 @@ from kvcache.models import shapes
 from kvcache.models.reading import expanded
 from kvcache.policy import CrossAttention, SlidingWindow
 from kvcache.runtime import __version__, get_num_threads, print_values, show_config
-from kvcache.selecting import least_tokens, with_sketches
+from kvcache.selecting import least_tokens
 from kvcache.system import available_memory, readable, why_threads
-from kvcache.tools import memory_plan, shown_plan
+from kvcache.tools import memory_plan, rates, shown_plan, weighing
 from kvcache.tools.arguments import advise_order, parse_size, parse_tokens, prompt_bytes
 from kvcache.tools.pages import Command, Group
 from kvcache.tools.terminal import print_error, print_paragraph, print_table, progress, run
@@ -119,12 +118,12 @@ def _rate_or_size(text: str, such: str) -> Any:
 
 def _weights(text: str) -> str | int:
     """Return the type of weights that a text names, or the number of bytes."""
-    if text.lower() in memory_plan.WEIGHT_TYPES:
+    if text.lower() in weighing.WEIGHT_TYPES:
         return text.lower()
     try:
         nbytes = 0 if text.lower() == "none" else parse_size(text)
     except ArgumentTypeError:
-        types = ", ".join(memory_plan.WEIGHT_TYPES)
+        types = ", ".join(weighing.WEIGHT_TYPES)
         raise typer.BadParameter(f"{text!r} is no size, such as 4.7GB or none, and no type: {types}") from None
     if 0 < nbytes < LEAST_WEIGHTS:  # gigabytes or parameters were meant
         raise typer.BadParameter(
@@ -255,6 +254,12 @@ def plan_command(
     bandwidth: Annotated[
         Any, _rate_or_size("Plan for a machine that reads memory so fast, such as 400GB/s.", "400GB/s")
     ] = None,
+    cores: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=MAX_THREADS, metavar="N", help="With --bandwidth: so many cores, each as fast as one here."
+        ),
+    ] = None,
     window: Annotated[int | None, _tokens("Plan also for a window of N tokens.", 1)] = None,
     sink_tokens: Annotated[int, _tokens("With --window: the first N tokens stay.", 0)] = 0,
     select: Annotated[int | None, _tokens("Plan also for tokens that read about N rows, such as 2k.", 1)] = None,
@@ -270,6 +275,7 @@ def plan_command(
         raise typer.BadParameter(
             "it needs --window: without one every token is seen anyway", param_hint="--sink-tokens"
         )
+    _check_cores(cores, bandwidth, measure)
     shape = shapes.read(model, max_source_len)
     context = context or shape.max_seq_len or CONTEXT
     types = _types(shape, model, dtype)
@@ -279,12 +285,14 @@ def plan_command(
         if measure:
             show("counting weights", 0)
         found = _memory(model, weights, memory)
-        rates = None if bandwidth is None else memory_plan.Rates.of_bandwidth(bandwidth)
-        if rates is None and measure:
+        known = None if bandwidth is None else rates.given(bandwidth)
+        if cores is not None or (bandwidth is None and measure):
             show("measuring attention", 0.5)
-            rates = _rates(shape, context, threads, types, select)
+            dtypes = [*dict.fromkeys(one for stored in types for one in memory_plan.keys_and_values(stored))]
+            known = rates.measure(shape, dtypes, context=context, threads=1 if cores else threads, select=select)
+            known = known if cores is None else rates.of_cores(bandwidth, cores, known)
     made = memory_plan.make(
-        shape, found, context=context, sequences=sequences, dtypes=types, window=policy, select=select, rates=rates
+        shape, found, context=context, sequences=sequences, dtypes=types, window=policy, select=select, rates=known
     )
     if plot is not None:
         shown_plan.draw(shape, made, types, policy, plot, select)
@@ -313,48 +321,18 @@ def _memory(model: Path, weights: str | int | None, free: int | None) -> memory_
         raise typer.BadParameter(f"{error}: give a size, such as 4.7GB", param_hint="--weights") from None
 
 
+def _check_cores(cores: int | None, bandwidth: int | None, measure: bool) -> None:
+    if cores is not None and (bandwidth is None or not measure):
+        needs = "--bandwidth, of the machine that has so many cores" if bandwidth is None else "to measure a core here"
+        raise typer.BadParameter(f"it needs {needs}", param_hint="--cores")
+
+
 def _check_selection(context: int, select: int | None) -> None:
     if select is not None and context < (least := least_tokens(select)):
         raise typer.BadParameter(
             f"tokens read all rows of a text of {context:,} tokens: give --context {least:,} or more",
             param_hint="--select",
         )
-
-
-def _rates(
-    shape: shapes.Shape, context: int, threads: int | None, types: Sequence[str], select: int | None
-) -> memory_plan.Rates:
-    """Measure the rates that a plan needs.
-
-    Weights are read as fast as the rows of the fastest type, which memory limits.
-    """
-    from kvcache.tools import bench
-
-    dtypes = [*dict.fromkeys(one for stored in ["f16", *types] for one in memory_plan.keys_and_values(stored))]
-    selecting = {}
-    if select is not None:
-        sketched = replace(shape, layers=tuple(with_sketches(shape.layers, select)))
-        selecting = bench.select_rates(_bench_shape(sketched, context, threads), select, dtypes)
-    rows = bench.decode_rates(_bench_shape(shape, context, threads), dtypes)
-    return memory_plan.Rates(max(rows.values()), "measured here", rows, selecting)
-
-
-def _bench_shape(shape: shapes.Shape, context: int, threads: int | None) -> bench.Shape:
-    """Return the shape of the layer to measure: it stores most, among layers with sketches if there are any."""
-    from kvcache.tools import bench
-
-    with_rows = [pair for pair in zip(shape.num_heads, shape.layers, strict=True) if pair[1].policy is not None]
-    num_heads, layer = max(with_rows, key=lambda pair: (pair[1].sketch, pair[1].num_kv_heads * pair[1].head_dim))
-    return bench.Shape(
-        num_layers=sum(layer.policy is not None for layer in shape.layers[: shape.num_layers]),
-        num_heads=num_heads,
-        num_kv_heads=layer.num_kv_heads,
-        head_dim=layer.head_dim,
-        v_head_dim=layer.v_head_dim,
-        value_in_key=layer.value_in_key,
-        context=context,
-        threads=threads or get_num_threads(),
-    )
 
 
 # ---- kvcache bench
@@ -382,7 +360,7 @@ def bench_command(
     _check_picture(plot)
     shape = bench.Shape(context=context, threads=threads or get_num_threads())
     if model is not None:
-        shape = _bench_shape(shapes.read(model, context), context, threads)
+        shape = rates.largest_layer(shapes.read(model, context), context, threads)
     record = _measure(shape, seconds, peers)
     if plot is not None:
         bench.picture(record).savefig(plot)

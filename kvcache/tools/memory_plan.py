@@ -1,38 +1,33 @@
 """Plan a model's cache: its memory by type and policy, what fits beside the weights, and how fast a machine decodes.
 
 `make` computes the plan without allocating a cache, by `Layer.most_bytes`. The speed of decoding follows from the rates
-at which a machine reads weights, and rows of each type. They are given, or `kvcache.tools.bench` measures them.
+at which a machine reads weights, and rows of each type, which `kvcache.tools.rates` measures or takes as given.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcache import system
 from kvcache.arguments import INT32_MAX
-from kvcache.errors import KVCacheError, ModelFileError, NotSupportedError, plain
+from kvcache.errors import KVCacheError, NotSupportedError, plain
 from kvcache.layer import DTYPES, DType, Layer, Sizes, count, to_dtype
-from kvcache.models import gguf, parameters, states
+from kvcache.models import states
 from kvcache.models.configuration import read_config
-from kvcache.models.fields import INDEX, find_weights, is_gguf
-from kvcache.models.reading import expanded
 from kvcache.models.shapes import PREFILL_TOKENS, Shape
 from kvcache.policy import CrossAttention, FullAttention, Policy, most_rows, written
 from kvcache.selecting import rows_read, with_sketches
-
-if TYPE_CHECKING:
-    from kvcache.tools.bench import SelectRates
+from kvcache.tools.rates import Kind, Rates
+from kvcache.tools.weighing import weigh
 
 __all__ = [
-    "AS_IT_IS", "NO_ATTENTION", "RECOMMENDED", "WEIGHT_TYPES", "Group", "Memory", "Plan", "Rates", "Row", "Weights",
-    "available_memory", "every_type", "keys_and_values", "make", "usual_types", "variants", "weigh", "why_not",
+    "AS_IT_IS", "NO_ATTENTION", "RECOMMENDED", "Group", "Memory", "Plan", "Row", "available_memory", "every_type",
+    "keys_and_values", "make", "usual_types", "variants", "why_not",
 ]  # fmt: skip
 
 MOST_TOKENS = INT32_MAX - 1
@@ -40,25 +35,6 @@ AS_IT_IS = "the model's own"
 NO_ATTENTION = "no attention"
 # Types that docs/choosing.md recommends. A stroke separates the types of keys and of values.
 RECOMMENDED = "f16", "int8", "int6", "int6/int4", "int4"
-
-# Types of weights: elements and bytes of a block. ggml's whole numbers are not among them.
-WEIGHT_TYPES = {
-    **{name.lower(): sizes for name, *sizes in gguf.TENSOR_TYPES.values() if not re.fullmatch(r"I\d+", name)},
-    "fp8": [1, 1],
-    "int8": [1, 1],
-}
-# The names of these types in a configuration.
-NAMED = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A model's weights, which take memory beside the cache."""
-
-    nbytes: int | None  # None: they are not counted
-    source: str  # where the figure comes from, or why there is none
-    num_parameters: int | None = None  # None: not counted
-    read: int | None = None  # bytes that are read to decode a token; None: it is not known how many
 
 
 @dataclass(frozen=True)
@@ -71,6 +47,8 @@ class Memory:
     weights_source: str = "there is no model"  # where this figure comes from, or why there is none
     num_parameters: int | None = None  # None: not counted
     weights_read: int | None = 0  # bytes that are read to decode a token; None: it is not known how many
+    experts: int = 0  # bytes of weights of the experts among which tokens choose
+    share_used: float = 1.0  # the share of the experts that a token goes through
     states: int | None = 0  # bytes of the recurrent states of a sequence; None: they are not counted
     states_source: str = ""  # which layers have them, or why they are not counted
 
@@ -78,23 +56,14 @@ class Memory:
         """Return the bytes of weights and of states of `sequences`, as far as they are counted."""
         return (self.weights or 0) + sequences * (self.states or 0)
 
+    def read_together(self, sequences: int) -> float | None:
+        """Return the bytes of weights that are read to decode a token of each sequence at once; None: not known.
 
-@dataclass(frozen=True)
-class Rates:
-    """The bytes per second at which a machine reads what decoding needs."""
-
-    memory: float  # weights and states
-    source: str  # where the figures come from
-    rows: Mapping[DType, float]
-    selecting: Mapping[DType, SelectRates]
-
-    @classmethod
-    def of_bandwidth(cls, memory: float) -> Rates:
-        """Return the rates of a machine that reads everything at the same given rate."""
-        from kvcache.tools.bench import SelectRates
-
-        every = dict.fromkeys(DTYPES, SelectRates(memory, memory))
-        return cls(memory, "as given", dict.fromkeys(DTYPES, memory), every)
+        Each token is taken to choose its experts at random.
+        """
+        if self.weights_read is None:
+            return None
+        return self.weights_read + self.experts * (1 - (1 - self.share_used) ** sequences - self.share_used)
 
 
 @dataclass(frozen=True)
@@ -123,7 +92,8 @@ class Row:
     needs: int  # bytes of rows, of weights and states as far as they are counted, and `prompt_nbytes`
     fits: bool | None  # whether all that fits; None: it does, and weights or states are not counted
     longest_context: int | None  # most tokens of each sequence that fit; None: no limit
-    tokens_per_second: float | None  # at most, decoding one sequence of full length; None: no rates
+    most_sequences: int | None  # most sequences of that context that fit; None: no limit
+    tokens_per_second: float | None  # at most, of all sequences together at full length; None: it is not known
     prompt_nbytes: int  # more bytes while a prompt runs in pieces of PREFILL_TOKENS: windows hold an open batch, too
     read_nbytes: int  # bytes that attention reads to decode a token of one sequence of full length
     sketch_nbytes: int  # bytes of sketches, which `nbytes` counts, too
@@ -134,7 +104,7 @@ class Row:
 class _Read:
     """The bytes that attention reads to decode a token, by type."""
 
-    rows: Counter[DType]  # of layers that read all rows that they see, or rows that an indexer chooses
+    rows: Counter[tuple[Kind, DType]]  # of layers that read all rows that they see, or rows that an indexer chooses
     sketches: Counter[DType]  # by the keys' type
     selected: Counter[DType]  # rows that sketches select
 
@@ -153,6 +123,7 @@ class Plan:
     bandwidth_source: str | None
     groups: list[Group]
     rows: list[Row]
+    left_out: list[str]  # why the table lacks some of the `RECOMMENDED` types
 
 
 def make(
@@ -181,7 +152,16 @@ def make(
         for stored, made in by_type.items():
             read = _read(made[policy], shape, context, select)
             rows.append(
-                _row(policy, stored, made[policy], context, sequences, memory, read, _speed(read, memory, rates))
+                _row(
+                    policy,
+                    stored,
+                    made[policy],
+                    context,
+                    sequences,
+                    memory,
+                    read,
+                    _speed(read, memory, rates, sequences),
+                )
             )
     return Plan(
         shape.model_type,
@@ -194,7 +174,15 @@ def make(
         bandwidth_source=None if rates is None else rates.source,
         groups=_groups(own, shape.num_layers, context, sequences),
         rows=rows,
+        left_out=_left_out(shape, [*by_type]),
     )
+
+
+def _left_out(shape: Shape, dtypes: Sequence[str]) -> list[str]:
+    """Return why a plan lacks recommended types, unless others are left out, too, because somebody chose the types."""
+    why = {one: why_not(shape, one) for one in RECOMMENDED}
+    is_chosen = any(reason is None and one not in dtypes for one, reason in why.items())
+    return [] if is_chosen else [*dict.fromkeys(reason for reason in why.values() if reason)]
 
 
 def variants(shape: Shape, stored: str, window: Policy | None, select: int | None) -> dict[str, list[Layer]]:
@@ -257,8 +245,18 @@ def available_memory(model: Any = None, weights: str | int | None = None, free: 
     here = system.available_memory() if free is None else (free, "as given")
     if model is None:
         return Memory(*here)
-    found = weigh(model, weights)
-    return Memory(*here, found.nbytes, found.source, found.num_parameters, found.read, *_states(model))
+    found, (of_states, states_source) = weigh(model, weights), _states(model)
+    return Memory(
+        *here,
+        weights=found.nbytes,
+        weights_source=found.source,
+        num_parameters=found.num_parameters,
+        weights_read=found.read,
+        experts=found.experts,
+        share_used=found.share_used,
+        states=of_states,
+        states_source=states_source,
+    )
 
 
 def _states(model: Any) -> tuple[int | None, str]:
@@ -268,103 +266,6 @@ def _states(model: Any) -> tuple[int | None, str]:
     except KVCacheError as error:
         return None, str(error)
     return sum(found), f"in {count(len(found), 'layer')}" if found else ""
-
-
-def weigh(model: Any, given: str | int | None = None) -> Weights:
-    """Return the size of a model's weights, and how many bytes a token reads.
-
-    `given` is a type of `WEIGHT_TYPES`, in which every parameter is counted, or the number of bytes. By default: the
-    bytes of the model's files if they are there, or the bytes that the files' index gives. Otherwise every parameter
-    counts in the type that the configuration names, as `kvcache.models.parameters.count` counts them. Raise
-    `ModelFileError` or `NotSupportedError` if parameters cannot be counted.
-    """
-    path = expanded(model) if isinstance(model, str | Path) else None
-    files = None if path is None or not path.is_file() or not is_gguf(path) else _gguf_files(path)
-    if isinstance(given, int):
-        found = Weights(given, "as given")
-    elif given is not None:
-        found = _in_type(given, _num_parameters(model, files))
-    else:
-        found = _found(model, path, files)
-    if not found.nbytes:
-        return replace(found, read=found.nbytes)
-    share = parameters.share_read(model) if files is None else _share_of_files(*files)
-    return replace(found, read=None if share is None else round(share * found.nbytes))
-
-
-def _found(model: Any, path: Path | None, files: tuple[list[Path], int] | None) -> Weights:
-    """Return the size of a model's own weights; `files` are the files of a GGUF, and how many there should be."""
-    if files is not None:
-        return _files(*files)
-    if path is not None:
-        folder = path if path.is_dir() else path.parent
-        if beside := _weight_files(folder):
-            return _files(beside, len(beside))
-        index = parameters.read_index(folder)
-        if index is not None:
-            return Weights(index.nbytes, f"as {INDEX} says", index.num_parameters)
-    return _counted(model)
-
-
-def _num_parameters(model: Any, files: tuple[list[Path], int] | None) -> int:
-    """Count a model's parameters; `files` as for `_found`."""
-    if files is None:
-        return parameters.count(model)
-    found, num_files = files
-    if len(found) < num_files:
-        raise ModelFileError(f"{plain(found[0])}: {len(found)} of the model's {num_files} files are there")
-    return sum(parameters.in_gguf(gguf.read_header(file)) for file in found)
-
-
-def _share_of_files(found: Sequence[Path], num_files: int) -> float | None:
-    return parameters.share_read_in_gguf([*map(gguf.read_header, found)]) if len(found) == num_files else None
-
-
-def _in_type(dtype: str, num_parameters: int, note: str = "") -> Weights:
-    elements, nbytes = WEIGHT_TYPES[dtype]
-    source = f"{num_parameters:,} parameters in {dtype}{note}"
-    return Weights(-(-num_parameters // elements) * nbytes, source, num_parameters)
-
-
-def _files(files: Sequence[Path], num_files: int) -> Weights:
-    if len(files) < num_files:
-        return Weights(None, f"{len(files)} of the model's {num_files} files are there")
-    return Weights(sum(file.stat().st_size for file in files), "the model's files")
-
-
-def _gguf_files(path: Path) -> tuple[list[Path], int]:
-    """Return the files there are of a GGUF that may be split, and how many there should be."""
-    part = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.gguf)", path.name)
-    if part is None or not int(part[3]):
-        return [path], 1
-    names = [f"{part[1]}{i:05}{part[2]}" for i in range(1, int(part[3]) + 1)]
-    return [path.parent / name for name in names if (path.parent / name).is_file()], len(names)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Return a folder's weights: the safetensors that transformers would read, else others, else PyTorch's; or none."""
-    named = find_weights(folder)
-    files = [file for file in named if file is not None and file.is_file()]
-    if len(named) == len(files):
-        return files
-    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin")) if len(named) == 1 else []
-
-
-def _counted(model: Any) -> Weights:
-    """Count the weights from a configuration alone, in the type that it names."""
-    try:
-        config = read_config(model)
-        packed = config.part("quantization_config")
-        how = None if packed is None else packed.text("quant_method", "its quantization_config")
-        named = config.text("dtype", "").removeprefix("torch.")
-        number = parameters.count(model)
-    except KVCacheError as error:
-        return Weights(None, str(error))
-    if how is not None:
-        return Weights(None, f"{number:,} parameters, packed by {plain(how)}", number)
-    if named and named not in NAMED:
-        return Weights(None, f"{number:,} parameters in {plain(named)}", number)
-    return _in_type(NAMED.get(named, "f32"), number, "" if named else ", as the configuration names no type")
 
 
 def _row(
@@ -394,9 +295,12 @@ def _row(
         needs=needs(context),
         fits=_fits(needs(context), memory),
         longest_context=_longest(needs, memory.free),
+        most_sequences=_most_sequences(
+            memory.free - memory.beside(0) - prompt(context), sizes.most_bytes(context) + (memory.states or 0)
+        ),
         tokens_per_second=speed,
         prompt_nbytes=prompt(context),
-        read_nbytes=sum(map(Counter.total, (read.rows, read.sketches, read.selected))),
+        read_nbytes=read.rows.total() + read.sketches.total() + read.selected.total(),
         sketch_nbytes=nbytes - sequences * Sizes(map(_plain, layers), None).most_bytes(context),
         num_selecting=sum(layer.sketch for layer in layers),
     )
@@ -414,7 +318,7 @@ def _read(layers: Sequence[Layer], shape: Shape, context: int, select: int | Non
     are not read.
     """
     read = _Read(Counter(), Counter(), Counter())
-    for layer, chosen in zip(layers, shape.chosen, strict=True):
+    for layer, num_heads, chosen in zip(layers, shape.num_heads, shape.chosen, strict=True):
         own = _plain(replace(layer, share=None))
         seen = most_rows(layer.policy, context)
         found = rows_read(select, seen) if layer.sketch and select is not None else seen
@@ -423,7 +327,9 @@ def _read(layers: Sequence[Layer], shape: Shape, context: int, select: int | Non
             sketch = replace(own, sketch=True).bytes_per_token - own.bytes_per_token
             read.sketches[layer.k_dtype] += sketch * seen
         else:
-            read.rows.update(_by_type(own, most_rows(own.policy, context if chosen is None else min(chosen, context))))
+            num_rows = most_rows(own.policy, context if chosen is None else min(chosen, context))
+            kind = Kind.of(layer, num_heads)
+            read.rows.update({(kind, dtype): nbytes for dtype, nbytes in _by_type(own, num_rows).items() if nbytes})
     return read
 
 
@@ -436,16 +342,21 @@ def _by_type(layer: Layer, num_rows: int) -> dict[DType, int]:
     return found
 
 
-def _speed(read: _Read, memory: Memory, rates: Rates | None) -> float | None:
-    """Return the most tokens that are decoded in a second: of attention alone, if it is not known what else is read."""
-    if rates is None:
+def _speed(read: _Read, memory: Memory, rates: Rates | None, sequences: int) -> float | None:
+    """Return the most tokens of all sequences that are decoded in a second; None: it is not known."""
+    weights = memory.read_together(sequences)
+    if rates is None or weights is None:
         return None
-    seconds = sum(nbytes / rates.rows[dtype] for dtype, nbytes in read.rows.items())
-    seconds += sum(nbytes / rates.selecting[dtype].sketches for dtype, nbytes in read.sketches.items())
-    seconds += sum(nbytes / rates.selecting[dtype].rows for dtype, nbytes in read.selected.items())
-    if memory.weights_read is not None:
-        seconds += (memory.weights_read + 2 * (memory.states or 0)) / rates.memory  # states are written, too
-    return 1 / seconds
+    found = [(nbytes, rates.of_rows(*key)) for key, nbytes in read.rows.items()]
+    found += [(nbytes, rates.of_sketches(dtype)) for dtype, nbytes in read.sketches.items()]
+    found += [(nbytes, rates.of_selected(dtype)) for dtype, nbytes in read.selected.items()]
+    states = 2 * (memory.states or 0) / rates.memory  # they are written, too
+    attention = 0.0
+    for nbytes, rate in found:
+        if rate is None:
+            return None
+        attention += nbytes / rate
+    return sequences / (weights / rates.memory + sequences * (attention + states))
 
 
 def _fits(needs: int, memory: Memory) -> bool | None:
@@ -465,6 +376,11 @@ def _longest(needs: Callable[[int], int], free: int) -> int | None:
     if needs(MOST_TOKENS) <= free:
         return None
     return bisect.bisect_right(range(MOST_TOKENS), free, key=needs) - 1 if needs(0) <= free else 0
+
+
+def _most_sequences(free: int, of_each: int) -> int | None:
+    """Return how many sequences of so many bytes fit into what is free; None: any number."""
+    return max(0, free) // of_each if of_each else None
 
 
 def _groups(layers: Mapping[str, list[Layer]], num_layers: int, context: int, sequences: int) -> list[Group]:

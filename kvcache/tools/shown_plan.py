@@ -12,7 +12,7 @@ from kvcache.layer import count
 from kvcache.models.shapes import PREFILL_TOKENS, Shape
 from kvcache.policy import Policy
 from kvcache.system import readable
-from kvcache.tools.memory_plan import AS_IT_IS, NO_ATTENTION, Memory, Plan, Row, variants
+from kvcache.tools.memory_plan import AS_IT_IS, MOST_TOKENS, NO_ATTENTION, Memory, Plan, Row, variants
 from kvcache.tools.terminal import print_list, print_paragraph, print_table
 
 FITS = {True: "yes", False: "no", None: "maybe"}
@@ -37,10 +37,14 @@ def write(made: Plan) -> None:
         layers = f"beside {layers}:" if group.beside else f"{layers} of"
         print_paragraph(f"{layers} {count(group.num_kv_heads, 'KV head')} x {dims}, {group.policy}{shares}")
         print_list(f"{dtype} {nbytes:,}" for dtype, nbytes in group.bytes_per_token.items())
+    if len(made.groups) > 1:
+        print_paragraph("in all")
+        own = [row for row in made.rows if row.policy == AS_IT_IS]
+        print_list(f"{row.dtype} {row.bytes_per_token:,}" for row in own)
     print(f"\n{count(made.sequences, 'sequence')} of {made.context:,} tokens")
     for policy, rows in groupby(made.rows, key=lambda row: row.policy):
         print()
-        _print_rows(policy, [*rows])
+        _print_rows(policy, [*rows], _heading(made))
     print()
     _print_meanings(made)
 
@@ -70,31 +74,58 @@ def _print_meanings(made: Plan) -> None:
         *([f"more rows while a prompt runs, fed {PREFILL_TOKENS} tokens at once"] if prompt else []),
     ]
     print_paragraph(f"needs: {', '.join(counted)}; without the buffers of the program that runs the model")
-    if made.bandwidth is None:
-        return
-    what = "decoding one sequence at that context"
-    if memory.weights_read is None:
-        print_paragraph(f"tokens/s: attention alone, {what}: how much a token reads of the weights is not known")
-        return
-    read = [f"{readable(memory.weights_read)} of weights"] if memory.weights_read else []
-    read += [f"{readable(memory.states)} of states"] if memory.states else []
-    others = f"{', '.join(read)} and " if read else ""
-    print_paragraph(f"tokens/s: at most, {what}: a token reads {others}the rows that it sees")
+    if made.bandwidth is not None:
+        print_paragraph(f"{_heading(made)}: {_meaning_of_speed(made)}")
+    longest = [MOST_TOKENS if row.longest_context is None else row.longest_context for row in made.rows]
+    trained = made.model_context or MOST_TOKENS
+    if made.context > trained:
+        print_paragraph(f"the model is trained for {trained:,} tokens: this context is longer")
+    elif max(longest) > trained:
+        print_paragraph(f"max context: what memory holds; the model is trained for {trained:,} tokens")
+    for reason in made.left_out:
+        print_paragraph(f"left out: {reason}")
 
 
-def _print_rows(policy: str, rows: Sequence[Row]) -> None:
+def _heading(made: Plan) -> str:
+    """Return the heading of the column with speeds."""
+    return "attention/s" if made.memory.weights == 0 else "tokens/s"
+
+
+def _meaning_of_speed(made: Plan) -> str:
+    """Say what the speeds are of, or why they are not known."""
+    memory, num = made.memory, made.sequences
+    weights = memory.read_together(num)
+    if weights is None:
+        return "not known, because it is not known how much a token reads of the weights"
+    if any(row.tokens_per_second is None for row in made.rows):
+        return (
+            "not known from --bandwidth alone; give --cores as well: so many queries read each latent or index key "
+            "that computing limits attention, not memory"
+        )
+    read = [f"{readable(round(weights))} of weights"] if weights else []
+    read += [f"{readable(memory.states * num)} of states"] if memory.states else []
+    if num == 1:
+        others = f"{', '.join(read)} and " if read else ""
+        return f"at most, decoding one sequence at that context: a token reads {others}the rows that it sees"
+    others = f"{', '.join(read)}, and " if read else ""
+    return (
+        f"at most, of {num:,} sequences that decode together at that context, each 1/{num:,} of it: a step reads "
+        f"{others}the rows of all sequences"
+    )
+
+
+def _print_rows(policy: str, rows: Sequence[Row], speeds: str) -> None:
     """Print what each type takes under a policy."""
     print_paragraph(policy)
     print_table(
-        ["type", "bytes/token", "cache", "needs", "fits", "max context", "tokens/s"],
+        ["type", "cache", "needs", "fits", "max context", "max sequences", speeds],
         [
             [
                 row.dtype,
-                f"{row.bytes_per_token:,}",
                 readable(row.nbytes),
                 readable(row.needs),
                 FITS[row.fits],
-                "any" if row.longest_context is None else f"{row.longest_context:,}",
+                *("any" if most is None else f"{most:,}" for most in (row.longest_context, row.most_sequences)),
                 speed(row.tokens_per_second),
             ]
             for row in rows

@@ -119,7 +119,7 @@ def test_arithmetic_counts_what_transformers_makes(model_type, changes):
         config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}
     number = arithmetic.count(config)
     assert number == parameters._made(config, "config") or (number is None and "num_key_value_heads" not in config)
-    assert parameters.count(config) == parameters._made(config, "config")
+    assert parameters.count(config) == parameters._made(config, "config").total
 
 
 @pytest.mark.parametrize("dense", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}])
@@ -194,35 +194,63 @@ def test_models_of_too_many_modules_are_not_made(monkeypatch):
 EXPERT = 3 * 4096 * 14336  # parameters of one in a layer of Mixtral
 
 
+def read_by(config):
+    """Return the parameters that a token reads."""
+    found = parameters.parts(config)
+    assert found.total == parameters.count(config)
+    return found.total - found.unread - found.experts * (1 - found.share_used)
+
+
 @pytest.mark.parametrize(
     ("config", "read"),
     [
-        (PUBLISHED["Llama-3.1-8B"][0], 8_030_261_248),
-        (PUBLISHED["Mixtral-8x7B"][0], 46_702_792_704 - 32 * 6 * EXPERT),
-        (PUBLISHED["Mixtral-8x7B"][0] | {"num_experts_per_tok": 3}, 46_702_792_704 - 32 * 5 * EXPERT),
-        (BY_ARITHMETIC["Qwen3-30B-A3B"][0] | {"num_experts_per_tok": 8}, 3.34e9),
+        (PUBLISHED["Llama-3.1-8B"][0], 8_030_261_248 - 128256 * 4096),  # of the input embedding, it reads a row
+        (PUBLISHED["Llama-3.2-1B"][0], 1_235_814_400),
+        (PUBLISHED["Mixtral-8x7B"][0], 46_571_720_704 - 32 * 6 * EXPERT),
+        (PUBLISHED["Mixtral-8x7B"][0] | {"num_experts_per_tok": 3}, 46_571_720_704 - 32 * 5 * EXPERT),
+        (BY_ARITHMETIC["Qwen3-30B-A3B"][0] | {"num_experts_per_tok": 8}, 3.34e9 - 151936 * 2048),
     ],
 )
 def test_a_token_reads_the_experts_that_it_goes_through(config, read):
-    assert parameters.share_read(config) * parameters.count(config) == pytest.approx(read, rel=1e-3)
+    assert read_by(config) == pytest.approx(read, rel=1e-3)
 
 
-def test_experts_of_a_part_are_read(tmp_path, monkeypatch):
+def test_experts_are_counted():
+    """A token goes through 2 of 8 experts; their routers count as theirs."""
+    found = parameters.parts(PUBLISHED["Mixtral-8x7B"][0])
+    assert (found.share_used, found.unread) == (0.25, 32000 * 4096)
+    assert found.experts == 32 * 8 * (EXPERT + 4096)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_text_decoder_of_a_model_is_read(monkeypatch, tied):
+    """A token of text reads nothing of an image encoder, and one row of an input embedding of its own."""
+    decoder, total = 999_885_952, 2_000_000_000
+    monkeypatch.setattr(parameters, "count", lambda _: total + (0 if tied else 262144 * 1152))
+    config = {"model_type": "gemma3", "text_config": BY_ARITHMETIC["gemma-3-1b"][0], "vision_config": {}}
+    assert read_by(config | {"tie_word_embeddings": tied}) == decoder
+
+
+def test_experts_of_a_part_are_found(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     config, _ = PUBLISHED["Mixtral-8x7B"]
-    assert parameters.share_read({"model_type": "olmo", "hidden_size": 64}) == 1
-    assert parameters.share_read({"model_type": "a model", "text_config": config}) is None
+    assert not parameters.has_experts({"model_type": "olmo", "hidden_size": 64})
+    assert parameters.has_experts({"model_type": "a model", "text_config": config})
+    for may_make in (False, True):
+        with pytest.raises(kvcache.NotSupportedError, match="counting needs"):
+            parameters.parts({"model_type": "a model", "some_config": config}, may_make)
     seen = []
-    monkeypatch.setattr(parameters, "count", lambda config: seen.append(config) or 1 + len(seen))
-    assert parameters.share_read({"model_type": "a model", "text_config": config | {"moe_topk": [1, 4]}}) == 2 / 3
-    assert seen[0]["text_config"]["num_local_experts"] == 4
+    monkeypatch.setattr(arithmetic, "count", lambda config: seen.append(config) or arithmetic.Counted(9, 0))
+    parameters.parts({"model_type": "a model", "text_config": config | {"moe_topk": [1, 4]}})
+    assert [one.get("num_local_experts") for one in seen[1:]] == [8, 4, 8]
 
 
 @pytest.mark.hf
 def test_the_usual_number_of_experts_counts():
     config = {"model_type": "deepseek_v3", "num_hidden_layers": 4, "hidden_size": 64, "moe_intermediate_size": 8}
-    share = parameters.share_read(config)
-    assert share == parameters.share_read(config | {"n_routed_experts": 256, "num_experts_per_tok": 8}) < 1
+    found = parameters.parts(config)
+    assert found == parameters.parts(config | {"n_routed_experts": 256, "num_experts_per_tok": 8})
+    assert found.share_used == 8 / 256
 
 
 def test_experts_of_a_gguf(tmp_path):
@@ -235,5 +263,19 @@ def test_experts_of_a_gguf(tmp_path):
         gguf_files.write(tmp_path / "2.gguf", "qwen3moe", {}, tensors[1:]),
     ]  # fmt: skip
     headers = [gguf.read_header(file) for file in files]
-    assert parameters.share_read_in_gguf(headers) == 3 / 9
-    assert parameters.share_read_in_gguf(headers[1:]) == 1
+    assert parameters.parts_in_gguf(headers, in_bytes=False) == (9 << 12, 0, 8 << 12, 0.25)
+    assert parameters.parts_in_gguf(headers, in_bytes=True) == (9 << 14, 0, 8 << 14, 0.25)
+    assert parameters.parts_in_gguf(headers[1:], in_bytes=False) == (8 << 12, 0, 0, 1)
+
+
+def test_embeddings_of_a_gguf(tmp_path):
+    """A row of the input embedding is read; the output's is read as a whole, which may be the same."""
+    gguf_files = pytest.importorskip("support.gguf_files")
+
+    def parts(*names):
+        tensors = [(f"{name}.weight", np.zeros((8, 64), np.float32), None) for name in names]
+        return parameters.parts_in_gguf([gguf.read_header(gguf_files.write(tmp_path / "a.gguf", "llama", {}, tensors))],
+                                        in_bytes=True)  # fmt: skip
+
+    assert parts("token_embd").unread == 0
+    assert parts("token_embd", "output", "v.blk.0.attn_q", "per_layer_token_embd").unread == 3 * 8 * 64 * 4

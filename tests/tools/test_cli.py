@@ -94,7 +94,7 @@ def test_help_has_an_example_and_names_values(command):
 
 
 def test_python_m_is_the_command():
-    varying = re.compile(r'"(free|longest_context)": \d+')
+    varying = re.compile(r'"(free|longest_context|most_sequences)": \d+')
     for arguments in ("plan --help", f"plan {MODEL} --no-measure --json --context 9", "nonsense"):
         command = shell(f"kvcache {arguments}", text=True)
         module = shell(f"{sys.executable} -m kvcache {arguments}", text=True)
@@ -264,12 +264,12 @@ def test_plan():
     lines = {line.split()[0]: line.split() for line in rows_of(done)}
     assert list(lines) == ["f16", "int8", "int6", "int6/int4", "int4"]
     cache = kvcache.KVCache.from_config(MODEL, k_dtype="int6", v_dtype="int4")
-    assert lines["int6/int4"][1] == f"{cache.most_bytes(1):,}"
+    assert lines["int6/int4"][1] == f"{3000 * cache.most_bytes(1) / 2**20:.1f}"
     assert "\n4 layers of 2 KV heads x 64, FullAttention()\n    f16 2,048  int8 1,056  " in done.stdout
 
 
 def test_plan_fits_80_columns(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvcache.tools.bench.decode_rates", lambda shape, dtypes: dict.fromkeys(dtypes, 1e12))
+    monkeypatch.setattr("kvcache.tools.bench.decode_rates", lambda shape, dtypes, _: dict.fromkeys(dtypes, 1e12))
     config = LLAMA_8B | {
         "model_type": "gemma3_text",
         "sliding_window": 1024,
@@ -281,7 +281,7 @@ def test_plan_fits_80_columns(tmp_path, monkeypatch):
     options = ["--context", "1000M", "--sequences", 100, "--window", "100_000", "--sink-tokens", "4"]
     lines = run_here("plan", tmp_path / "config.json", *options).stdout.splitlines()
     assert sum(line.startswith("f16 ") for line in lines) == 2
-    assert sum(line.startswith("    bf16 ") for line in lines) == 4
+    assert sum(line.startswith("    bf16 ") for line in lines) == 5
     assert "SlidingWindow(window=100000, num_sink_tokens=4)" in lines
     assert sum(line == "more while a prompt runs" for line in lines) == 2
     assert max(map(len, lines)) <= 80
@@ -328,16 +328,21 @@ def test_plan_for_another_machine(tmp_path, monkeypatch):
     done = run_here("plan", *options)
     assert "\nmemory: 476.8 GiB free (as given)\n" in done.stdout
     assert "\nmemory is read at 400.0 GB/s (as given)\n" in done.stdout
-    assert rows_of(done)[0].split() == ["f16", "131,072", "1.0", "GiB", "16.0", "GiB", "yes", "3,783,717", "23"]
+    assert rows_of(done)[0].split() == ["f16", "1.0", "GiB", "16.0", "GiB", "yes", "3,783,717", "461", "25"]
     words = " ".join(done.stdout.split())
     assert "needs: weights, cache of 1 sequence; without the buffers of the program that runs the model" in words
-    assert "decoding one sequence at that context: a token reads 15.0 GiB of weights and the rows that it sees" in words
+    assert "decoding one sequence at that context: a token reads 14.0 GiB of weights and the rows that it sees" in words
+    assert "max context: what memory holds; the model is trained for 131,072 tokens" in words
     made = json.loads(run_here("plan", *options, "--json").stdout)
     assert (made["memory"]["free"], made["memory"]["source"]) == (512 * 10**9, "as given")
     assert (made["bandwidth"], made["bandwidth_source"]) == (4e11, "as given")
     (row,) = made["rows"]
     assert row["needs"] == 2 * PARAMETERS + row["nbytes"]
-    assert row["tokens_per_second"] == pytest.approx(4e11 / row["needs"])
+    assert row["tokens_per_second"] == pytest.approx(4e11 / (made["memory"]["weights_read"] + row["nbytes"]))
+    done = run_here("plan", *options, "--sequences", 10, "--context", "1M")
+    words = " ".join(done.stdout.split())
+    assert "tokens/s: at most, of 10 sequences that decode together at that context, each 1/10 of it: a step" in words
+    assert "the model is trained for 131,072 tokens: this context is longer" in words
 
 
 @pytest.mark.parametrize(
@@ -355,6 +360,24 @@ def test_machines_that_cannot_be(option, given, says):
     check_refused(run_here("plan", MODEL, "--no-measure", option, given), option, says)
 
 
+def test_cores_are_of_another_machine():
+    check_refused(run_here("plan", MODEL, "--cores", "64"), "--cores", "it needs --bandwidth")
+    done = run_here("plan", MODEL, "--cores", "64", "--bandwidth", "400GB/s", "--no-measure")
+    check_refused(done, "--cores", "it needs to measure a core here")
+
+
+def test_cores_are_planned_with(monkeypatch):
+    threads = []
+    monkeypatch.setattr(bench, "read_bandwidth", lambda threads, seconds: 1e9)
+    monkeypatch.setattr(
+        bench, "decode_rates", lambda shape, dtypes, _: threads.append(shape.threads) or dict.fromkeys(dtypes, 1e9)
+    )
+    options = ["--cores", 64, "--bandwidth", "400GB/s", "--weights", "none", "--json"]
+    made = json.loads(run_here("plan", MODEL, *options).stdout)
+    assert (threads, made["bandwidth"]) == ([1], 4e11)
+    assert all(row["tokens_per_second"] == pytest.approx(64e9 / row["read_nbytes"]) for row in made["rows"])
+
+
 @pytest.mark.parametrize(
     ("rate", "cell"),
     [(1234.5, "1,200"), (99.6, "100"), (12.6, "13"), (9.96, "10"), (2.345, "2.3"), (0.996, "1.0"),
@@ -369,28 +392,30 @@ def test_plan_names_recurrent_states(tmp_path):
     heads = {"num_key_heads": 16, "num_value_heads": 48, "key_head_dim": 128, "value_head_dim": 128}
     config |= {"head_dim": 256, "num_key_value_heads": 4, **{f"linear_{name}": n for name, n in heads.items()}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    options = [tmp_path, "--weights", "none", "--bandwidth", "100GB/s", "--sequences", 2, "--context", "4k"]
+    options = [tmp_path, "--weights", "none", "--bandwidth", "100GB/s", "--context", "4k"]
     text = run_here("plan", *options).stdout
     words = " ".join(text.split())
     assert "\nrecurrent states: 149.6 MiB for each sequence (in 48 layers)\n" in text
     assert "\n48 layers without attention\n16 layers of 4 KV heads x 256, " in text
-    assert "needs: cache and recurrent states of 2 sequences;" in words
+    assert "needs: cache and recurrent states of 1 sequence;" in words
     assert "a token reads 149.6 MiB of states and the rows that it sees" in words
     made = json.loads(run_here("plan", *options, "--json").stdout)
     assert round(made["memory"]["states"] / 2**20, 2) == 149.62
-    assert {row["needs"] - row["nbytes"] for row in made["rows"]} == {2 * made["memory"]["states"]}
+    assert {row["needs"] - row["nbytes"] for row in made["rows"]} == {made["memory"]["states"]}
 
 
 def test_plan_says_what_a_token_reads_of_experts(tmp_path):
     mixtral = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
     text, made = plan_of(tmp_path, LLAMA_8B | mixtral, "--context", "1k")
     words = " ".join(text.stdout.split())
-    assert "weights: 88.5 GiB (47,491,321,856 parameters in bf16), of which a token reads 25.5 GiB" in words
-    assert made["memory"]["weights_read"] == pytest.approx(2 * 13.67e9, rel=1e-3)
+    assert "weights: 88.5 GiB (47,491,321,856 parameters in bf16), of which a token reads 24.5 GiB" in words
+    assert made["memory"]["weights_read"] == pytest.approx(2 * (13.67e9 - 128256 * 4096), rel=1e-3)
+    assert made["memory"]["share_used"] == 0.25
     text, _ = plan_of(
         tmp_path, LLAMA_8B | mixtral | {"quantization_config": {"quant_method": "a"}}, "--bandwidth", "1TB/s"
     )
-    assert "tokens/s: attention alone, decoding one sequence at that context: how much" in " ".join(text.stdout.split())
+    assert "tokens/s: not known, because it is not known how much a token" in " ".join(text.stdout.split())
+    assert {line.split()[-1] for line in rows_of(text)} == {"-"}
 
 
 def test_types_of_a_plan():
@@ -521,7 +546,7 @@ def test_weights_in_a_type_need_a_count(tmp_path, monkeypatch):
     text, made = plan_of(tmp_path, config)
     said = " ".join(text.stdout.split())
     assert (
-        "needs torch, which is not installed; run: pip install torch --index-url https://download.pytorch.org/" in said
+        "needs torch, which is not installed; run: pip install transformers, and pip install torch --index-url" in said
     )
     assert "give --weights, such as 4.7GB" in said
     assert made["memory"]["weights"] is None
@@ -656,7 +681,7 @@ def test_plan_as_it_is_typed(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     done = shell("kvcache plan config.json --weights 4.7GB --context 128k --no-measure", cwd=tmp_path, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "weights: 4.4 GiB (as given)\n" in done.stdout
+    assert "weights: 4.4 GiB (as given), of which a token reads 4.1 GiB\n" in done.stdout
     assert "1 sequence of 131,072 tokens" in done.stdout
     done = shell("kvcache plan nosuch/config.json", cwd=tmp_path, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "kvcache: there is no nosuch/config.json\n")
@@ -709,12 +734,12 @@ LLAMA_1B = LLAMA_8B | {"num_hidden_layers": 16, "hidden_size": 2048, "max_positi
 
 def test_plan_of_selected_rows(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B))
-    monkeypatch.setattr("kvcache.tools.bench.decode_rates", lambda shape, dtypes: dict.fromkeys(dtypes, 1e12))
+    monkeypatch.setattr("kvcache.tools.bench.decode_rates", lambda shape, dtypes, _: dict.fromkeys(dtypes, 1e12))
     rates = bench.SelectRates(1e12, 1e12)
     monkeypatch.setattr("kvcache.tools.bench.select_rates", lambda shape, select, dtypes: dict.fromkeys(dtypes, rates))
     done = run_here("plan", tmp_path, "--select", "2k", "--weights", "none", "--dtype", "f16", "--dtype", "int8")
     assert done.returncode == 0, done.stderr
-    assert "\n\nselect=2048\ntype  bytes/token" in done.stdout
+    assert "\n\nselect=2048\ntype  " in done.stdout
     said = "14 layers with sketches, 252.0 MiB in all; a token reads\n    f16 822.2 MiB  int8 546.0 MiB\n"
     assert said in done.stdout
     made = json.loads(run_here("plan", tmp_path, "--select", "2k", "--weights", "none", "--json").stdout)
@@ -762,10 +787,14 @@ def test_plan_refuses_selections(tmp_path, options, says):
     check_refused(run_here("plan", tmp_path, "--no-measure", *options), "--select", says)
 
 
-def test_plan_refuses_to_select_rows_of_latents(tmp_path):
+def test_plan_of_latents(tmp_path):
     mla = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 16,
            "num_hidden_layers": 4, "hidden_size": 2048, "max_position_embeddings": 131_072}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(mla))
+    text = run_here(*PLAN, tmp_path, "--bandwidth", "400GB/s").stdout
+    words = " ".join(text.split())
+    assert "attention/s: not known from --bandwidth alone; give --cores as well" in words
+    assert words.endswith("left out: int6/int4: values of this deepseek_v3 lie in its keys, and have their type")
     check_refused(run_here("plan", tmp_path, "--select", "2k"), "select=2048: no layer of the model can select rows")
 
 

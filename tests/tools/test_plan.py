@@ -9,7 +9,7 @@ from support.published_models import PUBLISHED
 
 from kvcache import ChunkedAttention, KVCache, Layer, NotSupportedError, SlidingWindow, selecting
 from kvcache.models import shapes
-from kvcache.tools import bench, memory_plan
+from kvcache.tools import bench, memory_plan, rates, weighing
 
 CONTEXT = 131_072
 BLOCKS = {"sparse_topk_blocks": 16, "sparse_block_size": 128}
@@ -17,10 +17,15 @@ CHOSEN = 2_048  # rows
 MEMORY = memory_plan.Memory(1 << 40, "the machine")
 
 
+def kinds_of(shape):
+    return {rates.Kind.of(layer, heads) for layer, heads in zip(shape.layers, shape.num_heads, strict=True)}
+
+
 def bytes_read(config, context):
     """Return the bytes that attention is said to read for a token."""
     shape = shapes.read(config)
-    plan = memory_plan.make(shape, MEMORY, context=context, dtypes=["f16"], rates=memory_plan.Rates.of_bandwidth(1e9))
+    known = rates.Rates(1e9, "made up", {(kind, "f16"): 1e9 for kind in kinds_of(shape)}, {})
+    plan = memory_plan.make(shape, MEMORY, context=context, dtypes=["f16"], rates=known)
     return 1e9 / plan.rows[0].tokens_per_second, [layer.most_bytes(context) for layer in shape.layers], shape.chosen
 
 
@@ -65,8 +70,10 @@ def planned(config, context, dtype="f16", select=2048, **options):
 
 def test_sketches_and_selected_rows_are_read():
     """Llama 3.1 8B has 32 layers of 8 KV heads of 128; a sketch of a head takes 34 bytes, and f16 rows of it 512."""
-    rates = memory_plan.Rates(1e9, "made up", {"f16": 1e9}, {"f16": bench.SelectRates(sketches=5e8, rows=2.5e8)})
-    dense, selecting = planned(PUBLISHED["Llama 3.1 8B"].config, CONTEXT, rates=rates)
+    config = PUBLISHED["Llama 3.1 8B"].config
+    by_kind = {(kind, "f16"): 1e9 for kind in kinds_of(shapes.read(config))}
+    known = rates.Rates(2e9, "made up", by_kind, {"f16": bench.SelectRates(sketches=5e8, rows=2.5e8)})
+    dense, selecting = planned(config, CONTEXT, rates=known)
     row, sketch = 8 * 512, 8 * 34
     assert (dense.policy, selecting.policy) == (memory_plan.AS_IT_IS, "select=2048")
     assert (dense.num_selecting, dense.sketch_nbytes, dense.read_nbytes) == (0, 0, 32 * row * CONTEXT)
@@ -81,9 +88,7 @@ def test_sketches_and_selected_rows_are_read():
 
 @pytest.mark.parametrize(("context", "select"), [(selecting.SELECT_FROM - 1, 16), (9000, 4461), (9000, 5000)])
 def test_short_texts_are_read_as_a_whole(context, select):
-    dense, selecting = planned(
-        PUBLISHED["Llama 3.1 8B"].config, context, select=select, rates=memory_plan.Rates.of_bandwidth(1e9)
-    )
+    dense, selecting = planned(PUBLISHED["Llama 3.1 8B"].config, context, select=select, rates=rates.given(1e9))
     assert selecting.read_nbytes == dense.read_nbytes == dense.nbytes
     assert selecting.tokens_per_second == pytest.approx(dense.tokens_per_second)
     assert selecting.sketch_nbytes > 0
@@ -207,27 +212,134 @@ def test_states_are_counted():
 # ---- the speed of a step
 
 
-def test_a_step_reads_weights_states_and_rows():
+def rates_of(shape, by_type, memory=1e9):
+    """Return rates at which all layers are read alike."""
+    by_kind = {(kind, dtype): rate for kind in kinds_of(shape) for dtype, rate in by_type.items()}
+    return rates.Rates(memory, "made up", by_kind, {})
+
+
+@pytest.mark.parametrize("sequences", [1, 10])
+def test_a_step_reads_weights_once_and_states_and_rows_of_all_sequences(sequences):
     memory = memory_plan.Memory(1 << 40, "as given", 10**9, weights_read=10**8, states=10**6)
-    rates = memory_plan.Rates(1e9, "made up", {"int6": 1e8, "int4": 2e8}, {})
     shape = shapes.read(LLAMA)
+    options = {"context": 1000, "sequences": sequences, "dtypes": ["int6/int4"]}
+    options["rates"] = rates_of(shape, {"int6": 1e8, "int4": 2e8})
     keys, values = (4 * 1000 * Layer(2, 64, v_head_dim=0, dtype=dtype).bytes_per_token for dtype in ("int6", "int4"))
-    (row,) = memory_plan.make(shape, memory, context=1000, dtypes=["int6/int4"], rates=rates).rows
-    assert row.read_nbytes == row.nbytes == keys + values
-    attention = keys / 1e8 + values / 2e8
-    assert 1 / row.tokens_per_second == pytest.approx((10**8 + 2 * 10**6) / 1e9 + attention)
-    memory = replace(memory, weights_read=None)
-    (row,) = memory_plan.make(shape, memory, context=1000, dtypes=["int6/int4"], rates=rates).rows
-    assert 1 / row.tokens_per_second == pytest.approx(attention)
+    (row,) = memory_plan.make(shape, memory, **options).rows
+    assert row.read_nbytes == keys + values == row.nbytes / sequences
+    seconds = 10**8 / 1e9 + sequences * (2 * 10**6 / 1e9 + keys / 1e8 + values / 2e8)
+    assert row.tokens_per_second == pytest.approx(sequences / seconds)
+    (row,) = memory_plan.make(shape, replace(memory, weights_read=None), **options).rows
+    assert row.tokens_per_second is None
+
+
+def test_tokens_of_several_sequences_go_through_more_experts():
+    """Of 8 experts, with 2 for a token, 10 tokens that choose at random leave 0.75^10."""
+    memory = memory_plan.Memory(1 << 40, "as given", 900, weights_read=100 + 200, experts=800, share_used=0.25)
+    assert memory.read_together(1) == 300
+    assert memory.read_together(2) == 100 + 800 * 7 / 16
+    assert memory.read_together(10) == pytest.approx(100 + 800 * (1 - 0.75**10))
+
+
+def test_the_most_sequences_that_fit():
+    shape, (fixed, states) = shapes.read(GEMMA), (10**9, 10**6)
+    each = sum(layer.most_bytes(4096) for layer in shape.layers)
+    for spare, wanted in ((-1, 6), (0, 7)):
+        free = fixed + 7 * (each + states) + 3 * 512 * 2048 + spare
+        memory = memory_plan.Memory(free, "as given", fixed, states=states)
+        (row,) = memory_plan.make(shape, memory, context=4096, dtypes=["f16"]).rows
+        assert row.most_sequences == wanted
+        (row,) = memory_plan.make(shape, memory, context=4096, sequences=7, dtypes=["f16"]).rows
+        assert row.fits is (wanted == 7)
+    assert memory_plan.make(shape, replace(memory, free=1), context=4096).rows[0].most_sequences == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "is_known"),
+    [("Llama 3.1 8B", True), ("Mixtral 8x7B", True), ("gpt-oss 20B", True), ("Gemma 3 4B", True),
+     ("DeepSeek V3", False), ("DeepSeek V3.2", False), ("DeepSeek V2 Lite", False), ("Kimi Linear", False),
+     ("Falcon 7B", False)],
+)  # fmt: skip
+def test_a_bandwidth_says_nothing_of_rows_that_many_queries_read(name, is_known):
+    """Computing limits attention over latents and index keys."""
+    (row,) = planned(PUBLISHED[name].config, CONTEXT, select=None, rates=rates.given(1e9))
+    assert row.tokens_per_second is None or row.tokens_per_second == pytest.approx(1e9 / row.read_nbytes)
+    assert (row.tokens_per_second is not None) is is_known
+
+
+def test_cores_compute_as_fast_as_those_that_were_measured():
+    latents, keys = rates.Kind(128, 576, 512, True), rates.Kind(64, 128, 0, False)
+    measured = rates.Rates(20e9, "measured here", {(latents, "int8"): 4e8, (keys, "int8"): 3e9},
+                           {"int8": bench.SelectRates(5e8, 25e9)})  # fmt: skip
+    found = rates.of_cores(100e9, 64, measured)
+    assert found.memory == 100e9
+    assert (found.of_rows(latents, "int8"), found.of_rows(keys, "int8")) == (64 * 4e8, 100e9)
+    assert (found.of_sketches("int8"), found.of_selected("int8")) == (32e9, 100e9)
+    assert "64 cores" in found.source
+
+
+def test_each_kind_of_layer_is_measured(monkeypatch):
+    """Latents and index keys have rates of their own; weights, the rate of memory."""
+    asked = []
+    monkeypatch.setattr(
+        bench, "decode_rates", lambda shape, dtypes, _: asked.append(shape) or dict.fromkeys(dtypes, 1e8)
+    )
+    monkeypatch.setattr(bench, "read_bandwidth", lambda threads, seconds: 3e10)
+    shape = shapes.read(PUBLISHED["DeepSeek V3.2"].config)
+    found = rates.measure(shape, ["int8"], context=CONTEXT, threads=2)
+    assert [(one.num_heads, one.head_dim, one.v_dim, one.threads) for one in asked] == [
+        (128, 576, 512, 2),
+        (64, 128, 0, 2),
+    ]
+    assert (found.memory, {*found.rows.values()}) == (3e10, {1e8})
+    assert {*found.rows} == {(kind, "int8") for kind in kinds_of(shape)}
+
+
+# ---- the weights of a step
+
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+EXPERTS = 4 * 8 * (3 * 512 * 2048 + 512)  # parameters
 
 
 def test_a_token_reads_the_experts_that_it_goes_through():
-    mixtral = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
-    dense, mixed = (memory_plan.available_memory(config, "f16", 1 << 40) for config in (LLAMA, mixtral))
+    dense, mixed = (memory_plan.available_memory(config, "f16", 1 << 40) for config in (LLAMA, MIXTRAL))
     assert dense.weights_read == dense.weights
-    assert mixed.weights - mixed.weights_read == pytest.approx(2 * 4 * 6 * 3 * 512 * 2048, rel=1e-3)
+    assert (mixed.experts, mixed.share_used) == (2 * EXPERTS, 0.25)
+    assert mixed.weights - mixed.weights_read == 2 * EXPERTS * 3 // 4
     assert memory_plan.available_memory(LLAMA, 0, 1 << 40).weights_read == 0
-    assert memory_plan.available_memory({**mixtral, "quantization_config": 4}, None, 1 << 40).weights_read is None
+    assert memory_plan.available_memory({**MIXTRAL, "quantization_config": 4}, None, 1 << 40).weights_read is None
+
+
+def test_a_token_reads_a_row_of_the_input_embedding():
+    untied = {**LLAMA, "tie_word_embeddings": False}
+    found = weighing.weigh(untied, "f16")
+    assert found.nbytes - found.read == 2 * 1000 * 512
+    assert weighing.weigh(untied, 10**9).read == round(10**9 * found.read / found.nbytes)
+
+
+PACKED = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+
+
+@pytest.mark.parametrize(("given", "is_mixed"), [(None, True), ("mxfp4", True), (10**9, True), ("q4_0", False)])
+def test_experts_may_be_packed_alone(given, is_mixed):
+    """As gpt-oss has it: the other parameters stay bf16."""
+    config = {**MIXTRAL, "dtype": "bfloat16", "quantization_config": PACKED}
+    found = weighing.weigh(config, given)
+    others = weighing.weigh(MIXTRAL, "f16").num_parameters - EXPERTS
+    experts = EXPERTS // 32 * (17 if is_mixed else 18)
+    others = 2 * others if is_mixed else -(-others // 32) * 18
+    scale = found.nbytes / (experts + others)
+    assert scale == 1 or given == 10**9
+    assert found.read == pytest.approx(scale * (others + experts / 4), abs=1)
+    assert found.experts == pytest.approx(scale * experts, abs=1)
+    if given != 10**9:
+        assert found.source.endswith("in mxfp4 experts and bf16" if is_mixed else "in q4_0")
+
+
+def test_weights_that_are_packed_alike():
+    found = weighing.weigh({**LLAMA, "quantization_config": {"quant_method": "fp8"}})
+    assert found.nbytes == found.num_parameters
+    assert found.source.endswith("parameters in fp8")
 
 
 # ---- types
