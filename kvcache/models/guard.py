@@ -86,6 +86,13 @@ REFUSED_TYPES = {
     "modernbert": "it is an encoder, whose windows reach to both sides",
     **dict.fromkeys(("unlimited_ocr", "unlimited_ocr_text"), "its windows keep some tokens for ever"),
 }  # fmt: skip
+# Types of encoders, of which some models are decoders: their files say so.
+ENCODERS = {
+    "albert", "bert", "camembert", "data2vec-text", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "mpnet",
+    "nomic_bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl",
+    "xmod",
+}  # fmt: skip
+DECODING = ("ForCausalLM", "LMHeadModel")  # how the architectures of decoders end
 # Fields that say how often layers run. Each run has rows of its own.
 TIMES = ("loop_num", "num_loops", "total_ut_steps", "mean_recurrence")
 # Types of classes.COMPARED whose layers all have the window that a file names.
@@ -120,6 +127,10 @@ def refuse(config: Fields) -> None:
     for name in config.sequence("model_types") or []:
         if name in REFUSED_TYPES:
             raise NotSupportedError(f"{config.source}: a {name} is not supported, as {REFUSED_TYPES[name]}; {ADVICE}")
+    named = classes.architecture(config.values)
+    model_type = config.get("model_type")
+    if named and model_type in ENCODERS and not named.endswith(DECODING) and not config.get("is_decoder"):
+        raise NotSupportedError(f"{config.source}: {plain(named)} is not supported, as an encoder has no KV cache")
     for name in TIMES:
         if config.count(name, 1) > 1:
             raise NotSupportedError(

@@ -134,7 +134,7 @@ def open_file(path: str | os.PathLike[str], stamp: Stamp | None = None) -> Itera
     try:
         descriptor = os.open(path, flags)
     except FileNotFoundError:
-        is_part = path.suffix in (".json", ".safetensors") and os.path.isdir(path.parent)
+        is_part = path.suffix in (".json", ".safetensors") and path.parent.name and os.path.isdir(path.parent)
         sentence = f"{plain(path.parent)} has no {plain(path.name)}" if is_part else f"there is no {plain(path)}"
         raise ModelFileError(sentence) from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path

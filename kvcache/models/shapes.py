@@ -31,6 +31,7 @@ __all__ = ["PREFILL_TOKENS", "Shape", "read"]
 PREFILL_TOKENS = 512
 PACKED = "quantization_config"  # a field with which weights may be packed into other shapes
 
+LAYERED = "num_hidden_layers", "layer_types", "block_configs"  # fields that say how many layers there are
 STATE = "its state is not keys and values"
 # Types that are refused, and the reason.
 REFUSED = {
@@ -131,6 +132,8 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
     if model_type in REFUSED:
         raise NotSupportedError(f"{config.source}: a {model_type} is not supported, as {REFUSED[model_type]}")
     guard.refuse(config)
+    if guard.is_unknown(config) and not any(map(config.get, LAYERED)):
+        raise config.error("there is no field 'num_hidden_layers': this is no model's config.json")
     kinds = layer_types(config)
     own = config.by_layer(settings_of(config, kinds))
     decoding = _decoding(config, own, kinds, max_source_len)

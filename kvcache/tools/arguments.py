@@ -30,7 +30,7 @@ def parse_tokens(text: str) -> int:
     """
     found = TOKENS.fullmatch(text.strip())
     if found is None:
-        raise ArgumentTypeError(f"{text!r} is no number of tokens, such as 8192, 8k or 1M")
+        raise ArgumentTypeError(f"{text!r} is no whole number, such as 8192, 8k or 1M")
     sign, digits, unit = found.groups()
     return int(sign + re.sub("[_,]", "", digits)) * BINARY[unit.lower()]
 

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+import re
 import sys
 from argparse import ArgumentTypeError
 from collections import Counter
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
-from kvcache.arguments import INT32_MAX, INT64_MAX, MAX_THREADS
+from kvcache.arguments import INT64_MAX, MAX_THREADS
 from kvcache.columns import whole
 from kvcache.errors import KVCacheError, ModelFileError, plain
 from kvcache.layer import DTYPES, DType, count, to_dtype
@@ -41,6 +42,7 @@ PROMPT = "Once upon a time"
 LEAST_WEIGHTS = 1 << 17  # bytes; the smallest published models have more
 LEAST_MACHINE = 1 << 20  # bytes of a machine's memory, or bytes that it reads in a second
 ALL = "all"  # types
+MIXED = re.compile(r"(q\d_k)_(?:xs|s|m|l|xl)", re.IGNORECASE)  # names of GGUFs whose tensors differ in type
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -120,6 +122,8 @@ def _weights(text: str) -> str | int:
     """Return the type of weights that a text names, or the number of bytes."""
     if text.lower() in weighing.WEIGHT_TYPES:
         return text.lower()
+    if mixed := MIXED.fullmatch(text):
+        raise typer.BadParameter(f"{text} mixes types: give {mixed[1].lower()}, or the file's size, such as 4.7GB")
     try:
         nbytes = 0 if text.lower() == "none" else parse_size(text)
     except ArgumentTypeError:
@@ -238,7 +242,7 @@ def plan_command(
     context: Annotated[
         int | None, _tokens("Tokens of a sequence, such as 8k; by default the model's context.", 1)
     ] = None,
-    sequences: Annotated[int, typer.Option(min=1, max=INT32_MAX, metavar="N", help="Sequences of so many tokens.")] = 1,
+    sequences: Annotated[int, _tokens("Sequences of so many tokens, which decode together.", 1)] = 1,
     dtype: Types = [],  # noqa: B006 (typer copies it)
     weights: Annotated[
         Any,
@@ -318,7 +322,7 @@ def _memory(model: Path, weights: str | int | None, free: int | None) -> memory_
     except KVCacheError as error:
         if not isinstance(weights, str):
             raise
-        raise typer.BadParameter(f"{error}: give a size, such as 4.7GB", param_hint="--weights") from None
+        raise typer.BadParameter(f"give a size, such as 4.7GB: {error}", param_hint="--weights") from None
 
 
 def _check_cores(cores: int | None, bandwidth: int | None, measure: bool) -> None:

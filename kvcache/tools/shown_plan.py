@@ -54,7 +54,7 @@ def _print_memory(memory: Memory) -> None:
     print_paragraph(f"memory: {readable(memory.free)} free ({memory.source})")
     if memory.weights is None:
         such = "4.7GB" if memory.num_parameters is None else "q4_0 or 4.7GB"
-        print_paragraph(f"weights: not counted ({memory.weights_source}); give --weights, such as {such}")
+        print_paragraph(f"weights: not counted; give --weights, such as {such} ({memory.weights_source})")
     else:
         is_part = memory.weights_read not in (None, memory.weights)
         read = f", of which a token reads {readable(memory.weights_read or 0)}" if is_part else ""

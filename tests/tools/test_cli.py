@@ -316,7 +316,10 @@ def test_numbers_of_tokens_as_people_write_them():
         assert made["context"] == 8192
         assert "window=1024" in made["rows"][-1]["policy"]
     assert json.loads(run_here("plan", MODEL, "--no-measure", "--json", "--context", "1M").stdout)["context"] == 1 << 20
+    made = json.loads(run_here("plan", MODEL, "--no-measure", "--json", "--sequences", "1k").stdout)
+    assert made["sequences"] == 1024
     for text in ("8q", "k", "1,2", "", "8.5"):
+        check_refused(run_here("plan", MODEL, "--sequences", text), "--sequences", "is no whole number, such as 8192")
         check_refused(run_here("plan", MODEL, "--context", text), "--context", "such as 8192, 8k or 1M")
 
 
@@ -528,7 +531,7 @@ def test_weights_that_are_fewer_bytes_than_any_model_s_are_refused(given, nbytes
 def test_weights_that_are_not_counted(tmp_path, change, words):
     text, made = plan_of(tmp_path, LLAMA_8B | change, "--context", "1k")
     said = " ".join(text.stdout.split())
-    assert "weights: not counted (" in said
+    assert "weights: not counted; give --weights, such as " in said
     assert words in said
     assert "give --weights" in said
     assert fits_of(text) == {"maybe"}
@@ -553,6 +556,8 @@ def test_weights_in_a_type_need_a_count(tmp_path, monkeypatch):
     text, _ = plan_of(tmp_path, config, "--weights", "q4_0")
     check_refused(text, "counting needs torch", "--weights", "4.7GB")
     check_refused(run_here("plan", MODEL, "--weights", "q9"), "--weights", "q4_0", "4.7GB")
+    for mixed, said in (("q4_k_m", "give q4_k, or the file's size"), ("Q5_K_S", "give q5_k,")):
+        check_refused(run_here("plan", MODEL, "--weights", mixed), "--weights", f"{mixed} mixes types: ", said)
 
 
 def test_weights_of_files_that_are_not_there(tmp_path, monkeypatch):
@@ -609,7 +614,11 @@ def test_weights_of_a_gguf(tmp_path):
     assert weights_of(parts[1], "--weights", "f16") == 2 * 2 * 8 * 64
     parts[1].unlink()
     assert weights_of(parts[0]) is None
-    assert "1 of the model's 2 files are there" in run_here("plan", parts[0], "--no-measure").stdout
+    empty = gguf_files.write(tmp_path / "empty.gguf", "llama", metadata, [])
+    assert "weights: not counted; give --weights, such as 4.7GB (the file has no tensors)" in " ".join(
+        run_here("plan", empty, "--no-measure").stdout.split()
+    )
+    assert "1 of the model's 2 files are there" in " ".join(run_here("plan", parts[0], "--no-measure").stdout.split())
     check_refused(run_here("plan", parts[0], "--weights", "f16"), "1 of the model's 2 files are there", "--weights")
 
 
@@ -685,6 +694,8 @@ def test_plan_as_it_is_typed(tmp_path):
     assert "1 sequence of 131,072 tokens" in done.stdout
     done = shell("kvcache plan nosuch/config.json", cwd=tmp_path, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "kvcache: there is no nosuch/config.json\n")
+    done = shell("kvcache plan nofile.json", cwd=tmp_path, text=True)
+    assert (done.returncode, done.stderr) == (2, "kvcache: there is no nofile.json\n")
     done = shell("kvcache plan meta-llama/Llama-3.1-8B", cwd=tmp_path, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert "`hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B`" in done.stderr
