@@ -106,8 +106,9 @@ def _in_types(types: _Types, parts: Parts) -> Weights:
     if types.experts is None or types.others is None:
         return Weights(None, f"{number}{types.note}", parts.total)
     experts, others, _ = types.sizes(parts)
-    names = [types.others] if types.experts == types.others else [f"{types.experts} experts", types.others]
-    return Weights(experts + others, f"{number} in {' and '.join(names)}{types.note}", parts.total)
+    is_mixed = types.experts != types.others
+    stored = f", experts in {types.experts}, others in {types.others}" if is_mixed else f" in {types.others}"
+    return Weights(experts + others, f"{number}{stored}{types.note}", parts.total)
 
 
 def _own_types(model: Any) -> _Types:

@@ -333,7 +333,7 @@ def test_experts_may_be_packed_alone(given, is_mixed):
     assert found.read == pytest.approx(scale * (others + experts / 4), abs=1)
     assert found.experts == pytest.approx(scale * experts, abs=1)
     if given != 10**9:
-        assert found.source.endswith("in mxfp4 experts and bf16" if is_mixed else "in q4_0")
+        assert found.source.endswith(", experts in mxfp4, others in bf16" if is_mixed else "in q4_0")
 
 
 def test_weights_that_are_packed_alike():
