@@ -27,12 +27,17 @@ class Family:
     norms: int = 2  # vectors of `hidden_size` in a layer
     qkv_bias: bool | None = None  # None: attention_bias says so, for the output as well
     mlp_bias: bool = False  # whether the field mlp_bias counts
-    qk_norm: bool = False  # whether queries and keys are normalised, each by head_dim factors
+    has_bias: bool = False  # whether attention_bias is true in a file that does not say
+    has_output_bias: bool = True  # with attention_bias
+    qk_norm: bool | None = False  # whether queries and keys are normalised, by head_dim factors; None: use_qk_norm
     experts: str = ""  # the field with the number of experts of each layer
     inner: str = "intermediate_size"  # the field with the size of an MLP, or of each expert
     is_multi_head: bool = False  # whether a file without num_key_value_heads has a KV head for each query head
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     is_tied: bool = False
+    has_dense: bool = False  # whether the first layers have an MLP in place of experts, and others a shared expert
+    expert_bias: bool = False  # whether experts and their router have biases, and heads a sink
+    is_latent: bool = False  # whether keys and values are made of latents
 
 
 FAMILIES = {
@@ -44,17 +49,29 @@ FAMILIES = {
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True, head_dim=128),
     "qwen3_moe": Family(qk_norm=True, experts="num_experts", inner="moe_intermediate_size"),
+    "gpt_oss": Family(head_dim=64, has_bias=True, experts="num_local_experts", expert_bias=True),
+    "glm4_moe": Family(
+        experts="n_routed_experts", inner="moe_intermediate_size", has_dense=True, has_output_bias=False, qk_norm=None
+    ),
+    "deepseek_v3": Family(
+        experts="n_routed_experts", inner="moe_intermediate_size", has_dense=True, is_latent=True, is_multi_head=True
+    ),
     "gemma": Family(head_dim=256, is_tied=True),
     "gemma2": Family(norms=4, head_dim=256, is_tied=True),
     "gemma3_text": Family(norms=4, qk_norm=True, head_dim=256, is_tied=True),
 }
 
 
+# Types whose models have the same parameters as another type's.
+ALIKE = {"kimi_k2": "deepseek_v3"}
+
+
 def count(config: Mapping[str, Any]) -> Counted | None:
     """Return the number of parameters that a configuration gives; None if it needs more than arithmetic."""
     fields = Fields(config, "config")
     try:
-        family = FAMILIES.get(fields.text("model_type"))
+        name = fields.text("model_type")
+        family = FAMILIES.get(ALIKE.get(name, name))
         is_mixed = bool(fields.get("mlp_only_layers")) or fields.get("decoder_sparse_step", 1) != 1
         return None if family is None or is_mixed else _count(fields, family)
     except ModelFileError:
@@ -62,23 +79,49 @@ def count(config: Mapping[str, Any]) -> Counted | None:
 
 
 def _count(fields: Fields, family: Family) -> Counted:
-    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-    head_dim = fields.count("head_dim", family.head_dim or hidden // heads)
-    kv_heads = fields.count("num_key_value_heads", heads if family.is_multi_head else None)
-    q, kv = heads * head_dim, kv_heads * head_dim
-    has_bias = fields.get("attention_bias") is True if family.qkv_bias is None else family.qkv_bias
-    attention = hidden * (2 * q + 2 * kv) + (q + 2 * kv if has_bias else 0)
-    if family.qkv_bias is None and has_bias:
-        attention += hidden
-    if family.qk_norm:
-        attention += 2 * head_dim
+    hidden = fields.count("hidden_size")
+    num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
+    attention = _latent_attention(fields) if family.is_latent else _attention(fields, family)
+    num_dense = fields.count("first_k_dense_replace", least=0, most=num_layers) if family.has_dense else 0
     inner = fields.count(family.inner)
     mlp = 3 * hidden * inner
     if family.mlp_bias and fields.get("mlp_bias") is True:
         mlp += 2 * inner + hidden
     if family.experts:
-        mlp = fields.count(family.experts) * (mlp + hidden)  # the router has a row for each
-    num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
+        biases = 2 * inner + hidden + 1 if family.expert_bias else 0
+        mlp = fields.count(family.experts) * (mlp + biases + hidden)  # the router has a row for each
+    if family.has_dense:
+        mlp += fields.count("n_shared_experts", least=0) * 3 * hidden * inner
+    dense = num_dense * 3 * hidden * fields.count("intermediate_size") if num_dense else 0
     embedding = fields.count("vocab_size") * hidden
     own = 0 if fields.get("tie_word_embeddings", family.is_tied) else embedding
-    return Counted(embedding + own + num_layers * (attention + mlp + family.norms * hidden) + hidden, own)
+    layers = num_layers * (attention + family.norms * hidden) + (num_layers - num_dense) * mlp + dense
+    return Counted(embedding + own + layers + hidden, own)
+
+
+def _attention(fields: Fields, family: Family) -> int:
+    """Return the parameters of a layer's attention."""
+    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    head_dim = fields.count("head_dim", family.head_dim or hidden // heads)
+    kv_heads = fields.count("num_key_value_heads", heads if family.is_multi_head else None)
+    q, kv = heads * head_dim, kv_heads * head_dim
+    has_bias = fields.get("attention_bias", family.has_bias) is True if family.qkv_bias is None else family.qkv_bias
+    number = hidden * (2 * q + 2 * kv) + (q + 2 * kv if has_bias else 0)
+    if family.qkv_bias is None and has_bias and family.has_output_bias:
+        number += hidden
+    if family.expert_bias:
+        number += heads
+    if fields.get("use_qk_norm") is True if family.qk_norm is None else family.qk_norm:
+        number += 2 * head_dim
+    return number
+
+
+def _latent_attention(fields: Fields) -> int:
+    """Return the parameters of a layer's attention over latents."""
+    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    rank, q_rank = fields.count("kv_lora_rank"), fields.count("q_lora_rank")
+    nope, rotated, v_dim = (fields.count(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    queries = hidden * q_rank + q_rank + q_rank * heads * (nope + rotated)
+    latents = hidden * (rank + rotated) + rank + rank * heads * (nope + v_dim)
+    biases = q_rank + rank + rotated + hidden if fields.get("attention_bias") is True else 0
+    return queries + latents + heads * v_dim * hidden + biases

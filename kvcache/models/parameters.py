@@ -71,10 +71,10 @@ def count(source: Any) -> int:
     """Count the parameters of a model.
 
     The header of a GGUF has them, and so does an index of weights beside a configuration. An older index has the bytes
-    alone: they are divided by the size of an element. Decoders of the commonest types (Llama, Mistral, Qwen, Gemma) are
-    counted from their configuration alone. Any other model is made by transformers on torch's device "meta", which
-    allocates no weights; all of its parts are counted. Nothing is downloaded, and no code beside transformers' own is
-    run.
+    alone: they are divided by the size of an element. Decoders of the commonest types (Llama, Mistral, Qwen, Gemma,
+    DeepSeek V3) are counted from their configuration alone. Any other model is made by transformers on torch's device
+    "meta", which allocates no weights; all of its parts are counted. Nothing is downloaded, and no code beside
+    transformers' own is run.
 
     Parameters
     ----------

@@ -184,6 +184,20 @@ EvictBy = Annotated[
     typer.Option(metavar="POLICY", help="With --keep: future, the default, or kvzip, which reads the prompt twice."),
 ]
 TopP = Annotated[float, typer.Option(metavar="P", help="Draw from the likeliest tokens, of probability P together.")]
+Weights = Annotated[
+    Any,
+    typer.Option(
+        parser=_weights,
+        metavar="TYPE|SIZE",
+        help="Count weights in a type (q4_k, f16, ...), as a size (4.7GB), or none.",
+    ),
+]
+Cores = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=MAX_THREADS, metavar="N", help="With --bandwidth: so many cores, each as fast as one of these here."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Plot = Annotated[
     Path | None, typer.Option("--plot", parser=_file, metavar="FILE", help="Draw it too: a .png, .svg or .pdf file.")
@@ -244,26 +258,14 @@ def plan_command(
     ] = None,
     sequences: Annotated[int, _tokens("Sequences of so many tokens, which decode together.", 1)] = 1,
     dtype: Types = [],  # noqa: B006 (typer copies it)
-    weights: Annotated[
-        Any,
-        typer.Option(
-            parser=_weights,
-            metavar="TYPE|SIZE",
-            help="Count weights in a type (q4_0, f16, ...), as a size (4.7GB), or none.",
-        ),
-    ] = None,
+    weights: Weights = None,
     memory: Annotated[
         Any, _rate_or_size("Plan for a machine with so much free memory, such as 512GB.", "512GB")
     ] = None,
     bandwidth: Annotated[
         Any, _rate_or_size("Plan for a machine that reads memory so fast, such as 400GB/s.", "400GB/s")
     ] = None,
-    cores: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=MAX_THREADS, metavar="N", help="With --bandwidth: so many cores, each as fast as one here."
-        ),
-    ] = None,
+    cores: Cores = None,
     window: Annotated[int | None, _tokens("Plan also for a window of N tokens.", 1)] = None,
     sink_tokens: Annotated[int, _tokens("With --window: the first N tokens stay.", 0)] = 0,
     select: Annotated[int | None, _tokens("Plan also for tokens that read about N rows, such as 2k.", 1)] = None,
@@ -275,10 +277,7 @@ def plan_command(
 ) -> None:
     """Say how much memory a model takes on a machine, what fits, and how fast it decodes."""
     _check_picture(plot)
-    if sink_tokens and window is None:
-        raise typer.BadParameter(
-            "it needs --window: without one every token is seen anyway", param_hint="--sink-tokens"
-        )
+    _check_sinks(sink_tokens, window)
     _check_cores(cores, bandwidth, measure)
     shape = shapes.read(model, max_source_len)
     context = context or shape.max_seq_len or CONTEXT
@@ -292,9 +291,8 @@ def plan_command(
         known = None if bandwidth is None else rates.given(bandwidth)
         if cores is not None or (bandwidth is None and measure):
             show("measuring attention", 0.5)
-            dtypes = [*dict.fromkeys(one for stored in types for one in memory_plan.keys_and_values(stored))]
-            known = rates.measure(shape, dtypes, context=context, threads=1 if cores else threads, select=select)
-            known = known if cores is None else rates.of_cores(bandwidth, cores, known)
+            measured = _measured(shape, types, context, 1 if cores else threads, select)
+            known = rates.of_cores(bandwidth, cores, measured) if cores else measured
     made = memory_plan.make(
         shape, found, context=context, sequences=sequences, dtypes=types, window=policy, select=select, rates=known
     )
@@ -323,6 +321,20 @@ def _memory(model: Path, weights: str | int | None, free: int | None) -> memory_
         if not isinstance(weights, str):
             raise
         raise typer.BadParameter(f"give a size, such as 4.7GB: {error}", param_hint="--weights") from None
+
+
+def _measured(
+    shape: shapes.Shape, types: Sequence[str], context: int, threads: int | None, select: int | None
+) -> rates.Rates:
+    dtypes = [*dict.fromkeys(one for stored in types for one in memory_plan.keys_and_values(stored))]
+    return rates.measure(shape, dtypes, context=context, threads=threads, select=select)
+
+
+def _check_sinks(sink_tokens: int, window: int | None) -> None:
+    if sink_tokens and window is None:
+        raise typer.BadParameter(
+            "it needs --window: without one every token is seen anyway", param_hint="--sink-tokens"
+        )
 
 
 def _check_cores(cores: int | None, bandwidth: int | None, measure: bool) -> None:

@@ -55,6 +55,14 @@ BY_ARITHMETIC = {
     "gemma-3-1b": (GEMMA | {"model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912,
                    "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
                    "vocab_size": 262144}, 999_885_952),
+    "gpt-oss-120b": ({"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
+                      "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 128,
+                      "vocab_size": 201088, "attention_bias": True}, 116_829_156_672),
+    "DeepSeek-V3": ({"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "vocab_size": 129280,
+                     "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+                     "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+                     "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1, "first_k_dense_replace": 3},
+                    671_026_404_352),
     "Phi-3-mini": ({"model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
                     "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32064}, 3_821_079_552),
 }  # fmt: skip
@@ -98,9 +106,22 @@ def test_an_index_of_weights_that_cannot_be(tmp_path, metadata):
 
 
 def small(model_type, **changes):
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 160, "num_local_experts": 3, "num_experts": 3,
-             "moe_intermediate_size": 48}  # fmt: skip
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 160,
+        "num_local_experts": 3,
+        "num_experts": 3,
+        "moe_intermediate_size": 48,
+        "n_routed_experts": 3,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    }
+    latents = {"kv_lora_rank": 32, "q_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
+    sizes |= latents if model_type == "deepseek_v3" else {}
     return sizes | {"model_type": model_type, "pad_token_id": 0} | changes
 
 
@@ -110,7 +131,7 @@ def small(model_type, **changes):
 @pytest.mark.parametrize(
     "changes",
     [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}, {"attention_bias": True}, {"mlp_bias": True},
-     {"head_dim": 24}, {"num_key_value_heads": None}],
+     {"head_dim": 24}, {"use_qk_norm": True}, {"num_key_value_heads": None}],
     ids=str,
 )  # fmt: skip
 def test_arithmetic_counts_what_transformers_makes(model_type, changes):
