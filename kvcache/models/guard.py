@@ -86,7 +86,7 @@ REFUSED_TYPES = {
     "modernbert": "it is an encoder, whose windows reach to both sides",
     **dict.fromkeys(("unlimited_ocr", "unlimited_ocr_text"), "its windows keep some tokens for ever"),
 }  # fmt: skip
-# Types of encoders, of which some models are decoders: their files say so.
+# Types of encoders. Files of these types that hold a decoder say so.
 ENCODERS = {
     "albert", "bert", "camembert", "data2vec-text", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "mpnet",
     "nomic_bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl",

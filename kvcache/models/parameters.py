@@ -31,8 +31,8 @@ EXPERTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_exper
 PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts",
 )  # fmt: skip
-# How names of tensors in a GGUF begin that tokens of text do not read, or of which they read a row: encoders of images
-# and sounds, embeddings of each layer.
+# Beginnings of names of a GGUF's tensors. Tokens of text do not read encoders of images and sounds, and they read one
+# row of each layer's embeddings.
 UNREAD_IN_GGUF = "v.", "mm.", "a.", "per_layer_token_embd."
 MAX_DEPTH = 3  # of configurations in each other, where experts are looked for
 
