@@ -67,7 +67,9 @@ PIPES = [split for split in SPLITS if "file" not in split]
 def masked(text):
     """Leave out what differs from run to run, and what a terminal adds to the words."""
     text = re.sub(r"\x1b\[[01]?m", "", text.replace("\r\n", "\n"))
-    return re.sub(r"[\d.,]+(?= *(tokens/s|[GM]iB free))|\b\d[\d,]{8,}|(free|longest_context)\": \d+", "", text)
+    text = re.sub(r"(?<= yes)(\s+([\d,]+|any)){2}", lambda found: re.sub(r"\S", "", found[0]), text)  # of free memory
+    text = re.sub(r"(free|longest_context|most_sequences)\": \d+", "", text)
+    return re.sub(r"[\d.,]+(?= *(tokens/s|[GM]iB free))|\b\d[\d,]{8,}", "", text)
 
 
 def words(text):
