@@ -1,0 +1,191 @@
+/* calls_whole.c: files, copies of the cache, and children of fork(). */
+#include "world.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+/* ---- files ------------------------------------------------------------------------------------------------------- */
+
+typedef struct file {
+    uint8_t *bytes;
+    int64_t size, at;
+} file;
+
+static int32_t write_file(void *user, const void *data, size_t size) {
+    file *f = user;
+    come_between(AT_WRITE);
+    if (refuse(100) || f->size + (int64_t)size > FILE_BYTES) return me->was_refused = 1;
+    memcpy(f->bytes + f->size, data, size);
+    f->size += (int64_t)size;
+    return 0;
+}
+
+static int32_t read_file(void *user, void *data, size_t size) {
+    file *f = user;
+    come_between(AT_READ);
+    if (refuse(size == KVC_MAC_BYTES ? 12 : 100) || (int64_t)size > f->size - f->at) return me->was_refused = 1;
+    memcpy(data, f->bytes + f->at, size);
+    f->at += (int64_t)size;
+    return 0;
+}
+
+int draw_save(call *c) {
+    c->s = own_slot();
+    c->to = own_slot();
+    c->num = 1 + (pick(3) == 0 && w.ids[c->s] < w.ids[c->to]);
+    return 1;
+}
+
+/* Saves one sequence or two; the file has them as they are at the beginning of the call. */
+void run_save(call *c) {
+    const int64_t ids[] = {w.ids[c->s], w.ids[c->to]}, given[] = {7, -1, INT64_MAX}, num_given[] = {2, 1};
+    file f = {malloc(FILE_BYTES), 0, 0};
+    sequence *saved = malloc(2 * sizeof *saved);
+    for (int i = 0; i < 2; i++) {
+        const sequence *s = &w.o.sequences[i ? c->to : c->s];
+        saved[i] = holds_any(&w.o, s) ? *s : (sequence){.exact_to = INT32_MAX};
+    }
+    const kvc_save_args args = {.struct_size = sizeof args,
+                                .write = write_file,
+                                .user = &f,
+                                .seq_ids = ids,
+                                .num_sequences = c->num,
+                                .tokens = pick(2) ? given : NULL,
+                                .num_tokens = num_given,
+                                .fingerprint = pick(2) ? "a model" : NULL};
+    kvc_save_args own = args;
+    if (!own.tokens) own.num_tokens = NULL;
+    c->status = kvc_save(w.cache, &own);
+    lock_world();
+    if (!c->status) {
+        free(w.file);
+        w.file = realloc(f.bytes, (size_t)f.size);
+        w.file_size = f.size;
+        w.o.num_saved = c->num;
+        memcpy(w.o.saved, saved, sizeof w.o.saved);
+        memcpy(w.o.saved_ids, ids, sizeof ids);
+    } else {
+        free(f.bytes);
+    }
+    unlock_world();
+    free(saved);
+}
+
+/* Copies the world's file, of which other threads may make another one; returns whether it was altered. */
+static int copy_file(call *c, file *f) {
+    const int is_altered = !pick(8);
+    *f = (file){malloc((size_t)w.file_size), w.file_size, 0};
+    memcpy(f->bytes, w.file, (size_t)f->size);
+    if (is_altered && pick(2))
+        f->size = pick((int)f->size);
+    else if (is_altered)
+        f->bytes[pick((int)f->size - KVC_MAC_BYTES)] ^= (uint8_t)(1 << pick(8));
+    c->more = is_altered;
+    return is_altered;
+}
+
+static kvc_load_args args_of(file *f, int is_read) {
+    return (kvc_load_args){.struct_size = sizeof(kvc_load_args),
+                           .data = is_read ? NULL : f->bytes,
+                           .read = is_read ? read_file : NULL,
+                           .user = f,
+                           .size = f->size};
+}
+
+int draw_restore(call *c) {
+    if (!w.o.num_saved) return 0;
+    c->num = pick(w.o.num_saved);
+    c->to = own_slot();
+    return c->to < ACQUIRED && w.num_clients == 1;
+}
+
+void run_restore(call *c) {
+    file f;
+    lock_world();
+    copy_file(c, &f);
+    unlock_world();
+    kvc_load_args args = args_of(&f, pick(2));
+    args.seq_ids = &w.o.saved_ids[c->num];
+    args.to_ids = &w.ids[c->to];
+    args.num_sequences = 1;
+    c->status = kvc_restore(w.cache, &args);
+    if (c->more && !c->status) wrong("an altered file is restored");
+    if (c->more && c->status == KVC_ERR_FORMAT) me->was_refused = 1;
+    free(f.bytes);
+}
+
+/* Loads the file as a cache of its own, which is compared and freed; or only checks it. */
+void run_load(call *c) {
+    file f;
+    kvc_cache *loaded = NULL;
+    lock_world();
+    copy_file(c, &f);
+    unlock_world();
+    kvc_config config = w.o.config;
+    kvc_load_args args = args_of(&f, pick(2));
+    const int only_checks = !pick(4);
+    config.block_size = pick(2) ? 0 : 1 + pick(40);
+    config.allocator = NULL;
+    args.config = only_checks ? NULL : &config;
+    c->status = kvc_load(&args, only_checks ? NULL : &loaded);
+    if (c->more && !c->status) wrong("an altered file is loaded");
+    if (c->more && c->status == KVC_ERR_FORMAT) me->was_refused = 1;
+    if (loaded) {
+        look_at_cache(loaded, w.o.saved, w.o.saved_ids, w.o.num_saved);
+        if (kvc_cache_free(loaded)) wrong("what was loaded cannot be freed");
+    }
+    free(f.bytes);
+}
+
+int draw_load(call *c) {
+    (void)c;
+    return w.o.num_saved > 0;
+}
+
+/* ---- copies ------------------------------------------------------------------------------------------------------ */
+
+void run_clone(call *c) {
+    kvc_cache *clone = NULL;
+    c->status = kvc_cache_clone(w.cache, &clone);
+    if (c->status) return;
+    if (!w.o.crowded) look_at_cache(clone, w.o.sequences, w.ids, SLOTS);
+    if (!w.o.crowded && kvc_nbytes(clone) > kvc_nbytes(w.cache)) wrong("a clone has more bytes");
+    if (kvc_cache_free(clone)) wrong("a clone cannot be freed");
+}
+
+/* ---- fork() ------------------------------------------------------------------------------------------------------ */
+
+/* The child has everything as it was, goes on for some calls, and ends. */
+static int check_child(void) {
+    w.is_child = 1;
+    drive.arm(0);
+    if (kvc_validate(w.cache)) wrong("the cache of a child is corrupt: %s", kvc_last_error());
+    if (w.num_clients > 1) {
+        for (int i = 0; i < CLIENTS; i++) kvc_abort(w.batches[i]), w.batches[i] = NULL;
+        for (int i = 0; i < PREFIXES; i++) { /* nothing waits for ever */
+            int64_t num, dropped;
+            text_tokens given;
+            if (w.prefixes[i]) kvc_prefix_forget(w.prefixes[i], tokens_of(text_behind(0, 0), 0, &given), NULL, 0, &num, &dropped);
+        }
+        if (kvc_clear(w.cache)) return 0;
+        if (kvc_validate(w.cache)) wrong("the cache of a child is corrupt: %s", kvc_last_error());
+        return 0;
+    }
+    look_around();
+    client own = {.number = 0, .chance = {.state = w.seed + (uint64_t)w.o.now}};
+    me = &own;
+    for (int i = 0; i < 12; i++) play();
+    end_world();
+    return 0;
+}
+
+int draw_fork(call *c) {
+    (void)c;
+    return drive.fork && !w.is_child;
+}
+
+void run_fork(call *c) {
+    const int status = drive.fork(check_child);
+    if (status) wrong("a child of fork() ended with %d", status);
+    c->status = KVC_OK;
+}

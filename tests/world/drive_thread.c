@@ -1,0 +1,49 @@
+/* drive_thread.c: one thread calls.  Each answer is predicted, and everything that can be seen compared.
+ *
+ *     drive_thread --seed 1 --runs 100 --calls 400
+ *
+ * What fails is made shorter, and printed in C. */
+#define _DEFAULT_SOURCE
+#include "world.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+/* The core's clock is the world's. */
+int __wrap_clock_gettime(clockid_t which, struct timespec *now);
+int __wrap_clock_gettime(clockid_t which, struct timespec *now) {
+    (void)which;
+    now->tv_sec = 1000 + w.o.ms / 1000;
+    now->tv_nsec = w.o.ms % 1000 * 1000000;
+    return 0;
+}
+
+static int fork_once(int (*check)(void)) {
+    int status = -1;
+    fflush(stdout);
+    const pid_t child = fork();
+    if (!child) {
+        alarm(60);
+        status = check();
+        fflush(stdout);
+        _exit(status);
+    }
+    return child > 0 && waitpid(child, &status, 0) == child ? status : 0;
+}
+
+int main(int argc, char **argv) {
+    uint64_t seed = 1, runs = 1;
+    int num_calls = 400;
+    for (int i = 1; i + 1 < argc; i += 2) {
+        if (!strcmp(argv[i], "--seed")) seed = strtoull(argv[i + 1], NULL, 10);
+        if (!strcmp(argv[i], "--runs")) runs = strtoull(argv[i + 1], NULL, 10);
+        if (!strcmp(argv[i], "--calls")) num_calls = atoi(argv[i + 1]);
+    }
+    drive.fork = fork_once;
+    for (uint64_t i = 0; i < runs; i++)
+        if (run_alone(seed + i, num_calls)) return 1;
+    return 0;
+}

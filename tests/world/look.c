@@ -1,0 +1,361 @@
+/* look.c: compares what can be seen of a cache with the oracle. */
+#include "world.h"
+
+#include <stdlib.h>
+
+enum { MOST_PLACES = 4096, MOST_EVENTS = 256 };
+
+static struct seen { /* rows that were read */
+    float k[HEADS * ROWS * DIM], v[HEADS * ROWS * DIM];
+    int32_t positions[ROWS];
+} *seen_rows(void) {
+    static _Thread_local struct seen seen;
+    return &seen;
+}
+
+/* Describes arrays for n rows of a layer, as floats. */
+kvc_rows_out room_for(int l, int64_t n, float *k, float *v) {
+    const kvc_layer *layer = &w.o.layers[l];
+    return (kvc_rows_out){.struct_size = sizeof(kvc_rows_out),
+                          .type = KVC_F32,
+                          .k = k,
+                          .v = layer->v_dim ? v : NULL,
+                          .k_head_stride = (int64_t)sizeof *k * n * layer->k_dim,
+                          .k_row_stride = (int64_t)sizeof *k * layer->k_dim,
+                          .v_head_stride = (int64_t)sizeof *v * n * layer->v_dim,
+                          .v_row_stride = (int64_t)sizeof *v * layer->v_dim};
+}
+
+/* ---- rows -------------------------------------------------------------------------------------------------------- */
+
+/* Checks that keys and values are those of a row; NULL: they were not read. */
+void check_row_of(int l, const row *r, const float *k, const float *v, int64_t k_stride, int64_t v_stride) {
+    const kvc_layer *layer = &w.o.layers[l];
+    float own[DIM];
+    for (int h = 0; h < layer->num_kv_heads; h++) {
+        make_key(layer, r->tag, l, h, r->position - tokens[r->tag].base, own);
+        if (k && !same_elements(k + h * k_stride, own, layer->k_dim))
+            wrong("layer %d: the key at %d is not that of tag %d, but of %d", l, r->position, r->tag,
+                  tag_in(layer->k_type, k + h * k_stride));
+        make_value(layer, r->tag, l, h, own);
+        if (v && layer->v_dim && !same_elements(v + h * v_stride, own, layer->v_dim))
+            wrong("layer %d: the value at %d is not that of tag %d", l, r->position, r->tag);
+    }
+}
+
+/* Returns the tag of a row, all of which must be of that tag. */
+int32_t tag_of(int l, const float *k, const float *v, int64_t k_stride, int64_t v_stride, int32_t position) {
+    const int32_t tag = tag_in(w.o.layers[l].k_type, k);
+    if (tag <= 0 || tag > w.last_tag) wrong("layer %d: the row at %d is nobody's", l, position);
+    const row r = {position, tag, 0, 0};
+    check_row_of(l, &r, k, v, k_stride, v_stride);
+    return tag;
+}
+
+void read_tags(kvc_cache *cache, int64_t id, int l, int32_t *tags) {
+    struct seen *seen = seen_rows();
+    const kvc_layer *layer = &w.o.layers[l];
+    const int stride = stride_of(&w.o, l), n = 64 / stride;
+    kvc_rows_out out = room_for(l, n, seen->k, seen->v);
+    out.positions = seen->positions;
+    for (int at = 0; at < ROWS; at++) tags[at] = NO_TOKEN;
+    if (kvc_extract(cache, id, l, 0, n * stride, &out)) return;
+    for (int i = 0; i < n; i++)
+        if (seen->positions[i] >= 0)
+            tags[(i + 1) * stride - 1] = tag_of(l, seen->k + i * layer->k_dim, seen->v + i * layer->v_dim,
+                                                (int64_t)n * layer->k_dim, (int64_t)n * layer->v_dim,
+                                                seen->positions[i]);
+}
+
+static void check_gather(kvc_cache *cache, int64_t id, const sequence *s, int l) {
+    struct seen *seen = seen_rows();
+    const kvc_layer *layer = &w.o.layers[l];
+    const rows *list = &s->layers[source_of(&w.o, l)];
+    kvc_rows_out out = room_for(l, list->num, seen->k, seen->v);
+    out.positions = seen->positions;
+    if (kvc_gather(cache, id, l, 0, list->num, &out)) wrong("kvc_gather: %s", kvc_last_error());
+    for (int i = 0; i < list->num; i++) {
+        if (seen->positions[i] != list->at[i].position)
+            wrong("layer %d: row %d stands at %d, not %d", l, i, seen->positions[i], list->at[i].position);
+        check_row_of(source_of(&w.o, l), &list->at[i], seen->k + i * layer->k_dim, seen->v + i * layer->v_dim,
+                     (int64_t)list->num * layer->k_dim, (int64_t)list->num * layer->v_dim);
+    }
+}
+
+/* Checks spans against a list.  Elements of f32 are compared where they lie. */
+static void check_spans(const kvc_span *spans, int64_t num, int l, const row *list, int num_rows) {
+    const kvc_layer *layer = &w.o.layers[l];
+    int at = 0;
+    for (int64_t i = 0; i < num; i++)
+        for (int j = 0; j < spans[i].num_rows; j++, at++) {
+            const kvc_span *span = &spans[i];
+            if (at == num_rows) wrong("layer %d: spans have more than %d rows", l, num_rows);
+            if (span->position + j * stride_of(&w.o, l) != list[at].position || span->delta != list[at].delta)
+                wrong("layer %d: row %d of a span stands at %d, moved by %d, not at %d by %d", l, at,
+                      span->position + j * stride_of(&w.o, l), span->delta, list[at].position, list[at].delta);
+            if (layer->k_type || layer->v_type) continue;
+            row stored = list[at];
+            stored.position -= stored.delta;
+            check_row_of(l, &stored, (const float *)span->k + j * span->k_row_stride / 4,
+                         span->v ? (const float *)span->v + j * span->v_row_stride / 4 : NULL, span->k_head_stride / 4,
+                         span->v_head_stride / 4);
+        }
+    if (at != num_rows) wrong("layer %d: spans have %d rows, not %d", l, at, num_rows);
+}
+
+/* ---- sequences --------------------------------------------------------------------------------------------------- */
+
+static void check_layer(kvc_cache *cache, int64_t id, const sequence *s, int l) {
+    kvc_span spans[ROWS];
+    int32_t positions[ROWS], first = 7, last = 7, low = -1, high = -1;
+    int64_t num = 0;
+    const rows *list = &s->layers[source_of(&w.o, l)];
+    for (int i = 0; i < list->num; i++) {
+        low = low < 0 || list->at[i].position < low ? list->at[i].position : low;
+        high = list->at[i].position > high ? list->at[i].position : high;
+    }
+    if (kvc_seq_len(cache, id, l) != list->num || kvc_positions(cache, id, l, positions, ROWS) != list->num)
+        wrong("layer %d of sequence %lld has %d rows, not %d", l, (long long)id, (int)kvc_seq_len(cache, id, l),
+              list->num);
+    if (kvc_position_range(cache, id, l, &first, &last) || first != low || last != high)
+        wrong("layer %d: positions from %d to %d, not %d to %d", l, first, last, low, high);
+    if (list->num) check_gather(cache, id, s, l);
+    if (kvc_spans(cache, id, l, spans, sizeof *spans, ROWS, &num, NULL)) wrong("kvc_spans: %s", kvc_last_error());
+    check_spans(spans, num, source_of(&w.o, l), list->at, list->num);
+}
+
+/* A sequence of the open batch counts as exact as if all its tokens were kept. */
+static int32_t exact_to(int at, const sequence *s) {
+    uint8_t all[TOKENS];
+    memset(all, 1, sizeof all);
+    int32_t exact = s->exact_to;
+    for (int i = 0; i < CLIENTS && at >= 0; i++) {
+        const batch *b = &w.o.batches[i];
+        if (!b->is_open || !count_in(b, at)) continue;
+        const int32_t own = batch_exact_to(&w.o, b, at, all);
+        exact = own < exact ? own : exact;
+    }
+    return exact;
+}
+
+static int has_token_layers(void) {
+    for (int l = 0; l < w.o.num_layers; l++)
+        if (is_own(&w.o, l)) return 1;
+    return 0;
+}
+
+/* at: its slot in the world's cache; -1: it is of another cache. */
+static void check_sequence(kvc_cache *cache, int64_t id, const sequence *s, int at) {
+    const int32_t next = next_of(&w.o, s);
+    int32_t first, last;
+    int64_t most = 0;
+    for (int l = 0; l < w.o.num_layers; l++)
+        if (is_own(&w.o, l) && stride_of(&w.o, l) == 1 && s->layers[l].num > most) most = s->layers[l].num;
+    if (kvc_next_position(cache, id) != next)
+        wrong("sequence %lld goes on at %d, not %d", (long long)id, kvc_next_position(cache, id), next);
+    if (kvc_seq_len(cache, id, -1) != most)
+        wrong("sequence %lld has %d tokens, not %d", (long long)id, (int)kvc_seq_len(cache, id, -1), (int)most);
+    if (kvc_position_range(cache, id, -1, &first, &last) || first != extreme_of(&w.o, s, -1) ||
+        last != extreme_of(&w.o, s, 1))
+        wrong("sequence %lld stands from %d to %d", (long long)id, first, last);
+    if (kvc_exact_to(cache, id) != exact_to(at, s))
+        wrong("sequence %lld is exact to %d, not %d", (long long)id, kvc_exact_to(cache, id), exact_to(at, s));
+    for (int32_t i = -2; i < 2 && next < INT32_MAX - 2; i++) {
+        const int32_t position = i < 1 ? next + i : pick(next < 64 ? next + 1 : 64);
+        const int right =
+            position >= 0 && (!has_token_layers() || (position <= next && !misses(&w.o, s, position)));
+        if (kvc_can_resume(cache, id, position) != right)
+            wrong("sequence %lld can go on at %d: %d", (long long)id, position, !right);
+    }
+    for (int l = 0; l < w.o.num_layers; l++) check_layer(cache, id, s, l);
+}
+
+/* In a crowded cache, batches of others expire rows: the oracle learns of it. */
+static void learn_expired(int at) {
+    sequence *s = &w.o.sequences[at];
+    for (int l = 0; l < w.o.num_layers; l++) {
+        rows *list = &s->layers[l];
+        int32_t positions[ROWS];
+        int64_t num = kvc_positions(w.cache, w.ids[at], l, positions, ROWS), kept = 0;
+        if (!is_own(&w.o, l) || w.o.layers[l].policy.kind == KVC_FULL) continue;
+        for (int i = 0, j = 0; i < list->num; i++)
+            if (j < num && positions[j] == list->at[i].position)
+                list->at[kept++] = list->at[i], j++;
+            else
+                widen(&list->lost, list->at[i].position);
+        list->num = (int)kept;
+    }
+}
+
+/* Each row of a sequence that anybody may change is whole. */
+static void check_whole(int at) {
+    int32_t tags[ROWS];
+    for (int l = 0; l < w.o.num_layers; l++)
+        if (is_own(&w.o, l)) read_tags(w.cache, w.ids[at], l, tags);
+}
+
+/* Compares what a sequence holds, contents aside that another batch may expire meanwhile. */
+static void check_crowded(int at) {
+    const sequence *s = &w.o.sequences[at];
+    int32_t tags[ROWS];
+    for (int l = 0; l < w.o.num_layers; l++) {
+        const rows *list = &s->layers[l];
+        if (!is_own(&w.o, l)) continue;
+        read_tags(w.cache, w.ids[at], l, tags);
+        for (int i = 0; i < list->num; i++) {
+            const int32_t position = list->at[i].position;
+            if (position >= 64 || find_row(list, position) != &list->at[i]) continue;
+            if (tags[position] != list->at[i].tag &&
+                (tags[position] >= 0 || w.o.layers[l].policy.kind == KVC_FULL))
+                wrong("sequence %lld has tag %d at %d, not %d, layer %d", (long long)w.ids[at], tags[position], position,
+                      list->at[i].tag, l);
+        }
+    }
+}
+
+void look_at(int at) {
+    if (!w.o.crowded) {
+        check_sequence(w.cache, w.ids[at], &w.o.sequences[at], at);
+        return;
+    }
+    if (w.is_wild) {
+        check_whole(at);
+        return;
+    }
+    if (at % w.num_clients != me->number || is_busy(&w.o, at)) return;
+    lock_world();
+    learn_expired(at);
+    unlock_world();
+    check_crowded(at);
+}
+
+/* ---- the cache --------------------------------------------------------------------------------------------------- */
+
+static void check_ids(void) {
+    int64_t ids[SLOTS + 1];
+    int64_t num = kvc_sequences(w.cache, ids, SLOTS + 1), right = 0;
+    for (int s = 0; s < SLOTS; s++) right += holds_tokens(&w.o, &w.o.sequences[s]);
+    if (num != right) wrong("there are %d sequences, not %d", (int)num, (int)right);
+    for (int64_t i = 1; i < num; i++)
+        if (ids[i] <= ids[i - 1]) wrong("sequences are out of order");
+}
+
+/* Checks blocks against the runs in them, and both against the statistics. */
+static void check_blocks(int l, int64_t *live) {
+    static kvc_block_info blocks[MOST_PLACES];
+    static kvc_run_info runs[MOST_PLACES];
+    int64_t num_blocks, num_runs, kept = 0, own = 0, rows = 0;
+    if (kvc_blocks(w.cache, l, blocks, sizeof *blocks, MOST_PLACES, &num_blocks, runs, sizeof *runs, MOST_PLACES,
+                   &num_runs) ||
+        num_blocks > MOST_PLACES || num_runs > MOST_PLACES)
+        wrong("there are %d blocks and %d runs", (int)num_blocks, (int)num_runs);
+    for (int64_t i = 0; i < num_blocks; i++) {
+        const kvc_block_info *b = &blocks[i];
+        *live += leads_group(&w.o, l) ? b->live : 0;
+        if (b->filled > b->resident || b->resident > b->num_slots || b->live > b->filled) wrong("a block has odd slots");
+        if (!b->is_free != (b->live || b->is_held)) wrong("a block is free, and is not");
+    }
+    for (int64_t i = 0; i < num_runs; i++) {
+        kept += runs[i].is_kept;
+        own += !runs[i].is_kept && !runs[i].in_batch ? runs[i].count : 0;
+        if (runs[i].slot < 0 || runs[i].count < 1 || runs[i].slot + runs[i].count > blocks[runs[i].block].filled)
+            wrong("a run lies outside of its block");
+    }
+    for (int s = 0; s < SLOTS; s++) rows += w.o.sequences[s].layers[source_of(&w.o, l)].num;
+    if (own != rows && !(me && me->is_within)) wrong("layer %d has %d rows in runs, not %d", l, (int)own, (int)rows);
+}
+
+static void check_stats(void) {
+    kvc_stats stats;
+    int64_t live = 0, blocks = 0, most = 0;
+    for (int l = 0; l < w.o.num_layers; l++)
+        if (w.o.layers[l].policy.kind != KVC_NONE) check_blocks(l, &live);
+    kvc_get_stats(w.cache, &stats, sizeof stats);
+    if (stats.live_slots != live) wrong("%d slots are live, and %d in blocks", (int)stats.live_slots, (int)live);
+    for (int i = 0; i < PREFIXES; i++) most += w.o.prefixes[i].num_blocks, blocks += w.o.prefixes[i].is_there;
+    const int64_t right = live_slots(&w.o);
+    const int has_more = most || stats.retained || (me && me->is_within); /* a call on the way has rows, too */
+    if (live < right || (live != right && !has_more))
+        wrong("%d slots are live, not %d", (int)live, (int)right);
+    if (stats.evictable_slots > live - right) wrong("%d slots are evictable, of %d", (int)stats.evictable_slots,
+                                                    (int)(live - right));
+    if (stats.rows_evicted && !capacity_of(&w.o) && !w.o.config.max_bytes) wrong("rows are evicted without a limit");
+    if (capacity_of(&w.o) && live > capacity_of(&w.o) + 0 && w.o.config.capacity && w.o.num_layers == 1)
+        wrong("%d slots are live, of %d", (int)live, (int)capacity_of(&w.o));
+    if (w.memory && kvc_nbytes(w.cache) != w.memory)
+        wrong("kvc_nbytes is %lld, not %lld", (long long)kvc_nbytes(w.cache), (long long)w.memory);
+}
+
+/* What prefixes count. */
+static void check_prefix(int i) {
+    const prefix *p = &w.o.prefixes[i];
+    kvc_prefix_stats s;
+    int64_t least = 0, held = 0, most_held = 0, sequences = 0, sure = 0;
+    kvc_prefix_get_stats(w.prefixes[i], &s, sizeof s);
+    if (s.requests != p->requests || s.hits != p->hits || s.tokens != p->tokens || s.matched != p->matched ||
+        s.reused != p->reused)
+        wrong("prefix %d counts %d requests, %d hits, %d tokens, %d matched, %d reused", i, (int)s.requests,
+              (int)s.hits, (int)s.tokens, (int)s.matched, (int)s.reused);
+    for (int at = 0; at < SLOTS; at++) sequences += w.o.sequences[at].prefix == 1 + i;
+    if (s.sequences != sequences) wrong("prefix %d has %d sequences, not %d", i, (int)s.sequences, (int)sequences);
+    for (int j = 0; j < p->num_blocks; j++) {
+        const block *b = &p->blocks[j];
+        const int num = text_length(b->node) - b->begin;
+        most_held += num;
+        if (is_full_block(&w.o, b) && b->is_sure && num_whole(&w.o, b)) least++, held += num;
+    }
+    const int is_late = p->config.ttl_ms != 0; /* expired ones may wait to be dropped */
+    if (s.blocks < least || s.held < held || (!is_late && (s.blocks > p->num_blocks || s.held > most_held)))
+        wrong("prefix %d has %d blocks of %d tokens, not %d to %d of %d to %d", i, (int)s.blocks, (int)s.held, (int)least,
+              p->num_blocks, (int)held, (int)most_held);
+    for (int j = 0; j < p->num_states; j++) sure += p->states[j].is_sure;
+    if (s.checkpoints < sure || (!is_late && s.checkpoints > p->num_states))
+        wrong("prefix %d has %d states, not %d to %d", i, (int)s.checkpoints, (int)sure, p->num_states);
+}
+
+void look_at_views(void) {
+    for (int i = 0; i < CLIENTS; i++)
+        if (w.views[i].hold && !w.o.crowded)
+            check_spans(w.views[i].spans, w.views[i].num_spans, w.views[i].layer, w.views[i].rows, w.views[i].num);
+}
+
+void look_around(void) {
+    if (kvc_validate(w.cache)) wrong("the cache is corrupt: %s", kvc_last_error());
+    if (w.o.crowded) return;
+    check_ids();
+    check_stats();
+    for (int s = 0; s < SLOTS; s++) check_sequence(w.cache, w.ids[s], &w.o.sequences[s], s);
+    for (int i = 0; i < PREFIXES; i++)
+        if (w.o.prefixes[i].is_there) check_prefix(i);
+    look_at_views();
+}
+
+void look_at_cache(kvc_cache *cache, const sequence *sequences, const int64_t *ids, int num) {
+    if (kvc_validate(cache)) wrong("a copy is corrupt: %s", kvc_last_error());
+    static const sequence empty = {.exact_to = INT32_MAX};
+    for (int i = 0; i < num && !w.o.crowded; i++)
+        check_sequence(cache, ids[i], holds_any(&w.o, &sequences[i]) ? &sequences[i] : &empty, -1);
+}
+
+/* A call that failed has changed nothing. */
+void check_unchanged(const call *c) {
+    kvc_stats stats;
+    kvc_get_stats(w.cache, &stats, sizeof stats);
+    if (kvc_nbytes(w.cache) != w.nbytes)
+        wrong("answers \"%s\", and has %lld bytes, not %lld", kvc_strerror(c->status), (long long)kvc_nbytes(w.cache),
+              (long long)w.nbytes);
+    if (memcmp(&stats, &w.stats, sizeof stats)) wrong("answers \"%s\", and has other statistics", kvc_strerror(c->status));
+    look_around();
+}
+
+void take_events(int evicts) {
+    static kvc_prefix_event events[MOST_EVENTS];
+    for (int i = 0; i < PREFIXES; i++) {
+        prefix *p = &w.o.prefixes[i];
+        int64_t num, lost;
+        if (!p->is_there || !p->config.max_events) continue;
+        if (kvc_prefix_take_events(w.prefixes[i], events, sizeof *events, MOST_EVENTS, &num, &lost)) wrong("no events");
+        if (lost) p->has_lost = 1;
+        for (int64_t j = 0; j < num && !p->has_lost; j++) note_event(&w.o, p, &events[j], evicts);
+    }
+}

@@ -1,0 +1,397 @@
+/* play.c: draws calls, makes them, asks the oracle what is right, and compares.  What fails is made shorter. */
+#define _DEFAULT_SOURCE
+#include "world.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { MOST_CALLS = 4000, MOST_REPLAYS = 600, MOST_SECONDS = 120 };
+
+/* ---- chance ------------------------------------------------------------------------------------------------------ */
+
+static uint64_t next_bits(chance *c) { /* splitmix64 */
+    uint64_t z = c->state += 0x9e3779b97f4a7c15;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    return z ^ z >> 31;
+}
+
+int pick(int n) {
+    chance *c = &me->chance;
+    if (!c->num_bytes) return n > 1 ? (int)(next_bits(c) % (uint64_t)n) : 0;
+    c->num_bytes--;
+    return n > 1 ? *c->bytes++ % n : 0;
+}
+
+int refuse(int rarity) {
+    if (!w.refuses || !me || w.is_child || pick(rarity)) return 0;
+    return me->was_refused = 1;
+}
+
+void lock_world(void) {
+    if (drive.lock) drive.lock();
+}
+
+void unlock_world(void) {
+    if (drive.unlock) drive.unlock();
+}
+
+void count_memory(int64_t bytes) { __atomic_fetch_add(&w.memory, bytes, __ATOMIC_RELAXED); }
+
+/* ---- messages ---------------------------------------------------------------------------------------------------- */
+
+static void print_list(const call *c, char what) {
+    const char *const types[] = {"int32_t", "int64_t", "uint8_t"};
+    const int is_absent = (what == 'Q' && !(c->flag & 1)) || (what == 'A' && !(c->flag & 2)) ||
+                          (what == 'U' && !(c->flag & 4)) || (what == 'R' && !(c->flag & 8));
+    if (is_absent) {
+        printf("NULL");
+        return;
+    }
+    printf("(%s[]){", types[what == 'S' ? 1 : what == 'U' || what == 'R' ? 2 : 0]);
+    const int num = what == 'R' ? w.o.num_layers : c->num;
+    for (int i = 0, printed = 0; i < num; i++) {
+        const long long x = what == 'S'   ? (long long)w.ids[c->slots[i]]
+                            : what == 'A' ? c->parents[i]
+                            : what == 'U' ? c->marks[i]
+                            : what == 'R' ? c->layers[i]
+                            : what == 'K' ? i
+                                          : c->positions[i];
+        if (what == 'K' && c->flag && !c->marks[i]) continue;
+        printf(printed++ ? ", %lld" : "%lld", x);
+    }
+    putchar('}');
+}
+
+/* Writes a call in C. */
+static void print_call(const call *c) {
+    printf("%*s", me->is_within ? 8 : 4, "");
+    for (const char *at = operations[c->operation].text; *at; at++) {
+        if (*at != '%') {
+            putchar(*at);
+            continue;
+        }
+        switch (*++at) {
+        case 'i': printf("%lld", (long long)w.ids[c->s]); break;
+        case 'j': printf("%lld", (long long)w.ids[c->to]); break;
+        case 'l': printf("%d", c->layer); break;
+        case 'b': printf("%d", c->begin); break;
+        case 'e': printf(c->end == KVC_END ? "KVC_END" : "%d", c->end); break;
+        case 'd': printf("%d", c->delta); break;
+        case 'n': printf("%d", c->num); break;
+        case 'f': printf("%d", c->flag); break;
+        case 'p': printf("%d", c->prefix); break;
+        case 't': printf("%s", spell(c->text)); break;
+        default: print_list(c, *at);
+        }
+    }
+    printf(";");
+    fflush(stdout);
+}
+
+static void print_layer(int l) {
+    const kvc_layer *x = &w.o.layers[l];
+    const kvc_policy *p = &x->policy;
+    printf("    layer %d: heads %d, k %s[%d], v %s[%d], in key %d, share %d, rope %d, policy %d: window %d, sinks %d, "
+           "resume %d, chunk %d, max_len %d, stride %d\n",
+           l, x->num_kv_heads, kvc_type_name(x->k_type), x->k_dim, kvc_type_name(x->v_type), x->v_dim, x->value_in_key,
+           x->share, x->rope.kind, p->kind, p->window, p->num_sink_tokens, p->resume_window, p->attention_chunk_size,
+           p->max_len, p->stride);
+}
+
+static void print_world(void) {
+    const kvc_config *c = &w.o.config;
+    for (int l = 0; l < w.o.num_layers; l++) print_layer(l);
+    printf("    block_size %d, max_seq_len %d, max_sequences %d, capacity %d, max_bytes %lld, threads %d, poll %d\n",
+           w.o.block_size, (int)c->max_seq_len, (int)c->max_sequences, (int)c->capacity, (long long)c->max_bytes,
+           c->num_threads, c->poll != NULL);
+    for (int i = 0; i < PREFIXES; i++) {
+        const kvc_prefix_config *p = &w.o.prefixes[i].config;
+        if (w.o.prefixes[i].is_there)
+            printf("    prefix %d: tenant %d, states %d, at most %d, ttl %d, quota %d, reuse %d, events %d, new %d\n", i,
+                   w.o.prefixes[i].tenant, (int)p->state_bytes, (int)p->max_checkpoint_bytes, (int)p->ttl_ms,
+                   (int)p->quota, p->reuse_min_tokens, p->max_events, p->collects_new);
+    }
+}
+
+static struct recording { /* of the calls of a process; shared with its parent */
+    int num;
+    const char *failure; /* the message with which it failed; NULL: none */
+    int operation;       /* that failed */
+    call calls[MOST_CALLS];
+} *recording;
+
+_Noreturn void wrong(const char *format, ...) {
+    va_list arguments;
+    const char *call_name = me && me->call ? operations[me->call->operation].name : "-";
+    printf("%sseed %llu, time %d, %s: ", w.traces ? "\n" : "", (unsigned long long)w.seed, w.o.now, call_name);
+    va_start(arguments, format);
+    vprintf(format, arguments);
+    va_end(arguments);
+    printf(" [%s]%s\n", kvc_last_error(), w.is_child ? " (in a child)" : "");
+    fflush(stdout);
+    if (recording) recording->failure = format, recording->operation = me && me->call ? me->call->operation : -1;
+    _exit(3);
+}
+
+/* ---- right answers ----------------------------------------------------------------------------------------------- */
+
+/* Whether a call may be answered so where the oracle says `right`.  This is the only place that lets the library choose:
+ * - where bytes decide whether something fits (room_is_open);
+ * - where memory was refused, or a function of the caller failed;
+ * - where other clients, or calls that came between, decide. */
+static int is_right(const call *c, kvc_status right) {
+    const unsigned errors = operations[c->operation].errors;
+    const kvc_status got = c->status;
+    if (got && !(errors >> got & 1)) return 0; /* the header does not list it */
+    if (got == right || (got == KVC_ERR_NOMEM && c->met_fault)) return 1;
+    if (me->was_refused && (got == KVC_ERR_CALLBACK || got == KVC_ERR_CANCELLED || got == KVC_ERR_STORE ||
+                            got == KVC_ERR_FORMAT))
+        return 1;
+    if (got == KVC_ERR_FULL && right == KVC_OK && (room_is_open(&w.o) || c->is_disturbed)) return 1;
+    if (w.is_wild) return 1;
+    if (!w.o.crowded) return 0;
+    return got == KVC_ERR_BUSY || got == KVC_ERR_FULL || got == KVC_ERR_HELD ||
+           (got == KVC_ERR_GONE && has_windows(&w.o)) || (got == KVC_ERR_INDEX && has_windows(&w.o));
+}
+
+/* The sequences of a wild world are anybody's: the oracle knows nothing of them. */
+static void forget_sequences(oracle *o) {
+    for (int s = 0; s < SLOTS; s++) {
+        const int prefix = o->sequences[s].prefix;
+        o->sequences[s] = (sequence){.exact_to = INT32_MAX, .is_open = 1, .prefix = prefix};
+    }
+}
+
+static void name_blocks(void) {
+    static const uint8_t none[KVC_NAME_BYTES];
+    for (int i = 0; i < PREFIXES; i++)
+        for (int j = 0; j < w.o.prefixes[i].num_blocks; j++) {
+            block *b = &w.o.prefixes[i].blocks[j];
+            text_tokens given;
+            uint8_t names[NAMES][KVC_NAME_BYTES];
+            int64_t num;
+            if (!is_full_block(&w.o, b) || memcmp(b->name, none, sizeof none)) continue;
+            if (kvc_prefix_names(w.prefixes[i], tokens_of(b->node, 0, &given), names[0], NAMES, &num))
+                wrong("names fail");
+            memcpy(b->name, names[num - 1], KVC_NAME_BYTES);
+        }
+}
+
+/* Whether blocks may have been evicted to make room. */
+static int may_evict(void) {
+    kvc_stats stats;
+    if (!capacity_of(&w.o) && !w.o.config.max_bytes) return 0;
+    kvc_get_stats(w.cache, &stats, sizeof stats);
+    return w.o.config.max_bytes || stats.rows_evicted != w.stats.rows_evicted;
+}
+
+/* Compares the answer, and does to the oracle what the call did to the cache. */
+static void judge(call *c) {
+    static _Thread_local oracle next;
+    const operation *op = &operations[c->operation];
+    const int evicts = !w.o.crowded && may_evict();
+    next = w.o;
+    for (int i = 0; evicts && i < PREFIXES; i++) note_doubt(&next, &next.prefixes[i]);
+    const kvc_status right = op->right(&next, c);
+    if (!is_right(c, right)) wrong("answers \"%s\", not \"%s\"", kvc_strerror(c->status), kvc_strerror(right));
+    if (c->status == KVC_OK || op->changes) {
+        if (c->is_short) note_short(&next);
+        if (w.is_wild) forget_sequences(&next);
+        w.o = next;
+    }
+    if (w.o.crowded) return;
+    name_blocks();
+    take_events(op->drops == 2 || evicts);
+}
+
+/* ---- making calls ------------------------------------------------------------------------------------------------ */
+
+static int has_needs(const call *c) {
+    const unsigned needs = operations[c->operation].needs;
+    if (needs & A_BATCH && !w.o.batches[me->number].is_open) return 0;
+    if (needs & A_PREFIX && !w.o.prefixes[c->prefix].is_there) return 0;
+    if (needs & A_FREE_SLOT && (is_there(&w.o, &w.o.sequences[c->to]) || is_busy(&w.o, c->to))) return 0;
+    if (needs & ITS_TEXT) { /* the caller promises that tokens are those of the sequence */
+        const int text = w.o.sequences[c->s].text, common = text_common(text, c->text);
+        if (common < text_length(text) && common < text_length(c->text)) return 0;
+    }
+    if (needs & A_FILE && !w.o.num_saved) return 0;
+    return !(needs & ALONE && w.num_clients > 1);
+}
+
+/* Runs a call, whose requests for memory fail one after the other, or now and then; what failed so is made again. */
+static void run_call(call *c) {
+    const operation *op = &operations[c->operation];
+    const chance before = me->chance;
+    int n = w.has_faults == 2 ? 1 : w.has_faults && !pick(4) ? 1 + pick(pick(2) ? 4 : 30) : 0;
+    for (;; n = w.has_faults == 2 ? n + 1 : 0) {
+        me->was_refused = 0;
+        me->chance = before;
+        drive.arm(n);
+        op->run(c);
+        c->is_short = n && drive.met_fault();
+        drive.arm(0);
+        if (!(c->status == KVC_ERR_NOMEM && (c->is_short || w.has_faults)) || me->is_within) break;
+        if (op->changes) break;
+        if (!w.o.crowded) check_unchanged(c);
+    }
+    c->met_fault = w.has_faults != 0;
+}
+
+void perform(call *c) {
+    call *outer = me->call;
+    const chance before = me->chance;
+    const int was_refused = me->was_refused;
+    const kvc_stats stats = w.stats;
+    const int64_t nbytes = w.nbytes;
+    me->call = c;
+    me->chance = (chance){.state = c->seed};
+    if (c->tag + TOKENS > w.last_tag && c->tag) w.last_tag = c->tag + TOKENS; /* of a call that is repeated */
+    if (!w.o.crowded) {
+        kvc_get_stats(w.cache, &w.stats, sizeof w.stats);
+        w.nbytes = kvc_nbytes(w.cache);
+    }
+    if (w.traces) printf("\n"), print_call(c);
+    run_call(c);
+    if (w.traces) printf(" /* %s, %lld */", kvc_strerror(c->status), (long long)c->result);
+    lock_world();
+    judge(c);
+    unlock_world();
+    if (c->status && !operations[c->operation].changes && !w.o.crowded && !c->is_disturbed) check_unchanged(c);
+    if (outer && c->status == KVC_OK) outer->is_disturbed = 1;
+    me->call = outer;
+    me->chance = before;
+    me->was_refused = was_refused;
+    w.stats = stats, w.nbytes = nbytes;
+}
+
+/* Draws one of the calls that may be made at a point; 0: a few tries found none. */
+static int draw(call *c, unsigned point) {
+    int total = 0;
+    for (int i = 0; i < num_operations; i++) total += operations[i].weight;
+    for (int tries = 0; tries < 40; tries++) {
+        int at = pick(total > 256 && me->chance.num_bytes ? 256 : total), i = 0;
+        if (me->chance.num_bytes) at = at * total / 256;
+        while ((at -= operations[i].weight) >= 0) i++;
+        if (point && !(operations[i].may_run_at & point)) continue;
+        memset(c, 0, sizeof *c);
+        c->operation = i;
+        c->client = me->number;
+        c->began = w.o.now + 1;
+        if (operations[i].needs & A_BATCH && !w.o.batches[me->number].is_open) continue;
+        if (!operations[i].draw(c) || !has_needs(c)) continue;
+        c->seed = next_bits(&me->chance);
+        w.o.now++;
+        return 1;
+    }
+    return 0;
+}
+
+void come_between(unsigned point) {
+    call inner;
+    if (drive.pause) drive.pause();
+    if (!me || !me->call || me->is_within || !(operations[me->call->operation].gives_up & point) || pick(4)) return;
+    lock_world();
+    me->is_within = 1;
+    const int is_drawn = draw(&inner, point);
+    unlock_world();
+    if (is_drawn) perform(&inner);
+    me->is_within = 0;
+}
+
+int play(void) {
+    call c;
+    lock_world();
+    const int is_drawn = draw(&c, 0);
+    if (is_drawn && recording && !w.is_child && recording->num < MOST_CALLS) recording->calls[recording->num++] = c;
+    unlock_world();
+    if (!is_drawn) return 0;
+    perform(&c);
+    if (!w.o.crowded && w.o.now % 8 == 0)
+        look_around();
+    else
+        look_at(pick(2) ? c.s : pick(SLOTS));
+    return 1;
+}
+
+/* ---- shortening -------------------------------------------------------------------------------------------------- */
+
+/* Plays in a child: new calls, or those of a list.  Returns whether it failed. */
+static int play_in_child(uint64_t seed, int num_calls, const call *calls, int is_quiet, int traces) {
+    fflush(stdout);
+    recording->failure = NULL;
+    const pid_t child = fork();
+    if (!child) {
+        client own = {.chance = {.state = seed}};
+        me = &own;
+        alarm(MOST_SECONDS);
+        if (is_quiet && !freopen("/dev/null", "w", stdout)) _exit(4);
+        make_world(seed, 1, 0);
+        w.has_faults = drive.fork ? (int)(seed % 5 == 1) : 2;
+        w.traces = traces;
+        if (traces) print_world();
+        for (int i = 0; i < num_calls; i++)
+            if (!calls) {
+                play();
+            } else {
+                call c = calls[i];
+                c.began = ++w.o.now;
+                if (has_needs(&c)) perform(&c), look_around();
+            }
+        me->call = NULL;
+        look_around();
+        end_world();
+        fflush(stdout);
+        _exit(0);
+    }
+    int status = -1;
+    if (child < 0 || waitpid(child, &status, 0) != child) return 0;
+    return status != 0;
+}
+
+/* Leaves calls out as long as what is left fails alike. */
+static int shorten(uint64_t seed, call *calls, int num) {
+    static call fewer[MOST_CALLS];
+    const char *failure = recording->failure;
+    const int operation = recording->operation;
+    int replays = 0;
+    for (int size = num / 2; size; size /= 2)
+        for (int begin = 0; begin < num && replays < MOST_REPLAYS;) {
+            const int end = begin + size < num ? begin + size : num, left = num - (end - begin);
+            memcpy(fewer, calls, (size_t)begin * sizeof *calls);
+            memcpy(fewer + begin, calls + end, (size_t)(num - end) * sizeof *calls);
+            replays++;
+            if (!play_in_child(seed, left, fewer, 1, 0) || recording->failure != failure ||
+                recording->operation != operation) {
+                begin = end;
+                continue;
+            }
+            num = left;
+            memcpy(calls, fewer, (size_t)num * sizeof *calls);
+        }
+    return num;
+}
+
+int run_alone(uint64_t seed, int num_calls) {
+    static call calls[MOST_CALLS];
+    if (!recording) {
+        share_texts();
+        recording = mmap(NULL, sizeof *recording, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    }
+    recording->num = 0;
+    if (!play_in_child(seed, num_calls < MOST_CALLS ? num_calls : MOST_CALLS, NULL, 0, 0)) return 0;
+    memcpy(calls, recording->calls, (size_t)recording->num * sizeof *calls);
+    if (!play_in_child(seed, recording->num, calls, 1, 0)) {
+        printf("seed %llu: fails, but not again\n", (unsigned long long)seed);
+        return 1;
+    }
+    const int num = shorten(seed, calls, recording->num);
+    printf("seed %llu fails; %d calls of %d are left:\n", (unsigned long long)seed, num, recording->num);
+    play_in_child(seed, num, calls, 0, 1);
+    return 1;
+}

@@ -1,0 +1,156 @@
+/* prefixes.c: what is done to the blocks of prefixes: they are pinned, evicted, forgotten and fetched. */
+#include "oracle.h"
+
+#include <string.h>
+
+static pin *find_pin(prefix *p, int node) {
+    pin *unused = NULL;
+    for (int i = 0; i < p->num_pins; i++) {
+        if (p->pins[i].node == node && p->pins[i].count) return &p->pins[i];
+        if (!p->pins[i].count) unused = &p->pins[i];
+    }
+    if (!unused && p->num_pins < PINS) unused = &p->pins[p->num_pins++];
+    if (unused) *unused = (pin){.node = node};
+    return unused;
+}
+
+kvc_status right_pin(oracle *o, const call *c) {
+    prefix *p = &o->prefixes[c->prefix];
+    if (o->crowded || c->status) return KVC_OK;
+    const int length = text_length(c->text);
+    if (c->result < known(o, p, c->text, length, 1, 1) || c->result > known(o, p, c->text, length, 0, 1))
+        wrong("%d tokens of %s are pinned", (int)c->result, spell(c->text));
+    if (!c->result) return KVC_OK;
+    pin *it = find_pin(p, c->text);
+    if (!it) wrong("there is no place for a pin");
+    it->count++;
+    if (c->result >= it->kept) it->is_loose = 0;
+    it->kept = it->kept > c->result ? it->kept : (int)c->result;
+    return KVC_OK;
+}
+
+kvc_status right_unpin(oracle *o, const call *c) {
+    prefix *p = &o->prefixes[c->prefix];
+    for (int i = 0; i < p->num_pins; i++)
+        if (p->pins[i].node == c->text && p->pins[i].count) p->pins[i].count--;
+    while (p->num_pins && !p->pins[p->num_pins - 1].count) p->num_pins--;
+    note_time(o);
+    return KVC_OK;
+}
+
+/* The least recently used blocks go until `begin` tokens are dropped; result: how many were. */
+kvc_status right_evict(oracle *o, const call *c) {
+    prefix *p = &o->prefixes[c->prefix];
+    int64_t most = 0, fewest = 0;
+    if (o->crowded || c->status) return KVC_OK;
+    for (int i = 0; i < p->num_blocks; i++) {
+        const block *b = &p->blocks[i];
+        most += text_length(b->node) - b->begin;
+        if (b->is_sure && is_full_block(o, b) && !p->num_pins) fewest += o->block_size;
+    }
+    if (c->result < 0 || (c->result > most && !p->config.ttl_ms) ||
+        (c->result < c->begin && c->result < fewest))
+        wrong("%d tokens are evicted, of %d to %d", (int)c->result, (int)fewest, (int)most);
+    if (c->result >= c->begin + o->block_size) wrong("%d tokens are evicted, not %d", (int)c->result, c->begin);
+    if (c->result) note_doubt(o, p);
+    return KVC_OK;
+}
+
+kvc_status right_prefix_clear(oracle *o, const call *c) {
+    prefix *p = &o->prefixes[c->prefix];
+    note_cleared(p);
+    p->num_pins = 0;
+    for (int s = 0; s < SLOTS; s++) /* whether commits keep more of a prompt whose first blocks are gone is open */
+        if (o->sequences[s].prefix == 1 + c->prefix && o->sequences[s].keeps) o->sequences[s].keeps = 1;
+    return KVC_OK;
+}
+
+/* Forgetting a text drops the blocks that hold a row of one of its tokens, and those that follow all of it.  If no
+ * layer sees all tokens, blocks that follow a part of it go as well. */
+int drops(const oracle *o, const block *b, int text) {
+    const int common = text_common(b->node, text);
+    for (int l = 0; l < o->num_layers; l++)
+        if (is_own(o, l) && o->layers[l].policy.kind == KVC_FULL)
+            return common > b->begin || common == text_length(text);
+    return common > 0;
+}
+
+kvc_status right_forget(oracle *o, const call *c) {
+    prefix *p = &o->prefixes[c->prefix];
+    int64_t most = 0, fewest = 0;
+    if (c->status) return KVC_OK;
+    for (int i = p->num_blocks; text_length(c->text) && i-- > 0;) {
+        block *b = &p->blocks[i];
+        const int num = text_length(b->node) - b->begin;
+        if (!drops(o, b, c->text)) continue;
+        most += num;
+        if (num_whole(o, b) && is_full_block(o, b)) fewest += num;
+        *b = p->blocks[--p->num_blocks];
+    }
+    if (!o->crowded && !c->is_disturbed && (c->result < fewest || (c->result > most && !p->config.ttl_ms)))
+        wrong("%d tokens of %s are forgotten, not %d to %d", (int)c->result, spell(c->text), (int)fewest, (int)most);
+    for (int i = p->num_states; text_length(c->text) && i-- > 0;)
+        if (text_common(p->states[i].node, c->text) > 0 &&
+            (text_common(p->states[i].node, c->text) == text_length(p->states[i].node) ||
+             text_common(p->states[i].node, c->text) == text_length(c->text)))
+            p->states[i] = p->states[--p->num_states];
+        else
+            p->states[i].is_sure = 0;
+    for (int i = 0; i < p->num_pins; i++)
+        if (text_common(p->pins[i].node, c->text) > 0) p->pins[i].is_loose = 1;
+    if (p->num_forgotten == FORGOTTEN) memmove(p->forgotten, p->forgotten + 1, sizeof p->forgotten - sizeof *p->forgotten);
+    p->num_forgotten -= p->num_forgotten == FORGOTTEN;
+    p->forgotten[p->num_forgotten++] = (forgotten){c->text, c->began};
+    if (text_length(c->text)) p->horizon = o->now;
+    return KVC_OK;
+}
+
+/* What comes from a store counts as computed again, unless it was forgotten while the store worked. */
+kvc_status right_fetch(oracle *o, const call *c) {
+    prefix *p = &o->prefixes[c->prefix];
+    if (!c->text) return KVC_ERR_INVALID;
+    for (int i = p->num_forgotten; i-- > 0;)
+        if (p->forgotten[i].time < c->began && text_common(p->forgotten[i].node, c->text) > 0)
+            p->forgotten[i] = p->forgotten[--p->num_forgotten];
+    if (o->crowded) return KVC_OK;
+    if (c->result < 0 || c->result % o->block_size) wrong("%d tokens are fetched", (int)c->result);
+    note_fetched(o, p, c->text);
+    return KVC_OK;
+}
+
+/* ---- events ------------------------------------------------------------------------------------------------------ */
+
+/* Whether a block may be used later than another one goes, though it was used before that surely: it is pinned, or
+ * protected, or others hold its rows. */
+static int may_stay(const oracle *o, const prefix *p, const block *b) {
+    if (p->config.quota || !b->is_sure || !is_full_block(o, b) || is_pinned(o, p, b, 0)) return 1;
+    for (int s = 0; s < SLOTS; s++)
+        if (text_common(o->sequences[s].text, b->node) > b->begin) return 1;
+    return 0;
+}
+
+/* Checks that no block was left that was used before the one that is evicted. */
+static void check_order(const oracle *o, const prefix *p, const block *evicted) {
+    for (int i = 0; i < PREFIXES; i++)
+        for (int j = 0; j < o->prefixes[i].num_blocks; j++) {
+            const block *b = &o->prefixes[i].blocks[j];
+            if (b != evicted && b->may_use < evicted->sure_use && (&o->prefixes[i] == p || !o->config.max_bytes) &&
+                !may_stay(o, &o->prefixes[i], b))
+                wrong("%s, used at %d, was evicted before %s, used at %d", spell(evicted->node), (int)evicted->sure_use,
+                      spell(b->node), (int)b->may_use);
+        }
+}
+
+void note_event(oracle *o, prefix *p, const kvc_prefix_event *event, int evicts) {
+    block *b = NULL;
+    for (int i = 0; i < p->num_blocks; i++)
+        if (is_full_block(o, &p->blocks[i]) && !memcmp(p->blocks[i].name, event->name, KVC_NAME_BYTES))
+            b = &p->blocks[i];
+    if (event->kind != KVC_BLOCK_DROPPED || !b) return;
+    if (!evicts && !p->config.ttl_ms) wrong("%s is dropped without a reason", spell(b->node));
+    if (is_pinned(o, p, b, 1)) wrong("%s is dropped, and is pinned", spell(b->node));
+    if (evicts && !has_windows(o) && !p->config.ttl_ms) check_order(o, p, b);
+    for (int i = p->num_states; i-- > 0;)
+        if (text_common(b->node, p->states[i].node) > b->begin) p->states[i].is_sure = 0;
+    *b = p->blocks[--p->num_blocks];
+}

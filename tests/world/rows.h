@@ -1,0 +1,97 @@
+/* rows.h: what a row contains.  Each token that was ever put has a number, its tag.  Every element of its rows follows
+ * from the tag, the layer and the head, so that rows which are moved, shared or mixed up show.  Elements are numbers
+ * that the type of the row stores without an error.  The tag can be read from any row again. */
+#ifndef WORLD_ROWS_H
+#define WORLD_ROWS_H
+
+#include <math.h>
+#include <stdint.h>
+
+#include "kvcache.h"
+
+enum {
+    HEADS = 2,           /* most of a layer */
+    DIM = 32,            /* most elements of a row */
+    IN_KEY = 16,         /* elements of a value that lies in a key */
+    FIRST_TURNED = 16,   /* of a key, the first element that a rope may turn */
+    TURNED = 4,          /* pairs of elements that it turns */
+    FIRST_OF_TAG = 2,    /* the element with the lowest four bits of the tag */
+    TAG_ELEMENTS = 6,    /* elements with four bits each */
+    MOST_TAG = 1 << 24
+};
+
+/* Right angles for each position, in turn for each pair of elements. */
+static const int quarters[TURNED] = {1, -1, 2, 3};
+
+/* The sixteen numbers of which rows of a type consist. */
+static inline float level_of(int32_t type, int n) {
+    static const float iq4_nl[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+    if (type == KVC_IQ4_NL) return iq4_nl[n];
+    if (type == KVC_Q4_0 || type == KVC_Q5_0) return (float)(n - 8);
+    if (type == KVC_Q4_1 || type == KVC_Q5_1) return (float)n;
+    return (float)(16 * n - 120);
+}
+
+/* The first element decides the scale of a quantised row, and the second the minimum's distance. */
+static inline float first_of(int32_t type) {
+    if (type == KVC_IQ4_NL) return -127;
+    if (type == KVC_Q4_0) return -8;
+    if (type == KVC_Q5_0) return -16;
+    return type == KVC_Q4_1 || type == KVC_Q5_1 ? 0 : 127;
+}
+
+/* Element d of a token's key or value. */
+static inline float element(int32_t type, int32_t tag, int layer, int is_value, int head, int d) {
+    uint32_t x = (uint32_t)tag * 0x9e3779b1u + (uint32_t)(((layer * 2 + is_value) * 64 + head) * 64 + d) * 0x85ebca6bu;
+    x = (x ^ x >> 15) * 0x2c1b3c6du;
+    if (d == 0) return first_of(type);
+    if (d == 1 && type == KVC_Q4_1) return 15;
+    if (d == 1 && type == KVC_Q5_1) return 31;
+    if (d >= FIRST_OF_TAG && d < FIRST_OF_TAG + TAG_ELEMENTS) return level_of(type, tag >> 4 * (d - FIRST_OF_TAG) & 15);
+    return level_of(type, (int)(x >> 28));
+}
+
+/* Turns a key as if it had moved up by so many positions. */
+static inline void turn(int interleaved, int32_t moved, float *k) {
+    for (int i = 0; i < TURNED; i++) {
+        float *a = k + FIRST_TURNED + (interleaved ? 2 * i : i), *b = a + (interleaved ? 1 : TURNED);
+        for (unsigned n = (unsigned)moved * (unsigned)quarters[i] & 3; n > 0; n--) {
+            const float x = *a;
+            *a = -*b;
+            *b = x;
+        }
+    }
+}
+
+/* Makes a key of a token that has moved up by so many positions since it was put. */
+static inline void make_key(const kvc_layer *of, int32_t tag, int layer, int head, int32_t moved, float *k) {
+    for (int d = 0; d < of->k_dim; d++) k[d] = element(of->k_type, tag, layer, 0, head, d);
+    if (of->rope.kind != KVC_ROPE_NONE && of->rope.kind != KVC_ROPE_UNKNOWN) turn(of->rope.interleaved, moved, k);
+}
+
+/* Makes a value; one in the key has the key's first elements. */
+static inline void make_value(const kvc_layer *of, int32_t tag, int layer, int head, float *v) {
+    const int32_t type = of->value_in_key ? of->k_type : of->v_type;
+    for (int d = 0; d < of->v_dim; d++) v[d] = element(type, tag, layer, !of->value_in_key, head, d);
+}
+
+/* Reads the tag of a row; -1 if its elements tell none. */
+static inline int32_t tag_in(int32_t type, const float *row) {
+    int32_t tag = 0;
+    for (int i = 0; i < TAG_ELEMENTS; i++) {
+        int n = 0;
+        while (n < 16 && level_of(type, n) != row[FIRST_OF_TAG + i]) n++;
+        if (n == 16) return -1;
+        tag |= n << 4 * i;
+    }
+    return tag;
+}
+
+/* Whether two rows are one; a rotation by many right angles is not quite exact. */
+static inline int same_elements(const float *a, const float *b, int num) {
+    for (int d = 0; d < num; d++)
+        if (!(fabsf(a[d] - b[d]) <= 0.01f)) return 0;
+    return 1;
+}
+
+#endif

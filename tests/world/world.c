@@ -1,0 +1,254 @@
+/* world.c: makes a world: layers of any policy and type, limits or none, prefixes or none; and ends it. */
+#include "world.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#define RIGHT_ANGLE 1.57079632679489661923
+
+enum { MOST_TOKENS = 1 << 20 }; /* that are ever put in a world */
+
+world w;
+_Thread_local client *me;
+driver drive;
+
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
+
+static int64_t to_fail; /* requests until one fails; 0: none does */
+static int has_failed;
+
+static void arm(int n) {
+    to_fail = n;
+    has_failed = 0;
+}
+
+static int met_fault(void) { return has_failed; }
+
+static void *take_memory(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
+    (void)user;
+    if (to_fail && !--to_fail) {
+        has_failed = 1;
+        return NULL;
+    }
+    void *memory = aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment);
+    if (!memory) return NULL;
+    memset(memory, 0xff, size); /* nothing may count on zeros */
+    if (hint->kind != KVC_MEMORY_SCRATCH) count_memory((int64_t)size);
+    return memory;
+}
+
+static void give_memory(void *user, void *memory, size_t size, const kvc_memory_hint *hint) {
+    (void)user;
+    if (hint->kind != KVC_MEMORY_SCRATCH) count_memory(-(int64_t)size);
+    memset(memory, 0xa5, size); /* for who reads it still */
+    free(memory);
+}
+
+/* ---- layers ------------------------------------------------------------------------------------------------------ */
+
+/* Moves keys as ropes of right angles do. */
+static int32_t move_keys(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows, int32_t k_dim,
+                         int32_t delta) {
+    (void)user;
+    for (int64_t i = 0; i < num_kv_heads * num_rows; i++) turn(w.o.layers[layer].rope.interleaved, delta, keys + i * k_dim);
+    const int slot = me->call && (me->call->operation < num_operations) && !me->is_within ? 1 + me->call->s : SLOTS + 1;
+    w.o.rewriting = slot;
+    come_between(AT_MOVE);
+    w.o.rewriting = 0;
+    return refuse(12);
+}
+
+static int32_t poll_once(void *user) {
+    (void)user;
+    if (!me || !me->call) return 0;
+    come_between(AT_POLL);
+    return refuse(12);
+}
+
+static kvc_policy any_policy(int l, int has_prefixes) {
+    const int size = pick(8) ? 2 + pick(9) : 1, kind = pick(has_prefixes ? 8 : 10);
+    if (kind < 4 || (!l && pick(3))) return (kvc_policy){.kind = KVC_FULL, .window = pick(3), .resume_window = pick(5)};
+    if (kind < 6)
+        return (kvc_policy){.kind = KVC_SLIDING,
+                            .window = size,
+                            .num_sink_tokens = pick(3) ? 0 : 1 + pick(4),
+                            .resume_window = pick(3) ? 0 : size + pick(8),
+                            .stride = 0};
+    if (kind < 8 || !l)
+        return (kvc_policy){
+            .kind = KVC_CHUNKED, .attention_chunk_size = size, .resume_window = pick(3) ? 0 : pick(8)};
+    if (kind < 9) return (kvc_policy){.kind = KVC_CROSS, .max_len = 1 + pick(CROSS)};
+    return (kvc_policy){.kind = KVC_NONE};
+}
+
+static int32_t any_type(int is_turned) {
+    static const int32_t types[] = {KVC_F32, KVC_F16,  KVC_BF16, KVC_F32,    KVC_Q8_0, KVC_INT8,
+                                    KVC_Q4_0, KVC_Q4_1, KVC_Q5_0, KVC_Q5_1, KVC_IQ4_NL};
+    return types[pick(is_turned == KVC_ROPE_FUNCTION ? 4 : is_turned ? 6 : 11)];
+}
+
+static kvc_layer any_layer(int l, int rope, int has_prefixes) {
+    static double angles[TURNED];
+    for (int i = 0; i < TURNED; i++) angles[i] = quarters[i] * RIGHT_ANGLE;
+    kvc_layer layer = {.num_kv_heads = 1 + pick(HEADS),
+                       .k_dim = DIM,
+                       .v_dim = pick(5) ? DIM : 0,
+                       .policy = any_policy(l, has_prefixes),
+                       .rope = {.kind = pick(3) ? rope : KVC_ROPE_NONE}};
+    const int is_turned = layer.rope.kind == KVC_ROPE_FREQUENCIES || layer.rope.kind == KVC_ROPE_FUNCTION;
+    layer.k_type = any_type(is_turned ? layer.rope.kind : 0);
+    layer.v_type = any_type(0);
+    if (is_turned)
+        layer.rope = (kvc_rope){.kind = layer.rope.kind,
+                                .interleaved = pick(2),
+                                .first_dim = FIRST_TURNED,
+                                .num_freqs = TURNED,
+                                .inv_freq = angles,
+                                .shift = move_keys};
+    if (layer.k_type <= KVC_BF16 && !pick(5)) {
+        layer.value_in_key = 1 + pick(2);
+        layer.v_dim = IN_KEY;
+        layer.v_type = layer.k_type;
+    }
+    return layer;
+}
+
+/* Gives some layers a row for every n-th token, and one layer rows of all. */
+static void add_strides(oracle *o) {
+    const int stride = 2 + pick(3);
+    for (int l = 1; l < o->num_layers; l++)
+        if (pick(3) && !o->layers[l].share) {
+            o->layers[l].policy = (kvc_policy){.kind = KVC_FULL, .stride = stride};
+            o->unit = stride;
+        }
+    const int last = o->num_layers - 1;
+    for (int l = 0; l <= last; l++)
+        if (o->layers[l].share) return; /* by number */
+    if (pick(2)) return;
+    const kvc_layer first = o->layers[0];
+    o->layers[0] = o->layers[last];
+    o->layers[last] = first;
+}
+
+static void make_layers(oracle *o, int has_prefixes) {
+    static const int ropes[] = {KVC_ROPE_NONE, KVC_ROPE_FREQUENCIES, KVC_ROPE_FREQUENCIES, KVC_ROPE_FUNCTION,
+                                KVC_ROPE_UNKNOWN};
+    const int rope = ropes[pick(pick(4) ? 4 : 5)], is_plain = pick(3) == 0;
+    o->num_layers = 1 + pick(LAYERS);
+    o->unit = 1;
+    for (int l = 0; l < o->num_layers; l++) {
+        o->layers[l] = any_layer(l, rope, has_prefixes);
+        if (is_plain) o->layers[l].policy = (kvc_policy){.kind = KVC_FULL};
+        if (l && pick(2)) o->layers[l].policy = o->layers[l - 1].policy;
+        if (l && !pick(5) && is_own(o, 0)) o->layers[l] = o->layers[0], o->layers[l].share = 1;
+    }
+    if (pick(4) == 0) add_strides(o);
+}
+
+/* ---- limits ------------------------------------------------------------------------------------------------------ */
+
+static int64_t row_bytes(const oracle *o) {
+    int64_t sum = 0;
+    for (int l = 0; l < o->num_layers; l++) {
+        const kvc_layer *layer = &o->layers[l];
+        if (is_own(o, l))
+            sum += layer->num_kv_heads * (int64_t)(kvc_row_bytes(layer->k_type, layer->k_dim) +
+                                                   (layer->value_in_key ? 0 : kvc_row_bytes(layer->v_type, layer->v_dim)));
+    }
+    return sum;
+}
+
+static void make_limits(oracle *o) {
+    static const int sizes[] = {1, 2, 3, 4, 5, 6, 8, 16, 40};
+    const int size = pick(20) ? sizes[pick(9)] : 3000; /* memory of such a block comes and goes by the page */
+    kvc_config *c = &o->config;
+    *c = (kvc_config){.struct_size = sizeof *c,
+                      .layers = o->layers,
+                      .layer_size = sizeof *o->layers,
+                      .num_layers = o->num_layers,
+                      .block_size = (size + o->unit - 1) / o->unit * o->unit,
+                      .num_threads = 1 + !pick(4)};
+    if (!pick(6)) c->max_seq_len = 20 + pick(40);
+    if (!pick(6)) c->max_sequences = 3 + pick(6);
+    if (!pick(4)) c->capacity = 50 + pick(150);
+    if (!pick(4)) c->max_bytes = 40000 + (size > 100 ? 4000 : 20 + pick(160)) * row_bytes(o);
+    if (pick(3) == 0) c->poll = poll_once;
+}
+
+/* A prefix of one of two tenants, or of the first one again. */
+void make_prefix(call *c) {
+    prefix *p = &w.o.prefixes[c->prefix];
+    memset(p, 0, sizeof *p);
+    p->tenant = pick(2);
+    kvc_prefix_config *of = &p->config;
+    *of = (kvc_prefix_config){.struct_size = sizeof *of, .fingerprint = "a model", .max_events = 4096};
+    if (p->tenant) of->salt = "salt", of->salt_size = 4, of->secret = "secret", of->secret_size = 6;
+    if (w.seed % 3 == 0) of->state_bytes = STATE;
+    if (of->state_bytes && pick(2)) of->max_checkpoint_bytes = STATE + pick(4 * STATE);
+    if (!pick(5)) of->ttl_ms = 1050;
+    if (!pick(5)) of->quota = 1 + pick(60);
+    if (!pick(5) && !of->state_bytes && w.o.unit == 1) of->reuse_min_tokens = 1 + pick(6);
+    if (!pick(5)) of->max_events = 1 + pick(20);
+    of->collects_new = pick(3) != 0;
+    of->user = p;
+    for (int l = 0; l < w.o.num_layers; l++)
+        if (w.o.layers[l].rope.kind == KVC_ROPE_UNKNOWN) of->reuse_min_tokens = 0;
+    c->status = kvc_prefix_new(w.cache, of, &w.prefixes[c->prefix]);
+    p->is_there = c->status == KVC_OK;
+    if (!p->is_there) w.prefixes[c->prefix] = NULL;
+}
+
+void make_world(uint64_t seed, int num_clients, int is_wild) {
+    static const int64_t ids[ACQUIRED] = {0, -1, INT64_MIN, INT64_MAX, (int64_t)1 << 40, -77};
+    static const kvc_allocator allocator = {.struct_size = sizeof allocator, .alloc = take_memory, .free = give_memory};
+    memset(&w, 0, sizeof w);
+    w.seed = seed;
+    w.num_clients = num_clients;
+    w.is_wild = is_wild;
+    w.refuses = seed % 2 == 0;
+    oracle *o = &w.o;
+    if (!tokens) tokens = calloc(MOST_TOKENS, sizeof *tokens);
+    o->crowded = num_clients > 1;
+    o->next_slot = MOST_TAG;
+    const int has_prefixes = pick(3) != 0;
+    do make_layers(o, has_prefixes);
+    while (!is_own(o, 0) && !is_own(o, o->num_layers - 1));
+    make_limits(o);
+    if (has_prefixes && o->config.max_sequences == 1) o->config.max_sequences = 2;
+    const int has_allocator = drive.arm || pick(2);
+    if (!drive.arm) drive.arm = arm, drive.met_fault = met_fault;
+    if (has_allocator && drive.arm == arm) o->config.allocator = &allocator;
+    if (kvc_cache_new(&o->config, &w.cache)) wrong("kvc_cache_new: %s", kvc_last_error());
+    o->block_size = kvc_block_size(w.cache);
+    memcpy(w.ids, ids, sizeof ids);
+    for (int s = 0; s < SLOTS; s++) o->sequences[s].exact_to = INT32_MAX;
+    w.ids[0] = w.last_id = kvc_new_sequence(w.cache);
+    for (int s = ACQUIRED; s < SLOTS; s++) w.ids[s] = INT64_MIN + 1 + s; /* nobody has these yet */
+    call c = {0};
+    for (c.prefix = 0; has_prefixes && c.prefix < PREFIXES - 1; c.prefix++) make_prefix(&c);
+}
+
+static void check_empty(void) {
+    kvc_stats stats;
+    if (kvc_clear(w.cache) || kvc_compact(w.cache)) wrong("the cache cannot be emptied: %s", kvc_last_error());
+    kvc_get_stats(w.cache, &stats, sizeof stats);
+    if (stats.live_slots || stats.blocks_in_use || stats.blocks_free || stats.retained || stats.evictable_slots)
+        wrong("rows are left in an empty cache");
+    if (kvc_validate(w.cache)) wrong("the empty cache is corrupt: %s", kvc_last_error());
+}
+
+void end_world(void) {
+    for (int i = 0; i < CLIENTS; i++) {
+        kvc_abort(w.batches[i]);
+        kvc_hold_free(w.views[i].hold);
+        w.batches[i] = NULL;
+        w.views[i].hold = NULL;
+    }
+    for (int i = 0; i < PREFIXES; i++)
+        if (i % 2) kvc_prefix_free(w.prefixes[i]); /* others go with the cache */
+    check_empty();
+    if (kvc_cache_free(w.cache)) wrong("the cache cannot be freed: %s", kvc_last_error());
+    if (w.memory) wrong("%lld bytes are left", (long long)w.memory);
+    for (int i = 0; i < VALUES; i++) free(w.values[i].bytes);
+    free(w.file);
+}

@@ -1,0 +1,151 @@
+/* world.h: the world in which calls are made: a cache, its prefixes, a store, a file, and the oracle of all of it.
+ *
+ *   calls.c      the table of operations (calls_*.c: how each is drawn and run)
+ *   play.c       draws a call, makes it, asks the oracle, and compares; repeats and shortens lists of calls
+ *   look.c       compares what can be seen with the oracle
+ *   world.c      makes a world of any shape and limits
+ *   drive_*.c    who calls: one thread, real threads, threads of a simulated scheduler, the bytes of a fuzzer, and one
+ *                thread whose allocations fail one after the other
+ */
+#ifndef WORLD_WORLD_H
+#define WORLD_WORLD_H
+
+#include <stddef.h>
+#include <string.h>
+
+#include "oracle.h"
+
+enum { VALUES = 192, NAMES = 64, VIEW_SPANS = 128, FILE_BYTES = 1 << 20 };
+
+/* The points at which a call gives up the mutex and a function of the caller runs, as bits. */
+enum { AT_MOVE = 1, AT_WRITE = 2, AT_READ = 4, AT_STORE = 8, AT_POLL = 16, AT_ANY = 31 };
+
+/* What a call needs. */
+enum { A_BATCH = 1, A_PREFIX = 2, A_FREE_SLOT = 4, A_FILE = 8, ITS_TEXT = 16, ALONE = 32 };
+
+typedef struct operation {
+    const char *name; /* of the public functions, apart by spaces */
+    int weight;
+    int (*draw)(call *c); /* chooses arguments; 0: there is nothing to call now */
+    void (*run)(call *c); /* calls the library, and notes what it returned */
+    kvc_status (*right)(oracle *o, const call *c);
+    const char *text;   /* the call in C: see play.c */
+    unsigned errors;    /* bits: the statuses that the header lists */
+    unsigned gives_up;  /* the points at which other calls come between */
+    unsigned may_run_at; /* the points at which it may be called */
+    unsigned needs;      /* bits of what must be there */
+    int changes;        /* it may have changed something after an error, too */
+    int drops;          /* 1: it drops blocks that prefixes keep; 2: the least recently used ones */
+} operation;
+
+extern const operation operations[];
+extern const int num_operations;
+
+/* A view of rows, and what they were when it was taken. */
+typedef struct view {
+    kvc_hold *hold;
+    kvc_span spans[VIEW_SPANS];
+    int64_t num_spans;
+    int layer, num;
+    row rows[ROWS];
+} view;
+
+/* A value of the store. */
+typedef struct value {
+    uint8_t name[KVC_NAME_BYTES];
+    uint8_t *bytes; /* NULL: there is none */
+    int64_t size;
+    int written, forgotten; /* times: of the call that wrote it; when its text was forgotten last */
+} value;
+
+/* Who decides: a seed, or the bytes of a fuzzer and then a seed. */
+typedef struct chance {
+    uint64_t state;
+    const uint8_t *bytes;
+    size_t num_bytes;
+} chance;
+
+/* What a thread is about to do. */
+typedef struct client {
+    int number;
+    chance chance;
+    call *call;      /* that it makes; NULL: none */
+    int is_within;   /* a call of its own */
+    int was_refused; /* a function of the caller failed, or asked for an end */
+} client;
+
+typedef struct world {
+    uint64_t seed;
+    oracle o;
+    kvc_cache *cache;
+    kvc_batch *batches[CLIENTS];
+    kvc_prefix *prefixes[PREFIXES];
+    int64_t ids[SLOTS];
+    view views[CLIENTS];
+    value values[VALUES];
+    uint8_t *file;
+    int64_t file_size;
+    kvc_stats stats;   /* as they were before the call */
+    int64_t nbytes, last_id;
+    int32_t last_tag;
+    int num_clients;   /* above 1: the oracle is crowded */
+    int is_wild;       /* clients change sequences of each other: nobody knows what these hold */
+    int has_faults, refuses; /* allocations, and functions of the caller, fail */
+    int traces, is_child;
+    int64_t memory;    /* bytes that the cache has */
+} world;
+
+extern world w;
+extern _Thread_local client *me;
+
+/* ---- what a driver supplies */
+
+typedef struct driver {
+    void (*lock)(void), (*unlock)(void); /* of the world; NULL: only one thread runs at a time */
+    void (*arm)(int n);                  /* lets the calling thread's nth request for memory fail; 0: none */
+    int (*met_fault)(void);              /* whether one has failed since */
+    void (*pause)(void);                 /* lets others run */
+    int (*fork)(int (*check)(void));     /* runs check in a child; returns what it returned; NULL: cannot fork */
+} driver;
+
+extern driver drive;
+
+/* ---- play.c */
+
+int pick(int n);                 /* a number below n */
+int play(void);                  /* makes one call, and checks it; 0: there was none to make */
+void perform(call *c);           /* makes a call that was drawn */
+void come_between(unsigned point); /* from a function of the caller: makes a call, perhaps */
+int refuse(int rarity);          /* whether a function of the caller fails now */
+void count_memory(int64_t bytes);
+void lock_world(void);
+void unlock_world(void);
+int run_alone(uint64_t seed, int num_calls); /* plays in a process of its own; shortens what fails */
+
+/* ---- world.c */
+
+void make_world(uint64_t seed, int num_clients, int is_wild);
+void end_world(void); /* drops everything, and checks that every byte comes back */
+void make_prefix(call *c);
+
+/* ---- look.c */
+
+void look_at(int s);      /* compares a sequence */
+void look_around(void);   /* compares everything */
+void look_at_views(void);
+void check_unchanged(const call *c);
+void read_tags(kvc_cache *cache, int64_t id, int l, int32_t *tags); /* by position; NO_TOKEN: none */
+int32_t tag_of(int l, const float *k, const float *v, int64_t k_stride, int64_t v_stride, int32_t position);
+void check_row_of(int l, const row *r, const float *k, const float *v, int64_t k_stride, int64_t v_stride);
+void look_at_cache(kvc_cache *cache, const sequence *sequences, const int64_t *ids, int num);
+void take_events(int evicts);
+kvc_rows_out room_for(int l, int64_t n, float *k, float *v);
+
+/* ---- parts of calls */
+
+int own_slot(void);    /* a sequence of the client */
+int32_t new_tags(int num); /* returns the first of so many */
+int any_position(int s);
+int any_text(void);
+
+#endif
