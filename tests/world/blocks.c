@@ -198,6 +198,7 @@ void note_commit(oracle *o, const batch *b, const uint8_t *kept, int at, int old
     if (!s->prefix || o->crowded) return;
     prefix *p = &o->prefixes[s->prefix - 1];
     const int block_size = o->block_size, length = text_common(s->text, s->prompt);
+    if (b->has_parents) s->keeps = s->keeps ? 1 : 0; /* the header leaves open whether trees fill blocks */
     int is_sure = s->keeps == 2 && s->exact_to == INT32_MAX && is_young(p, s, s->prefix - 1) && !o->config.max_bytes;
     rows_of(o, s, bits);
     note_use(o, p, s->prompt, length, 0);
@@ -236,14 +237,25 @@ static int keep_blocks(oracle *o, const sequence *s, int own, int text) {
         block *b = find_block(p, node, begin);
         for (int l = 0; l < o->num_layers; l++) b->may[l] |= s->had[l] & bits_of(begin, text_length(node));
     }
+    const int32_t next = next_of(o, s), exact = s->exact_to < next ? s->exact_to : next;
+    if (length && length < exact && length < text_length(text)) /* a position without a token may count */
+        note_kept(o, p, text_begin(text, length + 1), length / block_size * block_size, bits, 0);
     return length;
+}
+
+/* Whether fewer tokens are given than are exact.  Whether positions without a token count is open, and whether those do
+ * that some layer lacks since others were restored. */
+static int lacks_tokens(const oracle *o, const sequence *s, const call *c) {
+    const int given = text_length(c->text), next = next_of(o, s), exact = s->exact_to < next ? s->exact_to : next;
+    int is_open = 0;
+    for (int l = 0; l < o->num_layers; l++) is_open |= s->layers[l].missing.end;
+    return given && ((given < text_length(s->text) && !is_open) || (given < exact && c->status == KVC_ERR_INVALID));
 }
 
 kvc_status right_release(oracle *o, const call *c) {
     sequence *s = &o->sequences[c->s];
-    const int given = text_length(c->text), exact = text_length(s->text);
     if (is_busy(o, c->s)) return KVC_ERR_BUSY;
-    if (given && given < exact) return KVC_ERR_INVALID;
+    if (lacks_tokens(o, s, c)) return KVC_ERR_INVALID;
     const sequence old = *s;
     end_sequence(o, s);
     if (!o->crowded) keep_blocks(o, &old, c->prefix, c->text);
@@ -297,10 +309,10 @@ static void note_state(oracle *o, prefix *p, int node, int is_sure, int time) {
 kvc_status right_checkpoint(oracle *o, const call *c) {
     sequence *s = &o->sequences[c->s];
     prefix *p = &o->prefixes[c->prefix];
-    const int given = text_length(c->text), exact = text_length(s->text);
+    const int given = text_length(c->text);
     if (c->begin > p->config.state_bytes || (c->begin && !given)) return KVC_ERR_INVALID;
     if (is_busy(o, c->s)) return KVC_ERR_BUSY;
-    if (given && given < exact && c->status == KVC_ERR_INVALID) return KVC_ERR_INVALID;
+    if (c->status == KVC_ERR_INVALID && lacks_tokens(o, s, c)) return KVC_ERR_INVALID;
     if (o->crowded) return KVC_OK;
     const int length = keep_blocks(o, s, c->prefix, c->text), last = length - 1;
     const int lacks = c->begin && may_lack_room(o, p, c->begin);
@@ -415,8 +427,11 @@ kvc_status right_acquire(oracle *o, const call *c) {
             if (at >= exact && tokens[tag].symbol != text_symbol(text_begin(c->text, at + 1)))
                 wrong("%s: the row at %d is of another token", spell(c->text), at);
             row r = new_row(at, tag);
+            for (int other = 0; o->has_fetched && other < SLOTS; other++)
+                for (int i = 0; other != c->to && i < o->sequences[other].layers[l].num; i++)
+                    o->has_twins |= o->sequences[other].layers[l].at[i].slot == tag;
             if (has_rope(o, l, KVC_ROPE_FREQUENCIES)) r.delta = at - tokens[tag].base;
-            if (tokens[tag].base != at) r.slot = o->next_slot++;
+            if (tokens[tag].base != at && has_rope(o, l, KVC_ROPE_FUNCTION)) r.slot = o->next_slot++;
             add_row(&s->layers[l], r);
             if (tokens[tag].time < s->date) s->date = tokens[tag].time;
         }

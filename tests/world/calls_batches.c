@@ -33,7 +33,7 @@ static void set_ids(const call *c, int64_t *ids) {
 
 /* The token that follows a sequence's text: of its prompt, or any. */
 static int next_symbol(const sequence *s, int32_t position, int text) {
-    if (s->prompt && position < text_length(s->prompt) && text_begin(s->prompt, position) == text && pick(20))
+    if (s->prompt && position < text_length(s->prompt) && text_begin(s->prompt, position) == text)
         return text_symbol(text_begin(s->prompt, position + 1));
     return pick(3) ? pick(2) : pick(SYMBOLS);
 }
@@ -62,7 +62,7 @@ static void draw_tokens(call *c, int is_odd) {
         c->positions[t] = next[m]++;
         c->parents[t] = -1;
         if (is_odd && !pick(3) && !s->prefix) c->positions[t] += pick(13) - 6;
-        if (c->positions[t] < 0) c->positions[t] = 0;
+        if (c->positions[t] < 0 || c->positions[t] == KVC_END) c->positions[t] = 0;
         if (next[m] > MOST_TEXT - 2 && next[m] < 1000) c->num = t + 1; /* long enough */
     }
 }
@@ -236,7 +236,11 @@ void run_write(call *c) {
         kvc_hold *hold = NULL;
         next = t + 1;
         if (!gets_row(&w.o, c->layer, b->positions[t])) continue;
-        c->status = kvc_slots(w.batches[c->client], c->layer, t, &span, sizeof span, pick(2) ? &hold : NULL);
+        const int holds = pick(2);
+        do {
+            c->status = kvc_slots(w.batches[c->client], c->layer, t, &span, sizeof span, holds ? &hold : NULL);
+            if (t > c->begin) drive.arm(0); /* rows before this one are written */
+        } while (c->status == KVC_ERR_NOMEM && t > c->begin);
         if (c->status) return;
         if (span.position != b->positions[t] || span.num_rows < 1 || span.delta) wrong("the span is another token's");
         for (int i = 0, u = t; u < end && i < span.num_rows; next = ++u)

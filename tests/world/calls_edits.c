@@ -67,7 +67,7 @@ void run_truncate(call *c) { c->status = kvc_truncate(w.cache, w.ids[c->s], c->b
 int draw_shift(call *c) {
     draw_positions(c);
     c->delta = usually_whole(pick(25)) * (pick(2) ? 1 : -1);
-    if (!pick(60) && w.num_clients == 1) c->delta = (INT32_MAX - pick(80)) / w.o.unit * w.o.unit;
+    if (!pick(60) && w.num_clients == 1) c->delta = (INT32_MAX - 60 - pick(80)) / w.o.unit * w.o.unit;
     return 1;
 }
 

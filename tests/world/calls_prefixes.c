@@ -56,6 +56,7 @@ void run_acquire(call *c) {
     int32_t matched = -1;
     const int64_t reused = reused_by(c->prefix);
     c->status = kvc_prefix_acquire(w.prefixes[c->prefix], give(c->text, &tokens), c->delta, &c->id, &matched);
+    drive.arm(0);
     if (c->status) return;
     c->result = matched;
     c->more = w.o.crowded ? 0 : reused_by(c->prefix) - reused;
@@ -279,6 +280,10 @@ int draw_fetch(call *c) {
 void run_fetch(call *c) {
     text_tokens tokens;
     int32_t fetched = -1;
+    if (!w.o.crowded) { /* calls that come between find them */
+        note_fetched(&w.o, &w.o.prefixes[c->prefix], c->text);
+        name_blocks();
+    }
     c->status = kvc_prefix_fetch(w.prefixes[c->prefix], give(c->text, &tokens), c->delta, &store, &fetched);
     c->result = fetched;
 }
@@ -405,7 +410,10 @@ void run_prefix_free(call *c) {
 
 kvc_status right_prefix_free(oracle *o, const call *c) {
     for (int s = 0; s < SLOTS; s++)
-        if (o->sequences[s].prefix == 1 + c->prefix) o->sequences[s].prefix = o->sequences[s].keeps = 0;
+        if (o->sequences[s].prefix == 1 + c->prefix) {
+            o->sequences[s].prefix = o->sequences[s].keeps = 0;
+            if (!holds_any(o, &o->sequences[s]) && !is_busy(o, s)) o->sequences[s] = (sequence){.exact_to = INT32_MAX};
+        }
     o->prefixes[c->prefix] = (prefix){0};
     return KVC_OK;
 }

@@ -128,6 +128,7 @@ void run_load(call *c) {
     config.allocator = NULL;
     args.config = only_checks ? NULL : &config;
     c->status = kvc_load(&args, only_checks ? NULL : &loaded);
+    drive.arm(0);
     if (c->more && !c->status) wrong("an altered file is loaded");
     if (c->more && c->status == KVC_ERR_FORMAT) me->was_refused = 1;
     if (loaded) {
@@ -147,6 +148,7 @@ int draw_load(call *c) {
 void run_clone(call *c) {
     kvc_cache *clone = NULL;
     c->status = kvc_cache_clone(w.cache, &clone);
+    drive.arm(0);
     if (c->status) return;
     if (!w.o.crowded) look_at_cache(clone, w.o.sequences, w.ids, SLOTS);
     if (!w.o.crowded && kvc_nbytes(clone) > kvc_nbytes(w.cache)) wrong("a clone has more bytes");

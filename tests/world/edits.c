@@ -104,6 +104,7 @@ static void share(oracle *o, const sequence *from, sequence *to, int32_t begin, 
         make_inexact(to, exact_to);
         if (exact_to > begin && is_longer) to->text = from->text;
         to->date = is_empty || from->date < to->date ? from->date : to->date;
+        to->began = from->date < to->began ? from->date : to->began;
         note_edit(to);
     }
     tidy(o, to, 0);
@@ -324,22 +325,27 @@ static int is_shared(const oracle *o, int l, int32_t slot) {
     return num > 1;
 }
 
-/* Applies all deltas.  Rows that share a slot still do if they have one delta, otherwise they are copied. */
+/* Whether rows of a slot stand at different deltas. */
+static int is_disputed(const oracle *o, int l, const row *r) {
+    for (int s = 0; s < SLOTS; s++)
+        for (int i = 0; i < o->sequences[s].layers[l].num; i++) {
+            const row *other = &o->sequences[s].layers[l].at[i];
+            if (other->slot == r->slot && other->delta != r->delta) return 1;
+        }
+    return 0;
+}
+
+/* Applies all deltas.  Rows that are shared at different deltas are copied. */
 kvc_status right_settle(oracle *o, const call *c) {
     oracle after = *o;
     if (is_engaged(o, c)) return KVC_ERR_BUSY;
     if (o->num_holds) return KVC_ERR_HELD;
     for (int l = 0; l < o->num_layers; l++)
         for (int s = 0; s < SLOTS; s++)
-            for (int i = 0; i < after.sequences[s].layers[l].num; i++) {
-                const row moved = after.sequences[s].layers[l].at[i];
-                if (!moved.delta) continue;
-                const int32_t slot = is_shared(&after, l, moved.slot) ? after.next_slot++ : moved.slot;
-                for (int t = 0; t < SLOTS; t++)
-                    for (int j = 0; j < after.sequences[t].layers[l].num; j++) {
-                        row *r = &after.sequences[t].layers[l].at[j];
-                        if (r->slot == moved.slot && r->delta == moved.delta) r->slot = slot, r->delta = 0;
-                    }
+            for (int i = 0; i < o->sequences[s].layers[l].num; i++) {
+                row *r = &after.sequences[s].layers[l].at[i];
+                if (r->delta && is_disputed(o, l, r)) r->slot = after.next_slot++;
+                r->delta = 0;
             }
     if (fits_copies(o, &after)) return KVC_ERR_FULL;
     *o = after;

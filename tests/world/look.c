@@ -262,7 +262,7 @@ static void check_blocks(int l, int64_t *live) {
             wrong("a run lies outside of its block");
     }
     for (int s = 0; s < SLOTS; s++) rows += w.o.sequences[s].layers[source_of(&w.o, l)].num;
-    if (own != rows && !(me && me->is_within)) wrong("layer %d has %d rows in runs, not %d", l, (int)own, (int)rows);
+    if (own != rows && !me->is_within) wrong("layer %d has %d rows in runs, not %d", l, (int)own, (int)rows);
 }
 
 static void check_stats(void) {
@@ -274,7 +274,7 @@ static void check_stats(void) {
     if (stats.live_slots != live) wrong("%d slots are live, and %d in blocks", (int)stats.live_slots, (int)live);
     for (int i = 0; i < PREFIXES; i++) most += w.o.prefixes[i].num_blocks, blocks += w.o.prefixes[i].is_there;
     const int64_t right = live_slots(&w.o);
-    const int has_more = most || stats.retained || (me && me->is_within); /* a call on the way has rows, too */
+    const int has_more = most || stats.retained || me->is_within || w.o.has_twins; /* a call on the way has rows, too */
     if (live < right || (live != right && !has_more))
         wrong("%d slots are live, not %d", (int)live, (int)right);
     if (stats.evictable_slots > live - right) wrong("%d slots are evictable, of %d", (int)stats.evictable_slots,
@@ -304,7 +304,7 @@ static void check_prefix(int i) {
         most_held += num;
         if (is_full_block(&w.o, b) && b->is_sure && num_whole(&w.o, b)) least++, held += num;
     }
-    const int is_late = p->config.ttl_ms != 0; /* expired ones may wait to be dropped */
+    const int is_late = p->config.ttl_ms || me->is_within; /* expired ones may wait, and a call be adding some */
     if (s.blocks < least || s.held < held || (!is_late && (s.blocks > p->num_blocks || s.held > most_held)))
         wrong("prefix %d has %d blocks of %d tokens, not %d to %d of %d to %d", i, (int)s.blocks, (int)s.held, (int)least,
               p->num_blocks, (int)held, (int)most_held);

@@ -169,6 +169,8 @@ typedef struct oracle {
     int num_layers, block_size, unit; /* unit: a multiple of the strides of all layers */
     int crowded;                      /* other clients call at the same time: what they leave is open */
     int num_holds;
+    int has_fetched;  /* blocks from a store: rows of one token may lie in several slots, ... */
+    int has_twins;    /* ... and nobody knows whether sequences share them */
     int rewriting; /* 1 + the sequence whose keys a function of the caller moves; above SLOTS: one of no slot */
     int now;       /* time: counts calls */
     int64_t ms;    /* by the clock of the core */
@@ -290,7 +292,7 @@ void note_fetched(oracle *o, prefix *p, int text);
 void note_short(oracle *o);   /* memory was short: what a call has kept is not sure */
 
 /* Takes note of an event, and checks that it may be: a block is dropped for a reason, and in order.  evicts: the call
- * may evict blocks that were used least recently. */
+ * may evict blocks that were used least recently; 2: of this prefix alone. */
 void note_event(oracle *o, prefix *p, const kvc_prefix_event *event, int evicts);
 int is_full_block(const oracle *o, const block *b);
 int is_pinned(const oracle *o, const prefix *p, const block *b, int surely);

@@ -167,7 +167,7 @@ static void forget_sequences(oracle *o) {
     }
 }
 
-static void name_blocks(void) {
+void name_blocks(void) {
     static const uint8_t none[KVC_NAME_BYTES];
     for (int i = 0; i < PREFIXES; i++)
         for (int j = 0; j < w.o.prefixes[i].num_blocks; j++) {
@@ -206,7 +206,7 @@ static void judge(call *c) {
     }
     if (w.o.crowded) return;
     name_blocks();
-    take_events(op->drops == 2 || evicts);
+    take_events(op->drops == 2 ? 2 : evicts);
 }
 
 /* ---- making calls ------------------------------------------------------------------------------------------------ */

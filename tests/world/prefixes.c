@@ -115,6 +115,7 @@ kvc_status right_fetch(oracle *o, const call *c) {
     if (o->crowded) return KVC_OK;
     if (c->result < 0 || c->result % o->block_size) wrong("%d tokens are fetched", (int)c->result);
     note_fetched(o, p, c->text);
+    o->has_fetched |= c->result > 0;
     return KVC_OK;
 }
 
@@ -129,12 +130,12 @@ static int may_stay(const oracle *o, const prefix *p, const block *b) {
     return 0;
 }
 
-/* Checks that no block was left that was used before the one that is evicted. */
-static void check_order(const oracle *o, const prefix *p, const block *evicted) {
+/* Checks that no block was left that was used before the one that is evicted, of this prefix or of any. */
+static void check_order(const oracle *o, const prefix *p, const block *evicted, int is_own) {
     for (int i = 0; i < PREFIXES; i++)
         for (int j = 0; j < o->prefixes[i].num_blocks; j++) {
             const block *b = &o->prefixes[i].blocks[j];
-            if (b != evicted && b->may_use < evicted->sure_use && (&o->prefixes[i] == p || !o->config.max_bytes) &&
+            if (b != evicted && b->may_use < evicted->sure_use && (&o->prefixes[i] == p || !is_own) &&
                 !may_stay(o, &o->prefixes[i], b))
                 wrong("%s, used at %d, was evicted before %s, used at %d", spell(evicted->node), (int)evicted->sure_use,
                       spell(b->node), (int)b->may_use);
@@ -149,7 +150,7 @@ void note_event(oracle *o, prefix *p, const kvc_prefix_event *event, int evicts)
     if (event->kind != KVC_BLOCK_DROPPED || !b) return;
     if (!evicts && !p->config.ttl_ms) wrong("%s is dropped without a reason", spell(b->node));
     if (is_pinned(o, p, b, 1)) wrong("%s is dropped, and is pinned", spell(b->node));
-    if (evicts && !has_windows(o) && !p->config.ttl_ms) check_order(o, p, b);
+    if (evicts && !has_windows(o) && !p->config.ttl_ms) check_order(o, p, b, evicts == 2);
     for (int i = p->num_states; i-- > 0;)
         if (text_common(b->node, p->states[i].node) > b->begin) p->states[i].is_sure = 0;
     *b = p->blocks[--p->num_blocks];

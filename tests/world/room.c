@@ -4,7 +4,7 @@
 #include <string.h>
 
 int room_is_open(const oracle *o) {
-    if (o->config.max_bytes) return 1;
+    if (o->config.max_bytes || o->has_twins) return 1;
     for (int i = 0; i < PREFIXES && (o->config.capacity || o->config.max_seq_len); i++)
         if (o->prefixes[i].is_there && (o->prefixes[i].num_pins || o->prefixes[i].config.quota)) return 1;
     return 0;

@@ -250,7 +250,7 @@ static void read_batch(const oracle *o, const call *c, batch *b) {
         b->parents[t] = c->parents[t];
         b->symbols[t] = c->symbols[t];
         b->tags[t] = c->tag + t;
-        b->unstored[t] = c->flag & 4 && c->marks[t] ? 1 + !holds_any(o, &o->sequences[s]) : 0;
+        b->unstored[t] = c->flag & 4 && c->marks[t] ? 1 + !holds_rows(o, &o->sequences[s]) : 0;
     }
 }
 
@@ -397,6 +397,7 @@ static void commit_sequence(oracle *o, const batch *b, const uint8_t *kept, int 
     for (int t = 0; t < b->num; t++)
         if (b->slots[t] == at && kept[t] && b->positions[t] == text_length(s->text) && s->exact_to > b->positions[t])
             s->text = text_behind(s->text, b->symbols[t]);
+    trim_text(o, s);
     note_commit(o, b, kept, at, old);
     expire_behind(o, s);
     if (!holds_any(o, s) && !s->prefix) end_sequence(o, s);

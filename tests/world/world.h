@@ -118,6 +118,7 @@ void perform(call *c);           /* makes a call that was drawn */
 void come_between(unsigned point); /* from a function of the caller: makes a call, perhaps */
 int refuse(int rarity);          /* whether a function of the caller fails now */
 void count_memory(int64_t bytes);
+void name_blocks(void); /* asks for the names of full blocks that the oracle has added */
 void lock_world(void);
 void unlock_world(void);
 int run_alone(uint64_t seed, int num_calls); /* plays in a process of its own; shortens what fails */
