@@ -399,7 +399,7 @@ static void check_row(const prefix *p, const call *c, int position, const token 
         wrong("%s: the row at %d was computed for %s", spell(c->text), position, spell(t->text));
     for (int i = 0; i < p->num_forgotten; i++)
         if (text_common(p->forgotten[i].node, c->text) > position && t->time < p->forgotten[i].time &&
-            p->forgotten[i].time <= c->began)
+            p->forgotten[i].end < c->began)
             wrong("%s: the row at %d was computed at %d, and forgotten at %d", spell(c->text), position, t->time,
                   p->forgotten[i].time);
 }
@@ -427,9 +427,11 @@ kvc_status right_acquire(oracle *o, const call *c) {
             if (at >= exact && tokens[tag].symbol != text_symbol(text_begin(c->text, at + 1)))
                 wrong("%s: the row at %d is of another token", spell(c->text), at);
             row r = new_row(at, tag);
-            for (int other = 0; o->has_fetched && other < SLOTS; other++)
-                for (int i = 0; other != c->to && i < o->sequences[other].layers[l].num; i++)
-                    o->has_twins |= o->sequences[other].layers[l].at[i].slot == tag;
+            for (int other = 0; other < SLOTS; other++)
+                for (int i = 0; other != c->to && i < o->sequences[other].layers[l].num; i++) {
+                    const row *twin = &o->sequences[other].layers[l].at[i];
+                    o->has_twins |= twin->tag == tag && (twin->slot != tag || o->has_fetched);
+                }
             if (has_rope(o, l, KVC_ROPE_FREQUENCIES)) r.delta = at - tokens[tag].base;
             if (tokens[tag].base != at && has_rope(o, l, KVC_ROPE_FUNCTION)) r.slot = o->next_slot++;
             add_row(&s->layers[l], r);

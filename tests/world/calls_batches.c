@@ -20,6 +20,7 @@ int own_slot(void) {
 
 int any_position(int s) {
     const int32_t next = next_of(&w.o, &w.o.sequences[s]);
+    if (w.o.sequences[s].is_open) return pick(40);
     return next > 1000 && pick(2) ? next - pick(9) : pick(next < 64 ? next + 3 : 64);
 }
 
@@ -130,6 +131,8 @@ void run_begin(call *c) {
     int is_default = !(c->flag & ~PLAIN & ~WAITS); /* all of sequence 0 */
     for (int t = 0; t < c->num; t++) is_default &= c->slots[t] == 0;
     set_ids(c, ids);
+    for (int t = 0; t < c->num && w.is_wild; t++) /* nobody knows how long it is */
+        if (kvc_next_position(w.cache, ids[t]) > MOST_TEXT - TOKENS) kvc_clear_sequence(w.cache, ids[t]);
     const kvc_begin_args args = {.struct_size = sizeof args,
                                  .num_tokens = c->num,
                                  .positions = c->flag & POSITIONS ? c->positions : NULL,

@@ -86,6 +86,7 @@ int draw_keep_positions(call *c) {
     const int kind = pick(6);
     draw_one(c);
     const sequence *s = &w.o.sequences[c->s];
+    for (int32_t at = pick(3); s->is_open && at < 40; at += 1 + pick(3)) c->positions[c->num++] = at;
     for (int32_t at = extreme_of(&w.o, s, -1), end = extreme_of(&w.o, s, 1); at >= 0 && at <= end && c->num < ROWS;) {
         const int stays = kind == 2 ? at % 2 : kind > 2 ? pick(kind) > 0 : !kind;
         int32_t next = INT32_MAX;
@@ -179,6 +180,7 @@ void run_view(call *c) {
     view *v = &w.views[c->client];
     const sequence *s = &w.o.sequences[c->s];
     const int most = c->flag ? VIEW_SPANS : 1;
+    if (v->hold) return; /* when calls are repeated */
     lock_world();
     w.o.num_holds++;
     unlock_world();

@@ -69,11 +69,9 @@ void run_acquire(call *c) {
 /* The state of an acquired sequence: none, or that behind its match, computed since it was forgotten. */
 static void check_state(const prefix *p, const sequence *s, const uint8_t *state, int64_t size) {
     int32_t text, time;
-    if (size && size != state_size(s->text)) wrong("a state of %d bytes, not %d", (int)size, state_size(s->text));
-    if (!s->state || !size) {
-        if (s->state && !size) wrong("there is no state behind %s", spell(s->text));
-        return;
-    }
+    const int right = s->state ? state_size(s->state) : 0;
+    if (size != right) wrong("a state of %d bytes, not %d", (int)size, right);
+    if (!size) return;
     memcpy(&text, state, 4);
     memcpy(&time, state + 4, 4);
     if (text != s->state) wrong("the state of %s stands behind %s", spell(text), spell(s->state));
@@ -101,7 +99,7 @@ void run_state(call *c) {
     if (size && kvc_prefix_state(p, w.ids[c->s], state, size - 1, &again) != KVC_ERR_INVALID)
         wrong("a state is written where there is no room");
     if (kvc_prefix_state(p, w.ids[c->s], state, size, &again) || again != size) wrong("a state has another size");
-    if (!w.o.crowded && !w.o.config.max_bytes) check_state(&w.o.prefixes[c->prefix], s, state, size);
+    if (!w.is_wild && !w.o.config.max_bytes) check_state(&w.o.prefixes[c->prefix], s, state, size);
 }
 
 /* The tokens to give with a sequence: all, fewer, or more than it holds. */
@@ -283,6 +281,10 @@ void run_fetch(call *c) {
     if (!w.o.crowded) { /* calls that come between find them */
         note_fetched(&w.o, &w.o.prefixes[c->prefix], c->text);
         name_blocks();
+    } else {
+        lock_world();
+        recall(&w.o.prefixes[c->prefix], c);
+        unlock_world();
     }
     c->status = kvc_prefix_fetch(w.prefixes[c->prefix], give(c->text, &tokens), c->delta, &store, &fetched);
     c->result = fetched;
@@ -342,13 +344,20 @@ kvc_status right_store_new(oracle *o, const call *c) {
 
 /* ---- forgetting -------------------------------------------------------------------------------------------------- */
 
+/* Whether another prefix has blocks of the same names. */
+static int has_twin(int p) {
+    for (int i = 0; i < PREFIXES; i++)
+        if (i != p && w.o.prefixes[i].is_there && w.o.prefixes[i].tenant == w.o.prefixes[p].tenant) return 1;
+    return 0;
+}
+
 /* Forgets a text, and removes its values from the store, as the header advises: under the names of the text, and those
  * that the call returns. */
 void run_forget(call *c) {
     text_tokens tokens;
     uint8_t names[NAMES][KVC_NAME_BYTES];
     int64_t num = 0, dropped = 0;
-    const int most = pick(2) ? 0 : 1 + pick(8);
+    const int most = pick(2) ? 0 : 1 + pick(8), time = me->is_within && !has_twin(c->prefix) ? c->began : 0;
     const kvc_tokens *given = give(c->text, &tokens);
     kvc_prefix *p = w.prefixes[c->prefix];
     c->result = 0;
@@ -357,12 +366,12 @@ void run_forget(call *c) {
         if (c->status) return;
         c->result += dropped;
         lock_world();
-        for (int i = 0; most && i < num; i++) drop_value(names[i], me->is_within ? c->began : 0);
+        for (int i = 0; most && i < num; i++) drop_value(names[i], time);
         unlock_world();
     } while (most && num == most);
     if (kvc_prefix_names(p, given, names[0], NAMES, &num)) return;
     lock_world();
-    for (int i = 0; i < num && i < NAMES; i++) drop_value(names[i], me->is_within ? c->began : 0);
+    for (int i = 0; i < num && i < NAMES; i++) drop_value(names[i], time);
     unlock_world();
 }
 

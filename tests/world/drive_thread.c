@@ -7,7 +7,6 @@
 #include "world.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -35,15 +34,7 @@ static int fork_once(int (*check)(void)) {
 }
 
 int main(int argc, char **argv) {
-    uint64_t seed = 1, runs = 1;
-    int num_calls = 400;
-    for (int i = 1; i + 1 < argc; i += 2) {
-        if (!strcmp(argv[i], "--seed")) seed = strtoull(argv[i + 1], NULL, 10);
-        if (!strcmp(argv[i], "--runs")) runs = strtoull(argv[i + 1], NULL, 10);
-        if (!strcmp(argv[i], "--calls")) num_calls = atoi(argv[i + 1]);
-    }
     drive.fork = fork_once;
-    for (uint64_t i = 0; i < runs; i++)
-        if (run_alone(seed + i, num_calls)) return 1;
-    return 0;
+    drive.faults = 1;
+    return run_all(argc, argv, 400, run_alone);
 }

@@ -47,6 +47,7 @@ static void copy_prefix(oracle *o, const sequence *from, sequence *to, int32_t l
     end_sequence(o, to);
     to->date = from->date;
     to->text = from->text;
+    to->is_open = from->is_open;
     for (int l = 0; l < o->num_layers; l++) {
         const rows *list = &from->layers[l];
         for (int i = 0; i < list->num; i++)
@@ -103,10 +104,10 @@ static void share(oracle *o, const sequence *from, sequence *to, int32_t begin, 
     if (adds) {
         make_inexact(to, exact_to);
         if (exact_to > begin && is_longer) to->text = from->text;
-        to->date = is_empty || from->date < to->date ? from->date : to->date;
-        to->began = from->date < to->began ? from->date : to->began;
         note_edit(to);
     }
+    to->date = is_empty || from->date < to->date ? from->date : to->date;
+    to->began = from->date < to->began ? from->date : to->began;
     tidy(o, to, 0);
 }
 

@@ -142,9 +142,9 @@ typedef struct pin {
     int is_loose; /* blocks of it went since: whether new ones are pinned is open */
 } pin;
 
-/* A text that a prefix has forgotten: rows that were computed before match no prompt. */
+/* A text that a prefix has forgotten: rows that were computed before match no prompt, once the call has ended. */
 typedef struct forgotten {
-    int node, time;
+    int node, time, end;
 } forgotten;
 
 enum { FORGOTTEN = 64 };
@@ -289,6 +289,7 @@ void note_doubt(const oracle *o, prefix *p); /* a call may have evicted what not
 void note_cleared(prefix *p); /* all its blocks are dropped */
 void note_time(oracle *o);    /* blocks expire */
 void note_fetched(oracle *o, prefix *p, int text);
+void recall(prefix *p, const call *c); /* what it fetches is not forgotten any more */
 void note_short(oracle *o);   /* memory was short: what a call has kept is not sure */
 
 /* Takes note of an event, and checks that it may be: a block is dropped for a reason, and in order.  evicts: the call

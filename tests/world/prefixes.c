@@ -100,18 +100,23 @@ kvc_status right_forget(oracle *o, const call *c) {
         if (text_common(p->pins[i].node, c->text) > 0) p->pins[i].is_loose = 1;
     if (p->num_forgotten == FORGOTTEN) memmove(p->forgotten, p->forgotten + 1, sizeof p->forgotten - sizeof *p->forgotten);
     p->num_forgotten -= p->num_forgotten == FORGOTTEN;
-    p->forgotten[p->num_forgotten++] = (forgotten){c->text, c->began};
+    p->forgotten[p->num_forgotten++] = (forgotten){c->text, c->began, o->now};
     if (text_length(c->text)) p->horizon = o->now;
     return KVC_OK;
+}
+
+/* Rows that a call fetches count as computed again, whatever was forgotten before. */
+void recall(prefix *p, const call *c) {
+    for (int i = p->num_forgotten; i-- > 0;)
+        if (p->forgotten[i].time < c->began && text_common(p->forgotten[i].node, c->text) > 0)
+            p->forgotten[i] = p->forgotten[--p->num_forgotten];
 }
 
 /* What comes from a store counts as computed again, unless it was forgotten while the store worked. */
 kvc_status right_fetch(oracle *o, const call *c) {
     prefix *p = &o->prefixes[c->prefix];
     if (!c->text) return KVC_ERR_INVALID;
-    for (int i = p->num_forgotten; i-- > 0;)
-        if (p->forgotten[i].time < c->began && text_common(p->forgotten[i].node, c->text) > 0)
-            p->forgotten[i] = p->forgotten[--p->num_forgotten];
+    recall(p, c);
     if (o->crowded) return KVC_OK;
     if (c->result < 0 || c->result % o->block_size) wrong("%d tokens are fetched", (int)c->result);
     note_fetched(o, p, c->text);

@@ -150,8 +150,13 @@ void add_row(rows *list, row r) {
 row new_row(int32_t position, int32_t tag) { return (row){position, tag, 0, tag}; }
 
 void copy_rows(oracle *o, sequence *to) {
-    for (int l = 0; l < o->num_layers; l++)
-        for (int i = 0; i < to->layers[l].num; i++) to->layers[l].at[i].slot = o->next_slot++;
+    for (int l = 0; l < o->num_layers; l++) {
+        const rows before = to->layers[l];
+        for (int i = 0, j; i < before.num; i++) {
+            for (j = 0; before.at[j].slot != before.at[i].slot;) j++;
+            to->layers[l].at[i].slot = j < i ? to->layers[l].at[j].slot : o->next_slot++;
+        }
+    }
 }
 
 /* The exact tokens end where the sequence does, and where rows become inexact. */

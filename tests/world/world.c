@@ -187,7 +187,7 @@ void make_prefix(call *c) {
     if (of->state_bytes && pick(2)) of->max_checkpoint_bytes = STATE + pick(4 * STATE);
     if (!pick(5)) of->ttl_ms = 1050;
     if (!pick(5)) of->quota = 1 + pick(60);
-    if (!pick(5) && !of->state_bytes && w.o.unit == 1) of->reuse_min_tokens = 1 + pick(6);
+    if (!pick(5) && !of->state_bytes && w.o.unit == 1 && w.num_clients == 1) of->reuse_min_tokens = 1 + pick(6);
     if (!pick(5)) of->max_events = 1 + pick(20);
     of->collects_new = pick(3) != 0;
     of->user = p;
@@ -215,9 +215,9 @@ void make_world(uint64_t seed, int num_clients, int is_wild) {
     while (!is_own(o, 0) && !is_own(o, o->num_layers - 1));
     make_limits(o);
     if (has_prefixes && o->config.max_sequences == 1) o->config.max_sequences = 2;
-    const int has_allocator = drive.arm || pick(2);
+    const int has_allocator = pick(2);
     if (!drive.arm) drive.arm = arm, drive.met_fault = met_fault;
-    if (has_allocator && drive.arm == arm) o->config.allocator = &allocator;
+    if (drive.arm == arm && (has_allocator || drive.faults)) o->config.allocator = &allocator;
     if (kvc_cache_new(&o->config, &w.cache)) wrong("kvc_cache_new: %s", kvc_last_error());
     o->block_size = kvc_block_size(w.cache);
     memcpy(w.ids, ids, sizeof ids);

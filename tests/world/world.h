@@ -106,6 +106,7 @@ typedef struct driver {
     int (*met_fault)(void);              /* whether one has failed since */
     void (*pause)(void);                 /* lets others run */
     int (*fork)(int (*check)(void));     /* runs check in a child; returns what it returned; NULL: cannot fork */
+    int faults;                          /* 1: in some worlds, allocations fail now and then; 2: each one fails once */
 } driver;
 
 extern driver drive;
@@ -122,6 +123,13 @@ void name_blocks(void); /* asks for the names of full blocks that the oracle has
 void lock_world(void);
 void unlock_world(void);
 int run_alone(uint64_t seed, int num_calls); /* plays in a process of its own; shortens what fails */
+int run_all(int argc, char **argv, int num_calls, int (*run)(uint64_t seed, int num_calls)); /* from --seed on --runs */
+
+/* Makes a call that copies rows again while memory is refused. */
+#define UNTIL_MEMORY(status, call)                          \
+    do {                                                    \
+        (status) = (call);                                  \
+    } while ((status) == KVC_ERR_NOMEM && w.has_faults == 1)
 
 /* ---- world.c */
 

@@ -1,0 +1,10 @@
+/* drive_faults.c: one thread calls, and each request for memory of each call fails once: then nothing has changed.
+ *
+ *     drive_faults --seed 1 --runs 10 --calls 100
+ */
+#include "world.h"
+
+int main(int argc, char **argv) {
+    drive.faults = 2;
+    return run_all(argc, argv, 100, run_alone);
+}
