@@ -118,7 +118,8 @@ int draw_begin(call *c) {
         for (int t = 0; t < c->num; t++) c->marks[t] = (uint8_t)is_unstored[c->slots[t]];
     }
     if (!(c->flag & UNSTORED) && pick(2)) c->flag |= PLAIN;
-    if (!(c->flag & PLAIN) && w.num_clients > 1 && pick(2)) c->flag |= WAITS;
+    if (!(c->flag & PLAIN) && w.num_clients > 1 && !own_batch()->is_open && !me->is_within && pick(2))
+        c->flag |= WAITS;
     if (w.o.crowded && !w.is_wild && c->flag & PARENTS)
         for (int t = 0; t < c->num; t++)
             if (w.o.sequences[c->slots[t]].prefix) return 0;
@@ -371,9 +372,12 @@ void run_batch_spans(call *c) {
     rows list;
     int64_t num = 0, stored = -1;
     const int holds = pick(2), l = source_of(&w.o, c->layer);
+    int is_other = 0;
     c->status = kvc_batch_spans(w.batches[c->client], w.ids[c->s], c->layer, spans, sizeof *spans, VIEW_SPANS, &num,
                                 holds ? &hold : NULL);
-    if (c->status) return;
+    if (c->status == KVC_ERR_INVALID && w.is_wild) is_other = 1; /* the slot has another id since */
+    if (is_other) c->status = KVC_OK;
+    if (c->status || is_other) return;
     list_batch_rows(own_batch(), c->s, l, &list);
     int at = 0;
     for (int64_t i = 0; i < num && !w.o.crowded; i++)

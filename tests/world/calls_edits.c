@@ -111,7 +111,11 @@ int draw_inject(call *c) {
     c->begin = at < first && pick(3) ? first : at;
     c->end = c->begin < INT32_MAX - 12 ? c->begin + pick(10) : c->begin;
     c->flag = pick(2);
-    return c->tag = new_tags(10);
+    c->tag = new_tags(10);
+    const int stride = stride_of(&w.o, c->layer); /* others may find the rows before the call returns */
+    for (int i = 0; i < 10; i++)
+        tokens[c->tag + i] = (token){.base = (c->begin / stride + i + 1) * stride - 1, .time = c->began};
+    return 1;
 }
 
 void run_inject(call *c) {

@@ -66,6 +66,8 @@ void run_acquire(call *c) {
         if (is_own(&w.o, l)) read_tags(w.cache, c->id, l, c->tags[l]);
 }
 
+static int checkpoints[1 << 16]; /* when the call ended that kept a state, by the time when it began */
+
 /* The state of an acquired sequence: none, or that behind its match, computed since it was forgotten. */
 static void check_state(const prefix *p, const sequence *s, const uint8_t *state, int64_t size) {
     int32_t text, time;
@@ -76,8 +78,8 @@ static void check_state(const prefix *p, const sequence *s, const uint8_t *state
     memcpy(&time, state + 4, 4);
     if (text != s->state) wrong("the state of %s stands behind %s", spell(text), spell(s->state));
     for (int i = 0; i < p->num_forgotten; i++)
-        if (text_common(p->forgotten[i].node, text) > 0 && time < p->forgotten[i].time &&
-            text_common(p->forgotten[i].node, text) == text_length(text) && p->forgotten[i].time < s->began)
+        if (text_common(p->forgotten[i].node, text) > 0 && checkpoints[time & 0xffff] < p->forgotten[i].time &&
+            text_common(p->forgotten[i].node, text) == text_length(text) && p->forgotten[i].end < s->began)
             wrong("the state of %s was forgotten", spell(text));
 }
 
@@ -137,6 +139,7 @@ void run_checkpoint(call *c) {
     memcpy(state, &text, 4);
     memcpy(state + 4, &time, 4);
     c->status = kvc_prefix_checkpoint(w.prefixes[c->prefix], w.ids[c->s], give(c->text, &tokens), state, c->begin);
+    checkpoints[c->began & 0xffff] = w.o.now;
 }
 
 /* ---- what is known ----------------------------------------------------------------------------------------------- */

@@ -21,9 +21,10 @@ static void arm(int n) { (void)n; }
 static int met_fault(void) { return 0; }
 static void let_others_run(void) { sched_yield(); }
 
-static void *call(void *context) {
+static void *run_client(void *context) {
     me = context;
     for (int i = 0; i < calls_each; i++) play();
+    stop_playing();
     return NULL;
 }
 
@@ -37,7 +38,7 @@ static int run(uint64_t seed, int num_calls) {
     calls_each = num_calls;
     make_world(seed, THREADS, seed % 3 == 0);
     for (int i = 0; i < THREADS; i++)
-        if (pthread_create(&threads[i], NULL, call, &clients[i])) wrong("there is no thread");
+        if (pthread_create(&threads[i], NULL, run_client, &clients[i])) wrong("there is no thread");
     for (int i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
     look_around();
     end_world();

@@ -340,7 +340,7 @@ static int is_disputed(const oracle *o, int l, const row *r) {
 kvc_status right_settle(oracle *o, const call *c) {
     oracle after = *o;
     if (is_engaged(o, c)) return KVC_ERR_BUSY;
-    if (o->num_holds) return KVC_ERR_HELD;
+    if (o->num_holds && !o->crowded) return KVC_ERR_HELD;
     for (int l = 0; l < o->num_layers; l++)
         for (int s = 0; s < SLOTS; s++)
             for (int i = 0; i < o->sequences[s].layers[l].num; i++) {
@@ -420,7 +420,7 @@ kvc_status right_clear(oracle *o, const call *c) {
 }
 
 kvc_status right_compact(oracle *o, const call *c) {
-    return is_engaged(o, c) ? KVC_ERR_BUSY : o->num_holds ? KVC_ERR_HELD : KVC_OK;
+    return is_engaged(o, c) ? KVC_ERR_BUSY : o->num_holds && !o->crowded ? KVC_ERR_HELD : KVC_OK;
 }
 
 /* A sequence of the file takes the place of what its new id held.  Nobody knows how old their rows are. */

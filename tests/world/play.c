@@ -70,6 +70,7 @@ static void print_list(const call *c, char what) {
 /* Writes a call in C. */
 static void print_call(const call *c) {
     printf("%*s", me->is_within ? 8 : 4, "");
+    if (w.o.crowded) printf("client %d: ", c->client);
     for (const char *at = operations[c->operation].text; *at; at++) {
         if (*at != '%') {
             putchar(*at);
@@ -292,6 +293,7 @@ void perform(call *c) {
     }
     if (w.traces) printf("\n"), print_call(c);
     run_call(c);
+    if (w.traces && w.o.crowded) printf("\n    client %d: ", c->client);
     if (w.traces) printf(" /* %s, %lld */", kvc_strerror(c->status), (long long)c->result);
     lock_world();
     judge(c);
@@ -351,6 +353,14 @@ int play(void) {
     else
         look_at(pick(2) ? c.s : pick(SLOTS));
     return 1;
+}
+
+void stop_playing(void) {
+    kvc_abort(w.batches[me->number]);
+    w.batches[me->number] = NULL;
+    lock_world();
+    w.o.batches[me->number].is_open = 0;
+    unlock_world();
 }
 
 /* ---- shortening -------------------------------------------------------------------------------------------------- */

@@ -269,8 +269,8 @@ kvc_status right_begin(oracle *o, const call *c) {
     expire_for(o, &b);
     for (int t = 0; t < b.num; t++) {
         sequence *s = &o->sequences[b.slots[t]];
-        if (!holds_any(o, s) && !count_in(&o->batches[c->client], b.slots[t])) s->date = c->began;
-        tokens[b.tags[t]] = (token){.base = b.positions[t], .time = c->began, .symbol = b.symbols[t]};
+        if (!holds_any(o, s) && !count_in(&o->batches[c->client], b.slots[t])) s->date = o->now;
+        tokens[b.tags[t]] = (token){.base = b.positions[t], .time = o->now, .symbol = b.symbols[t]};
     }
     o->batches[c->client] = b;
     return KVC_OK;

@@ -218,7 +218,10 @@ void make_world(uint64_t seed, int num_clients, int is_wild) {
     const int has_allocator = pick(2);
     if (!drive.arm) drive.arm = arm, drive.met_fault = met_fault;
     if (drive.arm == arm && (has_allocator || drive.faults)) o->config.allocator = &allocator;
-    if (kvc_cache_new(&o->config, &w.cache)) wrong("kvc_cache_new: %s", kvc_last_error());
+    kvc_status status;
+    w.has_faults = drive.faults;
+    UNTIL_MEMORY(status, kvc_cache_new(&o->config, &w.cache));
+    if (status) wrong("kvc_cache_new: %s", kvc_last_error());
     o->block_size = kvc_block_size(w.cache);
     memcpy(w.ids, ids, sizeof ids);
     for (int s = 0; s < SLOTS; s++) o->sequences[s].exact_to = INT32_MAX;

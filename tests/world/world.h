@@ -115,6 +115,7 @@ extern driver drive;
 
 int pick(int n);                 /* a number below n */
 int play(void);                  /* makes one call, and checks it; 0: there was none to make */
+void stop_playing(void);         /* of a client: others may wait for its batch */
 void perform(call *c);           /* makes a call that was drawn */
 void come_between(unsigned point); /* from a function of the caller: makes a call, perhaps */
 int refuse(int rarity);          /* whether a function of the caller fails now */
