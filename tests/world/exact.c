@@ -40,7 +40,9 @@ void note_texts(oracle *o, const batch *b, const uint8_t *kept) {
     for (int s = 0; s < SLOTS; s++) {
         const sequence *of = &o->sequences[s];
         const int32_t own = batch_exact_to(o, b, s, kept), exact_to = own < of->exact_to ? own : of->exact_to;
-        for (int t = 0, text = of->text; t < b->num; t++)
+        for (int t = 0; t < b->num && of->is_open; t++)
+            if (b->slots[t] == s) tokens[b->tags[t]].text = -1;
+        for (int t = 0, text = of->text; t < b->num && !of->is_open; t++)
             if (b->slots[t] == s && kept[t] && b->positions[t] == text_length(text) && b->positions[t] < exact_to)
                 tokens[b->tags[t]].text = text = text_behind(text, b->symbols[t]);
     }

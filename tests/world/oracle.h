@@ -100,7 +100,7 @@ typedef struct sequence {
 /* Every token that was ever put, by tag. */
 typedef struct token {
     int32_t base; /* the position that it was put for */
-    int text;     /* the tokens up to it, if its rows follow from them alone; otherwise 0 */
+    int text;     /* the tokens up to it, if its rows follow from them alone; otherwise 0; -1: nobody knows */
     int time;     /* of the call that put it */
     int symbol;
 } token;

@@ -135,7 +135,9 @@ _Noreturn void wrong(const char *format, ...) {
     va_end(arguments);
     printf(" [%s]%s\n", kvc_last_error(), w.is_child ? " (in a child)" : "");
     fflush(stdout);
-    if (recording) recording->failure = format, recording->operation = me && me->call ? me->call->operation : -1;
+    if (!recording) abort(); /* as a fuzzer expects */
+    recording->failure = format;
+    recording->operation = me && me->call ? me->call->operation : -1;
     _exit(3);
 }
 

@@ -172,8 +172,19 @@ void end_sequence(oracle *o, sequence *s) {
     *s = (sequence){.exact_to = INT32_MAX};
 }
 
+/* What a layer with a stride lacks begins and ends with a row. */
+static void trim_missing(const oracle *o, sequence *s) {
+    for (int l = 0; l < o->num_layers; l++) {
+        range *missing = &s->layers[l].missing;
+        while (missing->begin < missing->end && !gets_row(o, l, missing->begin)) missing->begin++;
+        while (missing->begin < missing->end && !gets_row(o, l, missing->end - 1)) missing->end--;
+        if (missing->begin >= missing->end) *missing = (range){0, 0};
+    }
+}
+
 /* An edit that leaves no token of the ones that a sequence had ends it, whatever an encoder's rows it has. */
 void tidy(oracle *o, sequence *s, int had_tokens) {
+    trim_missing(o, s);
     if ((had_tokens && next_of(o, s) == 0) || (!holds_any(o, s) && !s->prefix))
         end_sequence(o, s);
     else

@@ -29,6 +29,9 @@ int text_common(int a, int b);
 /* Fills in the tokens of a text.  junk: what stands below digests, which counts for nothing. */
 const kvc_tokens *tokens_of(int node, int64_t junk, text_tokens *out);
 
+/* Forgets all texts. */
+void forget_texts(void);
+
 /* Lets children of this process add texts that it knows. */
 void share_texts(void);
 

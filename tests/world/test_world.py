@@ -1,0 +1,179 @@
+"""Compare everything that the core answers with one oracle, which is written from the header (world.h).
+
+A driver makes calls from one table: one thread, threads of the system, threads of a simulated scheduler, one thread
+whose allocations fail, or the bytes of a fuzzer.  What one thread fails on is printed as a short list of calls in C.
+To repeat a failure, run the program that the test names; TESTING.md says how.
+"""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.compiling import EMULATOR, ENVIRONMENT, LIBRARIES, ROOT, compile_all, is_for_windows, public_functions, run
+from support.compiling import link as link_with
+from support.defects import put_back, read_defects
+
+HERE = Path(__file__).parent
+SIM = HERE.parent / "sim"
+SOURCES = sorted({*HERE.glob("*.c")} - {*HERE.glob("drive_*.c")})
+DEFECTS = [*read_defects(HERE / "defects.txt")] if (HERE / "defects.txt").exists() else []
+QUICK, SLOW = 1, 20  # how many times as many runs
+RUNS = {"drive_thread": 60, "drive_scheduler": 20, "drive_threads": 8, "drive_faults": 6, "drive_fuzz": 40}
+
+ELSEWHERE = {  # public functions that are in no row of the table, with the reason
+    "attention has an oracle of its own": {
+        "kvc_attend",
+        "kvc_choose",
+        "kvc_weights",
+        "kvc_dense",
+        "kvc_plan_new",
+        "kvc_plan_num_tasks",
+        "kvc_plan_run",
+        "kvc_plan_choose",
+        "kvc_plan_free",
+    },
+    "each world, or each call, makes it": {
+        "kvc_cache_new",
+        "kvc_cache_free",
+        "kvc_new_sequence",
+        "kvc_strerror",
+        "kvc_last_error",
+        "kvc_set_last_error",
+        "kvc_type_name",
+        "kvc_row_bytes",
+        "kvc_block_size",
+    },
+    "it is compared after each call": {
+        "kvc_seq_len",
+        "kvc_position_range",
+        "kvc_next_position",
+        "kvc_can_resume",
+        "kvc_exact_to",
+        "kvc_sequences",
+        "kvc_positions",
+        "kvc_nbytes",
+        "kvc_get_stats",
+        "kvc_blocks",
+        "kvc_prefix_get_stats",
+        "kvc_prefix_take_events",
+    },
+    "it answers the same all the time": {
+        "kvc_version",
+        "kvc_build_info",
+        "kvc_isa",
+        "kvc_threading_layer",
+        "kvc_prefix_identity",
+        "kvc_capacity",
+        "kvc_capacity_bytes",
+    },
+    "it depends on the machine": {"kvc_num_threads", "kvc_set_num_threads", "kvc_utilization"},
+    "stores in folders have tests of their own": {"kvc_dir_store_new", "kvc_dir_store_free"},
+}
+
+
+def test_every_public_function_is_in_the_table_or_has_a_reason():
+    table = {name for names in re.findall(r'^    \{"([^"]+)", \d+,', (HERE / "calls.c").read_text(), re.M) for name in names.split()}
+    elsewhere = set().union(*ELSEWHERE.values())
+    assert not table & elsewhere
+    assert (table | elsewhere) & public_functions() == public_functions(), public_functions() - table - elsewhere
+
+
+@pytest.fixture(scope="module")
+def drivers(workshop, tmp_path_factory):
+    """A function that returns the program of a driver, and builds it if there is none yet."""
+    if is_for_windows() or EMULATOR or not sys.platform.startswith("linux"):
+        pytest.skip("the world replaces the clock of the core, and forks")
+    programs = {}
+
+    def program(driver):
+        if driver not in programs:
+            programs[driver] = build(driver, workshop.core(), tmp_path_factory.mktemp(driver))
+        return programs[driver]
+
+    return program
+
+
+def build(driver, core, folder):
+    """Build a driver with a core as it is tested, or, for the scheduler, as it is simulated."""
+    if driver == "drive_scheduler":
+        return build_simulated(core, folder)
+    return link_with(core, folder, HERE / f"{driver}.c", *SOURCES)
+
+
+def build_simulated(core, folder):
+    """Build the core for the simulated world.  Its kernels come from build_core(): they only compute."""
+    command, others = core
+    flags = [*command, "-std=gnu11", "-fno-openmp", f"-I{HERE.parent}", f"-I{SIM}"]
+
+    def command_for(source):
+        if source.parent in (HERE, SIM):
+            return flags
+        return [*flags, "-DSIM_CORE", "-include", SIM / "world.h", "-finstrument-functions"]
+
+    sources = [source for source in ROOT.glob("src/*/*.c") if source.parent.name != "kernels"]
+    own = [*SOURCES, HERE / "drive_scheduler.c", SIM / "world.c"]
+    kernels = [name for name in others if Path(name).name.startswith("kernels-")]
+    program = folder / "drive_scheduler"
+    run(*command, *compile_all(folder, [*sources, *own], command_for), *kernels, "-o", program, *LIBRARIES)
+    return program
+
+
+def play(program, seed, runs):
+    """Return what a failing program prints; None if it does not fail."""
+    command = [str(word) for word in (program, "--seed", seed, "--runs", runs)]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=ENVIRONMENT
+    )
+    return f"{' '.join(command)}\n{done.stdout[-8000:]}" if done.returncode else None
+
+
+def check(program, seed, runs):
+    if said := play(program, seed, runs):
+        pytest.fail(said, pytrace=False)
+
+
+@pytest.mark.parametrize("driver", RUNS)
+@pytest.mark.parametrize("times", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)])
+def test_world(drivers, driver, times):
+    check(drivers(driver), 1 if times == QUICK else 1000, RUNS[driver] * times)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("driver", RUNS)
+def test_new_seeds(drivers, driver):
+    first, end = int.from_bytes(os.urandom(5), "big"), time.monotonic() + 600
+    for seed in itertools.takewhile(lambda _: time.monotonic() < end, itertools.count(first, RUNS[driver])):
+        check(drivers(driver), seed, RUNS[driver])
+
+
+def test_defects_can_be_put_back():
+    for defect in DEFECTS:
+        put_back(*defect.values)
+
+
+def with_defect(core, folder, source, text):
+    """Return the core with this text in the place of a source of src/."""
+    command, objects = core
+    path = folder / source
+    path.parent.mkdir()
+    path.write_text(text)
+    (changed,) = compile_all(folder, [path], lambda _: command)
+    return command, [str(changed), *(name for name in objects if Path(name).name != changed.name)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("source", "changes"), DEFECTS)
+def test_defects_put_back(workshop, tmp_path, source, changes):
+    core = with_defect(workshop.core(), tmp_path, source, put_back(source, changes))
+    programs = [build(driver, core, tmp_path) for driver in ("drive_thread", "drive_faults")]
+    start = time.monotonic()
+    for seed, program in itertools.product(itertools.count(1, 40), programs):
+        if said := play(program, seed, 40):
+            break
+        assert time.monotonic() - start < 600
+    print(f"seed {seed}, {time.monotonic() - start:.0f} s: {said.strip().splitlines()[-1]}")
