@@ -108,7 +108,7 @@ static void doubt(prefix *p, block *b) {
 }
 
 void note_doubt(const oracle *o, prefix *p) {
-    const int is_followed = p->config.max_events > 1000 && !p->has_lost && !has_windows(o);
+    const int is_followed = p->config.max_events > 200 && !p->has_lost && !has_windows(o);
     for (int i = 0; i < p->num_blocks; i++)
         if (!is_pinned(o, p, &p->blocks[i], 1) && !(is_followed && is_full_block(o, &p->blocks[i])))
             doubt(p, &p->blocks[i]);
@@ -327,6 +327,14 @@ kvc_status right_checkpoint(oracle *o, const call *c) {
     return KVC_OK;
 }
 
+/* A state within a block may have come with it, and the rows up to there may count as a block. */
+static void note_inner(oracle *o, prefix *p, int node) {
+    uint64_t all[LAYERS];
+    memset(all, 0xff, sizeof all);
+    note_kept(o, p, node, (text_length(node) - 1) / o->block_size * o->block_size, all, 0);
+    note_state(o, p, node, 0, 0);
+}
+
 /* A call has fetched blocks of a text from a store, or was about to: all of them may be there. */
 void note_fetched(oracle *o, prefix *p, int text) {
     uint64_t all[LAYERS];
@@ -335,8 +343,26 @@ void note_fetched(oracle *o, prefix *p, int text) {
         note_kept(o, p, text_begin(text, end), end - o->block_size, all, 0);
     for (int end = 1; end <= text_length(text); end++)
         if (had_state[text_begin(text, end)] && !find_state(p, text_begin(text, end)))
-            note_state(o, p, text_begin(text, end), 0, 0);
+            note_inner(o, p, text_begin(text, end));
     note_use(o, p, text, text_length(text), 0);
+}
+
+/* Where layers see everything and nothing is limited, a fetch brings all blocks that the store has, up to one that is
+ * neither there nor kept: marks and positions say which the store has, and behind which token their states stand. */
+void note_read(oracle *o, prefix *p, const call *c) {
+    const int length = text_length(c->text), limit = c->delta < 0 || c->delta > length - 1 ? length - 1 : c->delta;
+    uint64_t all[LAYERS];
+    memset(all, 0xff, sizeof all);
+    for (int i = 0, end = o->block_size; end <= limit; i++, end += o->block_size) {
+        const int node = text_begin(c->text, end);
+        const block *b = find_block(p, node, end - o->block_size);
+        if (!c->marks[i] && !(b && num_whole(o, b) && b->is_sure)) return;
+        const int is_there = b && b->is_sure, is_new = b && b->sure_new;
+        note_kept(o, p, node, end - o->block_size, all, 1);
+        if (!is_there) find_block(p, node, end - o->block_size)->sure_new = is_new;
+        if (c->marks[i] && c->positions[i] && p->config.state_bytes && !p->config.max_checkpoint_bytes)
+            note_state(o, p, text_begin(c->text, c->positions[i]), 1, 0);
+    }
 }
 
 /* ---- what is known ----------------------------------------------------------------------------------------------- */
@@ -415,8 +441,13 @@ kvc_status right_acquire(oracle *o, const call *c) {
     if (matched < 0 || matched > limit) wrong("%d tokens are matched, of at most %d", matched, limit);
     if (!o->crowded) check_known(o, p, c->text, limit, exact, 1);
     if (c->more && c->more < p->config.reuse_min_tokens) wrong("%d tokens are reused", (int)c->more);
-    *s = (sequence){.exact_to = c->more ? exact : INT32_MAX, .text = text_begin(c->text, exact), .prefix = 1 + c->prefix,
-                    .prompt = c->text, .keeps = 2, .began = c->began, .date = c->began};
+    *s = (sequence){.exact_to = c->more ? exact : INT32_MAX,
+                    .text = text_begin(c->text, exact),
+                    .prefix = 1 + c->prefix,
+                    .prompt = c->text,
+                    .keeps = 2,
+                    .began = c->began,
+                    .date = c->began};
     s->state = p->config.state_bytes ? s->text : 0;
     for (int l = 0; l < o->num_layers; l++)
         for (int32_t at = 0; is_own(o, l) && at < matched; at++) {

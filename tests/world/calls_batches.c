@@ -13,6 +13,10 @@ int32_t new_tags(int num) {
 int own_slot(void) {
     const int num = w.num_clients;
     if (w.is_wild && !pick(3)) return pick(SLOTS);
+    for (int tries = w.theme == PROMPTS && pick(4) ? 6 : 0; tries > 0; tries--) { /* those that are acquired */
+        const int at = ACQUIRED + pick(SLOTS - ACQUIRED);
+        if (w.o.sequences[at].prefix && at % num == me->number) return at;
+    }
     const int at = me->number + num * pick((SLOTS - me->number + num - 1) / num);
     const sequence *s = &w.o.sequences[at];
     return at < ACQUIRED || s->prefix || holds_any(&w.o, s) ? at : at % ACQUIRED;
@@ -32,10 +36,13 @@ static void set_ids(const call *c, int64_t *ids) {
 
 /* ---- begin ------------------------------------------------------------------------------------------------------- */
 
-/* The token that follows a sequence's text: of its prompt, or any. */
+/* The token that follows a sequence's text: of its prompt, of a text of the world, or any. */
 static int next_symbol(const sequence *s, int32_t position, int text) {
     if (s->prompt && position < text_length(s->prompt) && text_begin(s->prompt, position) == text)
         return text_symbol(text_begin(s->prompt, position + 1));
+    const int other = w.texts[pick(TEXTS)];
+    if (text_length(other) > position && text_begin(other, position) == text)
+        return text_symbol(text_begin(other, position + 1));
     return pick(3) ? pick(2) : pick(SYMBOLS);
 }
 
@@ -51,12 +58,16 @@ static void draw_tokens(call *c, int is_odd) {
         next[m] = next_of(&w.o, s);
         texts[m] = s->text;
     }
-    c->num = pick(4) ? 1 + pick(8) : 1 + pick(TOKENS);
+    c->num = pick(w.theme == PROMPTS ? 2 : 4) ? 1 + pick(8) : 1 + pick(TOKENS);
     for (int t = 0; t < c->num; t++) {
         int m = is_odd ? pick(3) : t * 3 / c->num;
         for (int i = 0; i < m; i++)
             if (members[i] == members[m]) m = i;
         const sequence *s = &w.o.sequences[members[m]];
+        if (next[m] >= MOST_TEXT && next[m] < 1000) { /* it is long enough */
+            c->num = t;
+            return;
+        }
         c->slots[t] = (int8_t)members[m];
         c->symbols[t] = (int8_t)next_symbol(s, next[m], texts[m]);
         if (next[m] == text_length(texts[m]) && next[m] < MOST_TEXT) texts[m] = text_behind(texts[m], c->symbols[t]);
@@ -64,7 +75,6 @@ static void draw_tokens(call *c, int is_odd) {
         c->parents[t] = -1;
         if (is_odd && !pick(3) && !s->prefix) c->positions[t] += pick(13) - 6;
         if (c->positions[t] < 0 || c->positions[t] == KVC_END) c->positions[t] = 0;
-        if (next[m] > MOST_TEXT - 2 && next[m] < 1000) c->num = t + 1; /* long enough */
     }
 }
 
@@ -74,15 +84,16 @@ static void draw_parents(call *c) {
     for (int t = 0; t < c->num; t++) {
         const int parent = t - 1 - pick(3);
         c->parents[t] = parent >= 0 && c->slots[parent] == c->slots[t] ? parent : -1;
-        c->positions[t] = c->parents[t] >= 0 ? c->positions[c->parents[t]] + 1
-                                             : next_of(&w.o, &w.o.sequences[c->slots[t]]);
+        c->positions[t] =
+            c->parents[t] >= 0 ? c->positions[c->parents[t]] + 1 : next_of(&w.o, &w.o.sequences[c->slots[t]]);
     }
 }
 
 /* Draws positions of one sequence, in any order, some more than once, and layers that they restore. */
 static int draw_restored(call *c) {
     const int s = own_slot(), holes = !pick(4), repeats = !pick(4);
-    const int32_t next = next_of(&w.o, &w.o.sequences[s]), end = !next || pick(3) == 0 ? 1 + pick(next < 60 ? next + 5 : 60) : next;
+    const int32_t next = next_of(&w.o, &w.o.sequences[s]),
+                  end = !next || pick(3) == 0 ? 1 + pick(next < 60 ? next + 5 : 60) : next;
     int any = 0;
     if (next > 1000) return 0;
     c->flag = RESTORES | POSITIONS;
@@ -106,20 +117,21 @@ static int draw_restored(call *c) {
 
 int draw_begin(call *c) {
     if (own_batch()->is_open && pick(20)) return 0;
-    if (!pick(8)) return draw_restored(c) ? (c->tag = new_tags(c->num)) : 0;
-    const int is_odd = !pick(7);
+    const int rarity = w.theme == PROMPTS ? 30 : 7;
+    if (!pick(rarity)) return draw_restored(c) ? (c->tag = new_tags(c->num)) : 0;
+    const int is_odd = !pick(rarity);
     draw_tokens(c, is_odd);
+    if (!c->num) return 0;
     c->flag = is_odd ? POSITIONS : pick(3) ? 0 : POSITIONS;
-    if (!is_odd && !pick(6)) draw_parents(c);
-    if (!pick(8)) {
+    if (!is_odd && !pick(rarity)) draw_parents(c);
+    if (!pick(rarity)) {
         c->flag |= UNSTORED;
         int is_unstored[SLOTS];
         for (int s = 0; s < SLOTS; s++) is_unstored[s] = pick(2);
         for (int t = 0; t < c->num; t++) c->marks[t] = (uint8_t)is_unstored[c->slots[t]];
     }
     if (!(c->flag & UNSTORED) && pick(2)) c->flag |= PLAIN;
-    if (!(c->flag & PLAIN) && w.num_clients > 1 && !own_batch()->is_open && !me->is_within && pick(2))
-        c->flag |= WAITS;
+    if (!(c->flag & PLAIN) && w.num_clients > 1 && !own_batch()->is_open && !me->is_within && pick(2)) c->flag |= WAITS;
     if (w.o.crowded && !w.is_wild && c->flag & PARENTS)
         for (int t = 0; t < c->num; t++)
             if (w.o.sequences[c->slots[t]].prefix) return 0;
@@ -142,9 +154,8 @@ void run_begin(call *c) {
                                  .unstored = c->flag & UNSTORED ? c->marks : NULL,
                                  .timeout_ms = c->flag & WAITS ? (c->seed % 3 ? -1 : (int64_t)(c->seed % 50)) : 0,
                                  .replaced = c->flag & RESTORES ? c->layers : NULL};
-    c->status = c->flag & PLAIN
-                    ? kvc_begin(w.cache, c->num, args.positions, args.seq_ids, args.parents, &opened)
-                    : kvc_begin_with(w.cache, &args, &opened);
+    c->status = c->flag & PLAIN ? kvc_begin(w.cache, c->num, args.positions, args.seq_ids, args.parents, &opened)
+                                : kvc_begin_with(w.cache, &args, &opened);
     if (c->status) return;
     w.batches[c->client] = opened;
     const int32_t *positions = kvc_batch_positions(opened);
@@ -295,7 +306,7 @@ static int is_put(const batch *b, int t) {
 /* Keeps all tokens, the first ones of each sequence, or any.  A tree keeps one path. */
 int draw_commit(call *c) {
     const batch *b = own_batch();
-    int all = 1, kind = pick(4);
+    int all = 1, kind = pick(w.theme == PROMPTS ? 8 : 4);
     uint8_t kept[TOKENS];
     if (!b->is_open) return 0;
     for (int t = 0; t < b->num; t++) all &= is_put(b, t);

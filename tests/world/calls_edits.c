@@ -4,9 +4,7 @@
 /* ---- edits ------------------------------------------------------------------------------------------------------- */
 
 /* Returns a position, usually one where no row of a layer with a stride is cut. */
-static int32_t usually_whole(int32_t position) {
-    return pick(6) ? position / w.o.unit * w.o.unit : position;
-}
+static int32_t usually_whole(int32_t position) { return pick(6) ? position / w.o.unit * w.o.unit : position; }
 
 static int draw_one(call *c) {
     c->s = own_slot();
@@ -196,7 +194,8 @@ void run_view(call *c) {
     memcpy(v->rows, s->layers[v->layer].at, (size_t)v->num * sizeof *v->rows);
     unlock_world();
     if (c->status) v->num_spans = 0;
-    if (!c->status && !v->hold != (!v->num_spans || v->num_spans > most)) wrong("a view of %d spans", (int)v->num_spans);
+    if (!c->status && !v->hold != (!v->num_spans || v->num_spans > most))
+        wrong("a view of %d spans", (int)v->num_spans);
     if (!v->hold) v->num_spans = 0;
 }
 
@@ -245,8 +244,9 @@ void run_extract(call *c) {
         const row *r = find_row(list, at);
         const float *own_k = k + i * layer->k_dim, *own_v = v + i * layer->v_dim;
         if (out.positions && positions[i] != (r ? at : -1)) wrong("row %d stands at %d, not %d", i, positions[i], at);
-        if (r) check_row_of(source_of(&w.o, l), r, out.k ? own_k : NULL, out.v ? own_v : NULL, (int64_t)n * layer->k_dim,
-                            (int64_t)n * layer->v_dim);
+        if (r)
+            check_row_of(source_of(&w.o, l), r, out.k ? own_k : NULL, out.v ? own_v : NULL, (int64_t)n * layer->k_dim,
+                         (int64_t)n * layer->v_dim);
         for (int d = 0; !r && d < layer->k_dim && out.k; d++)
             if (own_k[d] != 0) wrong("there is no row at %d, and element %d is %g", at, d, (double)own_k[d]);
     }

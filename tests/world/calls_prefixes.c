@@ -5,14 +5,23 @@
 
 /* ---- texts ------------------------------------------------------------------------------------------------------- */
 
+/* Makes one of the world's texts anew: it often begins like another one. */
+static int new_text(void) {
+    int text = w.texts[pick(TEXTS)];
+    text = text_begin(text, pick(text_length(text) + 1));
+    for (int n = 1 + pick(pick(4) ? 8 : 30); n > 0 && text_length(text) < MOST_TEXT - 10; n--)
+        text = text_behind(text, pick(3) ? pick(2) : pick(SYMBOLS));
+    return w.texts[pick(TEXTS)] = text;
+}
+
 /* Returns a text that usually begins like those that sequences or prefixes have. */
 int any_text(void) {
-    int text = 0;
+    int text = pick(4) ? w.texts[pick(TEXTS)] : w.o.sequences[pick(SLOTS)].text;
     const prefix *p = &w.o.prefixes[pick(PREFIXES)];
-    if (pick(3) && !w.o.crowded && p->num_blocks) text = p->blocks[pick(p->num_blocks)].node;
-    if (!text && pick(4)) text = w.o.sequences[pick(SLOTS)].text;
+    if (!text || !pick(12)) text = new_text();
+    if (!pick(4) && !w.o.crowded && p->num_blocks) text = p->blocks[pick(p->num_blocks)].node;
     if (pick(3) == 0) text = text_begin(text, pick(text_length(text) + 1));
-    for (int n = pick(3) ? pick(4) : pick(20); n > 0 && text_length(text) < MOST_TEXT - 10; n--)
+    for (int n = pick(3) ? 0 : pick(4); n > 0 && text_length(text) < MOST_TEXT - 10; n--)
         text = text_behind(text, pick(3) ? pick(2) : pick(SYMBOLS));
     return text;
 }
@@ -109,7 +118,8 @@ static int draw_given(call *c) {
     if (!draw_prefix(c)) return 0;
     c->s = own_slot();
     const sequence *s = &w.o.sequences[c->s];
-    if (s->is_open) return 0;
+    const int is_fed = text_length(s->text) >= text_length(s->prompt) && s->text;
+    if (s->is_open || (w.theme == PROMPTS && !is_fed && pick(5))) return 0;
     if (s->prefix && pick(6)) c->prefix = s->prefix - 1;
     if (!w.o.prefixes[c->prefix].is_there) return 0;
     c->text = s->text;
@@ -273,6 +283,36 @@ static void check_written(const call *c) {
     }
 }
 
+/* Bytes of a layer's rows in a payload. */
+static int64_t payload_bytes(int l) {
+    const kvc_layer *layer = &w.o.layers[l];
+    const size_t value = layer->value_in_key ? 0 : kvc_row_bytes(layer->v_type, layer->v_dim);
+    return (int64_t)(kvc_row_bytes(layer->k_type, layer->k_dim) + value) * layer->num_kv_heads *
+           (w.o.block_size / stride_of(&w.o, l));
+}
+
+/* Notes which blocks of the text the store has, with all rows, and where their states stand. */
+static void list_values(call *c) {
+    enum { HEADER = 128 };
+    text_tokens tokens;
+    uint8_t names[NAMES][KVC_NAME_BYTES];
+    int64_t num = 0;
+    if (kvc_prefix_names(w.prefixes[c->prefix], give(c->text, &tokens), names[0], NAMES, &num)) return;
+    for (int i = 0; i < num; i++) {
+        const value *v = find_value(names[i], 0);
+        const uint8_t *payload = v && v->bytes ? v->bytes + HEADER : NULL;
+        int64_t size = HEADER + w.o.num_layers;
+        int32_t position = 0;
+        c->marks[i] = payload != NULL;
+        for (int l = 0; payload && l < w.o.num_layers; l++) {
+            if (is_own(&w.o, l)) c->marks[i] &= payload[l] == 1;
+            size += payload[l] == 1 ? payload_bytes(l) : 0;
+        }
+        if (payload && v->size > size) memcpy(&position, v->bytes + size, sizeof position);
+        c->positions[i] = position;
+    }
+}
+
 int draw_fetch(call *c) {
     c->delta = pick(4) ? -1 : pick(MOST_TEXT);
     return draw_text(c);
@@ -284,6 +324,7 @@ void run_fetch(call *c) {
     if (!w.o.crowded) { /* calls that come between find them */
         note_fetched(&w.o, &w.o.prefixes[c->prefix], c->text);
         name_blocks();
+        list_values(c);
     } else {
         lock_world();
         recall(&w.o.prefixes[c->prefix], c);
@@ -291,6 +332,7 @@ void run_fetch(call *c) {
     }
     c->status = kvc_prefix_fetch(w.prefixes[c->prefix], give(c->text, &tokens), c->delta, &store, &fetched);
     c->result = fetched;
+    c->more = me->was_refused;
 }
 
 void run_store_new(call *c) {
@@ -306,7 +348,8 @@ static void check_listed(const kvc_new_block *listed) {
     for (int i = 0; i < p->num_blocks; i++) {
         block *b = (block *)&p->blocks[i];
         if (!is_full_block(&w.o, b) || memcmp(b->name, listed->name, KVC_NAME_BYTES)) continue;
-        if (listed->begin != b->begin || listed->end != text_length(b->node)) wrong("a block is listed at %d", listed->begin);
+        if (listed->begin != b->begin || listed->end != text_length(b->node))
+            wrong("a block is listed at %d", listed->begin);
         if (!b->may_new) wrong("%s is listed again", spell(b->node));
         b->sure_new = b->may_new = 0;
         return;
@@ -340,8 +383,7 @@ void run_take_new(call *c) {
 kvc_status right_store_new(oracle *o, const call *c) {
     (void)c;
     for (int i = 0; i < PREFIXES; i++)
-        for (int j = 0; j < o->prefixes[i].num_blocks; j++)
-            o->prefixes[i].blocks[j].sure_new = 0;
+        for (int j = 0; j < o->prefixes[i].num_blocks; j++) o->prefixes[i].blocks[j].sure_new = 0;
     return KVC_OK;
 }
 
@@ -387,7 +429,8 @@ void run_names(call *c) {
     c->status = kvc_prefix_names(p, give(c->text, &tokens), names[0], MOST_TEXT, &num);
     if (c->status) return;
     if (num != text_length(c->text) / w.o.block_size) wrong("%s has %d names", spell(c->text), (int)num);
-    if (kvc_prefix_names(p, give(c->text, &tokens), NULL, 0, &again) || again != num) wrong("names are counted otherwise");
+    if (kvc_prefix_names(p, give(c->text, &tokens), NULL, 0, &again) || again != num)
+        wrong("names are counted otherwise");
     for (int i = 0; i < PREFIXES && !w.o.crowded; i++)
         for (int j = 0; j < w.o.prefixes[i].num_blocks; j++) {
             const block *b = &w.o.prefixes[i].blocks[j];
@@ -410,9 +453,7 @@ int draw_prefix_new(call *c) {
 void run_prefix_new(call *c) { make_prefix(c); }
 
 /* Frees a prefix: its sequences go on as any others. */
-int draw_prefix_free(call *c) {
-    return draw_prefix(c) && c->prefix && w.num_clients == 1;
-}
+int draw_prefix_free(call *c) { return draw_prefix(c) && c->prefix && w.num_clients == 1; }
 
 void run_prefix_free(call *c) {
     kvc_prefix_free(w.prefixes[c->prefix]);

@@ -167,7 +167,8 @@ static int check_child(void) {
         for (int i = 0; i < PREFIXES; i++) { /* nothing waits for ever */
             int64_t num, dropped;
             text_tokens given;
-            if (w.prefixes[i]) kvc_prefix_forget(w.prefixes[i], tokens_of(text_behind(0, 0), 0, &given), NULL, 0, &num, &dropped);
+            if (w.prefixes[i])
+                kvc_prefix_forget(w.prefixes[i], tokens_of(text_behind(0, 0), 0, &given), NULL, 0, &num, &dropped);
         }
         if (kvc_clear(w.cache)) return 0;
         if (kvc_validate(w.cache)) wrong("the cache of a child is corrupt: %s", kvc_last_error());

@@ -15,7 +15,7 @@
 
 enum { MOST_SECONDS = 120, MOST_STALL = 10 };
 
-static int num_clients = 3, faults = SIM_ALL_FAULTS, traces;
+static int num_clients = 3, faults = SIM_ALL_FAULTS;
 static int64_t calls_left;
 static uint64_t faults_before[CLIENTS + 1];
 
@@ -72,7 +72,7 @@ static void simulate(uint64_t seed, int num_calls) {
     const int64_t bytes = sim_bytes();
     make_world(seed, num, seed / 4 % 3 == 0);
     w.has_faults = 1;
-    w.traces = traces;
+    w.traces = drive.traces;
     for (int i = 0; i < num; i++)
         while (sim_thread_create(&threads[i], NULL, run_client, &clients[i])) continue;
     for (int i = 0; i < num; i++) sim_thread_join(threads[i], NULL);
@@ -106,7 +106,6 @@ int main(int argc, char **argv) {
     for (int i = 1; i + 1 < argc; i += 2) {
         if (!strcmp(argv[i], "--clients")) num_clients = atoi(argv[i + 1]);
         if (!strcmp(argv[i], "--faults")) faults = atoi(argv[i + 1]);
-        if (!strcmp(argv[i], "--trace")) traces = atoi(argv[i + 1]);
     }
     if (num_clients < 2 || num_clients >= CLIENTS) return 2;
     drive = (driver){.arm = arm, .met_fault = met_fault, .pause = pause_client, .fork = fork_calmly, .faults = 1};

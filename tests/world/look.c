@@ -64,9 +64,9 @@ void read_tags(kvc_cache *cache, int64_t id, int l, int32_t *tags) {
     if (status) wrong("kvc_extract: %s", kvc_last_error());
     for (int i = 0; i < n; i++)
         if (seen->positions[i] >= 0)
-            tags[(i + 1) * stride - 1] = tag_of(l, seen->k + i * layer->k_dim, seen->v + i * layer->v_dim,
-                                                (int64_t)n * layer->k_dim, (int64_t)n * layer->v_dim,
-                                                seen->positions[i]);
+            tags[(i + 1) * stride - 1] =
+                tag_of(l, seen->k + i * layer->k_dim, seen->v + i * layer->v_dim, (int64_t)n * layer->k_dim,
+                       (int64_t)n * layer->v_dim, seen->positions[i]);
 }
 
 static void check_gather(kvc_cache *cache, int64_t id, const sequence *s, int l) {
@@ -164,8 +164,7 @@ static void check_sequence(kvc_cache *cache, int64_t id, const sequence *s, int 
         wrong("sequence %lld is exact to %d, not %d", (long long)id, kvc_exact_to(cache, id), exact_to(at, s));
     for (int32_t i = -2; i < 2 && next < INT32_MAX - 2; i++) {
         const int32_t position = i < 1 ? next + i : pick(next < 64 ? next + 1 : 64);
-        const int right =
-            position >= 0 && (!has_token_layers() || (position <= next && !misses(&w.o, s, position)));
+        const int right = position >= 0 && (!has_token_layers() || (position <= next && !misses(&w.o, s, position)));
         if (kvc_can_resume(cache, id, position) != right)
             wrong("sequence %lld can go on at %d: %d", (long long)id, position, !right);
     }
@@ -207,10 +206,9 @@ static void check_crowded(int at) {
         for (int i = 0; i < list->num; i++) {
             const int32_t position = list->at[i].position;
             if (position >= 64 || find_row(list, position) != &list->at[i]) continue;
-            if (tags[position] != list->at[i].tag &&
-                (tags[position] >= 0 || w.o.layers[l].policy.kind == KVC_FULL))
-                wrong("sequence %lld has tag %d at %d, not %d, layer %d", (long long)w.ids[at], tags[position], position,
-                      list->at[i].tag, l);
+            if (tags[position] != list->at[i].tag && (tags[position] >= 0 || w.o.layers[l].policy.kind == KVC_FULL))
+                wrong("sequence %lld has tag %d at %d, not %d, layer %d", (long long)w.ids[at], tags[position],
+                      position, list->at[i].tag, l);
         }
     }
 }
@@ -254,7 +252,8 @@ static void check_blocks(int l, int64_t *live) {
     for (int64_t i = 0; i < num_blocks; i++) {
         const kvc_block_info *b = &blocks[i];
         *live += leads_group(&w.o, l) ? b->live : 0;
-        if (b->filled > b->resident || b->resident > b->num_slots || b->live > b->filled) wrong("a block has odd slots");
+        if (b->filled > b->resident || b->resident > b->num_slots || b->live > b->filled)
+            wrong("a block has odd slots");
         if (!b->is_free != (b->live || b->is_held)) wrong("a block is free, and is not");
     }
     for (int64_t i = 0; i < num_runs; i++) {
@@ -277,11 +276,9 @@ static void check_stats(void) {
     for (int i = 0; i < PREFIXES; i++) most += w.o.prefixes[i].num_blocks + (w.o.prefixes[i].config.ttl_ms > 0);
     const int64_t right = live_slots(&w.o);
     const int has_more = most || stats.retained || me->is_within || w.o.has_twins; /* a call on the way has rows, too */
-    if (live < right || (live != right && !has_more))
-        wrong("%d slots are live, not %d", (int)live, (int)right);
+    if (live < right || (live != right && !has_more)) wrong("%d slots are live, not %d", (int)live, (int)right);
     if (stats.evictable_slots > live - right && !w.o.has_twins)
-        wrong("%d slots are evictable, of %d", (int)stats.evictable_slots,
-                                                    (int)(live - right));
+        wrong("%d slots are evictable, of %d", (int)stats.evictable_slots, (int)(live - right));
     if (stats.rows_evicted && !capacity_of(&w.o) && !w.o.config.max_bytes) wrong("rows are evicted without a limit");
     if (w.memory && kvc_nbytes(w.cache) != w.memory)
         wrong("kvc_nbytes is %lld, not %lld", (long long)kvc_nbytes(w.cache), (long long)w.memory);
@@ -298,7 +295,8 @@ static void check_prefix(int i) {
         wrong("prefix %d counts %d requests, %d hits, %d tokens, %d matched, %d reused", i, (int)s.requests,
               (int)s.hits, (int)s.tokens, (int)s.matched, (int)s.reused);
     for (int at = 0; at < SLOTS; at++) sequences += w.o.sequences[at].prefix == 1 + i;
-    if (s.sequences != sequences && !me->is_within) wrong("prefix %d has %d sequences, not %d", i, (int)s.sequences, (int)sequences);
+    if (s.sequences != sequences && !me->is_within)
+        wrong("prefix %d has %d sequences, not %d", i, (int)s.sequences, (int)sequences);
     for (int j = 0; j < p->num_blocks; j++) {
         const block *b = &p->blocks[j];
         const int num = text_length(b->node) - b->begin;
@@ -307,8 +305,8 @@ static void check_prefix(int i) {
     }
     const int is_late = p->config.ttl_ms || me->is_within; /* expired ones may wait, and a call be adding some */
     if (s.blocks < least || s.held < held || (!is_late && (s.blocks > p->num_blocks || s.held > most_held)))
-        wrong("prefix %d has %d blocks of %d tokens, not %d to %d of %d to %d", i, (int)s.blocks, (int)s.held, (int)least,
-              p->num_blocks, (int)held, (int)most_held);
+        wrong("prefix %d has %d blocks of %d tokens, not %d to %d of %d to %d", i, (int)s.blocks, (int)s.held,
+              (int)least, p->num_blocks, (int)held, (int)most_held);
     for (int j = 0; j < p->num_states; j++) sure += p->states[j].is_sure;
     if (s.checkpoints < sure || (!is_late && s.checkpoints > p->num_states))
         wrong("prefix %d has %d states, not %d to %d", i, (int)s.checkpoints, (int)sure, p->num_states);
@@ -349,7 +347,8 @@ void check_unchanged(const call *c) {
     if (kvc_nbytes(w.cache) != w.nbytes)
         wrong("answers \"%s\", and has %lld bytes, not %lld", kvc_strerror(c->status), (long long)kvc_nbytes(w.cache),
               (long long)w.nbytes);
-    if (memcmp(&stats, &w.stats, sizeof stats)) wrong("answers \"%s\", and has other statistics", kvc_strerror(c->status));
+    if (memcmp(&stats, &w.stats, sizeof stats))
+        wrong("answers \"%s\", and has other statistics", kvc_strerror(c->status));
     look_around();
 }
 

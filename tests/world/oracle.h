@@ -21,14 +21,14 @@
 
 enum {
     LAYERS = 4,
-    SLOTS = 12,    /* for sequences */
-    ACQUIRED = 6,  /* the first slot for sequences that prefixes acquire; ids of those before are the world's */
-    ROWS = 96,     /* most rows of a sequence in a layer */
-    TOKENS = 24,   /* most tokens of a batch */
-    CROSS = 5,     /* most rows of a sequence in a cross-attention layer */
-    CLIENTS = 4,   /* each may have a batch */
+    SLOTS = 12,   /* for sequences */
+    ACQUIRED = 6, /* the first slot for sequences that prefixes acquire; ids of those before are the world's */
+    ROWS = 96,    /* most rows of a sequence in a layer */
+    TOKENS = 24,  /* most tokens of a batch */
+    CROSS = 5,    /* most rows of a sequence in a cross-attention layer */
+    CLIENTS = 4,  /* each may have a batch */
     PREFIXES = 3,
-    BLOCKS = 256,  /* of a prefix */
+    BLOCKS = 256, /* of a prefix */
     STATES = 64,
     PINS = 4,
     STATE = 24,    /* most bytes of a recurrent state */
@@ -46,23 +46,24 @@ typedef struct call {
     int s, to;     /* slots of sequences */
     int layer, prefix, text;
     int32_t begin, end, delta;
-    int flag, num;                /* num: of the lists that follow */
-    int32_t positions[ROWS];      /* of tokens, or of rows */
-    int32_t parents[TOKENS];      /* of tokens: -1, or an earlier token */
-    int8_t slots[TOKENS];         /* of their sequences */
-    int8_t symbols[TOKENS];       /* their ids, for texts */
-    uint8_t marks[ROWS];          /* unstored tokens, or kept ones */
-    uint8_t layers[LAYERS];       /* that a batch restores */
-    int32_t tag;                  /* the first of its rows */
-    int32_t began;                /* time: when it was made */
-    kvc_status status;            /* what it returned, ... */
-    int64_t id, result, more;     /* ... and in which numbers */
-    int32_t tags[LAYERS][ROWS];   /* by position: the rows of a sequence that it made; NO_TOKEN: none */
-    uint8_t is_short, met_fault;  /* an allocation failed on the way */
-    uint8_t is_disturbed;         /* other calls came between */
+    int flag, num;               /* num: of the lists that follow */
+    int32_t positions[ROWS];     /* of tokens, or of rows */
+    int32_t parents[TOKENS];     /* of tokens: -1, or an earlier token */
+    int8_t slots[TOKENS];        /* of their sequences */
+    int8_t symbols[TOKENS];      /* their ids, for texts */
+    uint8_t marks[ROWS];         /* unstored tokens, or kept ones */
+    uint8_t layers[LAYERS];      /* that a batch restores */
+    int32_t tag;                 /* the first of its rows */
+    int32_t began;               /* time: when it was made */
+    kvc_status status;           /* what it returned, ... */
+    int64_t id, result, more;    /* ... and in which numbers */
+    int32_t tags[LAYERS][ROWS];  /* by position: the rows of a sequence that it made; NO_TOKEN: none */
+    uint8_t is_short, met_fault; /* an allocation failed on the way */
+    uint8_t is_disturbed;        /* other calls came between */
 } call;
 
-/* ---- sequences ---------------------------------------------------------------------------------------------------- */
+/* ---- sequences ----------------------------------------------------------------------------------------------------
+ */
 
 /* A row.  Its key was put for the position `delta` below the one where it stands. */
 typedef struct row {
@@ -84,15 +85,15 @@ typedef struct rows {
 } rows;
 
 typedef struct sequence {
-    int32_t exact_to; /* rows from there on do not follow from the tokens; INT32_MAX: all do */
-    int text;         /* the tokens that all follow from it: the exact ones from position 0 on */
-    int date;         /* time at which it was empty last: no row is older; -1: nobody knows */
-    int prefix;       /* 1 + the prefix that acquired it; 0: none did */
-    int prompt;       /* the text that it was acquired with, and is fed */
-    int keeps;        /* 2: commits keep the prompt's blocks; 1: they may; 0: they do not */
-    int state;        /* the text whose state it goes on from; 0: none; -1: open */
-    int began;        /* when it was acquired, or fed its first token */
-    int is_open;      /* others changed it meanwhile: nobody knows what it holds */
+    int32_t exact_to;     /* rows from there on do not follow from the tokens; INT32_MAX: all do */
+    int text;             /* the tokens that all follow from it: the exact ones from position 0 on */
+    int date;             /* time at which it was empty last: no row is older; -1: nobody knows */
+    int prefix;           /* 1 + the prefix that acquired it; 0: none did */
+    int prompt;           /* the text that it was acquired with, and is fed */
+    int keeps;            /* 2: commits keep the prompt's blocks; 1: they may; 0: they do not */
+    int state;            /* the text whose state it goes on from; 0: none; -1: open */
+    int began;            /* when it was acquired, or fed its first token */
+    int is_open;          /* others changed it meanwhile: nobody knows what it holds */
     uint64_t had[LAYERS]; /* positions: rows that commits of an acquired sequence have seen */
     rows layers[LAYERS];
 } sequence;
@@ -117,7 +118,8 @@ typedef struct batch {
     int num_cross[LAYERS][SLOTS], cross[LAYERS][SLOTS]; /* rows put in cross-attention layers, and their first tag */
 } batch;
 
-/* ---- prefixes ----------------------------------------------------------------------------------------------------- */
+/* ---- prefixes -----------------------------------------------------------------------------------------------------
+ */
 
 /* A block that a prefix keeps, or may keep. */
 typedef struct block {
@@ -158,8 +160,8 @@ typedef struct prefix {
     state states[STATES];
     pin pins[PINS];
     forgotten forgotten[FORGOTTEN];
-    int horizon;       /* when it forgot a prompt last */
-    int has_lost;      /* events */
+    int horizon;  /* when it forgot a prompt last */
+    int has_lost; /* events */
     int64_t requests, hits, tokens, matched, reused;
 } prefix;
 
@@ -169,12 +171,12 @@ typedef struct oracle {
     int num_layers, block_size, unit; /* unit: a multiple of the strides of all layers */
     int crowded;                      /* other clients call at the same time: what they leave is open */
     int num_holds;
-    int has_fetched;  /* blocks from a store: rows of one token may lie in several slots, ... */
-    int has_twins;    /* ... and nobody knows whether sequences share them */
-    int rewriting; /* 1 + the sequence whose keys a function of the caller moves; above SLOTS: one of no slot */
-    int now;       /* time: counts calls */
-    int64_t ms;    /* by the clock of the core */
-    int next_slot; /* of rows; those of new tokens are their tags */
+    int has_fetched; /* blocks from a store: rows of one token may lie in several slots, ... */
+    int has_twins;   /* ... and nobody knows whether sequences share them */
+    int rewriting;   /* 1 + the sequence whose keys a function of the caller moves; above SLOTS: one of no slot */
+    int now;         /* time: counts calls */
+    int64_t ms;      /* by the clock of the core */
+    int next_slot;   /* of rows; those of new tokens are their tags */
     sequence sequences[SLOTS];
     batch batches[CLIENTS];
     int num_saved;
@@ -203,17 +205,17 @@ int32_t extreme_of(const oracle *o, const sequence *s, int sign); /* its smalles
 int holds_tokens(const oracle *o, const sequence *s);
 int holds_rows(const oracle *o, const sequence *s);
 int holds_any(const oracle *o, const sequence *s); /* has rows, or has lost some */
-int is_there(const oracle *o, const sequence *s);   /* or a prefix has acquired it */
+int is_there(const oracle *o, const sequence *s);  /* or a prefix has acquired it */
 int misses(const oracle *o, const sequence *s, int32_t position);
 const row *find_row(const rows *list, int32_t position); /* the latest one; NULL: none */
 void end_sequence(oracle *o, sequence *s);
 void expire_below(const oracle *o, sequence *s, int32_t low);
 void expire_for(oracle *o, const batch *b); /* as a batch that begins does */
 int takes_tokens(const oracle *o, int l, const batch *b);
-int count_in(const batch *b, int s);        /* tokens of a sequence */
-int is_busy(const oracle *o, int s);        /* in the open batch */
+int count_in(const batch *b, int s);            /* tokens of a sequence */
+int is_busy(const oracle *o, int s);            /* in the open batch */
 int is_engaged(const oracle *o, const call *c); /* the cache, by a batch or by keys that are rewritten */
-void copy_rows(oracle *o, sequence *to); /* gives all its rows slots of its own */
+void copy_rows(oracle *o, sequence *to);        /* gives all its rows slots of its own */
 void widen(range *r, int32_t position);
 void tidy(oracle *o, sequence *s, int had_tokens); /* after an edit: ends it if nothing is left */
 void note_edit(sequence *s);
@@ -286,11 +288,12 @@ int known(const oracle *o, const prefix *p, int text, int limit, int surely, int
 void note_commit(oracle *o, const batch *b, const uint8_t *kept, int s, int old); /* blocks that it filled */
 void note_end(oracle *o, const sequence *s);                                      /* of an acquired one: a use */
 void note_doubt(const oracle *o, prefix *p); /* a call may have evicted what nothing holds */
-void note_cleared(prefix *p); /* all its blocks are dropped */
-void note_time(oracle *o);    /* blocks expire */
+void note_cleared(prefix *p);                /* all its blocks are dropped */
+void note_time(oracle *o);                   /* blocks expire */
 void note_fetched(oracle *o, prefix *p, int text);
+void note_read(oracle *o, prefix *p, const call *c);
 void recall(prefix *p, const call *c); /* what it fetches is not forgotten any more */
-void note_short(oracle *o);   /* memory was short: what a call has kept is not sure */
+void note_short(oracle *o);            /* memory was short: what a call has kept is not sure */
 
 /* Takes note of an event, and checks that it may be: a block is dropped for a reason, and in order.  evicts: the call
  * may evict blocks that were used least recently; 2: of this prefix alone. */

@@ -18,8 +18,7 @@ static inline void convert(float x, int32_t type, void *to) {
     memcpy(&bits, &x, sizeof bits);
     if (type == KVC_F32) memcpy(to, &x, sizeof x);
     half = (uint16_t)(bits >> 16); /* numbers of rows have few bits */
-    if (type == KVC_F16)
-        half = (uint16_t)(bits ? (bits >> 16 & 0x8000) | (((bits >> 13) - (112u << 10)) & 0x7fff) : 0);
+    if (type == KVC_F16) half = (uint16_t)(bits ? (bits >> 16 & 0x8000) | (((bits >> 13) - (112u << 10)) & 0x7fff) : 0);
     if (type != KVC_F32) memcpy(to, &half, sizeof half);
 }
 

@@ -113,8 +113,8 @@ static void print_world(void) {
     for (int i = 0; i < PREFIXES; i++) {
         const kvc_prefix_config *p = &w.o.prefixes[i].config;
         if (w.o.prefixes[i].is_there)
-            printf("    prefix %d: tenant %d, states %d, at most %d, ttl %d, quota %d, reuse %d, events %d, new %d\n", i,
-                   w.o.prefixes[i].tenant, (int)p->state_bytes, (int)p->max_checkpoint_bytes, (int)p->ttl_ms,
+            printf("    prefix %d: tenant %d, states %d, at most %d, ttl %d, quota %d, reuse %d, events %d, new %d\n",
+                   i, w.o.prefixes[i].tenant, (int)p->state_bytes, (int)p->max_checkpoint_bytes, (int)p->ttl_ms,
                    (int)p->quota, p->reuse_min_tokens, p->max_events, p->collects_new);
     }
 }
@@ -143,7 +143,8 @@ _Noreturn void wrong(const char *format, ...) {
 
 /* ---- right answers ----------------------------------------------------------------------------------------------- */
 
-/* Whether a call may be answered so where the oracle says `right`.  This is the only place that lets the library choose:
+/* Whether a call may be answered so where the oracle says `right`.  This is the only place that lets the library
+ * choose:
  * - where bytes decide whether something fits (room_is_open);
  * - where memory was refused, or a function of the caller failed;
  * - where other clients, or calls that came between, decide. */
@@ -152,11 +153,10 @@ static int is_right(const call *c, kvc_status right) {
     const kvc_status got = c->status;
     if (got && !(errors >> got & 1)) return 0; /* the header does not list it */
     if (got == right || (got == KVC_ERR_NOMEM && c->met_fault)) return 1;
-    if (me->was_refused && (got == KVC_ERR_CALLBACK || got == KVC_ERR_CANCELLED || got == KVC_ERR_STORE ||
-                            got == KVC_ERR_FORMAT))
+    if (me->was_refused &&
+        (got == KVC_ERR_CALLBACK || got == KVC_ERR_CANCELLED || got == KVC_ERR_STORE || got == KVC_ERR_FORMAT))
         return 1;
-    if (got == KVC_ERR_FULL && right == KVC_OK && (room_is_open(&w.o) || c->is_disturbed || me->is_within))
-        return 1;
+    if (got == KVC_ERR_FULL && right == KVC_OK && (room_is_open(&w.o) || c->is_disturbed || me->is_within)) return 1;
     if (!w.o.crowded) return 0;
     return got == KVC_ERR_BUSY || got == KVC_ERR_FULL || got == KVC_ERR_HELD ||
            (got == KVC_ERR_GONE && has_windows(&w.o)) || (got == KVC_ERR_INDEX && has_windows(&w.o));
@@ -251,7 +251,7 @@ static void judge(call *c) {
     }
     if (w.o.crowded) return;
     name_blocks();
-    take_events(op->drops == 2 ? 2 : evicts);
+    take_events(me->is_within ? 1 : op->drops == 2 ? 2 : evicts);
 }
 
 /* ---- making calls ------------------------------------------------------------------------------------------------ */
@@ -316,14 +316,23 @@ void perform(call *c) {
     w.stats = stats, w.nbytes = nbytes;
 }
 
+/* How often an operation is drawn, by the theme of the world. */
+static int weight_of(const operation *op) {
+    static const int of_batches[NUM_THEMES] = {4, 4, 12}, of_prefixes[NUM_THEMES] = {4, 0, 8}, others[] = {4, 4, 1};
+    const int is_of_batches = op->needs & A_BATCH || op->run == operations[0].run;
+    return op->weight * (is_of_batches                                          ? of_batches
+                         : op->needs & A_PREFIX && (!op->drops || op->gives_up) ? of_prefixes
+                                                                                : others)[w.theme];
+}
+
 /* Draws one of the calls that may be made at a point; 0: a few tries found none. */
 static int draw(call *c, unsigned point) {
     int total = 0;
-    for (int i = 0; i < num_operations; i++) total += operations[i].weight;
+    for (int i = 0; i < num_operations; i++) total += weight_of(&operations[i]);
     for (int tries = 0; tries < 40; tries++) {
         int at = pick(total > 256 && me->chance.num_bytes ? 256 : total), i = 0;
         if (me->chance.num_bytes) at = at * total / 256;
-        while ((at -= operations[i].weight) >= 0) i++;
+        while ((at -= weight_of(&operations[i])) >= 0) i++;
         if (point && !(operations[i].may_run_at & point)) continue;
         memset(c, 0, sizeof *c);
         c->operation = i;
@@ -387,8 +396,8 @@ static int play_in_child(uint64_t seed, int num_calls, const call *calls, int is
         if (is_quiet && !freopen("/dev/null", "w", stdout)) _exit(4);
         make_world(seed, 1, 0);
         w.has_faults = drive.faults == 2 ? 2 : drive.faults && seed % 5 == 1;
-        w.traces = traces;
-        if (traces) print_world();
+        w.traces = traces || (drive.traces && !is_quiet);
+        if (w.traces) print_world();
         for (int i = 0; i < num_calls; i++)
             if (!calls) {
                 play();
@@ -456,6 +465,7 @@ int run_all(int argc, char **argv, int num_calls, int (*run)(uint64_t seed, int 
         if (!strcmp(argv[i], "--seed")) seed = strtoull(argv[i + 1], NULL, 10);
         if (!strcmp(argv[i], "--runs")) runs = strtoull(argv[i + 1], NULL, 10);
         if (!strcmp(argv[i], "--calls")) num_calls = atoi(argv[i + 1]);
+        if (!strcmp(argv[i], "--trace")) drive.traces = atoi(argv[i + 1]);
     }
     for (uint64_t i = 0; i < runs; i++)
         if (run(seed + i, num_calls)) return 1;

@@ -48,8 +48,7 @@ kvc_status right_evict(oracle *o, const call *c) {
         most += text_length(b->node) - b->begin;
         if (b->is_sure && is_full_block(o, b) && !p->num_pins) fewest += o->block_size;
     }
-    if (c->result < 0 || (c->result > most && !p->config.ttl_ms) ||
-        (c->result < c->begin && c->result < fewest))
+    if (c->result < 0 || (c->result > most && !p->config.ttl_ms) || (c->result < c->begin && c->result < fewest))
         wrong("%d tokens are evicted, of %d to %d", (int)c->result, (int)fewest, (int)most);
     if (c->result >= c->begin + o->block_size) wrong("%d tokens are evicted, not %d", (int)c->result, c->begin);
     if (c->result) note_doubt(o, p);
@@ -98,7 +97,8 @@ kvc_status right_forget(oracle *o, const call *c) {
             p->states[i].is_sure = 0;
     for (int i = 0; i < p->num_pins; i++)
         if (text_common(p->pins[i].node, c->text) > 0) p->pins[i].is_loose = 1;
-    if (p->num_forgotten == FORGOTTEN) memmove(p->forgotten, p->forgotten + 1, sizeof p->forgotten - sizeof *p->forgotten);
+    if (p->num_forgotten == FORGOTTEN)
+        memmove(p->forgotten, p->forgotten + 1, sizeof p->forgotten - sizeof *p->forgotten);
     p->num_forgotten -= p->num_forgotten == FORGOTTEN;
     p->forgotten[p->num_forgotten++] = (forgotten){c->text, c->began, o->now};
     if (text_length(c->text)) p->horizon = o->now;
@@ -121,6 +121,9 @@ kvc_status right_fetch(oracle *o, const call *c) {
     if (c->result < 0 || c->result % o->block_size) wrong("%d tokens are fetched", (int)c->result);
     note_fetched(o, p, c->text);
     o->has_fetched |= c->result > 0;
+    if (!c->status && !c->more && !c->is_short && !c->is_disturbed && !has_windows(o) && !capacity_of(o) &&
+        !o->config.max_bytes)
+        note_read(o, p, c);
     return KVC_OK;
 }
 

@@ -10,13 +10,13 @@
 #include "kvcache.h"
 
 enum {
-    HEADS = 2,           /* most of a layer */
-    DIM = 32,            /* most elements of a row */
-    IN_KEY = 16,         /* elements of a value that lies in a key */
-    FIRST_TURNED = 16,   /* of a key, the first element that a rope may turn */
-    TURNED = 4,          /* pairs of elements that it turns */
-    FIRST_OF_TAG = 2,    /* the element with the lowest four bits of the tag */
-    TAG_ELEMENTS = 6,    /* elements with four bits each */
+    HEADS = 2,         /* most of a layer */
+    DIM = 32,          /* most elements of a row */
+    IN_KEY = 16,       /* elements of a value that lies in a key */
+    FIRST_TURNED = 16, /* of a key, the first element that a rope may turn */
+    TURNED = 4,        /* pairs of elements that it turns */
+    FIRST_OF_TAG = 2,  /* the element with the lowest four bits of the tag */
+    TAG_ELEMENTS = 6,  /* elements with four bits each */
     MOST_TAG = 1 << 24
 };
 

@@ -397,8 +397,8 @@ static void commit_sequence(oracle *o, const batch *b, const uint8_t *kept, int 
             if (is_own(o, l) && gets_row(o, l, b->positions[t]))
                 add_row(&s->layers[l], new_row(b->positions[t], b->tags[t]));
     if (is_unstored) {
-        const sequence ended = {.exact_to = INT32_MAX, .prefix = s->prefix, .prompt = s->prompt, .state = -1,
-                                .date = s->date};
+        const sequence ended = {
+            .exact_to = INT32_MAX, .prefix = s->prefix, .prompt = s->prompt, .state = -1, .date = s->date};
         *s = ended;
         return;
     }
@@ -428,7 +428,8 @@ kvc_status right_commit(oracle *o, const call *c) {
         if (c->marks[t]) return KVC_ERR_INDEX;
     for (int t = 0; t < b.num; t++)
         for (int l = 0; l < o->num_layers; l++)
-            if (kept[t] && !b.unstored[t] && takes_tokens(o, l, &b) && gets_row(o, l, b.positions[t]) && !b.is_put[l][t])
+            if (kept[t] && !b.unstored[t] && takes_tokens(o, l, &b) && gets_row(o, l, b.positions[t]) &&
+                !b.is_put[l][t])
                 return KVC_ERR_INVALID;
     for (int s = 0; s < SLOTS; s++) exact_to[s] = batch_exact_to(o, &b, s, kept);
     note_texts(o, &b, kept);

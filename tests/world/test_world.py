@@ -77,7 +77,11 @@ ELSEWHERE = {  # public functions that are in no row of the table, with the reas
 
 
 def test_every_public_function_is_in_the_table_or_has_a_reason():
-    table = {name for names in re.findall(r'^    \{"([^"]+)", \d+,', (HERE / "calls.c").read_text(), re.M) for name in names.split()}
+    table = {
+        name
+        for names in re.findall(r'^    \{"([^"]+)", \d+,', (HERE / "calls.c").read_text(), re.M)
+        for name in names.split()
+    }
     elsewhere = set().union(*ELSEWHERE.values())
     assert not table & elsewhere
     assert (table | elsewhere) & public_functions() == public_functions(), public_functions() - table - elsewhere

@@ -13,9 +13,7 @@ static struct node *new_node(void) { return nodes->parent < MOST_TEXTS - 1 ? &no
 
 void forget_texts(void) { memset(nodes, 0, sizeof own); }
 
-void share_texts(void) {
-    nodes = mmap(NULL, sizeof own, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-}
+void share_texts(void) { nodes = mmap(NULL, sizeof own, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0); }
 
 static const int64_t symbol_ids[SYMBOLS] = {0, 1, -1, INT64_MIN};
 

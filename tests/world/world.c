@@ -50,7 +50,8 @@ static void give_memory(void *user, void *memory, size_t size, const kvc_memory_
 static int32_t move_keys(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows, int32_t k_dim,
                          int32_t delta) {
     (void)user;
-    for (int64_t i = 0; i < num_kv_heads * num_rows; i++) turn(w.o.layers[layer].rope.interleaved, delta, keys + i * k_dim);
+    for (int64_t i = 0; i < num_kv_heads * num_rows; i++)
+        turn(w.o.layers[layer].rope.interleaved, delta, keys + i * k_dim);
     const int slot = me->call && (me->call->operation < num_operations) && !me->is_within ? 1 + me->call->s : SLOTS + 1;
     w.o.rewriting = slot;
     come_between(AT_MOVE);
@@ -75,14 +76,13 @@ static kvc_policy any_policy(int l, int has_prefixes) {
                             .resume_window = pick(3) ? 0 : size + pick(8),
                             .stride = 0};
     if (kind < 8 || !l)
-        return (kvc_policy){
-            .kind = KVC_CHUNKED, .attention_chunk_size = size, .resume_window = pick(3) ? 0 : pick(8)};
+        return (kvc_policy){.kind = KVC_CHUNKED, .attention_chunk_size = size, .resume_window = pick(3) ? 0 : pick(8)};
     if (kind < 9) return (kvc_policy){.kind = KVC_CROSS, .max_len = 1 + pick(CROSS)};
     return (kvc_policy){.kind = KVC_NONE};
 }
 
 static int32_t any_type(int is_turned) {
-    static const int32_t types[] = {KVC_F32, KVC_F16,  KVC_BF16, KVC_F32,    KVC_Q8_0, KVC_INT8,
+    static const int32_t types[] = {KVC_F32,  KVC_F16,  KVC_BF16, KVC_F32,  KVC_Q8_0,  KVC_INT8,
                                     KVC_Q4_0, KVC_Q4_1, KVC_Q5_0, KVC_Q5_1, KVC_IQ4_NL};
     return types[pick(is_turned == KVC_ROPE_FUNCTION ? 4 : is_turned ? 6 : 11)];
 }
@@ -152,15 +152,18 @@ static int64_t row_bytes(const oracle *o) {
     for (int l = 0; l < o->num_layers; l++) {
         const kvc_layer *layer = &o->layers[l];
         if (is_own(o, l))
-            sum += layer->num_kv_heads * (int64_t)(kvc_row_bytes(layer->k_type, layer->k_dim) +
-                                                   (layer->value_in_key ? 0 : kvc_row_bytes(layer->v_type, layer->v_dim)));
+            sum +=
+                layer->num_kv_heads * (int64_t)(kvc_row_bytes(layer->k_type, layer->k_dim) +
+                                                (layer->value_in_key ? 0 : kvc_row_bytes(layer->v_type, layer->v_dim)));
     }
     return sum;
 }
 
 static void make_limits(oracle *o) {
     static const int sizes[] = {1, 2, 3, 4, 5, 6, 8, 16, 40};
-    const int size = pick(20) ? sizes[pick(9)] : 3000; /* memory of such a block comes and goes by the page */
+    const int size = w.theme == PROMPTS ? 1 + pick(5)
+                     : pick(20)         ? sizes[pick(9)]
+                                        : 3000; /* memory of such a block comes and goes by the page */
     kvc_config *c = &o->config;
     *c = (kvc_config){.struct_size = sizeof *c,
                       .layers = o->layers,
@@ -171,7 +174,7 @@ static void make_limits(oracle *o) {
     if (!pick(6)) c->max_seq_len = 20 + pick(40);
     if (!pick(6)) c->max_sequences = 3 + pick(6);
     if (!pick(4)) c->capacity = 50 + pick(150);
-    if (!pick(4)) c->max_bytes = 40000 + (size > 100 ? 4000 : 20 + pick(160)) * row_bytes(o);
+    if (!pick(4)) c->max_bytes = 70000 + (size > 100 ? 4000 : 20 + pick(160)) * row_bytes(o);
     if (pick(3) == 0) c->poll = poll_once;
 }
 
@@ -181,9 +184,9 @@ void make_prefix(call *c) {
     memset(p, 0, sizeof *p);
     p->tenant = pick(2);
     kvc_prefix_config *of = &p->config;
-    *of = (kvc_prefix_config){.struct_size = sizeof *of, .fingerprint = "a model", .max_events = 4096};
+    *of = (kvc_prefix_config){.struct_size = sizeof *of, .fingerprint = "a model", .max_events = 256};
     if (p->tenant) of->salt = "salt", of->salt_size = 4, of->secret = "secret", of->secret_size = 6;
-    if (w.seed % 3 == 0) of->state_bytes = STATE;
+    if (w.seed / 4 % 3 == 0) of->state_bytes = STATE;
     if (of->state_bytes && pick(2)) of->max_checkpoint_bytes = STATE + pick(4 * STATE);
     if (!pick(5)) of->ttl_ms = 1050;
     if (!pick(5)) of->quota = 1 + pick(60);
@@ -205,12 +208,13 @@ void make_world(uint64_t seed, int num_clients, int is_wild) {
     w.seed = seed;
     w.num_clients = num_clients;
     w.is_wild = is_wild;
-    w.refuses = seed % 2 == 0;
+    w.refuses = seed / 4 % 2 == 0;
     oracle *o = &w.o;
     if (!tokens) tokens = calloc(MOST_TOKENS, sizeof *tokens);
     o->crowded = num_clients > 1;
     o->next_slot = MOST_TAG;
-    const int has_prefixes = pick(3) != 0;
+    w.theme = seed % 4 == 3 ? PROMPTS : (theme)(seed % 4);
+    const int has_prefixes = w.theme == PROMPTS || (w.theme == ANYTHING && pick(3) != 0);
     do make_layers(o, has_prefixes);
     while (!is_own(o, 0) && !is_own(o, o->num_layers - 1));
     make_limits(o);

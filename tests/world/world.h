@@ -15,7 +15,7 @@
 
 #include "oracle.h"
 
-enum { VALUES = 192, NAMES = 64, VIEW_SPANS = 128, FILE_BYTES = 1 << 20 };
+enum { VALUES = 192, NAMES = 64, VIEW_SPANS = 128, FILE_BYTES = 1 << 20, TEXTS = 6 };
 
 /* The points at which a call gives up the mutex and a function of the caller runs, as bits. */
 enum { AT_MOVE = 1, AT_WRITE = 2, AT_READ = 4, AT_STORE = 8, AT_POLL = 16, AT_ANY = 31 };
@@ -29,13 +29,13 @@ typedef struct operation {
     int (*draw)(call *c); /* chooses arguments; 0: there is nothing to call now */
     void (*run)(call *c); /* calls the library, and notes what it returned */
     kvc_status (*right)(oracle *o, const call *c);
-    const char *text;   /* the call in C: see play.c */
-    unsigned errors;    /* bits: the statuses that the header lists */
-    unsigned gives_up;  /* the points at which other calls come between */
+    const char *text;    /* the call in C: see play.c */
+    unsigned errors;     /* bits: the statuses that the header lists */
+    unsigned gives_up;   /* the points at which other calls come between */
     unsigned may_run_at; /* the points at which it may be called */
     unsigned needs;      /* bits of what must be there */
-    int changes;        /* it may have changed something after an error, too */
-    int drops;          /* 1: it drops blocks that prefixes keep; 2: the least recently used ones */
+    int changes;         /* it may have changed something after an error, too */
+    int drops;           /* 1: it drops blocks that prefixes keep; 2: the least recently used ones */
 } operation;
 
 extern const operation operations[];
@@ -74,25 +74,30 @@ typedef struct client {
     int was_refused; /* a function of the caller failed, or asked for an end */
 } client;
 
+/* The subject of most calls of a world. */
+typedef enum theme { ANYTHING, EDITS, PROMPTS, NUM_THEMES } theme;
+
 typedef struct world {
     uint64_t seed;
+    theme theme;
     oracle o;
     kvc_cache *cache;
     kvc_batch *batches[CLIENTS];
     kvc_prefix *prefixes[PREFIXES];
     int64_t ids[SLOTS];
+    int texts[TEXTS]; /* that prompts and sequences often follow */
     view views[CLIENTS];
     value values[VALUES];
     uint8_t *file;
     int64_t file_size;
-    kvc_stats stats;   /* as they were before the call */
+    kvc_stats stats; /* as they were before the call */
     int64_t nbytes, last_id;
     int32_t last_tag;
-    int num_clients;   /* above 1: the oracle is crowded */
-    int is_wild;       /* clients change sequences of each other: nobody knows what these hold */
+    int num_clients;         /* above 1: the oracle is crowded */
+    int is_wild;             /* clients change sequences of each other: nobody knows what these hold */
     int has_faults, refuses; /* allocations, and functions of the caller, fail */
     int traces, is_child;
-    int64_t memory;    /* bytes that the cache has */
+    int64_t memory; /* bytes that the cache has */
 } world;
 
 extern world w;
@@ -107,18 +112,19 @@ typedef struct driver {
     void (*pause)(void);                 /* lets others run */
     int (*fork)(int (*check)(void));     /* runs check in a child; returns what it returned; NULL: cannot fork */
     int faults;                          /* 1: in some worlds, allocations fail now and then; 2: each one fails once */
+    int traces;                          /* prints every call */
 } driver;
 
 extern driver drive;
 
 /* ---- play.c */
 
-int pick(int n);                 /* a number below n */
-int play(void);                  /* makes one call, and checks it; 0: there was none to make */
-void stop_playing(void);         /* of a client: others may wait for its batch */
-void perform(call *c);           /* makes a call that was drawn */
+int pick(int n);                   /* a number below n */
+int play(void);                    /* makes one call, and checks it; 0: there was none to make */
+void stop_playing(void);           /* of a client: others may wait for its batch */
+void perform(call *c);             /* makes a call that was drawn */
 void come_between(unsigned point); /* from a function of the caller: makes a call, perhaps */
-int refuse(int rarity);          /* whether a function of the caller fails now */
+int refuse(int rarity);            /* whether a function of the caller fails now */
 void count_memory(int64_t bytes);
 void name_blocks(void); /* asks for the names of full blocks that the oracle has added */
 void lock_world(void);
@@ -127,9 +133,9 @@ int run_alone(uint64_t seed, int num_calls); /* plays in a process of its own; s
 int run_all(int argc, char **argv, int num_calls, int (*run)(uint64_t seed, int num_calls)); /* from --seed on --runs */
 
 /* Makes a call that copies rows again while memory is refused. */
-#define UNTIL_MEMORY(status, call)                          \
-    do {                                                    \
-        (status) = (call);                                  \
+#define UNTIL_MEMORY(status, call) \
+    do {                           \
+        (status) = (call);         \
     } while ((status) == KVC_ERR_NOMEM && w.has_faults == 1)
 
 /* ---- world.c */
@@ -140,8 +146,8 @@ void make_prefix(call *c);
 
 /* ---- look.c */
 
-void look_at(int s);      /* compares a sequence */
-void look_around(void);   /* compares everything */
+void look_at(int s);    /* compares a sequence */
+void look_around(void); /* compares everything */
 void look_at_views(void);
 void check_unchanged(const call *c);
 void read_tags(kvc_cache *cache, int64_t id, int l, int32_t *tags); /* by position; NO_TOKEN: none */
@@ -153,7 +159,7 @@ kvc_rows_out room_for(int l, int64_t n, float *k, float *v);
 
 /* ---- parts of calls */
 
-int own_slot(void);    /* a sequence of the client */
+int own_slot(void);        /* a sequence of the client */
 int32_t new_tags(int num); /* returns the first of so many */
 int any_position(int s);
 int any_text(void);
