@@ -295,14 +295,21 @@ static uint8_t had_state[MOST_TEXTS];
 static void note_state(oracle *o, prefix *p, int node, int is_sure, int time) {
     state *s = find_state(p, node);
     const int is_new = !s;
+    int is_last = 1;
     if (!s && p->num_states == STATES) wrong("a prefix keeps more than %d states", STATES);
     if (!s) *(s = &p->states[p->num_states++]) = (state){.node = node};
     *s = (state){node, s->is_sure || is_sure, time, o->now, o->now};
     had_state[node] = 1;
     if (!is_sure) s->is_sure = 0;
     limit_states(o, p);
-    for (int i = 0; i < p->num_blocks; i++) /* a full block with a new state is listed again */
-        if (has_end(&p->blocks[i], node) && is_full_block(o, &p->blocks[i]) && is_new) p->blocks[i].may_new = 1;
+    for (int i = 0; i < p->num_blocks; i++) { /* a full block with a new state is listed again, if it is its last one */
+        block *b = &p->blocks[i];
+        if (!has_end(b, node) || !is_full_block(o, b) || !is_new) continue;
+        b->may_new = 1;
+        for (int j = 0; j < p->num_states; j++)
+            is_last &= text_length(p->states[j].node) <= text_length(node) || !has_end(b, p->states[j].node);
+        if (is_last && b->is_sure && find_state(p, node)->is_sure && time) b->sure_new = 1;
+    }
 }
 
 /* Keeps blocks and, with begin, a state of so many bytes. */

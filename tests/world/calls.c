@@ -11,7 +11,8 @@ const operation operations[] = {
     {"kvc_begin kvc_begin_with kvc_batch_positions", 30, draw_begin, run_begin, right_begin,
      "kvc_begin_with(cache, &(kvc_begin_args){SIZE, .num_tokens = %n, .positions = %Q, .seq_ids = %S, .parents = %A, "
      ".unstored = %U, .replaced = %R}, &batch)",
-     E(FULL) | E(GONE) | E(BUSY) | E(NOMEM) | E(CANCELLED), AT_POLL, AT_WRITE | AT_READ | AT_STORE | AT_MOVE, 0, 0, 0},
+     E(FULL) | E(GONE) | E(BUSY) | E(NOMEM) | E(CANCELLED), AT_POLL, AT_WRITE | AT_READ | AT_STORE | AT_MOVE,
+     ITS_PROMPTS, 0, 0},
     {"kvc_put", 60, draw_put, run_put, right_put, "kvc_put(batch, %l, &(kvc_put_args){SIZE, %b, %n, ROWS})",
      E(INVALID) | E(INDEX) | E(CANCELLED) | E(FULL) | E(NOMEM), AT_POLL, AT_WRITE | AT_STORE, A_BATCH, 0, 0},
     {"kvc_slots kvc_written", 10, draw_write, run_write, right_put, "write_rows(batch, %l, %b, %n)",
@@ -111,11 +112,14 @@ const operation operations[] = {
      "kvc_store_new_blocks(cache, &store, &num)", E(STORE) | E(NOMEM), AT_STORE, 0, A_PREFIX, 1, 0},
     {"kvc_take_new_blocks kvc_store_block", 3, draw_prefix_call, run_take_new, right_store_new,
      "kvc_take_new_blocks(cache, BLOCKS)", E(STORE) | E(NOMEM), AT_STORE, 0, A_PREFIX, 1, 0},
+    {"kvc_prefix_identity", 1, draw_anything, run_identity, right_always, "kvc_prefix_identity(cache, MODEL, identity)",
+     E(NOMEM), 0, 0, 0, 0, 0},
     {"kvc_prefix_new", 1, draw_prefix_new, run_prefix_new, right_always, "kvc_prefix_new(cache, CONFIG, &prefix[%p])",
      E(FULL) | E(NOMEM), 0, 0, ALONE, 1, 0},
     {"kvc_prefix_free", 1, draw_prefix_free, run_prefix_free, right_prefix_free, "kvc_prefix_free(prefix[%p])", 0, 0, 0,
      A_PREFIX | ALONE, 0, 1},
-    {"wait", 2, draw_wait, run_wait, right_wait, "wait(%d ms)", 0, 0, 0, ALONE, 0, 2},
+    {"wait", 2, draw_wait, run_wait, right_wait, "wait(%d ms); if (%f) kvc_clear_sequence(cache, %i)",
+     E(BUSY) | E(NOMEM), 0, 0, ALONE, 0, 2},
 };
 
 const int num_operations = sizeof operations / sizeof *operations;

@@ -384,6 +384,7 @@ void run_batch_spans(call *c) {
     int64_t num = 0, stored = -1;
     const int holds = pick(2), l = source_of(&w.o, c->layer);
     int is_other = 0;
+    if (!count_in(own_batch(), c->s)) return; /* when calls are repeated */
     c->status = kvc_batch_spans(w.batches[c->client], w.ids[c->s], c->layer, spans, sizeof *spans, VIEW_SPANS, &num,
                                 holds ? &hold : NULL);
     if (c->status == KVC_ERR_INVALID && w.is_wild) is_other = 1; /* the slot has another id since */

@@ -325,11 +325,10 @@ void run_fetch(call *c) {
         note_fetched(&w.o, &w.o.prefixes[c->prefix], c->text);
         name_blocks();
         list_values(c);
-    } else {
-        lock_world();
-        recall(&w.o.prefixes[c->prefix], c);
-        unlock_world();
     }
+    lock_world();
+    recall(&w.o.prefixes[c->prefix], c);
+    unlock_world();
     c->status = kvc_prefix_fetch(w.prefixes[c->prefix], give(c->text, &tokens), c->delta, &store, &fetched);
     c->result = fetched;
     c->more = me->was_refused;
@@ -476,18 +475,22 @@ kvc_status right_always(oracle *o, const call *c) {
     return KVC_OK;
 }
 
+/* Time passes; now and then an acquired sequence ends before any other call. */
 int draw_wait(call *c) {
     static const int ms[] = {100, 300, 700, 1300, 2600};
+    c->s = ACQUIRED + pick(SLOTS - ACQUIRED);
+    c->flag = w.o.sequences[c->s].prefix && !is_busy(&w.o, c->s) && pick(2);
     return c->delta = ms[pick(5)];
 }
 
 void run_wait(call *c) {
     w.o.ms += c->delta;
-    c->status = KVC_OK;
+    c->status = c->flag ? kvc_clear_sequence(w.cache, w.ids[c->s]) : KVC_OK;
 }
 
 kvc_status right_wait(oracle *o, const call *c) {
-    (void)c;
     note_time(o);
+    if (c->flag && is_busy(o, c->s)) return KVC_ERR_BUSY;
+    if (c->flag) end_sequence(o, &o->sequences[c->s]);
     return KVC_OK;
 }

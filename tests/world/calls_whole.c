@@ -155,6 +155,62 @@ void run_clone(call *c) {
     if (kvc_cache_free(clone)) wrong("a clone cannot be freed");
 }
 
+/* ---- identities -------------------------------------------------------------------------------------------------- */
+
+/* Writes a layer otherwise, in fields that its kinds ignore. */
+static void vary(kvc_layer *l) {
+    kvc_policy *p = &l->policy;
+    if (l->value_in_key) l->value_in_key = 3 - l->value_in_key;
+    if (!l->v_dim) l->v_type = 77;
+    if (p->kind != KVC_SLIDING) p->window = pick(9), p->num_sink_tokens = pick(3);
+    if (p->kind == KVC_FULL || p->kind == KVC_CROSS) p->resume_window = pick(9);
+    if (p->kind == KVC_SLIDING && !p->resume_window) p->resume_window = p->window;
+    if (p->kind != KVC_CHUNKED) p->attention_chunk_size = pick(9);
+    if (p->kind == KVC_FULL && p->stride <= 1) p->stride = !p->stride;
+    if (p->kind != KVC_FULL) p->stride = pick(p->kind == KVC_NONE ? 3 : 2);
+    if (p->kind != KVC_CROSS) p->max_len = pick(9);
+    if (l->rope.kind <= KVC_ROPE_NONE) l->rope.interleaved = pick(2), l->rope.first_dim = pick(3);
+}
+
+/* Changes something that rows depend on; returns whether it did. */
+static int change(kvc_layer *l) {
+    kvc_policy *p = &l->policy;
+    switch (pick(4)) {
+    case 0: return l->num_kv_heads += 1;
+    case 1:
+        if (p->kind == KVC_SLIDING) p->window += 1, p->resume_window += p->resume_window > 0;
+        if (p->kind == KVC_CHUNKED) p->attention_chunk_size += 1;
+        return p->kind == KVC_SLIDING || p->kind == KVC_CHUNKED;
+    case 2:
+        if (l->rope.kind == KVC_ROPE_FREQUENCIES) l->rope.interleaved = !l->rope.interleaved;
+        return l->rope.kind == KVC_ROPE_FREQUENCIES;
+    default:
+        if (l->k_type <= KVC_BF16 && !l->value_in_key) l->k_type = (l->k_type + 1) % 3;
+        return l->k_type <= KVC_BF16 && !l->value_in_key;
+    }
+}
+
+/* Layers that are written otherwise have the same identity; layers that are others have another one. */
+void run_identity(call *c) {
+    kvc_layer layers[LAYERS];
+    uint8_t own[KVC_NAME_BYTES], other[KVC_NAME_BYTES];
+    kvc_config config = w.o.config;
+    kvc_cache *cache = NULL;
+    int changes = 0, is_shared = 0;
+    memcpy(layers, w.o.layers, sizeof layers);
+    for (int l = 0; l < w.o.num_layers; l++) is_shared |= layers[l].share;
+    for (int l = 0; l < w.o.num_layers && !is_shared; l++) vary(&layers[l]);
+    if (pick(2) && !is_shared) changes = change(&layers[pick(w.o.num_layers)]);
+    config.layers = layers;
+    config.block_size = w.o.block_size;
+    config.max_bytes = 0;
+    c->status = kvc_cache_new(&config, &cache);
+    if (c->status) return;
+    if (kvc_prefix_identity(w.cache, "m", 1, own) || kvc_prefix_identity(cache, "m", 1, other)) wrong("no identity");
+    if (!memcmp(own, other, sizeof own) == (changes != 0)) wrong("identities are alike: %d", !changes);
+    kvc_cache_free(cache);
+}
+
 /* ---- fork() ------------------------------------------------------------------------------------------------------ */
 
 /* The child has everything as it was, goes on for some calls, and ends. */

@@ -33,7 +33,7 @@ enum {
     PINS = 4,
     STATE = 24,    /* most bytes of a recurrent state */
     NO_TOKEN = -1, /* in place of a tag */
-    NO_LAYER = -1
+    TEXTS = 6
 };
 
 /* ---- calls ------------------------------------------------------------------------------------------------------- */
@@ -54,6 +54,7 @@ typedef struct call {
     uint8_t marks[ROWS];         /* unstored tokens, or kept ones */
     uint8_t layers[LAYERS];      /* that a batch restores */
     int32_t tag;                 /* the first of its rows */
+    int texts[TEXTS];            /* of the world, that calls on the way often follow */
     int32_t began;               /* time: when it was made */
     kvc_status status;           /* what it returned, ... */
     int64_t id, result, more;    /* ... and in which numbers */

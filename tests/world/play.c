@@ -156,7 +156,7 @@ static int is_right(const call *c, kvc_status right) {
     if (me->was_refused &&
         (got == KVC_ERR_CALLBACK || got == KVC_ERR_CANCELLED || got == KVC_ERR_STORE || got == KVC_ERR_FORMAT))
         return 1;
-    if (got == KVC_ERR_FULL && right == KVC_OK && (room_is_open(&w.o) || c->is_disturbed || me->is_within)) return 1;
+    if (got == KVC_ERR_FULL && right == KVC_OK && (room_is_open(&w.o) || c->is_disturbed)) return 1;
     if (!w.o.crowded) return 0;
     return got == KVC_ERR_BUSY || got == KVC_ERR_FULL || got == KVC_ERR_HELD ||
            (got == KVC_ERR_GONE && has_windows(&w.o)) || (got == KVC_ERR_INDEX && has_windows(&w.o));
@@ -251,10 +251,24 @@ static void judge(call *c) {
     }
     if (w.o.crowded) return;
     name_blocks();
-    take_events(me->is_within ? 1 : op->drops == 2 ? 2 : evicts);
+    take_events(op->drops == 2 ? 2 : evicts || me->is_within);
 }
 
 /* ---- making calls ------------------------------------------------------------------------------------------------ */
+
+/* Whether sequences that prefixes acquired are fed their prompts, as callers promise. */
+static int feeds_prompts(const call *c) {
+    int32_t next[SLOTS];
+    for (int s = 0; s < SLOTS; s++) next[s] = next_of(&w.o, &w.o.sequences[s]);
+    for (int t = 0; t < c->num; t++) {
+        const int prompt = w.o.sequences[c->slots[t]].prompt;
+        const int32_t position = c->flag & 1 ? c->positions[t] : next[c->slots[t]]++;
+        if (position < text_length(prompt) && text_symbol(text_begin(prompt, position + 1)) != c->symbols[t] &&
+            w.o.sequences[c->slots[t]].keeps && text_length(w.o.sequences[c->slots[t]].text) == position)
+            return 0;
+    }
+    return 1;
+}
 
 static int has_needs(const call *c) {
     const unsigned needs = operations[c->operation].needs;
@@ -266,6 +280,7 @@ static int has_needs(const call *c) {
         if (common < text_length(text) && common < text_length(c->text)) return 0;
     }
     if (needs & A_FILE && !w.o.num_saved) return 0;
+    if (needs & ITS_PROMPTS && !w.o.crowded && !feeds_prompts(c)) return 0;
     return !(needs & ALONE && w.num_clients > 1);
 }
 
@@ -296,6 +311,7 @@ void perform(call *c) {
     const int64_t nbytes = w.nbytes;
     me->call = c;
     me->chance = (chance){.state = c->seed};
+    if (outer) c->is_disturbed = 1;                                           /* by the call that it is within */
     if (c->tag + TOKENS > w.last_tag && c->tag) w.last_tag = c->tag + TOKENS; /* of a call that is repeated */
     if (!w.o.crowded) {
         kvc_get_stats(w.cache, &w.stats, sizeof w.stats);
@@ -341,6 +357,7 @@ static int draw(call *c, unsigned point) {
         if (operations[i].needs & A_BATCH && !w.o.batches[me->number].is_open) continue;
         if (!operations[i].draw(c) || !has_needs(c)) continue;
         c->seed = next_bits(&me->chance);
+        memcpy(c->texts, w.texts, sizeof w.texts);
         w.o.now++;
         return 1;
     }
@@ -404,6 +421,7 @@ static int play_in_child(uint64_t seed, int num_calls, const call *calls, int is
             } else {
                 call c = calls[i];
                 c.began = ++w.o.now;
+                memcpy(w.texts, c.texts, sizeof w.texts);
                 if (has_needs(&c)) perform(&c), look_around();
             }
         me->call = NULL;

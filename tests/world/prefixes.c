@@ -48,7 +48,8 @@ kvc_status right_evict(oracle *o, const call *c) {
         most += text_length(b->node) - b->begin;
         if (b->is_sure && is_full_block(o, b) && !p->num_pins) fewest += o->block_size;
     }
-    if (c->result < 0 || (c->result > most && !p->config.ttl_ms) || (c->result < c->begin && c->result < fewest))
+    if (c->result < 0 || (c->result > most && !p->config.ttl_ms && !c->is_disturbed) ||
+        (c->result < c->begin && c->result < fewest))
         wrong("%d tokens are evicted, of %d to %d", (int)c->result, (int)fewest, (int)most);
     if (c->result >= c->begin + o->block_size) wrong("%d tokens are evicted, not %d", (int)c->result, c->begin);
     if (c->result) note_doubt(o, p);
@@ -132,14 +133,26 @@ kvc_status right_fetch(oracle *o, const call *c) {
 /* Whether a block may be used later than another one goes, though it was used before that surely: it is pinned, or
  * protected, or others hold its rows. */
 static int may_stay(const oracle *o, const prefix *p, const block *b) {
-    if (p->config.quota || !b->is_sure || !is_full_block(o, b) || is_pinned(o, p, b, 0)) return 1;
+    if (p->config.quota || !b->is_sure || !is_full_block(o, b) || is_pinned(o, p, b, 0) || o->num_holds) return 1;
     for (int s = 0; s < SLOTS; s++)
-        if (text_common(o->sequences[s].text, b->node) > b->begin) return 1;
+        for (int l = 0; l < o->num_layers; l++)
+            for (int i = 0; i < o->sequences[s].layers[l].num; i++) {
+                const int text = tokens[o->sequences[s].layers[l].at[i].tag].text;
+                if (text > 0 && text_length(text) > b->begin && text_common(text, b->node) == text_length(text))
+                    return 1;
+            }
+    for (int i = 0; i < PREFIXES; i++)
+        for (int j = 0; j < o->prefixes[i].num_blocks; j++) {
+            const block *other = &o->prefixes[i].blocks[j];
+            if (other != b && other->begin == b->begin && text_common(other->node, b->node) > b->begin) return 1;
+        }
     return 0;
 }
 
 /* Checks that no block was left that was used before the one that is evicted, of this prefix or of any. */
 static void check_order(const oracle *o, const prefix *p, const block *evicted, int is_own) {
+    for (int s = 0; s < SLOTS; s++)
+        if (o->sequences[s].prefix) return; /* which blocks it keeps from going is open */
     for (int i = 0; i < PREFIXES; i++)
         for (int j = 0; j < o->prefixes[i].num_blocks; j++) {
             const block *b = &o->prefixes[i].blocks[j];

@@ -159,9 +159,18 @@ void copy_rows(oracle *o, sequence *to) {
     }
 }
 
+/* Whether a row is not there, and has not expired. */
+static int is_absent(const oracle *o, const rows *list, int l, int32_t at) {
+    return gets_row(o, l, at) && !find_row(list, at) && !(at >= list->lost.begin && at < list->lost.end);
+}
+
 /* The exact tokens end where the sequence does, and where rows become inexact. */
 static void trim_text(const oracle *o, sequence *s) {
-    const int32_t next = next_of(o, s), num = s->exact_to < next ? s->exact_to : next;
+    const int32_t next = next_of(o, s), exact = s->exact_to < next ? s->exact_to : next;
+    int32_t num = exact < text_length(s->text) ? exact : text_length(s->text);
+    for (int l = 0; l < o->num_layers; l++) /* a layer that was restored may lack the first ones */
+        for (int32_t at = 0; is_own(o, l) && at < num; at++)
+            if (is_absent(o, &s->layers[l], l, at)) num = at;
     s->text = text_begin(s->text, num);
     for (int l = 0; l < o->num_layers; l++)
         if (num < 64) s->had[l] &= ((uint64_t)1 << num) - 1;
@@ -266,7 +275,7 @@ static void read_batch(const oracle *o, const call *c, batch *b) {
         b->parents[t] = c->parents[t];
         b->symbols[t] = c->symbols[t];
         b->tags[t] = c->tag + t;
-        b->unstored[t] = c->flag & 4 && c->marks[t] ? 1 + !holds_rows(o, &o->sequences[s]) : 0;
+        b->unstored[t] = c->flag & 4 && c->marks[t] ? 1 + !holds_tokens(o, &o->sequences[s]) : 0;
     }
 }
 
@@ -317,10 +326,6 @@ static void drop_restored(const oracle *o, const batch *b, sequence *s) {
         list->num = 0;
         list->lost = (range){0, 0};
     }
-}
-
-static int is_absent(const oracle *o, const rows *list, int l, int32_t at) {
-    return gets_row(o, l, at) && !find_row(list, at) && !(at >= list->lost.begin && at < list->lost.end);
 }
 
 /* Notes what layers lack once some have been restored: what a window let go before, and what other layers have. */

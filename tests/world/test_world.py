@@ -67,7 +67,6 @@ ELSEWHERE = {  # public functions that are in no row of the table, with the reas
         "kvc_build_info",
         "kvc_isa",
         "kvc_threading_layer",
-        "kvc_prefix_identity",
         "kvc_capacity",
         "kvc_capacity_bytes",
     },

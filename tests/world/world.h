@@ -15,13 +15,13 @@
 
 #include "oracle.h"
 
-enum { VALUES = 192, NAMES = 64, VIEW_SPANS = 128, FILE_BYTES = 1 << 20, TEXTS = 6 };
+enum { VALUES = 192, NAMES = 64, VIEW_SPANS = 128, FILE_BYTES = 1 << 20 };
 
 /* The points at which a call gives up the mutex and a function of the caller runs, as bits. */
 enum { AT_MOVE = 1, AT_WRITE = 2, AT_READ = 4, AT_STORE = 8, AT_POLL = 16, AT_ANY = 31 };
 
 /* What a call needs. */
-enum { A_BATCH = 1, A_PREFIX = 2, A_FREE_SLOT = 4, A_FILE = 8, ITS_TEXT = 16, ALONE = 32 };
+enum { A_BATCH = 1, A_PREFIX = 2, A_FREE_SLOT = 4, A_FILE = 8, ITS_TEXT = 16, ITS_PROMPTS = 32, ALONE = 64 };
 
 typedef struct operation {
     const char *name; /* of the public functions, apart by spaces */
