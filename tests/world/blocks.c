@@ -76,6 +76,19 @@ int is_pinned(const oracle *o, const prefix *p, const block *b, int surely) {
     return 0;
 }
 
+/* Where the block begins that has the last token of a text. */
+static int block_of(const oracle *o, int node) { return (text_length(node) - 1) / o->block_size * o->block_size; }
+
+/* The state that goes with what is pinned stays. */
+static int is_pinned_state(const prefix *p, int node) {
+    for (int i = 0; i < p->num_pins; i++) {
+        const pin *it = &p->pins[i];
+        if (it->count && !it->is_loose && it->kept == text_length(node) && text_begin(it->node, it->kept) == node)
+            return 1;
+    }
+    return 0;
+}
+
 /* ---- uses -------------------------------------------------------------------------------------------------------- */
 
 /* A call uses the blocks of the first tokens of a text, with their states: surely, or maybe. */
@@ -87,10 +100,14 @@ static void note_use(oracle *o, prefix *p, int text, int length, int is_sure) {
         b->may_use = o->now, b->may_ms = o->ms;
         if (is_sure && end <= length && text_begin(text, end) == b->node) b->sure_use = o->now, b->sure_ms = o->ms;
     }
-    for (int i = 0; i < p->num_states; i++)
-        if (text_common(p->states[i].node, text) > 0) p->states[i].may_use = o->now;
-    state *own = find_state(p, text_begin(text, length));
-    if (own && is_sure) own->sure_use = own->may_use = o->now;
+    for (int i = 0; i < p->num_states; i++) {
+        state *s = &p->states[i];
+        const int last = text_begin(text, length), begin = block_of(o, s->node), is_own = is_sure && s->node == last;
+        if (!length || begin >= length || text_begin(text, begin + 1) != text_begin(s->node, begin + 1)) continue;
+        const int is_late = !is_sure || is_own || begin < block_of(o, last);
+        if (s->may_use < 2 * o->now) s->may_use = 2 * o->now + is_late;
+        if (is_own) s->sure_use = s->may_use = 2 * o->now + 1;
+    }
 }
 
 void note_end(oracle *o, const sequence *s) {
@@ -112,7 +129,8 @@ void note_doubt(const oracle *o, prefix *p) {
     for (int i = 0; i < p->num_blocks; i++)
         if (!is_pinned(o, p, &p->blocks[i], 1) && !(is_followed && is_full_block(o, &p->blocks[i])))
             doubt(p, &p->blocks[i]);
-    for (int i = 0; i < p->num_states; i++) p->states[i].is_sure = 0;
+    for (int i = 0; i < p->num_states; i++)
+        if (!is_pinned_state(p, p->states[i].node)) p->states[i].is_sure = 0;
 }
 
 void note_short(oracle *o) {
@@ -121,7 +139,7 @@ void note_short(oracle *o) {
         for (int j = 0; j < p->num_blocks; j++)
             if (p->blocks[j].may_use == o->now) doubt(p, &p->blocks[j]);
         for (int j = 0; j < p->num_states; j++)
-            if (p->states[j].may_use == o->now) p->states[j].is_sure = 0;
+            if (p->states[j].may_use >= 2 * o->now) p->states[j].is_sure = 0;
     }
     for (int s = 0; s < SLOTS; s++)
         if (o->sequences[s].keeps) o->sequences[s].keeps = 1;
@@ -285,6 +303,7 @@ static void limit_states(const oracle *o, prefix *p) {
         for (int j = 0; j < p->num_states; j++)
             if (p->states[j].may_use >= p->states[i].sure_use) sum += state_size(p->states[j].node);
         for (int j = 0; j < p->num_blocks; j++) sum += is_pinned(o, p, &p->blocks[j], 0) ? STATE : 0;
+        if (is_pinned_state(p, p->states[i].node)) continue;
         if (p->config.max_checkpoint_bytes && sum > p->config.max_checkpoint_bytes) p->states[i].is_sure = 0;
     }
 }
@@ -298,7 +317,7 @@ static void note_state(oracle *o, prefix *p, int node, int is_sure, int time) {
     int is_last = 1;
     if (!s && p->num_states == STATES) wrong("a prefix keeps more than %d states", STATES);
     if (!s) *(s = &p->states[p->num_states++]) = (state){.node = node};
-    *s = (state){node, s->is_sure || is_sure, time, o->now, o->now};
+    *s = (state){node, s->is_sure || is_sure, time, 2 * o->now + 1, 2 * o->now + 1};
     had_state[node] = 1;
     if (!is_sure) s->is_sure = 0;
     limit_states(o, p);

@@ -80,7 +80,7 @@ static int checkpoints[1 << 16]; /* when the call ended that kept a state, by th
 /* The state of an acquired sequence: none, or that behind its match, computed since it was forgotten. */
 static void check_state(const prefix *p, const sequence *s, const uint8_t *state, int64_t size) {
     int32_t text, time;
-    const int right = s->state ? state_size(s->state) : 0;
+    const int right = s->state && p->config.state_bytes ? state_size(s->state) : 0;
     if (size != right) wrong("a state of %d bytes, not %d", (int)size, right);
     if (!size) return;
     memcpy(&text, state, 4);
@@ -138,6 +138,8 @@ void run_release(call *c) {
 
 int draw_checkpoint(call *c) {
     if (!draw_given(c)) return 0;
+    if (w.o.prefixes[c->prefix].config.state_bytes && pick(2))
+        c->text = text_begin(c->text, pick(text_length(c->text) + 1));
     c->begin = w.o.prefixes[c->prefix].config.state_bytes && c->text && pick(4) ? state_size(c->text) : 0;
     return text_length(c->text) <= MOST_TEXT;
 }
@@ -244,6 +246,9 @@ static kvc_status write_value(void *user, const uint8_t *name, const void *from,
     if (refuse_value()) return KVC_ERR_STORE;
     lock_world();
     value *v = find_value(name, 1);
+    if (v && v->bytes && v->size > size && !me->was_refused && !me->call->is_disturbed && !w.o.crowded &&
+        v->written != me->call->began && !me->call->is_short)
+        wrong("a value of %d bytes is replaced by one of %d", (int)v->size, (int)size);
     if (v) {
         v->bytes = realloc(v->bytes, (size_t)size);
         memcpy(v->bytes, from, (size_t)size);

@@ -312,6 +312,25 @@ static void check_prefix(int i) {
         wrong("prefix %d has %d states, not %d to %d", i, (int)s.checkpoints, (int)sure, p->num_states);
 }
 
+/* Asks a prefix for a text that it may know. */
+static void look_up(int i) {
+    const prefix *p = &w.o.prefixes[i];
+    text_tokens given;
+    int32_t matched = -1, with_rows = -1;
+    call c = {.prefix = i, .text = w.texts[pick(TEXTS)]};
+    if (p->num_blocks && pick(2)) c.text = p->blocks[pick(p->num_blocks)].node;
+    if (pick(3)) c.text = text_begin(c.text, pick(text_length(c.text) + 1));
+    c.status = kvc_prefix_lookup(w.prefixes[i], tokens_of(c.text, pick(1000), &given), &matched, &with_rows);
+    c.result = matched;
+    c.more = with_rows;
+    right_lookup(&w.o, &c);
+}
+
+void look_up_texts(void) {
+    for (int i = 0; i < 2 * PREFIXES && !w.o.crowded; i++)
+        if (w.o.prefixes[i / 2].is_there) look_up(i / 2);
+}
+
 void look_at_views(void) {
     for (int i = 0; i < CLIENTS; i++)
         if (w.views[i].hold && !w.o.crowded)

@@ -136,7 +136,7 @@ typedef struct block {
 /* A recurrent state that a prefix keeps, or may keep, behind a text. */
 typedef struct state {
     int node, is_sure, time;
-    int64_t sure_use, may_use;
+    int64_t sure_use, may_use; /* twice the times, and 1 more unless a prompt went on from another state of its block */
 } state;
 
 typedef struct pin {

@@ -388,6 +388,7 @@ int play(void) {
         look_around();
     else
         look_at(pick(2) ? c.s : pick(SLOTS));
+    look_up_texts();
     return 1;
 }
 
@@ -422,7 +423,7 @@ static int play_in_child(uint64_t seed, int num_calls, const call *calls, int is
                 call c = calls[i];
                 c.began = ++w.o.now;
                 memcpy(w.texts, c.texts, sizeof w.texts);
-                if (has_needs(&c)) perform(&c), look_around();
+                if (has_needs(&c)) perform(&c), look_around(), look_up_texts();
             }
         me->call = NULL;
         look_around();

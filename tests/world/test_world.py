@@ -39,7 +39,6 @@ ELSEWHERE = {  # public functions that are in no row of the table, with the reas
     },
     "each world, or each call, makes it": {
         "kvc_cache_new",
-        "kvc_cache_free",
         "kvc_new_sequence",
         "kvc_strerror",
         "kvc_last_error",

@@ -186,7 +186,7 @@ void make_prefix(call *c) {
     kvc_prefix_config *of = &p->config;
     *of = (kvc_prefix_config){.struct_size = sizeof *of, .fingerprint = "a model", .max_events = 256};
     if (p->tenant) of->salt = "salt", of->salt_size = 4, of->secret = "secret", of->secret_size = 6;
-    if (w.seed / 4 % 3 == 0) of->state_bytes = STATE;
+    if (w.seed / 4 % 3 == 0 && pick(4)) of->state_bytes = STATE;
     if (of->state_bytes && pick(2)) of->max_checkpoint_bytes = STATE + pick(4 * STATE);
     if (!pick(5)) of->ttl_ms = 1050;
     if (!pick(5)) of->quota = 1 + pick(60);

@@ -149,6 +149,7 @@ void make_prefix(call *c);
 void look_at(int s);    /* compares a sequence */
 void look_around(void); /* compares everything */
 void look_at_views(void);
+void look_up_texts(void); /* asks prefixes for texts */
 void check_unchanged(const call *c);
 void read_tags(kvc_cache *cache, int64_t id, int l, int32_t *tags); /* by position; NO_TOKEN: none */
 int32_t tag_of(int l, const float *k, const float *v, int64_t k_stride, int64_t v_stride, int32_t position);
