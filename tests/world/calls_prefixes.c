@@ -37,6 +37,10 @@ static int draw_prefix(call *c) {
 int draw_text(call *c) {
     if (!draw_prefix(c)) return 0;
     c->text = any_text();
+    if (me->is_within && me->call->text && pick(2)) { /* that a call on the way is about */
+        c->prefix = me->call->prefix;
+        c->text = text_begin(me->call->text, 1 + pick(text_length(me->call->text)));
+    }
     return 1;
 }
 

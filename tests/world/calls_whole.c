@@ -175,6 +175,7 @@ static void vary(kvc_layer *l) {
 /* Changes something that rows depend on; returns whether it did. */
 static int change(kvc_layer *l) {
     kvc_policy *p = &l->policy;
+    if (p->kind == KVC_NONE) return 0; /* it has no rows */
     switch (pick(4)) {
     case 0: return l->num_kv_heads += 1;
     case 1:

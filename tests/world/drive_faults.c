@@ -2,7 +2,10 @@
  *
  *     drive_faults --seed 1 --runs 10 --calls 100
  */
-#include "world.h"
+#define _DEFAULT_SOURCE
+#include "clock.h"
+
+int __wrap_clock_gettime(clockid_t which, struct timespec *now); /* clock.h */
 
 int main(int argc, char **argv) {
     drive.faults = 2;

@@ -333,9 +333,10 @@ void perform(call *c) {
 }
 
 /* How often an operation is drawn, by the theme of the world. */
-static int weight_of(const operation *op) {
+static int weight_of(const operation *op, unsigned point) {
     static const int of_batches[NUM_THEMES] = {4, 4, 12}, of_prefixes[NUM_THEMES] = {4, 0, 8}, others[] = {4, 4, 1};
     const int is_of_batches = op->needs & A_BATCH || op->run == operations[0].run;
+    if (point == AT_STORE && op->drops) return 16 * op->weight; /* what the store is asked for goes meanwhile */
     return op->weight * (is_of_batches                                          ? of_batches
                          : op->needs & A_PREFIX && (!op->drops || op->gives_up) ? of_prefixes
                                                                                 : others)[w.theme];
@@ -344,11 +345,11 @@ static int weight_of(const operation *op) {
 /* Draws one of the calls that may be made at a point; 0: a few tries found none. */
 static int draw(call *c, unsigned point) {
     int total = 0;
-    for (int i = 0; i < num_operations; i++) total += weight_of(&operations[i]);
+    for (int i = 0; i < num_operations; i++) total += weight_of(&operations[i], point);
     for (int tries = 0; tries < 40; tries++) {
         int at = pick(total > 256 && me->chance.num_bytes ? 256 : total), i = 0;
         if (me->chance.num_bytes) at = at * total / 256;
-        while ((at -= weight_of(&operations[i])) >= 0) i++;
+        while ((at -= weight_of(&operations[i], point)) >= 0) i++;
         if (point && !(operations[i].may_run_at & point)) continue;
         memset(c, 0, sizeof *c);
         c->operation = i;

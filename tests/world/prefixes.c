@@ -134,6 +134,8 @@ kvc_status right_fetch(oracle *o, const call *c) {
  * protected, or others hold its rows. */
 static int may_stay(const oracle *o, const prefix *p, const block *b) {
     if (p->config.quota || !b->is_sure || !is_full_block(o, b) || is_pinned(o, p, b, 0) || o->num_holds) return 1;
+    for (int s = 0; s < SLOTS; s++) /* an acquired sequence has a place among the blocks, whatever became of its rows */
+        if (o->sequences[s].prefix && text_common(o->sequences[s].prompt, b->node) > b->begin) return 1;
     for (int s = 0; s < SLOTS; s++)
         for (int l = 0; l < o->num_layers; l++)
             for (int i = 0; i < o->sequences[s].layers[l].num; i++) {
@@ -149,18 +151,14 @@ static int may_stay(const oracle *o, const prefix *p, const block *b) {
     return 0;
 }
 
-/* Checks that no block was left that was used before the one that is evicted, of this prefix or of any. */
-static void check_order(const oracle *o, const prefix *p, const block *evicted, int is_own) {
-    for (int s = 0; s < SLOTS; s++)
-        if (o->sequences[s].prefix) return; /* which blocks it keeps from going is open */
-    for (int i = 0; i < PREFIXES; i++)
-        for (int j = 0; j < o->prefixes[i].num_blocks; j++) {
-            const block *b = &o->prefixes[i].blocks[j];
-            if (b != evicted && b->may_use < evicted->sure_use && (&o->prefixes[i] == p || !is_own) &&
-                !may_stay(o, &o->prefixes[i], b))
-                wrong("%s, used at %d, was evicted before %s, used at %d", spell(evicted->node), (int)evicted->sure_use,
-                      spell(b->node), (int)b->may_use);
-        }
+/* Checks that no block was left that was used before the one that kvc_prefix_evict drops. */
+static void check_order(const oracle *o, const prefix *p, const block *evicted) {
+    for (int i = 0; i < p->num_blocks; i++) {
+        const block *b = &p->blocks[i];
+        if (b != evicted && b->may_use < evicted->sure_use && !may_stay(o, p, b))
+            wrong("%s, used at %d, was evicted before %s, used at %d", spell(evicted->node), (int)evicted->sure_use,
+                  spell(b->node), (int)b->may_use);
+    }
 }
 
 void note_event(oracle *o, prefix *p, const kvc_prefix_event *event, int evicts) {
@@ -171,7 +169,7 @@ void note_event(oracle *o, prefix *p, const kvc_prefix_event *event, int evicts)
     if (event->kind != KVC_BLOCK_DROPPED || !b) return;
     if (!evicts && !p->config.ttl_ms) wrong("%s is dropped without a reason", spell(b->node));
     if (is_pinned(o, p, b, 1)) wrong("%s is dropped, and is pinned", spell(b->node));
-    if (evicts && !has_windows(o) && !p->config.ttl_ms) check_order(o, p, b, evicts == 2);
+    if (evicts == 2 && !has_windows(o) && !p->config.ttl_ms) check_order(o, p, b);
     for (int i = p->num_states; i-- > 0;)
         if (text_common(b->node, p->states[i].node) > b->begin) p->states[i].is_sure = 0;
     *b = p->blocks[--p->num_blocks];

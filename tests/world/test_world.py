@@ -21,8 +21,9 @@ from support.defects import put_back, read_defects
 HERE = Path(__file__).parent
 SIM = HERE.parent / "sim"
 SOURCES = sorted({*HERE.glob("*.c")} - {*HERE.glob("drive_*.c")})
-DEFECTS = [*read_defects(HERE / "defects.txt")] if (HERE / "defects.txt").exists() else []
-QUICK, SLOW = 1, 20  # how many times as many runs
+DEFECTS = [*read_defects(HERE / "defects.txt")]
+QUICK, SLOW = 1, 4  # how many times as many runs
+ALONE = "drive_thread", "drive_faults"
 RUNS = {"drive_thread": 60, "drive_scheduler": 20, "drive_threads": 8, "drive_faults": 6, "drive_fuzz": 40}
 
 ELSEWHERE = {  # public functions that are in no row of the table, with the reason
@@ -107,8 +108,11 @@ def build(driver, core, folder):
     return link_with(core, folder, HERE / f"{driver}.c", *SOURCES)
 
 
-def build_simulated(core, folder):
-    """Build the core for the simulated world.  Its kernels come from build_core(): they only compute."""
+def build_simulated(core, folder, changed=()):
+    """Build the core for the simulated world, with changed sources in the place of those of the same names.
+
+    Its kernels come from build_core(): they only compute.
+    """
     command, others = core
     flags = [*command, "-std=gnu11", "-fno-openmp", f"-I{HERE.parent}", f"-I{SIM}"]
 
@@ -117,7 +121,9 @@ def build_simulated(core, folder):
             return flags
         return [*flags, "-DSIM_CORE", "-include", SIM / "world.h", "-finstrument-functions"]
 
-    sources = [source for source in ROOT.glob("src/*/*.c") if source.parent.name != "kernels"]
+    names = {(path.parent.name, path.name) for path in changed}
+    unchanged = [path for path in ROOT.glob("src/*/*.c") if (path.parent.name, path.name) not in names]
+    sources = [path for path in (*unchanged, *changed) if path.parent.name != "kernels"]
     own = [*SOURCES, HERE / "drive_scheduler.c", SIM / "world.c"]
     kernels = [name for name in others if Path(name).name.startswith("kernels-")]
     program = folder / "drive_scheduler"
@@ -158,21 +164,24 @@ def test_defects_can_be_put_back():
         put_back(*defect.values)
 
 
-def with_defect(core, folder, source, text):
-    """Return the core with this text in the place of a source of src/."""
+def build_all_with(core, folder, source, text):
+    """Build drivers with this text in the place of a source of src/."""
     command, objects = core
     path = folder / source
     path.parent.mkdir()
     path.write_text(text)
     (changed,) = compile_all(folder, [path], lambda _: command)
-    return command, [str(changed), *(name for name in objects if Path(name).name != changed.name)]
+    others = [name for name in objects if Path(name).name != changed.name]
+    core = command, [str(changed), *others]
+    simulated = folder / "simulated"
+    simulated.mkdir()
+    return [*(build(driver, core, folder) for driver in ALONE), build_simulated(core, simulated, [path])]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("source", "changes"), DEFECTS)
 def test_defects_put_back(workshop, tmp_path, source, changes):
-    core = with_defect(workshop.core(), tmp_path, source, put_back(source, changes))
-    programs = [build(driver, core, tmp_path) for driver in ("drive_thread", "drive_faults")]
+    programs = build_all_with(workshop.core(), tmp_path, source, put_back(source, changes))
     start = time.monotonic()
     for seed, program in itertools.product(itertools.count(1, 40), programs):
         if said := play(program, seed, 40):
