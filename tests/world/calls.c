@@ -1,12 +1,14 @@
-/* calls.c: the table of all calls.  A new function is one row: its names, how often it is drawn, the functions that
- * draw its arguments, make it and say what is right (oracle.h), how it is written in C, the errors that the header
- * lists, the points at which it gives up the mutex, the points at which it may be called, and what it needs. */
+/* calls.c: the table of all calls.  A new function is one row.  The row names it, and says how often it is drawn.  Three
+ * functions draw its arguments, make the call, and say what is right (oracle.h).  The row also has the call in C, the
+ * errors that the header lists, and the points at which the call gives up the mutex.  It ends with the points at which
+ * the call may be made, and what it needs. */
 #include "calls.h"
 
 #define E(name) (1u << KVC_ERR_##name)
 
-/* In the text: %i and %j are the ids of s and to, %b %e %d %n %f %l numbers of the call, %p the prefix, %t the text; %P
- * positions, %Q the same if a flag says so, %S ids of tokens, %A parents, %U unstored ones, %R layers, %K kept ones. */
+/* In the text, %i and %j are the ids of s and to.  %b %e %d %n %f %l are numbers of the call, %p is the prefix, and %t
+ * the text.  %P are positions; %Q are positions if a flag says so.  %S are the ids of tokens, %A their parents, and %U
+ * whether they are unstored.  %R are layers that are restored, %K the tokens that are kept. */
 const operation operations[] = {
     {"kvc_begin kvc_begin_with kvc_batch_positions", 30, draw_begin, run_begin, right_begin,
      "kvc_begin_with(cache, &(kvc_begin_args){SIZE, .num_tokens = %n, .positions = %Q, .seq_ids = %S, .parents = %A, "

@@ -146,7 +146,7 @@ static range moved_range(range r, int32_t begin, int32_t end, int32_t delta, int
     return moved;
 }
 
-/* Keys that carry a rotation are rewritten when they are divided, and those of a function always. */
+/* Keys that carry a rotation are rewritten when they are divided.  Keys of a function are always rewritten. */
 static void move_layer(oracle *o, sequence *s, int l, int32_t begin, int32_t end, int32_t delta, int32_t divisor,
                        int moves_gone) {
     rows *list = &s->layers[l];
