@@ -1,4 +1,4 @@
-/* calls.c: the table of all calls.  A new function is one row.  The row names it, and says how often it is drawn.  Three
+/* calls.c: the table of all calls.  A new function is one row.  The row names it, and says how often it is drawn. Three
  * functions draw its arguments, make the call, and say what is right (oracle.h).  The row also has the call in C, the
  * errors that the header lists, and the points at which the call gives up the mutex.  It ends with the points at which
  * the call may be made, and what it needs. */
