@@ -38,6 +38,7 @@ except ModuleNotFoundError as error:
 
 
 MOST_BYTES = 1 << 20  # of a request's body
+ENGINE = {"num_generated": "tokens that were generated", "num_preempted": "requests that waited again for memory"}
 GRACE = 5.0  # seconds that answers have once the server is told to stop
 
 
@@ -63,8 +64,8 @@ class Server:
         for name in ("running", "waiting"):
             gauge = Gauge(f"server_{name}", f"requests that are {name}", registry=self.registry)
             gauge.set_function(lambda name=name: len(getattr(engine, name)))
-        for name in ("num_generated", "num_preempted"):
-            gauge = Gauge(f"server_{name}", f"{name} of the engine", registry=self.registry)
+        for name in ENGINE:
+            gauge = Gauge(f"server_{name}", ENGINE[name], registry=self.registry)
             gauge.set_function(lambda name=name: getattr(engine, name))
 
     def app(self) -> Starlette:
@@ -283,6 +284,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         engine, app = make(args)
     except (KVCacheError, ValueError, OSError, ImportError) as error:
         p.error(sentence(error))
+    try:  # uvicorn would say first that the application is ready
+        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+        socket.create_server((args.host, args.port), family=family).close()
+    except OSError as error:
+        p.error(f"--host {args.host} --port {args.port}: {sentence(error)}")
     server = HttpServer(engine, app, host=args.host, port=args.port)
     with contextlib.suppress(KeyboardInterrupt):
         server.run()

@@ -21,6 +21,7 @@ def test_the_scene_is_counted():
     assert float(read['kvcache_prefix_hits_total{tenant="everybody"}']) == 2
     assert float(read["kvcache_retained"]) == float(read['kvcache_prefix_blocks{tenant="everybody"}']) > 0
     assert "kvcache_store" not in output
+    assert "# HELP kvcache_blocks_free blocks whose memory waits to be used again" in output
 
 
 def test_stores_and_tenants():

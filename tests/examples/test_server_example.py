@@ -505,6 +505,17 @@ def test_options_that_serve_nobody(server_module, tmp_path, capsys, arguments, k
     assert said in capsys.readouterr().err
 
 
+def test_a_port_in_use_is_said_before_anything_else(server_module, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SystemExit) as caught:
+            server_module.main(["--port", str(port)])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert f"--host 127.0.0.1 --port {port}: Address already in use" in said
+    assert "startup complete" not in said
+
+
 def test_it_shuts_down(tmp_path):
     """With an answer on its way, which is completed or says why not; nothing is printed but the log."""
     (tmp_path / "keys.json").write_text(json.dumps(KEYS))
