@@ -189,9 +189,10 @@ advise() {
     cat <<END
 built: $output/bin
 
-Run a server, with a model of yours in the place of model.gguf:
+Run a server, with a model of yours in the place of model.gguf, that computes prompts that begin alike once. Leave out
+OMP_WAIT_POLICY=passive if the machine does nothing else:
 
-    $bin/kvcache-llama-server -m model.gguf --port 8080
+    OMP_WAIT_POLICY=passive $bin/kvcache-llama-server -m model.gguf --port 8080 --kvcache-prefix on
 
 See how much faster the model is than on llama.cpp's own cache:
 

@@ -208,7 +208,8 @@ def test_the_end_says_what_to_type_next(checkout, compilers):
     bin = str(checkout.build / "bin")
     assert f"built: {bin}\n" in said
     server, install, bench = commands(said)
-    assert server == [f"{bin}/kvcache-llama-server", "-m", "model.gguf", "--port", "8080"]
+    options = ["-m", "model.gguf", "--port", "8080", "--kvcache-prefix", "on"]
+    assert server == ["OMP_WAIT_POLICY=passive", f"{bin}/kvcache-llama-server", *options]
     packages = [f"{checkout.root}[cli]", "llama-cpp-python==9.8.7"]
     assert install == ["CMAKE_ARGS=-DLLAMA_BUILD=OFF", "python3", "-m", "pip", "install", *packages]
     program = f"{checkout.root}/bench/bench_llama_cpp.py"
@@ -219,7 +220,7 @@ def test_the_end_says_what_to_type_next(checkout, compilers):
 def test_the_end_of_a_static_build_names_llama_bench(checkout, compilers):
     """The benchmark in Python needs a shared library."""
     server, *bench = commands(checkout.succeeds("--static"))
-    assert server[0] == f"{checkout.build}/bin/kvcache-llama-server"
+    assert server[1] == f"{checkout.build}/bin/kvcache-llama-server"
     assert [words[:2] for words in bench] == [
         [f"LLAMA_KVCACHE={switch}", f"{checkout.build}/bin/llama-bench"] for switch in "01"
     ]
