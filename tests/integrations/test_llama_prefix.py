@@ -3,8 +3,10 @@
 import base64
 import concurrent.futures
 import itertools
+import os
 import random
 import re
+import shutil
 import subprocess
 import time
 
@@ -13,6 +15,8 @@ import pytest
 from support import llama_cpp_build, llama_models, servers
 from support.llama_models import text
 from support.llama_server import ENVIRONMENT, NEXT_TOKEN, Server, completion, expect_same_probabilities, timings
+
+from kvcache.system import parse_bytes
 
 pytestmark = pytest.mark.threads  # those of its clients
 
@@ -457,6 +461,8 @@ def test_a_server_serves_another_machine(folder, repository):
         ("dir:", "there is no folder in it: write dir:/path"),
         ("dir:/dev/null/kept", "name a folder that can be made and written to"),
         ("dir:kept?most=1", r"write dir:/path\?max_bytes=20GiB"),
+        ("dir:kept?max_bytes=20XB", "max_bytes is '20XB': write a number of bytes, such as 20GB or 20GiB"),
+        ("dir:kept?max_bytes=1.5", "max_bytes is '1.5': write a number of bytes"),
         ("valkey:localhost", "(this build has no client|write valkey:127.0.0.1:6379)"),
     ],
 )
@@ -466,7 +472,48 @@ def test_what_else_is_asked_for_is_an_error(folder, repository, spec, said):
         env=ENVIRONMENT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode != 0
-    assert re.search(rf"LLAMA_KVCACHE_PREFIX is '{re.escape(spec)}': .*{said}", done.stderr)
+    assert re.search(rf"LLAMA_KVCACHE_PREFIX \(--kvcache-prefix\) is '{re.escape(spec)}': .*{said}", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [("20GB", "18.63"), ("20 gb", "18.63"), ("1.5g", "1.50"), ("512MiB", "0.50"), ("1073741824", "1.00")],
+)
+def test_sizes_are_written_as_for_stores_in_python(folder, repository, size, said):
+    spec = f"dir:{folder / 'sizes'}?max_bytes={size}"
+    options = (
+        "--kvcache",
+        "--kvcache-prefix",
+        spec,
+        "--prompt",
+        "a",
+        "-n",
+        "1",
+        "--no-conversation",
+        "--ctx-size",
+        "256",
+    )
+    done = subprocess.run(
+        [llama_cpp_build.program("llama-completion"), "--model", repository, "--verbosity", "4", *options],
+        env=ENVIRONMENT, capture_output=True, text=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert f"MiB, prompts in dir:{folder / 'sizes'} (up to {said} GiB)" in done.stderr
+    assert parse_bytes(size) == pytest.approx(float(said) * 2**30, rel=1e-3)
+
+
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="the superuser can write to any folder")
+def test_a_folder_that_cannot_be_written_to_is_an_error(folder, repository):
+    kept = folder / "read-only"
+    kept.mkdir()
+    kept.chmod(0o500)
+    command = ["setpriv", "--inh-caps=-all", "--bounding-set=-all"] if os.geteuid() == 0 else []
+    options = ("--kvcache", "--kvcache-prefix", f"dir:{kept}", "--ctx-size", "256", "--prompt", "a", "-n", "1")
+    done = subprocess.run(
+        [*command, llama_cpp_build.program("llama-completion"), "--model", repository, *options],
+        env=ENVIRONMENT, capture_output=True, text=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "it cannot be written to: name a folder that can be made and written to" in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["rows", "states"])
@@ -485,6 +532,41 @@ def test_a_folder_without_room_for_a_block_is_an_error(folder, repository, hybri
         with Server(model, folder / f"room-{kind}-{known}.log", *options) as server:
             assert timings(server.complete(prompt, 1))[0] == known
             server.wait_for_slots()
+
+
+def wait_until(is_so):
+    end = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_metrics_count_what_is_kept_and_what_fails(folder, repository):
+    """In a cache of two prompts of 300 tokens, and a folder that is gone."""
+    kept = folder / "counted"
+    options = ("--kvcache", "--kvcache-prefix", f"dir:{kept}", "--parallel", "1", "--ctx-size", "640", "--metrics")
+
+    def metrics():
+        return dict(re.findall(r"^kvcache_(\w+) (\d+)$", server.ask("/metrics"), re.MULTILINE))
+
+    with Server(repository, folder / "counted.log", *options) as server:
+        assert f", prompts in dir:{kept} (up to 32.00 GiB)" in server.log()
+        assert metrics().keys() == {
+            "bytes", "most_bytes", "rows_evicted_total", "store_read_failures_total", "store_write_failures_total"
+        }  # fmt: skip
+        server.complete(text(0, 300), 1)
+        server.wait_for_slots()
+        wait_until(lambda: len(list(kept.rglob("*"))) >= 300 // 64)
+        before = metrics()
+        assert 0 < int(before["bytes"]) < int(before["most_bytes"]) * 2
+        assert before["rows_evicted_total"] == before["store_write_failures_total"] == "0"
+        kept.rename(folder / "counted-before")
+        kept.write_text("no folder")
+        for begin in (1000, 2000, 3000):
+            server.complete(text(begin, begin + 300), 1)
+            server.wait_for_slots()
+        wait_until(lambda: int(metrics()["store_write_failures_total"]) > 0)
+        assert int(metrics()["rows_evicted_total"]) > 0
 
 
 def test_prefixes_without_the_cache_are_said_to_be_none(folder, repository):

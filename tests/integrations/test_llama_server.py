@@ -279,6 +279,16 @@ def test_the_server_says_which_cache_it_has(folder, hybrid, option):
         assert all(re.fullmatch(r"512 cells, 2 layers, K \(int8\), V \(f16\), .*, up to [\d.]+ MiB", it) for it in said)
 
 
+def test_a_context_that_memory_cannot_hold_is_said_when_the_server_starts(folder, repository):
+    """A warning says so at the default verbosity; the server starts, as memory is taken when it fills."""
+    for size, is_said in (("512", False), ("2000000000", True)):
+        options = ("--kvcache", "--parallel", "2", "--ctx-size", size, "--verbosity", "3")
+        with Server(repository, folder / f"memory-{size}.log", *options) as server:
+            said = re.search(r" keys and values may take ([\d.]+) MiB as they come, but ([\d.]+) MiB", server.log())
+            assert bool(said) == is_said
+            assert not said or float(said[1]) > float(said[2]) > 0
+
+
 def test_the_web_page(pair):
     """build.sh leaves the page out, and the server says so then; it is the same with either cache."""
     pages = []

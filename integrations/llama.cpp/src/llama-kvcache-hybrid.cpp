@@ -163,6 +163,8 @@ void llama_kvcache_hybrid::state_read(llama_io_read_i &io, llama_seq_id seq_id, 
 
 const char *llama_kvcache_hybrid::description() const { return attn.description(); }
 
+const char *llama_kvcache_hybrid::metrics() { return attn.metrics(); }
+
 bool llama_kvcache_hybrid::has_prefix() const { return attn.has_prefix(); }
 
 int32_t llama_kvcache_hybrid::prefix_begin(llama_seq_id seq_id, const llama_memory_prompt &prompt, int32_t n_held) {

@@ -36,6 +36,7 @@ class llama_kvcache_hybrid : public llama_memory_i {
     void state_read(llama_io_read_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) override;
 
     const char *description() const override;
+    const char *metrics() override;
 
     bool has_prefix() const override;
     int32_t prefix_begin(llama_seq_id seq_id, const llama_memory_prompt &prompt, int32_t n_held) override;

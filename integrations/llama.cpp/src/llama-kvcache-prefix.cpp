@@ -108,6 +108,29 @@ int64_t llama_kvcache::most_state_bytes() const {
     return res;
 }
 
+static std::string metric(const char *name, const char *type, const char *help, int64_t value) {
+    return format("# HELP kvcache_%s %s\n# TYPE kvcache_%s %s\nkvcache_%s %lld\n", name, help, name, type, name,
+                  (long long)value);
+}
+
+const char *llama_kvcache::metrics() {
+    kvc_stats stats;
+
+    kvc_get_stats(cache, &stats, sizeof(stats));
+    last_metrics = metric("bytes", "gauge", "Bytes that keys, values and their bookkeeping take", kvc_nbytes(cache)) +
+                   metric("most_bytes", "gauge", "Bytes that keys and values may take", (int64_t)most_bytes()) +
+                   metric("rows_evicted_total", "counter", "Rows of kept prompts that were dropped for others",
+                          stats.rows_evicted);
+    if (prefix_store) {
+        const auto [n_reads, n_writes] = prefix_store->n_failures();
+
+        last_metrics += metric("store_read_failures_total", "counter", "Reads of kept prompts that failed", n_reads) +
+                        metric("store_write_failures_total", "counter", "Writes of kept prompts that failed", n_writes);
+    }
+
+    return last_metrics.c_str();
+}
+
 bool llama_kvcache::has_prefix() const { return !prefix_spec.empty(); }
 
 // Sequences that go on do not follow from their tokens and these vectors.

@@ -6,8 +6,15 @@
 #include "valkey_store.h"
 #endif
 
+#ifndef _WIN32
+#include <unistd.h>
+#endif
+
+#include <cctype>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <regex>
 #include <stdexcept>
 
 static constexpr int MOST_FAILURES = 3;
@@ -29,24 +36,24 @@ struct place {
 };
 
 [[noreturn]] void refuse(const std::string &address, const std::string &reason) {
-    throw std::runtime_error("LLAMA_KVCACHE_PREFIX is '" + address + "': " + reason);
+    throw std::runtime_error("LLAMA_KVCACHE_PREFIX (--kvcache-prefix) is '" + address + "': " + reason);
 }
 
-// returns the bytes of a size such as 20GiB; 0 if it is none
+// Returns the bytes of a size as people write it: GiB and G are 2^30, GB is 10^9, "20 GB" has a space.  Returns 0 if it
+// is none.  Python's stores take the same.
 int64_t bytes_of(const std::string &size) {
-    char *end;
-    const double number = strtod(size.c_str(), &end);
-    const std::string unit = end;
-    int64_t factor = unit.empty() ? 1 : 0;
+    static const std::regex SIZE(R"((\d+(\.\d+)?) ?(([kmgt])(i?b)?|b)?)", std::regex::icase);
+    std::smatch found;
 
-    for (const auto &[name, bytes] : {std::pair<const char *, int64_t>{"KiB", 1 << 10},
-                                      {"MiB", 1 << 20},
-                                      {"GiB", 1 << 30},
-                                      {"TiB", INT64_C(1) << 40}}) {
-        factor = unit == name ? bytes : factor;
+    if (!std::regex_match(size, found, SIZE) || (found[2].matched && !found[4].matched)) { // a part of a byte
+        return 0;
     }
 
-    return number > 0 && number * (double)factor < 9e18 ? (int64_t)(number * (double)factor) : 0;
+    const double base = found[5].length() == 1 ? 1000 : 1024; // GB, unlike GiB and G
+    const size_t power = found[4].matched ? std::string("kmgt").find((char)tolower(*found[4].first)) + 1 : 0;
+    const double res = std::stod(found[1].str().substr(0, 40)) * std::pow(base, (double)power);
+
+    return res < 9e18 ? (int64_t)res : 0;
 }
 
 place folder_of(const std::string &address) {
@@ -65,9 +72,13 @@ place folder_of(const std::string &address) {
         res.path.replace(0, 1, home);
     }
     if (at != std::string::npos) {
-        res.max_bytes = rest.compare(at, OPTION.size(), OPTION) == 0 ? bytes_of(rest.substr(at + OPTION.size())) : 0;
-        if (res.max_bytes <= 0) {
+        if (rest.compare(at, OPTION.size(), OPTION) != 0) {
             refuse(address, "the option of a folder is max_bytes: write dir:/path?max_bytes=20GiB");
+        }
+        res.max_bytes = bytes_of(rest.substr(at + OPTION.size()));
+        if (res.max_bytes <= 0) {
+            refuse(address, "max_bytes is '" + rest.substr(at + OPTION.size()) +
+                                "': write a number of bytes, such as 20GB or 20GiB");
         }
     }
 
@@ -108,6 +119,17 @@ place place_of(const std::string &address) {
     refuse(address, "set it to on, off, dir:/path or valkey:host:port");
 }
 
+constexpr const char *WRITABLE = ": name a folder that can be made and written to";
+
+// On Windows the rights of a folder do not show before the first file is made.
+bool is_writable(const std::string &folder) {
+#ifdef _WIN32
+    return !folder.empty();
+#else
+    return access(folder.c_str(), W_OK | X_OK) == 0;
+#endif
+}
+
 std::unique_ptr<kvc_store, void (*)(kvc_store *)> open(const std::string &address) {
     const place at = place_of(address);
     kvc_store *res = nullptr;
@@ -131,8 +153,11 @@ std::unique_ptr<kvc_store, void (*)(kvc_store *)> open(const std::string &addres
 #endif
     }
     if (status) {
-        refuse(address, std::string(kvc_last_error()) +
-                            (at.host.empty() ? ": name a folder that can be made and written to" : ""));
+        refuse(address, std::string(kvc_last_error()) + (at.host.empty() ? WRITABLE : ""));
+    }
+    if (at.host.empty() && !is_writable(at.path)) {
+        free(res);
+        refuse(address, std::string("it cannot be written to") + WRITABLE);
     }
 
     return {res, free};
@@ -141,6 +166,13 @@ std::unique_ptr<kvc_store, void (*)(kvc_store *)> open(const std::string &addres
 } // namespace
 
 void llama_kvcache_store::check(const std::string &address) { place_of(address); }
+
+std::string llama_kvcache_store::description() const {
+    const place at = place_of(address);
+    const std::string where = address.substr(0, address.find('?'));
+
+    return at.host.empty() ? where + format(" (up to %.2f GiB)", at.max_bytes / 1024.0 / 1024.0 / 1024.0) : where;
+}
 
 void llama_kvcache_store::check_value(int64_t n_bytes) const {
     const place at = place_of(address);
@@ -162,10 +194,17 @@ bool llama_kvcache_store::is_left_alone(const failures &of) {
     return of.n >= MOST_FAILURES && clock::now() < of.over;
 }
 
+std::pair<int64_t, int64_t> llama_kvcache_store::n_failures() {
+    std::lock_guard<std::mutex> lock(mutex);
+
+    return {reads.n_all, writes.n_all};
+}
+
 kvc_status llama_kvcache_store::noted(failures &of, kvc_status status) {
     std::lock_guard<std::mutex> lock(mutex);
 
     of.n = status ? of.n + 1 : 0;
+    of.n_all += status != KVC_OK;
     of.over = clock::now() + PAUSE;
     if (of.n == 1) {
         LLAMA_LOG_WARN("%s: cannot %s %s: %s\n", __func__, of.what, address.c_str(), kvc_last_error());

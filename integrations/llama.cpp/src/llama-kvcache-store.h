@@ -9,6 +9,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 
 // What fails costs speed, and no answer: it is logged, and after a few failures in a row the store is left alone for a
 // while, for reading or for writing: it is as if it had nothing, and took everything.
@@ -23,6 +24,12 @@ class llama_kvcache_store {
 
     // throws as the constructor does if the store cannot hold a value of so many bytes
     void check_value(int64_t n_bytes) const;
+
+    // returns where it is, and how many bytes it may take, for the log
+    std::string description() const;
+
+    // returns how many reads and writes have failed so far
+    std::pair<int64_t, int64_t> n_failures();
 
     // adds what the cache lacks of a prompt's blocks
     void fetch(kvc_prefix *prefix, const kvc_tokens &tokens);
@@ -40,6 +47,7 @@ class llama_kvcache_store {
     struct failures {
         const char *what;
         int n = 0; // in a row
+        int64_t n_all = 0;
         clock::time_point over = {};
     };
 

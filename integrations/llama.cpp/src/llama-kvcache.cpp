@@ -2,6 +2,7 @@
 
 #include "llama-kvcache-hybrid.h"
 #include "llama-kvcache-identity.h"
+#include "llama-kvcache-memory.h"
 #include "llama-kvcache-select.h"
 
 #include "llama-impl.h"
@@ -167,7 +168,11 @@ llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cpar
     summary = format("%u cells, %zu layers, K (%s), V (%s), %s, up to %.2f MiB", (uint32_t)config.capacity,
                      (size_t)n_layers, kvc_type_name(layers.cache[0].k_type), kvc_type_name(layers.cache[0].v_type),
                      kvc_isa(), most_bytes() / 1024.0 / 1024.0);
+    summary += prefix_store ? ", prompts in " + prefix_store->description() : "";
     LLAMA_LOG_INFO("%s: %s\n", __func__, summary.c_str());
+    if (!model.hparams.no_alloc) {
+        llama_kvcache_warn_of_memory((int64_t)most_bytes());
+    }
     if (layers.select_rows > 0) {
         llama_kvcache_log_selection(layers.cache, layers.select_rows, config.capacity);
     }

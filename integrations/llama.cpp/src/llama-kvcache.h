@@ -101,6 +101,7 @@ class llama_kvcache : public llama_memory_i {
     void state_read(llama_io_read_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) override;
 
     const char *description() const override { return summary.c_str(); }
+    const char *metrics() override;
 
     bool has_prefix() const override;
     int32_t prefix_begin(llama_seq_id seq_id, const llama_memory_prompt &prompt, int32_t n_held) override;
@@ -310,7 +311,8 @@ class llama_kvcache : public llama_memory_i {
 
     kvc_cache *cache = nullptr;
 
-    std::string summary; // of what the cache holds
+    std::string summary;      // of what the cache holds
+    std::string last_metrics; // which were asked for
 
     std::vector<int64_t> ids; // [sequence of the context] which one of the cache it is, for id_of
 
