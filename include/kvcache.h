@@ -1102,6 +1102,7 @@ KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
  * that would not help are kept.  If max_bytes is still exceeded, they are evicted too, for their bookkeeping.  Before
  * kvc_begin evicts for max_bytes, it moves rows together if that saves an eighth of all bytes of rows.  kvc_room counts
  * rows that can be evicted as room.  KVC_ERR_FULL then says that sequences in use, pins and quotas hold all.
+ * If the system refuses memory for a block, kvc_begin and kvc_reserve evict kept blocks, too, and take their memory.
  * An acquired sequence keeps the tokens that it is to be fed: 8 bytes each, or 40 with digests.  They count as memory.
  * Release a sequence, and acquire it again with all its tokens when another has ended.  A batch fits behind tokens that
  * matched if it fits behind the same tokens fed to a new cache.  It may lack some bytes of bookkeeping for each block

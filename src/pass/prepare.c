@@ -564,7 +564,7 @@ kvc_status kvc_prepare(kvc_batch *batch) {
     if (status != KVC_OK)
         for (g -= 2; g >= 0; g--)
             kvc_pool_unreserve(&cache->pools[g], cache->pools[g].free.num, &cache->pools[g].free.reserved);
-    return status;
+    return status == KVC_ERR_NOMEM ? kvc_choose_for_free_blocks(kvc_need_of(batch)) : status;
 }
 
 void kvc_discard_batch(kvc_batch *batch) {

@@ -344,6 +344,29 @@ kvc_status kvc_choose_victims(const kvc_need *need) {
     return status == KVC_ERR_FULL ? fail_by_fixed(cache, lacks_bytes) : status;
 }
 
+/* Returns KVC_ERR_FULL also if the call needs new blocks, and notes which groups lack slots. */
+static kvc_status fits_free_blocks(const kvc_need *need) {
+    kvc_cache *cache = need->cache;
+    int64_t num_bytes = 0;
+    KVC_TRY(need->fits_otherwise(need));
+    for (int32_t g = 0; need->scope != KVC_FIXED && g < cache->num_token_groups; g++) {
+        kvc_pool *pool = &cache->pools[g];
+        pool->evicting.lacks_slots |= pool->demand.new_blocks > 0;
+        num_bytes += pool->demand.new_bytes;
+    }
+    if (!num_bytes) return KVC_OK;
+    return kvc_fail(KVC_ERR_FULL, "out of memory for %lld bytes of blocks", (long long)num_bytes);
+}
+
+kvc_status kvc_choose_for_free_blocks(kvc_need need) {
+    if (!need.cache->evicting.evictable.num) return KVC_ERR_NOMEM;
+    need.fits_otherwise = need.fits;
+    need.fits = fits_free_blocks;
+    kvc_let_victims_stay(need.cache);
+    const kvc_status status = kvc_choose_victims(&need);
+    return status == KVC_ERR_FULL ? KVC_ERR_NOMEM : status;
+}
+
 kvc_status kvc_check_room(const kvc_need *need) {
     const kvc_status status = kvc_choose_victims(need);
     kvc_let_victims_stay(need->cache);

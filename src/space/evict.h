@@ -26,6 +26,8 @@ typedef struct kvc_need {
     kvc_scope scope;
     int32_t expires; /* whether the call expires rows, as kvc_begin does */
     int64_t before;  /* not 0: only sequences with a lower kvc_sequence.evicting.used are evicted */
+    /* For kvc_choose_for_free_blocks: the call's own `fits`. */
+    kvc_status (*fits_otherwise)(const struct kvc_need *need);
 } kvc_need;
 
 /* Chooses the fewest least recently used victims with which the call fits, and of these only sequences that free
@@ -35,6 +37,10 @@ typedef struct kvc_need {
  * are dropped, too, for their bookkeeping.  The last resort is kvc_tighten. After a failure there are no victims.
  * The last call of need->fits is that for the victims chosen. */
 kvc_status kvc_choose_victims(const kvc_need *need);
+
+/* Chooses victims again, with which the call also needs no new block: the system has refused memory for one.  Returns
+ * KVC_ERR_NOMEM if no victims suffice. */
+kvc_status kvc_choose_for_free_blocks(kvc_need need);
 
 /* Returns what kvc_choose_victims does, and lets them stay: for a call that evicts them later, by kvc_make_room, as
  * something else may fail before. */

@@ -29,6 +29,13 @@ static int32_t move(void *user, int32_t layer, float *keys, int32_t num_kv_heads
     return 0;
 }
 
+/* Lets the system refuse rows, or not; returns how many blocks there are. */
+static int64_t blocks_if_refused(kvc_cache *cache, int refuses) {
+    const kvc_stats stats = stats_in(cache);
+    heap.refuses_rows = refuses;
+    return stats.blocks_in_use + stats.blocks_free;
+}
+
 /* ---- victims ----------------------------------------------------------------------------------------------------- */
 
 /* If an allocation fails, nothing was evicted. */
@@ -47,6 +54,24 @@ static void test_failed_allocations(void) {
             CHECK(left(cache) == (done ? 8 : 15) && (done || kvc_nbytes(cache) == bytes));
             CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
             CHECK(feed(cache, 1, 3, done && !reserves ? 2 : 10) == KVC_OK && left(cache) == 0);
+            free_valid(cache);
+        }
+}
+
+/* If the system has no memory for a block, kept blocks give up theirs: the least recently used, and no more than the
+ * call needs.  If they cannot, nothing was evicted. */
+static void test_no_memory_for_blocks(void) {
+    for (int reserves = 0; reserves < 2; reserves++)
+        for (int num = 4; num <= 20; num += 4) {
+            kvc_cache *cache = heap_cache(1, &plain_layer, (kvc_config){.block_size = 4});
+            for (int64_t id = FIRST_ID; id < FIRST_ID + 4; id++)
+                CHECK(retain_new(cache, id, 0, 4, NULL) == KVC_OK && pin_retained(cache, &id, 1, -1) == KVC_OK);
+            CHECK(feed(cache, 1, 1, 4) == KVC_OK);
+            const int64_t blocks = blocks_if_refused(cache, 1);
+            const kvc_status status = reserves ? kvc_reserve(cache, 1, num) : feed(cache, 1, 1, num);
+            CHECKF(status == (num > 16 ? KVC_ERR_NOMEM : KVC_OK), "%d tokens: %s", num, kvc_last_error());
+            CHECKF(left(cache) == (num > 16 ? 15 : 15 & ~((1 << num / 4) - 1)), "%d: %x", num, left(cache));
+            CHECKF(blocks_if_refused(cache, 0) == blocks, "%d", num);
             free_valid(cache);
         }
 }
@@ -511,6 +536,7 @@ int main(int argc, char **argv) {
         return test_result();
     }
     test_failed_allocations();
+    test_no_memory_for_blocks();
     test_one_group();
     test_one_group_of_shared_rows();
     test_evicted_windows();

@@ -20,10 +20,11 @@ typedef struct allocation {
 
 typedef struct memory {
     kvc_allocator allocator;
-    int is_failing;  /* requests are counted, and some fail */
-    int asked;       /* how many were counted */
-    int first, most; /* of these, [first, first + most) fail */
-    int failed;      /* how many did */
+    int is_failing;   /* requests are counted, and some fail */
+    int asked;        /* how many were counted */
+    int first, most;  /* of these, [first, first + most) fail */
+    int failed;       /* how many did */
+    int refuses_rows; /* each request for rows fails, uncounted */
     int num;
     allocation live[MAX_ALLOCATIONS];
 } memory;
@@ -40,7 +41,7 @@ static inline void *memory_alloc(void *user, size_t size, size_t alignment, cons
     memory *m = user;
     CHECK(size > 0 && alignment >= sizeof(void *) && (alignment & (alignment - 1)) == 0);
     CHECK(hint->kind == KVC_MEMORY_ROWS || hint->group < 0);
-    if (memory_refuses(m)) return NULL;
+    if ((m->refuses_rows && hint->kind == KVC_MEMORY_ROWS) || memory_refuses(m)) return NULL;
     CHECK(m->num < MAX_ALLOCATIONS);
     void *start = m->num < MAX_ALLOCATIONS ? aligned_new(alignment, size) : NULL;
     if (!start) return NULL;
