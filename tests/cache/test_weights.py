@@ -31,7 +31,7 @@ def filled(**options):
         ({"softcap": 1.5}, lambda x: 1.5 * np.tanh(x / 2 / 1.5)),
         ({"sinks": SINKS}, lambda x: x / 2),
     ],
-    ids=str,
+    ids=["plain", "scale", "softcap", "sinks"],
 )
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("reduce", ["sum", "max"])

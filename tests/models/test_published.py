@@ -31,21 +31,6 @@ def stored(layer):
 
 @pytest.mark.filterwarnings("ignore:.*not read. layers keep every row")
 @pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.parametrize("named", ["BertForMaskedLM", "BertModel"])
-def test_encoders_are_refused(named):
-    config = {"model_type": "bert", **SOME, "architectures": [named]}
-    with pytest.raises(kvcache.NotSupportedError, match=f"{named} is not supported, as an encoder has no KV cache"):
-        shapes.read(config)
-    shapes.read({**config, "is_decoder": True})
-    shapes.read({**config, "architectures": ["BertLMHeadModel"]})
-
-
-@pytest.mark.parametrize("config", [{"version": "1.0", "model": {"type": "BPE"}}, {"model_type": "mystery"}])
-def test_what_is_no_configuration(config):
-    with pytest.raises(kvcache.ModelFileError, match="'num_hidden_layers': this is no model's config"):
-        shapes.read(config)
-
-
 def test_sizes(name, tmp_path):
     form = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps(form.config))
@@ -62,6 +47,21 @@ def test_sizes(name, tmp_path):
         assert len(ropes) == form.rotating
     if form.theta is not None:
         assert ropes[0][1] == pytest.approx(form.theta ** (-1 / len(ropes[0])))
+
+
+@pytest.mark.parametrize("named", ["BertForMaskedLM", "BertModel"])
+def test_encoders_are_refused(named):
+    config = {"model_type": "bert", **SOME, "architectures": [named]}
+    with pytest.raises(kvcache.NotSupportedError, match=f"{named} is not supported, as an encoder has no KV cache"):
+        shapes.read(config)
+    shapes.read({**config, "is_decoder": True})
+    shapes.read({**config, "architectures": ["BertLMHeadModel"]})
+
+
+@pytest.mark.parametrize("config", [{"version": "1.0", "model": {"type": "BPE"}}, {"model_type": "mystery"}])
+def test_what_is_no_configuration(config):
+    with pytest.raises(kvcache.ModelFileError, match="'num_hidden_layers': this is no model's config"):
+        shapes.read(config)
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)

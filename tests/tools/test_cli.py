@@ -1176,7 +1176,9 @@ def test_inspect(tmp_path):
 @pytest.mark.hf
 def test_inspect_of_a_batch_of_transformers(tmp_path):
     """The file's additional sequence, which lists the batch, is no line of the table."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     from kvcache.hf import HFCache
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
