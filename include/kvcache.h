@@ -416,6 +416,7 @@ KVC_API kvc_status kvc_cache_free(kvc_cache *cache);
 /* Opens a batch: makes room in every layer for num_tokens tokens, 1 to KVC_MAX_BATCH, and sets *batch.  A cache has one
  * open batch at a time.  Token i stands at positions[i] of the sequence seq_ids[i].  seq_ids NULL: all tokens are of
  * sequence 0.  positions NULL: the tokens of a sequence follow the tokens that it has, from kvc_next_position on.
+ * Positions may repeat, leave gaps and come in any order: nothing is overwritten.
  * parents[i] is the index of an earlier token of the same sequence, or -1.  It makes trees of speculated tokens, which
  * are verified together: of the batch, a token sees only itself and its ancestors, as far as the layer's policy shows
  * their positions.  parents NULL: no trees.

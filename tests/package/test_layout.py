@@ -56,6 +56,12 @@ def calls(sources):
     return c_sources.calls_between_units(sources)
 
 
+def test_names_of_sources_are_unique():
+    """A flat folder of objects, as `cc -c src/*/*.c` makes it, has room for one of each name."""
+    names = sorted(path.name for path in python_sources.PACKAGE.parent.joinpath("src").glob("*/*.c"))
+    assert sorted(set(names)) == names
+
+
 def compare(found, listed, rule):
     """Fail for offenders that are not listed, and for listed ones that are none any more."""
     found = set(found)

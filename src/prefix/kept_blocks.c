@@ -1,4 +1,4 @@
-/* blocks.c: how blocks get out of a cache, into stores, and back; their names; events. */
+/* kept_blocks.c: how blocks get out of a cache, into stores, and back; their names; events. */
 #include <string.h>
 
 #include "base/dtype.h"
