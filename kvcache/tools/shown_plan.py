@@ -103,7 +103,7 @@ def _meaning_of_speed(made: Plan) -> str:
             "that computing limits attention, not memory"
         )
     read = [f"{readable(round(weights))} of weights"] if weights else []
-    read += [f"{readable(memory.states * num)} of states"] if memory.states else []
+    read += [f"{readable(memory.states * num)} of states (and writes them)"] if memory.states else []
     if num == 1:
         others = f"{', '.join(read)} and " if read else ""
         return f"at most, decoding one sequence at that context: a token reads {others}the rows that it sees"
