@@ -474,6 +474,6 @@ kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const k
     kvc_row_buffer *buffer = batch->num_buffered ? kvc_row_buffer_find(batch, layer) : NULL;
     const kvc_status status = attend(plan, layer, &args, &chosen, must_put ? &put : NULL, &buffer);
     if (buffer) kvc_row_buffer_leave(batch->cache, buffer);
-    kvc_plan_free(plan);
+    kvc_plan_leave(plan);
     return status;
 }

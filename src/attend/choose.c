@@ -297,6 +297,6 @@ kvc_status kvc_choose(kvc_batch *batch, const kvc_plan_args *given_plan, const k
         status = kvc_run_tasks(&k.call);
     }
     if (buffer) kvc_row_buffer_leave(batch->cache, buffer);
-    kvc_plan_free(plan);
+    kvc_plan_leave(plan);
     return status;
 }

@@ -566,10 +566,20 @@ void kvc_plan_reset(kvc_plan *plan) {
     kvc_plan_recount(plan);
 }
 
-void kvc_plan_free(kvc_plan *plan) {
-    if (!plan) return;
+void kvc_plan_leave(kvc_plan *plan) {
     kvc_plan_reset(plan); /* perhaps only some tasks were run */
     atomic_flag_clear(&plan->taken);
+}
+
+void kvc_plan_free(kvc_plan *plan) {
+    if (!plan) return;
+    kvc_batch *batch = plan->batch;
+    kvc_lock(batch->cache);
+    kvc_plan_link **at = &batch->plans;
+    while (*at != &plan->link) at = &(*at)->next;
+    *at = plan->link.next;
+    kvc_scratch_give(batch->cache, plan, plan->link.size);
+    kvc_unlock(batch->cache, KVC_OK);
 }
 
 int64_t kvc_plan_num_tasks(const kvc_plan *plan) { return plan->jobs.num_tasks; }

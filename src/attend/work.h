@@ -217,7 +217,7 @@ struct kvc_plan {
     kvc_batch *batch;
     kvc_plan_args args;
     kvc_copies copies;
-    atomic_flag taken;     /* a caller has the plan; cleared by kvc_plan_free, so that it may serve another call */
+    atomic_flag taken;     /* a call has the plan; cleared by kvc_plan_leave, so that it may serve another call */
     int32_t is_made;       /* the fields below are filled in; set with the mutex held, which fork() waits for */
     int32_t group, stride; /* its stride: positions of rows are rows/stride.h's numbers */
     const int32_t *order;  /* kvc_order_in: tokens of the group's rows */

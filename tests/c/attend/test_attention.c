@@ -6,10 +6,12 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "attend/plan.h"
 #include "support/answers.h"
 #include "support/crew.h"
 #include "support/guarded.h"
 #include "support/isas.h"
+#include "support/memory.h"
 
 static const setting usual = {.block_size = 16, .num_threads = 1};
 
@@ -484,7 +486,7 @@ static void test_put_in_attend(void) {
 
 /* ---- plans ------------------------------------------------------------------------------------------------------- */
 
-/* A freed plan is reused only for one like it. */
+/* A plan that kvc_attend made serves only calls like its own. */
 static void test_plans_of_non_causal(void) {
     const uint8_t none[9] = {0}, one[9] = {0, 0, 1}, all[9] = {1, 1, 1, 1, 1, 1, 1, 1, 1};
     const uint8_t *const given[] = {NULL, none, one, all};
@@ -497,9 +499,9 @@ static void test_plans_of_non_causal(void) {
         a[i].plan.non_causal = given[i];
         CHECK(kvc_plan_new(st->batch, &a[i].plan, &plans[i]) == KVC_OK);
         for (int j = 0; j < i; j++) CHECK(plans[i] != plans[j]);
-        kvc_plan_free(plans[i]);
+        kvc_plan_leave(plans[i]);
         CHECK(kvc_plan_new(st->batch, &a[i].plan, &plan) == KVC_OK && plan == plans[i]);
-        kvc_plan_free(plan);
+        kvc_plan_leave(plan);
         CHECK(ask(&a[i]) == KVC_OK);
     }
     for (int t = 0; t < 9; t++) { /* the one sees all nine, as does the last */
@@ -509,6 +511,38 @@ static void test_plans_of_non_causal(void) {
     CHECK(same_bits(&a[2], 2, &a[3], 2));
     for (int i = 0; i < 4; i++) question_free(&a[i]);
     stage_free(st);
+}
+
+static int64_t scratch_of(const memory *m) {
+    int64_t bytes = -memory_bytes(m);
+    for (int i = 0; i < m->num; i++) bytes += (int64_t)m->live[i].size;
+    return bytes;
+}
+
+/* Plans that are freed, one after the other, take the memory of a few, however many parts a batch is cut into. */
+static void test_memory_of_freed_plans(void) {
+    enum { NUM = 64, PART = 4 };
+    static memory heap;
+    memory_init(&heap);
+    scene s = plain_scene(2, 4, 32, 2000, NUM * PART);
+    stage *st = stage_new(&s, &(setting){.block_size = 16, .num_threads = 1, .allocator = &heap.allocator});
+    question a = question_of_all(st);
+    const int64_t before = scratch_of(&heap);
+    int64_t of_one = 0, most = 0;
+    for (int i = 0; i < NUM; i++) {
+        kvc_plan *plan = NULL;
+        a.plan.first = i * PART;
+        a.plan.num_tokens = PART;
+        CHECK(kvc_plan_new(st->batch, &a.plan, &plan) == KVC_OK);
+        const int64_t bytes = scratch_of(&heap) - before;
+        if (i == 0) of_one = bytes;
+        if (bytes > most) most = bytes;
+        kvc_plan_free(plan);
+    }
+    CHECKF(of_one > 0 && most <= 4 * of_one, "%lld bytes, of one %lld", (long long)most, (long long)of_one);
+    question_free(&a);
+    stage_free(st);
+    CHECK(heap.num == 0);
 }
 
 /* Plans of cross-attention layers end with the rows they go over. */
@@ -533,7 +567,7 @@ static void test_plans_of_cross_rows(void) {
     CHECKF(kvc_plan_run(plan, 1, &args, 0) == KVC_OK && out[0] == 1, "%s", kvc_last_error());
     CHECK(kvc_put(batch, 1, &put) == KVC_OK);
     CHECK_FAILS(kvc_plan_run(plan, 1, &args, 0), KVC_ERR_INVALID, "layer 1", "make another");
-    kvc_plan_free(plan);
+    kvc_plan_leave(plan);
     CHECK(kvc_plan_new(batch, &plan_args, &other) == KVC_OK && other != plan);
     CHECK(kvc_plan_run(other, 1, &args, 0) == KVC_OK && out[0] == 5 && out[3] == 8);
     kvc_plan_free(other);
@@ -733,6 +767,7 @@ static void test_isa(void) {
     test_cancel();
     test_put_in_attend();
     test_plans_of_non_causal();
+    test_memory_of_freed_plans();
 }
 
 int main(void) {

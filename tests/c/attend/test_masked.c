@@ -1,7 +1,7 @@
 /* Masked ranges: attention gives the bits of a cache in which the masked rows were never put, whatever these hold.
  * Sequences that share rows hide different rows.  Impossible ranges are refused. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign, setenv */
-#include "attend/work.h"
+#include "attend/plan.h"
 #include "support/isas.h"
 #include "support/memory.h"
 #include "support/scene.h"
@@ -206,11 +206,11 @@ static void test_other_ranges(void) {
     question a = question_of_all(st);
     kvc_plan *first = NULL, *again = NULL, *other[4];
     CHECK(attend(&a, 1, 0) == KVC_OK && kvc_plan_new(st->batch, &a.plan, &first) == KVC_OK);
-    kvc_plan_free(first);
+    kvc_plan_leave(first);
     kvc_masked elsewhere[] = {{0, 10, 20}, {0, 40, 50}};
     a.plan.masked = elsewhere;
     CHECK(kvc_plan_new(st->batch, &a.plan, &again) == KVC_OK && again == first);
-    kvc_plan_free(again);
+    kvc_plan_leave(again);
     for (int i = 0; i < 4; i++) {
         elsewhere[0] = i == 0 ? (kvc_masked){0, 11, 20} : i == 1 ? (kvc_masked){0, 10, 21} : (kvc_masked){0, 10, 20};
         a.plan.num_masked = i == 2 ? 2 : i == 3 ? 0 : 1;
