@@ -71,6 +71,8 @@ class Library:
     """libllama in a folder, and what it logs. `clock` returns the seconds that calls are timed with."""
 
     def __init__(self, folder: Path) -> None:
+        if any((folder / "bin").glob("libllama.*")):  # the folder that build.sh built in
+            folder /= "bin"
         if not any(folder.glob("libllama.*")):
             raise LlamaError(f"{folder} has no libllama: run integrations/llama.cpp/build.sh, or name a folder")
         self.folder, self.clock = folder, time.perf_counter

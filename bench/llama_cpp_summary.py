@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from typing import Any
 
-from figures import quartiles, quotients
+from figures import quartiles
 from llama_cpp_contexts import BLOCKED, Context, LlamaError, Model
 
 from kvcache.system import available_memory, readable
@@ -214,8 +214,8 @@ def sentence(name: str, depth: int, steps: Samples, size: int, prompts: Samples)
     ours, own = (quartiles(prompts[cache])[1] for cache in (OURS, OWN))
     return (
         f"After {depth:,} tokens, {name} decodes {rates[OURS]} tokens/s on this cache and {rates[OWN]} on llama.cpp's "
-        f"own{without}: {times(steps)} as fast; a prompt of {size} more tokens takes {rate(ours)} s and {rate(own)} s: "
-        f"{times(prompts)} as fast."
+        f"own{without}: {times(middle[OWN] / middle[OURS])} as fast; a prompt of {size} more tokens takes "
+        f"{rate(ours)} s and {rate(own)} s: {times(own / ours)} as fast."
     )
 
 
@@ -224,7 +224,5 @@ def rate(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:#.3g}"
 
 
-def times(samples: Samples) -> str:
-    """Write the median speedup over llama.cpp's default."""
-    speedup = quartiles(quotients(samples[OWN], samples[OURS]))[1]
+def times(speedup: float) -> str:
     return f"{speedup:.1f} times" if speedup >= 2 else f"{speedup:.2f} times"

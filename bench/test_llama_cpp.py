@@ -279,6 +279,21 @@ def test_a_library_that_is_missing_ends_the_run(tiny, tmp_path):
 # ---- the sentence about a model
 
 
+def test_the_sentence_agrees_with_its_own_numbers():
+    """The median of quotients would be 1.00 here."""
+    own, ours, plain = [0.010, 0.010, 0.030, 0.030, 0.030], [0.010, 0.010, 0.030, 0.010, 0.010], [0.02] * 5
+    steps = {llama_cpp_summary.OWN: own, llama_cpp_summary.OURS: ours, llama_cpp_summary.PLAIN: plain}
+    said = llama_cpp_summary.sentence("a.gguf", 300, steps, 512, {name: steps[name][::-1] for name in steps})
+    assert said == (
+        "After 300 tokens, a.gguf decodes 100 tokens/s on this cache and 33.3 on llama.cpp's own (50.0 without flash "
+        "attention): 3.0 times as fast; a prompt of 512 more tokens takes 0.0100 s and 0.0300 s: 3.0 times as fast."
+    )
+
+
+def test_the_folder_of_a_build_is_taken_for_its_bin(library):
+    assert llama_cpp_contexts.Library(library.folder.parent).folder == library.folder
+
+
 def summarise(library, model, *options):
     bench_llama_cpp.main([f"--library={library.folder}", f"--model={model}", "--steps=3", "--prompts=1", *options])
 
