@@ -90,6 +90,22 @@ def test_a_prompt_begins_as_one_of_another_slot(plain, server):
     assert same["tokens"] == longer["tokens"]
 
 
+def test_a_draft_model_leaves_the_prefixes_of_its_model(folder, repository, plain):
+    """It has not read them, and so guesses from the tokens behind them, in each slot."""
+    options = ("--spec-type", "draft-simple", "--model-draft", repository, "--spec-draft-n-max", "5")
+    with Server(repository, folder / "draft.log", *ON, *THREE_SLOTS, *options) as server:
+        assert "in place of the prompt cache" in server.log()
+        first = server.complete(text(1000, 1300), id_slot=0)
+        for slot, end, known in ((1, 1250, 250), (0, 1280, 280), (2, 1250, 260), (1, 1100, 100), (2, 1290, 290)):
+            prompt = text(1000, end) + "KING HENRY:"
+            again = server.complete(prompt, id_slot=slot)
+            assert timings(again)[0] >= known
+            assert again["timings"]["draft_n"] > 0
+            assert again["tokens"] == plain.complete(prompt, cache_prompt=False)["tokens"]
+        longer = text(1000, 1300) + first["content"]
+        assert timings(server.complete(longer, id_slot=1))[0] >= 300
+
+
 def test_a_request_that_asks_for_no_cache_uses_none(server):
     server.complete(text(1500, 1700), 4, id_slot=0)
     for slot in range(3):

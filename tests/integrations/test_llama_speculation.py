@@ -97,6 +97,24 @@ def test_a_draft_model_beside_others(folder, models):
                 assert list(answers) == expected
 
 
+@pytest.mark.parametrize("draft", [*KINDS, "head"])
+def test_a_draft_lacks_the_prefixes_that_its_model_finds(folder, models, kind, draft):
+    """Slots take prompts of each other, and go back to checkpoints of which the draft has forgotten its part."""
+    name, without = kind
+    if draft == "head" and name != "hybrid":
+        pytest.skip("the model has no head")
+    guess = ("draft-mtp",) if draft == "head" else ("draft-simple", "--model-draft", models[draft])
+    slots = ("--parallel", "2", "--ctx-size", "4096", "--no-repack", "--kvcache-prefix", "on")
+    known = 0
+    with Server(models[name], folder / "shared.log", "--kvcache", *slots, "--spec-type", *guess) as server:
+        for slot, i in ((0, 0), (1, 1), (1, 2), (0, 1), (1, 0), (0, 2), (1, 1)):
+            answer = server.complete(PROMPTS[i], 24, id_slot=slot)
+            assert answer["tokens"] == without.complete(PROMPTS[i], 24, cache_prompt=False)["tokens"]
+            assert answer["timings"]["draft_n"] > 0
+            known += timings(answer)[0]
+    assert known > 2 * len(LONG)
+
+
 # ---- draft heads
 
 
