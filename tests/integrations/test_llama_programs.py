@@ -41,6 +41,11 @@ def run(name, *options, status=0, end="", **environment):
     pytest.fail(f"nothing like {end!r} in:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
+def option_too(variable):
+    """Return a variable with its option, as errors name it."""
+    return f"{variable} (--{variable.removeprefix('LLAMA_').lower().replace('_', '-')})"
+
+
 def complete(model, prompt, *options, **environment):
     common = ("--model", model, "--prompt", prompt, "-n", "50", "--temp", "0", "--ignore-eos", "--threads", "1")
     end = "common_perf_print: +graphs reused"
@@ -108,9 +113,10 @@ def test_the_servers_other_name_switches_it_on(repository, folder, options, envi
 def test_another_value_is_an_error(repository, value):
     options = ("--model", repository, "--prompt", "a", "-n", "1", "--no-conversation")
     said = (
-        f"LLAMA_KVCACHE is '{value}': set it to 1, on, true or enabled, for this cache, or to 0, off, false or disabled"
+        f"{option_too('LLAMA_KVCACHE')} is '{value}': set it to 1, on, true or enabled, for this cache, or to 0, off, "
+        "false or disabled"
     )
-    run("completion", *options, status=1, end=said, LLAMA_KVCACHE=value)
+    run("completion", *options, status=1, end=re.escape(said), LLAMA_KVCACHE=value)
 
 
 @pytest.fixture(scope="module")
@@ -198,14 +204,29 @@ def test_types_of_this_library_go_before_llama_cpps(repository, options, environ
 def test_a_type_of_this_library_is_nothing_to_llama_cpps_cache(repository):
     said, log = complete(repository, text(0, 100), "--no-kvcache", LLAMA_KVCACHE_TYPE_K="int8")
     assert not re.search(USED, log)
+    assert "(--kvcache-type-k, -v) name no types without LLAMA_KVCACHE=1 (--kvcache)" in log
     assert said == complete(repository, text(0, 100))[0]
+
+
+def test_an_unknown_variable_is_named(repository):
+    """Also where it should have switched this cache on."""
+    for name in ("LLAMA_KVCACHE_TYPEK", "LLAMA_KVCACH"):
+        _, log = complete(repository, "a", **{name: "1"})
+        assert log.count(f"nothing reads the variable {name}: there are LLAMA_KVCACHE, LLAMA_KVCACHE_TYPE_K, ") == 1
+    _, log = complete(repository, "a", LLAMA_KVCACHE="0", LLAMA_KV_CACHE_DEBUG="0", LLAMA_ARG_KVCACHE_TYPE_K="f16")
+    assert "nothing reads" not in log
+
+
+def test_a_type_of_this_library_is_no_value_of_llama_cpps_option(repository):
+    options = ("--model", repository, "--prompt", "a", "-n", "1", "--no-conversation", "-ctk", "int8")
+    run("completion", *options, status=1, end=r"Unsupported cache type: int8 \(types of libkvcache: --kvcache-type-k")
 
 
 @pytest.mark.parametrize("variable", [TYPE_K, TYPE_V])
 @pytest.mark.parametrize("name", ["i8", "INT8", "int8 "])
 def test_a_name_of_no_type_is_an_error(repository, variable, name):
     options = ("--model", repository, "--prompt", "a", "-n", "1", "--no-conversation", "--kvcache")
-    said = f"{variable} is '{name}': set it to {', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
+    said = f"{option_too(variable)} is '{name}': set it to {', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
     run("completion", *options, status=1, end=re.escape(said), **{variable: name})
 
 
@@ -213,7 +234,12 @@ def test_a_name_of_no_type_is_an_error(repository, variable, name):
     ("architecture", "head_dim", "type_k", "said"),
     [
         ("llama", 48, "int8", r"layers\[0\].k_dim is 48: for int8 it must be a multiple of 32"),
-        ("deepseek2", None, "", f"{TYPE_V} is 'int8': this model's values lie in its keys, whose type is f16"),
+        (
+            "deepseek2",
+            None,
+            "",
+            "_TYPE_V .* is 'int8': this model's values lie in its keys, whose type is f16",
+        ),
         ("deepseek2", None, "int8", ""),
     ],
 )
@@ -244,7 +270,7 @@ SELECT = "LLAMA_KVCACHE_SELECT"
         ([], {SELECT: "4055"}, "a new token selects 4055 rows"),
         ([], {SELECT: "4056"}, f"{SELECT} is 4056: all rows are read, because a token selects from 8193 tokens on"),
         (["--ctx-size", "4096"], {SELECT: "64"}, "a sequence of this context has at most 4096"),
-        (["--no-kvcache"], {SELECT: "64"}, f"{SELECT} selects no rows without LLAMA_KVCACHE=1 (--kvcache)"),
+        (["--no-kvcache"], {SELECT: "64"}, f"{option_too(SELECT)} selects no rows without LLAMA_KVCACHE=1 (--kvcache)"),
     ],
 )
 def test_rows_are_selected_if_asked_for(repository, options, environment, said):
@@ -273,7 +299,14 @@ def test_bench_says_why_there_is_no_context(repository):
     options = ("-m", repository, "-p", "0", "-n", "1")
     for variable in ("LLAMA_KVCACHE", SELECT, TYPE_K):
         _, log = run("bench", *options, status=1, **{"LLAMA_KVCACHE": "1", variable: "no"})
-        assert f"{variable} is 'no': set it to" in log
+        assert f"{option_too(variable)} is 'no': set it to" in log
+
+
+def test_bench_names_the_cache(repository):
+    options = ("-m", repository, "-p", "0", "-n", "1", "-r", "1", "-t", "1")
+    for switch, used in (("0", "llama.cpp's own cache"), ("1", "libkvcache: ")):
+        said, _ = run("bench", *options, LLAMA_KVCACHE=switch)
+        assert f"keys and values are in {used}" in said
 
 
 def test_bench_says_why_the_model_is_not_served(folder):
@@ -285,7 +318,8 @@ def test_bench_says_why_the_model_is_not_served(folder):
 @pytest.mark.parametrize("value", ["all", "-1", "2.5", "64 ", "2147483648", "99999999999"])
 def test_another_number_of_rows_is_an_error(repository, value):
     options = ("--model", repository, "--prompt", "a", "-n", "1", "--no-conversation", "--kvcache")
-    said = f"{SELECT} is '{value}': set it to the number of rows that a new token reads of a long text, such as 2048"
+    number = "the number of rows that a new token reads of a long text, such as 2048"
+    said = f"{option_too(SELECT)} is '{value}': set it to {number}"
     run("completion", *options, status=1, end=re.escape(said), LLAMA_KVCACHE_SELECT=value)
 
 
@@ -301,7 +335,7 @@ def test_a_model_that_can_select_no_rows_is_an_error(folder, architecture, num_l
     else:
         model = llama_models.write_random(folder, architecture)
     options = ("--model", model, "-npp", "16", "-ntg", "4", "-npl", "1", "-c", "8192", "--threads", "1", "--kvcache")
-    end = f"{SELECT} is 64: no layer of the model can select rows"
+    end = re.escape(f"{option_too(SELECT)} is 64") + ": no layer of the model can select rows"
     run("batched-bench", *options, status=1, end=end, LLAMA_KVCACHE_SELECT="64")
 
 

@@ -1,6 +1,7 @@
 #include "llama-kvcache-model.h"
 
 #include "llama-kvcache-select.h"
+#include "llama-kvcache-variables.h"
 
 #include "llama-arch.h"
 #include "llama-cparams.h"
@@ -49,6 +50,18 @@ int32_t llama_kvcache_state_type(int32_t type) {
     return FIRST_OWN_TYPE + type;
 }
 
+std::string llama_kvcache_state_type_name(int64_t number) {
+    for (int32_t type = 0; kvc_type_name(type); ++type) {
+        if (llama_kvcache_state_type(type) == number) {
+            return kvc_type_name(type);
+        }
+    }
+
+    const bool is_of_ggml = number >= 0 && number < GGML_TYPE_COUNT && ggml_type_name((ggml_type)number);
+
+    return is_of_ggml ? ggml_type_name((ggml_type)number) : "number " + std::to_string(number);
+}
+
 // names the types of the cache, or those that ggml has, too
 static std::string type_names(bool is_own_too) {
     std::vector<const char *> names;
@@ -79,11 +92,14 @@ static int32_t type_asked_for(const char *variable) {
     const int32_t res = type_of(name);
 
     if (res < 0) {
-        throw std::runtime_error(format("%s is '%s': set it to %s", variable, name, type_names(true).c_str()));
+        throw std::runtime_error(format("%s is '%s': set it to %s", llama_kvcache_variable(variable).c_str(), name,
+                                        type_names(true).c_str()));
     }
 
     return res;
 }
+
+bool llama_kvcache_types_asked_for() { return type_asked_for(TYPE_K) >= 0 || type_asked_for(TYPE_V) >= 0; }
 
 // the kvc_types that rows are stored in, -1: the cache lacks it
 struct stored_types {
@@ -105,7 +121,8 @@ static stored_types stored_types_of(const llama_model &model, const llama_memory
     if (has_value_in_key(model)) {
         if (res.k >= 0 && v >= 0 && v != res.k) {
             throw std::runtime_error(format("%s is '%s': this model's values lie in its keys, whose type is %s (%s)",
-                                            TYPE_V, kvc_type_name(v), kvc_type_name(res.k), TYPE_K));
+                                            llama_kvcache_variable(TYPE_V).c_str(), kvc_type_name(v),
+                                            kvc_type_name(res.k), TYPE_K));
         }
         res.v = res.k;
     }

@@ -91,3 +91,9 @@ int32_t llama_kvcache_type(ggml_type type);
 
 // returns the number that a kvc_type has in a state: that of the ggml_type, or, if there is none, one of no ggml_type
 int32_t llama_kvcache_state_type(int32_t type);
+
+// names the type of such a number, which may be any
+std::string llama_kvcache_state_type_name(int64_t number);
+
+// whether a variable names a type; throws where it names one that cannot be
+bool llama_kvcache_types_asked_for();

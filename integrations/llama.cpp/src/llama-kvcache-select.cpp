@@ -1,5 +1,7 @@
 #include "llama-kvcache-select.h"
 
+#include "llama-kvcache-variables.h"
+
 #include "llama-cparams.h"
 #include "llama-impl.h"
 
@@ -26,7 +28,7 @@ int32_t llama_kvcache_select_asked_for() {
     if (!is_number || res > INT32_MAX) {
         throw std::runtime_error(format("%s is '%s': set it to the number of rows that a new token reads of a long "
                                         "text, such as 2048, or to 0, for all rows",
-                                        SELECT, value.c_str()));
+                                        llama_kvcache_variable(SELECT).c_str(), value.c_str()));
     }
 
     return (int32_t)res;
@@ -91,6 +93,6 @@ void llama_kvcache_check_sketches(const std::vector<kvc_layer> &layers) {
             format("%s is %s: no layer of the model can select rows. Such a layer is behind the "
                    "first %zu, without an indexer, and has values apart from keys, heads of a multiple of 32 elements, "
                    "and full attention or a window of %lld tokens or more. Set it to 0",
-                   SELECT, getenv(SELECT), FIRST_DENSE, (long long)SELECT_FROM));
+                   llama_kvcache_variable(SELECT).c_str(), getenv(SELECT), FIRST_DENSE, (long long)SELECT_FROM));
     }
 }

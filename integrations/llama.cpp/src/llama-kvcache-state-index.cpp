@@ -27,7 +27,7 @@ void llama_kvcache::state_reader::find_restored(const state_part &part, uint32_t
 void llama_kvcache::state_reader::read_index(int32_t layer) {
     const auto row = mem.state_row_of(layer, false);
 
-    expect<int32_t>(llama_kvcache_state_type(row.type), "type", "index keys", layer);
+    expect_type(row.type, "index keys", layer);
     expect<uint64_t>(row.n_bytes, "row size", "index keys", layer);
 
     const size_t n_most = std::min<size_t>(n_rows, std::max<size_t>(1, N_BUFFER / row.n_bytes));
@@ -68,7 +68,7 @@ void llama_kvcache::state_reader::read_index(int32_t layer) {
 void llama_kvcache::state_reader::skip_values(int32_t layer, bool is_transposed) {
     const auto row = mem.state_row_of(layer, true);
 
-    expect<int32_t>(llama_kvcache_state_type(row.type), "type", "index values", layer);
+    expect_type(row.type, "index values", layer);
     if (is_transposed) {
         expect<uint32_t>(row.n_element_bytes(), "element size", "index values", layer);
         expect<uint32_t>(row.n_elements, "number of elements", "index values", layer);

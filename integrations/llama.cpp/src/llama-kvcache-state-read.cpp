@@ -252,11 +252,21 @@ std::vector<llama_kvcache::state_reader::place> llama_kvcache::state_reader::pla
     return res;
 }
 
+void llama_kvcache::state_reader::expect_type(int32_t type, const char *of, int32_t layer) {
+    const int32_t found = read<int32_t>();
+
+    if (found != llama_kvcache_state_type(type)) {
+        throw llama_kvcache_state_failure(format("mismatched type of %s (%s instead of %s, layer %d)", of,
+                                                 llama_kvcache_state_type_name(found).c_str(), kvc_type_name(type),
+                                                 mem.layers.model[layer].il));
+    }
+}
+
 void llama_kvcache::state_reader::read_rows(int32_t layer, bool is_value) {
     const auto row = mem.state_row_of(layer, is_value);
     const char *name = is_value ? "values" : "keys";
 
-    expect<int32_t>(llama_kvcache_state_type(row.type), "type", name, layer);
+    expect_type(row.type, name, layer);
     expect<uint64_t>(row.n_bytes, "row size", name, layer);
 
     if (row.n_bytes == 0) {
@@ -298,7 +308,7 @@ void llama_kvcache::state_reader::read_transposed(int32_t layer) {
 
     const size_t size = row.n_element_bytes();
 
-    expect<int32_t>(llama_kvcache_state_type(row.type), "type", "values", layer);
+    expect_type(row.type, "values", layer);
     expect<uint32_t>(size, "element size", "values", layer);
     expect<uint32_t>(row.n_elements, "number of elements", "values", layer);
 

@@ -64,6 +64,7 @@ class llama_kvcache::state_reader {
     }
 
     template <typename T> void expect(T value, const char *what, const char *of, int32_t layer);
+    void expect_type(int32_t type, const char *of, int32_t layer);
 
     void read_stream(const state_part &part, uint32_t stream, uint32_t n_cells);
     std::vector<saved_cell> read_cells(uint32_t stream, uint32_t n_cells);

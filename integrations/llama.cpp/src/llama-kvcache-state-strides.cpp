@@ -120,7 +120,11 @@ void llama_kvcache::read_layout(llama_io_read_i &io, llama_state_seq_flags flags
         for (const bool is_value : {false, true}) {
             const row_size row(layers.cache[i], is_value);
 
-            expect((uint32_t)llama_kvcache_state_type(row.type), "type", i);
+            if (const uint32_t found = read(io); found != (uint32_t)llama_kvcache_state_type(row.type)) {
+                throw llama_kvcache_state_failure(format("mismatched type (%s instead of %s, layer %zu)",
+                                                         llama_kvcache_state_type_name(found).c_str(),
+                                                         kvc_type_name(row.type), i));
+            }
             expect((uint32_t)row.n_bytes, "row size", i);
         }
     }

@@ -1,5 +1,7 @@
 #include "llama-kvcache-store.h"
 
+#include "llama-kvcache-variables.h"
+
 #include "llama-impl.h"
 
 #ifdef LLAMA_KVCACHE_VALKEY
@@ -36,7 +38,7 @@ struct place {
 };
 
 [[noreturn]] void refuse(const std::string &address, const std::string &reason) {
-    throw std::runtime_error("LLAMA_KVCACHE_PREFIX (--kvcache-prefix) is '" + address + "': " + reason);
+    throw std::runtime_error(llama_kvcache_variable("LLAMA_KVCACHE_PREFIX") + " is '" + address + "': " + reason);
 }
 
 // Returns the bytes of a size as people write it: GiB and G are 2^30, GB is 10^9, "20 GB" has a space.  Returns 0 if it

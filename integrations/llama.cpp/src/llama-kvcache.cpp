@@ -4,6 +4,7 @@
 #include "llama-kvcache-identity.h"
 #include "llama-kvcache-memory.h"
 #include "llama-kvcache-select.h"
+#include "llama-kvcache-variables.h"
 
 #include "llama-impl.h"
 #include "llama-model.h"
@@ -27,7 +28,7 @@ static bool is_asked_for() {
 
     if (!res && !is_one_of({"", "0", "off", "false", "disabled"})) {
         throw std::runtime_error(
-            "LLAMA_KVCACHE is '" + value +
+            llama_kvcache_variable("LLAMA_KVCACHE") + " is '" + value +
             "': set it to 1, on, true or enabled, for this cache, or to 0, off, false or disabled");
     }
 
@@ -44,14 +45,24 @@ static void check_shared_rows(const llama_model &model, const llama_memory_param
 
 llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memory_params &params,
                                      const llama_cparams &cparams) {
+    llama_kvcache_warn_of_unknown_variables();
     check_shared_rows(model, params);
 
     if (!is_asked_for()) {
         if (!llama_kvcache_prefix_asked_for().empty()) {
-            LLAMA_LOG_WARN("%s: LLAMA_KVCACHE_PREFIX keeps no prompts without LLAMA_KVCACHE=1 (--kvcache)\n", __func__);
+            LLAMA_LOG_WARN(
+                "%s: LLAMA_KVCACHE_PREFIX (--kvcache-prefix) keeps no prompts without LLAMA_KVCACHE=1 (--kvcache)\n",
+                __func__);
         }
         if (llama_kvcache_select_asked_for() > 0) {
-            LLAMA_LOG_WARN("%s: LLAMA_KVCACHE_SELECT selects no rows without LLAMA_KVCACHE=1 (--kvcache)\n", __func__);
+            LLAMA_LOG_WARN("%s: LLAMA_KVCACHE_SELECT (--kvcache-select) selects no rows without LLAMA_KVCACHE=1 "
+                           "(--kvcache)\n",
+                           __func__);
+        }
+        if (llama_kvcache_types_asked_for()) {
+            LLAMA_LOG_WARN("%s: LLAMA_KVCACHE_TYPE_K and _V (--kvcache-type-k, -v) name no types without "
+                           "LLAMA_KVCACHE=1 (--kvcache): llama.cpp's own cache has those of -ctk and -ctv\n",
+                           __func__);
         }
         return nullptr;
     }
