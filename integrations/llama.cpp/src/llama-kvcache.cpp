@@ -45,7 +45,9 @@ static void check_shared_rows(const llama_model &model, const llama_memory_param
 
 llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memory_params &params,
                                      const llama_cparams &cparams) {
-    llama_kvcache_warn_of_unknown_variables();
+    if (!model.hparams.no_alloc) { // where only memory is measured, nothing is logged
+        llama_kvcache_warn_of_unknown_variables();
+    }
     check_shared_rows(model, params);
 
     if (!is_asked_for()) {
