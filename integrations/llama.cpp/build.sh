@@ -7,10 +7,13 @@ usage() {
     cat <<END
 usage: build.sh [options]
 
-Builds libllama and llama.cpp's tools with this cache in them. The sources of llama.cpp are those in the source archive
-of $(sed 's/ .*//' "$here/pin.txt"), which pip downloads once. Building again compiles what has changed only.
+Builds libllama and llama.cpp's tools with this cache in them:
+$(printf '  %s\n' $programs)
+The sources of llama.cpp are those in the source archive of $(sed 's/ .*//' "$here/pin.txt"), which pip downloads once.
+Building again compiles what has changed only.
 
-  --output DIR       where to build; the programs are in DIR/bin, the patched sources in DIR/source
+  --output DIR       where to build; the programs are in DIR/bin, the patched sources in DIR/source. It is a new
+                     folder, an empty one or that of a build
                      (default: a folder of $cache, named after the other options)
   --static           link the libraries into the programs (default: shared libraries)
   --own-threads      compute on ggml's own threads (default: on OpenMP's, where the compiler has them)
@@ -35,9 +38,15 @@ fail() {
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/kvcache/llama.cpp
+programs='llama-cli llama-completion llama-server llama-bench llama-batched-bench llama-perplexity llama-quantize'
 output='' archive='' kind=shared threads=openmp sanitizer='' tests=OFF valkey=OFF prepare=''
 
 while [ $# -gt 0 ]; do
+    case $1 in
+        --output=* | --source=* | --sanitize=*)
+            set -- "${1%%=*}" "${1#*=}" "${@:2}"
+            ;;
+    esac
     case $1 in
         --output | --source | --sanitize)
             [ -n "${2:-}" ] && [ "${2#--}" = "$2" ] || fail "$1 needs a value; build.sh --help shows the options"
@@ -103,12 +112,21 @@ check() {
             "$hash. Leave out --source to have it downloaded."
 }
 
+# Prints the commit of llama.cpp that the archive has, which its list of changes names; "unknown" without one.
+commit_of_archive() {
+    local commit
+    commit=$(tar -xzOf "$archive" "$name/CHANGELOG.md" 2>/dev/null |
+        sed -n "/^## \\[$version\\]/,/^## \\[/s/.*llama\\.cpp@\\([0-9a-f]*\\).*/\\1/p" | head -n 1)
+    echo "${commit:-unknown}"
+}
+
 # Unpacks and patches the sources into $output/source.new.
 unpack() {
     needs patch "install it (it is a package of that name)"
     rm -rf "$output/source.new"
     mkdir -p "$output/source.new"
     tar -xzf "$archive" -C "$output/source.new" --strip-components=3 "$name/vendor/llama.cpp"
+    commit_of_archive >"$output/source.new/COMMIT"
     patch --directory="$output/source.new" --strip=1 --forward --batch --silent <"$here/llama.patch" ||
         fail "llama.patch does not apply to llama-cpp-python $version. Patch and pin.txt belong together: take both from" \
             "one commit. README.md says how to move the pin."
@@ -131,7 +149,6 @@ set_times() {
 }
 
 prepare() {
-    if [ -n "$archive" ]; then check; fi
     if cmp -s "$here/pin.txt" "$output/source.pin" && cmp -s "$here/llama.patch" "$output/source.patch"; then return; fi
     if [ -z "$archive" ]; then download; fi
     unpack
@@ -158,6 +175,7 @@ configure() {
         "-DLLAMA_SANITIZE_ADDRESS=$address" "-DGGML_SANITIZE_ADDRESS=$address"
         "-DLLAMA_SANITIZE_THREAD=$thread" "-DGGML_SANITIZE_THREAD=$thread" "-DKVCACHE_SANITIZE=$ours"
         "-DLLAMA_KVCACHE_VALKEY=$valkey" "-DLLAMA_BUILD_TESTS=$tests" -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF
+        "-DLLAMA_BUILD_COMMIT=$(cat "$output/source/COMMIT" 2>/dev/null || echo unknown)"
         -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
         -DLLAMA_ALL_WARNINGS=OFF # thousands about GCC 12's own headers
     )
@@ -172,7 +190,7 @@ configure() {
 }
 
 build() {
-    local targets=(llama llama-completion llama-server llama-bench llama-batched-bench llama-perplexity llama-quantize)
+    local targets=(llama $programs)
     if [ $tests = ON ]; then
         targets+=(test-llama-archs test-save-load-state test-state-restore-fragmented test-recurrent-state-rollback
             test-thread-safety kvcache-tests)
@@ -218,6 +236,10 @@ sign() {
         src/*/*.[ch] >"$output/kvcache.sha256"
 }
 
+if [ -n "$archive" ]; then check; fi
+if [ -n "$(ls -A "$output" 2>/dev/null)" ] && [ ! -e "$output/source.pin" ] && [ ! -e "$output/source.new" ]; then
+    fail "--output $output: the folder has files of something else; name a folder that is new, empty or a build's"
+fi
 mkdir -p "$output"
 output=$(cd "$output" && pwd)
 prepare

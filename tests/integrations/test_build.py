@@ -15,7 +15,7 @@ from support.compiling import ROOT
 
 OURS = ROOT / "integrations/llama.cpp"
 TARGETS = [
-    *(f"llama-{name}" for name in ("completion", "server", "bench", "batched-bench", "perplexity", "quantize")),
+    *(f"llama-{name}" for name in ("cli", "completion", "server", "bench", "batched-bench", "perplexity", "quantize")),
     *(f"test-{name}" for name in ("llama-archs", "save-load-state", "state-restore-fragmented")),
     *(f"test-{name}" for name in ("recurrent-state-rollback", "thread-safety")),
 ]
@@ -138,8 +138,10 @@ class Checkout:
     def pin(self, project):
         """Pack the project, and pin the checkout to the archive."""
         with tarfile.open(self.archive, "w:gz") as tar:
-            for name, text in project.items():
-                entry = tarfile.TarInfo(f"llama_cpp_python-9.8.7/vendor/llama.cpp/{name}")
+            changes = "## [9.8.7]\n\n- feat: update llama.cpp to ggml-org/llama.cpp@abc123\n\n## [9.8.6]\n"
+            files = {"CHANGELOG.md": changes} | {f"vendor/llama.cpp/{name}": text for name, text in project.items()}
+            for name, text in files.items():
+                entry = tarfile.TarInfo(f"llama_cpp_python-9.8.7/{name}")
                 entry.size, entry.mtime = len(text.encode()), 1_000_000_000
                 tar.addfile(entry, io.BytesIO(text.encode()))
         self.hash = hashlib.sha256(self.archive.read_bytes()).hexdigest()
@@ -186,7 +188,7 @@ def compilers():
 def test_the_programs_have_the_cache(checkout, compilers):
     checkout.succeeds()
     link = "kvcache-llama-server"
-    assert {path.name for path in (checkout.build / "bin").iterdir()} == {"libllama.so", link, *TARGETS[:6]}
+    assert {path.name for path in (checkout.build / "bin").iterdir()} == {"libllama.so", link, *TARGETS[:7]}
     assert checkout.answer() == checkout.answer("llama-server") == checkout.answer(link) == "this cache"
     assert (checkout.build / "bin" / link).readlink() == Path("llama-server")
     names = subprocess.run(
@@ -314,6 +316,34 @@ def test_the_sources_alone(checkout):
     assert checkout.succeeds("--prepare") == f"the patched sources are in {checkout.build}/source\n"
     assert "adapted" in (checkout.build / "source/src/answer.cpp").read_text()
     assert not (checkout.build / "CMakeCache.txt").exists()
+
+
+def test_the_archive_says_which_commit_it_has(checkout, compilers):
+    checkout.succeeds("--prepare")
+    commit = checkout.build / "source/COMMIT"
+    assert commit.read_text() == "abc123\n"
+    checkout.succeeds()
+    assert "LLAMA_BUILD_COMMIT:UNINITIALIZED=abc123" in (checkout.build / "CMakeCache.txt").read_text()
+
+
+def test_a_value_may_stand_behind_an_equals_sign(checkout):
+    checkout.build = checkout.build.with_name("another folder")
+    done = subprocess.run(
+        ["bash", checkout.here / "build.sh", f"--output={checkout.build}", f"--source={checkout.archive}", "--prepare"],
+        env=checkout.environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == f"the patched sources are in {checkout.build}/source\n"
+
+
+def test_a_wrong_archive_leaves_no_folder(checkout, tmp_path):
+    assert "there is no such file" in checkout.fails("--source", tmp_path / "none", "--prepare")
+    assert not checkout.build.exists()
+
+
+def test_a_folder_of_something_else_is_refused(checkout):
+    write(checkout.build, {"letter.txt": "Dear"})
+    assert "has files of something else" in checkout.fails("--source", checkout.archive, "--prepare")
+    assert [path.name for path in checkout.build.iterdir()] == ["letter.txt"]
 
 
 @pytest.mark.slow
