@@ -1514,7 +1514,7 @@ KVC_API kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_
  * task of a token that ends last chooses. */
 KVC_API kvc_status kvc_plan_choose(kvc_plan *plan, int32_t layer, const kvc_choose_args *args, int64_t task);
 
-/* Frees a plan before its batch ends; ignores NULL. */
+/* Frees a plan before its batch ends, so that a later plan of the batch takes its memory; ignores NULL. */
 KVC_API void kvc_plan_free(kvc_plan *plan);
 
 /* ---- an attention of your own ------------------------------------------------------------------------------------ */
