@@ -13,7 +13,7 @@ void kvc_plan_recount(kvc_plan *plan);
 /* Resolves arguments: checks them, and fills in the defaults. */
 kvc_status kvc_resolve_plan(const kvc_batch *batch, kvc_plan_args *args);
 
-/* Sets *out to a plan for checked arguments: one that was left to the batch, or a new plan. */
+/* Sets *out to a plan for checked arguments: a plan that a call left to the batch, or a new plan. */
 kvc_status kvc_plan_get(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **out);
 
 /* Leaves a plan to the batch, for the next layer: a later kvc_plan_get may return it. */
