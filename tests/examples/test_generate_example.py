@@ -156,7 +156,7 @@ def test_help() -> None:
     ("arguments", "sentence"),
     [
         (["--tokens", "0"], "tokens must be at least 1, not 0"),
-        (["--tokens", "many"], "argument --tokens: 'many' is no number of tokens, such as 8192, 8k or 1M"),
+        (["--tokens", "many"], "argument --tokens: 'many' is no whole number, such as 8192, 8k or 1M"),
         (
             ["--window", "2000", "--sink-tokens", "100"],
             "window and sink tokens may together be at most the model's context, 2,048",

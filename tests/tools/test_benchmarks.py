@@ -169,5 +169,5 @@ def test_importing_the_package_does_not_load_them():
 def test_contexts_as_people_write_them():
     assert OPTIONS["context"].read("1k,8K,1_024,300") == (1024, 8192, 1024, 300)
     assert OPTIONS["prompt"].read("2k") == 2048
-    with pytest.raises(ArgumentTypeError, match="'8q' is no number of tokens"):
+    with pytest.raises(ArgumentTypeError, match="'8q' is no whole number"):
         OPTIONS["context"].read("1k,8q")

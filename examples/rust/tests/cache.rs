@@ -103,7 +103,7 @@ fn errors_bring_their_sentence() {
     pass(&mut cache, 1, 8).unwrap();
     let error = pass(&mut cache, 2, 1).unwrap_err();
     assert_eq!(error.status, ffi::KVC_ERR_FULL);
-    assert!(error.to_string().starts_with("1 more tokens do not fit"), "{error}");
+    assert!(error.to_string().starts_with("1 more token does not fit"), "{error}");
     assert_eq!(cache.next_position(), 8);
     for positions in [&[][..], &[-1]] {
         assert_eq!(cache.begin(positions).err().unwrap().status, ffi::KVC_ERR_INVALID);
@@ -158,7 +158,7 @@ fn a_cache_may_go_to_another_thread() {
     })
     .join()
     .unwrap();
-    assert!(error.to_string().starts_with("1 more tokens do not fit"), "{error}");
+    assert!(error.to_string().starts_with("1 more token does not fit"), "{error}");
     std::thread::scope(|scope| {
         for _ in 0..2 {
             scope.spawn(|| assert_eq!(cache.next_position(), 8));
