@@ -95,7 +95,7 @@ class _Model:
                 f"{keys.source}: the architecture {shown(name)} is unknown, and the file does not say how its layers "
                 "rotate keys and which have windows: give the model's config.json, or the sizes of the layers"
             )
-        reason = tables.REFUSED.get(name)
+        reason = tables.REFUSED.get(name, tables.ENCODER if name in tables.ENCODERS else None)
         if name in tables.BOTH_SIDES and self.window:
             reason = "its windows reach to both sides, which no policy stands for"
         if name not in tables.INDEXERS and keys.get("attention.indexer.top_k"):
@@ -123,6 +123,7 @@ class _Model:
         if values["vocab_size"] is None and tokens is not None:
             values["vocab_size"] = tokens.count if isinstance(tokens, gguf.Skipped) else len(tokens)
         own_rows = tables.OWN_ROWS.get(self.name, self.num_layers)
+        shared = self.keys.get("attention.shared_kv_layers", max(self.num_layers - own_rows, 0))
         return {
             **values,
             "gguf_architecture": self.name,
@@ -130,7 +131,8 @@ class _Model:
             "tie_word_embeddings": "output.weight" not in self.header.tensors,
             "sliding_window": self.window or None,
             "attention_chunk_size": self.window or None,
-            "num_kv_shared_layers": self.keys.get("attention.shared_kv_layers", max(self.num_layers - own_rows, 0)),
+            # files of Gemma 3n have a float
+            "num_kv_shared_layers": int(shared) if isinstance(shared, float) and shared.is_integer() else shared,
             "is_encoder_decoder": self.name in tables.ENCODER_DECODERS,
             "max_source_positions": values["max_position_embeddings"],
         }

@@ -46,13 +46,17 @@ HALVES_IN_GRAPH = {"deepseek2-ocr"}
 HALVES_WITH_SECTIONS = {"bailingmoe3", "glm4"}
 
 _STATE = "its state is not keys and values"
-_ENCODER = "it is an encoder, which keeps nothing between calls"
+ENCODER = "it is an encoder, which keeps nothing between calls"
 REFUSED = {
     **dict.fromkeys(("arwkv7", "mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7"), _STATE),
-    **dict.fromkeys(("clip", "t5encoder", "wavtokenizer-dec"), _ENCODER),
+    **dict.fromkeys(("clip", "t5encoder", "wavtokenizer-dec"), ENCODER),
     "gemma4-assistant": "it reads another model's rows",
     "gptj": "llama.cpp has no loader that would say what its fields mean",
 }
+# Further encoders, of which the tables have what llama.cpp says.
+ENCODERS = {
+    "bert", "eurobert", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert", "nomic-bert", "nomic-bert-moe",
+}  # fmt: skip
 
 
 class Windows(NamedTuple):
