@@ -584,4 +584,4 @@ def _core_policy(policy: Policy | None) -> tuple[int, int, int, int, int, int, i
 
 def count(n: int, what: str) -> str:
     """Return "1 layer", "2 layers"."""
-    return f"{n} {what}{'' if n == 1 else 's'}"
+    return f"{n:,} {what}{'' if n == 1 else 's'}"

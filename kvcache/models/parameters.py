@@ -238,6 +238,9 @@ def _made(config: Any, name: str) -> Counted:
     except ImportError as error:
         needs = f"counting needs {error.name}, which is not installed; run: pip install transformers, and {CPU_TORCH}"
         raise NotSupportedError(f"{name}: {needs}") from None
+    named = config.get("model_type") if isinstance(config, Mapping) else None
+    if isinstance(named, str) and named not in transformers.CONFIG_MAPPING:
+        raise NotSupportedError(f"{name}: transformers knows no model_type {shown(named)}")
     try:
         with _silence(), _limit(), torch.device("meta"):
             if isinstance(config, Mapping):

@@ -41,7 +41,7 @@ def write(made: Plan) -> None:
         print_paragraph("in all")
         own = [row for row in made.rows if row.policy == AS_IT_IS]
         print_list(f"{row.dtype} {row.bytes_per_token:,}" for row in own)
-    print(f"\n{count(made.sequences, 'sequence')} of {made.context:,} tokens")
+    print(f"\n{count(made.sequences, 'sequence')} of {count(made.context, 'token')}")
     for policy, rows in groupby(made.rows, key=lambda row: row.policy):
         print()
         _print_rows(policy, [*rows], _heading(made))

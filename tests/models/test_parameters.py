@@ -170,10 +170,8 @@ def test_all_parts_of_a_model_are_counted():
 @pytest.mark.parametrize(
     "change",
     [
-        {"model_type": "novel"},
         {"model_type": None},
         {"model_type": ["llama"]},
-        {"model_type": "novel", "auto_map": {"AutoModel": "other/code--modeling.Novel"}},
         {"vocab_size": -1},
         {"vocab_size": "many"},
         {"hidden_size": 2**62},
@@ -187,6 +185,13 @@ def test_what_transformers_cannot_make(change, capfd):
         parameters.count(LLAMA | change)
     assert capfd.readouterr() == ("", "")
     assert logging.root.manager.disable == disabled
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("change", [{}, {"auto_map": {"AutoModel": "other/code--modeling.Novel"}}])
+def test_a_type_that_transformers_does_not_know(change):
+    with pytest.raises(kvcache.NotSupportedError, match=r"^config: transformers knows no model_type 'novel'$"):
+        parameters.count(LLAMA | {"model_type": "novel"} | change)
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers"])

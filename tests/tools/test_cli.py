@@ -268,6 +268,12 @@ def test_plan():
     assert "\n4 layers of 2 KV heads x 64, FullAttention()\n    f16 2,048  int8 1,056  " in done.stdout
 
 
+def test_plan_writes_numbers_of_sequences_and_tokens_alike():
+    text = run_here(*PLAN, MODEL, "--context", 1, "--sequences", "1k").stdout
+    assert "\n1,024 sequences of 1 token\n" in text
+    assert "cache of 1,024 sequences" in " ".join(text.split())
+
+
 def test_plan_fits_80_columns(tmp_path, monkeypatch):
     monkeypatch.setattr("kvcache.tools.bench.decode_rates", lambda shape, dtypes, _: dict.fromkeys(dtypes, 1e12))
     config = LLAMA_8B | {
@@ -521,7 +527,7 @@ def test_weights_that_are_fewer_bytes_than_any_model_s_are_refused(given, nbytes
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "xverse"}, "transformers cannot make the model (KeyError: \"'xverse'\")"),
+        ({"model_type": "xverse"}, "transformers knows no model_type 'xverse'"),
         ({"vocab_size": -1}, "transformers cannot make the model ("),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "8,030,261,248 parameters, packed by gptq"),
         ({"torch_dtype": "float3"}, "8,030,261,248 parameters in float3"),
