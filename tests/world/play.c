@@ -220,11 +220,14 @@ void name_blocks(void) {
         }
 }
 
-/* Whether blocks may have been evicted to make room. */
-static int may_evict(void) {
+/* Whether blocks may have been evicted: to make room, or as memory was refused for the rows of a batch. */
+static int may_evict(const call *c) {
     kvc_stats stats;
-    if (!capacity_of(&w.o) && !w.o.config.max_bytes) return 0;
+    const operation *op = &operations[c->operation];
+    const int is_refused = c->is_short && (op->right == right_begin || op->right == right_reserve);
+    if (!capacity_of(&w.o) && !w.o.config.max_bytes && !is_refused) return 0;
     kvc_get_stats(w.cache, &stats, sizeof stats);
+    w.has_made_room |= is_refused;
     return w.o.config.max_bytes || stats.rows_evicted != w.stats.rows_evicted;
 }
 
@@ -232,7 +235,7 @@ static int may_evict(void) {
 static void judge(call *c) {
     static _Thread_local oracle next;
     const operation *op = &operations[c->operation];
-    const int evicts = !w.o.crowded && may_evict();
+    const int evicts = !w.o.crowded && may_evict(c);
     if (w.o.crowded && (w.is_wild || is_open_call(&w.o, c))) {
         judge_openly(c);
         return;

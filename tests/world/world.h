@@ -96,6 +96,7 @@ typedef struct world {
     int num_clients;         /* above 1: the oracle is crowded */
     int is_wild;             /* clients change sequences of each other: nobody knows what these hold */
     int has_faults, refuses; /* allocations, and functions of the caller, fail */
+    int has_made_room;       /* memory was refused for a batch, which may have evicted blocks then */
     int traces, is_child;
     int64_t memory; /* bytes that the cache has */
 } world;
