@@ -228,7 +228,8 @@ void notice_evictions(world *w, int cache, unsigned own) {
     kvc_stats s;
     kvc_get_stats(w->caches[cache], &s, sizeof s);
     const int is_evicted = s.rows_evicted != w->stats[cache].rows_evicted;
-    if (is_evicted && !w->shape.is_limited) fail(w, "rows were evicted, but nothing is limited");
+    const int may_evict = w->shape.is_limited || w->has_faults; /* blocks go to a batch if memory is refused */
+    if (is_evicted && !may_evict) fail(w, "rows were evicted, but nothing is limited");
     w->stats[cache] = s;
     if (is_evicted || w->shape.config.max_bytes) note_evicted(w, cache, own);
 }
