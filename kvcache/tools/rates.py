@@ -68,7 +68,7 @@ class Rates:
 
 def given(bandwidth: float) -> Rates:
     """Return the rates of a machine of which only the bandwidth of its memory is known."""
-    return Rates(bandwidth, "as given; computing counts with --cores", {}, {})
+    return Rates(bandwidth, "as given; computing attention counts with --cores", {}, {})
 
 
 def of_cores(bandwidth: float, num_cores: int, measured: Rates) -> Rates:

@@ -336,7 +336,7 @@ def test_plan_for_another_machine(tmp_path, monkeypatch):
     options = [tmp_path, "--memory", "512GB", "--bandwidth", "400 GB/s", "--context", "8k", "--dtype", "f16"]
     done = run_here("plan", *options)
     assert "\nmemory: 476.8 GiB free (as given)\n" in done.stdout
-    assert "\nmemory is read at 400.0 GB/s (as given; computing counts with --cores)\n" in done.stdout
+    assert "\nmemory is read at 400.0 GB/s (as given; computing attention counts with --cores)\n" in done.stdout
     assert rows_of(done)[0].split() == ["f16", "1.0", "GiB", "16.0", "GiB", "yes", "3,783,717", "461", "25"]
     words = " ".join(done.stdout.split())
     assert "needs: weights, cache of 1 sequence; without the buffers of the program that runs the model" in words
@@ -344,7 +344,7 @@ def test_plan_for_another_machine(tmp_path, monkeypatch):
     assert "max context: what memory holds; the model is trained for 131,072 tokens" in words
     made = json.loads(run_here("plan", *options, "--json").stdout)
     assert (made["memory"]["free"], made["memory"]["source"]) == (512 * 10**9, "as given")
-    assert (made["bandwidth"], made["bandwidth_source"]) == (4e11, "as given; computing counts with --cores")
+    assert (made["bandwidth"], made["bandwidth_source"]) == (4e11, "as given; computing attention counts with --cores")
     (row,) = made["rows"]
     assert row["needs"] == 2 * PARAMETERS + row["nbytes"]
     assert row["tokens_per_second"] == pytest.approx(4e11 / (made["memory"]["weights_read"] + row["nbytes"]))
