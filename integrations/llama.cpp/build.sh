@@ -116,7 +116,8 @@ check() {
 commit_of_archive() {
     local commit
     commit=$(tar -xzOf "$archive" "$name/CHANGELOG.md" 2>/dev/null |
-        sed -n "/^## \\[$version\\]/,/^## \\[/s/.*llama\\.cpp@\\([0-9a-f]*\\).*/\\1/p" | head -n 1)
+        sed -n "/^## \\[$version\\]/,/^## \\[/s/.*llama\\.cpp@\\([0-9a-f]*\\).*/\\1/p")
+    commit=${commit%%$'\n'*} # the first
     echo "${commit:-unknown}"
 }
 

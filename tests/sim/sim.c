@@ -944,7 +944,9 @@ static void weigh(client *c, int s) {
                                    .reduction = pick(2),
                                    .scale = 1};
     begin_call(c, "kvc_weights");
-    if (!ended(c, kvc_weights(w->cache, id_of(s), l, &args), w->expires ? MAY_BE_INVALID | MAY_BE_GONE : 0)) return;
+    if (!ended(c, kvc_weights(w->cache, id_of(s), l, &args),
+               MAY_CANCEL | (w->expires ? MAY_BE_INVALID | MAY_BE_GONE : 0)))
+        return;
     for (int h = 0; h < HEADS; h++) {
         float sum = 0, largest = 0;
         for (int i = 0; i < num; i++) sum += weights[h][i], largest = fmaxf(largest, weights[h][i]);

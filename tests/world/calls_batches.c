@@ -71,9 +71,11 @@ static void draw_tokens(call *c, int is_odd) {
         c->slots[t] = (int8_t)members[m];
         c->symbols[t] = (int8_t)next_symbol(s, next[m], texts[m]);
         if (next[m] == text_length(texts[m]) && next[m] < MOST_TEXT) texts[m] = text_behind(texts[m], c->symbols[t]);
-        c->positions[t] = next[m]++;
+        c->positions[t] = next[m];
+        if (next[m] < KVC_END) next[m]++;
         c->parents[t] = -1;
-        if (is_odd && !pick(3) && !s->prefix) c->positions[t] += pick(13) - 6;
+        if (is_odd && !pick(3) && !s->prefix)
+            c->positions[t] = (int32_t)((uint32_t)c->positions[t] + (uint32_t)(pick(13) - 6));
         if (c->positions[t] < 0 || c->positions[t] == KVC_END) c->positions[t] = 0;
     }
 }

@@ -158,7 +158,7 @@ static void move_layer(oracle *o, sequence *s, int l, int32_t begin, int32_t end
         if (r.position >= begin && r.position < end) {
             const int64_t to = divisor ? r.position / divisor : (int64_t)r.position + delta;
             if (to < 0) continue;
-            r.delta = copies ? 0 : rotates ? r.delta + (int32_t)to - r.position : 0;
+            r.delta = copies ? 0 : rotates ? (int32_t)(r.delta + to - r.position) : 0;
             r.slot = copies ? o->next_slot++ : r.slot;
             r.position = (int32_t)to;
         }
@@ -374,7 +374,7 @@ kvc_status right_inject(oracle *o, const call *c) {
     for (int32_t at = c->begin; at < c->end; at++) {
         row *r = (row *)find_row(&s->layers[c->layer], at);
         if (!r) continue;
-        r->tag = c->tag + at / stride - c->begin / stride;
+        r->tag = c->tag + (at / stride - c->begin / stride);
         tokens[r->tag] = (token){.base = at, .time = c->began};
         make_inexact(s, c->begin / stride * stride + stride - 1);
         note_edit(s);
