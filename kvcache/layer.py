@@ -506,7 +506,7 @@ def _rope(value: Any, name: str) -> RopeLike:
 
 def _check_dim(name: str, dim: int, dtype: DType, what: str) -> None:
     if not suits(dtype, dim):
-        raise ValueError(f"{name}={dim}: must be a multiple of 32 where {what} are stored as {dtype}")
+        raise ValueError(f"{name}={dim}: must be a multiple of 32 where {what} are stored as {dtype}; f16 takes any")
 
 
 def _check_sketch(layer: Layer) -> None:
