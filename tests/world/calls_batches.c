@@ -86,8 +86,9 @@ static void draw_parents(call *c) {
     for (int t = 0; t < c->num; t++) {
         const int parent = t - 1 - pick(3);
         c->parents[t] = parent >= 0 && c->slots[parent] == c->slots[t] ? parent : -1;
-        c->positions[t] =
-            c->parents[t] >= 0 ? c->positions[c->parents[t]] + 1 : next_of(&w.o, &w.o.sequences[c->slots[t]]);
+        c->positions[t] = c->parents[t] >= 0 ? (int32_t)((uint32_t)c->positions[c->parents[t]] + 1)
+                                             : next_of(&w.o, &w.o.sequences[c->slots[t]]);
+        if (c->positions[t] < 0) c->positions[t] = 0;
     }
 }
 
