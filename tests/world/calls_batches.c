@@ -37,7 +37,7 @@ static void set_ids(const call *c, int64_t *ids) {
 /* ---- begin ------------------------------------------------------------------------------------------------------- */
 
 /* The token that follows a sequence's text: of its prompt, of a text of the world, or any. */
-static int next_symbol(const sequence *s, int32_t position, int text) {
+static int next_symbol(const sequence *s, int64_t position, int text) {
     if (s->prompt && position < text_length(s->prompt) && text_begin(s->prompt, position) == text)
         return text_symbol(text_begin(s->prompt, position + 1));
     const int other = w.texts[pick(TEXTS)];
@@ -46,10 +46,13 @@ static int next_symbol(const sequence *s, int32_t position, int text) {
     return pick(3) ? pick(2) : pick(SYMBOLS);
 }
 
+/* Returns a position, or 0 for what is none. */
+static int32_t position_or_0(int64_t position) { return position >= 0 && position < KVC_END ? (int32_t)position : 0; }
+
 /* Draws the tokens of up to three sequences: usually the next ones, one sequence after the other or mixed. */
 static void draw_tokens(call *c, int is_odd) {
     int members[3], texts[3];
-    int32_t next[3];
+    int64_t next[3];
     for (int m = 0; m < 3; m++) {
         members[m] = own_slot();
         const sequence *s = &w.o.sequences[members[m]];
@@ -71,12 +74,9 @@ static void draw_tokens(call *c, int is_odd) {
         c->slots[t] = (int8_t)members[m];
         c->symbols[t] = (int8_t)next_symbol(s, next[m], texts[m]);
         if (next[m] == text_length(texts[m]) && next[m] < MOST_TEXT) texts[m] = text_behind(texts[m], c->symbols[t]);
-        c->positions[t] = next[m];
-        if (next[m] < KVC_END) next[m]++;
+        const int is_moved = is_odd && !pick(3) && !s->prefix;
+        c->positions[t] = position_or_0(next[m]++ + (is_moved ? pick(13) - 6 : 0));
         c->parents[t] = -1;
-        if (is_odd && !pick(3) && !s->prefix)
-            c->positions[t] = (int32_t)((uint32_t)c->positions[t] + (uint32_t)(pick(13) - 6));
-        if (c->positions[t] < 0 || c->positions[t] == KVC_END) c->positions[t] = 0;
     }
 }
 
@@ -86,9 +86,8 @@ static void draw_parents(call *c) {
     for (int t = 0; t < c->num; t++) {
         const int parent = t - 1 - pick(3);
         c->parents[t] = parent >= 0 && c->slots[parent] == c->slots[t] ? parent : -1;
-        c->positions[t] = c->parents[t] >= 0 ? (int32_t)((uint32_t)c->positions[c->parents[t]] + 1)
-                                             : next_of(&w.o, &w.o.sequences[c->slots[t]]);
-        if (c->positions[t] < 0) c->positions[t] = 0;
+        const int64_t next = next_of(&w.o, &w.o.sequences[c->slots[t]]);
+        c->positions[t] = position_or_0(c->parents[t] < 0 ? next : (int64_t)c->positions[c->parents[t]] + 1);
     }
 }
 

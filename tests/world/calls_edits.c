@@ -6,6 +6,12 @@
 /* Returns a position, usually one where no row of a layer with a stride is cut. */
 static int32_t usually_whole(int32_t position) { return pick(6) ? position / w.o.unit * w.o.unit : position; }
 
+/* Draws a position behind this one, by less than `most` and at most KVC_END. */
+static int32_t behind(int32_t position, int most) {
+    const int distance = pick(most);
+    return distance < KVC_END - position ? position + distance : KVC_END;
+}
+
 static int draw_one(call *c) {
     c->s = own_slot();
     return 1;
@@ -29,7 +35,7 @@ int draw_share(call *c) {
     if (!draw_two(c)) return 0;
     const int32_t next = next_of(&w.o, &w.o.sequences[c->to]);
     c->begin = usually_whole(pick(3) ? pick(2) ? next : any_position(c->s) : 0);
-    c->end = pick(2) && c->begin < INT32_MAX - 40 ? c->begin + pick(40) : KVC_END;
+    c->end = pick(2) ? behind(c->begin, 40) : KVC_END;
     return w.o.sequences[c->s].layers[0].num + w.o.sequences[c->to].layers[0].num < ROWS - TOKENS;
 }
 
@@ -40,7 +46,7 @@ void run_share(call *c) { c->status = kvc_share(w.cache, w.ids[c->s], w.ids[c->t
 static int draw_positions(call *c) {
     draw_one(c);
     c->begin = usually_whole(any_position(c->s));
-    c->end = pick(3) ? usually_whole(c->begin + pick(20)) : KVC_END;
+    c->end = pick(3) ? usually_whole(behind(c->begin, 20)) : KVC_END;
     if (c->end < c->begin) c->end = c->begin;
     return 1;
 }
@@ -107,12 +113,13 @@ int draw_inject(call *c) {
     const int32_t first = extreme_of(&w.o, &w.o.sequences[c->s], -1), at = any_position(c->s);
     c->layer = pick(w.o.num_layers);
     c->begin = at < first && pick(3) ? first : at;
-    c->end = c->begin < INT32_MAX - 12 ? c->begin + pick(10) : c->begin;
+    c->end = behind(c->begin, 10);
     c->flag = pick(2);
     c->tag = new_tags(10);
     const int stride = stride_of(&w.o, c->layer); /* others may find the rows before the call returns */
     for (int i = 0; i < 10; i++)
-        tokens[c->tag + i] = (token){.base = (c->begin / stride + i + 1) * stride - 1, .time = c->began};
+        tokens[c->tag + i] =
+            (token){.base = (int32_t)(((int64_t)c->begin / stride + i + 1) * stride - 1), .time = c->began};
     return 1;
 }
 
@@ -216,7 +223,7 @@ void run_hold_free(call *c) {
 int draw_extract(call *c) {
     draw_positions(c);
     c->layer = pick(w.o.num_layers);
-    c->end = c->begin < INT32_MAX - 30 ? c->begin + pick(30) : c->begin;
+    c->end = behind(c->begin, 30);
     c->flag = pick(16); /* the pointers that are left out, as bits */
     return 1;
 }
