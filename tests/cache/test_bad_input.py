@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import copy
 import itertools
 import os
 import re
@@ -245,6 +246,8 @@ def calls_with_seq_id(cache):
         "seq_id last_position": cache.last_position,
         "seq_id next_position": cache.next_position,
         "seq_id can_resume": lambda s: cache.can_resume(0, seq_id=s),
+        "seq_id room": cache.room,
+        "seq_id reserve": lambda s: cache.reserve(1, seq_id=s),
         "seq_id keep": cache.keep,
         "seq_id clear": cache.clear,
         "seq_id remove": lambda s: cache.remove(seq_id=s),
@@ -500,6 +503,7 @@ def test_use_after_close(cache):
         **{name: lambda call=call: call(0) for name, call in calls_with_position(cache).items()},
         **properties,
         "capacity_bytes": lambda: cache.capacity_bytes,
+        "copy": lambda: copy.copy(cache),
         "batch": lambda: cache.batch(1),
         "with": cache.__enter__,
         "explain": cache.explain,
@@ -552,9 +556,14 @@ def test_arguments_that_close_the_cache(cache, batch):
 # ---- functions that move keys
 
 
+def interrupt(layer, keys, delta):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(
     ("function", "error", "word"),
     [
+        (interrupt, KeyboardInterrupt, ""),
         (lambda layer, keys, delta: 1 / 0, ZeroDivisionError, "division"),
         (lambda layer, keys, delta: keys[:1], ValueError, "shape (1, "),
         (lambda layer, keys, delta: None, ValueError, "shape ()"),

@@ -37,20 +37,6 @@ def by_hand(q, dense):
     return attend(q, k.swapaxes(0, 1), v.swapaxes(0, 1), bias=mask)
 
 
-# ---- trees
-
-
-def test_what_is_not_kept_need_not_have_been_put():
-    cache = new_cache()
-    with cache.batch(4) as batch:
-        batch.put(0, *rows(2)[1:])
-        batch.commit([1, 0])
-    assert cache.seq_len() == 2
-    with cache.batch(2) as batch:
-        batch.commit(keep=[])
-    assert cache.seq_len() == 2
-
-
 # ---- directions
 
 
@@ -392,18 +378,6 @@ def test_slots_that_were_dropped_hinder_nothing():
 # ---- room
 
 
-def test_reserve():
-    cache = new_cache(capacity=10, block_size=2)
-    feed(cache, 4)
-    with pytest.raises(kvcache.CacheFullError, match="capacity"):
-        cache.reserve(7)
-    opened = cache.stats()["blocks_opened"]
-    cache.reserve(6)
-    assert cache.stats()["blocks_opened"] == opened + 3
-    feed(cache, 6)
-    assert cache.stats()["blocks_opened"] == opened + 3
-
-
 @pytest.mark.parametrize(
     "unlimited",
     [
@@ -417,24 +391,3 @@ def test_tokens_that_are_not_stored_count_for_no_limit(unlimited):
     with kvcache.KVCache(1, 1, 2, **unlimited).batch(20) as batch:
         assert batch.positions.tolist() == [*range(20)]
         batch.abort()
-
-
-def test_a_prompt_longer_than_the_capacity_says_how_much_of_it_fits_at_once():
-    cache = kvcache.KVCache(1, 2, 8, None, v_head_dim=4, policy=kvcache.SlidingWindow(4), capacity=16)
-    assert cache.room() == 16
-    with pytest.raises(kvcache.CacheFullError, match="capacity is 16, so that at most 16 fit at once"):
-        cache.batch(17)
-    feed(cache, 16)
-    assert cache.room() == 13
-    with pytest.raises(kvcache.CacheFullError, match="3 of capacity 16 are in use, 13 fit at once"):
-        cache.batch(14)
-    feed(cache, 13)
-    full = kvcache.KVCache(1, 2, 8, 16, v_head_dim=4, max_sequences=2)
-    feed(full, 16)
-    assert (full.room(), full.room(7)) == (0, 16)
-    with pytest.raises(kvcache.CacheFullError, match="holds 16 of max_seq_len 16, 0 fit at once"):
-        full.batch(17)
-    batch = full.batch(positions=[0], seq_ids=[1])
-    with pytest.raises(kvcache.CacheBusyError):
-        full.room()
-    batch.abort()

@@ -1,6 +1,5 @@
 """KVCache from Python: sequences, edits, views, memory, closing."""
 
-import contextlib
 import copy
 import dataclasses
 import gc
@@ -34,12 +33,6 @@ def feed(cache, positions, seq_id=0):
 @pytest.fixture
 def cache():
     return kvcache.KVCache(2, 2, 8, 64, v_head_dim=4, dtype="f32", max_sequences=None)
-
-
-@pytest.fixture
-def window():
-    local, full = kvcache.SlidingWindow(4, num_sink_tokens=1), kvcache.FullAttention()
-    return kvcache.KVCache(2, 1, 8, None, dtype="f32", policy=[local, full], block_size=4)
 
 
 # ---- making one
@@ -179,16 +172,6 @@ def test_a_with_that_cannot_commit_aborts(cache):
     feed(cache, range(2))
 
 
-def test_commit_by_hand_that_fails_leaves_the_batch_open(cache):
-    batch = cache.batch(1)
-    batch.put(0, np.ones((1, 2, 8), np.float32), np.ones((1, 2, 4), np.float32))
-    with pytest.raises(ValueError, match="layer 1"):
-        batch.commit()
-    batch.put(1, np.ones((1, 2, 8), np.float32), np.ones((1, 2, 4), np.float32))
-    batch.commit()
-    assert cache.seq_len() == 1
-
-
 def test_ending_twice_does_nothing(cache):
     with cache.batch(1) as batch:
         batch.abort()
@@ -208,9 +191,6 @@ def test_a_batch_that_is_dropped_is_aborted(cache):
     del batch
     gc.collect()
     feed(cache, range(2))
-
-
-# ---- sequences and edits
 
 
 # ---- reading rows
@@ -317,14 +297,6 @@ def test_measures(cache):
 # ---- the end
 
 
-def test_with_closes():
-    with kvcache.KVCache(1, 1, 8, 64) as cache:
-        feed(cache, range(2))
-    with pytest.raises(ValueError, match="closed"):
-        cache.seq_len()
-    cache.close()
-
-
 @pytest.mark.parametrize("make", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_no_pickles_of_a_batch(cache, make):
     batch = cache.batch(1)
@@ -408,16 +380,6 @@ def test_a_copy_moves_keys_by_the_same_function():
     assert calls == [2, 13]
 
 
-def test_no_copy_while_a_batch_is_open(cache):
-    with cache.batch(1) as batch:
-        with pytest.raises(kvcache.CacheBusyError, match="cannot copy the cache while a batch is open"):
-            copy.copy(cache)
-        batch.abort()
-    cache.close()
-    with pytest.raises(ValueError, match="closed"):
-        copy.copy(cache)
-
-
 def test_an_open_batch_and_a_view_die_with_their_cache():
     cache = kvcache.KVCache(1, 1, 8, 64)
     feed(cache, range(2))
@@ -432,32 +394,6 @@ def test_an_open_batch_and_a_view_die_with_their_cache():
 
 
 # ---- threads
-
-
-def use(cache, batch, x, refusals):
-    try:
-        batch.attend(0, x, x, x)
-        for _ in range(10):
-            batch.attend(0, x)
-            cache.gather(0)
-    except (ValueError, kvcache.CacheBusyError) as error:
-        refusals.append(str(error))
-
-
-def test_a_cache_cannot_be_closed_under_a_call():
-    """One thread ends and closes what another is calling; either may be refused, and nothing may crash."""
-    x = np.ones((64, 4, 64), np.float32)
-    for _ in range(20):
-        cache, refusals = kvcache.KVCache(1, 4, 64, None), []
-        batch = cache.batch(64)
-        thread = threading.Thread(target=use, args=(cache, batch, x, refusals))
-        thread.start()
-        while not cache._core.closed:
-            with contextlib.suppress(kvcache.CacheBusyError):
-                batch.abort()
-                cache.close()
-        thread.join()
-        assert all(any(word in text for word in ("ended", "ending", "closed")) for text in refusals)
 
 
 @pytest.fixture

@@ -227,34 +227,6 @@ def test_the_last_stay_beside_infinite_importance():
     assert cache.next_position() == LENGTH
 
 
-@pytest.mark.parametrize("dtype", ["f32", "q8_0", "int4"])
-def test_results_are_those_of_the_kept_rows(dtype):
-    cache = kvcache.KVCache(1, 2, 32, dtype=dtype)
-    rows, q = random(LENGTH, 2, 32, seed=1), random(1, 4, 32, seed=2)
-    with cache.batch(LENGTH) as batch:
-        batch.put(0, rows, rows)
-    kept = evict(cache, lambda prompt: np.arange(prompt.num_rows) % 3, 0.5)
-    cache.compact()
-    alone = kvcache.KVCache(1, 2, 32, dtype=dtype)
-    with alone.batch(positions=kept) as batch:
-        batch.put(0, rows[kept], rows[kept])
-    found = []
-    for each in (cache, alone):
-        with each.batch(1) as batch:
-            found.append(batch.attend(0, q, rows[:1], rows[:1]))
-    np.testing.assert_array_equal(*found)
-
-
-def test_memory_comes_back():
-    cache, rows = kvcache.KVCache(1, 2, 64), random(20_000, 2, 64)
-    with cache.batch(len(rows)) as batch:
-        batch.put(0, rows, rows)
-    whole = cache.nbytes
-    evict(cache, lambda prompt: np.arange(prompt.num_rows) % 7, 0.25)
-    cache.compact()
-    assert cache.nbytes / whole == pytest.approx(0.25, rel=0.05)
-
-
 def test_a_fork_keeps_its_rows():
     cache = filled()
     cache.fork(0, 1)

@@ -43,23 +43,6 @@ def test_policies_are_values():
 # ---- cross-attention
 
 
-def test_cross_attention():
-    cross = kvcache.CrossAttention(6)
-    cache = new_cache([kvcache.FullAttention(), cross], 2)
-    q, k, v = rows(5)
-    x = rows(3, 1)
-    with cache.batch(2) as batch:
-        batch.put(0, *x[:2, :2])
-        out = batch.attend(1, q[:2], k, v)
-        np.testing.assert_allclose(out, attend(q[:2], k, v), atol=1e-5)
-        np.testing.assert_array_equal(batch.attend(1, q[1:2], first=1), out[1:])
-        dense = batch.dense(1)
-        assert (dense[0].shape, (dense[2] == 0).all()) == ((HEADS, 5, DIM), True)
-    assert (cache.seq_len(), cache.seq_len(layer=1), cache.seq_len(layer=0)) == (2, 5, 2)
-    np.testing.assert_array_equal(cache.keys(1, copy=False), np.swapaxes(k, 0, 1))
-    assert cache.positions(layer=1).tolist() == [0, 1, 2, 3, 4]
-
-
 def test_cross_attention_of_several_sequences():
     cache = new_cache([kvcache.FullAttention(), kvcache.CrossAttention(6)], 2)
     q, k, v = rows(5)

@@ -217,17 +217,6 @@ def test_errors_of_a_function_in_threads():
     check_rows(cache, keys, values, seq_id=1)
 
 
-def test_interrupts_go_through():
-    def interrupt(layer, keys, delta):
-        raise KeyboardInterrupt
-
-    cache = new_cache(interrupt)
-    feed(cache, *raw(3), range(3))
-    with pytest.raises(KeyboardInterrupt):
-        cache.shift(0, None, 1)
-    assert cache.positions().tolist() == [0, 1, 2]
-
-
 def test_a_function_that_knows_its_cache_does_not_keep_it():
     class Mover:
         def __call__(self, layer, keys, delta):

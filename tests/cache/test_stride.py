@@ -63,16 +63,6 @@ def check(cache, positions):
         np.testing.assert_array_equal(cache.gather(layer)[0], wanted if layer == STRIDED else wanted[:1])
 
 
-@pytest.mark.parametrize("step", [1, 5, 40])
-def test_rows_come_with_the_token_that_completes_a_block(step):
-    cache = make()
-    for at in range(0, 40, step):
-        feed(cache, step)
-        check(cache, range(at + step))
-    assert cache.next_position() == 40
-    assert (cache.first_position(layer=STRIDED), cache.last_position(layer=STRIDED)) == (3, 39)
-
-
 def test_rows_are_put_with_queries_and_in_parts():
     cache, k = make(), rows_of(complete(range(11)))
     with cache.batch(11) as batch:

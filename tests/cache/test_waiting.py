@@ -60,30 +60,8 @@ def test_without_a_timeout_it_is_refused_and_says_what_to_do():
         cache.batch(1, seq_ids=[1], timeout=0.0011)
     open_batch.abort()
     assert cache.stats()["aborted"] == 1
-
-
-@pytest.mark.parametrize("timeout", [0, 1e-9, np.float32(2), 3, 1e300, math.inf, None])
-def test_a_free_cache_needs_no_wait(timeout):
-    cache = new_cache()
-    cache.batch(1, timeout=timeout).abort()
-
-
-@pytest.mark.parametrize("timeout", [-1, -1e-9, -math.inf, math.nan, np.float64(-2)])
-def test_no_time(timeout):
-    with pytest.raises(ValueError, match=r"timeout=.*: must be a number of seconds of at least 0; None waits"):
-        new_cache().batch(1, timeout=timeout)
-
-
-@pytest.mark.parametrize("timeout", [10**400, -(10**400)])
-def test_a_time_beyond_all_floats(timeout):
-    with pytest.raises(ValueError, match=r"timeout=.*: is beyond the range of floats; None waits without end"):
-        new_cache().batch(1, timeout=timeout)
-
-
-@pytest.mark.parametrize("timeout", ["1", True, [1], 1j])
-def test_no_number(timeout):
-    with pytest.raises(TypeError, match=r"timeout=.*: a number of seconds or None is needed"):
-        new_cache().batch(1, timeout=timeout)
+    for timeout in (0, 1e-9, np.float32(2), 3, 1e300, math.inf, None):  # a free cache needs no wait
+        cache.batch(1, timeout=timeout).abort()
 
 
 def waiting(cache, *arguments, **keywords):
@@ -115,18 +93,6 @@ def is_in_call(cache):
     raise AssertionError("a batch is open, so that the cache cannot be closed")
 
 
-def test_it_continues_where_the_batch_before_it_ended():
-    cache = new_cache()
-    first = cache.batch(3)
-    second = waiting(cache, 2, timeout=60)
-    rows = np.ones((3, 2, 8), np.float32)
-    for layer in range(2):
-        first.put(layer, rows, rows)
-    first.commit()
-    assert second.result().positions.tolist() == [3, 4]
-    second.result().abort()
-
-
 def test_a_cache_is_not_closed_under_a_thread_that_waits():
     cache = new_cache()
     first = cache.batch(1)
@@ -149,19 +115,6 @@ def test_one_that_does_not_fit_gives_way_to_the_next():
             too_long.result()
     after_it.result()
     assert cache.next_position(1) == 4
-
-
-def test_n_tokens_of_several_sequences():
-    cache = new_cache()
-    feed(cache, 3, seq_id=5)
-    with cache.batch(4, seq_ids=[5, 2, 5, 2]) as batch:
-        assert batch.positions.tolist() == [3, 0, 4, 1]
-        batch.abort()
-    for seq_ids in ([1], [1, 1, 1]):
-        with pytest.raises(ValueError, match=rf"len\(seq_ids\)={len(seq_ids)}: must be n, which is 2"):
-            cache.batch(2, seq_ids=seq_ids)
-    with pytest.raises(kvcache.CacheFullError, match="max_seq_len 64"):
-        cache.batch(65, seq_ids=[1] * 65)
 
 
 def test_ctrl_c_ends_the_wait():

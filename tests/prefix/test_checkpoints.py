@@ -72,20 +72,6 @@ def test_states_go_through_a_store() -> None:
     assert serve(cache, prefix, []) == 90
 
 
-def test_a_block_that_is_computed_again_does_not_take_the_place_of_one_with_a_state() -> None:
-    store: dict[str, bytes] = {}
-    cache, prefix = make(store=store)
-    serve(cache, prefix, [64, 80, 96])
-    assert prefix.flush(10)
-    longest = {key: len(value) for key, value in store.items()}
-    cache, prefix = make(store=store, timeout=0)
-    serve(cache, prefix, [])
-    assert prefix.flush(10)
-    assert {key: len(value) for key, value in store.items()} == longest
-    cache, prefix = make(store=store)
-    assert serve(cache, prefix, []) == 96
-
-
 def test_no_more_than_the_limit_is_kept() -> None:
     cache, prefix = make(max_checkpoint_bytes=100)
     for first in range(7):

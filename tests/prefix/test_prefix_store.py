@@ -38,44 +38,6 @@ def fill(store, kind="full", prompt=PROMPT, **arguments):
     assert prefix.close()
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("full", "f32"), ("hybrid", "f16"), ("windows", "f32")])
-def test_the_next_process(kind, dtype):
-    """Its first answer is a hit: whole blocks of the prompt, and resumes at any token of them."""
-    store = {}
-    fill(store, kind, dtype=dtype)
-    assert len(store) == 6
-    for at in (15, 16, 40, 96, 99):
-        cache, prefix = make(store, kind, dtype=dtype)
-        prompt = [*range(at), -1, -2]
-        seq_id, matched = prefix.acquire(prompt)
-        assert matched == at // BLOCK * BLOCK
-        if dtype == "f32":
-            check_rows(cache, seq_id, prompt, matched)
-        feed(cache, seq_id, prompt, matched, at + 2)
-        assert prefix.stats.fetched == matched
-        cache.validate()
-
-
-def test_quantised_rows():
-    """Rows come back byte for byte, in types that have no array."""
-    store, found = {}, []
-    for _ in range(2):
-        cache = kvcache.KVCache(2, 2, 64, None, max_sequences=None, block_size=BLOCK, k_dtype="int8", v_dtype="iq4_nl")
-        prefix = kvcache.PrefixCache(cache, store=store, fingerprint="a model", timeout=10)
-        seq_id, matched = prefix.acquire(PROMPT)
-        with cache.batch(positions=range(matched, 100), seq_ids=[seq_id] * (100 - matched)) as batch:
-            import numpy as np
-
-            rows = np.random.default_rng(0).standard_normal((100, 2, 64), np.float32)[matched:]
-            for layer in range(2):
-                batch.put(layer, rows, rows[:, ::-1])
-        found.append([part.tobytes() for layer in range(2) for part in cache.gather(layer, seq_id=seq_id, raw=True)])
-        prefix.release(seq_id, PROMPT)
-        assert prefix.flush(10)
-    assert matched == 96
-    assert found[0] == found[1]
-
-
 VALUES = Path(__file__).with_name("values-1.json")  # by case, keys and values in base64; never written anew
 CASES = {
     "plain": {},
@@ -97,27 +59,6 @@ def test_values_of_version_1_are_found_for_ever(case):
     seq_id, matched = prefix.acquire(prompt)
     assert matched == 32
     check_rows(cache, seq_id, prompt, matched)
-
-
-LONG = 200 * "x"
-
-
-@pytest.mark.parametrize(
-    ("own", "others"),
-    [
-        ({}, {"salt": b"another"}),
-        ({"salt": LONG.encode() + b"1"}, {"salt": LONG.encode() + b"2"}),
-        ({"fingerprint": LONG + "1"}, {"fingerprint": LONG + "2"}),
-    ],
-)
-def test_others_find_nothing(own, others):
-    """Other tenants and models find nothing and delete nothing. tests/c/prefix/test_names.c has types and shapes."""
-    store = {}
-    fill(store, **own)
-    before = dict(store)
-    _cache, prefix = make(store, **others)
-    assert prefix.acquire(PROMPT)[1] == 0
-    assert store == before
 
 
 def test_no_more_is_fetched_than_may_be_matched():
@@ -158,21 +99,6 @@ def test_values_that_lie(secret):
         serve(prefix, cache, PROMPT)
         assert prefix.flush(10)
         assert store[keys[0]] == good
-
-
-def test_payloads_of_another_shape():
-    """A value that is signed, and yet no rows of this cache, is a miss."""
-    store = {}
-    fill(store)
-    key = next(iter(store))
-    cache, prefix = make(store)
-    for payload in (b"", b"\0\0", b"\1", b"\1\1" + bytes(7), b"\1\1" + bytes(10000), b"\2\3\4" + bytes(512)):
-        store[key] = values.pack(key, values.digest_of(prefix), payload)
-        assert prefix.acquire(PROMPT)[1] == 0
-        assert prefix.flush(10)
-        assert key not in store
-        cache.validate()
-    assert cache.stats()["retained"] == 0
 
 
 @pytest.mark.parametrize("second", [kvcache.SlidingWindow(24), kvcache.SlidingWindow(24, resume_window=24)])
@@ -441,16 +367,6 @@ def test_after_close():
     assert store == {}
     assert not prefix.flush(10)
     assert not prefix.close()
-
-
-def test_no_room_for_what_the_store_has():
-    """Blocks that do not fit are computed; the prompt's other blocks are used."""
-    store = {}
-    fill(store)
-    cache, prefix = make(store, capacity=8 * BLOCK)
-    feed(cache, 99, [-1] * 80, 0, 80)
-    assert prefix.acquire(PROMPT)[1] == 48
-    cache.validate()
 
 
 def test_fetching_while_a_batch_is_open():

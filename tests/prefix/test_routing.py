@@ -386,14 +386,6 @@ def test_a_store_without_contains_and_a_timeout_without_end() -> None:
     assert other.lookup(PROMPT, store=True) == 32
 
 
-def test_deletions_that_the_store_did_not_make_are_told() -> None:
-    cache, prefix = make(store=Failing())
-    serve(cache, prefix, PROMPT)
-    assert prefix.flush(10)
-    prefix.forget(PROMPT)
-    assert not prefix.flush(10)
-
-
 def test_events_of_a_store_that_are_lost_are_told() -> None:
     cache, prefix = make(store={}, max_events=3)
     serve(cache, prefix, list(range(16 * 10)))

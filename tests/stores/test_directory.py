@@ -10,98 +10,17 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 
-import hypothesis
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from support import c_stores
 from support.prefixes import BLOCK, make_cache, serve
 
 import kvcache
 from kvcache import _core
 from kvcache.stores import DirectoryStore
 
-MAX_BYTES, HEADER = 2000, 84  # HEADER: bytes of a file before the value
-A, B, C = KEYS = [hashlib.blake2b(bytes([i]), digest_size=32).hexdigest() for i in range(3)]
-
-
-class Model(dict):
-    """The entries of a store of limited size, by their use: the first was used least recently."""
-
-    def put(self, key, value):
-        self.pop(key, None)
-        size = HEADER + len(value)
-        if self.nbytes + size > MAX_BYTES:
-            while self and self.nbytes + size > MAX_BYTES - MAX_BYTES // 16:
-                del self[next(iter(self))]
-        self[key] = value
-
-    @property
-    def nbytes(self):
-        return sum(HEADER + len(value) for value in self.values())
-
-
-class Machine(RuleBasedStateMachine):
-    """A store and a dictionary do the same, and hold the same; other stores on the same folder, too."""
-
-    keys = st.sampled_from(KEYS)
-
-    @initialize()
-    def begin(self):
-        self.folder = contextlib.ExitStack()
-        self.path = self.folder.enter_context(tempfile.TemporaryDirectory())
-        self.store = DirectoryStore(self.path, max_bytes=MAX_BYTES)
-        self.model = Model()
-
-    def teardown(self):
-        self.folder.close()
-
-    @rule(key=keys, length=st.integers(1, 900))
-    def put(self, key, length):
-        self.store[key] = b"x" * length
-        self.model.put(key, b"x" * length)
-
-    @rule(key=keys)
-    def get(self, key):
-        assert self.store.get(key) == self.model.get(key)
-        if key in self.model:
-            self.model[key] = self.model.pop(key)  # it is used now
-
-    @rule(key=keys, pops=st.booleans())
-    def delete(self, key, pops):
-        if key in self.model:
-            if pops:
-                assert self.store.pop(key) == self.model[key]
-            else:
-                del self.store[key]
-            del self.model[key]
-        else:
-            with pytest.raises(KeyError):
-                del self.store[key]
-
-    @rule()
-    def open_again(self):
-        self.store = DirectoryStore(self.path, max_bytes=MAX_BYTES)
-
-    @rule()
-    def clear(self):
-        self.store.clear()
-        self.model.clear()
-
-    @invariant()
-    def same(self):
-        assert set(self.store) == self.model.keys()
-        assert len(self.store) == len(self.model)
-        assert self.store.nbytes == self.model.nbytes <= MAX_BYTES
-        assert all((key in self.store) == (key in self.model) for key in KEYS)
-
-
-TestMachine = Machine.TestCase
-TestMachine.settings = hypothesis.settings(max_examples=30, stateful_step_count=30, deadline=None)
+HEADER = 84  # bytes of a file before the value
+A, B = (hashlib.blake2b(bytes([i]), digest_size=32).hexdigest() for i in range(2))
 
 
 @pytest.mark.parametrize("value", [bytearray(b"value"), memoryview(b"value")])
@@ -153,16 +72,6 @@ def test_bad_input(tmp_path):
             DirectoryStore(path)
 
 
-def test_the_store_of_c(tmp_path):
-    """A program in C has the folder, too."""
-    store, other = DirectoryStore(tmp_path), c_stores.directory(tmp_path, 0)
-    store[A] = b"from Python"
-    other.write(B, b"from C")
-    assert other.read(A, 100) == b"from Python"
-    assert dict(store) == {A: b"from Python", B: b"from C"}
-    other.close()
-
-
 def test_a_value_is_read_in_part(tmp_path):
     store = DirectoryStore(tmp_path)
     store[A] = b"some value"
@@ -175,26 +84,6 @@ def test_a_name_of_another_length(tmp_path):
     for call in (lambda: store.read(b"abc", 1), lambda: store.size(b"abc"), lambda: store.remove(b"abc")):
         with pytest.raises(ValueError, match="a name has 32 bytes, not 3"):
             call()
-
-
-def test_asking_is_no_use(tmp_path):
-    """Only reading and writing keep a value from being evicted."""
-    store = DirectoryStore(tmp_path, max_bytes=3 * (HEADER + 100))
-    for key in KEYS:
-        store[key] = bytes(100)
-    assert A in store
-    assert len(store) == 3
-    assert store.read(B, 1)
-    store["0" * 64] = bytes(90)
-    assert A not in store
-    assert B in store
-
-
-def test_files_are_private(tmp_path):
-    store = DirectoryStore(tmp_path / "one" / "two")
-    store[A] = b"value"
-    modes = [os.stat(file).st_mode & 0o777 for file in (store.path, *store.path.iterdir())]
-    assert modes == [0o700, 0o600, 0o600]
 
 
 def test_a_folder_that_is_gone_and_comes_back(tmp_path):
@@ -338,29 +227,6 @@ def test_a_stopped_process_holds_up_no_reader(tmp_path):
         for key in store:
             store.get(key)
         assert time.monotonic() - begin < 60
-
-
-def test_threads_of_one_store(tmp_path):
-    """Writers let each other run while they write; each value is a value that somebody wrote."""
-    store, failures = DirectoryStore(tmp_path, max_bytes=100_000), []
-
-    def work(number):
-        try:
-            for i in range(100):
-                store[f"{i * number % 30:064x}"] = b"v" * 1000 * (1 + i % 3)
-                assert len(store.get(f"{i * 7 % 30:064x}", b"")) in (0, 1000, 2000, 3000)
-                if i % 3 == 0:
-                    store.pop(f"{i % 30:064x}", None)
-        except Exception as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert int.from_bytes((tmp_path / "usage.lock").read_bytes(), "little") == store.nbytes <= 100_000
 
 
 @pytest.mark.parametrize("size", [3, 60, 100])

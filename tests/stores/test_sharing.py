@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.faulty_stores import Blocking, Bulk, Faulty, raising
 from support.prefixes import make_cache
+from support.servers import until
 
 import kvcache
 from kvcache.stores import calls, reader, worker
@@ -17,13 +18,6 @@ from kvcache.stores import client as module
 from kvcache.stores.client import StoreClient
 
 LONG = 30
-
-
-def until(condition):
-    deadline = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.005)
 
 
 def reads_of(client):

@@ -14,6 +14,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 from support.faulty_stores import Blocking, Bulk, Faulty, raising, sleeping
+from support.servers import until
 
 from kvcache.stores import DirectoryStore, calls, reader, worker, writer
 from kvcache.stores.client import StoreClient
@@ -30,13 +31,6 @@ def put(client, key, payload=b"rows"):
 def fill(client, keys):
     assert all(put(client, key) for key in keys)
     assert client.flush(LONG)
-
-
-def until(condition):
-    deadline = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("kind", [dict, Faulty, Bulk])

@@ -37,14 +37,15 @@ static void test_messages(void) {
     CHECK(kvc_capacity(p->cache) == 20 && kvc_capacity_bytes(p->cache) == 20 * 2 * 24); /* their product by default */
     CHECK_FAILS(pair_feed(p, 0, 0, 11), KVC_ERR_FULL, "max_seq_len 10", "11 more tokens");
     CHECK(pair_feed(p, 0, 0, 8) == KVC_OK && fabs(kvc_utilization(p->cache) - 0.4) < 1e-15);
-    CHECK_FAILS(pair_feed(p, 0, 8, 11), KVC_ERR_FULL, "sequence 0 holds 8", "max_seq_len 10");
+    CHECK_FAILS(pair_feed(p, 0, 8, 11), KVC_ERR_FULL, "sequence 0 holds 8 of max_seq_len 10", "2 fit at once");
     CHECK_FAILS(pair_pass(p, 2, (int32_t[]){0, 0}, (int64_t[]){1, 2}), KVC_ERR_FULL, "3 sequences",
                 "max_sequences is 2");
     pair_check(p);
     pair_free(p);
     p = limited_pair(0, 0, 20, 0);
     CHECK(pair_feed(p, 0, 0, 16) == KVC_OK && pair_fork(p, 0, 1) == KVC_OK && pair_feed(p, 1, 16, 20) == KVC_OK);
-    CHECK_FAILS(pair_feed(p, 2, 0, 1), KVC_ERR_FULL, "1 more token ", "20 of capacity 20");
+    CHECK_FAILS(pair_feed(p, 2, 0, 1), KVC_ERR_FULL, "1 more token ", "20 of capacity 20 are in use, 0 fit at once");
+    CHECK_FAILS(pair_feed(p, 2, 0, 21), KVC_ERR_FULL, "capacity is 20", "at most 20 fit at once");
     pair_check(p);
     pair_free(p);
     p = limited_pair(5, 0, 0, 0);
