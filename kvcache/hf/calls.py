@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from kvcache.hf.cache import CACHE, HFCache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
+from kvcache.warning import warn
 
 call: Any = PreTrainedModel.__call__
 # The cache of the call that runs. A model calls parts that are models, too: these are fed what the first call makes.
@@ -64,9 +65,11 @@ def _begin(
 ) -> Token[HFCache | None] | None:
     """Tell a cache what a call feeds, and return what `_end` takes; None: a call around this one has told it.
 
-    In training, rows follow from chance as well (dropout): then the cache is told nothing.
+    In training, rows follow from chance as well (dropout): then the cache is told nothing, and keeps no prompts.
     """
     inputs, is_part = dict(zip(_names_of(type(model).forward), args, strict=False)) | kwargs, _running.get() is cache
+    if model.training and not is_part and (cache.takes_prompt or cache.is_acquired):
+        warn("kvcache: the prefix cache keeps nothing of a model in training mode: call model.eval() first")
     cache.tell({} if model.training else inputs, is_part)
     return None if is_part else _running.set(cache)
 

@@ -75,7 +75,7 @@ def enable(model: Any, dtype: DTypeLike | None = None, **arguments: Any) -> None
     >>> import torch, transformers, kvcache.hf
     >>> config = transformers.LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2,
     ...     num_attention_heads=2, vocab_size=97, eos_token_id=None)
-    >>> model = transformers.AutoModelForCausalLM.from_config(config)
+    >>> model = transformers.AutoModelForCausalLM.from_config(config).eval()
     >>> kvcache.hf.enable(model, dtype="int8")
     >>> model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4).shape
     torch.Size([1, 7])

@@ -184,7 +184,8 @@ def test_rows_that_were_made_in_training_are_not_kept():
     memory = HFCache.make_kv_cache(config, "f32", block_size=BLOCK)
     prefix = kvcache.PrefixCache(memory, fingerprint="a model")
     options = {"cache_implementation": "kvcache", "cache_config": {"prefix": prefix}, **GREEDY}
-    model.train().generate(tokens, **options)
+    with pytest.warns(UserWarning, match=r"keeps nothing of a model in training mode: call model.eval\(\) first"):
+        model.train().generate(tokens, **options)
     model.eval()
     assert known(model, prefix, tokens[0]) == 0
     model.generate(tokens, **options)
