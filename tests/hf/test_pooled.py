@@ -207,7 +207,7 @@ def test_stored_types(name):
     tokens, model = tokens_of(2, 12), without_choices(name, "eager")
     want = logits_of(model, their_cache(model), tokens, [11])
     model.set_attn_implementation("kvcache")
-    for dtype, most in (("f16", 1e-3), ("q8_0", 0.05), ("int8", 0.05)):
+    for dtype, most in (("f16", 1e-3), ("q8_0", 0.08), ("int8", 0.08)):
         cache = HFCache(model.config, dtype)
         assert 0 < off(logits_of(model, cache, tokens, [6, *range(7, 12)]), want) < most
         longer = logits_of(model, cache, tokens_of(2, LENGTH), [LENGTH])
