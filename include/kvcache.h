@@ -1419,10 +1419,11 @@ KVC_API void kvc_prefix_get_stats(kvc_prefix *prefix, kvc_prefix_stats *stats, s
  * batch sees the rows that such a sequence held before; the commit drops them.  If the sequence holds rows, its tokens
  * take slots until the batch ends: capacity and max_seq_len count them like the tokens of any sequence.
  * If the sequence was empty, its tokens take the memory of one layer.  capacity and max_sequences do not count them,
- * and kvc_blocks does not show their rows.  Rows that kvc_attend puts stay until it puts in another layer, even if that
- * is cancelled; attending over them after that, or asking kvc_dense for them, fails with KVC_ERR_GONE.  Rows that
- * kvc_put puts or kvc_slots shows stay until the batch ends, in memory of their own.  So do rows of cross-attention
- * layers, and of layers that others share.  These calls may fail with KVC_ERR_FULL (max_bytes) and KVC_ERR_NOMEM. */
+ * and kvc_blocks does not show their rows.  Rows that kvc_attend puts stay until any call puts such rows in another
+ * layer, even if that is cancelled.  Attending over them after that, or asking kvc_dense for them, fails with
+ * KVC_ERR_GONE.  Rows that kvc_put puts or kvc_slots shows stay until the batch ends, in memory of their own.  So do
+ * rows of cross-attention layers, and of layers that others share.  These calls may fail with KVC_ERR_FULL (max_bytes)
+ * and KVC_ERR_NOMEM. */
 
 /* Waiting for the open batch (kvc_begin_args.timeout_ms).  Calls are served in order of arrival, and find the sequences
  * as they are at that time.  While others wait, a call that does not wait fails with KVC_ERR_BUSY.  Any thread may end
@@ -1524,7 +1525,7 @@ KVC_API void kvc_plan_free(kvc_plan *plan);
  * stored rows.  Rows of the batch have delta 0; if they lie behind the stored rows, they continue the same span.  No
  * mask is applied: the policy, parents and positions say what a token sees.
  * A hold keeps the rows after the batch has ended, too, even if it was aborted.  Without a hold, pointers are valid
- * until the batch ends.  For a sequence that is not stored (kvc_begin_with), they are valid until kvc_attend puts in
+ * until the batch ends.  For a sequence that is not stored (kvc_begin_with), they are valid until rows are put in
  * another layer; in a KVC_CROSS layer, until rows are put there again.
  * Do not call this while another thread puts or writes tokens of the same layer.
  * Fails with KVC_ERR_INVALID if the batch has no token of the sequence, if it restores, or if the layer has no

@@ -200,29 +200,34 @@ static int list_tags(const call *c, int32_t *tags) {
     return num;
 }
 
-void run_put(call *c) {
-    packed k, v;
+void make_put(const call *c, kvc_put_args *args, packed *k, packed *v) {
     int32_t tags[TOKENS] = {0};
     const int num = list_tags(c, tags), is_whole = c->begin + c->num == own_batch()->num;
     int inner = stride_of(&w.o, c->layer) > 1 || pick(3) ? 0 : 1 + pick(6);
     if (inner && num % inner) inner = 0;
-    pack_rows(&k, c->layer, 0, tags, num, inner);
-    pack_rows(&v, c->layer, 1, tags, num, inner);
+    pack_rows(k, c->layer, 0, tags, num, inner);
+    pack_rows(v, c->layer, 1, tags, num, inner);
     const int is_absent = !num && pick(2);
-    const kvc_put_args args = {.struct_size = sizeof args,
-                               .first = c->begin,
-                               .num_tokens = is_whole && pick(2) ? 0 : c->num,
-                               .k = is_absent ? NULL : k.start,
-                               .v = is_absent ? NULL : v.start,
-                               .k_token_stride = k.token_stride,
-                               .k_head_stride = k.head_stride,
-                               .v_token_stride = v.token_stride,
-                               .v_head_stride = v.head_stride,
-                               .k_type = k.type,
-                               .v_type = v.type,
-                               .tokens_per_sequence = inner,
-                               .k_batch_stride = k.batch_stride,
-                               .v_batch_stride = v.batch_stride};
+    *args = (kvc_put_args){.struct_size = sizeof *args,
+                           .first = c->begin,
+                           .num_tokens = is_whole && pick(2) ? 0 : c->num,
+                           .k = is_absent ? NULL : k->start,
+                           .v = is_absent ? NULL : v->start,
+                           .k_token_stride = k->token_stride,
+                           .k_head_stride = k->head_stride,
+                           .v_token_stride = v->token_stride,
+                           .v_head_stride = v->head_stride,
+                           .k_type = k->type,
+                           .v_type = v->type,
+                           .tokens_per_sequence = inner,
+                           .k_batch_stride = k->batch_stride,
+                           .v_batch_stride = v->batch_stride};
+}
+
+void run_put(call *c) {
+    packed k, v;
+    kvc_put_args args;
+    make_put(c, &args, &k, &v);
     c->status = kvc_put(w.batches[c->client], c->layer, &args);
 }
 

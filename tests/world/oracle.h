@@ -99,6 +99,10 @@ typedef struct sequence {
     rows layers[LAYERS];
 } sequence;
 
+/* How a token of a batch got its row in a layer.  For a sequence that is not stored, rows that kvc_attend puts (PASSING)
+ * are GONE once such rows are put in another layer. */
+enum { PUT = 1, PASSING, GONE };
+
 /* Every token that was ever put, by tag. */
 typedef struct token {
     int32_t base; /* the position that it was put for */
@@ -115,7 +119,7 @@ typedef struct batch {
     int8_t slots[TOKENS], symbols[TOKENS];
     uint8_t unstored[TOKENS]; /* alike for all tokens of a sequence; 2: of one that was empty */
     uint8_t layers[LAYERS];   /* that it restores */
-    uint8_t is_put[LAYERS][TOKENS];
+    uint8_t is_put[LAYERS][TOKENS]; /* PUT, ... */
     int num_cross[LAYERS][SLOTS], cross[LAYERS][SLOTS]; /* rows put in cross-attention layers, and their first tag */
 } batch;
 
@@ -213,6 +217,7 @@ void end_sequence(oracle *o, sequence *s);
 void expire_below(const oracle *o, sequence *s, int32_t low);
 void expire_for(oracle *o, const batch *b); /* as a batch that begins does */
 int takes_tokens(const oracle *o, int l, const batch *b);
+kvc_status may_put(const oracle *o, const batch *b, const call *c);
 int count_in(const batch *b, int s);            /* tokens of a sequence */
 int is_busy(const oracle *o, int s);            /* in the open batch */
 int is_engaged(const oracle *o, const call *c); /* the cache, by a batch or by keys that are rewritten */
@@ -250,6 +255,7 @@ kvc_status fits_copies(const oracle *before, const oracle *after); /* an edit th
 kvc_status right_begin(oracle *o, const call *c);
 kvc_status right_put(oracle *o, const call *c);
 kvc_status right_put_cross(oracle *o, const call *c);
+kvc_status right_attend(oracle *o, const call *c);
 kvc_status right_commit(oracle *o, const call *c);
 kvc_status right_abort(oracle *o, const call *c);
 kvc_status right_copy(oracle *o, const call *c);

@@ -12,6 +12,8 @@ typedef struct packed {
     int32_t type;
 } packed;
 
+void make_put(const call *c, kvc_put_args *args, packed *k, packed *v); /* of tokens of the batch */
+
 static inline void convert(float x, int32_t type, void *to) {
     uint32_t bits;
     uint16_t half;

@@ -296,15 +296,53 @@ kvc_status right_begin(oracle *o, const call *c) {
     return KVC_OK;
 }
 
-/* Tokens [begin, begin + num) of the batch get their rows in a layer. */
-kvc_status right_put(oracle *o, const call *c) {
-    batch *b = &o->batches[c->client];
+kvc_status may_put(const oracle *o, const batch *b, const call *c) {
     if (!takes_tokens(o, c->layer, b)) return KVC_ERR_INVALID;
     if (c->begin + c->num > b->num) return KVC_ERR_INDEX;
     for (int t = c->begin; t < c->begin + c->num; t++)
         if (b->is_put[c->layer][t]) return KVC_ERR_INVALID;
-    memset(&b->is_put[c->layer][c->begin], 1, (size_t)c->num);
     return KVC_OK;
+}
+
+static int is_shared(const oracle *o, int l) {
+    for (int other = 0; other < o->num_layers; other++)
+        if (o->layers[other].share == l + 1) return 1;
+    return 0;
+}
+
+/* Rows of sequences that are not stored, and were empty, are PASSING or PUT together, and make those of others go. */
+static void give_rows(const oracle *o, batch *b, const call *c, int how) {
+    uint8_t *own = b->is_put[c->layer];
+    int had = 0, passes = how == PASSING && !is_shared(o, c->layer), is_new = 0;
+    for (int t = 0; t < b->num; t++)
+        if (b->unstored[t] == 2 && (own[t] == PUT || own[t] == PASSING)) had = 1, passes &= own[t] == PASSING;
+    for (int t = c->begin; t < c->begin + c->num; t++) {
+        is_new |= !had && b->unstored[t] == 2 && gets_row(o, c->layer, b->positions[t]);
+        own[t] = PUT;
+    }
+    for (int t = 0; t < b->num; t++) {
+        for (int l = 0; is_new && l < o->num_layers; l++)
+            if (l != c->layer && b->is_put[l][t] == PASSING) b->is_put[l][t] = GONE;
+        if (b->unstored[t] == 2 && (own[t] == PUT || own[t] == PASSING)) own[t] = passes ? PASSING : PUT;
+    }
+}
+
+/* Tokens [begin, begin + num) of the batch get their rows in a layer. */
+kvc_status right_put(oracle *o, const call *c) {
+    batch *b = &o->batches[c->client];
+    const kvc_status right = may_put(o, b, c);
+    if (!right) give_rows(o, b, c, PUT);
+    return right;
+}
+
+/* c->more: bits of the statuses that are right; c->flag: first, tokens get their rows. */
+kvc_status right_attend(oracle *o, const call *c) {
+    batch *b = &o->batches[c->client];
+    kvc_status right = KVC_OK;
+    while (!(c->more >> right & 1)) right++;
+    if (c->more >> c->status & 1) right = c->status;
+    if (c->flag && !right) give_rows(o, b, c, PASSING);
+    return right;
 }
 
 kvc_status right_put_cross(oracle *o, const call *c) {

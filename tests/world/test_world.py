@@ -28,7 +28,6 @@ RUNS = {"drive_thread": 60, "drive_scheduler": 20, "drive_threads": 8, "drive_fa
 
 ELSEWHERE = {  # public functions that are in no row of the table, with the reason
     "attention has an oracle of its own": {
-        "kvc_attend",
         "kvc_choose",
         "kvc_weights",
         "kvc_dense",
