@@ -1,6 +1,5 @@
 """Arrays in and out: NumPy and DLPack, element types, layouts, strides, `out`."""
 
-import itertools
 import sys
 import textwrap
 
@@ -177,15 +176,6 @@ def test_strides_of_axes_of_length_1_mean_nothing():
         batch.put(0, x)
         weights = np.lib.stride_tricks.as_strided(np.ones(1, np.float32), (1, 1), (0, 2))
         assert batch.choose(0, x, width=1, weights=weights).tolist() == [[[0]]]
-
-
-@pytest.mark.parametrize("dim", [1, 2, 7])
-def test_small_dims(dim):
-    cache = kvcache.KVCache(1, 2, dim, 64, dtype="f32")
-    x = small_numbers(4, 2, dim)
-    with cache.batch(4) as batch:
-        batch.put(0, x[..., ::-1], x)
-    np.testing.assert_array_equal(cache.keys(0), np.swapaxes(x[..., ::-1], 0, 1))
 
 
 @pytest.mark.parametrize("way", ["__array__", "__dlpack__"])
@@ -367,25 +357,6 @@ def test_bf16_without_ml_dtypes():
 
 
 # ---- PyTorch
-
-
-@pytest.mark.hf
-@pytest.mark.parametrize(("given", "stored"), [*itertools.product(["float32", "float16", "bfloat16"], NUMPY)])
-def test_torch(given, stored):
-    import torch
-
-    k, v = rows()
-    q, tk, tv = (torch.from_numpy(x).to(getattr(torch, given)) for x in (queries(), k, v))
-    check_stored(stored_after_put(tk, tv, stored), k, v)
-    out = attended(q, tk, tv, stored)
-    assert isinstance(out, torch.Tensor)
-    assert out.dtype == q.dtype
-    result = torch.empty(TOKENS, HEADS, V_DIM, dtype=q.dtype)
-    assert attended(q, tk, tv, stored, out=result) is result
-    assert torch.equal(result, out)
-    strided_out = torch.empty(HEADS, TOKENS, V_DIM, dtype=q.dtype).transpose(0, 1)
-    attended(q, tk.flip(0), tv, stored, out=strided_out)
-    assert torch.equal(strided_out, attended(q, tk.flip(0), tv, stored))
 
 
 @pytest.mark.hf

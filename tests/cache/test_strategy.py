@@ -306,7 +306,7 @@ def test_forks_while_another_thread_keeps_one_sequence(machine):
 def test_a_finalizer_forks_while_decisions_are_listed(machine):
     cache = new_cache(kvcache.Adaptive(0.5))
     machine.available = 0
-    ids = range(2000)
+    ids = range(400)
     cache.batch(positions=[0], seq_ids=[6000]).commit()  # not stored
     others = itertools.count(10_000)
 

@@ -71,19 +71,6 @@ def test_what_is_shown_is_read_only(stored):
         assert not cache.values_for(0, 1, length).flags.writeable
 
 
-@pytest.mark.parametrize("by_layer", [False, True])
-def test_positions_are_stored_in_any_order(cache, by_layer):
-    k, v = random_rows(6)
-    places = [(layer, pos) for layer in range(2) for pos in (3, 0, 5, 1, 2, 4)]
-    for layer, pos in sorted(places, key=lambda place: place[0] if by_layer else 0):
-        store(cache, pos, k[pos], v[pos], layers=[layer])
-    cache.set_seq_len(6)
-    for layer in range(2):
-        for head in range(2):
-            np.testing.assert_array_equal(cache.keys_for(layer, head, 6), k[:, head])
-            np.testing.assert_array_equal(cache.values_for(layer, head, 6), v[:, head])
-
-
 @pytest.mark.parametrize(
     ("layer", "head", "pos", "size"),
     [(2, 0, 0, 8), (-1, 0, 0, 8), (0, 2, 0, 8), (0, 0, 16, 8), (0, 0, -1, 8), (0, 0, 0, 7)],

@@ -2,12 +2,11 @@
 
 import random
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from support.prefixes import BLOCK, feed, make_cache, rows_of
+from support.prefixes import feed, make_cache, rows_of
 
 import kvcache
 
@@ -66,48 +65,6 @@ def test_many_requests(num_requests):
     prefix.clear()
     assert (cache.stats()["live_slots"], cache.stats()["retained"]) == (0, 0)
     cache.validate()
-
-
-def test_requests_beside_a_model():
-    """Request threads acquire and release while another one runs batches without a pause."""
-    cache = make_cache("hybrid", capacity=64 * BLOCK)
-    prefix = kvcache.PrefixCache(cache, fingerprint="a model")
-    answers = [uncached(tokens) for tokens in PROMPTS]
-    stop = threading.Event()
-    num_batches = 0
-
-    def run():
-        nonlocal num_batches
-        while not stop.is_set():
-            with cache.batch(positions=[num_batches % 200], seq_ids=[1 << 40], timeout=None) as batch:
-                for layer in range(3):
-                    batch.put(layer, *(np.zeros((1, 1, 2), np.float32),) * 2)
-            num_batches += 1
-            if num_batches % 200 == 0:
-                cache.clear(1 << 40)
-
-    model = threading.Thread(target=run)
-    model.start()
-    try:
-        found, deadline = [], time.monotonic() + 30
-        with ThreadPoolExecutor(8) as pool:
-            while not found or (num_batches <= 10 and time.monotonic() < deadline):
-                found += pool.map(lambda i: one_request(cache, prefix, PROMPTS[i % 16]), range(200))
-    finally:
-        stop.set()
-        model.join()
-    assert num_batches > 10
-    assert all(np.array_equal(out, answers[i % 200 % 16]) for i, out in enumerate(found))
-    cache.validate()
-
-
-def one_request(cache, prefix, tokens):
-    seq_id, matched = prefix.acquire(tokens)
-    if matched < 59:
-        attend(cache, seq_id, tokens, matched, 59)
-    out = attend(cache, seq_id, tokens, 59, 60)
-    prefix.release(seq_id, tokens)
-    return out
 
 
 def test_prefix_caches_that_come_and_go_beside_commits():

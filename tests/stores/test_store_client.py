@@ -581,34 +581,6 @@ def test_a_guard_without_work_has_no_threads_and_is_collected(monkeypatch):
     until(lambda: gc.collect() >= 0 and gone() is None)  # a thread may be on its last line still
 
 
-def test_many_threads(make):
-    store = Bulk()
-    client = make(store)
-    wrong = []
-
-    def work(number):
-        for i in range(50):
-            key = f"{(number + i) % 40}"
-            put(client, key, key.encode() * 100)
-            for other, payload in client.get_many([key, f"{i % 40}"], LONG).items():
-                if payload != other.encode() * 100:
-                    wrong.append(other)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONG)
-    assert not wrong
-    assert client.flush(LONG)
-    stats = client.stats
-    assert stats.hits + stats.misses == sum(
-        1 + (f"{(n + i) % 40}" != f"{i % 40}") for n in range(16) for i in range(50)
-    )
-    assert 0 < stats.written <= 800  # of one key in one call, the last value is written
-    assert stats.dropped == 0
-
-
 FAULTS = st.sampled_from(["none", "slow", "raise", "nothing", "text"])
 
 

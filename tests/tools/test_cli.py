@@ -250,6 +250,12 @@ def test_warnings_for_developers_keep_their_form(capsys, monkeypatch):
 # ---- plan
 
 
+def measure_nothing(monkeypatch):
+    """Take the rates of a plan for granted."""
+    monkeypatch.setattr(bench, "read_bandwidth", lambda threads, seconds: 1e12)
+    monkeypatch.setattr(bench, "decode_rates", lambda shape, dtypes, _: dict.fromkeys(dtypes, 1e12))
+
+
 def rows_of(done):
     """Return the lines of a plan for the model's own policies."""
     lines = done.stdout.split("\nthe model's own\n")[1].split("\n\n")[0].splitlines()
@@ -275,7 +281,7 @@ def test_plan_writes_numbers_of_sequences_and_tokens_alike():
 
 
 def test_plan_fits_80_columns(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvcache.tools.bench.decode_rates", lambda shape, dtypes, _: dict.fromkeys(dtypes, 1e12))
+    measure_nothing(monkeypatch)
     config = LLAMA_8B | {
         "model_type": "gemma3_text",
         "sliding_window": 1024,
@@ -543,10 +549,8 @@ def test_weights_that_are_not_counted(tmp_path, change, words):
     assert fits_of(text) == {"maybe"}
     assert made["memory"]["weights"] is None
     assert {row["fits"] for row in made["rows"]} == {None}
-    text, made = plan_of(tmp_path, LLAMA_8B | change, "--context", "1000M")
-    assert fits_of(text) == {"no"}
-    text, made = plan_of(tmp_path, LLAMA_8B | change, "--context", "1k", "--weights", "1M")
-    assert fits_of(text) == {"yes"}
+    for options, fits in ((["--context", "1000M"], "no"), (["--context", "1k", "--weights", "1M"], "yes")):
+        assert fits_of(run_here("plan", tmp_path / "config.json", "--no-measure", *options)) == {fits}
 
 
 def test_weights_in_a_type_need_a_count(tmp_path, monkeypatch):
@@ -731,12 +735,18 @@ def test_an_empty_name_is_refused_as_it_was_typed(arguments):
     check_refused(run_here(*arguments), "'' names no file")
 
 
-def test_plan_draws_the_window_too(tmp_path, monkeypatch):
+@pytest.fixture
+def drawn(monkeypatch):
+    """The caches whose memory a plan draws, by name."""
     plot = pytest.importorskip("kvcache.plot", exc_type=ImportError)
     drawn, draw = {}, plot.memory
     monkeypatch.setattr(
         plot, "memory", lambda caches, *limit, **more: drawn.update(caches) or draw(caches, *limit, **more)
     )
+    return drawn
+
+
+def test_plan_draws_the_window_too(tmp_path, drawn):
     types = ["--dtype", "f16", "--dtype", "q8_0"]
     done = run_here("plan", MODEL, "--no-measure", *types, "--window", "1k", "--plot", tmp_path / "a.svg")
     assert done.returncode == 0, done.stderr
@@ -751,7 +761,7 @@ LLAMA_1B = LLAMA_8B | {"num_hidden_layers": 16, "hidden_size": 2048, "max_positi
 
 def test_plan_of_selected_rows(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B))
-    monkeypatch.setattr("kvcache.tools.bench.decode_rates", lambda shape, dtypes, _: dict.fromkeys(dtypes, 1e12))
+    measure_nothing(monkeypatch)
     rates = bench.SelectRates(1e12, 1e12)
     monkeypatch.setattr("kvcache.tools.bench.select_rates", lambda shape, select, dtypes: dict.fromkeys(dtypes, rates))
     done = run_here("plan", tmp_path, "--select", "2k", "--weights", "none", "--dtype", "f16", "--dtype", "int8")
@@ -767,7 +777,8 @@ def test_plan_of_selected_rows(tmp_path, monkeypatch):
     assert 3 * selecting["read_nbytes"] < dense["read_nbytes"] == dense["nbytes"]
 
 
-def test_plan_measures_selected_rows(tmp_path):
+def test_plan_measures_selected_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "cache_size", lambda: 1 << 20)  # some machines have 480 MiB
     config = LLAMA_1B | {"num_hidden_layers": 3, "num_key_value_heads": 1, "num_attention_heads": 4, "head_dim": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = ["--dtype", "f16", "--context", "8k", "--select", 100, "--json", "--threads", 1]
@@ -776,13 +787,8 @@ def test_plan_measures_selected_rows(tmp_path):
     assert min(dense["tokens_per_second"], selecting["tokens_per_second"]) > 0
 
 
-def test_plan_draws_sketches_too(tmp_path, monkeypatch):
-    plot = pytest.importorskip("kvcache.plot", exc_type=ImportError)
+def test_plan_draws_sketches_too(tmp_path, drawn):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B))
-    drawn, draw = {}, plot.memory
-    monkeypatch.setattr(
-        plot, "memory", lambda caches, *limit, **more: drawn.update(caches) or draw(caches, *limit, **more)
-    )
     options = ["--no-measure", "--dtype", "f16", "--select", 50, "--plot", tmp_path / "a.svg"]
     done = run_here("plan", tmp_path, *options)
     assert done.returncode == 0, done.stderr
