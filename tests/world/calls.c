@@ -78,6 +78,8 @@ const operation operations[] = {
 
     {"kvc_save", 2, draw_save, run_save, right_always, "kvc_save(cache, %i, %j: %n sequences)", E(CALLBACK) | E(NOMEM),
      AT_WRITE, AT_MOVE, 0, 0, 0},
+    {"kvc_save kvc_load kvc_cache_free", 1, draw_save_all, run_save_all, right_always, "kvc_save(cache, ALL)",
+     E(CALLBACK) | E(NOMEM), AT_WRITE, AT_MOVE, 0, 0, 0},
     {"kvc_restore", 3, draw_restore, run_restore, right_restore, "kvc_restore(cache, FILE: sequence %n as %j)",
      E(FORMAT) | E(CALLBACK) | E(FULL) | E(NOMEM) | E(BUSY), AT_READ, AT_MOVE, A_FILE, 0, 0},
     {"kvc_load kvc_cache_free", 1, draw_load, run_load, right_always, "kvc_load(FILE, &loaded)",

@@ -91,23 +91,30 @@ static void draw_parents(call *c) {
     }
 }
 
-/* Draws positions of one sequence, in any order, some more than once, and layers that they restore. */
-static int draw_restored(call *c) {
-    const int s = own_slot(), holes = !pick(4), repeats = !pick(4);
+/* Draws positions of a sequence, in any order, some more than once. */
+static void draw_restored_tokens(call *c, int s) {
+    const int holes = !pick(4), repeats = !pick(4), first = c->num;
     const int32_t next = next_of(&w.o, &w.o.sequences[s]),
                   end = !next || pick(3) == 0 ? 1 + pick(next < 60 ? next + 5 : 60) : next;
-    int any = 0;
-    if (next > 1000) return 0;
-    c->flag = RESTORES | POSITIONS;
-    c->num = 0;
     for (int32_t at = pick(3) ? end - 1 - pick(12) : pick(9); at < end && c->num < TOKENS; at++) {
         if (at < 0 || (holes && !pick(3))) continue;
-        const int to = pick(4) ? c->num : pick(c->num + 1);
+        const int to = pick(4) ? c->num : first + pick(c->num - first + 1);
         c->positions[c->num] = c->positions[to];
         c->slots[c->num++] = (int8_t)s;
         c->positions[to] = at;
         at -= repeats && !pick(2);
     }
+}
+
+/* Draws tokens of one sequence or two, and layers that they restore. */
+static int draw_restored(call *c) {
+    const int s = own_slot(), other = pick(3) ? s : own_slot();
+    int any = 0;
+    if (next_of(&w.o, &w.o.sequences[s]) > 1000 || next_of(&w.o, &w.o.sequences[other]) > 1000) return 0;
+    c->flag = RESTORES | POSITIONS;
+    c->num = 0;
+    draw_restored_tokens(c, s);
+    if (other != s) draw_restored_tokens(c, other);
     for (int l = 0; l < w.o.num_layers; l++) {
         c->layers[l] = (uint8_t)pick(2);
         for (int i = 0; i < l; i++)

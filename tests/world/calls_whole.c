@@ -143,6 +143,72 @@ int draw_load(call *c) {
     return w.o.num_saved > 0;
 }
 
+/* The state of a whole cache; calm: no other calls come between. */
+typedef struct whole {
+    int is_calm;
+    int64_t size;
+    uint8_t bytes[FILE_BYTES];
+} whole;
+
+static int32_t append(void *user, const void *data, size_t size) {
+    whole *to = user;
+    if (!to->is_calm) come_between(AT_WRITE);
+    if (!to->is_calm && refuse(100)) return 1;
+    if (to->size + (int64_t)size > FILE_BYTES) wrong("a file has more than %d bytes", FILE_BYTES);
+    memcpy(to->bytes + to->size, data, size);
+    to->size += (int64_t)size;
+    return 0;
+}
+
+static kvc_status save_whole(kvc_cache *cache, whole *to, int is_calm) {
+    const kvc_save_args args = {.struct_size = sizeof args, .write = append, .user = to};
+    to->is_calm = is_calm;
+    to->size = 0;
+    return kvc_save(cache, &args);
+}
+
+/* Loads a file, or checks that its rows are too many bytes. */
+static kvc_cache *load_whole(const whole *from) {
+    kvc_config config = w.o.config;
+    kvc_cache *loaded = NULL;
+    kvc_status status;
+    config.allocator = NULL;
+    config.poll = NULL;
+    const kvc_load_args args = {.struct_size = sizeof args, .data = from->bytes, .size = from->size, .config = &config};
+    UNTIL_MEMORY(status, kvc_load(&args, &loaded));
+    if (status == KVC_ERR_FULL) {
+        config.max_bytes = INT64_MAX;
+        UNTIL_MEMORY(status, kvc_load(&args, &loaded));
+        if (loaded && kvc_nbytes(loaded) <= w.o.config.max_bytes) wrong("%d bytes do not fit", (int)kvc_nbytes(loaded));
+    }
+    if (status) wrong("a file is not loaded: %s", kvc_last_error());
+    return loaded;
+}
+
+/* What is loaded is as the saved cache was, and is saved to the same bytes. */
+void run_save_all(call *c) {
+    static sequence were[SLOTS];
+    static whole first, again;
+    int64_t ids[SLOTS];
+    kvc_status status;
+    memcpy(were, w.o.sequences, sizeof were);
+    memcpy(ids, w.ids, sizeof ids);
+    c->status = save_whole(w.cache, &first, 0);
+    drive.arm(0);
+    if (c->status) return;
+    kvc_cache *loaded = load_whole(&first);
+    look_at_cache(loaded, were, ids, SLOTS);
+    UNTIL_MEMORY(status, save_whole(loaded, &again, 1));
+    if (status || again.size != first.size || memcmp(again.bytes, first.bytes, (size_t)first.size))
+        wrong("what is loaded is saved to other bytes");
+    if (kvc_cache_free(loaded)) wrong("what was loaded cannot be freed");
+}
+
+int draw_save_all(call *c) {
+    (void)c;
+    return w.num_clients == 1;
+}
+
 /* ---- copies ------------------------------------------------------------------------------------------------------ */
 
 void run_clone(call *c) {

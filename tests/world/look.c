@@ -73,14 +73,16 @@ static void check_gather(kvc_cache *cache, int64_t id, const sequence *s, int l)
     struct seen *seen = seen_rows();
     const kvc_layer *layer = &w.o.layers[l];
     const rows *list = &s->layers[source_of(&w.o, l)];
-    kvc_rows_out out = room_for(l, list->num, seen->k, seen->v);
+    const int first = pick(3) ? 0 : pick(list->num), num = first ? 1 + pick(list->num - first) : list->num;
+    kvc_rows_out out = room_for(l, num, seen->k, seen->v);
     out.positions = seen->positions;
-    if (kvc_gather(cache, id, l, 0, list->num, &out)) wrong("kvc_gather: %s", kvc_last_error());
-    for (int i = 0; i < list->num; i++) {
-        if (seen->positions[i] != list->at[i].position)
-            wrong("layer %d: row %d stands at %d, not %d", l, i, seen->positions[i], list->at[i].position);
-        check_row_of(source_of(&w.o, l), &list->at[i], seen->k + i * layer->k_dim, seen->v + i * layer->v_dim,
-                     (int64_t)list->num * layer->k_dim, (int64_t)list->num * layer->v_dim);
+    if (kvc_gather(cache, id, l, first, num, &out)) wrong("kvc_gather: %s", kvc_last_error());
+    for (int i = 0; i < num; i++) {
+        const row *r = &list->at[first + i];
+        if (seen->positions[i] != r->position)
+            wrong("layer %d: row %d stands at %d, not %d", l, first + i, seen->positions[i], r->position);
+        check_row_of(source_of(&w.o, l), r, seen->k + i * layer->k_dim, seen->v + i * layer->v_dim,
+                     (int64_t)num * layer->k_dim, (int64_t)num * layer->v_dim);
     }
 }
 
@@ -240,39 +242,88 @@ static void check_ids(void) {
         if (ids[i] <= ids[i - 1]) wrong("sequences are out of order");
 }
 
-/* Checks blocks against the runs in them, and both against the statistics. */
-static void check_blocks(int l, int64_t *live) {
+/* Counts the holders of each slot of a layer's blocks; block i begins at first[i]. */
+static void count_holders(const kvc_run_info *runs, int64_t num, const kvc_block_info *blocks, const int *first,
+                          uint16_t *holders) {
+    for (const kvc_run_info *r = runs; r < runs + num; r++) {
+        if (r->slot < 0 || r->count < 1 || r->slot + r->count > blocks[r->block].filled)
+            wrong("a run lies outside of its block");
+        for (int i = 0; i < r->count; i++) holders[first[r->block] + r->slot + i]++;
+    }
+}
+
+/* A block against the holders of its slots. */
+static void check_block(const kvc_block_info *b, const uint16_t *holders, kvc_stats *sums) {
+    int live = 0, most = 0;
+    for (int i = 0; i < b->filled; i++) live += holders[i] > 0, most = holders[i] > most ? holders[i] : most;
+    if (!me->is_within && (b->live != live || b->references != most))
+        wrong("a block has %d live slots and %d references, not %d and %d", b->live, b->references, live, most);
+    if (b->filled > b->resident || b->resident > b->num_slots || b->live > b->filled) wrong("a block has odd slots");
+    if (!b->is_free != (b->live || b->is_held)) wrong("a block is free, and is not");
+    if (!b->is_held && b->filled && b->live && !me->is_within && !holders[b->filled - 1])
+        wrong("the last of %d filled slots can be used again", b->filled);
+    sums->live_slots += b->live;
+    sums->wasted_slots += b->filled - b->live;
+    sums->blocks_in_use += !b->is_free;
+    sums->blocks_free += b->is_free;
+}
+
+static int slot_of(int64_t id) {
+    int s = 0;
+    while (s < SLOTS && w.ids[s] != id) s++;
+    return s;
+}
+
+/* The runs of sequences, by rising id, are their rows; then come runs that prefixes keep, and those of batches. */
+static void check_runs(int l, const kvc_run_info *runs, int64_t num) {
+    int at[SLOTS + 1] = {0}, kind = 0;
+    for (const kvc_run_info *r = runs; r < runs + num; r++) {
+        const int own = r->in_batch ? 2 : r->is_kept ? 1 : 0, s = slot_of(r->seq_id);
+        if (own < kind || (r > runs && !own && r->seq_id < r[-1].seq_id)) wrong("runs are out of order");
+        kind = own;
+        for (int i = 0; !own && s < SLOTS && i < r->count; i++, at[s]++) {
+            const rows *list = &w.o.sequences[s].layers[source_of(&w.o, l)];
+            const int32_t position = r->position + i * stride_of(&w.o, l);
+            if (at[s] < list->num && (list->at[at[s]].position != position || list->at[at[s]].delta != r->delta))
+                wrong("layer %d: a run has position %d, moved by %d, for row %d", l, position, r->delta, at[s]);
+        }
+    }
+    for (int s = 0; s < SLOTS; s++)
+        if (at[s] != w.o.sequences[s].layers[source_of(&w.o, l)].num)
+            wrong("layer %d: sequence %lld has %d rows in runs", l, (long long)w.ids[s], at[s]);
+}
+
+/* Checks blocks against the runs in them. */
+static void check_blocks(int l, kvc_stats *sums) {
     static kvc_block_info blocks[MOST_PLACES];
     static kvc_run_info runs[MOST_PLACES];
-    int64_t num_blocks, num_runs, kept = 0, own = 0, rows = 0;
+    static uint16_t holders[4 * MOST_PLACES];
+    static int first[MOST_PLACES + 1];
+    int64_t num_blocks, num_runs;
     if (kvc_blocks(w.cache, l, blocks, sizeof *blocks, MOST_PLACES, &num_blocks, runs, sizeof *runs, MOST_PLACES,
                    &num_runs) ||
         num_blocks > MOST_PLACES || num_runs > MOST_PLACES)
         wrong("there are %d blocks and %d runs", (int)num_blocks, (int)num_runs);
-    for (int64_t i = 0; i < num_blocks; i++) {
-        const kvc_block_info *b = &blocks[i];
-        *live += leads_group(&w.o, l) ? b->live : 0;
-        if (b->filled > b->resident || b->resident > b->num_slots || b->live > b->filled)
-            wrong("a block has odd slots");
-        if (!b->is_free != (b->live || b->is_held)) wrong("a block is free, and is not");
-    }
-    for (int64_t i = 0; i < num_runs; i++) {
-        kept += runs[i].is_kept;
-        own += !runs[i].is_kept && !runs[i].in_batch ? runs[i].count : 0;
-        if (runs[i].slot < 0 || runs[i].count < 1 || runs[i].slot + runs[i].count > blocks[runs[i].block].filled)
-            wrong("a run lies outside of its block");
-    }
-    for (int s = 0; s < SLOTS; s++) rows += w.o.sequences[s].layers[source_of(&w.o, l)].num;
-    if (own != rows && !me->is_within) wrong("layer %d has %d rows in runs, not %d", l, (int)own, (int)rows);
+    for (int64_t i = 0; i < num_blocks; i++) first[i + 1] = first[i] + blocks[i].filled;
+    if (first[num_blocks] > 4 * MOST_PLACES) wrong("there are %d slots", first[num_blocks]);
+    memset(holders, 0, sizeof *holders * (size_t)first[num_blocks]);
+    count_holders(runs, num_runs, blocks, first, holders);
+    for (int64_t i = 0; i < num_blocks; i++) check_block(&blocks[i], holders + first[i], sums);
+    if (!me->is_within) check_runs(l, runs, num_runs);
 }
 
 static void check_stats(void) {
     kvc_stats stats;
-    int64_t live = 0, most = 0; /* most: blocks that may be kept */
+    kvc_stats sums = {0}, others;
+    int64_t most = 0; /* blocks that may be kept */
     for (int l = 0; l < w.o.num_layers; l++)
-        if (w.o.layers[l].policy.kind != KVC_NONE) check_blocks(l, &live);
+        if (w.o.layers[l].policy.kind != KVC_NONE) check_blocks(l, leads_group(&w.o, l) ? &sums : &others);
     kvc_get_stats(w.cache, &stats, sizeof stats);
-    if (stats.live_slots != live) wrong("%d slots are live, and %d in blocks", (int)stats.live_slots, (int)live);
+    const int64_t live = sums.live_slots;
+    if (stats.live_slots != live || stats.wasted_slots != sums.wasted_slots ||
+        stats.blocks_in_use != sums.blocks_in_use || stats.blocks_free != sums.blocks_free)
+        wrong("%d slots are live, and %d in blocks; %d are wasted, and %d", (int)stats.live_slots, (int)live,
+              (int)stats.wasted_slots, (int)sums.wasted_slots);
     for (int i = 0; i < PREFIXES; i++) most += w.o.prefixes[i].num_blocks + (w.o.prefixes[i].config.ttl_ms > 0);
     const int64_t right = live_slots(&w.o);
     const int has_more = most || stats.retained || me->is_within || w.o.has_twins; /* a call on the way has rows, too */
@@ -358,6 +409,42 @@ void look_at_cache(kvc_cache *cache, const sequence *sequences, const int64_t *i
     static const sequence empty = {.exact_to = INT32_MAX};
     for (int i = 0; i < num && !w.o.crowded; i++)
         check_sequence(cache, ids[i], holds_any(&w.o, &sequences[i]) ? &sequences[i] : &empty, -1);
+}
+
+/* Returns how many rows of all groups are new, and lets `lost` be how many are gone. */
+static int64_t count_new(const oracle *before, const oracle *after, int64_t *lost) {
+    int64_t num = 0;
+    *lost = 0;
+    for (int l = 0; l < after->num_layers; l++)
+        for (int s = 0; leads_group(after, l) && s < SLOTS; s++) {
+            const rows *list = &after->sequences[s].layers[l];
+            *lost += before->sequences[s].layers[l].num - list->num;
+            for (int i = 0; i < list->num; i++) num += list->at[i].slot >= before->next_slot;
+        }
+    return num;
+}
+
+/* Compares what a call that succeeded, alone, has added to the statistics. */
+void check_counted(const call *c, const oracle *before, const oracle *after) {
+    kvc_stats now;
+    int64_t lost, tokens_kept = 0;
+    const right_fn *right = operations[c->operation].right;
+    const int commits = right == right_commit, begins = right == right_begin || right == right_reserve;
+    const int64_t copied = count_new(before, after, &lost);
+    const int copies = right == right_remove || right == right_move || right == right_settle || right == right_inject;
+    const batch *b = &before->batches[c->client];
+    kvc_get_stats(w.cache, &now, sizeof now);
+    for (int t = 0; commits && t < b->num; t++) tokens_kept += (!c->flag || c->marks[t]) && !b->unstored[t];
+    if (now.batches - w.stats.batches != commits || now.aborted - w.stats.aborted != (right == right_abort) ||
+        now.tokens - w.stats.tokens != tokens_kept)
+        wrong("%d tokens are counted, not %d", (int)(now.tokens - w.stats.tokens), (int)tokens_kept);
+    const int64_t more = now.rows_copied - w.stats.rows_copied - copied; /* of kept blocks and views */
+    if (copies && !before->has_twins && (more < 0 || (more > 0 && !w.stats.retained && !before->num_holds)))
+        wrong("%d rows are copied, not %d", (int)(more + copied), (int)copied);
+    if (begins && now.rows_expired - w.stats.rows_expired != lost)
+        wrong("%d rows expire, not %d", (int)(now.rows_expired - w.stats.rows_expired), (int)lost);
+    if ((begins || copied) && w.o.config.max_bytes && kvc_nbytes(w.cache) > w.o.config.max_bytes)
+        wrong("%lld bytes are too many", (long long)kvc_nbytes(w.cache));
 }
 
 /* A call that failed has changed nothing. */

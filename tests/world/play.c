@@ -248,6 +248,7 @@ static void judge(call *c) {
         return;
     }
     if (!is_right(c, right)) wrong("answers \"%s\", not \"%s\"", kvc_strerror(c->status), kvc_strerror(right));
+    if (!c->status && !w.o.crowded && !c->is_disturbed) check_counted(c, &w.o, &next);
     if (c->status == KVC_OK || op->changes) {
         if (c->is_short) note_short(&next);
         set_oracle(&next);

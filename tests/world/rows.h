@@ -10,7 +10,7 @@
 #include "kvcache.h"
 
 enum {
-    HEADS = 2,         /* most of a layer */
+    HEADS = 3,         /* most of a layer */
     DIM = 32,          /* most elements of a row */
     IN_KEY = 16,       /* elements of a value that lies in a key */
     FIRST_TURNED = 16, /* of a key, the first element that a rope may turn */

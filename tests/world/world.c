@@ -24,12 +24,14 @@ static void arm(int n) {
 
 static int met_fault(void) { return has_failed; }
 
+int request_fails(void) {
+    if (!to_fail || --to_fail) return 0;
+    return has_failed = 1;
+}
+
 static void *take_memory(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
     (void)user;
-    if (to_fail && !--to_fail) {
-        has_failed = 1;
-        return NULL;
-    }
+    if (request_fails()) return NULL;
     void *memory = aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment);
     if (!memory) return NULL;
     memset(memory, 0xff, size); /* nothing may count on zeros */
@@ -87,17 +89,21 @@ static int32_t any_type(int is_turned) {
     return types[pick(is_turned == KVC_ROPE_FUNCTION ? 4 : is_turned ? 6 : 11)];
 }
 
+/* Now and then rows of floats are not as long as a block of quantised ones. */
+static int32_t any_dim(int32_t type, int least) { return type > KVC_BF16 || pick(3) ? DIM : least + pick(DIM - least); }
+
 static kvc_layer any_layer(int l, int rope, int has_prefixes) {
     static double angles[TURNED];
     for (int i = 0; i < TURNED; i++) angles[i] = quarters[i] * RIGHT_ANGLE;
+    if (rope == KVC_ROPE_FREQUENCIES && !pick(8)) rope = KVC_ROPE_FUNCTION;
     kvc_layer layer = {.num_kv_heads = 1 + pick(HEADS),
-                       .k_dim = DIM,
-                       .v_dim = pick(5) ? DIM : 0,
                        .policy = any_policy(l, has_prefixes),
                        .rope = {.kind = pick(3) ? rope : KVC_ROPE_NONE}};
     const int is_turned = layer.rope.kind == KVC_ROPE_FREQUENCIES || layer.rope.kind == KVC_ROPE_FUNCTION;
     layer.k_type = any_type(is_turned ? layer.rope.kind : 0);
     layer.v_type = any_type(0);
+    layer.k_dim = any_dim(layer.k_type, FIRST_TURNED + 2 * TURNED);
+    layer.v_dim = pick(5) ? any_dim(layer.v_type, 1) : 0;
     if (is_turned)
         layer.rope = (kvc_rope){.kind = layer.rope.kind,
                                 .interleaved = pick(2),
@@ -120,6 +126,8 @@ static void add_strides(oracle *o) {
         if (pick(3) && !o->layers[l].share) {
             o->layers[l].policy = (kvc_policy){.kind = KVC_FULL, .stride = stride};
             o->unit = stride;
+        } else if (o->layers[l].share) {
+            o->layers[l].policy = o->layers[o->layers[l].share - 1].policy;
         }
     const int last = o->num_layers - 1;
     for (int l = 0; l <= last; l++)
@@ -140,7 +148,9 @@ static void make_layers(oracle *o, int has_prefixes) {
         o->layers[l] = any_layer(l, rope, has_prefixes);
         if (is_plain) o->layers[l].policy = (kvc_policy){.kind = KVC_FULL};
         if (l && pick(2)) o->layers[l].policy = o->layers[l - 1].policy;
-        if (l && !pick(5) && is_own(o, 0)) o->layers[l] = o->layers[0], o->layers[l].share = 1;
+        const int from = pick(l);
+        if (l && !pick(5) && (is_own(o, from) || is_cross(o, from)))
+            o->layers[l] = o->layers[from], o->layers[l].share = from + 1;
     }
     if (pick(4) == 0) add_strides(o);
 }
@@ -221,7 +231,7 @@ void make_world(uint64_t seed, int num_clients, int is_wild) {
     if (has_prefixes && o->config.max_sequences == 1) o->config.max_sequences = 2;
     const int has_allocator = pick(2);
     if (!drive.arm) drive.arm = arm, drive.met_fault = met_fault;
-    if (drive.arm == arm && (has_allocator || drive.faults)) o->config.allocator = &allocator;
+    if (drive.arm == arm && (has_allocator || drive.faults == 1)) o->config.allocator = &allocator;
     kvc_status status;
     w.has_faults = drive.faults;
     UNTIL_MEMORY(status, kvc_cache_new(&o->config, &w.cache));

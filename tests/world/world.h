@@ -23,12 +23,14 @@ enum { AT_MOVE = 1, AT_WRITE = 2, AT_READ = 4, AT_STORE = 8, AT_POLL = 16, AT_AN
 /* What a call needs. */
 enum { A_BATCH = 1, A_PREFIX = 2, A_FREE_SLOT = 4, A_FILE = 8, ITS_TEXT = 16, ITS_PROMPTS = 32, ALONE = 64 };
 
+typedef kvc_status right_fn(oracle *o, const call *c);
+
 typedef struct operation {
     const char *name; /* of the public functions, apart by spaces */
     int weight;
     int (*draw)(call *c); /* chooses arguments; 0: there is nothing to call now */
     void (*run)(call *c); /* calls the library, and notes what it returned */
-    kvc_status (*right)(oracle *o, const call *c);
+    right_fn *right;
     const char *text;    /* the call in C: see play.c */
     unsigned errors;     /* bits: the statuses that the header lists */
     unsigned gives_up;   /* the points at which other calls come between */
@@ -142,7 +144,8 @@ int run_all(int argc, char **argv, int num_calls, int (*run)(uint64_t seed, int 
 /* ---- world.c */
 
 void make_world(uint64_t seed, int num_clients, int is_wild);
-void end_world(void); /* drops everything, and checks that every byte comes back */
+int request_fails(void); /* counts a request of the core to the system; whether it is the one that fails */
+void end_world(void);    /* drops everything, and checks that every byte comes back */
 void make_prefix(call *c);
 
 /* ---- look.c */
@@ -152,6 +155,7 @@ void look_around(void); /* compares everything */
 void look_at_views(void);
 void look_up_texts(void); /* asks prefixes for texts */
 void check_unchanged(const call *c);
+void check_counted(const call *c, const oracle *before, const oracle *after);
 void read_tags(kvc_cache *cache, int64_t id, int l, int32_t *tags); /* by position; NO_TOKEN: none */
 int32_t tag_of(int l, const float *k, const float *v, int64_t k_stride, int64_t v_stride, int32_t position);
 void check_row_of(int l, const row *r, const float *k, const float *v, int64_t k_stride, int64_t v_stride);
