@@ -238,6 +238,23 @@ def refused(path, data):
     return None
 
 
+def test_flipped_bytes(saved, tmp_path):
+    """tests/c/lifetime/test_saved.c flips every bit, and cuts at every byte."""
+    cache, path = saved
+    data, reasons = path.read_bytes(), set()
+    before = everything(cache)
+    for at in range(0, len(data), 211):
+        damaged = bytearray(data)
+        damaged[at] ^= 1 << at % 8
+        reason = refused(tmp_path / "damaged", damaged)
+        assert reason or at >= len(data) - 32, at
+        if reason:
+            reasons.add(reason.split(" ")[0])
+        else:
+            assert everything(kvcache.KVCache.load(tmp_path / "damaged")) == before
+    assert reasons >= {"altered:", "no"}
+
+
 def test_lengths_that_are_cut(saved, tmp_path):
     data = saved[1].read_bytes()
     for length in range(0, len(data), 499):

@@ -58,11 +58,3 @@ class CStore:
 
     def close(self):
         self._free(self._store)
-
-
-def directory(path, max_bytes=0):
-    """Make a store in a folder."""
-    return CStore(
-        lambda out: _library.kvc_dir_store_new(str(path).encode(), ctypes.c_int64(max_bytes), out),
-        _library.kvc_dir_store_free,
-    )
