@@ -59,9 +59,15 @@ COMMANDS = {
     "a mistake": [*KVCACHE, "plan", "nosuch/config.json"],
     "the example": [sys.executable, "-P", ROOT / "examples/generate.py", "ROMEO:", *GREEDY, "--quiet"],
 }
+# Every run begins a process: quick tests have one command of each kind of output.
+QUICK = {"generate, with a line", "plan", "bench", "a mistake", "selftest", "help of plan"}
 SPLITS = [split for split in itertools.product(("terminal", "pipe", "file"), repeat=2) if "terminal" in split]
 FILES = [split for split in SPLITS if "file" in split]
 PIPES = [split for split in SPLITS if "file" not in split]
+
+
+def each(names):
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
 
 
 def masked(text):
@@ -93,7 +99,7 @@ def run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("splits", [PIPES, pytest.param(FILES, marks=pytest.mark.full)], ids=["pipes", "files"])
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", each(COMMANDS))
 def test_stdout_is_the_same_wherever_the_outputs_go(run, name, splits):
     expected = run(name, "file", "file")
     assert expected[1 if name != "a mistake" else 2]
@@ -157,7 +163,7 @@ def pieces(text):
 
 
 @pytest.mark.parametrize("widths", WIDTHS)
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", each(READ))
 def test_words_are_whole_at_any_width(run, name, widths, monkeypatch, tmp_path):
     shutil.copy(STATES / "version-1", tmp_path / "a file with a long name")
     monkeypatch.setitem(COMMANDS, name, READ[name])
