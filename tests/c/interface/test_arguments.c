@@ -221,6 +221,7 @@ static void test_bad_edits(void) {
     CHECK_FAILS(kvc_truncate(p->cache, 3, -2), KVC_ERR_INVALID, "length", "is -2:");
     CHECK_FAILS(kvc_remove(p->cache, 3, -3, 2, 0), KVC_ERR_INVALID, "begin", "is -3:");
     CHECK_FAILS(kvc_remove(p->cache, 3, 3, 2, 0), KVC_ERR_INVALID, "end", "is 2:");
+    CHECK_FAILS(kvc_mark_inexact(p->cache, 3, -1), KVC_ERR_INVALID, "position", "is -1:");
     CHECK_FAILS(kvc_remove(p->cache, 3, 3, 5, 1), KVC_ERR_UNSUPPORTED, "layer 0", "rope");
     CHECK_FAILS(kvc_shift(p->cache, 3, 3, 5, 1), KVC_ERR_UNSUPPORTED, "layer 0", "rope");
     CHECK_FAILS(kvc_divide(p->cache, 3, 3, 5, 2), KVC_ERR_UNSUPPORTED, "layer 0", "rope");

@@ -26,24 +26,6 @@ static int64_t *other_from(int at, int64_t id) {
     return ids;
 }
 
-/* Blocks that end, or begin, inside the prompt go with it: once others compute what comes before them, they are not
- * found. */
-static void test_ends_inside(void) {
-    const int64_t *all = numbers(100);
-    for (int num = 1; num <= 20; num++) {
-        open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
-        for (int end = 1; end <= 18; end += 3) serve(all, end, end); /* blocks that end everywhere */
-        serve(other_from(6, 500), 14, 14);
-        forget(all, num);
-        const int64_t *next = other_from(4, 800);
-        serve(next, 12, 12);
-        CHECKF(known(all, 20) == 4, "%d, %d", num, known(all, 20));
-        const int64_t *also = other_from(6, 500);
-        CHECK(known(also, 14) <= 4);
-        close_world();
-    }
-}
-
 /* Blocks that follow the whole prompt go; blocks that follow a part of it and hold none of its tokens stay. */
 static void test_what_stays(void) {
     const int64_t *all = numbers(100), *other = other_from(8, 500);
@@ -572,7 +554,6 @@ static void test_aborted(void) {
 }
 
 int main(void) {
-    test_ends_inside();
     test_what_stays();
     test_windows();
     test_states();

@@ -22,18 +22,6 @@ static void commit_but(const int64_t *seq_ids, int num, const int *rejected, int
     CHECKF(kvc_commit_kept(batch, kept, num_kept) == KVC_OK, "%s", kvc_last_error());
 }
 
-/* A draft of one sequence that is rejected costs another sequence of the batch nothing. */
-static void test_draft_of_another(void) {
-    const kvc_policy policies[] = {sliding_policy(3, 0, 0), full};
-    const int64_t *first = numbers(100), *second = numbers(200);
-    open_world(policies, 2, (kvc_config){0}, (kvc_prefix_config){0});
-    const int64_t a = acquire(first, 12, NULL), b = acquire(second, 12, NULL);
-    const int64_t ids[] = {a, a, a, a, a, a, a, a, a, b, b, b};
-    commit_but(ids, 12, (int[]){11}, 1);
-    for (int n = 4; n <= 8; n += 4) CHECKF(known(first, n) == n, "%d of %d", known(first, n), n);
-    close_world();
-}
-
 /* Tokens that fill a block are found where those behind them are rejected. */
 static void test_own_draft(void) {
     const kvc_policy policies[] = {sliding_policy(2, 1, 0), full};
@@ -137,23 +125,6 @@ static void test_empty_again(void) {
     CHECK(kvc_prefix_evict(prefix, INT64_MAX, &num) == KVC_OK && num == 4 && stats_now().blocks == 0);
     CHECKF(kvc_nbytes(cache) == before, "%lld bytes, %lld before", (long long)kvc_nbytes(cache), (long long)before);
     close_world();
-}
-
-/* An edit that finds nothing to drop changes no tokens to come. */
-static void test_empty_edits(void) {
-    const int64_t *ids = numbers(100);
-    for (int how = 0; how < 6; how++) {
-        open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
-        const int64_t id = acquire(ids, 16, NULL);
-        if (how % 2) feed_to(id, 6, 6);
-        const int at = how % 2 ? 6 : 0;
-        if (how < 2) CHECK(kvc_truncate(cache, id, at) == KVC_OK);
-        if (how / 2 == 1) CHECK(kvc_truncate(cache, id, at + 3) == KVC_OK);
-        if (how / 2 == 2) CHECK(kvc_remove(cache, id, at, 100, how / 4) == KVC_OK);
-        feed_to(id, 16, 5);
-        CHECKF(known(ids, 16) == 16, "%d: %d", how, known(ids, 16));
-        close_world();
-    }
 }
 
 /* ---- one definition ---------------------------------------------------------------------------------------------- */
@@ -591,10 +562,8 @@ static void test_expired_is_dropped(void) {
 
 int main(void) {
     test_empty_again();
-    test_draft_of_another();
     test_own_draft();
     test_unstored();
-    test_empty_edits();
     test_order_of_running();
     test_pinned_beginning_of_a_chunk();
     test_rows_are_added();

@@ -131,6 +131,10 @@ static void check_payloads(const kvc_policy *policies, int step, int num, int ke
         CHECK(add(ids, 21, block, payloads[i], sizes[i]) || block);
         CHECK_FAILS(add_payload(prefix, &tokens, block, payloads[i], sizes[i] - 1, &is_known), KVC_ERR_FORMAT,
                     "payload", "bytes");
+        payloads[i][0] += 2;
+        CHECK_FAILS(add_payload(prefix, &tokens, block, payloads[i], sizes[i], &is_known), KVC_ERR_FORMAT,
+                    "the payload has", "for layer 0");
+        payloads[i][0] -= 2;
     }
     CHECK(read_new_blocks() == 0);
     CHECK(known(ids, 21) <= 20 && (!keeps_all || known(ids, 21) == 20));
