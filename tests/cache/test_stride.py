@@ -63,6 +63,13 @@ def check(cache, positions):
         np.testing.assert_array_equal(cache.gather(layer)[0], wanted if layer == STRIDED else wanted[:1])
 
 
+def test_a_batch_that_completes_no_block_puts_no_rows():
+    cache = make()
+    for at in range(2):
+        feed(cache, 3)
+        check(cache, range(3 * at + 3))
+
+
 def test_rows_are_put_with_queries_and_in_parts():
     cache, k = make(), rows_of(complete(range(11)))
     with cache.batch(11) as batch:
