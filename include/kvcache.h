@@ -1188,7 +1188,8 @@ KVC_API int64_t kvc_new_sequence(kvc_cache *cache);
  * goes on in their slots.  It may lack rows that only resume_window keeps: kvc_can_resume says how far it can go back.
  * May be called while a batch is open.  Fails with KVC_ERR_INVALID if there are no tokens, with KVC_ERR_FULL if
  * max_bytes leaves no room for the prompt, with KVC_ERR_NOMEM, and with KVC_ERR_CALLBACK if a kvc_shift_fn fails
- * (reuse_min_tokens).  In the last case it may have evicted kept blocks for rows that it moved before. */
+ * (reuse_min_tokens).  In the last case it may have evicted kept blocks for rows that it moved before, and the memory of
+ * these rows may be kept for reuse. */
 KVC_API kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
                                       int64_t *seq_id, int32_t *matched);
 
