@@ -184,11 +184,11 @@ sanitizers() {
     if links "$name" "$@"; then step "$name" c_tests "$@"; fi
 }
 
-# thread_sanitizer cc: runs the C tests of several threads under the thread sanitizer; without OpenMP, whose barriers it
-# does not see
+# thread_sanitizer cc: runs the tests of several threads in C under the thread sanitizer; without OpenMP, whose barriers
+# it does not see
 thread_sanitizer() {
-    CC=$1 KVCACHE_C_FLAGS='-O1 -fsanitize=thread' "$venv/bin/pytest" --color=no -n auto tests/c \
-        -k 'test_threads or test_random_threads or test_prefix_threads or test_restoring or test_waiting'
+    CC=$1 KVCACHE_C_FLAGS='-O1 -fsanitize=thread' "$venv/bin/pytest" --color=no -n auto tests/c tests/world \
+        -k 'test_threads or test_random_threads or test_prefix_threads or test_restoring or test_waiting or drive_threads'
 }
 
 # Writes a program that uses the library.
