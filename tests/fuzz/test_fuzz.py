@@ -1,7 +1,7 @@
 """Run the fuzzers, fuzz_*.c and fuzz_*.py, on inputs that lead far, and on alterations of them.
 
 Each line of fuzz_*.txt is an input. With --full each fuzzer looks for more inputs for a minute: in C under libFuzzer,
-in Python by guided.py.
+in Python by guided.py. libFuzzer also chooses the calls of tests/world.
 
 What is found becomes a line of fuzz_*.txt, as the failure says it.
 """
@@ -13,9 +13,21 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.compiling import EMULATOR, INCLUDE, LIBRARIES, ROOT, SANITIZERS, compile_all, run, works
+from support.compiling import (
+    EMULATOR,
+    INCLUDE,
+    LIBRARIES,
+    ROOT,
+    SANITIZERS,
+    compile_all,
+    divert,
+    diverted_by,
+    run,
+    works,
+)
 
 HERE = Path(__file__).parent
+WORLD = HERE.parent / "world"
 FUZZERS = sorted(HERE.glob("fuzz_*.c"))
 FLAGS = ["-std=c11", "-g", *INCLUDE]
 ALTERED = {"fuzz_attention": 1, "fuzz_calls": 2, "fuzz_state": 20}  # how often each input, by how long one takes
@@ -42,20 +54,33 @@ def core(tmp_path_factory):
     return compile_all(folder, ROOT.glob("src/*/*.c"), command_for)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("source", FUZZERS, ids=lambda path: path.stem)
-def test_under_libfuzzer(core, source, tmp_path):
-    corpus, found, program = tmp_path / "corpus", tmp_path / "found", tmp_path / source.stem
-    for folder in (corpus, found):
-        folder.mkdir()
-    for i, line in enumerate(source.with_suffix(".txt").read_text().split()):
+def fuzz(core, folder, sources, inputs, *flags):
+    """Let libFuzzer look for inputs on which a program of these sources fails."""
+    corpus, found, program = folder / "corpus", folder / "found", folder / sources[0].stem
+    for path in (corpus, found):
+        path.mkdir()
+    for i, line in enumerate(inputs):
         (corpus / str(i)).write_bytes(bytes.fromhex(line))
-    run("clang", *FLAGS, "-O1", *SANITIZERS, "-fsanitize=fuzzer", source, *core, "-o", program, *LIBRARIES)
+    if diverted := diverted_by(*sources):
+        core = [divert(["clang"], core, diverted, folder / "core.o")]
+    run("clang", *FLAGS, "-O1", *SANITIZERS, "-fsanitize=fuzzer", *flags, *sources, *core, "-o", program, *LIBRARIES)
     command = [program, corpus, f"-max_total_time={SECONDS}", "-max_len=2048", f"-artifact_prefix={found}/"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode:
         inputs = "\n".join(path.read_bytes().hex() for path in found.iterdir())
-        pytest.fail(f"{source.stem} fails on\n{inputs}\n{done.stdout[-5000:]}", pytrace=False)
+        pytest.fail(f"{program.name} fails on\n{inputs}\n{done.stdout[-5000:]}", pytrace=False)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("source", FUZZERS, ids=lambda path: path.stem)
+def test_under_libfuzzer(core, source, tmp_path):
+    fuzz(core, tmp_path, [source], source.with_suffix(".txt").read_text().split())
+
+
+@pytest.mark.full
+def test_the_world_under_libfuzzer(core, tmp_path):
+    parts = {*WORLD.glob("*.c")} - {*WORLD.glob("drive_*.c")}
+    fuzz(core, tmp_path, [WORLD / "drive_fuzz.c", *sorted(parts)], [], "-DFUZZER")
 
 
 # ---- what is written in Python
