@@ -88,7 +88,11 @@ static int lacks_memory(void) {
     return is_refused(SIM_MEMORY, is_last ? 1 : 1024);
 }
 
-void sim_fail_memory(uint64_t n) { threads[current].memory_left = n; }
+uint64_t sim_fail_memory(uint64_t n) {
+    const uint64_t left = threads[current].memory_left;
+    threads[current].memory_left = n;
+    return left;
+}
 
 int sim_buggify(const char *function, int line) {
     static const uint64_t percents[] = {0, 0, 0, 5, 25, 25, 75, 100};

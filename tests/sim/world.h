@@ -69,8 +69,9 @@ int64_t sim_now(void);
 void sim_watch(void (*function)(void));
 int64_t sim_inside_since(int thread);
 
-/* Lets the calling thread's nth request for memory from now on fail, if memory fails at all; 0: none. */
-void sim_fail_memory(uint64_t n);
+/* Lets the calling thread's nth request for memory from now on fail, if memory fails at all; 0: none.  Returns how many
+ * were left until one would have failed. */
+uint64_t sim_fail_memory(uint64_t n);
 
 /* Count steps, handovers between the simulation's own threads, refused requests of the calling thread, and bytes that
  * the core has not given back. */

@@ -238,7 +238,7 @@ void note_commit(oracle *o, const batch *b, const uint8_t *kept, int at, int old
     }
     for (int l = 0; l < o->num_layers; l++) s->had[l] |= bits[l];
     if (!all && length < text_length(s->prompt) && s->keeps) s->keeps = 1;
-    if (!is_whole) s->keeps = 0;
+    if (!is_whole) stop_keeping(s);
 }
 
 /* Keeps the blocks of a sequence's first tokens; returns how many tokens. */
@@ -282,7 +282,7 @@ kvc_status right_release(oracle *o, const call *c) {
 
 /* ---- states ------------------------------------------------------------------------------------------------------ */
 
-int state_size(int text) { return 12 + text % 5; }
+int state_size(int text) { return LEAST_STATE + text % (MOST_STATE - LEAST_STATE + 1); }
 
 /* Whether pinned states may leave no room for one more. */
 static int may_lack_room(const oracle *o, const prefix *p, int64_t size) {
@@ -313,7 +313,7 @@ static uint8_t had_state[MOST_TEXTS];
 
 static void note_state(oracle *o, prefix *p, int node, int is_sure, int time) {
     state *s = find_state(p, node);
-    const int is_new = !s;
+    const int is_new = !s, was_sure = s && s->is_sure;
     int is_last = 1;
     if (!s && p->num_states == STATES) wrong("a prefix keeps more than %d states", STATES);
     if (!s) *(s = &p->states[p->num_states++]) = (state){.node = node};
@@ -323,11 +323,11 @@ static void note_state(oracle *o, prefix *p, int node, int is_sure, int time) {
     limit_states(o, p);
     for (int i = 0; i < p->num_blocks; i++) { /* a full block with a new state is listed again, if it is its last one */
         block *b = &p->blocks[i];
-        if (!has_end(b, node) || !is_full_block(o, b) || !is_new) continue;
+        if (!has_end(b, node) || !is_full_block(o, b) || was_sure) continue;
         b->may_new = 1;
         for (int j = 0; j < p->num_states; j++)
             is_last &= text_length(p->states[j].node) <= text_length(node) || !has_end(b, p->states[j].node);
-        if (is_last && b->is_sure && find_state(p, node)->is_sure && time) b->sure_new = 1;
+        if (is_new && is_last && b->is_sure && find_state(p, node)->is_sure && time) b->sure_new = 1;
     }
 }
 
@@ -365,6 +365,7 @@ static void note_inner(oracle *o, prefix *p, int node) {
 void note_fetched(oracle *o, prefix *p, int text) {
     uint64_t all[LAYERS];
     memset(all, 0xff, sizeof all);
+    p->has_fetched = 1;
     for (int end = o->block_size; end <= text_length(text); end += o->block_size)
         note_kept(o, p, text_begin(text, end), end - o->block_size, all, 0);
     for (int end = 1; end <= text_length(text); end++)
@@ -394,9 +395,10 @@ void note_read(oracle *o, prefix *p, const call *c) {
 /* ---- what is known ----------------------------------------------------------------------------------------------- */
 
 int known(const oracle *o, const prefix *p, int text, int limit, int surely, int with_states) {
-    const int length = text_length(text);
+    const int length = least(limit, text_length(text)); /* where the prompt counts as ended */
     uint64_t bits[LAYERS] = {0};
     int end = 0;
+    text = text_begin(text, length);
     for (int i = 0; i < p->num_blocks; i++) {
         const block *b = &p->blocks[i];
         const int common = text_common(b->node, text);
@@ -404,7 +406,7 @@ int known(const oracle *o, const prefix *p, int text, int limit, int surely, int
         for (int l = 0; l < o->num_layers; l++) bits[l] |= (surely ? b->sure : b->may)[l] & bits_of(0, common);
         if (common > end) end = common;
     }
-    for (int n = least(limit, end); n > 0; n--) {
+    for (int n = end; n > 0; n--) {
         const state *s = find_state(p, text_begin(text, n));
         int shows = !with_states || !p->config.state_bytes || (s && (s->is_sure || !surely));
         for (int l = 0; l < o->num_layers; l++) shows &= !is_own(o, l) || !(seen_at(o, l, n) & ~bits[l]);
@@ -463,9 +465,14 @@ kvc_status right_acquire(oracle *o, const call *c) {
     const int limit = c->delta < 0 || c->delta > length - 1 ? length - 1 : c->delta;
     sequence *s = &o->sequences[c->to];
     if (!length) return KVC_ERR_INVALID;
-    if (c->status) return KVC_OK;
+    if (c->status) {
+        note_use(o, p, c->text, length, 0);
+        return KVC_OK;
+    }
     if (matched < 0 || matched > limit) wrong("%d tokens are matched, of at most %d", matched, limit);
-    if (!o->crowded) check_known(o, p, c->text, limit, exact, 1);
+    const int is_alone =
+        !o->crowded && !c->is_disturbed; /* calls that came between may have kept blocks, or used them */
+    if (is_alone) check_known(o, p, c->text, limit, exact, 1);
     if (c->more && c->more < p->config.reuse_min_tokens) wrong("%d tokens are reused", (int)c->more);
     *s = (sequence){.exact_to = c->more ? exact : INT32_MAX,
                     .text = text_begin(c->text, exact),
@@ -473,7 +480,7 @@ kvc_status right_acquire(oracle *o, const call *c) {
                     .prompt = c->text,
                     .keeps = 2,
                     .began = c->began,
-                    .date = c->began};
+                    .date = p->has_fetched ? -1 : c->began};
     s->state = p->config.state_bytes ? s->text : 0;
     for (int l = 0; l < o->num_layers; l++)
         for (int32_t at = 0; is_own(o, l) && at < matched; at++) {
@@ -497,8 +504,8 @@ kvc_status right_acquire(oracle *o, const call *c) {
     if (misses(o, s, exact) && !c->more) wrong("%s: rows are lacking behind %d tokens", spell(c->text), matched);
     if (o->crowded) return KVC_OK;
     p->requests++, p->tokens += length, p->matched += matched, p->hits += matched > 0, p->reused += c->more;
-    note_use(o, p, c->text, matched, 1);
+    note_use(o, p, c->text, matched, is_alone);
     note_use(o, p, c->text, length, 0);
-    learn(o, p, c->text, exact);
+    if (!o->config.max_bytes) learn(o, p, c->text, exact); /* otherwise the call may drop blocks that it matched */
     return KVC_OK;
 }

@@ -5,6 +5,7 @@
 #include "calls.h"
 
 #define E(name) (1u << KVC_ERR_##name)
+#define ALL (~0u)
 
 /* In the text, %i and %j are the ids of s and to.  %b %e %d %n %f %l are numbers of the call, %p is the prefix, and %t
  * the text.  %P are positions; %Q are positions if a flag says so.  %S are the ids of tokens, %A their parents, and %U
@@ -90,12 +91,12 @@ const operation operations[] = {
 
     {"kvc_prefix_acquire", 14, draw_acquire, run_acquire, right_acquire,
      "kvc_prefix_acquire(prefix[%p], \"%t\", %d, &id, &matched)", E(FULL) | E(NOMEM) | E(CALLBACK) | E(INVALID),
-     AT_MOVE, AT_WRITE | AT_READ | AT_STORE, A_PREFIX | A_FREE_SLOT, 0, 0},
+     AT_MOVE, AT_WRITE | AT_READ | AT_STORE, A_PREFIX | A_FREE_SLOT, E(CALLBACK), 0},
     {"kvc_prefix_release", 9, draw_release, run_release, right_release, "kvc_prefix_release(prefix[%p], %i, \"%t\")",
      E(BUSY) | E(INVALID), 0, AT_ANY, A_PREFIX | ITS_TEXT, 0, 0},
     {"kvc_prefix_checkpoint", 8, draw_checkpoint, run_checkpoint, right_checkpoint,
      "kvc_prefix_checkpoint(prefix[%p], %i, \"%t\", STATE, %b)", E(BUSY) | E(INVALID) | E(NOMEM) | E(FULL), 0,
-     AT_WRITE | AT_READ | AT_STORE, A_PREFIX | ITS_TEXT, 1, 0},
+     AT_WRITE | AT_READ | AT_STORE, A_PREFIX | ITS_TEXT, ALL, 0},
     {"kvc_prefix_state", 3, draw_state, run_state, right_always, "kvc_prefix_state(prefix[%p], %i, STATE)", E(INVALID),
      0, AT_ANY, A_PREFIX, 0, 0},
     {"kvc_prefix_lookup", 4, draw_text, run_lookup, right_lookup,
@@ -109,21 +110,21 @@ const operation operations[] = {
     {"kvc_prefix_clear", 1, draw_prefix_call, run_prefix_clear, right_prefix_clear, "kvc_prefix_clear(prefix[%p])",
      E(NOMEM), 0, AT_STORE, A_PREFIX, 0, 1},
     {"kvc_prefix_forget", 4, draw_text, run_forget, right_forget,
-     "kvc_prefix_forget(prefix[%p], \"%t\", NAMES, &dropped)", E(NOMEM), 0, AT_WRITE | AT_READ | AT_STORE, A_PREFIX, 1,
-     1},
+     "kvc_prefix_forget(prefix[%p], \"%t\", NAMES, &dropped)", E(NOMEM), 0, AT_WRITE | AT_READ | AT_STORE, A_PREFIX,
+     ALL, 1},
     {"kvc_prefix_names", 2, draw_text, run_names, right_always, "kvc_prefix_names(prefix[%p], \"%t\", NAMES)", E(NOMEM),
      0, AT_ANY, A_PREFIX, 0, 0},
     {"kvc_prefix_fetch", 5, draw_fetch, run_fetch, right_fetch,
      "kvc_prefix_fetch(prefix[%p], \"%t\", %d, &store, &fetched)", E(STORE) | E(FORMAT) | E(NOMEM) | E(INVALID),
-     AT_STORE, 0, A_PREFIX, 1, 2},
+     AT_STORE, 0, A_PREFIX, ALL, 2},
     {"kvc_store_new_blocks", 4, draw_prefix_call, run_store_new, right_store_new,
-     "kvc_store_new_blocks(cache, &store, &num)", E(STORE) | E(NOMEM), AT_STORE, 0, A_PREFIX, 1, 0},
+     "kvc_store_new_blocks(cache, &store, &num)", E(STORE) | E(NOMEM), AT_STORE, 0, A_PREFIX, ALL, 0},
     {"kvc_take_new_blocks kvc_store_block", 3, draw_prefix_call, run_take_new, right_store_new,
-     "kvc_take_new_blocks(cache, BLOCKS)", E(STORE) | E(NOMEM), AT_STORE, 0, A_PREFIX, 1, 0},
+     "kvc_take_new_blocks(cache, BLOCKS)", E(STORE) | E(NOMEM), AT_STORE, 0, A_PREFIX, ALL, 0},
     {"kvc_prefix_identity", 1, draw_anything, run_identity, right_always, "kvc_prefix_identity(cache, MODEL, identity)",
      E(NOMEM), 0, 0, 0, 0, 0},
     {"kvc_prefix_new", 1, draw_prefix_new, run_prefix_new, right_always, "kvc_prefix_new(cache, CONFIG, &prefix[%p])",
-     E(FULL) | E(NOMEM), 0, 0, ALONE, 1, 0},
+     E(FULL) | E(NOMEM), 0, 0, ALONE, ALL, 0},
     {"kvc_prefix_free", 1, draw_prefix_free, run_prefix_free, right_prefix_free, "kvc_prefix_free(prefix[%p])", 0, 0, 0,
      A_PREFIX | ALONE, 0, 1},
     {"wait", 2, draw_wait, run_wait, right_wait, "wait(%d ms); if (%f) kvc_clear_sequence(cache, %i)",

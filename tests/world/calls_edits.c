@@ -41,7 +41,10 @@ int draw_share(call *c) {
 
 int draw_copy(call *c) { return draw_two(c); }
 
-void run_share(call *c) { c->status = kvc_share(w.cache, w.ids[c->s], w.ids[c->to], c->begin, c->end); }
+void run_share(call *c) {
+    c->status = kvc_share(w.cache, w.ids[c->s], w.ids[c->to], c->begin, c->end);
+    c->result = kvc_exact_to(w.cache, w.ids[c->to]);
+}
 
 static int draw_positions(call *c) {
     draw_one(c);

@@ -250,8 +250,8 @@ static kvc_status write_value(void *user, const uint8_t *name, const void *from,
     if (refuse_value()) return KVC_ERR_STORE;
     lock_world();
     value *v = find_value(name, 1);
-    if (v && v->bytes && v->size > size && !me->was_refused && !me->call->is_disturbed && !w.o.crowded &&
-        v->written != me->call->began && !me->call->is_short)
+    if (v && v->bytes && v->size > size + (MOST_STATE - LEAST_STATE) && !me->was_refused && !me->call->is_disturbed &&
+        !w.o.crowded && v->written != me->call->began && !me->call->is_short)
         wrong("a value of %d bytes is replaced by one of %d", (int)v->size, (int)size);
     if (v) {
         v->bytes = realloc(v->bytes, (size_t)size);

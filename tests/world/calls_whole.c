@@ -248,9 +248,10 @@ static int change(kvc_layer *l) {
         if (p->kind == KVC_SLIDING) p->window += 1, p->resume_window += p->resume_window > 0;
         if (p->kind == KVC_CHUNKED) p->attention_chunk_size += 1;
         return p->kind == KVC_SLIDING || p->kind == KVC_CHUNKED;
-    case 2:
-        if (l->rope.kind == KVC_ROPE_FREQUENCIES) l->rope.interleaved = !l->rope.interleaved;
-        return l->rope.kind == KVC_ROPE_FREQUENCIES;
+    case 2: /* an encoder's rows have no positions to rotate for */
+        if (p->kind == KVC_CROSS || l->rope.kind != KVC_ROPE_FREQUENCIES) return 0;
+        l->rope.interleaved = !l->rope.interleaved;
+        return 1;
     default:
         if (l->k_type <= KVC_BF16 && !l->value_in_key) l->k_type = (l->k_type + 1) % 3;
         return l->k_type <= KVC_BF16 && !l->value_in_key;

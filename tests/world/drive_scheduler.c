@@ -24,9 +24,9 @@ static void pause_client(void) {
     for (int i = 1 << pick(MOST_STALL); i > 0; i--) sim_step();
 }
 
-static void arm(int n) {
-    sim_fail_memory((uint64_t)n);
+static int arm(int n) {
     if (n) faults_before[me->number] = sim_faults();
+    return (int)sim_fail_memory((uint64_t)n);
 }
 
 static int met_fault(void) { return sim_faults() != faults_before[me->number]; }

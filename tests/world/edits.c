@@ -84,9 +84,10 @@ static int share_gone(const rows *to, range *gone, range from, int num, int32_t 
     return 1;
 }
 
-/* Adds the rows of `from` at [begin, end) behind those of `to`. */
-static void share(oracle *o, const sequence *from, sequence *to, int32_t begin, int32_t end) {
-    const int32_t exact_to = shared_exact_to(o, from, to, begin, end);
+/* Adds the rows of `from` behind those of `to`.  Whether rows of one token that was fetched are one row is open. */
+static void share(oracle *o, const sequence *from, sequence *to, const call *c) {
+    const int32_t begin = c->begin, end = c->end;
+    const int32_t exact_to = o->has_twins && c->result == begin ? begin : shared_exact_to(o, from, to, begin, end);
     const int is_empty = !holds_any(o, to), is_longer = text_length(from->text) > text_length(to->text);
     int adds = 0;
     for (int l = 0; l < o->num_layers; l++) {
@@ -127,7 +128,7 @@ kvc_status right_share(oracle *o, const call *c) {
                 !holds_row(list, list->num, r))
                 return KVC_ERR_INVALID;
         }
-    if (holds_any(o, &from) && c->begin < c->end) share(o, &from, to, c->begin, c->end);
+    if (holds_any(o, &from) && c->begin < c->end) share(o, &from, to, c);
     return KVC_OK;
 }
 

@@ -54,7 +54,8 @@ int32_t shared_exact_to(const oracle *o, const sequence *from, const sequence *t
     int goes_on = next == 0;
     for (int l = 0; next && l < o->num_layers; l++) {
         const row *last = find_row(&to->layers[l], next - 1);
-        for (int i = 0; is_own(o, l) && last && i < from->layers[l].num; i++)
+        const int has_all = is_own(o, l) && stride_of(o, l) == 1;
+        for (int i = 0; has_all && last && i < from->layers[l].num; i++)
             goes_on |= from->layers[l].at[i].slot == last->slot && from->layers[l].at[i].position == next - 1;
     }
     if (!goes_on || begin > next || from->exact_to < next || (next && to->exact_to < next)) return begin;

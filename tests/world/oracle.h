@@ -31,8 +31,10 @@ enum {
     BLOCKS = 256, /* of a prefix */
     STATES = 64,
     PINS = 4,
-    STATE = 24,    /* most bytes of a recurrent state */
-    NO_TOKEN = -1, /* in place of a tag */
+    STATE = 24, /* most bytes of a recurrent state */
+    LEAST_STATE = 12,
+    MOST_STATE = 16, /* bytes of those that are kept */
+    NO_TOKEN = -1,   /* in place of a tag */
     TEXTS = 6
 };
 
@@ -99,8 +101,8 @@ typedef struct sequence {
     rows layers[LAYERS];
 } sequence;
 
-/* How a token of a batch got its row in a layer.  For a sequence that is not stored, rows that kvc_attend puts (PASSING)
- * are GONE once such rows are put in another layer. */
+/* How a token of a batch got its row in a layer.  For a sequence that is not stored, rows that kvc_attend puts
+ * (PASSING) are GONE once such rows are put in another layer. */
 enum { PUT = 1, PASSING, GONE };
 
 /* Every token that was ever put, by tag. */
@@ -117,8 +119,8 @@ typedef struct batch {
     int is_open, num, has_parents, restores;
     int32_t positions[TOKENS], parents[TOKENS], tags[TOKENS];
     int8_t slots[TOKENS], symbols[TOKENS];
-    uint8_t unstored[TOKENS]; /* alike for all tokens of a sequence; 2: of one that was empty */
-    uint8_t layers[LAYERS];   /* that it restores */
+    uint8_t unstored[TOKENS];       /* alike for all tokens of a sequence; 2: of one that was empty */
+    uint8_t layers[LAYERS];         /* that it restores */
     uint8_t is_put[LAYERS][TOKENS]; /* PUT, ... */
     int num_cross[LAYERS][SLOTS], cross[LAYERS][SLOTS]; /* rows put in cross-attention layers, and their first tag */
 } batch;
@@ -165,8 +167,9 @@ typedef struct prefix {
     state states[STATES];
     pin pins[PINS];
     forgotten forgotten[FORGOTTEN];
-    int horizon;  /* when it forgot a prompt last */
-    int has_lost; /* events */
+    int horizon;     /* when it forgot a prompt last */
+    int has_lost;    /* events */
+    int has_fetched; /* blocks: nobody else knows how old their rows are */
     int64_t requests, hits, tokens, matched, reused;
 } prefix;
 
@@ -224,6 +227,7 @@ int is_engaged(const oracle *o, const call *c); /* the cache, by a batch or by k
 void copy_rows(oracle *o, sequence *to);        /* gives all its rows slots of its own */
 void widen(range *r, int32_t position);
 void tidy(oracle *o, sequence *s, int had_tokens); /* after an edit: ends it if nothing is left */
+void stop_keeping(sequence *s);                    /* commits that follow do not keep blocks of its prompt */
 void note_edit(sequence *s);
 int misses_below(const oracle *o, const sequence *s, int32_t position, int32_t end);
 row new_row(int32_t position, int32_t tag);
@@ -303,7 +307,8 @@ void recall(prefix *p, const call *c); /* what it fetches is not forgotten any m
 void note_short(oracle *o);            /* memory was short: what a call has kept is not sure */
 
 /* Takes note of an event, and checks that it may be: a block is dropped for a reason, and in order.  evicts: the call
- * may evict blocks that were used least recently; 2: of this prefix alone. */
+ * evicts none; or some, nobody knows in which order; or of this prefix those used first; or of all, for rows. */
+enum { NO_BLOCKS, SOME_BLOCKS, FIRST_USED, FOR_ROWS };
 void note_event(oracle *o, prefix *p, const kvc_prefix_event *event, int evicts);
 int is_full_block(const oracle *o, const block *b);
 int is_pinned(const oracle *o, const prefix *p, const block *b, int surely);

@@ -231,11 +231,13 @@ static int may_evict(const call *c) {
     return w.o.config.max_bytes || stats.rows_evicted != w.stats.rows_evicted;
 }
 
+static int may_change(const call *c) { return operations[c->operation].changes >> c->status & 1; }
+
 /* Compares the answer, and does to the oracle what the call did to the cache. */
 static void judge(call *c) {
     static _Thread_local oracle next;
     const operation *op = &operations[c->operation];
-    const int evicts = !w.o.crowded && may_evict(c);
+    const int evicts = !w.o.crowded && may_evict(c), is_batch = op->right == right_begin || op->right == right_reserve;
     if (w.o.crowded && (w.is_wild || is_open_call(&w.o, c))) {
         judge_openly(c);
         return;
@@ -249,26 +251,30 @@ static void judge(call *c) {
     }
     if (!is_right(c, right)) wrong("answers \"%s\", not \"%s\"", kvc_strerror(c->status), kvc_strerror(right));
     if (!c->status && !w.o.crowded && !c->is_disturbed) check_counted(c, &w.o, &next);
-    if (c->status == KVC_OK || op->changes) {
+    if (c->status == KVC_OK || may_change(c)) {
         if (c->is_short) note_short(&next);
         set_oracle(&next);
     }
     if (w.o.crowded) return;
     name_blocks();
-    take_events(op->drops == 2 ? 2 : evicts || me->is_within);
+    const int is_quiet = is_batch && evicts && !c->is_short && !c->is_disturbed;
+    take_events(op->drops == 2 ? FIRST_USED : is_quiet ? FOR_ROWS : evicts || me->is_within ? SOME_BLOCKS : NO_BLOCKS);
 }
 
 /* ---- making calls ------------------------------------------------------------------------------------------------ */
 
 /* Whether sequences that prefixes acquired are fed their prompts, as callers promise. */
 static int feeds_prompts(const call *c) {
-    int32_t next[SLOTS];
+    int32_t next[SLOTS], fed[SLOTS];
     for (int s = 0; s < SLOTS; s++) next[s] = next_of(&w.o, &w.o.sequences[s]);
+    for (int s = 0; s < SLOTS; s++) fed[s] = text_length(w.o.sequences[s].text);
     for (int t = 0; t < c->num; t++) {
         const int prompt = w.o.sequences[c->slots[t]].prompt;
         const int32_t position = c->flag & 1 ? c->positions[t] : next[c->slots[t]]++;
+        if (position != fed[c->slots[t]]) continue;
+        fed[c->slots[t]]++;
         if (position < text_length(prompt) && text_symbol(text_begin(prompt, position + 1)) != c->symbols[t] &&
-            w.o.sequences[c->slots[t]].keeps && text_length(w.o.sequences[c->slots[t]].text) == position)
+            w.o.sequences[c->slots[t]].keeps)
             return 0;
     }
     return 1;
@@ -279,30 +285,37 @@ static int has_needs(const call *c) {
     if (needs & A_BATCH && !w.o.batches[me->number].is_open) return 0;
     if (needs & A_PREFIX && !w.o.prefixes[c->prefix].is_there) return 0;
     if (needs & A_FREE_SLOT && (is_there(&w.o, &w.o.sequences[c->to]) || is_busy(&w.o, c->to))) return 0;
-    if (needs & ITS_TEXT) { /* the caller promises that tokens are those of the sequence */
-        const int text = w.o.sequences[c->s].text, common = text_common(text, c->text);
-        if (common < text_length(text) && common < text_length(c->text)) return 0;
+    if (needs & ITS_TEXT) { /* the caller promises that tokens are those of the sequence, as far as they are exact */
+        const sequence *s = &w.o.sequences[c->s];
+        const int length = text_length(s->text), common = text_common(s->text, c->text), next = next_of(&w.o, s);
+        if (common < text_length(c->text) && (common < length || (length < next && length < s->exact_to))) return 0;
     }
     if (needs & A_FILE && !w.o.num_saved) return 0;
     if (needs & ITS_PROMPTS && !w.o.crowded && !feeds_prompts(c)) return 0;
     return !(needs & ALONE && w.num_clients > 1);
 }
 
-/* Runs a call, whose requests for memory fail one after the other, or now and then; what failed so is made again. */
+/* Compares, after a call that failed, what nothing has changed. */
+static void check_failed(const call *c) {
+    if (!w.o.crowded && c->is_disturbed) look_around();
+    if (!w.o.crowded && !c->is_disturbed && !may_change(c)) check_unchanged(c);
+}
+
+/* Runs a call, whose requests for memory fail one after the other, or now and then; what failed so is made again.  A
+ * call that overcomes a failure is over, so that the first request to fail is drawn, too. */
 static void run_call(call *c) {
-    const operation *op = &operations[c->operation];
     const chance before = me->chance;
-    int n = w.has_faults == 2 ? 1 : w.has_faults && !pick(4) ? 1 + pick(pick(2) ? 4 : 30) : 0;
+    int n = w.has_faults == 2 ? 1 + pick(pick(2) ? 20 : 1) : w.has_faults && !pick(4) ? 1 + pick(pick(2) ? 4 : 30) : 0;
     for (;; n = w.has_faults == 2 ? n + 1 : 0) {
-        me->was_refused = 0;
+        me->was_refused = c->is_short = 0;
         me->chance = before;
+        me->is_armed = n != 0;
         drive.arm(n);
-        op->run(c);
-        c->is_short = n && drive.met_fault();
+        operations[c->operation].run(c);
+        c->is_short |= n && drive.met_fault();
         drive.arm(0);
-        if (!(c->status == KVC_ERR_NOMEM && (c->is_short || w.has_faults)) || me->is_within) break;
-        if (op->changes) break;
-        if (!w.o.crowded) check_unchanged(c);
+        if (!(c->status == KVC_ERR_NOMEM && (c->is_short || w.has_faults)) || me->is_within || may_change(c)) break;
+        check_failed(c);
     }
     c->met_fault = w.has_faults != 0;
 }
@@ -310,12 +323,13 @@ static void run_call(call *c) {
 void perform(call *c) {
     call *outer = me->call;
     const chance before = me->chance;
-    const int was_refused = me->was_refused;
+    const int was_refused = me->was_refused, was_armed = me->is_armed, left = outer ? drive.arm(0) : 0;
     const kvc_stats stats = w.stats;
     const int64_t nbytes = w.nbytes;
     me->call = c;
     me->chance = (chance){.state = c->seed};
-    if (outer) c->is_disturbed = 1;                                           /* by the call that it is within */
+    if (outer) c->is_disturbed = 1; /* by the call that it is within */
+    if (outer) outer->is_short |= was_armed && drive.met_fault();
     if (c->tag + TOKENS > w.last_tag && c->tag) w.last_tag = c->tag + TOKENS; /* of a call that is repeated */
     if (!w.o.crowded) {
         kvc_get_stats(w.cache, &w.stats, sizeof w.stats);
@@ -328,8 +342,10 @@ void perform(call *c) {
     lock_world();
     judge(c);
     unlock_world();
-    if (c->status && !operations[c->operation].changes && !w.o.crowded && !c->is_disturbed) check_unchanged(c);
+    if (c->status && !c->is_disturbed) check_failed(c);
     if (outer && c->status == KVC_OK) outer->is_disturbed = 1;
+    if (outer) drive.arm(left);
+    me->is_armed = was_armed;
     me->call = outer;
     me->chance = before;
     me->was_refused = was_refused;
@@ -381,6 +397,19 @@ void come_between(unsigned point) {
     me->is_within = 0;
 }
 
+/* Makes a call, and looks around, in the same way whenever it is made again. */
+static void perform_and_look(call *c, int looks_at_all) {
+    const chance before = me->chance;
+    perform(c);
+    me->chance = (chance){.state = ~c->seed};
+    look_up_texts();
+    if (looks_at_all)
+        look_around();
+    else
+        look_at(pick(2) ? c->s : pick(SLOTS));
+    me->chance = before;
+}
+
 int play(void) {
     call c;
     lock_world();
@@ -388,12 +417,7 @@ int play(void) {
     if (is_drawn && recording && !w.is_child && recording->num < MOST_CALLS) recording->calls[recording->num++] = c;
     unlock_world();
     if (!is_drawn) return 0;
-    perform(&c);
-    if (!w.o.crowded && w.o.now % 8 == 0)
-        look_around();
-    else
-        look_at(pick(2) ? c.s : pick(SLOTS));
-    look_up_texts();
+    perform_and_look(&c, !w.o.crowded && w.o.now % 8 == 0);
     return 1;
 }
 
@@ -428,7 +452,7 @@ static int play_in_child(uint64_t seed, int num_calls, const call *calls, int is
                 call c = calls[i];
                 c.began = ++w.o.now;
                 memcpy(w.texts, c.texts, sizeof w.texts);
-                if (has_needs(&c)) perform(&c), look_around(), look_up_texts();
+                if (has_needs(&c)) perform_and_look(&c, 1);
             }
         me->call = NULL;
         look_around();
@@ -470,6 +494,7 @@ int run_alone(uint64_t seed, int num_calls) {
         share_texts();
         recording = mmap(NULL, sizeof *recording, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     }
+    forget_texts();
     recording->num = 0;
     if (!play_in_child(seed, num_calls < MOST_CALLS ? num_calls : MOST_CALLS, NULL, 0, 0)) return 0;
     memcpy(calls, recording->calls, (size_t)recording->num * sizeof *calls);

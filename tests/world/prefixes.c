@@ -130,10 +130,11 @@ kvc_status right_fetch(oracle *o, const call *c) {
 
 /* ---- events ------------------------------------------------------------------------------------------------------ */
 
-/* Whether a block may be used later than another one goes, though it was used before that surely: it is pinned, or
- * protected, or others hold its rows. */
+/* Whether a block may stay that was used before one that goes: it is pinned, or others hold its rows. */
 static int may_stay(const oracle *o, const prefix *p, const block *b) {
-    if (p->config.quota || !b->is_sure || !is_full_block(o, b) || is_pinned(o, p, b, 0) || o->num_holds) return 1;
+    int num_own = 0;
+    for (int l = 0; l < o->num_layers; l++) num_own += is_own(o, l);
+    if (num_whole(o, b) < num_own || !is_full_block(o, b) || is_pinned(o, p, b, 0) || o->num_holds) return 1;
     for (int s = 0; s < SLOTS; s++) /* an acquired sequence has a place among the blocks, whatever became of its rows */
         if (o->sequences[s].prefix && text_common(o->sequences[s].prompt, b->node) > b->begin) return 1;
     for (int s = 0; s < SLOTS; s++)
@@ -151,11 +152,14 @@ static int may_stay(const oracle *o, const prefix *p, const block *b) {
     return 0;
 }
 
-/* Checks that no block was left that was used before the one that kvc_prefix_evict drops. */
+/* Checks that no block was left that was used before the one that is evicted.  A call uses a block after those that
+ * follow it. */
 static void check_order(const oracle *o, const prefix *p, const block *evicted) {
+    const int end = text_length(evicted->node);
     for (int i = 0; i < p->num_blocks; i++) {
         const block *b = &p->blocks[i];
-        if (b != evicted && b->may_use < evicted->sure_use && !may_stay(o, p, b))
+        const int follows = b->begin >= end && text_common(b->node, evicted->node) == end;
+        if (b != evicted && b->may_use < evicted->sure_use + follows && !may_stay(o, p, b))
             wrong("%s, used at %d, was evicted before %s, used at %d", spell(evicted->node), (int)evicted->sure_use,
                   spell(b->node), (int)b->may_use);
     }
@@ -169,7 +173,8 @@ void note_event(oracle *o, prefix *p, const kvc_prefix_event *event, int evicts)
     if (event->kind != KVC_BLOCK_DROPPED || !b) return;
     if (!evicts && !p->config.ttl_ms) wrong("%s is dropped without a reason", spell(b->node));
     if (is_pinned(o, p, b, 1)) wrong("%s is dropped, and is pinned", spell(b->node));
-    if (evicts == 2 && !has_windows(o) && !p->config.ttl_ms) check_order(o, p, b);
+    const int is_ordered = evicts == FIRST_USED || (evicts == FOR_ROWS && !o->config.max_bytes && !p->config.quota);
+    if (is_ordered && !has_windows(o) && !p->config.ttl_ms) check_order(o, p, b);
     for (int i = p->num_states; i-- > 0;)
         if (text_common(b->node, p->states[i].node) > b->begin) p->states[i].is_sure = 0;
     *b = p->blocks[--p->num_blocks];

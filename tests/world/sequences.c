@@ -200,9 +200,14 @@ void tidy(oracle *o, sequence *s, int had_tokens) {
         trim_text(o, s);
 }
 
-/* An edit of an acquired sequence: what follows is kept only by kvc_prefix_release. */
+/* What follows is kept only by kvc_prefix_release.  Blocks before that memory was short for may be kept later. */
+void stop_keeping(sequence *s) {
+    if (s->keeps == 2) s->keeps = 0;
+}
+
+/* An edit of an acquired sequence. */
 void note_edit(sequence *s) {
-    s->keeps = 0;
+    stop_keeping(s);
     s->state = s->state ? -1 : 0;
 }
 
@@ -289,7 +294,7 @@ kvc_status right_begin(oracle *o, const call *c) {
     expire_for(o, &b);
     for (int t = 0; t < b.num; t++) {
         sequence *s = &o->sequences[b.slots[t]];
-        if (!holds_any(o, s) && !count_in(&o->batches[c->client], b.slots[t])) s->date = o->now;
+        if (!is_there(o, s) && !count_in(&o->batches[c->client], b.slots[t])) s->date = o->now;
         tokens[b.tags[t]] = (token){.base = b.positions[t], .time = o->now, .symbol = b.symbols[t]};
     }
     o->batches[c->client] = b;

@@ -11,7 +11,7 @@ static struct node {
 
 static struct node *new_node(void) { return nodes->parent < MOST_TEXTS - 1 ? &nodes[++nodes->parent] : NULL; }
 
-void forget_texts(void) { memset(nodes, 0, sizeof own); }
+void forget_texts(void) { memset(nodes, 0, ((size_t)nodes->parent + 1) * sizeof *nodes); }
 
 void share_texts(void) { nodes = mmap(NULL, sizeof own, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0); }
 

@@ -17,9 +17,11 @@ driver drive;
 static int64_t to_fail; /* requests until one fails; 0: none does */
 static int has_failed;
 
-static void arm(int n) {
+static int arm(int n) {
+    const int left = (int)to_fail;
     to_fail = n;
     if (n) has_failed = 0;
+    return left;
 }
 
 static int met_fault(void) { return has_failed; }
@@ -54,8 +56,8 @@ static int32_t move_keys(void *user, int32_t layer, float *keys, int32_t num_kv_
     (void)user;
     for (int64_t i = 0; i < num_kv_heads * num_rows; i++)
         turn(w.o.layers[layer].rope.interleaved, delta, keys + i * k_dim);
-    const int slot = me->call && (me->call->operation < num_operations) && !me->is_within ? 1 + me->call->s : SLOTS + 1;
-    w.o.rewriting = slot;
+    const int has_slot = me->call && !me->is_within && operations[me->call->operation].right != right_acquire;
+    w.o.rewriting = has_slot ? 1 + me->call->s : SLOTS + 1;
     come_between(AT_MOVE);
     w.o.rewriting = 0;
     return refuse(12);

@@ -36,7 +36,7 @@ typedef struct operation {
     unsigned gives_up;   /* the points at which other calls come between */
     unsigned may_run_at; /* the points at which it may be called */
     unsigned needs;      /* bits of what must be there */
-    int changes;         /* it may have changed something after an error, too */
+    unsigned changes;    /* bits: the statuses after which it may have changed something, too */
     int drops;           /* 1: it drops blocks that prefixes keep; 2: the least recently used ones */
 } operation;
 
@@ -73,6 +73,7 @@ typedef struct client {
     chance chance;
     call *call;      /* that it makes; NULL: none */
     int is_within;   /* a call of its own */
+    int is_armed;    /* a request for memory of its call fails */
     int was_refused; /* a function of the caller failed, or asked for an end */
 } client;
 
@@ -110,7 +111,8 @@ extern _Thread_local client *me;
 
 typedef struct driver {
     void (*lock)(void), (*unlock)(void); /* of the world; NULL: only one thread runs at a time */
-    void (*arm)(int n);                  /* lets the calling thread's nth request for memory fail; 0: none */
+    int (*arm)(int n);                   /* lets the calling thread's nth request for memory fail; 0: none.  Returns
+                                            how many were left before */
     int (*met_fault)(void);              /* whether one has failed since */
     void (*pause)(void);                 /* lets others run */
     int (*fork)(int (*check)(void));     /* runs check in a child; returns what it returned; NULL: cannot fork */
