@@ -188,7 +188,7 @@ sanitizers() {
 # it does not see
 thread_sanitizer() {
     CC=$1 KVCACHE_C_FLAGS='-O1 -fsanitize=thread' "$venv/bin/pytest" --color=no -n auto tests/c tests/world \
-        -k 'test_threads or test_random_threads or test_prefix_threads or test_restoring or test_waiting or drive_threads'
+        -k 'test_threads or test_prefix_threads or test_restoring or test_waiting or drive_threads'
 }
 
 # Writes a program that uses the library.

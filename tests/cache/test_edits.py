@@ -1,6 +1,6 @@
 """Each call that edits sequences reaches the core with its own arguments: what sequences hold after it, row by row.
 
-Random steps in C hold what edits mean (tests/c/support/oracle.h).
+tests/world holds what edits mean.
 """
 
 import copy

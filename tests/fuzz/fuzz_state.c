@@ -7,7 +7,10 @@
  *   2...  five for each alteration: the number of an int64 of the tables, 2 bytes; how it is altered; a number, 2 bytes
  */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign, setenv */
-#include "support/random_steps.h"
+#include "cache/cache.h"
+#include "support/saved.h"
+#include "support/sketches.h"
+#include "world/world.h"
 
 #include "fuzz.h"
 
@@ -16,30 +19,38 @@ enum { NUM_STATES = 32, MOST_TABLES = 1 << 18, MOST_FILE = 1 << 21, MOST_MEMORY 
 /* ---- states ------------------------------------------------------------------------------------------------------ */
 
 /* A saved state, and the layers that it is of. */
-typedef struct state {
+typedef struct source {
     saved file;
     int num_layers;
-    kvc_layer layers[MAX_LAYERS];
-} state;
+    kvc_layer layers[LAYERS];
+} source;
 
-/* Saves a state that random calls lead to. */
-static void make_state(uint64_t seed, state *to) {
-    static pair p;
-    static view v;
-    random_state = seed;
-    p = (pair){.config.block_size = 1 << seed % 5};
-    random_pair(&p);
-    for (int step = 0; step < 40; step++) random_step(&p, &v);
-    CHECK(save_all(p.cache, &to->file) == KVC_OK);
-    to->num_layers = p.config.num_layers;
-    memcpy(to->layers, p.layers, sizeof to->layers);
-    view_free(&v, &p);
-    pair_free(&p);
+/* Whether a layer's keys may have sketches. */
+static int may_sketch(const kvc_layer *layer) {
+    return layer->k_dim == DIM && layer->v_dim && !layer->value_in_key && !layer->share &&
+           layer->policy.kind == KVC_FULL && layer->policy.stride <= 1;
+}
+
+/* Saves a state that random calls of tests/world lead to. */
+static void make_state(uint64_t seed, source *to) {
+    client own = {.chance = {.state = seed}};
+    me = &own;
+    forget_texts();
+    make_world(4 * seed + EDITS, 1, 0); /* without prefixes */
+    for (int i = 0; i < 100; i++) play();
+    stop_playing();
+    CHECK(save_all(w.cache, &to->file) == KVC_OK);
+    to->num_layers = w.o.num_layers;
+    memcpy(to->layers, w.o.layers, sizeof to->layers);
+    for (int l = 0; l < LAYERS; l++) to->layers[l].sketch_bits = may_sketch(&to->layers[l]) ? 2 : 0;
+    for (int l = 0; l < LAYERS; l++)
+        if (to->layers[l].share) to->layers[to->layers[l].share - 1].sketch_bits = 0;
+    end_world();
 }
 
 /* Returns state i of the states that load without a function for their keys. */
-static const state *state_of(int i) {
-    static state states[NUM_STATES], made;
+static const source *state_of(int i) {
+    static source states[NUM_STATES], made;
     kvc_cache *cache = NULL;
     for (uint64_t seed = (uint64_t)i; !states[i].file.bytes; seed += NUM_STATES) {
         make_state(seed, &made);
@@ -79,7 +90,7 @@ static int64_t alter(int64_t value, uint8_t how, int64_t by) {
 typedef struct writing {
     const saved *from; /* this file's rows are taken, again and again */
     uint64_t at, size, tables, num_checksums;
-    uint64_t checksums[4 * MAX_LAYERS]; /* of keys, values, and scales of both */
+    uint64_t checksums[4 * LAYERS]; /* of keys, values, and scales of both */
     char bytes[MOST_FILE];
 } writing;
 
@@ -113,7 +124,7 @@ static kvc_status write_tensor(void *context, const kvc_tensor *tensor) {
 
 /* Writes a file of these tables with a matching header, rows and checksums; returns 0 if there is no such file. */
 static int repair(writing *w, const kvc_format *f) {
-    if (f->state->num_layers > MAX_LAYERS || !can_be_listed(f)) return 0;
+    if (f->state->num_layers > LAYERS || !can_be_listed(f)) return 0;
     w->size = kvc_format_header(f, w->bytes, MOST_FILE);
     if (w->size > MOST_FILE - w->tables) return 0;
     sign_tables(f, w->bytes, w->size);
@@ -167,9 +178,17 @@ static void free_some(void *user, void *start, size_t size, const kvc_memory_hin
 
 static const kvc_allocator allocator = {.struct_size = sizeof allocator, .alloc = alloc_some, .free = free_some};
 
+/* Checks that a cache is valid, and that each stored key has its own sketch. */
 static void check_valid(kvc_cache *cache) {
+    const kvc_table *table = &cache->sequences;
     CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
-    check_sketches_of(cache);
+    for (const kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s))
+        for (int l = 0; l < cache->num_layers; l++) {
+            const int has_own = cache->layers[l].sketch_bits && !cache->layers[l].share;
+            const int position = has_own ? wrong_sketch_in(cache, s, l) : -1;
+            CHECKF(position < 0, "the sketch of the key at %d in layer %d of sequence %lld is not its own", position, l,
+                   (long long)s->id);
+        }
 }
 
 /* Runs a pass of one token of a sequence, where it can go on. */
@@ -177,7 +196,7 @@ static void pass_one(kvc_cache *cache, int64_t id) {
     static const float rows[1 << 20];
     kvc_batch *batch;
     if (kvc_begin(cache, 1, NULL, &id, NULL, &batch) != KVC_OK) return;
-    for (int32_t l = 0; l < MAX_LAYERS; l++) { /* some layers take no rows, and some no values */
+    for (int32_t l = 0; l < LAYERS; l++) { /* some layers take no rows, and some no values */
         kvc_put_args args = {.struct_size = sizeof args, .k = rows, .v = rows};
         if (kvc_put(batch, l, &args) == KVC_OK) continue;
         args.v = NULL;
@@ -186,29 +205,11 @@ static void pass_one(kvc_cache *cache, int64_t id) {
     if (kvc_commit(batch) != KVC_OK) kvc_abort(batch);
 }
 
-/* Checks that a cache is saved to bytes which load and are saved to the same bytes. */
-static void check_saved(kvc_cache *cache) {
-    saved first, again;
-    kvc_cache *loaded = NULL;
-    CHECKF(save_all(cache, &first) == KVC_OK, "%s", kvc_last_error());
-    const kvc_config config = {.struct_size = sizeof config, .allocator = &allocator};
-    kvc_load_args args = load_args_of(&first);
-    args.config = &config;
-    CHECKF(kvc_load(&args, &loaded) == KVC_OK, "%s", kvc_last_error());
-    if (loaded) {
-        CHECK(save_all(loaded, &again) == KVC_OK);
-        CHECK(is_same(&first, &again));
-        free(again.bytes);
-        kvc_cache_free(loaded);
-    }
-    free(first.bytes);
-}
-
 /* Uses what was loaded, and frees it. */
 static void use(kvc_cache *cache) {
     int64_t ids[8];
     check_valid(cache);
-    check_saved(cache);
+    check_saved(cache, &(kvc_config){.struct_size = sizeof(kvc_config), .allocator = &allocator});
     const int64_t num = kvc_sequences(cache, ids, 8);
     for (int64_t i = 0; i < num && i < 8; i++) {
         pass_one(cache, ids[i]);
@@ -240,15 +241,15 @@ static void restore(const saved *from, const kvc_load_args *args, const kvc_conf
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
-    static writing w;
+    static writing to;
     if (size < 2) return 0;
-    const state *of = state_of(data[0] % NUM_STATES);
+    const source *of = state_of(data[0] % NUM_STATES);
     const saved *from = &of->file;
-    w.at = w.num_checksums = 0;
-    write_altered(&w, from, data, size);
-    if (data[1] & 8) w.size -= size % w.size;
-    saved file = {.bytes = w.bytes, .size = (size_t)w.size, .fail_after = -1};
-    const kvc_saved_state *altered = (const void *)(w.bytes + header_bytes(w.bytes)); /* unless it was cut off */
+    to.at = to.num_checksums = 0;
+    write_altered(&to, from, data, size);
+    if (data[1] & 8) to.size -= size % to.size;
+    saved file = {.bytes = to.bytes, .size = (size_t)to.size, .fail_after = -1};
+    const kvc_saved_state *altered = (const void *)(to.bytes + header_bytes(to.bytes)); /* unless it was cut off */
     kvc_config config = {.struct_size = sizeof config,
                          .block_size = altered->block_size > 1 << 12 ? 16 : 0, /* 0: the file's */
                          .allocator = &allocator};

@@ -30,14 +30,17 @@ HERE = Path(__file__).parent
 WORLD = HERE.parent / "world"
 FUZZERS = sorted(HERE.glob("fuzz_*.c"))
 FLAGS = ["-std=c11", "-g", *INCLUDE]
-ALTERED = {"fuzz_attention": 1, "fuzz_calls": 2, "fuzz_state": 20}  # how often each input, by how long one takes
+ALTERED = {"fuzz_attention": 1, "fuzz_state": 20}  # how often each input, by how long one takes
+SOURCES = sorted({*WORLD.glob("*.c")} - {*WORLD.glob("drive_*.c")})
+OTHERS = {"fuzz_attention": [], "fuzz_state": SOURCES}  # sources that a fuzzer needs
 IN_PYTHON = sorted(path.stem for path in HERE.glob("fuzz_*.py"))
 SECONDS = 60
 
 
 @pytest.mark.parametrize("source", FUZZERS, ids=lambda path: path.stem)
 def test_inputs(workshop, source):
-    workshop.run(source, HERE / "replay.c", arguments=[str(ALTERED[source.stem]), source.with_suffix(".txt")])
+    sources = source, HERE / "replay.c", *OTHERS[source.stem]
+    workshop.run(*sources, arguments=[str(ALTERED[source.stem]), source.with_suffix(".txt")])
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +77,12 @@ def fuzz(core, folder, sources, inputs, *flags):
 @pytest.mark.full
 @pytest.mark.parametrize("source", FUZZERS, ids=lambda path: path.stem)
 def test_under_libfuzzer(core, source, tmp_path):
-    fuzz(core, tmp_path, [source], source.with_suffix(".txt").read_text().split())
+    fuzz(core, tmp_path, [source, *OTHERS[source.stem]], source.with_suffix(".txt").read_text().split())
 
 
 @pytest.mark.full
 def test_the_world_under_libfuzzer(core, tmp_path):
-    parts = {*WORLD.glob("*.c")} - {*WORLD.glob("drive_*.c")}
-    fuzz(core, tmp_path, [WORLD / "drive_fuzz.c", *sorted(parts)], [], "-DFUZZER")
+    fuzz(core, tmp_path, [WORLD / "drive_fuzz.c", *SOURCES], [], "-DFUZZER")
 
 
 # ---- what is written in Python

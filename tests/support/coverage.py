@@ -1,4 +1,4 @@
-"""Count the lines and branches of src/ that the programs in tests/c, and the oracle of prefixes, run: GCC and gcov.
+"""Count the lines and branches of src/ that the programs in tests/c and tests/world, and the oracle of prefixes, run.
 
     python tests/support/coverage.py [folder]    # keeps what it builds in the folder
 
@@ -26,6 +26,9 @@ LEAST = {"lines": 97.0, "branches": 92.0}  # percent
 # The programs that test the core, by their sources, with the words of each call. The first source names the program.
 ORACLE = tuple(sorted(ROOT.glob("tests/prefix/known/*.c"), key=lambda source: source.stem != "known"))
 PROGRAMS = {(source,): [()] for source in sorted(ROOT.glob("tests/c/*/test_*.c"))}
+WORLD = sorted({*ROOT.glob("tests/world/*.c")} - {*ROOT.glob("tests/world/drive_*.c")})
+PROGRAMS[(ROOT / "tests/world/drive_thread.c", *WORLD)] = [("--runs", "40")]
+PROGRAMS[(ROOT / "tests/world/drive_faults.c", *WORLD)] = [("--runs", "4")]
 PROGRAMS[ORACLE] = [("--runs", "40"), ("--orders", "40", "--names", "10")]
 
 

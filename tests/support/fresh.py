@@ -70,6 +70,13 @@ def randomised(name):
     return Machine(source.stem, (source,), lambda seed: [seed])
 
 
+def world(driver, runs):
+    """Let a driver of tests/world play so many seeds in a turn."""
+    sources = sorted({*ROOT.glob("tests/world/*.c")} - {*ROOT.glob("tests/world/drive_*.c")})
+    source = ROOT / f"tests/world/{driver}.c"
+    return Machine(driver, (source, *sources), lambda seed: ["--seed", 1 + (seed - 1) * runs, "--runs", runs])
+
+
 def oracle(option, number):
     """Play random calls, or scenes, of the oracle of prefixes."""
     return Machine("known", coverage.ORACLE, lambda seed: ["--seed", 1 + (seed - 1) * number, option, number])
@@ -79,8 +86,9 @@ SIMULATOR = Machine("sim", words=lambda seed: ["--seed", seed, *itertools.chain(
 MACHINES = [
     SIMULATOR,
     fuzzer(ROOT / "tests/fuzz/fuzz_attention.c", 10),
-    fuzzer(ROOT / "tests/fuzz/fuzz_calls.c", 10),
     fuzzer(ROOT / "tests/fuzz/fuzz_state.c", 80),
+    world("drive_thread", 10),
+    world("drive_faults", 2),
     oracle("--runs", 1),
     oracle("--names", 100),
     oracle("--forks", 1),
@@ -89,10 +97,6 @@ MACHINES = [
     oracle("--fetches", 100),
     oracle("--reuse", 20),
     oracle("--forgets", 20),
-    randomised("interface/test_faults"),
-    randomised("interface/test_random_threads"),
-    randomised("attend/test_visibility"),
-    randomised("cache/test_sequences"),
     randomised("space/test_evict"),
     randomised("prefix/test_directory_posix"),
     randomised("prefix/test_forgotten"),

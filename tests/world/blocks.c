@@ -496,7 +496,8 @@ kvc_status right_acquire(oracle *o, const call *c) {
                     const row *twin = &o->sequences[other].layers[l].at[i];
                     o->has_twins |= twin->tag == tag && (twin->slot != tag || o->has_fetched);
                 }
-            if (has_rope(o, l, KVC_ROPE_FREQUENCIES)) r.delta = at - tokens[tag].base;
+            if (has_rope(o, l, KVC_ROPE_FREQUENCIES) && !has_rope(o, l, KVC_ROPE_FUNCTION))
+                r.delta = at - tokens[tag].base;
             if (tokens[tag].base != at && has_rope(o, l, KVC_ROPE_FUNCTION)) r.slot = o->next_slot++;
             add_row(&s->layers[l], r);
             if (tokens[tag].time < s->date) s->date = tokens[tag].time;

@@ -431,6 +431,8 @@ void stop_playing(void) {
 
 /* ---- shortening -------------------------------------------------------------------------------------------------- */
 
+void __gcov_dump(void) __attribute__((weak)); /* notes which lines ran, as _exit() does not: coverage.py */
+
 /* Plays in a child: new calls, or those of a list.  Returns whether it failed. */
 static int play_in_child(uint64_t seed, int num_calls, const call *calls, int is_quiet, int traces) {
     fflush(stdout);
@@ -458,6 +460,7 @@ static int play_in_child(uint64_t seed, int num_calls, const call *calls, int is
         look_around();
         end_world();
         fflush(stdout);
+        if (__gcov_dump) __gcov_dump();
         _exit(0);
     }
     int status = -1;

@@ -1,34 +1,6 @@
-/* Sequences: batches, edits, windows, and random steps, compared after each with the oracle of plain row lists
- * (support/oracle.h). */
-#define _POSIX_C_SOURCE 200809L /* posix_memalign */
-#include <pthread.h>
-
-#include "support/random_steps.h"
+/* Sequences: the blocks that batches and windows take, where a sequence can be cut, and what an open batch refuses.
+ * tests/world compares the rest. */
 #include "support/pairs.h"
-
-/* ---- the mutex --------------------------------------------------------------------------------------------------- */
-
-static _Thread_local int num_locked; /* mutexes that this thread has locked in the core: see compiling.py */
-
-int __wrap_pthread_mutex_lock(pthread_mutex_t *mutex);
-int __wrap_pthread_mutex_trylock(pthread_mutex_t *mutex);
-int __wrap_pthread_mutex_unlock(pthread_mutex_t *mutex);
-
-int __wrap_pthread_mutex_lock(pthread_mutex_t *mutex) {
-    num_locked++;
-    return pthread_mutex_lock(mutex);
-}
-
-int __wrap_pthread_mutex_trylock(pthread_mutex_t *mutex) {
-    const int status = pthread_mutex_trylock(mutex);
-    num_locked += status == 0;
-    return status;
-}
-
-int __wrap_pthread_mutex_unlock(pthread_mutex_t *mutex) {
-    CHECKF(num_locked-- > 0, "unlocked, but not locked");
-    return pthread_mutex_unlock(mutex);
-}
 
 /* ---- a forward pass ---------------------------------------------------------------------------------------------- */
 
@@ -38,7 +10,7 @@ static void test_extend_in_place(void) {
     pair_feed(p, 0, 0, 5);
     pair_feed(p, 0, 5, 7);
     CHECK(num_spans(p, 0, 0) == 1);
-    pair_fork(p, 0, 1);
+    kvc_fork(p->cache, 0, 1);
     pair_feed(p, 0, 7, 9);
     CHECK(num_spans(p, 0, 0) == 1 && num_spans(p, 1, 0) == 1);
     pair_feed(p, 1, 7, 9);
@@ -46,30 +18,11 @@ static void test_extend_in_place(void) {
     pair_check(p);
     CHECK(num_spans(p, 1, 0) == 2);
     CHECK(stats_of(p).blocks_in_use == 1 && stats_of(p).rows_moved == 0);
-    pair_truncate(p, 0, 9); /* the last slot falls back to the block */
+    kvc_truncate(p->cache, 0, 9); /* the last slot falls back to the block */
     pair_feed(p, 1, 9, 13);
     pair_check(p);
     CHECK(stats_of(p).blocks_in_use == 1 && stats_of(p).wasted_slots == 0);
     pair_free(p);
-}
-
-/* INT32_MAX - 1 is a position like any other. */
-static void test_largest_position(void) {
-    const int32_t last = INT32_MAX - 1;
-    for (int windowed = 0; windowed < 2; windowed++) {
-        pair *p = pair_with(windowed ? sliding_policy(INT32_MAX, 0, 0) : full_policy, 4);
-        CHECK(pair_pass(p, 2, (int32_t[]){last, last - 1}, (int64_t[]){0, 0}) == KVC_OK);
-        CHECK(pair_pass(p, 1, &last, (int64_t[]){0}) == KVC_OK);
-        pair_check(p);
-        CHECK(kvc_next_position(p->cache, 0) == INT32_MAX && kvc_can_resume(p->cache, 0, INT32_MAX) == 1);
-        pair_fork(p, 0, 1);
-        pair_remove(p, 0, last, KVC_END, 0);
-        pair_check(p);
-        CHECK(pair_pass(p, 2, (int32_t[]){last, last}, (int64_t[]){0, 1}) == KVC_OK);
-        pair_truncate(p, 1, last - 1);
-        pair_check(p);
-        pair_free(p);
-    }
 }
 
 /* No more ids are written than there is room for. */
@@ -126,10 +79,10 @@ static void test_many(void) {
 /* Checks that dropping the rows of sequence 0 from a length on, and sharing those before it, are refused with these
  * words, and change nothing. */
 static void check_cut_refused(pair *p, int32_t length, const char *position, const char *safe, const char *before) {
-    CHECK_FAILS(pair_truncate(p, 0, length), KVC_ERR_GONE, position, safe);
-    CHECK_FAILS(pair_remove(p, 0, length, KVC_END, 1), KVC_ERR_GONE, "sequence 0", before);
-    CHECK_FAILS(pair_remove(p, 0, length, next_of(p, find_sequence(p, 0)), 0), KVC_ERR_GONE, position, safe);
-    CHECK_FAILS(pair_copy_prefix(p, 0, 1, length), KVC_ERR_GONE, position, "resume_window");
+    CHECK_FAILS(kvc_truncate(p->cache, 0, length), KVC_ERR_GONE, position, safe);
+    CHECK_FAILS(kvc_remove(p->cache, 0, length, KVC_END, 1), KVC_ERR_GONE, "sequence 0", before);
+    CHECK_FAILS(kvc_remove(p->cache, 0, length, kvc_next_position(p->cache, 0), 0), KVC_ERR_GONE, position, safe);
+    CHECK_FAILS(kvc_copy_prefix(p->cache, 0, 1, length), KVC_ERR_GONE, position, "resume_window");
     pair_check(p);
 }
 
@@ -190,8 +143,8 @@ static void test_expired_at_the_beginning(void) {
     pair_new(&p, 1, &layer);
     for (int32_t id = 0; id < 12; id++) pair_feed(&p, id, 0, 16);
     for (int32_t id = 1; id < 12; id++) {
-        CHECK(pair_shift(&p, id, 0, KVC_END, 16 * id) == KVC_OK && pair_share(&p, id, 0, 0, KVC_END) == KVC_OK);
-        CHECK(pair_clear_sequence(&p, id) == KVC_OK);
+        CHECK(kvc_shift(p.cache, id, 0, KVC_END, 16 * id) == KVC_OK && kvc_share(p.cache, id, 0, 0, KVC_END) == KVC_OK);
+        CHECK(kvc_clear_sequence(p.cache, id) == KVC_OK);
     }
     CHECK(kvc_seq_len(p.cache, 0, 0) == 192 && stats_of(&p).blocks_in_use >= 48);
     pair_feed(&p, 0, 192, 193);
@@ -214,14 +167,16 @@ static void test_cut_behind_sinks(void) {
         check_cut_refused(p, length, position, "from position 19 on", "up to 2");
     }
     for (int32_t length = 20; length >= 19; length--) {
-        CHECK(pair_truncate(p, 0, length) == KVC_OK && kvc_next_position(p->cache, 0) == length);
+        CHECK(kvc_truncate(p->cache, 0, length) == KVC_OK && kvc_next_position(p->cache, 0) == length);
         pair_check(p);
     }
-    CHECK(pair_copy_prefix(p, 0, 1, 2) == KVC_OK && kvc_can_resume(p->cache, 1, 2) == 1);
+    CHECK(kvc_copy_prefix(p->cache, 0, 1, 2) == KVC_OK && kvc_can_resume(p->cache, 1, 2) == 1);
     CHECK(pair_feed(p, 1, 2, 8) == KVC_OK);
     pair_check(p);
-    CHECK(pair_truncate(p, 0, 1) == KVC_OK && kvc_next_position(p->cache, 0) == 1 && pair_feed(p, 0, 1, 3) == KVC_OK);
-    CHECK(pair_truncate(p, 1, 0) == KVC_OK && kvc_can_resume(p->cache, 1, 0) == 1 && pair_feed(p, 1, 0, 3) == KVC_OK);
+    CHECK(kvc_truncate(p->cache, 0, 1) == KVC_OK && kvc_next_position(p->cache, 0) == 1 &&
+          pair_feed(p, 0, 1, 3) == KVC_OK);
+    CHECK(kvc_truncate(p->cache, 1, 0) == KVC_OK && kvc_can_resume(p->cache, 1, 0) == 1 &&
+          pair_feed(p, 1, 0, 3) == KVC_OK);
     pair_check(p);
     pair_free(p);
 }
@@ -237,24 +192,24 @@ static void test_busy(void) {
     CHECK(pair_begin(p, 3, (int32_t[]){7, 7, 0}, (int64_t[]){0, 1, 9}) == KVC_OK);
     CHECK_FAILS(kvc_begin(p->cache, 1, &position, NULL, NULL, &other), KVC_ERR_BUSY, "batch is open", "commit");
     CHECK(!other);
-    CHECK_FAILS(pair_compact(p), KVC_ERR_BUSY, "compact", "commit or abort");
+    CHECK_FAILS(kvc_compact(p->cache), KVC_ERR_BUSY, "compact", "commit or abort");
     CHECK_FAILS(kvc_cache_free(p->cache), KVC_ERR_BUSY, "free the cache", "commit or abort");
-    CHECK_FAILS(pair_clear(p), KVC_ERR_BUSY, "sequence 0", "open batch");
-    CHECK_FAILS(pair_keep(p, 2), KVC_ERR_BUSY, "sequence 0", "open batch");
-    CHECK_FAILS(pair_clear_sequence(p, 1), KVC_ERR_BUSY, "sequence 1", "open batch");
-    CHECK_FAILS(pair_clear_sequence(p, 9), KVC_ERR_BUSY, "sequence 9", "open batch");
-    CHECK_FAILS(pair_fork(p, 0, 5), KVC_ERR_BUSY, "sequence 0", "open batch");
-    CHECK_FAILS(pair_fork(p, 2, 1), KVC_ERR_BUSY, "sequence 1", "open batch");
-    CHECK_FAILS(pair_copy_prefix(p, 2, 9, 3), KVC_ERR_BUSY, "sequence 9", "open batch");
-    CHECK_FAILS(pair_remove(p, 1, 2, 3, 0), KVC_ERR_BUSY, "sequence 1", "open batch");
-    CHECK_FAILS(pair_truncate(p, 0, 3), KVC_ERR_BUSY, "sequence 0", "open batch");
+    CHECK_FAILS(kvc_clear(p->cache), KVC_ERR_BUSY, "sequence 0", "open batch");
+    CHECK_FAILS(kvc_keep(p->cache, 2), KVC_ERR_BUSY, "sequence 0", "open batch");
+    CHECK_FAILS(kvc_clear_sequence(p->cache, 1), KVC_ERR_BUSY, "sequence 1", "open batch");
+    CHECK_FAILS(kvc_clear_sequence(p->cache, 9), KVC_ERR_BUSY, "sequence 9", "open batch");
+    CHECK_FAILS(kvc_fork(p->cache, 0, 5), KVC_ERR_BUSY, "sequence 0", "open batch");
+    CHECK_FAILS(kvc_fork(p->cache, 2, 1), KVC_ERR_BUSY, "sequence 1", "open batch");
+    CHECK_FAILS(kvc_copy_prefix(p->cache, 2, 9, 3), KVC_ERR_BUSY, "sequence 9", "open batch");
+    CHECK_FAILS(kvc_remove(p->cache, 1, 2, 3, 0), KVC_ERR_BUSY, "sequence 1", "open batch");
+    CHECK_FAILS(kvc_truncate(p->cache, 0, 3), KVC_ERR_BUSY, "sequence 0", "open batch");
     pair_check(p);
 
-    CHECK(pair_fork(p, 2, 5) == KVC_OK); /* outside the batch */
-    CHECK(pair_remove(p, 3, 1, 3, 0) == KVC_OK);
-    CHECK_FAILS(pair_truncate(p, 5, 5), KVC_ERR_GONE, "sequence 5", "position 5");
-    CHECK(pair_truncate(p, 3, 6) == KVC_OK && pair_truncate(p, 5, 8) == KVC_OK);
-    CHECK(pair_clear_sequence(p, 2) == KVC_OK);
+    CHECK(kvc_fork(p->cache, 2, 5) == KVC_OK); /* outside the batch */
+    CHECK(kvc_remove(p->cache, 3, 1, 3, 0) == KVC_OK);
+    CHECK_FAILS(kvc_truncate(p->cache, 5, 5), KVC_ERR_GONE, "sequence 5", "position 5");
+    CHECK(kvc_truncate(p->cache, 3, 6) == KVC_OK && kvc_truncate(p->cache, 5, 8) == KVC_OK);
+    CHECK(kvc_clear_sequence(p->cache, 2) == KVC_OK);
     pair_check(p);
     pair_put_all(p);
     CHECK(pair_commit(p) == KVC_OK);
@@ -262,16 +217,8 @@ static void test_busy(void) {
     pair_free(p);
 }
 
-/* ---- everything -------------------------------------------------------------------------------------------------- */
-
-int main(int argc, char **argv) {
-    static const int block_sizes[] = {1, 3, 16, 64};
-    if (has_seed(argc, argv)) {
-        random_test(block_sizes[random_int(0, 4)], 0, 700);
-        return test_result();
-    }
+int main(void) {
     test_extend_in_place();
-    test_largest_position();
     test_room_for_ids();
     test_many();
     test_spare_blocks();
@@ -279,10 +226,5 @@ int main(int argc, char **argv) {
     test_expired_at_the_beginning();
     test_cut_behind_sinks();
     test_busy();
-    const int num_worlds = is_full() ? 48 : 18;
-    for (int i = 0; i < num_worlds; i++) random_test(block_sizes[i % 4], 0, 700);
-    random_state =
-        0x1b12c776b8e893d5; /* steps to a commit that leaves the cache beyond max_bytes, and evicts nothing */
-    random_test(3, 0, 700);
     return test_result();
 }

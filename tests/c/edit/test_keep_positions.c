@@ -1,7 +1,7 @@
-/* A sequence keeps a list of its positions.  Attention has the bits of a cache that was given these rows alone.  Random
- * steps compare more with the oracle (support/oracle.h). */
+/* A sequence keeps a list of its positions.  Attention has the bits of a cache that was given these rows alone.
+ * tests/world compares more. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
-#include "support/oracle.h"
+#include "support/pairs.h"
 
 enum { NUM = 700, NEW = 5, HEADS = 2, GROUP = 3, DIM = 64, PASS = 50 };
 
@@ -86,7 +86,8 @@ static void test_bits(int32_t type, int32_t block_size, const listing *list) {
         {.kind = KVC_CHUNKED, .attention_chunk_size = 150},
         {.kind = KVC_FULL},
     };
-    const kvc_rope rope = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 5, .inv_freq = any_angles};
+    const kvc_rope rope = {
+        .kind = KVC_ROPE_FREQUENCIES, .num_freqs = 5, .inv_freq = (double[]){1, -0.31, 0.017, 1.7, 100}};
     listing all = {0};
     kvc_layer layers[LAYERS];
     for (int32_t l = 0; l < LAYERS; l++)
@@ -175,7 +176,7 @@ static void test_edges(void) {
     };
     p = (pair){.config.block_size = 4};
     pair_new(&p, 3, layers);
-    CHECK(pair_keep_positions(&p, 1, (int32_t[]){3}, 1) == KVC_OK);
+    CHECK(kvc_keep_positions(p.cache, 1, (int32_t[]){3}, 1) == KVC_OK);
     CHECK(pair_begin(&p, 1, (int32_t[]){0}, (int64_t[]){1}) == KVC_OK);
     CHECK(pair_put_cross(&p, 2, 1, 3) == KVC_OK);
     pair_put_all(&p);
@@ -188,22 +189,22 @@ static void test_edges(void) {
                 "is 7, behind 7");
     CHECK_FAILS(kvc_keep_positions(p.cache, 1, (int32_t[]){7, 3}, 2), KVC_ERR_INVALID, "positions[1]",
                 "is 3, behind 7");
-    CHECK_FAILS(pair_keep_positions(&p, 1, (int32_t[]){3, 8}, 2), KVC_ERR_GONE, "sequence 1", "position 9");
+    CHECK_FAILS(kvc_keep_positions(p.cache, 1, (int32_t[]){3, 8}, 2), KVC_ERR_GONE, "sequence 1", "position 9");
     pair_check(&p);
-    CHECK_FAILS(pair_keep_positions(&p, 1, (int32_t[]){3, 8, 50, 90}, 4), KVC_ERR_GONE, "sequence 1", "position 9");
-    CHECK(pair_fork(&p, 1, 3) == KVC_OK && pair_keep_positions(&p, 3, (int32_t[]){50, 90}, 2) == KVC_OK);
+    CHECK_FAILS(kvc_keep_positions(p.cache, 1, (int32_t[]){3, 8, 50, 90}, 4), KVC_ERR_GONE, "sequence 1", "position 9");
+    CHECK(kvc_fork(p.cache, 1, 3) == KVC_OK && kvc_keep_positions(p.cache, 3, (int32_t[]){50, 90}, 2) == KVC_OK);
     CHECK(kvc_next_position(p.cache, 3) == 0 && kvc_seq_len(p.cache, 3, 2) == 0);
     pair_check(&p);
-    CHECK(pair_keep_positions(&p, 1, (int32_t[]){3, 17, 19, 20, 90}, 5) == KVC_OK); /* the window has lost row 3 */
+    CHECK(kvc_keep_positions(p.cache, 1, (int32_t[]){3, 17, 19, 20, 90}, 5) == KVC_OK); /* the window has lost row 3 */
     CHECK(kvc_seq_len(p.cache, 1, 0) == 3 && kvc_seq_len(p.cache, 1, 1) == 2 && kvc_seq_len(p.cache, 1, 2) == 3);
     pair_check(&p);
     CHECK(pair_feed(&p, 1, 20, 23) == KVC_OK && kvc_exact_to(p.cache, 1) == 0);
-    CHECK(pair_fork(&p, 1, 2) == KVC_OK && pair_keep_positions(&p, 1, NULL, 0) == KVC_OK);
+    CHECK(kvc_fork(p.cache, 1, 2) == KVC_OK && kvc_keep_positions(p.cache, 1, NULL, 0) == KVC_OK);
     CHECK(kvc_next_position(p.cache, 1) == 0 && kvc_seq_len(p.cache, 1, 2) == 0 && kvc_seq_len(p.cache, 2, 2) == 3);
     pair_check(&p);
     CHECK(pair_begin(&p, 1, (int32_t[]){23}, (int64_t[]){2}) == KVC_OK);
-    CHECK_FAILS(pair_keep_positions(&p, 2, (int32_t[]){3}, 1), KVC_ERR_BUSY, "sequence 2", "open batch");
-    pair_abort(&p);
+    CHECK_FAILS(kvc_keep_positions(p.cache, 2, (int32_t[]){3}, 1), KVC_ERR_BUSY, "sequence 2", "open batch");
+    kvc_abort(p.batch);
     pair_free(&p);
 }
 

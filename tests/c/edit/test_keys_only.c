@@ -1,6 +1,8 @@
 /* Layers of keys alone (v_dim 0), beside layers with values in one group.  Each has a twin, a layer with the same keys
  * and with values.  Both must have the same bytes of keys at the same positions, whatever is done to sequences. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#include <math.h>
+
 #include "support/saved.h"
 
 enum { ATTENDED, KEYS, TWIN, READER, NUM_OWN = READER, KEY_DIM = 64, MOST_KEYS = 120, HEADS = 4 };

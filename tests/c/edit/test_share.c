@@ -1,5 +1,5 @@
-/* Sharing ranges of positions: what refuses it, and where a sequence's positions end.  Random steps compare what is
- * shared with the oracle of plain row lists (support/oracle.h). */
+/* Sharing ranges of positions: what refuses it, and where a sequence's positions end.  tests/world compares
+ * what is shared. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/pairs.h"
 
@@ -12,16 +12,16 @@ static void feed_singly(pair *p, int64_t id, int32_t begin, int32_t end) {
 static void test_another_row(int block_size) {
     pair *p = mixed_pair(block_size);
     pair_feed(p, 7, 0, 10);
-    pair_copy_prefix(p, 7, -3, 6);
+    kvc_copy_prefix(p->cache, 7, -3, 6);
     pair_feed(p, -3, 6, 9);
-    CHECK_FAILS(pair_share(p, 7, -3, 0, KVC_END), KVC_ERR_INVALID, "position 6, ", "sequence -3, ");
-    CHECK_FAILS(pair_share(p, 7, -3, 8, 12), KVC_ERR_INVALID, "position 8, ", "sequence 7:");
+    CHECK_FAILS(kvc_share(p->cache, 7, -3, 0, KVC_END), KVC_ERR_INVALID, "position 6, ", "sequence -3, ");
+    CHECK_FAILS(kvc_share(p->cache, 7, -3, 8, 12), KVC_ERR_INVALID, "position 8, ", "sequence 7:");
     pair_feed(p, 9, 0, 1);
-    CHECK_FAILS(pair_share(p, 7, 9, 0, 1), KVC_ERR_INVALID, "position 0, ", "sequence 9, ");
+    CHECK_FAILS(kvc_share(p->cache, 7, 9, 0, 1), KVC_ERR_INVALID, "position 0, ", "sequence 9, ");
     pair_check(p);
-    CHECK(pair_share(p, 7, -3, 0, 6) == KVC_OK && pair_share(p, 7, -3, 9, KVC_END) == KVC_OK);
+    CHECK(kvc_share(p->cache, 7, -3, 0, 6) == KVC_OK && kvc_share(p->cache, 7, -3, 9, KVC_END) == KVC_OK);
     pair_check(p);
-    if (pair_truncate(p, -3, 6) == KVC_OK) CHECK(pair_share(p, 7, -3, 0, KVC_END) == KVC_OK);
+    if (kvc_truncate(p->cache, -3, 6) == KVC_OK) CHECK(kvc_share(p->cache, 7, -3, 0, KVC_END) == KVC_OK);
     pair_check(p);
     pair_free(p);
 }

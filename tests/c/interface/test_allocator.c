@@ -4,6 +4,7 @@
 #include "base/threads.h"
 #include "cache/cache.h"
 #include "support/feeding.h"
+#include "support/pairs.h"
 #include "support/saved.h"
 
 static kvc_cache *watched; /* NULL: none yet, or it is being freed */

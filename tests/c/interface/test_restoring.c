@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <stdatomic.h>
 
+#include "support/keeping.h"
 #include "support/pairs.h"
 #include "support/saved.h"
 
@@ -112,7 +113,6 @@ static void check_clone(const pair *p, kvc_cache *clone) {
     kvc_stats stats;
     copy = *p;
     copy.cache = clone;
-    copy.memory = NULL;
     pair_check(&copy);
     CHECK(kvc_nbytes(clone) <= kvc_nbytes(p->cache));
     CHECK(kvc_clear(clone) == KVC_OK && kvc_validate(clone) == KVC_OK);
@@ -126,8 +126,8 @@ static void check_clone(const pair *p, kvc_cache *clone) {
 static void test_cloned(int is_altered) {
     cloned_file c = {.file = long_state(), .p = limited_pair(0, 0, 0, 0)};
     pair *p = c.p;
-    CHECK(pair_feed(p, 0, 0, 11) == KVC_OK && pair_fork(p, 0, 1) == KVC_OK && pair_feed(p, 1, 11, 15) == KVC_OK);
-    CHECK(pair_feed(p, 5, 0, 3) == KVC_OK && pair_remove(p, 0, 3, 6, 0) == KVC_OK);
+    CHECK(pair_feed(p, 0, 0, 11) == KVC_OK && kvc_fork(p->cache, 0, 1) == KVC_OK && pair_feed(p, 1, 11, 15) == KVC_OK);
+    CHECK(pair_feed(p, 5, 0, 3) == KVC_OK && kvc_remove(p->cache, 0, 3, 6, 0) == KVC_OK);
     c.file.bytes[c.file.size * 3 / 4] ^= (char)is_altered; /* in the rows */
     kvc_load_args args = read_args_of(&c.file);
     args.read = read_and_clone;

@@ -1,4 +1,4 @@
-/* Several threads in one cache: each test puts two kinds of calls side by side; test_random_threads.c mixes all.  Plain
+/* Several threads in one cache: each test puts two kinds of calls side by side; tests/world mixes all.  Plain
  * threads, so that the thread sanitizer sees all there is in a build without OpenMP. */
 #define _DEFAULT_SOURCE
 #include <pthread.h>
@@ -8,7 +8,8 @@
 
 #include "cache/waiting.h"
 #include "support/guarded.h"
-#include "support/oracle.h"
+#include "support/keeping.h"
+#include "support/pairs.h"
 
 enum { K_DIM = 16, V_DIM = 8, NUM_LAYERS = 2, BASE = 90, MOST = 256 };
 
@@ -31,6 +32,10 @@ static kvc_cache *new_cache_of(int block_size, const kvc_layer *of) {
 static kvc_cache *new_cache(int block_size) { return new_cache_of(block_size, layers); }
 
 /* ---- rows that follow from their position ------------------------------------------------------------------------ */
+
+static float element(int32_t position, int layer, int is_value, int head, int d) {
+    return (float)((position * 31 + layer * 17 + is_value * 13 + head * 7 + d) % 97);
+}
 
 /* Tokens [first, first + n) of a batch, the first of them at this position. */
 static void put_rows(kvc_batch *batch, int layer, int first, int n, int32_t position) {

@@ -1,7 +1,9 @@
-/* Saved states: what can be damaged in a file, arguments, functions that fail, and edits meanwhile.  Random steps save
- * and load everything that can be in a cache: test_sequences.c, test_moves.c and others. */
+/* Saved states: what can be damaged in a file, arguments, functions that fail, and edits meanwhile.  tests/world
+ * saves and loads everything that can be in a cache. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
-#include "support/random_steps.h"
+#include "support/keeping.h"
+#include "support/pairs.h"
+#include "support/saved.h"
 
 static const double right_angle[] = {1.57079632679489661923};
 
@@ -86,15 +88,15 @@ static pair *varied_pair(void) {
     p = (pair){.config = {.block_size = 4, .num_threads = 1}};
     pair_new(&p, 6, varied_layers);
     pair_feed(&p, 0, 0, 9);
-    pair_copy_prefix(&p, 0, 4, 6);
-    pair_fork(&p, 0, -3);
-    pair_shift(&p, 4, 2, KVC_END, 3);
-    pair_remove(&p, 0, 3, 5, 0);
+    kvc_copy_prefix(p.cache, 0, 4, 6);
+    kvc_fork(p.cache, 0, -3);
+    kvc_shift(p.cache, 4, 2, KVC_END, 3);
+    kvc_remove(p.cache, 0, 3, 5, 0);
     CHECK(pair_begin(&p, 3, (int32_t[]){9, 10, 9}, (int64_t[]){0, 0, 4}) == KVC_OK);
     CHECK(pair_put_cross(&p, 3, 0, 4) == KVC_OK);
     pair_put_all(&p);
     CHECK(pair_commit(&p) == KVC_OK);
-    pair_fork(&p, 0, 7);
+    kvc_fork(p.cache, 0, 7);
     pair_check(&p);
     return &p;
 }
@@ -143,7 +145,7 @@ static void test_damage(void) {
     pair *p = varied_pair();
     CHECK(save_all(p->cache, &file) == KVC_OK);
     const size_t counts_end = place_tables(&file, &format) + sizeof *format.state;
-    pair_save(p);
+    check_saved(p->cache, NULL);
     for (size_t at = 0; at < file.size; at++) {
         saved copy = bytes_of(&file, at);
         kvc_cache *cache = NULL;
@@ -590,10 +592,16 @@ static void test_other_layers(void) {
     pair_free(p);
 }
 
+static int32_t keep_keys(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows, int32_t k_dim,
+                         int32_t delta) {
+    (void)user, (void)layer, (void)keys, (void)num_kv_heads, (void)num_rows, (void)k_dim, (void)delta;
+    return 0;
+}
+
 static void test_function(void) {
     static pair p;
     const kvc_layer layer = {
-        .num_kv_heads = 1, .k_dim = 4, .v_dim = 2, .rope = {.kind = KVC_ROPE_FUNCTION, .shift = move_keys}};
+        .num_kv_heads = 1, .k_dim = 4, .v_dim = 2, .rope = {.kind = KVC_ROPE_FUNCTION, .shift = keep_keys}};
     saved file;
     kvc_cache *cache = NULL;
     p = (pair){.config = {.block_size = 4, .num_threads = 1}};
@@ -603,7 +611,7 @@ static void test_function(void) {
     const kvc_load_args args = load_args_of(&file);
     CHECK_FAILS(kvc_load(&args, &cache), KVC_ERR_INVALID, "config.layers", "layer 0");
     CHECK(kvc_load(&args, NULL) == KVC_OK);
-    pair_save(&p); /* hands it in */
+    check_saved(p.cache, &p.config); /* hands it in */
     free(file.bytes);
     pair_free(&p);
 }
@@ -624,9 +632,7 @@ static void test_limits(void) {
     CHECK(kvc_load(&args, &cache) == KVC_OK);
     CHECK(kvc_block_size(cache) == 7 && kvc_capacity(cache) == -1);
     const int64_t bytes = kvc_nbytes(cache);
-    p->config.block_size = 7;
-    p->config.max_bytes = 1 << 20;
-    check_loaded(p, cache, &p->config);
+    CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
     cache = NULL;
     config.max_bytes = bytes - 1;
     CHECK_FAILS(kvc_load(&args, &cache), KVC_ERR_FULL, "max_bytes", "loading");
@@ -640,16 +646,19 @@ static void test_limits(void) {
 /* Restoring takes the place of what was there, which a full cache needs. */
 static void test_replaces(void) {
     static pair p;
-    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 2};
+    const int64_t from = 0, to = 1;
+    saved file;
     p = (pair){.config = {.block_size = 4, .max_seq_len = 20, .max_sequences = 2, .num_threads = 1}};
-    pair_new(&p, 1, &layer);
-    pair_feed(&p, 0, 0, 20);
-    pair_feed(&p, 1, 0, 20);
-    pair_restore(&p, 0, 1);
-    pair_check(&p);
-    pair_restore(&p, 7, 1); /* an empty one */
-    pair_check(&p);
-    CHECK(kvc_seq_len(p.cache, 1, 0) == 0);
+    pair_new(&p, 1, &plain_layer);
+    for (int64_t id = 0; id < 2; id++) pair_feed(&p, id, 0, 20);
+    for (int32_t num = 20; num >= 0; num -= 20) { /* an empty one, too */
+        CHECK(kvc_truncate(p.cache, 0, num) == KVC_OK && save_one(p.cache, 0, &file) == KVC_OK);
+        kvc_load_args args = load_args_of(&file);
+        args.seq_ids = &from, args.to_ids = &to, args.num_sequences = 1;
+        CHECKF(kvc_restore(p.cache, &args) == KVC_OK, "%s", kvc_last_error());
+        CHECK(kvc_seq_len(p.cache, 1, 0) == num);
+        free(file.bytes);
+    }
     pair_free(&p);
 }
 
@@ -747,10 +756,11 @@ static void check_held(const busy_file *b) {
 static void edit_meanwhile(busy_file *b) {
     int64_t id = random_int(20, 24);
     CHECKF(kvc_validate(b->p->cache) == KVC_OK, "%s", kvc_last_error());
-    pair_feed(b->p, id, next_of(b->p, find_sequence(b->p, id)), next_of(b->p, find_sequence(b->p, id)) + 2);
-    pair_remove(b->p, 0, random_int(0, 9), random_int(9, 12), 0);
-    pair_inject(b->p, -3, 0, 0, 4);
-    pair_clear_sequence(b->p, 4);
+    const int32_t next = kvc_next_position(b->p->cache, id);
+    pair_feed(b->p, id, next, next + 2);
+    kvc_remove(b->p->cache, 0, random_int(0, 9), random_int(9, 12), 0);
+    pair_inject(b->p, -3, 0, 0, 4, 1);
+    kvc_clear_sequence(b->p->cache, 4);
 }
 
 static int32_t write_busily(void *user, const void *data, size_t size) {
@@ -778,7 +788,7 @@ static void test_meanwhile(void) {
     CHECK(kvc_save(b.p->cache, &args) == KVC_OK);
     CHECK(is_same(&b.file, &before));
     pair_check(b.p);
-    CHECK(pair_compact(b.p) == KVC_OK);
+    CHECK(kvc_compact(b.p->cache) == KVC_OK);
     free(b.file.bytes);
     b.file = before;
     kvc_load_args load = read_args_of(&b.file);
@@ -803,7 +813,7 @@ static void test_meanwhile(void) {
 static int32_t read_and_fork(void *user, void *data, size_t size) {
     busy_file *b = user;
     if (stats_of(b->p).live_slots == 24) /* rows are being read */
-        pair_fork(b->p, 0, 1);
+        kvc_fork(b->p->cache, 0, 1);
     return saved_read(user, data, size);
 }
 

@@ -3,6 +3,7 @@
 #include "cache/cache.h"
 #include "space/row_buffer.h"
 #include "support/feeding.h"
+#include "support/keeping.h"
 #include "support/pairs.h"
 
 enum { CHANGED = 0, RESTED = 1, UNORDERED = 2, RETAINED = 100, FULL = 0, SLIDING = 1 };

@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "support/feeding.h"
+#include "support/keeping.h"
 #include "support/pairs.h"
 
 enum { BLOCK = 4, MOST = 64 };

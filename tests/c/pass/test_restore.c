@@ -40,14 +40,14 @@ static void test_earlier_window(void) {
         pair *p = window_pair(cases[i].num_sinks, (kvc_config){0});
         pair_feed(p, 0, 0, 30);
         pair_feed(p, 0, 30, 60);
-        CHECK(pair_truncate(p, 0, 30) == KVC_ERR_GONE);
+        CHECK(kvc_truncate(p->cache, 0, 30) == KVC_ERR_GONE);
         restore(p, second_layer, cases[i].begin, cases[i].end);
         CHECK_FAILS(pair_feed(p, 0, 60, 61), KVC_ERR_GONE, cases[i].lacks, "position 60");
         if (i > 0) {
-            CHECK(pair_truncate(p, 0, 59) == KVC_ERR_GONE);
+            CHECK(kvc_truncate(p->cache, 0, 59) == KVC_ERR_GONE);
         } else {
-            CHECK_FAILS(pair_truncate(p, 0, 31), KVC_ERR_GONE, "position 31", "layer 1 lacks");
-            CHECK(pair_truncate(p, 0, 30) == KVC_OK && pair_feed(p, 0, 30, 40) == KVC_OK);
+            CHECK_FAILS(kvc_truncate(p->cache, 0, 31), KVC_ERR_GONE, "position 31", "layer 1 lacks");
+            CHECK(kvc_truncate(p->cache, 0, 30) == KVC_OK && pair_feed(p, 0, 30, 40) == KVC_OK);
         }
         pair_check(p);
         pair_free(p);

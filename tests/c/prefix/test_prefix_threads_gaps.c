@@ -12,7 +12,7 @@
 
 #include "cache/cache.h"
 #include "support/feeding.h"
-#include "support/oracle.h"
+#include "support/pairs.h"
 
 const char *__tsan_default_options(void);
 

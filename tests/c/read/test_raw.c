@@ -2,9 +2,10 @@
  * kvc_attend and kvc_inject, byte for byte. */
 #define _POSIX_C_SOURCE 200809L /* setenv */
 #include "base/dtype.h"
+#include "rows/copy.h"
 #include "support/isas.h"
 #include "support/memory.h"
-#include "support/oracle.h"
+#include "support/pairs.h"
 
 enum { HEADS = 3, K_DIM = 64, V_DIM = 32, ROWS = 23, BLOCK = 4, ODD = 1 };
 

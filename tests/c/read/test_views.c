@@ -1,7 +1,6 @@
 /* Reading a cache: holds on rows in place, copies of rows and their positions, blocks and runs. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/feeding.h"
-#include "support/random_steps.h"
 #include "support/pairs.h"
 
 /* ---- holds ------------------------------------------------------------------------------------------------------- */
@@ -16,7 +15,7 @@ static void test_hold_of_some(void) {
     pair_feed(p, 0, 0, 10);
     CHECK(kvc_spans(p->cache, 0, 0, spans, sizeof *spans, 2, &num, &hold) == KVC_OK && num == 3 && !hold);
     CHECK(kvc_spans(p->cache, 1, 0, spans, sizeof *spans, 3, &num, &hold) == KVC_OK && num == 0 && !hold);
-    CHECK(pair_compact(p) == KVC_OK);
+    CHECK(kvc_compact(p->cache) == KVC_OK);
     CHECK(kvc_spans(p->cache, 0, 0, spans, sizeof *spans, 3, &num, &hold) == KVC_OK && num == 3 && hold);
     CHECK(kvc_compact(p->cache) == KVC_ERR_HELD);
     kvc_hold_free(hold);
@@ -45,7 +44,7 @@ static void test_spans_of_a_batch(void) {
         CHECK((const char *)spans[1].k == (const char *)spans[0].k + 8 * spans[0].k_row_stride);
         float k = *(const float *)spans[1].k;
         if (!is_kept)
-            pair_abort(p);
+            kvc_abort(p->batch);
         else {
             pair_put(p, 0, 1, 1);
             for (int l = 1; l < 4; l++) pair_put(p, l, 0, 3);
@@ -58,7 +57,7 @@ static void test_spans_of_a_batch(void) {
         CHECK(*(const float *)spans[1].k == k);
         CHECK(kvc_compact(p->cache) == KVC_ERR_HELD);
         kvc_hold_free(hold);
-        pair_clear(p);
+        kvc_clear(p->cache);
         pair_feed(p, 0, 0, 6);
     }
     pair_check(p);
@@ -84,37 +83,13 @@ static void test_spans_that_no_batch_has(void) {
     CHECK_FAILS(kvc_batch_spans(p->batch, 1, 0, &span, 8, 1, &num, NULL), KVC_ERR_INVALID, "spans", "as 8:");
     CHECK_FAILS(kvc_batch_spans(p->batch, 1, 0, &span, sizeof span, 1, NULL, NULL), KVC_ERR_INVALID, "num_spans",
                 "NULL");
-    pair_abort(p);
+    kvc_abort(p->batch);
     pair_check(p);
     pair_free(&other);
     pair_free(p);
 }
 
 /* ---- copies of rows ---------------------------------------------------------------------------------------------- */
-
-/* kvc_gather reads rows from the middle of runs, converted, with strides, and K alone. */
-static void test_gather_parts(void) {
-    pair *p = mixed_pair(4);
-    uint16_t k[3 * 10 * 2];
-    pair_feed(p, 0, 0, 10);
-    for (int64_t first = 0; first < 10; first++) {
-        for (int64_t n = 1; first + n <= 10; n++) {
-            const kvc_rows_out out = {
-                .struct_size = sizeof out, .type = KVC_BF16, .k = k, .k_head_stride = 40, .k_row_stride = 4};
-            memset(k, 1, sizeof k);
-            CHECK(kvc_gather(p->cache, 0, 2, first, n, &out) == KVC_OK);
-            for (int h = 0; h < 3; h++)
-                for (int i = 0; i < 10; i++) {
-                    const uint16_t *got = &k[h * 20 + i * 2];
-                    if (i < n)
-                        check_element(&p->sequences[0].layers[2].rows[first + i], 2, 0, h, 0,
-                                      read_element(got, KVC_BF16));
-                    CHECK(got[1] == 0x0101 && (i < n || got[0] == 0x0101));
-                }
-        }
-    }
-    pair_free(p);
-}
 
 /* Gathered and extracted rows come with their positions and the number stored. */
 static void test_positions_of_copies(void) {
@@ -205,7 +180,6 @@ int main(void) {
     test_hold_of_some();
     test_spans_of_a_batch();
     test_spans_that_no_batch_has();
-    test_gather_parts();
     test_positions_of_copies();
     test_next_positions();
     test_where_to_go_on();

@@ -1,6 +1,5 @@
 /* Compaction, on request and by itself. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
-#include "support/random_steps.h"
 #include "support/pairs.h"
 
 /* Makes a pair of three sequences that share blocks, with holes in all. */
@@ -8,12 +7,12 @@ static pair *scattered_pair(int block_size) {
     pair *p = mixed_pair(block_size);
     pair_feed(p, 0, 0, 50);
     pair_feed(p, 5, 0, 33);
-    pair_copy_prefix(p, 0, 1, 31);
+    kvc_copy_prefix(p->cache, 0, 1, 31);
     pair_feed(p, 0, 50, 60);
     for (int32_t at = 0; at < 60; at += 4) {
-        pair_remove(p, 0, at, at + 3, 0);
-        pair_remove(p, 5, at + 1, at + 2, 0);
-        if (at > 20) pair_remove(p, 1, at, at + 2, 0);
+        kvc_remove(p->cache, 0, at, at + 3, 0);
+        kvc_remove(p->cache, 5, at + 1, at + 2, 0);
+        if (at > 20) kvc_remove(p->cache, 1, at, at + 2, 0);
     }
     pair_check(p);
     return p;
@@ -24,7 +23,7 @@ static void test_compact(int block_size) {
     pair *p = scattered_pair(block_size);
     kvc_stats before = stats_of(p);
     int64_t bytes = kvc_nbytes(p->cache);
-    CHECK(pair_compact(p) == KVC_OK);
+    CHECK(kvc_compact(p->cache) == KVC_OK);
     pair_check(p);
     kvc_stats after = stats_of(p);
     CHECK(after.live_slots == before.live_slots && after.wasted_slots == 0 && after.blocks_free == 0);
@@ -33,13 +32,13 @@ static void test_compact(int block_size) {
     CHECK(after.blocks_returned - before.blocks_returned ==
           before.blocks_in_use + before.blocks_free - after.blocks_in_use);
     CHECK(kvc_nbytes(p->cache) < bytes);
-    CHECK(pair_compact(p) == KVC_OK);
+    CHECK(kvc_compact(p->cache) == KVC_OK);
     CHECK(stats_of(p).rows_moved == after.rows_moved); /* there is nothing left to do */
     for (int64_t id = 0; id < 6; id++)
-        pair_feed(p, id, next_of(p, find_sequence(p, id)), next_of(p, find_sequence(p, id)) + 7);
+        pair_feed(p, id, kvc_next_position(p->cache, id), kvc_next_position(p->cache, id) + 7);
     pair_check(p);
-    pair_clear(p);
-    CHECK(pair_compact(p) == KVC_OK);
+    kvc_clear(p->cache);
+    CHECK(kvc_compact(p->cache) == KVC_OK);
     CHECK(stats_of(p).blocks_in_use == 0 && stats_of(p).blocks_free == 0);
     pair_check(p);
     pair_free(p);
@@ -49,7 +48,7 @@ static void test_compact(int block_size) {
 static void test_compact_short_sequences(void) {
     pair *p = mixed_pair(16);
     for (int64_t id = 0; id < 5; id++) pair_feed(p, id, 0, 3 + (int32_t)id);
-    CHECK(pair_compact(p) == KVC_OK);
+    CHECK(kvc_compact(p->cache) == KVC_OK);
     pair_check(p);
     CHECK(stats_of(p).blocks_in_use == 3 * 2);
     for (int64_t id = 0; id < 5; id++) pair_feed(p, id, 3 + (int32_t)id, 30);
@@ -63,9 +62,9 @@ static void test_compact_spares_full_blocks(void) {
     pair_feed(p, 0, 0, 8);
     pair_feed(p, 1, 0, 100);
     pair_feed(p, 2, 0, 8);
-    pair_remove(p, 0, 1, 2, 0);
-    pair_remove(p, 2, 5, 7, 0);
-    CHECK(pair_compact(p) == KVC_OK);
+    kvc_remove(p->cache, 0, 1, 2, 0);
+    kvc_remove(p->cache, 2, 5, 7, 0);
+    CHECK(kvc_compact(p->cache) == KVC_OK);
     pair_check(p);
     CHECKF(stats_of(p).rows_moved <= 3 + 2, "%lld rows moved", (long long)stats_of(p).rows_moved);
     CHECK(stats_of(p).wasted_slots == 0);
@@ -76,7 +75,7 @@ static void test_compact_spares_full_blocks(void) {
 static void test_automatic_compaction(int32_t stride, int64_t compactions) {
     pair *p = pair_with(full_policy, 4);
     pair_feed(p, 0, 0, 128);
-    for (int32_t at = 1; at < 128; at += stride) pair_remove(p, 0, at, at + 1, 0);
+    for (int32_t at = 1; at < 128; at += stride) kvc_remove(p->cache, 0, at, at + 1, 0);
     CHECK(stats_of(p).wasted_slots > 0 && stats_of(p).compactions == 0);
     pair_feed(p, 1, 0, 3);
     pair_check(p);
@@ -86,19 +85,21 @@ static void test_automatic_compaction(int32_t stride, int64_t compactions) {
 
 /* Automatic compaction moves no row of a held block. */
 static void test_automatic_compaction_spares_held_blocks(void) {
-    static view v;
+    kvc_span spans[8];
+    kvc_hold *hold = NULL;
+    int64_t num;
     pair *p = pair_with(full_policy, 4);
     pair_feed(p, 0, 0, 16);
     pair_feed(p, 1, 0, 96);
     for (int32_t at = 1; at < 96; at += 2) {
-        pair_remove(p, 0, at, at + 1, 0);
-        pair_remove(p, 1, at, at + 1, 0);
+        kvc_remove(p->cache, 0, at, at + 1, 0);
+        kvc_remove(p->cache, 1, at, at + 1, 0);
     }
-    CHECK(view_new(&v, p, 0, 0) == KVC_OK);
+    CHECK(kvc_spans(p->cache, 0, 0, spans, sizeof *spans, 8, &num, &hold) == KVC_OK && hold);
     pair_feed(p, 2, 0, 40);
     pair_check(p);
     CHECK(stats_of(p).compactions == 1 && stats_of(p).rows_moved > 0);
-    view_free(&v, p);
+    kvc_hold_free(hold);
     pair_check(p);
     pair_free(p);
 }

@@ -1,5 +1,7 @@
 /* Limits: max_seq_len, max_sequences, capacity and max_bytes, and the default block size. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
+#include <math.h>
+
 #include "base/pages.h"
 #include "support/feeding.h"
 #include "support/pairs.h"
@@ -31,7 +33,7 @@ static void test_default_block_size(void) {
     }
 }
 
-/* The errors of batches that do not fit.  The oracle knows which batches fit. */
+/* The errors of batches that do not fit.  tests/world knows which batches fit. */
 static void test_messages(void) {
     pair *p = limited_pair(10, 2, 0, 0);
     CHECK(kvc_capacity(p->cache) == 20 && kvc_capacity_bytes(p->cache) == 20 * 2 * 24); /* their product by default */
@@ -43,7 +45,7 @@ static void test_messages(void) {
     pair_check(p);
     pair_free(p);
     p = limited_pair(0, 0, 20, 0);
-    CHECK(pair_feed(p, 0, 0, 16) == KVC_OK && pair_fork(p, 0, 1) == KVC_OK && pair_feed(p, 1, 16, 20) == KVC_OK);
+    CHECK(pair_feed(p, 0, 0, 16) == KVC_OK && kvc_fork(p->cache, 0, 1) == KVC_OK && pair_feed(p, 1, 16, 20) == KVC_OK);
     CHECK_FAILS(pair_feed(p, 2, 0, 1), KVC_ERR_FULL, "1 more token ", "20 of capacity 20 are in use, 0 fit at once");
     CHECK_FAILS(pair_feed(p, 2, 0, 21), KVC_ERR_FULL, "capacity is 20", "at most 20 fit at once");
     pair_check(p);
@@ -76,10 +78,8 @@ static void test_max_seq_len_of_a_window(void) {
             p->config.max_sequences = max_sequences;
             pair_free(p);
             pair_new(p, 1, p->layers);
-            CHECK(pair_room(p, 0) == KVC_OK);
             CHECK((pair_feed(p, 0, 0, 20) == KVC_OK) == (length >= 6));
             CHECK(pair_feed(p, 0, kvc_next_position(p->cache, 0), kvc_next_position(p->cache, 0) + 1) == KVC_OK);
-            pair_room(p, 0);
             pair_check(p);
             pair_free(p);
         }
@@ -123,7 +123,7 @@ static void test_max_bytes(void) {
     CHECK(!strstr(kvc_last_error(), "views"));
     pair_check(p);
     for (int32_t at = 1; at < 40; at += 8) /* less than a quarter */
-        pair_remove(p, 0, at, at + 1, 0);
+        kvc_remove(p->cache, 0, at, at + 1, 0);
     CHECK(stats_of(p).compactions == 0);
     kvc_hold *hold;
     kvc_span spans[64];

@@ -1,10 +1,13 @@
-/* saved.h: saved states in memory; caches that are saved, loaded and compared with the oracle. */
+/* saved.h: saved states in memory. */
 #ifndef KVC_TEST_SAVED_H
 #define KVC_TEST_SAVED_H
 
+#include <stdlib.h>
+#include <string.h>
+
 #include "base/hash.h"
 #include "saved/format.h"
-#include "support/oracle.h"
+#include "support/test.h"
 
 /* A file in memory, which is written or read; a call of its functions may be made to fail. */
 typedef struct saved {
@@ -87,80 +90,22 @@ static inline kvc_load_args read_args_of(saved *from) {
         .struct_size = sizeof(kvc_load_args), .read = saved_read, .user = from, .size = (int64_t)from->size};
 }
 
-/* Compares a cache with a pair's oracle, without the open batch, and frees it. */
-static inline void check_loaded(const pair *p, kvc_cache *cache, const kvc_config *config) {
-    static pair copy;
-    if (p->memory) p->memory->is_failing = 0; /* comparing takes memory */
-    copy = *p;
-    copy.cache = cache;
-    copy.config = *config;
-    copy.batch = NULL;
-    copy.memory = NULL;
-    copy.num_holds = 0;
-    for (int s = copy.num_sequences - 1; s >= 0; s--) /* retained sequences are saved only where they are named */
-        if (copy.sequences[s].used) forget_sequence(&copy, copy.sequences[s].id);
-    pair_check(&copy);
-    pair_free(&copy);
-}
-
-/* Checks that a file is refused for max_bytes where what is loaded without that limit has more bytes, and only there.
- * loaded: what it became; NULL: it was refused. */
-static inline void check_max_bytes(pair *p, const saved *file, kvc_cache *loaded) {
-    kvc_config config = p->config;
-    kvc_load_args args = load_args_of(file);
-    kvc_cache *cache = loaded;
-    if (p->memory) p->memory->is_failing = 0;
-    config.max_bytes = INT64_MAX; /* 0 would be the file's */
-    args.config = &config;
-    if (!loaded) CHECKF(kvc_load(&args, &cache) == KVC_OK, "%s", kvc_last_error());
-    CHECKF((kvc_nbytes(cache) > p->config.max_bytes) == !loaded, "%lld bytes, max_bytes is %lld",
-           (long long)kvc_nbytes(cache), (long long)p->config.max_bytes);
-    if (!loaded) kvc_cache_free(cache);
-}
-
-/* Saves the cache; checks that what is loaded is the same, from memory and by a function, and saves to the same
- * bytes. */
-static inline kvc_status pair_save(pair *p) {
-    saved file, again;
+/* Checks that a cache is saved to bytes which load and are saved to the same bytes; config: for what is loaded. */
+static inline void check_saved(kvc_cache *cache, const kvc_config *config) {
+    saved first, again;
     kvc_cache *loaded = NULL;
-    if (KVC_IS_BIG_ENDIAN) /* test_saved.c checks that it is refused */
-        return KVC_OK;
-    kvc_status status = agree(p, "save", save_all(p->cache, &file), KVC_OK);
-    kvc_load_args args = p->next_tag % 2 ? load_args_of(&file) : read_args_of(&file);
-    args.config = &p->config;
-    if (status == KVC_OK) status = kvc_load(&args, &loaded);
-    if (status != KVC_ERR_FULL || !p->config.max_bytes) agree(p, "load", status, KVC_OK);
-    CHECK(!loaded == (status != KVC_OK));
-    if (p->config.max_bytes && (loaded || status == KVC_ERR_FULL)) check_max_bytes(p, &file, loaded);
+    if (KVC_IS_BIG_ENDIAN) return; /* test_saved.c checks that it is refused */
+    CHECKF(save_all(cache, &first) == KVC_OK, "%s", kvc_last_error());
+    kvc_load_args args = load_args_of(&first);
+    args.config = config;
+    CHECKF(kvc_load(&args, &loaded) == KVC_OK, "%s", kvc_last_error());
     if (loaded) {
-        if (p->memory) p->memory->is_failing = 0;
-        CHECK(save_all(loaded, &again) == KVC_OK);
-        CHECKF(is_same(&again, &file), "saves to other bytes");
+        CHECK(kvc_validate(loaded) == KVC_OK && save_all(loaded, &again) == KVC_OK);
+        CHECKF(is_same(&first, &again), "saves to other bytes");
         free(again.bytes);
-        check_loaded(p, loaded, &p->config);
+        kvc_cache_free(loaded);
     }
-    free(file.bytes);
-    return status;
-}
-
-/* Saves a sequence, and restores it under another id, in place of the sequence there. */
-static inline kvc_status pair_restore(pair *p, int64_t from, int64_t to) {
-    saved file;
-    if (KVC_IS_BIG_ENDIAN) return KVC_OK;
-    kvc_status status = agree(p, "save", save_one(p->cache, from, &file), KVC_OK);
-    kvc_load_args args = load_args_of(&file);
-    args.seq_ids = &from;
-    args.to_ids = &to;
-    args.num_sequences = 1;
-    if (status == KVC_OK)
-        status = agree(p, "restore", kvc_restore(p->cache, &args), in_batch(p, to) ? KVC_ERR_BUSY : KVC_OK);
-    free(file.bytes);
-    if (status != KVC_OK) return status;
-    if (from != to) oracle_copy_prefix(p, from, to, INT32_MAX);
-    sequence *s = find_sequence(p, to);
-    for (int l = 0; s && l < p->config.num_layers; l++)
-        for (int i = 0; i < s->layers[l].num; i++) s->layers[l].rows[i].slot = new_slot(p);
-    return status;
+    free(first.bytes);
 }
 
 #endif

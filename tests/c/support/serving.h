@@ -3,7 +3,8 @@
 #define KVC_TEST_SERVING_H
 
 #include "support/feeding.h"
-#include "support/oracle.h"
+#include "support/keeping.h"
+#include "support/pairs.h"
 
 enum { DIM = 32, BLOCK = 4, MOST = 64, STATE = 16 };
 
