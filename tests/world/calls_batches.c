@@ -351,6 +351,7 @@ void run_commit(call *c) {
         const int j = pick(num), at = kept[i];
         kept[i] = kept[j], kept[j] = at;
     }
+    forget_plan(c->client);
     kvc_batch *ends = w.batches[c->client];
     w.batches[c->client] = NULL;
     c->status = c->flag ? kvc_commit_kept(ends, kept, num) : kvc_commit(ends);
@@ -363,6 +364,7 @@ int draw_abort(call *c) {
 }
 
 void run_abort(call *c) {
+    forget_plan(c->client);
     kvc_batch *ends = w.batches[c->client];
     w.batches[c->client] = NULL;
     kvc_abort(ends);

@@ -19,12 +19,12 @@ static int sees_token(const batch *b, int t, int other) {
 }
 
 /* Returns the position from which a batch's tokens of a sequence are inexact if the tokens `kept` are kept.  A token is
- * inexact if it does not stand behind all rows, or if it saw others than the kept tokens before it. */
+ * inexact if it does not stand behind all rows, has selected some, or saw others than the kept tokens before it. */
 int32_t batch_exact_to(const oracle *o, const batch *b, int s, const uint8_t *kept) {
     int32_t next = next_of(o, &o->sequences[s]), exact_to = INT32_MAX;
     for (int t = 0; t < b->num; t++) {
         if (b->slots[t] != s || !kept[t]) continue;
-        int follows = !b->restores && b->positions[t] == next;
+        int follows = !b->restores && b->positions[t] == next && !b->has_selected[t];
         for (int other = 0; other < b->num; other++) {
             if (b->slots[other] != s || other == t) continue;
             const int sees = sees_token(b, t, other);

@@ -124,6 +124,7 @@ static void check_layer(kvc_cache *cache, int64_t id, const sequence *s, int l) 
     if (kvc_position_range(cache, id, l, &first, &last) || first != low || last != high)
         wrong("layer %d: positions from %d to %d, not %d to %d", l, first, last, low, high);
     if (list->num) check_gather(cache, id, s, l);
+    if (list->num) check_sketches(cache, id, l);
     if (kvc_spans(cache, id, l, spans, sizeof *spans, ROWS, &num, NULL)) wrong("kvc_spans: %s", kvc_last_error());
     check_spans(spans, num, source_of(&w.o, l), list->at, list->num);
 }

@@ -122,6 +122,7 @@ typedef struct batch {
     uint8_t unstored[TOKENS];       /* alike for all tokens of a sequence; 2: of one that was empty */
     uint8_t layers[LAYERS];         /* that it restores */
     uint8_t is_put[LAYERS][TOKENS]; /* PUT, ... */
+    uint8_t has_selected[TOKENS];   /* rows, by their sketches */
     int num_cross[LAYERS][SLOTS], cross[LAYERS][SLOTS]; /* rows put in cross-attention layers, and their first tag */
 } batch;
 
@@ -229,6 +230,7 @@ void widen(range *r, int32_t position);
 void tidy(oracle *o, sequence *s, int had_tokens); /* after an edit: ends it if nothing is left */
 void stop_keeping(sequence *s);                    /* commits that follow do not keep blocks of its prompt */
 void note_edit(sequence *s);
+int misses_in(const oracle *o, const sequence *s, int l, int32_t position, int32_t end);
 int misses_below(const oracle *o, const sequence *s, int32_t position, int32_t end);
 row new_row(int32_t position, int32_t tag);
 void add_row(rows *list, row r);
@@ -260,6 +262,7 @@ kvc_status right_begin(oracle *o, const call *c);
 kvc_status right_put(oracle *o, const call *c);
 kvc_status right_put_cross(oracle *o, const call *c);
 kvc_status right_attend(oracle *o, const call *c);
+kvc_status right_listed(oracle *o, const call *c);
 kvc_status right_commit(oracle *o, const call *c);
 kvc_status right_abort(oracle *o, const call *c);
 kvc_status right_copy(oracle *o, const call *c);

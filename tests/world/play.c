@@ -422,6 +422,7 @@ int play(void) {
 }
 
 void stop_playing(void) {
+    forget_plan(me->number);
     kvc_abort(w.batches[me->number]);
     w.batches[me->number] = NULL;
     lock_world();

@@ -6,15 +6,14 @@
 
 #include <float.h>
 
-enum { UNWRITTEN = 0x5a, LARGEST = 127, FAR = 1000 };
+enum { UNWRITTEN = 0x5a, LARGEST = 127 };
 
 /* ---- arrays ------------------------------------------------------------------------------------------------------ */
 
-/* Token or head major, backwards or not, with gaps or without. */
-static void lay_out(array *a, const question *q, int heads, int64_t row) {
+void lay_out(array *a, int num, int inner, int heads, int64_t row) {
     const int has_heads_inside = pick(2), backwards = !pick(3);
     const int64_t gap = pick(3) ? 0 : row;
-    a->inner = q->inner ? q->inner : q->num;
+    a->inner = inner ? inner : num;
     a->head = has_heads_inside ? row : a->inner * row + gap;
     a->token = has_heads_inside ? heads * row + gap : row;
     a->batch = has_heads_inside ? a->inner * a->token : heads * a->head;
@@ -28,15 +27,15 @@ static void lay_out(array *a, const question *q, int heads, int64_t row) {
     if (pick(2)) a->batch_stride = 0;
 }
 
-static char *row_in(array *a, int n, int head) {
+char *row_in(array *a, int n, int head) {
     return a->bytes + a->start + n / a->inner * a->batch + n % a->inner * a->token + head * a->head;
 }
 
-static void write_floats(array *a, int n, int head, const float *x, int num, int32_t type) {
+void write_floats(array *a, int n, int head, const float *x, int num, int32_t type) {
     for (int d = 0; d < num; d++) convert(x[d], type, row_in(a, n, head) + d * (type ? 2 : 4));
 }
 
-static float read_float(int32_t type, const char *at) {
+float read_float(int32_t type, const char *at) {
     uint32_t bits;
     uint16_t half;
     float x;
@@ -55,14 +54,14 @@ static float read_float(int32_t type, const char *at) {
     return x;
 }
 
-static int is_unwritten(const char *at, int64_t size) {
+int is_unwritten(const char *at, int64_t size) {
     for (int64_t i = 0; i < size; i++)
         if (at[i] != UNWRITTEN) return 0;
     return 1;
 }
 
 /* Nothing beside rows may be written.  Call after all rows were read: they are cleared. */
-static void check_gaps(const question *q, array *a, int heads, int64_t row) {
+void check_gaps(const question *q, array *a, int heads, int64_t row) {
     for (int n = 0; n < q->num; n++)
         for (int h = 0; h < heads; h++) memset(row_in(a, n, h), UNWRITTEN, (size_t)row);
     if (!is_unwritten(a->bytes, sizeof a->bytes)) wrong("layer %d: writes between rows", q->layer);
@@ -101,7 +100,7 @@ int sees(const question *q, int t, const shown *row) {
 }
 
 /* Lists the rows that a token sees.  Returns how many there are. */
-static int list_seen(const question *q, int t, shown *to) {
+int list_seen(const question *q, int t, shown *to) {
     const int all = list_shown(q->of, q->of->slots[t], source_of(&w.o, q->layer), to);
     int num = 0;
     for (int i = 0; i < all; i++)
@@ -109,10 +108,22 @@ static int list_seen(const question *q, int t, shown *to) {
     return num;
 }
 
+void sort_by_position(shown *rows, int num) {
+    for (int i = 1; i < num; i++) {
+        const shown row = rows[i];
+        int j = i;
+        for (; j && rows[j - 1].position > row.position; j--) rows[j] = rows[j - 1];
+        rows[j] = row;
+    }
+}
+
 unsigned right_statuses(const question *q) {
     const int source = source_of(&w.o, q->layer);
     unsigned bits = 0, perhaps = 0;
     shown rows[MOST_SHOWN];
+    if (q->of->restores) return 1u << KVC_ERR_INVALID;
+    for (int t = 0; t < q->of->num; t++)
+        if (!is_known(q->of, t)) return ~0u;
     for (int t = q->first; t < q->first + q->num; t++) {
         const int num = list_seen(q, t, rows);
         for (int i = 0; i < num; i++) {
@@ -149,7 +160,6 @@ static void make_masks(question *q) {
 
 void make_plan(question *q, const batch *of, int layer, int first, int num) {
     const kvc_layer *at = &w.o.layers[layer];
-    static const int choices[] = {1, 2, 4};
     memset(q, 0, offsetof(question, numbers));
     q->of = of;
     q->layer = layer;
@@ -165,29 +175,35 @@ void make_plan(question *q, const batch *of, int layer, int first, int num) {
     if (!pick(4)) q->plan.non_causal = q->non_causal;
     make_masks(q);
     if (!at->v_dim) {
-        do q->num_choices = choices[pick(3)];
-        while (q->num_heads % q->num_choices);
+        const int num = at->num_kv_heads;
+        do q->num_choices = 1 + pick(q->num_heads);
+        while (q->num_heads % q->num_choices || (q->num_choices % num && num % q->num_choices));
         q->plan.num_choices = q->num_choices;
     } else if (!pick(3)) {
         q->plan.max_chosen = 1 + pick(MOST_CHOSEN);
+    } else if (at->sketch_bits && pick(3)) {
+        q->plan.select_rows = 1 + pick(pick(2) ? 4 : 16);
     }
 }
 
-/* Queries of whole numbers times a power of two: dense ones without zeros, which rotations by right angles would leave
- * not quite 0, or of one element that no rope turns.  Then scores tie. */
-static void make_queries(question *q, float unit, int is_sparse) {
+void make_numbers(float x[][QUERY_HEADS][DIM], int num, int num_heads, float unit, int is_sparse) {
+    for (int t = 0; t < num; t++)
+        for (int h = 0; h < num_heads; h++) {
+            const int only = is_sparse && pick(4) ? FIRST_OF_TAG + pick(FIRST_TURNED - FIRST_OF_TAG) : -1;
+            for (int d = 0; d < DIM; d++) {
+                const int n = d == only || (only < 0 && !d) ? LARGEST
+                              : only < 0                    ? (pick(2) ? 1 + pick(LARGEST) : -1 - pick(LARGEST))
+                                                            : 0;
+                x[t][h][d] = (float)n * unit;
+            }
+        }
+}
+
+void make_queries(question *q, float unit, int is_sparse) {
     const kvc_layer *layer = &w.o.layers[q->layer];
     const int32_t type = pick(3);
-    for (int t = 0; t < q->num; t++)
-        for (int h = 0; h < q->num_heads; h++) {
-            float *x = q->numbers[t][h];
-            const int only = is_sparse && pick(4) ? FIRST_OF_TAG + pick(FIRST_TURNED - FIRST_OF_TAG) : -1;
-            for (int d = 0; d < DIM; d++)
-                x[d] = d == only || (only < 0 && !d) ? LARGEST * unit
-                       : only < 0                    ? (float)(pick(2) ? 1 + pick(LARGEST) : -1 - pick(LARGEST)) * unit
-                                                     : 0;
-        }
-    lay_out(&q->q, q, q->num_heads, layer->k_dim * (type ? 2 : 4));
+    make_numbers(q->numbers, q->num, q->num_heads, unit, is_sparse);
+    lay_out(&q->q, q->num, q->inner, q->num_heads, layer->k_dim * (type ? 2 : 4));
     for (int t = 0; t < q->num; t++)
         for (int h = 0; h < q->num_heads; h++) write_floats(&q->q, t, h, q->numbers[t][h], layer->k_dim, type);
     q->args.q = q->choosing.q = row_in(&q->q, 0, 0);
@@ -198,8 +214,8 @@ static void make_queries(question *q, float unit, int is_sparse) {
 }
 
 /* Lists positions, or blocks of them, in any order; some repeat, and some do not exist. */
-static void make_lists(question *q, int heads, int width, int block) {
-    lay_out(&q->lists, q, heads, width * (int64_t)sizeof(int32_t));
+void make_lists(question *q, int heads, int width, int block) {
+    lay_out(&q->lists, q->num, q->inner, heads, width * (int64_t)sizeof(int32_t));
     for (int t = 0; t < q->num; t++)
         for (int h = 0; h < heads; h++) {
             const int32_t from = q->of->positions[q->first + t] / block, is_range = pick(2);
@@ -276,8 +292,8 @@ static void make_attending(question *q) {
                                 .out_is_f32 = pick(2)};
     make_queries(q, has_scale ? 1 : 0x1p-11f, 0);
     q->out_type = q->args.out_is_f32 ? KVC_F32 : q->args.q_type;
-    lay_out(&q->out, q, q->num_heads, layer->v_dim * (q->out_type ? 2 : 4));
-    lay_out(&q->lse, q, q->num_heads, sizeof(float));
+    lay_out(&q->out, q->num, q->inner, q->num_heads, layer->v_dim * (q->out_type ? 2 : 4));
+    lay_out(&q->lse, q->num, q->inner, q->num_heads, sizeof(float));
     q->args.out = row_in(&q->out, 0, 0);
     q->args.out_token_stride = q->out.token_stride;
     q->args.out_head_stride = q->out.head_stride;
@@ -293,6 +309,7 @@ void make_question(question *q) {
     q->inner = pick(3) ? 0 : 1 + pick(q->num);
     if (q->inner && q->num % q->inner) q->inner = 0;
     make_attending(q);
+    if (!w.o.layers[q->layer].v_dim) make_choosing(q);
 }
 
 /* ---- answers ----------------------------------------------------------------------------------------------------- */
@@ -303,7 +320,8 @@ static double error_of(const question *q, double largest, double right) {
     return coarse * largest + (q->out_type == KVC_F32 ? 0 : q->out_type == KVC_F16 ? 0x1p-10 : 0x1p-7) * fabs(right);
 }
 
-static void check_head(question *q, int t, int h, const shown *rows, int num) {
+/* reads: which of the rows the token reads; NULL: all. */
+static void check_head(question *q, int t, int h, const shown *rows, int num, const uint8_t *reads) {
     const int n = t - q->first, source = source_of(&w.o, q->layer);
     const kvc_layer *layer = &w.o.layers[source];
     const int kv = h * layer->num_kv_heads / q->num_heads;
@@ -329,6 +347,7 @@ static void check_head(question *q, int t, int h, const shown *rows, int num) {
     }
     for (int i = 0; i < num; i++) {
         const shown *r = &rows[i];
+        if (reads && !reads[i]) continue;
         if (q->args.chosen && !names_row(&chosen, n, kv, q->of->positions[t], r->position, stride_of(&w.o, source)))
             continue;
         make_key(layer, r->tag, source, kv, r->position - tokens[r->tag].base, x);
@@ -350,15 +369,30 @@ static void check_head(question *q, int t, int h, const shown *rows, int num) {
         wrong("layer %d: token %d, head %d of %d rows has an lse of %g, not %g", q->layer, t, h, s.num, lse, s.lse);
 }
 
+static void check_token(question *q, int t, int partly) {
+    const kvc_layer *layer = &w.o.layers[q->layer];
+    shown rows[MOST_SHOWN];
+    uint8_t reads[MOST_SHOWN];
+    const int num = list_seen(q, t, rows), selects = select_plainly(q, t, num);
+    if (selects) sort_by_position(rows, num);
+    for (int h = 0, last = -1, is_sure = 1; h < q->num_heads; h++) {
+        const int kv = h * layer->num_kv_heads / q->num_heads;
+        if (selects && kv != last) is_sure = mark_reads(q, q->batch, t, last = kv, reads);
+        if (is_sure &&
+            !(partly && is_unwritten(row_in(&q->out, t - q->first, h), layer->v_dim * (q->out_type ? 2 : 4))))
+            check_head(q, t, h, rows, num, selects ? reads : NULL);
+    }
+}
+
 void check_answers(question *q, int partly) {
     const kvc_layer *layer = &w.o.layers[q->layer];
     const int64_t row = layer->v_dim * (q->out_type ? 2 : 4);
-    for (int t = q->first; t < q->first + q->num; t++) {
-        shown rows[MOST_SHOWN];
-        const int num = is_known(q->of, t) ? list_seen(q, t, rows) : -1;
-        for (int h = 0; h < q->num_heads && num >= 0; h++)
-            if (!partly || !is_unwritten(row_in(&q->out, t - q->first, h), row)) check_head(q, t, h, rows, num);
+    if (!layer->v_dim) {
+        check_choices(q, partly);
+        return;
     }
+    for (int t = q->first; t < q->first + q->num; t++)
+        if (is_known(q->of, t)) check_token(q, t, partly);
     check_gaps(q, &q->out, q->num_heads, row);
     if (!q->args.lse && !is_unwritten(q->lse.bytes, sizeof q->lse.bytes)) wrong("writes lse, which is NULL");
     check_gaps(q, &q->lse, q->num_heads, sizeof(float));

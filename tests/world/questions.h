@@ -10,6 +10,7 @@ enum {
     MOST_MASKED = 3,
     MOST_CHOSEN = 40,           /* entries of a choice, and positions that it may name */
     MOST_SHOWN = ROWS + TOKENS, /* rows of a sequence, with a batch's */
+    FAR = 1000,                 /* positions: rotations by as many right angles are not quite exact */
     ARRAY = 2 * TOKENS * QUERY_HEADS * MOST_CHOSEN * (int)sizeof(float)
 };
 
@@ -29,6 +30,7 @@ typedef struct shown {
 
 typedef struct question {
     const batch *of;
+    const kvc_batch *batch;
     int layer, first, num, num_heads; /* of query tokens */
     int inner;                        /* tokens_per_sequence */
     int num_choices;
@@ -43,17 +45,47 @@ typedef struct question {
     float sinks[QUERY_HEADS], alibi[QUERY_HEADS], head_weights[TOKENS][QUERY_HEADS];
     int32_t entries[TOKENS][QUERY_HEADS][MOST_CHOSEN]; /* that are chosen, or among which tokens choose */
     float prior[TOKENS][QUERY_HEADS][DIM];
-    array q, out, lse, prior_out, prior_lse, lists, weights, scores, chosen_now;
+    array q, out, lse, prior_out, prior_lse, lists, weights, scores;
 } question;
 
-/* Asks by chance for tokens [first, first + num) of a batch. */
+/* ---- arrays */
+
+void lay_out(array *a, int num, int inner, int heads, int64_t row); /* token or head major, backwards, with gaps */
+char *row_in(array *a, int n, int head);
+void write_floats(array *a, int n, int head, const float *x, int num, int32_t type);
+float read_float(int32_t type, const char *at);
+int is_unwritten(const char *at, int64_t size);
+void check_gaps(const question *q, array *a, int heads, int64_t row);
+
+/* ---- questions: for tokens [first, first + num) of a batch */
+
 void make_plan(question *q, const batch *of, int layer, int first, int num);
 void make_question(question *q); /* after its plan */
+void make_lists(question *q, int heads, int width, int block);
+void make_choosing(question *q);
 
-int is_known(const batch *of, int t);        /* whether anybody knows which rows a token sees */
-unsigned right_statuses(const question *q);  /* as bits */
-void check_answers(question *q, int partly); /* partly: what was not written is no answer yet */
+/* Queries of whole numbers times a power of two: dense ones without zeros, which rotations by right angles would leave
+ * not quite 0, or of one element that no rope turns.  Then scores tie. */
+void make_queries(question *q, float unit, int is_sparse);
+void make_numbers(float x[][QUERY_HEADS][DIM], int num, int num_heads, float unit, int is_sparse);
+
+/* ---- answers */
+
+int is_known(const batch *of, int t); /* whether anybody knows which rows a token sees */
 int list_shown(const batch *of, int s, int l, shown *to);
 int sees(const question *q, int t, const shown *row);
+int list_seen(const question *q, int t, shown *to);
+void sort_by_position(shown *rows, int num); /* and at one position by arrival */
+unsigned right_statuses(const question *q);  /* as bits */
+void check_answers(question *q, int partly); /* partly: what was not written is no answer yet */
+void check_choices(question *q, int partly);
+
+/* ---- selected rows */
+
+int select_plainly(const question *q, int t, int num_seen); /* whether a token that sees so many rows selects some */
+
+/* Marks which rows that a token sees, in order of their positions, it reads for a KV head.  Returns 0 if rounding
+ * decides. */
+int mark_reads(const question *q, const kvc_batch *batch, int t, int kv, uint8_t *reads);
 
 #endif

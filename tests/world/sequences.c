@@ -120,17 +120,20 @@ static int32_t low_of(const oracle *o, const sequence *s) {
     return low;
 }
 
-/* Whether a query at a position would see rows below `end` that have expired, or were not restored. */
+/* Whether a query at a position would see rows of a layer below `end` that have expired, or were not restored. */
+int misses_in(const oracle *o, const sequence *s, int l, int32_t position, int32_t end) {
+    const kvc_policy *policy = &o->layers[l].policy;
+    const range gone[] = {s->layers[l].lost, s->layers[l].missing};
+    const int32_t lowest = lowest_seen(policy, position),
+                  sinks = policy->kind == KVC_SLIDING ? policy->num_sink_tokens : 0;
+    for (int i = 0; i < 2; i++)
+        if (gone[i].end && gone[i].begin < end && (lowest < gone[i].end || gone[i].begin < sinks)) return 1;
+    return 0;
+}
+
 int misses_below(const oracle *o, const sequence *s, int32_t position, int32_t end) {
-    for (int l = 0; l < o->num_layers; l++) {
-        if (!is_own(o, l)) continue;
-        const kvc_policy *policy = &o->layers[l].policy;
-        const range gone[] = {s->layers[l].lost, s->layers[l].missing};
-        const int32_t lowest = lowest_seen(policy, position),
-                      sinks = policy->kind == KVC_SLIDING ? policy->num_sink_tokens : 0;
-        for (int i = 0; i < 2; i++)
-            if (gone[i].end && gone[i].begin < end && (lowest < gone[i].end || gone[i].begin < sinks)) return 1;
-    }
+    for (int l = 0; l < o->num_layers; l++)
+        if (is_own(o, l) && misses_in(o, s, l, position, end)) return 1;
     return 0;
 }
 
@@ -318,17 +321,17 @@ static int is_shared(const oracle *o, int l) {
 /* Rows of sequences that are not stored, and were empty, are PASSING or PUT together, and make those of others go. */
 static void give_rows(const oracle *o, batch *b, const call *c, int how) {
     uint8_t *own = b->is_put[c->layer];
-    int had = 0, passes = how == PASSING && !is_shared(o, c->layer), is_new = 0;
+    int had = 0, passes = how == PASSING && !is_shared(o, c->layer), takes = 0;
     for (int t = 0; t < b->num; t++)
         if (b->unstored[t] == 2 && (own[t] == PUT || own[t] == PASSING)) had = 1, passes &= own[t] == PASSING;
     for (int t = c->begin; t < c->begin + c->num; t++) {
-        is_new |= !had && b->unstored[t] == 2 && gets_row(o, c->layer, b->positions[t]);
+        takes |= b->unstored[t] == 2 && gets_row(o, c->layer, b->positions[t]);
         own[t] = PUT;
     }
-    for (int t = 0; t < b->num; t++) {
-        for (int l = 0; is_new && l < o->num_layers; l++)
+    for (int t = 0; t < b->num && takes; t++) {
+        if (b->unstored[t] == 2 && own[t] && own[t] != GONE) own[t] = passes ? PASSING : PUT;
+        for (int l = 0; !had && l < o->num_layers; l++)
             if (l != c->layer && b->is_put[l][t] == PASSING) b->is_put[l][t] = GONE;
-        if (b->unstored[t] == 2 && (own[t] == PUT || own[t] == PASSING)) own[t] = passes ? PASSING : PUT;
     }
 }
 
@@ -340,13 +343,20 @@ kvc_status right_put(oracle *o, const call *c) {
     return right;
 }
 
-/* c->more: bits of the statuses that are right; c->flag: first, tokens get their rows. */
-kvc_status right_attend(oracle *o, const call *c) {
-    batch *b = &o->batches[c->client];
+/* c->more: bits of the statuses that are right. */
+kvc_status right_listed(oracle *o, const call *c) {
     kvc_status right = KVC_OK;
+    (void)o;
     while (!(c->more >> right & 1)) right++;
-    if (c->more >> c->status & 1) right = c->status;
+    return c->more >> c->status & 1 ? c->status : right;
+}
+
+/* flag: tokens get their rows first.  marks: tokens that have selected rows. */
+kvc_status right_attend(oracle *o, const call *c) {
+    const kvc_status right = right_listed(o, c);
+    batch *b = &o->batches[c->client];
     if (c->flag && !right) give_rows(o, b, c, PASSING);
+    for (int t = 0; t < b->num && !right; t++) b->has_selected[t] |= c->marks[t];
     return right;
 }
 

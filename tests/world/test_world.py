@@ -27,16 +27,6 @@ ALONE = "drive_thread", "drive_faults"
 RUNS = {"drive_thread": 60, "drive_scheduler": 20, "drive_threads": 8, "drive_faults": 6, "drive_fuzz": 40}
 
 ELSEWHERE = {  # public functions that are in no row of the table, with the reason
-    "attention has an oracle of its own": {
-        "kvc_choose",
-        "kvc_weights",
-        "kvc_dense",
-        "kvc_plan_new",
-        "kvc_plan_num_tasks",
-        "kvc_plan_run",
-        "kvc_plan_choose",
-        "kvc_plan_free",
-    },
     "each world, or each call, makes it": {
         "kvc_cache_new",
         "kvc_new_sequence",
@@ -115,10 +105,11 @@ def build_simulated(core, folder, changed=()):
     """
     command, others = core
     flags = [*command, "-std=gnu11", "-fno-openmp", f"-I{HERE.parent}", f"-I{SIM}"]
+    sizes = "-DKVC_SIZE(usual, simulated)=(simulated)"  # as in sim/world.h
 
     def command_for(source):
         if source.parent in (HERE, SIM):
-            return flags
+            return [*flags, sizes]
         return [*flags, "-DSIM_CORE", "-include", SIM / "world.h", "-finstrument-functions"]
 
     names = {(path.parent.name, path.name) for path in changed}

@@ -140,6 +140,16 @@ static void add_strides(oracle *o) {
     o->layers[last] = first;
 }
 
+/* Lets tokens select rows, where layers can have sketches. */
+static void add_sketches(oracle *o) {
+    for (int l = 0; l < o->num_layers; l++) {
+        kvc_layer *layer = &o->layers[l];
+        const int can = layer->k_dim == DIM && layer->v_dim && !layer->value_in_key && layer->policy.kind == KVC_FULL &&
+                        layer->policy.stride < 2;
+        layer->sketch_bits = layer->share ? o->layers[layer->share - 1].sketch_bits : can && pick(4) ? 2 : 0;
+    }
+}
+
 static void make_layers(oracle *o, int has_prefixes) {
     static const int ropes[] = {KVC_ROPE_NONE, KVC_ROPE_FREQUENCIES, KVC_ROPE_FREQUENCIES, KVC_ROPE_FUNCTION,
                                 KVC_ROPE_UNKNOWN};
@@ -155,6 +165,7 @@ static void make_layers(oracle *o, int has_prefixes) {
             o->layers[l] = o->layers[from], o->layers[l].share = from + 1;
     }
     if (pick(4) == 0) add_strides(o);
+    if (pick(2)) add_sketches(o);
 }
 
 /* ---- limits ------------------------------------------------------------------------------------------------------ */
@@ -258,6 +269,7 @@ static void check_empty(void) {
 
 void end_world(void) {
     for (int i = 0; i < CLIENTS; i++) {
+        forget_plan(i);
         kvc_abort(w.batches[i]);
         kvc_hold_free(w.views[i].hold);
         w.batches[i] = NULL;

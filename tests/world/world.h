@@ -163,6 +163,7 @@ int32_t tag_of(int l, const float *k, const float *v, int64_t k_stride, int64_t 
 void check_row_of(int l, const row *r, const float *k, const float *v, int64_t k_stride, int64_t v_stride);
 void look_at_cache(kvc_cache *cache, const sequence *sequences, const int64_t *ids, int num);
 void take_events(int evicts);
+void check_sketches(kvc_cache *cache, int64_t id, int l); /* selecting.c */
 kvc_rows_out room_for(int l, int64_t n, float *k, float *v);
 
 /* ---- parts of calls */
@@ -171,5 +172,6 @@ int own_slot(void);        /* a sequence of the client */
 int32_t new_tags(int num); /* returns the first of so many */
 int any_position(int s);
 int any_text(void);
+void forget_plan(int number); /* of a client: its batch ends */
 
 #endif
