@@ -142,7 +142,10 @@ void note_short(oracle *o) {
             if (p->states[j].may_use >= 2 * o->now) p->states[j].is_sure = 0;
     }
     for (int s = 0; s < SLOTS; s++)
-        if (o->sequences[s].keeps) o->sequences[s].keeps = 1;
+        if (o->sequences[s].prefix) {
+            o->sequences[s].was_short = 1;
+            if (o->sequences[s].keeps) o->sequences[s].keeps = 1;
+        }
 }
 
 void note_cleared(prefix *p) {
@@ -195,7 +198,8 @@ static void note_kept(oracle *o, prefix *p, int node, int begin, const uint64_t 
 /* Whether a prefix surely keeps blocks of a sequence, as far as what it has forgotten goes: no row is older.  Rows that
  * another prefix handed out may be. */
 static int is_young(const prefix *p, const sequence *s, int own) {
-    return !p->horizon || (s->prefix == 1 + own ? s->began >= p->horizon : s->date >= p->horizon);
+    if (s->prefix != 1 + own) return !p->horizon || s->date >= p->horizon;
+    return s->began >= p->horizon || !(s->is_other || s->is_barred);
 }
 
 static void rows_of(const oracle *o, const sequence *s, uint64_t *bits) {
@@ -220,7 +224,8 @@ void note_commit(oracle *o, const batch *b, const uint8_t *kept, int at, int old
     int is_sure = s->keeps == 2 && s->exact_to == INT32_MAX && is_young(p, s, s->prefix - 1) && !o->config.max_bytes;
     rows_of(o, s, bits);
     note_use(o, p, s->prompt, length, 0);
-    for (int end = block_size; end <= length && s->keeps && is_any; end += block_size) {
+    const int may_keep = is_any && (s->keeps || s->was_short || o->config.max_bytes); /* then blocks come late */
+    for (int end = block_size; end <= length && may_keep; end += block_size) {
         const int node = text_begin(s->prompt, end);
         const block *known_block = find_block(p, node, end - block_size);
         const block before = known_block ? *known_block : (block){0};
@@ -228,6 +233,7 @@ void note_commit(oracle *o, const batch *b, const uint8_t *kept, int at, int old
         for (int l = 0; l < o->num_layers; l++) any |= bits[l] & bits_of(end - block_size, end);
         if (end <= old && s->keeps == 2) {
             is_sure &= !any || (known_block && known_block->is_sure);
+            if (o->config.max_bytes) note_kept(o, p, node, end - block_size, bits, 0); /* if it was dropped since */
             continue;
         }
         note_kept(o, p, node, end - block_size, bits, is_sure);
@@ -242,10 +248,10 @@ void note_commit(oracle *o, const batch *b, const uint8_t *kept, int at, int old
 }
 
 /* Keeps the blocks of a sequence's first tokens; returns how many tokens. */
-static int keep_blocks(oracle *o, const sequence *s, int own, int text) {
+static int keep_blocks(oracle *o, const sequence *s, int own, int text, int is_disturbed) {
     prefix *p = &o->prefixes[own];
     const int length = text_common(text, s->text), block_size = o->block_size;
-    const int is_sure = !o->config.max_bytes && is_young(p, s, own);
+    const int is_sure = !o->config.max_bytes && !is_disturbed && is_young(p, s, own);
     uint64_t bits[LAYERS] = {0};
     rows_of(o, s, bits);
     note_use(o, p, text, length, 0);
@@ -276,7 +282,7 @@ kvc_status right_release(oracle *o, const call *c) {
     if (lacks_tokens(o, s, c)) return KVC_ERR_INVALID;
     const sequence old = *s;
     end_sequence(o, s);
-    if (!o->crowded) keep_blocks(o, &old, c->prefix, c->text);
+    if (!o->crowded) keep_blocks(o, &old, c->prefix, c->text, 0);
     return KVC_OK;
 }
 
@@ -284,14 +290,17 @@ kvc_status right_release(oracle *o, const call *c) {
 
 int state_size(int text) { return LEAST_STATE + text % (MOST_STATE - LEAST_STATE + 1); }
 
+/* Whether a pin may hold the block of a state. */
+static int may_be_held(const oracle *o, const prefix *p, int node) {
+    for (int i = 0; i < p->num_blocks; i++)
+        if (has_end(&p->blocks[i], node) && is_pinned(o, p, &p->blocks[i], 0)) return 1;
+    return 0;
+}
+
 /* Whether pinned states may leave no room for one more. */
 static int may_lack_room(const oracle *o, const prefix *p, int64_t size) {
     for (int i = 0; i < p->num_states; i++)
-        for (int j = 0; j < p->num_blocks; j++)
-            if (has_end(&p->blocks[j], p->states[i].node) && is_pinned(o, p, &p->blocks[j], 0)) {
-                size += state_size(p->states[i].node);
-                break;
-            }
+        if (may_be_held(o, p, p->states[i].node)) size += state_size(p->states[i].node);
     return p->config.max_checkpoint_bytes && size > p->config.max_checkpoint_bytes;
 }
 
@@ -301,8 +310,8 @@ static void limit_states(const oracle *o, prefix *p) {
     for (int i = 0; i < p->num_states; i++) {
         int64_t sum = 0;
         for (int j = 0; j < p->num_states; j++)
-            if (p->states[j].may_use >= p->states[i].sure_use) sum += state_size(p->states[j].node);
-        for (int j = 0; j < p->num_blocks; j++) sum += is_pinned(o, p, &p->blocks[j], 0) ? STATE : 0;
+            if (p->states[j].may_use >= p->states[i].sure_use || may_be_held(o, p, p->states[j].node))
+                sum += state_size(p->states[j].node);
         if (is_pinned_state(p, p->states[i].node)) continue;
         if (p->config.max_checkpoint_bytes && sum > p->config.max_checkpoint_bytes) p->states[i].is_sure = 0;
     }
@@ -340,14 +349,14 @@ kvc_status right_checkpoint(oracle *o, const call *c) {
     if (is_busy(o, c->s)) return KVC_ERR_BUSY;
     if (c->status == KVC_ERR_INVALID && lacks_tokens(o, s, c)) return KVC_ERR_INVALID;
     if (o->crowded) return KVC_OK;
-    const int length = keep_blocks(o, s, c->prefix, c->text), last = length - 1;
+    const int length = keep_blocks(o, s, c->prefix, c->text, c->is_disturbed), last = length - 1;
     const int lacks = c->begin && may_lack_room(o, p, c->begin);
     if (c->status) return lacks ? KVC_ERR_FULL : KVC_OK;
     uint64_t own = 0;
     for (int l = 0; l < o->num_layers; l++) own |= is_own(o, l) ? positions_of(&s->layers[l]) : 0;
-    if (c->begin && length && length == given)
+    if (c->begin && length && length == given && p->horizon <= c->began) /* it forgot no prompt meanwhile */
         note_state(o, p, c->text,
-                   !o->config.max_bytes && is_young(p, s, c->prefix) && own >> last & 1 &&
+                   !o->config.max_bytes && !c->is_disturbed && is_young(p, s, c->prefix) && own >> last & 1 &&
                        known(o, p, c->text, length, 1, 0) == length,
                    c->began);
     return KVC_OK;
@@ -385,10 +394,13 @@ void note_read(oracle *o, prefix *p, const call *c) {
         const block *b = find_block(p, node, end - o->block_size);
         if (!c->marks[i] && !(b && num_whole(o, b) && b->is_sure)) return;
         const int is_there = b && b->is_sure, is_new = b && b->sure_new;
+        int has_state = 0; /* if it does, it may not be read for another one */
+        for (int j = 0; j < p->num_states; j++) has_state |= b && has_end(b, p->states[j].node);
         note_kept(o, p, node, end - o->block_size, all, 1);
         if (!is_there) find_block(p, node, end - o->block_size)->sure_new = is_new;
-        if (c->marks[i] && c->positions[i] && p->config.state_bytes && !p->config.max_checkpoint_bytes)
-            note_state(o, p, text_begin(c->text, c->positions[i]), 1, 0);
+        const int with_state =
+            c->marks[i] && p->config.state_bytes && !has_state ? text_begin(c->text, c->positions[i]) : 0;
+        if (with_state && !may_lack_room(o, p, STATE)) note_state(o, p, with_state, 1, 0);
     }
 }
 
@@ -433,7 +445,8 @@ static void learn(const oracle *o, prefix *p, int text, int n) {
 static void check_known(const oracle *o, const prefix *p, int text, int limit, int64_t found, int with_states) {
     const int sure = known(o, p, text, limit, 1, with_states), may = known(o, p, text, limit, 0, with_states);
     if (found < sure || found > may)
-        wrong("%s, up to %d: %d tokens are found, but %d to %d are known", spell(text), limit, (int)found, sure, may);
+        wrong("prefix %d: of %s, up to %d, %d tokens %s, but %d to %d", (int)(p - o->prefixes), spell(text), limit,
+              (int)found, with_states ? "are known" : "have rows", sure, may);
 }
 
 kvc_status right_lookup(oracle *o, const call *c) {
@@ -480,7 +493,7 @@ kvc_status right_acquire(oracle *o, const call *c) {
                     .prompt = c->text,
                     .keeps = 2,
                     .began = c->began,
-                    .date = p->has_fetched ? -1 : c->began};
+                    .date = matched ? -1 : c->began}; /* how old rows are is open for other prefixes */
     s->state = p->config.state_bytes ? s->text : 0;
     for (int l = 0; l < o->num_layers; l++)
         for (int32_t at = 0; is_own(o, l) && at < matched; at++) {
@@ -500,7 +513,6 @@ kvc_status right_acquire(oracle *o, const call *c) {
                 r.delta = at - tokens[tag].base;
             if (tokens[tag].base != at && has_rope(o, l, KVC_ROPE_FUNCTION)) r.slot = o->next_slot++;
             add_row(&s->layers[l], r);
-            if (tokens[tag].time < s->date) s->date = tokens[tag].time;
         }
     if (misses(o, s, exact) && !c->more) wrong("%s: rows are lacking behind %d tokens", spell(c->text), matched);
     if (o->crowded) return KVC_OK;

@@ -49,6 +49,13 @@ static int next_symbol(const sequence *s, int64_t position, int text) {
 /* Returns a position, or 0 for what is none. */
 static int32_t position_or_0(int64_t position) { return position >= 0 && position < KVC_END ? (int32_t)position : 0; }
 
+/* Whether a layer of a sequence has nearly as many rows as the oracle has room for. */
+static int is_crowded_in(const sequence *s) {
+    for (int l = 0; l < w.o.num_layers; l++)
+        if (s->layers[l].num > ROWS - TOKENS) return 1;
+    return 0;
+}
+
 /* Draws the tokens of up to three sequences: usually the next ones, one sequence after the other or mixed. */
 static void draw_tokens(call *c, int is_odd) {
     int members[3], texts[3];
@@ -67,8 +74,8 @@ static void draw_tokens(call *c, int is_odd) {
         for (int i = 0; i < m; i++)
             if (members[i] == members[m]) m = i;
         const sequence *s = &w.o.sequences[members[m]];
-        if (next[m] >= MOST_TEXT && next[m] < 1000) { /* it is long enough */
-            c->num = t;
+        if ((next[m] >= MOST_TEXT && next[m] < 1000) || (!is_odd && next[m] >= KVC_END) || is_crowded_in(s)) {
+            c->num = t; /* it is long enough */
             return;
         }
         c->slots[t] = (int8_t)members[m];

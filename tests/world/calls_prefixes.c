@@ -1,5 +1,5 @@
 /* calls_prefixes.c: how calls of prefixes, and of a store, are drawn and run. */
-#include "world.h"
+#include "calls.h"
 
 #include <stdlib.h>
 
@@ -20,6 +20,7 @@ int any_text(void) {
     const prefix *p = &w.o.prefixes[pick(PREFIXES)];
     if (!text || !pick(12)) text = new_text();
     if (!pick(4) && !w.o.crowded && p->num_blocks) text = p->blocks[pick(p->num_blocks)].node;
+    if (!pick(3) && !w.o.crowded && p->num_states) text = p->states[pick(p->num_states)].node;
     if (pick(3) == 0) text = text_begin(text, pick(text_length(text) + 1));
     for (int n = pick(3) ? 0 : pick(4); n > 0 && text_length(text) < MOST_TEXT - 10; n--)
         text = text_behind(text, pick(3) ? pick(2) : pick(SYMBOLS));
@@ -46,10 +47,14 @@ int draw_text(call *c) {
 
 static const kvc_tokens *give(int text, text_tokens *out) { return tokens_of(text, (int64_t)pick(1 << 20), out); }
 
+/* The oracle has no room for many more blocks of the prefix. */
+static int is_crammed(const call *c) { return w.o.prefixes[c->prefix].num_blocks > BLOCKS / 2; }
+
 /* ---- acquiring --------------------------------------------------------------------------------------------------- */
 
 int draw_acquire(call *c) {
-    if (!draw_text(c)) return 0;
+    if (!draw_text(c) || is_crammed(c)) return 0;
+    if (pick(3) && text_length(c->text) < MOST_TEXT - 10) c->text = text_behind(c->text, pick(2)); /* is not matched */
     for (c->to = ACQUIRED; c->to < SLOTS; c->to++)
         if (c->to % w.num_clients == me->number && !w.o.sequences[c->to].prefix &&
             !holds_any(&w.o, &w.o.sequences[c->to]) && !is_busy(&w.o, c->to))
@@ -84,6 +89,8 @@ static int checkpoints[1 << 16]; /* when the call ended that kept a state, by th
 /* The state of an acquired sequence: none, or that behind its match, computed since it was forgotten. */
 static void check_state(const prefix *p, const sequence *s, const uint8_t *state, int64_t size) {
     int32_t text, time;
+    for (int i = 8; i < size; i++)
+        if (state[i] != state[i % 4]) wrong("a state has changed at %d", i);
     const int right = s->state && p->config.state_bytes ? state_size(s->state) : 0;
     if (size != right) wrong("a state of %d bytes, not %d", (int)size, right);
     if (!size) return;
@@ -91,7 +98,8 @@ static void check_state(const prefix *p, const sequence *s, const uint8_t *state
     memcpy(&time, state + 4, 4);
     if (text != s->state) wrong("the state of %s stands behind %s", spell(text), spell(s->state));
     for (int i = 0; i < p->num_forgotten; i++)
-        if (text_common(p->forgotten[i].node, text) > 0 && checkpoints[time & 0xffff] < p->forgotten[i].time &&
+        if (text_common(p->forgotten[i].node, text) > 0 &&
+            (w.o.crowded ? checkpoints[time & 0xffff] : time) < p->forgotten[i].time &&
             text_common(p->forgotten[i].node, text) == text_length(text) && p->forgotten[i].end < s->began)
             wrong("the state of %s was forgotten", spell(text));
 }
@@ -101,20 +109,24 @@ int draw_state(call *c) {
     const sequence *s = &w.o.sequences[c->s];
     if (!s->prefix || s->state < 0 || s->is_open || c->s % w.num_clients != me->number || is_busy(&w.o, c->s)) return 0;
     c->prefix = s->prefix - 1;
+    c->text = s->prompt;
     return 1;
 }
 
 void run_state(call *c) {
-    uint8_t state[STATE];
+    uint8_t *state = watched_state();
     int64_t size = -1, again = -1;
-    const sequence *s = &w.o.sequences[c->s];
+    const sequence s = w.o.sequences[c->s];
     kvc_prefix *p = w.prefixes[c->prefix];
     c->status = kvc_prefix_state(p, w.ids[c->s], NULL, 0, &size);
     if (c->status) return;
     if (size && kvc_prefix_state(p, w.ids[c->s], state, size - 1, &again) != KVC_ERR_INVALID)
         wrong("a state is written where there is no room");
-    if (kvc_prefix_state(p, w.ids[c->s], state, size, &again) || again != size) wrong("a state has another size");
-    if (!w.is_wild && !w.o.config.max_bytes) check_state(&w.o.prefixes[c->prefix], s, state, size);
+    watch(size > 0);
+    const kvc_status status = kvc_prefix_state(p, w.ids[c->s], state, size, &again);
+    watch(0);
+    if (status || again != size) wrong("a state has another size");
+    if (!w.is_wild && !w.o.config.max_bytes) check_state(&w.o.prefixes[c->prefix], &s, state, size);
 }
 
 /* The tokens to give with a sequence: all, fewer, or more than it holds. */
@@ -125,7 +137,7 @@ static int draw_given(call *c) {
     const int is_fed = text_length(s->text) >= text_length(s->prompt) && s->text;
     if (s->is_open || (w.theme == PROMPTS && !is_fed && pick(5))) return 0;
     if (s->prefix && pick(6)) c->prefix = s->prefix - 1;
-    if (!w.o.prefixes[c->prefix].is_there) return 0;
+    if (!w.o.prefixes[c->prefix].is_there || is_crammed(c)) return 0;
     c->text = s->text;
     if (!pick(5)) c->text = text_begin(c->text, pick(text_length(c->text) + 1));
     for (int n = pick(3) ? 0 : 1 + pick(5); n > 0 && text_length(c->text) < MOST_TEXT; n--)
@@ -150,11 +162,12 @@ int draw_checkpoint(call *c) {
 
 void run_checkpoint(call *c) {
     text_tokens tokens;
-    uint8_t state[STATE] = {0};
+    uint8_t *state = watched_state();
     const int32_t text = c->text, time = c->began;
-    memcpy(state, &text, 4);
-    memcpy(state + 4, &time, 4);
+    for (int i = 0; i < STATE; i += 4) memcpy(state + i, i == 4 ? &time : &text, 4);
+    watch(c->begin > 0);
     c->status = kvc_prefix_checkpoint(w.prefixes[c->prefix], w.ids[c->s], give(c->text, &tokens), state, c->begin);
+    watch(0);
     checkpoints[c->began & 0xffff] = w.o.now;
 }
 
@@ -174,7 +187,8 @@ int draw_pin(call *c) {
     const prefix *p = &w.o.prefixes[c->prefix];
     int num = 0;
     for (int i = 0; i < p->num_pins; i++) num += p->pins[i].count > 0;
-    if (num && pick(2)) c->text = p->pins[pick(p->num_pins)].node;
+    if (p->num_states && pick(2)) c->text = p->states[pick(p->num_states)].node;
+    if (num && !pick(3)) c->text = p->pins[pick(p->num_pins)].node;
     return num < PINS && !w.o.crowded;
 }
 
@@ -227,8 +241,16 @@ static kvc_status refuse_value(void) {
     return KVC_ERR_STORE;
 }
 
+/* What a call has fetched until now may be known to calls that come between. */
+static void note_reading(void) {
+    if (w.o.crowded || operations[me->call->operation].run != run_fetch) return;
+    note_fetched(&w.o, &w.o.prefixes[me->call->prefix], me->call->text);
+    name_blocks();
+}
+
 static kvc_status read_value(void *user, const uint8_t *name, void *to, int64_t max_bytes, int64_t *size) {
     (void)user;
+    note_reading();
     if (pick(2)) come_between(AT_STORE);
     if (refuse_value()) return KVC_ERR_STORE;
     lock_world();
@@ -283,11 +305,19 @@ static kvc_status remove_value(void *user, const uint8_t *name) {
 static const kvc_store store = {
     .struct_size = sizeof store, .user = &w, .read = read_value, .write = write_value, .remove = remove_value};
 
-/* A call that writes blocks leaves no value of a text that was forgotten since it began. */
+/* Whether some prefix may keep a block of this name. */
+static int is_known_name(const uint8_t *name) {
+    for (int i = 0; i < PREFIXES; i++)
+        for (int j = 0; j < w.o.prefixes[i].num_blocks; j++)
+            if (!memcmp(w.o.prefixes[i].blocks[j].name, name, KVC_NAME_BYTES)) return 1;
+    return 0;
+}
+
+/* A call that writes blocks leaves no value of a text that was forgotten since it began, and not computed again. */
 static void check_written(const call *c) {
     for (int i = 0; i < VALUES && !w.o.crowded; i++) {
         const value *v = &w.values[i];
-        if (v->bytes && v->written == c->began && v->forgotten > c->began)
+        if (v->bytes && v->written == c->began && v->forgotten > c->began && !is_known_name(v->name))
             wrong("a block that was forgotten meanwhile is in the store");
     }
 }
@@ -324,17 +354,13 @@ static void list_values(call *c) {
 
 int draw_fetch(call *c) {
     c->delta = pick(4) ? -1 : pick(MOST_TEXT);
-    return draw_text(c);
+    return draw_text(c) && !is_crammed(c);
 }
 
 void run_fetch(call *c) {
     text_tokens tokens;
     int32_t fetched = -1;
-    if (!w.o.crowded) { /* calls that come between find them */
-        note_fetched(&w.o, &w.o.prefixes[c->prefix], c->text);
-        name_blocks();
-        list_values(c);
-    }
+    if (!w.o.crowded) list_values(c);
     lock_world();
     recall(&w.o.prefixes[c->prefix], c);
     unlock_world();

@@ -109,6 +109,7 @@ static void share(oracle *o, const sequence *from, sequence *to, const call *c) 
     }
     to->date = is_empty || from->date < to->date ? from->date : to->date;
     to->began = from->date < to->began ? from->date : to->began;
+    to->is_other = 1;
     tidy(o, to, 0);
 }
 
@@ -380,6 +381,7 @@ kvc_status right_inject(oracle *o, const call *c) {
         make_inexact(s, c->begin / stride * stride + stride - 1);
         note_edit(s);
     }
+    for (int i = 0; i < PREFIXES; i++) after.has_twins |= num && o->prefixes[i].num_blocks; /* may have the old rows */
     tidy(&after, s, 0);
     if (fits_copies(o, &after)) return KVC_ERR_FULL;
     *o = after;
@@ -390,6 +392,7 @@ kvc_status right_mark_inexact(oracle *o, const call *c) {
     sequence *s = &o->sequences[c->s];
     if (is_there(o, s) || is_busy(o, c->s)) {
         make_inexact(s, c->begin);
+        s->is_other = 1;
         if (s->keeps) s->keeps = 1;
     }
     if (holds_any(o, s)) tidy(o, s, 0);

@@ -468,6 +468,11 @@ void take_events(int evicts) {
         if (!p->is_there || !p->config.max_events) continue;
         if (kvc_prefix_take_events(w.prefixes[i], events, sizeof *events, MOST_EVENTS, &num, &lost)) wrong("no events");
         if (lost) p->has_lost = 1;
-        for (int64_t j = 0; j < num && !p->has_lost; j++) note_event(&w.o, p, &events[j], evicts);
+        for (int64_t j = 0; j < num && !p->has_lost; j++) {
+            int is_kept_again = 0;
+            for (int64_t k = j + 1; k < num; k++)
+                is_kept_again |= !memcmp(events[k].name, events[j].name, KVC_NAME_BYTES);
+            note_event(&w.o, p, &events[j], evicts, is_kept_again);
+        }
     }
 }

@@ -28,13 +28,13 @@ enum {
     CROSS = 5,    /* most rows of a sequence in a cross-attention layer */
     CLIENTS = 4,  /* each may have a batch */
     PREFIXES = 3,
-    BLOCKS = 256, /* of a prefix */
+    BLOCKS = 320, /* of a prefix */
     STATES = 64,
     PINS = 4,
-    STATE = 24, /* most bytes of a recurrent state */
-    LEAST_STATE = 12,
-    MOST_STATE = 16, /* bytes of those that are kept */
-    NO_TOKEN = -1,   /* in place of a tag */
+    STATE = 2000, /* most bytes of a recurrent state */
+    LEAST_STATE = 1000,
+    MOST_STATE = 2000, /* bytes of those that are kept */
+    NO_TOKEN = -1,     /* in place of a tag */
     TEXTS = 6
 };
 
@@ -94,8 +94,11 @@ typedef struct sequence {
     int prefix;           /* 1 + the prefix that acquired it; 0: none did */
     int prompt;           /* the text that it was acquired with, and is fed */
     int keeps;            /* 2: commits keep the prompt's blocks; 1: they may; 0: they do not */
+    int was_short;        /* of memory: a later commit may keep what an earlier one left out */
     int state;            /* the text whose state it goes on from; 0: none; -1: open */
     int began;            /* when it was acquired, or fed its first token */
+    int is_other;         /* a token at position 0 may have been edited, replaced or rejected since it was acquired */
+    int is_barred;        /* the prefix that acquired it has forgotten a prompt with the same first token since */
     int is_open;          /* others changed it meanwhile: nobody knows what it holds */
     uint64_t had[LAYERS]; /* positions: rows that commits of an acquired sequence have seen */
     rows layers[LAYERS];
@@ -310,9 +313,10 @@ void recall(prefix *p, const call *c); /* what it fetches is not forgotten any m
 void note_short(oracle *o);            /* memory was short: what a call has kept is not sure */
 
 /* Takes note of an event, and checks that it may be: a block is dropped for a reason, and in order.  evicts: the call
- * evicts none; or some, nobody knows in which order; or of this prefix those used first; or of all, for rows. */
+ * evicts none; or some, nobody knows in which order; or of this prefix those used first; or of all, for rows.
+ * is_kept_again: a later event says so. */
 enum { NO_BLOCKS, SOME_BLOCKS, FIRST_USED, FOR_ROWS };
-void note_event(oracle *o, prefix *p, const kvc_prefix_event *event, int evicts);
+void note_event(oracle *o, prefix *p, const kvc_prefix_event *event, int evicts, int is_kept_again);
 int is_full_block(const oracle *o, const block *b);
 int is_pinned(const oracle *o, const prefix *p, const block *b, int surely);
 int num_whole(const oracle *o, const block *b); /* layers of which it surely has all rows */

@@ -265,15 +265,15 @@ static void judge(call *c) {
 
 /* Whether sequences that prefixes acquired are fed their prompts, as callers promise. */
 static int feeds_prompts(const call *c) {
-    int32_t next[SLOTS], fed[SLOTS];
+    int64_t next[SLOTS], fed[SLOTS];
     for (int s = 0; s < SLOTS; s++) next[s] = next_of(&w.o, &w.o.sequences[s]);
     for (int s = 0; s < SLOTS; s++) fed[s] = text_length(w.o.sequences[s].text);
     for (int t = 0; t < c->num; t++) {
         const int prompt = w.o.sequences[c->slots[t]].prompt;
-        const int32_t position = c->flag & 1 ? c->positions[t] : next[c->slots[t]]++;
+        const int64_t position = c->flag & 1 ? c->positions[t] : next[c->slots[t]]++;
         if (position != fed[c->slots[t]]) continue;
         fed[c->slots[t]]++;
-        if (position < text_length(prompt) && text_symbol(text_begin(prompt, position + 1)) != c->symbols[t] &&
+        if (position < text_length(prompt) && text_symbol(text_begin(prompt, (int)position + 1)) != c->symbols[t] &&
             w.o.sequences[c->slots[t]].keeps)
             return 0;
     }
@@ -352,14 +352,27 @@ void perform(call *c) {
     w.stats = stats, w.nbytes = nbytes;
 }
 
+/* Whether a call is about the sequence of a call on the way, whose tokens the caller has promised. */
+static int breaks_promise(const call *c) {
+    if (!me->is_within || !(operations[me->call->operation].needs & ITS_TEXT)) return 0;
+    int breaks = c->s == me->call->s || c->to == me->call->s;
+    for (int t = 0; t < c->num && t < TOKENS; t++) breaks |= c->slots[t] == me->call->s;
+    return breaks;
+}
+
+/* Where prompts are the theme, batches are usually fed at once. */
+static int is_feeding(void) { return w.theme == PROMPTS && w.o.batches[me->number].is_open; }
+
 /* How often an operation is drawn, by the theme of the world. */
 static int weight_of(const operation *op, unsigned point) {
-    static const int of_batches[NUM_THEMES] = {4, 4, 12}, of_prefixes[NUM_THEMES] = {4, 0, 8}, others[] = {4, 4, 1};
+    static const int of_batches[NUM_THEMES] = {4, 4, 8}, of_prefixes[NUM_THEMES] = {4, 0, 8}, others[] = {4, 4, 1};
     const int is_of_batches = op->needs & A_BATCH || op->run == operations[0].run;
-    if (point == AT_STORE && op->drops) return 16 * op->weight; /* what the store is asked for goes meanwhile */
-    return op->weight * (is_of_batches                                          ? of_batches
-                         : op->needs & A_PREFIX && (!op->drops || op->gives_up) ? of_prefixes
-                                                                                : others)[w.theme];
+    if (point & (AT_STORE | AT_COPY) && op->drops) return 16 * op->weight; /* what the call is about goes meanwhile */
+    const int goes_on = is_of_batches && !point && is_feeding() ? 16 : 1;
+    return op->weight * goes_on *
+           (is_of_batches                                          ? of_batches
+            : op->needs & A_PREFIX && (!op->drops || op->gives_up) ? of_prefixes
+                                                                   : others)[w.theme];
 }
 
 /* Draws one of the calls that may be made at a point; 0: a few tries found none. */
@@ -376,7 +389,7 @@ static int draw(call *c, unsigned point) {
         c->client = me->number;
         c->began = w.o.now + 1;
         if (operations[i].needs & A_BATCH && !w.o.batches[me->number].is_open) continue;
-        if (!operations[i].draw(c) || !has_needs(c)) continue;
+        if (!operations[i].draw(c) || !has_needs(c) || breaks_promise(c)) continue;
         c->seed = next_bits(&me->chance);
         memcpy(c->texts, w.texts, sizeof w.texts);
         w.o.now++;
@@ -389,11 +402,14 @@ void come_between(unsigned point) {
     call inner;
     if (drive.pause) drive.pause();
     if (!me || !me->call || me->is_within || !(operations[me->call->operation].gives_up & point) || pick(4)) return;
-    lock_world();
     me->is_within = 1;
-    const int is_drawn = draw(&inner, point);
-    unlock_world();
-    if (is_drawn) perform(&inner);
+    int is_drawn;
+    do {
+        lock_world();
+        is_drawn = draw(&inner, point);
+        unlock_world();
+        if (is_drawn) perform(&inner);
+    } while (is_drawn && pick(2));
     me->is_within = 0;
 }
 
@@ -401,6 +417,7 @@ void come_between(unsigned point) {
 static void perform_and_look(call *c, int looks_at_all) {
     const chance before = me->chance;
     perform(c);
+    if (is_feeding() && !looks_at_all) return;
     me->chance = (chance){.state = ~c->seed};
     look_up_texts();
     if (looks_at_all)
@@ -418,7 +435,7 @@ int play(void) {
     unlock_world();
     if (!is_drawn) return 0;
     perform_and_look(&c, !w.o.crowded && w.o.now % 8 == 0);
-    return 1;
+    return is_feeding() && pick(30) ? play() : 1;
 }
 
 void stop_playing(void) {

@@ -103,6 +103,9 @@ kvc_status right_forget(oracle *o, const call *c) {
     p->num_forgotten -= p->num_forgotten == FORGOTTEN;
     p->forgotten[p->num_forgotten++] = (forgotten){c->text, c->began, o->now};
     if (text_length(c->text)) p->horizon = o->now;
+    for (int s = 0; s < SLOTS; s++)
+        if (o->sequences[s].prefix == 1 + c->prefix)
+            o->sequences[s].is_barred |= text_common(o->sequences[s].prompt, c->text) > 0;
     return KVC_OK;
 }
 
@@ -165,7 +168,7 @@ static void check_order(const oracle *o, const prefix *p, const block *evicted) 
     }
 }
 
-void note_event(oracle *o, prefix *p, const kvc_prefix_event *event, int evicts) {
+void note_event(oracle *o, prefix *p, const kvc_prefix_event *event, int evicts, int is_kept_again) {
     block *b = NULL;
     for (int i = 0; i < p->num_blocks; i++)
         if (is_full_block(o, &p->blocks[i]) && !memcmp(p->blocks[i].name, event->name, KVC_NAME_BYTES))
@@ -177,5 +180,7 @@ void note_event(oracle *o, prefix *p, const kvc_prefix_event *event, int evicts)
     if (is_ordered && !has_windows(o) && !p->config.ttl_ms) check_order(o, p, b);
     for (int i = p->num_states; i-- > 0;)
         if (text_common(b->node, p->states[i].node) > b->begin) p->states[i].is_sure = 0;
-    *b = p->blocks[--p->num_blocks];
+    b->is_sure = b->sure_new = 0;
+    memset(b->sure, 0, sizeof b->sure);
+    if (!is_kept_again) *b = p->blocks[--p->num_blocks];
 }

@@ -211,6 +211,7 @@ void stop_keeping(sequence *s) {
 /* An edit of an acquired sequence. */
 void note_edit(sequence *s) {
     stop_keeping(s);
+    s->is_other = 1;
     s->state = s->state ? -1 : 0;
 }
 
@@ -455,8 +456,12 @@ static void commit_sequence(oracle *o, const batch *b, const uint8_t *kept, int 
             if (is_own(o, l) && gets_row(o, l, b->positions[t]))
                 add_row(&s->layers[l], new_row(b->positions[t], b->tags[t]));
     if (is_unstored) {
-        const sequence ended = {
-            .exact_to = INT32_MAX, .prefix = s->prefix, .prompt = s->prompt, .state = -1, .date = s->date};
+        const sequence ended = {.exact_to = INT32_MAX,
+                                .prefix = s->prefix,
+                                .prompt = s->prompt,
+                                .state = -1,
+                                .date = s->date,
+                                .is_other = 1};
         *s = ended;
         return;
     }
@@ -467,10 +472,12 @@ static void commit_sequence(oracle *o, const batch *b, const uint8_t *kept, int 
     } else if (s->state > 0) {
         s->state = -1;
     }
-    if (b->restores) note_edit(s);
+    const int keeps = s->keeps && !is_any_kept(b, kept, at); /* whether it is edited then is open */
+    if (b->restores) note_edit(s), s->keeps = keeps;
     for (int t = 0; t < b->num; t++)
         if (b->slots[t] == at && kept[t] && b->positions[t] == text_length(s->text) && s->exact_to > b->positions[t])
             s->text = text_behind(s->text, b->symbols[t]);
+    for (int t = 0; t < b->num; t++) s->is_other |= b->slots[t] == at && !kept[t] && !b->positions[t];
     trim_text(o, s);
     note_commit(o, b, kept, at, old);
     expire_behind(o, s);

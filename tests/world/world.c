@@ -57,9 +57,10 @@ static int32_t move_keys(void *user, int32_t layer, float *keys, int32_t num_kv_
     for (int64_t i = 0; i < num_kv_heads * num_rows; i++)
         turn(w.o.layers[layer].rope.interleaved, delta, keys + i * k_dim);
     const int has_slot = me->call && !me->is_within && operations[me->call->operation].right != right_acquire;
+    const int outer = w.o.rewriting;
     w.o.rewriting = has_slot ? 1 + me->call->s : SLOTS + 1;
     come_between(AT_MOVE);
-    w.o.rewriting = 0;
+    w.o.rewriting = outer;
     return refuse(12);
 }
 
@@ -209,16 +210,19 @@ void make_prefix(call *c) {
     kvc_prefix_config *of = &p->config;
     *of = (kvc_prefix_config){.struct_size = sizeof *of, .fingerprint = "a model", .max_events = 256};
     if (p->tenant) of->salt = "salt", of->salt_size = 4, of->secret = "secret", of->secret_size = 6;
-    if (w.seed / 4 % 3 == 0 && pick(4)) of->state_bytes = STATE;
-    if (of->state_bytes && pick(2)) of->max_checkpoint_bytes = STATE + pick(4 * STATE);
+    if (w.seed / 8 % 2 == 0 && pick(4)) of->state_bytes = STATE;
+    if (of->state_bytes && pick(3)) of->max_checkpoint_bytes = STATE + pick(3 * STATE);
     if (!pick(5)) of->ttl_ms = 1050;
     if (!pick(5)) of->quota = 1 + pick(60);
     if (!pick(5) && !of->state_bytes && w.o.unit == 1 && w.num_clients == 1) of->reuse_min_tokens = 1 + pick(6);
     if (!pick(5)) of->max_events = 1 + pick(20);
     of->collects_new = pick(3) != 0;
     of->user = p;
+    int turns = 0;
+    for (int l = 0; l < w.o.num_layers; l++) turns |= w.o.layers[l].rope.kind == KVC_ROPE_FREQUENCIES;
     for (int l = 0; l < w.o.num_layers; l++)
-        if (w.o.layers[l].rope.kind == KVC_ROPE_UNKNOWN) of->reuse_min_tokens = 0;
+        if (w.o.layers[l].rope.kind == KVC_ROPE_UNKNOWN || (w.o.layers[l].rope.kind == KVC_ROPE_FUNCTION && turns))
+            of->reuse_min_tokens = 0; /* which delta a group of both kinds of ropes has is open */
     c->status = kvc_prefix_new(w.cache, of, &w.prefixes[c->prefix]);
     p->is_there = c->status == KVC_OK;
     if (!p->is_there) w.prefixes[c->prefix] = NULL;

@@ -4,6 +4,7 @@
  *   play.c       draws a call, makes it, asks the oracle, and compares; repeats and shortens lists of calls
  *   look.c       compares what can be seen with the oracle
  *   world.c      makes a world of any shape and limits
+ *   touch.c      lets other calls come between while a state is copied
  *   drive_*.c    who calls: one thread, real threads, threads of a simulated scheduler, the bytes of a fuzzer, and one
  *                thread whose allocations fail one after the other
  */
@@ -17,8 +18,8 @@
 
 enum { VALUES = 192, NAMES = 64, VIEW_SPANS = 128, FILE_BYTES = 1 << 20 };
 
-/* The points at which a call gives up the mutex and a function of the caller runs, as bits. */
-enum { AT_MOVE = 1, AT_WRITE = 2, AT_READ = 4, AT_STORE = 8, AT_POLL = 16, AT_ANY = 31 };
+/* The points at which a call gives up the mutex and a function of the caller runs, or a state is copied, as bits. */
+enum { AT_MOVE = 1, AT_WRITE = 2, AT_READ = 4, AT_STORE = 8, AT_POLL = 16, AT_COPY = 32, AT_ANY = 63 };
 
 /* What a call needs. */
 enum { A_BATCH = 1, A_PREFIX = 2, A_FREE_SLOT = 4, A_FILE = 8, ITS_TEXT = 16, ITS_PROMPTS = 32, ALONE = 64 };
@@ -149,6 +150,12 @@ void make_world(uint64_t seed, int num_clients, int is_wild);
 int request_fails(void); /* counts a request of the core to the system; whether it is the one that fails */
 void end_world(void);    /* drops everything, and checks that every byte comes back */
 void make_prefix(call *c);
+
+/* ---- touch.c */
+
+/* Returns room for a state.  Where its bytes are first touched behind watch(1), another call comes between. */
+uint8_t *watched_state(void);
+void watch(int on);
 
 /* ---- look.c */
 
