@@ -314,9 +314,10 @@ void make_question(question *q) {
 
 /* ---- answers ----------------------------------------------------------------------------------------------------- */
 
-/* How far off a number may be.  Queries, weights of quantised values, and results are rounded. */
+/* How far off a number may be.  Queries of quantised keys, weights of quantised values, and results are rounded. */
 static double error_of(const question *q, double largest, double right) {
-    const double coarse = w.o.layers[q->layer].v_type > KVC_BF16 ? 1e-3 : 1e-4;
+    const kvc_layer *layer = &w.o.layers[q->layer];
+    const double coarse = layer->k_type > KVC_BF16 || layer->v_type > KVC_BF16 ? 1e-3 : 1e-4;
     return coarse * largest + (q->out_type == KVC_F32 ? 0 : q->out_type == KVC_F16 ? 0x1p-10 : 0x1p-7) * fabs(right);
 }
 
