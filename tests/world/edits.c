@@ -88,7 +88,8 @@ static int share_gone(const rows *to, range *gone, range from, int num, int32_t 
 static void share(oracle *o, const sequence *from, sequence *to, const call *c) {
     const int32_t begin = c->begin, end = c->end;
     const int32_t exact_to = o->has_twins && c->result == begin ? begin : shared_exact_to(o, from, to, begin, end);
-    const int is_empty = !holds_any(o, to), is_longer = text_length(from->text) > text_length(to->text);
+    const int is_empty = !holds_any(o, to), is_longer = text_length(from->text) > text_length(to->text),
+              is_apart = begin > next_of(o, to);
     int adds = 0;
     for (int l = 0; l < o->num_layers; l++) {
         const rows *list = &from->layers[l];
@@ -105,6 +106,7 @@ static void share(oracle *o, const sequence *from, sequence *to, const call *c) 
     if (adds) {
         make_inexact(to, exact_to);
         if (exact_to > begin && is_longer) to->text = from->text;
+        if (is_apart && to->keeps) to->keeps = 1; /* blocks before the edit may still fill */
         note_edit(to);
     }
     to->date = is_empty || from->date < to->date ? from->date : to->date;
