@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.compiling import EMULATOR, LIBRARIES, ROOT, TIMEOUT, compile_all, run, works
+from support.compiling import EMULATOR, LIBRARIES, ROOT, TIMEOUT, compile_all, run, watched
 from support.defects import put_back, read_defects
 
 HERE = Path(__file__).parent
@@ -38,15 +38,6 @@ def build_with(folder, core, source, text):
     path.write_text(text)
     (changed,) = compile_sources(core, own, [path])
     return link(core, [changed, *(path for path in folder.glob("*.o") if path.name != changed.name)], own / "sim")
-
-
-def watched(core, folder):
-    """Return the core with a command for the address sanitizer, unless it has a sanitizer already or none works."""
-    command, objects = core
-    if any(word.startswith("-fsanitize") for word in command):
-        return core
-    choice = (["-fsanitize=address", *more] for more in (["-static-libasan"], []))
-    return [*command, *next((flags for flags in choice if works(command, flags, folder)), [])], objects
 
 
 def compile_sources(core, folder, sources):

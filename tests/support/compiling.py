@@ -133,6 +133,15 @@ def build_core(folder):
     return command, [str(path) for path in compile_core(folder, command)]
 
 
+def watched(core, folder):
+    """Return the core with a command for the address sanitizer, unless it has a sanitizer already or none works."""
+    command, objects = core
+    if any(word.startswith("-fsanitize") for word in command):
+        return core
+    choice = (["-fsanitize=address", *more] for more in (["-static-libasan"], []))
+    return [*command, *next((flags for flags in choice if works(command, flags, folder)), [])], objects
+
+
 def link(core, folder, *sources, flags=()):
     """Build a program of C or C++ sources, compiled with these flags too, and the core; return its path."""
     command, objects = core
