@@ -262,7 +262,7 @@ static int keep_blocks(oracle *o, const sequence *s, int own, int text, int is_d
         for (int l = 0; l < o->num_layers; l++) b->may[l] |= s->had[l] & bits_of(begin, text_length(node));
     }
     const int32_t next = next_of(o, s), exact = s->exact_to < next ? s->exact_to : next;
-    if (length && length < exact && length < text_length(text)) /* a position without a token may count */
+    if (length < exact && length < text_length(text)) /* a position without a token may count */
         note_kept(o, p, text_begin(text, length + 1), length / block_size * block_size, bits, 0);
     return length;
 }
@@ -413,7 +413,7 @@ int known(const oracle *o, const prefix *p, int text, int limit, int surely, int
     text = text_begin(text, length);
     for (int i = 0; i < p->num_blocks; i++) {
         const block *b = &p->blocks[i];
-        const int common = text_common(b->node, text);
+        const int common = least(text_common(b->node, text), length);
         if ((surely && !b->is_sure) || b->begin >= length || common <= b->begin) continue;
         for (int l = 0; l < o->num_layers; l++) bits[l] |= (surely ? b->sure : b->may)[l] & bits_of(0, common);
         if (common > end) end = common;

@@ -61,6 +61,7 @@ void run_write(call *c);
 void run_put_cross(call *c);
 void run_commit(call *c);
 void run_abort(call *c);
+void run_vain(call *c);
 void run_batch_spans(call *c);
 void run_dense_rows(call *c);
 void run_attend(call *c);

@@ -221,10 +221,11 @@ int draw_hold_free(call *c) {
 }
 
 void run_hold_free(call *c) {
-    kvc_hold_free(w.views[c->client].hold);
+    kvc_hold *ends = w.views[c->client].hold;
+    w.views[c->client].hold = NULL; /* for the child of a fork() meanwhile */
+    kvc_hold_free(ends);
     lock_world();
     w.o.num_holds--;
-    w.views[c->client].hold = NULL;
     unlock_world();
     c->status = KVC_OK;
 }

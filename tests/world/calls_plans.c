@@ -12,7 +12,11 @@ static struct plan { /* of a client's batch */
     question pieces[PIECES]; /* of one layer each */
 } plans[CLIENTS];
 
-void forget_plan(int number) { plans[number].plan = NULL; }
+void forget_plan(int number) {
+    struct plan *p = &plans[number];
+    p->plan = NULL;
+    p->may_help = p->num_helpers = 0; /* in the child of a fork() nobody helps any more */
+}
 
 /* Returns another layer that the plan of a layer serves; the same one if there is none. */
 static int other_layer(int layer) {

@@ -273,7 +273,7 @@ static kvc_status write_value(void *user, const uint8_t *name, const void *from,
     lock_world();
     value *v = find_value(name, 1);
     if (v && v->bytes && v->size > size + (MOST_STATE - LEAST_STATE) && !me->was_refused && !me->call->is_disturbed &&
-        !w.o.crowded && v->written != me->call->began && !me->call->is_short)
+        !w.o.crowded && v->written != me->call->began && drive.num_faults() == me->before.faults)
         wrong("a value of %d bytes is replaced by one of %d", (int)v->size, (int)size);
     if (v) {
         v->bytes = realloc(v->bytes, (size_t)size);

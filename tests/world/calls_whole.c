@@ -6,26 +6,12 @@
 
 /* ---- files ------------------------------------------------------------------------------------------------------- */
 
-typedef struct file {
-    uint8_t *bytes;
-    int64_t size, at;
-} file;
-
 static int32_t write_file(void *user, const void *data, size_t size) {
-    file *f = user;
+    saved *f = user;
     come_between(AT_WRITE);
     if (refuse(100) || f->size + (int64_t)size > FILE_BYTES) return me->was_refused = 1;
     memcpy(f->bytes + f->size, data, size);
     f->size += (int64_t)size;
-    return 0;
-}
-
-static int32_t read_file(void *user, void *data, size_t size) {
-    file *f = user;
-    come_between(AT_READ);
-    if (refuse(size == KVC_MAC_BYTES ? 12 : 100) || (int64_t)size > f->size - f->at) return me->was_refused = 1;
-    memcpy(data, f->bytes + f->at, size);
-    f->at += (int64_t)size;
     return 0;
 }
 
@@ -38,50 +24,55 @@ int draw_save(call *c) {
 
 /* Saves one sequence or two; the file has them as they are at the beginning of the call. */
 void run_save(call *c) {
-    const int64_t ids[] = {w.ids[c->s], w.ids[c->to]}, given[] = {7, -1, INT64_MAX}, num_given[] = {2, 1};
-    file f = {malloc(FILE_BYTES), 0, 0};
-    sequence *saved = malloc(2 * sizeof *saved);
+    static const int64_t given[] = {7, -1, INT64_MAX}, num_given[] = {2, 1};
+    saved *f = malloc(sizeof *f);
+    *f = (saved){.ids = {w.ids[c->s], w.ids[c->to]}};
+    f->num = f->ids[0] < f->ids[1] ? c->num : 1; /* others may have given the slots other ids */
     for (int i = 0; i < 2; i++) {
         const sequence *s = &w.o.sequences[i ? c->to : c->s];
-        saved[i] = holds_any(&w.o, s) ? *s : (sequence){.exact_to = INT32_MAX};
+        f->sequences[i] = holds_any(&w.o, s) ? *s : (sequence){.exact_to = INT32_MAX};
     }
-    const kvc_save_args args = {.struct_size = sizeof args,
-                                .write = write_file,
-                                .user = &f,
-                                .seq_ids = ids,
-                                .num_sequences = c->num,
-                                .tokens = pick(2) ? given : NULL,
-                                .num_tokens = num_given,
-                                .fingerprint = pick(2) ? "a model" : NULL};
-    kvc_save_args own = args;
-    if (!own.tokens) own.num_tokens = NULL;
-    c->status = kvc_save(w.cache, &own);
+    kvc_save_args args = {.struct_size = sizeof args,
+                          .write = write_file,
+                          .user = f,
+                          .seq_ids = f->ids,
+                          .num_sequences = f->num,
+                          .tokens = pick(2) ? given : NULL,
+                          .num_tokens = num_given,
+                          .fingerprint = pick(2) ? "a model" : NULL};
+    if (!args.tokens) args.num_tokens = NULL;
+    c->status = kvc_save(w.cache, &args);
     lock_world();
-    if (!c->status) {
-        free(w.file);
-        w.file = realloc(f.bytes, (size_t)f.size);
-        w.file_size = f.size;
-        w.o.num_saved = c->num;
-        memcpy(w.o.saved, saved, sizeof w.o.saved);
-        memcpy(w.o.saved_ids, ids, sizeof ids);
-    } else {
-        free(f.bytes);
-    }
+    saved *last = c->status ? f : w.o.files[c->client];
+    if (!c->status) w.o.files[c->client] = f;
     unlock_world();
-    free(saved);
+    free(last);
 }
 
-/* Copies the world's file, of which other threads may make another one; returns whether it was altered. */
-static int copy_file(call *c, file *f) {
-    const int is_altered = !pick(8);
-    *f = (file){malloc((size_t)w.file_size), w.file_size, 0};
-    memcpy(f->bytes, w.file, (size_t)f->size);
-    if (is_altered && pick(2))
+typedef struct file {
+    uint8_t *bytes;
+    int64_t size, at;
+} file;
+
+static int32_t read_file(void *user, void *data, size_t size) {
+    file *f = user;
+    come_between(AT_READ);
+    if (refuse(size == KVC_MAC_BYTES ? 12 : 100) || (int64_t)size > f->size - f->at) return me->was_refused = 1;
+    memcpy(data, f->bytes + f->at, size);
+    f->at += (int64_t)size;
+    return 0;
+}
+
+/* Copies the client's file, and alters some copies. */
+static void copy_file(call *c, file *f) {
+    const saved *from = w.o.files[c->client];
+    *f = (file){malloc((size_t)from->size), from->size, 0};
+    memcpy(f->bytes, from->bytes, (size_t)f->size);
+    c->more = !pick(8);
+    if (c->more && pick(2))
         f->size = pick((int)f->size);
-    else if (is_altered)
+    else if (c->more)
         f->bytes[pick((int)f->size - KVC_MAC_BYTES)] ^= (uint8_t)(1 << pick(8));
-    c->more = is_altered;
-    return is_altered;
 }
 
 static kvc_load_args args_of(file *f, int is_read) {
@@ -93,19 +84,17 @@ static kvc_load_args args_of(file *f, int is_read) {
 }
 
 int draw_restore(call *c) {
-    if (!w.o.num_saved) return 0;
-    c->num = pick(w.o.num_saved);
+    if (!w.o.files[me->number]) return 0;
+    c->num = pick(w.o.files[me->number]->num);
     c->to = own_slot();
-    return c->to < ACQUIRED && w.num_clients == 1;
+    return c->to < ACQUIRED && (w.num_clients == 1 || w.is_wild); /* nobody tells others how old its rows are */
 }
 
 void run_restore(call *c) {
     file f;
-    lock_world();
     copy_file(c, &f);
-    unlock_world();
     kvc_load_args args = args_of(&f, pick(2));
-    args.seq_ids = &w.o.saved_ids[c->num];
+    args.seq_ids = &w.o.files[c->client]->ids[c->num];
     args.to_ids = &w.ids[c->to];
     args.num_sequences = 1;
     c->status = kvc_restore(w.cache, &args);
@@ -118,9 +107,8 @@ void run_restore(call *c) {
 void run_load(call *c) {
     file f;
     kvc_cache *loaded = NULL;
-    lock_world();
+    const saved *from = w.o.files[c->client];
     copy_file(c, &f);
-    unlock_world();
     kvc_config config = w.o.config;
     kvc_load_args args = args_of(&f, pick(2));
     const int only_checks = !pick(4);
@@ -132,7 +120,7 @@ void run_load(call *c) {
     if (c->more && !c->status) wrong("an altered file is loaded");
     if (c->more && c->status == KVC_ERR_FORMAT) me->was_refused = 1;
     if (loaded) {
-        look_at_cache(loaded, w.o.saved, w.o.saved_ids, w.o.num_saved);
+        look_at_cache(loaded, from->sequences, from->ids, from->num);
         if (kvc_cache_free(loaded)) wrong("what was loaded cannot be freed");
     }
     free(f.bytes);
@@ -140,7 +128,7 @@ void run_load(call *c) {
 
 int draw_load(call *c) {
     (void)c;
-    return w.o.num_saved > 0;
+    return w.o.files[me->number] != NULL;
 }
 
 /* The state of a whole cache; calm: no other calls come between. */
@@ -213,12 +201,15 @@ int draw_save_all(call *c) {
 
 void run_clone(call *c) {
     kvc_cache *clone = NULL;
+    __atomic_fetch_add(&w.num_clones, 1, __ATOMIC_RELAXED);
     c->status = kvc_cache_clone(w.cache, &clone);
     drive.arm(0);
+    if (c->status) __atomic_fetch_sub(&w.num_clones, 1, __ATOMIC_RELAXED);
     if (c->status) return;
     if (!w.o.crowded) look_at_cache(clone, w.o.sequences, w.ids, SLOTS);
     if (!w.o.crowded && kvc_nbytes(clone) > kvc_nbytes(w.cache)) wrong("a clone has more bytes");
     if (kvc_cache_free(clone)) wrong("a clone cannot be freed");
+    __atomic_fetch_sub(&w.num_clones, 1, __ATOMIC_RELAXED);
 }
 
 /* ---- identities -------------------------------------------------------------------------------------------------- */
@@ -281,27 +272,43 @@ void run_identity(call *c) {
 
 /* ---- fork() ------------------------------------------------------------------------------------------------------ */
 
+static void go_on_in_child(void) {
+    static client own;
+    own = (client){.chance = {.state = w.seed + (uint64_t)w.o.now}};
+    me = &own;
+    for (int i = 0; i < 12; i++) play();
+}
+
+/* Nobody goes on with what other clients were doing: it can be dropped, and the cache used anew. */
+static int check_child_of_many(void) {
+    for (int i = 0; i < CLIENTS; i++) {
+        forget_plan(i);
+        kvc_abort(w.batches[i]), w.batches[i] = NULL;
+        kvc_hold_free(w.views[i].hold), w.views[i].hold = NULL;
+        w.o.batches[i].is_open = 0;
+    }
+    for (int i = 0; i < PREFIXES; i++) { /* nothing waits for ever */
+        int64_t num, dropped;
+        text_tokens given;
+        if (w.prefixes[i])
+            kvc_prefix_forget(w.prefixes[i], tokens_of(text_behind(0, 0), 0, &given), NULL, 0, &num, &dropped);
+    }
+    if (kvc_clear(w.cache)) return 0; /* a batch that begins or ends is nobody's to abort */
+    if (!kvc_compact(w.cache)) check_empty(); /* otherwise a call on the way held rows */
+    for (int s = 0; s < SLOTS; s++) w.o.sequences[s] = (sequence){.exact_to = INT32_MAX};
+    w.is_wild = 1;
+    go_on_in_child();
+    return 0;
+}
+
 /* The child has everything as it was, goes on for some calls, and ends. */
 static int check_child(void) {
     w.is_child = 1;
     drive.arm(0);
     if (kvc_validate(w.cache)) wrong("the cache of a child is corrupt: %s", kvc_last_error());
-    if (w.num_clients > 1) {
-        for (int i = 0; i < CLIENTS; i++) kvc_abort(w.batches[i]), w.batches[i] = NULL;
-        for (int i = 0; i < PREFIXES; i++) { /* nothing waits for ever */
-            int64_t num, dropped;
-            text_tokens given;
-            if (w.prefixes[i])
-                kvc_prefix_forget(w.prefixes[i], tokens_of(text_behind(0, 0), 0, &given), NULL, 0, &num, &dropped);
-        }
-        if (kvc_clear(w.cache)) return 0;
-        if (kvc_validate(w.cache)) wrong("the cache of a child is corrupt: %s", kvc_last_error());
-        return 0;
-    }
+    if (w.o.crowded) return check_child_of_many();
     look_around();
-    client own = {.number = 0, .chance = {.state = w.seed + (uint64_t)w.o.now}};
-    me = &own;
-    for (int i = 0; i < 12; i++) play();
+    go_on_in_child();
     end_world();
     return 0;
 }

@@ -18,7 +18,7 @@ static int calls_each;
 static void lock(void) { pthread_mutex_lock(&mutex); }
 static void unlock(void) { pthread_mutex_unlock(&mutex); }
 static int arm(int n) { return (void)n, 0; }
-static int met_fault(void) { return 0; }
+static uint64_t num_faults(void) { return 0; }
 static void let_others_run(void) { sched_yield(); }
 
 static void *run_client(void *context) {
@@ -47,6 +47,6 @@ static int run(uint64_t seed, int num_calls) {
 }
 
 int main(int argc, char **argv) {
-    drive = (driver){.lock = lock, .unlock = unlock, .arm = arm, .met_fault = met_fault, .pause = let_others_run};
+    drive = (driver){.lock = lock, .unlock = unlock, .arm = arm, .num_faults = num_faults, .pause = let_others_run};
     return run_all(argc, argv, 300, run);
 }

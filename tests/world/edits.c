@@ -121,7 +121,8 @@ kvc_status right_share(oracle *o, const call *c) {
     if (c->s == c->to) return KVC_ERR_INVALID;
     if (is_busy(o, c->s) || is_busy(o, c->to)) return KVC_ERR_BUSY;
     if (holds_any(o, &from) && cuts_rows(o, next_of(o, &from), c->begin, KVC_END, 0)) return KVC_ERR_UNSUPPORTED;
-    if (o->has_twins && c->status == KVC_ERR_INVALID) return KVC_ERR_INVALID; /* rows of one token may differ */
+    if ((o->has_twins || o->crowded) && c->status == KVC_ERR_INVALID)
+        return KVC_ERR_INVALID; /* rows of one token may differ */
     if (!holds_any(o, &from) && !is_there(o, to) && c->begin == 0 && c->end == KVC_END) return KVC_ERR_INVALID;
     for (int l = 0; l < o->num_layers; l++)
         for (int i = 0; is_own(o, l) && i < to->layers[l].num; i++) {
@@ -437,7 +438,7 @@ kvc_status right_restore(oracle *o, const call *c) {
     sequence *to = &after.sequences[c->to];
     if (is_busy(o, c->to)) return KVC_ERR_BUSY;
     note_end(&after, to);
-    *to = o->saved[c->num];
+    *to = o->files[c->client]->sequences[c->num];
     to->prefix = to->prompt = to->keeps = to->state = 0;
     to->date = -1;
     copy_rows(&after, to);

@@ -35,6 +35,7 @@ enum {
     LEAST_STATE = 1000,
     MOST_STATE = 2000, /* bytes of those that are kept */
     NO_TOKEN = -1,     /* in place of a tag */
+    FILE_BYTES = 1 << 20,
     TEXTS = 6
 };
 
@@ -129,6 +130,14 @@ typedef struct batch {
     int num_cross[LAYERS][SLOTS], cross[LAYERS][SLOTS]; /* rows put in cross-attention layers, and their first tag */
 } batch;
 
+/* A file of a client: sequences as they were saved. */
+typedef struct saved {
+    int num;
+    int64_t ids[2], size;
+    sequence sequences[2];
+    uint8_t bytes[FILE_BYTES];
+} saved;
+
 /* ---- prefixes -----------------------------------------------------------------------------------------------------
  */
 
@@ -191,9 +200,7 @@ typedef struct oracle {
     int next_slot;   /* of rows; those of new tokens are their tags */
     sequence sequences[SLOTS];
     batch batches[CLIENTS];
-    int num_saved;
-    int64_t saved_ids[2];
-    sequence saved[2]; /* in the world's file */
+    saved *files[CLIENTS]; /* NULL: the client has none */
     prefix prefixes[PREFIXES];
 } oracle;
 
@@ -268,6 +275,7 @@ kvc_status right_attend(oracle *o, const call *c);
 kvc_status right_listed(oracle *o, const call *c);
 kvc_status right_commit(oracle *o, const call *c);
 kvc_status right_abort(oracle *o, const call *c);
+kvc_status right_vain(oracle *o, const call *c); /* begins a batch, and aborts it */
 kvc_status right_copy(oracle *o, const call *c);
 kvc_status right_share(oracle *o, const call *c);
 kvc_status right_remove(oracle *o, const call *c);

@@ -40,8 +40,6 @@ void unlock_world(void) {
     if (drive.unlock) drive.unlock();
 }
 
-void count_memory(int64_t bytes) { __atomic_fetch_add(&w.memory, bytes, __ATOMIC_RELAXED); }
-
 /* ---- messages ---------------------------------------------------------------------------------------------------- */
 
 static void print_list(const call *c, char what) {
@@ -214,8 +212,10 @@ void name_blocks(void) {
             uint8_t names[NAMES][KVC_NAME_BYTES];
             int64_t num;
             if (!is_full_block(&w.o, b) || memcmp(b->name, none, sizeof none)) continue;
-            if (kvc_prefix_names(w.prefixes[i], tokens_of(b->node, 0, &given), names[0], NAMES, &num))
-                wrong("names fail");
+            kvc_status status;
+            const kvc_tokens *own = tokens_of(b->node, 0, &given);
+            UNTIL_MEMORY(status, kvc_prefix_names(w.prefixes[i], own, names[0], NAMES, &num));
+            if (status) wrong("names fail");
             memcpy(b->name, names[num - 1], KVC_NAME_BYTES);
         }
 }
@@ -228,7 +228,7 @@ static int may_evict(const call *c) {
     if (!capacity_of(&w.o) && !w.o.config.max_bytes && !is_refused) return 0;
     kvc_get_stats(w.cache, &stats, sizeof stats);
     w.has_made_room |= is_refused;
-    return w.o.config.max_bytes || stats.rows_evicted != w.stats.rows_evicted;
+    return w.o.config.max_bytes || stats.rows_evicted != me->before.stats.rows_evicted;
 }
 
 static int may_change(const call *c) { return operations[c->operation].changes >> c->status & 1; }
@@ -290,7 +290,7 @@ static int has_needs(const call *c) {
         const int length = text_length(s->text), common = text_common(s->text, c->text), next = next_of(&w.o, s);
         if (common < text_length(c->text) && (common < length || (length < next && length < s->exact_to))) return 0;
     }
-    if (needs & A_FILE && !w.o.num_saved) return 0;
+    if (needs & A_FILE && !w.o.files[me->number]) return 0;
     if (needs & ITS_PROMPTS && !w.o.crowded && !feeds_prompts(c)) return 0;
     return !(needs & ALONE && w.num_clients > 1);
 }
@@ -298,7 +298,7 @@ static int has_needs(const call *c) {
 /* Compares, after a call that failed, what nothing has changed. */
 static void check_failed(const call *c) {
     if (!w.o.crowded && c->is_disturbed) look_around();
-    if (!w.o.crowded && !c->is_disturbed && !may_change(c)) check_unchanged(c);
+    if (!c->is_disturbed && !may_change(c)) check_unchanged(c);
 }
 
 /* Runs a call, whose requests for memory fail one after the other, or now and then; what failed so is made again.  A
@@ -307,12 +307,12 @@ static void run_call(call *c) {
     const chance before = me->chance;
     int n = w.has_faults == 2 ? 1 + pick(pick(2) ? 20 : 1) : w.has_faults && !pick(4) ? 1 + pick(pick(2) ? 4 : 30) : 0;
     for (;; n = w.has_faults == 2 ? n + 1 : 0) {
-        me->was_refused = c->is_short = 0;
+        me->was_refused = 0;
         me->chance = before;
-        me->is_armed = n != 0;
         drive.arm(n);
+        const uint64_t faults = drive.num_faults();
         operations[c->operation].run(c);
-        c->is_short |= n && drive.met_fault();
+        c->is_short = drive.num_faults() != faults;
         drive.arm(0);
         if (!(c->status == KVC_ERR_NOMEM && (c->is_short || w.has_faults)) || me->is_within || may_change(c)) break;
         check_failed(c);
@@ -323,33 +323,28 @@ static void run_call(call *c) {
 void perform(call *c) {
     call *outer = me->call;
     const chance before = me->chance;
-    const int was_refused = me->was_refused, was_armed = me->is_armed, left = outer ? drive.arm(0) : 0;
-    const kvc_stats stats = w.stats;
-    const int64_t nbytes = w.nbytes;
+    const int was_refused = me->was_refused, left = outer ? drive.arm(0) : 0;
+    const picture picture = me->before;
     me->call = c;
     me->chance = (chance){.state = c->seed};
     if (outer) c->is_disturbed = 1; /* by the call that it is within */
-    if (outer) outer->is_short |= was_armed && drive.met_fault();
     if (c->tag + TOKENS > w.last_tag && c->tag) w.last_tag = c->tag + TOKENS; /* of a call that is repeated */
-    if (!w.o.crowded) {
-        kvc_get_stats(w.cache, &w.stats, sizeof w.stats);
-        w.nbytes = kvc_nbytes(w.cache);
-    }
+    take_picture();
     if (w.traces) printf("\n"), print_call(c);
     run_call(c);
+    const char *answer = kvc_strerror(c->status); /* a step of the scheduler, with a trace or without */
     if (w.traces && w.o.crowded) printf("\n    client %d: ", c->client);
-    if (w.traces) printf(" /* %s, %lld */", kvc_strerror(c->status), (long long)c->result);
+    if (w.traces) printf(" /* %s, %lld */", answer, (long long)c->result);
     lock_world();
     judge(c);
     unlock_world();
     if (c->status && !c->is_disturbed) check_failed(c);
-    if (outer && c->status == KVC_OK) outer->is_disturbed = 1;
+    if (outer && (!c->status || may_change(c))) outer->is_disturbed = 1;
     if (outer) drive.arm(left);
-    me->is_armed = was_armed;
     me->call = outer;
     me->chance = before;
     me->was_refused = was_refused;
-    w.stats = stats, w.nbytes = nbytes;
+    me->before = picture;
 }
 
 /* Whether a call is about the sequence of a call on the way, whose tokens the caller has promised. */
@@ -364,9 +359,10 @@ static int breaks_promise(const call *c) {
 static int is_feeding(void) { return w.theme == PROMPTS && w.o.batches[me->number].is_open; }
 
 /* How often an operation is drawn, by the theme of the world. */
-static int weight_of(const operation *op, unsigned point) {
+static int weight_of(const operation *op, unsigned point, int is_amid) {
     static const int of_batches[NUM_THEMES] = {4, 4, 8}, of_prefixes[NUM_THEMES] = {4, 0, 8}, others[] = {4, 4, 1};
     const int is_of_batches = op->needs & A_BATCH || op->run == operations[0].run;
+    if (is_amid) return (op->needs & AMID) != 0;
     if (point & (AT_STORE | AT_COPY) && op->drops) return 16 * op->weight; /* what the call is about goes meanwhile */
     const int goes_on = is_of_batches && !point && is_feeding() ? 16 : 1;
     return op->weight * goes_on *
@@ -377,12 +373,13 @@ static int weight_of(const operation *op, unsigned point) {
 
 /* Draws one of the calls that may be made at a point; 0: a few tries found none. */
 static int draw(call *c, unsigned point) {
+    const int is_amid = !point && drive.num_amid && drive.num_amid() && pick(2);
     int total = 0;
-    for (int i = 0; i < num_operations; i++) total += weight_of(&operations[i], point);
+    for (int i = 0; i < num_operations; i++) total += weight_of(&operations[i], point, is_amid);
     for (int tries = 0; tries < 40; tries++) {
         int at = pick(total > 256 && me->chance.num_bytes ? 256 : total), i = 0;
         if (me->chance.num_bytes) at = at * total / 256;
-        while ((at -= weight_of(&operations[i], point)) >= 0) i++;
+        while ((at -= weight_of(&operations[i], point, is_amid)) >= 0) i++;
         if (point && !(operations[i].may_run_at & point)) continue;
         memset(c, 0, sizeof *c);
         c->operation = i;
@@ -439,11 +436,12 @@ int play(void) {
 }
 
 void stop_playing(void) {
+    const call c = {.client = me->number};
     forget_plan(me->number);
     kvc_abort(w.batches[me->number]);
     w.batches[me->number] = NULL;
     lock_world();
-    w.o.batches[me->number].is_open = 0;
+    right_abort(&w.o, &c);
     unlock_world();
 }
 

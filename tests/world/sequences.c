@@ -512,3 +512,9 @@ kvc_status right_abort(oracle *o, const call *c) {
         if (!is_there(o, &o->sequences[b->slots[t]])) o->sequences[b->slots[t]].exact_to = INT32_MAX;
     return KVC_OK;
 }
+
+kvc_status right_vain(oracle *o, const call *c) {
+    const kvc_status right = right_begin(o, c);
+    if (!right && !c->status) right_abort(o, c);
+    return right;
+}

@@ -146,7 +146,7 @@ def check(program, seed, runs):
 @pytest.mark.parametrize("driver", RUNS)
 @pytest.mark.parametrize("times", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)])
 def test_world(drivers, driver, times):
-    check(drivers(driver), 1 if times == QUICK else 1000, RUNS[driver] * times)
+    check(drivers(driver), 1 if times == QUICK else 2000, RUNS[driver] * times)
 
 
 @pytest.mark.full

@@ -15,37 +15,43 @@ driver drive;
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
 static int64_t to_fail; /* requests until one fails; 0: none does */
-static int has_failed;
+static uint64_t num_failed;
 
 static int arm(int n) {
     const int left = (int)to_fail;
     to_fail = n;
-    if (n) has_failed = 0;
     return left;
 }
 
-static int met_fault(void) { return has_failed; }
+static uint64_t num_faults(void) { return num_failed; }
+
+static void count_memory(int64_t bytes, int32_t kind) {
+    if (kind != KVC_MEMORY_SCRATCH) __atomic_fetch_add(&w.memory, bytes, __ATOMIC_RELAXED);
+    if (kind == KVC_MEMORY_ROWS) __atomic_fetch_add(&w.row_memory, bytes, __ATOMIC_RELAXED);
+}
 
 int request_fails(void) {
     if (!to_fail || --to_fail) return 0;
-    return has_failed = 1;
+    num_failed++;
+    return 1;
 }
 
 static void *take_memory(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
     (void)user;
     if (request_fails()) return NULL;
-    void *memory = aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment);
+    const size_t whole = (size + alignment - 1) / alignment * alignment;
+    void *memory = drive.take ? drive.take(alignment, whole) : aligned_alloc(alignment, whole);
     if (!memory) return NULL;
     memset(memory, 0xff, size); /* nothing may count on zeros */
-    if (hint->kind != KVC_MEMORY_SCRATCH) count_memory((int64_t)size);
+    count_memory((int64_t)size, hint->kind);
     return memory;
 }
 
 static void give_memory(void *user, void *memory, size_t size, const kvc_memory_hint *hint) {
     (void)user;
-    if (hint->kind != KVC_MEMORY_SCRATCH) count_memory(-(int64_t)size);
+    count_memory(-(int64_t)size, hint->kind);
     memset(memory, 0xa5, size); /* for who reads it still */
-    free(memory);
+    drive.take ? drive.give(memory) : free(memory);
 }
 
 /* ---- layers ------------------------------------------------------------------------------------------------------ */
@@ -212,7 +218,7 @@ void make_prefix(call *c) {
     if (p->tenant) of->salt = "salt", of->salt_size = 4, of->secret = "secret", of->secret_size = 6;
     if (w.seed / 8 % 2 == 0 && pick(4)) of->state_bytes = STATE;
     if (of->state_bytes && pick(3)) of->max_checkpoint_bytes = STATE + pick(3 * STATE);
-    if (!pick(5)) of->ttl_ms = 1050;
+    if (!pick(5) && !drive.time) of->ttl_ms = 1050; /* otherwise the clock is not the world's */
     if (!pick(5)) of->quota = 1 + pick(60);
     if (!pick(5) && !of->state_bytes && w.o.unit == 1 && w.num_clients == 1) of->reuse_min_tokens = 1 + pick(6);
     if (!pick(5)) of->max_events = 1 + pick(20);
@@ -247,8 +253,8 @@ void make_world(uint64_t seed, int num_clients, int is_wild) {
     make_limits(o);
     if (has_prefixes && o->config.max_sequences == 1) o->config.max_sequences = 2;
     const int has_allocator = pick(2);
-    if (!drive.arm) drive.arm = arm, drive.met_fault = met_fault;
-    if (drive.arm == arm && (has_allocator || drive.faults == 1)) o->config.allocator = &allocator;
+    if (!drive.arm) drive.arm = arm, drive.num_faults = num_faults;
+    if (has_allocator || (drive.arm == arm && drive.faults == 1)) o->config.allocator = &allocator;
     kvc_status status;
     w.has_faults = drive.faults;
     UNTIL_MEMORY(status, kvc_cache_new(&o->config, &w.cache));
@@ -262,12 +268,13 @@ void make_world(uint64_t seed, int num_clients, int is_wild) {
     for (c.prefix = 0; has_prefixes && c.prefix < PREFIXES - 1; c.prefix++) make_prefix(&c);
 }
 
-static void check_empty(void) {
+void check_empty(void) {
     kvc_stats stats;
     if (kvc_clear(w.cache) || kvc_compact(w.cache)) wrong("the cache cannot be emptied: %s", kvc_last_error());
     kvc_get_stats(w.cache, &stats, sizeof stats);
     if (stats.live_slots || stats.blocks_in_use || stats.blocks_free || stats.retained || stats.evictable_slots)
         wrong("rows are left in an empty cache");
+    if (w.row_memory && !w.num_clones) wrong("%lld bytes of rows are left", (long long)w.row_memory);
     if (kvc_validate(w.cache)) wrong("the empty cache is corrupt: %s", kvc_last_error());
 }
 
@@ -285,5 +292,5 @@ void end_world(void) {
     if (kvc_cache_free(w.cache)) wrong("the cache cannot be freed: %s", kvc_last_error());
     if (w.memory) wrong("%lld bytes are left", (long long)w.memory);
     for (int i = 0; i < VALUES; i++) free(w.values[i].bytes);
-    free(w.file);
+    for (int i = 0; i < CLIENTS; i++) free(w.o.files[i]);
 }

@@ -16,13 +16,14 @@
 
 #include "oracle.h"
 
-enum { VALUES = 192, NAMES = 64, VIEW_SPANS = 128, FILE_BYTES = 1 << 20 };
+enum { VALUES = 192, NAMES = 64, VIEW_SPANS = 128 };
 
 /* The points at which a call gives up the mutex and a function of the caller runs, or a state is copied, as bits. */
 enum { AT_MOVE = 1, AT_WRITE = 2, AT_READ = 4, AT_STORE = 8, AT_POLL = 16, AT_COPY = 32, AT_ANY = 63 };
 
 /* What a call needs. */
 enum { A_BATCH = 1, A_PREFIX = 2, A_FREE_SLOT = 4, A_FILE = 8, ITS_TEXT = 16, ITS_PROMPTS = 32, ALONE = 64 };
+enum { AMID = 128 }; /* drawn more often while other clients stand still in the middle of calls */
 
 typedef kvc_status right_fn(oracle *o, const call *c);
 
@@ -68,13 +69,20 @@ typedef struct chance {
     size_t num_bytes;
 } chance;
 
+/* What can be seen of the cache as a whole, how often other clients have run, and how often memory was refused. */
+typedef struct picture {
+    kvc_stats stats;
+    int64_t nbytes;
+    uint64_t turns, faults;
+} picture;
+
 /* What a thread is about to do. */
 typedef struct client {
     int number;
     chance chance;
+    picture before;  /* its call */
     call *call;      /* that it makes; NULL: none */
     int is_within;   /* a call of its own */
-    int is_armed;    /* a request for memory of its call fails */
     int was_refused; /* a function of the caller failed, or asked for an end */
 } client;
 
@@ -92,17 +100,15 @@ typedef struct world {
     int texts[TEXTS]; /* that prompts and sequences often follow */
     view views[CLIENTS];
     value values[VALUES];
-    uint8_t *file;
-    int64_t file_size;
-    kvc_stats stats; /* as they were before the call */
-    int64_t nbytes, last_id;
+    int64_t last_id;
     int32_t last_tag;
     int num_clients;         /* above 1: the oracle is crowded */
     int is_wild;             /* clients change sequences of each other: nobody knows what these hold */
     int has_faults, refuses; /* allocations, and functions of the caller, fail */
     int has_made_room;       /* memory was refused for a batch, which may have evicted blocks then */
     int traces, is_child;
-    int64_t memory; /* bytes that the cache has */
+    int64_t memory, row_memory; /* bytes that the cache has, and of them those of rows */
+    int num_clones;             /* which have bytes, too */
 } world;
 
 extern world w;
@@ -114,8 +120,14 @@ typedef struct driver {
     void (*lock)(void), (*unlock)(void); /* of the world; NULL: only one thread runs at a time */
     int (*arm)(int n);                   /* lets the calling thread's nth request for memory fail; 0: none.  Returns
                                             how many were left before */
-    int (*met_fault)(void);              /* whether one has failed since */
+    uint64_t (*num_faults)(void);        /* counts the requests of the calling thread that failed */
     void (*pause)(void);                 /* lets others run */
+    uint64_t (*turns)(void);             /* counts how often other clients have run; NULL: nobody knows */
+    int (*num_amid)(void);               /* clients that stand still in the middle of a call; NULL: none do */
+    int64_t (*time)(void);               /* rises with each call of it; NULL: calls need not take turns */
+    void (*check_turn)(int64_t since);   /* fails if a client waits for a batch that called before this time */
+    void *(*take)(size_t alignment, size_t size); /* memory for an allocator of the world; NULL: the system's */
+    void (*give)(void *memory);
     int (*fork)(int (*check)(void));     /* runs check in a child; returns what it returned; NULL: cannot fork */
     int faults;                          /* 1: in some worlds, allocations fail now and then; 2: each one fails once */
     int traces;                          /* prints every call */
@@ -131,7 +143,6 @@ void stop_playing(void);           /* of a client: others may wait for its batch
 void perform(call *c);             /* makes a call that was drawn */
 void come_between(unsigned point); /* from a function of the caller: makes a call, perhaps */
 int refuse(int rarity);            /* whether a function of the caller fails now */
-void count_memory(int64_t bytes);
 void name_blocks(void); /* asks for the names of full blocks that the oracle has added */
 void lock_world(void);
 void unlock_world(void);
@@ -147,6 +158,7 @@ int run_all(int argc, char **argv, int num_calls, int (*run)(uint64_t seed, int 
 /* ---- world.c */
 
 void make_world(uint64_t seed, int num_clients, int is_wild);
+void check_empty(void);
 int request_fails(void); /* counts a request of the core to the system; whether it is the one that fails */
 void end_world(void);    /* drops everything, and checks that every byte comes back */
 void make_prefix(call *c);
@@ -163,6 +175,7 @@ void look_at(int s);    /* compares a sequence */
 void look_around(void); /* compares everything */
 void look_at_views(void);
 void look_up_texts(void); /* asks prefixes for texts */
+void take_picture(void);
 void check_unchanged(const call *c);
 void check_counted(const call *c, const oracle *before, const oracle *after);
 void read_tags(kvc_cache *cache, int64_t id, int l, int32_t *tags); /* by position; NO_TOKEN: none */
