@@ -1059,8 +1059,10 @@ KVC_API kvc_status kvc_load(const kvc_load_args *args, kvc_cache **cache);
  * transforms, policies and ropes of the file's; block_size and limits may differ.  Rows that two of the sequences share
  * are shared again.
  * Other calls go on meanwhile, as beside kvc_save.  The sequences appear once everything is read and checked.  Only
- * then kept blocks are evicted and old rows replaced; until then the cache may exceed max_bytes by the loaded
- * rows.  Fails as kvc_load does, and with KVC_ERR_BUSY for a sequence that kvc_begin or an edit is using. */
+ * then kept blocks are evicted and old rows replaced; until then the cache may exceed max_bytes by the loaded rows.
+ * capacity counts the rows without the replaced ones.  max_bytes counts the memory of both: clear sequences that are
+ * to be replaced first, if it is short.  Rows that the file's sequences shared with others of the cache are rows of
+ * their own.  Fails as kvc_load does, and with KVC_ERR_BUSY for a sequence that kvc_begin or an edit is using. */
 KVC_API kvc_status kvc_restore(kvc_cache *cache, const kvc_load_args *args);
 
 /* Sets *clone to an independent copy of a cache and its sequences, to be freed with kvc_cache_free.  Rows are copied

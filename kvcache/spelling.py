@@ -62,6 +62,10 @@ HELD = {"dtype", "k_dtype", "v_dtype", "transform", "k_transform", "v_transform"
 INSTEAD = {
     "window": ("policy", "policy=SlidingWindow(...)"),
     "num_sink_tokens": ("policy", "policy=SlidingWindow(..., num_sink_tokens=...)"),
+    "max_bytes": (
+        "prefix",
+        "prefix=PrefixCache(HFCache.make_kv_cache(config, max_bytes=...), fingerprint=...), or a window as policy",
+    ),
     "attention_chunk_size": ("policy", "policy=ChunkedAttention(...)"),
     "inv_freq": ("rope", "rope=Rope(...)"),
     **dict.fromkeys(BASES, ("rope", "rope=Rope(...)")),

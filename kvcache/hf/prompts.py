@@ -348,7 +348,7 @@ def check_prefix(
                     )
                 raise ValueError(
                     f"prefix has a cache whose layer {i} has {name}={getattr(one, name)!r}, and not"
-                    f" {getattr(other, name)!r}: make it by HFCache.make_kv_cache with the same arguments"
+                    f" {getattr(other, name)!r}: give the arguments here that HFCache.make_kv_cache was given"
                 )
         if one.share is not None:
             raise ValueError(f"prefix has a cache whose layer {i} shares another's rows: leave share out")

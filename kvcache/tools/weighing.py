@@ -134,7 +134,7 @@ def _own_types(model: Any) -> _Types:
 
 
 def _found(path: Path | None) -> Weights | None:
-    """Return the size of the weights beside a configuration, or of what their index names; None: there are none."""
+    """Return the size of the weights beside a configuration, or of the files that an index names; None: no weights."""
     if path is None:
         return None
     folder = path if path.is_dir() else path.parent

@@ -35,8 +35,8 @@ typedef enum kvc_key { KVC_BY_ID, KVC_BY_USE, KVC_NUM_KEYS } kvc_key;
 typedef struct kvc_origin {
     uint64_t forgotten_in; /* bits of prefixes that forgot tokens whose rows these may be */
     int64_t as_of; /* cache->prefixes.num_forgets when these bits were right; INT64_MAX: it is not in a table yet */
-    int64_t num_forgets; /* cache->prefixes.num_forgets when a prefix kept the oldest of these rows that it kept;
-                            INT64_MAX: no prefix kept any; 0: nobody knows how old they are */
+    int64_t num_forgets; /* cache->prefixes.num_forgets when a prefix kept the oldest row that it kept of these.
+                            INT64_MAX: no prefix kept any.  0: nobody knows how old the rows are */
     int64_t prefix;      /* number of this prefix; 0: there are several, or none */
 } kvc_origin;
 

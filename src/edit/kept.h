@@ -4,8 +4,8 @@
 
 #include "cache/cache.h"
 
-/* Sets *made to a new kept sequence, under a new id, of the rows of src at positions [begin, end), as the most
- * recently used one; NULL if src holds no rows there.  It is hidden, if it has a follower.  Rows that the open batch
+/* Makes a kept sequence of the rows of src at positions [begin, end), under a new id, as the most recently used one.
+ * *made is NULL if src holds no rows there.  The sequence is hidden, if it has a follower.  Rows that the open batch
  * adds to src count, if src is stored.  No row is copied, and rows of cross-attention layers are left out.
  * KVC_ERR_NOMEM. */
 kvc_status kvc_make_kept(kvc_cache *cache, const kvc_sequence *src, int64_t id, int32_t begin, int32_t end,

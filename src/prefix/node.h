@@ -22,7 +22,7 @@
 #include "prefix/tokens.h"
 #include "rows/stride.h"
 
-/* The place of a node with rows in the order of use, which is that of kvc_sequence.evicting.used of the rows. */
+/* The place of a node with rows in the order of use: the order of kvc_sequence.evicting.used of its rows. */
 typedef struct kvc_node_order {
     kvc_links with_rows; /* place in tree->with_rows */
     kvc_links unpinned;  /* place in tree->unpinned, while it has no pin */

@@ -90,8 +90,8 @@ typedef struct kvc_block_plan {
  *     holders.evictable  0  1  1  1  0  0           evicting.evictable is 2: evicting B would free slots 2 and 3
  */
 typedef struct kvc_block {
-    /* Per layer and head of the group: K [slot][k_dim], then V [slot][v_dim], if stored, then scales of their rows, K
-     * [slot] and V [slot], if their types have any. */
+    /* Per layer and head of the group: K [slot][k_dim], then V [slot][v_dim], if stored.  The scales of these rows
+     * follow, K [slot] and V [slot], if their types have any. */
     uint8_t *rows;
     int32_t fill;   /* the fill mark: slots below it were handed out */
     int32_t live;   /* number of slots that sequences hold */
