@@ -329,12 +329,12 @@ static void test_reserved(void) {
     kvc_layer layers[2] = {two_layers[0], two_layers[1]}, *layer = &layers[1];
     for (size_t i = 0; i < sizeof layer->policy.reserved / sizeof *layer->policy.reserved; i++) {
         layer->policy.reserved[i] = 1;
-        CHECK_FAILS(make_layers(layers, sizeof *layers), KVC_ERR_UNSUPPORTED, "layers[1].policy.reserved is not 0");
+        CHECK_FAILS(make_layers(layers, sizeof *layers), KVC_ERR_UNSUPPORTED, "layers[1].policy.reserved", "is not 0");
         layer->policy.reserved[i] = 0;
     }
     for (size_t i = 0; i < sizeof layer->rope.reserved / sizeof *layer->rope.reserved; i++) {
         layer->rope.reserved[i] = -1;
-        CHECK_FAILS(make_layers(layers, sizeof *layers), KVC_ERR_UNSUPPORTED, "layers[1].rope.reserved is not 0");
+        CHECK_FAILS(make_layers(layers, sizeof *layers), KVC_ERR_UNSUPPORTED, "layers[1].rope.reserved", "is not 0");
         layer->rope.reserved[i] = 0;
     }
     CHECK(make_layers(layers, sizeof *layers) == KVC_OK);
