@@ -14,14 +14,16 @@ int64_t capacity_of(const oracle *o) {
     return o->config.capacity ? o->config.capacity : o->config.max_seq_len * o->config.max_sequences;
 }
 
-/* Rows of all sequences in a layer; shared ones count once. */
+/* Rows of all sequences in a layer; shared ones count once.  Where nobody knows whether rows of one token are one row,
+ * they are, so that the number is the least one. */
 int32_t live_rows(const oracle *o, int l) {
     enum { PLACES = 1 << 12 };
     int32_t seen[PLACES], num = 0;
     memset(seen, -1, sizeof seen);
     for (int s = 0; s < SLOTS; s++)
         for (int i = 0; i < o->sequences[s].layers[l].num; i++) {
-            const int32_t slot = o->sequences[s].layers[l].at[i].slot;
+            const row *r = &o->sequences[s].layers[l].at[i];
+            const int32_t slot = o->has_twins ? r->tag : r->slot;
             int at = slot % PLACES;
             while (seen[at] >= 0 && seen[at] != slot) at = (at + 1) % PLACES;
             num += seen[at] < 0;
