@@ -85,8 +85,10 @@ static kvc_status check_reserved(const kvc_layer *layer, int32_t index) {
     const int64_t *rope = layer->rope.reserved;
     const int is_set = policy[0] || policy[1];
     if (!is_set && !rope[0] && !rope[1]) return KVC_OK;
-    return kvc_fail(KVC_ERR_UNSUPPORTED, "layers[%d].%s.reserved is not 0: begin a struct as zeros, as later versions may have a field there",
-                    index, is_set ? "policy" : "rope");
+    return kvc_fail(
+        KVC_ERR_UNSUPPORTED,
+        "layers[%d].%s.reserved is not 0: begin a struct as zeros, as later versions may have a field there", index,
+        is_set ? "policy" : "rope");
 }
 
 static kvc_status check_layer(const kvc_layer *layer, int32_t index) {

@@ -226,8 +226,8 @@ static int32_t let_useless_stay(kvc_cache *cache) {
     return num;
 }
 
-/* Lets victims stay if they free nothing that is lacking.  Lets rows stay if others hold all of the victim's rows in the
- * layers that see everything. */
+/* Lets victims stay if they free nothing that is lacking.  Lets rows stay if others hold all of the victim's rows in
+ * the layers that see everything. */
 static void sift(const kvc_need *need) {
     kvc_cache *cache = need->cache;
     note_all_freed(need);
