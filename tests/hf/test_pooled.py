@@ -33,7 +33,7 @@ from kvcache.hf.cache import CACHE  # noqa: E402 - it imports those
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers, and that dense tensors are used
 
 LENGTH = 40
-TOLERANCE = 2e-6  # of the largest logit
+TOLERANCE = 4e-6  # of the largest logit
 ATTENTIONS = ["eager", "sdpa", "kvcache"]
 PURE = ["glm5_next", "qwen4_exp_text"]
 ALL = [*POOLED, "deepseek_v4"]
