@@ -100,7 +100,7 @@ typedef struct weighing {
     array q;
     float numbers[TOKENS][QUERY_HEADS][DIM], sinks[QUERY_HEADS], weights[HEADS * (ROWS + 1)];
     kvc_weights_args args;
-    int32_t cancel;
+    int32_t cancel, next; /* next: where the sequence goes on, as the call begins */
 } weighing;
 
 static void make_weighing(weighing *x, const call *c, int64_t num_rows) {
@@ -117,6 +117,7 @@ static void make_weighing(weighing *x, const call *c, int64_t num_rows) {
                                  .scale = 0x1p-13f,
                                  .softcap = pick(4) ? 0 : 5,
                                  .weights = x->weights};
+    x->next = next_of(&w.o, &w.o.sequences[c->s]);
     make_numbers(x->numbers, c->num, num_heads, 1, 0);
     lay_out(&x->q, c->num, 0, num_heads, layer->k_dim * (type ? 2 : 4));
     for (int t = 0; t < c->num; t++)
@@ -135,7 +136,7 @@ static void make_weighing(weighing *x, const call *c, int64_t num_rows) {
 static void weigh(const weighing *x, const call *c, const rows *list, int t, int h, double *sums) {
     const int source = source_of(&w.o, c->layer);
     const kvc_layer *layer = &w.o.layers[source];
-    const int32_t at = x->args.positions ? c->positions[t] : next_of(&w.o, &w.o.sequences[c->s]);
+    const int32_t at = x->args.positions ? c->positions[t] : x->next;
     seen_row seen[ROWS];
     float q[DIM];
     double k[ROWS][DIM], numbers[DIM];
@@ -189,7 +190,7 @@ static unsigned right_weighing(const weighing *x, const call *c, const rows *lis
     if (x->args.rotates && is_cross && rope == KVC_ROPE_FREQUENCIES) return 1u << KVC_ERR_UNSUPPORTED;
     if (x->args.num_rows != list->num) return 1u << KVC_ERR_INVALID;
     for (int t = 0; t < c->num && !is_cross; t++) {
-        const int32_t at = x->args.positions ? c->positions[t] : next_of(&w.o, s);
+        const int32_t at = x->args.positions ? c->positions[t] : x->next;
         if (misses_in(&w.o, s, source_of(&w.o, c->layer), at, at < INT32_MAX ? at + 1 : at)) gone = 1u << KVC_ERR_GONE;
     }
     return cancelled | gone | (gone && list->num ? 0 : 1u << KVC_OK);
