@@ -251,6 +251,7 @@ void run_put(call *c) {
 /* Only rows of floats are written where they lie. */
 int draw_write(call *c) {
     if (!draw_put(c) || !takes_tokens(&w.o, c->layer, own_batch())) return 0;
+    if (may_put(&w.o, own_batch(), c)) c->num = 1; /* rows of several tokens are asked for in several calls */
     const kvc_layer *layer = &w.o.layers[c->layer];
     return layer->k_type <= KVC_BF16 && (layer->v_type <= KVC_BF16 || !layer->v_dim);
 }

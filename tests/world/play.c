@@ -220,11 +220,16 @@ void name_blocks(void) {
         }
 }
 
+/* Whether an operation takes memory for rows of a batch. */
+static int takes_rows(const operation *op) {
+    return op->right == right_begin || op->right == right_vain || op->right == right_reserve;
+}
+
 /* Whether blocks may have been evicted: to make room, or as memory was refused for the rows of a batch. */
 static int may_evict(const call *c) {
     kvc_stats stats;
     const operation *op = &operations[c->operation];
-    const int is_refused = c->is_short && (op->right == right_begin || op->right == right_reserve);
+    const int is_refused = c->is_short && takes_rows(op);
     if (!capacity_of(&w.o) && !w.o.config.max_bytes && !is_refused) return 0;
     kvc_get_stats(w.cache, &stats, sizeof stats);
     w.has_made_room |= is_refused;
@@ -237,7 +242,7 @@ static int may_change(const call *c) { return operations[c->operation].changes >
 static void judge(call *c) {
     static _Thread_local oracle next;
     const operation *op = &operations[c->operation];
-    const int evicts = !w.o.crowded && may_evict(c), is_batch = op->right == right_begin || op->right == right_reserve;
+    const int evicts = !w.o.crowded && may_evict(c);
     if (w.o.crowded && (w.is_wild || is_open_call(&w.o, c))) {
         judge_openly(c);
         return;
@@ -257,7 +262,7 @@ static void judge(call *c) {
     }
     if (w.o.crowded) return;
     name_blocks();
-    const int is_quiet = is_batch && evicts && !c->is_short && !c->is_disturbed;
+    const int is_quiet = takes_rows(op) && evicts && !c->is_short && !c->is_disturbed;
     take_events(op->drops == 2 ? FIRST_USED : is_quiet ? FOR_ROWS : evicts || me->is_within ? SOME_BLOCKS : NO_BLOCKS);
 }
 
@@ -371,6 +376,11 @@ static int weight_of(const operation *op, unsigned point, int is_amid) {
                                                                    : others)[w.theme];
 }
 
+/* A call that would not fit waits for calls that copy, and so for ever within one. */
+static int waits_for_copies(const operation *op) {
+    return op->errors >> KVC_ERR_FULL & 1 && (capacity_of(&w.o) || w.o.config.max_bytes);
+}
+
 /* Draws one of the calls that may be made at a point; 0: a few tries found none. */
 static int draw(call *c, unsigned point) {
     const int is_amid = !point && drive.num_amid && drive.num_amid() && pick(2);
@@ -381,6 +391,7 @@ static int draw(call *c, unsigned point) {
         if (me->chance.num_bytes) at = at * total / 256;
         while ((at -= weight_of(&operations[i], point, is_amid)) >= 0) i++;
         if (point && !(operations[i].may_run_at & point)) continue;
+        if (point == AT_COPY && waits_for_copies(&operations[i])) continue;
         memset(c, 0, sizeof *c);
         c->operation = i;
         c->client = me->number;
