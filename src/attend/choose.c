@@ -153,7 +153,7 @@ static void choose(const kvc_task *t, int32_t c) {
                   of_chosen = {a->chosen_token_stride, a->chosen_batch_stride, a->chosen_choice_stride},
                   of_scores = {a->scores_token_stride, a->scores_batch_stride, a->scores_choice_stride};
     int32_t *const chosen = entries_at(t, a->chosen, of_chosen, c);
-    float *const scores = entries_at(t, a->scores, of_scores, c);
+    float *const scores = a->scores ? entries_at(t, a->scores, of_scores, c) : NULL;
     entry_list list = list_entries(t, keys_of(t, c));
     if (a->among) keep_among(&list, entries_at(t, a->among, of_among, c), a->among_width, unit);
     const kvc_entries entries = {.keys = list.keys,
@@ -163,7 +163,7 @@ static void choose(const kvc_task *t, int32_t c) {
                                  .local_end = find_entry(&list, (int64_t)own + 1)};
     const int32_t num = kvc_topk(&entries, a->width, chosen);
     for (int32_t i = 0; i < a->width; i++) {
-        if (a->scores) scores[i] = i < num ? kvc_score_of(list.keys[chosen[i]]) : -INFINITY;
+        if (scores) scores[i] = i < num ? kvc_score_of(list.keys[chosen[i]]) : -INFINITY;
         chosen[i] = i < num ? kvc_position_of(list.ids[chosen[i]], unit) : -1;
     }
 }

@@ -182,13 +182,13 @@ static kvc_choose_args choose(int inputs, int way, choice *to) {
                             .q_head_stride = sizeof **q,
                             .chosen_token_stride = sizeof *to->chosen,
                             .chosen_choice_stride = sizeof **to->chosen,
+                            .scores_token_stride = -(int64_t)sizeof *to->scores, /* nothing, without scores */
+                            .scores_choice_stride = sizeof **to->scores,
                             .num_choices = KV,
                             .width = WIDTH};
     FILL(*to);
     if (way & CANCEL) args.cancel = &cancel;
-    if (!(way & NO_LSE))
-        args.scores = **to->scores, args.scores_token_stride = sizeof *to->scores,
-        args.scores_choice_stride = sizeof **to->scores;
+    if (!(way & NO_LSE)) args.scores = **to->scores, args.scores_token_stride = sizeof *to->scores;
     if (inputs & WEIGHTS)
         args.weights = *head_weights, args.weights_token_stride = sizeof *head_weights,
         args.weights_head_stride = sizeof(float);
