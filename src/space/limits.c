@@ -86,6 +86,7 @@ kvc_status kvc_check_max_bytes(kvc_cache *cache, kvc_scope scope, const char *wh
     for (int32_t g = 0; g < cache->num_groups; g++) bytes += used_bytes(cache, g, scope);
     if (bytes <= cache->limits.max_bytes) return KVC_OK;
     cache->evicting.lacks_bytes = 1;
-    return kvc_fail(KVC_ERR_FULL, "%s would make it %lld bytes: max_bytes is %lld", what, (long long)bytes,
-                    (long long)cache->limits.max_bytes);
+    return kvc_fail(KVC_ERR_FULL,
+                    "%s would make it %lld bytes: max_bytes is %lld; clear a sequence, or give a larger max_bytes",
+                    what, (long long)bytes, (long long)cache->limits.max_bytes);
 }
