@@ -313,7 +313,9 @@ def layers_with_all(layers: Iterable[Layer]) -> tuple[int, ...]:
     """Return which layers keep the rows of all tokens; raise NotSupportedError if none does."""
     found = tuple(i for i, layer in enumerate(layers) if layer.policy == FullAttention() and layer.v_head_dim)
     if not found:
-        raise NotSupportedError("no layer of the cache keeps the rows of all tokens, so that there are none to drop")
+        raise NotSupportedError(
+            "no layer of the cache keeps the rows of all tokens, so there are none to drop: make it without windows"
+        )
     return found
 
 
