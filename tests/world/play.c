@@ -1,6 +1,6 @@
 /* play.c: draws calls, makes them, asks the oracle what is right, and compares.  What fails is made shorter. */
 #define _DEFAULT_SOURCE
-#include "world.h"
+#include "calls.h"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -447,10 +447,8 @@ int play(void) {
 }
 
 void stop_playing(void) {
-    const call c = {.client = me->number};
-    forget_plan(me->number);
-    kvc_abort(w.batches[me->number]);
-    w.batches[me->number] = NULL;
+    call c = {.client = me->number};
+    run_abort(&c);
     lock_world();
     right_abort(&w.o, &c);
     unlock_world();
