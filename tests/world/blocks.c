@@ -464,11 +464,9 @@ kvc_status right_lookup(oracle *o, const call *c) {
 static void check_row(const prefix *p, const call *c, int position, const token *t) {
     if (t->text != text_begin(c->text, position + 1) && t->text >= 0)
         wrong("%s: the row at %d was computed for %s", spell(c->text), position, spell(t->text));
-    for (int i = 0; i < p->num_forgotten; i++)
-        if (text_common(p->forgotten[i].node, c->text) > position && t->time < p->forgotten[i].time &&
-            p->forgotten[i].end < c->began)
-            wrong("%s: the row at %d was computed at %d, and forgotten at %d", spell(c->text), position, t->time,
-                  p->forgotten[i].time);
+    const int time = forgotten_at(p, text_begin(c->text, position + 1), t->time, c->began);
+    if (time)
+        wrong("%s: the row at %d was computed at %d, and forgotten at %d", spell(c->text), position, t->time, time);
 }
 
 /* A new sequence holds what is known of a prompt; more: how much of it was reused from elsewhere. */

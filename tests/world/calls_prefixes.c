@@ -97,11 +97,8 @@ static void check_state(const prefix *p, const sequence *s, const uint8_t *state
     memcpy(&text, state, 4);
     memcpy(&time, state + 4, 4);
     if (text != s->state) wrong("the state of %s stands behind %s", spell(text), spell(s->state));
-    for (int i = 0; i < p->num_forgotten; i++)
-        if (text_common(p->forgotten[i].node, text) > 0 &&
-            (w.o.crowded ? checkpoints[time & 0xffff] : time) < p->forgotten[i].time &&
-            text_common(p->forgotten[i].node, text) == text_length(text) && p->forgotten[i].end < s->began)
-            wrong("the state of %s was forgotten", spell(text));
+    if (forgotten_at(p, text, w.o.crowded ? checkpoints[time & 0xffff] : time, s->began))
+        wrong("the state of %s was forgotten", spell(text));
 }
 
 int draw_state(call *c) {
@@ -243,8 +240,14 @@ static kvc_status refuse_value(void) {
 
 /* What a call has fetched until now may be known to calls that come between. */
 static void note_reading(void) {
-    if (w.o.crowded || operations[me->call->operation].run != run_fetch) return;
-    note_fetched(&w.o, &w.o.prefixes[me->call->prefix], me->call->text);
+    call *c = me->call;
+    if (operations[c->operation].run != run_fetch) return;
+    lock_world();
+    if (!c->flag) recall(&w.o, c->text);
+    c->flag = 1;
+    unlock_world();
+    if (w.o.crowded) return;
+    note_fetched(&w.o, &w.o.prefixes[c->prefix], c->text);
     name_blocks();
 }
 
@@ -357,15 +360,14 @@ int draw_fetch(call *c) {
     return draw_text(c) && !is_crammed(c);
 }
 
+/* flag: it has begun to read. */
 void run_fetch(call *c) {
     text_tokens tokens;
-    int32_t fetched = -1;
+    int32_t num = -1;
+    c->flag = 0;
     if (!w.o.crowded) list_values(c);
-    lock_world();
-    recall(&w.o.prefixes[c->prefix], c);
-    unlock_world();
-    c->status = kvc_prefix_fetch(w.prefixes[c->prefix], give(c->text, &tokens), c->delta, &store, &fetched);
-    c->result = fetched;
+    c->status = kvc_prefix_fetch(w.prefixes[c->prefix], give(c->text, &tokens), c->delta, &store, &num);
+    c->result = num;
     c->more = me->was_refused;
 }
 

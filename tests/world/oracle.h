@@ -317,8 +317,15 @@ void note_cleared(prefix *p);                /* all its blocks are dropped */
 void note_time(oracle *o);                   /* blocks expire */
 void note_fetched(oracle *o, prefix *p, int text);
 void note_read(oracle *o, prefix *p, const call *c);
-void recall(prefix *p, const call *c); /* what it fetches is not forgotten any more */
-void note_short(oracle *o);            /* memory was short: what a call has kept is not sure */
+void note_short(oracle *o); /* memory was short: what a call has kept is not sure */
+
+/* When a fetch last began to read the rows of each text.  These count as computed again, in any prefix.  If the text is
+ * forgotten later, the fetch adds nothing more. */
+extern int fetched[MOST_TEXTS];
+void recall(const oracle *o, int text); /* notes it for a text and all that it begins with */
+
+/* When a prefix forgot what was computed for a text at a time, if that ended before a call began; 0: it did not. */
+int forgotten_at(const prefix *p, int text, int time, int began);
 
 /* Takes note of an event, and checks that it may be: a block is dropped for a reason, and in order.  evicts: the call
  * evicts none; or some, nobody knows in which order; or of this prefix those used first; or of all, for rows.

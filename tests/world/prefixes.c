@@ -109,18 +109,25 @@ kvc_status right_forget(oracle *o, const call *c) {
     return KVC_OK;
 }
 
-/* Rows that a call fetches count as computed again, whatever was forgotten before. */
-void recall(prefix *p, const call *c) {
-    for (int i = p->num_forgotten; i-- > 0;)
-        if (p->forgotten[i].time < c->began && text_common(p->forgotten[i].node, c->text) > 0)
-            p->forgotten[i] = p->forgotten[--p->num_forgotten];
+int fetched[MOST_TEXTS];
+
+void recall(const oracle *o, int text) {
+    for (; text; text = text_begin(text, text_length(text) - 1)) fetched[text] = o->now;
 }
 
-/* What comes from a store counts as computed again, unless it was forgotten while the store worked. */
+int forgotten_at(const prefix *p, int text, int time, int began) {
+    for (int i = 0; i < p->num_forgotten; i++) {
+        const forgotten *f = &p->forgotten[i];
+        if (text_common(f->node, text) == text_length(text) && time < f->time && fetched[text] < f->time &&
+            f->end < began)
+            return f->time;
+    }
+    return 0;
+}
+
 kvc_status right_fetch(oracle *o, const call *c) {
     prefix *p = &o->prefixes[c->prefix];
     if (!c->text) return KVC_ERR_INVALID;
-    recall(p, c);
     if (o->crowded) return KVC_OK;
     if (c->result < 0 || c->result % o->block_size) wrong("%d tokens are fetched", (int)c->result);
     note_fetched(o, p, c->text);

@@ -244,6 +244,7 @@ void make_world(uint64_t seed, int num_clients, int is_wild) {
     w.refuses = seed / 4 % 2 == 0;
     oracle *o = &w.o;
     if (!tokens) tokens = calloc(MOST_TOKENS, sizeof *tokens);
+    memset(fetched, 0, sizeof fetched);
     o->crowded = num_clients > 1;
     o->next_slot = MOST_TAG;
     w.theme = seed % 4 == 3 ? PROMPTS : (theme)(seed % 4);
