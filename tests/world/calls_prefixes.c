@@ -251,9 +251,24 @@ static void note_reading(void) {
     name_blocks();
 }
 
+/* Whether some prefix may keep a block of this name. */
+static int is_known_name(const uint8_t *name) {
+    for (int i = 0; i < PREFIXES; i++)
+        for (int j = 0; j < w.o.prefixes[i].num_blocks; j++)
+            if (!memcmp(w.o.prefixes[i].blocks[j].name, name, KVC_NAME_BYTES)) return 1;
+    return 0;
+}
+
+/* A block that is kept as a call asks for its value was computed again, if it was forgotten. */
+static void note_known(const uint8_t *name) {
+    value *v = w.o.crowded ? NULL : find_value(name, 0);
+    if (v && is_known_name(name)) v->forgotten = 0;
+}
+
 static kvc_status read_value(void *user, const uint8_t *name, void *to, int64_t max_bytes, int64_t *size) {
     (void)user;
     note_reading();
+    note_known(name);
     if (pick(2)) come_between(AT_STORE);
     if (refuse_value()) return KVC_ERR_STORE;
     lock_world();
@@ -271,6 +286,7 @@ static kvc_status read_value(void *user, const uint8_t *name, void *to, int64_t 
 
 static kvc_status write_value(void *user, const uint8_t *name, const void *from, int64_t size) {
     (void)user;
+    note_known(name);
     come_between(AT_STORE);
     if (refuse_value()) return KVC_ERR_STORE;
     lock_world();
@@ -307,14 +323,6 @@ static kvc_status remove_value(void *user, const uint8_t *name) {
 
 static const kvc_store store = {
     .struct_size = sizeof store, .user = &w, .read = read_value, .write = write_value, .remove = remove_value};
-
-/* Whether some prefix may keep a block of this name. */
-static int is_known_name(const uint8_t *name) {
-    for (int i = 0; i < PREFIXES; i++)
-        for (int j = 0; j < w.o.prefixes[i].num_blocks; j++)
-            if (!memcmp(w.o.prefixes[i].blocks[j].name, name, KVC_NAME_BYTES)) return 1;
-    return 0;
-}
 
 /* A call that writes blocks leaves no value of a text that was forgotten since it began, and not computed again. */
 static void check_written(const call *c) {
