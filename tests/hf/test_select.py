@@ -214,7 +214,7 @@ def make_dense(model, tokens):
 def test_a_prefix_cache_without_sketches_is_refused():
     model = model_of()
     prefix = kvcache.PrefixCache(HFCache.make_kv_cache(model.config), fingerprint="one")
-    with pytest.raises(ValueError, match="layer 2 has sketch=False, and not True: make it by"):
+    with pytest.raises(ValueError, match="layer 2 has sketch=False, and not True: give the arguments here"):
         HFCache(model.config, prefix=prefix, select=SELECT)
 
 

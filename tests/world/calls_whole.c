@@ -7,7 +7,7 @@
 /* ---- files ------------------------------------------------------------------------------------------------------- */
 
 static int32_t write_file(void *user, const void *data, size_t size) {
-    saved *f = user;
+    client_file *f = user;
     come_between(AT_WRITE);
     if (refuse(100) || f->size + (int64_t)size > FILE_BYTES) return me->was_refused = 1;
     memcpy(f->bytes + f->size, data, size);
@@ -25,8 +25,8 @@ int draw_save(call *c) {
 /* Saves one sequence or two; the file has them as they are at the beginning of the call. */
 void run_save(call *c) {
     static const int64_t given[] = {7, -1, INT64_MAX}, num_given[] = {2, 1};
-    saved *f = malloc(sizeof *f);
-    *f = (saved){.ids = {w.ids[c->s], w.ids[c->to]}};
+    client_file *f = malloc(sizeof *f);
+    *f = (client_file){.ids = {w.ids[c->s], w.ids[c->to]}};
     f->num = f->ids[0] < f->ids[1] ? c->num : 1; /* others may have given the slots other ids */
     for (int i = 0; i < 2; i++) {
         const sequence *s = &w.o.sequences[i ? c->to : c->s];
@@ -43,7 +43,7 @@ void run_save(call *c) {
     if (!args.tokens) args.num_tokens = NULL;
     c->status = kvc_save(w.cache, &args);
     lock_world();
-    saved *last = c->status ? f : w.o.files[c->client];
+    client_file *last = c->status ? f : w.o.files[c->client];
     if (!c->status) w.o.files[c->client] = f;
     unlock_world();
     free(last);
@@ -65,7 +65,7 @@ static int32_t read_file(void *user, void *data, size_t size) {
 
 /* Copies the client's file, and alters some copies. */
 static void copy_file(call *c, file *f) {
-    const saved *from = w.o.files[c->client];
+    const client_file *from = w.o.files[c->client];
     *f = (file){malloc((size_t)from->size), from->size, 0};
     memcpy(f->bytes, from->bytes, (size_t)f->size);
     c->more = !pick(8);
@@ -107,7 +107,7 @@ void run_restore(call *c) {
 void run_load(call *c) {
     file f;
     kvc_cache *loaded = NULL;
-    const saved *from = w.o.files[c->client];
+    const client_file *from = w.o.files[c->client];
     copy_file(c, &f);
     kvc_config config = w.o.config;
     kvc_load_args args = args_of(&f, pick(2));

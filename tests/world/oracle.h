@@ -131,12 +131,12 @@ typedef struct batch {
 } batch;
 
 /* A file of a client: sequences as they were saved. */
-typedef struct saved {
+typedef struct client_file {
     int num;
     int64_t ids[2], size;
     sequence sequences[2];
     uint8_t bytes[FILE_BYTES];
-} saved;
+} client_file;
 
 /* ---- prefixes -----------------------------------------------------------------------------------------------------
  */
@@ -200,7 +200,7 @@ typedef struct oracle {
     int next_slot;   /* of rows; those of new tokens are their tags */
     sequence sequences[SLOTS];
     batch batches[CLIENTS];
-    saved *files[CLIENTS]; /* NULL: the client has none */
+    client_file *files[CLIENTS]; /* NULL: the client has none */
     prefix prefixes[PREFIXES];
 } oracle;
 
