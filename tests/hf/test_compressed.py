@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 from support.sparse_models import (  # noqa: E402 - torch may be missing
     COMPRESSED,
+    TOLERANCE,
     logits_of,
     made,
     model_of,
@@ -32,7 +33,6 @@ from kvcache.hf.decode import Decoder  # noqa: E402 - it imports those
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers, and that dense tensors are used
 
 NAME, LENGTH = "deepseek_v4", 60
-TOLERANCE = 4e-6  # of the largest logit
 ATTENTIONS = ["eager", "kvcache"]
 FULL, RESUME = kvcache.FullAttention, 64
 WINDOW, HEAVY, SPARSE = "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"

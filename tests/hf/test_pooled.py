@@ -17,6 +17,7 @@ from support.sparse_models import (  # noqa: E402 - torch may be missing
     COMPRESSED,
     GLM5,
     POOLED,
+    TOLERANCE,
     logits_of,
     made,
     model_of,
@@ -33,7 +34,6 @@ from kvcache.hf.cache import CACHE  # noqa: E402 - it imports those
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers, and that dense tensors are used
 
 LENGTH = 40
-TOLERANCE = 4e-6  # of the largest logit
 ATTENTIONS = ["eager", "sdpa", "kvcache"]
 PURE = ["glm5_next", "qwen4_exp_text"]
 ALL = [*POOLED, "deepseek_v4"]

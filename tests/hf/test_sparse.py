@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 from support.sparse_models import (  # noqa: E402 - torch may be missing
     CHANGES,
     POOLED,
+    TOLERANCE,
     TOPK,
     logits_of,
     model_of,
@@ -30,7 +31,6 @@ from kvcache.hf.scoring import Scoring  # noqa: E402 - it imports those
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers, and that dense tensors are used
 
 LENGTH = 40
-TOLERANCE = 4e-6  # of the largest logit
 ATTENTIONS = ["eager", "kvcache"]
 ENDS = {"whole": [LENGTH], "pieces": [13, 14, 25, LENGTH], "tokens": [20, *range(21, LENGTH + 1)]}
 QUICK = {"hy_v4", "mistral_large4", "minimax_m3_vl_text", "glm5_next"}  # sinks, shared rows, blocks, pooled keys

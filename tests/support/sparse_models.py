@@ -144,6 +144,9 @@ def their_cache(model: Any) -> Any:
     return transformers.DynamicCache(config=model.config)
 
 
+TOLERANCE = 4e-6  # of the largest logit, by which `off` measures: float32 rows beside transformers' own cache
+
+
 def off(got: torch.Tensor, want: torch.Tensor) -> float:
     """Return the largest difference of logits, as a part of the largest logit."""
     return float((got - want).abs().max() / want.abs().max())

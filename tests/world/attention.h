@@ -19,6 +19,7 @@
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "kvcache.h"
 
@@ -48,6 +49,17 @@ typedef struct sight {
 static inline const double *doubles(double *to, const float *from, int n) {
     for (int i = 0; i < n; i++) to[i] = (double)from[i];
     return to;
+}
+
+/* Reads a number of type f16. */
+static inline double from_half(const void *at) {
+    uint16_t bits;
+    memcpy(&bits, at, sizeof bits);
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    const double number = exponent == 31 ? (fraction ? NAN : INFINITY)
+                          : exponent     ? ldexp(1024 + fraction, exponent - 25)
+                                         : ldexp(fraction, -24);
+    return bits >> 15 ? -number : number;
 }
 
 /* ---- the softmax ------------------------------------------------------------------------------------------------- */

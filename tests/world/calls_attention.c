@@ -44,7 +44,8 @@ static unsigned statuses_of(const question *q, int is_supported) {
     return right | (q->cancel ? 1u << KVC_ERR_CANCELLED : 0);
 }
 
-/* Tokens that have selected rows are inexact.  After an error this is open, so calls are made until there is none. */
+/* Tokens that have selected rows are inexact.  Whether a call that failed has selected rows is open, so the call
+ * is made again until it succeeds. */
 static void note_selected(call *c, const question *q) {
     shown rows[MOST_SHOWN];
     for (int t = q->first; t < q->first + q->num && q->plan.select_rows; t++)
@@ -119,9 +120,7 @@ static void make_weighing(weighing *x, const call *c, int64_t num_rows) {
                                  .weights = x->weights};
     x->next = next_of(&w.o, &w.o.sequences[c->s]);
     make_numbers(x->numbers, c->num, num_heads, 1, 0);
-    lay_out(&x->q, c->num, 0, num_heads, layer->k_dim * (type ? 2 : 4));
-    for (int t = 0; t < c->num; t++)
-        for (int h = 0; h < num_heads; h++) write_floats(&x->q, t, h, x->numbers[t][h], layer->k_dim, type);
+    write_numbers(&x->q, x->numbers, c->num, 0, num_heads, layer->k_dim, type);
     x->args.q = row_in(&x->q, 0, 0);
     x->args.q_token_stride = x->q.token_stride;
     x->args.q_head_stride = x->q.head_stride;
@@ -206,7 +205,7 @@ void run_weights(call *c) {
     if (c->flag & WRONG_NUMBER) x.args.num_rows += x.args.num_rows < ROWS ? 1 : -1;
     c->more = is_sure ? right_weighing(&x, c, &list) : ~0u;
     for (int i = 0; i < list.num; i++)
-        is_far |= list.at[i].position > FAR || abs(list.at[i].position - tokens[list.at[i].tag].base) > FAR;
+        is_far |= list.at[i].position > FAR || is_far_off(list.at[i].position, list.at[i].tag);
     c->status = kvc_weights(w.cache, w.ids[c->s], c->layer, &x.args);
     if (!c->status && is_sure && !is_far) check_weights(&x, c, &list);
 }

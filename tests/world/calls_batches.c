@@ -261,11 +261,11 @@ static void write_row(const kvc_layer *layer, int l, int32_t tag, const kvc_span
     for (int h = 0; h < layer->num_kv_heads; h++) {
         make_key(layer, tag, l, h, 0, x);
         char *to = (char *)span->k + h * span->k_head_stride + i * span->k_row_stride;
-        for (int d = 0; d < layer->k_dim; d++) convert(x[d], layer->k_type, to + d * (layer->k_type ? 2 : 4));
+        write_elements(to, x, layer->k_dim, layer->k_type);
         if (!layer->v_dim || layer->value_in_key) continue;
         make_value(layer, tag, l, h, x);
         to = (char *)span->v + h * span->v_head_stride + i * span->v_row_stride;
-        for (int d = 0; d < layer->v_dim; d++) convert(x[d], layer->v_type, to + d * (layer->v_type ? 2 : 4));
+        write_elements(to, x, layer->v_dim, layer->v_type);
     }
 }
 

@@ -18,7 +18,7 @@ void forget_plan(int number) {
     p->may_help = p->num_helpers = 0; /* in the child of a fork() nobody helps any more */
 }
 
-/* Returns another layer that the plan of a layer serves; the same one if there is none. */
+/* Returns another layer that a plan made for this layer also serves, or this layer if there is none. */
 static int other_layer(int layer) {
     const kvc_layer *a = &w.o.layers[layer];
     for (int l = pick(w.o.num_layers); l >= 0; l--) {
@@ -63,12 +63,12 @@ static kvc_status run_once(const struct plan *p, const question *q, int64_t task
                                       : kvc_plan_choose(p->plan, q->layer, &q->choosing, task);
 }
 
-/* Runs a task, perhaps several times until no other client is in the way.  Where some task lacks rows, another one may
- * have all that it needs. */
+/* Runs a task, perhaps several times until no other client is in the way.  A task may have all rows that it needs
+ * although another task lacks some. */
 static kvc_status run_task(const struct plan *p, question *q, unsigned right, int64_t task) {
     kvc_status status = KVC_OK;
     if (right >> KVC_ERR_INVALID & 1 || right >> KVC_ERR_GONE & 1) right |= 1u << KVC_OK;
-    right |= w.num_clients > 1 ? 1u << KVC_ERR_CANCELLED : q->cancel ? 1u << KVC_ERR_CANCELLED : 0;
+    if (w.num_clients > 1 || q->cancel) right |= 1u << KVC_ERR_CANCELLED;
     for (int i = 0; i < MOST_TRIES; i++) {
         status = run_once(p, q, task);
         if (status != KVC_ERR_BUSY || w.num_clients == 1) break;
@@ -109,7 +109,7 @@ static void run_all_tasks(struct plan *p) {
     }
 }
 
-/* Own tasks, or those of a client who is running its own. */
+/* Chooses the client's own plan, or the plan of a client who is running it.  flag: the latter. */
 int draw_tasks(call *c) {
     for (int i = 0; i < CLIENTS; i++)
         if (plans[i].may_help && i != me->number) c->to = i, c->flag = 1;

@@ -96,10 +96,10 @@ static void check_choice(question *q, int t, int choice, const shown *rows, int 
     }
 }
 
-/* Rotations by many right angles are not quite exact. */
+/* Whether some key is not quite exact. */
 static int is_far(const shown *rows, int num) {
     for (int i = 0; i < num; i++)
-        if (fabs((double)rows[i].position - tokens[rows[i].tag].base) > FAR) return 1;
+        if (is_far_off(rows[i].position, rows[i].tag)) return 1;
     return 0;
 }
 

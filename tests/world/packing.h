@@ -24,6 +24,12 @@ static inline void convert(float x, int32_t type, void *to) {
     if (type != KVC_F32) memcpy(to, &half, sizeof half);
 }
 
+static inline int64_t float_bytes(int32_t type) { return type == KVC_F32 ? 4 : 2; }
+
+static inline void write_elements(char *to, const float *x, int num, int32_t type) {
+    for (int d = 0; d < num; d++) convert(x[d], type, to + d * float_bytes(type));
+}
+
 /* Packs the rows of n tags, token or head major, backwards or not, in groups of `inner` tokens (0: one group).  Default
  * strides are left out now and then. */
 static inline void pack_rows(packed *p, int l, int is_value, const int32_t *tags, int n, int inner) {
@@ -31,7 +37,7 @@ static inline void pack_rows(packed *p, int l, int is_value, const int32_t *tags
     const int heads = layer->num_kv_heads, dim = is_value ? layer->v_dim : layer->k_dim;
     const int has_heads_inside = pick(2), backwards = pick(2), group = inner ? inner : n;
     p->type = pick(3);
-    const int64_t size = p->type == KVC_F32 ? 4 : 2, row_size = size * dim;
+    const int64_t row_size = dim * float_bytes(p->type);
     p->token_stride = has_heads_inside ? row_size * heads : row_size;
     p->head_stride = has_heads_inside ? row_size : row_size * group;
     p->batch_stride = row_size * heads * group;
@@ -49,7 +55,7 @@ static inline void pack_rows(packed *p, int l, int is_value, const int32_t *tags
                 make_value(layer, tags[t], l, h, x);
             else
                 make_key(layer, tags[t], l, h, 0, x);
-            for (int d = 0; d < dim; d++) convert(x[d], p->type, to + d * size);
+            write_elements(to, x, dim, p->type);
         }
     if (!has_heads_inside || backwards) return; /* otherwise rows lie side by side */
     if (pick(2)) p->head_stride = 0;

@@ -32,7 +32,7 @@ char *row_in(array *a, int n, int head) {
 }
 
 void write_floats(array *a, int n, int head, const float *x, int num, int32_t type) {
-    for (int d = 0; d < num; d++) convert(x[d], type, row_in(a, n, head) + d * (type ? 2 : 4));
+    write_elements(row_in(a, n, head), x, num, type);
 }
 
 float read_float(int32_t type, const char *at) {
@@ -40,12 +40,7 @@ float read_float(int32_t type, const char *at) {
     uint16_t half;
     float x;
     memcpy(&half, at, sizeof half);
-    if (type == KVC_F16) {
-        const int exponent = half >> 10 & 31, fraction = half & 1023;
-        if (exponent == 31) return fraction ? NAN : half >> 15 ? -INFINITY : INFINITY;
-        x = exponent ? ldexpf((float)(1024 + fraction), exponent - 25) : ldexpf((float)fraction, -24);
-        return half >> 15 ? -x : x;
-    }
+    if (type == KVC_F16) return (float)from_half(at);
     if (type == KVC_BF16)
         bits = (uint32_t)half << 16;
     else
@@ -68,6 +63,8 @@ void check_gaps(const question *q, array *a, int heads, int64_t row) {
 }
 
 /* ---- what tokens see --------------------------------------------------------------------------------------------- */
+
+int is_far_off(int32_t position, int32_t tag) { return fabs((double)position - tokens[tag].base) > FAR; }
 
 int is_known(const batch *of, int t) { return !w.is_wild && !w.o.sequences[of->slots[t]].is_open; }
 
@@ -199,13 +196,17 @@ void make_numbers(float x[][QUERY_HEADS][DIM], int num, int num_heads, float uni
         }
 }
 
+void write_numbers(array *a, float x[][QUERY_HEADS][DIM], int num, int inner, int num_heads, int dim, int32_t type) {
+    lay_out(a, num, inner, num_heads, dim * float_bytes(type));
+    for (int t = 0; t < num; t++)
+        for (int h = 0; h < num_heads; h++) write_floats(a, t, h, x[t][h], dim, type);
+}
+
 void make_queries(question *q, float unit, int is_sparse) {
     const kvc_layer *layer = &w.o.layers[q->layer];
     const int32_t type = pick(3);
     make_numbers(q->numbers, q->num, q->num_heads, unit, is_sparse);
-    lay_out(&q->q, q->num, q->inner, q->num_heads, layer->k_dim * (type ? 2 : 4));
-    for (int t = 0; t < q->num; t++)
-        for (int h = 0; h < q->num_heads; h++) write_floats(&q->q, t, h, q->numbers[t][h], layer->k_dim, type);
+    write_numbers(&q->q, q->numbers, q->num, q->inner, q->num_heads, layer->k_dim, type);
     q->args.q = q->choosing.q = row_in(&q->q, 0, 0);
     q->args.q_type = q->choosing.q_type = type;
     q->args.q_token_stride = q->choosing.q_token_stride = q->q.token_stride;
@@ -264,7 +265,7 @@ static void make_prior(question *q) {
     q->args.prior_lse = (const float *)(const void *)row_in(&q->prior_lse, 0, 0);
 }
 
-/* What a call may have beside its queries, alone and in pairs. */
+/* Draws the optional arguments of a call, alone and in pairs. */
 static void make_optional(question *q) {
     static const float sinks[] = {-INFINITY, -3, 0, 0.5f, 4}, slopes[] = {0, 0.01f, 0.5f, -0.125f};
     int is_far = 0, may_cancel = 1;
@@ -292,7 +293,7 @@ static void make_attending(question *q) {
                                 .out_is_f32 = pick(2)};
     make_queries(q, has_scale ? 1 : 0x1p-11f, 0);
     q->out_type = q->args.out_is_f32 ? KVC_F32 : q->args.q_type;
-    lay_out(&q->out, q->num, q->inner, q->num_heads, layer->v_dim * (q->out_type ? 2 : 4));
+    lay_out(&q->out, q->num, q->inner, q->num_heads, layer->v_dim * float_bytes(q->out_type));
     lay_out(&q->lse, q->num, q->inner, q->num_heads, sizeof(float));
     q->args.out = row_in(&q->out, 0, 0);
     q->args.out_token_stride = q->out.token_stride;
@@ -360,7 +361,7 @@ static void check_head(question *q, int t, int h, const shown *rows, int num, co
     }
     attend_plainly(&s);
     for (int d = 0; d < layer->v_dim; d++) {
-        const double got = (double)read_float(q->out_type, row_in(&q->out, n, h) + d * (q->out_type ? 2 : 4));
+        const double got = (double)read_float(q->out_type, row_in(&q->out, n, h) + d * float_bytes(q->out_type));
         if (!(fabs(got - s.out[d]) <= error_of(q, largest, s.out[d])))
             wrong("layer %d: token %d, head %d, element %d of %d rows is %g, not %g", q->layer, t, h, d, s.num, got,
                   s.out[d]);
@@ -380,14 +381,14 @@ static void check_token(question *q, int t, int partly) {
         const int kv = h * layer->num_kv_heads / q->num_heads;
         if (selects && kv != last) is_sure = mark_reads(q, q->batch, t, last = kv, reads);
         if (is_sure &&
-            !(partly && is_unwritten(row_in(&q->out, t - q->first, h), layer->v_dim * (q->out_type ? 2 : 4))))
+            !(partly && is_unwritten(row_in(&q->out, t - q->first, h), layer->v_dim * float_bytes(q->out_type))))
             check_head(q, t, h, rows, num, selects ? reads : NULL);
     }
 }
 
 void check_answers(question *q, int partly) {
     const kvc_layer *layer = &w.o.layers[q->layer];
-    const int64_t row = layer->v_dim * (q->out_type ? 2 : 4);
+    const int64_t row = layer->v_dim * float_bytes(q->out_type);
     if (!layer->v_dim) {
         check_choices(q, partly);
         return;

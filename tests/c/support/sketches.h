@@ -55,14 +55,6 @@ static inline double threshold_of(const double *x, int dim) {
 /* Returns element d of a sketch as a code from 0 to 3. */
 static inline int code_of(const uint8_t *bytes, int d) { return bytes[d / 32 * 8 + d % 8] >> d % 32 / 8 * 2 & 3; }
 
-static inline double from_half(const uint8_t *at) {
-    uint16_t bits;
-    memcpy(&bits, at, sizeof bits);
-    const int exponent = bits >> 10 & 31;
-    const double number = exponent ? ldexp(1024 + (bits & 1023), exponent - 25) : ldexp(bits & 1023, -24);
-    return bits >> 15 ? -number : number;
-}
-
 /* Whether stored bytes are the sketch of a mixed key of numbers. */
 static inline int is_sketch(const uint8_t *bytes, const double *x, int dim) {
     const double most = threshold_of(x, dim);
