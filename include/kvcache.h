@@ -1190,8 +1190,8 @@ KVC_API int64_t kvc_new_sequence(kvc_cache *cache);
  * goes on in their slots.  It may lack rows that only resume_window keeps: kvc_can_resume says how far it can go back.
  * May be called while a batch is open.  Fails with KVC_ERR_INVALID if there are no tokens, with KVC_ERR_FULL if
  * max_bytes leaves no room for the prompt, with KVC_ERR_NOMEM, and with KVC_ERR_CALLBACK if a kvc_shift_fn fails
- * (reuse_min_tokens).  In the last case it may have evicted kept blocks for rows that it moved before, and the memory of
- * these rows may be kept for reuse. */
+ * (reuse_min_tokens).  In the last case it may have evicted kept blocks for rows that it moved before, and the memory
+ * of these rows may be kept for reuse. */
 KVC_API kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
                                       int64_t *seq_id, int32_t *matched);
 
@@ -1424,9 +1424,9 @@ KVC_API void kvc_prefix_get_stats(kvc_prefix *prefix, kvc_prefix_stats *stats, s
  * If the sequence was empty, its tokens take the memory of one layer.  capacity and max_sequences do not count them,
  * and kvc_blocks does not show their rows.  Rows that kvc_attend puts stay until any call puts such rows in another
  * layer, even if that is cancelled.  Attending over them after that, or asking kvc_dense for them, fails with
- * KVC_ERR_GONE.  Rows that kvc_put puts or kvc_slots shows stay until the batch ends, in memory of their own.  So do
- * rows of cross-attention layers, and of layers that others share.  These calls may fail with KVC_ERR_FULL (max_bytes)
- * and KVC_ERR_NOMEM. */
+ * KVC_ERR_GONE.  Rows that kvc_put puts or kvc_slots shows stay until the batch ends, in memory of their own.  Rows of
+ * cross-attention layers, and of layers that others share, stay as long.  These calls may fail with KVC_ERR_FULL
+ * (max_bytes) and KVC_ERR_NOMEM. */
 
 /* Waiting for the open batch (kvc_begin_args.timeout_ms).  Calls are served in order of arrival, and find the sequences
  * as they are at that time.  While others wait, a call that does not wait fails with KVC_ERR_BUSY.  Any thread may end

@@ -238,7 +238,7 @@ static kvc_status refuse_value(void) {
     return KVC_ERR_STORE;
 }
 
-/* What a call has fetched until now may be known to calls that come between. */
+/* Calls that come between may know the blocks that a call has fetched until now. */
 static void note_reading(void) {
     call *c = me->call;
     if (operations[c->operation].run != run_fetch) return;

@@ -173,7 +173,7 @@ static kvc_cache *load_whole(const whole *from) {
     return loaded;
 }
 
-/* What is loaded is as the saved cache was, and is saved to the same bytes. */
+/* The loaded cache is as the saved one was, and is saved to the same bytes. */
 void run_save_all(call *c) {
     static sequence were[SLOTS];
     static whole first, again;

@@ -279,7 +279,8 @@ static int slot_of(int64_t id) {
     return s;
 }
 
-/* The runs of sequences, by rising id, are their rows; then come runs that prefixes keep, and those of batches. */
+/* Compares the runs of each sequence with its rows.  Runs come by rising id of their sequence, then runs that prefixes
+ * keep, then runs of batches. */
 static void check_runs(int l, const kvc_run_info *runs, int64_t num) {
     int at[SLOTS + 1] = {0}, kind = 0;
     for (const kvc_run_info *r = runs; r < runs + num; r++) {

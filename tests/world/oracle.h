@@ -123,7 +123,7 @@ typedef struct batch {
     int is_open, num, has_parents, restores;
     int32_t positions[TOKENS], parents[TOKENS], tags[TOKENS];
     int8_t slots[TOKENS], symbols[TOKENS];
-    uint8_t unstored[TOKENS];       /* alike for all tokens of a sequence; 2: of one that was empty */
+    uint8_t unstored[TOKENS];       /* alike for all tokens of a sequence; 2: the sequence was empty */
     uint8_t layers[LAYERS];         /* that it restores */
     uint8_t is_put[LAYERS][TOKENS]; /* PUT, ... */
     uint8_t has_selected[TOKENS];   /* rows, by their sketches */

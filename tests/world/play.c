@@ -290,7 +290,7 @@ static int has_needs(const call *c) {
     if (needs & A_BATCH && !w.o.batches[me->number].is_open) return 0;
     if (needs & A_PREFIX && !w.o.prefixes[c->prefix].is_there) return 0;
     if (needs & A_FREE_SLOT && (is_there(&w.o, &w.o.sequences[c->to]) || is_busy(&w.o, c->to))) return 0;
-    if (needs & ITS_TEXT) { /* the caller promises that tokens are those of the sequence, as far as they are exact */
+    if (needs & ITS_TEXT) { /* the caller promises to give the sequence's own tokens, as far as rows are exact */
         const sequence *s = &w.o.sequences[c->s];
         const int length = text_length(s->text), common = text_common(s->text, c->text), next = next_of(&w.o, s);
         if (common < text_length(c->text) && (common < length || (length < next && length < s->exact_to))) return 0;
@@ -360,7 +360,7 @@ static int breaks_promise(const call *c) {
     return breaks;
 }
 
-/* Where prompts are the theme, batches are usually fed at once. */
+/* Batches are usually fed at once if prompts are the theme. */
 static int is_feeding(void) { return w.theme == PROMPTS && w.o.batches[me->number].is_open; }
 
 /* How often an operation is drawn, by the theme of the world. */

@@ -140,7 +140,7 @@ kvc_status right_fetch(oracle *o, const call *c) {
 
 /* ---- events ------------------------------------------------------------------------------------------------------ */
 
-/* Whether a block may stay that was used before one that goes: it is pinned, or others hold its rows. */
+/* Whether a block may stay although a block that was used later is evicted: it is pinned, or others hold its rows. */
 static int may_stay(const oracle *o, const prefix *p, const block *b) {
     int num_own = 0;
     for (int l = 0; l < o->num_layers; l++) num_own += is_own(o, l);
@@ -162,8 +162,8 @@ static int may_stay(const oracle *o, const prefix *p, const block *b) {
     return 0;
 }
 
-/* Checks that no block was left that was used before the one that is evicted.  A call uses a block after those that
- * follow it. */
+/* Checks that no block stays that was used before the evicted one.  A call uses a block after the blocks that follow
+ * it. */
 static void check_order(const oracle *o, const prefix *p, const block *evicted) {
     const int end = text_length(evicted->node);
     for (int i = 0; i < p->num_blocks; i++) {

@@ -14,8 +14,8 @@ int64_t capacity_of(const oracle *o) {
     return o->config.capacity ? o->config.capacity : o->config.max_seq_len * o->config.max_sequences;
 }
 
-/* Rows of all sequences in a layer; shared ones count once.  Where nobody knows whether rows of one token are one row,
- * they are, so that the number is the least one. */
+/* Rows of all sequences in a layer; shared ones count once.  In worlds where rows of one token may be copies, they
+ * count as one row, so the number is a lower bound. */
 int32_t live_rows(const oracle *o, int l) {
     enum { PLACES = 1 << 12 };
     int32_t seen[PLACES], num = 0;

@@ -203,7 +203,7 @@ void tidy(oracle *o, sequence *s, int had_tokens) {
         trim_text(o, s);
 }
 
-/* What follows is kept only by kvc_prefix_release.  Blocks before that memory was short for may be kept later. */
+/* Later blocks are kept only by kvc_prefix_release.  Earlier blocks for which memory was short may still be kept. */
 void stop_keeping(sequence *s) {
     if (s->keeps == 2) s->keeps = 0;
 }
@@ -319,7 +319,8 @@ static int is_shared(const oracle *o, int l) {
     return 0;
 }
 
-/* Rows of sequences that are not stored, and were empty, are PASSING or PUT together, and make those of others go. */
+/* Notes that tokens get their rows in a layer.  All rows of unstored sequences that were empty are PASSING or PUT
+ * together in a layer.  The first of them in a layer let the PASSING rows of other layers go. */
 static void give_rows(const oracle *o, batch *b, const call *c, int how) {
     uint8_t *own = b->is_put[c->layer];
     int had = 0, passes = how == PASSING && !is_shared(o, c->layer), takes = 0;

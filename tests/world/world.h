@@ -69,7 +69,8 @@ typedef struct chance {
     size_t num_bytes;
 } chance;
 
-/* What can be seen of the cache as a whole, how often other clients have run, and how often memory was refused. */
+/* The statistics and bytes of the cache at one time.  `turns` and `faults` count how often other clients have run, and
+ * how often memory was refused. */
 typedef struct picture {
     kvc_stats stats;
     int64_t nbytes;
@@ -107,7 +108,7 @@ typedef struct world {
     int has_faults, refuses; /* allocations, and functions of the caller, fail */
     int has_made_room;       /* memory was refused for a batch, which may have evicted blocks then */
     int traces, is_child;
-    int64_t memory, row_memory; /* bytes that the cache has, and of them those of rows */
+    int64_t memory, row_memory; /* bytes that the cache has in all, and bytes of rows */
     int num_clones;             /* which have bytes, too */
 } world;
 
@@ -159,13 +160,13 @@ int run_all(int argc, char **argv, int num_calls, int (*run)(uint64_t seed, int 
 
 void make_world(uint64_t seed, int num_clients, int is_wild);
 void check_empty(void);
-int request_fails(void); /* counts a request of the core to the system; whether it is the one that fails */
+int request_fails(void); /* counts a request of the core to the system, and returns whether it fails */
 void end_world(void);    /* drops everything, and checks that every byte comes back */
 void make_prefix(call *c);
 
 /* ---- touch.c */
 
-/* Returns room for a state.  Where its bytes are first touched behind watch(1), another call comes between. */
+/* Returns room for a state.  After watch(1), the first access to its bytes lets another call come between. */
 uint8_t *watched_state(void);
 void watch(int on);
 

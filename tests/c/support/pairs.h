@@ -1,5 +1,5 @@
-/* pairs.h: a cache and its layers, for scenes whose rows are no matter: only that the cache stays valid is compared.
- * What caches of any layers hold is compared by tests/world. */
+/* pairs.h: a cache and its layers, for scenes that only check that the cache stays valid.  tests/world compares what
+ * caches hold. */
 #ifndef KVC_TEST_PAIRS_H
 #define KVC_TEST_PAIRS_H
 
