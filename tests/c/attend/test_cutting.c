@@ -1,9 +1,10 @@
 /* Cutting a batch into tasks: a sequence gives the same bits alone and in any company, shared rows are read once, and
  * threads finish together. */
-#define _POSIX_C_SOURCE 200809L /* setenv */
+#define _DEFAULT_SOURCE /* setenv, usleep */
 #include <stdlib.h>
+#include <unistd.h>
 
-#include "attend/work.h"
+#include "attend/round.h"
 #include "support/crew.h"
 #include "support/isas.h"
 #include "support/test.h"
@@ -400,6 +401,51 @@ static void test_left_out(void) {
     check_left_out(1); /* whose tasks take several splits */
 }
 
+/* Runs task 0 of layer 0 again, as soon as no task is running. */
+typedef struct rerun {
+    kvc_call call;
+    kvc_status status;
+} rerun;
+
+static void *run_again(void *context) {
+    rerun *r = context;
+    r->status = kvc_round_begin(&r->call, 0, 0);
+    if (r->status == KVC_OK) kvc_round_end(&r->call, 0, 1);
+    return NULL;
+}
+
+/* A task that waits to be run again is refused if another layer begins first. */
+static void test_another_layer_begins(void) {
+    const kvc_layer layer = {.num_kv_heads = 2, .k_dim = 4, .v_dim = 4}, layers[] = {layer, layer};
+    const kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = 2, .num_threads = 2};
+    const kvc_put_args put = zero_rows(0, 0);
+    kvc_cache *cache = cache_of(layers, 2, (kvc_config){0});
+    kvc_attend_args args = {.struct_size = sizeof args};
+    kvc_batch *batch = NULL;
+    kvc_plan *plan = NULL;
+    CHECK(kvc_begin(cache, PART, NULL, NULL, NULL, &batch) == KVC_OK && kvc_put(batch, 0, &put) == KVC_OK);
+    CHECK(kvc_plan_new(batch, &plan_args, &plan) == KVC_OK && kvc_plan_num_tasks(plan) > 1);
+    for (int i = 0, num = 0; i < 1000 && num < 20; i++) {
+        kvc_call own = {.plan = plan, .args = &args}, other = own;
+        rerun again = {.call = own};
+        pthread_t thread;
+        CHECK(kvc_round_begin(&own, 0, 0) == KVC_OK);
+        kvc_round_end(&own, 0, 1);
+        CHECK(kvc_round_begin(&own, 0, 1) == KVC_OK);
+        CHECK(pthread_create(&thread, NULL, run_again, &again) == 0);
+        usleep(1000); /* in which it begins to wait */
+        kvc_round_end(&own, 1, 1);
+        const int is_first = kvc_round_begin(&other, 1, 1) == KVC_OK;
+        pthread_join(thread, NULL);
+        CHECKF(again.status == (is_first ? KVC_ERR_BUSY : KVC_OK), "%d: %s", is_first, kvc_strerror(again.status));
+        if (!is_first) CHECK(kvc_round_begin(&other, 1, 1) == KVC_OK);
+        kvc_round_end(&other, 1, 1);
+        num += is_first;
+    }
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
 /* Forks of what a cross-attention layer was given, with no token's rows behind it: all end with the same part. */
 static void check_cross(int32_t length) {
     const kvc_policy cross = {KVC_CROSS, .max_len = 4 * PART};
@@ -568,6 +614,7 @@ int main(void) {
     test_not_shared();
     for (int32_t length = PART; length <= 2 * PART; length += PART / 2) check_cross(length);
     test_left_out();
+    test_another_layer_begins();
     test_listed_once();
     test_even();
     for_some_isas(test_tangles);

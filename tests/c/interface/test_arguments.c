@@ -127,6 +127,10 @@ static void test_bad_layers(void) {
          KVC_ERR_INVALID,
          "layers[1]: resume_window",
          "is -9:"},
+        {{GOOD, .policy = {.kind = KVC_FULL, .stride = -2}}, KVC_ERR_INVALID, "layers[1]: stride", "is -2:"},
+        {{GOOD, .sketch_bits = 3}, KVC_ERR_INVALID, "layers[1].sketch_bits", "is 3:"},
+        {{GOOD, .sketch_bits = 2}, KVC_ERR_INVALID, "layers[1].k_dim", "is 4: for sketches"},
+        {{.num_kv_heads = 1, .k_dim = 64, .sketch_bits = 2}, KVC_ERR_UNSUPPORTED, "layers[1].sketch_bits", "is 2:"},
     };
 #undef GOOD
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {

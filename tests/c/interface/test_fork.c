@@ -1,5 +1,5 @@
 /* A process forks while another thread is in the middle of a call: the child can do everything, and so can the parent.
- * A child that hangs is ended by alarm().  The simulation (tests/sim) forks in the middle of rewrites and puts.
+ * A child that hangs is ended by alarm().  The simulation (tests/world) forks in the middle of rewrites and puts.
  * Not for Windows: there is no fork(). */
 #define _POSIX_C_SOURCE 200809L
 #include <limits.h>

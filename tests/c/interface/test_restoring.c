@@ -4,7 +4,9 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <unistd.h>
 
+#include "cache/waiting.h"
 #include "support/keeping.h"
 #include "support/pairs.h"
 #include "support/saved.h"
@@ -141,50 +143,50 @@ static void test_cloned(int is_altered) {
 
 /* ---- beside rows that are written in place ----------------------------------------------------------------------- */
 
-enum { ROWS = 2048, WIDE = 64 };
+/* A file of sequence 5, whose rows begin to be written in place while it is read. */
+typedef struct written_file {
+    saved file; /* first, as above */
+    kvc_cache *cache;
+    pthread_t thread;
+    int has_begun;
+    atomic_int is_done;
+} written_file;
 
-static float old_rows[ROWS][WIDE], new_rows[ROWS][WIDE];
-
-/* Replaces all rows of sequence 5, again and again. */
-static void *inject(void *context) {
-    const beside *b = context;
-    const kvc_rows_in in = {.struct_size = sizeof in,
-                            .k = new_rows,
-                            .v = new_rows,
-                            .k_head_stride = sizeof new_rows,
-                            .k_row_stride = sizeof new_rows[0],
-                            .v_head_stride = sizeof new_rows,
-                            .v_row_stride = sizeof new_rows[0]};
-    while (!atomic_load(b->stop)) CHECKF(kvc_inject(b->cache, 5, 0, 0, ROWS, &in) == KVC_OK, "%s", kvc_last_error());
+static void *end_writing(void *context) {
+    written_file *w = context;
+    usleep(20000); /* in which kvc_restore would return if it did not wait */
+    kvc_mutex_lock(&w->cache->mutex);
+    atomic_store(&w->is_done, 1);
+    kvc_cache_end_in_place(w->cache, kvc_table_find(&w->cache->sequences, 5));
+    kvc_mutex_unlock(&w->cache->mutex);
     return NULL;
 }
 
+static int32_t read_and_write(void *user, void *data, size_t size) {
+    written_file *w = user;
+    if (w->file.at > w->file.size / 2 && !w->has_begun++) {
+        kvc_mutex_lock(&w->cache->mutex);
+        kvc_cache_begin_in_place(w->cache, kvc_table_find(&w->cache->sequences, 5));
+        kvc_mutex_unlock(&w->cache->mutex);
+        CHECK(pthread_create(&w->thread, NULL, end_writing, w) == 0);
+    }
+    return saved_read(user, data, size);
+}
+
 /* kvc_restore waits for rows of a sequence that are being written before it replaces the sequence. */
-static void test_injected(void) {
-    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = WIDE, .v_dim = WIDE, .rope = {.kind = KVC_ROPE_NONE}};
-    const kvc_put_args put = {.struct_size = sizeof put, .k = old_rows, .v = old_rows};
-    static int64_t seq_ids[ROWS];
-    atomic_int stop = 0;
-    saved file;
-    kvc_batch *batch;
-    pthread_t thread;
-    for (int i = 0; i < ROWS; i++) {
-        seq_ids[i] = 5;
-        for (int d = 0; d < WIDE; d++) old_rows[i][d] = (float)(i + 1), new_rows[i][d] = (float)-(i + 1);
-    }
-    beside b = {cache_of(&layer, 1, (kvc_config){.block_size = 64, .num_threads = 1}), &stop};
-    CHECK(kvc_begin(b.cache, ROWS, NULL, seq_ids, NULL, &batch) == KVC_OK);
-    CHECK(kvc_put(batch, 0, &put) == KVC_OK && kvc_commit(batch) == KVC_OK && save_all(b.cache, &file) == KVC_OK);
-    CHECK(pthread_create(&thread, NULL, inject, &b) == 0);
-    for (int i = 0; i < (is_quick() ? 50 : 150) && !test_failures; i++) {
-        const kvc_load_args args = read_args_of(&file);
-        CHECKF(kvc_restore(b.cache, &args) == KVC_OK, "%s", kvc_last_error());
-        CHECKF(kvc_validate(b.cache) == KVC_OK, "%s", kvc_last_error());
-    }
-    atomic_store(&stop, 1);
-    pthread_join(thread, NULL);
-    free(file.bytes);
-    CHECK(kvc_cache_free(b.cache) == KVC_OK);
+static void test_written_in_place(void) {
+    written_file w = {.file = long_state()};
+    pair *p = limited_pair(0, 0, 0, 0);
+    kvc_load_args args = read_args_of(&w.file);
+    w.cache = p->cache;
+    args.read = read_and_write;
+    CHECK(pair_feed(p, 5, 0, 10) == KVC_OK);
+    CHECKF(kvc_restore(p->cache, &args) == KVC_OK, "%s", kvc_last_error());
+    CHECK(w.has_begun && atomic_load(&w.is_done));
+    CHECK(pthread_join(w.thread, NULL) == 0 && kvc_seq_len(p->cache, 5, 0) == LENGTH);
+    free(w.file.bytes);
+    CHECKF(kvc_validate(p->cache) == KVC_OK, "%s", kvc_last_error());
+    pair_free(p);
 }
 
 int main(void) {
@@ -194,6 +196,6 @@ int main(void) {
     test_altered_evicts_nothing();
     test_cloned(0);
     test_cloned(1);
-    test_injected();
+    test_written_in_place();
     return test_result();
 }

@@ -473,7 +473,7 @@ static void test_compacting_beside_copies(void) {
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
-/* ---- giving blocks back beside copies ---------------------------------------------------------------------------- */
+/* ---- giving blocks back, and compacting, beside a copy that stands still ---------------------------------------------------------------------------- */
 
 /* Rows that one thread copies out while another waits.  Their messages order nothing else, so that the thread sanitizer
  * sees memory that is not under the mutex. */
@@ -508,8 +508,10 @@ static void go_on(kvc_cache *cache, int n) {
     CHECKF(batch && kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
 }
 
-/* The last block takes the place of a block that is given back while its rows are copied. */
-static void test_giving_back_beside_copies(void) {
+static pthread_t waiting; /* of a call that waits for the copy */
+
+/* Acts while rows of sequence 1 are copied; `act` returns whether it began a call that waits. */
+static void act_beside_a_copy(int (*act)(kvc_cache *cache)) {
     const struct sigaction action = {.sa_handler = wait_for_giving_back};
     struct sigaction before[2];
     kvc_cache *cache = new_cache(8);
@@ -520,22 +522,51 @@ static void test_giving_back_beside_copies(void) {
     CHECK(sigaction(SIGBUS, &action, &before[1]) == 0);
     CHECK(mprotect(copied.page, page_size(), PROT_NONE) == 0);
     pthread_t thread;
-    kvc_stats stats;
-    kvc_get_stats(cache, &stats, sizeof stats);
-    const int64_t returned = stats.blocks_returned;
+    atomic_store(&copied.is_writing, 0);
+    atomic_store(&copied.is_done, 0);
     CHECK(pthread_create(&thread, NULL, copy_window, cache) == 0);
     while (!atomic_load_explicit(&copied.is_writing, memory_order_relaxed)) sched_yield();
-    go_on(cache, 16);
-    kvc_get_stats(cache, &stats, sizeof stats);
-    CHECK(stats.blocks_returned > returned);
+    const int waits = act(cache);
     atomic_store_explicit(&copied.is_done, 1, memory_order_relaxed);
     pthread_join(thread, NULL);
+    if (waits) pthread_join(waiting, NULL);
     for (int i = 0; i < 20; i++) check_key(copied.page + (size_t)i * 2 * K_DIM, 1, 0, BASE - 20 + i);
     sigaction(SIGSEGV, &before[0], NULL);
     sigaction(SIGBUS, &before[1], NULL);
     munmap(copied.page, page_size() * 8);
     CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
     CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
+/* The last block takes the place of a block that is given back while its rows are copied. */
+static int give_back(kvc_cache *cache) {
+    const int64_t returned = stats_in(cache).blocks_returned;
+    go_on(cache, 16);
+    CHECK(stats_in(cache).blocks_returned > returned);
+    return 0;
+}
+
+static kvc_status (*tidy)(kvc_cache *cache); /* kvc_compact or kvc_settle */
+
+static void *wait_for_copy(void *cache) {
+    CHECKF(tidy(cache) == KVC_OK, "%s", kvc_last_error());
+    CHECK(atomic_load_explicit(&copied.is_done, memory_order_relaxed));
+    return NULL;
+}
+
+static int begin_to_tidy(kvc_cache *cache) {
+    CHECK(pthread_create(&waiting, NULL, wait_for_copy, cache) == 0);
+    usleep(20000); /* in which it would return if it did not wait */
+    return 1;
+}
+
+static void test_beside_a_copy(void) {
+    act_beside_a_copy(give_back);
+    kvc_status (*const calls[])(kvc_cache *cache) = {kvc_compact, kvc_settle};
+    for (int i = 0; i < 2; i++) {
+        tidy = calls[i];
+        act_beside_a_copy(begin_to_tidy);
+    }
 }
 
 /* ---- a cache for each thread ------------------------------------------------------------------------------------- */
@@ -616,7 +647,7 @@ int main(void) {
     test_slow_function();
     test_injecting_beside_others();
     test_compacting_beside_copies();
-    test_giving_back_beside_copies();
+    test_beside_a_copy();
     test_cloning_beside_writing();
     return test_result();
 }

@@ -386,18 +386,30 @@ static void test_checkpoints(void) {
     close_world();
 }
 
-/* Options of states that cannot be, or not together. */
-static void test_bad_states(void) {
-    const kvc_prefix_config bad[] = {{sizeof *bad, "a model", .state_bytes = -1},
-                                     {sizeof *bad, "a model", .state_bytes = 9, .max_checkpoint_bytes = 8},
-                                     {sizeof *bad, "a model", .state_bytes = 9, .reuse_min_tokens = 4},
-                                     {sizeof *bad, "a model", .max_checkpoint_bytes = 8}};
+/* Options that cannot be, or not together. */
+static void test_bad_options(void) {
+    static const struct {
+        kvc_prefix_config config;
+        kvc_status status;
+        const char *name, *value;
+    } bad[] = {
+        {{.quota = -1}, KVC_ERR_INVALID, "quota", "-1"},
+        {{.ttl_ms = -1}, KVC_ERR_INVALID, "ttl_ms", "-1"},
+        {{.max_events = -1}, KVC_ERR_INVALID, "max_events", "-1"},
+        {{.reuse_min_tokens = -1}, KVC_ERR_INVALID, "reuse_min_tokens", "-1"},
+        {{.state_bytes = -1}, KVC_ERR_INVALID, "state_bytes", "-1"},
+        {{.state_bytes = 9, .max_checkpoint_bytes = 8}, KVC_ERR_INVALID, "max_checkpoint_bytes", "8"},
+        {{.state_bytes = 9, .reuse_min_tokens = 4}, KVC_ERR_UNSUPPORTED, "reuse_min_tokens", "state"},
+        {{.max_checkpoint_bytes = 8}, KVC_ERR_INVALID, "max_checkpoint_bytes", "8"},
+    };
     kvc_prefix *none;
     open_world(&full, 1, no_limits, (kvc_prefix_config){0});
-    CHECK_FAILS(kvc_prefix_new(cache, &bad[0], &none), KVC_ERR_INVALID, "state_bytes", "-1");
-    CHECK_FAILS(kvc_prefix_new(cache, &bad[1], &none), KVC_ERR_INVALID, "max_checkpoint_bytes", "8");
-    CHECK_FAILS(kvc_prefix_new(cache, &bad[2], &none), KVC_ERR_UNSUPPORTED, "reuse_min_tokens", "state");
-    CHECK_FAILS(kvc_prefix_new(cache, &bad[3], &none), KVC_ERR_INVALID, "max_checkpoint_bytes", "8");
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        kvc_prefix_config config = bad[i].config;
+        config.struct_size = sizeof config;
+        config.fingerprint = "a model";
+        CHECK_FAILS(kvc_prefix_new(cache, &config, &none), bad[i].status, bad[i].name, bad[i].value);
+    }
     close_world();
 }
 
@@ -504,7 +516,7 @@ int main(void) {
     test_reuse();
     test_tree();
     test_checkpoints();
-    test_bad_states();
+    test_bad_options();
     test_room_for_states();
     test_events();
     return test_result();

@@ -29,6 +29,12 @@ static int32_t move(void *user, int32_t layer, float *keys, int32_t num_kv_heads
     return 0;
 }
 
+static int32_t refuse(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows, int32_t k_dim,
+                      int32_t delta) {
+    move(user, layer, keys, num_kv_heads, num_rows, k_dim, delta);
+    return 1;
+}
+
 /* Lets the system refuse rows, or not; returns how many blocks there are. */
 static int64_t blocks_if_refused(kvc_cache *cache, int refuses) {
     const kvc_stats stats = stats_in(cache);
@@ -484,6 +490,22 @@ static void test_useless(void) {
         }
 }
 
+/* A shift whose copies need room evicts for them once its function has copied all.  If the function fails, it has
+ * evicted nothing. */
+static void test_shift(void) {
+    for (int fails = 0; fails < 2; fails++) {
+        kvc_layer layer = plain_layer;
+        layer.rope = (kvc_rope){.kind = KVC_ROPE_FUNCTION, .shift = fails ? refuse : move};
+        kvc_cache *cache = heap_cache(1, &layer, (kvc_config){.capacity = 19});
+        retain_pairs(cache, 2);
+        CHECK(feed(cache, 1, 1, 8) == KVC_OK && kvc_fork(cache, 1, 2) == KVC_OK);
+        const kvc_status status = kvc_shift(cache, 1, 0, KVC_END, 1);
+        CHECKF(status == (fails ? KVC_ERR_CALLBACK : KVC_OK), "%s", kvc_last_error());
+        CHECKF(left(cache) == (fails ? 3 : 2) && stats_in(cache).rows_evicted == (fails ? 0 : 2), "%x", left(cache));
+        free_valid(cache);
+    }
+}
+
 /* ---- views ------------------------------------------------------------------------------------------------------- */
 
 /* Retains three sequences of a block each; the first is held by a view. */
@@ -553,6 +575,7 @@ int main(int argc, char **argv) {
     test_room_of_what_stays();
     test_room_of_those_that_end();
     test_useless();
+    test_shift();
     test_views();
     test_settle();
     return test_result();
