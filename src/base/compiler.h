@@ -39,12 +39,13 @@ enum { KVC_IS_BIG_ENDIAN = 1 };
 enum { KVC_IS_BIG_ENDIAN = 0 };
 #endif
 
-/* Whether to take a rare way here.  It is right at any time: tests/sim takes it now and then, everyone else never. */
+/* Whether to take a rare way here.  It is right at any time: the simulation of tests/world takes it now and then,
+ * everyone else never. */
 #if !defined(KVC_BUGGIFY)
 #define KVC_BUGGIFY() 0
 #endif
 
-/* A size from which on the core goes another way.  tests/sim, whose sequences are short, has the second one. */
+/* A size from which on the core goes another way.  The simulation, whose sequences are short, has the second one. */
 #if !defined(KVC_SIZE)
 #define KVC_SIZE(usual, simulated) (usual)
 #endif

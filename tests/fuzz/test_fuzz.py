@@ -24,6 +24,7 @@ from support.compiling import (
     diverted_by,
     run,
     works,
+    world_sources,
 )
 
 HERE = Path(__file__).parent
@@ -31,7 +32,7 @@ WORLD = HERE.parent / "world"
 FUZZERS = sorted(HERE.glob("fuzz_*.c"))
 FLAGS = ["-std=c11", "-g", *INCLUDE]
 ALTERED = {"fuzz_attention": 1, "fuzz_state": 20}  # how often each input, by how long one takes
-SOURCES = sorted({*WORLD.glob("*.c")} - {*WORLD.glob("drive_*.c")})
+SOURCES = world_sources()
 OTHERS = {"fuzz_attention": [], "fuzz_state": SOURCES}  # sources that a fuzzer needs
 IN_PYTHON = sorted(path.stem for path in HERE.glob("fuzz_*.py"))
 SECONDS = 60

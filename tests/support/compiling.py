@@ -87,6 +87,12 @@ def public_functions():
     return set(re.findall(r"^KVC_API [^;(]*?(kvc_\w+)\(", (ROOT / "include/kvcache.h").read_text(), re.M))
 
 
+def world_sources():
+    """Return the sources of tests/world that all its drivers share."""
+    world = ROOT / "tests/world"
+    return sorted({*world.glob("*.c")} - {*world.glob("drive_*.c"), world / "scheduler.c"})
+
+
 def works(cc, flags, folder):
     """Return whether a program built with these flags runs."""
     with tempfile.TemporaryDirectory(dir=folder) as own:  # two processes link in the same folder

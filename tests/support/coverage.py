@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from support.compiling import FLAGS, OPENMP, ROOT, compile_core, compiler, link, run
+from support.compiling import FLAGS, OPENMP, ROOT, compile_core, compiler, link, run, world_sources
 
 # GCC's; programs then keep what a child of fork() counts: end_child() of tests/c/support/test.h.
 COUNTING = ["--coverage", "-fprofile-update=atomic", "-Wl,-u,__gcov_dump"]
@@ -26,9 +26,8 @@ LEAST = {"lines": 97.0, "branches": 92.0}  # percent
 # The programs that test the core, by their sources, with the words of each call. The first source names the program.
 ORACLE = tuple(sorted(ROOT.glob("tests/prefix/known/*.c"), key=lambda source: source.stem != "known"))
 PROGRAMS = {(source,): [()] for source in sorted(ROOT.glob("tests/c/*/test_*.c"))}
-WORLD = sorted({*ROOT.glob("tests/world/*.c")} - {*ROOT.glob("tests/world/drive_*.c")})
-PROGRAMS[(ROOT / "tests/world/drive_thread.c", *WORLD)] = [("--runs", "40")]
-PROGRAMS[(ROOT / "tests/world/drive_faults.c", *WORLD)] = [("--runs", "4")]
+for driver, runs in (("drive_thread", "40"), ("drive_faults", "4")):
+    PROGRAMS[(ROOT / f"tests/world/{driver}.c", *world_sources())] = [("--runs", runs)]
 PROGRAMS[ORACLE] = [("--runs", "40"), ("--orders", "40", "--names", "10")]
 
 

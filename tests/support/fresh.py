@@ -32,9 +32,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["KVCACHE_TEST_PART"] = "quick"  # without sanitizers
-from sim import test_sim as sim
 from support import coverage, mutate
-from support.compiling import ROOT
+from support.compiling import ROOT, world_sources
 
 LINES = 48
 TURN = 6  # seconds of a processor that each machine has in turn, or about so many
@@ -50,7 +49,7 @@ class Machine:
     """A program that makes an input of each seed."""
 
     name: str
-    sources: tuple[Path, ...] = ()  # none: the simulator
+    sources: tuple[Path, ...] = ()  # none: drive_scheduler
     words: Callable[[int], list] = lambda _: []
     num_seeds: int | None = None
 
@@ -58,10 +57,17 @@ class Machine:
         return " ".join([self.name, *(str(word) for word in self.words(seed) if not isinstance(word, Path))])
 
 
+def sources_of(source):
+    """The sources of a test in C, or of a program that replays a fuzzer's inputs."""
+    if source not in FUZZERS:
+        return (source,)
+    return (source, REPLAY, *(world_sources() if source.stem == "fuzz_state" else ()))
+
+
 def fuzzer(source, altered):
     """Replay a fuzzer's inputs, and so many alterations of each."""
     inputs = source.with_suffix(".txt")
-    return Machine(source.stem, (source, REPLAY), lambda seed: [altered, inputs, seed])
+    return Machine(source.stem, sources_of(source), lambda seed: [altered, inputs, seed])
 
 
 def randomised(name):
@@ -72,9 +78,8 @@ def randomised(name):
 
 def world(driver, runs):
     """Let a driver of tests/world play so many seeds in a turn."""
-    sources = sorted({*ROOT.glob("tests/world/*.c")} - {*ROOT.glob("tests/world/drive_*.c")})
-    source = ROOT / f"tests/world/{driver}.c"
-    return Machine(driver, (source, *sources), lambda seed: ["--seed", 1 + (seed - 1) * runs, "--runs", runs])
+    sources = () if driver == "drive_scheduler" else (ROOT / f"tests/world/{driver}.c", *world_sources())
+    return Machine(driver, sources, lambda seed: ["--seed", 1 + (seed - 1) * runs, "--runs", runs])
 
 
 def oracle(option, number):
@@ -82,9 +87,8 @@ def oracle(option, number):
     return Machine("known", coverage.ORACLE, lambda seed: ["--seed", 1 + (seed - 1) * number, option, number])
 
 
-SIMULATOR = Machine("sim", words=lambda seed: ["--seed", seed, *itertools.chain(*sim.OPTIONS.items())])
 MACHINES = [
-    SIMULATOR,
+    world("drive_scheduler", 1),
     fuzzer(ROOT / "tests/fuzz/fuzz_attention.c", 10),
     fuzzer(ROOT / "tests/fuzz/fuzz_state.c", 80),
     world("drive_thread", 10),
@@ -111,9 +115,8 @@ class Bench(mutate.Core):
 
     def __init__(self, folder):
         super().__init__(folder)
-        for name in ("linked", "changed", "sim"):
+        for name in ("linked", "changed"):
             (folder / name).mkdir(exist_ok=True)
-        sim.build(folder / "sim", (self.command, self.objects))
         self.parts = {}
         self.originals = {}  # programs without a change
         self.sound = {}  # whether an input passes without a change
@@ -124,29 +127,25 @@ class Bench(mutate.Core):
         program = self.folder / ("linked" if core is self.objects else "changed") / sources[0].stem
         return mutate.link(self.command, {source: self.parts[source] for source in sources}, core, program)
 
-    def build(self, machine, core, defect):
-        """Return a machine's program with a defect."""
-        if machine.sources:
-            return self.link(core, *machine.sources)
-        return sim.build_with(self.folder / "sim", (self.command, self.objects), defect.source, defect.text)
+    def build(self, machine, core, *changed):
+        """Return a machine's program; the core has changes in these sources."""
+        return self.link(core, *machine.sources) if machine.sources else self.simulate(*changed)
 
     def is_sound(self, machine, seed):
         """Whether an input that fails passes without the change."""
-        if machine.sources and machine.sources not in self.originals:
-            self.originals[machine.sources] = self.link(self.objects, *machine.sources)
+        if machine.sources not in self.originals:
+            self.originals[machine.sources] = self.build(machine, self.objects)
         said = machine.say(seed)
         if said not in self.sound:
-            program = self.originals[machine.sources] if machine.sources else self.folder / "sim/sim"
-            self.sound[said] = plays(program, machine.words(seed))
+            self.sound[said] = plays(self.originals[machine.sources], machine.words(seed))
             if not self.sound[said]:
                 print(f"without a change, too: {said}", flush=True)
         return self.sound[said]
 
     def passes(self, core, source):
         """Whether a test in C, or a fuzzer on its inputs, passes."""
-        if source in FUZZERS:
-            return plays(self.link(core, source, REPLAY), [2, source.with_suffix(".txt")])
-        return plays(self.link(core, source))
+        words = [2, source.with_suffix(".txt")] if source in FUZZERS else []
+        return plays(self.link(core, *sources_of(source)), words)
 
 
 def plays(program, words=()):
@@ -248,7 +247,7 @@ def spent():
 
 def turns(bench, machine, core, defect):
     """Let a machine try seeds; yield after a turn what failed in it, or None."""
-    program, end = bench.build(machine, core, defect), spent() + TURN
+    program, end = bench.build(machine, core, defect.source), spent() + TURN
     for seed in itertools.islice(itertools.count(1), machine.num_seeds):
         if not plays(program, machine.words(seed)) and bench.is_sound(machine, seed):
             yield machine.say(seed)

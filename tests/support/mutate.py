@@ -3,10 +3,10 @@
     python tests/support/mutate.py --seed 1 --number 200 [folder]    # keeps what it builds and measures in the folder
 
 The seed draws changes. Each is tried in a core of its own, with the quick part of the tests. First run the programs of
-coverage.py that run the changed line, the fastest first, and then some seeds of the simulator. Prints the changes that
-all of them pass, and fails if fewer than LEAST are noticed. Changes that do not compile, or compile to the same code,
-do not count. Changes that give the same by a rule of syntax, same_in(), or are listed in same_changes.txt, are not
-tried. Kernels are left out: instruction sets are compared with each other.
+coverage.py that run the changed line, the fastest first, and then some seeds of the simulation (drive_scheduler).
+Prints the changes that all of them pass, and fails if fewer than LEAST are noticed. Changes that do not compile, or
+compile to the same code, do not count. Changes that give the same by a rule of syntax, same_in(), or are listed in
+same_changes.txt, are not tried. Kernels are left out: instruction sets are compared with each other.
 """
 
 import argparse
@@ -27,8 +27,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-os.environ["KVCACHE_TEST_PART"] = "quick"  # of each program; and the simulator without sanitizers
-from sim import test_sim as sim
+os.environ["KVCACHE_TEST_PART"] = "quick"  # of each program
 from support.c_sources import amalgamate, blank
 from support.compiling import (
     ENVIRONMENT,
@@ -44,6 +43,7 @@ from support.compiling import (
     run,
 )
 from support.coverage import COUNTING, PROGRAMS, read_counts
+from world.test_world import build_simulated
 
 LEAST = 90.0  # percent
 MEMORY = 8 << 30  # bytes that a program may map
@@ -75,7 +75,7 @@ SAME = [
     re.compile(rf"{BEGIN}{BOUND}(?: && [^?;]+)? \? (?:\(\w+\))?{EITHER.format(' : ')}(?=[;,)])"),
     # Waiting and prefetching change times alone.
     re.compile(r"(?P<same>\b(?:kvc_pause|kvc_prefetch\w*|__builtin_prefetch)\([^;]*\))(?=;)"),
-    # A way that is rare elsewhere is as right with another number, and the simulator's alone.
+    # A way that is rare elsewhere is as right with another number, and the simulation's alone.
     re.compile(r"KVC_BUGGIFY\(\) \? (?P<same>\d+)"),
 ]
 YES = re.compile(r"\breturn (?P<same>1);")
@@ -374,6 +374,12 @@ class Core:
             return None
         return [target if path.name == target.name else path for path in self.objects]
 
+    def simulate(self, *names):
+        """Return drive_scheduler, with sources of these names as they were changed last."""
+        folder = self.folder / ("changed" if names else "linked")
+        folder.mkdir(exist_ok=True)
+        return build_simulated((self.command, self.objects), folder, [self.folder / "changed" / name for name in names])
+
 
 class Bench(Core):
     """The folder in which changes are tried."""
@@ -384,8 +390,6 @@ class Bench(Core):
         self.programs = [Program(sources, {source: compiled[source] for source in sources}) for sources in PROGRAMS]
         measure_all(self.programs, self.command, self.objects, folder / "counted")
         self.programs.sort(key=lambda program: program.seconds)
-        (folder / "sim").mkdir(exist_ok=True)
-        sim.build(folder / "sim", (self.command, self.objects))
 
     def try_change(self, change):
         """Return the names of programs that pass, and of the program that fails; None if there is nothing to try."""
@@ -397,8 +401,8 @@ class Bench(Core):
             if not program.play(self.command, objects, self.folder / "changed", seconds)[0]:
                 return passing, program.name
             passing.append(program.name)
-        simulated = sim.build_with(self.folder / "sim", (self.command, self.objects), change.source, change.apply())
-        return passing, None if play([simulated, *SIMULATED], 60)[0] else "sim"
+        simulated = self.simulate(change.source)
+        return passing, None if play([simulated, *SIMULATED], 60)[0] else simulated.name
 
 
 def main():

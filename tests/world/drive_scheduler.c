@@ -1,9 +1,8 @@
-/* drive_scheduler.c: clients in the simulated world of tests/sim/world.h: threads take turns by the seed, memory and
- * pages are refused, the clock jumps, the process forks.  Each client has sequences of its own; in wild worlds it calls
- * for any.
+/* drive_scheduler.c: clients in a simulation (scheduler.h): threads take turns by the seed, memory and pages are
+ * refused, the clock jumps, the process forks.  Each client has sequences of its own; in wild worlds it calls for any.
  *
  *     drive_scheduler --seed 1 --runs 100 --calls 400 --clients 3 --faults 127 --trace 1 */
-#include "sim/world.h" /* first: it decides on sizes of the core */
+#include "scheduler.h" /* first: it decides on sizes of the core */
 
 #include "cache/waiting.h"
 #include "world.h"

@@ -19,10 +19,9 @@ from support.compiling import EMULATOR, ENVIRONMENT, ROOT, compile_all, is_for_w
 from support.defects import put_back, read_defects
 
 HERE = Path(__file__).parent
-SIM = HERE.parent / "sim"
-SOURCES = sorted({*HERE.glob("*.c")} - {*HERE.glob("drive_*.c")})
+SOURCES = compiling.world_sources()
 DEFECTS = [*read_defects(HERE / "defects.txt")]
-QUICK, SLOW = 1, 4  # how many times as many runs
+QUICK, SLOW, FULL = 1, 4, 10  # how many times as many runs
 ALONE = "drive_thread", "drive_faults"
 RUNS = {"drive_thread": 60, "drive_scheduler": 20, "drive_threads": 8, "drive_faults": 6, "drive_fuzz": 40}
 
@@ -105,13 +104,13 @@ def build_simulated(core, folder, changed=()):
     objects are compiled once in a process.
     """
     command, others = compiling.watched(core, folder)
-    flags = [*command, "-std=gnu11", "-fno-openmp", f"-I{HERE.parent}", f"-I{SIM}"]
-    sizes = "-DKVC_SIZE(usual, simulated)=(simulated)"  # as in sim/world.h
+    flags = [*command, "-std=gnu11", "-fno-openmp"]
+    sizes = "-DKVC_SIZE(usual, simulated)=(simulated)"  # as in scheduler.h
 
     def command_for(source):
-        if source.parent in (HERE, SIM):
+        if source.parent == HERE:
             return [*flags, sizes]
-        return [*flags, "-DSIM_CORE", "-include", SIM / "world.h", "-finstrument-functions"]
+        return [*flags, "-DSIM_CORE", "-include", HERE / "scheduler.h", "-finstrument-functions"]
 
     def simulated(sources):
         return [path for path in sources if path.parent.name != "kernels"]
@@ -119,7 +118,7 @@ def build_simulated(core, folder, changed=()):
     objects = Path(others[-1]).parent / f"simulated-{os.getpid()}"
     if not objects.exists():
         objects.mkdir()
-        own = [*SOURCES, HERE / "drive_scheduler.c", SIM / "world.c"]
+        own = [*SOURCES, HERE / "drive_scheduler.c", HERE / "scheduler.c"]
         compile_all(objects, [*simulated(ROOT.glob("src/*/*.c")), *own], command_for)
     own = compile_all(folder, simulated(changed), command_for)
     unchanged = [path for path in objects.glob("*.o") if path.name not in {path.name for path in own}]
@@ -129,24 +128,40 @@ def build_simulated(core, folder, changed=()):
     return program
 
 
-def play(program, seed, runs):
+def play(program, seed, runs, *words):
     """Return what a failing program prints; None if it does not fail."""
-    command = [str(word) for word in (program, "--seed", seed, "--runs", runs)]
+    command = [str(word) for word in (program, "--seed", seed, "--runs", runs, *words)]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=ENVIRONMENT
     )
     return f"{' '.join(command)}\n{done.stdout[-8000:]}" if done.returncode else None
 
 
+def simplify(program, seed):
+    """Return what drive_scheduler prints with as few clients, faults and calls as a seed still fails with."""
+    options, said = {"--clients": 3, "--faults": 127, "--calls": 400}, None
+    less = [("--clients", 1), *(("--faults", 1 << i) for i in range(7)), *(("--calls", 200 >> i) for i in range(8))]
+    for name, number in less:
+        fewer = options | {name: options[name] - number}
+        if shorter := play(program, seed, 1, *itertools.chain(*fewer.items())):
+            options, said = fewer, shorter
+    return said
+
+
 def check(program, seed, runs):
     if said := play(program, seed, runs):
+        failing = re.findall(r"^seed (\d+)", said, re.M)
+        if program.name == "drive_scheduler" and failing:
+            said = simplify(program, failing[-1]) or said
         pytest.fail(said, pytrace=False)
 
 
 @pytest.mark.parametrize("driver", RUNS)
-@pytest.mark.parametrize("times", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "times", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow), pytest.param(FULL, marks=pytest.mark.full)]
+)
 def test_world(drivers, driver, times):
-    check(drivers(driver), 1 if times == QUICK else 2000, RUNS[driver] * times)
+    check(drivers(driver), {QUICK: 1, SLOW: 2000, FULL: 4000}[times], RUNS[driver] * times)
 
 
 @pytest.mark.full

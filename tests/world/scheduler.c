@@ -1,5 +1,5 @@
-/* world.c: see world.h. */
-#include "world.h"
+/* scheduler.c: see scheduler.h. */
+#include "scheduler.h"
 
 #include <errno.h>
 #include <malloc.h>
@@ -72,7 +72,7 @@ void sim_fail(const char *format, ...) {
     abort();
 }
 
-/* Whether a fault of this kind happens now: once in `rarity` times, if the world has it. */
+/* Whether a fault of this kind happens now: once in `rarity` times, if the run has it. */
 static int goes_wrong(int fault, uint64_t rarity) { return !is_calm && options.faults & fault && !sim_random(rarity); }
 
 /* Whether the system refuses what the calling thread asks for. */

@@ -1,15 +1,15 @@
-/* world.h: a world in which the core is simulated: one seed decides all that happens in it.
+/* scheduler.h: a scheduler and a system in which the core is simulated: one seed decides all that happens there.
  *
- * Every source of the core is compiled with `-include world.h -DSIM_CORE -finstrument-functions`.  What it asks of the
- * system then comes to world.c.  Threads are the system's, but one runs at a time: at each step (a call of a function,
- * a lock, a wake-up, an atomic access, an allocation) the world may hand over to another one.  Waiting threads wake
- * early, threads stall, the clock jumps, memory and threads are refused, the system declines advice on pages, and the
- * core takes ways that are rare elsewhere.  In each run, some functions of the core are hot.  A thread that enters or
- * leaves one often stalls there, if its call has let go of a mutex.  Others then make calls in the middle of its call.
- * A run repeats with its seed, to the step.
+ * Every source of the core is compiled with `-include scheduler.h -DSIM_CORE -finstrument-functions`.  What it asks of
+ * the system then comes to scheduler.c.  Threads are the system's, but one runs at a time.  At each step (a call of a
+ * function, a lock, a wake-up, an atomic access, an allocation) another one may go on.  Waiting threads wake early,
+ * threads stall, the clock jumps, memory and threads are refused, the system declines advice on pages, and the core
+ * takes ways that are rare elsewhere.  In each run, some functions of the core are hot.  A thread that enters or leaves
+ * one often stalls there, if its call has let go of a mutex.  Others then make calls in the middle of its call.  A run
+ * repeats with its seed, to the step.
  */
-#ifndef SIM_WORLD_H
-#define SIM_WORLD_H
+#ifndef WORLD_SCHEDULER_H
+#define WORLD_SCHEDULER_H
 
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE
@@ -42,8 +42,8 @@ typedef struct sim_options {
     int handover; /* of 1024 steps, those at which another thread may go on */
 } sim_options;
 
-/* Begins a world, in which the calling thread is the only one, on the processor that it runs on.  Steps of an earlier
- * world are forgotten. */
+/* Begins a simulation, in which the calling thread is the only one, on the processor that it runs on.  Steps of an
+ * earlier one are forgotten. */
 void sim_begin(const sim_options *options);
 
 /* Ends it: from now on nothing fails, and threads go on in turn.  Call when all threads but the core's have ended. */
