@@ -62,7 +62,8 @@ static uint64_t mix(uint64_t z) { /* splitmix64 */
 
 uint64_t sim_random(uint64_t n) { return mix(random_state += 0x9e3779b97f4a7c15) % n; }
 
-void sim_fail(const char *format, ...) {
+/* Ends the program: prints the seed, the step and a reason. */
+__attribute__((format(printf, 1, 2))) _Noreturn static void fail(const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     printf("seed %llu, step %llu: ", (unsigned long long)options.seed, (unsigned long long)num_steps);
@@ -102,7 +103,6 @@ int sim_buggify(const char *function, int line) {
     return sim_random(100) < percents[place % 8];
 }
 
-uint64_t sim_steps(void) { return num_steps; }
 uint64_t sim_handovers(void) { return num_handovers; }
 uint64_t sim_faults(void) { return threads[current].faults; }
 int64_t sim_bytes(void) { return num_bytes; }
@@ -154,13 +154,13 @@ static void give_up_turn(void) {
     }
     int next = pick_ready();
     if (next < 0) next = wake_next();
-    if (next < 0) sim_fail("every thread waits for another one");
+    if (next < 0) fail("every thread waits for another one");
     hand_to(next);
 }
 
 void sim_step(void) {
     if (!num_threads) return;
-    if (++num_steps > MOST_STEPS) sim_fail("the threads do not get on");
+    if (++num_steps > MOST_STEPS) fail("the threads do not get on");
     now += 100 + (int64_t)sim_random(200);
     if (goes_wrong(SIM_CLOCK, 4096)) now += (int64_t)sim_random(3 * (uint64_t)SECOND);
     for (int i = 0; i < num_threads; i++)
@@ -307,7 +307,7 @@ static void await_end(thread *t) {
 int sim_thread_join(pthread_t handle, void **result) {
     int i = 1;
     while (i < num_threads && !(threads[i].run && pthread_equal(threads[i].real, handle))) i++;
-    if (i == num_threads) sim_fail("a thread is joined that was not started");
+    if (i == num_threads) fail("a thread is joined that was not started");
     while (threads[i].state != ENDED) wait_for(BLOCKED, &threads[i], INT64_MAX);
     if (result) *result = threads[i].result;
     threads[i].run = NULL;
@@ -339,13 +339,13 @@ int sim_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attributes
 }
 
 int sim_mutex_destroy(pthread_mutex_t *mutex) {
-    if (*owner_of(mutex)) sim_fail("a mutex is destroyed while it is locked");
+    if (*owner_of(mutex)) fail("a mutex is destroyed while it is locked");
     return 0;
 }
 
 int sim_mutex_lock(pthread_mutex_t *mutex) {
     sim_step();
-    if (*owner_of(mutex) == current + 1) sim_fail("a thread locks a mutex that it has");
+    if (*owner_of(mutex) == current + 1) fail("a thread locks a mutex that it has");
     while (*owner_of(mutex)) wait_for(BLOCKED, mutex, INT64_MAX);
     take_mutex(mutex);
     return 0;
@@ -359,7 +359,7 @@ int sim_mutex_trylock(pthread_mutex_t *mutex) {
 }
 
 int sim_mutex_unlock(pthread_mutex_t *mutex) {
-    if (*owner_of(mutex) != current + 1) sim_fail("a thread unlocks a mutex that it has not");
+    if (*owner_of(mutex) != current + 1) fail("a thread unlocks a mutex that it has not");
     give_mutex(mutex);
     sim_step();
     return 0;
@@ -373,12 +373,12 @@ int sim_cond_init(pthread_cond_t *cond, const pthread_condattr_t *attributes) {
 int sim_cond_destroy(pthread_cond_t *cond) {
     for (int i = 0; i < num_threads; i++)
         if (threads[i].state == WAITING && threads[i].awaits == cond)
-            sim_fail("a condition is destroyed while a thread waits for it");
+            fail("a condition is destroyed while a thread waits for it");
     return 0;
 }
 
 static void wait_on(pthread_cond_t *cond, pthread_mutex_t *mutex, int64_t deadline) {
-    if (*owner_of(mutex) != current + 1) sim_fail("a thread waits without the mutex");
+    if (*owner_of(mutex) != current + 1) fail("a thread waits without the mutex");
     give_mutex(mutex);
     wait_for(WAITING, cond, deadline);
     while (*owner_of(mutex)) wait_for(BLOCKED, mutex, INT64_MAX);
@@ -468,7 +468,7 @@ int sim_madvise(void *at, size_t size, int advice) {
 
 int sim_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void)) {
     if (is_refused(SIM_MEMORY, 2)) return ENOMEM;
-    if (num_handlers == MOST_HANDLERS) sim_fail("too many handlers of fork()");
+    if (num_handlers == MOST_HANDLERS) fail("too many handlers of fork()");
     prepare_handlers[num_handlers] = prepare;
     parent_handlers[num_handlers] = parent;
     child_handlers[num_handlers++] = child;

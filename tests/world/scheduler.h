@@ -49,7 +49,7 @@ void sim_begin(const sim_options *options);
 /* Ends it: from now on nothing fails, and threads go on in turn.  Call when all threads but the core's have ended. */
 void sim_calm(void);
 
-/* Starts a thread; sim_join waits for its end. */
+/* Starts a thread; sim_thread_join waits for its end. */
 int sim_thread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *), void *argument);
 int sim_thread_join(pthread_t thread, void **result);
 
@@ -73,9 +73,8 @@ int64_t sim_inside_since(int thread);
  * were left until one would have failed. */
 uint64_t sim_fail_memory(uint64_t n);
 
-/* Count steps, handovers between the simulation's own threads, refused requests of the calling thread, and bytes that
- * the core has not given back. */
-uint64_t sim_steps(void);
+/* Count handovers between the simulation's own threads, refused requests of the calling thread, and bytes that the core
+ * has not given back. */
 uint64_t sim_handovers(void);
 uint64_t sim_faults(void);
 int64_t sim_bytes(void);
@@ -83,9 +82,6 @@ int64_t sim_bytes(void);
 /* Forks the process at this step.  The child calls check(context) and ends; returns what that returned, or -1 if the
  * child crashed. */
 int sim_fork(int (*check)(void *context), void *context);
-
-/* Ends the program: prints the seed, the step and a reason. */
-_Noreturn void sim_fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 /* The core gets sizes for short sequences: see base/compiler.h. */
 #define KVC_SIZE(usual, simulated) (simulated)

@@ -98,13 +98,7 @@ static inline kvc_stats stats_in(kvc_cache *cache) {
     return stats;
 }
 
-/* Returns the smallest or the largest position of a sequence in any layer; -1 if it holds nothing. */
-static inline int32_t first_position(kvc_cache *cache, int64_t seq_id) {
-    int32_t first = 0, last = 0;
-    CHECK(kvc_position_range(cache, seq_id, -1, &first, &last) == KVC_OK);
-    return first;
-}
-
+/* Returns the largest position of a sequence in any layer; -1 if it holds nothing. */
 static inline int32_t last_position(kvc_cache *cache, int64_t seq_id) {
     int32_t first = 0, last = 0;
     CHECK(kvc_position_range(cache, seq_id, -1, &first, &last) == KVC_OK);
