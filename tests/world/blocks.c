@@ -515,7 +515,7 @@ kvc_status right_acquire(oracle *o, const call *c) {
     if (misses(o, s, exact) && !c->more) wrong("%s: rows are lacking behind %d tokens", spell(c->text), matched);
     if (o->crowded) return KVC_OK;
     p->requests++, p->tokens += length, p->matched += matched, p->hits += matched > 0, p->reused += c->more;
-    note_use(o, p, c->text, matched, is_alone);
+    note_use(o, p, c->text, exact, is_alone);
     note_use(o, p, c->text, length, 0);
     if (!o->config.max_bytes) learn(o, p, c->text, exact); /* otherwise the call may drop blocks that it matched */
     return KVC_OK;
