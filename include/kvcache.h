@@ -569,7 +569,8 @@ typedef struct kvc_plan_args {
  * Sums are kept in f32, and values are summed before they are divided by the sum of their weights.  So out may be
  * infinite if a value times the number of visible rows exceeds 3.4e38.
  * Fails with KVC_ERR_INVALID also if a visible token was not put, chosen or not, or a sequence has no rows in a
- * cross-attention layer.  Fails with KVC_ERR_UNSUPPORTED if the layer holds keys alone.
+ * cross-attention layer.  A token between positions that query tokens of its sequence see may count as visible.  Fails
+ * with KVC_ERR_UNSUPPORTED if the layer holds keys alone.
  * Fails with KVC_ERR_GONE for sequences that are not stored (kvc_begin_with), with KVC_ERR_FULL as kvc_put does, with
  * KVC_ERR_NOMEM, and with KVC_ERR_CANCELLED (cancel, or the cache's poll).
  * After an error nothing was put, and the call can be made again.  In a cross-attention layer, rows may have been put

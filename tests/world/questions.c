@@ -114,6 +114,19 @@ void sort_by_position(shown *rows, int num) {
     }
 }
 
+/* Whether a token lies between positions that query tokens of its sequence see, so that it may count as visible. */
+static int is_between(const question *q, int token) {
+    const batch *of = q->of;
+    const kvc_policy *policy = &w.o.layers[q->layer].policy;
+    int is_behind = 0, is_before = 0;
+    for (int t = q->first; t < q->first + q->num; t++) {
+        if (of->slots[t] != of->slots[token]) continue;
+        is_behind |= of->positions[token] >= lowest_seen(policy, of->positions[t]) || policy->num_sink_tokens;
+        is_before |= of->positions[token] <= of->positions[t] || q->plan.non_causal;
+    }
+    return is_behind && is_before;
+}
+
 unsigned right_statuses(const question *q) {
     const int source = source_of(&w.o, q->layer);
     unsigned bits = 0, perhaps = 0;
@@ -131,6 +144,8 @@ unsigned right_statuses(const question *q) {
         }
         if (is_cross(&w.o, source) && !list_shown(q->of, q->of->slots[t], source, rows)) bits |= 1u << KVC_ERR_INVALID;
     }
+    for (int t = 0; t < q->of->num && is_own(&w.o, source); t++)
+        if (!q->of->is_put[source][t] && is_between(q, t)) perhaps |= 1u << KVC_ERR_INVALID;
     return perhaps | (bits ? bits : 1u << KVC_OK);
 }
 
