@@ -104,7 +104,15 @@ static int drop_some(walk *w, names *n, int64_t *num_dropped) {
     return 1;
 }
 
-/* Keeps no blocks of sequences that hold rows of the prompt, nor blocks that calls add.  An acquired sequence whose
+/* Returns whether an acquired sequence may begin with any token: it holds nothing yet, and the open batch has several
+ * tokens for its position 0.  A commit keeps one of them. */
+static int may_begin_anyhow(const kvc_batch *batch, const kvc_batch_sequence *member) {
+    int32_t num = 0;
+    for (int32_t i = 0; i < member->num_tokens; i++) num += !batch->positions[batch->order[member->first + i]];
+    return num > 1 && member->sequence->follower && kvc_sequence_is_blank(member->sequence);
+}
+
+/* Keeps no blocks of sequences that may hold rows of the prompt, nor blocks that calls add.  An acquired sequence whose
  * rows windows have all left behind counts: rows may be kept aside, or a state made of them. */
 static void end_sources(kvc_prefix *prefix, const kvc_token_span *first) {
     kvc_cache *cache = prefix->cache;
@@ -116,6 +124,10 @@ static void end_sources(kvc_prefix *prefix, const kvc_token_span *first) {
         kvc_origin_mark(cache, sequence, prefix->bit);
         if (session->prefix == prefix) kvc_session_forget(session);
     }
+    const kvc_batch *batch = cache->batch;
+    for (int32_t s = 0; batch && s < batch->num_sequences; s++)
+        if (may_begin_anyhow(batch, &batch->sequences[s]))
+            kvc_origin_mark(cache, batch->sequences[s].sequence, prefix->bit);
 }
 
 /* Ends what the prompt's rows may come from; from then on, nothing can come to them.  Then drops them.  In each part,

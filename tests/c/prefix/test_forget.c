@@ -154,6 +154,28 @@ static void test_rejected_draft(void) {
     }
 }
 
+/* A commit keeps another first token than the prompt's.  It was computed before a prompt that begins with it was
+ * forgotten, so nobody matches it. */
+static void test_rejected_first_token(void) {
+    const int64_t *ids = numbers(300), *other = numbers(100);
+    const int32_t positions[] = {0, 0}, parents[] = {-1, -1}, kept = 1;
+    const kvc_put_args put = zero_rows(0, 0);
+    for (int is_after = 0; is_after < 2; is_after++) {
+        kvc_batch *batch;
+        open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+        const int64_t id = acquire(ids, 12, NULL), seq_ids[] = {id, id};
+        const kvc_begin_args args = {
+            .struct_size = sizeof args, .num_tokens = 2, .positions = positions, .seq_ids = seq_ids, .parents = parents};
+        if (is_after) forget(other, 8);
+        CHECK(kvc_begin_with(cache, &args, &batch) == KVC_OK && kvc_put(batch, 0, &put) == KVC_OK);
+        if (!is_after) forget(other, 8);
+        CHECK(kvc_commit_kept(batch, &kept, 1) == KVC_OK);
+        release(id, other, 1);
+        CHECKF(known(other, 2) == is_after, "%d: %d", is_after, known(other, 2));
+        close_world();
+    }
+}
+
 /* A new prefix does not take over what a freed one had forgotten. */
 static void test_forgotten_by_another(void) {
     const int64_t *ids = numbers(300);
@@ -560,6 +582,7 @@ int main(void) {
     test_running();
     test_without_a_place();
     test_rejected_draft();
+    test_rejected_first_token();
     test_forgotten_by_another();
     test_forgotten_by_one_that_was_freed();
     test_blocks_that_a_freed_prefix_forgot();
