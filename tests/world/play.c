@@ -415,6 +415,7 @@ void come_between(unsigned point) {
     do {
         lock_world();
         is_drawn = draw(&inner, point);
+        if (is_drawn && !w.o.crowded) take_events(SOME_BLOCKS); /* of what the call on the way has dropped until now */
         unlock_world();
         if (is_drawn) perform(&inner);
     } while (is_drawn && pick(2));
