@@ -148,8 +148,8 @@ def watched(core, folder):
     return [*command, *next((flags for flags in choice if works(command, flags, folder)), [])], objects
 
 
-def link(core, folder, *sources, flags=()):
-    """Build a program of C or C++ sources, compiled with these flags too, and the core; return its path."""
+def link(core, folder, *sources, flags=(), parts=()):
+    """Build a program of C or C++ sources, compiled with these flags too, of parts and of the core; return its path."""
     command, objects = core
     if sources[0].suffix == ".cpp":
         command = in_cpp(command)
@@ -159,8 +159,8 @@ def link(core, folder, *sources, flags=()):
     program = folder / f"{sources[0].stem}{'.exe' * is_for_windows()}"
     if (diverted := diverted_by(*sources)) and not is_for_windows():  # where calls of the system go through a table
         objects = [divert(command, objects, diverted, program.with_suffix(".core.o"))]
-    parts = compile_all(folder, sources, lambda source: [*command, *flags]) if flags else sources
-    run(*command, *parts, *objects, "-o", program, *LIBRARIES)
+    own = compile_all(folder, sources, lambda source: [*command, *flags]) if flags else sources
+    run(*command, *own, *parts, *objects, "-o", program, *LIBRARIES)
     return program
 
 

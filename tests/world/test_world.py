@@ -21,7 +21,7 @@ from support.defects import put_back, read_defects
 HERE = Path(__file__).parent
 SOURCES = compiling.world_sources()
 DEFECTS = [*read_defects(HERE / "defects.txt")]
-QUICK, SLOW, FULL = 1, 4, 10  # how many times as many runs
+QUICK, SLOW, FULL = 1, 2, 10  # how many times as many runs
 ALONE = "drive_thread", "drive_faults"
 RUNS = {"drive_thread": 60, "drive_scheduler": 20, "drive_threads": 8, "drive_faults": 6, "drive_fuzz": 40}
 
@@ -94,7 +94,17 @@ def build(driver, core, folder):
     if driver == "drive_scheduler":
         return build_simulated(core, folder)
     flags = ["-fno-sanitize=thread"] if "-fsanitize=thread" in core[0] else []  # clients share the oracle
-    return compiling.link(core, folder, HERE / f"{driver}.c", *SOURCES, flags=flags)
+    parts = compiled_once(f"world-{os.getpid()}", core[1], SOURCES, lambda _: [*core[0], *flags])
+    return compiling.link(core, folder, HERE / f"{driver}.c", flags=flags, parts=parts)
+
+
+def compiled_once(name, objects, sources, command_for):
+    """Compile sources in a folder beside the core's objects, unless it is there; return what they became."""
+    folder = Path(objects[-1]).parent / name
+    if not folder.exists():
+        folder.mkdir()
+        compile_all(folder, sources, command_for)
+    return [*folder.glob("*.o")]
 
 
 def build_simulated(core, folder, changed=()):
@@ -115,13 +125,10 @@ def build_simulated(core, folder, changed=()):
     def simulated(sources):
         return [path for path in sources if path.parent.name != "kernels"]
 
-    objects = Path(others[-1]).parent / f"simulated-{os.getpid()}"
-    if not objects.exists():
-        objects.mkdir()
-        own = [*SOURCES, HERE / "drive_scheduler.c", HERE / "scheduler.c"]
-        compile_all(objects, [*simulated(ROOT.glob("src/*/*.c")), *own], command_for)
+    sources = [*simulated(ROOT.glob("src/*/*.c")), *SOURCES, HERE / "drive_scheduler.c", HERE / "scheduler.c"]
+    objects = compiled_once(f"simulated-{os.getpid()}", others, sources, command_for)
     own = compile_all(folder, simulated(changed), command_for)
-    unchanged = [path for path in objects.glob("*.o") if path.name not in {path.name for path in own}]
+    unchanged = [path for path in objects if path.name not in {path.name for path in own}]
     kernels = [name for name in others if Path(name).name.startswith("kernels-")]
     program = folder / "drive_scheduler"
     run(*command, *own, *unchanged, *kernels, "-o", program, *compiling.LIBRARIES)
