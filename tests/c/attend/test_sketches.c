@@ -61,7 +61,7 @@ static void test_types(void) {
     static const int dims[] = {32, 64, 96, 128, 160};
     for (int type = 0; type < KVC_STORED_TYPES; type++)
         for (int transform = 0; transform < 2; transform++)
-            for (int i = 0; i < (is_quick() ? 2 : 5); i++) test_type(type, transform, dims[(type + 2 * i) % 5]);
+            for (int i = 0; i < (is_full() ? 5 : 2); i++) test_type(type, transform, dims[(type + 2 * i) % 5]);
 }
 
 int main(void) {

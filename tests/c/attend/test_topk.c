@@ -55,7 +55,7 @@ static float score_of(int kind) {
 }
 
 static void test_choices(void) {
-    for (int t = 0; t < (is_quick() ? 300 : 3000); t++) {
+    for (int t = 0; t < (is_full() ? 3000 : 300); t++) {
         const int n = random_int(0, 20) ? random_int(0, 60) : random_int(0, MOST), kind = random_int(0, 7);
         const int all_present = random_int(0, 3);
         for (int i = 0; i < n; i++) {

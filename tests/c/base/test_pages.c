@@ -450,7 +450,7 @@ static void test_share_of_windows(int32_t type) {
  * sequence of floats has them once it is nearly full. */
 static void test_shares(void) {
     static const int32_t types[] = {KVC_F16, KVC_INT8, KVC_Q4_0, KVC_Q8_0, KVC_INT4};
-    for (int i = 0; i < (is_quick() ? 3 : 5); i++) {
+    for (int i = 0; i < (is_full() ? 5 : 3); i++) {
         const int32_t type = types[i];
         for (int32_t dim = 64; dim <= 128; dim += 64) {
             for (int32_t size = 64; size <= TOKENS; size *= 8) test_share(type, dim, (kvc_config){.block_size = size});

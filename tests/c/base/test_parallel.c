@@ -125,7 +125,7 @@ static void test_held_up(void) {
 
 static void test_many_jobs(void) {
     static job j;
-    for (int i = 0; i < (is_quick() ? 3000 : 20000); i++) run(&j, random_int(2, 6), random_int(1, 12), 0);
+    for (int i = 0; i < (is_full() ? 20000 : 3000); i++) run(&j, random_int(2, 6), random_int(1, 12), 0);
 }
 
 /* A job within a task runs on the task's thread. */

@@ -56,7 +56,7 @@ static void test_refused(void) {
     pthread_t thread;
     CHECK(pair_feed(p, 0, 0, 10) == KVC_OK);
     CHECK(pthread_create(&thread, NULL, look, &b) == 0);
-    for (int i = 0; i < (is_quick() ? 2000 : 10000) && !test_failures; i++)
+    for (int i = 0; i < (is_full() ? 10000 : 2000) && !test_failures; i++)
         CHECK_FAILS(kvc_restore(p->cache, &args), KVC_ERR_FULL, "loading", "capacity is 40");
     atomic_store(&stop, 1);
     pthread_join(thread, NULL);

@@ -517,7 +517,7 @@ static void play_world(uint64_t seed, int num_steps) {
 
 int main(int argc, char **argv) {
     const uint64_t first = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
-    const int worlds = argc > 2 ? atoi(argv[2]) : is_quick() ? 50 : 300, num_steps = argc > 3 ? atoi(argv[3]) : 1000;
+    const int worlds = argc > 2 ? atoi(argv[2]) : is_full() ? 300 : 50, num_steps = argc > 3 ? atoi(argv[3]) : 1000;
     for (uint64_t seed = first; seed < first + (uint64_t)worlds; seed++) play_world(seed, num_steps);
     return test_result();
 }

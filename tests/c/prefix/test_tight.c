@@ -320,8 +320,7 @@ int main(void) {
                        "%d tokens, %d at once, windows %d: %lld bytes are too few behind %d known ones", num, step,
                        is_windowed, (long long)(high + more), common);
     }
-    const int few = is_quick() ? 300 : 600;
-    for (int round = 0; round < (is_full() ? 3000 : few); round++) test_room(round);
-    for (int round = 0; round < (is_full() ? 10000 : few); round++) test_twin(round);
+    for (int round = 0; round < (is_full() ? 3000 : 300); round++) test_room(round);
+    for (int round = 0; round < (is_full() ? 10000 : 300); round++) test_twin(round);
     return test_result();
 }

@@ -25,17 +25,12 @@ static inline void for_each_isa(void (*test)(void)) {
     for (char *name = strtok(names, " "); name; name = strtok(NULL, " ")) for_isa(name, test);
 }
 
-/* Runs a test with each set in a full run.  Otherwise runs it with the best set of this machine and, unless the run is
- * quick, with the first set with vectors: test_kernels.c tests the kernels of all sets. */
+/* Runs a test with the best set of this machine; in a full run with each: test_kernels.c tests the kernels of all. */
 static inline void for_some_isas(void (*test)(void)) {
-    char names[] = KVC_KERNEL_NAMES;
-    const char *first = (strtok(names, " "), strtok(NULL, " ")); /* the scalar one is before it */
-    if (is_full()) {
+    if (is_full())
         for_each_isa(test);
-        return;
-    }
-    test();
-    if (!is_quick() && first && strcmp(kvc_isa(), first)) for_isa(first, test);
+    else
+        test();
 }
 
 /* Returns the name of an instruction set that this machine has; which one, a number decides. */

@@ -128,13 +128,8 @@ static inline void end_child(int status) {
     _Exit(status);
 }
 
-/* Whether a part is enough of what repeats itself, such as sizes: in `pytest` without --slow. */
-static inline int is_quick(void) {
-    const char *part = getenv("KVCACHE_TEST_PART");
-    return part && !strcmp(part, "quick");
-}
-
-/* Whether all is to be tested: in `pytest --full`, and in a program that is started by hand. */
+/* Whether all is to be tested of what repeats itself, such as sizes: in `pytest --full`, and in a program that is started
+ * by hand. */
 static inline int is_full(void) { return !getenv("KVCACHE_TEST_PART"); }
 
 static uint64_t random_state = 1; /* set to an earlier state, it gives the same numbers again */
