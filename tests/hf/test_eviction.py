@@ -440,6 +440,7 @@ def test_a_model_with_an_encoder_reads_nothing_again():
     assert [len(each) for each in columns_of(cache.self_attention_cache)] == [36, 36]
 
 
+@pytest.mark.slow
 def test_a_compiled_model_has_the_same_queries():
     model, tokens = model_of(num_hidden_layers=1), texts()
     kept = []

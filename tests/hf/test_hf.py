@@ -91,7 +91,7 @@ def their_two(model):
     return transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
 
 
-@pytest.mark.parametrize("attention", ["kvcache", "eager"])
+@pytest.mark.parametrize("attention", ["kvcache", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", TWO_SIDED)
 def test_models_with_an_encoder(name, way, attention):

@@ -74,7 +74,7 @@ def logits(model, cache, attention):
     return torch.cat(results)
 
 
-@pytest.mark.parametrize("attention", ["kvcache", "sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["kvcache", "sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("way", "padding"), [*((way, 0) for way in WAYS), ("greedy", 6), ("beams", 6)])
 def test_same_tokens(model, way, padding, attention):
     given = prompt(2 if padding else 1, padding) | WAYS[way]

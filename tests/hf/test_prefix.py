@@ -163,7 +163,7 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("attention", ["kvcache", "eager"])
+@pytest.mark.parametrize("attention", ["kvcache", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models(name, attention):
     """If generate does not say at which positions tokens behind padding stand, no rows are matched for them."""
@@ -220,7 +220,7 @@ def test_a_cache_of_the_user():
     assert prefix.stats.sequences == 0
 
 
-@pytest.mark.parametrize("attention", ["kvcache", "eager"])
+@pytest.mark.parametrize("attention", ["kvcache", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_batch_with_padding(name, attention):
     """Rows of different lengths and matches begin where all of them can; leading padding is not stored."""
@@ -289,7 +289,7 @@ def test_hidden_tokens_that_acquire_was_not_told_of():
             model(other, attention_mask=mask, past_key_values=cache)
 
 
-@pytest.mark.parametrize("attention", ["kvcache", "eager"])
+@pytest.mark.parametrize("attention", ["kvcache", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "way",
     [

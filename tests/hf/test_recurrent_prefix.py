@@ -18,9 +18,9 @@ from kvcache.hf.pieces import PieceByPiece  # noqa: E402 - it imports those
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
 
 LONG = 60
-SERVED = [name for name in HYBRID if name != "jamba"]
 APART = {"zamba2"}  # whose step and scan of several tokens differ by a thousandth
 FEW = ["falcon_h1", "lfm2", "qwen3_next"]
+SERVED = [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in HYBRID if name not in (*FEW, "jamba"))]
 OPTIONS = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
 
 

@@ -73,8 +73,11 @@ def check_loaded(tmp_path, model, cache, text, mask=None, *, save=None, load=Non
     return loaded
 
 
+NAMES = ["llama", "gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "llama4"))]
+
+
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "llama4"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("edited", EDITS)
 def test_other_texts(tmp_path, edited, name, rows):
     """Also where windows have moved on."""
@@ -152,7 +155,7 @@ def test_padding(tmp_path, edited, before, after):
     check_loaded(tmp_path, model, cache, text, mask)
 
 
-@pytest.mark.parametrize("attention", ["kvcache", "eager"])
+@pytest.mark.parametrize("attention", ["kvcache", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("before", [None, 5, 15])
 @pytest.mark.parametrize("after", [None, 5, 15])
 def test_a_token_that_the_mask_hid(tmp_path, before, after, attention):

@@ -136,8 +136,7 @@ def test_a_configuration_says_the_same_layers(name):
             assert type(layer.policy) is type(ours.policy)
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize(("ends", "attention"), [*((ends, "kvcache") for ends in ENDS), ("pieces", "eager")])
 @pytest.mark.parametrize("name", WITH_RECURRENT)
 def test_logits(name, ends, attention):
     tokens = tokens_of(2, LENGTH)
@@ -250,8 +249,7 @@ def test_rows_come_and_go(name, attention):
     assert off(logits_of(model, cache, swapped, [22, *ends])[:, 22:], want) < TOLERANCE
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "attention"), [*((way, "kvcache") for way in WAYS), ("beams", "eager")])
 @pytest.mark.parametrize("name", WITH_RECURRENT)
 def test_generate(name, way, attention):
     if way == "lookup" and name in {*POOLED, "deepseek_v4"}:

@@ -70,8 +70,11 @@ def filled(tmp_path, model=None, rows=2, **options):
     return model, cache, tokens
 
 
+NAMES = ["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name != "gemma3")]
+
+
 @pytest.mark.parametrize("hidden", HIDDEN)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_generate_goes_on(tmp_path, name, hidden):
     model, tokens = model_of(name), random_tokens(3, 24)
     mask = torch.ones(3, 24, dtype=torch.long)

@@ -1,7 +1,6 @@
 """Another text for a cache that holds one: it goes on from where both begin alike."""
 
 import copy
-import itertools
 
 import pytest
 
@@ -62,7 +61,7 @@ def test_an_edited_history(name):
     assert cache.get_seq_length() == text.shape[1] + NEW - 1
 
 
-@pytest.mark.parametrize("attention", ["kvcache", "sdpa"])
+@pytest.mark.parametrize("attention", ["kvcache", pytest.param("sdpa", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [name for name in EDITS if name != "longer"])
 def test_an_edited_history_that_was_seen_both_ways(name, attention):
     """Rows of the common beginning follow from tokens that are no more."""
@@ -81,7 +80,7 @@ ROTATIONS = {
 }
 
 
-@pytest.mark.parametrize("kind", ROTATIONS)
+@pytest.mark.parametrize("kind", ["dynamic", pytest.param("longrope", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [name for name in EDITS if name != "longer"])
 def test_an_edited_history_that_was_rotated_by_its_length(name, kind):
     """Keys of a long text do not serve a short one."""
@@ -391,8 +390,12 @@ POSITIONS = {
 }
 
 
+PAIRS = [pair for way in POSITIONS for pair in ((None, way), (way, None))]
+PAIRS += [("twice as far", "of each row"), ("of each row", "of each row")]
+
+
 @pytest.mark.parametrize("prefixed", [False, True])
-@pytest.mark.parametrize(("first", "then"), [*itertools.permutations([None, *POSITIONS], 2), ("of each row",) * 2])
+@pytest.mark.parametrize(("first", "then"), PAIRS)
 def test_positions_of_the_caller(first, then, prefixed):
     """Rows follow from their tokens' positions."""
     model, tokens = model_of("llama"), random_tokens(2, 20)
