@@ -29,8 +29,7 @@ if not any((ROOT / "kvcache").glob("_core.*.so")):
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
 
 # The same examples each time, so that what fails is what was changed; `full` draws others.
-hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
-hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, max_examples=40)
+hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=40)
 hypothesis.settings.register_profile("full", deadline=None, derandomize=False, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
@@ -67,8 +66,6 @@ def pytest_configure(config):
         folder = tempfile.TemporaryDirectory(prefix="kvcache-")
         config.add_cleanup(folder.cleanup)
         config.stash[WORKSHOP] = Path(folder.name)
-    if part_of(config) == "quick" and "HYPOTHESIS_PROFILE" not in os.environ:
-        hypothesis.settings.load_profile("quick")
 
 
 def pytest_runtest_setup(item):
@@ -91,6 +88,9 @@ def pytest_report_header(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if hasattr(item.getparent(pytest.Module).obj, "torch"):  # the whole file needs it
+            item.add_marker("hf")
     marks = {"quick": ("slow", "full"), "slow": ("full",), "full": ()}[part_of(config)]
     left_out = {item for item in items if any(item.get_closest_marker(mark) for mark in marks)}
     config.hook.pytest_deselected(items=[*left_out])

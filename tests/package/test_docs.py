@@ -7,7 +7,6 @@ import pkgutil
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -19,37 +18,33 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted(module.name for module in pkgutil.walk_packages(kvcache.__path__, "kvcache."))
 MODULES = ["kvcache", *(name for name in MODULES if not re.search(r"\.(benchmarks|peers)\.", name))]  # these have none
 PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))) if "```python\n" in page.read_text()]
+WITH_TORCH = ("README.md", "huggingface.md", "models.md")  # pages whose programs need it
 FOLDERS = ("", "docs/", "docs/design/", "examples/**/", "bench/**/", "integrations/**/")
 LINKING = sorted(page for folder in FOLDERS for page in ROOT.glob(f"{folder}*.md"))
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-FOUND: set[str] = set()  # the names of the pages before: `kvcache.hf` imports torch for seconds
 
 
-def need(name):
+def marked(things, needs_torch):
+    return [pytest.param(thing, marks=pytest.mark.hf if needs_torch(thing) else ()) for thing in things]
+
+
+@pytest.mark.parametrize("name", marked(MODULES, lambda name: name.startswith("kvcache.hf")))
+def test_docstrings(name):
     if name == "kvcache.plot":
         pytest.importorskip("matplotlib")
-    if name.startswith("kvcache.hf") or name == "huggingface.md":
-        pytest.importorskip("transformers")
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_docstrings(name):
-    need(name)
     module, known = importlib.import_module(name), {"np": np, "kvcache": kvcache}
     result = doctest.testmod(module, extraglobs=known, optionflags=OPTIONS)
     assert not result.failed
 
 
 @pytest.mark.filterwarnings("error:.past_key_values. is deprecated:FutureWarning")  # nobody copies a deprecated name
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", marked(PAGES, lambda page: page.name in WITH_TORCH), ids=lambda page: page.name)
 def test_page(page, monkeypatch):
-    need(page.name)
     monkeypatch.chdir(ROOT)
     names = {}
     for block in re.finditer(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S):
         code, line = block[1], block.string.count("\n", 0, block.start()) + 1
-        if "transformers" in code and not find_spec("transformers"):
-            continue
+        assert page.name in WITH_TORCH or "transformers" not in code
         if ">>>" in code:
             test = doctest.DocTestParser().get_doctest(code, names, page.name, str(page), line)
             assert not doctest.DocTestRunner(optionflags=OPTIONS).run(test, clear_globs=False).failed
@@ -58,19 +53,16 @@ def test_page(page, monkeypatch):
             exec(compile("\n" * line + code, page, "exec"), names)
 
 
-@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_sentence_names_is_there(page):
-    """After `import kvcache` alone, in an interpreter where nothing else was imported; each name on its first page."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
-    code = " ".join(re.findall(r"`([^`\n]+)`", text))
-    names = {*re.findall(r"(?<![\w./:-])kvcache\.(?:[A-Z]\w+|hf|plot|state|stores)(?:\.\w+)*", code)}
-    for name, package in (("kvcache.hf", "transformers"), ("kvcache.plot", "matplotlib")):
-        if not find_spec(package):
-            names = {one for one in names if not one.startswith(name)}
-    if names := names - FOUND:
-        code = "\n".join(["import kvcache", *sorted(names)])
-        subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
-        FOUND.update(names)
+@pytest.mark.parametrize("part", ["[A-Z]", "state|stores", "plot", pytest.param("hf", marks=pytest.mark.hf)])
+def test_what_a_sentence_names_is_there(part):
+    """After `import kvcache` alone, in an interpreter where nothing else was imported."""
+    if part == "plot":
+        pytest.importorskip("matplotlib")
+    pages = [re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S) for page in LINKING]
+    code = " ".join(re.findall(r"`([^`\n]+)`", "\n".join(pages)))
+    names = {*re.findall(rf"(?<![\w./:-])kvcache\.(?:{part})(?:\w+)?(?:\.\w+)*", code)}
+    program = "\n".join(["import kvcache", *sorted(names)])
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
 
 
 def test_the_first_runner_is_a_runner(monkeypatch, capsys):
