@@ -1,6 +1,6 @@
 """PrefixCache in Python: tokens of any kind, arguments, errors and lifetimes.
 
-An oracle in C says what matches, and with which rows (known/known.h). tests/c/prefix tests rare cases.
+An oracle in C says what matches, and with which rows (tests/world). tests/c/prefix tests rare cases.
 """
 
 import copy

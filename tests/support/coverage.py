@@ -1,4 +1,4 @@
-"""Count the lines and branches of src/ that the programs in tests/c and tests/world, and the oracle of prefixes, run.
+"""Count the lines and branches of src/ that the programs in tests/c and tests/world run.
 
     python tests/support/coverage.py [folder]    # keeps what it builds in the folder
 
@@ -24,11 +24,9 @@ COUNTING = ["--coverage", "-fprofile-update=atomic", "-Wl,-u,__gcov_dump"]
 LEAST = {"lines": 97.0, "branches": 92.0}  # percent
 
 # The programs that test the core, by their sources, with the words of each call. The first source names the program.
-ORACLE = tuple(sorted(ROOT.glob("tests/prefix/known/*.c"), key=lambda source: source.stem != "known"))
 PROGRAMS = {(source,): [()] for source in sorted(ROOT.glob("tests/c/*/test_*.c"))}
-for driver, runs in (("drive_thread", "40"), ("drive_faults", "4")):
+for driver, runs in (("drive_thread", "40"), ("drive_faults", "4"), ("drive_orders", "40")):
     PROGRAMS[(ROOT / f"tests/world/{driver}.c", *world_sources())] = [("--runs", runs)]
-PROGRAMS[ORACLE] = [("--runs", "40"), ("--orders", "40", "--names", "10")]
 
 
 def play(folder):

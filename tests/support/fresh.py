@@ -82,28 +82,15 @@ def world(driver, runs):
     return Machine(driver, sources, lambda seed: ["--seed", 1 + (seed - 1) * runs, "--runs", runs])
 
 
-def oracle(option, number):
-    """Play random calls, or scenes, of the oracle of prefixes."""
-    return Machine("known", coverage.ORACLE, lambda seed: ["--seed", 1 + (seed - 1) * number, option, number])
-
-
 MACHINES = [
     world("drive_scheduler", 1),
     fuzzer(ROOT / "tests/fuzz/fuzz_attention.c", 10),
     fuzzer(ROOT / "tests/fuzz/fuzz_state.c", 80),
     world("drive_thread", 10),
     world("drive_faults", 2),
-    oracle("--runs", 1),
-    oracle("--names", 100),
-    oracle("--forks", 1),
-    oracle("--fits", 5),
-    oracle("--orders", 20),
-    oracle("--fetches", 100),
-    oracle("--reuse", 20),
-    oracle("--forgets", 20),
+    world("drive_orders", 40),
     randomised("space/test_evict"),
     randomised("prefix/test_directory_posix"),
-    randomised("prefix/test_forgotten"),
     Machine("test_kernels", (ROOT / "tests/c/kernels/test_kernels.c",), num_seeds=1),
 ]
 

@@ -2,6 +2,7 @@
 
 A driver makes calls from one table: one thread, threads of the system, threads of a simulated scheduler, one thread
 whose allocations fail, or the bytes of a fuzzer.  What one thread fails on is printed as a short list of calls in C.
+One more driver plays in closed worlds, whose exact order it knows (closed.h).
 To repeat a failure, run the program that the test names; TESTING.md says how.
 """
 
@@ -22,8 +23,15 @@ HERE = Path(__file__).parent
 SOURCES = compiling.world_sources()
 DEFECTS = [*read_defects(HERE / "defects.txt")]
 QUICK, SLOW, FULL = 1, 2, 10  # how many times as many runs
-ALONE = "drive_thread", "drive_faults"
-RUNS = {"drive_thread": 60, "drive_scheduler": 20, "drive_threads": 8, "drive_faults": 6, "drive_fuzz": 40}
+ALONE = "drive_thread", "drive_faults", "drive_orders"
+RUNS = {
+    "drive_thread": 60,
+    "drive_scheduler": 20,
+    "drive_threads": 8,
+    "drive_faults": 6,
+    "drive_fuzz": 40,
+    "drive_orders": 200,
+}
 
 ELSEWHERE = {  # public functions that are in no row of the table, with the reason
     "each world, or each call, makes it": {
