@@ -13,7 +13,12 @@
 #include "support/saved.h"
 #include "support/test.h"
 
-enum { STORED = 4096, QUERIES = 64, HEADS = 32, KV_HEADS = 2, DIM = 64 };
+#ifdef __SANITIZE_ADDRESS__
+enum { SLOWER = 4 }; /* calls take at least so many times as long */
+#else
+enum { SLOWER = 1 };
+#endif
+enum { STORED = 4096, QUERIES = 64 / SLOWER, HEADS = 32, KV_HEADS = 2, DIM = 64 };
 
 static const int64_t retained = 1000;
 
@@ -239,7 +244,7 @@ static void test_poll_of_weights(int num_threads) {
 
 /* Tokens whose put was cancelled can be put again. */
 static void test_put(int num_threads) {
-    enum { TOKENS = 1 << 17 };
+    enum { TOKENS = (1 << 17) / SLOWER };
     poller p;
     kvc_cache *cache = new_cache(&p, &(kvc_policy){.kind = KVC_FULL}, KVC_Q4_0, num_threads);
     const kvc_put_args all = zero_rows(0, TOKENS);
@@ -262,7 +267,7 @@ static void test_put(int num_threads) {
 
 /* A cancelled cross-attention put leaves the sequence the rows it had. */
 static void test_cross_put(void) {
-    enum { MAX_LEN = 1 << 18 };
+    enum { MAX_LEN = (1 << 18) / SLOWER };
     poller p;
     kvc_cache *cache = new_cache(&p, &(kvc_policy){.kind = KVC_CROSS, .max_len = MAX_LEN}, KVC_Q4_0, 1);
     const kvc_put_args few = put_of(3);
@@ -290,7 +295,7 @@ static void test_cross_put(void) {
 
 /* ---- where putting rows makes the cache evict a retained sequence ------------------------------------------------ */
 
-enum { UNSTORED = 1 << 17 };
+enum { UNSTORED = (1 << 17) / SLOWER };
 
 /* Retains a row, and begins an unstored batch that keeps rows in layer 0: rows in layer 1 take memory of their own. */
 static kvc_batch *begin_beside_retained(kvc_cache *cache, const kvc_put_args *all) {

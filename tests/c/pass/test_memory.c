@@ -45,7 +45,7 @@ static int random_layers(kvc_layer *layers) {
 /* However the tokens that memory was reserved for come in batches, whoever holds the rows before them, and whatever was
  * begun and aborted first, they take no more. */
 static void test_reserved_beside_others(void) {
-    for (int round = 0; round < (is_full() ? 20000 : 6000); round++) {
+    for (int round = 0; round < (is_full() ? 20000 : 2000); round++) {
         kvc_layer layers[3];
         const int num_layers = random_layers(layers);
         kvc_cache *cache = heap_cache(num_layers, layers, (kvc_config){0});
