@@ -255,11 +255,11 @@ LARGE = {name: (kind, make) for kind, made in MADE.items() for name, make in mad
 
 
 QUICK = ["wide values", "a long name", "JSON with one wide character", "short arrays", "sparse safetensors"]
-QUICK += ["nested tokens", "a tokenizer of objects"]
+QUICK += ["nested tokens", "a tokenizer of objects", "JSON of small objects", "sparse JSON", "a GGUF that overlaps"]
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LARGE]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in LARGE]
 )
 def test_files_that_are_refused_take_little(tmp_path: Path, name: str) -> None:
     kind, make = LARGE[name]

@@ -36,7 +36,7 @@ def test_it_is_the_same_every_time(folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["-std=c11"]], ids=["bare", "c11"])
+@pytest.mark.parametrize("flags", [[], pytest.param(["-std=c11"], marks=pytest.mark.full)], ids=["bare", "c11"])
 def test_it_compiles_without_a_warning(folder, flags):
     """Without code, which takes long where it is optimised."""
     run(*compiler(), *flags, "-Wall", "-Wextra", "-Werror", "-fsyntax-only", folder / "kvcache.c")

@@ -73,7 +73,7 @@ def run(tmp_path):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_groups_in_json(run, tmp_path):
     printed, status = run(
         *TINY, "--dtype=f32,q8_0", "--implementation=numpy_cache:NumPyCache", "--benchmark-max-time=0",
