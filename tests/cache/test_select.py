@@ -1,6 +1,6 @@
 """Rows selected by sketches: what `Layer(sketch=True)` and `Batch.attend(select=...)` take and refuse.
 
-tests/c/attend/test_select.c holds which rows these are, and tests/prefix/known that no prefix knows their tokens.
+tests/c/attend/test_select.c holds which rows these are, and tests/world that no prefix knows their tokens.
 """
 
 import numpy as np

@@ -325,6 +325,28 @@ static void test_used_meanwhile(int at, int fetched, int left) {
     close_fetched();
 }
 
+/* Others use their blocks, and then compute those that the fetch is about to bring.  At its next read, a block goes. */
+static void compute_next(void) {
+    int64_t num;
+    if (event_at == 5) {
+        CHECK(kvc_prefix_evict(prefix, 1, &num) == KVC_OK && num == BLOCK);
+        CHECKF(known(others, PROMPT) == 3 * BLOCK, "%d of the others are known", known(others, PROMPT));
+        return;
+    }
+    use_others();
+    (void)serve(ids, 6 * BLOCK, BLOCK);
+    event_at = 5;
+}
+
+/* A fetch that meets blocks which others have used later than itself takes that use from none. */
+static void test_later_use(void) {
+    open_fetched((kvc_config){0}, (kvc_prefix_config){0});
+    event = compute_next;
+    event_at = 4;
+    CHECK(fetch(KVC_OK) == PROMPT - 2 * BLOCK && event_at == 5 && num_reads > event_at);
+    close_fetched();
+}
+
 /* While a fetch runs, others use blocks.  The quota keeps these blocks rather than the blocks that the fetch adds. */
 static void test_quota(int at) {
     enum { QUOTA = 2 * BLOCK, CAPACITY = 2 * PROMPT };
@@ -498,6 +520,7 @@ int main(void) {
     state_bytes = 0;
     test_used_meanwhile(3, 10, 0);
     test_used_meanwhile(4, 6, 4);
+    test_later_use();
     for (int at = 1; at < NUM; at++) test_quota(at);
     check_linear(bytes_of_fetch);
     check_linear(bytes_of_passing);

@@ -1,5 +1,5 @@
 /* Prefixes: quotas, times to live, events, blocks and states of stores, and windows that have lost rows.  Random calls
- * are compared with an oracle in tests/prefix/known. */
+ * are compared with an oracle in tests/world. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign, nanosleep */
 #include <time.h>
 

@@ -334,11 +334,59 @@ static void test_forgotten_state(void) {
     free(huge);
 }
 
+/* ---- a state that is dropped while it is copied ------------------------------------------------------------------ */
+
+static int64_t going_on; /* from the state */
+static atomic_int is_copied, is_dropped;
+
+static void *drop_state(void *unused) {
+    (void)unused;
+    while (!atomic_load(&is_copied)) sched_yield();
+    usleep(1000);
+    CHECK(kvc_clear_sequence(cache, going_on) == KVC_OK && kvc_prefix_clear(prefix) == KVC_OK);
+    atomic_store(&is_dropped, 1);
+    return NULL;
+}
+
+/* A state whose sequence and prompt go while kvc_prefix_state copies it stays until then. */
+static void test_dropped_state(void) {
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .rope = {.kind = KVC_ROPE_NONE}};
+    const kvc_tokens tokens = {.struct_size = sizeof tokens, .ids = ids, .num_tokens = BLOCK + 1};
+    const kvc_tokens block = {.struct_size = sizeof block, .ids = ids, .num_tokens = BLOCK};
+    uint8_t *huge = malloc(HUGE_STATE);
+    int met = 0;
+    for (int round = 0; round < MOST_ROUNDS && !met; round++) {
+        pthread_t thread;
+        int32_t matched;
+        int64_t size;
+        begin(&layer, (kvc_prefix_config){.state_bytes = HUGE_STATE});
+        const int64_t id = kvc_new_sequence(cache);
+        feed_all(id, BLOCK);
+        memset(huge, 7, HUGE_STATE);
+        CHECK(kvc_prefix_checkpoint(prefix, id, &block, huge, HUGE_STATE) == KVC_OK);
+        CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &going_on, &matched) == KVC_OK && matched == BLOCK);
+        memset(huge, 0, HUGE_STATE);
+        atomic_store(&is_copied, 0);
+        atomic_store(&is_dropped, 0);
+        CHECK(pthread_create(&thread, NULL, drop_state, NULL) == 0);
+        atomic_store(&is_copied, 1);
+        CHECK(kvc_prefix_state(prefix, going_on, huge, HUGE_STATE, &size) == KVC_OK);
+        met = atomic_load(&is_dropped) && size;
+        pthread_join(thread, NULL);
+        CHECK(!size || (size == HUGE_STATE && huge[0] == 7 && !memcmp(huge, huge + 1, HUGE_STATE - 1)));
+        CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
+        end();
+    }
+    CHECK(met);
+    free(huge);
+}
+
 int main(void) {
     const int few = is_full() ? 50 : 10, many = 30 * few, children = HAS_FORK ? few : 0;
     alarm(4 * LIMIT);
     test_moving();
     test_forgotten_state();
+    test_dropped_state();
     check_beside(read_blocks, fork_and_check, children);
     check_beside(add_blocks, fork_and_check, children);
     check_beside(fill_and_clear, fork_and_check, children);
