@@ -126,33 +126,34 @@ static void scene_evict(void) {
 /* ---- the order of what is fetched -------------------------------------------------------------------------------- */
 
 static struct {
-    int at;      /* the prompt that is fetched */
-    int is_cold; /* nothing of it was known */
+    int is_cold; /* nothing of the prompt was known */
     int num_reads;
-    long now; /* when the fetch uses it; calls that come meanwhile count as equally late */
+    long began;
 } fetching;
 
-static void compute(prompt *p, long now) {
+static void compute(prompt *p) {
     serve(p->text, p->states, pick(2));
-    p->used = now, p->ms = w.o.ms, p->is_sorted = !p->states;
+    p->used = p->may = ++o.clock, p->ms = w.o.ms, p->is_sorted = !p->states;
 }
 
-/* While the store reads, time passes, and others use a prompt. */
+/* While the store reads, time passes, and others use a prompt, perhaps the same one. */
 static void go_on(void) {
     const int other = pick(o.num), is_first = !fetching.num_reads++;
     if (!pick(3)) w.o.ms += is_first && fetching.is_cold ? pick(3 * TTL) : pick(TTL / 2);
-    if (other != fetching.at && !pick(4)) compute(&o.prompts[other], fetching.now);
+    if (!pick(4)) compute(&o.prompts[other]);
 }
 
 static void fetch_prompt(int at) {
     prompt *p = &o.prompts[at];
     const int length = text_length(p->text), before = known_of(p->text);
-    fetching.at = at, fetching.is_cold = !before, fetching.num_reads = 0, fetching.now = ++o.clock;
+    fetching.is_cold = !before, fetching.num_reads = 0, fetching.began = ++o.clock;
     store.before = go_on;
     const int fetched = fetch(p->text);
     store.before = NULL;
+    p->may = ++o.clock, p->ms = w.o.ms;
+    if (p->used > fetching.began) return; /* others have computed it */
     if (fetched < length - before) wrong("%s: %d tokens are fetched behind %d", spell(p->text), fetched, before);
-    p->used = fetching.now, p->ms = w.o.ms, p->is_sorted = !before;
+    p->used = fetching.began, p->is_sorted = !before;
 }
 
 /* Checks that only the least recently used prompt loses tokens, and these from its end on: a state or block at once. */
@@ -167,9 +168,9 @@ static void check_losses(void) {
         if (after > before || (p->is_sorted && after != next))
             wrong("%d tokens of %s are known, then %d, not %d", before, spell(p->text), after, next);
         for (const prompt *q = o.prompts; q < o.prompts + o.num; q++)
-            if (q->left && q != p && q->used < p->used)
+            if (q->left && q != p && q->may < p->used)
                 wrong("%s, used at %ld, loses tokens before %s, used at %ld", spell(p->text), p->used, spell(q->text),
-                      q->used);
+                      q->may);
     }
 }
 
@@ -222,7 +223,7 @@ static void use_prompts(int has_time) {
         if (pick(3))
             fetch_prompt(at);
         else
-            compute(&o.prompts[at], ++o.clock);
+            compute(&o.prompts[at]);
         for (int i = 0; i < o.num; i++) {
             const prompt *p = &o.prompts[i];
             const int n = known_of(p->text);
@@ -245,7 +246,7 @@ static void scene_fetch(void) {
         own.max_checkpoint_bytes += ONE_STATE * __builtin_popcountll(o.prompts[i].states);
     const int capacity = own.quota ? num_tokens + 5 * o.block : 0;
     open_cache(capacity, own);
-    for (int i = 0; i < o.num; i++) compute(&o.prompts[i], 0);
+    for (int i = 0; i < o.num; i++) compute(&o.prompts[i]);
     must(kvc_store_new_blocks(o.cache, &in_memory, &num));
     must(kvc_prefix_clear(o.prefix));
     use_prompts(has_time);
