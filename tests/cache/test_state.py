@@ -587,7 +587,7 @@ assert peak() - before < 50, f"{peak() - before} MiB"
         ("", 2**60),
         (',"a":["",[[]]]', 100_000),
         *(
-            pytest.param(behind, num_layers, marks=pytest.mark.slow)
+            pytest.param(behind, num_layers, marks=pytest.mark.full)
             for behind in ("", " ", "\0", ',"a":{}', ',"a":["",[[]]]')
             for num_layers in (0, 4, 100_000, 2**60)
         ),

@@ -30,7 +30,7 @@ def uncached(tokens):
         return attend(cache, 0, tokens, len(tokens) - 1, len(tokens))
 
 
-@pytest.mark.parametrize("num_requests", [400, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", [400, pytest.param(10_000, marks=pytest.mark.full)])
 def test_many_requests(num_requests):
     """No error and no leak, and the bits of a run without a prefix cache."""
     cache = make_cache("hybrid", capacity=32 * 100 + 500, num_threads=1)
