@@ -87,12 +87,14 @@ static void draw_tokens(call *c, int is_odd) {
     }
 }
 
-/* Makes a tree of the tokens: each has a position behind its parent's. */
+/* Makes a tree of the tokens: each has a position behind its parent's, or behind all of its sequence. */
 static void draw_parents(call *c) {
+    const int rises = !pick(4);
     c->flag |= PARENTS | POSITIONS;
     for (int t = 0; t < c->num; t++) {
         const int parent = t - 1 - pick(3);
         c->parents[t] = parent >= 0 && c->slots[parent] == c->slots[t] ? parent : -1;
+        if (rises) continue;
         const int64_t next = next_of(&w.o, &w.o.sequences[c->slots[t]]);
         c->positions[t] = position_or_0(c->parents[t] < 0 ? next : (int64_t)c->positions[c->parents[t]] + 1);
     }

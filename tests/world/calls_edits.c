@@ -151,7 +151,13 @@ void run_inject(call *c) {
     if (counts && !c->status && !w.o.crowded && num != stored) wrong("%d rows are replaced, not %d", (int)num, stored);
 }
 
-int draw_mark_inexact(call *c) { return draw_truncate(c); }
+/* Often of a sequence of the open batch. */
+int draw_mark_inexact(call *c) {
+    const batch *b = &w.o.batches[me->number];
+    draw_truncate(c);
+    if (b->is_open && pick(2)) c->s = b->slots[pick(b->num)];
+    return 1;
+}
 void run_mark_inexact(call *c) { c->status = kvc_mark_inexact(w.cache, w.ids[c->s], c->begin); }
 
 int draw_sequence(call *c) {
