@@ -195,6 +195,16 @@ static void note_kept(oracle *o, prefix *p, int node, int begin, const uint64_t 
     if (is_sure) b->sure_use = o->now, b->sure_ms = o->ms;
 }
 
+/* A block may have rows that its sequence has lost: rows of the same tokens in another block. */
+static void note_twins(const prefix *p, block *b) {
+    for (int i = 0; i < p->num_blocks; i++) {
+        const block *other = &p->blocks[i];
+        const int end = text_common(other->node, b->node);
+        for (int l = 0; l < LAYERS && other->begin == b->begin && end > b->begin; l++)
+            b->may[l] |= other->may[l] & bits_of(b->begin, end);
+    }
+}
+
 /* Whether a prefix surely keeps blocks of a sequence, as far as what it has forgotten goes: no row is older.  Rows that
  * another prefix handed out may be. */
 static int is_young(const prefix *p, const sequence *s, int own) {
@@ -260,6 +270,7 @@ static int keep_blocks(oracle *o, const sequence *s, int own, int text, int is_d
         note_kept(o, p, node, begin, bits, is_sure);
         block *b = find_block(p, node, begin);
         for (int l = 0; l < o->num_layers; l++) b->may[l] |= s->had[l] & bits_of(begin, text_length(node));
+        note_twins(p, b);
     }
     const int32_t next = next_of(o, s), exact = s->exact_to < next ? s->exact_to : next;
     if (length < exact && length < text_length(text)) /* a position without a token may count */
