@@ -68,8 +68,7 @@
  *           kvc_validate), and kvc_compact, kvc_begin and kvc_reserve when they move rows together.  If max_bytes is
  *           set, kvc_room looks at all sequences that hold rows.  So do kvc_begin and kvc_reserve if evicting blocks
  *           does not make enough room.  Kept blocks, and sequences that hold no rows, take no time there.
- *           kvc_prefix_forget looks at all acquired sequences that may hold the prompt's first token, and
- *           kvc_prefix_clear at all that the prefix has acquired.
+ *           kvc_prefix_clear looks at all sequences that the prefix has acquired.
  *           kvc_commit and kvc_reserve end with work on OS pages, without the mutex; the batch has ended by then.  If
  *           max_bytes is set, calls that may take memory for rows wait for this work.
  * fork()    The child has one thread, and every cache as it was.  fork() waits for calls of other threads to end,
@@ -1253,8 +1252,8 @@ KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
 
 /* Forgets a prompt, for example private data: none of its tokens matches any prompt until somebody computes them again.
  * Pass the answer with the prompt.  The call drops each block that holds a row of one of the tokens, and each block
- * that follows the whole prompt.  Pinned blocks go, too, and so do the states of all these.  Sets *num_dropped to the
- * number of tokens in these blocks.  A block that expired goes as well, unless another call has dropped it already.
+ * that follows the whole prompt, pinned or not, with their states.  Sets *num_dropped to the number of tokens in these
+ * blocks.  A block that expired goes as well, unless another call has dropped it already.
  *
  * A block that follows a part of the prompt and holds none of its tokens stays.  It belongs to another prompt, and
  * matches again once the tokens before it are computed again.  If all layers have windows or chunks, it could match
@@ -1262,13 +1261,14 @@ KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
  * Equal tokens of another prompt, or at another position, were computed for that prompt, and stay.  With
  * reuse_min_tokens they may be moved behind a match, also to where the forgotten tokens were.  If that must not be,
  * forget the other prompt as well.
- * Sequences stay as they are, and go on.  But this prefix keeps no more blocks of a sequence that may hold forgotten
- * rows.  An acquired sequence may hold them if it begins with the prompt's first token, or if a token at position 0 was
- * edited, replaced or rejected.  Any other sequence may hold them if it holds tokens now, or is a copy of one that
- * does.  A sequence that another prefix acquires later may hold them in blocks that the other
- * prefix keeps now.  A sequence that kvc_restore makes later may hold them, whatever its tokens are: a saved state does
- * not say how old it is.  If a cache has more than 64 prefixes, some of them also keep no blocks of a sequence whose
- * rows another prefix has forgotten.  A kvc_prefix_fetch under way adds nothing more.
+ *
+ * Sequences go on, but they may hold rows of the prompt.  So from now on this prefix keeps no block and no state of:
+ *   - a sequence that was begun or acquired before the call returned, whatever its tokens are;
+ *   - a sequence that kvc_restore makes, because a saved state does not say how old it is;
+ *   - a sequence that another prefix has acquired;
+ *   - a sequence that got rows of any of these (kvc_fork, kvc_copy_prefix, kvc_share).
+ * What it keeps of other prompts by then stays.  A kvc_prefix_fetch under way adds nothing more.
+ *
  * Pins stay.  A block that they held is pinned again once its tokens are computed again, until kvc_prefix_unpin.  A
  * block that goes on otherwise where the prompt ends is not pinned.
  * Blocks are dropped a few at a time, so that other calls come between.  Until the call ends, prompts with the

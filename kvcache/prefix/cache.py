@@ -528,11 +528,10 @@ class PrefixCache:
         do blocks of prompts that part from it within a block. Once they are fetched, they count as computed again.
         Forget these prompts as well, or give each tenant a store of its own, and clear that.
 
-        Sequences stay as they are, and go on. But no more blocks are kept of a sequence that may hold forgotten rows.
-        An acquired sequence may hold them if it begins with the prompt's first token, or if a token at position 0 was
-        edited, replaced or rejected. Any other sequence may if it holds tokens now, if it is restored from a file
-        later, or if another prefix cache acquires it later. Pins stay: once the tokens are computed again, their blocks
-        are pinned again.
+        Sequences go on, but they may hold rows of the prompt. So no more blocks are kept of a sequence that was begun
+        or acquired before this call returned, whatever its tokens are. Nor are blocks kept of a sequence that is
+        restored from a file, that another prefix cache has acquired, or that got rows of any of these. What is kept of
+        other prompts by then stays. Pins stay: once the tokens are computed again, their blocks are pinned again.
 
         A prefix cache of another `KVCache` does not learn of it: it may hold these tokens too, for example if its
         cache is a copy of this one. Forget the prompt there as well.

@@ -1,5 +1,5 @@
 /* cache.c: the upkeep of a cache's sequences: see cache.h. */
-#include "cache/origin.h"
+#include "cache/cache.h"
 
 #include "cache/useful.h"
 
@@ -136,7 +136,7 @@ void kvc_cache_protect(kvc_cache *cache, kvc_sequence *sequence) {
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
 void kvc_cache_enter(kvc_cache *cache, kvc_sequence *sequence) {
-    sequence->origin.as_of = cache->prefixes.num_forgets;
+    if (!sequence->is_hidden && sequence->date > cache->prefixes.clock) sequence->date = cache->prefixes.clock;
     kvc_table_insert(&cache->sequences, sequence);
     kvc_table_list(&cache->sequences, sequence, kvc_sequence_holds(sequence));
 }
@@ -160,7 +160,7 @@ void kvc_cache_set_aside(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_cache_unmark_loose(sequence);
     kvc_table_remove(&cache->sequences, sequence);
     sequence->exact_to = sequence->edited_from = INT32_MAX;
-    kvc_origin_reset(cache, sequence);
+    sequence->date = INT64_MAX;
     cache->sequences.reserved = sequence;
 }
 

@@ -13,17 +13,7 @@
 #include "rows/rope.h"
 #include "cache/sequence.h"
 
-enum {
-    KVC_NUM_SCRATCH = 4, /* allocations of scratch in reserve, for reuse */
-    KVC_NUM_BITS = 64    /* of kvc_origin.forgotten_in */
-};
-
-/* A bit of kvc_origin.forgotten_in: see origin.h. */
-typedef struct kvc_bit {
-    int32_t num_users; /* prefixes that have it */
-    int64_t taken;     /* num_forgets when the first of them got it */
-    int64_t forgot;    /* num_forgets when a prefix that had it last forgot a prompt */
-} kvc_bit;
+enum { KVC_NUM_SCRATCH = 4 }; /* allocations of scratch in reserve, for reuse */
 
 /* The ropes of kind KVC_ROPE_FREQUENCIES. */
 typedef struct kvc_ropes {
@@ -42,10 +32,9 @@ typedef struct kvc_limits {
 /* The prefixes of a cache, and what is common to them: prefix/. */
 typedef struct kvc_prefixes {
     struct kvc_prefix *first;                      /* list of all */
-    kvc_bit *bits;                                 /* [KVC_NUM_BITS]; NULL: there is no prefix */
-    kvc_sorted sessions;                           /* acquired sequences of all prefixes, by first token: session.c */
-    int64_t prompt_bytes;                          /* of them, with the tokens that they are to be fed */
-    int64_t num_made, num_forgets;                 /* prefixes that were made, and prompts that were forgotten */
+    int64_t prompt_bytes;                          /* of acquired sequences, with the tokens that they are to be fed */
+    int64_t num_made;                              /* prefixes that were made */
+    int64_t clock;                                 /* rises when a prompt is forgotten: kvc_sequence.date */
     struct kvc_tree *dying;                        /* list of the trees that prefixes have given up: prefix.c */
     struct kvc_node *new_blocks, **new_blocks_end; /* list of blocks for kvc_take_new_blocks, oldest first */
     struct kvc_carrier *carriers;                  /* list of calls that carry blocks to or from a store */

@@ -17,7 +17,7 @@ kvc_sequence *kvc_sequence_new(const kvc_pool *pools, int64_t id, int32_t num_gr
     *sequence = (kvc_sequence){.id = id,
                                .exact_to = INT32_MAX,
                                .edited_from = INT32_MAX,
-                               .origin = {.as_of = INT64_MAX, .num_forgets = INT64_MAX},
+                               .date = INT64_MAX,
                                .num_groups = num_groups,
                                .num_token_groups = num_token_groups,
                                .pools = pools};
@@ -130,9 +130,15 @@ int32_t kvc_min_query_position(const kvc_sequence *sequence) {
     return low;
 }
 
+void kvc_sequence_note_source(kvc_sequence *sequence, const kvc_sequence *source) {
+    if (source->date < sequence->date) sequence->date = source->date;
+    if (!sequence->from)
+        sequence->from = source->from;
+    else if (source->from && source->from != sequence->from)
+        sequence->from = -1;
+}
+
 void kvc_sequence_note_edit(kvc_sequence *sequence, int32_t position, int32_t exact_to) {
-    kvc_follower *follower = sequence->follower;
-    if (!position && follower && follower->begun_anew) follower->begun_anew(follower);
     sequence->edited_from = kvc_lower(sequence->edited_from, position);
     sequence->exact_to = kvc_lower(sequence->exact_to, exact_to);
 }

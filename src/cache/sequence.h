@@ -24,21 +24,10 @@ typedef struct kvc_follower {
     int (*may_leave)(const struct kvc_follower *follower);
     /* Called when the sequence has become evictable, or is so no more.  NULL: the follower need not know. */
     void (*noted)(struct kvc_follower *follower);
-    /* Called when the sequence's first token may have become another one.  NULL: the follower need not know. */
-    void (*begun_anew)(struct kvc_follower *follower);
 } kvc_follower;
 
 /* The orders of sequences.  A sequence has a place in a tree for each, and no two have the same key. */
 typedef enum kvc_key { KVC_BY_ID, KVC_BY_USE, KVC_NUM_KEYS } kvc_key;
-
-/* The origin of a sequence's rows.  It tells a prefix whether they may be rows of tokens that it forgot: origin.h. */
-typedef struct kvc_origin {
-    uint64_t forgotten_in; /* bits of prefixes that forgot tokens whose rows these may be */
-    int64_t as_of; /* cache->prefixes.num_forgets when these bits were right; INT64_MAX: it is not in a table yet */
-    int64_t num_forgets; /* cache->prefixes.num_forgets when a prefix kept the oldest row that it kept of these.
-                            INT64_MAX: no prefix kept any.  0: nobody knows how old the rows are */
-    int64_t prefix;      /* number of this prefix; 0: there are several, or none */
-} kvc_origin;
 
 /* The running call that has a sequence, if any. */
 typedef struct kvc_caller {
@@ -80,7 +69,9 @@ typedef struct kvc_sequence {
     int32_t in_batch;           /* 1 + its index among the sequences of the open batch; 0: it is not in the batch */
     int32_t min_query_position; /* lowest position at which a query may still come; set before rows expire */
     int32_t exact_to;           /* rows from there on may not follow from its tokens alone; INT32_MAX: all do */
-    kvc_origin origin;
+    int64_t date; /* by cache->prefixes.clock: when it was made, or what it is a copy of.  0: nobody knows how old its
+                     rows are.  INT64_MAX: it is hidden, as rows that prefixes keep are clean, or in no table yet */
+    int64_t from; /* kvc_prefix.number of the prefix that acquired it, or what it is a copy of; 0: none; -1: several */
     int32_t edited_from; /* edits changed or dropped rows from there on; INT32_MAX: none since it was set so */
     int32_t holds;       /* it is counted in cache->sequences.num_holding */
     kvc_caller call;
@@ -136,6 +127,10 @@ int32_t kvc_min_query_position(const kvc_sequence *sequence);
  * `end`. */
 static inline int32_t kvc_lower(int32_t a, int32_t b) { return a < b ? a : b; }
 static inline int32_t kvc_below(int32_t position, int32_t end) { return position < end ? position : INT32_MAX; }
+
+/* Notes that a sequence is a copy of another one, or of some of its rows: it is as old, and comes from where that does.
+ */
+void kvc_sequence_note_source(kvc_sequence *sequence, const kvc_sequence *source);
 
 /* Notes an edit, or a commit, once it cannot fail: rows from `position` on were changed or dropped, and rows from
  * exact_to on may not follow from the tokens alone. */

@@ -3,7 +3,6 @@
 
 #include "cache/batch.h"
 #include "cache/check.h"
-#include "cache/origin.h"
 #include "space/evict.h"
 #include "space/limits.h"
 
@@ -102,7 +101,6 @@ kvc_status kvc_make_kept(kvc_cache *cache, const kvc_sequence *src, int64_t id, 
         status = keep_group(cache, src, g, begin, end, &sequence->runs[g]);
     const int32_t exact_to = kvc_exact_to_with_batch(cache, src);
     sequence->exact_to = kvc_below(exact_to > begin ? exact_to : begin, end);
-    kvc_origin_add(cache, sequence, src);
     const int is_made = status == KVC_OK && kvc_sequence_holds(sequence);
     status = end_keeping(cache, sequence, status);
     if (!is_made) return status;
@@ -390,7 +388,6 @@ kvc_status kvc_attach_pieces(kvc_cache *cache, const kvc_piece *items, int32_t n
     for (int32_t i = 0; status == KVC_OK && i < num; i++) {
         if (!items[i].rows) continue;
         sequence->exact_to = kvc_lower(sequence->exact_to, kvc_below(items[i].rows->exact_to, matched));
-        kvc_origin_add(cache, sequence, items[i].rows);
     }
     if (status == KVC_OK)
         kvc_cache_insert(cache, sequence, NULL);

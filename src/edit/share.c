@@ -1,7 +1,6 @@
 /* share.c: the public functions that make a sequence share the rows of another. */
 #include "edit/share.h"
 #include "cache/check.h"
-#include "cache/origin.h"
 #include "cache/waiting.h"
 
 /* Finds src and dst (NULL if they do not exist) after waiting until no call writes their rows in place.
@@ -69,7 +68,7 @@ static kvc_sequence *new_sharer(kvc_cache *cache, const sharing *s, int64_t id) 
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++)
         status = share_group(cache, s, g, &sharer->runs[g]);
     if (status == KVC_OK && kvc_sequence_next(sharer)) sharer->exact_to = find_exact_to(s);
-    if (status == KVC_OK) kvc_origin_add(cache, sharer, s->src);
+    if (status == KVC_OK) kvc_sequence_note_source(sharer, s->src);
     if (status == KVC_OK) return sharer;
     if (sharer) kvc_sequence_free(sharer, &cache->memory, cache->pools);
     return NULL;
@@ -90,8 +89,10 @@ static kvc_status join(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *m
         kvc_runs_install(list, &cache->memory);
         kvc_runs_join(list, &more->runs[g]);
     }
-    if (status == KVC_OK && adds_tokens) kvc_sequence_note_edit(sequence, begin, more->exact_to);
-    if (status == KVC_OK) kvc_origin_add(cache, sequence, more);
+    if (status == KVC_OK && adds_tokens) {
+        kvc_sequence_note_edit(sequence, begin, more->exact_to);
+        kvc_sequence_note_source(sequence, more);
+    }
     kvc_sequence_free(more, &cache->memory, cache->pools);
     if (status == KVC_OK) kvc_cache_after_edit(cache, sequence);
     return status;

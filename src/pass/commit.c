@@ -1,7 +1,6 @@
 /* commit.c: kvc_commit, kvc_commit_kept and kvc_abort: end a batch. */
 #include <string.h>
 
-#include "cache/origin.h"
 #include "space/expire.h"
 #include "prefix/session.h"
 #include "pass/put.h"
@@ -17,9 +16,7 @@ static void close_batch(kvc_batch *batch) {
         kvc_sequence *sequence = batch->sequences[s].sequence;
         sequence->in_batch = 0;
         kvc_cache_mark_changed(cache, sequence);
-        if (!kvc_sequence_is_blank(sequence)) continue;
-        kvc_origin_reset(cache, sequence);
-        if (sequence->follower) continue;
+        if (!kvc_sequence_is_blank(sequence) || sequence->follower) continue;
         if (sequence == batch->reserved)
             kvc_cache_set_aside(cache, sequence);
         else
@@ -157,9 +154,7 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
     /* An unstored sequence also loses the rows that it held before the batch, and its expired ranges are forgotten. */
     for (int32_t g = 0; member->is_unstored && g < cache->num_groups; g++)
         kvc_runs_destroy(&member->sequence->runs[g], &cache->pools[g]);
-    if (!member->is_unstored) return;
-    member->sequence->exact_to = INT32_MAX;
-    kvc_origin_reset(cache, member->sequence);
+    if (member->is_unstored) member->sequence->exact_to = INT32_MAX;
 }
 
 /* Finds out from where on a sequence is not exact, if some of its tokens are not committed. */
@@ -188,7 +183,7 @@ static kvc_status finish(kvc_batch *batch) {
     kvc_lock(cache);
     for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].free.reserved = 0;
     if (!commits_all) find_exact(batch);
-    if (cache->prefixes.sessions.num) kvc_sessions_fill(batch); /* before windows move on */
+    if (cache->prefixes.first) kvc_sessions_fill(batch); /* before windows move on */
     for (int32_t s = 0; s < batch->num_sequences; s++) end_sequence(batch, s);
     cache->stats.batches++;
     cache->stats.tokens += num_committed;

@@ -21,7 +21,7 @@ static void begin_use(kvc_fetch *f) {
 kvc_status kvc_fetch_begin(kvc_fetch *f, kvc_prefix *prefix, const kvc_tokens *tokens, int64_t num_tokens,
                            int32_t *known, uint8_t *name) {
     kvc_match m;
-    *f = (kvc_fetch){.prefix = prefix, .tokens = tokens, .forgot = prefix->forgot, .last = -1};
+    *f = (kvc_fetch){.prefix = prefix, .tokens = tokens, .horizon = prefix->horizon, .last = -1};
     begin_use(f);
     KVC_TRY(kvc_match_find(prefix, tokens, num_tokens, &m));
     kvc_match_touch(&m);
@@ -72,7 +72,7 @@ static int shows_seen(const kvc_node *node) {
 kvc_status kvc_fetch_find(kvc_fetch *f, int32_t end, kvc_node **last) {
     const kvc_prefix *prefix = f->prefix;
     *last = NULL;
-    if (prefix->forgot != f->forgot) return KVC_OK;
+    if (prefix->horizon != f->horizon) return KVC_OK;
     if (kvc_tree_is_forgetting(prefix->tree, kvc_tokens_part(f->tokens, 0, 1))) return KVC_OK;
     kvc_node *node = kvc_node_of(prefix->cache, f->last);
     /* A token behind the block sees no rows before it that the block's first token does not see. */

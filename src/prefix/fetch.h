@@ -17,7 +17,7 @@
 typedef struct kvc_fetch {
     kvc_prefix *prefix;
     const kvc_tokens *tokens; /* of the prompt */
-    int64_t forgot;           /* kvc_prefix.forgot before a payload was read: once it has changed, nothing is added */
+    int64_t horizon;          /* kvc_prefix.horizon when it began: once that has changed, nothing is added */
     int64_t last;             /* id of the rows of the last block; -1: find the block */
     int32_t is_whole;         /* all blocks up to the last one were live when the call looked at them */
     int32_t again;            /* position: once a block ends there or behind it, all blocks are marked as used again */

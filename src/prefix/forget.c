@@ -1,7 +1,6 @@
 /* forget.c: kvc_prefix_forget: drops whatever holds rows of a prompt's tokens, and of what follows the whole prompt. */
 #include <string.h>
 
-#include "cache/origin.h"
 #include "cache/waiting.h"
 #include "prefix/pin.h"
 
@@ -104,45 +103,23 @@ static int drop_some(walk *w, names *n, int64_t *num_dropped) {
     return 1;
 }
 
-/* Returns whether an acquired sequence may begin with any token: it holds nothing yet, and the open batch has several
- * tokens for its position 0.  A commit keeps one of them. */
-static int may_begin_anyhow(const kvc_batch *batch, const kvc_batch_sequence *member) {
-    int32_t num = 0;
-    for (int32_t i = 0; i < member->num_tokens; i++) num += !batch->positions[batch->order[member->first + i]];
-    return num > 1 && member->sequence->follower && kvc_sequence_is_blank(member->sequence);
-}
-
-/* Keeps no blocks of sequences that may hold rows of the prompt, nor blocks that calls add.  An acquired sequence whose
- * rows windows have all left behind counts: rows may be kept aside, or a state made of them. */
-static void end_sources(kvc_prefix *prefix, const kvc_token_span *first) {
-    kvc_cache *cache = prefix->cache;
-    kvc_origin_forget(cache, prefix->bit);
-    prefix->forgot = cache->prefixes.num_forgets;
-    for (kvc_session *session = NULL; (session = kvc_session_beginning(cache, first, session));) {
-        kvc_sequence *sequence = session->sequence;
-        if (!sequence->in_batch && kvc_sequence_is_blank(sequence)) continue;
-        kvc_origin_mark(cache, sequence, prefix->bit);
-        if (session->prefix == prefix) kvc_session_forget(session);
-    }
-    const kvc_batch *batch = cache->batch;
-    for (int32_t s = 0; batch && s < batch->num_sequences; s++)
-        if (may_begin_anyhow(batch, &batch->sequences[s]))
-            kvc_origin_mark(cache, batch->sequences[s].sequence, prefix->bit);
-}
+/* Raises the clock and the horizon, so that the prefix keeps nothing more of sequences that are there now. */
+static void raise_horizon(kvc_prefix *prefix) { prefix->horizon = ++prefix->cache->prefixes.clock; }
 
 /* Ends what the prompt's rows may come from; from then on, nothing can come to them.  Then drops them.  In each part,
- * cache->prefixes.num_forgets rises: what is being written of the blocks that go is taken away again. */
+ * the clock rises: what is being written of the blocks that go is taken away again.  At the end the horizon rises
+ * again: values that were read meanwhile are not added. */
 static void forget(kvc_prefix *prefix, walk *w, names *n, int64_t *num_dropped) {
     kvc_cache *cache = prefix->cache;
     kvc_tree *tree = prefix->tree;
     const kvc_token_span first = kvc_tokens_part(w->tokens, 0, 1);
-    end_sources(prefix, &first);
+    raise_horizon(prefix);
     kvc_tree_begin_forgetting(tree, &first);
     w->node = &tree->root;
     kvc_node_use(w->node, 1);
     while (drop_some(w, n, num_dropped)) {
         kvc_cache_give_way(cache);
-        cache->prefixes.num_forgets++;
+        cache->prefixes.clock++;
     }
     kvc_node_use(w->node, -1);
     for (int i = 1; tree->lost; i++) {
@@ -150,7 +127,7 @@ static void forget(kvc_prefix *prefix, walk *w, names *n, int64_t *num_dropped) 
         if (i % PASSED_AT_ONCE == 0) kvc_cache_give_way(cache);
     }
     kvc_tree_end_forgetting(tree);
-    prefix->forgot = ++cache->prefixes.num_forgets; /* values that were read meanwhile are not added */
+    raise_horizon(prefix);
 }
 
 kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *from, uint8_t *to, int64_t max_names,

@@ -4,7 +4,7 @@
 #include "prefix/prefix.h"
 
 /* Sets *found to a sequence whose blocks may be kept, or to NULL if it is empty.  Shortens the tokens to the exact
- * ones that the sequence holds; to none if it holds forgotten rows, or a call forgets a prompt like it. */
+ * ones that the sequence holds; to none if the prefix may not keep its blocks. */
 static kvc_status find_to_keep(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *tokens, kvc_sequence **found) {
     kvc_sequence *sequence = *found = kvc_cache_find(prefix->cache, seq_id);
     KVC_TRY(kvc_check_idle(sequence));
@@ -12,9 +12,7 @@ static kvc_status find_to_keep(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *t
     if (!sequence) return KVC_OK;
     const int32_t num_exact = kvc_sequence_num_exact(sequence);
     if (tokens->num_tokens > num_exact) tokens->num_tokens = num_exact;
-    if (kvc_session_is_forgotten(prefix, sequence) ||
-        kvc_tree_is_forgetting(prefix->tree, kvc_tokens_part(tokens, 0, 1)))
-        tokens->num_tokens = 0;
+    if (!kvc_prefix_may_keep(prefix, sequence, kvc_tokens_part(tokens, 0, 1))) tokens->num_tokens = 0;
     return KVC_OK;
 }
 
@@ -99,14 +97,14 @@ static kvc_status keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tok
  * state would belong to the old sequence. */
 static kvc_status keep_state(kvc_prefix *prefix, int64_t seq_id, kvc_tokens tokens, const void *state,
                              int64_t num_bytes) {
-    const int64_t num_tokens = tokens.num_tokens, forgot = prefix->forgot;
+    const int64_t num_tokens = tokens.num_tokens, horizon = prefix->horizon;
     kvc_state_use use = {0};
     kvc_sequence *sequence;
     KVC_TRY(find_to_keep(prefix, seq_id, &tokens, &sequence));
     if (sequence && num_bytes && tokens.num_tokens == num_tokens)
         KVC_TRY(kvc_checkpoint_new(prefix->cache, state, num_bytes, &use));
     kvc_status status = find_to_keep(prefix, seq_id, &tokens, &sequence); /* again: the mutex was released */
-    const int is_kept = tokens.num_tokens == num_tokens && prefix->forgot == forgot;
+    const int is_kept = tokens.num_tokens == num_tokens && prefix->horizon == horizon;
     if (status == KVC_OK && sequence) status = keep(prefix, sequence, &tokens, is_kept ? use.checkpoint : NULL);
     kvc_state_use_end(prefix->cache, &use);
     return status;

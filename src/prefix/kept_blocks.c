@@ -350,13 +350,6 @@ static int brings_more(const arrival *a, const kvc_node *parent) {
     return 0;
 }
 
-/* Makes the sequence that gets the rows. */
-static kvc_status make_room(kvc_cache *cache, const arrival *a) {
-    KVC_TRY(kvc_make_kept_unwritten(cache, a->id, a->begin, a->end, a->payload, a->fetch->before));
-    kvc_table_find(&cache->sequences, a->id)->origin.num_forgets = 0; /* a payload does not say how old it is */
-    return KVC_OK;
-}
-
 /* Sets a->id if the block is to be added.  Sets *is_kept if it is kept already. */
 static kvc_status begin_arrival(arrival *a, int32_t *is_kept) {
     kvc_node *last;
@@ -433,7 +426,7 @@ kvc_status kvc_prefix_add_block(kvc_fetch *fetch, int32_t block, const void *pay
     kvc_state_use use = {0};        /* without its state the block would not be asked for again */
     kvc_status status = begin_arrival(&a, is_kept);
     if (a.id >= 0) {
-        status = make_room(cache, &a);
+        status = kvc_make_kept_unwritten(cache, a.id, a.begin, a.end, a.payload, fetch->before);
         if (status == KVC_OK && a.state_bytes > 0)
             status = kvc_checkpoint_take(cache, a.state_bytes, fetch->before, &use);
         kvc_unlock(cache, KVC_OK);

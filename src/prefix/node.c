@@ -112,7 +112,7 @@ void kvc_node_relist_at(kvc_node *node, int64_t used) {
 void kvc_node_relist(kvc_node *node) { kvc_node_relist_at(node, ++node->tree->cache->evicting.num_uses); }
 
 void kvc_tree_date(kvc_tree *tree) {
-    if (tree->ttl) tree->horizon = kvc_now() - tree->ttl;
+    if (tree->ttl) tree->expires_before = kvc_now() - tree->ttl;
 }
 
 void kvc_node_touch(kvc_node *node) {

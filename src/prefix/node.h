@@ -85,7 +85,6 @@ typedef struct kvc_tree {
     kvc_node *first_protected; /* it and newer ones are not evicted, as they are within the quota; NULL: none is */
     int64_t protected_tokens, quota; /* tokens; the node in which the quota ends is protected, too */
     struct kvc_prefix *prefix;       /* NULL: it is no prefix's any more */
-    int64_t number;                  /* of its prefix: kvc_origin.prefix of the rows */
     kvc_events *events;              /* what happens to full blocks; NULL: it is no prefix's any more */
     int32_t is_collected;            /* new full blocks are listed in cache->prefixes.new_blocks */
     int32_t is_indexed;              /* full blocks with rows are in the index */
@@ -95,7 +94,7 @@ typedef struct kvc_tree {
     kvc_node *lost;                  /* list of full nodes that have lost their rows since; each has a use */
     int64_t evictable_bytes; /* of its nodes: of cache->evicting.evictable_bytes, unless a call forgets a prompt */
     int64_t occupied_bytes;  /* the same of cache->evicting.occupied_bytes */
-    int64_t horizon;         /* nodes last used before it are not found, and dropped soon */
+    int64_t expires_before;  /* nodes last used before it are not found, and dropped soon */
     int64_t ttl;             /* nanoseconds after which a node that nobody used is dropped; 0: never */
     struct kvc_tree *next;   /* in the list cache->prefixes.dying */
 } kvc_tree;
@@ -114,7 +113,7 @@ static inline int kvc_node_is_full(const kvc_node *node) {
 
 /* Returns whether a node has rows, and may be found by them. */
 static inline int kvc_node_is_live(const kvc_node *node) {
-    return node->rows && (node->order.time >= node->tree->horizon || node->users.num_pins);
+    return node->rows && (node->order.time >= node->tree->expires_before || node->users.num_pins);
 }
 
 /* Finds out which nodes are live from now on. */

@@ -5,7 +5,6 @@
 
 #include "base/blake2b.h"
 #include "cache/check.h"
-#include "cache/origin.h"
 #include "cache/waiting.h"
 #include "edit/kept.h"
 #include "prefix/reuse.h"
@@ -102,14 +101,12 @@ static kvc_tree *new_tree(kvc_prefix *prefix) {
     tree->events = &prefix->events;
     tree->is_collected = prefix->collects;
     tree->prefix = prefix;
-    tree->number = prefix->number;
     return tree;
 }
 
 /* Frees a prefix that is in no list. */
 static void free_struct(kvc_prefix *prefix) {
     kvc_cache *cache = prefix->cache;
-    kvc_origin_give_bit(cache, prefix->bit);
     kvc_memory_free(&cache->memory, prefix, prefix->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
 }
 
@@ -118,12 +115,8 @@ static kvc_status make(kvc_cache *cache, const kvc_prefix_config *config, kvc_pr
     const uint64_t size = sizeof(kvc_prefix) + (uint64_t)config->max_events * sizeof(kvc_prefix_event);
     while (cache->limits.max_bytes && kvc_cache_wait_pages(cache)) continue;
     kvc_prefix *prefix = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
-    const int32_t bit = prefix ? kvc_origin_take_bit(cache) : -1;
-    if (bit < 0) {
-        if (prefix) kvc_memory_free(&cache->memory, prefix, size, KVC_MEMORY_BOOKKEEPING, -1);
-        return kvc_fail(KVC_ERR_NOMEM, "out of memory for a prefix");
-    }
-    *prefix = (kvc_prefix){.cache = cache, .num_bytes = size, .number = ++cache->prefixes.num_made, .bit = bit};
+    if (!prefix) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a prefix");
+    *prefix = (kvc_prefix){.cache = cache, .num_bytes = size, .number = ++cache->prefixes.num_made};
     prefix->events = (kvc_events){.ring = (kvc_prefix_event *)(void *)(prefix + 1), .room = config->max_events};
     kvc_name_salt(config->salt, (size_t)config->salt_size, prefix->salt);
     kvc_name_root(prefix->salt, config->identity, (size_t)config->identity_size, config->state_bytes, prefix->root);
@@ -228,7 +221,6 @@ void kvc_prefix_free(kvc_prefix *prefix) {
         kvc_sequence *sequence = prefix->sessions->sequence;
         kvc_follower *follower = sequence->follower;
         kvc_session_roll_back(prefix->sessions, 0); /* its blocks go, too: none of them counts as used */
-        kvc_origin_renew(cache, sequence);
         sequence->follower = NULL;
         follower->ended(cache, follower);
         if (!sequence->in_batch) kvc_cache_forget_blank(cache, sequence);
@@ -249,7 +241,7 @@ static int drop_expired(kvc_tree *tree) {
     if (!tree->ttl) return 0;
     for (int i = 0; i < AT_ONCE; i++) {
         kvc_node *node = kvc_tree_oldest(tree);
-        if (!node || node->order.time >= tree->horizon) return 0;
+        if (!node || node->order.time >= tree->expires_before) return 0;
         kvc_node_drop(node);
     }
     return 1;

@@ -29,8 +29,7 @@ struct kvc_prefix {
     int32_t collects;                          /* new blocks are listed for stores */
     void *user;
     int64_t number;     /* no other prefix of the cache has it; from 1 on */
-    int32_t bit;        /* of kvc_origin.forgotten_in; beyond 64, prefixes share them */
-    int64_t forgot;     /* cache->prefixes.num_forgets when it last forgot a prompt; 0: it has forgotten none */
+    int64_t horizon;    /* cache->prefixes.clock when it last began, or ended, to forget a prompt; 0: it never did */
     kvc_events events;  /* in a ring behind this struct */
     uint64_t num_bytes; /* of this allocation */
     uint8_t salt[KVC_NAME_BYTES], root[KVC_NAME_BYTES];

@@ -1,58 +1,10 @@
 /* session.c: the sequences that a prefix has acquired: see session.h. */
 #include "prefix/prefix.h"
 
-#include <stddef.h>
 #include <string.h>
 
-#include "cache/origin.h"
 #include "space/evict.h"
 #include "space/limits.h"
-
-/* ---- sessions by their first tokens ------------------------------------------------------------------------------ */
-
-static kvc_session *at(kvc_links *links) {
-    return links ? (void *)((char *)links - offsetof(kvc_session, links)) : NULL;
-}
-
-static const kvc_session *seen_at(const kvc_links *links) {
-    return (const void *)((const char *)links - offsetof(kvc_session, links));
-}
-
-/* Returns whether a session stands behind others: sessions whose first token is not known come first. */
-static int is_behind(const kvc_links *member, const kvc_links *other) {
-    const kvc_session *a = seen_at(member), *b = seen_at(other);
-    const int order = a->is_other || b->is_other ? b->is_other - a->is_other : kvc_tokens_compare(&a->first, &b->first);
-    return order ? order > 0 : a->sequence->id > b->sequence->id;
-}
-
-/* Returns the first session whose first token is known and is at or behind a token in their order, or NULL. */
-static kvc_session *find_first(const kvc_cache *cache, const kvc_token_span *token) {
-    kvc_session *first = NULL;
-    for (kvc_links *next = cache->prefixes.sessions.root; next;) {
-        const kvc_session *session = seen_at(next);
-        const int is_before = session->is_other || kvc_tokens_compare(&session->first, token) < 0;
-        if (!is_before) first = at(next);
-        next = next->below[is_before];
-    }
-    return first;
-}
-
-kvc_session *kvc_session_beginning(const kvc_cache *cache, const kvc_token_span *token, const kvc_session *before) {
-    kvc_session *next =
-        at(before ? kvc_sorted_beside(&before->links, 1) : kvc_sorted_end(&cache->prefixes.sessions, 0));
-    if (next && next->is_other) return next;
-    if (!before || before->is_other) next = find_first(cache, token);
-    return next && kvc_tokens_common(&next->first, token) ? next : NULL;
-}
-
-/* Notes that nobody knows the first token of the sequence from now on. */
-static void begun_anew(kvc_follower *follower) {
-    kvc_session *session = (kvc_session *)(void *)follower;
-    kvc_sorted *sessions = &session->prefix->cache->prefixes.sessions;
-    kvc_sorted_remove(sessions, &session->links);
-    session->is_other = 1;
-    kvc_sorted_add(sessions, &session->links, is_behind);
-}
 
 /* ---- beginning and ending ---------------------------------------------------------------------------------------- */
 
@@ -79,13 +31,13 @@ static void drop_state(kvc_session *session) {
 /* Ends with the sequence: what builds on others is evicted before them. */
 static void ended(kvc_cache *cache, kvc_follower *follower) {
     kvc_session *session = (kvc_session *)(void *)follower;
+    (void)cache;
     drop_pending(session, 0);
     drop_state(session);
     kvc_node_touch(session->last);
     kvc_node_follow(session->last, -1);
     *session->at = session->next;
     if (session->next) session->next->at = session->at;
-    kvc_sorted_remove(&cache->prefixes.sessions, &session->links);
     session->prefix->stats.sequences--;
     kvc_session_free(session);
 }
@@ -137,7 +89,7 @@ kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32
     if (digests) memcpy(digests, first.digests, digest_bytes);
     if (digests && rest) memcpy(digests + digest_bytes, prompt.digests, rest * digest_bytes);
     *session = (kvc_session){
-        .follower = {ended, plan_leave, leave, may_leave, NULL, begun_anew},
+        .follower = {ended, plan_leave, leave, may_leave, NULL},
         .num_bytes = size,
         .prefix = prefix,
         .kept_to = begin,
@@ -160,12 +112,12 @@ void kvc_session_begin(kvc_session *session, kvc_sequence *sequence, kvc_node *l
     session->state = state;
     kvc_checkpoint_use(prefix->cache, state, 1);
     sequence->follower = &session->follower;
+    sequence->from = prefix->number;
     set_last(session, last);
     session->next = prefix->sessions;
     session->at = &prefix->sessions;
     if (prefix->sessions) prefix->sessions->at = &session->next;
     prefix->sessions = session;
-    kvc_sorted_add(&prefix->cache->prefixes.sessions, &session->links, is_behind);
     prefix->stats.sequences++;
 }
 
@@ -179,24 +131,16 @@ void kvc_session_roll_back(kvc_session *session, int32_t position) {
     drop_pending(session, position);
 }
 
-int kvc_session_is_forgotten(const kvc_prefix *prefix, const kvc_sequence *sequence) {
-    const kvc_origin *from = &sequence->origin;
-    if (!prefix->forgot) return 0; /* a prefix that shares its bit may have forgotten these rows */
-    return kvc_origin_has(prefix->cache, sequence, prefix->bit) ||
-           (from->prefix != prefix->number && from->num_forgets < prefix->forgot);
-}
-
-void kvc_session_forget(kvc_session *session) {
-    drop_pending(session, 0);
-    session->known_to = 0;
-    set_last(session, &session->prefix->tree->root);
+int kvc_prefix_may_keep(const kvc_prefix *prefix, const kvc_sequence *sequence, kvc_token_span first) {
+    if (kvc_tree_is_forgetting(prefix->tree, first)) return 0;
+    const int is_own = !sequence->from || sequence->from == prefix->number;
+    return !prefix->horizon || (is_own && sequence->date >= prefix->horizon);
 }
 
 /* Takes note of what edits have done since the last time, and of a position from which on tokens change. */
 static void note_edits(kvc_session *session, int32_t position) {
     if (session->sequence->edited_from < position) position = session->sequence->edited_from;
     session->sequence->edited_from = INT32_MAX;
-    if (!position) begun_anew(&session->follower);
     if (position < INT32_MAX) kvc_session_roll_back(session, position);
 }
 
@@ -276,8 +220,8 @@ void kvc_sessions_fill(const kvc_batch *batch) {
         drop_state(session);
         const int is_other = batch->replaced || r.begin < session->kept_to;
         note_edits(session, member->is_unstored ? 0 : is_other ? r.begin : r.dropped);
-        if (member->is_unstored || batch->replaced || kvc_session_is_forgotten(session->prefix, member->sequence) ||
-            kvc_tree_is_forgetting(session->prefix->tree, session->first))
+        if (member->is_unstored || batch->replaced ||
+            !kvc_prefix_may_keep(session->prefix, member->sequence, session->first))
             continue;
         fill(session, r.end, find_exact_to(batch, member->sequence));
     }

@@ -20,8 +20,6 @@ typedef struct kvc_session {
     kvc_checkpoint *state;          /* of the model behind what was matched, until tokens are fed; NULL: none */
     uint64_t num_bytes;             /* of this allocation */
     struct kvc_session *next, **at; /* place in the list of the prefix */
-    kvc_links links;                /* place in cache->prefixes.sessions */
-    int32_t is_other;               /* its first token may differ from the prompt's */
     kvc_token_span first;           /* the prompt's first token */
     int32_t begin;                  /* position of the first token in `prompt` */
     kvc_tokens prompt;              /* tokens that the sequence is to be fed, from the beginning of a block on */
@@ -39,16 +37,10 @@ void kvc_session_begin(kvc_session *session, kvc_sequence *sequence, kvc_node *l
 /* Returns the sequence's session of this prefix; NULL if it has none. */
 kvc_session *kvc_session_of(const struct kvc_prefix *prefix, const kvc_sequence *sequence);
 
-/* Returns whether a prefix keeps no blocks of any sequence, because it may hold rows of what the prefix has forgotten.
- */
-int kvc_session_is_forgotten(const struct kvc_prefix *prefix, const kvc_sequence *sequence);
-
-/* Returns the next session, behind `before`, of all that may begin with a token: the session's prompt does, or the
- * first token of its sequence is not known.  before: NULL for the first one.  NULL: there are no more. */
-kvc_session *kvc_session_beginning(const kvc_cache *cache, const kvc_token_span *token, const kvc_session *before);
-
-/* Drops what is not known of the sequence's blocks, which holds forgotten rows, and keeps no more of them. */
-void kvc_session_forget(kvc_session *session);
+/* Returns whether a prefix may keep a block or a state of a sequence that begins with a token.  It keeps nothing of
+ * sequences that were there before it last forgot a prompt, and nothing of what another prefix hands out since: they
+ * may hold rows of that prompt.  While it forgets a prompt, it keeps nothing that begins alike. */
+int kvc_prefix_may_keep(const struct kvc_prefix *prefix, const kvc_sequence *sequence, kvc_token_span first);
 
 /* Notes that the tokens of the sequence from a position on differ from the given tokens. */
 void kvc_session_roll_back(kvc_session *session, int32_t position);

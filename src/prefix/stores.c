@@ -67,7 +67,7 @@ typedef struct departure {
     uint8_t name[KVC_NAME_BYTES];
     kvc_value_owner owner; /* copied, as its prefix may be freed meanwhile */
     int32_t may_have_state;
-    int64_t num_forgets; /* of the cache, when it was taken */
+    int64_t date; /* cache->prefixes.clock when it was taken */
 } departure;
 
 /* Takes memory for a block, and describes it, with the mutex held. */
@@ -77,7 +77,7 @@ static kvc_status describe(kvc_carrier *c, const kvc_node *node, departure *d) {
     d->id = node->rows->id;
     d->owner = prefix->owner;
     d->may_have_state = prefix->state_bytes > 0;
-    d->num_forgets = c->cache->prefixes.num_forgets;
+    d->date = c->cache->prefixes.clock;
     memcpy(d->name, node->named.name, sizeof d->name);
     return KVC_OK;
 }
@@ -128,7 +128,7 @@ static kvc_status join_stored(kvc_carrier *c, const departure *d, uint8_t **valu
 static int is_forgotten(const kvc_carrier *c, const departure *d) {
     kvc_lock(c->cache);
     const int is_there = kvc_table_find_hidden(&c->cache->sequences, d->id) != NULL,
-              is_forgotten = !is_there && c->cache->prefixes.num_forgets != d->num_forgets;
+              is_forgotten = !is_there && c->cache->prefixes.clock != d->date;
     kvc_unlock(c->cache, KVC_OK);
     return is_forgotten;
 }

@@ -4,7 +4,6 @@
 #include <stddef.h>
 #include <string.h>
 
-#include "cache/origin.h"
 #include "edit/kept.h"
 
 /* ---- children ---------------------------------------------------------------------------------------------------- */
@@ -323,7 +322,6 @@ kvc_status kvc_node_new(kvc_tree *tree, const kvc_sequence *src, int32_t begin, 
         return status;
     }
     kvc_node_recount(node);
-    kvc_origin_keep(tree->cache, node->rows, tree->number);
     put_first(node, list);
     *made = node;
     return KVC_OK;
@@ -370,7 +368,6 @@ static int merge(kvc_node *to, kvc_node *from, int64_t used) {
         if (more_in(from, to, g) <= 0) continue;
         const kvc_run_list list = to->rows->runs[g];
         to->rows->runs[g] = from->rows->runs[g];
-        kvc_origin_add(cache, to->rows, from->rows);
         from->rows->runs[g] = list;
         gets = 1;
     }

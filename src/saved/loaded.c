@@ -235,7 +235,7 @@ static kvc_status add_sequence(visitor *v, int64_t i) {
     v->sequence = kvc_sequence_new(cache->pools, id, cache->num_groups, cache->num_token_groups);
     if (!v->sequence) return kvc_fail_sequence(id);
     v->sequence->exact_to = (int32_t)f->exact_to[i];
-    v->sequence->origin.num_forgets = 0;
+    v->sequence->date = 0;
     kvc_table_insert(&v->state->sequences, v->sequence);
     return KVC_OK;
 }

@@ -205,11 +205,11 @@ static void note_twins(const prefix *p, block *b) {
     }
 }
 
-/* Whether a prefix surely keeps blocks of a sequence, as far as what it has forgotten goes: no row is older.  Rows that
- * another prefix handed out may be. */
-static int is_young(const prefix *p, const sequence *s, int own) {
-    if (s->prefix != 1 + own) return !p->horizon || s->date >= p->horizon;
-    return s->began >= p->horizon || !(s->is_other || s->is_barred);
+/* Whether a prefix keeps anything of a sequence: once it has forgotten a prompt, of those that were made since, and not
+ * of what other prefixes hand out. */
+static int keeps_of(const oracle *o, int prefix, const sequence *s) {
+    const int horizon = o->prefixes[prefix].horizon;
+    return !horizon || (s->date >= horizon && (!s->from || s->from == 1 + prefix));
 }
 
 static void rows_of(const oracle *o, const sequence *s, uint64_t *bits) {
@@ -231,10 +231,11 @@ void note_commit(oracle *o, const batch *b, const uint8_t *kept, int at, int old
     prefix *p = &o->prefixes[s->prefix - 1];
     const int block_size = o->block_size, length = text_common(s->text, s->prompt);
     if (b->has_parents) s->keeps = s->keeps ? 1 : 0; /* the header leaves open whether trees fill blocks */
-    int is_sure = s->keeps == 2 && s->exact_to == INT32_MAX && is_young(p, s, s->prefix - 1) && !o->config.max_bytes;
+    int is_sure = s->keeps == 2 && s->exact_to == INT32_MAX && !o->config.max_bytes;
     rows_of(o, s, bits);
     note_use(o, p, s->prompt, length, 0);
-    const int may_keep = is_any && (s->keeps || s->was_short || o->config.max_bytes); /* then blocks come late */
+    int may_keep = s->keeps || s->was_short || o->config.max_bytes; /* then blocks come late */
+    may_keep &= is_any && keeps_of(o, s->prefix - 1, s);
     for (int end = block_size; end <= length && may_keep; end += block_size) {
         const int node = text_begin(s->prompt, end);
         const block *known_block = find_block(p, node, end - block_size);
@@ -261,8 +262,9 @@ void note_commit(oracle *o, const batch *b, const uint8_t *kept, int at, int old
 static int keep_blocks(oracle *o, const sequence *s, int own, int text, int is_disturbed) {
     prefix *p = &o->prefixes[own];
     const int length = text_common(text, s->text), block_size = o->block_size;
-    const int is_sure = !o->config.max_bytes && !is_disturbed && is_young(p, s, own);
+    const int is_sure = !o->config.max_bytes && !is_disturbed;
     uint64_t bits[LAYERS] = {0};
+    if (!keeps_of(o, own, s)) return 0;
     rows_of(o, s, bits);
     note_use(o, p, text, length, 0);
     for (int begin = 0; begin < length; begin += block_size) {
@@ -361,13 +363,13 @@ kvc_status right_checkpoint(oracle *o, const call *c) {
     if (c->status == KVC_ERR_INVALID && lacks_tokens(o, s, c)) return KVC_ERR_INVALID;
     if (o->crowded) return KVC_OK;
     const int length = keep_blocks(o, s, c->prefix, c->text, c->is_disturbed), last = length - 1;
-    const int lacks = c->begin && may_lack_room(o, p, c->begin);
+    const int lacks = c->begin && length && may_lack_room(o, p, c->begin);
     if (c->status) return lacks ? KVC_ERR_FULL : KVC_OK;
     uint64_t own = 0;
     for (int l = 0; l < o->num_layers; l++) own |= is_own(o, l) ? positions_of(&s->layers[l]) : 0;
     if (c->begin && length && length == given && p->horizon <= c->began) /* it forgot no prompt meanwhile */
         note_state(o, p, c->text,
-                   !o->config.max_bytes && !c->is_disturbed && is_young(p, s, c->prefix) && own >> last & 1 &&
+                   !o->config.max_bytes && !c->is_disturbed && own >> last & 1 &&
                        known(o, p, c->text, length, 1, 0) == length,
                    c->began);
     return KVC_OK;
@@ -498,11 +500,11 @@ kvc_status right_acquire(oracle *o, const call *c) {
     if (c->more && c->more < p->config.reuse_min_tokens) wrong("%d tokens are reused", (int)c->more);
     *s = (sequence){.exact_to = c->more ? exact : INT32_MAX,
                     .text = text_begin(c->text, exact),
+                    .from = 1 + c->prefix,
                     .prefix = 1 + c->prefix,
                     .prompt = c->text,
                     .keeps = 2,
-                    .began = c->began,
-                    .date = matched ? -1 : c->began}; /* how old rows are is open for other prefixes */
+                    .date = c->began};
     s->state = p->config.state_bytes ? s->text : 0;
     for (int l = 0; l < o->num_layers; l++)
         for (int32_t at = 0; is_own(o, l) && at < matched; at++) {

@@ -97,7 +97,7 @@ static void check_state(const prefix *p, const sequence *s, const uint8_t *state
     memcpy(&text, state, 4);
     memcpy(&time, state + 4, 4);
     if (text != s->state) wrong("the state of %s stands behind %s", spell(text), spell(s->state));
-    if (forgotten_at(p, text, w.o.crowded ? checkpoints[time & 0xffff] : time, s->began))
+    if (forgotten_at(p, text, w.o.crowded ? checkpoints[time & 0xffff] : time, s->date))
         wrong("the state of %s was forgotten", spell(text));
 }
 

@@ -46,6 +46,7 @@ static int is_unmovable(const oracle *o) {
 static void copy_prefix(oracle *o, const sequence *from, sequence *to, int32_t length) {
     end_sequence(o, to);
     to->date = from->date;
+    to->from = from->from;
     to->text = from->text;
     to->is_open = from->is_open;
     for (int l = 0; l < o->num_layers; l++) {
@@ -84,12 +85,18 @@ static int share_gone(const rows *to, range *gone, range from, int num, int32_t 
     return 1;
 }
 
+/* A sequence is a copy of another from now on, in part unless it is new. */
+static void note_source(sequence *s, const sequence *of, int is_new) {
+    s->date = is_new || of->date < s->date ? of->date : s->date;
+    s->from = is_new || !s->from || s->from == of->from ? of->from : of->from ? -1 : s->from;
+}
+
 /* Adds the rows of `from` behind those of `to`.  Whether rows of one token that was fetched are one row is open. */
 static void share(oracle *o, const sequence *from, sequence *to, const call *c) {
     const int32_t begin = c->begin, end = c->end;
     const int32_t exact_to = o->has_twins && c->result == begin ? begin : shared_exact_to(o, from, to, begin, end);
-    const int is_empty = !holds_any(o, to), is_longer = text_length(from->text) > text_length(to->text),
-              is_apart = begin > next_of(o, to);
+    const int is_longer = text_length(from->text) > text_length(to->text), is_apart = begin > next_of(o, to);
+    const int is_new = !is_there(o, to);
     int adds = 0;
     for (int l = 0; l < o->num_layers; l++) {
         const rows *list = &from->layers[l];
@@ -108,10 +115,8 @@ static void share(oracle *o, const sequence *from, sequence *to, const call *c) 
         if (exact_to > begin && is_longer) to->text = from->text;
         if (is_apart && to->keeps) to->keeps = 1; /* blocks before the edit may still fill */
         note_edit(to);
+        note_source(to, from, is_new);
     }
-    to->date = is_empty || from->date < to->date ? from->date : to->date;
-    to->began = from->date < to->began ? from->date : to->began;
-    to->is_other = 1;
     tidy(o, to, 0);
 }
 
@@ -401,7 +406,6 @@ kvc_status right_mark_inexact(oracle *o, const call *c) {
     sequence *s = &o->sequences[c->s];
     if (is_there(o, s) || is_busy(o, c->s)) {
         make_inexact(s, c->begin);
-        s->is_other = 1;
         if (s->keeps) s->keeps = 1;
     }
     if (holds_any(o, s)) tidy(o, s, 0);
@@ -446,7 +450,7 @@ kvc_status right_restore(oracle *o, const call *c) {
     note_end(&after, to);
     *to = o->files[c->client]->sequences[c->num];
     to->prefix = to->prompt = to->keeps = to->state = 0;
-    to->date = -1;
+    to->date = -1, to->from = 0;
     copy_rows(&after, to);
     if (fits_copies(o, &after) || (c->status == KVC_ERR_FULL && capacity_of(o))) return KVC_ERR_FULL;
     *o = after;

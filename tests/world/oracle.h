@@ -91,15 +91,13 @@ typedef struct rows {
 typedef struct sequence {
     int32_t exact_to;     /* rows from there on do not follow from the tokens; INT32_MAX: all do */
     int text;             /* the tokens that all follow from it: the exact ones from position 0 on */
-    int date;             /* time at which it was empty last: no row is older; -1: nobody knows */
+    int date;             /* when it was begun or acquired: the oldest of what it is a copy of; -1: it was restored */
+    int from;             /* 1 + the prefix that acquired that; 0: none did; -1: several */
     int prefix;           /* 1 + the prefix that acquired it; 0: none did */
     int prompt;           /* the text that it was acquired with, and is fed */
     int keeps;            /* 2: commits keep the prompt's blocks; 1: they may; 0: they do not */
     int was_short;        /* of memory: a later commit may keep what an earlier one left out */
     int state;            /* the text whose state it goes on from; 0: none; -1: open */
-    int began;            /* when it was acquired, or fed its first token */
-    int is_other;         /* a token at position 0 may have been edited, replaced or rejected since it was acquired */
-    int is_barred;        /* the prefix that acquired it has forgotten a prompt with the same first token since */
     int is_open;          /* others changed it meanwhile: nobody knows what it holds */
     uint64_t had[LAYERS]; /* positions: rows that commits of an acquired sequence have seen */
     rows layers[LAYERS];
@@ -180,7 +178,7 @@ typedef struct prefix {
     state states[STATES];
     pin pins[PINS];
     forgotten forgotten[FORGOTTEN];
-    int horizon;     /* when it forgot a prompt last */
+    int horizon;     /* when it forgot a prompt last; 0: it never did */
     int has_lost;    /* events */
     int has_fetched; /* blocks: nobody else knows how old their rows are */
     int64_t requests, hits, tokens, matched, reused;

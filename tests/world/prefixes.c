@@ -103,9 +103,6 @@ kvc_status right_forget(oracle *o, const call *c) {
     p->num_forgotten -= p->num_forgotten == FORGOTTEN;
     p->forgotten[p->num_forgotten++] = (forgotten){c->text, c->began, o->now};
     if (text_length(c->text)) p->horizon = o->now;
-    for (int s = 0; s < SLOTS; s++)
-        if (o->sequences[s].prefix == 1 + c->prefix)
-            o->sequences[s].is_barred |= text_common(o->sequences[s].prompt, c->text) > 0;
     return KVC_OK;
 }
 

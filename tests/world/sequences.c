@@ -211,7 +211,6 @@ void stop_keeping(sequence *s) {
 /* An edit of an acquired sequence. */
 void note_edit(sequence *s) {
     stop_keeping(s);
-    s->is_other = 1;
     s->state = s->state ? -1 : 0;
 }
 
@@ -298,7 +297,7 @@ kvc_status right_begin(oracle *o, const call *c) {
     expire_for(o, &b);
     for (int t = 0; t < b.num; t++) {
         sequence *s = &o->sequences[b.slots[t]];
-        if (!is_there(o, s) && !count_in(&o->batches[c->client], b.slots[t])) s->date = o->now;
+        if (!is_there(o, s)) s->date = o->now, s->from = 0;
         tokens[b.tags[t]] = (token){.base = b.positions[t], .time = o->now, .symbol = b.symbols[t]};
     }
     o->batches[c->client] = b;
@@ -462,7 +461,7 @@ static void commit_sequence(oracle *o, const batch *b, const uint8_t *kept, int 
                                 .prompt = s->prompt,
                                 .state = -1,
                                 .date = s->date,
-                                .is_other = 1};
+                                .from = s->from};
         *s = ended;
         return;
     }
@@ -478,7 +477,6 @@ static void commit_sequence(oracle *o, const batch *b, const uint8_t *kept, int 
     for (int t = 0; t < b->num; t++)
         if (b->slots[t] == at && kept[t] && b->positions[t] == text_length(s->text) && s->exact_to > b->positions[t])
             s->text = text_behind(s->text, b->symbols[t]);
-    for (int t = 0; t < b->num; t++) s->is_other |= b->slots[t] == at && !kept[t] && !b->positions[t];
     trim_text(o, s);
     note_commit(o, b, kept, at, old);
     expire_behind(o, s);

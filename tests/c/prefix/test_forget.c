@@ -77,7 +77,7 @@ static void test_states(void) {
     close_world();
 }
 
-/* Running sequences still hold forgotten rows and continue, but none of their blocks is kept. */
+/* Running sequences continue, whatever they hold, but no more of their blocks is kept. */
 static void test_running(void) {
     const int64_t *all = numbers(100), *other = numbers(300);
     for (int how = 0; how < 6; how++) {
@@ -97,187 +97,56 @@ static void test_running(void) {
         CHECKF(known(all, 16) == 0 && stats_now().held == 4, "%d: %d", how, known(all, 16));
         feed_to(unharmed, 12, 12);
         release(unharmed, other, 12);
-        CHECK(known(other, 12) == 12);
-        serve(all, 16, 16); /* which computes them again */
+        CHECK(known(other, 12) == 4); /* what its commits had kept before stays */
+        serve(all, 16, 16);           /* which computes them again */
         CHECK(known(all, 16) == 16);
         close_world();
     }
 }
 
-/* A sequence that has lost its place among the kept blocks is still known by its first token.  It keeps its blocks if a
- * forgotten prompt begins with another token, and loses them if the prompt begins with the same token. */
-static void test_without_a_place(void) {
-    const int64_t *ids = numbers(100);
-    static const uint8_t digests[2][20][KVC_NAME_BYTES] = {{{1}, {2}}, {{3}}};
-    for (int how = 0; how < 4; how++)
-        for (int is_image = 0; is_image < 2; is_image++)
-            for (int is_same = 0; is_same < 2; is_same++) {
-                open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
-                kvc_tokens all = tokens_of(ids, 16), private = tokens_of(is_same ? ids : numbers(300), 1);
-                int64_t id, num_names, num_dropped;
-                int32_t matched;
-                if (is_image) all.digests = *digests[0], private.digests = *digests[!is_same];
-                CHECK(kvc_prefix_acquire(prefix, &all, -1, &id, &matched) == KVC_OK);
-                feed_to(id, 12, 12);
-                all.num_tokens = 12;
-                CHECK(kvc_prefix_release(prefix, id, &all) == KVC_OK);
-                all.num_tokens = 16;
-                CHECK(kvc_prefix_acquire(prefix, &all, -1, &id, &matched) == KVC_OK && matched == 12);
-                if (how == 1) CHECK(kvc_prefix_clear(prefix) == KVC_OK);
-                if (how == 2) CHECK(kvc_truncate(cache, id, 1) == KVC_OK);
-                if (how == 3) CHECK(kvc_truncate(cache, id, 9) == KVC_OK && kvc_prefix_clear(prefix) == KVC_OK);
-                feed_to(id, 16, 16);
-                CHECK(kvc_prefix_forget(prefix, &private, NULL, 0, &num_names, &num_dropped) == KVC_OK);
-                CHECK(kvc_prefix_release(prefix, id, &all) == KVC_OK);
-                CHECK(kvc_prefix_lookup(prefix, &all, &matched, NULL) == KVC_OK);
-                CHECKF(matched == (is_same ? 0 : 16), "way %d, image %d: %d", how, is_image, matched);
-                close_world();
-            }
-}
-
-/* Drafts that are rejected change nothing of the first token: the sequence holds no other prompt. */
-static void test_rejected_draft(void) {
-    const int64_t *ids = numbers(300);
-    const int32_t kept[] = {0, 1};
+/* A sequence is as old as its first batch, or as the call that acquired it, until it ends.  One that was emptied, or
+ * whose only batch was aborted, has ended, unless it was acquired. */
+static void test_dates(void) {
+    const int64_t *all = numbers(100), *others = numbers(900);
     const kvc_put_args put = zero_rows(0, 0);
-    for (int num = 1; num <= 6; num += 5) {
-        kvc_batch *batch;
+    enum { BEGUN, ACQUIRED, IN_BATCH, ABORTED, ACQUIRED_ABORTED, EMPTIED, CLEARED, ADDED_TO, NUM };
+    for (int how = 0; how < NUM; how++) {
+        const int was_acquired = how == ACQUIRED || how == ACQUIRED_ABORTED || how == EMPTIED;
+        kvc_batch *batch = NULL;
         open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
-        const int64_t id = acquire(ids, num, NULL);
-        CHECK(begin_at_end(cache, id, 3, &batch) == KVC_OK && kvc_put(batch, 0, &put) == KVC_OK);
-        CHECK(kvc_commit_kept(batch, kept, 2) == KVC_OK);
-        forget(numbers(100), 8);
-        feed_to(id, 12, 12);
-        release(id, ids, 12);
-        CHECKF(known(ids, 12) == 12, "%d: %d", num, known(ids, 12));
-        close_world();
-    }
-}
-
-/* A commit keeps another first token than the prompt's.  It was computed before a prompt that begins with it was
- * forgotten, so nobody matches it. */
-static void test_rejected_first_token(void) {
-    const int64_t *ids = numbers(300), *other = numbers(100);
-    const int32_t positions[] = {0, 0}, parents[] = {-1, -1}, kept = 1;
-    const kvc_put_args put = zero_rows(0, 0);
-    for (int is_after = 0; is_after < 2; is_after++) {
-        kvc_batch *batch;
-        open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
-        const int64_t id = acquire(ids, 12, NULL), seq_ids[] = {id, id};
-        const kvc_begin_args args = {
-            .struct_size = sizeof args, .num_tokens = 2, .positions = positions, .seq_ids = seq_ids, .parents = parents};
-        if (is_after) forget(other, 8);
-        CHECK(kvc_begin_with(cache, &args, &batch) == KVC_OK && kvc_put(batch, 0, &put) == KVC_OK);
-        if (!is_after) forget(other, 8);
-        CHECK(kvc_commit_kept(batch, &kept, 1) == KVC_OK);
-        release(id, other, 1);
-        CHECKF(known(other, 2) == is_after, "%d: %d", is_after, known(other, 2));
-        close_world();
-    }
-}
-
-/* A new prefix does not take over what a freed one had forgotten. */
-static void test_forgotten_by_another(void) {
-    const int64_t *ids = numbers(300);
-    const kvc_prefix_config own = {.struct_size = sizeof own, .fingerprint = "a model"};
-    const kvc_tokens tokens = tokens_of(ids, 12), other = tokens_of(numbers(100), 8);
-    int64_t dropped, num;
-    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
-    kvc_prefix *first = prefix, *second;
-    CHECK(kvc_prefix_new(cache, &own, &second) == KVC_OK);
-    int64_t id = kvc_new_sequence(cache); /* of which nobody knows what it holds */
-    feed_to(id, 12, 12);
-    CHECK(kvc_prefix_forget(second, &other, NULL, 0, &num, &dropped) == KVC_OK);
-    release(id, ids, 12);
-    kvc_prefix_free(second);
-    id = acquire(ids, 12, NULL);
-    CHECK(kvc_prefix_new(cache, &own, &second) == KVC_OK);
-    CHECK(kvc_prefix_release(second, id, &tokens) == KVC_OK);
-    prefix = second;
-    CHECKF(known(ids, 12) == 11, "%d", known(ids, 12));
-    prefix = first;
-    close_world();
-}
-
-/* A prefix forgets tokens and is freed.  That does not count for a later prefix, which marks sequences with the same
- * bit. */
-static void test_forgotten_by_one_that_was_freed(void) {
-    const int64_t *ids = numbers(100), *others = numbers(900);
-    const kvc_prefix_config config = {.struct_size = sizeof config, .fingerprint = "a model"};
-    const kvc_tokens tokens = tokens_of(ids, 2 * BLOCK), forgotten = tokens_of(others, BLOCK);
-    kvc_prefix *first, *later;
-    int64_t num, dropped;
-    int32_t matched = -1;
-    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
-    CHECK(kvc_prefix_new(cache, &config, &first) == KVC_OK);
-    const int64_t id = acquire(ids, 2 * BLOCK, NULL);
-    feed_to(id, 2 * BLOCK, BLOCK);
-    CHECK(kvc_prefix_forget(first, &tokens, NULL, 0, &num, &dropped) == KVC_OK);
-    kvc_prefix_free(first);
-    CHECK(kvc_prefix_new(cache, &config, &later) == KVC_OK);
-    CHECK(kvc_prefix_forget(later, &forgotten, NULL, 0, &num, &dropped) == KVC_OK);
-    CHECK(kvc_prefix_release(later, id, &tokens) == KVC_OK);
-    CHECK(kvc_prefix_lookup(later, &tokens, &matched, NULL) == KVC_OK);
-    CHECKF(matched == 2 * BLOCK, "%d known", (int)matched);
-    kvc_prefix_free(later);
-    close_world();
-}
-
-/* A prefix that has taken over the bit of a freed one keeps blocks of rows that the freed one forgot.  These blocks,
- * and what is computed behind them, stay known when the prefix forgets another prompt. */
-static void test_blocks_that_a_freed_prefix_forgot(void) {
-    const int64_t *ids = numbers(100), *others = numbers(900);
-    const kvc_prefix_config config = {.struct_size = sizeof config, .fingerprint = "a model"};
-    const kvc_tokens tokens = tokens_of(ids, 2 * BLOCK), forgotten = tokens_of(others, BLOCK);
-    kvc_prefix *first, *later, *own;
-    int64_t num, dropped;
-    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
-    own = prefix;
-    CHECK(kvc_prefix_new(cache, &config, &first) == KVC_OK);
-    int64_t id = acquire(ids, 2 * BLOCK, NULL);
-    feed_to(id, 2 * BLOCK, BLOCK);
-    CHECK(kvc_prefix_forget(first, &tokens, NULL, 0, &num, &dropped) == KVC_OK);
-    kvc_prefix_free(first);
-    CHECK(kvc_prefix_new(cache, &config, &later) == KVC_OK);
-    CHECK(kvc_prefix_release(later, id, &tokens) == KVC_OK);
-    CHECK(kvc_prefix_forget(later, &forgotten, NULL, 0, &num, &dropped) == KVC_OK);
-    prefix = later;
-    id = acquire(ids, 4 * BLOCK, NULL);
-    feed_to(id, 4 * BLOCK, BLOCK);
-    CHECKF(known(ids, 4 * BLOCK + 1) == 4 * BLOCK, "%d known", known(ids, 4 * BLOCK + 1));
-    kvc_prefix_free(later);
-    prefix = own;
-    close_world();
-}
-
-/* A sequence whose prefix is freed, or whose first token is replaced, may hold rows of any prompt that is forgotten
- * from then on.  The prefix may keep its rows if it forgot a prompt with another first token before. */
-static void test_forgotten_before_and_after(void) {
-    const int64_t *ids = numbers(100), *others = numbers(900), *later = numbers(500);
-    const kvc_prefix_config config = {.struct_size = sizeof config, .fingerprint = "a model"};
-    for (int is_freed = 0; is_freed < 2; is_freed++)
-        for (int is_after = 0; is_after < 2; is_after++) {
-            kvc_prefix *own, *second;
-            open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
-            own = prefix;
-            CHECK(kvc_prefix_new(cache, &config, &second) == KVC_OK);
-            prefix = is_freed ? second : own;
-            const int64_t id = acquire(ids, 8, NULL);
-            feed_to(id, 7, 7);
-            prefix = own;
-            if (!is_after) CHECK(forget(others, 8) == 0);
-            if (is_freed)
-                kvc_prefix_free(second);
-            else
-                CHECK(kvc_truncate(cache, id, 0) == KVC_OK);
-            feed_to(id, 8, 8);
-            if (is_after) CHECK(forget(others, 8) == 0);
-            release(id, is_freed ? ids : later, 8);
-            const int found = known(is_freed ? ids : later, 9);
-            CHECKF(found == (is_after ? 0 : 8), "freed %d, after %d: %d known", is_freed, is_after, found);
-            if (!is_freed) kvc_prefix_free(second);
-            close_world();
+        int64_t id = was_acquired ? acquire(all, 12, NULL) : kvc_new_sequence(cache), copy = kvc_new_sequence(cache);
+        if (how == IN_BATCH || how == ABORTED || how == ACQUIRED_ABORTED)
+            CHECK(begin_at_end(cache, id, 12, &batch) == KVC_OK);
+        if (how == BEGUN || how == EMPTIED || how == CLEARED || how == ADDED_TO) feed_to(id, 6, 6);
+        CHECK(forget(others, 8) == 0);
+        if (how == IN_BATCH)
+            CHECK(kvc_put(batch, 0, &put) == KVC_OK && kvc_commit(batch) == KVC_OK);
+        else
+            kvc_abort(batch);
+        if (how == EMPTIED) CHECK(kvc_truncate(cache, id, 0) == KVC_OK);
+        if (how == CLEARED) CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
+        if (how == ADDED_TO) { /* a new sequence gets rows of an old one */
+            feed_to(copy, 4, 4);
+            CHECK(kvc_remove(cache, id, 0, 4, 0) == KVC_OK && kvc_share(cache, id, copy, 4, 6) == KVC_OK);
+            CHECK(kvc_truncate(cache, copy, 4) == KVC_OK); /* which are gone again */
+            id = copy;
         }
+        feed_to(id, 12, 12);
+        release(id, all, 12);
+        const int is_new = how == ABORTED || how == EMPTIED || how == CLEARED;
+        CHECKF(known(all, 13) == (is_new ? 12 : 0), "way %d: %d known", how, known(all, 13));
+        close_world();
+    }
+}
+
+/* Blocks that a prefix kept before it forgot another prompt stay known, and so does what is computed behind them. */
+static void test_older_blocks(void) {
+    const int64_t *all = numbers(100);
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
+    serve(all, 8, 8);
+    CHECK(forget(numbers(900), 8) == 0);
+    CHECK(serve(all, 16, 4) == 8 && known(all, 17) == 16);
+    close_world();
 }
 
 /* Windows have left all tokens of a sequence behind.  Its rows may still be kept aside, and its state still follows
@@ -345,26 +214,6 @@ static void test_names(void) {
     close_world();
 }
 
-/* Retained sequences hold forgotten rows still: nothing is kept of what is made of them. */
-static void test_retained(void) {
-    const int64_t *all = numbers(100);
-    for (int how = 0; how < 2; how++) {
-        open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
-        const int64_t id = acquire(all, 12, NULL), retained = 1000, copy = 2000;
-        int32_t matched;
-        feed_to(id, 12, 12);
-        CHECK(retain(cache, id, retained, 0, 4) == KVC_OK);
-        forget(all, 12);
-        if (how)
-            CHECK(kvc_fork(cache, retained, copy) == KVC_OK);
-        else
-            CHECK(attach_retained(cache, &retained, 1, copy, 4, &matched) == KVC_OK && matched == 4);
-        release(copy, all, 4);
-        CHECKF(known(all, 12) == 0, "%d: %d", how, known(all, 12));
-        close_world();
-    }
-}
-
 /* A sequence that was acquired for another prompt holds forgotten rows, too, once they are shared with it. */
 static void test_shared_into(void) {
     const int64_t *all = numbers(100), *other = numbers(300);
@@ -426,7 +275,7 @@ static void test_elsewhere(void) {
     }
 }
 
-/* Rows that another prefix has kept since count as computed again. */
+/* Nor are rows kept that another prefix has handed out since, whenever they were computed. */
 static void test_kept_elsewhere_since(void) {
     const int64_t *all = numbers(100);
     const kvc_tokens tokens = tokens_of(all, 13);
@@ -440,7 +289,7 @@ static void test_kept_elsewhere_since(void) {
         feed_to(id, 12, 12);
         CHECK(kvc_prefix_release(i ? prefix : tenant, id, &tokens) == KVC_OK);
     }
-    CHECKF(known(all, 12) == 12, "%d", known(all, 12));
+    CHECKF(known(all, 12) == 0, "%d", known(all, 12));
     close_world();
 }
 
@@ -560,40 +409,18 @@ static void test_written(void) {
     CHECK(!unlink(usage) && !rmdir(folder)); /* nothing else is left */
 }
 
-/* A sequence whose batch is aborted holds nothing, forgotten or not. */
-static void test_aborted(void) {
-    const int64_t *all = numbers(100);
-    kvc_batch *batch;
-    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
-    const int64_t id = acquire(all, 12, NULL);
-    CHECK(begin_at_end(cache, id, 12, &batch) == KVC_OK);
-    forget(all, 12);
-    kvc_abort(batch);
-    feed_to(id, 12, 12);
-    release(id, all, 12);
-    CHECKF(known(all, 12) == 12, "%d", known(all, 12));
-    close_world();
-}
-
 int main(void) {
     test_what_stays();
     test_windows();
     test_states();
     test_running();
-    test_without_a_place();
-    test_rejected_draft();
-    test_rejected_first_token();
-    test_forgotten_by_another();
-    test_forgotten_by_one_that_was_freed();
-    test_blocks_that_a_freed_prefix_forgot();
-    test_forgotten_before_and_after();
-    test_retained();
+    test_dates();
+    test_older_blocks();
     test_shared_into();
     test_elsewhere();
     test_kept_elsewhere_since();
     test_fetched();
     test_written();
-    test_aborted();
     test_left_behind();
     test_pins();
     test_names();
