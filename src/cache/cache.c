@@ -143,7 +143,7 @@ void kvc_cache_enter(kvc_cache *cache, kvc_sequence *sequence) {
 
 void kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old) {
     if (old) {
-        kvc_cache_forget(cache, old);
+        kvc_cache_drop(cache, old);
         sequence->edited_from = 0;
     }
     kvc_cache_enter(cache, sequence);
@@ -164,7 +164,7 @@ void kvc_cache_set_aside(kvc_cache *cache, kvc_sequence *sequence) {
     cache->sequences.reserved = sequence;
 }
 
-void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence) {
+void kvc_cache_drop(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_follower *follower = sequence->follower;
     sequence->follower = NULL; /* which is told once, at the end */
     kvc_cache_unmark_changed(sequence);
@@ -176,17 +176,17 @@ void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence) {
     if (follower) follower->ended(cache, follower);
 }
 
-void kvc_cache_forget_all(kvc_cache *cache) {
-    for (kvc_sequence *sequence; (sequence = kvc_table_last(&cache->sequences));) kvc_cache_forget(cache, sequence);
+void kvc_cache_drop_all(kvc_cache *cache) {
+    for (kvc_sequence *sequence; (sequence = kvc_table_last(&cache->sequences));) kvc_cache_drop(cache, sequence);
 }
 
-void kvc_cache_forget_blank(kvc_cache *cache, kvc_sequence *sequence) {
-    if (kvc_sequence_is_blank(sequence) && !sequence->follower) kvc_cache_forget(cache, sequence);
+void kvc_cache_drop_blank(kvc_cache *cache, kvc_sequence *sequence) {
+    if (kvc_sequence_is_blank(sequence) && !sequence->follower) kvc_cache_drop(cache, sequence);
 }
 
 void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_cache_mark_changed(cache, sequence);
-    kvc_cache_forget_blank(cache, sequence);
+    kvc_cache_drop_blank(cache, sequence);
 }
 
 int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position) {

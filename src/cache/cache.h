@@ -233,9 +233,9 @@ void kvc_cache_set_aside(kvc_cache *cache, kvc_sequence *sequence);
 
 /* Takes a sequence out of the table and frees it.  _blank does nothing if it is not blank; _all takes every sequence.
  */
-void kvc_cache_forget(kvc_cache *cache, kvc_sequence *sequence);
-void kvc_cache_forget_blank(kvc_cache *cache, kvc_sequence *sequence);
-void kvc_cache_forget_all(kvc_cache *cache);
+void kvc_cache_drop(kvc_cache *cache, kvc_sequence *sequence);
+void kvc_cache_drop_blank(kvc_cache *cache, kvc_sequence *sequence);
+void kvc_cache_drop_all(kvc_cache *cache);
 
 /* Returns whether a query of the sequence at `position`, or a later one, would miss rows: expired, or not replaced. */
 int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);

@@ -218,7 +218,7 @@ static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e)
     if (status != KVC_OK) return status;
     note(sequence, e, next);
     if (may_end && kvc_sequence_next(sequence) == 0)
-        kvc_cache_forget(cache, sequence);
+        kvc_cache_drop(cache, sequence);
     else
         kvc_cache_after_edit(cache, sequence);
     return KVC_OK;
@@ -422,10 +422,10 @@ kvc_status kvc_mark_inexact(kvc_cache *cache, int64_t seq_id, int32_t position) 
 
 /* ---- clearing ---------------------------------------------------------------------------------------------------- */
 
-enum { AT_ONCE = KVC_SIZE(16, 2) }; /* hidden sequences that are forgotten before others get the mutex */
+enum { AT_ONCE = KVC_SIZE(16, 2) }; /* hidden sequences that are dropped before others get the mutex */
 
-/* Forgets every sequence except one, `except` (NULL: none).  Sequences that calls can name are forgotten at once, the
- * blocks of prefixes bit by bit.  If a sequence is busy, returns KVC_ERR_BUSY and forgets none. */
+/* Drops every sequence except one, `except` (NULL: none).  Sequences that calls can name are dropped at once, the
+ * blocks of prefixes bit by bit.  If a sequence is busy, returns KVC_ERR_BUSY and drops none. */
 static kvc_status clear_all_but(kvc_cache *cache, const kvc_sequence *except) {
     const kvc_table *table = &cache->sequences;
     const kvc_sorted *hidden = &table->hidden;
@@ -435,17 +435,17 @@ static kvc_status clear_all_but(kvc_cache *cache, const kvc_sequence *except) {
     const int64_t first_new = cache->sequences.next_hidden_id; /* others may keep blocks meanwhile, which stay */
     for (kvc_sequence *sequence, *next = kvc_sequence_end(&table->named, KVC_BY_ID, 0); (sequence = next);) {
         next = kvc_sequence_beside(sequence, KVC_BY_ID, 1);
-        if (sequence != except) kvc_cache_forget(cache, sequence);
+        if (sequence != except) kvc_cache_drop(cache, sequence);
     }
     kvc_sequence *first;
     for (int i = 1; (first = kvc_sequence_end(hidden, KVC_BY_ID, 0)) && first->id < first_new; i++) {
-        kvc_cache_forget(cache, first);
+        kvc_cache_drop(cache, first);
         if (i % AT_ONCE == 0) kvc_cache_give_way(cache);
     }
     return KVC_OK;
 }
 
-/* Forgets every sequence, except the one with this id (NULL: no exception). */
+/* Drops every sequence, except the one with this id (NULL: no exception). */
 static kvc_status clear_all(kvc_cache *cache, const int64_t *except_id) {
     kvc_lock(cache);
     kvc_cache_begin_gradual(cache);
@@ -463,6 +463,6 @@ kvc_status kvc_clear_sequence(kvc_cache *cache, int64_t seq_id) {
     kvc_lock(cache);
     kvc_sequence *sequence = kvc_cache_find(cache, seq_id);
     const kvc_status status = kvc_check_idle(sequence);
-    if (status == KVC_OK && sequence) kvc_cache_forget(cache, sequence);
+    if (status == KVC_OK && sequence) kvc_cache_drop(cache, sequence);
     return kvc_unlock(cache, status);
 }

@@ -116,7 +116,7 @@ static kvc_status copy_prefix(kvc_cache *cache, int64_t src_id, int64_t dst_id, 
     if (sharer)
         kvc_cache_insert(cache, sharer, old);
     else if (old)
-        kvc_cache_forget(cache, old);
+        kvc_cache_drop(cache, old);
     return KVC_OK;
 }
 

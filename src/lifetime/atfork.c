@@ -61,7 +61,7 @@ static void end_edits(kvc_cache *cache) {
         before = kvc_table_before(table, sequence); /* a sequence may take hidden ones, which stand behind, along */
         if (kvc_thread_is_self(sequence->call.thread)) continue;
         if (sequence->call.is_rewriting) undo_rewrite(cache, sequence);
-        if (sequence->call.is_own) kvc_cache_forget(cache, sequence);
+        if (sequence->call.is_own) kvc_cache_drop(cache, sequence);
     }
 }
 

@@ -217,7 +217,7 @@ kvc_status kvc_cache_free(kvc_cache *cache) {
     if (status == KVC_OK && cache->waiting.waiters)
         status =
             kvc_fail(KVC_ERR_BUSY, "cannot free the cache while other calls wait to begin a batch: let them return");
-    if (status == KVC_OK) kvc_cache_forget_all(cache);
+    if (status == KVC_OK) kvc_cache_drop_all(cache);
     kvc_unlock(cache, status);
     if (status != KVC_OK) return status;
     while (cache->prefixes.first) kvc_prefix_free(cache->prefixes.first);

@@ -20,7 +20,7 @@ static void close_batch(kvc_batch *batch) {
         if (sequence == batch->reserved)
             kvc_cache_set_aside(cache, sequence);
         else
-            kvc_cache_forget(cache, sequence);
+            kvc_cache_drop(cache, sequence);
     }
     for (int32_t g = 0; g < cache->num_groups; g++) {
         cache->pools[g].epoch++;

@@ -577,7 +577,7 @@ void kvc_discard_batch(kvc_batch *batch) {
         if (sequence == batch->reserved)
             kvc_cache_set_aside(cache, sequence);
         else
-            kvc_cache_forget_blank(cache, sequence);
+            kvc_cache_drop_blank(cache, sequence);
     }
     if (batch->num_buffered) kvc_row_buffers_free(cache);
     if (batch->is_fresh)

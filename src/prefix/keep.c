@@ -31,7 +31,7 @@ static kvc_status release(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *tokens
             (long long)num_tokens, (long long)seq_id, num_exact);
     kvc_node *last = kvc_session_keep(prefix, sequence, tokens, 0);
     kvc_node_use(last, 1);
-    kvc_cache_forget(cache, sequence);
+    kvc_cache_drop(cache, sequence);
     kvc_node_touch(last);
     kvc_node_use(last, -1);
     kvc_sessions_fit(cache);

@@ -397,7 +397,7 @@ static int64_t add_to_tree(const arrival *a, kvc_status status, const kvc_state_
             node = add_rows(a, parent, arrived, a->end, is_within ? NULL : checkpoint);
     }
     kvc_state_use_end(cache, use);
-    if (arrived) kvc_cache_forget(cache, arrived);
+    if (arrived) kvc_cache_drop(cache, arrived);
     return node ? node->rows->id : -1;
 }
 

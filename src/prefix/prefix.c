@@ -223,7 +223,7 @@ void kvc_prefix_free(kvc_prefix *prefix) {
         kvc_session_roll_back(prefix->sessions, 0); /* its blocks go, too: none of them counts as used */
         sequence->follower = NULL;
         follower->ended(cache, follower);
-        if (!sequence->in_batch) kvc_cache_forget_blank(cache, sequence);
+        if (!sequence->in_batch) kvc_cache_drop_blank(cache, sequence);
         if (num % AT_ONCE == 0) kvc_cache_give_way(cache);
     }
     *prefix->at = prefix->next;
@@ -356,7 +356,7 @@ static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const kvc_matc
         return KVC_OK;
     }
     kvc_session_roll_back(session, 0); /* so that its end does not use the blocks that matched */
-    kvc_cache_forget(cache, sequence);
+    kvc_cache_drop(cache, sequence);
     return status;
 }
 

@@ -234,7 +234,7 @@ void kvc_sessions_fit(kvc_cache *cache) {
     kvc_give_back(cache, cache->limits.max_bytes); /* without memory to choose */
     for (kvc_sequence *oldest; kvc_cache_bytes(cache) > cache->limits.max_bytes &&
                                (oldest = kvc_sequence_end(&cache->evicting.evictable, KVC_BY_USE, 0));) {
-        kvc_cache_forget(cache, oldest);
+        kvc_cache_drop(cache, oldest);
         kvc_give_back(cache, cache->limits.max_bytes);
     }
     if (kvc_cache_bytes(cache) > cache->limits.max_bytes) kvc_leave_all(cache);

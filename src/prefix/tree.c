@@ -272,7 +272,7 @@ static void ended(kvc_cache *cache, kvc_follower *follower) {
     free_node(node);
 }
 
-void kvc_node_drop(kvc_node *node) { kvc_cache_forget(node->tree->cache, node->rows); }
+void kvc_node_drop(kvc_node *node) { kvc_cache_drop(node->tree->cache, node->rows); }
 
 void kvc_node_use(kvc_node *node, int32_t add) {
     node->users.num += add;

@@ -111,7 +111,7 @@ void kvc_evict(kvc_cache *cache) {
         victim->evicting.next_victim = NULL;
         victim->evicting.fate = KVC_STAYS;
         if (goes)
-            kvc_cache_forget(cache, victim);
+            kvc_cache_drop(cache, victim);
         else
             kvc_cache_pin(cache, victim, -1);
     }

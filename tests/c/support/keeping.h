@@ -80,7 +80,7 @@ static inline kvc_status attach_retained(kvc_cache *cache, const int64_t *ids, i
         *matched = kvc_pieces_match(&found, length);
     }
     if (*matched) status = kvc_attach_pieces(cache, pieces, num, dst, *matched);
-    if (status == KVC_OK && old) kvc_cache_forget(cache, old); /* all its rows have expired */
+    if (status == KVC_OK && old) kvc_cache_drop(cache, old); /* all its rows have expired */
     kvc_unlock(cache, KVC_OK);
     if (status == KVC_OK) touch_retained(cache, ids, num);
     return status;
