@@ -488,6 +488,7 @@ kvc_status right_acquire(oracle *o, const call *c) {
     const int length = text_length(c->text), matched = (int)c->result, exact = matched - (int)c->more;
     const int limit = c->delta < 0 || c->delta > length - 1 ? length - 1 : c->delta;
     sequence *s = &o->sequences[c->to];
+    const int is_open = s->is_open; /* others may have changed it before it was looked at */
     if (!length) return KVC_ERR_INVALID;
     if (c->status) {
         note_use(o, p, c->text, length, 0);
@@ -511,7 +512,7 @@ kvc_status right_acquire(oracle *o, const call *c) {
             const int32_t tag = c->tags[l][at];
             if (tag < 0 && gets_row(o, l, at)) widen(&s->layers[l].lost, at);
             if (tag < 0) continue;
-            if (at < exact && !o->sequences[c->to].is_open) check_row(p, c, at, &tokens[tag]);
+            if (at < exact && !is_open) check_row(p, c, at, &tokens[tag]);
             if (at >= exact && tokens[tag].symbol != text_symbol(text_begin(c->text, at + 1)))
                 wrong("%s: the row at %d is of another token", spell(c->text), at);
             row r = new_row(at, tag);
@@ -525,7 +526,8 @@ kvc_status right_acquire(oracle *o, const call *c) {
             if (tokens[tag].base != at && has_rope(o, l, KVC_ROPE_FUNCTION)) r.slot = o->next_slot++;
             add_row(&s->layers[l], r);
         }
-    if (misses(o, s, exact) && !c->more) wrong("%s: rows are lacking behind %d tokens", spell(c->text), matched);
+    if (misses(o, s, exact) && !c->more && !is_open)
+        wrong("%s: rows are lacking behind %d tokens", spell(c->text), matched);
     if (o->crowded) return KVC_OK;
     p->requests++, p->tokens += length, p->matched += matched, p->hits += matched > 0, p->reused += c->more;
     note_use(o, p, c->text, exact, is_alone);
