@@ -320,7 +320,7 @@ static void check_blocks(int l, kvc_stats *sums) {
 
 static void check_stats(void) {
     kvc_stats stats;
-    kvc_stats sums = {0}, others;
+    kvc_stats sums = {0}, others = {0};
     int64_t most = 0; /* blocks that may be kept */
     for (int l = 0; l < w.o.num_layers; l++)
         if (w.o.layers[l].policy.kind != KVC_NONE) check_blocks(l, leads_group(&w.o, l) ? &sums : &others);
