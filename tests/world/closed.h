@@ -16,7 +16,7 @@ typedef struct prompt {
     int text;
     int left; /* its tokens that are known */
     int is_pinned;
-    long used, may;  /* when a call used it last, and when a long one may have */
+    long used, may;  /* when a call used it last, and when a fetch may have */
     int64_t ms;      /* the same by the clock */
     uint64_t states; /* bits: the lengths behind which it has states; 0: the prefix has none */
     int is_sorted;   /* its states are in order: it was fetched whole, or has none */
