@@ -503,9 +503,10 @@ static kvc_status check_args(const kvc_cache *cache, int32_t layer, const kvc_we
     return KVC_OK;
 }
 
-/* Whether a query at a position would see some of the lost positions. */
+/* Whether a query at a position would see some of the lost rows. */
 static int misses(const weighing *w, int32_t position, kvc_interval lost) {
-    return lost.begin <= position && kvc_policy_sees(w->policy, position, lost.begin, lost.end);
+    return lost.begin <= kvc_last_row(position, w->stride) &&
+           kvc_policy_sees(w->policy, position, lost.begin, lost.end);
 }
 
 /* Checks that the queries miss no rows that have expired. */

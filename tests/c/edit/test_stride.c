@@ -126,11 +126,41 @@ static void test_limits_of_rows(void) {
     }
 }
 
+/* A restored layer has a row at position 7, and the layer with a stride lacks it: queries before it do not miss it. */
+static void test_weights_before_a_missing_row(void) {
+    const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 4},
+                                {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = strided(4)}};
+    const int32_t positions[] = {0, 1, 2, 3, 4, 5, 6, 7};
+    const float q[4] = {0};
+    static const int64_t ids[8];
+    float weights[1];
+    static pair p;
+    p = (pair){.config = {.block_size = 4, .num_threads = 1}};
+    pair_new(&p, 2, layers);
+    CHECK(pair_feed(&p, 0, 0, 6) == KVC_OK);
+    CHECK(pair_begin_with(&p, 8, positions, ids, (uint8_t[]){1, 0}) == KVC_OK);
+    pair_put_all(&p);
+    CHECK(pair_commit(&p) == KVC_OK);
+    for (int32_t at = 0; at < 9; at++) {
+        const kvc_weights_args args = {.struct_size = sizeof args,
+                                       .q = q,
+                                       .positions = &at,
+                                       .weights = weights,
+                                       .num_rows = 1,
+                                       .num_queries = 1,
+                                       .num_heads = 1};
+        const kvc_status status = kvc_weights(p.cache, 0, 1, &args);
+        CHECKF(status == (at < 7 ? KVC_OK : KVC_ERR_GONE), "%d: %s", at, kvc_last_error());
+    }
+    pair_free(&p);
+}
+
 int main(void) {
     test_refused();
     test_cuts_for_either_stride();
     test_puts_without_rows();
     test_room_in_bytes();
     test_limits_of_rows();
+    test_weights_before_a_missing_row();
     return test_result();
 }
