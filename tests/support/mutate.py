@@ -375,7 +375,10 @@ class Core:
         return [target if path.name == target.name else path for path in self.objects]
 
     def simulate(self, *names):
-        """Return drive_scheduler, with sources of these names as they were changed last."""
+        """Return drive_scheduler, with sources of these names as they were changed last; without the address sanitizer.
+
+        That maps more than MEMORY.
+        """
         folder = self.folder / ("changed" if names else "linked")
         folder.mkdir(exist_ok=True)
         return build_simulated((self.command, self.objects), folder, [self.folder / "changed" / name for name in names])

@@ -100,7 +100,7 @@ def drivers(workshop, tmp_path_factory):
 def build(driver, core, folder):
     """Build a driver with a core as it is tested, or, for the scheduler, as it is simulated."""
     if driver == "drive_scheduler":
-        return build_simulated(core, folder)
+        return build_simulated(compiling.watched(core, folder), folder)
     flags = ["-fno-sanitize=thread"] if "-fsanitize=thread" in core[0] else []  # clients share the oracle
     parts = compiled_once(f"world-{os.getpid()}", core[1], SOURCES, lambda _: [*core[0], *flags])
     return compiling.link(core, folder, HERE / f"{driver}.c", flags=flags, parts=parts)
@@ -118,10 +118,9 @@ def compiled_once(name, objects, sources, command_for):
 def build_simulated(core, folder, changed=()):
     """Build the core for the simulated world, with changed sources in the place of those of the same names.
 
-    It has the address sanitizer where that works. Its kernels come from build_core(): they only compute. The other
-    objects are compiled once in a process.
+    Its kernels come from build_core(): they only compute. The other objects are compiled once in a process.
     """
-    command, others = compiling.watched(core, folder)
+    command, others = core
     flags = [*command, "-std=gnu11", "-fno-openmp"]
     sizes = "-DKVC_SIZE(usual, simulated)=(simulated)"  # as in scheduler.h
 
@@ -212,7 +211,8 @@ def build_all_with(core, folder, source, text):
     core = command, [str(changed), *others]
     simulated = folder / "simulated"
     simulated.mkdir()
-    return [*(build(driver, core, folder) for driver in ALONE), build_simulated(core, simulated, [path])]
+    watched = compiling.watched(core, folder)
+    return [*(build(driver, core, folder) for driver in ALONE), build_simulated(watched, simulated, [path])]
 
 
 @pytest.mark.full
