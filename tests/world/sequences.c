@@ -318,15 +318,21 @@ static int is_shared(const oracle *o, int l) {
     return 0;
 }
 
+/* Whether a token is of an unstored sequence that was empty, and gets a row in a layer. */
+static int is_buffered(const oracle *o, const batch *b, int l, int t) {
+    return b->unstored[t] == 2 && gets_row(o, l, b->positions[t]);
+}
+
 /* Notes that tokens get their rows in a layer.  All rows of unstored sequences that were empty are PASSING or PUT
  * together in a layer.  The first of them in a layer let the PASSING rows of other layers go. */
 static void give_rows(const oracle *o, batch *b, const call *c, int how) {
     uint8_t *own = b->is_put[c->layer];
     int had = 0, passes = how == PASSING && !is_shared(o, c->layer), takes = 0;
     for (int t = 0; t < b->num; t++)
-        if (b->unstored[t] == 2 && (own[t] == PUT || own[t] == PASSING)) had = 1, passes &= own[t] == PASSING;
+        if (is_buffered(o, b, c->layer, t) && (own[t] == PUT || own[t] == PASSING))
+            had = 1, passes &= own[t] == PASSING;
     for (int t = c->begin; t < c->begin + c->num; t++) {
-        takes |= b->unstored[t] == 2 && gets_row(o, c->layer, b->positions[t]);
+        takes |= is_buffered(o, b, c->layer, t);
         own[t] = PUT;
     }
     for (int t = 0; t < b->num && takes; t++) {
