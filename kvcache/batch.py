@@ -312,8 +312,6 @@ class Batch:
             missing, a tensor requires grad or has its negative bit set, or `out` is read-only or overlaps.
         TypeError
             If an argument is no array, or has another element type.
-        RowsGoneError
-            If a visible token belongs to a sequence that is not stored, and its rows in the layer are gone.
         CacheFullError
             If a cross-attention layer gets more rows than it may hold, or `max_bytes` would be exceeded.
 
@@ -473,8 +471,6 @@ class Batch:
             If an argument is no array, or has another element type.
         NotSupportedError
             If the layer holds values.
-        RowsGoneError
-            If a visible token belongs to a sequence that is not stored, and its rows in the layer are gone.
 
         Notes
         -----
@@ -574,8 +570,6 @@ class Batch:
             layout ``"BHTD"``.
         TypeError
             If `non_causal` holds other values than booleans, or `out` other things than arrays of these types.
-        RowsGoneError
-            If rows of a sequence that is not stored are gone, because `attend` has put rows of another layer since.
 
         Examples
         --------
@@ -633,8 +627,6 @@ class Batch:
         ValueError
             As in `KVCache.keys`; or if the batch has no token of the sequence, or several sequences and `seq_id` is
             missing; if it restores layers, or the layer has no attention.
-        RowsGoneError
-            If rows of a sequence that is not stored are gone, because `attend` has put rows of another layer since.
 
         Notes
         -----

@@ -1166,8 +1166,8 @@ class KVCache(Saveable):
     def blocks(self, layer: SupportsIndex = 0) -> list[Block]:
         """Return the blocks that hold the rows of a layer and its group, all at one moment.
 
-        The layers of one policy share blocks. Blocks in use and blocks kept for reuse are listed, by index. Rows of
-        sequences that are not stored lie elsewhere. `kvcache.plot.blocks` draws them.
+        The layers of one policy share blocks. Blocks in use and blocks kept for reuse are listed, by index.
+        `kvcache.plot.blocks` draws them.
 
         Examples
         --------

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvcache import _core, system
 from kvcache._core import INT32_MAX, integer
 from kvcache.arguments import to_float
-from kvcache.errors import CacheBusyError, RowsGoneError
+from kvcache.errors import RowsGoneError
 from kvcache.follower import Edit
 from kvcache.layer import Sizes
 from kvcache.spelling import spelt
@@ -31,7 +31,8 @@ class LongSequencesOnly:
     The length is known from the batch: the largest position of the sequence in it, plus 1. So feed a prompt in one
     batch, in whose calls `first` may cut it in pieces, or in batches of which the first is longer than the threshold. A
     batch that does not begin at `KVCache.next_position`, because the pieces before it were not stored, is a
-    `RowsGoneError`.
+    `RowsGoneError`. Until it ends, a batch takes the memory of its rows in all layers, stored or not, and counts for
+    every limit.
 
     Parameters
     ----------
@@ -82,6 +83,10 @@ class Adaptive:
     batch that drops a sequence still sees all of it. Once the batch is committed, the sequence holds nothing, its
     `KVCache.next_position` is 0, and its memory goes back to the system. A batch that continues from another position
     raises `RowsGoneError`, as it does if earlier tokens were not stored.
+
+    A sequence that is not stored still needs memory for the rows of its batch, in all layers, until the batch ends: 64
+    MiB for 512 tokens of 32 layers with 8 KV heads of 128 in f16. Where that is too much, feed fewer tokens at a time,
+    with strategy ``"always"``, and clear the sequence.
 
     Parameters
     ----------
@@ -272,7 +277,7 @@ class Decider:
             self._forget_decisions()
 
     def commit(self, begin: float, core: _core.Batch, keep: Iterable[SupportsIndex] | None) -> None:
-        """Commit a batch, and give back the memory of sequences that it drops."""
+        """Commit a batch, and note which sequences it drops."""
         found = self._open  # before another batch can begin
         is_adaptive = isinstance(self._strategy, Adaptive)  # else what holds nothing begins at next_position anyway
         stored = {seq_id for seq_id, decision in found.items() if decision.outcome == "stored"}
@@ -286,9 +291,6 @@ class Decider:
             raise
         if is_adaptive:
             self._dropped -= {seq_id for seq_id in stored if self._core.next_position(seq_id)}  # 0: no token was kept
-        if any(decision.outcome == "dropped" for decision in found.values()):
-            with suppress(CacheBusyError, BufferError, MemoryError):  # the memory stays for reuse
-                self._core.compact()
 
     def note_edits(self) -> None:
         """Forget decisions on sequences that begin anew; what shares rows of a dropped one lacks them, too."""

@@ -29,7 +29,7 @@ static kvc_cursor first_rows(const kvc_call *c, const kvc_job *job, const kvc_qu
 
 /* Returns a cursor over the own rows of slice m, or of the next slice that has own rows.  Behind the last slice,
  * returns a cursor over the first rows of the task that this thread will probably run next.  It is empty if there is
- * no such task, if that one scores sketches, or if it will fail for lack of a row buffer. */
+ * no such task, or if that one scores sketches. */
 static kvc_cursor rows_from_slice(const kvc_task *t, int32_t m) {
     const kvc_plan *plan = t->call->plan;
     for (; m < t->job->num_slices; m++) {
@@ -42,7 +42,7 @@ static kvc_cursor rows_from_slice(const kvc_task *t, int32_t m) {
     if (next >= plan->jobs.num_tasks) return (kvc_cursor){.layout = t->call->layout};
     const kvc_job *job = kvc_job_of(plan, next, &part);
     const kvc_query_slice *slice = kvc_slice_of(plan, job, 0);
-    if (slice->selects || (slice->is_buffered && !t->call->buffer)) return (kvc_cursor){.layout = t->call->layout};
+    if (slice->selects) return (kvc_cursor){.layout = t->call->layout};
     return first_rows(t->call, job, slice, part);
 }
 
@@ -373,13 +373,13 @@ static kvc_status resolve_args(const kvc_layer *layer, const kvc_plan_args *plan
 }
 
 /* Fills in what the tasks of a call share. */
-static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_chosen *chosen,
-                      const kvc_row_buffer *buffer) {
+static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args,
+                      const kvc_chosen *chosen) {
     c->chosen = *chosen;
     const kvc_work *work = plan->args.max_chosen    ? &attention_to_chosen
                            : plan->args.select_rows ? &attention_to_selected
                                                     : &attention;
-    kvc_call_init(c, plan, layer, args, work, buffer);
+    kvc_call_init(c, plan, layer, args, work);
 }
 
 /* Notes which tokens attended to selected rows, because their rows do not follow from tokens alone.  task: the task
@@ -416,28 +416,21 @@ kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *gi
         KVC_TRY(kvc_chosen_check(&plan->args, plan->num_kv_heads, args.tokens_per_sequence, &chosen));
     if (args.put)
         return kvc_fail(KVC_ERR_INVALID, "args->put is not NULL: rows are stored by kvc_put before tasks are run");
-    kvc_row_buffer *buffer = kvc_row_buffer_find(plan->batch, layer);
-    make_call(&c, plan, layer, &args, &chosen, buffer);
+    make_call(&c, plan, layer, &args, &chosen);
     const kvc_status status = kvc_run_task(&c, layer, task);
     if (status == KVC_OK && plan->args.select_rows) note_selected(plan, task);
-    kvc_row_buffer_leave(plan->batch->cache, buffer);
     return status;
 }
 
-/* Puts rows, if `put` is not NULL, and runs all tasks, on several threads if that is worth it.  *buffer: the layer's
- * row buffer, or NULL if it has none; set if putting rows makes one. */
+/* Puts rows, if `put` is not NULL, and runs all tasks, on several threads if that is worth it. */
 static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_chosen *chosen,
-                         const kvc_put_args *put, kvc_row_buffer **buffer) {
+                         const kvc_put_args *put) {
     kvc_call c;
-    kvc_batch *batch = plan->batch;
-    KVC_TRY(kvc_check_all_seen(plan, layer, put, *buffer));
-    if (put && !*buffer && batch->num_buffered && kvc_any_buffered(batch, layer, put->first, put->num_tokens))
-        KVC_TRY(kvc_row_buffer_enter(batch, layer, buffer));
-    if (put) KVC_TRY(kvc_put_rows(batch, layer, put, *buffer));
-    make_call(&c, plan, layer, args, chosen, *buffer);
-    kvc_status status = kvc_run_tasks(&c);
-    if (status == KVC_OK && put && *buffer) status = kvc_row_buffer_accept(batch->cache, *buffer, 0);
-    if (status != KVC_OK && put) kvc_mark_written(batch, layer, put->first, put->num_tokens, *buffer, 0);
+    KVC_TRY(kvc_check_all_seen(plan, layer, put));
+    if (put) KVC_TRY(kvc_put_rows(plan->batch, layer, put));
+    make_call(&c, plan, layer, args, chosen);
+    const kvc_status status = kvc_run_tasks(&c);
+    if (status != KVC_OK && put) kvc_mark_written(plan->batch, layer, put->first, put->num_tokens, 0);
     if (status == KVC_OK && plan->args.select_rows) note_selected(plan, -1);
     return status;
 }
@@ -467,13 +460,11 @@ kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const k
     int must_put = args.put != NULL;
     /* A plan for cross-attention is made of the rows that were put before. */
     if (must_put && !kvc_keeps_tokens(batch->cache, layer)) {
-        KVC_TRY(kvc_put_rows(batch, layer, &put, NULL));
+        KVC_TRY(kvc_put_rows(batch, layer, &put));
         must_put = 0;
     }
     KVC_TRY(kvc_plan_get(batch, &plan_args, &plan));
-    kvc_row_buffer *buffer = batch->num_buffered ? kvc_row_buffer_find(batch, layer) : NULL;
-    const kvc_status status = attend(plan, layer, &args, &chosen, must_put ? &put : NULL, &buffer);
-    if (buffer) kvc_row_buffer_leave(batch->cache, buffer);
+    const kvc_status status = attend(plan, layer, &args, &chosen, must_put ? &put : NULL);
     kvc_plan_leave(plan);
     return status;
 }

@@ -254,11 +254,11 @@ static kvc_attend_args as_attention(const kvc_choose_args *a) {
 }
 
 static void make_ranking(kvc_ranking *k, kvc_plan *plan, int32_t layer, const kvc_choose_args *args,
-                         const kvc_attend_args *common, const kvc_row_buffer *buffer) {
+                         const kvc_attend_args *common) {
     static const kvc_work work = {rank_split, end_split, "the choice was cancelled"};
     k->args = args;
     k->lanes = kvc_rank_lanes_of(plan);
-    kvc_call_init(&k->call, plan, layer, common, &work, buffer);
+    kvc_call_init(&k->call, plan, layer, common, &work);
 }
 
 kvc_status kvc_plan_choose(kvc_plan *plan, int32_t layer, const kvc_choose_args *given, int64_t task) {
@@ -268,12 +268,9 @@ kvc_status kvc_plan_choose(kvc_plan *plan, int32_t layer, const kvc_choose_args 
     KVC_TRY(kvc_check_choosing(plan->batch, layer));
     KVC_TRY(kvc_check_plan_layer(plan, layer));
     KVC_TRY(resolve_args(&args, &plan->args, plan->k_dim, plan->stride));
-    kvc_row_buffer *buffer = kvc_row_buffer_find(plan->batch, layer);
     const kvc_attend_args common = as_attention(&args);
-    make_ranking(&k, plan, layer, &args, &common, buffer);
-    const kvc_status status = kvc_run_task(&k.call, layer, task);
-    kvc_row_buffer_leave(plan->batch->cache, buffer);
-    return status;
+    make_ranking(&k, plan, layer, &args, &common);
+    return kvc_run_task(&k.call, layer, task);
 }
 
 kvc_status kvc_choose(kvc_batch *batch, const kvc_plan_args *given_plan, const kvc_choose_args *given) {
@@ -289,14 +286,12 @@ kvc_status kvc_choose(kvc_batch *batch, const kvc_plan_args *given_plan, const k
     KVC_TRY(resolve_args(&args, &plan_args, batch->cache->layers[plan_args.layer].k_dim,
                          batch->cache->pools[batch->cache->group_of[plan_args.layer]].stride));
     KVC_TRY(kvc_plan_get(batch, &plan_args, &plan));
-    kvc_row_buffer *buffer = batch->num_buffered ? kvc_row_buffer_find(batch, plan_args.layer) : NULL;
-    kvc_status status = kvc_check_all_seen(plan, plan_args.layer, NULL, buffer);
+    kvc_status status = kvc_check_all_seen(plan, plan_args.layer, NULL);
     if (status == KVC_OK) {
         const kvc_attend_args common = as_attention(&args);
-        make_ranking(&k, plan, plan_args.layer, &args, &common, buffer);
+        make_ranking(&k, plan, plan_args.layer, &args, &common);
         status = kvc_run_tasks(&k.call);
     }
-    if (buffer) kvc_row_buffer_leave(batch->cache, buffer);
     kvc_plan_leave(plan);
     return status;
 }

@@ -273,7 +273,6 @@ static void find_rows(const kvc_plan *plan, const kvc_view *view, kvc_new_slice 
     u->own_from = INT32_MAX;
     visit_own_rows(plan, u, marks, count_own_rows, u);
     u->slice.num_rows = u->own_rows;
-    u->slice.is_buffered = pending->to == KVC_TO_BUFFER;
     u->slice.lacks_rows = is_cross && !is_replaced && !stored->num;
     if (is_replaced) return;
     u->runs = kvc_runs_begin(list);

@@ -38,9 +38,8 @@ typedef struct dense {
     int32_t layer, num_tasks, stride;
     kvc_dense_args args;
     kvc_rows_out out;
-    const kvc_row_buffer *buffer; /* the layer's row buffer */
-    int32_t listed;               /* the sequence whose rows are being listed */
-    int64_t num;                  /* rows listed so far */
+    int32_t listed; /* the sequence whose rows are being listed */
+    int64_t num;    /* rows listed so far */
     dense_row *rows;
     slice *slices;             /* [batch->num_sequences] */
     member *order;             /* [batch->num_sequences] sequences in the order in which they are written */
@@ -63,32 +62,22 @@ static void list_run(void *to, const kvc_run *run, const int32_t *tokens) {
 }
 
 /* Counts the rows of all sequences, and the most rows of one sequence. */
-static kvc_status count_rows(const kvc_batch *batch, int32_t layer, const kvc_row_buffer *buffer, int64_t *num,
-                             int64_t *most) {
+static void count_rows(const kvc_batch *batch, int32_t layer, int64_t *num, int64_t *most) {
     *num = *most = 0;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         int64_t rows = 0;
-        const kvc_status status = kvc_batch_visit(batch, layer, s, buffer, count_run, &rows);
-        if (status != KVC_OK) return status;
+        kvc_batch_visit(batch, layer, s, count_run, &rows);
         if (rows > *most) *most = rows;
         *num += rows;
     }
-    return KVC_OK;
-}
-
-/* Finds the layer's row buffer, counts the rows, and leaves it. */
-static kvc_status find_and_count(kvc_batch *batch, int32_t layer, int64_t *num, int64_t *most) {
-    kvc_row_buffer *buffer = kvc_row_buffer_find(batch, layer);
-    const kvc_status status = count_rows(batch, layer, buffer, num, most);
-    kvc_row_buffer_leave(batch->cache, buffer);
-    return status;
 }
 
 kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows) {
     int64_t most;
     KVC_TRY(kvc_check_attention(batch, layer, 1));
     if (!num_rows) return kvc_fail(KVC_ERR_INVALID, "num_rows is NULL");
-    return find_and_count(batch, layer, num_rows, &most);
+    count_rows(batch, layer, num_rows, &most);
+    return KVC_OK;
 }
 
 /* Checks that all sequences have equally many tokens in the batch, one sequence after the other. */
@@ -117,9 +106,10 @@ kvc_status kvc_dense_sequences(kvc_batch *batch, int32_t layer, int32_t *num_seq
     if (status == KVC_OK && (!num_sequences || !most_rows))
         status = kvc_fail(KVC_ERR_INVALID, "%s is NULL", num_sequences ? "most_rows" : "num_sequences");
     if (status == KVC_OK) status = check_in_step(batch);
-    if (status == KVC_OK) status = find_and_count(batch, layer, &num, most_rows);
-    if (status == KVC_OK) *num_sequences = batch->num_sequences;
-    return status;
+    if (status != KVC_OK) return status;
+    count_rows(batch, layer, &num, most_rows);
+    *num_sequences = batch->num_sequences;
+    return KVC_OK;
 }
 
 /* ---- the order of rows ------------------------------------------------------------------------------------------- */
@@ -152,7 +142,7 @@ static void list_rows(dense *d) {
         dense_row *rows = d->rows + d->num;
         d->slices[s].first = d->num;
         d->listed = s;
-        (void)kvc_batch_visit(batch, d->layer, s, d->buffer, list_run, d); /* cannot fail after it counted them */
+        kvc_batch_visit(batch, d->layer, s, list_run, d);
         d->slices[s].num = d->num - d->slices[s].first;
         if (!is_sorted(rows, d->slices[s].num)) qsort(rows, (size_t)d->slices[s].num, sizeof *rows, by_position);
     }
@@ -270,7 +260,7 @@ static kvc_status read_args(const kvc_batch *batch, int32_t layer, const kvc_den
 
 static kvc_status resolve_num_rows(const dense *d, int64_t *num) {
     int64_t most;
-    KVC_TRY(count_rows(d->batch, d->layer, d->buffer, num, &most));
+    count_rows(d->batch, d->layer, num, &most);
     if (d->out.num_stored) *d->out.num_stored = *num;
     if (d->args.by_sequence && d->args.num_rows != most)
         return kvc_fail(KVC_ERR_INVALID, "num_rows is %lld: the sequence that has most in layer %d has %lld",
@@ -355,9 +345,5 @@ kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *give
     dense d = {.batch = batch, .layer = layer};
     KVC_TRY(read_args(batch, layer, given, &d));
     d.stride = batch->cache->pools[batch->cache->group_of[layer]].stride;
-    kvc_row_buffer *buffer = kvc_row_buffer_find(batch, layer);
-    d.buffer = buffer;
-    const kvc_status status = make_dense(&d);
-    kvc_row_buffer_leave(batch->cache, buffer);
-    return status;
+    return make_dense(&d);
 }

@@ -23,8 +23,6 @@ kvc_cursor kvc_cursor_from(const kvc_call *c, const kvc_query_slice *slice, int3
     if (plan->deltas.num)
         at.changes_to_mix =
             slice->tiled ? KVC_TILED_DELTA_CHANGES : KVC_STREAM_DELTA_CHANGES * (c->streamed_rows / KVC_PANEL);
-    if (slice->is_buffered && count)
-        at.layout = &c->buffer->layout, at.buffer_rows = kvc_row_buffer_block(c->buffer)->rows;
     return at;
 }
 
@@ -138,8 +136,8 @@ kvc_status kvc_check_plan_layer(const kvc_plan *plan, int32_t layer) {
 }
 
 /* Checks that the batch's own rows that a slice sees were put, or are about to be, by `put`. */
-static kvc_status check_seen(const kvc_plan *plan, const kvc_query_slice *slice, int32_t layer, const kvc_put_args *put,
-                             const kvc_row_buffer *buffer) {
+static kvc_status check_seen(const kvc_plan *plan, const kvc_query_slice *slice, int32_t layer,
+                             const kvc_put_args *put) {
     const kvc_batch *batch = plan->batch;
     if (slice->lacks_rows)
         return kvc_fail(KVC_ERR_INVALID, "sequence %lld has no rows in cross-attention layer %d: put its rows first",
@@ -149,13 +147,8 @@ static kvc_status check_seen(const kvc_plan *plan, const kvc_query_slice *slice,
         const kvc_segment *segment = &plan->segments[p];
         for (int32_t i = 0; segment->token >= 0 && i < segment->count; i++) {
             const int32_t t = plan->order[segment->token + i];
-            int was_put = written[t];
             if (put && t >= put->first && t < put->first + put->num_tokens) continue;
-            if (slice->is_buffered) {
-                const kvc_status status = kvc_row_buffer_has(batch, buffer, layer, t, segment->slot + i, &was_put);
-                if (status != KVC_OK) return status;
-            }
-            if (!was_put)
+            if (!written[t])
                 return kvc_fail(KVC_ERR_INVALID,
                                 "token %d of the batch is seen but was not put in layer %d: put its rows first", t,
                                 layer);
@@ -165,17 +158,16 @@ static kvc_status check_seen(const kvc_plan *plan, const kvc_query_slice *slice,
 }
 
 /* Checks that the rows that the slices of a task see were put. */
-static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task, const kvc_row_buffer *buffer) {
+static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task) {
     int32_t part;
     const kvc_job *job = kvc_job_of(plan, task, &part);
     kvc_status status = KVC_OK;
     for (int32_t m = 0; status == KVC_OK && m < job->num_slices; m++)
-        status = check_seen(plan, kvc_slice_of(plan, job, m), layer, NULL, buffer);
+        status = check_seen(plan, kvc_slice_of(plan, job, m), layer, NULL);
     return status;
 }
 
-void kvc_call_init(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_work *work,
-                   const kvc_row_buffer *buffer) {
+void kvc_call_init(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_work *work) {
     const kvc_cache *cache = plan->batch->cache;
     c->plan = plan;
     c->is_rerun = c->was_done = 0;
@@ -190,7 +182,6 @@ void kvc_call_init(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_
     const size_t k_bytes = c->layout->k_row_bytes, v_bytes = c->layout->v_row_bytes;
     const size_t longest = k_bytes > v_bytes ? k_bytes : v_bytes;
     c->streamed_rows = longest <= KVC_SHORT_ROW ? KVC_TILE : longest <= KVC_MIDDLE_ROW ? KVC_TILE / 2 : KVC_PANEL;
-    c->buffer = buffer;
     c->policy = &cache->policies[plan->group];
     c->num_sinks = kvc_policy_sinks(c->policy);
     for (int tiled = 0; tiled < 2; tiled++) {
@@ -210,11 +201,10 @@ void kvc_call_init(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_
     atomic_init(&c->was_cancelled, 0);
 }
 
-kvc_status kvc_check_all_seen(const kvc_plan *plan, int32_t layer, const kvc_put_args *put,
-                              const kvc_row_buffer *buffer) {
+kvc_status kvc_check_all_seen(const kvc_plan *plan, int32_t layer, const kvc_put_args *put) {
     for (int32_t u = 0; u < plan->num_slices; u++) /* slices by token have the same segments */
         if (!u || !plan->slices[u].by_token || plan->slices[u].sequence != plan->slices[u - 1].sequence)
-            KVC_TRY(check_seen(plan, &plan->slices[u], layer, put, buffer));
+            KVC_TRY(check_seen(plan, &plan->slices[u], layer, put));
     return KVC_OK;
 }
 
@@ -223,7 +213,7 @@ kvc_status kvc_run_task(kvc_call *c, int32_t layer, int64_t task) {
     if (task < 0 || task >= plan->jobs.num_tasks)
         return kvc_fail(KVC_ERR_INDEX, "task is %lld: the plan has %lld", (long long)task,
                         (long long)plan->jobs.num_tasks);
-    KVC_TRY(check_task(plan, layer, task, c->buffer));
+    KVC_TRY(check_task(plan, layer, task));
     kvc_poll_timer_init(&c->timer, NULL, NULL);
     KVC_TRY(kvc_round_begin(c, layer, task));
     run_task(c, task);

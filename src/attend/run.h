@@ -16,12 +16,10 @@ struct kvc_work {
 kvc_status kvc_check_plan_layer(const kvc_plan *plan, int32_t layer);
 
 /* Checks that the batch's own rows that the plan's slices see were put, or are about to be, by `put`. */
-kvc_status kvc_check_all_seen(const kvc_plan *plan, int32_t layer, const kvc_put_args *put,
-                              const kvc_row_buffer *buffer);
+kvc_status kvc_check_all_seen(const kvc_plan *plan, int32_t layer, const kvc_put_args *put);
 
 /* Fills in what the tasks of a call share. */
-void kvc_call_init(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_work *work,
-                   const kvc_row_buffer *buffer);
+void kvc_call_init(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_args *args, const kvc_work *work);
 
 /* Returns a cursor over `count` rows of a slice for a part, from row `offset` of a segment on. */
 kvc_cursor kvc_cursor_from(const kvc_call *c, const kvc_query_slice *slice, int32_t part, const kvc_segment *segment,

@@ -70,10 +70,7 @@ static int32_t score_at(int32_t j) { return j % KVC_PIECE_ROWS * KVC_LANES + j /
 
 /* Returns where the sketches of the rows at a place are. */
 static const uint8_t *sketches_at(const kvc_task *t, const kvc_row_place *at) {
-    const kvc_call *c = t->call;
-    const kvc_layout *layout = t->slice->is_buffered ? &c->buffer->layout : c->layout;
-    const uint8_t *rows = t->slice->is_buffered ? kvc_row_buffer_block(c->buffer)->rows : at->segment->rows;
-    return kvc_sketch_at(layout, rows, at->segment->slot + at->offset, kvc_kv_head_of(t));
+    return kvc_sketch_at(t->call->layout, at->segment->rows, at->segment->slot + at->offset, kvc_kv_head_of(t));
 }
 
 /* Returns the sketches of the next n rows: where they lie, or copied to the workspace.  Any bytes may follow

@@ -73,7 +73,7 @@ static int32_t list_singles(kvc_tile *t, int32_t most, size_t head) {
          segment += rows, t->n += rows) {
         rows = num_even_singles(segment, most - t->n);
         if (rows == 1) break;
-        const uint8_t *from = t->buffer_rows ? t->buffer_rows : segment->rows;
+        const uint8_t *from = segment->rows;
         const size_t slot = (size_t)segment->slot;
         const ptrdiff_t step = segment[1].slot - segment->slot;
         t->stretches[num] = (kvc_stretch){{from + k_begin + slot * k_bytes, from + v_begin + slot * v_bytes},
@@ -99,9 +99,8 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     const size_t k_bytes = layout->k_row_bytes, v_bytes = layout->v_row_bytes;
     const int32_t most = c->window, is_mixed = c->is_mixed, has_scales = layout->num_scales;
     const int32_t delta_index = !most ? 0 : is_mixed ? KVC_MIXED : c->segment->delta_index;
-    const uint8_t *const buffer = c->buffer_rows, *k_end = NULL, *v_end = NULL;
+    const uint8_t *k_end = NULL, *v_end = NULL;
     t->layout = layout;
-    t->buffer_rows = c->buffer_rows;
     t->segment = c->segment;
     t->offset = c->offset;
     t->head = c->head;
@@ -116,7 +115,7 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     while (n < most && (is_mixed || segment->delta_index == delta_index)) {
         const int32_t left = segment->count - offset, count = left < most - n ? left : most - n;
         const int32_t position = segment->position + offset;
-        const uint8_t *rows = buffer ? buffer : segment->rows;
+        const uint8_t *rows = segment->rows;
         const size_t slot = (size_t)(segment->slot + offset);
         const uint8_t *k = rows + k_begin + slot * k_bytes, *v = rows + v_begin + slot * v_bytes;
         if (k == k_end && v == v_end)
@@ -146,8 +145,7 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
 }
 
 kvc_rows kvc_keys_in(const kvc_tile *t, const kvc_layer *layer, const kvc_segment *segment, int32_t offset) {
-    const uint8_t *rows = t->buffer_rows ? t->buffer_rows : segment->rows;
-    const kvc_rows keys = kvc_stored_rows(layer, t->layout, rows, segment->slot + offset, 0);
+    const kvc_rows keys = kvc_stored_rows(layer, t->layout, segment->rows, segment->slot + offset, 0);
     return kvc_row_of(&keys, 0, t->head);
 }
 

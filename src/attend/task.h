@@ -9,7 +9,6 @@
 #include <string.h>
 
 #include "attend/work.h"
-#include "space/row_buffer.h"
 
 typedef struct kvc_work kvc_work; /* run.h */
 
@@ -22,7 +21,6 @@ typedef struct kvc_call {
     const kvc_kernels *kernels;
     const kvc_layer *layer;
     const kvc_layout *layout;
-    const kvc_row_buffer *buffer; /* the layer's row buffer, where buffered slices have their rows */
     const kvc_policy *policy;
     int32_t num_sinks;        /* of that policy */
     int32_t k_as[2], v_as[2]; /* kvc_taken_as of its types, for slices that are streamed and tiled */
@@ -83,7 +81,6 @@ kvc_task kvc_part_of(const kvc_task *t, int32_t m, int32_t first);
  * reaches past the end of a window.  So tiles do not depend on how rows are cut into segments. */
 typedef struct kvc_cursor {
     const kvc_layout *layout;
-    const uint8_t *buffer_rows; /* rows of the row buffer that all segments lie in; NULL: each segment has its own */
     const kvc_segment *segment;
     int32_t offset;         /* index of the next row in the segment */
     int32_t head;           /* KV head */
@@ -125,7 +122,6 @@ typedef struct kvc_stretch {
 /* Rows side by side in a split, which are attended for together. */
 typedef struct kvc_tile {
     const kvc_layout *layout;
-    const uint8_t *buffer_rows;
     const kvc_segment *segment;
     int32_t offset, head, n; /* index of the first row in the segment; KV head; number of rows */
     int32_t min_position, max_position;

@@ -64,7 +64,7 @@ enum {
 
 /* Rows of one run that queries of a slice may see. */
 typedef struct kvc_segment {
-    const uint8_t *rows;           /* the block's rows; NULL: they lie in the layer's row buffer */
+    const uint8_t *rows;           /* the block's rows */
     int32_t slot, count, position; /* slot of the first row, number of rows, position of the first row */
     int32_t delta_index;           /* n: the keys are off by plan->deltas.values[n - 1]; 0: they are not off */
     int32_t token;                 /* index into plan->order of the first row's token; -1: stored rows */
@@ -80,12 +80,11 @@ typedef struct kvc_split_start {
 typedef struct kvc_query_slice {
     int32_t sequence;          /* index into batch->sequences */
     int32_t first, num_tokens; /* query tokens: batch->order[first .. first + num_tokens) */
-    int32_t tiled;       /* 1, for many query rows: tiles of rows are decoded and multiplied; 0: rows are streamed */
-    int32_t tile_rows;   /* rows of a tile; of streamed ones, whole tiles in all layers */
-    int32_t is_buffered; /* whether its rows lie in row buffers */
-    int32_t by_token;    /* it is one token, and has all rows that tokens of its sequence may see, by position */
-    int32_t selects;     /* its token selects rows by their sketches (select.h), or reads all in the same way */
-    int32_t lacks_rows;  /* its sequence has none in a cross-attention layer, masked or not */
+    int32_t tiled;      /* 1, for many query rows: tiles of rows are decoded and multiplied; 0: rows are streamed */
+    int32_t tile_rows;  /* rows of a tile; of streamed ones, whole tiles in all layers */
+    int32_t by_token;   /* it is one token, and has all rows that tokens of its sequence may see, by position */
+    int32_t selects;    /* its token selects rows by their sketches (select.h), or reads all in the same way */
+    int32_t lacks_rows; /* its sequence has none in a cross-attention layer, masked or not */
     int32_t num_splits;
     /* Rows in reach, or the most rows that may be chosen; rows of each split, of which the last may have fewer. */
     int64_t num_rows, split_rows;

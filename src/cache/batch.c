@@ -142,12 +142,12 @@ int32_t kvc_batch_find(const kvc_batch *batch, int64_t seq_id) {
     return sequence ? sequence->in_batch - 1 : -1;
 }
 
-/* Returns where the rows of a sequence go in group g. */
-static int8_t find_destination(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g) {
+/* Returns where the rows of the batch's sequences go in group g. */
+static int8_t find_destination(const kvc_batch *batch, int32_t g) {
     const kvc_cache *cache = batch->cache;
     if (batch->replaced && !batch->replaced[g]) return KVC_TO_NOWHERE;
     if (g >= cache->num_token_groups) return cache->policies[g].kind == KVC_CROSS ? KVC_TO_CROSS : KVC_TO_NOWHERE;
-    return member->is_buffered ? KVC_TO_BUFFER : batch->replaced ? KVC_TO_REPLACE : KVC_TO_END;
+    return batch->replaced ? KVC_TO_REPLACE : KVC_TO_END;
 }
 
 int32_t kvc_batch_add_sequence(kvc_batch *batch, int64_t seq_id, int32_t is_unstored) {
@@ -160,13 +160,12 @@ int32_t kvc_batch_add_sequence(kvc_batch *batch, int64_t seq_id, int32_t is_unst
         kvc_batch_sequence *member = &batch->sequences[s];
         *member = (kvc_batch_sequence){.sequence = sequence,
                                        .is_unstored = is_unstored,
-                                       .is_buffered = is_unstored && is_empty,
                                        .last = -1,
                                        .exact_to = INT32_MAX,
                                        .selected_from = INT32_MAX};
         for (int32_t g = 0; g < batch->cache->num_groups; g++)
             *kvc_pending_of(batch, g, s) =
-                (kvc_pending){.capacity_before = sequence->runs[g].capacity, .to = find_destination(batch, member, g)};
+                (kvc_pending){.capacity_before = sequence->runs[g].capacity, .to = find_destination(batch, g)};
         sequence->min_query_position = is_empty ? INT32_MAX : kvc_min_query_position(sequence);
         kvc_cache_mark_changed(batch->cache, sequence);
     }

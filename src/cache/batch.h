@@ -10,7 +10,6 @@ typedef struct kvc_batch_sequence {
     kvc_sequence *sequence;
     int32_t first, num_tokens; /* its tokens: order[first .. first + num_tokens) */
     int32_t is_unstored;       /* the sequence holds nothing once the batch is committed */
-    int32_t is_buffered;       /* it is unstored and was empty before: its rows lie in row buffers */
     int32_t num_stretches;     /* number of stretches of consecutive positions among its tokens */
     int32_t next;              /* position that would continue the last stretch */
     int32_t goes_back;         /* not each token stands behind the one before, the first behind the sequence's last */
@@ -19,8 +18,7 @@ typedef struct kvc_batch_sequence {
     int32_t selected_from; /* lowest position of its tokens that selected rows; INT32_MAX: none did */
 } kvc_batch_sequence;
 
-/* The place of a token's rows.  If block is NULL, slot counts in the row buffer; -1: the token has no rows there, as
- * its position completes no stride. */
+/* The place of a token's rows.  slot -1: the token has no rows there, as its position completes no stride. */
 typedef struct kvc_place {
     kvc_block *block;
     int32_t slot;
@@ -31,7 +29,6 @@ typedef struct kvc_place {
 typedef enum kvc_destination {
     KVC_TO_NOWHERE, /* the group gets no rows: it has no attention, or the batch restores others */
     KVC_TO_CROSS,   /* slots that kvc_put takes: a committed token has them replace all that the sequence held */
-    KVC_TO_BUFFER,  /* slots of the row buffers, which end with the batch */
     KVC_TO_REPLACE, /* the commit replaces all that the sequence held */
     KVC_TO_END      /* the commit appends to what the sequence held */
 } kvc_destination;
@@ -89,7 +86,6 @@ struct kvc_batch {
     uint8_t *replaced;    /* [num_groups] whether the batch restores the group; NULL: none, it is an ordinary batch */
     uint8_t *group_flags; /* [num_groups] memory for `replaced` */
     uint8_t *written;     /* [num_layers][num_tokens] whether the token's rows were put in the layer */
-    int32_t num_buffered; /* number of tokens of buffered sequences */
     kvc_plan_link *plans; /* list of the plans made for this batch, freed with it */
     kvc_cross_put *cross_puts; /* list of the puts in progress; guarded by the mutex */
     /* [num_groups - num_token_groups] number of finished puts to each cross-attention group: each further put

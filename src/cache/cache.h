@@ -68,12 +68,6 @@ typedef struct kvc_waiting {
     struct kvc_waiter *waiters;  /* list of the calls that wait to begin a batch, in order of arrival */
 } kvc_waiting;
 
-/* The row buffers of the open batch, and buffers of ended batches still in use: space/row_buffer.h. */
-typedef struct kvc_row_buffers {
-    struct kvc_row_buffer *first; /* list of all */
-    int64_t bytes;                /* of the rows of all */
-} kvc_row_buffers;
-
 /* Memory in reserve, for the next call that needs scratch.  NULL and 0: none. */
 typedef struct kvc_scratch {
     void *memory;
@@ -112,7 +106,6 @@ struct kvc_cache {
     kvc_batch *batch; /* the open batch; NULL: none */
     kvc_prefixes prefixes;
     kvc_evicting evicting;
-    kvc_row_buffers buffers;
     kvc_waiting waiting;
     struct kvc_state *states; /* list of what is being saved and loaded */
     kvc_cache *next, **link;  /* place in the list of all caches of the process: atfork.c */

@@ -14,7 +14,6 @@
 #include "read/snapshot.h"
 #include "prefix/prefix.h"
 #include "prefix/stores.h"
-#include "space/row_buffer.h"
 #include "saved/transit.h"
 #include "cache/waiting.h"
 
@@ -117,7 +116,6 @@ static void in_child(void) {
         end_waiters(cache);
         cache->memory.works = NULL; /* done by threads of the parent, which were between two steps */
         if (cache->batch) end_work(cache->batch);
-        kvc_row_buffers_forked(cache);
         kvc_snapshots_forked(cache);
         end_carriers(cache);
         end_state_uses(cache);

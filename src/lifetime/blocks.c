@@ -17,7 +17,6 @@ void kvc_visit_runs(const kvc_cache *cache, int32_t g, kvc_runs_fn *visit, void 
     const kvc_batch *batch = cache->batch;
     for (int32_t s = 0; batch && s < batch->num_sequences; s++) {
         const kvc_pending *pending = kvc_pending_of(batch, g, s);
-        if (pending->to == KVC_TO_BUFFER) continue;
         visit(context, pending->runs, pending->num, batch->sequences[s].sequence, 1);
     }
     for (const kvc_cross_put *put = batch ? batch->cross_puts : NULL; put; put = put->next)

@@ -1,6 +1,6 @@
 /* validate.c: kvc_validate: checks the invariants of a cache. */
 #include "lifetime/blocks.h"
-#include "space/row_buffer.h"
+#include "cache/batch.h"
 #include "cache/check.h"
 #include "cache/useful.h"
 #include "pass/prepare.h"
@@ -149,18 +149,6 @@ static kvc_status check_holders(const kvc_cache *cache, int32_t g) {
             if (block->holders[s].num || block->holders[s].evictable) bad = block->listed.index;
     kvc_visit_runs(cache, g, remove_holds, &(uint32_t){(uint32_t)-1}, 1);
     REQUIRE(bad < 0, "group %d, block %d: the holders of a slot are not the runs there are", g, bad);
-    return KVC_OK;
-}
-
-static kvc_status check_row_buffers(const kvc_cache *cache) {
-    int64_t bytes = 0;
-    for (const kvc_row_buffer *buffer = cache->buffers.first; buffer; buffer = buffer->next) {
-        REQUIRE(cache->batch ? !buffer->left || buffer->users : buffer->left && buffer->users,
-                "a buffer of %d slots with %d users is there after its batch", buffer->num_slots, buffer->users);
-        bytes += (int64_t)buffer->row_bytes;
-    }
-    REQUIRE(bytes == cache->buffers.bytes, "%lld bytes of row buffers are noted, there are %lld",
-            (long long)cache->buffers.bytes, (long long)bytes);
     return KVC_OK;
 }
 
@@ -324,7 +312,6 @@ static kvc_status check_group(const kvc_cache *cache, int32_t g) {
 kvc_status kvc_validate(kvc_cache *cache) {
     kvc_lock(cache);
     kvc_status status = check_notes(cache);
-    if (status == KVC_OK) status = check_row_buffers(cache);
     if (status == KVC_OK) status = check_table(cache);
     if (status == KVC_OK) status = check_evictable(cache);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) status = check_group(cache, g);

@@ -25,7 +25,6 @@ static kvc_status add_tokens(kvc_batch *batch, const kvc_begin_args *args) {
         if (member->is_unstored != is_unstored)
             return kvc_fail(KVC_ERR_INVALID, "unstored[%d] is %d: for the tokens of sequence %lld before it, it is %d",
                             t, is_unstored, (long long)id, member->is_unstored);
-        batch->num_buffered += member->is_buffered;
         const int32_t next = member->num_tokens ? member->next : kvc_sequence_next(member->sequence);
         const int32_t position = positions ? positions[t] : next;
         if (position == INT32_MAX)
@@ -93,7 +92,7 @@ static void take_slots(kvc_batch *batch, int32_t g, int32_t s, kvc_pending *pend
     for (int32_t done = 0; done < pending->num_tokens;) {
         if (!block || block->fill == pool->block_size) {
             block = kvc_pool_open(pool);
-            pool->free.last_taken++;
+            pool->free.last_taken += !batch->sequences[s].is_unstored;
         }
         const int32_t rest = pending->num_tokens - done, unfilled = pool->block_size - block->fill;
         const int32_t count = rest < unfilled ? rest : unfilled, slot = kvc_pool_take(pool, block, count);
@@ -106,29 +105,17 @@ static void take_slots(kvc_batch *batch, int32_t g, int32_t s, kvc_pending *pend
     }
 }
 
-/* Gives the tokens of sequence s slots of the row buffers, from `slot` on. */
-static void take_buffer_slots(kvc_batch *batch, int32_t g, int32_t s, kvc_pending *pending, int32_t slot) {
-    const int32_t *token = kvc_order_in(batch, g) + batch->sequences[s].first, stride = batch->cache->pools[g].stride;
-    for (int32_t i = 0; i < pending->num_tokens; i++, slot++) {
-        kvc_places_in(batch, g)[token[i]] = (kvc_place){NULL, slot};
-        add_slot(pending, NULL, slot, kvc_rows_below(batch->positions[token[i]], stride));
-    }
-}
-
 /* Hands out slots to all tokens, and makes the batch the open one. */
 static void open_batch(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].free.last_taken = 0;
-    for (int32_t s = 0, slot = 0; s < batch->num_sequences; s++) {
-        const kvc_batch_sequence *member = &batch->sequences[s];
+    for (int32_t s = 0; s < batch->num_sequences; s++) {
         for (int32_t g = 0; g < cache->num_groups; g++) {
             kvc_pending *pending = kvc_pending_of(batch, g, s);
-            pending->runs = batch->runs + (size_t)g * (size_t)batch->num_tokens + (size_t)member->first;
-            if (pending->to == KVC_TO_BUFFER) take_buffer_slots(batch, g, s, pending, slot);
+            pending->runs = batch->runs + (size_t)g * (size_t)batch->num_tokens + (size_t)batch->sequences[s].first;
             if (pending->to >= KVC_TO_REPLACE) take_slots(batch, g, s, pending);
             if (pending->to == KVC_TO_REPLACE) cache->pools[g].counts.replacing += pending->num_tokens;
         }
-        if (member->is_buffered) slot += member->num_tokens;
     }
     kvc_forget_demands(cache);
     if (cache->limits.max_bytes) kvc_give_back(cache, cache->limits.max_bytes);
@@ -159,9 +146,7 @@ static kvc_status check_tokens(const kvc_begin_args *args) {
 static kvc_status begin(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **out) {
     if (!args->replaced) { /* else rows of some groups alone count: kvc_prepare */
         if (args->positions) KVC_TRY(check_not_expired(cache, args->num_tokens, args->positions, args->seq_ids));
-        int32_t num_stored = 0; /* tokens that may need a slot */
-        for (int32_t t = 0; t < args->num_tokens; t++) num_stored += !(args->unstored && args->unstored[t]);
-        KVC_TRY(kvc_check_num_tokens(cache, num_stored));
+        KVC_TRY(kvc_check_num_tokens(cache, args->num_tokens));
     }
     kvc_batch *batch = kvc_batch_new(cache, args->num_tokens, args->parents);
     if (!batch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", args->num_tokens);

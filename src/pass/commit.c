@@ -34,7 +34,6 @@ static void close_batch(kvc_batch *batch) {
         batch->plans = plan->next;
         kvc_scratch_give(cache, plan, plan->size);
     }
-    if (batch->num_buffered) kvc_row_buffers_free(cache);
     kvc_scratch_give(cache, batch, batch->size);
 }
 
@@ -119,7 +118,23 @@ static int32_t find_exact_to(const kvc_batch *batch, const kvc_batch_sequence *m
     return exact_to;
 }
 
-/* Adds the committed tokens to sequence s: kvc_begin took the memory for that. */
+/* Drops all rows of an unstored sequence, those from before the batch as well, and forgets which have expired.  Blocks
+ * that this frees go back to the system. */
+static void end_unstored(const kvc_batch *batch, int32_t s) {
+    kvc_cache *cache = batch->cache;
+    kvc_sequence *sequence = batch->sequences[s].sequence;
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        kvc_pool *pool = &cache->pools[g];
+        kvc_pending *pending = kvc_pending_of(batch, g, s);
+        const int32_t before = pool->free.num;
+        while (pending->num) kvc_drop_part(pool, &pending->runs[--pending->num]);
+        kvc_runs_destroy(&sequence->runs[g], pool);
+        pool->free.num_loose += pool->free.num - before;
+    }
+    sequence->exact_to = batch->sequences[s].exact_to = batch->sequences[s].selected_from = INT32_MAX;
+}
+
+/* Adds the committed tokens to sequence s, which is stored: kvc_begin took the memory for that. */
 static void end_sequence(const kvc_batch *batch, int32_t s) {
     kvc_cache *cache = batch->cache;
     const kvc_batch_sequence *member = &batch->sequences[s];
@@ -151,10 +166,6 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
     batch->sequences[s].exact_to = batch->sequences[s].selected_from =
         INT32_MAX; /* that is the sequence's now, and so are pending rows */
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_pending_of(batch, g, s)->num = 0;
-    /* An unstored sequence also loses the rows that it held before the batch, and its expired ranges are forgotten. */
-    for (int32_t g = 0; member->is_unstored && g < cache->num_groups; g++)
-        kvc_runs_destroy(&member->sequence->runs[g], &cache->pools[g]);
-    if (member->is_unstored) member->sequence->exact_to = INT32_MAX;
 }
 
 /* Finds out from where on a sequence is not exact, if some of its tokens are not committed. */
@@ -184,7 +195,11 @@ static kvc_status finish(kvc_batch *batch) {
     for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].free.reserved = 0;
     if (!commits_all) find_exact(batch);
     if (cache->prefixes.first) kvc_sessions_fill(batch); /* before windows move on */
-    for (int32_t s = 0; s < batch->num_sequences; s++) end_sequence(batch, s);
+    for (int32_t s = 0; s < batch->num_sequences; s++)
+        if (batch->sequences[s].is_unstored)
+            end_unstored(batch, s);
+        else
+            end_sequence(batch, s);
     cache->stats.batches++;
     cache->stats.tokens += num_committed;
     close_batch(batch);

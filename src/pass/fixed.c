@@ -2,7 +2,6 @@
 #include "pass/fixed.h"
 
 #include "pass/last_block.h"
-#include "space/row_buffer.h"
 
 /* Returns whether a compaction may move rows of a sequence. */
 static int may_move(const kvc_pool *pool, kvc_scope scope, const kvc_run_list *list) {
@@ -60,9 +59,6 @@ int kvc_add_fixed_bytes(const kvc_batch *batch, kvc_scope scope, int64_t *bytes,
     const kvc_cache *cache = batch->cache;
     int64_t saved = 0;
     int is_scattered = 0;
-    if (batch->num_buffered)
-        *bytes += (int64_t)(kvc_row_buffer_bytes(cache, batch->num_buffered) +
-                            kvc_row_buffer_header_bytes(batch->num_buffered));
     for (int32_t g = 0; g < cache->num_groups; g++) *bytes += fixed_bytes(batch, scope, g, &saved, &is_scattered);
     *least = *bytes - saved;
     return is_scattered;

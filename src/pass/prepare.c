@@ -7,7 +7,6 @@
 #include "space/compact.h"
 #include "space/expire.h"
 #include "space/limits.h"
-#include "space/row_buffer.h"
 #include "cache/waiting.h"
 
 void kvc_wait_for_writers(kvc_cache *cache, int32_t num_tokens, const int64_t *seq_ids) {
@@ -44,7 +43,7 @@ int64_t kvc_count_holding(const kvc_batch *batch) {
     int64_t num = batch->cache->sequences.num_holding;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         const kvc_batch_sequence *member = &batch->sequences[s];
-        num += !member->sequence->holds && !member->is_buffered;
+        num += !member->sequence->holds;
     }
     return num;
 }
@@ -327,11 +326,8 @@ static kvc_status prepare_lists(const kvc_batch *batch, kvc_sequence *sequence) 
 /* Returns the bytes after the batch has begun, without the rows of existing blocks. */
 static int64_t other_bytes_after(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
-    int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced + cache->buffers.bytes;
+    int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced;
     bytes -= batch->scope == KVC_FIXED ? kvc_evictable_bytes(cache) : kvc_victim_bytes(cache);
-    if (batch->num_buffered)
-        bytes += (int64_t)(kvc_row_buffer_bytes(cache, batch->num_buffered) +
-                           kvc_row_buffer_header_bytes(batch->num_buffered));
     for (int32_t g = 0; g < cache->num_groups; g++) {
         const kvc_pool *pool = &cache->pools[g];
         const kvc_demand *d = &pool->demand;
@@ -455,7 +451,7 @@ kvc_status kvc_fixed_begin(const kvc_batch *batch, kvc_scope scope, kvc_fixed *f
 
 void kvc_fixed_bytes(const kvc_batch *batch, const kvc_fixed *fixed, int64_t *bytes, int64_t *least) {
     kvc_cache *cache = batch->cache;
-    *bytes = cache->buffers.bytes - fixed->evictable_bytes;
+    *bytes = -fixed->evictable_bytes;
     const int is_scattered = kvc_add_fixed_bytes(batch, fixed->scope, bytes, least);
     int64_t num_runs = 0; /* that lists of the batch's sequences have room for, less what they have now */
     for (int32_t s = 0; s < batch->num_sequences; s++) {
@@ -494,7 +490,7 @@ kvc_status kvc_fits_beside_fixed(kvc_batch *batch, int64_t *bytes) {
 static kvc_status check_fixed(kvc_batch *batch, int64_t *bytes) {
     kvc_cache *cache = batch->cache;
     kvc_fixed fixed;
-    int64_t all = (int64_t)cache->size + cache->buffers.bytes;
+    int64_t all = (int64_t)cache->size;
     if (!cache->limits.max_bytes) return KVC_OK;
     KVC_TRY(kvc_fixed_begin(batch, KVC_FIXED, &fixed));
     kvc_add_fixed_bytes(batch, KVC_FIXED, &all, bytes);
@@ -550,7 +546,6 @@ kvc_status kvc_fit(kvc_batch *batch) {
 kvc_status kvc_prepare(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     KVC_TRY(kvc_fit(batch));
-    if (batch->num_buffered) KVC_TRY(kvc_row_buffer_add(batch));
     kvc_status status = KVC_OK;
     int32_t g = 0;
     for (; status == KVC_OK && g < cache->num_token_groups; g++) {
@@ -579,7 +574,6 @@ void kvc_discard_batch(kvc_batch *batch) {
         else
             kvc_cache_drop_blank(cache, sequence);
     }
-    if (batch->num_buffered) kvc_row_buffers_free(cache);
     if (batch->is_fresh)
         kvc_memory_free(&cache->memory, batch, batch->size, KVC_MEMORY_SCRATCH, -1);
     else

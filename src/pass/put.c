@@ -25,7 +25,6 @@ typedef struct put_work {
     const kvc_put_args *args;
     const kvc_layer *layer;
     const kvc_layout *layout;
-    const kvc_row_buffer *buffer; /* the row buffer, for places without a block */
     /* Places of the batch's tokens in the layer's group; NULL: consecutive slots from `start` on. */
     const kvc_place *places;
     kvc_place start;
@@ -60,9 +59,8 @@ static int32_t rows_before(const put_work *work, int32_t i) {
 static void put_rows(const put_work *work, int32_t i, int32_t row, int32_t count) {
     const kvc_put_args *a = work->args;
     const kvc_layer *layer = work->layer;
-    const kvc_place to = place_of(work, i);
-    const kvc_layout *at = to.block ? work->layout : &work->buffer->layout;
-    const kvc_place place = {to.block ? to.block : kvc_row_buffer_block(work->buffer), to.slot};
+    const kvc_layout *at = work->layout;
+    const kvc_place place = place_of(work, i);
     const kvc_kernels *kernels = work->cache->kernels;
     const int64_t k_from = offset_of(work, i, row, a->k_token_stride, a->k_batch_stride);
     const kvc_rows keys = kvc_stored_rows(layer, at, place.block->rows, place.slot, 0),
@@ -191,12 +189,7 @@ kvc_status kvc_resolve_put(const kvc_batch *batch, int32_t layer, kvc_put_args *
 }
 
 void kvc_drop_cross(const kvc_batch *batch, int32_t g, int32_t s) {
-    kvc_pool *pool = &batch->cache->pools[g];
-    const int32_t num_free = pool->free.num;
-    kvc_drop_part(pool, kvc_pending_of(batch, g, s)->runs);
-    if (!batch->sequences[s].is_buffered) return;
-    const int32_t done = kvc_pool_shrink(pool, 0, pool->free.num - num_free);
-    pool->free.reserved -= done < pool->free.reserved ? done : pool->free.reserved;
+    kvc_drop_part(&batch->cache->pools[g], kvc_pending_of(batch, g, s)->runs);
 }
 
 void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all) {
@@ -273,70 +266,31 @@ static const kvc_place *places_in(const kvc_batch *batch, int32_t layer, int32_t
     return kvc_places_in(batch, batch->cache->group_of[layer]) + first;
 }
 
-/* Returns whether a token's row lies in a row buffer. */
-static int is_buffered(const kvc_place *place) { return !place->block && place->slot >= 0; }
-
-int kvc_any_buffered(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
-    const kvc_place *place = places_in(batch, layer, first);
-    if (!kvc_keeps_tokens(batch->cache, layer)) return 0;
-    for (int32_t i = 0; i < num_tokens; i++)
-        if (is_buffered(&place[i])) return 1;
-    return 0;
-}
-
-/* Enters the row buffer of a layer; *buffer becomes NULL if no token of the range is buffered. */
-static kvc_status enter_buffer(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens,
-                               kvc_row_buffer **buffer) {
-    *buffer = NULL;
-    if (!batch->num_buffered || !kvc_any_buffered(batch, layer, first, num_tokens)) return KVC_OK;
-    return kvc_row_buffer_enter(batch, layer, buffer);
-}
-
-/* Leaves the row buffer; where the call succeeded, first keeps its rows until the batch ends. */
-static kvc_status leave_buffer(kvc_cache *cache, kvc_row_buffer *buffer, kvc_status status) {
-    if (status == KVC_OK && buffer) status = kvc_row_buffer_accept(cache, buffer, 1);
-    kvc_row_buffer_leave(cache, buffer);
-    return status;
-}
-
-void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, kvc_row_buffer *buffer,
-                      int is_written) {
-    const kvc_place *place = places_in(batch, layer, first);
+void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens, int is_written) {
     memset(kvc_written_in(batch, layer) + first, is_written, (size_t)num_tokens);
-    for (int32_t i = 0; buffer && i < num_tokens; i++)
-        if (is_buffered(&place[i])) kvc_row_buffer_written(buffer)[place[i].slot] = (uint8_t)is_written;
 }
 
-kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args, kvc_row_buffer *buffer) {
+kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *args) {
     const kvc_cache *cache = batch->cache;
     const int32_t g = cache->group_of[layer];
     put_work work = {.cache = cache,
                      .args = args,
                      .layer = &cache->layers[layer],
-                     .layout = &cache->layouts[cache->layout_of[layer]],
-                     .buffer = buffer};
+                     .layout = &cache->layouts[cache->layout_of[layer]]};
     if (!kvc_keeps_tokens(cache, layer)) return put_cross(batch, &work, g);
     work.places = places_in(batch, layer, 0);
     work.has_gaps = cache->pools[g].stride > 1;
     const kvc_status status = put_all(&work);
-    if (status == KVC_OK) kvc_mark_written(batch, layer, args->first, args->num_tokens, buffer, 1);
+    if (status == KVC_OK) kvc_mark_written(batch, layer, args->first, args->num_tokens, 1);
     return status;
 }
 
 kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *given) {
     kvc_put_args args;
-    kvc_row_buffer *buffer = NULL;
     KVC_TRY(KVC_READ(kvc_put_args, &args, given, "args"));
     KVC_TRY(kvc_check_layer(batch->cache, layer));
     KVC_TRY(kvc_resolve_put(batch, layer, &args));
-    KVC_TRY(enter_buffer(batch, layer, args.first, args.num_tokens, &buffer));
-    kvc_status status = kvc_put_rows(batch, layer, &args, buffer);
-    if (status == KVC_OK && buffer) {
-        status = kvc_row_buffer_accept(batch->cache, buffer, 1);
-        if (status != KVC_OK) kvc_mark_written(batch, layer, args.first, args.num_tokens, buffer, 0);
-    }
-    kvc_row_buffer_leave(batch->cache, buffer);
-    return status;
+    return kvc_put_rows(batch, layer, &args);
 }
 
 /* ---- writing in place -------------------------------------------------------------------------------------------- */
@@ -363,10 +317,6 @@ kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *s
                         first, batch->positions[first], layer);
     KVC_TRY(kvc_check_size(span_size, kvc_span_least_size, sizeof *span, "span"));
     kvc_cache *cache = batch->cache;
-    kvc_row_buffer *buffer;
-    kvc_hold *held = NULL;
-    kvc_status status = enter_buffer(batch, layer, first, 1, &buffer);
-    if (status != KVC_OK) return status;
     const kvc_place *place = places_in(batch, layer, first);
     const uint8_t *written = kvc_written_in(batch, layer) + first;
     const int32_t stride = cache->pools[cache->group_of[layer]].stride;
@@ -376,41 +326,28 @@ kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *s
         if (place[i].block != run.block || place[i].slot != run.slot + run.count) break;
         run.count++;
     }
-    if (!run.block) run.block = kvc_row_buffer_block(buffer);
     if (hold) {
         kvc_lock(cache);
-        status = kvc_unlock(cache, kvc_hold_runs(cache, &run, 1, cache->group_of[layer], &held));
+        KVC_TRY(kvc_unlock(cache, kvc_hold_runs(cache, &run, 1, cache->group_of[layer], hold)));
     }
-    status = leave_buffer(cache, buffer, status);
-    if (status != KVC_OK) {
-        kvc_hold_free(held);
-        return status;
-    }
-    const kvc_span found = kvc_span_of(&run, kvc_layout_in(cache, layer, run.block), stride);
+    const kvc_span found = kvc_span_of(&run, &cache->layouts[cache->layout_of[layer]], stride);
     kvc_write_struct(span, span_size, &found, sizeof found);
-    if (hold) *hold = held;
     return KVC_OK;
 }
 
 /* Makes the sketches of rows that the caller wrote. */
-static void sketch_written(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens,
-                           const kvc_row_buffer *buffer) {
+static void sketch_written(const kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
+    const kvc_cache *cache = batch->cache;
     const kvc_place *place = places_in(batch, layer, first);
-    for (int32_t i = 0; i < num_tokens; i++) {
-        const kvc_block *block = place[i].block ? place[i].block : kvc_row_buffer_block(buffer);
-        kvc_sketch_rows(batch->cache->kernels, &batch->cache->layers[layer], kvc_layout_in(batch->cache, layer, block),
-                        block->rows, place[i].slot, 1);
-    }
+    for (int32_t i = 0; i < num_tokens; i++)
+        kvc_sketch_rows(cache->kernels, &cache->layers[layer], &cache->layouts[cache->layout_of[layer]],
+                        place[i].block->rows, place[i].slot, 1);
 }
 
 kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
-    kvc_status status = resolve_in_place(batch, layer, first, &num_tokens);
-    kvc_row_buffer *buffer;
-    if (status == KVC_OK) status = check_not_written(batch, layer, first, num_tokens);
-    if (status == KVC_OK) status = enter_buffer(batch, layer, first, num_tokens, &buffer);
-    if (status == KVC_OK && batch->cache->layers[layer].sketch_bits)
-        sketch_written(batch, layer, first, num_tokens, buffer);
-    if (status == KVC_OK) status = leave_buffer(batch->cache, buffer, status);
-    if (status == KVC_OK) kvc_mark_written(batch, layer, first, num_tokens, buffer, 1);
-    return status;
+    KVC_TRY(resolve_in_place(batch, layer, first, &num_tokens));
+    KVC_TRY(check_not_written(batch, layer, first, num_tokens));
+    if (batch->cache->layers[layer].sketch_bits) sketch_written(batch, layer, first, num_tokens);
+    kvc_mark_written(batch, layer, first, num_tokens, 1);
+    return KVC_OK;
 }

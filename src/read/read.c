@@ -51,7 +51,7 @@ kvc_reader kvc_reader_for(const kvc_cache *cache, int32_t layer, const kvc_rows_
 void kvc_reader_copy(kvc_reader *reader, const kvc_run *run, const kvc_rows_out *out, int64_t row) {
     const kvc_cache *cache = reader->cache;
     const kvc_layer *config = &cache->layers[reader->layer];
-    const kvc_layout *at = kvc_layout_in(cache, reader->layer, run->block);
+    const kvc_layout *at = &cache->layouts[cache->layout_of[reader->layer]];
     const kvc_rope *rope = run->delta ? kvc_rope_of(cache, reader->layer) : NULL;
     if (out->k) {
         const kvc_rows to = kvc_given_rows(reader->k_type, (char *)out->k + row * out->k_row_stride, out->k_row_stride,
@@ -106,8 +106,7 @@ static kvc_status snap(copying *c, int64_t seq_id, const kvc_run *runs, int32_t 
     return num_rows ? kvc_snapshot_take(c->cache, c->layer, runs, num_runs, scratch, &c->from) : KVC_OK;
 }
 
-/* Do the same for a sequence: for its stored rows, or also for the open batch's, whose row buffer was entered.
- */
+/* Do the same for a sequence: for its stored rows, or also for the open batch's. */
 static kvc_status snap_stored(copying *c, int64_t seq_id, int64_t least) {
     kvc_cache_find(c->cache, seq_id); /* waits while its rows are written */
     const kvc_run_list *list = kvc_runs_of(c->cache, seq_id, c->layer);
@@ -115,9 +114,9 @@ static kvc_status snap_stored(copying *c, int64_t seq_id, int64_t least) {
                 : snap(c, seq_id, NULL, 0, 0, least);
 }
 
-static kvc_status snap_batch(copying *c, int64_t seq_id, const kvc_row_buffer *buffer, int64_t least) {
+static kvc_status snap_batch(copying *c, int64_t seq_id, int64_t least) {
     kvc_batch_runs list;
-    kvc_status status = kvc_batch_runs_new(c->out.batch, c->layer, seq_id, buffer, &list);
+    kvc_status status = kvc_batch_runs_new(c->out.batch, c->layer, seq_id, &list);
     if (status == KVC_OK) status = snap(c, seq_id, list.runs, list.num, list.num_rows, least);
     kvc_batch_runs_free(&c->cache->memory, &list);
     return status;
@@ -126,18 +125,15 @@ static kvc_status snap_batch(copying *c, int64_t seq_id, const kvc_row_buffer *b
 /* Takes a snapshot of a sequence, and begins reading. */
 static kvc_status open_snapshot(copying *c, int64_t seq_id, int64_t least) {
     kvc_cache *cache = c->cache;
-    kvc_row_buffer *buffer = NULL;
     if (c->out.batch) {
         kvc_status status = kvc_check_attention(c->out.batch, c->layer, 0);
         if (status == KVC_OK && c->out.batch->cache != cache)
             status = kvc_fail(KVC_ERR_INVALID, "out->batch is of another cache");
         if (status != KVC_OK) return status;
-        buffer = kvc_row_buffer_find(c->out.batch, c->layer);
     }
     kvc_lock(cache);
     kvc_cache_begin_reading(cache);
-    const kvc_status status = c->out.batch ? snap_batch(c, seq_id, buffer, least) : snap_stored(c, seq_id, least);
-    if (buffer) kvc_row_buffer_let_go(cache, buffer);
+    const kvc_status status = c->out.batch ? snap_batch(c, seq_id, least) : snap_stored(c, seq_id, least);
     if (!c->from.num_runs) kvc_cache_end_reading(cache);
     return kvc_unlock(cache, status);
 }

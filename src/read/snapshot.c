@@ -15,7 +15,7 @@ kvc_status kvc_snapshot_take(kvc_cache *cache, int32_t layer, const kvc_run *run
     s->num_runs = num_runs;
     for (int32_t i = 0; i < num_runs; i++) {
         s->runs[i] = runs[i];
-        kvc_pin_block(runs[i].block);
+        kvc_pool_pin(runs[i].block);
     }
     return KVC_OK;
 }
@@ -35,7 +35,7 @@ int kvc_snapshot_poll(kvc_snapshot *s, kvc_poll_timer *timer) {
 static void let_go(const kvc_snapshot *s) {
     kvc_cache *cache = s->cache;
     for (int32_t i = 0; i < s->num_runs; i++)
-        kvc_unpin_block(cache, &cache->pools[cache->group_of[s->layer]], s->runs[i].block);
+        kvc_pool_unpin(&cache->pools[cache->group_of[s->layer]], s->runs[i].block);
     kvc_memory_free(&cache->memory, s->runs, s->size, KVC_MEMORY_SCRATCH, -1);
 }
 

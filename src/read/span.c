@@ -14,32 +14,14 @@ struct kvc_hold {
     kvc_block *blocks[];
 };
 
-void kvc_pin_block(kvc_block *block) {
-    kvc_row_buffer *buffer = kvc_row_buffer_of(block);
-    if (buffer)
-        buffer->users++;
-    else
-        kvc_pool_pin(block);
-}
-
-void kvc_unpin_block(kvc_cache *cache, kvc_pool *pool, kvc_block *block) {
-    kvc_row_buffer *buffer = kvc_row_buffer_of(block);
-    if (buffer)
-        kvc_row_buffer_let_go(cache, buffer);
-    else
-        kvc_pool_unpin(pool, block);
-}
-
 kvc_status kvc_hold_runs(kvc_cache *cache, const kvc_run *runs, int32_t num_runs, int32_t group, kvc_hold **out) {
     const size_t size = sizeof(kvc_hold) + (size_t)num_runs * sizeof(kvc_block *);
     kvc_hold *hold = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
     if (!hold) return kvc_fail(KVC_ERR_NOMEM, "out of memory to hold %d runs", num_runs);
     *hold = (kvc_hold){.cache = cache, .pool = &cache->pools[group], .size = size, .num_blocks = num_runs};
     for (int32_t i = 0; i < num_runs; i++) {
-        kvc_row_buffer *buffer = kvc_row_buffer_of(runs[i].block);
         hold->blocks[i] = runs[i].block;
-        kvc_pin_block(runs[i].block);
-        if (buffer) buffer->holds++;
+        kvc_pool_pin(runs[i].block);
     }
     cache->waiting.num_holds++;
     *out = hold;
@@ -50,11 +32,7 @@ void kvc_hold_free(kvc_hold *hold) {
     if (!hold) return;
     kvc_cache *cache = hold->cache;
     kvc_lock(cache);
-    for (int64_t i = 0; i < hold->num_blocks; i++) {
-        kvc_row_buffer *buffer = kvc_row_buffer_of(hold->blocks[i]);
-        if (buffer) buffer->holds--;
-        kvc_unpin_block(cache, hold->pool, hold->blocks[i]);
-    }
+    for (int64_t i = 0; i < hold->num_blocks; i++) kvc_pool_unpin(hold->pool, hold->blocks[i]);
     cache->waiting.num_holds--;
     kvc_memory_free(&cache->memory, hold, hold->size, KVC_MEMORY_SCRATCH, -1);
     kvc_unlock(cache, KVC_OK);
@@ -82,7 +60,7 @@ static kvc_status show_runs(kvc_cache *cache, int32_t layer, const kvc_run *runs
     const int32_t stride = cache->pools[cache->group_of[layer]].stride;
     *num_spans = num_runs;
     for (int64_t i = 0; i < num_runs && i < max_spans; i++) {
-        const kvc_span span = kvc_span_of(&runs[i], kvc_layout_in(cache, layer, runs[i].block), stride);
+        const kvc_span span = kvc_span_of(&runs[i], &cache->layouts[cache->layout_of[layer]], stride);
         kvc_write_struct((char *)spans + (size_t)i * span_size, span_size, &span, sizeof span);
     }
     if (!hold || !num_runs || num_runs > max_spans) return KVC_OK;
@@ -115,12 +93,10 @@ kvc_status kvc_batch_spans(kvc_batch *batch, int64_t seq_id, int32_t layer, kvc_
     kvc_batch_runs list;
     KVC_TRY(check_arguments(spans, span_size, max_spans, num_spans, hold));
     KVC_TRY(kvc_check_attention(batch, layer, 0));
-    kvc_row_buffer *buffer = kvc_row_buffer_find(batch, layer);
     kvc_lock(cache);
-    kvc_status status = kvc_batch_runs_new(batch, layer, seq_id, buffer, &list);
+    kvc_status status = kvc_batch_runs_new(batch, layer, seq_id, &list);
     if (status == KVC_OK)
         status = show_runs(cache, layer, list.runs, list.num, spans, span_size, max_spans, num_spans, hold);
     kvc_batch_runs_free(&cache->memory, &list);
-    if (buffer) kvc_row_buffer_let_go(cache, buffer);
     return kvc_unlock(cache, status);
 }

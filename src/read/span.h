@@ -7,11 +7,6 @@
 /* Describes the rows of a run, of a group with a stride or 1, as a kvc_span. */
 kvc_span kvc_span_of(const kvc_run *run, const kvc_layout *at, int32_t stride);
 
-/* Keeps the rows of a block, a pool's or a row buffer's, as they are, until it is unpinned as often as it was pinned;
- * call with the mutex held. */
-void kvc_pin_block(kvc_block *block);
-void kvc_unpin_block(kvc_cache *cache, kvc_pool *pool, kvc_block *block);
-
 /* Makes a hold, which pins the block of every run until kvc_hold_free; call with the mutex held. */
 kvc_status kvc_hold_runs(kvc_cache *cache, const kvc_run *runs, int32_t num_runs, int32_t group, kvc_hold **out);
 

@@ -147,7 +147,6 @@ int32_t kvc_pool_shrink(kvc_pool *pool, int32_t num_left, int32_t count) {
 }
 
 int32_t kvc_pool_surplus(const kvc_pool *pool, int64_t num_sequences) {
-    if (!pool->free.num_loose) return 0;
     const int64_t size = pool->block_size, unused = (pool->num_blocks - pool->free.num) * size - pool->counts.live;
     const int64_t needed = 2 * num_sequences - (unused + size - 1) / size;
     const int64_t surplus = pool->free.num - (needed > pool->free.last_taken ? needed : pool->free.last_taken);

@@ -48,10 +48,9 @@ typedef struct kvc_block_listings {
     struct kvc_block *next_free;                  /* in the list of free blocks */
     struct kvc_block *earlier, *later;            /* in the list of all blocks of the pool */
     struct kvc_block *next_untaken, **untaken_at; /* in pool->free.untaken; NULL: it is not there */
-    int32_t index;        /* in the list of all, which changes as others are given back: read under the mutex */
-    int8_t is_free;       /* it is in the list of free blocks */
-    int8_t was_loose;     /* it counted in pool->free.num_loose when it was opened */
-    int8_t is_row_buffer; /* the block is a row buffer's, in no list; never changes */
+    int32_t index;    /* in the list of all, which changes as others are given back: read under the mutex */
+    int8_t is_free;   /* it is in the list of free blocks */
+    int8_t was_loose; /* it counted in pool->free.num_loose when it was opened */
 } kvc_block_listings;
 
 /* The memory of a block's rows. */
@@ -157,7 +156,7 @@ typedef struct kvc_free_blocks {
     kvc_block *first;   /* list of free blocks, last freed first: its rows may still be in the CPU's caches */
     kvc_block *untaken; /* list of blocks in which slots past the fill mark count as faulted, and may lack memory */
     int32_t num;
-    int32_t num_loose;  /* number of these that expiries freed, and that no batch has taken since: kvc_pool_surplus */
+    int32_t num_loose; /* number of these that expiries or unstored sequences left, and that no batch has taken since */
     int32_t last_taken; /* blocks that the last batch took */
     int32_t reserved;   /* blocks opened for the open batch, or for a batch that is about to begin */
 } kvc_free_blocks;
@@ -321,7 +320,7 @@ int64_t kvc_pool_slot_bytes(const kvc_pool *pool);
 /* Frees at most `count` free blocks, but not the next `num_left` to be used; returns the number freed. */
 int32_t kvc_pool_shrink(kvc_pool *pool, int32_t num_left, int32_t count);
 
-/* Returns how many of the free blocks that expiries left are surplus.  Two blocks for each of num_sequences sequences
+/* Returns how many of the free blocks that count as loose are surplus.  Two blocks for each of num_sequences sequences
  * are not surplus; used blocks whose slots are not live count towards these.  Nor are as many blocks as the last batch
  * took. Other free blocks, such as reserved ones, do not count. */
 int32_t kvc_pool_surplus(const kvc_pool *pool, int64_t num_sequences);

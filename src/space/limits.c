@@ -4,7 +4,7 @@
 #include "space/expire.h"
 
 int64_t kvc_cache_bytes(const kvc_cache *cache) {
-    int64_t bytes = cache->memory.bookkeeping + cache->buffers.bytes;
+    int64_t bytes = cache->memory.bookkeeping;
     for (int32_t g = 0; g < cache->num_groups; g++) bytes += cache->pools[g].counts.row_bytes;
     return bytes;
 }
@@ -72,8 +72,8 @@ static int64_t block_bookkeeping(const kvc_pool *pool) { return pool->num_blocks
 /* Returns the bytes of all but blocks once victims are evicted, and the reserved sequence is freed; in KVC_FIXED at
  * most as many. */
 static int64_t other_bytes(const kvc_cache *cache, kvc_scope scope) {
-    if (scope == KVC_FIXED) return (int64_t)cache->size + cache->buffers.bytes;
-    int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced + cache->buffers.bytes;
+    if (scope == KVC_FIXED) return (int64_t)cache->size;
+    int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced;
     for (int32_t g = 0; g < cache->num_groups; g++) bytes -= block_bookkeeping(&cache->pools[g]);
     if (cache->sequences.reserved) bytes -= kvc_sequence_bytes(cache->sequences.reserved);
     return bytes - kvc_victim_bytes(cache);

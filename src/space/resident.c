@@ -135,19 +135,20 @@ void kvc_return_pages(kvc_cache *cache) {
 }
 
 /* Gives back the surplus of a group, in steps. */
-static void return_surplus(kvc_cache *cache, kvc_pool *pool, kvc_page_work *work) {
+static void return_surplus(kvc_cache *cache, kvc_pool *pool, int64_t num_sequences) {
     const size_t at_once = KVC_BUGGIFY() ? 1 : RETURN_BYTES / pool->block_bytes + 1;
-    for (int32_t left; (left = kvc_pool_surplus(pool, cache->sequences.num_holding)) > 0; step(cache, work, let_pass))
-        if (!kvc_pool_give_surplus(pool, (size_t)left < at_once ? left : (int32_t)at_once)) return;
+    kvc_page_work work;
+    begin_work(cache, &work);
+    for (int32_t left; (left = kvc_pool_surplus(pool, num_sequences)) > 0; step(cache, &work, let_pass))
+        if (!kvc_pool_give_surplus(pool, (size_t)left < at_once ? left : (int32_t)at_once)) break;
+    end_work(cache, &work);
 }
 
 void kvc_return_surplus(kvc_cache *cache) {
-    kvc_page_work work;
-    int any = 0;
-    for (int32_t g = 0; g < cache->num_token_groups; g++)
-        any |= kvc_pool_surplus(&cache->pools[g], cache->sequences.num_holding) > 0;
-    if (!any) return;
-    begin_work(cache, &work);
-    for (int32_t g = 0; g < cache->num_token_groups; g++) return_surplus(cache, &cache->pools[g], &work);
-    end_work(cache, &work);
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        kvc_pool *pool = &cache->pools[g];
+        const int64_t num = kvc_policy_expires(&cache->policies[g]) ? cache->sequences.num_holding : 0;
+        /* Windows need spare blocks for each sequence. */
+        if (pool->free.num_loose && kvc_pool_surplus(pool, num) > 0) return_surplus(cache, pool, num);
+    }
 }

@@ -19,7 +19,7 @@ void kvc_take_pages(kvc_cache *cache);
  * pinned. */
 void kvc_take_filled(kvc_cache *cache, int32_t g, kvc_block *block);
 
-/* Gives back blocks that expiries have left: kvc_pool_surplus. */
+/* Gives back blocks that expiries and unstored sequences have left: kvc_pool_surplus. */
 void kvc_return_surplus(kvc_cache *cache);
 
 /* Gives back all free memory: kvc_give_back to 0 bytes, in steps. */

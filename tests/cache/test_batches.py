@@ -378,16 +378,8 @@ def test_slots_that_were_dropped_hinder_nothing():
 # ---- room
 
 
-@pytest.mark.parametrize(
-    "unlimited",
-    [
-        {"strategy": "disabled", "capacity": 8},
-        {"strategy": kvcache.LongSequencesOnly(100), "capacity": 8},
-        {"policy": None, "max_seq_len": 8},
-        {"policy": kvcache.CrossAttention(5), "max_seq_len": 8},
-    ],
-)
-def test_tokens_that_are_not_stored_count_for_no_limit(unlimited):
-    with kvcache.KVCache(1, 1, 2, **unlimited).batch(20) as batch:
+@pytest.mark.parametrize("policy", [None, kvcache.CrossAttention(5)])
+def test_tokens_without_rows_count_for_no_limit(policy):
+    with kvcache.KVCache(1, 1, 2, policy=policy, max_seq_len=8).batch(20) as batch:
         assert batch.positions.tolist() == [*range(20)]
         batch.abort()

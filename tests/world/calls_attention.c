@@ -59,7 +59,7 @@ void run_attend(call *c) {
     batch b = w.o.batches[c->client];
     const kvc_status puts = c->flag ? may_put(&w.o, &b, c) : KVC_OK;
     if (c->flag) make_put(c, &put, &k, &v);
-    if (c->flag && !puts) memset(&b.is_put[c->layer][c->begin], PUT, (size_t)c->num);
+    if (c->flag && !puts) memset(&b.is_put[c->layer][c->begin], 1, (size_t)c->num);
     ask(&q, &b, c->layer);
     if (c->flag) q.args.put = &put;
     c->more = puts ? 1u << puts : statuses_of(&q, w.o.layers[c->layer].v_dim);

@@ -410,7 +410,7 @@ int draw_batch_spans(call *c) {
     c->layer = pick(w.o.num_layers);
     const int t = pick(b->num);
     c->s = b->slots[t];
-    return !b->unstored[t] && w.o.layers[c->layer].policy.kind != KVC_NONE;
+    return w.o.layers[c->layer].policy.kind != KVC_NONE;
 }
 
 /* Lists the rows that the batch shows of a sequence: the stored ones, then those that were put. */
@@ -454,8 +454,6 @@ void run_batch_spans(call *c) {
 int draw_dense_rows(call *c) {
     const batch *b = own_batch();
     c->layer = pick(w.o.num_layers);
-    for (int t = 0; t < b->num; t++)
-        if (b->unstored[t]) return 0;
     return b->is_open && !b->restores && w.o.layers[c->layer].policy.kind != KVC_NONE && w.o.layers[c->layer].v_dim;
 }
 

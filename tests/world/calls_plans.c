@@ -67,7 +67,7 @@ static kvc_status run_once(const struct plan *p, const question *q, int64_t task
  * although another task lacks some. */
 static kvc_status run_task(const struct plan *p, question *q, unsigned right, int64_t task) {
     kvc_status status = KVC_OK;
-    if (right >> KVC_ERR_INVALID & 1 || right >> KVC_ERR_GONE & 1) right |= 1u << KVC_OK;
+    if (right >> KVC_ERR_INVALID & 1) right |= 1u << KVC_OK;
     if (w.num_clients > 1 || q->cancel) right |= 1u << KVC_ERR_CANCELLED;
     for (int i = 0; i < MOST_TRIES; i++) {
         status = run_once(p, q, task);

@@ -103,10 +103,6 @@ typedef struct sequence {
     rows layers[LAYERS];
 } sequence;
 
-/* How a token of a batch got its row in a layer.  For a sequence that is not stored, rows that kvc_attend puts
- * (PASSING) are GONE once such rows are put in another layer. */
-enum { PUT = 1, PASSING, GONE };
-
 /* Every token that was ever put, by tag. */
 typedef struct token {
     int32_t base; /* the position that it was put for */
@@ -121,10 +117,10 @@ typedef struct batch {
     int is_open, num, has_parents, restores;
     int32_t positions[TOKENS], parents[TOKENS], tags[TOKENS];
     int8_t slots[TOKENS], symbols[TOKENS];
-    uint8_t unstored[TOKENS];       /* alike for all tokens of a sequence; 2: the sequence was empty */
-    uint8_t layers[LAYERS];         /* that it restores */
-    uint8_t is_put[LAYERS][TOKENS]; /* PUT, ... */
-    uint8_t has_selected[TOKENS];   /* rows, by their sketches */
+    uint8_t unstored[TOKENS]; /* alike for all tokens of a sequence */
+    uint8_t layers[LAYERS];   /* that it restores */
+    uint8_t is_put[LAYERS][TOKENS];
+    uint8_t has_selected[TOKENS];                       /* rows, by their sketches */
     int num_cross[LAYERS][SLOTS], cross[LAYERS][SLOTS]; /* rows put in cross-attention layers, and their first tag */
 } batch;
 

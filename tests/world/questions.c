@@ -136,12 +136,8 @@ unsigned right_statuses(const question *q) {
         if (!is_known(q->of, t)) return ~0u;
     for (int t = q->first; t < q->first + q->num; t++) {
         const int num = list_seen(q, t, rows);
-        for (int i = 0; i < num; i++) {
-            const int put = rows[i].token < 0 ? PUT : q->of->is_put[source][rows[i].token];
-            if (!put) bits |= 1u << KVC_ERR_INVALID;
-            if (put == GONE) bits |= 1u << KVC_ERR_GONE;
-            if (put == PASSING && (w.has_faults || w.refuses)) perhaps = 1u << KVC_ERR_GONE; /* a call that failed */
-        }
+        for (int i = 0; i < num; i++)
+            if (rows[i].token >= 0 && !q->of->is_put[source][rows[i].token]) bits |= 1u << KVC_ERR_INVALID;
         if (is_cross(&w.o, source) && !list_shown(q->of, q->of->slots[t], source, rows)) bits |= 1u << KVC_ERR_INVALID;
     }
     for (int t = 0; t < q->of->num && is_own(&w.o, source); t++)
@@ -283,7 +279,7 @@ static void make_prior(question *q) {
 /* Draws the optional arguments of a call, alone and in pairs. */
 static void make_optional(question *q) {
     static const float sinks[] = {-INFINITY, -3, 0, 0.5f, 4}, slopes[] = {0, 0.01f, 0.5f, -0.125f};
-    int is_far = 0, may_cancel = 1;
+    int is_far = 0;
     for (int h = 0; h < q->num_heads; h++) {
         q->sinks[h] = sinks[pick(5)];
         q->alibi[h] = slopes[pick(4)];
@@ -294,8 +290,7 @@ static void make_optional(question *q) {
     if (!pick(4)) q->args.softcap = 5;
     if (pick(3)) q->args.lse = (float *)(void *)row_in(&q->lse, 0, 0);
     if (!pick(3)) make_prior(q);
-    for (int t = 0; t < q->of->num; t++) may_cancel &= q->of->unstored[t] != 2; /* what it leaves then is open */
-    q->cancel = may_cancel && !pick(8);
+    q->cancel = !pick(8);
     if (q->cancel || pick(2)) q->args.cancel = q->choosing.cancel = &q->cancel;
 }
 

@@ -37,8 +37,7 @@ int64_t batch_rows(const oracle *o, int l) {
     int64_t num = 0;
     for (int i = 0; i < CLIENTS; i++) {
         const batch *b = &o->batches[i];
-        for (int t = 0; b->is_open && takes_tokens(o, l, b) && t < b->num; t++)
-            num += b->unstored[t] < 2 && gets_row(o, l, b->positions[t]);
+        for (int t = 0; b->is_open && takes_tokens(o, l, b) && t < b->num; t++) num += gets_row(o, l, b->positions[t]);
         for (int s = 0; b->is_open && is_cross(o, l) && s < SLOTS; s++) num += b->num_cross[l][s];
     }
     return num;
@@ -91,8 +90,7 @@ static int fits_layer(const oracle *o, const oracle *expired, int l, const batch
         const int64_t held = expired->sequences[s].layers[l].num, all = held + count_rows(o, l, s, b->num, b),
                       until = held + count_rows(o, l, s, t, b);
         if (limits->max_seq_len && all > limits->max_seq_len && !within) return 0;
-        more += b->unstored[t] < 2 && gets_row(o, l, b->positions[t]) &&
-                (limits->capacity || !within || until < limits->max_seq_len);
+        more += gets_row(o, l, b->positions[t]) && (limits->capacity || !within || until < limits->max_seq_len);
     }
     return !capacity_of(o) || live_rows(expired, l) + more <= capacity_of(o);
 }
@@ -100,11 +98,7 @@ static int fits_layer(const oracle *o, const oracle *expired, int l, const batch
 kvc_status fits(const oracle *o, const batch *b) {
     oracle expired = *o;
     int64_t num = 0; /* sequences that hold rows, with the batch's */
-    for (int s = 0; s < SLOTS; s++) {
-        int is_stored = 0;
-        for (int t = 0; t < b->num; t++) is_stored |= b->slots[t] == s && b->unstored[t] < 2;
-        num += holds_rows(o, &o->sequences[s]) || is_stored;
-    }
+    for (int s = 0; s < SLOTS; s++) num += holds_rows(o, &o->sequences[s]) || count_in(b, s);
     if (o->crowded) return KVC_OK;
     if (o->config.max_sequences && num > o->config.max_sequences) return KVC_ERR_FULL;
     expire_for(&expired, b);

@@ -283,7 +283,7 @@ static void read_batch(const oracle *o, const call *c, batch *b) {
         b->parents[t] = c->parents[t];
         b->symbols[t] = c->symbols[t];
         b->tags[t] = c->tag + t;
-        b->unstored[t] = c->flag & 4 && c->marks[t] ? 1 + !holds_tokens(o, &o->sequences[s]) : 0;
+        b->unstored[t] = c->flag & 4 && c->marks[t];
     }
 }
 
@@ -312,41 +312,13 @@ kvc_status may_put(const oracle *o, const batch *b, const call *c) {
     return KVC_OK;
 }
 
-static int is_shared(const oracle *o, int l) {
-    for (int other = 0; other < o->num_layers; other++)
-        if (o->layers[other].share == l + 1) return 1;
-    return 0;
-}
-
-/* Whether a token is of an unstored sequence that was empty, and gets a row in a layer. */
-static int is_buffered(const oracle *o, const batch *b, int l, int t) {
-    return b->unstored[t] == 2 && gets_row(o, l, b->positions[t]);
-}
-
-/* Notes that tokens get their rows in a layer.  All rows of unstored sequences that were empty are PASSING or PUT
- * together in a layer.  The first of them in a layer let the PASSING rows of other layers go. */
-static void give_rows(const oracle *o, batch *b, const call *c, int how) {
-    uint8_t *own = b->is_put[c->layer];
-    int had = 0, passes = how == PASSING && !is_shared(o, c->layer), takes = 0;
-    for (int t = 0; t < b->num; t++)
-        if (is_buffered(o, b, c->layer, t) && (own[t] == PUT || own[t] == PASSING))
-            had = 1, passes &= own[t] == PASSING;
-    for (int t = c->begin; t < c->begin + c->num; t++) {
-        takes |= is_buffered(o, b, c->layer, t);
-        own[t] = PUT;
-    }
-    for (int t = 0; t < b->num && takes; t++) {
-        if (b->unstored[t] == 2 && own[t] && own[t] != GONE) own[t] = passes ? PASSING : PUT;
-        for (int l = 0; !had && l < o->num_layers; l++)
-            if (l != c->layer && b->is_put[l][t] == PASSING) b->is_put[l][t] = GONE;
-    }
-}
-
 /* Tokens [begin, begin + num) of the batch get their rows in a layer. */
+static void give_rows(batch *b, const call *c) { memset(b->is_put[c->layer] + c->begin, 1, (size_t)c->num); }
+
 kvc_status right_put(oracle *o, const call *c) {
     batch *b = &o->batches[c->client];
     const kvc_status right = may_put(o, b, c);
-    if (!right) give_rows(o, b, c, PUT);
+    if (!right) give_rows(b, c);
     return right;
 }
 
@@ -362,7 +334,7 @@ kvc_status right_listed(oracle *o, const call *c) {
 kvc_status right_attend(oracle *o, const call *c) {
     const kvc_status right = right_listed(o, c);
     batch *b = &o->batches[c->client];
-    if (c->flag && !right) give_rows(o, b, c, PASSING);
+    if (c->flag && !right) give_rows(b, c);
     for (int t = 0; t < b->num && !right; t++) b->has_selected[t] |= c->marks[t];
     return right;
 }

@@ -426,26 +426,6 @@ static void test_block_size_beside(void) {
     CHECKF(sizes[0] < 16448 && sizes[1] == sizes[0], "%d and %d", sizes[0], sizes[1]);
 }
 
-/* ---- sequences that are not stored ------------------------------------------------------------------------------- */
-
-/* Keys that are put stay until the batch ends, in memory of their own, whatever other layers get meanwhile. */
-static void test_unstored(void) {
-    kvc_layer layers[4];
-    float row[KEY_DIM];
-    kvc_batch *batch;
-    make_twins(layers, KVC_F32, 0, 0, (kvc_policy){.kind = KVC_FULL});
-    kvc_cache *made = new_twins(layers, (kvc_config){0});
-    const uint8_t unstored[] = {1, 1, 1};
-    const kvc_begin_args args = {.struct_size = sizeof args, .num_tokens = 3, .unstored = unstored};
-    CHECK(kvc_begin_with(made, &args, &batch) == KVC_OK);
-    put_twins(batch, layers, 7, 3);
-    const kvc_rows_out out = {.struct_size = sizeof out, .k = row, .batch = batch};
-    CHECKF(kvc_gather(made, 0, READER, 2, 1, &out) == KVC_OK, "%s", kvc_last_error());
-    CHECK(row[0] == key_at(7, 2, 0));
-    CHECK(kvc_commit(batch) == KVC_OK && kvc_seq_len(made, 0, KEYS) == 0);
-    CHECK(kvc_cache_free(made) == KVC_OK);
-}
-
 /* ---- saved states ------------------------------------------------------------------------------------------------ */
 
 /* A file has no values of such a layer, and loads as it was saved. */
@@ -548,7 +528,6 @@ int main(int argc, char **argv) {
     test_room();
     test_attention_beside();
     test_block_size_beside();
-    test_unstored();
     test_states();
     test_prefixes();
     return test_result();

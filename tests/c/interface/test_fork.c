@@ -25,9 +25,8 @@ const char *__tsan_default_options(void) { return "report_thread_leaks=0"; }
 enum {
     DIM = 8,
     ROWS = 40,
-    MANY = 20000,    /* tokens */
-    LOOSE = 1 << 18, /* tokens */
-    LIMIT = 60       /* seconds */
+    MANY = 20000, /* tokens */
+    LIMIT = 60    /* seconds */
 };
 
 static atomic_int is_inside; /* the function of the caller that is waited for was entered */
@@ -331,47 +330,6 @@ static void test_failed_save(void) {
 
 /* ---- work on a batch, which is not waited for -------------------------------------------------------------------- */
 
-/* Put rows of batches that are not stored, until one takes long enough to poll; leave that batch open. */
-static void *put_unstored_in_thread(void *cache) {
-    static uint8_t unstored[LOOSE];
-    const kvc_begin_args begin = {.struct_size = sizeof begin, .num_tokens = LOOSE, .unstored = unstored};
-    const kvc_put_args args = zero_rows(0, LOOSE);
-    memset(unstored, 1, LOOSE);
-    while (!atomic_load(&is_inside)) {
-        kvc_abort(open_batch);
-        CHECKF(kvc_begin_with(cache, &begin, &open_batch) == KVC_OK, "%s", kvc_last_error());
-        CHECKF(kvc_put(open_batch, 0, &args) == KVC_OK, "%s", kvc_last_error());
-    }
-    return NULL;
-}
-
-/* The memory of unstored rows is freed with their batch. */
-static void test_unstored_put(void) {
-    const kvc_layer layer = {.num_kv_heads = 2, .k_dim = 64, .v_dim = 64, .k_type = KVC_Q4_0, .v_type = KVC_Q4_0};
-    kvc_cache *cache = new_layers(&layer, 1, NULL);
-    pthread_t thread;
-    begin_watching();
-    CHECK(pthread_create(&thread, NULL, put_unstored_in_thread, cache) == 0);
-    wait_for(&is_inside);
-    const pid_t child = fork();
-    if (child == 0) {
-        alarm(LIMIT);
-        test_failures = 0;
-        kvc_abort(open_batch);
-        CHECK(kvc_nbytes(cache) < LOOSE);
-        CHECK(kvc_cache_free(cache) == KVC_OK);
-        fflush(stdout);
-        end_child(test_failures != 0);
-    }
-    atomic_store(&go_on, 1);
-    check_child(child, "in a put that is not stored");
-    pthread_join(thread, NULL);
-    watch = 0;
-    kvc_abort(open_batch);
-    open_batch = NULL;
-    CHECK(kvc_cache_free(cache) == KVC_OK);
-}
-
 static void *plan_in_thread(void *batch) {
     const kvc_plan_args args = {.struct_size = sizeof args, .num_heads = 2};
     kvc_plan *plan;
@@ -446,7 +404,6 @@ int main(void) {
     test_failed_save();
     test_state(restore_in_thread, 0, "in a restore, at its header");
     test_state(restore_in_thread, 3000, "in a restore, at its rows");
-    test_unstored_put();
     test_plan();
     test_work();
     return test_result();

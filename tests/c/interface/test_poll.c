@@ -9,7 +9,6 @@
 
 #include "base/threads.h"
 #include "cache/cache.h"
-#include "support/keeping.h"
 #include "support/saved.h"
 #include "support/test.h"
 
@@ -20,36 +19,26 @@ enum { SLOWER = 1 };
 #endif
 enum { STORED = 4096, QUERIES = 64 / SLOWER, HEADS = 32, KV_HEADS = 2, DIM = 64 };
 
-static const int64_t retained = 1000;
-
 typedef struct poller {
     kvc_cache *cache;
     pthread_t caller;
     int asked, stop_at; /* 0: never */
-    int pins;           /* pins the retained sequence, once */
 } poller;
 
 static int32_t poll(void *user) {
     poller *p = user;
     CHECK(pthread_equal(pthread_self(), p->caller));
     CHECK(kvc_nbytes(p->cache) > 0); /* which takes the mutex */
-    if (p->pins) CHECK(pin_retained(p->cache, &retained, 1, 1) == KVC_OK);
-    p->pins = 0;
     return ++p->asked == p->stop_at;
 }
 
-static kvc_cache *new_limited_cache(poller *p, const kvc_policy *policy, int32_t type, int num_threads,
-                                    int64_t max_bytes) {
+static kvc_cache *new_cache(poller *p, const kvc_policy *policy, int32_t type, int num_threads) {
     const kvc_layer layer = {
         .num_kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM, .k_type = type, .v_type = type, .policy = *policy};
     const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 1, .v_dim = 1}, layer};
-    const kvc_config config = {.num_threads = num_threads, .max_bytes = max_bytes, .poll = poll, .poll_user = p};
+    const kvc_config config = {.num_threads = num_threads, .poll = poll, .poll_user = p};
     *p = (poller){.cache = cache_of(layers, 2, config), .caller = pthread_self()};
     return p->cache;
-}
-
-static kvc_cache *new_cache(poller *p, const kvc_policy *policy, int32_t type, int num_threads) {
-    return new_limited_cache(p, policy, type, num_threads, 0);
 }
 
 static float rows[STORED * KV_HEADS * DIM], q[QUERIES * HEADS * DIM], out[QUERIES * HEADS * DIM];
@@ -293,75 +282,6 @@ static void test_cross_put(void) {
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-/* ---- where putting rows makes the cache evict a retained sequence ------------------------------------------------ */
-
-enum { UNSTORED = (1 << 17) / SLOWER };
-
-/* Retains a row, and begins an unstored batch that keeps rows in layer 0: rows in layer 1 take memory of their own. */
-static kvc_batch *begin_beside_retained(kvc_cache *cache, const kvc_put_args *all) {
-    static uint8_t unstored[UNSTORED];
-    const kvc_begin_args args = {.struct_size = sizeof args, .num_tokens = UNSTORED, .unstored = unstored};
-    kvc_batch *batch = NULL;
-    memset(unstored, 1, sizeof unstored);
-    CHECK(retain_new(cache, retained, 0, 1, NULL) == KVC_OK && pin_retained(cache, &retained, 1, -1) == KVC_OK);
-    CHECKF(kvc_begin_with(cache, &args, &batch) == KVC_OK, "%s", kvc_last_error());
-    CHECKF(kvc_put(batch, 0, all) == KVC_OK, "%s", kvc_last_error());
-    return batch;
-}
-
-/* Returns the bytes of the cache, and checks whether it still has the retained sequence. */
-static int64_t bytes_beside_retained(kvc_cache *cache, int64_t num_retained) {
-    CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
-    CHECK(list_retained(cache, NULL, 0) == num_retained);
-    return kvc_nbytes(cache);
-}
-
-/* A put that fails has evicted nothing, and gives back the memory it took; so has an attention. */
-static void test_unstored(void) {
-    const kvc_policy full = {.kind = KVC_FULL};
-    const kvc_plan_args plan = {.struct_size = sizeof plan, .layer = 1, .num_tokens = QUERIES, .num_heads = HEADS};
-    poller p;
-    const kvc_put_args all = zero_rows(0, UNSTORED), own = put_of(QUERIES);
-    kvc_attend_args attend = attend_of(&own);
-    int32_t is_set = 1;
-    kvc_status status = KVC_OK;
-
-    kvc_cache *cache = new_cache(&p, &full, KVC_Q4_0, 1);
-    kvc_batch *batch = begin_beside_retained(cache, &all);
-    CHECK(kvc_put(batch, 1, &all) == KVC_OK);
-    const int64_t max_bytes = bytes_beside_retained(cache, 1) - 1;
-    kvc_abort(batch);
-    CHECK(kvc_cache_free(cache) == KVC_OK);
-
-    cache = new_limited_cache(&p, &full, KVC_Q4_0, 1, max_bytes);
-    batch = begin_beside_retained(cache, &all);
-    const int64_t bytes = bytes_beside_retained(cache, 1);
-    attend.cancel = &is_set;
-    CHECK(kvc_attend(batch, &plan, &attend) == KVC_ERR_CANCELLED);
-    CHECK(bytes_beside_retained(cache, 1) == bytes);
-    while (status == KVC_OK) { /* however fast the machine is */
-        p.stop_at = p.asked + 1;
-        status = kvc_put(batch, 1, &all);
-        p.stop_at = 0;
-        CHECK(status == KVC_ERR_CANCELLED || bytes_beside_retained(cache, 0) <= max_bytes);
-        kvc_abort(status == KVC_OK ? batch : NULL);
-        batch = status == KVC_OK ? begin_beside_retained(cache, &all) : batch;
-    }
-    CHECK(status == KVC_ERR_CANCELLED && bytes_beside_retained(cache, 1) == bytes);
-    for (status = KVC_OK; status == KVC_OK;) { /* nor has one during which the sequence was pinned */
-        p.pins = 1;
-        status = kvc_put(batch, 1, &all);
-        p.pins = 0;
-        kvc_abort(status == KVC_OK ? batch : NULL);
-        batch = status == KVC_OK ? begin_beside_retained(cache, &all) : batch;
-    }
-    CHECK(status == KVC_ERR_FULL && bytes_beside_retained(cache, 1) == bytes);
-    CHECK(pin_retained(cache, &retained, 1, -1) == KVC_OK);
-    CHECK(kvc_put(batch, 1, &all) == KVC_OK && bytes_beside_retained(cache, 0) <= max_bytes);
-    kvc_abort(batch);
-    CHECK(kvc_cache_free(cache) == KVC_OK);
-}
-
 /* The next poll comes later than the last one. */
 static void test_timer(void) {
     poller p = {.cache = cache_of(&(kvc_layer){.num_kv_heads = 1, .k_dim = 1, .v_dim = 1}, 1, (kvc_config){0}),
@@ -391,6 +311,5 @@ int main(void) {
     test_put(1);
     test_put(2);
     test_cross_put();
-    test_unstored();
     return test_result();
 }

@@ -11,7 +11,7 @@
 
 #include "cache/batch.h"
 #include "rows/copy.h"
-#include "space/row_buffer.h"
+#include "cache/batch.h"
 #include "world/attention.h"
 
 /* ---- sketches ---------------------------------------------------------------------------------------------------- */
@@ -125,7 +125,6 @@ typedef struct sketched_row {
 static inline int list_sketched(const kvc_batch *batch, int l, int member, sketched_row *to) {
     const kvc_cache *cache = batch->cache;
     const kvc_batch_sequence *of = &batch->sequences[member];
-    const kvc_row_buffer *buffer = kvc_row_buffer_find((kvc_batch *)(uintptr_t)batch, l);
     const kvc_run_list *list = &of->sequence->runs[cache->group_of[l]];
     const kvc_layout *at = &cache->layouts[cache->layout_of[l]];
     int num = 0;
@@ -136,12 +135,9 @@ static inline int list_sketched(const kvc_batch *batch, int l, int member, sketc
     for (int i = of->first; i < of->first + of->num_tokens; i++) {
         const int t = batch->order[i];
         const kvc_place *place = &batch->places[cache->group_of[l] * batch->num_tokens + t];
-        const kvc_layout *own = place->block || !buffer ? at : &buffer->layout;
-        const uint8_t *rows = place->block ? place->block->rows : buffer ? kvc_row_buffer_block(buffer)->rows : NULL;
-        to[num++] = (sketched_row){rows ? kvc_sketch_at(own, rows, place->slot, 0) : NULL, own->head_stride,
+        to[num++] = (sketched_row){kvc_sketch_at(at, place->block->rows, place->slot, 0), at->head_stride,
                                    batch->positions[t], t, 0};
     }
-    if (buffer) kvc_row_buffer_leave((kvc_cache *)(uintptr_t)cache, (kvc_row_buffer *)(uintptr_t)buffer);
     for (int i = 1; i < num; i++) { /* rows come nearly in order */
         const sketched_row row = to[i];
         int j = i;
