@@ -184,7 +184,9 @@ void run_validate(call *c) { c->status = kvc_validate(w.cache); }
 
 int draw_reserve(call *c) {
     draw_one(c);
-    return c->num = 1 + pick(TOKENS);
+    c->num = 1 + pick(TOKENS);
+    return next_of(&w.o, &w.o.sequences[c->s]) <
+           INT32_MAX - TOKENS; /* memory for positions that do not exist is open */
 }
 
 void run_reserve(call *c) { c->status = kvc_reserve(w.cache, w.ids[c->s], c->num); }

@@ -293,7 +293,7 @@ static int check_child_of_many(void) {
         if (w.prefixes[i])
             kvc_prefix_forget(w.prefixes[i], tokens_of(text_behind(0, 0), 0, &given), NULL, 0, &num, &dropped);
     }
-    if (kvc_clear(w.cache)) return 0; /* a batch that begins or ends is nobody's to abort */
+    if (kvc_clear(w.cache)) return 0;         /* a batch that begins or ends is nobody's to abort */
     if (!kvc_compact(w.cache)) check_empty(); /* otherwise a call on the way held rows */
     for (int s = 0; s < SLOTS; s++) w.o.sequences[s] = (sequence){.exact_to = INT32_MAX};
     w.is_wild = 1;

@@ -347,8 +347,8 @@ static int is_disputed(const oracle *o, int l, const row *r) {
     return 0;
 }
 
-/* Applies all deltas.  Rows that are shared at different deltas are copied.  If a prefix keeps a row, too, each sequence
- * that shares it gets a copy. */
+/* Applies all deltas.  Rows that are shared at different deltas are copied.  If a prefix keeps a row, too, each
+ * sequence that shares it gets a copy. */
 kvc_status right_settle(oracle *o, const call *c) {
     oracle after = *o;
     int may_be_kept = 0;

@@ -250,7 +250,8 @@ static void judge(call *c) {
     next = w.o;
     for (int i = 0; evicts && i < PREFIXES; i++) note_doubt(&next, &next.prefixes[i]);
     const kvc_status right = op->right(&next, c);
-    if (w.o.crowded && has_windows(&w.o) && !c->status && right == KVC_ERR_GONE) { /* what expired meanwhile is open */
+    const int needs_rows = right == KVC_ERR_GONE || right == KVC_ERR_INDEX;
+    if (w.o.crowded && has_windows(&w.o) && !c->status && needs_rows) { /* what has expired by then is open */
         judge_openly(c);
         return;
     }
@@ -332,7 +333,7 @@ void perform(call *c) {
     const picture picture = me->before;
     me->call = c;
     me->chance = (chance){.state = c->seed};
-    if (outer) c->is_disturbed = 1; /* by the call that it is within */
+    if (outer) c->is_disturbed = 1;                                           /* by the call that it is within */
     if (c->tag + TOKENS > w.last_tag && c->tag) w.last_tag = c->tag + TOKENS; /* of a call that is repeated */
     take_picture();
     if (w.traces) printf("\n"), print_call(c);

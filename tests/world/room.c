@@ -148,6 +148,11 @@ kvc_status right_room(oracle *o, const call *c) {
     batch b;
     if (is_engaged(o, c)) return KVC_ERR_BUSY;
     if (c->status || o->crowded) return KVC_OK;
+    const int32_t left = INT32_MAX - next_of(o, &o->sequences[c->s]); /* positions */
+    if (left <= TOKENS) {
+        if (c->result > left) wrong("there is room for %d tokens, but there are %d positions", (int)c->result, left);
+        return KVC_OK;
+    }
     if (go_on(o, c->s, 1, &b) == KVC_ERR_GONE) {
         if (c->result) wrong("there is room for %d tokens, but rows are gone", (int)c->result);
         return KVC_OK;
