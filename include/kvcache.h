@@ -136,20 +136,20 @@ extern "C" {
 /* ---- status ------------------------------------------------------------------------------------------------------ */
 
 /* All statuses, as X(name, value, text). */
-#define KVC_STATUS_LIST(X)                                                    \
-    X(KVC_OK, 0, "success")                                                   \
-    X(KVC_ERR_INVALID, 1, "an argument is invalid")                           \
-    X(KVC_ERR_INDEX, 2, "a layer, token or row is out of range")              \
-    X(KVC_ERR_FULL, 3, "the tokens do not fit")                               \
-    X(KVC_ERR_NOMEM, 4, "out of memory")                                      \
-    X(KVC_ERR_UNSUPPORTED, 5, "not supported")                                \
-    X(KVC_ERR_BUSY, 6, "an open batch is using it")                           \
-    X(KVC_ERR_HELD, 7, "a view is holding it")                                \
-    X(KVC_ERR_GONE, 8, "rows that would be seen have expired")                \
-    X(KVC_ERR_CANCELLED, 9, "cancelled")                                      \
-    X(KVC_ERR_CORRUPT, 10, "an invariant does not hold")                      \
-    X(KVC_ERR_CALLBACK, 11, "a function of the caller failed")                \
-    X(KVC_ERR_FORMAT, 12, "no saved state or stored value, or a damaged one") \
+#define KVC_STATUS_LIST(X)                                                                                             \
+    X(KVC_OK, 0, "success")                                                                                            \
+    X(KVC_ERR_INVALID, 1, "an argument is invalid")                                                                    \
+    X(KVC_ERR_INDEX, 2, "a layer, token or row is out of range")                                                       \
+    X(KVC_ERR_FULL, 3, "the tokens do not fit")                                                                        \
+    X(KVC_ERR_NOMEM, 4, "out of memory")                                                                               \
+    X(KVC_ERR_UNSUPPORTED, 5, "not supported")                                                                         \
+    X(KVC_ERR_BUSY, 6, "an open batch is using it")                                                                    \
+    X(KVC_ERR_HELD, 7, "a view is holding it")                                                                         \
+    X(KVC_ERR_GONE, 8, "rows that would be seen have expired")                                                         \
+    X(KVC_ERR_CANCELLED, 9, "cancelled")                                                                               \
+    X(KVC_ERR_CORRUPT, 10, "an invariant does not hold")                                                               \
+    X(KVC_ERR_CALLBACK, 11, "a function of the caller failed")                                                         \
+    X(KVC_ERR_FORMAT, 12, "no saved state or stored value, or a damaged one")                                          \
     X(KVC_ERR_STORE, 13, "a store failed")
 
 typedef enum kvc_status {
@@ -171,58 +171,49 @@ KVC_API void kvc_set_last_error(const char *format, ...);
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
 
 typedef enum kvc_type { /* element types of rows */
-                        KVC_F32 = 0,
-                        KVC_F16 = 1,
-                        KVC_BF16 = 2,
-                        /* Types of ggml: blocks of 32 elements along a row, with the bytes that ggml's reference makes.
-                         * k_dim, or v_dim, must be a multiple of 32.
-                         *
-                         * A block begins with an f16 scale d.  An f16 minimum m follows, if the type has one.  Then
-                         * come the fifth bits, if codes have 5 bits: 4 bytes, whose bit i belongs to element i.  The
-                         * low 4 bits of the codes q come last: a byte has element i in its low bits, and element i + 16
-                         * in its high bits. d is infinite if it would exceed 65504.  Elements then decode to
-                         * infinities, and to NaN if q stands for 0. */
-                        KVC_Q8_0 = 3, /* 34 bytes: d = max |x| / 127, then 32 int8 q = round(x / d), halves away from 0;
-                                         x = d * q */
-                        KVC_Q4_0 = 4, /* 18 bytes: d = the x of largest magnitude / -8, q = floor(x / d + 8.5), at most
-                                         15; x = d * (q - 8) */
-                        KVC_Q4_1 = 5, /* 20 bytes: m = min x, d = (max x - m) / 15, q = floor((x - m) / d + 0.5); x = d
-                                         * q + m */
-                        KVC_Q5_0 = 6, /* 22 bytes: as KVC_Q4_0 with 16 for 8 and 31 for 15; 5 bits */
-                        KVC_Q5_1 = 7, /* 24 bytes: as KVC_Q4_1 with 31 for 15; 5 bits */
-                        KVC_IQ4_NL = 8, /* 18 bytes: x = d * level[q], with level = -127 -104 -83 -65 -49 -35 -22 -10 1
-                                          13 25 38 53 69 89 113.  q has the level nearest to -127 * x / (the x of
-                                          largest magnitude); d = sum of w * level[q] * x / sum of w * level[q]^2, with
-                                          w = x^2.  If all elements are below 1e-15, d = 0 and q = 8; if any is beyond
-                                          1e18, d may be NaN */
-                        /* Types with one f16 scale d for a whole row: kernels multiply integers alone.  k_dim, or
-                         * v_dim, must be a multiple of 32.  In rows passed to or from the library, d follows the
-                         * elements.  In the cache it is stored separately (kvc_span).  An element that is infinite, or
-                         * at least 65520 * 127, makes d infinite, and all elements NaN or infinite.  NaN is stored as
-                         * 0. */
-                        KVC_INT8 = 9, /* dim + 2 bytes: d = max |x| / 127, int8 q = round(x / d), halves away from 0; x
-                                         = d * q */
-                        /* Types with one f16 scale for a whole row and fewer bits, for normally distributed elements.
-                         * The cache makes any row so: it multiplies the row by D * H * D before it is quantised, and
-                         * again when it is decoded.  That spreads a large channel, or a mean that is not 0, over the
-                         * row.  H is Sylvester's Hadamard matrix over the root of its order, which is the order that
-                         * KVC_TRANSFORM_HADAMARD takes for keys.  D is diagonal.  Its element i, counted from 0 in each
-                         * block of that order, is -1 if i has an odd number of pairs of bits 2 j and 2 j + 1 that are
-                         * both set, otherwise 1.
-                         *
-                         * x = d * level[q].  The 16 or 64 levels ascend (Lloyd and Max), and levels below 0 mirror
-                         * levels above.  q has the sign of x (+ for 0), and the level nearest to x / u in magnitude;
-                         * halfway between two levels, the larger one. d = sum of level[q] * x / sum of level[q]^2.  u =
-                         * max |x| / 127.  For KVC_INT4, u is 0.96 or 1.06 times that: the one with the larger (sum of
-                         * level[q] * x)^2 / sum of level[q]^2 over the first 1024 elements.  If 1 / u overflows, all x
-                         * / u count as 0.  If d would exceed 65504, or an element is not finite, d is NaN. */
-                        KVC_INT6 = 10, /* dim * 3 / 4 + 2 bytes: 24 for 32 elements.  Byte j < 8 has bits 4 and 5 of
-                                          elements j, j + 8, j + 16 and j + 24, lowest first; 16 bytes have the low 4
-                                          bits of elements i and i + 16.  level[32 ..] = 1 3 6 9 12 15 18 21 24 27 30 33
-                                          36 39 42 45 48 52 56 60 64 68 72 76 81 86 91 97 103 110 118 127
-                                          */
-                        KVC_INT4 = 11 /* dim / 2 + 2 bytes: 16 for 32 elements, with elements i and i + 16.  level[8 ..]
-                                         = 5 16 28 40 54 70 90 119 */
+    KVC_F32 = 0,
+    KVC_F16 = 1,
+    KVC_BF16 = 2,
+    /* Types of ggml: blocks of 32 elements along a row, with the bytes that ggml's reference makes.  k_dim, or v_dim,
+     * must be a multiple of 32.
+     *
+     * A block begins with an f16 scale d.  An f16 minimum m follows, if the type has one.  Then come the fifth bits, if
+     * codes have 5 bits: 4 bytes, whose bit i belongs to element i.  The low 4 bits of the codes q come last: a byte
+     * has element i in its low bits, and element i + 16 in its high bits.
+     * d is infinite if it would exceed 65504.  Elements then decode to infinities, and to NaN if q stands for 0. */
+    KVC_Q8_0 = 3,  /* 34 bytes: d = max |x| / 127, then 32 int8 q = round(x / d), halves away from 0; x = d * q */
+    KVC_Q4_0 = 4,  /* 18 bytes: d = the x of largest magnitude / -8, q = floor(x / d + 8.5), at most 15;
+                      x = d * (q - 8) */
+    KVC_Q4_1 = 5,  /* 20 bytes: m = min x, d = (max x - m) / 15, q = floor((x - m) / d + 0.5); x = d * q + m */
+    KVC_Q5_0 = 6,  /* 22 bytes: as KVC_Q4_0 with 16 for 8 and 31 for 15; 5 bits */
+    KVC_Q5_1 = 7,  /* 24 bytes: as KVC_Q4_1 with 31 for 15; 5 bits */
+    KVC_IQ4_NL = 8, /* 18 bytes: x = d * level[q], with level = -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89
+                      113.  q has the level nearest to -127 * x / (the x of largest magnitude);
+                      d = sum of w * level[q] * x / sum of w * level[q]^2, with w = x^2.  If all elements are below
+                      1e-15, d = 0 and q = 8; if any is beyond 1e18, d may be NaN */
+    /* Types with one f16 scale d for a whole row: kernels multiply integers alone.  k_dim, or v_dim, must be a multiple
+     * of 32.  In rows passed to or from the library, d follows the elements.  In the cache it is stored separately
+     * (kvc_span).  An element that is infinite, or at least 65520 * 127, makes d infinite, and all elements NaN or
+     * infinite.  NaN is stored as 0. */
+    KVC_INT8 = 9, /* dim + 2 bytes: d = max |x| / 127, int8 q = round(x / d), halves away from 0; x = d * q */
+    /* Types with one f16 scale for a whole row and fewer bits, for normally distributed elements.  The cache makes any
+     * row so: it multiplies the row by D * H * D before it is quantised, and again when it is decoded.  That spreads a
+     * large channel, or a mean that is not 0, over the row.  H is Sylvester's Hadamard matrix over the root of its
+     * order, which is the order that KVC_TRANSFORM_HADAMARD takes for keys.  D is diagonal.  Its element i, counted
+     * from 0 in each block of that order, is -1 if i has an odd number of pairs of bits 2 j and 2 j + 1 that are both
+     * set, otherwise 1.
+     *
+     * x = d * level[q].  The 16 or 64 levels ascend (Lloyd and Max), and levels below 0 mirror levels above.  q has the
+     * sign of x (+ for 0), and the level nearest to x / u in magnitude; halfway between two levels, the larger one.
+     * d = sum of level[q] * x / sum of level[q]^2.  u = max |x| / 127.  For KVC_INT4, u is 0.96 or 1.06 times that: the
+     * one with the larger (sum of level[q] * x)^2 / sum of level[q]^2 over the first 1024 elements.  If 1 / u
+     * overflows, all x / u count as 0.  If d would exceed 65504, or an element is not finite, d is NaN. */
+    KVC_INT6 = 10, /* dim * 3 / 4 + 2 bytes: 24 for 32 elements.  Byte j < 8 has bits 4 and 5 of elements j, j + 8, j +
+                      16 and j + 24, lowest first; 16 bytes have the low 4 bits of elements i and i + 16.  level[32 ..]
+                      = 1 3 6 9 12 15 18 21 24 27 30 33 36 39 42 45 48 52 56 60 64 68 72 76 81 86 91 97 103 110 118 127
+                      */
+    KVC_INT4 = 11  /* dim / 2 + 2 bytes: 16 for 32 elements, with elements i and i + 16.  level[8 ..] = 5 16 28 40 54 70
+                      90 119 */
 } kvc_type;
 
 /* Returns the name of a type, such as "q8_0"; NULL for a number that is no kvc_type.  The text is static.  Types are
@@ -286,7 +277,7 @@ typedef int32_t kvc_shift_fn(void *user, int32_t layer, float *keys, int32_t num
  * position * inv_freq[i].  When tokens move, their stored keys stay as they are; queries are rotated back by the
  * same angle instead. */
 typedef struct kvc_rope {
-    int32_t kind; /* kvc_rope_kind; fields that the kind does not use are ignored */
+    int32_t kind;           /* kvc_rope_kind; fields that the kind does not use are ignored */
     int32_t interleaved;
     int32_t first_dim;
     int32_t num_freqs;      /* first_dim + 2 * num_freqs is at most k_dim */
@@ -331,17 +322,17 @@ typedef struct kvc_layer {
                              it.  Layer n - 1 has rows of its own, and the same shapes, types, policy and rope */
     kvc_policy policy;
     kvc_rope rope;
-    int32_t sketch_bits; /* 2: a sketch of each key is kept beside it, k_dim / 4 + 2 bytes, by which a token can select
-                            rows (select_rows).  k_dim must be a multiple of 32 and at most 1024, the layer stores
-                            values apart from its keys, and its window or chunk, if it has one, is at least 8192
-                            positions.  Sketches follow from the stored keys, and are in no saved state and no store.
-                            0: the layer has no sketches */
+    int32_t sketch_bits;  /* 2: a sketch of each key is kept beside it, k_dim / 4 + 2 bytes, by which a token can select
+                             rows (select_rows).  k_dim must be a multiple of 32 and at most 1024, the layer stores
+                             values apart from its keys, and its window or chunk, if it has one, is at least 8192
+                             positions.  Sketches follow from the stored keys, and are in no saved state and no store.
+                             0: the layer has no sketches */
 } kvc_layer;
 
-typedef enum kvc_memory_kind {                      /* what an allocation is for */
-                               KVC_MEMORY_ROWS = 0, /* a block: keys and values.  Large, long-lived */
-                               KVC_MEMORY_BOOKKEEPING = 1,
-                               KVC_MEMORY_SCRATCH = 2 /* lives as long as a batch or a call */
+typedef enum kvc_memory_kind { /* what an allocation is for */
+    KVC_MEMORY_ROWS = 0,       /* a block: keys and values.  Large, long-lived */
+    KVC_MEMORY_BOOKKEEPING = 1,
+    KVC_MEMORY_SCRATCH = 2 /* lives as long as a batch or a call */
 } kvc_memory_kind;
 
 typedef struct kvc_memory_hint {
@@ -501,10 +492,10 @@ typedef struct kvc_attend_args {
     int64_t q_token_stride, q_head_stride;
     int64_t out_token_stride, out_head_stride;
     int64_t lse_token_stride, lse_head_stride;
-    int32_t q_type;              /* KVC_F32, KVC_F16 or KVC_BF16 */
-    float scale;                 /* 0: 1 / sqrt(k_dim).  Must be given if values lie in the keys */
-    float softcap;               /* 0: none.  Otherwise scores become softcap * tanh(score / softcap) before alibi */
-    const kvc_put_args *put;     /* may be NULL; rows to store first, as by kvc_put.  For kvc_attend only */
+    int32_t q_type; /* KVC_F32, KVC_F16 or KVC_BF16 */
+    float scale;    /* 0: 1 / sqrt(k_dim).  Must be given if values lie in the keys */
+    float softcap;  /* 0: none.  Otherwise scores become softcap * tanh(score / softcap) before alibi */
+    const kvc_put_args *put; /* may be NULL; rows to store first, as by kvc_put.  For kvc_attend only */
     int32_t tokens_per_sequence; /* of q, out and lse, as in kvc_put_args */
     int64_t q_batch_stride, out_batch_stride, lse_batch_stride;
     const kvc_chosen *chosen; /* NULL: a token sees all rows that it may see */
@@ -528,10 +519,10 @@ typedef struct kvc_masked {
 
 typedef struct kvc_plan_args {
     size_t struct_size;
-    int32_t layer;       /* any layer of the group, with the shapes that count */
-    int32_t first;       /* query tokens [first, first + num_tokens) of the batch */
-    int32_t num_tokens;  /* 0: all from first on */
-    int32_t num_heads;   /* query heads: a multiple of num_kv_heads */
+    int32_t layer;      /* any layer of the group, with the shapes that count */
+    int32_t first;      /* query tokens [first, first + num_tokens) of the batch */
+    int32_t num_tokens; /* 0: all from first on */
+    int32_t num_heads;  /* query heads: a multiple of num_kv_heads */
     int32_t num_threads; /* tasks that may run at the same time, at most 4096; a further task waits.  0: the cache's
                             threads */
     const uint8_t *non_causal; /* [num_tokens] not 0: the token also sees later positions of its sequence.  In a
@@ -605,10 +596,10 @@ typedef struct kvc_choose_args {
                             together, then the next ones, and so on.  It is a multiple or a divisor of num_kv_heads.
                             0: 1 */
     int32_t width, among_width;
-    int32_t block;     /* 0 or 1: rows are chosen, by their positions.  n: blocks of n positions are chosen; entry b
-                          stands for the positions [b n, (b + 1) n).  In a layer with a stride, n is a multiple */
-    int32_t num_first; /* rows, or blocks, from position 0 on that are chosen before others, ... */
-    int32_t num_local; /* ... and as many up to the token's own, or the last that it sees in a layer with a stride */
+    int32_t block;       /* 0 or 1: rows are chosen, by their positions.  n: blocks of n positions are chosen; entry b
+                            stands for the positions [b n, (b + 1) n).  In a layer with a stride, n is a multiple */
+    int32_t num_first;   /* rows, or blocks, from position 0 on that are chosen before others, ... */
+    int32_t num_local;   /* ... and as many up to the token's own, or the last that it sees in a layer with a stride */
     int32_t tokens_per_sequence; /* of all these arrays, as in kvc_put_args */
     int64_t q_batch_stride, weights_batch_stride, among_batch_stride, chosen_batch_stride, scores_batch_stride;
 } kvc_choose_args;
@@ -803,8 +794,8 @@ KVC_API kvc_status kvc_mark_inexact(kvc_cache *cache, int64_t seq_id, int32_t po
 /* ---- weights of rows --------------------------------------------------------------------------------------------- */
 
 typedef enum kvc_reduction { /* what becomes of the weights that several queries give a row */
-                             KVC_REDUCE_SUM = 0,
-                             KVC_REDUCE_MAX = 1 /* the largest one */
+    KVC_REDUCE_SUM = 0,
+    KVC_REDUCE_MAX = 1 /* the largest one */
 } kvc_reduction;
 
 typedef struct kvc_weights_args {
@@ -872,9 +863,9 @@ KVC_API void kvc_hold_free(kvc_hold *hold);
 
 typedef struct kvc_rows_out {
     size_t struct_size;
-    int32_t type; /* KVC_F32, KVC_F16 or KVC_BF16: what rows are converted to, unless they are raw */
-    void *k;      /* [rows][num_kv_heads][k_dim]; NULL: not wanted */
-    void *v;      /* [rows][num_kv_heads][v_dim]; NULL: not wanted, and in a layer of keys alone */
+    int32_t type;          /* KVC_F32, KVC_F16 or KVC_BF16: what rows are converted to, unless they are raw */
+    void *k;               /* [rows][num_kv_heads][k_dim]; NULL: not wanted */
+    void *v;               /* [rows][num_kv_heads][v_dim]; NULL: not wanted, and in a layer of keys alone */
     int64_t k_head_stride, k_row_stride;
     int64_t v_head_stride, v_row_stride;
     int32_t *positions;  /* [rows] set to the position of each row; to -1 if kvc_extract found none.  May be NULL */
@@ -971,11 +962,11 @@ KVC_API int64_t kvc_capacity_bytes(kvc_cache *cache);
 KVC_API double kvc_utilization(kvc_cache *cache);
 
 typedef struct kvc_stats {
-    int64_t batches;      /* committed batches */
-    int64_t aborted;      /* aborted batches */
-    int64_t tokens;       /* tokens committed to sequences that are stored */
-    int64_t rows_expired; /* counted in each layer group, as are all rows and slots here */
-    int64_t rows_moved;   /* rows moved by compactions */
+    int64_t batches;         /* committed batches */
+    int64_t aborted;         /* aborted batches */
+    int64_t tokens;          /* tokens committed to sequences that are stored */
+    int64_t rows_expired;    /* counted in each layer group, as are all rows and slots here */
+    int64_t rows_moved;      /* rows moved by compactions */
     int64_t compactions;
     int64_t blocks_opened;   /* blocks for which memory was taken */
     int64_t blocks_reused;   /* blocks that were free and are used again */
@@ -1037,16 +1028,16 @@ typedef int32_t kvc_tokens_fn(void *user, int64_t seq_id, const int64_t *tokens,
 
 typedef struct kvc_load_args {
     size_t struct_size;
-    const void *data; /* [size] the file in memory: parts are copied and checked on all threads.  If it is a mapped
-                         file that somebody truncates meanwhile, SIGBUS ends the process.  NULL: `read` reads it */
+    const void *data;  /* [size] the file in memory: parts are copied and checked on all threads.  If it is a mapped
+                          file that somebody truncates meanwhile, SIGBUS ends the process.  NULL: `read` reads it */
     kvc_read_fn *read;
-    void *user;               /* for read and tokens */
-    int64_t size;             /* bytes of the file */
-    const char *fingerprint;  /* not NULL: KVC_ERR_FORMAT if the file has another one */
-    const int64_t *seq_ids;   /* [num_sequences] sequences of the file, by rising id; NULL: all */
-    const int64_t *to_ids;    /* [num_sequences] their ids in the cache; NULL: the same */
-    int64_t num_sequences;    /* 0 if seq_ids is NULL */
-    kvc_tokens_fn *tokens;    /* called for each of these sequences; may be NULL */
+    void *user;        /* for read and tokens */
+    int64_t size;      /* bytes of the file */
+    const char *fingerprint; /* not NULL: KVC_ERR_FORMAT if the file has another one */
+    const int64_t *seq_ids;  /* [num_sequences] sequences of the file, by rising id; NULL: all */
+    const int64_t *to_ids;   /* [num_sequences] their ids in the cache; NULL: the same */
+    int64_t num_sequences;   /* 0 if seq_ids is NULL */
+    kvc_tokens_fn *tokens;   /* called for each of these sequences; may be NULL */
     const kvc_config *config; /* for kvc_load only; may be NULL.  The new cache has its allocator, threads and poll, and
                                  its limits and block_size in place of the file's, unless these are 0.  layers may be
                                  NULL and num_layers 0.  Layers with KVC_ROPE_FUNCTION need layers, equal to the
@@ -1134,7 +1125,7 @@ typedef struct kvc_prefix kvc_prefix;
 /* The tokens of a sequence, from position 0 on. */
 typedef struct kvc_tokens {
     size_t struct_size;
-    const int64_t *ids; /* [num_tokens] */
+    const int64_t *ids;     /* [num_tokens] */
     int64_t num_tokens;
     const uint8_t *digests; /* [num_tokens][KVC_NAME_BYTES] stands for the token in place of its id, such as the hash of
                                an image; all 0: the id counts.  NULL: all ids count */
@@ -1149,27 +1140,27 @@ typedef struct kvc_prefix_config {
     const void *identity; /* [identity_size] what rows depend on besides tokens, in place of kvc_prefix_identity.  NULL:
                              that, of the fingerprint */
     int64_t identity_size;
-    int64_t quota;  /* this many of its most recently used tokens are not evicted for others, nor is the rest of
-                       the block in which they end.  Their bookkeeping, not their rows, may exceed max_bytes.
-                       0: none */
-    int64_t ttl_ms; /* milliseconds after which an unpinned block expires if no call uses it; later calls drop it.
-                       0: never */
+    int64_t quota;       /* this many of its most recently used tokens are not evicted for others, nor is the rest of
+                            the block in which they end.  Their bookkeeping, not their rows, may exceed max_bytes.
+                            0: none */
+    int64_t ttl_ms;      /* milliseconds after which an unpinned block expires if no call uses it; later calls drop it.
+                            0: never */
     int32_t reuse_min_tokens; /* not 0: tokens that begin where the match ends may be taken from another prompt, or from
                                 another position, and moved there.  They must be at least so many in a row, and span a
                                 whole block there.  This is an approximation: the rows are inexact.  Of blocks with the
                                 same tokens, the 32 used last are looked at.  0: never */
-    int32_t collects_new;     /* not 0: kvc_take_new_blocks lists its blocks, and kvc_store_new_blocks writes them */
-    void *user;               /* what kvc_take_new_blocks says of its blocks */
-    const void *secret; /* [secret_size] the key of a MAC over each value in a store.  Without the key one can remove
-                           values, but kvc_prefix_fetch takes none that one writes.  NULL: values have a checksum,
-                           which finds accidents.  Give both fields, or neither */
+    int32_t collects_new; /* not 0: kvc_take_new_blocks lists its blocks, and kvc_store_new_blocks writes them */
+    void *user;          /* what kvc_take_new_blocks says of its blocks */
+    const void *secret;  /* [secret_size] the key of a MAC over each value in a store.  Without the key one can remove
+                            values, but kvc_prefix_fetch takes none that one writes.  NULL: values have a checksum,
+                            which finds accidents.  Give both fields, or neither */
     int64_t secret_size;
     int64_t state_bytes; /* not 0: the model has a recurrent state as well, of at most so many bytes a sequence, and a
                             match ends at a checkpoint (kvc_prefix_checkpoint).  0: it has none */
     int64_t max_checkpoint_bytes; /* limit of the states that are kept.  Beyond it, states that are not pinned are
                             dropped, the least recently used first.  0: states are limited as their blocks are, and by
                             max_bytes */
-    int32_t max_events;           /* events kept for kvc_prefix_take_events, of 40 bytes each.  0: none */
+    int32_t max_events; /* events kept for kvc_prefix_take_events, of 40 bytes each.  0: none */
 } kvc_prefix_config;
 
 /* Writes the identity that the names of blocks depend on besides tokens, salt and state_bytes: KVC_NAME_BYTES bytes.
@@ -1410,16 +1401,16 @@ KVC_API kvc_status kvc_dir_store_new(const char *path, int64_t max_bytes, kvc_st
 KVC_API void kvc_dir_store_free(kvc_store *store);
 
 typedef struct kvc_prefix_stats {
-    int64_t requests;    /* calls of kvc_prefix_acquire that succeeded */
-    int64_t hits;        /* requests that matched a token or more */
-    int64_t tokens;      /* tokens of all requests */
-    int64_t matched;     /* tokens that were matched */
-    int64_t reused;      /* matched tokens that were computed elsewhere (reuse_min_tokens) */
-    int64_t blocks;      /* kept blocks now, full or not, also behind a block that was dropped.  An expired block counts
-                            until a call drops it */
-    int64_t held;        /* tokens in kept blocks now */
-    int64_t sequences;   /* acquired sequences now that have not ended */
-    int64_t checkpoints; /* states of the model that are kept now */
+    int64_t requests;  /* calls of kvc_prefix_acquire that succeeded */
+    int64_t hits;      /* requests that matched a token or more */
+    int64_t tokens;    /* tokens of all requests */
+    int64_t matched;   /* tokens that were matched */
+    int64_t reused;    /* matched tokens that were computed elsewhere (reuse_min_tokens) */
+    int64_t blocks;    /* kept blocks now, full or not, also behind a block that was dropped.  An expired block counts
+                          until a call drops it */
+    int64_t held;      /* tokens in kept blocks now */
+    int64_t sequences; /* acquired sequences now that have not ended */
+    int64_t checkpoints;      /* states of the model that are kept now */
     int64_t checkpoint_bytes; /* bytes of these states */
 } kvc_prefix_stats;
 
@@ -1431,8 +1422,10 @@ KVC_API void kvc_prefix_get_stats(kvc_prefix *prefix, kvc_prefix_stats *stats, s
 /* Sequences that are not stored (kvc_begin_args.unstored), for example to score a text.  The batch sees the rows that
  * such a sequence held before, and its own.  Until the batch ends, its tokens count for every limit, like the tokens of
  * any sequence: they take the rows of all layers.  The commit drops all rows of the sequence, and their blocks go back
- * to the system.  A token of such a sequence need not have been put.  If the rows of a long text are too many, feed it
- * in batches that are stored, and clear the sequence. */
+ * to the system, reserved ones (kvc_reserve) as well.  In layers with a window or chunks, the spare blocks that
+ * kvc_commit keeps may be of these.  Blocks that a hold keeps stay free for later batches once it ends.
+ * A token of such a sequence need not have been put.  If the rows of a long text are too many, feed it in batches that
+ * are stored, and clear the sequence. */
 
 /* Waiting for the open batch (kvc_begin_args.timeout_ms).  Calls are served in order of arrival, and find the sequences
  * as they are at that time.  While others wait, a call that does not wait fails with KVC_ERR_BUSY.  Any thread may end
@@ -1553,8 +1546,8 @@ KVC_API kvc_status kvc_dense_sequences(kvc_batch *batch, int32_t layer, int32_t 
 
 typedef struct kvc_dense_args {
     size_t struct_size;
-    const kvc_rows_out *rows; /* where the rows go, decoded or raw, and rotated */
-    float *mask;              /* [the batch's tokens][rows] 0 if the token sees the row, otherwise -inf; may be NULL */
+    const kvc_rows_out *rows;  /* where the rows go, decoded or raw, and rotated */
+    float *mask;               /* [the batch's tokens][rows] 0 if the token sees the row, otherwise -inf; may be NULL */
     int64_t mask_token_stride;
     int64_t num_rows;          /* num_rows of kvc_dense_rows; with by_sequence, most_rows of kvc_dense_sequences */
     const uint8_t *non_causal; /* [the batch's tokens], as in kvc_plan_args */

@@ -303,7 +303,7 @@ static int32_t num_tasks(const dense *d, int64_t num) {
     return kvc_threads_for(rows + masks, WORTH_THREADS, kvc_cache_threads(d->batch->cache));
 }
 
-/* Copies rows and makes masks.  Call with the layer's row buffer entered. */
+/* Copies rows and makes masks. */
 static kvc_status make_dense(dense *d) {
     const kvc_batch *batch = d->batch;
     kvc_cache *cache = batch->cache;

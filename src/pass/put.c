@@ -189,7 +189,10 @@ kvc_status kvc_resolve_put(const kvc_batch *batch, int32_t layer, kvc_put_args *
 }
 
 void kvc_drop_cross(const kvc_batch *batch, int32_t g, int32_t s) {
-    kvc_drop_part(&batch->cache->pools[g], kvc_pending_of(batch, g, s)->runs);
+    kvc_pool *pool = &batch->cache->pools[g];
+    const int32_t before = pool->free.num;
+    kvc_drop_part(pool, kvc_pending_of(batch, g, s)->runs);
+    if (batch->sequences[s].is_unstored) pool->free.num_loose += pool->free.num - before;
 }
 
 void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all) {

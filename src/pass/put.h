@@ -17,7 +17,8 @@ void kvc_mark_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t nu
  * replace the rows that an earlier put of this batch gave the sequence.  Otherwise drops their slots. */
 void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all);
 
-/* Drops the rows that a sequence of the batch was given in the group of a cross-attention layer. */
+/* Drops the rows that a sequence of the batch was given in the group of a cross-attention layer.  If the sequence is
+ * unstored, the commit gives their memory back. */
 void kvc_drop_cross(const kvc_batch *batch, int32_t g, int32_t s);
 
 #endif

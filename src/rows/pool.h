@@ -97,7 +97,7 @@ typedef struct kvc_block {
     int32_t pins;   /* number of views and calls that keep the rows in place */
     int32_t number; /* while a state is saved: of the blocks with rows that are saved, from 1 on; else 0 */
     kvc_use noted[KVC_NUM_SCOPES]; /* what pool->tallies count of it */
-    struct kvc_pool *pool;         /* NULL: the block is a row buffer's */
+    struct kvc_pool *pool;
     kvc_block_listings listed;
     kvc_block_pages pages;
     kvc_block_evicting evicting;

@@ -134,21 +134,25 @@ void kvc_return_pages(kvc_cache *cache) {
     end_work(cache, &work);
 }
 
+/* Returns how many free blocks of a group go back.  Only windows need spare ones. */
+static int32_t surplus_of(const kvc_cache *cache, int32_t g) {
+    const kvc_pool *pool = &cache->pools[g];
+    if (!kvc_policy_expires(&cache->policies[g])) return pool->free.num_loose;
+    return kvc_pool_surplus(pool, cache->sequences.num_holding);
+}
+
 /* Gives back the surplus of a group, in steps. */
-static void return_surplus(kvc_cache *cache, kvc_pool *pool, int64_t num_sequences) {
+static void return_surplus(kvc_cache *cache, int32_t g) {
+    kvc_pool *pool = &cache->pools[g];
     const size_t at_once = KVC_BUGGIFY() ? 1 : RETURN_BYTES / pool->block_bytes + 1;
     kvc_page_work work;
     begin_work(cache, &work);
-    for (int32_t left; (left = kvc_pool_surplus(pool, num_sequences)) > 0; step(cache, &work, let_pass))
+    for (int32_t left; (left = surplus_of(cache, g)) > 0; step(cache, &work, let_pass))
         if (!kvc_pool_give_surplus(pool, (size_t)left < at_once ? left : (int32_t)at_once)) break;
     end_work(cache, &work);
 }
 
 void kvc_return_surplus(kvc_cache *cache) {
-    for (int32_t g = 0; g < cache->num_groups; g++) {
-        kvc_pool *pool = &cache->pools[g];
-        const int64_t num = kvc_policy_expires(&cache->policies[g]) ? cache->sequences.num_holding : 0;
-        /* Windows need spare blocks for each sequence. */
-        if (pool->free.num_loose && kvc_pool_surplus(pool, num) > 0) return_surplus(cache, pool, num);
-    }
+    for (int32_t g = 0; g < cache->num_groups; g++)
+        if (cache->pools[g].free.num_loose && surplus_of(cache, g) > 0) return_surplus(cache, g);
 }

@@ -351,6 +351,31 @@ static void test_max_bytes(void) {
     free_cache(cache);
 }
 
+/* Blocks go back, whatever is stored beside them and however often an encoder's rows are put. */
+static void test_blocks_go_back(void) {
+    static result r;
+    pass p = {.n = 32};
+    kvc_cache *cache = new_cache(&(kvc_config){.block_size = 8});
+    kvc_batch *batch = NULL;
+    for (int t = 0; t < 32; t++) p.ids[t] = t / 16, p.positions[t] = t % 16, p.unstored[t] = t >= 16;
+    CHECKF(begin_pass(cache, &p, 0, 0, &batch) == KVC_OK, "%s", kvc_last_error());
+    for (int l = 0; l < 3; l++) CHECK(attend(batch, l, 0, 32, 1, &r) == KVC_OK);
+    for (int times = 0; times < 2; times++) {
+        kvc_put_args args = put_of(CROSS, 0, 5);
+        args.seq_id = 1;
+        CHECKF(kvc_put(batch, CROSS, &args) == KVC_OK, "%s", kvc_last_error());
+    }
+    CHECK(kvc_commit(batch) == KVC_OK && kvc_validate(cache) == KVC_OK);
+    kvc_block_info blocks[8];
+    for (int l = 0, most[] = {2, 4, 2, 4, 0}; l < NUM_LAYERS; l++) { /* a window may keep two spare ones */
+        int64_t num, num_runs;
+        CHECK(kvc_blocks(cache, l, blocks, sizeof *blocks, 8, &num, NULL, sizeof(kvc_run_info), 0, &num_runs) ==
+              KVC_OK);
+        CHECKF(num <= most[l], "layer %d has %d blocks", l, (int)num);
+    }
+    free_cache(cache);
+}
+
 /* Whichever allocation fails, nothing has changed, and the call succeeds when repeated. */
 static kvc_status try_pass(kvc_cache *cache, const pass *p, int fail_after, memory *heap, result *r) {
     kvc_batch *batch = NULL;
@@ -452,6 +477,7 @@ int main(void) {
     test_retaining_what_was_stored();
     test_limits();
     test_max_bytes();
+    test_blocks_go_back();
     test_no_memory();
     test_two_threads();
     return test_result();
