@@ -68,7 +68,7 @@
  *           kvc_validate), and kvc_compact, kvc_begin and kvc_reserve when they move rows together.  If max_bytes is
  *           set, kvc_room looks at all sequences that hold rows.  So do kvc_begin and kvc_reserve if evicting blocks
  *           does not make enough room.  Kept blocks, and sequences that hold no rows, take no time there.
- *           kvc_prefix_clear looks at all sequences that the prefix has acquired.
+ *           kvc_prefix_forget and kvc_prefix_clear look at all sequences that the prefix has acquired.
  *           kvc_commit and kvc_reserve end with work on OS pages, without the mutex; the batch has ended by then.  If
  *           max_bytes is set, calls that may take memory for rows wait for this work.
  * fork()    The child has one thread, and every cache as it was.  fork() waits for calls of other threads to end,

@@ -114,6 +114,7 @@ static void forget(kvc_prefix *prefix, walk *w, names *n, int64_t *num_dropped) 
     kvc_tree *tree = prefix->tree;
     const kvc_token_span first = kvc_tokens_part(w->tokens, 0, 1);
     raise_horizon(prefix);
+    kvc_sessions_drop_pending(prefix);
     kvc_tree_begin_forgetting(tree, &first);
     w->node = &tree->root;
     kvc_node_use(w->node, 1);

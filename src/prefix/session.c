@@ -23,6 +23,10 @@ static void drop_pending(kvc_session *session, int32_t position) {
     while (session->pending && session->pending->end > position) kvc_node_drop(session->pending);
 }
 
+void kvc_sessions_drop_pending(const kvc_prefix *prefix) {
+    for (kvc_session *session = prefix->sessions; session; session = session->next) drop_pending(session, 0);
+}
+
 static void drop_state(kvc_session *session) {
     kvc_checkpoint_use(session->prefix->cache, session->state, -1);
     session->state = NULL;

@@ -42,6 +42,9 @@ kvc_session *kvc_session_of(const struct kvc_prefix *prefix, const kvc_sequence 
  * may hold rows of that prompt.  While it forgets a prompt, it keeps nothing that begins alike. */
 int kvc_prefix_may_keep(const struct kvc_prefix *prefix, const kvc_sequence *sequence, kvc_token_span first);
 
+/* Drops all blocks that sequences of a prefix have filled with tokens that it does not know yet. */
+void kvc_sessions_drop_pending(const struct kvc_prefix *prefix);
+
 /* Notes that the tokens of the sequence from a position on differ from the given tokens. */
 void kvc_session_roll_back(kvc_session *session, int32_t position);
 

@@ -88,6 +88,7 @@ static void test_running(void) {
         if (how == 3) CHECK(kvc_fork(cache, id, copy) == KVC_OK);
         feed_to(unharmed, 5, 5);
         forget(all, 12);
+        CHECKF(stats_in(cache).retained == 1, "%d: %d", how, (int)stats_in(cache).retained); /* of the unharmed one */
         if (how == 4) CHECK(kvc_fork(cache, id, copy) == KVC_OK);
         if (how == 5) CHECK(kvc_copy_prefix(cache, id, copy, 8) == KVC_OK);
         feed_to(id, 16, 16);
