@@ -131,6 +131,7 @@ static void test_weights_before_a_missing_row(void) {
     const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 4},
                                 {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = strided(4)}};
     const int32_t positions[] = {0, 1, 2, 3, 4, 5, 6, 7};
+    const uint8_t replaced[] = {1, 0};
     const float q[4] = {0};
     static const int64_t ids[8];
     float weights[1];
@@ -138,7 +139,7 @@ static void test_weights_before_a_missing_row(void) {
     p = (pair){.config = {.block_size = 4, .num_threads = 1}};
     pair_new(&p, 2, layers);
     CHECK(pair_feed(&p, 0, 0, 6) == KVC_OK);
-    CHECK(pair_begin_with(&p, 8, positions, ids, (uint8_t[]){1, 0}) == KVC_OK);
+    CHECK(pair_begin_with(&p, 8, positions, ids, replaced) == KVC_OK);
     pair_put_all(&p);
     CHECK(pair_commit(&p) == KVC_OK);
     for (int32_t at = 0; at < 9; at++) {
