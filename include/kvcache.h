@@ -1262,12 +1262,12 @@ KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
  * reuse_min_tokens they may be moved behind a match, also to where the forgotten tokens were.  If that must not be,
  * forget the other prompt as well.
  *
- * Sequences go on, but they may hold rows of the prompt.  So from now on this prefix keeps no block and no state of:
- *   - a sequence that was begun or acquired before the call returned, whatever its tokens are;
- *   - a sequence that kvc_restore makes, because a saved state does not say how old it is;
- *   - a sequence that another prefix has acquired;
- *   - a sequence that got rows of any of these (kvc_fork, kvc_copy_prefix, kvc_share).
- * What it keeps of other prompts by then stays.  A kvc_prefix_fetch under way adds nothing more.
+ * Sequences go on, but they may hold rows of the prompt.  So this prefix keeps no more blocks and states of some:
+ *   - Sequences that were begun or acquired before the call returned.  Their tokens do not matter.
+ *   - Sequences that kvc_restore makes.  A saved state does not say how old it is.
+ *   - Sequences that another prefix has acquired.
+ *   - Sequences that got rows of any of these (kvc_fork, kvc_copy_prefix, kvc_share).
+ * Blocks of other prompts that were kept before the call stay.  A kvc_prefix_fetch under way adds nothing more.
  *
  * Pins stay.  A block that they held is pinned again once its tokens are computed again, until kvc_prefix_unpin.  A
  * block that goes on otherwise where the prompt ends is not pinned.

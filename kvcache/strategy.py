@@ -84,9 +84,9 @@ class Adaptive:
     `KVCache.next_position` is 0, and its memory goes back to the system. A batch that continues from another position
     raises `RowsGoneError`, as it does if earlier tokens were not stored.
 
-    A sequence that is not stored still needs memory for the rows of its batch, in all layers, until the batch ends: 64
-    MiB for 512 tokens of 32 layers with 8 KV heads of 128 in f16. Where that is too much, feed fewer tokens at a time,
-    with strategy ``"always"``, and clear the sequence.
+    A sequence that is not stored still needs memory for its batch, in all layers, until the batch ends. 512 tokens of
+    32 layers with 8 KV heads of 128 take 64 MiB in f16. If that is too much, take the strategy ``"always"``, feed fewer
+    tokens at a time, and clear the sequence at the end.
 
     Parameters
     ----------

@@ -528,10 +528,11 @@ class PrefixCache:
         do blocks of prompts that part from it within a block. Once they are fetched, they count as computed again.
         Forget these prompts as well, or give each tenant a store of its own, and clear that.
 
-        Sequences go on, but they may hold rows of the prompt. So no more blocks are kept of a sequence that was begun
-        or acquired before this call returned, whatever its tokens are. Nor are blocks kept of a sequence that is
-        restored from a file, that another prefix cache has acquired, or that got rows of any of these. What is kept of
-        other prompts by then stays. Pins stay: once the tokens are computed again, their blocks are pinned again.
+        Sequences go on, but they may hold rows of the prompt. So no more blocks are kept of sequences that were begun
+        or acquired before this call returned, whatever their tokens are. The same is true of sequences that are
+        restored from a file, that another prefix cache has acquired, or that got rows of any of these. Blocks of other
+        prompts that were kept before the call stay. Pins stay: once the tokens are computed again, their blocks are
+        pinned again.
 
         A prefix cache of another `KVCache` does not learn of it: it may hold these tokens too, for example if its
         cache is a copy of this one. Forget the prompt there as well.

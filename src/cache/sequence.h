@@ -69,9 +69,10 @@ typedef struct kvc_sequence {
     int32_t in_batch;           /* 1 + its index among the sequences of the open batch; 0: it is not in the batch */
     int32_t min_query_position; /* lowest position at which a query may still come; set before rows expire */
     int32_t exact_to;           /* rows from there on may not follow from its tokens alone; INT32_MAX: all do */
-    int64_t date; /* by cache->prefixes.clock: when it was made, or what it is a copy of.  0: nobody knows how old its
-                     rows are.  INT64_MAX: it is hidden, as rows that prefixes keep are clean, or in no table yet */
-    int64_t from; /* kvc_prefix.number of the prefix that acquired it, or what it is a copy of; 0: none; -1: several */
+    int64_t date; /* cache->prefixes.clock when it was made.  A copy has the date of its oldest source.  0: nobody knows
+                     how old its rows are.  INT64_MAX: it is in no table yet, or hidden: forgotten rows are not kept */
+    int64_t from; /* kvc_prefix.number of the prefix that acquired it.  A copy has that of its source.  0: no prefix
+                     did.  -1: several did */
     int32_t edited_from; /* edits changed or dropped rows from there on; INT32_MAX: none since it was set so */
     int32_t holds;       /* it is counted in cache->sequences.num_holding */
     kvc_caller call;
@@ -128,8 +129,7 @@ int32_t kvc_min_query_position(const kvc_sequence *sequence);
 static inline int32_t kvc_lower(int32_t a, int32_t b) { return a < b ? a : b; }
 static inline int32_t kvc_below(int32_t position, int32_t end) { return position < end ? position : INT32_MAX; }
 
-/* Notes that a sequence is a copy of another one, or of some of its rows: it is as old, and comes from where that does.
- */
+/* Notes that a sequence got rows of another one: it gets its date, if that is earlier, and its prefix. */
 void kvc_sequence_note_source(kvc_sequence *sequence, const kvc_sequence *source);
 
 /* Notes an edit, or a commit, once it cannot fail: rows from `position` on were changed or dropped, and rows from

@@ -107,8 +107,8 @@ static int drop_some(walk *w, names *n, int64_t *num_dropped) {
 static void raise_horizon(kvc_prefix *prefix) { prefix->horizon = ++prefix->cache->prefixes.clock; }
 
 /* Ends what the prompt's rows may come from; from then on, nothing can come to them.  Then drops them.  In each part,
- * the clock rises: what is being written of the blocks that go is taken away again.  At the end the horizon rises
- * again: values that were read meanwhile are not added. */
+ * the clock rises: what is being written of the blocks that go is taken away again.  The horizon rises once more at the
+ * end, so that values that were read meanwhile are not added. */
 static void forget(kvc_prefix *prefix, walk *w, names *n, int64_t *num_dropped) {
     kvc_cache *cache = prefix->cache;
     kvc_tree *tree = prefix->tree;

@@ -37,9 +37,9 @@ void kvc_session_begin(kvc_session *session, kvc_sequence *sequence, kvc_node *l
 /* Returns the sequence's session of this prefix; NULL if it has none. */
 kvc_session *kvc_session_of(const struct kvc_prefix *prefix, const kvc_sequence *sequence);
 
-/* Returns whether a prefix may keep a block or a state of a sequence that begins with a token.  It keeps nothing of
- * sequences that were there before it last forgot a prompt, and nothing of what another prefix hands out since: they
- * may hold rows of that prompt.  While it forgets a prompt, it keeps nothing that begins alike. */
+/* Returns whether a prefix may keep a block or a state of a sequence that begins with a token.  Once the prefix has
+ * forgotten a prompt, it keeps nothing of older sequences, and nothing of sequences that another prefix has acquired.
+ * These may hold rows of that prompt.  While it forgets a prompt, it keeps nothing that begins alike. */
 int kvc_prefix_may_keep(const struct kvc_prefix *prefix, const kvc_sequence *sequence, kvc_token_span first);
 
 /* Drops all blocks that sequences of a prefix have filled with tokens that it does not know yet. */

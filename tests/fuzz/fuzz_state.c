@@ -263,7 +263,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         args.config = &config;
         const int is_checked = !(data[1] & 2);
         const kvc_status checked = is_checked ? kvc_load(&args, NULL) : KVC_OK, status = kvc_load(&args, &cache);
-        const int lacks_layers = status == KVC_ERR_INVALID && checked; /* a load may meet that first */
+        const int lacks_layers = status == KVC_ERR_INVALID && !config.layers; /* a load meets that first */
         CHECKF(!is_checked || status == KVC_ERR_NOMEM || lacks_layers ||
                    (checked == KVC_ERR_FORMAT) == (status == KVC_ERR_FORMAT),
                "%d when it was checked, %d when it was loaded: %s", checked, status, kvc_last_error());

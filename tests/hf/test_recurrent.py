@@ -39,7 +39,7 @@ APART = {"zamba2"}  # whose step and scan of several tokens differ by a thousand
 
 
 def marked(names, *more):
-    """Return parameters of tests, which are slow but for some names."""
+    """Return a parameter for each name. It is slow, except for names in QUICK."""
     return [pytest.param(name, *more, marks=() if name in QUICK else pytest.mark.slow) for name in names]
 
 

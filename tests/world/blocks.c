@@ -205,8 +205,8 @@ static void note_twins(const prefix *p, block *b) {
     }
 }
 
-/* Whether a prefix keeps anything of a sequence: once it has forgotten a prompt, of those that were made since, and not
- * of what other prefixes hand out. */
+/* Whether a prefix keeps anything of a sequence.  Once it has forgotten a prompt, it keeps only sequences that were
+ * made since, and that no other prefix has acquired. */
 static int keeps_of(const oracle *o, int prefix, const sequence *s) {
     const int horizon = o->prefixes[prefix].horizon;
     return !horizon || (s->date >= horizon && (!s->from || s->from == 1 + prefix));

@@ -18,7 +18,7 @@ void forget_plan(int number) {
     p->may_help = p->num_helpers = 0; /* in the child of a fork() nobody helps any more */
 }
 
-/* Returns another layer that a plan made for this layer also serves, or this layer if there is none. */
+/* Returns another layer that the plan of this layer serves, too; this layer if there is none. */
 static int other_layer(int layer) {
     const kvc_layer *a = &w.o.layers[layer];
     for (int l = pick(w.o.num_layers); l >= 0; l--) {

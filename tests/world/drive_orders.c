@@ -4,11 +4,11 @@
  *
  * Elsewhere the oracle says that a block may be gone.  Each run plays some scenes:
  *
- *   scene_evict    blocks are evicted for calls and batches; pins, their ends and questions are no uses
- *   scene_fetch    blocks and states are fetched, while others call and time passes
- *   scene_states   prompts go on from states, of which several stand in one block
- *   scene_reuse    tokens are taken from elsewhere
- *   scene_forget   a prompt is forgotten while a store works */
+ *   scene_evict    Blocks are evicted for calls and batches.  Pins, their ends and questions are no uses.
+ *   scene_fetch    Blocks and states are fetched, while others call and time passes.
+ *   scene_states   Prompts go on from states.  Several stand in one block.
+ *   scene_reuse    Tokens are taken from elsewhere.
+ *   scene_forget   A prompt is forgotten while a store works. */
 #define _DEFAULT_SOURCE
 #include "clock.h"
 #include "closed.h"
@@ -191,7 +191,7 @@ static void drain(int by_states) {
     }
 }
 
-/* What the quota protects is no room. */
+/* Tokens that the quota protects are no room. */
 static void check_quota(int64_t capacity, int64_t quota) {
     const int64_t most = (quota + o.block - 1) / o.block * o.block;
     kvc_prefix_stats stats;
@@ -324,7 +324,7 @@ static void scene_states(void) {
 
 /* ---- tokens from elsewhere --------------------------------------------------------------------------------------- */
 
-/* What a prompt has behind its known tokens is taken from another one, where it stands elsewhere, digests included. */
+/* The tokens of a prompt behind its known ones are taken from another prompt, where they stand at other positions. */
 static void scene_reuse(void) {
     const int most = 1 + pick(6), shift = 1 + pick(4);
     int matched, text = 0;

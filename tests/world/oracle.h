@@ -91,8 +91,8 @@ typedef struct rows {
 typedef struct sequence {
     int32_t exact_to;     /* rows from there on do not follow from the tokens; INT32_MAX: all do */
     int text;             /* the tokens that all follow from it: the exact ones from position 0 on */
-    int date;             /* when it was begun or acquired: the oldest of what it is a copy of; -1: it was restored */
-    int from;             /* 1 + the prefix that acquired that; 0: none did; -1: several */
+    int date;             /* when it, or its oldest source, was begun or acquired; -1: it was restored */
+    int from;             /* 1 + the prefix that acquired it or its source; 0: none did; -1: several did */
     int prefix;           /* 1 + the prefix that acquired it; 0: none did */
     int prompt;           /* the text that it was acquired with, and is fed */
     int keeps;            /* 2: commits keep the prompt's blocks; 1: they may; 0: they do not */

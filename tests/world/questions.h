@@ -14,7 +14,7 @@ enum {
     ARRAY = 2 * TOKENS * QUERY_HEADS * MOST_CHOSEN * (int)sizeof(float)
 };
 
-/* An array of rows, of some tokens and heads, in one of many layouts. */
+/* An array with a row for each of some tokens and heads, in one of many layouts. */
 typedef struct array {
     _Alignas(float) char bytes[ARRAY];
     int64_t token_stride, head_stride, batch_stride; /* as they are given: 0 may stand for the default */
@@ -73,7 +73,7 @@ void write_numbers(array *a, float x[][QUERY_HEADS][DIM], int num, int inner, in
 /* ---- answers */
 
 int is_far_off(int32_t position, int32_t tag); /* whether a row has moved so far that its key is not quite exact */
-int is_known(const batch *of, int t); /* whether anybody knows which rows a token sees */
+int is_known(const batch *of, int t);          /* whether anybody knows which rows a token sees */
 int list_shown(const batch *of, int s, int l, shown *to);
 int sees(const question *q, int t, const shown *row);
 int list_seen(const question *q, int t, shown *to);

@@ -1,8 +1,8 @@
 /* scheduler.h: a scheduler and a system in which the core is simulated: one seed decides all that happens there.
  *
  * Every source of the core is compiled with `-include scheduler.h -DSIM_CORE -finstrument-functions`.  What it asks of
- * the system then comes to scheduler.c.  Threads are the system's, but one runs at a time.  At each step (a call of a
- * function, a lock, a wake-up, an atomic access, an allocation) another one may go on.  Waiting threads wake early,
+ * the system then comes to scheduler.c.  Threads are the system's, but one runs at a time.  Another one may go on at
+ * each step: a call of a function, a lock, a wake-up, an atomic access, an allocation.  Waiting threads wake early,
  * threads stall, the clock jumps, memory and threads are refused, the system declines advice on pages, and the core
  * takes ways that are rare elsewhere.  In each run, some functions of the core are hot.  A thread that enters or leaves
  * one often stalls there, if its call has let go of a mutex.  Others then make calls in the middle of its call.  A run

@@ -2,7 +2,7 @@
 
 A driver makes calls from one table: one thread, threads of the system, threads of a simulated scheduler, one thread
 whose allocations fail, or the bytes of a fuzzer.  What one thread fails on is printed as a short list of calls in C.
-One more driver plays in closed worlds, whose exact order it knows (closed.h).
+A sixth driver plays in closed worlds, and knows the exact order there (closed.h).
 To repeat a failure, run the program that the test names; TESTING.md says how.
 """
 

@@ -325,7 +325,8 @@ static void test_used_meanwhile(int at, int fetched, int left) {
     close_fetched();
 }
 
-/* Others use their blocks, and then compute those that the fetch is about to bring.  At its next read, a block goes. */
+/* Other calls use other blocks, and then compute the blocks that the fetch is about to bring.  A block goes at its next
+ * read. */
 static void compute_next(void) {
     int64_t num;
     if (event_at == 5) {

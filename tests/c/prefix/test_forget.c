@@ -105,8 +105,8 @@ static void test_running(void) {
     }
 }
 
-/* A sequence is as old as its first batch, or as the call that acquired it, until it ends.  One that was emptied, or
- * whose only batch was aborted, has ended, unless it was acquired. */
+/* A sequence is as old as its first batch, or as the call that acquired it, until it ends.  A sequence that was not
+ * acquired also ends if it is emptied, or if its only batch is aborted. */
 static void test_dates(void) {
     const int64_t *all = numbers(100), *others = numbers(900);
     const kvc_put_args put = zero_rows(0, 0);
@@ -276,7 +276,7 @@ static void test_elsewhere(void) {
     }
 }
 
-/* Nor are rows kept that another prefix has handed out since, whenever they were computed. */
+/* Rows that another prefix hands out after the call are not kept, whenever they were computed. */
 static void test_kept_elsewhere_since(void) {
     const int64_t *all = numbers(100);
     const kvc_tokens tokens = tokens_of(all, 13);
