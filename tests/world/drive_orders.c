@@ -54,11 +54,32 @@ static int check_drops(void) {
     return num_drops;
 }
 
+static void evict_some(void) {
+    const int wanted = 1 + pick(3 * o.block), blocks = (wanted + o.block - 1) / o.block;
+    int64_t dropped;
+    int most = 0;
+    for (int i = 0; i < o.num; i++) most += o.prompts[i].is_pinned ? 0 : o.prompts[i].left / o.block;
+    must(kvc_prefix_evict(o.prefix, wanted, &dropped));
+    const int num = check_drops();
+    if (num != least(blocks, most) || dropped != (int64_t)num * o.block)
+        wrong("%d tokens are to go, and %d do in %d of %d blocks", wanted, (int)dropped, num, most);
+}
+
 static void use(prompt *p) {
     const int is_whole = p->left == text_length(p->text);
     p->used = ++o.clock;
     serve(p->text, 0, is_whole ? pick(2) : 1);
     p->left = text_length(p->text);
+}
+
+/* Blocks are evicted while a sequence goes on from them.  Its beginning and its end are uses. */
+static void run_on(prompt *p) {
+    int matched;
+    const int64_t id = acquire(text_behind(p->text, 0), &matched);
+    p->used = ++o.clock;
+    evict_some();
+    must(kvc_clear_sequence(o.cache, id));
+    p->used = ++o.clock;
 }
 
 /* A pin, and its end, a lookup and names are no use. */
@@ -75,17 +96,6 @@ static void ask(prompt *p) {
         must(p->is_pinned ? kvc_prefix_unpin(o.prefix, tokens) : kvc_prefix_pin(o.prefix, tokens, &n));
         p->is_pinned = !p->is_pinned;
     }
-}
-
-static void evict_some(void) {
-    const int wanted = 1 + pick(3 * o.block), blocks = (wanted + o.block - 1) / o.block;
-    int64_t dropped;
-    int most = 0;
-    for (int i = 0; i < o.num; i++) most += o.prompts[i].is_pinned ? 0 : o.prompts[i].left / o.block;
-    must(kvc_prefix_evict(o.prefix, wanted, &dropped));
-    const int num = check_drops();
-    if (num != least(blocks, most) || dropped != (int64_t)num * o.block)
-        wrong("%d tokens are to go, and %d do in %d of %d blocks", wanted, (int)dropped, num, most);
 }
 
 /* Another sequence takes the slots of what was used least recently. */
@@ -110,10 +120,11 @@ static void scene_evict(void) {
     for (int i = 0; i < o.num; i++) use(&o.prompts[i]);
     for (w.o.now = 0; w.o.now < 40; w.o.now++) {
         prompt *p = &o.prompts[pick(o.num)];
-        switch (pick(4)) {
+        switch (pick(5)) {
         case 0: use(p); break;
         case 1: evict_some(); break;
-        case 2:
+        case 2: run_on(p); break;
+        case 3:
             if (capacity) take_room(capacity);
             break;
         default: ask(p);
@@ -191,6 +202,11 @@ static void drain(int by_states) {
     }
 }
 
+static void forget_prompt(int at) {
+    int64_t num, dropped;
+    must(kvc_prefix_forget(o.prefix, tokens_in(o.prompts[at].text), NULL, 0, &num, &dropped));
+}
+
 /* Tokens that the quota protects are no room. */
 static void check_quota(int64_t capacity, int64_t quota) {
     const int64_t most = (quota + o.block - 1) / o.block * o.block;
@@ -250,7 +266,10 @@ static void scene_fetch(void) {
     must(kvc_store_new_blocks(o.cache, &in_memory, &num));
     must(kvc_prefix_clear(o.prefix));
     use_prompts(has_time);
-    if (own.quota) check_quota(capacity, own.quota);
+    for (int times = own.quota ? 2 : 0; times; times--) { /* the quota goes to others once a prompt is forgotten */
+        check_quota(capacity, own.quota);
+        forget_prompt(pick(o.num));
+    }
     drain(by_states);
     close_cache();
     end_store();
@@ -350,8 +369,7 @@ static void scene_reuse(void) {
 static int forgets_in; /* calls of the store until prompt 0 is forgotten */
 
 static void forget(void) {
-    int64_t num, dropped;
-    if (!forgets_in--) must(kvc_prefix_forget(o.prefix, tokens_in(o.prompts[0].text), NULL, 0, &num, &dropped));
+    if (!forgets_in--) forget_prompt(0);
 }
 
 static void forget_in(int turn) {
