@@ -88,21 +88,31 @@ int draw_divide(call *c) {
 
 void run_divide(call *c) { c->status = kvc_divide(w.cache, w.ids[c->s], c->begin, c->end, c->delta); }
 
-/* Keeps all positions, none, every second one, or some by chance; now and then one without a row. */
+/* Returns the next position behind this one at which the sequence has a row, or had one among the first positions;
+ * INT32_MAX: there is none. */
+static int32_t next_known(const sequence *s, int32_t position) {
+    int32_t next = INT32_MAX;
+    for (int l = 0; l < w.o.num_layers; l++) {
+        const rows *list = &s->layers[l];
+        for (int i = 0; is_own(&w.o, l) && i < list->num; i++)
+            if (list->at[i].position > position && list->at[i].position < next) next = list->at[i].position;
+        const int32_t lost = position + 1 > list->lost.begin ? position + 1 : list->lost.begin;
+        if (lost < list->lost.end && lost < next && lost < ROWS) next = lost;
+    }
+    return next;
+}
+
+/* Keeps all positions, none, every second one, or some by chance; now and then one without a row, or an earlier end. */
 int draw_keep_positions(call *c) {
     const int kind = pick(6);
     draw_one(c);
     const sequence *s = &w.o.sequences[c->s];
     for (int32_t at = pick(3); s->is_open && at < 40; at += 1 + pick(3)) c->positions[c->num++] = at;
-    for (int32_t at = extreme_of(&w.o, s, -1), end = extreme_of(&w.o, s, 1); at >= 0 && at <= end && c->num < ROWS;) {
+    const int32_t end = pick(4) ? next_of(&w.o, s) : any_position(c->s);
+    for (int32_t at = next_known(s, -1); at <= end && at < KVC_END && c->num < ROWS;) {
         const int stays = kind == 2 ? at % 2 : kind > 2 ? pick(kind) > 0 : !kind;
-        int32_t next = INT32_MAX;
         if (stays || !pick(30)) c->positions[c->num++] = at;
-        for (int l = 0; l < w.o.num_layers; l++)
-            for (int i = 0; is_own(&w.o, l) && i < s->layers[l].num; i++)
-                if (s->layers[l].at[i].position > at && s->layers[l].at[i].position < next)
-                    next = s->layers[l].at[i].position;
-        at = !pick(8) && at < end ? at + 1 : next;
+        at = !pick(8) && at < end ? at + 1 : next_known(s, at);
     }
     return 1;
 }
