@@ -87,7 +87,7 @@ const operation operations[] = {
      AT_STORE, AMID, 0, 0},
     {"kvc_reserve", 3, draw_reserve, run_reserve, right_reserve, "kvc_reserve(cache, %i, %n)",
      E(FULL) | E(BUSY) | E(NOMEM) | E(GONE), 0, AT_WRITE | AT_STORE | AT_MOVE, AMID, 0, 0},
-    {"kvc_room", 4, draw_sequence, run_room, right_room, "kvc_room(cache, %i, &num_tokens)", E(BUSY) | E(NOMEM), 0,
+    {"kvc_room", 10, draw_room, run_room, right_room, "kvc_room(cache, %i, &num_tokens)", E(BUSY) | E(NOMEM), 0,
      AT_MOVE, 0, 0, 0},
     {"kvc_validate", 2, draw_anything, run_validate, right_always, "kvc_validate(cache)", 0, 0, AT_ANY, 0, 0, 0},
     {"kvc_spans", 4, draw_view, run_view, right_always, "kvc_spans(cache, %i, %l, SPANS, &hold)", E(NOMEM), 0, AT_ANY,

@@ -32,6 +32,7 @@ int draw_mark_inexact(call *c);
 int draw_sequence(call *c);
 int draw_anything(call *c);
 int draw_reserve(call *c);
+int draw_room(call *c);
 int draw_view(call *c);
 int draw_hold_free(call *c);
 int draw_extract(call *c);

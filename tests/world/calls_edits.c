@@ -199,6 +199,9 @@ int draw_reserve(call *c) {
            INT32_MAX - TOKENS; /* memory for positions that do not exist is open */
 }
 
+/* Seldom while a batch is open, as it fails then. */
+int draw_room(call *c) { return (!w.o.batches[me->number].is_open || !pick(8)) && draw_sequence(c); }
+
 void run_reserve(call *c) { c->status = kvc_reserve(w.cache, w.ids[c->s], c->num); }
 void run_room(call *c) { c->status = kvc_room(w.cache, w.ids[c->s], &c->result); }
 

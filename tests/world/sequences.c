@@ -292,7 +292,8 @@ kvc_status right_begin(oracle *o, const call *c) {
     if (is_engaged(o, c)) return KVC_ERR_BUSY;
     read_batch(o, c, &b);
     for (int t = 0; t < b.num && !b.restores; t++)
-        if (misses(o, &o->sequences[b.slots[t]], b.positions[t])) return KVC_ERR_GONE;
+        if (misses(o, &o->sequences[b.slots[t]], b.positions[t])) /* both may be wrong */
+            return c->status == KVC_ERR_FULL && fits(o, &b) ? KVC_ERR_FULL : KVC_ERR_GONE;
     if (fits(o, &b)) return KVC_ERR_FULL;
     expire_for(o, &b);
     for (int t = 0; t < b.num; t++) {

@@ -128,9 +128,10 @@ static kvc_layer any_layer(int l, int rope, int has_prefixes) {
     return layer;
 }
 
-/* Gives some layers a row for every n-th token, and one layer rows of all. */
+/* Gives some layers a row for every n-th token, and one layer rows of all, or of those in a window. */
 static void add_strides(oracle *o) {
     const int stride = 2 + pick(3);
+    while (o->layers[0].policy.kind == KVC_FULL && pick(3)) o->layers[0].policy = any_policy(1, 1);
     for (int l = 1; l < o->num_layers; l++)
         if (pick(3) && !o->layers[l].share) {
             o->layers[l].policy = (kvc_policy){.kind = KVC_FULL, .stride = stride};
@@ -189,6 +190,13 @@ static int64_t row_bytes(const oracle *o) {
     return sum;
 }
 
+/* Returns how many rows so many tokens have in the layer that keeps the most. */
+static int most_rows(const oracle *o, int num) {
+    for (int l = 0; l < o->num_layers; l++)
+        if (is_own(o, l) && o->layers[l].policy.kind == KVC_FULL && stride_of(o, l) == 1) return num;
+    return num / o->unit;
+}
+
 static void make_limits(oracle *o) {
     static const int sizes[] = {1, 2, 3, 4, 5, 6, 8, 16, 40};
     const int size = w.theme == PROMPTS ? 1 + pick(5)
@@ -201,9 +209,9 @@ static void make_limits(oracle *o) {
                       .num_layers = o->num_layers,
                       .block_size = (size + o->unit - 1) / o->unit * o->unit,
                       .num_threads = 1 + !pick(4)};
-    if (!pick(6)) c->max_seq_len = 20 + pick(40);
+    if (!pick(4)) c->max_seq_len = most_rows(o, 4 + pick(56));
     if (!pick(6)) c->max_sequences = 3 + pick(6);
-    if (!pick(4)) c->capacity = 50 + pick(150);
+    if (!pick(4)) c->capacity = most_rows(o, 20 + pick(180));
     if (!pick(4)) c->max_bytes = 70000 + (size > 100 ? 4000 : 20 + pick(160)) * row_bytes(o);
     if (pick(3) == 0) c->poll = poll_once;
 }
