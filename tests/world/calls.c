@@ -16,10 +16,10 @@ const operation operations[] = {
      ".unstored = %U, .replaced = %R}, &batch)",
      E(FULL) | E(GONE) | E(BUSY) | E(NOMEM) | E(CANCELLED), AT_POLL, AT_WRITE | AT_READ | AT_STORE | AT_MOVE,
      ITS_PROMPTS, 0, 0},
-    {"kvc_begin_with kvc_abort", 2, draw_begin, run_vain, right_vain,
+    {"kvc_begin_with kvc_abort", 5, draw_begin, run_vain, right_vain,
      "kvc_begin_with(cache, &(kvc_begin_args){SIZE, .num_tokens = %n, .positions = %Q, .seq_ids = %S, .parents = %A, "
      ".unstored = %U, .replaced = %R}, &batch), kvc_abort(batch)",
-     E(FULL) | E(GONE) | E(BUSY) | E(NOMEM) | E(CANCELLED), AT_POLL, AT_WRITE | AT_READ | AT_STORE | AT_MOVE, 0, 0, 0},
+     E(FULL) | E(GONE) | E(BUSY) | E(NOMEM) | E(CANCELLED), AT_POLL, AT_WRITE | AT_READ | AT_STORE | AT_MOVE, AMID, 0, 0},
     {"kvc_put", 60, draw_put, run_put, right_put, "kvc_put(batch, %l, &(kvc_put_args){SIZE, %b, %n, ROWS})",
      E(INVALID) | E(INDEX) | E(CANCELLED) | E(FULL) | E(NOMEM), AT_POLL, AT_WRITE | AT_STORE, A_BATCH, 0, 0},
     {"kvc_slots kvc_written", 10, draw_write, run_write, right_put, "write_rows(batch, %l, %b, %n)",
