@@ -65,12 +65,10 @@
  *           that would fail with KVC_ERR_FULL, wait for calls that copy rows, or carry a block to or from a store.
  *           Some calls may hold the mutex longer.  These are calls about all sequences (kvc_clear, kvc_keep,
  *           kvc_sequences, kvc_settle, kvc_cache_clone, kvc_save without seq_ids, kvc_blocks,
- *           kvc_validate), and kvc_compact, kvc_begin and kvc_reserve when they move rows together.  If max_bytes is
- *           set, kvc_room looks at all sequences that hold rows.  So do kvc_begin and kvc_reserve if evicting blocks
- *           does not make enough room.  Kept blocks, and sequences that hold no rows, take no time there.
+ *           kvc_validate), and kvc_compact, kvc_begin and kvc_reserve when they move rows together.
  *           kvc_prefix_forget and kvc_prefix_clear look at all sequences that the prefix has acquired.
- *           kvc_commit and kvc_reserve end with work on OS pages, without the mutex; the batch has ended by then.  If
- *           max_bytes is set, calls that may take memory for rows wait for this work.
+ *           kvc_commit and kvc_reserve end with work on OS pages, without the mutex; the batch has ended by then.  A
+ *           free block whose pages are worked on is not given back meanwhile.
  * fork()    The child has one thread, and every cache as it was.  fork() waits for calls of other threads to end,
  *           except for three kinds.  Work on a batch: in the child the batch is open, without that work.  Threads that
  *           wait to begin a batch: in the child nobody waits.  Functions of the caller: a sequence whose keys such a
@@ -254,7 +252,8 @@ typedef struct kvc_policy {
                                      kept, counted like window.  At least window; 0 means window.  CHUNKED: how many
                                      positions before the current chunk are kept */
     int32_t attention_chunk_size; /* CHUNKED: positions in a chunk; at least 1 */
-    int32_t max_len;              /* CROSS: rows of one sequence; at least 1 */
+    int32_t max_len;              /* CROSS: rows of one sequence, at least 1.  Its block has as many slots, and counts
+                                     whole for max_bytes in each layer */
     int32_t stride;               /* FULL: positions that share a row, at least 1; 0: 1.  Other kinds have 1 */
     int32_t reserved[2];          /* 0 */
 } kvc_policy;
@@ -369,19 +368,25 @@ typedef struct kvc_config {
     const kvc_layer *layers;
     size_t layer_size; /* sizeof(kvc_layer) */
     int32_t num_layers;
-    int32_t block_size;    /* slots in a block.  0: 64, unless max_seq_len is given, max_sequences is 1 and every layer
-                              sees everything.  Then it is max_seq_len, for one contiguous block, but at most 2048 if
-                              all rows are quantised: full blocks are read faster */
+    int32_t block_size;    /* slots in a block.  0: 64, unless max_seq_len is given, max_bytes is not, max_sequences is
+                              1 and every layer sees everything.  Then it is max_seq_len, for one contiguous block, but
+                              at most 2048 if all rows are quantised: full blocks are read faster */
     int64_t max_seq_len;   /* rows one sequence may hold in one layer between batches; 0: no limit.  During a batch, a
                               layer may hold more if its window and sink tokens, or its chunk, are at most this */
     int64_t max_sequences; /* sequences that hold rows, in any layer, once a batch has begun; 0: no limit */
     int64_t capacity;      /* live slots of one layer group, the open batch's included; a shared slot counts once.
                               0: max_seq_len * max_sequences, or no limit if either has none.  Tokens of the open batch
                               beyond max_seq_len, which do not stay, do not count towards this default */
-    int64_t max_bytes;     /* limit of kvc_nbytes after each call that takes memory for rows, or for a prefix (Limits);
-                              0: no limit.  During the call, the new memory and the free memory that it replaces may
-                              exceed it together, as a call that fails gives back nothing.  An edit that takes no rows,
-                              and a call that keeps pinned blocks, may exceed it by bookkeeping, until a batch begins */
+    int64_t max_bytes;     /* limit of the memory for rows, recurrent states and prompts; 0: no limit.  The empty cache
+                              counts, too (kvc_nbytes), and one block of each layer group must fit beside it.  A block
+                              counts whole (kvc_block_info.bytes) from its first row on, and while a hold keeps it.
+                              Free blocks do not count.  A state counts by its bytes.  A prompt counts 8 bytes, or 40
+                              with digests, for each token that its acquired sequence is to be fed.  A pin counts 8
+                              bytes for each of its blocks, and a prefix 40 for each of its max_events.
+                              Lists do not count, and so kvc_nbytes may exceed the limit.  A run adds at most 48 bytes.
+                              A sequence, kept block, prefix or pin adds at most 700, and 300 a layer group.  A token of
+                              a kept block adds 8, or 40 with digests.  During a call, new memory and the free memory
+                              that it replaces may exceed the limit together */
     int32_t num_threads;   /* threads one call uses; 0: kvc_num_threads() at the time of the call */
     const kvc_allocator *allocator; /* copied; NULL: the C library, and the operating system's pages for blocks */
     kvc_poll_fn *poll;              /* may be NULL: calls run to their end */
@@ -913,25 +918,24 @@ KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, i
 
 /* ---- room and memory --------------------------------------------------------------------------------------------- */
 
-/* Sets *num_tokens to the number of tokens that one batch could add to a sequence now, at consecutive positions from
- * kvc_next_position on.  It is at most KVC_MAX_BATCH, and 0 if the next token would see rows that are gone.  It is
- * bounded by max_seq_len, max_sequences, capacity and max_bytes, after rows have expired for the batch.
- * A batch of one token more is refused.  Under max_bytes a larger batch may rarely begin all the same, because its
- * size decides which rows are moved together first.  With windows or chunks, there may be as much room again after
- * the commit, and max_seq_len is no bound if it is at least what the policy keeps.
+/* Sets *num_tokens to the largest number of tokens that a batch of one sequence can begin with now, at consecutive
+ * positions from kvc_next_position on.  A batch of so many tokens begins, and one token more is refused.  The number is
+ * at most KVC_MAX_BATCH, and 0 if the next token would see rows that are gone.  Rows that expire or can be evicted
+ * count as room, and so do slots between rows, except in blocks that a hold keeps.  With windows or chunks, there may
+ * be as much room again after the commit, and max_seq_len is no bound if it is at least what the policy keeps.
  * Fails with KVC_ERR_BUSY and KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens);
 
 /* Takes memory now for num_tokens more tokens of a sequence, at least 1.  The next batches of tokens at consecutive
  * positions, without parents, up to as many tokens together, then take none for rows or bookkeeping.  Blocks that a
- * prefix keeps of these tokens are an exception.  If max_bytes leaves room for just these tokens, a batch may still
- * need a block, and fails with KVC_ERR_FULL if the block does not fit.  An example: a window or a chunk leaves behind
- * all rows that the sequence has in a block which another sequence shares; its next rows go to another block.  The
- * memory is resident, in huge pages if the system has them: writing these rows faults on no page.
+ * prefix keeps of these tokens are an exception.  If the tokens fit only once rows are moved together, batches may take
+ * more bookkeeping.  The memory is resident, in huge pages if the system has them: writing these rows faults on no
+ * page.
  * Memory that is free already counts, and other sequences may use what was reserved.  So calls for several sequences do
  * not add up: reserve the sum of their tokens, each rounded up to whole blocks, for one of them, in a cache without
- * max_seq_len.  Reserved memory stays until it is used, kvc_compact gives it back, or other rows need it to stay within
- * max_bytes.  In a block that a kvc_hold keeps, an aborted batch uses slots up, too, until the hold is freed.
+ * max_seq_len.  Reserved memory counts for max_bytes once it is used.  It stays until then, unless kvc_compact gives it
+ * back, or other rows need it.  In a block that a kvc_hold keeps, an aborted batch uses slots up, too, until the hold
+ * is freed.
  * The call expires rows and moves rows together as kvc_begin does, within the limits of a batch of as many tokens.
  * Nothing fails after the first page is touched; slots that another thread takes meanwhile are not touched.
  * Fails with KVC_ERR_FULL, KVC_ERR_BUSY and KVC_ERR_NOMEM, and with KVC_ERR_GONE if the next token would see rows that
@@ -1047,8 +1051,9 @@ typedef struct kvc_load_args {
 /* Sets *cache to a new cache with the configuration and the sequences of a file, to be freed with kvc_cache_free.  The
  * file is untrusted: every count is checked against its size before memory is taken for it.  cache NULL: only checks
  * the file, checksums included.
- * kvc_nbytes of the new cache must be within max_bytes.  It is usually smaller than before saving, because rows are
- * packed into full blocks.  A sequence's list of runs may be a few entries longer, of 24 bytes each.
+ * Rows are packed into full blocks, so the new cache usually takes less memory than the saved one.  A sequence's list
+ * of runs may be a few entries longer, of 24 bytes each.  If max_bytes does not hold one of the file's blocks in each
+ * layer group, and config gives no block_size, the new one is 64 or a smaller power of two: the largest that fits.
  * Fails with KVC_ERR_FORMAT if the file is truncated, altered, of another shape or model, of a newer format, or no
  * saved state.  The message has the reason, and which tensor was altered.  Fails with KVC_ERR_INVALID also if the
  * file lacks one of seq_ids, or needs functions that move keys.  Fails with KVC_ERR_CALLBACK, KVC_ERR_FULL (capacity
@@ -1099,19 +1104,16 @@ KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
  *           one call uses several blocks, the blocks nearer to the beginning of the prompt count as used later.
  *           The block whose state the prompt goes on from counts as used later than others that begin where it does.
  *
- * Kept blocks take no room from others.  If a call would fail with KVC_ERR_FULL for capacity or max_bytes, they are
- * evicted, the least recently used first; none are evicted unless the call succeeds.  A block is evicted as a whole.
- * But if others hold its rows in the layers that see everything, only its rows in the other layers are evicted.  Blocks
- * that would not help are kept.  If max_bytes is still exceeded, they are evicted too, for their bookkeeping.  Before
- * kvc_begin evicts for max_bytes, it moves rows together if that saves an eighth of all bytes of rows.  kvc_room counts
- * rows that can be evicted as room.  KVC_ERR_FULL then says that sequences in use, pins and quotas hold all.
+ * Kept blocks take no room from others.  If a call would fail with KVC_ERR_FULL for capacity or max_bytes, kept blocks
+ * are evicted, the least recently used first, and none unless the call succeeds.  A kept block stays if it would free
+ * no slot and no state.  A block is evicted as a whole.  But if others hold its rows in the layers that see everything,
+ * and its state frees nothing, it loses only its rows in the other layers.
+ * kvc_begin first moves rows together if the tokens fit only so, or if that saves an eighth of max_bytes and then no
+ * block needs to be evicted.  So KVC_ERR_FULL says that sequences in use, prompts, holds, pins and quotas hold all.
  * If the system refuses memory for a block, kvc_begin and kvc_reserve evict kept blocks, too, and take their memory.
- * An acquired sequence keeps the tokens that it is to be fed: 8 bytes each, or 40 with digests.  They count as memory.
- * Release a sequence, and acquire it again with all its tokens when another has ended.  A batch fits behind tokens that
- * matched if it fits behind the same tokens fed to a new cache.  It may lack some bytes of bookkeeping for each block
- * that matched, and one block if several running sequences have rows in the same block.  Batches may end elsewhere
- * behind a match than without one: kvc_room says how many tokens fit.  If bytes are lacking, acquired sequences also
- * give up their place among the blocks.  Only kvc_prefix_release keeps the blocks that they fill from then on.
+ * An acquired sequence keeps the tokens that it is to be fed: 8 bytes each, or 40 with digests.  They count for
+ * max_bytes, and so does the state that it goes on from, until its first batch is committed.  If prompts leave no room,
+ * release a sequence, and acquire it again with all its tokens when another has ended.
  * An acquired sequence ends like any other, also when an edit leaves nothing of it: only the blocks of the prompt that
  * were full by then are kept.  It may be edited: what follows the edit is kept only by kvc_prefix_release.  An unstored
  * batch counts as an edit of all its tokens, but the emptied sequence goes on until it is ended.  Several prefixes, for
@@ -1141,8 +1143,7 @@ typedef struct kvc_prefix_config {
                              that, of the fingerprint */
     int64_t identity_size;
     int64_t quota;       /* this many of its most recently used tokens are not evicted for others, nor is the rest of
-                            the block in which they end.  Their bookkeeping, not their rows, may exceed max_bytes.
-                            0: none */
+                            the block in which they end.  0: none */
     int64_t ttl_ms;      /* milliseconds after which an unpinned block expires if no call uses it; later calls drop it.
                             0: never */
     int32_t reuse_min_tokens; /* not 0: tokens that begin where the match ends may be taken from another prompt, or from
@@ -1185,9 +1186,8 @@ KVC_API void kvc_prefix_free(kvc_prefix *prefix);
 KVC_API int64_t kvc_new_sequence(kvc_cache *cache);
 
 /* Sets *seq_id to a new sequence that holds the known tokens of a prompt, and *matched to their number.  That is at
- * most max_matched (-1: no limit), and less than all tokens, because the last one has to be fed.  If the prompt may
- * need all of max_bytes, the call drops blocks in which the match ends, before their last token.  The sequence then
- * goes on in their slots.  It may lack rows that only resume_window keeps: kvc_can_resume says how far it can go back.
+ * most max_matched (-1: no limit), and less than all tokens, because the last one has to be fed.  It may lack rows that
+ * only resume_window keeps: kvc_can_resume says how far it can go back.
  * May be called while a batch is open.  Fails with KVC_ERR_INVALID if there are no tokens, with KVC_ERR_FULL if
  * max_bytes leaves no room for the prompt, with KVC_ERR_NOMEM, and with KVC_ERR_CALLBACK if a kvc_shift_fn fails
  * (reuse_min_tokens).  In the last case it may have evicted kept blocks for rows that it moved before, and the memory
@@ -1219,9 +1219,8 @@ KVC_API kvc_status kvc_prefix_checkpoint(kvc_prefix *prefix, int64_t seq_id, con
                                          const void *state, int64_t num_bytes);
 
 /* Writes the recurrent state from which an acquired sequence goes on, and sets *num_bytes to its bytes: 0 if nothing
- * was matched.  `state` has room for max_bytes.  state NULL: sets *num_bytes alone.  Call it before a batch or
- * kvc_reserve of the sequence, which may forget the state for its bytes; a commit always does.  Fails with
- * KVC_ERR_INVALID if the state has more than max_bytes. */
+ * was matched.  `state` has room for max_bytes.  state NULL: sets *num_bytes alone.  Call it before the sequence's
+ * first commit, which forgets the state.  Fails with KVC_ERR_INVALID if the state has more than max_bytes. */
 KVC_API kvc_status kvc_prefix_state(kvc_prefix *prefix, int64_t seq_id, void *state, int64_t max_bytes,
                                     int64_t *num_bytes);
 
@@ -1623,6 +1622,9 @@ typedef struct kvc_block_info {
                            memory for them */
     int32_t is_held;    /* not 0: a kvc_hold keeps its rows as they are; they are not reused meanwhile */
     int32_t is_free;    /* not 0: nobody holds a slot; its memory is kept for reuse */
+    int32_t reserved;   /* 0 */
+    int64_t bytes;      /* what it counts for max_bytes unless it is free: its rows, its header, and a share for lists.
+                           It is the same for all blocks of a layer group */
 } kvc_block_info;
 
 typedef struct kvc_run_info {

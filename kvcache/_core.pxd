@@ -234,6 +234,7 @@ cdef extern from "kvcache.h" nogil:
 
     ctypedef struct kvc_block_info:
         int32_t num_slots, filled, live, references, resident, is_held, is_free
+        int64_t bytes
 
     ctypedef struct kvc_run_info:
         int64_t seq_id

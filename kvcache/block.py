@@ -57,6 +57,9 @@ class Block:
         The number of slots handed out since the block took its memory, which the operating system has backed.
     is_held : bool
         Whether a view keeps the rows, so that no slot is reused before the view is gone.
+    nbytes : int
+        The bytes that the block counts for `max_bytes` of the cache, unless it is free: its rows, its header, and a
+        share for lists.
     holders : dict of int or None to list of Run
         The runs that each sequence holds in the block, in order of arrival, by sequence id; by None, those of rows that
         prefix caches keep.
@@ -69,6 +72,7 @@ class Block:
     references: int
     resident: int
     is_held: bool
+    nbytes: int
     holders: dict[int | None, list[Run]]
 
     @property

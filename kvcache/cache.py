@@ -56,13 +56,14 @@ class KVCache(Saveable):
         ``max_seq_len * max_sequences``; no limit if one of these is None. A limit of its own counts all tokens of a
         batch that is open; the default one, those that `max_seq_len` lets stay.
     max_bytes : int, optional
-        The limit of `nbytes` after each call that takes memory for rows; by default none. Edits that take none, such
-        as `fork`, may pass it by some hundred bytes of bookkeeping each, until a batch begins; `restore`, while it
-        reads, by what it loads.
+        The limit of the memory for rows, recurrent states and prompts; by default none. It must hold one block for
+        each policy of the layers. A block counts whole (`Block.nbytes`) from its first row on, and while a view keeps
+        it. Blocks that are free do not count. Lists, such as some hundred bytes for each sequence and each block that a
+        `PrefixCache` keeps, come on top in `nbytes`. While `restore` reads, what it loads may exceed the limit.
     block_size : int, optional
         The number of tokens in a block, the unit of allocation and of sharing. By default 64. More if `max_seq_len` is
-        given, `max_sequences` is 1 and no layer has a window or chunks: `max_seq_len`, so that the sequence lies in one
-        piece; at most 2048 if all rows are quantised, because full blocks are read faster.
+        given, `max_bytes` is not, `max_sequences` is 1 and no layer has a window or chunks: `max_seq_len`, so that the
+        sequence lies in one piece; at most 2048 if all rows are quantised, because full blocks are read faster.
     strategy : {"always", "disabled"}, LongSequencesOnly or Adaptive, default "always"
         The rule for which sequences are stored. If a sequence is not stored, its `next_position` stays 0, the runner
         feeds all of it again, and each batch attends over itself; rows that `Batch.attend` puts take the memory of one
@@ -342,7 +343,7 @@ class KVCache(Saveable):
 
     @property
     def max_bytes(self) -> int | None:
-        """The limit of `nbytes`; None: no limit."""
+        """The limit of the memory for rows, recurrent states and prompts, in whole blocks; None: no limit."""
         return self._max_bytes
 
     @property

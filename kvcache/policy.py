@@ -128,7 +128,8 @@ class CrossAttention:
     Parameters
     ----------
     max_len : int
-        The most rows of one sequence. At least 1.
+        The most rows of one sequence. At least 1. Each sequence has a block of this size in each such layer, which
+        counts whole for `max_bytes`.
 
     Raises
     ------

@@ -113,7 +113,8 @@ class Saveable:
             The layers for which sketches are made of the keys, because the file has none.
         **overrides
             `max_seq_len`, `max_sequences`, `capacity`, `max_bytes`, `block_size`, `num_threads` and `strategy`, which
-            are as in `KVCache`; the file's replace those that are not given. Limits are checked as by `restore`.
+            are as in `KVCache`; the file's replace those that are not given. Limits are checked as by `restore`. If
+            `max_bytes` does not hold the file's blocks, and `block_size` is not given, blocks are smaller.
 
         Returns
         -------

@@ -438,7 +438,7 @@ cdef class Cache(_CallCounter):
                                     r, sizeof(kvc_run_info), max_runs, &num_runs)
             self.finish(status)
         return (
-            [(b[i].num_slots, b[i].filled, b[i].live, b[i].references, b[i].resident, b[i].is_held != 0)
+            [(b[i].num_slots, b[i].filled, b[i].live, b[i].references, b[i].resident, b[i].is_held != 0, b[i].bytes)
              for i in range(num_blocks)],
             [(r[i].block, None if r[i].is_kept else r[i].seq_id, r[i].slot, r[i].count, r[i].position, r[i].delta,
               r[i].in_batch != 0) for i in range(num_runs)],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias, TypeVar, cast
 
 from kvcache import _core
@@ -199,7 +200,7 @@ def load(
     with open_state(path) as file:
         [saved] = states_of(read_state(file), 1)
         try:
-            cache: C = cast(Any, kind)(_layers(saved, rope, sketch), **{**_limits(saved), **overrides})
+            cache = _make(kind, saved, _layers(saved, rope, sketch), overrides)
         except (TypeError, ValueError):
             check_sums(file)  # where the file is damaged, that is why
             raise
@@ -234,6 +235,22 @@ def _layers(state: SavedState, rope: Any, sketch: Any) -> Sequence[Layer]:
         if layer.rope is not_saved:
             raise ValueError(f"rope=None: a function moves the keys of layer {i}, and is not in the file; give it")
     return override(state.layers, {"sketch": sketch})[0]
+
+
+def _make(kind: type[C], state: SavedState, layers: Sequence[Layer], overrides: dict[str, Any]) -> C:
+    """Make a cache with the file's blocks, or smaller ones if `max_bytes` does not hold these, as `kvc_load` does.
+
+    Files may be older than the rule that it must hold them.
+    """
+    given = {**_limits(state), **overrides}
+    sizes = [given.pop("block_size")]
+    if "block_size" not in overrides and given["max_bytes"]:
+        sizes += [size for size in (64, 32, 16, 8, 4, 2, 1) if size < state.block_size]
+    make = cast(Callable[..., C], kind)
+    for size in sizes[:-1]:
+        with suppress(ValueError):
+            return make(layers, block_size=size, **given)
+    return make(layers, block_size=sizes[-1], **given)
 
 
 def _limits(state: SavedState) -> dict[str, int | None]:

@@ -97,12 +97,6 @@ int kvc_memory_is_busy(const kvc_memory *memory, const uint8_t *p, size_t size) 
     return work != NULL;
 }
 
-int kvc_memory_any_busy(const kvc_memory *memory) {
-    const kvc_page_work *work = memory->works;
-    while (work && !work->size) work = work->next;
-    return work != NULL;
-}
-
 int kvc_memory_is_lazy(const kvc_memory *memory, size_t size) {
     return memory->allocator.purge && size >= (is_default(memory) ? DEFAULT_LAZY_SIZE : LAZY_SIZE);
 }

@@ -19,7 +19,6 @@ typedef struct kvc_page_work {
 typedef struct kvc_memory {
     kvc_allocator allocator;
     int64_t bookkeeping;  /* bytes allocated as KVC_MEMORY_BOOKKEEPING */
-    int64_t replaced;     /* bytes of bookkeeping in lists and pins that others are about to replace */
     kvc_slab *slabs;      /* slabs of the default allocator */
     kvc_page_work *works; /* list of the work on pages that is going on */
 } kvc_memory;
@@ -49,9 +48,6 @@ int kvc_memory_fills(kvc_memory *memory, const void *p);
 
 /* Whether some call works on pages of [p, p + size). */
 int kvc_memory_is_busy(const kvc_memory *memory, const uint8_t *p, size_t size);
-
-/* Whether some call works on any pages. */
-int kvc_memory_any_busy(const kvc_memory *memory);
 
 /* Whether a block of this size takes memory only as it is touched, and can return it page by page. */
 int kvc_memory_is_lazy(const kvc_memory *memory, size_t size);

@@ -9,25 +9,8 @@ void kvc_lock_late(kvc_cache *cache) {
     atomic_fetch_sub(&cache->waiting.num_locking, 1);
 }
 
-void kvc_cache_mark_loose(kvc_cache *cache, kvc_sequence *sequence) {
-    if (sequence->listed.loose_at || sequence->evicting.is_kept || kvc_sequence_is_tight(sequence)) return;
-    sequence->listed.next_loose = cache->sequences.loose;
-    sequence->listed.loose_at = &cache->sequences.loose;
-    if (cache->sequences.loose) cache->sequences.loose->listed.loose_at = &sequence->listed.next_loose;
-    cache->sequences.loose = sequence;
-}
-
-void kvc_cache_unmark_loose(kvc_sequence *sequence) {
-    if (!sequence->listed.loose_at) return;
-    *sequence->listed.loose_at = sequence->listed.next_loose;
-    if (sequence->listed.next_loose) sequence->listed.next_loose->listed.loose_at = sequence->listed.loose_at;
-    sequence->listed.loose_at = NULL;
-    sequence->listed.next_loose = NULL;
-}
-
 void kvc_cache_mark_changed(kvc_cache *cache, kvc_sequence *sequence) {
     if (sequence->evicting.is_kept) return;
-    if (!sequence->listed.loose_at) kvc_cache_mark_loose(cache, sequence); /* while it is fed, it usually is */
     const int32_t has_rows = kvc_sequence_holds(sequence), holds = has_rows && !sequence->call.is_own;
     if (sequence->evicting.is_fixed != has_rows) kvc_table_list(&cache->sequences, sequence, has_rows);
     cache->sequences.num_holding += holds - sequence->holds;
@@ -63,16 +46,13 @@ static void sort(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_useful_add(cache, sequence);
 }
 
-void kvc_cache_note_bytes(kvc_cache *cache, kvc_sequence *sequence) {
-    const int64_t bytes = sequence->evicting.is_evictable ? kvc_sequence_bytes(sequence) : 0;
-    cache->evicting.evictable_bytes += bytes - sequence->evicting.bytes;
-    sequence->evicting.bytes = bytes;
-}
-
 static void set_evictable(kvc_cache *cache, kvc_sequence *sequence, int32_t is_evictable) {
     if (sequence->evicting.is_evictable == is_evictable) return;
     sequence->evicting.is_evictable = is_evictable;
-    if (!is_evictable) kvc_useful_remove(cache, sequence);
+    if (!is_evictable) {
+        kvc_useful_note_state(cache, sequence, 0);
+        kvc_useful_remove(cache, sequence);
+    }
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_run_list *list = &sequence->runs[g];
         for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
@@ -85,8 +65,7 @@ static void set_evictable(kvc_cache *cache, kvc_sequence *sequence, int32_t is_e
         kvc_sorted_remove(&cache->evicting.evictable, &sequence->links[KVC_BY_USE]);
         kvc_table_list(&cache->sequences, sequence, kvc_sequence_holds(sequence));
     }
-    kvc_cache_note_bytes(cache, sequence);
-    if (sequence->follower && sequence->follower->noted) sequence->follower->noted(sequence->follower);
+    if (is_evictable && sequence->follower && sequence->follower->noted) sequence->follower->noted(sequence->follower);
 }
 
 void kvc_cache_note_evictable(kvc_cache *cache, kvc_sequence *sequence) {
@@ -157,7 +136,6 @@ int64_t kvc_cache_new_id(kvc_cache *cache) {
 
 void kvc_cache_set_aside(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_cache_unmark_changed(sequence);
-    kvc_cache_unmark_loose(sequence);
     kvc_table_remove(&cache->sequences, sequence);
     sequence->exact_to = sequence->edited_from = INT32_MAX;
     sequence->date = INT64_MAX;
@@ -168,7 +146,6 @@ void kvc_cache_drop(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_follower *follower = sequence->follower;
     sequence->follower = NULL; /* which is told once, at the end */
     kvc_cache_unmark_changed(sequence);
-    kvc_cache_unmark_loose(sequence);
     cache->sequences.num_holding -= sequence->holds;
     if (sequence->evicting.is_kept) kvc_cache_stop_keeping(cache, sequence);
     kvc_table_remove(&cache->sequences, sequence);

@@ -26,13 +26,15 @@ typedef struct kvc_ropes {
 /* The limits that the caller has set.  0: no limit. */
 typedef struct kvc_limits {
     int64_t max_seq_len, max_sequences, capacity, max_bytes;
+    int64_t budget;           /* what max_bytes leaves for all that counts: space/limits.h */
     int32_t has_own_capacity; /* whether one was given; else it is max_seq_len * max_sequences */
 } kvc_limits;
 
 /* The prefixes of a cache, and what is common to them: prefix/. */
 typedef struct kvc_prefixes {
     struct kvc_prefix *first;                      /* list of all */
-    int64_t prompt_bytes;                          /* of acquired sequences, with the tokens that they are to be fed */
+    int64_t prompt_bytes;                          /* of acquired sequences, pins and prefixes */
+    int64_t state_bytes;                           /* of recurrent states */
     int64_t num_made;                              /* prefixes that were made */
     int64_t clock;                                 /* rises when a prompt is forgotten: kvc_sequence.date */
     struct kvc_tree *dying;                        /* list of the trees that prefixes have given up: prefix.c */
@@ -46,12 +48,10 @@ typedef struct kvc_evicting {
     int64_t num_kept, num_protected, num_pinned; /* num_pinned: pinned and not protected */
     int64_t num_uses;                            /* of kept sequences: no kvc_sequence.evicting.used is higher */
     kvc_sorted evictable;                        /* by use: kept sequences that may be evicted */
-    int64_t evictable_bytes; /* bookkeeping that is freed if all of them are evicted: kvc_evictable_bytes */
-    int64_t occupied_bytes;  /* what is freed besides if all sequences give up their places in trees */
-    kvc_sequence *victims;   /* list of sequences that the running call's plan evicts, by rising last use */
-    int32_t lacks_bytes;     /* while victims are chosen: all that can be had is needed, for bytes are lacking */
-    int32_t is_tight;        /* the plan makes lists of runs exact, and followers give up what they do not need */
-    int64_t tight_bytes;     /* while it is tight: kvc_evictable_bytes; -1: nobody has asked yet */
+    kvc_sorted with_states;                      /* those whose state goes with them: cache/useful.h */
+    int64_t state_bytes;                         /* of these states */
+    kvc_sequence *victims; /* list of sequences that the running call's plan evicts, by rising last use */
+    int32_t lacks_bytes;   /* while victims are chosen: max_bytes leaves no room */
 } kvc_evicting;
 
 /* Calls that use the cache without its mutex, and calls that wait for them: cache/waiting.h. */
@@ -176,11 +176,6 @@ static inline void kvc_cache_poll_timer(const kvc_cache *cache, double work, kvc
 void kvc_cache_mark_changed(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_unmark_changed(kvc_sequence *sequence);
 
-/* Lists a sequence in cache->sequences.loose unless it is tight, once its lists or what its follower keeps has changed.
- * kvc_cache_mark_changed does that, too.  _unmark takes it out. */
-void kvc_cache_mark_loose(kvc_cache *cache, kvc_sequence *sequence);
-void kvc_cache_unmark_loose(kvc_sequence *sequence);
-
 /* Marks a sequence as changed at the end of an edit, and frees it if it is blank. */
 void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence);
 
@@ -208,9 +203,6 @@ void kvc_cache_pin(kvc_cache *cache, kvc_sequence *sequence, int64_t add);
 /* Notes whether a sequence may be evicted: not if it is not kept, protected, pinned, or a call writes its rows.
  * Takes time for its rows where that has changed. */
 void kvc_cache_note_evictable(kvc_cache *cache, kvc_sequence *sequence);
-
-/* Notes how many bytes the lists of a sequence have, after they have changed: it may be evictable. */
-void kvc_cache_note_bytes(kvc_cache *cache, kvc_sequence *sequence);
 
 /* Returns whether a sequence loses its rows in group g when victims are evicted. */
 static inline int kvc_is_evicted_in(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {

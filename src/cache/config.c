@@ -187,7 +187,7 @@ kvc_status kvc_config_read(kvc_config *config, const kvc_config *given) {
 
 /* Slots of a block by default: of most caches; and of a single sequence whose rows nobody reads in place.  Most huge
  * pages of a long block are filled only as the block becomes full.  It is a multiple of LONG_STEP, because attention is
- * cut there anyway (KVC_SPLIT_ROWS). */
+ * cut there anyway (KVC_SPLIT_ROWS).  max_bytes counts whole blocks, and long ones would waste it. */
 enum { SHORT_BLOCK = 64, LEAST_LONG_BLOCK = 1024, LONG_BLOCK = 2048, LONG_STEP = 512 };
 
 /* Returns how many rows of num_rows lie in a last block of which less than 15/16 are filled. */
@@ -214,6 +214,6 @@ int32_t kvc_config_block_size(const kvc_config *config) {
         if (!kvc_policy_keeps_tokens(&layer.policy)) continue;
         is_quantised &= layer.k_type >= KVC_FLOAT_TYPES && (layer.v_type >= KVC_FLOAT_TYPES || !layer.v_dim);
     }
-    if (!max_seq_len || config->max_sequences != 1 || !is_full) return SHORT_BLOCK;
+    if (!max_seq_len || config->max_sequences != 1 || config->max_bytes || !is_full) return SHORT_BLOCK;
     return is_quantised ? long_block_size(max_seq_len) : max_seq_len;
 }

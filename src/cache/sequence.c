@@ -7,7 +7,7 @@
 
 static size_t sequence_bytes(int32_t num_groups, int32_t num_token_groups) {
     return sizeof(kvc_sequence) + (size_t)num_groups * sizeof(kvc_run_list) +
-           (size_t)num_token_groups * sizeof(kvc_standing);
+           ((size_t)num_token_groups + 1) * sizeof(kvc_standing);
 }
 
 kvc_sequence *kvc_sequence_new(const kvc_pool *pools, int64_t id, int32_t num_groups, int32_t num_token_groups) {
@@ -23,7 +23,7 @@ kvc_sequence *kvc_sequence_new(const kvc_pool *pools, int64_t id, int32_t num_gr
                                .pools = pools};
     for (int32_t g = 0; g < num_groups; g++) kvc_runs_init(&sequence->runs[g]);
     sequence->evicting.standings = (kvc_standing *)(void *)(sequence->runs + num_groups);
-    for (int32_t g = 0; g < num_token_groups; g++) sequence->evicting.standings[g] = (kvc_standing){0};
+    for (int32_t g = 0; g <= num_token_groups; g++) sequence->evicting.standings[g] = (kvc_standing){0};
     return sequence;
 }
 
@@ -43,12 +43,6 @@ int kvc_sequence_is_blank(const kvc_sequence *sequence) {
     return 1;
 }
 
-int64_t kvc_sequence_bytes(const kvc_sequence *sequence) {
-    int64_t bytes = (int64_t)sequence_bytes(sequence->num_groups, sequence->num_token_groups);
-    for (int32_t g = 0; g < sequence->num_groups; g++) bytes += kvc_runs_bytes(&sequence->runs[g]);
-    return bytes;
-}
-
 int kvc_sequence_holds(const kvc_sequence *sequence) {
     for (int32_t g = 0; g < sequence->num_groups; g++)
         if (sequence->runs[g].num) return 1;
@@ -59,13 +53,6 @@ int kvc_sequence_is_empty(const kvc_sequence *sequence) {
     for (int32_t g = 0; g < sequence->num_token_groups; g++)
         if (sequence->runs[g].num) return 0;
     return 1;
-}
-
-int kvc_sequence_is_tight(const kvc_sequence *sequence) {
-    const kvc_follower *follower = sequence->follower;
-    for (int32_t g = 0; g < sequence->num_groups; g++)
-        if (!kvc_runs_is_exact(&sequence->runs[g])) return 0;
-    return !follower || !follower->may_leave || !follower->may_leave(follower);
 }
 
 int32_t kvc_sequence_first(const kvc_sequence *sequence) {

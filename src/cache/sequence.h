@@ -15,14 +15,7 @@ typedef struct kvc_follower {
     /* Called once the sequence has left the table and is freed, with the mutex held; may free the follower, and end
      * hidden sequences. */
     void (*ended)(kvc_cache *cache, struct kvc_follower *follower);
-    /* Plans that the sequence is evicted.  If it may not be evicted, plans that its follower gives up the rows that
-     * it does not need.  Returns the bytes of bookkeeping that this frees with all that is planned already.
-     * is_planned 0: takes the plan back. */
-    int64_t (*plan_end)(struct kvc_follower *follower, int is_planned);
-    /* Gives up what the follower does not need, and returns whether there is any of that.  NULL: it needs all. */
-    void (*leave)(kvc_cache *cache, struct kvc_follower *follower);
-    int (*may_leave)(const struct kvc_follower *follower);
-    /* Called when the sequence has become evictable, or is so no more.  NULL: the follower need not know. */
+    /* Called when the sequence has become evictable.  NULL: the follower need not know. */
     void (*noted)(struct kvc_follower *follower);
 } kvc_follower;
 
@@ -41,7 +34,6 @@ typedef struct kvc_caller {
 /* Places in lists of the table; NULL: in none. */
 typedef struct kvc_listings {
     struct kvc_sequence *next_changed, **changed_at;
-    struct kvc_sequence *next_loose, **loose_at;
 } kvc_listings;
 
 /* Whether a sequence is kept for later prompts, and may be evicted: cache->evicting. */
@@ -56,9 +48,9 @@ typedef struct kvc_eviction {
     kvc_fate fate;             /* KVC_STAYS unless it is in the list cache->evicting.victims */
     int64_t num_pins;          /* of a kept sequence: while there are any, it is not evicted */
     int64_t used;              /* of a kept sequence: the larger, the more recently */
-    int64_t bytes;             /* it has so many of cache->evicting.evictable_bytes */
+    int64_t state_bytes;       /* it has so many of cache->evicting.state_bytes */
     struct kvc_sequence *next_victim; /* in the list cache->evicting.victims */
-    kvc_standing *standings;          /* [num_token_groups] where it stands in each group: cache/useful.h */
+    kvc_standing *standings;          /* [num_token_groups + 1] in each group, and by its state: cache/useful.h */
 } kvc_eviction;
 
 typedef struct kvc_sequence {
@@ -94,9 +86,6 @@ kvc_status kvc_fail_sequence(int64_t id);
 /* Frees the sequence and drops the slots that it holds. */
 void kvc_sequence_free(kvc_sequence *sequence, kvc_memory *memory, kvc_pool *pools);
 
-/* Returns the bytes of the sequence and its lists. */
-int64_t kvc_sequence_bytes(const kvc_sequence *sequence);
-
 /* Returns whether the sequence holds rows, of tokens or in a cross-attention layer. */
 int kvc_sequence_holds(const kvc_sequence *sequence);
 
@@ -105,9 +94,6 @@ int kvc_sequence_is_empty(const kvc_sequence *sequence);
 
 /* Returns whether the sequence holds no rows and none of its rows have expired: it then leaves the table. */
 int kvc_sequence_is_blank(const kvc_sequence *sequence);
-
-/* Returns whether it takes no more bookkeeping than it needs: its lists are exact, and its follower needs all. */
-int kvc_sequence_is_tight(const kvc_sequence *sequence);
 
 /* Return the smallest and the largest position of a row in any group of tokens; -1 if the sequence is empty. */
 int32_t kvc_sequence_first(const kvc_sequence *sequence);
@@ -154,7 +140,6 @@ typedef struct kvc_table {
     kvc_sorted named, hidden;        /* by id: sequences that calls can name, and hidden ones */
     kvc_sorted fixed;                /* all sequences that hold rows and are not evictable, in the order of the table */
     kvc_sequence *changed;           /* list of the sequences in which the next batch looks for rows to expire */
-    kvc_sequence *loose;             /* list of those that may not be tight: kvc_sequence_is_tight */
     kvc_sequence *reserved;          /* made by kvc_reserve for the next new sequence, in no table; NULL: none */
     int64_t num_holding;             /* number of sequences that hold rows, except kept and hidden ones */
     int64_t next_id, next_hidden_id; /* for sequences that kvc_new_sequence and prefixes name */

@@ -43,9 +43,9 @@ static void sort(kvc_pool *pool, kvc_standing *standing) {
     kvc_sorted_add(&pool->evicting.useful, &standing->links, is_used_later);
 }
 
-kvc_sequence *kvc_useful_after(const kvc_pool *pool, int64_t used) {
+kvc_sequence *kvc_useful_after(const kvc_sorted *useful, int64_t used) {
     kvc_sequence *found = NULL;
-    for (kvc_links *next = pool->evicting.useful.root; next;) {
+    for (kvc_links *next = useful->root; next;) {
         kvc_sequence *sequence = ((const kvc_standing *)(const void *)next)->sequence;
         if (sequence->evicting.used > used) found = sequence;
         next = next->below[sequence->evicting.used <= used];
@@ -80,7 +80,27 @@ static void freed(kvc_pool *pool, kvc_block *block) { wake(pool, block, 0); }
 
 void kvc_useful_init(kvc_pool *pool) { pool->evicting.freed = freed; }
 
+/* Put a sequence that frees a state into the set of these, and take it out. */
+static void sort_state(kvc_cache *cache, kvc_sequence *sequence) {
+    kvc_standing *standing = &sequence->evicting.standings[cache->num_token_groups];
+    *standing = (kvc_standing){.sequence = sequence};
+    kvc_sorted_add(&cache->evicting.with_states, &standing->links, is_used_later);
+}
+
+static void unsort_state(kvc_cache *cache, kvc_sequence *sequence) {
+    kvc_sorted_remove(&cache->evicting.with_states, &sequence->evicting.standings[cache->num_token_groups].links);
+}
+
+void kvc_useful_note_state(kvc_cache *cache, kvc_sequence *sequence, int64_t bytes) {
+    int64_t *noted = &sequence->evicting.state_bytes;
+    if (*noted && !bytes) unsort_state(cache, sequence);
+    if (!*noted && bytes) sort_state(cache, sequence);
+    cache->evicting.state_bytes += bytes - *noted;
+    *noted = bytes;
+}
+
 void kvc_useful_add(kvc_cache *cache, kvc_sequence *sequence) {
+    if (sequence->evicting.state_bytes) sort_state(cache, sequence);
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         kvc_standing *standing = &sequence->evicting.standings[g];
         if (!sequence->runs[g].num) continue;
@@ -93,6 +113,7 @@ void kvc_useful_add(kvc_cache *cache, kvc_sequence *sequence) {
 }
 
 void kvc_useful_remove(kvc_cache *cache, kvc_sequence *sequence) {
+    if (sequence->evicting.state_bytes) unsort_state(cache, sequence);
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         kvc_standing *standing = &sequence->evicting.standings[g];
         if (!standing->sequence) continue;

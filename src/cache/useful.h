@@ -1,8 +1,9 @@
-/* useful.h: which evictable sequences free slots of a group once they are evicted.
+/* useful.h: which evictable sequences free slots of a group, or a recurrent state, once they are evicted.
  *
  * A sequence is useful in a group if it holds slots there that only evictable sequences hold.  A call that needs room
- * looks at useful ones alone.  The others come back as soon as the last sequence that may not be evicted drops a slot
- * of theirs.  A sequence becomes useless without notice when others get hold of its slots: kvc_useful_check finds out.
+ * looks at useful ones alone.  If it needs bytes, it also looks at sequences whose state nobody else uses.  The others
+ * come back as soon as the last sequence that may not be evicted drops a slot of theirs.  A sequence becomes useless
+ * without notice when others get hold of its slots: kvc_useful_check finds out.
  *
  * All functions are called with the mutex held.
  */
@@ -11,9 +12,9 @@
 
 #include "cache/cache.h"
 
-/* The standing of a sequence in a group. */
+/* The standing of a sequence in a group, or among sequences that free a state. */
 struct kvc_standing {
-    kvc_links links;          /* in pool->evicting.useful, by last use; first, as useful.c casts */
+    kvc_links links;          /* in the set of useful ones, by last use; first, as useful.c casts */
     kvc_sequence *sequence;   /* NULL: it is not evictable, or has no rows there */
     kvc_standing *next, **at; /* in a list of useless ones: that of its block, or of the pool; NULL: it is useful */
 };
@@ -25,8 +26,12 @@ void kvc_useful_init(kvc_pool *pool);
 void kvc_useful_add(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_useful_remove(kvc_cache *cache, kvc_sequence *sequence);
 
-/* Returns the least recently used sequence that is useful in a group and was used after `used`, or NULL. */
-kvc_sequence *kvc_useful_after(const kvc_pool *pool, int64_t used);
+/* Notes how many bytes the state of a sequence has that goes with it, if it is evictable; else 0. */
+void kvc_useful_note_state(kvc_cache *cache, kvc_sequence *sequence, int64_t bytes);
+
+/* Returns the least recently used sequence of a set of useful ones that was used after `used`, or NULL.  The set is
+ * pool->evicting.useful or cache->evicting.with_states. */
+kvc_sequence *kvc_useful_after(const kvc_sorted *useful, int64_t used);
 
 /* Returns whether a sequence that kvc_useful_after has found is useful still; if not, it is found no more. */
 int kvc_useful_check(kvc_pool *pool, kvc_sequence *sequence);

@@ -8,13 +8,6 @@ kvc_sequence *kvc_cache_find(kvc_cache *cache, int64_t id) {
     return sequence;
 }
 
-kvc_sequence *kvc_cache_find_to_copy(kvc_cache *cache, int64_t id) {
-    kvc_sequence *sequence;
-    do sequence = kvc_cache_find(cache, id);
-    while (cache->limits.max_bytes && kvc_cache_wait_pages(cache));
-    return sequence;
-}
-
 void kvc_cache_find_all(kvc_cache *cache) {
     while (cache->waiting.num_in_place) kvc_signal_wait(&cache->waiting.idle, &cache->mutex);
 }
@@ -102,14 +95,6 @@ void kvc_cache_wait_all(kvc_cache *cache) {
     while (cache->waiting.num_gradual || cache->waiting.num_readers || cache->waiting.num_in_place)
         kvc_signal_wait(&cache->waiting.idle, &cache->mutex);
     if (--cache->waiting.num_waiting == 0) kvc_signal_all(&cache->waiting.idle);
-}
-
-int kvc_cache_wait_pages(kvc_cache *cache) {
-    if (!kvc_memory_any_busy(&cache->memory)) return 0;
-    cache->waiting.num_waiting++;
-    while (kvc_memory_any_busy(&cache->memory)) kvc_signal_wait(&cache->waiting.idle, &cache->mutex);
-    if (--cache->waiting.num_waiting == 0) kvc_signal_all(&cache->waiting.idle);
-    return 1;
 }
 
 enum { MOST_NAPS = 64 }; /* while others are to get the mutex */

@@ -14,10 +14,6 @@
 kvc_sequence *kvc_cache_find(kvc_cache *cache, int64_t id);
 void kvc_cache_find_all(kvc_cache *cache);
 
-/* Does the same for an edit that may copy rows.  If max_bytes is set, also waits until no call works on pages, so
- * that all free memory can be given back. */
-kvc_sequence *kvc_cache_find_to_copy(kvc_cache *cache, int64_t id);
-
 /* Bracket the reading of rows without the mutex, and the adding of a block.  kvc_cache_begin_reading may wait.  A call
  * does not begin again before it has ended. */
 void kvc_cache_begin_reading(kvc_cache *cache);
@@ -56,9 +52,6 @@ void kvc_cache_end_gradual(kvc_cache *cache);
 
 /* Waits until there are neither readers, nor writers in place, nor such calls. */
 void kvc_cache_wait_all(kvc_cache *cache);
-
-/* Waits until no call works on pages.  Returns whether it had to wait, and so released the mutex meanwhile. */
-int kvc_cache_wait_pages(kvc_cache *cache);
 
 /* Lets a waiting thread have the mutex.  A thread that unlocks it and soon locks it again usually gets it before a
  * waiting thread wakes up. */

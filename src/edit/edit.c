@@ -145,7 +145,6 @@ static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_re
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++)
         status = kvc_rewrite_copy(cache, g, &rewrites->of_group[g], &rewrites->copiers);
     kvc_lock(cache);
-    if (cache->limits.max_bytes) kvc_cache_wait_pages(cache);
     cache->waiting.num_rewrites--;
     kvc_wake_waiter(cache);
     sequence->call.is_rewriting = 0;
@@ -227,7 +226,7 @@ static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e)
 /* ---- removing ---------------------------------------------------------------------------------------------------- */
 
 static kvc_status remove_range(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift) {
-    kvc_sequence *sequence = kvc_cache_find_to_copy(cache, seq_id);
+    kvc_sequence *sequence = kvc_cache_find(cache, seq_id);
     kvc_status status = kvc_check_idle(sequence);
     if (status == KVC_OK) status = kvc_check_not_kept(sequence);
     if (status == KVC_OK && sequence && end >= kvc_sequence_next(sequence))
@@ -371,7 +370,7 @@ static kvc_status check_target(const kvc_cache *cache, const kvc_sequence *seque
 }
 
 static kvc_status move_range(kvc_cache *cache, int64_t seq_id, const edit *e) {
-    kvc_sequence *sequence = kvc_cache_find_to_copy(cache, seq_id);
+    kvc_sequence *sequence = kvc_cache_find(cache, seq_id);
     kvc_status status = sequence && kvc_sequence_next(sequence) ? check_rope(cache) : KVC_OK;
     if (status == KVC_OK) status = kvc_check_idle(sequence);
     if (status == KVC_OK) status = kvc_check_not_kept(sequence);

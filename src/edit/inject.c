@@ -236,13 +236,12 @@ static kvc_status unshare_rows(injection *x) {
     else
         kvc_rewrite_discard(x->cache, x->group, &x->rewrite);
     kvc_cache_pin(x->cache, x->sequence, -1);
-    kvc_cache_mark_loose(x->cache, x->sequence);
     return status;
 }
 
 static kvc_status inject(injection *x, int64_t seq_id) {
     static const kvc_run_list none = {.min_position = -1, .max_position = -1};
-    kvc_sequence *sequence = x->sequence = kvc_cache_find_to_copy(x->cache, seq_id);
+    kvc_sequence *sequence = x->sequence = kvc_cache_find(x->cache, seq_id);
     const kvc_run_list *list = sequence ? &sequence->runs[x->group] : NULL;
     KVC_TRY(kvc_check_idle(sequence));
     kvc_status status = get_memory(x, list ? list : &none);

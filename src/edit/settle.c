@@ -166,8 +166,6 @@ static void mark_sequences(kvc_cache *cache) {
 static void note_lists(kvc_cache *cache) {
     const kvc_table *table = &cache->sequences;
     for (kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s)) {
-        kvc_cache_note_bytes(cache, s);
-        kvc_cache_mark_loose(cache, s);
     }
 }
 
@@ -260,7 +258,7 @@ static kvc_status settle(kvc_cache *cache) {
     if (status == KVC_OK) status = kvc_copiers_new(cache, &s.copiers);
     if (status == KVC_OK) {
         kvc_evict(cache);
-        if (cache->limits.max_bytes) kvc_give_back(cache, cache->limits.max_bytes);
+        if (cache->limits.max_bytes) kvc_give_back_beyond(cache);
         if (s.num) write_unlocked(cache, s.groups, s.num);
     }
     kvc_let_victims_stay(cache);

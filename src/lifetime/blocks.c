@@ -47,7 +47,8 @@ static void add_block(list *to, const kvc_pool *pool, const kvc_block *block) {
                                  .references = (int32_t)most,
                                  .is_held = block->pins != 0,
                                  .resident = block->pages.faulted,
-                                 .is_free = block->listed.is_free};
+                                 .is_free = block->listed.is_free,
+                                 .bytes = pool->cost};
     add(to, &info, sizeof info);
 }
 

@@ -56,7 +56,6 @@ static kvc_status init_groups(kvc_cache *cache, int32_t block_size) {
         }
         kvc_pool_init(&cache->pools[g], &cache->memory, g, size, &cache->layouts[first], next - first, block_bytes);
         kvc_useful_init(&cache->pools[g]);
-        cache->pools[g].counts_bytes = cache->limits.max_bytes != 0;
         cache->pools[g].stride = kvc_policy_stride(&cache->policies[g]);
         cache->pools[g].strided = cache->num_strided;
         cache->num_strided += cache->pools[g].stride > 1;
@@ -94,15 +93,15 @@ static void find_ropes(kvc_cache *cache) {
 }
 
 /* Returns the number of frequencies to allocate for the copies: at least as many as needed, and exactly as many if
- * layers with the same rope follow each other. */
+ * layers with the same rope follow each other.  A clone needs as many: ropes that are not copied do not count. */
 static uint64_t count_frequencies(const kvc_config *config) {
     uint64_t num = 0;
-    kvc_layer before = {0};
+    kvc_rope before = {0};
     for (int32_t i = 0; i < config->num_layers; i++) {
         const kvc_layer layer = kvc_config_layer(config, i);
-        if (layer.rope.kind == KVC_ROPE_FREQUENCIES && !kvc_rope_equal(&layer.rope, &before.rope))
-            num += (uint64_t)layer.rope.num_freqs;
-        before = layer;
+        if (layer.rope.kind != KVC_ROPE_FREQUENCIES || !kvc_policy_keeps_tokens(&layer.policy)) continue;
+        if (!kvc_rope_equal(&layer.rope, &before)) num += (uint64_t)layer.rope.num_freqs;
+        before = layer.rope;
     }
     return num;
 }
@@ -154,7 +153,24 @@ static void free_cache(kvc_cache *cache) {
 
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
+/* Returns KVC_ERR_INVALID if max_bytes does not hold the empty cache and one block of each layer group. */
+static kvc_status check_max_bytes(const kvc_cache *cache, int32_t block_size) {
+    int64_t least = cache->memory.bookkeeping;
+    if (!cache->limits.max_bytes) return KVC_OK;
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        const int64_t cost = cache->pools[g].cost;
+        least = cost < INT64_MAX - least ? least + cost : INT64_MAX;
+    }
+    if (least < INT64_MAX && least <= cache->limits.max_bytes) return KVC_OK;
+    return kvc_fail(KVC_ERR_INVALID,
+                    "max_bytes is %lld: it must be at least %lld, which the empty cache and one block of each layer "
+                    "group take with a block_size of %d%s",
+                    (long long)cache->limits.max_bytes, (long long)least, block_size,
+                    block_size > 1 ? "; or give a smaller block_size" : "");
+}
+
 static kvc_status init_cache(kvc_cache *cache, const kvc_config *config) {
+    const int32_t block_size = config->block_size ? config->block_size : kvc_config_block_size(config);
     cache->num_layers = config->num_layers;
     cache->num_threads = config->num_threads;
     cache->poll = config->poll;
@@ -167,9 +183,9 @@ static kvc_status init_cache(kvc_cache *cache, const kvc_config *config) {
     for (int32_t i = 0; i < config->num_layers; i++) cache->layers[i] = kvc_config_layer(config, i);
     find_groups(cache);
     find_ropes(cache);
-    const kvc_status status =
-        init_groups(cache, config->block_size ? config->block_size : kvc_config_block_size(config));
-    if (status != KVC_OK) return status;
+    KVC_TRY(init_groups(cache, block_size));
+    cache->limits.budget = config->max_bytes - cache->memory.bookkeeping;
+    KVC_TRY(check_max_bytes(cache, block_size));
     if (kvc_mutex_init(&cache->mutex) == 0) {
         if (kvc_signal_init(&cache->waiting.idle) == 0) return KVC_OK;
         kvc_mutex_destroy(&cache->mutex);

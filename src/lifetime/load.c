@@ -241,6 +241,21 @@ static kvc_status check_functions(const loading *l) {
     return KVC_OK;
 }
 
+/* Makes a cache.  Takes smaller blocks if block_size is the file's, and max_bytes does not hold such blocks.  Files may
+ * be older than the rule that it must hold one of each layer group. */
+static kvc_status make_fitting(kvc_config *config, int32_t is_chosen, kvc_cache **cache) {
+    enum { DEFAULT_SIZE = 64 };
+    const int32_t saved_size = config->block_size;
+    kvc_status status = kvc_cache_new(config, cache);
+    if (!config->max_bytes || is_chosen) return status;
+    for (int32_t size = DEFAULT_SIZE; status == KVC_ERR_INVALID && size; size /= 2) {
+        if (size >= saved_size) continue;
+        config->block_size = size;
+        status = kvc_cache_new(config, cache);
+    }
+    return status;
+}
+
 /* Makes a cache of the file's configuration and what the caller's puts in its place. */
 static kvc_status make_cache(loading *l, const kvc_config *own) {
     kvc_config config = l->saved;
@@ -258,7 +273,7 @@ static kvc_status make_cache(loading *l, const kvc_config *own) {
     config.allocator = own->allocator;
     config.poll = own->poll;
     config.poll_user = own->poll_user;
-    return kvc_cache_new(&config, &l->state.cache);
+    return make_fitting(&config, own->block_size, &l->state.cache);
 }
 
 /* ---- the public functions ---------------------------------------------------------------------------------------- */

@@ -1,10 +1,12 @@
 /* validate.c: kvc_validate: checks the invariants of a cache. */
-#include "lifetime/blocks.h"
+#include <string.h>
+
 #include "cache/batch.h"
 #include "cache/check.h"
 #include "cache/useful.h"
 #include "pass/prepare.h"
 #include "space/limits.h"
+#include "lifetime/blocks.h"
 #include "saved/transit.h"
 
 /* ---- invariants -------------------------------------------------------------------------------------------------- */
@@ -75,11 +77,10 @@ static kvc_status check_tallies(const kvc_pool *pool) {
         kvc_tally sum = {0};
         for (const kvc_block *block = pool->first; block; block = block->listed.later)
             kvc_tally_add(pool, &sum, block->noted[scope], 1);
-        REQUIRE(sum.bytes == tally->bytes && sum.movable_bytes == tally->movable_bytes &&
-                    sum.movable_slots == tally->movable_slots && sum.movable_live == tally->movable_live &&
-                    sum.num_used == tally->num_used && sum.num_movable == tally->num_movable,
-                "group %d: %d blocks of %lld bytes are tallied in scope %d, there are %d of %lld", pool->group,
-                tally->num_used, (long long)tally->bytes, scope, sum.num_used, (long long)sum.bytes);
+        REQUIRE(!memcmp(&sum, tally, sizeof sum),
+                "group %d: %lld blocks with %lld live slots are tallied in scope %d, there are %lld with %lld",
+                pool->group, (long long)tally->used.blocks, (long long)tally->used.live, scope,
+                (long long)sum.used.blocks, (long long)sum.used.live);
     }
     return KVC_OK;
 }
@@ -110,8 +111,8 @@ static kvc_status check_pool(const kvc_pool *pool) {
     REQUIRE(num_free == pool->free.num && listed == num_free,
             "group %d: %d free blocks are noted, %d listed, there are %d", pool->group, pool->free.num, listed,
             num_free);
-    REQUIRE(pool->free.num_loose >= 0 && pool->free.num_loose <= num_free, "group %d: %d of %d free blocks are loose",
-            pool->group, pool->free.num_loose, num_free);
+    REQUIRE(pool->free.num_idle >= 0 && pool->free.num_idle <= num_free, "group %d: %d of %d free blocks are idle",
+            pool->group, pool->free.num_idle, num_free);
     return check_tallies(pool);
 }
 
@@ -175,7 +176,7 @@ static kvc_status check_useful(const kvc_cache *cache, const kvc_sequence *seque
         REQUIRE((standing->sequence == sequence) == (sequence->evicting.is_evictable && list->num),
                 "group %d, sequence %lld: it is noted to be evictable, or not to", g, id);
         if (!standing->sequence) continue;
-        const kvc_sequence *found = kvc_useful_after(&cache->pools[g], sequence->evicting.used - 1);
+        const kvc_sequence *found = kvc_useful_after(&cache->pools[g].evicting.useful, sequence->evicting.used - 1);
         REQUIRE(standing->at ? *standing->at == standing : found == sequence,
                 "group %d, sequence %lld: it is not in its list", g, id);
         for (const kvc_run *run = kvc_runs_begin(list); standing->at && run < kvc_runs_end(list); run++)
@@ -183,12 +184,15 @@ static kvc_status check_useful(const kvc_cache *cache, const kvc_sequence *seque
                         (run->block->evicting.num_watchers || (list->num == 1 && run->block->evicting.useless)),
                     "group %d, sequence %lld: it frees slots, and counts as useless", g, id);
     }
+    const kvc_sequence *found = kvc_useful_after(&cache->evicting.with_states, sequence->evicting.used - 1);
+    REQUIRE(!sequence->evicting.state_bytes || (sequence->evicting.is_evictable && found == sequence),
+            "sequence %lld: it frees a state, and is not in the set of these", id);
     return KVC_OK;
 }
 
 /* Checks the counts and lists that save a batch from looking at all sequences. */
 static kvc_status check_notes(const kvc_cache *cache) {
-    int64_t num_holding = 0, num_kept = 0, num_evictable = 0, num_pinned = 0, num_protected = 0;
+    int64_t num_holding = 0, num_kept = 0, num_evictable = 0, num_pinned = 0, num_protected = 0, state_bytes = 0;
     const kvc_table *table = &cache->sequences;
     for (const kvc_sequence *sequence = kvc_table_first(table); sequence; sequence = kvc_table_next(table, sequence)) {
         const long long id = sequence->id;
@@ -199,6 +203,7 @@ static kvc_status check_notes(const kvc_cache *cache) {
         REQUIRE(!sequence->evicting.is_kept || !(sequence->in_batch || sequence->listed.changed_at),
                 "sequence %lld is a kept one and in use", id);
         num_kept += sequence->evicting.is_kept;
+        state_bytes += sequence->evicting.state_bytes;
         num_evictable += sequence->evicting.is_evictable;
         num_pinned += sequence->evicting.is_counted_pinned;
         num_protected += sequence->evicting.is_protected;
@@ -207,11 +212,6 @@ static kvc_status check_notes(const kvc_cache *cache) {
                 "sequence %lld is noted to be evictable, or not to", id);
         REQUIRE(!sequence->listed.changed_at || *sequence->listed.changed_at == sequence,
                 "sequence %lld is not in its list", id);
-        REQUIRE(!sequence->listed.loose_at || *sequence->listed.loose_at == sequence,
-                "sequence %lld is not in its list", id);
-        REQUIRE(sequence->listed.loose_at || sequence->evicting.is_kept || sequence->in_batch ||
-                    kvc_sequence_is_tight(sequence),
-                "sequence %lld has bookkeeping to give and is not in the list of those", id);
         kvc_status status = check_useful(cache, sequence);
         const int is_skipped = !sequence->listed.changed_at && !sequence->in_batch && !sequence->evicting.is_kept;
         if (status == KVC_OK && is_skipped && !sequence->call.is_own) /* which is listed again at the end of its call */
@@ -230,29 +230,8 @@ static kvc_status check_notes(const kvc_cache *cache) {
                 "evictable sequences are out of order");
     }
     REQUIRE(!num_evictable, "the evictable sequences are not those of the table");
-    REQUIRE(cache->memory.replaced == 0, "lists that nobody uses are left");
-    return KVC_OK;
-}
-
-/* Counts what would be freed if everything evictable were evicted, by planning that; then also if all sequences gave up
- * their places in trees. */
-static kvc_status check_evictable(kvc_cache *cache) {
-    kvc_choose_all(cache);
-    const int64_t bytes = kvc_victim_bytes(cache);
-    kvc_let_victims_stay(cache);
-    REQUIRE(bytes == cache->evicting.evictable_bytes,
-            "%lld bytes of bookkeeping are noted to be evictable, and %lld are",
-            (long long)cache->evicting.evictable_bytes, (long long)bytes);
-    const int32_t was_tight = cache->evicting.is_tight;
-    cache->evicting.is_tight = 1;
-    cache->evicting.tight_bytes = -1;
-    const int64_t noted = kvc_evictable_bytes(cache);
-    kvc_choose_all(cache);
-    const int64_t all_bytes = kvc_victim_bytes(cache);
-    cache->evicting.is_tight = was_tight; /* so that no list is dropped now */
-    kvc_let_victims_stay(cache);
-    REQUIRE(noted == all_bytes, "%lld bytes of bookkeeping are noted to be freed once sequences leave, and %lld are",
-            (long long)noted, (long long)all_bytes);
+    REQUIRE(state_bytes == cache->evicting.state_bytes, "%lld bytes of states are noted to be evictable, and %lld are",
+            (long long)cache->evicting.state_bytes, (long long)state_bytes);
     return KVC_OK;
 }
 
@@ -313,7 +292,6 @@ kvc_status kvc_validate(kvc_cache *cache) {
     kvc_lock(cache);
     kvc_status status = check_notes(cache);
     if (status == KVC_OK) status = check_table(cache);
-    if (status == KVC_OK) status = check_evictable(cache);
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) status = check_group(cache, g);
     const kvc_table *table = &cache->sequences;
     for (const kvc_sequence *s = kvc_table_first(table); status == KVC_OK && s; s = kvc_table_next(table, s))

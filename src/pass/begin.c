@@ -3,6 +3,7 @@
 
 #include "cache/check.h"
 #include "space/limits.h"
+#include "pass/placing.h"
 #include "pass/prepare.h"
 #include "pass/replace.h"
 #include "cache/waiting.h"
@@ -72,56 +73,6 @@ static kvc_status check_not_expired(const kvc_cache *cache, int32_t num_tokens, 
     return KVC_OK;
 }
 
-/* ---- slots ------------------------------------------------------------------------------------------------------- */
-
-/* Adds a token's slot at the end of its sequence's runs. */
-static void add_slot(kvc_pending *pending, kvc_block *block, int32_t slot, int32_t position) {
-    kvc_run *last = pending->num ? &pending->runs[pending->num - 1] : NULL;
-    if (last && last->block == block && last->slot + last->count == slot && last->position + last->count == position)
-        last->count++;
-    else
-        pending->runs[pending->num++] = (kvc_run){block, slot, 1, position, 0};
-}
-
-/* Gives the tokens of sequence s that get a row slots from the fill mark of its last block on, then in newly opened
- * blocks. */
-static void take_slots(kvc_batch *batch, int32_t g, int32_t s, kvc_pending *pending) {
-    kvc_pool *pool = &batch->cache->pools[g];
-    const int32_t *token = kvc_order_in(batch, g) + batch->sequences[s].first;
-    kvc_block *block = pending->last_block;
-    for (int32_t done = 0; done < pending->num_tokens;) {
-        if (!block || block->fill == pool->block_size) {
-            block = kvc_pool_open(pool);
-            pool->free.last_taken += !batch->sequences[s].is_unstored;
-        }
-        const int32_t rest = pending->num_tokens - done, unfilled = pool->block_size - block->fill;
-        const int32_t count = rest < unfilled ? rest : unfilled, slot = kvc_pool_take(pool, block, count);
-        for (int32_t i = 0; i < count; i++) {
-            const int32_t t = token[done + i];
-            kvc_places_in(batch, g)[t] = (kvc_place){block, slot + i};
-            add_slot(pending, block, slot + i, kvc_rows_below(batch->positions[t], pool->stride));
-        }
-        done += count;
-    }
-}
-
-/* Hands out slots to all tokens, and makes the batch the open one. */
-static void open_batch(kvc_batch *batch) {
-    kvc_cache *cache = batch->cache;
-    for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].free.last_taken = 0;
-    for (int32_t s = 0; s < batch->num_sequences; s++) {
-        for (int32_t g = 0; g < cache->num_groups; g++) {
-            kvc_pending *pending = kvc_pending_of(batch, g, s);
-            pending->runs = batch->runs + (size_t)g * (size_t)batch->num_tokens + (size_t)batch->sequences[s].first;
-            if (pending->to >= KVC_TO_REPLACE) take_slots(batch, g, s, pending);
-            if (pending->to == KVC_TO_REPLACE) cache->pools[g].counts.replacing += pending->num_tokens;
-        }
-    }
-    kvc_forget_demands(cache);
-    if (cache->limits.max_bytes) kvc_give_back(cache, cache->limits.max_bytes);
-    cache->batch = batch;
-}
-
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
 /* Checks positions and parents. */
@@ -163,8 +114,10 @@ static kvc_status begin(kvc_cache *cache, const kvc_begin_args *args, kvc_batch 
         return status;
     }
     kvc_apply_prepared(batch);
-    open_batch(batch);
-    *out = batch;
+    kvc_place_batch(batch);
+    kvc_forget_demands(cache);
+    if (cache->limits.max_bytes) kvc_give_back_beyond(cache);
+    *out = cache->batch = batch;
     return KVC_OK;
 }
 

@@ -72,7 +72,7 @@ static void end_slots(const kvc_batch *batch, int32_t g, int32_t s, const kvc_pe
                 continue;
             }
             kvc_drop_part(pool, &part);
-            if (kvc_policy_expires(&cache->policies[g])) pool->free.num_loose += pool->free.num - before;
+            if (kvc_policy_expires(&cache->policies[g])) pool->free.num_idle += pool->free.num - before;
         }
 }
 
@@ -129,7 +129,7 @@ static void end_unstored(const kvc_batch *batch, int32_t s) {
         const int32_t before = pool->free.num;
         while (pending->num) kvc_drop_part(pool, &pending->runs[--pending->num]);
         kvc_runs_destroy(&sequence->runs[g], pool);
-        pool->free.num_loose += pool->free.num - before;
+        pool->free.num_idle += pool->free.num - before;
     }
     sequence->exact_to = batch->sequences[s].exact_to = batch->sequences[s].selected_from = INT32_MAX;
 }
@@ -203,7 +203,6 @@ static kvc_status finish(kvc_batch *batch) {
     cache->stats.batches++;
     cache->stats.tokens += num_committed;
     close_batch(batch);
-    if (cache->limits.max_bytes && cache->prefixes.first) kvc_sessions_fit(cache);
     kvc_return_surplus(cache);
     kvc_collapse_pages(cache, num_tokens);
     return kvc_unlock(cache, KVC_OK);

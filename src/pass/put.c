@@ -192,7 +192,7 @@ void kvc_drop_cross(const kvc_batch *batch, int32_t g, int32_t s) {
     kvc_pool *pool = &batch->cache->pools[g];
     const int32_t before = pool->free.num;
     kvc_drop_part(pool, kvc_pending_of(batch, g, s)->runs);
-    if (batch->sequences[s].is_unstored) pool->free.num_loose += pool->free.num - before;
+    if (batch->sequences[s].is_unstored) pool->free.num_idle += pool->free.num - before;
 }
 
 void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all) {
@@ -248,18 +248,14 @@ static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
     kvc_cross_put *put = NULL;
     kvc_lock(cache);
     kvc_status status;
-    do {
-        if (cache->limits.max_bytes) kvc_cache_wait_pages(cache);
-        status = begin_cross(batch, group, work->args, &put);
-    } while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
+    do status = begin_cross(batch, group, work->args, &put);
+    while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
     KVC_TRY(kvc_unlock(cache, status));
     work->start = (kvc_place){put->run.block, put->run.slot};
     const kvc_status done = put_all(work);
     kvc_lock(cache);
-    do {
-        if (cache->limits.max_bytes) kvc_cache_wait_pages(cache);
-        status = done == KVC_OK ? kvc_fit_max_bytes(cache, 0, CROSS_PUT) : done;
-    } while (done == KVC_OK && status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
+    do status = done == KVC_OK ? kvc_fit_max_bytes(cache, 0, CROSS_PUT) : done;
+    while (done == KVC_OK && status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
     kvc_cross_put_end(batch, put, status == KVC_OK);
     return kvc_unlock(cache, status);
 }

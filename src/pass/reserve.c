@@ -2,12 +2,13 @@
  *
  * An example.  A cache has a capacity of 100 rows and a max_seq_len of 64.  60 rows are live, 20 of them evictable, and
  * the sequence has 30 tokens.  The capacity leaves room for 100 - 40 = 60 tokens, and max_seq_len for 64 - 30 = 34.  So
- * the room is 34, unless there is max_bytes: then it is found by asking whether 34 fit, or fewer.
+ * the room is 34, unless there is max_bytes: then the largest number up to 34 is searched that max_bytes allows.
  */
 #include "cache/check.h"
 #include "cache/waiting.h"
 #include "space/expire.h"
 #include "space/limits.h"
+#include "pass/placing.h"
 #include "pass/prepare.h"
 #include "space/resident.h"
 
@@ -72,30 +73,43 @@ static void set_several(kvc_batch *batch) {
     batch->in_several = 1;
 }
 
-/* Checks that num_tokens fit, in several batches or in one, with a probe of one element, before arrays for up to
- * KVC_MAX_BATCH are allocated. */
-static kvc_status check_fits(kvc_cache *cache, int64_t seq_id, int64_t num_tokens, int several) {
+/* Checks that num_tokens fit, with a probe of one element, before arrays for up to KVC_MAX_BATCH are allocated. */
+static kvc_status check_fits(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
     kvc_batch *batch = NULL;
     KVC_TRY(kvc_check_num_tokens(cache, num_tokens));
     KVC_TRY(new_probe(cache, seq_id, 1, (int32_t)num_tokens, &batch));
-    if (several) set_several(batch);
+    set_several(batch);
     kvc_status status = kvc_fit(batch);
     kvc_discard_batch(batch);
     return status;
 }
 
-/* Marks the slots that the probe's tokens would get in group g as faulted. */
+/* Returns the next used block with room, but not `last`; NULL: there is none, or tokens do not go anywhere. */
+static kvc_block *next_open(const kvc_batch *batch, int32_t g, const kvc_block *last, kvc_block **open) {
+    while (batch->goes_anywhere && kvc_next_open(&batch->cache->pools[g], open)) {
+        kvc_block *block = *open;
+        *open = block->listed.later;
+        if (block != last) return block;
+    }
+    return NULL;
+}
+
+/* Marks the slots that the probe's tokens would get in group g as faulted: in the sequence's last block, if they go
+ * anywhere also in others with room, and then in free ones. */
 static void fault_slots(const kvc_batch *batch, int32_t g) {
     kvc_pool *pool = &batch->cache->pools[g];
     const kvc_pending *pending = kvc_pending_of(batch, g, 0);
     int32_t rest = pending->num_tokens;
-    kvc_block *block = pending->last_block, *next = pool->free.first;
+    kvc_block *open = pool->first, *block = kvc_first_block(batch, g, 0);
     const kvc_block *last = block;
-    for (int32_t fill = block ? block->fill : pool->block_size; rest > 0; fill = 0) {
+    for (kvc_block *next = pool->free.first; rest > 0;) {
+        const int32_t fill = block ? block->fill : pool->block_size;
         const int32_t taken = rest < pool->block_size - fill ? rest : pool->block_size - fill;
         if (taken) kvc_pool_fault(pool, block, fill + taken);
-        const int may_move = taken && block == last && batch->in_several;
+        const int may_move = taken && block == last && batch->in_several && !batch->goes_anywhere;
         rest -= may_move ? kvc_slots_saved(batch, batch->sequences, g, block, taken) : taken;
+        block = next_open(batch, g, last, &open);
+        if (block) continue;
         block = next;
         if (next) next = next->listed.next_free;
     }
@@ -103,31 +117,27 @@ static void fault_slots(const kvc_batch *batch, int32_t g) {
 
 static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
     kvc_batch *batch = NULL;
-    int several = 1;
     kvc_status status = kvc_check_no_batch(cache, "reserve memory");
     if (status == KVC_OK) status = check_next(cache, seq_id);
-    if (status == KVC_OK) status = check_fits(cache, seq_id, num_tokens, several);
-    if (status == KVC_ERR_FULL && cache->limits.max_bytes) /* as many as kvc_room says fit, if in one batch */
-        status = check_fits(cache, seq_id, num_tokens, several = 0);
+    if (status == KVC_OK) status = check_fits(cache, seq_id, num_tokens);
     if (status == KVC_OK)
         status = new_probe(cache, seq_id, num_tokens < KVC_MAX_BATCH ? (int32_t)num_tokens : KVC_MAX_BATCH,
                            (int32_t)num_tokens, &batch);
     if (status != KVC_OK) return status;
-    if (several) set_several(batch);
+    set_several(batch);
     status = kvc_prepare(batch);
     if (status != KVC_OK) {
         kvc_discard_batch(batch);
         return status;
     }
-    const int needs_free_memory = cache->limits.max_bytes && kvc_bytes_after(batch) > cache->limits.max_bytes;
     kvc_apply_prepared(batch);
-    if (needs_free_memory) kvc_give_back(cache, 0);
+    if (cache->limits.max_bytes) kvc_give_back_beyond(cache);
     kvc_forget_demands(cache);
     kvc_sequence *sequence = batch->sequences->sequence;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         cache->pools[g].free.reserved = 0;
         fault_slots(batch, g);
-        cache->pools[g].free.num_loose = 0;
+        cache->pools[g].free.num_idle = 0;
     }
     sequence->in_batch = 0;
     if (kvc_sequence_is_blank(sequence) && !sequence->follower) kvc_cache_set_aside(cache, sequence);
@@ -154,7 +164,7 @@ static int64_t count_room(kvc_batch *batch) {
     const kvc_batch_sequence *member = batch->sequences;
     const kvc_need need = kvc_need_of(batch);
     const int32_t next = kvc_sequence_next(member->sequence);
-    int64_t room = INT32_MAX - next, token_bytes = 0, row_bytes = 0; /* row_bytes: of rows for several tokens */
+    int64_t room = INT32_MAX - next;
     if (room > KVC_MAX_BATCH) room = KVC_MAX_BATCH;
     if (cache->limits.max_sequences && kvc_count_holding(batch) > cache->limits.max_sequences) return 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
@@ -166,99 +176,21 @@ static int64_t count_room(kvc_batch *batch) {
         }
         const int64_t in_sequence = most_tokens(kvc_room_in_sequence(batch, member, g), next, pool->stride);
         if (in_sequence < room) room = in_sequence;
-        token_bytes += kvc_pool_slot_bytes(pool) / pool->stride;
-        row_bytes += pool->stride > 1 ? kvc_pool_slot_bytes(pool) : 0;
-    }
-    if (cache->limits.max_bytes && token_bytes) { /* the last tokens may complete no row */
-        const int64_t most = cache->limits.max_bytes / token_bytes + (row_bytes + token_bytes - 1) / token_bytes;
-        if (most < room) room = most;
     }
     return room > 0 ? room : 0; /* sharing may have made the sequence longer than max_seq_len */
 }
 
-/* How to find out whether a probe fits. */
-typedef enum trial {
-    AS_THEY_LIE, /* once everything evictable is evicted, without compactions */
-    AT_MOST,     /* by a bound for all compactions then */
-    WITH_ALL,    /* with them, which are planned */
-    WITH_SOME,   /* with those for which a batch does not wait, or with all */
-    AS_A_BATCH
-} trial;
-
-static kvc_status try_probe(kvc_batch *batch, int64_t num_tokens, trial trial, const kvc_fixed *fixed) {
-    int64_t bytes, least;
-    set_probe(batch, (int32_t)num_tokens);
-    if (trial <= AT_MOST) {
-        kvc_fixed_bytes(batch, fixed, &bytes, &least);
-        return (trial == AT_MOST ? least : bytes) <= batch->cache->limits.max_bytes ? KVC_OK : KVC_ERR_FULL;
-    }
-    if (trial == WITH_ALL) return kvc_fit_compacted(batch, 1, &bytes);
-    if (trial == WITH_SOME) return kvc_fits_beside_fixed(batch, &bytes);
-    const kvc_status status = kvc_fit(batch);
-    kvc_let_victims_stay(batch->cache);
-    return status;
-}
-
-/* Raises *room, a number of tokens that fits, to at most `most`: one more does not fit then.  It tries `next` first,
- * then numbers further and further away, and the middle once it knows one on either side.  If 42 tokens fit, and `next`
- * is 40, it tries 40, 41, 43 and 42. */
-static kvc_status find_most(kvc_batch *batch, int64_t *room, int64_t most, int64_t next, trial trial,
-                            const kvc_fixed *fixed) {
-    for (int64_t step = 1; *room < most; step *= 2) {
-        const kvc_status status = try_probe(batch, next, trial, fixed);
-        if (status != KVC_OK && status != KVC_ERR_FULL) return status;
-        if (status == KVC_OK)
-            *room = next;
+/* Returns the largest number of tokens that max_bytes leaves room for, at most `most`: what counts grows with them. */
+static int64_t find_room_in_bytes(kvc_batch *batch, int64_t most) {
+    int64_t room = 0;
+    for (int64_t tried = most; room < most; tried = most - (most - room) / 2) {
+        set_probe(batch, (int32_t)tried);
+        if (kvc_fits_in_bytes(batch))
+            room = tried;
         else
-            most = next - 1;
-        next = status == KVC_OK ? *room + step : most + 1 - step;
-        if (next <= *room || next > most) next = most - (most - *room) / 2;
+            most = tried - 1;
     }
-    return KVC_OK;
-}
-
-/* Returns about how many tokens fit as they lie, between 1 and `most`: bytes grow with tokens. */
-static int64_t guess_room(kvc_batch *batch, int64_t most, const kvc_fixed *fixed) {
-    int64_t one, all, least;
-    set_probe(batch, 1);
-    kvc_fixed_bytes(batch, fixed, &one, &least);
-    set_probe(batch, (int32_t)most);
-    kvc_fixed_bytes(batch, fixed, &all, &least);
-    const double rest = (double)(batch->cache->limits.max_bytes - one) / (double)(all - one);
-    return all <= batch->cache->limits.max_bytes || rest >= 1 ? most
-           : rest <= 0                                        ? 1
-                                                              : 1 + (int64_t)(rest * (double)(most - 1));
-}
-
-/* Raises *room to what fits once rows are moved together, and everything evictable is evicted: at most `bound`. */
-static kvc_status find_compacted_room(kvc_batch *batch, int64_t bound, int64_t *room) {
-    int64_t bytes;
-    set_probe(batch, (int32_t)bound);
-    kvc_status status = kvc_fit_compacted(batch, 0, &bytes);
-    if (status == KVC_OK) *room = bound;
-    if (status == KVC_ERR_FULL) status = find_most(batch, room, bound - 1, bound - 1, WITH_ALL, NULL);
-    return status == KVC_OK ? find_most(batch, room, bound, *room + 1, WITH_SOME, NULL) : status;
-}
-
-/* Finds how many tokens max_bytes leaves room for, at most `most`.  What fits with everything gone that can be evicted
- * fits for a batch, too.  If one token more does not, a batch takes it only if it evicts nothing. */
-static kvc_status find_room_in_bytes(kvc_batch *batch, int64_t most, int64_t *room) {
-    int64_t bound, bytes, least = 0;
-    kvc_fixed fixed;
-    *room = 0;
-    kvc_status status = kvc_tighten(batch->cache);
-    if (status == KVC_OK) status = kvc_fixed_begin(batch, KVC_FIXED, &fixed);
-    if (status == KVC_OK && most)
-        status = find_most(batch, room, most, guess_room(batch, most, &fixed), AS_THEY_LIE, &fixed);
-    bound = *room;
-    if (status == KVC_OK) status = find_most(batch, &bound, most, *room + 1, AT_MOST, &fixed);
-    if (status == KVC_OK && bound > *room) status = find_compacted_room(batch, bound, room);
-    set_probe(batch, (int32_t)*room + 1);
-    if (status == KVC_OK) status = kvc_fixed_begin(batch, KVC_NOW, &fixed);
-    if (status == KVC_OK) kvc_fixed_bytes(batch, &fixed, &bytes, &least);
-    kvc_let_victims_stay(batch->cache);
-    if (status != KVC_OK || *room == most || least > batch->cache->limits.max_bytes) return status;
-    return find_most(batch, room, most, *room + 1, AS_A_BATCH, NULL);
+    return room;
 }
 
 /* Finds a number of tokens that fit, where one more does not. */
@@ -273,12 +205,9 @@ static kvc_status find_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
     if (status == KVC_OK) status = new_probe(cache, seq_id, 1, 1, &batch);
     if (status != KVC_OK) return status;
     kvc_set_min_query_positions(cache);
-    const int64_t most = count_room(batch);
-    int64_t room = most;
-    if (cache->limits.max_bytes) status = find_room_in_bytes(batch, most, &room);
+    *num_tokens = find_room_in_bytes(batch, count_room(batch));
     kvc_discard_batch(batch);
-    if (status == KVC_OK) *num_tokens = room;
-    return status;
+    return KVC_OK;
 }
 
 kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens) {

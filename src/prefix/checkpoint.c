@@ -3,34 +3,24 @@
 
 #include <string.h>
 
+#include "cache/useful.h"
 #include "cache/waiting.h"
 #include "prefix/tree.h"
 #include "space/evict.h"
 
-/* Counts what is freed of it if everything evictable is evicted. */
-static void recount(kvc_cache *cache, kvc_checkpoint *checkpoint) {
-    const int64_t bytes = checkpoint->goes && checkpoint->num_users == 1 ? kvc_checkpoint_bytes(checkpoint) : 0;
-    cache->evicting.evictable_bytes += bytes - checkpoint->evictable_bytes;
-    checkpoint->evictable_bytes = bytes;
-}
-
-void kvc_checkpoint_note(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t goes) {
-    if (!checkpoint) return;
-    checkpoint->goes = goes;
-    recount(cache, checkpoint);
-}
-
-void kvc_checkpoint_count(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t add) {
-    checkpoint->num_users += add;
-    recount(cache, checkpoint);
+void kvc_checkpoint_note(kvc_cache *cache, const kvc_checkpoint *checkpoint) {
+    kvc_sequence *rows = checkpoint->node ? checkpoint->node->rows : NULL;
+    const int goes = rows && rows->evicting.is_evictable && checkpoint->num_users == 1;
+    if (rows) kvc_useful_note_state(cache, rows, goes ? checkpoint->num_bytes : 0);
 }
 
 void kvc_checkpoint_use(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t add) {
     if (!checkpoint) return;
-    kvc_checkpoint_count(cache, checkpoint, add);
-    if (!checkpoint->num_users)
-        kvc_memory_free(&cache->memory, checkpoint, (uint64_t)kvc_checkpoint_bytes(checkpoint), KVC_MEMORY_BOOKKEEPING,
-                        -1);
+    checkpoint->num_users += add;
+    kvc_checkpoint_note(cache, checkpoint);
+    if (checkpoint->num_users) return;
+    cache->prefixes.state_bytes -= checkpoint->num_bytes;
+    kvc_memory_free(&cache->memory, checkpoint, (uint64_t)kvc_checkpoint_bytes(checkpoint), KVC_MEMORY_BOOKKEEPING, -1);
 }
 
 void kvc_state_use_begin(kvc_cache *cache, kvc_state_use *use, kvc_checkpoint *checkpoint) {
@@ -50,11 +40,11 @@ void kvc_state_use_end(kvc_cache *cache, const kvc_state_use *use) {
 kvc_status kvc_checkpoint_take(kvc_cache *cache, int64_t num_bytes, int64_t before, kvc_state_use *use) {
     const uint64_t size = sizeof *use->checkpoint + (uint64_t)num_bytes;
     use->checkpoint = NULL;
-    while (cache->limits.max_bytes && kvc_cache_wait_pages(cache)) continue;
     kvc_checkpoint *checkpoint = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
     if (!checkpoint)
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for a checkpoint of %lld bytes", (long long)num_bytes);
     *checkpoint = (kvc_checkpoint){.num_bytes = num_bytes};
+    cache->prefixes.state_bytes += num_bytes;
     kvc_state_use_begin(cache, use, checkpoint);
     const kvc_status status = kvc_fit_max_bytes(cache, before, "keeping a checkpoint");
     if (status != KVC_OK) {
@@ -130,7 +120,7 @@ void kvc_checkpoints_drop(kvc_checkpoints *all, kvc_node *node) {
     all->num--;
     node->checkpoint = NULL;
     checkpoint->node = NULL;
-    kvc_checkpoint_note(all->cache, checkpoint, 0);
+    if (node->rows) kvc_useful_note_state(all->cache, node->rows, 0);
     kvc_checkpoint_use(all->cache, checkpoint, -1);
 }
 
@@ -142,7 +132,6 @@ int kvc_checkpoints_put(kvc_checkpoints *all, kvc_node *node, kvc_checkpoint *ch
     if (all->most_bytes && all->pinned_bytes + checkpoint->num_bytes > all->most_bytes) return 0;
     node->checkpoint = checkpoint;
     checkpoint->node = node;
-    checkpoint->goes = node->rows && node->rows->evicting.is_evictable;
     checkpoint->stamp = ++all->cache->evicting.num_uses;
     all->num_bytes += checkpoint->num_bytes;
     all->num++;

@@ -9,13 +9,11 @@
 
 /* The state behind the last token of a block. */
 typedef struct kvc_checkpoint {
-    kvc_links unpinned;      /* place in kvc_checkpoints.unpinned, unless it has a pin; first, as checkpoint.c casts */
-    struct kvc_node *node;   /* its block; NULL: the block has gone, or has let go of it */
-    int64_t stamp;           /* as of kvc_cache.evicting.num_uses: the more recently it was used, the larger */
-    int32_t num_users;       /* the block, sequences that go on from it, and calls: it is freed with the last one */
-    int32_t goes;            /* its block loses its rows if everything evictable is evicted */
-    int64_t evictable_bytes; /* it has so many of cache->evicting.evictable_bytes */
-    int64_t num_bytes;       /* of the state, which follows */
+    kvc_links unpinned;    /* place in kvc_checkpoints.unpinned, unless it has a pin; first, as checkpoint.c casts */
+    struct kvc_node *node; /* its block; NULL: the block has gone, or has let go of it */
+    int64_t stamp;         /* as of kvc_cache.evicting.num_uses: the more recently it was used, the larger */
+    int32_t num_users;     /* the block, sequences that go on from it, and calls: it is freed with the last one */
+    int64_t num_bytes;     /* of the state, which follows */
 } kvc_checkpoint;
 
 /* The checkpoints of all blocks of a tree. */
@@ -47,11 +45,8 @@ void kvc_state_use_end(kvc_cache *cache, const kvc_state_use *use);
 kvc_status kvc_checkpoint_take(kvc_cache *cache, int64_t num_bytes, int64_t before, kvc_state_use *use);
 kvc_status kvc_checkpoint_new(kvc_cache *cache, const void *state, int64_t num_bytes, kvc_state_use *use);
 
-/* Notes whether its block loses its rows if everything evictable is evicted; ignores NULL. */
-void kvc_checkpoint_note(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t goes);
-
-/* Adds to the number of users, and frees nothing. */
-void kvc_checkpoint_count(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t add);
+/* Notes whether it is freed if its block is evicted (kvc_useful_note_state). */
+void kvc_checkpoint_note(kvc_cache *cache, const kvc_checkpoint *checkpoint);
 
 /* Adds a user, or takes one away (add -1), which may free it; ignores NULL. */
 void kvc_checkpoint_use(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t add);

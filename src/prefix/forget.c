@@ -115,7 +115,7 @@ static void forget(kvc_prefix *prefix, walk *w, names *n, int64_t *num_dropped) 
     const kvc_token_span first = kvc_tokens_part(w->tokens, 0, 1);
     raise_horizon(prefix);
     kvc_sessions_drop_pending(prefix);
-    kvc_tree_begin_forgetting(tree, &first);
+    tree->forgetting = first;
     w->node = &tree->root;
     kvc_node_use(w->node, 1);
     while (drop_some(w, n, num_dropped)) {
@@ -127,7 +127,7 @@ static void forget(kvc_prefix *prefix, walk *w, names *n, int64_t *num_dropped) 
         kvc_node_let_go(tree->lost);
         if (i % PASSED_AT_ONCE == 0) kvc_cache_give_way(cache);
     }
-    kvc_tree_end_forgetting(tree);
+    tree->forgetting = (kvc_token_span){0};
     raise_horizon(prefix);
 }
 

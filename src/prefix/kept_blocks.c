@@ -401,15 +401,10 @@ static int64_t add_to_tree(const arrival *a, kvc_status status, const kvc_state_
     return node ? node->rows->id : -1;
 }
 
-/* Adds the block to the tree, and goes on from it.  If the tree then takes more than max_bytes, the block is dropped
- * rather than blocks before it. */
+/* Adds the block to the tree, and goes on from it. */
 static void end_arrival(const arrival *a, kvc_status status, const kvc_state_use *use, int32_t *is_kept) {
     kvc_cache *cache = a->fetch->prefix->cache;
-    const int64_t id = add_to_tree(a, status, use);
-    kvc_node *node = kvc_node_of(cache, id);
-    if (node && kvc_fit_max_bytes(cache, a->fetch->before, "adding a block") != KVC_OK) kvc_node_drop(node);
-    kvc_sessions_fit(cache);
-    node = kvc_node_of(cache, id);
+    kvc_node *node = kvc_node_of(cache, add_to_tree(a, status, use));
     *is_kept = node != NULL;
     if (node) kvc_fetch_pass(a->fetch, node);
 }

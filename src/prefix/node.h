@@ -33,21 +33,8 @@ typedef struct kvc_node_order {
 typedef struct kvc_node_users {
     int32_t num;            /* pins, and sequences that go on from it */
     int32_t num_pins;       /* of the rows, and those that take their place */
-    int32_t num_sessions;   /* so many of the users are sessions, which leave if a call is short of bytes */
     int32_t num_state_pins; /* of the state, and of one that takes its place */
 } kvc_node_users;
-
-/* Whether a node, and which of its children, will be freed: tree.c. */
-typedef struct kvc_node_freeing {
-    int32_t stays;           /* it is not freed if all that may be evicted is */
-    int32_t num_staying;     /* so many children stay */
-    int32_t is_needed;       /* it is not freed if sessions leave, too */
-    int32_t num_needed;      /* so many children are needed */
-    int32_t is_going;        /* while a call is planned: it loses its rows */
-    int32_t num_going;       /* and so many children will be freed */
-    int64_t occupied_bytes;  /* it has so many of cache->evicting.occupied_bytes */
-    int64_t evictable_bytes; /* it has so many of cache->evicting.evictable_bytes */
-} kvc_node_freeing;
 
 /* The name of a full block: index.h. */
 typedef struct kvc_node_name {
@@ -70,7 +57,6 @@ typedef struct kvc_node {
     kvc_checkpoint *checkpoint;  /* the recurrent state at its end, while it has rows; NULL: none */
     kvc_node_users users;
     kvc_node_order order;
-    kvc_node_freeing freeing;
     kvc_node_name named;
 } kvc_node;
 
@@ -91,12 +77,11 @@ typedef struct kvc_tree {
     kvc_sorted index;                /* by hash: index.h */
     kvc_checkpoints checkpoints;     /* of all nodes */
     kvc_token_span forgetting;       /* first token of the prompt that a call forgets just now; num 0: no call does */
-    kvc_node *lost;                  /* list of full nodes that have lost their rows since; each has a use */
-    int64_t evictable_bytes; /* of its nodes: of cache->evicting.evictable_bytes, unless a call forgets a prompt */
-    int64_t occupied_bytes;  /* the same of cache->evicting.occupied_bytes */
-    int64_t expires_before;  /* nodes last used before it are not found, and dropped soon */
-    int64_t ttl;             /* nanoseconds after which a node that nobody used is dropped; 0: never */
-    struct kvc_tree *next;   /* in the list cache->prefixes.dying */
+    kvc_node *lost;                  /* list of full nodes that have lost their rows since, for whatever reason; each
+                                        has a use */
+    int64_t expires_before;          /* nodes last used before it are not found, and dropped soon */
+    int64_t ttl;                     /* nanoseconds after which a node that nobody used is dropped; 0: never */
+    struct kvc_tree *next;           /* in the list cache->prefixes.dying */
 } kvc_tree;
 
 /* Returns how many tokens a node has, and whether these are a block's. */

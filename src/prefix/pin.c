@@ -7,6 +7,9 @@
 
 static uint64_t size_of(const kvc_pinned *pin) { return sizeof *pin + (uint64_t)pin->room * sizeof(kvc_node *); }
 
+/* Returns what a pin counts for max_bytes. */
+static int64_t counted_bytes(const kvc_pinned *pin) { return pin->room * (int64_t)sizeof(kvc_node *); }
+
 /* Takes memory for a pin of `num` nodes besides those up to `last`, which it lists behind them. */
 static kvc_pinned *new_pin(kvc_cache *cache, kvc_node *last, int32_t num) {
     kvc_pinned empty = {.room = num};
@@ -17,6 +20,7 @@ static kvc_pinned *new_pin(kvc_cache *cache, kvc_node *last, int32_t num) {
         return NULL;
     }
     *pin = empty;
+    cache->prefixes.prompt_bytes += counted_bytes(pin);
     for (; last->parent; last = last->parent) pin->nodes[num++] = last;
     return pin;
 }
@@ -36,6 +40,7 @@ static void unpin_last(kvc_pinned *pin) {
 /* Ends a pin that is in no list and no set. */
 static void end_pin(kvc_cache *cache, kvc_pinned *pin) {
     while (pin->num) unpin_last(pin);
+    cache->prefixes.prompt_bytes -= counted_bytes(pin);
     kvc_memory_free(&cache->memory, pin, size_of(pin), KVC_MEMORY_BOOKKEEPING, -1);
 }
 
@@ -114,7 +119,7 @@ static int64_t bytes_of(const kvc_sorted *pins, const uint8_t *name, int32_t kno
     const kvc_pinned *pin = find(pins, name, &to);
     for (; pin && !memcmp(pin->name, name, KVC_NAME_BYTES) && pin->known <= known;
          pin = (const kvc_pinned *)(const void *)kvc_sorted_beside(&pin->links, 1))
-        bytes += (int64_t)size_of(pin);
+        bytes += counted_bytes(pin);
     return bytes;
 }
 
@@ -130,9 +135,9 @@ kvc_status kvc_pin_known(kvc_prefix *prefix, const kvc_match *m, const uint8_t *
     pin->known = m->known;
     pin->num_calls = 1;
     begin_pin(pin); /* before others end, so that no node is without a pin meanwhile */
-    cache->memory.replaced += replaced;
+    cache->prefixes.prompt_bytes -= replaced;
     const kvc_status status = kvc_fit_max_bytes(cache, 0, "pinning a prompt");
-    cache->memory.replaced -= replaced;
+    cache->prefixes.prompt_bytes += replaced;
     if (status == KVC_OK)
         replace_others(prefix, pin);
     else

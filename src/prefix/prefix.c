@@ -104,20 +104,24 @@ static kvc_tree *new_tree(kvc_prefix *prefix) {
     return tree;
 }
 
+/* Returns what a prefix counts for max_bytes. */
+static int64_t event_bytes(const kvc_prefix *prefix) { return prefix->events.room * (int64_t)sizeof(kvc_prefix_event); }
+
 /* Frees a prefix that is in no list. */
 static void free_struct(kvc_prefix *prefix) {
     kvc_cache *cache = prefix->cache;
+    cache->prefixes.prompt_bytes -= event_bytes(prefix);
     kvc_memory_free(&cache->memory, prefix, prefix->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
 }
 
 /* Makes a prefix and its tree, of which the list of all prefixes has nothing yet, if there is room for them. */
 static kvc_status make(kvc_cache *cache, const kvc_prefix_config *config, kvc_prefix **out) {
     const uint64_t size = sizeof(kvc_prefix) + (uint64_t)config->max_events * sizeof(kvc_prefix_event);
-    while (cache->limits.max_bytes && kvc_cache_wait_pages(cache)) continue;
     kvc_prefix *prefix = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
     if (!prefix) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a prefix");
     *prefix = (kvc_prefix){.cache = cache, .num_bytes = size, .number = ++cache->prefixes.num_made};
     prefix->events = (kvc_events){.ring = (kvc_prefix_event *)(void *)(prefix + 1), .room = config->max_events};
+    cache->prefixes.prompt_bytes += event_bytes(prefix);
     kvc_name_salt(config->salt, (size_t)config->salt_size, prefix->salt);
     kvc_name_root(prefix->salt, config->identity, (size_t)config->identity_size, config->state_bytes, prefix->root);
     kvc_value_owner_init(&prefix->owner, config->identity, config->identity_size, config->secret, config->secret_size);
@@ -171,9 +175,9 @@ static kvc_tree *take_tree(kvc_prefix *prefix, kvc_tree *other) {
     kvc_tree *tree = prefix->tree;
     for (kvc_session *session = prefix->sessions; session; session = session->next) {
         kvc_session_roll_back(session, 0);
-        kvc_node_follow(&tree->root, -1);
+        kvc_node_use(&tree->root, -1);
         session->last = &other->root;
-        kvc_node_follow(session->last, 1);
+        kvc_node_use(session->last, 1);
     }
     prefix->tree = other;
     return tree;
@@ -299,28 +303,6 @@ kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *from, int32_t
 
 /* ---- acquiring --------------------------------------------------------------------------------------------------- */
 
-/* Returns whether a prompt may need all of max_bytes. */
-static int is_tight(const kvc_cache *cache, int64_t num_tokens) {
-    int64_t bytes = cache->memory.bookkeeping;
-    for (int32_t g = 0; g < cache->num_token_groups; g++) {
-        const kvc_pool *pool = &cache->pools[g];
-        const int64_t most = kvc_policy_most_rows(&cache->policies[g]), num = num_tokens / pool->stride,
-                      rows = num < most ? num : most,
-                      blocks = rows / pool->block_size + 2; /* one is not full, and one is shared */
-        bytes += blocks * (kvc_pool_block_bytes(pool, pool->block_size) + kvc_pool_header_bytes(pool));
-    }
-    return cache->limits.max_bytes && bytes > cache->limits.max_bytes;
-}
-
-/* Drops the nodes in which a match ends, before their last token, so that its sequence goes on in their slots. */
-static void drop_beside(const kvc_match *m, int32_t block) {
-    for (int32_t i = m->num - 1; i >= 0 && m->pieces[i].begin >= m->known / block * block; i--) {
-        kvc_node *node = kvc_match_node(m, i);
-        const int ends_inside = m->pieces[i].begin < m->known && m->pieces[i].end >= m->known && node->end > m->known;
-        if (ends_inside && !node->users.num_pins && !node->is_protected) kvc_node_drop(node);
-    }
-}
-
 /* Adds a sequence that holds the known tokens of a prompt. */
 static kvc_status add_sequence(kvc_cache *cache, kvc_session *session, const kvc_match *m, int64_t id,
                                kvc_sequence **sequence) {
@@ -347,13 +329,10 @@ static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const kvc_matc
         return status;
     }
     kvc_session_begin(session, sequence, kvc_match_path(m, m->known), m->with_state ? m->with_state->checkpoint : NULL);
-    cache->prefixes.prompt_bytes -=
-        (int64_t)session->num_bytes; /* an error names the prompts of other sequences alone */
     status = kvc_check_room(&need);
-    cache->prefixes.prompt_bytes += (int64_t)session->num_bytes;
     if (status == KVC_OK) {
-        kvc_match_touch(m);
-        return KVC_OK;
+        kvc_match_touch(m); /* so that what it goes on from is evicted last */
+        return kvc_make_room(&need);
     }
     kvc_session_roll_back(session, 0); /* so that its end does not use the blocks that matched */
     kvc_cache_drop(cache, sequence);
@@ -365,17 +344,14 @@ static kvc_status acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t 
                           int32_t *matched) {
     kvc_cache *cache = prefix->cache;
     kvc_match m;
-    while (cache->limits.max_bytes && kvc_cache_wait_pages(cache)) continue;
     KVC_TRY(kvc_match_find(prefix, tokens, limit, &m));
     kvc_session *session = kvc_session_new(prefix, tokens, m.known);
     *seq_id = kvc_cache_new_id(cache);
     *matched = m.known;
     const kvc_status status = session ? begin(prefix, session, &m, *seq_id) : KVC_ERR_NOMEM;
-    if (status == KVC_OK && is_tight(cache, tokens->num_tokens)) drop_beside(&m, cache->pools[0].block_size);
     kvc_match_free(cache, &m);
     if (status != KVC_OK) return status;
     kvc_cache_set_in_call(cache, *seq_id, 1);
-    kvc_sessions_fit(cache);
     return KVC_OK;
 }
 
@@ -425,7 +401,6 @@ static void name_prompt(const kvc_prefix *prefix, const kvc_tokens *tokens, uint
 /* Pins the known tokens of a prompt with a name. */
 static kvc_status pin(kvc_prefix *prefix, const kvc_tokens *tokens, const uint8_t *name, int32_t *kept) {
     kvc_match m;
-    while (prefix->cache->limits.max_bytes && kvc_cache_wait_pages(prefix->cache)) continue;
     KVC_TRY(kvc_match_find(prefix, tokens, tokens->num_tokens, &m));
     const kvc_status status = m.known ? kvc_pin_known(prefix, &m, name) : KVC_OK;
     if (status == KVC_OK) *kept = m.known;

@@ -115,10 +115,9 @@ static int is_harmless(kvc_status status) {
 
 /* Adds a chunk to a sequence at a position, and sets *is_moved to whether it could.  Releases the mutex meanwhile. */
 static kvc_status move_chunk(kvc_cache *cache, const chunk *c, int64_t seq_id, int32_t position, int *is_moved) {
-    const kvc_need need = kvc_need_max_bytes(cache, "moving tokens"); /* its lists get as long as the chunk's */
     const int64_t id = kvc_cache_new_id(cache);
     const int32_t delta = position - c->begin, end = position + c->num_tokens;
-    kvc_status status = gather_chunk(cache, c, id) ? kvc_check_room(&need) : KVC_ERR_FULL;
+    kvc_status status = gather_chunk(cache, c, id) ? KVC_OK : KVC_ERR_FULL;
     kvc_cache_set_in_call(cache, id, 1);
     kvc_unlock(cache, KVC_OK);
     if (status == KVC_OK) status = kvc_shift(cache, id, 0, KVC_END, delta);
@@ -144,6 +143,5 @@ kvc_status kvc_reuse(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit
         if (!is_moved) break;
         *matched += c.num_tokens;
     }
-    kvc_sessions_fit(cache);
     return kvc_unlock(cache, status);
 }

@@ -3,9 +3,6 @@
 
 #include <string.h>
 
-#include "space/evict.h"
-#include "space/limits.h"
-
 /* ---- beginning and ending ---------------------------------------------------------------------------------------- */
 
 static int32_t block_size(const kvc_session *session) { return session->prefix->cache->pools[0].block_size; }
@@ -13,10 +10,9 @@ static int32_t block_size(const kvc_session *session) { return session->prefix->
 /* Makes `last` the last block of the tree that is known of the sequence. */
 static void set_last(kvc_session *session, kvc_node *last) {
     kvc_node *before = session->last;
-    kvc_node_follow(last, 1);
+    kvc_node_use(last, 1);
     session->last = last;
-    if (before) kvc_node_follow(before, -1);
-    if (last->parent) kvc_cache_mark_loose(session->prefix->cache, session->sequence);
+    if (before) kvc_node_use(before, -1);
 }
 
 static void drop_pending(kvc_session *session, int32_t position) {
@@ -39,39 +35,11 @@ static void ended(kvc_cache *cache, kvc_follower *follower) {
     drop_pending(session, 0);
     drop_state(session);
     kvc_node_touch(session->last);
-    kvc_node_follow(session->last, -1);
+    kvc_node_use(session->last, -1);
     *session->at = session->next;
     if (session->next) session->next->at = session->at;
     session->prefix->stats.sequences--;
     kvc_session_free(session);
-}
-
-/* Plans that a session gives up its place in the tree, and the state of a sequence that a batch feeds. */
-static int64_t plan_leave(kvc_follower *follower, int is_planned) {
-    const kvc_session *session = (const kvc_session *)(const void *)follower;
-    kvc_checkpoint *state = session->sequence->in_batch ? session->state : NULL;
-    const int32_t num_users = is_planned ? 0 : 1; /* of a state that only this session uses */
-    session->last->users.num += is_planned ? -1 : 1;
-    if (state) kvc_checkpoint_count(session->prefix->cache, state, is_planned ? -1 : 1);
-    const int64_t bytes = state && !state->node && state->num_users == num_users ? kvc_checkpoint_bytes(state) : 0;
-    session->prefix->cache->evicting.evictable_bytes += is_planned ? bytes : -bytes;
-    if (is_planned) return bytes + kvc_node_plan_free(session->last);
-    kvc_node_unplan_free(session->last);
-    return 0;
-}
-
-static void leave(kvc_cache *cache, kvc_follower *follower) {
-    kvc_session *session = (kvc_session *)(void *)follower;
-    (void)cache;
-    if (session->sequence->in_batch) drop_state(session);
-    session->known_to = 0;
-    set_last(session, &session->prefix->tree->root);
-}
-
-static int may_leave(const kvc_follower *follower) {
-    const kvc_session *session = (const kvc_session *)(const void *)follower;
-    const int has_begun = session->last != NULL;
-    return has_begun && (session->last->parent || (session->sequence->in_batch && session->state));
 }
 
 kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t matched) {
@@ -85,7 +53,6 @@ kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32
         kvc_set_last_error("out of memory for a prompt of %lld tokens", (long long)tokens->num_tokens);
         return NULL;
     }
-    prefix->cache->prefixes.prompt_bytes += (int64_t)size;
     int64_t *ids = (int64_t *)(void *)(session + 1);
     uint8_t *digests = digest_bytes ? (uint8_t *)(ids + num) : NULL;
     ids[0] = first.ids[0];
@@ -93,20 +60,22 @@ kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32
     if (digests) memcpy(digests, first.digests, digest_bytes);
     if (digests && rest) memcpy(digests + digest_bytes, prompt.digests, rest * digest_bytes);
     *session = (kvc_session){
-        .follower = {ended, plan_leave, leave, may_leave, NULL},
+        .follower = {ended, NULL},
         .num_bytes = size,
+        .prompt_bytes = (int64_t)(num * (sizeof(int64_t) + digest_bytes)),
         .prefix = prefix,
         .kept_to = begin,
         .known_to = begin + prompt.num,
         .begin = begin,
         .first = {ids, digests, 1},
         .prompt = {.ids = ids + 1, .num_tokens = prompt.num, .digests = digests ? digests + digest_bytes : NULL}};
+    prefix->cache->prefixes.prompt_bytes += session->prompt_bytes;
     return session;
 }
 
 void kvc_session_free(kvc_session *session) {
     kvc_cache *cache = session->prefix->cache;
-    cache->prefixes.prompt_bytes -= (int64_t)session->num_bytes;
+    cache->prefixes.prompt_bytes -= session->prompt_bytes;
     kvc_memory_free(&cache->memory, session, session->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
 }
 
@@ -229,19 +198,6 @@ void kvc_sessions_fill(const kvc_batch *batch) {
             continue;
         fill(session, r.end, find_exact_to(batch, member->sequence));
     }
-}
-
-void kvc_sessions_fit(kvc_cache *cache) {
-    if (!cache->limits.max_bytes || kvc_cache_bytes(cache) <= cache->limits.max_bytes ||
-        kvc_fit_max_bytes(cache, 0, "keeping blocks") == KVC_OK)
-        return;
-    kvc_give_back(cache, cache->limits.max_bytes); /* without memory to choose */
-    for (kvc_sequence *oldest; kvc_cache_bytes(cache) > cache->limits.max_bytes &&
-                               (oldest = kvc_sequence_end(&cache->evicting.evictable, KVC_BY_USE, 0));) {
-        kvc_cache_drop(cache, oldest);
-        kvc_give_back(cache, cache->limits.max_bytes);
-    }
-    if (kvc_cache_bytes(cache) > cache->limits.max_bytes) kvc_leave_all(cache);
 }
 
 /* ---- blocks whose tokens become known ---------------------------------------------------------------------------- */

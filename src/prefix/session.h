@@ -18,6 +18,7 @@ typedef struct kvc_session {
     int32_t known_to;               /* position up to which `prompt` has the tokens of its blocks */
     kvc_node *pending;              /* list of its blocks whose tokens are not known yet, the last ones first */
     kvc_checkpoint *state;          /* of the model behind what was matched, until tokens are fed; NULL: none */
+    int64_t prompt_bytes;           /* of its tokens: what it counts for max_bytes */
     uint64_t num_bytes;             /* of this allocation */
     struct kvc_session *next, **at; /* place in the list of the prefix */
     kvc_token_span first;           /* the prompt's first token */
@@ -56,9 +57,5 @@ kvc_node *kvc_session_keep(struct kvc_prefix *prefix, kvc_sequence *sequence, co
 /* Keeps the blocks of acquired sequences that a batch fills.  This is done before its tokens become theirs, because
  * some rows expire then.  If only some tokens are kept, it is done afterwards. */
 void kvc_sessions_fill(const kvc_batch *batch);
-
-/* Evicts what kept blocks take beyond max_bytes, once a call has kept more.  If that does not suffice, sequences
- * give up their place in the tree.  Blocks that they fill later are found once they are released. */
-void kvc_sessions_fit(kvc_cache *cache);
 
 #endif

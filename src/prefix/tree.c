@@ -106,22 +106,8 @@ static kvc_status set_tokens(kvc_node *node, const kvc_token_span *tokens) {
     return KVC_OK;
 }
 
-/* Adds to the bytes that the cache frees if it evicts nodes, and besides if sequences leave. */
-static void count_evictable(kvc_cache *cache, int64_t evictable, int64_t occupied) {
-    cache->evicting.evictable_bytes += evictable;
-    cache->evicting.occupied_bytes += occupied;
-}
-
-/* Adds to these bytes of a tree.  The cache does not count them while nodes without rows stay. */
-static void add_evictable(kvc_tree *tree, int64_t evictable, int64_t occupied) {
-    tree->evictable_bytes += evictable;
-    tree->occupied_bytes += occupied;
-    if (!tree->forgetting.num) count_evictable(tree->cache, evictable, occupied);
-}
-
 /* Frees a node that has no children and no rows. */
 static void free_node(kvc_node *node) {
-    add_evictable(node->tree, -node->freeing.evictable_bytes, -node->freeing.occupied_bytes);
     kvc_memory *memory = &node->tree->cache->memory;
     kvc_memory_free(memory, (void *)(uintptr_t)node->tokens.ids, tokens_bytes(&node->tokens), KVC_MEMORY_BOOKKEEPING,
                     -1);
@@ -173,56 +159,10 @@ void kvc_node_collect(kvc_node *node) {
     cache->prefixes.new_blocks_end = &node->next;
 }
 
-static int64_t bytes_of(const kvc_node *node) { return (int64_t)(sizeof *node + tokens_bytes(&node->tokens)); }
-
-void kvc_node_recount(kvc_node *node) {
-    for (kvc_cache *cache = node->tree->cache; node; node = node->parent) {
-        const int goes = node->rows && node->rows->evicting.is_evictable, is_root = node == &node->tree->root;
-        const int is_fixed = is_root || (node->rows && !goes);
-        const int stays = is_fixed || node->users.num || node->freeing.num_staying;
-        const int is_needed = is_fixed || node->users.num > node->users.num_sessions || node->freeing.num_needed;
-        const int64_t bytes = stays ? 0 : bytes_of(node), occupied = stays && !is_needed ? bytes_of(node) : 0;
-        kvc_checkpoint_note(cache, node->checkpoint, goes);
-        add_evictable(node->tree, bytes - node->freeing.evictable_bytes, occupied - node->freeing.occupied_bytes);
-        node->freeing.evictable_bytes = bytes;
-        node->freeing.occupied_bytes = occupied;
-        if (stays == node->freeing.stays && is_needed == node->freeing.is_needed) return;
-        if (node->parent) node->parent->freeing.num_staying += stays - node->freeing.stays;
-        if (node->parent) node->parent->freeing.num_needed += is_needed - node->freeing.is_needed;
-        node->freeing.stays = stays;
-        node->freeing.is_needed = is_needed;
-    }
-}
-
-static void noted(kvc_follower *follower) { kvc_node_recount((kvc_node *)(void *)follower); }
-
-int64_t kvc_node_plan_free(kvc_node *node) {
-    int64_t bytes = 0;
-    if (node->tree->forgetting.num) return 0;
-    for (; node->parent && (node->freeing.is_going || !node->rows); node = node->parent) {
-        if (node->users.num || node->freeing.num_going < node->children.num) break;
-        bytes += bytes_of(node);
-        node->parent->freeing.num_going++;
-    }
-    return bytes;
-}
-
-void kvc_node_unplan_free(kvc_node *node) {
-    for (; node->parent && node->parent->freeing.num_going; node = node->parent) node->parent->freeing.num_going = 0;
-}
-
-/* Plans the end of a node's rows.  A node is freed by the last of what needs it: its rows, its children. */
-static int64_t plan_end(kvc_follower *follower, int is_planned) {
-    kvc_node *node = (kvc_node *)(void *)follower;
-    int64_t bytes = 0;
-    node->freeing.is_going = is_planned;
-    if (!is_planned) {
-        kvc_node_unplan_free(node);
-        return 0;
-    }
-    if (node->checkpoint && node->checkpoint->num_users == 1) bytes = kvc_checkpoint_bytes(node->checkpoint);
-    if (!node->parent) return bytes + (node->tree->forgetting.num ? 0 : bytes_of(node)); /* outside the tree */
-    return bytes + kvc_node_plan_free(node);
+/* Its rows have become evictable: its state may go with them. */
+static void noted(kvc_follower *follower) {
+    const kvc_node *node = (const kvc_node *)(const void *)follower;
+    if (node->checkpoint) kvc_checkpoint_note(node->tree->cache, node->checkpoint);
 }
 
 /* Adds a node to a list that begins at `list`. */
@@ -244,23 +184,12 @@ void kvc_node_let_go(kvc_node *node) {
     kvc_node_use(node, -1);
 }
 
-void kvc_tree_begin_forgetting(kvc_tree *tree, const kvc_token_span *first) {
-    tree->forgetting = *first;
-    count_evictable(tree->cache, -tree->evictable_bytes, -tree->occupied_bytes);
-}
-
-void kvc_tree_end_forgetting(kvc_tree *tree) {
-    tree->forgetting = (kvc_token_span){0};
-    count_evictable(tree->cache, tree->evictable_bytes, tree->occupied_bytes);
-}
-
 /* Notes that the rows of a node are gone. */
 static void ended(kvc_cache *cache, kvc_follower *follower) {
     kvc_node *node = (kvc_node *)(void *)follower;
     (void)cache;
     node->rows = NULL;
     kvc_checkpoints_drop(&node->tree->checkpoints, node);
-    kvc_node_recount(node);
     kvc_node_take_out(node);
     if (node->parent) {
         note(node, KVC_BLOCK_DROPPED);
@@ -276,13 +205,7 @@ void kvc_node_drop(kvc_node *node) { kvc_cache_drop(node->tree->cache, node->row
 
 void kvc_node_use(kvc_node *node, int32_t add) {
     node->users.num += add;
-    kvc_node_recount(node);
     prune(node);
-}
-
-void kvc_node_follow(kvc_node *node, int32_t add) {
-    node->users.num_sessions += add;
-    kvc_node_use(node, add);
 }
 
 void kvc_node_pin(kvc_node *node, int32_t add) {
@@ -301,10 +224,7 @@ kvc_node *kvc_node_find(const kvc_node *parent, const kvc_token_span *tokens) {
 static kvc_node *alloc_node(kvc_tree *tree, int32_t begin, int32_t end) {
     kvc_node *node = kvc_memory_alloc(&tree->cache->memory, sizeof *node, KVC_MEMORY_BOOKKEEPING, -1);
     if (node)
-        *node = (kvc_node){.follower = {.ended = ended, .plan_end = plan_end, .noted = noted},
-                           .tree = tree,
-                           .begin = begin,
-                           .end = end};
+        *node = (kvc_node){.follower = {.ended = ended, .noted = noted}, .tree = tree, .begin = begin, .end = end};
     else
         kvc_set_last_error("out of memory for a block of %d tokens", end - begin);
     return node;
@@ -321,7 +241,6 @@ kvc_status kvc_node_new(kvc_tree *tree, const kvc_sequence *src, int32_t begin, 
         free_node(node);
         return status;
     }
-    kvc_node_recount(node);
     put_first(node, list);
     *made = node;
     return KVC_OK;
@@ -392,8 +311,6 @@ static kvc_status insert(kvc_node *parent, kvc_node *node, const kvc_token_span 
     const kvc_among place = kvc_node_among(parent, tokens);
     kvc_sorted_insert(&parent->children, &node->beside, place.above, place.side);
     node->parent = parent;
-    node->freeing.stays = node->freeing.is_needed = 0; /* the parent has not counted it */
-    kvc_node_recount(node);
     kvc_name_block(node->tree->salt, parent->named.name, tokens, node->named.name);
     if (node->tree->is_indexed) node->named.hash = kvc_hash_tokens(tokens);
     return KVC_OK;

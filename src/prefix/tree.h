@@ -20,11 +20,7 @@ void kvc_tree_retire(kvc_tree *tree);
 /* Returns whether a node has all its rows: windows may have lost theirs. */
 int kvc_node_is_complete(const kvc_node *node);
 
-/* Begin and end to forget a prompt, of which the first token is given.  Meanwhile full nodes that lose their rows, for
- * whatever reason, stay in the tree, in kvc_tree.lost.  kvc_node_let_go takes a node out of this list, which may free
- * it. */
-void kvc_tree_begin_forgetting(kvc_tree *tree, const kvc_token_span *first);
-void kvc_tree_end_forgetting(kvc_tree *tree);
+/* Takes a node out of kvc_tree.lost, which may free it. */
 void kvc_node_let_go(kvc_node *node);
 
 /* Returns whether a call forgets a prompt with the same first token just now.  Nothing of these tokens is found
@@ -100,19 +96,8 @@ void kvc_node_take_out(kvc_node *node);
 /* Drops the rows of a node that has some; that may free the node. */
 void kvc_node_drop(kvc_node *node);
 
-/* Plans that a node is freed, and each node above that nobody needs then.  A node above goes only if nobody uses it
- * and all nodes below it are planned to be freed.  Returns the bytes that this frees with all that is planned
- * already; 0 while the node keeps its rows.  kvc_node_unplan_free takes that back. */
-int64_t kvc_node_plan_free(kvc_node *node);
-void kvc_node_unplan_free(kvc_node *node);
-
-/* Finds out again what of a node, and of the nodes above it, is freed if everything evictable is evicted. */
-void kvc_node_recount(kvc_node *node);
-
-/* Add a user of a node, or a pin or a session, which are users as well, or take it away (add -1); that may free the
- * node. */
+/* Add a user of a node, or a pin, which is a user as well, or take it away (add -1); that may free the node. */
 void kvc_node_use(kvc_node *node, int32_t add);
 void kvc_node_pin(kvc_node *node, int32_t add);
-void kvc_node_follow(kvc_node *node, int32_t add);
 
 #endif

@@ -27,6 +27,10 @@ void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t bl
                        .layouts = layouts,
                        .num_layers = num_layers,
                        .epoch = 1};
+    /* The share is that of one kept block: a list of runs in each group, a sequence, a node, and the tokens. */
+    enum { SHARE = 300, FIRST_SHARE = 700, TOKEN_SHARE = 8 };
+    const int64_t share = SHARE + (group ? 0 : FIRST_SHARE + TOKEN_SHARE * (int64_t)block_size);
+    if (block_bytes) pool->cost = kvc_pool_block_bytes(pool, block_size) + kvc_pool_header_bytes(pool) + share;
 }
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
@@ -142,7 +146,7 @@ int32_t kvc_pool_shrink(kvc_pool *pool, int32_t num_left, int32_t count) {
         pool->counts.row_bytes -= kvc_pool_block_bytes(pool, block->pages.faulted);
         free_block(pool, block);
     }
-    if (pool->free.num_loose > pool->free.num) pool->free.num_loose = pool->free.num;
+    if (pool->free.num_idle > pool->free.num) pool->free.num_idle = pool->free.num;
     return done;
 }
 
@@ -150,12 +154,12 @@ int32_t kvc_pool_surplus(const kvc_pool *pool, int64_t num_sequences) {
     const int64_t size = pool->block_size, unused = (pool->num_blocks - pool->free.num) * size - pool->counts.live;
     const int64_t needed = 2 * num_sequences - (unused + size - 1) / size;
     const int64_t surplus = pool->free.num - (needed > pool->free.last_taken ? needed : pool->free.last_taken);
-    return (int32_t)(surplus > pool->free.num_loose ? pool->free.num_loose : surplus > 0 ? surplus : 0);
+    return (int32_t)(surplus > pool->free.num_idle ? pool->free.num_idle : surplus > 0 ? surplus : 0);
 }
 
 int32_t kvc_pool_give_surplus(kvc_pool *pool, int32_t count) {
-    const int32_t before = pool->free.num_loose, done = kvc_pool_shrink(pool, before - count, count);
-    pool->free.num_loose = before - done;
+    const int32_t before = pool->free.num_idle, done = kvc_pool_shrink(pool, before - count, count);
+    pool->free.num_idle = before - done;
     return done;
 }
 
@@ -163,7 +167,7 @@ int32_t kvc_pool_give_surplus(kvc_pool *pool, int32_t count) {
 static void unopen(kvc_pool *pool, kvc_block *block) {
     const int32_t faulted = block->pages.touched_before;
     pool->counts.reused -= faulted != 0;
-    pool->free.num_loose += block->listed.was_loose;
+    pool->free.num_idle += block->listed.was_idle;
     block->fill = faulted; /* keeps the memory that was faulted before */
     kvc_pool_purge(pool, block, 1);
     block->fill = 0;
@@ -172,7 +176,7 @@ static void unopen(kvc_pool *pool, kvc_block *block) {
 }
 
 void kvc_pool_unreserve(kvc_pool *pool, int32_t num_used, int32_t *reserved) {
-    const int32_t done = kvc_pool_shrink(pool, num_used - *reserved, *reserved);
+    const int32_t num = num_used < *reserved ? num_used : *reserved, done = kvc_pool_shrink(pool, num_used - num, num);
     pool->counts.opened -= done;
     pool->counts.returned -= done;
     *reserved = 0;
@@ -384,8 +388,8 @@ kvc_block *kvc_pool_open(kvc_pool *pool) {
     kvc_block *block = pool->free.first;
     pool->free.first = block->listed.next_free;
     pool->free.num--;
-    block->listed.was_loose = pool->free.num_loose > 0; /* they are the first: expiries come right before */
-    pool->free.num_loose -= block->listed.was_loose;
+    block->listed.was_idle = pool->free.num_idle > 0; /* they are the first: expiries come right before */
+    pool->free.num_idle -= block->listed.was_idle;
     if (block->pages.faulted) pool->counts.reused++;
     block->listed.is_free = 0;
     block->listed.next_free = NULL;

@@ -32,15 +32,17 @@ typedef struct kvc_use {
     int8_t is_pinned;
 } kvc_use;
 
+/* Some used blocks: their number, their slots below fill marks, and the slots that sequences hold. */
+typedef struct kvc_count {
+    int64_t blocks, filled, live;
+} kvc_count;
+
 /* How much of all blocks is in use in a scope.  It is updated as blocks change, so that nobody has to visit them all.
  */
 typedef struct kvc_tally {
-    int64_t bytes; /* of rows below fill marks, and of bookkeeping, of used blocks; 0 unless the pool counts bytes */
-    int64_t movable_bytes; /* of these, in blocks that a compaction moves */
-    int64_t movable_slots; /* slots below fill marks there */
-    int64_t movable_live;  /* of these, that sequences hold */
-    int32_t num_used;      /* blocks */
-    int32_t num_movable;   /* of these, that a compaction moves */
+    kvc_count used;    /* all used blocks */
+    kvc_count held;    /* blocks that a view or a call keeps as they are */
+    kvc_count movable; /* blocks that a compaction moves: not held, and not full of live slots */
 } kvc_tally;
 
 /* Places of a block in lists. */
@@ -48,9 +50,9 @@ typedef struct kvc_block_listings {
     struct kvc_block *next_free;                  /* in the list of free blocks */
     struct kvc_block *earlier, *later;            /* in the list of all blocks of the pool */
     struct kvc_block *next_untaken, **untaken_at; /* in pool->free.untaken; NULL: it is not there */
-    int32_t index;    /* in the list of all, which changes as others are given back: read under the mutex */
-    int8_t is_free;   /* it is in the list of free blocks */
-    int8_t was_loose; /* it counted in pool->free.num_loose when it was opened */
+    int32_t index;   /* in the list of all, which changes as others are given back: read under the mutex */
+    int8_t is_free;  /* it is in the list of free blocks */
+    int8_t was_idle; /* it counted in pool->free.num_idle when it was opened */
 } kvc_block_listings;
 
 /* The memory of a block's rows. */
@@ -144,11 +146,8 @@ static inline uint8_t *kvc_scale_at(const kvc_layout *at, size_t scales, const k
 
 /* What a batch that is about to begin takes in a group. */
 typedef struct kvc_demand {
-    int64_t new_blocks;
-    int32_t num_blocks;  /* number of blocks it will take: new ones, and free ones */
-    int64_t new_bytes;   /* bytes of rows and bookkeeping of the new blocks */
-    int64_t more_bytes;  /* bytes of rows that it will touch in existing blocks for the first time */
-    int64_t least_bytes; /* bytes of rows and bookkeeping of existing blocks, if all free memory is given back */
+    int64_t num_blocks; /* number of blocks it will open: free ones, and new ones */
+    int64_t num_new;    /* number of new ones */
 } kvc_demand;
 
 /* The free blocks of a group, and the blocks that batches have not filled yet. */
@@ -156,7 +155,7 @@ typedef struct kvc_free_blocks {
     kvc_block *first;   /* list of free blocks, last freed first: its rows may still be in the CPU's caches */
     kvc_block *untaken; /* list of blocks in which slots past the fill mark count as faulted, and may lack memory */
     int32_t num;
-    int32_t num_loose; /* number of these that expiries or unstored sequences left, and that no batch has taken since */
+    int32_t num_idle; /* number of these that expiries or unstored sequences left, and that no batch has taken since */
     int32_t last_taken; /* blocks that the last batch took */
     int32_t reserved;   /* blocks opened for the open batch, or for a batch that is about to begin */
 } kvc_free_blocks;
@@ -187,8 +186,9 @@ typedef struct kvc_pool {
     int32_t stride;  /* positions of a row: rows/stride.h */
     int32_t strided; /* number of groups with a stride before this one */
     size_t block_bytes;
-    int is_lazy;               /* its rows get memory as slots are faulted, not all at once */
-    int collapses;             /* its OS pages are collapsed into huge ones */
+    int64_t cost;  /* what a used block counts for max_bytes: all its rows, its bookkeeping, and a share for lists */
+    int is_lazy;   /* its rows get memory as slots are faulted, not all at once */
+    int collapses; /* its OS pages are collapsed into huge ones */
     const kvc_layout *layouts; /* [num_layers] of the group's layers */
     int32_t num_layers;
     int32_t num_blocks;
@@ -198,7 +198,6 @@ typedef struct kvc_pool {
     struct kvc_compaction *compaction; /* the planned compaction; NULL: none */
     kvc_block *collapse_block;         /* the next block to look at for pages to collapse; NULL: the first one */
     uint32_t epoch;                    /* 1 + batches ended; in a block of this epoch, slots may lack rows */
-    int32_t counts_bytes;              /* tallies have bytes; set before blocks are opened */
     kvc_tally tallies[KVC_NUM_SCOPES]; /* of all blocks */
     kvc_pool_counts counts;
     kvc_pool_evicting evicting;
@@ -223,7 +222,7 @@ kvc_region kvc_pool_region(const kvc_pool *pool, int64_t index);
 
 /* Makes sure that at least `count` blocks are free, and sets *reserved to how many are new; on failure nothing has
  * changed.  kvc_pool_unreserve gives these back, once the num_used blocks that were opened since are the first of the
- * free list again, counts them as never opened, and sets *reserved to 0. */
+ * free list again, counts them as never opened, and sets *reserved to 0.  A block that others use by now stays. */
 kvc_status kvc_pool_reserve(kvc_pool *pool, int32_t count, int32_t *reserved);
 void kvc_pool_unreserve(kvc_pool *pool, int32_t num_used, int32_t *reserved);
 
@@ -256,10 +255,8 @@ int kvc_pool_frees(const kvc_block *block, int32_t slot, int32_t count);
  */
 kvc_use kvc_pool_use(const kvc_block *block, kvc_scope scope);
 
-/* Return the bytes of a block's rows and bookkeeping that are in use, and whether a compaction moves the block.  A
- * block full of live slots is not moved: it would gain nothing, and a batch that lacks a block would move the whole
- * cache. */
-int64_t kvc_pool_used_bytes(const kvc_pool *pool, kvc_use use);
+/* Returns whether a compaction moves a block.  A block full of live slots is not moved: it would gain nothing, and a
+ * batch that lacks a block would move the whole cache. */
 int kvc_pool_is_movable(const kvc_pool *pool, kvc_use use);
 
 /* Counts a block anew after it has changed. */
@@ -269,9 +266,9 @@ void kvc_pool_recount(kvc_block *block);
 void kvc_tally_add(const kvc_pool *pool, kvc_tally *tally, kvc_use use, int64_t sign);
 
 /* Takes one holder of each slot out of the counts of a scope, until kvc_pool_undo_try_drop, to see what dropping it
- * would free.  Adds the number of slots without a holder to *slots, and returns whether the block would become free. In
- * KVC_FIXED, only holders that may not be evicted are tried. */
-int kvc_pool_try_drop(kvc_block *block, kvc_scope scope, int32_t slot, int32_t count, int64_t *slots);
+ * would free.  Adds the number of slots without a holder to *slots.  In KVC_FIXED, only holders that may not be evicted
+ * are tried. */
+void kvc_pool_try_drop(kvc_block *block, kvc_scope scope, int32_t slot, int32_t count, int64_t *slots);
 void kvc_pool_undo_try_drop(kvc_block *block, kvc_scope scope, int32_t slot, int32_t count);
 
 /* Sets the fill marks after a compaction, which moved `live` slots and their holders to the front of `blocks`, filling
@@ -320,7 +317,7 @@ int64_t kvc_pool_slot_bytes(const kvc_pool *pool);
 /* Frees at most `count` free blocks, but not the next `num_left` to be used; returns the number freed. */
 int32_t kvc_pool_shrink(kvc_pool *pool, int32_t num_left, int32_t count);
 
-/* Returns how many of the free blocks that count as loose are surplus.  Two blocks for each of num_sequences sequences
+/* Returns how many of the free blocks that count as idle are surplus.  Two blocks for each of num_sequences sequences
  * are not surplus; used blocks whose slots are not live count towards these.  Nor are as many blocks as the last batch
  * took. Other free blocks, such as reserved ones, do not count. */
 int32_t kvc_pool_surplus(const kvc_pool *pool, int64_t num_sequences);

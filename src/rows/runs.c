@@ -35,7 +35,6 @@ int64_t kvc_runs_bytes(const kvc_run_list *list) { return list->capacity * (int6
 void kvc_runs_discard(kvc_run_list *list, kvc_memory *memory) {
     if (!list->spare) return;
     kvc_memory_free(memory, list->spare, (uint64_t)list->spare_capacity * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
-    memory->replaced -= kvc_runs_bytes(list);
     list->spare = NULL;
     list->spare_capacity = 0;
 }
@@ -58,7 +57,6 @@ static kvc_status get_spare(kvc_run_list *list, kvc_memory *memory, int64_t num)
     kvc_run *runs = kvc_memory_alloc(memory, (uint64_t)num * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);
     if (!runs) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a list of %lld runs", (long long)num);
     kvc_runs_discard(list, memory);
-    memory->replaced += kvc_runs_bytes(list);
     list->spare = runs;
     list->spare_capacity = (int32_t)num;
     return KVC_OK;
@@ -69,7 +67,6 @@ void kvc_runs_install(kvc_run_list *list, kvc_memory *memory) {
     const int32_t capacity = list->spare_capacity;
     if (!runs) return;
     if (list->num) memcpy(runs, kvc_runs_begin(list), (size_t)list->num * sizeof *runs);
-    memory->replaced -= kvc_runs_bytes(list);
     list->spare = NULL;
     list->spare_capacity = 0;
     kvc_runs_free_list(list, memory);
@@ -92,19 +89,8 @@ kvc_status kvc_runs_prepare(kvc_run_list *list, kvc_memory *memory, int32_t extr
     return KVC_OK;
 }
 
-kvc_status kvc_runs_prepare_exact(kvc_run_list *list, kvc_memory *memory, int64_t num) {
-    const int64_t least = num || !list->capacity ? num : 1; /* an array has at least one run */
-    if (!list->spare && list->capacity <= least && list->first + num <= list->capacity) return KVC_OK;
-    if (list->spare && list->spare_capacity == least) return KVC_OK;
-    kvc_runs_discard(list, memory);
-    return get_spare(list, memory, num ? num : 1);
-}
-
-int kvc_runs_is_exact(const kvc_run_list *list) {
-    return !list->spare && list->capacity <= (list->num ? list->num : 1);
-}
-
-int32_t kvc_runs_num_cut(const kvc_run_list *list, int32_t begin, int32_t end) {
+/* Returns how many runs hold positions on both sides of [begin, end): they are cut in two as these are dropped. */
+static int32_t num_cut(const kvc_run_list *list, int32_t begin, int32_t end) {
     int32_t num = 0;
     for (const kvc_run *run = kvc_runs_begin(list); begin < end && run < kvc_runs_end(list); run++)
         num += run->position < begin && run_end(run) > end;
@@ -303,7 +289,7 @@ static int32_t runs_before(const kvc_run_list *list, int32_t begin) {
 kvc_status kvc_runs_prepare_expire(kvc_run_list *list, kvc_memory *memory, int32_t begin, int32_t end, int32_t extra) {
     if (kvc_runs_visit(list, begin, end, NULL, NULL) == 0 || runs_before(list, begin) >= 0)
         return kvc_runs_prepare(list, memory, extra);
-    const int64_t needed = (int64_t)list->num + kvc_runs_num_cut(list, begin, end) + extra;
+    const int64_t needed = (int64_t)list->num + num_cut(list, begin, end) + extra;
     return !list->spare && needed <= list->capacity ? KVC_OK : kvc_runs_prepare_edit(list, memory, extra);
 }
 

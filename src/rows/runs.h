@@ -68,16 +68,6 @@ kvc_status kvc_runs_prepare(kvc_run_list *list, kvc_memory *memory, int32_t extr
 kvc_status kvc_runs_prepare_edit(kvc_run_list *list, kvc_memory *memory, int32_t extra);
 kvc_status kvc_runs_prepare_expire(kvc_run_list *list, kvc_memory *memory, int32_t begin, int32_t end, int32_t extra);
 
-/* Makes ready an array for exactly `num` runs, which suffice for those there are, in place of a longer one.  Can fail
- * with KVC_ERR_NOMEM. */
-kvc_status kvc_runs_prepare_exact(kvc_run_list *list, kvc_memory *memory, int64_t num);
-
-/* Returns whether the list's array is no longer than its runs need, and none is made ready. */
-int kvc_runs_is_exact(const kvc_run_list *list);
-
-/* Returns how many runs hold positions on both sides of [begin, end): they are cut in two as these are dropped. */
-int32_t kvc_runs_num_cut(const kvc_run_list *list, int32_t begin, int32_t end);
-
 /* Replaces the list's array by the spare one, if there is one; or frees the spare one. */
 void kvc_runs_install(kvc_run_list *list, kvc_memory *memory);
 void kvc_runs_discard(kvc_run_list *list, kvc_memory *memory);

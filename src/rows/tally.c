@@ -35,24 +35,21 @@ kvc_use kvc_pool_use(const kvc_block *block, kvc_scope scope) {
     return use;
 }
 
-int64_t kvc_pool_used_bytes(const kvc_pool *pool, kvc_use use) {
-    return use.is_used ? kvc_pool_block_bytes(pool, use.fill) + kvc_pool_header_bytes(pool) : 0;
-}
-
 int kvc_pool_is_movable(const kvc_pool *pool, kvc_use use) {
     return !use.is_pinned && use.live && use.live < pool->block_size;
 }
 
+static void add(kvc_count *count, kvc_use use, int64_t sign) {
+    count->blocks += sign;
+    count->filled += sign * use.fill;
+    count->live += sign * use.live;
+}
+
 void kvc_tally_add(const kvc_pool *pool, kvc_tally *tally, kvc_use use, int64_t sign) {
     if (!use.is_used) return;
-    const int64_t bytes = pool->counts_bytes ? sign * kvc_pool_used_bytes(pool, use) : 0;
-    tally->num_used += (int32_t)sign;
-    tally->bytes += bytes;
-    if (!kvc_pool_is_movable(pool, use)) return;
-    tally->num_movable += (int32_t)sign;
-    tally->movable_bytes += bytes;
-    tally->movable_slots += sign * use.fill;
-    tally->movable_live += sign * use.live;
+    add(&tally->used, use, sign);
+    if (use.is_pinned) add(&tally->held, use, sign);
+    if (kvc_pool_is_movable(pool, use)) add(&tally->movable, use, sign);
 }
 
 void kvc_pool_recount(kvc_block *block) {
@@ -69,13 +66,12 @@ void kvc_pool_recount(kvc_block *block) {
     }
 }
 
-int kvc_pool_try_drop(kvc_block *block, kvc_scope scope, int32_t slot, int32_t count, int64_t *slots) {
+void kvc_pool_try_drop(kvc_block *block, kvc_scope scope, int32_t slot, int32_t count, int64_t *slots) {
     int32_t dead = 0;
     for (kvc_holders *at = block->holders + slot; at < block->holders + slot + count; at++)
         dead += --at->num == uncounted(at, scope);
     block->live -= dead;
     *slots += dead;
-    return dead && !kvc_pool_use(block, scope).is_used;
 }
 
 void kvc_pool_undo_try_drop(kvc_block *block, kvc_scope scope, int32_t slot, int32_t count) {

@@ -340,9 +340,7 @@ static void take_pages(kvc_state *state) {
 kvc_status kvc_loaded_make(kvc_state *state, const kvc_load_args *args, const int32_t *chosen) {
     visitor v = {.state = state, .args = args, .chosen = chosen};
     const kvc_need need = need_of(state);
-    do {
-        if (state->cache->limits.max_bytes) kvc_cache_wait_pages(state->cache);
-    } while (kvc_cache_wait_copies(state->cache)); /* others have rows in use meanwhile */
+    while (kvc_cache_wait_copies(state->cache)) continue; /* others have rows in use meanwhile */
     kvc_status status = kvc_state_add_groups(state);
     if (status == KVC_OK) status = mark_needed(&v);
     if (status != KVC_OK) return status;
@@ -366,8 +364,7 @@ kvc_status kvc_loaded_accept(kvc_state *state) {
     const kvc_need need = need_of(state);
     kvc_status status;
     do {
-        do kvc_cache_find_all(cache);
-        while (cache->limits.max_bytes && kvc_cache_wait_pages(cache));
+        kvc_cache_find_all(cache);
         status = check_idle(state); /* others may have used them since kvc_loaded_make */
         if (status == KVC_OK) status = kvc_make_room(&need);
     } while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));

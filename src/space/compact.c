@@ -16,12 +16,11 @@
 enum { WORTH_THREADS = 1 << 18 }; /* bytes */
 
 static int is_movable(const kvc_compaction *c, const kvc_block *block) {
-    const int32_t live = block->live - (c->scope == KVC_FIXED ? block->evicting.evictable : 0);
-    return kvc_pool_is_movable(c->pool, (kvc_use){.live = live, .is_pinned = block->pins != 0});
+    return kvc_pool_is_movable(c->pool, (kvc_use){.live = block->live, .is_pinned = block->pins != 0});
 }
 
 static kvc_sequence *first_evictable(const kvc_compaction *c) {
-    return c->scope == KVC_FIXED ? NULL : kvc_sequence_end(&c->cache->evicting.evictable, KVC_BY_USE, 0);
+    return kvc_sequence_end(&c->cache->evicting.evictable, KVC_BY_USE, 0);
 }
 
 /* Return the first sequence with rows that a compaction looks at, and the next one; NULL at the end. */
@@ -36,7 +35,7 @@ static kvc_sequence *next_of(const kvc_compaction *c, const kvc_sequence *s) {
 
 int64_t kvc_compaction_gain(const kvc_cache *cache, int32_t group) {
     const kvc_pool *pool = &cache->pools[group];
-    int64_t waste = pool->tallies[KVC_NOW].movable_slots - pool->tallies[KVC_NOW].movable_live;
+    int64_t waste = pool->tallies[KVC_NOW].movable.filled - pool->tallies[KVC_NOW].movable.live;
     /* Do not count the holes that a window leaves behind its sinks, and in the block it moves out of, soon free. */
     if (kvc_policy_expires(&cache->policies[group]))
         waste -= 2 * (int64_t)pool->block_size * cache->sequences.num_holding;
@@ -67,11 +66,6 @@ static void discard_lists(const kvc_compaction *c) {
 }
 
 /* ---- planning the moves ------------------------------------------------------------------------------------------ */
-
-/* Returns whether a sequence holds a slot: not, if only such do that may be evicted, and all of these are. */
-static int is_live(const kvc_compaction *c, const kvc_block *block, int32_t slot) {
-    return block->holders[slot].num > (c->scope == KVC_FIXED ? block->holders[slot].evictable : 0);
-}
 
 /* Adds a block to the order.  Its targets are not there yet. */
 static void add_block(kvc_compaction *c, kvc_block *block) {
@@ -113,7 +107,7 @@ static int get_slots(kvc_compaction *c) {
         const kvc_block *block = c->order[i];
         c->num_slots += block->fill;
         for (int32_t s = 0; s < block->fill; s++)
-            c->max_moves += is_live(c, block, s) && (s == 0 || !is_live(c, block, s - 1));
+            c->max_moves += block->holders[s].num && (s == 0 || !block->holders[s - 1].num);
     }
     /* A stretch of live slots is cut in two where it would pass the end of a block: at most once per block. */
     c->max_moves += c->num_blocks;
@@ -141,7 +135,7 @@ static void plan_moves(kvc_compaction *c) {
         block->plan.targets = targets;
         targets += block->fill;
         for (int32_t s = 0; s < block->fill; s++) {
-            if (!is_live(c, block, s)) continue;
+            if (!block->holders[s].num) continue;
             kvc_block *to = c->order[next / size];
             if (to != block || next % size != s) add_move(c, block, s, to, next % size);
             block->plan.targets[s] = next++;
@@ -150,25 +144,55 @@ static void plan_moves(kvc_compaction *c) {
     c->live = next;
 }
 
-/* Gets memory for the lists of runs of a sequence. */
-static kvc_status get_list(const kvc_compaction *c, kvc_sequence *s) {
-    const kvc_interval none = {0, 0};
-    kvc_run_list *list = &s->runs[c->group];
-    int32_t after;
-    if (kvc_is_evicted_in(c->cache, s, c->group)) return KVC_OK;
-    const int expires = kvc_policy_expires(&c->cache->policies[c->group]);
-    /* A batch adds runs before, and rows that expire may cut a run in two; in a tight cache, the batch gets memory. */
-    if (s->listed.changed_at && (s->in_batch || expires))
-        return c->cache->evicting.is_tight ? KVC_OK : kvc_runs_prepare_edit(list, &c->cache->memory, 2);
-    const int32_t num = kvc_compaction_room(c, list, none, &after);
-    return num > list->capacity ? kvc_runs_prepare_exact(list, &c->cache->memory, num) : KVC_OK;
+/* Takes the first slots off a run that stay side by side, and returns them in their new place. */
+static kvc_run next_moved(const kvc_compaction *c, kvc_run *rest) {
+    const int32_t *targets = rest->block->plan.targets, size = c->pool->block_size;
+    kvc_run part = *rest;
+    if (targets) {
+        const int32_t target = targets[rest->slot], room = size - target % size;
+        part.block = c->order[target / size];
+        part.slot = target % size;
+        if (part.count > room) part.count = room;
+    }
+    rest->slot += part.count;
+    rest->position += part.count;
+    rest->count -= part.count;
+    return part;
 }
 
-kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group, kvc_scope scope, const kvc_tally *tally) {
+/* Returns for how many runs a list must have room while the compaction moves its runs. */
+static int32_t room_for(const kvc_compaction *c, const kvc_run_list *list) {
+    int32_t num = 0, moved = 0, ahead = 0; /* runs before, runs written, and the most by which these are ahead */
+    kvc_run last = {0};
+    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
+        kvc_run rest = *run;
+        num++;
+        while (rest.count > 0) {
+            const kvc_run part = next_moved(c, &rest);
+            moved += !(last.block == part.block && last.slot + last.count == part.slot &&
+                       last.position + last.count == part.position && last.delta == part.delta);
+            last = part;
+        }
+        if (moved - num > ahead) ahead = moved - num;
+    }
+    return num + ahead;
+}
+
+/* Gets memory for the lists of runs of a sequence. */
+static kvc_status get_list(const kvc_compaction *c, kvc_sequence *s) {
+    kvc_run_list *list = &s->runs[c->group];
+    if (kvc_is_evicted_in(c->cache, s, c->group)) return KVC_OK;
+    const int expires = kvc_policy_expires(&c->cache->policies[c->group]);
+    /* A batch adds runs before, and rows that expire may cut a run in two. */
+    if (s->listed.changed_at && (s->in_batch || expires)) return kvc_runs_prepare_edit(list, &c->cache->memory, 2);
+    const int32_t num = room_for(c, list);
+    return num > list->capacity ? kvc_runs_prepare(list, &c->cache->memory, num - list->num) : KVC_OK;
+}
+
+kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group, const kvc_tally *tally) {
     kvc_pool *pool = &cache->pools[group];
-    kvc_compaction made = {
-        .cache = cache, .pool = pool, .group = group, .scope = scope, .max_blocks = tally->num_movable};
-    if (pool->compaction || (tally->num_movable < 2 && tally->movable_live == tally->movable_slots)) return KVC_OK;
+    kvc_compaction made = {.cache = cache, .pool = pool, .group = group, .max_blocks = (int32_t)tally->movable.blocks};
+    if (pool->compaction || (tally->movable.blocks < 2 && tally->movable.live == tally->movable.filled)) return KVC_OK;
     kvc_compaction *c = alloc_array(&made, 1, sizeof *c);
     if (c) *c = made;
     if (c) c->order = alloc_array(c, (uint64_t)c->max_blocks, sizeof *c->order);
@@ -180,7 +204,7 @@ kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group, kvc_scope scope,
     if (!has_memory) {
         discard_lists(&made);
         if (c) free_memory(c);
-        return kvc_fail(KVC_ERR_NOMEM, "out of memory to compact %lld slots", (long long)tally->movable_slots);
+        return kvc_fail(KVC_ERR_NOMEM, "out of memory to compact %lld slots", (long long)tally->movable.filled);
     }
     pool->compaction = c;
     if (!c->num_moves) kvc_compaction_drop(cache, group); /* all holes lie past the last slot that is held */
@@ -219,22 +243,6 @@ static void move_rows(kvc_compaction *c) {
                  kvc_pool_num_regions(c->pool), move_region, c);
 }
 
-/* Takes the first slots off a run that stay side by side, and returns them in their new place. */
-static kvc_run next_moved(const kvc_compaction *c, kvc_run *rest) {
-    const int32_t *targets = rest->block->plan.targets, size = c->pool->block_size;
-    kvc_run part = *rest;
-    if (targets) {
-        const int32_t target = targets[rest->slot], room = size - target % size;
-        part.block = c->order[target / size];
-        part.slot = target % size;
-        if (part.count > room) part.count = room;
-    }
-    rest->slot += part.count;
-    rest->position += part.count;
-    rest->count -= part.count;
-    return part;
-}
-
 /* Gives the runs of a list the new places of their slots; a run that would cross the end of a block becomes two. */
 static void move_runs(const kvc_compaction *c, kvc_run_list *list) {
     const int32_t num = list->num, from = list->capacity - num;
@@ -253,27 +261,6 @@ static void move_runs(const kvc_compaction *c, kvc_run_list *list) {
     list->lost = lost;
 }
 
-int32_t kvc_compaction_room(const kvc_compaction *c, const kvc_run_list *list, kvc_interval gone, int32_t *after) {
-    int32_t num = 0, moved = 0, ahead = 0; /* runs before, runs written, and the most by which these are ahead */
-    kvc_run last = {0};
-    for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
-        for (int is_above = gone.begin >= gone.end; is_above < 2; is_above++) {
-            kvc_run rest = gone.begin >= gone.end ? *run
-                           : is_above             ? kvc_run_part(run, gone.end, INT32_MAX)
-                                                  : kvc_run_part(run, 0, gone.begin);
-            num += rest.count > 0;
-            while (rest.count > 0) {
-                const kvc_run part = next_moved(c, &rest);
-                moved += !(last.block == part.block && last.slot + last.count == part.slot &&
-                           last.position + last.count == part.position && last.delta == part.delta);
-                last = part;
-            }
-            if (moved - num > ahead) ahead = moved - num;
-        }
-    *after = moved;
-    return num + ahead;
-}
-
 void kvc_compaction_run(kvc_cache *cache, int32_t group) {
     kvc_pool *pool = &cache->pools[group];
     kvc_compaction *c = pool->compaction;
@@ -284,8 +271,6 @@ void kvc_compaction_run(kvc_cache *cache, int32_t group) {
     move_rows(c);
     for (kvc_sequence *s = first_of(c); s; s = next_of(c, s)) {
         move_runs(c, &s->runs[group]);
-        kvc_cache_note_bytes(cache, s);
-        kvc_cache_mark_loose(cache, s);
     }
     kvc_pool_refill(pool, c->order, c->num_blocks, c->live);
     for (kvc_sequence *s = first_evictable(c); s; s = kvc_sequence_beside(s, KVC_BY_USE, 1)) kvc_useful_add(cache, s);
@@ -306,7 +291,7 @@ void kvc_compaction_drop(kvc_cache *cache, int32_t group) {
 static kvc_status compact(kvc_cache *cache) {
     kvc_status status = kvc_check_closed(cache, "compact");
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++)
-        status = kvc_compaction_plan(cache, g, KVC_NOW, &cache->pools[g].tallies[KVC_NOW]);
+        status = kvc_compaction_plan(cache, g, &cache->pools[g].tallies[KVC_NOW]);
     for (int32_t g = 0; g < cache->num_groups; g++) {
         if (!cache->pools[g].compaction) continue;
         if (status == KVC_OK)

@@ -18,7 +18,6 @@ typedef struct kvc_compaction {
     kvc_cache *cache;
     kvc_pool *pool;
     int32_t group;
-    kvc_scope scope;   /* KVC_FIXED: it is planned as if everything evictable were evicted, and not carried out */
     kvc_block **order; /* [max_blocks] the blocks that take part, in the order in which they are filled */
     int32_t num_blocks, max_blocks;
     int32_t *slots; /* [num_slots] new places, counted over the blocks of `order`: block->plan.targets points into it */
@@ -29,11 +28,7 @@ typedef struct kvc_compaction {
 
 /* Plans to move together the rows of a group's blocks that are not pinned.  tally: what is in use of the blocks.
  * pool->compaction becomes the plan, or stays NULL where nothing is to be gained.  Can fail with KVC_ERR_NOMEM. */
-kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group, kvc_scope scope, const kvc_tally *tally);
-
-/* Returns how many runs a list must have room for while the compaction moves its runs, except runs in a gap that has
- * expired before.  Sets *after to the number of runs afterwards. */
-int32_t kvc_compaction_room(const kvc_compaction *c, const kvc_run_list *list, kvc_interval gone, int32_t *after);
+kvc_status kvc_compaction_plan(kvc_cache *cache, int32_t group, const kvc_tally *tally);
 
 /* Carries out the planned compaction, or drops it; pool->compaction becomes NULL. */
 void kvc_compaction_run(kvc_cache *cache, int32_t group);

@@ -17,14 +17,6 @@
 
 /* ---- victims ----------------------------------------------------------------------------------------------------- */
 
-static void let_all_stay(kvc_cache *cache) {
-    for (kvc_sequence *victim; (victim = cache->evicting.victims);) {
-        cache->evicting.victims = victim->evicting.next_victim;
-        victim->evicting.next_victim = NULL;
-        victim->evicting.fate = KVC_STAYS;
-    }
-}
-
 /* Adds a victim behind the others. */
 static void add_victim(kvc_sequence ***end, kvc_sequence *sequence) {
     sequence->evicting.fate = KVC_GOES;
@@ -32,73 +24,15 @@ static void add_victim(kvc_sequence ***end, kvc_sequence *sequence) {
     *end = &sequence->evicting.next_victim;
 }
 
-/* Makes victims of the num least recently used sequences that may be evicted, and were used before `before` unless that
- * is 0; returns how many there are. */
-static int64_t choose_oldest(kvc_cache *cache, int64_t num, int64_t before) {
-    kvc_sequence **end = &cache->evicting.victims;
-    int64_t chosen = 0;
-    let_all_stay(cache);
-    kvc_sequence *sequence = kvc_sequence_end(&cache->evicting.evictable, KVC_BY_USE, 0);
-    for (; sequence && chosen < num; sequence = kvc_sequence_beside(sequence, KVC_BY_USE, 1), chosen++) {
-        if (before && sequence->evicting.used >= before) break;
-        add_victim(&end, sequence);
-    }
-    return chosen;
-}
-
-void kvc_choose_all(kvc_cache *cache) { choose_oldest(cache, cache->evicting.evictable.num, 0); }
-
-/* Returns whether the lists of a sequence may get other arrays: not while another call may read them. */
-static int may_relist(const kvc_cache *cache, const kvc_sequence *sequence) {
-    return !(sequence->in_batch && cache->batch) && !sequence->call.is_rewriting && !sequence->call.in_place;
-}
-
-/* Takes sequences that are tight by now out of the list of loose ones. */
-static void unlist_tight(kvc_cache *cache) {
-    for (kvc_sequence *s = cache->sequences.loose, *next; s; s = next) {
-        next = s->listed.next_loose;
-        if (kvc_sequence_is_tight(s)) kvc_cache_unmark_loose(s);
-    }
-}
-
-kvc_status kvc_tighten(kvc_cache *cache) {
-    kvc_status status = KVC_OK;
-    cache->evicting.is_tight = 1;
-    cache->evicting.tight_bytes = -1;
-    unlist_tight(cache);
-    for (kvc_sequence *s = cache->sequences.loose; s; s = s->listed.next_loose)
-        if (may_relist(cache, s)) kvc_cache_mark_changed(cache, s); /* so that plans look at it */
-    kvc_set_min_query_positions(cache);
-    for (kvc_sequence *s = cache->sequences.changed; s; s = s->listed.next_changed)
-        for (int32_t g = 0; may_relist(cache, s) && status == KVC_OK && g < cache->num_groups; g++)
-            status = kvc_runs_prepare_exact(&s->runs[g], &cache->memory, s->runs[g].num);
-    if (status != KVC_OK) kvc_let_victims_stay(cache);
-    return status;
-}
-
 void kvc_let_victims_stay(kvc_cache *cache) {
-    let_all_stay(cache);
-    for (kvc_sequence *s = cache->evicting.is_tight ? cache->sequences.changed : NULL; s; s = s->listed.next_changed)
-        for (int32_t g = 0; g < cache->num_groups; g++) kvc_runs_discard(&s->runs[g], &cache->memory);
-    cache->evicting.is_tight = 0;
-}
-
-void kvc_leave_all(kvc_cache *cache) {
-    for (kvc_sequence *s = cache->sequences.loose; s; s = s->listed.next_loose)
-        if (s->follower) s->follower->leave(cache, s->follower);
-}
-
-/* Carries out what kvc_tighten planned. */
-static void be_tight(kvc_cache *cache) {
-    kvc_leave_all(cache);
-    for (kvc_sequence *s = cache->sequences.changed; s; s = s->listed.next_changed)
-        for (int32_t g = 0; g < cache->num_groups; g++) kvc_runs_install(&s->runs[g], &cache->memory);
-    cache->evicting.is_tight = 0;
-    unlist_tight(cache);
+    for (kvc_sequence *victim; (victim = cache->evicting.victims);) {
+        cache->evicting.victims = victim->evicting.next_victim;
+        victim->evicting.next_victim = NULL;
+        victim->evicting.fate = KVC_STAYS;
+    }
 }
 
 void kvc_evict(kvc_cache *cache) {
-    if (cache->evicting.is_tight) be_tight(cache);
     for (kvc_sequence *victim; (victim = cache->evicting.victims);) {
         const int goes = victim->evicting.fate == KVC_GOES;
         if (!goes) kvc_cache_pin(cache, victim, 1); /* holders of rows that change do not count as evictable */
@@ -150,13 +84,13 @@ int kvc_exceeds_capacity(const kvc_need *need, int32_t g, int64_t more, int64_t 
 
 /* What the rows of a victim free once all victims are gone. */
 enum {
-    FREES_LACKING = 1, /* slots of a group that lacks some; or, where bytes are lacking, any in blocks that can go */
+    FREES_LACKING = 1, /* slots of a group that lacks some; where bytes are lacking, any in blocks that can go */
     FREES_FULL = 2     /* slots of a group that sees everything: nobody can go on behind them */
 };
 
-/* Slots that no sequence holds any more: all, and those in blocks that nothing else keeps as they are. */
+/* Slots that no sequence holds any more, and those in blocks that are not pinned. */
 typedef struct unheld {
-    int64_t slots, loose;
+    int64_t slots, unpinned;
 } unheld;
 
 static void count_unheld(void *to, const kvc_run *part) {
@@ -164,7 +98,7 @@ static void count_unheld(void *to, const kvc_run *part) {
     for (int32_t i = 0; i < part->count; i++) {
         const int is_unheld = !part->block->holders[part->slot + i].num;
         found->slots += is_unheld;
-        found->loose += is_unheld && !part->block->pins;
+        found->unpinned += is_unheld && !part->block->pins;
     }
 }
 
@@ -177,7 +111,7 @@ static void note_freed(const kvc_need *need, int32_t g) {
         unheld found = {0, 0};
         kvc_runs_visit(&victim->runs[g], 0, KVC_END, count_unheld, &found);
         if (found.slots) victim->evicting.frees |= full;
-        if ((cache->evicting.lacks_bytes && found.loose) || (cache->pools[g].evicting.lacks_slots && found.slots))
+        if ((cache->evicting.lacks_bytes && found.unpinned) || (cache->pools[g].evicting.lacks_slots && found.slots))
             victim->evicting.frees |= FREES_LACKING;
     }
     close_without(need, g, &preview);
@@ -202,11 +136,16 @@ static int holds_full(const kvc_cache *cache, const kvc_sequence *sequence) {
     return 0;
 }
 
-/* Notes for every victim what its rows free. */
+/* Returns whether a call lacks bytes, and a victim frees some of them with its state. */
+static int frees_state(const kvc_cache *cache, const kvc_sequence *victim) {
+    return cache->evicting.lacks_bytes && victim->evicting.state_bytes;
+}
+
+/* Notes for every victim what its rows and its state free. */
 static void note_all_freed(const kvc_need *need) {
     kvc_cache *cache = need->cache;
     for (kvc_sequence *victim = cache->evicting.victims; victim; victim = victim->evicting.next_victim)
-        victim->evicting.frees = 0;
+        victim->evicting.frees = frees_state(cache, victim) ? FREES_LACKING : 0;
     for (int32_t g = 0; g < cache->num_token_groups; g++) note_freed(need, g);
 }
 
@@ -227,13 +166,13 @@ static int32_t let_useless_stay(kvc_cache *cache) {
 }
 
 /* Lets victims stay if they free nothing that is lacking.  Lets rows stay if others hold all of the victim's rows in
- * the layers that see everything. */
+ * the layers that see everything, unless its state has to go. */
 static void sift(const kvc_need *need) {
     kvc_cache *cache = need->cache;
     note_all_freed(need);
     if (let_useless_stay(cache)) note_all_freed(need); /* those that stay may hold rows of others */
     for (kvc_sequence *victim = cache->evicting.victims; victim; victim = victim->evicting.next_victim)
-        if (!(victim->evicting.frees & FREES_FULL) && holds_full(cache, victim))
+        if (!(victim->evicting.frees & FREES_FULL) && !frees_state(cache, victim) && holds_full(cache, victim))
             victim->evicting.fate = KVC_LOSES_WINDOWS;
 }
 
@@ -248,30 +187,32 @@ static int lacks_rows_of(const kvc_cache *cache, int32_t g) {
     return cache->evicting.lacks_bytes || cache->pools[g].evicting.lacks_slots;
 }
 
-/* Returns the least recently used sequence used after `used` with rows that may free what is lacking, or NULL. */
+/* Returns whichever of two sequences was used first, of which the second may be NULL. */
+static kvc_sequence *first_used(kvc_sequence *found, kvc_sequence *next) {
+    return next && (!found || next->evicting.used < found->evicting.used) ? next : found;
+}
+
+/* Returns the least recently used sequence used after `used` that may free what is lacking, or NULL. */
 static kvc_sequence *next_useful(kvc_cache *cache, int64_t used) {
     for (;;) {
-        kvc_sequence *found = NULL;
-        int is_useful = 0;
-        for (int32_t g = 0; g < cache->num_token_groups; g++) {
-            if (!lacks_rows_of(cache, g)) continue;
-            kvc_sequence *next = kvc_useful_after(&cache->pools[g], used);
-            if (next && (!found || next->evicting.used < found->evicting.used)) found = next;
-        }
+        kvc_sequence *found = cache->evicting.lacks_bytes ? kvc_useful_after(&cache->evicting.with_states, used) : NULL;
+        for (int32_t g = 0; g < cache->num_token_groups; g++)
+            if (lacks_rows_of(cache, g))
+                found = first_used(found, kvc_useful_after(&cache->pools[g].evicting.useful, used));
+        int is_useful = found && frees_state(cache, found);
         for (int32_t g = 0; found && g < cache->num_token_groups; g++)
             if (lacks_rows_of(cache, g)) is_useful |= kvc_useful_check(&cache->pools[g], found);
         if (!found || is_useful) return found;
     }
 }
 
-/* Makes victims of the num least recently used sequences that free what is lacking, by themselves or together; or, if
- * `all`, of any.  Returns how many it has looked at. */
-static int64_t choose(const kvc_need *need, int64_t num, int all) {
+/* Makes victims of the num least recently used sequences that free what is lacking, by themselves or together.  Returns
+ * how many it has looked at. */
+static int64_t choose(const kvc_need *need, int64_t num) {
     kvc_cache *cache = need->cache;
-    if (all) return choose_oldest(cache, num, need->before);
     kvc_sequence **end = &cache->evicting.victims;
     int64_t chosen = 0, used = 0;
-    let_all_stay(cache);
+    kvc_let_victims_stay(cache);
     for (kvc_sequence *sequence; chosen < num && (sequence = next_useful(cache, used)); chosen++) {
         if (need->before && sequence->evicting.used >= need->before) break;
         add_victim(&end, sequence);
@@ -283,11 +224,11 @@ static int64_t choose(const kvc_need *need, int64_t num, int all) {
 
 /* Finds the fewest victims with which it fits: there may be many that may be evicted, of which a call needs few.
  * Begins again once something else is found to be lacking, too. */
-static kvc_status find_oldest(const kvc_need *need, int all) {
+static kvc_status find_oldest(const kvc_need *need) {
     int64_t tried = 1, less = 0, more = 0; /* less: known not to do; more: known to do, 0: not known yet */
     int32_t lacking = count_lacking(need->cache);
     for (;;) {
-        const int64_t chosen = choose(need, tried, all);
+        const int64_t chosen = choose(need, tried);
         const kvc_status status = need->fits(need);
         if (count_lacking(need->cache) > lacking) {
             lacking = count_lacking(need->cache);
@@ -311,8 +252,13 @@ static void add_to_error(int64_t num, const char *what) {
 
 /* Names what holds room, and is not evicted. */
 static kvc_status fail_by_fixed(const kvc_cache *cache, int lacks_bytes) {
-    if (lacks_bytes)
-        add_to_error(cache->prefixes.prompt_bytes, "bytes of it are prompts of acquired sequences: release some");
+    int64_t num_held = 0;
+    for (int32_t g = 0; g < cache->num_groups; g++) num_held += cache->pools[g].tallies[KVC_FIXED].held.blocks;
+    if (lacks_bytes) {
+        add_to_error(num_held, "of these blocks are kept in place by views: free some");
+        add_to_error(cache->prefixes.prompt_bytes,
+                     "bytes of it are prompts of acquired sequences, pins and events: release some");
+    }
     if (cache->evicting.num_protected)
         add_to_error(cache->evicting.num_protected, "blocks are within the quotas of prefixes: give smaller ones");
     else
@@ -326,17 +272,9 @@ kvc_status kvc_choose_victims(const kvc_need *need) {
     kvc_need without_all = *need;
     kvc_status status = need->fits(need);
     without_all.scope = KVC_FIXED;
-    const int may_fit = status == KVC_ERR_FULL && (!num || need->fits(&without_all) != KVC_ERR_FULL);
-    if (num && may_fit) note_dropped(need);
-    for (int all = 0; num && may_fit && status == KVC_ERR_FULL && all <= cache->evicting.lacks_bytes; all++)
-        status = find_oldest(need, all);
-    if (may_fit && status == KVC_ERR_FULL && cache->evicting.lacks_bytes) {
-        status = kvc_tighten(cache);
-        if (status == KVC_OK) {
-            choose_oldest(cache, 0, 0);
-            status = need->fits(need);
-        }
-        if (num && status == KVC_ERR_FULL) status = find_oldest(need, 1);
+    if (num && status == KVC_ERR_FULL && need->fits(&without_all) != KVC_ERR_FULL) {
+        note_dropped(need);
+        status = find_oldest(need);
     }
     const int lacks_bytes = cache->evicting.lacks_bytes;
     cache->evicting.lacks_bytes = 0;
@@ -352,8 +290,8 @@ static kvc_status fits_free_blocks(const kvc_need *need) {
     KVC_TRY(need->fits_otherwise(need));
     for (int32_t g = 0; need->scope != KVC_FIXED && g < cache->num_token_groups; g++) {
         kvc_pool *pool = &cache->pools[g];
-        pool->evicting.lacks_slots |= pool->demand.new_blocks > 0;
-        num_bytes += pool->demand.new_bytes;
+        pool->evicting.lacks_slots |= pool->demand.num_new > 0;
+        num_bytes += pool->demand.num_new * (int64_t)pool->block_bytes;
     }
     if (!num_bytes) return KVC_OK;
     return kvc_fail(KVC_ERR_FULL, "out of memory for %lld bytes of blocks", (long long)num_bytes);
@@ -379,7 +317,7 @@ kvc_status kvc_make_room(const kvc_need *need) {
     const kvc_status status = kvc_choose_victims(need);
     if (status != KVC_OK) return status;
     kvc_evict(cache);
-    if (cache->limits.max_bytes) kvc_give_back(cache, cache->limits.max_bytes);
+    if (cache->limits.max_bytes) kvc_give_back_beyond(cache);
     return KVC_OK;
 }
 

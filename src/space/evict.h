@@ -33,9 +33,8 @@ typedef struct kvc_need {
 /* Chooses the fewest least recently used victims with which the call fits, and of these only sequences that free
  * what is lacking, by themselves or together.  The call does not look at sequences that free none of it
  * (cache/useful.h).  A victim is dropped.  If others hold all its rows in the groups that see everything, it only
- * loses the rows of the other groups.  If bytes are still lacking, these sequences and sequences that free no row
- * are dropped, too, for their bookkeeping.  The last resort is kvc_tighten. After a failure there are no victims.
- * The last call of need->fits is that for the victims chosen. */
+ * loses the rows of the other groups, unless bytes are lacking and its state frees some.  After a failure there are no
+ * victims.  The last call of need->fits is that for the victims chosen. */
 kvc_status kvc_choose_victims(const kvc_need *need);
 
 /* Chooses victims again, with which the call also needs no new block: the system has refused memory for one.  Returns
@@ -46,21 +45,10 @@ kvc_status kvc_choose_for_free_blocks(kvc_need need);
  * something else may fail before. */
 kvc_status kvc_check_room(const kvc_need *need);
 
-/* Makes victims of all kept sequences that may be evicted. */
-void kvc_choose_all(kvc_cache *cache);
-
-/* Plans that the cache takes no more bookkeeping than it needs, as the last resort of a call that lacks bytes.
- * Lists of runs become exact, and followers give up what they do not need.  Makes ready these lists.  Looks only at
- * sequences in cache->sequences.loose.  KVC_ERR_NOMEM. */
-kvc_status kvc_tighten(kvc_cache *cache);
-
-/* Lets followers of sequences in cache->sequences.loose give up what they do not need. */
-void kvc_leave_all(kvc_cache *cache);
-
-/* Lets all victims stay, and takes back what kvc_tighten planned. */
+/* Lets all victims stay. */
 void kvc_let_victims_stay(kvc_cache *cache);
 
-/* Evicts the victims, and carries out what kvc_tighten planned. */
+/* Evicts the victims. */
 void kvc_evict(kvc_cache *cache);
 
 /* Chooses victims, evicts them, and gives back memory to stay within max_bytes: the last step of a call that can

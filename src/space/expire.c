@@ -21,22 +21,16 @@ void kvc_preview_visit_lost(const kvc_preview *preview, kvc_part_fn *visit, void
         if (kvc_is_evicted_in(cache, sequence, g)) kvc_runs_visit(&sequence->runs[g], 0, KVC_END, visit, context);
 }
 
-/* Takes the slots of a part out of the counts of their block; returns whether that will be free. */
-static int uncount(kvc_preview *p, const kvc_run *part) {
+void kvc_preview_drop_part(void *preview, const kvc_run *part) {
+    kvc_preview *p = preview;
     kvc_block *block = part->block;
     if (!block->plan.is_tried) {
         block->plan.is_tried = 1;
         block->plan.next_tried = p->tried;
         p->tried = block;
     }
-    return kvc_pool_try_drop(block, p->scope, part->slot, part->count, &p->slots);
+    kvc_pool_try_drop(block, p->scope, part->slot, part->count, &p->slots);
 }
-
-static void uncount_part(void *preview, const kvc_run *part) {
-    if (uncount(preview, part)) kvc_preview_add_free(preview, part->block);
-}
-
-void kvc_preview_drop_part(void *preview, const kvc_run *part) { uncount(preview, part); }
 
 void kvc_preview_undo_part(void *preview, const kvc_run *part) {
     const kvc_preview *p = preview;
@@ -45,8 +39,8 @@ void kvc_preview_undo_part(void *preview, const kvc_run *part) {
 
 kvc_preview kvc_preview_open(kvc_cache *cache, int32_t g, kvc_scope scope, int expires) {
     kvc_pool *pool = &cache->pools[g];
-    kvc_preview preview = {.pool = pool, .cache = cache, .scope = scope, .expires = expires, .free = pool->free.first};
-    kvc_preview_visit_lost(&preview, uncount_part, &preview);
+    kvc_preview preview = {.pool = pool, .cache = cache, .scope = scope, .expires = expires};
+    kvc_preview_visit_lost(&preview, kvc_preview_drop_part, &preview);
     if (scope == KVC_FIXED) preview.slots += pool->evicting.evictable;
     return preview;
 }
@@ -60,22 +54,12 @@ kvc_tally kvc_preview_tally(const kvc_preview *preview) {
     return tally;
 }
 
-void kvc_preview_add_free(kvc_preview *preview, kvc_block *block) {
-    block->listed.next_free = preview->free;
-    preview->free = block;
-}
-
 void kvc_preview_close(kvc_preview *preview) {
     kvc_preview_visit_lost(preview, kvc_preview_undo_part, preview);
     for (kvc_block *block; (block = preview->tried);) {
         preview->tried = block->plan.next_tried;
         block->plan.next_tried = NULL;
         block->plan.is_tried = 0;
-    }
-    while (preview->free != preview->pool->free.first) {
-        kvc_block *block = preview->free;
-        preview->free = block->listed.next_free;
-        block->listed.next_free = NULL;
     }
 }
 
@@ -87,7 +71,7 @@ static void expire(kvc_cache *cache, kvc_sequence *sequence, int32_t g) {
     const kvc_interval gone = kvc_policy_expired(&cache->policies[g], sequence->min_query_position);
     const int32_t before = pool->free.num;
     cache->stats.rows_expired += kvc_runs_expire(&sequence->runs[g], pool, gone.begin, gone.end);
-    pool->free.num_loose += pool->free.num - before;
+    pool->free.num_idle += pool->free.num - before;
 }
 
 void kvc_expire(kvc_cache *cache, int32_t g) {
@@ -119,7 +103,7 @@ void kvc_append_staying(kvc_cache *cache, kvc_sequence *sequence, int32_t g, con
         cache->stats.rows_expired += kvc_runs_append_outside(&sequence->runs[g], pool, run, gone.begin, gone.end);
     else
         kvc_runs_append(&sequence->runs[g], run);
-    pool->free.num_loose += pool->free.num - before;
+    pool->free.num_idle += pool->free.num - before;
 }
 
 void kvc_expire_behind(kvc_cache *cache, kvc_sequence *sequence, int32_t last) {

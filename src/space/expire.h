@@ -28,8 +28,6 @@ typedef struct kvc_preview {
     const kvc_cache *cache;
     kvc_scope scope;
     int32_t expires;
-    kvc_block *free;  /* blocks that will be free, in order of use: blocks that become free, then pool->free.first.  In
-                         KVC_FIXED, blocks of evicted sequences are left out */
     kvc_block *tried; /* list of the blocks whose counts differ */
     int64_t slots;    /* slots that lose their last holder */
 } kvc_preview;
@@ -40,16 +38,13 @@ void kvc_preview_close(kvc_preview *preview);
 /* Visits every part of a run that the group loses, open or not. */
 void kvc_preview_visit_lost(const kvc_preview *preview, kvc_part_fn *visit, void *context);
 
-/* Take rows that the call drops in the end out of the counts, without the blocks that this frees, or put them back.
- * Each is a kvc_part_fn whose context is the preview. */
+/* Take rows that the call drops in the end out of the counts, or put them back.  Each is a kvc_part_fn whose context is
+ * the preview. */
 void kvc_preview_drop_part(void *preview, const kvc_run *part);
 void kvc_preview_undo_part(void *preview, const kvc_run *part);
 
 /* Returns what will be in use of all blocks. */
 kvc_tally kvc_preview_tally(const kvc_preview *preview);
-
-/* Adds a block that will be free, to be used before the blocks listed so far. */
-void kvc_preview_add_free(kvc_preview *preview, kvc_block *block);
 
 /* Expires from group g, in all sequences of cache->sequences.changed, after kvc_runs_prepare_expire of each.  Cannot
  * fail. */

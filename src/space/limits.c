@@ -17,8 +17,7 @@ void kvc_reserved_free(kvc_cache *cache) {
 void kvc_give_back(kvc_cache *cache, int64_t most_bytes) {
     if (kvc_cache_bytes(cache) > most_bytes) kvc_reserved_free(cache);
     for (int32_t g = 0; g < cache->num_groups; g++)
-        while (kvc_cache_bytes(cache) > most_bytes &&
-               kvc_pool_shrink(&cache->pools[g], cache->pools[g].demand.num_blocks, 1));
+        while (kvc_cache_bytes(cache) > most_bytes && kvc_pool_shrink(&cache->pools[g], 0, 1));
     for (int32_t g = 0; g < cache->num_groups; g++) {
         kvc_pool *pool = &cache->pools[g];
         for (kvc_block *block = pool->first; pool->is_lazy && block && kvc_cache_bytes(cache) > most_bytes;
@@ -27,66 +26,49 @@ void kvc_give_back(kvc_cache *cache, int64_t most_bytes) {
     }
 }
 
-/* Plans that the followers of the victims' sequences end with them, or takes that back; returns what is freed of them.
- */
-static int64_t plan_followers(const kvc_cache *cache, int is_planned) {
-    int64_t bytes = 0;
-    for (const kvc_sequence *loose = cache->evicting.is_tight ? cache->sequences.loose : NULL; loose;
-         loose = loose->listed.next_loose)
-        if (loose->follower) bytes += loose->follower->plan_end(loose->follower, is_planned);
-    for (const kvc_sequence *sequence = cache->evicting.victims; sequence; sequence = sequence->evicting.next_victim)
-        if (sequence->evicting.fate == KVC_GOES && sequence->follower)
-            bytes += sequence->follower->plan_end(sequence->follower, is_planned);
+int64_t kvc_counted_others(const kvc_cache *cache, kvc_scope scope) {
+    int64_t bytes = cache->prefixes.prompt_bytes + cache->prefixes.state_bytes;
+    if (scope == KVC_FIXED) return bytes - cache->evicting.state_bytes;
+    for (const kvc_sequence *victim = cache->evicting.victims; victim; victim = victim->evicting.next_victim)
+        if (victim->evicting.fate == KVC_GOES) bytes -= victim->evicting.state_bytes;
     return bytes;
 }
 
-int64_t kvc_victim_bytes(const kvc_cache *cache) {
-    int64_t bytes = plan_followers(cache, 1);
-    plan_followers(cache, 0);
-    for (const kvc_sequence *sequence = cache->evicting.victims; sequence; sequence = sequence->evicting.next_victim)
-        if (sequence->evicting.fate == KVC_GOES) bytes += kvc_sequence_bytes(sequence);
-    return bytes;
-}
-
-int64_t kvc_evictable_bytes(kvc_cache *cache) {
-    if (!cache->evicting.is_tight) return cache->evicting.evictable_bytes;
-    if (cache->evicting.tight_bytes < 0) {
-        plan_followers(cache, 1); /* of sequences that stay and give up their states */
-        cache->evicting.tight_bytes = cache->evicting.evictable_bytes + cache->evicting.occupied_bytes;
-        plan_followers(cache, 0);
+/* Returns what the cache counts once victims are evicted, or all that may be. */
+static int64_t counted_bytes(kvc_cache *cache, kvc_scope scope) {
+    int64_t bytes = kvc_counted_others(cache, scope);
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        kvc_preview preview = kvc_preview_open(cache, g, scope, 0);
+        bytes += kvc_preview_tally(&preview).used.blocks * cache->pools[g].cost;
+        kvc_preview_close(&preview);
     }
-    return cache->evicting.tight_bytes;
+    return bytes;
 }
 
-/* Returns the bytes of a group that are in use once victims are evicted, or all that may be. */
-static int64_t used_bytes(kvc_cache *cache, int32_t g, kvc_scope scope) {
-    kvc_preview preview = kvc_preview_open(cache, g, scope, 0);
-    const int64_t used = kvc_preview_tally(&preview).bytes;
-    kvc_preview_close(&preview);
-    return used;
+void kvc_give_back_beyond(kvc_cache *cache) {
+    int64_t bytes = kvc_counted_others(cache, KVC_NOW);
+    for (int32_t g = 0; g < cache->num_groups; g++) bytes += cache->pools[g].num_blocks * cache->pools[g].cost;
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        kvc_pool *pool = &cache->pools[g];
+        while (bytes > cache->limits.budget && kvc_pool_shrink(pool, (int32_t)pool->demand.num_blocks, 1))
+            bytes -= pool->cost;
+    }
 }
 
-/* Returns the bytes of the bookkeeping of a group's blocks. */
-static int64_t block_bookkeeping(const kvc_pool *pool) { return pool->num_blocks * kvc_pool_header_bytes(pool); }
-
-/* Returns the bytes of all but blocks once victims are evicted, and the reserved sequence is freed; in KVC_FIXED at
- * most as many. */
-static int64_t other_bytes(const kvc_cache *cache, kvc_scope scope) {
-    if (scope == KVC_FIXED) return (int64_t)cache->size;
-    int64_t bytes = cache->memory.bookkeeping - cache->memory.replaced;
-    for (int32_t g = 0; g < cache->num_groups; g++) bytes -= block_bookkeeping(&cache->pools[g]);
-    if (cache->sequences.reserved) bytes -= kvc_sequence_bytes(cache->sequences.reserved);
-    return bytes - kvc_victim_bytes(cache);
+kvc_status kvc_fail_bytes(const kvc_cache *cache, const char *what, int64_t bytes) {
+    int64_t used = 0;
+    for (int32_t g = 0; g < cache->num_groups; g++) used += cache->pools[g].tallies[KVC_FIXED].used.blocks;
+    return kvc_fail(KVC_ERR_FULL,
+                    "%s would make it %lld bytes of whole blocks, states and prompts: max_bytes %lld leaves %lld for "
+                    "these, and %lld blocks are in use; clear a sequence, or give a larger max_bytes",
+                    what, (long long)bytes, (long long)cache->limits.max_bytes, (long long)cache->limits.budget,
+                    (long long)used);
 }
 
 kvc_status kvc_check_max_bytes(kvc_cache *cache, kvc_scope scope, const char *what) {
-    if (!cache->limits.max_bytes || kvc_cache_bytes(cache) - cache->memory.replaced <= cache->limits.max_bytes)
-        return KVC_OK;
-    int64_t bytes = other_bytes(cache, scope);
-    for (int32_t g = 0; g < cache->num_groups; g++) bytes += used_bytes(cache, g, scope);
-    if (bytes <= cache->limits.max_bytes) return KVC_OK;
+    if (!cache->limits.max_bytes) return KVC_OK;
+    const int64_t bytes = counted_bytes(cache, scope);
+    if (bytes <= cache->limits.budget) return KVC_OK;
     cache->evicting.lacks_bytes = 1;
-    return kvc_fail(KVC_ERR_FULL,
-                    "%s would make it %lld bytes: max_bytes is %lld; clear a sequence, or give a larger max_bytes",
-                    what, (long long)bytes, (long long)cache->limits.max_bytes);
+    return kvc_fail_bytes(cache, what, bytes);
 }

@@ -1,5 +1,11 @@
-/* limits.h: how much memory a cache has, and what it gives back to stay within max_bytes.  All functions are called
- * with the mutex held. */
+/* limits.h: how much memory a cache has, what counts for max_bytes, and what is given back.
+ *
+ * max_bytes counts whole blocks.  A used block counts kvc_pool.cost from its first row on, and while a view keeps it.
+ * Free blocks do not count.  States count by their bytes, and so do prompts of acquired sequences, pins and prefixes.
+ * Lists come on top: kvc_pool.cost has a share for them.
+ *
+ * All functions are called with the mutex held.
+ */
 #ifndef KVC_LIMITS_H
 #define KVC_LIMITS_H
 
@@ -8,21 +14,30 @@
 /* Returns the bytes of the cache's rows and bookkeeping: kvc_nbytes, with the mutex held. */
 int64_t kvc_cache_bytes(const kvc_cache *cache);
 
-/* Gives memory back until kvc_cache_bytes is at most most_bytes, or nothing is left to give back.  It gives back the
- * reserved sequence, free blocks except the next pool->demand.num_blocks to be used, and pages past fill marks. */
+/* Gives memory back until kvc_cache_bytes is at most most_bytes, or nothing is left to give back: the reserved
+ * sequence, free blocks, and pages past fill marks. */
 void kvc_give_back(kvc_cache *cache, int64_t most_bytes);
 
-/* Returns the bytes of the victims' bookkeeping that is freed as they are evicted. */
-int64_t kvc_victim_bytes(const kvc_cache *cache);
+/* Gives back free blocks, except the next pool->demand.num_blocks to be used, until all blocks are within max_bytes. */
+void kvc_give_back_beyond(kvc_cache *cache);
 
-/* Returns what kvc_victim_bytes does if all that may be evicted are victims, in a time that does not depend on their
- * number.  There are no victims yet. */
-int64_t kvc_evictable_bytes(kvc_cache *cache);
+/* Returns how many blocks of a group are in use once rows are moved together, and num_rows more are there.  tally: what
+ * is in use before.  Rows in held blocks stay; their rest is filled first. */
+static inline int64_t kvc_packed_blocks(const kvc_pool *pool, const kvc_tally *tally, int64_t num_rows) {
+    const int64_t size = pool->block_size, open = tally->held.blocks * size - tally->held.filled,
+                  live = tally->used.live - tally->held.live + (num_rows > open ? num_rows - open : 0);
+    return tally->held.blocks + (live + size - 1) / size;
+}
 
-/* Returns KVC_ERR_FULL, noting it in cache->evicting.lacks_bytes, unless the cache stays within max_bytes once victims
- * are evicted and kvc_give_back(cache, max_bytes) has been called.  In KVC_FIXED, unless it might once all that may be
- * evicted is.  `what` begins the message. */
+/* Returns what states and prompts count once victims are evicted or, in KVC_FIXED, all that may be. */
+int64_t kvc_counted_others(const kvc_cache *cache, kvc_scope scope);
+
+/* Returns KVC_ERR_FULL, noting it in cache->evicting.lacks_bytes, unless all that counts is within max_bytes as it
+ * lies, once victims are evicted or, in KVC_FIXED, all that may be.  `what` begins the message. */
 kvc_status kvc_check_max_bytes(kvc_cache *cache, kvc_scope scope, const char *what);
+
+/* Returns KVC_ERR_FULL, with a message that begins with `what`, which would make it so many bytes. */
+kvc_status kvc_fail_bytes(const kvc_cache *cache, const char *what, int64_t bytes);
 
 /* Frees the reserved sequence. */
 void kvc_reserved_free(kvc_cache *cache);

@@ -137,7 +137,7 @@ void kvc_return_pages(kvc_cache *cache) {
 /* Returns how many free blocks of a group go back.  Only windows need spare ones. */
 static int32_t surplus_of(const kvc_cache *cache, int32_t g) {
     const kvc_pool *pool = &cache->pools[g];
-    if (!kvc_policy_expires(&cache->policies[g])) return pool->free.num_loose;
+    if (!kvc_policy_expires(&cache->policies[g])) return pool->free.num_idle;
     return kvc_pool_surplus(pool, cache->sequences.num_holding);
 }
 
@@ -154,5 +154,5 @@ static void return_surplus(kvc_cache *cache, int32_t g) {
 
 void kvc_return_surplus(kvc_cache *cache) {
     for (int32_t g = 0; g < cache->num_groups; g++)
-        if (cache->pools[g].free.num_loose && surplus_of(cache, g) > 0) return_surplus(cache, g);
+        if (cache->pools[g].free.num_idle && surplus_of(cache, g) > 0) return_surplus(cache, g);
 }

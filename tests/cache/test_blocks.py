@@ -31,8 +31,10 @@ def test_append():
     cache = new_cache()
     feed(cache, 0, 6)
     first, second = cache.blocks()
+    assert first.nbytes == second.nbytes > 4 * cache.layers[0].bytes_per_token
     assert dataclasses.asdict(first) == {
         "index": 0, "num_slots": 4, "filled": 4, "live": 4, "references": 1, "resident": 4, "is_held": False,
+        "nbytes": first.nbytes,
         "holders": {0: [{"slot": 0, "count": 4, "position": 0, "delta": 0, "in_batch": False}]},
     }  # fmt: skip
     assert (second.filled, second.live, second.resident) == (2, 2, 2)

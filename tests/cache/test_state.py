@@ -165,6 +165,19 @@ def test_overrides(saved):
         kvcache.KVCache.load(path, num_threads=-1)
 
 
+def test_blocks_that_max_bytes_does_not_hold(tmp_path):
+    cache = kvcache.KVCache(1, 1, 4, 4096)
+    feed(cache, 0, 5)
+    cache.save(tmp_path / "state")
+    for max_bytes, block_size in ((10**6, 4096), (10**4, 64), (4000, 16)):
+        other = kvcache.KVCache.load(tmp_path / "state", max_bytes=max_bytes)
+        assert (other.block_size, other.max_bytes) == (block_size, max_bytes)
+        assert np.array_equal(other.keys(0), cache.keys(0))
+    for options in ({"max_bytes": 1}, {"max_bytes": 10**4, "block_size": 4096}):
+        with pytest.raises(ValueError, match=rf"^max_bytes is {options['max_bytes']}: it must be at least \d+, which"):
+            kvcache.KVCache.load(tmp_path / "state", **options)
+
+
 def test_functions_that_move_keys_are_handed_in(tmp_path):
     cache = kvcache.KVCache(1, 1, 4, 64, rope=lambda layer, keys, delta: keys + delta)
     feed(cache, 0, 5)

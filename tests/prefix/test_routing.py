@@ -55,9 +55,9 @@ def test_events_say_what_is_kept_and_dropped() -> None:
 def test_events_that_find_no_room_are_refused() -> None:
     cache = kvcache.KVCache(1, 1, 8, None, max_sequences=None, block_size=16, max_bytes=1 << 16)
     prefix = kvcache.PrefixCache(cache, fingerprint="a model", max_events=8)
-    with pytest.raises(kvcache.CacheFullError, match="max_bytes is 65536"):
+    with pytest.raises(kvcache.CacheFullError, match="max_bytes 65536"):
         prefix.tenant(b"other", max_events=10_000)
-    with pytest.raises(kvcache.CacheFullError, match="max_bytes is 65536"):
+    with pytest.raises(kvcache.CacheFullError, match="max_bytes 65536"):
         kvcache.PrefixCache(cache, fingerprint="another model", max_events=10_000)
 
 

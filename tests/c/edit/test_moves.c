@@ -186,7 +186,7 @@ static void test_reserve_refused(void) {
     static pair p;
     const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 2},
                                 {.num_kv_heads = 1, .k_dim = 4, .v_dim = 2, .policy = sliding_policy(9, 0, 0)}};
-    p = (pair){.config = {.block_size = 4, .num_threads = 1, .capacity = 50, .max_bytes = 10400}};
+    p = (pair){.config = {.block_size = 4, .num_threads = 1, .capacity = 50, .max_bytes = 15000}};
     pair_new(&p, 2, layers);
     pair_feed(&p, 0, 0, 20);
     int64_t bytes = kvc_nbytes(p.cache);
@@ -194,7 +194,7 @@ static void test_reserve_refused(void) {
     CHECK_FAILS(kvc_reserve(p.cache, 0, -4), KVC_ERR_INVALID, "num_tokens", "is -4:");
     CHECK_FAILS(kvc_reserve(p.cache, 0, 31), KVC_ERR_FULL, "31 more tokens", "20 of capacity 50");
     CHECK_FAILS(kvc_reserve(p.cache, 0, INT64_MAX), KVC_ERR_FULL, "tokens", "capacity is 50"); /* takes no memory */
-    CHECK_FAILS(kvc_reserve(p.cache, 0, 30), KVC_ERR_FULL, "30 more tokens", "max_bytes is 10400");
+    CHECK_FAILS(kvc_reserve(p.cache, 0, 30), KVC_ERR_FULL, "30 more tokens", "max_bytes 15000");
     pair_check(&p);
     CHECK(kvc_nbytes(p.cache) == bytes);
     CHECK(kvc_reserve(p.cache, 0, 1) == KVC_OK);

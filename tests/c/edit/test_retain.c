@@ -162,17 +162,14 @@ static void test_reserving_too_many(void) {
 /* While a sequence holds the rows of full layers, the rows of a window that it has left behind are evicted alone. */
 static void test_windows_go_first(void) {
     const kvc_policy policies[] = {full_policy, sliding_policy(5, 0, 0)};
-    kvc_cache *cache = new_cache(2, policies, (kvc_config){0});
-    feed_pieces(cache, 2);
-    CHECK(feed(cache, 2, 1, 1) == KVC_OK);
-    const int64_t most = kvc_nbytes(cache);
-    CHECK(kvc_cache_free(cache) == KVC_OK);
-    cache = new_cache(2, policies, (kvc_config){.max_bytes = most + 1200});
+    const kvc_layer layers[] = {plain_layer, layer_with(policies[1])};
+    const int64_t max_bytes = bytes_of_blocks(2, layers, (kvc_config){0}, PIECES + 1);
+    kvc_cache *cache = new_cache(2, policies, (kvc_config){.max_bytes = max_bytes});
     feed_pieces(cache, 2);
     for (int32_t at = TOKENS; at < 2 * TOKENS && kvc_seq_len(cache, ids[0], 1) == PIECE; at++)
         CHECK(feed(cache, 2, 1, 1) == KVC_OK);
     CHECK(pieces_left(cache) == 63 && kvc_seq_len(cache, ids[0], 1) == 0 && kvc_seq_len(cache, ids[0], 0) == PIECE);
-    CHECK(kvc_nbytes(cache) <= most + 1200 && kvc_validate(cache) == KVC_OK);
+    CHECK(kvc_validate(cache) == KVC_OK);
     int32_t matched;
     CHECK(attach_retained(cache, ids, PIECES, 2, 6, &matched) == KVC_OK && matched == 0);
     CHECK(attach_retained(cache, ids, PIECES, 2, TOKENS, &matched) == KVC_OK && matched == TOKENS);

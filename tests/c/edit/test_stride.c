@@ -92,12 +92,13 @@ static int can_begin(kvc_cache *cache, int64_t num_tokens) {
     return status == KVC_OK;
 }
 
-/* A row for many tokens is large: the tokens before it fit where it does not, and the tokens behind it beside it. */
+/* A block of rows for many tokens is large: the tokens before it fit where it does not, and those behind it beside it.
+ */
 static void test_room_in_bytes(void) {
     const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 4},
                                 {.num_kv_heads = 8, .k_dim = 1024, .v_dim = 1024, .policy = strided(1024)}};
-    for (int64_t bytes = 40000; bytes < 300000; bytes += 11000) {
-        kvc_cache *cache = cache_of(layers, 2, (kvc_config){.block_size = 64, .num_threads = 1, .max_bytes = bytes});
+    for (int64_t bytes = 280000; bytes < 1200000; bytes += 37000) {
+        kvc_cache *cache = cache_of(layers, 2, (kvc_config){.block_size = 4, .num_threads = 1, .max_bytes = bytes});
         int64_t room = -1;
         CHECK(kvc_room(cache, 0, &room) == KVC_OK && can_begin(cache, room));
         CHECKF(!can_begin(cache, room + 1), "of %lld bytes, room for %lld tokens", (long long)bytes, (long long)room);

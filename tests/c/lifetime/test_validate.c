@@ -108,10 +108,10 @@ static void test_pools(void) {
     BREAK(cache, pool->counts.filled, pool->counts.filled - 1, "filled slots of");
     BREAK(cache, pool->counts.row_bytes, pool->counts.row_bytes + 1, "bytes are noted");
     BREAK(cache, pool->free.num, pool->free.num + 1, "free blocks are noted");
-    BREAK(cache, pool->free.num_loose, pool->free.num + 1, "free blocks are loose");
+    BREAK(cache, pool->free.num_idle, pool->free.num + 1, "free blocks are idle");
     BREAK(cache, pool->evicting.evictable, pool->evicting.evictable + 1, "evictable slots are noted");
-    BREAK(cache, pool->tallies[KVC_NOW].num_used, -1, "are tallied in scope 0");
-    BREAK(cache, pool->tallies[KVC_FIXED].movable_live, -1, "are tallied in scope 1");
+    BREAK(cache, pool->tallies[KVC_NOW].used.blocks, -1, "are tallied in scope 0");
+    BREAK(cache, pool->tallies[KVC_FIXED].movable.live, -1, "are tallied in scope 1");
     kvc_block *free_blocks = pool->free.first;
     pool->free.first = NULL;
     CHECK_BROKEN(cache, "0 listed");
@@ -136,6 +136,7 @@ static void test_sequences(void) {
     BREAK(cache, retained->evicting.is_evictable, !retained->evicting.is_evictable, "noted to be evictable");
     BREAK(cache, cache->evicting.num_kept, cache->evicting.num_kept + 1, "the kept sequences are not");
     BREAK(cache, cache->evicting.num_pinned, cache->evicting.num_pinned + 1, "the kept sequences are not");
+    BREAK(cache, cache->evicting.state_bytes, 1, "bytes of states are noted");
     BREAK(cache, cache->evicting.evictable.root, NULL, "evictable sequences are not");
     CHECK(changed->listed.changed_at && !rested->listed.changed_at && !retained->listed.changed_at);
     BREAK(cache, changed->holds, 0, "noted to hold rows");
@@ -147,7 +148,6 @@ static void test_sequences(void) {
     BREAK(cache, rested->id, retained->id, "out of order");
     BREAK(cache, cache->policies[SLIDING].window, 1, "rows are to expire, and no batch will look for them");
     BREAK(cache, cache->sequences.num_holding, cache->sequences.num_holding - 1, "sequences that hold rows are noted");
-    BREAK(cache, cache->memory.replaced, 1, "lists that nobody uses are left");
     BREAK(cache, changed->exact_to, -1, "is exact to position -1, and edited from 2147483647 on");
     BREAK(cache, changed->edited_from, -2, "is exact to position 2147483647, and edited from -2 on");
     BREAK(cache, kvc_runs_begin(&changed->runs[FULL])->delta, 1, "rows at position 0 have moved, and it is exact to");

@@ -132,10 +132,37 @@ static void test_shorter_pins(void) {
     close_world();
 }
 
+/* Pins a prompt that is known up to its last token, which says which prompt it is. */
+static kvc_status pin(int last) {
+    int64_t *ids = numbers(0);
+    ids[MOST - 1] = 1000 + last;
+    const kvc_tokens tokens = tokens_of(ids, MOST);
+    int32_t kept = 0;
+    const kvc_status status = kvc_prefix_pin(prefix, &tokens, &kept);
+    CHECK(kept == (status == KVC_OK ? MOST - 1 : 0));
+    return status;
+}
+
+/* A pin takes memory for its list of blocks, within max_bytes; another pin of the same prompt takes no more. */
+static void test_room_for_pins(void) {
+    enum { PINS = 3000, MAX_BYTES = 1 << 17 };
+    int num = 0;
+    open_world(&full, 1, (kvc_config){.block_size = BLOCK, .max_bytes = MAX_BYTES}, (kvc_prefix_config){0});
+    serve(numbers(0), MOST, MOST);
+    while (num < PINS && pin(num) == KVC_OK) num++;
+    const int64_t bytes = kvc_nbytes(cache);
+    CHECKF(num > 100 && num < PINS, "%d pins", num);
+    CHECK_FAILS(pin(num), KVC_ERR_FULL, "pinning a prompt", "kept blocks are pinned: unpin some");
+    CHECK(prefix->tree->pins.num == num && known(numbers(0), MOST) == MOST && kvc_nbytes(cache) == bytes);
+    CHECK(pin(0) == KVC_OK && prefix->tree->pins.num == num && kvc_nbytes(cache) == bytes);
+    close_world();
+}
+
 int main(void) {
     test_order(0);
     test_order(10 * BLOCK);
     test_steps();
     test_shorter_pins();
+    test_room_for_pins();
     return test_result();
 }

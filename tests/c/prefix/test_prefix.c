@@ -428,11 +428,46 @@ static void test_room_for_states(void) {
         CHECKF(kvc_prefix_checkpoint(prefix, id, &tokens, state, LARGE) == KVC_OK, "%s", kvc_last_error());
         CHECK_FAILS(kvc_prefix_checkpoint(prefix, id, &tokens, state, LIMIT), KVC_ERR_FULL, "max_bytes", "50000");
         release(id, ids, 9);
-        CHECK(kvc_nbytes(cache) <= LIMIT);
     }
     CHECKF(stats_now().checkpoints >= 2 && stats_now().checkpoints <= 7, "%lld", (long long)stats_now().checkpoints);
     const int64_t id = acquire(last, 10, &matched);
     CHECK(matched == 9 && kvc_clear_sequence(cache, id) == KVC_OK);
+    close_world();
+}
+
+/* Prompts that wait to be fed do not pass max_bytes, and messages name them.  Kept blocks give way to them. */
+static void test_waiting_prompts(void) {
+    enum { LONG = 5000, WAITING = 8, MAX_BYTES = 1 << 18, TOO_LONG = MAX_BYTES / 8 };
+    static int64_t ids[TOO_LONG], seq_ids[WAITING];
+    const kvc_tokens tokens = tokens_of(ids, LONG);
+    int num = 0;
+    kvc_status status = KVC_OK;
+    open_world(&full, 1, (kvc_config){.max_bytes = MAX_BYTES}, (kvc_prefix_config){0});
+    CHECK(try_acquire(ids, TOO_LONG) < 0); /* by itself */
+    for (int i = 0; kvc_nbytes(cache) < MAX_BYTES * 3 / 4; i++) serve(numbers(1000 * (i + 1)), MOST, MOST);
+    const int64_t kept = stats_now().blocks;
+    for (int32_t matched; status == KVC_OK && num < WAITING; num += status == KVC_OK)
+        status = kvc_prefix_acquire(prefix, &tokens, -1, &seq_ids[num], &matched);
+    CHECKF(num == MAX_BYTES / (LONG * (int)sizeof *ids), "%d prompts", num);
+    CHECK(stats_now().blocks < kept && stats_now().sequences == num);
+    CHECK_FAILS(status, KVC_ERR_FULL, "acquiring a prompt", "bytes of it are prompts of acquired sequences");
+    while ((status = feed(cache, num_layers, seq_ids[0], 8)) == KVC_OK) continue;
+    CHECK_FAILS(status, KVC_ERR_FULL, "more tokens", "bytes of it are prompts of acquired sequences");
+    for (int i = 0; i < num; i++) CHECK(kvc_clear_sequence(cache, seq_ids[i]) == KVC_OK);
+    CHECK(feed(cache, num_layers, 0, MOST) == KVC_OK);
+    close_world();
+}
+
+/* Once nothing is kept, a cache that has kept blocks is as small as a new one. */
+static void test_emptied(int reuse_min) {
+    enum { PROMPTS = 24 };
+    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){.reuse_min_tokens = reuse_min});
+    const int64_t nbytes = kvc_nbytes(cache);
+    int64_t evicted;
+    for (int i = 0; i < PROMPTS; i++) serve(numbers(i * MOST), MOST, MOST);
+    CHECK(kvc_prefix_evict(prefix, INT64_MAX, &evicted) == KVC_OK && evicted == PROMPTS * MOST);
+    CHECK(kvc_compact(cache) == KVC_OK);
+    CHECKF(kvc_nbytes(cache) == nbytes, "%lld bytes, not %lld", (long long)kvc_nbytes(cache), (long long)nbytes);
     close_world();
 }
 
@@ -518,6 +553,8 @@ int main(void) {
     test_checkpoints();
     test_bad_options();
     test_room_for_states();
+    test_waiting_prompts();
+    for (int reuse_min = 0; reuse_min < 9; reuse_min += 4) test_emptied(reuse_min);
     test_events();
     return test_result();
 }

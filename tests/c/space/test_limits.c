@@ -103,61 +103,11 @@ static void test_own_capacity(void) {
     }
 }
 
-/* A cache may use all of max_bytes, and compacts before it refuses a batch, unless a view holds the rows. */
-static void test_max_bytes(void) {
-    static pair both[2];
-    const kvc_layer layer = {.num_kv_heads = 2, .k_dim = 32, .v_dim = 32};
-    pair *p = &both[0];
-    *p = (pair){.config = {.block_size = 4, .num_threads = 1}};
-    pair_new(p, 1, &layer);
-    pair_feed(p, 0, 0, 64);
-    int64_t free_bytes = kvc_nbytes(p->cache);
-    pair_free(p);
-
-    p = &both[1];
-    *p = (pair){.config = {.block_size = 4, .num_threads = 1, .max_bytes = free_bytes}};
-    pair_new(p, 1, &layer);
-    CHECK(pair_feed(p, 0, 0, 64) == KVC_OK);
-    CHECK(kvc_nbytes(p->cache) == free_bytes);
-    CHECK_FAILS(pair_feed(p, 1, 0, 1), KVC_ERR_FULL, "1 more token ", "max_bytes is");
-    CHECK(!strstr(kvc_last_error(), "views"));
-    pair_check(p);
-    for (int32_t at = 1; at < 40; at += 8) /* less than a quarter */
-        kvc_remove(p->cache, 0, at, at + 1, 0);
-    CHECK(stats_of(p).compactions == 0);
-    kvc_hold *hold;
-    kvc_span spans[64];
-    int64_t num;
-    CHECK(kvc_spans(p->cache, 0, 0, spans, sizeof *spans, 64, &num, &hold) == KVC_OK);
-    CHECK_FAILS(pair_feed(p, 0, 64, 69), KVC_ERR_FULL, "5 more tokens", "views");
-    pair_check(p);
-    kvc_hold_free(hold);
-    CHECK(pair_feed(p, 0, 64, 65) == KVC_OK);
-    CHECK(stats_of(p).compactions > 0 && kvc_nbytes(p->cache) <= free_bytes);
-    pair_check(p);
-    pair_free(p);
-}
-
-/* A batch that needs the memory of a sequence for which some was reserved gets it. */
-static void test_max_bytes_of_a_reserved_sequence(void) {
-    const kvc_layer layer = {.num_kv_heads = 2, .k_dim = 32, .v_dim = 32};
-    int64_t max_bytes = 0;
-    for (int is_limited = 0; is_limited < 2; is_limited++) {
-        kvc_cache *cache = heap_cache(1, &layer, (kvc_config){.max_bytes = max_bytes});
-        CHECK(feed(cache, 1, 0, 8) == KVC_OK && kvc_reserve(cache, 1, 1) == KVC_OK);
-        CHECKF(feed(cache, 1, 0, 8) == KVC_OK, "%s", kvc_last_error());
-        const int64_t bytes = kvc_nbytes(cache);
-        CHECK(kvc_compact(cache) == KVC_OK && (kvc_nbytes(cache) < bytes) == !is_limited);
-        max_bytes = kvc_nbytes(cache);
-        free_valid(cache);
-    }
-}
-
 /* kvc_nbytes counts the slots of a large block that were written so far.  Written slots are used first. */
-static void test_max_bytes_of_large_blocks(void) {
+static void test_bytes_of_large_blocks(void) {
     const int32_t dim = (int32_t)kvc_os_page_size() / 4, row = 2 * dim * 4; /* a key or value fills a page */
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = dim, .v_dim = dim};
-    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.max_bytes = 68 * row});
+    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){0});
     kvc_batch *batch;
     int32_t positions[65];
     for (int t = 0; t < 65; t++) positions[t] = t;
@@ -171,83 +121,35 @@ static void test_max_bytes_of_large_blocks(void) {
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
-/* A put of an encoder's rows that does not fit takes no memory, although a block that it needs is free. */
+/* A put of an encoder's rows that does not fit takes no memory. */
 static void test_max_bytes_of_an_encoder(void) {
-    enum { DIM = 1024, ROWS = 256, MAX_BYTES = ROWS * DIM * 4 };
     const kvc_layer layers[] = {
-        plain_layer, {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .policy = {KVC_CROSS, .max_len = ROWS}}};
-    kvc_put_args put = zero_rows(0, 0);
-    kvc_cache *cache = cache_of(layers, 2, (kvc_config){.max_bytes = MAX_BYTES});
+        plain_layer, {.num_kv_heads = 1, .k_dim = 256, .v_dim = 256, .policy = {.kind = KVC_CROSS, .max_len = 64}}};
+    kvc_cache *cache = heap_cache(2, layers, (kvc_config){.max_bytes = 3 * 64 * 512 * 4 - 1}); /* not three blocks */
+    kvc_put_args put = zero_rows(0, 1);
     kvc_batch *batch;
-    CHECK(kvc_begin(cache, 1, NULL, NULL, NULL, &batch) == KVC_OK);
-    for (int i = 0; i < 3; i++) {
-        const int64_t bytes = kvc_nbytes(cache);
-        put.num_tokens = ROWS;
-        CHECK_FAILS(kvc_put(batch, 1, &put), KVC_ERR_FULL, "max_bytes", "bytes");
-        CHECK(kvc_nbytes(cache) == bytes && kvc_validate(cache) == KVC_OK);
-        put.num_tokens = 1;
-        CHECK(kvc_put(batch, 1, &put) == KVC_OK && kvc_nbytes(cache) <= MAX_BYTES);
-    }
+    CHECK(kvc_begin(cache, 3, NULL, (int64_t[]){1, 2, 3}, NULL, &batch) == KVC_OK);
+    for (put.seq_id = 1; put.seq_id < 3; put.seq_id++) CHECK(kvc_put(batch, 1, &put) == KVC_OK);
+    const int64_t bytes = kvc_nbytes(cache);
+    CHECK_FAILS(kvc_put(batch, 1, &put), KVC_ERR_FULL, "max_bytes", "bytes");
+    CHECK(kvc_nbytes(cache) == bytes && kvc_validate(cache) == KVC_OK);
     kvc_abort(batch);
-    CHECK(kvc_cache_free(cache) == KVC_OK);
+    free_valid(cache);
 }
 
-/* Makes a cache of two sequences that share all rows; most blocks of the sliding layer's group are free. */
-static kvc_cache *new_shared(int64_t max_bytes) {
-    enum { DIM = 1024, BLOCK = 64, ROWS = 4 * BLOCK };
-    const kvc_layer full = {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM};
-    kvc_layer layers[] = {full, full};
-    layers[1].policy = sliding_policy(8, 0, ROWS);
-    const kvc_put_args put = zero_rows(0, 0);
-    int32_t positions[2 * BLOCK];
-    int64_t ids[2 * BLOCK];
-    kvc_cache *cache = cache_of(layers, 2, (kvc_config){.block_size = BLOCK, .max_bytes = max_bytes});
-    kvc_batch *batch;
-    for (int32_t n = ROWS; n > 0; n = n > 1 ? 1 : 0) {
-        CHECK(kvc_begin(cache, n, NULL, NULL, NULL, &batch) == KVC_OK);
-        for (int l = 0; l < 2; l++) CHECK(kvc_put(batch, l, &put) == KVC_OK);
-        CHECK(kvc_commit(batch) == KVC_OK);
-    }
-    CHECK(kvc_fork(cache, 0, 1) == KVC_OK);
-    for (int32_t i = 0; i < 2 * BLOCK; i++) positions[i] = i, ids[i] = 2;
-    const kvc_begin_args args = {.struct_size = sizeof args,
-                                 .num_tokens = 2 * BLOCK,
-                                 .positions = positions,
-                                 .seq_ids = ids,
-                                 .replaced = (uint8_t[]){0, 1}};
-    CHECK(kvc_begin_with(cache, &args, &batch) == KVC_OK && kvc_put(batch, 1, &put) == KVC_OK);
-    CHECK(kvc_commit(batch) == KVC_OK && kvc_clear_sequence(cache, 2) == KVC_OK);
-    return cache;
-}
-
-/* An edit that copies rows gives back free blocks of other groups where it needs their bytes. */
+/* An edit that copies rows gives back free blocks of other groups if it needs their room. */
 static void test_edits_give_back_blocks(void) {
+    enum { BLOCK = 4, BLOCKS = 8 }; /* of each layer; the window's are free, except one */
+    const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(4, 0, 0))};
     const kvc_put_args zeros = zero_rows(0, 0);
-    const kvc_rows_in in = {.struct_size = sizeof in,
-                            .k = zeros.k,
-                            .v = zeros.v,
-                            .k_row_stride = zeros.k_token_stride,
-                            .v_row_stride = zeros.v_token_stride};
-    kvc_cache *cache = new_shared(0);
-    const int64_t max_bytes = kvc_nbytes(cache) + 4096;
-    CHECK(kvc_cache_free(cache) == KVC_OK);
-    cache = new_shared(max_bytes);
-    const kvc_stats before = stats_in(cache);
-    CHECK(before.blocks_free >= 2);
-    CHECK_FAILS(kvc_inject(cache, 0, 0, 0, 256, &in), KVC_ERR_FULL, "max_bytes", "shared");
-    CHECK(stats_in(cache).blocks_returned == before.blocks_returned);
-    CHECK(kvc_inject(cache, 0, 0, 0, 64, &in) == KVC_OK && kvc_nbytes(cache) <= max_bytes);
-    CHECK(stats_in(cache).blocks_returned > before.blocks_returned);
-    CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
-
-    cache = new_shared(max_bytes);
-    CHECK(kvc_inject(cache, 0, 0, 0, 256, &in) == KVC_ERR_FULL);
-    long long enough = 0;
-    CHECK(sscanf(kvc_last_error(), "%*[^0-9]%lld", &enough) == 1 && enough > max_bytes);
-    CHECK(kvc_cache_free(cache) == KVC_OK);
-    cache = new_shared(enough); /* as many as the error says */
-    CHECK(kvc_inject(cache, 0, 0, 0, 256, &in) == KVC_OK && kvc_nbytes(cache) <= enough);
-    CHECK(kvc_cache_free(cache) == KVC_OK);
+    const kvc_rows_in in = {.struct_size = sizeof in, .k = zeros.k, .v = zeros.v};
+    const int64_t max_bytes = bytes_of_blocks(2, layers, (kvc_config){0}, BLOCKS);
+    kvc_cache *cache = heap_cache(2, layers, (kvc_config){.max_bytes = max_bytes});
+    CHECK(feed(cache, 2, 1, BLOCKS * BLOCK) == KVC_OK && kvc_fork(cache, 1, 2) == KVC_OK);
+    CHECK_FAILS(kvc_inject(cache, 2, 0, 0, BLOCKS * BLOCK, &in), KVC_ERR_FULL, "max_bytes", "shared");
+    CHECK(stats_in(cache).blocks_returned == 0);
+    CHECK(kvc_inject(cache, 2, 0, 0, BLOCK, &in) == KVC_OK && stats_in(cache).blocks_returned > 0);
+    free_valid(cache);
 }
 
 int main(void) {
@@ -256,9 +158,7 @@ int main(void) {
     test_bytes_of_an_encoder();
     test_max_seq_len_of_a_window();
     test_own_capacity();
-    test_max_bytes();
-    test_max_bytes_of_a_reserved_sequence();
-    test_max_bytes_of_large_blocks();
+    test_bytes_of_large_blocks();
     test_max_bytes_of_an_encoder();
     test_edits_give_back_blocks();
     return test_result();

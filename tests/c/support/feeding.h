@@ -17,6 +17,27 @@ static inline kvc_cache *heap_cache(int num_layers, const kvc_layer *layers, kvc
     return cache_of(layers, num_layers, config);
 }
 
+/* Returns the max_bytes of a heap_cache that has room for `num` blocks of each layer.  No two layers share a group. */
+static inline int64_t bytes_of_blocks(int num_layers, const kvc_layer *layers, kvc_config config, int64_t num) {
+    enum { FED = 8 }; /* a layer with a stride may have no row for the first tokens */
+    const int64_t seq_ids[FED] = {0};
+    int64_t num_blocks, num_runs;
+    kvc_block_info block;
+    kvc_batch *batch = NULL;
+    config.max_bytes = 0;
+    kvc_cache *cache = heap_cache(num_layers, layers, config);
+    int64_t bytes = kvc_nbytes(cache);
+    CHECK(kvc_begin(cache, FED, NULL, seq_ids, NULL, &batch) == KVC_OK);
+    for (int l = 0; l < num_layers; l++) {
+        CHECK(kvc_blocks(cache, l, &block, sizeof block, 1, &num_blocks, NULL, sizeof(kvc_run_info), 0, &num_runs) ==
+              KVC_OK);
+        bytes += num * block.bytes;
+    }
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    return bytes;
+}
+
 /* Frees a cache.  Checks that it was valid, that it counts as many bytes as the heap, and that none is left. */
 static inline void free_valid(kvc_cache *cache) {
     CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());

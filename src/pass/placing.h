@@ -1,0 +1,49 @@
+/* placing.h: in which blocks the tokens of a batch go, and what that counts for max_bytes.
+ *
+ * A sequence goes on behind its last row, as far as the block has room, and then in blocks of its own.  If a batch does
+ * not fit so, rows are moved together first.  Then its tokens go to any used block with room.  The rest goes to new
+ * blocks, in which the batch's sequences stand one after the other.
+ *
+ * An example.  Blocks have 8 slots, and max_bytes leaves room for 4.  Three are in use:
+ *
+ *     block 0    4 rows of sequence a, 4 of b
+ *     block 1    7 rows of c
+ *     block 2    5 rows of d; a view holds the block
+ *
+ * Each sequence gets 2 tokens.  As they lie, d takes slots of block 2, c takes a slot of block 1, and a, b and c take a
+ * new block each: 6 blocks.  Anywhere, the tokens take slot 7 of block 1, slots 5 to 7 of block 2, and a new block: 4
+ * blocks. */
+#ifndef KVC_PLACING_H
+#define KVC_PLACING_H
+
+#include "cache/batch.h"
+
+/* Sets pool->demand of all groups, for after the expiry, and without victims or, in KVC_FIXED, without all that may be
+ * evicted.  Returns what the cache counts then (kvc_counted_bytes), with the batch.  Sets kvc_pending.last_block,
+ * unless tokens go anywhere. */
+int64_t kvc_count_batch(const kvc_batch *batch, kvc_scope scope);
+
+/* Sets the demand of group g, and returns how many blocks are in use with the batch. */
+int64_t kvc_count_group(const kvc_batch *batch, int32_t g, kvc_scope scope);
+
+/* Sets the demand of all groups to zero. */
+void kvc_forget_demands(kvc_cache *cache);
+
+/* Tokens may arrive in several batches.  One batch may expire all rows before it, and go on in a new block.  Returns
+ * how many of the `taken` slots behind a sequence's last row, in `block`, are used even then.  If others keep the block
+ * from being free then, the tokens from there on go to another one. */
+int32_t kvc_slots_saved(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, const kvc_block *block,
+                        int32_t taken);
+
+/* Returns the block of a sequence's last row, in which it goes on, once all is carried out that was planned; NULL:
+ * there is none, or the batch restores. */
+kvc_block *kvc_first_block(const kvc_batch *batch, int32_t g, int32_t s);
+
+/* Returns the first used block with room in the list of all blocks from *next on, and sets *next to it; NULL: there is
+ * none. */
+kvc_block *kvc_next_open(const kvc_pool *pool, kvc_block **next);
+
+/* Hands out slots to all tokens; there are free blocks for them. */
+void kvc_place_batch(kvc_batch *batch);
+
+#endif
