@@ -325,7 +325,6 @@ STATUS_OF(call_room, kvc_room(s->cache, OWN_ID, &count))
 STATUS_OF(call_room_of_new, kvc_room(s->cache, OTHER_ID, &count))
 STATUS_OF(call_reserve, kvc_reserve(s->cache, OWN_ID, 1))
 STATUS_OF(call_compact, kvc_compact(s->cache))
-STATUS_OF(call_settle, kvc_settle(s->cache))
 STATUS_OF(call_validate, kvc_validate(s->cache))
 
 /* Times a call that asks for one token more than fits. */
@@ -785,7 +784,6 @@ static const struct {
     {"reserve", call_reserve, 0},
     {"refused", call_refused, 0},
     {"compact", call_compact, 1},
-    {"settle", call_settle, 1},
     {"validate", call_validate, 1},
     {"blocks", call_blocks, 1},
     {"spans", call_spans, 0},

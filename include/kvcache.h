@@ -50,21 +50,21 @@
  * Threads   Any thread may call any function.  A cache has one open batch at a time: kvc_begin fails with KVC_ERR_BUSY
  *           until it ends, and kvc_begin_with can wait.  The rest of this paragraph says how long calls wait.
  *           A mutex guards the bookkeeping.  Nobody holds it while rows are put,
- *           replaced, copied out, settled, attended over or handed to a function of the caller.  How long a call holds
+ *           replaced, copied out, attended over or handed to a function of the caller.  How long a call holds
  *           it depends on its arguments and on the sequences that it names, not on what else the cache has.
  *           Some calls fail with KVC_ERR_BUSY while a batch is open: kvc_begin, edits of a sequence in the batch,
- *           kvc_reserve, kvc_room, kvc_settle, kvc_compact, kvc_cache_clone and kvc_cache_free.  Other sequences may
+ *           kvc_reserve, kvc_room, kvc_compact, kvc_cache_clone and kvc_cache_free.  Other sequences may
  *           be edited.  The same calls fail while kvc_shift, kvc_remove, kvc_divide or kvc_prefix_acquire
  *           (reuse_min_tokens) rewrites the keys of a sequence, and so do edits of that sequence.
  *           If each thread serves one request, let them put their tokens in one batch of many sequences, or take turns:
  *           with timeout_ms, kvc_begin_with waits for the open batch to end.
  *           Some calls wait.  kvc_prefix_forget and kvc_prefix_clear wait for a kvc_prefix_forget of the same prefix.
  *           Calls that read the rows of a sequence, edit it or begin a batch of it wait while
- *           kvc_inject or kvc_settle writes its rows.  kvc_compact, kvc_settle and kvc_cache_free wait for calls that
+ *           kvc_inject writes its rows.  kvc_compact and kvc_cache_free wait for calls that
  *           copy rows out; a call that comes to copy rows meanwhile waits behind them.  kvc_room, kvc_load, and a call
  *           that would fail with KVC_ERR_FULL, wait for calls that copy rows, or carry a block to or from a store.
  *           Some calls may hold the mutex longer.  These are calls about all sequences (kvc_clear, kvc_keep,
- *           kvc_sequences, kvc_settle, kvc_cache_clone, kvc_save without seq_ids, kvc_blocks,
+ *           kvc_sequences, kvc_cache_clone, kvc_save without seq_ids, kvc_blocks,
  *           kvc_validate), and kvc_compact, kvc_begin and kvc_reserve when they move rows together.
  *           kvc_prefix_forget and kvc_prefix_clear look at all sequences that the prefix has acquired.
  *           kvc_commit and kvc_reserve end with work on OS pages, without the mutex; the batch has ended by then.  A
@@ -359,7 +359,7 @@ typedef struct kvc_allocator {
 /* Returns whether a long call is to end: not 0 ends it with KVC_ERR_CANCELLED.  kvc_put, kvc_attend, kvc_choose and
  * kvc_weights call this about every 40 ms, and kvc_begin_with while it waits; short calls never do.  It runs on the
  * calling thread, without the cache's mutex.  It may call into the library, but must not end the batch in question, nor
- * return in the child of a fork(), except to kvc_begin_with.  During kvc_weights, kvc_compact, kvc_settle and
+ * return in the child of a fork(), except to kvc_begin_with.  During kvc_weights, kvc_compact and
  * kvc_cache_free fail with KVC_ERR_HELD where the poll calls them. */
 typedef int32_t kvc_poll_fn(void *user);
 
@@ -784,11 +784,6 @@ KVC_API kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, in
  * Keys that carry a rotation are rewritten.  Fails as kvc_shift does. */
 KVC_API kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t divisor);
 
-/* Rotates the keys of every sequence for their present positions, so that every delta is 0.  Keys are rounded to their
- * type once more.  Rows that sequences share at different deltas are copied.  Fails with KVC_ERR_BUSY, KVC_ERR_HELD,
- * KVC_ERR_NOMEM and KVC_ERR_FULL (capacity, as in kvc_shift, or max_bytes). */
-KVC_API kvc_status kvc_settle(kvc_cache *cache);
-
 /* Marks a sequence's rows from `position` on as not exact (kvc_exact_to), including rows that a batch adds later.  Use
  * it if a mask hid tokens from them, or showed them later ones: masked and non_causal of kvc_plan_args, and kvc_chosen,
  * mark no rows.  It may be called at any time, also while the sequence is in the open batch.  Call it before the
@@ -879,7 +874,7 @@ typedef struct kvc_rows_out {
                             Rows, positions and this number are of one moment.  May be NULL */
     int32_t raw; /* 0: rows are converted to `type`.  Not 0: rows have the layer's k_type and v_type, byte for byte, and
                     k and v need no alignment.  Keys that were moved by a delta are rotated, and encoded anew in the
-                    copy: they have the bytes that kvc_settle would store */
+                    copy */
     kvc_batch *batch; /* for kvc_gather and kvc_extract: the open batch, whose rows of the sequence count as well,
                          behind the stored rows, as in kvc_batch_spans and with its errors.  NULL: stored rows only */
 } kvc_rows_out;
@@ -980,7 +975,7 @@ typedef struct kvc_stats {
     int64_t blocks_in_use;   /* now */
     int64_t blocks_free;     /* blocks whose memory is kept for reuse, now */
     int64_t rows_copied;     /* rows copied to slots of a sequence's own, to be changed there: by kvc_divide and
-                                KVC_ROPE_FUNCTION, and if they were shared, by kvc_settle and kvc_inject */
+                                KVC_ROPE_FUNCTION, and if they were shared, by kvc_inject */
     int64_t rows_evicted;    /* rows of kept blocks that were evicted; a row that two blocks shared counts twice */
     int64_t retained;        /* kept blocks, and blocks that calls read or add, now */
     int64_t evictable_slots; /* live slots that only kept blocks hold, now; none of what pins and quotas protect */
@@ -1022,7 +1017,7 @@ typedef struct kvc_save_args {
 /* Saves sequences: their rows, positions, deltas and expired positions, and the configuration without threads and
  * functions.  Shared rows are saved once.  Nothing of an open batch is saved.  seq_ids may name empty sequences.
  * It is the state of one moment.  Rows are written without the mutex, and sequences may be edited meanwhile, as if a
- * kvc_hold held their rows: kvc_compact, kvc_settle and kvc_cache_free fail with KVC_ERR_HELD.
+ * kvc_hold held their rows: kvc_compact and kvc_cache_free fail with KVC_ERR_HELD.
  * Fails with KVC_ERR_CALLBACK, after which the file is not whole, and with KVC_ERR_NOMEM.  Fails with
  * KVC_ERR_UNSUPPORTED on a big-endian machine, because files are little-endian. */
 KVC_API kvc_status kvc_save(kvc_cache *cache, const kvc_save_args *args);

@@ -107,7 +107,6 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length)
     kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t delta)
     kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t divisor)
-    kvc_status kvc_settle(kvc_cache *cache)
     kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens)
     kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens)
     kvc_status kvc_compact(kvc_cache *cache)

@@ -82,7 +82,7 @@ class KVCache(Saveable):
     A cache has one open batch at a time, which may have tokens of many sequences. Any thread may call any method.
     Threads that serve a request each need no lock of their own: ``batch(..., timeout=None)`` waits until the open batch
     has ended. An open batch owns its sequences: editing these raises `CacheBusyError` until the batch is committed or
-    aborted, and so do `room`, `reserve`, `settle`, `compact`, `close` and copying the cache; other sequences may be
+    aborted, and so do `room`, `reserve`, `compact`, `close` and copying the cache; other sequences may be
     edited. Every method that may wait for another thread, or that stores, copies, moves or attends over rows, releases
     the GIL; nothing here needs one.
 
@@ -489,20 +489,20 @@ class KVCache(Saveable):
         ----------
         copy : bool, optional
             Whether to copy. False: return a view. True: return a copy. None, the default: a view if possible, else a
-            copy. Keys that were moved have no view before `settle` rotates them.
+            copy. Keys that were moved have no view, because they are rotated on the way.
 
         Returns
         -------
         numpy.ndarray
             The keys, ``[num_kv_heads, len, head_dim]`` of the stored type; bf16 is ``ml_dtypes.bfloat16`` if that is
             installed, else a type of two bytes, which DLPack exports as bf16. A view is read-only and keeps its rows,
-            whatever becomes of the sequence; while it exists, `settle`, `compact` and `close` raise ``BufferError``.
+            whatever becomes of the sequence; while it exists, `compact` and `close` raise ``BufferError``.
 
         Raises
         ------
         ValueError
-            If `copy` is False and the rows do not lie in one piece (`spans` has a view of each piece), or were moved
-            since the last `settle`; or if the type is quantised, which no array can show (`gather` decodes it, or
+            If `copy` is False and the rows do not lie in one piece (`spans` has a view of each piece), or were moved;
+            or if the type is quantised, which no array can show (`gather` decodes it, or
             copies its bytes).
         """
         return _core.rows(self._core, None, seq_id, layer, copy, False)
@@ -909,7 +909,7 @@ class KVCache(Saveable):
         shift : bool, default True
             Whether later tokens move down by ``end - begin``, as by `shift`; else a gap stays. After each removal,
             stored keys have one more distance from their rotation; hundreds of different distances slow attention
-            down: see `settle`.
+            down. So drop 64 tokens at a time rather than one.
 
         Raises
         ------
@@ -1039,19 +1039,6 @@ class KVCache(Saveable):
 
     # -- memory
 
-    def settle(self) -> None:
-        """Rotate the stored keys of moved tokens, in every sequence, for their present positions.
-
-        The keys are rounded to their type once more. Views of them become possible, and attention over tokens that were
-        moved by many different distances becomes faster. Rows that sequences share at different positions are copied.
-
-        Raises
-        ------
-        CacheFullError
-            If rows have to be copied, and `capacity` or `max_bytes` would be exceeded.
-        """
-        self._core.settle()
-
     def reserve(self, num_tokens: SupportsIndex, *, seq_id: SupportsIndex = 0) -> None:
         """Allocate the memory for `num_tokens` more tokens of a sequence, at least 1.
 
@@ -1155,7 +1142,7 @@ class KVCache(Saveable):
         dict
             Counters: ``batches`` and ``tokens`` committed, batches ``aborted``; ``rows_expired``; ``rows_evicted``
             from a `PrefixCache` to make room; ``rows_moved`` by ``compactions``; ``rows_copied`` before a change (by
-            `divide`, by `shift` if `rope` is a function, and by `settle` and `inject` of shared rows);
+            `divide`, by `shift` if `rope` is a function, and by `inject` of shared rows);
             ``blocks_opened``, ``blocks_reused`` and ``blocks_returned``, whose memory was allocated, reused and given
             back. Present numbers: ``live_slots``, which hold a token; ``wasted_slots``, which wait for a compaction;
             ``blocks_in_use`` and ``blocks_free``; blocks ``retained`` by a `PrefixCache`, and ``evictable_slots``,

@@ -70,8 +70,7 @@ class Saveable:
 
         Notes
         -----
-        The format is safetensors: docs/format.md has every byte. Meanwhile `compact`, `settle` and `close` raise
-        ``BufferError``.
+        The format is safetensors: docs/format.md has every byte. Meanwhile `compact` and `close` raise ``BufferError``.
 
         Examples
         --------

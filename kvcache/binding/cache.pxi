@@ -350,13 +350,6 @@ cdef class Cache(_CallCounter):
         self.finish(status)
         note_edit(edits, seq, None, end == 0)
 
-    def settle(self):
-        cdef kvc_status status
-        cdef kvc_cache *cache = self.enter()
-        with nogil:
-            status = kvc_settle(cache)
-        self.finish(status)
-
     def reserve(self, num_tokens, seq_id):
         cdef int64_t number = to_int(num_tokens, "num_tokens", 1, _INT64_MAX), seq = to_seq_id(seq_id)
         cdef kvc_status status

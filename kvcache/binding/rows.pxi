@@ -59,8 +59,8 @@ def rows(Cache cache not None, Batch batch, seq_id, layer, copy, bint values):
         if not delta and hold.in_one_piece():
             return hold.view(shape, 0, hold.num_spans, values)
         if copy is not None and delta:
-            raise ValueError(f"copy=False: keys that were moved, by {delta}, are yet to be rotated; settle() does "
-                             "it for all, copy=None in a copy")
+            raise ValueError(f"copy=False: keys that were moved, by {delta}, are rotated only in a copy: copy=None "
+                             "makes one")
         if copy is not None:
             raise ValueError(f"copy=False: the rows lie in {hold.num_spans} pieces, so that there is no view of "
                              "them all; spans() has one of each, copy=None copies")

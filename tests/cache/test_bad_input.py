@@ -512,7 +512,6 @@ def test_use_after_close(cache):
         "stats": cache.stats,
         "validate": cache.validate,
         "compact": cache.compact,
-        "settle": cache.settle,
         "reserve": lambda: cache.reserve(1),
     }
     for call in calls.values():

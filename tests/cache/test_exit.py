@@ -80,7 +80,7 @@ def step():
         for layer in range(2):
             batch.attend(layer, queries[:1], rows[:1], rows[:1])
 for call in (step, lambda: cache.gather(0), lambda: cache.shift(9, None, 1), lambda: cache.keys(1), cache.compact,
-             lambda: cache.fork(0, 1), lambda: cache.save(os.devnull + "/no"), cache.settle, cache.stats):
+             lambda: cache.fork(0, 1), lambda: cache.save(os.devnull + "/no"), cache.stats):
     start(call)
 """,
     "a thread in a function": """

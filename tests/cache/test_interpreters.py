@@ -159,7 +159,7 @@ def step():
     cache.truncate(0, seq_id=1)
 
 calls = [step, step, lambda: cache.gather(0), lambda: cache.shift(200, None, 1), cache.stats,
-         lambda: (cache.fork(0, 2), cache.clear(2)), lambda: cache.keys(0), cache.settle, cache.compact]
+         lambda: (cache.fork(0, 2), cache.clear(2)), lambda: cache.keys(0), cache.compact]
 stop = threading.Event()
 
 def work(call):

@@ -78,7 +78,7 @@ def test_a_function_that_closes_the_cache():
     raised = []
 
     def move(layer, keys, delta):
-        for end in (cache.close, cache.compact, cache.settle):
+        for end in (cache.close, cache.compact):
             with pytest.raises(kvcache.KVCacheError) as error:
                 end()
             raised.append(error.type)

@@ -275,14 +275,3 @@ def test_context_shift(run, cache):
     run(cache=cache, n_keep=2, n_discard=7)
     check_moved(cache, k[[0, 1, *range(9, 16)]], list(range(9)), [0] * 2 + [-7] * 7)
     store(cache, 7)  # goes on
-
-
-@rows("K-shift")
-def test_settle(run, cache):
-    k, _ = store(cache, 6)
-    cache.fork(0, 1)
-    cache.remove(1, 3)
-    assert {span.delta for span in cache.spans(0)} == {0, -2}
-    run(cache=cache)
-    assert {span.delta for span in cache.spans(0)} == {0}
-    check_moved(cache, k[[0, 3, 4, 5]], [0, 1, 2, 3], [0, -2, -2, -2])

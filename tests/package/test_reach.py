@@ -13,10 +13,10 @@ MOST = {
     "unstored sequences": (r"unstored", 11),
     "limits in bytes": (r"max_bytes|demand|preview", 68),
     "forgetting": (r"forgotten|forget|horizon", 20),
-    "evicting": (r"evict|victim|fate|LOSES_WINDOWS", 117),
-    "replacing, restoring": (r"replaced|replac(e|ing)\b|TO_REPLACE|is_given|restor", 54),
+    "evicting": (r"evict|victim|fate|LOSES_WINDOWS", 115),
+    "replacing, restoring": (r"replaced|replac(e|ing)\b|TO_REPLACE|is_given|restor", 52),
     "cross-attention": (r"cross|TO_CROSS|KVC_CROSS", 45),
-    "deltas": (r"delta|divide", 87),
+    "deltas": (r"delta|divide", 79),
     "strides": (
         r"(pool(s\[\w+\])?|plan|list|pools?->)(->|\.)stride\b|kvc_rows_below|strided|stride_of|policy\.stride",
         76,

@@ -342,7 +342,7 @@ class Server:
         """Do what a server does now and then, unless a client has a batch of its own, or saves."""
         prefix = self.tenants[turn % 2]
         with suppress(kvcache.CacheBusyError, BufferError):
-            (self.cache.compact, self.cache.settle, lambda: prefix.evict(500), prefix.clear)[turn // 2 % 4]()
+            (self.cache.compact, lambda: prefix.evict(500), prefix.clear)[turn // 2 % 3]()
 
 
 def attention(batch, positions, breaks_off=None):

@@ -107,7 +107,6 @@ CACHE = {
     "room": ((1,), {}),
     "save": ((f"{FOLDER}/saved", [0, 1]), {"tokens": {0: [3, 4]}}),
     "seq_len": ((1,), {"layer": 0}),
-    "settle": ((), {}),
     "share_range": ((0, 7, 1), {}),
     "shift": ((1, None, 3), {"seq_id": 1}),
     "spans": ((0,), {"seq_id": 1}),

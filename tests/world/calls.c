@@ -81,8 +81,6 @@ const operation operations[] = {
     {"kvc_clear", 1, draw_anything, run_clear, right_clear, "kvc_clear(cache)", E(BUSY) | E(NOMEM), 0, AT_STORE, ALONE,
      0, 1},
 
-    {"kvc_settle", 3, draw_anything, run_settle, right_settle, "kvc_settle(cache)",
-     E(BUSY) | E(HELD) | E(NOMEM) | E(FULL), 0, AT_STORE, AMID, 0, 0},
     {"kvc_compact", 3, draw_anything, run_compact, right_compact, "kvc_compact(cache)", E(BUSY) | E(HELD) | E(NOMEM), 0,
      AT_STORE, AMID, 0, 0},
     {"kvc_reserve", 3, draw_reserve, run_reserve, right_reserve, "kvc_reserve(cache, %i, %n)",

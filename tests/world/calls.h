@@ -85,7 +85,6 @@ void run_clear_sequence(call *c);
 void run_keep(call *c);
 void run_clear(call *c);
 void run_compact(call *c);
-void run_settle(call *c);
 void run_validate(call *c);
 void run_reserve(call *c);
 void run_room(call *c);

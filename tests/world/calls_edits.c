@@ -189,7 +189,6 @@ int draw_anything(call *c) {
 }
 
 void run_compact(call *c) { c->status = kvc_compact(w.cache); }
-void run_settle(call *c) { c->status = kvc_settle(w.cache); }
 void run_validate(call *c) { c->status = kvc_validate(w.cache); }
 
 int draw_reserve(call *c) {

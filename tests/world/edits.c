@@ -337,39 +337,6 @@ static int is_shared(const oracle *o, int l, int32_t slot) {
     return num > 1;
 }
 
-/* Whether rows of a slot stand at different deltas. */
-static int is_disputed(const oracle *o, int l, const row *r) {
-    for (int s = 0; s < SLOTS; s++)
-        for (int i = 0; i < o->sequences[s].layers[l].num; i++) {
-            const row *other = &o->sequences[s].layers[l].at[i];
-            if (other->slot == r->slot && other->delta != r->delta) return 1;
-        }
-    return 0;
-}
-
-/* Applies all deltas.  Rows that are shared at different deltas are copied.  If a prefix keeps a row, too, each
- * sequence that shares it gets a copy. */
-kvc_status right_settle(oracle *o, const call *c) {
-    oracle after = *o;
-    int may_be_kept = 0;
-    for (int i = 0; i < PREFIXES; i++) may_be_kept |= o->prefixes[i].num_blocks > 0;
-    if (is_engaged(o, c)) return KVC_ERR_BUSY;
-    if (o->num_holds && !o->crowded) return KVC_ERR_HELD;
-    for (int l = 0; l < o->num_layers; l++)
-        for (int s = 0; s < SLOTS; s++)
-            for (int i = 0; i < o->sequences[s].layers[l].num; i++) {
-                row *r = &after.sequences[s].layers[l].at[i];
-                if (r->delta && is_disputed(o, l, r))
-                    r->slot = after.next_slot++;
-                else if (r->delta && is_shared(o, l, r->slot))
-                    after.has_twins |= may_be_kept;
-                r->delta = 0;
-            }
-    if (fits_copies(o, &after)) return KVC_ERR_FULL;
-    *o = after;
-    return KVC_OK;
-}
-
 /* Replaces the latest rows at [begin, end) in a layer.  Rows that others hold are copied first. */
 kvc_status right_inject(oracle *o, const call *c) {
     oracle after = *o;

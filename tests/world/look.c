@@ -443,7 +443,7 @@ void check_counted(const call *c, const oracle *before, const oracle *after) {
     const int commits = right == right_commit, aborts = right == right_abort || right == right_vain,
               begins = right == right_begin || right == right_vain || right == right_reserve;
     const int64_t copied = count_new(before, after, &lost);
-    const int copies = right == right_remove || right == right_move || right == right_settle || right == right_inject;
+    const int copies = right == right_remove || right == right_move || right == right_inject;
     const batch *b = &before->batches[c->client];
     kvc_get_stats(w.cache, &now, sizeof now);
     for (int t = 0; commits && t < b->num; t++) tokens_kept += (!c->flag || c->marks[t]) && !b->unstored[t];

@@ -276,7 +276,6 @@ kvc_status right_remove(oracle *o, const call *c);
 kvc_status right_keep_positions(oracle *o, const call *c);
 kvc_status right_truncate(oracle *o, const call *c);
 kvc_status right_move(oracle *o, const call *c); /* kvc_shift, and with flag kvc_divide */
-kvc_status right_settle(oracle *o, const call *c);
 kvc_status right_inject(oracle *o, const call *c);
 kvc_status right_mark_inexact(oracle *o, const call *c);
 kvc_status right_clear_sequence(oracle *o, const call *c);

@@ -182,7 +182,7 @@ static kvc_cache *take_step(kvc_cache *made, const kvc_layer *layers) {
     case 5: kvc_fork(made, id, other); break;
     case 6: kvc_copy_prefix(made, id, other, begin); break;
     case 7: kvc_share(made, id, other, kvc_next_position(made, other), KVC_END); break;
-    case 8: CHECKF(kvc_settle(made) == KVC_OK, "%s", kvc_last_error()); break;
+    case 8:
     case 9: CHECKF(kvc_compact(made) == KVC_OK, "%s", kvc_last_error()); break;
     case 10: return save_and_load(made);
     case 11: return clone_and_go_on(made);
@@ -248,7 +248,7 @@ static void check_moved(kvc_cache *made, const kvc_layer *layers, int64_t tells,
     }
 }
 
-/* Moved keys equal keys that are put at the new positions, before and after they are settled. */
+/* Moved keys equal keys that are put at the new positions. */
 static void test_moved_keys(void) {
     static const int32_t types[] = {KVC_F32, KVC_F16, KVC_BF16, KVC_Q8_0, KVC_INT8, KVC_INT6};
     for (size_t i = 0; i < 4 * sizeof types / sizeof *types; i++) {
@@ -261,8 +261,6 @@ static void test_moved_keys(void) {
         check_moved(made, layers, 0, 1, 9, 700, 1);
         CHECK(kvc_remove(made, 0, 0, 5, 1) == KVC_OK);
         check_moved(made, layers, 0, 1, 9, 700, 1);
-        CHECK(kvc_settle(made) == KVC_OK);
-        check_moved(made, layers, 0, 1, 9, 700, 2);
         check_twins(made, layers);
         CHECK(kvc_cache_free(made) == KVC_OK);
     }

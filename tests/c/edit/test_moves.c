@@ -1,4 +1,4 @@
-/* Tokens that move, keys that are settled, rows that are replaced, kept tokens of a batch: what is refused, and in
+/* Tokens that move, rows that are replaced, kept tokens of a batch: what is refused, and in
  * which words.  tests/world compares what such calls do. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include <math.h>
@@ -77,21 +77,6 @@ static void test_largest_position(void) {
     CHECK(kvc_divide(p->cache, 0, 0, KVC_END, INT32_MAX) == KVC_OK);
     pair_check(p);
     CHECK(last_position(p->cache, 0) == 0);
-    pair_free(p);
-}
-
-/* Keys that were all moved are rotated where they lie. */
-static void test_settle_moved(void) {
-    pair *p = roped_pair(rope_of(0, 0, 1), full_policy, 4);
-    kvc_span span;
-    int64_t num;
-    pair_feed(p, 0, 0, 4);
-    for (int settles = 0; settles < 2; settles++) {
-        CHECK(kvc_shift(p->cache, 0, 0, KVC_END, 3) == KVC_OK && (!settles || kvc_settle(p->cache) == KVC_OK));
-        CHECK(kvc_spans(p->cache, 0, 0, &span, sizeof span, 1, &num, NULL) == KVC_OK && num == 1);
-        CHECKF(span.delta == (settles ? 0 : 3), "moved by %d", span.delta);
-        pair_check(p);
-    }
     pair_free(p);
 }
 
@@ -233,7 +218,6 @@ static void test_capacity(void) {
             CHECK_FAILS(kvc_remove(p.cache, 1, 0, 30, 1), KVC_ERR_FULL, "rewriting", "42 slots: capacity is 40");
         } else {
             CHECK(kvc_shift(p.cache, 1, 20, KVC_END, 3) == KVC_OK);
-            CHECK_FAILS(kvc_settle(p.cache), KVC_ERR_FULL, "settling", "52 slots: capacity is 40");
         }
         kvc_stats after = stats_of(&p);
         CHECK(!memcmp(&before, &after, sizeof before));
@@ -522,7 +506,6 @@ static void test_bad_shares(void) {
 
 static void test_moves(void) {
     test_largest_position();
-    test_settle_moved();
 }
 
 static void test_rows(void) {

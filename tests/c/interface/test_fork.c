@@ -143,11 +143,9 @@ static void do_everything(kvc_cache *cache, const char *when) {
     WORKS(kvc_fork(cache, 5, 6));
     WORKS(kvc_remove(cache, 6, 3, 9, 1));
     WORKS(gather(cache, 6));
-    WORKS(kvc_settle(cache));
     WORKS(kvc_shift(cache, 0, 0, KVC_END, 2));
     WORKS(feed(cache, 0));
     WORKS(gather(cache, 0));
-    WORKS(kvc_settle(cache));
     WORKS(kvc_remove(cache, 0, 0, 11, 0));
     WORKS(kvc_compact(cache));
     CHECK(kvc_nbytes(cache) > 0);
@@ -368,7 +366,6 @@ static void *work(void *context) {
         CHECKF(gather(cache, 0) == KVC_OK, "%s", kvc_last_error());
         CHECKF(kvc_fork(cache, 0, 7) == KVC_OK, "%s", kvc_last_error());
         CHECKF(kvc_remove(cache, 7, 3, 9, 1) == KVC_OK, "%s", kvc_last_error());
-        CHECKF(kvc_settle(cache) == KVC_OK, "%s", kvc_last_error());
         CHECKF(kvc_compact(cache) == KVC_OK, "%s", kvc_last_error());
     }
     return NULL;

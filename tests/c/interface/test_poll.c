@@ -214,7 +214,6 @@ static int32_t meet(void *user) {
     }
     CHECK(kvc_gather(m->cache, 0, 1, 1, 1, &out) == KVC_OK && memcmp(key, rows + KV_HEADS * DIM, sizeof key) == 0);
     CHECK_FAILS(kvc_compact(m->cache), KVC_ERR_HELD, "compact", "in the poll");
-    CHECK_FAILS(kvc_settle(m->cache), KVC_ERR_HELD, "settle", "in the poll");
     CHECK_FAILS(kvc_cache_free(m->cache), KVC_ERR_HELD, "free", "in the poll");
     return 0;
 }

@@ -300,7 +300,7 @@ static void *edit_meanwhile(void *context) {
         CHECKF(kvc_validate(s->cache) == KVC_OK, "%s", kvc_last_error());
         CHECK(kvc_seq_len(s->cache, 0, 0) == BASE && last_position(s->cache, 0) < 2 * BASE);
         int was_moving = atomic_load(&s->is_moving);
-        status = i % 2 ? kvc_fork(s->cache, 0, 14) : kvc_settle(s->cache);
+        status = i % 2 ? kvc_fork(s->cache, 0, 14) : kvc_reserve(s->cache, 14, 1);
         CHECKF(status == KVC_OK || status == KVC_ERR_BUSY, "%s", kvc_last_error());
         if (was_moving && atomic_load(&s->is_moving))
             CHECK(status == KVC_ERR_BUSY); /* it has not ended between: it waits for us */
@@ -443,7 +443,7 @@ static void test_injecting_beside_others(void) {
 
 /* ---- compacting beside copies ------------------------------------------------------------------------------------ */
 
-/* kvc_compact and kvc_settle wait for all calls that copy rows out, and for no view. */
+/* kvc_compact waits for all calls that copy rows out, and for no view. */
 static void test_compacting_beside_copies(void) {
     enum { READERS = 3, ROUNDS = 200 };
     pthread_t threads[READERS];
@@ -461,12 +461,11 @@ static void test_compacting_beside_copies(void) {
     for (int i = 0; i < ROUNDS; i++) {
         feed(cache, 2, 20);
         CHECK(kvc_remove(cache, 2, 3, 11, 1) == KVC_OK);
-        CHECKF(kvc_settle(cache) == KVC_OK, "%s", kvc_last_error());
         CHECKF(kvc_compact(cache) == KVC_OK, "%s", kvc_last_error());
         CHECK(kvc_clear_sequence(cache, 2) == KVC_OK);
     }
     CHECK(kvc_spans(cache, 1, 0, spans, sizeof *spans, BASE, &num, &held) == KVC_OK);
-    CHECK(kvc_compact(cache) == KVC_ERR_HELD && kvc_settle(cache) == KVC_ERR_HELD);
+    CHECK(kvc_compact(cache) == KVC_ERR_HELD);
     kvc_hold_free(held);
     atomic_store(&stop, 1);
     for (int i = 0; i < READERS; i++) pthread_join(threads[i], NULL);
@@ -546,15 +545,13 @@ static int give_back(kvc_cache *cache) {
     return 0;
 }
 
-static kvc_status (*tidy)(kvc_cache *cache); /* kvc_compact or kvc_settle */
-
 static void *wait_for_copy(void *cache) {
-    CHECKF(tidy(cache) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(kvc_compact(cache) == KVC_OK, "%s", kvc_last_error());
     CHECK(atomic_load_explicit(&copied.is_done, memory_order_relaxed));
     return NULL;
 }
 
-static int begin_to_tidy(kvc_cache *cache) {
+static int begin_to_compact(kvc_cache *cache) {
     CHECK(pthread_create(&waiting, NULL, wait_for_copy, cache) == 0);
     usleep(20000); /* in which it would return if it did not wait */
     return 1;
@@ -562,11 +559,7 @@ static int begin_to_tidy(kvc_cache *cache) {
 
 static void test_beside_a_copy(void) {
     act_beside_a_copy(give_back);
-    kvc_status (*const calls[])(kvc_cache *cache) = {kvc_compact, kvc_settle};
-    for (int i = 0; i < 2; i++) {
-        tidy = calls[i];
-        act_beside_a_copy(begin_to_tidy);
-    }
+    act_beside_a_copy(begin_to_compact);
 }
 
 /* ---- a cache for each thread ------------------------------------------------------------------------------------- */

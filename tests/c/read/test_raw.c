@@ -292,8 +292,7 @@ static void test_windows_and_forks(void) {
     free_cache(cache);
 }
 
-/* Keys that moved are what kvc_settle makes of them, and what the decoded ones are when they are encoded; those stored
- * stay as they are. */
+/* Keys that moved are what the decoded ones are when they are encoded; those stored stay as they are. */
 static void check_moved(int32_t k_type) {
     const kvc_layer layer = layer_of(k_type, KVC_Q8_0);
     static float floats[HEADS * ROWS * K_DIM];
@@ -319,8 +318,7 @@ static void check_moved(int32_t k_type) {
     if (!KVC_TYPES[k_type].is_fitted) check_equal(&copy.k, &again.k, 0); /* else off by the rounding of two mixings */
     check_equal(&copy.v, &before.v, 0);
     CHECK(memcmp(row_at(&copy.k, 3, 0), row_at(&before.k, 3, 0), (size_t)copy.k.row_bytes));
-    CHECK(kvc_settle(cache) == KVC_OK);
-    check_stored(cache, &layer, 0, &copy);
+    check_stored(cache, &layer, 0, &before);
     rows_free(&before), rows_free(&copy), rows_free(&again);
     free_cache(cache);
 }

@@ -476,26 +476,6 @@ static void test_views(void) {
     free_valid(cache);
 }
 
-/* kvc_settle may need copies of rows because kept blocks share them: fewer if these blocks are evicted, too.  It
- * chooses the same victims however often it asks. */
-static void test_settle(void) {
-    const double frequencies[] = {1, 0.1};
-    kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(4, 0, 0))};
-    for (int i = 0; i < 2; i++)
-        layers[i].rope = (kvc_rope){.kind = KVC_ROPE_FREQUENCIES, .num_freqs = 2, .inv_freq = frequencies};
-    kvc_cache *cache = heap_cache(2, layers, (kvc_config){.capacity = 108});
-    for (int i = 0; i < 4; i++) /* each has rows in the window that only it holds */
-        CHECK(feed(cache, 2, 1, 4) == KVC_OK && retain(cache, 1, FIRST_ID + i, 4 * i, 4 * i + 4) == KVC_OK);
-    CHECK(feed(cache, 2, 1, 4) == KVC_OK && kvc_shift(cache, 1, 0, KVC_END, 4) == KVC_OK);
-    CHECK(feed(cache, 2, 2, 24) == KVC_OK && kvc_fork(cache, 2, 3) == KVC_OK);
-    CHECK(kvc_shift(cache, 3, 0, KVC_END, 4) == KVC_OK); /* 24 rows to copy, whatever is evicted */
-    for (int64_t id = FIRST_ID + 4; id < FIRST_ID + 20; id++)
-        CHECK(retain_new(cache, id, 0, 4, (uint8_t[]){1, 0}) == KVC_OK && pin_retained(cache, &id, 1, -1) == KVC_OK);
-    CHECKF(kvc_settle(cache) == KVC_OK, "%s", kvc_last_error());
-    CHECKF(left(cache) == 0xfc00f, "%x are left", left(cache));
-    free_valid(cache);
-}
-
 int main(int argc, char **argv) {
     if (has_seed(argc, argv)) {
         test_random_crowds(100, try_batch);
@@ -517,6 +497,5 @@ int main(int argc, char **argv) {
     test_useless();
     test_shift();
     test_views();
-    test_settle();
     return test_result();
 }

@@ -310,8 +310,7 @@ static inline setting random_setting(void) {
     return (setting){.block_size = one_of(block_sizes, 6),
                      .num_threads = random_int(1, 3),
                      .pass = one_of(passes, 3),
-                     .scattered = !random_int(0, 4),
-                     .settled = !random_int(0, 5)};
+                     .scattered = !random_int(0, 4)};
 }
 
 /* Gives the layers a row for every n-th token, if they show everything and nothing moves. */

@@ -60,7 +60,6 @@ typedef struct setting {
     int scattered;  /* slots of a cleared sequence lie between the slots of passes */
     int thinned;    /* one position behind each stored row stood another one, which was removed */
     int compacted;  /* the holes were closed */
-    int settled;    /* keys are rotated where they lie */
     int without;    /* masked rows were never put; else they are no numbers, if that is possible */
     int is_missing; /* masked tokens of the batch are not put */
     const kvc_allocator *allocator;
@@ -307,7 +306,6 @@ static inline stage *stage_new(const scene *s, const setting *how) {
             const int32_t begin = begin_of(s, m, i, &delta);
             CHECKF(kvc_shift(st->cache, m, begin, KVC_END, delta) == KVC_OK, "%s", kvc_last_error());
         }
-    if (how->settled) CHECKF(kvc_settle(st->cache) == KVC_OK, "%s", kvc_last_error());
     list_tokens(st, how);
     st->batch = scene_begin(s, how, st->cache, &st->tokens, s->is_tree ? st->tokens.parents : NULL);
     return st;
