@@ -380,7 +380,7 @@ static void note_inner(oracle *o, prefix *p, int node) {
     uint64_t all[LAYERS];
     memset(all, 0xff, sizeof all);
     note_kept(o, p, node, (text_length(node) - 1) / o->block_size * o->block_size, all, 0);
-    note_state(o, p, node, 0, 0);
+    if (!find_state(p, node)) note_state(o, p, node, 0, 0);
 }
 
 /* A call has fetched blocks of a text from a store, or was about to: all of them may be there. */
@@ -391,8 +391,7 @@ void note_fetched(oracle *o, prefix *p, int text) {
     for (int end = o->block_size; end <= text_length(text); end += o->block_size)
         note_kept(o, p, text_begin(text, end), end - o->block_size, all, 0);
     for (int end = 1; end <= text_length(text); end++)
-        if (had_state[text_begin(text, end)] && !find_state(p, text_begin(text, end)))
-            note_inner(o, p, text_begin(text, end));
+        if (had_state[text_begin(text, end)]) note_inner(o, p, text_begin(text, end));
     note_use(o, p, text, text_length(text), 0);
 }
 
@@ -504,6 +503,7 @@ kvc_status right_acquire(oracle *o, const call *c) {
                     .from = 1 + c->prefix,
                     .prefix = 1 + c->prefix,
                     .prompt = c->text,
+                    .prompt_bytes = c->end * (length - exact / o->block_size * o->block_size + 1),
                     .keeps = 2,
                     .date = c->began};
     s->state = p->config.state_bytes ? s->text : 0;

@@ -258,7 +258,7 @@ static void check_dense(const question *q, const dense *d, int s, int m, int64_t
         const int32_t position = d->positions[from + i];
         if (position != (i < num ? list[i].position : -1))
             wrong("dense row %d stands at %d", (int)(from + i), position);
-        const row r = {position, i < num ? list[i].tag : 0, 0, 0};
+        const row r = {position, i < num ? list[i].tag : 0, 0, 0, 0};
         if (i < num)
             check_row_of(source_of(&w.o, q->layer), &r, d->k + (base + i) * layer->k_dim,
                          d->v + (base + i) * layer->v_dim, d->num * layer->k_dim, d->num * layer->v_dim);

@@ -73,7 +73,9 @@ void run_acquire(call *c) {
     text_tokens tokens;
     int32_t matched = -1;
     const int64_t reused = reused_by(c->prefix);
-    c->status = kvc_prefix_acquire(w.prefixes[c->prefix], give(c->text, &tokens), c->delta, &c->id, &matched);
+    const kvc_tokens *given = give(c->text, &tokens);
+    c->end = given->digests ? 8 + KVC_NAME_BYTES : 8; /* bytes of a token */
+    c->status = kvc_prefix_acquire(w.prefixes[c->prefix], given, c->delta, &c->id, &matched);
     drive.arm(0);
     if (c->status) return;
     c->result = matched;
@@ -123,7 +125,7 @@ void run_state(call *c) {
     const kvc_status status = kvc_prefix_state(p, w.ids[c->s], state, size, &again);
     watch(0);
     if (status || again != size) wrong("a state has another size");
-    if (!w.is_wild && !w.o.config.max_bytes) check_state(&w.o.prefixes[c->prefix], &s, state, size);
+    if (!w.is_wild) check_state(&w.o.prefixes[c->prefix], &s, state, size);
 }
 
 /* The tokens to give with a sequence: all, fewer, or more than it holds. */
@@ -275,6 +277,7 @@ static kvc_status read_value(void *user, const uint8_t *name, void *to, int64_t 
     const value *v = find_value(name, 0);
     *size = v && v->bytes ? v->size : 0;
     if (*size) memcpy(to, v->bytes, (size_t)(*size < max_bytes ? *size : max_bytes));
+    if (*size && !w.o.crowded && operations[me->call->operation].run == run_fetch) w.o.has_fetched = 1;
     unlock_world();
     if (*size && *size <= max_bytes && w.refuses && !pick(60)) {
         ((uint8_t *)to)[pick((int)*size)] ^= 4;

@@ -113,6 +113,7 @@ void run_load(call *c) {
     kvc_load_args args = args_of(&f, pick(2));
     const int only_checks = !pick(4);
     config.block_size = pick(2) ? 0 : 1 + pick(40);
+    if (config.block_size) config.max_bytes = INT64_MAX; /* which has room for a block of any size */
     config.allocator = NULL;
     args.config = only_checks ? NULL : &config;
     c->status = kvc_load(&args, only_checks ? NULL : &loaded);

@@ -3,7 +3,7 @@
 
 #include <stdlib.h>
 
-enum { MOST_PLACES = 4096, MOST_EVENTS = 256 };
+enum { MOST_PLACES = 4096 };
 
 static struct seen { /* rows that were read */
     float k[HEADS * ROWS * DIM], v[HEADS * ROWS * DIM];
@@ -47,7 +47,7 @@ void check_row_of(int l, const row *r, const float *k, const float *v, int64_t k
 int32_t tag_of(int l, const float *k, const float *v, int64_t k_stride, int64_t v_stride, int32_t position) {
     const int32_t tag = tag_in(w.o.layers[l].k_type, k);
     if (tag <= 0 || tag > w.last_tag) wrong("layer %d: the row at %d is nobody's", l, position);
-    const row r = {position, tag, 0, 0};
+    const row r = {position, tag, 0, 0, 0};
     check_row_of(l, &r, k, v, k_stride, v_stride);
     return tag;
 }
@@ -316,6 +316,62 @@ static void check_blocks(int l, kvc_stats *sums) {
     count_holders(runs, num_runs, blocks, first, holders);
     for (int64_t i = 0; i < num_blocks; i++) check_block(&blocks[i], holders + first[i], sums);
     if (!me->is_within) check_runs(l, runs, num_runs);
+}
+
+/* Lists come on top of max_bytes. */
+static void check_lists(int64_t num_runs, int64_t num_groups) {
+    kvc_stats stats;
+    int64_t num = 0, tokens_kept = 0;
+    kvc_get_stats(w.cache, &stats, sizeof stats);
+    for (int s = 0; s < SLOTS; s++) num += is_there(&w.o, &w.o.sequences[s]) || is_busy(&w.o, s);
+    for (int i = 0; i < PREFIXES; i++)
+        for (int j = w.o.prefixes[i].is_there ? w.o.prefixes[i].num_pins : -1; j >= 0; j--) num++;
+    num += stats.retained;
+    tokens_kept = stats.retained * w.o.block_size;
+    const int64_t most = w.o.config.max_bytes + 48 * num_runs + (700 + 300 * num_groups) * num + 40 * tokens_kept,
+                  nbytes = kvc_nbytes(w.cache);
+    if (nbytes > most) wrong("kvc_nbytes is %lld, and may be %lld", (long long)nbytes, (long long)most);
+}
+
+/* Notes which rows lie in blocks that holds keep. */
+static void note_held(int l, const kvc_block_info *blocks, const kvc_run_info *runs, int64_t num) {
+    int at[SLOTS + 1] = {0};
+    for (const kvc_run_info *r = runs; r < runs + num; r++) {
+        const int s = slot_of(r->seq_id);
+        for (int i = 0; !r->in_batch && !r->is_kept && s < SLOTS && i < r->count; i++, at[s]++)
+            if (at[s] < w.o.sequences[s].layers[l].num)
+                w.o.sequences[s].layers[l].at[at[s]].is_held = blocks[r->block].is_held;
+    }
+}
+
+/* What counts as it lies is within the limit after each call. */
+void note_blocks(void) {
+    static kvc_block_info blocks[MOST_PLACES];
+    static kvc_run_info runs[MOST_PLACES];
+    int64_t num_blocks, num_runs, all_runs = 0, bytes = 0, groups = 0;
+    if (!w.o.config.max_bytes || w.o.crowded) return;
+    for (int l = 0; l < w.o.num_layers; l++) {
+        group *of = &w.o.groups[l];
+        if (!of->cost) continue;
+        if (kvc_blocks(w.cache, l, blocks, sizeof *blocks, MOST_PLACES, &num_blocks, runs, sizeof *runs, MOST_PLACES,
+                       &num_runs))
+            wrong("kvc_blocks fails");
+        of->held = of->open = of->live = of->used = 0;
+        for (const kvc_block_info *b = blocks; b < blocks + num_blocks; b++) {
+            if (b->bytes != of->cost || b->num_slots != of->size) wrong("a block counts %d bytes", (int)b->bytes);
+            of->used += !b->is_free;
+            of->held += b->is_held != 0;
+            of->open += b->is_held ? b->num_slots - b->filled : 0;
+            of->live += b->is_held ? 0 : b->live;
+        }
+        note_held(l, blocks, runs, num_runs);
+        bytes += of->used * of->cost;
+        all_runs += num_runs, groups++;
+    }
+    w.o.is_moved = 0;
+    bytes += bytes_beside_blocks(&w.o);
+    if (bytes > w.o.budget) wrong("%lld bytes count, and %lld may", (long long)bytes, (long long)w.o.budget);
+    check_lists(all_runs, groups);
 }
 
 static void check_stats(void) {

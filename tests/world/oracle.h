@@ -34,6 +34,7 @@ enum {
     STATE = 2000, /* most bytes of a recurrent state */
     LEAST_STATE = 1000,
     MOST_STATE = 2000, /* bytes of those that are kept */
+    MOST_EVENTS = 256, /* of a prefix */
     NO_TOKEN = -1,     /* in place of a tag */
     FILE_BYTES = 1 << 20,
     TEXTS = 6
@@ -73,6 +74,7 @@ typedef struct call {
 typedef struct row {
     int32_t position, tag, delta;
     int32_t slot; /* rows that sequences share have the same slot, and count once */
+    int is_held;  /* a hold keeps its block: see note_blocks() */
 } row;
 
 /* Positions [begin, end); end 0: none. */
@@ -98,6 +100,7 @@ typedef struct sequence {
     int keeps;            /* 2: commits keep the prompt's blocks; 1: they may; 0: they do not */
     int was_short;        /* of memory: a later commit may keep what an earlier one left out */
     int state;            /* the text whose state it goes on from; 0: none; -1: open */
+    int prompt_bytes;     /* what its prompt counts for max_bytes, as long as a prefix has acquired it */
     int is_open;          /* others changed it meanwhile: nobody knows what it holds */
     uint64_t had[LAYERS]; /* positions: rows that commits of an acquired sequence have seen */
     rows layers[LAYERS];
@@ -180,10 +183,20 @@ typedef struct prefix {
     int64_t requests, hits, tokens, matched, reused;
 } prefix;
 
+/* What max_bytes counts in the group of a layer, of which it is the first. */
+typedef struct group {
+    int64_t cost, size; /* of a block: bytes, and slots */
+    int64_t held, open; /* blocks that holds keep, and their slots behind fill marks: see note_blocks() */
+    int64_t live, used; /* live slots of the others, those of kept blocks included, and all blocks in use */
+} group;
+
 typedef struct oracle {
     kvc_layer layers[LAYERS];
     kvc_config config;
     int num_layers, block_size, unit; /* unit: a multiple of the strides of all layers */
+    group groups[LAYERS];             /* cost 0: there is no limit in bytes, or the layer is not the first */
+    int64_t budget;                   /* bytes that max_bytes leaves to a new cache */
+    int is_moved;                     /* calls came since note_blocks(): what it noted is of no use */
     int crowded;                      /* other clients call at the same time: what they leave is open */
     int num_holds;
     int has_fetched; /* blocks from a store: rows of one token may lie in several slots, ... */
@@ -251,13 +264,17 @@ void note_texts(oracle *o, const batch *b, const uint8_t *kept);
 
 /* ---- room (room.c) */
 
-/* Whether bytes decide, or what pins and quotas hold, which nobody predicts: either answer is right. */
+/* Whether an edit, or another call that begins no batch, may lack room: the oracle does not follow in which blocks rows
+ * lie, nor what pins and quotas hold. */
 int room_is_open(const oracle *o);
 int64_t capacity_of(const oracle *o);
 int64_t live_slots(const oracle *o); /* of all groups, those of blocks that are kept aside */
 int32_t live_rows(const oracle *o, int l);
 int64_t batch_rows(const oracle *o, int l);
-kvc_status fits(const oracle *o, const batch *b);
+int64_t bytes_beside_blocks(const oracle *o); /* that surely count for max_bytes, kept states included */
+
+/* Whether a batch fits: KVC_OK or KVC_ERR_FULL, or what a call has answered where that is open. */
+kvc_status fits(const oracle *o, const batch *b, kvc_status answered);
 kvc_status fits_copies(const oracle *before, const oracle *after); /* an edit that copies rows */
 
 /* ---- the calls: what each does to the lists */

@@ -141,9 +141,14 @@ _Noreturn void wrong(const char *format, ...) {
 
 /* ---- right answers ----------------------------------------------------------------------------------------------- */
 
+/* Whether an operation takes memory for rows of a batch. */
+static int takes_rows(const operation *op) {
+    return op->right == right_begin || op->right == right_vain || op->right == right_reserve;
+}
+
 /* Whether a call may be answered so where the oracle says `right`.  This is the only place that lets the library
  * choose:
- * - where bytes decide whether something fits (room_is_open);
+ * - where a call that begins no batch may lack room (room_is_open);
  * - where memory was refused, or a function of the caller failed;
  * - where other clients, or calls that came between, decide. */
 static int is_right(const call *c, kvc_status right) {
@@ -154,7 +159,9 @@ static int is_right(const call *c, kvc_status right) {
     if (me->was_refused &&
         (got == KVC_ERR_CALLBACK || got == KVC_ERR_CANCELLED || got == KVC_ERR_STORE || got == KVC_ERR_FORMAT))
         return 1;
-    if (got == KVC_ERR_FULL && right == KVC_OK && (room_is_open(&w.o) || c->is_disturbed)) return 1;
+    if (got == KVC_ERR_FULL && right == KVC_OK && c->is_disturbed) return 1;
+    if (got == KVC_ERR_FULL && right == KVC_OK && !takes_rows(&operations[c->operation]) && room_is_open(&w.o))
+        return 1;
     if (!w.o.crowded) return 0;
     return got == KVC_ERR_BUSY || got == KVC_ERR_FULL || got == KVC_ERR_HELD ||
            (got == KVC_ERR_GONE && has_windows(&w.o)) || (got == KVC_ERR_INDEX && has_windows(&w.o));
@@ -218,11 +225,6 @@ void name_blocks(void) {
             if (status) wrong("names fail");
             memcpy(b->name, names[num - 1], KVC_NAME_BYTES);
         }
-}
-
-/* Whether an operation takes memory for rows of a batch. */
-static int takes_rows(const operation *op) {
-    return op->right == right_begin || op->right == right_vain || op->right == right_reserve;
 }
 
 /* Whether blocks may have been evicted: to make room, or as memory was refused for the rows of a batch. */
@@ -333,7 +335,7 @@ void perform(call *c) {
     const picture picture = me->before;
     me->call = c;
     me->chance = (chance){.state = c->seed};
-    if (outer) c->is_disturbed = 1;                                           /* by the call that it is within */
+    if (outer) c->is_disturbed = w.o.is_moved = 1;                            /* by the call that it is within */
     if (c->tag + TOKENS > w.last_tag && c->tag) w.last_tag = c->tag + TOKENS; /* of a call that is repeated */
     take_picture();
     if (w.traces) printf("\n"), print_call(c);
@@ -344,6 +346,7 @@ void perform(call *c) {
     lock_world();
     judge(c);
     unlock_world();
+    if (!outer) note_blocks();
     if (c->status && !c->is_disturbed) check_failed(c);
     if (outer && (!c->status || may_change(c))) outer->is_disturbed = 1;
     if (outer) drive.arm(left);

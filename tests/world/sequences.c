@@ -150,7 +150,7 @@ void add_row(rows *list, row r) {
     list->at[list->num++] = r;
 }
 
-row new_row(int32_t position, int32_t tag) { return (row){position, tag, 0, tag}; }
+row new_row(int32_t position, int32_t tag) { return (row){position, tag, 0, tag, 0}; }
 
 void copy_rows(oracle *o, sequence *to) {
     for (int l = 0; l < o->num_layers; l++) {
@@ -293,8 +293,8 @@ kvc_status right_begin(oracle *o, const call *c) {
     read_batch(o, c, &b);
     for (int t = 0; t < b.num && !b.restores; t++)
         if (misses(o, &o->sequences[b.slots[t]], b.positions[t])) /* both may be wrong */
-            return c->status == KVC_ERR_FULL && fits(o, &b) ? KVC_ERR_FULL : KVC_ERR_GONE;
-    if (fits(o, &b)) return KVC_ERR_FULL;
+            return c->status == KVC_ERR_FULL && fits(o, &b, c->status) ? KVC_ERR_FULL : KVC_ERR_GONE;
+    if (fits(o, &b, c->status)) return KVC_ERR_FULL;
     expire_for(o, &b);
     for (int t = 0; t < b.num; t++) {
         sequence *s = &o->sequences[b.slots[t]];
@@ -438,7 +438,7 @@ static void commit_sequence(oracle *o, const batch *b, const uint8_t *kept, int 
         const sequence ended = {.exact_to = INT32_MAX,
                                 .prefix = s->prefix,
                                 .prompt = s->prompt,
-                                .state = -1,
+                                .prompt_bytes = s->prompt_bytes,
                                 .date = s->date,
                                 .from = s->from};
         *s = ended;
@@ -447,10 +447,8 @@ static void commit_sequence(oracle *o, const batch *b, const uint8_t *kept, int 
     if (is_any_kept(b, kept, at)) {
         commit_cross(o, b, at);
         make_inexact(s, exact_to);
-        if (s->state > 0) s->state = 0;
-    } else if (s->state > 0) {
-        s->state = -1;
     }
+    s->state = 0;
     const int keeps = s->keeps && !is_any_kept(b, kept, at); /* whether it is edited then is open */
     if (b->restores) note_edit(s), s->keeps = keeps;
     for (int t = 0; t < b->num; t++)

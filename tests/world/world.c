@@ -178,16 +178,35 @@ static void make_layers(oracle *o, int has_prefixes) {
 
 /* ---- limits ------------------------------------------------------------------------------------------------------ */
 
-static int64_t row_bytes(const oracle *o) {
-    int64_t sum = 0;
+/* Asks another cache what a block of each group counts.  Returns what such a cache takes that is empty. */
+static int64_t measure(oracle *o) {
+    kvc_config config = o->config;
+    kvc_cache *cache;
+    kvc_batch *batch;
+    kvc_block_info block;
+    int64_t num_blocks, num_runs, bytes;
+    kvc_status status;
+    config.max_seq_len = config.max_sequences = config.capacity = 0;
+    UNTIL_MEMORY(status, kvc_cache_new(&config, &cache));
+    if (status) wrong("kvc_cache_new: %s", kvc_last_error());
+    bytes = kvc_nbytes(cache);
+    UNTIL_MEMORY(status, kvc_begin(cache, o->unit, NULL, NULL, NULL, &batch));
+    if (status) wrong("kvc_begin: %s", kvc_last_error());
     for (int l = 0; l < o->num_layers; l++) {
-        const kvc_layer *layer = &o->layers[l];
-        if (is_own(o, l))
-            sum +=
-                layer->num_kv_heads * (int64_t)(kvc_row_bytes(layer->k_type, layer->k_dim) +
-                                                (layer->value_in_key ? 0 : kvc_row_bytes(layer->v_type, layer->v_dim)));
+        static const float zeros[HEADS * DIM];
+        const int has_values = o->layers[l].v_dim && !o->layers[l].value_in_key;
+        const kvc_put_args args = {
+            .struct_size = sizeof args, .num_tokens = 1, .k = zeros, .v = has_values ? zeros : NULL};
+        if (!leads_group(o, l)) continue;
+        if (is_cross(o, l)) UNTIL_MEMORY(status, kvc_put(batch, l, &args));
+        if (kvc_blocks(cache, l, &block, sizeof block, 1, &num_blocks, NULL, sizeof(kvc_run_info), 0, &num_runs) ||
+            !num_blocks)
+            wrong("layer %d has %d blocks: %s", l, (int)num_blocks, kvc_last_error());
+        o->groups[l] = (group){.cost = block.bytes, .size = block.num_slots};
     }
-    return sum;
+    kvc_abort(batch);
+    kvc_cache_free(cache);
+    return bytes;
 }
 
 /* Returns how many rows so many tokens have in the layer that keeps the most. */
@@ -212,8 +231,18 @@ static void make_limits(oracle *o) {
     if (!pick(4)) c->max_seq_len = most_rows(o, 4 + pick(56));
     if (!pick(6)) c->max_sequences = 3 + pick(6);
     if (!pick(4)) c->capacity = most_rows(o, 20 + pick(180));
-    if (!pick(4)) c->max_bytes = 70000 + (size > 100 ? 4000 : 20 + pick(160)) * row_bytes(o);
     if (pick(3) == 0) c->poll = poll_once;
+}
+
+/* Leaves room for a block of each group, and often for few more. */
+static void limit_bytes(oracle *o, int has_prefixes) {
+    const int64_t empty = measure(o), tokens_wanted = (w.theme == PROMPTS ? 70 : 10) + pick(pick(2) ? 60 : 160);
+    int64_t blocks = 0;
+    for (int l = 0; l < o->num_layers; l++) blocks += o->groups[l].cost;
+    o->budget = blocks * (1 + tokens_wanted / o->config.block_size) + blocks * pick(100) / 100;
+    if (has_prefixes)
+        o->budget += (PREFIXES - 1) * MOST_EVENTS * (int64_t)sizeof(kvc_prefix_event) + pick(3 * MOST_STATE);
+    o->config.max_bytes = empty + o->budget;
 }
 
 /* A prefix of one of two tenants, or of the first one again. */
@@ -222,7 +251,7 @@ void make_prefix(call *c) {
     memset(p, 0, sizeof *p);
     p->tenant = pick(2);
     kvc_prefix_config *of = &p->config;
-    *of = (kvc_prefix_config){.struct_size = sizeof *of, .fingerprint = "a model", .max_events = 256};
+    *of = (kvc_prefix_config){.struct_size = sizeof *of, .fingerprint = "a model", .max_events = MOST_EVENTS};
     if (p->tenant) of->salt = "salt", of->salt_size = 4, of->secret = "secret", of->secret_size = 6;
     if (w.seed / 8 % 2 == 0 && pick(4)) of->state_bytes = STATE;
     if (of->state_bytes && pick(3)) of->max_checkpoint_bytes = STATE + pick(3 * STATE);
@@ -266,8 +295,10 @@ void make_world(uint64_t seed, int num_clients, int is_wild) {
     if (has_allocator || (drive.arm == arm && drive.faults == 1)) o->config.allocator = &allocator;
     kvc_status status;
     w.has_faults = drive.faults;
+    if (!pick(3)) limit_bytes(o, has_prefixes);
     UNTIL_MEMORY(status, kvc_cache_new(&o->config, &w.cache));
     if (status) wrong("kvc_cache_new: %s", kvc_last_error());
+    if (o->config.max_bytes) o->budget = o->config.max_bytes - kvc_nbytes(w.cache);
     o->block_size = kvc_block_size(w.cache);
     memcpy(w.ids, ids, sizeof ids);
     for (int s = 0; s < SLOTS; s++) o->sequences[s].exact_to = INT32_MAX;

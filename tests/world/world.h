@@ -177,6 +177,7 @@ void look_around(void); /* compares everything */
 void look_at_views(void);
 void look_up_texts(void); /* asks prefixes for texts */
 void take_picture(void);
+void note_blocks(void); /* tells the oracle what lies in blocks, where max_bytes counts these */
 void check_unchanged(const call *c);
 void check_counted(const call *c, const oracle *before, const oracle *after);
 void read_tags(kvc_cache *cache, int64_t id, int l, int32_t *tags); /* by position; NO_TOKEN: none */
