@@ -924,7 +924,7 @@ KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
 /* Takes memory now for num_tokens more tokens of a sequence, at least 1.  The next batches of tokens at consecutive
  * positions, without parents, up to as many tokens together, then take none for rows or bookkeeping.  Blocks that a
  * prefix keeps of these tokens are an exception.  If the tokens fit only once rows are moved together, batches may take
- * more bookkeeping.  The memory is resident, in huge pages if the system has them: writing these rows faults on no
+ * memory all the same.  The memory is resident, in huge pages if the system has them: writing these rows faults on no
  * page.
  * Memory that is free already counts, and other sequences may use what was reserved.  So calls for several sequences do
  * not add up: reserve the sum of their tokens, each rounded up to whole blocks, for one of them, in a cache without

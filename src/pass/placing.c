@@ -144,24 +144,29 @@ static void add_slot(kvc_pending *pending, kvc_block *block, int32_t slot, int32
         pending->runs[pending->num++] = (kvc_run){block, slot, 1, position, 0};
 }
 
+/* Where tokens that go anywhere find room in a group. */
+typedef struct places {
+    kvc_block *next;   /* where the search goes on in the list of all blocks; NULL: none has room */
+    kvc_block *opened; /* the last block that the batch has opened; NULL: none yet */
+} places;
+
 /* Returns the block for a sequence's next tokens: one with room if they go anywhere, otherwise a new one. */
-static kvc_block *next_block(const kvc_batch *batch, int32_t g, int32_t s, kvc_block **open) {
+static kvc_block *next_block(const kvc_batch *batch, int32_t g, int32_t s, places *p) {
     kvc_pool *pool = &batch->cache->pools[g];
-    kvc_block *block = batch->goes_anywhere ? kvc_next_open(pool, open) : NULL;
-    if (block) return block;
+    if (batch->goes_anywhere && kvc_next_open(pool, &p->next)) return p->next;
+    if (batch->goes_anywhere && p->opened && p->opened->fill < pool->block_size) return p->opened;
     pool->free.last_taken += !batch->sequences[s].is_unstored;
-    return *open = kvc_pool_open(pool);
+    return p->opened = kvc_pool_open(pool);
 }
 
-/* Gives the tokens of sequence s that get a row slots in its last block, then in others.  *open: where the search for
- * blocks with room goes on. */
-static void take_slots(const kvc_batch *batch, int32_t g, int32_t s, kvc_block **open) {
+/* Gives the tokens of sequence s that get a row slots in its last block, then in others. */
+static void take_slots(const kvc_batch *batch, int32_t g, int32_t s, places *p) {
     kvc_pool *pool = &batch->cache->pools[g];
     kvc_pending *pending = kvc_pending_of(batch, g, s);
     const int32_t *token = kvc_order_in(batch, g) + batch->sequences[s].first;
     kvc_block *block = kvc_first_block(batch, g, s);
     for (int32_t done = 0; done < pending->num_tokens;) {
-        if (!block || block->fill == pool->block_size) block = next_block(batch, g, s, open);
+        if (!block || block->fill == pool->block_size) block = next_block(batch, g, s, p);
         const int32_t rest = pending->num_tokens - done, unfilled = pool->block_size - block->fill;
         const int32_t count = rest < unfilled ? rest : unfilled, slot = kvc_pool_take(pool, block, count);
         for (int32_t i = 0; i < count; i++) {
@@ -176,12 +181,12 @@ static void take_slots(const kvc_batch *batch, int32_t g, int32_t s, kvc_block *
 void kvc_place_batch(kvc_batch *batch) {
     for (int32_t g = 0; g < batch->cache->num_groups; g++) {
         kvc_pool *pool = &batch->cache->pools[g];
-        kvc_block *open = pool->first;
+        places p = {.next = pool->first};
         pool->free.last_taken = 0;
         for (int32_t s = 0; s < batch->num_sequences; s++) {
             kvc_pending *pending = kvc_pending_of(batch, g, s);
             pending->runs = batch->runs + (size_t)g * (size_t)batch->num_tokens + (size_t)batch->sequences[s].first;
-            if (pending->to >= KVC_TO_REPLACE) take_slots(batch, g, s, &open);
+            if (pending->to >= KVC_TO_REPLACE) take_slots(batch, g, s, &p);
             if (pending->to == KVC_TO_REPLACE) pool->counts.replacing += pending->num_tokens;
         }
     }

@@ -331,9 +331,11 @@ static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const kvc_matc
     kvc_session_begin(session, sequence, kvc_match_path(m, m->known), m->with_state ? m->with_state->checkpoint : NULL);
     status = kvc_check_room(&need);
     if (status == KVC_OK) {
-        kvc_match_touch(m); /* so that what it goes on from is evicted last */
-        return kvc_make_room(&need);
+        /* What it goes on from is evicted last.  The blocks may enter the quota, and their states then have no room. */
+        kvc_match_touch(m);
+        status = kvc_make_room(&need);
     }
+    if (status == KVC_OK) return KVC_OK;
     kvc_session_roll_back(session, 0); /* so that its end does not use the blocks that matched */
     kvc_cache_drop(cache, sequence);
     return status;

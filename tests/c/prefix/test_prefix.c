@@ -458,6 +458,35 @@ static void test_waiting_prompts(void) {
     close_world();
 }
 
+/* Blocks that a prompt matches enter the quota, and their states with them: if that leaves no room for its tokens, no
+ * sequence is left of it. */
+static void test_acquired_into_the_quota(void) {
+    enum { KEPT = 16, STATES = 8192, LONG = 2048, OTHERS = 1 << 20 };
+    static uint8_t state[STATES];
+    static int64_t ids[KEPT + LONG];
+    int num_refused = 0;
+    for (int i = 0; i < KEPT + LONG; i++) ids[i] = i;
+    for (int64_t max_bytes = 60000; max_bytes < 100000; max_bytes += 1000) {
+        open_world(&full, 1, (kvc_config){.max_bytes = max_bytes},
+                   (kvc_prefix_config){.quota = KEPT, .state_bytes = STATES});
+        const int64_t id = acquire(ids, KEPT + 1, NULL);
+        for (int end = BLOCK; end <= KEPT; end += BLOCK) {
+            const kvc_tokens tokens = tokens_of(ids, end);
+            feed_to(id, end, BLOCK);
+            const kvc_status status = kvc_prefix_checkpoint(prefix, id, &tokens, state, STATES);
+            CHECKF(status == KVC_OK || status == KVC_ERR_FULL, "%s", kvc_last_error());
+        }
+        release(id, ids, KEPT);
+        const int64_t other = acquire(numbers(OTHERS), KEPT + 1, NULL);
+        feed_to(other, KEPT, BLOCK);
+        const int is_refused = try_acquire(ids, KEPT + LONG) < 0;
+        CHECKF(stats_now().sequences == 2 - is_refused, "%lld sequences", (long long)stats_now().sequences);
+        num_refused += is_refused;
+        close_world();
+    }
+    CHECKF(num_refused > 5 && num_refused < 35, "%d are refused", num_refused);
+}
+
 /* Once nothing is kept, a cache that has kept blocks is as small as a new one. */
 static void test_emptied(int reuse_min) {
     enum { PROMPTS = 24 };
@@ -554,6 +583,7 @@ int main(void) {
     test_bad_options();
     test_room_for_states();
     test_waiting_prompts();
+    test_acquired_into_the_quota();
     for (int reuse_min = 0; reuse_min < 9; reuse_min += 4) test_emptied(reuse_min);
     test_events();
     return test_result();
