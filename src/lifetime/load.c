@@ -241,8 +241,8 @@ static kvc_status check_functions(const loading *l) {
     return KVC_OK;
 }
 
-/* Makes a cache.  Takes smaller blocks if block_size is the file's, and max_bytes does not hold such blocks.  Files may
- * be older than the rule that it must hold one of each layer group. */
+/* Makes a cache.  Takes smaller blocks if block_size is the file's, and max_bytes does not hold one of each layer
+ * group. Caches of older releases could be like that. */
 static kvc_status make_fitting(kvc_config *config, int32_t is_chosen, kvc_cache **cache) {
     enum { DEFAULT_SIZE = 64 };
     const int32_t saved_size = config->block_size;

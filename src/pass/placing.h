@@ -10,9 +10,9 @@
  *     block 1    7 rows of c
  *     block 2    5 rows of d; a view holds the block
  *
- * Each sequence gets 2 tokens.  As they lie, d takes slots of block 2, c takes a slot of block 1, and a, b and c take a
- * new block each: 6 blocks.  Anywhere, the tokens take slot 7 of block 1, slots 5 to 7 of block 2, and a new block: 4
- * blocks. */
+ * Each sequence gets 2 tokens.  As rows lie, d takes slots of block 2, and c takes a slot of block 1.  The sequences a,
+ * b and c take a new block each, so that 6 are in use.  Anywhere, the tokens take slot 7 of block 1, slots 5 to 7 of
+ * block 2, and one new block, so that 4 are in use. */
 #ifndef KVC_PLACING_H
 #define KVC_PLACING_H
 
@@ -35,12 +35,12 @@ void kvc_forget_demands(kvc_cache *cache);
 int32_t kvc_slots_saved(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, const kvc_block *block,
                         int32_t taken);
 
-/* Returns the block of a sequence's last row, in which it goes on, once all is carried out that was planned; NULL:
- * there is none, or the batch restores. */
+/* Returns the block in which a sequence goes on: that of its last row.  Call it once all plans are carried out.  NULL:
+ * the sequence has no row, or the batch restores. */
 kvc_block *kvc_first_block(const kvc_batch *batch, int32_t g, int32_t s);
 
-/* Returns the first used block with room in the list of all blocks from *next on, and sets *next to it; NULL: there is
- * none. */
+/* Searches the list of all blocks from *next on for a used block with room.  Sets *next to the block, and returns it.
+ * NULL: no block has room. */
 kvc_block *kvc_next_open(const kvc_pool *pool, kvc_block **next);
 
 /* Hands out slots to all tokens; there are free blocks for them. */

@@ -84,7 +84,8 @@ static kvc_status check_fits(kvc_cache *cache, int64_t seq_id, int64_t num_token
     return status;
 }
 
-/* Returns the next used block with room, but not `last`; NULL: there is none, or tokens do not go anywhere. */
+/* Returns the next used block with room, except `last`.  NULL: none has room, or the tokens stay with their sequence.
+ */
 static kvc_block *next_open(const kvc_batch *batch, int32_t g, const kvc_block *last, kvc_block **open) {
     while (batch->goes_anywhere && kvc_next_open(&batch->cache->pools[g], open)) {
         kvc_block *block = *open;
@@ -94,8 +95,8 @@ static kvc_block *next_open(const kvc_batch *batch, int32_t g, const kvc_block *
     return NULL;
 }
 
-/* Marks the slots that the probe's tokens would get in group g as faulted: in the sequence's last block, if they go
- * anywhere also in others with room, and then in free ones. */
+/* Marks the slots that the probe's tokens would get in group g as faulted.  They lie in the sequence's last block, then
+ * in others with room if the tokens go anywhere, and then in free blocks. */
 static void fault_slots(const kvc_batch *batch, int32_t g) {
     kvc_pool *pool = &batch->cache->pools[g];
     const kvc_pending *pending = kvc_pending_of(batch, g, 0);

@@ -27,7 +27,7 @@ void kvc_pool_init(kvc_pool *pool, kvc_memory *memory, int32_t group, int32_t bl
                        .layouts = layouts,
                        .num_layers = num_layers,
                        .epoch = 1};
-    /* The share is that of one kept block: a list of runs in each group, a sequence, a node, and the tokens. */
+    /* The share pays for one kept block: a list of runs in each group, a sequence, a node, and the tokens. */
     enum { SHARE = 300, FIRST_SHARE = 700, TOKEN_SHARE = 8 };
     const int64_t share = SHARE + (group ? 0 : FIRST_SHARE + TOKEN_SHARE * (int64_t)block_size);
     if (block_bytes) pool->cost = kvc_pool_block_bytes(pool, block_size) + kvc_pool_header_bytes(pool) + share;

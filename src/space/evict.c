@@ -88,7 +88,7 @@ enum {
     FREES_FULL = 2     /* slots of a group that sees everything: nobody can go on behind them */
 };
 
-/* Slots that no sequence holds any more, and those in blocks that are not pinned. */
+/* The slots that no sequence holds any more: all, and the ones in blocks without a pin. */
 typedef struct unheld {
     int64_t slots, unpinned;
 } unheld;

@@ -344,7 +344,7 @@ static void note_held(int l, const kvc_block_info *blocks, const kvc_run_info *r
     }
 }
 
-/* What counts as it lies is within the limit after each call. */
+/* After each call, blocks as they lie, states and prompts are within the limit. */
 void note_blocks(void) {
     static kvc_block_info blocks[MOST_PLACES];
     static kvc_run_info runs[MOST_PLACES];

@@ -183,7 +183,7 @@ typedef struct prefix {
     int64_t requests, hits, tokens, matched, reused;
 } prefix;
 
-/* What max_bytes counts in the group of a layer, of which it is the first. */
+/* What max_bytes counts in a layer group.  The first layer of the group has it. */
 typedef struct group {
     int64_t cost, size; /* of a block: bytes, and slots */
     int64_t held, open; /* blocks that holds keep, and their slots behind fill marks: see note_blocks() */

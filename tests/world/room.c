@@ -3,7 +3,7 @@
  * max_bytes counts whole blocks, states and prompts.  Whether a batch begins follows from a sum: rows as they lie once
  * they are moved together, without all that may be evicted.  The oracle knows two sums where it does not know all:
  * which rows pins and quotas protect, and which rows of one token are copies.  Between them, either answer is right.
- * It does not follow in which blocks rows lie.  So it takes either answer of calls that count blocks as they lie,
+ * The oracle does not know in which blocks rows lie.  Some calls count blocks as they lie, and may give either answer,
  * unless there is much room. */
 #include "oracle.h"
 
@@ -151,8 +151,8 @@ int64_t bytes_beside_blocks(const oracle *o) {
     return bytes;
 }
 
-/* What max_bytes counts with a batch, once all is evicted that may be, and rows are moved together: at least, or at
- * most, where the oracle does not know which rows there are. */
+/* Returns what max_bytes counts with a batch, once everything evictable is evicted and rows are moved together.  Where
+ * the oracle does not know which rows there are, it is the least sum, or the largest. */
 static int64_t packed_bytes(const oracle *expired, const batch *b, int most) {
     const int is_open = expired->has_twins || has_protected(expired);
     int64_t bytes = bytes_of_others(expired, most);
