@@ -6,7 +6,7 @@ fall. Lower it when it has.
 
 import re
 
-from support.compiling import ROOT
+from support import c_sources
 
 # Words by which a function speaks of a mode, and the most functions that do.
 MOST = {
@@ -26,18 +26,16 @@ MOST = {
     "checkpoints": (r"checkpoint|state_bytes", 59),
     "scales of rows": (r"row_scale|_scales|scaled", 78),
     "masked": (r"masked", 21),
-    "trees": (r"parents|subtree|tree_number|descend|ancestor", 20),
-    "huge pages": (r"fault|resident|huge", 53),
+    "trees": (r"\bparents|subtree|tree_number|descend|ancestor", 19),
+    "huge pages": (r"fault|resident|huge", 50),
     "prior": (r"prior", 3),
 }
 
 
 def functions():
-    """Return the text of each function of src/, without the comment before it."""
-    found = []
-    for path in sorted(ROOT.glob("src/*/*.[ch]")):
-        found += re.findall(r"^(?!typedef|struct|enum|#)[a-zA-Z][^;{}]*\{\n(?:.*\n)*?\}$", path.read_text(), re.M)
-    return found
+    """Return the text of each function of src/ that has more than one line, without the comment before it."""
+    texts = (c_sources.blank(path.read_text()) for path in sorted(c_sources.SRC.glob("*/*.[ch]")))
+    return [f.text for text in texts for f in c_sources.functions_of(text) if f.num_lines > 1]
 
 
 def test_reach():

@@ -24,7 +24,11 @@ amalgamate = load_tool("amalgamate")
 class Function:
     name: str
     is_static: bool
-    num_lines: int  # from its type to its closing brace
+    text: str  # from its type to its closing brace
+
+    @property
+    def num_lines(self):
+        return self.text.count("\n") + 1
 
 
 @dataclass
@@ -101,7 +105,7 @@ def functions_of(text):
         elif word == "{":
             defined = candidate if before == ")" else None
         elif word == "}" and defined:
-            yield Function(defined, is_static, text.count("\n", start, token.end()) + 1)
+            yield Function(defined, is_static, text[start : token.end()])
             start = None
         elif word == ";":
             start = None
@@ -112,7 +116,7 @@ def read(path):
     text = path.read_text()
     functions, used = [*functions_of(blank(text))], {*names_in(blank(text), inside_only=True)}
     for name, body in macros(text):
-        functions.append(Function(name, True, body.count("\n") + 1))
+        functions.append(Function(name, True, body))
         used |= {*names_in(body, inside_only=False)}
     return Source(path, functions, used)
 
