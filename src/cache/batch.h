@@ -39,7 +39,6 @@ typedef struct kvc_pending {
     int32_t num;
     int32_t num_tokens;      /* number of the sequence's tokens that get a row: kvc_order_in */
     int32_t capacity_before; /* capacity of the sequence's own list before the batch */
-    int32_t num_held;        /* held blocks as the batch began, if its tokens go anywhere: it may go on in these */
     kvc_block *last_block;   /* of the sequence's own rows: its tokens go there while it is not full; NULL: to others */
     int8_t to;               /* kvc_destination */
 } kvc_pending;
@@ -69,6 +68,7 @@ struct kvc_batch {
     kvc_sequence *reserved; /* the sequence that was cache->sequences.reserved; NULL: none */
     int32_t is_packed;      /* rows are moved together before it begins */
     int32_t goes_anywhere;  /* its tokens go to any used block with room: pass/placing.h */
+    int32_t most_held;      /* if they do: held blocks of the group with the most, as the batch began */
     int32_t in_several;     /* its tokens come in several batches: it is asked what these need (kvc_reserve) */
     int32_t num_tokens, num_sequences;
     int32_t *positions;    /* [num_tokens] */

@@ -29,8 +29,8 @@ void kvc_useful_remove(kvc_cache *cache, kvc_sequence *sequence);
 /* Notes how many bytes the state of a sequence has that goes with it, if it is evictable; else 0. */
 void kvc_useful_note_state(kvc_cache *cache, kvc_sequence *sequence, int64_t bytes);
 
-/* Returns the least recently used sequence of a set of useful ones that was used after `used`, or NULL.  The set is
- * pool->evicting.useful or cache->evicting.with_states. */
+/* Searches a set of useful sequences, pool->evicting.useful or cache->evicting.with_states.  Returns the sequence that
+ * was used first after `used`, or NULL. */
 kvc_sequence *kvc_useful_after(const kvc_sorted *useful, int64_t used);
 
 /* Returns whether a sequence that kvc_useful_after has found is useful still; if not, it is found no more. */

@@ -241,8 +241,8 @@ static kvc_status check_functions(const loading *l) {
     return KVC_OK;
 }
 
-/* Makes a cache.  Takes smaller blocks if block_size is the file's, and max_bytes does not hold one of each layer
- * group. Caches of older releases could be like that. */
+/* Makes a cache.  If the file gives block_size, and max_bytes does not hold a block of each layer group, takes smaller
+ * blocks.  Older releases made caches like that. */
 static kvc_status make_fitting(kvc_config *config, int32_t is_chosen, kvc_cache **cache) {
     enum { DEFAULT_SIZE = 64 };
     const int32_t saved_size = config->block_size;

@@ -19,7 +19,7 @@
 #include "cache/batch.h"
 
 /* Sets pool->demand of all groups, for after the expiry, and without victims or, in KVC_FIXED, without all that may be
- * evicted.  Returns what the cache counts then (kvc_counted_bytes), with the batch.  Sets kvc_pending.last_block,
+ * evicted.  Returns what counts for max_bytes then, with the batch.  Sets kvc_pending.last_block,
  * unless tokens go anywhere. */
 int64_t kvc_count_batch(const kvc_batch *batch, kvc_scope scope);
 
@@ -29,7 +29,7 @@ int64_t kvc_count_group(const kvc_batch *batch, int32_t g, kvc_scope scope);
 /* Sets the demand of all groups to zero. */
 void kvc_forget_demands(kvc_cache *cache);
 
-/* Tokens may arrive in several batches.  One batch may expire all rows before it, and go on in a new block.  Returns
+/* Tokens may arrive in several batches.  A batch may expire all rows before it, and go on in a new block.  Returns
  * how many of the `taken` slots behind a sequence's last row, in `block`, are used even then.  If others keep the block
  * from being free then, the tokens from there on go to another one. */
 int32_t kvc_slots_saved(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, const kvc_block *block,

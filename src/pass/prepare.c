@@ -152,7 +152,7 @@ int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, 
     const int64_t limit = kvc_policy_most_rows(&batch->cache->policies[g]),
                   n = limit < pending->num_tokens && grows(batch, member) ? limit : pending->num_tokens;
     const kvc_pool *pool = &batch->cache->pools[g];
-    const int64_t held = batch->goes_anywhere ? pending->num_held + 1 : 0,
+    const int64_t held = batch->goes_anywhere ? batch->most_held + 1 : 0,
                   further = n / pool->block_size + 3 + (held < n ? held : n);
     int64_t most = num + (n + member->num_stretches + further) / 2;
     if (kvc_policy_expires(&batch->cache->policies[g]))
@@ -208,9 +208,10 @@ static kvc_status plan_packing(kvc_batch *batch, int may_take) {
     batch->goes_anywhere = 0;
     if (may_take && kvc_count_batch(batch, KVC_NOW) <= cache->limits.budget) return KVC_OK;
     batch->goes_anywhere = 1;
-    for (int32_t g = 0; g < cache->num_groups; g++)
-        for (int32_t s = 0; s < batch->num_sequences; s++)
-            kvc_pending_of(batch, g, s)->num_held = (int32_t)cache->pools[g].tallies[KVC_NOW].held.blocks;
+    for (int32_t g = 0; g < cache->num_groups; g++) {
+        const int32_t held = (int32_t)cache->pools[g].tallies[KVC_NOW].held.blocks;
+        if (batch->most_held < held) batch->most_held = held;
+    }
     kvc_count_batch(batch, KVC_NOW);
     return KVC_OK;
 }

@@ -5,10 +5,10 @@
 
 #include "space/evict.h"
 
-static uint64_t size_of(const kvc_pinned *pin) { return sizeof *pin + (uint64_t)pin->room * sizeof(kvc_node *); }
-
 /* Returns what a pin counts for max_bytes. */
 static int64_t counted_bytes(const kvc_pinned *pin) { return pin->room * (int64_t)sizeof(kvc_node *); }
+
+static uint64_t size_of(const kvc_pinned *pin) { return sizeof *pin + (uint64_t)counted_bytes(pin); }
 
 /* Takes memory for a pin of `num` nodes besides those up to `last`, which it lists behind them. */
 static kvc_pinned *new_pin(kvc_cache *cache, kvc_node *last, int32_t num) {

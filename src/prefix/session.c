@@ -42,6 +42,9 @@ static void ended(kvc_cache *cache, kvc_follower *follower) {
     kvc_session_free(session);
 }
 
+/* Returns what a session counts for max_bytes: its tokens, which lie behind the struct. */
+static int64_t tokens_bytes(const kvc_session *session) { return (int64_t)(session->num_bytes - sizeof *session); }
+
 kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t matched) {
     const int32_t block = prefix->cache->pools[0].block_size, begin = matched / block * block;
     const kvc_token_span first = kvc_tokens_part(tokens, 0, 1),
@@ -62,20 +65,19 @@ kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32
     *session = (kvc_session){
         .follower = {ended, NULL},
         .num_bytes = size,
-        .prompt_bytes = (int64_t)(num * (sizeof(int64_t) + digest_bytes)),
         .prefix = prefix,
         .kept_to = begin,
         .known_to = begin + prompt.num,
         .begin = begin,
         .first = {ids, digests, 1},
         .prompt = {.ids = ids + 1, .num_tokens = prompt.num, .digests = digests ? digests + digest_bytes : NULL}};
-    prefix->cache->prefixes.prompt_bytes += session->prompt_bytes;
+    prefix->cache->prefixes.prompt_bytes += tokens_bytes(session);
     return session;
 }
 
 void kvc_session_free(kvc_session *session) {
     kvc_cache *cache = session->prefix->cache;
-    cache->prefixes.prompt_bytes -= session->prompt_bytes;
+    cache->prefixes.prompt_bytes -= tokens_bytes(session);
     kvc_memory_free(&cache->memory, session, session->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
 }
 

@@ -18,7 +18,6 @@ typedef struct kvc_session {
     int32_t known_to;               /* position up to which `prompt` has the tokens of its blocks */
     kvc_node *pending;              /* list of its blocks whose tokens are not known yet, the last ones first */
     kvc_checkpoint *state;          /* of the model behind what was matched, until tokens are fed; NULL: none */
-    int64_t prompt_bytes;           /* of its tokens: what it counts for max_bytes */
     uint64_t num_bytes;             /* of this allocation */
     struct kvc_session *next, **at; /* place in the list of the prefix */
     kvc_token_span first;           /* the prompt's first token */

@@ -30,8 +30,6 @@ void kvc_runs_init(kvc_run_list *list) {
     *list = (kvc_run_list){.min_position = -1, .max_position = -1, .ascending = 1};
 }
 
-int64_t kvc_runs_bytes(const kvc_run_list *list) { return list->capacity * (int64_t)sizeof(kvc_run); }
-
 void kvc_runs_discard(kvc_run_list *list, kvc_memory *memory) {
     if (!list->spare) return;
     kvc_memory_free(memory, list->spare, (uint64_t)list->spare_capacity * sizeof(kvc_run), KVC_MEMORY_BOOKKEEPING, -1);

@@ -78,9 +78,6 @@ kvc_status kvc_runs_reserve(kvc_run_list *list, kvc_memory *memory, int32_t extr
 /* Shortens the list's array to a capacity that suffices for its runs, if it is longer and there is memory for that. */
 void kvc_runs_trim(kvc_run_list *list, kvc_memory *memory, int32_t capacity);
 
-/* Returns the bytes of the list's array. */
-int64_t kvc_runs_bytes(const kvc_run_list *list);
-
 /* Appends a run, whose slots become the list's, and counts its rows.  kvc_runs_push leaves counting to
  * kvc_runs_recount. */
 void kvc_runs_append(kvc_run_list *list, const kvc_run *run);

@@ -88,7 +88,7 @@ enum {
     FREES_FULL = 2     /* slots of a group that sees everything: nobody can go on behind them */
 };
 
-/* The slots that no sequence holds any more: all, and the ones in blocks without a pin. */
+/* How many slots no sequence holds any more, in all blocks and in blocks without a pin. */
 typedef struct unheld {
     int64_t slots, unpinned;
 } unheld;
@@ -192,7 +192,7 @@ static kvc_sequence *first_used(kvc_sequence *found, kvc_sequence *next) {
     return next && (!found || next->evicting.used < found->evicting.used) ? next : found;
 }
 
-/* Returns the least recently used sequence used after `used` that may free what is lacking, or NULL. */
+/* Returns the sequence that was used first after `used` and may free something lacking, or NULL. */
 static kvc_sequence *next_useful(kvc_cache *cache, int64_t used) {
     for (;;) {
         kvc_sequence *found = cache->evicting.lacks_bytes ? kvc_useful_after(&cache->evicting.with_states, used) : NULL;
@@ -206,8 +206,8 @@ static kvc_sequence *next_useful(kvc_cache *cache, int64_t used) {
     }
 }
 
-/* Makes victims of the num least recently used sequences that free what is lacking, by themselves or together.  Returns
- * how many it has looked at. */
+/* Makes victims of useful sequences, the num least recently used.  They free slots or bytes that are lacking, by
+ * themselves or together.  Returns how many sequences it has looked at. */
 static int64_t choose(const kvc_need *need, int64_t num) {
     kvc_cache *cache = need->cache;
     kvc_sequence **end = &cache->evicting.victims;

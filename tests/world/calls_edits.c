@@ -88,8 +88,8 @@ int draw_divide(call *c) {
 
 void run_divide(call *c) { c->status = kvc_divide(w.cache, w.ids[c->s], c->begin, c->end, c->delta); }
 
-/* Returns the next position behind this one at which the sequence has a row, or had one among the first positions;
- * INT32_MAX: there is none. */
+/* Returns the next position with a row of the sequence, or with an expired one among the first positions.  INT32_MAX:
+ * no position follows. */
 static int32_t next_known(const sequence *s, int32_t position) {
     int32_t next = INT32_MAX;
     for (int l = 0; l < w.o.num_layers; l++) {

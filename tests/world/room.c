@@ -117,7 +117,7 @@ static int64_t bytes_of_state(const oracle *o, int at, int most) {
     return state_size(s->state);
 }
 
-/* What counts of a prefix, its blocks and acquired sequences aside. */
+/* Returns what a prefix counts for max_bytes, except its blocks and acquired sequences. */
 static int64_t bytes_of_prefix(const oracle *o, const prefix *p, int most) {
     int64_t bytes = p->config.max_events * (int64_t)sizeof(kvc_prefix_event);
     for (int i = 0; i < p->num_pins && most; i++) {

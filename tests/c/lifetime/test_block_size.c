@@ -4,8 +4,8 @@
 static const kvc_layer layer = {.num_kv_heads = 2, .k_dim = 32, .v_dim = 32};
 static const kvc_layer cross = {.num_kv_heads = 1, .k_dim = 32, .v_dim = 8, .policy = {KVC_CROSS, .max_len = 20}};
 
-/* Returns the least max_bytes: what the empty cache takes, and one block of each layer group.  The groups are those of
- * the first layer, and of a cross-attention layer behind it. */
+/* Returns the least max_bytes: what the empty cache takes, and one block of each layer group.  The first layer is
+ * one group, and a cross-attention layer behind it is another. */
 static int64_t least_of(const kvc_layer *layers, int32_t num_layers, kvc_config config) {
     const float row[64] = {0};
     config.max_bytes = 0;
@@ -35,7 +35,7 @@ static void test_default(void) {
     }
 }
 
-/* Under max_bytes of one block in each group a cache begins, and under one byte less there is none. */
+/* A cache begins if max_bytes holds one block of each group.  One byte less is refused. */
 static void test_refused(void) {
     const kvc_layer layers[] = {layer, cross};
     static const int32_t sizes[] = {0, 1, 100, 100000};

@@ -52,7 +52,7 @@ static void test_steps(int sequences, int tokens, int32_t size, int steps) {
     free_valid(cache);
 }
 
-/* What kvc_blocks and kvc_nbytes say. */
+/* A picture of the cache by kvc_blocks and kvc_nbytes. */
 typedef struct picture {
     int64_t bytes, num_blocks, num_runs;
     kvc_block_info blocks[MOST_BLOCKS];
