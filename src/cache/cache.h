@@ -26,7 +26,7 @@ typedef struct kvc_ropes {
 /* The limits that the caller has set.  0: no limit. */
 typedef struct kvc_limits {
     int64_t max_seq_len, max_sequences, capacity, max_bytes;
-    int64_t budget;           /* what max_bytes leaves for all that counts: space/limits.h */
+    int64_t budget;           /* what max_bytes leaves for all that counts: space/limits.h.  No limit: INT64_MAX */
     int32_t has_own_capacity; /* whether one was given; else it is max_seq_len * max_sequences */
 } kvc_limits;
 

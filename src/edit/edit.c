@@ -124,14 +124,12 @@ static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, 
     kvc_rewrite_visit_replaced(&rewrites->of_group[g], visit, context);
 }
 
-/* Checks capacity, where rows are copied, and max_bytes. */
-static kvc_status fits(const kvc_need *need) {
+/* Checks the capacity, where rows are copied. */
+static kvc_status check_slots(const kvc_need *need) {
     const kvc_rewrites *rewrites = need->context;
-    for (int32_t g = 0; g < need->cache->num_token_groups; g++) {
-        const kvc_status status = rewrites->of_group[g].num_copied ? kvc_rewrites_check(need, g, 0) : KVC_OK;
-        if (status != KVC_OK) return status;
-    }
-    return kvc_check_max_bytes(need->cache, need->scope, need->what);
+    for (int32_t g = 0; g < need->cache->num_token_groups; g++)
+        if (rewrites->of_group[g].num_copied) KVC_TRY(kvc_rewrites_check(need, g, 0));
+    return KVC_OK;
 }
 
 /* Copies rows to their new slots on the copiers, perhaps by the caller's function, without the mutex. */
@@ -155,7 +153,7 @@ static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_re
  * may fail then: a failed call evicts nothing. */
 static kvc_status copy_rows(kvc_cache *cache, kvc_sequence *sequence, kvc_rewrites *rewrites) {
     const kvc_need need = {.cache = cache,
-                           .fits = fits,
+                           .check_slots = check_slots,
                            .visit_replaced = visit_replaced,
                            .context = rewrites,
                            .what = "rewriting the keys of a sequence"};

@@ -214,18 +214,18 @@ static kvc_status remake(injection *x, kvc_scope scope) {
     return status;
 }
 
-static kvc_status fits(const kvc_need *need) {
+/* Finds the rows to copy, and checks the capacity. */
+static kvc_status check_slots(const kvc_need *need) {
     injection *x = need->context;
     KVC_TRY(remake(x, need->scope));
     if (!x->rewrite.num_copied) return KVC_OK;
-    KVC_TRY(kvc_rewrites_check(need, x->group, x->num_rows - x->rewrite.num_copied));
-    return kvc_check_max_bytes(x->cache, need->scope, need->what);
+    return kvc_rewrites_check(need, x->group, x->num_rows - x->rewrite.num_copied);
 }
 
 /* Makes and accepts the rewrite; once its copies are made, no other sequence or view has the rows to write. */
 static kvc_status unshare_rows(injection *x) {
     const kvc_need need = {.cache = x->cache,
-                           .fits = fits,
+                           .check_slots = check_slots,
                            .visit_replaced = visit_replaced,
                            .context = x,
                            .what = "copying rows that are shared"};

@@ -150,8 +150,8 @@ static int takes_group(const kvc_cache *cache, int32_t g, const uint8_t *layers)
     return 0;
 }
 
-/* Checks capacity, of which the new rows have their slots already, and max_bytes. */
-static kvc_status fits(const kvc_need *need) {
+/* Checks the capacity.  The new rows have their slots already. */
+static kvc_status check_slots(const kvc_need *need) {
     const new_rows *rows = need->context;
     const int32_t count = rows->end - rows->begin;
     int64_t live;
@@ -160,11 +160,12 @@ static kvc_status fits(const kvc_need *need) {
             return kvc_fail(KVC_ERR_FULL, "%d more %s not fit: %lld of capacity %lld are in use", count,
                             count == 1 ? "token does" : "tokens do", (long long)(live - count),
                             (long long)need->cache->limits.capacity);
-    return kvc_check_max_bytes(need->cache, need->scope, need->what);
+    return KVC_OK;
 }
 
 static kvc_status take_all(kvc_cache *cache, new_rows *rows, const uint8_t *layers, int64_t before) {
-    const kvc_need need = {.cache = cache, .fits = fits, .context = rows, .what = "keeping rows", .before = before};
+    const kvc_need need = {
+        .cache = cache, .check_slots = check_slots, .context = rows, .what = "keeping rows", .before = before};
     kvc_status status = KVC_OK;
     for (int32_t g = 0; g < cache->num_token_groups; g++) rows->reserved[g] = 0;
     for (int32_t g = 0; status == KVC_OK && g < cache->num_token_groups; g++) {

@@ -184,7 +184,7 @@ static kvc_status init_cache(kvc_cache *cache, const kvc_config *config) {
     find_groups(cache);
     find_ropes(cache);
     KVC_TRY(init_groups(cache, block_size));
-    cache->limits.budget = config->max_bytes - cache->memory.bookkeeping;
+    cache->limits.budget = config->max_bytes ? config->max_bytes - cache->memory.bookkeeping : INT64_MAX;
     KVC_TRY(check_max_bytes(cache, block_size));
     if (kvc_mutex_init(&cache->mutex) == 0) {
         if (kvc_signal_init(&cache->waiting.idle) == 0) return KVC_OK;

@@ -115,8 +115,6 @@ static kvc_status begin(kvc_cache *cache, const kvc_begin_args *args, kvc_batch 
     }
     kvc_apply_prepared(batch);
     kvc_place_batch(batch);
-    kvc_forget_demands(cache);
-    if (cache->limits.max_bytes) kvc_give_back_beyond(cache);
     *out = cache->batch = batch;
     return KVC_OK;
 }

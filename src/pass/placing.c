@@ -118,10 +118,6 @@ int64_t kvc_count_batch(const kvc_batch *batch, kvc_scope scope) {
     return bytes;
 }
 
-void kvc_forget_demands(kvc_cache *cache) {
-    for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].demand = (kvc_demand){0};
-}
-
 /* ---- handing out slots ------------------------------------------------------------------------------------------- */
 
 kvc_block *kvc_next_open(const kvc_pool *pool, kvc_block **next) {

@@ -26,9 +26,6 @@ int64_t kvc_count_batch(const kvc_batch *batch, kvc_scope scope);
 /* Sets the demand of group g, and returns how many blocks are in use with the batch. */
 int64_t kvc_count_group(const kvc_batch *batch, int32_t g, kvc_scope scope);
 
-/* Sets the demand of all groups to zero. */
-void kvc_forget_demands(kvc_cache *cache);
-
 /* Tokens may arrive in several batches.  A batch may expire all rows before it, and go on in a new block.  Returns
  * how many of the `taken` slots behind a sequence's last row, in `block`, are used even then.  If others keep the block
  * from being free then, the tokens from there on go to another one. */

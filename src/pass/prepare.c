@@ -1,8 +1,6 @@
 /* prepare.c: makes sure that a batch fits: see prepare.h. */
 #include "pass/prepare.h"
 
-#include <stdio.h>
-
 #include "base/compiler.h"
 #include "pass/placing.h"
 #include "space/compact.h"
@@ -181,6 +179,10 @@ static kvc_status prepare_lists(const kvc_batch *batch, kvc_sequence *sequence) 
     return status;
 }
 
+static void forget_demands(kvc_cache *cache) {
+    for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].demand = (kvc_demand){0};
+}
+
 /* Drops planned compactions and spare lists of runs. */
 static void forget_plans(const kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
@@ -245,23 +247,24 @@ static kvc_status plan(kvc_batch *batch, int may_take) {
     return status;
 }
 
-/* Checks capacity and max_bytes. */
-static kvc_status fits(const kvc_need *need) {
+/* Checks the capacity, which is set. */
+static kvc_status check_slots(const kvc_need *need) {
     const kvc_batch *batch = need->context;
-    kvc_cache *cache = batch->cache;
-    char what[64];
-    for (int32_t g = 0; cache->limits.capacity && g < cache->num_token_groups; g++)
+    for (int32_t g = 0; g < need->cache->num_token_groups; g++)
         if (kvc_takes_rows(batch, g)) KVC_TRY(check_capacity(need, g));
-    const int64_t bytes = kvc_count_batch(batch, need->scope);
-    if (!cache->limits.max_bytes || bytes <= cache->limits.budget) return KVC_OK;
-    cache->evicting.lacks_bytes = 1;
-    snprintf(what, sizeof what, "%d more token%s", batch->num_tokens, batch->num_tokens == 1 ? "" : "s");
-    return kvc_fail_bytes(cache, what, bytes);
+    return KVC_OK;
 }
 
+static int64_t count_bytes(const kvc_need *need) { return kvc_count_batch(need->context, need->scope); }
+
 kvc_need kvc_need_of(kvc_batch *batch) {
-    return (kvc_need){
-        .cache = batch->cache, .fits = fits, .visit_replaced = visit_replaced, .context = batch, .expires = 1};
+    return (kvc_need){.cache = batch->cache,
+                      .check_slots = batch->cache->limits.capacity ? check_slots : NULL,
+                      .count_bytes = count_bytes,
+                      .visit_replaced = visit_replaced,
+                      .context = batch,
+                      .num_tokens = batch->num_tokens,
+                      .expires = 1};
 }
 
 /* Makes a batch ask what it needs as its sequences lie, or once rows are moved together. */
@@ -285,7 +288,7 @@ static int is_worth_packing(kvc_batch *batch) {
 static kvc_status choose_in_bytes(kvc_batch *batch) {
     const kvc_need need = kvc_need_of(batch);
     set_packed(batch, 0);
-    kvc_status status = fits(&need);
+    kvc_status status = kvc_fits(&need);
     if (status != KVC_ERR_FULL) return status;
     for (int is_packed = is_worth_packing(batch); status == KVC_ERR_FULL && is_packed <= 1; is_packed++) {
         set_packed(batch, is_packed);
@@ -310,7 +313,7 @@ kvc_status kvc_fit(kvc_batch *batch) {
 
 int kvc_fits_in_bytes(kvc_batch *batch) {
     set_packed(batch, 1);
-    return !batch->cache->limits.max_bytes || kvc_count_batch(batch, KVC_FIXED) <= batch->cache->limits.budget;
+    return kvc_count_batch(batch, KVC_FIXED) <= batch->cache->limits.budget;
 }
 
 /* ---- prepare (may fail) and carry out (cannot) ------------------------------------------------------------------- */
@@ -348,7 +351,7 @@ kvc_status kvc_prepare(kvc_batch *batch) {
 void kvc_discard_batch(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     kvc_let_victims_stay(cache);
-    kvc_forget_demands(cache);
+    forget_demands(cache);
     forget_plans(batch);
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         kvc_sequence *sequence = batch->sequences[s].sequence;
@@ -375,4 +378,6 @@ void kvc_apply_prepared(const kvc_batch *batch) {
         kvc_cache_mark_changed(cache, sequence);
         kvc_cache_unmark_changed(sequence);
     }
+    if (cache->limits.max_bytes) kvc_give_back_beyond(cache);
+    forget_demands(cache);
 }

@@ -214,10 +214,9 @@ void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all) {
     kvc_memory_free(&batch->cache->memory, put, sizeof *put, KVC_MEMORY_SCRATCH, -1);
 }
 
-static const char CROSS_PUT[] = "putting the rows of a cross-attention layer";
-
 /* Takes slots for all rows of a put to a cross-attention layer, in one block, and adds the put to the batch's list. */
-static kvc_status begin_cross(kvc_batch *batch, int32_t group, const kvc_put_args *args, kvc_cross_put **out) {
+static kvc_status begin_cross(kvc_batch *batch, int32_t group, const kvc_put_args *args, const kvc_need *need,
+                              kvc_cross_put **out) {
     kvc_cache *cache = batch->cache;
     kvc_pool *pool = &cache->pools[group];
     const int32_t count = args->num_tokens;
@@ -237,24 +236,24 @@ static kvc_status begin_cross(kvc_batch *batch, int32_t group, const kvc_put_arg
                            .thread = kvc_thread_self()};
     put->run = (kvc_run){block, kvc_pool_take(pool, block, count), count, 0, 0};
     batch->cross_puts = *out = put;
-    const kvc_need need = kvc_need_max_bytes(cache, CROSS_PUT);
-    status = kvc_check_room(&need); /* victims are evicted once the rows are there */
+    status = kvc_check_room(need); /* victims are evicted once the rows are there */
     if (status != KVC_OK) kvc_cross_put_end(batch, put, 0);
     return status;
 }
 
 static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
     kvc_cache *cache = batch->cache;
+    const kvc_need need = {.cache = cache, .what = "putting the rows of a cross-attention layer"};
     kvc_cross_put *put = NULL;
     kvc_lock(cache);
     kvc_status status;
-    do status = begin_cross(batch, group, work->args, &put);
+    do status = begin_cross(batch, group, work->args, &need, &put);
     while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
     KVC_TRY(kvc_unlock(cache, status));
     work->start = (kvc_place){put->run.block, put->run.slot};
     const kvc_status done = put_all(work);
     kvc_lock(cache);
-    do status = done == KVC_OK ? kvc_fit_max_bytes(cache, 0, CROSS_PUT) : done;
+    do status = done == KVC_OK ? kvc_make_room(&need) : done;
     while (done == KVC_OK && status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
     kvc_cross_put_end(batch, put, status == KVC_OK);
     return kvc_unlock(cache, status);

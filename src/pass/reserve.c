@@ -132,8 +132,6 @@ static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) 
         return status;
     }
     kvc_apply_prepared(batch);
-    if (cache->limits.max_bytes) kvc_give_back_beyond(cache);
-    kvc_forget_demands(cache);
     kvc_sequence *sequence = batch->sequences->sequence;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         cache->pools[g].free.reserved = 0;

@@ -46,7 +46,8 @@ kvc_status kvc_checkpoint_take(kvc_cache *cache, int64_t num_bytes, int64_t befo
     *checkpoint = (kvc_checkpoint){.num_bytes = num_bytes};
     cache->prefixes.state_bytes += num_bytes;
     kvc_state_use_begin(cache, use, checkpoint);
-    const kvc_status status = kvc_fit_max_bytes(cache, before, "keeping a checkpoint");
+    const kvc_need need = {.cache = cache, .what = "keeping a checkpoint", .before = before};
+    const kvc_status status = kvc_make_room(&need);
     if (status != KVC_OK) {
         kvc_state_use_end(cache, use);
         use->checkpoint = NULL;

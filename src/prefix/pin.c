@@ -136,7 +136,8 @@ kvc_status kvc_pin_known(kvc_prefix *prefix, const kvc_match *m, const uint8_t *
     pin->num_calls = 1;
     begin_pin(pin); /* before others end, so that no node is without a pin meanwhile */
     cache->prefixes.prompt_bytes -= replaced;
-    const kvc_status status = kvc_fit_max_bytes(cache, 0, "pinning a prompt");
+    const kvc_need need = {.cache = cache, .what = "pinning a prompt"};
+    const kvc_status status = kvc_make_room(&need);
     cache->prefixes.prompt_bytes += replaced;
     if (status == KVC_OK)
         replace_others(prefix, pin);

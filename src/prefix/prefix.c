@@ -133,7 +133,8 @@ static kvc_status make(kvc_cache *cache, const kvc_prefix_config *config, kvc_pr
     prefix->state_bytes = config->state_bytes;
     prefix->most_checkpoint_bytes = config->max_checkpoint_bytes;
     prefix->tree = new_tree(prefix);
-    const kvc_status status = prefix->tree ? kvc_fit_max_bytes(cache, 0, "making a prefix") : KVC_ERR_NOMEM;
+    const kvc_need need = {.cache = cache, .what = "making a prefix"};
+    const kvc_status status = prefix->tree ? kvc_make_room(&need) : KVC_ERR_NOMEM;
     if (status == KVC_OK) {
         *out = prefix;
         return KVC_OK;
@@ -321,7 +322,7 @@ static kvc_status add_sequence(kvc_cache *cache, kvc_session *session, const kvc
 /* Makes the sequence of a session, and begins it, if there is room for both.  Otherwise frees the session. */
 static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const kvc_match *m, int64_t id) {
     kvc_cache *cache = prefix->cache;
-    const kvc_need need = kvc_need_max_bytes(cache, "acquiring a prompt");
+    const kvc_need need = {.cache = cache, .what = "acquiring a prompt"};
     kvc_sequence *sequence;
     kvc_status status = add_sequence(cache, session, m, id, &sequence);
     if (status != KVC_OK) {

@@ -283,7 +283,7 @@ static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, 
     }
 }
 
-static kvc_status fits(const kvc_need *need) {
+static kvc_status check_slots(const kvc_need *need) {
     const kvc_cache *cache = need->cache;
     int64_t live;
     for (int32_t g = 0; g < cache->num_token_groups; g++)
@@ -291,12 +291,15 @@ static kvc_status fits(const kvc_need *need) {
             return kvc_fail(KVC_ERR_FULL, "loading would make it %lld tokens in all: capacity is %lld%s",
                             (long long)live, (long long)cache->limits.capacity,
                             cache->limits.has_own_capacity ? "" : ", which is max_seq_len * max_sequences");
-    return kvc_check_max_bytes(need->cache, need->scope, need->what);
+    return KVC_OK;
 }
 
 static kvc_need need_of(kvc_state *state) {
-    return (kvc_need){
-        .cache = state->cache, .fits = fits, .visit_replaced = visit_replaced, .context = state, .what = "loading"};
+    return (kvc_need){.cache = state->cache,
+                      .check_slots = check_slots,
+                      .visit_replaced = visit_replaced,
+                      .context = state,
+                      .what = "loading"};
 }
 
 /* Returns KVC_ERR_BUSY if a sequence that is to be replaced is in use, KVC_ERR_INVALID if it is kept. */

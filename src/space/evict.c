@@ -222,6 +222,42 @@ static int64_t choose(const kvc_need *need, int64_t num) {
     return chosen;
 }
 
+/* Returns KVC_ERR_FULL if the call needs new blocks, and notes which groups lack slots. */
+static kvc_status check_free_blocks(const kvc_need *need) {
+    kvc_cache *cache = need->cache;
+    int64_t num_bytes = 0;
+    for (int32_t g = 0; need->scope != KVC_FIXED && g < cache->num_token_groups; g++) {
+        kvc_pool *pool = &cache->pools[g];
+        pool->evicting.lacks_slots |= pool->demand.num_new > 0;
+        num_bytes += pool->demand.num_new * (int64_t)pool->block_bytes;
+    }
+    if (!num_bytes) return KVC_OK;
+    return kvc_fail(KVC_ERR_FULL, "out of memory for %lld bytes of blocks", (long long)num_bytes);
+}
+
+/* Returns KVC_ERR_FULL, and notes that bytes are lacking. */
+static kvc_status fail_bytes(const kvc_need *need, int64_t bytes) {
+    kvc_cache *cache = need->cache;
+    int64_t used = 0;
+    char tokens[32];
+    snprintf(tokens, sizeof tokens, "%d more token%s", need->num_tokens, need->num_tokens == 1 ? "" : "s");
+    for (int32_t g = 0; g < cache->num_groups; g++) used += cache->pools[g].tallies[KVC_FIXED].used.blocks;
+    cache->evicting.lacks_bytes = 1;
+    return kvc_fail(KVC_ERR_FULL,
+                    "%s would make it %lld bytes of whole blocks, states and prompts: max_bytes %lld leaves %lld for "
+                    "these, and %lld blocks are in use; clear a sequence, or give a larger max_bytes",
+                    need->num_tokens ? tokens : need->what, (long long)bytes, (long long)cache->limits.max_bytes,
+                    (long long)cache->limits.budget, (long long)used);
+}
+
+kvc_status kvc_fits(const kvc_need *need) {
+    kvc_cache *cache = need->cache;
+    if (need->check_slots) KVC_TRY(need->check_slots(need));
+    const int64_t bytes = need->count_bytes ? need->count_bytes(need) : kvc_counted_bytes(cache, need->scope);
+    if (bytes > cache->limits.budget) return fail_bytes(need, bytes);
+    return need->takes_no_memory ? check_free_blocks(need) : KVC_OK;
+}
+
 /* Finds the fewest victims with which it fits: there may be many that may be evicted, of which a call needs few.
  * Begins again once something else is found to be lacking, too. */
 static kvc_status find_oldest(const kvc_need *need) {
@@ -229,7 +265,7 @@ static kvc_status find_oldest(const kvc_need *need) {
     int32_t lacking = count_lacking(need->cache);
     for (;;) {
         const int64_t chosen = choose(need, tried);
-        const kvc_status status = need->fits(need);
+        const kvc_status status = kvc_fits(need);
         if (count_lacking(need->cache) > lacking) {
             lacking = count_lacking(need->cache);
             tried = 1;
@@ -270,9 +306,9 @@ kvc_status kvc_choose_victims(const kvc_need *need) {
     kvc_cache *cache = need->cache;
     const int64_t num = cache->evicting.evictable.num;
     kvc_need without_all = *need;
-    kvc_status status = need->fits(need);
+    kvc_status status = kvc_fits(need);
     without_all.scope = KVC_FIXED;
-    if (num && status == KVC_ERR_FULL && need->fits(&without_all) != KVC_ERR_FULL) {
+    if (num && status == KVC_ERR_FULL && kvc_fits(&without_all) != KVC_ERR_FULL) {
         note_dropped(need);
         status = find_oldest(need);
     }
@@ -283,24 +319,9 @@ kvc_status kvc_choose_victims(const kvc_need *need) {
     return status == KVC_ERR_FULL ? fail_by_fixed(cache, lacks_bytes) : status;
 }
 
-/* Returns KVC_ERR_FULL also if the call needs new blocks, and notes which groups lack slots. */
-static kvc_status fits_free_blocks(const kvc_need *need) {
-    kvc_cache *cache = need->cache;
-    int64_t num_bytes = 0;
-    KVC_TRY(need->fits_otherwise(need));
-    for (int32_t g = 0; need->scope != KVC_FIXED && g < cache->num_token_groups; g++) {
-        kvc_pool *pool = &cache->pools[g];
-        pool->evicting.lacks_slots |= pool->demand.num_new > 0;
-        num_bytes += pool->demand.num_new * (int64_t)pool->block_bytes;
-    }
-    if (!num_bytes) return KVC_OK;
-    return kvc_fail(KVC_ERR_FULL, "out of memory for %lld bytes of blocks", (long long)num_bytes);
-}
-
 kvc_status kvc_choose_for_free_blocks(kvc_need need) {
     if (!need.cache->evicting.evictable.num) return KVC_ERR_NOMEM;
-    need.fits_otherwise = need.fits;
-    need.fits = fits_free_blocks;
+    need.takes_no_memory = 1;
     kvc_let_victims_stay(need.cache);
     const kvc_status status = kvc_choose_victims(&need);
     return status == KVC_ERR_FULL ? KVC_ERR_NOMEM : status;
@@ -317,20 +338,6 @@ kvc_status kvc_make_room(const kvc_need *need) {
     const kvc_status status = kvc_choose_victims(need);
     if (status != KVC_OK) return status;
     kvc_evict(cache);
-    if (cache->limits.max_bytes) kvc_give_back_beyond(cache);
+    kvc_give_back_beyond(cache);
     return KVC_OK;
-}
-
-static kvc_status fits_max_bytes(const kvc_need *need) {
-    return kvc_check_max_bytes(need->cache, need->scope, need->what);
-}
-
-kvc_need kvc_need_max_bytes(kvc_cache *cache, const char *what) {
-    return (kvc_need){.cache = cache, .fits = fits_max_bytes, .what = what};
-}
-
-kvc_status kvc_fit_max_bytes(kvc_cache *cache, int64_t before, const char *what) {
-    kvc_need need = kvc_need_max_bytes(cache, what);
-    need.before = before;
-    return kvc_make_room(&need);
 }

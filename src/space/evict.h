@@ -1,7 +1,7 @@
 /* evict.h: plans which kept sequences, which wait to be used again, a call drops where it needs room.
  *
  * A kept sequence stands in the table like any other, but no batch and no edit takes it.  A call that needs room
- * chooses victims first, which changes nothing: previews (expire.h) and kvc_check_max_bytes count as if they were gone.
+ * chooses victims first, which changes nothing: previews (expire.h) and kvc_counted_bytes count as if they were gone.
  * Once nothing can fail, they are evicted; otherwise they stay.
  *
  * All functions are called with the mutex held, which is not released between choosing victims and evicting them.
@@ -11,34 +11,38 @@
 
 #include "cache/cache.h"
 
-/* The room that a call needs. */
+/* The room that a call needs: slots within the capacity, and bytes within max_bytes. */
 typedef struct kvc_need {
     kvc_cache *cache;
-    /* Returns KVC_ERR_FULL unless the call fits once victims are gone.  Notes what is lacking, as kvc_exceeds_capacity
-     * and kvc_check_max_bytes do. */
-    kvc_status (*fits)(const struct kvc_need *need);
+    /* Returns KVC_ERR_FULL unless the capacity leaves the slots that the call takes, once victims are gone.  Notes what
+     * is lacking, as kvc_exceeds_capacity does.  NULL: the call takes none. */
+    kvc_status (*check_slots)(const struct kvc_need *need);
+    /* Returns what counts for max_bytes once victims are gone, and the call has taken what it needs.  NULL: it has
+     * taken that already, so that everything counts as it lies. */
+    int64_t (*count_bytes)(const struct kvc_need *need);
     /* Visits the rows of group g that the call itself drops in the end.  NULL: none. */
     void (*visit_replaced)(const struct kvc_need *need, int32_t g, kvc_part_fn *visit, void *to);
     void *context;
-    const char *what; /* begins messages */
-    /* KVC_FIXED: `fits` is asked whether the call might fit once all that may be evicted is, and answers without taking
-     * time for that. */
+    const char *what;   /* begins messages ... */
+    int32_t num_tokens; /* ... unless the call adds tokens, of which this is the number */
+    /* KVC_FIXED: both are asked as if all that may be evicted were, which takes no time. */
     kvc_scope scope;
-    int32_t expires; /* whether the call expires rows, as kvc_begin does */
-    int64_t before;  /* not 0: only sequences with a lower kvc_sequence.evicting.used are evicted */
-    /* For kvc_choose_for_free_blocks: the call's own `fits`. */
-    kvc_status (*fits_otherwise)(const struct kvc_need *need);
+    int32_t expires;         /* whether the call expires rows, as kvc_begin does */
+    int32_t takes_no_memory; /* whether new blocks count as lacking, too: the system has refused memory for one */
+    int64_t before;          /* not 0: only sequences with a lower kvc_sequence.evicting.used are evicted */
 } kvc_need;
+
+/* Returns KVC_ERR_FULL unless the call fits once victims are gone, and notes what is lacking. */
+kvc_status kvc_fits(const kvc_need *need);
 
 /* Chooses the fewest least recently used victims with which the call fits, and of these only sequences that free
  * what is lacking, by themselves or together.  The call does not look at sequences that free none of it
  * (cache/useful.h).  A victim is dropped.  If others hold all its rows in the groups that see everything, it only
  * loses the rows of the other groups, unless bytes are lacking and its state frees some.  After a failure there are no
- * victims.  The last call of need->fits is that for the victims chosen. */
+ * victims.  The need is asked last for the victims chosen. */
 kvc_status kvc_choose_victims(const kvc_need *need);
 
-/* Chooses victims again, with which the call also needs no new block: the system has refused memory for one.  Returns
- * KVC_ERR_NOMEM if no victims suffice. */
+/* Chooses victims again, with which the call also needs no new block.  Returns KVC_ERR_NOMEM if no victims suffice. */
 kvc_status kvc_choose_for_free_blocks(kvc_need need);
 
 /* Returns what kvc_choose_victims does, and lets them stay: for a call that evicts them later, by kvc_make_room, as
@@ -52,10 +56,8 @@ void kvc_let_victims_stay(kvc_cache *cache);
 void kvc_evict(kvc_cache *cache);
 
 /* Chooses victims, evicts them, and gives back memory to stay within max_bytes: the last step of a call that can
- * fail. kvc_fit_max_bytes does that for a call that only takes memory; before: as in kvc_need. */
+ * fail. */
 kvc_status kvc_make_room(const kvc_need *need);
-kvc_need kvc_need_max_bytes(kvc_cache *cache, const char *what);
-kvc_status kvc_fit_max_bytes(kvc_cache *cache, int64_t before, const char *what);
 
 /* Returns the slots of group g that will be live: after the expiry, without what the call drops, and without victims
  * or, in KVC_FIXED, all that may be evicted. */

@@ -34,8 +34,7 @@ int64_t kvc_counted_others(const kvc_cache *cache, kvc_scope scope) {
     return bytes;
 }
 
-/* Returns what the cache counts once victims are evicted, or all that may be. */
-static int64_t counted_bytes(kvc_cache *cache, kvc_scope scope) {
+int64_t kvc_counted_bytes(kvc_cache *cache, kvc_scope scope) {
     int64_t bytes = kvc_counted_others(cache, scope);
     for (int32_t g = 0; g < cache->num_groups; g++) {
         kvc_preview preview = kvc_preview_open(cache, g, scope, 0);
@@ -53,22 +52,4 @@ void kvc_give_back_beyond(kvc_cache *cache) {
         while (bytes > cache->limits.budget && kvc_pool_shrink(pool, (int32_t)pool->demand.num_blocks, 1))
             bytes -= pool->cost;
     }
-}
-
-kvc_status kvc_fail_bytes(const kvc_cache *cache, const char *what, int64_t bytes) {
-    int64_t used = 0;
-    for (int32_t g = 0; g < cache->num_groups; g++) used += cache->pools[g].tallies[KVC_FIXED].used.blocks;
-    return kvc_fail(KVC_ERR_FULL,
-                    "%s would make it %lld bytes of whole blocks, states and prompts: max_bytes %lld leaves %lld for "
-                    "these, and %lld blocks are in use; clear a sequence, or give a larger max_bytes",
-                    what, (long long)bytes, (long long)cache->limits.max_bytes, (long long)cache->limits.budget,
-                    (long long)used);
-}
-
-kvc_status kvc_check_max_bytes(kvc_cache *cache, kvc_scope scope, const char *what) {
-    if (!cache->limits.max_bytes) return KVC_OK;
-    const int64_t bytes = counted_bytes(cache, scope);
-    if (bytes <= cache->limits.budget) return KVC_OK;
-    cache->evicting.lacks_bytes = 1;
-    return kvc_fail_bytes(cache, what, bytes);
 }

@@ -32,12 +32,8 @@ static inline int64_t kvc_packed_blocks(const kvc_pool *pool, const kvc_tally *t
 /* Returns what states and prompts count once victims are evicted or, in KVC_FIXED, all that may be. */
 int64_t kvc_counted_others(const kvc_cache *cache, kvc_scope scope);
 
-/* Returns KVC_ERR_FULL, noting it in cache->evicting.lacks_bytes, unless all that counts is within max_bytes as it
- * lies, once victims are evicted or, in KVC_FIXED, all that may be.  `what` begins the message. */
-kvc_status kvc_check_max_bytes(kvc_cache *cache, kvc_scope scope, const char *what);
-
-/* Returns KVC_ERR_FULL, with a message that begins with `what`, which would make it so many bytes. */
-kvc_status kvc_fail_bytes(const kvc_cache *cache, const char *what, int64_t bytes);
+/* Returns what counts for max_bytes as it lies, once victims are evicted or, in KVC_FIXED, all that may be. */
+int64_t kvc_counted_bytes(kvc_cache *cache, kvc_scope scope);
 
 /* Frees the reserved sequence. */
 void kvc_reserved_free(kvc_cache *cache);

@@ -11,9 +11,9 @@ from support import c_sources
 # Words by which a function speaks of a mode, and the most functions that do.
 MOST = {
     "unstored sequences": (r"unstored", 11),
-    "limits in bytes": (r"max_bytes|demand|preview", 68),
-    "forgetting": (r"forgotten|forget|horizon", 20),
-    "evicting": (r"evict|victim|fate|LOSES_WINDOWS", 115),
+    "limits in bytes": (r"max_bytes|demand|preview", 50),
+    "forgetting": (r"forgotten|forget|horizon", 19),
+    "evicting": (r"evict|victim|fate|LOSES_WINDOWS", 114),
     "replacing, restoring": (r"replaced|replac(e|ing)\b|TO_REPLACE|is_given|restor", 52),
     "cross-attention": (r"cross|TO_CROSS|KVC_CROSS", 45),
     "deltas": (r"delta|divide", 79),
