@@ -75,8 +75,7 @@
  *           function was moving is as it was before.
  *           Sequences that an unfinished call made for its own use are not in the child.
  * Limits    max_seq_len and max_sequences are checked when a batch begins.  capacity is also checked by edits that copy
- *           rows, and by what loads rows.  max_bytes is checked by each call that takes memory for rows.  Calls that
- *           take memory for a prefix, a prompt, a pin or a state check it, too.
+ *           rows, and by what loads rows.  max_bytes is checked by every call that takes memory for what it counts.
  *           Sharing and loading may exceed max_seq_len and max_sequences.  Past max_seq_len, the next batch
  *           of that sequence is refused.  Past max_sequences, any batch is refused.
  * Structs   grow at their end, so that a program and a library of different versions understand each other.
@@ -377,16 +376,14 @@ typedef struct kvc_config {
     int64_t capacity;      /* live slots of one layer group, the open batch's included; a shared slot counts once.
                               0: max_seq_len * max_sequences, or no limit if either has none.  Tokens of the open batch
                               beyond max_seq_len, which do not stay, do not count towards this default */
-    int64_t max_bytes;     /* limit of the memory for rows, recurrent states and prompts; 0: no limit.  The empty cache
-                              counts, too (kvc_nbytes), and one block of each layer group must fit beside it.  A block
-                              counts whole (kvc_block_info.bytes) from its first row on, and while a hold keeps it.
-                              Free blocks do not count.  A state counts by its bytes.  A prompt counts 8 bytes, or 40
-                              with digests, for each token that its acquired sequence is to be fed.  A pin counts 8
-                              bytes for each of its blocks, and a prefix 40 for each of its max_events.
-                              Lists do not count, and so kvc_nbytes may exceed the limit.  A run adds at most 48 bytes.
-                              A sequence, kept block, prefix or pin adds at most 700, and 300 a layer group.  A token of
-                              a kept block adds 8, or 40 with digests.  During a call, new memory and the free memory
-                              that it replaces may exceed the limit together */
+    int64_t max_bytes;     /* limit of the memory for rows, recurrent states and prompts; 0: no limit.  A block counts
+                              whole (kvc_block_info.bytes) while it has a row or a hold keeps it.  Each token that an
+                              acquired sequence is to be fed counts 8 bytes, or 40 with digests.  A pin counts 8 for
+                              each block, and a prefix 40 for each of its max_events.  The empty cache counts, too
+                              (kvc_nbytes), and one block of each layer group must fit beside it.  Lists come on top in
+                              kvc_nbytes.  A run takes at most 48 bytes, and a token of a kept block 8 or 40.  A
+                              sequence, kept block, prefix or pin takes at most 700, and 300 a layer group.  During a
+                              call, free memory that is being replaced comes on top, too */
     int32_t num_threads;   /* threads one call uses; 0: kvc_num_threads() at the time of the call */
     const kvc_allocator *allocator; /* copied; NULL: the C library, and the operating system's pages for blocks */
     kvc_poll_fn *poll;              /* may be NULL: calls run to their end */
@@ -462,8 +459,7 @@ typedef struct kvc_put_args {
  * Fails with KVC_ERR_INVALID if a token was put before, and if the layer has no rows of its own.  Fails with
  * KVC_ERR_INDEX if the batch has no such tokens, and with KVC_ERR_CANCELLED (poll).  After an error, nothing was put.
  * Rows of KVC_CROSS layers may take new memory: the call then also fails with KVC_ERR_FULL (max_len or max_bytes) and
- * KVC_ERR_NOMEM.  Kept blocks are evicted for such rows only after these were put; until then the cache may exceed
- * max_bytes by these rows. */
+ * KVC_ERR_NOMEM.  These rows may exceed max_bytes until they were put.  Then kept blocks are evicted. */
 KVC_API kvc_status kvc_put(kvc_batch *batch, int32_t layer, const kvc_put_args *args);
 
 /* Rows that tokens attend to, for models that choose rows.  A token sees a row if the row is listed, and if the token
@@ -772,9 +768,9 @@ KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length
 
 /* Moves the tokens at positions [begin, end) by delta.  A token that would move below 0 is dropped.  No row is copied
  * or rotated, except in a layer with KVC_ROPE_FUNCTION: there, moved rows are rewritten in new slots.
- * Rewritten rows take memory twice during the call.  That must fit into max_bytes once kept blocks are evicted and
- * free memory is given back; the call does both after the function has succeeded.  `capacity` counts the slots that are
- * live after the edit, which are more than before if sequences shared rows.
+ * Rewritten rows count twice for max_bytes during the call; it evicts kept blocks for that once the function has
+ * succeeded.  `capacity` counts the slots that are live after the edit, which are more than before if sequences shared
+ * rows.
  * Fails with KVC_ERR_UNSUPPORTED if a layer's rope is not known, with KVC_ERR_INVALID if a position would exceed the
  * largest, and with KVC_ERR_NOMEM.  If rows are rewritten, fails with KVC_ERR_FULL (capacity or max_bytes) and
  * KVC_ERR_CALLBACK, too. */
@@ -913,28 +909,23 @@ KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, i
 
 /* ---- room and memory --------------------------------------------------------------------------------------------- */
 
-/* Sets *num_tokens to the largest number of tokens that a batch of one sequence can begin with now, at consecutive
- * positions from kvc_next_position on.  A batch of so many tokens begins, and one token more is refused.  The number is
- * at most KVC_MAX_BATCH, and 0 if the next token would see rows that are gone.  Rows that expire or can be evicted
- * count as room, and so do slots between rows, except in blocks that a hold keeps.  With windows or chunks, there may
- * be as much room again after the commit, and max_seq_len is no bound if it is at least what the policy keeps.
- * Fails with KVC_ERR_BUSY and KVC_ERR_NOMEM. */
+/* Sets *num_tokens to the most tokens of one sequence with which a batch can begin now, at consecutive positions from
+ * kvc_next_position on.  One more is refused.  It is at most KVC_MAX_BATCH, and 0 if the next token would see rows that
+ * are gone.  With windows or chunks, as many may fit again after the commit.  Fails with KVC_ERR_BUSY and
+ * KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens);
 
-/* Takes memory now for num_tokens more tokens of a sequence, at least 1.  The next batches of tokens at consecutive
- * positions, without parents, up to as many tokens together, then take none for rows or bookkeeping.  Blocks that a
- * prefix keeps of these tokens are an exception.  If the tokens fit only once rows are moved together, batches may take
- * memory all the same.  The memory is resident, in huge pages if the system has them: writing these rows faults on no
- * page.
- * Memory that is free already counts, and other sequences may use what was reserved.  So calls for several sequences do
- * not add up: reserve the sum of their tokens, each rounded up to whole blocks, for one of them, in a cache without
- * max_seq_len.  Reserved memory counts for max_bytes once it is used.  It stays until then, unless kvc_compact gives it
- * back, or other rows need it.  In a block that a kvc_hold keeps, an aborted batch uses slots up, too, until the hold
- * is freed.
- * The call expires rows and moves rows together as kvc_begin does, within the limits of a batch of as many tokens.
- * Nothing fails after the first page is touched; slots that another thread takes meanwhile are not touched.
- * Fails with KVC_ERR_FULL, KVC_ERR_BUSY and KVC_ERR_NOMEM, and with KVC_ERR_GONE if the next token would see rows that
- * are gone. */
+/* Takes memory now for num_tokens more tokens of a sequence, at least 1.  The next batches of as many tokens together,
+ * at consecutive positions and without parents, then take none for rows or bookkeeping.  There are two exceptions: a
+ * prefix keeps blocks of these tokens, or the tokens fit only once rows are moved together.  The memory is resident, in
+ * huge pages if the system has them: writing these rows faults on no page.
+ * Memory that is free already counts, and any sequence may use it.  So calls for several sequences do not add up:
+ * reserve the sum of their tokens, each rounded up to whole blocks, for one of them, in a cache without max_seq_len.
+ * Reserved memory stays free until it is used, kvc_compact gives it back, or other rows need it.  An aborted batch uses
+ * slots up in a block that a hold keeps.
+ * The call makes room as kvc_begin does for such a batch.  Nothing fails after the first page is touched.  Fails with
+ * KVC_ERR_FULL, KVC_ERR_BUSY and KVC_ERR_NOMEM, and with KVC_ERR_GONE if the next token would see rows that are gone.
+ */
 KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens);
 
 /* Moves rows together so that no block has holes, and gives back the memory of blocks without rows.  Fails with
@@ -1047,9 +1038,8 @@ typedef struct kvc_load_args {
  * file is untrusted: every count is checked against its size before memory is taken for it.  cache NULL: only checks
  * the file, checksums included.
  * Rows are packed into full blocks, so the new cache usually takes less memory than the saved one.  A sequence's list
- * of runs may be a few entries longer, of 24 bytes each.  A file may have blocks so large that max_bytes does not hold
- * one in each layer group.  Unless config gives a block_size, it is then 64, or the largest smaller power of two that
- * fits.
+ * of runs may be a few entries longer, of 24 bytes each.  If max_bytes does not hold a block of the file in each layer
+ * group, and config gives no block_size, it is 64, or the largest smaller power of two that fits.
  * Fails with KVC_ERR_FORMAT if the file is truncated, altered, of another shape or model, of a newer format, or no
  * saved state.  The message has the reason, and which tensor was altered.  Fails with KVC_ERR_INVALID also if the
  * file lacks one of seq_ids, or needs functions that move keys.  Fails with KVC_ERR_CALLBACK, KVC_ERR_FULL (capacity
@@ -1059,11 +1049,11 @@ KVC_API kvc_status kvc_load(const kvc_load_args *args, kvc_cache **cache);
 /* Loads sequences of a file into a cache, in place of the rows under their ids.  Layers must have the shapes, types,
  * transforms, policies and ropes of the file's; block_size and limits may differ.  Rows that two of the sequences share
  * are shared again.
- * Other calls go on meanwhile, as beside kvc_save.  The sequences appear once everything is read and checked.  Only
- * then kept blocks are evicted and old rows replaced; until then the cache may exceed max_bytes by the loaded rows.
- * capacity counts the rows without the replaced ones.  max_bytes counts the memory of both: clear sequences that are
- * to be replaced first, if it is short.  Rows that the file's sequences shared with others of the cache are rows of
- * their own.  Fails as kvc_load does, and with KVC_ERR_BUSY for a sequence that kvc_begin or an edit is using. */
+ * Other calls go on meanwhile, as beside kvc_save.  The sequences appear once everything is read and checked.  Then
+ * kept blocks are evicted and old rows replaced.  Until then the loaded rows may exceed max_bytes, which counts both:
+ * if it is short, first clear the sequences that are to be replaced.  capacity does not count replaced rows.  Rows that
+ * the file's sequences shared with others of the cache are rows of their own.  Fails as kvc_load does, and with
+ * KVC_ERR_BUSY for a sequence that kvc_begin or an edit is using. */
 KVC_API kvc_status kvc_restore(kvc_cache *cache, const kvc_load_args *args);
 
 /* Sets *clone to an independent copy of a cache and its sequences, to be freed with kvc_cache_free.  Rows are copied
@@ -1100,16 +1090,13 @@ KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
  *           one call uses several blocks, the blocks nearer to the beginning of the prompt count as used later.
  *           The block whose state the prompt goes on from counts as used later than others that begin where it does.
  *
- * Kept blocks take no room from others.  If a call would fail with KVC_ERR_FULL for capacity or max_bytes, kept blocks
- * are evicted, the least recently used first, and none unless the call succeeds.  A kept block stays if it would free
- * no slot and no state.  A block is evicted as a whole.  But if others hold its rows in the layers that see everything,
- * and its state frees nothing, it loses only its rows in the other layers.
- * kvc_begin first moves rows together if the tokens fit only so, or if that saves an eighth of max_bytes and then no
- * block needs to be evicted.  So KVC_ERR_FULL says that sequences in use, prompts, holds, pins and quotas hold all.
- * If the system refuses memory for a block, kvc_begin and kvc_reserve evict kept blocks, too, and take their memory.
- * An acquired sequence keeps the tokens that it is to be fed: 8 bytes each, or 40 with digests.  They count for
- * max_bytes, and so does the state that it goes on from, until its first batch is committed.  If prompts leave no room,
- * release a sequence, and acquire it again with all its tokens when another has ended.
+ * Kept blocks take no room from others.  A call that lacks room within capacity or max_bytes evicts the least recently
+ * used ones, as few as it needs, and none if it fails all the same.  Blocks that would free no slot and no state stay.
+ * A block goes whole, unless its state frees nothing and others hold its rows in the layers that see everything.  Then
+ * it loses its other rows.  kvc_begin moves rows together if the tokens fit only so, or if that saves an eighth of
+ * max_bytes and no block has to go.  If the system refuses memory for a block, kvc_begin and kvc_reserve evict others,
+ * too.
+ * So KVC_ERR_FULL says that sequences in use, prompts, holds, pins and quotas hold all.
  * An acquired sequence ends like any other, also when an edit leaves nothing of it: only the blocks of the prompt that
  * were full by then are kept.  It may be edited: what follows the edit is kept only by kvc_prefix_release.  An unstored
  * batch counts as an edit of all its tokens, but the emptied sequence goes on until it is ended.  Several prefixes, for
@@ -1186,8 +1173,7 @@ KVC_API int64_t kvc_new_sequence(kvc_cache *cache);
  * only resume_window keeps: kvc_can_resume says how far it can go back.
  * May be called while a batch is open.  Fails with KVC_ERR_INVALID if there are no tokens, with KVC_ERR_FULL if
  * max_bytes leaves no room for the prompt, with KVC_ERR_NOMEM, and with KVC_ERR_CALLBACK if a kvc_shift_fn fails
- * (reuse_min_tokens).  In the last case it may have evicted kept blocks for rows that it moved before, and the memory
- * of these rows may be kept for reuse. */
+ * (reuse_min_tokens).  In the last case it may have evicted kept blocks, and taken memory that is kept for reuse. */
 KVC_API kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
                                       int64_t *seq_id, int32_t *matched);
 
@@ -1246,40 +1232,25 @@ KVC_API kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int6
 KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
 
 /* Forgets a prompt, for example private data: none of its tokens matches any prompt until somebody computes them again.
- * Pass the answer with the prompt.  The call drops each block that holds a row of one of the tokens, and each block
- * that follows the whole prompt, pinned or not, with their states.  Sets *num_dropped to the number of tokens in these
- * blocks.  A block that expired goes as well, unless another call has dropped it already.
+ * Pass the answer, too.  Drops each block that has one of these tokens, and each block behind the whole prompt, pinned
+ * or not, with their states.  Sets *num_dropped to the number of tokens in these blocks.
+ * Other blocks behind a part of the prompt stay, for when that part is computed again, unless all layers have windows
+ * or chunks.  Equal tokens of another prompt, or at another position, stay, too.  If reuse_min_tokens must not move
+ * them, forget that prompt as well.
+ * Sequences go on.  But the prefix keeps nothing more of sequences that were begun or acquired before the call
+ * returned.  The same is true of sequences that kvc_restore makes, that another prefix acquired, or that have rows of
+ * one of these.  A kvc_prefix_fetch under way adds nothing more.  Pins stay, for when their blocks are computed again.
+
+ * Other calls come between.  Until the call ends, prompts with the same first token match nothing and leave no blocks.
  *
- * A block that follows a part of the prompt and holds none of its tokens stays.  It belongs to another prompt, and
- * matches again once the tokens before it are computed again.  If all layers have windows or chunks, it could match
- * without these tokens, and is dropped as well.
- * Equal tokens of another prompt, or at another position, were computed for that prompt, and stay.  With
- * reuse_min_tokens they may be moved behind a match, also to where the forgotten tokens were.  If that must not be,
- * forget the other prompt as well.
- *
- * Sequences go on, but they may hold rows of the prompt.  So this prefix keeps no more blocks and states of some:
- *   - Sequences that were begun or acquired before the call returned.  Their tokens do not matter.
- *   - Sequences that kvc_restore makes.  A saved state does not say how old it is.
- *   - Sequences that another prefix has acquired.
- *   - Sequences that got rows of any of these (kvc_fork, kvc_copy_prefix, kvc_share).
- * Blocks of other prompts that were kept before the call stay.  A kvc_prefix_fetch under way adds nothing more.
- *
- * Pins stay.  A block that they held is pinned again once its tokens are computed again, until kvc_prefix_unpin.  A
- * block that goes on otherwise where the prompt ends is not pinned.
- * Blocks are dropped a few at a time, so that other calls come between.  Until the call ends, prompts with the
- * same first token match nothing, and none of their blocks are kept.  No prompt takes tokens from elsewhere meanwhile
- * (reuse_min_tokens).
- * Stores keep their values.  Remove the values under the names of the prompt (kvc_prefix_names), and under the names
- * that this call writes to `names`, [max_names][KVC_NAME_BYTES]: the full blocks that it dropped, or that others
- * dropped while it ran.  The call ends when it has written max_names of them; call it again until *num_names is less.
- * A block that others drop between two such calls has no name.  So give room for more than kvc_prefix_stats.blocks
- * names.
- * names NULL, and max_names 0: drops all.
- * A kvc_store_new_blocks under way writes none of these blocks any more.  It removes the value again that it is just
- * writing (kvc_store.remove).  If a store has no `remove`, remove the values once that call has ended.
- * A block that had left the cache before has no name here.  Stores may still have blocks that follow the prompt, and
- * blocks of prompts that part from it within a block.  Rows that are fetched from these count as computed again.  So
- * forget these prompts as well, or keep each tenant's values in a store of its own, and clear that. */
+ * Stores keep their values.  Remove those under the prompt's names (kvc_prefix_names), and under the names that the
+ * call writes to `names`, [max_names][KVC_NAME_BYTES]: full blocks that were dropped meanwhile.  If *num_names is
+ * max_names, call it again.  Blocks that others drop between two calls have no names, so give room for more than
+ * kvc_prefix_stats.blocks.  names NULL, and max_names 0: drops all.
+ * A kvc_store_new_blocks under way writes none of these blocks any more, and removes the value that it is writing.  If
+ * a store has no `remove`, remove the values once that call has ended.
+ * Blocks that had left the cache before have no names.  A store may bring them back, with tokens of the prompt or
+ * behind it.  To be sure, give each tenant a store of its own, and clear it. */
 KVC_API kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *tokens, uint8_t *names, int64_t max_names,
                                      int64_t *num_names, int64_t *num_dropped);
 

@@ -57,9 +57,9 @@ class KVCache(Saveable):
         batch that is open; the default one, those that `max_seq_len` lets stay.
     max_bytes : int, optional
         The limit of the memory for rows, recurrent states and prompts; by default none. It must hold one block for
-        each policy of the layers. A block counts whole (`Block.nbytes`) from its first row on, and while a view keeps
-        it. Blocks that are free do not count. Lists, such as some hundred bytes for each sequence and each block that a
-        `PrefixCache` keeps, come on top in `nbytes`. While `restore` reads, what it loads may exceed the limit.
+        each policy of the layers. A block counts whole (`Block.nbytes`) while it has a row or a view keeps it. Lists
+        come on top in `nbytes`: some hundred bytes for each sequence, and for each block that a `PrefixCache` keeps.
+        While `restore` reads, what it loads may exceed the limit.
     block_size : int, optional
         The number of tokens in a block, the unit of allocation and of sharing. By default 64. More if `max_seq_len` is
         given, `max_bytes` is not, `max_sequences` is 1 and no layer has a window or chunks: `max_seq_len`, so that the
@@ -1062,12 +1062,11 @@ class KVCache(Saveable):
         self._core.reserve(num_tokens, seq_id)
 
     def room(self, seq_id: SupportsIndex = 0) -> int:
-        """Return the most tokens that one batch could add to a sequence now, from `next_position` on.
+        """Return the most tokens of a sequence with which a batch can begin now, from `next_position` on.
 
-        The limits are `max_seq_len`, `max_sequences`, `capacity` and `max_bytes`, after the batch's expiries, and
-        16,777,216 tokens, the limit of any batch; 0 where the next token would see rows that are gone. Under a
-        `SlidingWindow` or `ChunkedAttention` there may be room for more once these are committed: feed a longer prompt
-        in pieces. `max_seq_len` bounds no batch there if it is at least what the policy keeps.
+        One more is refused. It is at most 16,777,216, and 0 if the next token would see rows that are gone. Under a
+        `SlidingWindow` or `ChunkedAttention`, as many may fit again once these are committed: feed a longer prompt in
+        pieces.
 
         Examples
         --------

@@ -434,8 +434,7 @@ class PrefixCache:
     def state(self, seq_id: SupportsIndex) -> memoryview | None:
         """Return a copy of the recurrent state that an acquired sequence goes on from.
 
-        None if nothing was matched. Ask before a batch or `reserve` of the sequence: either may forget the state for
-        its bytes, and a commit always does.
+        None if nothing was matched. Ask before the sequence's first commit, which forgets the state.
         """
         return self._prefix.state(seq_id)
 
@@ -515,24 +514,18 @@ class PrefixCache:
     def forget(self, tokens: Tokens) -> int:
         """Forget a prompt, for example private data, in memory and in the store.
 
-        None of its tokens matches any prompt until somebody computes them again. Pass the answer with the prompt.
-        Each block that holds one of the tokens is dropped, and each block that follows the whole prompt; pinned blocks
-        too, and the states of all. A block that follows a part of the prompt and holds none of its tokens stays. It
-        matches again once the tokens before it are computed again.
+        None of its tokens matches any prompt until somebody computes them again. Pass the answer, too. Each block that
+        has one of these tokens is dropped, and each block behind the whole prompt, pinned or not, with their states.
+        Other blocks behind a part of the prompt stay, for when that part is computed again. Equal tokens of another
+        prompt, or at another position, stay, too. If `reuse_min_tokens` must not move them, forget that prompt as well.
 
-        Equal tokens of another prompt, or at another position, were computed for that prompt, and stay. With
-        `reuse_min_tokens` they may be moved behind a match, also to where the forgotten tokens were. If that must not
-        be, forget the other prompt as well.
+        Sequences go on, but nothing more is kept of sequences that were begun or acquired before this call returned.
+        The same is true of sequences that are restored from a file, that another prefix cache has acquired, or that
+        have rows of one of these. Pins stay, for when their blocks are computed again.
 
-        The name of a block that is only in the store is not known here. So what follows the prompt stays there, and so
-        do blocks of prompts that part from it within a block. Once they are fetched, they count as computed again.
-        Forget these prompts as well, or give each tenant a store of its own, and clear that.
-
-        Sequences go on, but they may hold rows of the prompt. So no more blocks are kept of sequences that were begun
-        or acquired before this call returned, whatever their tokens are. The same is true of sequences that are
-        restored from a file, that another prefix cache has acquired, or that got rows of any of these. Blocks of other
-        prompts that were kept before the call stay. Pins stay: once the tokens are computed again, their blocks are
-        pinned again.
+        The name of a block that is only in the store is not known here. Once such a block is fetched, with tokens of
+        the prompt or behind it, it counts as computed again. To be sure, give each tenant a store of its own, and clear
+        it.
 
         A prefix cache of another `KVCache` does not learn of it: it may hold these tokens too, for example if its
         cache is a copy of this one. Forget the prompt there as well.
