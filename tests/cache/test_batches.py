@@ -130,16 +130,6 @@ def test_dense_of_each_sequence_by_itself(non_causal):
     batch.abort()
 
 
-@pytest.mark.parametrize(
-    ("ids", "words"), [([5, 5, 6], "sequence 5 has 2.*by itself"), ([5, 6, 5, 6], "token 1.*by itself")]
-)
-def test_dense_of_sequences_that_are_not_in_step(ids, words):
-    with new_cache().batch(positions=range(len(ids)), seq_ids=ids) as batch:
-        with pytest.raises(ValueError, match=words):
-            batch.dense(0, layout="BHTD")
-        batch.abort()
-
-
 @pytest.mark.parametrize("layout", ["HTD", "THD", "BHTD"])
 def test_dense_into_arrays(layout):
     batch, (_, k, v) = several(2)
@@ -156,49 +146,6 @@ def test_dense_into_arrays(layout):
         assert (wide[..., DIM:] == 7).all()
         found = batch.dense(0, layout=layout, mask=kind, out=out[:2])  # a mask of its own
         assert (found[2] is None) == (kind is None)
-    batch.abort()
-
-
-def test_dense_into_arrays_that_will_not_do():
-    batch, (_, k, v) = several(1)
-    batch.put(0, k, v)
-    k, v, mask = batch.dense(0)
-    assert (k.shape, v.shape, mask.shape) == ((KV_HEADS, 10, DIM), (KV_HEADS, 10, V_DIM), (3, 10))
-    frozen = np.zeros_like(k)
-    frozen.flags.writeable = False
-    memory = np.zeros(k.size + mask.size, np.float32)
-    for out, error, words in [
-        (k, TypeError, "out: a tuple"),
-        ((k,), TypeError, "out: a tuple"),
-        ((k, None), TypeError, "out: a tuple"),
-        ((None, None), TypeError, "out: a tuple"),
-        ((k, v, mask, mask), TypeError, "out: a tuple"),
-        ((k[:, :9], v), ValueError, r"out\[0\].*\(2, 9, 8\).*\(2, 10, 8\)"),
-        ((k, v[:1]), ValueError, r"out\[1\].*\(1, 10, 4\)"),
-        ((k, v.astype(np.float16)), TypeError, "one type"),
-        ((k.astype(np.float64), v), TypeError, "float64"),
-        ((frozen, v), ValueError, r"out\[0\].*read-only"),
-        ((k, k[..., :V_DIM]), ValueError, "overlaps"),
-        ((k, v, mask == 0), TypeError, r"out\[2\].*float32.*bool"),
-        ((k, v, mask[:2]), ValueError, r"out\[2\].*\(2, 10\).*\(3, 10\)"),
-        ((k, v, np.zeros((10, 3), np.float32).T), ValueError, r"out\[2\].*contiguous"),
-        ((memory[: k.size].reshape(k.shape), v, memory[1:31].reshape(mask.shape)), ValueError, "mask overlaps"),
-    ]:
-        before = [x.copy() for x in (k, v, mask)]
-        with pytest.raises(error, match=words):
-            batch.dense(0, out=out)
-        for x, right in zip((k, v, mask), before, strict=True):
-            np.testing.assert_array_equal(x, right)
-    for options, words in [
-        ({"dtype": "q8_0"}, "dtype='q8_0'"),
-        ({"dtype": "f16", "out": (k, v)}, "leave it out"),
-        ({"layout": "TDH"}, "layout='TDH'"),
-        ({"mask": "u8"}, "mask='u8'"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            batch.dense(0, **options)
-    with pytest.raises(TypeError, match=r"out: a tuple"):
-        batch.dense(0, mask=None, out=(k, v, mask))
     batch.abort()
 
 

@@ -1,4 +1,4 @@
-"""Rows chosen from Python: the arguments of choose() reach the core, its arrays, and what it refuses.
+"""Rows chosen from Python: the arguments of choose() reach the core, and its arrays. refusals.txt has what is refused.
 
 tests/c/attend/test_choose.c holds what is chosen of every type, policy, tree and instruction set.
 """
@@ -16,8 +16,8 @@ def whole(shape, seed, most=4):
     return np.random.default_rng(seed).integers(-most, most + 1, shape).astype(np.float32)
 
 
-def index_layers(dtype="f32", kv_heads=1):
-    return [kvcache.Layer(2, 16, dtype="f32"), kvcache.Layer(kv_heads, DIM, v_head_dim=0, dtype=dtype)]
+def index_layers(dtype="f32"):
+    return [kvcache.Layer(2, 16, dtype="f32"), kvcache.Layer(1, DIM, v_head_dim=0, dtype=dtype)]
 
 
 @pytest.fixture
@@ -25,8 +25,7 @@ def fed():
     """A batch of tokens with index keys."""
     batch = kvcache.KVCache(index_layers("bf16"), max_seq_len=TOKENS).batch(TOKENS)
     batch.put(1, whole((TOKENS, 1, DIM), 0))
-    yield batch
-    batch.abort()
+    return batch
 
 
 SCORES = np.array([3, 9, -4, 7, 0, 5, -8, 2], np.float32)  # of the rows, for a query of ones
@@ -63,7 +62,6 @@ def test_arguments(options, chosen, scores):
     shape = (1, options["num_choices"], 2)
     for got, wanted in zip(found, (chosen, scores), strict=True):
         np.testing.assert_array_equal(got, np.reshape(wanted, shape))
-    batch.abort()
 
 
 @pytest.mark.parametrize("kind", [np.float16, ml_dtypes.bfloat16])
@@ -94,7 +92,6 @@ def test_layouts(layout):
             np.testing.assert_array_equal(got, wanted)
     with pytest.raises(ValueError, match="weights: an array of shape"):
         batch.choose(1, turned[0], weights=folded[1], layout=layout, **options)
-    batch.abort()
 
 
 @pytest.mark.hf
@@ -107,61 +104,3 @@ def test_tensors_of_pytorch(fed):
     np.testing.assert_array_equal(got, right)
     among = torch.tensor([[3, 5, 9]] * TOKENS)
     np.testing.assert_array_equal(fed.choose(1, q, width=3, among=among)[-1, 0], [3, 5, 9])
-
-
-# ---- what is refused
-
-
-@pytest.fixture
-def batch():
-    made = kvcache.KVCache(index_layers(kv_heads=2), max_seq_len=TOKENS).batch(3)
-    made.put(1, whole((3, 2, DIM), 0))
-    yield made
-    made.abort()
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"width": 0}, ValueError, "width=0"),
-        ({"width": 2.5}, TypeError, "width"),
-        ({"num_choices": 3}, ValueError, "num_choices is 3: it must divide num_heads, 8"),
-        ({"num_choices": 0}, ValueError, "num_choices=0"),
-        ({"num_choices": 2**31 - 1}, ValueError, "num_choices=2147483647"),
-        ({"block": 0}, ValueError, "block=0"),
-        ({"num_first": -1}, ValueError, "num_first=-1"),
-        ({"num_local": -1}, ValueError, "num_local=-1"),
-        ({"scale": np.nan}, ValueError, "scale=nan"),
-        ({"weights": np.ones((3, 7), np.float32)}, ValueError, r"weights: an array of shape \(3, 7\)"),
-        ({"weights": np.ones((3, 8), np.float16)}, TypeError, "weights: one float32 number per token"),
-        ({"among": np.ones((3, 2))}, TypeError, "among: elements of type float64"),
-        ({"among": [[1], [2]]}, ValueError, r"among: an array of shape \(2, 1\), where \(3, n\) is needed"),
-        ({"among": np.ones((3, 0), int)}, ValueError, r"\(3, 0\), where .* \(3, 1, n\), with n at least 1"),
-        ({"among": np.ones((3, 2, 5), int)}, ValueError, r"among: an array of shape \(3, 2, 5\)"),
-        ({"relu": 1}, TypeError, "relu=1"),
-        ({"return_scores": "yes"}, TypeError, "return_scores='yes'"),
-        ({"masked": [(0, 5, 1)]}, ValueError, r"masked\[0\]"),
-        ({"non_causal": [True]}, ValueError, "non_causal: 1 booleans"),
-        ({"first": 1}, IndexError, "3 tokens"),
-    ],
-)
-def test_bad_arguments(batch, options, error, message):
-    q = np.ones((3, 8, DIM), np.float32)
-    with pytest.raises(error, match=message):
-        batch.choose(1, q, **{"width": 2, **options})
-
-
-def test_layers_and_queries_that_cannot_choose(batch):
-    with pytest.raises(
-        kvcache.NotSupportedError, match=r"layer 0 holds values: rows are chosen by a layer of keys alone"
-    ):
-        batch.choose(0, np.ones((3, 2, 16), np.float32), width=1)
-    with pytest.raises(kvcache.NotSupportedError, match="layer 0 holds values"):  # the queries suit layer 1
-        batch.choose(0, np.ones((3, 8, DIM), np.float32), width=1)
-    with pytest.raises(ValueError, match=r"\(3, 8, 31\), where \(tokens, a multiple of 2, 32\) is needed"):
-        batch.choose(1, np.ones((3, 8, DIM - 1), np.float32), width=1)
-    with pytest.raises(ValueError, match=r"q: an array of shape \(3, 3, 32\)"):
-        batch.choose(1, np.ones((3, 3, DIM), np.float32), width=1)
-    batch.abort()
-    with pytest.raises(ValueError, match="the batch has ended"):
-        batch.choose(1, np.ones((3, 2, DIM), np.float32), width=1)

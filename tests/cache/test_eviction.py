@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from support.attention import attend, weigh
 from support.repository_model import MODEL
+from support.rotation import rotated
 
 import kvcache
 from kvcache.eviction import AGAIN, Prompt, Queries, evict, future, kvzip, mean_importance, stream
@@ -33,12 +34,6 @@ def noted(every=32, last=32, chunks=(LENGTH,), **options):
         for begin, end in zip((0, *chunks[:-1]), chunks, strict=True):
             queries.note(layer, q[begin:end].astype(np.float32), np.arange(begin, end), **options)
     return queries, q
-
-
-def rotated(q, distances):
-    """Return queries [n, heads, 4] moved by distances, by complex numbers."""
-    pairs = (q[..., :2] + 1j * q[..., 2:]) * np.exp(1j * np.outer(distances, ROPE.inv_freq))[:, None]
-    return np.concatenate([pairs.real, pairs.imag], -1)
 
 
 def weights_of(cache, layer, q, positions, seq_id=0):
@@ -98,40 +93,13 @@ def test_a_prompt_has_no_queries_of_tokens_that_were_taken_back():
         Prompt(cache, 0, queries).picked(0)
 
 
-@pytest.mark.parametrize("name", ["every", "last"])
-def test_refused_numbers(name):
-    with pytest.raises(ValueError, match=f"{name}=-1"):
-        Queries(**{name: -1})
-
-
-@pytest.mark.parametrize(
-    ("q", "positions", "message"),
-    [
-        ((9, 16), np.arange(9), r"q of shape \(9, 16\) and positions of shape \(9,\)"),
-        ((9, 4, 4), np.arange(8), r"q of shape \(9, 4, 4\) and positions of shape \(8,\)"),
-        ((0, 4, 4), np.arange(0), "n at least 1"),
-        ((3, 4, 4), np.array([0, 2, 1]), r"positions=\[0, 2, 1\]: must be integers that ascend"),
-        ((3, 4, 4), np.arange(3.0), r"positions=\[0.0, 1.0, 2.0\]: must be integers"),
-        ((3, 4, 4), [0, 1, 2], "positions: a NumPy array is needed, not list"),
-    ],
-)
-def test_refused_arrays(q, positions, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        Queries().note(0, random(*q), positions)
-
-
-def test_refused_options():
-    with pytest.raises(TypeError, match="window"):
-        Queries().note(0, random(1, 4, 4), np.arange(1), window=3)
-
-
 # --- policies --------------------------------------------------------------------------------------------------------
 
 
 def test_future():
     cache, (queries, q) = filled(), noted()
     positions = LENGTH + np.arange(3) * 512 // 3
-    moved = rotated(q[[16, 48, 80]].astype(np.float64), positions - [16, 48, 80])
+    moved = rotated(q[[16, 48, 80]], (positions - [16, 48, 80])[:, None], ROPE)
     right = []
     for layer in range(2):
         largest = weights_of(cache, layer, moved, positions).max(1)
@@ -217,7 +185,7 @@ def test_the_first_and_the_last_stay_and_of_equals_the_earlier():
 
 
 def test_the_share_is_exact():
-    assert len(evict(filled(700), lambda prompt: np.zeros(prompt.num_rows), 0.07)) == 49
+    assert len(evict(filled(700), zeros, 0.07)) == 49
 
 
 def test_the_last_stay_beside_infinite_importance():
@@ -230,7 +198,7 @@ def test_the_last_stay_beside_infinite_importance():
 def test_a_fork_keeps_its_rows():
     cache = filled()
     cache.fork(0, 1)
-    evict(cache, lambda prompt: np.zeros(prompt.num_rows), 0.5, seq_id=1)
+    evict(cache, zeros, 0.5, seq_id=1)
     assert (cache.seq_len(0), cache.seq_len(1)) == (LENGTH, 50)
 
 
@@ -260,40 +228,56 @@ def test_nothing_to_drop(keep):
     assert evict(cache, None, keep).tolist() == [*range(36)]  # the policy is not asked
 
 
-@pytest.mark.parametrize("keep", [0, -0.5, 1.01, float("nan"), "25%", None])
-def test_refused_shares(keep):
+def zeros(prompt):
+    return np.zeros(prompt.num_rows)
+
+
+def note(q, positions, **options):
+    Queries().note(0, random(*q), positions, **options)
+
+
+LACKING = "no queries of sequence 0 were noted in layer 0"
+WINDOWS = kvcache.SlidingWindow(8, num_sink_tokens=4), kvcache.SlidingWindow(16)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda _: Queries(every=-1), "every=-1"),
+        (lambda _: Queries(last=-1), "last=-1"),
+        (lambda _: note((9, 16), np.arange(9)), r"q of shape \(9, 16\) and positions of shape \(9,\)"),
+        (lambda _: note((9, 4, 4), np.arange(8)), r"q of shape \(9, 4, 4\) and positions of shape \(8,\)"),
+        (lambda _: note((0, 4, 4), np.arange(0)), "n at least 1"),
+        (lambda _: note((3, 4, 4), np.array([0, 2, 1])), r"positions=\[0, 2, 1\]: must be integers that ascend"),
+        (lambda _: note((3, 4, 4), np.arange(3.0)), r"positions=\[0.0, 1.0, 2.0\]: must be integers"),
+        (lambda _: note((3, 4, 4), [0, 1, 2]), "positions: a NumPy array is needed, not list"),
+        (lambda _: note((1, 4, 4), np.arange(1), window=3), "window"),
+        *(
+            (lambda cache, keep=keep: evict(cache, zeros, keep), "keep=")
+            for keep in (0, -0.5, 1.01, np.nan, "25%", None)
+        ),
+        *(
+            (lambda cache, wrong=wrong: evict(cache, lambda prompt: wrong), f"a number for each of the {LENGTH} tokens")
+            for wrong in (np.zeros(3), np.zeros((LENGTH, 1)), ["a"] * LENGTH, None)
+        ),
+        (lambda cache: evict(cache, "future"), "policy='future': a function of a `Prompt` is needed, such as `future`"),
+        (lambda cache: evict(cache, kvzip, again=lambda: iter(())), "weights: those of one layer or more are needed"),
+        (lambda cache: evict(cache, kvzip), "fed once more"),
+        (lambda cache: evict(cache, future), f"{LACKING}.* a prefix cache holds"),
+        (lambda cache: evict(cache, future, queries=Queries()), LACKING),
+        (lambda cache: stream(cache, 0), "window=0"),
+        (lambda _: stream(with_window(WINDOWS[0]), 10), "layer 1 keeps sink tokens of its own"),
+        (lambda _: stream(with_window(WINDOWS[1]), 15), "window=15: must be at least 16, as layer 1 sees so many"),
+        (lambda _: stream(filled(rope=None), 10), "cannot move up: layer 0 needs a `Rope`"),
+        # A function's keys would be rounded at each call.
+        (lambda _: stream(filled(rope=lambda layer, keys, delta: keys), 10), "cannot move up: layer 0 needs a `Rope`"),
+    ],
+)
+def test_refused(call, message):
     cache = filled()
-    with pytest.raises((ValueError, TypeError), match="keep="):
-        evict(cache, lambda prompt: np.zeros(prompt.num_rows), keep)
+    with pytest.raises((TypeError, ValueError, kvcache.NotSupportedError), match=message):
+        call(cache)
     assert cache.seq_len() == LENGTH
-
-
-@pytest.mark.parametrize("wrong", [np.zeros(3), np.zeros((LENGTH, 1)), ["a"] * LENGTH, None], ids=repr)
-def test_a_policy_that_returns_something_else(wrong):
-    cache = filled()
-    with pytest.raises(ValueError, match=f"a number for each of the {LENGTH} tokens"):
-        evict(cache, lambda prompt: wrong)
-    assert cache.seq_len() == LENGTH
-
-
-def test_a_policy_that_is_no_function():
-    with pytest.raises(TypeError, match="policy='future': a function of a `Prompt` is needed, such as `future`"):
-        evict(filled(), "future")
-
-
-def test_weights_of_no_layer():
-    with pytest.raises(ValueError, match="weights: those of one layer or more are needed"):
-        evict(filled(), kvzip, again=lambda: iter(()))
-
-
-def test_what_a_policy_lacks():
-    cache = filled()
-    with pytest.raises(ValueError, match=r"no queries of sequence 0 were noted in layer 0.* a prefix cache holds"):
-        evict(cache, future)
-    with pytest.raises(ValueError, match="no queries of sequence 0 were noted in layer 0"):
-        evict(cache, future, queries=Queries())
-    with pytest.raises(ValueError, match="fed once more"):
-        evict(cache, kvzip)
 
 
 # --- the model of the repository -------------------------------------------------------------------------------------
@@ -358,7 +342,7 @@ def test_stream_closes_the_gap():
             out = batch.attend(0, q[at : at + 1], keys[at : at + 1], values[at : at + 1])
     window = np.arange(120 - 20, 120)
     assert cache.positions().tolist() == [*range(120 - 24, 120)]
-    rows = np.concatenate([rotated(keys[:4].astype(np.float64), [96] * 4), keys[window]])
+    rows = np.concatenate([rotated(keys[:4], 96, ROPE), keys[window]])
     right = attend(q[-1:], rows, np.concatenate([values[:4], values[window]]))
     np.testing.assert_allclose(out, right, rtol=1e-4)
 
@@ -384,9 +368,6 @@ def with_window(policy, length=LENGTH, **options):
 @pytest.mark.parametrize("policy", [kvcache.SlidingWindow(16), kvcache.ChunkedAttention(16)])
 def test_stream_where_a_layer_has_lost_the_first_tokens(policy):
     cache = with_window(policy)
-    with pytest.raises(ValueError, match="window=15: must be at least 16, as layer 1 sees so many"):
-        stream(cache, 15)
-    assert cache.seq_len() == LENGTH
     for _ in range(40):  # in front of the last 16, the first tokens are out of the layer's sight
         stream(cache, 16)
         with cache.batch(1) as batch:
@@ -409,14 +390,7 @@ def test_stream_beside_an_encoder():
     assert stream(cache, 10) == LENGTH - 14
 
 
-def test_stream_refuses():
-    with pytest.raises(kvcache.NotSupportedError, match="layer 1 keeps sink tokens of its own"):
-        stream(with_window(kvcache.SlidingWindow(8, num_sink_tokens=4)), 10)
-    for rope in (None, lambda layer, keys, delta: keys):  # a function's keys would be rounded at each call
-        with pytest.raises(kvcache.NotSupportedError, match="cannot move up: layer 0 needs a `Rope`"):
-            stream(filled(rope=rope), 10)
+def test_stream_without_a_rotation():
     assert stream(filled(rope=False), 10) == LENGTH - 14
-    with pytest.raises(ValueError, match="window=0"):
-        stream(filled(), 0)
     assert stream(filled(rope=None), 10, num_sink_tokens=0) == LENGTH - 10
     assert stream(kvcache.KVCache(1, 2, 4, rope=ROPE), 10) == 0

@@ -17,38 +17,36 @@ import pytest
 from support.programs import run_python
 
 import kvcache
-from kvcache import system
+from kvcache import Adaptive, LongSequencesOnly, RowsGoneError, system
 
-GIB = 1 << 30
+KIB, GIB = 1 << 10, 1 << 30
 
 
 def new_cache(strategy, **options):
+    """A cache in which a token takes 256 bytes, and a sequence at most 16 KiB."""
     options = {"max_seq_len": 64, "dtype": "f32", "max_sequences": None} | options
     return kvcache.KVCache(2, 2, 8, strategy=strategy, **options)
+
+
+def put(batch):
+    for layer in range(2):
+        batch.put(layer, *np.ones((2, len(batch), 2, 8), np.float32))
 
 
 def run(cache, length, seq_id=0, **commit):
     """Feed the tokens of a sequence of this length that are not stored; return the first one's index."""
     first = cache.next_position(seq_id)
-    rows = np.ones((length - first, 2, 8), np.float32)
-    with cache.batch(positions=range(first, length), seq_ids=[seq_id] * len(rows)) as batch:
-        for layer in range(2):
-            batch.put(layer, rows, rows)
-        if commit:
-            batch.commit(**commit)
+    with cache.batch(positions=range(first, length), seq_ids=[seq_id] * (length - first)) as batch:
+        put(batch)
+        batch.commit(**commit)
     return first
-
-
-def steps(cache, lengths, seq_id=0):
-    """Return where each step of a growing sequence begins."""
-    return [run(cache, length, seq_id) for length in lengths]
 
 
 class Machine:
     """Stands for the system, and says how much memory is free."""
 
     def __init__(self, monkeypatch, *cgroups):
-        self.available = 8 * GIB
+        self.available = GIB
         monkeypatch.setattr(system, "machine_memory", lambda: self.available)
         monkeypatch.setattr(system.free_memory, "__defaults__", cgroups)
 
@@ -58,103 +56,281 @@ def machine(monkeypatch, tmp_path):
     return Machine(monkeypatch, tmp_path / "nothing", tmp_path)
 
 
-# ---- always, disabled, long sequences only
+# ---- what is decided
 
 
-def test_always():
-    cache = new_cache("always")
-    assert steps(cache, [2, 3, 5]) == [0, 2, 3]
-    assert cache.strategy == "always"
-    assert cache.explain() == "strategy: always\nevery sequence is stored"
+# (free bytes, sequence, its length, where its batch begins, what explain() says of it then), or an edit between steps.
+DECISIONS = {
+    "always": ("always", {}, [(0, 0, 2, 0, ""), (0, 0, 3, 2, ""), (0, 0, 5, 3, "every sequence is stored")]),
+    "disabled": ("disabled", {}, [(GIB, 0, 2, 0, ""), (GIB, 0, 3, 0, ""), (GIB, 0, 5, 0, "no sequence is stored")]),
+    "long": (
+        LongSequencesOnly(4),
+        {},
+        [
+            (0, 0, 2, 0, "sequence 0 is not stored: its length, 2 tokens, is not above the threshold of 4"),
+            (0, 0, 4, 0, "sequence 0 is not stored: its length, 4 tokens, is not above"),
+            (0, 0, 5, 0, "sequence 0 is stored: its length, 5 tokens, is above the threshold of 4"),
+            (0, 0, 6, 5, ""),
+            (0, 0, 8, 6, ""),
+            lambda cache: cache.truncate(2),
+            (0, 0, 3, 2, ""),  # what holds rows is stored, however short
+            (0, 0, 4, 3, ""),
+            lambda cache: cache.truncate(0),
+            (0, 0, 2, 0, "sequence 0 is not stored"),
+            (0, 0, 3, 0, ""),
+        ],
+    ),
+    "adaptive": (
+        Adaptive(0.25),
+        {},
+        [
+            (64 * KIB, 0, 2, 0, "a sequence of 64 tokens takes 16.0 KiB"),
+            (64 * KIB - 4, 0, 3, 2, ""),  # what is stored is not dropped for a little less
+            (
+                64 * KIB - 4, 0, 5, 3, "sequence 0 is stored: it may come to 16.0 KiB, which is at most 40.5 KiB, the "
+                "fraction 0.625 of the 64.7 KiB that would be free without it (of this machine)",
+            ),
+            (
+                64 * KIB - 4, 1, 2, 0, "sequence 1 is not stored: it may come to 16.0 KiB, which is more than 16.0 KiB,"
+                " the fraction 0.25 of the 64.0 KiB that are free (of this machine)",
+            ),
+            (64 * KIB - 4, 1, 3, 0, ""),
+        ],
+    ),
+    "dropped": (
+        Adaptive(0.5),
+        {"block_size": 8},
+        [
+            (32 * KIB, 0, 8, 0, ""),
+            (32 * KIB, 0, 9, 8, ""),
+            (64 * KIB // 3 + 1 - 9 * 256, 0, 10, 9, "sequence 0 is stored"),  # it is dropped below 21.3 KiB without it
+            (
+                64 * KIB // 3 + 1 - 13 * 256, 0, 11, 10, "sequence 0 was dropped: it may come to 16.0 KiB, which is "
+                "more than 15.4 KiB, the fraction 0.75 of the 20.6 KiB that would be free without it (of this machine)",
+            ),
+            (64 * KIB // 3 + 1 - 13 * 256, 0, 12, 0, "sequence 0 is not stored"),
+            (32 * KIB, 0, 14, 0, "sequence 0 is stored"),
+            (32 * KIB, 0, 15, 14, ""),
+        ],
+    ),
+    "memory kept for reuse is free": (
+        Adaptive(0.5),
+        {},
+        [(32 * KIB, 0, 64, 0, ""), kvcache.KVCache.clear, (16 * KIB, 0, 2, 0, "0 is stored"), (16 * KIB, 0, 3, 2, "")],
+    ),
+    "without a limit the batch counts": (
+        Adaptive(1),
+        {"max_seq_len": None},
+        [(10 * 256, 0, 10, 0, "sequence 0 is stored"), (10 * 256, 1, 11, 0, "sequence 1 is not stored")],
+    ),
+}  # fmt: skip
 
 
-def test_disabled():
-    cache = new_cache("disabled")
-    assert steps(cache, [2, 3, 5]) == [0, 0, 0]
-    assert cache.sequences == []
-    assert cache.stats()["live_slots"] == 0
-    assert cache.stats()["batches"] == 3
-    assert cache.explain() == "strategy: disabled\nno sequence is stored"
+@pytest.mark.parametrize("name", DECISIONS)
+def test_decisions(machine, name):
+    strategy, options, steps = DECISIONS[name]
+    cache = new_cache(strategy, **options)
+    assert cache.strategy == strategy
+    for step in steps:
+        if callable(step):
+            step(cache)
+            continue
+        machine.available, seq_id, length, begin, words = step
+        assert run(cache, length, seq_id) == begin, step
+        assert cache.explain().startswith(f"strategy: {strategy}\n")
+        assert words in cache.explain()
     cache.validate()
 
 
-def test_long_sequences_only():
-    cache = new_cache(kvcache.LongSequencesOnly(4))
-    assert steps(cache, [2, 4, 5, 6, 8]) == [0, 0, 0, 5, 6]
-    cache.truncate(2)  # what holds rows is stored, however short
-    assert run(cache, 3) == 2
-    assert cache.seq_len() == 3
-    cache.truncate(0)
-    assert steps(cache, [2]) == [0]
+def test_what_is_not_stored_leaves_nothing(machine):
+    cache = new_cache("disabled")
+    run(cache, 5)
+    assert (cache.sequences, cache.stats()["live_slots"], cache.stats()["batches"]) == ([], 0, 1)
+    cache = new_cache(Adaptive(0.5), block_size=8)
+    run(cache, 16)
+    taken, machine.available = cache.nbytes, 0
+    run(cache, 17)
+    assert (cache.next_position(), cache.sequences, cache.stats()["live_slots"]) == (0, [], 0)
+    assert cache.nbytes < taken / 2
+
+
+def test_memory_that_a_view_holds_goes_later(machine):
+    cache = new_cache(Adaptive(0.5), block_size=8)
+    for seq_id in (0, 1):
+        run(cache, 8, seq_id)
+    view = cache.keys(0)
+    machine.available = 0
+    run(cache, 9)
+    assert cache.sequences == [1]
+    assert view.shape == (2, 8, 8)
+    del view
+    taken = cache.nbytes
+    run(cache, 9, seq_id=1)
     assert cache.sequences == []
+    assert cache.nbytes < taken / 2
 
 
-@pytest.mark.parametrize("strategy", ["disabled", kvcache.LongSequencesOnly(4)])
+def test_sequences_of_a_batch_are_decided_on_one_by_one(machine):
+    cache = new_cache(LongSequencesOnly(2))
+    run(cache, 3, seq_id=7)
+    with cache.batch(positions=[0, 3, 1, 0, 1, 2, 4], seq_ids=[5, 7, 5, 6, 6, 6, 7]) as batch:
+        put(batch)
+    assert [cache.seq_len(s) for s in (5, 6, 7)] == [0, 3, 5]
+    cache = new_cache(Adaptive(0.5))
+    for seq_id in range(3):
+        run(cache, 4, seq_id)
+    machine.available = 0
+    with cache.batch(positions=[4, 4, 0], seq_ids=[0, 2, 9]) as batch:
+        put(batch)
+    assert cache.sequences == [1]
+    assert [line.split(":")[0] for line in cache.explain().splitlines()[2:]] == [
+        "sequence 1 is stored", "sequence 0 was dropped", "sequence 2 was dropped", "sequence 9 is not stored",
+    ]  # fmt: skip
+
+
+def test_only_what_is_committed_is_dropped(machine):
+    cache = new_cache(Adaptive(0.5))
+    run(cache, 4)
+    machine.available = 0
+    cache.batch(1).abort()
+    assert cache.next_position() == 4
+    assert "sequence 0 is to be dropped" in cache.explain()
+    batch = cache.batch(1)
+    with pytest.raises(IndexError):
+        batch.commit(keep=[1])
+    assert cache.next_position() == 4
+    batch.abort()
+    machine.available = GIB
+    assert run(cache, 5) == 4
+    assert "sequence 0 is stored" in cache.explain()
+
+
+@pytest.mark.parametrize(
+    ("options", "nbytes"),
+    [
+        ({}, 2 * 64 * 256),
+        ({"dtype": "f16"}, 2 * 64 * 128),
+        ({"k_dtype": "q8_0", "v_dtype": "q4_0", "head_dim": 64}, 2 * 64 * 4 * (34 + 18)),
+        ({"policy": kvcache.SlidingWindow(8, 2)}, 2 * 10 * 256),
+        ({"policy": kvcache.SlidingWindow(8, resume_window=20)}, 2 * 20 * 256),
+        ({"policy": kvcache.SlidingWindow(200)}, 2 * 64 * 256),
+        ({"policy": kvcache.ChunkedAttention(16, 4)}, 2 * 20 * 256),
+        ({"policy": [kvcache.FullAttention(), kvcache.CrossAttention(100)]}, 164 * 256),
+        ({"policy": [None, kvcache.FullAttention()]}, 64 * 256),
+        ({"share": [None, 0]}, 64 * 256),
+        ({"value_in_key": True, "v_head_dim": 8}, 2 * 64 * 128),
+    ],
+)
+def test_what_a_sequence_may_come_to(machine, options, nbytes):
+    options = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "max_seq_len": 64, "dtype": "f32"} | options
+    cache = kvcache.KVCache(**options, strategy=Adaptive())
+    assert cache.most_bytes(64) == cache.most_bytes(1000) == nbytes
+
+
+# ---- what a sequence lacks
+
+
+@pytest.mark.parametrize("strategy", ["disabled", LongSequencesOnly(4)])
 def test_a_prompt_in_pieces_does_not_lose_the_first_in_silence(strategy):
-    cache = new_cache(strategy, max_sequences=None)
+    cache = new_cache(strategy)
     run(cache, 3)
-    with pytest.raises(kvcache.RowsGoneError, match=r"position 3 of sequence 0 .*not stored.*one batch"):
+    with pytest.raises(RowsGoneError, match=r"position 3 of sequence 0 .*not stored.*one batch"):
         cache.batch(positions=[3, 4, 5])
-    with pytest.raises(kvcache.RowsGoneError):
+    with pytest.raises(RowsGoneError):
         cache.batch(positions=[0, 7], seq_ids=[1, 0])
     cache.batch(positions=range(6)).abort()
-    if strategy != "disabled":  # a first piece that is long enough is stored
-        cache.clear()
-        run(cache, 5)
-        run(cache, 8)
 
 
-def test_sequences_of_a_batch_are_decided_on_one_by_one():
-    cache = new_cache(kvcache.LongSequencesOnly(2))
-    run(cache, 3, seq_id=7)
-    x = np.ones((7, 2, 8), np.float32)
-    with cache.batch(positions=[0, 3, 1, 0, 1, 2, 4], seq_ids=[5, 7, 5, 6, 6, 6, 7]) as batch:
-        for layer in range(2):
-            batch.put(layer, x, x)
-    assert cache.sequences == [6, 7]
-    assert [cache.seq_len(s) for s in (5, 6, 7)] == [0, 3, 5]
+def restore(cache):
+    with cache.batch(positions=range(4), seq_ids=[0] * 4, replaced=range(2)) as batch:
+        put(batch)
 
 
-def test_batches_that_fail_or_are_aborted_decide_nothing():
-    cache = new_cache(kvcache.LongSequencesOnly(2))
-    with pytest.raises(kvcache.CacheFullError):
-        cache.batch(100)
-    assert cache.explain() == "strategy: LongSequencesOnly(threshold=2)"
-    cache.batch(3).abort()
-    assert cache.explain() == "strategy: LongSequencesOnly(threshold=2)"  # there is no such sequence
+# Each edit, beside sequence 0, which was dropped, its fork 2, and sequence 7, which is stored; and which ones lack rows
+# after it.
+EDITS = {
+    "none": (lambda cache: None, {0, 2}),
+    "fork": (lambda cache: cache.fork(0, 1), {0, 1, 2}),
+    "copy_prefix": (lambda cache: cache.copy_prefix(0, 1, 2), {0, 1, 2}),
+    "share_range": (lambda cache: cache.share_range(0, 1), {0, 1, 2}),
+    "share_range with one that holds rows": (lambda cache: cache.share_range(0, 7), {0, 2}),
+    "fork of one that is stored": (lambda cache: cache.fork(7, 0), {2}),
+    "share_range of one that is stored": (lambda cache: cache.share_range(7, 0), {2}),
+    "clear": (lambda cache: cache.clear(0), {2}),
+    "truncate": (lambda cache: cache.truncate(0), {2}),
+    "keep": (lambda cache: cache.keep(0), {0}),
+    "keep another": (lambda cache: cache.keep(7), set()),
+    "clear all": (lambda cache: cache.clear(), set()),
+    "feed it whole": (lambda cache: run(cache, 5), {2}),
+    "restore": (restore, {2}),
+    "clear a copy": (lambda cache: copy.copy(cache).clear(), {0, 2}),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_what_is_dropped_does_not_go_on_in_silence(machine, name):
+    cache = new_cache(Adaptive(0.5))
+    for seq_id in (7, 0):
+        run(cache, 4, seq_id)
+    machine.available = 0
+    run(cache, 5, 0)
+    cache.fork(0, 2)  # lacks the same rows for the same reason
+    machine.available = GIB
+    edit, lacking = EDITS[name]
+    edit(cache)
+    other = copy.copy(cache)  # lacks what the cache lacks
+    for seq_id in (0, 1, 2, 7):
+        assert (f"sequence {seq_id} was dropped: it may come to" in cache.explain()) == (seq_id in lacking)
+        for one in (cache, other):
+            if seq_id not in lacking:
+                one.batch(positions=[8], seq_ids=[seq_id]).abort()
+                continue
+            with pytest.raises(RowsGoneError, match=rf"position 8 of sequence {seq_id} .*dropped.*next_position"):
+                one.batch(positions=[9, 8], seq_ids=[seq_id] * 2)
+
+
+def test_what_was_not_stored_does_not_go_on_in_silence(machine):
+    cache = new_cache(Adaptive(0.5))
+    machine.available = 0
+    run(cache, 4)
+    machine.available = GIB
+    for _ in range(2):
+        with pytest.raises(RowsGoneError, match=r"position 4 of sequence 0 .*not stored.*next_position"):
+            cache.batch(positions=[4, 5])
+        run(cache, 5, keep=[])  # a batch of which no token is kept stores nothing
+    cache.batch(positions=[4], seq_ids=[2]).abort()  # positions are the caller's, where nothing was fed
+    assert [run(cache, 5), run(cache, 7)] == [0, 5]
+
+
+@pytest.mark.parametrize("strategy", ["disabled", LongSequencesOnly(1000), Adaptive()], ids=str)
+def test_what_is_restored_is_stored_whatever_the_strategy(strategy):
+    cache = new_cache(strategy)
+    restore(cache)
+    assert (cache.seq_len(), cache.next_position(), cache.can_resume(4)) == (4, 4, True)
 
 
 # ---- explain, logging
 
 
-def test_explain():
-    cache = new_cache(kvcache.LongSequencesOnly(2))
-    run(cache, 1, seq_id=4)
-    run(cache, 3, seq_id=5)
-    assert cache.explain().splitlines() == [
-        "strategy: LongSequencesOnly(threshold=2)",
-        "sequence 4 is not stored: its length, 1 tokens, is not above the threshold of 2",
-        "sequence 5 is stored: its length, 3 tokens, is above the threshold of 2",
-    ]
-    cache.clear(5)
-    for seq_id in range(100, 400):
-        run(cache, 1, seq_id)
-    lines = cache.explain().splitlines()
-    assert len(lines) == 9
-    assert lines[-1].startswith("sequence 399 is not stored")
-    assert len(cache._decider._decisions) == 8
-
-
-def test_decisions_on_sequences_that_there_are_stay():
-    cache = new_cache(kvcache.LongSequencesOnly(2))
+def test_explain_forgets_sequences_that_there_are_not():
+    cache = new_cache(LongSequencesOnly(2))
+    assert cache.explain() == "strategy: LongSequencesOnly(threshold=2)"
+    with pytest.raises(kvcache.CacheFullError):
+        cache.batch(100)
+    cache.batch(3).abort()
+    assert cache.explain() == "strategy: LongSequencesOnly(threshold=2)"
     run(cache, 3, seq_id=-1)
     for seq_id in range(300):
         run(cache, 1, seq_id)
-    assert "sequence -1 is stored" in cache.explain()
+    lines = cache.explain().splitlines()
+    assert len(lines) == 10
+    assert lines[1] == "sequence -1 is stored: its length, 3 tokens, is above the threshold of 2"
+    assert lines[-1].startswith("sequence 299 is not stored")
+    assert len(cache._decider._decisions) == 9
 
 
 def test_decisions_are_logged(caplog):
-    cache = new_cache(kvcache.LongSequencesOnly(1))
+    cache = new_cache(LongSequencesOnly(1))
     with caplog.at_level(logging.DEBUG, logger="kvcache"):
         for length in (1, 1, 2):
             run(cache, length)
@@ -164,122 +340,17 @@ def test_decisions_are_logged(caplog):
     assert caplog.messages[0] == "sequence 0 is not stored: its length, 1 tokens, is not above the threshold of 1"
 
 
-# ---- adaptive
+def test_strategies_are_values(machine):
+    assert Adaptive() == Adaptive(np.float32(0.5))
+    assert repr(Adaptive(1)) == "Adaptive(fraction=1.0)"
+    assert hash(LongSequencesOnly(np.int64(3))) == hash(LongSequencesOnly(3))
 
 
-def test_adaptive(machine):
-    layers = 2 * 2 * 8 * 2 * 4  # bytes of a token
-    cache = new_cache(kvcache.Adaptive(0.25))
-    machine.available = 4 * 64 * layers
-    assert steps(cache, [2, 3]) == [0, 2]
-    machine.available -= 4  # what is stored is not dropped for a little less
-    assert steps(cache, [3, 5][1:]) == [3]
-    assert steps(cache, [2, 3], seq_id=1) == [0, 0]
-    assert cache.explain().splitlines() == [
-        "strategy: Adaptive(fraction=0.25)",
-        "a sequence of 64 tokens takes 16.0 KiB",
-        "sequence 0 is stored: it may come to 16.0 KiB, which is at most 40.5 KiB, the fraction 0.625 of the 64.7 KiB "
-        "that would be free without it (of this machine)",
-        "sequence 1 is not stored: it may come to 16.0 KiB, which is more than 16.0 KiB, the fraction 0.25 of the "
-        "64.0 KiB that are free (of this machine)",
-    ]
-
-
-def test_adaptive_drops_and_stores_again(machine):
-    """A sequence of 64 tokens takes 16 KiB: it is stored with 32 KiB free, and dropped below 21.3 without it."""
-    cache = new_cache(kvcache.Adaptive(0.5), block_size=8)
-    machine.available = 32 << 10
-    assert steps(cache, [8, 9]) == [0, 8]
-    taken = cache.nbytes
-    machine.available = (64 << 10) // 3 + 1 - 9 * 256
-    assert steps(cache, [10]) == [9]
-    machine.available -= 4 * 256  # one token more is held, so that 3 are missing
-    assert steps(cache, [11]) == [10]  # the batch that drops it sees all of it
-    assert (cache.next_position(), cache.sequences, cache.stats()["live_slots"]) == (0, [], 0)
-    assert cache.nbytes < taken / 2
-    assert cache.explain().splitlines()[2:] == [
-        "sequence 0 was dropped: it may come to 16.0 KiB, which is more than 15.4 KiB, the fraction 0.75 of the "
-        "20.6 KiB that would be free without it (of this machine)"
-    ]
-    assert steps(cache, [12, 13]) == [0, 0]
-    assert "sequence 0 is not stored" in cache.explain()
-    machine.available = 32 << 10
-    assert steps(cache, [14, 15]) == [0, 14]
-    assert "sequence 0 is stored" in cache.explain()
-    cache.validate()
-
-
-def test_a_prompt_in_pieces_is_stored_from_its_first_or_refused(machine):
-    cache = new_cache(kvcache.Adaptive(0.5))
-    machine.available = 0
-    run(cache, 4)
-    cache.fork(0, 1)
-    machine.available = GIB
-    for seq_id in (0, 1):
-        with pytest.raises(
-            kvcache.RowsGoneError, match=rf"position 4 of sequence {seq_id} .*not stored.*next_position"
-        ):
-            cache.batch(positions=[4, 5], seq_ids=[seq_id] * 2)
-    cache.batch(positions=[4], seq_ids=[2]).abort()  # positions are the caller's, where nothing was fed
-    run(cache, 5)
-    run(cache, 7)
-    assert cache.seq_len() == 7
-    cache.clear(1)
-    cache.batch(positions=[4], seq_ids=[1]).abort()
-
-
-def test_what_is_dropped_does_not_go_on_in_silence(machine):
-    cache = new_cache(kvcache.Adaptive(0.5))
-    machine.available = GIB
-    run(cache, 4)
-    run(cache, 4, seq_id=7)
-    machine.available = 0
-    run(cache, 5)
-    cache.fork(0, 1)
-    cache.copy_prefix(0, 2, 2)
-    cache.share_range(0, 3)
-    machine.available = GIB
-    for seq_id in (0, 1, 2, 3):
-        with pytest.raises(kvcache.RowsGoneError, match=rf"position 5 of sequence {seq_id} .*dropped.*next_position"):
-            cache.batch(positions=[6, 5], seq_ids=[seq_id] * 2)
-    other = copy.copy(cache)
-    other.clear()
-    other.batch(positions=[5]).abort()
-    with pytest.raises(kvcache.RowsGoneError):
-        cache.batch(positions=[5])
-    cache.fork(7, 1)
-    cache.batch(positions=[4], seq_ids=[1]).abort()
-    cache.clear(2)
-    cache.batch(positions=[5], seq_ids=[2]).abort()
-    cache.share_range(7, 3)
-    cache.share_range(0, 3)
-    cache.batch(positions=[4], seq_ids=[3]).abort()
-    assert run(cache, 6) == 0  # all of it
-    assert run(cache, 7) == 6
-    machine.available = 0
-    run(cache, 8)
-    cache.keep(7)
-    cache.batch(positions=[8]).abort()
-
-
-def test_what_was_dropped_is_so_until_a_token_is_kept(machine):
-    """A batch that is committed without tokens stores nothing; `truncate` to 0 ends a sequence, as `clear` does."""
-    cache = new_cache(kvcache.Adaptive(0.5))
-    machine.available = GIB
-    run(cache, 4)
-    machine.available = 0
-    run(cache, 5)
-    machine.available = GIB
-    run(cache, 5, keep=[])
-    assert cache.next_position() == 0
-    with pytest.raises(kvcache.RowsGoneError):
-        cache.batch(positions=[5])
-    cache.truncate(0)
-    cache.batch(positions=[5]).abort()
+# ---- other threads, and finalizers
 
 
 def test_forks_while_another_thread_keeps_one_sequence(machine):
-    cache = new_cache(kvcache.Adaptive(0.5))
+    cache = new_cache(Adaptive(0.5))
     machine.available = 0
     ids = range(800)
     cache.batch(positions=[0], seq_ids=[3000]).commit()  # not stored
@@ -304,7 +375,7 @@ def test_forks_while_another_thread_keeps_one_sequence(machine):
 
 
 def test_a_finalizer_forks_while_decisions_are_listed(machine):
-    cache = new_cache(kvcache.Adaptive(0.5))
+    cache = new_cache(Adaptive(0.5))
     machine.available = 0
     ids = range(400)
     cache.batch(positions=[0], seq_ids=[6000]).commit()  # not stored
@@ -327,143 +398,7 @@ def test_a_finalizer_forks_while_decisions_are_listed(machine):
     assert next(others) > 10_000 or sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
-def test_only_what_is_committed_is_dropped(machine):
-    cache = new_cache(kvcache.Adaptive(0.5))
-    machine.available = GIB
-    run(cache, 4)
-    machine.available = 0
-    cache.batch(1).abort()
-    assert cache.next_position() == 4
-    assert "sequence 0 is to be dropped" in cache.explain()
-    batch = cache.batch(1)
-    with pytest.raises(IndexError):
-        batch.commit(keep=[1])
-    assert cache.next_position() == 4
-    batch.abort()
-    machine.available = GIB
-    assert run(cache, 5) == 4
-    assert "sequence 0 is stored" in cache.explain()
-
-
-EDITS = {  # of sequence 0, which was dropped; sequence 7 holds rows
-    "clear": lambda cache: cache.clear(0),
-    "clear all": lambda cache: cache.clear(),
-    "keep another": lambda cache: cache.keep(7),
-    "truncate": lambda cache: cache.truncate(0),
-    "fork": lambda cache: cache.fork(7, 0),
-    "share": lambda cache: cache.share_range(7, 0),
-}
-
-
-@pytest.mark.parametrize("name", EDITS)
-def test_explain_forgets_what_was_dropped_and_begins_anew(machine, name):
-    cache = new_cache(kvcache.Adaptive(0.5))
-    machine.available = GIB
-    for seq_id in (7, 0):
-        run(cache, 4, seq_id)
-    machine.available = 0
-    run(cache, 5, 0)
-    cache.fork(0, 2)  # lacks the same rows for the same reason
-    for seq_id in (0, 2):
-        assert f"sequence {seq_id} was dropped: it may come to" in cache.explain()
-    EDITS[name](cache)
-    assert "sequence 0" not in cache.explain()
-    assert ("sequence 2 was dropped" in cache.explain()) == (name not in ("clear all", "keep another"))
-
-
-def test_explain_forgets_what_was_dropped_and_is_restored(machine, tmp_path):
-    cache = new_cache(kvcache.Adaptive(0.5))
-    machine.available = GIB
-    run(cache, 4)
-    cache.save(tmp_path / "saved")
-    positions, rows = cache.positions(), [cache.gather(layer) for layer in range(2)]
-    machine.available = 0
-    run(cache, 5)
-    assert "sequence 0 was dropped" in cache.explain()
-    with cache.batch(positions=positions, replaced=range(2)) as batch:
-        for layer in range(2):
-            batch.put(layer, *rows[layer], layout="HTD")
-    assert cache.seq_len() == 4
-    assert "sequence 0" not in cache.explain()
-
-
-def test_memory_that_a_view_holds_goes_later(machine):
-    cache = new_cache(kvcache.Adaptive(0.5), block_size=8)
-    machine.available = GIB
-    for seq_id in (0, 1):
-        run(cache, 8, seq_id)
-    view = cache.keys(0)
-    machine.available = 0
-    run(cache, 9)
-    assert cache.sequences == [1]
-    assert view.shape == (2, 8, 8)
-    del view
-    taken = cache.nbytes
-    run(cache, 9, seq_id=1)
-    assert cache.sequences == []
-    assert cache.nbytes < taken / 2
-
-
-def test_memory_kept_for_reuse_is_free(machine):
-    cache = new_cache(kvcache.Adaptive(0.5))
-    machine.available = 32 << 10
-    assert steps(cache, [64]) == [0]
-    machine.available -= 16 << 10
-    cache.clear()
-    assert steps(cache, [2, 3]) == [0, 2]
-
-
-def test_several_sequences_of_a_batch_are_dropped_at_once(machine):
-    cache = new_cache(kvcache.Adaptive(0.5))
-    machine.available = GIB
-    for seq_id in range(3):
-        run(cache, 4, seq_id)
-    machine.available = 0
-    x = np.ones((3, 2, 8), np.float32)
-    with cache.batch(positions=[4, 4, 0], seq_ids=[0, 2, 9]) as batch:
-        for layer in range(2):
-            batch.put(layer, x, x)
-    assert cache.sequences == [1]
-    assert [line.split(":")[0] for line in cache.explain().splitlines()[2:]] == [
-        "sequence 1 is stored", "sequence 0 was dropped", "sequence 2 was dropped", "sequence 9 is not stored",
-    ]  # fmt: skip
-
-
-def test_adaptive_without_a_limit_counts_the_batch(machine):
-    cache = new_cache(kvcache.Adaptive(1.0), max_seq_len=None)
-    machine.available = 10 * 256
-    assert steps(cache, [10]) == [0]
-    assert steps(cache, [11], seq_id=1) == [0]
-    assert cache.sequences == [0]
-    assert "takes" not in cache.explain()
-
-
-@pytest.mark.parametrize(
-    ("options", "nbytes"),
-    [
-        ({}, 2 * 64 * 256),
-        ({"dtype": "f16"}, 2 * 64 * 128),
-        ({"k_dtype": "q8_0", "v_dtype": "q4_0", "head_dim": 64}, 2 * 64 * 4 * (34 + 18)),
-        ({"policy": kvcache.SlidingWindow(8, 2)}, 2 * 10 * 256),
-        ({"policy": kvcache.SlidingWindow(8, resume_window=20)}, 2 * 20 * 256),
-        ({"policy": kvcache.SlidingWindow(200)}, 2 * 64 * 256),
-        ({"policy": kvcache.ChunkedAttention(16, 4)}, 2 * 20 * 256),
-        ({"policy": [kvcache.FullAttention(), kvcache.CrossAttention(100)]}, 164 * 256),
-        ({"policy": [None, kvcache.FullAttention()]}, 64 * 256),
-        ({"share": [None, 0]}, 64 * 256),
-        ({"value_in_key": True, "v_head_dim": 8}, 2 * 64 * 128),
-    ],
-)
-def test_what_a_sequence_may_come_to(machine, options, nbytes):
-    options = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "max_seq_len": 64, "dtype": "f32"} | options
-    cache = kvcache.KVCache(**options, strategy=kvcache.Adaptive())
-    assert cache.most_bytes(64) == cache.most_bytes(1000) == nbytes
-
-
-def test_adaptive_is_a_value(machine):
-    assert kvcache.Adaptive() == kvcache.Adaptive(np.float32(0.5))
-    assert repr(kvcache.Adaptive(1)) == "Adaptive(fraction=1.0)"
-    assert hash(kvcache.LongSequencesOnly(np.int64(3))) == hash(kvcache.LongSequencesOnly(3))
+# ---- what memory is free
 
 
 def test_linux_says_what_is_free(monkeypatch, tmp_path):
@@ -482,18 +417,15 @@ def test_psutil_says_so_elsewhere(monkeypatch, tmp_path):
         system.machine_memory(tmp_path / "none")
     monkeypatch.setattr(system.machine_memory, "__defaults__", (tmp_path / "none",))
     with pytest.raises(ImportError, match="pip install psutil"):
-        kvcache.Adaptive()
+        Adaptive()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="psutil is asked elsewhere")
 def test_the_machine_is_asked(monkeypatch):
     monkeypatch.setitem(sys.modules, "psutil", None)
-    cache = new_cache(kvcache.Adaptive(1))
-    assert steps(cache, [2, 3]) == [0, 2]
+    cache = new_cache(Adaptive(1))
+    assert [run(cache, 2), run(cache, 3)] == [0, 2]
     assert "would be free without it (" in cache.explain()
-
-
-# ---- cgroups
 
 
 def tree(path, **groups):
@@ -550,16 +482,12 @@ def test_cgroups(tmp_path, lines, groups, free, source):
     assert why == ("of this machine" if source == "machine" else f"by {tmp_path / 'fs' / source}")
 
 
-def test_where_there_are_no_cgroups(tmp_path):
-    assert system.free_memory(1000, tmp_path / "nothing", tmp_path) == (1000, "of this machine")
-
-
 def test_a_small_cgroup_decides(tmp_path, monkeypatch):
     (tmp_path / "cgroup").write_text("0::/job\n")
     tree(tmp_path, job=version_2(GIB, GIB - 100))
     Machine(monkeypatch, tmp_path / "cgroup", tmp_path)
-    cache = new_cache(kvcache.Adaptive())
-    assert steps(cache, [2, 3]) == [0, 0]
+    cache = new_cache(Adaptive())
+    assert [run(cache, 2), run(cache, 3)] == [0, 0]
     assert "job/memory.max" in cache.explain()
 
 

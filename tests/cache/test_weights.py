@@ -1,8 +1,12 @@
-"""`KVCache.weights`: its arguments reach the core, which tests/c/attend/test_weights.c compares with a softmax."""
+"""`KVCache.weights`: its arguments reach the core, which tests/c/attend/test_weights.c compares with a softmax.
+
+refusals.txt has what is refused.
+"""
 
 import ml_dtypes
 import numpy as np
 import pytest
+from support.rotation import rotated
 
 import kvcache
 
@@ -12,15 +16,6 @@ FACTORS = (
     np.random.default_rng(2).integers(-3, 4, (3, 2, 2)).astype(np.float32)
 )  # of 3 queries, 2 KV heads, 2 heads each
 SINKS = np.array([1, 0, -1, 2], np.float32)
-
-
-def filled(**options):
-    cache = kvcache.KVCache(2, 2, 4, 64, **options)
-    rows = np.random.default_rng(1).standard_normal((9, 2, 4)).astype(np.float32)
-    with cache.batch(9) as batch:
-        for layer in range(2):
-            batch.put(layer, rows, rows if cache.layers[layer].v_head_dim else None)
-    return cache
 
 
 @pytest.mark.parametrize(
@@ -53,38 +48,12 @@ def test_the_weight_of_one_row(reduce, dtype, options, score):
         np.testing.assert_allclose(found[:, 4], getattr(right, reduce)((0, 2)), rtol=1e-5)
 
 
-def test_rotation():
-    cache, q = filled(dtype="float32", rope=ROPE), np.ones((2, 2, 4), np.float32)
-    angles = np.outer([7, 11], ROPE.inv_freq)[:, None]
-    cos, sin = np.cos(angles), np.sin(angles)
-    rotated = np.concatenate([q[..., :2] * cos - q[..., 2:] * sin, q[..., 2:] * cos + q[..., :2] * sin], -1)
-    right = cache.weights(1, rotated.astype(np.float32), [7, 11])
-    np.testing.assert_allclose(cache.weights(1, q, [7, 11], rotate=True), right, rtol=1e-5)
-    with pytest.raises(kvcache.NotSupportedError, match="rotated"):
-        filled().weights(1, q, [7, 11], rotate=True)
-
-
-def test_an_empty_sequence_and_a_fork():
-    cache, q = filled(), np.ones((2, 2, 4), np.float32)
-    assert cache.weights(0, q, seq_id=5).shape == (2, 0)
-    cache.fork(0, 5)
-    np.testing.assert_array_equal(cache.weights(0, q, seq_id=5), cache.weights(0, q))
-
-
-def test_refused():
-    cache, q = filled(), np.ones((2, 2, 4), np.float32)
-    calls = {
-        r"reduce='mean': must be 'sum' or 'max'": lambda: cache.weights(0, q, reduce="mean"),
-        r"len\(positions\)=3: must be the number of queries, which is 2": lambda: cache.weights(0, q, [1, 2, 3]),
-        r"q: .* multiple of 2": lambda: cache.weights(0, q[:, :1]),
-        r"softcap=0: must be": lambda: cache.weights(0, q, softcap=0),
-        r"sinks: an array of 3 numbers, where q has 2 heads": lambda: cache.weights(0, q, sinks=np.ones(3, np.float32)),
-    }
-    for message, call in calls.items():
-        with pytest.raises(ValueError, match=message):
-            call()
-    with pytest.raises(kvcache.NotSupportedError, match="keys alone"):
-        filled(v_head_dim=0).weights(0, q)
-    window = filled(policy=kvcache.SlidingWindow(3))
-    with pytest.raises(kvcache.RowsGoneError):
-        window.weights(0, q, [8, 4])
+def test_queries_are_rotated_and_rows_are_those_of_a_sequence():
+    cache, q = kvcache.KVCache(2, 2, 4, max_sequences=None, dtype="f32", rope=ROPE), np.ones((2, 2, 4), np.float32)
+    with cache.batch(9, seq_ids=[5] * 9) as batch:
+        for layer in range(2):
+            batch.put(layer, *[np.random.default_rng(1).standard_normal((9, 2, 4)).astype(np.float32)] * 2)
+    at = np.array([3, 7])
+    right = cache.weights(1, rotated(q, at[:, None], ROPE).astype(np.float32), at, seq_id=5)
+    np.testing.assert_allclose(cache.weights(1, q, at, seq_id=5, rotate=True), right, rtol=1e-5)
+    assert cache.weights(1, q).shape == (2, 0)

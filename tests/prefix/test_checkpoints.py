@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
+from support.prefixes import feed, make_cache
 
 import kvcache
 
@@ -13,14 +13,8 @@ PROMPT = list(range(100))
 
 
 def make(**options: Any) -> tuple[kvcache.KVCache, kvcache.PrefixCache]:
-    cache = kvcache.KVCache(1, 1, 8, None, max_sequences=None, block_size=16)
+    cache = make_cache()
     return cache, kvcache.PrefixCache(cache, fingerprint="a model", state_bytes=100, **options)
-
-
-def feed(cache: kvcache.KVCache, seq_id: int, begin: int, end: int) -> None:
-    x = np.ones((end - begin, 1, 8), np.float32)
-    with cache.batch(positions=range(begin, end), seq_ids=[seq_id] * (end - begin)) as batch:
-        batch.attend(0, x, x, x)
 
 
 def serve(cache: kvcache.KVCache, prefix: kvcache.PrefixCache, positions: list[int]) -> int:
@@ -31,10 +25,10 @@ def serve(cache: kvcache.KVCache, prefix: kvcache.PrefixCache, positions: list[i
     assert state is None or state.tobytes() == bytes([matched]) * 25
     begin = matched
     for end in positions:
-        feed(cache, seq_id, begin, end)
+        feed(cache, seq_id, PROMPT, begin, end)
         prefix.checkpoint(seq_id, PROMPT[:end], np.full(25, end, np.uint8))
         begin = end
-    feed(cache, seq_id, begin, 100)
+    feed(cache, seq_id, PROMPT, begin, 100)
     prefix.release(seq_id, PROMPT)
     return matched
 
@@ -77,7 +71,7 @@ def test_no_more_than_the_limit_is_kept() -> None:
     for first in range(7):
         tokens = [first, *PROMPT]
         seq_id, _ = prefix.acquire(tokens)
-        feed(cache, seq_id, 0, 20)
+        feed(cache, seq_id, PROMPT, 0, 20)
         prefix.checkpoint(seq_id, tokens[:20], bytes(40))
         prefix.release(seq_id, tokens)
     assert (prefix.stats.checkpoints, prefix.stats.checkpoint_bytes) == (2, 80)
@@ -85,34 +79,20 @@ def test_no_more_than_the_limit_is_kept() -> None:
 
 
 def test_a_checkpoint_without_a_state_keeps_blocks() -> None:
-    cache = kvcache.KVCache(1, 1, 8, None, max_sequences=None, block_size=16)
+    cache = make_cache()
     prefix = kvcache.PrefixCache(cache, fingerprint="a model")
     seq_id = prefix.new_sequence()
-    feed(cache, seq_id, 0, 37)
+    feed(cache, seq_id, PROMPT, 0, 37)
     prefix.checkpoint(seq_id, PROMPT)
     assert prefix.lookup(PROMPT) == 37
-    feed(cache, seq_id, 37, 50)
+    feed(cache, seq_id, PROMPT, 37, 50)
     prefix.release(seq_id, PROMPT)
     assert prefix.lookup(PROMPT) == 50
 
 
-def test_what_is_wrong_is_said() -> None:
+def test_a_checkpoint_of_more_tokens_than_there_are_is_none() -> None:
     cache, prefix = make()
     seq_id, _ = prefix.acquire(PROMPT)
-    feed(cache, seq_id, 0, 100)
-    with pytest.raises(ValueError, match=r"state has 101 bytes.*at most 100: make it with a larger state_bytes"):
-        prefix.checkpoint(seq_id, PROMPT, bytes(101))
-    with pytest.raises(ValueError, match="num_tokens is 0"):
-        prefix.checkpoint(seq_id, [], bytes(1))
-    for state in ("text", None, np.zeros((4, 4))[:, ::2]):
-        with pytest.raises(TypeError, match=r"state is a .*contiguous bytes"):
-            prefix.checkpoint(seq_id, PROMPT, state)  # type: ignore[arg-type]
-    prefix.checkpoint(seq_id, [*PROMPT, 7], bytes(1))  # more tokens than it holds
+    feed(cache, seq_id, PROMPT, 0, 100)
+    prefix.checkpoint(seq_id, [*PROMPT, 7], bytes(1))
     assert prefix.stats.checkpoints == 0
-    for options in ({"state_bytes": -1}, {"state_bytes": 5, "max_checkpoint_bytes": 4}):
-        with pytest.raises(ValueError, match="must be at least"):
-            kvcache.PrefixCache(cache, fingerprint="a model", **options)
-    rope = kvcache.Rope(np.ones(4))
-    other = kvcache.KVCache(1, 1, 8, None, max_sequences=None, block_size=16, rope=rope)
-    with pytest.raises(kvcache.NotSupportedError, match="reuse_min_tokens is 3, and state_bytes 1"):
-        kvcache.PrefixCache(other, fingerprint="a model", state_bytes=1, reuse_min_tokens=3)

@@ -1,6 +1,7 @@
 """PrefixCache in Python: tokens of any kind, arguments, errors and lifetimes.
 
 An oracle in C says what matches, and with which rows (tests/world). tests/c/prefix tests rare cases.
+tests/cache/refusals.txt has what is refused.
 """
 
 import copy
@@ -248,106 +249,6 @@ def test_an_error_while_a_chunk_is_moved_leaves_nothing_behind():
 # ---- bad input
 
 
-def test_refused():
-    cache, prefix = make()
-    with pytest.raises(ValueError, match="tokens is empty"):
-        prefix.acquire([])
-    text = memoryview(b"text")
-    for wrong in ([1, 2.5], ["a"], np.ones((2, 2), int), np.ones(3), text.cast("c"), text.cast("B", (2, 2))):
-        with pytest.raises(TypeError, match="token"):
-            prefix.acquire(wrong)
-    for wrong in (None, 5, "ROMEO:", {1, 2}, {1: 2}, iter([1])):
-        for call in (prefix.acquire, prefix.pin, prefix.unpin, lambda tokens: prefix.release(0, tokens)):
-            with pytest.raises(TypeError, match=rf"tokens is a {type(wrong).__name__}: a sequence of integers"):
-                call(wrong)
-    with pytest.raises(TypeError, match="where bytes are tokens, encode it"):
-        prefix.acquire("ROMEO:")
-    with pytest.raises(TypeError, match="fingerprint=None"):
-        kvcache.PrefixCache(cache, fingerprint=None)
-    with pytest.raises(ValueError, match="fingerprint is empty: name what computes"):
-        kvcache.PrefixCache(cache, fingerprint="")
-    for wrong in ("1", None, b"1", [1], True):
-        with pytest.raises(TypeError, match=r"timeout=.*: a number is needed, not"):
-            kvcache.PrefixCache(cache, fingerprint="a model", timeout=wrong)
-    with pytest.raises(TypeError, match="salt is a int"):
-        kvcache.PrefixCache(cache, fingerprint="a model", salt=5)
-    with pytest.raises(TypeError, match="cache is a dict"):
-        kvcache.PrefixCache({}, fingerprint="a model")
-    for name, value in (("timeout", -1), ("timeout", math.nan), ("reuse_min_tokens", 0), ("secret", b"x")):
-        with pytest.raises(ValueError, match=name):
-            kvcache.PrefixCache(cache, fingerprint="a model", **{name: value})
-    with pytest.raises(ValueError, match=r"block_size is 4096.*block_size=64"):
-        kvcache.PrefixCache(make_cache(block_size=4096), fingerprint="a model")
-    for one in (kvcache.KVCache(2, 1, 8, 128), kvcache.KVCache(2, 1, 8, None), make_cache(max_sequences=1)):
-        with pytest.raises(ValueError, match=r"max_sequences is 1, .*: make it with max_sequences=None"):
-            kvcache.PrefixCache(one, fingerprint="a model")
-    with pytest.raises(ValueError, match="LongSequencesOnly"):
-        kvcache.PrefixCache(make_cache(strategy=kvcache.LongSequencesOnly(9)), fingerprint="a model")
-    with pytest.raises(kvcache.NotSupportedError, match="CrossAttention"):
-        kvcache.PrefixCache(kvcache.KVCache(1, 1, 2, 9, policy=kvcache.CrossAttention(9)), fingerprint="a model")
-
-
-def test_refused_by_a_call():
-    """A call names the argument that it refuses, and changes nothing."""
-    cache, prefix = make()
-    seq_id, _ = prefix.acquire(PROMPT)
-    feed(cache, seq_id, PROMPT, 0, 100)
-    for wrong in ("x", None, 1.5):
-        for name, call in {
-            "seq_id": lambda wrong: prefix.release(wrong, PROMPT),
-            "max_matched": lambda wrong: prefix.acquire(PROMPT, max_matched=wrong),
-            "num_tokens": prefix.evict,
-            "position": lambda wrong: prefix.note_inexact(seq_id, wrong),
-        }.items():
-            if (name, wrong) != ("max_matched", None):
-                with pytest.raises(TypeError, match=rf"{name}={wrong!r}: an integer is needed"):
-                    call(wrong)
-        with pytest.raises(TypeError, match=rf"seq_id={wrong!r}: an integer is needed"):
-            prefix.note_inexact(wrong, 3)
-    for call in (prefix.flush, prefix.close):
-        for wrong in ("a", None):
-            with pytest.raises(TypeError, match=rf"timeout={wrong!r}: a number is needed"):
-                call(wrong)
-        for wrong in (-1, math.nan):
-            with pytest.raises(ValueError, match=rf"timeout={wrong!r}: must be a number of seconds of at least 0"):
-                call(wrong)
-    for call in (
-        lambda: prefix.note_inexact(seq_id, -3),
-        lambda: prefix.note_inexact(999, -3),
-        lambda: prefix.evict(-1),
-        lambda: prefix.acquire(PROMPT, max_matched=-1),
-    ):
-        with pytest.raises(ValueError, match=r"(position|num_tokens|max_matched)=-\d: must be at least 0"):
-            call()
-    prefix.release(seq_id, PROMPT)
-    assert prefix.acquire(PROMPT)[1] == 99
-
-
-class Grown:
-    """An array of a library that cannot convert it now, as torch's tensors with a gradient."""
-
-    def __array__(self, *args, **kwargs):
-        raise RuntimeError("use tensor.detach()")
-
-
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        ([np.array([1, 2])], r"a token is array\(\[1, 2\]\): an integer, or bytes, is needed"),
-        ([np.array(1.5)], r"a token is array\(1\.5\): an integer, or bytes, is needed"),
-        ([1, [2]], r"a token is \[2\]: an integer, or bytes, is needed"),
-        ([np.zeros(10**6, np.int64)], r"a token is array\(.{,80}: an integer, or bytes, is needed"),
-        (Grown(), r"tokens is a Grown: one dimension of integers is needed \(use tensor\.detach\(\)\)"),
-    ],
-)
-def test_what_is_no_token(tokens, message):
-    """Whatever a library says of its own arrays, the message names the token."""
-    _, prefix = make()
-    for call in (prefix.acquire, prefix.lookup, prefix.names, prefix.pin, prefix.forget):
-        with pytest.raises(TypeError, match=message):
-            call(tokens)
-
-
 def test_bytes_with_gaps_are_a_token():
     _, prefix = make()
     assert prefix.names([memoryview(b"a-b-")[::2]] * BLOCK) == prefix.names([b"ab"] * BLOCK)
@@ -427,20 +328,6 @@ def test_blocks_end_by_time():
     time.sleep(0.05)
     assert short.lookup(PROMPT) == 0
     assert short.stats.blocks == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"quota": -1}, "quota=-1: must be at least 0"),
-        ({"ttl": 0}, "ttl=0: must be a number of seconds above 0"),
-        ({"ttl": math.nan}, "ttl=nan: must be a number of seconds above 0"),
-        ({"secret": b"x"}, "secret is given without a store"),
-    ],
-)
-def test_what_a_tenant_may_be(arguments, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        make()[1].tenant(b"a", **arguments)
 
 
 def test_what_was_not_fed_may_be_anything():

@@ -300,23 +300,6 @@ def test_a_tenant_of_a_cache_with_a_secret(own):
         assert make(dict(store), secret=key, **tenant)[1].acquire(PROMPT)[1] == (96 if key == (own or secret) else 0)
 
 
-def test_an_empty_secret_is_refused():
-    with pytest.raises(ValueError, match="secret=b'': must not be empty"):
-        make({}, secret=b"")
-    for secret in (5, "text"):
-        with pytest.raises(TypeError, match=f"secret is a {type(secret).__name__}: bytes are needed"):
-            make({}, secret=secret)
-
-
-@pytest.mark.parametrize(
-    "wrong", ["dir:prefixes", b"dir:prefixes", [], object(), dict, ("a", "b"), 5, {"a"}, bytearray()]
-)
-def test_what_is_no_store(wrong):
-    kind = type(wrong).__name__
-    with pytest.raises(TypeError, match=rf"store is a {kind}: a mutable mapping .* kvcache\.stores\.open"):
-        make(wrong)
-
-
 def test_rows_that_go_before_they_are_written():
     """They are not in the store, and counted as dropped."""
     store = Held()

@@ -9,8 +9,8 @@ import threading
 import time
 from typing import Any
 
-import numpy as np
 import pytest
+from support.prefixes import make_cache, serve
 
 import kvcache
 from kvcache import PrefixEvent
@@ -19,25 +19,15 @@ PROMPT = list(range(40))
 
 
 def make(**options: Any) -> tuple[kvcache.KVCache, kvcache.PrefixCache]:
-    cache = kvcache.KVCache(1, 1, 8, None, max_sequences=None, block_size=16)
+    cache = make_cache()
     return cache, kvcache.PrefixCache(cache, fingerprint="a model", **options)
-
-
-def serve(cache: kvcache.KVCache, prefix: kvcache.PrefixCache, tokens: list[int]) -> int:
-    seq_id, matched = prefix.acquire(tokens)
-    positions = range(matched, len(tokens))
-    x = np.ones((len(positions), 1, 8), np.float32)
-    with cache.batch(positions=positions, seq_ids=[seq_id] * len(positions)) as batch:
-        batch.attend(0, x, x, x)
-    prefix.release(seq_id, tokens)
-    return matched
 
 
 def test_events_say_what_is_kept_and_dropped() -> None:
     cache, prefix = make(max_events=8)
     names = prefix.names(PROMPT)
     assert len(names) == len(set(names)) == 2
-    serve(cache, prefix, PROMPT)
+    serve(prefix, cache, PROMPT)
     assert prefix.take_events() == [PrefixEvent("kept", names[0], 0), PrefixEvent("kept", names[1], 16)]
     assert prefix.take_events() == []
     prefix.evict(1000)
@@ -45,7 +35,7 @@ def test_events_say_what_is_kept_and_dropped() -> None:
     prefix.clear()
     assert prefix.take_events() == [PrefixEvent("cleared")]
     for first in range(10):
-        serve(cache, prefix, [first + 100, *PROMPT])
+        serve(prefix, cache, [first + 100, *PROMPT])
     events = prefix.take_events()
     assert len(events) == 9
     assert events[0] == PrefixEvent("lost")
@@ -63,7 +53,7 @@ def test_events_that_find_no_room_are_refused() -> None:
 
 def test_events_of_a_store() -> None:
     cache, prefix = make(store={}, max_events=8)
-    serve(cache, prefix, PROMPT)
+    serve(prefix, cache, PROMPT)
     assert prefix.flush(10)
     events = prefix.take_events()
     assert [e.name for e in events if e.kind == "written"] == prefix.names(PROMPT)
@@ -72,7 +62,7 @@ def test_events_of_a_store() -> None:
 def test_lookup_asks_the_store_what_it_has() -> None:
     store: dict[str, bytes] = {}
     cache, prefix = make(store=store)
-    serve(cache, prefix, PROMPT)
+    serve(prefix, cache, PROMPT)
     assert prefix.flush(10)
     _, other = make(store=store)
     assert (other.lookup(PROMPT), other.lookup(PROMPT, store=True)) == (0, 32)
@@ -101,8 +91,8 @@ def test_lookup_waits_no_longer_than_the_timeout() -> None:
 def test_forget_drops_a_prompt_from_memory_and_store() -> None:
     store: dict[str, bytes] = {}
     cache, prefix = make(store=store)
-    serve(cache, prefix, PROMPT)
-    serve(cache, prefix, [7, *PROMPT])
+    serve(prefix, cache, PROMPT)
+    serve(prefix, cache, [7, *PROMPT])
     assert prefix.flush(10)
     prefix.pin(PROMPT)
     assert prefix.forget(PROMPT) == 40
@@ -112,7 +102,7 @@ def test_forget_drops_a_prompt_from_memory_and_store() -> None:
     assert prefix.lookup([7, *PROMPT]) == 41
     assert set(store) == set(prefix.names([7, *PROMPT]))
     assert prefix.forget(PROMPT) == 0
-    assert serve(cache, prefix, PROMPT) == 0
+    assert serve(prefix, cache, PROMPT) == 0
     assert prefix.lookup(PROMPT) == 40
 
 
@@ -129,7 +119,7 @@ def test_what_was_read_before_a_prompt_was_forgotten_is_not_added() -> None:
 
     store = Forgetting()
     cache, prefix = make(store=store)
-    serve(cache, prefix, PROMPT)
+    serve(prefix, cache, PROMPT)
     assert prefix.flush(10)
     _, other = make(store=store)
     store.forgets = True
@@ -156,8 +146,8 @@ def test_what_is_to_be_deleted_is_not_fetched_and_deleted_as_soon_as_that_succee
     store = Failing()
     cache, prefix = make(store=store)
     longer = [*PROMPT[:20], *range(700, 720)]
-    serve(cache, prefix, PROMPT)
-    serve(cache, prefix, longer)  # parts from it within a block
+    serve(prefix, cache, PROMPT)
+    serve(prefix, cache, longer)  # parts from it within a block
     assert prefix.flush(10)
     prefix.forget(PROMPT)
     assert not prefix.flush(10)
@@ -176,7 +166,7 @@ def test_what_is_to_be_deleted_is_not_fetched_and_deleted_as_soon_as_that_succee
         time.sleep(0.1)
     assert not store
     assert prefix.flush(10)
-    assert serve(make(store=store)[0], other, PROMPT) == 0
+    assert serve(other, make(store=store)[0], PROMPT) == 0
 
 
 def test_a_deletion_that_waits_is_queued_once() -> None:
@@ -193,7 +183,7 @@ def test_a_deletion_that_waits_is_queued_once() -> None:
     cache, prefix = make(store=store)
     prompts = [[i, *PROMPT] for i in range(8)]
     for prompt in prompts:
-        serve(cache, prefix, prompt)
+        serve(prefix, cache, prompt)
     assert prefix.flush(10)
     for prompt in prompts:
         prefix.forget(prompt)
@@ -219,10 +209,10 @@ def test_what_a_dropped_tenant_wrote_is_stored_and_then_leaves_memory() -> None:
     store = HeldUp()
     cache, prefix = make(store=store)
     for i in range(8):
-        serve(cache, prefix.tenant(b"%d" % i), PROMPT)
+        serve(prefix.tenant(b"%d" % i), cache, PROMPT)
     gc.collect()
     store.may_go_on.set()
-    serve(cache, prefix, PROMPT)  # written last
+    serve(prefix, cache, PROMPT)  # written last
     assert prefix.flush(10)
     assert len(store) == 9 * 2
     for i in range(8):
@@ -238,12 +228,12 @@ def test_what_a_dropped_tenant_wrote_is_stored_and_then_leaves_memory() -> None:
 def test_what_waits_to_be_written_and_is_forgotten_is_no_failure() -> None:
     store = HeldUp()
     cache, prefix = make(store=store)
-    serve(cache, prefix, PROMPT)
+    serve(prefix, cache, PROMPT)
     prefix.forget(PROMPT)
     store.may_go_on.set()
     assert prefix.flush(10)
     assert not store
-    serve(cache, prefix, PROMPT)
+    serve(prefix, cache, PROMPT)
     assert prefix.flush(10)
     assert set(store) == set(prefix.names(PROMPT))
 
@@ -253,12 +243,12 @@ def test_what_is_computed_again_after_a_failed_deletion_is_read_again_and_stays(
     cache, prefix = make(store=store)
     other = [*range(500, 540)]
     for prompt in (PROMPT, other):
-        serve(cache, prefix, prompt)
+        serve(prefix, cache, prompt)
     assert prefix.flush(10)
     store.num_failures = 2
     prefix.forget(PROMPT)
     assert not prefix.flush(10)
-    serve(cache, prefix, PROMPT)
+    serve(prefix, cache, PROMPT)
     assert prefix.flush(10)
     _, second = make(store=store)
     assert second.lookup(PROMPT, store=True) == 32
@@ -275,13 +265,13 @@ def test_what_is_written_while_its_deletion_waits_again_is_not_deleted() -> None
     store = HeldUpAndFailing()
     store.may_go_on.set()
     cache, prefix = make(store=store)
-    serve(cache, prefix, PROMPT)
+    serve(prefix, cache, PROMPT)
     assert prefix.flush(10)
     prefix.forget(PROMPT)
     assert not prefix.flush(10)
     store.num_failures = 0
     store.may_go_on.clear()
-    serve(cache, prefix, PROMPT)
+    serve(prefix, cache, PROMPT)
     prefix.forget([*range(500, 540)])  # has what the store failed to delete deleted, behind the writes
     store.may_go_on.set()
     assert prefix.flush(10)
@@ -293,9 +283,9 @@ def test_blocks_that_are_forgotten_while_they_wait_to_be_written_are_not_dropped
     store = HeldUp()
     cache, prefix = make(store=store)
     private = PROMPT[:20]
-    serve(cache, prefix, [9, *PROMPT])  # whose write is held up
+    serve(prefix, cache, [9, *PROMPT])  # whose write is held up
     for i in range(8):
-        serve(cache, prefix, [*private, *range(100 * i, 100 * i + 12)])
+        serve(prefix, cache, [*private, *range(100 * i, 100 * i + 12)])
 
     class Core:
         def forget(self, *arguments: Any) -> int:
@@ -326,7 +316,7 @@ def test_nobody_is_answered_by_a_read_that_began_before_a_value_was_deleted() ->
 
     store = Slow()
     cache, prefix = make(store=store)
-    serve(cache, prefix, PROMPT)
+    serve(prefix, cache, PROMPT)
     assert prefix.flush(10)
     prefix.clear()
     matched: list[int] = []
@@ -355,7 +345,7 @@ def test_lookup_of_a_store_that_is_slow_says_what_it_has_said() -> None:
     store = Slow()
     cache, prefix = make(store=store)
     tokens = list(range(16 * 100))
-    serve(cache, prefix, tokens)
+    serve(prefix, cache, tokens)
     assert prefix.flush(10)
     _, other = make(store=store, timeout=0.5)
     for _ in range(4):
@@ -380,7 +370,7 @@ def test_a_store_without_contains_and_a_timeout_without_end() -> None:
 
     store: Any = Plain()
     cache, prefix = make(store=store)
-    serve(cache, prefix, PROMPT)
+    serve(prefix, cache, PROMPT)
     assert prefix.flush(10)
     _, other = make(store=store, timeout=math.inf)
     assert other.lookup(PROMPT, store=True) == 32
@@ -388,7 +378,7 @@ def test_a_store_without_contains_and_a_timeout_without_end() -> None:
 
 def test_events_of_a_store_that_are_lost_are_told() -> None:
     cache, prefix = make(store={}, max_events=3)
-    serve(cache, prefix, list(range(16 * 10)))
+    serve(prefix, cache, list(range(16 * 10)))
     assert prefix.flush(10)
     events = prefix.take_events()
     assert events[0].kind == "lost"
@@ -399,7 +389,7 @@ def test_events_of_a_store_that_are_lost_are_told() -> None:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_goes_on_whatever_the_parent_was_writing() -> None:
     cache, prefix = make(store={})
-    serve(cache, prefix, PROMPT)
+    serve(prefix, cache, PROMPT)
     with prefix._watch._lock:  # type: ignore[union-attr]
         child = os.fork()
         if not child:
@@ -408,10 +398,3 @@ def test_a_child_goes_on_whatever_the_parent_was_writing() -> None:
             done.join(10)
             os._exit(done.is_alive())
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_what_is_wrong_is_said() -> None:
-    with pytest.raises(ValueError, match="max_events=-1"):
-        make(max_events=-1)
-    with pytest.raises(TypeError, match="tokens is a str"):
-        make()[1].forget("text")  # type: ignore[arg-type]
