@@ -32,7 +32,7 @@ style:
 	ruff format --check
 	cython-lint kvcache
 	clang-format --dry-run -Werror src/*/*.[ch] examples/*.c examples/c/*.[ch] examples/cpp/*.[ch]pp \
-		integrations/llama.cpp/*/*.[hc]* integrations/valkey/*.[ch]
+		integrations/*/*.[ch] integrations/*/*/*.[ch] integrations/*/*/*.cpp
 
 types:
 	mypy --strict kvcache

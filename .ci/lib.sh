@@ -4,12 +4,10 @@
 set -u
 export LC_ALL=C PYTHONNOUSERSITE=1
 unset PYTHONPATH VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
-export KVCACHE_LLAMA_CPP= # tests run no llama.cpp but the one that with_llama builds
 python=${PYTHON:-python3}
 jobs=$(nproc)
 only= # the steps to run, as a regular expression; empty: all
 readme_tests=tests/package/test_readme.py
-kept=${XDG_CACHE_HOME:-$HOME/.cache}/kvcache/llama.cpp/ci # builds of llama.cpp stay here
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 tmp=$(mktemp -d)
@@ -265,54 +263,7 @@ END
     find prefix -type f | sed '\|^prefix/bin/whole$|d' | without .
 }
 
-# ---- llama.cpp on this cache
-
-# llama_sources "check": unpacks and patches llama.cpp's sources; if they cannot be had, notes the check as skipped.
-llama_sources() {
-    local prepare=(env PYTHON="$tools/bin/python" integrations/llama.cpp/build.sh --prepare --output "$tmp/llama")
-    has "$1" patch || return
-    "${prepare[@]}" >"$tmp/prepare" 2>&1 && return
-    if grep -q 'pip could not get\|has no pip' "$tmp/prepare"; then
-        skip "$1: pip cannot get llama.cpp's sources here"
-    else
-        step "llama.cpp's sources, patched" "${prepare[@]}"
-    fi
-    return 1
-}
-
-# adapter c++: compiles the adapter and its tests with llama.cpp's headers, without a warning of those that llama.cpp
-# asks for; build.sh asks for none
-adapter() {
-    local headers=("$tmp"/llama/source/{include,src,common,vendor,ggml/include,ggml/src})
-    find integrations -name '*.cpp' -type f -print0 | xargs -0 -n 1 -P "$jobs" "$1" -std=c++17 -fsyntax-only -Wall -Wextra \
-        -Wpedantic -Wcast-qual -Wmissing-declarations -Wextra-semi -Werror -Iinclude -Iintegrations/llama.cpp/src \
-        "${headers[@]/#/-isystem}"
-}
-
-# Brings $kept/tree up to date with this tree. Only files that differ get a new time, and are compiled again.
-keep_tree() {
-    local file
-    mkdir -p "$kept/tree"
-    find CMakeLists.txt include integrations src -type f | while read -r file; do
-        cmp -s "$file" "$kept/tree/$file" && continue
-        mkdir -p "$(dirname "$kept/tree/$file")"
-        cp "$file" "$kept/tree/$file"
-    done
-    (cd "$kept/tree" && find . -type f) | while read -r file; do [ -e "$file" ] || rm "$kept/tree/$file"; done
-}
-
-# with_llama folder "pytest arguments" options...: builds llama.cpp with these options, or what has changed of it, in a
-# folder that stays, and runs tests on it
-with_llama() {
-    mkdir -p "$kept"
-    exec 8>"$kept/lock"
-    flock 8
-    keep_tree
-    local options=(--tests --output "$kept/$1" "${@:3}")
-    if pkg-config --exists hiredis 2>/dev/null; then options+=(--valkey); fi
-    PYTHON=$tools/bin/python "$kept/tree/integrations/llama.cpp/build.sh" "${options[@]}"
-    KVCACHE_LLAMA_CPP=$kept/$1 "$venv/bin/pytest" --color=no $2 tests/integrations
-}
+source integrations/llama.cpp/ci.sh
 
 # ---- the checks that every change must pass
 
@@ -335,11 +286,7 @@ usual() {
     compiled_for_tests
     wait
     step "benchmarks, installed, once each" installed_benchmarks
-    if [ ! -e "$kept/shared-openmp/kvcache.sha256" ]; then
-        skip "pytest on llama.cpp: it was not built here; .ci/full does"
-    elif has "pytest on llama.cpp" cmake flock patch; then
-        step "pytest on llama.cpp" with_llama shared-openmp ''
-    fi
+    llama_tests
 }
 
 # Compiles the core without a warning, and builds it with CMake.
@@ -359,14 +306,12 @@ compiled() {
     fi
 }
 
-# Runs the tests of threads under the thread sanitizer, and compiles the adapter of llama.cpp, without a warning.
+# Runs the tests of threads under the thread sanitizer, and compiles the adapter of llama.cpp.
 compiled_for_tests() {
     # pytest runs the C tests under the sanitizers, where they work; .ci/full also without optimisation.
     links "C tests under address and undefined sanitizers" "${CC:-cc}" -fsanitize=address,undefined
     if links "C tests of threads under the thread sanitizer" "${CC:-cc}" -fsanitize=thread; then
         step "C tests of threads under the thread sanitizer" thread_sanitizer "${CC:-cc}"
     fi
-    if has "adapter of llama.cpp" g++ && llama_sources "adapter of llama.cpp"; then
-        step "adapter of llama.cpp without a warning, g++" adapter g++
-    fi
+    llama_compiled
 }

@@ -223,7 +223,7 @@ END
             ;;
         shared)
             echo "    CMAKE_ARGS=-DLLAMA_BUILD=OFF python3 -m pip install $checkout'[cli]' llama-cpp-python==$version"
-            echo "    python3 $checkout/bench/bench_llama_cpp.py --library $bin --model model.gguf"
+            echo "    python3 $(printf %q "$here")/bench/bench_llama_cpp.py --library $bin --model model.gguf"
             ;;
     esac
 }
@@ -232,9 +232,9 @@ END
 sign() {
     local LC_ALL=C
     shopt -s nullglob
-    cd "$here/../.."
-    sha256 include/*.h integrations/llama.cpp/{kvcache.cmake,llama.patch,pin.txt} integrations/llama.cpp/{src,tests}/*.* \
-        src/*/*.[ch] >"$output/kvcache.sha256"
+    cd "$here"
+    sha256 ../../include/*.h kvcache.cmake llama.patch pin.txt src/*.* tests/*.{cpp,h} ../../src/*/*.[ch] \
+        >"$output/kvcache.sha256"
 }
 
 if [ -n "$archive" ]; then check; fi

@@ -1,8 +1,8 @@
 """Facts about layers that a GGUF leaves to its readers, by architecture.
 
 Which elements of a key form a pair, which layers have windows, how fast keys turn there: the loaders and graphs of
-llama.cpp have these facts. `tests/integrations/test_gguf_tables.py` compares the tables with the source of the version
-that `integrations/llama.cpp/pin.txt` names.
+llama.cpp have these facts. `test_gguf_tables.py` in `integrations/llama.cpp/tests` compares the tables with the source
+of the pinned version.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Windows, by MinGW and Wine: the DLL that CMake builds, a folder that both systems use, llama.cpp on this cache.
+"""Windows, by MinGW and Wine: the DLL that CMake builds, a folder that both systems use.
 
 Python's module is compiled and linked, but not run. Which compilers will do is here, too.
 
@@ -6,7 +6,6 @@ The C tests run there by .ci/full's step "C tests, Windows, under Wine".
 """
 
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
@@ -16,11 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import llama_models
 from support.compiling import ENVIRONMENT, ROOT, public_functions, run
+from support.windows import CC, need, start_wine, wine
 
 pytestmark = pytest.mark.full
-CC, CXX = "x86_64-w64-mingw32-gcc", "x86_64-w64-mingw32-g++"
 
 # The system's headers, for a compiler that is taken for Microsoft's: MinGW's want another.
 HEADERS = """
@@ -62,36 +60,17 @@ PYCONFIG = """
 NUMPY = {"LONG": 4, "LONGDOUBLE": 8, "COMPLEX_LONGDOUBLE": 16, "WCHAR_T": 2, "OFF_T": 4}
 
 
-def need(*commands):
-    for command in commands:
-        if not shutil.which(command):
-            pytest.skip(f"there is no {command} here")
-
-
 @pytest.fixture(scope="module")
-def ready_wine():
-    """Have Wine make its folder, of which it tells on a new machine."""
-    need("wine")
-    run("wine", "wineboot", "--init")
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory, ready_wine):
+def library(tmp_path_factory):
     """The folder in which CMake has built the library, shared and static."""
     need(CC, "cmake")
+    start_wine()
     folder = tmp_path_factory.mktemp("windows")
     options = [f"-DKVCACHE_{name}=OFF" for name in ("TESTS", "EXAMPLES")]
     run("cmake", "-S", ROOT, "-B", folder, "-DCMAKE_SYSTEM_NAME=Windows", f"-DCMAKE_C_COMPILER={CC}",
         "-DKVCACHE_WERROR=ON", *options)  # fmt: skip
     run("cmake", "--build", folder)
     return folder
-
-
-def wine(folder, *command):
-    """Run a program in a folder, in which it finds libraries; return what it prints."""
-    done = subprocess.run(["wine", *command], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
 
 
 def look(library):
@@ -127,46 +106,6 @@ def test_both_systems_use_one_folder(library, build, tmp_path):
     assert files == {path.name: path.read_bytes() for path in folder.iterdir()}
     run(program, tmp_path / "own", text)
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "own").iterdir()}
-
-
-# What llama.cpp's tests on this cache need of POSIX.
-SETENV = """
-#include <stdlib.h>
-static inline int setenv(const char *name, const char *value, int) { return _putenv_s(name, value); }
-"""
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory, ready_wine):
-    """The folder of llama.cpp's tests on this cache; those that fork or limit memory are not built."""
-    need(CC, CXX, "cmake", "patch")
-    folder = tmp_path_factory.mktemp("llama")
-    prepare = ["bash", ROOT / "integrations/llama.cpp/build.sh", "--prepare", "--output", folder]
-    prepared = subprocess.run(prepare, env=ENVIRONMENT | {"PYTHON": sys.executable}, capture_output=True, text=True)
-    if "pip could not get" in prepared.stderr or "has no pip" in prepared.stderr:
-        pytest.skip("pip cannot get llama.cpp's sources here")
-    assert prepared.returncode == 0, prepared.stderr
-    (folder / "setenv.h").write_text(SETENV)
-    off = ["BUILD_SHARED_LIBS", "GGML_OPENMP", "KVCACHE_OPENMP", "LLAMA_OPENSSL"]
-    off += [f"LLAMA_{name}" for name in ("ALL_WARNINGS", "BUILD_APP", "BUILD_EXAMPLES", "BUILD_SERVER", "BUILD_UI")]
-    run("cmake", "-S", folder / "source", "-B", folder / "build", "-DCMAKE_SYSTEM_NAME=Windows",
-        "-DCMAKE_SYSTEM_PROCESSOR=x86_64", f"-DCMAKE_C_COMPILER={CC}", f"-DCMAKE_CXX_COMPILER={CXX}",
-        # For newer versions of Windows ggml's C takes a struct that MinGW 10 lacks.
-        "-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_C_FLAGS=-D_WIN32_WINNT=0x0601",
-        f"-DCMAKE_CXX_FLAGS=-include {folder}/setenv.h", "-DCMAKE_EXE_LINKER_FLAGS=-static",
-        f"-DLLAMA_KVCACHE={ROOT}/integrations/llama.cpp", "-DLLAMA_BUILD_TESTS=ON",
-        *(f"-D{name}=OFF" for name in off))  # fmt: skip
-    targets = [f"test-kvcache{name}" for name in ("", "-prefix", "-training")]
-    run("cmake", "--build", folder / "build", "--parallel", str(os.cpu_count()), "--target", *targets)
-    return folder / "build/bin"
-
-
-def test_llama_cpp_runs_on_this_cache(llama, tmp_path):
-    model = llama_models.write_repository(tmp_path)
-    scenes = wine(llama, "test-kvcache.exe", model)
-    assert scenes.count("  ok ") >= 70, scenes
-    assert wine(llama, "test-kvcache-prefix.exe", model).endswith("ok\n")
-    assert wine(llama, "test-kvcache-training.exe", model).endswith("ok\n")
 
 
 def test_clang_takes_the_core_as_microsofts_compiler(tmp_path):

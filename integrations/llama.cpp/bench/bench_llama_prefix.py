@@ -1,6 +1,6 @@
 """Measure the first token's time of a prompt whose beginning llama-server has computed before, prefixes on and off.
 
-integrations/llama.cpp/build.sh                                       # once, minutes
+cd integrations/llama.cpp && ./build.sh                               # once, minutes
 python bench/bench_llama_prefix.py                                    # 8,192 tokens, in the shape of a 1 B Llama
 python bench/bench_llama_prefix.py --model lfm-1b                     # in the shape of LFM2 1.2B, a hybrid model
 python bench/bench_llama_prefix.py --tokens 2k --model model.gguf

@@ -6,10 +6,12 @@ How many tokens are computed depends on what llama-server can go back to, and is
 import math
 import random
 
+import llama_cpp_build
+import llama_f32_models
+import llama_models
 import pytest
-from support import llama_cpp_build, llama_f32_models, llama_models
-from support.llama_models import text
-from support.llama_server import (
+from llama_models import text
+from llama_server import (
     NEXT_TOKEN,
     Pair,
     Server,

@@ -8,12 +8,13 @@ import re
 import shutil
 import subprocess
 import time
+from pathlib import Path
 
+import llama_cpp_build
+import llama_models
 import pytest
-from support import llama_cpp_build, llama_models
-from support.compiling import ROOT
-from support.llama_models import text
-from support.llama_server import (
+from llama_models import text
+from llama_server import (
     NEXT_TOKEN,
     USED,
     Pair,
@@ -311,7 +312,7 @@ def test_the_web_page_in_a_browser(folder, repository):
     with Server(repository, folder / "page.log", "--kvcache", *options) as server:
         url = f"http://127.0.0.1:{server.port}/"
         shown = subprocess.run(
-            ["node", ROOT / "tests/integrations/web_page.mjs", url, page],
+            ["node", Path(__file__).with_name("web_page.mjs"), url, page],
             env=os.environ | {"CHROMIUM": browser}, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         assert shown.returncode == 0, shown.stderr

@@ -25,6 +25,7 @@ from llama_cpp_models import RandomBlocks
 from numpy.typing import NDArray
 
 INSTALL = "CMAKE_ARGS=-DLLAMA_BUILD=OFF pip install llama-cpp-python==0.3.36"
+WRITER = "integrations/llama.cpp/bench/llama_cpp_models.py"
 SWITCH = "LLAMA_KVCACHE"  # the environment variable that is read when a context is created
 SELECT_SWITCH = "LLAMA_KVCACHE_SELECT"  # and says how many rows a new token of a long text reads
 USED = re.compile(r"llama_kvcache: (\d+) cells.* up to ([\d.]+) MiB")  # what a context with kvcache logs
@@ -108,7 +109,9 @@ class Model:
     def __init__(self, library: Library, path: Path) -> None:
         self.library, self.api, self.path = library, library.api, path
         if not path.is_file():
-            raise LlamaError(f"{path} is no file: name a GGUF, or write one with bench/llama_cpp_models.py")
+            raise LlamaError(
+                f"{path} is no file: name a GGUF, or write one with integrations/llama.cpp/bench/llama_cpp_models.py"
+            )
         library.forget()
         self.handle = self.api.llama_model_load_from_file(os.fsencode(path), self.api.llama_model_default_params())
         if not self.handle:

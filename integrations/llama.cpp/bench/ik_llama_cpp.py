@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import itertools
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
-from compiling import HERE, build_program
 from llama_cpp_contexts import LlamaError
 
 from kvcache.tools.peers import Peer, PeerKind
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))  # of the core
+from compiling import build_program
 
 NAME = "ik_llama.cpp"
 CLONE = "git clone https://github.com/ikawrakow/ik_llama.cpp"
@@ -33,11 +36,11 @@ def compiled(folder: Path) -> Path:
     flags = [f"-I{folder}/include", f"-I{folder}/ggml/include", *(str(library) for library in libraries)]
     flags += [f"-Wl,-rpath,{library.resolve().parent}" for library in libraries if library]
     try:
-        return build_program(HERE / "ik_llama.c", flags)
+        return build_program(Path(__file__).with_name("ik_llama.c"), flags)
     except subprocess.CalledProcessError as error:
         errors = [line for line in error.stderr.splitlines() if "error" in line or "undefined" in line]
         why = errors[0] if errors else error.stderr
-        raise LlamaError(f"--ik {folder}: bench/ik_llama.c does not fit what is there: {why}") from error
+        raise LlamaError(f"--ik {folder}: ik_llama.c does not fit what is there: {why}") from error
 
 
 class IkModel:

@@ -9,8 +9,8 @@ import subprocess
 import tarfile
 from pathlib import Path
 
+import llama_cpp_build
 import pytest
-from support import llama_cpp_build
 from support.compiling import ROOT
 
 OURS = ROOT / "integrations/llama.cpp"
@@ -214,7 +214,7 @@ def test_the_end_says_what_to_type_next(checkout, compilers):
     assert server == ["OMP_WAIT_POLICY=passive", f"{bin}/kvcache-llama-server", *options]
     packages = [f"{checkout.root}[cli]", "llama-cpp-python==9.8.7"]
     assert install == ["CMAKE_ARGS=-DLLAMA_BUILD=OFF", "python3", "-m", "pip", "install", *packages]
-    program = f"{checkout.root}/bench/bench_llama_cpp.py"
+    program = f"{checkout.here}/bench/bench_llama_cpp.py"
     assert bench == ["python3", program, "--library", bin, "--model", "model.gguf"]
 
 

@@ -1,4 +1,4 @@
-"""Test the models for llama.cpp, and its comparison with kvcache, where integrations/llama.cpp was built."""
+"""Test the models that bench/ writes, and its comparisons, where llama.cpp was built on this cache."""
 
 import dataclasses
 import importlib.util
@@ -11,6 +11,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pytest
+
+from kvcache import runner
+
+pytest.importorskip("gguf")  # which models are written with
 import bench_llama_cpp
 import bench_llama_sparse
 import ik_llama_cpp
@@ -18,13 +24,9 @@ import llama_cpp_contexts
 import llama_cpp_models
 import llama_cpp_pooled_models
 import llama_cpp_summary
-import numpy as np
-import pytest
+import llama_models
+from llama_cpp_build import folder
 from llama_cpp_contexts import CACHES, INSTALL, Context, Library, LlamaError, Model
-from support import llama_models
-from support.llama_cpp_build import folder
-
-from kvcache import runner
 
 TINY = llama_cpp_models.SHAPES["tiny"]
 WINDOWS = replace(TINY, architecture="gemma3", num_layers=6, window=32)

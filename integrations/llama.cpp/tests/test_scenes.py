@@ -3,10 +3,11 @@
 import functools
 import re
 
+import llama_cpp_build
+import llama_models
 import pytest
-from support import llama_cpp_build, llama_models
+from llama_cpp_build import run
 from support.compiling import ROOT
-from support.llama_cpp_build import run
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,11 @@
 """Models for the tests that run llama.cpp: models of bench/llama_cpp_models.py, and small random models."""
 
-import importlib.util
-import sys
+import importlib
 from unittest import mock
 
+import llama_cpp_build
 import numpy as np
 import pytest
-from support import llama_cpp_build
 from support.compiling import ROOT
 
 SEED = ("--seed", "1")  # of test-llama-archs, which takes another one each time
@@ -15,12 +14,7 @@ SEED = ("--seed", "1")  # of test-llama-archs, which takes another one each time
 def writer():
     """Return bench/llama_cpp_models.py as a module; skip the test without the package that it writes with."""
     pytest.importorskip("gguf")
-    name = "llama_cpp_models"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / f"bench/{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    return importlib.import_module("llama_cpp_models")
 
 
 def write_repository(folder):

@@ -1,6 +1,6 @@
 """Compare llama.cpp on this cache with its own, in a model whose tokens choose rows by an indexer.
 
-integrations/llama.cpp/build.sh                     # once, minutes
+cd integrations/llama.cpp && ./build.sh             # once, minutes
 python bench/bench_llama_sparse.py --json run.json  # ten minutes
 python bench/bench_llama_sparse.py --context 32k --types int8 --only decode
 python bench/bench_llama_sparse.py --ik ~/ik_llama.cpp --only decode   # beside ik_llama.cpp, too
@@ -32,12 +32,14 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from bench_llama_cpp import BUILT, MARGIN, MODELS, PROMPT, Report, interleave, reader, recorded, rested, warm, written
-from figures import describe_machine, new_file, quartiles, quotients
 from ik_llama_cpp import NAME, IkContext, IkModel
 from llama_cpp_contexts import OWN_TYPES, TYPES, Context, Library, Model
 from llama_cpp_pooled_models import POOLED_SHAPES, SPARSE_LAYERS, write
 
 from kvcache.tools.arguments import parse_tokens
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))  # of the core
+from figures import describe_machine, new_file, quartiles, quotients
 
 WANTED = {("decode", 32768): 4, ("decode", 131072): 8, ("prompt", 32768): 3}
 WANTED_POOLED = {
@@ -116,7 +118,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--model {o.model}: ik_llama.cpp does not know the architecture")
     if o.cpu_time and o.threads > 1:
         parser.error("--cpu-time is for --threads 1: it adds up what threads take")
-    o.command = " ".join(["python bench/bench_llama_sparse.py", *(sys.argv[1:] if arguments is None else arguments)])
+    words = sys.argv[1:] if arguments is None else arguments
+    o.command = " ".join(["python integrations/llama.cpp/bench/bench_llama_sparse.py", *words])
     return o
 
 

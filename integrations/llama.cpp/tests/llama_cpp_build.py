@@ -17,7 +17,8 @@ BUILD = "integrations/llama.cpp/build.sh"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kvcache/llama.cpp")
 SOURCES = [
     "include/*.h",
-    *(f"integrations/llama.cpp/{name}" for name in ("kvcache.cmake", "llama.patch", "pin.txt", "src/*.*", "tests/*.*")),
+    *(f"integrations/llama.cpp/{name}" for name in ("kvcache.cmake", "llama.patch", "pin.txt")),
+    *(f"integrations/llama.cpp/{name}" for name in ("src/*.*", "tests/*.cpp", "tests/*.h")),
     "src/*/*.[ch]",
 ]
 

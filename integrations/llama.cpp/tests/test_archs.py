@@ -5,8 +5,10 @@ import os
 import re
 import subprocess
 
+import llama_cpp_build
+import llama_models
 import pytest
-from support import gguf_files, llama_cpp_build, llama_models
+from support import gguf_files
 from support.compiling import ROOT
 
 README = ROOT / "integrations/llama.cpp/README.md"

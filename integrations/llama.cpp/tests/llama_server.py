@@ -7,8 +7,8 @@ import re
 import subprocess
 import time
 
+import llama_cpp_build
 import pytest
-from support import llama_cpp_build
 
 ENVIRONMENT = {
     name: value for name, value in os.environ.items() if not name.startswith(("LLAMA_KVCACHE", "LLAMA_ARG_"))

@@ -4,10 +4,12 @@ import concurrent.futures
 import random
 import re
 
+import llama_cpp_build
+import llama_f32_models
+import llama_models
 import pytest
-from support import llama_cpp_build, llama_f32_models, llama_models
-from support.llama_models import text
-from support.llama_server import USED, Server, expect_same_probabilities, next_token, timings
+from llama_models import text
+from llama_server import USED, Server, expect_same_probabilities, next_token, timings
 
 ONE_SLOT = ("--parallel", "1", "--ctx-size", "2048", "--cache-ram", "0", "--no-repack")
 NGRAMS = {

@@ -1,5 +1,6 @@
 """Write models for llama.cpp as GGUF files: random weights in the shape of real models, and the repository's own.
 
+cd integrations/llama.cpp
 python bench/llama_cpp_models.py --output models                      # all, and the repository's
 python bench/llama_cpp_models.py --output models --shape llama-1b
 
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from kvcache.models.weights import NAMES, Tensors
 
-REPOSITORY = Path(__file__).resolve().parents[1] / "examples/model"
+REPOSITORY = Path(__file__).resolve().parents[3] / "examples/model"
 Q4_0 = gguf.GGMLQuantizationType.Q4_0
 PATTERN = 65_537  # blocks; a prime, so that no two rows of a matrix begin with the same one
 SPACE = "\u2581"  # what a SentencePiece vocabulary writes for a space

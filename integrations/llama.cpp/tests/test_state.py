@@ -2,8 +2,9 @@
 
 import functools
 
+import llama_cpp_build
+import llama_models
 import pytest
-from support import llama_cpp_build, llama_models
 
 run = functools.partial(llama_cpp_build.run, timeout=600, LLAMA_KVCACHE="1")
 

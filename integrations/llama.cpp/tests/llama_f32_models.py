@@ -1,8 +1,8 @@
 """Small random models for llama.cpp in f32, which answer a changed token far differently; some bring a draft head."""
 
+import llama_models
 import numpy as np
 import pytest
-from support import llama_models
 
 HIDDEN, INNER, DIM, VOCAB = 64, 96, 32, 256
 SIZES = {

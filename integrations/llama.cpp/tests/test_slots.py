@@ -5,10 +5,12 @@ import itertools
 import json
 import random
 
+import llama_cpp_build
+import llama_f32_models
+import llama_models
 import pytest
-from support import llama_cpp_build, llama_f32_models, llama_models
-from support.llama_models import text
-from support.llama_server import Pair, Server, completion, expect_same_probabilities, next_token, timings
+from llama_models import text
+from llama_server import Pair, Server, completion, expect_same_probabilities, next_token, timings
 
 ROUNDING = 0.002  # of the same rows in other batches, of models in f32
 OPTIONS = ("--cache-ram", "0", "--no-repack")

@@ -4,10 +4,11 @@ import re
 import subprocess
 import sys
 
+import llama_cpp_build
+import llama_models
 import pytest
-from support import llama_cpp_build, llama_models
+from llama_server import ENVIRONMENT, USED
 from support.compiling import ROOT
-from support.llama_server import ENVIRONMENT, USED
 
 README = ROOT / "integrations/llama.cpp/README.md"
 

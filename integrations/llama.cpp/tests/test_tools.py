@@ -9,8 +9,9 @@ import tempfile
 import time
 import urllib.request
 
+import llama_cpp_build
+import llama_models
 import pytest
-from support import llama_cpp_build, llama_models
 from support.compiling import ROOT
 
 README = (ROOT / "integrations/llama.cpp/README.md").read_text()

@@ -10,11 +10,13 @@ import shutil
 import subprocess
 import time
 
+import llama_cpp_build
+import llama_models
 import numpy as np
 import pytest
-from support import llama_cpp_build, llama_models, servers
-from support.llama_models import text
-from support.llama_server import ENVIRONMENT, NEXT_TOKEN, Server, completion, expect_same_probabilities, timings
+from llama_models import text
+from llama_server import ENVIRONMENT, NEXT_TOKEN, Server, completion, expect_same_probabilities, timings
+from support import servers
 
 from kvcache.system import parse_bytes
 

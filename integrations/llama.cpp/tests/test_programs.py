@@ -3,10 +3,11 @@
 import re
 import subprocess
 
+import llama_cpp_build
+import llama_models
 import pytest
-from support import llama_cpp_build, llama_models
-from support.llama_models import text
-from support.llama_server import ENVIRONMENT, USED, Server
+from llama_models import text
+from llama_server import ENVIRONMENT, USED, Server
 
 from kvcache.layer import DTYPES
 

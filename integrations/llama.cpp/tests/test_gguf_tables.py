@@ -2,8 +2,8 @@
 
 import re
 
+import llama_cpp_build
 import pytest
-from support import llama_cpp_build
 
 from kvcache.models import gguf_models, gguf_tables
 from kvcache.models.gguf_tables import WINDOWS

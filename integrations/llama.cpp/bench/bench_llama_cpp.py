@@ -1,6 +1,6 @@
 """Compare llama.cpp on this cache with llama.cpp on its own, with flash attention on (its default) and off.
 
-integrations/llama.cpp/build.sh                                              # once, minutes
+cd integrations/llama.cpp && ./build.sh                                      # once, minutes
 python bench/bench_llama_cpp.py --model model.gguf                           # one of yours: a sentence, in 3 minutes
 python bench/bench_llama_cpp.py --json run.json --output llama_cpp.svg       # everything, half an hour
 python bench/bench_llama_cpp.py --only decode --context 0 8192 --types f16
@@ -26,15 +26,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import llama_cpp_models
-from figures import describe_machine, keep, new_file, quartiles, quotients
 from ik_llama_cpp import NAME, IkContext, IkModel, compiled
 from llama_cpp_contexts import BLOCKED, CACHES, OWN_TYPES, TYPES, Context, Library, LlamaError, Model
 from llama_cpp_summary import DEPTHS, summary
-from resident_memory import measure_in_child
 
 from kvcache.selecting import SELECT_FROM
 from kvcache.tools.arguments import parse_tokens
 from kvcache.tools.interleave import PAUSE, rounds
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))  # of the core
+from figures import describe_machine, keep, new_file, quartiles, quotients
+from resident_memory import measure_in_child
 
 HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
@@ -514,7 +516,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if o.types and len(o.types) > 1 and SUMMARY in o.only:
         parser.error(f"--types {' '.join(o.types)}: the section {SUMMARY} measures one type; --only names others")
     o.types = o.types or ["f16", "q8_0", "q4_0"]
-    o.command = " ".join(["python bench/bench_llama_cpp.py", *(sys.argv[1:] if arguments is None else arguments)])
+    words = sys.argv[1:] if arguments is None else arguments
+    o.command = " ".join(["python integrations/llama.cpp/bench/bench_llama_cpp.py", *words])
     return o
 
 
