@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds llama.cpp with its KV cache replaced: gets the source archive that pin.txt names, applies llama.patch, compiles.
+# Builds llama.cpp with its KV cache replaced: gets the source archive that pin.txt names, applies patches/ in
+# the order of their names, compiles.
 set -eu
 unset CDPATH # with which cd may go elsewhere
 
@@ -123,24 +124,28 @@ commit_of_archive() {
 
 # Unpacks and patches the sources into $output/source.new.
 unpack() {
+    local patch
     needs patch "install it (it is a package of that name)"
     rm -rf "$output/source.new"
     mkdir -p "$output/source.new"
     tar -xzf "$archive" -C "$output/source.new" --strip-components=3 "$name/vendor/llama.cpp"
     commit_of_archive >"$output/source.new/COMMIT"
-    patch --directory="$output/source.new" --strip=1 --forward --batch --silent <"$here/llama.patch" ||
-        fail "llama.patch does not apply to llama-cpp-python $version. Patch and pin.txt belong together: take both from" \
-            "one commit. README.md says how to move the pin."
+    for patch in "$here"/patches/*.patch; do
+        patch --directory="$output/source.new" --strip=1 --forward --batch --silent <"$patch" ||
+            fail "patches/${patch##*/} does not apply to llama-cpp-python $version. Patches and pin.txt belong together:" \
+                "take them from one commit. README.md says how to move the pin."
+    done
 }
 
-patched_files() { sed -n 's|^+++ b/\([^[:space:]]*\).*|\1|p' "$@" | sort -u; }
+# Prints the names of the files that the patches change, or those that an earlier build was made with.
+patched_files() { cat "$here"/patches/*.patch "$output/source.patch" | sed -n 's|^+++ b/\([^[:space:]]*\).*|\1|p' | sort -u; }
 
 # Brings the times of the new sources in order for a build of the old ones. Files of the archive have its times; of those
 # that a patch changes, the ones that stay the same keep theirs. Those of another archive are all new.
 set_times() {
     local old=$output/source new=$output/source.new file
     cmp -s "$here/pin.txt" "$output/source.pin" || { find "$new" -type f -exec touch {} + && return; }
-    patched_files "$here/llama.patch" "$output/source.patch" | while read -r file; do
+    patched_files | while read -r file; do
         if cmp -s "$old/$file" "$new/$file"; then
             touch -r "$old/$file" "$new/$file"
         elif [ -e "$new/$file" ]; then
@@ -150,13 +155,15 @@ set_times() {
 }
 
 prepare() {
-    if cmp -s "$here/pin.txt" "$output/source.pin" && cmp -s "$here/llama.patch" "$output/source.patch"; then return; fi
+    if cmp -s "$here/pin.txt" "$output/source.pin" && cat "$here"/patches/*.patch | cmp -s - "$output/source.patch"; then
+        return
+    fi
     if [ -z "$archive" ]; then download; fi
     unpack
     if [ -d "$output/source" ]; then set_times; fi
     rm -rf "$output/source" "$output/source.pin"
     mv "$output/source.new" "$output/source"
-    cp "$here/llama.patch" "$output/source.patch"
+    cat "$here"/patches/*.patch >"$output/source.patch"
     cp "$here/pin.txt" "$output/source.pin"
 }
 
@@ -233,7 +240,7 @@ sign() {
     local LC_ALL=C
     shopt -s nullglob
     cd "$here"
-    sha256 ../../include/*.h kvcache.cmake llama.patch pin.txt src/*.* tests/*.{cpp,h} ../../src/*/*.[ch] \
+    sha256 ../../include/*.h kvcache.cmake pin.txt patches/*.patch src/*.* tests/*.{cpp,h} ../../src/*/*.[ch] \
         >"$output/kvcache.sha256"
 }
 

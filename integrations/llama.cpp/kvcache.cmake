@@ -1,5 +1,5 @@
 # Makes the cache a part of libllama: the adapter in src/, and the core of this repository. llama.cpp's src/CMakeLists.txt,
-# as llama.patch has it, includes this file where -DLLAMA_KVCACHE=<this folder> is given. Needs CMake 3.21.
+# as a patch has it, includes this file where -DLLAMA_KVCACHE=<this folder> is given. Needs CMake 3.21.
 option(LLAMA_KVCACHE_SYSTEM "llama: link to the installed libkvcache that pkg-config finds" OFF)
 option(LLAMA_KVCACHE_VALKEY "llama: keep prompts on servers of Valkey or Redis, too, through hiredis" OFF)
 set(KVCACHE_SANITIZE "" CACHE STRING "sanitizers for this repository's sources alone; llama.cpp has options for its own")

@@ -17,7 +17,7 @@ BUILD = "integrations/llama.cpp/build.sh"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kvcache/llama.cpp")
 SOURCES = [
     "include/*.h",
-    *(f"integrations/llama.cpp/{name}" for name in ("kvcache.cmake", "llama.patch", "pin.txt")),
+    *(f"integrations/llama.cpp/{name}" for name in ("kvcache.cmake", "pin.txt", "patches/*.patch")),
     *(f"integrations/llama.cpp/{name}" for name in ("src/*.*", "tests/*.cpp", "tests/*.h")),
     "src/*/*.[ch]",
 ]

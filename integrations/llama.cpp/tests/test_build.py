@@ -110,7 +110,7 @@ const char *adapted() { return hidden ? nullptr : kvc_answer(); }
 #include <cstdio>
 int main() { std::puts(adapted()); }
 """,
-    "integrations/llama.cpp/llama.patch": PATCH,
+    "integrations/llama.cpp/patches/01-memory.patch": PATCH,
 }
 
 
@@ -318,6 +318,15 @@ def test_the_sources_alone(checkout):
     assert not (checkout.build / "CMakeCache.txt").exists()
 
 
+def test_patches_are_applied_in_the_order_of_their_names(checkout):
+    text = "A later patch.\n\n--- a/src/answer.cpp\n+++ b/src/answer.cpp\n@@ -1,2 +1,3 @@\n+// later\n" + "".join(
+        f" {line}\n" for line in ('#include "adapter.h"', "const char *answer() { return adapted(); }")
+    )
+    write(checkout.here, {"patches/02-later.patch": text})
+    checkout.succeeds("--prepare")
+    assert (checkout.build / "source/src/answer.cpp").read_text().startswith('// later\n#include "adapter.h"\n')
+
+
 def test_the_archive_says_which_commit_it_has(checkout, compilers):
     checkout.succeeds("--prepare")
     commit = checkout.build / "source/COMMIT"
@@ -365,11 +374,11 @@ def test_only_what_has_changed_is_built_again(checkout, compilers):
     checkout.succeeds()
     assert checkout.answer() == "an edited core"
     for patch, expected in ((OTHER_PATCH, "another patch"), (PATCH, "an edited core")):
-        (checkout.here / "llama.patch").write_text(patch)
+        (checkout.here / "patches/01-memory.patch").write_text(patch)
         checkout.succeeds()
         assert checkout.answer() == expected
     without = PATCH.replace(PATCH[PATCH.index("--- a/src/answer.cpp") :], "")
-    (checkout.here / "llama.patch").write_text(without)
+    (checkout.here / "patches/01-memory.patch").write_text(without)
     checkout.succeeds()
     assert checkout.answer() == "its own cache"
     checkout.pin(PROJECT | {"src/answer.cpp": PROJECT["src/answer.cpp"].replace("its own", "a newer")})
@@ -463,11 +472,11 @@ def test_another_archive_is_refused(checkout, tmp_path):
 def test_a_patch_that_does_not_fit_names_the_pin_and_leaves_the_sources(checkout):
     checkout.succeeds("--prepare")
     before = (checkout.build / "source/src/answer.cpp").read_text()
-    (checkout.here / "llama.patch").write_text(
+    (checkout.here / "patches/01-memory.patch").write_text(
         PATCH.replace('-const char *answer() { return "its own', "-const int x = 1")
     )
     said = checkout.fails("--prepare", "--source", checkout.archive)
-    assert "llama.patch does not apply to llama-cpp-python 9.8.7" in said
+    assert "patches/01-memory.patch does not apply to llama-cpp-python 9.8.7" in said
     assert "README.md says how to move the pin" in said
     assert (checkout.build / "source/src/answer.cpp").read_text() == before
 
