@@ -80,9 +80,8 @@ needs() { command -v "$1" >/dev/null || fail "there is no $1 here: $2"; }
 
 # ---- the sources
 
-pin=$(cat "$here/pin.txt")
-version=${pin%% *} hash=${pin##*sha256:}
-version=${version#*==}
+read -r requirement hash _ _ commit <"$here/pin.txt"
+version=${requirement#*==} hash=${hash##*:}
 name=llama_cpp_python-$version
 
 # sha256 file...: the hash of the files one after the other
@@ -113,23 +112,23 @@ check() {
             "$hash. Leave out --source to have it downloaded."
 }
 
-# Prints the commit of llama.cpp that the archive has, which its list of changes names; "unknown" without one.
+# Prints the commit of llama.cpp that the archive has, which its list of changes names.
 commit_of_archive() {
     local commit
-    commit=$(tar -xzOf "$archive" "$name/CHANGELOG.md" 2>/dev/null |
+    commit=$(tar -xzOf "$archive" "$name/CHANGELOG.md" |
         sed -n "/^## \\[$version\\]/,/^## \\[/s/.*llama\\.cpp@\\([0-9a-f]*\\).*/\\1/p")
-    commit=${commit%%$'\n'*} # the first
-    echo "${commit:-unknown}"
+    echo "${commit%%$'\n'*}" # the first
 }
 
 # Unpacks and patches the sources into $output/source.new.
 unpack() {
     local patch
     needs patch "install it (it is a package of that name)"
+    [ "$(commit_of_archive)" = "$commit" ] ||
+        fail "pin.txt names llama.cpp $commit, and llama-cpp-python $version has $(commit_of_archive)"
     rm -rf "$output/source.new"
     mkdir -p "$output/source.new"
     tar -xzf "$archive" -C "$output/source.new" --strip-components=3 "$name/vendor/llama.cpp"
-    commit_of_archive >"$output/source.new/COMMIT"
     for patch in "$here"/patches/*.patch; do
         patch --directory="$output/source.new" --strip=1 --forward --batch --silent <"$patch" ||
             fail "patches/${patch##*/} does not apply to llama-cpp-python $version. Patches and pin.txt belong together:" \
@@ -183,7 +182,7 @@ configure() {
         "-DLLAMA_SANITIZE_ADDRESS=$address" "-DGGML_SANITIZE_ADDRESS=$address"
         "-DLLAMA_SANITIZE_THREAD=$thread" "-DGGML_SANITIZE_THREAD=$thread" "-DKVCACHE_SANITIZE=$ours"
         "-DLLAMA_KVCACHE_VALKEY=$valkey" "-DLLAMA_BUILD_TESTS=$tests" -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF
-        "-DLLAMA_BUILD_COMMIT=$(cat "$output/source/COMMIT" 2>/dev/null || echo unknown)"
+        "-DLLAMA_BUILD_COMMIT=$commit"
         -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
         -DLLAMA_ALL_WARNINGS=OFF # thousands about GCC 12's own headers
     )

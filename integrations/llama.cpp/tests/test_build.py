@@ -145,7 +145,7 @@ class Checkout:
                 entry.size, entry.mtime = len(text.encode()), 1_000_000_000
                 tar.addfile(entry, io.BytesIO(text.encode()))
         self.hash = hashlib.sha256(self.archive.read_bytes()).hexdigest()
-        (self.here / "pin.txt").write_text(f"llama-cpp-python==9.8.7 --hash=sha256:{self.hash}\n")
+        (self.here / "pin.txt").write_text(f"llama-cpp-python==9.8.7 --hash=sha256:{self.hash} # llama.cpp abc123\n")
 
     def run(self, *options):
         command = ["bash", self.here / "build.sh", "--output", self.build, *options]
@@ -327,10 +327,13 @@ def test_patches_are_applied_in_the_order_of_their_names(checkout):
     assert (checkout.build / "source/src/answer.cpp").read_text().startswith('// later\n#include "adapter.h"\n')
 
 
-def test_the_archive_says_which_commit_it_has(checkout, compilers):
-    checkout.succeeds("--prepare")
-    commit = checkout.build / "source/COMMIT"
-    assert commit.read_text() == "abc123\n"
+def test_the_pin_names_the_commit_that_the_archive_has(checkout, compilers):
+    pin = checkout.here / "pin.txt"
+    right = pin.read_text()
+    pin.write_text(right.replace("abc123", "abc124"))
+    said = checkout.fails("--prepare", "--source", checkout.archive)
+    assert "pin.txt names llama.cpp abc124, and llama-cpp-python 9.8.7 has abc123" in said
+    pin.write_text(right)
     checkout.succeeds()
     assert "LLAMA_BUILD_COMMIT:UNINITIALIZED=abc123" in (checkout.build / "CMakeCache.txt").read_text()
 
@@ -560,6 +563,8 @@ def test_help_shows_every_option(checkout):
 
 def test_the_pin_is_a_requirement_with_a_hash():
     (line,) = (OURS / "pin.txt").read_text().splitlines()
+    line, _, commit = line.partition(" # llama.cpp ")
+    assert len(bytes.fromhex(f"{commit}0")) == 5
     requirement, _, found = line.partition(" --hash=sha256:")
     assert requirement.startswith("llama-cpp-python==")
     assert len(bytes.fromhex(found)) == 32
