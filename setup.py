@@ -28,8 +28,9 @@ from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 from setuptools.errors import CompileError, LinkError
 
-header = Path("include/kvcache.h").read_text()
-version = ".".join(re.findall(r"^#define KVC_VERSION_(?:MAJOR|MINOR|PATCH) +(\d+)", header, re.MULTILINE))
+headers = sorted(glob("include/*.h"))
+text = Path("include/kvcache.h").read_text()
+version = ".".join(re.findall(r"^#define KVC_VERSION_(?:MAJOR|MINOR|PATCH) +(\d+)", text, re.MULTILINE))
 
 # With the limited API one build serves every CPython from 3.11 on, except those without a GIL.
 limited = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
@@ -65,10 +66,11 @@ def installed_library():
 
 class BuildPy(build_py):
     def finalize_options(self):
-        """Add the public header to the package, unless the system's library brings its own."""
+        """Add the public headers to the package, unless the system's library brings its own."""
         super().finalize_options()
         if not system:
-            self.data_files += [("kvcache.include", "include", f"{self.build_lib}/kvcache/include", ["kvcache.h"])]
+            names = [Path(path).name for path in headers]
+            self.data_files += [("kvcache.include", "include", f"{self.build_lib}/kvcache/include", names)]
 
 
 class BuildExt(build_ext):
@@ -270,7 +272,7 @@ names = {"linux": ["-Wl,-soname,libkvcache.so"], "macosx": ["-Wl,-install_name,@
 core = Extension(
     "kvcache.libkvcache" if windows else "kvcache.lib.libkvcache",
     sources=sorted(glob("src/*/*.c")),
-    depends=sorted(glob("include/*.h") + glob("src/*/*.h")),
+    depends=[*headers, *sorted(glob("src/*/*.h"))],
     include_dirs=["include", "src"],
     define_macros=[("KVC_SHARED", None), ("KVC_BUILD", None)] if windows else [],
     libraries=[] if windows else ["m", "pthread"],
@@ -280,7 +282,7 @@ core = Extension(
 module = Extension(
     "kvcache._core",
     sources=["kvcache/_core.pyx"],
-    depends=["include/kvcache.h", "src/rows/stride.h", "kvcache/_core.pxd", *sorted(glob("kvcache/binding/*.pxi"))],
+    depends=[*headers, "src/rows/stride.h", "kvcache/_core.pxd", *sorted(glob("kvcache/binding/*.pxi"))],
     include_dirs=["include", numpy.get_include(), "src"],
     define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
     libraries=["kvcache"] if windows else ["kvcache", "m"],

@@ -151,10 +151,13 @@ leftovers() {
 
 strict=(-Wall -Wextra -Wpedantic -Wconversion -Werror)
 
-# headers cc c++: compiles the public header alone, and the example in C++
+# headers cc c++: compiles each public header alone, and the example in C++
 headers() {
-    echo '#include <kvcache.h>' | "$1" -std=c11 "${strict[@]}" -Iinclude -fsyntax-only -x c -
-    echo '#include <kvcache.h>' | "$2" -std=c++17 "${strict[@]}" -Iinclude -fsyntax-only -x c++ -
+    local header
+    for header in include/*.h; do
+        echo "#include <${header##*/}>" | "$1" -std=c11 "${strict[@]}" -Iinclude -fsyntax-only -x c -
+        echo "#include <${header##*/}>" | "$2" -std=c++17 "${strict[@]}" -Iinclude -fsyntax-only -x c++ -
+    done
     "$2" -std=c++17 "${strict[@]}" -Iinclude -fsyntax-only examples/cpp/decode.cpp
 }
 

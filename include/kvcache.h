@@ -1,7 +1,21 @@
-/* kvcache.h: the KV cache for CPU inference.  The whole public C interface.
+/* kvcache.h: the KV cache for CPU inference.  The C interface for every day; it includes the rest at its end.
  *
  * A language-model runner keeps, for every layer, the keys and values of the tokens it has seen, decides which of
  * them stay, and attends over them.  This library does that, and nothing else.
+ *
+ * Contents  Each function says at its place what it does, what its limits are, and how it fails.
+ *   status                      kvc_status, kvc_last_error
+ *   configuration               kvc_config, and what it is made of: kvc_layer, kvc_type, kvc_policy, kvc_rope
+ *   a cache                     kvc_cache_new, kvc_cache_free
+ *   a forward pass              kvc_begin, kvc_put, kvc_attend, kvc_commit, kvc_commit_kept, kvc_abort
+ *   choosing rows               kvc_choose: which rows to attend to, for models with sparse attention
+ *   looking at sequences        kvc_seq_len, kvc_next_position, kvc_can_resume, kvc_exact_to
+ *   editing sequences           kvc_clear, kvc_fork, kvc_remove, kvc_truncate, kvc_shift
+ *   reading and replacing rows  kvc_spans, kvc_gather, kvc_extract, kvc_inject
+ *   room and memory             kvc_room, kvc_reserve, kvc_compact, kvc_nbytes
+ *   version and threads         kvc_version, kvc_num_threads
+ *   kvcache_prefix.h            prompts that begin alike: prefixes, checkpoints, events, stores
+ *   kvcache_more.h              batches of other kinds, kernels and threads of your own, saved states, inspection
  *
  * Words
  *   position      where a token stands in its sequence (int32).  Never the same thing as where it is stored.
@@ -25,8 +39,6 @@
  *   plan          says which tokens of a batch attend, and cuts the work into tasks (kvc_plan_new).
  *   prefix        finds the beginning of a prompt among the blocks that sequences left behind (kvc_prefix_new).
  *   kept block    a block that a prefix keeps for later prompts.  When other rows need its memory, it is evicted.
- *   checkpoint    a recurrent state of the model that a prefix keeps (kvc_prefix_checkpoint).
- *   store         keeps blocks of prefixes outside the cache, for other processes and later ones (kvc_store).
  *
  * Life of a cache
  *   kvc_cache_new(config, &cache)                 an empty cache, of a model's shape
@@ -49,26 +61,24 @@
  *           makes a handle writes NULL in its place if it fails.
  * Threads   Any thread may call any function.  A cache has one open batch at a time: kvc_begin fails with KVC_ERR_BUSY
  *           until it ends, and kvc_begin_with can wait.  The rest of this paragraph says how long calls wait.
- *           A mutex guards the bookkeeping.  Nobody holds it while rows are put,
- *           replaced, copied out, attended over or handed to a function of the caller.  How long a call holds
- *           it depends on its arguments and on the sequences that it names, not on what else the cache has.
+ *           A mutex guards the bookkeeping.  Nobody holds it while rows are put, replaced, copied out, attended over or
+ *           handed to a function of the caller.  How long a call holds it depends on its arguments and on the sequences
+ *           that it names, not on what else the cache has.
  *           Some calls fail with KVC_ERR_BUSY while a batch is open: kvc_begin, edits of a sequence in the batch,
- *           kvc_reserve, kvc_room, kvc_compact, kvc_cache_clone and kvc_cache_free.  Other sequences may
- *           be edited.  The same calls fail while kvc_shift, kvc_remove, kvc_divide or kvc_prefix_acquire
- *           (reuse_min_tokens) rewrites the keys of a sequence, and so do edits of that sequence.
+ *           kvc_reserve, kvc_room, kvc_compact, kvc_cache_clone and kvc_cache_free.  Other sequences may be edited.
+ *           The same calls fail while kvc_shift, kvc_remove, kvc_divide or kvc_prefix_acquire (reuse_min_tokens)
+ *           rewrites the keys of a sequence, and so do edits of that sequence.
  *           If each thread serves one request, let them put their tokens in one batch of many sequences, or take turns:
  *           with timeout_ms, kvc_begin_with waits for the open batch to end.
- *           Some calls wait.  kvc_prefix_forget and kvc_prefix_clear wait for a kvc_prefix_forget of the same prefix.
- *           Calls that read the rows of a sequence, edit it or begin a batch of it wait while
- *           kvc_inject writes its rows.  kvc_compact and kvc_cache_free wait for calls that
- *           copy rows out; a call that comes to copy rows meanwhile waits behind them.  kvc_room, kvc_load, and a call
- *           that would fail with KVC_ERR_FULL, wait for calls that copy rows, or carry a block to or from a store.
+ *           Some calls wait.  Calls that read the rows of a sequence, edit it or begin a batch of it wait while
+ *           kvc_inject writes its rows.  kvc_compact and kvc_cache_free wait for calls that copy rows out; a call that
+ *           comes to copy rows meanwhile waits behind them.  kvc_room, kvc_load, and a call that would fail with
+ *           KVC_ERR_FULL, wait for calls that copy rows, or carry a block to or from a store.
  *           Some calls may hold the mutex longer.  These are calls about all sequences (kvc_clear, kvc_keep,
- *           kvc_sequences, kvc_cache_clone, kvc_save without seq_ids, kvc_blocks,
- *           kvc_validate), and kvc_compact, kvc_begin and kvc_reserve when they move rows together.
- *           kvc_prefix_forget and kvc_prefix_clear look at all sequences that the prefix has acquired.
- *           kvc_commit and kvc_reserve end with work on OS pages, without the mutex; the batch has ended by then.  A
- *           free block whose pages are worked on is not given back meanwhile.
+ *           kvc_sequences, kvc_cache_clone, kvc_save without seq_ids, kvc_blocks, kvc_validate), and kvc_compact,
+ *           kvc_begin and kvc_reserve when they move rows together.  kvc_commit and kvc_reserve end with work on OS
+ *           pages, without the mutex; the batch has ended by then.  A free block whose pages are worked on is not given
+ *           back meanwhile.
  * fork()    The child has one thread, and every cache as it was.  fork() waits for calls of other threads to end,
  *           except for three kinds.  Work on a batch: in the child the batch is open, without that work.  Threads that
  *           wait to begin a batch: in the child nobody waits.  Functions of the caller: a sequence whose keys such a
@@ -393,7 +403,6 @@ typedef struct kvc_config {
 typedef struct kvc_cache kvc_cache;
 typedef struct kvc_batch kvc_batch;
 typedef struct kvc_hold kvc_hold;
-typedef struct kvc_plan kvc_plan;
 
 /* ---- a cache ----------------------------------------------------------------------------------------------------- */
 
@@ -578,6 +587,30 @@ typedef struct kvc_plan_args {
  * out and lse are undefined. */
 KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args);
 
+/* Ends the batch and frees it: its tokens become part of their sequences, if these are stored.
+ * A layer with a window or chunks expires rows.  It keeps the rows that a query at the position of the sequence's last
+ * token would see, or as many positions as resume_window says.  Beyond these rows, such a layer uses at most two spare
+ * blocks (three with sink tokens) for each sequence that shares no blocks and kept all its tokens.  Beside
+ * these, as many blocks as this batch took may stay free.  Other free blocks go back to the system.
+ * Fails with KVC_ERR_INVALID if a token was not put in some layer; the batch is still open then.  Once every token was
+ * put, this cannot fail, because kvc_begin has taken all memory that it needs.  If the system refuses the work on OS
+ * pages at the end, that work is left out. */
+KVC_API kvc_status kvc_commit(kvc_batch *batch);
+
+/* Does what kvc_commit does with num_kept of the tokens only, such as the accepted tokens of a speculation.  `kept` has
+ * their indices in the batch, in any order.  The other tokens need not have been put.  The rows of a sequence in a
+ * cross-attention layer are kept if one of the sequence's tokens is kept.  Fails with KVC_ERR_INDEX for an index
+ * that the batch does not have, and with KVC_ERR_INVALID for an index given twice.  Once the kept tokens were put,
+ * it cannot fail otherwise. */
+KVC_API kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept);
+
+/* Ends the batch and frees it, as if its tokens had never been, and gives back the memory that it took for rows and
+ * bookkeeping.  Rows that kvc_begin expired or evicted to make room stay so; their blocks wait for the next kvc_commit.
+ * Ignores NULL. */
+KVC_API void kvc_abort(kvc_batch *batch);
+
+/* ---- choosing rows ----------------------------------------------------------------------------------------------- */
+
 typedef struct kvc_choose_args {
     size_t struct_size;
     const void *q;        /* [num_tokens][num_heads][k_dim] */
@@ -621,28 +654,6 @@ typedef struct kvc_choose_args {
  * Fails as kvc_attend does, and with KVC_ERR_UNSUPPORTED if the layer holds values.  After an error, the contents of
  * chosen and scores are undefined. */
 KVC_API kvc_status kvc_choose(kvc_batch *batch, const kvc_plan_args *plan, const kvc_choose_args *args);
-
-/* Ends the batch and frees it: its tokens become part of their sequences, if these are stored.
- * A layer with a window or chunks expires rows.  It keeps the rows that a query at the position of the sequence's last
- * token would see, or as many positions as resume_window says.  Beyond these rows, such a layer uses at most two spare
- * blocks (three with sink tokens) for each sequence that shares no blocks and kept all its tokens.  Beside
- * these, as many blocks as this batch took may stay free.  Other free blocks go back to the system.
- * Fails with KVC_ERR_INVALID if a token was not put in some layer; the batch is still open then.  Once every token was
- * put, this cannot fail, because kvc_begin has taken all memory that it needs.  If the system refuses the work on OS
- * pages at the end, that work is left out. */
-KVC_API kvc_status kvc_commit(kvc_batch *batch);
-
-/* Does what kvc_commit does with num_kept of the tokens only, such as the accepted tokens of a speculation.  `kept` has
- * their indices in the batch, in any order.  The other tokens need not have been put.  The rows of a sequence in a
- * cross-attention layer are kept if one of the sequence's tokens is kept.  Fails with KVC_ERR_INDEX for an index
- * that the batch does not have, and with KVC_ERR_INVALID for an index given twice.  Once the kept tokens were put,
- * it cannot fail otherwise. */
-KVC_API kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_kept);
-
-/* Ends the batch and frees it, as if its tokens had never been, and gives back the memory that it took for rows and
- * bookkeeping.  Rows that kvc_begin expired or evicted to make room stay so; their blocks wait for the next kvc_commit.
- * Ignores NULL. */
-KVC_API void kvc_abort(kvc_batch *batch);
 
 /* ---- looking at sequences ---------------------------------------------------------------------------------------- */
 
@@ -787,49 +798,6 @@ KVC_API kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, i
  * does nothing if the sequence is empty and not in the open batch.  Fails with KVC_ERR_INVALID. */
 KVC_API kvc_status kvc_mark_inexact(kvc_cache *cache, int64_t seq_id, int32_t position);
 
-/* ---- weights of rows --------------------------------------------------------------------------------------------- */
-
-typedef enum kvc_reduction { /* what becomes of the weights that several queries give a row */
-    KVC_REDUCE_SUM = 0,
-    KVC_REDUCE_MAX = 1 /* the largest one */
-} kvc_reduction;
-
-typedef struct kvc_weights_args {
-    size_t struct_size;
-    const void *q;            /* [num_queries][num_heads][k_dim] */
-    float *weights;           /* out: [num_kv_heads][num_rows], in order of arrival */
-    const int32_t *positions; /* [num_queries] where the queries stand.  NULL: all at kvc_next_position */
-    const float *sinks;       /* [num_heads] a logit that joins the softmax and has no row; may be NULL */
-    int64_t q_token_stride, q_head_stride, weights_head_stride;
-    int64_t num_rows;    /* kvc_seq_len of the layer */
-    int32_t num_queries; /* at least 1 */
-    int32_t num_heads;   /* query heads: a multiple of num_kv_heads */
-    int32_t q_type;      /* KVC_F32, KVC_F16 or KVC_BF16 */
-    int32_t reduction;   /* kvc_reduction */
-    int32_t rotates;     /* not 0: queries carry no rotation, and are rotated for their positions by the layer's rope */
-    float scale;         /* 0: 1 / sqrt(k_dim).  Must be given if values lie in the keys */
-    float softcap;       /* 0: none, as in kvc_attend_args */
-    const volatile int32_t *cancel; /* may be NULL.  Once it is not 0, the call ends early */
-} kvc_weights_args;
-
-/* Computes the softmax weights that queries give to the stored rows of a sequence, without a batch.  weights[g][j] is
- * the sum, or the maximum, of w[t, h, j] over the queries t and the query heads h of KV head g.
- *     w[t, h, j] = exp(scale * q[t, h] . k[j, g]) / sum over visible rows i of exp(scale * q[t, h] . k[i, g])
- * A policy that evicts tokens by their importance (kvc_keep_positions) needs these weights.  The call reads keys alone,
- * with all threads of the cache.  A query sees the stored rows that a token at its position would see.  It gives the
- * other rows a weight of 0.
- * A query that is not finite, or sees such rows, may give NaN to the rows that it sees, and to no others.
- * The bits of the result do not depend on threads, or on where rows lie.
- * For each row, the call takes 4 bytes of memory for each query and query head of a KV head, at most 512 bytes.  If
- * that would exceed 64 MiB, it takes fewer queries at a time, down to 64 bytes for each row.  Bookkeeping comes on top.
- * Rows between others of another delta (kvc_span) take up to 16 times as much.
- * Fails with KVC_ERR_INVALID also if the layer has another number of rows, or no attention.  Fails with
- * KVC_ERR_UNSUPPORTED if the layer holds keys alone, and if it cannot rotate queries that are to be rotated: its rope
- * is unknown or a function, or it is a KVC_CROSS layer with frequencies.  Fails with KVC_ERR_GONE if a query would see
- * rows that have expired, with KVC_ERR_NOMEM, and with KVC_ERR_CANCELLED (cancel, or the cache's poll).  After
- * KVC_ERR_CANCELLED, the contents of weights are undefined. */
-KVC_API kvc_status kvc_weights(kvc_cache *cache, int64_t seq_id, int32_t layer, const kvc_weights_args *args);
-
 /* ---- reading and replacing rows ---------------------------------------------------------------------------------- */
 
 typedef struct kvc_span {
@@ -942,611 +910,10 @@ KVC_API int32_t kvc_block_size(kvc_cache *cache);
 /* Returns the most live slots of a layer group: kvc_config.capacity, or its default; -1 if there is no limit. */
 KVC_API int64_t kvc_capacity(kvc_cache *cache);
 
-/* Returns the bytes of rows if `capacity` slots of every layer group are filled; -1 if there is no limit.  Rows that an
- * open batch puts in cross-attention layers add to this until the commit. */
-KVC_API int64_t kvc_capacity_bytes(kvc_cache *cache);
-
-/* Returns the live slots of the fullest layer group over `capacity`; without a limit, over its slots in blocks.  Rows
- * that can be evicted do not count.  While an edit or a restoring batch replaces rows, the new rows do not count.  The
- * result is above 1 while the open batch has tokens that the default of capacity does not count. */
-KVC_API double kvc_utilization(kvc_cache *cache);
-
-typedef struct kvc_stats {
-    int64_t batches;         /* committed batches */
-    int64_t aborted;         /* aborted batches */
-    int64_t tokens;          /* tokens committed to sequences that are stored */
-    int64_t rows_expired;    /* counted in each layer group, as are all rows and slots here */
-    int64_t rows_moved;      /* rows moved by compactions */
-    int64_t compactions;
-    int64_t blocks_opened;   /* blocks for which memory was taken */
-    int64_t blocks_reused;   /* blocks that were free and are used again */
-    int64_t blocks_returned; /* blocks whose memory was given back */
-    int64_t live_slots;      /* slots that a sequence or the open batch holds now */
-    int64_t wasted_slots;    /* slots that are not live and cannot be used before a compaction, now */
-    int64_t blocks_in_use;   /* now */
-    int64_t blocks_free;     /* blocks whose memory is kept for reuse, now */
-    int64_t rows_copied;     /* rows copied to slots of a sequence's own, to be changed there: by kvc_divide and
-                                KVC_ROPE_FUNCTION, and if they were shared, by kvc_inject */
-    int64_t rows_evicted;    /* rows of kept blocks that were evicted; a row that two blocks shared counts twice */
-    int64_t retained;        /* kept blocks, and blocks that calls read or add, now */
-    int64_t evictable_slots; /* live slots that only kept blocks hold, now; none of what pins and quotas protect */
-} kvc_stats;
-
-/* Fills in *stats, of stats_size bytes. */
-KVC_API void kvc_get_stats(kvc_cache *cache, kvc_stats *stats, size_t stats_size);
-
-/* ---- saved states ------------------------------------------------------------------------------------------------ */
-
-/* A saved state is a file, or any other sequence of bytes.  It has rows as they are stored, their bookkeeping, and
- * checksums; docs/format.md specifies it.  safetensors opens it, too.  Checksums find damage, but not a change by
- * somebody who computes them anew.  So the file ends with KVC_MAC_BYTES bytes that the library writes as 0 and ignores:
- * with a secret, one puts there a MAC of all bytes before them. */
-#define KVC_MAC_BYTES 32
-
-/* Takes the next `size` bytes of a file that is saved.  Returns 0 for success; anything else ends the call with
- * KVC_ERR_CALLBACK.  It is called without the cache's mutex, from the thread that saves, and must not save or load
- * itself.  The last KVC_MAC_BYTES bytes come in a call of their own. */
-typedef int32_t kvc_write_fn(void *user, const void *data, size_t size);
-
-/* Sets the next `size` bytes of a file that is loaded, as kvc_write_fn takes them.  The last KVC_MAC_BYTES bytes are
- * asked for in a call of their own, before anything is changed. */
-typedef int32_t kvc_read_fn(void *user, void *data, size_t size);
-
-typedef struct kvc_save_args {
-    size_t struct_size;
-    kvc_write_fn *write;
-    void *user;
-    const int64_t *seq_ids;    /* [num_sequences] by rising id; NULL: all */
-    int64_t num_sequences;     /* 0 if seq_ids is NULL */
-    const int64_t *tokens;     /* token ids of each of seq_ids, one sequence after the other, for the caller's use; may
-                                  be NULL */
-    const int64_t *num_tokens; /* [num_sequences] how many token ids each sequence has, 0 or more */
-    const char *fingerprint;   /* names the model, for example by a hash of its file: up to 255 printable ASCII
-                                  characters, except quotes and backslashes.  NULL: "" */
-} kvc_save_args;
-
-/* Saves sequences: their rows, positions, deltas and expired positions, and the configuration without threads and
- * functions.  Shared rows are saved once.  Nothing of an open batch is saved.  seq_ids may name empty sequences.
- * It is the state of one moment.  Rows are written without the mutex, and sequences may be edited meanwhile, as if a
- * kvc_hold held their rows: kvc_compact and kvc_cache_free fail with KVC_ERR_HELD.
- * Fails with KVC_ERR_CALLBACK, after which the file is not whole, and with KVC_ERR_NOMEM.  Fails with
- * KVC_ERR_UNSUPPORTED on a big-endian machine, because files are little-endian. */
-KVC_API kvc_status kvc_save(kvc_cache *cache, const kvc_save_args *args);
-
-/* Gets the tokens that were saved with a sequence, before the cache is changed.  Returns as kvc_read_fn does. */
-typedef int32_t kvc_tokens_fn(void *user, int64_t seq_id, const int64_t *tokens, int64_t num_tokens);
-
-typedef struct kvc_load_args {
-    size_t struct_size;
-    const void *data;  /* [size] the file in memory: parts are copied and checked on all threads.  If it is a mapped
-                          file that somebody truncates meanwhile, SIGBUS ends the process.  NULL: `read` reads it */
-    kvc_read_fn *read;
-    void *user;        /* for read and tokens */
-    int64_t size;      /* bytes of the file */
-    const char *fingerprint; /* not NULL: KVC_ERR_FORMAT if the file has another one */
-    const int64_t *seq_ids;  /* [num_sequences] sequences of the file, by rising id; NULL: all */
-    const int64_t *to_ids;   /* [num_sequences] their ids in the cache; NULL: the same */
-    int64_t num_sequences;   /* 0 if seq_ids is NULL */
-    kvc_tokens_fn *tokens;   /* called for each of these sequences; may be NULL */
-    const kvc_config *config; /* for kvc_load only; may be NULL.  The new cache has its allocator, threads and poll, and
-                                 its limits and block_size in place of the file's, unless these are 0.  layers may be
-                                 NULL and num_layers 0.  Layers with KVC_ROPE_FUNCTION need layers, equal to the
-                                 file's */
-} kvc_load_args;
-
-/* Sets *cache to a new cache with the configuration and the sequences of a file, to be freed with kvc_cache_free.  The
- * file is untrusted: every count is checked against its size before memory is taken for it.  cache NULL: only checks
- * the file, checksums included.
- * Rows are packed into full blocks, so the new cache usually takes less memory than the saved one.  A sequence's list
- * of runs may be a few entries longer, of 24 bytes each.  If max_bytes does not hold a block of the file in each layer
- * group, and config gives no block_size, it is 64, or the largest smaller power of two that fits.
- * Fails with KVC_ERR_FORMAT if the file is truncated, altered, of another shape or model, of a newer format, or no
- * saved state.  The message has the reason, and which tensor was altered.  Fails with KVC_ERR_INVALID also if the
- * file lacks one of seq_ids, or needs functions that move keys.  Fails with KVC_ERR_CALLBACK, KVC_ERR_FULL (capacity
- * or max_bytes), KVC_ERR_NOMEM and KVC_ERR_UNSUPPORTED. */
-KVC_API kvc_status kvc_load(const kvc_load_args *args, kvc_cache **cache);
-
-/* Loads sequences of a file into a cache, in place of the rows under their ids.  Layers must have the shapes, types,
- * transforms, policies and ropes of the file's; block_size and limits may differ.  Rows that two of the sequences share
- * are shared again.
- * Other calls go on meanwhile, as beside kvc_save.  The sequences appear once everything is read and checked.  Then
- * kept blocks are evicted and old rows replaced.  Until then the loaded rows may exceed max_bytes, which counts both:
- * if it is short, first clear the sequences that are to be replaced.  capacity does not count replaced rows.  Rows that
- * the file's sequences shared with others of the cache are rows of their own.  Fails as kvc_load does, and with
- * KVC_ERR_BUSY for a sequence that kvc_begin or an edit is using. */
-KVC_API kvc_status kvc_restore(kvc_cache *cache, const kvc_load_args *args);
-
-/* Sets *clone to an independent copy of a cache and its sequences, to be freed with kvc_cache_free.  Rows are copied
- * block by block, without the mutex.  Shared rows are copied once, and shared in the copy as well.
- * The copy has the same configuration, allocator and functions that move keys: their `user` must take calls for both
- * caches, from any thread.  Its statistics begin at 0, except that blocks_opened counts the copied blocks.  Memory kept
- * for reuse is not copied, so its kvc_nbytes is no larger.  Its instruction set is kvc_isa().  Fails with KVC_ERR_BUSY,
- * KVC_ERR_NOMEM and KVC_ERR_UNSUPPORTED. */
-KVC_API kvc_status kvc_cache_clone(kvc_cache *cache, kvc_cache **clone);
-
-/* ---- prefixes: prompts that begin alike -------------------------------------------------------------------------- */
-
-/* A prefix finds the beginning of a prompt among the blocks that earlier sequences left behind, by their tokens.
- *
- *   kvc_prefix_acquire(prefix, &tokens, -1, &seq_id, &matched)  a new sequence, which holds the first `matched` tokens
- *     feed it the tokens from position `matched` on, then what is generated
- *   kvc_prefix_release(prefix, seq_id, &all_tokens)             the sequence ends, its blocks stay
- *
- * The commit that fills a block of the prompt keeps this block, and other prompts find it from then on.
- * kvc_prefix_release keeps blocks of generated tokens, and the last block, which may not be full.  Only exact rows are
- * kept (kvc_exact_to).
- *
- * Known     is the one word for what a prompt finds.  A block is kept while it has rows of some layer, and until it
- *           expires (ttl_ms).  The first n tokens of a prompt are known if kept blocks of these tokens hold, for each
- *           layer, every row that a token at position n would see.  If the prefix has state_bytes, a checkpoint at n is
- *           needed as well.  n is at most where the last kept block of the prompt ends.  If only the first tokens of
- *           that block are the prompt's, it ends behind these.
- *           The number of known tokens is the largest such n up to a limit; each call below says its own.  The prompt
- *           counts as ended at that limit.  If many kept blocks begin like the rest of a prompt, the 32 with the most
- *           tokens in common are looked at.  A search passes 256 expired blocks that no call has dropped yet.  It
- *           misses kept blocks behind more of these.
- * Used      A call uses the blocks that it matches, keeps or computes again, with their states.  A commit that keeps
- *           blocks of an acquired sequence also uses the blocks before them, and so does the end of the sequence.  If
- *           one call uses several blocks, the blocks nearer to the beginning of the prompt count as used later.
- *           The block whose state the prompt goes on from counts as used later than others that begin where it does.
- *
- * Kept blocks take no room from others.  A call that lacks room within capacity or max_bytes evicts the least recently
- * used ones, as few as it needs, and none if it fails all the same.  Blocks that would free no slot and no state stay.
- * A block goes whole, unless its state frees nothing and others hold its rows in the layers that see everything.  Then
- * it loses its other rows.  kvc_begin moves rows together if the tokens fit only so, or if that saves an eighth of
- * max_bytes and no block has to go.  If the system refuses memory for a block, kvc_begin and kvc_reserve evict others,
- * too.
- * So KVC_ERR_FULL says that sequences in use, prompts, holds, pins and quotas hold all.
- * An acquired sequence ends like any other, also when an edit leaves nothing of it: only the blocks of the prompt that
- * were full by then are kept.  It may be edited: what follows the edit is kept only by kvc_prefix_release.  An unstored
- * batch counts as an edit of all its tokens, but the emptied sequence goes on until it is ended.  Several prefixes, for
- * adapters and tenants, may share a cache.  The time of a call grows with the number of blocks of its tokens, and of
- * blocks that it drops.  For each block it also looks at up to 32 others that begin alike. */
-
-typedef struct kvc_prefix kvc_prefix;
-
-#define KVC_NAME_BYTES 32
-
-/* The tokens of a sequence, from position 0 on. */
-typedef struct kvc_tokens {
-    size_t struct_size;
-    const int64_t *ids;     /* [num_tokens] */
-    int64_t num_tokens;
-    const uint8_t *digests; /* [num_tokens][KVC_NAME_BYTES] stands for the token in place of its id, such as the hash of
-                               an image; all 0: the id counts.  NULL: all ids count */
-} kvc_tokens;
-
-typedef struct kvc_prefix_config {
-    size_t struct_size;
-    const char *fingerprint; /* what computes the rows: the model's name and revision, a hash of its file, an adapter.
-                                Not empty; ignored where identity is given */
-    const void *salt;        /* [salt_size] the tenant, a secret where tenants distrust each other.  NULL: none */
-    int64_t salt_size;
-    const void *identity; /* [identity_size] what rows depend on besides tokens, in place of kvc_prefix_identity.  NULL:
-                             that, of the fingerprint */
-    int64_t identity_size;
-    int64_t quota;       /* this many of its most recently used tokens are not evicted for others, nor is the rest of
-                            the block in which they end.  0: none */
-    int64_t ttl_ms;      /* milliseconds after which an unpinned block expires if no call uses it; later calls drop it.
-                            0: never */
-    int32_t reuse_min_tokens; /* not 0: tokens that begin where the match ends may be taken from another prompt, or from
-                                another position, and moved there.  They must be at least so many in a row, and span a
-                                whole block there.  This is an approximation: the rows are inexact.  Of blocks with the
-                                same tokens, the 32 used last are looked at.  0: never */
-    int32_t collects_new; /* not 0: kvc_take_new_blocks lists its blocks, and kvc_store_new_blocks writes them */
-    void *user;          /* what kvc_take_new_blocks says of its blocks */
-    const void *secret;  /* [secret_size] the key of a MAC over each value in a store.  Without the key one can remove
-                            values, but kvc_prefix_fetch takes none that one writes.  NULL: values have a checksum,
-                            which finds accidents.  Give both fields, or neither */
-    int64_t secret_size;
-    int64_t state_bytes; /* not 0: the model has a recurrent state as well, of at most so many bytes a sequence, and a
-                            match ends at a checkpoint (kvc_prefix_checkpoint).  0: it has none */
-    int64_t max_checkpoint_bytes; /* limit of the states that are kept.  Beyond it, states that are not pinned are
-                            dropped, the least recently used first.  0: states are limited as their blocks are, and by
-                            max_bytes */
-    int32_t max_events; /* events kept for kvc_prefix_take_events, of 40 bytes each.  0: none */
-} kvc_prefix_config;
-
-/* Writes the identity that the names of blocks depend on besides tokens, salt and state_bytes: KVC_NAME_BYTES bytes.
- * It is a digest of the fingerprint, which has `size` bytes, of block_size, and of each field of a layer that rows
- * depend on.  Python's PrefixCache has the same identity if its cache has the same layers, and its fingerprint in UTF-8
- * the same bytes. */
-KVC_API kvc_status kvc_prefix_identity(const kvc_cache *cache, const void *fingerprint, int64_t size,
-                                       uint8_t *identity);
-
-/* Sets *prefix to a new prefix of a cache, to be freed with kvc_prefix_free, or with the cache.  Fails with
- * KVC_ERR_INVALID if the cache is for one sequence or a field is out of range.  Fails with KVC_ERR_UNSUPPORTED if it
- * has a KVC_CROSS layer, because rows of such a layer do not follow from tokens.  reuse_min_tokens is
- * KVC_ERR_UNSUPPORTED if the rope of a layer is not known, or the model has a recurrent state.  Fails with KVC_ERR_FULL
- * if max_bytes leaves no room, and with KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *config, kvc_prefix **prefix);
-
-/* Frees a prefix, and drops its blocks; ignores NULL.  Sequences that it acquired go on as any others. */
-KVC_API void kvc_prefix_free(kvc_prefix *prefix);
-
-/* Returns a new id, which names no sequence.  Ids count up from 0.  Neither this call nor kvc_prefix_acquire has
- * returned it before.  Calls that read or add blocks take new ids for sequences of their own. */
-KVC_API int64_t kvc_new_sequence(kvc_cache *cache);
-
-/* Sets *seq_id to a new sequence that holds the known tokens of a prompt, and *matched to their number.  That is at
- * most max_matched (-1: no limit), and less than all tokens, because the last one has to be fed.  It may lack rows that
- * only resume_window keeps: kvc_can_resume says how far it can go back.
- * May be called while a batch is open.  Fails with KVC_ERR_INVALID if there are no tokens, with KVC_ERR_FULL if
- * max_bytes leaves no room for the prompt, with KVC_ERR_NOMEM, and with KVC_ERR_CALLBACK if a kvc_shift_fn fails
- * (reuse_min_tokens).  In the last case it may have evicted kept blocks, and taken memory that is kept for reuse. */
-KVC_API kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
-                                      int64_t *seq_id, int32_t *matched);
-
-/* Keeps the blocks of a sequence, and ends it.  Pass all its tokens, generated ones too; tokens that were not fed are
- * ignored.  No tokens: the sequence only ends.  The sequence may be any of the cache; if it is empty, it only ends.  If
- * memory for bookkeeping is short, the call keeps fewer blocks.  Fails with KVC_ERR_BUSY while the sequence is in the
- * open batch or its keys are rewritten.  Fails with KVC_ERR_INVALID if the sequence holds more exact tokens than were
- * passed, as it does if a whole prompt was fed behind its match.  Commits have kept blocks of such a prompt by then,
- * with rows of other tokens: call kvc_prefix_forget.  kvc_mark_inexact, called at position n before, limits what is
- * kept to the first n tokens. */
-KVC_API kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens);
-
-/* Keeps the blocks of a sequence's first tokens, and the recurrent state of the model behind them.  The sequence goes
- * on.  A match of a prefix with state_bytes ends at a checkpoint.  num_bytes 0: keeps the blocks alone.
- * Call it before the last token of a prompt, because an acquired sequence never holds that token.  Call it also at the
- * end of an answer, and every few thousand tokens of a long prompt.
- * A state counts as memory, and is dropped with the rows of its last token.  It is not kept if the sequence holds
- * fewer tokens, if its tokens are not all exact, or if the prefix forgets a prompt while the call runs.  Nor is it kept
- * if all windows have left the last token behind, and no kept block has its rows.
- * Fails with KVC_ERR_BUSY as kvc_prefix_release does, and with KVC_ERR_INVALID if num_bytes is more than state_bytes,
- * or there is a state and no token.  Fails with KVC_ERR_FULL if max_bytes leaves no room for the state, or pinned
- * states leave none within max_checkpoint_bytes, and with KVC_ERR_NOMEM.  A call that fails so may have kept blocks
- * without the state, and evicted others. */
-KVC_API kvc_status kvc_prefix_checkpoint(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens,
-                                         const void *state, int64_t num_bytes);
-
-/* Writes the recurrent state from which an acquired sequence goes on, and sets *num_bytes to its bytes: 0 if nothing
- * was matched.  `state` has room for max_bytes.  state NULL: sets *num_bytes alone.  Call it before the sequence's
- * first commit, which forgets the state.  Fails with KVC_ERR_INVALID if the state has more than max_bytes. */
-KVC_API kvc_status kvc_prefix_state(kvc_prefix *prefix, int64_t seq_id, void *state, int64_t max_bytes,
-                                    int64_t *num_bytes);
-
-/* Sets *matched to the number of known tokens.  Takes nothing, and marks nothing as used.  Sets *with_rows, unless it
- * is NULL, to the number of tokens that would be known if no checkpoints were needed.  If that is more, another prompt
- * began alike, and a checkpoint there lets the next such prompt go on from it.  Fails with KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_prefix_lookup(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *matched,
-                                     int32_t *with_rows);
-
-/* Pins the known tokens of a prompt, such as a system prompt: their blocks and state are not evicted.  Sets *kept to
- * the number of these tokens; if it is 0, nothing is pinned.  Call it again once more of the prompt is known: the pin
- * then holds that, too.  If only the first tokens of a block are the prompt's, the whole block is pinned.  If layers
- * have chunks, the block behind the known tokens may have to be pinned, too.  A pin does not count as a use.  It takes
- * 8 bytes for each block.  Fails with KVC_ERR_FULL if max_bytes leaves no room for that, and with KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_prefix_pin(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t *kept);
-
-/* Takes back one kvc_prefix_pin of the same tokens; does nothing if no such pin is left.  Once all are taken back, they
- * pin nothing of the prompt. */
-KVC_API kvc_status kvc_prefix_unpin(kvc_prefix *prefix, const kvc_tokens *tokens);
-
-/* Drops the least recently used blocks that are not pinned, until num_tokens tokens are dropped or no block is left.
- * Sets *num_evicted to the number of dropped tokens, which may be more, because blocks are dropped whole. */
-KVC_API kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int64_t *num_evicted);
-
-/* Drops all blocks, pinned ones too, and takes back all pins.  Sequences stay as they are; the tokens that they hold
- * are kept once they are released.  Fails with KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
-
-/* Forgets a prompt, for example private data: none of its tokens matches any prompt until somebody computes them again.
- * Pass the answer, too.  Drops each block that has one of these tokens, and each block behind the whole prompt, pinned
- * or not, with their states.  Sets *num_dropped to the number of tokens in these blocks.
- * Other blocks behind a part of the prompt stay, for when that part is computed again, unless all layers have windows
- * or chunks.  Equal tokens of another prompt, or at another position, stay, too.  If reuse_min_tokens must not move
- * them, forget that prompt as well.
- * Sequences go on.  But the prefix keeps nothing more of sequences that were begun or acquired before the call
- * returned.  The same is true of sequences that kvc_restore makes, that another prefix acquired, or that have rows of
- * one of these.  A kvc_prefix_fetch under way adds nothing more.  Pins stay, for when their blocks are computed again.
-
- * Other calls come between.  Until the call ends, prompts with the same first token match nothing and leave no blocks.
- *
- * Stores keep their values.  Remove those under the prompt's names (kvc_prefix_names), and under the names that the
- * call writes to `names`, [max_names][KVC_NAME_BYTES]: full blocks that were dropped meanwhile.  If *num_names is
- * max_names, call it again.  Blocks that others drop between two calls have no names, so give room for more than
- * kvc_prefix_stats.blocks.  names NULL, and max_names 0: drops all.
- * A kvc_store_new_blocks under way writes none of these blocks any more, and removes the value that it is writing.  If
- * a store has no `remove`, remove the values once that call has ended.
- * Blocks that had left the cache before have no names.  A store may bring them back, with tokens of the prompt or
- * behind it.  To be sure, give each tenant a store of its own, and clear it. */
-KVC_API kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *tokens, uint8_t *names, int64_t max_names,
-                                     int64_t *num_names, int64_t *num_dropped);
-
-/* Writes the names of the full blocks of a prompt, known or not: at most max_names, [..][KVC_NAME_BYTES].  Sets
- * *num_names to the number of full blocks. */
-KVC_API kvc_status kvc_prefix_names(kvc_prefix *prefix, const kvc_tokens *tokens, uint8_t *names, int64_t max_names,
-                                    int64_t *num_names);
-
-/* Events: what a router follows, to send a prompt to where its blocks are. */
-
-typedef enum kvc_prefix_event_kind {
-    KVC_BLOCK_KEPT = 1, /* a full block is kept from now on.  If all blocks before it are kept, its tokens are usually
-                           known.  They are not if a row that a window sees behind it is lost, or a checkpoint */
-    KVC_BLOCK_DROPPED,  /* the block is dropped: evicted, expired or forgotten */
-    KVC_BLOCKS_CLEARED  /* all kept blocks are dropped */
-} kvc_prefix_event_kind;
-
-typedef struct kvc_prefix_event {
-    int32_t kind;                 /* kvc_prefix_event_kind */
-    int32_t begin;                /* position of the block's first token */
-    uint8_t name[KVC_NAME_BYTES]; /* of the block */
-} kvc_prefix_event;
-
-/* Writes the events since the last call, in order: at most max_events.  Sets *num_events to how many it wrote, and
- * *num_lost to how many before them were overwritten because there are more than kvc_prefix_config.max_events.
- * kvc_prefix_clear takes away the events before its own, which do not count as lost. */
-KVC_API kvc_status kvc_prefix_take_events(kvc_prefix *prefix, kvc_prefix_event *events, size_t event_size,
-                                          int64_t max_events, int64_t *num_events, int64_t *num_lost);
-
-/* Stores: how full blocks get out of the cache, and back.  A payload begins with a byte for each layer: 1 if its rows
- * follow, which are all of the block or none.  Then come the rows of these layers, as they are stored: keys
- * [num_kv_heads][block_size / stride], then values, unless they lie in the keys or the layer holds keys alone.  If the
- * block has a checkpoint, the position of the last one follows (4 bytes, the lowest first), then its state.  A payload
- * is kept under the block's name, and fits any prefix with the same names, on any machine.  Names tell prefixes of
- * other state_bytes apart. */
-
-typedef struct kvc_new_block {
-    void *user;         /* of its prefix */
-    int64_t id;         /* for kvc_store_block */
-    int32_t begin, end; /* positions of its tokens */
-    uint8_t name[KVC_NAME_BYTES];
-} kvc_new_block;
-
-/* Writes the blocks that prefixes with collects_new have kept since the last call: at most max_blocks.  Sets
- * *num_blocks to how many it wrote.  A block comes once.  It comes again when it gets more rows, a checkpoint at its
- * end, or a later checkpoint within it.  Up to 64 blocks that begin with the same tokens come again for the last
- * reason.  Blocks that were dropped since, or added by kvc_prefix_fetch, do not come.  A checkpoint that was added
- * so does not make its block come, either.  A block does not come if windows have lost rows of it in every layer.
- * Call it after each commit and kvc_prefix_release. */
-KVC_API kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t new_block_size,
-                                       int64_t max_blocks, int64_t *num_blocks);
-
-/* A store keeps such blocks, of any number of caches, processes and machines.  kvc_dir_store_new makes one in a folder.
- * Another one is two or three functions of the caller.  Any thread may call them, several at once, without the cache's
- * mutex.  They return KVC_OK, or an error after kvc_set_last_error, usually KVC_ERR_STORE.
- *
- *   kvc_prefix_fetch(prefix, &tokens, -1, store, &fetched)      before kvc_prefix_acquire: adds what the store has
- *   kvc_store_new_blocks(cache, store, &num_written)            after commits and releases: writes what is new
- *
- * Call both on any thread, such as one of your own for writing: nothing waits for a store.  A store that fails costs
- * speed, and nothing else; the status says that it failed.  A value is a header of 128 bytes, bound to the name, the
- * model and the secret, and the payload.  It is used only if it is unchanged.  Python's PrefixCache writes the
- * same values, under the same names in hexadecimal digits. */
-
-typedef struct kvc_store {
-    size_t struct_size;
-    void *user; /* given to the functions; stores with the same `user` and `read` are one store */
-    /* Copies the value under a name of KVC_NAME_BYTES bytes to `value`, and sets *size to its bytes, or to 0 if
-     * there is no value.  If the value has more than max_bytes, sets *size to any number above max_bytes, and copies no
-     * more than max_bytes. */
-    kvc_status (*read)(void *user, const uint8_t *name, void *value, int64_t max_bytes, int64_t *size);
-    /* Keeps a value under a name, in place of the one that is there. */
-    kvc_status (*write)(void *user, const uint8_t *name, const void *value, int64_t size);
-    /* Removes the value under a name; does nothing if there is none.  NULL: values cannot be removed. */
-    kvc_status (*remove)(void *user, const uint8_t *name);
-} kvc_store;
-
-/* Reads the full blocks that follow the known tokens of a prompt from a store, and adds them in order.  It ends where
- * the store lacks a block that is not kept, and where there is no room.  It also ends before a block that would reach
- * past max_matched tokens (-1: no limit) or hold the prompt's last token.  A kept block is read if it lacks its state.
- * Blocks that were used later than the call's own are not evicted for it.  While the store works, the call keeps
- * nothing from being dropped.  It ends soon after others have dropped what its blocks follow.
- * Sets *fetched to the number of tokens in blocks that brought rows or a state, also if it fails.
- * Fails with KVC_ERR_INVALID if there are no tokens, as `read` fails, with KVC_ERR_FORMAT if a value was changed, and
- * with KVC_ERR_NOMEM.  The prompt's tokens are then computed, and a changed value is written again. */
-KVC_API kvc_status kvc_prefix_fetch(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
-                                    const kvc_store *store, int32_t *fetched);
-
-/* Takes the new blocks as kvc_take_new_blocks does, and writes them to a store.  Sets *num_written to how many it
- * wrote, also if it fails.  If a block may have no state, or lack rows of windows, it reads the block's value first,
- * and writes both joined.  If another call of this cache is writing the block to the same store, that call writes it
- * again in place of this one.  Fails as `read` and `write` do, and with KVC_ERR_NOMEM.  It does not try that block
- * again; the next call writes the others. */
-KVC_API kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_t *num_written);
-
-/* Writes a block that kvc_take_new_blocks has listed to a store, as kvc_store_new_blocks does, on any thread: for
- * callers whose prefixes have several stores.  Sets *size to the bytes of its payload, which is 0 if the block was
- * dropped.  Does not call `write` if the store has all of it.  Fails as `read` and `write` do, and with
- * KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_store_block(kvc_cache *cache, int64_t id, const kvc_store *store, int64_t *size);
-
-/* Sets *store to a new store in a folder, which is made if there is none; free it with kvc_dir_store_free.  Any
- * number of processes and threads may share a folder, also Python's DirectoryStore.  A relative path starts where the
- * process is now, also after a chdir().  Its values take at most max_bytes (0: no limit), and values that are being
- * written come on top.  The least recently read or written values are removed until 1/16 of max_bytes is free.  Nothing
- * is synced to the disk: a file that a power cut damages counts as missing.
- * Only their owner can read the files.  On Windows the folder's rights count, and the path is UTF-8.  Links and files
- * of other names are left alone.  If a value has more than max_bytes, `read` copies the first max_bytes.
- * Its functions fail with KVC_ERR_STORE and KVC_ERR_NOMEM.  Fails with KVC_ERR_STORE if the folder cannot be made or
- * used, and with KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_dir_store_new(const char *path, int64_t max_bytes, kvc_store **store);
-
-/* Frees a store of kvc_dir_store_new that no call uses any more; ignores NULL.  Its files stay. */
-KVC_API void kvc_dir_store_free(kvc_store *store);
-
-typedef struct kvc_prefix_stats {
-    int64_t requests;  /* calls of kvc_prefix_acquire that succeeded */
-    int64_t hits;      /* requests that matched a token or more */
-    int64_t tokens;    /* tokens of all requests */
-    int64_t matched;   /* tokens that were matched */
-    int64_t reused;    /* matched tokens that were computed elsewhere (reuse_min_tokens) */
-    int64_t blocks;    /* kept blocks now, full or not, also behind a block that was dropped.  An expired block counts
-                          until a call drops it */
-    int64_t held;      /* tokens in kept blocks now */
-    int64_t sequences; /* acquired sequences now that have not ended */
-    int64_t checkpoints;      /* states of the model that are kept now */
-    int64_t checkpoint_bytes; /* bytes of these states */
-} kvc_prefix_stats;
-
-/* Fills in *stats, of stats_size bytes. */
-KVC_API void kvc_prefix_get_stats(kvc_prefix *prefix, kvc_prefix_stats *stats, size_t stats_size);
-
-/* ---- batches of other kinds -------------------------------------------------------------------------------------- */
-
-/* Sequences that are not stored (kvc_begin_args.unstored), for example to score a text.  The batch sees the rows that
- * such a sequence held before, and its own.  Until the batch ends, its tokens count for every limit, like the tokens of
- * any sequence: they take the rows of all layers.  The commit drops all rows of the sequence, and their blocks go back
- * to the system, reserved ones (kvc_reserve) as well.  In layers with a window or chunks, the spare blocks that
- * kvc_commit keeps may be of these.  Blocks that a hold keeps stay free for later batches once it ends.
- * A token of such a sequence need not have been put.  If the rows of a long text are too many, feed it in batches that
- * are stored, and clear the sequence. */
-
-/* Waiting for the open batch (kvc_begin_args.timeout_ms).  Calls are served in order of arrival, and find the sequences
- * as they are at that time.  While others wait, a call that does not wait fails with KVC_ERR_BUSY.  Any thread may end
- * the batch; a thread that should end it itself waits in vain.  The call fails with KVC_ERR_BUSY once timeout_ms have
- * passed, and with KVC_ERR_CANCELLED if the cache's poll says so.  A call keeps its place while its poll runs, so that
- * a poll that takes long delays the calls behind it.  Batches that the poll itself begins come before them. */
-
-/* Restoring layers (kvc_begin_args.replaced): the batch puts back rows that were saved.  Once it is committed, its
- * tokens replace all rows of their sequences in the restored layers; other layers stay as they are.  A state whose
- * layers hold different positions takes several batches: one with all positions, for the layers that see everything,
- * and one with the last positions, for layers with a window.
- * Give positions, in any order; parents and unstored are NULL.  The tokens arrive by rising position.  Tokens of a
- * sequence at the same position, as kvc_divide leaves them, arrive in the order given.  Layers of one group are
- * restored together; flags of layers that share rows, or have no attention, are ignored.
- * Put every token in every restored layer, and in no other layer (KVC_ERR_INVALID).  kvc_put replaces the rows of a
- * restored KVC_CROSS layer; if it is not called, they stay.  Nothing attends in such a batch: kvc_attend, kvc_plan_new,
- * kvc_batch_spans and the kvc_dense calls fail with KVC_ERR_INVALID.  kvc_commit_kept leaves a sequence as it is if it
- * keeps none of its tokens.
- * The old rows take memory until the commit.  They do not count for max_seq_len.  They count for capacity only if an
- * edit copies rows meanwhile.
- * A position that one layer holds and another lacks is gone from the other layer, as if it had expired.  A batch that
- * would see it fails with KVC_ERR_GONE, until that layer is restored as well, or kvc_truncate drops the position.  In a
- * restored layer with a window or chunks, a position that was not given counts as expired if the query behind the last
- * row would not see it.
- * The window of an earlier moment can be restored into a sequence that has gone on, and kvc_truncate takes the
- * sequence back there.  Until layers agree again, the cache expires no row that a query would need from the first
- * position on that a layer lacks. */
-
-typedef struct kvc_begin_args {
-    size_t struct_size;
-    int32_t num_tokens;
-    const int32_t *positions; /* [num_tokens] as in kvc_begin; NULL: from kvc_next_position on */
-    const int64_t *seq_ids;   /* [num_tokens] NULL: all of sequence 0 */
-    const int32_t *parents;   /* [num_tokens] NULL: no trees */
-    const uint8_t *unstored;  /* [num_tokens] not 0: the token's sequence is not stored, and is empty once the batch
-                                 is committed.  The same for all tokens of a sequence.  NULL: all sequences are
-                                 stored */
-    int64_t timeout_ms;       /* milliseconds to wait while another batch is open or keys are rewritten.  0: not at all.
-                                 -1: without end */
-    const uint8_t *replaced;  /* [num_layers] not 0: the batch restores the layer.  NULL: an ordinary batch */
-} kvc_begin_args;
-
-/* Does what kvc_begin does, with its errors, for batches of the kinds above.  Fails with KVC_ERR_INVALID also if
- * replaced, positions, parents or unstored are not as said there. */
-KVC_API kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **batch);
-
-/* Returns the positions of the batch's tokens, [num_tokens]; valid until the batch ends. */
-KVC_API const int32_t *kvc_batch_positions(const kvc_batch *batch);
-
-/* ---- a kernel of your own: writing rows -------------------------------------------------------------------------- */
-
-/* Sets *span to where a kernel of the caller writes rows, in place of kvc_put.  The span has the row of token `first`
- * of the batch, and the rows of the tokens after it that lie in consecutive slots.  Write through the span's pointers.
- * They are valid until the batch ends, or, if hold is not NULL, until *hold is freed.  position is the position of
- * `first`; the other tokens have the batch's positions.  `first` must have a row (kvc_policy.stride), and tokens
- * without one are passed over.  Do not call it while another thread puts or writes tokens of the same layer.  Fails
- * with KVC_ERR_INDEX and KVC_ERR_INVALID as kvc_put does, with KVC_ERR_UNSUPPORTED for KVC_CROSS, and with
- * KVC_ERR_NOMEM for a hold. */
-KVC_API kvc_status kvc_slots(kvc_batch *batch, int32_t layer, int32_t first, kvc_span *span, size_t span_size,
-                             kvc_hold **hold);
-
-/* Marks tokens [first, first + num_tokens) of the batch as put, after they were written where kvc_slots showed.  Fails
- * with KVC_ERR_INDEX and KVC_ERR_INVALID as kvc_put does, and with KVC_ERR_UNSUPPORTED for KVC_CROSS. */
-KVC_API kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens);
-
-/* ---- threads of your own: the tasks of kvc_attend ---------------------------------------------------------------- */
-
-/* Makes a plan, for runners with threads of their own.  A plan cuts the work of kvc_attend, or of kvc_choose, into
- * tasks, and takes all memory that they need.  It serves every layer of the group that has the same shapes, one layer
- * at a time.  The end of the batch frees it.  It may be made before rows are put; for a cross-attention layer, make it
- * after this batch's rows were put.  Fails with KVC_ERR_INDEX and KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **plan);
-
-/* Returns the number of tasks of a plan. */
-KVC_API int64_t kvc_plan_num_tasks(const kvc_plan *plan);
-
-/* Runs one task of a layer, on any thread.  Run every task of [0, num_tasks) once, best in this order, because large
- * tasks come first.  All calls for one layer get the same args; args->put is NULL.  The task that ends last merges, in
- * a fixed order, so no barrier is needed.
- * If tasks failed, were cancelled or were left out, run these again, or all of them, in any order: results are right
- * once the last task has ended.  If all are run again, args may have changed.  You may also leave
- * them, and begin the next layer.
- * Fails with KVC_ERR_INDEX if there is no such task, and with KVC_ERR_BUSY while another thread runs the same task, or
- * tasks of another layer.  Fails with KVC_ERR_INVALID and KVC_ERR_CANCELLED (cancel) as kvc_attend does.
- * kvc_last_error() has the message on the thread that ran the task. */
-KVC_API kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *args, int64_t task);
-
-/* Runs one task of kvc_choose, as kvc_plan_run does of kvc_attend, of a plan for a layer that holds keys alone.  The
- * task of a token that ends last chooses. */
-KVC_API kvc_status kvc_plan_choose(kvc_plan *plan, int32_t layer, const kvc_choose_args *args, int64_t task);
-
-/* Frees a plan before its batch ends, so that a later plan of the batch takes its memory; ignores NULL. */
-KVC_API void kvc_plan_free(kvc_plan *plan);
-
-/* ---- an attention of your own ------------------------------------------------------------------------------------ */
-
-/* Lists the rows of one sequence of the batch in a layer as spans, as kvc_spans does.  The stored rows come first, then
- * the rows that were put in the batch, in the batch's order.  In a KVC_CROSS layer, rows of the batch replace the
- * stored rows.  Rows of the batch have delta 0; if they lie behind the stored rows, they continue the same span.  No
- * mask is applied: the policy, parents and positions say what a token sees.
- * A hold keeps the rows after the batch has ended, too, even if it was aborted.  Without a hold, pointers are valid
- * until the batch ends; in a KVC_CROSS layer, until rows are put there again.
- * Do not call this while another thread puts or writes tokens of the same layer.
- * Fails with KVC_ERR_INVALID if the batch has no token of the sequence, if it restores, or if the layer has no
- * attention.  Fails with KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_batch_spans(kvc_batch *batch, int64_t seq_id, int32_t layer, kvc_span *spans, size_t span_size,
-                                   int64_t max_spans, int64_t *num_spans, kvc_hold **hold);
-
-/* Sets *num_rows to the number of rows that the batch's tokens might see in a layer.  These are the stored rows of the
- * batch's sequences, and the rows that were put in the batch.  Sequences come by rising id, the rows of each by rising
- * position; rows at equal positions come in order of arrival. */
-KVC_API kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows);
-
-/* For by_sequence: sets *num_sequences to the number of sequences in the batch, and *most_rows to the largest number of
- * such rows of one sequence.  Fails with KVC_ERR_INVALID unless the batch's tokens come sequence after sequence, the
- * same number of each. */
-KVC_API kvc_status kvc_dense_sequences(kvc_batch *batch, int32_t layer, int32_t *num_sequences, int64_t *most_rows);
-
-typedef struct kvc_dense_args {
-    size_t struct_size;
-    const kvc_rows_out *rows;  /* where the rows go, decoded or raw, and rotated */
-    float *mask;               /* [the batch's tokens][rows] 0 if the token sees the row, otherwise -inf; may be NULL */
-    int64_t mask_token_stride;
-    int64_t num_rows;          /* num_rows of kvc_dense_rows; with by_sequence, most_rows of kvc_dense_sequences */
-    const uint8_t *non_causal; /* [the batch's tokens], as in kvc_plan_args */
-    uint8_t *seen;             /* [the batch's tokens][rows] 1 if the token sees the row, otherwise 0; may be NULL */
-    int64_t seen_token_stride;
-    int32_t by_sequence; /* 0: rows of all sequences, one after the other.  Not 0: each sequence has num_rows rows, a
-                            batch stride apart, in the order in which the batch names the sequences.  Missing rows are
-                            zeros at position -1, which no token sees.  Masks are over the rows of the token's
-                            sequence */
-    int64_t k_batch_stride, v_batch_stride;
-    const kvc_masked *masked; /* [num_masked] rows that the masks hide from all tokens, as in kvc_plan_args; they are
-                                 copied, too */
-    size_t masked_size;       /* sizeof(kvc_masked) */
-    int32_t num_masked;
-} kvc_dense_args;
-
-/* Copies these rows, decoded or raw, rotated for their present positions, and says which token sees which row, with all
- * threads of the cache.  Fails with KVC_ERR_INVALID if num_rows is another number, and as kvc_dense_sequences does.
- * Fails with KVC_ERR_NOMEM. */
-KVC_API kvc_status kvc_dense(kvc_batch *batch, int32_t layer, const kvc_dense_args *args);
-
-/* ---- version, machine and threads -------------------------------------------------------------------------------- */
+/* ---- version and threads ----------------------------------------------------------------------------------------- */
 
 /* Returns the library's version: major * 1000000 + minor * 1000 + patch. */
 KVC_API int32_t kvc_version(void);
-
-/* Returns a line on how the library was built: version, compiler, instruction sets, OpenMP.  The text is static. */
-KVC_API const char *kvc_build_info(void);
-
-/* Returns the instruction set that a cache created now would use: "scalar", "avx2", "neon", ...  It is the best set
- * of this machine, unless the environment variable KVCACHE_ISA names another set.  Returns NULL if this machine or
- * build lacks the set that the variable names. */
-KVC_API const char *kvc_isa(void);
 
 /* Returns the number of threads that a call uses if the cache's configuration gives none.  It is the number given to
  * kvc_set_num_threads.  Otherwise, it is the least of
@@ -1565,60 +932,11 @@ KVC_API int32_t kvc_num_threads(void);
  * KVC_ERR_INVALID. */
 KVC_API kvc_status kvc_set_num_threads(int32_t num_threads);
 
-/* Returns whose threads a call uses that is made now: "openmp" if the library was compiled with OpenMP, otherwise
- * "own".  The environment variable KVCACHE_THREADS may name the other one.  It is read once, when it is first
- * needed.  Returns NULL if this build lacks the threads that the variable names; no cache can be made then.
- *
- * "openmp"  Calls are parallel regions of the OpenMP runtime that the program's other libraries use.  Usually this is
- *           the runtime that the library links to.  The process may have loaded another one, Clang's (libomp) or
- *           Intel's (libiomp5), before a cache was made; calls run on that one if nothing else needs the linked one.
- *           While regions are held up, because another program takes a processor, calls use the own threads.  If OpenMP
- *           binds threads to places, they then use the calling thread alone.
- * "own"     Threads of this library, which wait for 50 microseconds and then sleep.  A child after fork() has them if
- *           its parent had no cache, or (on Linux) had not even loaded this library. */
-KVC_API const char *kvc_threading_layer(void);
-
-/* ---- inspection -------------------------------------------------------------------------------------------------- */
-
-typedef struct kvc_block_info {
-    int32_t num_slots;
-    int32_t filled;     /* slots below this were handed out */
-    int32_t live;       /* filled slots that a sequence or the open batch holds; the others wait for a compaction */
-    int32_t references; /* the most sequences, the open batch included, that hold one of its slots */
-    int32_t resident;   /* slots that were handed out since its memory was taken, so that the system has given
-                           memory for them */
-    int32_t is_held;    /* not 0: a kvc_hold keeps its rows as they are; they are not reused meanwhile */
-    int32_t is_free;    /* not 0: nobody holds a slot; its memory is kept for reuse */
-    int32_t reserved;   /* 0 */
-    int64_t bytes;      /* what it counts for max_bytes unless it is free: its rows, its header, and a share for lists.
-                           It is the same for all blocks of a layer group */
-} kvc_block_info;
-
-typedef struct kvc_run_info {
-    int64_t seq_id;
-    int32_t block; /* index of the block */
-    int32_t slot;  /* the run is slots [slot, slot + count) of the block */
-    int32_t count;
-    int32_t position; /* of the first row; the others follow one by one, or a stride apart */
-    int32_t delta;
-    int32_t in_batch; /* not 0: the run is the open batch's, and not yet a part of the sequence */
-    int32_t is_kept;  /* not 0: a prefix keeps the run; seq_id is then a number that names no sequence */
-    int32_t reserved; /* 0 */
-} kvc_run_info;
-
-/* Lists where the rows of a layer's group lie, at one moment: every block that has memory, and every run in these
- * blocks.  Runs come by rising sequence id and in order of arrival, runs that prefixes keep last.  Then come runs of
- * the open batch, and of rows that a kvc_put is writing to a cross-attention layer.  Writes at most max_blocks and
- * max_runs, each of the size given, and sets *num_blocks and *num_runs to how many there are.  Once a block is given
- * back, another one takes its index.  Slots to which another call writes rewritten keys are live, and in no run. */
-KVC_API kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, size_t block_info_size,
-                              int64_t max_blocks, int64_t *num_blocks, kvc_run_info *runs, size_t run_info_size,
-                              int64_t max_runs, int64_t *num_runs);
-
-/* Checks every invariant of the bookkeeping.  Fails with KVC_ERR_CORRUPT, with the reason in kvc_last_error(). */
-KVC_API kvc_status kvc_validate(kvc_cache *cache);
-
 #ifdef __cplusplus
 }
 #endif
+
+#include "kvcache_prefix.h"
+#include "kvcache_more.h"
+
 #endif

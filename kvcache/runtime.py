@@ -152,7 +152,7 @@ def _system() -> list[str]:
 
 
 def get_include() -> str:
-    """Return the folder of ``kvcache.h``.
+    """Return the folder of ``kvcache.h``, and of the headers that it includes.
 
     Returns
     -------

@@ -49,7 +49,9 @@ TOKEN = re.compile(
 
 @functools.cache
 def files_included(path):
-    """Return the project's files that a file includes, in order."""
+    """Return the project's files that a file includes, in order.  The public headers are one, which includes none."""
+    if path.parent == HEADER.parent:
+        return []
     folders = (path.parent, ROOT / "src", HEADER.parent)
     names = INCLUDE.findall(path.read_text())
     return [next(folder / name for folder in folders if (folder / name).exists()).resolve() for name in names]
@@ -73,6 +75,11 @@ def splice(path):
     """Return a file's text, with templates in the place of their #include, and without the #include of headers."""
     files = iter(files_included(path))
     return INCLUDE.sub(lambda _: splice(file) if is_template(file := next(files)) else "", path.read_text())
+
+
+def interface():
+    """Return the text of the public header, with the headers that it includes in their places."""
+    return INCLUDE.sub(lambda include: INCLUDE.sub("", HEADER.with_name(include[1]).read_text()), HEADER.read_text())
 
 
 def scan(text):
@@ -119,7 +126,8 @@ def source():
     parts = {path: splice(path) for path in SOURCES}
     counts = Counter(name for text in parts.values() for name in names_of(text))
     shared = {name for name, count in counts.items() if count > 1}
-    pieces = [FEATURES, *(INCLUDE.sub("", path.read_text()) for path in headers_of(SOURCES))]
+    headers = (interface() if path == HEADER else INCLUDE.sub("", path.read_text()) for path in headers_of(SOURCES))
+    pieces = [FEATURES, *headers]
     for path, text in parts.items():
         undefined = "".join(f"#undef {name}\n" for name in dict.fromkeys(DEFINE.findall(text)))
         pieces.append(rename(text, shared & names_of(text), f"{path.stem}_") + undefined)
@@ -135,7 +143,7 @@ def head(what):
 
 def main(folder):
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "kvcache.h").write_text(head(HEADER_IS) + HEADER.read_text())
+    (folder / "kvcache.h").write_text(head(HEADER_IS) + interface())
     (folder / "kvcache.c").write_text(head(SOURCE_IS) + source())
 
 

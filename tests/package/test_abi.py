@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from support import compiling
 from support.compiling import ROOT, compiler, run
 
 import kvcache
@@ -21,7 +22,8 @@ import kvcache
 WRITTEN = Path(__file__).with_name("abi.txt")
 REWRITE = "PYTHONPATH=tests python tests/package/test_abi.py > tests/package/abi.txt"
 USERS, SOURCES = ("kvcache", "integrations", "examples", "bench"), {".pyx", ".pxi", ".c", ".cpp", ".rs"}
-HEADER = re.sub(r"/\*.*?\*/|\\\n", " ", (Path(kvcache.get_include()) / "kvcache.h").read_text(), flags=re.S)
+HEADERS = [Path(kvcache.get_include(), header.name).read_text() for header in compiling.HEADERS]
+HEADER = re.sub(r"/\*.*?\*/|\\\n", " ", "".join(HEADERS), flags=re.S)
 DECLARED = re.findall(r"^KVC_API [^;(]*?(kvc_\w+)\(", HEADER, re.M)
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+HEADERS = sorted(ROOT.glob("include/*.h"))
 INCLUDE = [f"-I{ROOT / folder}" for folder in ("include", "src", "tests/c", "tests")]
 FLAGS = ["-std=c11", "-O1", "-g1", "-Wall", "-Wextra", "-Werror=unused-function", *INCLUDE]
 LIBRARIES = ["-lm", "-lpthread"]
@@ -83,8 +84,9 @@ def runner_of(program, **options):
 
 
 def public_functions():
-    """Return the names of the functions that the header declares, and a shared library exports."""
-    return set(re.findall(r"^KVC_API [^;(]*?(kvc_\w+)\(", (ROOT / "include/kvcache.h").read_text(), re.M))
+    """Return the names of the functions that the headers declare, and a shared library exports."""
+    text = "".join(header.read_text() for header in HEADERS)
+    return set(re.findall(r"^KVC_API [^;(]*?(kvc_\w+)\(", text, re.M))
 
 
 def world_sources():

@@ -317,6 +317,7 @@ mod tests {
         let mut words = env!("KVCACHE_CC").split_whitespace();
         let mut compiler = Command::new(words.next().expect("CC names a compiler"))
             .args(words)
+            .arg(concat!("-I", env!("CARGO_MANIFEST_DIR"), "/../../include"))
             .args(["-std=c11", "-Werror", "-Wmissing-field-initializers", "-fsyntax-only", "-x", "c", "-"])
             .stdin(Stdio::piped())
             .stderr(Stdio::piped())
