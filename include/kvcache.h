@@ -556,35 +556,38 @@ typedef struct kvc_plan_args {
 /* Attends: out[t, h] = sum over visible rows j of softmax(scale * q[t, h] . k[j]) * v[j], for the query tokens of the
  * plan, in the layer plan->layer, with all threads of the cache.  A token sees the rows of its sequence at positions up
  * to its own, if the policy shows them and the plan does not mask them.  These are stored rows, and rows of the batch,
- * which must have been put in this layer.
- * If a token sees no row, out is 0, and lse is -inf; if sinks are given, lse is the head's sink.
- * A model may attend to the rows of several layers in one softmax.  Attend to one layer, and pass out and lse as
- * prior_out and prior_lse to the call for the next.  Pass sinks to a single call.  If queries have 16 bits, let the
- * calls write f32 (out_is_f32): a result that is rounded before it is joined adds to the error.
- * With plan->select_rows, a token reads only a part of the rows that it sees.  The rows are cut into pieces of 4, by
- * position.  For each KV head the token reads the pieces with its first 16 and its last 64 rows.  Sketches give each
- * row that it sees a score for each query head, and so, by the softmax, a weight.  The weight of a piece is the sum
- * over its rows and the query heads.  The token also reads the heaviest select_rows / 4 of the other pieces, rounded
- * up.  If pieces weigh the same, it reads the first of them.  Softcap and ALiBi apply to these scores.  A sequence
- * reads all rows if it has more than 8 query tokens in the call.  A token also reads all if it sees at most
- * 80 + 2 * select_rows rows.  Masked rows do not count.
- * The rows of a token that selected some do not follow from the tokens alone, so kvc_exact_to ends before it.
- * The bits of a token's result depend on the rows that it sees, and on which tokens of its sequence are in the call.
- * They do not depend on threads, on where rows lie, or on other sequences of the batch.  If rows are chosen, the bits
- * depend on the rows that the token sees alone.  Instruction sets select the same rows, unless two pieces weigh nearly
- * the same.
+ * which must have been put in this layer.  If a token sees no row, out is 0, and lse is -inf; if sinks are given, lse
+ * is the head's sink.
+ *
+ * Errors.  Fails with KVC_ERR_INVALID also if a visible token was not put, chosen or not, or a sequence has no rows in
+ * a cross-attention layer.  A token between positions that query tokens of its sequence see may count as visible.
+ * Fails with KVC_ERR_UNSUPPORTED if the layer holds keys alone, with KVC_ERR_FULL as kvc_put does, with KVC_ERR_NOMEM,
+ * and with KVC_ERR_CANCELLED (cancel, or the cache's poll).  After an error nothing was put, and the call can be made
+ * again.  In a cross-attention layer, rows may have been put after KVC_ERR_NOMEM and KVC_ERR_CANCELLED; putting them
+ * again does no harm.  After KVC_ERR_CANCELLED, the contents of out and lse are undefined.
+ *
+ * Several layers in one softmax.  Attend to one layer, and pass out and lse as prior_out and prior_lse to the call for
+ * the next.  Pass sinks to a single call.  If queries have 16 bits, let the calls write f32 (out_is_f32): a result that
+ * is rounded before it is joined adds to the error.
+ *
+ * Selected rows (plan->select_rows).  A token reads only a part of the rows that it sees.  The rows are cut into pieces
+ * of 4, by position.  For each KV head the token reads the pieces with its first 16 and its last 64 rows.  Sketches
+ * give each row that it sees a score for each query head, and so, by the softmax, a weight.  The weight of a piece is
+ * the sum over its rows and the query heads.  The token also reads the heaviest select_rows / 4 of the other pieces,
+ * rounded up.  If pieces weigh the same, it reads the first of them.  Softcap and ALiBi apply to these scores.  A
+ * sequence reads all rows if it has more than 8 query tokens in the call.  A token also reads all if it sees at most
+ * 80 + 2 * select_rows rows.  Masked rows do not count.  The rows of a token that selected some do not follow from the
+ * tokens alone, so kvc_exact_to ends before it.
+ *
+ * Bits.  The bits of a token's result depend on the rows that it sees, and on which tokens of its sequence are in the
+ * call.  They do not depend on threads, on where rows lie, or on other sequences of the batch.  If rows are chosen, the
+ * bits depend on the rows that the token sees alone.  Instruction sets select the same rows, unless two pieces weigh
+ * nearly the same.
+ *
  * Infinities and NaN in rows reach only the tokens that see them.  Prompts with infinities or NaN take longer.  Results
- * for infinities, NaN and denormals may differ between instruction sets; docs/platforms.md lists how.
- * Sums are kept in f32, and values are summed before they are divided by the sum of their weights.  So out may be
- * infinite if a value times the number of visible rows exceeds 3.4e38.
- * Fails with KVC_ERR_INVALID also if a visible token was not put, chosen or not, or a sequence has no rows in a
- * cross-attention layer.  A token between positions that query tokens of its sequence see may count as visible.  Fails
- * with KVC_ERR_UNSUPPORTED if the layer holds keys alone.
- * Fails with KVC_ERR_FULL as kvc_put does, with KVC_ERR_NOMEM, and with KVC_ERR_CANCELLED (cancel, or the cache's
- * poll).
- * After an error nothing was put, and the call can be made again.  In a cross-attention layer, rows may have been put
- * after KVC_ERR_NOMEM and KVC_ERR_CANCELLED; putting them again does no harm.  After KVC_ERR_CANCELLED, the contents of
- * out and lse are undefined. */
+ * for infinities, NaN and denormals may differ between instruction sets; docs/platforms.md lists how.  Sums are kept in
+ * f32, and values are summed before they are divided by the sum of their weights.  So out may be infinite if a value
+ * times the number of visible rows exceeds 3.4e38. */
 KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args);
 
 /* Ends the batch and frees it: its tokens become part of their sequences, if these are stored.
