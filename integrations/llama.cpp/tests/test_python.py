@@ -42,10 +42,10 @@ print("".join(part["choices"][0]["text"] for part in answer).encode())
 
 
 def blocks():
-    """Return the commands and the program of the README's section."""
+    """Return the commands and the programs of the README's section."""
     section = README.read_text().split("\n## From Python\n")[1].split("\n## ")[0]
     found = re.findall(r"^```(\w+)\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    assert [kind for kind, _ in found] == ["sh", "sh", "python"]
+    assert [kind for kind, _ in found] == ["sh", "sh", "python", "python"]
     return [text for _, text in found]
 
 
@@ -79,12 +79,13 @@ def shell(home, commands, **environment):
 
 @pytest.mark.slow
 def test_the_readme_and_a_saved_state(home):
-    _, exports, program = blocks()
-    (home / "readme.py").write_text(program)
+    _, exports, *programs = blocks()
+    (home / "readme.py").write_text("\n".join(programs))
     done = shell(home, f"{exports}\npython readme.py")
     assert done.returncode == 0, done.stderr
     assert re.search(USED, done.stderr)
     assert len(done.stdout) > 32
+    assert re.search(r"^\d+ cells, ", done.stdout, re.M)
     printed = {}
     for switch in ("1", "0"):
         done = shell(home, f"{exports}\nexport LLAMA_KVCACHE={switch}\npython program.py")

@@ -15,7 +15,7 @@ import pytest
 from support.compiling import ROOT
 
 README = (ROOT / "integrations/llama.cpp/README.md").read_text()
-BUILD, SERVE, USE, COMPLETE, BENCH, _, _, TYPES, *_ = re.findall(r"^```sh\n(.*?)\n```$", README, re.M | re.S)
+BUILD, SERVE, USE, COMPLETE, BENCH, TYPES, *_ = re.findall(r"^```sh\n(.*?)\n```$", README, re.M | re.S)
 
 
 @pytest.fixture(scope="module")
