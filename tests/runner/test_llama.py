@@ -598,17 +598,6 @@ def test_a_tensor_of_another_type(folder: Path) -> None:
 # --- a whole run -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full  # as test_greedy_text_and_table of examples/generate.py
-def test_run_streams_and_reports() -> None:
-    out = io.StringIO()
-    assert runner.run(MODEL, b"ROMEO:", options(max_new_tokens=30, compare=True), out) == 0
-    text, _, table = out.getvalue().partition("\n\n                  ")
-    assert text == EXPECTED["greedy"][:36].rstrip("\n")
-    table_has = ("prefill, f32 cache", "decode, f32 cache", "decode, without cache", "0.9945")
-    for words in (*table_has, "4,096", "2,048", "1,088", "576"):
-        assert words in table
-
-
 def test_seeds() -> None:
     def text(**changes: Any) -> str:
         out = io.StringIO()
@@ -657,16 +646,6 @@ def test_other_models_have_no_bytes(folder: Path) -> None:
     write_tensors(folder / "model.safetensors", tensors)
     with pytest.raises(ModelFileError, match="only a model of 256 tokens, bytes, needs none, not one of 250"):
         runner.run(folder, b"x", options(), io.StringIO())
-
-
-def test_no_eval_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = io.StringIO()
-    assert runner.run(folder, b"ROMEO:", options(max_new_tokens=3, compare=True), out) == 0
-    assert "has no eval.txt" in capsys.readouterr().err
-    types = [line.split() for line in out.getvalue().splitlines()[-12:]]
-    assert types[:5] == [["f32", "4,096"], ["f16", "2,048"], ["bf16", "2,048"], ["q8_0", "1,088"], ["q4_0", "576"]]
-    assert types[5:9] == [["q4_1", "640"], ["q5_0", "704"], ["q5_1", "768"], ["iq4_nl", "576"]]
-    assert types[9:] == [["int8", "1,056"], ["int6", "800"], ["int4", "544"]]
 
 
 def test_importing_kvcache_imports_no_runner() -> None:

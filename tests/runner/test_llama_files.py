@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from support import gguf_files
 from support.attention import attend
+from support.rotation import rotated
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from kvcache import FullAttention, KVCache, ModelFileError, NotSupportedError, Rope, SlidingWindow, runner
@@ -151,19 +152,16 @@ def logits(model: runner.Llama, tokens: list[int] = TOKENS, **changes: Any) -> F
 def expected(
     weights: Weights, rope: NDArray[np.float64], tokens: list[int] = TOKENS, window: int = 2**31
 ) -> NDArray[np.float64]:
-    """The whole model in float64, with pairs rotated as complex numbers."""
+    """The whole model in float64."""
 
     def norm(x: NDArray[Any], name: str) -> NDArray[Any]:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * weights[name] if name in weights else x
 
-    def heads(x: NDArray[Any], p: str, rotated: bool) -> NDArray[Any]:
+    def heads(x: NDArray[Any], p: str, is_rotated: bool) -> NDArray[Any]:
         rows = x @ weights[f"{p}_proj.weight"].T + weights.get(f"{p}_proj.bias", np.zeros(1))
         rows = norm(rows.reshape(len(x), -1, DIM), f"{p}_norm.weight")
-        if rotated:
-            pairs = (rows[..., : DIM // 2] + 1j * rows[..., DIM // 2 :]) * np.exp(
-                1j * np.outer(np.arange(len(x)), rope)
-            )[:, None]
-            rows = np.concatenate([pairs.real, pairs.imag], axis=-1)
+        if is_rotated:
+            rows = rotated(rows, np.arange(len(x))[:, None], Rope(rope))
         return rows
 
     x = weights["model.embed_tokens.weight"].astype(float)[tokens]
