@@ -388,12 +388,9 @@ typedef struct kvc_config {
                               beyond max_seq_len, which do not stay, do not count towards this default */
     int64_t max_bytes;     /* limit of the memory for rows, recurrent states and prompts; 0: no limit.  A block counts
                               whole (kvc_block_info.bytes) while it has a row or a hold keeps it.  Each token that an
-                              acquired sequence is to be fed counts 8 bytes, or 40 with digests.  A pin counts 8 for
-                              each block, and a prefix 40 for each of its max_events.  The empty cache counts, too
-                              (kvc_nbytes), and one block of each layer group must fit beside it.  Lists come on top in
-                              kvc_nbytes.  A run takes at most 48 bytes, and a token of a kept block 8 or 40.  A
-                              sequence, kept block, prefix or pin takes at most 700, and 300 a layer group.  During a
-                              call, free memory that is being replaced comes on top, too */
+                              acquired sequence is to be fed counts 8 bytes, or 40 with digests.  Pins and events count
+                              by their bytes.  The empty cache counts, too (kvc_nbytes), and one block of each layer
+                              group must fit beside it.  Lists do not count */
     int32_t num_threads;   /* threads one call uses; 0: kvc_num_threads() at the time of the call */
     const kvc_allocator *allocator; /* copied; NULL: the C library, and the operating system's pages for blocks */
     kvc_poll_fn *poll;              /* may be NULL: calls run to their end */
@@ -890,11 +887,10 @@ KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
  * at consecutive positions and without parents, then take none for rows or bookkeeping.  There are two exceptions: a
  * prefix keeps blocks of these tokens, or the tokens fit only once rows are moved together.  The memory is resident, in
  * huge pages if the system has them: writing these rows faults on no page.
- * Memory that is free already counts, and any sequence may use it.  So calls for several sequences do not add up:
- * reserve the sum of their tokens, each rounded up to whole blocks, for one of them, in a cache without max_seq_len.
- * Reserved memory stays free until it is used, kvc_compact gives it back, or other rows need it.  An aborted batch uses
- * slots up in a block that a hold keeps.
- * The call makes room as kvc_begin does for such a batch.  Nothing fails after the first page is touched.  Fails with
+ * Free memory counts, and any sequence may use it.  So for several sequences, reserve the sum of their tokens, each
+ * rounded up to whole blocks, for one of them, in a cache without max_seq_len.  The memory stays free until it is used,
+ * kvc_compact gives it back, or other rows need it.  An aborted batch uses slots up in a block that a hold keeps.
+ * Makes room as kvc_begin does for such a batch.  Nothing fails after the first page is touched.  Fails with
  * KVC_ERR_FULL, KVC_ERR_BUSY and KVC_ERR_NOMEM, and with KVC_ERR_GONE if the next token would see rows that are gone.
  */
 KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens);
@@ -904,7 +900,10 @@ KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tok
 KVC_API kvc_status kvc_compact(kvc_cache *cache);
 
 /* Returns the bytes of memory that the cache holds: bookkeeping, and rows that were written since their memory was
- * taken.  Large blocks count in whole OS pages.  KVC_MEMORY_SCRATCH does not count. */
+ * taken.  Large blocks count in whole OS pages.  KVC_MEMORY_SCRATCH does not count.
+ * Lists may take it beyond max_bytes: at most 48 bytes for each run; 700, and 300 a layer group, for each sequence,
+ * kept block, prefix and pin; 8, or 40 with digests, for each token of a kept block.  During a call, free memory that
+ * is being replaced may come on top. */
 KVC_API int64_t kvc_nbytes(kvc_cache *cache);
 
 /* Returns the number of slots in a block: kvc_config.block_size, or its default. */

@@ -279,8 +279,8 @@ typedef struct kvc_load_args {
  * file is untrusted: every count is checked against its size before memory is taken for it.  cache NULL: only checks
  * the file, checksums included.
  * Rows are packed into full blocks, so the new cache usually takes less memory than the saved one.  A sequence's list
- * of runs may be a few entries longer, of 24 bytes each.  If max_bytes does not hold a block of the file in each layer
- * group, and config gives no block_size, blocks have 64 slots, or the largest smaller power of two that fits.
+ * of runs may be a few entries longer, of 24 bytes each.  Blocks of the file may be too large for max_bytes.  If config
+ * gives no block_size, it is then 64, or the largest smaller power of two that fits.
  * Fails with KVC_ERR_FORMAT if the file is truncated, altered, of another shape or model, of a newer format, or no
  * saved state.  The message has the reason, and which tensor was altered.  Fails with KVC_ERR_INVALID also if the
  * file lacks one of seq_ids, or needs functions that move keys.  Fails with KVC_ERR_CALLBACK, KVC_ERR_FULL (capacity
