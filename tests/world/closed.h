@@ -15,7 +15,7 @@ enum { MOST_PROMPTS = SYMBOLS - 1, WIDTH = 4, EVENTS = 256, STORED = 128, ONE_ST
 typedef struct prompt {
     int text;
     int left; /* its tokens that are known */
-    int is_pinned;
+    int num_pins;
     long used, may;  /* when a call used it last, and when a fetch may have */
     int64_t ms;      /* the same by the clock */
     uint64_t states; /* bits: the lengths behind which it has states; 0: the prefix has none */

@@ -40,9 +40,9 @@ static int check_drops(void) {
     for (int64_t i = 0; i < num; i++) {
         if (events[i].kind != KVC_BLOCK_DROPPED) continue;
         prompt *p = prompt_named(events[i].name);
-        if (!p->left || p->is_pinned) wrong("%s loses a block that is pinned, or not there", spell(p->text));
+        if (!p->left || p->num_pins) wrong("%s loses a block that is pinned, or not there", spell(p->text));
         for (const prompt *q = o.prompts; q < o.prompts + o.num; q++)
-            if (q->left && !q->is_pinned && q->used < p->used)
+            if (q->left && !q->num_pins && q->used < p->used)
                 wrong("%s, used at %ld, loses a block before %s, used at %ld", spell(p->text), p->used, spell(q->text),
                       q->used);
         p->left -= o.block;
@@ -58,7 +58,7 @@ static void evict_some(void) {
     const int wanted = 1 + pick(3 * o.block), blocks = (wanted + o.block - 1) / o.block;
     int64_t dropped;
     int most = 0;
-    for (int i = 0; i < o.num; i++) most += o.prompts[i].is_pinned ? 0 : o.prompts[i].left / o.block;
+    for (int i = 0; i < o.num; i++) most += o.prompts[i].num_pins ? 0 : o.prompts[i].left / o.block;
     must(kvc_prefix_evict(o.prefix, wanted, &dropped));
     const int num = check_drops();
     if (num != least(blocks, most) || dropped != (int64_t)num * o.block)
@@ -91,17 +91,21 @@ static void ask(prompt *p) {
     switch (pick(4)) {
     case 0: must(kvc_prefix_lookup(o.prefix, tokens, &n, NULL)); break;
     case 1: must(kvc_prefix_names(o.prefix, tokens, NULL, 0, &num)); break;
+    case 2:
+        must(kvc_prefix_unpin(o.prefix, tokens));
+        p->num_pins -= p->num_pins > 0;
+        break;
     default:
-        if (!p->is_pinned && !is_whole) break;
-        must(p->is_pinned ? kvc_prefix_unpin(o.prefix, tokens) : kvc_prefix_pin(o.prefix, tokens, &n));
-        p->is_pinned = !p->is_pinned;
+        if (!is_whole) break;
+        must(kvc_prefix_pin(o.prefix, tokens, &n));
+        p->num_pins++;
     }
 }
 
 /* Another sequence takes the slots of what was used least recently. */
 static void take_room(int room) {
     const int64_t id = kvc_new_sequence(o.cache);
-    for (int i = 0; i < o.num; i++) room -= o.prompts[i].is_pinned ? o.prompts[i].left : 0;
+    for (int i = 0; i < o.num; i++) room -= o.prompts[i].num_pins ? o.prompts[i].left : 0;
     const int n = least(pick(room + 1), MOST_TEXT);
     if (n) feed(id, n);
     check_drops();
@@ -116,7 +120,7 @@ static void scene_evict(void) {
         capacity += text_length(o.prompts[i].text);
     }
     if (pick(2)) capacity = 0;
-    open_cache(capacity, (kvc_prefix_config){0});
+    open_cache(capacity, (kvc_prefix_config){.quota = capacity || pick(2) ? 0 : 1 + pick(80)});
     for (int i = 0; i < o.num; i++) use(&o.prompts[i]);
     for (w.o.now = 0; w.o.now < 40; w.o.now++) {
         prompt *p = &o.prompts[pick(o.num)];

@@ -1,69 +1,8 @@
-/* Many pins: blocks go in the order of their uses, whatever was pinned meanwhile; and a pin takes few steps to find. */
+/* Many pins: one takes few steps to find.  tests/world compares in which order blocks go, whatever was pinned. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "prefix/pin.h"
 
 #include "support/serving.h"
-
-/* ---- the order --------------------------------------------------------------------------------------------------- */
-
-enum { PROMPTS = 60 };
-
-/* A prompt of one block, as it should be. */
-typedef struct prompt {
-    int64_t used; /* 0: it is not kept */
-    int num_pins;
-} prompt;
-
-static prompt prompts[PROMPTS];
-static int64_t num_uses;
-
-static const int64_t *ids_of(int i) { return numbers(1000 * i); }
-
-static void step_serve(int i) {
-    CHECK(serve(ids_of(i), BLOCK, BLOCK) == (prompts[i].used ? BLOCK - 1 : 0));
-    prompts[i].used = ++num_uses;
-}
-
-static void step_pin(int i) {
-    const kvc_tokens tokens = tokens_of(ids_of(i), BLOCK);
-    int32_t kept;
-    CHECK(kvc_prefix_pin(prefix, &tokens, &kept) == KVC_OK && kept == (prompts[i].used ? BLOCK : 0));
-    prompts[i].num_pins += kept > 0;
-}
-
-static void step_unpin(int i) {
-    const kvc_tokens tokens = tokens_of(ids_of(i), BLOCK);
-    CHECK(kvc_prefix_unpin(prefix, &tokens) == KVC_OK);
-    prompts[i].num_pins -= prompts[i].num_pins > 0;
-}
-
-/* Evicts a block: the least recently used one without a pin. */
-static void step_evict(int unused) {
-    prompt *oldest = NULL;
-    int64_t num;
-    (void)unused;
-    for (prompt *p = prompts; p < prompts + PROMPTS; p++)
-        if (p->used && !p->num_pins && (!oldest || p->used < oldest->used)) oldest = p;
-    CHECK(kvc_prefix_evict(prefix, 1, &num) == KVC_OK && num == (oldest ? BLOCK : 0));
-    if (!oldest) return;
-    CHECKF(!known(ids_of((int)(oldest - prompts)), BLOCK), "prompt %d stays", (int)(oldest - prompts));
-    oldest->used = 0;
-}
-
-static void test_order(int64_t quota) {
-    static void (*const steps[])(int) = {step_serve, step_serve, step_pin, step_unpin, step_evict};
-    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){.quota = quota});
-    memset(prompts, 0, sizeof prompts);
-    for (int i = 0; i < PROMPTS; i++) step_serve(i);
-    for (int step = 0; step < 6000; step++) steps[random_int(0, 5)](random_int(0, PROMPTS));
-    for (int i = PROMPTS - 1; i >= 0; i--)
-        while (prompts[i].num_pins) step_unpin(i);
-    for (int i = 0; i < PROMPTS; i++) step_evict(i);
-    CHECK(!stats_now().blocks && !prefix->tree->pins.num);
-    close_world();
-}
-
-/* ---- the steps --------------------------------------------------------------------------------------------------- */
 
 static int depth_of(const kvc_links *links) {
     int depth = 0;
@@ -159,8 +98,6 @@ static void test_room_for_pins(void) {
 }
 
 int main(void) {
-    test_order(0);
-    test_order(10 * BLOCK);
     test_steps();
     test_shorter_pins();
     test_room_for_pins();
