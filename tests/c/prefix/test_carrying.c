@@ -196,25 +196,6 @@ static void test_gap(void) {
     end();
 }
 
-/* Fetched blocks are evicted from the end of their prompt on: the first ones are known until the last. */
-static void test_order(void) {
-    const kvc_tokens tokens = first(PROMPT + 1);
-    int64_t num;
-    int32_t fetched, known;
-    begin((kvc_config){0}, 0);
-    keep(PROMPT);
-    CHECK(kvc_store_new_blocks(cache, &store, &num) == KVC_OK && num == NUM_BLOCKS);
-    CHECK(kvc_prefix_clear(prefix) == KVC_OK);
-    CHECKF(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK, "%s", kvc_last_error());
-    CHECK(fetched == PROMPT);
-    for (int32_t left = PROMPT - BLOCK; left >= 0; left -= BLOCK) {
-        CHECK(kvc_prefix_evict(prefix, 1, &num) == KVC_OK && num == BLOCK);
-        CHECK(kvc_prefix_lookup(prefix, &tokens, &known, NULL) == KVC_OK);
-        CHECKF(known == left, "%d are known, not %d", known, left);
-    }
-    end();
-}
-
 /* Returns how many of a prompt's tokens are known. */
 static int32_t count_known(const kvc_tokens *tokens) {
     int32_t known;
@@ -304,7 +285,6 @@ static void test_two_writers(int by_id) {
 int main(void) {
     for (int by_id = 0; by_id < 2; by_id++) test_two_writers(by_id);
     test_gap();
-    test_order();
     for (int is_kept = 0; is_kept < 2; is_kept++) test_state_before_rows(is_kept);
     for (int limits_bytes = 0; limits_bytes < 2; limits_bytes++) {
         test_room(write_blocks, limits_bytes);

@@ -73,7 +73,6 @@ static int64_t ids[LONG * BLOCK + 1], others[PROMPT + 1];
 
 static const kvc_policy *policies = &full; /* of the layers */
 static int num_policies = 1, state_bytes;
-static int before_end; /* so many tokens before the end of each block stands its state */
 
 /* Opens a cache whose store has the prompt, of which it holds nothing itself. */
 static void open_fetched(kvc_config config, kvc_prefix_config own) {
@@ -86,7 +85,7 @@ static void open_fetched(kvc_config config, kvc_prefix_config own) {
     int64_t num;
     for (int end = BLOCK; end <= PROMPT; end += BLOCK) {
         feed_to(id, end, BLOCK);
-        if (state_bytes) checkpoint(id, ids, end - before_end, end);
+        if (state_bytes) checkpoint(id, ids, end, end);
         CHECK(kvc_store_new_blocks(cache, &store, &num) == KVC_OK && num == 1);
     }
     CHECK(kvc_cache_free(cache) == KVC_OK);
@@ -232,43 +231,6 @@ static void test_lost_rows(void) {
     close_fetched();
 }
 
-static void tick(void) {
-    now += SECOND / 4;
-    event_at++;
-}
-
-/* Blocks do not expire under a fetch that takes longer than they live: in many reads, or in the first one.  A block
- * counts as used when it is added. */
-static void test_slow_store(void (*reads)(void)) {
-    open_fetched((kvc_config){0}, (kvc_prefix_config){.ttl_ms = 1000});
-    event = reads;
-    event_at = 0;
-    CHECK(fetch(KVC_OK) == PROMPT);
-    CHECKF(known(ids, PROMPT + 1) == PROMPT, "%d are known", known(ids, PROMPT + 1));
-    close_fetched();
-}
-
-/* A fetch uses the states of its first blocks last: once another prompt adds states, the last ones are dropped first.
- */
-static void test_order_of_states(int before) {
-    before_end = before;
-    open_fetched((kvc_config){0}, (kvc_prefix_config){.max_checkpoint_bytes = NUM * STATE});
-    CHECK(fetch(KVC_OK) == PROMPT && stats_now().checkpoints == NUM);
-    const int64_t id = acquire(others, PROMPT + 1, NULL);
-    for (int i = 1; i <= NUM; i++) {
-        feed_to(id, i * BLOCK, BLOCK);
-        checkpoint(id, others, i * BLOCK, i);
-        const int left = i < NUM ? PROMPT - i * BLOCK - before : 0;
-        CHECKF(known(ids, PROMPT + 1) == left, "%d are known, not %d", known(ids, PROMPT + 1), left);
-    }
-    close_fetched();
-    open_fetched((kvc_config){0}, (kvc_prefix_config){0});
-    CHECK(fetch(KVC_OK) == PROMPT);
-    check_order();
-    close_fetched();
-    before_end = 0;
-}
-
 /* A store that fails costs the blocks behind: those before are known, and go from the last one on. */
 static void test_failing_store(int at) {
     open_fetched((kvc_config){0}, (kvc_prefix_config){0});
@@ -345,20 +307,6 @@ static void test_later_use(void) {
     event = compute_next;
     event_at = 4;
     CHECK(fetch(KVC_OK) == PROMPT - 2 * BLOCK && event_at == 5 && num_reads > event_at);
-    close_fetched();
-}
-
-/* While a fetch runs, others use blocks.  The quota keeps these blocks rather than the blocks that the fetch adds. */
-static void test_quota(int at) {
-    enum { QUOTA = 2 * BLOCK, CAPACITY = 2 * PROMPT };
-    int64_t num = -1;
-    open_fetched((kvc_config){.capacity = CAPACITY}, (kvc_prefix_config){.quota = QUOTA});
-    event = use_others;
-    event_at = at;
-    (void)fetch(KVC_OK);
-    CHECK(kvc_room(cache, kvc_new_sequence(cache), &num) == KVC_OK);
-    CHECKF(num == CAPACITY - QUOTA, "room for %d", (int)num);
-    check_order();
     close_fetched();
 }
 
@@ -490,8 +438,6 @@ static void test_all_drops(void) {
     for (int at = 0; at < NUM; at += 3) test_goes_on(fetch_too, at);
     for (int at = 0; at < NUM; at += 4) test_goes_on(forget_another, at);
     for (int at = 0; at < NUM; at += 4) test_failing_store(at);
-    test_slow_store(tick);
-    test_slow_store(let_expire);
     test_fork(5);
 }
 
@@ -503,7 +449,6 @@ int main(void) {
         num_policies = i < 2 ? 1 : 2;
         state_bytes = i == 1 ? STATE : 0;
         test_all_drops();
-        for (int before = 0; state_bytes && before < BLOCK; before++) test_order_of_states(before);
         for (int at = 3; at < NUM; at++) test_cut_short(at);
     }
     policies = (kvc_policy[]){sliding_policy(6, 0, 0), sliding_policy(9, 0, 0)};
@@ -522,7 +467,6 @@ int main(void) {
     test_used_meanwhile(3, 10, 0);
     test_used_meanwhile(4, 6, 4);
     test_later_use();
-    for (int at = 1; at < NUM; at++) test_quota(at);
     check_linear(bytes_of_fetch);
     check_linear(bytes_of_passing);
     return test_result();

@@ -22,21 +22,6 @@ static void commit_but(const int64_t *seq_ids, int num, const int *rejected, int
     CHECKF(kvc_commit_kept(batch, kept, num_kept) == KVC_OK, "%s", kvc_last_error());
 }
 
-/* Tokens that fill a block are found where those behind them are rejected. */
-static void test_own_draft(void) {
-    const kvc_policy policies[] = {sliding_policy(2, 1, 0), full};
-    const int64_t *ids = numbers(100);
-    open_world(policies, 2, (kvc_config){0}, (kvc_prefix_config){0});
-    const int64_t a = acquire(ids, 12, NULL);
-    const int64_t seq_ids[] = {a, a, a, a, a, a, a, a, a};
-    commit_but(seq_ids, 9, (int[]){7, 8}, 2);
-    CHECKF(known(ids, 4) == 4, "%d", known(ids, 4));
-    CHECK(kvc_validate(cache) == KVC_OK);
-    release(a, ids, 7);
-    CHECK(known(ids, 7) == 7);
-    close_world();
-}
-
 /* A batch that is not stored empties its sequence.  Then other tokens may be fed, and the release says which. */
 static void test_unstored(void) {
     const kvc_put_args put = zero_rows(0, 0);
@@ -62,33 +47,6 @@ static void test_unstored(void) {
         }
 }
 
-/* ---- which block goes first -------------------------------------------------------------------------------------- */
-
-static void evict_block(void) {
-    int64_t num;
-    CHECK(kvc_prefix_evict(prefix, 1, &num) == KVC_OK && num == BLOCK);
-}
-
-/* While a sequence runs, too, the end of its prompt goes before the beginning, and both after what others used before.
- */
-static void test_order_of_running(void) {
-    const int64_t *ids = numbers(100), *others = numbers(300);
-    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
-    const int64_t id = acquire(ids, 16, NULL);
-    feed_to(id, 8, 4);
-    serve(others, 8, 8);
-    feed_to(id, 16, 4);
-    for (int left = 2; left; left--) {
-        CHECKF(known(ids, 16) == 16 && known(others, 8) == 4 * left, "%d", known(others, 8));
-        evict_block();
-    }
-    for (int left = 4; left; left--) {
-        CHECKF(known(ids, 16) == 4 * left, "%d of %d", known(ids, 16), 4 * left);
-        evict_block();
-    }
-    close_world();
-}
-
 /* A prompt that ends where a chunk begins needs no row, but a block of the longer prompt: the pin holds it, too. */
 static void test_pinned_beginning_of_a_chunk(void) {
     const kvc_policy chunks = chunked_policy(7, 0);
@@ -102,28 +60,13 @@ static void test_pinned_beginning_of_a_chunk(void) {
     CHECK(kvc_take_new_blocks(cache, blocks, sizeof *blocks, 3, &num) == KVC_OK && num == 3);
     kvc_node_relist(kvc_node_of(cache, blocks[2].id));                 /* uses [8, 12) */
     CHECK(kvc_clear_sequence(cache, acquire(ids, 5, NULL)) == KVC_OK); /* uses [0, 4) */
-    evict_block();
+    CHECK(kvc_prefix_evict(prefix, 1, &num) == KVC_OK && num == BLOCK);
     CHECK(kvc_prefix_pin(prefix, &eleven, &pinned) == KVC_OK);
     CHECKF(pinned == 7 && known(ids, 11) == 7, "%d pinned, %d known", pinned, known(ids, 11));
     CHECK(kvc_prefix_evict(prefix, INT64_MAX, &num) == KVC_OK && num == 0);
     CHECKF(known(ids, 11) == 7, "%d", known(ids, 11));
     CHECK(kvc_prefix_unpin(prefix, &eleven) == KVC_OK);
     CHECK(kvc_prefix_evict(prefix, INT64_MAX, &num) == KVC_OK && num == 8 && stats_now().blocks == 0);
-    close_world();
-}
-
-/* ---- memory ------------------------------------------------------------------------------------------------------ */
-
-/* A prefix of which everything was dropped takes as much memory as a new one. */
-static void test_empty_again(void) {
-    int64_t num;
-    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
-    feed_to(1000, 9, 9); /* so that the cache has memory to reuse */
-    CHECK(kvc_clear_sequence(cache, 1000) == KVC_OK);
-    const int64_t before = kvc_nbytes(cache);
-    serve(numbers(100), 4, 4);
-    CHECK(kvc_prefix_evict(prefix, INT64_MAX, &num) == KVC_OK && num == 4 && stats_now().blocks == 0);
-    CHECKF(kvc_nbytes(cache) == before, "%lld bytes, %lld before", (long long)kvc_nbytes(cache), (long long)before);
     close_world();
 }
 
@@ -146,54 +89,6 @@ static int check_agreement(const int64_t *ids, int num) {
     return found;
 }
 
-/* Keeps only what windows see in the end of `num` tokens. */
-static void serve_late(const int64_t *ids, int num) {
-    const int64_t id = acquire(ids, num, NULL);
-    feed_to(id, num, 1);
-    CHECK(kvc_prefix_clear(prefix) == KVC_OK);
-    release(id, ids, num);
-}
-
-/* A released or kept sequence gives a block the rows that it lacks, and no other call loses the rows that it has. */
-static void test_rows_are_added(void) {
-    const kvc_policy policies[] = {sliding_policy(8, 0, 0), full};
-    const int64_t *ids = numbers(100);
-    for (int how = 0; how < 3; how++) {
-        open_world(policies, 2, (kvc_config){0}, (kvc_prefix_config){.state_bytes = how == 2 ? STATE : 0});
-        serve_late(ids, 20);
-        CHECK(check_agreement(ids, 6) == 0);
-        const int64_t id = kvc_new_sequence(cache);
-        const kvc_tokens tokens = tokens_of(ids, 6);
-        const uint8_t state[STATE] = {1};
-        feed_to(id, 6, 6);
-        if (!how)
-            release(id, ids, 6);
-        else
-            CHECK(kvc_prefix_checkpoint(prefix, id, &tokens, state, how == 2 ? STATE : 0) == KVC_OK);
-        CHECKF(check_agreement(ids, 6) == 6, "%d: %d", how, known(ids, 6));
-        if (how < 2) CHECK(check_agreement(ids, 20) == 20);
-        close_world();
-    }
-}
-
-/* Rows of a block that ends earlier count together with the rows of a longer block that lacks them. */
-static void test_rows_of_several(void) {
-    const kvc_policy policies[] = {sliding_policy(4, 0, 0), full};
-    const int64_t *ids = numbers(100);
-    open_world(policies, 2, (kvc_config){0}, (kvc_prefix_config){0});
-    serve_late(ids, 10);
-    CHECK(known(ids, 3) == 0);
-    const int64_t id = kvc_new_sequence(cache);
-    feed_to(id, 3, 3);
-    release(id, ids, 3);
-    CHECK(check_agreement(ids, 3) == 3 && check_agreement(ids, 4) == 3 && check_agreement(ids, 10) == 10);
-    int matched;
-    const int64_t found = acquire(ids, 4, &matched);
-    CHECK(matched == 3 && kvc_can_resume(cache, found, 3) && kvc_seq_len(cache, found, 0) == 3);
-    CHECK(kvc_clear_sequence(cache, found) == KVC_OK);
-    close_world();
-}
-
 /* ---- pins -------------------------------------------------------------------------------------------------------- */
 
 static void pin(const int64_t *ids, int num, int expected) {
@@ -211,74 +106,6 @@ static void unpin(const int64_t *ids, int num) {
 static void evict(int64_t num) {
     int64_t evicted;
     CHECK(kvc_prefix_evict(prefix, num, &evicted) == KVC_OK);
-}
-
-/* A prompt that was pinned twice stays whole until both pins are taken back. */
-static void test_pinned_twice(void) {
-    const int64_t *ids = numbers(100);
-    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
-    serve(ids, 8, 8);
-    pin(ids, 28, 8);
-    serve(ids, 28, 28);
-    pin(ids, 28, 28);
-    unpin(ids, 28);
-    evict(INT64_MAX);
-    CHECKF(known(ids, 28) == 28, "%d", known(ids, 28));
-    unpin(ids, 28);
-    evict(INT64_MAX);
-    CHECK(known(ids, 28) == 0);
-    close_world();
-}
-
-/* A pin that is taken again when less is known, because blocks were forgotten, holds what it held before as well. */
-static void test_pinned_less(void) {
-    int64_t dropped, num;
-    const int64_t *ids = numbers(100);
-    const kvc_tokens tokens = tokens_of(ids, 10);
-    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
-    serve(ids, 10, 10);
-    pin(ids, 10, 10);
-    CHECK(kvc_prefix_forget(prefix, &tokens, NULL, 0, &num, &dropped) == KVC_OK && dropped == 10);
-    serve(ids, 5, 5);
-    pin(ids, 10, 5);
-    serve(ids, 10, 10);
-    for (int left = 2; left >= 0; left--) {
-        evict(INT64_MAX);
-        CHECKF(known(ids, 10) == (left ? 10 : 0), "%d: %d", left, known(ids, 10));
-        unpin(ids, 10);
-    }
-    close_world();
-}
-
-/* An unpinned block goes in its turn: lookups of other prompts did not use it. */
-static void test_pins_are_no_use(void) {
-    const int64_t *first = numbers(100), *second = numbers(200), *third = numbers(300);
-    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){.quota = 4});
-    serve(first, 8, 8);
-    pin(first, 8, 8);
-    serve(second, 4, 4);
-    serve(third, 8, 8);
-    evict(4);
-    CHECK(known(first, 8) == 8 && known(second, 4) == 0 && known(third, 8) == 8);
-    unpin(first, 8);
-    evict(8);
-    CHECKF(known(first, 8) == 0 && known(third, 8) == 8, "%d, %d", known(first, 8), known(third, 8));
-    close_world();
-}
-
-/* kvc_clear leaves pins. */
-static void test_pins_are_not_cleared(void) {
-    const int64_t *ids = numbers(100);
-    kvc_stats stats;
-    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){0});
-    serve(ids, 8, 8);
-    pin(ids, 8, 8);
-    CHECK(kvc_clear(cache) == KVC_OK && known(ids, 8) == 0);
-    serve(ids, 8, 8);
-    evict(INT64_MAX);
-    kvc_get_stats(cache, &stats, sizeof stats);
-    CHECKF(known(ids, 8) == 8 && stats.live_slots == 8 && !stats.evictable_slots, "%d", known(ids, 8));
-    close_world();
 }
 
 /* Serves a prompt with a state behind its first `at` tokens. */
@@ -388,25 +215,6 @@ static void test_state_is_used(void) {
            known(numbers(100), 10), known(numbers(200), 10));
     CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
     close_world();
-}
-
-/* The state that a prompt goes on from was used after other states of its block, whichever of these has the rows. */
-static void test_state_is_used_last(void) {
-    for (int is_behind = 0; is_behind <= 1; is_behind++) {
-        int64_t prompt[10];
-        memcpy(prompt, numbers(100), sizeof prompt);
-        prompt[6] = is_behind ? 1000 : 0;
-        open_world(&full, 1, (kvc_config){0},
-                   (kvc_prefix_config){.state_bytes = STATE, .max_checkpoint_bytes = 2 * STATE});
-        for (int at = 6; at <= 7; at++) serve_state(numbers(100), at + 1, at);
-        int matched;
-        const int64_t id = acquire(prompt, 10, &matched);
-        CHECK(matched == 6);
-        serve_state(numbers(200), 10, 6);
-        CHECKF(known(prompt, 10) == 6 && known(numbers(100), 10) == 6, "%d tokens are known", known(prompt, 10));
-        CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
-        close_world();
-    }
 }
 
 /* A block that is added, and was kept before, is used by that. */
@@ -525,25 +333,6 @@ static void test_block_with_a_gap(void) {
 
 static void sleep_ms(int ms) { nanosleep(&(struct timespec){0, ms * 1000000}, NULL); }
 
-/* Blocks that have expired are not found again because a sequence on them ends; if it keeps its rows, these are. */
-static void test_expired(void) {
-    const int64_t *ids = numbers(100);
-    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){.ttl_ms = 20});
-    for (int keeps = 0; keeps < 2; keeps++) {
-        int matched;
-        serve(ids, MOST, MOST);
-        const int64_t id = acquire(ids, MOST, &matched);
-        CHECK(matched == MOST - 1);
-        sleep_ms(40);
-        if (keeps)
-            release(id, ids, MOST);
-        else
-            CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
-        CHECKF(known(ids, MOST) == (keeps ? MOST - 1 : 0), "%d: %d", keeps, known(ids, MOST));
-    }
-    close_world();
-}
-
 /* Events tell of all blocks that have expired. */
 static void test_expired_is_dropped(void) {
     kvc_prefix_event events[64];
@@ -561,30 +350,19 @@ static void test_expired_is_dropped(void) {
 }
 
 int main(void) {
-    test_empty_again();
-    test_own_draft();
     test_unstored();
-    test_order_of_running();
     test_pinned_beginning_of_a_chunk();
-    test_rows_are_added();
-    test_rows_of_several();
-    test_pinned_twice();
-    test_pinned_less();
-    test_pins_are_no_use();
-    test_pins_are_not_cleared();
     test_pinned_state();
     test_pinned_states_fill();
     test_forgotten_pinned_state();
     test_computed_again();
     test_state_is_used();
-    test_state_is_used_last();
     test_added_again();
     test_late_state();
     test_state_without_rows();
     test_states_that_lack_rows();
     test_state_behind_a_gap();
     test_block_with_a_gap();
-    test_expired();
     test_expired_is_dropped();
     return test_result();
 }
