@@ -1,6 +1,6 @@
 """Layers of keys alone (`v_head_dim` 0) in Python: put without values, and values of width 0.
 
-tests/c/edit/test_keys_only.c holds what edits, states and prefixes do with such rows. refusals.txt has what is refused.
+tests/world compares what edits, states and prefixes do with such rows. refusals.txt has what is refused.
 """
 
 import dataclasses
