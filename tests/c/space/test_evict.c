@@ -1,6 +1,5 @@
 /* A call that needs room evicts by one plan: as much as it needs, once the rest of the call cannot fail.  It evicts
- * nothing if that would not be enough.  kvc_room says exactly what a batch can have.  A failed call changes nothing.
- */
+ * nothing if that would not be enough.  tests/world compares what fits, and that a failed call changes nothing. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/feeding.h"
 #include "support/keeping.h"
@@ -43,26 +42,6 @@ static int64_t blocks_if_refused(kvc_cache *cache, int refuses) {
 }
 
 /* ---- victims ----------------------------------------------------------------------------------------------------- */
-
-/* If an allocation fails, nothing was evicted. */
-static void test_failed_allocations(void) {
-    for (int reserves = 0; reserves < 2; reserves++)
-        for (int fail_after = 0, done = 0; !done; fail_after++) {
-            kvc_cache *cache = heap_cache(1, &plain_layer, (kvc_config){.capacity = 16});
-            retain_pairs(cache, 4);
-            CHECK(feed(cache, 1, 1, 6) == KVC_OK);
-            const int64_t bytes = kvc_nbytes(cache);
-            memory_fail_after(&heap, fail_after);
-            const kvc_status status = reserves ? kvc_reserve(cache, 2, 8) : feed(cache, 1, 2, 8);
-            memory_fail_after(&heap, -1);
-            done = status == KVC_OK;
-            CHECKF(done || status == KVC_ERR_NOMEM, "%s", kvc_last_error());
-            CHECK(left(cache) == (done ? 8 : 15) && (done || kvc_nbytes(cache) == bytes));
-            CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
-            CHECK(feed(cache, 1, 3, done && !reserves ? 2 : 10) == KVC_OK && left(cache) == 0);
-            free_valid(cache);
-        }
-}
 
 /* If the system has no memory for a block, kept blocks give up theirs: the least recently used, and no more than the
  * call needs.  If they cannot, nothing was evicted. */
@@ -174,118 +153,11 @@ static void test_rows_evicted(void) {
     free_valid(cache);
 }
 
-/* A random cache, the numbers that made it, and which of its retained sequences are pinned, as bits. */
-typedef struct crowd {
-    kvc_cache *cache;
-    uint64_t seed;
-    int has_window, pinned;
-} crowd;
-
-/* Retains random stretches of random sequences, and lets go of some sequences. */
-static crowd random_crowd(void) {
-    const kvc_layer layers[] = {layer_with(sliding_policy(4, 1, 0)), plain_layer};
-    crowd c = {.seed = random_state};
-    const int kind = random_int(0, 3), num_layers = kind == 2 ? 2 : 1; /* a window, a full layer, or both */
-    c.has_window = kind != 1;
-    int64_t next = FIRST_ID;
-    c.cache =
-        cache_of(layers + (kind == 1), num_layers, (kvc_config){.capacity = 40, .block_size = 4, .num_threads = 1});
-    for (int step = 0; step < 24; step++) {
-        const int64_t id = random_int(1, 4), other = 1 + id % 3;
-        const int32_t begin = random_int(0, kvc_next_position(c.cache, id) + 1);
-        int32_t matched;
-        switch (random_int(0, 7)) {
-        case 0: CHECK(kvc_clear_sequence(c.cache, id) == KVC_OK); break;
-        case 1:
-            CHECK(kvc_fork(c.cache, id, other) == (kvc_next_position(c.cache, id) ? KVC_OK : KVC_ERR_INVALID));
-            break;
-        case 2: attach_retained(c.cache, (int64_t[]){FIRST_ID, FIRST_ID + 1}, 2, id, MOST, &matched); break;
-        case 3: feed(c.cache, num_layers, id, random_int(1, 7)); break;
-        default:
-            CHECK(retain(c.cache, id, next, begin, begin + random_int(1, 9)) == KVC_OK);
-            if (!random_int(0, 8)) {
-                CHECK(pin_retained(c.cache, &next, 1, 1) == KVC_OK);
-                c.pinned |= 1 << (next - FIRST_ID);
-            }
-            next++;
-        }
-    }
-    return c;
-}
-
-/* Returns the crowd's cache again. */
-static kvc_cache *made_again(const crowd *c) {
-    const uint64_t state = random_state;
-    random_state = c->seed;
-    const crowd again = random_crowd();
-    random_state = state;
-    return again.cache;
-}
-
-/* Returns that cache without its `num` oldest sequences that are not pinned, except `kept`.  Pins all others. */
-static kvc_cache *made_without(const crowd *c, int num, int64_t kept) {
-    kvc_cache *cache = made_again(c);
-    int64_t found[MOST];
-    const int64_t count = list_retained(cache, found, MOST);
-    CHECK(pin_retained(cache, found, (int)count, 1) == KVC_OK);
-    for (int64_t i = 0; i < count && num; i++) {
-        if (c->pinned >> (found[i] - FIRST_ID) & 1) continue;
-        num--;
-        CHECK(found[i] == kept || kvc_clear_sequence(cache, found[i]) == KVC_OK);
-    }
-    return cache;
-}
-
-/* A call that needs room. */
-typedef kvc_status act(kvc_cache *cache, int64_t id, int32_t n);
-
 /* Replaces the rows of the first n tokens of a sequence in every layer. */
 static kvc_status try_inject(kvc_cache *cache, int64_t id, int32_t n) {
     static const float rows[1 << 16];
     const kvc_rows_in in = {.struct_size = sizeof in, .k = rows, .v = rows, .skip_missing = 1};
     return kvc_inject(cache, id, 0, 0, n, &in);
-}
-
-/* Returns whether a retained sequence takes slots of its own: more are live with it, once the call is done. */
-static int takes_slots(kvc_cache *with, kvc_cache *without, act *try, int64_t id, int32_t n) {
-    CHECKF(try(without, id, n) == KVC_OK, "%s", kvc_last_error());
-    return try(with, id, n) != KVC_OK || stats_in(with).live_slots > stats_in(without).live_slots;
-}
-
-/* Whether a call succeeds, and what it evicts, is as found by clearing one retained sequence after the other. */
-static void test_random_crowds(int num_rounds, act *try) {
-    for (int round = 0; round < num_rounds; round++) {
-        const crowd c = random_crowd();
-        const int64_t id = random_int(1, 6);
-        const int32_t n = random_int(1, 30);
-        int64_t before[MOST];
-        const int all = left(c.cache), count = (int)list_retained(c.cache, before, MOST);
-        int num = -1, lost = 0, taken = 0;
-        while (num < count && !taken) {
-            kvc_cache *cache = made_without(&c, ++num, -1);
-            taken = try(cache, id, n) == KVC_OK;
-            CHECK(kvc_cache_free(cache) == KVC_OK);
-        }
-        kvc_cache *tried = c.cache;
-        const kvc_status status = try(tried, id, n);
-        CHECKF(status == (taken ? KVC_OK : KVC_ERR_FULL), "round %d: %d, not %d: %s", round, status, taken,
-               kvc_last_error());
-        lost = all & ~left(tried);
-        CHECKF(status == KVC_OK || !lost, "round %d: lost %x", round, (unsigned)lost);
-        for (int i = 0, oldest = 0; i < count; i++) {
-            const int bit = 1 << (before[i] - FIRST_ID);
-            const int may = !(c.pinned & bit) && oldest++ < num;
-            CHECKF(may || !(lost & bit), "round %d: lost %x", round, (unsigned)lost);
-            if (!may || status != KVC_OK || c.has_window) continue;
-            kvc_cache *with = made_without(&c, num, before[i]), *without = made_without(&c, num, -1);
-            const int frees = takes_slots(with, without, try, id, n);
-            CHECKF(!(lost & bit) == !frees, "round %d: lost %x, of which %x frees %d", round, (unsigned)lost,
-                   (unsigned)bit, frees);
-            CHECK(kvc_cache_free(with) == KVC_OK && kvc_cache_free(without) == KVC_OK);
-        }
-        CHECKF(kvc_validate(tried) == KVC_OK, "%s", kvc_last_error());
-        CHECK(kvc_cache_free(tried) == KVC_OK);
-    }
 }
 
 /* Feeds 64 tokens.  `num` retained sequences share the first 16 of their rows.  A later one shares none. */
@@ -319,58 +191,6 @@ static void test_inject(void) {
         }
 }
 
-/* ---- room -------------------------------------------------------------------------------------------------------- */
-
-/* Checks that a batch of as many tokens as kvc_room says begins, and that a batch of one more token finds it full. */
-static void check_room(kvc_cache *cache, int64_t id, const kvc_config *config) {
-    int64_t room = -1;
-    kvc_batch *batch = NULL;
-    const int64_t bytes = kvc_nbytes(cache), num = list_retained(cache, NULL, 0);
-    CHECK(kvc_room(cache, id, &room) == KVC_OK);
-    CHECK(kvc_nbytes(cache) == bytes && list_retained(cache, NULL, 0) == num);
-    const int64_t at_most = room + 1 < 500 ? room + 1 : 500;
-    for (int64_t n = at_most; n && (n >= room || n == at_most); n--) {
-        const kvc_status status = begin_at_end(cache, id, (int32_t)n, &batch);
-        CHECKF(status == (n <= room ? KVC_OK : KVC_ERR_FULL),
-               "sequence %d, max_bytes %d, capacity %d, max_seq_len %d: room %d, begin of %d is %d: %s", (int)id,
-               (int)config->max_bytes, (int)config->capacity, (int)config->max_seq_len, (int)room, (int)n, (int)status,
-               kvc_last_error());
-        if (status == KVC_OK)
-            kvc_abort(batch);
-        else
-            CHECK(kvc_nbytes(cache) == bytes && list_retained(cache, NULL, 0) == num);
-        CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
-    }
-}
-
-/* Fills in a full layer, alone, with a window or with chunks, or a window alone.  Returns how many layers. */
-static int layers_of(int kind, kvc_layer *layers) {
-    layers[0] = kind == 2 ? layer_with(chunked_policy(6, 0)) : plain_layer;
-    layers[1] = kind == 1 ? layer_with(sliding_policy(4, 1, 0)) : plain_layer;
-    if (kind == 3) layers[0] = layer_with(sliding_policy(4, 1, 0));
-    return kind == 0 || kind == 3 ? 1 : 2;
-}
-
-/* States with retained sequences, windows, sharing and pins. */
-static kvc_cache *state_with(int kind, int retained, kvc_config config) {
-    static const int32_t steps[] = {9, 1, 6, 3};
-    kvc_layer layers[2];
-    const int num = layers_of(kind, layers);
-    kvc_cache *cache = heap_cache(num, layers, config);
-    kvc_status status = KVC_OK;
-    for (int i = 0; i < 4 && status == KVC_OK; i++) {
-        status = feed(cache, num, 1, steps[i]);
-        if (status == KVC_OK && retained && i < 3) CHECK(retain(cache, 1, FIRST_ID + i, 4 * i, 4 * i + 4) == KVC_OK);
-        if (status == KVC_OK && retained && i == 1)
-            CHECK(retain(cache, 1, FIRST_ID + 8, 2, 7) == KVC_OK && kvc_fork(cache, 1, 2) == KVC_OK);
-    }
-    if (retained > 1) CHECK(pin_retained(cache, (int64_t[]){FIRST_ID + 1}, 1, 1) == KVC_OK);
-    if (retained > 2) CHECK(kvc_clear_sequence(cache, 1) == KVC_OK);
-    if (retained > 3) CHECK(kvc_clear_sequence(cache, 2) == KVC_OK);
-    if (!retained) CHECK(kvc_remove(cache, 1, 3, 5, 0) == KVC_OK);
-    return cache;
-}
-
 /* If a batch of the next token would be refused whatever the room, there is no room, and none is reserved. */
 static void test_room_of_those_that_end(void) {
     const kvc_layer layer = layer_with(sliding_policy(5, 0, 0));
@@ -387,26 +207,6 @@ static void test_room_of_those_that_end(void) {
     CHECK(room == 0 && kvc_share(cache, 1, 2, 17, 20) == KVC_OK);
     CHECK(kvc_room(cache, 2, &room) == KVC_OK && room == 95 && kvc_reserve(cache, 2, 95) == KVC_OK);
     free_valid(cache);
-}
-
-static void test_room_is_exact(void) {
-    kvc_layer layers[2];
-    for (int kind = 0; kind < 4; kind++)
-        for (int retained = 0; retained < 5; retained++)
-            for (int step = 0; step < 60; step++) {
-                const int num = layers_of(kind, layers);
-                const kvc_config configs[] = {
-                    {.max_bytes = bytes_of_blocks(num, layers, (kvc_config){0}, 1) + 160 * step},
-                    {.capacity = 10 + step / 3},
-                    {.max_seq_len = 3 + step / 3, .max_sequences = 3},
-                    {.capacity = 5 + step, .max_seq_len = 3 + step / 3, .max_sequences = 3}};
-                for (int c = 0; c < 4; c++)
-                    for (int64_t id = 1; id < 8; id += 6) { /* there is no sequence 7 */
-                        kvc_cache *cache = state_with(kind, retained, configs[c]);
-                        check_room(cache, id, &configs[c]);
-                        free_valid(cache);
-                    }
-            }
 }
 
 /* ---- what frees nothing ------------------------------------------------------------------------------------------ */
@@ -476,13 +276,7 @@ static void test_views(void) {
     free_valid(cache);
 }
 
-int main(int argc, char **argv) {
-    if (has_seed(argc, argv)) {
-        test_random_crowds(100, try_batch);
-        test_random_crowds(100, try_inject);
-        return test_result();
-    }
-    test_failed_allocations();
+int main(void) {
     test_no_memory_for_blocks();
     test_one_group();
     test_one_group_of_shared_rows();
@@ -490,9 +284,6 @@ int main(int argc, char **argv) {
     test_evicted_twice();
     test_rows_evicted();
     test_inject();
-    test_random_crowds(600, try_batch);
-    test_random_crowds(300, try_inject);
-    test_room_is_exact();
     test_room_of_those_that_end();
     test_useless();
     test_shift();

@@ -69,22 +69,6 @@ static void test_bytes_of_an_encoder(void) {
     }
 }
 
-/* If a window and its sinks have at most max_seq_len rows, no prompt is too long. */
-static void test_max_seq_len_of_a_window(void) {
-    for (int64_t max_sequences = 0; max_sequences < 3; max_sequences++)
-        for (int32_t length = 5; length < 8; length++) { /* the window and its sinks are 6 rows */
-            pair *p = pair_with(sliding_policy(4, 2, 0), 4);
-            p->config.max_seq_len = length;
-            p->config.max_sequences = max_sequences;
-            pair_free(p);
-            pair_new(p, 1, p->layers);
-            CHECK((pair_feed(p, 0, 0, 20) == KVC_OK) == (length >= 6));
-            CHECK(pair_feed(p, 0, kvc_next_position(p->cache, 0), kvc_next_position(p->cache, 0) + 1) == KVC_OK);
-            pair_check(p);
-            pair_free(p);
-        }
-}
-
 /* A given capacity counts all tokens of a batch, even if it equals the default; so do the capacities of a clone and of
  * a saved state. */
 static void test_own_capacity(void) {
@@ -156,7 +140,6 @@ int main(void) {
     test_default_block_size();
     test_messages();
     test_bytes_of_an_encoder();
-    test_max_seq_len_of_a_window();
     test_own_capacity();
     test_bytes_of_large_blocks();
     test_max_bytes_of_an_encoder();

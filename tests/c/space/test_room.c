@@ -3,7 +3,7 @@
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/serving.h"
 
-enum { SIZE = 8, BLOCKS = 6, ROOM = BLOCKS * SIZE, MOST_BLOCKS = 64, MOST_RUNS = 64, KEPT_ID = 1000 };
+enum { SIZE = 8, MOST_BLOCKS = 64, MOST_RUNS = 64, KEPT_ID = 1000 };
 
 /* Makes a cache of blocks of `size` slots, of which `num` fit of each layer. */
 static kvc_cache *cache_of_blocks(int count, const kvc_layer *layers, int32_t size, int64_t num) {
@@ -95,38 +95,6 @@ static kvc_hold *hold_rows(kvc_cache *cache, int64_t id, kvc_span *span) {
     int64_t num;
     CHECK(kvc_spans(cache, id, 0, span, sizeof *span, 1, &num, &hold) == KVC_OK && num == 1);
     return hold;
-}
-
-static void test_room_beside_a_view(void) {
-    for (int is_held = 0; is_held < 3; is_held++) { /* 2: its rows are gone, and a view still holds them */
-        kvc_cache *cache = cache_of_blocks(1, &plain_layer, SIZE, BLOCKS);
-        kvc_span span;
-        kvc_hold *hold = NULL;
-        for (int64_t id = 1; id < 4; id++) CHECK(feed(cache, 1, id, 3) == KVC_OK);
-        if (is_held) hold = hold_rows(cache, 1, &span);
-        if (is_held == 2) CHECK(kvc_clear_sequence(cache, 1) == KVC_OK);
-        check_room(cache, 2, ROOM - 9);
-        kvc_hold_free(hold);
-        check_room(cache, 2, ROOM - (is_held == 2 ? 6 : 9));
-        free_valid(cache);
-    }
-}
-
-static void test_room_of_policies(void) {
-    const kvc_layer window = layer_with(sliding_policy(4, 0, 0)),
-                    layers[] = {plain_layer, layer_with((kvc_policy){.kind = KVC_FULL, .stride = 4})};
-    for (int num = 1; num < 3; num++) { /* the next token sees 3 rows; the other sequence keeps 4 */
-        kvc_cache *cache = cache_of_blocks(1, &window, SIZE, BLOCKS);
-        for (int64_t id = 0; id < num; id++) CHECK(feed(cache, 1, id, 21) == KVC_OK);
-        check_room(cache, 0, ROOM - 3 - 4 * (num - 1));
-        free_valid(cache);
-    }
-    kvc_cache *cache = cache_of_blocks(2, layers, SIZE, BLOCKS);
-    int64_t room;
-    CHECK(feed(cache, 2, 0, 5) == KVC_OK && kvc_room(cache, 0, &room) == KVC_OK);
-    CHECKF(room > ROOM - 5 && (room + 5) % SIZE == 0, "%d", (int)room); /* the other layer has fewer blocks */
-    check_room(cache, 0, room);
-    free_valid(cache);
 }
 
 static void open_blocks(int num, int64_t state_bytes) {
@@ -239,8 +207,6 @@ int main(void) {
     test_steps(60, 20, 64, 14);
     test_steps(16, 100, 64, 28);
     test_steps(16, 100, 512, 28);
-    test_room_beside_a_view();
-    test_room_of_policies();
     test_room_beside_prompts();
     test_kept_in_one_block();
     test_kept_state();
