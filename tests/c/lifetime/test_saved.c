@@ -644,25 +644,6 @@ static void test_limits(void) {
     pair_free(p);
 }
 
-/* Restoring takes the place of what was there, which a full cache needs. */
-static void test_replaces(void) {
-    static pair p;
-    const int64_t from = 0, to = 1;
-    saved file;
-    p = (pair){.config = {.block_size = 4, .max_seq_len = 20, .max_sequences = 2, .num_threads = 1}};
-    pair_new(&p, 1, &plain_layer);
-    for (int64_t id = 0; id < 2; id++) pair_feed(&p, id, 0, 20);
-    for (int32_t num = 20; num >= 0; num -= 20) { /* an empty one, too */
-        CHECK(kvc_truncate(p.cache, 0, num) == KVC_OK && save_one(p.cache, 0, &file) == KVC_OK);
-        kvc_load_args args = load_args_of(&file);
-        args.seq_ids = &from, args.to_ids = &to, args.num_sequences = 1;
-        CHECKF(kvc_restore(p.cache, &args) == KVC_OK, "%s", kvc_last_error());
-        CHECK(kvc_seq_len(p.cache, 1, 0) == num);
-        free(file.bytes);
-    }
-    pair_free(&p);
-}
-
 /* Retained sequences are not saved unless they are named, not replaced, and evicted for what is loaded. */
 static void test_retained(void) {
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 2};
@@ -878,7 +859,6 @@ int main(void) {
     test_other_layers();
     test_function();
     test_limits();
-    test_replaces();
     test_retained();
     test_large(0);
     test_large(1);

@@ -1,14 +1,15 @@
-/* Batches that restore some layers: states whose layers have different positions, and the window of an earlier moment
- * in a sequence that has gone on since. */
+/* Batches that restore some layers: the window of an earlier moment in a sequence that has gone on since, and what is
+ * refused.  tests/world compares the rest. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/pairs.h"
 
 enum { WINDOW = 8, MAX_POSITION = 80 };
 
-/* Begins a batch that restores these layers of sequence 0 at positions [begin, end), backwards, and commits it. */
-static void restore(pair *p, const uint8_t *replaced, int32_t begin, int32_t end) {
+/* Begins a batch that restores the second layer of sequence 0 at positions [begin, end), backwards, and commits it. */
+static void restore(pair *p, int32_t begin, int32_t end) {
     int32_t positions[MAX_POSITION];
     const int64_t ids[MAX_POSITION] = {0};
+    static const uint8_t replaced[] = {0, 1};
     for (int32_t i = 0; i < end - begin; i++) positions[i] = end - 1 - i;
     CHECK(pair_begin_with(p, end - begin, positions, ids, replaced) == KVC_OK);
     pair_put_all(p);
@@ -16,13 +17,10 @@ static void restore(pair *p, const uint8_t *replaced, int32_t begin, int32_t end
     pair_check(p);
 }
 
-static const uint8_t first_layer[] = {1, 0}, second_layer[] = {0, 1};
-
 /* Makes a pair of a full layer, and one with a window. */
-static pair *window_pair(int32_t num_sinks, kvc_config config) {
+static pair *window_pair(int32_t num_sinks) {
     static pair p;
-    config.block_size = 4;
-    p = (pair){.config = config};
+    p = (pair){.config.block_size = 4};
     pair_new(&p, 2, (const kvc_layer[]){layer_with(full_policy), layer_with(sliding_policy(WINDOW, num_sinks, 0))});
     return &p;
 }
@@ -37,11 +35,11 @@ static void test_earlier_window(void) {
                  {2, 52, 60, 60, "layer 1 lacks, from 0 to 1"},
                  {0, 56, 60, 60, "layer 1 lacks, from 53 to 55"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        pair *p = window_pair(cases[i].num_sinks, (kvc_config){0});
+        pair *p = window_pair(cases[i].num_sinks);
         pair_feed(p, 0, 0, 30);
         pair_feed(p, 0, 30, 60);
         CHECK(kvc_truncate(p->cache, 0, 30) == KVC_ERR_GONE);
-        restore(p, second_layer, cases[i].begin, cases[i].end);
+        restore(p, cases[i].begin, cases[i].end);
         CHECK_FAILS(pair_feed(p, 0, 60, 61), KVC_ERR_GONE, cases[i].lacks, "position 60");
         if (i > 0) {
             CHECK(kvc_truncate(p->cache, 0, 59) == KVC_ERR_GONE);
@@ -49,20 +47,6 @@ static void test_earlier_window(void) {
             CHECK_FAILS(kvc_truncate(p->cache, 0, 31), KVC_ERR_GONE, "position 31", "layer 1 lacks");
             CHECK(kvc_truncate(p->cache, 0, 30) == KVC_OK && pair_feed(p, 0, 30, 40) == KVC_OK);
         }
-        pair_check(p);
-        pair_free(p);
-    }
-}
-
-/* Layers are replaced one group after the other: until both have the rows, one lacks what the other has. */
-static void test_group_by_group(void) {
-    for (int64_t id = 0; id < 2; id++) {
-        pair *p = window_pair(0, (kvc_config){0});
-        restore(p, id ? second_layer : first_layer, id ? 50 - WINDOW : 0, 50);
-        CHECK_FAILS(pair_feed(p, 0, 50, 51), KVC_ERR_GONE, id ? "layer 0 lacks" : "layer 1 lacks", "restore");
-        restore(p, id ? first_layer : second_layer, id ? 0 : 50 - WINDOW, 50);
-        CHECK(kvc_can_resume(p->cache, 0, 50) && kvc_can_resume(p->cache, 0, 49) && !kvc_can_resume(p->cache, 0, 48));
-        CHECK(pair_feed(p, 0, 50, 59) == KVC_OK);
         pair_check(p);
         pair_free(p);
     }
@@ -129,7 +113,6 @@ static void test_refused(void) {
 
 int main(void) {
     test_earlier_window();
-    test_group_by_group();
     test_refused();
     return test_result();
 }

@@ -1,16 +1,10 @@
 /* Batches whose sequences are not all stored.  Attention gives the bits that it gives for stored sequences, limits
  * count all tokens until the batch ends, and then nothing stays. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
-#include <pthread.h>
-#include <stdatomic.h>
-#include <stdlib.h>
-
 #include "support/crew.h"
 #include "support/keeping.h"
-#include "support/memory.h"
-#include "support/test.h"
 
-enum { HEADS = 4, KV_HEADS = 2, DIM = 16, NUM_LAYERS = 5, TOKENS = 48, CROSS = 4, ROW = KV_HEADS * DIM };
+enum { HEADS = 4, KV_HEADS = 2, DIM = 16, NUM_LAYERS = 5, TOKENS = 48, CROSS = 4 };
 
 /* Two groups; layer 3 reads the rows of layer 1, and layer 4 looks at an encoder's. */
 static const kvc_layer layers[NUM_LAYERS] = {
@@ -207,24 +201,6 @@ static void test_same_bits(void) {
 
 /* ---- what stays -------------------------------------------------------------------------------------------------- */
 
-static kvc_batch *begin_unstored(kvc_cache *cache, int n) {
-    int32_t positions[TOKENS];
-    uint8_t unstored[TOKENS];
-    kvc_batch *batch = NULL;
-    for (int t = 0; t < n; t++) positions[t] = t, unstored[t] = 1;
-    const kvc_begin_args args = {
-        .struct_size = sizeof args, .num_tokens = n, .positions = positions, .unstored = unstored};
-    CHECKF(kvc_begin_with(cache, &args, &batch) == KVC_OK, "%s", kvc_last_error());
-    return batch;
-}
-
-/* A cache whose table has room for a sequence. */
-static kvc_cache *new_cache_with_room(const kvc_config *with) {
-    kvc_cache *cache = new_cache(with);
-    CHECK(kvc_commit_kept(begin_unstored(cache, 1), NULL, 0) == KVC_OK);
-    return cache;
-}
-
 /* If a task cannot run because its sequence has no rows yet, the tasks before it run. */
 static void test_a_task_without_rows_follows(void) {
     static result r;
@@ -324,33 +300,6 @@ static void test_limits(void) {
     free_cache(cache);
 }
 
-/* Rows of all layers count for max_bytes, and go back to the system when the batch ends, however it does. */
-static void test_max_bytes(void) {
-    static result r;
-    const int64_t rows = TOKENS * ROW * 2 * (int64_t)(2 * sizeof(float) + sizeof(uint16_t));
-    kvc_cache *cache = new_cache_with_room(&(kvc_config){.block_size = 8});
-    const int64_t empty = nbytes(cache);
-    free_cache(cache);
-    pass p = {.n = TOKENS};
-    kvc_batch *batch = NULL;
-    for (int t = 0; t < TOKENS; t++) p.positions[t] = t, p.unstored[t] = 1;
-    cache = new_cache_with_room(&(kvc_config){.max_bytes = empty + rows, .block_size = 8});
-    CHECK_FAILS(begin_pass(cache, &p, 0, 0, &batch), KVC_ERR_FULL, "max_bytes", "48 more tokens");
-    CHECK(nbytes(cache) == empty);
-    free_cache(cache);
-    cache = new_cache_with_room(&(kvc_config){.max_bytes = empty + rows * 3 / 2, .block_size = 8});
-    for (int ending = 0; ending < 3; ending++) {
-        CHECKF(begin_pass(cache, &p, 0, 0, &batch) == KVC_OK, "%s", kvc_last_error());
-        for (int l = 0; l < 3; l++) CHECK(attend(batch, l, 0, TOKENS, 1, &r) == KVC_OK);
-        CHECK(nbytes(cache) >= empty + rows);
-        if (ending == 0) kvc_abort(batch);
-        if (ending == 1) CHECK(kvc_commit(batch) == KVC_OK);
-        if (ending == 2) CHECK(kvc_commit_kept(batch, (int32_t[]){3}, 1) == KVC_OK);
-        CHECK(kvc_next_position(cache, 0) == 0 && nbytes(cache) == empty);
-    }
-    free_cache(cache);
-}
-
 /* Blocks go back, whatever is stored beside them and however often an encoder's rows are put. */
 static void test_blocks_go_back(void) {
     static result r;
@@ -376,99 +325,6 @@ static void test_blocks_go_back(void) {
     free_cache(cache);
 }
 
-/* Whichever allocation fails, nothing has changed, and the call succeeds when repeated. */
-static kvc_status try_pass(kvc_cache *cache, const pass *p, int fail_after, memory *heap, result *r) {
-    kvc_batch *batch = NULL;
-    memory_fail_after(heap, fail_after);
-    kvc_status status = begin_pass(cache, p, 0, 0, &batch);
-    for (int l = 0; l < 3; l++)
-        for (int way = 0; way < 2 && status == KVC_OK; way++)
-            status = way ? attend(batch, l, 0, TOKENS, 0, r) : put(batch, l, 0, TOKENS);
-    const int failed = heap->failed;
-    memory_fail_after(heap, -1);
-    if (status != KVC_OK) {
-        CHECK(failed && status == KVC_ERR_NOMEM);
-        kvc_abort(batch);
-        return status;
-    }
-    CHECK(kvc_commit(batch) == KVC_OK);
-    return KVC_OK;
-}
-
-static void test_no_memory(void) {
-    static memory heap;
-    static result r, right;
-    const pass p = make_pass(0);
-    int failures = 0;
-    for (int fail_after = -1;; fail_after++) {
-        memory_init(&heap);
-        kvc_cache *cache = new_cache(&(kvc_config){.block_size = 8, .allocator = &heap.allocator});
-        store_seven(cache);
-        const int64_t before = nbytes(cache);
-        CHECK(before == memory_bytes(&heap));
-        const kvc_status status = try_pass(cache, &p, fail_after, &heap, fail_after < 0 ? &right : &r);
-        CHECK(nbytes(cache) == memory_bytes(&heap));
-        if (status != KVC_OK) {
-            CHECK(kvc_next_position(cache, 7) == 5);
-            CHECK(try_pass(cache, &p, -1, &heap, &r) == KVC_OK);
-        }
-        CHECK(fail_after < 0 || !memcmp(&r, &right, sizeof r));
-        failures += status != KVC_OK;
-        free_cache(cache);
-        CHECKF(heap.num == 0, "%d allocations are left", heap.num);
-        if (fail_after >= 0 && status == KVC_OK) break;
-    }
-    CHECKF(failures > 8, "%d", failures);
-}
-
-/* ---- threads ----------------------------------------------------------------------------------------------------- */
-
-typedef struct worker {
-    kvc_batch *batch;
-    int layer;
-    result *r;
-} worker;
-
-static void *attend_layer(void *context) {
-    worker *w = context;
-    CHECKF(attend(w->batch, w->layer, 0, TOKENS, 1, w->r) == KVC_OK, "%s", kvc_last_error());
-    return NULL;
-}
-
-static atomic_int stops;
-
-static void *look(void *context) {
-    kvc_cache *cache = context;
-    while (!atomic_load(&stops)) CHECKF(kvc_validate(cache) == KVC_OK && kvc_nbytes(cache) > 0, "%s", kvc_last_error());
-    return NULL;
-}
-
-/* Two layers at once, while a third thread looks. */
-static void test_two_threads(void) {
-    static result one, both;
-    kvc_cache *cache = new_cache(&(kvc_config){.num_threads = 1});
-    pthread_t looks;
-    kvc_batch *batch = begin_unstored(cache, TOKENS);
-    for (int l = 0; l < 3; l += 2) CHECK(attend(batch, l, 0, TOKENS, 1, &one) == KVC_OK);
-    CHECK(kvc_commit(batch) == KVC_OK);
-    CHECK(pthread_create(&looks, NULL, look, cache) == 0);
-    for (int round = 0; round < 50; round++) {
-        pthread_t threads[2];
-        worker workers[2];
-        batch = begin_unstored(cache, TOKENS);
-        for (int i = 0; i < 2; i++) {
-            workers[i] = (worker){batch, 2 * i, &both};
-            CHECK(pthread_create(&threads[i], NULL, attend_layer, &workers[i]) == 0);
-        }
-        for (int i = 0; i < 2; i++) CHECK(pthread_join(threads[i], NULL) == 0);
-        kvc_abort(batch);
-        CHECK(!memcmp(&one, &both, sizeof one));
-    }
-    atomic_store(&stops, 1);
-    CHECK(pthread_join(looks, NULL) == 0);
-    free_cache(cache);
-}
-
 int main(void) {
     fill_rows();
     test_same_bits();
@@ -476,9 +332,6 @@ int main(void) {
     test_what_was_stored_is_dropped();
     test_retaining_what_was_stored();
     test_limits();
-    test_max_bytes();
     test_blocks_go_back();
-    test_no_memory();
-    test_two_threads();
     return test_result();
 }

@@ -4,7 +4,6 @@
 #include "base/dtype.h"
 #include "rows/copy.h"
 #include "support/isas.h"
-#include "support/memory.h"
 #include "support/pairs.h"
 
 enum { HEADS = 3, K_DIM = 64, V_DIM = 32, ROWS = 23, BLOCK = 4, ODD = 1 };
@@ -113,12 +112,9 @@ static kvc_layer layer_of(int32_t k_type, int32_t v_type) {
         .num_kv_heads = HEADS, .k_dim = K_DIM, .v_dim = V_DIM, .k_type = k_type, .v_type = v_type, .rope = rope};
 }
 
-static kvc_cache *new_cache_in(memory *heap, const kvc_layer *layer) {
-    return cache_of(layer, 1,
-                    (kvc_config){.block_size = BLOCK, .num_threads = 2, .allocator = heap ? &heap->allocator : NULL});
+static kvc_cache *new_cache(const kvc_layer *layer) {
+    return cache_of(layer, 1, (kvc_config){.block_size = BLOCK, .num_threads = 2});
 }
-
-static kvc_cache *new_cache(const kvc_layer *layer) { return new_cache_in(NULL, layer); }
 
 static void free_cache(kvc_cache *cache) {
     CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
@@ -271,25 +267,6 @@ static void test_tokens_per_sequence(void) {
     check_stored(other, &layer, 0, &all);
     rows_free(&all), rows_free(&parts);
     free_cache(cache), free_cache(other);
-}
-
-/* A window's rows, shared slots and a fork's own rows: each sequence gets its own. */
-static void test_windows_and_forks(void) {
-    kvc_layer layer = layer_of(KVC_Q8_0, KVC_BF16);
-    layer.policy = sliding_policy(6, 2, 0);
-    kvc_cache *cache = new_cache(&layer);
-    feed(cache, &layer, 0, 11);
-    CHECK(kvc_fork(cache, 0, 1) == KVC_OK);
-    feed(cache, &layer, 0, 2);
-    feed(cache, &layer, 1, 5);
-    CHECK(kvc_remove(cache, 1, 12, 14, 0) == KVC_OK);
-    for (int64_t id = 0; id < 2; id++) {
-        rows all = stored(cache, &layer, id), copy = gathered(cache, &layer, id, 0, all.k.num, TOKEN_MAJOR);
-        CHECK(all.k.num > 5 && all.k.num < 16);
-        check_rows(&copy, &all, 0);
-        rows_free(&all), rows_free(&copy);
-    }
-    free_cache(cache);
 }
 
 /* Keys that moved are what the decoded ones are when they are encoded; those stored stay as they are. */
@@ -576,52 +553,9 @@ static void test_refused(void) {
     free_cache(cache);
 }
 
-/* Copies for which memory may be short: rows that are rotated as they are copied, and shared rows. */
-static kvc_status gather_once(kvc_cache *cache, const rows *r) {
-    const kvc_rows_out out = out_to(r);
-    return kvc_gather(cache, 0, 0, 0, ROWS, &out);
-}
-
-static kvc_status extract_once(kvc_cache *cache, const rows *r) {
-    const kvc_rows_out out = out_to(r);
-    return kvc_extract(cache, 1, 0, 5, 5 + ROWS, &out);
-}
-
-static kvc_status inject_once(kvc_cache *cache, const rows *r) {
-    const kvc_layer layer = layer_of(KVC_Q8_0, KVC_Q4_0);
-    const kvc_rows_in in = in_of(&layer, r);
-    return kvc_inject(cache, 1, 0, 5, 5 + ROWS, &in);
-}
-
-static void test_no_memory(void) {
-    static kvc_status (*const calls[])(kvc_cache *cache, const rows *r) = {gather_once, extract_once, inject_once};
-    static memory heap;
-    const kvc_layer layer = layer_of(KVC_Q8_0, KVC_Q4_0);
-    for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
-        memory_init(&heap);
-        kvc_cache *cache = new_cache_in(&heap, &layer);
-        feed(cache, &layer, 0, ROWS);
-        CHECK(kvc_shift(cache, 0, 0, KVC_END, 5) == KVC_OK && kvc_fork(cache, 0, 1) == KVC_OK);
-        rows before = stored(cache, &layer, 0), after = rows_new(&layer, ROWS, TOKEN_MAJOR);
-        int failures = -1;
-        do {
-            check_stored(cache, &layer, 0, &before);
-            check_stored(cache, &layer, 1, &before);
-            memory_fail_after(&heap, ++failures);
-        } while (calls[i](cache, &after) == KVC_ERR_NOMEM);
-        CHECK(failures > 0 && !heap.failed);
-        memory_fail_after(&heap, -1);
-        check_stored(cache, &layer, 0, &before);
-        rows_free(&before), rows_free(&after);
-        free_cache(cache);
-        CHECK(heap.num == 0);
-    }
-}
-
 static void test_all(void) {
     test_round_trips();
     test_tokens_per_sequence();
-    test_windows_and_forks();
     test_moved();
     test_moved_without_rope();
     test_extract();
@@ -630,7 +564,6 @@ static void test_all(void) {
     test_largest_codes();
     test_dense();
     test_refused();
-    test_no_memory();
 }
 
 int main(void) {

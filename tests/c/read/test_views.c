@@ -1,27 +1,8 @@
-/* Reading a cache: holds on rows in place, copies of rows and their positions, blocks and runs. */
+/* Reading a cache: spans of a batch, positions of copies, blocks and runs.  tests/world compares what is read. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
-#include "support/feeding.h"
 #include "support/pairs.h"
 
 /* ---- holds ------------------------------------------------------------------------------------------------------- */
-
-/* A hold is given only if all spans fit the array, and there are any. */
-static void test_hold_of_some(void) {
-    pair *p = mixed_pair(4);
-    kvc_span spans[3];
-    kvc_hold *hold = (kvc_hold *)(void *)spans;
-    int64_t num;
-    kvc_hold_free(NULL);
-    pair_feed(p, 0, 0, 10);
-    CHECK(kvc_spans(p->cache, 0, 0, spans, sizeof *spans, 2, &num, &hold) == KVC_OK && num == 3 && !hold);
-    CHECK(kvc_spans(p->cache, 1, 0, spans, sizeof *spans, 3, &num, &hold) == KVC_OK && num == 0 && !hold);
-    CHECK(kvc_compact(p->cache) == KVC_OK);
-    CHECK(kvc_spans(p->cache, 0, 0, spans, sizeof *spans, 3, &num, &hold) == KVC_OK && num == 3 && hold);
-    CHECK(kvc_compact(p->cache) == KVC_ERR_HELD);
-    kvc_hold_free(hold);
-    pair_check(p);
-    pair_free(p);
-}
 
 /* The open batch's rows continue the stored rows in place, and stay there once it is committed; a hold keeps them after
  * an abort, too. */
@@ -91,26 +72,6 @@ static void test_spans_that_no_batch_has(void) {
 
 /* ---- copies of rows ---------------------------------------------------------------------------------------------- */
 
-/* Gathered and extracted rows come with their positions and the number stored. */
-static void test_positions_of_copies(void) {
-    pair *p = pair_with(full_policy, 4);
-    float k[8 * 4];
-    int32_t at[8] = {0};
-    int64_t stored = -5;
-    kvc_rows_out out = {
-        .struct_size = sizeof out, .k = k, .k_row_stride = 4 * sizeof *k, .positions = at, .num_stored = &stored};
-    CHECK(pair_pass(p, 5, (int32_t[]){2, 3, 4, 7, 3}, (int64_t[]){0, 0, 0, 0, 0}) == KVC_OK);
-    CHECK(kvc_gather(p->cache, 0, 0, 1, 4, &out) == KVC_OK && stored == 5);
-    CHECK(at[0] == 3 && at[1] == 4 && at[2] == 7 && at[3] == 3 && at[4] == 0);
-    CHECK_FAILS(kvc_gather(p->cache, 0, 0, 0, 6, &out), KVC_ERR_INDEX, "up to 6", "holds 5");
-    CHECK(stored == 5 && at[0] == 3);
-    CHECK(kvc_extract(p->cache, 0, 0, 1, 8, &out) == KVC_OK && stored == 5);
-    const int32_t found[] = {-1, 2, 3, 4, -1, -1, 7, 0};
-    CHECK(!memcmp(at, found, sizeof at));
-    CHECK(kvc_extract(p->cache, 9, 0, 3, 4, &out) == KVC_OK && at[0] == -1 && at[1] == 2 && stored == 0);
-    pair_free(p);
-}
-
 /* A batch without positions continues each sequence, and kvc_dense gives the stored rows' positions. */
 static void test_next_positions(void) {
     pair *p = pair_with(full_policy, 4);
@@ -138,26 +99,6 @@ static void test_next_positions(void) {
     pair_free(p);
 }
 
-/* A sequence can be cut within the sinks of its windows, unless chunks that lie there have gone.  No sequence can go on
- * at a negative position; one without tokens can at any other. */
-static void test_where_to_go_on(void) {
-    const kvc_layer layers[] = {layer_with(sliding_policy(4, 2, 0)), layer_with(chunked_policy(5, 0))},
-                    cross = layer_with((kvc_policy){.kind = KVC_CROSS, .max_len = 4});
-    for (int num_layers = 1; num_layers <= 2; num_layers++)
-        for (int32_t length = 0; length <= 14; length++) {
-            kvc_cache *cache = heap_cache(num_layers, layers, (kvc_config){0});
-            CHECK(feed(cache, num_layers, 0, 13) == KVC_OK);
-            const int can = kvc_can_resume(cache, 0, length), is_cut = length == 0 || (num_layers == 1 && length <= 2);
-            CHECK(can == (length == 12 || length == 13));
-            CHECK(kvc_truncate(cache, 0, length) == (can || is_cut || length > 13 ? KVC_OK : KVC_ERR_GONE));
-            free_valid(cache);
-        }
-    kvc_cache *cache = heap_cache(1, &cross, (kvc_config){0});
-    CHECK(!kvc_can_resume(cache, 0, -1) && !kvc_can_resume(cache, 0, INT32_MIN));
-    CHECK(kvc_can_resume(cache, 0, 0) && kvc_can_resume(cache, 0, INT32_MAX));
-    free_valid(cache);
-}
-
 /* ---- blocks ------------------------------------------------------------------------------------------------------ */
 
 /* kvc_blocks counts all blocks and runs, and writes no more than the arrays hold. */
@@ -177,12 +118,9 @@ static void test_few_blocks(void) {
 }
 
 int main(void) {
-    test_hold_of_some();
     test_spans_of_a_batch();
     test_spans_that_no_batch_has();
-    test_positions_of_copies();
     test_next_positions();
-    test_where_to_go_on();
     test_few_blocks();
     return test_result();
 }
