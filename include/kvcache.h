@@ -884,15 +884,13 @@ KVC_API kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, i
 KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens);
 
 /* Takes memory now for num_tokens more tokens of a sequence, at least 1.  The next batches of as many tokens together,
- * at consecutive positions and without parents, then take none for rows or bookkeeping.  There are two exceptions: a
- * prefix keeps blocks of these tokens, or the tokens fit only once rows are moved together.  The memory is resident, in
- * huge pages if the system has them: writing these rows faults on no page.
+ * at consecutive positions and without parents, then take none for rows or bookkeeping, and writing these rows faults
+ * on no page.  The memory is in huge pages if the system has them.  There are two exceptions: a prefix keeps blocks of
+ * these tokens, or the tokens fit only once rows are moved together.
  * Free memory counts, and any sequence may use it.  So for several sequences, reserve the sum of their tokens, each
  * rounded up to whole blocks, for one of them, in a cache without max_seq_len.  The memory stays free until it is used,
  * kvc_compact gives it back, or other rows need it.  An aborted batch uses slots up in a block that a hold keeps.
- * Makes room as kvc_begin does for such a batch.  Nothing fails after the first page is touched.  Fails with
- * KVC_ERR_FULL, KVC_ERR_BUSY and KVC_ERR_NOMEM, and with KVC_ERR_GONE if the next token would see rows that are gone.
- */
+ * Makes room within the limits of kvc_begin, and fails as it does.  Nothing fails after the first page is touched. */
 KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens);
 
 /* Moves rows together so that no block has holes, and gives back the memory of blocks without rows.  Fails with

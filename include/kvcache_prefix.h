@@ -211,8 +211,8 @@ KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
  *
  * Stores keep their values.  Remove those under the prompt's names (kvc_prefix_names), and under the names that the
  * call writes to `names`, [max_names][KVC_NAME_BYTES]: full blocks that were dropped meanwhile.  If *num_names is
- * max_names, call it again.  Blocks that others drop between two calls have no names, so give room for more than
- * kvc_prefix_stats.blocks.  names NULL, and max_names 0: drops all.
+ * max_names, call it again.  Give room for more than kvc_prefix_stats.blocks, because blocks that others drop between
+ * two calls have no names.  names NULL, and max_names 0: drops all.
  * A kvc_store_new_blocks under way writes none of these blocks any more, and removes the value that it is writing.  If
  * a store has no `remove`, remove the values once that call has ended.
  * Blocks that had left the cache before have no names.  A store may bring them back, with tokens of the prompt or
