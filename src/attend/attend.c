@@ -96,7 +96,7 @@ static int attend_shared(kvc_task *t, kvc_cursor shared) {
     begin_split(t);
     int goes_on = kvc_attend_rows(t, shared, rows_from_slice(t, 0)); /* until the call is cancelled */
     for (int32_t m = 0, query_row = 0; goes_on && m < job->num_slices; m++) {
-        kvc_task own = kvc_part_of(t, m, query_row);
+        kvc_task own = kvc_view_of_slice(t, m, query_row);
         const int64_t rows = num_own_rows(job, own.slice);
         query_row += own.num_query_rows;
         if (rows)
@@ -258,7 +258,7 @@ static void end_splits(const kvc_task *t) {
         return;
     }
     for (int32_t m = 0, first = 0; m < t->job->num_slices; m++) {
-        const kvc_task own = kvc_part_of(t, m, first);
+        const kvc_task own = kvc_view_of_slice(t, m, first);
         first += own.num_query_rows;
         end_split(&own, own.slice->num_splits);
     }

@@ -138,15 +138,15 @@ int64_t kvc_most_shown_runs(const kvc_plan *plan) {
     return most;
 }
 
-void kvc_cut_masked(const kvc_plan *plan, const kvc_view *view, kvc_run *runs) {
+void kvc_cut_masked(const kvc_plan *plan, const kvc_shown *shown, kvc_run *runs) {
     for (int32_t s = 0; s < plan->batch->num_sequences; s++) {
         const kvc_run_list *from = &plan->batch->sequences[s].sequence->runs[plan->group];
-        kvc_run_list *to = &view->stored[s];
+        kvc_run_list *to = &shown->stored[s];
         kvc_runs_init(to);
         to->runs = runs;
         for (const kvc_run *run = kvc_runs_begin(from); run < kvc_runs_end(from); run++) {
             int32_t next = 0;
-            for (kvc_run part; (part = kvc_masked_next(&view->masked[s], run, &next)).count;)
+            for (kvc_run part; (part = kvc_masked_next(&shown->masked[s], run, &next)).count;)
                 kvc_runs_append(to, &part);
         }
         runs += to->num;
@@ -258,15 +258,15 @@ static void count_own_rows(void *context, const kvc_run *segment, int32_t token)
 }
 
 /* Finds which rows a slice sees, and counts them. */
-static void find_rows(const kvc_plan *plan, const kvc_view *view, kvc_new_slice *u, uint8_t *marks) {
+static void find_rows(const kvc_plan *plan, const kvc_shown *shown, kvc_new_slice *u, uint8_t *marks) {
     const kvc_batch *batch = plan->batch;
     const int32_t g = plan->group, s = u->slice.sequence;
     const kvc_run_list *stored = &batch->sequences[s].sequence->runs[g];
-    const kvc_run_list *list = view->stored ? &view->stored[s] : stored;
+    const kvc_run_list *list = shown->stored ? &shown->stored[s] : stored;
     const kvc_pending *pending = kvc_pending_of(batch, g, s);
     const int is_cross = pending->to == KVC_TO_CROSS, is_replaced = is_cross && pending->num;
     u->pending = pending;
-    if (view->masked) u->masked = &view->masked[s];
+    if (shown->masked) u->masked = &shown->masked[s];
     find_reach(plan, list, u);
     u->stored_rises = u->rises = is_replaced || list->ascending;
     u->last_position = is_replaced ? -1 : list->max_position;
@@ -313,12 +313,12 @@ static void cut_ranked(const kvc_plan *plan, kvc_query_slice *slice) {
 
 /* Counts the rows that each query token of a sequence sees.  Returns whether the tokens select rows: one token sees
  * more than kvc_most_unselected.  Rows that no token sees change nothing. */
-static int count_seen(const kvc_plan *plan, const kvc_view *view, int32_t sequence, const query_cut *cut,
+static int count_seen(const kvc_plan *plan, const kvc_shown *shown, int32_t sequence, const query_cut *cut,
                       int64_t seen[KVC_MOST_SELECTING], uint8_t *marks) {
     int selects = 0;
     for (int32_t i = cut->first; i < cut->end; i++) {
         kvc_new_slice one = {.slice = {.sequence = sequence, .first = i, .num_tokens = 1}};
-        find_rows(plan, view, &one, marks);
+        find_rows(plan, shown, &one, marks);
         seen[i - cut->first] = one.slice.num_rows;
         selects |= one.slice.num_rows > kvc_most_unselected(&plan->args);
     }
@@ -327,7 +327,7 @@ static int count_seen(const kvc_plan *plan, const kvc_view *view, int32_t sequen
 
 /* Lists the slices of a sequence whose tokens choose or select rows.  The rows that all of them see are found once.
  * seen: what count_seen found, if they select; otherwise NULL.  Returns the number of slices. */
-static int32_t list_choosing(const kvc_plan *plan, const kvc_view *view, int32_t sequence, const query_cut *cut,
+static int32_t list_choosing(const kvc_plan *plan, const kvc_shown *shown, int32_t sequence, const query_cut *cut,
                              const int64_t *seen, kvc_new_slice *slices, uint8_t *marks) {
     const int32_t num = cut->end - cut->first;
     const int tiled = !plan->chooses && plan->parts.heads > KVC_STREAM_QUERIES;
@@ -338,7 +338,7 @@ static int32_t list_choosing(const kvc_plan *plan, const kvc_view *view, int32_t
                                    .tile_rows = tiled ? kvc_tile_rows(plan) : KVC_TILE,
                                    .by_token = 1,
                                    .selects = seen != NULL}};
-    find_rows(plan, view, &all, marks);
+    find_rows(plan, shown, &all, marks);
     /* Each position has one row where positions rise.  The tail of a token that sees later rows is as long as these
      * are. */
     const int sees_later = plan->args.non_causal || all.pending->to == KVC_TO_CROSS;
@@ -359,14 +359,14 @@ static int32_t list_choosing(const kvc_plan *plan, const kvc_view *view, int32_t
     return num;
 }
 
-int32_t kvc_list_slices(const kvc_plan *plan, const kvc_view *view, kvc_new_slice *slices, uint8_t *marks) {
+int32_t kvc_list_slices(const kvc_plan *plan, const kvc_shown *shown, kvc_new_slice *slices, uint8_t *marks) {
     const kvc_new_slice *const first_slice = slices;
     for (int32_t s = 0; s < plan->batch->num_sequences; s++) {
         const query_cut cut = cut_queries(plan, s);
         int64_t seen[KVC_MOST_SELECTING];
-        const int selects = cut.may_select && count_seen(plan, view, s, &cut, seen, marks);
+        const int selects = cut.may_select && count_seen(plan, shown, s, &cut, seen, marks);
         if (cut.num_slices && (plan->by_token || selects)) {
-            slices += list_choosing(plan, view, s, &cut, selects ? seen : NULL, slices, marks);
+            slices += list_choosing(plan, shown, s, &cut, selects ? seen : NULL, slices, marks);
             continue;
         }
         const int tiled = (int64_t)(cut.end - cut.first) * plan->parts.heads > KVC_STREAM_QUERIES;
@@ -378,7 +378,7 @@ int32_t kvc_list_slices(const kvc_plan *plan, const kvc_view *view, kvc_new_slic
                                                 .tiled = tiled,
                                                 .tile_rows = tiled ? kvc_tile_rows(plan) : KVC_TILE},
                                       .is_whole = cut.num_slices == 1};
-            find_rows(plan, view, slices, marks);
+            find_rows(plan, shown, slices, marks);
             cut_rows(plan, cut.num_slices, &slices->slice);
         }
     }

@@ -10,10 +10,10 @@ typedef struct kvc_reach {
 } kvc_reach;
 
 /* What a plan hides of the batch's sequences, and leaves of their stored runs; both NULL where it hides nothing. */
-typedef struct kvc_view {
+typedef struct kvc_shown {
     kvc_masked_ranges *masked; /* [batch->num_sequences] */
     kvc_run_list *stored;      /* [batch->num_sequences] */
-} kvc_view;
+} kvc_shown;
 
 /* A slice, with notes that are needed only while its plan is made. */
 typedef struct kvc_new_slice {
@@ -47,8 +47,8 @@ static inline int32_t kvc_rows_in_reach(const kvc_reach *reach, const kvc_run *r
 /* Returns an upper bound of how many runs are left of those stored when masked rows are cut out. */
 int64_t kvc_most_shown_runs(const kvc_plan *plan);
 
-/* Fills in view->stored, from view->masked.  runs: memory for kvc_most_shown_runs(plan). */
-void kvc_cut_masked(const kvc_plan *plan, const kvc_view *view, kvc_run *runs);
+/* Fills in shown->stored, from shown->masked.  runs: memory for kvc_most_shown_runs(plan). */
+void kvc_cut_masked(const kvc_plan *plan, const kvc_shown *shown, kvc_run *runs);
 
 /* Resolves select_rows, which is not 0: checks it, and makes it 0 if no sequence selects.  The plan is then one for all
  * rows. */
@@ -59,7 +59,7 @@ int32_t kvc_count_slices(const kvc_plan *plan);
 
 /* Lists the slices, with what each sees; there is room for kvc_count_slices(plan).  Returns their number.  marks:
  * [batch->num_tokens], all 0, for a batch with parents; they are 0 again afterwards. */
-int32_t kvc_list_slices(const kvc_plan *plan, const kvc_view *view, kvc_new_slice *slices, uint8_t *marks);
+int32_t kvc_list_slices(const kvc_plan *plan, const kvc_shown *shown, kvc_new_slice *slices, uint8_t *marks);
 
 /* Returns an upper bound of how many segments kvc_list_segments adds to the plan; the slices of a sequence that choose
  * rows have the first one's. */

@@ -31,9 +31,9 @@ typedef struct maker {
     kvc_plan *plan;        /* a struct on the stack, until allocate_plan copies it to its allocation */
     kvc_new_slice *slices; /* [plan->num_slices] */
     kvc_slice_order order;
-    kvc_view view;
+    kvc_shown shown;
     uint8_t *marks; /* marks for kvc_list_slices */
-    void *scratch;  /* allocation that holds slices, order, view and marks; NULL if a single slice needs none */
+    void *scratch;  /* allocation that holds slices, order, shown and marks; NULL if a single slice needs none */
     uint64_t size;  /* bytes of scratch */
     /* The slices and order.items of a plan without scratch. */
     kvc_new_slice one_slice;
@@ -42,8 +42,8 @@ typedef struct maker {
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
-/* Takes memory for the slices that were counted, for marks and, where ranges are masked, for a view, which it fills in.
- * Returns 0 if memory is exhausted. */
+/* Takes memory for the slices that were counted, for marks and, where ranges are masked, for what is shown, which it
+ * fills in.  Returns 0 if memory is exhausted. */
 static int take_scratch(maker *m) {
     const kvc_plan_args *args = &m->plan->args;
     kvc_batch *batch = m->plan->batch;
@@ -55,8 +55,8 @@ static int take_scratch(maker *m) {
     const uint64_t merged = kvc_add_array(&m->size, num * sizeof *m->order.merged);
     const uint64_t marks = kvc_add_array(&m->size, batch->parents ? (uint64_t)batch->num_tokens : 0);
     const uint64_t ranges = kvc_add_array(&m->size, num_masked * sizeof(kvc_masked_range));
-    const uint64_t masked = kvc_add_array(&m->size, sequences * sizeof *m->view.masked);
-    const uint64_t stored = kvc_add_array(&m->size, sequences * sizeof *m->view.stored);
+    const uint64_t masked = kvc_add_array(&m->size, sequences * sizeof *m->shown.masked);
+    const uint64_t stored = kvc_add_array(&m->size, sequences * sizeof *m->shown.stored);
     const uint64_t runs = kvc_add_array(&m->size, shown * sizeof(kvc_run));
     kvc_lock(batch->cache);
     char *start = m->scratch = kvc_scratch_take(batch->cache, &m->size, NULL);
@@ -68,10 +68,10 @@ static int take_scratch(maker *m) {
     m->marks = (void *)(start + marks);
     if (batch->parents) memset(m->marks, 0, (size_t)batch->num_tokens);
     if (num_masked) {
-        m->view = (kvc_view){(void *)(start + masked), (void *)(start + stored)};
+        m->shown = (kvc_shown){(void *)(start + masked), (void *)(start + stored)};
         kvc_masked_sort(batch, m->plan->group, args->masked, args->masked_size, args->num_masked,
-                        (void *)(start + ranges), m->view.masked);
-        kvc_cut_masked(m->plan, &m->view, (void *)(start + runs));
+                        (void *)(start + ranges), m->shown.masked);
+        kvc_cut_masked(m->plan, &m->shown, (void *)(start + runs));
     }
     return 1;
 }
@@ -294,19 +294,15 @@ static kvc_plan *place_plan(const kvc_plan *sketch, const uint64_t *at, char *st
     plan->deltas.values = (void *)(start + at[PLAN_DELTAS]);
     plan->deltas.angles = (void *)(start + at[PLAN_ANGLES]);
     plan->deltas.rope_table = (void *)(start + at[PLAN_ROPE_TABLE]);
-    plan->copies.non_causal = (void *)(start + at[PLAN_NON_CAUSAL]);
-    plan->copies.masked = (void *)(start + at[PLAN_MASKED]);
     plan->partials = (void *)(start + at[PLAN_PARTIALS]);
     plan->workspaces.memory = (void *)(start + at[PLAN_WORKSPACES]);
     kvc_plan_args *args = &plan->args;
-    for (int32_t i = 0; i < args->num_masked; i++)
-        plan->copies.masked[i] = kvc_masked_at(args->masked, args->masked_size, i);
-    args->masked = plan->copies.masked;
-    args->masked_size = sizeof *plan->copies.masked;
-    if (args->non_causal) {
-        memcpy(plan->copies.non_causal, args->non_causal, (size_t)args->num_tokens);
-        args->non_causal = plan->copies.non_causal;
-    }
+    kvc_masked *masked = (void *)(start + at[PLAN_MASKED]);
+    for (int32_t i = 0; i < args->num_masked; i++) masked[i] = kvc_masked_at(args->masked, args->masked_size, i);
+    args->masked = masked;
+    args->masked_size = sizeof *masked;
+    if (args->non_causal)
+        args->non_causal = memcpy(start + at[PLAN_NON_CAUSAL], args->non_causal, (size_t)args->num_tokens);
     return plan;
 }
 
@@ -381,7 +377,7 @@ static void cut_chosen(maker *m) {
 static kvc_plan *make_plan(maker *m) {
     kvc_plan *sketch = m->plan;
     kvc_cache *cache = sketch->batch->cache;
-    sketch->num_slices = kvc_list_slices(sketch, &m->view, m->slices, m->marks);
+    sketch->num_slices = kvc_list_slices(sketch, &m->shown, m->slices, m->marks);
     if (sketch->args.max_chosen) cut_chosen(m);
     kvc_order_slices(m->slices, sketch->num_slices, &m->order);
     sketch->deltas.num = find_deltas(m, NULL); /* equal ones perhaps several times */
@@ -500,9 +496,11 @@ kvc_status kvc_resolve_plan(const kvc_batch *batch, kvc_plan_args *args) {
 
 /* Whether a plan hides these ranges, given in the same order. */
 static int hides(const kvc_plan *plan, const kvc_plan_args *args) {
-    if (plan->args.num_masked != args->num_masked) return 0;
+    const kvc_plan_args *made = &plan->args;
+    if (made->num_masked != args->num_masked) return 0;
     for (int32_t i = 0; i < args->num_masked; i++) {
-        const kvc_masked own = plan->copies.masked[i], given = kvc_masked_at(args->masked, args->masked_size, i);
+        const kvc_masked own = kvc_masked_at(made->masked, made->masked_size, i),
+                         given = kvc_masked_at(args->masked, args->masked_size, i);
         if (own.seq_id != given.seq_id || own.begin != given.begin || own.end != given.end) return 0;
     }
     return 1;

@@ -19,7 +19,7 @@ kvc_cursor kvc_cursor_from(const kvc_call *c, const kvc_query_slice *slice, int3
                      .offset = (int32_t)offset,
                      .head = part / plan->parts.per_kv,
                      .num_rows = count,
-                     .window_rows = slice->tiled ? slice->tile_rows : c->streamed_rows};
+                     .frame_rows = slice->tiled ? slice->tile_rows : c->streamed_rows};
     if (plan->deltas.num)
         at.changes_to_mix =
             slice->tiled ? KVC_TILED_DELTA_CHANGES : KVC_STREAM_DELTA_CHANGES * (c->streamed_rows / KVC_PANEL);

@@ -16,7 +16,7 @@ kvc_task kvc_view_of(const kvc_task *t, int32_t first, int32_t num_query_rows) {
     return view;
 }
 
-kvc_task kvc_part_of(const kvc_task *t, int32_t m, int32_t first) {
+kvc_task kvc_view_of_slice(const kvc_task *t, int32_t m, int32_t first) {
     const kvc_plan *plan = t->call->plan;
     const kvc_query_slice *slice = kvc_slice_of(plan, t->job, m);
     kvc_task view = kvc_view_of(t, first, kvc_num_query_rows(plan, slice));
@@ -26,14 +26,14 @@ kvc_task kvc_part_of(const kvc_task *t, int32_t m, int32_t first) {
 
 /* ---- its rows ---------------------------------------------------------------------------------------------------- */
 
-/* Begins the next window, and decides whether it is mixed. */
-static void open_window(kvc_cursor *c) {
-    c->window = c->num_rows < c->window_rows ? (int32_t)c->num_rows : c->window_rows;
+/* Begins the next frame, and decides whether it is mixed. */
+static void open_frame(kvc_cursor *c) {
+    c->frame = c->num_rows < c->frame_rows ? (int32_t)c->num_rows : c->frame_rows;
     c->is_mixed = 0;
-    if (!c->changes_to_mix || !c->window) return;
+    if (!c->changes_to_mix || !c->frame) return;
     const kvc_segment *segment = c->segment;
     int32_t changes = 0;
-    for (int32_t n = segment->count - c->offset; n < c->window; n += segment->count) {
+    for (int32_t n = segment->count - c->offset; n < c->frame; n += segment->count) {
         changes += segment[1].delta_index != segment->delta_index;
         segment++;
     }
@@ -93,11 +93,11 @@ static int32_t list_singles(kvc_tile *t, int32_t most, size_t head) {
 /* Walks over the segments once, with all that changes in registers: in a cache full of holes, each row is a segment. */
 void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     const kvc_layout *layout = c->layout;
-    if (!c->window) open_window(c);
+    if (!c->frame) open_frame(c);
     const size_t head = (size_t)c->head * layout->head_stride;
     const size_t k_begin = layout->k_offset + head, v_begin = layout->v_offset + head;
     const size_t k_bytes = layout->k_row_bytes, v_bytes = layout->v_row_bytes;
-    const int32_t most = c->window, is_mixed = c->is_mixed, has_scales = layout->num_scales;
+    const int32_t most = c->frame, is_mixed = c->is_mixed, has_scales = layout->num_scales;
     const int32_t delta_index = !most ? 0 : is_mixed ? KVC_MIXED : c->segment->delta_index;
     const uint8_t *k_end = NULL, *v_end = NULL;
     t->layout = layout;
@@ -141,7 +141,7 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
     c->segment = segment;
     c->offset = offset;
     c->num_rows -= n;
-    c->window -= n;
+    c->frame -= n;
 }
 
 kvc_rows kvc_keys_in(const kvc_tile *t, const kvc_layer *layer, const kvc_segment *segment, int32_t offset) {

@@ -73,22 +73,22 @@ static inline kvc_segment *kvc_chosen_segments(const kvc_task *t) {
 /* Return a view of num_query_rows query rows of a task, from row `first` on; and a view of the query rows of slice
  * m, which begin at row `first`. */
 kvc_task kvc_view_of(const kvc_task *t, int32_t first, int32_t num_query_rows);
-kvc_task kvc_part_of(const kvc_task *t, int32_t m, int32_t first);
+kvc_task kvc_view_of_slice(const kvc_task *t, int32_t m, int32_t first);
 
 /* ---- its rows ---------------------------------------------------------------------------------------------------- */
 
-/* A place in the rows of a slice's split.  Rows are counted in windows from the beginning of the walk, and no tile
- * reaches past the end of a window.  So tiles do not depend on how rows are cut into segments. */
+/* A place in the rows of a slice's split.  Rows are counted in frames from the beginning of the walk, and no tile
+ * reaches past the end of a frame.  So tiles do not depend on how rows are cut into segments. */
 typedef struct kvc_cursor {
     const kvc_layout *layout;
     const kvc_segment *segment;
     int32_t offset;         /* index of the next row in the segment */
     int32_t head;           /* KV head */
     int64_t num_rows;       /* rows left */
-    int32_t window_rows;    /* rows of a window */
-    int32_t window;         /* rows left in the window */
-    int32_t changes_to_mix; /* from this many changes of delta on, a window is mixed; 0: no key is off */
-    int32_t is_mixed;       /* whether the window is one tile, of several deltas */
+    int32_t frame_rows;     /* rows of a frame */
+    int32_t frame;          /* rows left in the frame */
+    int32_t changes_to_mix; /* from this many changes of delta on, a frame is mixed; 0: no key is off */
+    int32_t is_mixed;       /* whether the frame is one tile, of several deltas */
 } kvc_cursor;
 
 /* A place in rows that lie in segments. */
@@ -134,7 +134,7 @@ typedef struct kvc_tile {
     int32_t token[KVC_WIDE_TILE]; /* token of the batch; -1: a stored row */
 } kvc_tile;
 
-/* Takes the next tile off a cursor: up to the end of the window or, in a window that is not mixed, to the next
+/* Takes the next tile off a cursor: up to the end of the frame or, in a frame that is not mixed, to the next
  * change of the delta. n is 0 if no rows are left. */
 void kvc_next_tile(kvc_tile *t, kvc_cursor *c);
 

@@ -205,17 +205,10 @@ typedef struct kvc_jobs {
     int32_t joined_splits; /* up to how many splits of a slice that is streamed, or chooses rows, become a job */
 } kvc_jobs;
 
-/* Copies of the caller's arrays: args points at them. */
-typedef struct kvc_copies {
-    uint8_t *non_causal; /* [args.num_tokens] */
-    kvc_masked *masked;  /* [args.num_masked] */
-} kvc_copies;
-
 struct kvc_plan {
     kvc_plan_link link; /* the first member: what batch->plans lists */
     kvc_batch *batch;
-    kvc_plan_args args;
-    kvc_copies copies;
+    kvc_plan_args args;    /* its arrays are copies of the caller's */
     atomic_flag taken;     /* a call has the plan; cleared by kvc_plan_leave, so that it may serve another call */
     int32_t is_made;       /* the fields below are filled in; set with the mutex held, which fork() waits for */
     int32_t group, stride; /* its stride: positions of rows are rows/stride.h's numbers */
