@@ -10,6 +10,7 @@
 #include "world.h"
 
 enum { MOST_PROMPTS = SYMBOLS - 1, WIDTH = 4, EVENTS = 256, STORED = 128, ONE_STATE = 8 };
+enum { PIN_BYTES = 8, PROMPTS_BYTES = 40 * (MOST_TEXT + 1) + PIN_BYTES * MOST_PROMPTS * MOST_TEXT };
 
 /* A prompt of whole blocks.  Prompt i begins with symbol i. */
 typedef struct prompt {
@@ -27,7 +28,8 @@ static struct {
     kvc_prefix *prefix;
     kvc_layer layers[LAYERS];
     int num_layers, block;
-    int num; /* prompts */
+    int64_t block_bytes; /* what a block counts for max_bytes; 0: there is no such limit */
+    int num;             /* prompts */
     prompt prompts[MOST_PROMPTS];
     long clock;
 } o;
@@ -68,24 +70,6 @@ static void make_shape(int stride) {
     o.num = 2 + pick(MOST_PROMPTS - 1);
 }
 
-static void open_cache(int64_t capacity, kvc_prefix_config own) {
-    const kvc_config config = {.struct_size = sizeof config,
-                               .layers = o.layers,
-                               .layer_size = sizeof *o.layers,
-                               .num_layers = o.num_layers,
-                               .block_size = o.block,
-                               .capacity = (int32_t)capacity,
-                               .num_threads = 1};
-    own.struct_size = sizeof own, own.fingerprint = "a model", own.max_events = EVENTS;
-    must(kvc_cache_new(&config, &o.cache));
-    must(kvc_prefix_new(o.cache, &own, &o.prefix));
-}
-
-static void close_cache(void) {
-    must(kvc_validate(o.cache));
-    must(kvc_cache_free(o.cache));
-}
-
 /* Feeds a sequence n tokens; their rows are no matter. */
 static void feed(int64_t id, int n) {
     static const float zeros[MOST_TEXT][WIDTH];
@@ -103,6 +87,43 @@ static void feed(int64_t id, int n) {
         must(kvc_put(batch, l, &args));
     }
     must(kvc_commit(batch));
+}
+
+/* Returns what a block counts for max_bytes. */
+static int64_t measure_block(void) {
+    kvc_block_info block;
+    int64_t num_blocks, num_runs;
+    feed(0, 1);
+    must(kvc_blocks(o.cache, 0, &block, sizeof block, 1, &num_blocks, NULL, sizeof(kvc_run_info), 0, &num_runs));
+    return block.bytes;
+}
+
+/* Makes the cache, with room for so many tokens (0: any number).  by_bytes: max_bytes has room for their blocks, and
+ * for the most that prompts and pins take. */
+static void open_cache(int64_t room, int by_bytes, kvc_prefix_config own) {
+    const int64_t of_events = EVENTS * (int64_t)sizeof(kvc_prefix_event);
+    kvc_config config = {.struct_size = sizeof config,
+                         .layers = o.layers,
+                         .layer_size = sizeof *o.layers,
+                         .num_layers = o.num_layers,
+                         .block_size = o.block,
+                         .capacity = by_bytes ? 0 : (int32_t)room,
+                         .num_threads = 1};
+    own.struct_size = sizeof own, own.fingerprint = "a model", own.max_events = EVENTS;
+    must(kvc_cache_new(&config, &o.cache));
+    if (by_bytes) {
+        config.max_bytes = kvc_nbytes(o.cache) + of_events + PROMPTS_BYTES;
+        o.block_bytes = measure_block();
+        config.max_bytes += room / o.block * o.block_bytes;
+        must(kvc_cache_free(o.cache));
+        must(kvc_cache_new(&config, &o.cache));
+    }
+    must(kvc_prefix_new(o.cache, &own, &o.prefix));
+}
+
+static void close_cache(void) {
+    must(kvc_validate(o.cache));
+    must(kvc_cache_free(o.cache));
 }
 
 static int64_t acquire(int text, int *matched) {

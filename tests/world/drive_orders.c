@@ -102,25 +102,33 @@ static void ask(prompt *p) {
     }
 }
 
-/* Another sequence takes the slots of what was used least recently. */
+/* Another sequence takes the blocks of what was used least recently, and of no more. */
 static void take_room(int room) {
     const int64_t id = kvc_new_sequence(o.cache);
-    for (int i = 0; i < o.num; i++) room -= o.prompts[i].num_pins ? o.prompts[i].left : 0;
-    const int n = least(pick(room + 1), MOST_TEXT);
+    int held = 0, pinned = 0;
+    for (int i = 0; i < o.num; i++) {
+        held += o.prompts[i].left / o.block;
+        pinned += o.prompts[i].num_pins ? o.prompts[i].left / o.block : 0;
+    }
+    if (o.block_bytes) room += (int)((PROMPTS_BYTES - PIN_BYTES * pinned) / o.block_bytes) * o.block;
+    const int most = room - pinned * o.block, n = least(pick(most + 1), MOST_TEXT);
+    const int wanted = held + (n + o.block - 1) / o.block - room / o.block;
     if (n) feed(id, n);
-    check_drops();
+    const int num = check_drops();
+    if (num != (n && wanted > 0 ? wanted : 0)) wrong("%d blocks go, not %d", num, wanted);
     must(kvc_clear_sequence(o.cache, id));
 }
 
 static void scene_evict(void) {
-    int capacity = 0;
-    make_shape(pick(3) ? 0 : 2 + pick(3));
+    const int by_bytes = !pick(3);
+    int room = 0;
+    make_shape(by_bytes || pick(3) ? 0 : 2 + pick(3));
     for (int i = 0; i < o.num; i++) {
         o.prompts[i].text = any_text_of(i, o.block * (1 + pick(least(5, (MOST_TEXT - 1) / o.block))));
-        capacity += text_length(o.prompts[i].text);
+        room += text_length(o.prompts[i].text);
     }
-    if (pick(2)) capacity = 0;
-    open_cache(capacity, (kvc_prefix_config){.quota = capacity || pick(2) ? 0 : 1 + pick(80)});
+    if (!by_bytes && pick(2)) room = 0;
+    open_cache(room, by_bytes, (kvc_prefix_config){.quota = room || pick(2) ? 0 : 1 + pick(80)});
     for (int i = 0; i < o.num; i++) use(&o.prompts[i]);
     for (w.o.now = 0; w.o.now < 40; w.o.now++) {
         prompt *p = &o.prompts[pick(o.num)];
@@ -129,7 +137,7 @@ static void scene_evict(void) {
         case 1: evict_some(); break;
         case 2: run_on(p); break;
         case 3:
-            if (capacity) take_room(capacity);
+            if (room) take_room(room);
             break;
         default: ask(p);
         }
@@ -265,7 +273,7 @@ static void scene_fetch(void) {
     for (int i = 0; by_states && i < o.num; i++)
         own.max_checkpoint_bytes += ONE_STATE * __builtin_popcountll(o.prompts[i].states);
     const int capacity = own.quota ? num_tokens + 5 * o.block : 0;
-    open_cache(capacity, own);
+    open_cache(capacity, 0, own);
     for (int i = 0; i < o.num; i++) compute(&o.prompts[i]);
     must(kvc_store_new_blocks(o.cache, &in_memory, &num));
     must(kvc_prefix_clear(o.prefix));
@@ -338,7 +346,7 @@ static void scene_states(void) {
         for (int at = 1; at <= length; at++)
             if (p->states >> at & 1) marks[num++] = (mark){text_begin(p->text, at), 2 * i, 2 * i + 1};
     }
-    open_cache(0, (kvc_prefix_config){.state_bytes = ONE_STATE, .max_checkpoint_bytes = ONE_STATE * num});
+    open_cache(0, 0, (kvc_prefix_config){.state_bytes = ONE_STATE, .max_checkpoint_bytes = ONE_STATE * num});
     for (; o.clock < o.num; o.clock++) serve(o.prompts[o.clock].text, o.prompts[o.clock].states, 1);
     for (int step = pick(10); step; step--) go_on_from(&marks[pick(num)], marks, num);
     drop_states(marks, num);
@@ -357,7 +365,7 @@ static void scene_reuse(void) {
     const int length = 1 + pick(4) + common, other = any_text_of(0, length);
     while (text_length(text) < shift) text = text_behind(text, 1);
     for (int i = length - common; i < length; i++) text = text_behind(text, text_symbol(text_begin(other, i + 1)));
-    open_cache(0, (kvc_prefix_config){.reuse_min_tokens = most});
+    open_cache(0, 0, (kvc_prefix_config){.reuse_min_tokens = most});
     serve(text_begin(text, shift), 0, 1); /* neither takes anything from the other one */
     serve(other, 0, 1);
     const int64_t id = acquire(text_behind(text, 0), &matched);
@@ -414,7 +422,7 @@ static void scene_forget(void) {
     int all = 0;
     make_shape(pick(3) ? 0 : 2 + pick(3));
     o.num = 2;
-    open_cache(0, (kvc_prefix_config){.collects_new = 1});
+    open_cache(0, 0, (kvc_prefix_config){.collects_new = 1});
     for (int i = 0; i < o.num; i++) {
         o.prompts[i].text = any_text_of(i, o.block * (1 + pick(least(5, (MOST_TEXT - 1) / o.block))));
         all += text_length(o.prompts[i].text) / o.block;
