@@ -138,7 +138,8 @@ def test_the_glossary_has_the_terms_of(page, introduces):
 
 def test_the_map_names_files_that_exist():
     text = (ROOT / "docs/design/architecture.md").read_text()
-    files = [path for folder in ("src", "kvcache", "tests", "include") for path in (ROOT / folder).rglob("*.*")]
+    folders = ("src", "kvcache", "tests", "include", "examples")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
     names = {str(path) for path in files}
     for name in re.findall(r"`([\w/]+\.(?:c|h|py|pyx|pxi|pxd))`", text):
         assert any(path.endswith(f"/{name}") for path in names), f"{name} is not there"
