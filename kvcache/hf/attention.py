@@ -9,8 +9,8 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvcache.errors import NotSupportedError
+from kvcache.hf.choosing import Chosen
 from kvcache.hf.compressing import Compressed
-from kvcache.hf.indexing import Chosen
 from kvcache.hf.latents import Expansion
 from kvcache.hf.layers import Layer, LayerRows, Rows
 from kvcache.hf.lazy import elements_of
@@ -48,12 +48,12 @@ def attention(
     is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
     chosen = None
     if isinstance(given, ChosenMask):
-        chosen, attention_mask = Chosen(given.columns, 1, None, hides_padding=given.mask is None), given.mask
+        chosen, attention_mask = Chosen(given.columns, 1, hides_padding=given.mask is None), given.mask
     if indices is not None:
-        chosen = Chosen.of(indices, 1)
+        chosen = Chosen(indices, 1)
     if block_indices is not None:
         block = getattr(getattr(module, "indexer", None), "block_size", 0) or _refuse("block_indices")
-        chosen = Chosen.of(block_indices, block)
+        chosen = Chosen(block_indices, block)
     is_special = bool(options.get("dropout"))
     for name in SPECIAL & options.keys():
         is_special |= options[name] is not None

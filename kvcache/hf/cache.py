@@ -15,12 +15,12 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 from kvcache import KVCache, eviction
 from kvcache.arguments import INT32_MAX, INT64_MAX, integer
 from kvcache.errors import NotSupportedError
-from kvcache.hf import deepseek_v4
 from kvcache.hf.compressing import SharedLayer
 from kvcache.hf.decode import Decoder
 from kvcache.hf.indexing import IndexKeys
 from kvcache.hf.layers import Layer
 from kvcache.hf.making import Maker
+from kvcache.hf.models import REPLACED, install
 from kvcache.hf.padding import check_rows
 from kvcache.hf.passes import Passes, indices_of
 from kvcache.hf.policies import (
@@ -38,7 +38,7 @@ from kvcache.hf.policies import (
     ropes_of,
     rotation_by_length,
 )
-from kvcache.hf.pooling import PooledKeys, install
+from kvcache.hf.pooling import PooledKeys
 from kvcache.hf.prompts import Prompt, Prompts, check_prefix, check_tokens, placeholders_of, prompts_of
 from kvcache.hf.recurrent import KEYS, ROWS, Recurrent
 from kvcache.hf.state import SaveableBatch, stored_in
@@ -152,8 +152,8 @@ class HFCache(SaveableBatch, Cache):
         layers = Maker(self._passes, self._decoder, self._follows_config).layers(parts)
         Cache.__init__(self, layers=layers)  # a cache for MiniMax has another base, which takes no layers
         self._recurrent = Recurrent(layers)
-        install(decoder.model_type)
-        deepseek_v4.install(decoder.model_type)
+        if decoder.model_type in REPLACED or any(layer.value_in_key for layer in made.layers):
+            install(type(decoder))
         self.is_linear = [isinstance(part.own, LinearAttentionLayer) and part.policy is None for part in parts]
 
     @staticmethod
@@ -252,16 +252,15 @@ class HFCache(SaveableBatch, Cache):
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Take the new tokens' keys of a layer's indexer, ``[batch, tokens, dim]``; return the keys of all tokens."""
-        layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        if not hasattr(layer, "update_indexer"):
-            raise self._not_as_configured(layer_idx, "keys of an indexer")
-        keys: torch.Tensor = layer.update_indexer(indexer_key_states)
-        return keys
+        return self.index_keys(layer_idx).update_index(indexer_key_states.unsqueeze(1)).squeeze(1)
 
-    def pooled_keys(self, layer_idx: int) -> PooledKeys:
-        """Return the keys of an indexer that pools; note that the pass has come to it."""
-        keys = getattr(self.layers[layer_idx] if layer_idx < len(self.layers) else None, "index_keys", None)
-        if not isinstance(keys, PooledKeys):
+    def index_keys(self, layer_idx: int) -> IndexKeys | PooledKeys:
+        """Return the keys of a layer's indexer; note that the pass has come to them."""
+        layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        keys: IndexKeys | PooledKeys | None = (
+            layer if isinstance(layer, IndexKeys) else getattr(layer, "index_keys", None)
+        )
+        if keys is None:
             raise self._not_as_configured(layer_idx, "keys of an indexer")
         if self._recurrent.layers:
             self._reach(layer_idx, KEYS)

@@ -34,7 +34,7 @@ class SharedLayer(Layer):
             self.passes.open(this_pass, len(new), new.shape[2], padding)
 
     def store_compression_weights(self, *args: Any) -> NoReturn:
-        """Raise NotSupportedError: only the function that `install` replaced calls this."""
+        """Raise NotSupportedError: only the model's own function calls this."""
         raise NotSupportedError(
             "the model's attention has a forward function of its own, or one that was taken from its class before the"
             " first HFCache for such a model was made: make an HFCache first"

@@ -10,16 +10,16 @@ KINDS = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING)
 OWN = "takes no attention but its own, so the cache only stores its rows, and is not faster than transformers' cache"
 
 
-def model_of(config: PreTrainedConfig) -> Any:
-    """Return the class of the model that a configuration is for; None: it is not known."""
-    found = next((model for of in KINDS if (model := of.get(type(config), None)) is not None), None)
+def model_of(kind: type[PreTrainedConfig]) -> Any:
+    """Return the class of the model that a class of configurations is for; None: it is not known."""
+    found = next((model for of in KINDS if (model := of.get(kind, None)) is not None), None)
     return found[0] if isinstance(found, tuple) else found
 
 
 def why_decoded(config: PreTrainedConfig) -> tuple[str, str]:
     """Return why rows are decoded before they reach the attention, and what would change it; "": nothing would."""
     text = config.get_text_config(decoder=True)
-    model = model_of(text)
+    model = model_of(type(text))
     if model is not None and not model._can_set_attn_implementation():
         return f"a {model.__name__} {OWN}", ""
     if text._attn_implementation == "kvcache":

@@ -1,48 +1,25 @@
 """Latent attention (MLA): the cache holds latents, and the attention reads them where they lie.
 
 A model gives the cache latents, and expands them to a key and a value for every head. It multiplies them by a weight
-(``kv_b_proj``), and appends to the keys the rotated elements, which all heads share. `Latents` records these operations
-instead of computing them, and `Expansion` recognises the record when it reaches the attention. The attention then
-multiplies the queries and its result by the weight, not the latents, which gives the same numbers: ``q . (W latent) =
-(q W) . latent``. Any other operation, as of a quantised weight or an adapter, computes what was recorded, and the
-attention gets dense tensors.
+(``kv_b_proj``), and appends to the keys the rotated elements, which all heads share. `expand` replaces that method by
+one that returns lazy tensors, in which the attention finds the `Expansion`. The attention then multiplies the queries
+and its result by the weight, not the latents, which gives the same numbers: ``q . (W latent) = (q W) . latent``.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvcache.hf import recording
 from kvcache.hf.layers import Layer, LayerRows, Rows
-from kvcache.hf.lazy import elements_of
-from kvcache.hf.recording import is_made, source_of
-
-linear = torch.nn.functional.linear
-# Operations that make one tensor of another, and are recorded.
-RECORDED = {linear, Tensor.view, Tensor.transpose, Tensor.expand, Tensor.new_empty, Tensor.__getitem__}
+from kvcache.hf.lazy import LazyTensor
 
 
-class Recording(recording.Recording):
-    """A tensor whose operations are recorded if they expand latents."""
-
-    def record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the record of an operation with this tensor; None: it is to be computed."""
-        if args[0] is not self:
-            return None
-        if func in RECORDED and not kwargs:
-            return Recorded.of(func, *args)
-        if func is torch.split and isinstance(args[1], list):
-            return tuple(_split(self, args[1], **kwargs))
-        if func is Tensor.copy_ and isinstance(self, Recorded) and self.write(args[1]):
-            return self
-        return None
-
-
-class Latents(Recording, Rows):
+class Latents(Rows):
     """The latents, or the rotated elements, of `LayerRows`."""
 
 
@@ -51,46 +28,24 @@ class LatentLayer(Layer):
 
     tensor_type = Latents
 
-    def pack(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def pack(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Append the rotated elements to the latents."""
         return (torch.cat((k, v), -1),)
 
-    def unpack(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def unpack(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return latents and rotated elements."""
         return v, k[..., v.shape[-1] :]
 
 
-class Recorded(Recording, recording.Recorded):
-    """The result of an operation that was recorded."""
+class Expanded(LazyTensor):
+    """The keys, or the values, that a model makes of latents."""
 
-    writes: list[tuple[Any, Tensor]]  # the tensors that were copied into parts of it, and the parts
-
-    @classmethod
-    def of(cls, func: Callable[..., Tensor], *args: Any, **options: Any) -> Self:
-        """Record an operation."""
-        made = super().of(func, *args, **options)
-        made.writes = []
-        return made
-
-    def write(self, source: Tensor) -> bool:
-        """Record that a tensor is copied to this part of a new tensor; return False if it is no such part."""
-        whole = self.args[0]
-        if self.func is not Tensor.__getitem__ or not isinstance(whole, Recorded) or whole.made is not None:
-            return False
-        whole.writes.append((self.args[1], source))
-        return whole.func is Tensor.new_empty
+    expansion: Expansion
+    part: int  # 0: the keys; 1: the values
 
     def make(self) -> Tensor:
-        """Compute what was recorded."""
-        made = super().make()
-        for place, source in self.writes:
-            made[place] = elements_of(source)
-        return made
-
-
-def _split(tensor: Tensor, sizes: list[int], dim: int = 0) -> list[Recorded]:
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [Recorded.of(Tensor.narrow, tensor, dim, end - n, n) for end, n in zip(ends, sizes, strict=True)]
+        """Expand the latents as the model does."""
+        return self.expansion.own()[self.part]
 
 
 class Expansion(NamedTuple):
@@ -99,35 +54,16 @@ class Expansion(NamedTuple):
     rows: LayerRows
     weight: Tensor  # [heads, elements of an unrotated key and of a value, elements of a latent]
     num_unrotated: int  # elements of a key
+    own: Callable[[], tuple[Tensor, Tensor]]  # makes them
 
-    @classmethod
-    def of(cls, key: Tensor, value: Tensor) -> Self | None:
-        """Return what keys and values are the record of; None: they were computed, or made otherwise."""
-        if not (isinstance(key, Recorded) and isinstance(value, Recorded)):
+    @staticmethod
+    def of(key: Tensor, value: Tensor) -> Expansion | None:
+        """Return what keys and values are; None: they were made, or are others."""
+        if not isinstance(key, Expanded) or not isinstance(value, Expanded):
             return None
-        heads = source_of(value, Tensor.narrow)
-        product = source_of(source_of(heads, Tensor.transpose, 1, 2), Tensor.view)
-        latents = source_of(product, linear)
-        if not isinstance(latents, Latents) or source_of(key, Tensor.new_empty) is None or len(key.writes) != 2:
-            return None
-        weight, *bias = product.args[1:]
-        _, dim, n, v_dim = value.args
-        (begin, unrotated), (end, rotated) = key.writes
-        batch_size, num_heads, num_tokens, width = heads.shape
-        elements = source_of(rotated, Tensor.expand, -1, num_heads, -1, -1)
-        is_known = (
-            bias == [None]
-            and (dim, n + v_dim) == (-1, width)
-            and (begin, end) == ((..., slice(None, n)), (..., slice(n, None)))
-            and source_of(unrotated, Tensor.narrow, -1, 0, n) is heads
-            and isinstance(elements, Latents)
-            and elements.source is latents.source
-            and (latents.part, elements.part) == (0, 1)
-            and latents.shape[:3] == (batch_size, 1, num_tokens)
-            and key.shape == (batch_size, num_heads, num_tokens, n + elements.shape[3])
-            and not any(is_made(x) for x in (key, value, heads, product, unrotated, rotated, latents, elements))
-        )
-        return cls(latents.source, weight.view(num_heads, width, -1), n) if is_known else None
+        is_lazy = key.made is None and value.made is None
+        is_pair = key.expansion is value.expansion and (key.part, value.part) == (0, 1)
+        return key.expansion if is_lazy and is_pair else None
 
     def absorb(self, query: Tensor) -> Tensor:
         """Make queries for the cache's rows of queries for the keys, both ``[batch, heads, tokens, elements]``."""
@@ -138,3 +74,34 @@ class Expansion(NamedTuple):
         """Make the attention's result of a sum of latents; both are ``[batch, tokens, heads, elements]``."""
         to_values = self.weight[:, self.num_unrotated :].transpose(1, 2)
         return (result.transpose(1, 2) @ to_values).transpose(1, 2)
+
+
+def expand(
+    own: Callable[[], tuple[Tensor, Tensor]], attention: Any, *, kv_nope: Tensor, k_rot: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Do what the method `expand_kv` of an attention does, later if it must."""
+    projection = attention.kv_b_proj
+    if not (isinstance(kv_nope, Latents) and isinstance(k_rot, Latents) and _is_plain(projection)):
+        return own()
+    if kv_nope.made is not None or k_rot.made is not None:
+        return own()
+    n, v_dim = attention.qk_nope_head_dim, attention.v_head_dim
+    weight = projection.weight.view(-1, n + v_dim, kv_nope.shape[3])
+    expansion = Expansion(kv_nope.source, weight, n, functools.cache(own))
+    shape = len(kv_nope), len(weight), kv_nope.shape[2]
+    key = Expanded.of_shape((*shape, n + k_rot.shape[3]), kv_nope.dtype)
+    value = Expanded.of_shape((*shape, v_dim), kv_nope.dtype)
+    key.expansion = value.expansion = expansion
+    key.part, value.part = 0, 1
+    return key, value
+
+
+def _is_plain(projection: Any) -> bool:
+    """Whether a module multiplies by its weight, and does nothing else."""
+    return (
+        type(projection) is torch.nn.Linear
+        and projection.bias is None
+        and type(projection.weight) is torch.nn.Parameter
+        and not (projection._forward_hooks or projection._forward_pre_hooks)
+        and "forward" not in vars(projection)
+    )

@@ -11,13 +11,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from kvcache.hf.lazy import LazyTensor, elements_of
 from kvcache.hf.padding import check_mask
-from kvcache.hf.scoring import Scoring
 
 EVERYTHING = slice(None)
 PLANES = [(EVERYTHING, 0), (EVERYTHING, 0, EVERYTHING, EVERYTHING)]  # indices that select the only head
 
 
-class Plane(Scoring):
+class Plane(LazyTensor):
     """A mask without the axis of heads, ``[batch, queries, keys]``, as indexers take it. The mask stays as it is."""
 
     mask: Mask

@@ -80,7 +80,6 @@ class ForwardPass:
         self.leaves_rows = False  # whether the model left a layer's rows unused, and attends to others
         self.is_read = False  # whether layers may still read rows that earlier layers brought
         self.masked: dict[int, tuple[torch.Tensor, list[tuple[int, int, int]]]] = {}  # id of a mask: it, and its ranges
-        self.chosen: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}  # id of indices: they, and options of `attend`
 
     def drop_padding(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Pack tensors ``[batch, heads, tokens, dim]`` to ``[tokens, heads, dim]`` if there is leading padding."""

@@ -18,7 +18,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from kvcache.errors import NotSupportedError
 from kvcache.hf.layers import Layer
 
-# Parts of a layer: its keys and values, the keys of an indexer that pools, and its first state. Others follow that one.
+# Parts of a layer: its keys and values, the keys of an indexer, and its first state. Others follow that one.
 ROWS, KEYS, STATE = -1, -2, 0
 
 
@@ -50,7 +50,7 @@ class Recurrent:
         }
         self._all = {(i, STATE) for i in self.layers}  # indices of layers, and their parts
         self._all |= {(i, ROWS) for i, layer in enumerate(layers) if isinstance(layer, Layer)}
-        self._all |= {(i, KEYS) for i, layer in enumerate(layers) if getattr(layer, "pools", False)}
+        self._all |= {(i, KEYS) for i, layer in enumerate(layers) if getattr(layer, "index_keys", None) is not None}
         self._reached: set[tuple[int, int]] = set()
 
     def __bool__(self) -> bool:

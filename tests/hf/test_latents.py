@@ -94,18 +94,27 @@ def test_types(model, dtype, off):
 
 
 def test_stored_latents_are_not_expanded(model):
-    """The projection's results are recorded, never computed."""
-    made = []
+    """What the model makes of latents is described, never computed."""
+    cache, made = HFCache(model.config), []
     for layer in model.model.layers:
-        layer.self_attn.kv_b_proj.register_forward_hook(lambda module, args, result: made.append(result))
-    logits(model, HFCache(model.config), "kvcache")
-    assert len(made) == 4 * LAYERS
+        layer.self_attn.expand_kv = noted(layer.self_attn.expand_kv, made)
+    logits(model, cache, "kvcache")
+    assert len(made) == 4 * LAYERS * 2
     assert not any(result.made is not None for result in made)
     made.clear()
     model.set_attn_implementation("kvcache")
     with torch.no_grad():
         model(prompt()["input_ids"], use_cache=False)
     assert all(type(result) is torch.Tensor for result in made)
+
+
+def noted(expand, made):
+    def expand_and_note(*args):
+        expanded = expand(*args)
+        made.extend(expanded)
+        return expanded
+
+    return expand_and_note
 
 
 class Odd(torch.nn.Module):
@@ -123,12 +132,17 @@ class Odd(torch.nn.Module):
         return self.linear(latents) + torch.nn.functional.linear(latents, torch.ones_like(self.linear.weight)) * 0.1
 
 
-@pytest.mark.parametrize("way", ["matmul", "in_place", "adapter", "bias"])
+@pytest.mark.parametrize("way", ["matmul", "in_place", "adapter", "bias", "hook", "another forward"])
 def test_other_projections(model, way):
     for layer in model.model.layers:
         attention = layer.self_attn
         if way == "bias":
             attention.kv_b_proj.bias = torch.nn.Parameter(torch.randn(attention.kv_b_proj.out_features))
+        elif way == "hook":
+            attention.kv_b_proj.register_forward_hook(lambda part, args, made: made * 1.5)
+        elif way == "another forward":
+            forward = attention.kv_b_proj.forward
+            attention.kv_b_proj.forward = lambda latents, forward=forward: forward(latents) * 1.5
         else:
             attention.kv_b_proj = Odd(attention.kv_b_proj, way)
     want = logits(model, transformers.DynamicCache(config=model.config), "sdpa")

@@ -318,9 +318,9 @@ def test_what_cannot_be(name):
         cache.update_indexer(torch.zeros(1, 3, 32), 0)
     recurrent = HFCache(model_of(f"{name}, recurrent").config)
     with pytest.raises(ValueError, match="layer 0 of the model has keys of an indexer"):
-        recurrent.pooled_keys(0)
+        recurrent.index_keys(0)
     with pytest.raises(ValueError, match="5 layers or more"):
-        recurrent.pooled_keys(4)
+        recurrent.index_keys(4)
 
 
 @pytest.mark.parametrize("name", BLOCK)

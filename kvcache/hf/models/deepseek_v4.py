@@ -1,13 +1,11 @@
 """The attention of DeepSeek V4, which sees a window of tokens, and rows that stand for several tokens each.
 
-The model's own attention asks the layers of its own cache for the tokens that are not compressed yet. So `install` has
-it call `attend` where its cache is an `HFCache`. With any other cache, it does what it did before.
+The model's own attention asks the layers of its own cache for the tokens that are not compressed yet. So `attend`
+replaces it.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -17,17 +15,19 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcache.hf.attention import NAME
+from kvcache.hf.choosing import Query
 from kvcache.hf.compressing import Compressed, SharedLayer
 from kvcache.hf.masks import Mask
 from kvcache.hf.passes import Passes
-from kvcache.hf.pooling import Places, Query, Taken
+from kvcache.hf.pooling import Places, Taken
 
 
 def attend(
-    attention: Any, layer: SharedLayer, hidden_states: Tensor, position_embeddings: Any, position_ids: Tensor,
-    attention_mask: Tensor | None, **options: Any,
+    own: Callable[..., Any], attention: Any, *, cache: Any, hidden_states: Tensor, position_embeddings: Any,
+    position_ids: Tensor, attention_mask: Tensor | None, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Do what the model's attention does, with the rows of an `HFCache`."""
+    """Do what `DeepseekV4Attention.forward` does, with the rows of an `HFCache`."""
+    layer: SharedLayer = cache.shared_layer(attention.layer_idx)
     _check_type(attention, layer)
     model, config = _code_of(attention), attention.config
     cos, sin = position_embeddings[attention.rope_layer_type]
@@ -95,7 +95,8 @@ def _compress(
             q = indexer.q_b_proj(q_residual).view(*q_residual.shape[:2], -1, indexer.head_dim)
             q = _code_of(indexer).apply_rotary_pos_emb(q, *rotation, unsqueeze_dim=2)
             weights = indexer.scorer.weights_proj(hidden_states).float() * indexer.scorer.weights_scaling
-            chosen = keys.choose_blocks(keyed, Query(q, weights, keys.block, indexer.index_topk, has_tail=False))
+            query = Query(q, weights, indexer.index_topk, keys.block, {"relu": True})
+            chosen = query.choose(keyed.this_pass, keys.index)
     return Compressed(layer.compressed, taken, chosen)
 
 
@@ -138,27 +139,3 @@ def _padding_of(mask: Tensor | None, passes: Passes, new: Tensor) -> Tensor | No
     padding[:, passes.num_seen :] = shown[:, :, num_past:].diagonal(dim1=1, dim2=2)
     padding[:, passes.num_seen - num_past : passes.num_seen] = shown[:, 0, :num_past]
     return None if padding.all() and not any(passes.offsets) else padding
-
-
-@functools.cache
-def install(model_type: str) -> None:
-    """Have the attention of DeepSeek V4, if models are of this type, use an `HFCache` where it is given one."""
-    if model_type == "deepseek_v4":
-        model: Any = importlib.import_module("transformers.models.deepseek_v4.modeling_deepseek_v4")
-        model.DeepseekV4Attention.forward = _attending(model.DeepseekV4Attention.forward)
-
-
-def _attending(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward function of an attention that uses an `HFCache`."""
-    names = [*inspect.signature(forward).parameters][1:]
-
-    @functools.wraps(forward)
-    def attend_or_forward(attention: Any, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        cache = given.pop("cache", None) or given.pop("past_key_values", None)
-        find = getattr(cache, "shared_layer", None)
-        if find is None:
-            return forward(attention, *args, **kwargs)
-        return attend(attention, find(attention.layer_idx), **given)
-
-    return attend_or_forward

@@ -1,0 +1,53 @@
+"""An `HFCache` replaces methods of transformers' models, by functions that do what the methods' source says."""
+
+import hashlib
+import inspect
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from kvcache.hf import latents  # noqa: E402 - it imports those
+from kvcache.hf.models import (  # noqa: E402 - it imports those
+    REPLACED,
+    deepseek_v4,
+    deepseek_v32,
+    glm5_next,
+    hy_v4,
+    minimax_m3_vl,
+    mistral_large4,
+    qwen4_exp,
+    replacements,
+)
+
+# Digests of the source that each function stands for, by the first version of transformers that has it. Somebody has
+# read these, and found that the function does the same.
+READ = {
+    deepseek_v4.attend: {"5.23": "1078dec8c419", "5.24": "7e61a222ad06"},
+    deepseek_v32.choose: {"5.23": "f05b6543a2da", "5.24": "d661c778bc18"},
+    deepseek_v32.choose_interleaved: {"5.23": "c0bfda4dc45e", "5.24": "5b484bc355c7"},
+    glm5_next.choose: {"5.23": "9ae93cd369a3", "5.24": "66575baacb82"},
+    glm5_next.make_mask: {"5.23": "ec33b58c7689"},
+    hy_v4.choose: {"5.23": "5657afa6a7bb", "5.24": "1dc7cea02eef"},
+    latents.expand: {"5.23": "44c910b29abd"},
+    minimax_m3_vl.choose: {"5.23": "a2cd7f4feb57", "5.24": "83606351ef7f"},
+    mistral_large4.choose: {"5.23": "73a9258f1ca0", "5.24": "cc77e0d2bf12"},
+    qwen4_exp.choose: {"5.23": "5b998d399ae7", "5.24": "d4ef05fac7a7"},
+}
+LATENT = ["axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash"]
+LATENT += ["minicpm3", "mistral4", "sarvam_mla", "youtu"]
+
+
+@pytest.mark.parametrize("model_type", [*REPLACED, *LATENT])
+def test_sources_are_known(model_type):
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip("a later transformers has it")
+    found = replacements(transformers.CONFIG_MAPPING[model_type])
+    assert found
+    for owner, name, function in found:
+        digest = hashlib.sha256(inspect.getsource(getattr(owner, name)).encode()).hexdigest()[:12]
+        assert digest in READ[function].values(), (
+            f"transformers {transformers.__version__} changed {owner.__name__}.{name} of {owner.__module__}: read what"
+            f" it does now, and whether {function.__module__}.{function.__name__} still does that; then add {digest!r}"
+        )
