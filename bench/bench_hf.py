@@ -23,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvcache import PrefixCache, SlidingWindow
 from kvcache.hf import HFCache
-from kvcache.hf.cache import CACHE
+from kvcache.hf.told import CACHE
 from kvcache.tools.arguments import parse_tokens
 from kvcache.tools.interleave import timed
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvcache.hf.cache import CACHE, HFCache
+from kvcache.hf.cache import HFCache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
+from kvcache.hf.told import CACHE
 from kvcache.warning import warn
 
 call: Any = PreTrainedModel.__call__

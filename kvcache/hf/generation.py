@@ -20,12 +20,12 @@ from transformers.generation import configuration_utils
 
 from kvcache.cache import KVCache
 from kvcache.hf.attention import NAME
-from kvcache.hf.cache import CACHE, HFCache
+from kvcache.hf.cache import HFCache
 from kvcache.hf.enabling import arguments_of, has_kernels, make_cache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.pieces import PieceByPiece
 from kvcache.hf.texts import begin_source, begin_text, check_longer, end_text, leave_text
-from kvcache.hf.told import has_others
+from kvcache.hf.told import CACHE, has_others
 from kvcache.prefix import PrefixCache
 from kvcache.warning import warn
 

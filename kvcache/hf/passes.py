@@ -17,7 +17,7 @@ from kvcache import selecting
 from kvcache.arrays import Layout
 from kvcache.batch import Batch
 from kvcache.cache import KVCache
-from kvcache.errors import NotSupportedError, shown
+from kvcache.errors import NotSupportedError
 from kvcache.eviction import Queries
 from kvcache.hf.padding import count_leading, masked_ranges, refuse_batch, refuse_padding, shown_columns
 from kvcache.hf.prompts import Prompts
@@ -25,27 +25,6 @@ from kvcache.hf.turns import STALLED, Turns, clear_finally
 from kvcache.layer import count
 from kvcache.policy import CrossAttention, FullAttention
 from kvcache.warning import warn
-
-INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}  # types of indices
-
-
-def indices_of(given: Any, name: str, num_rows: int) -> list[int]:
-    """Return batch indices, or the True places of a mask, as a list. Raise if there are none, or one is no row."""
-    try:
-        indices = torch.as_tensor(given)
-    except (TypeError, ValueError, RuntimeError):
-        indices = None
-    if indices is not None and indices.dtype == torch.bool and indices.shape == (num_rows,):
-        indices = indices.nonzero()[:, 0]
-    if indices is None or indices.ndim != 1 or (len(indices) and indices.dtype not in INTEGERS):
-        raise TypeError(f"{name}={shown(given)}: batch indices are needed, a tensor or a list of integers")
-    batch_indices: list[int] = indices.tolist()
-    if not batch_indices:
-        raise ValueError(f"{name}: no row of the batch would be left: select one or more, or reset the cache")
-    for i in batch_indices:
-        if not 0 <= i < num_rows:
-            raise IndexError(f"{name} has {i}: the rows of the batch are 0 to {num_rows - 1}")
-    return batch_indices
 
 
 class ForwardPass:

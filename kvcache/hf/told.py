@@ -8,8 +8,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 from kvcache.hf.padding import shown_columns
+
+CACHE = "cache" if "cache" in ALL_CACHE_NAMES else "past_key_values"  # the argument's name, from 5.24 on the first
 
 # In place of a token:
 NONE = -1  # it was hidden

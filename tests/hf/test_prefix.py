@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 from support.hf_pairs import BASE, CONFIGS, MIXED, make, model_of, passes, random_tokens  # noqa: E402 - torch may be missing
 
 from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - it imports those
-from kvcache.hf.cache import CACHE  # noqa: E402 - it imports those
+from kvcache.hf.told import CACHE  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
 

@@ -14,7 +14,7 @@ from support import sparse_models  # noqa: E402 - torch may be missing
 from support.hf_pairs import MIXED, make  # noqa: E402 - torch may be missing
 
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
-from kvcache.hf.cache import CACHE  # noqa: E402 - it imports those
+from kvcache.hf.told import CACHE  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
 SHARED = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}

@@ -8,7 +8,7 @@ transformers = pytest.importorskip("transformers")
 from support.sparse_models import CHANGES, POOLED, off, their_cache, tokens_of  # noqa: E402 - torch may be missing
 
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
-from kvcache.hf.cache import CACHE  # noqa: E402 - it imports those
+from kvcache.hf.told import CACHE  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers, and that dense tensors are used
 
