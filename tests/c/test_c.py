@@ -6,7 +6,7 @@ import re
 import pytest
 from support.compiling import EMULATOR, ROOT, SANITIZERS, is_for_windows, run
 
-PAGES = [ROOT / "README.md", ROOT / "docs/c.md", ROOT / "docs/prefix-c.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs/c.md", ROOT / "docs/prefix.md"]
 LEFT_OUT = "Not for Windows: " if is_for_windows() else None  # stands in the head comment, with the reason
 SOURCES = [path for path in (ROOT / "tests/c").glob("*/test_*.c") if not LEFT_OUT or LEFT_OUT not in path.read_text()]
 TESTS = sorted(SOURCES, key=lambda path: (-path.stat().st_size, path))  # a long one must not come last

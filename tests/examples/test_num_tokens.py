@@ -68,7 +68,7 @@ def test_readme(build, tmp_path, num_tokens):
 
 def test_prefixes(build, tmp_path, num_tokens):
     source = tmp_path / "prefixes.c"
-    source.write_text(replaced(program_of("docs/prefix-c.md"), "ids, 40)", f"ids, {num_tokens})"))
+    source.write_text(replaced(program_of("docs/prefix.md"), "ids, 40)", f"ids, {num_tokens})"))
     lines = run(*EMULATOR, build(source)).splitlines()
     assert lines == [f"{found} of {num_tokens} tokens are there" for found in (0, num_tokens - 1)]
 
