@@ -16,8 +16,8 @@ from kvcache.hf.masks import Plane
 
 def choose(
     own: Callable[..., Tensor], indexer: Any, *, cache: Any, hidden_states: Tensor, q_resid: Tensor,
-    position_embeddings: tuple[Tensor, Tensor], attention_mask: Tensor, rotate: str = "apply_rotary_pos_emb",
-    **rest: Any,
+    position_embeddings: tuple[Tensor, Tensor], attention_mask: Tensor, position_ids: Tensor | None = None,
+    rotate: str = "apply_rotary_pos_emb",
 ) -> Tensor:  # fmt: skip
     """Do what `DeepseekV32Indexer.forward` does, or an indexer with another function that rotates."""
     if not isinstance(attention_mask, Plane):

@@ -15,7 +15,7 @@ from kvcache.hf.models.deepseek_v32 import choose_tokens
 
 def choose(
     own: Callable[..., Tensor], indexer: Any, *, cache: Any, hidden_states: Tensor, q_resid: Tensor,
-    position_embeddings: tuple[Tensor, Tensor], attention_mask: Tensor, **rest: Any,
+    position_embeddings: tuple[Tensor, Tensor], attention_mask: Tensor, position_ids: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Do what `HYV4Indexer.forward` does."""
     if not isinstance(attention_mask, Plane):
