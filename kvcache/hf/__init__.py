@@ -27,7 +27,7 @@ from kvcache.hf.enabling import disable, enable
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.generation import register
 from kvcache.hf.masks import make_mask
-from kvcache.hf.minimax import register_minimax
+from kvcache.hf.models.minimax import register_minimax
 
 __all__ = ["NAME", "HFCache", "HFEncoderDecoderCache", "disable", "enable"]
 

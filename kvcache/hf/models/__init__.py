@@ -1,4 +1,4 @@
-"""Which methods of models an `HFCache` replaces, and by what. A model with an indexer of its own has a file here."""
+"""Which methods of models an `HFCache` replaces, and by what. A model that needs code of its own has a file here."""
 
 from __future__ import annotations
 
