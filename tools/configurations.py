@@ -21,7 +21,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from kvcache.models.fields import NAMES, PARTIAL, PARTS
+from kvcache.models.configuration import NAMES, PARTIAL, PARTS
 
 FILE = Path(__file__).resolve().parents[1] / "kvcache/models/classes.json"
 TASKS = [

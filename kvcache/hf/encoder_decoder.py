@@ -14,7 +14,7 @@ from kvcache.hf.cache import HFCache
 from kvcache.hf.policies import check_config, check_model
 from kvcache.hf.state import SaveableBatch, stored_in
 from kvcache.layer import DTypeLike, Transform
-from kvcache.models.fields import NAMES
+from kvcache.models.configuration import NAMES
 from kvcache.policy import CrossAttention, Policy
 from kvcache.spelling import spelt
 from kvcache.state import SavedState

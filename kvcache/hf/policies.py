@@ -21,7 +21,7 @@ from kvcache import KVCache
 from kvcache.errors import KVCacheError, NotSupportedError
 from kvcache.layer import Layer, count
 from kvcache.models import shapes
-from kvcache.models.fields import NAMES
+from kvcache.models.configuration import NAMES
 from kvcache.models.kinds import SLIDING
 from kvcache.models.shapes import MORE_KV_HEADS, REFUSED
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow, written

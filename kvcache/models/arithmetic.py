@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvcache.errors import ModelFileError
-from kvcache.models.fields import Fields
-from kvcache.models.reading import MAX_LAYERS
+from kvcache.models.reading import Fields
 
 __all__ = ["Counted", "count"]
 
@@ -80,7 +79,7 @@ def count(config: Mapping[str, Any]) -> Counted | None:
 
 def _count(fields: Fields, family: Family) -> Counted:
     hidden = fields.count("hidden_size")
-    num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
+    num_layers = fields.count("num_hidden_layers")
     attention = _latent_attention(fields) if family.is_latent else _attention(fields, family)
     num_dense = fields.count("first_k_dense_replace", least=0, most=num_layers) if family.has_dense else 0
     inner = fields.count(family.inner)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 
-from kvcache.models.fields import is_gguf
 from kvcache.models.gguf import read_header
-from kvcache.models.reading import MAX_GGUF_HEADER, MAX_JSON, File, expanded, open_file, read_file
+from kvcache.models.reading import MAX_GGUF_HEADER, MAX_JSON, File, expanded, is_gguf, open_file, read_file
 from kvcache.models.weights import shards
 
 __all__ = ["fingerprint"]

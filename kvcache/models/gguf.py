@@ -32,19 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcache.errors import ModelFileError, plain, shown
-from kvcache.models.reading import (
-    MAX_ALL_KEPT,
-    MAX_AXES,
-    MAX_DEPTH,
-    MAX_ELEMENTS,
-    MAX_ENTRIES,
-    MAX_GGUF_HEADER,
-    MAX_KEPT,
-    MAX_STRING,
-    File,
-    Stamp,
-    open_file,
-)
+from kvcache.models import reading
+from kvcache.models.reading import File, Stamp, open_file
 
 __all__ = ["Header", "Skipped", "Tensor", "read_array", "read_floats", "read_header"]
 
@@ -143,9 +132,9 @@ def read_floats(header: Header, name: str) -> tuple[float, ...]:
     Raise `ModelFileError` if the tensor is another one, has more than 4,096 elements, or the file has changed.
     """
     tensor = header.tensors[name]
-    if tensor.type != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_KEPT:
+    if tensor.type != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > reading.MAX_KEPT:
         raise ModelFileError(
-            f"{plain(header.path)}: tensor {plain(name)} must be at most {MAX_KEPT:,} numbers of F32, not "
+            f"{plain(header.path)}: tensor {plain(name)} must be at most {reading.MAX_KEPT:,} numbers of F32, not "
             f"{list(tensor.shape)} of {tensor.type}"
         )
     with _open(header.path, header.stamp, tensor.offset) as source:
@@ -177,8 +166,8 @@ class _Source:
         """Read more of the file; return whether there was more."""
         begin = self.base + len(self.data)
         count = min(max(CHUNK, len(self.data)), self.size - begin)
-        if count > 0 and len(self.data) + count > MAX_GGUF_HEADER:
-            raise self.error(f"its header is longer than the {MAX_GGUF_HEADER >> 20} MiB that one may have")
+        if count > 0 and len(self.data) + count > reading.MAX_GGUF_HEADER:
+            raise self.error(f"its header is longer than the {reading.MAX_GGUF_HEADER >> 20} MiB that one may have")
         self.data += self.file.read(begin, max(count, 0))
         return count > 0
 
@@ -200,8 +189,8 @@ class _Source:
     def count_elements(self, count: int) -> None:
         """Count elements that are walked, and refuse more than the limit."""
         self.elements += count
-        if self.elements > MAX_ELEMENTS:
-            raise self.error(f"its arrays have more than {MAX_ELEMENTS:,} elements")
+        if self.elements > reading.MAX_ELEMENTS:
+            raise self.error(f"its arrays have more than {reading.MAX_ELEMENTS:,} elements")
 
     # --- numbers and strings -------------------------------------------------------------------------------------
 
@@ -229,12 +218,14 @@ class _Source:
 
     def string(self, what: str) -> str:
         length = self.u64()
-        if length > MAX_STRING:
-            raise self.error(f"{what} is said to have {length:,} bytes; {MAX_STRING:,} are the most that are read")
+        if length > reading.MAX_STRING:
+            raise self.error(
+                f"{what} is said to have {length:,} bytes; {reading.MAX_STRING:,} are the most that are read"
+            )
         self.expect(length, 1, f"bytes of {what}")
         self.string_bytes += length
-        if self.string_bytes > MAX_STRING:
-            raise self.error(f"its names and strings have more than {MAX_STRING:,} bytes")
+        if self.string_bytes > reading.MAX_STRING:
+            raise self.error(f"its names and strings have more than {reading.MAX_STRING:,} bytes")
         begin = self.take(length, 1, f"bytes of {what}")
         try:
             return self.data[begin : begin + length].decode()
@@ -259,8 +250,8 @@ class _Source:
         num_tensors, num_entries = self.u64(), self.u64()
         for count, nbytes, what in ((num_entries, 13, "entries of metadata"), (num_tensors, 24, "tensors")):
             self.expect(count, nbytes, what)
-            if count > MAX_ENTRIES:
-                raise self.error(f"it has {count:,} {what}; {MAX_ENTRIES:,} are the most that are read")
+            if count > reading.MAX_ENTRIES:
+                raise self.error(f"it has {count:,} {what}; {reading.MAX_ENTRIES:,} are the most that are read")
         return version, num_tensors, num_entries
 
     def entries(self, count: int) -> Iterator[tuple[str, Any]]:
@@ -280,10 +271,10 @@ class _Source:
         if number != ARRAY:
             return self.numbers(number, 1)[0]
         number, count = self._type(key), self.u64()
-        if number in NUMBERS and count <= MAX_KEPT:
+        if number in NUMBERS and count <= reading.MAX_KEPT:
             self.kept += count
-            if self.kept > MAX_ALL_KEPT:
-                raise self.error(f"its short arrays have more than {MAX_ALL_KEPT:,} elements")
+            if self.kept > reading.MAX_ALL_KEPT:
+                raise self.error(f"its short arrays have more than {reading.MAX_ALL_KEPT:,} elements")
             return self.numbers(number, count)
         skipped = Skipped(TYPE_NAMES[number], count, self.at)
         self._skip(key, number, count, 1)
@@ -296,8 +287,8 @@ class _Source:
             self.at += count * packed
         elif number == STRING:
             self._skip_strings(key, count)
-        elif depth == MAX_DEPTH:
-            raise self.error(f"{shown(key)} nests arrays deeper than {MAX_DEPTH} levels")
+        elif depth == reading.MAX_DEPTH:
+            raise self.error(f"{shown(key)} nests arrays deeper than {reading.MAX_DEPTH} levels")
         else:
             self.expect(count, 12, "arrays")
             self.count_elements(count * NESTED)
@@ -364,8 +355,8 @@ class _Source:
         """Decode a tensor's name, shape, type, and offset from the first tensor's data."""
         name = self.string(f"the name of tensor {i:,}")
         axes = self.u32()
-        if axes > MAX_AXES:
-            raise self.error(f"tensor {shown(name)} has {axes:,} axes; {MAX_AXES} are the most there can be")
+        if axes > reading.MAX_AXES:
+            raise self.error(f"tensor {shown(name)} has {axes:,} axes; {reading.MAX_AXES} are the most there can be")
         shape = tuple(self.u64() for _ in range(axes))[::-1]
         if math.prod(shape) >= 2**63:
             raise self.error(f"tensor {shown(name)} cannot have the shape {list(shape)}")

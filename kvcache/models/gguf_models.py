@@ -5,18 +5,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 from kvcache.errors import ModelFileError, NotSupportedError, plain, shown
-from kvcache.models import gguf, gguf_indexers
+from kvcache.models import gguf
 from kvcache.models import gguf_tables as tables
-from kvcache.models.fields import Fields
-from kvcache.models.reading import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_NAME
+from kvcache.models.reading import MAX_LAYERS, MAX_NAME, Fields
 
 __all__ = ["read"]
 
 FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_long.weight"  # tensors by which frequencies are divided
+CHOOSES, CHOOSES_BLOCKS = "indexed_attention", "minimax_m3_sparse"
+TYPES, RATIOS = "attention.indexer.types", "attention.compress_ratios"
 
 
 def read(header: gguf.Header, source: str) -> Fields:
@@ -35,7 +37,7 @@ def read(header: gguf.Header, source: str) -> Fields:
     values = {"num_hidden_layers": len(layers), "layer_types": kinds, **common}
     if any(others):
         values["per_layer_config"] = {str(i): layer for i, layer in enumerate(others)}
-    indexers = gguf_indexers.sizes_of(model.keys, model.name, len(kinds))
+    indexers = indexer_sizes(model.keys, model.name, len(kinds))
     fields = Fields({**model.facts(), **values, **indexers}, source)
     model.refuse_unread()
     return fields
@@ -142,9 +144,9 @@ class _Model:
     @cached_property
     def num_layers(self) -> int:
         """The number of layers in the file, except layers that only draft tokens."""
-        num_layers = self.keys.count("block_count", most=MAX_LAYERS)
+        num_layers = self.keys.count("block_count")
         if self.name in tables.ENCODER_DECODERS:
-            return self.keys.count("decoder_block_count", num_layers, most=MAX_LAYERS)
+            return self.keys.count("decoder_block_count", num_layers)
         without = num_layers - self.keys.count("nextn_predict_layers", 0, least=0, most=num_layers - 1)
         is_left_out = self.name == "deepseek4" and f"blk.{without}.nextn.eh_proj.weight" not in self.header.tensors
         return num_layers if is_left_out else without  # older files of DeepSeek V4 count layers that they do not have
@@ -152,15 +154,15 @@ class _Model:
     @cached_property
     def num_heads(self) -> list[int]:
         """The number of query heads of each layer."""
-        return self.keys.counts("attention.head_count", self.num_layers, least=0, most=MAX_HEADS)
+        return self.keys.counts("attention.head_count", self.num_layers, least=0)
 
     def layers(self) -> tuple[list[str], list[dict[str, Any]]]:
         """Return Hugging Face's type and the fields of each layer of the cache."""
         num_kv_heads = self.num_heads
         if self.keys.get("attention.head_count_kv") is not None:
-            num_kv_heads = self.keys.counts("attention.head_count_kv", self.num_layers, least=0, most=MAX_HEADS)
+            num_kv_heads = self.keys.counts("attention.head_count_kv", self.num_layers, least=0)
         windowed, recurrent = self.windowed(), self.recurrent()
-        sparse = gguf_indexers.kinds_of(self.keys, self.name, windowed)
+        sparse = sparse_kinds(self.keys, self.name, windowed)
         sizes = {kind: self.sizes(kind) for kind in (False, True)}
         rotations = {kind: self.rotation(kind, sizes[False], sizes[kind]) for kind in {*windowed}}
         kinds, layers = [], []
@@ -237,17 +239,17 @@ class _Model:
         keys, hidden = self.keys, self.keys.get("embedding_length")
         heads = next(filter(None, self.num_heads), 1)
         derived = None if hidden is None else keys.count("embedding_length") // heads or None
-        head_dim = keys.count("attention.key_length", derived, most=MAX_HEAD_DIM)
-        v_head_dim = keys.count("attention.value_length", derived or head_dim, most=MAX_HEAD_DIM)
-        rank = keys.count("attention.kv_lora_rank", 0, least=0, most=MAX_HEAD_DIM)
+        head_dim = keys.count("attention.key_length", derived)
+        v_head_dim = keys.count("attention.value_length", derived or head_dim)
+        rank = keys.count("attention.kv_lora_rank", 0, least=0)
         if windowed:
-            head_dim = keys.count("attention.key_length_swa", head_dim, most=MAX_HEAD_DIM)
-            v_head_dim = keys.count("attention.value_length_swa", v_head_dim, most=MAX_HEAD_DIM)
-            rank = keys.count("attention.kv_lora_rank_swa", rank, least=0, most=MAX_HEAD_DIM)
+            head_dim = keys.count("attention.key_length_swa", head_dim)
+            v_head_dim = keys.count("attention.value_length_swa", v_head_dim)
+            rank = keys.count("attention.kv_lora_rank_swa", rank, least=0)
         rotated = None
         made = ("attention.key_length_mla", "attention.key_length")  # of keys made of latents, and of latents
         if rank and any(keys.get(name) is None for name in made):
-            rotated = keys.count("rope.dimension_count", least=0, most=MAX_HEAD_DIM)
+            rotated = keys.count("rope.dimension_count", least=0)
         elif rank and head_dim < rank:
             raise keys.error(f"attention.key_length {head_dim} is below attention.kv_lora_rank, {rank}")
         elif rank:
@@ -262,11 +264,11 @@ class _Model:
     def rotation(self, windowed: bool, full: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         """Return how keys are rotated, from the sizes of layers without a window and of this kind of layers."""
         name = "qk_rope_head_dim" if own["kv_lora_rank"] else "head_dim"
-        dim = self.keys.count("rope.dimension_count", full[name], least=0, most=MAX_HEAD_DIM)
+        dim = self.keys.count("rope.dimension_count", full[name], least=0)
         if self.name in tables.WHOLE_HEAD:
             dim = own[name]
         elif windowed:
-            dim = self.keys.count("rope.dimension_count_swa", min(dim, own[name]), least=0, most=MAX_HEAD_DIM)
+            dim = self.keys.count("rope.dimension_count_swa", min(dim, own[name]), least=0)
         elif self.name in tables.HALF_OUTSIDE_WINDOWS:
             dim //= 2
         factors = None if windowed and self.name in tables.UNDIVIDED_IN_WINDOWS else self.factors
@@ -350,3 +352,66 @@ class _Model:
             "beta_slow": keys.get("rope.scaling.yarn_beta_slow"),
             "extrapolation_factor": None if mix == -1 else mix,  # -1: not given
         }
+
+
+# ---- sparse attention: which layers choose rows, or keep rows of several tokens, and the sizes of indexers
+
+
+def sparse_kinds(keys: Fields, name: str, windowed: Sequence[bool]) -> list[str | None]:
+    """Return Hugging Face's type of each layer with sparse attention; None for other layers."""
+    count = len(windowed)
+    if not _has_indexers(keys, name):
+        return [None] * count
+    if name == "deepseek4":
+        return [_compressed(keys, i, ratio) for i, ratio in enumerate(keys.counts(RATIOS, count, least=0))]
+    if name == "minimax-m3":
+        dense = keys.count("leading_dense_block_count", 0, least=0)
+        return [None if i < dense else CHOOSES_BLOCKS for i in range(count)]
+    if name == "qwen4exp":
+        return [CHOOSES if ratio else None for ratio in keys.counts(RATIOS, count, 0, least=0)]
+    return [None if is_windowed else CHOOSES for is_windowed in windowed]
+
+
+def _compressed(keys: Fields, layer: int, ratio: int) -> str:
+    """Return the type of a layer of DeepSeek V4 that keeps a row of so many tokens; 0: it keeps none."""
+    if ratio not in tables.COMPRESSED:
+        known = " or ".join(map(str, tables.COMPRESSED))
+        raise NotSupportedError(f"{keys.source}, layer {layer}: {RATIOS} {ratio} is not supported, only {known} is")
+    return tables.COMPRESSED[ratio]
+
+
+def indexer_sizes(keys: Fields, name: str, count: int) -> dict[str, Any]:
+    """Return the sizes of a model's indexers, and which of its layers have an indexer of their own."""
+    if not _has_indexers(keys, name):
+        return {}
+    found: dict[str, Any] = {ours: keys.count(theirs) for theirs, ours in tables.INDEXERS[name].items()}
+    found["indexer_types"] = ["full" if is_own else "shared" for is_own in _own(keys, name, count)]
+    found["indexes_neighbours"] = name in tables.INDEX_NEIGHBOURS
+    if name == "qwen4exp":
+        ratios = {*keys.counts(RATIOS, count, 0, least=0)} - {0}
+        if len(ratios) > 1:
+            raise NotSupportedError(
+                f"{keys.source}: {RATIOS} has {sorted(ratios)}: a key must stand for as many tokens in each layer"
+            )
+        found["indexer_compress_ratio"] = ratios.pop() if ratios else None
+    return found
+
+
+def _has_indexers(keys: Fields, name: str) -> bool:
+    """Whether a model has indexers; there are models of Hunyuan 4 with and without."""
+    return name in tables.INDEXERS and (name != "hy_v4" or bool(keys.get("attention.indexer.top_k")))
+
+
+def _own(keys: Fields, name: str, count: int) -> list[bool]:
+    """Return which layers have an indexer of their own, if they choose; others use the choice of one before them."""
+    if name not in tables.SHARED_INDEXERS:
+        return [True] * count
+    given = keys.get(TYPES)
+    if given is None and name in tables.INDEXERS_IN_FILE:
+        raise keys.error(f"there is no field {TYPES!r}")
+    if given is None and name == "glm-dsa":
+        all_own = keys.count("context_length") < tables.GLM52_CONTEXT
+        return [all_own or i < 2 or (i - 2) % 4 == 0 for i in range(count)]
+    if given is None or isinstance(given, bool):
+        return [given is not False] * count
+    return [*map(bool, keys.sequence(TYPES, count) or [])]

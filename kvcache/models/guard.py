@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from kvcache.errors import NotSupportedError, plain, shown
 from kvcache.models import classes
-from kvcache.models.fields import NAMES, Fields, is_positive
+from kvcache.models.configuration import NAMES
 from kvcache.models.kinds import BY_LAYER, INDICES, PERIODS, WITH_INDEXER, ignored_kinds
+from kvcache.models.reading import Fields, is_positive
 from kvcache.warning import warn
 
 __all__ = ["check", "is_unknown", "refuse", "says_layers"]

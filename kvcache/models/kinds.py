@@ -1,22 +1,23 @@
 """The type of each layer, from the fields of a model's configuration: what it sees, or that it stores nothing.
 
 Files say it in many ways. A list, a pattern or indices of layers count first. Then a number of layers that alternate
-counts, and last the default of the class.
+counts, and last the default of the class. A layer may also have settings of its own: another number or size of heads,
+another window, or the rows of another layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from kvcache.errors import NotSupportedError, shown
 from kvcache.models import classes
-from kvcache.models.fields import Fields
-from kvcache.models.reading import MAX_LAYERS
+from kvcache.models.reading import MAX_LAYERS, Fields
 
 __all__ = [
     "BY_LAYER", "CROSS", "FULL", "INDEXED", "INDICES", "NO_ROPE_EVERY", "PERIODS", "SLIDING", "STATELESS",
-    "WITH_INDEXER", "ignored_kinds", "layer_types", "rotates_by_interval",
+    "WITH_INDEXER", "fields_of_layers", "ignored_kinds", "layer_types", "rotates_by_interval", "shares_of",
 ]  # fmt: skip
 
 # Types of layers, as transformers names them.
@@ -176,18 +177,18 @@ def _sparse(config: Fields) -> list[str] | None:
     """Return the types of layers, some of which choose blocks of rows, as in MiniMax M3."""
     if config.get("model_type") != "minimax_m3_vl_text" or (sparse := config.part("sparse_attention_config")) is None:
         return None
-    listed = sparse.sequence("sparse_attention_freq", config.count("num_hidden_layers", most=MAX_LAYERS))
+    listed = sparse.sequence("sparse_attention_freq", config.count("num_hidden_layers"))
     return None if listed is None else [XB if entry else F for entry in listed]
 
 
 def _num_layers(config: Fields) -> int:
     """Return the number of the cache's layers: some models have several for a layer of the file."""
-    num_layers = config.count("num_hidden_layers", most=MAX_LAYERS)
+    num_layers = config.count("num_hidden_layers")
     attentions = ATTENTIONS.get(config.text("model_type", ""))
     if attentions is not None and config.get("num_layers") is not None:  # num_hidden_layers counts attentions
-        num_layers = attentions * config.count("num_layers", most=MAX_LAYERS)
+        num_layers = attentions * config.count("num_layers")
     if config.get("H_cycles") is not None and config.get("num_layers_per_stack") is None:  # HRM
-        num_layers *= config.count("H_cycles", most=MAX_LAYERS) * (config.count("L_cycles", most=MAX_LAYERS) + 1)
+        num_layers *= config.count("H_cycles") * (config.count("L_cycles") + 1)
     if num_layers > MAX_LAYERS:
         raise config.error(f"it has {num_layers:,} layers; {MAX_LAYERS:,} are the most that are read")
     return num_layers
@@ -216,7 +217,7 @@ def _listed(config: Fields) -> list[Any] | None:
         name, entries = "attention_types", _repeated(config, repeated)
     default = len(entries) or (None if blocks is None else len(blocks)) or None
     num_layers = default if name == "hybrid_override_pattern" else None
-    num_layers = num_layers or config.count("num_hidden_layers", default, most=MAX_LAYERS)
+    num_layers = num_layers or config.count("num_hidden_layers", default)
     if config.get("model_type") == "nemotron_h" and name is not None:
         num_layers = len(entries)
     if name is not None:
@@ -298,7 +299,7 @@ def _by_pattern(config: Fields, num_layers: int) -> list[str] | None:
 def _after_dense(config: Fields, pattern: list[str], num_layers: int) -> list[str]:
     """Return the types of layers whose pattern begins behind the layers without experts, which have their own."""
     dense = min(config.count("first_k_dense_replace", 0, least=0), num_layers)
-    every = config.count("prefix_dense_sliding_window_pattern", 1, most=MAX_LAYERS)
+    every = config.count("prefix_dense_sliding_window_pattern", 1)
     before = [S if (i + 1) % every else F for i in range(dense)]
     return before + [pattern[i % len(pattern)] for i in range(num_layers - dense)]
 
@@ -324,7 +325,7 @@ def _pattern(config: Fields, model_type: str) -> list[str] | None:
         if {*given} - {*"LG"}:
             raise config.error(f"{name} must be a number, or letters L (local) and G (global), not {shown(given)}")
         return [F if letter == "G" else S for letter in given] or [S]
-    found = PERIODS[name](config.count(name, period, most=MAX_LAYERS))
+    found = PERIODS[name](config.count(name, period))
     return found[::-1] if model_type in FULL_FIRST else found
 
 
@@ -346,7 +347,7 @@ def _has_rows(config: Fields, layer: int, model_type: str) -> bool:
     """Whether a layer has attention: some models have layers without it."""
     if config.get("mamba_step") is not None and config.get("mamba_enabled", True):  # Plamo 2
         step = config.count("mamba_step")
-        num_layers = config.count("num_hidden_layers", most=MAX_LAYERS)
+        num_layers = config.count("num_hidden_layers")
         return layer == num_layers - 1 if num_layers <= step // 2 else layer % step == step // 2
     period, offset, _ = ATTENTION_EVERY.get(model_type, (None, 0, F))
     if config.get("attn_layer_period", period) is None:
@@ -383,3 +384,102 @@ def rotates_by_interval(config: Fields, layer: int) -> bool:
         return rotating is not None and bool(rotating[layer])
     every = config.count("no_rope_layer_interval", NO_ROPE_EVERY.get(config.text("model_type", "")))
     return (layer + 1) % every != 0
+
+
+# ---- settings of single layers
+
+# Fields that may have a list, with an entry for each layer, in the place of one value.
+LISTS = (
+    "num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim", "sliding_window", "rope_theta",
+    "partial_rotary_factor", "layer_rope_theta",
+)  # fmt: skip
+# Names that fields have for layers with a window, or for the others, and the names of their values in those layers.
+PREFIXES = {"swa_": SLIDING, "global_": FULL}
+PREFIXED = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
+LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")  # such fields of an attention with latents
+OTHER_NAMES = {"num_attention_groups": "num_key_value_heads", "window_length": "sliding_window"}
+
+
+def fields_of_layers(config: Fields, kinds: Sequence[str]) -> list[Fields]:
+    """Return the fields of each layer, by the layers' types: the model's, except where the layer has its own."""
+    by_kind = {kind: _of_kind(config, kind) for kind in {*kinds}}
+    lists, blocks = _lists(config, len(kinds)), config.sequence("block_configs", len(kinds))
+    listed, model = _per_layer_config(config), cast("dict[str, Any]", config.values)
+    found = []
+    for i, kind in enumerate(kinds):
+        before, behind = by_kind[kind]
+        block = {} if blocks is None else _of_block(config, i, kind, blocks[i])
+        said = before, {name: values[i] for name, values in lists.items()}, behind, block, listed.get(i, {})
+        own = {name: value for values in said for name, value in values.items() if value is not None}
+        source = f"{config.source}, layer {i}"
+        found.append(Fields(ChainMap(own, model), source, config.used) if own else config)
+    return found
+
+
+def _of_kind(config: Fields, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what prefixed fields say of a type's layers, such as ``swa_head_dim``, and ``attention_other_setting``.
+
+    Step 3.5 has the second, which counts before lists.
+    """
+    names, found, behind = (*PREFIXED, *LATENT), dict[str, Any](), dict[str, Any]()
+    if config.get("per_layer_config") is not None:  # which says it as well
+        config.used |= {prefix + name for prefix in PREFIXES for name in names}
+    else:
+        for prefix in (prefix for prefix, of in PREFIXES.items() if kind in of):
+            found |= {name: config.get(prefix + name) for name in names}
+        if kind in FULL and config.get("attention_k_eq_v"):
+            found["num_key_value_heads"] = config.get("num_global_key_value_heads", found.get("num_key_value_heads"))
+    other = config.part("attention_other_setting")
+    if other is not None and kind == other.text("attention_type", "sliding_attention"):
+        behind = {OTHER_NAMES.get(name, name): other.get(name) for name in (*PREFIXED, *OTHER_NAMES)}
+    return found, behind
+
+
+def _lists(config: Fields, count: int) -> Mapping[str, Sequence[Any]]:
+    """Return the lists, with an entry for each layer, that fields have in the place of a number."""
+    lists = {name: values for name in LISTS if isinstance(values := config.get(name), list | tuple)}
+    for name, values in lists.items():
+        if name == "sliding_window" and values and count % len(values) == 0:
+            lists[name] = [*values] * (count // len(values))  # a pattern that begins again
+        else:
+            config.sequence(name, count)  # refuses a shorter one
+    return lists
+
+
+def _of_block(config: Fields, layer: int, kind: str, block: Any) -> dict[str, Any]:
+    """Return what an entry of ``block_configs`` says of its layer's attention; some say something of experts alone."""
+    if not isinstance(block, Mapping) or not isinstance(block.get("attention"), Mapping):
+        return {}
+    attention = Fields(block["attention"], f"{config.source}, block_configs, layer {layer}")
+    own = {OTHER_NAMES.get(name, name): attention.get(name) for name in (*PREFIXED, "sliding_window", *OTHER_NAMES)}
+    if kind not in STATELESS and attention.get("n_heads_in_group") is not None:
+        heads = config.count("num_attention_heads")
+        own["num_key_value_heads"] = heads // attention.count("n_heads_in_group", most=heads)
+    return own
+
+
+def _per_layer_config(config: Fields) -> dict[int, Mapping[str, Any]]:
+    """Return the entries of ``per_layer_config``, which transformers writes, by the layer's index."""
+    given = config.part("per_layer_config")
+    named = {str(key)[:9]: value for key, value in (given.values if given else {}).items()}
+    return {int(key): value for key, value in named.items() if key.isdecimal() and isinstance(value, Mapping)}
+
+
+def shares_of(config: Fields, kinds: Sequence[str]) -> list[int | None]:
+    """Return the index of the layer whose rows each layer reads; None: its own.
+
+    The last ``num_kv_shared_layers`` layers read the rows of the last layer of their type before them. With
+    ``use_cla``, each group of ``cla_share_factor`` layers reads the rows of its first.
+    """
+    if config.get("use_cla"):
+        group = config.count("cla_share_factor", most=len(kinds))
+        return [None if i % group == 0 else i - i % group for i in range(len(kinds))]
+    num_shared = config.count("num_kv_shared_layers", 0, least=0, most=len(kinds) - 1)
+    own = kinds[: len(kinds) - num_shared]
+    last = {kind: i for i, kind in enumerate(own)}
+    for i, kind in enumerate(kinds[len(own) :], len(own)):
+        if kind not in last and kind not in STATELESS:
+            raise config.error(
+                f"layer {i} is to read the rows of a layer of type {kind!r}, and there is none before it"
+            )
+    return [None] * len(own) + [None if kind in STATELESS else last[kind] for kind in kinds[len(own) :]]

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 from kvcache.errors import KVCacheError, NotSupportedError, plain, shown
 from kvcache.models import arithmetic, classes, gguf
 from kvcache.models.arithmetic import Counted
-from kvcache.models.configuration import read_config
-from kvcache.models.fields import INDEX, Fields, find_config, is_gguf, read_json, text_parts
-from kvcache.models.reading import MAX_MODULES
+from kvcache.models.configuration import read_config, text_parts
+from kvcache.models.reading import INDEX, MAX_MODULES, Fields, find_config, is_gguf, read_json
 
 __all__ = ["CPU_TORCH", "Index", "Parts", "count", "has_experts", "in_gguf", "parts", "parts_in_gguf", "read_index"]
 

@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from kvcache.errors import NotSupportedError, plain, shown
 from kvcache.models import classes, guard
-from kvcache.models.fields import NAMES, Fields, is_positive
+from kvcache.models.configuration import NAMES
 from kvcache.models.kinds import NO_ROPE_EVERY, SLIDING, rotates_by_interval
+from kvcache.models.reading import Fields, is_positive
 from kvcache.rope import Rope, RopeLike
 
 __all__ = ["rope"]

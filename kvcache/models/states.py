@@ -12,9 +12,8 @@ from typing import Any
 
 from kvcache.errors import NotSupportedError, plain
 from kvcache.models.configuration import read_config
-from kvcache.models.fields import Fields
-from kvcache.models.kinds import STATELESS, layer_types
-from kvcache.models.settings import settings_of
+from kvcache.models.kinds import STATELESS, fields_of_layers, layer_types
+from kvcache.models.reading import Fields
 
 __all__ = ["State", "read"]
 
@@ -92,7 +91,7 @@ def read(source: Any) -> tuple[State, ...]:
         raise NotSupportedError(
             f"{config.source}: the sizes of recurrent states of the model_type {name!r} are unknown"
         )
-    own = config.by_layer(settings_of(config, kinds))
+    own = fields_of_layers(config, kinds)
     return tuple(make(own[i], i) if kind in RECURRENT else State() for i, kind in enumerate(kinds))
 
 

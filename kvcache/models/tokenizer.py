@@ -16,21 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcache.errors import ModelFileError, plain, shown
-from kvcache.models.fields import read_json
+from kvcache.models import reading
 from kvcache.models.gguf import Header, Skipped, read_array, read_header
-from kvcache.models.reading import (
-    MAX_ADDED,
-    MAX_CUTS,
-    MAX_ITEMS,
-    MAX_LISTS,
-    MAX_MERGES,
-    MAX_OBJECTS,
-    MAX_TOKEN,
-    MAX_TOKENIZER,
-    MAX_TOKENS,
-    expanded,
-    read_file,
-)
+from kvcache.models.reading import expanded, read_file, read_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -189,8 +177,8 @@ def _from_folder(folder: Path) -> Tokenizer:
 
 def _from_json(path: Path, bos: object, stop: frozenset[int]) -> ModelTokenizer:
     package = import_package("tokenizers")
-    data = read_file(path, MAX_TOKENIZER, "a tokenizer")
-    most = {b"{": MAX_OBJECTS, b"[": MAX_LISTS, b",": MAX_ITEMS}
+    data = read_file(path, reading.MAX_TOKENIZER, "a tokenizer")
+    most = {b"{": reading.MAX_OBJECTS, b"[": reading.MAX_LISTS, b",": reading.MAX_ITEMS}
     if any(data.count(mark) > count for mark, count in most.items()):
         raise ModelFileError(f"{plain(path)} is no tokenizer: it has more entries than any")
     with _guarded(f"{plain(path)} is no tokenizer"):
@@ -264,14 +252,14 @@ class _Vocabulary:
 
     def __init__(self, header: Header) -> None:
         self.header = header
-        self.tokens = self.array("tokens", str, MAX_TOKENS)
+        self.tokens = self.array("tokens", str, reading.MAX_TOKENS)
         self.ids = {token: i for i, token in enumerate(self.tokens)}
         has_types = self.get("token_type") is not None
-        self.types = self.array("token_type", int, MAX_TOKENS) if has_types else (NORMAL,) * len(self.tokens)
+        self.types = self.array("token_type", int, reading.MAX_TOKENS) if has_types else (NORMAL,) * len(self.tokens)
         if not len(self.ids) == len(self.tokens) == len(self.types):
             raise self.error("the tokens must differ, and token_type have one element for each")
-        if max(map(len, self.tokens), default=0) > MAX_TOKEN:
-            raise self.error(f"a token has more than {MAX_TOKEN:,} characters")
+        if max(map(len, self.tokens), default=0) > reading.MAX_TOKEN:
+            raise self.error(f"a token has more than {reading.MAX_TOKEN:,} characters")
 
     def error(self, what: str) -> ModelFileError:
         return ModelFileError(f"{plain(self.header.path)}: tokenizer.ggml: {what}")
@@ -313,8 +301,10 @@ class _Vocabulary:
         package = import_package("tokenizers")
         model, adds_bos = self._byte_level(package) if byte_level else self._sentence_piece(package)
         control, own = self.of_type(UNKNOWN, CONTROL), self.of_type(USER_DEFINED)
-        if len(control) + len(own) > MAX_ADDED:
-            raise self.error(f"{len(control) + len(own):,} tokens are no normal ones; {MAX_ADDED:,} are the most")
+        if len(control) + len(own) > reading.MAX_ADDED:
+            raise self.error(
+                f"{len(control) + len(own):,} tokens are no normal ones; {reading.MAX_ADDED:,} are the most"
+            )
         with _guarded(f"{plain(self.header.path)}: tokenizer.ggml"):
             model.add_special_tokens([package.AddedToken(t, special=True, normalized=False) for t in control])
             model.add_tokens([package.AddedToken(t, normalized=False) for t in own])
@@ -328,7 +318,7 @@ class _Vocabulary:
         pre = self.get("pre") or "default"
         if pre not in CUTS:
             raise self.error(f"pre {shown(pre)} is not supported, only {', '.join(CUTS)} are")
-        merges = list(map(self._pair, self.array("merges", str, MAX_MERGES * len(self.tokens))))
+        merges = list(map(self._pair, self.array("merges", str, reading.MAX_MERGES * len(self.tokens))))
         model = self._model(package, merges, ignore_merges=pre in WHOLE_WORDS)
         parts = package.pre_tokenizers
         cuts = [parts.Split(package.Regex(pattern), "isolated") for pattern in CUTS[pre]]
@@ -347,20 +337,20 @@ class _Vocabulary:
 
     def _merges(self) -> list[tuple[str, str]]:
         """Return every pair of tokens that joins to a token, in SentencePiece's order: best score first."""
-        scores = self.array("scores", float, MAX_TOKENS)
+        scores = self.array("scores", float, reading.MAX_TOKENS)
         if len(scores) != len(self.tokens):
             raise self.error("scores must have one element for each token")
         ids = {token: self.ids[token] for token in self.of_type(NORMAL)}
-        if sum(map(len, ids)) > MAX_CUTS:
-            raise self.error(f"its tokens have more than {MAX_CUTS:,} characters")
+        if sum(map(len, ids)) > reading.MAX_CUTS:
+            raise self.error(f"its tokens have more than {reading.MAX_CUTS:,} characters")
         found = []
         for token, i in ids.items():
             for cut in range(1, len(token)):
                 left, right = ids.get(token[:cut]), ids.get(token[cut:])
                 if left is not None and right is not None:
                     found.append((-scores[i], i, left, right))
-            if len(found) > MAX_MERGES * len(self.tokens):
-                raise self.error(f"its tokens are made of each other in more than {MAX_MERGES} ways each")
+            if len(found) > reading.MAX_MERGES * len(self.tokens):
+                raise self.error(f"its tokens are made of each other in more than {reading.MAX_MERGES} ways each")
         return [(self.tokens[left], self.tokens[right]) for _, _, left, right in sorted(found)]
 
     def _pair(self, merge: str) -> tuple[str, str]:

@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import ModelFileError, plain, shown
-from kvcache.models.fields import INDEX, find_weights, read_safetensors_header
 from kvcache.models.gguf import Header, Tensor, read_header
-from kvcache.models.reading import MAX_AXES, Stamp, open_file
+from kvcache.models.reading import INDEX, MAX_AXES, Stamp, find_weights, open_file, read_safetensors_header
 from kvcache.models.tokenizer import import_package
 
 __all__ = ["F32", "Tensors", "shards"]

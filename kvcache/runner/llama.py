@@ -20,8 +20,7 @@ from kvcache.eviction import Queries
 from kvcache.layer import Layer
 from kvcache.models import shapes
 from kvcache.models.configuration import read_config
-from kvcache.models.fields import Fields
-from kvcache.models.reading import MAX_CONTEXT, expanded
+from kvcache.models.reading import Fields, expanded
 from kvcache.models.shapes import PREFILL_TOKENS
 from kvcache.models.weights import F32, Tensors
 from kvcache.policy import Policy
@@ -85,7 +84,7 @@ class LlamaConfig:
             hidden_size=fields.count("hidden_size"),
             intermediate_size=fields.count("intermediate_size"),
             vocab_size=fields.count("vocab_size"),
-            max_seq_len=fields.count("max_position_embeddings", most=MAX_CONTEXT),
+            max_seq_len=fields.count("max_position_embeddings"),
             rms_norm_eps=fields.positive("rms_norm_eps"),
             rope=_rope(fields, shape.layers, head_dim),
             policy=tuple(layer.policy for layer in shape.layers),

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 from kvcache.errors import KVCacheError, ModelFileError, plain
 from kvcache.models import gguf, parameters
 from kvcache.models.configuration import read_config
-from kvcache.models.fields import INDEX, find_weights, is_gguf
 from kvcache.models.parameters import Parts
-from kvcache.models.reading import expanded
+from kvcache.models.reading import INDEX, expanded, find_weights, is_gguf
 
 __all__ = ["WEIGHT_TYPES", "Weights", "weigh"]
 

@@ -8,7 +8,7 @@ import re
 import pytest
 
 import kvcache
-from kvcache.models.fields import NAMES
+from kvcache.models.configuration import NAMES
 from kvcache.stores import DirectoryStore, Tiered, ValkeyStore
 
 MADE_BY_OTHERS = {"Batch", "Block", "PrefixEvent", "PrefixStats", "Run", "Span"}

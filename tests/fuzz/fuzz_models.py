@@ -22,7 +22,7 @@ from support import hostile
 import kvcache
 from kvcache import ModelFileError, NotSupportedError, runner
 from kvcache.models import (
-    fields,
+    configuration,
     fingerprint,
     gguf,
     gguf_tables,
@@ -30,7 +30,6 @@ from kvcache.models import (
     parameters,
     reading,
     rotation,
-    settings,
     shapes,
     tokenizer,
     weights,
@@ -139,8 +138,8 @@ CHANGES = [
 ]  # fmt: skip
 
 WORDS = sorted(
-    {name for names in fields.NAMES.values() for name in names}
-    | {*fields.PARTS, *gguf_tables.NAMES, *gguf_tables.NAMES.values(), *gguf_tables.WINDOWS, *settings.LISTS}
+    {name for names in configuration.NAMES.values() for name in names}
+    | {*configuration.PARTS, *gguf_tables.NAMES, *gguf_tables.NAMES.values(), *gguf_tables.WINDOWS, *kinds.LISTS}
     | {*shapes.REFUSED, *kinds.STATELESS, *kinds.FULL, *kinds.SLIDING, *rotation.SCALINGS, *TENSORS, *tokenizer.CUTS}
     | {"attn_layer_period", "attn_layer_offset", "full_attention_interval", "block_types", "use_sliding_window"}
     | {"max_window_layers", "attn_config", "kv_n_heads", "multi_query", "new_decoder_architecture", "rope_freqs"}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvcache
-from kvcache.models import fields, shapes
+from kvcache.models import reading, shapes
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, SlidingWindow
 from kvcache.rope import Rope
 
@@ -281,7 +281,7 @@ def test_what_no_policy_stands_for_is_refused_by_name(change, words):
         (b"\xff\xfe{", "not JSON"),
         (b'{"a":' * 200_000 + b"1" + b"}" * 200_000, "nested"),
         (b'{"num_hidden_layers": ' + b"9" * 10_000 + b"}", "not JSON"),
-        (b'{"a": "' + b"x" * fields.MAX_JSON + b'"}', "larger"),
+        (b'{"a": "' + b"x" * reading.MAX_JSON + b'"}', "larger"),
         (b"{}", "num_hidden_layers"),
         (json.dumps({"text_config": {"text_config": {"model_type": [1]}}}).encode(), "model_type"),
     ],
