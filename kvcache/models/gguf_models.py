@@ -93,8 +93,8 @@ class _Model:
         """Refuse an architecture that is unknown, or whose rows no policy describes."""
         name, keys = self.name, self.keys
         if name not in tables.HALVES | tables.NEIGHBOURS | tables.UNROTATED:
-            raise NotSupportedError(
-                f"{keys.source}: the architecture {shown(name)} is unknown, and the file does not say how its layers "
+            raise keys.unsupported(
+                f"the architecture {shown(name)} is unknown, and the file does not say how its layers "
                 "rotate keys and which have windows: give the model's config.json, or the sizes of the layers"
             )
         reason = tables.REFUSED.get(name, tables.ENCODER if name in tables.ENCODERS else None)
@@ -105,14 +105,14 @@ class _Model:
         if name == "dflash" and keys.get("hyper_connection.count"):
             reason = "it keeps keys without values (hyper_connection.count)"
         if reason is not None:
-            raise NotSupportedError(f"{keys.source}: a {plain(name)} is not supported, as {reason}")
+            raise keys.unsupported(f"a {plain(name)} is not supported, as {reason}")
 
     def refuse_unread(self) -> None:
         """Refuse a key that says something about layers, and that nobody asked for."""
         for name in self.noted.keys() - self.noted.asked - tables.NOT_ABOUT_LAYERS:
             if tables.ABOUT_LAYERS.search(name):
-                raise NotSupportedError(
-                    f"{self.keys.source}: what {shown(name)} says about the layers of a {plain(self.name)} is not "
+                raise self.keys.unsupported(
+                    f"what {shown(name)} says about the layers of a {plain(self.name)} is not "
                     "read: give the model's config.json, or the sizes of the layers"
                 )
 
@@ -212,8 +212,8 @@ class _Model:
         if isinstance(given, tuple):
             return [*map(bool, self.keys.sequence(name, self.num_layers) or [])]
         if given is None and (rule is None or rule.every is None):
-            raise NotSupportedError(
-                f"{self.keys.source}: it names a window, but not which layers of a {plain(self.name)} have it: give "
+            raise self.keys.unsupported(
+                f"it names a window, but not which layers of a {plain(self.name)} have it: give "
                 "the model's config.json, or a policy for each layer"
             )
         every = self.keys.count(name, rule.every if rule else None, least=0)
@@ -390,9 +390,7 @@ def indexer_sizes(keys: Fields, name: str, count: int) -> dict[str, Any]:
     if name == "qwen4exp":
         ratios = {*keys.counts(RATIOS, count, 0, least=0)} - {0}
         if len(ratios) > 1:
-            raise NotSupportedError(
-                f"{keys.source}: {RATIOS} has {sorted(ratios)}: a key must stand for as many tokens in each layer"
-            )
+            raise keys.unsupported(f"{RATIOS} has {sorted(ratios)}: a key must stand for as many tokens in each layer")
         found["indexer_compress_ratio"] = ratios.pop() if ratios else None
     return found
 

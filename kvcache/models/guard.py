@@ -127,24 +127,23 @@ def refuse(config: Fields) -> None:
     """Raise NotSupportedError if a file says that its model keeps more than a cache's layers stand for."""
     for name in config.sequence("model_types") or []:
         if name in REFUSED_TYPES:
-            raise NotSupportedError(f"{config.source}: a {name} is not supported, as {REFUSED_TYPES[name]}; {ADVICE}")
+            raise config.unsupported(f"a {name} is not supported, as {REFUSED_TYPES[name]}; {ADVICE}")
     named = classes.architecture(config.values)
     model_type = config.get("model_type")
     if named and model_type in ENCODERS and not named.endswith(DECODING) and not config.get("is_decoder"):
-        raise NotSupportedError(f"{config.source}: {plain(named)} is not supported, as an encoder has no KV cache")
+        raise config.unsupported(f"{plain(named)} is not supported, as an encoder has no KV cache")
     for name in TIMES:
         if config.count(name, 1) > 1:
-            raise NotSupportedError(
-                f"{config.source}: {name} {shown(config.get(name))} is not supported, as it runs layers several times, "
-                f"each with rows of its own; {ADVICE}"
-            )
+            raise _refused(config, name, "it runs layers several times, each with rows of its own")
     if config.get("layer_types") is not None:
         return
     for name, reason in REFUSED.items():
         if config.get(name) and not (name in OF_INDEXERS and config.get("model_type") in WITH_INDEXER):
-            raise NotSupportedError(
-                f"{config.source}: {name} {shown(config.get(name))} is not supported, as {reason}; {ADVICE}"
-            )
+            raise _refused(config, name, reason)
+
+
+def _refused(config: Fields, name: str, reason: str) -> NotSupportedError:
+    return config.unsupported(f"{name} {shown(config.get(name))} is not supported, as {reason}; {ADVICE}")
 
 
 def check(config: Fields, kinds: Sequence[str]) -> None:
@@ -155,10 +154,7 @@ def check(config: Fields, kinds: Sequence[str]) -> None:
     model_type = config.text("model_type", "")
     for name, values in BOTH_SIDES.items():
         if config.get(name) in values and model_type not in ONE_SIDED.get(name, ()) and "sliding_attention" in kinds:
-            raise NotSupportedError(
-                f"{config.source}: {name} {shown(config.get(name))} is not supported, as its windows reach to both "
-                f"sides, which no policy stands for; {ADVICE}"
-            )
+            raise _refused(config, name, "its windows reach to both sides, which no policy stands for")
     if config.get("gguf_architecture") is not None:
         return
     known = (HARMLESS | config.used | HARMLESS_OF.get(model_type, set())).union(*NAMES.values())
@@ -173,9 +169,7 @@ def check(config: Fields, kinds: Sequence[str]) -> None:
     derived = {"num_key_value_groups": shared_by, "q_head_dim": of_latents, "qk_head_dim": of_latents}
     less = []
     for name in config.get("beside", []):
-        raise NotSupportedError(
-            f"{config.source}: {name} stands beside the text decoder's configuration, and is not read; {ADVICE}"
-        )
+        raise config.unsupported(f"{name} stands beside the text decoder's configuration, and is not read; {ADVICE}")
     for name, value in config.values.items():
         if not isinstance(name, str) or name in known or not value or value == -1:
             continue
@@ -186,8 +180,8 @@ def check(config: Fields, kinds: Sequence[str]) -> None:
         if name in READS_LESS:
             less.append(name)
         elif says_layers(name):
-            raise NotSupportedError(
-                f"{config.source}: {plain(name)} {shown(value)} says what its layers are, and is not read; {ADVICE}"
+            raise config.unsupported(
+                f"{plain(name)} {shown(value)} says what its layers are, and is not read; {ADVICE}"
             )
     if less:
         names = f"{', '.join(less)} {'is' if len(less) == 1 else 'are'}"

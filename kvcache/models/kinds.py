@@ -11,7 +11,7 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from kvcache.errors import NotSupportedError, shown
+from kvcache.errors import shown
 from kvcache.models import classes
 from kvcache.models.reading import MAX_LAYERS, Fields
 
@@ -169,7 +169,7 @@ def _said_types(config: Fields) -> list[str]:
     has_indexer = config.get("model_type") in WITH_INDEXER
     for i, kind in enumerate(kinds):
         if not isinstance(kind, str) or kind not in KNOWN or (kind in INDEXED and not has_indexer):
-            raise NotSupportedError(f"{config.source}: layer {i} is of type {shown(kind)}, which no policy stands for")
+            raise config.unsupported(f"layer {i} is of type {shown(kind)}, which no policy stands for")
     return kinds
 
 
@@ -201,13 +201,7 @@ def _listed(config: Fields) -> list[Any] | None:
     indices = next((name for name in INDICES if config.get(name) is not None), None)
     linear = config.part("linear_attn_config")
     blocks = config.sequence("block_configs")
-    config.used |= {
-        *BY_LAYER,
-        *INDICES,
-        *PERIODS,
-        "attn_layer_period",
-        "attn_layer_offset",
-    }  # what counts first says the same
+    config.used |= {*BY_LAYER, *INDICES, *PERIODS, "attn_layer_period", "attn_layer_offset"}  # the first says the same
     entries: list[Any] = []
     if name is not None:
         given = config.get(name)
@@ -266,8 +260,8 @@ def _block(config: Fields, layer: int, block: Any) -> str:
         return L
     for name in ("num_sink_tokens", "unshifted_sink", "use_prefill_window_in_sink_attention", "llama4"):
         if attention.get(name):
-            raise NotSupportedError(
-                f"{config.source}: block_configs, layer {layer}, has {name} {shown(attention[name])}, which is not read"
+            raise config.unsupported(
+                f"block_configs, layer {layer}, has {name} {shown(attention[name])}, which is not read"
             )
     return S if attention.get("window_length") or attention.get("sliding_window") else F
 
@@ -313,13 +307,9 @@ def _pattern(config: Fields, model_type: str) -> list[str] | None:
     usual = PATTERNS.get(model_type)
     if isinstance(usual, list):
         return usual
-    names = PERIODS if usual is None else usual[:1]
-    name = next((name for name in names if config.get(name) is not None), None)
-    if usual is not None:
-        name = usual[0]
+    name, period = usual or (next((name for name in PERIODS if config.get(name) is not None), None), None)
     if name is None:
         return None
-    period = None if usual is None else usual[1]
     given = config.get(name)
     if isinstance(given, str):  # such as "LLLG": three layers with a window, one without
         if {*given} - {*"LG"}:

@@ -22,11 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.arguments import INT32_MAX
-from kvcache.errors import ModelFileError, plain, shown
+from kvcache.errors import ModelFileError, NotSupportedError, plain, shown
 
 __all__ = [
-    "INDEX", "Fields", "File", "Stamp", "expanded", "find_config", "find_weights", "is_gguf", "is_positive", "open_file",
-    "read_file", "read_json", "read_prompt", "read_safetensors_header", "read_stdin",
+    "INDEX", "Fields", "File", "Stamp", "expanded", "find_config", "find_weights", "is_gguf", "is_positive",
+    "open_file", "read_file", "read_json", "read_prompt", "read_safetensors_header", "read_stdin",
 ]  # fmt: skip
 
 # Models. The largest published models have 126 layers, 232 heads, heads of 576 elements, and queries of 73,728 elements
@@ -303,6 +303,10 @@ class Fields:
     def error(self, what: str) -> ModelFileError:
         """Return an error whose sentence begins with the source."""
         return ModelFileError(f"{self.source}: {what}")
+
+    def unsupported(self, what: str) -> NotSupportedError:
+        """Return an error for a model that is refused, whose sentence begins with the source."""
+        return NotSupportedError(f"{self.source}: {what}")
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field unchecked, and note in `used` that it was asked for; null counts as absent."""

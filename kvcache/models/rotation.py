@@ -46,38 +46,14 @@ NO_ROPE_IF_NULL = {"olmo_hybrid"}
 # Names of fields that say how keys rotate. A field with such a name makes the rotation unknown unless KNOWN has it.
 SAYS_ROTATION = re.compile("(^|_)(rope|rotary|rot|xpos)(_|$)|ntk|yarn|^position_encoding_2d$")
 KNOWN = {
-    "attention_qk_rope_dim",
-    "attn_rotary_emb",
-    "indexer_rope_interleave",
-    "layer_rope_theta",
-    "no_rope_layer_interval",
-    "no_rope_layers",
-    "original_rope",
-    "qk_rope_head_dim",
-    "rope",
-    "rope_3d",
-    "rope_dail_config",
-    "rope_freqs",
-    "rope_full_precision",
-    "rope_hf_config",
-    "rope_impl",
-    "rope_interleave",
-    "rope_max_length",
-    "rope_parameters",
-    "rope_ratio",
-    "rope_scaling",
-    "rope_scaling_layers",
-    "rotary",
-    "rotary_dim",
-    "rotary_value",
-    "swa_qk_rope_head_dim",
-    "use_dynamic_ntk",
-    "use_mem_rope",
-    "yarn_only_types",
-}.union(
-    SWITCHES,
-    *(NAMES[name] for name in ("rope_theta", "rope_local_base_freq", "partial_rotary_factor", "use_rope_layers")),
-)
+    *SWITCHES, *NAMES["partial_rotary_factor"], *NAMES["rope_local_base_freq"], *NAMES["rope_theta"],
+    *NAMES["use_rope_layers"],
+    "attention_qk_rope_dim", "attn_rotary_emb", "indexer_rope_interleave", "layer_rope_theta", "no_rope_layer_interval",
+    "no_rope_layers", "original_rope", "qk_rope_head_dim", "rope", "rope_3d", "rope_dail_config", "rope_freqs",
+    "rope_full_precision", "rope_hf_config", "rope_impl", "rope_interleave", "rope_max_length", "rope_parameters",
+    "rope_ratio", "rope_scaling", "rope_scaling_layers", "rotary", "rotary_dim", "rotary_value", "swa_qk_rope_head_dim",
+    "use_dynamic_ntk", "use_mem_rope", "yarn_only_types",
+}  # fmt: skip
 # Names within a scaling that are read, or that say what the scores or queries are multiplied by.
 PARAMETERS = {
     "attention_factor", "attn_factor", "beta_fast", "beta_slow", "extrapolation_factor", "factor", "finetuned",

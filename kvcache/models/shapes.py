@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcache.arguments import INT32_MAX
-from kvcache.errors import ModelFileError, NotSupportedError, plain, shown
+from kvcache.errors import ModelFileError, plain, shown
 from kvcache.layer import DTYPES, DType, Layer, why_not
 from kvcache.models import guard, reading
 from kvcache.models.configuration import read_config
@@ -143,7 +143,7 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
     config = read_config(source)
     model_type = config.text("model_type", "model")
     if model_type in REFUSED:
-        raise NotSupportedError(f"{config.source}: a {model_type} is not supported, as {REFUSED[model_type]}")
+        raise config.unsupported(f"a {model_type} is not supported, as {REFUSED[model_type]}")
     guard.refuse(config)
     if guard.is_unknown(config) and not any(map(config.get, LAYERED)):
         raise config.error("there is no field 'num_hidden_layers': this is no model's config.json")
@@ -158,7 +158,7 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
     described = [*decoding, *crossing, *((heads, layer) for heads, layer, _ in indexing)]
     num_heads, layers = zip(*described, strict=True)
     if all(layer.policy is None for layer in layers):
-        raise NotSupportedError(f"{config.source}: no layer of this {plain(model_type)} has keys and values")
+        raise config.unsupported(f"no layer of this {plain(model_type)} has keys and values")
     context = config.get("max_position_embeddings")
     if context is not None:
         context = config.count("max_position_embeddings")
@@ -309,9 +309,7 @@ def _crossing(config: Fields, num_heads: int, layer: Layer, policy: CrossAttenti
 def _cross(config: Fields, max_source_len: int | None) -> CrossAttention:
     """Return the policy of a cross-attention layer."""
     if max_source_len is None and config.get("max_source_positions") is None:
-        raise NotSupportedError(
-            f"{config.source}: it does not say what its encoder is given at most: give max_source_len"
-        )
+        raise config.unsupported("it does not say what its encoder is given at most: give max_source_len")
     if max_source_len is not None:
         return CrossAttention(max_source_len)
     frames = SOURCE_FRAMES.get(config.text("model_type", ""), 1)
@@ -461,19 +459,22 @@ def _chooses(config: Fields, layer: int) -> bool:
 
 def _count(config: Fields, name: str) -> int:
     """Return a number of an indexer, wherever the file has it."""
-    sparse = config.part("sparse_attention_config")
-    if config.get("model_type") == "qwen4_exp_text":
-        return config.count(OF_QWEN4[name])
-    listed = SPARSE.get(name, name)
-    if sparse is not None and sparse.get(listed) is not None:
-        return sparse.count(listed)
-    return config.count(name)
+    fields, own = _place(config, name)
+    return fields.count(own)
 
 
 def _has(config: Fields, name: str) -> bool:
     """Whether the file has a number of an indexer."""
-    sparse = config.part("sparse_attention_config")
-    return config.get(name) is not None or (sparse is not None and sparse.get(SPARSE.get(name, name)) is not None)
+    fields, own = _place(config, name)
+    return fields.get(own) is not None
+
+
+def _place(config: Fields, name: str) -> tuple[Fields, str]:
+    """Return the fields that have a number of an indexer, and its name there."""
+    sparse, listed = config.part("sparse_attention_config"), SPARSE.get(name, name)
+    if config.get("model_type") == "qwen4_exp_text":
+        return config, OF_QWEN4.get(name, name)
+    return (config, name) if sparse is None or sparse.get(listed) is None else (sparse, listed)
 
 
 def _moved(config: Fields, rope: RopeLike, dim: int) -> RopeLike:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvcache.errors import NotSupportedError, plain
+from kvcache.errors import plain
 from kvcache.models.configuration import read_config
 from kvcache.models.kinds import STATELESS, fields_of_layers, layer_types
 from kvcache.models.reading import Fields
@@ -88,9 +88,7 @@ def read(source: Any) -> tuple[State, ...]:
     make = _of_gguf if config.get("gguf_architecture") is not None else MODELS.get(config.text("model_type", ""))
     if make is None:
         name = plain(config.get("model_type"))
-        raise NotSupportedError(
-            f"{config.source}: the sizes of recurrent states of the model_type {name!r} are unknown"
-        )
+        raise config.unsupported(f"the sizes of recurrent states of the model_type {name!r} are unknown")
     own = fields_of_layers(config, kinds)
     return tuple(make(own[i], i) if kind in RECURRENT else State() for i, kind in enumerate(kinds))
 
