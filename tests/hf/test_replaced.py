@@ -44,6 +44,7 @@ def test_sources_are_known(model_type):
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip("a later transformers has it")
     found = replacements(transformers.CONFIG_MAPPING[model_type])
+    assert {f"{owner.__name__}.{name}" for owner, name, _ in found} >= REPLACED.get(model_type, {}).keys()
     assert found
     for owner, name, function in found:
         digest = hashlib.sha256(inspect.getsource(getattr(owner, name)).encode()).hexdigest()[:12]
@@ -51,3 +52,9 @@ def test_sources_are_known(model_type):
             f"transformers {transformers.__version__} changed {owner.__name__}.{name} of {owner.__module__}: read what"
             f" it does now, and whether {function.__module__}.{function.__name__} still does that; then add {digest!r}"
         )
+
+
+def test_a_later_name_leaves_the_model_its_own_code(monkeypatch):
+    monkeypatch.setitem(REPLACED, "deepseek_v32", {"DeepseekV32Chooser.forward": deepseek_v32.choose})
+    found = replacements(transformers.CONFIG_MAPPING["deepseek_v32"])
+    assert {name for _, name, _ in found} == {"expand_kv"}

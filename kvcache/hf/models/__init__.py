@@ -40,14 +40,15 @@ REPLACED: dict[str, dict[str, Replacement]] = {
 def replacements(kind: type[Any]) -> list[tuple[Any, str, Replacement]]:
     """Return the methods to replace in models that have this class of configuration: class, name, and function.
 
-    All attentions with latents have a method `expand_kv`.
+    All attentions with latents have a method `expand_kv`. Models whose methods have other names run their own code.
     """
     model = model_of(kind)
     if model is None:
         return []
     code = inspect.getmodule(model)
     paths = ((path.split("."), replacement) for path, replacement in REPLACED.get(kind.model_type, {}).items())
-    found = [(getattr(code, owner), name, replacement) for (owner, name), replacement in paths]
+    known = ((getattr(code, owner, None), name, replacement) for (owner, name), replacement in paths)
+    found = [(owner, name, replacement) for owner, name, replacement in known if hasattr(owner, name)]
     attentions = (owner for owner in vars(code).values() if isinstance(owner, type) and "expand_kv" in vars(owner))
     return [*found, *((owner, "expand_kv", latents.expand) for owner in attentions)]
 
