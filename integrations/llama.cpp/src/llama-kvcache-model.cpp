@@ -83,17 +83,17 @@ static std::string type_names(bool is_own_too) {
 
 // returns the kvc_type that a variable names, -1 if it is not set
 static int32_t type_asked_for(const char *variable) {
-    const char *name = getenv(variable);
+    const std::string name = llama_memory_option(variable);
 
-    if (!name || !*name) {
+    if (name.empty()) {
         return -1;
     }
 
-    const int32_t res = type_of(name);
+    const int32_t res = type_of(name.c_str());
 
     if (res < 0) {
-        throw std::runtime_error(format("%s is '%s': set it to %s", llama_kvcache_variable(variable).c_str(), name,
-                                        type_names(true).c_str()));
+        throw std::runtime_error(format("%s is '%s': set it to %s", llama_kvcache_variable(variable).c_str(),
+                                        name.c_str(), type_names(true).c_str()));
     }
 
     return res;

@@ -9,13 +9,11 @@
 #include "ggml-backend.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 
 std::string llama_kvcache_prefix_asked_for() {
-    const char *env = getenv("LLAMA_KVCACHE_PREFIX");
-    const std::string value = env ? env : "";
+    const std::string value = llama_memory_option("LLAMA_KVCACHE_PREFIX");
 
     if (value.empty() || value == "off") {
         return "";

@@ -4,9 +4,9 @@
 
 #include "llama-cparams.h"
 #include "llama-impl.h"
+#include "llama-memory.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <stdexcept>
 #include <string>
 
@@ -19,8 +19,7 @@ static constexpr int64_t SELECT_FROM = 8192; // tokens; with fewer there is litt
 static constexpr int32_t MOST_KEY_ELEMENTS = 1024; // of a key that has a sketch
 
 int32_t llama_kvcache_select_asked_for() {
-    const char *env = getenv(SELECT);
-    const std::string value = env ? env : "";
+    const std::string value = llama_memory_option(SELECT);
     const bool is_number =
         value.size() <= 10 && std::all_of(value.begin(), value.end(), [](char c) { return c >= '0' && c <= '9'; });
     const long long res = is_number && !value.empty() ? std::stoll(value) : 0;
@@ -93,6 +92,7 @@ void llama_kvcache_check_sketches(const std::vector<kvc_layer> &layers) {
             format("%s is %s: no layer of the model can select rows. Such a layer is behind the "
                    "first %zu, without an indexer, and has values apart from keys, heads of a multiple of 32 elements, "
                    "and full attention or a window of %lld tokens or more. Set it to 0",
-                   llama_kvcache_variable(SELECT).c_str(), getenv(SELECT), FIRST_DENSE, (long long)SELECT_FROM));
+                   llama_kvcache_variable(SELECT).c_str(), llama_memory_option(SELECT).c_str(), FIRST_DENSE,
+                   (long long)SELECT_FROM));
     }
 }

@@ -10,7 +10,6 @@
 #include "llama-model.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <numeric>
 #include <stdexcept>
@@ -19,8 +18,7 @@ const kvc_allocator *llama_kvcache_allocator = nullptr;
 
 // takes the words that llama.cpp takes for its options
 static bool is_asked_for() {
-    const char *env = getenv("LLAMA_KVCACHE");
-    const std::string value = env ? env : "";
+    const std::string value = llama_memory_option("LLAMA_KVCACHE");
     const auto is_one_of = [&](std::initializer_list<const char *> words) {
         return std::find(words.begin(), words.end(), value) != words.end();
     };
