@@ -139,7 +139,7 @@ def test_the_page_serves(reader):
         port = probe.getsockname()[1]
     command = SERVE.replace("8080", str(port))
     assert command != SERVE
-    with reader.start(f"exec {command} -lv 4") as server:
+    with reader.start(f"exec env {command} -lv 4") as server:
         try:
             request = urllib.request.Request(
                 f"http://127.0.0.1:{port}/completion",
