@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvcache import _core
 from kvcache._core import INT32_MAX, INT64_MAX, MAX_THREADS, integer
+from kvcache.arguments import check_names
 from kvcache.arrays import AnyArray, FloatDTypeLike, SupportsDLPack, as_library_of, check_float_dtype
 from kvcache.batch import Batch
 from kvcache.block import Block, Run, Span, make_spans
@@ -23,7 +24,6 @@ from kvcache.layer import PER_LAYER, DTypeLike, Layer, Sizes, Transform, check_l
 from kvcache.policy import FullAttention, Policy
 from kvcache.rope import RopeLike
 from kvcache.saveable import Saveable
-from kvcache.spelling import check_names
 from kvcache.strategy import Adaptive, Decider, Decision, LongSequencesOnly, Strategy, describe
 from kvcache.system import readable
 

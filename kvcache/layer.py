@@ -11,6 +11,7 @@ import numpy as np
 
 from kvcache import _core
 from kvcache._core import INT32_MAX, integer
+from kvcache.arguments import spelt
 from kvcache.errors import NotSupportedError
 from kvcache.policy import (
     ChunkedAttention,
@@ -22,7 +23,6 @@ from kvcache.policy import (
     written,
 )
 from kvcache.rope import Rope, RopeFunction, RopeLike
-from kvcache.spelling import spelt
 
 __all__ = [
     "DTYPES",

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import TypeAlias
 
 from kvcache._core import INT32_MAX, integer
-from kvcache.spelling import spelt
+from kvcache.arguments import spelt
 
 __all__ = ["ChunkedAttention", "CrossAttention", "FullAttention", "Policy", "SlidingWindow"]
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache._core import INT32_MAX, check_tensor, integer
-from kvcache.spelling import spelt
+from kvcache.arguments import spelt
 
 __all__ = ["Rope", "RopeFunction", "RopeLike"]
 

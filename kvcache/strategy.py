@@ -13,11 +13,10 @@ import numpy.typing as npt
 
 from kvcache import _core, system
 from kvcache._core import INT32_MAX, integer
-from kvcache.arguments import to_float
+from kvcache.arguments import spelt, to_float
 from kvcache.errors import RowsGoneError
 from kvcache.follower import Edit
 from kvcache.layer import Sizes
-from kvcache.spelling import spelt
 from kvcache.system import readable
 
 __all__ = ["Adaptive", "Decider", "Decision", "LongSequencesOnly", "Strategy"]

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from kvcache import KVCache
-from kvcache.arguments import INT32_MAX, integer
+from kvcache.arguments import INT32_MAX, integer, spelt
 from kvcache.errors import NotSupportedError
 from kvcache.hf.decode import Decoder
 from kvcache.hf.editing import EditableBatch
@@ -45,7 +45,6 @@ from kvcache.layer import DTypeLike, Transform, count, override
 from kvcache.policy import Policy
 from kvcache.prefix.cache import MOST_BLOCK_SIZE, PrefixCache
 from kvcache.selecting import with_sketches
-from kvcache.spelling import spelt
 from kvcache.state import SavedState
 from kvcache.system import readable
 

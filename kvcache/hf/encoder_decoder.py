@@ -9,6 +9,7 @@ from typing import Any, Self
 from transformers import PreTrainedConfig
 from transformers.cache_utils import EncoderDecoderCache
 
+from kvcache.arguments import spelt
 from kvcache.errors import NotSupportedError
 from kvcache.hf.cache import HFCache
 from kvcache.hf.policies import check_config, check_model
@@ -16,7 +17,6 @@ from kvcache.hf.state import SaveableBatch, stored_in
 from kvcache.layer import DTypeLike, Transform
 from kvcache.models.configuration import NAMES
 from kvcache.policy import CrossAttention, Policy
-from kvcache.spelling import spelt
 from kvcache.state import SavedState
 
 

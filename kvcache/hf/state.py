@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import LinearAttentionLayer
 
 from kvcache import state
+from kvcache.arguments import check_names
 from kvcache.errors import NotSupportedError, StateFormatError, shown
 from kvcache.hf.passes import Passes
 from kvcache.hf.policies import SHAPE, check_config
@@ -23,7 +24,6 @@ from kvcache.hf.told import NONE, UNKNOWN
 from kvcache.layer import Layer, count
 from kvcache.policy import CrossAttention, Policy
 from kvcache.prefix import PrefixCache
-from kvcache.spelling import check_names
 from kvcache.state.saved import BATCH_VERSION, batch_of
 
 

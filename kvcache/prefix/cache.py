@@ -13,14 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self, SupportsFloat, SupportsIndex
 
 from kvcache import _core
-from kvcache.arguments import integer, to_float
+from kvcache.arguments import integer, spelt, to_float
 from kvcache.cache import KVCache
 from kvcache.errors import NotSupportedError
 from kvcache.policy import ChunkedAttention, CrossAttention, SlidingWindow
 from kvcache.prefix.fetching import Fetching
 from kvcache.prefix.keys import Arrays, Tokens, arrays_of
 from kvcache.prefix.watch import Watch, watch_of
-from kvcache.spelling import spelt
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,9 +13,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias, TypeVar, cast
 
 from kvcache import _core
+from kvcache.arguments import refusal
 from kvcache.errors import StateFormatError, shown
 from kvcache.layer import FIELDS, Layer, override
-from kvcache.spelling import refusal
 from kvcache.state.files import Reader, StateFile, Writer, begin_mac, open_state, replacing
 from kvcache.state.files import StrPath as StrPath
 from kvcache.state.files import check_replaceable as check_replaceable

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 from kvcache import _core
-from kvcache.arguments import INT64_MAX, check_path, integer
+from kvcache.arguments import INT64_MAX, check_path, integer, spelt
 from kvcache.errors import shown
-from kvcache.spelling import spelt
 from kvcache.stores.calls import view_of
 
 __all__ = ["DirectoryStore"]

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from functools import partial
 from typing import Any, TypeVar
 
+from kvcache.arguments import spelt
 from kvcache.errors import described
 from kvcache.living import Living
-from kvcache.spelling import spelt
 from kvcache.stores import calls
 from kvcache.stores.worker import Breaker
 

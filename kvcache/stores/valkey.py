@@ -13,8 +13,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kvcache import errors
-from kvcache.arguments import INT64_MAX, check_path, integer, to_float
-from kvcache.spelling import spelt
+from kvcache.arguments import INT64_MAX, check_path, integer, spelt, to_float
 from kvcache.stores.calls import encode_key, view_of
 
 __all__ = ["ValkeyStore"]
