@@ -16,7 +16,7 @@ from kvcache.layer import DTYPES, DType, bytes_of_token, dtypes_for, stored_as
 from kvcache.models.reading import open_file
 from kvcache.models.tokenizer import Tokenizer
 from kvcache.models.weights import F32
-from kvcache.runner.generate import Options, Speed, new_cache
+from kvcache.runner.generate import Options, Speed, Speeds, new_cache
 from kvcache.runner.llama import Llama, LlamaConfig
 
 __all__ = [
@@ -156,24 +156,16 @@ class Report:
 
     config: LlamaConfig
     options: Options
+    speeds: Speeds
     width: int = NO_LIMIT
-    prefill: Speed = field(default_factory=Speed)
-    decode: Speed = field(default_factory=Speed)
-    num_kept: int | None = None  # tokens of the prompt whose rows were kept; None: all
     _exact: Fidelity | None = field(default=None, init=False)  # of f32, which comes first
-
-    def line(self) -> str:
-        """Return the speeds in one line."""
-        speeds = ("prefill", self.prefill), ("decode", self.decode)
-        said = [f"{name} {s.tokens:,} tokens, {s.tokens_per_second:,.1f} tokens/s" for name, s in speeds if s.tokens]
-        said += [] if self.num_kept is None else [f"kept the rows of {self.num_kept:,} tokens of the prompt"]
-        return "; ".join(said) or "no token was generated"
 
     def speed_lines(self) -> list[str]:
         """Return a heading, and a row for each speed that was measured."""
-        speeds = zip(self._names, (self.prefill, self.decode), strict=True)
-        kept = "" if self.num_kept is None else f"{self.num_kept:,} of them kept"
-        rows = [self._speed(name, speed, kept * (speed is self.prefill)) for name, speed in speeds if speed.tokens]
+        prefill, decode, num_kept = self.speeds.prefill, self.speeds.decode, self.speeds.num_kept
+        kept = "" if num_kept is None else f"{num_kept:,} of them kept"
+        speeds = zip(self._names, (prefill, decode), (kept, ""), strict=True)
+        rows = [self._speed(name, speed, remark) for name, speed, remark in speeds if speed.tokens]
         return [self._speeds.row(["", "tokens", "tokens/s", ""]), *rows]
 
     def line_without_cache(self, speed: Speed) -> str:

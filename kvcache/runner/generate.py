@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -25,6 +25,7 @@ __all__ = [
     "POLICIES",
     "Options",
     "Speed",
+    "Speeds",
     "evict_prompt",
     "feed_again",
     "generate",
@@ -144,6 +145,22 @@ class Speed:
     def tokens_per_second(self) -> float:
         """Tokens per second; 0 where nothing was timed."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class Speeds:
+    """The speeds of a run with the cache."""
+
+    prefill: Speed = field(default_factory=Speed)
+    decode: Speed = field(default_factory=Speed)
+    num_kept: int | None = None  # tokens of the prompt whose rows were kept; None: all
+
+    def line(self) -> str:
+        """Return the speeds in one line."""
+        speeds = ("prefill", self.prefill), ("decode", self.decode)
+        said = [f"{name} {s.tokens:,} tokens, {s.tokens_per_second:,.1f} tokens/s" for name, s in speeds if s.tokens]
+        said += [] if self.num_kept is None else [f"kept the rows of {self.num_kept:,} tokens of the prompt"]
+        return "; ".join(said) or "no token was generated"
 
 
 def new_cache(config: LlamaConfig, options: Options, dtype: DType | None = None) -> KVCache:

@@ -23,6 +23,7 @@ from kvcache.runner.evaluate import EVAL_TOKENS, Report, compare_dtypes, read_wi
 from kvcache.runner.generate import (
     Options,
     Speed,
+    Speeds,
     evict_prompt,
     generate,
     new_cache,
@@ -92,7 +93,7 @@ def run(
     tokenizer, model = load_tokenizer(path), Llama.load(path)
     tokens = tokenizer.encode(prompt)
     room = _room(model.config, tokens, options)
-    report = Report(model.config, options, columns(NO_LIMIT, out))
+    speeds = Speeds()
     cache = new_cache(model.config, options)
     text = _Text(out, tokenizer)
     status = 0
@@ -100,7 +101,8 @@ def run(
         try:
             with cache:
                 most = min(room, options.max_new_tokens)
-                ended = _stream(model, cache, prompt, tokens, report, most, text, on_prefill)
+                on_batch = _begin(text, prompt, len(tokens), on_prefill)
+                ended = _stream(model, cache, tokens, options, speeds, most, text, on_batch)
         finally:
             text.end()
         if not options.quiet:
@@ -110,11 +112,12 @@ def run(
     if options.compare and not options.quiet:
         path = Path(path)
         folder = path if path.is_dir() else path.parent
+        report = Report(model.config, options, speeds, columns(NO_LIMIT, out))
         if not _tabulate(out, report, None if status else _Measuring(model, tokenizer, tokens, folder)):
             status = INTERRUPTED
     out.flush()
     if not options.compare and not options.quiet:
-        _notice(report.line())
+        _notice(speeds.line())
     return status
 
 
@@ -165,22 +168,21 @@ class _Text:
 def _stream(
     model: Llama,
     cache: KVCache,
-    prompt: bytes,
     tokens: list[int],
-    report: Report,
+    options: Options,
+    speeds: Speeds,
     max_new_tokens: int,
     text: _Text,
-    on_prefill: Callable[[int, int], None] | None,
+    on_batch: Callable[[int, int], None] | None,
 ) -> bool:
-    """Write a prompt and the text that follows it, and append its tokens; return whether the model ended it."""
-    options = report.options
+    """Write the text that follows a prompt, and append its tokens to it; return whether the model ended it."""
     rng = np.random.default_rng(options.seed)
 
     def choose(logits: F32) -> int:
         return sample(logits, rng, temperature=options.temperature, top_p=options.top_p)
 
     def evict(queries: Queries) -> None:
-        report.num_kept = evict_prompt(model, cache, tokens, options, queries)
+        speeds.num_kept = evict_prompt(model, cache, tokens, options, queries)
 
     for token in generate(
         model,
@@ -188,12 +190,12 @@ def _stream(
         [*tokens],
         max_new_tokens,
         choose,
-        prefill=report.prefill,
-        decode=report.decode,
+        prefill=speeds.prefill,
+        decode=speeds.decode,
         num_tokens_kept=options.first_tokens_kept if options.shift else None,
         select=options.select,
         evict=None if options.keep is None else evict,
-        on_prefill=_begin(text, prompt, len(tokens), on_prefill),
+        on_prefill=on_batch,
     ):
         tokens.append(token)
         if token in text.tokenizer.stop:
@@ -270,10 +272,10 @@ def _tabulate(out: TextIO, report: Report, asked: _Measuring | None) -> bool:
 
 def _plan(report: Report, asked: _Measuring) -> tuple[list[int], list[list[int]]]:
     """Return the lengths of decode steps to repeat without the cache, and the texts to compare types on; say so."""
-    config, lengths = asked.model.config, []
-    if report.decode.tokens:
+    config, lengths, steps = asked.model.config, list[int](), report.speeds.decode.tokens
+    if steps:
         # The sequence's lengths at evenly spread decode steps.
-        spread = np.linspace(len(asked.tokens) - report.decode.tokens, len(asked.tokens) - 1, STEPS_WITHOUT_CACHE)
+        spread = np.linspace(len(asked.tokens) - steps, len(asked.tokens) - 1, STEPS_WITHOUT_CACHE)
         lengths = [int(length) for length in np.unique(spread.astype(int))]
         if report.options.shift:
             lengths = [_held(n, config.max_seq_len, report.options.first_tokens_kept) for n in lengths]

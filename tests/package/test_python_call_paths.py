@@ -1,4 +1,6 @@
-"""How many functions of the package a decode token goes through, and how often the path changes file: no more of them.
+"""How many functions of the package a token, or a command, goes through, and how often the path changes file.
+
+The numbers may only fall. Modules are loaded before their calls are counted.
 
 A change of file is a call of a function that lies in another file than the function that was called before.
 """
@@ -60,6 +62,21 @@ def test_a_step_of_one_layer():
 
     step()
     check("a step of one layer", walk(step), Walk(6, 6, 2, 1))
+
+
+def test_a_text_of_four_tokens(monkeypatch, capsys):
+    from kvcache import runner  # noqa: F401  # which the command loads when it runs
+    from kvcache.tools import cli
+
+    model = Path(__file__).parents[2] / "examples/model"
+    monkeypatch.setattr(sys, "argv", ["kvcache", "generate", str(model), "ROMEO:", "--tokens", "4"])
+
+    def generate():
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 0, capsys.readouterr().err
+
+    check("a text of four tokens", walk(generate), Walk(4167, 272, 23, 1118))
 
 
 @pytest.mark.hf
