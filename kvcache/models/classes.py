@@ -52,7 +52,7 @@ UNKNOWN = Class({}, {}, {}, {}, None, None)
 # Values that classes.json lacks, or that differ from it, by type of model. None: the field has no default.
 MORE: dict[str, dict[str, Any]] = {
     "chatglm": {"partial_rotary_factor": 0.5},
-    "dbrx": {"kv_n_heads": 1, "rope_theta": None},
+    "dbrx": {"kv_n_heads": 1},
     "dots3_note_text": {
         "rope_parameters": None,  # which its class makes of rope_theta
         "rope_theta": 8e7,
@@ -63,7 +63,6 @@ MORE: dict[str, dict[str, Any]] = {
         "swa_head_dim": 256,
         "swa_qk_nope_head_dim": 192,
         "swa_qk_rope_head_dim": 64,
-        "swa_v_head_dim": 128,
     },
     "glm5_next_text": {"qk_rope_head_dim": 0},
     "hrm_text": {"H_cycles": 2, "L_cycles": 3},

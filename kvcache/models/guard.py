@@ -47,14 +47,14 @@ NAMED = re.compile(
 )
 # Fields that the reader need not ask for, in files of any type: others say the same, or they hold for all layers alike.
 HARMLESS = {
-    "add_cross_attention", "attn_type", "cla_share_factor", "freeze_text_layers", "linear_attn_config",
-    "max_window_layers", "mla_use_nope", "no_rope_layer_interval", "qk_nope_head_dim", "rope_scaling_layers",
-    "share_q_dim", "use_cla", "use_gqa", "use_sliding_window",
+    "add_cross_attention", "attn_type", "linear_attn_config", "max_window_layers", "mla_use_nope",
+    "no_rope_layer_interval", "qk_nope_head_dim", "rope_scaling_layers", "share_q_dim", "use_cla", "use_gqa",
+    "use_sliding_window",
 }  # fmt: skip
 # Harmless fields of types that transformers has a class for: tests compare its real layers with what is read.
 HARMLESS_IN_CLASSES = {
     "_sliding_window_pattern", "attention_type", "attention_window", "cross_layer_interval", "global_head_dim",
-    "indexer_kv_heads", "indexer_types", "keep_window_size", "kv_source_layers", "local_radius",
+    "indexer_kv_heads", "keep_window_size", "kv_source_layers", "local_radius",
     "num_sliding_attention_heads", "o_groups", "order_of_interleaved_layers", "qk_head_dim", "sliding_window_pattern",
 }  # fmt: skip
 # Harmless fields of other types.

@@ -113,7 +113,7 @@ FROM_THE_END = {"muse_glimmer_text", "muse_spark_text"}
 # Types whose first or last layer is an exception to the pattern.
 FIRST = {"dots3_note_text": X, "flint": F, "kimi_linear": L, "lfm3": C, "mimo_v2_flash": F}
 FULL_LAST = {"diffusion_gemma_text", "gemma4_text", "gemma4_unified_text"}  # even if a file lists another type
-LAST = dict.fromkeys(("beam", "flint", *FULL_LAST), F)
+LAST = {"beam": F, "flint": F}
 # Types with an ``attn_layer_period``: the period, the offset, and the type of that layer.
 ATTENTION_EVERY = {"jamba": (8, 4, F), "zamba": (6, 4, H)}
 # Fields that say how long a window is; the first present counts.
