@@ -178,8 +178,11 @@ class Llama:
         ImportError
             A package that reads the weights is not installed.
         """
-        config = LlamaConfig.read(path)
-        tensors = Tensors(expanded(path))
+        return cls.from_tensors(LlamaConfig.read(path), Tensors(expanded(path)))
+
+    @classmethod
+    def from_tensors(cls, config: LlamaConfig, tensors: Tensors) -> Llama:
+        """Take a model's weights from its files; raise as `load` does."""
         embedding = tensors.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         layers = [_take_layer(tensors, config, f"model.layers.{i}.") for i in range(config.num_layers)]
         norm = tensors.take("model.norm.weight", config.hidden_size)

@@ -16,8 +16,9 @@ from kvcache.cache import KVCache
 from kvcache.columns import NO_LIMIT, columns, wrap
 from kvcache.eviction import Queries
 from kvcache.layer import count, dtypes_for, suits
+from kvcache.models.reading import expanded
 from kvcache.models.tokenizer import Tokenizer, load_tokenizer
-from kvcache.models.weights import F32
+from kvcache.models.weights import F32, Tensors
 from kvcache.runner import llama
 from kvcache.runner.evaluate import EVAL_TOKENS, Report, compare_dtypes, read_windows, seconds_without_cache
 from kvcache.runner.generate import (
@@ -89,8 +90,8 @@ def run(
     """
     if not prompt:
         raise LlamaError("the prompt is empty")
-    LlamaConfig.read(path)  # a model of another family is refused by its name, whatever its tokenizer is
-    tokenizer, model = load_tokenizer(path), Llama.load(path)
+    config = LlamaConfig.read(path)  # refuses a model of another family by its name, whatever its tokenizer is
+    tokenizer, model = load_tokenizer(path), Llama.from_tensors(config, Tensors(expanded(path)))
     tokens = tokenizer.encode(prompt)
     room = _room(model.config, tokens, options)
     speeds = Speeds()
