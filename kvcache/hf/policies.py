@@ -22,8 +22,8 @@ from kvcache.errors import KVCacheError, NotSupportedError
 from kvcache.layer import Layer, count
 from kvcache.models import shapes
 from kvcache.models.configuration import NAMES
-from kvcache.models.kinds import SLIDING
-from kvcache.models.shapes import MORE_KV_HEADS, REFUSED
+from kvcache.models.kinds import COMPRESSED, INDEXED, SLIDING
+from kvcache.models.shapes import KEYS_ALONE, LATENTS_ALONE, MORE_KV_HEADS, REFUSED
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow, written
 from kvcache.prefix.cache import MOST_BLOCK_SIZE
 from kvcache.rope import RopeLike
@@ -57,14 +57,6 @@ RECURRENT = {
     "hybrid": "full_attention",
     "hybrid_sliding": "sliding_attention",
 }
-# Types of layers that choose rows by an indexer, whose keys the cache holds beside theirs.
-INDEXED = {"indexed_attention", "minimax_m3_sparse"}
-# Types of layers with a window, beside which the cache holds rows that stand for several tokens each.
-COMPRESSED = {"compressed_sparse_attention", "heavily_compressed_attention"}
-# Types of models whose keys are the values, too.
-KEYS_ALONE = {"deepseek_v4"}
-# Types of models with layers whose keys have no rotated part: `no_rope_layers` has 0 for these.
-WITHOUT_ROTATED_PART = {"mistral_large4_text"}
 # Types of models whose recurrent layers begin anew in a pass of several tokens.
 BY_ONE_TOKEN = {"jamba", "zamba"}
 # Types of layers that this cache does not serve, and the reason.
@@ -150,7 +142,7 @@ def layer_of(config: PreTrainedConfig, index: int, layer_type: str, policy: Poli
         raise ValueError(f"config is a {type(config).__name__} without num_attention_heads: give a decoder's")
     rank = getattr(config, "kv_lora_rank", None)
     if rank:
-        rotates = config.model_type not in WITHOUT_ROTATED_PART or config.no_rope_layers[index]
+        rotates = config.model_type not in LATENTS_ALONE or config.no_rope_layers[index]
         dim = rank + (config.qk_rope_head_dim if rotates else 0)
         return Layer(1, dim, v_head_dim=rank, value_in_key=True, policy=policy)
     head_dim = next((dim for name in NAMES["head_dim"] if (dim := getattr(config, name, None))), None)
