@@ -144,8 +144,8 @@ KVC_API kvc_status kvc_prefix_acquire(kvc_prefix *prefix, const kvc_tokens *toke
  * memory for bookkeeping is short, the call keeps fewer blocks.  Fails with KVC_ERR_BUSY while the sequence is in the
  * open batch or its keys are rewritten.  Fails with KVC_ERR_INVALID if the sequence holds more exact tokens than were
  * passed, as it does if a whole prompt was fed behind its match.  Commits have kept blocks of such a prompt by then,
- * with rows of other tokens: call kvc_prefix_forget.  kvc_mark_inexact, called at position n before, limits what is
- * kept to the first n tokens. */
+ * with rows of other tokens: call kvc_prefix_forget for it, and for prompts that went on from them meanwhile.
+ * kvc_mark_inexact, called at position n before, limits what is kept to the first n tokens. */
 KVC_API kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const kvc_tokens *tokens);
 
 /* Sets *matched to the number of known tokens.  Takes nothing, and marks nothing as used.  Sets *with_rows, unless it
@@ -197,24 +197,28 @@ KVC_API kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int6
  * are kept once they are released.  Fails with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
 
-/* Forgets a prompt, for example private data: none of its tokens matches any prompt until somebody computes them again.
- * Pass the answer, too.  Drops each block that has one of these tokens, and each block behind the whole prompt, pinned
- * or not, with their states.  Sets *num_dropped to the number of tokens in these blocks.
+/* Forgets a prompt, for example private data: no prompt of this prefix matches one of its tokens until somebody
+ * computes it again.  Other prefixes, and other caches, do not learn of it.  Pass the answer, too, so that
+ * kvc_prefix_names has the names of its blocks.
+ * Drops each block that has one of these tokens at its place, also a block of a system prompt that others share.  Drops
+ * each block behind the whole prompt, too; pinned or not, and with their states.  Sets *num_dropped to the number of
+ * tokens in these blocks.  Without tokens, drops nothing.
  * Other blocks behind a part of the prompt stay, for when that part is computed again, unless all layers have windows
  * or chunks.  Equal tokens of another prompt, or at another position, stay, too.  If reuse_min_tokens must not move
  * them, forget that prompt as well.
  * Sequences go on.  But the prefix keeps nothing more of sequences that were begun or acquired before the call
- * returned.  The same is true of sequences that kvc_restore makes, that another prefix acquired, or that have rows of
- * one of these.  A kvc_prefix_fetch under way adds nothing more.  Pins stay, for when their blocks are computed again.
-
- * Other calls come between.  Until the call ends, prompts with the same first token match nothing and leave no blocks.
+ * returned.  From its first forget on, it keeps nothing of sequences that kvc_restore makes, that another prefix
+ * acquired, or that have rows of one of these.  A kvc_prefix_fetch under way adds nothing more.  Pins stay, for when
+ * the same blocks are computed again.
+ * Other calls may run before it ends.  Until then, prompts with the same first token match nothing and leave no blocks.
  *
- * Stores keep their values.  Remove those under the prompt's names (kvc_prefix_names), and under the names that the
- * call writes to `names`, [max_names][KVC_NAME_BYTES]: full blocks that were dropped meanwhile.  If *num_names is
- * max_names, call it again.  Give room for more than kvc_prefix_stats.blocks, because blocks that others drop between
- * two calls have no names.  names NULL, and max_names 0: drops all.
- * A kvc_store_new_blocks under way writes none of these blocks any more, and removes the value that it is writing.  If
- * a store has no `remove`, remove the values once that call has ended.
+ * Stores keep their values.  Remove those under the prompt's names (kvc_prefix_names), and under the names of the full
+ * blocks that were dropped, by the call or by others during it.  The call writes these to `names`,
+ * [max_names][KVC_NAME_BYTES], and sets *num_names to their number.  If that is max_names, it may have stopped, and
+ * prompts still find the rest: call it again.  Give room for more than kvc_prefix_stats.blocks, because blocks that
+ * others drop between two calls have no names.  names NULL, and max_names 0: drops all in one call, and names none.
+ * A kvc_store_new_blocks or kvc_store_block under way begins to write none of these blocks any more, and removes a
+ * value that it was writing.  If a store has no `remove`, remove the values once that call has ended.
  * Blocks that had left the cache before have no names.  A store may bring them back, with tokens of the prompt or
  * behind it.  To be sure, give each tenant a store of its own, and clear it. */
 KVC_API kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *tokens, uint8_t *names, int64_t max_names,
@@ -310,13 +314,13 @@ KVC_API kvc_status kvc_prefix_fetch(kvc_prefix *prefix, const kvc_tokens *tokens
 /* Takes the new blocks as kvc_take_new_blocks does, and writes them to a store.  Sets *num_written to how many it
  * wrote, also if it fails.  If a block may have no state, or lack rows of windows, it reads the block's value first,
  * and writes both joined.  If another call of this cache is writing the block to the same store, that call writes it
- * again in place of this one.  Fails as `read` and `write` do, and with KVC_ERR_NOMEM.  It does not try that block
- * again; the next call writes the others. */
+ * again in place of this one.  Fails as `read`, `write` and `remove` do, and with KVC_ERR_NOMEM.  It does not try that
+ * block again; the next call writes the others. */
 KVC_API kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_t *num_written);
 
 /* Writes a block that kvc_take_new_blocks has listed to a store, as kvc_store_new_blocks does, on any thread: for
  * callers whose prefixes have several stores.  Sets *size to the bytes of its payload, which is 0 if the block was
- * dropped.  Does not call `write` if the store has all of it.  Fails as `read` and `write` do, and with
+ * dropped.  Does not call `write` if the store has all of it.  Fails as `read`, `write` and `remove` do, and with
  * KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_store_block(kvc_cache *cache, int64_t id, const kvc_store *store, int64_t *size);
 

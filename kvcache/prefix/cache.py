@@ -380,7 +380,8 @@ class PrefixCache:
             If the sequence is in an open batch.
         ValueError
             If the sequence holds more exact tokens than these, as it does if a whole prompt was fed behind its match.
-            Blocks of such a prompt were kept with rows of other tokens: `forget` it.
+            Blocks of such a prompt were kept with rows of other tokens: `forget` it, and prompts that went on from
+            them.
             To keep only the first ``n`` tokens, call ``note_inexact(seq_id, n)`` before.
         TypeError, MemoryError
             As in `acquire`. The sequence is as it was, whatever is raised.
@@ -513,21 +514,22 @@ class PrefixCache:
     def forget(self, tokens: Tokens) -> int:
         """Forget a prompt, for example private data, in memory and in the store.
 
-        None of its tokens matches any prompt until somebody computes them again. Pass the answer, too. Each block that
-        has one of these tokens is dropped, and each block behind the whole prompt, pinned or not, with their states.
-        Other blocks behind a part of the prompt stay, for when that part is computed again. Equal tokens of another
-        prompt, or at another position, stay, too. If `reuse_min_tokens` must not move them, forget that prompt as well.
+        No prompt of this prefix cache matches its tokens until somebody computes them again. Pass the answer, too. Each
+        block that has one of these tokens is dropped, and each block behind the whole prompt, pinned or not, with their
+        states. Other blocks behind a part of the prompt stay, for when that part is computed again. Equal tokens of
+        another prompt, or at another position, stay, too. If `reuse_min_tokens` must not move them, forget that prompt
+        as well.
 
         Sequences go on, but nothing more is kept of sequences that were begun or acquired before this call returned.
         The same is true of sequences that are restored from a file, that another prefix cache has acquired, or that
-        have rows of one of these. Pins stay, for when their blocks are computed again.
+        have rows of one of these. Pins stay, for when the same blocks are computed again.
 
         The name of a block that is only in the store is not known here. Once such a block is fetched, with tokens of
         the prompt or behind it, it counts as computed again. To be sure, give each tenant a store of its own, and clear
         it.
 
-        A prefix cache of another `KVCache` does not learn of it: it may hold these tokens too, for example if its
-        cache is a copy of this one. Forget the prompt there as well.
+        Other prefix caches, of this `KVCache` or another one, do not learn of it. They may hold these tokens, too, for
+        example in a copy of the cache. Forget the prompt there as well.
 
         Return how many tokens were dropped from memory. `flush` waits for the store, and returns False if the store did
         not delete all values; then call this again. Until a value is deleted, or written anew because its tokens were

@@ -127,8 +127,7 @@ static kvc_status join_stored(kvc_carrier *c, const departure *d, uint8_t **valu
 /* Returns whether a block may have been forgotten since it was taken. */
 static int is_forgotten(const kvc_carrier *c, const departure *d) {
     kvc_lock(c->cache);
-    const int is_there = kvc_table_find_hidden(&c->cache->sequences, d->id) != NULL,
-              is_forgotten = !is_there && c->cache->prefixes.clock != d->date;
+    const int is_forgotten = !kvc_node_of(c->cache, d->id) && c->cache->prefixes.clock != d->date;
     kvc_unlock(c->cache, KVC_OK);
     return is_forgotten;
 }
@@ -176,7 +175,11 @@ static kvc_status write_once(kvc_carrier *c, const departure *d, int64_t *size, 
         return KVC_OK;
     }
     const kvc_status status = c->store.write(c->store.user, d->name, value, KVC_VALUE_HEADER + *size);
-    if (c->store.remove && is_forgotten(c, d)) return c->store.remove(c->store.user, d->name);
+    if (c->store.remove && is_forgotten(c, d)) {
+        *size = 0;
+        const kvc_status removed = c->store.remove(c->store.user, d->name);
+        return status == KVC_OK ? removed : status;
+    }
     *num_written += status == KVC_OK;
     return status;
 }

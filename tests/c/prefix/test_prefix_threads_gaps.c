@@ -31,7 +31,8 @@ static int32_t reuse_min; /* kvc_prefix_config.reuse_min_tokens */
 /* ---- a gap ------------------------------------------------------------------------------------------------------- */
 
 static void (*beside)(void); /* is called by the other thread in the gap */
-static atomic_int is_armed;  /* the next allocation that is freed, which a call does with the mutex, begins the gap */
+/* How many of the allocations that this thread frees next begin a gap each: a call frees them with the mutex. */
+static _Thread_local int num_gaps;
 static atomic_int may_begin;
 
 static void *take(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
@@ -44,7 +45,8 @@ static void *take(void *user, size_t size, size_t alignment, const kvc_memory_hi
 static void give(void *user, void *memory, size_t size, const kvc_memory_hint *hint) {
     (void)user, (void)size, (void)hint;
     free(memory);
-    if (!atomic_exchange(&is_armed, 0)) return;
+    if (!num_gaps) return;
+    num_gaps--;
     atomic_store(&may_begin, 1);
     while (!atomic_load(&cache->waiting.num_locking)) sched_yield();
 }
@@ -61,9 +63,9 @@ static void call_beside(void (*call)(void), void (*other)(void)) {
     pthread_t thread;
     beside = other;
     CHECK(pthread_create(&thread, NULL, wait_and_call, NULL) == 0);
-    atomic_store(&is_armed, 1);
+    num_gaps = 1;
     call();
-    CHECK(!atomic_load(&is_armed));
+    CHECK(!num_gaps);
     pthread_join(thread, NULL);
     atomic_store(&may_begin, 0);
 }
@@ -326,6 +328,57 @@ static void test_stored(void) {
     CHECK(atomic_load(&num_writes) == 1);
 }
 
+static kvc_status writes_as, removes_as;
+
+static pthread_t clearer;
+
+static void *clear_in_parts(void *unused) {
+    (void)unused;
+    num_gaps = 2;
+    clear_prefix();
+    CHECK(!num_gaps);
+    return NULL;
+}
+
+/* While a value is written, kvc_prefix_clear gives up its block, and then stands still.  The block is forgotten before
+ * it is dropped, and it is still there when the value has been written. */
+static kvc_status write_beside(void *user, const uint8_t *name, const void *value, int64_t size) {
+    (void)user, (void)name, (void)value, (void)size;
+    CHECK(pthread_create(&clearer, NULL, clear_in_parts, NULL) == 0);
+    while (!atomic_load(&may_begin)) sched_yield();
+    forget();
+    atomic_fetch_add(&num_values, 1);
+    return writes_as;
+}
+
+static kvc_status remove_as(void *user, const uint8_t *name) {
+    remove_late(user, name);
+    return removes_as;
+}
+
+static void test_stored_while_cleared(void) {
+    static const kvc_status right[][3] = {{KVC_OK, KVC_OK, KVC_OK},
+                                          {KVC_ERR_STORE, KVC_OK, KVC_ERR_STORE},
+                                          {KVC_OK, KVC_ERR_STORE, KVC_ERR_STORE},
+                                          {KVC_ERR_CANCELLED, KVC_ERR_STORE, KVC_ERR_CANCELLED}};
+    const kvc_store store = {sizeof store, NULL, read_none, write_beside, remove_as};
+    for (size_t i = 0; i < sizeof right / sizeof *right; i++) {
+        int64_t size = -1;
+        begin(0, 0);
+        writes_as = right[i][0], removes_as = right[i][1];
+        atomic_store(&num_values, 0);
+        most_names = BLOCKS + 1;
+        CHECK(kvc_take_new_blocks(cache, new_blocks, sizeof *new_blocks, BLOCKS, &num_new) == KVC_OK);
+        const kvc_status status = kvc_store_block(cache, new_blocks[0].id, &store, &size);
+        pthread_join(clearer, NULL);
+        atomic_store(&may_begin, 0);
+        CHECKF(status == right[i][2], "%d: status %d", (int)i, status);
+        CHECKF(size == 0 && atomic_load(&num_values) == 0, "%d: size %d, %d values", (int)i, (int)size,
+               atomic_load(&num_values));
+        end();
+    }
+}
+
 /* ---- forks ------------------------------------------------------------------------------------------------------- */
 
 enum { SEQUENCES = 40 };
@@ -400,6 +453,7 @@ int main(void) {
     test_expired();
     test_other_prompts();
     test_stored();
+    test_stored_while_cleared();
     test_forks();
     test_rows_to_move();
     return test_result();
