@@ -407,9 +407,9 @@ def fields_of_layers(config: Fields, kinds: Sequence[str]) -> list[Fields]:
 
 
 def _of_kind(config: Fields, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what prefixed fields say of a type's layers, such as ``swa_head_dim``, and ``attention_other_setting``.
+    """Return what prefixed fields, such as ``swa_head_dim``, and ``attention_other_setting`` say of a type's layers.
 
-    Step 3.5 has the second, which counts before lists.
+    Lists override the former. The latter, which Step 3.5 has, overrides lists.
     """
     names, found, behind = (*PREFIXED, *LATENT), dict[str, Any](), dict[str, Any]()
     if config.get("per_layer_config") is not None:  # which says it as well
