@@ -4,6 +4,61 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+/* ---- going on elsewhere ------------------------------------------------------------------------------------------ */
+
+/* Makes some calls as another client. */
+static void play_some(void) {
+    static client own;
+    own = (client){.chance = me->chance};
+    me = &own;
+    for (int i = 0; i < 12; i++) play();
+}
+
+/* Makes the copy the world's cache.  It has sequences alone. */
+static void go_to(kvc_cache *copy) {
+    w.is_child = 1;
+    w.cache = copy;
+    w.o.num_holds = 0;
+    memset(w.views, 0, sizeof w.views);
+    memset(w.prefixes, 0, sizeof w.prefixes);
+    memset(w.o.prefixes, 0, sizeof w.o.prefixes);
+    memset(w.o.files, 0, sizeof w.o.files);
+    for (sequence *s = w.o.sequences; s < w.o.sequences + SLOTS; s++) {
+        s->prefix = s->prompt = s->keeps = s->state = 0;
+        if (!holds_any(&w.o, s)) *s = (sequence){.exact_to = INT32_MAX};
+    }
+    note_blocks();
+}
+
+static void end_there(void) {
+    look_around();
+    stop_playing();
+    for (int i = 0; i < CLIENTS; i++) {
+        kvc_hold_free(w.views[i].hold);
+        free(w.o.files[i]);
+    }
+}
+
+/* Goes on in a copy of the cache for some calls.  The world is then as it was, but for the bytes that the copy has. */
+static void play_in(kvc_cache *copy) {
+    static world was;
+    client *own = me;
+    const int64_t bytes = w.memory ? kvc_nbytes(w.cache) : 0;
+    kvc_status status = KVC_OK;
+    if (w.o.crowded || w.is_child || own->call->is_disturbed || w.o.batches[own->number].is_open) return;
+    was = w;
+    w.memory -= bytes;
+    if (pick(2)) UNTIL_MEMORY(status, kvc_compact(copy));
+    if (status) wrong("a copy is not compacted: %s", kvc_last_error());
+    go_to(copy);
+    look_around();
+    play_some();
+    end_there();
+    was.memory = w.memory + bytes, was.row_memory = w.row_memory;
+    w = was;
+    me = own;
+}
+
 /* ---- files ------------------------------------------------------------------------------------------------------- */
 
 static int32_t write_file(void *user, const void *data, size_t size) {
@@ -190,6 +245,7 @@ void run_save_all(call *c) {
     UNTIL_MEMORY(status, save_whole(loaded, &again, 1));
     if (status || again.size != first.size || memcmp(again.bytes, first.bytes, (size_t)first.size))
         wrong("what is loaded is saved to other bytes");
+    if (!w.o.config.max_bytes) play_in(loaded); /* otherwise blocks count as those of the other allocator */
     if (kvc_cache_free(loaded)) wrong("what was loaded cannot be freed");
 }
 
@@ -209,6 +265,7 @@ void run_clone(call *c) {
     if (c->status) return;
     if (!w.o.crowded) look_at_cache(clone, w.o.sequences, w.ids, SLOTS);
     if (!w.o.crowded && kvc_nbytes(clone) > kvc_nbytes(w.cache)) wrong("a clone has more bytes");
+    play_in(clone);
     if (kvc_cache_free(clone)) wrong("a clone cannot be freed");
     __atomic_fetch_sub(&w.num_clones, 1, __ATOMIC_RELAXED);
 }
@@ -273,13 +330,6 @@ void run_identity(call *c) {
 
 /* ---- fork() ------------------------------------------------------------------------------------------------------ */
 
-static void go_on_in_child(void) {
-    static client own;
-    own = (client){.chance = {.state = w.seed + (uint64_t)w.o.now}};
-    me = &own;
-    for (int i = 0; i < 12; i++) play();
-}
-
 /* Nobody goes on with what other clients were doing: it can be dropped, and the cache used anew. */
 static int check_child_of_many(void) {
     for (int i = 0; i < CLIENTS; i++) {
@@ -298,7 +348,7 @@ static int check_child_of_many(void) {
     if (!kvc_compact(w.cache)) check_empty(); /* otherwise a call on the way held rows */
     for (int s = 0; s < SLOTS; s++) w.o.sequences[s] = (sequence){.exact_to = INT32_MAX};
     w.is_wild = 1;
-    go_on_in_child();
+    play_some();
     return 0;
 }
 
@@ -309,7 +359,7 @@ static int check_child(void) {
     if (kvc_validate(w.cache)) wrong("the cache of a child is corrupt: %s", kvc_last_error());
     if (w.o.crowded) return check_child_of_many();
     look_around();
-    go_on_in_child();
+    play_some();
     end_world();
     return 0;
 }

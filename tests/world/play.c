@@ -131,7 +131,7 @@ _Noreturn void wrong(const char *format, ...) {
     va_start(arguments, format);
     vprintf(format, arguments);
     va_end(arguments);
-    printf(" [%s]%s\n", kvc_last_error(), w.is_child ? " (in a child)" : "");
+    printf(" [%s]%s\n", kvc_last_error(), w.is_child ? " (in a child or copy)" : "");
     fflush(stdout);
     if (!recording) abort(); /* as a fuzzer expects */
     recording->failure = format;

@@ -107,7 +107,7 @@ typedef struct world {
     int is_wild;             /* clients change sequences of each other: nobody knows what these hold */
     int has_faults, refuses; /* allocations, and functions of the caller, fail */
     int has_made_room;       /* memory was refused for a batch, which may have evicted blocks then */
-    int traces, is_child;
+    int traces, is_child; /* of fork(), or a copy of the cache */
     int64_t memory, row_memory; /* bytes that the cache has in all, and bytes of rows */
     int num_clones;             /* which have bytes, too */
 } world;
