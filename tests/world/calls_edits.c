@@ -193,7 +193,7 @@ void run_validate(call *c) { c->status = kvc_validate(w.cache); }
 
 int draw_reserve(call *c) {
     draw_one(c);
-    c->num = 1 + pick(TOKENS);
+    c->num = pick(3) || w.o.crowded ? 1 + pick(TOKENS) : 0;
     return next_of(&w.o, &w.o.sequences[c->s]) <
            INT32_MAX - TOKENS; /* memory for positions that do not exist is open */
 }
@@ -201,7 +201,20 @@ int draw_reserve(call *c) {
 /* Seldom while a batch is open, as it fails then. */
 int draw_room(call *c) { return (!w.o.batches[me->number].is_open || !pick(8)) && draw_sequence(c); }
 
-void run_reserve(call *c) { c->status = kvc_reserve(w.cache, w.ids[c->s], c->num); }
+enum { MOST_ROOM = 400 }; /* tokens for which memory is taken */
+
+/* Reserves all the room that there is, unless it is very much, and not a token more. */
+static kvc_status reserve_all(call *c) {
+    const int64_t id = w.ids[c->s];
+    const kvc_status status = kvc_room(w.cache, id, &c->result);
+    if (status || c->result > MOST_ROOM) return status ? status : kvc_reserve(w.cache, id, TOKENS);
+    const kvc_status more = kvc_reserve(w.cache, id, c->result + 1);
+    if (!more) wrong("there is room for more than %d tokens", (int)c->result);
+    return c->result && more != KVC_ERR_NOMEM ? kvc_reserve(w.cache, id, c->result) : more;
+}
+
+/* num 0: as many tokens as there is room for. */
+void run_reserve(call *c) { c->status = c->num ? kvc_reserve(w.cache, w.ids[c->s], c->num) : reserve_all(c); }
 void run_room(call *c) { c->status = kvc_room(w.cache, w.ids[c->s], &c->result); }
 
 /* ---- reading ----------------------------------------------------------------------------------------------------- */

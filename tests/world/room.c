@@ -234,7 +234,8 @@ static kvc_status go_on(const oracle *o, int s, int n, batch *b, kvc_status answ
 kvc_status right_reserve(oracle *o, const call *c) {
     batch b;
     if (is_engaged(o, c)) return KVC_ERR_BUSY;
-    const kvc_status status = go_on(o, c->s, c->num, &b, c->status);
+    const int all = c->result < TOKENS ? (int)c->result + !c->result : TOKENS, num = c->num ? c->num : all;
+    const kvc_status status = go_on(o, c->s, num, &b, c->status);
     if (status == KVC_OK) expire_for(o, &b);
     return status;
 }

@@ -161,12 +161,13 @@ static void add_sketches(oracle *o) {
 static void make_layers(oracle *o, int has_prefixes) {
     static const int ropes[] = {KVC_ROPE_NONE, KVC_ROPE_FREQUENCIES, KVC_ROPE_FREQUENCIES, KVC_ROPE_FUNCTION,
                                 KVC_ROPE_UNKNOWN};
-    const int rope = ropes[pick(pick(4) ? 4 : 5)], is_plain = pick(3) == 0;
+    const int rope = ropes[pick(pick(4) ? 4 : 5)], kind = pick(6);
     o->num_layers = 1 + pick(LAYERS);
     o->unit = 1;
     for (int l = 0; l < o->num_layers; l++) {
         o->layers[l] = any_layer(l, rope, has_prefixes);
-        if (is_plain) o->layers[l].policy = (kvc_policy){.kind = KVC_FULL};
+        if (kind < 2) o->layers[l].policy = (kvc_policy){.kind = KVC_FULL};
+        while (kind == 2 && o->layers[l].policy.kind == KVC_FULL) o->layers[l].policy = any_policy(1, 1);
         if (l && pick(2)) o->layers[l].policy = o->layers[l - 1].policy;
         const int from = pick(l);
         if (l && !pick(5) && (is_own(o, from) || is_cross(o, from)))
@@ -229,7 +230,7 @@ static void make_limits(oracle *o) {
                       .block_size = (size + o->unit - 1) / o->unit * o->unit,
                       .num_threads = 1 + !pick(4)};
     if (!pick(4)) c->max_seq_len = most_rows(o, 4 + pick(56));
-    if (!pick(6)) c->max_sequences = 3 + pick(6);
+    if (!pick(c->max_seq_len ? 2 : 8)) c->max_sequences = 3 + pick(6);
     if (!pick(4)) c->capacity = most_rows(o, 20 + pick(180));
     if (pick(3) == 0) c->poll = poll_once;
 }
