@@ -6,6 +6,7 @@
  *
  *   scene_evict    Blocks are evicted for calls and batches.  Pins, their ends and questions are no uses.
  *   scene_fetch    Blocks and states are fetched, while others call and time passes.
+ *   scene_room     Blocks are fetched where there is no room for all.
  *   scene_states   Prompts go on from states.  Several stand in one block.
  *   scene_reuse    Tokens are taken from elsewhere.
  *   scene_forget   A prompt is forgotten while a store works. */
@@ -13,9 +14,18 @@
 #include "clock.h"
 #include "closed.h"
 
+#include <limits.h>
+
 int __wrap_clock_gettime(clockid_t which, struct timespec *now); /* clock.h */
 
 enum { TTL = 1050 };
+
+static struct {
+    int is_cold; /* nothing of the prompt was known */
+    int num_reads;
+    long began;
+    const prompt *prompt; /* whose blocks nobody but the call could drop now; NULL: none */
+} fetching;
 
 /* ---- the order of eviction --------------------------------------------------------------------------------------- */
 
@@ -31,20 +41,26 @@ static prompt *prompt_named(const uint8_t *name) {
     wrong("a block of no prompt is dropped");
 }
 
-/* Checks that each block that was dropped was the least recently used one without a pin; returns how many. */
+/* Counts what is kept and dropped.  Checks that each block that was dropped was the least recently used one without a
+ * pin; returns how many were. */
 static int check_drops(void) {
     kvc_prefix_event events[EVENTS];
     int64_t num, lost;
     int num_drops = 0;
     must(kvc_prefix_take_events(o.prefix, events, sizeof *events, EVENTS, &num, &lost));
     for (int64_t i = 0; i < num; i++) {
-        if (events[i].kind != KVC_BLOCK_DROPPED) continue;
         prompt *p = prompt_named(events[i].name);
+        if (events[i].kind == KVC_BLOCK_KEPT) p->left += o.block;
+        if (events[i].kind != KVC_BLOCK_DROPPED) continue;
         if (!p->left || p->num_pins) wrong("%s loses a block that is pinned, or not there", spell(p->text));
-        for (const prompt *q = o.prompts; q < o.prompts + o.num; q++)
-            if (q->left && !q->num_pins && q->used < p->used)
+        if (p == fetching.prompt) wrong("%s loses a block for what follows it", spell(p->text));
+        for (prompt *q = o.prompts; q < o.prompts + o.num; q++) {
+            if (!q->left || q->num_pins || q == p) continue;
+            if (q->may < p->used)
                 wrong("%s, used at %ld, loses a block before %s, used at %ld", spell(p->text), p->used, spell(q->text),
-                      q->used);
+                      q->may);
+            if (q->used <= p->used) q->used = p->used + 1; /* when a fetch used it was open */
+        }
         p->left -= o.block;
         num_drops++;
     }
@@ -67,19 +83,19 @@ static void evict_some(void) {
 
 static void use(prompt *p) {
     const int is_whole = p->left == text_length(p->text);
-    p->used = ++o.clock;
+    p->used = p->may = ++o.clock;
     serve(p->text, 0, is_whole ? pick(2) : 1);
-    p->left = text_length(p->text);
+    check_drops();
 }
 
 /* Blocks are evicted while a sequence goes on from them.  Its beginning and its end are uses. */
 static void run_on(prompt *p) {
     int matched;
     const int64_t id = acquire(text_behind(p->text, 0), &matched);
-    p->used = ++o.clock;
+    p->used = p->may = ++o.clock;
     evict_some();
     must(kvc_clear_sequence(o.cache, id));
-    p->used = ++o.clock;
+    p->used = p->may = ++o.clock;
 }
 
 /* A pin, and its end, a lookup and names are no use. */
@@ -147,12 +163,6 @@ static void scene_evict(void) {
 }
 
 /* ---- the order of what is fetched -------------------------------------------------------------------------------- */
-
-static struct {
-    int is_cold; /* nothing of the prompt was known */
-    int num_reads;
-    long began;
-} fetching;
 
 static void compute(prompt *p) {
     serve(p->text, p->states, pick(2));
@@ -283,6 +293,63 @@ static void scene_fetch(void) {
         forget_prompt(pick(o.num));
     }
     drain(by_states);
+    close_cache();
+    end_store();
+}
+
+/* ---- a fetch that lacks room ------------------------------------------------------------------------------------- */
+
+/* While the store reads, others use another prompt: the call that reads may not evict its blocks any more. */
+static void use_another(void) {
+    const prompt *own = fetching.prompt;
+    prompt *p = &o.prompts[pick(o.num)];
+    check_drops();
+    fetching.prompt = NULL;
+    if (p != own && !pick(3)) use(p);
+    fetching.prompt = own;
+}
+
+/* A fetch ends early only if there is no room, and no block that was used before it, or if its own blocks go. */
+static void fetch_into(prompt *p, int room) {
+    const int known = p->left;
+    int held = 0, is_older = 0;
+    p->used = ++o.clock;
+    p->may = LONG_MAX;
+    fetching.prompt = p;
+    store.before = use_another;
+    const int num = fetch(p->text);
+    store.before = NULL;
+    check_drops();
+    fetching.prompt = NULL;
+    p->may = ++o.clock;
+    for (const prompt *q = o.prompts; q < o.prompts + o.num; q++) {
+        held += q->left;
+        is_older |= q->left && q->may < p->used;
+    }
+    if (p->left < text_length(p->text) && p->left == known + num && (is_older || held + o.block <= room))
+        wrong("%d tokens of %s are fetched behind %d; %d are held, of %d", num, spell(p->text), known, held, room);
+}
+
+static void scene_room(void) {
+    const int by_bytes = !pick(3);
+    int64_t num;
+    int longest = 0;
+    make_shape(by_bytes || pick(3) ? 0 : 2 + pick(3));
+    o.num = least(o.num, 4);
+    const int all = choose_prompts(0);
+    for (int i = 0; i < o.num; i++)
+        if (text_length(o.prompts[i].text) > longest) longest = text_length(o.prompts[i].text);
+    const int room = longest + pick(all - longest);
+    open_cache(room, by_bytes, (kvc_prefix_config){.collects_new = 1});
+    for (int i = 0; i < o.num; i++) {
+        use(&o.prompts[i]);
+        must(kvc_store_new_blocks(o.cache, &in_memory, &num));
+    }
+    for (w.o.now = 0; w.o.now < 10; w.o.now++)
+        if (pick(3))
+            fetch_into(&o.prompts[pick(o.num)], by_bytes ? 0 : room);
+        else
+            evict_some();
     close_cache();
     end_store();
 }
@@ -441,7 +508,8 @@ static void scene_forget(void) {
 /* ---- runs -------------------------------------------------------------------------------------------------------- */
 
 static int run(uint64_t seed, int num_scenes) {
-    static void (*const scenes[])(void) = {scene_evict, scene_fetch, scene_states, scene_reuse, scene_forget};
+    static void (*const scenes[])(void) = {scene_evict,  scene_fetch, scene_room,
+                                           scene_states, scene_reuse, scene_forget};
     client own = {.chance = {.state = seed}};
     me = &own;
     memset(&w, 0, sizeof w);
