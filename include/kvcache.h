@@ -25,7 +25,8 @@
  *   slot          room for one token: its K and V rows of every head of every layer of the group.
  *   block         `block_size` slots: the unit of allocation and of sharing between sequences.
  *   run           consecutive slots of one block that one sequence holds, at consecutive positions.
- *   stride        of a layer: how many positions share a row (kvc_policy).  1, unless it is said to be more.
+ *   stride        of a layer: how many positions share a row (kvc_policy).  1, unless it is said to be more.  The
+ *                 strides of arrays are bytes: see Strides.
  *   sequence      a list of runs, in order of arrival.  Any int64 names one.  A sequence without rows is empty, not
  *                 unknown: queries answer 0 or -1, and edits do nothing.  Only forking it is an error.
  *   batch         the tokens of one forward pass, of one or many sequences.  A cache has one open batch at a time.
@@ -36,7 +37,7 @@
  *   expire        rows expire, and are dropped, when no later query can see them.
  *   sink tokens   the first num_sink_tokens positions of a sequence, which a sliding window shows for ever.  `sinks` in
  *                 kvc_attend_args are something else: logits that join the softmax.
- *   plan          says which tokens of a batch attend, and cuts the work into tasks (kvc_plan_new).
+ *   plan          kvc_plan_args says which tokens of a batch attend.  kvc_plan_new cuts that into tasks.
  *   prefix        finds the beginning of a prompt among the blocks that sequences left behind (kvc_prefix_new).
  *   kept block    a block that a prefix keeps for later prompts.  When other rows need its memory, it is evicted.
  *
@@ -44,7 +45,7 @@
  *   kvc_cache_new(config, &cache)                 an empty cache, of a model's shape
  *     kvc_begin(cache, n, positions, ..., &batch) room for every token in every layer, or an error and no change
  *       kvc_put(batch, layer, rows)               for each layer, then:
- *       kvc_attend(batch, plan, queries)          over all that the tokens may see
+ *       kvc_attend(batch, &plan_args, &args)      over all that the tokens may see
  *     kvc_commit(batch)                           the tokens are part of their sequences; or kvc_abort: they never were
  *     kvc_fork, kvc_remove, kvc_shift, ...        edit sequences, between batches
  *     kvc_gather, kvc_spans, ...                  read rows, at any time
@@ -244,7 +245,7 @@ typedef enum kvc_policy_kind {
 /* A layer with a stride n, above 1, has a row only for tokens at positions p with (p + 1) % n == 0.  The row stands
  * for the n positions up to p.  It may be a pooled key, or an entry that the model computes of n tokens.  A query at
  * position t sees the rows with p <= t: one for each of the (t + 1) / n complete blocks.  Layers of the same stride
- * are one group.  Another layer of the cache has a row for each token, or for those in its window or chunk.
+ * are one group.  A cache needs another layer too, without a stride, or kvc_cache_new fails.
  * kvc_put takes rows of the tokens that have one, in the batch's order.  If a put has no such tokens, it may be left
  * out, or have k and v NULL.  Each row counts as one, and takes one slot.
  * A row stands at p, wherever positions name rows: in the range of an edit, in masks and in lists.  Rows of a span or
@@ -263,7 +264,7 @@ typedef struct kvc_policy {
     int32_t attention_chunk_size; /* CHUNKED: positions in a chunk; at least 1 */
     int32_t max_len;              /* CROSS: rows of one sequence, at least 1.  Its block has as many slots, and counts
                                      whole for max_bytes in each layer */
-    int32_t stride;               /* FULL: positions that share a row, at least 1; 0: 1.  Other kinds have 1 */
+    int32_t stride;               /* FULL: positions that share a row; 0 means 1.  Other kinds have 0 or 1 */
     int32_t reserved[2];          /* 0 */
 } kvc_policy;
 
@@ -377,9 +378,9 @@ typedef struct kvc_config {
     const kvc_layer *layers;
     size_t layer_size; /* sizeof(kvc_layer) */
     int32_t num_layers;
-    int32_t block_size;    /* slots in a block.  0: 64, unless max_seq_len is given, max_bytes is not, max_sequences is
-                              1 and every layer sees everything.  Then it is max_seq_len, for one contiguous block, but
-                              at most 2048 if all rows are quantised: full blocks are read faster */
+    int32_t block_size;    /* slots in a block.  0 means 64, with one exception: max_sequences is 1, max_seq_len is
+                              given, max_bytes is not, and every layer sees everything.  Then one block holds
+                              max_seq_len slots, or at most 2048 if all rows are quantised */
     int64_t max_seq_len;   /* rows one sequence may hold in one layer between batches; 0: no limit.  During a batch, a
                               layer may hold more if its window and sink tokens, or its chunk, are at most this */
     int64_t max_sequences; /* sequences that hold rows, in any layer, once a batch has begun; 0: no limit */
@@ -429,9 +430,9 @@ KVC_API kvc_status kvc_cache_free(kvc_cache *cache);
  * their positions.  parents NULL: no trees.
  * End the batch with kvc_commit or kvc_abort.
  * The call expires rows that no later query can see and no policy keeps.  It assumes that later queries of a sequence
- * stand at or after its smallest position in this batch.  Later queries of a sequence without tokens in this batch
- * stand at or after kvc_next_position.  While the batch is open, layers with a window or chunks hold its tokens beside
- * the rows that they keep.
+ * stand at or after its smallest position in this batch.  Of a sequence without tokens in this batch, rows stay that a
+ * query at its last token's position would see.  While the batch is open, layers with a window or chunks hold its
+ * tokens beside the rows that they keep.
  * Fails with KVC_ERR_FULL if max_seq_len, max_sequences, capacity or max_bytes would be exceeded, with KVC_ERR_GONE if
  * a token would see rows that have expired, with KVC_ERR_BUSY and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
@@ -557,7 +558,7 @@ typedef struct kvc_plan_args {
  * is the head's sink.
  *
  * Errors.  Fails with KVC_ERR_INVALID also if a visible token was not put, chosen or not, or a sequence has no rows in
- * a cross-attention layer.  A token between positions that query tokens of its sequence see may count as visible.
+ * a cross-attention layer.  A token between two positions that query tokens of its sequence see must be put, too.
  * Fails with KVC_ERR_UNSUPPORTED if the layer holds keys alone, with KVC_ERR_FULL as kvc_put does, with KVC_ERR_NOMEM,
  * and with KVC_ERR_CANCELLED (cancel, or the cache's poll).  After an error nothing was put, and the call can be made
  * again.  In a cross-attention layer, rows may have been put after KVC_ERR_NOMEM and KVC_ERR_CANCELLED; putting them
@@ -589,9 +590,9 @@ KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const
 
 /* Ends the batch and frees it: its tokens become part of their sequences, if these are stored.
  * A layer with a window or chunks expires rows.  It keeps the rows that a query at the position of the sequence's last
- * token would see, or as many positions as resume_window says.  Beyond these rows, such a layer uses at most two spare
- * blocks (three with sink tokens) for each sequence that shares no blocks and kept all its tokens.  Beside
- * these, as many blocks as this batch took may stay free.  Other free blocks go back to the system.
+ * token would see, or as many positions as resume_window says.  Such a layer also uses at most two spare blocks for
+ * each sequence, or three with sink tokens.  That holds for sequences that share no blocks and kept all their tokens.
+ * Beside these, as many blocks as this batch took may stay free.  Other free blocks go back to the system.
  * Fails with KVC_ERR_INVALID if a token was not put in some layer; the batch is still open then.  Once every token was
  * put, this cannot fail, because kvc_begin has taken all memory that it needs.  If the system refuses the work on OS
  * pages at the end, that work is left out. */
@@ -753,7 +754,7 @@ KVC_API kvc_status kvc_share(kvc_cache *cache, int64_t src, int64_t dst, int32_t
 KVC_API kvc_status kvc_remove(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t shift);
 
 /* Drops all rows of a sequence's tokens except those at num_positions positions, in all layers at once.  The positions
- * ascend, without repeats.  A position counts for nothing if it has no row, and none that has expired.  The call takes
+ * ascend, without repeats.  A position is ignored if it has no row, unless its row has expired.  The call takes
  * time for the sequence's rows and the list, however many gaps there are.  A policy that evicts tokens by their
  * importance needs this.
  * Kept rows keep their positions.  Attention has the bits of a cache that was given these rows alone at these
@@ -885,8 +886,8 @@ KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
 
 /* Takes memory now for num_tokens more tokens of a sequence, at least 1.  The next batches of as many tokens together,
  * at consecutive positions and without parents, then take none for rows or bookkeeping, and writing these rows faults
- * on no page.  The memory is in huge pages if the system has them.  There are two exceptions: a prefix keeps blocks of
- * these tokens, or the tokens fit only once rows are moved together.
+ * on no page.  The memory is in huge pages if the system has them.  None of this is promised if a prefix keeps blocks
+ * of these tokens, or if they fit only once rows are moved together.
  * Free memory counts, and any sequence may use it.  So for several sequences, reserve the sum of their tokens, each
  * rounded up to whole blocks, for one of them, in a cache without max_seq_len.  The memory stays free until it is used,
  * kvc_compact gives it back, or other rows need it.  An aborted batch uses slots up in a block that a hold keeps.

@@ -31,7 +31,7 @@ extern "C" {
 
 /* Waiting for the open batch (kvc_begin_args.timeout_ms).  Calls are served in order of arrival, and find the sequences
  * as they are at that time.  While others wait, a call that does not wait fails with KVC_ERR_BUSY.  Any thread may end
- * the batch; a thread that should end it itself waits in vain.  The call fails with KVC_ERR_BUSY once timeout_ms have
+ * the batch.  The thread that is to end it must not wait itself.  The call fails with KVC_ERR_BUSY once timeout_ms have
  * passed, and with KVC_ERR_CANCELLED if the cache's poll says so.  A call keeps its place while its poll runs, so that
  * a poll that takes long delays the calls behind it.  Batches that the poll itself begins come before them. */
 

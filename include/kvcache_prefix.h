@@ -43,8 +43,8 @@
  *           that block are the prompt's, it ends behind these.
  *           The number of known tokens is the largest such n up to a limit; each call below says its own.  The prompt
  *           counts as ended at that limit.  If many kept blocks begin like the rest of a prompt, the 32 with the most
- *           tokens in common are looked at.  A search passes 256 expired blocks that no call has dropped yet.  It
- *           misses kept blocks behind more of these.
+ *           tokens in common are looked at.  A search skips at most 256 expired blocks that no call has dropped
+ *           yet, and does not find kept blocks behind further ones.
  * Used      A call uses the blocks that it matches, keeps or computes again, with their states.  A commit that keeps
  *           blocks of an acquired sequence also uses the blocks before them, and so does the end of the sequence.  If
  *           one call uses several blocks, the blocks nearer to the beginning of the prompt count as used later.
