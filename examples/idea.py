@@ -3,13 +3,20 @@
 A row is a key and a value. Rows lie in blocks, and never move. A sequence is a list of runs, which say which rows stand
 at which positions. So a fork shares rows, an edit changes runs, and neither copies a row. A key stays rotated for its
 first position. A run knows how far its rows have moved since, and attention rotates the query back by that.
+
+>>> cache = Cache(2, [0.1])
+>>> cache.append(np.ones((7, 2)), np.ones((7, 2)))
+>>> cache.remove(2, 5)
+>>> [(run.block, run.slot, run.count, run.position, run.delta) for run in cache.runs[0]]
+[(0, 0, 2, 0, 0), (1, 1, 2, 2, -3)]
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-BLOCK, END = 4, 1 << 30  # slots of a block; behind every position
+BLOCK = 4  # slots
+END = 1 << 30  # behind every position
 
 
 class Run(NamedTuple):
@@ -23,7 +30,7 @@ class Run(NamedTuple):
 
     def part(self, begin, end, by=0):
         """Return the rows at positions [begin, end), moved by a number of positions. There may be none."""
-        first = max(begin, self.position, -by)
+        first = max(begin, self.position, -by)  # no row moves below position 0
         count = max(min(end, self.position + self.count) - first, 0)
         return Run(self.block, self.slot + first - self.position, count, first + by, self.delta + by)
 
@@ -35,24 +42,27 @@ def rotate(x, by, inv_freq):
 
 
 class Cache:
-    """Sequences of rows. With a window, a token sees so many of the latest positions, its own included."""
+    """Sequences of rows. With a window, a token sees so many of the latest positions, its own included.
+
+    Rows that a window leaves behind are dropped, so that attention needs no mask.
+    """
 
     def __init__(self, head_dim, inv_freq, window=END):
         self.inv_freq, self.window = np.asarray(inv_freq), window
         self.blocks = np.zeros((0, 2, BLOCK, head_dim))  # keys and values
-        self.holders = np.zeros((0, BLOCK), int)  # how many sequences hold a slot; 0: it is free
+        self.holders = np.zeros((0, BLOCK), int)  # how many sequences hold each slot
         self.runs = {}  # of each sequence, in order of arrival
 
     def append(self, k, v, seq_id=0):
-        """Add rows [n, head_dim] behind the last position. Rows that the window leaves behind expire."""
+        """Add rows [n, head_dim] behind the last position, with keys that are rotated for it."""
         for row in zip(k, v, strict=True):
-            *others, last = self.runs.get(seq_id) or [Run(0, BLOCK, 0, 0)]
+            *others, last = self.runs.get(seq_id) or [Run(0, BLOCK, 0, 0)]  # of a new sequence: a full block
             end, position = last.slot + last.count, self.next_position(seq_id)
             is_free = end < BLOCK and not self.holders[last.block, end]
             new = Run(*((last.block, end) if is_free else (self._free_block(), 0)), 1, position)
             self.blocks[new.block, :, new.slot] = row
-            joins = new == last._replace(slot=end, count=1, position=last.position + last.count)
-            runs = [*others, last._replace(count=last.count + 1)] if joins else [*others, last, new]
+            goes_on = new == last._replace(slot=end, count=1, position=last.position + last.count)
+            runs = [*others, last._replace(count=last.count + 1)] if goes_on else [*others, last, new]
             self._set(seq_id, [run.part(position + 1 - self.window, END) for run in runs])
 
     def fork(self, src, dst):
@@ -91,10 +101,10 @@ class Cache:
         self._set(seq_id, [part for run in self.runs[seq_id] for part in parts(run)])
 
     def _set(self, seq_id, runs):
-        """Give a sequence other runs. A slot without a holder is free."""
-        for number, held in ((-1, self.runs.get(seq_id, [])), (1, runs)):
+        """Give a sequence other runs. A block without a holder is free."""
+        for change, held in ((-1, self.runs.get(seq_id, [])), (1, runs)):
             for run in held:
-                self.holders[run.block, run.slot : run.slot + run.count] += number
+                self.holders[run.block, run.slot : run.slot + run.count] += change
         self.runs[seq_id] = [run for run in runs if run.count]
 
     def _free_block(self):

@@ -1,6 +1,8 @@
 """Test that the idea of the cache, examples/idea.py, does what the cache does."""
 
 import runpy
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -36,6 +38,10 @@ def append(rng, idea, cache):
         out = batch.attend(0, q[:, None])
     idea.append(k, v, seq_id)
     np.testing.assert_allclose(out[-1, 0], idea.attend(q[-1], seq_id), rtol=1e-3, atol=1e-4)
+
+
+def test_its_docstring():
+    subprocess.run([sys.executable, "-m", "doctest", ROOT / "examples/idea.py"], check=True)
 
 
 @pytest.mark.parametrize("seed", range(4))
