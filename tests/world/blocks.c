@@ -253,6 +253,10 @@ void note_commit(oracle *o, const batch *b, const uint8_t *kept, int at, int old
         if (before.node) now->sure_use = before.sure_use, now->sure_ms = before.sure_ms; /* that is open */
         is_sure &= !any || now->is_sure;
     }
+    const int32_t next = next_of(o, s), exact = s->exact_to < next ? s->exact_to : next;
+    const int end = (length / block_size + 1) * block_size;
+    if (may_keep && end <= exact && end <= text_length(s->prompt)) /* positions without a token may count */
+        note_kept(o, p, text_begin(s->prompt, end), end - block_size, bits, 0);
     for (int l = 0; l < o->num_layers; l++) s->had[l] |= bits[l];
     if (!all && length < text_length(s->prompt) && s->keeps) s->keeps = 1;
     if (!is_whole) stop_keeping(s);

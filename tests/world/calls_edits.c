@@ -209,7 +209,7 @@ static kvc_status reserve_all(call *c) {
     const kvc_status status = kvc_room(w.cache, id, &c->result);
     if (status || c->result > MOST_ROOM) return status ? status : kvc_reserve(w.cache, id, TOKENS);
     const kvc_status more = kvc_reserve(w.cache, id, c->result + 1);
-    if (!more) wrong("there is room for more than %d tokens", (int)c->result);
+    c->more = !more;
     return c->result && more != KVC_ERR_NOMEM ? kvc_reserve(w.cache, id, c->result) : more;
 }
 

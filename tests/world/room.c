@@ -235,6 +235,9 @@ kvc_status right_reserve(oracle *o, const call *c) {
     batch b;
     if (is_engaged(o, c)) return KVC_ERR_BUSY;
     const int all = c->result < TOKENS ? (int)c->result + !c->result : TOKENS, num = c->num ? c->num : all;
+    if (c->more && !c->is_disturbed && !o->crowded) wrong("there is room for more than %d tokens", (int)c->result);
+    if (num > INT32_MAX - next_of(o, &o->sequences[c->s])) /* what is looked at first is open */
+        return c->status == KVC_ERR_FULL || c->status == KVC_ERR_GONE ? c->status : KVC_ERR_INVALID;
     const kvc_status status = go_on(o, c->s, num, &b, c->status);
     if (status == KVC_OK) expire_for(o, &b);
     return status;

@@ -201,6 +201,24 @@ static void test_message(void) {
     free_valid(cache);
 }
 
+/* Room ends at the last position. */
+static void test_last_positions(void) {
+    kvc_cache *cache = heap_cache(1, &plain_layer, (kvc_config){.block_size = SIZE});
+    const int32_t last = INT32_MAX - 1, positions[] = {last - 5};
+    int64_t room;
+    kvc_batch *batch;
+    float k[4] = {0}, v[2] = {0};
+    CHECK(kvc_begin(cache, 1, positions, NULL, NULL, &batch) == KVC_OK);
+    put_floats(batch, 0, 0, 1, 1, 4, 2, k, v);
+    CHECK(kvc_commit(batch) == KVC_OK && kvc_room(cache, 0, &room) == KVC_OK && room == 5);
+    CHECK_FAILS(kvc_reserve(cache, 0, 6), KVC_ERR_INVALID, "6 tokens would pass the last position",
+                "goes on at 2147483642");
+    CHECK(kvc_reserve(cache, 0, 5) == KVC_OK && feed_rows(cache, 0, 1, 5) == KVC_OK);
+    CHECK(kvc_room(cache, 0, &room) == KVC_OK && room == 0);
+    CHECK_FAILS(kvc_reserve(cache, 0, 1), KVC_ERR_INVALID, "would pass the last position", "goes on at 2147483647");
+    free_valid(cache);
+}
+
 int main(void) {
     test_steps(45, 40, 64, 5);
     test_steps(40, 40, 64, 11);
@@ -212,5 +230,6 @@ int main(void) {
     test_kept_state();
     test_anywhere();
     test_message();
+    test_last_positions();
     return test_result();
 }
