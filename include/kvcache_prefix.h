@@ -207,9 +207,9 @@ KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
  * or chunks.  Equal tokens of another prompt, or at another position, stay, too.  If reuse_min_tokens must not move
  * them, forget that prompt as well.
  * Sequences go on.  But the prefix keeps nothing more of sequences that were begun or acquired before the call
- * returned.  From its first forget on, it keeps nothing of sequences that kvc_restore makes, that another prefix
- * acquired, or that have rows of one of these.  A kvc_prefix_fetch under way adds nothing more.  Pins stay, for when
- * the same blocks are computed again.
+ * returned.  From its first forget on, it also keeps nothing of a sequence that kvc_restore made, or that another
+ * prefix acquired.  Nor does it keep a sequence that got rows of such a sequence by a fork or by kvc_share.
+ * A kvc_prefix_fetch under way adds nothing more.  Pins stay, for when the same blocks are computed again.
  * Other calls may run before it ends.  Until then, prompts with the same first token match nothing and leave no blocks.
  *
  * Stores keep their values.  Remove those under the prompt's names (kvc_prefix_names), and under the names of the full

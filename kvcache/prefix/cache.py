@@ -521,8 +521,9 @@ class PrefixCache:
         as well.
 
         Sequences go on, but nothing more is kept of sequences that were begun or acquired before this call returned.
-        The same is true of sequences that are restored from a file, that another prefix cache has acquired, or that
-        have rows of one of these. Pins stay, for when the same blocks are computed again.
+        Nothing is kept, either, of a sequence that was restored from a file, or that another prefix cache acquired. Nor
+        is a sequence that got rows of such a sequence by a fork or by `share_range`. Pins stay, for when the same
+        blocks are computed again.
 
         The name of a block that is only in the store is not known here. Once such a block is fetched, with tokens of
         the prompt or behind it, it counts as computed again. To be sure, give each tenant a store of its own, and clear

@@ -77,14 +77,14 @@ static void set_several(kvc_batch *batch) {
 static kvc_status check_fits(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) {
     kvc_batch *batch = NULL;
     KVC_TRY(kvc_check_num_tokens(cache, num_tokens));
-    const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
-    const int32_t next = sequence ? kvc_sequence_next(sequence) : 0;
-    if (num_tokens > INT32_MAX - next)
-        return kvc_fail(KVC_ERR_INVALID, "%lld tokens would pass the last position, %d: sequence %lld goes on at %d",
-                        (long long)num_tokens, INT32_MAX - 1, (long long)seq_id, next);
     KVC_TRY(new_probe(cache, seq_id, 1, (int32_t)num_tokens, &batch));
     set_several(batch);
-    kvc_status status = kvc_fit(batch);
+    const int32_t next = kvc_sequence_next(batch->sequences->sequence);
+    const kvc_status status =
+        num_tokens <= INT32_MAX - next
+            ? kvc_fit(batch)
+            : kvc_fail(KVC_ERR_INVALID, "%lld tokens would pass the last position, %d: sequence %lld goes on at %d",
+                       (long long)num_tokens, INT32_MAX - 1, (long long)seq_id, next);
     kvc_discard_batch(batch);
     return status;
 }
