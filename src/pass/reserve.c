@@ -80,11 +80,12 @@ static kvc_status check_fits(kvc_cache *cache, int64_t seq_id, int64_t num_token
     KVC_TRY(new_probe(cache, seq_id, 1, (int32_t)num_tokens, &batch));
     set_several(batch);
     const int32_t next = kvc_sequence_next(batch->sequences->sequence);
-    const kvc_status status =
-        num_tokens <= INT32_MAX - next
-            ? kvc_fit(batch)
-            : kvc_fail(KVC_ERR_INVALID, "%lld tokens would pass the last position, %d: sequence %lld goes on at %d",
-                       (long long)num_tokens, INT32_MAX - 1, (long long)seq_id, next);
+    kvc_status status;
+    if (num_tokens <= INT32_MAX - next)
+        status = kvc_fit(batch);
+    else
+        status = kvc_fail(KVC_ERR_INVALID, "%lld tokens would pass the last position, %d: sequence %lld goes on at %d",
+                          (long long)num_tokens, INT32_MAX - 1, (long long)seq_id, next);
     kvc_discard_batch(batch);
     return status;
 }
