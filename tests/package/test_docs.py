@@ -172,7 +172,7 @@ def test_the_first_page_says_why_and_shows_how():
         included = readme[: readme.index(marks["end-before"])]
         assert included.rstrip()[-1] in ".|`", included[-20:]  # no half of a link
         page = page.replace(block, included)
-    places = [page.index(part) for part in ("**Fast.**", "batch.attend(", "Where to go on", "never run on macOS")]
+    places = [page.index(part) for part in ("begin with", "**Fast.**", "batch.attend(", "never run on macOS")]
     assert places == sorted(places)
 
 

@@ -155,7 +155,7 @@ def test_the_documentation_is_built_without_a_warning(installed):
     index, guide, api = (
         (installed.clone / f"docs/_build/{page}.html").read_text() for page in ("index", "huggingface", "api")
     )
-    assert 'href="huggingface.html"' in index[index.index("Where to go on") :]
+    assert 'href="huggingface.html"' in index[index.index("begin with") :]
     assert re.search(r"<dl.*?<dt><code[^>]*><span class=\"pre\">policy</span>", guide, re.S), "its lists of definitions"
     for name in ("hf.HFCache", "hf.HFEncoderDecoderCache", "runner.Llama", "plot.blocks"):
         assert f'id="kvcache.{name}"' in api
