@@ -6,7 +6,6 @@ How many tokens are computed depends on what llama-server can go back to, and is
 import math
 import random
 
-import llama_cpp_build
 import llama_f32_models
 import llama_models
 import pytest
@@ -25,12 +24,6 @@ from llama_server import (
 ONE_SLOT = ("--parallel", "1", "--ctx-size", "4096", "--cache-ram", "0", "--no-repack")
 SMALL_BATCHES = ("--batch-size", "64", "--ubatch-size", "64")
 ROUNDING = 0.002  # of the same rows in other batches
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    llama_cpp_build.program("llama-server")
-    return tmp_path_factory.mktemp("llama-edits")
 
 
 @pytest.fixture(scope="module")

@@ -28,22 +28,6 @@ THREE_SLOTS = ("--parallel", "3", "--ctx-size", "3072")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    llama_cpp_build.program("llama-server")
-    return tmp_path_factory.mktemp("llama-prefix")
-
-
-@pytest.fixture(scope="module")
-def repository(folder):
-    return llama_models.write_repository(folder)
-
-
-@pytest.fixture(scope="module")
-def hybrid(folder):
-    return llama_models.write_hybrid(folder)
-
-
-@pytest.fixture(scope="module")
 def plain(folder, repository):
     """Return a server without prefixes, with room for one prompt after the other."""
     with Server(repository, folder / "plain.log", "--kvcache", "--parallel", "1", "--ctx-size", "1024") as server:
@@ -233,9 +217,8 @@ def test_parallel_clients_of_a_hybrid_model(folder, hybrid, seconds):
 # ---- models, options
 
 
-def test_a_model_with_windows(folder):
+def test_a_model_with_windows(folder, windows):
     """A match is one to the token, though windows have dropped what they showed there."""
-    windows = llama_models.write_windows(folder)
     small = ("--ctx-size", "4096", "--parallel", "3", "--batch-size", "64", "--ubatch-size", "64")
     with Server(windows, folder / "windows.log", *ON, *small) as server:
 
@@ -372,7 +355,7 @@ def write_adapter(path, seed):
     return gguf_files.write(path, "llama", metadata, tensors)
 
 
-def test_models_and_adapters_share_a_folder_and_no_rows(folder, repository):
+def test_models_and_adapters_share_a_folder_and_no_rows(folder, repository, windows):
     """Each finds its own; a file of weights is known by what is in it."""
     options = in_folder(folder / "shared")
     adapter = folder / "adapter.gguf"
@@ -384,7 +367,7 @@ def test_models_and_adapters_share_a_folder_and_no_rows(folder, repository):
 
     assert known("first") == 0
     assert known("first-again") == 192
-    assert known("windows", model=llama_models.write_windows(folder)) == 0
+    assert known("windows", model=windows) == 0
     for seed in (1, 2):
         write_adapter(adapter, seed)
         assert known(f"adapter-{seed}", "--lora", adapter) == 0

@@ -15,17 +15,6 @@ BOTH = ("--kvcache", "--no-kvcache")
 WITH_COMMON_OPTIONS = ("server", "completion", "perplexity", "batched-bench")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    llama_cpp_build.program("llama-completion")
-    return tmp_path_factory.mktemp("llama-tools")
-
-
-@pytest.fixture(scope="module")
-def repository(folder):
-    return llama_models.write_repository(folder)
-
-
 def run(name, *options, status=0, end="", **environment):
     """Run a program, and return what it prints and what it logs, to the end that this pattern finds.
 

@@ -3,7 +3,6 @@
 import functools
 import re
 
-import llama_cpp_build
 import llama_models
 import pytest
 from llama_cpp_build import run
@@ -11,21 +10,14 @@ from support.compiling import ROOT
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(folder):
     """Return a function that writes a small random model of an architecture and returns its path."""
-    return functools.partial(llama_models.write_random, tmp_path_factory.mktemp("models"))
+    return functools.partial(llama_models.write_random, folder)
 
 
 @pytest.mark.threads
 def test_scenes_on_two_threads(model):
     run("test-kvcache", "--threads", 2, "--only", "coupled", model("llama"), OMP_NUM_THREADS="2")
-
-
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory):
-    """Return the path of the repository's own model."""
-    llama_cpp_build.folder()
-    return llama_models.write_repository(tmp_path_factory.mktemp("repository"))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt-oss"])

@@ -10,7 +10,6 @@ import subprocess
 import time
 from pathlib import Path
 
-import llama_cpp_build
 import llama_models
 import pytest
 from llama_models import text
@@ -26,27 +25,6 @@ from llama_server import (
 )
 
 pytestmark = pytest.mark.threads  # those of its clients
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    llama_cpp_build.program("llama-server")
-    return tmp_path_factory.mktemp("llama-server")
-
-
-@pytest.fixture(scope="module")
-def repository(folder):
-    return llama_models.write_repository(folder)
-
-
-@pytest.fixture(scope="module")
-def windows(folder):
-    return llama_models.write_windows(folder)
-
-
-@pytest.fixture(scope="module")
-def hybrid(folder):
-    return llama_models.write_hybrid(folder)
 
 
 # Two slots, each with a context of its own or both in one.
@@ -439,9 +417,9 @@ def test_rows_are_selected_beside_layers_whose_tokens_choose_them(folder):
 
 
 @pytest.mark.parametrize("windowed", [False, True], ids=["the same model", "one with windows"])
-def test_a_draft_model(folder, repository, windowed):
+def test_a_draft_model(folder, repository, windows, windowed):
     """Speculative decoding gives the same tokens with this cache in both contexts, and as many drafts are accepted."""
-    draft = llama_models.write_windows(folder) if windowed else repository
+    draft = windows if windowed else repository
     options = ("--spec-type", "draft-simple", "--model-draft", draft, "--spec-draft-n-max", "5")
     with Pair(repository, folder, *TWO_SLOTS, *options) as pair:
         answer = pair.complete(text(0, 200), 100)

@@ -5,7 +5,6 @@ import itertools
 import json
 import random
 
-import llama_cpp_build
 import llama_f32_models
 import llama_models
 import pytest
@@ -17,17 +16,6 @@ OPTIONS = ("--cache-ram", "0", "--no-repack")
 UNIFIED = ["--no-kv-unified", "--kv-unified"]
 WRITE = {"plain": llama_f32_models.write_glm4_moe, "windows": llama_f32_models.write_gemma4,
          "hybrid": llama_f32_models.write_qwen35}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    llama_cpp_build.program("llama-server")
-    return tmp_path_factory.mktemp("llama-slots")
-
-
-@pytest.fixture(scope="module")
-def repository(folder):
-    return llama_models.write_repository(folder)
 
 
 @pytest.fixture(scope="module", params=WRITE)

@@ -4,9 +4,7 @@ import concurrent.futures
 import random
 import re
 
-import llama_cpp_build
 import llama_f32_models
-import llama_models
 import pytest
 from llama_models import text
 from llama_server import USED, Server, expect_same_probabilities, next_token, timings
@@ -24,16 +22,10 @@ REFUSED = "not used: the context is a draft head's (MTP; use a draft model, -md,
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    llama_cpp_build.program("llama-server")
-    return tmp_path_factory.mktemp("llama-speculation")
-
-
-@pytest.fixture(scope="module")
-def models(folder):
+def models(folder, repository):
     """Return a model that repeats itself, one with windows and a hybrid one."""
     windows, hybrid = llama_f32_models.write_gemma4(folder), llama_f32_models.write_qwen35(folder)
-    return {"plain": llama_models.write_repository(folder), "windows": windows, "hybrid": hybrid}
+    return {"plain": repository, "windows": windows, "hybrid": hybrid}
 
 
 # Answers are of three letters, so that what followed before is sometimes right, whatever the model.

@@ -10,9 +10,8 @@ run = functools.partial(llama_cpp_build.run, timeout=600, LLAMA_KVCACHE="1")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(folder):
     """Return a function that writes a small random model of an architecture and returns its path."""
-    folder = tmp_path_factory.mktemp("models")
 
     def write(architecture):
         if architecture == "deci":

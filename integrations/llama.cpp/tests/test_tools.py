@@ -18,12 +18,6 @@ README = (ROOT / "integrations/llama.cpp/README.md").read_text()
 BUILD, SERVE, USE, COMPLETE, BENCH, TYPES, *_ = re.findall(r"^```sh\n(.*?)\n```$", README, re.M | re.S)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    llama_cpp_build.folder()
-    return llama_models.write_repository(tmp_path_factory.mktemp("model"))
-
-
 def run(*command):
     """Run a command with this cache switched on; return what it prints."""
     with tempfile.TemporaryDirectory() as folder:  # some leave a file where they run
@@ -45,22 +39,22 @@ def run(*command):
 # ---- llama.cpp's own tests of memory and state: the exit status tells, as a log may lose its last lines
 
 
-def test_state_restored_between_others(model):
-    said = run(llama_cpp_build.program("test-state-restore-fragmented"), "-m", model, "-lv", "4")
+def test_state_restored_between_others(repository):
+    said = run(llama_cpp_build.program("test-state-restore-fragmented"), "-m", repository, "-lv", "4")
     assert "SUCCESS" in said
     assert "llama_kvcache:" in said, "it ran on this cache"
 
 
-def test_state_saved_and_loaded(model):
-    said = run(llama_cpp_build.program("test-save-load-state"), "-m", model, "-lv", "4")
+def test_state_saved_and_loaded(repository):
+    said = run(llama_cpp_build.program("test-save-load-state"), "-m", repository, "-lv", "4")
     assert "llama_kvcache:" in said
 
 
 @pytest.mark.slow
 @pytest.mark.threads
-def test_contexts_side_by_side(model):
+def test_contexts_side_by_side(repository):
     options = ("-p", "ROMEO:", "-n", "64", "-c", "256", "-ub", "32", "-np", "4", "-t", "2")
-    run(llama_cpp_build.program("test-thread-safety"), "-m", model, *options)
+    run(llama_cpp_build.program("test-thread-safety"), "-m", repository, *options)
 
 
 @pytest.mark.slow
@@ -115,10 +109,10 @@ class Reader:
 
 
 @pytest.fixture
-def reader(tmp_path, model):
+def reader(tmp_path, repository):
     build = re.fullmatch(r"integrations/llama.cpp/build.sh --output ~/([\w-]+)", BUILD)[1]
     (tmp_path / build).symlink_to(llama_cpp_build.folder())
-    return Reader(tmp_path, model)
+    return Reader(tmp_path, repository)
 
 
 def test_the_page_completes_a_text(reader):
