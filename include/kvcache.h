@@ -7,15 +7,15 @@
  *   status                      kvc_status, kvc_last_error
  *   configuration               kvc_config, and what it is made of: kvc_layer, kvc_type, kvc_policy, kvc_rope
  *   a cache                     kvc_cache_new, kvc_cache_free
- *   a forward pass              kvc_begin, kvc_put, kvc_attend, kvc_commit, kvc_commit_kept, kvc_abort
+ *   a forward pass              kvc_begin, kvc_begin_with, kvc_put, kvc_attend, kvc_commit, kvc_commit_kept, kvc_abort
  *   choosing rows               kvc_choose: which rows to attend to, for models with sparse attention
- *   looking at sequences        kvc_seq_len, kvc_next_position, kvc_can_resume, kvc_exact_to
+ *   looking at sequences        kvc_new_sequence, kvc_seq_len, kvc_next_position, kvc_can_resume, kvc_exact_to
  *   editing sequences           kvc_clear, kvc_fork, kvc_remove, kvc_truncate, kvc_shift
  *   reading and replacing rows  kvc_spans, kvc_gather, kvc_extract, kvc_inject
  *   room and memory             kvc_room, kvc_reserve, kvc_compact, kvc_nbytes
  *   version and threads         kvc_version, kvc_num_threads
  *   kvcache_prefix.h            prompts that begin alike: prefixes, checkpoints, events, stores
- *   kvcache_more.h              batches of other kinds, kernels and threads of your own, saved states, inspection
+ *   kvcache_more.h              batches of other kinds; kernels, threads and memory of your own; saved states
  *
  * Words
  *   position      where a token stands in its sequence (int32).  Never the same thing as where it is stored.
@@ -178,50 +178,22 @@ KVC_API void kvc_set_last_error(const char *format, ...);
 
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
 
-typedef enum kvc_type { /* element types of rows */
+typedef enum kvc_type { /* element types of rows; kvcache_more.h has the layout of each */
     KVC_F32 = 0,
     KVC_F16 = 1,
     KVC_BF16 = 2,
-    /* Types of ggml: blocks of 32 elements along a row, with the bytes that ggml's reference makes.  k_dim, or v_dim,
-     * must be a multiple of 32.
-     *
-     * A block begins with an f16 scale d.  An f16 minimum m follows, if the type has one.  Then come the fifth bits, if
-     * codes have 5 bits: 4 bytes, whose bit i belongs to element i.  The low 4 bits of the codes q come last: a byte
-     * has element i in its low bits, and element i + 16 in its high bits.
-     * d is infinite if it would exceed 65504.  Elements then decode to infinities, and to NaN if q stands for 0. */
-    KVC_Q8_0 = 3,  /* 34 bytes: d = max |x| / 127, then 32 int8 q = round(x / d), halves away from 0; x = d * q */
-    KVC_Q4_0 = 4,  /* 18 bytes: d = the x of largest magnitude / -8, q = floor(x / d + 8.5), at most 15;
-                      x = d * (q - 8) */
-    KVC_Q4_1 = 5,  /* 20 bytes: m = min x, d = (max x - m) / 15, q = floor((x - m) / d + 0.5); x = d * q + m */
-    KVC_Q5_0 = 6,  /* 22 bytes: as KVC_Q4_0 with 16 for 8 and 31 for 15; 5 bits */
-    KVC_Q5_1 = 7,  /* 24 bytes: as KVC_Q4_1 with 31 for 15; 5 bits */
-    KVC_IQ4_NL = 8, /* 18 bytes: x = d * level[q], with level = -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89
-                      113.  q has the level nearest to -127 * x / (the x of largest magnitude);
-                      d = sum of w * level[q] * x / sum of w * level[q]^2, with w = x^2.  If all elements are below
-                      1e-15, d = 0 and q = 8; if any is beyond 1e18, d may be NaN */
-    /* Types with one f16 scale d for a whole row: kernels multiply integers alone.  k_dim, or v_dim, must be a multiple
-     * of 32.  In rows passed to or from the library, d follows the elements.  In the cache it is stored separately
-     * (kvc_span).  An element that is infinite, or at least 65520 * 127, makes d infinite, and all elements NaN or
-     * infinite.  NaN is stored as 0. */
-    KVC_INT8 = 9, /* dim + 2 bytes: d = max |x| / 127, int8 q = round(x / d), halves away from 0; x = d * q */
-    /* Types with one f16 scale for a whole row and fewer bits, for normally distributed elements.  The cache makes any
-     * row so: it multiplies the row by D * H * D before it is quantised, and again when it is decoded.  That spreads a
-     * large channel, or a mean that is not 0, over the row.  H is Sylvester's Hadamard matrix over the root of its
-     * order, which is the order that KVC_TRANSFORM_HADAMARD takes for keys.  D is diagonal.  Its element i, counted
-     * from 0 in each block of that order, is -1 if i has an odd number of pairs of bits 2 j and 2 j + 1 that are both
-     * set, otherwise 1.
-     *
-     * x = d * level[q].  The 16 or 64 levels ascend (Lloyd and Max), and levels below 0 mirror levels above.  q has the
-     * sign of x (+ for 0), and the level nearest to x / u in magnitude; halfway between two levels, the larger one.
-     * d = sum of level[q] * x / sum of level[q]^2.  u = max |x| / 127.  For KVC_INT4, u is 0.96 or 1.06 times that: the
-     * one with the larger (sum of level[q] * x)^2 / sum of level[q]^2 over the first 1024 elements.  If 1 / u
-     * overflows, all x / u count as 0.  If d would exceed 65504, or an element is not finite, d is NaN. */
-    KVC_INT6 = 10, /* dim * 3 / 4 + 2 bytes: 24 for 32 elements.  Byte j < 8 has bits 4 and 5 of elements j, j + 8, j +
-                      16 and j + 24, lowest first; 16 bytes have the low 4 bits of elements i and i + 16.  level[32 ..]
-                      = 1 3 6 9 12 15 18 21 24 27 30 33 36 39 42 45 48 52 56 60 64 68 72 76 81 86 91 97 103 110 118 127
-                      */
-    KVC_INT4 = 11  /* dim / 2 + 2 bytes: 16 for 32 elements, with elements i and i + 16.  level[8 ..] = 5 16 28 40 54 70
-                      90 119 */
+    /* Types of ggml, byte for byte: blocks of 32 elements along a row.  k_dim, or v_dim, must be a multiple of 32. */
+    KVC_Q8_0 = 3,   /* 34 bytes a block */
+    KVC_Q4_0 = 4,   /* 18 bytes */
+    KVC_Q4_1 = 5,   /* 20 bytes */
+    KVC_Q5_0 = 6,   /* 22 bytes */
+    KVC_Q5_1 = 7,   /* 24 bytes */
+    KVC_IQ4_NL = 8, /* 18 bytes */
+    /* Types with one scale for a whole row: kernels multiply integers alone.  k_dim, or v_dim, must be a multiple of
+     * 32. */
+    KVC_INT8 = 9,  /* dim + 2 bytes a row */
+    KVC_INT6 = 10, /* dim * 3 / 4 + 2 bytes.  The cache spreads large channels of such rows before it quantises them */
+    KVC_INT4 = 11  /* dim / 2 + 2 bytes, and as KVC_INT6 */
 } kvc_type;
 
 /* Returns the name of a type, such as "q8_0"; NULL for a number that is no kvc_type.  The text is static.  Types are
@@ -338,34 +310,6 @@ typedef struct kvc_layer {
                              0: the layer has no sketches */
 } kvc_layer;
 
-typedef enum kvc_memory_kind { /* what an allocation is for */
-    KVC_MEMORY_ROWS = 0,       /* a block: keys and values.  Large, long-lived */
-    KVC_MEMORY_BOOKKEEPING = 1,
-    KVC_MEMORY_SCRATCH = 2 /* lives as long as a batch or a call */
-} kvc_memory_kind;
-
-typedef struct kvc_memory_hint {
-    size_t struct_size;
-    int32_t kind;  /* kvc_memory_kind */
-    int32_t group; /* layer group of a block; -1: no group */
-} kvc_memory_hint;
-
-/* Functions of the caller that allocate memory.  They are called from any thread, and must neither call into the
- * library nor fork.  A cache calls one at a time, with its mutex held, or while the cache is made or freed.  Only
- * `purge` may be called for several parts of a block at once.  Caches with the same functions, such as clones, may call
- * them at the same time. */
-typedef struct kvc_allocator {
-    size_t struct_size;
-    void *user;
-    /* Returns `size` bytes (not 0) aligned to `alignment` (a power of two), or NULL. */
-    void *(*alloc)(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint);
-    void (*free)(void *user, void *memory, size_t size, const kvc_memory_hint *hint);
-    /* Called when the contents of [memory, memory + size), whole OS pages of a block, are no longer needed; the range
-     * stays allocated.  May be NULL.  If it is not, `alloc` must not touch blocks of 256 KiB and more: kvc_nbytes
-     * counts the pages that the library touches. */
-    void (*purge)(void *user, void *memory, size_t size);
-} kvc_allocator;
-
 /* Returns whether a long call is to end: not 0 ends it with KVC_ERR_CANCELLED.  kvc_put, kvc_attend, kvc_choose and
  * kvc_weights call this about every 40 ms, and kvc_begin_with while it waits; short calls never do.  It runs on the
  * calling thread, without the cache's mutex.  It may call into the library, but must not end the batch in question, nor
@@ -393,7 +337,8 @@ typedef struct kvc_config {
                               by their bytes.  The empty cache counts, too (kvc_nbytes), and one block of each layer
                               group must fit beside it.  Lists do not count */
     int32_t num_threads;   /* threads one call uses; 0: kvc_num_threads() at the time of the call */
-    const kvc_allocator *allocator; /* copied; NULL: the C library, and the operating system's pages for blocks */
+    const struct kvc_allocator *allocator; /* copied (kvcache_more.h); NULL: the C library, and the operating system's
+                                              pages for blocks */
     kvc_poll_fn *poll;              /* may be NULL: calls run to their end */
     void *poll_user;
 } kvc_config;
@@ -437,6 +382,33 @@ KVC_API kvc_status kvc_cache_free(kvc_cache *cache);
  * a token would see rows that have expired, with KVC_ERR_BUSY and with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_begin(kvc_cache *cache, int32_t num_tokens, const int32_t *positions, const int64_t *seq_ids,
                              const int32_t *parents, kvc_batch **batch);
+
+typedef struct kvc_begin_args {
+    size_t struct_size;
+    int32_t num_tokens;
+    const int32_t *positions; /* [num_tokens] as in kvc_begin; NULL: from kvc_next_position on */
+    const int64_t *seq_ids;   /* [num_tokens] NULL: all of sequence 0 */
+    const int32_t *parents;   /* [num_tokens] NULL: no trees */
+    const uint8_t *unstored;  /* [num_tokens] not 0: the token's sequence is not stored, and is empty once the batch
+                                 is committed.  The same for all tokens of a sequence.  NULL: all sequences are
+                                 stored */
+    int64_t timeout_ms;       /* milliseconds to wait while another batch is open or keys are rewritten.  0: not at all.
+                                 -1: without end */
+    const uint8_t *replaced;  /* [num_layers] not 0: the batch restores the layer.  NULL: an ordinary batch */
+} kvc_begin_args;
+
+/* Does what kvc_begin does, with its errors, and can wait for the open batch.  kvcache_more.h has the other kinds of
+ * batches (unstored, replaced).  Fails with KVC_ERR_INVALID also if replaced, positions, parents or unstored are not as
+ * said there.
+ * Calls that wait are served in order of arrival, and find the sequences as they are at that time.  While others wait,
+ * a call that does not wait fails with KVC_ERR_BUSY.  Any thread may end the batch.  The thread that is to end it must
+ * not wait itself.  The call fails with KVC_ERR_BUSY once timeout_ms have passed, and with KVC_ERR_CANCELLED if the
+ * cache's poll says so.  A call keeps its place while its poll runs, so that a poll that takes long delays the calls
+ * behind it.  Batches that the poll itself begins come before them. */
+KVC_API kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **batch);
+
+/* Returns the positions of the batch's tokens, [num_tokens]; valid until the batch ends. */
+KVC_API const int32_t *kvc_batch_positions(const kvc_batch *batch);
 
 typedef struct kvc_put_args {
     size_t struct_size;
@@ -658,6 +630,10 @@ KVC_API kvc_status kvc_choose(kvc_batch *batch, const kvc_plan_args *plan, const
 
 /* ---- looking at sequences ---------------------------------------------------------------------------------------- */
 
+/* Returns a new id, which names no sequence.  Ids count up from 0.  Neither this call nor kvc_prefix_acquire has
+ * returned it before.  Calls that read or add blocks take new ids for sequences of their own. */
+KVC_API int64_t kvc_new_sequence(kvc_cache *cache);
+
 /* Returns the number of rows of a sequence in a layer.  layer -1: the number of its tokens, in the layer without a
  * stride that keeps most.  Returns -1 if there is no such layer. */
 KVC_API int64_t kvc_seq_len(kvc_cache *cache, int64_t seq_id, int32_t layer);
@@ -787,10 +763,6 @@ KVC_API kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length
  * largest, and with KVC_ERR_NOMEM.  If rows are rewritten, fails with KVC_ERR_FULL (capacity or max_bytes) and
  * KVC_ERR_CALLBACK, too. */
 KVC_API kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t delta);
-
-/* Divides the positions [begin, end) by `divisor`, which is at least 1, and rounds down (self-extend, Jin et al. 2024).
- * Keys that carry a rotation are rewritten.  Fails as kvc_shift does. */
-KVC_API kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t divisor);
 
 /* Marks a sequence's rows from `position` on as not exact (kvc_exact_to), including rows that a batch adds later.  Use
  * it if a mask hid tokens from them, or showed them later ones: masked and non_causal of kvc_plan_args, and kvc_chosen,

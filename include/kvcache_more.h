@@ -1,11 +1,14 @@
 /* kvcache_more.h: what fewer programs need of the KV cache.  kvcache.h includes it, and says what holds for all calls.
  *
  * Contents
- *   batches of other kinds    kvc_begin_with: sequences that are not stored, waiting for a batch, restoring layers
+ *   batches of other kinds    kvc_begin_with: sequences that are not stored, restoring layers
  *   a kernel of your own      kvc_slots, kvc_written: rows are written where they will lie
  *   threads of your own       kvc_plan_new, kvc_plan_run: the tasks of kvc_attend and kvc_choose
  *   an attention of your own  kvc_batch_spans, kvc_dense: the rows that a batch sees
  *   weights of rows           kvc_weights: how much queries attend to each row
+ *   dividing positions        kvc_divide
+ *   memory of your own        kvc_allocator: functions of the caller that allocate
+ *   layouts of types          the bytes of a row, for each kvc_type
  *   saved states              kvc_save, kvc_load, kvc_restore, kvc_cache_clone
  *   inspection                kvc_get_stats, kvc_blocks, kvc_validate
  *   build and machine         kvc_build_info, kvc_isa, kvc_threading_layer
@@ -29,12 +32,6 @@ extern "C" {
  * A token of such a sequence need not have been put.  If the rows of a long text are too many, feed it in batches that
  * are stored, and clear the sequence. */
 
-/* Waiting for the open batch (kvc_begin_args.timeout_ms).  Calls are served in order of arrival, and find the sequences
- * as they are at that time.  While others wait, a call that does not wait fails with KVC_ERR_BUSY.  Any thread may end
- * the batch.  The thread that is to end it must not wait itself.  The call fails with KVC_ERR_BUSY once timeout_ms have
- * passed, and with KVC_ERR_CANCELLED if the cache's poll says so.  A call keeps its place while its poll runs, so that
- * a poll that takes long delays the calls behind it.  Batches that the poll itself begins come before them. */
-
 /* Restoring layers (kvc_begin_args.replaced): the batch puts back rows that were saved.  Once it is committed, its
  * tokens replace all rows of their sequences in the restored layers; other layers stay as they are.  A state whose
  * layers hold different positions takes several batches: one with all positions, for the layers that see everything,
@@ -55,27 +52,6 @@ extern "C" {
  * The window of an earlier moment can be restored into a sequence that has gone on, and kvc_truncate takes the
  * sequence back there.  Until layers agree again, the cache expires no row that a query would need from the first
  * position on that a layer lacks. */
-
-typedef struct kvc_begin_args {
-    size_t struct_size;
-    int32_t num_tokens;
-    const int32_t *positions; /* [num_tokens] as in kvc_begin; NULL: from kvc_next_position on */
-    const int64_t *seq_ids;   /* [num_tokens] NULL: all of sequence 0 */
-    const int32_t *parents;   /* [num_tokens] NULL: no trees */
-    const uint8_t *unstored;  /* [num_tokens] not 0: the token's sequence is not stored, and is empty once the batch
-                                 is committed.  The same for all tokens of a sequence.  NULL: all sequences are
-                                 stored */
-    int64_t timeout_ms;       /* milliseconds to wait while another batch is open or keys are rewritten.  0: not at all.
-                                 -1: without end */
-    const uint8_t *replaced;  /* [num_layers] not 0: the batch restores the layer.  NULL: an ordinary batch */
-} kvc_begin_args;
-
-/* Does what kvc_begin does, with its errors, for batches of the kinds above.  Fails with KVC_ERR_INVALID also if
- * replaced, positions, parents or unstored are not as said there. */
-KVC_API kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **batch);
-
-/* Returns the positions of the batch's tokens, [num_tokens]; valid until the batch ends. */
-KVC_API const int32_t *kvc_batch_positions(const kvc_batch *batch);
 
 /* ---- a kernel of your own ---------------------------------------------------------------------------------------- */
 
@@ -215,6 +191,78 @@ typedef struct kvc_weights_args {
  * rows that have expired, with KVC_ERR_NOMEM, and with KVC_ERR_CANCELLED (cancel, or the cache's poll).  After
  * KVC_ERR_CANCELLED, the contents of weights are undefined. */
 KVC_API kvc_status kvc_weights(kvc_cache *cache, int64_t seq_id, int32_t layer, const kvc_weights_args *args);
+
+/* ---- dividing positions ------------------------------------------------------------------------------------------ */
+
+/* Divides the positions [begin, end) by `divisor`, which is at least 1, and rounds down (self-extend, Jin et al. 2024).
+ * Keys that carry a rotation are rewritten.  Fails as kvc_shift does. */
+KVC_API kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t divisor);
+
+/* ---- memory of your own ------------------------------------------------------------------------------------------ */
+
+typedef enum kvc_memory_kind { /* what an allocation is for */
+    KVC_MEMORY_ROWS = 0,       /* a block: keys and values.  Large, long-lived */
+    KVC_MEMORY_BOOKKEEPING = 1,
+    KVC_MEMORY_SCRATCH = 2 /* lives as long as a batch or a call */
+} kvc_memory_kind;
+
+typedef struct kvc_memory_hint {
+    size_t struct_size;
+    int32_t kind;  /* kvc_memory_kind */
+    int32_t group; /* layer group of a block; -1: no group */
+} kvc_memory_hint;
+
+/* Functions of the caller that allocate memory.  They are called from any thread, and must neither call into the
+ * library nor fork.  A cache calls one at a time, with its mutex held, or while the cache is made or freed.  Only
+ * `purge` may be called for several parts of a block at once.  Caches with the same functions, such as clones, may call
+ * them at the same time. */
+typedef struct kvc_allocator {
+    size_t struct_size;
+    void *user;
+    /* Returns `size` bytes (not 0) aligned to `alignment` (a power of two), or NULL. */
+    void *(*alloc)(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint);
+    void (*free)(void *user, void *memory, size_t size, const kvc_memory_hint *hint);
+    /* Called when the contents of [memory, memory + size), whole OS pages of a block, are no longer needed; the range
+     * stays allocated.  May be NULL.  If it is not, `alloc` must not touch blocks of 256 KiB and more: kvc_nbytes
+     * counts the pages that the library touches. */
+    void (*purge)(void *user, void *memory, size_t size);
+} kvc_allocator;
+
+/* ---- layouts of types -------------------------------------------------------------------------------------------- */
+
+/* Types of ggml.  A block has 32 elements along a row, and the bytes that ggml's reference makes.  It begins with an
+ * f16 scale d.  An f16 minimum m follows, if the type has one.  Then come the fifth bits of codes with 5 bits: 4 bytes,
+ * whose bit i belongs to element i.  The low 4 bits of the codes q come last: a byte has element i in its low bits, and
+ * element i + 16 in its high bits.
+ * d is infinite if it would exceed 65504.  Elements then decode to infinities, and to NaN if q stands for 0.
+ *   KVC_Q8_0    d = max |x| / 127, then 32 int8 q = round(x / d), halves away from 0; x = d * q
+ *   KVC_Q4_0    d = the x of largest magnitude / -8, q = floor(x / d + 8.5), at most 15; x = d * (q - 8)
+ *   KVC_Q4_1    m = min x, d = (max x - m) / 15, q = floor((x - m) / d + 0.5); x = d * q + m
+ *   KVC_Q5_0    as KVC_Q4_0 with 16 for 8 and 31 for 15; 5 bits
+ *   KVC_Q5_1    as KVC_Q4_1 with 31 for 15; 5 bits
+ *   KVC_IQ4_NL  x = d * level[q], with level = -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113.  q has the
+ *               level nearest to -127 * x / (the x of largest magnitude); d = sum of w * level[q] * x / sum of
+ *               w * level[q]^2, with w = x^2.  If all elements are below 1e-15, d = 0 and q = 8; if any is beyond 1e18,
+ *               d may be NaN
+ *
+ * KVC_INT8, KVC_INT6 and KVC_INT4 have one f16 scale d for a whole row.  In rows passed to or from the library, d
+ * follows the elements.  In the cache it is stored separately (kvc_span).
+ *   KVC_INT8    d = max |x| / 127, int8 q = round(x / d), halves away from 0; x = d * q.  An element that is infinite,
+ *               or at least 65520 * 127, makes d infinite, and all elements NaN or infinite.  NaN is stored as 0
+ * KVC_INT6 and KVC_INT4 are for normally distributed elements.  The cache makes any row so: it multiplies the row by
+ * D * H * D before it is quantised, and again when it is decoded.  That spreads a large channel, or a mean that is not
+ * 0, over the row.  H is Sylvester's Hadamard matrix over the root of its order, which is the order that
+ * KVC_TRANSFORM_HADAMARD takes for keys.  D is diagonal.  Its element i, counted from 0 in each block of that order, is
+ * -1 if i has an odd number of pairs of bits 2 j and 2 j + 1 that are both set, otherwise 1.
+ *   x = d * level[q].  The 16 or 64 levels ascend (Lloyd and Max), and levels below 0 mirror levels above.  q has the
+ * sign of x (+ for 0), and the level nearest to x / u in magnitude; halfway between two levels, the larger one.
+ * d = sum of level[q] * x / sum of level[q]^2.  u = max |x| / 127.  For KVC_INT4, u is 0.96 or 1.06 times that: the
+ * one with the larger (sum of level[q] * x)^2 / sum of level[q]^2 over the first 1024 elements.  If 1 / u overflows,
+ * all x / u count as 0.  If d would exceed 65504, or an element is not finite, d is NaN.
+ *   KVC_INT6    24 bytes for 32 elements.  Byte j < 8 has bits 4 and 5 of elements j, j + 8, j + 16 and j + 24, lowest
+ *               first; 16 bytes have the low 4 bits of elements i and i + 16.  level[32 ..] = 1 3 6 9 12 15 18 21 24 27
+ *               30 33 36 39 42 45 48 52 56 60 64 68 72 76 81 86 91 97 103 110 118 127
+ *   KVC_INT4    16 bytes for 32 elements, with elements i and i + 16.  level[8 ..] = 5 16 28 40 54 70 90 119 */
 
 /* ---- saved states ------------------------------------------------------------------------------------------------ */
 

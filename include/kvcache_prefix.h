@@ -126,10 +126,6 @@ KVC_API void kvc_prefix_free(kvc_prefix *prefix);
 
 /* ---- a prompt ---------------------------------------------------------------------------------------------------- */
 
-/* Returns a new id, which names no sequence.  Ids count up from 0.  Neither this call nor kvc_prefix_acquire has
- * returned it before.  Calls that read or add blocks take new ids for sequences of their own. */
-KVC_API int64_t kvc_new_sequence(kvc_cache *cache);
-
 /* Sets *seq_id to a new sequence that holds the known tokens of a prompt, and *matched to their number.  That is at
  * most max_matched (-1: no limit), and less than all tokens, because the last one has to be fed.  It may lack rows that
  * only resume_window keeps: kvc_can_resume says how far it can go back.
