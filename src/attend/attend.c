@@ -7,6 +7,7 @@
 #include "attend/round.h"
 #include "attend/run.h"
 #include "attend/select.h"
+#include "attend/queries.h"
 #include "attend/step.h"
 #include "cache/check.h"
 #include "pass/put.h"

@@ -3,6 +3,7 @@
 
 #include <math.h>
 
+#include "attend/queries.h"
 #include "attend/step.h"
 #include "attend/topk.h"
 #include "rows/copy.h"

@@ -29,6 +29,14 @@ int kvc_sees_nothing_of(const kvc_call *c, const kvc_tile *tile, int32_t token) 
            (tile->min_position > v.last || (tile->max_position < v.low && tile->min_position >= v.sinks));
 }
 
+kvc_task kvc_view_that_sees(const kvc_task *t, const kvc_tile *tile) {
+    const int32_t heads = t->call->plan->parts.heads;
+    int32_t first = 0, end = t->num_query_rows / heads;
+    while (first < end && kvc_sees_nothing_of(t->call, tile, t->tokens[first])) first++;
+    while (first < end && kvc_sees_nothing_of(t->call, tile, t->tokens[end - 1])) end--;
+    return kvc_view_of(t, first * heads, (end - first) * heads);
+}
+
 int kvc_sees_row(const kvc_call *c, const kvc_tile *tile, const kvc_visible *v, int32_t j) {
     const int32_t p = tile->position[j];
     const int in_order = has_branches(c, tile) && tile->token[j] >= 0

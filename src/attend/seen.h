@@ -18,6 +18,10 @@ kvc_visible kvc_visible_to(const kvc_call *c, int32_t token);
 int kvc_sees_whole_tile(const kvc_call *c, const kvc_tile *tile, const kvc_visible *v);
 int kvc_sees_nothing_of(const kvc_call *c, const kvc_tile *tile, int32_t token);
 
+/* Returns a view of the query rows from the first to the last that sees a row of a tile.  They are few at the end of
+ * a prompt or of a window. */
+kvc_task kvc_view_that_sees(const kvc_task *t, const kvc_tile *tile);
+
 /* Whether a token sees row j of a tile whose rows are located. */
 int kvc_sees_row(const kvc_call *c, const kvc_tile *tile, const kvc_visible *v, int32_t j);
 

@@ -1,359 +1,10 @@
 /* step.c: see step.h. */
 #include "attend/step.h"
 
-#include <string.h>
-
 #include "attend/minima.h"
-#include "attend/seen.h"
-
-/* ---- the rows of a tile as kernels take them --------------------------------------------------------------------- */
-
-/* Kernels take rows that lie evenly.  Others are copied to the workspace, or given a few at a time. */
-enum {
-    LEAST_STRETCH = 8, /* rows of a stretch of floats that a kernel is given by themselves */
-    /* Rows of floats in shorter stretches that a kernel is given at once.  Fewer rows prefetch the rows ahead more
-     * evenly.  But sums are loaded and stored each time. */
-    FEW_ROWS = 16,
-    LEAST_AHEAD = 4,                 /* rows of a stretch that is worth prefetching by itself */
-    NARROW_HOLE = 3 * KVC_CACHE_LINE /* most bytes between rows that are prefetched with them */
-};
-
-/* A place in the rows of a tile. */
-typedef struct row_place {
-    const kvc_stretch *at;
-    int64_t offset; /* rows of that stretch behind it */
-} row_place;
-
-/* The remaining keys, or values, of a tile. */
-typedef struct walk {
-    row_place place;
-    int64_t left;                  /* rows of the tile */
-    size_t row_bytes, ahead_bytes; /* of a row; those to prefetch: none of values that are splits of keys */
-    int32_t type, kernel_type, dim;
-    int is_value;
-} walk;
-
-/* Rows as a kernel takes them. */
-typedef struct kernel_rows {
-    const void *first;
-    int64_t stride, num;
-} kernel_rows;
-
-/* Return all keys of a tile, or values. */
-static walk walk_keys(const kvc_task *t, const kvc_tile *tile) {
-    const size_t bytes = tile->layout->k_row_bytes;
-    const int32_t type = t->call->layer->k_type;
-    return (walk){{tile->stretches, 0}, tile->n, bytes, bytes, type, t->k_as, t->call->plan->k_dim, 0};
-}
-
-static walk walk_values(const kvc_task *t, const kvc_tile *tile) {
-    const size_t bytes = tile->layout->v_row_bytes, stored = tile->layout->v_stored;
-    const int32_t type = t->call->layer->v_type;
-    return (walk){{tile->stretches, 0}, tile->n, bytes, stored, type, t->v_as, t->call->plan->v_dim, 1};
-}
-
-/* Prefetches all of it at once. */
-static void prefetch(kvc_ahead ahead) {
-#if defined(__GNUC__)
-    for (int32_t i = 0; i < ahead.bytes; i += KVC_CACHE_LINE) __builtin_prefetch((const char *)ahead.begin + i, 0, 2);
-#else
-    (void)ahead;
-#endif
-}
-
-static const uint8_t *row_at(const walk *w, const row_place *p) {
-    return p->at->first[w->is_value] + p->offset * p->at->step[w->is_value];
-}
-
-/* Returns where the scale of the row at a place is; NULL if rows have none. */
-static const uint8_t *scales_at(const walk *w, const row_place *p) {
-    const uint8_t *scales = p->at->scales[w->is_value];
-    return scales ? scales + p->offset * p->at->scale_step : NULL;
-}
-
-/* Counts the rows from a place on to the end of the stretch. */
-static int64_t rows_behind(const row_place *p) { return p->at->n - p->offset; }
-
-/* Goes on by up to `most` rows of one stretch; returns their number. */
-static int64_t step_on(row_place *p, int64_t most) {
-    int64_t rows = rows_behind(p);
-    if (rows > most) rows = most;
-    p->offset += rows;
-    if (p->offset == p->at->n) p->at++, p->offset = 0;
-    return rows;
-}
-
-/* Copies rows.  Walks in registers: each row may be a stretch. */
-static void copy_rows(walk *w, uint8_t *to, int64_t rows) {
-    const size_t bytes = w->row_bytes;
-    row_place p = w->place;
-    for (int64_t some; rows; rows -= some) {
-        const uint8_t *from = row_at(w, &p);
-        const ptrdiff_t step = p.at->step[w->is_value];
-        some = step == (ptrdiff_t)bytes ? step_on(&p, rows) : step_on(&p, 1);
-        memcpy(to, from, (size_t)some * bytes);
-        to += (size_t)some * bytes;
-    }
-    w->place = p;
-}
-
-/* Copies rows to the workspace, unpacked or decoded, `stride` bytes apart. */
-static void decode_rows(const kvc_task *t, walk *w, int64_t rows, int64_t stride) {
-    const kvc_call *c = t->call;
-    const kvc_attending *workspace = &c->plan->attending;
-    uint8_t *const to = (uint8_t *)(t->workspace + workspace->rows);
-    for (int64_t done = 0, some; done < rows; done += some) {
-        const kvc_stretch *at = w->place.at;
-        const uint8_t *from = row_at(w, &w->place), *scales = scales_at(w, &w->place);
-        const ptrdiff_t step = at->step[w->is_value];
-        some = step_on(&w->place, rows - done);
-        if (w->kernel_type == KVC_F32) {
-            const kvc_rows rows_here = {w->type,       (char *)from, step, 0, (char *)(scales ? scales : from),
-                                        at->scale_step};
-            kvc_decode_rows(c->kernels, (float *)(void *)(to + done * stride), stride, &rows_here, some, w->dim);
-        } else {
-            c->kernels->unpack(w->type, to + done * stride, from, step, w->kernel_type == KVC_INT8 ? NULL : scales,
-                               at->scale_step, some, w->dim, t->workspace + workspace->minima + done);
-        }
-    }
-}
-
-/* Takes `rows` rows: where they lie if evenly and of a type that kernels take, else copied to the workspace. */
-static kernel_rows take_rows(const kvc_task *t, walk *w, int64_t rows) {
-    uint8_t *const workspace = (uint8_t *)(t->workspace + t->call->plan->attending.rows);
-    w->left -= rows;
-    if (w->kernel_type != w->type) {
-        const int64_t stride = (int64_t)kvc_blocks_bytes(w->kernel_type, w->dim);
-        decode_rows(t, w, rows, stride);
-        return (kernel_rows){workspace, stride, rows};
-    }
-    if (rows_behind(&w->place) < rows) {
-        copy_rows(w, workspace, rows);
-        return (kernel_rows){workspace, (int64_t)w->row_bytes, rows};
-    }
-    const kernel_rows in_place = {row_at(w, &w->place), w->place.at->step[w->is_value], rows};
-    step_on(&w->place, rows);
-    return in_place;
-}
-
-/* Takes as many keys, or values of floats, as a kernel is best given next: floats of a long stretch, else a few; all,
- * where they are unpacked.  Quantised rows are scored in groups. */
-static kernel_rows take_some(const kvc_task *t, walk *w) {
-    const int64_t in_place = rows_behind(&w->place), left = w->left;
-    const int is_quantised = w->type >= KVC_FLOAT_TYPES, is_same = w->kernel_type == w->type;
-    if (in_place >= left || !is_same) return take_rows(t, w, left);
-    if (!is_quantised && in_place >= LEAST_STRETCH) return take_rows(t, w, in_place);
-    if (is_quantised && in_place >= KVC_ROW_GROUP) return take_rows(t, w, in_place / KVC_ROW_GROUP * KVC_ROW_GROUP);
-    const int64_t few = is_quantised ? KVC_ROW_GROUP : FEW_ROWS;
-    return take_rows(t, w, few < left ? few : left);
-}
-
-/* Takes all quantised values of a tile, as a kvc_accumulate_fn does; returns the bytes from row to row.  Pieces that
- * lie apart or in several stretches are copied, so that sums do not depend on where they lie. */
-static int64_t take_values(const kvc_task *t, walk *w, kvc_value_piece *piece) {
-    if (w->kernel_type != w->type || rows_behind(&w->place) >= w->left) {
-        const kernel_rows rows = take_rows(t, w, w->left);
-        for (int64_t i = 0; i < rows.num; i += KVC_PANEL) piece++->rows = (const uint8_t *)rows.first + i * rows.stride;
-        return rows.stride;
-    }
-    uint8_t *copies = (uint8_t *)(t->workspace + t->call->plan->attending.rows);
-    for (int64_t n; w->left; w->left -= n, copies += KVC_PANEL * w->row_bytes) {
-        n = kvc_smaller(w->left, KVC_PANEL);
-        const int is_even = rows_behind(&w->place) >= n && w->place.at->step[1] == (ptrdiff_t)w->row_bytes;
-        piece++->rows = is_even ? row_at(w, &w->place) : copies;
-        if (is_even)
-            step_on(&w->place, n);
-        else
-            copy_rows(w, copies, n);
-    }
-    return (int64_t)w->row_bytes;
-}
-
-/* Returns what lies from first to end; of very large rows, the beginning. */
-static kvc_ahead ahead_of(const kvc_call *c, const uint8_t *first, const uint8_t *end) {
-    enum { MOST_BYTES = 1 << 24 };
-    const ptrdiff_t bytes = end - first;
-    return (kvc_ahead){first, bytes < MOST_BYTES ? (int32_t)bytes : MOST_BYTES, c->prefetch_level};
-}
-
-/* Prefetches the scales of a tile, which lie apart from its rows, except of single rows. */
-static void prefetch_scales(const kvc_call *c, const kvc_tile *tile) {
-    int32_t n = 0;
-    for (const kvc_stretch *at = tile->stretches; n < tile->n; n += (int32_t)at++->n)
-        for (int i = 0; i < 2 && at->scale_step == KVC_SCALE_BYTES; i++)
-            if (at->scales[i]) prefetch(ahead_of(c, at->scales[i], at->scales[i] + at->n * KVC_SCALE_BYTES));
-}
-
-/* Multiplies a tile's scores by the scales of its keys, or weights by the scales of its values, for kernels that
- * leave the scales out. */
-static void times_scales(const kvc_task *t, const kvc_tile *tile, int is_value) {
-    uint8_t copies[KVC_TILE][KVC_SCALE_BYTES];
-    t->call->kernels->times(t->scores, t->num_query_rows, tile->n, kvc_scales_of(tile, is_value, copies));
-}
-
-/* Returns the most bytes between rows that are prefetched with them: the processor fetches narrow holes all the same
- * where rows share lines with them. */
-static ptrdiff_t narrow_hole(const walk *w) { return w->row_bytes % KVC_CACHE_LINE ? NARROW_HOLE : 0; }
-
-/* Whether the next rows, up to `most`, lie in several stretches, which are better prefetched a few rows at a time. */
-static int is_in_stretches(const walk *w, int64_t most) {
-    const row_place *p = &w->place;
-    const int64_t rows = w->left ? rows_behind(p) : 0;
-    if (rows < LEAST_AHEAD) return 0;
-    return rows < kvc_smaller(w->left, most) || p->at->step[w->is_value] - (ptrdiff_t)w->row_bytes > narrow_hole(w);
-}
-
-/* Takes up to `rows` rows to prefetch, and returns the last of them that lie one after the other, for a kernel to
- * prefetch evenly; prefetches those before.  Call it behind take_rows: copying would wait for what it prefetches. */
-static kvc_ahead take_ahead(const kvc_call *c, walk *w, int64_t rows) {
-    const ptrdiff_t bytes = (ptrdiff_t)w->row_bytes, narrow = narrow_hole(w);
-    const uint8_t *first = NULL, *end = NULL;
-    row_place p = w->place;
-    if (rows > w->left) rows = w->left;
-    if (!w->ahead_bytes) rows = 0;
-    w->left -= rows;
-    for (int64_t some; rows; rows -= some) {
-        const uint8_t *row = row_at(w, &p);
-        const ptrdiff_t step = p.at->step[w->is_value];
-        some = step_on(&p, step - bytes <= narrow ? rows : 1);
-        if ((uintptr_t)row - (uintptr_t)end > (uintptr_t)narrow) {
-            prefetch(ahead_of(c, first, end));
-            first = row;
-        }
-        end = row + (some - 1) * step + bytes;
-    }
-    w->place = p;
-    return ahead_of(c, first, end);
-}
-
-/* Takes as many rows as fill `lines` lines; none, unless all that are left lie one after the other. */
-static kvc_ahead take_few_ahead(const kvc_call *c, walk *w, int64_t lines) {
-    const int is_even =
-        w->left && rows_behind(&w->place) >= w->left && w->place.at->step[w->is_value] == (ptrdiff_t)w->row_bytes;
-    return take_ahead(c, w, is_even ? lines * KVC_CACHE_LINE / (int64_t)w->row_bytes : 0);
-}
-
-/* ---- query rows and keys ----------------------------------------------------------------------------------------- */
-
-/* Copies what stays as it is here: `convert` begins copying too slowly for rows in the L1 cache. */
-void kvc_convert_query_rows(const kvc_call *c, int32_t from, int32_t to, void *dst, int64_t dst_stride, const void *src,
-                            int64_t src_stride, int32_t dim) {
-    const int32_t num = c->plan->parts.heads;
-    if (from != to) {
-        c->kernels->convert(from, to, dst, dst_stride, src, src_stride, num, dim);
-        return;
-    }
-    const size_t bytes = kvc_row_bytes(to, dim);
-    for (int32_t i = 0; i < num; i++) memcpy((char *)dst + i * dst_stride, (const char *)src + i * src_stride, bytes);
-}
-
-void kvc_load_query_rows(const kvc_task *t, int32_t to) {
-    const kvc_call *c = t->call;
-    const kvc_attend_args *a = c->args;
-    const int32_t dim = c->plan->k_dim, heads = c->plan->parts.heads;
-    const int64_t stride = c->plan->attending.q_stride * (int64_t)sizeof(float);
-    const int32_t padding = (KVC_CHUNK - dim % KVC_CHUNK) % KVC_CHUNK; /* elements */
-    const size_t bytes = padding ? kvc_row_bytes(to, dim) : 0;
-    const size_t padding_bytes = padding ? kvc_row_bytes(to, padding) : 0;
-    char *row = (char *)t->q;
-    for (int32_t i = 0; i < t->num_query_rows / heads; i++) {
-        const char *q =
-            (const char *)a->q + kvc_token_offset(t->tokens[i] - c->plan->args.first, a->tokens_per_sequence,
-                                                  a->q_token_stride, a->q_batch_stride);
-        kvc_convert_query_rows(c, a->q_type, to, row, stride, q + t->part * heads * a->q_head_stride, a->q_head_stride,
-                               dim);
-        for (int32_t h = 0; h < heads; h++, row += stride)
-            if (padding) memset(row + bytes, 0, padding_bytes);
-    }
-}
-
-/* Returns the delta_index of a tile's keys; 0 where no rope rotates them. */
-static int32_t delta_index_of(const kvc_task *t, const kvc_tile *tile) { return t->call->rope ? tile->delta_index : 0; }
-
-/* Returns the angles that rotate a query row for keys that are off by the delta with this index. */
-static const float *angles_of(const kvc_call *c, int32_t delta_index) {
-    return c->angles + (size_t)(delta_index - 1) * (size_t)c->plan->deltas.angles_stride;
-}
-
-static void rotate_query_rows(const kvc_task *t, int32_t delta_index) {
-    const kvc_call *c = t->call;
-    const kvc_plan *plan = c->plan;
-    const float *angles = angles_of(c, delta_index);
-    for (int32_t r = 0; r < t->num_query_rows; r++)
-        kvc_rope_rotate(c->rope, angles, t->q + (size_t)r * (size_t)plan->attending.q_stride);
-}
-
-/* Decodes the next n keys of a mixed tile to the workspace, transforms them back, and rotates them. */
-static const float *rotate_keys(const kvc_task *t, const kvc_tile *tile, kvc_row_place *at, int32_t n) {
-    const kvc_call *c = t->call;
-    const int32_t dim = c->plan->k_dim;
-    const int64_t stride = c->plan->attending.q_stride * (int64_t)sizeof(float);
-    float *const first = t->workspace + c->plan->attending.rows, *to = first;
-    for (int32_t i = 0, count; i < n; i += count) {
-        const kvc_segment *segment = at->segment;
-        count = kvc_rows_here(at, n - i);
-        const kvc_rows keys = kvc_keys_in(tile, c->layer, segment, at->offset);
-        kvc_decode_rows(c->kernels, to, stride, &keys, count, dim);
-        for (int32_t j = 0; j < count; j++, to += c->plan->attending.q_stride) {
-            if (c->k_mixing.order) c->kernels->hadamard(to, to, dim, c->k_mixing);
-            if (segment->delta_index) kvc_rope_rotate_back(c->rope, angles_of(c, segment->delta_index), to);
-        }
-        kvc_go_on(at, count);
-    }
-    return first;
-}
-
-/* ---- kernels and prepared query rows ----------------------------------------------------------------------------- */
-
-/* Whether a kernel takes the keys of a tile without their minima. */
-static int key_minima_apart(const kvc_task *t, const kvc_tile *tile) {
-    return delta_index_of(t, tile) != KVC_MIXED && t->k_lacks_minima;
-}
-
-/* Returns the kernels that score a tile for few query rows. */
-static const kvc_scorer *scorer_of(const kvc_task *t, const kvc_tile *tile) {
-    const kvc_kernels *kernels = t->call->kernels;
-    const int32_t delta_index = delta_index_of(t, tile), type = delta_index == KVC_MIXED ? KVC_F32 : t->k_as;
-    const int is_same = type == t->call->args->q_type && !delta_index;
-    return is_same && kernels->score_16[type].score ? &kernels->score_16[type] : &kernels->score[type];
-}
-
-/* Transforms the query rows as stored keys are, which leaves scores as they are. */
-static void transform_query_rows(const kvc_task *t) {
-    const kvc_call *c = t->call;
-    for (int32_t r = 0; r < t->num_query_rows; r++) {
-        float *q = t->q + (size_t)r * (size_t)c->plan->attending.q_stride;
-        c->kernels->hadamard(q, q, c->plan->k_dim, c->k_mixing);
-    }
-}
-
-/* Returns the query rows, rotated for the tile's delta, transformed as its keys are and prepared for its kernel.
- * Usually the last tile's serve. */
-static const float *query_rows_for(kvc_task *t, const kvc_tile *tile) {
-    const kvc_plan *plan = t->call->plan;
-    const int32_t delta_index = delta_index_of(t, tile);
-    if (delta_index == t->delta_index) return t->q;
-    const kvc_scorer *scorer = scorer_of(t, tile);
-    kvc_prepare_fn *prepare = t->slice->tiled ? kvc_product_of(t, delta_index).prepare : scorer->prepare;
-    const int is_as_16 = !t->slice->tiled && scorer == &t->call->kernels->score_16[t->call->args->q_type];
-    t->delta_index = delta_index;
-    kvc_load_query_rows(t, prepare && !is_as_16 ? KVC_F32 : t->call->args->q_type);
-    if (!prepare) return t->q;
-    if (delta_index > 0) rotate_query_rows(t, delta_index);
-    if (t->call->k_mixing.order && delta_index != KVC_MIXED) transform_query_rows(t);
-    if (key_minima_apart(t, tile)) kvc_add_up_blocks(t);
-    prepare(t->q, plan->attending.q_stride, t->num_query_rows, plan->k_dim, t->call->scale);
-    return t->q;
-}
-
-/* ---- one tile ---------------------------------------------------------------------------------------------------- */
-
-/* Some query rows of a task and their scores over a tile, which are `stride` floats apart. */
-typedef struct query_block {
-    int32_t first, end;
-    float *scores;
-    int32_t stride;
-} query_block;
+#include "attend/multiply.h"
+#include "attend/queries.h"
+#include "attend/walk.h"
 
 /* Attends to the tile `current`.  On the way, takes the tile `next` off the cursor `upcoming`, and prefetches its keys.
  * It does so no earlier, because a tile's rows push listed stretches out of the L1 cache. */
@@ -363,36 +14,37 @@ typedef void attend_tile_fn(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_
 static void score_tile(kvc_task *t, const kvc_tile *tile) {
     const kvc_call *c = t->call;
     const int32_t stride = c->plan->attending.q_stride, dim = c->plan->k_dim;
-    kvc_score_fn *const score = scorer_of(t, tile)->score;
-    const float *q = query_rows_for(t, tile);
-    walk keys = walk_keys(t, tile), values = walk_values(t, tile);
-    if (delta_index_of(t, tile) == KVC_MIXED) {
+    kvc_score_fn *const score = kvc_scorer_of(t, tile)->score;
+    const float *q = kvc_query_rows_for(t, tile);
+    kvc_walk keys = kvc_walk_keys(t, tile), values = kvc_walk_values(t, tile);
+    if (kvc_delta_index_of(t, tile) == KVC_MIXED) {
         kvc_row_place at = {tile->segment, tile->offset};
-        score(t->scores, q, stride, t->num_query_rows, rotate_keys(t, tile, &at, tile->n), stride * (int64_t)sizeof *q,
-              tile->n, dim, take_ahead(c, &values, tile->n));
+        score(t->scores, q, stride, t->num_query_rows, kvc_rotate_tile_keys(t, tile, &at, tile->n),
+              stride * (int64_t)sizeof *q, tile->n, dim, kvc_take_ahead(c, &values, tile->n));
         return;
     }
     float *scores = t->scores;
     while (keys.left) {
-        const kernel_rows k = take_some(t, &keys);
-        score(scores, q, stride, t->num_query_rows, k.first, k.stride, (int)k.num, dim, take_ahead(c, &values, k.num));
+        const kvc_kernel_rows k = kvc_take_some(t, &keys);
+        score(scores, q, stride, t->num_query_rows, k.first, k.stride, (int)k.num, dim,
+              kvc_take_ahead(c, &values, k.num));
         scores += k.num;
     }
-    if (KVC_TYPES[t->k_as].has_row_scale) times_scales(t, tile, 0);
-    if (key_minima_apart(t, tile)) kvc_score_minima(t, tile->n);
+    if (KVC_TYPES[t->k_as].has_row_scale) kvc_times_scales(t, tile, 0);
+    if (kvc_key_minima_apart(t, tile)) kvc_score_minima(t, tile->n);
 }
 
 /* Adds a tile's quantised values, weighted, to acc, and prefetches the remaining keys of the next tile, some with each
  * piece of values.  If the keys for a piece lie in several stretches, a kernel takes a part of the columns at a time.
  * It prefetches none of these keys evenly; so they are at least prefetched in parts. */
-static void accumulate_quantised(const kvc_task *t, walk *values, walk *keys) {
+static void accumulate_quantised(const kvc_task *t, kvc_walk *values, kvc_walk *keys) {
     enum { PARTS = 4 };
     const kvc_call *c = t->call;
     const int32_t type = t->v_as, dim = c->plan->v_dim, n = (int32_t)values->left;
     kvc_value_piece pieces[KVC_TILE / KVC_PANEL];
-    const int64_t stride = take_values(t, values, pieces);
-    const int is_cut = is_in_stretches(keys, KVC_PANEL),
-              is_even = keys->left && rows_behind(&keys->place) >= keys->left;
+    const int64_t stride = kvc_take_values(t, values, pieces);
+    const int is_cut = kvc_is_in_stretches(keys, KVC_PANEL),
+              is_even = keys->left && kvc_rows_behind(&keys->place) >= keys->left;
     const int32_t parts = is_cut ? PARTS : 1, ahead = is_cut ? KVC_PANEL / PARTS : is_even ? KVC_TILE : KVC_PANEL;
     const int32_t columns = (dim / parts + KVC_QUANT_ELEMENTS - 1) / KVC_QUANT_ELEMENTS * KVC_QUANT_ELEMENTS;
     for (int32_t d = 0, some; d < dim; d += some) {
@@ -401,7 +53,7 @@ static void accumulate_quantised(const kvc_task *t, walk *values, walk *keys) {
             const int is_last = d + some == dim && i + KVC_PANEL >= n;
             kvc_value_piece *const piece = &pieces[i / KVC_PANEL];
             piece->rows = (const uint8_t *)piece->rows + (d ? kvc_blocks_bytes(type, columns) : 0);
-            piece->next = take_ahead(c, keys, is_last ? KVC_TILE : ahead);
+            piece->next = kvc_take_ahead(c, keys, is_last ? KVC_TILE : ahead);
         }
         c->kernels->accumulate[type](t->acc + d, c->plan->attending.acc_stride, t->factor, t->scores, t->num_query_rows,
                                      pieces, stride, n, some);
@@ -409,12 +61,12 @@ static void accumulate_quantised(const kvc_task *t, walk *values, walk *keys) {
 }
 
 /* Adds a tile's values of floats, which are taken stretch by stretch. */
-static void accumulate_floats(const kvc_task *t, walk *values, walk *keys) {
+static void accumulate_floats(const kvc_task *t, kvc_walk *values, kvc_walk *keys) {
     const kvc_call *c = t->call;
     const float *weights = t->scores;
     while (values->left) {
-        const kernel_rows v = take_some(t, values);
-        kvc_value_piece piece = {v.first, take_ahead(c, keys, values->left ? v.num : KVC_TILE)};
+        const kvc_kernel_rows v = kvc_take_some(t, values);
+        kvc_value_piece piece = {v.first, kvc_take_ahead(c, keys, values->left ? v.num : KVC_TILE)};
         c->kernels->accumulate[t->v_as](t->acc, c->plan->attending.acc_stride, t->factor, weights, t->num_query_rows,
                                         &piece, v.stride, (int)v.num, c->plan->v_dim);
         weights += v.num;
@@ -423,9 +75,9 @@ static void accumulate_floats(const kvc_task *t, walk *values, walk *keys) {
 }
 
 /* Adds a tile's values, weighted, to acc, and prefetches the remaining keys of the next tile. */
-static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, walk *keys) {
-    walk values = walk_values(t, tile);
-    if (KVC_TYPES[t->v_as].has_row_scale) times_scales(t, tile, 1);
+static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, kvc_walk *keys) {
+    kvc_walk values = kvc_walk_values(t, tile);
+    if (KVC_TYPES[t->v_as].has_row_scale) kvc_times_scales(t, tile, 1);
     if (t->v_as < KVC_FLOAT_TYPES)
         accumulate_floats(t, &values, keys);
     else
@@ -437,107 +89,13 @@ static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, walk *keys)
 static void stream_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming) {
     score_tile(t, current);
     kvc_next_tile(next, upcoming);
-    walk keys = walk_keys(t, next);
-    if (next->layout->num_scales) prefetch_scales(t->call, next);
-    const kvc_ahead ahead = take_few_ahead(t->call, &keys, t->num_query_rows * (current->n / KVC_LANES));
+    kvc_walk keys = kvc_walk_keys(t, next);
+    if (next->layout->num_scales) kvc_prefetch_scales(t->call, next);
+    const kvc_ahead ahead = kvc_take_few_ahead(t->call, &keys, t->num_query_rows * (current->n / KVC_LANES));
     if (!current->is_seen || t->call->changes_scores)
         kvc_change_scores(t, current, 0, t->num_query_rows, t->scores, KVC_SCORES);
     t->call->kernels->softmax(t->scores, t->num_query_rows, current->n, t->max, t->sum, t->factor, ahead);
     accumulate_tile(t, current, &keys);
-}
-
-/* Returns a view of the query rows from the first to the last that sees a row of a tile.  They are few at the end of
- * a prompt or of a window. */
-static kvc_task view_that_sees(const kvc_task *t, const kvc_tile *tile) {
-    const int32_t heads = t->call->plan->parts.heads;
-    int32_t first = 0, end = t->num_query_rows / heads;
-    while (first < end && kvc_sees_nothing_of(t->call, tile, t->tokens[first])) first++;
-    while (first < end && kvc_sees_nothing_of(t->call, tile, t->tokens[end - 1])) end--;
-    return kvc_view_of(t, first * heads, (end - first) * heads);
-}
-
-/* Packs the keys of a tile into the workspace's panel. */
-static void pack_keys(const kvc_task *t, const kvc_tile *tile, kvc_pack_keys_fn *pack) {
-    const kvc_plan *plan = t->call->plan;
-    const int is_mixed = delta_index_of(t, tile) == KVC_MIXED;
-    kvc_row_place at = {tile->segment, tile->offset};
-    walk keys = walk_keys(t, tile);
-    for (int32_t i = 0, n; i < tile->n; i += n) {
-        n = (int32_t)kvc_smaller(tile->n - i, KVC_PANEL);
-        const kernel_rows rows =
-            is_mixed ? (kernel_rows){rotate_keys(t, tile, &at, n), plan->attending.q_stride * (int64_t)sizeof(float), n}
-                     : take_rows(t, &keys, n);
-        pack(t->workspace + plan->attending.keys, rows.first, rows.stride, i, n, plan->k_dim);
-    }
-}
-
-/* Packs the values of a tile into the workspace's panel. */
-static void pack_values(const kvc_task *t, const kvc_tile *tile, kvc_pack_values_fn *pack) {
-    const kvc_plan *plan = t->call->plan;
-    walk values = walk_values(t, tile);
-    for (int32_t i = 0, n; i < tile->n; i += n) {
-        n = (int32_t)kvc_smaller(tile->n - i, KVC_PANEL);
-        const kernel_rows rows = take_rows(t, &values, n);
-        pack(t->workspace + plan->attending.values, plan->attending.acc_stride, rows.first, rows.stride, i, n,
-             plan->v_dim);
-    }
-}
-
-/* Turns a block's scores, times scale, into weights, and multiplies acc where a maximum rose. */
-static void weigh_block(const kvc_task *t, kvc_tile *tile, const query_block *b, float scale, kvc_weigh_fn *weigh) {
-    const kvc_kernels *kernels = t->call->kernels;
-    const kvc_plan *plan = t->call->plan;
-    const int32_t first = b->first, num = b->end - first;
-    if (!weigh && scale != 1) kernels->scale(b->scores, b->stride, num, tile->n, scale);
-    if (!tile->is_seen || t->call->changes_scores) kvc_change_scores(t, tile, first, b->end, b->scores, b->stride);
-    if (weigh)
-        weigh(b->scores, num, tile->n, scale, t->max + first, t->sum + first, t->factor + first);
-    else
-        kernels->softmax(b->scores, num, tile->n, t->max + first, t->sum + first, t->factor + first,
-                         (kvc_ahead){.bytes = 0});
-    for (int32_t r = first; r < b->end; r++)
-        if (t->factor[r] != 1)
-            kernels->scale(t->acc + (size_t)r * (size_t)plan->attending.acc_stride, 0, 1, plan->v_dim, t->factor[r]);
-}
-
-/* Attends to a tile for many query rows.  Keys and values are packed into panels once, and multiplied.  If scores
- * are to stay in the L1 cache, query rows go in blocks.  Prefetches the next tile. */
-static void multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming) {
-    const kvc_call *c = all->call;
-    const kvc_plan *plan = c->plan;
-    const kvc_attending *workspace = &plan->attending;
-    query_rows_for(all, current);
-    const kvc_task view = view_that_sees(all, current), *t = &view;
-    const kvc_tiler *values = kvc_value_tiler(t);
-    const kvc_key_product keys = kvc_product_of(t, delta_index_of(t, current));
-    const int32_t num = t->num_query_rows, at_once = values->weigh ? KVC_BLOCK_QUERIES : num;
-    const int32_t k_room = values->weigh ? plan->k_dim : KVC_PANEL,
-                  v_room = values->weigh ? KVC_WIDE_TILE : workspace->acc_stride;
-    pack_keys(t, current, keys.pack);
-    kvc_next_tile(next, upcoming);
-    walk next_keys = walk_keys(t, next), next_values = walk_values(t, next);
-    const int32_t blocks = num ? (num + at_once - 1) / at_once : 1, ahead = (next->n + blocks - 1) / blocks;
-    query_block b = {0, 0, values->weigh ? t->workspace + workspace->scores : t->scores,
-                     values->weigh ? KVC_WEIGHTS_STRIDE : KVC_SCORES};
-    kvc_former former;
-    if (c->kernels->begin) c->kernels->begin(&former);
-    for (; b.first < num; b.first = b.end) {
-        b.end = (int32_t)kvc_smaller(num, b.first + at_once);
-        keys.score(b.scores, b.stride, t->q + (size_t)b.first * (size_t)workspace->q_stride, workspace->q_stride,
-                   t->workspace + workspace->keys, k_room, b.end - b.first, current->n, plan->k_dim, 0,
-                   take_ahead(c, &next_keys, ahead));
-        /* If `weigh` is not set, this block is all query rows. */
-        if (KVC_TYPES[t->k_as].has_row_scale && delta_index_of(t, current) != KVC_MIXED) times_scales(t, current, 0);
-        if (key_minima_apart(t, current)) kvc_score_minima(t, current->n);
-        weigh_block(t, current, &b, keys.scale, values->weigh);
-        if (KVC_TYPES[t->v_as].has_row_scale) times_scales(t, current, 1);
-        if (!b.first) pack_values(t, current, values->pack_values);
-        values->accumulate(t->acc + (size_t)b.first * (size_t)workspace->acc_stride, workspace->acc_stride, b.scores,
-                           b.stride, t->workspace + workspace->values, v_room, b.end - b.first, plan->v_dim, current->n,
-                           1, take_ahead(c, &next_values, ahead));
-    }
-    if (t->v_lacks_minima) kvc_accumulate_minima(t, current->n);
-    if (c->kernels->end) c->kernels->end(&former);
 }
 
 /* Attends to a tile by one token after the other, because a masked value is infinite or NaN.  Times its weight of 0,
@@ -547,7 +105,7 @@ static void attend_apart(kvc_task *t, attend_tile_fn *attend_tile, kvc_tile *cur
     const int32_t heads = t->call->plan->parts.heads;
     kvc_cursor nothing = {.layout = t->call->layout};
     kvc_tile own, none;
-    query_rows_for(t, current);
+    kvc_query_rows_for(t, current);
     for (int32_t r = 0; r < t->num_query_rows; r += heads) {
         kvc_task view = kvc_view_of(t, r, heads);
         kvc_clear_unseen(&view, current, &own);
@@ -562,7 +120,7 @@ int kvc_is_cancelled(kvc_call *c) {
 }
 
 int kvc_attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor ahead) {
-    attend_tile_fn *const attend = t->slice->tiled ? multiply_tile : stream_tile;
+    attend_tile_fn *const attend = t->slice->tiled ? kvc_multiply_tile : stream_tile;
     const kvc_visible common = kvc_visible_to_all(t);
     kvc_tile tiles[2], *current = tiles, *next = tiles + 1;
     if (kvc_is_cancelled(t->call)) return 0;
@@ -587,6 +145,6 @@ int kvc_attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor ahead) {
 void kvc_prefetch_keys(const kvc_task *t, kvc_cursor rows) {
     kvc_tile tile;
     kvc_next_tile(&tile, &rows);
-    walk keys = walk_keys(t, &tile);
-    prefetch(take_ahead(t->call, &keys, tile.n));
+    kvc_walk keys = kvc_walk_keys(t, &tile);
+    kvc_prefetch(kvc_take_ahead(t->call, &keys, tile.n));
 }

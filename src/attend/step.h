@@ -20,11 +20,4 @@ int kvc_is_cancelled(kvc_call *c);
 /* Prefetches the keys of the first tile of a cursor. */
 void kvc_prefetch_keys(const kvc_task *t, kvc_cursor rows);
 
-/* Converts the rows of queries, or of the output, of one token and KV head. */
-void kvc_convert_query_rows(const kvc_call *c, int32_t from, int32_t to, void *dst, int64_t dst_stride, const void *src,
-                            int64_t src_stride, int32_t dim);
-
-/* Copies the query rows of a task to its workspace, as rows of type `to`, with zeros up to the end of a chunk. */
-void kvc_load_query_rows(const kvc_task *t, int32_t to);
-
 #endif

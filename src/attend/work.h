@@ -26,7 +26,10 @@
  *   task.c     a task, and its rows a tile at a time
  *   minima.c   what the minima of blocks add to scores and sums
  *   seen.c     which rows of a tile a query sees, and what becomes of the scores of others
- *   step.c     attends to a tile
+ *   walk.c     the rows of a tile as kernels take them
+ *   queries.c  query rows, prepared for the kernel that scores a tile
+ *   multiply.c attends to a tile for many query rows
+ *   step.c     attends to a tile for few query rows, and to all tiles of a split
  *   chosen.c   lists the chosen rows of a task
  *   select.c   scores the sketches of a task, and lists the rows that are selected
  *   round.c    which tasks of a plan were run
