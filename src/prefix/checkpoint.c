@@ -130,7 +130,7 @@ int kvc_checkpoints_put(kvc_checkpoints *all, kvc_node *node, kvc_checkpoint *ch
         kvc_checkpoints_touch(all, node->checkpoint);
         return 0;
     }
-    if (all->most_bytes && all->pinned_bytes + checkpoint->num_bytes > all->most_bytes) return 0;
+    if (!kvc_checkpoints_have_room(all, checkpoint->num_bytes)) return 0;
     node->checkpoint = checkpoint;
     checkpoint->node = node;
     checkpoint->stamp = ++all->cache->evicting.num_uses;

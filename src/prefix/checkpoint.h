@@ -54,6 +54,11 @@ void kvc_checkpoint_use(kvc_cache *cache, kvc_checkpoint *checkpoint, int32_t ad
 /* Copies the state, without the mutex, for a call that is no reader. */
 void kvc_checkpoint_read(kvc_cache *cache, kvc_checkpoint *checkpoint, void *state);
 
+/* Returns whether pinned checkpoints leave room for so many bytes within the limit. */
+static inline int kvc_checkpoints_have_room(const kvc_checkpoints *all, int64_t num_bytes) {
+    return !all->most_bytes || all->pinned_bytes + num_bytes <= all->most_bytes;
+}
+
 /* Puts a checkpoint in its place in a block, unless the block has one there, or pinned checkpoints leave no room
  * within the limit.  Drops the least recently used checkpoints beyond the limit that are not pinned.  Returns
  * whether it was put there. */

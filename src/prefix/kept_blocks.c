@@ -364,8 +364,16 @@ static kvc_status begin_arrival(arrival *a, int32_t *is_kept) {
     return KVC_OK;
 }
 
+/* Returns whether a block behind `parent` has the state of a payload, or there is room for it. */
+static int has_room(const arrival *a, const kvc_node *parent) {
+    const kvc_token_span part = tokens_to(a, a->position);
+    const kvc_node *node = kvc_node_child(parent, &part);
+    return (node && kvc_node_is_live(node) && node->checkpoint) ||
+           kvc_checkpoints_have_room(&parent->tree->checkpoints, a->state_bytes);
+}
+
 /* Returns the block of the arrived rows up to a position, with a state at its end (NULL: without a state).  Returns
- * NULL if there is no memory, or no room for the state. */
+ * NULL if there is no memory. */
 static kvc_node *add_rows(const arrival *a, kvc_node *parent, const kvc_sequence *arrived, int32_t end,
                           kvc_checkpoint *checkpoint) {
     kvc_tree *tree = parent->tree;
@@ -379,9 +387,8 @@ static kvc_node *add_rows(const arrival *a, kvc_node *parent, const kvc_sequence
     if (node && !list) kvc_fetch_use(a->fetch, node);
     if (list && (node = kvc_tree_add(parent, node, &tokens, used)) && !is_listed)
         kvc_node_take_out(node); /* it is stored */
-    if (!node || !checkpoint) return node;
-    kvc_checkpoints_put(&tree->checkpoints, node, checkpoint);
-    return node->checkpoint ? node : NULL;
+    if (node && checkpoint) kvc_checkpoints_put(&tree->checkpoints, node, checkpoint);
+    return node;
 }
 
 /* Adds the block to the tree if its rows were written, and blocks may still be added there.  Ends the use of its state,
@@ -391,7 +398,8 @@ static int64_t add_to_tree(const arrival *a, kvc_status status, const kvc_state_
     kvc_sequence *arrived = kvc_table_find(&cache->sequences, a->id);
     kvc_checkpoint *checkpoint = use->checkpoint;
     kvc_node *node = NULL, *parent = NULL;
-    if (status == KVC_OK && arrived && kvc_fetch_find(a->fetch, a->begin, &parent) == KVC_OK && parent) {
+    if (status == KVC_OK && arrived && kvc_fetch_find(a->fetch, a->begin, &parent) == KVC_OK && parent &&
+        (!checkpoint || has_room(a, parent))) {
         const int is_within = checkpoint && a->position < a->end; /* the state is that of a block of its own */
         if (!is_within || add_rows(a, parent, arrived, a->position, checkpoint))
             node = add_rows(a, parent, arrived, a->end, is_within ? NULL : checkpoint);

@@ -373,6 +373,33 @@ static void test_dropped_states(void) {
     }
 }
 
+/* A fetch ends at a block with a state for which pinned states leave no room, and adds nothing of it. */
+static void test_pinned_states(void) {
+    for (int32_t end = 11; end <= 12; end++) {
+        const int64_t others[] = {1000, 1001, 1002};
+        const kvc_tokens other = {.struct_size = sizeof other, .ids = others, .num_tokens = 3};
+        const uint8_t state[STATE] = {2};
+        kvc_prefix_config config = recurrent;
+        kvc_prefix *prefix;
+        int64_t seq_id;
+        int32_t fetched, matched, with_rows;
+        config.max_checkpoint_bytes = STATE;
+        clear_shelf();
+        write_with_state(&store, end);
+        kvc_cache *cache = new_cache(&config, &prefix);
+        CHECK(kvc_prefix_acquire(prefix, &other, -1, &seq_id, &matched) == KVC_OK && !matched);
+        compute(cache, seq_id, 3);
+        CHECK(kvc_prefix_checkpoint(prefix, seq_id, &other, state, STATE) == KVC_OK);
+        CHECK(kvc_prefix_pin(prefix, &other, &matched) == KVC_OK && matched == 3);
+        CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK && fetched == 2 * BLOCK);
+        CHECK(kvc_prefix_lookup(prefix, &tokens, &matched, &with_rows) == KVC_OK && !matched && with_rows == fetched);
+        CHECK(kvc_prefix_unpin(prefix, &other) == KVC_OK);
+        CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK && fetched == 3 * BLOCK);
+        CHECK(kvc_prefix_lookup(prefix, &tokens, &matched, NULL) == KVC_OK && matched == end);
+        free_valid(cache);
+    }
+}
+
 /* A full block that is kept is listed again when it gets a state, at its end or before. */
 static void test_listed_again(void) {
     for (int32_t end = 10; end <= 12; end++) {
@@ -686,6 +713,7 @@ int main(void) {
     test_states();
     test_one_by_one();
     test_dropped_states();
+    test_pinned_states();
     test_listed_again();
     test_states_meanwhile();
     test_joined();
