@@ -409,6 +409,7 @@ void note_read(oracle *o, prefix *p, const call *c) {
         const int node = text_begin(c->text, end);
         const block *b = find_block(p, node, end - o->block_size);
         if (!c->marks[i] && !(b && num_whole(o, b) && b->is_sure)) return;
+        if (c->marks[i] && c->positions[i] && may_lack_room(o, p, STATE)) return; /* a fetch ends where there is none */
         const int is_there = b && b->is_sure, is_new = b && b->sure_new;
         int has_state = 0; /* if it does, it may not be read for another one */
         for (int j = 0; j < p->num_states; j++) has_state |= b && has_end(b, p->states[j].node);
@@ -416,7 +417,7 @@ void note_read(oracle *o, prefix *p, const call *c) {
         if (!is_there) find_block(p, node, end - o->block_size)->sure_new = is_new;
         const int with_state =
             c->marks[i] && p->config.state_bytes && !has_state ? text_begin(c->text, c->positions[i]) : 0;
-        if (with_state && !may_lack_room(o, p, STATE)) note_state(o, p, with_state, 1, 0);
+        if (with_state) note_state(o, p, with_state, 1, 0);
     }
 }
 
