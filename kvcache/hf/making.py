@@ -35,8 +35,8 @@ class Maker(NamedTuple):
             if part.policy is not None:
                 layers.append(self._layer(count_rows(), part, beside))
             else:
-                layers.append(self._layer(beside) if part.num_beside else part.own)
-            beside += part.num_beside
+                layers.append(self._layer(beside) if part.beside else part.own)
+            beside += len(part.beside)
         return layers
 
     def copy_of(self, layer: Layer) -> Layer:
@@ -59,15 +59,15 @@ class Maker(NamedTuple):
         elif not own.v_head_dim:
             kind = IndexKeys
         elif own.value_in_key:
-            kind = IndexedLatentLayer if part.num_beside else LatentLayer
-        elif part.num_beside:
+            kind = IndexedLatentLayer if part.beside else LatentLayer
+        elif part.beside:
             kind = IndexedLayer
         made: Any = kind(*arguments, index, self.follows_config)
         made.part, made.beside = part, beside
-        for i, pooling in enumerate(part.pools):
-            pooled = PooledKeys if pooling.is_key else Pooled
-            rows = pooled(*arguments, beside + 2 * i, self.follows_config)
-            setattr(made, "index_keys" if pooling.is_key else "compressed", rows)
-        if part.num_beside and not part.pools:
+        if len(part.beside) == 1:
             made.index_keys = self._layer(beside)
+        for i in range(0, len(part.beside) - 1, 2):  # rows for several tokens, and their inputs
+            are_keys = not part.beside[i].v_head_dim
+            rows = (PooledKeys if are_keys else Pooled)(*arguments, beside + i, self.follows_config)
+            setattr(made, "index_keys" if are_keys else "compressed", rows)
         return made  # type: ignore[no-any-return] # each kind makes a Layer

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -21,14 +20,15 @@ from kvcache import KVCache
 from kvcache.errors import KVCacheError, NotSupportedError
 from kvcache.layer import Layer, count
 from kvcache.models import shapes
-from kvcache.models.configuration import NAMES
-from kvcache.models.kinds import COMPRESSED, INDEXED, SLIDING
-from kvcache.models.shapes import KEYS_ALONE, LATENTS_ALONE, MORE_KV_HEADS, REFUSED
+from kvcache.models.configuration import text_decoder
+from kvcache.models.kinds import COMPRESSED, INDEXED, fields_of_layers
+from kvcache.models.shapes import KEYS_ALONE, REFUSED
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow, written
 from kvcache.prefix.cache import MOST_BLOCK_SIZE
 from kvcache.rope import RopeLike
 from kvcache.selecting import least_tokens
 
+INDEX_DIMS = "index_head_dim", "indexer_head_dim"  # names of the number of elements of an indexer's key
 # Layers whose state transformers itself keeps: a recurrent state, or nothing.
 OwnLayer: TypeAlias = LinearAttentionLayer | DummyLayer
 SHAPE = ("num_kv_heads", "head_dim", "v_head_dim", "value_in_key", "policy")  # fields of a layer of `KVCache`
@@ -65,29 +65,14 @@ OTHER_LAYERS = {
 }
 
 
-class Pooling(NamedTuple):
-    """How a model makes a row of what several tokens bring."""
-
-    block: int  # the tokens that a row stands for
-    span: int  # the tokens that it is made of: the last of them are the block
-    input_dim: int  # elements that a token brings
-    dim: int  # elements of a row
-    is_key: bool  # whether it is a key of an indexer; else it is a key and a value
-
-
 class Part(NamedTuple):
     """The rows, the state and the keys of an indexer that a cache keeps of a layer."""
 
     policy: Policy | None = None  # of its keys and values; None: it has none of its own
     own: OwnLayer | None = None  # what transformers itself keeps
-    index_beside: int | None = None  # the layer beside whose rows the keys of its indexer lie; None: it has no indexer
+    source: int = 0  # the layer whose rows it reads
+    beside: Sequence[Layer] = ()  # keys of its indexer; or rows for several tokens, each followed by their inputs
     keys_are_values: bool = False
-    pools: tuple[Pooling, ...] = ()  # the rows beside that stand for several tokens: the last are an indexer's keys
-
-    @property
-    def num_beside(self) -> int:
-        """The number of layers of the `KVCache` beside the layer of rows: two for each pooling, as inputs are kept."""
-        return 2 * len(self.pools) if self.pools else self.index_beside is not None
 
 
 def check_config(config: Any) -> None:
@@ -131,34 +116,11 @@ def decoder_of(config: PreTrainedConfig) -> PreTrainedConfig:
     return decoder
 
 
-def layer_of(config: PreTrainedConfig, index: int, layer_type: str, policy: Policy) -> Layer:
-    """Return the layer for the rows that an attention gives the cache.
-
-    An attention with latents (MLA) gives the latents as keys, and the rotated elements, which all heads share, as
-    values. Its rows hold both, the latents first.
-    """
-    num_heads = getattr(config, "num_attention_heads", None)
-    if not num_heads:
-        raise ValueError(f"config is a {type(config).__name__} without num_attention_heads: give a decoder's")
-    rank = getattr(config, "kv_lora_rank", None)
-    if rank:
-        rotates = config.model_type not in LATENTS_ALONE or config.no_rope_layers[index]
-        dim = rank + (config.qk_rope_head_dim if rotates else 0)
-        return Layer(1, dim, v_head_dim=rank, value_in_key=True, policy=policy)
-    head_dim = next((dim for name in NAMES["head_dim"] if (dim := getattr(config, name, None))), None)
-    head_dim = head_dim or config.hidden_size // num_heads
-    if config.model_type in KEYS_ALONE:
-        return Layer(1, head_dim, v_head_dim=head_dim, value_in_key=True, policy=policy)
-    v_head_dim = getattr(config, "v_head_dim", None) or head_dim
-    return Layer(_num_kv_heads(config, layer_type, num_heads), head_dim, v_head_dim=v_head_dim, policy=policy)
-
-
-def _num_kv_heads(config: PreTrainedConfig, layer_type: str, num_heads: int) -> int:
-    """Return the number of KV heads of a layer without latents."""
-    if config.model_type == "falcon":  # with the new architecture, a KV head is repeated for its query heads first
-        return 1 if config.multi_query and not config.new_decoder_architecture else num_heads
-    more = MORE_KV_HEADS.get(config.model_type, 1) if layer_type in SLIDING else 1
-    return more * (getattr(config, "num_key_value_heads", None) or num_heads)
+def _named(decoder: PreTrainedConfig) -> dict[str, Any]:
+    """Return a decoder's fields under their own names: transformers may have given them those of an encoder."""
+    values = decoder.to_dict()
+    is_renamed = "encoder_attention_heads" in values and "decoder_attention_heads" not in values
+    return {name.replace("encoder_", "decoder_") if is_renamed else name: value for name, value in values.items()}
 
 
 def part_of(config: PreTrainedConfig, index: int, layer_type: str, options: dict[str, Any]) -> Part:
@@ -172,11 +134,13 @@ def part_of(config: PreTrainedConfig, index: int, layer_type: str, options: dict
         return Part(own=own)
     if attention == "full_attention":
         return Part(FullAttention(), own)
-    if attention in INDEXED and (getattr(config, "index_head_dim", None) or _poolings_of(config)):
-        return _indexed_part(config, index)
+    if attention in INDEXED and any(getattr(config, name, None) for name in INDEX_DIMS):
+        sources = getattr(config, "kv_source_layers", None)
+        source = index if sources is None else sources[index]
+        return Part(FullAttention() if source == index else None, source=source)
     if attention in COMPRESSED:
         policy = SlidingWindow(config.sliding_window, resume_window=config.sliding_window + RESUME)
-        return Part(policy, None, index, keys_are_values=True, pools=_compressions_of(config, attention))
+        return Part(policy, source=index, keys_are_values=True)
     if attention == "sliding_attention" and window:
         policy = SlidingWindow(window, resume_window=window + RESUME)
         return Part(policy, own, keys_are_values=config.model_type in KEYS_ALONE)
@@ -188,44 +152,6 @@ def part_of(config: PreTrainedConfig, index: int, layer_type: str, options: dict
     )
 
 
-def _indexed_part(config: PreTrainedConfig, index: int) -> Part:
-    """Return what a cache keeps of a layer that chooses rows.
-
-    It may use another layer's choice, or read another layer's rows.
-    """
-    kinds, sources = getattr(config, "indexer_types", None), getattr(config, "kv_source_layers", None)
-    beside = index if sources is None else sources[index]
-    has_indexer = kinds is None or kinds[index] != "shared"
-    policy = FullAttention() if beside == index else None
-    return Part(policy, None, beside, pools=_poolings_of(config)) if has_indexer else Part(policy)
-
-
-def _poolings_of(config: PreTrainedConfig) -> tuple[Pooling, ...]:
-    """Return how the indexers of a model pool keys; empty: they do not.
-
-    GLM-5.3 Flash pools keys by gates. Qwen 4 rotates a pooled key for the block's first token, so that a token comes
-    with its cosines and sines.
-    """
-    if config.model_type == "glm5_next_text":
-        block, dim, input_dim = config.index_kpool, config.index_head_dim, 2 * config.index_head_dim
-    elif config.model_type == "qwen4_exp_text" and config.indexer_head_dim:
-        num_rotated = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
-        block, dim = config.indexer_compress_ratio, config.indexer_head_dim
-        input_dim = dim + 2 * num_rotated
-    else:
-        return ()
-    return (Pooling(block, block, input_dim, dim, is_key=True),)
-
-
-def _compressions_of(config: PreTrainedConfig, layer_type: str) -> tuple[Pooling, ...]:
-    """Return how DeepSeek V4 compresses tokens to rows, by gates. Rows that it chooses are made of two blocks each."""
-    block, dim, key_dim = config.compress_rates[layer_type], config.head_dim, config.index_head_dim
-    if layer_type == "heavily_compressed_attention":
-        return (Pooling(block, block, 2 * dim, dim, is_key=False),)
-    rows = Pooling(block, 2 * block, 4 * dim, dim, is_key=False)
-    return rows, Pooling(block, 2 * block, 4 * key_dim, key_dim, is_key=True)
-
-
 def window_of(policy: Policy | None) -> int:
     """Return the most tokens that a query sees under a policy; 0: all."""
     if isinstance(policy, SlidingWindow):
@@ -233,8 +159,8 @@ def window_of(policy: Policy | None) -> int:
     return policy.attention_chunk_size if isinstance(policy, ChunkedAttention) else 0
 
 
-def parts_of(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[Part], list[str]]:
-    """Return the part of a configuration that describes the decoder, and of each layer what is kept, and its type."""
+def parts_of(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[Part], list[Layer]]:
+    """Return the part of a configuration that describes the decoder, what is kept of each layer, and layers of rows."""
     check_config(config)
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder or text.is_encoder_decoder:
@@ -242,18 +168,27 @@ def parts_of(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[Part], li
     for part in (config, text):
         check_model(part)
     decoder = decoder_of(text)
-    types, options = get_layer_types_and_kwargs(decoder)
-    parts = [part_of(decoder, i, *layer) for i, layer in enumerate(zip(types, options, strict=True))]
+    kinds, options = get_layer_types_and_kwargs(decoder)
+    parts = [part_of(decoder, i, *layer) for i, layer in enumerate(zip(kinds, options, strict=True))]
     if all(part.policy is None for part in parts):
         raise NotSupportedError(f"a {type(config).__name__} has no layer with keys and values")
-    return decoder, parts, types
+    fields = text_decoder(_named(decoder), type(decoder).__name__)
+    if not fields.get("num_attention_heads"):
+        raise ValueError(f"config is a {type(decoder).__name__} without num_attention_heads: give a decoder's")
+    own = fields_of_layers(fields, kinds)
+    rows = [shapes.rows_of(*layer)[1] for layer in zip(own, range(len(own)), kinds, strict=True)]
+    if decoder.model_type == "falcon" and (decoder.new_decoder_architecture or not decoder.multi_query):
+        # A KV head is repeated for its query heads before the cache gets it.
+        rows = [replace(layer, num_kv_heads=decoder.num_attention_heads) for layer in rows]
+    beside = shapes.index_layers(fields, own, kinds, rows)
+    parts = [part._replace(beside=[one for _, one, _ in beside[i]]) for i, part in enumerate(parts)]
+    layers = [replace(rows[i], policy=part.policy) for i, part in enumerate(parts) if part.policy is not None]
+    return decoder, parts, layers
 
 
 def layers_of(config: PreTrainedConfig) -> list[Layer]:
     """Return the layers of `KVCache` for a model's keys and values."""
-    decoder, parts, types = parts_of(config)
-    policies = {i: part.policy for i, part in enumerate(parts) if part.policy is not None}
-    return [layer_of(decoder.per_layer_config[i], i, types[i], policy) for i, policy in policies.items()]
+    return parts_of(config)[2]
 
 
 def ropes_of(config: PreTrainedConfig, cache: KVCache) -> list[RopeLike]:
@@ -270,35 +205,30 @@ def ropes_of(config: PreTrainedConfig, cache: KVCache) -> list[RopeLike]:
 def index_layers_of(config: PreTrainedConfig, layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers of `KVCache` beside a model's rows, such as an indexer's keys, which follow its other layers.
 
-    Each has the policy of the layer beside whose rows the keys lie, and the type of that layer's keys. Rows that
-    stand for several tokens have a second layer, of their inputs.
+    Each has the types of the layer beside whose rows it lies, and keys of single tokens its policy. Inputs of rows that
+    stand for several tokens stay exact.
     """
     decoder, parts, _ = parts_of(config)
     rows = dict(zip((i for i, part in enumerate(parts) if part.policy is not None), layers, strict=True))
     found = []
-    for i, part in enumerate(parts):
-        if part.index_beside is None:
+    for part in parts:
+        if not part.beside:
             continue
-        beside = rows[part.index_beside]
-        keys_of = partial(replace, beside, num_kv_heads=1, v_head_dim=0, value_in_key=False, share=None, rope=None)
-        if part.pools and beside.policy is not None and beside.policy != parts[part.index_beside].policy:
+        of_rows = rows[part.source]
+        if len(part.beside) > 1 and of_rows.policy is not None and of_rows.policy != parts[part.source].policy:
             raise NotSupportedError(
-                f"policy={written(beside.policy)}: a {type(decoder).__name__} pools what each token brings: leave"
+                f"policy={written(of_rows.policy)}: a {type(decoder).__name__} pools what each token brings: leave"
                 " policy out"
             )
-        for pooling in part.pools:
-            found += _pooled_layers(pooling, keys_of)
-        if not part.pools:
-            found.append(keys_of(head_dim=decoder.per_layer_config[i].index_head_dim))
+        for layer in part.beside:
+            made = replace(of_rows, share=None, rope=None, **{name: getattr(layer, name) for name in SHAPE})
+            if isinstance(layer.policy, SlidingWindow):
+                policy = replace(layer.policy, resume_window=layer.policy.window + RESUME)
+                made = replace(made, policy=policy, k_dtype="f32", k_transform=None)
+            elif len(part.beside) == 1:
+                made = replace(made, policy=of_rows.policy)
+            found.append(made)
     return found
-
-
-def _pooled_layers(pooling: Pooling, keys_of: Callable[..., Layer]) -> list[Layer]:
-    """Return the layer for rows that stand for several tokens, and the layer for their inputs, which stay exact."""
-    values = {} if pooling.is_key else {"v_head_dim": pooling.dim, "value_in_key": True}
-    pooled = keys_of(head_dim=pooling.dim, policy=FullAttention(stride=pooling.block), **values)
-    window = SlidingWindow(pooling.span, resume_window=pooling.span + RESUME)
-    return [pooled, keys_of(head_dim=pooling.input_dim, policy=window, k_dtype="f32", k_transform=None)]
 
 
 def check_policies(layers: Sequence[Layer]) -> None:

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from kvcache.models.rotation import Unshiftable, rope
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow
 from kvcache.rope import Rope, RopeLike
 
-__all__ = ["PREFILL_TOKENS", "Shape", "read"]
+__all__ = ["PREFILL_TOKENS", "Shape", "index_layers", "read", "rows_of"]
 
 # Tokens of a prompt that the runner feeds at once; transformers too, if a model has windows.  They are enough for
 # efficient matrix products, and few beside the window, which holds them until they are committed.
@@ -150,7 +151,7 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
     kinds = layer_types(config)
     own = fields_of_layers(config, kinds)
     decoding = _decoding(config, own, kinds, max_source_len)
-    indexing = index_layers(config, own, kinds, [layer for _, layer in decoding])
+    indexing = [*chain(*index_layers(config, own, kinds, [layer for _, layer in decoding]))]
     crossing = []
     if config.get("is_encoder_decoder"):
         policy = _cross(config, max_source_len)
@@ -174,11 +175,11 @@ def _decoding(
     config: Fields, own: Sequence[Fields], kinds: Sequence[str], max_source_len: int | None
 ) -> list[tuple[int, Layer]]:
     """Return the number of query heads of each layer of the decoder, and the layer."""
-    described = [
-        _layer(fields, i, kind, max_source_len) for i, (fields, kind) in enumerate(zip(own, kinds, strict=True))
-    ]
-    shares = sources_of(config, len(kinds)) or shares_of(config, kinds)
-    return [(heads, replace(layer, share=share)) for (heads, layer), share in zip(described, shares, strict=True)]
+    found = []
+    for i, share in enumerate(sources_of(config, len(kinds)) or shares_of(config, kinds)):
+        num_heads, layer = rows_of(own[i], i, kinds[i], max_source_len)
+        found.append((num_heads, replace(layer, share=share, rope=_rotation(own[i], i, kinds[i], layer))))
+    return found
 
 
 def _check_weights(folder: Path, shape: Shape) -> None:
@@ -205,33 +206,41 @@ def _check_weights(folder: Path, shape: Shape) -> None:
 # ---- heads, sizes and policy of each layer
 
 
-def _layer(config: Fields, layer: int, kind: str, max_source_len: int | None) -> tuple[int, Layer]:
-    """Return the number of query heads of a layer, and the layer."""
+def rows_of(config: Fields, layer: int, kind: str, max_source_len: int | None = None) -> tuple[int, Layer]:
+    """Return the number of query heads of a layer, and the layer, without its rotation."""
     policy = _policy(config, kind, max_source_len)
-    num_heads = _num_heads(config) if policy is not None else 1
+    if policy is None:
+        return 1, Layer(1, 32, policy=None)  # stores nothing: sizes that suit every element type
+    num_heads = _num_heads(config)
     if config.get("kv_lora_rank") and config.get("use_mla") is not False:
         rank = config.count("kv_lora_rank")
         rotated = config.count("qk_rope_head_dim", least=0)
         if config.get("model_type") in LATENTS_ALONE and not rotates_by_interval(config, layer):
             rotated = 0
-        dim = rank + rotated
-        _check_width(config, num_heads, dim)
-        rotation = rope(config, layer, kind, dim, rank) if rotated else False
-        return num_heads, Layer(1, dim, v_head_dim=rank, value_in_key=True, policy=policy, rope=rotation)
-    if policy is None:
-        return 1, Layer(1, 32, policy=None)  # stores nothing: sizes that suit every element type
+        _check_width(config, num_heads, rank + rotated)
+        return num_heads, Layer(1, rank + rotated, v_head_dim=rank, value_in_key=True, policy=policy)
     head_dim = _head_dim(config, num_heads)
     if config.get("model_type") in KEYS_ALONE:
         _check_width(config, num_heads, head_dim)
-        rotation = Unshiftable("they are the values, too, which the attention rotates back")
-        return num_heads, Layer(1, head_dim, v_head_dim=head_dim, value_in_key=True, policy=policy, rope=rotation)
+        return num_heads, Layer(1, head_dim, v_head_dim=head_dim, value_in_key=True, policy=policy)
     v_head_dim = config.count("v_head_dim", least=0) if config.get("v_head_dim") else head_dim
     num_kv_heads = _num_kv_heads(config, kind, num_heads)
     if num_heads % num_kv_heads:
         raise config.error(f"{num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads")
     _check_width(config, num_heads, max(head_dim, v_head_dim))
-    rotation = False if isinstance(policy, CrossAttention) else rope(config, layer, kind, head_dim, 0)
-    return num_heads, Layer(num_kv_heads, head_dim, v_head_dim=v_head_dim, policy=policy, rope=rotation)
+    return num_heads, Layer(num_kv_heads, head_dim, v_head_dim=v_head_dim, policy=policy)
+
+
+def _rotation(config: Fields, layer: int, kind: str, rows: Layer) -> RopeLike:
+    """Return the rotation of a layer's keys."""
+    if rows.policy is None:
+        return None
+    if config.get("model_type") in KEYS_ALONE:
+        return Unshiftable("they are the values, too, which the attention rotates back")
+    first_dim = rows.v_head_dim if rows.value_in_key else 0
+    if isinstance(rows.policy, CrossAttention) or first_dim == rows.head_dim:
+        return False
+    return rope(config, layer, kind, rows.head_dim, first_dim)
 
 
 def _check_width(config: Fields, num_heads: int, head_dim: int) -> None:
@@ -343,26 +352,27 @@ OF_QWEN4 = {"index_head_dim": "indexer_head_dim", "index_n_heads": "indexer_n_he
 
 def index_layers(
     config: Fields, own: Sequence[Fields], kinds: Sequence[str], layers: Sequence[Layer]
-) -> list[tuple[int, Layer, int | None]]:
+) -> list[list[tuple[int, Layer, int | None]]]:
     """Return the number of heads of each indexer, and the layer for its keys, which lie beside a layer's rows.
 
-    An indexer that pools the keys of several tokens has a second layer, of what it pools. Rows that stand for several
-    tokens lie there as well; the third part is how many tokens those stand for that a token chooses, if it does.
+    The list has an entry for each of `layers`, mostly empty. An indexer that pools the keys of several tokens has a
+    second layer, of what it pools. Rows that stand for several tokens lie there as well; the third part is how many
+    tokens those stand for that a token chooses, if it does.
     """
-    found: list[tuple[int, Layer, int | None]] = []
+    found: list[list[tuple[int, Layer, int | None]]] = [[] for _ in layers]
     if {*kinds}.isdisjoint({*INDEXED, *COMPRESSED}):
-        return []
+        return found
     has_indexer = _has_indexer(config, kinds)
     for i, layer in enumerate(layers):
         if kinds[i] in COMPRESSED:
-            found += _compressed(own[i], kinds[i], layer)
+            found[i] = _compressed(own[i], kinds[i], layer)
         elif has_indexer[i]:
             dim = _count(own[i], "index_head_dim")
-            rope = _moved(config, layer.rope, dim)
+            rope = _moved(config, _rotation(own[i], i, kinds[i], layer), dim)
             keys = Layer(1, dim, v_head_dim=0, policy=layer.policy, rope=rope)
             made = _pooled(config, keys) if config.get("model_type") in POOLS else [keys]
             num_heads = _count(own[i], "index_n_heads")
-            found += [(heads, one, None) for heads, one in zip((num_heads, 1), made, strict=False)]
+            found[i] = [(heads, one, None) for heads, one in zip((num_heads, 1), made, strict=False)]
     return found
 
 

@@ -181,6 +181,11 @@ def test_arguments_that_change_another_attention(name):
         attend(torch.nn.Identity(), rows, rows, rows, None, **{name: torch.zeros(1)})
 
 
+def test_windows_with_more_heads():
+    layers = HFCache.make_kv_cache(transformers.InklingTextConfig(num_hidden_layers=6)).layers
+    assert [layer.num_kv_heads for layer in layers] == [16] * 5 + [8]
+
+
 @pytest.mark.parametrize("layers", [2, 4])
 @pytest.mark.parametrize("name", ["Bart", "Pegasus"])
 def test_a_decoder_without_its_encoder(name, layers):
