@@ -9,21 +9,7 @@ from typing import Any, Literal, Protocol, TypeAlias, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.layer import FloatDType, FloatDTypeLike, to_dtype
-
-__all__ = [
-    "AnyArray",
-    "Entries",
-    "Flags",
-    "FloatDType",
-    "FloatDTypeLike",
-    "Layout",
-    "Ranges",
-    "SupportsArray",
-    "SupportsDLPack",
-    "as_library_of",
-    "check_float_dtype",
-]
+from kvcache.layer import FloatDType, to_dtype
 
 Layout: TypeAlias = Literal["THD", "HTD", "BHTD"]
 Flags: TypeAlias = bool | Sequence[bool] | npt.NDArray[np.bool_]

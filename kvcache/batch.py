@@ -9,12 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache import _core
-from kvcache.arrays import AnyArray, Entries, Flags, FloatDTypeLike, Layout, Ranges, as_library_of, check_float_dtype
+from kvcache.arrays import AnyArray, Entries, Flags, Layout, Ranges, as_library_of, check_float_dtype
 from kvcache.block import Span, make_spans
 from kvcache.errors import shown
-from kvcache.layer import count
-
-__all__ = ["Batch"]
+from kvcache.layer import FloatDTypeLike, count
 
 
 class Batch:

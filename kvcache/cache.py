@@ -15,19 +15,28 @@ import numpy.typing as npt
 from kvcache import _core
 from kvcache._core import INT32_MAX, INT64_MAX, MAX_THREADS, integer
 from kvcache.arguments import check_names
-from kvcache.arrays import AnyArray, FloatDTypeLike, SupportsDLPack, as_library_of, check_float_dtype
+from kvcache.arrays import AnyArray, SupportsDLPack, as_library_of, check_float_dtype
 from kvcache.batch import Batch
 from kvcache.block import Block, Run, Span, make_spans
 from kvcache.errors import CacheBusyError
 from kvcache.follower import Edit, Follower
-from kvcache.layer import PER_LAYER, DTypeLike, Layer, Sizes, Transform, check_layers, count, make_layers, override
+from kvcache.layer import (
+    PER_LAYER,
+    DTypeLike,
+    FloatDTypeLike,
+    Layer,
+    Sizes,
+    Transform,
+    check_layers,
+    count,
+    make_layers,
+    override,
+)
 from kvcache.policy import FullAttention, Policy
 from kvcache.rope import RopeLike
 from kvcache.saveable import Saveable
 from kvcache.strategy import Adaptive, Decider, Decision, LongSequencesOnly, Strategy, describe
 from kvcache.system import readable
-
-__all__ = ["Batch", "KVCache", "Span"]
 
 
 class KVCache(Saveable):

@@ -9,8 +9,6 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-__all__ = ["NO_LIMIT", "WIDTH", "Table", "columns", "definitions", "whole", "wrap"]
-
 WIDTH = 80  # of paragraphs that go to no terminal
 NO_LIMIT = sys.maxsize  # of tables that go to no terminal: programs read their rows
 LEAST = 20  # of the second of two columns of words

@@ -7,8 +7,6 @@ from typing import Protocol, SupportsIndex, TypeAlias
 
 from kvcache import _core
 
-__all__ = ["Edit", "Follower"]
-
 # An edit: (seq_id, source, is_whole).  If seq_id is None, every sequence except `source` was dropped.  Otherwise seq_id
 # shares rows of `source`, and is_whole says that nothing of its former rows is left.  The core appends it in the call
 # that does it, so that no signal's handler comes between.

@@ -24,27 +24,6 @@ from kvcache.policy import (
 )
 from kvcache.rope import Rope, RopeFunction, RopeLike
 
-__all__ = [
-    "DTYPES",
-    "DType",
-    "DTypeLike",
-    "FloatDType",
-    "FloatDTypeLike",
-    "Layer",
-    "Sizes",
-    "Transform",
-    "bytes_of_token",
-    "check_layers",
-    "count",
-    "dtypes_for",
-    "make_layers",
-    "override",
-    "stored_as",
-    "suits",
-    "to_dtype",
-    "why_not",
-]
-
 FloatDType: TypeAlias = Literal["f32", "f16", "bf16"]
 DType: TypeAlias = Literal[FloatDType, "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8", "int6", "int4"]
 DTYPES: tuple[DType, ...] = get_args(DType)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import Generic, TypeVar
 
-__all__ = ["Living"]
-
 T = TypeVar("T")
 
 

@@ -6,8 +6,6 @@ from typing import TypeAlias
 from kvcache._core import INT32_MAX, integer
 from kvcache.arguments import spelt
 
-__all__ = ["ChunkedAttention", "CrossAttention", "FullAttention", "Policy", "SlidingWindow"]
-
 
 @spelt
 @dataclass(frozen=True)

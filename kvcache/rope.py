@@ -13,8 +13,6 @@ import numpy.typing as npt
 from kvcache._core import INT32_MAX, check_tensor, integer
 from kvcache.arguments import spelt
 
-__all__ = ["Rope", "RopeFunction", "RopeLike"]
-
 
 @spelt
 @dataclass(frozen=True, init=False, repr=False)

@@ -9,15 +9,6 @@ from typing import Final, Literal, SupportsIndex, overload
 
 from kvcache import _core
 
-__all__ = [
-    "get_include",
-    "get_library",
-    "get_num_threads",
-    "get_threading_layer",
-    "set_num_threads",
-    "show_config",
-]
-
 
 def _version() -> str:
     major, rest = divmod(_core.version(), 1_000_000)

@@ -14,8 +14,6 @@ from kvcache.rope import RopeLike
 if TYPE_CHECKING:
     from kvcache.follower import Edit
 
-__all__ = ["Saveable"]
-
 
 class Saveable:
     """Saves a cache's sequences to files; the base of `KVCache`."""

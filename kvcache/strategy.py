@@ -19,8 +19,6 @@ from kvcache.follower import Edit
 from kvcache.layer import Sizes
 from kvcache.system import readable
 
-__all__ = ["Adaptive", "Decider", "Decision", "LongSequencesOnly", "Strategy"]
-
 
 @spelt
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from kvcache import _core
 
-__all__ = ["available_memory", "free_memory", "machine_memory", "parse_bytes", "readable", "why_threads"]
-
 SIZE = re.compile(r"(\d{1,40}(?:\.\d{1,40})?) ?(?:([kmgt])(i?b)?|b)?", re.ASCII | re.IGNORECASE)
 BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}

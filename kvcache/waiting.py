@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 
-__all__ = ["Condition"]
-
 
 class Condition(threading.Condition):
     """A condition whose lock is held behind `wait`, whatever is raised there.

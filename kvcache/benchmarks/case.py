@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from kvcache.arguments import INT32_MAX, integer
 
-__all__ = ["Case", "Implementation"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Case:

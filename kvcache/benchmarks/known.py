@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from kvcache.benchmarks import Case, Implementation
 
-__all__ = ["Floats", "Known", "check", "limit"]
-
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 CHECKED_HEADS, CHECKED_TOKENS = 8, 3  # the most heads and tokens of a call that are compared

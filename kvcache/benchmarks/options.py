@@ -15,8 +15,6 @@ from kvcache.tools.arguments import parse_tokens
 if TYPE_CHECKING:
     from pytest import Config, Parser, UsageError  # noqa: PT013 - for types alone
 
-__all__ = ["OPTIONS", "check", "chosen", "implementations", "pytest_addoption", "pytest_configure"]
-
 LEAST = 32  # the smallest context, large enough for removing tokens
 
 

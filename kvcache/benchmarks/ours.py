@@ -12,8 +12,6 @@ from kvcache.cache import KVCache
 from kvcache.layer import DTYPES, DType, suits
 from kvcache.policy import FullAttention, SlidingWindow
 
-__all__ = ["Ours"]
-
 
 class Ours:
     """A `KVCache` behind the methods of `kvcache.benchmarks.Implementation`."""

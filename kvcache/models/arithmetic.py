@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 from kvcache.errors import ModelFileError
 from kvcache.models.reading import Fields
 
-__all__ = ["Counted", "count"]
-
 
 class Counted(NamedTuple):
     """The number of a model's parameters."""

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 from kvcache.models.reading import MAX_NAME
 
-__all__ = ["COMPARED", "UNKNOWN", "Class", "architecture", "of", "type_of"]
-
 FILE = Path(__file__).with_name("classes.json")
 
 

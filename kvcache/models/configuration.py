@@ -17,8 +17,6 @@ from kvcache.errors import ModelFileError, plain, shown
 from kvcache.models import classes, gguf, gguf_models
 from kvcache.models.reading import MAX_NAME, MAX_PARTS, Fields, find_config, is_gguf, read_json
 
-__all__ = ["NAMES", "read_config", "text_decoder", "text_parts"]
-
 # Every name that configurations use for a fact. The first one present counts: the decoder's come first.
 NAMES = {
     "num_hidden_layers": (

@@ -9,8 +9,6 @@ from kvcache.models.gguf import read_header
 from kvcache.models.reading import MAX_GGUF_HEADER, MAX_JSON, File, expanded, is_gguf, open_file, read_file
 from kvcache.models.weights import shards
 
-__all__ = ["fingerprint"]
-
 SAMPLES = 256  # places at which a large file is read
 SAMPLE = 4096  # bytes at each
 

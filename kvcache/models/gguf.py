@@ -35,8 +35,6 @@ from kvcache.errors import ModelFileError, plain, shown
 from kvcache.models import reading
 from kvcache.models.reading import File, Stamp, open_file
 
-__all__ = ["Header", "Skipped", "Tensor", "read_array", "read_floats", "read_header"]
-
 CHUNK = 1 << 16  # bytes of the first read; each later one doubles the bytes in memory
 NESTED = 64  # elements that an array within an array counts as, because Python loops over such arrays
 

@@ -14,8 +14,6 @@ from kvcache.models import gguf
 from kvcache.models import gguf_tables as tables
 from kvcache.models.reading import MAX_LAYERS, MAX_NAME, Fields
 
-__all__ = ["read"]
-
 FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_long.weight"  # tensors by which frequencies are divided
 CHOOSES, CHOOSES_BLOCKS = "indexed_attention", "minimax_m3_sparse"
 TYPES, RATIOS = "attention.indexer.types", "attention.compress_ratios"

@@ -12,8 +12,6 @@ from kvcache.models.kinds import BY_LAYER, INDICES, PERIODS, WITH_INDEXER, ignor
 from kvcache.models.reading import Fields, is_positive
 from kvcache.warning import warn
 
-__all__ = ["check", "is_unknown", "refuse", "says_layers"]
-
 # Parts of names that say something of layers, heads, or what tokens see.
 SAYS = re.compile(
     r"pattern|per_layer|layer_?types?|block_?types?|block_configs|block_overrides|layers$|(^|_)n_(\w+_)?layer$|layers_(ids|idxs?|list|map)"

@@ -15,11 +15,6 @@ from kvcache.errors import shown
 from kvcache.models import classes
 from kvcache.models.reading import MAX_LAYERS, Fields
 
-__all__ = [
-    "BY_LAYER", "CROSS", "FULL", "INDEXED", "INDICES", "NO_ROPE_EVERY", "PERIODS", "SLIDING", "STATELESS",
-    "WITH_INDEXER", "fields_of_layers", "ignored_kinds", "layer_types", "rotates_by_interval", "shares_of",
-]  # fmt: skip
-
 # Types of layers, as transformers names them.
 F, S, L, C, H, HS = "full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding"
 CHUNKED, CROSS = "chunked_attention", "cross_attention"

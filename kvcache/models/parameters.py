@@ -20,8 +20,6 @@ from kvcache.models.arithmetic import Counted
 from kvcache.models.configuration import read_config, text_parts
 from kvcache.models.reading import INDEX, MAX_MODULES, Fields, find_config, is_gguf, read_json
 
-__all__ = ["CPU_TORCH", "Index", "Parts", "count", "has_experts", "in_gguf", "parts", "parts_in_gguf", "read_index"]
-
 # Tasks of transformers' classes, as its mappings are named; the first that has the model is made.
 TASKS = "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM"
 

@@ -24,11 +24,6 @@ from numpy.typing import NDArray
 from kvcache.arguments import INT32_MAX
 from kvcache.errors import ModelFileError, NotSupportedError, plain, shown
 
-__all__ = [
-    "INDEX", "Fields", "File", "Stamp", "expanded", "find_config", "find_weights", "is_gguf", "is_positive",
-    "open_file", "read_file", "read_json", "read_prompt", "read_safetensors_header", "read_stdin",
-]  # fmt: skip
-
 # Models. The largest published models have 126 layers, 232 heads, heads of 576 elements, and queries of 73,728 elements
 # per token.
 MAX_LAYERS = 1 << 10

@@ -18,8 +18,6 @@ from kvcache.models.kinds import NO_ROPE_EVERY, SLIDING, rotates_by_interval
 from kvcache.models.reading import Fields, is_positive
 from kvcache.rope import Rope, RopeLike
 
-__all__ = ["rope"]
-
 MUSE = {"muse_glimmer_text", "muse_spark_text"}
 # Types whose layers with full attention rotate no keys; their layers with a window do.
 NO_ROPE_IN_FULL = {
@@ -320,6 +318,7 @@ class Unshiftable:
     reason: str
 
     def __call__(self, layer: int, keys: npt.NDArray[np.float32], delta: int) -> Any:
+        """Refuse to move keys."""
         raise NotSupportedError(f"keys of layer {layer} cannot be moved: {self.reason}; feed the tokens again")
 
 

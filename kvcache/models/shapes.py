@@ -38,8 +38,6 @@ from kvcache.models.rotation import Unshiftable, rope
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow
 from kvcache.rope import Rope, RopeLike
 
-__all__ = ["PREFILL_TOKENS", "Shape", "index_layers", "read", "rows_of"]
-
 # Tokens of a prompt that the runner feeds at once; transformers too, if a model has windows.  They are enough for
 # efficient matrix products, and few beside the window, which holds them until they are committed.
 PREFILL_TOKENS = 512

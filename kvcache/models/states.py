@@ -15,8 +15,6 @@ from kvcache.models.configuration import read_config
 from kvcache.models.kinds import STATELESS, fields_of_layers, layer_types
 from kvcache.models.reading import Fields
 
-__all__ = ["State", "read"]
-
 WITHOUT_STATE = {"dummy", "mlp", "moe"}  # types of layers that keep nothing at all
 RECURRENT = STATELESS - WITHOUT_STATE | {"hybrid", "hybrid_sliding"}  # a hybrid layer has attention as well
 # Types of models whose layers without attention keep nothing.

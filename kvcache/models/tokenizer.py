@@ -23,8 +23,6 @@ from kvcache.models.reading import expanded, read_file, read_json
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["ByteTokenizer", "ModelTokenizer", "Tokenizer", "load_tokenizer"]
-
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 SPACE = "▁"  # how SentencePiece writes a space
 

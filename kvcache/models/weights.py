@@ -24,8 +24,6 @@ from kvcache.models.gguf import Header, Tensor, read_header
 from kvcache.models.reading import INDEX, MAX_AXES, Stamp, find_weights, open_file, read_safetensors_header
 from kvcache.models.tokenizer import import_package
 
-__all__ = ["F32", "Tensors", "shards"]
-
 F32: TypeAlias = NDArray[np.float32]
 
 # Hugging Face's name: GGUF's name

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from kvcache.stores.client import StoreClient, StoreStats
 
-__all__ = ["PrefixCache", "PrefixEvent", "PrefixStats"]
-
 WINDOWS = (SlidingWindow, ChunkedAttention)
 CLEARED = 3
 EVENTS = {1: "kept", 2: "dropped", CLEARED: "cleared"}  # kvc_prefix_event_kind

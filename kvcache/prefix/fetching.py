@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from kvcache.prefix.keys import Arrays
     from kvcache.stores.client import StoreClient
 
-__all__ = ["Fetching"]
-
 FETCH_BYTES = 64 << 20  # of blocks from the store that wait to be added
 MOST_WAIT = 1.0  # seconds for a block that another thread gets, which an interrupt may have kept from saying so
 

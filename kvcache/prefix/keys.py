@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from kvcache.errors import shown
 
-__all__ = ["Arrays", "Tokens", "arrays_of"]
-
 Token: TypeAlias = SupportsIndex | bytes
 Tokens: TypeAlias = Sequence[Token] | bytes | bytearray | memoryview | npt.NDArray[np.integer[Any]]
 Arrays: TypeAlias = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8] | None]

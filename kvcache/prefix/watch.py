@@ -16,8 +16,6 @@ from kvcache.living import Living
 if TYPE_CHECKING:
     from kvcache.cache import KVCache
 
-__all__ = ["Watch", "value_of", "watch_of"]
-
 
 class _Written(NamedTuple):
     """A prefix whose new blocks are written to a store."""

@@ -19,16 +19,6 @@ from kvcache.models.weights import F32
 from kvcache.runner.generate import Options, Speed, Speeds, new_cache
 from kvcache.runner.llama import Llama, LlamaConfig
 
-__all__ = [
-    "Fidelity",
-    "Report",
-    "compare_dtypes",
-    "fidelity",
-    "mean_loss",
-    "read_windows",
-    "seconds_without_cache",
-]
-
 F64: TypeAlias = NDArray[np.float64]
 
 EVAL_WINDOWS = 4  # texts of eval.txt that the loss is averaged over

@@ -20,20 +20,6 @@ from kvcache.runner import llama
 from kvcache.runner.llama import Llama, LlamaConfig, LlamaError
 from kvcache.selecting import with_sketches
 
-__all__ = [
-    "FIRST_TOKENS_KEPT",
-    "POLICIES",
-    "Options",
-    "Speed",
-    "Speeds",
-    "evict_prompt",
-    "feed_again",
-    "generate",
-    "new_cache",
-    "sample",
-    "shift_context",
-]
-
 FIRST_TOKENS_KEPT = 4  # first tokens that a shift keeps: models attend to them, whatever they are
 POLICIES: dict[str, eviction.Policy] = {"future": eviction.future, "kvzip": eviction.kvzip}  # by the name of an option
 

@@ -21,11 +21,9 @@ from kvcache.layer import Layer
 from kvcache.models import shapes
 from kvcache.models.configuration import read_config
 from kvcache.models.reading import Fields, expanded
-from kvcache.models.shapes import PREFILL_TOKENS
+from kvcache.models.shapes import PREFILL_TOKENS as PREFILL_TOKENS
 from kvcache.models.weights import F32, Tensors
 from kvcache.policy import Policy
-
-__all__ = ["PREFILL_TOKENS", "Llama", "LlamaConfig", "LlamaError"]
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")

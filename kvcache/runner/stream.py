@@ -33,8 +33,6 @@ from kvcache.runner.generate import (
 )
 from kvcache.runner.llama import Llama, LlamaConfig, LlamaError
 
-__all__ = ["run"]
-
 STEPS_WITHOUT_CACHE = 8  # decode steps that are repeated without the cache
 INTERRUPTED = 130  # the exit status that shells use: 128 + SIGINT
 

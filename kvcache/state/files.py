@@ -17,18 +17,6 @@ from typing import Any, BinaryIO, TypeAlias, cast
 from kvcache.arguments import check_path
 from kvcache.errors import StateFormatError
 
-__all__ = [
-    "MAC_BYTES",
-    "Reader",
-    "StateFile",
-    "StrPath",
-    "Writer",
-    "begin_mac",
-    "check_replaceable",
-    "open_state",
-    "replacing",
-]
-
 StrPath: TypeAlias = str | os.PathLike[str]
 
 MAC_BYTES = 32

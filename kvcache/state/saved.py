@@ -19,19 +19,6 @@ from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Poli
 from kvcache.rope import Rope, RopeLike
 from kvcache.state.files import MAC_BYTES, Reader, StateFile, StrPath, open_state
 
-__all__ = [
-    "SavedSequence",
-    "SavedState",
-    "Tensor",
-    "batch_of",
-    "check_sums",
-    "inspect",
-    "not_saved",
-    "read_state",
-    "read_states",
-    "states_of",
-]  # fmt: skip
-
 VERSION = 1  # the newest of the format
 BATCH_VERSION = 1  # of the tokens that say which sequences are the rows of a batch (docs/format.md)
 BEGINNING = b'{"__metadata__":{"format":"kvcache",'  # of a header

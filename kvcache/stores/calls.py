@@ -14,19 +14,6 @@ from kvcache.errors import shown
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = [
-    "bytes_of",
-    "encode_key",
-    "has",
-    "keys_per_call",
-    "name_of",
-    "read_many",
-    "reads_many",
-    "view_of",
-    "write_many",
-    "writes_many",
-]
-
 CALL_BYTES, MAX_CALL_KEYS = 8 << 20, 256  # of one call, about
 
 

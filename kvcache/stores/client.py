@@ -30,8 +30,6 @@ from kvcache.stores.reader import Reader
 from kvcache.stores.tenant import Tenant
 from kvcache.stores.writer import Write, Writer
 
-__all__ = ["StoreClient", "StoreStats"]
-
 EXIT_TIMEOUT = 1.0  # seconds for which the interpreter's exit waits for writes
 
 logger = logging.getLogger("kvcache")

@@ -15,8 +15,6 @@ from kvcache.arguments import INT64_MAX, check_path, integer, spelt
 from kvcache.errors import shown
 from kvcache.stores.calls import view_of
 
-__all__ = ["DirectoryStore"]
-
 KEY = re.compile(r"[0-9a-f]{64}")  # the name of a block
 VALUE_NAME = re.compile(r"[0-9a-f]{40}\.kv")
 KEY_AT, HEADER_SIZE = 20, 84  # where the key begins in a file, and the value

@@ -13,8 +13,6 @@ from kvcache.waiting import Condition
 if TYPE_CHECKING:
     from kvcache.stores.tenant import Tenant
 
-__all__ = ["Doomed"]
-
 MOST_WAIT = 1.0  # seconds for another thread, which an interrupt may have kept from saying that it has ended
 
 

@@ -20,8 +20,6 @@ from kvcache.stores import calls
 from kvcache.stores.tenant import Tenant
 from kvcache.stores.worker import Worker, without_frames
 
-__all__ = ["Reader"]
-
 NUM_THREADS = 8
 ASKED_AT_ONCE = 8  # keys, one after the other, so that a slow store shows its answers
 SLOW = "it did not answer in time"

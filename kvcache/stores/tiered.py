@@ -16,8 +16,6 @@ from kvcache.living import Living
 from kvcache.stores import calls
 from kvcache.stores.worker import Breaker
 
-__all__ = ["Tiered"]
-
 T = TypeVar("T")
 
 logger = logging.getLogger("kvcache")

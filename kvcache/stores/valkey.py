@@ -16,8 +16,6 @@ from kvcache import errors
 from kvcache.arguments import INT64_MAX, check_path, integer, spelt, to_float
 from kvcache.stores.calls import encode_key, view_of
 
-__all__ = ["ValkeyStore"]
-
 DEFAULT_PORT = 6379
 
 

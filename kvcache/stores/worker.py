@@ -13,8 +13,6 @@ from typing import Any
 
 from kvcache.waiting import Condition
 
-__all__ = ["Breaker", "Worker", "without_frames"]
-
 MAX_FAILURES = 3  # in a row, until a store is left alone
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds for which it is
 LINGER = 1.0  # seconds after which a thread without work ends

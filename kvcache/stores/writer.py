@@ -13,8 +13,6 @@ from kvcache.stores.doomed import Doomed
 from kvcache.stores.tenant import Tenant
 from kvcache.stores.worker import Worker, without_frames
 
-__all__ = ["Write", "Writer"]
-
 MOST_WRITES = 1 << 18  # that wait; rows are copied when they are written, so that one of these takes about 540 bytes
 
 logger = logging.getLogger("kvcache")

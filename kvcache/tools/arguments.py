@@ -17,8 +17,6 @@ from kvcache.errors import ModelFileError
 from kvcache.models.reading import read_prompt, read_stdin
 from kvcache.system import BINARY, parse_bytes
 
-__all__ = ["advise_order", "parse_size", "parse_tokens", "prompt_bytes"]
-
 TOKENS = re.compile(r"([+-]?)(\d{1,3}(?:[_,]\d{3})+|\d{1,40})([km]?)", re.ASCII | re.IGNORECASE)
 
 

@@ -34,11 +34,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes as _Axes
     from matplotlib.figure import Figure as _Figure
 
-__all__ = [
-    "Progress", "Result", "SelectRates", "Shape", "decode_rates", "draw", "measure", "picture", "read_bandwidth",
-    "select_rates",
-]  # fmt: skip
-
 READING = 1 / 60  # fraction of the whole time in which read bandwidth is measured
 PARTS = {"decode": 1 / 12, "prefill": 1 / 12, "append": 1 / 60}  # fractions of the whole time, for this cache's parts
 PEER_FRACTION = 0.4  # time of a part with one peer beside this cache, as a fraction of the part's time

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from kvcache import state
     from kvcache.tools import bench
 
-__all__ = ["main"]
-
 CONTEXT = 8192  # tokens of a sequence, if neither the user nor the model says
 PROMPT = "Once upon a time"
 LEAST_WEIGHTS = 1 << 17  # bytes; the smallest published models have more

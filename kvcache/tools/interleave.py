@@ -11,8 +11,6 @@ from typing import ParamSpec, TypeVar
 
 from kvcache.runtime import get_num_threads
 
-__all__ = ["Entrant", "cache_size", "compete", "layers_of", "rounds", "timed"]
-
 ROUND = 0.02  # seconds that an entrant runs in a round, unless one call takes longer
 PAUSE = 0.01  # seconds in which the previous entrant's threads stop spinning
 MOST_ROUNDS = 10_000

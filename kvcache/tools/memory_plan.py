@@ -25,11 +25,6 @@ from kvcache.selecting import rows_read, with_sketches
 from kvcache.tools.rates import Kind, Rates
 from kvcache.tools.weighing import weigh
 
-__all__ = [
-    "AS_IT_IS", "NO_ATTENTION", "RECOMMENDED", "Group", "Memory", "Plan", "Row", "available_memory", "every_type",
-    "keys_and_values", "make", "usual_types", "variants", "why_not",
-]  # fmt: skip
-
 MOST_TOKENS = INT32_MAX - 1
 AS_IT_IS = "the model's own"
 NO_ATTENTION = "no attention"

@@ -9,8 +9,6 @@ from typer.core import TyperCommand, TyperGroup
 
 from kvcache.columns import WIDTH, columns, definitions, wrap
 
-__all__ = ["Command", "Group"]
-
 
 def _page(command: Any, context: Any) -> str:
     """Return the page of a command: its usage, summary, arguments, options, commands and examples."""

@@ -14,8 +14,6 @@ from kvcache.selecting import with_sketches
 if TYPE_CHECKING:
     from kvcache.tools import bench
 
-__all__ = ["Kind", "Rates", "given", "largest_layer", "measure", "of_cores"]
-
 # Multiply-adds for each element of a row. A server processor computes about as many in int8, or half as many in f16,
 # in the time in which memory brings the element.
 MOST_PRODUCTS = 20

@@ -25,8 +25,6 @@ from kvcache.runtime import get_num_threads, set_num_threads, show_config
 from kvcache.stores import DirectoryStore
 from kvcache.tools.terminal import print_paragraph
 
-__all__ = ["Check", "instruction_sets", "machine", "main", "run"]
-
 HEADS, KV_HEADS, DIM = 8, 2, 64
 ROWS = 200  # that a call attends over: a tile and more
 MOST_ERROR = 0.01  # of the largest element: AMX rounds queries to bf16; others stay within 0.0002

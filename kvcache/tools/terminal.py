@@ -16,8 +16,6 @@ from typing import Any, NoReturn, TextIO
 from kvcache.columns import NO_LIMIT, WIDTH, Table, columns, whole, wrap
 from kvcache.errors import KVCacheError, sentence
 
-__all__ = ["print_error", "print_list", "print_paragraph", "print_table", "progress", "run"]
-
 
 def run(command: Callable[[], int | None]) -> NoReturn:
     """Run a command and exit with its status: 1 where nobody reads on, 2 after a mistake, 130 after an interrupt.

@@ -14,8 +14,6 @@ from kvcache.models.configuration import read_config
 from kvcache.models.parameters import Parts
 from kvcache.models.reading import INDEX, expanded, find_weights, is_gguf
 
-__all__ = ["WEIGHT_TYPES", "Weights", "weigh"]
-
 # Types of weights: elements and bytes of a block. ggml's whole numbers are not among them.
 WEIGHT_TYPES = {
     **{name.lower(): sizes for name, *sizes in gguf.TENSOR_TYPES.values() if not re.fullmatch(r"I\d+", name)},

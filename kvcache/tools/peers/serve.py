@@ -24,8 +24,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Floats", "Task", "Work", "rotate", "serve"]
-
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 
