@@ -98,7 +98,9 @@ def rope(config: Fields, layer: int, kind: str, head_dim: int, first_dim: int) -
     inv_freq = _frequencies(config, parameters, name, head_dim, first_dim)
     if model_type in REVERSED:
         inv_freq = -inv_freq
-    return _shared_rope(inv_freq.tobytes(), _interleaved(config, model_type), first_dim)
+    neighbours = model_type in INTERLEAVED and config.get("use_mla") is not False  # else its attention is Llama's
+    interleaved = config.get("stored_as_neighbours", neighbours) is True  # a GGUF's reader knows
+    return _shared_rope(inv_freq.tobytes(), interleaved, first_dim)
 
 
 def _why_unshiftable(config: Fields, parameters: Fields, model_type: str, name: str) -> str | None:
@@ -217,11 +219,6 @@ def _unknown(config: Fields, parameters: Fields) -> str | None:
 def _unread(names: tuple[Any, ...]) -> list[str]:
     """Return the names that say how keys rotate, and that nothing reads; the layers of a model have the same names."""
     return [name for name in names if isinstance(name, str) and SAYS_ROTATION.search(name) and name not in KNOWN]
-
-
-def _interleaved(config: Fields, model_type: str) -> bool:
-    neighbours = model_type in INTERLEAVED and config.get("use_mla") is not False  # else its attention is Llama's
-    return config.get("stored_as_neighbours", neighbours) is True  # a GGUF's reader knows
 
 
 # The theta of layers with a window, of types whose files may leave it out, where nothing is scaled.

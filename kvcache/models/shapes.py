@@ -162,7 +162,7 @@ def read(source: Any, max_source_len: int | None = None) -> Shape:
     if context is not None:
         context = config.count("max_position_embeddings")
     guard.check(config, kinds)
-    chosen = (*chosen_rows(own, kinds), *(None for _ in crossing), *(rows for _, _, rows in indexing))
+    chosen = (*map(_chosen_by, own, kinds), *(None for _ in crossing), *(rows for _, _, rows in indexing))
     shape = Shape(model_type, layers, num_heads, context, chosen, len(kinds))
     if isinstance(source, str | os.PathLike) and not any(config.get(name) for name in ("gguf_architecture", PACKED)):
         _check_weights(find_config(source).parent, shape)
@@ -414,12 +414,8 @@ def _pooled(config: Fields, keys: Layer) -> list[Layer]:
     return [replace(keys, policy=FullAttention(stride=block)), inputs]
 
 
-def chosen_rows(own: Sequence[Fields], kinds: Sequence[str]) -> list[int | None]:
-    """Return the most rows that a token chooses in each layer; None: it reads all, or the file does not say."""
-    return [_chosen_by(config, kind) for config, kind in zip(own, kinds, strict=True)]
-
-
 def _chosen_by(config: Fields, kind: str) -> int | None:
+    """Return the most rows that a token chooses in a layer; None: it reads all, or the file does not say."""
     if kind not in INDEXED:
         return None
     pools = POOLS.get(config.text("model_type", ""))
