@@ -49,7 +49,7 @@ def facts():
         for field in fields(body):
             yield f"field {name}.{field}", f"offsetof({name}, {field})"
     for body in re.findall(r"typedef enum kvc_\w+ \{(.*?)\}", HEADER, re.S):
-        for value in re.findall(r"\b(KVC_\w+) =", body):
+        for value in re.findall(r"(?:^|,)\s*(KVC_\w+)\b(?!\()", body):
             yield f"value {value}", value
     for value in re.findall(r"\bX\((KVC_\w+),", HEADER):
         yield f"value {value}", value
