@@ -67,7 +67,8 @@ class KVCache(Saveable):
     max_bytes : int, optional
         The limit of the memory for rows, recurrent states and prompts; by default none. It must hold one block for
         each policy of the layers. A block counts whole (`Block.nbytes`) while it has a row or a view keeps it. Lists
-        come on top in `nbytes`: some hundred bytes for each sequence, and for each block that a `PrefixCache` keeps.
+        come on top in `nbytes`: some hundred bytes for each sequence, and for each block of a prompt up to the last
+        one that a `PrefixCache` keeps.
         While `restore` reads, what it loads may exceed the limit.
     block_size : int, optional
         The number of tokens in a block, the unit of allocation and of sharing. By default 64. More if `max_seq_len` is

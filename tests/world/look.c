@@ -318,17 +318,30 @@ static void check_blocks(int l, kvc_stats *sums) {
     if (!me->is_within) check_runs(l, runs, num_runs);
 }
 
-/* Lists come on top of max_bytes. */
-static void check_lists(int64_t num_runs, int64_t num_groups) {
+/* Returns how many dropped blocks kept runs of a group build on, at most. */
+static int64_t blocks_before(const kvc_run_info *runs, int64_t num) {
+    int64_t before = 0;
+    for (const kvc_run_info *r = runs; r < runs + num; r++) before += r->is_kept ? r->position / w.o.block_size : 0;
+    return before;
+}
+
+/* Lists come on top of max_bytes.  num_dropped: blocks that kept ones build on. */
+static void check_lists(int64_t num_runs, int64_t num_groups, int64_t num_dropped) {
     kvc_stats stats;
-    int64_t num = 0, tokens_kept = 0;
+    int64_t num = 0;
     kvc_get_stats(w.cache, &stats, sizeof stats);
-    for (int s = 0; s < SLOTS; s++) num += is_there(&w.o, &w.o.sequences[s]) || is_busy(&w.o, s);
-    for (int i = 0; i < PREFIXES; i++)
-        for (int j = w.o.prefixes[i].is_there ? w.o.prefixes[i].num_pins : -1; j >= 0; j--) num++;
+    for (int s = 0; s < SLOTS; s++) {
+        num += is_there(&w.o, &w.o.sequences[s]) || is_busy(&w.o, s);
+        num_dropped += w.o.sequences[s].prefix ? text_length(w.o.sequences[s].prompt) / w.o.block_size : 0;
+    }
+    for (const prefix *p = w.o.prefixes; p < w.o.prefixes + PREFIXES; p++) {
+        num += p->is_there ? 1 + p->num_pins : 0;
+        for (int j = 0; p->is_there && j < p->num_pins; j++)
+            num_dropped += text_length(p->pins[j].node) / w.o.block_size;
+    }
     num += stats.retained;
-    tokens_kept = stats.retained * w.o.block_size;
-    const int64_t most = w.o.config.max_bytes + 48 * num_runs + (700 + 300 * num_groups) * num + 40 * tokens_kept,
+    const int64_t most = w.o.config.max_bytes + 48 * num_runs + (700 + 300 * num_groups) * num + 300 * num_dropped +
+                         40 * (stats.retained + num_dropped) * w.o.block_size,
                   nbytes = kvc_nbytes(w.cache);
     if (nbytes > most) wrong("kvc_nbytes is %lld, and may be %lld", (long long)nbytes, (long long)most);
 }
@@ -348,7 +361,7 @@ static void note_held(int l, const kvc_block_info *blocks, const kvc_run_info *r
 void note_blocks(void) {
     static kvc_block_info blocks[MOST_PLACES];
     static kvc_run_info runs[MOST_PLACES];
-    int64_t num_blocks, num_runs, all_runs = 0, bytes = 0, groups = 0;
+    int64_t num_blocks, num_runs, all_runs = 0, bytes = 0, groups = 0, dropped = 0;
     if (!w.o.config.max_bytes || w.o.crowded) return;
     for (int l = 0; l < w.o.num_layers; l++) {
         group *of = &w.o.groups[l];
@@ -366,12 +379,13 @@ void note_blocks(void) {
         }
         note_held(l, blocks, runs, num_runs);
         bytes += of->used * of->cost;
+        dropped += blocks_before(runs, num_runs);
         all_runs += num_runs, groups++;
     }
     w.o.is_moved = 0;
     bytes += bytes_beside_blocks(&w.o);
     if (bytes > w.o.budget) wrong("%lld bytes count, and %lld may", (long long)bytes, (long long)w.o.budget);
-    check_lists(all_runs, groups);
+    check_lists(all_runs, groups, dropped);
 }
 
 static void check_stats(void) {

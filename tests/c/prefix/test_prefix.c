@@ -239,6 +239,31 @@ static void test_gap_of_a_commit(void) {
     close_world();
 }
 
+/* Windows leave the beginning of long prompts behind.  Lists hold its tokens while the end is kept, within the bytes
+ * that the header names, and no longer. */
+static void test_long_prompts(void) {
+    enum { LENGTH = 256, STEP = 8, PROMPTS = 20, LIMIT = 100000 };
+    static int64_t ids[LENGTH];
+    const kvc_policy window = sliding_policy(STEP, 0, 0);
+    open_world(&window, 1, (kvc_config){.block_size = BLOCK, .max_bytes = LIMIT}, (kvc_prefix_config){0});
+    const int64_t before = kvc_nbytes(cache);
+    int64_t evicted;
+    for (int i = 0; i < PROMPTS; i++) {
+        for (int t = 0; t < LENGTH; t++) ids[t] = t + 1000 * i;
+        const int64_t id = kvc_new_sequence(cache);
+        feed_to(id, LENGTH, STEP);
+        release(id, ids, LENGTH);
+        CHECK(known(ids, LENGTH) == LENGTH);
+        const int64_t kept = stats_now().blocks, dropped = (i + 1) * LENGTH / BLOCK - kept,
+                      most = LIMIT + (48 + 1000) * (kept + 1) + 300 * dropped + 8 * BLOCK * (kept + dropped);
+        CHECKF(kvc_nbytes(cache) <= most, "%lld bytes, and %lld may be", (long long)kvc_nbytes(cache), (long long)most);
+    }
+    CHECK(kvc_nbytes(cache) > LIMIT);
+    CHECK(kvc_prefix_evict(prefix, INT64_MAX, &evicted) == KVC_OK && kvc_compact(cache) == KVC_OK);
+    CHECKF(kvc_nbytes(cache) == before, "%lld bytes, not %lld", (long long)kvc_nbytes(cache), (long long)before);
+    close_world();
+}
+
 /* ---- which blocks are gone on from ------------------------------------------------------------------------------- */
 
 /* Returns the numbers from `first` on, with a block in common with others behind the first one. */
@@ -522,6 +547,7 @@ int main(void) {
     test_fewer_rows();
     test_gaps();
     test_gap_of_a_commit();
+    test_long_prompts();
     test_reuse();
     test_tree();
     test_checkpoints();
