@@ -536,7 +536,7 @@ kvc_status kvc_plan_new(kvc_batch *batch, const kvc_plan_args *given, kvc_plan *
     kvc_plan_args args;
     if (!out) return kvc_fail(KVC_ERR_INVALID, "plan is NULL: it is where the plan goes");
     *out = NULL;
-    KVC_TRY(KVC_READ(kvc_plan_args, &args, given, "plan"));
+    KVC_TRY(KVC_READ(kvc_plan_args, &args, given, "args"));
     KVC_TRY(kvc_resolve_plan(batch, &args));
     return kvc_plan_get(batch, &args, out);
 }

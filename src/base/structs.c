@@ -11,7 +11,8 @@ kvc_status kvc_check_size(size_t size, size_t least, size_t right, const char *n
 
 kvc_status kvc_check_output(const void *array, size_t size, int64_t max, size_t least, size_t right, const char *name) {
     KVC_TRY(kvc_check_size(size, least, right, name));
-    if (array || max <= 0) return KVC_OK;
+    if (max < 0) return kvc_fail(KVC_ERR_INVALID, "max_%s is %" PRId64 ": it must be at least 0", name, max);
+    if (array || !max) return KVC_OK;
     return kvc_fail(KVC_ERR_INVALID, "%s is NULL: there is to be room for %" PRId64, name, max);
 }
 

@@ -121,6 +121,8 @@ kvc_status kvc_prefix_checkpoint(kvc_prefix *prefix, int64_t seq_id, const kvc_t
 kvc_status kvc_prefix_state(kvc_prefix *prefix, int64_t seq_id, void *state, int64_t max_bytes, int64_t *num_bytes) {
     kvc_cache *cache = prefix->cache;
     if (!num_bytes) return kvc_fail(KVC_ERR_INVALID, "num_bytes is NULL");
+    if (max_bytes < 0)
+        return kvc_fail(KVC_ERR_INVALID, "max_bytes is %lld: it must be at least 0", (long long)max_bytes);
     kvc_lock(cache);
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
     const kvc_session *session = sequence ? kvc_session_of(prefix, sequence) : NULL;

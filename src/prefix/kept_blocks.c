@@ -117,8 +117,6 @@ kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t n
                                int64_t *num_blocks) {
     KVC_TRY(kvc_check_output(blocks, new_block_size, max_blocks, kvc_new_block_least_size, sizeof *blocks, "blocks"));
     if (!num_blocks) return kvc_fail(KVC_ERR_INVALID, "num_blocks is NULL");
-    if (max_blocks < 0)
-        return kvc_fail(KVC_ERR_INVALID, "max_blocks is %lld: it must be at least 0", (long long)max_blocks);
     *num_blocks = 0;
     kvc_lock(cache);
     for (kvc_node *node; *num_blocks < max_blocks && (node = kvc_prefix_next_new(cache)); kvc_node_take_out(node)) {
@@ -134,8 +132,6 @@ kvc_status kvc_prefix_take_events(kvc_prefix *prefix, kvc_prefix_event *events, 
                                   int64_t *num_events, int64_t *num_lost) {
     KVC_TRY(kvc_check_output(events, event_size, max_events, kvc_prefix_event_least_size, sizeof *events, "events"));
     if (!num_events || !num_lost) return kvc_fail(KVC_ERR_INVALID, "num_%s is NULL", num_events ? "lost" : "events");
-    if (max_events < 0)
-        return kvc_fail(KVC_ERR_INVALID, "max_events is %lld: it must be at least 0", (long long)max_events);
     kvc_prefix_lock_late(prefix);
     kvc_prefix_event event;
     for (*num_events = 0; *num_events < max_events && kvc_events_take(&prefix->events, &event); ++*num_events)

@@ -336,10 +336,16 @@ static void test_bad_reads(void) {
                 "blocks is NULL", "for 3");
     CHECK_FAILS(kvc_blocks(p->cache, 0, &block, sizeof block, 1, &num, NULL, sizeof run, 2, &num_runs), KVC_ERR_INVALID,
                 "runs is NULL", "for 2");
+    CHECK_FAILS(kvc_blocks(p->cache, 0, NULL, sizeof block, -1, &num, &run, sizeof run, 1, &num_runs), KVC_ERR_INVALID,
+                "max_blocks is -1", "at least 0");
+    CHECK_FAILS(kvc_blocks(p->cache, 0, &block, sizeof block, 1, &num, &run, sizeof run, -2, &num_runs),
+                KVC_ERR_INVALID, "max_runs is -2", "at least 0");
     CHECK(num == -5 && num_runs == -5 && block.live == -5 && run.count == -5);
     CHECK_FAILS(kvc_spans(p->cache, 0, 0, &span, 8, 1, &num, &hold), KVC_ERR_INVALID, "spans", "as 8:");
     CHECK_FAILS(kvc_spans(p->cache, 0, 0, NULL, sizeof span, 1, &num, &hold), KVC_ERR_INVALID, "spans is NULL",
                 "for 1");
+    CHECK_FAILS(kvc_spans(p->cache, 0, 0, &span, sizeof span, -1, &num, &hold), KVC_ERR_INVALID, "max_spans is -1",
+                "at least 0");
     CHECK(num == -5 && span.num_rows == -5 && !hold);
     CHECK(kvc_positions(p->cache, 0, 0, NULL, 9) == 4 && kvc_sequences(p->cache, NULL, 9) == 1);
     CHECK(kvc_sequences(p->cache, &num, 0) == 1 && num == -5);
@@ -381,7 +387,7 @@ static void test_failed_handles(void) {
     CHECK_FAILS(kvc_spans(p->cache, 0, 9, &span, sizeof span, 1, &num, &shown), KVC_ERR_INDEX, "layer", "is 9");
     CHECK(kvc_begin(p->cache, 1, NULL, NULL, NULL, &open) == KVC_OK);
     CHECK_FAILS(kvc_cache_clone(p->cache, &clone), KVC_ERR_BUSY, "batch", "open");
-    CHECK_FAILS(kvc_plan_new(open, NULL, &plan), KVC_ERR_INVALID, "plan", "NULL");
+    CHECK_FAILS(kvc_plan_new(open, NULL, &plan), KVC_ERR_INVALID, "args", "NULL");
     CHECK_FAILS(kvc_batch_spans(open, 0, 9, &span, sizeof span, 1, &num, &of_batch), KVC_ERR_INDEX, "layer", "is 9");
     CHECK_FAILS(kvc_slots(open, 9, 0, &span, sizeof span, &slots), KVC_ERR_INDEX, "layer", "is 9");
     CHECK(!cache && !clone && !loaded && !batch && !with && !plan && !prefix && !store);

@@ -317,6 +317,7 @@ static void check_state(int64_t id, int matched) {
     uint8_t state[STATE];
     int64_t num = -1;
     CHECK(kvc_prefix_state(prefix, id, state, STATE, &num) == KVC_OK && num == (matched ? STATE : 0));
+    CHECK_FAILS(kvc_prefix_state(prefix, id, state, -1, &num), KVC_ERR_INVALID, "max_bytes is -1", "at least 0");
     if (matched) CHECKF(state[0] == matched, "the state behind %d tokens, not %d", state[0], matched);
 }
 
@@ -481,6 +482,8 @@ static void test_events(void) {
     CHECK_FAILS(kvc_prefix_take_events(prefix, NULL, sizeof *events, 8, &num, &lost), KVC_ERR_INVALID, "events",
                 "NULL");
     CHECK(kvc_prefix_take_events(prefix, events, sizeof *events, 8, &num, &lost) == KVC_OK);
+    CHECK_FAILS(kvc_prefix_take_events(prefix, events, sizeof *events, -1, &num, &lost), KVC_ERR_INVALID,
+                "max_events is -1", "at least 0");
     CHECK(num == 4 && lost == 2 && events[0].kind == KVC_BLOCK_KEPT && events[0].begin == 8);
     CHECK(kvc_prefix_clear(prefix) == KVC_OK);
     CHECK(kvc_prefix_take_events(prefix, events, sizeof *events, 8, &num, &lost) == KVC_OK);
