@@ -2,13 +2,15 @@
 
 import hashlib
 import inspect
+import threading
+import time
 
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from kvcache.hf import latents  # noqa: E402 - it imports those
+from kvcache.hf import latents, models  # noqa: E402 - it imports those
 from kvcache.hf.models import (  # noqa: E402 - it imports those
     REPLACED,
     deepseek_v4,
@@ -58,3 +60,23 @@ def test_a_later_name_leaves_the_model_its_own_code(monkeypatch):
     monkeypatch.setitem(REPLACED, "deepseek_v32", {"DeepseekV32Chooser.forward": deepseek_v32.choose})
     found = replacements(transformers.CONFIG_MAPPING["deepseek_v32"])
     assert {name for _, name, _ in found} == {"expand_kv"}
+
+
+def test_threads_replace_a_method_once(monkeypatch):
+    class Slow(type):
+        def __setattr__(cls, name, value):
+            super().__setattr__(name, value)
+            time.sleep(0.1)  # while others come
+
+    class Attention(metaclass=Slow):
+        def expand_kv(self, kv_nope, k_rot):
+            return kv_nope, k_rot
+
+    own = Attention.expand_kv
+    monkeypatch.setattr(models, "replacements", lambda kind: [(Attention, "expand_kv", latents.expand)])
+    threads = [threading.Thread(target=models.install, args=(object,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert Attention.expand_kv.__wrapped__ is own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from typing import Any
 
 from kvcache.hf import latents
@@ -53,7 +54,11 @@ def replacements(kind: type[Any]) -> list[tuple[Any, str, Replacement]]:
     return [*found, *((owner, "expand_kv", latents.expand) for owner in attentions)]
 
 
+_installing = threading.Lock()  # a method replaced twice would take lazy tensors for those that the model makes
+
+
 def install(kind: type[Any]) -> None:
     """Replace the methods of models that have this class of configuration."""
-    for owner, name, replacement in replacements(kind):
-        replace(owner, name, replacement)
+    with _installing:
+        for owner, name, replacement in replacements(kind):
+            replace(owner, name, replacement)
