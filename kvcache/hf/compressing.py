@@ -13,7 +13,7 @@ from kvcache.batch import Batch
 from kvcache.errors import NotSupportedError
 from kvcache.hf.layers import Layer
 from kvcache.hf.masks import shown_by
-from kvcache.hf.pooling import Pooled, PooledKeys, Taken
+from kvcache.hf.pooling import OWN_FORWARD, Pooled, PooledKeys, Taken
 
 
 class SharedLayer(Layer):
@@ -35,10 +35,7 @@ class SharedLayer(Layer):
 
     def store_compression_weights(self, *args: Any) -> NoReturn:
         """Raise NotSupportedError: only the model's own function calls this."""
-        raise NotSupportedError(
-            "the model's attention has a forward function of its own, or one that was taken from its class before the"
-            " first HFCache for such a model was made: make an HFCache first"
-        )
+        raise NotSupportedError(OWN_FORWARD.format("attention"))
 
 
 class Compressed(NamedTuple):

@@ -21,6 +21,11 @@ from kvcache.hf.padding import count_leading, shown_columns
 from kvcache.hf.passes import ForwardPass, Passes
 from kvcache.policy import FullAttention, SlidingWindow
 
+OWN_FORWARD = (
+    "the forward function of the model's {} was set before the first HFCache for such a model was made, as hooks of"
+    " accelerate do: call kvcache.hf.enable, or make an HFCache, before that"
+)
+
 Places: TypeAlias = tuple[Tensor, ...]  # of tokens of a pass: rows of the batch, and columns
 
 
@@ -136,7 +141,7 @@ class PooledKeys(Pooled):
 
     def update_index(self, idx_k: Tensor) -> Tensor:
         """Raise NotSupportedError: the keys of single tokens are not kept."""
-        raise NotSupportedError("this indexer is not the model's own: the cache has no keys of single tokens for it")
+        raise NotSupportedError(OWN_FORWARD.format("indexer"))
 
 
 def _columns_of(blocks: Tensor | None, query: Query, has_tail: bool, taken: Taken) -> Tensor:

@@ -314,7 +314,7 @@ def test_arguments_that_do_not_go_with_it(name):
 def test_what_cannot_be(name):
     config = model_of(name).config
     cache = HFCache(config)
-    with pytest.raises(kvcache.NotSupportedError, match="not the model's own"):
+    with pytest.raises(kvcache.NotSupportedError, match=r"call kvcache\.hf\.enable, or make an HFCache, before"):
         cache.update_indexer(torch.zeros(1, 3, 32), 0)
     recurrent = HFCache(model_of(f"{name}, recurrent").config)
     with pytest.raises(ValueError, match="layer 0 of the model has keys of an indexer"):
@@ -338,3 +338,25 @@ def test_half_precision(name, attention):
     model.set_attn_implementation(attention)
     got = logits_of(model, HFCache(model.config, dtype="bf16"), tokens, [5, 6, 11])
     assert off(got.float(), want) < 0.1
+
+
+@torch.inference_mode()
+def test_a_forward_function_that_was_set_before(monkeypatch):
+    model, tokens = copy.deepcopy(with_attention("glm5_next", "kvcache")), tokens_of(1, LENGTH)
+    indexers = [part for part in model.modules() if type(part).__name__ == "Glm5NextTextIndexer"]
+
+    def wrap():
+        for indexer in indexers:
+            own = vars(indexer).pop("forward", None) or indexer.forward
+            monkeypatch.setitem(vars(indexer), "forward", lambda *args, own=own, **given: own(*args, **given))
+
+    kind = type(indexers[0])
+    with monkeypatch.context() as context:
+        context.setattr(kind, "forward", getattr(kind.forward, "__wrapped__", kind.forward))
+        wrap()
+    with pytest.raises(kvcache.NotSupportedError, match=r"of the model's indexer was set before the first HFCache"):
+        model(tokens, past_key_values=HFCache(model.config))
+    for indexer in indexers:
+        del vars(indexer)["forward"]
+    wrap()
+    model(tokens, past_key_values=HFCache(model.config))
