@@ -131,6 +131,7 @@ def test_the_programs_run_where_the_reader_stands(installed, lend, library):
     installed.succeeds(".venv/bin/python snippet.py")
 
 
+@pytest.mark.full  # .ci/run installs [test] and passes these tests, and its first command makes such an install
 def test_the_second_command_tests_what_the_first_installed(installed):
     text = installed.succeeds(f"{TEST} tests/package/test_package.py")
     assert f"kvcache: {installed.clone}/kvcache/__init__.py" in text
