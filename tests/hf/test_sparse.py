@@ -30,16 +30,17 @@ from kvcache.hf.told import CACHE  # noqa: E402 - it imports those
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers, and that dense tensors are used
 
 LENGTH = 40
-ATTENTIONS = ["eager", "kvcache"]
+SLOW = pytest.mark.slow
+ATTENTIONS = ["kvcache", pytest.param("eager", marks=SLOW)]  # test_logits and test_generate have each model with both
 ENDS = {"whole": [LENGTH], "pieces": [13, 14, 25, LENGTH], "tokens": [20, *range(21, LENGTH + 1)]}
 QUICK = {"hy_v4", "mistral_large4", "minimax_m3_vl_text", "glm5_next"}  # sinks, shared rows, blocks, pooled keys
 QUICK |= {"qwen4_exp_text, recurrent", "deepseek_v4"}
 RECURRENT = [name for name in POOLED if "recurrent" in name]
 NAMES = [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+    name if name in QUICK else pytest.param(name, marks=SLOW)
     for name in [*CHANGES, *POOLED, "deepseek_v4"] if name not in RECURRENT
 ]  # fmt: skip
-WITH_RECURRENT = NAMES + [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in RECURRENT]
+WITH_RECURRENT = NAMES + [pytest.param(name, marks=[] if name in QUICK else SLOW) for name in RECURRENT]
 INDEXERS = {"glm_moe_dsa": 3, "hy_v4": 2, "dots3_note_text": 2, "mistral_large4": 5, "minimax_m3_vl_text": 3}
 INDEXERS |= {"glm5_next": 3}
 WIDTHS = {"index_topk", "topk_blocks", "block_topk", "token_budget"}  # attributes that say how much is chosen
@@ -165,8 +166,17 @@ def test_left_padding(name, attention):
         assert off(got[row, padding:], want[row, padding:]) < TOLERANCE
 
 
-@pytest.mark.parametrize("counted", ["columns", "tokens that are shown"])
-@pytest.mark.parametrize("hidden", ["in the middle", "in the middle, and on the left", "later"])
+@pytest.mark.parametrize(
+    ("hidden", "counted"),
+    [
+        ("in the middle", "columns"),
+        ("in the middle, and on the left", "tokens that are shown"),
+        ("later", "columns"),
+        pytest.param("in the middle", "tokens that are shown", marks=SLOW),
+        pytest.param("in the middle, and on the left", "columns", marks=SLOW),
+        pytest.param("later", "tokens that are shown", marks=SLOW),
+    ],
+)
 @pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3_vl_text"])
 def test_hidden_tokens(name, hidden, counted):
     """A mask hides tokens that were stored. Blocks of MiniMax M3 are scored with them."""
@@ -248,7 +258,17 @@ def test_rows_come_and_go(name, attention):
     assert off(logits_of(model, cache, swapped, [22, *ends])[:, 22:], want) < TOLERANCE
 
 
-@pytest.mark.parametrize(("way", "attention"), [*((way, "kvcache") for way in WAYS), ("beams", "eager")])
+@pytest.mark.parametrize(
+    ("way", "attention"),
+    [
+        pytest.param("greedy", "kvcache", marks=SLOW),  # chunked is greedy, too
+        ("beams", "kvcache"),
+        ("beams", "eager"),
+        ("lookup", "kvcache"),
+        ("chunked", "kvcache"),
+        pytest.param("several", "kvcache", marks=SLOW),  # of several beams
+    ],
+)
 @pytest.mark.parametrize("name", WITH_RECURRENT)
 def test_generate(name, way, attention):
     if way == "lookup" and name in {*POOLED, "deepseek_v4"}:
