@@ -129,7 +129,7 @@ static scene random_scene(void) {
 }
 
 static void test_random(void) {
-    const int num_scenes = is_full() ? 300 : 80;
+    const int num_scenes = is_full() ? 300 : 40;
     for (int i = 0; i < num_scenes; i++) {
         static scene s; /* large */
         s = random_scene();

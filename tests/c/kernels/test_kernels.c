@@ -201,7 +201,7 @@ static void test_rounding(const kvc_kernels *kernels, int type) {
 
 static void test_convert_bits(const kvc_kernels *kernels) {
     static float x[1 << 16];
-    for (int pass = 0; pass < (is_full() ? 32 : 8); pass++) {
+    for (int pass = 0; pass < (is_full() ? 32 : 2); pass++) {
         for (int i = 0; i < 1 << 16; i++) {
             uint32_t bits = (uint32_t)random_bits();
             if (pass % 2) /* within the range of f16, and a little beyond */
