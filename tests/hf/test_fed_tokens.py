@@ -272,15 +272,14 @@ def test_a_call_that_failed(model, prefix):
     assert known(model, prefix, tokens[0]) == LONG
 
 
+@pytest.mark.parametrize("part", ["model", pytest.param("forward", marks=pytest.mark.slow)])  # torch takes seconds
 @torch.inference_mode()
-def test_a_compiled_model_tells_what_it_is_fed(model, prefix):
+def test_a_compiled_model_tells_what_it_is_fed(model, prefix, part):
     model.set_attn_implementation("kvcache")
-    tokens = random_tokens(1, LONG)
-    for compiled in (torch.compile(model, backend="eager"), torch.compile(model.forward, backend="eager")):
-        prefix.clear()
-        cache = HFCache(model.config, prefix=prefix)
-        cache.acquire(tokens)
-        compiled(tokens[:, :12], past_key_values=cache)
-        compiled(tokens[:, 12:], past_key_values=cache, position_ids=torch.arange(12, LONG)[None] + 3)
-        cache.release(tokens)
-        assert known(model, prefix, tokens[0]) == 12
+    compiled = torch.compile(model if part == "model" else model.forward, backend="eager")
+    cache, tokens = HFCache(model.config, prefix=prefix), random_tokens(1, LONG)
+    cache.acquire(tokens)
+    compiled(tokens[:, :12], past_key_values=cache)
+    compiled(tokens[:, 12:], past_key_values=cache, position_ids=torch.arange(12, LONG)[None] + 3)
+    cache.release(tokens)
+    assert known(model, prefix, tokens[0]) == 12
