@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from driver import FLOATS, TYPES
 from entrants import Entrant, Peers, Shape, compete
-from figures import quartiles, quiet_quotient, quotients
+from figures import Row, Table, quartiles, quiet_quotient, quotients
 
 BLOCKED = tuple(dtype for dtype in TYPES if dtype not in FLOATS)  # types whose rows are blocks of 32 elements
 
@@ -44,6 +44,11 @@ WANTED = {
     "relative error": "< 5e-4",
 }
 
+COLUMNS = {
+    "figure": "<60", "tokens": ">7,", "type": "<8", "threads": ">7", "µs": ">11,.1f", "quotient": ">8",
+    "quartiles": "^16", "fastest": ">7", "wanted": "<8", "": "",
+}  # fmt: skip
+
 Samples = Sequence[float]
 
 
@@ -57,17 +62,11 @@ class Report:
 
     options: argparse.Namespace
     peers: Peers
-    rows: list[dict[str, object]] = field(default_factory=list)
-    section: str = ""
+    rows: list[Row] = field(default_factory=list)
 
     def open(self, section: str, title: str) -> None:
-        self.section = section
         print(f"\n{title}\n", flush=True)
-        self._print(("", "tokens", "type", "threads", "µs", "quotient", "quartiles", "fastest", "wanted", ""))
-
-    def _print(self, cells: Sequence[str]) -> None:
-        widths = "<60", ">7", "<8", ">7", ">11", ">8", "^16", ">7", "<8", ""
-        print("  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip(), flush=True)
+        self.table = Table(COLUMNS, section)
 
     def line(
         self, name: str, shape: Shape, seconds: Samples = (), quotient: tuple[Samples, Samples] | float | None = None,
@@ -77,21 +76,21 @@ class Report:
 
         The quotient is shown as its median over the rounds, its quartiles, and the quotient of the fastest tenths.
         """
-        row: dict[str, object] = {"section": self.section, "name": name.strip(), "context": shape.context}
+        row: Row = {"name": name.strip(), "context": shape.context}
         row |= {"type": shape.type, "threads": shape.threads, "wanted": want, "note": note, **data}
-        numbers = ["", "", "", ""]
+        micro, numbers = None, ["", "", ""]
         if len(seconds):
             row["seconds"] = statistics.median(seconds)
-            numbers[0] = f"{1e6 * statistics.median(seconds):,.1f}"
+            micro = 1e6 * row["seconds"]
         if isinstance(quotient, tuple):
             low, middle, high = quartiles(quotients(*quotient))
             row |= {"quotient": middle, "low": low, "high": high, "fastest": quiet_quotient(*quotient)}
-            numbers[1:] = f"{middle:.3g}", f"{low:.3g} .. {high:.3g}", f"{row['fastest']:.3g}"
+            numbers = [f"{middle:.3g}", f"{low:.3g} .. {high:.3g}", f"{row['fastest']:.3g}"]
         elif quotient is not None:
             row["quotient"] = quotient
-            numbers[1] = f"{quotient:.2g}"
-        self.rows.append(row)
-        self._print((name, f"{shape.context:,}", shape.type, str(shape.threads), *numbers, want, note))
+            numbers[0] = f"{quotient:.2g}"
+        self.table.line(name, shape.context, shape.type, shape.threads, micro, *numbers, want, note, **row)
+        self.rows.append(self.table.rows[-1])
 
     def compete(self, some: Sequence[Entrant], threads: int, least: int = 5) -> list[list[float]]:
         """Interleave entrants, for the time that --seconds asks for; return their samples."""

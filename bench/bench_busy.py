@@ -4,6 +4,7 @@ KVCACHE_THREADS=own, in the environment, measures the library's own threads in a
 """
 
 import argparse
+import itertools
 import os
 import signal
 import statistics
@@ -12,8 +13,9 @@ import sys
 import time
 from collections.abc import Callable
 
-import numpy as np
 from entrants import KINDS
+from figures import Table
+from program import Arguments, fill, put, random
 
 import kvcache
 from kvcache.tools.interleave import Entrant
@@ -54,16 +56,13 @@ def work_of_torch(threads: int) -> Callable[[], object]:
 
 def attending(context: int, threads: int, dtype: str, between: Callable[[], object]) -> Entrant:
     """Return an entrant that attends with one query over rows of a type, and does something else before each call."""
-    rng = np.random.default_rng(0)
     cache = kvcache.KVCache(1, KV_HEADS, DIM, context, dtype=dtype, num_threads=threads)
-    rows = rng.standard_normal((context, KV_HEADS, DIM), np.float32)
-    q = rng.standard_normal((1, HEADS, DIM), np.float32)
-    with cache.batch(context - 1) as batch:
-        batch.put(0, rows[1:], rows[1:])
+    fill(cache, context - 1)
+    q = random(1, HEADS, DIM)
 
     def run(count: int) -> list[float]:
         batch, seconds = cache.batch(1), []
-        batch.put(0, rows[:1], rows[:1])
+        put(batch, cache)
         for _ in range(count):
             start = time.perf_counter()
             between()
@@ -96,23 +95,31 @@ def measure(entrants: list[Entrant], neighbours: Neighbours, seconds: float) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--neighbours", type=int, default=1, help="busy programs (default: 1)")
-    parser.add_argument("--context", type=int, nargs="+", default=[1024, 8192])
-    parser.add_argument("--threads", type=int, nargs="+", default=[len(os.sched_getaffinity(0)), 1])
+    parser = Arguments(__doc__)
+    parser.number("--neighbours", 1, "busy programs")
+    parser.list("--context", [1024, 8192], int, help="tokens")
+    parser.list("--threads", [len(os.sched_getaffinity(0)), 1], int)
     parser.add_argument("--torch", action="store_true", help="kvcache alone, with a product of torch before each call")
-    parser.add_argument("--seconds", type=float, default=30, help="for each table (default: 30)")
-    args = parser.parse_args()
-    neighbours = Neighbours(args.neighbours)
+    parser.number("--seconds", 30.0, "for each context and number of threads")
+    o = parser.parse_args()
+    neighbours = Neighbours(o.neighbours)
+    columns = {
+        "tokens": ">7,",
+        "threads": ">7",
+        "": "<20",
+        "type": "<5",
+        "alone, µs": ">9.0f",
+        "beside others": ">9.0f",
+    }
+    table = Table({**columns, "cost": ">5.1f"})
     try:
-        for threads in args.threads:
-            for context in args.context:
-                table(context, threads, neighbours, args)
+        for threads, context in itertools.product(o.threads, o.context):
+            compare(table, context, threads, neighbours, o)
     finally:
         neighbours.close()
 
 
-def table(context: int, threads: int, neighbours: Neighbours, args: argparse.Namespace) -> None:
+def compare(table: Table, context: int, threads: int, neighbours: Neighbours, args: argparse.Namespace) -> None:
     shape = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM, "context": context, "num_tokens": 1}
     with Peers({} if args.torch else {key: KINDS[key] for key in OFFERS}, print) as peers:
         wanted = [
@@ -125,10 +132,9 @@ def table(context: int, threads: int, neighbours: Neighbours, args: argparse.Nam
         ours = [attending(context, threads, dtype, between) for dtype in TYPES]
         entrants = [*ours, *peers.set_up(wanted)]
         found = measure(entrants, neighbours, args.seconds)
-    print(f"{context:,} tokens, {threads} threads: microseconds of a call alone, beside others, and their ratio")
     for entrant, times in zip(entrants, found, strict=True):
         alone, busy = (1e6 * statistics.median(times[key]) for key in (False, True))
-        print(f"  {entrant.name:20} {entrant.kind:5} {alone:10.0f} {busy:10.0f} {busy / alone:7.1f}", flush=True)
+        table.line(context, threads, entrant.name, entrant.kind, alone, busy, busy / alone)
 
 
 if __name__ == "__main__":

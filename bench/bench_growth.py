@@ -20,10 +20,10 @@ import ctypes
 import statistics
 
 import numpy as np
-from compiling import CORE, CORE_FLAGS, HERE, build, function
-from figures import keep
+from compiling import CORE_FLAGS, Library
+from figures import Table, keep
+from program import Arguments
 
-I32, I64, POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 # The names of growth.c's kinds, in their order, and the kinds with a limit that may refuse a call.
 KINDS = ("unlimited", "capacity", "max_bytes", "expired", "pinned", "running", "acquired", "running_bytes")
 LIMITED = ("capacity", "max_bytes", "running", "acquired", "running_bytes")
@@ -31,28 +31,15 @@ RENAMED = ["-Dpthread_mutex_lock=growth_lock", "-Dpthread_mutex_trylock=growth_t
 RENAMED += ["-Dpthread_mutex_unlock=growth_unlock", "-Dclock_gettime=growth_clock"]
 KEPT_IN_PART = 200  # bytes beside a prompt that do not suffice to keep its blocks
 MOST_RATIO, MOST_HOLD = 1.3, 1e-3
-CLEARING = ("keep", "clear", "prefix_clear")  # calls after which no block is kept
+CLEARING = ("keep", "clear", "prefix_clear", "prefix_free_all")  # calls after which no block is kept
 
 
 class Growth:
     """The functions of growth.c."""
 
     def __init__(self) -> None:
-        library = build("growth", [HERE / "growth.c", *CORE], [*CORE_FLAGS, *RENAMED])
-        self._error = function(library, "growth_error", ctypes.c_char_p)
-        self._new = function(library, "growth_new", I32, I32, I32, I64, POINTER)
-        self._free = function(library, "growth_free", I32, POINTER)
-        self._bytes = function(library, "growth_bytes", I64, POINTER)
-        self._time = function(library, "growth_time", I32, POINTER, POINTER, I32, I32, POINTER, POINTER)
-        self._hold = function(library, "growth_hold", I32, POINTER, I32, I32, POINTER, POINTER)
-        name = function(library, "growth_name", ctypes.c_char_p, I32)
-        of_all = function(library, "growth_is_of_all", I32, I32)
-        num = function(library, "growth_num_calls", I32)()
-        self.calls = {name(i).decode(): (i, bool(of_all(i))) for i in range(num)}
-
-    def _check(self, status: int) -> None:
-        if status:
-            raise RuntimeError(self._error().decode())
+        self._c = c = Library("growth", flags=[*CORE_FLAGS, *RENAMED])
+        self.calls = {c.growth_name(i).decode(): (i, bool(c.growth_is_of_all(i))) for i in range(c.growth_num_calls())}
 
     def new(self, kind: str, num_blocks: int) -> ctypes.c_void_p:
         """Make a cache with kept blocks; under max_bytes it is full of them."""
@@ -64,13 +51,13 @@ class Growth:
         return self._make(kind, num_blocks, limit)
 
     def _make(self, kind: str, num_blocks: int, limit: int) -> ctypes.c_void_p:
-        scene = POINTER()
-        self._check(self._new(KINDS.index(kind), num_blocks, limit, ctypes.byref(scene)))
+        scene = ctypes.c_void_p()
+        self._c.growth_new(KINDS.index(kind), num_blocks, limit, ctypes.byref(scene))
         return scene
 
     def _bytes_without_limit(self, kind: str, num_blocks: int) -> int:
         scene = self._make(kind, num_blocks, 0)
-        size = self._bytes(scene)
+        size = int(self._c.growth_bytes(scene))
         self.free(scene)
         return size
 
@@ -90,18 +77,18 @@ class Growth:
         return high
 
     def free(self, scene: ctypes.c_void_p) -> None:
-        self._check(self._free(scene))
+        self._c.growth_free(scene)
 
     def time(self, few: ctypes.c_void_p, many: ctypes.c_void_p, call: int, reps: int) -> tuple[float, float, float]:
         """Return the median seconds beside few blocks and beside many, and the median quotient."""
         seconds = np.empty((2, reps))
-        self._check(self._time(few, many, call, reps, seconds[0].ctypes.data, seconds[1].ctypes.data))
+        self._c.growth_time(few, many, call, reps, *seconds)
         return (*(statistics.median(row) for row in seconds), statistics.median(seconds[1] / seconds[0]))
 
     def hold(self, scene: ctypes.c_void_p, call: int, reps: int) -> tuple[float, float]:
         """Return the seconds of a call, and for how long of these at most another thread waits for the mutex."""
         seconds, longest = ctypes.c_double(), ctypes.c_double()
-        self._check(self._hold(scene, call, reps, ctypes.byref(seconds), ctypes.byref(longest)))
+        self._c.growth_hold(scene, call, reps, ctypes.byref(seconds), ctypes.byref(longest))
         return seconds.value, longest.value
 
 
@@ -123,9 +110,8 @@ class Scenes:
         self._scenes = []
 
 
-def measure(growth: Growth, kind: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
+def measure(growth: Growth, kind: str, arguments: argparse.Namespace, table: Table) -> None:
     scenes = Scenes(growth, kind, (arguments.few, arguments.many))
-    rows = []
     for name, (call, is_of_all) in growth.calls.items():
         if (arguments.calls and name not in arguments.calls) or (name == "refused" and kind not in LIMITED):
             continue
@@ -139,37 +125,32 @@ def measure(growth: Growth, kind: str, arguments: argparse.Namespace) -> list[di
                 hold = growth.hold(many, call, 5)[1]
                 ratio = f"{quotient:.2f}"
         except RuntimeError as error:
-            print(f"{kind:14}{name:18} {error}", flush=True)
+            table.line(kind, name, *[None] * 4, str(error))
             continue
         if name in CLEARING:
             scenes.free()
-        note = "  missed" if hold > MOST_HOLD or (not is_of_all and quotient > MOST_RATIO) else ""
+        note = "missed" if hold > MOST_HOLD or (not is_of_all and quotient > MOST_RATIO) else ""
         micro = [f"{value * 1e6:.1f}" for value in (beside_few, beside_many, hold)]
-        print(f"{kind:14}{name:18}{micro[0]:>12}{micro[1]:>12}{ratio:>10}{micro[2]:>12}{note}", flush=True)
         value = f"{micro[0]} to {micro[1]} µs ({ratio}), hold {micro[2]} µs"
-        rows.append({"section": "growth", "name": f"{name}, {kind}", "type": "", "value": value})
+        table.line(kind, name, *micro[:2], ratio, micro[2], note, name=f"{name}, {kind}", type="", value=value)
     scenes.free()
-    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--few", type=int, default=1000)
-    parser.add_argument("--many", type=int, default=100_000)
-    parser.add_argument("--reps", type=int, default=50)
-    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
-    parser.add_argument("--calls", nargs="*", default=[])
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
-    growth = Growth()
-    rows: list[dict[str, object]] = []
-    print(f"{'kind':14}{'call':18}{'few, us':>12}{'many, us':>12}{'quotient':>10}{'hold, us':>12}")
-    for kind in arguments.kinds:
-        rows += measure(growth, kind, arguments)
-    if arguments.json:
-        from pathlib import Path
-
-        keep(Path(arguments.json), "python bench/bench_growth.py", rows)
+    parser = Arguments(__doc__)
+    parser.number("--few", 1000, "blocks")
+    parser.number("--many", 100_000, "blocks")
+    parser.number("--reps", 50)
+    parser.list("--kinds", KINDS, known=KINDS)
+    parser.list("--calls", [], help="names of calls; default: all")
+    parser.kept()
+    o = parser.parse_args()
+    columns = {"kind": "<14", "call": "<18", "few, µs": ">11", "many, µs": ">11", "quotient": ">8", "hold, µs": ">11"}
+    growth, table = Growth(), Table({**columns, "": ""}, "growth")
+    for kind in o.kinds:
+        measure(growth, kind, o, table)
+    if o.json:
+        keep(o.json, o.command, table.rows)
 
 
 if __name__ == "__main__":

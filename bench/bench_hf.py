@@ -5,19 +5,17 @@ python bench/bench_hf.py --model 1b --context 32k --select 2048     # and with r
 python bench/bench_hf.py --model 1b --threads 1 --cpu-time ...      # on a machine that is busy otherwise
 """
 
-import argparse
 import multiprocessing
 import resource
-import shlex
 import statistics
-import sys
 import time
 import warnings
 from pathlib import Path
 
 import torch
 from driver import BYTES
-from figures import keep
+from figures import Table, keep
+from program import Arguments
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, LlamaConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -133,7 +131,8 @@ def speed(args):
     model = new_model(args.model, args.threads)
     now = time.process_time if args.cpu_time else time.perf_counter
     print("tokens/s of generate() behind a context of random rows, and speedup over DynamicCache")
-    rows = []
+    columns = {"tokens": ">7,", "": "<21", "type": "<5", "tokens/s": ">8.2f", "speedup": ">7.2f"}
+    table = Table(columns, f"generate {args.model}")
     for context in args.context:
         tokens = torch.randint(0, model.config.vocab_size, (1, context))
         entrants = [*entrants_of(model, args, tokens[0, :-1].tolist())]
@@ -145,11 +144,10 @@ def speed(args):
         dynamic = statistics.median(seconds[0])
         for (name, dtype, _, _), times in zip(entrants, seconds, strict=True):
             rate, quotient = 1 / statistics.median(times), dynamic / statistics.median(times)
-            print(f"{context:9,}  {name:21}  {dtype:5}  {rate:8.2f}  {quotient:6.2f}", flush=True)
-            row = {"section": f"generate {args.model}", "name": name, "context": context, "threads": args.threads}
-            rows.append({**row, "type": dtype, "rate": rate, "quotient": quotient})
+            row = {"name": name, "context": context, "threads": args.threads, "type": dtype, "rate": rate}
+            table.line(context, name, dtype, rate, quotient, **row, quotient=quotient)
     if args.json:
-        keep(args.json, f"python bench/bench_hf.py {shlex.join(sys.argv[1:])}", rows)
+        keep(args.json, args.command, table.rows)
 
 
 # ---- torch.compile
@@ -201,14 +199,15 @@ def memory(args):
     config = CONFIGS[args.model]
     width = 576 if args.model == "mla" else 2 * config.num_key_value_heads * config.head_dim
     elements = config.num_hidden_layers * width * context
-    print(f"peak memory of {context:,} tokens above that of one token, in MB, and over the bytes of the rows")
+    print(f"peak memory of {context:,} tokens above that of one token, and over the bytes of the rows")
+    table = Table({"": "<12", "MB": ">8.1f", "over rows": ">6.2f"})
     peaks = {}
     for name in ("one token", *args.dtype, "DynamicCache"):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             peaks[name] = pool.apply(peak, (name, args.model, context, args.threads))
         above, rows = peaks[name] - peaks["one token"], elements * BYTES.get(name, 2)
         if above:
-            print(f"{name:12}  {above / 1e6:8.1f}  {above / rows:6.2f}", flush=True)
+            table.line(name, above / 1e6, above / rows)
 
 
 # ---- quality
@@ -230,34 +229,30 @@ def quality(args):
     windows = [text[None, i : i + length] for i in range(0, len(text) - length + 1, length)]
     exact = [read(model, "f32", window) for window in windows]
     print(f"the model in this repository over {len(windows)} texts of {length:,} tokens")
-    print("type   loss    mean and largest distance of logits from those of f32")
+    table = Table({"type": "<5", "loss": ">6.4f", "logits off by": ">8.1e", "at most": ">8.1e"})
     for dtype in ("f32", *args.dtype):
         logits = [read(model, dtype, window) for window in windows]
         losses = [
             torch.nn.functional.cross_entropy(x[:-1], w[0, 1:]).item() for x, w in zip(logits, windows, strict=True)
         ]
         off = torch.cat([(x - y).abs() for x, y in zip(logits, exact, strict=True)])
-        print(f"{dtype:5}  {statistics.mean(losses):.4f}  {off.mean():.1e}  {off.max():.1e}", flush=True)
+        table.line(dtype, statistics.mean(losses), off.mean().item(), off.max().item())
 
 
 ONLY = {"speed": speed, "memory": memory, "quality": quality, "compile": compiled}
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--only", choices=ONLY, default="speed", help="default: speed")
-    p.add_argument(
-        "--model", choices=CONFIGS, default="gqa", help="grouped queries, latents (MLA), Llama 3.2 1B; default: gqa"
-    )
-    p.add_argument(
-        "--context", type=parse_tokens, nargs="+", default=[512, 8192], metavar="N", help="tokens; default: 512 8192"
-    )
-    p.add_argument("--dtype", choices=BYTES, nargs="+", default=["bf16", "q8_0"], help="of rows; default: bf16 q8_0")
-    p.add_argument("--threads", type=int, default=2, metavar="N", help="of torch and of ours; default: 2")
-    p.add_argument("--steps", type=int, default=20, metavar="N", help="calls of each, interleaved; default: 20")
+    p = Arguments(__doc__)
+    p.add_argument("--only", choices=ONLY, default="speed", help="what is measured")
+    p.add_argument("--model", choices=CONFIGS, default="gqa", help="grouped queries, latents (MLA), Llama 3.2 1B")
+    p.list("--context", [512, 8192], parse_tokens, help="tokens")
+    p.list("--dtype", ["bf16", "q8_0"], known=BYTES, help="of rows")
+    p.number("--threads", 2, "of torch and of ours")
+    p.number("--steps", 20, "calls of each, interleaved")
     p.add_argument("--select", type=parse_tokens, metavar="N", help="with --only speed: also select about N rows")
     p.add_argument("--cpu-time", action="store_true", help="with --only speed: count the process's CPU time")
-    p.add_argument("--json", type=Path, metavar="FILE", help="keep the speeds, for bench/write_results.py")
+    p.kept()
     args = p.parse_args()
     warnings.filterwarnings("ignore", "kvcache: the rows of every layer")  # one entrant is a plain cache
     with torch.inference_mode():

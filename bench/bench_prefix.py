@@ -12,23 +12,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import gc
 import shutil
 import socket
-import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import numpy as np
-from compiling import CORE, CORE_FLAGS, HERE, build, function
+from compiling import Library
+from figures import Figures
+from program import Arguments
 
 import kvcache
-from kvcache import _core, stores
-from kvcache.prefix.keys import arrays_of
+from kvcache import stores
 from kvcache.tools.arguments import parse_tokens
 from kvcache.tools.interleave import rounds, timed
 
@@ -41,9 +41,9 @@ SHAPE = {
 }  # fmt: skip
 
 
-def report(name: str, seconds: list[float], others: list[float], wanted: str = "") -> None:
-    quotient = statistics.median(other / one for one, other in zip(seconds, others, strict=True))
-    print(f"{name:24}{statistics.median(seconds) * 1e3:12.2f} ms{quotient:10.2f}{wanted:>10}", flush=True)
+def report(f: Figures, name: str, seconds: list[float], others: list[float], wanted: str = "") -> None:
+    f.samples(f"first token of {name}", [1e3 * s for s in seconds], "ms")
+    f.ratio("  speedup over prefill", others, seconds, wanted)
 
 
 # ---- the time to the first token
@@ -73,7 +73,7 @@ def server(url: str | None) -> Iterator[str | None]:
             process.wait()
 
 
-def measure_prefill(arguments: argparse.Namespace) -> None:
+def measure_prefill(f: Figures, arguments: argparse.Namespace) -> None:
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -126,11 +126,10 @@ def measure_prefill(arguments: argparse.Namespace) -> None:
             entrants[name] = anew(address, found), wanted
         parameters = model.num_parameters()
         print(f"{arguments.tokens:,} tokens, {parameters / 1e6:.0f} million parameters, {arguments.threads} threads")
-        print(f"{'first token of':24}{'median':>15}{'faster':>10}{'wanted':>10}")
         functions = [run for run, _ in entrants.values()]
         times = [*zip(*rounds(*functions, seconds=arguments.seconds, least=5), strict=True)]
         for (name, (_, wanted)), taken in zip(entrants.items(), times, strict=True):
-            report(name, list(taken), list(times[0]), wanted)
+            report(f, name, list(taken), list(times[0]), wanted)
 
 
 def hybrid_models(layers: int, hidden: int) -> Iterator[tuple[str, Any]]:
@@ -152,7 +151,7 @@ def hybrid_models(layers: int, hidden: int) -> Iterator[tuple[str, Any]]:
         yield name, AutoModelForCausalLM.from_config(config, attn_implementation="kvcache").eval()
 
 
-def measure_hybrid(arguments: argparse.Namespace) -> None:
+def measure_hybrid(f: Figures, arguments: argparse.Namespace) -> None:
     import torch
 
     from kvcache.hf import HFCache
@@ -160,7 +159,6 @@ def measure_hybrid(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     print(f"{arguments.tokens:,} known tokens and 16 new ones, {arguments.threads} threads")
-    print(f"{'first token of':24}{'median':>15}{'faster':>10}{'wanted':>10}")
     for name, model in hybrid_models(arguments.layers, arguments.hidden):
         config = model.config
         memory = HFCache.make_kv_cache(config, block_size=BLOCK)
@@ -183,13 +181,10 @@ def measure_hybrid(arguments: argparse.Namespace) -> None:
         computed, found = ([*taken] for taken in zip(*times, strict=True))
         if prefix.stats.matched < len(found) * arguments.tokens:
             raise SystemExit(f"only {prefix.stats.matched} tokens were found: {prefix.stats}")
-        print(f"{name}, {model.num_parameters() / 1e6:.0f} million parameters")
-        report("  prefill", computed, computed)
-        report("  memory", found, computed, "50")
-        print(
-            f"  {stats.checkpoints} states of {prefix.state_bytes / 1e6:.2f} MB, beside {rows / 1e6:.1f} MB of rows:"
-            f" {stats.checkpoint_bytes / rows:.3f}"
-        )
+        report(f, f"{name}, {model.num_parameters() / 1e6:.0f} million parameters, prefill", computed, computed)
+        report(f, f"{name}, memory", found, computed, "50")
+        note = f"{stats.checkpoints} states of {prefix.state_bytes / 1e6:.2f} MB, beside {rows / 1e6:.1f} MB of rows"
+        f.value("  bytes of states over those of rows", f"{stats.checkpoint_bytes / rows:.3f}", note=note)
 
 
 # ---- what calls take
@@ -220,14 +215,13 @@ def feed(cache: kvcache.KVCache, seq_id: int, begin: int, rows: np.ndarray) -> f
     return timed(batch.commit)[0]
 
 
-def measure_acquire(seconds: float) -> None:
+def measure_acquire(f: Figures, seconds: float) -> None:
     cache = make_cache()
     prefix = kvcache.PrefixCache(cache, fingerprint="none")
     tokens = np.arange(32768)
     seq_id, _ = prefix.acquire(tokens)
     feed(cache, seq_id, 0, np.ones((len(tokens), 1, 8), np.float32))
     prefix.release(seq_id, tokens)
-    empty = _core.Prefix(cache._core, b"", bytes(32), None, 0, 0, 0, False, 0, 0, 0)
 
     def acquire() -> float:
         taken, (seq_id, matched) = timed(prefix.acquire, tokens)
@@ -236,14 +230,14 @@ def measure_acquire(seconds: float) -> None:
         return taken
 
     def name() -> float:
-        return timed(empty.missing, *arrays_of(tokens), len(tokens))[0]
+        return timed(prefix.names, tokens)[0]
 
     hits, names = zip(*rounds(acquire, name, seconds=seconds, least=20), strict=True)
-    print(f"acquire, a hit of 32,768 tokens: {statistics.median(hits) * 1e3:.3f} ms (wanted: 0.5)")
-    print(f"names: {len(tokens) / statistics.median(names) / 1e6:.1f} million tokens/s (wanted: 20)")
+    f.samples("acquire, a hit of 32,768 tokens, from Python", [1e3 * s for s in hits], "ms", "<= 0.5")
+    f.samples("names, million tokens/s", [len(tokens) / s / 1e6 for s in names], "", ">= 20")
 
 
-def measure_commit(seconds: float) -> None:
+def measure_commit(f: Figures, seconds: float) -> None:
     """Commit a token at a time to two caches in turn: one has a store that sleeps, the other none."""
     one = np.ones((1, 1, 128), np.float32)
     sleeping = Sleeping()
@@ -270,87 +264,55 @@ def measure_commit(seconds: float) -> None:
     without, with_store = ([t for each in found for t in each[i]] for i in range(2))
     for name, share in (("p50", 0.5), ("p99", 0.99)):
         first, second = (float(np.quantile(times, share)) for times in (without, with_store))
-        print(
-            f"commit of one token, {name}: {first * 1e6:.1f} µs, with a store that sleeps {second * 1e6:.1f} µs:"
-            f" {second / first:.3f} (wanted: 1.1)"
-        )
+        note = f"{first * 1e6:.1f} µs, with the store {second * 1e6:.1f}"
+        f.value(f"commit of a token with a store that sleeps, {name}, cost", f"{second / first:.3f}", "<= 1.1", note)
     serving[1][1].close(0)
 
 
 # ---- what calls take in C
 
 
-class Longest(ctypes.Structure):
-    """`longest` of prefix.c."""
-
-    _names = ("acquire", "release", "evict", "clear", "evict_wait", "clear_wait", "free_wait", "idle_wait")
-    _fields_: ClassVar = [(name, ctypes.c_double) for name in _names]
-
-
-def measure_core(seconds: float, blocks: int) -> None:
-    library = build("prefix", [HERE / "prefix.c", *CORE], CORE_FLAGS)
-    error = function(library, "prefix_error", ctypes.c_char_p)
-    i32, pointer = ctypes.c_int32, ctypes.c_void_p
-
-    def call(name: str, types: list[type], *arguments: object) -> None:
-        if function(library, name, i32, *types)(*arguments):
-            raise SystemExit(f"{name}: {error().decode()}")
-
+def measure_core(f: Figures, seconds: float) -> None:
+    """Measure calls of a prompt of 32,768 known tokens, and commits beside many sequences, each of a tenant's own."""
+    library = Library("prefix")
     times = np.empty((3, 1001))
-    call("prefix_hits", [i32, i32, *[pointer] * 3], 32768, times.shape[1], *(row.ctypes.data for row in times))
+    library.prefix_hits(32768, times.shape[1], *times)
     for name, row in zip(("lookup", "acquire", "release"), times, strict=True):
-        print(f"{name}, a hit of 32,768 tokens: {np.median(row) * 1e3:.3f} ms, fastest {row.min() * 1e3:.3f}")
-
+        f.samples(f"{name}, a hit of 32,768 tokens", [1e3 * s for s in row], "ms", quiet=f"{row.min() * 1e3:.3f} ms")
     for num in (1, 1000, 10000):
 
-        def commits(of_prefixes: int, num: int = num) -> Any:
+        def commits(of_prefixes: bool, num: int = num) -> Any:
             taken = np.empty((2, 100))
-            arguments = (num, of_prefixes, taken.shape[1], *(row.ctypes.data for row in taken))
-            call("prefix_commits", [i32, i32, i32, pointer, pointer], *arguments)
-            return taken.min(axis=1) * 1e6
+            library.prefix_commits(num, of_prefixes, taken.shape[1], *taken)
+            return 1e6 * taken.min(axis=1)
 
-        plain, kept = zip(*rounds(lambda: commits(0), lambda: commits(1), seconds=seconds / 5, least=3), strict=True)
-        (one, all_of), (kept_one, kept_all) = np.min(plain, axis=0), np.min(kept, axis=0)
-        print(
-            f"commit beside {num:6,} sequences, fastest: of one token {one:.2f} µs, of prefixes {kept_one:.2f};"
-            f" of one of each {all_of / num:.3f} µs a token, of prefixes {kept_all / num:.3f}"
-        )
-
-    for length in (1, 500):
-
-        def longest(length: int = length) -> list[float]:
-            found = Longest()
-            call("prefix_longest", [i32, i32, ctypes.POINTER(Longest)], blocks, length, ctypes.byref(found))
-            return [getattr(found, name) for name in Longest._names]
-
-        found = np.min([each for [each] in rounds(longest, seconds=seconds, least=3)], axis=0)
-        print(f"{blocks:,} blocks, of prompts of {length}: the longest call, in ms, best of the rounds")
-        print("  " + ", ".join(f"{name} {t * 1e3:.2f}" for name, t in zip(Longest._names, found, strict=True)))
+        found = rounds(partial(commits, False), partial(commits, True), seconds=seconds / 5, least=3)
+        for kind, taken in zip(("", ", of prefixes"), np.min([*found], axis=0), strict=True):
+            beside = f"beside {num:,} sequences{kind}, fastest"
+            f.value(f"commit of a token {beside}", f"{taken[0]:.2f} µs")
+            f.value("  of a token of each", f"{taken[1] / num:.3f} µs")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(SECTIONS), help=f"sections, with commas ({','.join(SECTIONS)})")
-    parser.add_argument("--tokens", type=parse_tokens, default=4096, help="of the prompt (4096)")
-    parser.add_argument("--layers", type=int, default=12, help="of the model (12)")
-    parser.add_argument("--hidden", type=int, default=768, help="hidden size of the model (768)")
-    parser.add_argument("--threads", type=int, default=2, help="of torch (2)")
+    parser = Arguments(__doc__)
+    parser.list("--only", SECTIONS, known=SECTIONS)
+    parser.add_argument("--tokens", type=parse_tokens, default=4096, metavar="N", help="of the prompt")
+    parser.number("--layers", 12, "of the model")
+    parser.number("--hidden", 768, "hidden size of the model")
+    parser.number("--threads", 2, "of torch")
     parser.add_argument("--valkey", metavar="URL", help="a server; by default one is started if it is installed")
-    parser.add_argument("--blocks", type=int, default=100_000, help="that are kept for the longest calls (100000)")
-    parser.add_argument("--seconds", type=float, default=10, help="of each section (10); five rounds are the least")
-    arguments = parser.parse_args()
-    sections = arguments.only.split(",")
-    if unknown := {*sections} - {*SECTIONS}:
-        parser.error(f"--only: there is no section {', '.join(sorted(unknown))}: {', '.join(SECTIONS)}")
-    if "core" in sections:
-        measure_core(arguments.seconds, arguments.blocks)
-    if "calls" in sections:
-        measure_acquire(arguments.seconds)
-        measure_commit(arguments.seconds)
-    if "prefill" in sections:
-        measure_prefill(arguments)
-    if "hybrid" in sections:
-        measure_hybrid(arguments)
+    parser.number("--seconds", 10.0, "of each section; five rounds are the least")
+    o = parser.parse_args()
+    f = Figures("prefix")
+    if "core" in o.only:
+        measure_core(f, o.seconds)
+    if "calls" in o.only:
+        measure_acquire(f, o.seconds)
+        measure_commit(f, o.seconds)
+    if "prefill" in o.only:
+        measure_prefill(f, o)
+    if "hybrid" in o.only:
+        measure_hybrid(f, o)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ the prompt, in every layer. An eviction keeps a share of the prompt's tokens, an
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from figures import Table
 from numpy.typing import NDArray
+from program import Arguments
 
 from kvcache import ChunkedAttention, KVCache, SlidingWindow, eviction
 from kvcache.layer import DTYPES, DType, bytes_of_token, stored_as
@@ -213,14 +214,8 @@ def shown(found: Fidelity, exact: Fidelity) -> list[str]:
     ]
 
 
-def print_row(*cells: str) -> None:
-    """Print a row of a table in Markdown."""
-    print("|", " | ".join(cells), "|", flush=True)
-
-
-def print_head(*cells: str) -> None:
-    print_row(*cells)
-    print("|" + "---|" * len(cells))
+def markdown(*headings: str) -> Table:
+    return Table(dict.fromkeys(headings, ""), markdown=True)
 
 
 def print_types(settings: Sequence[Setting], types: Sequence[tuple[DType, DType]]) -> None:
@@ -229,7 +224,7 @@ def print_types(settings: Sequence[Setting], types: Sequence[tuple[DType, DType]
     The second setting, if there is one, has the model's outliers.
     """
     outliers = [f"outliers: {name}" for name in FIGURES if len(settings) > 1]
-    print_head("keys", "values", "Hadamard", "bits", *FIGURES, *outliers)
+    table = markdown("keys", "values", "Hadamard", "bits", *FIGURES, *outliers)
     head_dim = settings[0].model.config.head_dim
     for k_dtype, v_dtype in types:
         bits = 8 * bytes_of_token(1, head_dim, head_dim, k_dtype, v_dtype) / (2 * head_dim)
@@ -237,14 +232,14 @@ def print_types(settings: Sequence[Setting], types: Sequence[tuple[DType, DType]
         for transform in ({}, HADAMARD) if transformable else ({},):
             options = {"k_dtype": k_dtype, "v_dtype": v_dtype, **transform}
             figures = [cell for setting in settings for cell in setting.cells(**options)]
-            print_row(f"`{k_dtype}`", f"`{v_dtype}`", "yes" if transform else "", f"{bits:g}", *figures)
+            table.line(f"`{k_dtype}`", f"`{v_dtype}`", "yes" if transform else "", f"{bits:g}", *figures)
 
 
 def print_selections(setting: Setting, compressed: Sequence[DType] = ()) -> None:
     """Print a row for each share of f32 rows that is read, and for one share of the rows of each compressed type."""
-    print_head("rows", "rows read", *FIGURES)
+    table = markdown("rows", "rows read", *FIGURES)
     for dtype, share in [*(("f32", share) for share in SHARES), *((dtype, COMPRESSED_SHARE) for dtype in compressed)]:
-        print_row(f"`{dtype}`", f"{100 * share:g} %", *setting.cells(share, dtype=dtype, sketch=True))
+        table.line(f"`{dtype}`", f"{100 * share:g} %", *setting.cells(share, dtype=dtype, sketch=True))
 
 
 def print_evictions(setting: Setting, compressed: Sequence[DType] = ()) -> None:
@@ -252,22 +247,22 @@ def print_evictions(setting: Setting, compressed: Sequence[DType] = ()) -> None:
 
     Rows are f32. A last row for each compressed type has half of the tokens by the policy `future`.
     """
-    print_head("rows", "policy", "tokens kept", *FIGURES)
+    table = markdown("rows", "policy", "tokens kept", *FIGURES)
     of_floats = [("f32", name, keep) for name, keep in itertools.product(EVICTIONS, KEPT)]
     for dtype, name, keep in [*of_floats, *((dtype, "future", KEPT[0]) for dtype in compressed)]:
         drop = evicted(setting.model, EVICTIONS[name], keep)
         cells = setting.cells(drop=drop, dtype=dtype, max_sequences=2)
-        print_row(f"`{dtype}`", name, f"{100 * keep:g} %", *cells)
+        table.line(f"`{dtype}`", name, f"{100 * keep:g} %", *cells)
 
 
 def print_policies(setting: Setting, policies: Sequence[Policy]) -> None:
     """Print a row for each policy, over f32 rows."""
-    print_head("policy", "rows kept", *FIGURES)
+    table = markdown("policy", "rows kept", *FIGURES)
     num_tokens = setting.prompt + len(setting.texts[0])
     whole = KVCache.from_config(setting.path, dtype="f32").most_bytes(num_tokens)
     for policy in policies:
         kept = num_tokens * KVCache.from_config(setting.path, dtype="f32", policy=policy).most_bytes(num_tokens) / whole
-        print_row(f"`{written(policy)}`", f"{kept:,.0f}", *setting.cells(dtype="f32", policy=policy))
+        table.line(f"`{written(policy)}`", f"{kept:,.0f}", *setting.cells(dtype="f32", policy=policy))
 
 
 # --- facts hidden in a text --------------------------------------------------------------------------------------
@@ -328,16 +323,12 @@ def print_needles(model: Llama, path: Path, hidden: Sequence[tuple[Sequence[int]
                 evicted(model, EVICTIONS[name], keep)(cache, text, queries)
                 results = answers(model, cache, questions, None)
             found.setdefault(f"{name}: {100 * keep:g} % kept", []).extend(zip(*results, strict=True))
-    print_head("rows", "tokens right", "facts found", "log-probability of a token")
+    table = markdown("rows", "tokens right", "facts found", "log-probability of a token")
     for name, each in found.items():
         right, chances = zip(*each, strict=True)
         tokens = np.concatenate(right)
-        print_row(
-            name,
-            f"{tokens.sum()} of {len(tokens)}",
-            f"{sum(map(np.all, right))} of {len(right)}",
-            f"{np.concatenate(chances).mean():.2f}",
-        )
+        facts = f"{sum(map(np.all, right))} of {len(right)}"
+        table.line(name, f"{tokens.sum()} of {len(tokens)}", facts, f"{np.concatenate(chances).mean():.2f}")
 
 
 # --- the command line --------------------------------------------------------------------------------------------
@@ -409,14 +400,13 @@ def measure_other(path: Path, files: Sequence[Path], context: int, only: str | N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument(
-        "--model", help='"smollm2", or a folder or GGUF that the runner reads (default: examples/model)'
+        "--model", help='"smollm2", or a folder or GGUF that the runner reads; by default examples/model'
     )
-    tables = ["types", "policies", "selections", "evictions", "needle"]
-    parser.add_argument("--only", choices=tables, help="the table to print")
-    parser.add_argument("--context", type=int, default=4096, help="tokens of a prompt, of --model (default: 4096)")
-    parser.add_argument("--texts", type=Path, nargs="+", default=TEXTS, help="files that --model reads")
+    parser.add_argument("--only", choices=["types", "policies", "selections", "evictions", "needle"], help="the table")
+    parser.number("--context", 4096, "tokens of a prompt, of --model")
+    parser.list("--texts", TEXTS, Path, help="files that --model reads")
     args = parser.parse_args()
     if args.only == "needle" and args.model is None:
         parser.error("--only needle is only for --model")

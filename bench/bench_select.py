@@ -10,83 +10,53 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
-from functools import partial
 
-import numpy as np
+from figures import Table
+from program import Arguments, fastest, fill, put, random
 
 import kvcache
-from kvcache.tools.interleave import rounds, timed
 
-RNG = np.random.default_rng(0)
-KV_HEADS, HEADS, PIECE = 8, 32, 4096
+KV_HEADS, HEADS = 8, 32
 
 
-def random(*shape: int) -> np.ndarray:
-    return RNG.standard_normal(shape, np.float32)
-
-
-def filled(num_tokens: int, dtype: str, num_threads: int, num_layers: int, dim: int) -> kvcache.KVCache:
-    """Return a cache of random rows, with room for some tokens more; every second layer keeps sketches."""
-    layers = [kvcache.Layer(KV_HEADS, dim, dtype=dtype, rope=False, sketch=i % 2 == 0) for i in range(num_layers)]
+def measure(table: Table, num_tokens: int, dtype: str, num_threads: int, o: argparse.Namespace) -> None:
+    num_layers = 2 * o.layers  # every second one keeps sketches
+    layers = [kvcache.Layer(KV_HEADS, o.dim, dtype=dtype, rope=False, sketch=i % 2 == 0) for i in range(num_layers)]
     cache = kvcache.KVCache(layers, max_seq_len=num_tokens + 64, num_threads=num_threads)
-    rows = random(min(PIECE, num_tokens), KV_HEADS, dim)
-    for begin in range(0, num_tokens, len(rows)):
-        some = rows[: num_tokens - begin]
-        with cache.batch(len(some)) as batch:
-            for layer in range(num_layers):
-                batch.put(layer, some, some)
-    return cache
-
-
-def best_of(least: int, *calls: Callable[[], object]) -> list[float]:
-    """Return the best time of each call, in milliseconds."""
-    found = rounds(*(partial(timed, call) for call in calls), seconds=0, least=least)
-    return [1e3 * min(seconds for seconds, _ in of_call) for of_call in zip(*found, strict=True)]
-
-
-def measure(num_tokens: int, dtype: str, num_threads: int, args: argparse.Namespace) -> None:
-    num_layers = 2 * args.layers
-    cache = filled(num_tokens, dtype, num_threads, num_layers, args.dim)
-    q, row = random(1, HEADS, args.dim), random(1, KV_HEADS, args.dim)
+    fill(cache, num_tokens)
+    q, row = random(1, HEADS, o.dim), random(1, KV_HEADS, o.dim)
     dense_layers, selecting_layers = (itertools.cycle(range(0, num_layers, 2)) for _ in range(2))
     with cache.batch(1) as batch:
-        for layer in range(num_layers):
-            batch.put(layer, row, row)
-        dense, selected = best_of(
-            args.rounds,
-            lambda: batch.attend(next(dense_layers), q),
-            lambda: batch.attend(next(selecting_layers), q, select=args.rows),
+        put(batch, cache)
+        times = fastest(
+            o.rounds,
+            dense=lambda: batch.attend(next(dense_layers), q),
+            selected=lambda: batch.attend(next(selecting_layers), q, select=o.rows),
         )
-    puts = [np.inf, np.inf]
-    for _ in range(args.rounds):
-        with cache.batch(1) as batch:
-            once = best_of(1, lambda: batch.put(1, row, row), lambda: batch.put(0, row, row))
-            puts = [min(pair) for pair in zip(puts, once, strict=True)]
-            for layer in range(2, num_layers):
-                batch.put(layer, row, row)
-            batch.abort()
-    print(
-        f"{dtype:>5} {num_tokens:>7} {num_threads:>8} {dense:>8.2f} {selected:>9.2f} {dense / selected:>6.2f} "
-        f"{puts[0]:>8.4f} {puts[1]:>11.4f}"
-    )
+    puts = []
+    for _ in range(o.rounds):
+        batch = cache.batch(1)
+        puts.append(fastest(1, plain=lambda: batch.put(1, row, row), sketch=lambda: batch.put(0, row, row)))  # noqa: B023
+        batch.abort()
+    plain, sketch = (min(each[name] for each in puts) for name in ("plain", "sketch"))
+    gain = times["dense"] / times["selected"]
+    table.line(dtype, num_tokens, num_threads, times["dense"], times["selected"], gain, plain, sketch)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="32768,131072", help="contexts, comma-separated (default: %(default)s)")
-    parser.add_argument("--types", default="f16,int8", help="types of rows (default: %(default)s)")
-    parser.add_argument("--threads", default="1,2", help="numbers of threads (default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=2048, help="rows to select (default: %(default)s)")
-    parser.add_argument("--dim", type=int, default=128, help="elements of a head (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=2, help="layers of each kind (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=20, help="calls of each kind (default: %(default)s)")
-    args = parser.parse_args()
-    print(" type  tokens  threads    dense  selected   gain      put with sketch")
-    for num_tokens in map(int, args.tokens.split(",")):
-        for dtype in args.types.split(","):
-            for num_threads in map(int, args.threads.split(",")):
-                measure(num_tokens, dtype, num_threads, args)
+    parser = Arguments(__doc__)
+    parser.list("--tokens", [32768, 131072], int, help="contexts")
+    parser.list("--types", ["f16", "int8"], help="of rows")
+    parser.list("--threads", [1, 2], int)
+    parser.number("--rows", 2048, "rows to select")
+    parser.number("--dim", 128, "elements of a head")
+    parser.number("--layers", 2, "layers of each kind")
+    parser.number("--rounds", 20, "calls of each kind")
+    o = parser.parse_args()
+    columns = {"type": "<5", "tokens": ">7", "threads": ">7", "dense": ">8.2f", "selected": ">8.2f", "gain": ">6.2f"}
+    table = Table(columns | {"put": ">8.4f", "with sketch": ">8.4f"})
+    for shape in itertools.product(o.tokens, o.types, o.threads):
+        measure(table, *shape, o)
 
 
 if __name__ == "__main__":

@@ -9,17 +9,17 @@ chosen with keys of other types, for random keys and queries.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+from figures import Table
+from program import Arguments, fastest, fill, put, random
 
 import kvcache
-from kvcache.tools.interleave import timed
 
-RNG = np.random.default_rng(0)
 RECALLED = ("bf16", "f16", "int8", "q8_0", "int6", "q5_0", "int4", "q4_0")
 
 
@@ -52,39 +52,15 @@ MODELS = {
 }
 
 
-def random(*shape: int) -> np.ndarray:
-    return RNG.standard_normal(shape, np.float32)
-
-
-def filled(layers: list[kvcache.Layer], num_tokens: int) -> kvcache.KVCache:
-    """Return a cache of random rows, with room for a token more."""
-    cache = kvcache.KVCache(layers, max_seq_len=num_tokens + 1)
-    while left := num_tokens - cache.next_position():
-        with cache.batch(min(left, 4096)) as batch:
-            put(batch, cache)
-    return cache
-
-
-def put(batch: kvcache.Batch, cache: kvcache.KVCache) -> None:
-    """Put random rows for all tokens of a batch."""
-    for i, layer in enumerate(cache.layers):
-        k = random(len(batch.positions), layer.num_kv_heads, layer.head_dim)
-        batch.put(i, k, None if layer.value_in_key or not layer.v_head_dim else k)
-
-
-def fastest(call: Callable[[], Any]) -> float:
-    """Return the fewest milliseconds of a few calls."""
-    return 1e3 * min(timed(call)[0] for _ in range(3))
-
-
 def measure(model: Model, dtype: str, num_tokens: int, rounds: int, threads: list[int]) -> list[dict[str, float]]:
     """Return the times of each number of threads."""
     layer = model.layer(dtype)
-    cache = filled([layer, kvcache.Layer(1, 128, v_head_dim=0, dtype="int8")], num_tokens)
-    small = filled([layer], model.width * model.block)
+    layers, width = [layer, kvcache.Layer(1, 128, v_head_dim=0, dtype="int8")], model.width * model.block
+    cache = fill(kvcache.KVCache(layers, max_seq_len=num_tokens + 1), num_tokens)
+    small = fill(kvcache.KVCache([layer], max_seq_len=width + 1), width)
     query, scale = random(1, model.num_heads, layer.head_dim), layer.head_dim**-0.5
     index_query, weights = random(1, model.index_heads, 128), random(1, model.index_heads)
-    times: list[dict[str, float]] = [{} for _ in threads]
+    times = []
     with cache.batch(1) as batch, small.batch(1) as other:
         put(batch, cache)
         put(other, small)
@@ -96,63 +72,54 @@ def measure(model: Model, dtype: str, num_tokens: int, rounds: int, threads: lis
             return batch.choose(1, index_query, **options)
 
         chosen = choose()
-        calls = {
-            "dense": lambda: batch.attend(0, query, scale=scale),
-            "choose": choose,
-            "chosen": lambda: batch.attend(0, query, scale=scale, chosen=chosen, chosen_block=model.block),
-            "contiguous": lambda: other.attend(0, query, scale=scale),
-        }
-        for _ in range(rounds):
-            for number, best in zip(threads, times, strict=True):
-                kvcache.set_num_threads(number)
-                for name, call in calls.items():
-                    best[name] = min(best.get(name, np.inf), fastest(call))
+        for number in threads:
+            kvcache.set_num_threads(number)
+            found = fastest(
+                3 * rounds,
+                dense=lambda: batch.attend(0, query, scale=scale),
+                choose=choose,
+                chosen=lambda: batch.attend(0, query, scale=scale, chosen=chosen, chosen_block=model.block),
+                contiguous=lambda: other.attend(0, query, scale=scale),
+            )
+            times.append(found)
     return times
 
 
 def recall(num_tokens: int) -> None:
     """Print the recall of each type of index keys, of 64 heads of 128 and a width of 2,048."""
     layers = [kvcache.Layer(1, 128, v_head_dim=0, dtype=dtype) for dtype in ("f32", *RECALLED)]
-    cache = kvcache.KVCache(layers, max_seq_len=num_tokens + 1)
-    while left := num_tokens - cache.next_position():
-        keys = random(min(left, 4096), 1, 128)
-        with cache.batch(len(keys)) as batch:
-            for i in range(len(layers)):
-                batch.put(i, keys)
-    query, weights, key = random(1, 64, 128), random(1, 64), random(1, 1, 128)
+    cache = fill(kvcache.KVCache(layers, max_seq_len=num_tokens + 1), num_tokens)
+    query, weights = random(1, 64, 128), random(1, 64)
     with cache.batch(1) as batch:
-        for i in range(len(layers)):
-            batch.put(i, key)
+        put(batch, cache)
         right, *others = (
             batch.choose(i, query, weights=weights, relu=True, width=2048).ravel() for i in range(len(layers))
         )
+    table = Table({"type": "<5", "recall": ">6.4f"})
     for dtype, found in zip(RECALLED, others, strict=True):
-        print(f"{dtype:5} {np.isin(right, found).mean():.4f}")
+        table.line(dtype, np.isin(right, found).mean())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--types", nargs="+", default=["int8", "bf16"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[32768])
-    parser.add_argument("--threads", nargs="+", type=int, default=[1])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--recall", action="store_true")
-    args = parser.parse_args()
-    if args.recall:
-        recall(args.tokens[0])
+    parser = Arguments(__doc__)
+    parser.list("--models", MODELS, known=MODELS)
+    parser.list("--types", ["int8", "bf16"])
+    parser.list("--tokens", [32768], int)
+    parser.list("--threads", [1], int)
+    parser.number("--rounds", 7, "of three calls each")
+    parser.add_argument("--recall", action="store_true", help="print how many of the right rows other types choose")
+    o = parser.parse_args()
+    if o.recall:
+        recall(o.tokens[0])
         return
-    print("model        type   tokens threads    dense   choose   chosen contiguous  gain  chosen/contiguous")
-    for name in args.models:
-        for dtype in args.types:
-            for num_tokens in args.tokens:
-                measured = measure(MODELS[name], dtype, num_tokens, args.rounds, args.threads)
-                for threads, t in zip(args.threads, measured, strict=True):
-                    print(
-                        f"{name:12} {dtype:5} {num_tokens:7} {threads:7} {t['dense']:8.2f} {t['choose']:8.2f}"
-                        f" {t['chosen']:8.2f} {t['contiguous']:10.2f} {t['dense'] / (t['choose'] + t['chosen']):5.1f}"
-                        f" {t['chosen'] / t['contiguous']:18.2f}"
-                    )
+    columns = {"model": "<12", "type": "<5", "tokens": ">7", "threads": ">7"}
+    columns |= dict.fromkeys(("dense", "choose", "chosen", "contiguous"), ">8.2f")
+    table = Table(columns | {"gain": ">5.1f", "chosen/contiguous": ">8.2f"})
+    for name, dtype, num_tokens in itertools.product(o.models, o.types, o.tokens):
+        measured = measure(MODELS[name], dtype, num_tokens, o.rounds, o.threads)
+        for threads, t in zip(o.threads, measured, strict=True):
+            gain = t["dense"] / (t["choose"] + t["chosen"])
+            table.line(name, dtype, num_tokens, threads, *t.values(), gain, t["chosen"] / t["contiguous"])
 
 
 if __name__ == "__main__":

@@ -6,17 +6,18 @@ that was written before. Saving is compared with writing as many bytes to a file
     python bench/bench_state.py --tokens 4096 --threads 2 --rounds 5
 """
 
-import argparse
 import mmap
 import os
 import tempfile
-from collections import defaultdict
 
 import numpy as np
+from figures import Table
+from program import Arguments, fill
 
 import kvcache
 from kvcache.tools.interleave import timed
 
+OVER = {"save": "write, fsync", "load": "copy to new memory", "restore again": "copy"}  # what each is compared with
 PIECE = 4 << 20  # bytes written at once
 
 
@@ -29,54 +30,43 @@ def write(path, size):
         os.fsync(file.fileno())
 
 
-def fill(cache, num_tokens):
-    like = cache.layers[0]
-    rows = np.random.default_rng(0).standard_normal((256, like.num_kv_heads, like.head_dim)).astype("f4")
-    for _ in range(0, num_tokens, 256):
-        with cache.batch(256) as batch:
-            for layer in range(cache.num_layers):
-                batch.put(layer, rows, rows)
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--dtype", default="f16")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = Arguments(__doc__)
+    parser.number("--tokens", 4096)
+    parser.number("--layers", 16)
+    parser.add_argument("--dtype", default="f16", help="of rows")
+    parser.number("--threads", 1)
+    parser.number("--rounds", 5, "of which the best counts")
     parser.add_argument("--folder", help="where files are written; by default a temporary folder")
-    options = parser.parse_args()
-    cache = kvcache.KVCache(
-        options.layers, 8, 128, None, max_sequences=None, dtype=options.dtype, num_threads=options.threads
-    )
-    fill(cache, options.tokens)
-    seconds = defaultdict(list)
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        path = f"{folder}/state"
-        for _ in range(options.rounds):
-            seconds["save"].append(timed(lambda: cache.save(path))[0])
-            size = os.path.getsize(path)
-            seconds["write, fsync"].append(timed(lambda size=size: write(f"{folder}/other", size))[0])
-            with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                view = np.frombuffer(data, np.uint8)
-                view[::4096].sum()  # in the page cache, and mapped
-                took, copied = timed(view.copy)
-                seconds["copy to new memory"].append(took)
-                seconds["copy"].append(timed(lambda copied=copied, view=view: np.copyto(copied, view))[0])
-                del view, copied
-            took, other = timed(lambda: kvcache.KVCache.load(path, num_threads=options.threads))
-            seconds["load"].append(took)
-            other.restore(path)  # in place of the same: the old rows' memory is free then
-            seconds["restore again"].append(timed(lambda other=other: other.restore(path))[0])
-            other.close()
-    best = {name: min(times) for name, times in seconds.items()}
-    print(f"{size / 1e6:.0f} MB of {options.dtype}, {options.threads} threads; best of {options.rounds}")
-    for name, took in best.items():
-        print(f"{name:20} {size / 1e9 / took:6.2f} GB/s")
-    print(f"save over writing and fsync       {best['write, fsync'] / best['save']:.2f}")
-    print(f"load over copying to new memory   {best['copy to new memory'] / best['load']:.2f}")
-    print(f"restore again over copying        {best['copy'] / best['restore again']:.2f}")
+    o = parser.parse_args()
+    cache = kvcache.KVCache(o.layers, 8, 128, None, max_sequences=None, dtype=o.dtype, num_threads=o.threads)
+    fill(cache, o.tokens)
+    with tempfile.TemporaryDirectory(dir=o.folder) as folder:
+        rounds = [measure(cache, folder, o.threads) for _ in range(o.rounds)]
+        size = os.path.getsize(f"{folder}/state")
+    best = {name: min(each[name] for each in rounds) for name in rounds[0]}
+    table = Table({f"{size / 1e6:.0f} MB": "<20", "GB/s": ">6.2f", "over": "<20", "quotient": ">8.2f"})
+    for name, seconds in best.items():
+        other = OVER.get(name)
+        table.line(name, size / 1e9 / seconds, other or "", best[other] / seconds if other else None)
+
+
+def measure(cache, folder, threads):
+    """Return the seconds of each of these, once."""
+    path = f"{folder}/state"
+    seconds = {"save": timed(cache.save, path)[0]}
+    seconds["write, fsync"] = timed(write, f"{folder}/other", os.path.getsize(path))[0]
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        view = np.frombuffer(data, np.uint8)
+        view[::4096].sum()  # in the page cache, and mapped
+        seconds["copy to new memory"], copied = timed(view.copy)
+        seconds["copy"] = timed(np.copyto, copied, view)[0]
+        del view, copied
+    seconds["load"], other = timed(kvcache.KVCache.load, path, num_threads=threads)
+    other.restore(path)  # in place of the same: the old rows' memory is free then
+    seconds["restore again"] = timed(other.restore, path)[0]
+    other.close()
+    return seconds
 
 
 if __name__ == "__main__":

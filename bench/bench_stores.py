@@ -8,12 +8,13 @@ rounds' quotients.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from collections.abc import MutableMapping
 
 import numpy as np
+from figures import Table
+from program import Arguments
 
 import kvcache
 from kvcache import stores
@@ -24,7 +25,9 @@ LONG = 600.0
 BLOCK, HEAD_DIM = 16, 64  # one layer of f16
 
 
-def measure(name: str, store: MutableMapping[str, bytes], secret: bytes | None, size: int, seconds: float) -> None:
+def measure(
+    table: Table, name: str, store: MutableMapping[str, bytes], secret: bytes | None, size: int, seconds: float
+) -> None:
     num_heads, num_blocks = max(1, size // (BLOCK * HEAD_DIM * 4)), max(4, min(256, (64 << 20) // size))
     prompt, nbytes = range(num_blocks * BLOCK + 1), num_blocks * BLOCK * num_heads * HEAD_DIM * 4
     value = bytes(nbytes // num_blocks)
@@ -65,28 +68,30 @@ def measure(name: str, store: MutableMapping[str, bytes], secret: bytes | None, 
     found = list(zip(*rounds(write, read, copy, miss, seconds=seconds, least=5), strict=True))
     rates = [statistics.median(nbytes / each for each in times) / 1e9 for times in found[:3]]
     quotient = statistics.median(copied / taken for taken, copied in zip(found[1], found[2], strict=True))
-    kind = "MAC" if secret else "CRC"
-    miss_us = statistics.median(found[3]) * 1e6
-    print(
-        f"{name:30} {kind} {readable(len(value)):>9}{rates[0]:8.2f}{rates[1]:8.2f}{rates[2]:8.2f}"
-        f"{quotient:9.2f}{miss_us:9.0f}"
-    )
+    kind, miss_us = "MAC" if secret else "CRC", statistics.median(found[3]) * 1e6
+    table.line(name, kind, readable(len(value)), *rates, quotient, miss_us)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("url", nargs="*", help="addresses of stores")
-    parser.add_argument("--size", nargs="+", default=["256KiB", "8MiB"], help="bytes of a value (256KiB 8MiB)")
-    parser.add_argument("--seconds", type=float, default=3, help="of each line (3)")
-    arguments = parser.parse_args()
-    print(f"{'store':30} {'':3} {'value':>9}{'write':>8}{'read':>8}{'memcpy':>8}{'of copy':>9}{'miss µs':>9}   GB/s")
+    parser.list("--size", ["256KiB", "8MiB"], help="bytes of a value")
+    parser.number("--seconds", 3.0, "of each line")
+    o = parser.parse_args()
+    columns = {
+        "store": "<30",
+        "": "<3",
+        "value": ">9",
+        **dict.fromkeys(("write GB/s", "read GB/s", "memcpy GB/s"), ">8.2f"),
+    }
+    table = Table({**columns, "of copy": ">8.2f", "miss µs": ">8.0f"})
     with tempfile.TemporaryDirectory() as folder:
-        opened: dict[str, MutableMapping[str, bytes]] = {url: stores.open(url) for url in arguments.url}
+        opened: dict[str, MutableMapping[str, bytes]] = {url: stores.open(url) for url in o.url}
         opened = opened or {"a dictionary": {}, "a folder": stores.open(f"dir:{folder}")}
-        for size in map(parse_bytes, arguments.size):
+        for size in map(parse_bytes, o.size):
             for secret in (None, b"secret"):
                 for name, store in opened.items():
-                    measure(name, store, secret, size, arguments.seconds)
+                    measure(table, name, store, secret, size, o.seconds)
 
 
 if __name__ == "__main__":

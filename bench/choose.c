@@ -1,16 +1,8 @@
-/* choose.c: chooses rows, and times each choice, in a library that holds the core.
- *
- * Every measurement writes the seconds of each of its repetitions. */
-#if !defined(_GNU_SOURCE)
-#define _GNU_SOURCE /* clock_gettime */
-#endif
+/* choose.c: chooses rows, and times each choice, in a library that holds the core. */
+#include "driver.h"
+
 #include "attend/topk.h"
 #include "kvcache.h"
-#include "clock.h"
-
-#define EXPORT __attribute__((visibility("default")))
-
-EXPORT const char *choose_error(void) { return kvc_last_error(); }
 
 /* Makes keys of scores and chooses the `most` best, count times.  keys: room for num; out: for `most`. */
 EXPORT void choose_best(const float *scores, int64_t num, int32_t most, uint32_t *keys, int32_t *out, int32_t count,
@@ -58,7 +50,7 @@ static kvc_status time_choices(kvc_batch *batch, const choose_shape *s, int32_t 
     return status;
 }
 
-/* out: [width].  Returns a kvc_status, which choose_error describes. */
+/* out: [width]. */
 EXPORT kvc_status choose_rows(const choose_shape *s, int32_t *out, int32_t by_tasks, int32_t count, double *seconds) {
     const kvc_layer layer = {.num_kv_heads = 1, .k_dim = s->dim, .k_type = s->type, .rope = {.kind = KVC_ROPE_NONE}};
     const kvc_config config = {.struct_size = sizeof config,

@@ -15,7 +15,7 @@ os.environ["PYTHONSAFEPATH"] = "1"
 if not any((ROOT / "kvcache").glob("_core.*.so")):
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
 
-LINES = pytest.StashKey()
+FIGURES = pytest.StashKey()  # the table, and its lines
 
 
 def pytest_addoption(parser):
@@ -27,14 +27,18 @@ def pytest_addoption(parser):
 def figures(request):
     from figures import Figures
 
-    return Figures(request.config.stash.setdefault(LINES, []))
+    stash = request.config.stash
+    if FIGURES not in stash:
+        lines = []
+        stash[FIGURES] = Figures("pytest", lines.append), lines
+    return stash[FIGURES][0]
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    lines = config.stash.get(LINES, None)
-    if not lines:
+    table, lines = config.stash.get(FIGURES, (None, []))
+    if not table:
         return
-    from figures import keep, table
+    from figures import keep
 
     import kvcache
 
@@ -42,11 +46,10 @@ def pytest_terminal_summary(terminalreporter, config):
     kvcache.show_config()
     load = ", ".join(f"{load:.1f}" for load in os.getloadavg())
     terminalreporter.write_line(f"load             {load}\n")
-    for line in table(lines):
+    for line in lines:
         terminalreporter.write_line(line)
     if path := config.getoption("--figures-json"):
-        rows = [{"section": "pytest", "name": name.strip(), "value": value} for name, value, *_ in lines]
-        keep(path, " ".join(["pytest", *map(str, config.invocation_params.args)]), rows)
+        keep(path, " ".join(["pytest", *map(str, config.invocation_params.args)]), table.rows)
 
 
 @pytest.fixture

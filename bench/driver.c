@@ -1,27 +1,13 @@
-/* driver.c: calls the core and times each call, in a library that holds both.
- *
- * Every measurement returns a kvc_status and writes the seconds of each of its repetitions. */
-#if !defined(_GNU_SOURCE)
-#define _GNU_SOURCE /* clock_gettime */
-#endif
+/* driver.c: calls the core and times each call, in a library that holds both. */
+#include "driver.h"
+
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
-#include "base/align.h"
-#include "base/dtype.h"
-#include "kernels/dispatch.h"
-#include "rows/copy.h"
 #include "kvcache.h"
-#include "clock.h"
-
-#define EXPORT __attribute__((visibility("default")))
-
-EXPORT const char *driver_error(void) { return kvc_last_error(); }
 
 /* ---- a cache of equal layers ------------------------------------------------------------------------------------- */
 
-/* The shape of every layer, and of the cache; DriverShape in driver.py has the same fields. */
+/* The shape of every layer, and of the cache. */
 typedef struct driver_shape {
     int64_t max_seq_len;   /* 0: no limit */
     int64_t max_sequences; /* 0: no limit */
@@ -39,12 +25,10 @@ typedef struct driver {
     driver_shape shape;
 } driver;
 
-/* Returns NULL after an error, which driver_error describes. */
-EXPORT driver *driver_new(const driver_shape *shape) {
-    driver *d = malloc(sizeof *d);
-    kvc_layer *layers = calloc((size_t)shape->num_layers, sizeof *layers);
-    if (!d || !layers) abort();
-    *d = (driver){NULL, *shape};
+EXPORT kvc_status driver_new(const driver_shape *shape, driver **made) {
+    driver *d = *made = allocate(1, sizeof *d);
+    kvc_layer *layers = allocate((size_t)shape->num_layers, sizeof *layers);
+    d->shape = *shape;
     for (int32_t i = 0; i < shape->num_layers; i++) {
         layers[i] = (kvc_layer){.num_kv_heads = shape->num_kv_heads,
                                 .k_dim = shape->k_dim,
@@ -66,9 +50,8 @@ EXPORT driver *driver_new(const driver_shape *shape) {
                                .num_threads = shape->num_threads};
     const kvc_status status = kvc_cache_new(&config, &d->cache);
     free(layers);
-    if (status == KVC_OK) return d;
-    free(d);
-    return NULL;
+    if (status != KVC_OK) free(d);
+    return status;
 }
 
 EXPORT void driver_free(driver *d) {
@@ -93,9 +76,8 @@ EXPORT kvc_status driver_drop_every_second(driver *d) {
 /* Begins a batch of the next num_tokens tokens of each sequence in [first_seq, end_seq), one after the other. */
 static kvc_status begin(const driver *d, int32_t num_tokens, int64_t first_seq, int64_t end_seq, kvc_batch **batch) {
     const int32_t total = num_tokens * (int32_t)(end_seq - first_seq);
-    int32_t *positions = malloc((size_t)total * sizeof *positions);
-    int64_t *seq_ids = malloc((size_t)total * sizeof *seq_ids);
-    if (!positions || !seq_ids) abort();
+    int32_t *positions = allocate((size_t)total, sizeof *positions);
+    int64_t *seq_ids = allocate((size_t)total, sizeof *seq_ids);
     for (int32_t i = 0; i < total; i++) {
         seq_ids[i] = first_seq + i / num_tokens;
         positions[i] = i % num_tokens ? positions[i - 1] + 1 : kvc_next_position(d->cache, seq_ids[i]);
@@ -132,9 +114,8 @@ static kvc_status put_everywhere(const driver *d, kvc_batch *batch, const kvc_pu
 EXPORT kvc_status driver_append(driver *d, int64_t seq_id, const float *rows, int32_t num_tokens) {
     const kvc_put_args args = rows_at(d, rows, num_tokens);
     kvc_batch *batch;
-    kvc_status status = begin(d, num_tokens, seq_id, seq_id + 1, &batch);
-    if (status != KVC_OK) return status;
-    status = put_everywhere(d, batch, &args);
+    TRY(begin(d, num_tokens, seq_id, seq_id + 1, &batch));
+    kvc_status status = put_everywhere(d, batch, &args);
     if (status == KVC_OK) status = kvc_commit(batch);
     if (status != KVC_OK) kvc_abort(batch);
     return status;
@@ -148,10 +129,9 @@ EXPORT kvc_status driver_steps(driver *d, const float *rows, int32_t steps, doub
         const int32_t position = kvc_next_position(d->cache, 0);
         kvc_batch *batch;
         const double t0 = now();
-        kvc_status status = kvc_begin(d->cache, 1, &position, NULL, NULL, &batch);
-        if (status != KVC_OK) return status;
+        TRY(kvc_begin(d->cache, 1, &position, NULL, NULL, &batch));
         const double t1 = now();
-        status = put_everywhere(d, batch, &args);
+        kvc_status status = put_everywhere(d, batch, &args);
         const double t2 = now();
         if (status == KVC_OK) status = kvc_commit(batch);
         const double t3 = now();
@@ -170,8 +150,8 @@ EXPORT kvc_status driver_steps(driver *d, const float *rows, int32_t steps, doub
  * rows + i * step; a step of 0 gives all layers the same ones. */
 EXPORT kvc_status driver_put(driver *d, const float *rows, int64_t step, int32_t num_tokens, double *seconds) {
     kvc_batch *batch;
-    kvc_status status = begin(d, num_tokens, 0, 1, &batch);
-    if (status != KVC_OK) return status;
+    TRY(begin(d, num_tokens, 0, 1, &batch));
+    kvc_status status = KVC_OK;
     for (int32_t layer = 0; status == KVC_OK && layer < d->shape.num_layers; layer++) {
         const kvc_put_args args = rows_at(d, rows + layer * step, num_tokens);
         const double start = now();
@@ -217,9 +197,8 @@ static kvc_plan_args plan_args(const driver_pass *pass, int32_t layer) {
 
 static kvc_status begin_pass(const driver *d, const driver_pass *pass, kvc_batch **batch) {
     const kvc_put_args put = rows_at(d, pass->rows, pass->num_tokens * pass->num_seqs);
-    kvc_status status = begin(d, pass->num_tokens, 0, pass->num_seqs, batch);
-    if (status != KVC_OK) return status;
-    status = put_everywhere(d, *batch, &put);
+    TRY(begin(d, pass->num_tokens, 0, pass->num_seqs, batch));
+    const kvc_status status = put_everywhere(d, *batch, &put);
     if (status != KVC_OK) kvc_abort(*batch);
     return status;
 }
@@ -229,8 +208,8 @@ EXPORT kvc_status driver_attend(driver *d, const driver_pass *pass, int32_t firs
                                 double *seconds) {
     const kvc_attend_args args = attend_args(d, pass);
     kvc_batch *batch;
-    kvc_status status = begin_pass(d, pass, &batch);
-    if (status != KVC_OK) return status;
+    TRY(begin_pass(d, pass, &batch));
+    kvc_status status = KVC_OK;
     for (int32_t i = 0; status == KVC_OK && i < count; i++) {
         const kvc_plan_args plan = plan_args(pass, (first_layer + i) % d->shape.num_layers);
         const double start = now();
@@ -257,9 +236,8 @@ EXPORT kvc_status driver_attend_and_show(driver *d, const driver_pass *pass, int
                                .v_row_stride = v_row};
     const kvc_dense_args dense = {.struct_size = sizeof dense, .rows = &rows, .num_rows = num_rows};
     kvc_batch *batch;
-    kvc_status status = begin_pass(d, pass, &batch);
-    if (status != KVC_OK) return status;
-    status = kvc_attend(batch, &plan, &args);
+    TRY(begin_pass(d, pass, &batch));
+    kvc_status status = kvc_attend(batch, &plan, &args);
     if (status == KVC_OK) status = kvc_dense(batch, 0, &dense);
     kvc_abort(batch);
     return status;

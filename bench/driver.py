@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
-from compiling import CORE, CORE_FLAGS, HERE, Floats, Seconds, build, function
+from compiling import Floats, Library, Seconds
 
 from kvcache import _core
 from kvcache.layer import DTYPES, bytes_of_token
@@ -16,8 +16,6 @@ TYPES = {dtype: _core.TYPES[dtype] for dtype in DTYPES}  # kvc_type
 FLOATS = {dtype: TYPES[dtype] for dtype in ("f32", "f16", "bf16")}
 BYTES = {dtype: bytes_of_token(1, 64, 64, dtype, dtype) / 128 for dtype in TYPES}  # bytes of an element
 
-I32, I64, POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
-
 
 def widen(array: Floats) -> Floats:
     """Read the first half of an array's bytes as bf16, and return it as f32."""
@@ -25,44 +23,9 @@ def widen(array: Floats) -> Floats:
     return (halves.astype(np.uint32) << 16).view(np.float32).reshape(array.shape)
 
 
-class DriverShape(ctypes.Structure):
-    """`driver_shape` of driver.c."""
-
-    _fields_: ClassVar = [
-        ("max_seq_len", I64),
-        ("max_sequences", I64),
-        *((name, I32) for name in ("num_layers", "num_kv_heads", "k_dim", "v_dim", "k_type", "v_type", "value_in_key")),
-        *((name, I32) for name in ("window", "num_sink_tokens", "block_size", "num_threads")),
-    ]
-
-
-class DriverPass(ctypes.Structure):
-    """`driver_pass` of driver.c."""
-
-    _fields_: ClassVar = [
-        *((name, POINTER) for name in ("rows", "q", "out")),
-        *((name, I32) for name in ("num_tokens", "num_seqs", "num_heads", "num_threads", "q_type")),
-    ]
-
-
 @functools.cache
-def _driver_library() -> dict[str, ctypes._CFuncPtr]:
-    library = build("driver", [HERE / "driver.c", *CORE], CORE_FLAGS)
-    return {
-        "error": function(library, "driver_error", ctypes.c_char_p),
-        "new": function(library, "driver_new", POINTER, ctypes.POINTER(DriverShape)),
-        "free": function(library, "driver_free", None, POINTER),
-        "truncate": function(library, "driver_truncate", I32, POINTER, I32),
-        "fork": function(library, "driver_fork", I32, POINTER, I64, I64),
-        "drop_every_second": function(library, "driver_drop_every_second", I32, POINTER),
-        "append": function(library, "driver_append", I32, POINTER, I64, POINTER, I32),
-        "steps": function(library, "driver_steps", I32, POINTER, POINTER, I32, POINTER, POINTER, POINTER),
-        "put": function(library, "driver_put", I32, POINTER, POINTER, I64, I32, POINTER),
-        "attend": function(library, "driver_attend", I32, POINTER, ctypes.POINTER(DriverPass), I32, I32, POINTER),
-        "attend_and_show": function(
-            library, "driver_attend_and_show", I32, POINTER, ctypes.POINTER(DriverPass), I64, POINTER, POINTER
-        ),
-    }
+def _library() -> Library:
+    return Library("driver")
 
 
 class Driver:
@@ -87,35 +50,30 @@ class Driver:
         max_sequences: int = 1,
         num_threads: int = 1,
     ) -> None:
-        self._calls = _driver_library()
+        self._c = _library()
         self.num_layers, self.k_dim, self.v_dim = num_layers, head_dim, v_dim or head_dim
         self.num_kv_heads, self.value_in_key = num_kv_heads, value_in_key
         self._q_type = TYPES["bf16" if dtype == "bf16" else "f32"]
         self._rng = np.random.default_rng(0)
         self._rows = np.empty(self.POOL * num_kv_heads * (self.k_dim + self.v_dim), np.float32)
         self._refresh()
-        self._passes: dict[tuple[int, ...], tuple[DriverPass, Floats, Floats]] = {}
+        self._passes: dict[tuple[int, ...], tuple[Any, Floats, Floats]] = {}
         self._next_layer = 0
-        shape = DriverShape(
+        shape = self._c.struct("driver_shape")(
             max_seq_len, max_sequences, num_layers, num_kv_heads, self.k_dim, self.v_dim, TYPES[dtype],
             TYPES[v_type or dtype], value_in_key, window, num_sink_tokens, block_size, num_threads,
         )  # fmt: skip
-        self._handle = self._calls["new"](ctypes.byref(shape))
-        if not self._handle:
-            raise RuntimeError(self._calls["error"]().decode())
+        self._handle = ctypes.c_void_p()
+        self._c.driver_new(ctypes.byref(shape), ctypes.byref(self._handle))
 
     def close(self) -> None:
-        self._calls["free"](self._handle)
+        self._c.driver_free(self._handle)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check(self, status: int) -> None:
-        if status:
-            raise RuntimeError(self._calls["error"]().decode())
 
     def _refresh(self) -> None:
         self._rng.standard_normal(dtype=np.float32, out=self._rows)
@@ -126,33 +84,31 @@ class Driver:
             if fresh:
                 self._refresh()
             count = min(self.POOL, num_tokens - done)
-            self._check(self._calls["append"](self._handle, seq_id, self._rows.ctypes.data, count))
+            self._c.driver_append(self._handle, seq_id, self._rows, count)
 
     def truncate(self, length: int) -> None:
-        self._check(self._calls["truncate"](self._handle, length))
+        self._c.driver_truncate(self._handle, length)
 
     def fork(self, src: int, dst: int) -> None:
-        self._check(self._calls["fork"](self._handle, src, dst))
+        self._c.driver_fork(self._handle, src, dst)
 
     def drop_every_second(self) -> None:
         """Remove every second token of sequence 0 without moving the others."""
-        self._check(self._calls["drop_every_second"](self._handle))
+        self._c.driver_drop_every_second(self._handle)
 
     def steps(self, count: int) -> tuple[Seconds, Seconds, Seconds]:
         """Append tokens one by one; return the seconds of each begin, of each put in one layer, and of each commit."""
         seconds = np.empty((3, count))
-        self._check(
-            self._calls["steps"](self._handle, self._rows.ctypes.data, count, *(s.ctypes.data for s in seconds))
-        )
+        self._c.driver_steps(self._handle, self._rows, count, *seconds)
         return seconds[0], seconds[1], seconds[2]
 
     def put(self, num_tokens: int, rows: int, step: int) -> Seconds:
         """Time putting f32 rows into each layer, from address `rows`, plus `step` bytes for each layer; then abort."""
         seconds = np.empty(self.num_layers)
-        self._check(self._calls["put"](self._handle, rows, step // 4, num_tokens, seconds.ctypes.data))
+        self._c.driver_put(self._handle, rows, step // 4, num_tokens, seconds)
         return seconds
 
-    def _pass(self, *numbers: int) -> tuple[DriverPass, Floats, Floats]:
+    def _pass(self, *numbers: int) -> tuple[Any, Floats, Floats]:
         """Make a forward pass, its queries and its output; numbers: tokens, sequences, query heads, threads, type.
 
         The arrays hold f32; where the type has 16 bits, the C side reads and writes the first half of their bytes.
@@ -168,7 +124,7 @@ class Driver:
                 q.reshape(-1).view(np.uint16)[: q.size] = q.reshape(-1).view(np.uint16)[1::2].copy()
             out = np.empty((tokens, num_heads, self.v_dim), np.float32)
             addresses = (array.ctypes.data for array in (self._rows, q, out))
-            self._passes[numbers] = DriverPass(*addresses, *numbers), q, out
+            self._passes[numbers] = self._c.struct("driver_pass")(*addresses, *numbers), q, out
         return self._passes[numbers]
 
     def attend(
@@ -181,9 +137,7 @@ class Driver:
         seconds = np.empty(count)
         number = TYPES[q_type] if q_type else self._q_type
         forward, _, _ = self._pass(num_tokens, num_seqs, num_heads, num_threads, number)
-        self._check(
-            self._calls["attend"](self._handle, ctypes.byref(forward), self._next_layer, count, seconds.ctypes.data)
-        )
+        self._c.driver_attend(self._handle, ctypes.byref(forward), self._next_layer, count, seconds)
         self._next_layer = (self._next_layer + count) % self.num_layers
         return seconds
 
@@ -197,15 +151,8 @@ class Driver:
         forward, q, out = self._pass(1, 1, num_heads, num_threads, TYPES[q_type])
         k = np.empty((self.num_kv_heads, num_rows, self.k_dim), np.float32)
         v = k[:, :, : self.v_dim] if self.value_in_key else np.empty((*k.shape[:2], self.v_dim), np.float32)
-        self._check(
-            self._calls["attend_and_show"](
-                self._handle,
-                ctypes.byref(forward),
-                num_rows,
-                k.ctypes.data,
-                None if self.value_in_key else v.ctypes.data,
-            )
-        )
+        values = None if self.value_in_key else v
+        self._c.driver_attend_and_show(self._handle, ctypes.byref(forward), num_rows, k, values)
         if q_type == "bf16":
             q, out = widen(q), widen(out)
         return q[0], out[0], k, v

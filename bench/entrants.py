@@ -17,7 +17,8 @@ import build_ggml
 import numpy as np
 from compiling import Seconds
 from driver import BYTES, Driver
-from yardstick import Machine, Memory, huge_bytes, machine
+from resident_memory import smaps
+from yardstick import Machine, Memory, machine
 
 import kvcache
 from kvcache.tools import interleave, peers
@@ -265,8 +266,8 @@ def multiplying(threads: int) -> Entrant:
 @contextlib.contextmanager
 def own_pages() -> Iterator[Callable[[int], bool]]:
     """Yield a function that says whether most of the `nbytes` bytes filled since then lie in huge OS pages."""
-    before = huge_bytes()
-    yield lambda nbytes: huge_bytes() - before > nbytes / 2
+    before = smaps()["AnonHugePages"]
+    yield lambda nbytes: smaps()["AnonHugePages"] - before > nbytes / 2
 
 
 # ---- peers

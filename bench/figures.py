@@ -1,4 +1,4 @@
-"""Collect figures as lines of a table, and print the table."""
+"""The table that every program of this folder prints and keeps, and the statistics in it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import os
 import re
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-Line = tuple[str, str, str, str, str, str]
-HEADER: Line = ("figure", "median", "quartiles", "fastest", "wanted", "")
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
@@ -38,21 +36,63 @@ def quiet_quotient(numerator: Sequence[float], denominator: Sequence[float]) -> 
     return fast / other
 
 
-class Figures:
-    """The lines of the table."""
+def write_now(line: str) -> None:
+    print(line, flush=True)
 
-    def __init__(self, lines: list[Line]) -> None:
-        self.lines = lines
 
-    def value(self, name: str, value: str, wanted: str = "", note: str = "") -> None:
-        self.lines.append((name, value, "", "", wanted, note))
+class Table:
+    """Writes each line at once, as columns or in Markdown, and keeps its figure as a row of bench/results.
+
+    A column has a heading and a format, such as "<12" or ">8.2f". A cell is a text, a number, or None for none.
+    """
+
+    def __init__(
+        self, columns: Mapping[str, str], section: str = "", *, markdown: bool = False,
+        write: Callable[[str], object] = write_now,
+    ) -> None:  # fmt: skip
+        self.section, self._write, self._markdown = section, write, markdown
+        self.rows: list[Row] = []
+        formats = [re.fullmatch(r"([<>^]?)(\d*)(.*)", form) for form in columns.values()]
+        self._formats = [
+            (form[1], max(len(name), int(form[2] or 0)), form[3]) for name, form in zip(columns, formats, strict=True)
+        ]
+        self.heading(*columns)
+
+    def heading(self, *names: str) -> None:
+        """Write the names of the columns, the next ones of the same widths."""
+        self.line(*names)
+        if self._markdown:
+            self._write("|" + "---|" * len(names))
+
+    def line(self, *cells: object, **row: object) -> None:
+        """Write a line, and keep a row if one is given: at least its name, and a value, rate, quotient or seconds."""
+        texts = []
+        for cell, (align, width, form) in zip(cells, self._formats, strict=False):
+            text = cell if isinstance(cell, str) else "" if cell is None else format(cell, form)
+            texts.append(text if self._markdown else f"{text:{align}{width}}")
+        self._write(f"| {' | '.join(texts)} |" if self._markdown else "  ".join(texts).rstrip())
+        if row:
+            self.rows.append({"section": self.section, **row})
+
+
+FIGURE = {"figure": "<60", "median": ">11", "quartiles": "^18", "fastest": ">9", "wanted": "<12", "": ""}
+
+
+class Figures(Table):
+    """A table of samples: medians, quartiles, and quotients of interleaved samples."""
+
+    def __init__(self, section: str, write: Callable[[str], object] = write_now) -> None:
+        super().__init__(FIGURE, section, write=write)
+
+    def value(self, name: str, value: str, wanted: str = "", note: str = "", spread: str = "", quiet: str = "") -> None:
+        self.line(name, value, spread, quiet, wanted, note, name=name.strip(), value=value)
 
     def samples(
         self, name: str, samples: Sequence[float], unit: str = "", wanted: str = "", note: str = "", quiet: str = ""
     ) -> None:
         """Add the median of samples, and their quartiles, which show how noisy the machine was."""
         low, median, high = quartiles(samples)
-        self.lines.append((name, f"{median:.2f}{unit and ' ' + unit}", f"{low:.2f} .. {high:.2f}", quiet, wanted, note))
+        self.value(name, f"{median:.2f}{unit and ' ' + unit}", wanted, note, f"{low:.2f} .. {high:.2f}", quiet)
 
     def ratio(
         self, name: str, numerator: Sequence[float], denominator: Sequence[float], wanted: str = "", note: str = ""
@@ -60,19 +100,6 @@ class Figures:
         """Add the median quotient of two interleaved lists of seconds, and the quotient of their fastest tenths."""
         quiet = f"{quiet_quotient(numerator, denominator):.2f}"
         self.samples(name, quotients(numerator, denominator), "", wanted, note, quiet)
-
-
-def table(lines: Sequence[Line], header: Line = HEADER, widths: Sequence[int] = ()) -> list[str]:
-    """Format lines as columns, each as wide as its longest cell, or as `widths` asks if that is more."""
-    wide = [max(len(line[i]) for line in (header, *lines)) for i in range(len(header))]
-    wide = [max(pair) for pair in zip(wide, widths or wide, strict=True)]
-    printed = []
-    for name, *numbers, wanted, note in (header, *lines):
-        cells = [name.ljust(wide[0])]
-        cells += [cell.rjust(width) for cell, width in zip(numbers, wide[1:], strict=False)]
-        cells += [wanted.ljust(wide[-2]), note]
-        printed.append("  ".join(cells).rstrip())
-    return printed
 
 
 # ---- keeping

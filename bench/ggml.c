@@ -5,15 +5,14 @@
  *   matmul   mul_mat, soft_max_ext, mul_mat, with V stored transposed; not for quantised types, which cannot be
  *            appended to a transposed V
  *   append   set_rows of num_tokens tokens of K and V, from f32, into a token-major cache */
-#define _GNU_SOURCE /* clock_gettime */
+#include "driver.h"
+
 #include <math.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "ggml-cpu.h"
 #include "ggml.h"
-#include "clock.h"
 
 enum { MAX_WORKS = 16, GRAPH_NODES = 64 };
 

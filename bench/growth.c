@@ -5,29 +5,18 @@
  * The core is compiled with pthread's functions for mutexes renamed to the functions below.  They note how long the
  * calling thread holds a mutex for which another thread waits, in processor time, because another program may have the
  * processor.  The clock is renamed, too, so that blocks expire at once. */
-#if !defined(_GNU_SOURCE)
-#define _GNU_SOURCE /* clock_gettime */
-#endif
 #undef pthread_mutex_lock
 #undef pthread_mutex_trylock
 #undef pthread_mutex_unlock
 #undef clock_gettime
+#include "driver.h"
+
 #include <pthread.h>
 #include <stdatomic.h>
-#include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "kvcache.h"
-#include "clock.h"
-
-#define EXPORT __attribute__((visibility("default")))
-#define TRY(call)                          \
-    do {                                   \
-        const kvc_status status_ = (call); \
-        if (status_) return status_;       \
-    } while (0)
 
 enum {
     BLOCK = 16,
@@ -130,13 +119,8 @@ typedef struct scene {
     kvc_prefix *prefix;
     int64_t next; /* the next token that no prompt has had */
     int32_t num_blocks;
+    int32_t rep; /* how often the call was made before */
 } scene;
-
-static void *allocate(size_t count, size_t size) {
-    void *p = calloc(count, size);
-    if (!p) abort();
-    return p;
-}
 
 /* Fills in tokens that no prompt has had. */
 static kvc_tokens new_tokens(scene *s, int64_t *ids, int32_t num) {
@@ -273,25 +257,18 @@ EXPORT kvc_status growth_new(kind kind, int32_t num_blocks, int64_t max_bytes, s
 }
 
 EXPORT int64_t growth_bytes(const scene *s) { return kvc_nbytes(s->cache); }
-EXPORT const char *growth_error(void) { return kvc_last_error(); }
-
 /* ---- calls ------------------------------------------------------------------------------------------------------- */
 
 /* Each makes ready, times one call, and puts back what that has changed.  They are listed at the end. */
-typedef kvc_status call_fn(scene *s, int32_t rep);
+typedef kvc_status call_fn(scene *s);
 
-#define VALUE_OF(name, call)                        \
-    static kvc_status name(scene *s, int32_t rep) { \
-        (void)rep;                                  \
-        TIME(((void)(call), KVC_OK));               \
-        return KVC_OK;                              \
+#define STATUS_OF(name, call)          \
+    static kvc_status name(scene *s) { \
+        TIME(call);                    \
+        return KVC_OK;                 \
     }
-#define STATUS_OF(name, call)                       \
-    static kvc_status name(scene *s, int32_t rep) { \
-        (void)rep;                                  \
-        TIME(call);                                 \
-        return KVC_OK;                              \
-    }
+#define VALUE_OF(name, call) STATUS_OF(name, ((void)(call), KVC_OK))
+
 static int32_t first, last;
 static int64_t count;
 static int64_t listed[OWN];
@@ -328,17 +305,15 @@ STATUS_OF(call_compact, kvc_compact(s->cache))
 STATUS_OF(call_validate, kvc_validate(s->cache))
 
 /* Times a call that asks for one token more than fits. */
-static kvc_status call_refused(scene *s, int32_t rep) {
+static kvc_status call_refused(scene *s) {
     kvc_status status = KVC_OK;
-    (void)rep;
     TRY(kvc_room(s->cache, OWN_ID, &count));
     TIME((status = kvc_reserve(s->cache, OWN_ID, count + 1), KVC_OK));
     return status == KVC_ERR_FULL ? KVC_OK : status == KVC_OK ? KVC_ERR_CORRUPT : status;
 }
 
-static kvc_status call_blocks(scene *s, int32_t rep) {
+static kvc_status call_blocks(scene *s) {
     int64_t num_blocks, num_runs;
-    (void)rep;
     TIME(kvc_blocks(s->cache, 0, NULL, sizeof(kvc_block_info), 0, &num_blocks, NULL, sizeof(kvc_run_info), 0,
                     &num_runs));
     return KVC_OK;
@@ -353,19 +328,17 @@ static kvc_status hold(scene *s, int frees) {
     return KVC_OK;
 }
 
-static kvc_status call_spans(scene *s, int32_t rep) { return (void)rep, hold(s, 0); }
-static kvc_status call_hold_free(scene *s, int32_t rep) { return (void)rep, hold(s, 1); }
+static kvc_status call_spans(scene *s) { return hold(s, 0); }
+static kvc_status call_hold_free(scene *s) { return hold(s, 1); }
 
-static kvc_status call_gather(scene *s, int32_t rep) {
+static kvc_status call_gather(scene *s) {
     const kvc_rows_out out = rows_out();
-    (void)rep;
     TIME(kvc_gather(s->cache, OWN_ID, 0, 0, OWN, &out));
     return KVC_OK;
 }
 
-static kvc_status call_extract(scene *s, int32_t rep) {
+static kvc_status call_extract(scene *s) {
     const kvc_rows_out out = rows_out();
-    (void)rep;
     TIME(kvc_extract(s->cache, OWN_ID, 0, 0, OWN, &out));
     return KVC_OK;
 }
@@ -386,10 +359,7 @@ static kvc_status edit(scene *s, kvc_status (*edits)(scene *s)) {
 
 #define EDIT_BY(name, call)                                  \
     static kvc_status edit_##name(scene *s) { return call; } \
-    static kvc_status name(scene *s, int32_t rep) {          \
-        (void)rep;                                           \
-        return edit(s, edit_##name);                         \
-    }
+    static kvc_status name(scene *s) { return edit(s, edit_##name); }
 
 static kvc_status inject(scene *s) {
     const kvc_rows_in in = {.struct_size = sizeof in,
@@ -403,33 +373,25 @@ static kvc_status inject(scene *s) {
 }
 
 EDIT_BY(call_remove, kvc_remove(s->cache, OTHER_ID, 4, 8, 0))
-EDIT_BY(call_keep_positions, kvc_keep_positions(s->cache, OTHER_ID, (const int32_t[]){0, 2, 4, 5}, 4))
+EDIT_BY(call_keep_positions, kvc_keep_positions(s->cache, OTHER_ID, (const int32_t[]){0, 2, 4, OWN - 1}, 4))
 EDIT_BY(call_truncate, kvc_truncate(s->cache, OTHER_ID, OWN - 1))
 EDIT_BY(call_shift, kvc_shift(s->cache, OTHER_ID, 4, KVC_END, 8))
 EDIT_BY(call_divide, kvc_divide(s->cache, OTHER_ID, 4, KVC_END, 2))
 EDIT_BY(call_mark_inexact, kvc_mark_inexact(s->cache, OTHER_ID, OWN))
 EDIT_BY(call_inject, inject(s))
 
-static kvc_status call_fork(scene *s, int32_t rep) {
-    (void)rep;
-    TIME(kvc_fork(s->cache, OWN_ID, OTHER_ID));
-    return kvc_clear_sequence(s->cache, OTHER_ID);
-}
+/* Times a call that gives another sequence the rows of the one that is read. */
+#define SHARE_BY(name, call)                           \
+    static kvc_status name(scene *s) {                 \
+        TIME(call);                                    \
+        return kvc_clear_sequence(s->cache, OTHER_ID); \
+    }
 
-static kvc_status call_copy_prefix(scene *s, int32_t rep) {
-    (void)rep;
-    TIME(kvc_copy_prefix(s->cache, OWN_ID, OTHER_ID, OWN));
-    return kvc_clear_sequence(s->cache, OTHER_ID);
-}
+SHARE_BY(call_fork, kvc_fork(s->cache, OWN_ID, OTHER_ID))
+SHARE_BY(call_copy_prefix, kvc_copy_prefix(s->cache, OWN_ID, OTHER_ID, OWN))
+SHARE_BY(call_share, kvc_share(s->cache, OWN_ID, OTHER_ID, 0, OWN))
 
-static kvc_status call_share(scene *s, int32_t rep) {
-    (void)rep;
-    TIME(kvc_share(s->cache, OWN_ID, OTHER_ID, 0, OWN));
-    return kvc_clear_sequence(s->cache, OTHER_ID);
-}
-
-static kvc_status call_clear_sequence(scene *s, int32_t rep) {
-    (void)rep;
+static kvc_status call_clear_sequence(scene *s) {
     TRY(kvc_fork(s->cache, OWN_ID, OTHER_ID));
     TIME(kvc_clear_sequence(s->cache, OTHER_ID));
     return KVC_OK;
@@ -438,76 +400,40 @@ static kvc_status call_clear_sequence(scene *s, int32_t rep) {
 /* ---- a pass ------------------------------------------------------------------------------------------------------ */
 
 /* The steps of a request.  Only one is timed. */
-typedef enum step { ACQUIRE, BEGIN, PUT, COMMIT, COMMIT_KEPT, ABORT, RELEASE, CHECKPOINT, STATE } step;
+typedef enum step { ACQUIRE, BEGIN, COMMIT, COMMIT_KEPT, ABORT, RELEASE, CHECKPOINT, STATE } step;
 
-/* Reads a prompt of one block and releases it. */
-static kvc_status request(scene *s, step step) {
+/* Reads a prompt of num tokens and releases it.  A state is kept of a prompt of one block. */
+static kvc_status request(scene *s, step step, int32_t num) {
     static const int32_t kept[BLOCK] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    int64_t ids[BLOCK], id, state = 0;
+    int64_t ids[OWN], id, state = 0;
     int32_t matched;
     kvc_batch *batch;
-    const kvc_tokens tokens = new_tokens(s, ids, BLOCK);
+    const kvc_tokens tokens = new_tokens(s, ids, num);
     TIME_IF(step == ACQUIRE, kvc_prefix_acquire(s->prefix, &tokens, -1, &id, &matched));
     TIME_IF(step == STATE, kvc_prefix_state(s->prefix, id, &state, sizeof state, &count));
-    TIME_IF(step == BEGIN, begin(s, id, BLOCK, &batch));
-    if (step == PUT)
-        TIME(put_all(batch));
-    else if (step != ABORT)
-        TRY(put_all(batch));
+    TIME_IF(step == BEGIN, begin(s, id, num, &batch));
+    if (step != ABORT) TRY(put_all(batch));
     if (step == ABORT)
         TIME((kvc_abort(batch), KVC_OK));
     else if (step == COMMIT_KEPT)
         TIME(kvc_commit_kept(batch, kept, BLOCK));
     else
         TIME_IF(step == COMMIT, kvc_commit(batch));
-    TIME_IF(step == CHECKPOINT, kvc_prefix_checkpoint(s->prefix, id, &tokens, &state, sizeof state));
+    if (num == BLOCK) TIME_IF(step == CHECKPOINT, kvc_prefix_checkpoint(s->prefix, id, &tokens, &state, sizeof state));
     TIME_IF(step == RELEASE, kvc_prefix_release(s->prefix, id, &tokens));
     return take_all_new(s);
 }
 
-#define STEP(name, step)                            \
-    static kvc_status name(scene *s, int32_t rep) { \
-        (void)rep;                                  \
-        return request(s, step);                    \
-    }
-
-STEP(call_acquire_new, ACQUIRE)
-STEP(call_begin, BEGIN)
-STEP(call_commit, COMMIT)
-STEP(call_commit_kept, COMMIT_KEPT)
-STEP(call_abort, ABORT)
-STEP(call_release, RELEASE)
-STEP(call_checkpoint, CHECKPOINT)
-STEP(call_state, STATE)
-
-/* Times the beginning of a prompt that ends within its second block, and keeps both. */
-static kvc_status call_begin_part(scene *s, int32_t rep) {
-    int64_t ids[2 * BLOCK], id;
-    int32_t matched;
-    kvc_batch *batch;
-    const kvc_tokens tokens = new_tokens(s, ids, BLOCK + 1 + rep % (BLOCK / 2));
-    TRY(kvc_prefix_acquire(s->prefix, &tokens, -1, &id, &matched));
-    TIME(begin(s, id, (int32_t)tokens.num_tokens, &batch));
-    TRY(put_all(batch));
-    TRY(kvc_commit(batch));
-    TRY(kvc_prefix_release(s->prefix, id, &tokens));
-    return take_all_new(s);
-}
-
-/* Times the commit of a prompt of OWN tokens, of which no state is kept. */
-static kvc_status call_commit_long(scene *s, int32_t rep) {
-    int64_t ids[OWN], id;
-    int32_t matched;
-    kvc_batch *batch;
-    const kvc_tokens tokens = new_tokens(s, ids, OWN);
-    (void)rep;
-    TRY(kvc_prefix_acquire(s->prefix, &tokens, -1, &id, &matched));
-    TRY(begin(s, id, OWN, &batch));
-    TRY(put_all(batch));
-    TIME(kvc_commit(batch));
-    TRY(kvc_prefix_release(s->prefix, id, &tokens));
-    return take_all_new(s);
-}
+static kvc_status call_acquire_new(scene *s) { return request(s, ACQUIRE, BLOCK); }
+static kvc_status call_begin(scene *s) { return request(s, BEGIN, BLOCK); }
+static kvc_status call_begin_part(scene *s) { return request(s, BEGIN, BLOCK + 1 + s->rep % (BLOCK / 2)); }
+static kvc_status call_commit(scene *s) { return request(s, COMMIT, BLOCK); }
+static kvc_status call_commit_long(scene *s) { return request(s, COMMIT, OWN); }
+static kvc_status call_commit_kept(scene *s) { return request(s, COMMIT_KEPT, BLOCK); }
+static kvc_status call_abort(scene *s) { return request(s, ABORT, BLOCK); }
+static kvc_status call_release(scene *s) { return request(s, RELEASE, BLOCK); }
+static kvc_status call_checkpoint(scene *s) { return request(s, CHECKPOINT, BLOCK); }
+static kvc_status call_state(scene *s) { return request(s, STATE, BLOCK); }
 
 /* Times a call on an open batch, which has one token of the sequence that is read, and aborts it. */
 static kvc_status in_batch(scene *s, kvc_status (*calls)(kvc_batch *batch)) {
@@ -571,80 +497,72 @@ static kvc_status copy_dense(kvc_batch *batch) {
     return KVC_OK;
 }
 
-#define IN_BATCH(name, call)                        \
-    static kvc_status name(scene *s, int32_t rep) { \
-        (void)rep;                                  \
-        return in_batch(s, call);                   \
-    }
-
-IN_BATCH(call_attend, attend)
-IN_BATCH(call_plan_new, make_plan)
-IN_BATCH(call_batch_spans, list_batch_spans)
-IN_BATCH(call_slots, find_slots)
-IN_BATCH(call_dense_rows, count_dense)
-IN_BATCH(call_dense, copy_dense)
+static kvc_status call_attend(scene *s) { return in_batch(s, attend); }
+static kvc_status call_plan_new(scene *s) { return in_batch(s, make_plan); }
+static kvc_status call_batch_spans(scene *s) { return in_batch(s, list_batch_spans); }
+static kvc_status call_slots(scene *s) { return in_batch(s, find_slots); }
+static kvc_status call_dense_rows(scene *s) { return in_batch(s, count_dense); }
+static kvc_status call_dense(scene *s) { return in_batch(s, copy_dense); }
 
 /* ---- prefixes ---------------------------------------------------------------------------------------------------- */
 
-static kvc_status call_acquire(scene *s, int32_t rep) {
+static kvc_status call_acquire(scene *s) {
     int64_t ids[BLOCK], id;
     int32_t matched;
-    const kvc_tokens tokens = known_tokens(s, ids, rep);
+    const kvc_tokens tokens = known_tokens(s, ids, s->rep);
     TIME(kvc_prefix_acquire(s->prefix, &tokens, -1, &id, &matched));
     return kvc_prefix_release(s->prefix, id, &tokens);
 }
 
-static kvc_status call_lookup(scene *s, int32_t rep) {
+static kvc_status call_lookup(scene *s) {
     int64_t ids[BLOCK];
     int32_t matched;
-    const kvc_tokens tokens = known_tokens(s, ids, s->num_blocks / 2 + rep);
+    const kvc_tokens tokens = known_tokens(s, ids, s->num_blocks / 2 + s->rep);
     TIME(kvc_prefix_lookup(s->prefix, &tokens, &matched, NULL));
     return KVC_OK;
 }
 
-static kvc_status call_lookup_new(scene *s, int32_t rep) {
+static kvc_status call_lookup_new(scene *s) {
     int64_t ids[BLOCK];
     int32_t matched;
-    kvc_tokens tokens = known_tokens(s, ids, s->num_blocks / 2 + rep);
+    kvc_tokens tokens = known_tokens(s, ids, s->num_blocks / 2 + s->rep);
     ids[BLOCK - 1]++; /* it begins as another does */
     TIME(kvc_prefix_lookup(s->prefix, &tokens, &matched, NULL));
     return KVC_OK;
 }
 
-static kvc_status call_pin(scene *s, int32_t rep) {
+static kvc_status call_pin(scene *s) {
     int64_t ids[BLOCK];
     int32_t kept;
-    const kvc_tokens tokens = known_tokens(s, ids, rep);
+    const kvc_tokens tokens = known_tokens(s, ids, s->rep);
     TIME(kvc_prefix_pin(s->prefix, &tokens, &kept));
     return kvc_prefix_unpin(s->prefix, &tokens);
 }
 
-static kvc_status call_unpin(scene *s, int32_t rep) {
+static kvc_status call_unpin(scene *s) {
     int64_t ids[BLOCK];
     int32_t kept;
-    const kvc_tokens tokens = known_tokens(s, ids, rep);
+    const kvc_tokens tokens = known_tokens(s, ids, s->rep);
     TRY(kvc_prefix_pin(s->prefix, &tokens, &kept));
     TIME(kvc_prefix_unpin(s->prefix, &tokens));
     return KVC_OK;
 }
 
-static kvc_status call_evict(scene *s, int32_t rep) {
-    (void)rep;
+static kvc_status call_evict(scene *s) {
     TIME(kvc_prefix_evict(s->prefix, BLOCK, &count));
     return keep(s);
 }
 
-static kvc_status call_forget(scene *s, int32_t rep) {
+static kvc_status call_forget(scene *s) {
     int64_t ids[BLOCK], num;
-    const kvc_tokens tokens = known_tokens(s, ids, s->num_blocks / 2 + rep);
+    const kvc_tokens tokens = known_tokens(s, ids, s->num_blocks / 2 + s->rep);
     TIME(kvc_prefix_forget(s->prefix, &tokens, NULL, 0, &num, &count));
     return keep(s);
 }
 
-static kvc_status call_take_events(scene *s, int32_t rep) {
+static kvc_status call_take_events(scene *s) {
     kvc_prefix_event events[BLOCK];
     int64_t lost;
-    (void)rep;
     TRY(keep(s));
     TIME(kvc_prefix_take_events(s->prefix, events, sizeof *events, BLOCK, &count, &lost));
     return KVC_OK;
@@ -677,37 +595,33 @@ static kvc_status carry(scene *s, int step) {
     return KVC_OK;
 }
 
-static kvc_status call_take_new_blocks(scene *s, int32_t rep) { return (void)rep, carry(s, 0); }
-static kvc_status call_store_block(scene *s, int32_t rep) { return (void)rep, carry(s, 1); }
+static kvc_status call_take_new_blocks(scene *s) { return carry(s, 0); }
+static kvc_status call_store_block(scene *s) { return carry(s, 1); }
 
-static kvc_status call_fetch(scene *s, int32_t rep) {
+static kvc_status call_fetch(scene *s) {
     int64_t ids[2 * BLOCK];
     const kvc_tokens tokens = new_tokens(s, ids, 2 * BLOCK);
-    (void)rep;
     TIME(kvc_prefix_fetch(s->prefix, &tokens, -1, &store, &first));
     return KVC_OK;
 }
 
-static kvc_status call_store_new_blocks(scene *s, int32_t rep) {
-    (void)rep;
+static kvc_status call_store_new_blocks(scene *s) {
     TRY(keep(s));
     TIME(kvc_store_new_blocks(s->cache, &store, &count));
     return KVC_OK;
 }
 
-static kvc_status call_prefix_new(scene *s, int32_t rep) {
+static kvc_status call_prefix_new(scene *s) {
     const kvc_prefix_config config = {.struct_size = sizeof config, .fingerprint = "other"};
     kvc_prefix *prefix;
-    (void)rep;
     TIME(kvc_prefix_new(s->cache, &config, &prefix));
     kvc_prefix_free(prefix);
     return KVC_OK;
 }
 
-static kvc_status call_prefix_free(scene *s, int32_t rep) {
+static kvc_status call_prefix_free(scene *s) {
     const kvc_prefix_config config = {.struct_size = sizeof config, .fingerprint = "other"};
     kvc_prefix *prefix;
-    (void)rep;
     TRY(kvc_prefix_new(s->cache, &config, &prefix));
     TIME((kvc_prefix_free(prefix), KVC_OK));
     return KVC_OK;
@@ -744,12 +658,11 @@ static kvc_status save(scene *s, int restores) {
     return kvc_clear_sequence(s->cache, OTHER_ID);
 }
 
-static kvc_status call_save(scene *s, int32_t rep) { return (void)rep, save(s, 0); }
-static kvc_status call_restore(scene *s, int32_t rep) { return (void)rep, save(s, 1); }
+static kvc_status call_save(scene *s) { return save(s, 0); }
+static kvc_status call_restore(scene *s) { return save(s, 1); }
 
-static kvc_status call_clone(scene *s, int32_t rep) {
+static kvc_status call_clone(scene *s) {
     kvc_cache *clone;
-    (void)rep;
     TIME(kvc_cache_clone(s->cache, &clone));
     return kvc_cache_free(clone);
 }
@@ -759,6 +672,7 @@ static kvc_status call_clone(scene *s, int32_t rep) {
 STATUS_OF(call_clear, kvc_clear(s->cache))
 STATUS_OF(call_keep, kvc_keep(s->cache, OWN_ID))
 STATUS_OF(call_prefix_clear, kvc_prefix_clear(s->prefix))
+STATUS_OF(call_prefix_free_all, (kvc_prefix_free(s->prefix), s->prefix = NULL, KVC_OK))
 
 /* ---- measuring --------------------------------------------------------------------------------------------------- */
 
@@ -837,6 +751,7 @@ static const struct {
     {"keep", call_keep, 1},
     {"clear", call_clear, 1},
     {"prefix_clear", call_prefix_clear, 1},
+    {"prefix_free_all", call_prefix_free_all, 1},
 };
 
 EXPORT int32_t growth_num_calls(void) { return sizeof CALLS / sizeof *CALLS; }
@@ -845,7 +760,8 @@ EXPORT int32_t growth_is_of_all(int32_t call) { return CALLS[call].is_of_all; }
 
 static kvc_status time_one(scene *s, int32_t call, int32_t rep, double *seconds) {
     noted.seconds = 0;
-    TRY(CALLS[call].run(s, rep));
+    s->rep = rep;
+    TRY(CALLS[call].run(s));
     *seconds = noted.seconds;
     return KVC_OK;
 }

@@ -1,37 +1,9 @@
-/* prefix.c: calls the core's prefixes and times each call, in a library that holds both.
- *
- * Every measurement returns a kvc_status and writes seconds: one number for each repetition, or the longest.  The
- * longest is in processor time, because by the clock it would be the time of another program on the processor. */
-#if !defined(_GNU_SOURCE)
-#define _GNU_SOURCE /* clock_gettime, pthread_getcpuclockid */
-#endif
-#include <pthread.h>
-#include <stdatomic.h>
-#include <stdlib.h>
+/* prefix.c: calls the core's prefixes and times each call, in a library that holds both. */
+#include "driver.h"
 
 #include "kvcache.h"
-#include "clock.h"
 
-#define EXPORT __attribute__((visibility("default")))
-#define TRY(call)                          \
-    do {                                   \
-        const kvc_status status_ = (call); \
-        if (status_) return status_;       \
-    } while (0)
-
-enum { BLOCK = 64, DIM = 8, AT_ONCE = 16 /* blocks that are dropped before others get the mutex */ };
-
-static void note_longest(double *longest, double seconds) {
-    if (seconds > *longest) *longest = seconds;
-}
-
-static void *allocate(size_t count, size_t size) {
-    void *p = calloc(count, size);
-    if (!p) abort();
-    return p;
-}
-
-EXPORT const char *prefix_error(void) { return kvc_last_error(); }
+enum { BLOCK = 64, DIM = 8 };
 
 /* ---- a cache of small rows --------------------------------------------------------------------------------------- */
 
@@ -140,98 +112,5 @@ EXPORT kvc_status prefix_commits(int32_t num, int32_t of_prefixes, int32_t reps,
     for (int32_t i = 0; i < num; i++) kvc_prefix_free(prefixes[i]);
     free(prefixes);
     free(seq_ids);
-    return kvc_cache_free(cache);
-}
-
-/* ---- many blocks ------------------------------------------------------------------------------------------------- */
-
-/* A thread that asks for the cache's mutex again and again. */
-typedef struct watch {
-    kvc_cache *cache;
-    clockid_t clock; /* of the thread that began it */
-    pthread_t thread;
-    atomic_int is_over;
-    double longest; /* seconds of that thread's processor time for which it waited */
-} watch;
-
-static void *ask(void *context) {
-    watch *w = context;
-    while (!atomic_load(&w->is_over)) {
-        const double start = read_clock(w->clock);
-        kvc_seq_len(w->cache, 0, 0);
-        note_longest(&w->longest, read_clock(w->clock) - start);
-    }
-    return NULL;
-}
-
-static void watch_begin(watch *w, kvc_cache *cache) {
-    *w = (watch){.cache = cache};
-    if (pthread_getcpuclockid(pthread_self(), &w->clock) || pthread_create(&w->thread, NULL, ask, w)) abort();
-}
-
-static double watch_end(watch *w) {
-    atomic_store(&w->is_over, 1);
-    pthread_join(w->thread, NULL);
-    return w->longest;
-}
-
-/* Keeps num blocks, of prompts of `length` blocks that begin differently. */
-static kvc_status fill(kvc_cache *cache, kvc_prefix *prefix, int32_t num, int32_t length, double *acquire,
-                       double *release) {
-    const int32_t num_tokens = length * BLOCK;
-    int64_t *ids = allocate((size_t)num_tokens, sizeof *ids), id;
-    int32_t matched;
-    for (int32_t i = 0; i < num / length; i++) {
-        const kvc_tokens tokens = count_up(ids, (int64_t)i * num_tokens, num_tokens);
-        double start = processor();
-        TRY(kvc_prefix_acquire(prefix, &tokens, -1, &id, &matched));
-        note_longest(acquire, processor() - start);
-        TRY(feed_one(cache, id, num_tokens));
-        start = processor();
-        TRY(kvc_prefix_release(prefix, id, &tokens));
-        note_longest(release, processor() - start);
-    }
-    free(ids);
-    return KVC_OK;
-}
-
-/* The measurements of prefix_longest.  Longest of bench_prefix.py has the same fields. */
-typedef struct longest {
-    double acquire, release; /* the longest call that keeps the blocks */
-    double evict;            /* the longest call that drops 16 blocks, as many as are dropped with the mutex held */
-    double clear;            /* of half of the blocks */
-    double evict_wait, clear_wait, free_wait, idle_wait; /* of a thread that asks for the mutex beside them */
-} longest;
-
-/* Keeps num_blocks blocks of prompts of `length` blocks, evicts half of them, 16 at a time, and clears the rest.  Then
- * it keeps them again, computes something else for a while, and frees the prefix. */
-EXPORT kvc_status prefix_longest(int32_t num_blocks, int32_t length, longest *seconds) {
-    kvc_cache *cache;
-    kvc_prefix *prefix;
-    watch w;
-    int64_t num;
-    *seconds = (longest){0};
-    TRY(new_cache(&cache));
-    TRY(new_prefix(cache, 0, &prefix));
-    TRY(fill(cache, prefix, num_blocks, length, &seconds->acquire, &seconds->release));
-    watch_begin(&w, cache);
-    for (int32_t i = 0; i < num_blocks / 2 / AT_ONCE; i++) {
-        const double start = processor();
-        TRY(kvc_prefix_evict(prefix, AT_ONCE * BLOCK, &num));
-        note_longest(&seconds->evict, processor() - start);
-    }
-    seconds->evict_wait = watch_end(&w);
-    watch_begin(&w, cache);
-    const double start = processor();
-    TRY(kvc_prefix_clear(prefix));
-    seconds->clear = processor() - start;
-    seconds->clear_wait = watch_end(&w);
-    TRY(fill(cache, prefix, num_blocks, length, &seconds->acquire, &seconds->release));
-    watch_begin(&w, cache);
-    for (const double end = processor() + 0.2; processor() < end;) continue;
-    seconds->idle_wait = watch_end(&w);
-    watch_begin(&w, cache);
-    kvc_prefix_free(prefix);
-    seconds->free_wait = watch_end(&w);
     return kvc_cache_free(cache);
 }

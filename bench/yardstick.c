@@ -1,17 +1,14 @@
 /* yardstick.c: measures how fast this machine copies, reads, multiplies and adds, which figures are divided by.
  *
- * Every measurement writes the seconds of each of its repetitions, so that medians can be taken.  Threads wait as the
- * cache's do (kvc_parallel), so that neither's spin while the other is measured. */
-#if !defined(_GNU_SOURCE)
-#define _GNU_SOURCE /* MAP_ANONYMOUS */
-#endif
+ * Threads wait as the cache's do (kvc_parallel), so that neither's spin while the other is measured. */
+#include "driver.h"
+
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
 
 #include "base/parallel.h"
-#include "clock.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -27,7 +24,7 @@ static size_t whole_pages(size_t bytes) { return (bytes + HUGE_PAGE - 1) / HUGE_
 
 /* Maps memory at a multiple of 2 MiB and writes to every page.  Returns NULL without memory.  With `huge`, small pages
  * are joined to huge ones where the system can, as the cache does with pages that are filled. */
-void *ys_map(size_t bytes, int huge) {
+EXPORT void *ys_map(size_t bytes, int huge) {
     bytes = whole_pages(bytes);
     char *p = mmap(NULL, bytes + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) return NULL;
@@ -40,7 +37,7 @@ void *ys_map(size_t bytes, int huge) {
     return p;
 }
 
-void ys_unmap(void *p, size_t bytes) { munmap(p, whole_pages(bytes)); }
+EXPORT void ys_unmap(void *p, size_t bytes) { munmap(p, whole_pages(bytes)); }
 
 /* ---- copying ----------------------------------------------------------------------------------------------------- */
 
@@ -57,7 +54,7 @@ static void copy_part(void *context, int64_t t) {
 }
 
 /* Copies n bytes by memcpy, each thread an equal part. */
-void ys_copy(void *dst, const void *src, size_t n, int threads, int reps, double *seconds) {
+EXPORT void ys_copy(void *dst, const void *src, size_t n, int threads, int reps, double *seconds) {
     copying c = {dst, src, n, (n / (size_t)threads + 63) / 64 * 64};
     if (threads == 1) c.part = n;
     for (int r = 0; r < reps; r++) {
@@ -74,42 +71,43 @@ typedef uint64_t read_fn(const char *p, size_t n);
 
 /* Defines a loop that reads STREAMS equal stretches side by side, 64 bytes of each at a time, so that several OS pages
  * are in flight.  It prefetches PREFETCH bytes ahead (past the end does no harm), or nothing if that is 0. */
-#define READER(name, ATTRIBUTES, vec, zero, load, add, STREAMS, PREFETCH)                                              \
-    ATTRIBUTES static uint64_t name(const char *p, size_t n) {                                                         \
-        vec sum[4] = {zero, zero, zero, zero};                                                                         \
-        const size_t stretch = n / (STREAMS), step = sizeof(vec);                                                      \
-        for (size_t i = 0; i < stretch; i += 4 * step)                                                                 \
-            for (size_t s = 0; s < (STREAMS); s++) {                                                                   \
-                const char *at = p + s * stretch + i;                                                                  \
-                for (size_t line = 0; (PREFETCH) && line < 4 * step; line += 64)                                       \
-                    __builtin_prefetch(at + (PREFETCH) + line);                                                        \
-                sum[0] = add(sum[0], load((const void *)at));                                                          \
-                sum[1] = add(sum[1], load((const void *)(at + step)));                                                 \
-                sum[2] = add(sum[2], load((const void *)(at + 2 * step)));                                             \
-                sum[3] = add(sum[3], load((const void *)(at + 3 * step)));                                             \
-            }                                                                                                          \
-        const vec all = add(add(sum[0], sum[1]), add(sum[2], sum[3]));                                                 \
-        uint64_t lanes[sizeof(vec) / 8], result = 0;                                                                   \
-        memcpy(lanes, &all, sizeof all);                                                                               \
-        for (size_t i = 0; i < sizeof(vec) / 8; i++) result += lanes[i];                                               \
-        return result;                                                                                                 \
+#define READER(name, ATTRIBUTES, vec, zero, load, add, STREAMS, PREFETCH)        \
+    ATTRIBUTES static uint64_t name(const char *p, size_t n) {                   \
+        vec sum[4] = {zero, zero, zero, zero};                                   \
+        const size_t stretch = n / (STREAMS), step = sizeof(vec);                \
+        for (size_t i = 0; i < stretch; i += 4 * step)                           \
+            for (size_t s = 0; s < (STREAMS); s++) {                             \
+                const char *at = p + s * stretch + i;                            \
+                for (size_t line = 0; (PREFETCH) && line < 4 * step; line += 64) \
+                    __builtin_prefetch(at + (PREFETCH) + line);                  \
+                sum[0] = add(sum[0], load((const void *)at));                    \
+                sum[1] = add(sum[1], load((const void *)(at + step)));           \
+                sum[2] = add(sum[2], load((const void *)(at + 2 * step)));       \
+                sum[3] = add(sum[3], load((const void *)(at + 3 * step)));       \
+            }                                                                    \
+        const vec all = add(add(sum[0], sum[1]), add(sum[2], sum[3]));           \
+        uint64_t lanes[sizeof(vec) / 8], result = 0;                             \
+        memcpy(lanes, &all, sizeof all);                                         \
+        for (size_t i = 0; i < sizeof(vec) / 8; i++) result += lanes[i];         \
+        return result;                                                           \
     }
 
-#define READERS(name, ATTRIBUTES, vec, zero, load, add)                                                                \
-    READER(name##_1_0, ATTRIBUTES, vec, zero, load, add, 1, 0)                                                         \
-    READER(name##_1_1k, ATTRIBUTES, vec, zero, load, add, 1, 1024)                                                     \
-    READER(name##_1_4k, ATTRIBUTES, vec, zero, load, add, 1, 4096)                                                     \
-    READER(name##_1_16k, ATTRIBUTES, vec, zero, load, add, 1, 16384)                                                   \
-    READER(name##_4_0, ATTRIBUTES, vec, zero, load, add, 4, 0)                                                         \
-    READER(name##_4_512, ATTRIBUTES, vec, zero, load, add, 4, 512)                                                     \
+#define READERS(name, ATTRIBUTES, vec, zero, load, add)              \
+    READER(name##_1_0, ATTRIBUTES, vec, zero, load, add, 1, 0)       \
+    READER(name##_1_1k, ATTRIBUTES, vec, zero, load, add, 1, 1024)   \
+    READER(name##_1_4k, ATTRIBUTES, vec, zero, load, add, 1, 4096)   \
+    READER(name##_1_16k, ATTRIBUTES, vec, zero, load, add, 1, 16384) \
+    READER(name##_4_0, ATTRIBUTES, vec, zero, load, add, 4, 0)       \
+    READER(name##_4_512, ATTRIBUTES, vec, zero, load, add, 4, 512)   \
     READER(name##_4_2k, ATTRIBUTES, vec, zero, load, add, 4, 2048)
 
-#define READERS_LISTED(name, supported)                                                                                \
-    {#name ", 1 stream", name##_1_0, supported}, {#name ", 1 stream, 1 KiB ahead", name##_1_1k, supported},            \
-        {#name ", 1 stream, 4 KiB ahead", name##_1_4k, supported},                                                     \
-        {#name ", 1 stream, 16 KiB ahead", name##_1_16k, supported}, {#name ", 4 streams", name##_4_0, supported},     \
-        {#name ", 4 streams, 512 B ahead", name##_4_512, supported},                                                   \
-        {#name ", 4 streams, 2 KiB ahead", name##_4_2k, supported}
+#define READERS_LISTED(name, supported)                                                                            \
+    {#name ", 1 stream", name##_1_0, supported}, {#name ", 1 stream, 1 KiB ahead", name##_1_1k, supported},        \
+        {#name ", 1 stream, 4 KiB ahead", name##_1_4k, supported},                                                 \
+        {#name ", 1 stream, 16 KiB ahead", name##_1_16k, supported}, {#name ", 4 streams", name##_4_0, supported}, \
+        {#name ", 4 streams, 512 B ahead", name##_4_512, supported}, {                                             \
+        #name ", 4 streams, 2 KiB ahead", name##_4_2k, supported                                                   \
+    }
 
 static int any(void) { return 1; }
 
@@ -142,7 +140,7 @@ static const struct {
 };
 
 /* Returns the name of a reading loop: NULL past the last loop, "" for a loop that this machine cannot run. */
-const char *ys_reader(int i) {
+EXPORT const char *ys_reader(int i) {
     if (i < 0 || (size_t)i >= sizeof readers / sizeof *readers) return NULL;
     return readers[i].supported() ? readers[i].name : "";
 }
@@ -152,7 +150,7 @@ static volatile uint64_t kept; /* results, so that no loop is optimised away */
 typedef struct reading {
     read_fn *read;
     const char *p;
-    size_t part;         /* bytes of each thread */
+    size_t part; /* bytes of each thread */
     _Atomic uint64_t sum;
 } reading;
 
@@ -162,7 +160,7 @@ static void read_part(void *context, int64_t t) {
 }
 
 /* Reads n bytes by one of the loops, each thread an equal part.  n is a multiple of 4,096 * 4 * threads. */
-void ys_read(int reader, const void *p, size_t n, int threads, int reps, double *seconds) {
+EXPORT void ys_read(int reader, const void *p, size_t n, int threads, int reps, double *seconds) {
     reading all = {.read = readers[reader].read, .p = p, .part = n / (size_t)threads};
     for (int r = 0; r < reps; r++) {
         const double start = now();
@@ -174,7 +172,7 @@ void ys_read(int reader, const void *p, size_t n, int threads, int reps, double 
 
 /* Reads n rows of row_bytes bytes, a multiple of 8, that lie `stride` bytes apart.  Prefetches each row AHEAD rows
  * earlier, as attention does where it goes from row to row; past the end this does no harm. */
-void ys_read_rows(const void *p, size_t n, size_t row_bytes, size_t stride, int reps, double *seconds) {
+EXPORT void ys_read_rows(const void *p, size_t n, size_t row_bytes, size_t stride, int reps, double *seconds) {
     enum { AHEAD = 64, LINE = 64 };
     for (int r = 0; r < reps; r++) {
         uint64_t sum = 0;
@@ -197,19 +195,19 @@ void ys_read_rows(const void *p, size_t n, size_t row_bytes, size_t stride, int 
 
 enum { ROUNDS = 4096, SUMS = 12 }; /* sums: more than latency times throughput of any processor so far */
 
-#define MULTIPLIER(name, ATTRIBUTES, vec, set, fma)                                                                    \
-    ATTRIBUTES static float name(float factor) {                                                                       \
-        vec sums[SUMS], x = set(factor), y = set(0.5F);                                                                \
-        for (int i = 0; i < SUMS; i++) sums[i] = set((float)i);                                                        \
-        for (int r = 0; r < ROUNDS; r++)                                                                               \
-            for (int i = 0; i < SUMS; i++) sums[i] = fma(sums[i], x, y);                                               \
-        float result = 0;                                                                                              \
-        for (int i = 0; i < SUMS; i++) {                                                                               \
-            float lanes[sizeof(vec) / sizeof(float)];                                                                  \
-            memcpy(lanes, &sums[i], sizeof lanes);                                                                     \
-            for (size_t j = 0; j < sizeof lanes / sizeof *lanes; j++) result += lanes[j];                              \
-        }                                                                                                              \
-        return result;                                                                                                 \
+#define MULTIPLIER(name, ATTRIBUTES, vec, set, fma)                                       \
+    ATTRIBUTES static float name(float factor) {                                          \
+        vec sums[SUMS], x = set(factor), y = set(0.5F);                                   \
+        for (int i = 0; i < SUMS; i++) sums[i] = set((float)i);                           \
+        for (int r = 0; r < ROUNDS; r++)                                                  \
+            for (int i = 0; i < SUMS; i++) sums[i] = fma(sums[i], x, y);                  \
+        float result = 0;                                                                 \
+        for (int i = 0; i < SUMS; i++) {                                                  \
+            float lanes[sizeof(vec) / sizeof(float)];                                     \
+            memcpy(lanes, &sums[i], sizeof lanes);                                        \
+            for (size_t j = 0; j < sizeof lanes / sizeof *lanes; j++) result += lanes[j]; \
+        }                                                                                 \
+        return result;                                                                    \
     }
 
 static float set_scalar(float x) { return x; }
@@ -231,9 +229,9 @@ static void multiply_part(void *context, int64_t t) {
     m->sum += (uint64_t)m->multiply(0.5F);
 }
 
-/* Multiplies and adds f32 in vectors of `lanes` floats on each of the threads.  Returns the number of multiply-adds in a
- * repetition, or 0 if this machine lacks these vectors. */
-double ys_multiply_add(int lanes, int threads, int reps, double *seconds) {
+/* Multiplies and adds f32 in vectors of `lanes` floats on each of the threads.  Returns the number of multiply-adds in
+ * a repetition, or 0 if this machine lacks these vectors. */
+EXPORT double ys_multiply_add(int lanes, int threads, int reps, double *seconds) {
     float (*multiply)(float) = lanes == 1 ? multiply_scalar : NULL;
 #if defined(__x86_64__)
     if (lanes == 8 && has_avx2()) multiply = multiply_avx2;

@@ -5,13 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import statistics
-from pathlib import Path
 
 import numpy as np
-from compiling import BASE, HERE, INCLUDE, Floats, Seconds, build, function
+from compiling import ROOT, Floats, Library, Seconds
 
 OS_PAGE = 4096
-I32, SIZE, POINTER, DOUBLE = ctypes.c_int32, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_double
 
 
 class Memory:
@@ -37,25 +35,19 @@ class Machine:
     """The functions of yardstick.c."""
 
     def __init__(self) -> None:
-        library = build("yardstick", [HERE / "yardstick.c", *BASE], INCLUDE)
-        self.map = function(library, "ys_map", POINTER, SIZE, I32)
-        self.unmap = function(library, "ys_unmap", None, POINTER, SIZE)
-        self._copy = function(library, "ys_copy", None, POINTER, POINTER, SIZE, I32, I32, POINTER)
-        self._reader = function(library, "ys_reader", ctypes.c_char_p, I32)
-        self._read = function(library, "ys_read", None, I32, POINTER, SIZE, I32, I32, POINTER)
-        self._read_rows = function(library, "ys_read_rows", None, POINTER, SIZE, SIZE, SIZE, I32, POINTER)
-        self._multiply_add = function(library, "ys_multiply_add", DOUBLE, I32, I32, I32, POINTER)
+        self._c = Library("yardstick", sorted(ROOT.glob("src/base/*.c")), [])
+        self.map, self.unmap = self._c.ys_map, self._c.ys_unmap
 
     def copy(self, dst: int, src: int, nbytes: int, threads: int, reps: int = 1) -> Seconds:
         """Time memcpy from one address to another."""
         seconds = np.empty(reps)
-        self._copy(dst, src, nbytes, threads, reps, seconds.ctypes.data)
+        self._c.ys_copy(dst, src, nbytes, threads, reps, seconds)
         return seconds
 
     def readers(self) -> dict[int, str]:
         """Name the reading loops that this machine can run, by their number."""
         names, i = {}, 0
-        while (name := self._reader(i)) is not None:
+        while (name := self._c.ys_reader(i)) is not None:
             if name:
                 names[i] = name.decode()
             i += 1
@@ -70,13 +62,13 @@ class Machine:
     def read(self, reader: int, src: int, nbytes: int, threads: int, reps: int = 1) -> Seconds:
         """Time reading nbytes, rounded up to `read_size`."""
         seconds = np.empty(reps)
-        self._read(reader, src, self.read_size(nbytes, threads), threads, reps, seconds.ctypes.data)
+        self._c.ys_read(reader, src, self.read_size(nbytes, threads), threads, reps, seconds)
         return seconds
 
     def read_rows(self, src: int, num_rows: int, row_bytes: int, stride: int, reps: int = 1) -> Seconds:
         """Time reading rows that are `stride` bytes apart, with one thread."""
         seconds = np.empty(reps)
-        self._read_rows(src, num_rows, row_bytes, stride, reps, seconds.ctypes.data)
+        self._c.ys_read_rows(src, num_rows, row_bytes, stride, reps, seconds)
         return seconds
 
     def best_readers(self, memory: Memory, nbytes: int, threads: int, rounds: int = 7) -> list[int]:
@@ -94,7 +86,7 @@ class Machine:
     def multiply_add(self, lanes: int, threads: int, reps: int = 1) -> tuple[float, Seconds]:
         """Time f32 multiply-adds: the number in one repetition (0: no such vectors here), and seconds of each."""
         seconds = np.zeros(reps)
-        return self._multiply_add(lanes, threads, reps, seconds.ctypes.data), seconds
+        return self._c.ys_multiply_add(lanes, threads, reps, seconds), seconds
 
     @functools.cached_property
     def lanes(self) -> int:
@@ -106,9 +98,3 @@ class Machine:
 def machine() -> Machine:
     """Compile yardstick.c, once."""
     return Machine()
-
-
-def huge_bytes() -> int:
-    """Count the bytes of this process that lie in huge OS pages."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))

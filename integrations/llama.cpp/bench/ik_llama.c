@@ -6,15 +6,14 @@
  *   decode ID COUNT               append tokens, in one batch; answer the seconds
  *   rewind ID TOKENS              drop the tokens from this position on
  *   close ID                      free the context */
-#define _GNU_SOURCE /* clock_gettime */
+#include "driver.h"
+
 #include <math.h>
 #include <stdbool.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "llama.h"
-#include "clock.h"
 
 enum { MAX_CONTEXTS = 64, BATCH = 512 };
 

@@ -1,0 +1,29 @@
+"""Run each program once, at sizes at which its figures mean nothing (bench_attention.py: test_attention.py)."""
+
+import importlib
+
+import pytest
+
+COMMANDS = [
+    "bench_busy --context 64 --threads 1 --seconds 0 --torch",
+    "bench_choose --context 4096 --dtype int8 --rounds 2 --repeats 2",
+    "bench_growth --few 50 --many 100 --reps 2 --kinds max_bytes",
+    "bench_hf --context 64 --steps 2 --dtype bf16",
+    "bench_pages --types f16 --heads 64 --tokens 1000 --layers 2",
+    "bench_prefix --only core,calls --seconds 0",
+    "bench_select --tokens 8192 --types f16 --threads 1 --rounds 2",
+    "bench_sparse --models minimax_m3 --types int8 --tokens 4096 --rounds 1",
+    "bench_sparse --tokens 4096 --recall",
+    "bench_state --tokens 256 --layers 2 --rounds 1",
+    "bench_stores --size 64KiB --seconds 0",
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_it_runs(command, monkeypatch, capsys):
+    name, *words = command.split()
+    if name in ("bench_hf", "bench_busy"):
+        pytest.importorskip("torch")
+    monkeypatch.setattr("sys.argv", [name, *words])
+    importlib.import_module(name).main()
+    assert len(capsys.readouterr().out.splitlines()) > 1
