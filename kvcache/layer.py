@@ -235,8 +235,8 @@ class Layer:
             "policy": _policy(policy, "policy"),
             "value_in_key": _bool(value_in_key, "value_in_key"),
             "rope": _rope(rope, "rope"),
-            "k_transform": _transform(k_transform, "k_transform"),
-            "v_transform": _transform(v_transform, "v_transform"),
+            "k_transform": to_transform(k_transform, "k_transform"),
+            "v_transform": to_transform(v_transform, "v_transform"),
             "share": None if share is None else integer(share, "share", 0, MAX_LAYERS - 1),
             "sketch": _bool(sketch, "sketch"),
         }
@@ -455,7 +455,8 @@ def _dim(value: Any, name: str, least: int = 1) -> int:
     return integer(value, name, least, MAX_DIM)
 
 
-def _transform(value: Any, name: str) -> Transform | None:
+def to_transform(value: Any, name: str) -> Transform | None:
+    """Return a transform; raise ``ValueError`` that says `name` if it is none."""
     if value is None or (isinstance(value, str) and value in _core.TRANSFORMS):
         return cast(Transform | None, value)
     raise ValueError(f"{name}={value!r}: must be 'hadamard' or None")

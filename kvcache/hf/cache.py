@@ -41,7 +41,7 @@ from kvcache.hf.recurrent import Recurrent
 from kvcache.hf.state import SaveableBatch, stored_in
 from kvcache.hf.told import CACHE
 from kvcache.hf.turns import Turns
-from kvcache.layer import DTypeLike, Transform, count, override
+from kvcache.layer import DTypeLike, Transform, count, override, to_transform
 from kvcache.policy import Policy
 from kvcache.prefix.cache import MOST_BLOCK_SIZE, PrefixCache
 from kvcache.selecting import with_sketches
@@ -176,6 +176,7 @@ class HFCache(
         """
         if block_size is not None:
             block_size = integer(block_size, "block_size", 1, MOST_BLOCK_SIZE)
+        transform = to_transform(transform, "transform")
         arguments = {"max_sequences": None, **arguments}
         stored: dict[str, Any] = {"dtype": dtype, "k_transform": transform, "v_transform": transform}
         chosen = {} if policy is None else {"policy": policy}
