@@ -85,7 +85,7 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
             f"cache_implementation={wanted!r} does not go with the attention {NAME!r}: say"
             f" cache_implementation={NAME!r}, or pass an HFCache as {CACHE}"
         )
-    if isinstance(given, (KVCache, PrefixCache)):
+    if isinstance(given, (KVCache, PrefixCache, bool, str, dict)):
         more = ", prefix=prefix" if isinstance(given, PrefixCache) else ""
         raise TypeError(
             f"the {CACHE} given is a {type(given).__name__}: give an HFCache, made by"

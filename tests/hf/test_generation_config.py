@@ -143,6 +143,9 @@ def test_other_caches_are_refused_by_name(folder):
         TypeError, match=r"is a PrefixCache: give an HFCache, made by .*\(model.config, prefix=prefix\)"
     ):
         model.generate(PROMPT, past_key_values=prefix, max_new_tokens=2)
+    for other in (True, "int8", {"dtype": "int8"}):
+        with pytest.raises(TypeError, match=rf"given is a {type(other).__name__}: give an HFCache, made by"):
+            model.generate(PROMPT, past_key_values=other, max_new_tokens=2)
 
 
 def test_a_wrong_argument_of_the_cache(folder):
