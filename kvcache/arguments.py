@@ -139,17 +139,24 @@ def refusal(name: str, what: str, known: Iterable[str]) -> str:
 
 
 def check_names(what: str, more: Iterable[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function refuse keyword arguments that it does not have; `more` are names that its ``**`` takes."""
+    """Make a method refuse keyword arguments that it does not have, and say which argument is missing.
+
+    `more` are names that its ``**`` takes.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         code = function.__code__
         known = frozenset(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]) | frozenset(more)
+        needed = code.co_varnames[1 : code.co_argcount - len(function.__defaults__ or ())]
 
         @wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
                 if name not in known:
                     raise TypeError(refusal(name, what, known))
+            for name in needed[len(args) - 1 :]:
+                if name not in kwargs:
+                    raise TypeError(f"{what}({', '.join(needed)}) is given no {name}")
             return function(*args, **kwargs)
 
         return checked

@@ -65,6 +65,9 @@ def test_another_name_of_an_argument(make, typed, here):
         (lambda: kvcache.KVCache(2, 4, 8, capacty=3), "capacty is .*: did you mean capacity"),
         (lambda: kvcache.FullAttention(window=3), "window is no argument of FullAttention: it takes stride"),
         (lambda: kvcache.Adaptive(zzz=3), "zzz is no argument of Adaptive: it takes fraction"),
+        (lambda: kvcache.SlidingWindow(), r"^SlidingWindow\(window\) is given no window"),
+        (lambda: kvcache.Layer(head_dim=4), r"^Layer\(num_kv_heads, head_dim\) is given no num_kv_heads"),
+        (lambda: kvcache.Layer(kv_heads=4), "kv_heads is no argument of Layer: it is called num_kv_heads"),
         (lambda: kvcache.KVCache.load("no file", batch_size=2), "batch_size is .*KVCache.load: .*max_sequences"),
     ],
 )

@@ -287,6 +287,10 @@ def test_arguments_by_other_names(arguments, says):
     for call in (lambda: HFCache(model.config, **arguments), lambda: enable(model, **arguments)):
         with pytest.raises(TypeError, match=says):
             call()
+    with pytest.raises(ValueError, match=r"^transform='hadamrd': must be 'hadamard' or None"):
+        HFCache(model.config, transform="hadamrd")
+    with pytest.raises(TypeError, match=r"^load\(config, path\) is given no path"):
+        HFCache.load("chat")
     with pytest.raises(
         TypeError, match="max_length is no argument of HFEncoderDecoderCache: it is called max_source_len"
     ):
