@@ -19,7 +19,7 @@ from kvcache.arrays import AnyArray
 from kvcache.cache import KVCache
 from kvcache.errors import NotSupportedError, shown
 from kvcache.layer import Layer
-from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, SlidingWindow
+from kvcache.policy import CrossAttention, FullAttention, SlidingWindow, window_of
 from kvcache.rope import Rope, RopeLike
 
 __all__ = [
@@ -525,17 +525,13 @@ def stream(cache: KVCache, window: SupportsIndex, *, num_sink_tokens: SupportsIn
 def _check_moving_up(cache: KVCache, window: int, held: Positions, seq_id: int) -> None:
     """Raise if the first tokens of a sequence cannot stand right before its last `window` tokens."""
     for i, layer in enumerate(cache.layers):
-        policy, sees = layer.policy, 0
+        policy, sees = layer.policy, window_of(layer.policy)
         if policy is None or isinstance(policy, CrossAttention):
             continue
         if layer.rope is not False and not isinstance(layer.rope, Rope):  # a function's keys: rounded at each call
             raise NotSupportedError(f"the first tokens cannot move up: layer {i} needs a `Rope`; give it to the cache")
-        if isinstance(policy, SlidingWindow):
-            sees = policy.window
-            if policy.num_sink_tokens:
-                raise NotSupportedError(f"the first tokens cannot move up: layer {i} keeps sink tokens of its own")
-        if isinstance(policy, ChunkedAttention):
-            sees = policy.attention_chunk_size
+        if isinstance(policy, SlidingWindow) and policy.num_sink_tokens:
+            raise NotSupportedError(f"the first tokens cannot move up: layer {i} keeps sink tokens of its own")
         if window < sees and len(held) and cache.first_position(seq_id, layer=i) > held[0]:
             raise ValueError(
                 f"window={window}: must be at least {sees}, as layer {i} sees so many tokens, and has lost the first"

@@ -20,6 +20,7 @@ from kvcache.policy import (
     Policy,
     SlidingWindow,
     most_rows,
+    window_of,
     written,
 )
 from kvcache.rope import Rope, RopeFunction, RopeLike
@@ -496,7 +497,7 @@ def _check_sketch(layer: Layer) -> None:
     if layer.head_dim % 32 or layer.head_dim > 1024:
         raise ValueError(f"head_dim={layer.head_dim}: for sketches it must be a multiple of 32, at most 1024")
     policy = layer.policy
-    sees = getattr(policy, "window", getattr(policy, "attention_chunk_size", LEAST_SKETCHED))
+    sees = window_of(policy) or LEAST_SKETCHED
     if policy is not None and (isinstance(policy, CrossAttention) or sees < LEAST_SKETCHED):
         raise NotSupportedError(
             f"sketch=True: with policy={written(policy)} there is nothing to gain, as queries must see at least"

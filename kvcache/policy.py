@@ -164,6 +164,13 @@ def most_rows(policy: Policy | None, num_tokens: int, batch_tokens: int = 0) -> 
             return num_tokens // stride
 
 
+def window_of(policy: Policy | None) -> int:
+    """Return the most tokens that a query sees under a policy; 0: all."""
+    if isinstance(policy, SlidingWindow):
+        return policy.window
+    return policy.attention_chunk_size if isinstance(policy, ChunkedAttention) else 0
+
+
 def written(policy: Policy) -> str:
     """Return the Python expression that makes a policy, without arguments that have their default."""
     given = [f"{f.name}={getattr(policy, f.name)}" for f in fields(policy) if getattr(policy, f.name) != f.default]

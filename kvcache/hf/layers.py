@@ -18,8 +18,8 @@ from kvcache.hf.decode import Decoder
 from kvcache.hf.dense import why_decoded
 from kvcache.hf.lazy import LazyTensor
 from kvcache.hf.passes import ForwardPass, Passes
-from kvcache.hf.policies import Part, window_of
-from kvcache.policy import ChunkedAttention, SlidingWindow
+from kvcache.hf.policies import Part
+from kvcache.policy import ChunkedAttention, SlidingWindow, window_of
 
 FLOATS = {torch.float32, torch.float16, torch.bfloat16}  # types of what a model brings
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from kvcache.hf.cache import HFCache
-from kvcache.hf.policies import window_of
 from kvcache.models.shapes import PREFILL_TOKENS
+from kvcache.policy import window_of
 
 CHECKPOINT_TOKENS = 2048  # a state may take as much memory as the rows of so many tokens
 TOKENS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}  # the axis of a pass's tokens

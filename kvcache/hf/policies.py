@@ -23,7 +23,7 @@ from kvcache.models import shapes
 from kvcache.models.configuration import text_decoder
 from kvcache.models.kinds import COMPRESSED, INDEXED, fields_of_layers
 from kvcache.models.shapes import KEYS_ALONE, REFUSED
-from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow, written
+from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow, window_of, written
 from kvcache.prefix.cache import MOST_BLOCK_SIZE
 from kvcache.rope import RopeLike
 from kvcache.selecting import least_tokens
@@ -152,13 +152,6 @@ def part_of(config: PreTrainedConfig, index: int, layer_type: str, options: dict
     )
 
 
-def window_of(policy: Policy | None) -> int:
-    """Return the most tokens that a query sees under a policy; 0: all."""
-    if isinstance(policy, SlidingWindow):
-        return policy.window
-    return policy.attention_chunk_size if isinstance(policy, ChunkedAttention) else 0
-
-
 def parts_of(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[Part], list[Layer]]:
     """Return the part of a configuration that describes the decoder, what is kept of each layer, and layers of rows."""
     check_config(config)
@@ -249,8 +242,7 @@ def block_size_for(policies: Any) -> int:
     takes up to two blocks more than its rows: so a block is at most a quarter of the shortest window, in steps of 64.
     """
     given = policies if isinstance(policies, Sequence) else [policies]
-    windows = [policy.window for policy in given if isinstance(policy, SlidingWindow)]
-    windows += [policy.attention_chunk_size for policy in given if isinstance(policy, ChunkedAttention)]
+    windows = filter(None, map(window_of, given))
     return max(LEAST_BLOCK, min([MOST_BLOCK, *(n // 4 // LEAST_BLOCK * LEAST_BLOCK for n in windows)]))
 
 
