@@ -14,7 +14,7 @@ from typing import Protocol
 from kvcache import _core
 from kvcache.cache import KVCache
 from kvcache.errors import CacheBusyError
-from kvcache.waiting import Condition
+from kvcache.threads import Condition
 
 STALLED = 300.0  # seconds in which another thread's pass reaches no layer, after which it is taken for lost
 LOOK_AGAIN = 0.05  # seconds

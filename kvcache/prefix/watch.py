@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
 
 from kvcache import _core
-from kvcache.living import Living
+from kvcache.threads import Living
 
 if TYPE_CHECKING:
     from kvcache.cache import KVCache

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from kvcache.waiting import Condition
+from kvcache.threads import Condition
 
 if TYPE_CHECKING:
     from kvcache.stores.tenant import Tenant

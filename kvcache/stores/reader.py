@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvcache.living import Living
 from kvcache.stores import calls
 from kvcache.stores.tenant import Tenant
 from kvcache.stores.worker import Worker, without_frames
+from kvcache.threads import Living
 
 NUM_THREADS = 8
 ASKED_AT_ONCE = 8  # keys, one after the other, so that a slow store shows its answers
@@ -117,15 +117,6 @@ class Reader:
         self._warn(warning)
         return read.found
 
-    def _most_keys(self, tenant: Tenant) -> int:
-        if tenant.only_keys:
-            return ASKED_AT_ONCE
-        return calls.keys_per_call(tenant.value_bytes) if self._reads_many else 1
-
-    def _may_probe(self) -> bool:
-        """Return whether the store may be asked once more. It may not while an earlier question is unanswered."""
-        return self.worker.is_idle and self.worker.breaker.may_probe
-
     def _admit(self, read: Read) -> bool:
         """Queue a read; return whether to wait for it. While the store is left alone, nobody waits for a probe."""
         if read.tenant.is_closed or not read.wanted:
@@ -133,7 +124,7 @@ class Reader:
         breaker = self.worker.breaker
         if not breaker.is_open:
             return self._queue(read)
-        if self._may_probe():
+        if self.worker.is_idle and breaker.may_probe:  # no earlier question is unanswered
             first = dict(itertools.islice(read.wanted.items(), 1))
             probe = Read(read.tenant, first, read.begin, read.answers, is_probe=True)
             breaker.probing = self._queue(probe)
@@ -235,8 +226,13 @@ class Reader:
         return None
 
     def _next_keys(self, read: Read) -> list[str]:
-        some = itertools.islice(read.wanted, self._most_keys(read.tenant))
-        return list(itertools.takewhile(lambda key: read.tenant.name(key) not in self._flying, some))
+        tenant, most = read.tenant, 1
+        if tenant.only_keys:
+            most = ASKED_AT_ONCE
+        elif self._reads_many:
+            most = calls.keys_per_call(tenant.value_bytes)
+        some = itertools.islice(read.wanted, most)
+        return list(itertools.takewhile(lambda key: tenant.name(key) not in self._flying, some))
 
     def _land(self, call: Call) -> str | BaseException | None:
         """Give what a call brought to all who wait for it; judge the store, and return what to warn of."""

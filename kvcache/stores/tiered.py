@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from kvcache.arguments import spelt
 from kvcache.errors import described
-from kvcache.living import Living
 from kvcache.stores import calls
 from kvcache.stores.worker import Breaker
+from kvcache.threads import Living
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from kvcache.waiting import Condition
+from kvcache.threads import Condition
 
 MAX_FAILURES = 3  # in a row, until a store is left alone
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds for which it is

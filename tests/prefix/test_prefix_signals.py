@@ -12,7 +12,7 @@ import kvcache
 from kvcache.stores import DirectoryStore
 from kvcache.stores.client import StoreClient
 from kvcache.stores.worker import Worker
-from kvcache.waiting import Condition
+from kvcache.threads import Condition
 
 PROMPT, OTHER, THIRD = [*range(50)], [*range(20), *range(70, 110)], [*range(300, 340)]
 

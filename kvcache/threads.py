@@ -1,8 +1,30 @@
-"""`Condition`: waits, and holds its lock afterwards, also if the handler of a signal raises."""
+"""`Condition` and `Living`: what Python's own lack where threads, signals and finalizers meet."""
 
 from __future__ import annotations
 
 import threading
+import weakref
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Living(Generic[T]):
+    """Keeps weak references to objects, which threads may add, drop and list at once.
+
+    A ``weakref.WeakSet`` will not do: without a GIL, a set that is iterated changes when an object dies.
+    """
+
+    def __init__(self) -> None:
+        self._by_id: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()
+
+    def add(self, one: T) -> None:
+        """Note an object."""
+        self._by_id[id(one)] = one
+
+    def alive(self) -> list[T]:
+        """Return the objects that are alive."""
+        return [one for ref in self._by_id.valuerefs() if (one := ref()) is not None]
 
 
 class Condition(threading.Condition):
