@@ -81,7 +81,7 @@ def test_wrong_kernels_are_noticed(run, monkeypatch):
 
 
 def test_a_wrong_reference_is_noticed(without_kernels, monkeypatch):
-    monkeypatch.setattr(selftest, "_attend_all", lambda layer, q, k, v: q)
+    monkeypatch.setattr(selftest, "_attend_plainly", lambda q, k, v, shown: q)
     assert not outcome()["generation"]
 
 
