@@ -159,11 +159,6 @@ def describe(strategy: Strategy, sizes: Sizes) -> list[str]:
     return lines
 
 
-def decide_never() -> Decision:
-    """Decide under the strategy "disabled"."""
-    return Decision("not stored", lambda: "the strategy is 'disabled'")
-
-
 def decide_by_length(strategy: LongSequencesOnly, num_tokens: int) -> Decision:
     """Decide on a sequence of `num_tokens` tokens that holds nothing yet."""
     stored = num_tokens > strategy.threshold
@@ -247,7 +242,7 @@ class Decider:
                 needed = self._sizes.most_bytes(max(self._sizes.max_seq_len or 0, held + tokens), tokens)
                 found[seq_id] = decide_by_memory(self._strategy, needed, self._sizes.most_bytes(held), *free)
             elif not held:
-                found[seq_id] = decide_never()
+                found[seq_id] = Decision("not stored", lambda: "the strategy is 'disabled'")
         unstored = [seq_id for seq_id, decision in found.items() if decision.outcome != "stored"]
         return np.isin(seq_ids, unstored) if unstored else None
 

@@ -39,16 +39,14 @@ def _tokens(text: str) -> int:
     return number
 
 
-def _contexts(text: str) -> tuple[int, ...]:
-    return tuple(map(_tokens, text.split(",")))
-
-
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(","))
 
 
 OPTIONS = {
-    "context": Option(_contexts, (1024, 8192), "tokens that are stored, such as 1k,8k"),
+    "context": Option(
+        lambda text: tuple(map(_tokens, text.split(","))), (1024, 8192), "tokens that are stored, such as 1k,8k"
+    ),
     "dtype": Option(_names, ("f32", "f16", "q8_0"), "types that rows are stored as, such as f32,f16,q8_0"),
     "prompt": Option(_tokens, 512, "tokens of a prompt, or half of the context if that is less"),
     "num-layers": Option(_number, 4, "layers that take turns"),

@@ -165,11 +165,6 @@ class Passes:
         """Return ids that no sequence has."""
         return [self.turns.new_id() for _ in range(count)]
 
-    def begin_with(self, prompts: Prompts, num_columns: int) -> None:
-        """Begin with sequences that hold the beginnings of prompts, as `Prompts.acquire` returns them."""
-        self.seq_ids, self.num_seen, self.offsets = prompts.acquire(num_columns)
-        self.prompts = prompts
-
     def select(self, batch_indices: list[int]) -> None:
         """Make a batch of the sequences at these indices; fork a sequence whose index occurs more than once."""
         selected: list[int] = []

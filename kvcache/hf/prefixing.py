@@ -91,12 +91,14 @@ class PrefixedBatch(FedBatch):
 
     def _begin_with(self, prompts: Prompts, num_columns: int) -> None:
         """Begin with the beginnings of prompts, as far as `Prompts.acquire` has them before the last column."""
-        self._passes.begin_with(prompts, num_columns)
+        passes = self._passes
+        passes.seq_ids, passes.num_seen, passes.offsets = prompts.acquire(num_columns)
+        passes.prompts = prompts
         self._recurrent.reset()
-        if not (self._recurrent and self._passes.num_seen):
+        if not (self._recurrent and passes.num_seen):
             return
         try:
-            self._recurrent.restore(prompts.states(self._passes.seq_ids))
+            self._recurrent.restore(prompts.states(passes.seq_ids))
         except BaseException:
             self.reset()
             raise

@@ -118,8 +118,10 @@ class Prompts:
                     length = max(0, column - prompt.leading)
                     if i in rows and rows[i][1] > length:
                         self._prefix.cache.clear(rows.pop(i)[0])
-                    if i not in rows:
-                        rows[i] = self._acquire_one(prompt, length)
+                    if i not in rows and prompt.tokens:
+                        rows[i] = self._prefix.acquire(prompt.tokens, max_matched=length)
+                    elif i not in rows:
+                        rows[i] = self._prefix.new_sequence(), 0
                     if length:
                         lowest = min(lowest, prompt.leading + rows[i][1])
                     elif self._prefix.state_bytes:  # of padding alone there is no state
@@ -171,11 +173,6 @@ class Prompts:
             )
         with contextlib.suppress(CacheFullError):
             self._prefix.checkpoint(seq_id, tokens[:length], state)
-
-    def _acquire_one(self, prompt: Prompt, length: int) -> tuple[int, int]:
-        if not prompt.tokens:
-            return self._prefix.new_sequence(), 0
-        return self._prefix.acquire(prompt.tokens, max_matched=length)
 
     def padding(self, seen: int) -> torch.Tensor | None:
         """Return the mask if padding comes behind a column: a model's own attention does not hand it to the cache."""

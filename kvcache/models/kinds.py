@@ -153,8 +153,6 @@ def _said_types(config: Fields) -> list[str]:
     """Return the type of each layer as a file says it."""
     kinds = _listed(config)
     if kinds is None:
-        kinds = _sparse(config)
-    if kinds is None:
         num_layers = _num_layers(config)
         kinds = _by_pattern(config, num_layers)
     if kinds is None:
@@ -166,14 +164,6 @@ def _said_types(config: Fields) -> list[str]:
         if not isinstance(kind, str) or kind not in KNOWN or (kind in INDEXED and not has_indexer):
             raise config.unsupported(f"layer {i} is of type {shown(kind)}, which no policy stands for")
     return kinds
-
-
-def _sparse(config: Fields) -> list[str] | None:
-    """Return the types of layers, some of which choose blocks of rows, as in MiniMax M3."""
-    if config.get("model_type") != "minimax_m3_vl_text" or (sparse := config.part("sparse_attention_config")) is None:
-        return None
-    listed = sparse.sequence("sparse_attention_freq", config.count("num_hidden_layers"))
-    return None if listed is None else [XB if entry else F for entry in listed]
 
 
 def _num_layers(config: Fields) -> int:
@@ -222,7 +212,9 @@ def _listed(config: Fields) -> list[Any] | None:
     if indices is not None:
         listed, (chosen, others) = config.sequence(indices) or [], INDICES[indices]
         return [chosen if i in listed else others for i in range(num_layers)]
-    return None
+    sparse = config.part("sparse_attention_config") if config.get("model_type") == "minimax_m3_vl_text" else None
+    chooses = None if sparse is None else sparse.sequence("sparse_attention_freq", num_layers)
+    return None if chooses is None else [XB if entry else F for entry in chooses]
 
 
 def _repeated(config: Fields, given: list[Any]) -> list[Any]:

@@ -242,7 +242,10 @@ SCALING_NAMES_OF = {key: {"yarn": "longrope"} for key in ("phi3", "phi4_multimod
 
 def _parameters(config: Fields, layer: int, kind: str, model_type: str) -> Fields | None:
     """Gather the rotation's parameters for a layer, under transformers' names; None: the file does not say it."""
-    theta = config.get("rope_local_base_freq", _local_theta(config, model_type)) if kind in SLIDING else None
+    theta = None
+    if kind in SLIDING:
+        given = config.get("rope_scaling", config.get("rope_parameters"))
+        theta = config.get("rope_local_base_freq", LOCAL_THETA.get(model_type) if given is None else None)
     found, source = _scaling(config, layer, kind, model_type, theta is not None)
     if theta is None:
         usual = classes.of(model_type).defaults.get("rope_parameters") or {}  # counts beside a file's scaling
@@ -267,11 +270,6 @@ def _parameters(config: Fields, layer: int, kind: str, model_type: str) -> Field
         name = {**SCALING_NAMES, **SCALING_NAMES_OF.get(model_type, {})}.get(name, name)
         found["rope_type"] = "ntk_alpha" if name == "dynamic" and model_type in ALPHA and found.get("alpha") else name
     return Fields(found, source)
-
-
-def _local_theta(config: Fields, model_type: str) -> float | None:
-    given = config.get("rope_scaling", config.get("rope_parameters"))
-    return LOCAL_THETA.get(model_type) if given is None else None
 
 
 def _scaling(

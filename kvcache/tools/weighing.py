@@ -78,13 +78,9 @@ def weigh(model: Any, given: str | int | None = None) -> Weights:
     except KVCacheError as error:
         if isinstance(given, str):  # an index may count them nevertheless
             found = _in_types(types, Parts(parameters.count(model)))
-        return _all_read(model, Weights(None, str(error)) if found is None else found)
+        found = Weights(None, str(error)) if found is None else found
+        return found if parameters.has_experts(model) else replace(found, read=found.nbytes)  # else a token reads all
     return _with_read(found or _in_types(types, parts), types, parts)
-
-
-def _all_read(model: Any, found: Weights) -> Weights:
-    """Return weights of which a token reads all, unless they have experts."""
-    return found if parameters.has_experts(model) else replace(found, read=found.nbytes)
 
 
 def _with_read(found: Weights, types: _Types, parts: Parts) -> Weights:
