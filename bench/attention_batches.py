@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from attention_report import Report, Samples, wanted
-from driver import Driver
-from entrants import Entrant, Shape, attending, core, filled, layers_of, reading_rows, set_up
+from entrants import Entrant, Shape, attending, core, empty, filled, layers_of, reading_rows, set_up
 from figures import quotients
 from yardstick import Memory
 
@@ -22,34 +21,23 @@ def cost(report: Report, name: str, shape: Shape, one: Entrant, plain: Entrant, 
     report.line(name, shape, one_s, (one_s, plain_s), want, note)
 
 
-@contextlib.contextmanager
-def closing(*drivers: Driver) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for driver in drivers:
-            driver.close()
-
-
 def ragged(report: Report, shape: Shape) -> None:
     longest = max(320, round(shape.context * 10_000 / 8192))
     lengths = np.linspace(10, longest, 32).astype(int)
     total = int(lengths.sum())
     whole = replace(shape, context=total)
-    batch = Driver(layers_of(whole.nbytes), 8, 128, 0, shape.dtype, max_sequences=0, num_threads=shape.threads)
+    batch = empty(whole, max_sequences=0)
     for seq_id, length in enumerate(lengths):
         batch.append(int(length) - 1, seq_id)
     alone = filled(whole, block_size=64, max_seq_len=0)
-    with closing(batch, alone):
+    with batch, alone:
         many, one = attending(shape, batch, num_seqs=32), attending(whole, alone)
         name, note = "32 ragged sequences, cost over one sequence of as many bytes", f"10 to {longest:,} tokens"
         cost(report, name, whole, many, one, wanted("ragged"), note)
 
 
 def shared_prefix(report: Report, shape: Shape, count: int = 8, own: int = 64) -> None:
-    layers = layers_of(shape.nbytes * count)
-    options = {"max_sequences": 0, "num_threads": shape.threads}
-    shared, apart = (Driver(layers, 8, 128, 0, shape.dtype, **options) for _ in range(2))
+    shared, apart = (empty(shape, layers=layers_of(shape.nbytes * count), max_sequences=0) for _ in range(2))
     shared.append(shape.context - own)
     for seq_id in range(count):
         if seq_id:
@@ -57,7 +45,7 @@ def shared_prefix(report: Report, shape: Shape, count: int = 8, own: int = 64) -
         apart.append(shape.context - 1, seq_id)
     for seq_id in range(count):
         shared.append(own - 1, seq_id)
-    with closing(shared, apart):
+    with shared, apart:
         one, other = (attending(shape, driver, num_seqs=count) for driver in (shared, apart))
         name = f"{count} sequences with a shared prefix, cost over {count} with their own"
         cost(report, name, shape, one, other, wanted("shared prefix"))
@@ -65,7 +53,7 @@ def shared_prefix(report: Report, shape: Shape, count: int = 8, own: int = 64) -
 
 def blocks_of_64(report: Report, shape: Shape) -> None:
     contiguous, blocks = filled(shape), filled(shape, block_size=64)
-    with closing(contiguous, blocks):
+    with contiguous, blocks:
         one, other = (attending(shape, driver) for driver in (blocks, contiguous))
         cost(report, "blocks of 64, cost over one block", shape, one, other, wanted("blocks of 64"))
 
@@ -82,7 +70,7 @@ def every_second_row(report: Report, shape: Shape) -> None:
         *(attending(shape, driver) for driver in (holes, contiguous)),
         *(reading_rows(shape, memory, step) for step in (2, 1)),
     ]
-    with closing(contiguous, holes):
+    with contiguous, holes:
         holes_s, plain_s, apart_s, together_s = report.compete(entrants, shape.threads)
     read = statistics.median(quotients(apart_s, together_s))
     note = f"{1e6 * statistics.median(plain_s):,.1f} µs; reading such rows, with 1 thread: {read:.3g}"
@@ -94,14 +82,10 @@ def window(report: Report, shape: Shape, sinks: int = 4) -> None:
     size = min(4096, shape.context // 2)
     held = replace(shape, context=size)
     lengths = 2 * size, 32 * size
-    drivers = []
-    for length in lengths:
-        driver = Driver(
-            held.layers, 8, 128, 0, shape.dtype, window=size, num_sink_tokens=sinks, num_threads=shape.threads
-        )
-        driver.append(length)
-        drivers.append(driver)
-    with closing(*drivers):
+    with contextlib.ExitStack() as stack:
+        drivers = [stack.enter_context(empty(held, window=size, num_sink_tokens=sinks)) for _ in lengths]
+        for driver, length in zip(drivers, lengths, strict=True):
+            driver.append(length)
         short, long = (attending(held, driver) for driver in drivers)
         name = f"window of {size:,} at {lengths[1]:,} tokens, cost over the same at {lengths[0]:,}"
         cost(report, name, replace(shape, context=lengths[1]), long, short, wanted("window"), f"{sinks} sinks")
@@ -116,11 +100,11 @@ def prompt_in_a_window(report: Report, shape: Shape) -> None:
     sizes = [size for size in (64, 1024) if size <= context - tokens]
     for num_heads in (8, 32):
         plain = replace(shape, context=context, num_tokens=tokens, num_heads=num_heads)
-        drivers = []
-        for size in (0, *sizes):  # 0: no window, in a cache made alike, so that rows lie in the same kind of pages
-            drivers.append(Driver(plain.layers, 8, 128, 0, shape.dtype, window=size, num_threads=shape.threads))
-            drivers[-1].append(context - tokens)
-        with closing(*drivers):
+        with contextlib.ExitStack() as stack:
+            # 0: no window, in a cache made alike, so that rows lie in the same kind of pages
+            drivers = [stack.enter_context(empty(plain, window=size)) for size in (0, *sizes)]
+            for driver in drivers:
+                driver.append(context - tokens)
             plain_s, *windows_s = report.compete([attending(plain, driver) for driver in drivers], shape.threads)
         for size, seconds in zip(sizes, windows_s, strict=True):
             visible = size / (context - (tokens - 1) / 2)
@@ -153,7 +137,7 @@ def off_the_line(contexts: Sequence[int], samples: Sequence[Samples]) -> list[fl
 def append(report: Report, shape: Shape) -> None:
     """Add lines for storing one token in C: the put in one layer, and the layer's share of begin and commit."""
     layers, steps = 32, 16
-    driver = Driver(layers, 8, 128, shape.context + 1024, shape.dtype, num_threads=shape.threads)
+    driver = empty(shape, shape.context + 1024, layers)
     driver.append(shape.context)
 
     def run(_: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Compare HFCache with DynamicCache: interleaved speed after a context, memory, quality by type, torch.compile.
+"""Compare HFCache with DynamicCache: interleaved speed after a context, memory, torch.compile.
 
 python bench/bench_hf.py --context 512 8192
 python bench/bench_hf.py --model 1b --context 32k --select 2048     # and with rows selected by sketches
@@ -10,7 +10,6 @@ import resource
 import statistics
 import time
 import warnings
-from pathlib import Path
 
 import torch
 from driver import BYTES
@@ -40,7 +39,6 @@ CONFIGS = {
         "vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
     }),  # Llama 3.2 1B
 }  # fmt: skip
-EXAMPLE = Path(__file__).parents[1] / "examples/model"
 
 
 def new_model(kind, threads):
@@ -210,36 +208,7 @@ def memory(args):
             table.line(name, above / 1e6, above / rows)
 
 
-# ---- quality
-
-
-def read(model, dtype, text):
-    """Return the logits of a text whose second half is read one token at a time."""
-    cache = HFCache(model.config, dtype)
-    half = text.shape[1] // 2
-    parts = [model(text[:, :half], **{CACHE: cache}).logits]
-    parts += [model(text[:, i : i + 1], **{CACHE: cache}).logits for i in range(half, text.shape[1])]
-    return torch.cat(parts, 1)[0]
-
-
-def quality(args):
-    model = AutoModelForCausalLM.from_pretrained(EXAMPLE, dtype=torch.float32, attn_implementation="kvcache").eval()
-    length = model.config.max_position_embeddings
-    text = torch.frombuffer(bytearray((EXAMPLE / "eval.txt").read_bytes()), dtype=torch.uint8).long()
-    windows = [text[None, i : i + length] for i in range(0, len(text) - length + 1, length)]
-    exact = [read(model, "f32", window) for window in windows]
-    print(f"the model in this repository over {len(windows)} texts of {length:,} tokens")
-    table = Table({"type": "<5", "loss": ">6.4f", "logits off by": ">8.1e", "at most": ">8.1e"})
-    for dtype in ("f32", *args.dtype):
-        logits = [read(model, dtype, window) for window in windows]
-        losses = [
-            torch.nn.functional.cross_entropy(x[:-1], w[0, 1:]).item() for x, w in zip(logits, windows, strict=True)
-        ]
-        off = torch.cat([(x - y).abs() for x, y in zip(logits, exact, strict=True)])
-        table.line(dtype, statistics.mean(losses), off.mean().item(), off.max().item())
-
-
-ONLY = {"speed": speed, "memory": memory, "quality": quality, "compile": compiled}
+ONLY = {"speed": speed, "memory": memory, "compile": compiled}
 
 
 def main():

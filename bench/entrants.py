@@ -90,14 +90,19 @@ def compete(entrants: Sequence[Entrant], seconds: float, threads: int, least: in
 # ---- attention of the core
 
 
+def empty(shape: Shape, max_seq_len: int = 0, layers: int = 0, **options: int) -> Driver:
+    """Make a driver of a shape: with its layers, types and threads."""
+    return Driver(
+        layers or shape.layers, shape.num_kv_heads, shape.head_dim, max_seq_len, shape.dtype, v_dim=shape.v_dim,
+        v_type=shape.v_type, value_in_key=shape.value_in_key, num_threads=shape.threads, **options,
+    )  # fmt: skip
+
+
 def filled(shape: Shape, layers: int = 0, **options: int) -> Driver:
     """Fill a driver with the shape's tokens before the batch, after the steps that make huge pages of small ones."""
     layers = layers or shape.layers
     steps = 2 * layers * shape.num_kv_heads  # a step joins the pages of one head's rows
-    driver = Driver(
-        layers, shape.num_kv_heads, shape.head_dim, options.pop("max_seq_len", shape.context + steps), shape.dtype,
-        v_dim=shape.v_dim, v_type=shape.v_type, value_in_key=shape.value_in_key, num_threads=shape.threads, **options,
-    )  # fmt: skip
+    driver = empty(shape, options.pop("max_seq_len", shape.context + steps), layers, **options)
     driver.append(shape.context)
     for _ in range(2):  # fill the pages, then join them
         driver.steps(steps)
@@ -123,29 +128,20 @@ ROOM, ONE_BY_ONE = 64, 32  # tokens for which a cache in use has more space, and
 @contextlib.contextmanager
 def in_use(shape: Shape) -> Iterator[Driver]:
     """Fill a new driver as programs do: its blocks have the default size, and space for more tokens."""
-    driver = Driver(
-        shape.layers, shape.num_kv_heads, shape.head_dim, shape.context + ROOM, shape.dtype, v_dim=shape.v_dim,
-        v_type=shape.v_type, value_in_key=shape.value_in_key, num_threads=shape.threads,
-    )  # fmt: skip
-    try:
+    with empty(shape, shape.context + ROOM) as driver:
         stored = shape.context - shape.num_tokens
         steps = min(stored, ONE_BY_ONE)
         if stored > steps:
             driver.append(stored - steps)
         driver.steps(steps)
         yield driver
-    finally:
-        driver.close()
 
 
 @contextlib.contextmanager
 def core(shape: Shape, name: str = "", layers: int = 0, **options: int) -> Iterator[Entrant]:
     """Attend over a new driver, which is closed at the end."""
-    driver = filled(shape, layers, **options)
-    try:
+    with filled(shape, layers, **options) as driver:
         yield attending(shape, driver, name)
-    finally:
-        driver.close()
 
 
 def in_cache(shape: Shape, tokens: int = 128) -> Entrant:
