@@ -393,8 +393,14 @@ PAIRS = [pair for way in POSITIONS for pair in ((None, way), (way, None))]
 PAIRS += [("twice as far", "of each row"), ("of each row", "of each row")]
 
 
-@pytest.mark.parametrize("prefixed", [False, True])
-@pytest.mark.parametrize(("first", "then"), PAIRS)
+@pytest.mark.parametrize(
+    ("first", "then", "prefixed"),
+    [
+        *((*pair, False) for pair in PAIRS),
+        *((*pair, True) for pair in PAIRS[-2:]),
+        *(pytest.param(*pair, True, marks=pytest.mark.slow) for pair in PAIRS[:-2]),
+    ],
+)
 def test_positions_of_the_caller(first, then, prefixed):
     """Rows follow from their tokens' positions."""
     model, tokens = model_of("llama"), random_tokens(2, 20)

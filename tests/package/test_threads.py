@@ -296,7 +296,10 @@ print(threads() - before)
 
 @pytest.mark.hf
 @needs_openmp
-@pytest.mark.parametrize("order", ["sklearn.cluster, torch, kvcache", "kvcache, sklearn.cluster, torch"])
+@pytest.mark.parametrize(
+    "order",
+    ["sklearn.cluster, torch, kvcache", pytest.param("kvcache, sklearn.cluster, torch", marks=pytest.mark.slow)],
+)
 def test_torchs_threads_come_before_scikit_learns(order):
     pytest.importorskip("sklearn")
     code = """
