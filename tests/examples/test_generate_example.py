@@ -83,7 +83,7 @@ def test_a_prompt_that_is_piped(arguments: list[str]) -> None:
     assert piped.stdout.startswith("K\N{REPLACEMENT CHARACTER}NIG:\n".encode())
 
 
-@pytest.mark.parametrize("tokens", ["20", pytest.param("1_000", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tokens", ["20", pytest.param("1_000", marks=pytest.mark.full)])
 def test_the_model_stands_before_the_prompt(tmp_path: Path, tokens: str) -> None:
     """As in `kvcache generate` and the example in C."""
     prompt = tmp_path / "prompt.txt"
