@@ -497,6 +497,12 @@ typedef struct kvc_masked {
     int32_t begin, end; /* end may exceed all positions, up to KVC_END */
 } kvc_masked;
 
+/* How an attention multiplies the rows of prompts. */
+typedef enum kvc_precision {
+    KVC_PRECISION_STORED = 0, /* as precisely as the rows are stored */
+    KVC_PRECISION_INT8 = 1    /* in bytes */
+} kvc_precision;
+
 typedef struct kvc_plan_args {
     size_t struct_size;
     int32_t layer;      /* any layer of the group, with the shapes that count */
@@ -521,6 +527,7 @@ typedef struct kvc_plan_args {
                                   are read */
     int32_t chosen_width;      /* the most entries of a choice: the width of kvc_chosen.  The plan takes 8 bytes of
                                   memory for each entry and thread.  0: max_chosen, or kvc_attend finds it itself */
+    int32_t precision;         /* kvc_precision: how sequences with more than 8 query tokens are attended to */
 } kvc_plan_args;
 
 /* Attends: out[t, h] = sum over visible rows j of softmax(scale * q[t, h] . k[j]) * v[j], for the query tokens of the
@@ -548,6 +555,14 @@ typedef struct kvc_plan_args {
  * sequence reads all rows if it has more than 8 query tokens in the call.  A token also reads all if it sees at most
  * 80 + 2 * select_rows rows.  Masked rows do not count.  The rows of a token that selected some do not follow from the
  * tokens alone, so kvc_exact_to ends before it.
+ *
+ * Prompts in bytes (plan->precision KVC_PRECISION_INT8).  Where a sequence has more than 8 query tokens in the call,
+ * queries, keys, weights and values are rounded to 8 bits and multiplied as integers.  Rows of KVC_INT8, KVC_INT6 and
+ * KVC_INT4 are multiplied as they are stored.  Other keys, and the queries, are mixed by a Hadamard matrix first.  A
+ * result is off by 1 to 2 % of its size, about as much as rows of KVC_INT8 are.  Other sequences, chosen and selected
+ * rows, and heads whose k_dim or v_dim is no multiple of 32 are attended to exactly.  So is everything where the
+ * processor does not multiply bytes (docs/platforms.md).  The rows that a model computes behind such a prompt differ
+ * from exact ones: give them a fingerprint of their own (kvc_prefix_config).
  *
  * Bits.  The bits of a token's result depend on the rows that it sees, and on which tokens of its sequence are in the
  * call.  They do not depend on threads, on where rows lie, or on other sequences of the batch.  If rows are chosen, the

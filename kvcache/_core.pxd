@@ -342,7 +342,7 @@ cdef extern from "kvcache.h" nogil:
         const uint8_t *non_causal
         const kvc_masked *masked
         size_t masked_size
-        int32_t num_masked, max_chosen, num_choices, select_rows
+        int32_t num_masked, max_chosen, num_choices, select_rows, precision
 
     kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args)
 

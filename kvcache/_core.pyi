@@ -299,6 +299,7 @@ class Batch:
         chosen_block: SupportsIndex,
         chosen_tail: bool,
         select: SupportsIndex | None,
+        precision: str,
         prior: object,
         layout: str,
         out: object,

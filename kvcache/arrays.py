@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvcache.layer import FloatDType, to_dtype
 
 Layout: TypeAlias = Literal["THD", "HTD", "BHTD"]
+Precision: TypeAlias = Literal["stored", "int8"]
 Flags: TypeAlias = bool | Sequence[bool] | npt.NDArray[np.bool_]
 Ranges: TypeAlias = Sequence[Sequence[int]] | npt.NDArray[np.integer[Any]]
 

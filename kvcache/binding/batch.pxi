@@ -266,8 +266,8 @@ cdef class Batch(_CallCounter):
         self.finish(status)
 
     cdef tuple read_query(self, int32_t layer, object q, object first, object scale, object softcap, object sinks,
-                          object alibi, object non_causal, object masked, object select, object prior, int layout,
-                          object out, Query *query):
+                          object alibi, object non_causal, object masked, object select, object precision,
+                          object prior, int layout, object out, Query *query):
         """Describe a query; return the objects that keep the memory it points to, the result's last."""
         cdef kvc_layer *shape = &self.cache.layers[layer]
         cdef kvc_plan_args *plan = &query.plan
@@ -301,6 +301,7 @@ cdef class Batch(_CallCounter):
             plan.select_rows = <int32_t>to_int(select, "select", 1, _INT32_MAX)
             if not shape.sketch_bits:
                 raise NotSupportedError(f"select={select}: layer {layer} has no sketches: make it with sketch=True")
+        plan.precision = to_precision(precision)
         before = read_prior(prior, shape.v_dim, layout, query)
         out = read_out(out, q, query.prior_out.type if before else query.q.type, shape.v_dim, layout, &query.q,
                        &query.out)
@@ -312,7 +313,7 @@ cdef class Batch(_CallCounter):
         return q_owner, sinks, alibi, flags, ranges, before, out
 
     def attend(self, layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, masked, chosen, chosen_block,
-               chosen_tail, select, prior, str layout, out, return_lse):
+               chosen_tail, select, precision, prior, str layout, out, return_lse):
         self.check_open()
         cdef bint wants_lse = flag(return_lse, "return_lse")
         cdef int32_t at = to_layer(layer, self.cache.num_layers)
@@ -327,8 +328,8 @@ cdef class Batch(_CallCounter):
         if not self.cache.layers[at].v_dim:
             memset(&none, 0, sizeof(none))
             self.count_dense(at, &none)  # which fails: nothing attends in such a layer
-        query_owners = self.read_query(at, q, first, scale, softcap, sinks, alibi, non_causal, masked, select, prior,
-                                       axes, out, &query)
+        query_owners = self.read_query(at, q, first, scale, softcap, sinks, alibi, non_causal, masked, select, precision,
+                                       prior, axes, out, &query)
         if chosen is not None and select is not None:
             raise ValueError(f"select={select}, and chosen is given: rows are chosen or selected, not both")
         if chosen is not None:

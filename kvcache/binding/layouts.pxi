@@ -21,6 +21,14 @@ cdef int to_layout(str layout) except -1:
     raise ValueError(f"layout={layout!r}: must be 'THD' (tokens, heads, dim), 'HTD' (heads, tokens, dim) or 'BHTD'")
 
 
+cdef int to_precision(object precision) except -1:
+    if precision == "stored":
+        return 0  # KVC_PRECISION_STORED
+    if precision == "int8":
+        return 1
+    raise ValueError(f"precision={precision!r}: must be 'stored', as precise as the rows, or 'int8'")
+
+
 cdef inline int64_t count_tokens(Array *a, int layout) noexcept:
     """Count the tokens in an array of rows; a count beyond int32 stays beyond it, and the product cannot overflow."""
     cdef int64_t tokens = a.shape[TOKEN_AXIS[layout]]

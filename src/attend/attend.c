@@ -243,7 +243,7 @@ static void end_split(const kvc_task *t, int32_t num_splits) {
         all.acc = all.max + kvc_align_up(2 * q, KVC_LANES);
         all.stride = kvc_partial_size(t->num_query_rows, t->call->plan->attending.acc_stride);
     }
-    if (t->slice->tiled) {
+    if (t->slice->tiled == KVC_TILED) {
         const kvc_tiler *values = kvc_value_tiler(t);
         all.one = (float)(1 << values->sum_shift);
         if (values->weigh) all.ln_of_base = 0.693147180559945309f;

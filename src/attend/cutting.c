@@ -10,6 +10,7 @@
  *     tasks.  The rows in reach of a slice are cut every KVC_SPLIT_ROWS, or every 3/2, 2, 3, 4, 6 ...  times as many,
  *     so that the sequence has at most KVC_TILED_TASKS tasks: two for each of 64 threads, and
  *     few, as a part's result is large here and takes time to merge.
+ *     Slices in bytes have twice as many query rows.
  *   - Where rows are chosen, each token is a slice, which is tiled if it alone has more than KVC_STREAM_QUERIES query
  *     rows.  The chosen rows are cut every KVC_SPLIT_ROWS.
  *   - Where a plan chooses, each token is a slice, too.  Its rows may be cut anyhow, because each is ranked by itself.
@@ -52,10 +53,16 @@ typedef struct query_cut {
  * most num_rows rows. */
 static int32_t slice_tokens(const kvc_plan *plan, int64_t query_rows, int64_t num_rows) {
     const int64_t tasks_per_slice = KVC_DIVIDE_UP(num_rows, KVC_SPLIT_ROWS) * plan->num_kv_heads; /* upper bound */
-    int32_t most = KVC_TILE_QUERIES;
-    while (most > KVC_TILE_QUERIES / 4 && KVC_DIVIDE_UP(query_rows, most) * tasks_per_slice < KVC_TILED_TASKS)
-        most /= 2;
+    const int32_t whole = kvc_plan_in_bytes(plan) ? KVC_BYTE_TILE_QUERIES : KVC_TILE_QUERIES;
+    int32_t most = whole;
+    while (most > whole / 4 && KVC_DIVIDE_UP(query_rows, most) * tasks_per_slice < KVC_TILED_TASKS) most /= 2;
     return most > plan->parts.heads ? most / plan->parts.heads : 1;
+}
+
+/* Returns how the rows of a sequence's query tokens are attended to, unless they choose or select rows. */
+static int32_t way_of(const kvc_plan *plan, int32_t num_tokens) {
+    if (kvc_plan_in_bytes(plan) && num_tokens > KVC_MOST_SELECTING) return KVC_IN_BYTES;
+    return (int64_t)num_tokens * plan->parts.heads > KVC_STREAM_QUERIES ? KVC_TILED : KVC_STREAMED;
 }
 
 /* Returns the query tokens of a sequence, not cut yet.  These are those in the plan's range, which are side by side, as
@@ -369,14 +376,17 @@ int32_t kvc_list_slices(const kvc_plan *plan, const kvc_shown *shown, kvc_new_sl
             slices += list_choosing(plan, shown, s, &cut, selects ? seen : NULL, slices, marks);
             continue;
         }
-        const int tiled = (int64_t)(cut.end - cut.first) * plan->parts.heads > KVC_STREAM_QUERIES;
+        const int32_t way = way_of(plan, cut.end - cut.first);
+        const int32_t tile_rows = way == KVC_STREAMED ? KVC_TILE
+                                  : way == KVC_TILED  ? kvc_tile_rows(plan)
+                                                      : KVC_BYTE_TILE;
         for (int32_t i = 0; i < cut.num_slices; i++, slices++) {
             const int32_t first = cut.first + i * cut.tokens, rest = cut.end - first;
             *slices = (kvc_new_slice){.slice = {.sequence = s,
                                                 .first = first,
                                                 .num_tokens = rest < cut.tokens ? rest : cut.tokens,
-                                                .tiled = tiled,
-                                                .tile_rows = tiled ? kvc_tile_rows(plan) : KVC_TILE},
+                                                .tiled = way,
+                                                .tile_rows = tile_rows},
                                       .is_whole = cut.num_slices == 1};
             find_rows(plan, shown, slices, marks);
             cut_rows(plan, cut.num_slices, &slices->slice);

@@ -136,8 +136,8 @@ static int has_minima_apart(const kvc_plan *plan, int any_tiled) {
         if (cache->group_of[i] != plan->group || !cache->layers[i].v_dim) continue;
         const int32_t types[] = {cache->layers[i].k_type, cache->layers[i].v_type};
         for (int j = 0; j < 2; j++)
-            for (int is_tiled = 0; is_tiled <= any_tiled; is_tiled++)
-                if (KVC_TYPES[types[j]].has_minimum && kvc_taken_as(cache->kernels, types[j], is_tiled) == KVC_Q8_0)
+            for (int way = KVC_STREAMED; way <= (any_tiled ? KVC_TILED : KVC_STREAMED); way++)
+                if (KVC_TYPES[types[j]].has_minimum && kvc_taken_as(cache->kernels, types[j], way) == KVC_Q8_0)
                     return 1;
     }
     return 0;
@@ -489,6 +489,13 @@ kvc_status kvc_resolve_plan(const kvc_batch *batch, kvc_plan_args *args) {
         return kvc_fail(KVC_ERR_INVALID, "num_threads is %d: it must be between 1 and %d, or 0 for the cache's",
                         args->num_threads, KVC_MOST_THREADS);
     if (!args->num_threads) args->num_threads = kvc_cache_threads(batch->cache);
+    if (args->precision != KVC_PRECISION_STORED && args->precision != KVC_PRECISION_INT8)
+        return kvc_fail(KVC_ERR_INVALID,
+                        "precision is %d: it must be KVC_PRECISION_STORED, 0, or KVC_PRECISION_INT8, 1",
+                        args->precision);
+    if (args->precision && !batch->cache->layers[args->layer].v_dim)
+        return kvc_fail(KVC_ERR_INVALID, "precision is %d: layer %d holds keys alone, which are not attended to",
+                        args->precision, args->layer);
     KVC_TRY(resolve_choices(batch->cache, args));
     if (args->select_rows) KVC_TRY(kvc_resolve_selecting(batch, args));
     return args->num_masked ? kvc_masked_check(batch, args->masked, args->masked_size, args->num_masked) : KVC_OK;
@@ -518,7 +525,7 @@ static int plan_serves(const kvc_plan *plan, const kvc_plan_args *args) {
            plan->args.num_heads == args->num_heads && plan->args.num_threads == args->num_threads &&
            plan->args.max_chosen == args->max_chosen && plan->args.chosen_width == args->chosen_width &&
            plan->args.select_rows == args->select_rows && plan->args.num_choices == args->num_choices &&
-           kvc_plan_is_current(plan);
+           plan->args.precision == args->precision && kvc_plan_is_current(plan);
 }
 
 kvc_status kvc_plan_get(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **out) {

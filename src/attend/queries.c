@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include "attend/bytes.h"
 #include "attend/minima.h"
 
 /* Copies what stays as it is here: `convert` begins copying too slowly for rows in the L1 cache. */
@@ -85,18 +86,31 @@ const kvc_scorer *kvc_scorer_of(const kvc_task *t, const kvc_tile *tile) {
 }
 
 /* Transforms the query rows as stored keys are, which leaves scores as they are. */
-static void transform_query_rows(const kvc_task *t) {
+static void transform_query_rows(const kvc_task *t, kvc_mixing mixing) {
     const kvc_call *c = t->call;
     for (int32_t r = 0; r < t->num_query_rows; r++) {
         float *q = t->q + (size_t)r * (size_t)c->plan->attending.q_stride;
-        c->kernels->hadamard(q, q, c->plan->k_dim, c->k_mixing);
+        c->kernels->hadamard(q, q, c->plan->k_dim, mixing);
     }
+}
+
+/* Prepares the query rows for products in bytes, transformed as keys in bytes are. */
+static void prepare_in_bytes(const kvc_task *t) {
+    kvc_load_query_rows(t, KVC_F32);
+    if (t->delta_index > 0) rotate_query_rows(t, t->delta_index);
+    if (t->call->byte_mixing.order) transform_query_rows(t, t->call->byte_mixing);
+    kvc_prepare_bytes(t);
 }
 
 const float *kvc_query_rows_for(kvc_task *t, const kvc_tile *tile) {
     const kvc_plan *plan = t->call->plan;
     const int32_t delta_index = kvc_delta_index_of(t, tile);
     if (delta_index == t->delta_index) return t->q;
+    if (t->slice->tiled == KVC_IN_BYTES) {
+        t->delta_index = delta_index;
+        prepare_in_bytes(t);
+        return t->q;
+    }
     const kvc_scorer *scorer = kvc_scorer_of(t, tile);
     kvc_prepare_fn *prepare = t->slice->tiled ? kvc_product_of(t, delta_index).prepare : scorer->prepare;
     const int is_as_16 = !t->slice->tiled && scorer == &t->call->kernels->score_16[t->call->args->q_type];
@@ -104,7 +118,7 @@ const float *kvc_query_rows_for(kvc_task *t, const kvc_tile *tile) {
     kvc_load_query_rows(t, prepare && !is_as_16 ? KVC_F32 : t->call->args->q_type);
     if (!prepare) return t->q;
     if (delta_index > 0) rotate_query_rows(t, delta_index);
-    if (t->call->k_mixing.order && delta_index != KVC_MIXED) transform_query_rows(t);
+    if (t->call->k_mixing.order && delta_index != KVC_MIXED) transform_query_rows(t, t->call->k_mixing);
     if (kvc_key_minima_apart(t, tile)) kvc_add_up_blocks(t);
     prepare(t->q, plan->attending.q_stride, t->num_query_rows, plan->k_dim, t->call->scale);
     return t->q;

@@ -184,12 +184,15 @@ void kvc_call_init(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_
     c->streamed_rows = longest <= KVC_SHORT_ROW ? KVC_TILE : longest <= KVC_MIDDLE_ROW ? KVC_TILE / 2 : KVC_PANEL;
     c->policy = &cache->policies[plan->group];
     c->num_sinks = kvc_policy_sinks(c->policy);
-    for (int tiled = 0; tiled < 2; tiled++) {
-        c->k_as[tiled] = kvc_taken_as(c->kernels, c->layer->k_type, tiled);
-        c->v_as[tiled] = kvc_taken_as(c->kernels, c->layer->v_type, tiled);
+    for (int way = 0; way < KVC_NUM_WAYS; way++) {
+        c->k_as[way] = kvc_taken_as(c->kernels, c->layer->k_type, way);
+        c->v_as[way] = kvc_taken_as(c->kernels, c->layer->v_type, way);
     }
     c->k_mixing = kvc_mixing_of(c->layer, 0);
     c->v_mixing = kvc_mixing_of(c->layer, 1);
+    c->byte_mixing = c->k_mixing;
+    if (!c->byte_mixing.order && !KVC_TYPES[c->layer->k_type].has_row_scale)
+        c->byte_mixing.order = kvc_order_for(plan->k_dim, KVC_MOST_KEY_ORDER);
     c->rope = kvc_rope_of(cache, layer);
     c->angles = plan->deltas.angles;
     if (c->rope)

@@ -1,6 +1,7 @@
 /* step.c: see step.h. */
 #include "attend/step.h"
 
+#include "attend/bytes.h"
 #include "attend/minima.h"
 #include "attend/multiply.h"
 #include "attend/queries.h"
@@ -120,7 +121,8 @@ int kvc_is_cancelled(kvc_call *c) {
 }
 
 int kvc_attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor ahead) {
-    attend_tile_fn *const attend = t->slice->tiled ? kvc_multiply_tile : stream_tile;
+    static attend_tile_fn *const ways[] = {stream_tile, kvc_multiply_tile, kvc_multiply_bytes};
+    attend_tile_fn *const attend = ways[t->slice->tiled];
     const kvc_visible common = kvc_visible_to_all(t);
     kvc_tile tiles[2], *current = tiles, *next = tiles + 1;
     if (kvc_is_cancelled(t->call)) return 0;

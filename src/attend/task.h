@@ -22,9 +22,9 @@ typedef struct kvc_call {
     const kvc_layer *layer;
     const kvc_layout *layout;
     const kvc_policy *policy;
-    int32_t num_sinks;        /* of that policy */
-    int32_t k_as[2], v_as[2]; /* kvc_taken_as of its types, for slices that are streamed and tiled */
-    kvc_mixing k_mixing, v_mixing;
+    int32_t num_sinks;                              /* of that policy */
+    int32_t k_as[KVC_NUM_WAYS], v_as[KVC_NUM_WAYS]; /* kvc_taken_as of its types */
+    kvc_mixing k_mixing, v_mixing, byte_mixing;     /* of stored keys and values; of keys in bytes */
     const kvc_rope *rope;   /* rotates keys with a delta; NULL: the layer's keys are not rotated */
     const float *angles;    /* [plan->deltas.num][plan->deltas.angles_stride] of that rope */
     int32_t streamed_rows;  /* of a tile, of slices that are streamed */

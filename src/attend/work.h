@@ -29,6 +29,7 @@
  *   walk.c     the rows of a tile as kernels take them
  *   queries.c  query rows, prepared for the kernel that scores a tile
  *   multiply.c attends to a tile for many query rows
+ *   bytes.c    does so in bytes
  *   step.c     attends to a tile for few query rows, and to all tiles of a split
  *   chosen.c   lists the chosen rows of a task
  *   select.c   scores the sketches of a task, and lists the rows that are selected
@@ -54,15 +55,24 @@ enum {
     KVC_TILE_QUERIES = 256,   /* most query rows of a tiled task, unless one token has more */
     KVC_SPLIT_ROWS = 512,     /* fewest rows of a split, except a slice's last one */
     KVC_TASKS_PER_THREAD = 4, /* tasks that give each thread as much to do, about */
-    KVC_TILED_TASKS = 144,    /* most tasks that a tiled sequence is cut into, about */
-    KVC_JOINED_SPLITS = 16,   /* most splits that a streamed task takes, one after the other, ... */
-    KVC_JOINED_TASKS = 32,    /* ... if that leaves each thread as many tasks */
+    KVC_BYTE_TILE_QUERIES = 512,         /* the same of a task in bytes, whose tiles take longer to pack */
+    KVC_TILED_TASKS = 144,               /* most tasks that a tiled sequence is cut into, about */
+    KVC_JOINED_SPLITS = 16,              /* most splits that a streamed task takes, one after the other, ... */
+    KVC_JOINED_TASKS = 32,               /* ... if that leaves each thread as many tasks */
     KVC_CHUNK_ROWS = KVC_SIZE(4096, 64), /* rows whose sketches are scored together, where rows are selected */
     KVC_SHORT_ROW = 72,   /* most bytes of a key, and of a value, of which KVC_TILE are streamed as a tile ... */
     KVC_MIDDLE_ROW = 192, /* ... and half as many */
     /* If the delta changes at least this often in a tile, keys are rotated instead of query rows. */
     KVC_STREAM_DELTA_CHANGES = 4, /* in KVC_PANEL rows, in slices that are streamed */
     KVC_TILED_DELTA_CHANGES = 1   /* in slices that are tiled */
+};
+
+/* How the rows of a slice are attended to. */
+enum {
+    KVC_STREAMED, /* for few query rows: each row is read once for all of them */
+    KVC_TILED,    /* for many: tiles of rows are decoded and multiplied */
+    KVC_IN_BYTES, /* tiles are multiplied in bytes */
+    KVC_NUM_WAYS
 };
 
 /* Rows of one run that queries of a slice may see. */
@@ -83,11 +93,11 @@ typedef struct kvc_split_start {
 typedef struct kvc_query_slice {
     int32_t sequence;          /* index into batch->sequences */
     int32_t first, num_tokens; /* query tokens: batch->order[first .. first + num_tokens) */
-    int32_t tiled;      /* 1, for many query rows: tiles of rows are decoded and multiplied; 0: rows are streamed */
-    int32_t tile_rows;  /* rows of a tile; of streamed ones, whole tiles in all layers */
-    int32_t by_token;   /* it is one token, and has all rows that tokens of its sequence may see, by position */
-    int32_t selects;    /* its token selects rows by their sketches (select.h), or reads all in the same way */
-    int32_t lacks_rows; /* its sequence has none in a cross-attention layer, masked or not */
+    int32_t tiled;             /* how its rows are attended to: KVC_STREAMED and so on */
+    int32_t tile_rows;         /* rows of a tile; of streamed ones, whole tiles in all layers */
+    int32_t by_token;          /* it is one token, and has all rows that tokens of its sequence may see, by position */
+    int32_t selects;           /* its token selects rows by their sketches (select.h), or reads all in the same way */
+    int32_t lacks_rows;        /* its sequence has none in a cross-attention layer, masked or not */
     int32_t num_splits;
     /* Rows in reach, or the most rows that may be chosen; rows of each split, of which the last may have fewer. */
     int64_t num_rows, split_rows;
@@ -254,12 +264,20 @@ static inline int64_t kvc_larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Returns the type to convert rows to before a kernel reads them: their own if a kernel takes it, otherwise q8_0.  For
  * rows with a row scale, it is int8 instead of q8_0.  For many query rows, q8_0, or f32 if q8_0 has no kernel, or
- * decoded rows have one.
+ * decoded rows have one.  In bytes, int8 or f32, which becomes int8 then.
  */
-static inline int32_t kvc_taken_as(const kvc_kernels *kernels, int32_t type, int is_tiled) {
+static inline int32_t kvc_taken_as(const kvc_kernels *kernels, int32_t type, int way) {
+    const int is_tiled = way == KVC_TILED;
+    if (way == KVC_IN_BYTES) return KVC_TYPES[type].has_row_scale ? KVC_INT8 : KVC_F32;
     if (is_tiled ? kernels->tiler[type].score != NULL : kernels->accumulate[type] != NULL) return type;
     if (is_tiled) return kernels->tiler[KVC_Q8_0].score && !kernels->decoded.score ? KVC_Q8_0 : KVC_F32;
     return KVC_TYPES[type].has_row_scale ? KVC_INT8 : KVC_Q8_0;
+}
+
+/* Whether sequences with many query tokens are attended to in bytes. */
+static inline int kvc_plan_in_bytes(const kvc_plan *plan) {
+    return plan->args.precision == KVC_PRECISION_INT8 && !plan->by_token && plan->batch->cache->kernels->bytes.score &&
+           plan->k_dim % KVC_QUANT_ELEMENTS == 0 && plan->v_dim % KVC_QUANT_ELEMENTS == 0;
 }
 
 /* Returns the rows of a tile for many query rows.  Panels of a larger one would not stay in the L2 cache. */

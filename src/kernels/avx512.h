@@ -87,6 +87,16 @@ extern kvc_matmul_fn kvc_score_scaled_avx512vnni, kvc_accumulate_scaled_avx512vn
                         .pack_values = kvc_pack_values_q8_0_avx512vnni,                   \
                         .score = kvc_score_panels_avx512vnni,                             \
                         .accumulate = kvc_accumulate_panels_avx512vnni}
+extern kvc_pack_bytes_fn kvc_pack_byte_keys_avx512vnni, kvc_pack_byte_values_avx512vnni;
+extern kvc_score_bytes_fn kvc_score_bytes_avx512vnni;
+extern kvc_weigh_bytes_fn kvc_weigh_bytes_avx512vnni;
+extern kvc_sum_bytes_fn kvc_sum_bytes_avx512vnni;
+
+/* Prompts in bytes. */
+#define KVC_AVX512VNNI_BYTES                                                                              \
+    .bytes = {kvc_pack_byte_keys_avx512vnni, kvc_pack_byte_values_avx512vnni, kvc_score_bytes_avx512vnni, \
+              kvc_weigh_bytes_avx512vnni,    kvc_sum_bytes_avx512vnni,        24}
+
 #define KVC_AVX512VNNI_INTEGERS                                                                                     \
     .rank[KVC_INT8] = kvc_rank_int8_avx512vnni, .sketch = kvc_sketch_avx512vnni,                                    \
     .score[KVC_Q8_0] = {kvc_prepare_q8_0_avx512vnni, kvc_score_q8_0_avx512vnni},                                    \

@@ -11,6 +11,18 @@
 #include "kernels/matmul_quantised.h"
 #include "kernels/scaled_rows.h"
 
+enum { BYTE_QUERIES = 6 };
+
+INLINE ivec i_of_bits(vec x) { return _mm512_castps_si512(x); }
+
+INLINE void store_weights(void *p, const vec *x) {
+    _mm_storeu_si128(p, _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(x[0])));
+}
+
+#include "kernels/multiply_bytes.h"
+
+DEFINE_BYTES(avx512vnni)
+
 DEFINE_PREPARE(kvc_prepare_q8_0_avx512vnni, KVC_Q8_0)
 DEFINE_PREPARE(kvc_prepare_q4_0_avx512vnni, KVC_Q4_0)
 DEFINE_SCORE(kvc_score_q8_0_avx512vnni, KVC_Q8_0)
@@ -85,6 +97,7 @@ const kvc_kernels kvc_kernels_avx512vnni = {
     KVC_AVX512_TILER_F32,
     KVC_AVX512_TILERS,
     KVC_AVX512VNNI_TILER,
+    KVC_AVX512VNNI_BYTES,
     KVC_AVX512VNNI_INTEGERS,
 };
 #endif

@@ -10,6 +10,7 @@
  *   neonfhm.c neoni8mm.c neonbf16.c    a set each: its kernels, and its table
  *   matmul_quantised.h scaled_rows.h    parts of avx512vnni.c: products of many query rows with quantised ones; all
  *                                       products of rows with one scale
+ *   multiply_bytes.h  part of the sets with products of bytes: prompts in bytes; scalar_bytes.h: part of scalar.c
  *   score_bytes.h accumulate_bytes.h    parts of neondotprod.c and neoni8mm.c: quantised rows as bytes
  *   dispatch.c        chooses a table
  *
@@ -42,6 +43,9 @@ enum {
     KVC_BLOCK_QUERIES = 32, /* query rows that a kvc_weigh_fn takes, whose weights stay in the L1 cache */
     KVC_SKETCH_STEP = 16,   /* bytes of a sketch that a kvc_sketch_fn loads at once */
     KVC_STEP_BYTES = 4,     /* of a row, which a kvc_rank_fn multiplies at once: four int8, two bf16 or one f32 */
+    KVC_BYTE_TILE = 128,    /* most rows in a tile that is multiplied in bytes */
+    KVC_BYTE_CODES = 64, /* bytes from the beginning of a query row in bytes to its codes, and what these fill up to */
+    KVC_BYTE_SCORES = KVC_BYTE_TILE + KVC_LANES, /* floats from one row of their scores to the next */
     /* Floats from one row of scores or weights to the next; KVC_WEIGHTS_STRIDE is for a kvc_weigh_fn.  Neither is a
      * power of two, so that rows use all of L1. */
     KVC_SCORES = KVC_TILE + KVC_LANES,
@@ -188,6 +192,55 @@ typedef struct kvc_tiler {
      .score = matmul_fn,                                                \
      .accumulate = matmul_fn}
 
+/* A query row in bytes begins with this.  Its int8 codes stand KVC_BYTE_CODES bytes behind its beginning, with zeros up
+ * to a multiple of KVC_BYTE_CODES. */
+typedef struct kvc_byte_query {
+    float unit;  /* what a code of 1 stands for, times the scale of scores */
+    int32_t sum; /* of the codes */
+} kvc_byte_query;
+
+/* Moves n rows of dim int8 into a panel of a tile's keys, or values, from row `first` on, which is a multiple of
+ * KVC_PANEL.  n is a multiple of KVC_LANES, dim of KVC_QUANT_ELEMENTS.  A panel takes KVC_BYTE_TILE rows of codes of a
+ * query row. */
+typedef void kvc_pack_bytes_fn(void *panel, const void *rows, int64_t row_stride, int first, int n, int dim);
+
+/* scores[r * KVC_BYTE_SCORES + j] = (the product of codes of q[r] and key j, which is exact) * scales[j] * the row's
+ * unit, each product rounded, for r < num_q, j < n, up to a multiple of KVC_PANEL. */
+typedef void kvc_score_bytes_fn(float *scores, const float *q, int q_stride, int num_q, const void *panel,
+                                const float *scales, int n, int dim);
+
+/* The scales of a tile's values, as weights take them: their logarithms, and 1 over them. */
+typedef struct kvc_byte_scales {
+    float logs[KVC_BYTE_TILE], inverses[KVC_BYTE_TILE];
+} kvc_byte_scales;
+
+/* Takes a step of the online softmax of num_q query rows, over x = score + log of the value's scale.  With m the row's
+ * largest x, its weights become exp(x - m) * 255, rounded: bytes, which take the place of the scores, and are 0 for j
+ * past n, up to a multiple of KVC_PANEL.  max[r] becomes the larger of max[r] and m; factor[r] exp(the old max[r] - the
+ * new one); unit[r] exp(m - max[r]) / 255, by which products of weights are to be multiplied.  sum[r] becomes sum[r] *
+ * factor[r] plus the sum of exp(x - max[r]) times 1 over the value's scale.  Scores of -inf have weight 0, a NaN makes
+ * sum[r] NaN.
+ *
+ * exp is the polynomial of softmax.h, and the terms j, j + KVC_LANES, j + 2 KVC_LANES ... of a sum are added up first,
+ * then these sums as kvc_add_up does.  So all sets give the same bits. */
+typedef void kvc_weigh_bytes_fn(float *scores, int num_q, int n, const kvc_byte_scales *scales, float *max, float *sum,
+                                float *factor, float *unit);
+
+/* acc[r * acc_stride + d] = acc[...] * factor[r] + (the product of weights and column d of the values, which is exact)
+ * * unit[r], the latter rounded once with the sum, for r < num_q, d < dim, over n rows, up to a multiple of KVC_PANEL.
+ * weights: as a kvc_weigh_bytes_fn leaves them. */
+typedef void kvc_sum_bytes_fn(float *acc, int acc_stride, const float *factor, const float *unit, const float *weights,
+                              int num_q, const void *panel, int n, int dim);
+
+/* How a tile is multiplied by many query rows in bytes. */
+typedef struct kvc_byte_kernels {
+    kvc_pack_bytes_fn *pack_keys, *pack_values; /* into a form of the set's own */
+    kvc_score_bytes_fn *score;                  /* NULL: the set has none of these */
+    kvc_weigh_bytes_fn *weigh;
+    kvc_sum_bytes_fn *sum;
+    int queries; /* query rows that are best multiplied at once, at most KVC_BLOCK_QUERIES */
+} kvc_byte_kernels;
+
 /* By which matrix rows are multiplied before they are stored: Sylvester's Hadamard matrix of this order (a power of
  * two, at least KVC_QUANT_ELEMENTS; 0: by none) over sqrt(order), with signs that kvcache.h says of KVC_INT6 or
  * without. */
@@ -281,6 +334,7 @@ typedef struct kvc_kernels {
     kvc_tiler decoded;                 /* for rows of f32 that were decoded from other types; NULL: tiler[KVC_F32] */
     void (*begin)(kvc_former *former); /* to be called before products of tilers, if it is not NULL, and ... */
     void (*end)(const kvc_former *former); /* ... behind them, on the same thread */
+    kvc_byte_kernels bytes;                /* for prompts in bytes */
     kvc_matmul_fn *matmul;                 /* of panels of floats */
     kvc_softmax_fn *softmax;
     kvc_times_fn *times;

@@ -475,6 +475,7 @@ static void prepare(int type, float *q, int q_stride, int num_q, int dim, float 
 }
 
 #include "kernels/scalar_select.h"
+#include "kernels/scalar_bytes.h"
 
 /* ---- the kernels, by name ---------------------------------------------------------------------------------------- */
 
@@ -544,6 +545,7 @@ const kvc_kernels kvc_kernels_scalar = {
         KVC_FLOAT_TILER(kvc_scale_scalar, kvc_pack_keys_f16_scalar, kvc_pack_values_f16_scalar, kvc_matmul_scalar),
     .tiler[KVC_BF16] =
         KVC_FLOAT_TILER(kvc_scale_scalar, kvc_pack_keys_bf16_scalar, kvc_pack_values_bf16_scalar, kvc_matmul_scalar),
+    .bytes = {pack_bytes, pack_bytes, score_bytes, weigh_bytes, sum_bytes, KVC_BLOCK_QUERIES},
     .matmul = kvc_matmul_scalar,
     .softmax = kvc_softmax_scalar,
     .times = kvc_times_scalar,

@@ -1,0 +1,262 @@
+/* multiply_bytes.h: products of many query rows with a tile in bytes, for sets that add four products of bytes to a
+ * lane by one instruction (i_dot_bytes of template.h).  Of the two factors, the instruction takes one without signs:
+ * keys, to which SHIFT_BYTES adds 128, and weights.
+ *
+ *     a panel of keys      of each four elements, KVC_BYTE_TILE rows, of each row the four
+ *     a panel of values    of each four rows, all columns, of each column the four
+ *
+ * A set's file defines BYTE_QUERIES, the query rows that are multiplied by BYTE_VECTORS vectors at once: 6, or 3 where
+ * there are 16 registers; and store_weights(p, x), which rounds the KVC_LANES floats of x[0 ..] to bytes at p.
+ */
+
+enum {
+    BYTE_VECTORS = 4,                  /* of columns of a panel */
+    FOUR_BYTES = 4,                    /* multiplied at once */
+    SUM_VECTORS = KVC_LANES / LANES,   /* in which terms of a sum are added up */
+    SHIFT_BYTES = (int32_t)-0x7f7f7f80 /* 0x80 in each byte */
+};
+
+/* ---- packing ----------------------------------------------------------------------------------------------------- */
+
+/* Packs FOUR_BYTES * LANES elements of LANES keys, or `some` of these elements: transposes words of four. */
+INLINE void pack_words(char *to, const char *rows, int64_t stride, int some) {
+    vec x[LANES];
+    UNROLL
+    for (int i = 0; i < LANES; i++)
+        x[i] = some == LANES ? v_load(row_at(rows, stride, i)) : v_load_some(row_at(rows, stride, i), some);
+    v_transpose(x);
+    UNROLL
+    for (int i = 0; i < LANES; i++)
+        if (i < some) i_store(to + i * KVC_BYTE_TILE * FOUR_BYTES, i_xor(i_of_bits(x[i]), i_set_32(SHIFT_BYTES)));
+}
+
+/* Is a kvc_pack_bytes_fn. */
+INLINE void pack_key_words(char *panel, const char *rows, int64_t row_stride, int first, int n, int dim) {
+    for (int j = 0; j < n; j += LANES, rows += LANES * row_stride)
+        for (int d = 0; d < dim; d += FOUR_BYTES * LANES) {
+            char *const to = panel + (ptrdiff_t)d * KVC_BYTE_TILE + (first + j) * FOUR_BYTES;
+            if (dim - d >= FOUR_BYTES * LANES)
+                pack_words(to, rows + d, row_stride, LANES);
+            else
+                pack_words(to, rows + d, row_stride, KVC_QUANT_ELEMENTS / FOUR_BYTES);
+        }
+}
+
+/* Is a kvc_pack_bytes_fn. */
+INLINE void pack_value_words(char *panel, const char *rows, int64_t row_stride, int first, int n, int dim) {
+    panel += (ptrdiff_t)first * dim;
+    for (int j = 0; j < n; j += FOUR_BYTES, rows += FOUR_BYTES * row_stride, panel += FOUR_BYTES * dim)
+        for (int d = 0; d < dim; d += LANES) i_store(panel + d * FOUR_BYTES, i_load_quad(rows + d, row_stride, 0));
+}
+
+/* ---- products ---------------------------------------------------------------------------------------------------- */
+
+/* Rows of bytes, by two addresses: the first row's and that of row 3.  From these, processors reach three rows each
+ * without a register for each. */
+typedef struct byte_rows {
+    const char *third[2];
+    ptrdiff_t stride;
+} byte_rows;
+
+INLINE byte_rows byte_rows_at(const void *first, ptrdiff_t stride) {
+    byte_rows rows = {{first, (const char *)first + 3 * stride}, stride};
+    __asm__("" : "+r"(rows.third[0]), "+r"(rows.third[1]));
+    return rows;
+}
+
+INLINE const char *byte_row(const byte_rows *rows, int r) { return rows->third[r / 3] + r % 3 * rows->stride; }
+
+/* Multiplies `steps` times four bytes of each of num_q rows by as much of a panel, whose steps are `apart` bytes apart,
+ * in num_vectors vectors of columns; adds them to sums. */
+INLINE void multiply_bytes(int is_keys, int num_q, int num_vectors, ivec (*sums)[BYTE_VECTORS], byte_rows rows,
+                           const char *panel, ptrdiff_t apart, int steps) {
+    for (int i = 0; i < steps; i++, panel += apart) {
+        ivec y[BYTE_QUERIES];
+        UNROLL
+        for (int r = 0; r < num_q; r++) y[r] = i_set_pair(byte_row(&rows, r) + i * FOUR_BYTES);
+        UNROLL
+        for (int v = 0; v < num_vectors; v++) {
+            const ivec x = i_load(panel + v * LANES * FOUR_BYTES);
+            UNROLL
+            for (int r = 0; r < num_q; r++)
+                sums[r][v] = is_keys ? i_dot_bytes(sums[r][v], x, y[r]) : i_dot_bytes(sums[r][v], y[r], x);
+        }
+    }
+}
+
+/* Scores n keys for num_q query rows. */
+INLINE void score_byte_rows(int num_q, float *scores, const float *q, int q_stride, const char *panel,
+                            const float *scales, int n, int dim) {
+    const ptrdiff_t stride = q_stride * (ptrdiff_t)sizeof *q;
+    const byte_rows rows = byte_rows_at((const char *)q + KVC_BYTE_CODES, stride);
+    kvc_byte_query queries[BYTE_QUERIES];
+    for (int r = 0; r < num_q; r++) memcpy(&queries[r], q + (ptrdiff_t)r * q_stride, sizeof *queries);
+    for (int j = 0; j < n; j += BYTE_VECTORS * LANES) {
+        ivec sums[BYTE_QUERIES][BYTE_VECTORS];
+        UNROLL
+        for (int r = 0; r < num_q; r++) UNROLL
+        for (int v = 0; v < BYTE_VECTORS; v++) sums[r][v] = i_set_32(-128 * queries[r].sum);
+        multiply_bytes(1, num_q, BYTE_VECTORS, sums, rows, panel + j * FOUR_BYTES, KVC_BYTE_TILE * FOUR_BYTES,
+                       dim / FOUR_BYTES);
+        UNROLL
+        for (int r = 0; r < num_q; r++) UNROLL
+        for (int v = 0; v < BYTE_VECTORS; v++)
+            v_store(scores + r * KVC_BYTE_SCORES + j + v * LANES,
+                    v_mul(v_mul(v_from_int(sums[r][v]), v_load(scales + j + v * LANES)), v_set(queries[r].unit)));
+    }
+}
+
+/* Multiplies num_vectors vectors of columns of n values by the weights of num_q query rows. */
+INLINE void sum_byte_columns(int num_q, int num_vectors, float *acc, int acc_stride, const float *factor,
+                             const float *unit, byte_rows weights, const char *panel, int n, int dim) {
+    ivec sums[BYTE_QUERIES][BYTE_VECTORS];
+    UNROLL
+    for (int r = 0; r < num_q; r++) UNROLL
+    for (int v = 0; v < num_vectors; v++) sums[r][v] = i_zero();
+    multiply_bytes(0, num_q, num_vectors, sums, weights, panel, (ptrdiff_t)dim * FOUR_BYTES, n / FOUR_BYTES);
+    UNROLL
+    for (int r = 0; r < num_q; r++) UNROLL
+    for (int v = 0; v < num_vectors; v++) {
+        float *const to = acc + (ptrdiff_t)r * acc_stride + v * LANES;
+        v_store(to, v_fma(v_from_int(sums[r][v]), v_set(unit[r]), v_mul(v_load(to), v_set(factor[r]))));
+    }
+}
+
+/* dim is a multiple of KVC_QUANT_ELEMENTS: of two vectors or more. */
+INLINE void sum_byte_rows(int num_q, float *acc, int acc_stride, const float *factor, const float *unit,
+                          const float *weights, const char *panel, int n, int dim) {
+    const byte_rows rows = byte_rows_at(weights, KVC_BYTE_SCORES * (ptrdiff_t)sizeof *weights);
+    int d = 0;
+    for (; d + BYTE_VECTORS * LANES <= dim; d += BYTE_VECTORS * LANES)
+        sum_byte_columns(num_q, BYTE_VECTORS, acc + d, acc_stride, factor, unit, rows, panel + d * FOUR_BYTES, n, dim);
+    if (BYTE_VECTORS * LANES > KVC_QUANT_ELEMENTS && d < dim)
+        sum_byte_columns(num_q, BYTE_VECTORS / 2, acc + d, acc_stride, factor, unit, rows, panel + d * FOUR_BYTES, n,
+                         dim);
+}
+
+/* Is a kvc_score_bytes_fn. */
+INLINE void score_in_bytes(float *scores, const float *q, int q_stride, int num_q, const char *panel,
+                           const float *scales, int n, int dim) {
+    const int padded = kvc_padded_rows(n);
+    int r = 0;
+    for (; r + BYTE_QUERIES <= num_q; r += BYTE_QUERIES)
+        score_byte_rows(BYTE_QUERIES, scores + r * KVC_BYTE_SCORES, q + (ptrdiff_t)r * q_stride, q_stride, panel,
+                        scales, padded, dim);
+    for (; r < num_q; r++)
+        score_byte_rows(1, scores + r * KVC_BYTE_SCORES, q + (ptrdiff_t)r * q_stride, q_stride, panel, scales, padded,
+                        dim);
+}
+
+/* Is a kvc_sum_bytes_fn. */
+INLINE void sum_in_bytes(float *acc, int acc_stride, const float *factor, const float *unit, const float *weights,
+                         int num_q, const char *panel, int n, int dim) {
+    const int padded = kvc_padded_rows(n);
+    int r = 0;
+    for (; r + BYTE_QUERIES <= num_q; r += BYTE_QUERIES)
+        sum_byte_rows(BYTE_QUERIES, acc + (ptrdiff_t)r * acc_stride, acc_stride, factor + r, unit + r,
+                      weights + r * KVC_BYTE_SCORES, panel, padded, dim);
+    for (; r < num_q; r++)
+        sum_byte_rows(1, acc + (ptrdiff_t)r * acc_stride, acc_stride, factor + r, unit + r,
+                      weights + r * KVC_BYTE_SCORES, panel, padded, dim);
+}
+
+/* ---- weights ----------------------------------------------------------------------------------------------------- */
+
+/* Returns the largest of a row's scores, each plus its value's logarithm, lane by lane. */
+INLINE vec largest_of_row(const float *row, const float *logs, int padded) {
+    vec largest = v_set(-INFINITY);
+    for (int j = 0; j < padded; j += LANES) largest = v_max(v_add(v_load(row + j), v_load(logs + j)), largest);
+    return largest;
+}
+
+/* Adds up the lanes of SUM_VECTORS vectors as kvc_add_up does. */
+INLINE float add_up_vectors(vec x[SUM_VECTORS]) {
+    if (SUM_VECTORS == 4) {
+        float sums[LANES];
+        v_store(sums, v_add(v_add(x[0], x[SUM_VECTORS / 2]), v_add(x[SUM_VECTORS / 4], x[SUM_VECTORS - 1])));
+        return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+    }
+    return v_sum_lanes(SUM_VECTORS == 2 ? v_add(x[0], x[SUM_VECTORS - 1]) : x[0]);
+}
+
+/* Turns a row's scores into weights, and returns the sum of exp times 1 over the values' scales. */
+INLINE float weigh_row_in_bytes(float *row, const kvc_byte_scales *scales, int padded, float max) {
+    const vec shift = v_set(max == -INFINITY ? 0 : -max); /* where nothing is visible, weights become 0 */
+    vec totals[SUM_VECTORS];
+    char *to = (char *)row;
+    UNROLL
+    for (int i = 0; i < SUM_VECTORS; i++) totals[i] = v_zero();
+    for (int j = 0; j < padded; j += EXPS * LANES, to += EXPS * LANES) {
+        vec x[EXPS];
+        UNROLL
+        for (int i = 0; i < EXPS; i++) {
+            const int at = j + i * LANES;
+            x[i] = v_add(v_add(v_load(row + at), v_load(scales->logs + at)), shift);
+        }
+        exp_negative(EXPS, x);
+        UNROLL
+        for (int i = 0; i < EXPS; i++) {
+            totals[i % SUM_VECTORS] = v_fma(x[i], v_load(scales->inverses + j + i * LANES), totals[i % SUM_VECTORS]);
+            x[i] = v_mul(x[i], v_set(255));
+        }
+        UNROLL
+        for (int i = 0; i < EXPS; i += SUM_VECTORS) store_weights(to + i * LANES, x + i);
+    }
+    return add_up_vectors(totals);
+}
+
+/* Is a kvc_weigh_bytes_fn.  Finds the largest scores of some rows first: what one row does waits for what it did
+ * before.
+ */
+INLINE void weigh_in_bytes(float *scores, int num_q, int n, const kvc_byte_scales *scales, float *max, float *sum,
+                           float *factor, float *unit) {
+    const int padded = kvc_padded_rows(n);
+    for (int r = 0; n < padded && r < num_q; r++)
+        for (int j = n; j < padded; j++) scores[r * KVC_BYTE_SCORES + j] = -INFINITY;
+    for (int first = 0, count; first < num_q; first += count) {
+        float *const rows = scores + first * KVC_BYTE_SCORES, maxima[KVC_LANES], totals[KVC_LANES];
+        count = smaller(LANES, num_q - first);
+        for (int r = 0; r < count; r += 4) {
+            vec x[4];
+            UNROLL
+            for (int i = 0; i < 4; i++)
+                x[i] = largest_of_row(rows + smaller(r + i, count - 1) * KVC_BYTE_SCORES, scales->logs, padded);
+            v_store_largest(maxima + r, x);
+        }
+        for (int r = 0; r < count; r++)
+            totals[r] = weigh_row_in_bytes(rows + r * KVC_BYTE_SCORES, scales, padded, maxima[r]);
+        const vec own = v_load_some(maxima, count), before = v_load_some(max + first, count), now = v_max(own, before);
+        vec changes[2] = {v_number(v_fma(now, v_set(-1), before)), /* 0 where both are infinite */
+                          v_number(v_fma(now, v_set(-1), own))};
+        exp_negative(2, changes);
+        v_store_some(max + first, now, count);
+        v_store_some(factor + first, changes[0], count);
+        v_store_some(unit + first, v_mul(changes[1], v_set(1.0f / 255)), count);
+        v_store_some(sum + first,
+                     v_fma(v_load_some(sum + first, count), changes[0], v_mul(v_load_some(totals, count), changes[1])),
+                     count);
+    }
+}
+
+/* The kernels of a set, and the line of its table. */
+#define DEFINE_BYTES(set)                                                                                         \
+    TARGET void kvc_pack_byte_keys_##set(void *panel, const void *rows, int64_t row_stride, int first, int n,     \
+                                         int dim) {                                                               \
+        pack_key_words(panel, rows, row_stride, first, n, dim);                                                   \
+    }                                                                                                             \
+    TARGET void kvc_pack_byte_values_##set(void *panel, const void *rows, int64_t row_stride, int first, int n,   \
+                                           int dim) {                                                             \
+        pack_value_words(panel, rows, row_stride, first, n, dim);                                                 \
+    }                                                                                                             \
+    TARGET void kvc_score_bytes_##set(float *scores, const float *q, int q_stride, int num_q, const void *panel,  \
+                                      const float *scales, int n, int dim) {                                      \
+        score_in_bytes(scores, q, q_stride, num_q, panel, scales, n, dim);                                        \
+    }                                                                                                             \
+    TARGET void kvc_weigh_bytes_##set(float *scores, int num_q, int n, const kvc_byte_scales *scales, float *max, \
+                                      float *sum, float *factor, float *unit) {                                   \
+        weigh_in_bytes(scores, num_q, n, scales, max, sum, factor, unit);                                         \
+    }                                                                                                             \
+    TARGET void kvc_sum_bytes_##set(float *acc, int acc_stride, const float *factor, const float *unit,           \
+                                    const float *weights, int num_q, const void *panel, int n, int dim) {         \
+        sum_in_bytes(acc, acc_stride, factor, unit, weights, num_q, panel, n, dim);                               \
+    }
