@@ -19,7 +19,7 @@
 
 #ifdef KVC_HAVE_AMX
 #include "kernels/avx512.h"
-#define TARGET __attribute__((target("amx-tile,amx-bf16,avx512bf16,avx512vnni," KVC_AVX512_TARGET)))
+#define TARGET __attribute__((target("amx-tile,amx-bf16,amx-int8,avx512bf16,avx512vnni," KVC_AVX512_TARGET)))
 #define HAS_VNNI 1
 #define HAS_DOT_16 1
 #include "kernels/vector_avx512.h"
@@ -453,6 +453,8 @@ TARGET static void multiply_parts(int is_f16, int parts_a, int parts_b, float *c
         multiply_parts(is_f16, parts_a, parts_b, c, ldc, a, lda, b, ldb, m, n, k, add, next);                         \
     }
 
+#include "kernels/amx_bytes.h"
+
 DEFINE_PREPARE_PARTS(kvc_prepare_2_parts_amx, 2)
 DEFINE_PREPARE_PARTS(kvc_prepare_3_parts_amx, 3)
 DEFINE_WEIGH(kvc_weigh_2_parts_amx, 0, 2)
@@ -489,11 +491,16 @@ DEFINE_MULTIPLY_PARTS(kvc_multiply_2_by_1_amxfp16, 1, 2, 1)
      .weigh = weigh_fn,                                                                    \
      .score_bf16 = multiply_bf16}
 
+/* Prompts in bytes. */
+#define KVC_AMX_BYTES                                                                    \
+    .bytes = {kvc_pack_byte_keys_amx,     kvc_pack_byte_values_amx, kvc_score_bytes_amx, \
+              kvc_weigh_bytes_avx512vnni, kvc_sum_bytes_amx,        BLOCK_ROWS}
+
 /* What both tables have in common. */
 #define KVC_AMX                                                                                                 \
     .begin = kvc_begin_amx, .end = kvc_end_amx, .convert = kvc_convert_avx512bf16, .unpack = kvc_unpack_avx512, \
     .largest = kvc_largest_avx512, .encode = kvc_encode_avx512, .rank[KVC_BF16] = kvc_rank_bf16_avx512bf16,     \
-    KVC_AVX512_FLOATS, KVC_AVX512VNNI_INTEGERS, KVC_AVX512VNNI_BYTES,                                           \
+    KVC_AVX512_FLOATS, KVC_AVX512VNNI_INTEGERS, KVC_AMX_BYTES,                                                  \
     .tiler[KVC_F32] = TILER(kvc_prepare_3_parts_amx, kvc_pack_keys_f32_amx, kvc_pack_values_f32_amx,            \
                             kvc_multiply_3_by_3_amx, kvc_weigh_3_parts_amx, kvc_multiply_1_by_3_amx),           \
     .tiler[KVC_BF16] = TILER(kvc_prepare_2_parts_amx, kvc_pack_keys_bf16_amx, kvc_pack_values_bf16_amx,         \

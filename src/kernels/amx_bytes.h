@@ -1,0 +1,135 @@
+/* amx_bytes.h: prompts in bytes in tile registers; part of amx.c.  Weights are those of avx512vnni.c.
+ *
+ * Panels are of tiles, each of 64 bytes along the sum and 16 columns: bytes (0 .. 3) of all columns, (4 .. 7), and so
+ * on.
+ *
+ *     keys      of each 16 rows, a tile for each 64 elements
+ *     values    of each 16 columns, a tile for each 64 rows
+ *
+ * Where a tile is not filled, the other factor is 0.
+ */
+
+enum {
+    TILE_STEPS = TILE_BYTES, /* bytes along the sum */
+    VALUE_TILES = KVC_BYTE_TILE / TILE_STEPS,
+    WEIGHTS_BYTES_APART = KVC_BYTE_SCORES * (int)sizeof(float)
+};
+
+INLINE int key_tiles(int dim) { return (dim + TILE_STEPS - 1) / TILE_STEPS; }
+
+INLINE char *byte_tile(void *panel, int i) { return (char *)panel + (ptrdiff_t)i * TILE_ROWS * TILE_BYTES; }
+
+INLINE const char *byte_tile_in(const void *panel, int i) {
+    return (const char *)panel + (ptrdiff_t)i * TILE_ROWS * TILE_BYTES;
+}
+
+extern kvc_pack_bytes_fn kvc_pack_byte_keys_amx, kvc_pack_byte_values_amx;
+extern kvc_score_bytes_fn kvc_score_bytes_amx;
+extern kvc_sum_bytes_fn kvc_sum_bytes_amx;
+
+/* Is a kvc_pack_bytes_fn: transposes words of four. */
+TARGET void kvc_pack_byte_keys_amx(void *panel, const void *rows, int64_t row_stride, int first, int n, int dim) {
+    for (int j = 0; j < n; j += LANES)
+        for (int d = 0; d < dim; d += TILE_STEPS) {
+            char *const to = byte_tile(panel, (first + j) / LANES * key_tiles(dim) + d / TILE_STEPS);
+            const int words = smaller(LANES, (dim - d) / 4);
+            vec x[LANES];
+            UNROLL
+            for (int i = 0; i < LANES; i++) {
+                const char *const from = (const char *)row_at(rows, row_stride, j + i) + d;
+                x[i] = words == LANES ? v_load(from) : v_load_some((const float *)(const void *)from, words);
+            }
+            v_transpose(x);
+            UNROLL
+            for (int i = 0; i < LANES; i++) v_store(to + i * TILE_BYTES, x[i]);
+        }
+}
+
+/* Is a kvc_pack_bytes_fn. */
+TARGET void kvc_pack_byte_values_amx(void *panel, const void *rows, int64_t row_stride, int first, int n, int dim) {
+    for (int j = 0; j < n; j += 4)
+        for (int d = 0; d < dim; d += LANES) {
+            char *const tile = byte_tile(panel, d / LANES * VALUE_TILES + (first + j) / TILE_STEPS);
+            i_store(tile + (first + j) % TILE_STEPS / 4 * TILE_BYTES,
+                    i_load_quad((const char *)row_at(rows, row_stride, j) + d, row_stride, 0));
+        }
+}
+
+/* Multiplies the bytes of up to BLOCK_ROWS rows at a, lda bytes apart, by two columns of tiles, and stores the sums at
+ * c, ldc bytes apart.  a has signs or not; b and b_right have. */
+#define MULTIPLY_BYTES(product, c, ldc, a, lda, b, b_right, num_tiles, two_rows)           \
+    do {                                                                                   \
+        memory_barrier();                                                                  \
+        _tile_zero(0);                                                                     \
+        _tile_zero(1);                                                                     \
+        _tile_zero(2);                                                                     \
+        _tile_zero(3);                                                                     \
+        for (int i = 0; i < (num_tiles); i++) {                                            \
+            _tile_loadd(6, byte_tile_in(b, i), TILE_BYTES);                                \
+            _tile_loadd(7, byte_tile_in(b_right, i), TILE_BYTES);                          \
+            _tile_loadd(4, (a) + i * TILE_STEPS, lda);                                     \
+            product(0, 4, 6);                                                              \
+            product(1, 4, 7);                                                              \
+            if (two_rows) {                                                                \
+                _tile_loadd(5, (a) + i * TILE_STEPS + TILE_ROWS * (ptrdiff_t)(lda), lda);  \
+                product(2, 5, 6);                                                          \
+                product(3, 5, 7);                                                          \
+            }                                                                              \
+        }                                                                                  \
+        _tile_stored(0, c, ldc);                                                           \
+        _tile_stored(1, (char *)(c) + TILE_BYTES, ldc);                                    \
+        if (two_rows) {                                                                    \
+            _tile_stored(2, (char *)(c) + TILE_ROWS * (ptrdiff_t)(ldc), ldc);              \
+            _tile_stored(3, (char *)(c) + TILE_ROWS * (ptrdiff_t)(ldc) + TILE_BYTES, ldc); \
+        }                                                                                  \
+        memory_barrier();                                                                  \
+    } while (0)
+
+/* Turns the sums of codes in a row of scores to scores. */
+INLINE void scale_scores(float *row, const float *scales, float unit, int n) {
+    for (int j = 0; j < n; j += LANES)
+        v_store(row + j, v_mul(v_mul(v_from_int(i_load(row + j)), v_load(scales + j)), v_set(unit)));
+}
+
+/* Is a kvc_score_bytes_fn. */
+TARGET void kvc_score_bytes_amx(float *scores, const float *q, int q_stride, int num_q, const void *panel,
+                                const float *scales, int n, int dim) {
+    const ptrdiff_t stride = q_stride * (ptrdiff_t)sizeof *q;
+    const char *const codes = (const char *)q + KVC_BYTE_CODES;
+    const int padded = kvc_padded_rows(n), two_rows = num_q > TILE_ROWS, num_tiles = key_tiles(dim);
+    if (num_q < BLOCK_ROWS) configure_tiles(num_q);
+    for (int j = 0; j < padded; j += 2 * LANES) {
+        const char *const left = byte_tile_in(panel, j / LANES * num_tiles), *const right =
+                                                                                 byte_tile_in(left, num_tiles);
+        MULTIPLY_BYTES(_tile_dpbssd, scores + j, WEIGHTS_BYTES_APART, codes, stride, left, right, num_tiles, two_rows);
+    }
+    if (num_q < BLOCK_ROWS) configure_tiles(BLOCK_ROWS);
+    for (int r = 0; r < num_q; r++) {
+        kvc_byte_query query;
+        memcpy(&query, q + (ptrdiff_t)r * q_stride, sizeof query);
+        scale_scores(scores + r * KVC_BYTE_SCORES, scales, query.unit, padded);
+    }
+}
+
+/* Is a kvc_sum_bytes_fn. */
+TARGET void kvc_sum_bytes_amx(float *acc, int acc_stride, const float *factor, const float *unit, const float *weights,
+                              int num_q, const void *panel, int n, int dim) {
+    int32_t sums[BLOCK_ROWS][2 * LANES];
+    const int num_tiles = kvc_padded_rows(n) / TILE_STEPS, two_rows = num_q > TILE_ROWS;
+    if (num_q < BLOCK_ROWS) configure_tiles(num_q);
+    for (int d = 0; d < dim; d += 2 * LANES) {
+        const char *const left = byte_tile_in(panel, d / LANES * VALUE_TILES), *const right =
+                                                                                   byte_tile_in(left, VALUE_TILES);
+        MULTIPLY_BYTES(_tile_dpbusd, sums, sizeof *sums, (const char *)weights, WEIGHTS_BYTES_APART, left, right,
+                       num_tiles, two_rows);
+        for (int r = 0; r < num_q; r++) {
+            UNROLL
+            for (int v = 0; v < 2; v++) {
+                float *const to = acc + (ptrdiff_t)r * acc_stride + d + v * LANES;
+                const vec sum = v_from_int(i_load(sums[r] + v * LANES));
+                v_store(to, v_fma(sum, v_set(unit[r]), v_mul(v_load(to), v_set(factor[r]))));
+            }
+        }
+    }
+    if (num_q < BLOCK_ROWS) configure_tiles(BLOCK_ROWS);
+}
