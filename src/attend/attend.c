@@ -2,12 +2,13 @@
 #include <math.h>
 #include <string.h>
 
+#include "attend/bytes.h"
 #include "attend/chosen.h"
+#include "attend/multiply.h"
 #include "attend/plan.h"
 #include "attend/round.h"
 #include "attend/run.h"
 #include "attend/select.h"
-#include "attend/queries.h"
 #include "attend/step.h"
 #include "cache/check.h"
 #include "pass/put.h"
@@ -50,6 +51,53 @@ static kvc_cursor rows_from_slice(const kvc_task *t, int32_t m) {
 /* Returns a cursor over the rows of split p of the task's slice. */
 static kvc_cursor rows_of_split(const kvc_task *t, int32_t p) {
     return kvc_cursor_at(t->call, t->slice, p, t->part, 0, kvc_split_rows(t->slice, p));
+}
+
+/* ---- tiles ------------------------------------------------------------------------------------------------------- */
+
+/* Attends to the tile `current`.  On the way, takes the tile `next` off the cursor `upcoming`, and prefetches its keys.
+ * It does so no earlier, because a tile's rows push listed stretches out of the L1 cache. */
+typedef void attend_tile_fn(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming);
+
+/* Attends to a tile by one token after the other, because a masked value is infinite or NaN.  Times its weight of 0,
+ * it would give NaN.  The result has the same bits as if the masked value were a number. */
+static void attend_apart(kvc_task *t, attend_tile_fn *attend_tile, kvc_tile *current, kvc_tile *next,
+                         kvc_cursor *upcoming) {
+    const int32_t heads = t->call->plan->parts.heads;
+    kvc_cursor nothing = {.layout = t->call->layout};
+    kvc_tile own, none;
+    kvc_query_rows_for(t, current);
+    for (int32_t r = 0; r < t->num_query_rows; r += heads) {
+        kvc_task view = kvc_view_of(t, r, heads);
+        kvc_clear_unseen(&view, current, &own);
+        attend_tile(&view, &own, r ? &none : next, r ? &nothing : upcoming);
+    }
+}
+
+/* Attends to the rows of a cursor, tile by tile.  ahead: rows that this thread will read next, of which the first tile
+ * is prefetched.  Returns 0 if the call was cancelled. */
+static int attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor ahead) {
+    static attend_tile_fn *const ways[] = {kvc_stream_tile, kvc_multiply_tile, kvc_multiply_bytes};
+    attend_tile_fn *const attend = ways[t->slice->tiled];
+    const kvc_visible common = kvc_visible_to_all(t);
+    kvc_tile tiles[2], *current = tiles, *next = tiles + 1;
+    if (kvc_is_cancelled(t->call)) return 0;
+    kvc_next_tile(current, &rows);
+    while (current->n) {
+        const int is_last = !rows.num_rows;
+        kvc_cursor *upcoming = is_last ? &ahead : &rows;
+        current->is_seen = kvc_sees_whole_tile(t->call, current, &common);
+        if (!current->is_seen && kvc_spoils_others(t, current, &common))
+            attend_apart(t, attend, current, next, upcoming);
+        else
+            attend(t, current, next, upcoming);
+        if (is_last) break;
+        if (t->slice->tiled && kvc_is_cancelled(t->call)) return 0; /* streamed tasks are short */
+        kvc_tile *const done = current;
+        current = next;
+        next = done;
+    }
+    return 1;
 }
 
 /* ---- splits ------------------------------------------------------------------------------------------------------ */
@@ -95,15 +143,14 @@ static void begin_split(kvc_task *t) {
 static int attend_shared(kvc_task *t, kvc_cursor shared) {
     const kvc_job *job = t->job;
     begin_split(t);
-    int goes_on = kvc_attend_rows(t, shared, rows_from_slice(t, 0)); /* until the call is cancelled */
+    int goes_on = attend_rows(t, shared, rows_from_slice(t, 0)); /* until the call is cancelled */
     for (int32_t m = 0, query_row = 0; goes_on && m < job->num_slices; m++) {
         kvc_task own = kvc_view_of_slice(t, m, query_row);
         const int64_t rows = num_own_rows(job, own.slice);
         query_row += own.num_query_rows;
         if (rows)
-            goes_on =
-                kvc_attend_rows(&own, kvc_cursor_at(t->call, own.slice, job->split, t->part, job->shared_rows, rows),
-                                rows_from_slice(t, m + 1));
+            goes_on = attend_rows(&own, kvc_cursor_at(t->call, own.slice, job->split, t->part, job->shared_rows, rows),
+                                  rows_from_slice(t, m + 1));
     }
     return goes_on;
 }
@@ -120,7 +167,7 @@ static int attend_splits(kvc_task *t) {
         const int is_last = p + 1 == job->split + job->num_splits;
         const kvc_cursor next = is_last ? rows_from_slice(t, 1) : rows_of_split(t, p + 1);
         begin_split(t);
-        if (!kvc_attend_rows(t, rows, next)) return 0;
+        if (!attend_rows(t, rows, next)) return 0;
         if (is_last) return 1;
         keep_early(t, p);
         rows = next;
@@ -284,7 +331,7 @@ static int attend_listed(kvc_task *t, kvc_row_lister *list, int32_t first, int32
         const kvc_cursor next =
             p + 1 < end ? list_split(t, list, p + 1, split_rows) : (kvc_cursor){.layout = t->call->layout};
         begin_split(t);
-        goes_on = kvc_attend_rows(t, rows, next);
+        goes_on = attend_rows(t, rows, next);
         if (goes_on && num_splits > 1) keep_early(t, p);
         rows = next;
     }

@@ -4,9 +4,8 @@
 #include <math.h>
 #include <string.h>
 
-#include "attend/queries.h"
 #include "attend/seen.h"
-#include "attend/walk.h"
+#include "attend/step.h"
 
 /* ---- rows of int8 ------------------------------------------------------------------------------------------------ */
 
@@ -23,9 +22,9 @@ static scratch scratch_of(const kvc_task *t) {
     return (scratch){(int8_t *)(rows + 2 * KVC_PANEL * widest), rows + 3 * KVC_PANEL * widest};
 }
 
-/* Rounds rows of f32 to int8, mixed first unless mixing's order is 0.  scales: what a code of 1 of each stands for. */
+/* Rounds rows of f32 to int8, mixed first unless mixing's order is 0.  units: what a code of 1 of each stands for. */
 static kvc_kernel_rows round_rows(const kvc_task *t, kvc_kernel_rows rows, int32_t dim, kvc_mixing mixing,
-                                  float *scales) {
+                                  float *units) {
     const kvc_kernels *kernels = t->call->kernels;
     const scratch to = scratch_of(t);
     for (int64_t i = 0; i < rows.num; i++) {
@@ -34,7 +33,7 @@ static kvc_kernel_rows round_rows(const kvc_task *t, kvc_kernel_rows rows, int32
             kernels->hadamard(to.row, row, dim, mixing);
             row = to.row;
         }
-        scales[i] = kvc_quantise_row(kernels, to.codes + i * dim, row, dim);
+        units[i] = kvc_quantise_row(kernels, to.codes + i * dim, row, dim);
     }
     return (kvc_kernel_rows){to.codes, dim, rows.num};
 }
@@ -54,50 +53,48 @@ static void pack(const kvc_task *t, kvc_pack_bytes_fn *pack_rows, void *panel, k
     pack_rows(panel, codes, dim, first, padded, dim);
 }
 
-/* Sets scales to those of a tile's rows that are stored as int8, and zeros behind. */
-static void load_scales(const kvc_task *t, const kvc_tile *tile, int is_value, float *scales) {
+/* Sets units to the scales of a tile's rows that are stored as int8, and zeros behind. */
+static void load_units(const kvc_task *t, const kvc_tile *tile, int is_value, float *units) {
     uint8_t copies[KVC_TILE][KVC_SCALE_BYTES];
-    t->call->kernels->convert(KVC_F16, KVC_F32, scales, 0, kvc_scales_of(tile, is_value, copies), 0, 1,
+    t->call->kernels->convert(KVC_F16, KVC_F32, units, 0, kvc_scales_of(tile, is_value, copies), 0, 1,
                               kvc_padded_rows(tile->n));
 }
 
-static void pack_keys(const kvc_task *t, const kvc_tile *tile, float *scales) {
+static void pack_keys(const kvc_task *t, const kvc_tile *tile, float *units) {
     const kvc_call *c = t->call;
     const kvc_plan *plan = c->plan;
-    const int is_mixed = kvc_delta_index_of(t, tile) == KVC_MIXED, is_stored = t->k_as == KVC_INT8 && !is_mixed;
-    const int is_transformed = c->k_mixing.order && !is_mixed;
+    const int is_rotated = kvc_rotates_keys(t, tile), is_stored = t->k_as == KVC_INT8 && !is_rotated;
+    const int is_transformed = c->k_mixing.order && !is_rotated;
     const kvc_mixing mixing = is_transformed ? (kvc_mixing){0, 0} : c->byte_mixing;
     kvc_row_place at = {tile->segment, tile->offset};
     kvc_walk keys = kvc_walk_keys(t, tile);
-    if (is_stored) load_scales(t, tile, 0, scales);
+    if (is_stored) load_units(t, tile, 0, units);
     for (int32_t i = 0, n; i < tile->n; i += n) {
         n = (int32_t)kvc_smaller(tile->n - i, KVC_PANEL);
-        kvc_kernel_rows rows = is_mixed ? (kvc_kernel_rows){kvc_rotate_tile_keys(t, tile, &at, n),
-                                                            plan->attending.q_stride * (int64_t)sizeof(float), n}
-                                        : kvc_take_rows(t, &keys, n);
-        if (!is_stored) rows = round_rows(t, rows, plan->k_dim, mixing, scales + i);
+        kvc_kernel_rows rows = kvc_take_keys(t, tile, &at, &keys, n);
+        if (!is_stored) rows = round_rows(t, rows, plan->k_dim, mixing, units + i);
         pack(t, c->kernels->bytes.pack_keys, t->workspace + plan->attending.keys, rows, i, plan->k_dim);
     }
 }
 
-static void pack_values(const kvc_task *t, const kvc_tile *tile, float *scales) {
+static void pack_values(const kvc_task *t, const kvc_tile *tile, float *units) {
     const kvc_call *c = t->call;
     const kvc_plan *plan = c->plan;
     const int is_stored = t->v_as == KVC_INT8;
     kvc_walk values = kvc_walk_values(t, tile);
-    if (is_stored) load_scales(t, tile, 1, scales);
+    if (is_stored) load_units(t, tile, 1, units);
     for (int32_t i = 0, n; i < tile->n; i += n) {
         n = (int32_t)kvc_smaller(tile->n - i, KVC_PANEL);
         kvc_kernel_rows rows = kvc_take_rows(t, &values, n);
-        if (!is_stored) rows = round_rows(t, rows, plan->v_dim, (kvc_mixing){0, 0}, scales + i);
+        if (!is_stored) rows = round_rows(t, rows, plan->v_dim, (kvc_mixing){0, 0}, units + i);
         pack(t, c->kernels->bytes.pack_values, t->workspace + plan->attending.values, rows, i, plan->v_dim);
     }
 }
 
-/* ---- scales of values -------------------------------------------------------------------------------------------- */
+/* ---- units of values --------------------------------------------------------------------------------------------- */
 
-/* Values below this are as good as 0: sums of exp over a smaller scale would not be finite. */
-static const float LEAST_SCALE = 0x1p-60f;
+/* Values below this are as good as 0: sums of exp over a smaller unit would not be finite. */
+static const float LEAST_UNIT = 0x1p-60f;
 
 /* Returns the logarithm of a normal number, right to about 1e-7. */
 static float log_of(float x) {
@@ -112,61 +109,46 @@ static float log_of(float x) {
     return (float)exponent * ln_2 + s * (2 + z * (2.0f / 3 + z * (2.0f / 5 + z * (2.0f / 7 + z * (2.0f / 9)))));
 }
 
-/* Makes of the scales of n values what weights take.  Of a value that is not finite, both are NaN. */
-static void take_scales(kvc_byte_scales *to, const float *scales, int32_t n) {
+/* Makes of the units of n values what weights take.  Of a value that is not finite, both are NaN. */
+static void take_units(kvc_byte_units *to, const float *units, int32_t n) {
     for (int32_t j = 0; j < n; j++) {
-        const float scale = scales[j] > LEAST_SCALE ? scales[j] : LEAST_SCALE;
-        const float nan_or_0 = (scales[j] - scales[j]);
-        to->logs[j] = log_of(scale) + nan_or_0;
-        to->inverses[j] = 1 / scale + nan_or_0;
+        const float unit = units[j] > LEAST_UNIT ? units[j] : LEAST_UNIT;
+        const float nan_or_0 = (units[j] - units[j]);
+        to->logs[j] = log_of(unit) + nan_or_0;
+        to->inverses[j] = 1 / unit + nan_or_0;
     }
     for (int32_t j = n; j < kvc_padded_rows(n); j++) to->logs[j] = to->inverses[j] = 0;
 }
 
 /* ---- products ---------------------------------------------------------------------------------------------------- */
 
-void kvc_prepare_bytes(const kvc_task *t) {
-    const kvc_call *c = t->call;
-    const int32_t dim = c->plan->k_dim;
-    int8_t *const codes = scratch_of(t).codes;
-    const size_t padded = (size_t)kvc_align_up((uint64_t)dim, KVC_BYTE_CODES);
-    memset(codes + dim, 0, padded - (size_t)dim);
-    for (int32_t r = 0; r < t->num_query_rows; r++) {
-        float *const row = t->q + (size_t)r * (size_t)c->plan->attending.q_stride;
-        kvc_byte_query query = {kvc_quantise_row(c->kernels, codes, row, dim) * c->scale, 0};
-        for (int32_t d = 0; d < dim; d++) query.sum += codes[d];
-        memcpy(row, &query, sizeof query);
-        memcpy((char *)row + KVC_BYTE_CODES, codes, padded);
-    }
-}
-
 /* Attends to a packed tile with query rows [first, end) of a task. */
-static void attend_block(const kvc_task *t, kvc_tile *tile, int32_t first, int32_t end, const float *k_scales,
-                         const kvc_byte_scales *v_scales) {
+static void attend_block(const kvc_task *t, kvc_tile *tile, int32_t first, int32_t end, const float *k_units,
+                         const kvc_byte_units *v_units) {
     const kvc_call *c = t->call;
     const kvc_byte_kernels *bytes = &c->kernels->bytes;
     const kvc_attending *at = &c->plan->attending;
     const int32_t num = end - first;
     float *const scores = t->workspace + at->scores, unit[KVC_BLOCK_QUERIES];
     bytes->score(scores, t->q + (size_t)first * (size_t)at->q_stride, at->q_stride, num, t->workspace + at->keys,
-                 k_scales, tile->n, c->plan->k_dim);
+                 k_units, tile->n, c->plan->k_dim);
     if (!tile->is_seen || c->changes_scores) kvc_change_scores(t, tile, first, end, scores, KVC_BYTE_SCORES);
-    bytes->weigh(scores, num, tile->n, v_scales, t->max + first, t->sum + first, t->factor + first, unit);
+    bytes->weigh(scores, num, tile->n, v_units, t->max + first, t->sum + first, t->factor + first, unit);
     bytes->sum(t->acc + (size_t)first * (size_t)at->acc_stride, at->acc_stride, t->factor + first, unit, scores, num,
                t->workspace + at->values, tile->n, c->plan->v_dim);
 }
 
 void kvc_multiply_bytes(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming) {
     const kvc_call *c = all->call;
-    float k_scales[KVC_BYTE_TILE], scales[KVC_BYTE_TILE];
-    kvc_byte_scales v_scales;
+    float k_units[KVC_BYTE_TILE], units[KVC_BYTE_TILE];
+    kvc_byte_units v_units;
     kvc_query_rows_for(all, current);
     const kvc_task t = kvc_view_that_sees(all, current);
     const int32_t num = t.num_query_rows, at_once = c->kernels->bytes.queries;
     if (num) {
-        pack_keys(&t, current, k_scales);
-        pack_values(&t, current, scales);
-        take_scales(&v_scales, scales, current->n);
+        pack_keys(&t, current, k_units);
+        pack_values(&t, current, units);
+        take_units(&v_units, units, current->n);
     }
     kvc_next_tile(next, upcoming);
     kvc_walk next_keys = kvc_walk_keys(&t, next), next_values = kvc_walk_values(&t, next);
@@ -177,7 +159,7 @@ void kvc_multiply_bytes(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_cu
         end = (int32_t)kvc_smaller(num, first + at_once);
         kvc_prefetch(kvc_take_ahead(c, &next_keys, ahead));
         kvc_prefetch(kvc_take_ahead(c, &next_values, ahead));
-        attend_block(&t, current, first, end, k_scales, &v_scales);
+        attend_block(&t, current, first, end, k_units, &v_units);
     }
     if (c->kernels->end) c->kernels->end(&former);
 }

@@ -53,16 +53,10 @@ typedef struct query_cut {
  * most num_rows rows. */
 static int32_t slice_tokens(const kvc_plan *plan, int64_t query_rows, int64_t num_rows) {
     const int64_t tasks_per_slice = KVC_DIVIDE_UP(num_rows, KVC_SPLIT_ROWS) * plan->num_kv_heads; /* upper bound */
-    const int32_t whole = kvc_plan_in_bytes(plan) ? KVC_BYTE_TILE_QUERIES : KVC_TILE_QUERIES;
+    const int32_t whole = plan->in_bytes ? KVC_BYTE_TILE_QUERIES : KVC_TILE_QUERIES;
     int32_t most = whole;
     while (most > whole / 4 && KVC_DIVIDE_UP(query_rows, most) * tasks_per_slice < KVC_TILED_TASKS) most /= 2;
     return most > plan->parts.heads ? most / plan->parts.heads : 1;
-}
-
-/* Returns how the rows of a sequence's query tokens are attended to, unless they choose or select rows. */
-static int32_t way_of(const kvc_plan *plan, int32_t num_tokens) {
-    if (kvc_plan_in_bytes(plan) && num_tokens > KVC_MOST_SELECTING) return KVC_IN_BYTES;
-    return (int64_t)num_tokens * plan->parts.heads > KVC_STREAM_QUERIES ? KVC_TILED : KVC_STREAMED;
 }
 
 /* Returns the query tokens of a sequence, not cut yet.  These are those in the plan's range, which are side by side, as
@@ -376,7 +370,11 @@ int32_t kvc_list_slices(const kvc_plan *plan, const kvc_shown *shown, kvc_new_sl
             slices += list_choosing(plan, shown, s, &cut, selects ? seen : NULL, slices, marks);
             continue;
         }
-        const int32_t way = way_of(plan, cut.end - cut.first);
+        const int32_t num = cut.end - cut.first;
+        const int is_tiled = (int64_t)num * plan->parts.heads > KVC_STREAM_QUERIES;
+        const int32_t way = plan->in_bytes && num > KVC_MOST_SELECTING ? KVC_IN_BYTES
+                            : is_tiled                                 ? KVC_TILED
+                                                                       : KVC_STREAMED;
         const int32_t tile_rows = way == KVC_STREAMED ? KVC_TILE
                                   : way == KVC_TILED  ? kvc_tile_rows(plan)
                                                       : KVC_BYTE_TILE;

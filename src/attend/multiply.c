@@ -2,9 +2,8 @@
 #include "attend/multiply.h"
 
 #include "attend/minima.h"
-#include "attend/queries.h"
 #include "attend/seen.h"
-#include "attend/walk.h"
+#include "attend/step.h"
 
 /* Some query rows of a task and their scores over a tile, which are `stride` floats apart. */
 typedef struct query_block {
@@ -16,14 +15,11 @@ typedef struct query_block {
 /* Packs the keys of a tile into the workspace's panel. */
 static void pack_keys(const kvc_task *t, const kvc_tile *tile, kvc_pack_keys_fn *pack) {
     const kvc_plan *plan = t->call->plan;
-    const int is_mixed = kvc_delta_index_of(t, tile) == KVC_MIXED;
     kvc_row_place at = {tile->segment, tile->offset};
     kvc_walk keys = kvc_walk_keys(t, tile);
     for (int32_t i = 0, n; i < tile->n; i += n) {
         n = (int32_t)kvc_smaller(tile->n - i, KVC_PANEL);
-        const kvc_kernel_rows rows = is_mixed ? (kvc_kernel_rows){kvc_rotate_tile_keys(t, tile, &at, n),
-                                                                  plan->attending.q_stride * (int64_t)sizeof(float), n}
-                                              : kvc_take_rows(t, &keys, n);
+        const kvc_kernel_rows rows = kvc_take_keys(t, tile, &at, &keys, n);
         pack(t->workspace + plan->attending.keys, rows.first, rows.stride, i, n, plan->k_dim);
     }
 }

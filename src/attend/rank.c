@@ -3,7 +3,6 @@
 
 #include <math.h>
 
-#include "attend/queries.h"
 #include "attend/step.h"
 #include "attend/topk.h"
 #include "rows/copy.h"

@@ -191,7 +191,7 @@ void kvc_call_init(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_
     c->k_mixing = kvc_mixing_of(c->layer, 0);
     c->v_mixing = kvc_mixing_of(c->layer, 1);
     c->byte_mixing = c->k_mixing;
-    if (!c->byte_mixing.order && !KVC_TYPES[c->layer->k_type].has_row_scale)
+    if (plan->in_bytes && c->k_as[KVC_IN_BYTES] == KVC_F32 && !c->byte_mixing.order)
         c->byte_mixing.order = kvc_order_for(plan->k_dim, KVC_MOST_KEY_ORDER);
     c->rope = kvc_rope_of(cache, layer);
     c->angles = plan->deltas.angles;

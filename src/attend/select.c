@@ -16,7 +16,6 @@
 #include <string.h>
 
 #include "attend/seen.h"
-#include "attend/queries.h"
 #include "attend/step.h"
 #include "attend/topk.h"
 #include "rows/rope.h"

@@ -26,16 +26,14 @@
  *   task.c     a task, and its rows a tile at a time
  *   minima.c   what the minima of blocks add to scores and sums
  *   seen.c     which rows of a tile a query sees, and what becomes of the scores of others
- *   walk.c     the rows of a tile as kernels take them
- *   queries.c  query rows, prepared for the kernel that scores a tile
+ *   step.c     the rows of a tile as kernels take them, query rows prepared for them; attends to a tile for few
  *   multiply.c attends to a tile for many query rows
  *   bytes.c    does so in bytes
- *   step.c     attends to a tile for few query rows, and to all tiles of a split
  *   chosen.c   lists the chosen rows of a task
  *   select.c   scores the sketches of a task, and lists the rows that are selected
  *   round.c    which tasks of a plan were run
  *   run.c      runs tasks
- *   attend.c   attends, merges the splits of a slice, and writes the result: kvc_attend and kvc_plan_run
+ *   attend.c   attends tile by tile, merges the splits of a slice, and writes the result: kvc_attend and kvc_plan_run
  *   topk.c     finds the best of many entries
  *   rank.c     ranks rows for choosing
  *   choose.c   chooses: kvc_choose and kvc_plan_choose
@@ -228,6 +226,7 @@ struct kvc_plan {
     const int32_t *order;  /* kvc_order_in: tokens of the group's rows */
     int32_t num_kv_heads, k_dim, v_dim; /* shape of the layers that the plan serves */
     int32_t chooses, by_token;          /* it is for choosing rows; each query token is a slice */
+    int32_t in_bytes;                   /* sequences with many query tokens are attended to in bytes */
     int32_t num_cross_puts;             /* kvc_num_cross_puts of the group when the plan was made */
     double multiply_adds;
     kvc_parts parts;
@@ -272,12 +271,6 @@ static inline int32_t kvc_taken_as(const kvc_kernels *kernels, int32_t type, int
     if (is_tiled ? kernels->tiler[type].score != NULL : kernels->accumulate[type] != NULL) return type;
     if (is_tiled) return kernels->tiler[KVC_Q8_0].score && !kernels->decoded.score ? KVC_Q8_0 : KVC_F32;
     return KVC_TYPES[type].has_row_scale ? KVC_INT8 : KVC_Q8_0;
-}
-
-/* Whether sequences with many query tokens are attended to in bytes. */
-static inline int kvc_plan_in_bytes(const kvc_plan *plan) {
-    return plan->args.precision == KVC_PRECISION_INT8 && !plan->by_token && plan->batch->cache->kernels->bytes.score &&
-           plan->k_dim % KVC_QUANT_ELEMENTS == 0 && plan->v_dim % KVC_QUANT_ELEMENTS == 0;
 }
 
 /* Returns the rows of a tile for many query rows.  Panels of a larger one would not stay in the L2 cache. */

@@ -86,14 +86,14 @@ TARGET void kvc_pack_byte_values_amx(void *panel, const void *rows, int64_t row_
     } while (0)
 
 /* Turns the sums of codes in a row of scores to scores. */
-INLINE void scale_scores(float *row, const float *scales, float unit, int n) {
+INLINE void finish_scores(float *row, const float *units, float unit, int n) {
     for (int j = 0; j < n; j += LANES)
-        v_store(row + j, v_mul(v_mul(v_from_int(i_load(row + j)), v_load(scales + j)), v_set(unit)));
+        v_store(row + j, v_mul(v_mul(v_from_int(i_load(row + j)), v_load(units + j)), v_set(unit)));
 }
 
 /* Is a kvc_score_bytes_fn. */
 TARGET void kvc_score_bytes_amx(float *scores, const float *q, int q_stride, int num_q, const void *panel,
-                                const float *scales, int n, int dim) {
+                                const float *units, int n, int dim) {
     const ptrdiff_t stride = q_stride * (ptrdiff_t)sizeof *q;
     const char *const codes = (const char *)q + KVC_BYTE_CODES;
     const int padded = kvc_padded_rows(n), two_rows = num_q > TILE_ROWS, num_tiles = key_tiles(dim);
@@ -107,7 +107,7 @@ TARGET void kvc_score_bytes_amx(float *scores, const float *q, int q_stride, int
     for (int r = 0; r < num_q; r++) {
         kvc_byte_query query;
         memcpy(&query, q + (ptrdiff_t)r * q_stride, sizeof query);
-        scale_scores(scores + r * KVC_BYTE_SCORES, scales, query.unit, padded);
+        finish_scores(scores + r * KVC_BYTE_SCORES, units, query.unit, padded);
     }
 }
 

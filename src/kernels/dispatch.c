@@ -89,9 +89,10 @@ static int has_avx512bf16(void) {
 /* Asks Linux (5.16 on) for the tile registers, which are so large that every process has to.  They are refused while a
  * thread has a stack for signals that is too small for them. */
 static int has_amx(void) {
-    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18, AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24 };
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    const unsigned bf16 = 1 << 22, tile = 1 << 24, int8 = 1 << 25, all = bf16 | tile | int8;
     unsigned eax, ebx, ecx, edx;
-    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & AMX_BF16) || !(edx & AMX_TILE)) return 0;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & all) != all) return 0;
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? -1 : 1;
 }
 

@@ -204,26 +204,26 @@ typedef struct kvc_byte_query {
  * query row. */
 typedef void kvc_pack_bytes_fn(void *panel, const void *rows, int64_t row_stride, int first, int n, int dim);
 
-/* scores[r * KVC_BYTE_SCORES + j] = (the product of codes of q[r] and key j, which is exact) * scales[j] * the row's
+/* scores[r * KVC_BYTE_SCORES + j] = (the product of codes of q[r] and key j, which is exact) * units[j] * the row's
  * unit, each product rounded, for r < num_q, j < n, up to a multiple of KVC_PANEL. */
 typedef void kvc_score_bytes_fn(float *scores, const float *q, int q_stride, int num_q, const void *panel,
-                                const float *scales, int n, int dim);
+                                const float *units, int n, int dim);
 
-/* The scales of a tile's values, as weights take them: their logarithms, and 1 over them. */
-typedef struct kvc_byte_scales {
+/* The units of a tile's values, what their codes of 1 stand for, as weights take them: logarithms, and 1 over them. */
+typedef struct kvc_byte_units {
     float logs[KVC_BYTE_TILE], inverses[KVC_BYTE_TILE];
-} kvc_byte_scales;
+} kvc_byte_units;
 
-/* Takes a step of the online softmax of num_q query rows, over x = score + log of the value's scale.  With m the row's
+/* Takes a step of the online softmax of num_q query rows, over x = score + log of the value's unit.  With m the row's
  * largest x, its weights become exp(x - m) * 255, rounded: bytes, which take the place of the scores, and are 0 for j
  * past n, up to a multiple of KVC_PANEL.  max[r] becomes the larger of max[r] and m; factor[r] exp(the old max[r] - the
  * new one); unit[r] exp(m - max[r]) / 255, by which products of weights are to be multiplied.  sum[r] becomes sum[r] *
- * factor[r] plus the sum of exp(x - max[r]) times 1 over the value's scale.  Scores of -inf have weight 0, a NaN makes
+ * factor[r] plus the sum of exp(x - max[r]) times 1 over the value's unit.  Scores of -inf have weight 0, a NaN makes
  * sum[r] NaN.
  *
  * exp is the polynomial of softmax.h, and the terms j, j + KVC_LANES, j + 2 KVC_LANES ... of a sum are added up first,
  * then these sums as kvc_add_up does.  So all sets give the same bits. */
-typedef void kvc_weigh_bytes_fn(float *scores, int num_q, int n, const kvc_byte_scales *scales, float *max, float *sum,
+typedef void kvc_weigh_bytes_fn(float *scores, int num_q, int n, const kvc_byte_units *units, float *max, float *sum,
                                 float *factor, float *unit);
 
 /* acc[r * acc_stride + d] = acc[...] * factor[r] + (the product of weights and column d of the values, which is exact)

@@ -86,7 +86,7 @@ INLINE void multiply_bytes(int is_keys, int num_q, int num_vectors, ivec (*sums)
 
 /* Scores n keys for num_q query rows. */
 INLINE void score_byte_rows(int num_q, float *scores, const float *q, int q_stride, const char *panel,
-                            const float *scales, int n, int dim) {
+                            const float *units, int n, int dim) {
     const ptrdiff_t stride = q_stride * (ptrdiff_t)sizeof *q;
     const byte_rows rows = byte_rows_at((const char *)q + KVC_BYTE_CODES, stride);
     kvc_byte_query queries[BYTE_QUERIES];
@@ -102,7 +102,7 @@ INLINE void score_byte_rows(int num_q, float *scores, const float *q, int q_stri
         for (int r = 0; r < num_q; r++) UNROLL
         for (int v = 0; v < BYTE_VECTORS; v++)
             v_store(scores + r * KVC_BYTE_SCORES + j + v * LANES,
-                    v_mul(v_mul(v_from_int(sums[r][v]), v_load(scales + j + v * LANES)), v_set(queries[r].unit)));
+                    v_mul(v_mul(v_from_int(sums[r][v]), v_load(units + j + v * LANES)), v_set(queries[r].unit)));
     }
 }
 
@@ -136,14 +136,14 @@ INLINE void sum_byte_rows(int num_q, float *acc, int acc_stride, const float *fa
 
 /* Is a kvc_score_bytes_fn. */
 INLINE void score_in_bytes(float *scores, const float *q, int q_stride, int num_q, const char *panel,
-                           const float *scales, int n, int dim) {
+                           const float *units, int n, int dim) {
     const int padded = kvc_padded_rows(n);
     int r = 0;
     for (; r + BYTE_QUERIES <= num_q; r += BYTE_QUERIES)
-        score_byte_rows(BYTE_QUERIES, scores + r * KVC_BYTE_SCORES, q + (ptrdiff_t)r * q_stride, q_stride, panel,
-                        scales, padded, dim);
+        score_byte_rows(BYTE_QUERIES, scores + r * KVC_BYTE_SCORES, q + (ptrdiff_t)r * q_stride, q_stride, panel, units,
+                        padded, dim);
     for (; r < num_q; r++)
-        score_byte_rows(1, scores + r * KVC_BYTE_SCORES, q + (ptrdiff_t)r * q_stride, q_stride, panel, scales, padded,
+        score_byte_rows(1, scores + r * KVC_BYTE_SCORES, q + (ptrdiff_t)r * q_stride, q_stride, panel, units, padded,
                         dim);
 }
 
@@ -179,8 +179,8 @@ INLINE float add_up_vectors(vec x[SUM_VECTORS]) {
     return v_sum_lanes(SUM_VECTORS == 2 ? v_add(x[0], x[SUM_VECTORS - 1]) : x[0]);
 }
 
-/* Turns a row's scores into weights, and returns the sum of exp times 1 over the values' scales. */
-INLINE float weigh_row_in_bytes(float *row, const kvc_byte_scales *scales, int padded, float max) {
+/* Turns a row's scores into weights, and returns the sum of exp times 1 over the values' units. */
+INLINE float weigh_row_in_bytes(float *row, const kvc_byte_units *units, int padded, float max) {
     const vec shift = v_set(max == -INFINITY ? 0 : -max); /* where nothing is visible, weights become 0 */
     vec totals[SUM_VECTORS];
     char *to = (char *)row;
@@ -191,12 +191,12 @@ INLINE float weigh_row_in_bytes(float *row, const kvc_byte_scales *scales, int p
         UNROLL
         for (int i = 0; i < EXPS; i++) {
             const int at = j + i * LANES;
-            x[i] = v_add(v_add(v_load(row + at), v_load(scales->logs + at)), shift);
+            x[i] = v_add(v_add(v_load(row + at), v_load(units->logs + at)), shift);
         }
         exp_negative(EXPS, x);
         UNROLL
         for (int i = 0; i < EXPS; i++) {
-            totals[i % SUM_VECTORS] = v_fma(x[i], v_load(scales->inverses + j + i * LANES), totals[i % SUM_VECTORS]);
+            totals[i % SUM_VECTORS] = v_fma(x[i], v_load(units->inverses + j + i * LANES), totals[i % SUM_VECTORS]);
             x[i] = v_mul(x[i], v_set(255));
         }
         UNROLL
@@ -208,7 +208,7 @@ INLINE float weigh_row_in_bytes(float *row, const kvc_byte_scales *scales, int p
 /* Is a kvc_weigh_bytes_fn.  Finds the largest scores of some rows first: what one row does waits for what it did
  * before.
  */
-INLINE void weigh_in_bytes(float *scores, int num_q, int n, const kvc_byte_scales *scales, float *max, float *sum,
+INLINE void weigh_in_bytes(float *scores, int num_q, int n, const kvc_byte_units *units, float *max, float *sum,
                            float *factor, float *unit) {
     const int padded = kvc_padded_rows(n);
     for (int r = 0; n < padded && r < num_q; r++)
@@ -220,11 +220,11 @@ INLINE void weigh_in_bytes(float *scores, int num_q, int n, const kvc_byte_scale
             vec x[4];
             UNROLL
             for (int i = 0; i < 4; i++)
-                x[i] = largest_of_row(rows + smaller(r + i, count - 1) * KVC_BYTE_SCORES, scales->logs, padded);
+                x[i] = largest_of_row(rows + smaller(r + i, count - 1) * KVC_BYTE_SCORES, units->logs, padded);
             v_store_largest(maxima + r, x);
         }
         for (int r = 0; r < count; r++)
-            totals[r] = weigh_row_in_bytes(rows + r * KVC_BYTE_SCORES, scales, padded, maxima[r]);
+            totals[r] = weigh_row_in_bytes(rows + r * KVC_BYTE_SCORES, units, padded, maxima[r]);
         const vec own = v_load_some(maxima, count), before = v_load_some(max + first, count), now = v_max(own, before);
         vec changes[2] = {v_number(v_fma(now, v_set(-1), before)), /* 0 where both are infinite */
                           v_number(v_fma(now, v_set(-1), own))};
@@ -239,24 +239,24 @@ INLINE void weigh_in_bytes(float *scores, int num_q, int n, const kvc_byte_scale
 }
 
 /* The kernels of a set, and the line of its table. */
-#define DEFINE_BYTES(set)                                                                                         \
-    TARGET void kvc_pack_byte_keys_##set(void *panel, const void *rows, int64_t row_stride, int first, int n,     \
-                                         int dim) {                                                               \
-        pack_key_words(panel, rows, row_stride, first, n, dim);                                                   \
-    }                                                                                                             \
-    TARGET void kvc_pack_byte_values_##set(void *panel, const void *rows, int64_t row_stride, int first, int n,   \
-                                           int dim) {                                                             \
-        pack_value_words(panel, rows, row_stride, first, n, dim);                                                 \
-    }                                                                                                             \
-    TARGET void kvc_score_bytes_##set(float *scores, const float *q, int q_stride, int num_q, const void *panel,  \
-                                      const float *scales, int n, int dim) {                                      \
-        score_in_bytes(scores, q, q_stride, num_q, panel, scales, n, dim);                                        \
-    }                                                                                                             \
-    TARGET void kvc_weigh_bytes_##set(float *scores, int num_q, int n, const kvc_byte_scales *scales, float *max, \
-                                      float *sum, float *factor, float *unit) {                                   \
-        weigh_in_bytes(scores, num_q, n, scales, max, sum, factor, unit);                                         \
-    }                                                                                                             \
-    TARGET void kvc_sum_bytes_##set(float *acc, int acc_stride, const float *factor, const float *unit,           \
-                                    const float *weights, int num_q, const void *panel, int n, int dim) {         \
-        sum_in_bytes(acc, acc_stride, factor, unit, weights, num_q, panel, n, dim);                               \
+#define DEFINE_BYTES(set)                                                                                        \
+    TARGET void kvc_pack_byte_keys_##set(void *panel, const void *rows, int64_t row_stride, int first, int n,    \
+                                         int dim) {                                                              \
+        pack_key_words(panel, rows, row_stride, first, n, dim);                                                  \
+    }                                                                                                            \
+    TARGET void kvc_pack_byte_values_##set(void *panel, const void *rows, int64_t row_stride, int first, int n,  \
+                                           int dim) {                                                            \
+        pack_value_words(panel, rows, row_stride, first, n, dim);                                                \
+    }                                                                                                            \
+    TARGET void kvc_score_bytes_##set(float *scores, const float *q, int q_stride, int num_q, const void *panel, \
+                                      const float *units, int n, int dim) {                                      \
+        score_in_bytes(scores, q, q_stride, num_q, panel, units, n, dim);                                        \
+    }                                                                                                            \
+    TARGET void kvc_weigh_bytes_##set(float *scores, int num_q, int n, const kvc_byte_units *units, float *max,  \
+                                      float *sum, float *factor, float *unit) {                                  \
+        weigh_in_bytes(scores, num_q, n, units, max, sum, factor, unit);                                         \
+    }                                                                                                            \
+    TARGET void kvc_sum_bytes_##set(float *acc, int acc_stride, const float *factor, const float *unit,          \
+                                    const float *weights, int num_q, const void *panel, int n, int dim) {        \
+        sum_in_bytes(acc, acc_stride, factor, unit, weights, num_q, panel, n, dim);                              \
     }

@@ -5,7 +5,7 @@ static void pack_bytes(void *panel, const void *rows, int64_t row_stride, int fi
         memcpy((char *)panel + (ptrdiff_t)(first + j) * dim, (const char *)rows + j * row_stride, (size_t)dim);
 }
 
-static void score_bytes(float *scores, const float *q, int q_stride, int num_q, const void *panel, const float *scales,
+static void score_bytes(float *scores, const float *q, int q_stride, int num_q, const void *panel, const float *units,
                         int n, int dim) {
     for (int r = 0; r < num_q; r++) {
         kvc_byte_query query;
@@ -15,8 +15,8 @@ static void score_bytes(float *scores, const float *q, int q_stride, int num_q, 
         for (int j = 0; j < n; j++, key += dim) {
             int32_t sum = 0;
             for (int d = 0; d < dim; d++) sum += codes[d] * key[d];
-            const float scaled = (float)sum * scales[j];
-            scores[r * KVC_BYTE_SCORES + j] = scaled * query.unit;
+            const float product = (float)sum * units[j];
+            scores[r * KVC_BYTE_SCORES + j] = product * query.unit;
         }
     }
 }
@@ -35,18 +35,18 @@ static float exp_negative(float x) {
 /* Returns x less the maximum; 0 where both are infinite. */
 static float below(float x, float max) { return x == -INFINITY && max == -INFINITY ? 0 : x - max; }
 
-static void weigh_bytes(float *scores, int num_q, int n, const kvc_byte_scales *scales, float *max, float *sum,
+static void weigh_bytes(float *scores, int num_q, int n, const kvc_byte_units *units, float *max, float *sum,
                         float *factor, float *unit) {
     for (int r = 0; r < num_q; r++) {
         float *const row = scores + r * KVC_BYTE_SCORES, sums[KVC_LANES] = {0}, largest = -INFINITY;
         uint8_t *const weights = (uint8_t *)row;
         for (int j = 0; j < n; j++) {
-            row[j] += scales->logs[j];
+            row[j] += units->logs[j];
             if (row[j] > largest) largest = row[j];
         }
         for (int j = 0; j < n; j++) {
             const float e = exp_negative(row[j] - (largest == -INFINITY ? 0 : largest));
-            sums[j % KVC_LANES] = fmaf(e, scales->inverses[j], sums[j % KVC_LANES]);
+            sums[j % KVC_LANES] = fmaf(e, units->inverses[j], sums[j % KVC_LANES]);
             weights[j] = e <= 1 ? (uint8_t)lrintf(e * 255) : 0; /* e may be NaN */
         }
         memset(weights + n, 0, (size_t)(kvc_padded_rows(n) - n));

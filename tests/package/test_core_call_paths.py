@@ -28,9 +28,9 @@ class Count(NamedTuple):
 # The most that each may be. Lower a number when its path has become shorter.
 MOST = {
     "begin": Count(85, 17, 65),
-    "attend": Count(160, 21, 172),
+    "attend": Count(160, 21, 178),
     "commit": Count(33, 9, 25),
-    "together": Count(248, 32, 262),
+    "together": Count(248, 32, 268),
 }
 
 

@@ -16,7 +16,7 @@ MOST = {
     "evicting": (r"evict|victim|fate|LOSES_WINDOWS", 114),
     "replacing, restoring": (r"replaced|replac(e|ing)\b|TO_REPLACE|is_given|restor", 52),
     "cross-attention": (r"cross|TO_CROSS|KVC_CROSS", 45),
-    "deltas": (r"delta|divide", 79),
+    "deltas": (r"delta|divide", 78),
     "strides": (
         r"(pool(s\[\w+\])?|plan|list|pools?->)(->|\.)stride\b|kvc_rows_below|strided|stride_of|policy\.stride",
         76,
@@ -24,7 +24,7 @@ MOST = {
     "selected rows": (r"sketch|select(s|ed|ing)?\b|select_rows", 78),
     "chosen rows": (r"chosen|choos|choices|by_token", 80),
     "checkpoints": (r"checkpoint|state_bytes", 59),
-    "scales of rows": (r"row_scale|_scales|scaled", 78),
+    "scales of rows": (r"row_scale|_scales|scaled", 79),
     "masked": (r"masked", 21),
     "trees": (r"\bparents|subtree|tree_number|descend|ancestor", 19),
     "huge pages": (r"fault|resident|huge", 50),
