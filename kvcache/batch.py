@@ -281,10 +281,10 @@ class Batch:
         precision : {"stored", "int8"}, default "stored"
             How sequences with more than 8 query tokens in the call are attended to: as precisely as the rows are
             stored, or in bytes [3]_. In bytes a prompt takes about half the time, and a result is off by 1 to 2 %,
-            about as much as rows of int8 are. Other sequences, chosen and selected rows, and heads of a dimension that is no
-            multiple of 32 are attended to exactly; so is everything on a processor without products of bytes. Rows that
-            a model computes behind such a prompt differ from exact ones: a `PrefixCache` needs a fingerprint of its
-            own for them.
+            about as much as rows of int8 are. Other sequences, chosen and selected rows, and heads of a dimension that
+            is no multiple of 32 are attended to exactly; so is everything on a processor without products of bytes.
+            Rows that a model computes behind such a prompt differ from exact ones: a `PrefixCache` needs a fingerprint
+            of its own for them.
         prior : tuple of array, optional
             What another call with `return_lse`, such as one for another layer, gave the same queries: its result, laid
             out and of a type as this call's, and the log-sum-exp. One softmax then spans the rows of both calls.

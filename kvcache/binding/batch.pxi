@@ -328,8 +328,8 @@ cdef class Batch(_CallCounter):
         if not self.cache.layers[at].v_dim:
             memset(&none, 0, sizeof(none))
             self.count_dense(at, &none)  # which fails: nothing attends in such a layer
-        query_owners = self.read_query(at, q, first, scale, softcap, sinks, alibi, non_causal, masked, select, precision,
-                                       prior, axes, out, &query)
+        query_owners = self.read_query(at, q, first, scale, softcap, sinks, alibi, non_causal, masked, select,
+                                       precision, prior, axes, out, &query)
         if chosen is not None and select is not None:
             raise ValueError(f"select={select}, and chosen is given: rows are chosen or selected, not both")
         if chosen is not None:

@@ -23,7 +23,7 @@ MOST = {
     ),
     "selected rows": (r"sketch|select(s|ed|ing)?\b|select_rows", 78),
     "chosen rows": (r"chosen|choos|choices|by_token", 80),
-    "checkpoints": (r"checkpoint|state_bytes", 59),
+    "checkpoints": (r"checkpoint|state_bytes", 61),
     "scales of rows": (r"row_scale|_scales|scaled", 79),
     "masked": (r"masked", 21),
     "trees": (r"\bparents|subtree|tree_number|descend|ancestor", 19),

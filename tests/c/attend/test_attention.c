@@ -656,9 +656,13 @@ static void test_bad_plans(const question *a) {
         CHECK_FAILS(kvc_plan_new(batch, &args, &plan), status, name, value);  \
         CHECK_FAILS(kvc_attend(batch, &args, &a->args), status, name, value); \
     } while (0)
-    CHECK_FAILS(kvc_plan_new(batch, NULL, &plan), KVC_ERR_INVALID, "plan", "NULL");
+    CHECK_FAILS(kvc_plan_new(batch, NULL, &plan), KVC_ERR_INVALID, "args", "NULL");
     CHECK_FAILS(kvc_plan_new(batch, &a->plan, NULL), KVC_ERR_INVALID, "plan", "NULL");
-    BAD(KVC_ERR_INVALID, "plan", "given as 4", args.struct_size = 4);
+    kvc_plan_args small = a->plan;
+    small.struct_size = 4;
+    CHECK_FAILS(kvc_plan_new(batch, &small, &plan), KVC_ERR_INVALID, "args", "given as 4");
+    CHECK_FAILS(kvc_attend(batch, &small, &a->args), KVC_ERR_INVALID, "plan", "given as 4");
+    BAD(KVC_ERR_INVALID, "precision", "is 2:", args.precision = 2);
     BAD(KVC_ERR_INDEX, "layer", "is -1:", args.layer = -1);
     BAD(KVC_ERR_INDEX, "layer", "is 2:", args.layer = 2);
     BAD(KVC_ERR_INDEX, "first", "is -2:", args.first = -2);
