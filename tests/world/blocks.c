@@ -420,11 +420,22 @@ void note_read(oracle *o, prefix *p, const call *c) {
 
 /* ---- what is known ----------------------------------------------------------------------------------------------- */
 
+/* How many tokens are known of a text that begins with pinned ones: as many as when these were pinned.  Of a part of a
+ * pinned text, fewer may be, as blocks behind the known tokens may be needed. */
+static int pinned_length(const prefix *p, int text) {
+    int most = 0;
+    for (const pin *it = p->pins; it < p->pins + p->num_pins; it++)
+        if (it->count && !it->is_loose && it->kept > most && text_common(it->node, text) == text_length(it->node))
+            most = it->kept;
+    return most;
+}
+
 int known(const oracle *o, const prefix *p, int text, int limit, int surely, int with_states) {
     const int length = least(limit, text_length(text)); /* where the prompt counts as ended */
     uint64_t bits[LAYERS] = {0};
     int end = 0;
     text = text_begin(text, length);
+    const int pinned = surely ? pinned_length(p, text) : 0;
     for (int i = 0; i < p->num_blocks; i++) {
         const block *b = &p->blocks[i];
         const int common = least(text_common(b->node, text), length);
@@ -432,13 +443,13 @@ int known(const oracle *o, const prefix *p, int text, int limit, int surely, int
         for (int l = 0; l < o->num_layers; l++) bits[l] |= (surely ? b->sure : b->may)[l] & bits_of(0, common);
         if (common > end) end = common;
     }
-    for (int n = end; n > 0; n--) {
+    for (int n = end; n > pinned; n--) {
         const state *s = find_state(p, text_begin(text, n));
         int shows = !with_states || !p->config.state_bytes || (s && (s->is_sure || !surely));
         for (int l = 0; l < o->num_layers; l++) shows &= !is_own(o, l) || !(seen_at(o, l, n) & ~bits[l]);
         if (shows) return n;
     }
-    return 0;
+    return pinned;
 }
 
 /* The first n tokens of a text are there, as the library said. */
