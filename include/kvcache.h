@@ -889,9 +889,9 @@ KVC_API kvc_status kvc_compact(kvc_cache *cache);
  * taken.  Large blocks count in whole OS pages.  KVC_MEMORY_SCRATCH does not count.
  * Lists may take it beyond max_bytes: at most 48 bytes for each run; 700, and 300 a layer group, for each sequence,
  * kept block, prefix and pin; 300 for each dropped block before a kept one; 8, or 40 with digests, for each token of
- * these blocks.  A dropped block counts so, too, while a pin or an acquired sequence builds on it.  Only with its tokens
- * does a prompt find what is behind it.  So long prompts of which windows keep the end alone may take most of the
- * memory, if rows are small.  During a call, free memory that is being replaced may come on top. */
+ * these blocks.  A dropped block also counts while a pin or an acquired sequence builds on it.  It stays because a
+ * prompt finds a block only by all tokens up to its end.  So lists may take more than max_bytes if rows are small, and
+ * windows keep the end of long prompts alone.  During a call, free memory that is being replaced may come on top. */
 KVC_API int64_t kvc_nbytes(kvc_cache *cache);
 
 /* Returns the number of slots in a block: kvc_config.block_size, or its default. */

@@ -381,7 +381,8 @@ typedef struct kvc_stats {
     int64_t rows_copied;     /* rows copied to slots of a sequence's own, to be changed there: by kvc_divide and
                                 KVC_ROPE_FUNCTION, and if they were shared, by kvc_inject */
     int64_t rows_evicted;    /* rows of kept blocks that were evicted; a row that two blocks shared counts twice */
-    int64_t retained;        /* kept blocks, and blocks that calls read or add, now */
+    int64_t retained;        /* now: kept blocks, blocks of answers that are not released yet, and blocks that calls
+                                read or add */
     int64_t evictable_slots; /* live slots that only kept blocks hold, now; none of what pins and quotas protect */
 } kvc_stats;
 

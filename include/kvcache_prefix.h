@@ -31,6 +31,10 @@
  *           others hold its rows in the layers that see everything.  Then it loses its other rows.  kvc_begin moves
  *           rows together if the tokens fit only so, or if that saves an eighth of max_bytes and no block has to go.
  *           If the system refuses memory for a block, kvc_begin and kvc_reserve evict others, too.
+ * Answers   A commit also lays by each block that generated tokens fill, until kvc_prefix_release knows the tokens.
+ *           Such a block is evicted like a kept one, and counts in kvc_stats.retained.  It is not in kvc_prefix_stats,
+ *           and kvc_prefix_evict does not reach it.  Where windows drop rows, a long answer so takes the room of older
+ *           blocks, also of its own prompt.  A pin or a quota keeps these.
  * Sequences An acquired sequence ends like any other, also when an edit leaves nothing of it: only the blocks of the
  *           prompt that were full by then are kept.  It may be edited: what follows the edit is kept only by
  *           kvc_prefix_release.  An unstored batch counts as an edit of all its tokens, but the emptied sequence goes

@@ -505,7 +505,7 @@ class PrefixCache:
     def evict(self, num_tokens: SupportsIndex) -> int:
         """Drop the least recently used blocks until `num_tokens` tokens are dropped; return how many were dropped.
 
-        Pinned blocks stay, and so does what is in the store.
+        Pinned blocks stay, and so do blocks of answers that are not released yet, and what is in the store.
         """
         return self._prefix.evict(num_tokens)
 
