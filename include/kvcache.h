@@ -326,7 +326,8 @@ typedef struct kvc_config {
                               given, max_bytes is not, and every layer sees everything.  Then one block holds
                               max_seq_len slots, or at most 2048 if all rows are quantised */
     int64_t max_seq_len;   /* rows one sequence may hold in one layer between batches; 0: no limit.  During a batch, a
-                              layer may hold more if its window and sink tokens, or its chunk, are at most this */
+                              layer may hold more if it keeps at most so many afterwards: with a window, `window` (or
+                              `resume_window`, if given) and sink tokens; with chunks, one chunk and `resume_window` */
     int64_t max_sequences; /* sequences that hold rows, in any layer, once a batch has begun; 0: no limit */
     int64_t capacity;      /* live slots of one layer group, the open batch's included; a shared slot counts once.
                               0: max_seq_len * max_sequences, or no limit if either has none.  Tokens of the open batch

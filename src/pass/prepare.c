@@ -30,9 +30,17 @@ kvc_status kvc_check_num_tokens(const kvc_cache *cache, int64_t num_tokens) {
         any |=
             cache->pools[g].stride == 1 && /* else tokens may have no rows */
             (cache->limits.has_own_capacity || kvc_policy_most_rows(&cache->policies[g]) > cache->limits.max_seq_len);
-    if (any)
-        return kvc_fail(KVC_ERR_FULL, "%lld tokens do not fit: capacity is %lld, so that at most %lld fit at once",
+    if (any && cache->limits.has_own_capacity)
+        return kvc_fail(KVC_ERR_FULL,
+                        "%lld tokens do not fit: capacity is %lld, so that at most %lld fit at once; feed fewer at a "
+                        "time, or give a larger capacity",
                         (long long)num_tokens, (long long)cache->limits.capacity, (long long)cache->limits.capacity);
+    if (any)
+        return kvc_fail(KVC_ERR_FULL,
+                        "%lld tokens do not fit: max_seq_len is %lld and max_sequences %lld, so that at most %lld fit "
+                        "at once; feed fewer at a time, or give a larger max_seq_len",
+                        (long long)num_tokens, (long long)cache->limits.max_seq_len,
+                        (long long)cache->limits.max_sequences, (long long)cache->limits.capacity);
     if (num_tokens < INT32_MAX) return KVC_OK;
     return kvc_fail(KVC_ERR_NOMEM, "out of memory for %lld tokens", (long long)num_tokens);
 }

@@ -38,6 +38,7 @@ static void test_messages(void) {
     pair *p = limited_pair(10, 2, 0, 0);
     CHECK(kvc_capacity(p->cache) == 20 && kvc_capacity_bytes(p->cache) == 20 * 2 * 24); /* their product by default */
     CHECK_FAILS(pair_feed(p, 0, 0, 11), KVC_ERR_FULL, "max_seq_len 10", "11 more tokens");
+    CHECK_FAILS(pair_feed(p, 0, 0, 21), KVC_ERR_FULL, "max_seq_len is 10 and max_sequences 2", "at most 20 fit");
     CHECK(pair_feed(p, 0, 0, 8) == KVC_OK && fabs(kvc_utilization(p->cache) - 0.4) < 1e-15);
     CHECK_FAILS(pair_feed(p, 0, 8, 11), KVC_ERR_FULL, "sequence 0 holds 8 of max_seq_len 10", "2 fit at once");
     CHECK_FAILS(pair_pass(p, 2, (int32_t[]){0, 0}, (int64_t[]){1, 2}), KVC_ERR_FULL, "3 sequences",
