@@ -44,7 +44,8 @@ def rotate(x, by, inv_freq):
 class Cache:
     """Sequences of rows. With a window, a token sees so many of the latest positions, its own included.
 
-    Rows that a window leaves behind are dropped, so that attention needs no mask.
+    Rows that a window leaves behind are dropped, so that attention needs no mask. With a window, nothing is removed or
+    shifted here. KVCache does so, and refuses it where a later token would see dropped rows.
     """
 
     def __init__(self, head_dim, inv_freq, window=END):
@@ -98,6 +99,8 @@ class Cache:
         return [(run, *self.blocks[run.block, :, run.slot : run.slot + run.count]) for run in self.runs[seq_id]]
 
     def _split(self, seq_id, parts):
+        if self.window < END:
+            raise NotImplementedError("a later token might see rows that the window has dropped")
         self._set(seq_id, [part for run in self.runs[seq_id] for part in parts(run)])
 
     def _set(self, seq_id, runs):

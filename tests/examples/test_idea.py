@@ -44,6 +44,16 @@ def test_its_docstring():
     subprocess.run([sys.executable, "-m", "doctest", ROOT / "examples/idea.py"], check=True)
 
 
+def test_edits_with_a_window():
+    idea = IDEA["Cache"](2, [0.1], window=3)
+    idea.append(np.ones((5, 2)), np.ones((5, 2)))
+    for edit in (lambda: idea.remove(1, 4), lambda: idea.shift(0, 5, 2)):
+        before = idea.runs[0]
+        with pytest.raises(NotImplementedError, match="the window has dropped"):
+            edit()
+        assert idea.runs[0] == before
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_calls(seed):
     rng, rope = np.random.default_rng(seed), kvcache.Rope(1 / 10 ** np.arange(DIM // 2))
