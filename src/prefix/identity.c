@@ -11,22 +11,6 @@ static int64_t transform_of(int32_t type, int32_t transform) {
     return is_open ? transform : KVC_TRANSFORM_NONE;
 }
 
-/* Adds the fields of a policy that its kind uses. */
-static void add_policy(kvc_blake2b *hash, const kvc_policy *policy) {
-    int64_t fields[] = {policy->kind, 0, 0, 0};
-    if (policy->kind == KVC_SLIDING) {
-        fields[1] = policy->window;
-        fields[2] = policy->num_sink_tokens;
-        fields[3] = policy->resume_window ? policy->resume_window : policy->window;
-    } else if (policy->kind == KVC_CHUNKED) {
-        fields[1] = policy->attention_chunk_size;
-        fields[3] = policy->resume_window;
-    } else if (kvc_policy_stride(policy) > 1) {
-        fields[1] = policy->stride;
-    }
-    kvc_blake2b_add_ints(hash, fields, sizeof fields / sizeof *fields);
-}
-
 /* Adds the fields of a rope that its kind uses. */
 static void add_rope(kvc_blake2b *hash, const kvc_rope *rope) {
     const int has_freqs = rope->kind == KVC_ROPE_FREQUENCIES;
@@ -45,6 +29,7 @@ static void add_rope(kvc_blake2b *hash, const kvc_rope *rope) {
 static void add_layer(kvc_blake2b *hash, const kvc_layer *layer) {
     const int64_t share = layer->share, has_rows = !share && layer->policy.kind != KVC_NONE,
                   has_values = kvc_stores_values(layer), in_key = layer->value_in_key != 0;
+    const kvc_policy_fields policy = kvc_policy_read(&layer->policy);
     const int64_t fields[] = {layer->num_kv_heads,
                               layer->k_dim,
                               layer->v_dim,
@@ -57,7 +42,7 @@ static void add_layer(kvc_blake2b *hash, const kvc_layer *layer) {
     kvc_blake2b_add_ints(hash, &has_rows, 1);
     if (!has_rows) return;
     kvc_blake2b_add_ints(hash, fields, sizeof fields / sizeof *fields);
-    add_policy(hash, &layer->policy);
+    kvc_blake2b_add_ints(hash, policy.fields, sizeof policy.fields / sizeof *policy.fields);
     add_rope(hash, &layer->rope);
 }
 

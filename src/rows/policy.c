@@ -1,6 +1,8 @@
 /* policy.c: what each kind of policy sees and keeps: see policy.h. */
 #include "rows/policy.h"
 
+#include <string.h>
+
 #include "base/status.h"
 
 static kvc_status check_field(int32_t value, int32_t least, const char *name, int32_t layer) {
@@ -50,16 +52,22 @@ static int32_t window_rows(const kvc_policy *policy) {
     return policy->resume_window ? policy->resume_window : policy->window;
 }
 
-int kvc_policy_equal(const kvc_policy *a, const kvc_policy *b) {
-    if (a->kind != b->kind) return 0;
-    switch (a->kind) {
-    case KVC_SLIDING:
-        return a->window == b->window && a->num_sink_tokens == b->num_sink_tokens && window_rows(a) == window_rows(b);
-    case KVC_CHUNKED: return a->attention_chunk_size == b->attention_chunk_size && a->resume_window == b->resume_window;
-    case KVC_CROSS: return a->max_len == b->max_len;
-    case KVC_FULL: return kvc_policy_stride(a) == kvc_policy_stride(b);
-    default: return 1;
+kvc_policy_fields kvc_policy_read(const kvc_policy *policy) {
+    kvc_policy_fields read = {{policy->kind}};
+    int64_t *of = read.fields;
+    switch ((kvc_policy_kind)policy->kind) { /* without a default, so that the compiler misses a new kind */
+    case KVC_SLIDING: of[1] = policy->window, of[2] = policy->num_sink_tokens, of[3] = window_rows(policy); break;
+    case KVC_CHUNKED: of[1] = policy->attention_chunk_size, of[3] = policy->resume_window; break;
+    case KVC_CROSS: of[1] = policy->max_len; break;
+    case KVC_FULL: of[1] = kvc_policy_stride(policy) > 1 ? policy->stride : 0; break;
+    case KVC_NONE: break;
     }
+    return read;
+}
+
+int kvc_policy_equal(const kvc_policy *a, const kvc_policy *b) {
+    const kvc_policy_fields of_a = kvc_policy_read(a), of_b = kvc_policy_read(b);
+    return !memcmp(&of_a, &of_b, sizeof of_a);
 }
 
 int kvc_policy_keeps_tokens(const kvc_policy *policy) { return policy->kind != KVC_CROSS && policy->kind != KVC_NONE; }

@@ -7,6 +7,13 @@
 /* Returns KVC_ERR_INVALID, with a message that names the field, if the policy of a layer is not valid. */
 kvc_status kvc_policy_check(const kvc_policy *policy, int32_t layer);
 
+/* The kind of a policy, and the fields that the kind uses.  Policies that mean the same have the same numbers. */
+typedef struct kvc_policy_fields {
+    int64_t fields[4];
+} kvc_policy_fields;
+
+kvc_policy_fields kvc_policy_read(const kvc_policy *policy);
+
 /* Returns whether two policies keep the same rows: layers of such policies share a group, if they keep tokens. */
 int kvc_policy_equal(const kvc_policy *a, const kvc_policy *b);
 
