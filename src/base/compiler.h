@@ -33,6 +33,13 @@
 #define KVC_INLINE static inline
 #endif
 
+/* For a function of a header that the core does not call: Clang warns of it where the core is one file. */
+#if defined(__GNUC__)
+#define KVC_UNUSED __attribute__((unused))
+#else
+#define KVC_UNUSED
+#endif
+
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
 enum { KVC_IS_BIG_ENDIAN = 1 };
 #else

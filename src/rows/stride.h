@@ -9,6 +9,8 @@
 
 #include <stdint.h>
 
+#include "base/compiler.h"
+
 /* The functions ask for a stride of 1 first: a division takes longer than the rest of most loops that they are in. */
 
 /* Returns the number of rows that stand below a position: the number of the first row that does not. */
@@ -35,9 +37,9 @@ static inline int32_t kvc_count_rows_at(const int32_t *positions, int32_t num_to
 }
 
 /* Returns how many of the tokens at these positions there are up to the one with the num_rows-th row, or all if they
- * have fewer rows. */
-static inline int32_t kvc_tokens_with_rows(const int32_t *positions, int32_t num_tokens, int32_t stride,
-                                           int64_t num_rows) {
+ * have fewer rows.  The Python module calls it. */
+KVC_UNUSED static inline int32_t kvc_tokens_with_rows(const int32_t *positions, int32_t num_tokens, int32_t stride,
+                                                      int64_t num_rows) {
     int32_t num = 0;
     for (; num < num_tokens && num_rows > 0; num++) num_rows -= kvc_has_row_at(positions[num], stride);
     return num;
