@@ -77,6 +77,18 @@ static void pack_keys(const kvc_task *t, const kvc_tile *tile, float *units) {
     }
 }
 
+/* Values of smaller units, below 1.1e-16, count as 0: sums of exp over such a unit would not be finite. */
+static const float LEAST_UNIT = 0x1p-60f;
+
+/* Rounds values of f32 to int8. */
+static kvc_kernel_rows round_values(const kvc_task *t, kvc_kernel_rows rows, int32_t dim, float *units) {
+    int8_t *const codes = scratch_of(t).codes;
+    rows = round_rows(t, rows, dim, (kvc_mixing){0, 0}, units);
+    for (int64_t i = 0; i < rows.num; i++)
+        if (units[i] < LEAST_UNIT) memset(codes + i * dim, 0, (size_t)dim);
+    return rows;
+}
+
 static void pack_values(const kvc_task *t, const kvc_tile *tile, float *units) {
     const kvc_call *c = t->call;
     const kvc_plan *plan = c->plan;
@@ -86,15 +98,12 @@ static void pack_values(const kvc_task *t, const kvc_tile *tile, float *units) {
     for (int32_t i = 0, n; i < tile->n; i += n) {
         n = (int32_t)kvc_smaller(tile->n - i, KVC_PANEL);
         kvc_kernel_rows rows = kvc_take_rows(t, &values, n);
-        if (!is_stored) rows = round_rows(t, rows, plan->v_dim, (kvc_mixing){0, 0}, units + i);
+        if (!is_stored) rows = round_values(t, rows, plan->v_dim, units + i);
         pack(t, c->kernels->bytes.pack_values, t->workspace + plan->attending.values, rows, i, plan->v_dim);
     }
 }
 
 /* ---- units of values --------------------------------------------------------------------------------------------- */
-
-/* Values below this are as good as 0: sums of exp over a smaller unit would not be finite. */
-static const float LEAST_UNIT = 0x1p-60f;
 
 /* Returns the logarithm of a normal number, right to about 1e-7. */
 static float log_of(float x) {

@@ -411,6 +411,12 @@ static kvc_plan *make_plan(maker *m) {
     return plan;
 }
 
+/* Whether kernels multiply a layer's rows in bytes.  Longer keys could make a product exceed an int32_t. */
+static int has_byte_dims(const kvc_layer *layer) {
+    enum { MOST_DIM = 65536 };
+    return layer->k_dim % KVC_QUANT_ELEMENTS == 0 && layer->v_dim % KVC_QUANT_ELEMENTS == 0 && layer->k_dim <= MOST_DIM;
+}
+
 /* Makes a plan from arguments that were checked. */
 static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **out) {
     const kvc_layer *layer = &batch->cache->layers[args->layer];
@@ -433,9 +439,8 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
         sketch.parts.heads = args->num_heads;
         sketch.parts.num = 1;
     }
-    sketch.in_bytes = args->precision == KVC_PRECISION_INT8 && !sketch.by_token && !args->select_rows &&
-                      batch->cache->kernels->bytes.score && !(layer->k_dim % KVC_QUANT_ELEMENTS) &&
-                      !(layer->v_dim % KVC_QUANT_ELEMENTS);
+    sketch.in_bytes = args->precision == KVC_PRECISION_INT8 && !sketch.by_token && batch->cache->kernels->bytes.score &&
+                      has_byte_dims(layer);
     sketch.attending.acc_stride = (int32_t)kvc_align_up((size_t)layer->v_dim, KVC_LANES);
     sketch.num_slices = kvc_count_slices(&sketch);
     maker m = {.plan = &sketch};

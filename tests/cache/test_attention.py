@@ -46,6 +46,41 @@ def test_options(options, dtype):
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
 
 
+def attend_in_bytes(tokens, dim=64, precision="int8", **options):
+    """Attend to the rows of some tokens; return the result, and its error over its size."""
+    rng = np.random.default_rng(tokens)
+    q, k, v = (rng.standard_normal((tokens, heads, dim)).astype(np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    with kvcache.KVCache(1, KV_HEADS, dim, 64).batch(tokens) as batch:
+        out = batch.attend(0, q, k, v, precision=precision, **options)
+    right = attend(q, k.astype(np.float16), v.astype(np.float16), np.subtract.outer(*[np.arange(tokens)] * 2) >= 0)
+    return out, np.linalg.norm(out - right) / np.linalg.norm(right)
+
+
+def test_precision(monkeypatch):
+    """In bytes an answer is less precise, unless the tokens are few or heads have an odd dimension."""
+    monkeypatch.setenv("KVCACHE_ISA", "scalar")  # which multiplies bytes
+    assert attend_in_bytes(12, precision="stored")[1] < 1e-6
+    assert 1e-3 < attend_in_bytes(12)[1] < 0.03
+    assert attend_in_bytes(8)[1] < 1e-6
+    assert attend_in_bytes(12, dim=40)[1] < 1e-6
+    for tokens, dim in ((8, 64), (12, 40)):
+        stored, in_bytes = (attend_in_bytes(tokens, dim, precision)[0] for precision in ("stored", "int8"))
+        assert stored.tobytes() == in_bytes.tobytes()
+
+
+@pytest.mark.hf
+def test_precision_of_tensors():
+    import torch
+
+    rng = np.random.default_rng(1)
+    q, k, v = (torch.tensor(rng.standard_normal((12, heads, 64)), dtype=torch.float32) for heads in (HEADS, 2, 2))
+    with kvcache.KVCache(1, KV_HEADS, 64, 64).batch(12) as batch:
+        batch.put(0, k, v)
+        tensor, array = (batch.attend(0, x, precision="int8") for x in (q, q.numpy()))
+    assert isinstance(tensor, torch.Tensor)
+    assert (tensor.numpy() == array).all()
+
+
 @pytest.mark.parametrize("tokens", [3, 30])
 def test_layouts_and_out(tokens):
     q, k, v = rows(tokens=tokens)
@@ -130,7 +165,8 @@ def test_tensors_of_floats():
 @pytest.mark.parametrize("isa", [None, pytest.param("avx512vnni", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tokens", [1, 64])
 @pytest.mark.parametrize("dtype", ["int8", "int6", "int4"])
-def test_long_heads(dtype, tokens, isa, monkeypatch):
+@pytest.mark.parametrize(("dim", "precision"), [(1 << 18, "stored"), (1 << 18, "int8"), (1 << 16, "int8")])
+def test_long_heads(dim, precision, dtype, tokens, isa, monkeypatch):
     """Products of many elements, all of one sign, do not overflow where they are added up as integers."""
     if isa:
         monkeypatch.setenv("KVCACHE_ISA", isa)
@@ -138,9 +174,8 @@ def test_long_heads(dtype, tokens, isa, monkeypatch):
             kvcache.KVCache(1, 1, 32, 64)
         except kvcache.NotSupportedError:
             pytest.skip(f"this processor lacks {isa}")
-    dim = 1 << 18
     x = np.ones((tokens, 1, dim), np.float32)
     v = np.ones((tokens, 1, 32), np.float32)
     with kvcache.KVCache(1, 1, dim, 64, v_head_dim=32, k_dtype=dtype, v_dtype="f32").batch(tokens) as batch:
-        _, lse = batch.attend(0, x, x, v, scale=1 / dim, return_lse=True)
+        _, lse = batch.attend(0, x, x, v, scale=1 / dim, precision=precision, return_lse=True)
     np.testing.assert_allclose(lse[:, 0], 1 + np.log(np.arange(1, tokens + 1)), atol=0.01)
