@@ -6,6 +6,7 @@
 #include <float.h>
 
 #include "base/dtype.h"
+#include "kernels/dispatch.h"
 #include "support/scene.h"
 
 /* ---- what a token sees ------------------------------------------------------------------------------------------- */
@@ -29,7 +30,37 @@ typedef struct rows {
     int tokens[MAX_POSITIONS];                               /* index in the batch; -1: stored */
     double k[MAX_POSITIONS][MAX_KV_HEADS][MAX_DIM], v[MAX_POSITIONS][MAX_KV_HEADS][MAX_DIM];
     double largest[MAX_POSITIONS][MAX_KV_HEADS]; /* magnitude of an element of a value */
+    /* What a code of 1 of a key, and of a value, stands for in bytes, and the sum of a key's squares. */
+    double k_unit[MAX_POSITIONS][MAX_KV_HEADS], v_unit[MAX_POSITIONS][MAX_KV_HEADS],
+        k_size[MAX_POSITIONS][MAX_KV_HEADS];
 } rows;
+
+static inline double sum_of_squares(const double *row, int dim) {
+    double sum = 0;
+    for (int d = 0; d < dim; d++) sum += row[d] * row[d];
+    return sum;
+}
+
+/* Returns what a code of 1 of a row in bytes stands for at most, whether a Hadamard matrix mixes the row or not. */
+static inline double unit_of(const double *row, int dim) {
+    double mixed[MAX_DIM], largest = 0;
+    for (int d = 0; d < dim; d++) largest = fmax(largest, fabs(mixed[d] = row[d]));
+    for (int width = 1; dim % (2 * width) == 0; width *= 2)
+        for (int d = 0; d < dim; d++) {
+            const double x = mixed[d], y = mixed[d | width];
+            if (d & width) continue;
+            mixed[d] = (x + y) * sqrt(0.5);
+            mixed[d | width] = (x - y) * sqrt(0.5);
+        }
+    for (int d = 0; d < dim; d++) largest = fmax(largest, fabs(mixed[d]));
+    return largest / 127;
+}
+
+static inline void find_units(rows *r, const scene *s, int i, int h) {
+    r->k_unit[i][h] = unit_of(r->k[i][h], s->layer.k_dim);
+    r->v_unit[i][h] = unit_of(r->v[i][h], s->layer.v_dim);
+    r->k_size[i][h] = sum_of_squares(r->k[i][h], s->layer.k_dim);
+}
 
 /* Checks that a decoded row is the row that was put, except for the rounding of its type. */
 static inline void check_decoded(const kvc_layer *layer, int type, int transform, float put, float got) {
@@ -63,6 +94,7 @@ static inline const rows *rows_of(const stage *st, int layer, int m) {
             r.largest[i][h] = 0;
             for (int d = 0; d < s->layer.v_dim; d++)
                 if (fabs(r.v[i][h][d]) > r.largest[i][h]) r.largest[i][h] = fabs(r.v[i][h][d]);
+            if (precision) find_units(&r, s, i, h);
         }
     for (int i = (int)r.num - 1, t = st->tokens.n - 1; i >= 0; i--) {
         while (t >= 0 && (st->tokens.ids[t] != m || !has_row(s, st->tokens.positions[t]))) t--;
@@ -158,6 +190,68 @@ static inline errors errors_of(const stage *st, const rows *r, const sight *a, i
     return e;
 }
 
+/* ---- how far off products of bytes may be ------------------------------------------------------------------------ */
+
+static inline int has_row_scale(int type) { return type >= KVC_INT8; }
+
+/* Whether token t of a question is attended to in bytes. */
+static inline int is_in_bytes(const question *a, int t) {
+    const scene *s = a->stage->scene;
+    const char *unknown;
+    int num = 0;
+    for (int u = 0; u < a->n; u++) num += a->stage->tokens.ids[a->first + u] == a->stage->tokens.ids[a->first + t];
+    return precision == KVC_PRECISION_INT8 && num > 8 && s->layer.k_dim % 32 == 0 && s->layer.v_dim % 32 == 0 &&
+           kvc_cpu_kernels(&unknown)->bytes.score;
+}
+
+/* Errors in bytes that one in ten thousand million results exceeds, if roundings are independent. */
+static const double MOST_DEVIATIONS = 6.5;
+
+/* The score of a row is off by the rounding of the query, and of a key that is not stored as bytes.  A weight is off by
+ * half a step of the tile's heaviest weight times value, here of all rows', or it is lost.  A value that is not stored
+ * as bytes is rounded.  Of random rows these errors add up as their squares do.  A transformed row of few levels is
+ * rounded alike in many elements. */
+static inline void add_byte_errors(const scene *s, const rows *r, const sight *a, int h, errors *e) {
+    static double score_spread[MAX_POSITIONS];
+    const int kv_head = h * s->layer.num_kv_heads / s->num_heads;
+    const double scale = s->scale != 0 ? (double)s->scale : 1 / sqrt(s->layer.k_dim), q_unit = unit_of(a->q, a->k_dim);
+    const double q_size = sum_of_squares(a->q, a->k_dim);
+    const double k_alike = s->layer.k_transform ? 4 : 1, v_alike = s->layer.v_transform ? 4 : 1;
+    const int rounds_keys = !has_row_scale(s->layer.k_type) || s->num_moves,
+              rounds_values = !has_row_scale(s->layer.v_type);
+    double most = 0, heaviest = 0, of_sum = 0;
+    for (int i = 0; i < a->num; i++) {
+        const seen_row *row = &a->rows[i];
+        const double k_unit = rounds_keys ? r->k_unit[row->id][kv_head] : 0, unit = r->v_unit[row->id][kv_head];
+        const double squares = q_unit * q_unit * r->k_size[row->id][kv_head] + k_alike * k_unit * k_unit * q_size;
+        score_spread[i] = fabs(scale) * sqrt(squares / 12);
+        of_sum += pow(row->weight * score_spread[i], 2);
+        heaviest = fmax(heaviest, row->weight * unit);
+        if (row->weight > 1e-6) most = fmax(most, score_spread[i]);
+    }
+    const double margin = MOST_DEVIATIONS * exp(MOST_DEVIATIONS * most);
+    for (int d = 0; d < s->layer.v_dim; d++) {
+        double squares = 0;
+        for (int i = 0; i < a->num; i++) {
+            const seen_row *row = &a->rows[i];
+            const double w = row->weight, unit = r->v_unit[row->id][kv_head];
+            if (w <= 0 || unit <= 0) continue;
+            squares += pow(w * score_spread[i] * (row->v[d] - a->out[d]), 2) +
+                       (rounds_values ? v_alike * pow(w * unit, 2) / 12 : 0);
+            squares += pow(fmin(heaviest / 255 / 2, w * unit) * row->v[d] / unit, 2);
+        }
+        e->out[d] += margin * sqrt(squares);
+    }
+    e->lse += margin * sqrt(of_sum) + most * most;
+}
+
+/* Squares of errors in bytes, over those that are allowed.  Small ones say that the errors are no larger than what
+ * rounding makes. */
+static struct {
+    double squares;
+    int64_t num;
+} byte_errors;
+
 /* How many times the error of one call a result may be off: results of several calls in one softmax are rounded more
  * often. */
 static double leniency = 1;
@@ -171,8 +265,12 @@ static inline void check_answer(const question *a, const rows *r, int t, int h) 
     const scene *s = a->stage->scene;
     float out[MAX_DIM], prior[MAX_DIM] = {0};
     const sight *right = answer_to(a->stage, a->layer, r, a->first + t, h);
-    const errors may = errors_of(a->stage, r, right, h);
+    const int in_bytes = is_in_bytes(a, t);
+    errors may = errors_of(a->stage, r, right, h);
+    if (in_bytes && right->lse > -INFINITY) add_byte_errors(s, r, right, h, &may);
     read_out(a, t, h, out);
+    for (int d = 0; in_bytes && d < s->layer.v_dim; d++, byte_errors.num++)
+        byte_errors.squares += may.out[d] > 0 ? pow((out[d] - right->out[d]) / may.out[d], 2) : 0;
     if (joined_with) read_out(joined_with, t, h, prior);
     for (int d = 0; d < s->layer.v_dim; d++)
         CHECKF(fabs(out[d] - right->out[d]) <= leniency * may.out[d] + rounding_of(s->q_type) * fabs((double)prior[d]),

@@ -334,6 +334,8 @@ static inline void stage_free(stage *st) {
 
 /* ---- attending --------------------------------------------------------------------------------------------------- */
 
+static kvc_precision precision; /* of the plans of questions to come */
+
 /* The queries of tokens [first, first + n) of a stage's batch, and room for what comes out, each in its own memory, of
  * exactly its size. */
 typedef struct question {
@@ -360,8 +362,12 @@ static inline question question_new(const stage *st, int layer, int first, int n
             row[d] = query_element(s, layer, (int)st->tokens.ids[t], st->tokens.rows[t], h, d);
         kvc_kernels_scalar.convert(KVC_F32, s->q_type, a.q + i * k_row, 0, row, 0, 1, s->layer.k_dim);
     }
-    a.plan = (kvc_plan_args){
-        .struct_size = sizeof a.plan, .layer = layer, .first = first, .num_tokens = n, .num_heads = s->num_heads};
+    a.plan = (kvc_plan_args){.struct_size = sizeof a.plan,
+                             .layer = layer,
+                             .first = first,
+                             .num_tokens = n,
+                             .num_heads = s->num_heads,
+                             .precision = precision};
     a.args = (kvc_attend_args){.struct_size = sizeof a.args,
                                .q = a.q,
                                .out = a.out,
