@@ -231,10 +231,10 @@ void note_commit(oracle *o, const batch *b, const uint8_t *kept, int at, int old
     prefix *p = &o->prefixes[s->prefix - 1];
     const int block_size = o->block_size, length = text_common(s->text, s->prompt);
     if (b->has_parents) s->keeps = s->keeps ? 1 : 0; /* the header leaves open whether trees fill blocks */
-    int is_sure = s->keeps == 2 && s->exact_to == INT32_MAX && !o->config.max_bytes;
+    int is_sure = s->keeps == 2 && s->exact_to == INT32_MAX;
     rows_of(o, s, bits);
     note_use(o, p, s->prompt, length, 0);
-    int may_keep = s->keeps || s->was_short || o->config.max_bytes; /* then blocks come late */
+    int may_keep = s->keeps || s->was_short; /* then blocks come late */
     may_keep &= is_any && keeps_of(o, s->prefix - 1, s);
     for (int end = block_size; end <= length && may_keep; end += block_size) {
         const int node = text_begin(s->prompt, end);
@@ -244,7 +244,6 @@ void note_commit(oracle *o, const batch *b, const uint8_t *kept, int at, int old
         for (int l = 0; l < o->num_layers; l++) any |= bits[l] & bits_of(end - block_size, end);
         if (end <= old && s->keeps == 2) {
             is_sure &= !any || (known_block && known_block->is_sure);
-            if (o->config.max_bytes) note_kept(o, p, node, end - block_size, bits, 0); /* if it was dropped since */
             continue;
         }
         note_kept(o, p, node, end - block_size, bits, is_sure);
@@ -266,7 +265,7 @@ void note_commit(oracle *o, const batch *b, const uint8_t *kept, int at, int old
 static int keep_blocks(oracle *o, const sequence *s, int own, int text, int is_disturbed) {
     prefix *p = &o->prefixes[own];
     const int length = text_common(text, s->text), block_size = o->block_size;
-    const int is_sure = !o->config.max_bytes && !is_disturbed;
+    const int is_sure = !is_disturbed;
     uint64_t bits[LAYERS] = {0};
     if (!keeps_of(o, own, s)) return 0;
     rows_of(o, s, bits);
@@ -366,15 +365,13 @@ kvc_status right_checkpoint(oracle *o, const call *c) {
     if (is_busy(o, c->s)) return KVC_ERR_BUSY;
     if (c->status == KVC_ERR_INVALID && lacks_tokens(o, s, c)) return KVC_ERR_INVALID;
     if (o->crowded) return KVC_OK;
-    const int length = keep_blocks(o, s, c->prefix, c->text, c->is_disturbed), last = length - 1;
+    const int length = keep_blocks(o, s, c->prefix, c->text, c->is_disturbed || c->status), last = length - 1;
     const int lacks = c->begin && length && may_lack_room(o, p, c->begin);
     if (c->status) return lacks ? KVC_ERR_FULL : KVC_OK;
     uint64_t own = 0;
     for (int l = 0; l < o->num_layers; l++) own |= is_own(o, l) ? positions_of(&s->layers[l]) : 0;
     if (c->begin && length && length == given && p->horizon <= c->began) /* it forgot no prompt meanwhile */
-        note_state(o, p, c->text,
-                   !o->config.max_bytes && !c->is_disturbed && own >> last & 1 &&
-                       known(o, p, c->text, length, 1, 0) == length,
+        note_state(o, p, c->text, !c->is_disturbed && own >> last & 1 && known(o, p, c->text, length, 1, 0) == length,
                    c->began);
     return KVC_OK;
 }
@@ -423,11 +420,22 @@ void note_read(oracle *o, prefix *p, const call *c) {
 
 /* ---- what is known ----------------------------------------------------------------------------------------------- */
 
+/* How many tokens are known of a text that begins with pinned ones: as many as when these were pinned.  Of a part of a
+ * pinned text, fewer may be, as blocks behind the known tokens may be needed. */
+static int pinned_length(const prefix *p, int text) {
+    int most = 0;
+    for (const pin *it = p->pins; it < p->pins + p->num_pins; it++)
+        if (it->count && !it->is_loose && it->kept > most && text_common(it->node, text) == text_length(it->node))
+            most = it->kept;
+    return most;
+}
+
 int known(const oracle *o, const prefix *p, int text, int limit, int surely, int with_states) {
     const int length = least(limit, text_length(text)); /* where the prompt counts as ended */
     uint64_t bits[LAYERS] = {0};
     int end = 0;
     text = text_begin(text, length);
+    const int pinned = surely ? pinned_length(p, text) : 0;
     for (int i = 0; i < p->num_blocks; i++) {
         const block *b = &p->blocks[i];
         const int common = least(text_common(b->node, text), length);
@@ -435,13 +443,13 @@ int known(const oracle *o, const prefix *p, int text, int limit, int surely, int
         for (int l = 0; l < o->num_layers; l++) bits[l] |= (surely ? b->sure : b->may)[l] & bits_of(0, common);
         if (common > end) end = common;
     }
-    for (int n = end; n > 0; n--) {
+    for (int n = end; n > pinned; n--) {
         const state *s = find_state(p, text_begin(text, n));
         int shows = !with_states || !p->config.state_bytes || (s && (s->is_sure || !surely));
         for (int l = 0; l < o->num_layers; l++) shows &= !is_own(o, l) || !(seen_at(o, l, n) & ~bits[l]);
         if (shows) return n;
     }
-    return 0;
+    return pinned;
 }
 
 /* The first n tokens of a text are there, as the library said. */

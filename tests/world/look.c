@@ -448,6 +448,7 @@ static void look_up(int i) {
     call c = {.prefix = i, .text = w.texts[pick(TEXTS)]};
     if (p->num_blocks && pick(2)) c.text = p->blocks[pick(p->num_blocks)].node;
     if (pick(3)) c.text = text_begin(c.text, pick(text_length(c.text) + 1));
+    if (p->num_pins && !pick(4)) c.text = p->pins[pick(p->num_pins)].node;
     const kvc_tokens *own = tokens_of(c.text, pick(1000), &given);
     UNTIL_MEMORY(c.status, kvc_prefix_lookup(w.prefixes[i], own, &matched, &with_rows));
     c.result = matched;
