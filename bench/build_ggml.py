@@ -5,6 +5,7 @@ This takes a few minutes, and needs CMake and a C++ compiler. bench_attention.py
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -66,6 +67,7 @@ def program() -> Path | None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     if not shutil.which("cmake"):
         sys.exit("needs CMake: pip install cmake")
     if library_folder() is None:

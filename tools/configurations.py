@@ -8,6 +8,7 @@ none. Only fields that kvcache.models reads are kept. To write the file anew, ru
 Tests compare it with the classes where the same version of transformers is installed.
 """
 
+import argparse
 import dataclasses
 import importlib
 import inspect
@@ -203,6 +204,7 @@ def text():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     FILE.write_text(text())
