@@ -304,8 +304,9 @@ def _parse(url: str) -> tuple[bool, bool, list[tuple[str, int]], dict[str, Any]]
     if len(nodes) > 1 and not is_cluster:
         raise ValueError(f"{address!r} names several hosts, which only valkey+cluster:// does")
     database = found.path.removeprefix("/") or "0"
-    if not database.isdecimal() or (is_cluster and int(database)):
-        raise ValueError(f"{address!r}: the database must be {'0 in a cluster' if is_cluster else 'a number'}")
+    if not database.isdecimal() or len(database) > 9 or (is_cluster and int(database)):
+        wanted = "0 in a cluster" if is_cluster else "a number of at most 9 digits"
+        raise ValueError(f"{address!r}: the database must be {wanted}")
     options: dict[str, Any] = {} if is_cluster else {"db": int(database)}
     user, _, password = login.partition(":")
     for name, text in (("username", user), ("password", password)):
