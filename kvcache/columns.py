@@ -53,6 +53,17 @@ def wrap(text: str, width: int, indent: str = "", rest: str = "") -> str:
     return lines.replace(SPACE, " ")
 
 
+def print_error(text: str) -> None:
+    """Print a sentence on stderr, in one line unless that is a terminal.
+
+    If stderr is full, or nobody reads it, redirect it to nowhere, because Python flushes it once more.
+    """
+    try:
+        print(wrap(text, columns(NO_LIMIT, sys.stderr)), file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
 def definitions(pairs: Iterable[tuple[str, str]], width: int, indent: str = "") -> str:
     """Return names with what is said of them beside them, or below them where there is no room for two columns."""
     pairs = list(pairs)

@@ -72,6 +72,14 @@ def check_file(file: Path) -> None:
         raise ValueError(f"there is no folder {file.parent} to draw into")
 
 
+def save(figure: Figure, file: Path) -> None:
+    """Write a picture to a file, which an error names."""
+    try:
+        figure.savefig(file)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from None
+
+
 def memory(
     caches: Mapping[str, KVCache],
     max_tokens: SupportsIndex,

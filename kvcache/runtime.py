@@ -126,11 +126,21 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str | 
     return None
 
 
+CHOSEN_BY = {  # facts that are None if a variable of the environment names none
+    "isa": ("KVCACHE_ISA", "instruction set of this build and machine"),
+    "threading_layer": ("KVCACHE_THREADS", "threading layer of this build"),
+}
+
+
 def print_values(found: Mapping[str, object]) -> None:
-    """Print names and values, in as many columns as there are."""
+    """Print what `show_config` found, names and values in as many columns as there are."""
     from kvcache.columns import WIDTH, columns, definitions
 
-    print(definitions(((name, "-" if value is None else str(value)) for name, value in found.items()), columns(WIDTH)))
+    said = {name: "-" if value is None else str(value) for name, value in found.items()}
+    for name, (variable, what) in CHOSEN_BY.items():
+        if found[name] is None:
+            said[name] = f"none: {variable}={found[variable]} is no {what}"
+    print(definitions(said.items(), columns(WIDTH)))
 
 
 _PACKAGE = Path(_core.__file__).parent

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 
 from kvcache import selecting
 from kvcache.cache import KVCache
-from kvcache.columns import NO_LIMIT, columns, wrap
+from kvcache.columns import NO_LIMIT, columns, print_error
 from kvcache.eviction import Queries
 from kvcache.layer import count, dtypes_for, suits
 from kvcache.models.reading import expanded
@@ -92,6 +91,11 @@ def run(
     tokenizer, model = load_tokenizer(path), Llama.from_tensors(config, Tensors(expanded(path)))
     tokens = tokenizer.encode(prompt)
     room = _room(model.config, tokens, options)
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    tabulates = options.compare and not options.quiet
+    windows: list[list[int]] = []
+    if tabulates:  # a file that cannot be used is refused before the text
+        windows = read_windows(folder / "eval.txt", tokenizer, min(config.max_seq_len, EVAL_TOKENS))
     speeds = Speeds()
     cache = new_cache(model.config, options)
     text = _Text(out, tokenizer)
@@ -108,15 +112,13 @@ def run(
             _notice_limits(model.config, options, len(tokens), full=not ended and room < options.max_new_tokens)
     except KeyboardInterrupt:
         status = INTERRUPTED
-    if options.compare and not options.quiet:
-        path = Path(path)
-        folder = path if path.is_dir() else path.parent
+    if tabulates:
         report = Report(model.config, options, speeds, columns(NO_LIMIT, out))
-        if not _tabulate(out, report, None if status else _Measuring(model, tokenizer, tokens, folder)):
+        if not _tabulate(out, report, None if status else _Measuring(model, tokens, folder, windows)):
             status = INTERRUPTED
     out.flush()
     if not options.compare and not options.quiet:
-        _notice(speeds.line())
+        print_error(f"({speeds.line()})")
     return status
 
 
@@ -131,7 +133,10 @@ def _room(config: LlamaConfig, prompt: Sequence[int], options: Options) -> int:
     if options.select is not None and context < (least := selecting.least_tokens(options.select)):
         raise LlamaError(f"rows are selected from {least:,} tokens on, and the model's context has {context:,}")
     if options.shift and options.first_tokens_kept > context // 2:
-        raise LlamaError(f"a shift can keep at most half of the model's context, {context // 2:,} sink tokens")
+        raise LlamaError(
+            f"a shift can keep at most half of the model's context, {context // 2:,} sink tokens,"
+            f" not {options.first_tokens_kept:,}"
+        )
     if options.window is None:
         if len(prompt) >= context:
             raise LlamaError(
@@ -139,7 +144,10 @@ def _room(config: LlamaConfig, prompt: Sequence[int], options: Options) -> int:
             )
         return options.max_new_tokens if options.shift else context - len(prompt)
     if options.window + options.first_tokens_kept > context:
-        raise LlamaError(f"window and sink tokens may together be at most the model's context, {context:,}")
+        raise LlamaError(
+            f"window and sink tokens may together be at most the model's context, {context:,},"
+            f" not {options.window + options.first_tokens_kept:,}"
+        )
     return options.max_new_tokens
 
 
@@ -226,19 +234,21 @@ def _begin(
 def _notice_limits(config: LlamaConfig, options: Options, num_tokens: int, *, full: bool) -> None:
     """Print a notice if a text reached the limits of the model's training."""
     if full:
-        _notice(f"stopped at {num_tokens:,} tokens, the model's whole context; with a window or a shift it would go on")
+        print_error(
+            f"(stopped at {num_tokens:,} tokens, the model's whole context; with a window or a shift it would go on)"
+        )
     elif options.window and options.first_tokens_kept and num_tokens > config.max_seq_len:
-        _notice("the sink tokens ended up further back than the model was trained to look")
+        print_error("(the sink tokens ended up further back than the model was trained to look)")
 
 
 @dataclass(frozen=True)
 class _Measuring:
-    """A measurement after a text: its tokens, its model, and the folder with a text to compare the types on."""
+    """A measurement after a text: its model, its tokens, and the texts of a folder to compare the types on."""
 
     model: Llama
-    tokenizer: Tokenizer
     tokens: list[int]
     folder: Path
+    windows: list[list[int]]
 
 
 def _tabulate(out: TextIO, report: Report, asked: _Measuring | None) -> bool:
@@ -253,14 +263,14 @@ def _tabulate(out: TextIO, report: Report, asked: _Measuring | None) -> bool:
 
     rest = ["", *report.speed_lines(), "", *report.sizes()]  # to write where an interrupt comes
     try:
-        lengths, windows = ([], []) if asked is None else _plan(report, asked)
+        lengths = [] if asked is None else _plan(report, asked)
         write("", *report.speed_lines())
         rest = ["", *report.sizes()]
         if asked is not None and lengths:
             seconds = seconds_without_cache(asked.model, report.options, asked.tokens, lengths)
             write(report.line_without_cache(Speed(len(lengths), sum(seconds))))
-        if asked is not None and windows:
-            for dtype, fidelity in compare_dtypes(asked.model, report.options, windows):
+        if asked is not None and asked.windows:
+            for dtype, fidelity in compare_dtypes(asked.model, report.options, asked.windows):
                 write(*(["", report.heading()] if rest else []), report.row(dtype, fidelity))
                 rest = []
     except KeyboardInterrupt:
@@ -269,8 +279,8 @@ def _tabulate(out: TextIO, report: Report, asked: _Measuring | None) -> bool:
     return asked is not None
 
 
-def _plan(report: Report, asked: _Measuring) -> tuple[list[int], list[list[int]]]:
-    """Return the lengths of decode steps to repeat without the cache, and the texts to compare types on; say so."""
+def _plan(report: Report, asked: _Measuring) -> list[int]:
+    """Return the lengths of decode steps to repeat without the cache; say what is measured."""
     config, lengths, steps = asked.model.config, list[int](), report.speeds.decode.tokens
     if steps:
         # The sequence's lengths at evenly spread decode steps.
@@ -278,24 +288,21 @@ def _plan(report: Report, asked: _Measuring) -> tuple[list[int], list[list[int]]
         lengths = [int(length) for length in np.unique(spread.astype(int))]
         if report.options.shift:
             lengths = [_held(n, config.max_seq_len, report.options.first_tokens_kept) for n in lengths]
-    windows = read_windows(asked.folder / "eval.txt", asked.tokenizer, min(config.max_seq_len, EVAL_TOKENS))
+    windows = asked.windows
     if not windows:
-        _notice(f"{asked.folder} has no eval.txt to compare the types on")
+        its = "an empty" if (asked.folder / "eval.txt").exists() else "no"
+        print_error(f"({asked.folder} has {its} eval.txt to compare the types on)")
     parts = [f"{count(len(lengths), 'step')} without the cache"] if lengths else []
     if windows:
         most = max(map(len, windows))
         types = count(len(dtypes_for(config.head_dim)), "type")
         parts.append(f"{types} on {count(len(windows), 'text')} of {most:,} tokens")
     if parts:
-        _notice(f"measuring {', then '.join(parts)}; Ctrl-C ends it")
-    return lengths, windows
+        print_error(f"(measuring {', then '.join(parts)}; Ctrl-C ends it)")
+    return lengths
 
 
 def _held(num_tokens: int, context: int, num_tokens_kept: int) -> int:
     """Return how many tokens a shifting context holds once a text has `num_tokens` tokens."""
     dropped = num_dropped_by_shift(context, num_tokens_kept)
     return num_tokens if num_tokens <= context else context - dropped + 1 + (num_tokens - context - 1) % dropped
-
-
-def _notice(text: str) -> None:
-    print(wrap(f"({text})", columns(NO_LIMIT, sys.stderr)), file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 import typer
 
 from kvcache.arguments import INT64_MAX, MAX_THREADS
-from kvcache.columns import whole
+from kvcache.columns import print_error, whole
 from kvcache.errors import KVCacheError, ModelFileError, plain
 from kvcache.layer import DTYPES, DType, count, to_dtype
 from kvcache.models import shapes
@@ -29,7 +29,7 @@ from kvcache.system import available_memory, readable, why_threads
 from kvcache.tools import memory_plan, rates, shown_plan, weighing
 from kvcache.tools.arguments import advise_order, parse_size, parse_tokens, prompt_bytes
 from kvcache.tools.pages import Command, Group
-from kvcache.tools.terminal import print_error, print_paragraph, print_table, progress, run
+from kvcache.tools.terminal import print_paragraph, print_table, progress, run
 
 if TYPE_CHECKING:
     from kvcache import state
@@ -131,15 +131,20 @@ def _weights(text: str) -> str | int:
         raise typer.BadParameter(
             f"{text!r} is {nbytes:,} bytes, fewer than any model's weights: give a size such as 4.7GB, a type, or none"
         )
+    if nbytes > INT64_MAX:
+        raise typer.BadParameter(f"{text!r} is {nbytes:,} bytes, more than any model's weights: give it as 4.7GB")
     return nbytes
 
 
 def _share(text: str) -> float:
     """Return the share that a text names: 25% or 0.25."""
     try:
-        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is no share, such as 25% or 0.25") from None
+    if not 0 < share <= 1:
+        raise typer.BadParameter(f"{text!r} must be above 0 and at most 1, such as 25% or 0.25")
+    return share
 
 
 def _file(name: str) -> Path:
@@ -377,7 +382,9 @@ def bench_command(
         shape = rates.largest_layer(shapes.read(model, context), context, threads)
     record = _measure(shape, seconds, peers)
     if plot is not None:
-        bench.picture(record).savefig(plot)
+        from kvcache.plot import save
+
+        save(bench.picture(record), plot)
     if as_json:
         _print_json(record)
     else:

@@ -168,4 +168,4 @@ def draw(
     }
     free = max(0, made.memory.free - made.memory.beside(made.sequences))
     axes = plot.memory(caches, max(2, made.context), sequences=made.sequences, free=free)
-    axes.figure.get_figure(root=True).savefig(file)
+    plot.save(axes.figure.get_figure(root=True), file)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TextIO
 
-from kvcache.columns import NO_LIMIT, WIDTH, Table, columns, whole, wrap
+from kvcache.columns import NO_LIMIT, WIDTH, Table, columns, print_error, whole, wrap
 from kvcache.errors import KVCacheError, sentence
 
 
@@ -67,17 +67,6 @@ def _warnings_as_sentences() -> Iterator[None]:
 def print_paragraph(text: str) -> None:
     """Print a sentence, in several lines where it is long; those after the first are indented."""
     print(wrap(text, columns(WIDTH), rest="  "))
-
-
-def print_error(text: str) -> None:
-    """Print a sentence on stderr, in one line unless that is a terminal.
-
-    If stderr is full, or nobody reads it, redirect it to nowhere, because Python flushes it once more.
-    """
-    try:
-        print(wrap(text, columns(NO_LIMIT, sys.stderr)), file=sys.stderr, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def print_list(items: Iterable[str]) -> None:

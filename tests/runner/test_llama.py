@@ -623,7 +623,10 @@ def test_a_run_with_a_shift(windows: list[list[int]], capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_sink_tokens": 1025}, "a shift can keep at most half of the model's context, 1,024 sink tokens"),
+        (
+            {"num_sink_tokens": 1025},
+            "a shift can keep at most half of the model's context, 1,024 sink tokens, not 1,025",
+        ),
         ({}, "the prompt of 2,048 tokens leaves no room in the model's context of 2,048"),
     ],
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache import runner
+from kvcache import ModelFileError, runner
 from kvcache.layer import DTYPES
 from kvcache.runner import stream
 
@@ -114,3 +114,17 @@ def test_a_folder_without_a_text_to_compare_on(tmp_path, out, measured, capsys):
         runner.run(tmp_path, b"ROMEO:", runner.Options(max_new_tokens=1, compare=True), out) == 0
     )  # no step to repeat
     assert capsys.readouterr().err == f"({tmp_path} has no eval.txt to compare the types on)\n"
+
+
+def test_a_text_to_compare_on_is_looked_at_before_the_text(tmp_path, out, measured, capsys):
+    for file in MODEL.iterdir():
+        if file.name != "eval.txt":
+            (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "eval.txt").mkdir()
+    with pytest.raises(ModelFileError, match=r"eval\.txt is not a file"):
+        runner.run(tmp_path, b"ROMEO:", runner.Options(max_new_tokens=1, compare=True), out)
+    assert out.getvalue() == ""
+    (tmp_path / "eval.txt").rmdir()
+    (tmp_path / "eval.txt").write_text("")
+    assert runner.run(tmp_path, b"ROMEO:", runner.Options(max_new_tokens=1, compare=True), out) == 0
+    assert capsys.readouterr().err == f"({tmp_path} has an empty eval.txt to compare the types on)\n"

@@ -998,6 +998,13 @@ def test_shown_lines_succeed_with_the_extra_alone(line, tmp_path):
 # ---- info
 
 
+def test_info_says_which_variable_is_wrong():
+    said = " ".join(run("info", KVCACHE_ISA="AVX2").stdout.split())
+    assert "isa none: KVCACHE_ISA=AVX2 is no instruction set of this build and machine" in said
+    said = " ".join(run("info", KVCACHE_THREADS="4").stdout.split())
+    assert "threading_layer none: KVCACHE_THREADS=4 is no threading layer of this build" in said
+
+
 def test_info():
     done = run("info")
     assert done.returncode == 0
@@ -1111,6 +1118,15 @@ def test_a_mistake_that_nobody_reads_has_its_status(stderr):
         "pipe": "2>&1 >/dev/null | exec true; exit ${PIPESTATUS[0]}",
     }
     assert subprocess.run(["bash", "-c", f"{code} {streams[stderr]}"], timeout=600).returncode == 2
+
+
+def test_a_notice_that_nobody_reads_leaves_the_table(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to((Path(MODEL) / name).absolute())
+    code = [sys.executable, "-m", "kvcache", "generate", str(tmp_path), "x", "--tokens=2", "--compare"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(code, stdout=subprocess.PIPE, stderr=full, text=True, timeout=600)
+    assert (done.returncode, "bytes/token" in done.stdout) == (0, True)
 
 
 def test_an_interrupt_while_the_command_is_loaded(tmp_path):
