@@ -26,6 +26,7 @@ from kvcache.cache import KVCache
 from kvcache.layer import DTYPES, MAX_DIM, MAX_LAYERS, DType, bytes_of_token, count, why_not
 from kvcache.runtime import get_num_threads, show_config
 from kvcache.selecting import ALWAYS_READ
+from kvcache.system import available_memory, readable
 from kvcache.tools.interleave import Entrant, cache_size, compete, layers_of, rounds, timed
 from kvcache.tools.peers import BYTES, KINDS, Peers, tasks
 from kvcache.tools.peers.serve import Task
@@ -70,7 +71,7 @@ class Shape:
     threads: int = field(default_factory=get_num_threads)
 
     def __post_init__(self) -> None:
-        most = {"num_layers": MAX_LAYERS, "context": INT32_MAX - 1, "threads": MAX_THREADS}
+        most = {"num_layers": MAX_LAYERS, "context": INT32_MAX - 1 - ROOM, "threads": MAX_THREADS}
         for name, value in asdict(self).items():
             if name != "value_in_key" and value is not None:
                 integer(value, name, 0 if name == "v_head_dim" else 1, most.get(name, MAX_DIM))
@@ -85,6 +86,10 @@ class Shape:
     def token_bytes(self, dtype: DType) -> int:
         """Return the bytes of the rows of a token in one layer."""
         return bytes_of_token(self.num_kv_heads, self.head_dim, self.v_dim, dtype, dtype, self.value_in_key)
+
+    def layer_bytes(self, dtype: DType) -> int:
+        """Return the bytes of the rows of a layer, with the space that it has beyond the context."""
+        return (self.context + ROOM) * self.token_bytes(dtype)
 
     def why_not(self, dtype: DType) -> str | None:
         """Return the reason why rows of this shape cannot have an element type; None: they can."""
@@ -158,7 +163,7 @@ class _Filled:
     def __init__(self, shape: Shape, dtype: DType, working_set: int, sketch: bool = False) -> None:
         self.shape, self.dtype = shape, dtype
         self.nbytes = shape.context * shape.token_bytes(dtype)  # bytes of the rows of one layer
-        self.layers = layers_of(self.nbytes, working_set)
+        self.layers = layers_of(shape.layer_bytes(dtype), working_set)
         self._layer = 0
         rng = np.random.default_rng(0)
         self._k = rng.standard_normal((PUT_TOKENS, shape.num_kv_heads, shape.head_dim), np.float32)
@@ -394,8 +399,20 @@ class _Run:
         if shape.head_dim == shape.v_dim == 2 * SHORT_DIM and not shape.value_in_key:
             self.shapes[SHORT] = replace(shape, head_dim=SHORT_DIM, v_head_dim=None)
             self.num_tokens[SHORT] = 1
+        self.working_set = self._working_set()
         self.table = _Table(self.shapes, self.num_tokens)
         self._start = time.perf_counter()
+
+    def _working_set(self) -> int:
+        """Return how many bytes of rows each type has; raise MemoryError if the machine cannot hold the context."""
+        sizes = [self.shape.layer_bytes(dtype) for dtype in DTYPES if not self.shape.why_not(dtype)]
+        free, source = available_memory()
+        if sum(sizes) > free:
+            raise MemoryError(
+                f"context={self.shape.context}: a layer in each of {count(len(sizes), 'type')} takes"
+                f" {readable(sum(sizes))} together, and {readable(free)} are free ({source})"
+            )
+        return min(4 * cache_size(), free // (2 * len(sizes)))
 
     def progress(self, doing: str) -> Progress:
         expected = self.seconds * (OURS_IN_ALL + PEER_IN_ALL * len(self.peers.kinds))
@@ -410,7 +427,7 @@ class _Run:
         for task in tasks(
             (offer for offer in offers if 1 <= BYTES[offer[1]] <= 2), threads=shape.threads, num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, context=shape.context,
-            num_tokens=self.num_tokens[part], working_set=4 * cache_size(),
+            num_tokens=self.num_tokens[part], working_set=self.working_set,
         ):  # fmt: skip
             yield key, task
 
@@ -419,7 +436,7 @@ class _Run:
         shape, filled = self.shapes[part], []
         for dtype in (one for one in DTYPES if not shape.why_not(one)):
             yield self.progress(f"filling a cache, {dtype}")
-            filled.append(stack.enter_context(_Filled(shape, dtype, 4 * cache_size())))
+            filled.append(stack.enter_context(_Filled(shape, dtype, self.working_set)))
         return filled
 
     def compare(
@@ -442,8 +459,9 @@ def measure(shape: Shape | None = None, *, seconds: float = 60.0, peers: bool = 
 
     Measurements are interleaved, so that other load slows all alike. Each peer runs in a process of its own, with types
     of 16 and 8 bits if it has them, interleaved with this cache's f16 and q8_0. Rows are read from memory: the layers
-    together hold four times the last-level cache, in blocks of the default size. It takes about `seconds`: at least
-    three rounds of each measurement are made, and peers for which no time remains are left out.
+    together hold four times the last-level cache, or less where memory is short, in blocks of the default size. It
+    takes about `seconds`: at least three rounds of each measurement are made, and peers for which no time remains are
+    left out.
     """
     shape = Shape() if shape is None else shape
     run = _Run(shape, seconds, peers)

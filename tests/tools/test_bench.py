@@ -225,7 +225,22 @@ def test_read_bandwidth(threads):
     assert bench.read_bandwidth(1000, threads, seconds=0) > 0
 
 
+def test_a_short_context_takes_no_more_memory_than_a_long_one(quick):
+    quick.setattr(bench, "available_memory", lambda: (1 << 30, "of this test"))
+    short, long = (bench._Run(dataclasses.replace(SMALL, context=n), 1, False) for n in (1, 1000))
+    assert short.working_set == long.working_set == 4 << 14
+    for run in short, long:
+        with bench._Filled(run.shape, "f16", run.working_set) as filled:
+            assert 4 << 14 <= filled._cache.nbytes < 5 << 16
+
+
 # ---- bad arguments
+
+
+def test_a_context_that_no_machine_holds(quick):
+    quick.setattr(bench, "available_memory", lambda: (1 << 20, "of this test"))
+    with pytest.raises(MemoryError, match=r"^context=9000: a layer in each of 12 types takes .*, and 1.0 MiB are free"):
+        next(bench.measure(dataclasses.replace(SMALL, context=9000)))
 
 
 @pytest.mark.parametrize(
