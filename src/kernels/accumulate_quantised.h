@@ -167,7 +167,7 @@ TARGET static void round_weights(int type, int num_q, block_weights *w, accumula
 enum { PARTS_AT_ONCE = 2 }; /* most parts of a row, two vectors of columns each, that are summed at once */
 
 /* Counts the sums of a column and query: two where few products would wait for each other. */
-INLINE int sets_for(int num_q, int parts) { return HAS_VNNI && num_q * parts <= 2 ? 2 : 1; }
+INLINE int sets_for(int num_q, int parts) { return (HAS_VNNI || HAS_AVX_VNNI) && num_q * parts <= 2 ? 2 : 1; }
 
 /* Adds the products of `parts` parts of ROWS_AT_ONCE rows, `apart` bytes apart, row r of them at p + r * stride, and
  * the queries' weights, w of the first query. */
@@ -244,7 +244,7 @@ INLINE void accumulate_columns(int type, int num_q, int parts, accumulate_args *
     }
     UNROLL
     for (int i = 0; i < parts; i++) {
-#if HAS_VNNI
+#if HAS_VNNI || HAS_AVX_VNNI
         if (sets == 2) UNROLL
         for (int r = 0; r < 2 * num_q; r++) sums[0][i][r] = i_add(sums[0][i][r], sums[1][i][r]);
 #endif

@@ -1,8 +1,8 @@
 /* avx2.c: the kernels for AVX2, FMA and F16C, and their table. */
-#include "kernels/kernels.h"
+#include "kernels/avx2.h"
 
 #ifdef KVC_HAVE_AVX2
-#define TARGET __attribute__((target("avx2,fma,f16c")))
+#define TARGET __attribute__((target(KVC_AVX2_TARGET)))
 #include "kernels/vector_avx2.h"
 #include "kernels/template.h"
 
@@ -47,37 +47,10 @@ DEFINE_ACCUMULATE(kvc_accumulate_int8_avx2, KVC_INT8)
 
 const kvc_kernels kvc_kernels_avx2 = {
     .name = "avx2",
-    .convert = kvc_convert_avx2,
-    .unpack = kvc_unpack_avx2,
-    .largest = kvc_largest_avx2,
-    .encode = kvc_encode_avx2,
-    .score[KVC_F32] = {kvc_scale_avx2, kvc_score_f32_avx2},
-    .score[KVC_F16] = {kvc_scale_avx2, kvc_score_f16_avx2},
-    .score[KVC_BF16] = {kvc_scale_avx2, kvc_score_bf16_avx2},
+    KVC_AVX2_COMMON,
     .score[KVC_Q8_0] = {kvc_prepare_q8_0_avx2, kvc_score_q8_0_avx2},
-    .score[KVC_Q4_0] = {kvc_prepare_q4_0_avx2, kvc_score_q4_0_avx2},
     .score[KVC_INT8] = {kvc_prepare_q8_0_avx2, kvc_score_int8_avx2},
-    .accumulate[KVC_F32] = kvc_accumulate_f32_avx2,
-    .accumulate[KVC_F16] = kvc_accumulate_f16_avx2,
-    .accumulate[KVC_BF16] = kvc_accumulate_bf16_avx2,
     .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_avx2,
-    .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_avx2,
     .accumulate[KVC_INT8] = kvc_accumulate_int8_avx2,
-    .tiler[KVC_F32] =
-        KVC_FLOAT_TILER(kvc_scale_avx2, kvc_pack_keys_f32_avx2, kvc_pack_values_f32_avx2, kvc_matmul_avx2),
-    .tiler[KVC_F16] =
-        KVC_FLOAT_TILER(kvc_scale_avx2, kvc_pack_keys_f16_avx2, kvc_pack_values_f16_avx2, kvc_matmul_avx2),
-    .tiler[KVC_BF16] =
-        KVC_FLOAT_TILER(kvc_scale_avx2, kvc_pack_keys_bf16_avx2, kvc_pack_values_bf16_avx2, kvc_matmul_avx2),
-    .matmul = kvc_matmul_avx2,
-    .softmax = kvc_softmax_avx2,
-    .times = kvc_times_avx2,
-    .scale = kvc_scale_avx2,
-    .hadamard = kvc_hadamard_avx2,
-    .rank[KVC_F32] = kvc_rank_f32_avx2,
-    .rank[KVC_INT8] = kvc_rank_int8_avx2,
-    .make_sketches = kvc_make_sketches_avx2,
-    .sketch = kvc_sketch_avx2,
-    .weigh_pieces = kvc_weigh_pieces_avx2,
 };
 #endif

@@ -47,6 +47,14 @@ static int has_avx2(void) {
 }
 #endif
 
+#ifdef KVC_HAVE_AVX_VNNI
+static int has_avxvnni(void) {
+    enum { AVX_VNNI = 1 << 4 };
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & AVX_VNNI);
+}
+#endif
+
 #ifdef KVC_HAVE_AVX512
 static int has_avx512(void) {
     const unsigned sets = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
@@ -136,34 +144,38 @@ static int has_bf16(void) { return HAS_FEATURE(AT_HWCAP2, 14, "arm.FEAT_BF16"); 
 static int always(void) { return 1; }
 
 /* Lists the sets of this build, of which later ones are preferred, each with a test whether this machine runs it if it
- * runs those before. */
+ * runs those before.  A machine may lack a set that is aside, and run later ones. */
 static const struct {
     const kvc_kernels *kernels;
     int (*runs)(void);
+    int is_aside;
 } SETS[] = {
-    {&kvc_kernels_scalar, always},
+    {&kvc_kernels_scalar, always, 0},
 #ifdef KVC_HAVE_AVX2
-    {&kvc_kernels_avx2, has_avx2},
+    {&kvc_kernels_avx2, has_avx2, 0},
+#endif
+#ifdef KVC_HAVE_AVX_VNNI
+    {&kvc_kernels_avxvnni, has_avxvnni, 1},
 #endif
 #ifdef KVC_HAVE_AVX512
-    {&kvc_kernels_avx512, has_avx512},
-    {&kvc_kernels_avx512vnni, has_avx512vnni},
+    {&kvc_kernels_avx512, has_avx512, 0},
+    {&kvc_kernels_avx512vnni, has_avx512vnni, 0},
 #endif
 #ifdef KVC_HAVE_AVX512_BF16
-    {&kvc_kernels_avx512bf16, has_avx512bf16},
+    {&kvc_kernels_avx512bf16, has_avx512bf16, 0},
 #endif
 #ifdef KVC_HAVE_AMX
-    {&kvc_kernels_amx, has_amx},
-    {&kvc_kernels_amxfp16, has_amxfp16},
+    {&kvc_kernels_amx, has_amx, 0},
+    {&kvc_kernels_amxfp16, has_amxfp16, 0},
 #endif
 #ifdef KVC_HAVE_NEON
-    {&kvc_kernels_neon, always}, /* what is compiled for AArch64 uses NEON anyway */
-    {&kvc_kernels_neondotprod, has_dotprod},
+    {&kvc_kernels_neon, always, 0}, /* what is compiled for AArch64 uses NEON anyway */
+    {&kvc_kernels_neondotprod, has_dotprod, 0},
 #endif
 #ifdef KVC_HAVE_ARMV8_6
-    {&kvc_kernels_neonfhm, has_fhm},
-    {&kvc_kernels_neoni8mm, has_i8mm},
-    {&kvc_kernels_neonbf16, has_bf16},
+    {&kvc_kernels_neonfhm, has_fhm, 0},
+    {&kvc_kernels_neoni8mm, has_i8mm, 0},
+    {&kvc_kernels_neonbf16, has_bf16, 0},
 #endif
 };
 
@@ -173,7 +185,11 @@ const kvc_kernels *kvc_cpu_kernels(const char **wanted) {
     static atomic_int known[NUM_SETS];
     const char *name = kvc_environment("KVCACHE_ISA");
     const kvc_kernels *best = NULL;
-    for (size_t i = 0; i < NUM_SETS && ask_once(&known[i], SETS[i].runs); i++) {
+    for (size_t i = 0; i < NUM_SETS; i++) {
+        if (!ask_once(&known[i], SETS[i].runs)) {
+            if (SETS[i].is_aside) continue;
+            break;
+        }
         best = SETS[i].kernels;
         if (name && !strcmp(name, best->name)) return best;
     }

@@ -6,7 +6,7 @@
  *
  *   scalar.c          plain C, no vectors: what the others are tested against.  Keep it.
  *   scalar_select.h   part of scalar.c: which rows are to be read
- *   avx2.c avx512.c avx512vnni.c avx512bf16.c amx.c neon.c neondotprod.c
+ *   avx2.c avxvnni.c avx512.c avx512vnni.c avx512bf16.c amx.c neon.c neondotprod.c
  *   neonfhm.c neoni8mm.c neonbf16.c    a set each: its kernels, and its table
  *   matmul_quantised.h scaled_rows.h    parts of avx512vnni.c: products of many query rows with quantised ones; all
  *                                       products of rows with one scale
@@ -21,7 +21,7 @@
  *                     accumulate.h softmax.h matmul.h hadamard.h rank.h sketch.h
  *   vector_avx2.h vector_avx512.h vector_neon.h                the primitives; x86.h: what two of them share
  *   instantiate.h     macros that define a kernel of the template, or of scalar.c, under its name
- *   avx512.h neon.h   the kernels that several sets have in their tables
+ *   avx2.h avx512.h neon.h             the kernels that several sets have in their tables
  *   target.h          attributes of the functions of a set
  */
 #ifndef KVC_KERNELS_H
@@ -355,16 +355,17 @@ extern const kvc_kernels kvc_kernels_scalar;
 extern const kvc_kernels kvc_kernels_avx2; /* for dispatch.c, as what follows */
 extern const kvc_kernels kvc_kernels_avx512;
 extern const kvc_kernels kvc_kernels_avx512vnni;
-int kvc_cpu_has_avx512vbmi(void);        /* beside these: an instruction that looks bytes up in a table of 64 */
-#if defined(__clang__) || __GNUC__ >= 11 /* older ones lack the instructions */
+int kvc_cpu_has_avx512vbmi(void); /* beside these: an instruction that looks bytes up in a table of 64 */
+#if __clang_major__ >= 13 || (!defined(__clang__) && __GNUC__ >= 11) /* older ones lack the instructions */
+#define KVC_HAVE_AVX_VNNI 1
 #define KVC_HAVE_AVX512_BF16 1
-extern const kvc_kernels kvc_kernels_avx512bf16;
+extern const kvc_kernels kvc_kernels_avxvnni, kvc_kernels_avx512bf16;
 #if defined(__linux__) /* dispatch.c asks it for the registers */
 #define KVC_HAVE_AMX 1
-#define KVC_KERNEL_NAMES "scalar avx2 avx512 avx512vnni avx512bf16 amx amxfp16" /* in this build */
+#define KVC_KERNEL_NAMES "scalar avx2 avxvnni avx512 avx512vnni avx512bf16 amx amxfp16" /* in this build */
 extern const kvc_kernels kvc_kernels_amx, kvc_kernels_amxfp16;
 #else
-#define KVC_KERNEL_NAMES "scalar avx2 avx512 avx512vnni avx512bf16"
+#define KVC_KERNEL_NAMES "scalar avx2 avxvnni avx512 avx512vnni avx512bf16"
 #endif
 #else
 #define KVC_KERNEL_NAMES "scalar avx2 avx512 avx512vnni"

@@ -20,9 +20,10 @@
  */
 
 enum {
-    PIECE_BYTES = 16,                                /* bytes of a row loaded at once */
-    PAIRS = KVC_QUANT_ELEMENTS / 2,                  /* pairs in a block */
-    GROUPS = ACCUMULATORS / QUERIES / 2 < 2 ? 1 : 2, /* groups of LANES rows scored together */
+    PIECE_BYTES = 16,               /* bytes of a row loaded at once */
+    PAIRS = KVC_QUANT_ELEMENTS / 2, /* pairs in a block */
+    /* Groups of LANES rows scored together.  Where a product is one instruction, loads of queries would take longer. */
+    GROUPS = HAS_AVX_VNNI || ACCUMULATORS / QUERIES / 2 >= 2 ? 2 : 1,
     GROUP_ROWS = GROUPS * LANES,
     MANY_QUERIES = 2 * QUERIES,
     /* Most queries for which rows are unpacked once; MANY_QUERIES take 5 KB a type.  Where a product takes two
@@ -205,7 +206,7 @@ INLINE void score_quant_block(int type, int num_q, vec sums[][MANY_QUERIES], con
     for (int g = 0; g < groups; g++) counts[g][r] = i_set_pair(q[r] + start_offset(dim, b));
     const size_t at_q = elements_offset(b), step = PAIRS * sizeof(int16_t);
     const char *piece = block + begin_of(type);
-    if (num_q > QUERIES) {
+    if (num_q > QUERIES || HAS_AVX_VNNI) {
         for (int i = 0; i < num_pieces; i++) /* a loop: half the code */
             score_piece(type, num_q, counts, q, at_q + (size_t)i * step, piece + i * PIECE_BYTES, stride, next);
     } else {

@@ -19,7 +19,8 @@
  *   HAS_DOT_16       1 if there are bvec and b_dot, of a type of 16 bits; may be left out
  *   LARGEST_WEIGHT   int16 that the largest weight of quantised rows becomes: INT16_MAX, unless it is defined
  *   HAS_QUADS        1 if there is i_dot_quads; may be left out
- *   HAS_VNNI         1 if i_dot is one instruction; may be left out
+ *   HAS_VNNI         1 if there are the products of AVX-512 VNNI, where i_dot is one instruction; may be left out
+ *   HAS_AVX_VNNI     1 if there are those of AVX-VNNI: as slow to end, with half of the registers; may be left out
  *
  *   vec                        a vector of LANES floats; where these primitives take integers, x holds them as floats
  *   v_zero()  v_set(x)         0 or x in all lanes
@@ -100,13 +101,19 @@
  *   i_dot_quads(sum, x, y)     adds to each int32 lane of sum the four products of int8 there, none of y -128
  *   i_dot_codes(sum, x, y)     the same of bytes of x below 128, without signs
  *
- *   where HAS_VNNI, for the kernels of codes of four and five bits, and of rows with one scale:
+ *   where HAS_VNNI or HAS_AVX_VNNI, for prompts in bytes and what follows:
  *   i_dot_bytes(sum, x, y)     adds to each int32 lane of sum the four products of bytes there, of x without signs
  *   i_store(p, x)              LANES int32 at any address
- *   i_set_32(x)  i_set_16_bytes(p)
- *                              the int32 x in all lanes; the 16 bytes at p in each quarter
- *   i_or(x, y)  i_xor(x, y)
+ *   i_set_32(x)                the int32 x in all lanes
+ *   i_xor(x, y)
  *   i_add(x, y)                adds int32
+ *   i_load_quad(p, stride, swaps)
+ *                              loads LANES bytes of each of four rows, those of the first at p: lane j has bytes j of
+ *                              rows 0, 1, 2 and 3, or, swapped, of rows 0, 2, 1 and 3
+ *
+ *   where HAS_VNNI, for the kernels of codes of four and five bits, and of rows with one scale:
+ *   i_set_16_bytes(p)          the 16 bytes at p in each quarter
+ *   i_or(x, y)
  *   i_load_long_rows(x, p, stride)
  *                              as i_load_rows, of 32 bytes, to x[0 .. 8)
  *   i_low_bytes(x)             the low byte of each int16, with its sign
@@ -118,9 +125,6 @@
  *   i_look_up_64(table, x)     for each byte of x, that of the table which its low six bits name
  *   i_select(mask, x, y)       the bits of x where mask has ones, else those of y
  *   i_add_16(codes, x, bits)   adds 16 to those bytes of codes where x & bits is not 0
- *   i_load_quad(p, stride, swaps)
- *                              loads LANES bytes of each of four rows, those of the first at p: lane j has bytes j of
- *                              rows 0, 1, 2 and 3, or, swapped, of rows 0, 2, 1 and 3
  *   v_from_f16_pairs(x, both)  converts the low halves of lanes, f16, to x[0] and the high ones to x[1]
  *
  *   where HAS_DOT_16, for queries and rows of f16 or bf16:
@@ -146,6 +150,9 @@
 #endif
 #ifndef HAS_VNNI
 #define HAS_VNNI 0
+#endif
+#ifndef HAS_AVX_VNNI
+#define HAS_AVX_VNNI 0
 #endif
 #ifndef LARGEST_WEIGHT
 #define LARGEST_WEIGHT INT16_MAX

@@ -1,4 +1,8 @@
-/* vector_avx2.h: the vector primitives of template.h for AVX2, FMA and F16C.  Define TARGET before including it. */
+/* vector_avx2.h: the vector primitives of template.h for AVX2, FMA and F16C.  TARGET is defined before it is included,
+ * and
+ *
+ *   HAS_AVX_VNNI  1 if there are dot products of integers (AVX-VNNI); else it may be left out
+ */
 #include "kernels/x86.h"
 
 enum { LANES = 8, ACCUMULATORS = 12, MATMUL_SUMS = 12, MATMUL_VECTORS = 2 }; /* of 16 registers */
@@ -244,12 +248,29 @@ INLINE ivec i_shift(ivec x, int n) {
     }
 }
 
+#if HAS_AVX_VNNI && defined(KVC_NO_ASSEMBLY)
+INLINE ivec i_dot(ivec sum, ivec x, ivec y) { return _mm256_dpwssd_avx_epi32(sum, x, y); }
+
+INLINE ivec i_dot_bytes(ivec sum, ivec x, ivec y) { return _mm256_dpbusd_avx_epi32(sum, x, y); }
+#elif HAS_AVX_VNNI
+/* Around intrinsics GCC copies the sum, there and back. */
+INLINE ivec i_dot(ivec sum, ivec x, ivec y) {
+    __asm__("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(x), "x"(y));
+    return sum;
+}
+
+INLINE ivec i_dot_bytes(ivec sum, ivec x, ivec y) {
+    __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(x), "x"(y));
+    return sum;
+}
+#else
 /* Keeps the sum in its register: otherwise GCC takes new ones, of which there are not enough. */
 INLINE ivec i_dot(ivec sum, ivec x, ivec y) {
     sum = _mm256_add_epi32(sum, _mm256_madd_epi16(x, y));
     __asm__("" : "+x"(sum));
     return sum;
 }
+#endif
 
 INLINE vec v_from_int(ivec x) { return _mm256_cvtepi32_ps(x); }
 
@@ -313,3 +334,23 @@ INLINE ivec i_dot_quads(ivec sum, ivec x, ivec y) {
     const ivec pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(x), _mm256_sign_epi8(y, x));
     return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, i_set_16(1)));
 }
+
+#if HAS_AVX_VNNI
+INLINE void i_store(void *p, ivec x) { _mm256_storeu_si256(p, x); }
+
+INLINE ivec i_set_32(int32_t x) { return _mm256_set1_epi32(x); }
+
+INLINE ivec i_xor(ivec x, ivec y) { return _mm256_xor_si256(x, y); }
+
+INLINE ivec i_add(ivec x, ivec y) { return _mm256_add_epi32(x, y); }
+
+INLINE ivec i_of_bits(vec x) { return _mm256_castps_si256(x); }
+
+INLINE ivec i_load_quad(const char *p, ptrdiff_t stride, int swaps) {
+    const char *const second = p + (swaps ? 2 : 1) * stride, *const third = p + (swaps ? 1 : 2) * stride;
+    const __m128i ab = _mm_unpacklo_epi8(_mm_loadl_epi64((const void *)p), _mm_loadl_epi64((const void *)second));
+    const __m128i cd =
+        _mm_unpacklo_epi8(_mm_loadl_epi64((const void *)third), _mm_loadl_epi64((const void *)(p + 3 * stride)));
+    return _mm256_set_m128i(_mm_unpackhi_epi16(ab, cd), _mm_unpacklo_epi16(ab, cd));
+}
+#endif

@@ -1,4 +1,4 @@
-/* immintrin.h: AVX-512 and AMX where there is AVX2, so that their kernels can be tested.  With -isystem
+/* immintrin.h: AVX-512, AMX and AVX-VNNI where there is AVX2, so that their kernels can be tested.  With -isystem
  * tests/c/emulated -mavx2 -mfma -mf16c -Wno-psabi it is found before the compiler's own; cpuid.h goes with it.
  *
  * SIMDe has most of it; here is what else the kernels use.  Products of bf16 are rounded as the processor does, and
@@ -102,6 +102,18 @@ static inline __m512i emulated_dpbusd_epi32(__m512i sum, __m512i x, __m512i y) {
     return z.si;
 }
 
+/* Those of AVX-VNNI. */
+static inline __m256i emulated_dpbusd_avx_epi32(__m256i sum, __m256i x, __m256i y) {
+    const emulated a = {.half = {x}}, b = {.half = {y}};
+    emulated z = {.half = {sum}};
+    for (int i = 0; i < 32; i++) z.i32[i / 4] += a.u8[i] * b.i8[i];
+    return z.half[0];
+}
+
+static inline __m256i emulated_dpwssd_avx_epi32(__m256i sum, __m256i x, __m256i y) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(x, y));
+}
+
 /* Elements that are masked are not read. */
 static inline __m512i emulated_maskz_loadu_epi16(__mmask32 mask, const void *p) {
     emulated x = {.si = _mm512_setzero_si512()};
@@ -141,6 +153,8 @@ static inline void emulated_mask_storeu_ps(float *p, __mmask16 mask, __m512 x) {
 #define _mm512_shuffle_epi32 emulated_shuffle_epi32
 #undef _mm512_dpbusd_epi32
 #define _mm512_dpbusd_epi32 emulated_dpbusd_epi32
+#define _mm256_dpbusd_avx_epi32 emulated_dpbusd_avx_epi32
+#define _mm256_dpwssd_avx_epi32 emulated_dpwssd_avx_epi32
 #define _mm512_cvtss_f32 emulated_cvtss_f32
 #define _mm512_extractf32x8_ps emulated_extractf32x8_ps
 #undef _mm512_permute_ps

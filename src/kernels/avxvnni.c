@@ -1,0 +1,43 @@
+/* avxvnni.c: kernels that multiply integers, for processors with AVX2 and its dot products of integers (AVX-VNNI), and
+ * the table, all else of which is as in avx2.c. */
+#include "kernels/avx2.h"
+
+#ifdef KVC_HAVE_AVX_VNNI
+#define TARGET __attribute__((target("avxvnni," KVC_AVX2_TARGET)))
+#define HAS_AVX_VNNI 1
+#include "kernels/vector_avx2.h"
+#include "kernels/template.h"
+
+enum { BYTE_QUERIES = 3 };
+
+INLINE void store_weights(void *p, const vec *x) {
+    const __m256i halves = _mm256_packs_epi32(_mm256_cvtps_epi32(x[0]), _mm256_cvtps_epi32(x[1])); /* half by half */
+    const __m256i words = _mm256_permute4x64_epi64(halves, _MM_SHUFFLE(3, 1, 2, 0));
+    _mm_storeu_si128(p, _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+
+#include "kernels/multiply_bytes.h"
+
+extern kvc_pack_bytes_fn kvc_pack_byte_keys_avxvnni, kvc_pack_byte_values_avxvnni;
+extern kvc_score_bytes_fn kvc_score_bytes_avxvnni;
+extern kvc_weigh_bytes_fn kvc_weigh_bytes_avxvnni;
+extern kvc_sum_bytes_fn kvc_sum_bytes_avxvnni;
+
+DEFINE_BYTES(avxvnni)
+
+DEFINE_SCORE(kvc_score_q8_0_avxvnni, KVC_Q8_0)
+DEFINE_SCORE(kvc_score_int8_avxvnni, KVC_INT8)
+DEFINE_ACCUMULATE(kvc_accumulate_q8_0_avxvnni, KVC_Q8_0)
+DEFINE_ACCUMULATE(kvc_accumulate_int8_avxvnni, KVC_INT8)
+
+const kvc_kernels kvc_kernels_avxvnni = {
+    .name = "avxvnni",
+    KVC_AVX2_COMMON,
+    .score[KVC_Q8_0] = {kvc_prepare_q8_0_avx2, kvc_score_q8_0_avxvnni},
+    .score[KVC_INT8] = {kvc_prepare_q8_0_avx2, kvc_score_int8_avxvnni},
+    .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_avxvnni,
+    .accumulate[KVC_INT8] = kvc_accumulate_int8_avxvnni,
+    .bytes = {kvc_pack_byte_keys_avxvnni, kvc_pack_byte_values_avxvnni, kvc_score_bytes_avxvnni,
+              kvc_weigh_bytes_avxvnni, kvc_sum_bytes_avxvnni, 24},
+};
+#endif
