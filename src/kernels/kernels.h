@@ -10,7 +10,8 @@
  *   neonfhm.c neoni8mm.c neonbf16.c    a set each: its kernels, and its table
  *   matmul_quantised.h scaled_rows.h    parts of avx512vnni.c: products of many query rows with quantised ones; all
  *                                       products of rows with one scale
- *   multiply_bytes.h  part of the sets with products of bytes: prompts in bytes; scalar_bytes.h: part of scalar.c
+ *   multiply_bytes.h  part of the sets with products of bytes: prompts in bytes; scalar_bytes.h: part of scalar.c;
+ *                     matrix_bytes.h: part of neoni8mm.c
  *   score_bytes.h accumulate_bytes.h    parts of neondotprod.c and neoni8mm.c: quantised rows as bytes
  *   dispatch.c        chooses a table
  *

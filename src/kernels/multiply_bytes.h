@@ -1,13 +1,46 @@
 /* multiply_bytes.h: products of many query rows with a tile in bytes, for sets that add four products of bytes to a
- * lane by one instruction (i_dot_bytes of template.h).  Of the two factors, the instruction takes one without signs:
- * keys, to which SHIFT_BYTES adds 128, and weights.
+ * lane by one instruction.
  *
  *     a panel of keys      of each four elements, KVC_BYTE_TILE rows, of each row the four
  *     a panel of values    of each four rows, all columns, of each column the four
  *
- * A set's file defines BYTE_QUERIES, the query rows that are multiplied by BYTE_VECTORS vectors at once: 6, or 3 where
- * there are 16 registers; and store_weights(p, x), which rounds the KVC_LANES floats of x[0 ..] to bytes at p.
+ * i_dot_bytes of template.h takes one factor without signs: keys, to which SHIFT_BYTES adds 128, and weights.  ARM's
+ * instructions take both with signs, or both without: there values get the 128.
+ *
+ * A set's file defines before it
+ *
+ *   BYTE_QUERIES         query rows that are multiplied by BYTE_VECTORS vectors at once: 6, or 3 where there are 16
+ *                        registers
+ *   store_weights(p, x)  rounds the KVC_LANES floats of x[0 ..] to bytes at p
+ *
+ * and, with SHIFTS_VALUES as 1,
+ *
+ *   STEPS_AT_ONCE        fours of bytes of a query row or of weights in a vector
+ *   load_steps(p)        these, from p
+ *   dot_keys(sum, x, y, step)  dot_values(sum, x, y, step)
+ *                        adds to each lane the products of four bytes of a panel's x and four number `step` of y
+ *   load_later(p, x)     keeps compilers from loading by p before x is known
+ *   sum_weights(p, n)    the sum of n weights, a multiple of KVC_PANEL
  */
+
+#ifndef SHIFTS_VALUES
+#define SHIFTS_VALUES 0
+enum { STEPS_AT_ONCE = 1 };
+
+INLINE ivec load_steps(const void *p) { return i_set_pair(p); }
+
+INLINE void load_later(const char **p, ivec *x) { (void)p, (void)x; }
+
+INLINE ivec dot_keys(ivec sum, ivec x, ivec y, int step) {
+    (void)step;
+    return i_dot_bytes(sum, x, y);
+}
+
+INLINE ivec dot_values(ivec sum, ivec x, ivec y, int step) {
+    (void)step;
+    return i_dot_bytes(sum, y, x);
+}
+#endif
 
 enum {
     BYTE_VECTORS = 4,                  /* of columns of a panel */
@@ -27,7 +60,9 @@ INLINE void pack_words(char *to, const char *rows, int64_t stride, int some) {
     v_transpose(x);
     UNROLL
     for (int i = 0; i < LANES; i++)
-        if (i < some) i_store(to + i * KVC_BYTE_TILE * FOUR_BYTES, i_xor(i_of_bits(x[i]), i_set_32(SHIFT_BYTES)));
+        if (i < some)
+            i_store(to + i * KVC_BYTE_TILE * FOUR_BYTES,
+                    i_xor(i_of_bits(x[i]), i_set_32(SHIFTS_VALUES ? 0 : SHIFT_BYTES)));
 }
 
 /* Is a kvc_pack_bytes_fn. */
@@ -46,7 +81,9 @@ INLINE void pack_key_words(char *panel, const char *rows, int64_t row_stride, in
 INLINE void pack_value_words(char *panel, const char *rows, int64_t row_stride, int first, int n, int dim) {
     panel += (ptrdiff_t)first * dim;
     for (int j = 0; j < n; j += FOUR_BYTES, rows += FOUR_BYTES * row_stride, panel += FOUR_BYTES * dim)
-        for (int d = 0; d < dim; d += LANES) i_store(panel + d * FOUR_BYTES, i_load_quad(rows + d, row_stride, 0));
+        for (int d = 0; d < dim; d += LANES)
+            i_store(panel + d * FOUR_BYTES,
+                    i_xor(i_load_quad(rows + d, row_stride, 0), i_set_32(SHIFTS_VALUES ? SHIFT_BYTES : 0)));
 }
 
 /* ---- products ---------------------------------------------------------------------------------------------------- */
@@ -67,19 +104,22 @@ INLINE byte_rows byte_rows_at(const void *first, ptrdiff_t stride) {
 INLINE const char *byte_row(const byte_rows *rows, int r) { return rows->third[r / 3] + r % 3 * rows->stride; }
 
 /* Multiplies `steps` times four bytes of each of num_q rows by as much of a panel, whose steps are `apart` bytes apart,
- * in num_vectors vectors of columns; adds them to sums. */
+ * in num_vectors vectors of columns; adds them to sums.  steps is a multiple of STEPS_AT_ONCE. */
 INLINE void multiply_bytes(int is_keys, int num_q, int num_vectors, ivec (*sums)[BYTE_VECTORS], byte_rows rows,
                            const char *panel, ptrdiff_t apart, int steps) {
-    for (int i = 0; i < steps; i++, panel += apart) {
+    for (int i = 0; i < steps; i += STEPS_AT_ONCE) {
         ivec y[BYTE_QUERIES];
         UNROLL
-        for (int r = 0; r < num_q; r++) y[r] = i_set_pair(byte_row(&rows, r) + i * FOUR_BYTES);
+        for (int r = 0; r < num_q; r++) y[r] = load_steps(byte_row(&rows, r) + i * FOUR_BYTES);
         UNROLL
+        for (int step = 0; step < STEPS_AT_ONCE; step++, panel += apart) UNROLL
         for (int v = 0; v < num_vectors; v++) {
             const ivec x = i_load(panel + v * LANES * FOUR_BYTES);
             UNROLL
-            for (int r = 0; r < num_q; r++)
-                sums[r][v] = is_keys ? i_dot_bytes(sums[r][v], x, y[r]) : i_dot_bytes(sums[r][v], y[r], x);
+            for (int r = 0; r < num_q; r++) {
+                sums[r][v] = is_keys ? dot_keys(sums[r][v], x, y[r], step) : dot_values(sums[r][v], x, y[r], step);
+                load_later(&panel, &sums[r][v]);
+            }
         }
     }
 }
@@ -95,7 +135,7 @@ INLINE void score_byte_rows(int num_q, float *scores, const float *q, int q_stri
         ivec sums[BYTE_QUERIES][BYTE_VECTORS];
         UNROLL
         for (int r = 0; r < num_q; r++) UNROLL
-        for (int v = 0; v < BYTE_VECTORS; v++) sums[r][v] = i_set_32(-128 * queries[r].sum);
+        for (int v = 0; v < BYTE_VECTORS; v++) sums[r][v] = i_set_32(SHIFTS_VALUES ? 0 : -128 * queries[r].sum);
         multiply_bytes(1, num_q, BYTE_VECTORS, sums, rows, panel + j * FOUR_BYTES, KVC_BYTE_TILE * FOUR_BYTES,
                        dim / FOUR_BYTES);
         UNROLL
@@ -106,13 +146,14 @@ INLINE void score_byte_rows(int num_q, float *scores, const float *q, int q_stri
     }
 }
 
-/* Multiplies num_vectors vectors of columns of n values by the weights of num_q query rows. */
+/* Multiplies num_vectors vectors of columns of n values by the weights of num_q query rows.  starts: of their sums. */
 INLINE void sum_byte_columns(int num_q, int num_vectors, float *acc, int acc_stride, const float *factor,
-                             const float *unit, byte_rows weights, const char *panel, int n, int dim) {
+                             const float *unit, const int32_t *starts, byte_rows weights, const char *panel, int n,
+                             int dim) {
     ivec sums[BYTE_QUERIES][BYTE_VECTORS];
     UNROLL
     for (int r = 0; r < num_q; r++) UNROLL
-    for (int v = 0; v < num_vectors; v++) sums[r][v] = i_zero();
+    for (int v = 0; v < num_vectors; v++) sums[r][v] = i_set_32(starts[r]);
     multiply_bytes(0, num_q, num_vectors, sums, weights, panel, (ptrdiff_t)dim * FOUR_BYTES, n / FOUR_BYTES);
     UNROLL
     for (int r = 0; r < num_q; r++) UNROLL
@@ -126,12 +167,17 @@ INLINE void sum_byte_columns(int num_q, int num_vectors, float *acc, int acc_str
 INLINE void sum_byte_rows(int num_q, float *acc, int acc_stride, const float *factor, const float *unit,
                           const float *weights, const char *panel, int n, int dim) {
     const byte_rows rows = byte_rows_at(weights, KVC_BYTE_SCORES * (ptrdiff_t)sizeof *weights);
+    int32_t starts[BYTE_QUERIES] = {0};
     int d = 0;
+#if SHIFTS_VALUES
+    for (int r = 0; r < num_q; r++) starts[r] = -128 * sum_weights(byte_row(&rows, r), n);
+#endif
     for (; d + BYTE_VECTORS * LANES <= dim; d += BYTE_VECTORS * LANES)
-        sum_byte_columns(num_q, BYTE_VECTORS, acc + d, acc_stride, factor, unit, rows, panel + d * FOUR_BYTES, n, dim);
+        sum_byte_columns(num_q, BYTE_VECTORS, acc + d, acc_stride, factor, unit, starts, rows, panel + d * FOUR_BYTES,
+                         n, dim);
     if (BYTE_VECTORS * LANES > KVC_QUANT_ELEMENTS && d < dim)
-        sum_byte_columns(num_q, BYTE_VECTORS / 2, acc + d, acc_stride, factor, unit, rows, panel + d * FOUR_BYTES, n,
-                         dim);
+        sum_byte_columns(num_q, BYTE_VECTORS / 2, acc + d, acc_stride, factor, unit, starts, rows,
+                         panel + d * FOUR_BYTES, n, dim);
 }
 
 /* Is a kvc_score_bytes_fn. */

@@ -35,6 +35,12 @@ extern kvc_pack_values_fn kvc_pack_values_q8_0_neondotprod, kvc_pack_values_q8_0
 extern kvc_matmul_fn kvc_score_panels_neondotprod, kvc_score_panels_neoni8mm;
 extern kvc_matmul_fn kvc_accumulate_panels_neondotprod, kvc_accumulate_panels_neoni8mm;
 
+extern kvc_pack_bytes_fn kvc_pack_byte_keys_neondotprod, kvc_pack_byte_keys_neoni8mm;
+extern kvc_pack_bytes_fn kvc_pack_byte_values_neondotprod, kvc_pack_byte_values_neoni8mm;
+extern kvc_score_bytes_fn kvc_score_bytes_neondotprod, kvc_score_bytes_neoni8mm;
+extern kvc_weigh_bytes_fn kvc_weigh_bytes_neondotprod;
+extern kvc_sum_bytes_fn kvc_sum_bytes_neondotprod, kvc_sum_bytes_neoni8mm;
+
 /* The largest number that is 256 * high + low, of two signed bytes, as are those of the opposite sign. */
 #define KVC_LARGEST_DIGITS (127 * 256 + 127)
 
@@ -45,6 +51,8 @@ extern kvc_matmul_fn kvc_accumulate_panels_neondotprod, kvc_accumulate_panels_ne
     .score[KVC_Q4_0] = {kvc_prepare_##set, kvc_score_q4_0_##set},                                                    \
     .score[KVC_INT8] = {kvc_prepare_##set, kvc_score_int8_##set}, .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_##set, \
     .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_##set, .accumulate[KVC_INT8] = kvc_accumulate_int8_##set,            \
+    .bytes = {kvc_pack_byte_keys_##set,    kvc_pack_byte_values_##set, kvc_score_bytes_##set,                        \
+              kvc_weigh_bytes_neondotprod, kvc_sum_bytes_##set,        24},                                          \
     .tiler[KVC_Q8_0] = {.prepare = kvc_prepare_##set,                                                                \
                         .pack_keys = kvc_pack_keys_q8_0_##set,                                                       \
                         .pack_values = kvc_pack_values_q8_0_##set,                                                   \

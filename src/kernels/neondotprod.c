@@ -100,6 +100,50 @@ INLINE void sum_columns(int num_q, int32x4_t (*sums)[COLUMNS / LANES], const cha
 
 #include "kernels/accumulate_bytes.h"
 
+#define SHIFTS_VALUES 1
+enum { BYTE_QUERIES = 4, STEPS_AT_ONCE = 4 };
+
+INLINE ivec load_steps(const void *p) { return i_load(p); }
+
+#define DOT_WITH(instruction, lane) __asm__(instruction " %0.4s, %1.16b, %2.4b[" lane "]" : "+w"(sum) : "w"(x), "w"(y))
+
+INLINE ivec dot_keys(ivec sum, ivec x, ivec y, int step) {
+    if (step == 0) DOT_WITH("sdot", "0");
+    if (step == 1) DOT_WITH("sdot", "1");
+    if (step == 2) DOT_WITH("sdot", "2");
+    if (step == 3) DOT_WITH("sdot", "3");
+    return sum;
+}
+
+INLINE ivec dot_values(ivec sum, ivec x, ivec y, int step) {
+    if (step == 0) DOT_WITH("udot", "0");
+    if (step == 1) DOT_WITH("udot", "1");
+    if (step == 2) DOT_WITH("udot", "2");
+    if (step == 3) DOT_WITH("udot", "3");
+    return sum;
+}
+
+INLINE int32_t sum_weights(const char *p, int n) {
+    const ivec ones = i_set_32(0x01010101);
+    ivec sum = i_zero();
+    for (int i = 0; i < n; i += 4 * LANES) {
+        const ivec x = i_load(p + i);
+        __asm__("udot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(x), "w"(ones));
+    }
+    return vaddvq_s32(sum);
+}
+
+INLINE void store_weights(void *p, const vec *x) {
+    const uint16x8_t low = vcombine_u16(vmovn_u32(vcvtnq_u32_f32(x[0])), vmovn_u32(vcvtnq_u32_f32(x[1])));
+    const uint16x8_t high = vcombine_u16(vmovn_u32(vcvtnq_u32_f32(x[2])), vmovn_u32(vcvtnq_u32_f32(x[3])));
+    const uint8x16_t bytes = vcombine_u8(vmovn_u16(low), vmovn_u16(high));
+    memcpy(p, &bytes, sizeof bytes);
+}
+
+#include "kernels/multiply_bytes.h"
+
+DEFINE_BYTES(neondotprod)
+
 TARGET void kvc_prepare_neondotprod(float *q, int q_stride, int num_q, int dim, float scale) {
     split_rows(q, q_stride, num_q, dim, scale);
 }

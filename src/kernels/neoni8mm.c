@@ -115,6 +115,7 @@ INLINE void sum_columns(int num_q, int32x4_t (*sums)[COLUMNS / LANES], const cha
 }
 
 #include "kernels/accumulate_bytes.h"
+#include "kernels/matrix_bytes.h"
 
 TARGET void kvc_prepare_neoni8mm(float *q, int q_stride, int num_q, int dim, float scale) {
     split_rows(q, q_stride, num_q, dim, scale);

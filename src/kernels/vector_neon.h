@@ -383,7 +383,26 @@ INLINE ivec i_begin_quads(const int32_t *p) {
 
 INLINE ivec i_set_quad(const void *p) { return i_set_pair(p); }
 
+/* Keeps compilers from loading by *p before *x is known: GCC loads all that a loop needs first, and has no registers
+ * for it. */
+INLINE void load_later(const char **p, ivec *x) { __asm__("" : "+r"(*p), "+w"(*x)); }
+
 #if HAS_DOT_BYTES
+INLINE void i_store(void *p, ivec x) { memcpy(p, &x, sizeof x); }
+
+INLINE ivec i_set_32(int32_t x) { return vdupq_n_s32(x); }
+
+INLINE ivec i_xor(ivec x, ivec y) { return veorq_s32(x, y); }
+
+INLINE ivec i_of_bits(vec x) { return vreinterpretq_s32_f32(x); }
+
+INLINE ivec i_load_quad(const char *p, ptrdiff_t stride, int swaps) {
+    const char *const second = p + (swaps ? 2 : 1) * stride, *const third = p + (swaps ? 1 : 2) * stride;
+    const uint8x8_t even = vzip1_u8(load_bytes(p), load_bytes(third)),
+                    odd = vzip1_u8(load_bytes(second), load_bytes(p + 3 * stride));
+    return vreinterpretq_s32_u8(vcombine_u8(vzip1_u8(even, odd), vzip2_u8(even, odd)));
+}
+
 /* The intrinsic is not there for one function in some compilers. */
 INLINE ivec i_dot_quads(ivec sum, ivec x, ivec y) {
     __asm__("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(x), "w"(y));
