@@ -57,6 +57,10 @@ EMULATED_CONVERSION(cvtepu16_epi32, __m512i, si, i32, __m256i, half[0], u16, )
 EMULATED_CONVERSION(cvtepi32_epi16, __m256i, half[0], u16, __m512i, si, u32, (uint16_t))
 EMULATED_CONVERSION(cvtepi32_epi8, __m128i, quarter[0], u8, __m512i, si, u32, (uint8_t))
 
+static inline uint8_t emulated_saturated(uint32_t x) { return x > UINT8_MAX ? UINT8_MAX : (uint8_t)x; }
+
+EMULATED_CONVERSION(cvtusepi32_epi8, __m128i, quarter[0], u8, __m512i, si, u32, emulated_saturated)
+
 static inline float emulated_cvtss_f32(__m512 x) { return (emulated){.ps = x}.f32[0]; }
 
 static inline __m256 emulated_extractf32x8_ps(__m512 x, int half) { return (emulated){.ps = x}.half_ps[half]; }
@@ -146,6 +150,7 @@ static inline void emulated_mask_storeu_ps(float *p, __mmask16 mask, __m512 x) {
 #define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
 #define _mm512_cvtepi32_epi16 emulated_cvtepi32_epi16
 #define _mm512_cvtepi32_epi8 emulated_cvtepi32_epi8
+#define _mm512_cvtusepi32_epi8 emulated_cvtusepi32_epi8
 #define KVC_NO_ASSEMBLY 1
 #undef _mm512_srai_epi32
 #define _mm512_srai_epi32 emulated_srai_epi32
