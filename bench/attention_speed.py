@@ -24,6 +24,7 @@ from entrants import (
     in_cache,
     in_use,
     multiplying,
+    multiplying_bytes,
     own_pages,
     reading,
     set_up,
@@ -228,15 +229,19 @@ def prefill_of_type(report: Report, shape: Shape) -> None:
     torch_type = "bf16" if dtype in BLOCKED else dtype
     offers = [("ggml", (mode, dtype)) for mode in (["flash"] if dtype in BLOCKED else ["flash", "matmul"])]
     offers += [("torch", ("sdpa", torch_type))]
-    with core(replace(shape, q_type=torch_type)) as ours, report.peers:
+    own = replace(shape, q_type=torch_type)
+    products = multiplying_bytes(shape.threads)
+    with core(own) as ours, core(replace(own, in_bytes=True)) as in_bytes, report.peers:
         others = set_up(report.peers, offers, shape)
-        entrants = [ours, multiplying(shape.threads), *others]
-        ours_s, multiply_s, *others_s = report.compete(entrants, shape.threads, least=3)
-    work = shape.multiply_adds
-    flops, best = 2e-9 * work / statistics.median(ours_s), 2e-9 / min(multiply_s)
-    name, note = "share of the machine's f32 multiply-adds", f"{flops:.1f} of {best:.1f} GFLOP/s"
-    limit = [min(multiply_s) * work] * len(ours_s)
-    report.line(name, shape, ours_s, (limit, ours_s), wanted(name), note)
+        entrants = [ours, in_bytes, multiplying(shape.threads), *products, *others]
+        ours_s, bytes_s, multiply_s, *others_s = report.compete(entrants, shape.threads, least=3)
+    products_s, others_s = others_s[: len(products)], others_s[len(products) :]
+    name = "share of the machine's f32 multiply-adds"
+    against_products(report, shape, name, ours_s, multiply_s)
+    against_products(report, shape, f"in bytes, {name}", bytes_s, multiply_s)
+    for each in products_s:
+        against_products(report, shape, "in bytes, share of its products of bytes", bytes_s, each)
+    report.line("in bytes, speedup over exact", shape, bytes_s, (ours_s, bytes_s), "> 1")
     for peer, seconds in zip(others, others_s, strict=True):
         report.line(f"    {peer.name}", replace(shape, dtype=peer.kind), seconds)
     for start, name in (("torch", OVER_SDPA), ("ggml", OVER_GGML)):
@@ -244,6 +249,16 @@ def prefill_of_type(report: Report, shape: Shape) -> None:
         if some:
             peer, seconds = min(some, key=lambda pair: statistics.median(pair[1]))
             report.line(f"  {name}", shape, (), (seconds, ours_s), "> 1", f"{peer.name} {peer.kind}")
+
+
+def against_products(
+    report: Report, shape: Shape, name: str, seconds: Sequence[float], of_product: Sequence[float]
+) -> None:
+    """Add a line for a prompt against as many multiply-adds, or products of bytes, of which one takes `of_product`."""
+    limit = min(of_product) * shape.multiply_adds  # at the machine's best rate, not its median
+    rate, best = 2e-9 * shape.multiply_adds / statistics.median(seconds), 2e-9 / min(of_product)
+    note = f"{rate:.1f} of {best:.1f} GFLOP/s"
+    report.line(name, shape, seconds, ([limit] * len(seconds), seconds), wanted(name), note)
 
 
 def prefill_by_type(report: Report, shape: Shape) -> None:

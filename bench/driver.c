@@ -170,7 +170,7 @@ typedef struct driver_pass {
     const float *rows; /* of all tokens, as in rows_at; the same for every layer */
     const void *q;
     void *out;
-    int32_t num_tokens, num_seqs, num_heads, num_threads, q_type;
+    int32_t num_tokens, num_seqs, num_heads, num_threads, q_type, precision;
 } driver_pass;
 
 static kvc_attend_args attend_args(const driver *d, const driver_pass *pass) {
@@ -192,7 +192,8 @@ static kvc_plan_args plan_args(const driver_pass *pass, int32_t layer) {
     return (kvc_plan_args){.struct_size = sizeof(kvc_plan_args),
                            .layer = layer,
                            .num_heads = pass->num_heads,
-                           .num_threads = pass->num_threads};
+                           .num_threads = pass->num_threads,
+                           .precision = pass->precision};
 }
 
 static kvc_status begin_pass(const driver *d, const driver_pass *pass, kvc_batch **batch) {

@@ -109,12 +109,12 @@ class Driver:
         return seconds
 
     def _pass(self, *numbers: int) -> tuple[Any, Floats, Floats]:
-        """Make a forward pass, its queries and its output; numbers: tokens, sequences, query heads, threads, type.
+        """Make a forward pass, its queries and its output; numbers: those of driver_pass.
 
         The arrays hold f32; where the type has 16 bits, the C side reads and writes the first half of their bytes.
         """
         if numbers not in self._passes:
-            num_tokens, num_seqs, num_heads, _, q_type = numbers
+            num_tokens, num_seqs, num_heads, _, q_type, _ = numbers
             tokens = num_tokens * num_seqs
             assert tokens <= self.POOL
             q = np.random.default_rng(1).standard_normal((tokens, num_heads, self.k_dim), np.float32)
@@ -128,15 +128,17 @@ class Driver:
         return self._passes[numbers]
 
     def attend(
-        self, num_heads: int, num_threads: int, count: int, *, num_tokens: int = 1, num_seqs: int = 1, q_type: str = ""
-    ) -> Seconds:
+        self, num_heads: int, num_threads: int, count: int, *, num_tokens: int = 1, num_seqs: int = 1,
+        q_type: str = "", in_bytes: bool = False,
+    ) -> Seconds:  # fmt: skip
         """Time attention of further tokens `count` times, going round the layers; the tokens are not kept.
 
-        Queries and output are of q_type, by default f32, or bf16 if keys are bf16, as in models of that type.
+        Queries and output are of q_type, by default f32, or bf16 if keys are bf16, as in models of that type. With
+        in_bytes, prompts are multiplied in bytes.
         """
         seconds = np.empty(count)
         number = TYPES[q_type] if q_type else self._q_type
-        forward, _, _ = self._pass(num_tokens, num_seqs, num_heads, num_threads, number)
+        forward, _, _ = self._pass(num_tokens, num_seqs, num_heads, num_threads, number, int(in_bytes))
         self._c.driver_attend(self._handle, ctypes.byref(forward), self._next_layer, count, seconds)
         self._next_layer = (self._next_layer + count) % self.num_layers
         return seconds
@@ -148,7 +150,7 @@ class Driver:
 
         Keys and values are [heads, num_rows, dim]. Queries and output may be bf16, and are returned as f32.
         """
-        forward, q, out = self._pass(1, 1, num_heads, num_threads, TYPES[q_type])
+        forward, q, out = self._pass(1, 1, num_heads, num_threads, TYPES[q_type], 0)
         k = np.empty((self.num_kv_heads, num_rows, self.k_dim), np.float32)
         v = k[:, :, : self.v_dim] if self.value_in_key else np.empty((*k.shape[:2], self.v_dim), np.float32)
         values = None if self.value_in_key else v

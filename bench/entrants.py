@@ -41,6 +41,7 @@ class Shape:
     value_in_key: bool = False
     num_tokens: int = 1
     q_type: str = ""  # of queries and outputs; "": bf16 if keys are, else f32
+    in_bytes: bool = False  # whether a prompt is multiplied in bytes
 
     @property
     def row_bytes(self) -> float:
@@ -116,8 +117,9 @@ def attending(shape: Shape, driver: Driver, name: str = "", num_seqs: int = 1) -
 
     def run(count: int) -> Seconds:
         return driver.attend(
-            shape.num_heads, shape.threads, count, num_tokens=shape.num_tokens, num_seqs=num_seqs, q_type=shape.q_type
-        )
+            shape.num_heads, shape.threads, count, num_tokens=shape.num_tokens, num_seqs=num_seqs, q_type=shape.q_type,
+            in_bytes=shape.in_bytes,
+        )  # fmt: skip
 
     return Entrant(name or f"kvcache {shape.dtype}", run, driver.num_layers)
 
@@ -257,6 +259,19 @@ def multiplying(threads: int) -> Entrant:
         return [seconds.min() / count]
 
     return Entrant("multiply-add", run)
+
+
+def multiplying_bytes(threads: int) -> list[Entrant]:
+    """Multiply bytes and add them, four to a lane; time it per product. Empty on machines without the instruction."""
+    m: Machine = machine()
+    if not m.multiply_bytes(1)[0]:
+        return []
+
+    def run(_: int) -> list[float]:
+        count, seconds = m.multiply_bytes(threads, 20)
+        return [seconds.min() / count]
+
+    return [Entrant("products of bytes", run)]
 
 
 @contextlib.contextmanager

@@ -216,6 +216,16 @@ MULTIPLIER(multiply_scalar, , float, set_scalar, fma_scalar)
 #if defined(__x86_64__)
 MULTIPLIER(multiply_avx2, AVX2, __m256, _mm256_set1_ps, _mm256_fmadd_ps)
 MULTIPLIER(multiply_avx512, AVX512, __m512, _mm512_set1_ps, _mm512_fmadd_ps)
+
+/* As the cache's kernels do, by assembly: intrinsics move sums. */
+AVX512 static float multiply_bytes_avx512(float factor) {
+    __m512i sums[SUMS], x = _mm512_castps_si512(_mm512_set1_ps(factor)), y = _mm512_set1_epi32(1);
+    for (int i = 0; i < SUMS; i++) sums[i] = _mm512_set1_epi32(i);
+    for (int r = 0; r < ROUNDS; r++)
+        for (int i = 0; i < SUMS; i++) __asm__("vpdpbusd %2, %1, %0" : "+v"(sums[i]) : "v"(x), "v"(y));
+    for (int i = 1; i < SUMS; i++) sums[0] = _mm512_add_epi32(sums[0], sums[i]);
+    return (float)_mm512_reduce_add_epi32(sums[0]);
+}
 #endif
 
 typedef struct multiplying {
@@ -229,6 +239,17 @@ static void multiply_part(void *context, int64_t t) {
     m->sum += (uint64_t)m->multiply(0.5F);
 }
 
+/* Calls f with the argument 0.5 on each of the threads. */
+static void time_multiply(float (*f)(float), int threads, int reps, double *seconds) {
+    multiplying all = {.multiply = f};
+    for (int r = 0; r < reps; r++) {
+        const double start = now();
+        kvc_parallel(threads, threads, multiply_part, &all);
+        seconds[r] = now() - start;
+        kept += all.sum;
+    }
+}
+
 /* Multiplies and adds f32 in vectors of `lanes` floats on each of the threads.  Returns the number of multiply-adds in
  * a repetition, or 0 if this machine lacks these vectors. */
 EXPORT double ys_multiply_add(int lanes, int threads, int reps, double *seconds) {
@@ -238,12 +259,19 @@ EXPORT double ys_multiply_add(int lanes, int threads, int reps, double *seconds)
     if (lanes == 16 && has_avx512()) multiply = multiply_avx512;
 #endif
     if (!multiply) return 0;
-    multiplying all = {.multiply = multiply};
-    for (int r = 0; r < reps; r++) {
-        const double start = now();
-        kvc_parallel(threads, threads, multiply_part, &all);
-        seconds[r] = now() - start;
-        kept += all.sum;
-    }
+    time_multiply(multiply, threads, reps, seconds);
     return (double)ROUNDS * SUMS * lanes * threads;
+}
+
+/* Multiplies bytes and adds four products to each lane, in the widest vectors that have an instruction for it, on each
+ * of the threads.  Returns the number of products in a repetition, or 0 if this machine lacks the instruction. */
+EXPORT double ys_multiply_bytes(int threads, int reps, double *seconds) {
+#if defined(__x86_64__)
+    if (has_avx512() && __builtin_cpu_supports("avx512vnni")) {
+        time_multiply(multiply_bytes_avx512, threads, reps, seconds);
+        return (double)ROUNDS * SUMS * 64 * threads;
+    }
+#endif
+    (void)threads, (void)reps, (void)seconds;
+    return 0;
 }

@@ -88,6 +88,11 @@ class Machine:
         seconds = np.zeros(reps)
         return self._c.ys_multiply_add(lanes, threads, reps, seconds), seconds
 
+    def multiply_bytes(self, threads: int, reps: int = 1) -> tuple[float, Seconds]:
+        """Time products of bytes: the number in one repetition (0: no such instruction here), and seconds of each."""
+        seconds = np.zeros(reps)
+        return self._c.ys_multiply_bytes(threads, reps, seconds), seconds
+
     @functools.cached_property
     def lanes(self) -> int:
         """The number of floats in the widest vectors of this machine."""
