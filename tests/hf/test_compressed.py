@@ -283,7 +283,7 @@ def test_an_attention_with_the_function_of_before():
     HFCache(model.config)
     attention = model.model.layers[1].self_attn
     attention.forward = type(attention).forward.__wrapped__.__get__(attention)
-    with pytest.raises(kvcache.NotSupportedError, match="make an HFCache first"):
+    with pytest.raises(kvcache.NotSupportedError, match="make an HFCache, before that"):
         logits_of(model, HFCache(model.config), tokens_of(1, 3), [3])
 
 
