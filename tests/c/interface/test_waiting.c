@@ -349,7 +349,7 @@ static void test_fork(void) {
 /* Forks, and ends the open batch in parent and child. */
 static int32_t poll_and_fork(void *user) {
     poller *p = user;
-    if (!p->open || !pthread_equal(p->self, pthread_self())) return 0;
+    if (!pthread_equal(p->self, pthread_self()) || !p->open) return 0;
     p->child = fork();
     if (!p->child) alarm(LIMIT);
     if (!p->child) test_failures = 0;
