@@ -135,7 +135,7 @@ def test_parts_that_are_made_without_a_cache():
     x = np.ones((1, 2, 8), np.float32)
     for call in (
         lambda: batch.put(0, x, x, 0, None, "THD"),
-        lambda: batch.attend(0, x, x, x, 0, *[None] * 7, 1, False, None, None, "THD", None, False),
+        lambda: batch.attend(0, x, x, x, 0, *[None] * 7, 1, False, None, "stored", None, "THD", None, False),
         lambda: batch.choose(0, x, 0, 1, {}, "THD", False),
         lambda: batch.slots(0, 0),
         lambda: batch.written(0, 0, 1),

@@ -20,6 +20,7 @@ FOR_C_ONLY = {
     "layers[%d].policy.kind is %d: no kvc_policy_kind",
     "layers[%d].rope.kind is %d: no kvc_rope_kind",
     "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16",
+    "precision is %d: it must be KVC_PRECISION_STORED, 0, or KVC_PRECISION_INT8, 1",
     "%s_type is %d: it must be KVC_F32, KVC_F16 or KVC_BF16, or %d, as the layer stores %s",
 }
 

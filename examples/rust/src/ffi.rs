@@ -227,6 +227,7 @@ abi! {
         num_choices: i32,
         select_rows: i32,
         chosen_width: i32,
+        precision: i32,
     }
 
     fn kvc_last_error() -> *const c_char;
