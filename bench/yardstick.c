@@ -220,9 +220,12 @@ MULTIPLIER(multiply_avx512, AVX512, __m512, _mm512_set1_ps, _mm512_fmadd_ps)
 /* As the cache's kernels do, by assembly: intrinsics move sums. */
 AVX512 static float multiply_bytes_avx512(float factor) {
     __m512i sums[SUMS], x = _mm512_castps_si512(_mm512_set1_ps(factor)), y = _mm512_set1_epi32(1);
+#pragma GCC unroll 12
     for (int i = 0; i < SUMS; i++) sums[i] = _mm512_set1_epi32(i);
     for (int r = 0; r < ROUNDS; r++)
+#pragma GCC unroll 12
         for (int i = 0; i < SUMS; i++) __asm__("vpdpbusd %2, %1, %0" : "+v"(sums[i]) : "v"(x), "v"(y));
+#pragma GCC unroll 12
     for (int i = 1; i < SUMS; i++) sums[0] = _mm512_add_epi32(sums[0], sums[i]);
     return (float)_mm512_reduce_add_epi32(sums[0]);
 }
