@@ -122,7 +122,7 @@ static float log_of(float x) {
 static void take_units(kvc_byte_units *to, const float *units, int32_t n) {
     for (int32_t j = 0; j < n; j++) {
         const float unit = units[j] > LEAST_UNIT ? units[j] : LEAST_UNIT;
-        const float nan_or_0 = (units[j] - units[j]);
+        const float nan_or_0 = units[j] - units[j];
         to->logs[j] = log_of(unit) + nan_or_0;
         to->inverses[j] = 1 / unit + nan_or_0;
     }

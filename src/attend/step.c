@@ -47,9 +47,12 @@ static const uint8_t *scales_at(const kvc_walk *w, const kvc_walk_place *p) {
     return scales ? scales + p->offset * p->at->scale_step : NULL;
 }
 
+/* Counts the rows from a place on to the end of the stretch. */
+static int64_t rows_behind(const kvc_walk_place *p) { return p->at->n - p->offset; }
+
 /* Goes on by up to `most` rows of one stretch; returns their number. */
 static int64_t step_on(kvc_walk_place *p, int64_t most) {
-    int64_t rows = kvc_rows_behind(p);
+    int64_t rows = rows_behind(p);
     if (rows > most) rows = most;
     p->offset += rows;
     if (p->offset == p->at->n) p->at++, p->offset = 0;
@@ -99,7 +102,7 @@ kvc_kernel_rows kvc_take_rows(const kvc_task *t, kvc_walk *w, int64_t rows) {
         decode_rows(t, w, rows, stride);
         return (kvc_kernel_rows){workspace, stride, rows};
     }
-    if (kvc_rows_behind(&w->place) < rows) {
+    if (rows_behind(&w->place) < rows) {
         copy_rows(w, workspace, rows);
         return (kvc_kernel_rows){workspace, (int64_t)w->row_bytes, rows};
     }
@@ -108,8 +111,10 @@ kvc_kernel_rows kvc_take_rows(const kvc_task *t, kvc_walk *w, int64_t rows) {
     return in_place;
 }
 
-kvc_kernel_rows kvc_take_some(const kvc_task *t, kvc_walk *w) {
-    const int64_t in_place = kvc_rows_behind(&w->place), left = w->left;
+/* Takes as many keys, or values of floats, as a kernel is best given next: floats of a long stretch, else a few; all,
+ * where they are unpacked.  Quantised rows are scored in groups. */
+static kvc_kernel_rows take_some(const kvc_task *t, kvc_walk *w) {
+    const int64_t in_place = rows_behind(&w->place), left = w->left;
     const int is_quantised = w->type >= KVC_FLOAT_TYPES, is_same = w->kernel_type == w->type;
     if (in_place >= left || !is_same) return kvc_take_rows(t, w, left);
     if (!is_quantised && in_place >= LEAST_STRETCH) return kvc_take_rows(t, w, in_place);
@@ -118,8 +123,10 @@ kvc_kernel_rows kvc_take_some(const kvc_task *t, kvc_walk *w) {
     return kvc_take_rows(t, w, few < left ? few : left);
 }
 
-int64_t kvc_take_values(const kvc_task *t, kvc_walk *w, kvc_value_piece *piece) {
-    if (w->kernel_type != w->type || kvc_rows_behind(&w->place) >= w->left) {
+/* Takes all quantised values of a tile, as a kvc_accumulate_fn does; returns the bytes from row to row.  Pieces that
+ * lie apart or in several stretches are copied, so that sums do not depend on where they lie. */
+static int64_t take_values(const kvc_task *t, kvc_walk *w, kvc_value_piece *piece) {
+    if (w->kernel_type != w->type || rows_behind(&w->place) >= w->left) {
         const kvc_kernel_rows rows = kvc_take_rows(t, w, w->left);
         for (int64_t i = 0; i < rows.num; i += KVC_PANEL) piece++->rows = (const uint8_t *)rows.first + i * rows.stride;
         return rows.stride;
@@ -127,7 +134,7 @@ int64_t kvc_take_values(const kvc_task *t, kvc_walk *w, kvc_value_piece *piece) 
     uint8_t *copies = (uint8_t *)(t->workspace + t->call->plan->attending.rows);
     for (int64_t n; w->left; w->left -= n, copies += KVC_PANEL * w->row_bytes) {
         n = kvc_smaller(w->left, KVC_PANEL);
-        const int is_even = kvc_rows_behind(&w->place) >= n && w->place.at->step[1] == (ptrdiff_t)w->row_bytes;
+        const int is_even = rows_behind(&w->place) >= n && w->place.at->step[1] == (ptrdiff_t)w->row_bytes;
         piece++->rows = is_even ? row_at(w, &w->place) : copies;
         if (is_even)
             step_on(&w->place, n);
@@ -144,7 +151,8 @@ static kvc_ahead ahead_of(const kvc_call *c, const uint8_t *first, const uint8_t
     return (kvc_ahead){first, bytes < MOST_BYTES ? (int32_t)bytes : MOST_BYTES, c->prefetch_level};
 }
 
-void kvc_prefetch_scales(const kvc_call *c, const kvc_tile *tile) {
+/* Prefetches the scales of a tile, which lie apart from its rows, except of single rows. */
+static void prefetch_scales(const kvc_call *c, const kvc_tile *tile) {
     int32_t n = 0;
     for (const kvc_stretch *at = tile->stretches; n < tile->n; n += (int32_t)at++->n)
         for (int i = 0; i < 2 && at->scale_step == KVC_SCALE_BYTES; i++)
@@ -160,9 +168,10 @@ void kvc_times_scales(const kvc_task *t, const kvc_tile *tile, int is_value) {
  * where rows share lines with them. */
 static ptrdiff_t narrow_hole(const kvc_walk *w) { return w->row_bytes % KVC_CACHE_LINE ? NARROW_HOLE : 0; }
 
-int kvc_is_in_stretches(const kvc_walk *w, int64_t most) {
+/* Whether the next rows, up to `most`, lie in several stretches, which are better prefetched a few rows at a time. */
+static int is_in_stretches(const kvc_walk *w, int64_t most) {
     const kvc_walk_place *p = &w->place;
-    const int64_t rows = w->left ? kvc_rows_behind(p) : 0;
+    const int64_t rows = w->left ? rows_behind(p) : 0;
     if (rows < LEAST_AHEAD) return 0;
     return rows < kvc_smaller(w->left, most) || p->at->step[w->is_value] - (ptrdiff_t)w->row_bytes > narrow_hole(w);
 }
@@ -188,9 +197,10 @@ kvc_ahead kvc_take_ahead(const kvc_call *c, kvc_walk *w, int64_t rows) {
     return ahead_of(c, first, end);
 }
 
-kvc_ahead kvc_take_few_ahead(const kvc_call *c, kvc_walk *w, int64_t lines) {
+/* Takes as many rows as fill `lines` lines; none, unless all that are left lie one after the other. */
+static kvc_ahead take_few_ahead(const kvc_call *c, kvc_walk *w, int64_t lines) {
     const int is_even =
-        w->left && kvc_rows_behind(&w->place) >= w->left && w->place.at->step[w->is_value] == (ptrdiff_t)w->row_bytes;
+        w->left && rows_behind(&w->place) >= w->left && w->place.at->step[w->is_value] == (ptrdiff_t)w->row_bytes;
     return kvc_take_ahead(c, w, is_even ? lines * KVC_CACHE_LINE / (int64_t)w->row_bytes : 0);
 }
 
@@ -277,7 +287,8 @@ int kvc_key_minima_apart(const kvc_task *t, const kvc_tile *tile) {
     return kvc_delta_index_of(t, tile) != KVC_MIXED && t->k_lacks_minima;
 }
 
-const kvc_scorer *kvc_scorer_of(const kvc_task *t, const kvc_tile *tile) {
+/* Returns the kernels that score a tile for few query rows. */
+static const kvc_scorer *scorer_of(const kvc_task *t, const kvc_tile *tile) {
     const kvc_kernels *kernels = t->call->kernels;
     const int32_t delta_index = kvc_delta_index_of(t, tile), type = delta_index == KVC_MIXED ? KVC_F32 : t->k_as;
     const int is_same = type == t->call->args->q_type && !delta_index;
@@ -314,7 +325,7 @@ const float *kvc_query_rows_for(kvc_task *t, const kvc_tile *tile) {
     const kvc_plan *plan = t->call->plan;
     const int32_t delta_index = kvc_delta_index_of(t, tile);
     if (delta_index == t->delta_index) return t->q;
-    const kvc_scorer *scorer = kvc_scorer_of(t, tile);
+    const kvc_scorer *scorer = scorer_of(t, tile);
     const int in_bytes = t->slice->tiled == KVC_IN_BYTES;
     kvc_prepare_fn *prepare = t->slice->tiled ? kvc_product_of(t, delta_index).prepare : scorer->prepare;
     const int is_as_16 = !t->slice->tiled && scorer == &t->call->kernels->score_16[t->call->args->q_type];
@@ -339,7 +350,7 @@ const float *kvc_query_rows_for(kvc_task *t, const kvc_tile *tile) {
 static void score_tile(kvc_task *t, const kvc_tile *tile) {
     const kvc_call *c = t->call;
     const int32_t stride = c->plan->attending.q_stride, dim = c->plan->k_dim;
-    kvc_score_fn *const score = kvc_scorer_of(t, tile)->score;
+    kvc_score_fn *const score = scorer_of(t, tile)->score;
     const float *q = kvc_query_rows_for(t, tile);
     kvc_walk keys = kvc_walk_keys(t, tile), values = kvc_walk_values(t, tile);
     if (kvc_delta_index_of(t, tile) == KVC_MIXED) {
@@ -350,7 +361,7 @@ static void score_tile(kvc_task *t, const kvc_tile *tile) {
     }
     float *scores = t->scores;
     while (keys.left) {
-        const kvc_kernel_rows k = kvc_take_some(t, &keys);
+        const kvc_kernel_rows k = take_some(t, &keys);
         score(scores, q, stride, t->num_query_rows, k.first, k.stride, (int)k.num, dim,
               kvc_take_ahead(c, &values, k.num));
         scores += k.num;
@@ -367,9 +378,9 @@ static void accumulate_quantised(const kvc_task *t, kvc_walk *values, kvc_walk *
     const kvc_call *c = t->call;
     const int32_t type = t->v_as, dim = c->plan->v_dim, n = (int32_t)values->left;
     kvc_value_piece pieces[KVC_TILE / KVC_PANEL];
-    const int64_t stride = kvc_take_values(t, values, pieces);
-    const int is_cut = kvc_is_in_stretches(keys, KVC_PANEL),
-              is_even = keys->left && kvc_rows_behind(&keys->place) >= keys->left;
+    const int64_t stride = take_values(t, values, pieces);
+    const int is_cut = is_in_stretches(keys, KVC_PANEL),
+              is_even = keys->left && rows_behind(&keys->place) >= keys->left;
     const int32_t parts = is_cut ? PARTS : 1, ahead = is_cut ? KVC_PANEL / PARTS : is_even ? KVC_TILE : KVC_PANEL;
     const int32_t columns = (dim / parts + KVC_QUANT_ELEMENTS - 1) / KVC_QUANT_ELEMENTS * KVC_QUANT_ELEMENTS;
     for (int32_t d = 0, some; d < dim; d += some) {
@@ -390,7 +401,7 @@ static void accumulate_floats(const kvc_task *t, kvc_walk *values, kvc_walk *key
     const kvc_call *c = t->call;
     const float *weights = t->scores;
     while (values->left) {
-        const kvc_kernel_rows v = kvc_take_some(t, values);
+        const kvc_kernel_rows v = take_some(t, values);
         kvc_value_piece piece = {v.first, kvc_take_ahead(c, keys, values->left ? v.num : KVC_TILE)};
         c->kernels->accumulate[t->v_as](t->acc, c->plan->attending.acc_stride, t->factor, weights, t->num_query_rows,
                                         &piece, v.stride, (int)v.num, c->plan->v_dim);
@@ -414,8 +425,8 @@ void kvc_stream_tile(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor 
     score_tile(t, current);
     kvc_next_tile(next, upcoming);
     kvc_walk keys = kvc_walk_keys(t, next);
-    if (next->layout->num_scales) kvc_prefetch_scales(t->call, next);
-    const kvc_ahead ahead = kvc_take_few_ahead(t->call, &keys, t->num_query_rows * (current->n / KVC_LANES));
+    if (next->layout->num_scales) prefetch_scales(t->call, next);
+    const kvc_ahead ahead = take_few_ahead(t->call, &keys, t->num_query_rows * (current->n / KVC_LANES));
     if (!current->is_seen || t->call->changes_scores)
         kvc_change_scores(t, current, 0, t->num_query_rows, t->scores, KVC_SCORES);
     t->call->kernels->softmax(t->scores, t->num_query_rows, current->n, t->max, t->sum, t->factor, ahead);
