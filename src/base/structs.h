@@ -46,8 +46,9 @@ enum {
  * `right` is today's size, for the message. */
 kvc_status kvc_check_size(size_t size, size_t least, size_t right, const char *name);
 
-/* Checks a caller's array of at most `max` structs of this size, to be filled in: KVC_ERR_INVALID as well if max is
- * negative, or the array is NULL and max is above 0.  The argument that has max is called "max_" and the name. */
+/* Checks a caller's array of at most `max` structs of this size, to be filled in.  It is KVC_ERR_INVALID as well if max
+ * is negative, and if the array is NULL and max is above 0.  The argument that has max is called "max_" and the name.
+ */
 kvc_status kvc_check_output(const void *array, size_t size, int64_t max, size_t least, size_t right, const char *name);
 
 /* Copies a caller's struct of from_size bytes; fields it lacks become 0.  Returns KVC_ERR_INVALID if it is NULL or too

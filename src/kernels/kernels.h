@@ -215,21 +215,22 @@ typedef struct kvc_byte_units {
     float logs[KVC_BYTE_TILE], inverses[KVC_BYTE_TILE];
 } kvc_byte_units;
 
-/* Takes a step of the online softmax of num_q query rows, over x = score + log of the value's unit.  With m the row's
- * largest x, its weights become exp(x - m) * 255, rounded: bytes, which take the place of the scores, and are 0 for j
- * past n, up to a multiple of KVC_PANEL.  max[r] becomes the larger of max[r] and m; factor[r] exp(the old max[r] - the
- * new one); unit[r] exp(m - max[r]) / 255, by which products of weights are to be multiplied.  sum[r] becomes sum[r] *
- * factor[r] plus the sum of exp(x - max[r]) times 1 over the value's unit.  Scores of -inf have weight 0, a NaN makes
- * sum[r] NaN.
+/* Takes a step of the online softmax of num_q query rows, over x = score + log of the value's unit.  m is the row's
+ * largest x.  Its weights become exp(x - m) * 255, rounded.  They are bytes in the place of the scores, and 0 for j
+ * past n, up to a multiple of KVC_PANEL.
  *
- * exp is the polynomial of softmax.h, and the terms j, j + KVC_LANES, j + 2 KVC_LANES ... of a sum are added up first,
+ * max[r] becomes the larger of max[r] and m.  factor[r] becomes exp(the old max[r] - the new one).  unit[r] becomes
+ * exp(m - max[r]) / 255: products of weights are to be multiplied by it.  sum[r] becomes sum[r] * factor[r] plus the
+ * sum of exp(x - max[r]) times 1 over the value's unit.  Scores of -inf have weight 0.  A NaN makes sum[r] NaN.
+ *
+ * exp is the polynomial of softmax.h.  Of a sum, the terms j, j + KVC_LANES, j + 2 KVC_LANES ... are added up first,
  * then these sums as kvc_add_up does.  So all sets give the same bits. */
 typedef void kvc_weigh_bytes_fn(float *scores, int num_q, int n, const kvc_byte_units *units, float *max, float *sum,
                                 float *factor, float *unit);
 
-/* acc[r * acc_stride + d] = acc[...] * factor[r] + (the product of weights and column d of the values, which is exact)
- * * unit[r], the latter rounded once with the sum, for r < num_q, d < dim, over n rows, up to a multiple of KVC_PANEL.
- * weights: as a kvc_weigh_bytes_fn leaves them. */
+/* acc[r * acc_stride + d] = acc[...] * factor[r] + product * unit[r], for r < num_q, d < dim.  The product is that of
+ * the row's weights and column d of the values, over n rows, up to a multiple of KVC_PANEL.  It is exact; its own
+ * product with unit[r] is rounded once with the sum.  weights: as a kvc_weigh_bytes_fn leaves them. */
 typedef void kvc_sum_bytes_fn(float *acc, int acc_stride, const float *factor, const float *unit, const float *weights,
                               int num_q, const void *panel, int n, int dim);
 

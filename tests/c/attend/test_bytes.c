@@ -1,5 +1,5 @@
-/* Prompts in bytes: results against plain arithmetic in double, as far off as the rounding to 8 bits makes them; the
- * same bits however a prompt is stored and computed, on every instruction set; and what is attended to exactly. */
+/* Prompts in bytes.  Results differ from plain arithmetic in double by what rounding to 8 bits makes.  Bits are the
+ * same however a prompt is stored and computed, on every instruction set.  Some calls are attended to exactly. */
 #define _DEFAULT_SOURCE /* setenv */
 #include "attend/plan.h"
 #include "support/isas.h"
