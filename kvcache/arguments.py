@@ -94,6 +94,7 @@ SYNONYMS = tuple(
         "ttl expire expiry expires",
         "fingerprint model model_name model_id",
         "store storage backend",
+        "prompts precision",
     )
 )
 BASES = ("rope_theta", "theta", "base", "rope_base", "rope_freq_base")

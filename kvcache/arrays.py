@@ -17,6 +17,13 @@ Flags: TypeAlias = bool | Sequence[bool] | npt.NDArray[np.bool_]
 Ranges: TypeAlias = Sequence[Sequence[int]] | npt.NDArray[np.integer[Any]]
 
 
+def to_precision(value: Any, name: str) -> Precision:
+    """Return how prompts are attended to; raise ``ValueError`` that says `name` if a value says no way."""
+    if isinstance(value, str) and value in get_args(Precision):
+        return cast(Precision, value)
+    raise ValueError(f"{name}={value!r}: must be 'stored', as precise as the rows, or 'int8'")
+
+
 class SupportsDLPack(Protocol):
     """An array of a library with DLPack, such as NumPy or PyTorch."""
 

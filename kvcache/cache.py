@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvcache import _core
 from kvcache._core import INT32_MAX, INT64_MAX, MAX_THREADS, integer
 from kvcache.arguments import check_names
-from kvcache.arrays import AnyArray, SupportsDLPack, as_library_of, check_float_dtype
+from kvcache.arrays import AnyArray, Precision, SupportsDLPack, as_library_of, check_float_dtype
 from kvcache.batch import Batch
 from kvcache.block import Block, Run, Span, make_spans
 from kvcache.errors import CacheBusyError
@@ -145,6 +145,7 @@ class KVCache(Saveable):
         "_max_seq_len",
         "_max_sequences",
         "_num_threads",
+        "_prompts",
         "_sizes",
         "_strategy",
     )
@@ -202,6 +203,7 @@ class KVCache(Saveable):
         self._num_threads = _limit(num_threads, "num_threads", MAX_THREADS)
         self._capacity = _limit(capacity, "capacity", INT64_MAX)
         self._block_size = _limit(block_size, "block_size", INT32_MAX - 1) or 0
+        self._prompts: Precision = "stored"  # how a model attends to prompts here, where `kvcache.hf` knows it
         self._core = self._make_core(None)
         self._capacity = self._core.capacity()  # read back the core's defaults
         self._block_size = self._core.block_size()

@@ -169,6 +169,7 @@ def _run(
         wide[:, :, -num_tokens:] = q
         return _run(this_pass, layer, wide, new, options, compressed)[:, -num_tokens:].contiguous()
     layer.passes.calls["kernel"] += 1
+    options["precision"] = layer.passes.cache._prompts
     # Results of two layers are joined as floats, and rounded once.
     dtype = q.dtype if compressed is None else torch.float32
     out = torch.empty(batch_size, num_tokens, num_heads, layer.decoder.v_dims[layer.index], dtype=dtype)

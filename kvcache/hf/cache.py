@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from kvcache import KVCache
 from kvcache.arguments import INT32_MAX, integer, spelt
+from kvcache.arrays import Precision, to_precision
 from kvcache.errors import NotSupportedError
 from kvcache.hf.decode import Decoder
 from kvcache.hf.editing import EditableBatch
@@ -36,7 +37,7 @@ from kvcache.hf.policies import (
     rotation_by_length,
 )
 from kvcache.hf.prefixing import PrefixedBatch
-from kvcache.hf.prompts import check_prefix, placeholders_of
+from kvcache.hf.prompts import check_prefix, check_prompts, placeholders_of
 from kvcache.hf.recurrent import Recurrent
 from kvcache.hf.state import SaveableBatch, stored_in
 from kvcache.hf.told import CACHE
@@ -80,6 +81,9 @@ class HFCache(
         A warning says if the model's context is too short.
     k_dtype, v_dtype : as `dtype`, optional
         The type of keys, or of values, if not `dtype`.
+    prompts : {"stored", "int8"}, optional
+        How prompts are attended to: the `precision` of `kvcache.Batch.attend`. "int8" multiplies passes of more than 8
+        tokens of a text in bytes, in about half the time. By default "stored" or, with `prefix`, as its cache was made.
 
     Raises
     ------
@@ -91,7 +95,8 @@ class HFCache(
         not ``"kvcache"``.
     ValueError
         If `config` does not say how many heads there are, `kvcache.KVCache` refuses an argument, a `policy` is None or
-        `CrossAttention`, or the cache of `prefix` has other layers, or `prefix` no `state_bytes` for recurrent ones.
+        `CrossAttention`, or the cache of `prefix` has other layers or `prompts`, or `prefix` no `state_bytes` for
+        recurrent ones.
     TypeError
         If `config` is not a configuration of transformers.
 
@@ -121,11 +126,14 @@ class HFCache(
         *,
         k_dtype: DTypeLike | None = None,
         v_dtype: DTypeLike | None = None,
+        prompts: Precision | None = None,
     ) -> None:
         own = {"k_dtype": k_dtype, "v_dtype": v_dtype}
-        types = {name: given for name, given in own.items() if given is not None}
+        types: dict[str, Any] = {name: given for name, given in own.items() if given is not None}
         block_size = block_size_for([layer.policy for layer in layers_of(config)] if policy is None else policy)
-        made = self.make_kv_cache(config, dtype or "f16", policy, transform, select, block_size=block_size, **types)
+        made = self.make_kv_cache(
+            config, dtype or "f16", policy, transform, select, prompts=prompts, block_size=block_size, **types
+        )
         if not self._holds_source:
             check_policies(made.layers)
         decoder, parts, _ = parts_of(config)
@@ -143,6 +151,7 @@ class HFCache(
             for name, given in (("dtype", dtype), ("transform", transform)):
                 fields |= {} if given is None else {f"k_{name}": name, f"v_{name}": name}
             check_prefix(prefix, decoder, is_recurrent, made, {**fields, **{name: name for name in types}})
+            check_prompts(prefix, prompts)
             self._cache, turns = prefix.cache, Turns.of(prefix.cache)
         self._placeholders = placeholders_of(config)
         self._follows_config = policy is None  # whether a layer's window is the model's
@@ -165,6 +174,7 @@ class HFCache(
         transform: Transform | None = None,
         select: int | None = None,
         *,
+        prompts: Precision | None = None,
         block_size: int | None = None,
         **arguments: Any,
     ) -> KVCache:
@@ -177,6 +187,7 @@ class HFCache(
         if block_size is not None:
             block_size = integer(block_size, "block_size", 1, MOST_BLOCK_SIZE)
         transform = to_transform(transform, "transform")
+        prompts = "stored" if prompts is None else to_precision(prompts, "prompts")
         arguments = {"max_sequences": None, **arguments}
         stored: dict[str, Any] = {"dtype": dtype, "k_transform": transform, "v_transform": transform}
         chosen = {} if policy is None else {"policy": policy}
@@ -191,7 +202,9 @@ class HFCache(
             text = config.get_text_config(decoder=True)
             layers = with_sketches(layers, select, getattr(text, "max_position_embeddings", None))
         limits["block_size"] = block_size or block_size_of_rows(index_layers)
-        return KVCache([*layers, *index_layers], **limits)
+        cache = KVCache([*layers, *index_layers], **limits)
+        cache._prompts = prompts
+        return cache
 
     @staticmethod
     def state_bytes(model: Any) -> int:
@@ -219,11 +232,12 @@ class HFCache(
         policy: Any,
         prefix: PrefixCache | None,
         select: int | None,
+        prompts: Precision | None,
         states: Sequence[SavedState],
     ) -> Self:
         if prefix is not None:  # whose types need not be the file's: then restoring says what differs
-            return cls(config, policy=policy, prefix=prefix, select=select)
-        return cls(config, policy=policy, select=select, **stored_in(states[0]))
+            return cls(config, policy=policy, prefix=prefix, select=select, prompts=prompts)
+        return cls(config, policy=policy, select=select, prompts=prompts, **stored_in(states[0]))
 
     @property
     def _parts(self) -> list[HFCache]:
@@ -269,6 +283,8 @@ class HFCache(
         held = f"{count(len(passes.seq_ids), 'sequence')} of {count(self.get_seq_length(), 'token')}"
         calls = "{kernel} by the kernels, {dense} with dense tensors, {fallback} by fallback".format(**passes.calls)
         layers = describe(self._cache, passes.seq_ids)
+        if self._cache._prompts != "stored":
+            layers += f"; prompts={self._cache._prompts!r}"
         if passes.num_selected is not None:
             layers += f"; {describe_selection(self._cache, passes.num_selected)}"
             calls += f"; {passes.calls['select']} of the kernels' calls selected rows"

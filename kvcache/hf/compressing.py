@@ -47,7 +47,7 @@ class Compressed(NamedTuple):
 
     def attend(self, batch: Batch, q: Tensor, options: dict[str, Any]) -> Any:
         """Attend over the rows, with some of these options; return what `Batch.attend` takes as `prior`."""
-        given = {name: options[name] for name in ("scale", "layout", "out")}
+        given = {name: options[name] for name in ("scale", "precision", "layout", "out")}
         if self.chosen is not None:
             given |= {"chosen": self.chosen, "chosen_block": self.rows.block}
         return batch.attend(self.rows.index, q, return_lse=True, **given)

@@ -38,7 +38,7 @@ class Enabled:
         prefix = arguments.pop("prefix", None)
         if prefix is not None:  # from which the cache takes what it is not told
             told = {name: value for name, value in arguments.items() if value is not None}
-            arguments = {**types_of(prefix.cache.layers[0]), **told}
+            arguments = {**types_of(prefix.cache.layers[0]), "prompts": prefix.cache._prompts, **told}
         return Enabled, (arguments, self.attention)
 
 

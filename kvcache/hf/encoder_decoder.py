@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import EncoderDecoderCache
 
 from kvcache.arguments import spelt
+from kvcache.arrays import Precision
 from kvcache.errors import NotSupportedError
 from kvcache.hf.cache import HFCache
 from kvcache.hf.policies import check_config, check_model
@@ -53,7 +54,7 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
 
     Parameters
     ----------
-    config, dtype, policy, transform, k_dtype, v_dtype
+    config, dtype, policy, transform, k_dtype, v_dtype, prompts
         The arguments of `HFCache`; the policy is for the decoder's attention over its own tokens.
     max_source_len : int, optional
         The most rows that the encoder makes; by default from `config`.
@@ -82,6 +83,7 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
         *,
         k_dtype: DTypeLike | None = None,
         v_dtype: DTypeLike | None = None,
+        prompts: Precision | None = None,
     ) -> None:
         check_config(config)
         check_model(config)
@@ -95,23 +97,24 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
                 " tokens of a source to what makes the cache, HFEncoderDecoderCache(config, max_source_len=512),"
                 " enable(model, max_source_len=512), or generate's cache_config={'max_source_len': 512}"
             )
-        types: dict[str, Any] = {"k_dtype": k_dtype, "v_dtype": v_dtype}
-        source = SourceCache(decoder, dtype, CrossAttention(max_source_len), transform, **types)
-        super().__init__(HFCache(decoder, dtype, policy, transform, **types), source)
+        options: dict[str, Any] = {"k_dtype": k_dtype, "v_dtype": v_dtype, "prompts": prompts}
+        source = SourceCache(decoder, dtype, CrossAttention(max_source_len), transform, **options)
+        super().__init__(HFCache(decoder, dtype, policy, transform, **options), source)
         self.is_updated = Updated(source)
 
     _num_parts = 2
 
     @classmethod
     def _made_for(
-        cls, config: PreTrainedConfig, policy: Any, prefix: Any, select: Any, states: Sequence[SavedState]
+        cls, config: PreTrainedConfig, policy: Any, prefix: Any, select: Any, prompts: Any, states: Sequence[SavedState]
     ) -> Self:
         if prefix is not None:
             raise NotSupportedError("prefix: rows of a decoder follow from its encoder's as well: leave prefix out")
         if select is not None:
             raise NotSupportedError(f"select={select}: texts behind an encoder are short: leave select out")
         lengths = (layer.policy.max_len for layer in states[1].layers if isinstance(layer.policy, CrossAttention))
-        return cls(config, policy=policy, max_source_len=next(lengths, None), **stored_in(states[0]))
+        longest = next(lengths, None)
+        return cls(config, policy=policy, max_source_len=longest, prompts=prompts, **stored_in(states[0]))
 
     @property
     def _parts(self) -> list[Any]:

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvcache.arguments import INT64_MAX
+from kvcache.arrays import Precision
 from kvcache.cache import KVCache
 from kvcache.errors import CacheFullError, NotSupportedError
 from kvcache.hf.padding import count_leading, shown_columns
@@ -349,3 +350,13 @@ def check_prefix(
                 )
         if one.share is not None:
             raise ValueError(f"prefix has a cache whose layer {i} shares another's rows: leave share out")
+
+
+def check_prompts(prefix: PrefixCache, prompts: Precision | None) -> None:
+    """Raise if the rows of a prefix cache come from prompts that were attended to in another way than asked for."""
+    made = prefix.cache._prompts
+    if prompts not in (None, made):
+        raise ValueError(
+            f"prompts={prompts!r}: the cache of prefix was made with prompts={made!r}: leave prompts out, or make that"
+            f" cache by HFCache.make_kv_cache(config, prompts={prompts!r})"
+        )

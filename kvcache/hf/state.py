@@ -17,6 +17,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from kvcache import state
 from kvcache.arguments import check_names
+from kvcache.arrays import Precision
 from kvcache.errors import NotSupportedError, StateFormatError, shown
 from kvcache.hf.passes import Passes
 from kvcache.hf.policies import SHAPE, check_config
@@ -45,6 +46,7 @@ class SaveableBatch:
             policy: Any,
             prefix: PrefixCache | None,
             select: int | None,
+            prompts: Precision | None,
             states: Sequence[state.SavedState],
         ) -> Self:
             """Make an empty cache for a model, which stores rows as those in the states of a file."""
@@ -101,6 +103,7 @@ class SaveableBatch:
         cls, config: PreTrainedConfig, path: str | os.PathLike[str], *,
         policy: Policy | Sequence[Policy] | None = None, prefix: PrefixCache | None = None,
         fingerprint: str | None = None, secret: bytes | None = None, select: int | None = None,
+        prompts: Precision | None = None,
     ) -> Self:  # fmt: skip
         """Make a cache of a file that `save` wrote; `generate` goes on with it.
 
@@ -119,6 +122,8 @@ class SaveableBatch:
             As in `kvcache.KVCache.load`.
         select : int, optional
             As in `HFCache`, whatever the saved cache was given. An `HFEncoderDecoderCache` takes none.
+        prompts : {"stored", "int8"}, optional
+            As in `HFCache`, for what is fed from now on, whatever the saved cache was given.
 
         Returns
         -------
@@ -141,7 +146,7 @@ class SaveableBatch:
         check_config(config)
         states = state.read_states(path, cls._num_parts)
         try:
-            cache = cls._made_for(config, policy, prefix, select, states)
+            cache = cls._made_for(config, policy, prefix, select, prompts, states)
         except (TypeError, ValueError):
             state.inspect(path, verify=True)  # where the file is damaged, that is why
             raise

@@ -169,8 +169,8 @@ class PrefixCache:
     not the same to its end, its first tokens are matched.
 
     The name of a block is BLAKE2b of its tokens, all tokens before it, the fingerprint, `state_bytes` and the salt. It
-    also depends on `block_size` and the layers of the cache, with their policies and `rope`. So equal names mean equal
-    rows. Python's ``hash`` is not used.
+    also depends on `block_size` and the layers of the cache, with their policies and `rope`, and on the `prompts` of
+    `kvcache.hf.HFCache.make_kv_cache`. So equal names mean equal rows. Python's ``hash`` is not used.
 
     Examples
     --------
@@ -225,7 +225,10 @@ class PrefixCache:
         if max_checkpoint_bytes is not None:
             most = integer(max_checkpoint_bytes, "max_checkpoint_bytes", max(1, of_state), _core.INT64_MAX)
         num_events = integer(max_events, "max_events", 0, _core.INT32_MAX)
-        self._identity = identity = _core.identity(cache._core, fingerprint.encode("utf-8", "surrogatepass"))
+        named = fingerprint.encode("utf-8", "surrogatepass")
+        if cache._prompts != "stored":  # rows behind prompts differ by it; no fingerprint has the byte 255
+            named += b"\xff" + cache._prompts.encode()
+        self._identity = identity = _core.identity(cache._core, named)
         self._cache, self._core, self._block_size = cache, cache._core, cache.block_size
         limits = (tokens, _ttl(ttl), least or 0, store is not None, of_state, most, num_events)
         self._prefix = _core.Prefix(self._core, salt, identity, secret, *limits)
