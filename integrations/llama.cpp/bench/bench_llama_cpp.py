@@ -48,12 +48,14 @@ PICTURES = (".svg", ".png", ".pdf")
 SEQUENCES = 64  # that share a prompt
 
 DEFAULT, BETTER, KVCACHE, SELECTED, IK = "flash", "better", "kvcache", "selected", "ik"
+STORED, INT8 = PRECISIONS = "stored", "int8"  # of prompts
 SUMMARY = "summary"
 CONTEXTS = [0, 2048, 8192, 16384, 32768]  # tokens
 OVER = {
     DEFAULT: "speedup over the default",
     BETTER: "speedup over the better of on and off",
     KVCACHE: "speedup over all rows",
+    STORED: "speedup over stored",
 }
 
 # Wanted speedups of llama-1b, by section, yardstick, type and context. Beside IK they are of attention alone.
@@ -65,6 +67,8 @@ WANTED: dict[tuple[str, str, str, int], float] = {
     ("decode", DEFAULT, "q4_0", 16384): 10,
     ("prompt", DEFAULT, "f16", 8192): 1.8,
     ("prompt", DEFAULT, "q8_0", 8192): 12,
+    ("bytes", STORED, "f16", 32768): 1.67,
+    ("bytes", STORED, "int8", 32768): 1.33,
     (SELECTED, DEFAULT, "f16", 32768): 5.5,
     (SELECTED, KVCACHE, "f16", 32768): 1.5,
     ("decode", IK, "f16", 8192): 4,
@@ -143,6 +147,13 @@ class Report:
             found = quotients(samples[over], samples[SELECTED])
             cells += self._speedup(SELECTED, title, context, dtype, over, found)
         self.cells(f"{context:,}", dtype, *cells)
+
+    def in_bytes(self, context: int, dtype: str, samples: Samples) -> None:
+        """Add a line: tokens/s of prompts by precision, and the speedup of bytes."""
+        title = f"prompts of {PROMPT} in bytes"
+        cells = [self._rate(f"{title}, {each}", context, dtype, PROMPT, samples[each]) for each in PRECISIONS]
+        found = quotients(samples[STORED], samples[INT8])
+        self.cells(f"{context:,}", dtype, *cells, *self._speedup("bytes", title, context, dtype, STORED, found))
 
     def _rate(self, name: str, context: int, dtype: str, count: int, seconds: list[float] | None) -> str:
         """Keep tokens/s, and return them as a cell, which is empty if there are no seconds."""
@@ -315,6 +326,20 @@ def prompt(report: Report, model: Model, o: argparse.Namespace) -> None:
             report.speeds("prompt", f"prompts of {PROMPT}", depth, dtype, PROMPT, samples)
 
 
+def in_bytes(report: Report, model: Model, o: argparse.Namespace) -> None:
+    """Measure prompts that are multiplied in bytes beside prompts that are not, both on this cache."""
+    report.head(f"a prompt's {PROMPT} tokens by precision, tokens/s", *PRECISIONS, "over stored", *SPEEDUPS[1:3])
+    for dtype, depth in itertools.product(o.prompt_types, o.prompt_context):
+        with ExitStack() as stack:
+            calls = {}
+            for precision in PRECISIONS:
+                made = Context(model, KVCACHE, dtype, depth + PROMPT + MARGIN, report.threads, prompts=precision)
+                warm(report, stack.enter_context(closing(made)), dtype, depth)
+                calls[precision] = reader(made, depth)
+            samples = interleave(calls, o.prompts)
+        report.in_bytes(depth, dtype, samples)
+
+
 # A process measures its memory once a context was made, filled and used.
 CHILD = """
 import ctypes, sys
@@ -449,6 +474,7 @@ SECTIONS: dict[str, Callable[[Report, Model, argparse.Namespace], None]] = {
     "decode": decode,
     SELECTED: select,
     "prompt": prompt,
+    "bytes": in_bytes,
     "memory": memory,
     "overhead": overhead,
     "ik-decode": ik_decode,

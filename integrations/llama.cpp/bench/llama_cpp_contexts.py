@@ -28,6 +28,7 @@ INSTALL = "CMAKE_ARGS=-DLLAMA_BUILD=OFF pip install llama-cpp-python==0.3.36"
 WRITER = "integrations/llama.cpp/bench/llama_cpp_models.py"
 SWITCH = "LLAMA_KVCACHE"  # the environment variable that is read when a context is created
 SELECT_SWITCH = "LLAMA_KVCACHE_SELECT"  # and says how many rows a new token of a long text reads
+PROMPTS_SWITCH = "LLAMA_KVCACHE_PROMPTS"  # and names the precision by which prompts are multiplied
 USED = re.compile(r"llama_kvcache: (\d+) cells.* up to ([\d.]+) MiB")  # what a context with kvcache logs
 REFUSED = "llama_kvcache_create: not used: "  # and why one has llama.cpp's own cache all the same
 
@@ -133,14 +134,15 @@ class Model:
 class Context:
     """A context for `n_ctx` tokens, with a cache that CACHES names.
 
-    With kvcache, a token selects `select` rows of a long text; with 0 it reads all. `nbytes` is what the rows of a full
-    context take there. If the context does not have kvcache, `own` says why; otherwise it is empty. llama.cpp's own
-    cache lacks some types, and has the types that `OWN_TYPES` names instead.
+    With kvcache, a token selects `select` rows of a long text; with 0 it reads all. Prompts are multiplied by the
+    precision `prompts`. `nbytes` is what the rows of a full context take there. If the context does not have kvcache,
+    `own` says why; otherwise it is empty. llama.cpp's own cache lacks some types, and has the types that `OWN_TYPES`
+    names instead.
     """
 
     def __init__(
         self, model: Model, cache: str, dtype: str, n_ctx: int, threads: int, *, n_seq_max: int = 1,
-        unified: bool = False, select: int = 0,
+        unified: bool = False, select: int = 0, prompts: str = "stored",
     ) -> None:  # fmt: skip
         self.api, self._model, self.tokens = model.api, model, 0
         self.name, flash, ours = CACHES[cache]
@@ -151,7 +153,7 @@ class Context:
         parameters.n_threads = parameters.n_threads_batch = threads
         parameters.flash_attn_type = int(flash)
         parameters.type_k = parameters.type_v = TYPES.get(dtype, TYPES["f16"])
-        switches = {SWITCH: str(int(ours)), SELECT_SWITCH: str(select)}
+        switches = {SWITCH: str(int(ours)), SELECT_SWITCH: str(select), PROMPTS_SWITCH: prompts}
         switches |= dict.fromkeys(TYPE_SWITCHES, dtype) if dtype in OWN_TYPES else {}
         model.library.forget()
         with environment(switches):

@@ -244,6 +244,7 @@ kvc_status llama_kvcache::plan_shape(const llama_ubatch &ubatch, int32_t shape) 
     args.num_threads = n_cur > 1 ? cparams.n_threads_batch : cparams.n_threads;
     args.non_causal = is_causal(l) ? nullptr : non_causal.data();
 
+    args.precision = l.is_index ? KVC_PRECISION_STORED : layers.precision;
     args.num_choices = l.is_index ? layers.choice.num_choices : 0;
 
     const auto reads_part = [&](int32_t i) {

@@ -21,6 +21,7 @@
 
 static const char *const TYPE_K = "LLAMA_KVCACHE_TYPE_K";
 static const char *const TYPE_V = "LLAMA_KVCACHE_TYPE_V";
+static const char *const PROMPTS = "LLAMA_KVCACHE_PROMPTS";
 
 static constexpr int32_t DSV4_OVERLAPPED = 4; // the stride of rows that are computed of two blocks of tokens
 
@@ -100,6 +101,17 @@ static int32_t type_asked_for(const char *variable) {
 }
 
 bool llama_kvcache_types_asked_for() { return type_asked_for(TYPE_K) >= 0 || type_asked_for(TYPE_V) >= 0; }
+
+kvc_precision llama_kvcache_precision_asked_for() {
+    const std::string name = llama_memory_option(PROMPTS);
+
+    if (!name.empty() && name != "stored" && name != "int8") {
+        throw std::runtime_error(
+            format("%s is '%s': set it to stored or int8", llama_kvcache_variable(PROMPTS).c_str(), name.c_str()));
+    }
+
+    return name == "int8" ? KVC_PRECISION_INT8 : KVC_PRECISION_STORED;
+}
 
 // the kvc_types that rows are stored in, -1: the cache lacks it
 struct stored_types {
@@ -607,6 +619,7 @@ llama_kvcache_layers llama_kvcache_layers_of(const llama_model &model, const lla
     res.mixed_rope = std::make_unique<llama_kvcache_mixed_rope>();
     res.swa_full = params.swa_full;
     res.select_rows = llama_kvcache_select_rows(cparams);
+    res.precision = llama_kvcache_precision_asked_for();
 
     for (auto &layer : cached_layers_of(model)) {
         if (layer.is_input && layer.il >= 0) {

@@ -60,6 +60,8 @@ struct llama_kvcache_layers {
 
     int32_t select_rows = 0; // that a new token of a long text reads in layers with sketches, 0: there are none
 
+    kvc_precision precision = KVC_PRECISION_STORED; // by which prompts are multiplied
+
     bool swa_full = false; // the option: callers count on all rows of a window's past
 };
 
@@ -97,3 +99,6 @@ std::string llama_kvcache_state_type_name(int64_t number);
 
 // whether a variable names a type; throws where it names one that cannot be
 bool llama_kvcache_types_asked_for();
+
+// returns the precision that LLAMA_KVCACHE_PROMPTS names; throws where it names none
+kvc_precision llama_kvcache_precision_asked_for();

@@ -147,7 +147,8 @@ kvc_prefix *llama_kvcache::prefix_of(const char *adapters) {
         return nullptr;
     }
 
-    const std::string fingerprint = identity + ", adapters: " + (adapters ? adapters : "") + ", steered: " + steering;
+    const std::string fingerprint = identity + ", adapters: " + (adapters ? adapters : "") + ", steered: " + steering +
+                                    (layers.precision == KVC_PRECISION_INT8 ? ", prompts: int8" : "");
     const auto found = prefixes.find(fingerprint);
 
     if (found != prefixes.end()) {

@@ -15,8 +15,8 @@ extern char **environ;
 #endif
 
 static const char *const KNOWN[] = {
-    "LLAMA_KVCACHE",        "LLAMA_KVCACHE_TYPE_K",      "LLAMA_KVCACHE_TYPE_V",          "LLAMA_KVCACHE_SELECT",
-    "LLAMA_KVCACHE_PREFIX", "LLAMA_KVCACHE_VALKEY_USER", "LLAMA_KVCACHE_VALKEY_PASSWORD",
+    "LLAMA_KVCACHE",         "LLAMA_KVCACHE_TYPE_K", "LLAMA_KVCACHE_TYPE_V",      "LLAMA_KVCACHE_SELECT",
+    "LLAMA_KVCACHE_PROMPTS", "LLAMA_KVCACHE_PREFIX", "LLAMA_KVCACHE_VALKEY_USER", "LLAMA_KVCACHE_VALKEY_PASSWORD",
 };
 
 static const char *const BEGINNING = "LLAMA_KVC"; // llama.cpp has variables of its own that begin with LLAMA_KV

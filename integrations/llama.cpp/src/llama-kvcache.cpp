@@ -64,6 +64,11 @@ llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memor
                            "LLAMA_KVCACHE=1 (--kvcache): llama.cpp's own cache has those of -ctk and -ctv\n",
                            __func__);
         }
+        if (llama_kvcache_precision_asked_for() == KVC_PRECISION_INT8) {
+            LLAMA_LOG_WARN("%s: LLAMA_KVCACHE_PROMPTS (--kvcache-prompts) multiplies no prompts in int8 without "
+                           "LLAMA_KVCACHE=1 (--kvcache)\n",
+                           __func__);
+        }
         return nullptr;
     }
 
@@ -179,6 +184,7 @@ llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cpar
     summary = format("%u cells, %zu layers, K (%s), V (%s), %s, up to %.2f MiB", (uint32_t)config.capacity,
                      (size_t)n_layers, kvc_type_name(layers.cache[0].k_type), kvc_type_name(layers.cache[0].v_type),
                      kvc_isa(), most_bytes() / 1024.0 / 1024.0);
+    summary += layers.precision == KVC_PRECISION_INT8 ? ", prompts: int8" : "";
     summary += prefix_store ? ", prompts in " + prefix_store->description() : "";
     LLAMA_LOG_INFO("%s: %s\n", __func__, summary.c_str());
     if (!model.hparams.no_alloc) {

@@ -193,7 +193,7 @@ def test_every_section_once(library, tiny, tmp_path, monkeypatch, capsys):
     bench_llama_cpp.main([
         f"--library={library.folder}", f"--model={tiny}", "--context", "0", "300", "--types", "f16", "q4_0",
         "--steps=1", "--prompt-context", "40", "--prompt-types", "q8_0", "--prompts=1", "--shared=40",
-        "--only", "decode", "selected", "prompt", "memory", "overhead",
+        "--only", "decode", "selected", "prompt", "bytes", "memory", "overhead",
         "--select=40", f"--json={tmp_path / 'run.json'}", f"--output={tmp_path / 'picture.svg'}",
     ])  # fmt: skip
     printed = capsys.readouterr().out
@@ -207,7 +207,10 @@ def test_every_section_once(library, tiny, tmp_path, monkeypatch, capsys):
     for dtype in ("f16", "q4_0"):
         for name in ("flash attention", "all rows", "selected"):
             rates.remove((f"decoding with select=40, {name}", dtype, 300))
-    assert rates == {("prompts of 512, flash attention", "q8_0", 40), ("prompts of 512, kvcache", "q8_0", 40)}
+    for name in (", flash attention", ", kvcache", " in bytes, stored", " in bytes, int8"):
+        rates.remove((f"prompts of 512{name}", "q8_0", 40))
+    assert not rates
+    assert "prompts of 512 in bytes, speedup over stored" in {row["name"] for row in rows if "quotient" in row}
     assert {row["name"] for row in rows if row["type"] == "q4_0" and "quotient" in row} == {
         "decoding, speedup over the default",
         "decoding with select=40, speedup over the default",

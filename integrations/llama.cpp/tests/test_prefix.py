@@ -376,6 +376,9 @@ def test_models_and_adapters_share_a_folder_and_no_rows(folder, repository, wind
     assert known("rope", *rope) == 0
     assert known("rope-again", *rope) == 192
     assert known("type", "--cache-type-k", "q8_0") == 0
+    assert known("bytes", "--kvcache-prompts", "int8") == 0
+    assert known("bytes-again", "--kvcache-prompts", "int8") == 192
+    assert known("stored", "--kvcache-prompts", "stored") == 192
     assert known("override", "--override-kv", "llama.attention.layer_norm_rms_epsilon=float:0.01") == 0
 
 

@@ -57,7 +57,9 @@ def test_help_shows_the_options(folder, name):
         assert f"(env: LLAMA_ARG_KVCACHE_TYPE_{x.upper()})" in said
     assert re.search(r"^--kvcache-select N ", said, re.MULTILINE)
     assert "LLAMA_KVCACHE_SELECT)" in said
-    for option in ("", "_SELECT", *(["_PREFIX"] if name in ("server", "completion") else [])):
+    assert re.search(r"^--kvcache-prompts PRECISION ", said, re.MULTILINE)
+    assert "LLAMA_KVCACHE_PROMPTS)" in said
+    for option in ("", "_SELECT", "_PROMPTS", *(["_PREFIX"] if name in ("server", "completion") else [])):
         assert f"(env: LLAMA_ARG_KVCACHE{option})" in said
 
 
@@ -135,8 +137,10 @@ def without(folder):
         (["--kvcache-type-k", "int8"], {}, "LLAMA_KVCACHE_TYPE_K is 'int8'"),
         (["--kvcache-type-v", "int8"], {}, "LLAMA_KVCACHE_TYPE_V is 'int8'"),
         (["--kvcache-select", "64"], {}, "LLAMA_KVCACHE_SELECT is '64'"),
+        (["--kvcache-prompts", "int8"], {}, "LLAMA_KVCACHE_PROMPTS is 'int8'"),
         (["--kvcache-prefix", "on"], {}, "LLAMA_KVCACHE_PREFIX is 'on'"),
         (["--no-kvcache", "--kvcache-select", "0", "--kvcache-prefix", "off"], {"LLAMA_KVCACHE": "1"}, ""),
+        (["--kvcache-prompts", "stored"], {}, ""),
         ([], {"LLAMA_KVCACHE": "", "LLAMA_KVCACHE_PREFIX": "0"}, ""),
     ],
 )
@@ -285,9 +289,40 @@ def test_reports_of_memory_count_sketches(repository):
     assert with_them_in_table == without_in_table + 2
 
 
+PROMPTS = "LLAMA_KVCACHE_PROMPTS"
+IN_BYTES = ", prompts: int8"
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "said"),
+    [
+        (["--kvcache-prompts", "int8"], {}, IN_BYTES),
+        ([], {PROMPTS: "int8"}, IN_BYTES),
+        ([], {"LLAMA_ARG_KVCACHE_PROMPTS": "int8"}, IN_BYTES),
+        (["--kvcache-prompts", "stored"], {PROMPTS: "int8"}, ""),
+        ([], {PROMPTS: ""}, ""),
+        ([], {PROMPTS: "stored"}, ""),
+        (["--no-kvcache"], {PROMPTS: "int8"}, f"{option_too(PROMPTS)} multiplies no prompts in int8 without"),
+        (["--no-kvcache"], {PROMPTS: "stored"}, ""),
+    ],
+)
+def test_prompts_are_multiplied_in_bytes_if_asked_for(repository, options, environment, said):
+    _, log = complete(repository, text(0, 100), "--kvcache", *options, **environment)
+    assert said in log
+    assert (IN_BYTES in log) == (said == IN_BYTES)
+    assert ("multiplies no prompts" in log) == (said not in ("", IN_BYTES))
+
+
+@pytest.mark.parametrize("value", ["INT8", "8", "f16", "int8 "])
+def test_another_precision_is_an_error(repository, value):
+    options = ("--model", repository, "--prompt", "a", "-n", "1", "--no-conversation", "--kvcache")
+    said = f"{option_too(PROMPTS)} is '{value}': set it to stored or int8"
+    run("completion", *options, status=1, end=re.escape(said), LLAMA_KVCACHE_PROMPTS=value)
+
+
 def test_bench_says_why_there_is_no_context(repository):
     options = ("-m", repository, "-p", "0", "-n", "1")
-    for variable in ("LLAMA_KVCACHE", SELECT, TYPE_K):
+    for variable in ("LLAMA_KVCACHE", SELECT, PROMPTS, TYPE_K):
         _, log = run("bench", *options, status=1, **{"LLAMA_KVCACHE": "1", variable: "no"})
         assert f"{option_too(variable)} is 'no': set it to" in log
 

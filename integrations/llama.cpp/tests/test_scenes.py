@@ -74,6 +74,28 @@ def test_tokens_of_long_texts_select_rows(tmp_path, sizes):
     assert out.count("  ok ") >= (20 if sizes["architecture"] == "llama" else 5), out
 
 
+IN_BYTES = {
+    "full attention": {"architecture": "llama", "num_layers": 1, "num_heads": 4, "num_kv_heads": 2},
+    "windows": {"architecture": "gemma3", "num_layers": 1, "num_heads": 2, "window": 64},
+    "both": {"architecture": "gemma3", "num_layers": 6, "num_heads": 2, "window": 64},
+    "hybrid": {"architecture": "lfm2", "num_layers": 3, "num_heads": 2, "conv_size": 3},
+}
+
+
+@pytest.mark.parametrize("sizes", IN_BYTES.values(), ids=IN_BYTES)
+def test_prompts_are_multiplied_in_bytes(tmp_path, sizes):
+    """On plain C, which multiplies bytes on every machine. Tokens that follow, and short prompts, keep their bits."""
+    model = llama_models.write_small(tmp_path / "model.gguf", head_dim=32, **sizes)
+    assert run("test-kvcache-prompts", model, KVCACHE_ISA="scalar").endswith("ok\n")
+
+
+@pytest.mark.parametrize("architecture", ["deepseek2", "gpt-oss", "minimax-m3"])
+def test_prompts_of_further_models_are_multiplied_in_bytes(folder, architecture):
+    """Values in keys, sinks, and tokens that choose rows by keys alone, once there are more than they choose."""
+    write = llama_models.write_sparse if architecture in llama_models.SPARSE else llama_models.write_random
+    assert run("test-kvcache-prompts", write(folder, architecture), KVCACHE_ISA="scalar").endswith("ok\n")
+
+
 def perplexity(model, kvcache, *args):
     """Return the perplexity of the text that the repository's model was tried on."""
     text = ROOT / "examples/model/eval.txt"
@@ -101,6 +123,11 @@ def test_perplexity_is_that_of_llama_cpps_own_cache(repository, type_, tolerance
 def test_perplexity_in_int8_is_nearly_that_of_f16(repository):
     types = ["--kvcache-type-k", "int8", "--kvcache-type-v", "int8"]
     assert perplexity(repository, "1", *types) == pytest.approx(perplexity(repository, "1"), rel=1e-3)
+
+
+def test_perplexity_of_prompts_in_bytes_is_nearly_that_of_others(repository):
+    found = perplexity(repository, "1", "--kvcache-prompts", "int8")
+    assert found == pytest.approx(perplexity(repository, "1"), rel=1e-2)
 
 
 def test_training_says_to_take_llama_cpps_own_cache(model):
