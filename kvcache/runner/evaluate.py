@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -109,8 +109,11 @@ def read_windows(path: Path, tokenizer: Tokenizer, length: int) -> list[list[int
 def compare_dtypes(
     model: Llama, options: Options, windows: Sequence[Sequence[int]]
 ) -> Iterator[tuple[DType, Fidelity]]:
-    """Run each text through a cache of each element type, f32 first; yield the type and its effect."""
-    exact = list(_passes(model, options, "f32", windows))
+    """Run each text through a cache of each element type, f32 first; yield the type and its effect.
+
+    Texts are prompts, which are attended to as `options` say, except with f32.
+    """
+    exact = list(_passes(model, replace(options, prompts="stored"), "f32", windows))
     for dtype in dtypes_for(model.config.head_dim):
         passes = exact if dtype == "f32" else _passes(model, options, dtype, windows)
         yield dtype, fidelity(passes, exact, windows)
@@ -119,7 +122,7 @@ def compare_dtypes(
 def _passes(model: Llama, options: Options, dtype: DType, windows: Sequence[Sequence[int]]) -> Iterator[F32]:
     for window in windows:
         with new_cache(model.config, options, dtype) as cache:
-            yield model.forward(window, cache)
+            yield model.forward(window, cache, prompts=options.prompts)
 
 
 def seconds_without_cache(model: Llama, options: Options, tokens: Sequence[int], lengths: Sequence[int]) -> list[float]:
@@ -183,13 +186,20 @@ class Report:
             f"{found.divergence_999:.2e}",
             f"{found.best_kept:.2%}",
         )  # fmt: skip
-        return self._effects.row([*self._size(dtype), f"{found.loss:.6f}", *effect])
+        name, nbytes = self._size(dtype)
+        name += "" if found is exact else self._in_bytes
+        return self._effects.row([name, nbytes, f"{found.loss:.6f}", *effect])
 
     @property
     def _names(self) -> list[str]:
         """The names of the speeds with the cache."""
         stored = stored_as(self.options.dtype, self.options.transform)
-        return [f"{name}, {stored} cache" for name in ("prefill", "decode")]
+        return [f"prefill{self._in_bytes}, {stored} cache", f"decode, {stored} cache"]
+
+    @property
+    def _in_bytes(self) -> str:
+        """What is said of prompts that are multiplied in bytes."""
+        return "" if self.options.prompts == "stored" else " in bytes"
 
     @property
     def _speeds(self) -> Table:
@@ -205,7 +215,7 @@ class Report:
 
     def _types(self, widths: Sequence[int]) -> Table:
         """Return the table that begins with names of types."""
-        first = max(len(stored_as(dtype, self.options.transform)) for dtype in DTYPES)
+        first = max(len(stored_as(dtype, self.options.transform)) for dtype in DTYPES) + len(self._in_bytes)
         return Table([max(first, 10), *widths], [False, *(True for _ in widths)], self.width)
 
     def _size(self, dtype: DType) -> list[str]:

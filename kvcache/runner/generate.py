@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import get_args
 
 import numpy as np
 
 from kvcache import KVCache, SlidingWindow, eviction, selecting
 from kvcache.arguments import to_float
+from kvcache.arrays import Precision
 from kvcache.eviction import Queries
 from kvcache.layer import DTYPES, DType, Layer, Transform, to_dtype
 from kvcache.models.weights import F32
@@ -54,6 +56,8 @@ class Options:
         Whether to write the text only, without the table and notices.
     transform : {"hadamard"}, optional
         How keys and values are transformed before they are quantised; by default not at all.
+    prompts : {"stored", "int8"}
+        How prompts are attended to, as by `Llama.forward`.
     select : int, optional
         About how many rows a generated token reads for each KV head, as in `kvcache.Batch.attend`, once the text has
         8192 tokens. Prompts and the first two layers read all rows. By default all rows are read.
@@ -79,6 +83,7 @@ class Options:
     compare: bool = False
     quiet: bool = False
     transform: Transform | None = None
+    prompts: Precision = "stored"
     select: int | None = None
     keep: float | None = None
     evict_by: str | None = None
@@ -88,6 +93,8 @@ class Options:
             object.__setattr__(self, "dtype", to_dtype(self.dtype, "dtype"))
         except ValueError:
             raise LlamaError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}") from None
+        if self.prompts not in get_args(Precision):
+            raise LlamaError(f"prompts must be one of {', '.join(get_args(Precision))}, not {self.prompts!r}")
         for name, value, lowest in (
             ("window", self.window, 1),
             ("sink tokens", self.num_sink_tokens, 0),
@@ -314,6 +321,7 @@ def generate(
     *,
     num_tokens_kept: int | None = None,
     select: int | None = None,
+    prompts: Precision = "stored",
     evict: Callable[[Queries], None] | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> Iterator[int]:
@@ -336,6 +344,8 @@ def generate(
         and the tokens must fit.
     select : int, optional
         The argument of `Llama.forward` for generated tokens, from 8192 tokens in the cache on.
+    prompts : {"stored", "int8"}, default "stored"
+        The argument of `Llama.forward`.
     evict : callable, optional
         A function called once the prompt is in the cache, with its queries. Its time counts for the prompt.
     on_prefill : callable, optional
@@ -350,7 +360,7 @@ def generate(
             shift_context(cache, num_tokens_kept)
         selects = i and cache.next_position() + 1 >= selecting.SELECT_FROM
         logits = model.forward(
-            pending, cache, last_only=True, select=select if selects else None, queries=queries,
+            pending, cache, last_only=True, select=select if selects else None, prompts=prompts, queries=queries,
             on_batch=None if i else on_prefill,
         )  # fmt: skip
         if evict is not None and queries is not None:

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvcache import KVCache, Rope
 from kvcache.arguments import integers
+from kvcache.arrays import Precision, to_precision
 from kvcache.errors import shown
 from kvcache.eviction import Queries
 from kvcache.layer import Layer
@@ -198,6 +199,7 @@ class Llama:
         seq_id: int | Sequence[int] = 0,
         last_only: bool = False,
         select: int | None = None,
+        prompts: Precision = "stored",
         queries: Queries | None = None,
         on_batch: Callable[[int, int], None] | None = None,
     ) -> F32:
@@ -218,6 +220,9 @@ class Llama:
         select : int, optional
             About how many rows a token reads for each KV head in layers with sketches, as in `kvcache.Batch.attend`. By
             default all rows are read.
+        prompts : {"stored", "int8"}, default "stored"
+            How tokens are attended to, more than 8 of a sequence in a batch: the `precision` of
+            `kvcache.Batch.attend`.
         queries : kvcache.eviction.Queries, optional
             Notes the tokens' queries, which are of one sequence, for `kvcache.eviction.evict`.
         on_batch : callable, optional
@@ -233,20 +238,21 @@ class Llama:
         LlamaError
             A token is outside the vocabulary, or the cache rotates keys otherwise than the model.
         TypeError, ValueError
-            `tokens` has none, or something else than integers.
+            `tokens` has none, or something else than integers, or `prompts` is neither way.
         """
         ids = integers(tokens, "tokens")
         if not len(ids):
             raise ValueError("tokens is empty: at least one token is needed")
         self.config.check_tokens(ids)
         self._check_rope(cache)
+        options = {} if prompts == "stored" else {"precision": to_precision(prompts, "prompts")}
         seq_ids = [*seq_id] if isinstance(seq_id, Sequence) else [seq_id] * len(ids)
         if len(seq_ids) != len(ids):
             raise ValueError(f"seq_id must be one sequence, or one for each of {len(ids)} tokens, not {len(seq_ids)}")
         hidden = []
         for i in range(0, len(ids), PREFILL_TOKENS):
             part = slice(i, i + PREFILL_TOKENS)
-            hidden.append(self._hidden(ids[part], cache, seq_ids[part], select, queries))
+            hidden.append(self._hidden(ids[part], cache, seq_ids[part], select, options, queries))
             if on_batch is not None:
                 on_batch(min(i + PREFILL_TOKENS, len(ids)), len(ids))
         x = hidden[-1][-1:] if last_only else np.concatenate(hidden)
@@ -262,9 +268,9 @@ class Llama:
 
     def _hidden(
         self, ids: NDArray[np.int64], cache: KVCache, seq_ids: Sequence[int], select: int | None,
-        queries: Queries | None,
+        options: dict[str, Any], queries: Queries | None,
     ) -> F32:  # fmt: skip
-        """Run one batch through all layers: [n] -> [n, hidden]."""
+        """Run one batch through all layers, with more options of `Batch.attend`: [n] -> [n, hidden]."""
         c, n = self.config, len(ids)
         selecting = () if select is None else {i for i, own in enumerate(cache.layers) if own.sketch}
         rotated, all_heads = c.num_heads + c.num_kv_heads, c.num_heads + 2 * c.num_kv_heads
@@ -284,8 +290,8 @@ class Llama:
                 _rotate(heads[:, :rotated], cos, sin)
                 if queries is not None:
                     queries.note(index, q, batch.positions, seq_id=seq_ids[0])
-                options: dict[str, Any] = {"select": select} if index in selecting else {}
-                x += batch.attend(index, q, k, v, **options).reshape(n, -1) @ layer.out.T
+                own = {**options, "select": select} if index in selecting else options
+                x += batch.attend(index, q, k, v, **own).reshape(n, -1) @ layer.out.T
                 gate_up = _rms_norm(x, layer.mlp_norm, c.rms_norm_eps) @ layer.gate_up.T
                 x += _swiglu(gate_up) @ layer.down.T
         return x

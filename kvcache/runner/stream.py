@@ -201,6 +201,7 @@ def _stream(
         decode=speeds.decode,
         num_tokens_kept=options.first_tokens_kept if options.shift else None,
         select=options.select,
+        prompts=options.prompts,
         evict=None if options.keep is None else evict,
         on_prefill=on_batch,
     ):

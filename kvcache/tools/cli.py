@@ -179,6 +179,9 @@ Threads = Annotated[
     int | None, typer.Option(min=1, max=MAX_THREADS, metavar="N", help="Threads; by default as `kvcache info` says.")
 ]
 Select = Annotated[int | None, _tokens("Tokens read about N rows of a text of 8k tokens or more; such as 2k.")]
+Prompts = Annotated[
+    Any, typer.Option(parser=str, metavar="WAY", help="int8: multiply the prompt in bytes, faster and less precisely.")
+]
 Share = Annotated[
     Any, typer.Option(parser=_share, metavar="SHARE", help="Keep this share of the prompt's rows, such as 25%.")
 ]
@@ -453,6 +456,7 @@ def generate(
     window: Annotated[int | None, _tokens("Each token sees the last N only.")] = None,
     shift: Annotated[bool, typer.Option("--shift", help="Drop the older half of a full context and go on.")] = False,
     sink_tokens: Annotated[int | None, _tokens("With --window or --shift: the first N tokens stay.")] = None,
+    prompts: Prompts = "stored",
     select: Select = None,
     keep: Share = None,
     evict_by: EvictBy = None,
@@ -485,6 +489,7 @@ def generate(
         compare=compare,
         quiet=quiet,
         transform="hadamard" if hadamard else None,
+        prompts=prompts,
         select=select,
         keep=keep,
         evict_by=evict_by,
@@ -492,13 +497,7 @@ def generate(
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for an ASCII terminal
     with progress() as show, advise_order(model, prompt or prompt_file):
-        return runner.run(
-            model,
-            text,
-            options,
-            sys.stdout,
-            on_prefill=lambda done, total: show("prompt", done / total),
-        )
+        return runner.run(model, text, options, sys.stdout, on_prefill=lambda done, total: show("prompt", done / total))
 
 
 # ---- kvcache info

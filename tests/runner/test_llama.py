@@ -168,6 +168,23 @@ def test_types_are_compared_with_f32(model: runner.Llama, windows: list[list[int
         assert (found.divergence == 0) is (dtype == "f32")
 
 
+def test_types_behind_prompts_in_bytes(
+    model: runner.Llama, windows: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are compared with f32 and exact prompts, and called so."""
+    monkeypatch.setenv("KVCACHE_ISA", "scalar")  # which multiplies bytes
+    report = runner.Report(model.config, options(prompts="int8"), runner.Speeds(prefill=runner.Speed(9, 1)))
+    exact, in_bytes = (
+        dict(runner.compare_dtypes(model, options(prompts=prompts), [windows[0][:100]]))
+        for prompts in ("stored", "int8")
+    )
+    assert in_bytes["f32"] == exact["f32"]
+    assert in_bytes["f16"].divergence > 100 * exact["f16"].divergence
+    names = [report.row(dtype, found).split("  ")[0] for dtype, found in in_bytes.items()]
+    assert names == ["f32", *(f"{dtype} in bytes" for dtype in TYPES[1:])]
+    assert report.speed_lines()[1].startswith("prefill in bytes, f32 cache ")
+
+
 # --- against itself ----------------------------------------------------------------------------------------------
 
 
@@ -209,6 +226,50 @@ def test_selected_rows(model: runner.Llama, windows: list[list[int]]) -> None:
     assert np.array_equal(prompt, short_prompt)  # a prompt reads all rows
     assert np.array_equal(dense, all_rows)
     assert 1e-4 < np.abs(selected - dense).max() < 1
+
+
+def test_prompts_in_bytes(model: runner.Llama, windows: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are off about as rows of int8 are; steps behind them, and short prompts, are exact."""
+    monkeypatch.setenv("KVCACHE_ISA", "scalar")  # which multiplies bytes
+    text, rows = windows[0][:400], []
+    for dtype, prompts in (("f32", "stored"), ("f32", "int8"), ("int8", "stored")):
+        with runner.new_cache(model.config, options(dtype=dtype)) as cache:
+            rows.append(model.forward(text, cache, prompts=prompts))
+    exact, in_bytes, int8 = rows
+    assert 0.5 < np.linalg.norm(in_bytes - exact) / np.linalg.norm(int8 - exact) < 2
+    for tokens in (text[:8], text[:1]):
+        with runner.new_cache(model.config, options()) as one, runner.new_cache(model.config, options()) as other:
+            for cache in (one, other):
+                model.forward(text, cache, prompts="int8")
+            exact, in_bytes = model.forward(tokens, one), model.forward(tokens, other, prompts="int8")
+        assert np.array_equal(exact, in_bytes)
+    with runner.new_cache(model.config, options()) as cache:
+        short = model.forward(text[:8], cache, prompts="int8")
+    assert np.array_equal(short, logits(model, text[:8]))
+
+
+def test_generating_behind_a_prompt_in_bytes(model: runner.Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, str]] = []
+    attend = Batch.attend
+
+    def noting(self: Batch, layer: int, q: F32, *args: Any, **kwargs: Any) -> Any:
+        calls.append((len(q), kwargs["precision"]))
+        return attend(self, layer, q, *args, **kwargs)
+
+    monkeypatch.setattr(Batch, "attend", noting)
+    speeds = runner.Speed(), runner.Speed()
+    with runner.new_cache(model.config, options()) as cache:
+        list(runner.generate(model, cache, PROMPT, 2, lambda row: int(row.argmax()), *speeds, prompts="int8"))
+    assert calls == [(len(PROMPT), "int8")] * 4 + [(1, "int8")] * 4
+
+
+def test_another_way_of_prompts(model: runner.Llama) -> None:
+    with pytest.raises(runner.LlamaError, match=r"^prompts must be one of stored, int8, not 'f16'$"):
+        options(prompts="f16")
+    with runner.new_cache(model.config, options()) as cache:
+        with pytest.raises(ValueError, match=r"^prompts='f16': must be 'stored', as precise as the rows, or 'int8'$"):
+            model.forward(PROMPT, cache, prompts=cast(Any, "f16"))
+        assert cache.next_position() == 0
 
 
 def test_last_only(model: runner.Llama) -> None:
