@@ -12,7 +12,7 @@
 /* What a task needs while it makes rows of int8, in the last quarters of the workspace's copies of rows. */
 typedef struct scratch {
     int8_t *codes; /* [KVC_PANEL] rows */
-    float *row;
+    float *rows;   /* [ROUNDED_ROWS] */
 } scratch;
 
 static scratch scratch_of(const kvc_task *t) {
@@ -22,20 +22,22 @@ static scratch scratch_of(const kvc_task *t) {
     return (scratch){(int8_t *)(rows + 2 * KVC_PANEL * widest), rows + 3 * KVC_PANEL * widest};
 }
 
-/* Rounds rows of f32 to int8, mixed first unless mixing's order is 0.  units: what a code of 1 of each stands for. */
-static kvc_kernel_rows round_rows(const kvc_task *t, kvc_kernel_rows rows, int32_t dim, kvc_mixing mixing,
-                                  float *units) {
+enum { ROUNDED_ROWS = 16 }; /* that are decoded, mixed and rounded together, so that they stay in the L1 cache */
+
+/* Rounds up to ROUNDED_ROWS rows of f32 to int8, mixed first unless mixing's order is 0.  units: what a code of 1 of
+ * each stands for. */
+static void round_rows(const kvc_task *t, kvc_kernel_rows rows, int32_t dim, kvc_mixing mixing, int8_t *codes,
+                       float *units) {
     const kvc_kernels *kernels = t->call->kernels;
-    const scratch to = scratch_of(t);
-    for (int64_t i = 0; i < rows.num; i++) {
-        const float *row = (const float *)(const void *)((const char *)rows.first + i * rows.stride);
-        if (mixing.order) {
-            kernels->hadamard(to.row, row, dim, mixing);
-            row = to.row;
-        }
-        units[i] = kvc_quantise_row(kernels, to.codes + i * dim, row, dim);
+    const int64_t bytes = dim * (int64_t)sizeof(float), at_once = rows.stride == bytes ? rows.num : 1;
+    if (mixing.order) {
+        float *const mixed = scratch_of(t).rows;
+        for (int64_t i = 0; i < rows.num; i += at_once)
+            kernels->hadamard(mixed + i * dim, (const char *)rows.first + i * rows.stride, (int)at_once * dim, mixing);
+        rows.first = mixed;
+        rows.stride = bytes;
     }
-    return (kvc_kernel_rows){to.codes, dim, rows.num};
+    kernels->round(codes, units, rows.first, rows.stride, (int)rows.num, dim);
 }
 
 /* Packs rows into a panel, as rows from `first` on; with zeros up to a multiple of KVC_LANES. */
@@ -66,13 +68,17 @@ static void pack_keys(const kvc_task *t, const kvc_tile *tile, float *units) {
     const int is_rotated = kvc_rotates_keys(t, tile), is_stored = t->k_as == KVC_INT8 && !is_rotated;
     const int is_transformed = c->k_mixing.order && !is_rotated;
     const kvc_mixing mixing = is_transformed ? (kvc_mixing){0, 0} : c->byte_mixing;
+    int8_t *const codes = scratch_of(t).codes;
     kvc_row_place at = {tile->segment, tile->offset};
     kvc_walk keys = kvc_walk_keys(t, tile);
     if (is_stored) load_units(t, tile, 0, units);
     for (int32_t i = 0, n; i < tile->n; i += n) {
         n = (int32_t)kvc_smaller(tile->n - i, KVC_PANEL);
-        kvc_kernel_rows rows = kvc_take_keys(t, tile, &at, &keys, n);
-        if (!is_stored) rows = round_rows(t, rows, plan->k_dim, mixing, units + i);
+        kvc_kernel_rows rows = {codes, plan->k_dim, n};
+        if (is_stored) rows = kvc_take_keys(t, tile, &at, &keys, n);
+        for (int32_t j = 0; j < n && !is_stored; j += ROUNDED_ROWS)
+            round_rows(t, kvc_take_keys(t, tile, &at, &keys, kvc_smaller(n - j, ROUNDED_ROWS)), plan->k_dim, mixing,
+                       codes + j * plan->k_dim, units + i + j);
         pack(t, c->kernels->bytes.pack_keys, t->workspace + plan->attending.keys, rows, i, plan->k_dim);
     }
 }
@@ -80,25 +86,30 @@ static void pack_keys(const kvc_task *t, const kvc_tile *tile, float *units) {
 /* Values of smaller units, below 1.1e-16, count as 0: sums of exp over such a unit would not be finite. */
 static const float LEAST_UNIT = 0x1p-60f;
 
-/* Rounds values of f32 to int8. */
-static kvc_kernel_rows round_values(const kvc_task *t, kvc_kernel_rows rows, int32_t dim, float *units) {
-    int8_t *const codes = scratch_of(t).codes;
-    rows = round_rows(t, rows, dim, (kvc_mixing){0, 0}, units);
-    for (int64_t i = 0; i < rows.num; i++)
+/* Rounds the next n values of f32 to int8. */
+static void round_values(const kvc_task *t, kvc_walk *values, int32_t n, int8_t *codes, float *units) {
+    const int32_t dim = t->call->plan->v_dim;
+    for (int32_t i = 0; i < n; i += ROUNDED_ROWS)
+        round_rows(t, kvc_take_rows(t, values, kvc_smaller(n - i, ROUNDED_ROWS)), dim, (kvc_mixing){0, 0},
+                   codes + i * dim, units + i);
+    for (int32_t i = 0; i < n; i++)
         if (units[i] < LEAST_UNIT) memset(codes + i * dim, 0, (size_t)dim);
-    return rows;
 }
 
 static void pack_values(const kvc_task *t, const kvc_tile *tile, float *units) {
     const kvc_call *c = t->call;
     const kvc_plan *plan = c->plan;
     const int is_stored = t->v_as == KVC_INT8;
+    int8_t *const codes = scratch_of(t).codes;
     kvc_walk values = kvc_walk_values(t, tile);
     if (is_stored) load_units(t, tile, 1, units);
     for (int32_t i = 0, n; i < tile->n; i += n) {
         n = (int32_t)kvc_smaller(tile->n - i, KVC_PANEL);
-        kvc_kernel_rows rows = kvc_take_rows(t, &values, n);
-        if (!is_stored) rows = round_values(t, rows, plan->v_dim, units + i);
+        kvc_kernel_rows rows = {codes, plan->v_dim, n};
+        if (is_stored)
+            rows = kvc_take_rows(t, &values, n);
+        else
+            round_values(t, &values, n, codes, units + i);
         pack(t, c->kernels->bytes.pack_values, t->workspace + plan->attending.values, rows, i, plan->v_dim);
     }
 }

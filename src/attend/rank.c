@@ -70,7 +70,9 @@ static void pack_head(const kvc_task *t, int32_t head, int32_t as, int32_t delta
     if (as == KVC_INT8) {
         int8_t *const codes = (int8_t *)(t->workspace + k->call.plan->attending.rows);
         int32_t sum = 0;
-        weight *= kvc_quantise_row(k->call.kernels, codes, (const float *)(const void *)row, k->call.plan->k_dim);
+        float unit;
+        k->call.kernels->round(codes, &unit, (const float *)(const void *)row, 0, 1, k->call.plan->k_dim);
+        weight *= unit;
         for (int32_t d = 0; d < k->call.plan->k_dim; d++) sum += codes[d];
         ((int32_t *)(void *)(t->workspace + k->call.plan->choosing.starts))[lane] = -128 * sum;
         row = (const char *)codes;

@@ -38,9 +38,9 @@ static void round_query(const kvc_task *t, int32_t r) {
     const int32_t dim = plan->k_dim, stride = query_of(t).stride;
     const kvc_selecting *at = &plan->selecting;
     int8_t *codes = (int8_t *)(t->workspace + at->codes) + r * stride;
-    const float unit =
-        kvc_quantise_row(t->call->kernels, codes, t->q + (size_t)r * (size_t)plan->attending.q_stride, dim);
+    float unit;
     int32_t sum = 0;
+    t->call->kernels->round(codes, &unit, t->q + (size_t)r * (size_t)plan->attending.q_stride, 0, 1, dim);
     for (int32_t d = 0; d < dim; d++) sum += codes[d];
     memset(codes + dim, 0, (size_t)(stride - dim));
     t->workspace[at->scales + (uint64_t)r] = unit * t->call->scale;

@@ -314,7 +314,9 @@ static void round_query_rows(const kvc_task *t) {
     memset(codes + dim, 0, padded - (size_t)dim);
     for (int32_t r = 0; r < t->num_query_rows; r++) {
         float *const row = t->q + (size_t)r * (size_t)at->q_stride;
-        kvc_byte_query query = {kvc_quantise_row(c->kernels, codes, row, dim) * c->scale, 0};
+        kvc_byte_query query = {0, 0};
+        c->kernels->round(codes, &query.unit, row, 0, 1, dim);
+        query.unit *= c->scale;
         for (int32_t d = 0; d < dim; d++) query.sum += codes[d];
         memcpy(row, &query, sizeof query);
         memcpy((char *)row + KVC_BYTE_CODES, codes, padded);

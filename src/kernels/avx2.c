@@ -11,6 +11,7 @@ DEFINE_UNPACK(kvc_unpack_avx2)
 DEFINE_LARGEST(kvc_largest_avx2)
 DEFINE_TIMES(kvc_times_avx2)
 DEFINE_ENCODE(kvc_encode_avx2)
+DEFINE_ROUND(kvc_round_avx2)
 
 DEFINE_SCORE(kvc_score_f32_avx2, KVC_F32)
 DEFINE_SCORE(kvc_score_f16_avx2, KVC_F16)

@@ -13,6 +13,7 @@ DEFINE_UNPACK(kvc_unpack_avx512)
 DEFINE_LARGEST(kvc_largest_avx512)
 DEFINE_TIMES(kvc_times_avx512)
 DEFINE_ENCODE(kvc_encode_avx512)
+DEFINE_ROUND(kvc_round_avx512)
 
 DEFINE_SCORE(kvc_score_f32_avx512, KVC_F32)
 DEFINE_SCORE(kvc_score_f16_avx512, KVC_F16)
@@ -59,6 +60,7 @@ const kvc_kernels kvc_kernels_avx512 = {
     .unpack = kvc_unpack_avx512,
     .largest = kvc_largest_avx512,
     .encode = kvc_encode_avx512,
+    .round = kvc_round_avx512,
     KVC_AVX512_FLOATS,
     KVC_AVX512_TILER_F32,
     KVC_AVX512_TILERS,

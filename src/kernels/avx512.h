@@ -12,6 +12,7 @@ extern kvc_unpack_fn kvc_unpack_avx512;
 extern kvc_largest_fn kvc_largest_avx512;
 extern kvc_times_fn kvc_times_avx512;
 extern kvc_encode_fn kvc_encode_avx512;
+extern kvc_round_fn kvc_round_avx512;
 extern kvc_score_fn kvc_score_f32_avx512, kvc_score_f16_avx512, kvc_score_bf16_avx512;
 extern kvc_accumulate_fn kvc_accumulate_f32_avx512, kvc_accumulate_f16_avx512, kvc_accumulate_bf16_avx512;
 extern kvc_pack_keys_fn kvc_pack_keys_f32_avx512, kvc_pack_keys_f16_avx512, kvc_pack_keys_bf16_avx512;

@@ -93,6 +93,7 @@ const kvc_kernels kvc_kernels_avx512vnni = {
     .unpack = kvc_unpack_avx512,
     .largest = kvc_largest_avx512,
     .encode = kvc_encode_avx512,
+    .round = kvc_round_avx512,
     KVC_AVX512_FLOATS,
     KVC_AVX512_TILER_F32,
     KVC_AVX512_TILERS,

@@ -58,7 +58,7 @@ INLINE void store_q8_0(char *block, const vec x[QUANT_VECTORS]) {
     store_f16(block, d);
     UNROLL
     for (int i = 0; i < QUANT_VECTORS; i++)
-        v_store_8(block + KVC_SCALE_BYTES + i * LANES, v_round_away(v_number(v_mul(x[i], id))));
+        v_store_nearest(block + KVC_SCALE_BYTES + i * LANES, v_number(v_mul(x[i], id)));
 }
 
 /* Finds the first element of the largest magnitude; 0 if all are 0 or NaN. */
@@ -426,7 +426,7 @@ INLINE float largest(const void *x, int n) {
 INLINE void encode_int8(char *dst, const char *src, int n, vec inverse) {
     for (int i = 0; i < n; i += LANES) {
         const vec x = load_full(KVC_F32, src + bytes_of(KVC_F32, i));
-        v_store_8(dst + i, v_round_away(v_number(v_mul(x, inverse))));
+        v_store_nearest(dst + i, v_number(v_mul(x, inverse)));
     }
 }
 

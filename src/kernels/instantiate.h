@@ -27,6 +27,12 @@
     extern kvc_largest_fn name; \
     TARGET float name(const void *x, int n) { return largest(x, n); }
 
+#define DEFINE_ROUND(name)                                                                                 \
+    extern kvc_round_fn name;                                                                              \
+    TARGET void name(int8_t *codes, float *units, const float *rows, int64_t row_stride, int n, int dim) { \
+        round_rows(codes, units, rows, row_stride, n, dim);                                                \
+    }
+
 #define DEFINE_ENCODE(name)                                                                         \
     extern kvc_encode_fn name;                                                                      \
     TARGET void name(int type, void *dst, const void *x, int n, float unit, kvc_level_sums *sums) { \

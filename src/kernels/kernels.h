@@ -17,7 +17,7 @@
  *
  * The sets but scalar share their loops:
  *
- *   template.h        the loops, over a small set of vector primitives; its parts are elements.h prefetch.h
+ *   template.h        the loops, over a small set of vector primitives; its parts are elements.h rounding.h prefetch.h
  *                     score_quantised.h score_codes.h score_16.h score.h accumulate_quantised.h accumulate_codes.h
  *                     accumulate.h softmax.h matmul.h hadamard.h rank.h sketch.h
  *   vector_avx2.h vector_avx512.h vector_neon.h                the primitives; x86.h: what two of them share
@@ -89,6 +89,11 @@ typedef struct kvc_level_sums {
 /* Encodes n floats of a row of a type with row scales, `unit` of which is what a code or level of 1 stands for.  Adds
  * them to the sums where the type has levels. */
 typedef void kvc_encode_fn(int type, void *dst, const void *x, int n, float unit, kvc_level_sums *sums);
+
+/* Rounds n rows of f32, row_stride bytes apart, to int8 side by side.  units[j] becomes what a code of 1 of row j
+ * stands for: the largest magnitude over 127; NaN if the row has one.  Codes are those of a kvc_encode_fn in that unit.
+ * All sets give the same bits. */
+typedef void kvc_round_fn(int8_t *codes, float *units, const float *rows, int64_t row_stride, int n, int dim);
 
 /* Converts num_q query rows of f32, in place, to the form that score takes, so that scores are multiplied by scale.
  * Rows are padded to a multiple of KVC_LANES. */
@@ -322,6 +327,7 @@ typedef struct kvc_kernels {
     kvc_unpack_fn *unpack;
     kvc_largest_fn *largest;
     kvc_encode_fn *encode;
+    kvc_round_fn *round;
     /* Of a type with row scales, for its elements as they are, times which come scores or weights: `times`.
      * NULL, here and in `accumulate`, of types that are unpacked first; in `tiler`, of those that are unpacked to q8_0
      * or decoded first.  What is unpacked becomes q8_0, or, with row scales, int8. */

@@ -11,6 +11,7 @@ DEFINE_UNPACK(kvc_unpack_neon)
 DEFINE_LARGEST(kvc_largest_neon)
 DEFINE_TIMES(kvc_times_neon)
 DEFINE_ENCODE(kvc_encode_neon)
+DEFINE_ROUND(kvc_round_neon)
 
 DEFINE_SCORE(kvc_score_f32_neon, KVC_F32)
 DEFINE_SCORE(kvc_score_f16_neon, KVC_F16)

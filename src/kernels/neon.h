@@ -9,6 +9,7 @@ extern kvc_unpack_fn kvc_unpack_neon;
 extern kvc_largest_fn kvc_largest_neon;
 extern kvc_times_fn kvc_times_neon;
 extern kvc_encode_fn kvc_encode_neon;
+extern kvc_round_fn kvc_round_neon;
 extern kvc_score_fn kvc_score_f32_neon, kvc_score_f16_neon, kvc_score_bf16_neon;
 extern kvc_accumulate_fn kvc_accumulate_f32_neon, kvc_accumulate_f16_neon, kvc_accumulate_bf16_neon,
     kvc_accumulate_q8_0_neon, kvc_accumulate_q4_0_neon, kvc_accumulate_int8_neon;
@@ -68,17 +69,18 @@ extern kvc_sum_bytes_fn kvc_sum_bytes_neondotprod, kvc_sum_bytes_neoni8mm;
         KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_bf16_neon, kvc_pack_values_bf16_neon, kvc_matmul_neon)
 
 /* All but the name, and these. */
-#define KVC_NEON_COMMON                                                                                             \
-    .convert = kvc_convert_neon, .unpack = kvc_unpack_neon, .largest = kvc_largest_neon, .encode = kvc_encode_neon, \
-    .score[KVC_F32] = {kvc_scale_neon, kvc_score_f32_neon}, .score[KVC_F16] = {kvc_scale_neon, kvc_score_f16_neon}, \
-    .score[KVC_BF16] = {kvc_scale_neon, kvc_score_bf16_neon}, .accumulate[KVC_F32] = kvc_accumulate_f32_neon,       \
-    .accumulate[KVC_F16] = kvc_accumulate_f16_neon, .accumulate[KVC_BF16] = kvc_accumulate_bf16_neon,               \
-    .tiler[KVC_F32] =                                                                                               \
-        KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_f32_neon, kvc_pack_values_f32_neon, kvc_matmul_neon),         \
-    .tiler[KVC_F16] =                                                                                               \
-        KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_f16_neon, kvc_pack_values_f16_neon, kvc_matmul_neon),         \
-    .matmul = kvc_matmul_neon, .softmax = kvc_softmax_neon, .times = kvc_times_neon, .scale = kvc_scale_neon,       \
-    .hadamard = kvc_hadamard_neon, .make_sketches = kvc_make_sketches_neon, .weigh_pieces = kvc_weigh_pieces_neon,  \
+#define KVC_NEON_COMMON                                                                                               \
+    .convert = kvc_convert_neon, .unpack = kvc_unpack_neon, .largest = kvc_largest_neon, .encode = kvc_encode_neon,   \
+    .round = kvc_round_neon, .score[KVC_F32] = {kvc_scale_neon, kvc_score_f32_neon},                                  \
+    .score[KVC_F16] = {kvc_scale_neon, kvc_score_f16_neon}, .score[KVC_BF16] = {kvc_scale_neon, kvc_score_bf16_neon}, \
+    .accumulate[KVC_F32] = kvc_accumulate_f32_neon, .accumulate[KVC_F16] = kvc_accumulate_f16_neon,                   \
+    .accumulate[KVC_BF16] = kvc_accumulate_bf16_neon,                                                                 \
+    .tiler[KVC_F32] =                                                                                                 \
+        KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_f32_neon, kvc_pack_values_f32_neon, kvc_matmul_neon),           \
+    .tiler[KVC_F16] =                                                                                                 \
+        KVC_FLOAT_TILER(kvc_scale_neon, kvc_pack_keys_f16_neon, kvc_pack_values_f16_neon, kvc_matmul_neon),           \
+    .matmul = kvc_matmul_neon, .softmax = kvc_softmax_neon, .times = kvc_times_neon, .scale = kvc_scale_neon,         \
+    .hadamard = kvc_hadamard_neon, .make_sketches = kvc_make_sketches_neon, .weigh_pieces = kvc_weigh_pieces_neon,    \
     .rank[KVC_F32] = kvc_rank_f32_neon
 
 #endif

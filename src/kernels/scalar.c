@@ -139,6 +139,16 @@ static void encode_int8(void *dst, const void *src, int n, float id) {
     for (int i = 0; i < n; i++) ((int8_t *)dst)[i] = (int8_t)nearest(scaled(float_at(src, i), id));
 }
 
+/* Is a kvc_round_fn. */
+static void round_rows(int8_t *codes, float *units, const float *rows, int64_t row_stride, int n, int dim) {
+    for (int i = 0; i < n; i++, codes += dim, rows = (const float *)((const char *)rows + row_stride)) {
+        units[i] = largest(rows, dim) / 127;
+        encode_int8(codes, rows, dim, reciprocal(units[i]));
+        for (int d = 0; d < dim; d++)
+            if (isnan(rows[d])) units[i] = NAN;
+    }
+}
+
 /* Stores codes of four bits, or five. */
 static void store_codes(int type, uint8_t *block, const int codes[KVC_QUANT_ELEMENTS]) {
     uint8_t *nibbles = block + KVC_TYPES[type].bytes - KVC_NIBBLE_BYTES;
@@ -489,6 +499,7 @@ DEFINE_TIMES(kvc_times_scalar)
 DEFINE_SCORE(kvc_score_int8_scalar, KVC_INT8)
 DEFINE_ACCUMULATE(kvc_accumulate_int8_scalar, KVC_INT8)
 DEFINE_ENCODE(kvc_encode_scalar)
+DEFINE_ROUND(kvc_round_scalar)
 
 DEFINE_SCORE(kvc_score_f32_scalar, KVC_F32)
 DEFINE_SCORE(kvc_score_f16_scalar, KVC_F16)
@@ -527,6 +538,7 @@ const kvc_kernels kvc_kernels_scalar = {
     .unpack = kvc_unpack_scalar,
     .largest = kvc_largest_scalar,
     .encode = kvc_encode_scalar,
+    .round = kvc_round_scalar,
     .score[KVC_F32] = {kvc_scale_scalar, kvc_score_f32_scalar},
     .score[KVC_F16] = {kvc_scale_scalar, kvc_score_f16_scalar},
     .score[KVC_BF16] = {kvc_scale_scalar, kvc_score_bf16_scalar},

@@ -45,7 +45,7 @@
  *   v_max_abs(x, y)            v_max(v_abs(x), y), where y is at least 0 and x no signalling NaN
  *   v_number(x)                x, or 0 where it is NaN
  *   v_mask(x, p)               the bits of x that are set in the vector at p
- *   v_round_away(x)            to the nearest integer, halves away from 0
+ *   v_store_nearest(p, x)      8 bits each: the nearest integers to LANES numbers, halves away from 0
  *   v_truncate(x)              to an integer, towards 0
  *   v_equal(x, y)              a uint32_t whose bit i is set where lanes i are equal
  *   v_count(n, x, y)           n, and 1 more where x >= y
@@ -165,6 +165,7 @@ enum {
 INLINE int most_queries(int type) { return type == KVC_F16 || type == KVC_BF16 ? FLOAT_QUERIES : QUERIES; }
 
 #include "kernels/elements.h"
+#include "kernels/rounding.h"
 #include "kernels/prefetch.h"
 
 /* ---- what score and accumulate work on --------------------------------------------------------------------------- */

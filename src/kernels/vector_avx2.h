@@ -126,9 +126,9 @@ INLINE vec v_count(vec n, vec x, vec y) {
 INLINE vec v_truncate(vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
 
 /* Adds the float below a half: a half would take the float below it to 1. */
-INLINE vec v_round_away(vec x) {
+INLINE void v_store_nearest(void *p, vec x) {
     vec sign = _mm256_and_ps(x, _mm256_set1_ps(-0.0f));
-    return v_truncate(_mm256_add_ps(x, _mm256_or_ps(_mm256_set1_ps(0x1.fffffep-2f), sign)));
+    v_store_8(p, _mm256_add_ps(x, _mm256_or_ps(_mm256_set1_ps(0x1.fffffep-2f), sign)));
 }
 
 INLINE vec v_scale(vec x, vec scale, vec y, vec least) {

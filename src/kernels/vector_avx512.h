@@ -115,9 +115,10 @@ INLINE vec v_count(vec n, vec x, vec y) {
 INLINE vec v_truncate(vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
 
 /* Adds the float below a half: a half would take the float below it to 1. */
-INLINE vec v_round_away(vec x) {
-    vec sign = _mm512_and_ps(x, _mm512_set1_ps(-0.0f));
-    return v_truncate(_mm512_add_ps(x, _mm512_or_ps(_mm512_set1_ps(0x1.fffffep-2f), sign)));
+INLINE void v_store_nearest(void *p, vec x) {
+    const __m512i sign = _mm512_set1_epi32(INT32_MIN), half = _mm512_castps_si512(_mm512_set1_ps(0x1.fffffep-2f));
+    const __m512i with_sign = _mm512_ternarylogic_epi32(_mm512_castps_si512(x), sign, half, 0xea); /* x & sign | half */
+    v_store_8(p, _mm512_add_ps(x, _mm512_castsi512_ps(with_sign)));
 }
 
 INLINE vec v_scale(vec x, vec scale, vec y, vec least) {

@@ -167,7 +167,7 @@ INLINE vec v_count(vec n, vec x, vec y) {
 
 INLINE vec v_truncate(vec x) { return vrndq_f32(x); }
 
-INLINE vec v_round_away(vec x) { return vrndaq_f32(x); }
+INLINE void v_store_nearest(void *p, vec x) { v_store_8(p, vrndaq_f32(x)); }
 
 INLINE vec v_scale(vec x, vec scale, vec y, vec least) {
     const vec power = vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(scale), 23));

@@ -179,15 +179,6 @@ void kvc_encode_rows(const kvc_kernels *kernels, const kvc_rows *to, const float
     convert_rows(&x, to, &floats, num_rows);
 }
 
-float kvc_quantise_row(const kvc_kernels *kernels, int8_t *codes, const float *row, int32_t dim) {
-    kvc_level_sums unused;
-    const float unit = kernels->largest(row, dim) / 127;
-    kernels->encode(KVC_INT8, codes, row, dim, unit, &unused);
-    int has_nan = 0;
-    for (int32_t d = 0; d < dim; d++) has_nan |= row[d] != row[d];
-    return has_nan ? NAN : unit;
-}
-
 kvc_rows kvc_given_rows(int32_t type, const void *first, int64_t row, int64_t head, int32_t dim) {
     char *const rows = (char *)first;
     char *const scales = KVC_TYPES[type].has_row_scale ? rows + kvc_blocks_bytes(type, dim) : rows;

@@ -61,7 +61,4 @@ void kvc_decode_rows(const kvc_kernels *kernels, float *to, int64_t stride, cons
 void kvc_encode_rows(const kvc_kernels *kernels, const kvc_rows *to, const float *from, int64_t stride,
                      int64_t num_rows, int32_t dim);
 
-/* Rounds a row to int8.  Returns what a code of 1 stands for: NaN, if the row has one. */
-float kvc_quantise_row(const kvc_kernels *kernels, int8_t *codes, const float *row, int32_t dim);
-
 #endif

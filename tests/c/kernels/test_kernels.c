@@ -566,8 +566,37 @@ static void check_unpack_scaled(const kvc_kernels *kernels, int type, int dim, i
     CHECK(*at == 7);
 }
 
+/* Rows of several sizes, some with halves of a unit, some not finite, become what they become one by one in two steps.
+ */
+static void check_round(const kvc_kernels *kernels, int dim) {
+    enum { MOST_ROWS = 9, MOST_GAP = 3 };
+    static float x[MOST_ROWS][MAX_DIM + MOST_GAP];
+    int8_t got[MOST_ROWS * MAX_DIM + 1], right[MAX_DIM];
+    const int n = random_int(1, MOST_ROWS + 1), stride = dim + random_int(0, MOST_GAP + 1);
+    float *const rows = &x[0][0], units[MOST_ROWS + 1];
+    for (int j = 0; j < n; j++) {
+        const int exponent = random_int(-150, 120), halves = random_int(0, 2);
+        for (int d = 0; d < dim; d++)
+            rows[j * stride + d] = ldexpf(halves ? (float)random_int(-254, 255) / 2 : random_float(), exponent);
+        if (!random_int(0, 4)) rows[j * stride + random_int(0, dim)] = random_int(0, 2) ? NAN : -INFINITY;
+    }
+    memset(got, 7, sizeof got);
+    units[n] = 7;
+    kernels->round(got, units, rows, stride * (int64_t)sizeof *rows, n, dim);
+    for (int j = 0; j < n; j++) {
+        const float *const row = rows + j * stride, unit = kvc_kernels_scalar.largest(row, dim) / 127;
+        int has_nan = 0;
+        for (int d = 0; d < dim; d++) has_nan |= isnan(row[d]);
+        kvc_kernels_scalar.encode(KVC_INT8, right, row, dim, unit, NULL);
+        CHECKF(!memcmp(got + j * dim, right, (size_t)dim) && (has_nan ? isnan(units[j]) : units[j] == unit),
+               "%s dim %d: row %d of %d, unit %g, not %g", kernels->name, dim, j, n, (double)units[j], (double)unit);
+    }
+    CHECK(got[n * dim] == 7 && units[n] == 7);
+}
+
 static void test_row_scales(const kvc_kernels *kernels) {
     for (int dim = BLOCK; dim <= MAX_DIM; dim += BLOCK) {
+        for (int i = 0; i < 20; i++) check_round(kernels, dim);
         for (int type = KVC_INT8; kvc_type_name(type); type++) {
             check_unpack_scaled(kernels, type, dim, 0);
             check_unpack_scaled(kernels, type, dim, 1);
