@@ -1,7 +1,8 @@
-"""Compare HFCache with DynamicCache: interleaved speed after a context, memory, torch.compile.
+"""Compare HFCache with DynamicCache: interleaved speed after a context and of prompts, memory, torch.compile.
 
 python bench/bench_hf.py --context 512 8192
 python bench/bench_hf.py --model 1b --context 32k --select 2048     # and with rows selected by sketches
+python bench/bench_hf.py --only prompt --model smollm2 --context 4k     # to the first token, also in bytes
 python bench/bench_hf.py --model 1b --threads 1 --cpu-time ...      # on a machine that is busy otherwise
 """
 
@@ -38,6 +39,10 @@ CONFIGS = {
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
         "vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
     }),  # Llama 3.2 1B
+    "smollm2": LlamaConfig(**COMMON | {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "vocab_size": 49152, "num_key_value_heads": 3, "head_dim": 64, "tie_word_embeddings": True,
+    }),  # SmolLM2 135M
 }  # fmt: skip
 
 
@@ -148,6 +153,37 @@ def speed(args):
         keep(args.json, args.command, table.rows)
 
 
+# ---- prompts
+
+
+def prompt(args):
+    """Time prompts up to the first token, whose rows go into an empty cache."""
+    model = new_model(args.model, args.threads)
+    now = time.process_time if args.cpu_time else time.perf_counter
+    print("seconds of generate() from a prompt to the first token, and speedup over DynamicCache")
+    columns = {"tokens": ">7,", "": "<21", "type": "<5", "seconds": ">8.3f", "speedup": ">7.2f"}
+    table = Table(columns, f"prompt {args.model}")
+    ways = {"kvcache": "stored", "kvcache, in bytes": "int8"}
+    entrants = [("DynamicCache", "bf16"), *((name, dtype) for dtype in args.dtype for name in ways)]
+    for context in args.context:
+        tokens = torch.randint(0, model.config.vocab_size, (1, context))
+        seconds = [[] for _ in entrants]
+        for _ in range(args.steps):
+            for times, (name, dtype) in zip(seconds, entrants, strict=True):
+                model.set_attn_implementation("kvcache" if name in ways else "sdpa")
+                own = HFCache(model.config, dtype, prompts=ways[name]) if name in ways else DynamicCache()
+                begin = now()
+                model.generate(tokens, cache=own, max_new_tokens=1, do_sample=False)
+                times.append(now() - begin)
+        dynamic = statistics.median(seconds[0])
+        for (name, dtype), times in zip(entrants, seconds, strict=True):
+            took = statistics.median(times)
+            row = {"name": name, "context": context, "threads": args.threads, "type": dtype, "seconds": took}
+            table.line(context, name, dtype, took, dynamic / took, **row, quotient=dynamic / took)
+    if args.json:
+        keep(args.json, args.command, table.rows)
+
+
 # ---- torch.compile
 
 
@@ -208,19 +244,19 @@ def memory(args):
             table.line(name, above / 1e6, above / rows)
 
 
-ONLY = {"speed": speed, "memory": memory, "compile": compiled}
+ONLY = {"speed": speed, "prompt": prompt, "memory": memory, "compile": compiled}
 
 
 def main():
     p = Arguments(__doc__)
     p.add_argument("--only", choices=ONLY, default="speed", help="what is measured")
-    p.add_argument("--model", choices=CONFIGS, default="gqa", help="grouped queries, latents (MLA), Llama 3.2 1B")
+    p.add_argument("--model", choices=CONFIGS, default="gqa", help="grouped queries, latents (MLA), Llama 3.2, SmolLM2")
     p.list("--context", [512, 8192], parse_tokens, help="tokens")
     p.list("--dtype", ["bf16", "q8_0"], known=BYTES, help="of rows")
     p.number("--threads", 2, "of torch and of ours")
     p.number("--steps", 20, "calls of each, interleaved")
     p.add_argument("--select", type=parse_tokens, metavar="N", help="with --only speed: also select about N rows")
-    p.add_argument("--cpu-time", action="store_true", help="with --only speed: count the process's CPU time")
+    p.add_argument("--cpu-time", action="store_true", help="of speed and prompts, count the process's CPU time")
     p.kept()
     args = p.parse_args()
     warnings.filterwarnings("ignore", "kvcache: the rows of every layer")  # one entrant is a plain cache
