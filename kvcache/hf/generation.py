@@ -23,9 +23,10 @@ from kvcache.hf.attention import NAME
 from kvcache.hf.cache import HFCache
 from kvcache.hf.enabling import arguments_of, has_kernels, make_cache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
+from kvcache.hf.images import features_between, images_of
 from kvcache.hf.pieces import PieceByPiece
 from kvcache.hf.texts import begin_source, begin_text, check_longer, end_text, leave_text
-from kvcache.hf.told import CACHE, has_others
+from kvcache.hf.told import CACHE, FEATURES, has_others
 from kvcache.prefix import PrefixCache
 from kvcache.warning import warn
 
@@ -140,7 +141,11 @@ def _prefill(
     cache, model = model_kwargs.get(CACHE), self
     generation_config = _begin(self, input_ids, generation_config, model_kwargs)
     if isinstance(cache, HFCache):
-        _acquire(cache, input_ids, model_kwargs)
+        _acquire(self, cache, input_ids, generation_config, model_kwargs)
+        if cache.knows_images and cache.is_acquired:  # the other images' features are not fed
+            shown = {"input_ids": input_ids, FEATURES: model_kwargs[FEATURES]}
+            features = features_between(self.config, shown, cache.get_seq_length(), input_ids.shape[1])
+            model_kwargs = model_kwargs | {FEATURES: features}
         model = PieceByPiece(self, cache, generation_config.prefill_chunk_size)
         if cache.keeps_states and generation_config.prefill_chunk_size:  # by which transformers would cut elsewhere
             generation_config = copy.copy(generation_config)
@@ -158,15 +163,27 @@ def _decode_assisted(self: Any, input_ids: torch.Tensor, *args: Any, generation_
     _begin(self, input_ids, generation_config, kwargs, feeds_all=True)
     if isinstance(cache, HFCache):
         own = inspect.signature(decode_assisted).parameters  # beside what the model is given
-        _acquire(cache, input_ids, {name: value for name, value in kwargs.items() if name not in own})
+        model_kwargs = {name: value for name, value in kwargs.items() if name not in own}
+        _acquire(self, cache, input_ids, generation_config, model_kwargs)
         model = PieceByPiece(self, cache, generation_config.prefill_chunk_size)
     return decode_assisted(model, input_ids, *args, generation_config=generation_config, **kwargs)
 
 
-def _acquire(cache: HFCache, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+def _acquire(
+    model: Any, cache: HFCache, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+) -> None:
     """Name the prompts to the prefix cache, if there is one, and take from it what they begin with."""
-    if cache.takes_prompt and _follows_from_tokens(input_ids, model_kwargs):
-        cache.acquire(input_ids, model_kwargs.get("attention_mask"))
+    running, mask = _running.get(), model_kwargs.get("attention_mask")
+    if not cache.takes_prompt or not _has_tokens(input_ids, mask):
+        return
+    images = None
+    if running is not None:
+        num_beams = max(generation_config.num_beams, generation_config.num_return_sequences)
+        images = images_of(model, input_ids, model_kwargs, running.given, num_beams)
+    if images is not None and (images.positions is not None or _has_columns(input_ids, model_kwargs)):
+        cache.acquire_with(images, input_ids, mask)
+    elif not has_others(model_kwargs) and _has_columns(input_ids, model_kwargs):
+        cache.acquire(input_ids, mask)
 
 
 def _begin(
@@ -257,15 +274,14 @@ def _is_whole(input_ids: torch.Tensor, mask: torch.Tensor | None, generation_con
     return bool(has_columns and input_ids.numel() and num_columns == input_ids.shape[1])
 
 
-def _follows_from_tokens(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:
-    """Whether a prompt's keys and values follow from its tokens and padding: no images, no embeddings."""
+def _has_tokens(input_ids: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether each prompt has a token, and a mask, if any, tells of all."""
+    return input_ids.ndim == 2 and (mask is None or (mask.shape == input_ids.shape and bool(mask.any(1).all())))
+
+
+def _has_columns(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:
+    """Whether prompts stand at the positions behind their padding."""
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if (
-        has_others(model_kwargs)
-        or input_ids.ndim != 2
-        or (mask is not None and (mask.shape != input_ids.shape or not mask.any(1).all()))
-    ):
-        return False
     if positions is None:
         return mask is None or bool(mask.all())
     shown = torch.ones_like(input_ids) if mask is None else mask.long()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kvcache.hf.cache import HFCache
+from kvcache.hf.images import features_between
+from kvcache.hf.told import FEATURES, TYPES
 from kvcache.models.shapes import PREFILL_TOKENS
 from kvcache.policy import window_of
 
 CHECKPOINT_TOKENS = 2048  # a state may take as much memory as the rows of so many tokens
-TOKENS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}  # the axis of a pass's tokens
+TOKENS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, TYPES: -1}  # the axis of a pass's tokens
 SHOWING = ("output_attentions", "output_hidden_states")  # they ask for more of a prompt than its last token
 
 
@@ -42,7 +45,8 @@ class PieceByPiece:
         given = {name: axis for name, axis in TOKENS.items() if inputs.get(name) is not None}
         lengths = {inputs[name].shape[axis] for name, axis in given.items()}
         num_tokens, mask = max(lengths, default=0), inputs.get("attention_mask")
-        if len(lengths) > 1 or not self._gains(num_tokens) or not _follows_columns(inputs):
+        known = (FEATURES, TYPES) if self._cache.knows_images else ()
+        if len(lengths) > 1 or not self._gains(num_tokens) or not _follows_columns(inputs, known):
             return [inputs]
         seen = self._cache.get_seq_length()
         if mask is not None and mask.shape[1] != seen + num_tokens:
@@ -52,6 +56,8 @@ class PieceByPiece:
             piece = {name: inputs[name].narrow(axis, begin, end - begin) for name, axis in given.items()}
             if mask is not None:
                 piece["attention_mask"] = mask[:, : seen + end]
+            if inputs.get(FEATURES):
+                piece[FEATURES] = features_between(self._model.config, inputs, begin, end)
             pieces.append(inputs | piece)
             begin = end
         return pieces
@@ -78,10 +84,12 @@ class PieceByPiece:
         return self._cache.keeps_states or num_tokens > max(self._size, min(windows, default=num_tokens))
 
 
-def _follows_columns(inputs: dict[str, Any]) -> bool:
-    """Whether a pass can be cut at any column: nothing tells of images or the like, or asks for all states."""
-    mask = inputs.get("attention_mask")
+def _follows_columns(inputs: dict[str, Any], known: Sequence[str]) -> bool:
+    """Whether a pass can be cut at any column: nothing except `known` tells of images or the like, or asks for all."""
+    mask, types = inputs.get("attention_mask"), inputs.get(TYPES)
+    if types is not None and TYPES not in known and types.any():
+        return False
     if any(inputs.get(name) for name in SHOWING) or (mask is not None and getattr(mask, "ndim", 0) != 2):
         return False
-    others = (value for name, value in inputs.items() if name not in (*TOKENS, "attention_mask"))
+    others = (value for name, value in inputs.items() if name not in (*TOKENS, "attention_mask", *known))
     return not any(isinstance(x, torch.Tensor) or (isinstance(x, (list, tuple, dict)) and x) for x in others)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kvcache.hf.feeding import FedBatch
+from kvcache.hf.images import Images
 from kvcache.hf.padding import check_rows
 from kvcache.hf.prompts import Prompt, Prompts, prompts_of
 
@@ -79,15 +80,25 @@ class PrefixedBatch(FedBatch):
         ValueError
             If there is no prefix cache, the cache holds tokens, or a shape is wrong.
         """
+        return self.acquire_with(None, input_ids, attention_mask)
+
+    def acquire_with(self, images: Images | None, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> int:
+        """Do what `acquire` does, with names for the tokens of images. All calls that feed the prompts show these."""
         if self._prefix is None:
             raise ValueError("the cache has no prefix cache: make it by HFCache(config, prefix=prefix)")
         self._passes.end()
         if not self.takes_prompt:
             raise ValueError("the cache holds tokens: release or reset it first")
-        rows, num_columns = prompts_of(input_ids, attention_mask, self._placeholders), input_ids.shape[1]
-        prompts = Prompts(self._prefix, rows, self._placeholders, attention_mask)
+        rows, num_columns = prompts_of(input_ids, attention_mask, self._placeholders, images), input_ids.shape[1]
+        prompts = Prompts(self._prefix, rows, self._placeholders, attention_mask, images)
         self._begin_with(prompts, num_columns)
         return self._passes.num_seen
+
+    @property
+    def knows_images(self) -> bool:
+        """Whether prompts with images were acquired: what is fed of them may be cut at any column."""
+        prompts = self._passes.prompts
+        return prompts is not None and prompts.has_images
 
     def _begin_with(self, prompts: Prompts, num_columns: int) -> None:
         """Begin with the beginnings of prompts, as far as `Prompts.acquire` has them before the last column."""
@@ -111,7 +122,7 @@ class PrefixedBatch(FedBatch):
             return
         for seq_id in seq_ids:
             self._prefix.note_inexact(seq_id, 0)  # without a prefix cache, the one that was saved noted no masks
-        passes.prompts = Prompts(self._prefix, [Prompt(offset, []) for offset in offsets], self._placeholders)
+        passes.prompts = Prompts(self._prefix, [Prompt(offset, [], []) for offset in offsets], self._placeholders)
         passes.prompts.select(range(len(offsets)), 0)  # as the saved cache may have done, which kept nothing behind it
 
     def is_begun_by(self, text: torch.Tensor, hidden: int) -> bool:

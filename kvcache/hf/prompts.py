@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedConfig
 
@@ -17,9 +18,10 @@ from kvcache.arguments import INT64_MAX
 from kvcache.arrays import Precision
 from kvcache.cache import KVCache
 from kvcache.errors import CacheFullError, NotSupportedError
+from kvcache.hf.images import Images
 from kvcache.hf.padding import count_leading, shown_columns
 from kvcache.hf.policies import BY_ONE_TOKEN, both_ways, rotation_by_length
-from kvcache.hf.told import UNKNOWN, Tokens, has_positions, tokens_fed
+from kvcache.hf.told import FEATURES, UNKNOWN, Tokens, has_positions, tokens_fed, without_images
 from kvcache.prefix import PrefixCache
 
 PLACEHOLDER = re.compile(r".*(image|video|audio|vision|boi|eoi|boa|eoa).*_(token_id|token_index|index)")
@@ -32,6 +34,12 @@ class Prompt:
 
     leading: int  # columns of padding before the first token
     tokens: list[int]  # of the prompt, up to the first one whose rows do not follow from tokens alone
+    fed: list[int]  # the same as the model is fed them: an image's tokens have no names of their own
+
+    def named(self, row: list[int]) -> list[int]:
+        """Return a row's tokens, with the names of the prompt's images if it begins with the prompt."""
+        num = min(len(row), len(self.fed))
+        return self.tokens[:num] + row[num:] if row[:num] == self.fed[:num] else row
 
 
 def placeholders_of(config: PreTrainedConfig) -> set[int]:
@@ -50,10 +58,13 @@ def check_tokens(tokens: object, name: str) -> None:
         raise TypeError(f"{name} has the type {tokens.dtype}: integers are needed")
 
 
-def prompts_of(input_ids: torch.Tensor, mask: torch.Tensor | None, placeholders: set[int]) -> list[Prompt]:
+def prompts_of(
+    input_ids: torch.Tensor, mask: torch.Tensor | None, placeholders: set[int], images: Images | None = None
+) -> list[Prompt]:
     """Return the prompt of each row; raise ValueError for a mask of another shape, or a row that it hides whole.
 
-    `input_ids` and `mask` are ``[batch, tokens]``, 0 for padding; a mask of None shows all.
+    `input_ids` and `mask` are ``[batch, tokens]``, 0 for padding; a mask of None shows all. With `images`, all
+    placeholders have names, or stand for nothing.
     """
     check_tokens(input_ids, "input_ids")
     if input_ids.ndim != 2 or not input_ids.numel():
@@ -67,9 +78,12 @@ def prompts_of(input_ids: torch.Tensor, mask: torch.Tensor | None, placeholders:
     for row, (leading, columns) in enumerate(zip(count_leading(shown), shown, strict=True)):
         if leading == len(columns):
             raise ValueError(f"attention_mask hides all tokens of row {row}: leave the row out")
-        tokens = input_ids[row, leading:].tolist()
-        unknown = (i for i, token in enumerate(tokens) if not columns[leading + i] or token in placeholders)
-        prompts.append(Prompt(leading, tokens[: next(unknown, None)]))
+        fed = input_ids[row, leading:].tolist()
+        tokens = fed if images is None else images.tokens[row, leading:].tolist()
+        ends = placeholders if images is None else ()
+        unknown = (i for i, token in enumerate(tokens) if not columns[leading + i] or token in ends)
+        end = next(unknown, None)
+        prompts.append(Prompt(leading, tokens[:end], fed[:end]))
     return prompts
 
 
@@ -77,7 +91,7 @@ class Prompts:
     """The prompts of a batch whose beginnings come from a prefix cache, and the tokens that were fed.
 
     `mask` is the mask of the prompts. `placeholders` are tokens that stand for an image or sound, and do not say for
-    which.
+    which; `images` has names for those of the prompts.
 
     The tokens that calls of a model feed are noted for each column. UNKNOWN stands where no call told a token, and
     where the row does not follow from tokens alone. A row is kept under tokens that equal these, up to the first that
@@ -90,8 +104,12 @@ class Prompts:
         rows: list[Prompt],
         placeholders: set[int],
         mask: torch.Tensor | None = None,
+        images: Images | None = None,
     ) -> None:
         self._prefix = prefix
+        self.has_images = images is not None
+        # Where the model counts height and width of images: the prompts' positions, [axes, batch, columns].
+        self._positions = None if images is None else images.positions
         self._rows = rows
         self._placeholders = placeholders
         self._mask = mask
@@ -186,7 +204,7 @@ class Prompts:
     def begin(self, text: torch.Tensor, hidden: int) -> bool:
         """Whether each row of a text begins with its prompt, and before it with as much padding: `hidden`."""
         return all(
-            row[: prompt.leading + len(prompt.tokens)] == [hidden] * prompt.leading + prompt.tokens
+            row[: prompt.leading + len(prompt.fed)] == [hidden] * prompt.leading + prompt.fed
             for row, prompt in zip(text.tolist(), self._rows, strict=True)
         )
 
@@ -207,10 +225,40 @@ class Prompts:
 
     def tell(self, seen: int, inputs: Mapping[str, Any]) -> None:
         """Note the tokens that a call is about to feed behind a column, `seen`; `inputs` are the model's arguments."""
-        tokens = tokens_fed(inputs, [prompt.leading for prompt in self._rows], seen, self._placeholders)
+        leading, placeholders = [prompt.leading for prompt in self._rows], self._placeholders
+        if self.has_images and not self.are_fed(seen):
+            tokens = tokens_fed(without_images(inputs), leading, seen, (), self._usual)
+            tokens = None if tokens is None else self._named(tokens, seen, bool(inputs.get(FEATURES)))
+        else:
+            tokens = tokens_fed(inputs, leading, seen, placeholders, self._usual)
         self.tell_end(seen)
         if tokens is not None:
             self._fed = np.concatenate([self._fed, tokens], 1)
+
+    def _named(self, tokens: Tokens, seen: int, has_features: bool) -> Tokens:
+        """Return tokens that are fed behind a column, with the names of images where these have their features."""
+        named = np.where(np.isin(tokens, [*self._placeholders]), UNKNOWN, tokens)
+        for row, new, prompt in zip(named, tokens, self._rows, strict=True):
+            begin = max(seen, prompt.leading)
+            wanted = np.array(prompt.tokens[begin - prompt.leading :], np.int64)[: max(0, seen + len(new) - begin)]
+            fed = np.array(prompt.fed[begin - prompt.leading :], np.int64)[: len(wanted)]
+            at = slice(begin - seen, begin - seen + len(wanted))
+            is_same = (new[at] == fed) & (has_features | (wanted == fed))
+            row[at] = np.where(is_same, wanted, row[at])
+        return named
+
+    def _usual(self, columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the positions of columns, ``[axes, batch, columns]``: behind padding, or as images have them.
+
+        Behind a prompt, a model that counts height and width goes on counting on each axis.
+        """
+        usual = (columns - np.array([[prompt.leading] for prompt in self._rows]))[None]
+        if self._positions is None:
+            return usual
+        num_columns, last = self._positions.shape[2], self._positions[:, :, -1:]
+        is_within = columns < num_columns
+        within = self._positions[:, :, np.minimum(columns, num_columns - 1)]
+        return np.where(is_within, within, last + columns + 1 - num_columns)
 
     def tell_part(self, seen: int, inputs: Mapping[str, Any]) -> None:
         """Note at which positions a part of the model is fed what a call was told to feed behind a column, `seen`.
@@ -219,7 +267,7 @@ class Prompts:
         """
         columns, begins = np.arange(seen, self._fed.shape[1]), np.array([[prompt.leading] for prompt in self._rows])
         if len(columns) and inputs.get("position_ids") is not None:
-            is_known = has_positions(inputs, columns, begins)
+            is_known = has_positions(inputs, columns, begins, self._usual(columns))
             self._fed = np.concatenate([self._fed[:, :seen], np.where(is_known, self._fed[:, seen:], UNKNOWN)], 1)
 
     def tell_end(self, seen: int) -> None:
@@ -259,10 +307,17 @@ class Prompts:
         at = seen if self.are_fed(seen) else INT64_MAX
         self._moved_at = at if self._moved_at is None else min(at, self._moved_at)
         self._rows, self._fed = [self._rows[i] for i in indices], self._fed[[*indices]]
+        if self._positions is not None:
+            self._positions = self._positions[:, [*indices]]
 
     def crop(self, seen: int) -> None:
         """Forget the tokens from a column on."""
-        self._rows = [replace(row, tokens=row.tokens[: max(0, seen - row.leading)]) for row in self._rows]
+        ends = [max(0, seen - row.leading) for row in self._rows]
+        self._rows = [
+            replace(row, tokens=row.tokens[:end], fed=row.fed[:end]) for row, end in zip(self._rows, ends, strict=True)
+        ]
+        if self._positions is not None:
+            self._positions = self._positions[:, :, :seen] if seen else None
         self.tell_end(seen)
 
     def tokens_of(self, tokens: torch.Tensor | None) -> list[list[int]]:
@@ -276,7 +331,8 @@ class Prompts:
             if tokens.ndim != 2:
                 raise ValueError(f"tokens has the shape {[*tokens.shape]}: [{len(rows)}, tokens] is needed")
             if len(tokens) == len(rows):
-                rows = [row[prompt.leading :].tolist() for row, prompt in zip(tokens, self._rows, strict=True)]
+                given = [row[prompt.leading :].tolist() for row, prompt in zip(tokens, self._rows, strict=True)]
+                rows = [prompt.named(row) for row, prompt in zip(given, self._rows, strict=True)]
             elif self._moved_at is None:
                 raise ValueError(f"tokens has {len(tokens)} rows, the cache {len(rows)}: give all, or leave it out")
         for i, (row, prompt) in enumerate(zip(rows, self._rows, strict=True)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,15 +21,28 @@ UNKNOWN = -2  # nobody told which one was fed, or its row follows from other thi
 # Arguments that `tokens_fed` looks into, or that change what is made of a model's result alone.
 READ = ("input_ids", "attention_mask", "position_ids", "cache_position")
 OF_RESULTS = ("labels", "logits_to_keep")
+FEATURES = "mm_encoder_outputs"  # of images, which `generate` has a model encode before the text
+TYPES = "mm_token_type_ids"  # 0 for a token of text
 Tokens: TypeAlias = npt.NDArray[np.int64]  # [batch, columns], UNKNOWN where rows do not follow from a token
 
 
 def has_others(inputs: Mapping[str, Any]) -> bool:
-    """Whether a model is given more that rows follow from than tokens, mask and positions: images, embeddings."""
-    others = (value for name, value in inputs.items() if name not in (*READ, *OF_RESULTS))
+    """Whether a model is given more that rows follow from than tokens, mask and positions: images, embeddings.
+
+    Types that call all tokens text say nothing.
+    """
+    types = inputs.get(TYPES)
+    is_text = isinstance(types, torch.Tensor) and not types.any()
+    known = (*READ, *OF_RESULTS, *((TYPES,) if is_text else ()))
+    others = (value for name, value in inputs.items() if name not in known)
     return inputs.get("is_causal") is False or any(
         isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple, dict)) and value) for value in others
     )
+
+
+def without_images(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's arguments except what they say of images."""
+    return {name: value for name, value in inputs.items() if name not in (FEATURES, TYPES)}
 
 
 def at_positions(tokens: torch.Tensor, positions: torch.Tensor, usual: torch.Tensor) -> torch.Tensor:
@@ -48,12 +61,16 @@ def at_positions(tokens: torch.Tensor, positions: torch.Tensor, usual: torch.Ten
 
 
 def tokens_fed(
-    inputs: Mapping[str, Any], leading: Sequence[int], seen: int, placeholders: Collection[int]
+    inputs: Mapping[str, Any],
+    leading: Sequence[int],
+    seen: int,
+    placeholders: Collection[int],
+    usual: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]],
 ) -> Tokens | None:
     """Return the tokens of a call, UNKNOWN from where a row does not follow from its tokens alone; None: none does.
 
     `inputs` are the model's arguments, `leading` the columns of each row's padding, `seen` the columns before the call,
-    `placeholders` tokens that do not say what they stand for.
+    `placeholders` tokens that do not say what they stand for. `usual` returns the positions of columns.
     """
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or len(ids) != len(leading) or has_others(inputs):
@@ -62,7 +79,7 @@ def tokens_fed(
         return None
     tokens: Tokens = ids.numpy(force=True).astype(np.int64)
     columns, begins = np.arange(seen, seen + tokens.shape[1]), np.array(leading)[:, None]
-    is_known = has_positions(inputs, columns, begins) & ~np.isin(tokens, [*placeholders])
+    is_known = has_positions(inputs, columns, begins, usual(columns)) & ~np.isin(tokens, [*placeholders])
     if mask is not None:
         shown = shown_columns(mask, seen + tokens.shape[1])
         wrong = shown != (np.arange(shown.shape[1]) >= begins)
@@ -74,19 +91,24 @@ def tokens_fed(
 
 
 def has_positions(
-    inputs: Mapping[str, Any], columns: npt.NDArray[np.int64], begins: npt.NDArray[np.int64]
+    inputs: Mapping[str, Any],
+    columns: npt.NDArray[np.int64],
+    begins: npt.NDArray[np.int64],
+    usual: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.bool_]:
-    """Return which columns stand at the positions behind their padding, ``[batch, columns]``.
+    """Return which columns stand at their usual positions, ``[batch, columns]``.
 
-    A model that counts time, height and width (Qwen2-VL) is given positions for each. If no positions are given, models
-    count all columns.
+    `usual` are these positions, ``[axes, batch, columns]``: columns behind padding, unless the model counts height and
+    width of images (Qwen2-VL). It is given positions for each axis. If no positions are given, models count all
+    columns.
     """
-    wanted = columns - begins
-    has = np.ones(wanted.shape, np.bool_)
+    behind = columns - begins
+    has = np.ones(behind.shape, np.bool_)
     given = inputs.get("position_ids"), inputs.get("cache_position")
-    for positions, expected, is_padding in zip(given, (wanted, columns[None]), (wanted < 0, False), strict=True):
+    for positions, expected, is_padding in zip(given, (usual, columns[None, None]), (behind < 0, False), strict=True):
         if positions is not None:
             found = np.array(positions.numpy(force=True), ndmin=3)
-            fits = found.ndim == 3 and found.shape[1] in (1, len(wanted)) and found.shape[2] == len(columns)
+            fits = found.ndim == 3 and found.shape[1] in (1, len(behind)) and found.shape[2] == len(columns)
+            fits = fits and (len(expected) == 1 or len(found) in (1, len(expected)))
             has &= (found == expected).all(0) | is_padding if fits else False
-    return has if given[0] is not None else has & (begins == 0)
+    return has if given[0] is not None else has & (begins == 0) & (usual == behind).all(0)
