@@ -297,12 +297,15 @@ class HFCache(
         return self._cache.nbytes + self._recurrent.nbytes
 
     def stats(self) -> dict[str, Any]:
-        """Return `kvcache.KVCache.stats`, and in ``"calls"`` how many times a layer was attended over by each means.
+        """Return `kvcache.KVCache.stats`, and what the layers of this cache hold and did.
 
-        With `select`, ``"calls"`` also counts under ``"select"`` the kernels' calls that selected rows.
+        ``"state_bytes"`` are the bytes of the recurrent states of its sequences. The states that a prefix cache keeps
+        are in `kvcache.PrefixStats`. ``"calls"`` says how many times a layer was attended over by each means. With
+        `select`, it also counts under ``"select"`` the kernels' calls that selected rows.
         """
         self._passes.finish()
-        return {**self._cache.stats(), "calls": dict(self._passes.calls)}
+        calls = dict(self._passes.calls)
+        return {**self._cache.stats(), "state_bytes": self._recurrent.nbytes, "calls": calls}
 
 
 KINDS: dict[str, type[Any]] = {}  # classes of `HFCache` for types of models that take no other

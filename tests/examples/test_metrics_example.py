@@ -49,6 +49,8 @@ def test_only_what_may_fall_is_a_gauge():
         batch.put(0, rows, rows)
     prefix.checkpoint(seq_id, [1, 2, 3, 4], b"1234")
     before = [*collector.collect()]
+    held = {sample.name: sample.value for family in before for sample in family.samples}
+    assert (held["kvcache_prefix_checkpoints"], held["kvcache_prefix_checkpoint_bytes"]) == (1, 4)
     prefix.release(seq_id, [1, 2, 3, 4])
     prefix.forget([1, 2, 3, 4])
     cache.compact()

@@ -81,6 +81,20 @@ def test_generate(name, way):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_bytes_of_states_are_named(name):
+    model = prepared(name)
+    cache = HFCache(model.config, dtype="f32")
+    assert cache.stats()["state_bytes"] == 0
+    sizes = []
+    for num_rows in (1, 3):
+        generate(model, cache, random_tokens(num_rows, 19))
+        sizes.append(cache.stats()["state_bytes"])
+        assert cache.nbytes - cache._cache.nbytes == sizes[-1]
+        cache.reset()
+    assert sizes[1] == 3 * sizes[0] > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_padding(name):
     tokens = random_tokens(3, 19)
     mask = torch.ones_like(tokens)
