@@ -55,81 +55,96 @@ TARGET void kvc_pack_byte_values_amx(void *panel, const void *rows, int64_t row_
         }
 }
 
-/* Multiplies the bytes of up to BLOCK_ROWS rows at a, lda bytes apart, by two columns of tiles, and stores the sums at
- * c, ldc bytes apart.  a has signs or not; b and b_right have. */
-#define MULTIPLY_BYTES(product, c, ldc, a, lda, b, b_right, num_tiles, two_rows)           \
-    do {                                                                                   \
-        memory_barrier();                                                                  \
-        _tile_zero(0);                                                                     \
-        _tile_zero(1);                                                                     \
-        _tile_zero(2);                                                                     \
-        _tile_zero(3);                                                                     \
-        for (int i = 0; i < (num_tiles); i++) {                                            \
-            _tile_loadd(6, byte_tile_in(b, i), TILE_BYTES);                                \
-            _tile_loadd(7, byte_tile_in(b_right, i), TILE_BYTES);                          \
-            _tile_loadd(4, (a) + i * TILE_STEPS, lda);                                     \
-            product(0, 4, 6);                                                              \
-            product(1, 4, 7);                                                              \
-            if (two_rows) {                                                                \
-                _tile_loadd(5, (a) + i * TILE_STEPS + TILE_ROWS * (ptrdiff_t)(lda), lda);  \
-                product(2, 5, 6);                                                          \
-                product(3, 5, 7);                                                          \
-            }                                                                              \
-        }                                                                                  \
-        _tile_stored(0, c, ldc);                                                           \
-        _tile_stored(1, (char *)(c) + TILE_BYTES, ldc);                                    \
-        if (two_rows) {                                                                    \
-            _tile_stored(2, (char *)(c) + TILE_ROWS * (ptrdiff_t)(ldc), ldc);              \
-            _tile_stored(3, (char *)(c) + TILE_ROWS * (ptrdiff_t)(ldc) + TILE_BYTES, ldc); \
-        }                                                                                  \
-        memory_barrier();                                                                  \
+/* Multiplies the bytes of up to BLOCK_ROWS rows at a, lda bytes apart, by two columns of tiles; leaves the sums in
+ * registers.  a has signs or not; b and b_right have. */
+#define MULTIPLY_BYTES(product, a, lda, b, b_right, num_tiles, two_rows)                  \
+    do {                                                                                  \
+        memory_barrier();                                                                 \
+        _tile_zero(0);                                                                    \
+        _tile_zero(1);                                                                    \
+        _tile_zero(2);                                                                    \
+        _tile_zero(3);                                                                    \
+        for (int i = 0; i < (num_tiles); i++) {                                           \
+            _tile_loadd(6, byte_tile_in(b, i), TILE_BYTES);                               \
+            _tile_loadd(4, (a) + i * TILE_STEPS, lda);                                    \
+            _tile_loadd(7, byte_tile_in(b_right, i), TILE_BYTES);                         \
+            product(0, 4, 6);                                                             \
+            product(1, 4, 7);                                                             \
+            if (two_rows) {                                                               \
+                _tile_loadd(5, (a) + i * TILE_STEPS + TILE_ROWS * (ptrdiff_t)(lda), lda); \
+                product(2, 5, 6);                                                         \
+                product(3, 5, 7);                                                         \
+            }                                                                             \
+        }                                                                                 \
+        memory_barrier();                                                                 \
     } while (0)
 
-/* Turns the sums of codes in a row of scores to scores. */
-INLINE void finish_scores(float *row, const float *units, float unit, int n) {
-    for (int j = 0; j < n; j += LANES)
-        v_store(row + j, v_mul(v_mul(v_from_int(i_load(row + j)), v_load(units + j)), v_set(unit)));
+/* Stores these sums at c, ldc bytes apart. */
+INLINE void store_byte_sums(void *c, ptrdiff_t ldc, int two_rows) {
+    char *const first = c, *const second = first + TILE_ROWS * ldc;
+    memory_barrier();
+    _tile_stored(0, first, ldc);
+    _tile_stored(1, first + TILE_BYTES, ldc);
+    if (two_rows) {
+        _tile_stored(2, second, ldc);
+        _tile_stored(3, second + TILE_BYTES, ldc);
+    }
+    memory_barrier();
 }
 
-/* Is a kvc_score_bytes_fn. */
+/* Turns the sums of codes in two vectors of columns of some rows to scores. */
+INLINE void finish_scores(float *scores, const float *q, int q_stride, int num_q, const float *units) {
+    const vec first = v_load(units), second = v_load(units + LANES);
+    for (int r = 0; r < num_q; r++, scores += KVC_BYTE_SCORES, q += q_stride) {
+        kvc_byte_query query;
+        memcpy(&query, q, sizeof query);
+        const vec unit = v_set(query.unit);
+        v_store(scores, v_mul(v_mul(v_from_int(i_load(scores)), first), unit));
+        v_store(scores + LANES, v_mul(v_mul(v_from_int(i_load(scores + LANES)), second), unit));
+    }
+}
+
+/* Is a kvc_score_bytes_fn.  Finishes scores while the next ones are multiplied. */
 TARGET void kvc_score_bytes_amx(float *scores, const float *q, int q_stride, int num_q, const void *panel,
                                 const float *units, int n, int dim) {
     const ptrdiff_t stride = q_stride * (ptrdiff_t)sizeof *q;
     const char *const codes = (const char *)q + KVC_BYTE_CODES;
-    const int padded = kvc_padded_rows(n), two_rows = num_q > TILE_ROWS, num_tiles = key_tiles(dim);
+    const int padded = kvc_padded_rows(n), two_rows = num_q > TILE_ROWS, num_tiles = key_tiles(dim), step = 2 * LANES;
     if (num_q < BLOCK_ROWS) configure_tiles(num_q);
-    for (int j = 0; j < padded; j += 2 * LANES) {
+    for (int j = 0; j < padded; j += step) {
         const char *const left = byte_tile_in(panel, j / LANES * num_tiles), *const right =
                                                                                  byte_tile_in(left, num_tiles);
-        MULTIPLY_BYTES(_tile_dpbssd, scores + j, WEIGHTS_BYTES_APART, codes, stride, left, right, num_tiles, two_rows);
+        MULTIPLY_BYTES(_tile_dpbssd, codes, stride, left, right, num_tiles, two_rows);
+        if (j) finish_scores(scores + j - step, q, q_stride, num_q, units + j - step);
+        store_byte_sums(scores + j, WEIGHTS_BYTES_APART, two_rows);
     }
+    finish_scores(scores + padded - step, q, q_stride, num_q, units + padded - step);
     if (num_q < BLOCK_ROWS) configure_tiles(BLOCK_ROWS);
-    for (int r = 0; r < num_q; r++) {
-        kvc_byte_query query;
-        memcpy(&query, q + (ptrdiff_t)r * q_stride, sizeof query);
-        finish_scores(scores + r * KVC_BYTE_SCORES, units, query.unit, padded);
+}
+
+/* Adds sums of two vectors of columns to acc. */
+INLINE void add_byte_sums(float *acc, int acc_stride, const float *factor, const float *unit,
+                          const int32_t (*sums)[2 * LANES], int num_q) {
+    for (int r = 0; r < num_q; r++, acc += acc_stride) UNROLL
+    for (int v = 0; v < 2; v++) {
+        const vec sum = v_from_int(i_load(sums[r] + v * LANES));
+        v_store(acc + v * LANES, v_fma(sum, v_set(unit[r]), v_mul(v_load(acc + v * LANES), v_set(factor[r]))));
     }
 }
 
-/* Is a kvc_sum_bytes_fn. */
+/* Is a kvc_sum_bytes_fn.  Adds sums to acc while the next ones are multiplied. */
 TARGET void kvc_sum_bytes_amx(float *acc, int acc_stride, const float *factor, const float *unit, const float *weights,
                               int num_q, const void *panel, int n, int dim) {
     int32_t sums[BLOCK_ROWS][2 * LANES];
-    const int num_tiles = kvc_padded_rows(n) / TILE_STEPS, two_rows = num_q > TILE_ROWS;
+    const int num_tiles = kvc_padded_rows(n) / TILE_STEPS, two_rows = num_q > TILE_ROWS, step = 2 * LANES;
     if (num_q < BLOCK_ROWS) configure_tiles(num_q);
-    for (int d = 0; d < dim; d += 2 * LANES) {
+    for (int d = 0; d < dim; d += step) {
         const char *const left = byte_tile_in(panel, d / LANES * VALUE_TILES), *const right =
                                                                                    byte_tile_in(left, VALUE_TILES);
-        MULTIPLY_BYTES(_tile_dpbusd, sums, sizeof *sums, (const char *)weights, WEIGHTS_BYTES_APART, left, right,
-                       num_tiles, two_rows);
-        for (int r = 0; r < num_q; r++) {
-            UNROLL
-            for (int v = 0; v < 2; v++) {
-                float *const to = acc + (ptrdiff_t)r * acc_stride + d + v * LANES;
-                const vec sum = v_from_int(i_load(sums[r] + v * LANES));
-                v_store(to, v_fma(sum, v_set(unit[r]), v_mul(v_load(to), v_set(factor[r]))));
-            }
-        }
+        MULTIPLY_BYTES(_tile_dpbusd, (const char *)weights, WEIGHTS_BYTES_APART, left, right, num_tiles, two_rows);
+        if (d) add_byte_sums(acc + d - step, acc_stride, factor, unit, (const int32_t (*)[2 * LANES]) sums, num_q);
+        store_byte_sums(sums, sizeof *sums, two_rows);
     }
+    add_byte_sums(acc + dim - step, acc_stride, factor, unit, (const int32_t (*)[2 * LANES]) sums, num_q);
     if (num_q < BLOCK_ROWS) configure_tiles(BLOCK_ROWS);
 }

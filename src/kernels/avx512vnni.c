@@ -15,8 +15,11 @@ enum { BYTE_QUERIES = 6 };
 
 INLINE ivec i_of_bits(vec x) { return _mm512_castps_si512(x); }
 
-INLINE void store_weights(void *p, const vec *x) {
-    _mm_storeu_si128(p, _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(x[0])));
+INLINE void store_weights(void *p, const vec x[EXPS]) {
+    const __m512i in_turns = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i low = _mm512_packs_epi32(_mm512_cvtps_epi32(x[0]), _mm512_cvtps_epi32(x[1])); /* by quarters */
+    const __m512i high = _mm512_packs_epi32(_mm512_cvtps_epi32(x[2]), _mm512_cvtps_epi32(x[3]));
+    i_store(p, _mm512_permutexvar_epi32(in_turns, _mm512_packus_epi16(low, high)));
 }
 
 #include "kernels/multiply_bytes.h"

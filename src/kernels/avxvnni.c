@@ -10,10 +10,11 @@
 
 enum { BYTE_QUERIES = 3 };
 
-INLINE void store_weights(void *p, const vec *x) {
-    const __m256i halves = _mm256_packs_epi32(_mm256_cvtps_epi32(x[0]), _mm256_cvtps_epi32(x[1])); /* half by half */
-    const __m256i words = _mm256_permute4x64_epi64(halves, _MM_SHUFFLE(3, 1, 2, 0));
-    _mm_storeu_si128(p, _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+INLINE void store_weights(void *p, const vec x[EXPS]) {
+    const __m256i in_turns = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256i low = _mm256_packs_epi32(_mm256_cvtps_epi32(x[0]), _mm256_cvtps_epi32(x[1])); /* half by half */
+    const __m256i high = _mm256_packs_epi32(_mm256_cvtps_epi32(x[2]), _mm256_cvtps_epi32(x[3]));
+    i_store(p, _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), in_turns));
 }
 
 #include "kernels/multiply_bytes.h"

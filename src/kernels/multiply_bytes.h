@@ -11,7 +11,7 @@
  *
  *   BYTE_QUERIES         query rows that are multiplied by BYTE_VECTORS vectors at once: 6, or 3 where there are 16
  *                        registers
- *   store_weights(p, x)  rounds the KVC_LANES floats of x[0 ..] to bytes at p
+ *   store_weights(p, x)  rounds the floats of x[0 .. EXPS) to bytes at p
  *
  * and, with SHIFTS_VALUES as 1,
  *
@@ -208,10 +208,14 @@ INLINE void sum_in_bytes(float *acc, int acc_stride, const float *factor, const 
 
 /* ---- weights ----------------------------------------------------------------------------------------------------- */
 
-/* Returns the largest of a row's scores, each plus its value's logarithm, lane by lane. */
-INLINE vec largest_of_row(const float *row, const float *logs, int padded) {
+/* Adds their values' logarithms to a row's scores.  Returns the largest of these, lane by lane. */
+INLINE vec add_logs(float *row, const float *logs, int padded) {
     vec largest = v_set(-INFINITY);
-    for (int j = 0; j < padded; j += LANES) largest = v_max(v_add(v_load(row + j), v_load(logs + j)), largest);
+    for (int j = 0; j < padded; j += LANES) {
+        const vec x = v_add(v_load(row + j), v_load(logs + j));
+        v_store(row + j, x);
+        largest = v_max(x, largest);
+    }
     return largest;
 }
 
@@ -225,7 +229,8 @@ INLINE float add_up_vectors(vec x[SUM_VECTORS]) {
     return v_sum_lanes(SUM_VECTORS == 2 ? v_add(x[0], x[SUM_VECTORS - 1]) : x[0]);
 }
 
-/* Turns a row's scores into weights, and returns the sum of exp times 1 over the values' units. */
+/* Turns a row's scores with these logarithms into weights, and returns the sum of exp times 1 over the values' units.
+ */
 INLINE float weigh_row_in_bytes(float *row, const kvc_byte_units *units, int padded, float max) {
     const vec shift = v_set(max == -INFINITY ? 0 : -max); /* where nothing is visible, weights become 0 */
     vec totals[SUM_VECTORS];
@@ -235,18 +240,14 @@ INLINE float weigh_row_in_bytes(float *row, const kvc_byte_units *units, int pad
     for (int j = 0; j < padded; j += EXPS * LANES, to += EXPS * LANES) {
         vec x[EXPS];
         UNROLL
-        for (int i = 0; i < EXPS; i++) {
-            const int at = j + i * LANES;
-            x[i] = v_add(v_add(v_load(row + at), v_load(units->logs + at)), shift);
-        }
+        for (int i = 0; i < EXPS; i++) x[i] = v_add(v_load(row + j + i * LANES), shift);
         exp_negative(EXPS, x);
         UNROLL
         for (int i = 0; i < EXPS; i++) {
             totals[i % SUM_VECTORS] = v_fma(x[i], v_load(units->inverses + j + i * LANES), totals[i % SUM_VECTORS]);
             x[i] = v_mul(x[i], v_set(255));
         }
-        UNROLL
-        for (int i = 0; i < EXPS; i += SUM_VECTORS) store_weights(to + i * LANES, x + i);
+        store_weights(to, x);
     }
     return add_up_vectors(totals);
 }
@@ -266,7 +267,7 @@ INLINE void weigh_in_bytes(float *scores, int num_q, int n, const kvc_byte_units
             vec x[4];
             UNROLL
             for (int i = 0; i < 4; i++)
-                x[i] = largest_of_row(rows + smaller(r + i, count - 1) * KVC_BYTE_SCORES, units->logs, padded);
+                x[i] = r + i < count ? add_logs(rows + (r + i) * KVC_BYTE_SCORES, units->logs, padded) : x[0];
             v_store_largest(maxima + r, x);
         }
         for (int r = 0; r < count; r++)

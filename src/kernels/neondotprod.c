@@ -133,7 +133,7 @@ INLINE int32_t sum_weights(const char *p, int n) {
     return vaddvq_s32(sum);
 }
 
-INLINE void store_weights(void *p, const vec *x) {
+INLINE void store_weights(void *p, const vec x[EXPS]) {
     const uint16x8_t low = vcombine_u16(vmovn_u32(vcvtnq_u32_f32(x[0])), vmovn_u32(vcvtnq_u32_f32(x[1])));
     const uint16x8_t high = vcombine_u16(vmovn_u32(vcvtnq_u32_f32(x[2])), vmovn_u32(vcvtnq_u32_f32(x[3])));
     const uint8x16_t bytes = vcombine_u8(vmovn_u16(low), vmovn_u16(high));
