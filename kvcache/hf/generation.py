@@ -141,8 +141,7 @@ def _prefill(
     cache, model = model_kwargs.get(CACHE), self
     generation_config = _begin(self, input_ids, generation_config, model_kwargs)
     if isinstance(cache, HFCache):
-        _acquire(self, cache, input_ids, generation_config, model_kwargs)
-        if cache.knows_images and cache.is_acquired:  # the other images' features are not fed
+        if _acquire(self, cache, input_ids, generation_config, model_kwargs):  # feed the features of the rest
             shown = {"input_ids": input_ids, FEATURES: model_kwargs[FEATURES]}
             features = features_between(self.config, shown, cache.get_seq_length(), input_ids.shape[1])
             model_kwargs = model_kwargs | {FEATURES: features}
@@ -171,19 +170,24 @@ def _decode_assisted(self: Any, input_ids: torch.Tensor, *args: Any, generation_
 
 def _acquire(
     model: Any, cache: HFCache, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]
-) -> None:
-    """Name the prompts to the prefix cache, if there is one, and take from it what they begin with."""
+) -> bool:
+    """Name the prompts to the prefix cache, if there is one, and take from it what they begin with.
+
+    Return whether images were named.
+    """
     running, mask = _running.get(), model_kwargs.get("attention_mask")
     if not cache.takes_prompt or not _has_tokens(input_ids, mask):
-        return
+        return False
     images = None
     if running is not None:
         num_beams = max(generation_config.num_beams, generation_config.num_return_sequences)
         images = images_of(model, input_ids, model_kwargs, running.given, num_beams)
     if images is not None and (images.positions is not None or _has_columns(input_ids, model_kwargs)):
         cache.acquire_with(images, input_ids, mask)
-    elif not has_others(model_kwargs) and _has_columns(input_ids, model_kwargs):
+        return True
+    if not has_others(model_kwargs) and _has_columns(input_ids, model_kwargs):
         cache.acquire(input_ids, mask)
+    return False
 
 
 def _begin(

@@ -96,9 +96,9 @@ class PrefixedBatch(FedBatch):
 
     @property
     def knows_images(self) -> bool:
-        """Whether prompts with images were acquired: what is fed of them may be cut at any column."""
+        """Whether prompts with images are fed: these may be cut at any column."""
         prompts = self._passes.prompts
-        return prompts is not None and prompts.has_images
+        return prompts is not None and prompts.has_images and self.lacks_prompt
 
     def _begin_with(self, prompts: Prompts, num_columns: int) -> None:
         """Begin with the beginnings of prompts, as far as `Prompts.acquire` has them before the last column."""

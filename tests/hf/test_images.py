@@ -285,6 +285,44 @@ def test_a_cache_of_the_user(told):
     told.check(*told.show(7, "2", 9), tokens.shape[1] - 1)
 
 
+def test_a_hidden_token_behind_an_image(told):
+    tokens, given = told.show(7, "1", 9)
+    mask = torch.ones_like(tokens)
+    mask[:, -4] = 0
+    for matched in (0, tokens.shape[1] - 5):
+        told.check(tokens, given, matched, attention_mask=mask)
+
+
+def test_an_image_that_is_shown_again_in_a_cache_that_holds_it(told):
+    """The cache does not know whether it is the same: transformers says that there are more features than tokens."""
+    tokens, given = told.show(7, "1", 9)
+    cache = HFCache(told.model.config, prefix=told.prefix)
+    first = told.model.generate(tokens, past_key_values=cache, **given, **GREEDY)
+    more = torch.cat([first, tokens[:, 7:]], 1)
+    more, given = told.given(more, [1, 2])
+    with pytest.raises(ValueError, match="Image features and image tokens do not match"):
+        told.model.generate(more, past_key_values=cache, **given, **GREEDY)
+    cache.reset()
+    told.check(more, given, tokens.shape[1])
+
+
+@torch.inference_mode()
+def test_a_prompt_that_was_cut():
+    """What follows the cut stands at other positions than the image did."""
+    told = Told("qwen2_vl")
+    tokens, given = told.show(7, "1", 9)
+    for end in (3, 9, 11, 15):
+        cache = HFCache(told.model.config, prefix=told.prefix)
+        told.model.generate(tokens, past_key_values=cache, **given, **GREEDY)
+        cache.crop(end - cache.get_seq_length())
+        text = torch.cat([tokens[:, :end], tokens[:, :7]], 1)
+        positions = torch.arange(end, end + 7).expand(4, 1, -1)
+        told.model(text[:, end:], past_key_values=cache, position_ids=positions)
+        cache.release(text)
+        known = told.prefix.lookup([*text[0].tolist(), 1])
+        assert known == (10 if end == 3 else 7)
+
+
 def test_a_match_that_ends_within_an_image(told):
     """It ends where a block does: a model is fed the features of the other tokens alone."""
     tokens, given = told.show(3, "1", 1)
