@@ -323,6 +323,19 @@ def test_a_prompt_that_was_cut():
         assert known == (10 if end == 3 else 7)
 
 
+def test_another_process_finds_an_image_in_the_store(told):
+    memory = HFCache.make_kv_cache(told.model.config, "f32", block_size=BLOCK)
+    store, more = {}, {"state_bytes": told.prefix.state_bytes} if told.prefix.state_bytes else {}
+    told.prefix = kvcache.PrefixCache(told.prefix.cache, fingerprint="stored", store=store, **more)
+    prompt = told.show(7, "1", 9)
+    told.check(*prompt, 0)
+    assert told.prefix.flush(60)
+    told.prefix = kvcache.PrefixCache(memory, fingerprint="stored", store=store, **more)
+    num_full = (prompt[0].shape[1] - 1) // BLOCK * BLOCK
+    told.check(*told.show(7, "2", 9), 7 // BLOCK * BLOCK)
+    told.check(*prompt, num_full)
+
+
 def test_a_match_that_ends_within_an_image(told):
     """It ends where a block does: a model is fed the features of the other tokens alone."""
     tokens, given = told.show(3, "1", 1)
