@@ -133,10 +133,10 @@ class FedBatch(Cache):
         self.reset()
 
     def _checkpoint(self) -> None:
-        """Let the prefix cache keep the states behind the last pass, if it fed several tokens of the prompts."""
+        """Let the prefix cache keep the states behind the last pass, where they help."""
         passes = self._passes
-        if passes.prompts is not None and passes.num_last > 1:
-            passes.prompts.checkpoint(passes.seq_ids, passes.num_seen, self._recurrent.state_of)
+        if passes.prompts is not None:
+            passes.prompts.checkpoint(passes.seq_ids, passes.num_seen, passes.num_last, self._recurrent.state_of)
 
     @property
     def has_lost_state(self) -> bool:

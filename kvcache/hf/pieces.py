@@ -66,11 +66,12 @@ class PieceByPiece:
         """Return where the pieces of a pass end; the last one has `num_last` tokens or more.
 
         If states are kept behind pieces, pieces end at multiples of the size, whatever was seen, and at columns where
-        other prompts branch off. The last token is then a piece of its own, so that the whole prompt may come again.
+        other prompts branch off. The last piece is the last token, so that the whole prompt may come again, or with a
+        store what follows the last full block.
         """
         if self._cache.keeps_states:
             last = max(0, num_tokens - num_last)
-            ends = {*range(self._size - seen % self._size, last, self._size), last}
+            ends = {*range(self._size - seen % self._size, last, self._size), self._cache.resumable(seen + last) - seen}
             ends |= {column - seen for column in self._cache.branches}
             return [*sorted(end for end in ends if 0 < end <= last), num_tokens]
         size = max(self._size, num_last)

@@ -27,6 +27,11 @@ class PrefixedBatch(FedBatch):
         prompts = self._passes.prompts
         return set() if prompts is None else prompts.branches
 
+    def resumable(self, column: int) -> int:
+        """Return the last column, up to this one, from whose states a prompt can resume in another process, too."""
+        prompts = self._passes.prompts
+        return column if prompts is None else prompts.resumable(column)
+
     @property
     def takes_prompt(self) -> bool:
         """Whether the next prompt may begin with tokens of the prefix cache: there is one, and no token was fed."""

@@ -119,6 +119,9 @@ class Prompts:
         self.num_matched = 0  # columns that the sequences held when they were acquired
         # Columns at which an earlier prompt diverged from these, and no state was kept.
         self.branches: set[int] = set()
+        self._has_store = prefix.stats.store is not None
+        # By row: the last full block behind the prompt ends behind so many tokens, with this state. For `release`.
+        self._ends_of_blocks: dict[int, tuple[int, bytes]] = {}
 
     def acquire(self, num_columns: int) -> tuple[list[int], int, list[int]]:
         """Acquire a sequence for each prompt, all of which hold what is before one column.
@@ -171,14 +174,33 @@ class Prompts:
         """Return the state that each of the sequences goes on from; call it before tokens are fed."""
         return [self._prefix.state(seq_id) for seq_id in seq_ids]
 
-    def checkpoint(self, seq_ids: Sequence[int], seen: int, state_of: StateOf) -> None:
-        """Keep the states behind a column, for rows whose tokens before it equal the prompt's.
+    def resumable(self, column: int) -> int:
+        """Return the last column, up to this one, whose states another process can resume from.
 
-        `state_of` returns the state of a row of the batch.
+        A store has no state of a block that is not full. All rows begin at one column: in a full block of each.
+        """
+        if not self._has_store:
+            return column
+        block_size = self._prefix.cache.block_size
+        return min(column - (column - prompt.leading) % block_size for prompt in self._rows)
+
+    def checkpoint(self, seq_ids: Sequence[int], seen: int, num_last: int, state_of: StateOf) -> None:
+        """Keep the states behind a pass of `num_last` tokens, which ended at a column, `seen`.
+
+        One token of a prompt is not worth a state. Behind the prompt, the state at the end of a row's last full block
+        waits for `release`, where there is a store. `state_of` returns the state of a row of the batch.
         """
         for row, (seq_id, prompt) in enumerate(zip(seq_ids, self._rows, strict=True)):
-            known = self._known(row, prompt.tokens)
-            self._checkpoint_one(seq_id, known, seen - prompt.leading, partial(state_of, row))
+            length = seen - prompt.leading
+            if length > len(prompt.tokens):
+                self._note_end_of_block(row, length, state_of)
+            elif num_last > 1:
+                self._checkpoint_one(seq_id, self._known(row, prompt.tokens), length, partial(state_of, row))
+
+    def _note_end_of_block(self, row: int, length: int, state_of: StateOf) -> None:
+        """Note a row's state behind so many tokens if a block is full there, in place of the one before."""
+        if self._has_store and length % self._prefix.cache.block_size == 0 and self._moved_at is None:
+            self._ends_of_blocks = {**self._ends_of_blocks, row: (length, state_of(row))}
 
     def _checkpoint_one(self, seq_id: int, tokens: list[int], length: int, make_state: Callable[[], bytes]) -> None:
         """Keep the state of a sequence behind so many of these tokens, if there are as many, and room."""
@@ -309,6 +331,7 @@ class Prompts:
         self._rows, self._fed = [self._rows[i] for i in indices], self._fed[[*indices]]
         if self._positions is not None:
             self._positions = self._positions[:, [*indices]]
+        self._ends_of_blocks = {}
 
     def crop(self, seen: int) -> None:
         """Forget the tokens from a column on."""
@@ -318,6 +341,8 @@ class Prompts:
         ]
         if self._positions is not None:
             self._positions = self._positions[:, :, :seen] if seen else None
+        noted = self._ends_of_blocks.items()
+        self._ends_of_blocks = {row: end for row, end in noted if end[0] <= ends[row]}
         self.tell_end(seen)
 
     def tokens_of(self, tokens: torch.Tensor | None) -> list[list[int]]:
@@ -351,6 +376,9 @@ class Prompts:
         for i, (seq_id, row, prompt) in enumerate(zip(seq_ids, rows, self._rows, strict=True)):
             end = None if self._moved_at is None else max(0, self._moved_at - prompt.leading)
             known = self._known(i, row[:end])
+            if i in self._ends_of_blocks:
+                length, state = self._ends_of_blocks[i]
+                self._checkpoint_one(seq_id, known, length, lambda state=state: state)
             self._checkpoint_one(seq_id, known, seen - prompt.leading, partial(state_of, i))
             self._prefix.note_inexact(seq_id, len(known))  # the other tokens are not to be kept
             self._prefix.release(seq_id, known)

@@ -395,7 +395,8 @@ class PrefixCache:
         """Keep the blocks of a sequence, which goes on, and the recurrent state of the model after these tokens.
 
         Good places are before the last token of a prompt (`acquire` never matches the last one), at the end of an
-        answer, and every few thousand tokens of a long prompt. A store gets the last state within each block.
+        answer, and every few thousand tokens of a long prompt. A store gets the last state within each full block: with
+        one, where the last full block of a prompt and of an answer ends.
 
         Parameters
         ----------
