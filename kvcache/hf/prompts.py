@@ -202,6 +202,12 @@ class Prompts:
         if self._has_store and length % self._prefix.cache.block_size == 0 and self._moved_at is None:
             self._ends_of_blocks = {**self._ends_of_blocks, row: (length, state_of(row))}
 
+    def _keep_end_of_block(self, row: int, seq_id: int, tokens: list[int]) -> None:
+        """Keep the state that was noted of a row, if it is behind some of these tokens."""
+        if row in self._ends_of_blocks:
+            length, state = self._ends_of_blocks[row]
+            self._checkpoint_one(seq_id, tokens, length, lambda: state)
+
     def _checkpoint_one(self, seq_id: int, tokens: list[int], length: int, make_state: Callable[[], bytes]) -> None:
         """Keep the state of a sequence behind so many of these tokens, if there are as many, and room."""
         if not self._prefix.state_bytes or not 0 < length <= len(tokens):
@@ -376,9 +382,7 @@ class Prompts:
         for i, (seq_id, row, prompt) in enumerate(zip(seq_ids, rows, self._rows, strict=True)):
             end = None if self._moved_at is None else max(0, self._moved_at - prompt.leading)
             known = self._known(i, row[:end])
-            if i in self._ends_of_blocks:
-                length, state = self._ends_of_blocks[i]
-                self._checkpoint_one(seq_id, known, length, lambda state=state: state)
+            self._keep_end_of_block(i, seq_id, known)
             self._checkpoint_one(seq_id, known, seen - prompt.leading, partial(state_of, i))
             self._prefix.note_inexact(seq_id, len(known))  # the other tokens are not to be kept
             self._prefix.release(seq_id, known)
