@@ -9,9 +9,11 @@ its keys are 10 to 30 times as large, as in many models. A line compares its pre
 
 Other models (--model) read files of this repository. A prompt is read over f32 rows, which are then stored in each
 type, or as far as a window keeps them; only the tokens behind it count. A selection reads a share of the rows behind
-the prompt, in every layer. An eviction keeps a share of the prompt's tokens, and all new ones::
+the prompt, in every layer. An eviction keeps a share of the prompt's tokens, and all new ones. Where prompts
+themselves are compared, a prompt reads the rows of its own type, exactly or in bytes, and so do the tokens behind it::
 
     python bench/bench_quality.py --model smollm2               # a real model, behind 4,096 tokens: half an hour
+    python bench/bench_quality.py --model smollm2 --only prompts # prompts in bytes beside exact ones: half an hour
     python bench/bench_quality.py --model smollm2 --only needle # 8 facts hidden in each of 3 texts: how many are found
     python bench/bench_quality.py                               # this repository's model; ten minutes
     python bench/bench_quality.py --only selections             # of this model, behind 1,536 tokens
@@ -35,11 +37,12 @@ from numpy.typing import NDArray
 from program import Arguments
 
 from kvcache import ChunkedAttention, KVCache, SlidingWindow, eviction
-from kvcache.layer import DTYPES, DType, bytes_of_token, stored_as
+from kvcache.arrays import Precision
+from kvcache.layer import DTYPES, DType, Transform, bytes_of_token, stored_as
 from kvcache.models.tokenizer import Tokenizer, load_tokenizer
 from kvcache.models.weights import F32
 from kvcache.policy import Policy, written
-from kvcache.runner import Fidelity, Llama, feed_again, fidelity, read_windows
+from kvcache.runner import PREFILL_TOKENS, Fidelity, Llama, feed_again, fidelity, mean_loss, read_windows
 from kvcache.selecting import ALWAYS_READ
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,6 +90,15 @@ REAL_POLICIES = [
 SHARES = [0.125, 0.25, 0.5]  # of the rows, which a selection reads
 COMPRESSED: list[DType] = ["int8", "int4", "q4_0"]  # types of rows that a real model selects, too
 COMPRESSED_SHARE = 0.25
+PROMPT_TYPES: list[tuple[DType, Transform | None]] = [
+    ("f16", None),
+    ("int8", "hadamard"),
+    ("q8_0", None),
+    ("int4", "hadamard"),
+]
+OUTLIER_TYPES = PROMPT_TYPES[:2]
+WAYS: dict[Precision, str] = {"stored": "exact", "int8": "in bytes"}  # in which prompts are attended to
+NEEDLE_TYPES: list[DType] = ["f16", "int8"]  # whose prompts are read in both ways
 NEEDLE_SHARES = [None, 0.125, 0.0625]  # None: dense attention
 KEPT = [0.5, 0.25, 0.125]  # shares of a prompt's tokens that an eviction keeps
 NEEDLES_KEPT = [0.5, 0.25]
@@ -235,6 +247,37 @@ def print_types(settings: Sequence[Setting], types: Sequence[tuple[DType, DType]
             table.line(f"`{k_dtype}`", f"`{v_dtype}`", "yes" if transform else "", f"{bits:g}", *figures)
 
 
+def read_prompt(model: Llama, cache: KVCache, tokens: Sequence[int], prompts: Precision) -> float:
+    """Read a prompt over a cache's own rows; return the mean negative log-likelihood of its tokens, in nats."""
+    losses, counts = [], []
+    for i in range(0, len(tokens) - 1, PREFILL_TOKENS):
+        logits = model.forward(tokens[i : i + PREFILL_TOKENS], cache, prompts=prompts)
+        named = tokens[i : i + len(logits) + 1]
+        losses.append(mean_loss(logits if len(named) == len(logits) else np.pad(logits, ((0, 1), (0, 0))), named))
+        counts.append(len(named) - 1)
+    return float(np.average(losses, weights=counts))
+
+
+def print_prompts(setting: Setting, types: Sequence[tuple[DType, Transform | None]]) -> None:
+    """Print a row for each type and way in which a prompt is attended to.
+
+    The last column is of the prompt's own tokens: the change of their loss from f32 rows that are read exactly.
+    """
+    table = markdown("rows", "Hadamard", "prompt", *FIGURES, "loss of the prompt")
+    model, exact = setting.model, None
+    for (dtype, transform), prompts in [(("f32", None), "stored"), *itertools.product(types, WAYS)]:
+        options = {"dtype": dtype, "k_transform": transform, "v_transform": transform}
+        losses, logits = [], []
+        for text, behind in zip(setting.read, setting.texts, strict=True):
+            with KVCache.from_config(setting.path, rope=model.config.rope, **options) as cache:
+                losses.append(read_prompt(model, cache, text, prompts))
+                logits.append(model.forward(behind, cache))
+        exact = np.mean(losses) if exact is None else exact
+        cells = shown(fidelity(logits, setting.logits, setting.texts), setting.exact)
+        of_prompt = f"{100 * (np.mean(losses) / exact - 1):+.3f} %"
+        table.line(f"`{dtype}`", "yes" if transform else "", WAYS[prompts], *cells, of_prompt)
+
+
 def print_selections(setting: Setting, compressed: Sequence[DType] = ()) -> None:
     """Print a row for each share of f32 rows that is read, and for one share of the rows of each compressed type."""
     table = markdown("rows", "rows read", *FIGURES)
@@ -309,9 +352,14 @@ def answers(
 
 
 def print_needles(model: Llama, path: Path, hidden: Sequence[tuple[Sequence[int], Sequence[Question]]]) -> None:
-    """Print how many hidden facts are found by dense attention, by selections, and after evictions."""
+    """Print how many hidden facts are found by dense attention, by selections, after evictions, and in bytes."""
     found: dict[str, list[Any]] = {}
     for text, questions in hidden:
+        for dtype, prompts in itertools.product(NEEDLE_TYPES, WAYS):
+            with KVCache.from_config(path, rope=model.config.rope, dtype=dtype) as cache:
+                model.forward(text, cache, last_only=True, prompts=prompts)
+                results = answers(model, cache, questions, None)
+            found.setdefault(f"`{dtype}`, prompt {WAYS[prompts]}", []).extend(zip(*results, strict=True))
         queries = eviction.Queries()
         rows = rows_of(model, path, text, queries)
         with filled(model, path, rows, dtype="f32", sketch=True) as cache:
@@ -392,6 +440,11 @@ def measure_other(path: Path, files: Sequence[Path], context: int, only: str | N
     if only in (None, "policies"):
         print_policies(setting, [policy for policy in REAL_POLICIES if policy.window < context])
         print()
+    if only == "prompts":
+        print_prompts(setting, PROMPT_TYPES)
+        outliers = Setting(with_outliers(model), texts, path, context)
+        print(f"\nWith large channels of keys: {outliers}\n")
+        print_prompts(outliers, OUTLIER_TYPES)
     if only in (None, "selections"):
         print_selections(setting, COMPRESSED)
         print()
@@ -404,12 +457,13 @@ def main() -> None:
     parser.add_argument(
         "--model", help='"smollm2", or a folder or GGUF that the runner reads; by default examples/model'
     )
-    parser.add_argument("--only", choices=["types", "policies", "selections", "evictions", "needle"], help="the table")
+    tables = ["types", "policies", "selections", "evictions", "prompts", "needle"]
+    parser.add_argument("--only", choices=tables, help="the table")
     parser.number("--context", 4096, "tokens of a prompt, of --model")
     parser.list("--texts", TEXTS, Path, help="files that --model reads")
     args = parser.parse_args()
-    if args.only == "needle" and args.model is None:
-        parser.error("--only needle is only for --model")
+    if args.only in ("prompts", "needle") and args.model is None:
+        parser.error(f"--only {args.only} is only for --model")
     if args.model is None:
         measure_own(args.only)
     else:
