@@ -9,12 +9,12 @@ its keys are 10 to 30 times as large, as in many models. A line compares its pre
 
 Other models (--model) read files of this repository. A prompt is read over f32 rows, which are then stored in each
 type, or as far as a window keeps them; only the tokens behind it count. A selection reads a share of the rows behind
-the prompt, in every layer. An eviction keeps a share of the prompt's tokens, and all new ones. Where prompts
-themselves are compared, a prompt reads the rows of its own type, exactly or in bytes, and so do the tokens behind it::
+the prompt, in every layer. An eviction keeps a share of the prompt's tokens, and all new ones. A prompt in bytes reads
+the rows of its own type, and the tokens behind it read them exactly::
 
     python bench/bench_quality.py --model smollm2               # a real model, behind 4,096 tokens: half an hour
-    python bench/bench_quality.py --model smollm2 --only prompts # prompts in bytes beside exact ones: half an hour
-    python bench/bench_quality.py --model smollm2 --only needle # 8 facts hidden in each of 3 texts: how many are found
+    python bench/bench_quality.py --model smollm2 --only prompts # in bytes, beside exact ones: 20 minutes
+    python bench/bench_quality.py --model smollm2 --only needle # 8 facts hidden in each text: how many are found
     python bench/bench_quality.py                               # this repository's model; ten minutes
     python bench/bench_quality.py --only selections             # of this model, behind 1,536 tokens
     python bench/bench_quality.py --only evictions              # the same
