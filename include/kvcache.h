@@ -559,14 +559,18 @@ typedef struct kvc_plan_args {
  *
  * Prompts in bytes (plan->precision KVC_PRECISION_INT8).  Where a sequence has more than 8 query tokens in the call,
  * queries, keys, weights and values are rounded to 8 bits and multiplied as integers.  Rows of KVC_INT8, KVC_INT6 and
- * KVC_INT4 are multiplied as they are stored.  Other keys, and the queries, are mixed by a Hadamard matrix first.  A
- * result is usually off by 1 to 2 % of its size, about as much as rows of KVC_INT8 are.  It is off by more, up to a
- * tenth, if a few channels of the keys are 30 times as large as the others.  A row counts as none if its weight,
- * times its largest value, is below 1/510 of the largest among 128 rows.  So a row of zeros may not count beside
- * values above 1e20.  Other sequences, chosen and selected rows, heads whose k_dim or v_dim is no multiple of 32, and
- * a k_dim above 65536 are attended to exactly.  So is everything where the processor does not multiply bytes
+ * KVC_INT4 are multiplied as they are stored.  Other keys are mixed by a Hadamard matrix first, and queries as the
+ * keys are.  Other sequences, chosen and selected rows, heads whose k_dim or v_dim is no multiple of 32, and a k_dim
+ * above 65536 are attended to exactly.  So is everything where the processor does not multiply bytes
  * (docs/platforms.md).  The rows that a model computes behind such a prompt differ from exact ones: give them a
  * fingerprint of their own (kvc_prefix_config).
+ *
+ * A result in bytes is usually off by 1 to 2 % of its size, about as much as rows of KVC_INT8 are.  It is off by up to
+ * a tenth if a channel of keys or queries is 30 times as large as the others.  With rows of KVC_INT8 that no transform
+ * mixes, it is off by a quarter if a channel of the queries is 100 times as large.  A row's values count as 0 if its
+ * weight, times its largest value, is below 1/510 of the largest product among 128 rows.  A single row that outweighs
+ * each of the others so takes up to a quarter of the result.  Values below 1e-16 count as 0, and a row of zeros does
+ * not count beside values above 1e20.  Keys above 1e35 give NaN.
  *
  * Bits.  The bits of a token's result depend on the rows that it sees, and on which tokens of its sequence are in the
  * call.  They do not depend on threads, on where rows lie, or on other sequences of the batch.  If rows are chosen, the

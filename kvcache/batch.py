@@ -281,10 +281,10 @@ class Batch:
         precision : {"stored", "int8"}, default "stored"
             How sequences with more than 8 query tokens in the call are attended to: as precisely as the rows are
             stored, or in bytes [3]_. In bytes a prompt takes about half the time, and a result is usually off by 1 to
-            2 %, about as much as rows of int8 are. It is off by up to a tenth if a few channels of the keys are 30
-            times as large as the others. Of each 128 rows, those with less than 1/510 of the largest weight, times
-            their largest value, count as none. Other sequences, chosen and selected rows, and heads of a dimension that
-            is no multiple of 32 are attended to exactly; so is everything on a processor without products of bytes.
+            2 %, about as much as rows of int8 are. It is off by more if a channel of keys or queries is far larger than
+            the others, most over rows of int8 without a transform, or if one of 128 rows outweighs the others 500
+            times. Other sequences, chosen and selected rows, and heads of a dimension that is no multiple of 32 are
+            attended to exactly; so is everything on a processor without products of bytes.
             Rows that a model computes behind such a prompt differ from exact ones: a `PrefixCache` needs a fingerprint
             of its own for them.
         prior : tuple of array, optional

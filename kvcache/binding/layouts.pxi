@@ -22,10 +22,8 @@ cdef int to_layout(str layout) except -1:
 
 
 cdef int to_precision(object precision) except -1:
-    if precision == "stored":
-        return 0  # KVC_PRECISION_STORED
-    if precision == "int8":
-        return 1
+    if isinstance(precision, str) and precision in ("stored", "int8"):
+        return precision == "int8"  # KVC_PRECISION_INT8 is 1
     raise ValueError(f"precision={precision!r}: must be 'stored', as precise as the rows, or 'int8'")
 
 

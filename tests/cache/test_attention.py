@@ -68,6 +68,12 @@ def test_precision(monkeypatch):
         assert stored.tobytes() == in_bytes.tobytes()
 
 
+@pytest.mark.parametrize("wrong", [None, 1, "INT8", b"int8", np.array(["int8", "int8"])])
+def test_wrong_precision(wrong):
+    with pytest.raises(ValueError, match=r"^precision=.*: must be 'stored', as precise as the rows, or 'int8'$"):
+        attend_in_bytes(12, precision=wrong)
+
+
 @pytest.mark.hf
 def test_precision_of_tensors():
     import torch
