@@ -25,6 +25,7 @@ from kvcache.hf.passes import Passes
 from kvcache.hf.policies import (
     BY_ONE_TOKEN,
     SHAPE,
+    Part,
     block_size_for,
     block_size_of_rows,
     both_ways,
@@ -46,7 +47,7 @@ from kvcache.layer import DTypeLike, Transform, count, override, to_transform
 from kvcache.policy import Policy
 from kvcache.prefix.cache import MOST_BLOCK_SIZE, PrefixCache
 from kvcache.selecting import with_sketches
-from kvcache.state import SavedState
+from kvcache.state import RECURRENT, SavedState
 from kvcache.system import readable
 
 
@@ -137,7 +138,7 @@ class HFCache(
         if not self._holds_source:
             check_policies(made.layers)
         decoder, parts, _ = parts_of(config)
-        is_recurrent = any(isinstance(part.own, LinearAttentionLayer) for part in parts)
+        is_recurrent = _has_recurrent(parts)
         self.goes_on_by_one_token = is_recurrent and decoder.model_type in BY_ONE_TOKEN
         self.follows_from_later = bool(both_ways(decoder) or rotation_by_length(decoder))  # a row does, from tokens
         self._config, self._prefix = config, prefix
@@ -226,6 +227,10 @@ class HFCache(
         return len(cache.recurrent.state_of(0))
 
     @classmethod
+    def _behind_in(cls, config: PreTrainedConfig) -> str:
+        return RECURRENT if _has_recurrent(parts_of(config)[1]) else ""
+
+    @classmethod
     def _made_for(
         cls,
         config: PreTrainedConfig,
@@ -273,8 +278,8 @@ class HFCache(
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "a cache cannot be pickled: use save() and load(), or where a layer cannot be saved, keep the token ids and"
-            " give them to the model again; copy.deepcopy() makes a cache that shares its rows, in this process"
+            "a cache cannot be pickled: use save() and load(); copy.deepcopy() makes a cache that shares its rows, in"
+            " this process"
         )
 
     def __repr__(self) -> str:
@@ -306,6 +311,11 @@ class HFCache(
         self._passes.finish()
         calls = dict(self._passes.calls)
         return {**self._cache.stats(), "state_bytes": self._recurrent.nbytes, "calls": calls}
+
+
+def _has_recurrent(parts: Sequence[Part]) -> bool:
+    """Return whether some layers of a model have a recurrent state."""
+    return any(isinstance(part.own, LinearAttentionLayer) for part in parts)
 
 
 KINDS: dict[str, type[Any]] = {}  # classes of `HFCache` for types of models that take no other

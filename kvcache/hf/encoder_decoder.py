@@ -18,7 +18,7 @@ from kvcache.hf.state import SaveableBatch, stored_in
 from kvcache.layer import DTypeLike, Transform
 from kvcache.models.configuration import NAMES
 from kvcache.policy import CrossAttention, Policy
-from kvcache.state import SavedState
+from kvcache.state import ENCODER, SavedState
 
 
 class Updated(dict[int, bool]):
@@ -102,7 +102,9 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
         super().__init__(HFCache(decoder, dtype, policy, transform, **options), source)
         self.is_updated = Updated(source)
 
-    _num_parts = 2
+    @classmethod
+    def _behind_in(cls, config: PreTrainedConfig) -> str:
+        return ENCODER
 
     @classmethod
     def _made_for(

@@ -115,6 +115,9 @@ class PrefixedBatch(FedBatch):
             return
         try:
             self._recurrent.restore(prompts.states(passes.seq_ids))
+        except ValueError as error:
+            self.reset()
+            raise ValueError(f"prefix has the states of another model: give it another fingerprint ({error})") from None
         except BaseException:
             self.reset()
             raise

@@ -133,11 +133,11 @@ class Recurrent:
                 state = torch.stack([row[name] for row in loaded])
                 update = "update_conv_state" if kind == "conv" else "update_recurrent_state"
                 getattr(self.layers[int(i)], update)(state, int(n))
+            if {int(name.split(".")[1]) for name in loaded[0]} != {*self.layers}:
+                raise ValueError("states of other layers")
         except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
             self.reset()
-            raise ValueError(
-                f"prefix has the states of another model: give it another fingerprint ({type(error).__name__}: {error})"
-            ) from None
+            raise ValueError(f"states of another model, {type(error).__name__}: {error}") from None
 
     def _states(self) -> dict[str, torch.Tensor]:
         """Return all states by name. States of convolutions are as wide as a pass needs."""
@@ -150,6 +150,11 @@ class Recurrent:
                 if (recurrent := layer.recurrent_states[n]) is not None:
                     states[f"recurrent.{i}.{n}"] = recurrent
         return states
+
+    @property
+    def num_elements(self) -> int:
+        """The elements of the states of a row, except for numbers of tokens."""
+        return sum(x[0].numel() for x in self._states().values() if x.is_floating_point())
 
     @property
     def nbytes(self) -> int:

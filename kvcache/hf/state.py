@@ -2,20 +2,22 @@
 
 The file is a saved state of the `KVCache` with one more sequence, which has no rows. Its tokens say which sequences are
 the rows of the batch (docs/format.md). With an encoder's rows, it is two such states, one behind the other. The tokens
-of the other sequences are the text that the cache knows, or of an encoder's rows, the digest of their source.
+of the other sequences are the text that the cache knows, or of an encoder's rows, the digest of their source. The
+states of recurrent layers follow in a second state as well. Their bytes are its rows.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import LinearAttentionLayer
 
-from kvcache import state
+from kvcache import KVCache, state
 from kvcache.arguments import check_names
 from kvcache.arrays import Precision
 from kvcache.errors import NotSupportedError, StateFormatError, shown
@@ -23,21 +25,27 @@ from kvcache.hf.passes import Passes
 from kvcache.hf.policies import SHAPE, check_config
 from kvcache.hf.told import NONE, UNKNOWN
 from kvcache.layer import Layer, count
+from kvcache.models.states import read as read_sizes
 from kvcache.policy import CrossAttention, Policy
 from kvcache.prefix import PrefixCache
 from kvcache.state.saved import BATCH_VERSION, batch_of
 
+STATE = Layer(1, 1024, v_head_dim=0, dtype="f32")  # whose rows have the bytes of recurrent states
+ROW_BYTES = 4 * STATE.head_dim
+
 
 class SaveableBatch:
     """Saves a cache to a file; a base of `HFCache` and `HFEncoderDecoderCache`."""
-
-    _num_parts = 1
 
     if TYPE_CHECKING:
 
         @property
         def _parts(self) -> list[Any]:
             """The `HFCache`s whose states are saved, one behind the other."""
+
+        @classmethod
+        def _behind_in(cls, config: PreTrainedConfig) -> str:
+            """Return what the second state of a model's file is of; "": there is none."""
 
         @classmethod
         def _made_for(
@@ -75,26 +83,30 @@ class SaveableBatch:
         Raises
         ------
         NotSupportedError
-            If a layer is recurrent: its state is transformers' own.
+            If it is the part of an `HFEncoderDecoderCache` that has an encoder's rows.
         OSError
             If the file cannot be written.
         ValueError, TypeError
-            If an argument is wrong; or if `tokens` are others than `generate` fed.
+            If an argument is wrong; or if `tokens` are others than `generate` fed; or if a forward pass failed within
+            recurrent layers, which cannot go back.
         """
-        if self._num_parts == 1 and not _has_tokens(self):
+        if self._parts == [self] and not _has_tokens(self):
             raise NotSupportedError(
                 "the cache has an encoder's rows alone: save the HFEncoderDecoderCache that it is part of"
             )
-        sources = []
+        sources: list[tuple[Any, list[int], dict[int, list[int]]]] = []
         for part in self._parts:
-            check_layers(part.layers)
             passes = part._passes
             passes.end()
+            if part.has_lost_state:
+                part._begin_anew()
             held = _tokens_of(part, tokens)
             [marker] = passes.new_ids(1)
             held[marker] = [BATCH_VERSION, passes.num_seen, *passes.seq_ids]
             sources.append((part._cache._core, [*passes.seq_ids, marker], held))
             tokens = None  # they are those of the first part, the decoder
+            if part.recurrent:
+                sources.append(_states_to_save(part))
         state.save(path, sources, fingerprint, secret)
 
     @classmethod
@@ -141,25 +153,33 @@ class SaveableBatch:
         OSError
             If the file cannot be read.
         NotSupportedError, ValueError, TypeError
-            As when a cache is made; or if a layer has a state that no file has.
+            As when a cache is made.
         """
         check_config(config)
-        states = state.read_states(path, cls._num_parts)
+        behind = cls._behind_in(config)
+        states = state.read_states(path, behind)
         try:
             cache = cls._made_for(config, policy, prefix, select, prompts, states)
         except (TypeError, ValueError):
             state.inspect(path, verify=True)  # where the file is damaged, that is why
             raise
-        for part, one in zip(cache._parts, states, strict=True):
-            check_layers(part.layers)
+        for part, one in zip(cache._parts, states, strict=behind != state.RECURRENT):
             _check_shapes(part, path, one.layers)
         fillers = [Filler(part) for part in cache._parts]
-        targets = [(filler.part._cache, filler.choose) for filler in fillers]
-        state.restore_chosen(path, targets, fingerprint, secret)
+        targets: list[tuple[KVCache, Any]] = [(filler.part._cache, filler.choose) for filler in fillers]
+        held = KVCache([STATE], max_sequences=None)
+        if behind == state.RECURRENT:
+            targets.append((held, lambda saved: None))
+        state.restore_chosen(path, targets, fingerprint, secret, behind)
         if len({len(filler.seq_ids) for filler in fillers} - {0}) > 1:
             raise StateFormatError(f"{os.fspath(path)}: altered: the rows of the encoder are not those of the batch")
         for filler in fillers:
             filler.part._go_on_from(filler.seq_ids, filler.seen, filler.offsets, filler.text)
+        if behind == state.RECURRENT:
+            try:
+                _restore_states(fillers[0], held, states[1], config)
+            except ValueError as error:
+                raise StateFormatError(f"{os.fspath(path)}: altered, or of another model: it has {error}") from None
         return cache
 
 
@@ -174,14 +194,17 @@ def types_of(layer: Layer) -> dict[str, Any]:
     return {"k_dtype": layer.k_dtype, "v_dtype": layer.v_dtype, "transform": layer.k_transform}
 
 
-def check_layers(layers: Sequence[Any]) -> None:
-    """Raise NotSupportedError for a layer whose state a file would lack."""
-    for i, layer in enumerate(layers):
-        if isinstance(layer, LinearAttentionLayer):
-            raise NotSupportedError(
-                f"layer {i} keeps transformers' own state ({type(layer).__name__}), which no saved state has: keep the"
-                " token ids and give them to the model again"
-            )
+def _states_to_save(part: Any) -> tuple[Any, list[int], dict[int, list[int]]]:
+    """Return what `state.save` takes of a batch's recurrent states: a sequence for each, whose rows are its bytes."""
+    cache = KVCache([STATE], max_sequences=None)
+    held: dict[int, list[int]] = {}
+    for row in range(len(part._passes.seq_ids)):
+        one = part.recurrent.state_of(row)
+        padded = np.frombuffer(one + bytes(-len(one) % ROW_BYTES), np.float32).reshape(-1, 1, STATE.head_dim)
+        with cache.batch(positions=range(len(padded)), seq_ids=[row] * len(padded)) as batch:
+            batch.put(0, padded)
+        held[row] = [part._passes.num_seen, len(one)]
+    return cache._core, [*held], held
 
 
 def _has_tokens(part: Any) -> bool:
@@ -266,6 +289,28 @@ class Filler:
         held = {one.seq_id: one.tokens.tolist() for one in saved.sequences}
         self.text = _text_of([held[row] for row in rows], self.offsets, self.seen if has_tokens else None)
         return dict(zip(rows, self.seq_ids, strict=True))
+
+
+def _restore_states(filler: Filler, cache: KVCache, saved: state.SavedState, config: PreTrainedConfig) -> None:
+    """Give recurrent layers the states of a file, whose sequences a cache has; raise ValueError for a wrong state."""
+    seen, num_rows = filler.seen, len(filler.seq_ids)
+    rows = []
+    for one in saved.sequences:
+        stored = cache.keys(0, seq_id=one.seq_id).tobytes()
+        column, nbytes = one.tokens.tolist() if len(one.tokens) == 2 else (-1, -1)
+        if column != seen or not 0 < nbytes <= len(stored):
+            raise ValueError(f"a state of {nbytes} bytes behind column {column}, and a batch of {seen}")
+        rows.append(stored[:nbytes])
+    if len(rows) != num_rows:
+        raise ValueError(f"{count(len(rows), 'state')} for {count(num_rows, 'row')}")
+    if not rows:
+        return
+    recurrent = filler.part.recurrent
+    recurrent.restore(rows)
+    with suppress(NotSupportedError):  # of some models the sizes are not known
+        wanted = sum(one.conv_in_transformers + one.recurrent for one in read_sizes(config))
+        if recurrent.num_elements != wanted:
+            raise ValueError(f"states of {recurrent.num_elements} elements, and config says {wanted}")
 
 
 def _text_of(rows: list[list[int]], offsets: list[int], limit: int | None) -> torch.Tensor | None:

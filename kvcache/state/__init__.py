@@ -19,6 +19,8 @@ from kvcache.layer import FIELDS, Layer, override
 from kvcache.state.files import Reader, StateFile, Writer, begin_mac, open_state, replacing
 from kvcache.state.files import StrPath as StrPath
 from kvcache.state.files import check_replaceable as check_replaceable
+from kvcache.state.saved import ENCODER as ENCODER
+from kvcache.state.saved import RECURRENT as RECURRENT
 from kvcache.state.saved import (
     SavedSequence,
     SavedState,
@@ -173,12 +175,19 @@ Choice: TypeAlias = Callable[[SavedState], Mapping[int, int] | None]
 
 
 def restore_chosen(
-    path: StrPath, targets: Sequence[tuple[Restorable, Choice]], fingerprint: str | None, secret: bytes | None
+    path: StrPath,
+    targets: Sequence[tuple[Restorable, Choice]],
+    fingerprint: str | None,
+    secret: bytes | None,
+    behind: str = "",
 ) -> None:
-    """Restore a state to each cache: the sequences that a function chooses, under the ids it returns (None: all)."""
+    """Restore a state to each cache: the sequences that a function chooses, under the ids it returns (None: all).
+
+    `behind` says what the second state is of.
+    """
     mac = None if secret is None else begin_mac(secret)
     with open_state(path) as file:
-        states = states_of(read_state(file), len(targets))
+        states = states_of(read_state(file), behind)
         begin = 0
         for (cache, choose), saved in zip(targets, states, strict=True):
             _restore(cache, saved, file, begin, fingerprint, mac, choose(saved))
@@ -198,7 +207,7 @@ def load(
     if unknown := set(overrides) - OVERRIDES:
         raise TypeError(refusal(min(unknown), "KVCache.load", {*OVERRIDES, "rope", "sketch", "fingerprint", "secret"}))
     with open_state(path) as file:
-        [saved] = states_of(read_state(file), 1)
+        [saved] = states_of(read_state(file))
         try:
             cache = _make(kind, saved, _layers(saved, rope, sketch), overrides)
         except (TypeError, ValueError):

@@ -26,6 +26,13 @@ MOST_HEADER = 100_000_000  # bytes
 MOST_FIXED, MOST_OF_LAYER = 4096, 1280  # bytes of a header: of metadata and tables, and of the tensors of each layer
 STATE_BYTES, LAYER_BYTES = 128, 192  # of the first table, and of a layer in the second
 READ_BYTES = LAYER_BYTES << 12  # of layers that are looked at together
+# What a second state of a file can be, and what reads such a file.
+ENCODER, RECURRENT = "rows of an encoder", "recurrent states"
+READERS = {
+    "": "HFCache.load or KVCache.load reads it",
+    ENCODER: "HFEncoderDecoderCache.load reads it",
+    RECURRENT: "HFCache.load reads it, with the config of a model with recurrent layers",
+}
 
 
 def not_saved(layer: int, keys: npt.NDArray[np.float32], delta: int) -> NoReturn:
@@ -95,7 +102,8 @@ class SavedState:
     has_mac : bool
         Whether it was saved with a secret.
     following : SavedState or None
-        The state behind this one in the file: of an encoder's rows, where ``HFEncoderDecoderCache.save`` wrote it.
+        The state behind this one in the file: of an encoder's rows, where ``HFEncoderDecoderCache.save`` wrote it, or
+        of recurrent states, where ``HFCache.save`` did.
     """
 
     version: int
@@ -112,6 +120,15 @@ class SavedState:
     nbytes: int
     has_mac: bool
     following: SavedState | None = None
+
+    @property
+    def behind(self) -> str:
+        """What the state behind this one is of: ENCODER, RECURRENT, or "" if there is none."""
+        if self.following is None:
+            return ""
+        return (
+            ENCODER if any(isinstance(layer.policy, CrossAttention) for layer in self.following.layers) else RECURRENT
+        )
 
 
 def inspect(path: StrPath, *, verify: bool = False) -> SavedState:
@@ -180,18 +197,17 @@ def check_sums(file: StateFile) -> None:
         _core.verify(Reader(file, begin, end).read, end - begin)
 
 
-def read_states(path: StrPath, wanted: int) -> list[SavedState]:
-    """Read what the states of a file say of themselves; raise unless there are so many."""
+def read_states(path: StrPath, behind: str) -> list[SavedState]:
+    """Read what the states of a file say of themselves, as `states_of` returns them."""
     with open_state(path) as file:
-        return states_of(read_state(file), wanted)
+        return states_of(read_state(file), behind)
 
 
-def states_of(saved: SavedState, wanted: int) -> list[SavedState]:
-    """Return a state and the state that follows it. Raise unless there are exactly that many."""
-    if wanted == 2 and saved.following is None:
-        raise StateFormatError("has no rows of an encoder: HFCache.load or KVCache.load reads it")
-    if wanted == 1 and saved.following is not None:
-        raise StateFormatError("has an encoder's rows as well: HFEncoderDecoderCache.load reads it")
+def states_of(saved: SavedState, behind: str = "") -> list[SavedState]:
+    """Return a state and the state that follows it; raise unless that is of what `behind` says."""
+    if saved.behind != behind:
+        what = f"has {saved.behind} as well" if saved.behind else f"has no {behind}"
+        raise StateFormatError(f"{what}: {READERS[saved.behind]}")
     return [saved] if saved.following is None else [saved, saved.following]
 
 

@@ -557,7 +557,7 @@ def inspect(
     _print_state(found, verify)
     if found.following is not None:
         print()
-        print_paragraph(f"behind it, a state of an encoder's rows, {readable(found.following.nbytes)}")
+        print_paragraph(f"behind it, {found.behind}, {readable(found.following.nbytes)}")
         _print_state(found.following, verify)
 
 

@@ -290,16 +290,6 @@ def test_a_failed_pass_is_no_part(tmp_path):
     assert HFCache.load(model.config, tmp_path / "chat").get_seq_length() == 25
 
 
-def test_linear_attention_is_refused(tmp_path):
-    config = transformers.Lfm2Config(**BASE, layer_types=["full_attention", "conv"] * 2)
-    with pytest.raises(NotSupportedError, match=r"layer 1 keeps transformers' own state \(Linear.*keep the token ids"):
-        HFCache(config).save(tmp_path / "chat")
-    assert not (tmp_path / "chat").exists()
-    filled(tmp_path)
-    with pytest.raises(NotSupportedError, match="layer 1 keeps transformers' own state"):
-        HFCache.load(config, tmp_path / "chat")
-
-
 def speak(model, inputs, cache, tokens, attention="kvcache", **options):
     """Generate after these tokens of the decoder; return all of them."""
     model.set_attn_implementation(attention)
@@ -330,7 +320,7 @@ def test_a_model_with_an_encoder_goes_on(tmp_path, name, attention):
     if "attention_mask" in inputs:
         blind["attention_mask"] = inputs["attention_mask"]
     assert torch.equal(speak(model, blind, other, tokens, attention), want)
-    first, second = state.read_states(tmp_path / "speech", 2)
+    first, second = state.read_states(tmp_path / "speech", state.ENCODER)
     assert [one.tokens.tolist() for one in first.sequences[:2]] == tokens[:, :8].tolist()
     assert second.layers[0].policy.max_len == 40
     prefix = kvcache.PrefixCache(HFCache.make_kv_cache(model_of("llama").config), fingerprint="a model")
@@ -404,11 +394,11 @@ def test_bad_files_of_a_model_with_an_encoder_are_refused(tmp_path, secret):
 
 def test_files_of_other_caches_are_refused(tmp_path):
     model, cache = saved_speech(tmp_path)
-    with pytest.raises(StateFormatError, match=r"speech: has an encoder's rows as well: HFEncoderDecoderCache\.load"):
+    with pytest.raises(StateFormatError, match=r"speech: has rows of an encoder as well: HFEncoderDecoderCache\.load"):
         kvcache.KVCache.load(tmp_path / "speech")
-    with pytest.raises(StateFormatError, match="speech: has an encoder's rows as well"):
+    with pytest.raises(StateFormatError, match="speech: has rows of an encoder as well"):
         cache.self_attention_cache._cache.restore(tmp_path / "speech")
-    with pytest.raises(StateFormatError, match="speech: has an encoder's rows as well"):
+    with pytest.raises(StateFormatError, match="speech: has rows of an encoder as well"):
         HFCache.load(model_of("llama").config, tmp_path / "speech")
     _, _, _ = filled(tmp_path)
     with pytest.raises(
@@ -433,7 +423,7 @@ def test_inspect_shows_both_parts(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("model: a bart") == done.stdout.count("checksums: right") == 2
-    assert "behind it, a state of an encoder's rows" in done.stdout
+    assert "behind it, rows of an encoder" in done.stdout
     assert re.search(r"sequence +rows +next position +token ids\n +0 +23 +0 +64\n", done.stdout)
     shown = json.loads(subprocess.check_output([*command, "--json"]))
     size = (tmp_path / "speech").stat().st_size
