@@ -113,6 +113,7 @@ llama_memory_context_ptr llama_kvcache::init_ubatches(std::vector<llama_ubatch> 
     }
 
     check_states(ubatches);
+    take_states(ubatches);
     n_decoded = count_tokens(ubatches);
 
     const kvc_status status = begin(ubatches.data(), ubatches.size());

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 #include <stdexcept>
 
 std::string llama_kvcache_prefix_asked_for() {
@@ -187,6 +188,39 @@ void llama_kvcache::check_states(const std::vector<llama_ubatch> &ubatches) {
     }
 }
 
+// An answer may end anywhere, and a store has full blocks only.  So the state at the end of the last full block is
+// taken in time for prefix_keep.  It is dropped if its sequence goes back to an earlier token.
+void llama_kvcache::take_states(const std::vector<llama_ubatch> &ubatches) {
+    if (!recr || !prefix_store) {
+        return;
+    }
+
+    std::set<llama_seq_id> seen;
+
+    for (const auto &ubatch : ubatches) {
+        for (uint32_t i = 0; i < ubatch.n_seqs_unq; ++i) {
+            const llama_seq_id seq_id = ubatch.seq_id_unq[i];
+            const llama_pos n_fed = seq_pos_max(seq_id) + 1;
+
+            if (!seen.insert(seq_id).second) {
+                continue; // the state is that before all ubatches
+            }
+
+            const auto found = block_states.find(seq_id);
+
+            if (found != block_states.end() && found->second.n_tokens > n_fed) {
+                block_states.erase(found);
+            }
+            if (n_fed > 0 && n_fed % kvc_block_size(cache) == 0 && recr->seq_pos_max(seq_id) == n_fed - 1) {
+                bytes_writer state;
+
+                recr->state_write(state, seq_id);
+                block_states[seq_id] = {n_fed, std::move(state.data)};
+            }
+        }
+    }
+}
+
 // Makes the recurrent state of a sequence that of what it was acquired with; false, if there is none any more.
 bool llama_kvcache::restore_state(kvc_prefix *prefix, llama_seq_id seq_id, int64_t id, int32_t n_known) {
     recr->seq_rm(seq_id, -1, -1);
@@ -250,6 +284,7 @@ int32_t llama_kvcache::prefix_begin(llama_seq_id seq_id, const llama_memory_prom
     }
 
     ids[seq_id] = id;
+    block_states.erase(seq_id);
 
     if (recr && !restore_state(prefix, seq_id, id, n_known)) {
         recr->seq_rm(seq_id, -1, -1);
@@ -273,6 +308,18 @@ void llama_kvcache::prefix_keep(llama_seq_id seq_id, const llama_memory_prompt &
 
     prefix_tokens given(prompt);
     bytes_writer state;
+
+    if (const auto found = block_states.find(seq_id); found != block_states.end()) {
+        const auto &[n_tokens, data] = found->second;
+
+        if (n_tokens <= prompt.n_tokens) {
+            given.tokens.num_tokens = n_tokens;
+            llama_kvcache_logged(__func__,
+                                 kvc_prefix_checkpoint(prefix, id, &given.tokens, data.data(), (int64_t)data.size()));
+            given.tokens.num_tokens = prompt.n_tokens;
+        }
+        block_states.erase(found);
+    }
 
     // the state is that behind all tokens that were fed
     if (const llama_pos n_fed = recr ? recr->seq_pos_max(seq_id) + 1 : 0; n_fed > 0 && n_fed <= prompt.n_tokens) {

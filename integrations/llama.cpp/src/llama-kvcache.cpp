@@ -337,6 +337,7 @@ bool llama_kvcache::copy(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama
     if (src == dst || kvc_next_position(cache, src) == 0) {
         return true; // there is nothing to copy
     }
+    block_states.erase(seq_id_dst);
     if (has_strides() && begin_of(p0) > kvc_next_position(cache, dst)) {
         LLAMA_LOG_ERROR("%s: tokens are copied from position 0 on, or behind others: the model has rows that stand for "
                         "%d\n",

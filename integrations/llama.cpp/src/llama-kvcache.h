@@ -213,6 +213,9 @@ class llama_kvcache : public llama_memory_i {
     // decode was broken off
     void check_states(const std::vector<llama_ubatch> &ubatches);
 
+    // Takes the recurrent states of sequences that continue at the end of a block, where a store can have them.
+    void take_states(const std::vector<llama_ubatch> &ubatches);
+
     // returns the most bytes of a sequence's recurrent state; 0 if there is none
     int64_t most_state_bytes() const;
 
@@ -321,6 +324,14 @@ class llama_kvcache : public llama_memory_i {
     std::string identity;                              // of the model, where there is a store
     std::string steering;                              // of the control vectors
     std::map<std::string, kvc_prefix *> prefixes;      // [fingerprint] freed with the cache
+
+    // the recurrent state of a sequence behind its first tokens, which end a block
+    struct block_state {
+        llama_pos n_tokens;
+        std::vector<uint8_t> data;
+    };
+
+    std::map<llama_seq_id, block_state> block_states; // the last ones, until they are kept with a prompt
 
     std::vector<std::unique_ptr<llama_kvcache_op>> ops; // [layer of the cache]
 

@@ -345,6 +345,15 @@ def test_a_folder_serves_a_hybrid_model(folder, hybrid):
         assert expect_next_as_without(server, short, 1) == 300 - 68
 
 
+def test_a_conversation_with_a_hybrid_model_survives_restarts(folder, hybrid):
+    """A turn goes on behind the last full block of the answer before, whose last token was not fed."""
+    prompt, options = tokens_of(0, 317), (*in_folder(folder / "turns"), NO_AMX, "-ctk", "f32", "-ctv", "f32")
+    for turn, known in enumerate((0, 448, 640, 832)):
+        with Server(hybrid, folder / f"turn-{turn}.log", *options) as server:
+            assert expect_next_as_without(server, prompt, 0) == known
+            prompt += server.complete(prompt, 150, id_slot=0)["tokens"] + tokens_of(1000 * turn, 1000 * turn + 40)
+
+
 def write_adapter(path, seed):
     """Write a LoRA of the first layer's queries."""
     gguf_files = pytest.importorskip("support.gguf_files")
