@@ -395,6 +395,17 @@ def test_a_prompt_cache_in_a_file(repository, tmp_path):
             assert "session file matches 300 / 340 tokens" in log
 
 
+def test_a_prompt_cache_of_a_hybrid_model(hybrid, tmp_path):
+    """The file has the recurrent state: it answers as the run that wrote it."""
+    letters = ("--grammar", "root ::= [a-z]+")  # a random model would answer with parts of characters
+    for option in BOTH:
+        kept = ("--prompt-cache", tmp_path / f"{option}.bin", *letters)
+        expected, _ = complete(hybrid, text(0, 300), option, *kept)
+        said, log = complete(hybrid, text(0, 300), option, *kept, "--prompt-cache-ro")
+        assert said == expected
+        assert "session file has exact match for prompt" in log
+
+
 def test_perplexity(repository, tmp_path):
     """Four sequences at a time, on a text of the repository."""
     (tmp_path / "text").write_text(text(0, 6000))

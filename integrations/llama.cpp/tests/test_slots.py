@@ -147,6 +147,26 @@ def test_a_restart_with_another_context(folder, kind, unified):
                     assert counts[0] == known_after_restore(name, 700)
 
 
+@pytest.mark.parametrize("architecture", ["granitehybrid", "falcon-h1", "qwen3next", "jamba"])
+def test_a_hybrid_model_continues_with_the_same_bits(folder, architecture):
+    """Another process restores a slot with its recurrent state, and answers as the one that saved it."""
+    model = llama_models.write_random(folder, architecture, "-d", "0.5")
+    saved = folder / f"bits-{architecture}"
+    saved.mkdir()
+    options = ("--kvcache", "--parallel", "1", "--ctx-size", "256", "--slot-save-path", saved, *OPTIONS)
+    rng = random.Random(0)
+    prompt, more = ([rng.randrange(1, 120) for _ in range(length)] for length in (100, 30))
+    with Server(model, saved / "before.log", *options) as server:
+        server.complete(prompt, 1)
+        ask_to(server, "save", 0, "slot.bin")
+        expected = server.complete(prompt + more, 20, n_probs=20)
+    with Server(model, saved / "after.log", *options) as server:
+        ask_to(server, "restore", 0, "slot.bin")
+        found = server.complete(prompt + more, 20, n_probs=20)
+    assert timings(found) == timings(expected) == (100, 30)
+    assert found["completion_probabilities"] == expected["completion_probabilities"]
+
+
 def cut(whole):
     """Yield a file that ends too early, at many places."""
     for i in range(40):
