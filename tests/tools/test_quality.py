@@ -199,7 +199,10 @@ def test_columns_of_hidden_facts(quality, model, texts, monkeypatch, capsys):
     monkeypatch.setattr(quality, "NEEDLES_KEPT", [1, 0.3])
     hidden = [(text[:150], [(text[150:170], 5), (text[170:], 20)]) for text in texts]
     quality.print_needles(model, MODEL, hidden)
-    _, _, dense, selecting, kept, evicted = rows_of(capsys.readouterr().out)
+    _, _, *of_prompts, dense, selecting, kept, evicted = rows_of(capsys.readouterr().out)
+    assert [row[0] for row in of_prompts] == [
+        f"`{dtype}`, prompt {way}" for dtype in ("f16", "int8") for way in ("exact", "in bytes")
+    ]
     right, facts, chances = 0, 0, []
     for text, questions in hidden:
         for tokens, length in questions:
@@ -214,6 +217,22 @@ def test_columns_of_hidden_facts(quality, model, texts, monkeypatch, capsys):
     assert evicted[0] == "latest: 30 % kept"
     assert evicted[3] != dense[3]
     assert 0 < right < 50
+
+
+def test_columns_of_prompts(quality, model, texts, monkeypatch, capsys):
+    monkeypatch.setenv("KVCACHE_ISA", "scalar")  # which multiplies bytes
+    setting = quality.Setting(model, texts, MODEL, 150)
+    quality.print_prompts(setting, [("f32", None), ("int8", "hadamard")])
+    _, _, exact, again, in_bytes, *of_int8 = rows_of(capsys.readouterr().out)
+    assert exact == again == ["`f32`", "", "exact", "+0.00 %", "0.0e+00", "0.0e+00", "100.00 %", "+0.000 %"]
+    assert in_bytes[:3] == ["`f32`", "", "in bytes"]
+    assert 0 < float(in_bytes[4]) < float(of_int8[0][4])
+    assert [row[:3] for row in of_int8] == [["`int8`", "yes", "exact"], ["`int8`", "yes", "in bytes"]]
+    assert of_int8[0][4:] != of_int8[1][4:]
+    with KVCache.from_config(MODEL, dtype="f32", rope=model.config.rope) as cache:
+        loss = quality.read_prompt(model, cache, texts[0], "stored")
+    with KVCache.from_config(MODEL, dtype="f32", rope=model.config.rope) as cache:
+        assert loss == pytest.approx(quality.mean_loss(model.forward(texts[0], cache), texts[0]))
 
 
 def test_other_models_read_files(quality, monkeypatch, capsys):
