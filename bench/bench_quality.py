@@ -250,11 +250,12 @@ def print_types(settings: Sequence[Setting], types: Sequence[tuple[DType, DType]
 def read_prompt(model: Llama, cache: KVCache, tokens: Sequence[int], prompts: Precision) -> float:
     """Read a prompt over a cache's own rows; return the mean negative log-likelihood of its tokens, in nats."""
     losses, counts = [], []
-    for i in range(0, len(tokens) - 1, PREFILL_TOKENS):
+    for i in range(0, len(tokens), PREFILL_TOKENS):
         logits = model.forward(tokens[i : i + PREFILL_TOKENS], cache, prompts=prompts)
-        named = tokens[i : i + len(logits) + 1]
-        losses.append(mean_loss(logits if len(named) == len(logits) else np.pad(logits, ((0, 1), (0, 0))), named))
-        counts.append(len(named) - 1)
+        named = tokens[i : i + len(logits) + 1]  # the next piece's first token is named by this piece's last logits
+        if len(named) > 1:
+            losses.append(mean_loss(np.pad(logits, ((0, 1), (0, 0)))[: len(named)], named))
+            counts.append(len(named) - 1)
     return float(np.average(losses, weights=counts))
 
 

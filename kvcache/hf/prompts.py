@@ -120,7 +120,7 @@ class Prompts:
         # Columns at which an earlier prompt diverged from these, and no state was kept.
         self.branches: set[int] = set()
         self._has_store = prefix.stats.store is not None
-        # By row: the last full block behind the prompt ends behind so many tokens, with this state. For `release`.
+        # By row: tokens up to the end of the last full block behind the prompt, and the state there, for `release`.
         self._ends_of_blocks: dict[int, tuple[int, bytes]] = {}
 
     def acquire(self, num_columns: int) -> tuple[list[int], int, list[int]]:

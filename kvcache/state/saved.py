@@ -123,7 +123,7 @@ class SavedState:
 
     @property
     def behind(self) -> str:
-        """What the state behind this one is of: ENCODER, RECURRENT, or "" if there is none."""
+        """The kind of the state that follows this one: ENCODER or RECURRENT; "" if none follows."""
         if self.following is None:
             return ""
         return (
