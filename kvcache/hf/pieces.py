@@ -51,8 +51,11 @@ class PieceByPiece:
         seen = self._cache.get_seq_length()
         if mask is not None and mask.shape[1] != seen + num_tokens:
             return [inputs]
+        ends = self._ends(num_tokens, seen, inputs.get("logits_to_keep") or 1)
+        if mask is not None and self._cache.recurrent:
+            ends = _join_hidden(ends, mask[:, seen:].bool().all(0).tolist())
         begin, pieces = 0, []
-        for end in self._ends(num_tokens, seen, inputs.get("logits_to_keep") or 1):
+        for end in ends:
             piece = {name: inputs[name].narrow(axis, begin, end - begin) for name, axis in given.items()}
             if mask is not None:
                 piece["attention_mask"] = mask[:, : seen + end]
@@ -83,6 +86,20 @@ class PieceByPiece:
             return False
         windows = (window for policy in self._cache.policy if (window := window_of(policy)))
         return self._cache.keeps_states or num_tokens > max(self._size, min(windows, default=num_tokens))
+
+
+def _join_hidden(ends: list[int], shown: list[bool]) -> list[int]:
+    """Return ends of pieces, without pieces of one token that some row of the batch does not show.
+
+    transformers takes a pass of one token for a generated one, and has recurrent layers count it in each row.
+    """
+    joined: list[int] = []
+    for end in ends:
+        if end - (joined[-1] if joined else 0) > 1 or shown[end - 1]:
+            joined.append(end)
+        elif joined:
+            joined[-1] = end
+    return joined or ends  # a pass of one token stays
 
 
 def _follows_columns(inputs: dict[str, Any], known: Sequence[str]) -> bool:

@@ -108,6 +108,30 @@ def test_rows_of_a_batch(name):
         assert torch.equal(got, process.wanted(tokens, mask))
 
 
+@pytest.mark.parametrize(("name", "seed"), [("lfm2", 0), ("qwen3_next", 1)])
+def test_padding_where_other_rows_part(name, seed):
+    """Rows part from earlier prompts at columns 16 and 17, of which a third row hides the second: none is a pass."""
+    tokens, mask = random_tokens(3, 35, seed=seed), torch.ones(3, 35, dtype=torch.long)
+    process = Process(name, {})
+    for row in range(2):
+        process.generate(torch.cat([tokens[row : row + 1, row : row + 16], random_tokens(1, 9, seed=row)], 1))
+    for row, leading in ((1, 1), (2, 17)):
+        mask[row, :leading] = 0
+    got, _ = process.generate(tokens, mask)
+    assert torch.equal(got, process.wanted(tokens, mask))
+    alone = tokens[2:, 17:]
+    assert torch.equal(process.generate(alone)[0], process.wanted(alone))
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_hidden_last_token(name):
+    """The last token of a prompt is no pass of its own where a row hides it."""
+    tokens, mask = random_tokens(2, 35), torch.ones(2, 35, dtype=torch.long)
+    mask[1, -1] = 0
+    process = Process(name, None)
+    assert torch.equal(process.generate(tokens, mask)[0], process.wanted(tokens, mask))
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_answers_of_beams(name):
     """Their states are not kept, because rows were selected."""
