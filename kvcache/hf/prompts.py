@@ -313,6 +313,8 @@ class Prompts:
             self.tell_end(seen + num_tokens)
         for fed, seq_id, prompt in zip(self._fed, seq_ids, self._rows, strict=True):
             begin = max(seen, prompt.leading)
+            if num_tokens == 1 and seen < begin and self._prefix.state_bytes:  # recurrent layers are given no mask
+                self._prefix.note_inexact(seq_id, 0)
             new = fed[begin:]
             wanted = prompt.tokens[begin - prompt.leading :][: len(new)]
             differs = new == UNKNOWN

@@ -194,6 +194,23 @@ def test_padding(name):
         assert torch.equal(again, want)
 
 
+def test_padding_that_is_fed_token_by_token():
+    """transformers gives a pass of one token no mask: the states of that row count its padding, and are not kept."""
+    model = prepared("qwen3_next")
+    prefix = prefix_for(model)
+    tokens, mask = random_tokens(2, 30), torch.ones(2, 30, dtype=torch.long)
+    mask[1, :7] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = HFCache(model.config, prefix=prefix)
+    cache.acquire(tokens, mask)
+    with torch.no_grad():
+        for i in range(30):
+            given = {"attention_mask": mask[:, : i + 1], "position_ids": positions[:, i : i + 1]}
+            model(tokens[:, i : i + 1], past_key_values=cache, **given)
+    cache.release(tokens)
+    assert [prefix.lookup(row) for row in (tokens[0].tolist(), tokens[1, 7:].tolist())] == [30, 0]
+
+
 @pytest.mark.parametrize("way", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}])
 @pytest.mark.parametrize("name", ONE)
 def test_several_sequences_for_a_prompt(name, way):
