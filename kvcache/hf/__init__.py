@@ -25,11 +25,13 @@ from kvcache.hf.cache import HFCache
 from kvcache.hf.calls import register_calls
 from kvcache.hf.enabling import disable, enable
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
+from kvcache.hf.engine import Engine
 from kvcache.hf.generation import register
 from kvcache.hf.masks import make_mask
 from kvcache.hf.models.minimax import register_minimax
+from kvcache.hf.requests import Request
 
-__all__ = ["NAME", "HFCache", "HFEncoderDecoderCache", "disable", "enable"]
+__all__ = ["NAME", "Engine", "HFCache", "HFEncoderDecoderCache", "Request", "disable", "enable"]
 
 AttentionInterface.register(NAME, attention)
 AttentionInterface.register("flex_attention", flex_attention)

@@ -265,7 +265,10 @@ class HFCache(
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HFCache:
         """Return a cache that continues from the same tokens; it shares their rows, and copies none."""
-        passes = self._passes.fork()
+        return self._copy_with(self._passes.fork(), memo)
+
+    def _copy_with(self, passes: Passes, memo: dict[int, Any]) -> HFCache:
+        """Return a cache whose layers make other passes over the same rows, from copies of their states."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._passes, other._decoder = passes, Decoder(self._cache, self._decoder.dtype)

@@ -119,25 +119,34 @@ class Recurrent:
                     end = state.shape[-1] - num_back
                     layer.conv_states[n] = state[..., max(0, end - layer.conv_kernel_size[n]) : end]
 
+    def states_of(self, row: int) -> dict[str, torch.Tensor]:
+        """Return the states of a row of the batch by name; later passes may change them."""
+        return {name: state[row].contiguous() for name, state in self._states().items()}
+
     def state_of(self, row: int) -> bytes:
         """Return the states of a row of the batch, in the format of safetensors: always as many bytes for a model."""
-        return save({name: state[row].contiguous() for name, state in self._states().items()})
+        return save(self.states_of(row))
 
     def restore(self, rows: Sequence[Any]) -> None:
         """Go on from what `state_of` returned for each row; raise ValueError, and forget all, if it cannot be that."""
         self.reset()
         try:
             loaded = [load(bytes(row)) for row in rows]
-            for name in loaded[0]:
-                kind, i, n = name.split(".")
-                state = torch.stack([row[name] for row in loaded])
-                update = "update_conv_state" if kind == "conv" else "update_recurrent_state"
-                getattr(self.layers[int(i)], update)(state, int(n))
+            self.go_on_from(loaded)
             if {int(name.split(".")[1]) for name in loaded[0]} != {*self.layers}:
                 raise ValueError("states of other layers")
         except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
             self.reset()
             raise ValueError(f"states of another model, {type(error).__name__}: {error}") from None
+
+    def go_on_from(self, rows: Sequence[dict[str, torch.Tensor]]) -> None:
+        """Go on from copies of the states of each row, as `states_of` returns them, without tokens of passes."""
+        self.reset()
+        for name in rows[0]:
+            kind, i, n = name.split(".")
+            state = torch.stack([row[name] for row in rows])
+            update = "update_conv_state" if kind == "conv" else "update_recurrent_state"
+            getattr(self.layers[int(i)], update)(state, int(n))
 
     def _states(self) -> dict[str, torch.Tensor]:
         """Return all states by name. States of convolutions are as wide as a pass needs."""

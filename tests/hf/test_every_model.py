@@ -28,7 +28,7 @@ from transformers.models.auto import modeling_auto  # noqa: E402 - torch may be 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402 - torch may be missing
 from transformers.models.minimax.modeling_minimax import MiniMaxCache  # noqa: E402 - torch may be missing
 
-from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - torch may be missing
+from kvcache.hf import Engine, HFCache, HFEncoderDecoderCache  # noqa: E402 - torch may be missing
 from kvcache.hf.dense import OWN, why_decoded  # noqa: E402 - torch may be missing
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers, and that dense tensors are used
@@ -439,6 +439,50 @@ def test_logits(name):
 )
 def test_logits_of_variants(name, changes):
     assert outcome(name, **changes) == table()[name]
+
+
+REASONS = {  # beginnings of rows of the page's second table, and what the error says
+    "the model computes": "computes with rows",
+    "it brings": " brings ",
+    "it takes no": "takes no position_ids",
+    "`generate`": "logits are others",
+    "its recurrent": "by single tokens only",
+    "its tokens": "tokens see later ones",
+}
+
+
+def refused_by_engine():
+    """Return what the error says for each type of model whose texts cannot share a pass."""
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", PAGE.read_text(), re.MULTILINE)
+    found = {name: why for reason, names in rows for name in names.split(", ") for begin, why in REASONS.items()
+             if reason.startswith(begin)}  # fmt: skip
+    assert {*found.values()} == {*REASONS.values()}
+    return found
+
+
+@pytest.mark.parametrize("name", marked(names_of("kernels", "dense", "its own")))
+def test_texts_share_passes(name):
+    """Texts of an `Engine` get the tokens that ``generate`` alone gives them, or the model is refused at once."""
+    model = small_model(name)
+    if model.config.is_encoder_decoder:
+        with pytest.raises(kvcache.NotSupportedError, match="has an encoder too"):
+            Engine(model, "f32", max_bytes=1 << 25)
+        return
+    randomise(model)
+    model.generation_config.eos_token_id = None
+    generator = torch.Generator().manual_seed(1)
+    first, second, third = (torch.randint(3, 80, (n,), generator=generator).tolist() for n in (21, 7, 41))
+    prompts = [first, first[:20] + second, second[:1], third]
+    if name in refused_by_engine():
+        with pytest.raises(kvcache.NotSupportedError, match=refused_by_engine()[name]):
+            Engine(model, "f32", max_bytes=1 << 25)
+        return
+    with Engine(model, "f32", max_bytes=1 << 25, prompt_tokens=16, block_size=16) as engine:
+        texts = [request.result() for request in [engine.submit(prompt, max_new_tokens=8) for prompt in prompts]]
+    for prompt, text in zip(prompts, texts, strict=True):
+        given = torch.tensor([prompt])
+        options = {"past_key_values": HFCache(model.config, "f32"), "attention_mask": torch.ones_like(given)}
+        assert torch.equal(text, model.generate(given, max_new_tokens=8, **options))
 
 
 def keys_at(model, position):

@@ -1,0 +1,354 @@
+"""`Engine`: continuous batches of requests on a model of transformers."""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+from collections import deque
+from typing import Any, Self, SupportsIndex
+
+import torch
+
+from kvcache.arguments import INT32_MAX, integer
+from kvcache.errors import CacheFullError
+from kvcache.hf.attention import NAME
+from kvcache.hf.cache import HFCache
+from kvcache.hf.packed import Packed, Part
+from kvcache.hf.requests import Request
+from kvcache.hf.running import Running
+from kvcache.prefix import PrefixCache
+from kvcache.system import available_memory
+
+OF_ROWS = {"policy", "transform", "k_dtype", "v_dtype", "prompts"}  # arguments of `HFCache`; others limit the memory
+
+
+class Engine:
+    """Runs many requests on one model: in each step, tokens of all of them go through it together.
+
+    A step feeds one token of each answer and, beside them, tokens of prompts. Requests come and go between steps. A
+    request's tokens are those of ``generate`` alone, up to rounding.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A model that generates text from tokens, on the CPU, in ``eval`` mode. It gets the attention ``"kvcache"``.
+    dtype : str, optional
+        The type that rows are stored in, as for `HFCache`; by default "f16" or, with `prefix`, the type of its cache.
+    prefix : PrefixCache, optional
+        Where prompts begin that were computed before, as for `HFCache`. By default the engine makes its own.
+    select : int, optional
+        About how many rows a token of a long text reads, as for `HFCache`.
+    max_waiting : int, default 256
+        The most requests that wait; `submit` refuses more.
+    prompt_tokens : int, default 512
+        The most tokens of prompts in a step. Fewer let answers go on more evenly while prompts are fed; more feed
+        prompts faster.
+    **arguments
+        Further ones of `HFCache.make_kv_cache`, without `prefix`: policy, transform, prompts, `capacity` or
+        `max_bytes`. By default the cache takes up to half of the free memory.
+
+    Raises
+    ------
+    NotSupportedError
+        If the texts of such a model cannot share a pass: it computes with stored rows itself (BLOOM), its tokens meet
+        in other places than attention and recurrent layers, it takes no positions, or `HFCache` with a prefix cache
+        does not serve it.
+    ValueError, TypeError
+        As from `HFCache` and `kvcache.KVCache`; or if the model is in training mode.
+
+    Attributes
+    ----------
+    prefix : PrefixCache
+        The prefix cache, whose `tenant` makes one for requests that must not find others' prompts.
+
+    Notes
+    -----
+    Any thread may call any method. A thread of the engine runs the model until `close`, or the end of a ``with`` block.
+    Of the prompts that are fed, the oldest gets half of a step or more, and the shortest get the rest. A prompt that
+    begins as another one that is being fed waits until the common part is computed. Where memory is short, the
+    youngest request waits until another one has ended.
+
+    Examples
+    --------
+    >>> import torch, transformers, kvcache.hf
+    >>> config = transformers.LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+    ...     num_attention_heads=2, vocab_size=97, eos_token_id=None)
+    >>> model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    >>> with kvcache.hf.Engine(model, max_bytes=1 << 20) as engine:
+    ...     requests = [engine.submit([5, 6, 7, i], max_new_tokens=3) for i in range(8)]
+    ...     answers = [[*request] for request in requests]
+    >>> [len(answer) for answer in answers]
+    [3, 3, 3, 3, 3, 3, 3, 3]
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        dtype: Any = None,
+        *,
+        prefix: PrefixCache | None = None,
+        select: int | None = None,
+        max_waiting: SupportsIndex = 256,
+        prompt_tokens: SupportsIndex = 512,
+        **arguments: Any,
+    ) -> None:
+        self._max_waiting = integer(max_waiting, "max_waiting", 0, INT32_MAX)
+        self._prompt_tokens = integer(prompt_tokens, "prompt_tokens", 1, INT32_MAX)
+        if model.training:
+            raise ValueError("the model is in training mode: call model.eval() first")
+        self._model, self._owns_cache = model, prefix is None
+        attention = model.config._attn_implementation
+        try:
+            model.set_attn_implementation(NAME)
+            self.prefix = _make_prefix(model, dtype, select, arguments) if prefix is None else prefix
+            if prefix is None:
+                arguments = {name: value for name, value in arguments.items() if name in OF_ROWS}
+            self._packed = Packed(model, dtype=dtype, prefix=self.prefix, select=select, **arguments)
+        except BaseException:
+            model.set_attn_implementation(attention)
+            raise
+        self._changed = threading.Condition()
+        self._waiting: deque[Running] = deque()
+        self._running: list[Running] = []  # in the order of arrival
+        self._cancelled: set[Request] = set()
+        self._is_full = False  # whether a request was put back, and none has ended since
+        self._is_closing = False
+        self._num_generated = self._num_put_back = 0
+        self._thread = threading.Thread(target=self._run, name="kvcache engine", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def submit(
+        self,
+        input_ids: Any,
+        *,
+        tenant: PrefixCache | None = None,
+        streamer: Any = None,
+        seed: int | None = None,
+        **options: Any,
+    ) -> Request:
+        """Add a request, and return it at once.
+
+        Parameters
+        ----------
+        input_ids : torch.Tensor or sequence of int
+            The tokens of a prompt, ``[1, tokens]`` or ``[tokens]``.
+        tenant : PrefixCache, optional
+            Whose prompts it may begin with: what `tenant` of `prefix` returned. By default `prefix` itself.
+        streamer : transformers streamer, optional
+            Gets the tokens in the engine's thread, as from ``generate``; an error that it raises ends the request.
+        seed : int, optional
+            With ``do_sample=True``: the tokens are those of ``torch.manual_seed(seed)`` and ``generate``.
+        **options
+            Arguments of ``generate`` for one answer, greedy or sampled: max_new_tokens, temperature, stop_strings with
+            a tokenizer, logits_processor, stopping_criteria, generation_config and the like. Processors and criteria
+            run in the engine's thread; an error that they raise ends this request alone.
+
+        Raises
+        ------
+        queue.Full
+            If `max_waiting` requests wait.
+        NotSupportedError
+            If an engine cannot generate in the way that the options ask for: beams, a draft, padding, images.
+        ValueError, TypeError
+            If the engine is closed, or the prompt or an option is wrong.
+        """
+        prefix = self.prefix if tenant is None else tenant
+        if not isinstance(prefix, PrefixCache) or prefix.cache is not self.prefix.cache:
+            raise ValueError(f"tenant is {tenant!r}: give what tenant() of the engine's prefix returned")
+        with self._changed:
+            self._check_room()
+        request = Request(self._model, input_ids, streamer, seed, options)
+        capacity = prefix.cache.capacity
+        if capacity is not None and len(request.prompt) > capacity:
+            raise ValueError(f"input_ids has {len(request.prompt)} tokens, and the cache a capacity of {capacity}")
+        request.on_cancel = self._cancel
+        with self._changed:
+            self._check_room()
+            self._waiting.append(Running(request, prefix))
+            self._changed.notify()
+        return request
+
+    def stats(self) -> dict[str, int]:
+        """Return how many requests run and wait, and how many tokens were generated and requests put back so far."""
+        with self._changed:
+            return {
+                "running": len(self._running),
+                "waiting": len(self._waiting),
+                "generated": self._num_generated,
+                "put_back": self._num_put_back,
+            }
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are served."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """End all requests with an error, and the thread. An engine's own cache is freed."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+            atexit.unregister(self.close)
+            if self._owns_cache:
+                self.prefix.cache.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    def _check_room(self) -> None:
+        """Raise if there may be no more requests."""
+        if self._is_closing:
+            raise ValueError("the engine is closed")
+        if len(self._waiting) >= self._max_waiting:
+            raise queue.Full(f"max_waiting={self._max_waiting}: as many requests wait: try again when one has ended")
+
+    def _cancel(self, request: Request) -> None:
+        with self._changed:
+            if not request.has_ended:
+                self._cancelled.add(request)
+                self._changed.notify()
+
+    # ---- in the thread
+
+    def _run(self) -> None:
+        error = RuntimeError("the engine was closed")
+        try:
+            with torch.no_grad():
+                while self._begin_step():
+                    for parts in self._packed.passes(self._plan()):
+                        if not self._feed(parts):
+                            break
+        except BaseException as raised:
+            error = RuntimeError(f"the engine has stopped: {raised!r}")
+        with self._changed:
+            self._is_closing = True
+        for one in [*self._running, *self._waiting]:
+            self._end(one, "error", error)
+
+    def _begin_step(self) -> bool:
+        """Wait for requests, end cancelled ones, and begin new ones; return False to stop."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closing or self._waiting or self._running)
+            if self._is_closing:
+                return False
+            cancelled = [one for one in [*self._running, *self._waiting] if one.request in self._cancelled]
+            self._cancelled.clear()
+        for one in cancelled:
+            self._end(one, "cancelled")
+        for one in [*self._waiting]:
+            if self._is_full and self._running:
+                break
+            if not any(one.awaits(other) for other in self._running):
+                self._begin(one)
+        return True
+
+    def _begin(self, one: Running) -> None:
+        """Let a request that waits run."""
+        try:
+            one.begin(self._packed)
+        except CacheFullError as error:
+            self._make_room(one, error)
+            return
+        except Exception as error:
+            self._end(one, "error", error)
+            return
+        with self._changed:
+            self._waiting.remove(one)
+            self._running.append(one)
+
+    def _plan(self) -> list[Part]:
+        """Return which tokens a step feeds."""
+        parts: list[Part] = [(one, one.tokens[one.num_fed :]) for one in self._running if one.is_answering]
+        prompts = [one for one in self._running if not one.is_answering]
+        others = sorted(prompts[1:], key=lambda one: one.num_left)
+        left = self._prompt_tokens
+        oldest = left - min(left // 2, sum(one.num_left for one in others))
+        for one in [*prompts[:1], *others]:
+            num = min(oldest if one is prompts[0] else left, one.next_end - one.num_fed)
+            if num:
+                parts.append((one, one.tokens[one.num_fed : one.num_fed + num]))
+                left -= num
+        return parts
+
+    def _feed(self, parts: list[Part]) -> bool:
+        """Feed a pass, and draw the next tokens of texts that were fed to their end; return False if it has no room.
+
+        Then a text was put back that may be in the next pass of the step.
+        """
+        texts = [text for text, _ in parts if isinstance(text, Running)]
+        try:
+            logits = self._packed.feed(parts)
+        except CacheFullError as error:
+            self._make_room(self._running[-1], error)
+            return False
+        except Exception as error:
+            self._separate(texts, error)
+            return True
+        for one, row in zip(texts, logits, strict=True):
+            try:
+                one.checkpoint(self._packed)
+                reason = self._draw(one, row) if one.num_fed == len(one.tokens) else None
+            except Exception as error:
+                self._end(one, "error", error)
+                continue
+            if reason:
+                self._end(one, reason)
+        return True
+
+    def _draw(self, one: Running, logits: torch.Tensor) -> str | None:
+        reason = one.request.draw(logits)
+        one.tokens.append(one.request.tokens[-1])
+        self._num_generated += 1
+        return reason
+
+    def _separate(self, texts: list[Running], error: Exception) -> None:
+        """Have texts of a pass that failed share none: then the one that fails fails alone."""
+        if len(texts) == 1:
+            self._end(texts[0], "error", error)
+            return
+        for one in texts:
+            one.is_alone = True
+            if self._packed.recurrent:  # their states are lost
+                self._put_back(one)
+
+    def _make_room(self, one: Running, error: CacheFullError) -> None:
+        """Let a request wait until another one has ended; end it if there is none."""
+        if self._running in ([], [one]):
+            self._end(one, "error", error)
+            return
+        self._is_full = True
+        if one in self._running:
+            self._put_back(one)
+
+    def _put_back(self, one: Running) -> None:
+        """Let a request begin anew. Its rows are kept until their memory is needed."""
+        one.release(self._packed)
+        with self._changed:
+            self._running.remove(one)
+            self._waiting.appendleft(one)
+            self._num_put_back += 1
+
+    def _end(self, one: Running, reason: str, error: Exception | None = None) -> None:
+        with self._changed:
+            (self._running if one in self._running else self._waiting).remove(one)
+            self._is_full = False
+        try:
+            one.release(self._packed)
+        except Exception as raised:
+            reason, error = "error", error or raised
+        one.request.end(reason, error)
+
+
+def _make_prefix(model: Any, dtype: Any, select: int | None, arguments: dict[str, Any]) -> PrefixCache:
+    """Make a prefix cache of an engine's own, which keeps the prompts of its requests."""
+    if arguments.get("capacity") is None and arguments.get("max_bytes") is None:
+        arguments = {**arguments, "max_bytes": available_memory()[0] // 2}
+    cache = HFCache.make_kv_cache(model.config, dtype or "f16", select=select, **arguments)
+    return PrefixCache(cache, fingerprint="kvcache.hf.Engine", state_bytes=HFCache.state_bytes(model))

@@ -1,0 +1,216 @@
+"""Feed tokens of many texts to a model together, in one pass without padding."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NoReturn, Self, TypeAlias
+
+import torch
+from safetensors.torch import load, save
+
+from kvcache.batch import Batch
+from kvcache.errors import NotSupportedError
+from kvcache.hf.cache import HFCache
+from kvcache.hf.passes import ForwardPass, Passes
+from kvcache.hf.recurrent import Recurrent
+from kvcache.hf.told import CACHE
+from kvcache.hf.turns import STALLED
+from kvcache.selecting import least_tokens
+
+
+class Text:
+    """A text of which some tokens were fed."""
+
+    def __init__(self) -> None:
+        self.seq_id = -1  # the sequence that holds its rows
+        self.num_fed = 0
+        # The states of recurrent layers behind these tokens; None: there are none, or the layers hold them.
+        self.state: dict[str, torch.Tensor] | None = None
+        self.is_alone = False  # whether it shares no pass with others
+
+
+TOLERANCE = 0.1  # of how far logits spread: in passes of more tokens they are rounded otherwise, and experts may change
+Part: TypeAlias = tuple[Text, list[int]]  # a text, and its next tokens
+
+
+class PackedPasses(Passes):
+    """Passes whose tokens belong to any sequences; the next pass goes on from no text of the last one."""
+
+    opened: Batch | None = None  # the batch of the pass that comes
+    selects = False  # whether its tokens select rows
+
+    @classmethod
+    def like(cls, other: Passes) -> Self:
+        """Return passes through the same layers."""
+        return cls(other.cache, other.turns, other.has_readers, other.num_selected, other.num_rows, other.config)
+
+    def begin(self, seq_ids: list[int], positions: list[int], selects: bool) -> None:
+        """Open the batch of a pass that comes: where there is no room for it, no layer has changed."""
+        with self.turns.lock:
+            self.turns.take_turn(self)
+            self.opened = self.cache.batch(positions=positions, seq_ids=seq_ids, timeout=STALLED)
+            self.selects = selects
+
+    def open(self, this_pass: ForwardPass, batch_size: int, num_tokens: int, padding: torch.Tensor | None) -> None:
+        """Give a pass the batch that was opened for it."""
+        this_pass.not_padding, this_pass.offsets, this_pass.num_seen = None, [0] * batch_size, 0
+        this_pass.num_tokens, this_pass.selects = num_tokens, self.selects
+        this_pass.batch, self.opened = self.opened, None
+        this_pass.is_open = True
+
+    def end(self, num_back: int = 0) -> None:
+        """End the last pass."""
+        with self.turns.lock:
+            super().end(num_back)
+            self.num_seen = 0
+
+    def drop(self) -> None:
+        """Drop the tokens of a pass that failed."""
+        with self.turns.lock:
+            failed, self.last = self.last, None
+            for batch in (self.opened, None if failed is None else failed.batch):
+                if batch is not None:
+                    batch.abort()
+            self.opened = None
+            self.turns.changed.notify_all()
+
+    def put(self, this_pass: ForwardPass, index: int) -> NoReturn:
+        """Raise, because rows of many texts make no tensor that a model could compute with."""
+        raise NotSupportedError(f"the model computes with rows of layer {index} before it attends")
+
+    def warn(self, what: str) -> NoReturn:
+        """Raise, as `put` does, with the reason why the kernels cannot attend."""
+        raise NotSupportedError(what)
+
+
+class Packed:
+    """A model that is fed tokens of many texts at once; the arguments are those of their `HFCache`.
+
+    Tokens of all texts stand in one row, ``[1, tokens]``, where they meet in the attention alone. Recurrent layers need
+    a row for each text: there, texts that are fed one token share a pass, ``[texts, 1]``, and each piece of a prompt
+    has a pass of its own.
+    """
+
+    def __init__(self, model: Any, select: int | None = None, **arguments: Any) -> None:
+        made = HFCache(model.config, select=select, **arguments)
+        self._passes = PackedPasses.like(made._passes)
+        self._cache = made._copy_with(self._passes, {})
+        self._model, self._select = model, select
+        known = inspect.signature(model.forward).parameters
+        if "position_ids" not in known:
+            raise NotSupportedError(f"a {type(model).__name__} takes no position_ids: its texts cannot share a pass")
+        self._has_last = "logits_to_keep" in known  # whether it computes the logits of some tokens alone
+        self._held: list[Text] = []  # the texts whose states the recurrent layers hold, in the order of the batch
+        self._check(made)
+
+    @property
+    def recurrent(self) -> Recurrent:
+        """The recurrent layers of the model."""
+        return self._cache.recurrent
+
+    def passes(self, parts: Sequence[Part]) -> list[list[Part]]:
+        """Return which parts share a pass."""
+        shared: dict[Any, list[Part]] = {}
+        for text, tokens in parts:
+            is_one = len(tokens) == 1 and text.num_fed > 0
+            alone = text if text.is_alone or (self.recurrent and not is_one) else None
+            shared.setdefault((alone, self._selects(text, tokens)), []).append((text, tokens))
+        return [*shared.values()]
+
+    def feed(self, parts: Sequence[Part]) -> torch.Tensor:
+        """Feed the next tokens of texts in one pass, and return the logits behind each, ``[texts, vocabulary]``.
+
+        If it raises, no text has changed, unless the model has recurrent layers: then these texts have lost their
+        states, and have to begin anew. A `CacheFullError` always comes before anything changes.
+        """
+        texts = [text for text, _ in parts]
+        positions = [text.num_fed + i for text, tokens in parts for i in range(len(tokens))]
+        seq_ids = [text.seq_id for text, tokens in parts for _ in tokens]
+        shape = (len(parts), -1) if self.recurrent else (1, -1)
+        inputs: dict[str, Any] = {
+            "input_ids": torch.tensor([token for _, tokens in parts for token in tokens]).view(shape),
+            "position_ids": torch.tensor(positions).view(shape),
+        }
+        last = torch.tensor([len(tokens) for _, tokens in parts]).cumsum(0) - 1
+        if self._has_last:
+            inputs["logits_to_keep"] = 1 if self.recurrent else last
+        self._passes.begin(seq_ids, positions, self._selects(*parts[0]))
+        try:
+            self._hold(texts)
+            result = self._model(**inputs, **{CACHE: self._cache}, use_cache=True)
+            self._cache.check_complete()
+            self._passes.end()
+        except BaseException:
+            self._passes.drop()
+            self.recurrent.reset()
+            self._held = []
+            raise
+        for text, tokens in parts:
+            text.num_fed += len(tokens)
+        logits: torch.Tensor = result.logits
+        if self.recurrent:
+            return logits[:, -1]
+        return logits[0] if self._has_last else logits[0, last]
+
+    def state_of(self, text: Text) -> bytes:
+        """Return the states of recurrent layers behind a text, as a prefix cache keeps them."""
+        if text in self._held:
+            return self.recurrent.state_of(self._held.index(text))
+        return save(text.state or {})
+
+    def has_state(self, text: Text) -> bool:
+        """Whether the states behind a text are known, if there are recurrent layers."""
+        return not self.recurrent or text.state is not None or text in self._held
+
+    def forget(self, text: Text) -> None:
+        """Forget the states of a text."""
+        text.state = None
+        self._held = [Text() if one is text else one for one in self._held]
+
+    def restore(self, text: Text, state: Any) -> None:
+        """Let a text go on from states that `state_of` returned."""
+        text.state = load(bytes(state))
+
+    def _selects(self, text: Text, tokens: list[int]) -> bool:
+        """Whether a text's next tokens select rows, as those of an `HFCache` do."""
+        is_long = self._select is not None and text.num_fed + 1 >= least_tokens(self._select)
+        return is_long and len(tokens) == 1
+
+    def _hold(self, texts: list[Text]) -> None:
+        """Have the recurrent layers hold the states of these texts."""
+        if not self.recurrent or texts == self._held:
+            return
+        for i, text in enumerate(self._held):
+            text.state = self.recurrent.states_of(i)
+        self._held = texts
+        states = [text.state for text in texts if text.state is not None]
+        if states:
+            self.recurrent.go_on_from(states)
+        else:
+            self.recurrent.reset()
+        for text in texts:
+            text.state = None
+
+    @torch.no_grad()
+    def _check(self, alone: HFCache) -> None:
+        """Raise NotSupportedError unless a text in a pass with another one has the logits that ``generate`` has."""
+        name, one, other = type(self._model).__name__, [1, 2], [3, 4, 5]
+        texts = Text(), Text()
+        try:
+            for text in texts:
+                [text.seq_id] = self._passes.new_ids(1)
+            for shared in self.passes([(texts[0], other), (texts[1], one)]):
+                found = self.feed(shared)[-1].float()
+        except NotSupportedError as error:
+            raise NotSupportedError(f"texts of a {name} cannot share a pass: {error}") from None
+        finally:
+            for text in texts:
+                self._passes.cache.clear(text.seq_id)
+                self.forget(text)
+        options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "output_logits": True}
+        options |= {"return_dict_in_generate": True, CACHE: alone, "attention_mask": torch.ones(1, len(one))}
+        wanted = self._model.generate(torch.tensor([one]), **options).logits[0][0].float()
+        alone.reset()
+        if (found - wanted).std() > TOLERANCE * wanted.std():
+            raise NotSupportedError(f"texts of a {name} cannot share a pass: their logits are others than alone")

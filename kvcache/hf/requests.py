@@ -1,0 +1,222 @@
+"""`Request`: a prompt in an `Engine`, and the tokens that are generated behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import torch
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StopStringCriteria
+
+from kvcache.errors import NotSupportedError
+from kvcache.hf.told import has_others
+
+MODES = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE
+REFUSED = {"assistant_model", "custom_generate", "negative_prompt_ids", "negative_prompt_attention_mask", "use_cache"}
+
+
+class Request:
+    """A prompt, and its answer, whose tokens can be iterated over, with ``for`` or ``async for``, as they are made.
+
+    `Engine.submit` makes it. Any number of threads and tasks may iterate; each gets all tokens from the first on.
+
+    Attributes
+    ----------
+    prompt : list of int
+        The tokens of the prompt.
+    tokens : list of int
+        The tokens that were generated, so far.
+    num_matched : int
+        How many tokens of the prompt were known when it was first fed.
+    finish_reason : {"stop", "length", "cancelled", "error"} or None
+        Why the answer has ended: at a token, text or criterion that stops it, at its most tokens, by `cancel`, or by an
+        error. None: it goes on.
+    error : Exception or None
+        The error that ended it. `result` and iteration raise it.
+    """
+
+    def __init__(self, model: Any, input_ids: Any, streamer: Any, seed: int | None, options: dict[str, Any]) -> None:
+        self._ids = _tokens_of(input_ids, model.get_input_embeddings().num_embeddings)
+        self.prompt: list[int] = self._ids[0].tolist()
+        self.tokens: list[int] = []
+        self.num_matched = 0
+        self.finish_reason: str | None = None
+        self.error: Exception | None = None
+        self._streamer, self._generator = streamer, torch.Generator()
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
+        self._changed = threading.Condition()
+        self._listeners: list[Callable[[], object]] = []  # called when there are more tokens, or it has ended
+        self.on_cancel: Callable[[Request], object] = lambda request: None
+        self._prepare(model, options)
+
+    # ---- what its user calls
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the tokens as they are generated; raise the error that ends them, if any."""
+        num_seen = 0
+        while True:
+            with self._changed:
+                while len(self.tokens) == num_seen and not self.has_ended:
+                    self._changed.wait()
+                new, has_ended = self.tokens[num_seen:], self.has_ended
+            yield from new
+            num_seen += len(new)
+            if has_ended:
+                break
+        self._raise()
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        """Yield the tokens as they are generated, without holding up the event loop."""
+        loop, changed, num_seen = asyncio.get_running_loop(), asyncio.Event(), 0
+        listen = _waker(loop, changed)
+        with self._changed:
+            self._listeners.append(listen)
+        try:
+            while True:
+                changed.clear()
+                with self._changed:
+                    new, has_ended = self.tokens[num_seen:], self.has_ended
+                for token in new:
+                    yield token
+                num_seen += len(new)
+                if has_ended:
+                    break
+                if not new:
+                    await changed.wait()
+        finally:
+            with self._changed:
+                self._listeners.remove(listen)
+        self._raise()
+
+    def result(self, timeout: float | None = None) -> torch.Tensor:
+        """Wait for the end, and return the prompt and what was generated, ``[1, tokens]``, as `generate` does.
+
+        Raises the error that ended it, and TimeoutError after `timeout` seconds.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.has_ended, timeout):
+                raise TimeoutError(f"timeout={timeout!r}: the answer has {len(self.tokens)} tokens, and goes on")
+        self._raise()
+        return self._ids
+
+    def cancel(self) -> None:
+        """End the answer before the next step, if it goes on."""
+        self.on_cancel(self)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there will be no more tokens."""
+        return self.finish_reason is not None
+
+    def __repr__(self) -> str:
+        state = self.finish_reason or "goes on"
+        return f"<Request: {len(self.prompt)} tokens, {len(self.tokens)} generated; {state}>"
+
+    # ---- what the engine calls
+
+    @torch.no_grad()
+    def draw(self, logits: torch.Tensor) -> str | None:
+        """Draw the next token from its logits, ``[vocabulary]``, and return why it is the last one, if it is."""
+        scores = self._processors(self._ids, logits[None].to(copy=True, dtype=torch.float32))
+        if self._samples:
+            token = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)
+        else:
+            token = scores.argmax(-1, keepdim=True)
+        ids = torch.cat([self._ids, token], 1)
+        with self._changed:
+            self._ids = ids
+            self.tokens.append(int(token))
+            self._tell()
+        if self._streamer is not None:
+            self._streamer.put(token[0])
+        ended = [one for one in self._criteria if torch.as_tensor(one(ids, None)).all()]
+        if not ended:
+            return None
+        return "length" if all(isinstance(one, MaxLengthCriteria) for one in ended) else "stop"
+
+    def end(self, reason: str, error: Exception | None = None) -> None:
+        """Note why it has ended, and tell everybody."""
+        if self._streamer is not None:
+            try:
+                self._streamer.end()
+            except Exception as raised:
+                reason, error = "error", error or raised
+        with self._changed:
+            self.finish_reason, self.error = reason, error
+            self._tell()
+
+    # ----
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        for listen in self._listeners:
+            listen()
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def _prepare(self, model: Any, options: dict[str, Any]) -> None:
+        """Have transformers prepare what follows from the options: processors, criteria and the most tokens."""
+        given = {name: options[name] for name in REFUSED if options.get(name) is not None}
+        if given:
+            raise NotSupportedError(f"{', '.join(sorted(given))}: an engine has no such way to generate: leave it out")
+        options = dict(options)
+        tokenizer, stops = options.pop("tokenizer", None), options.pop("stop_strings", None)
+        if stops is not None:
+            if tokenizer is None:
+                raise ValueError(f"stop_strings={stops!r}: give the model's tokenizer beside it")
+            criteria = [*(options.pop("stopping_criteria", None) or []), StopStringCriteria(tokenizer, stops)]
+            options["stopping_criteria"] = criteria
+        options.setdefault("attention_mask", torch.ones_like(self._ids))  # else tokens of padding would be hidden
+        model.generate(self._ids, custom_generate=self._take, use_cache=False, **options)
+
+    def _take(
+        self, model: Any, input_ids: torch.Tensor, *, logits_processor: Any, stopping_criteria: Any,
+        generation_config: Any, **inputs: Any,
+    ) -> None:  # fmt: skip
+        """Take what `generate` has prepared in place of generating."""
+        mode = generation_config.get_generation_mode()
+        if mode not in MODES or len(input_ids) > 1:
+            what = f"num_return_sequences={len(input_ids)}" if mode in MODES else f"the mode {mode.value!r}"
+            raise NotSupportedError(f"{what}: an engine generates one answer of a request, greedily or by sampling")
+        if generation_config.guidance_scale not in (None, 1):
+            raise NotSupportedError(f"guidance_scale={generation_config.guidance_scale}: an engine has no guidance")
+        mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+        has_columns = positions is None or bool((positions == torch.arange(input_ids.shape[1])).all())
+        if not has_columns or not (mask is None or bool(mask.all())):
+            raise NotSupportedError("attention_mask, position_ids: an engine takes prompts without padding alone")
+        if has_others(inputs):
+            raise NotSupportedError("an engine takes prompts of tokens alone, without images or embeddings")
+        self._processors, self._criteria = logits_processor, stopping_criteria
+        self._samples = generation_config.do_sample
+
+
+def _waker(loop: asyncio.AbstractEventLoop, changed: asyncio.Event) -> Callable[[], None]:
+    """Return a function that sets an event of a loop, from any thread; it does nothing once the loop is closed."""
+
+    def wake() -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(changed.set)
+
+    return wake
+
+
+def _tokens_of(input_ids: Any, vocab_size: int) -> torch.Tensor:
+    """Return the tokens of a prompt, ``[1, tokens]``, or raise."""
+    ids = input_ids if isinstance(input_ids, torch.Tensor) else torch.as_tensor(input_ids)
+    ids = ids[None] if ids.ndim == 1 else ids
+    if ids.ndim != 2 or len(ids) != 1 or not ids.numel():
+        raise ValueError(f"input_ids has the shape {[*ids.shape]}: one prompt of at least a token, [1, tokens]")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"input_ids has the type {ids.dtype}: integers are needed")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"input_ids has the token {low if low < 0 else high}: tokens are from 0 to {vocab_size - 1}")
+    return ids.long().cpu()

@@ -1,0 +1,99 @@
+"""`Running`: a request in an `Engine`, the text that is fed for it, and what its prefix cache is told."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvcache.hf.packed import Packed, Text
+from kvcache.hf.pieces import CHECKPOINT_TOKENS
+from kvcache.hf.prompts import Prompt, Prompts
+from kvcache.hf.requests import Request
+from kvcache.prefix import PrefixCache
+
+
+class Running(Text):
+    """A request whose tokens are fed, or that waits for it."""
+
+    def __init__(self, request: Request, prefix: PrefixCache) -> None:
+        super().__init__()
+        self.request, self._prefix = request, prefix
+        self.tokens = [*request.prompt]  # the prompt, and what was generated
+        self._prompt = np.array(request.prompt)
+        self._prompts: Prompts | None = None  # what the prefix cache is told; None: it waits
+        self._num_told = 0  # tokens of which it was told
+        self._num_begun = 0  # tokens that were known when it began
+        self._ends: set[int] = set()  # tokens behind which a piece ends, because other texts go on from there
+
+    @property
+    def num_left(self) -> int:
+        """The tokens that are to be fed."""
+        return len(self.tokens) - self.num_fed
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether the token that was generated last alone is to be fed."""
+        return self.num_left == 1 and bool(self.request.tokens)
+
+    @property
+    def next_end(self) -> int:
+        """The token up to which the next piece may go."""
+        return min((end for end in self._ends if end > self.num_fed), default=len(self.tokens))
+
+    def awaits(self, other: Running) -> bool:
+        """Whether this prompt begins as another one that is being fed, by a block or more that was not known."""
+        if other._prefix is not self._prefix or other.is_answering:
+            return False
+        num = min(len(self._prompt) - 1, len(other._prompt))
+        differs = self._prompt[:num] != other._prompt[:num]
+        common = int(differs.argmax()) if differs.any() else num
+        if common <= other.num_fed or common - other._num_begun < self._prefix.cache.block_size:
+            return False
+        other._ends.add(common)
+        return True
+
+    def begin(self, packed: Packed) -> None:
+        """Take a sequence that holds as many of the first tokens as are known."""
+        tokens = [*self.tokens]
+        prompts = Prompts(self._prefix, [Prompt(0, tokens, tokens)], set())
+        [self.seq_id], self.num_fed, _ = prompts.acquire(len(tokens))
+        self._prompts, self._num_told, self._num_begun = prompts, self.num_fed, self.num_fed
+        if not self.request.tokens:
+            self.request.num_matched = self.num_fed
+        if not packed.recurrent:
+            return
+        if self.num_fed:
+            packed.restore(self, prompts.states([self.seq_id])[0])
+        last = len(tokens) - 1
+        ends = {*range(CHECKPOINT_TOKENS, last, CHECKPOINT_TOKENS), prompts.resumable(last), *prompts.branches}
+        self._ends = {end for end in ends if self.num_fed < end <= last}
+
+    def checkpoint(self, packed: Packed) -> None:
+        """Keep what other texts may go on from, behind the last pass."""
+        assert self._prompts is not None
+        is_prompt = self.num_fed <= len(self.request.prompt)
+        if not packed.recurrent:
+            if is_prompt:
+                self._prefix.checkpoint(self.seq_id, self.tokens[: self.num_fed])
+        elif not is_prompt or self.num_fed in self._ends:
+            self._tell(self._prompts)
+            self._prompts.checkpoint([self.seq_id], self.num_fed, 2, lambda row: packed.state_of(self))
+
+    def release(self, packed: Packed) -> None:
+        """Give the sequence back; do nothing if there is none."""
+        prompts, self._prompts = self._prompts, None
+        if prompts is None:
+            return
+        try:
+            if packed.has_state(self):
+                self._tell(prompts)
+                prompts.release([self.seq_id], self.num_fed, [self.tokens], lambda row: packed.state_of(self))
+        finally:
+            self._prefix.cache.clear(self.seq_id)
+            packed.forget(self)
+            self.num_fed, self._ends = 0, set()
+
+    def _tell(self, prompts: Prompts) -> None:
+        """Note which tokens were fed since it was told last."""
+        prompts.tell(self._num_told, {"input_ids": torch.tensor([self.tokens[self._num_told : self.num_fed]])})
+        self._num_told = self.num_fed

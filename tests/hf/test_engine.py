@@ -1,0 +1,420 @@
+"""`Engine`: requests that share passes get the tokens that ``generate`` alone gives them, and fail alone."""
+
+import asyncio
+import functools
+import queue
+import random
+import threading
+import time
+
+import pytest
+
+import kvcache
+from kvcache.errors import CacheFullError, NotSupportedError
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from support.hf_pairs import BASE, CONFIGS, HYBRID, make, model_of, random_tokens  # noqa: E402 - torch may be missing
+
+from kvcache import selecting  # noqa: E402 - it imports those
+from kvcache.hf import Engine, HFCache  # noqa: E402 - it imports those
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
+
+FEW = ["gemma3", "llama", "qwen3_next"]
+KINDS = [
+    *CONFIGS,
+    *(name for name in HYBRID if name not in ("jamba", "zamba2")),
+]  # which go on by single tokens, or scan
+SERVED = [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
+LONG = 60.0  # seconds, after which a test has failed
+ROOM = {"max_bytes": 1 << 24}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_of("llama")
+
+
+def prompts_of(lengths, seed=3):
+    return [random_tokens(1, n, seed=seed + i)[0].tolist() for i, n in enumerate(lengths)]
+
+
+def alone(model, prompt, **options):
+    """Return what ``generate`` alone makes of a prompt."""
+    given = {"max_new_tokens": 8, "attention_mask": torch.ones(1, len(prompt), dtype=torch.long), **options}
+    return model.generate(torch.tensor([prompt]), past_key_values=HFCache(model.config, "f32"), **given)[0].tolist()
+
+
+def answers(requests):
+    return [request.result(LONG)[0].tolist() for request in requests]
+
+
+def failing(at):
+    """Return a processor that raises for a text of so many tokens."""
+
+    def process(ids, scores):
+        if ids.shape[1] == at:
+            raise ZeroDivisionError("a processor's own")
+        return scores
+
+    return [process]
+
+
+class Slow(transformers.LogitsProcessor):
+    """Waits with each token, so that an answer takes its time."""
+
+    def __call__(self, ids, scores):
+        time.sleep(0.02)
+        return scores
+
+
+# ---- the tokens
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_tokens(kind):
+    """Texts of many lengths, some with a common beginning, then the next turn of each."""
+    model = model_of(kind)
+    first, *others = prompts_of([40, 1, 2, 7, 33])
+    prompts = [first, first[:20] + others[0], first[:39], *others]
+    with Engine(model, "f32", prompt_tokens=16, block_size=4, **ROOM) as engine:
+        texts = answers([engine.submit(prompt, max_new_tokens=8) for prompt in prompts])
+        turns = [engine.submit([*text, 5], max_new_tokens=4) for text in texts]
+        longer = answers(turns)
+        assert all(turn.num_matched >= len(text) - 2 for turn, text in zip(turns, texts, strict=True))
+    model.set_attn_implementation("kvcache")
+    assert texts == [alone(model, prompt) for prompt in prompts]
+    assert longer == [alone(model, [*text, 5], max_new_tokens=4) for text in texts]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_sampled_tokens_follow_from_the_seed(kind):
+    model, prompts = model_of(kind), prompts_of([5, 9, 3])
+    options = {"do_sample": True, "temperature": 1.5, "top_k": 30, "repetition_penalty": 1.1, "max_new_tokens": 8}
+    with Engine(model, "f32", **ROOM) as engine:
+        texts = answers([engine.submit(prompt, seed=i, **options) for i, prompt in enumerate(prompts)])
+    for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        torch.manual_seed(i)
+        assert text == alone(model, prompt, **options)
+
+
+def test_selected_rows(monkeypatch):
+    """Texts that select rows share no pass with others, and select what they do alone."""
+    monkeypatch.setattr(selecting, "SELECT_FROM", 310)
+    config = transformers.LlamaConfig(**BASE | {"head_dim": 32, "initializer_range": 0.1})
+    model, prompts = make(config), prompts_of([300, 305, 20, 315])
+    with Engine(model, "f32", select=16, **ROOM) as engine:
+        texts = answers([engine.submit(prompt, max_new_tokens=20) for prompt in prompts])
+    model.set_attn_implementation("kvcache")
+    for prompt, text in zip(prompts, texts, strict=True):
+        cache = HFCache(config, "f32", select=16)
+        want = model.generate(torch.tensor([prompt]), past_key_values=cache, max_new_tokens=20)
+        assert text == want[0].tolist()
+        assert len(prompt) < 100 or cache.stats()["calls"]["select"] > 0
+
+
+def test_prefix_of_the_user_and_tenants(model):
+    cache = HFCache.make_kv_cache(model.config, "f32", block_size=4, capacity=4096)
+    prefix = kvcache.PrefixCache(cache, fingerprint="a model")
+    [prompt] = prompts_of([30])
+    tenant, other = prefix.tenant(b"a"), prefix.tenant(b"b")
+    with Engine(model, prefix=prefix) as engine:
+        requests = []
+        for owner in (None, tenant, other, tenant):
+            requests.append(engine.submit(prompt, tenant=owner, max_new_tokens=2))
+            requests[-1].result(LONG)
+        assert [request.num_matched for request in requests] == [0, 0, 0, 29]
+        with pytest.raises(ValueError, match=r"tenant is .*: give what tenant"):
+            engine.submit(prompt, tenant=kvcache.PrefixCache(HFCache.make_kv_cache(model.config), fingerprint="b"))
+    assert prefix.lookup(prompt) == 30  # the cache is its user's, and goes on
+    assert alone(model, prompt) == model.generate(
+        torch.tensor([prompt]), past_key_values=HFCache(model.config, prefix=prefix), max_new_tokens=8
+    )[0].tolist()  # fmt: skip
+
+
+def test_prompts_that_come_together_are_computed_once(model):
+    """A prompt waits while the beginning that it shares is fed for another one."""
+    system = prompts_of([200])[0]
+    prompts = [[*system, i] for i in range(6)]
+    with Engine(model, "f32", prompt_tokens=32, block_size=16, **ROOM) as engine:
+        requests = [engine.submit(prompt, max_new_tokens=4) for prompt in prompts]
+        texts = answers(requests)
+    assert sum(len(one.prompt) - one.num_matched for one in requests) <= 201 + 5 * 17
+    assert texts == [alone(model, prompt, max_new_tokens=4) for prompt in prompts]
+
+
+def test_a_short_prompt_overtakes_a_long_one(model):
+    long, short = prompts_of([2000, 10])
+    ends = {}
+    with Engine(model, "f32", prompt_tokens=32, **ROOM) as engine:
+        requests = {"long": engine.submit(long, max_new_tokens=1), "short": engine.submit(short, max_new_tokens=1)}
+        threads = [
+            threading.Thread(target=lambda name=name: (requests[name].result(LONG), ends.setdefault(name, time.time())))
+            for name in requests
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert ends["short"] < ends["long"]
+
+
+# ---- where an answer ends, and who gets it
+
+
+def test_reasons_to_end(model):
+    [prompt] = prompts_of([12])
+    text = alone(model, prompt)
+    with Engine(model, "f32", **ROOM) as engine:
+        at_most = engine.submit(prompt, max_new_tokens=8)
+        stopped = engine.submit(prompt, max_new_tokens=8, eos_token_id=text[14])
+        criteria = [lambda ids, scores, **options: ids.shape[1] == 15]
+        by_criterion = engine.submit(prompt, max_new_tokens=8, stopping_criteria=criteria)
+        assert answers([at_most, stopped, by_criterion])[0] == text
+    assert (at_most.finish_reason, stopped.finish_reason, by_criterion.finish_reason) == ("length", "stop", "stop")
+    assert stopped.tokens == alone(model, prompt, eos_token_id=text[14])[12:]
+    assert len(by_criterion.tokens) == 3
+
+
+def test_iterating_streaming_and_asyncio(model):
+    [prompt] = prompts_of([12])
+    want = alone(model, prompt)[12:]
+
+    class Streamer(transformers.generation.streamers.BaseStreamer):
+        got, has_ended = [], False
+
+        def put(self, value):
+            self.got += value.tolist()
+
+        def end(self):
+            self.has_ended = True
+
+    async def take(request):
+        return [token async for token in request]
+
+    async def take_both(engine):
+        requests = [engine.submit(prompt, max_new_tokens=8) for _ in range(2)]
+        return await asyncio.gather(take(requests[0]), take(requests[1]), take(requests[0]))
+
+    with Engine(model, "f32", **ROOM) as engine:
+        streamer = Streamer()
+        request = engine.submit(torch.tensor([prompt]), streamer=streamer, max_new_tokens=8)
+        assert [*request] == [*request] == request.tokens == want
+        assert (streamer.got, streamer.has_ended) == (want, True)
+        assert asyncio.run(take_both(engine)) == [want] * 3
+        with pytest.raises(TimeoutError, match=r"timeout=0\.01: the answer has \d+ tokens, and goes on"):
+            engine.submit(prompt, max_new_tokens=50, logits_processor=[Slow()]).result(0.01)
+
+
+def test_cancelled(model):
+    """A cancelled request ends before its most tokens, and others go on; its rows can be evicted at once."""
+    prompts = prompts_of([12, 20, 5])
+    with Engine(model, "f32", capacity=512, block_size=4) as engine:
+        cancelled = engine.submit(prompts[0], max_new_tokens=400, logits_processor=[Slow()])
+        others = [engine.submit(prompt, max_new_tokens=8) for prompt in prompts[1:]]
+        next(iter(cancelled))
+        cancelled.cancel()
+        cancelled.cancel()
+        assert len(cancelled.result(LONG)[0]) < 412
+        assert cancelled.finish_reason == "cancelled"
+        assert answers(others) == [alone(model, prompt) for prompt in prompts[1:]]
+        cancelled.cancel()
+        assert engine.submit(prompts_of([500], seed=9)[0], max_new_tokens=2).result(LONG).shape == (1, 502)
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_a_request_that_fails_fails_alone(kind, monkeypatch):
+    """Its processor, its streamer, or the model in a pass that has its tokens."""
+    model, prompts = model_of(kind), prompts_of([12, 30, 7, 9])
+    forward = type(model).forward
+
+    @functools.wraps(forward)
+    def fail(self, input_ids=None, **inputs):
+        if (input_ids == 96).any():
+            raise ZeroDivisionError("the model's own")
+        return forward(self, input_ids=input_ids, **inputs)
+
+    class Broken(transformers.generation.streamers.BaseStreamer):
+        def put(self, value):
+            raise ZeroDivisionError("a streamer's own")
+
+        def end(self):
+            raise ZeroDivisionError("a streamer's end")
+
+    prompts = [[token if token < 96 else 95 for token in prompt] for prompt in prompts]
+    options = {"max_new_tokens": 8, "suppress_tokens": [96]}
+    with Engine(model, "f32", prompt_tokens=16, **ROOM) as engine:
+        monkeypatch.setattr(type(model), "forward", fail)
+        requests = [engine.submit(prompt, **options) for prompt in prompts]
+        bad = [
+            engine.submit([*prompts[0][:5], 96, 3], max_new_tokens=8),
+            engine.submit(prompts[1], max_new_tokens=8, logits_processor=failing(at=33)),
+            engine.submit(prompts[2], max_new_tokens=8, streamer=Broken()),
+        ]
+        texts = answers(requests)
+        for request in bad:
+            with pytest.raises(ZeroDivisionError, match="own"):
+                request.result(LONG)
+            with pytest.raises(ZeroDivisionError, match="own"):
+                list(request)
+            assert request.finish_reason == "error"
+        assert engine.stats()["running"] == 0
+        again = answers([engine.submit(prompt, **options) for prompt in prompts])
+    monkeypatch.undo()
+    assert texts == again == [alone(model, prompt, **options) for prompt in prompts]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_too_little_memory_for_all(kind):
+    """Where texts do not fit beside each other, the youngest wait; all get their tokens. One that cannot fit fails."""
+    model, prompts = model_of(kind), prompts_of([30, 31, 32, 33, 34])
+    with Engine(model, "f32", prompt_tokens=16, capacity=96, block_size=4) as engine:
+        requests = [engine.submit(prompt, max_new_tokens=20) for prompt in prompts]
+        texts = answers(requests)
+        assert engine.stats()["put_back"] > 0
+        with pytest.raises(CacheFullError):
+            engine.submit(prompts[0], max_new_tokens=200).result(LONG)
+        with pytest.raises(ValueError, match="input_ids has 97 tokens, and the cache a capacity of 96"):
+            engine.submit([1] * 97, max_new_tokens=1)
+    model.set_attn_implementation("kvcache")
+    assert texts == [alone(model, prompt, max_new_tokens=20) for prompt in prompts]
+
+
+def test_limits_and_the_end(model):
+    [prompt] = prompts_of([12])
+    engine = Engine(model, "f32", max_waiting=2, **ROOM)
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(ids, scores):
+        reached.set()
+        go_on.wait(LONG)
+        return scores
+
+    waiting = [engine.submit(prompt, max_new_tokens=300, logits_processor=[hold])]
+    reached.wait(LONG)
+    waiting += [engine.submit(prompt) for _ in range(2)]
+    with pytest.raises(queue.Full, match="max_waiting=2: as many requests wait"):
+        engine.submit(prompt)
+    threading.Timer(0.1, go_on.set).start()
+    assert engine.is_alive
+    engine.close()
+    engine.close()
+    assert not engine.is_alive
+    for request in waiting:
+        with pytest.raises(RuntimeError, match="the engine was closed"):
+            request.result(LONG)
+    with pytest.raises(ValueError, match="the engine is closed"):
+        engine.submit(prompt)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "error", "match"),
+    [
+        ([], {}, ValueError, r"input_ids has the shape \[1, 0\]"),
+        ([[1, 2], [3, 4]], {}, ValueError, r"input_ids has the shape \[2, 2\]"),
+        ([1.5], {}, TypeError, r"input_ids has the type torch\.float32"),
+        ([1, 97], {}, ValueError, "input_ids has the token 97: tokens are from 0 to 96"),
+        ([-1], {}, ValueError, "input_ids has the token -1"),
+        ([1], {"num_beams": 2}, NotSupportedError, "the mode 'beam_search'"),
+        ([1], {"num_return_sequences": 2, "do_sample": True}, NotSupportedError, "num_return_sequences=2"),
+        ([1], {"prompt_lookup_num_tokens": 2}, NotSupportedError, "the mode 'assisted_generation'"),
+        ([1], {"assistant_model": "x"}, NotSupportedError, "assistant_model: an engine has no such way"),
+        ([1], {"guidance_scale": 1.5}, NotSupportedError, r"guidance_scale=1\.5"),
+        ([1], {"position_ids": torch.tensor([[3]])}, NotSupportedError, "attention_mask, position_ids"),
+        ([1, 2], {"attention_mask": torch.tensor([[0, 1]])}, NotSupportedError, "attention_mask, position_ids"),
+        ([1], {"inputs_embeds": torch.zeros(1, 1, 64)}, (NotSupportedError, ValueError), ""),
+        ([1], {"stop_strings": "a"}, ValueError, "stop_strings='a': give the model's tokenizer"),
+        ([1], {"max_new_token": 3}, ValueError, "max_new_token"),
+        ([1], {"temperature": -1.0, "do_sample": True}, ValueError, "temperature"),
+    ],
+)
+def test_bad_requests(model, given, options, error, match):
+    with Engine(model, "f32", **ROOM) as engine:
+        with pytest.raises(error, match=match):
+            engine.submit(given, **options)
+        assert engine.submit([1, 2], max_new_tokens=2).result(LONG).shape == (1, 4)
+
+
+def test_models_whose_texts_cannot_share_a_pass():
+    bloom = transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=97)
+    jamba, training = model_of("jamba"), make(CONFIGS["llama"]()).train()
+    before = training.config._attn_implementation
+    for model, error, match in [
+        (make(bloom), NotSupportedError, "cannot share a pass"),
+        (jamba, NotSupportedError, "by single tokens only"),
+        (training, ValueError, "in training mode"),
+    ]:
+        with pytest.raises(error, match=match):
+            Engine(model, "f32", **ROOM)
+    assert training.config._attn_implementation == before
+
+
+# ---- random clients
+
+
+def play(engine, model, number, seconds, seed):
+    """Play clients, each of whom asks, reads, cancels or fails; return what was wrong."""
+    pool, wrong, end = prompts_of([40, 41, 42]), [], time.monotonic() + seconds
+    wanted = {}
+
+    def want(prompt, most):
+        key = (*prompt, most)
+        if key not in wanted:
+            wanted[key] = alone(reference, prompt, max_new_tokens=most)
+        return wanted[key]
+
+    reference = model
+    finished = []
+
+    def client(rng):
+        while time.monotonic() < end:
+            prompt = [*rng.choice(pool)[: rng.randint(1, 40)], *(rng.randint(1, 96) for _ in range(rng.randint(0, 9)))]
+            most, what = rng.randint(1, 12), rng.random()
+            options = {"logits_processor": failing(at=len(prompt) + 1)} if what < 0.1 else {}
+            try:
+                request = engine.submit(prompt, max_new_tokens=most, **options)
+                if what > 0.8:
+                    next(iter(request), None)
+                    request.cancel()
+                text = request.result(LONG)[0].tolist()
+            except ZeroDivisionError:
+                if not options:
+                    wrong.append("failed for another one")
+                continue
+            except queue.Full:
+                continue
+            except Exception as error:
+                wrong.append(repr(error))
+                continue
+            if not options:
+                finished.append((prompt, most, text, request.finish_reason))
+
+    threads = [threading.Thread(target=client, args=(random.Random(seed + i),)) for i in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for prompt, most, text, reason in finished:
+        full = want(prompt, most)
+        if full[: len(text)] != text or (reason == "length") != (len(full) == len(text)):
+            wrong.append((prompt, most, text, reason))
+    return wrong, len(finished)
+
+
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+@pytest.mark.parametrize("seconds", [2, pytest.param(30, marks=pytest.mark.slow)])
+def test_random_clients(kind, seconds):
+    """No text is wrong, and nothing is left behind: all memory can be evicted."""
+    model = model_of(kind)
+    with Engine(model, "f32", prompt_tokens=16, capacity=400, block_size=4, max_waiting=6) as engine:
+        wrong, number = play(engine, model, 8, seconds, seed=5)
+        assert not wrong
+        assert number > 10
+        stats = engine.stats()
+        assert (stats["running"], stats["waiting"]) == (0, 0)
+        assert engine.submit([1] * 380, max_new_tokens=1).result(LONG).shape == (1, 381)
