@@ -26,8 +26,8 @@ OF_ROWS = {"policy", "transform", "k_dtype", "v_dtype", "prompts"}  # arguments 
 class Engine:
     """Runs many requests on one model: in each step, tokens of all of them go through it together.
 
-    A step feeds one token of each answer and, beside them, tokens of prompts. Requests come and go between steps. A
-    request's tokens are those of ``generate`` alone, up to rounding.
+    A step feeds one token of each answer and, beside them, tokens of prompts. Requests come and go between steps. Each
+    request gets the tokens that ``generate`` alone gives it, up to rounding.
 
     Parameters
     ----------
@@ -309,7 +309,7 @@ class Engine:
         return reason
 
     def _separate(self, texts: list[Running], error: Exception) -> None:
-        """Have texts of a pass that failed share none: then the one that fails fails alone."""
+        """Give each text of a pass that failed passes of its own, so that only the text fails that is the cause."""
         if len(texts) == 1:
             self._end(texts[0], "error", error)
             return
@@ -319,7 +319,7 @@ class Engine:
                 self._put_back(one)
 
     def _make_room(self, one: Running, error: CacheFullError) -> None:
-        """Let a request wait until another one has ended; end it if there is none."""
+        """Let a request wait until another one has ended. If it runs alone, it ends with the error."""
         if self._running in ([], [one]):
             self._end(one, "error", error)
             return

@@ -20,12 +20,12 @@ from kvcache.selecting import least_tokens
 
 
 class Text:
-    """A text of which some tokens were fed."""
+    """A text that is fed piece by piece."""
 
     def __init__(self) -> None:
         self.seq_id = -1  # the sequence that holds its rows
         self.num_fed = 0
-        # The states of recurrent layers behind these tokens; None: there are none, or the layers hold them.
+        # The states of recurrent layers behind these tokens. None: the layers hold them, or have none.
         self.state: dict[str, torch.Tensor] | None = None
         self.is_alone = False  # whether it shares no pass with others
 
@@ -85,11 +85,11 @@ class PackedPasses(Passes):
 
 
 class Packed:
-    """A model that is fed tokens of many texts at once; the arguments are those of their `HFCache`.
+    """A model that is fed tokens of many texts at once. It takes the arguments of `HFCache`.
 
-    Tokens of all texts stand in one row, ``[1, tokens]``, where they meet in the attention alone. Recurrent layers need
-    a row for each text: there, texts that are fed one token share a pass, ``[texts, 1]``, and each piece of a prompt
-    has a pass of its own.
+    Tokens of all texts stand in one row, ``[1, tokens]``, and meet in the attention alone. Recurrent layers need a row
+    for each text. So texts that are fed one token share a pass, ``[texts, 1]``. Each piece of a prompt then has a pass
+    of its own.
     """
 
     def __init__(self, model: Any, select: int | None = None, **arguments: Any) -> None:
@@ -173,7 +173,7 @@ class Packed:
         text.state = load(bytes(state))
 
     def _selects(self, text: Text, tokens: list[int]) -> bool:
-        """Whether a text's next tokens select rows, as those of an `HFCache` do."""
+        """Whether a text's next tokens select rows, by the rule of `HFCache`."""
         is_long = self._select is not None and text.num_fed + 1 >= least_tokens(self._select)
         return is_long and len(tokens) == 1
 

@@ -41,7 +41,7 @@ class Running(Text):
         return min((end for end in self._ends if end > self.num_fed), default=len(self.tokens))
 
     def awaits(self, other: Running) -> bool:
-        """Whether this prompt begins as another one that is being fed, by a block or more that was not known."""
+        """Whether another request is just feeding what this prompt begins with: a new block or more."""
         if other._prefix is not self._prefix or other.is_answering:
             return False
         num = min(len(self._prompt) - 1, len(other._prompt))
@@ -80,7 +80,7 @@ class Running(Text):
             self._prompts.checkpoint([self.seq_id], self.num_fed, 2, lambda row: packed.state_of(self))
 
     def release(self, packed: Packed) -> None:
-        """Give the sequence back; do nothing if there is none."""
+        """Give the sequence back, if it has one."""
         prompts, self._prompts = self._prompts, None
         if prompts is None:
             return

@@ -14,6 +14,7 @@ from kvcache.errors import CacheFullError, NotSupportedError
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
 
 from support.hf_pairs import BASE, CONFIGS, HYBRID, make, model_of, random_tokens  # noqa: E402 - torch may be missing
 
@@ -98,6 +99,52 @@ def test_sampled_tokens_follow_from_the_seed(kind):
     for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         torch.manual_seed(i)
         assert text == alone(model, prompt, **options)
+
+
+def tokenizer_of(size):
+    """Return a tokenizer whose tokens are characters."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(33 + i): i for i in range(size)}, unk_token="!"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    made.decoder = tokenizers.decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="!")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "top_p": 0.5, "typical_p": 0.9, "min_p": 0.01},
+        {"do_sample": True, "temperature": 3.0, "epsilon_cutoff": 1e-3, "eta_cutoff": 1e-3},
+        {"no_repeat_ngram_size": 1, "repetition_penalty": 1.3},
+        {"min_new_tokens": 4, "eos_token_id": [5, *range(40, 90)]},
+        {"eos_token_id": [*range(40, 97)], "pad_token_id": 0},
+        {"bad_words_ids": [[7], [9, 10]], "suppress_tokens": [*range(50, 90)], "begin_suppress_tokens": [11]},
+        {"eos_token_id": 3, "sequence_bias": {(12,): 5.0}, "exponential_decay_length_penalty": (2, 1.5)},
+        {"max_length": 20, "max_new_tokens": None, "renormalize_logits": True},
+        {"stop_strings": [chr(33 + i) for i in range(40, 97)] + ["ab"], "tokenizer": tokenizer_of},
+        {"generation_config": {"max_new_tokens": 3, "do_sample": True, "top_k": 5}, "max_new_tokens": None},
+        {"prefix_allowed_tokens_fn": lambda batch, ids: [(int(ids[-1]) + 1) % 97, 4]},
+        {"max_time": 1e-9},
+        {"watermarking_config": {"bias": 2.5, "seeding_scheme": "selfhash"}},
+    ],
+)
+def test_ways_of_generate(model, options):
+    """Each way that an engine claims, beside ``generate`` alone; others share the passes."""
+    given = {"max_new_tokens": 8, **options}
+    if "tokenizer" in given:
+        given["tokenizer"] = tokenizer_of(97)
+    if "generation_config" in given:
+        given["generation_config"] = transformers.GenerationConfig(**given["generation_config"])
+    given = {name: value for name, value in given.items() if value is not None}
+    prompts = prompts_of([5, 9, 3])
+    with Engine(model, "f32", **ROOM) as engine:
+        requests = [engine.submit(prompt, seed=i, **given) for i, prompt in enumerate(prompts)]
+        requests.append(engine.submit(prompts[0], max_new_tokens=8))
+        *texts, _ = answers(requests)
+    for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        torch.manual_seed(i)
+        tokens = torch.tensor([prompt])
+        cache = {"past_key_values": HFCache(model.config, "f32"), "attention_mask": torch.ones_like(tokens)}
+        assert text == model.generate(tokens, **cache, **given)[0].tolist()
 
 
 def test_selected_rows(monkeypatch):
@@ -271,7 +318,7 @@ def test_a_request_that_fails_fails_alone(kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
 def test_too_little_memory_for_all(kind):
-    """Where texts do not fit beside each other, the youngest wait; all get their tokens. One that cannot fit fails."""
+    """If texts do not fit beside each other, the youngest wait, and get their tokens. A text that never fits fails."""
     model, prompts = model_of(kind), prompts_of([30, 31, 32, 33, 34])
     with Engine(model, "f32", prompt_tokens=16, capacity=96, block_size=4) as engine:
         requests = [engine.submit(prompt, max_new_tokens=20) for prompt in prompts]
