@@ -126,7 +126,7 @@ class PrefixedBatch(FedBatch):
         """Take sequences that were restored as the rows of the batch, in which so many columns were seen."""
         passes, self.text = self._passes, text
         passes.seq_ids, passes.num_seen, passes.offsets = seq_ids, seen, offsets
-        if self._prefix is None or seen in offsets:  # of a row without a token nothing can be kept
+        if self._prefix is None or not seq_ids or seen in offsets:  # of a row without a token nothing can be kept
             return
         for seq_id in seq_ids:
             self._prefix.note_inexact(seq_id, 0)  # without a prefix cache, the one that was saved noted no masks

@@ -287,6 +287,19 @@ def test_with_a_prefix_cache(tmp_path, edited):
     memory.validate()
 
 
+def test_an_empty_cache_with_a_prefix_cache(tmp_path):
+    """It has no rows yet, of any number: the next text begins with what the prefix cache has."""
+    model, text = model_of("llama"), random_tokens(2, 20)
+    memory = HFCache.make_kv_cache(model.config, dtype="f32", block_size=4)
+    prefix = kvcache.PrefixCache(memory, fingerprint="one")
+    HFCache(model.config, prefix=prefix).save(tmp_path / "chat")
+    for matched in (0, 38):
+        loaded = HFCache.load(model.config, tmp_path / "chat", prefix=prefix)
+        assert torch.equal(generate(model, loaded, text), fresh(model, text))
+        assert prefix.stats.matched == matched
+        loaded.release()
+
+
 def test_quantised_rows_and_a_policy(tmp_path):
     """If only sinks and a window are left, another text is fed anew."""
     model = make(transformers.LlamaConfig(**BASE | {"head_dim": 32}))
