@@ -162,10 +162,13 @@ class Prompts:
         return [rows[i][0] for i in range(len(self._rows))], column, offsets
 
     def _find_branches(self) -> set[int]:
-        """Return the columns up to which a row has known rows, by a block or more beyond what it begins with."""
+        """Return the columns up to which a row has known rows, by a block or more beyond what it begins with.
+
+        With a store these are ends of full blocks, for other processes.
+        """
         block_size, branches = self._prefix.cache.block_size, set()
         for prompt in self._rows:
-            end = prompt.leading + self._prefix.lookup(prompt.tokens, rows=True)
+            end = self.resumable(prompt.leading + self._prefix.lookup(prompt.tokens, rows=True))
             if end - max(self.num_matched, prompt.leading) >= block_size:
                 branches.add(end)
         return branches

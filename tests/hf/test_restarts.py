@@ -68,6 +68,18 @@ def test_the_same_prompt(name, length, again):
         assert torch.equal(got, process.wanted(tokens)) or name in APART
 
 
+@pytest.mark.parametrize("name", SERVED)
+def test_other_questions_behind_the_same_beginning(name):
+    """The second question leaves a state at the last full block of what both begin with; others resume there."""
+    process, store, system = None, {}, random_tokens(1, 70)
+    for seed, (is_new, wanted_fed) in enumerate([(True, 90), (False, 90), (False, 26), (True, 26)]):
+        tokens = torch.cat([system, random_tokens(1, 20, seed=20 + seed)], 1)
+        process = Process(name, store) if is_new else process
+        got, fed = process.generate(tokens)
+        assert fed == wanted_fed
+        assert torch.equal(got, process.wanted(tokens)) or name in APART
+
+
 def test_the_prompts_of_the_issue():
     """With blocks of 64 tokens, and pieces of 2,048."""
     store = {}
