@@ -6,17 +6,31 @@ import json
 import time
 import uuid
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from engine import Options
-
-MODEL = "kvcache-example"
 UNSUPPORTED: dict[str, Any] = {  # fields with the one value that is taken, beside null
     "n": 1, "best_of": 1, "echo": False, "suffix": "", "logprobs": False, "logit_bias": {}, "presence_penalty": 0,
-    "frequency_penalty": 0, "tools": [], "response_format": {"type": "text"},
+    "frequency_penalty": 0, "tools": [], "tool_choice": "none", "response_format": {"type": "text"},
+    "modalities": ["text"],
 }  # fmt: skip
-COMMON = {"model", "max_tokens", "temperature", "top_p", "stop", "seed", "stream", "stream_options", "user"}
+IGNORED = {  # they cannot change the text
+    "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "service_tier", "store", "user",
+}  # fmt: skip
+COMMON = {"model", "max_tokens", "temperature", "top_p", "stop", "seed", "stream", "stream_options"}
 OWN = {False: {"prompt"}, True: {"messages", "max_completion_tokens"}}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a request's tokens are drawn, and where its text ends; None: as the model says."""
+
+    max_tokens: int
+    temperature: float | None
+    top_p: float | None
+    stop: tuple[str, ...]
+    seed: int | None
 
 
 class ApiError(Exception):
@@ -63,26 +77,30 @@ def read_stream(body: dict[str, Any]) -> tuple[bool, bool]:
     is_stream, options = flag(body, "stream"), body.get("stream_options")
     if options is None:
         return is_stream, False
-    if not is_stream or not isinstance(options, dict) or options.keys() - {"include_usage"}:
+    if not is_stream or not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise ApiError("stream_options: is for streams, an object with include_usage alone", "stream_options")
     return True, flag(options, "include_usage")
 
 
-def read_options(body: dict[str, Any], is_chat: bool, num_prompt: int, context: int) -> Options:
-    """Return the options of a request; raise for a wrong field, or if prompt and answer exceed the context."""
+def check_fields(body: dict[str, Any], is_chat: bool, model: str) -> None:
+    """Raise for fields that there are not, and for another model."""
     for name, value in body.items():
         if name in UNSUPPORTED and not is_off(value, UNSUPPORTED[name]):
             raise ApiError(f"{name}: this server takes {json.dumps(UNSUPPORTED[name])} alone", name)
-        if name not in COMMON | OWN[is_chat] | UNSUPPORTED.keys():
+        if name not in COMMON | OWN[is_chat] | UNSUPPORTED.keys() | IGNORED:
             raise ApiError(f"{name}: there is no such field", name)
-    if body.get("model") not in (None, MODEL):
-        raise ApiError(f"model: there is {MODEL!r} alone", "model", status=404, code="model_not_found")
+    if body.get("model") not in (None, model):
+        raise ApiError(f"model: there is {model!r} alone", "model", status=404, code="model_not_found")
+
+
+def read_options(body: dict[str, Any], is_chat: bool, num_prompt: int, context: int) -> Options:
+    """Return the options of a request; raise for a wrong value, or if prompt and answer exceed the context."""
     lengths, room = f"the prompt has {num_prompt} tokens and the context {context}", context - num_prompt
     if room < 1:
         name = "messages" if is_chat else "prompt"
         raise ApiError(f"{name}: {lengths}, which leaves no room for an answer", name, code="context_length_exceeded")
     name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    max_tokens = number(body, name, min(room, 256 if is_chat else 16), 1, 1 << 31, int)
+    max_tokens = number(body, name, room if is_chat else min(room, 16), 1, 1 << 31, int)
     if max_tokens > room:
         raise ApiError(
             f"{name}={max_tokens}: {lengths}, which leaves {room} for the answer", name, code="context_length_exceeded"
@@ -93,9 +111,9 @@ def read_options(body: dict[str, Any], is_chat: bool, num_prompt: int, context: 
         raise ApiError("stop: must be a text, or a list of up to 4, which may not be empty", "stop")
     return Options(
         max_tokens,
-        number(body, "temperature", 1.0, 0, 2),
-        number(body, "top_p", 1.0, 1e-6, 1),
-        tuple(encode(one, "stop") for one in stops),
+        number(body, "temperature", None, 0, 2),
+        number(body, "top_p", None, 1e-6, 1),
+        tuple(check_text(one, "stop") for one in stops),
         number(body, "seed", None, 0, (1 << 63) - 1, int),
     )
 
@@ -105,49 +123,51 @@ def is_off(value: Any, off: Any) -> bool:
     return value is None or (value == off and isinstance(value, bool) == isinstance(off, bool))
 
 
-def encode(text: str, name: str) -> bytes:
+def check_text(text: str, name: str) -> str:
     try:
-        return text.encode()
+        text.encode()
     except UnicodeEncodeError:  # half of a character, as JSON may have it
         raise ApiError(f"{name}: is no text that UTF-8 can encode", name) from None
+    return text
 
 
-def read_prompt(body: dict[str, Any], is_chat: bool) -> list[int]:
-    """Return the tokens of a prompt: the bytes of its text."""
-    if is_chat:
-        tokens = [*encode(join_messages(body.get("messages")), "messages")]
-    else:
-        prompt = body.get("prompt")
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            tokens = [*encode(prompt, "prompt")]
-        elif isinstance(prompt, list) and all(type(one) is int and 0 <= one < 256 for one in prompt):
-            tokens = prompt
-        else:
-            raise ApiError("prompt: must be one text, or a list of tokens from 0 to 255", "prompt")
-    if not tokens:
+def read_prompt(body: dict[str, Any], num_tokens: int) -> str | list[int]:
+    """Return a prompt, which is a text or its tokens."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        check_text(prompt, "prompt")
+    elif not isinstance(prompt, list) or not all(type(one) is int and 0 <= one < num_tokens for one in prompt):
+        raise ApiError(f"prompt: must be one text, or a list of tokens from 0 to {num_tokens - 1}", "prompt")
+    if not prompt:
         raise ApiError("prompt: is empty", "prompt")
-    return tokens
+    return prompt
 
 
-def join_messages(messages: Any) -> str:
-    """Return messages as a scene in which each speaker has a name, and the assistant speaks next."""
+def read_messages(body: dict[str, Any]) -> list[dict[str, str]]:
+    """Return the messages of a chat, as chat templates take them."""
+    messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError("messages: must be a list of one or more", "messages")
-    lines = []
-    for i, one in enumerate(messages):
-        role, content = (one.get("role"), text_of(one.get("content"))) if isinstance(one, dict) else (None, None)
-        if role not in ("system", "developer", "user", "assistant") or not isinstance(content, str):
-            raise ApiError(f"messages[{i}]: must have a role and a content, which is text", "messages")
-        if unknown := one.keys() - {"role", "content", "name"}:
-            raise ApiError(f"messages[{i}]: there is no field {min(unknown)}", "messages")
-        name = one.get("name") or role
-        if not isinstance(name, str):
-            raise ApiError(f"messages[{i}]: name={json.dumps(name)}: must be a text", "messages")
-        name = name.upper()
-        lines.append(f"{content}\n\n" if role in ("system", "developer") else f"{name}:\n{content}\n\n")
-    return "".join(lines) + "ASSISTANT:\n"
+    return [read_message(one, i) for i, one in enumerate(messages)]
+
+
+def read_message(message: Any, i: int) -> dict[str, str]:
+    given = message if isinstance(message, dict) else {}
+    role, content, name = given.get("role"), text_of(given.get("content")), given.get("name")
+    if role not in ("system", "developer", "user", "assistant") or not isinstance(content, str):
+        raise ApiError(f"messages[{i}]: must have a role and a content, which is text", "messages")
+    if unknown := {field for field, value in given.items() if value is not None} - {"role", "content", "name"}:
+        raise ApiError(f"messages[{i}]: there is no field {min(unknown)}", "messages")
+    if name is not None and not isinstance(name, str):
+        raise ApiError(f"messages[{i}]: name={json.dumps(name)}: must be a text", "messages")
+    read = {"role": "system" if role == "developer" else role, "content": content}  # templates have no developers
+    if name:
+        read["name"] = name
+    for text in (content, name or ""):
+        check_text(text, "messages")
+    return read
 
 
 def text_of(content: Any) -> Any:
@@ -164,14 +184,14 @@ def is_part(part: Any) -> bool:
 class Answer:
     """Makes the JSON of an answer."""
 
-    def __init__(self, is_chat: bool, is_stream: bool) -> None:
+    def __init__(self, model: str, is_chat: bool, is_stream: bool) -> None:
         self._is_chat, self._is_stream = is_chat, is_stream
         kind = "chat.completion" if is_chat else "text_completion"
         self._head = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "object": f"{kind}.chunk" if is_chat and is_stream else kind,
             "created": int(time.time()),
-            "model": MODEL,
+            "model": model,
         }
 
     def body(self, text: str, reason: str | None, usage: dict[str, Any] | None = None) -> dict[str, Any]:

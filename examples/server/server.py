@@ -1,72 +1,79 @@
-"""Serve a small Llama over HTTP, as OpenAI's interface does: many requests at once on one KVCache."""
+"""Serve a model over HTTP, as OpenAI's interface does: many requests at once on one engine."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import hmac
-import json
 import math
 import socket
-import sys
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
-EXAMPLES = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parent)]
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
-try:
-    import uvicorn
-    from engine import Engine, Request
-    from metrics import CacheCollector
-    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
-    from protocol import MODEL, Answer, ApiError, events, parse, read_options, read_prompt, read_stream, usage_of
-    from starlette.applications import Starlette
-    from starlette.exceptions import HTTPException
-    from starlette.requests import ClientDisconnect
-    from starlette.requests import Request as HttpRequest
-    from starlette.responses import JSONResponse, Response, StreamingResponse
-    from starlette.routing import Route
-
-    from kvcache.errors import KVCacheError, sentence
-    from kvcache.models.fingerprint import fingerprint
-    from kvcache.runner import Llama
-except ModuleNotFoundError as error:
-    sys.exit(f"server.py: there is no module {error.name}; run: pip install -e '.[server]'")
-
+from examples.metrics import CacheCollector
+from examples.server.model import Served
+from examples.server.protocol import (
+    Answer,
+    ApiError,
+    check_fields,
+    events,
+    parse,
+    read_messages,
+    read_options,
+    read_prompt,
+    read_stream,
+    usage_of,
+)
+from examples.server.text import Text
+from kvcache.errors import sentence
+from kvcache.hf import Request
 
 MOST_BYTES = 1 << 20  # of a request's body
-ENGINE = {"num_generated": "tokens that were generated", "num_preempted": "requests that waited again for memory"}
+ENGINE = {  # fields of `Engine.stats`
+    "running": ("server_running", "requests that are running"),
+    "waiting": ("server_waiting", "requests that are waiting"),
+    "generated": ("server_num_generated", "tokens that were generated"),
+    "put_back": ("server_num_preempted", "requests that waited again for memory"),
+}
 GRACE = 5.0  # seconds that answers have once the server is told to stop
 
 
 class Tenant:
     """Who has a key: a part of the cache that is kept for it, and so many requests at once."""
 
-    def __init__(self, engine: Engine, key: str, name: str, quota: int = 0, max_requests: int = 16) -> None:
+    def __init__(self, served: Served, key: str, name: str, quota: int = 0, max_requests: int = 16) -> None:
         self.key, self.name, self.max_requests = key.encode(), name, max_requests
-        self.prefix = engine.tenant(b"tenant " + self.key, quota)
+        self.prefix = served.tenant(b"tenant " + self.key, quota)
         self.num_requests = 0
 
 
 class Server:
     """The application: routes, tenants, and what is counted."""
 
-    def __init__(self, engine: Engine, keys: dict[str, dict[str, Any]] | None) -> None:
-        self.engine, self.is_open = engine, keys is None
+    def __init__(self, served: Served, keys: dict[str, dict[str, Any]] | None) -> None:
+        self.served, self.engine, self.is_open = served, served.engine, keys is None
         named = {"": {"name": "all"}} if keys is None else keys
-        self.tenants = [Tenant(engine, key, **settings) for key, settings in named.items()]
+        self.tenants = [Tenant(served, key, **settings) for key, settings in named.items()]
+        if served.context < 2:
+            raise ValueError("the cache's capacity leaves no room for a request beside all quotas")
+        self.calls: set[Call] = set()
+        self.is_stopping = False
         self.registry = CollectorRegistry()
-        self.registry.register(CacheCollector(engine.cache, {one.name: one.prefix for one in self.tenants}))
+        prefixes = {one.name: one.prefix for one in self.tenants}
+        self.registry.register(CacheCollector(self.engine.prefix.cache, prefixes))
         self.ended = Counter("server_requests", "requests that ended", ["tenant", "reason"], registry=self.registry)
-        for name in ("running", "waiting"):
-            gauge = Gauge(f"server_{name}", f"requests that are {name}", registry=self.registry)
-            gauge.set_function(lambda name=name: len(getattr(engine, name)))
-        for name in ENGINE:
-            gauge = Gauge(f"server_{name}", ENGINE[name], registry=self.registry)
-            gauge.set_function(lambda name=name: getattr(engine, name))
+        for field, (name, what) in ENGINE.items():
+            gauge = Gauge(name, what, registry=self.registry)
+            gauge.set_function(lambda field=field: self.engine.stats()[field])
 
     def app(self) -> Starlette:
         routes = [
@@ -81,7 +88,6 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def run(self, app: Starlette) -> AsyncIterator[None]:
-        self.engine.start()
         try:
             yield
         finally:
@@ -89,7 +95,7 @@ class Server:
 
     async def models(self, http: HttpRequest) -> Response:
         self.tenant_of(http)
-        one = {"id": MODEL, "object": "model", "created": 0, "owned_by": "kvcache"}
+        one = {"id": self.served.name, "object": "model", "created": 0, "owned_by": "kvcache"}
         return JSONResponse({"object": "list", "data": [one]})
 
     async def health(self, http: HttpRequest) -> Response:
@@ -121,12 +127,17 @@ class Server:
             return Response(status_code=499)  # nobody reads it
         body = parse(data)
         is_stream, wants_usage = read_stream(body)
-        prompt = read_prompt(body, is_chat)
-        options = read_options(body, is_chat, len(prompt), self.engine.max_tokens)
+        check_fields(body, is_chat, self.served.name)
+        prompt = self.read_tokens(body, is_chat)
+        options = read_options(body, is_chat, len(prompt), self.served.context)
         if tenant.num_requests >= tenant.max_requests:
             message = f"the key has {tenant.num_requests} requests already, its most: wait until one has ended"
             raise ApiError(message, status=429, code="rate_limit_exceeded")
-        call = Call(self, tenant, Request(tenant.prefix, prompt, options), Answer(is_chat, is_stream))
+        if self.is_stopping or not self.engine.is_alive:
+            raise ApiError("the server is shutting down", status=503)
+        request = self.served.submit(prompt, options, tenant.prefix)
+        text, answer = Text(self.served.tokenizer, options.stop), Answer(self.served.name, is_chat, is_stream)
+        call = Call(self, tenant, request, text, answer)
         if is_stream:
             return EventStream(call, wants_usage)
         try:
@@ -134,43 +145,58 @@ class Server:
         finally:
             call.end()
 
+    def read_tokens(self, body: dict[str, Any], is_chat: bool) -> list[int]:
+        if is_chat:
+            return self.served.tokens_of_chat(read_messages(body))
+        prompt = read_prompt(body, self.served.num_tokens)
+        return self.served.tokens_of(prompt) if isinstance(prompt, str) else prompt
+
+    def stop(self) -> None:
+        """End all requests, after the step that runs, and begin no more."""
+        self.is_stopping = True
+        for call in self.calls:
+            call.request.cancel()
+
 
 class Call:
-    """A request in the engine, and the pieces of its answer; `end` it, complete or not."""
+    """A request in the engine, and its answer; `end` it, complete or not."""
 
-    def __init__(self, server: Server, tenant: Tenant, request: Request, answer: Answer) -> None:
-        self.server, self.tenant, self.request, self.answer = server, tenant, request, answer
-        self.pieces: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
-        self.loop, self.reason, self.has_ended = asyncio.get_running_loop(), "", False
-        request.deliver = self.deliver
+    def __init__(self, server: Server, tenant: Tenant, request: Request, text: Text, answer: Answer) -> None:
+        self.server, self.tenant, self.request, self.text, self.answer = server, tenant, request, text, answer
+        self.num_generated, self.reason = 0, "cancelled"
         tenant.num_requests += 1
-        server.engine.submit(request)
-
-    def deliver(self, text: str, reason: str) -> None:
-        """Take a piece, in the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and so has whoever waits
-            self.loop.call_soon_threadsafe(self.pieces.put_nowait, (text, reason))
+        server.calls.add(self)
 
     def end(self) -> None:
-        if not self.has_ended:
-            self.has_ended = True
+        if self in self.server.calls:
+            self.server.calls.remove(self)
             self.tenant.num_requests -= 1
-            self.server.engine.cancel(self.request)
-            self.server.ended.labels(self.tenant.name, self.reason.partition(":")[0] or "cancelled").inc()
+            self.request.cancel()
+            self.server.ended.labels(self.tenant.name, self.reason).inc()
 
-    async def take(self) -> AsyncIterator[tuple[str, str]]:
-        """Yield the pieces; raise for an answer that was not completed."""
-        while not self.reason:
-            text, self.reason = await self.pieces.get()
-            if self.reason == "shutdown":
-                raise ApiError("the server is shutting down", status=503)
-            if self.reason.startswith("error"):
-                raise ApiError(self.reason, status=500)
-            yield text, self.reason
+    async def take(self) -> AsyncIterator[tuple[str, str | None]]:
+        """Yield pieces of text, each with the reason why it is the last one; raise if the answer is not completed."""
+        try:
+            async for token in self.request:
+                self.num_generated += 1
+                text, is_stopped = self.text.add(token)
+                if is_stopped:
+                    self.reason = "stop"
+                    yield text, self.reason
+                    return
+                if text:
+                    yield text, None
+        except Exception as error:
+            self.reason = "error"
+            raise ApiError(sentence(error), status=500) from error
+        if self.request.finish_reason == "cancelled":  # `Server.stop` did, as somebody still reads
+            self.reason = "shutdown"
+            raise ApiError("the server is shutting down", status=503)
+        self.reason = self.request.finish_reason or ""
+        yield self.text.end(), self.reason
 
     def usage(self) -> dict[str, Any]:
-        one = self.request
-        return usage_of(len(one.prompt), one.num_generated, one.num_matched or 0)
+        return usage_of(len(self.request.prompt), self.num_generated, self.request.num_matched)
 
     async def gather(self, http: HttpRequest) -> Response:
         """Return the whole answer, unless its client goes away."""
@@ -210,7 +236,7 @@ class EventStream(StreamingResponse):
     async def lines(self, call: Call, with_usage: bool) -> AsyncIterator[str]:
         try:
             async for text, reason in call.take():
-                yield events([call.answer.body(text, reason or None)])
+                yield events([call.answer.body(text, reason)])
         except ApiError as error:
             yield events([error.body])
             return
@@ -220,13 +246,13 @@ class EventStream(StreamingResponse):
 class HttpServer(uvicorn.Server):
     """uvicorn's server. Once it is told to stop, answers have `GRACE` seconds; the others end with an error."""
 
-    def __init__(self, engine: Engine, app: Starlette, **options: Any) -> None:
+    def __init__(self, server: Server, **options: Any) -> None:
         # A client that reads slowly has as long again to read the error.
-        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=math.ceil(2 * GRACE), **options))
-        self.engine = engine
+        super().__init__(uvicorn.Config(server.app(), timeout_graceful_shutdown=math.ceil(2 * GRACE), **options))
+        self.server = server
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        stopping = asyncio.get_running_loop().call_later(GRACE, self.engine.stop)
+        stopping = asyncio.get_running_loop().call_later(GRACE, self.server.stop)
         await super().shutdown(sockets)
         stopping.cancel()
 
@@ -237,62 +263,3 @@ async def refuse(http: HttpRequest, error: ApiError) -> Response:
 
 async def refuse_http(http: HttpRequest, error: HTTPException) -> Response:
     return JSONResponse(ApiError(error.detail, status=error.status_code).body, error.status_code, error.headers)
-
-
-def read_keys(path: Path) -> dict[str, dict[str, Any]]:
-    """Read the API keys of a file, which no message quotes; raise ValueError for other settings than the README's."""
-    try:
-        keys = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
-    settings = [*keys.values()] if isinstance(keys, dict) else [None]
-    if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in settings):
-        raise ValueError(f"{path} must have an object of keys, each of which has an object with a name")
-    for one in settings:
-        if unknown := one.keys() - {"name", "quota", "max_requests"}:
-            raise ValueError(f"{path}: {one['name']} has a field {min(unknown)!r}, which there is not")
-        if not all(type(value) is int and value >= 0 for field, value in one.items() if field != "name"):
-            raise ValueError(f"{path}: quota and max_requests of {one['name']} must be whole numbers of at least 0")
-    if len({one["name"] for one in settings}) < len(settings):  # counters tell tenants apart by their names
-        raise ValueError(f"{path}: two keys have the same name")
-    return keys
-
-
-def make(args: argparse.Namespace) -> tuple[Engine, Starlette]:
-    """Make the engine and the application; raise ValueError for options with which no request could be served."""
-    model = Llama.load(args.model)
-    if model.config.vocab_size > 256:
-        raise ValueError(f"{args.model} has {model.config.vocab_size:,} tokens, which cannot be bytes")
-    engine = Engine(model, args.capacity, fingerprint(args.model))
-    server = Server(engine, read_keys(args.keys) if args.keys else None)
-    if engine.max_tokens < 2:
-        raise ValueError(f"--capacity {args.capacity} leaves no room for a request beside all quotas")
-    return engine, server.app()
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    p = argparse.ArgumentParser(prog="server.py", description=__doc__)
-    p.add_argument("model", nargs="?", default=str(EXAMPLES / "model"), help="a Llama whose tokens are bytes")
-    p.add_argument("--host", default="127.0.0.1")
-    p.add_argument("--port", type=int, default=8000, help="0: any free one (default: 8000)")
-    p.add_argument("--capacity", type=int, default=1 << 15, metavar="TOKENS", help="of the cache (default: 32768)")
-    p.add_argument("--keys", type=Path, metavar="FILE", help="JSON: the API keys, each with name, quota, max_requests")
-    args = p.parse_args(arguments)
-    if not 0 <= args.port < 1 << 16:
-        p.error(f"--port {args.port}: must be from 0 to 65535")
-    try:
-        engine, app = make(args)
-    except (KVCacheError, ValueError, OSError, ImportError) as error:
-        p.error(sentence(error))
-    try:  # uvicorn would say first that the application is ready
-        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-        socket.create_server((args.host, args.port), family=family).close()
-    except OSError as error:
-        p.error(f"--host {args.host} --port {args.port}: {sentence(error)}")
-    server = HttpServer(engine, app, host=args.host, port=args.port)
-    with contextlib.suppress(KeyboardInterrupt):
-        server.run()
-
-
-if __name__ == "__main__":
-    main()

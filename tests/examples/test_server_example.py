@@ -1,120 +1,40 @@
-"""examples/server: clients over HTTP, many at once, on one cache."""
+"""examples/server: clients over HTTP, many at once, on one engine."""
 
 import contextlib
-import http.client
-import importlib.util
+import functools
 import json
 import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from kvcache import CacheFullError
-from kvcache.models.fingerprint import fingerprint
-from kvcache.runner import Llama
-
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
 pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-FOLDER = Path(__file__).parents[2] / "examples" / "server"
-MODEL = FOLDER.parent / "model"
-KEYS = {
-    "sk-one": {"name": "one", "quota": 128, "max_requests": 20},
-    "sk-two": {"name": "two", "max_requests": 2},
-}
+
+from support.example_server import KEYS, RUN, Client, main, served, server, serving, stream, text  # noqa: E402 - it needs those
+
+from kvcache import CacheFullError  # noqa: E402
+
 CANCELLED = 'server_requests_total{reason="cancelled",tenant="one"}'
 PROMPTS = [f"{speaker}:\nWhat say you to {n}?\n\n" for n in range(5) for speaker in ("ROMEO", "JULIET")]
 
 
 @pytest.fixture(scope="module")
-def server_module():
-    before = [*sys.path]
-    spec = importlib.util.spec_from_file_location("example_server", FOLDER / "server.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.path[:] = before
-    return module
-
-
-@pytest.fixture(scope="module")
 def model():
-    return Llama.load(MODEL)
-
-
-class Client:
-    """Speaks to a server of this process."""
-
-    def __init__(self, port, server=None):
-        self.port, self.server = port, server
-        self.engine = server and server.engine
-
-    def open(self, path, body=None, key="sk-one", method=None):
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=100)
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request(
-            method or ("GET" if data is None else "POST"), path, data, {"Authorization": f"Bearer {key}"}
-        )
-        return connection, connection.getresponse()
-
-    def ask(self, path, body=None, **options):
-        connection, response = self.open(path, body, **options)
-        with contextlib.closing(connection):
-            data = response.read().decode()
-            return response.status, json.loads(data) if response.headers["content-type"] == "application/json" else data
-
-    def complete(self, prompt, key="sk-one", **options):
-        status, body = self.ask("/v1/completions", {"prompt": prompt, "temperature": 0, **options}, key=key)
-        assert status == 200, body
-        return body
-
-    def metric(self, name):
-        _, text = self.ask("/metrics")
-        return float(re.search(rf"^{re.escape(name)} (.*)$", text, re.MULTILINE)[1])
-
-    def wait_until_idle(self):
-        for _ in range(2000):
-            if not (self.engine.running or self.engine.waiting or self.engine.cache.sequences):
-                return
-            time.sleep(0.01)
-        raise AssertionError("requests are left")
-
-
-def stream(response):
-    """Return the pieces of an event stream, and check how it ends."""
-    blocks = response.read().decode().split("\n\n")
-    assert blocks[-2:] == ["data: [DONE]", ""]
-    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-2]]
-
-
-@contextlib.contextmanager
-def serving(module, model, capacity=1 << 14, keys=KEYS):
-    engine = module.Engine(model, capacity, fingerprint(MODEL))
-    server = module.HttpServer(engine, module.Server(engine, keys).app(), log_level="error")
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=server.run, args=([listening],))
-        thread.start()
-        try:
-            while not server.started:
-                assert thread.is_alive()
-                time.sleep(0.01)
-            yield Client(listening.getsockname()[1], server)
-        finally:
-            server.should_exit = True
-            thread.join()
-    assert not engine.is_alive
+    return served.load(main.EXAMPLE)
 
 
 @pytest.fixture(scope="module")
-def client(server_module, model):
-    with serving(server_module, model) as one:
+def client(model):
+    with serving(model) as one:
         yield one
 
 
@@ -135,7 +55,7 @@ def test_ten_clients_at_once(client):
         assert one["usage"]["completion_tokens"] == other["usage"]["completion_tokens"] == 24
         assert one["usage"]["total_tokens"] == 24 + one["usage"]["prompt_tokens"]
     client.wait_until_idle()
-    client.engine.cache.validate()
+    client.cache.validate()
 
 
 def test_a_prompt_that_begins_as_another(client):
@@ -187,19 +107,19 @@ def test_stop(client):
         assert "".join(one["choices"][0]["text"] for one in stream(response)) == text[: text.index(stop)]
 
 
-def test_a_long_stop_costs_no_more_than_the_text(server_module):
+def test_a_long_stop_costs_no_more_than_the_text():
     """Each token is compared with as much of a stop sequence as there is text, because all requests share a thread."""
 
-    class Sequence(bytes):
+    class Sequence(str):
         num_taken = 0
 
         def __getitem__(self, part):
             Sequence.num_taken += 1
             return super().__getitem__(part)
 
-    stop = Sequence(b"ab" + b"c" * 100_000)
-    text = sys.modules[server_module.Engine.__module__].Text((stop,))
-    assert "".join(text.add(token)[0] for token in b"xaxabxab") + text.end() == "xaxabxab"
+    stop = Sequence("ab" + "c" * 100_000)
+    shown = text.Text(text.byte_tokenizer(), (stop,))
+    assert "".join(shown.add(token)[0] for token in b"xaxabxab") + shown.end() == "xaxabxab"
     assert Sequence.num_taken <= 8 * 4
 
 
@@ -214,15 +134,14 @@ def test_a_client_that_goes_away(client, is_stream):
             f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-one\r\nContent-Length: {len(data)}"
         )
         connection.sendall(head.encode() + b"\r\n\r\n" + data)
-        while not client.engine.running:
+        while not client.server.server.calls:
             time.sleep(0.005)
         if is_stream:
             assert connection.recv(100)
-        request = client.engine.running[0]
+        [call] = client.server.server.calls
         assert client.complete("JULIET:\n")["choices"][0]["finish_reason"] == "length"
     client.wait_until_idle()
-    assert request.num_generated < 1900
-    assert request.seq_id is None
+    assert len(call.request.tokens) < 1900
     for _ in range(1000):
         if before is None or client.metric(CANCELLED) == before + 1:
             return
@@ -249,10 +168,10 @@ def test_more_requests_than_a_key_may_have(client):
     assert status == 200
 
 
-def test_a_full_cache_lets_requests_wait(server_module, model):
+def test_a_full_cache_lets_requests_wait(model):
     """Room for two of ten: all get what they get alone."""
-    with serving(server_module, model, 512, None) as client:
-        bodies = [{"prompt": prompt, "max_tokens": 150, "temperature": 0} for prompt in PROMPTS]
+    with serving(model, 512, None) as client:
+        bodies = [{"prompt": prompt, "max_tokens": 100, "temperature": 0} for prompt in PROMPTS]
         alone = [client.ask("/v1/completions", body) for body in bodies]
         with ThreadPoolExecutor(10) as pool:
             together = [*pool.map(lambda body: client.ask("/v1/completions", body), bodies)]
@@ -261,7 +180,7 @@ def test_a_full_cache_lets_requests_wait(server_module, model):
         status, body = client.ask("/v1/completions", {"prompt": "x" * 400, "max_tokens": 100})
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
         client.wait_until_idle()
-        client.engine.cache.validate()
+        client.cache.validate()
 
 
 BAD = {
@@ -321,13 +240,13 @@ BAD = {
 def test_bad_requests(client, name):
     body, options, wanted, param = BAD[name]
     client.wait_until_idle()
-    before = client.engine.num_generated, client.engine.prefix.stats, client.engine.cache.stats()
+    before = client.engine.stats(), client.engine.prefix.stats, client.cache.stats()
     options = {"path": "/v1/completions", **options}
     status, answer = client.ask(options.pop("path"), body, **options)
     assert (status, answer["error"]["param"]) == (wanted, param)
     assert answer["error"]["message"]
     assert answer["error"]["type"].endswith("_error")
-    assert (client.engine.num_generated, client.engine.prefix.stats, client.engine.cache.stats()) == before
+    assert (client.engine.stats(), client.engine.prefix.stats, client.cache.stats()) == before
 
 
 @pytest.mark.parametrize(
@@ -375,103 +294,98 @@ def test_models_health_and_metrics(client):
     assert client.metric('server_requests_total{reason="length",tenant="one"}') >= 1
 
 
-def test_a_file_without_keys_serves_nobody(server_module, model):
-    with serving(server_module, model, 512, {}) as client:
+def test_a_file_without_keys_serves_nobody(model):
+    with serving(model, 512, {}) as client:
         assert client.ask("/v1/completions", {"prompt": "a"})[0] == 401
         assert client.ask("/v1/completions", {"prompt": "a"}, key="")[0] == 401
 
 
-def test_a_client_that_goes_away_when_its_request_is_put_back(server_module, model, monkeypatch):
+def test_a_client_that_goes_away_when_its_request_is_put_back(model, monkeypatch):
     """The cache is full, and the client of the youngest request leaves in the same step: nothing more is generated."""
-    engine = server_module.Engine(model, 256, fingerprint(MODEL))
-    options = sys.modules[server_module.Engine.__module__].Options(
-        max_tokens=100, temperature=0, top_p=1, stop=(), seed=1
-    )
-    stays, leaves = (server_module.Request(engine.prefix, [token] * 100, options) for token in (65, 66))
-    ended = {one: threading.Event() for one in (stays, leaves)}
-    for one, event in ended.items():
-        one.deliver = lambda text, reason, event=event: event.set() if reason else None
+    runs = served.Served("kvcache-example", *model, capacity=256)
+    options = {"max_new_tokens": 100, "do_sample": False}
+    feed = runs.engine._packed.feed
 
-    def forward(*args, **options):
+    def note(parts):
         try:
-            return model.forward(*args, **options)
+            return feed(parts)
         except CacheFullError:
-            engine.cancel(leaves)
+            leaves.cancel()
             raise
 
-    monkeypatch.setattr(engine, "model", SimpleNamespace(config=model.config, forward=forward))
-    for one in ended:
-        engine.submit(one)
-    engine.start()
-    assert ended[stays].wait(100)
-    engine.stop()
-    assert engine.num_preempted == 1
-    assert stays.num_generated == 100
-    assert leaves.num_generated < 100
-    assert not ended[leaves].is_set()
+    monkeypatch.setattr(runs.engine._packed, "feed", note)
+    with runs.engine as engine:
+        stays, leaves = (engine.submit([token] * 100, **options) for token in (65, 66))
+        stays.result(100)
+        leaves.result(100)
+        assert engine.stats()["put_back"] == 1
+    assert len(stays.tokens) == 100
+    assert len(leaves.tokens) < 100
+    assert leaves.finish_reason == "cancelled"
 
 
-def test_clients_that_go_away_while_the_server_stops(server_module, model):
-    """Each request that is still wanted gets its end, whichever requests are cancelled meanwhile."""
-    engine = server_module.Engine(model, 256, fingerprint(MODEL))
-    options = sys.modules[server_module.Engine.__module__].Options(1, 0, 1, (), 1)
-    first, leaves, stays = (server_module.Request(engine.prefix, [65], options) for _ in range(3))
-    reasons = []
-    first.deliver = lambda text, reason: engine.cancel(leaves)
-    leaves.deliver = lambda text, reason: None
-    stays.deliver = lambda text, reason: reasons.append(reason)
-    for one in (first, leaves, stays):
-        engine.submit(one)
-    engine.stop()
-    engine.start()
-    engine.close()
-    assert reasons == ["shutdown"]
-
-
-def test_quotas_keep_whole_blocks(server_module, model):
+def test_quotas_keep_whole_blocks(model):
     """There is room for the longest request, however much of other tenants' quotas is kept."""
-    keys = {f"sk-{i}": {"name": str(i), "quota": 17} for i in range(10)}
-    with serving(server_module, model, 512, keys) as client:
-        for i in range(10):
-            client.complete(f"{i}{48 * 'x'}", max_tokens=1, key=f"sk-{i}")
-        room = client.engine.max_tokens - 2
+    keys = {f"sk-{i}": {"name": str(i), "quota": 65} for i in range(5)}
+    with serving(model, 1024, keys) as client:
+        for i in range(5):
+            client.complete(f"{i}{96 * 'x'}", max_tokens=1, key=f"sk-{i}")
+        room = client.server.server.served.context - 2
         assert client.complete("No", max_tokens=room, key="sk-0")["usage"]["completion_tokens"] == room
-        client.engine.cache.validate()
+        client.cache.validate()
 
 
-def test_a_step_that_fails(server_module, model, monkeypatch):
+@pytest.fixture
+def slow(model, monkeypatch):
+    forward = model[0].forward
+
+    @functools.wraps(forward)
+    def wait(*args, **options):
+        time.sleep(0.02)
+        return forward(*args, **options)
+
+    monkeypatch.setattr(model[0], "forward", wait)
+
+
+def test_a_step_that_fails(model, monkeypatch):
     """Its requests get an error, and the next ones are served."""
-    with serving(server_module, model, 512, None) as client:
-        broken = SimpleNamespace(config=model.config, forward=lambda *_, **__: 1 / 0)
-        monkeypatch.setattr(client.engine, "model", broken)
-        status, body = client.ask("/v1/completions", {"prompt": "ROMEO:\n"})
+    with serving(model, 512, None) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(model[0], "forward", functools.wraps(model[0].forward)(lambda *_, **__: 1 / 0))
+            status, body = client.ask("/v1/completions", {"prompt": "ROMEO:\n"})
         assert (status, body["error"]["type"]) == (500, "server_error")
-        monkeypatch.undo()
         client.complete("ROMEO:\n")
 
 
-def test_answers_that_take_longer_than_a_shutdown(server_module, model, monkeypatch):
-    """They say that the server is shutting down, as a whole answer and as a stream."""
-    monkeypatch.setattr(server_module, "GRACE", 0.5)
-    with ThreadPoolExecutor() as pool, serving(server_module, model) as client:
-        slow = SimpleNamespace(config=model.config, forward=lambda *a, **k: time.sleep(0.02) or model.forward(*a, **k))
-        monkeypatch.setattr(client.engine, "model", slow)
-        body = {"prompt": "ROMEO:\n", "max_tokens": 200}
+def test_more_requests_than_may_wait(model, slow):
+    with serving(model, 512, None, max_waiting=0) as client:
+        status, body = client.ask("/v1/completions", {"prompt": "ROMEO:\n"})
+        assert (status, body["error"]["code"]) == (503, "overloaded")
+        assert client.ask("/health")[0] == 200
+
+
+def test_answers_that_take_longer_than_a_shutdown(model, slow, monkeypatch):
+    """They say that the server is shutting down, as a whole answer and as a stream, whoever goes away meanwhile."""
+    monkeypatch.setattr(server, "GRACE", 0.5)
+    with ThreadPoolExecutor() as pool, serving(model) as client:
+        body = {"prompt": "ROMEO:\n", "max_tokens": 1000}
         whole = pool.submit(client.ask, "/v1/completions", body)
+        leaves, _ = client.open("/v1/completions", {**body, "stream": True})
         connection, response = client.open("/v1/completions", {**body, "stream": True})
         with contextlib.closing(connection):
-            while len(client.engine.running) < 2:
+            while len(client.server.server.calls) < 3:
                 time.sleep(0.01)
             client.server.should_exit = True
+            leaves.close()
             data = response.read().decode()
     assert json.loads(data.split("data: ")[-1])["error"]["message"] == "the server is shutting down"
     status, answer = whole.result()
     assert (status, answer["error"]["message"]) == (503, "the server is shutting down")
 
 
-def test_a_key_of_other_letters(server_module, model):
+def test_a_key_of_other_letters(model):
     """A client sends its UTF-8 as it is."""
-    with serving(server_module, model, keys={"schlüssel": {"name": "one"}}) as client:
+    with serving(model, keys={"schlüssel": {"name": "one"}}) as client:
         assert client.ask("/v1/models", key="schlüssel".encode().decode("latin-1"))[0] == 200
         assert client.ask("/v1/models", key="schlussel")[0] == 401
 
@@ -479,10 +393,10 @@ def test_a_key_of_other_letters(server_module, model):
 @pytest.mark.parametrize(
     ("arguments", "keys", "said"),
     [
-        (["no-folder"], None, "there is no no-folder"),
+        (["no-folder"], None, "there is no folder no-folder"),
         (["--port", "65536"], None, "--port 65536: must be from 0 to 65535"),
         (["--capacity", "0"], None, "capacity=0: must be at least 1"),
-        (["--capacity", "33"], None, "--capacity 33 leaves no room for a request beside all quotas"),
+        (["--capacity", "129"], None, "leaves no room for a request beside all quotas"),
         (["--keys", "no-file"], None, "no-file"),
         ([], "{", "is no JSON"),
         ([], [], "must have an object of keys"),
@@ -494,22 +408,22 @@ def test_a_key_of_other_letters(server_module, model):
         ([], {"sk": {"name": "a"}, "pk": {"name": "a"}}, "two keys have the same name"),
     ],
 )
-def test_options_that_serve_nobody(server_module, tmp_path, capsys, arguments, keys, said):
+def test_options_that_serve_nobody(tmp_path, capsys, arguments, keys, said):
     if keys is not None:
         file = tmp_path / "keys.json"
         file.write_text(keys if isinstance(keys, str) else json.dumps(keys))
         arguments = [*arguments, "--keys", str(file)]
     with pytest.raises(SystemExit) as caught:
-        server_module.main(arguments)
+        main.main(["--port", "0", *arguments])
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_port_in_use_is_said_before_anything_else(server_module, capsys):
+def test_a_port_in_use_is_said_before_anything_else(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(SystemExit) as caught:
-            server_module.main(["--port", str(port)])
+            main.main(["--port", str(port)])
     assert caught.value.code == 2
     said = capsys.readouterr().err
     assert f"--host 127.0.0.1 --port {port}: Address already in use" in said
@@ -519,7 +433,7 @@ def test_a_port_in_use_is_said_before_anything_else(server_module, capsys):
 def test_it_shuts_down(tmp_path):
     """With an answer on its way, which is completed or says why not; nothing is printed but the log."""
     (tmp_path / "keys.json").write_text(json.dumps(KEYS))
-    command = [sys.executable, "-W", "error", FOLDER / "server.py", "--port", "0", "--keys", tmp_path / "keys.json"]
+    command = [sys.executable, "-c", RUN, "--port", "0", "--keys", tmp_path / "keys.json"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         log = []
         for line in process.stderr:

@@ -1,0 +1,92 @@
+"""A model of transformers, its tokenizer, and the engine that runs requests on it."""
+
+from __future__ import annotations
+
+import queue
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from examples.server.protocol import ApiError, Options
+from examples.server.text import byte_tokenizer
+from kvcache import NotSupportedError, PrefixCache
+from kvcache.hf import Engine, Request
+
+
+def load(folder: Path) -> tuple[Any, Any]:
+    """Return the model of a folder, and its tokenizer. A model without one has to have the bytes as tokens."""
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}")
+    if any(folder.glob("tokenizer*")):
+        return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    if (num_tokens := AutoConfig.from_pretrained(folder).get_text_config().vocab_size) != 256:
+        raise ValueError(f"{folder} has no tokenizer, and {num_tokens:,} tokens, which cannot be bytes")
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), byte_tokenizer()
+
+
+class Served:
+    """What the server runs: text becomes tokens here, and options become those of transformers.
+
+    `arguments` are those of `kvcache.hf.Engine`.
+    """
+
+    def __init__(self, name: str, model: Any, tokenizer: Any, capacity: int, **arguments: Any) -> None:
+        self.name, self.tokenizer = name, tokenizer
+        self.num_tokens = model.get_input_embeddings().num_embeddings
+        self.engine = Engine(model, capacity=capacity, **arguments)
+        self._room = capacity - 2 * self._block_size  # a block may be shared, and another one filled in part
+        self._num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._defaults = model.generation_config
+
+    def tenant(self, salt: bytes, quota: int) -> PrefixCache:
+        """Return the prefix cache of a tenant, for whom so many tokens are kept."""
+        self._room -= quota + self._block_size - 1 if quota else 0  # the block in which it ends is kept whole
+        return self.engine.prefix.tenant(salt, quota=quota)
+
+    @property
+    def context(self) -> int:
+        """The most tokens of a request, its answer included: as many as there is always room for, if it is alone."""
+        return self._room if self._num_positions is None else min(self._room, self._num_positions)
+
+    @property
+    def _block_size(self) -> int:
+        return self.engine.prefix.cache.block_size
+
+    def tokens_of(self, prompt: str) -> list[int]:
+        tokens: list[int] = self.tokenizer(prompt)["input_ids"]
+        return tokens
+
+    def tokens_of_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        if not self.tokenizer.chat_template:
+            raise ApiError("messages: the model has no chat template: use /v1/completions", "messages")
+        try:
+            tokens: list[int] = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        except jinja2.TemplateError as error:
+            raise ApiError(f"messages: the model's chat template refuses them: {error}", "messages") from None
+        return tokens
+
+    def submit(self, prompt: list[int], options: Options, tenant: PrefixCache) -> Request:
+        """Begin a request. What the client leaves open is as the model's generation config says."""
+        how: dict[str, Any] = {"do_sample": options.temperature != 0}
+        if how["do_sample"]:
+            how |= {
+                "temperature": float(first(options.temperature, self._defaults.temperature, 1)),
+                "top_p": float(first(options.top_p, self._defaults.top_p, 1)),
+                "top_k": first(self._defaults.top_k, 0),  # transformers' own default would be 50
+            }
+        try:
+            return self.engine.submit(
+                prompt, tenant=tenant, seed=options.seed, max_new_tokens=options.max_tokens, **how
+            )
+        except queue.Full:
+            raise ApiError("too many requests wait: try again later", status=503, code="overloaded") from None
+        except (NotSupportedError, ValueError) as error:  # as a generation config that asks for beams
+            raise ApiError(str(error)) from None
+
+
+def first(*values: Any) -> Any:
+    """Return the first value that is not None."""
+    return next(value for value in values if value is not None)

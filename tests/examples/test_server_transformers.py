@@ -1,0 +1,254 @@
+"""examples/server on a folder of transformers: its tokenizer, its chat template, its generation config."""
+
+import contextlib
+import copy
+import json
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("prometheus_client")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+import tokenizers  # noqa: E402 - transformers needs it
+from support.example_server import KEYS, main, served, serving, stream, text  # noqa: E402 - it needs those
+
+TEMPLATE = """\
+{{ bos_token }}{% for one in messages %}{% if one.role == 'system' and not loop.first %}
+{{ raise_exception('the system speaks first') }}{% endif %}<|{{ one.role }}|>{{ one.content }}<|end|>{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+SPECIAL = ["<s>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+TEXTS = ["Who is there? 😀 Ärger und Größe", "to be, or not to be: 時は金なり", "naïve — «déjà vu» 🎭🎭"]
+
+
+def make_tokenizer():
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        TEXTS, tokenizers.trainers.BpeTrainer(vocab_size=290, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    )
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="<|end|>", extra_special_tokens=SPECIAL[2:],
+        chat_template=TEMPLATE,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("a model")
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2, vocab_size=len(tokenizer),
+        max_position_embeddings=256, initializer_range=0.3, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    model.generation_config = transformers.GenerationConfig(
+        bos_token_id=0, eos_token_id=1, do_sample=True, temperature=0.9, top_k=5
+    )
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return served.load(folder)
+
+
+@pytest.fixture(scope="module")
+def client(model):
+    with serving(model) as one:
+        yield one
+
+
+def generated(model, ids, seed=0, **options):
+    """Return what `generate` of transformers appends, with its own cache."""
+    one = transformers.LlamaForCausalLM(copy.deepcopy(model[0].config))
+    one.load_state_dict(model[0].state_dict())
+    one.generation_config = model[0].generation_config
+    one.set_attn_implementation("eager")
+    torch.manual_seed(seed)
+    return one.eval().generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist()
+
+
+def chat(client, messages, **options):
+    status, body = client.ask("/v1/chat/completions", {"messages": messages, **options})
+    assert status == 200, body
+    return body
+
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who is there? 😀"}]
+
+
+def test_a_chat(client, model):
+    """Its prompt comes from the template, and its text is that of `generate`."""
+    body = chat(client, MESSAGES, max_tokens=24, temperature=0)
+    prompt = "<s><|system|>Be brief.<|end|><|user|>Who is there? 😀<|end|><|assistant|>"
+    ids = model[1](prompt, add_special_tokens=False)["input_ids"]
+    wanted = generated(model, ids, max_new_tokens=24, do_sample=False)
+    assert body["usage"]["prompt_tokens"] == len(ids)
+    assert body["usage"]["completion_tokens"] == len(wanted)
+    [choice] = body["choices"]
+    assert choice["message"]["content"] == model[1].decode(wanted, skip_special_tokens=True)
+    assert choice["finish_reason"] == ("stop" if wanted[-1] == 1 else "length")
+    developer = [{"role": "developer", "content": "Be brief."}, MESSAGES[1]]
+    assert chat(client, developer, max_tokens=24, temperature=0)["choices"] == body["choices"]
+    again = chat(client, MESSAGES, max_tokens=1)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == len(ids) - 1
+
+
+def test_a_completion(client, model):
+    """The tokenizer's first token comes before the text; tokens are taken as they are."""
+    ids = model[1]("to be")["input_ids"]
+    assert ids[0] == 0
+    body = client.complete("to be", max_tokens=12)
+    assert body["usage"]["prompt_tokens"] == len(ids)
+    wanted = generated(model, ids, max_new_tokens=12, do_sample=False)
+    assert body["choices"][0]["text"] == model[1].decode(wanted, skip_special_tokens=True)
+    assert client.complete(ids, max_tokens=12)["choices"] == body["choices"]
+
+
+def test_sampling(client, model):
+    """What a request leaves out is as the generation config says; top_k is never transformers' own default."""
+    ids = model[1]("to be")["input_ids"]
+    for given, wanted in [
+        ({}, {"temperature": 0.9, "top_p": 1.0, "top_k": 5}),
+        ({"temperature": 1.5, "top_p": 0.8}, {"temperature": 1.5, "top_p": 0.8, "top_k": 5}),
+    ]:
+        status, body = client.ask("/v1/completions", {"prompt": ids, "max_tokens": 12, "seed": 7, **given})
+        assert status == 200
+        tokens = generated(model, ids, seed=7, max_new_tokens=12, do_sample=True, **wanted)
+        assert body["choices"][0]["text"] == model[1].decode(tokens, skip_special_tokens=True)
+
+
+def test_the_end_of_a_text_is_the_models(client, model, monkeypatch):
+    """An answer to a chat may take the rest of the context, unless it comes to the token that ends it."""
+    monkeypatch.setattr(model[0].generation_config, "eos_token_id", None)
+    body = chat(client, MESSAGES, temperature=0)
+    assert body["usage"]["total_tokens"] == 256
+    after = body["choices"][0]["message"]["content"]
+    ids = model[1].apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    token = generated(model, ids, max_new_tokens=5, do_sample=False)[-1]
+    monkeypatch.setattr(model[0].generation_config, "eos_token_id", token)
+    body = chat(client, MESSAGES, temperature=0)
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert after.startswith(body["choices"][0]["message"]["content"])
+    assert body["usage"]["completion_tokens"] <= 5
+
+
+def test_what_cannot_change_the_text_is_ignored(client):
+    given = {"max_tokens": 4}
+    more = {
+        "metadata": {"a": "b"}, "user": "me", "store": True, "service_tier": "flex", "tools": [], "n": 1,
+        "frequency_penalty": 0.0,
+    }  # fmt: skip
+    assert client.complete("to be", **given, **more)["choices"] == client.complete("to be", **given)["choices"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([*MESSAGES, MESSAGES[0]], "messages: the model's chat template refuses them: the system speaks first"),
+        ([{"role": "tool", "content": "1"}], "must have a role and a content"),
+        ([{**MESSAGES[1], "tool_calls": [{}]}], "there is no field tool_calls"),
+    ],
+)
+def test_chats_that_the_template_refuses(client, messages, said):
+    status, body = client.ask("/v1/chat/completions", {"messages": messages})
+    assert (status, body["error"]["param"]) == (400, "messages")
+    assert said in body["error"]["message"]
+
+
+def test_a_message_as_clients_give_it_back(client):
+    """With the fields of an answer that are null."""
+    message = {"role": "assistant", "content": "I", "refusal": None, "tool_calls": None}
+    assert chat(client, [MESSAGES[1], message, MESSAGES[1]], max_tokens=1)
+
+
+def test_a_model_without_a_chat_template(client, model, monkeypatch):
+    monkeypatch.setattr(model[1], "chat_template", None)
+    status, body = client.ask("/v1/chat/completions", {"messages": MESSAGES})
+    assert (status, body["error"]["message"]) == (400, "messages: the model has no chat template: use /v1/completions")
+
+
+def test_a_stream_of_a_tokenizer(client, model):
+    """Its pieces are whole characters, and make the text of the whole answer."""
+    given = {"messages": MESSAGES, "max_tokens": 60, "temperature": 2, "seed": 3}
+    whole = client.ask("/v1/chat/completions", given)[1]["choices"][0]["message"]["content"]
+    connection, response = client.open("/v1/chat/completions", {**given, "stream": True})
+    with contextlib.closing(connection):
+        pieces = [one["choices"][0]["delta"]["content"] for one in stream(response)]
+    assert "".join(pieces) == whole
+
+
+def test_options_of_the_engine(model):
+    warning = pytest.warns(UserWarning, match="select=64 changes nothing")
+    with warning, serving(model, keys=None, select=64, prompts="int8") as client:
+        assert client.complete("to be", max_tokens=4)["usage"]["completion_tokens"] == 4
+
+
+# ---- text, token by token
+
+
+@pytest.mark.parametrize("make", [make_tokenizer, text.byte_tokenizer])
+def test_text_is_that_of_all_tokens(make):
+    """Whole characters at a time, special tokens left out; what is no text is shown as decoding it shows it."""
+    tokenizer, choose = make(), random.Random(1)
+    for _ in range(200):
+        ids = [choose.randrange(len(tokenizer)) for _ in range(choose.randrange(8))]
+        ids += tokenizer(choose.choice(TEXTS), add_special_tokens=False)["input_ids"]
+        ids += [choose.randrange(len(tokenizer)) for _ in range(choose.randrange(8))]
+        shown = text.Text(tokenizer, ())
+        assert "".join(shown.add(token)[0] for token in ids) + shown.end() == tokenizer.decode(
+            ids, skip_special_tokens=True
+        )
+    for one in TEXTS:
+        shown = text.Text(tokenizer, ())
+        pieces = [shown.add(token)[0] for token in tokenizer(one, add_special_tokens=False)["input_ids"]]
+        assert "".join(pieces) == one
+        assert "\ufffd" not in "".join(pieces)
+
+
+@pytest.mark.parametrize("make", [make_tokenizer, text.byte_tokenizer])
+def test_text_ends_at_the_first_stop_sequence(make):
+    """Nothing of it is shown before, however tokens and characters lie."""
+    tokenizer, choose = make(), random.Random(2)
+    for _ in range(300):
+        one = "".join(choose.choices("ab😀ä", k=12))
+        stops = ["".join(choose.choices("ab😀ä", k=choose.randrange(1, 4))) for _ in range(choose.randrange(1, 4))]
+        shown, pieces, has_stopped = text.Text(tokenizer, stops), [], False
+        for token in tokenizer(one, add_special_tokens=False)["input_ids"]:
+            piece, has_stopped = shown.add(token)
+            pieces.append(piece)
+            if has_stopped:
+                break
+        ends = [(one.find(stop) + len(stop), one.find(stop)) for stop in stops if stop in one]
+        assert has_stopped == bool(ends)
+        assert "".join(pieces) + ("" if ends else shown.end()) == (one[: min(ends)[1]] if ends else one)
+
+
+# ---- folders
+
+
+def test_the_command_serves_a_folder(folder, tmp_path):
+    (tmp_path / "keys").write_text(json.dumps(KEYS))
+    args = main.parser().parse_args([str(folder), "--keys", str(tmp_path / "keys"), "--dtype", "int8"])
+    made = main.make(args)
+    with made.engine:
+        assert made.served.name == folder.name
+        assert made.served.context == 256
+        assert {one.name for one in made.tenants} == {"one", "two"}
+
+
+def test_a_folder_without_a_tokenizer(folder, tmp_path):
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((folder / file).read_bytes())
+    with pytest.raises(ValueError, match=r"has no tokenizer, and \d+ tokens, which cannot be bytes"):
+        served.load(tmp_path)
