@@ -1,5 +1,6 @@
 """Prompts of models with recurrent layers in one process after another, with a store between them."""
 
+import copy
 import signal
 import subprocess
 import sys
@@ -174,6 +175,30 @@ def test_a_text_that_is_taken_back():
     got, fed = process.generate(text)
     assert fed == 49  # of a text that was fed in one pass there is no state in a full block
     assert torch.equal(got, process.wanted(text))
+
+
+def test_states_that_wait_behind_what_is_taken_back():
+    """Each row's is dropped if it is behind the row's last token, and no other row's."""
+    process, tokens = Process("lfm2", {}), random_tokens(2, 40)
+    mask = torch.ones_like(tokens)
+    tokens[1, :5] = mask[1, :5] = 0
+    cache = HFCache(process.model.config, prefix=process.prefix)
+    cache.acquire(tokens[:, :20], mask[:, :20])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        for begin, end in ((0, 32), (32, 37), (37, 40)):  # blocks are full at columns 32 and 37
+            options = {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end]}
+            process.model(tokens[:, begin:end], past_key_values=cache, **options)
+    prompts = cache._passes.prompts
+    assert {row: length for row, (length, _) in prompts._ends_of_blocks.items()} == {0: 32, 1: 32}
+    copied = copy.copy(prompts)
+    prompts.crop(34)
+    assert {row: length for row, (length, _) in prompts._ends_of_blocks.items()} == {0: 32}
+    prompts.crop(32)
+    assert {*prompts._ends_of_blocks} == {0}
+    prompts.crop(31)
+    assert not prompts._ends_of_blocks
+    assert {*copied._ends_of_blocks} == {0, 1}  # of a copy of the cache
 
 
 @pytest.mark.parametrize("name", FEW)
