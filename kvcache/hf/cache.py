@@ -308,9 +308,10 @@ class HFCache(
     def stats(self) -> dict[str, Any]:
         """Return `kvcache.KVCache.stats`, and what the layers of this cache hold and did.
 
-        ``"state_bytes"`` are the bytes of the recurrent states of its sequences. The states that a prefix cache keeps
-        are in `kvcache.PrefixStats`. ``"calls"`` says how many times a layer was attended over by each means. With
-        `select`, it also counts under ``"select"`` the kernels' calls that selected rows.
+        ``"state_bytes"`` are the bytes of the recurrent states of its sequences, with those that are kept for `crop`.
+        The states that a prefix cache keeps are in `kvcache.PrefixStats`. ``"calls"`` says how many times a layer was
+        attended over by each means. With `select`, it also counts under ``"select"`` the kernels' calls that selected
+        rows.
         """
         self._passes.finish()
         calls = dict(self._passes.calls)

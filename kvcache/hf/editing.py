@@ -40,9 +40,12 @@ class EditableBatch(PrefixedBatch):
         """Remove the last tokens: `tokens_to_remove` is minus their number.
 
         Tokens of the last pass can always be removed. Before them, a window can go back as far as its `resume_window`
-        keeps rows, else ``RowsGoneError`` is raised, and nothing has changed. Recurrent layers cannot go back:
-        ``NotSupportedError`` is raised. Except convolutions, which can go back in the last pass after
-        `activate_past_recording`.
+        keeps rows, else ``RowsGoneError`` is raised, and nothing has changed.
+
+        Recurrent layers go back only to where their states are kept: before each pass of several tokens behind others,
+        up to four of these, if there is no prefix cache. Otherwise ``NotSupportedError`` is raised, names the nearest
+        kept states, and nothing has changed. Convolutions also go back in the last pass after
+        `activate_past_recording`. If a pass of several tokens failed, ``crop(0)`` goes back to before it.
         """
         tokens_to_remove = integer(tokens_to_remove, "tokens_to_remove", -INT64_MAX, INT64_MAX)
         if tokens_to_remove > 0:
@@ -61,12 +64,12 @@ class EditableBatch(PrefixedBatch):
                 num_back = 0
             else:
                 self._recurrent.check_crop(before - seen, seen)
-                self._recurrent.crop(before - seen, seen)
             passes.end(num_back)
             lengths = {i: max(0, seen - offset) for i, offset in zip(passes.seq_ids, passes.offsets, strict=True)}
             for seq_id in (*stuck, *lengths):  # first what raises: then none has changed
                 self._cache.truncate(lengths[seq_id], seq_id=seq_id)  # also tells a prefix cache what was taken back
             passes.num_seen, passes.offsets = seen, [min(offset, seen) for offset in passes.offsets]
+            self._crop_states(before - seen, seen)
         self.text = None if self.text is None else self.text[:, :seen]
         self.ahead = self.ahead if seen == before else None
         if passes.prompts is not None and seen < before:
@@ -74,6 +77,15 @@ class EditableBatch(PrefixedBatch):
                 passes.prompts = None  # what comes now may have other padding
             else:
                 passes.prompts.crop(seen)
+
+    def _crop_states(self, num_back: int, num_left: int) -> None:
+        """Take the last tokens back from recurrent states; forget all tokens if that fails halfway."""
+        try:
+            if self._recurrent.crop(num_back, num_left):
+                self._passes.has_dropped = False
+        except BaseException:
+            self.reset()
+            raise
 
     def reorder_cache(self, beam_idx: torch.Tensor | Sequence[int]) -> None:
         """Continue batch index i from the tokens of index ``beam_idx[i]``; no row of keys or values is copied."""

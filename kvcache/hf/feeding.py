@@ -126,9 +126,10 @@ class FedBatch(Cache):
         is_first = self._passes.last is not None and self._passes.last.brings_sequences
         self._passes.end()
         if self._passes.seq_ids and not is_first:
+            seen = self._passes.num_seen
             raise ValueError(
                 "a forward pass did not go through all layers, and recurrent layers cannot go back to before it:"
-                " reset() the cache, then feed the whole text"
+                f" {self._recurrent.ways_back(seen)}"
             )
         self.reset()
 

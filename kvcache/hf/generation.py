@@ -145,7 +145,10 @@ def _prefill(
             shown = {"input_ids": input_ids, FEATURES: model_kwargs[FEATURES]}
             features = features_between(self.config, shown, cache.get_seq_length(), input_ids.shape[1])
             model_kwargs = model_kwargs | {FEATURES: features}
-        model = PieceByPiece(self, cache, generation_config.prefill_chunk_size)
+        running = _running.get()
+        size = generation_config.prefill_chunk_size
+        is_held = running is not None and running.given.get(CACHE) is cache and not size
+        model = PieceByPiece(self, cache, size, is_held)
         if cache.keeps_states and generation_config.prefill_chunk_size:  # by which transformers would cut elsewhere
             generation_config = copy.copy(generation_config)
             generation_config.prefill_chunk_size = None

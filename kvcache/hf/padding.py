@@ -32,9 +32,20 @@ def refuse_batch(batch_size: int, num_filled: int) -> NoReturn:
 
 def check_rows(inputs: Mapping[str, Any], num_filled: int) -> None:
     """Raise ValueError if a model's arguments have other rows than its cache; `num_filled` -1: the cache has none."""
-    fed = next((inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None), None)
+    fed = _fed(inputs)
     if fed is not None and num_filled >= 0 and len(fed) != num_filled:
         refuse_batch(len(fed), num_filled)
+
+
+def count_fed(inputs: Mapping[str, Any]) -> int:
+    """Return how many tokens of each row a model's arguments feed; 0 if they do not say it."""
+    fed = _fed(inputs)
+    return fed.shape[1] if isinstance(fed, torch.Tensor) and fed.ndim > 1 else 0
+
+
+def _fed(inputs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the tokens, or their embeddings, of a model's arguments: ``[batch, tokens, ...]``."""
+    return next((inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None), None)
 
 
 def check_mask(mask: torch.Tensor, batch_size: int) -> None:

@@ -14,6 +14,10 @@ from kvcache.models.shapes import PREFILL_TOKENS
 from kvcache.policy import window_of
 
 CHECKPOINT_TOKENS = 2048  # a state may take as much memory as the rows of so many tokens
+# The last tokens of a prompt, which are fed behind kept states. In a later turn, a template may write them otherwise
+# ("<think>"). They are several, because some models (Zamba 2) compute a single token less precisely.
+ENDING = 8
+SHORT = 64  # tokens of a prompt that are fed again in less time than another pass takes
 TOKENS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, TYPES: -1}  # the axis of a pass's tokens
 SHOWING = ("output_attentions", "output_hidden_states")  # they ask for more of a prompt than its last token
 
@@ -22,12 +26,14 @@ class PieceByPiece:
     """Stands for a model where transformers feeds a prompt to it: a long one is cut into passes of `size` tokens.
 
     The result of the last pass is returned. While a pass runs, each layer holds what it sees and the pass's own tokens.
-    Without a size, a pass has `PREFILL_TOKENS`, or `CHECKPOINT_TOKENS` where states are kept. The model's attributes
-    are found here, too.
+    Without a size, a pass has `PREFILL_TOKENS`, or `CHECKPOINT_TOKENS` where a prefix cache keeps states. If the cache
+    is held beyond the call (`is_held`), recurrent layers can go back to before a prompt's last tokens. The model's
+    attributes are found here, too.
     """
 
-    def __init__(self, model: Any, cache: HFCache, size: int | None) -> None:
+    def __init__(self, model: Any, cache: HFCache, size: int | None, is_held: bool = False) -> None:
         self._model, self._cache = model, cache
+        self._goes_back = is_held and bool(cache.recurrent) and not cache.keeps_states
         self._size = size or (CHECKPOINT_TOKENS if cache.keeps_states else PREFILL_TOKENS)
 
     def __getattr__(self, name: str) -> Any:
@@ -68,24 +74,31 @@ class PieceByPiece:
     def _ends(self, num_tokens: int, seen: int, num_last: int) -> list[int]:
         """Return where the pieces of a pass end; the last one has `num_last` tokens or more.
 
-        If states are kept behind pieces, pieces end at multiples of the size, whatever was seen, and at columns where
-        other prompts branch off. The last piece is the last token, so that the whole prompt may come again, or with a
-        store what follows the last full block.
+        If a prefix cache keeps states behind pieces, pieces end at multiples of the size, whatever was seen, and at
+        columns where other prompts branch off. The last piece is the last token, so that the whole prompt may come
+        again, or with a store what follows the last full block.
         """
         if self._cache.keeps_states:
             last = max(0, num_tokens - num_last)
             ends = {*range(self._size - seen % self._size, last, self._size), self._cache.resumable(seen + last) - seen}
             ends |= {column - seen for column in self._cache.branches}
             return [*sorted(end for end in ends if 0 < end <= last), num_tokens]
-        size = max(self._size, num_last)
-        return [*range((num_tokens - 1) % size + 1, num_tokens + 1, size)]
+        size = max(self._size, num_last) if self._exceeds_windows(num_tokens) else num_tokens
+        ends = {*range((num_tokens - 1) % size + 1, num_tokens + 1, size)}
+        if self._goes_back and num_tokens > SHORT and num_last <= ENDING:
+            ends.add(num_tokens - ENDING)
+        return sorted(ends)
 
     def _gains(self, num_tokens: int) -> bool:
-        """Whether a pass of so many tokens takes less memory in pieces, or leaves states for other prompts."""
+        """Whether a pass of so many tokens takes less memory in pieces, or leaves states for other texts."""
         if self._cache.goes_on_by_one_token:
             return False
+        return self._goes_back or self._cache.keeps_states or self._exceeds_windows(num_tokens)
+
+    def _exceeds_windows(self, num_tokens: int) -> bool:
+        """Whether a layer would hold more of a pass of so many tokens than it sees, and than a piece has."""
         windows = (window for policy in self._cache.policy if (window := window_of(policy)))
-        return self._cache.keeps_states or num_tokens > max(self._size, min(windows, default=num_tokens))
+        return num_tokens > max(self._size, min(windows, default=num_tokens))
 
 
 def _join_hidden(ends: list[int], shown: list[bool]) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 
 from kvcache.hf.feeding import FedBatch
 from kvcache.hf.images import Images
-from kvcache.hf.padding import check_rows
+from kvcache.hf.padding import check_rows, count_fed
 from kvcache.hf.prompts import Prompt, Prompts, prompts_of
 
 
@@ -42,11 +42,19 @@ class PrefixedBatch(FedBatch):
         prompts = self._passes.prompts
         if self._recurrent and not is_part and not self.has_lost_state:  # what is lost ends with its rows
             check_rows(inputs, self._passes.batch_size)
+            if self._prefix is None and count_fed(inputs) > 1:
+                self._keep_states()
         if prompts is not None:
             tell = prompts.tell_part if is_part else prompts.tell
             tell(self.get_seq_length(), inputs)
         if not is_part:
             self._passes.note_call(True)
+
+    def _keep_states(self) -> None:
+        """Keep the states of recurrent layers behind the last token, if there is one, for `crop`."""
+        passes = self._passes
+        if passes.num_seen:
+            self._recurrent.keep(passes.num_seen, len(passes.seq_ids))
 
     def tell_end(self, has_failed: bool) -> None:
         """Note that a call has ended; if it has failed, only the tokens that the cache holds were fed."""

@@ -1,13 +1,14 @@
 """The recurrent layers of an `HFCache`: convolutions, linear attention, state spaces.
 
-Their states are transformers' own tensors, which a model overwrites in each pass: a state has all tokens in it, and
-cannot go back to an earlier one.
+Their states are transformers' own tensors, which a model overwrites in each pass. A state has all tokens in it. It goes
+back only to where it was kept.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from kvcache.hf.layers import Layer
 
 # Parts of a layer: its keys and values, the keys of an indexer, and its first state. Others follow that one.
 ROWS, KEYS, STATE = -1, -2, 0
+MOST_KEPT = 4  # columns behind which states are kept
 
 
 class MixedLayer(LinearAttentionLayer, Layer):  # type: ignore[override] # one base has an attribute, one a property
@@ -52,6 +54,8 @@ class Recurrent:
         self._all |= {(i, ROWS) for i, layer in enumerate(layers) if isinstance(layer, Layer)}
         self._all |= {(i, KEYS) for i, layer in enumerate(layers) if getattr(layer, "index_keys", None) is not None}
         self._reached: set[tuple[int, int]] = set()
+        # By rising column: the state of each row behind it. Caches that go on from the same tokens share the bytes.
+        self._kept: dict[int, list[bytes]] = {}
 
     def __bool__(self) -> bool:
         """Whether there are recurrent layers."""
@@ -59,7 +63,7 @@ class Recurrent:
 
     def go_on_as(self, other: Recurrent) -> None:
         """Go on from where another cache is, whose layers these are copies of."""
-        self._reached = {*other._reached}
+        self._reached, self._kept = {*other._reached}, {**other._kept}
 
     def is_begun_by(self, index: int, part: int) -> bool:
         """Whether a pass begins when it comes to a part of a layer."""
@@ -83,7 +87,12 @@ class Recurrent:
         return self.is_within and any(part < STATE for _, part in self._reached)
 
     def reset(self) -> None:
-        """Forget all states, and the size of the batch."""
+        """Forget all states, those that are kept as well, and the size of the batch."""
+        self._kept = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        """Forget the states behind the last token, and the size of the batch."""
         for layer in self.layers.values():
             recording = layer.record_past
             LinearAttentionLayer.__init__(layer, layer.number_of_states)
@@ -94,10 +103,27 @@ class Recurrent:
         """Make a batch of the rows at these indices."""
         for layer in self.layers.values():
             layer.reorder_cache(torch.tensor(batch_indices))
+        self._kept = {column: [rows[i] for i in batch_indices] for column, rows in self._kept.items()}
+
+    def keep(self, column: int, num_rows: int) -> None:
+        """Keep the states behind a column, the last one, so that `crop` can go back to it.
+
+        If there are too many, drop an earlier column: the one without which the fewest tokens have to be fed again.
+        """
+        if column in self._kept:
+            return
+        if len(self._kept) == MOST_KEPT:
+            fed_again = {end: end - begin for begin, end in pairwise((0, *self._kept))}
+            self._kept.pop(min(fed_again, key=fed_again.__getitem__))
+        self._kept[column] = [self.state_of(row) for row in range(num_rows)]
+
+    def last_kept(self, column: int) -> int:
+        """Return the last column, up to this one, whose states are kept; 0 if there is none."""
+        return max((kept for kept in self._kept if kept <= column), default=0)
 
     def check_crop(self, num_back: int, num_left: int) -> None:
         """Raise NotSupportedError if the states cannot go back by so many tokens, to so many."""
-        for i, layer in self.layers.items() if num_back and num_left else ():
+        for i, layer in self.layers.items() if num_back and num_left and num_left not in self._kept else ():
             widths = [(layer.conv_kernel_size[n], x.shape[-1]) for n, x in layer.conv_states.items() if x is not None]
             if any(layer.is_recurrent_states_initialized.values()):
                 reason = "its recurrent state has all tokens in it"
@@ -106,18 +132,36 @@ class Recurrent:
             else:
                 continue
             raise NotSupportedError(
-                f"layer {i} cannot go back by {num_back} tokens: {reason}; reset the cache and feed the text again"
+                f"layer {i} cannot go back by {num_back} tokens, to {num_left}: {reason}; {self.ways_back(num_left)}"
             )
 
-    def crop(self, num_back: int, num_left: int) -> None:
-        """Go back by so many tokens, to so many; `check_crop` has found that the states can."""
+    def ways_back(self, column: int) -> str:
+        """Say, in an error, where to go back to instead of a column."""
+        again = "reset() the cache and feed the text again"
+        if not self._kept:
+            return again
+        before, behind = self.last_kept(column), min((kept for kept in self._kept if kept > column), default=0)
+        nearest = " and ".join(str(kept) for kept in (before, behind) if kept)
+        return f"the nearest kept states are behind {nearest} tokens: crop to there, or {again}"
+
+    def crop(self, num_back: int, num_left: int) -> bool:
+        """Go back by so many tokens, to so many; `check_crop` has found that the states can.
+
+        Return whether no token of a pass that failed is left in them.
+        """
+        self._kept = {column: rows for column, rows in self._kept.items() if column <= num_left}
+        if num_left in self._kept:
+            self.restore(self._kept[num_left])
+            return True
         if not num_left:
             self.reset()
+            return True
         for layer in self.layers.values():
             for n, state in layer.conv_states.items():
                 if state is not None:
                     end = state.shape[-1] - num_back
                     layer.conv_states[n] = state[..., max(0, end - layer.conv_kernel_size[n]) : end]
+        return False
 
     def states_of(self, row: int) -> dict[str, torch.Tensor]:
         """Return the states of a row of the batch by name; later passes may change them."""
@@ -129,7 +173,6 @@ class Recurrent:
 
     def restore(self, rows: Sequence[Any]) -> None:
         """Go on from what `state_of` returned for each row; raise ValueError, and forget all, if it cannot be that."""
-        self.reset()
         try:
             loaded = [load(bytes(row)) for row in rows]
             self.go_on_from(loaded)
@@ -141,7 +184,7 @@ class Recurrent:
 
     def go_on_from(self, rows: Sequence[dict[str, torch.Tensor]]) -> None:
         """Go on from copies of the states of each row, as `states_of` returns them, without tokens of passes."""
-        self.reset()
+        self._clear()
         for name in rows[0]:
             kind, i, n = name.split(".")
             state = torch.stack([row[name] for row in rows])
@@ -167,5 +210,6 @@ class Recurrent:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all states."""
-        return sum(state.nbytes for state in self._states().values())
+        """The bytes of all states, those that are kept as well."""
+        kept = {id(row): len(row) for rows in self._kept.values() for row in rows}  # beams share theirs
+        return sum(state.nbytes for state in self._states().values()) + sum(kept.values())

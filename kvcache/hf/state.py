@@ -88,7 +88,7 @@ class SaveableBatch:
             If the file cannot be written.
         ValueError, TypeError
             If an argument is wrong; or if `tokens` are others than `generate` fed; or if a forward pass failed within
-            recurrent layers, which cannot go back.
+            recurrent layers, and `crop` has not gone back to before it.
         """
         if self._parts == [self] and not _has_tokens(self):
             raise NotSupportedError(

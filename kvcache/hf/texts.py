@@ -32,7 +32,9 @@ def begin_text(
     know its own tokens and the text is not longer. Raise it also if the number of rows differs, except for beams of the
     same prompts. `positions` of None are the usual ones.
     """
-    if cache.has_lost_state or (cache.goes_on_by_one_token and input_ids.shape[1] > cache.get_seq_length() + 1):
+    if cache.has_lost_state:
+        _cut(cache, 0 if cache.text is None else cache.get_seq_length())
+    if cache.goes_on_by_one_token and input_ids.shape[1] > cache.get_seq_length() + 1:
         cache.reset()
     seen, length = cache.get_seq_length(), input_ids.shape[1]
     text = input_ids if mask is None else input_ids.masked_fill(~mask.bool(), NONE)
@@ -98,13 +100,14 @@ def leave_text(cache: HFCache, has_failed: bool = False) -> None:
     """Note that nobody told what `generate` fed behind the text that it was given, or that it fed less.
 
     Forget all where it did not feed the whole prompts that it acquired: others may come in their place. If it failed
-    (`has_failed`), a recurrent layer may lack the last tokens. Then no token is known, and the next text begins anew.
+    (`has_failed`), a recurrent layer may lack the last tokens. Then the next text goes back to kept states, because no
+    token behind these is known.
     """
     if cache.lacks_prompt:
         cache.reset()
     seen = cache.get_seq_length()
     if cache.text is not None:
-        known = cache.text[:, : 0 if has_failed and cache.recurrent else seen]
+        known = cache.text[:, : cache.recurrent.last_kept(seen) if has_failed and cache.recurrent else seen]
         cache.text = torch.nn.functional.pad(known, (0, seen - known.shape[1]), value=UNKNOWN)
 
 
@@ -170,8 +173,13 @@ def _count_common(known: torch.Tensor, text: torch.Tensor) -> int:
 
 
 def _cut(cache: HFCache, length: int) -> None:
-    """Keep the first tokens; none where a layer cannot go back to there, or their rows follow from what is cut off."""
-    if length and not cache.recurrent and not cache.follows_from_later and not cache.begins_behind(length):
+    """Keep the first tokens; none where a layer cannot go back to there, or their rows follow from what is cut off.
+
+    Recurrent layers go back to the last kept states before.
+    """
+    if cache.recurrent:
+        length = cache.recurrent.last_kept(length)
+    if length and not cache.follows_from_later and not cache.begins_behind(length):
         try:
             cache.crop(length - cache.get_seq_length())
             return

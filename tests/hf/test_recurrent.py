@@ -227,7 +227,7 @@ def test_crop(name):
     cache, untouched = HFCache(model.config, dtype="f32"), HFCache(model.config, dtype="f32")
     for each in (cache, untouched):
         logits(model, each, tokens[:, :20])
-    with pytest.raises(kvcache.NotSupportedError, match=r"layer \d cannot go back by 3 tokens: its .*; reset"):
+    with pytest.raises(kvcache.NotSupportedError, match=r"layer \d cannot go back by 3 tokens, to 17: its .*; reset"):
         cache.crop(-3)
     cache.crop(0)
     assert torch.equal(logits(model, cache, tokens[:, 20:]), logits(model, untouched, tokens[:, 20:]))
