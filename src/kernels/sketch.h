@@ -106,9 +106,11 @@ INLINE void score_sketches(float *scores, const kvc_sketch_query *q, int num_q, 
                            int dim) {
     kvc_sketch_query some = *q;
     for (int n; num_q; num_q -= n, scores += n * KVC_SCORES) {
-        n = num_q >= 4 ? 4 : num_q >= 2 ? 2 : 1;
+        n = num_q < 4 ? num_q : 4;
         if (n == 4)
             score_all_sketches(4, scores, &some, rows, row_stride, dim);
+        else if (n == 3)
+            score_all_sketches(3, scores, &some, rows, row_stride, dim);
         else if (n == 2)
             score_all_sketches(2, scores, &some, rows, row_stride, dim);
         else
