@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import random
 import re
 import signal
 import socket
@@ -147,6 +148,35 @@ def test_a_client_that_goes_away(client, is_stream):
             return
         time.sleep(0.01)
     raise AssertionError("it was not counted")
+
+
+def test_ten_clients_some_of_whom_go_away(model):
+    """Whole answers and streams, of which each client leaves some: the others are right, and nothing is left behind."""
+    with serving(model, 1024, keys=None) as client:
+        wanted = [client.complete(prompt, max_tokens=60)["choices"][0]["text"] for prompt in PROMPTS]
+
+        def play(i):
+            choose, found = random.Random(i), []
+            for _ in range(4):
+                which, is_stream = choose.randrange(len(PROMPTS)), choose.random() < 0.7
+                body = {"prompt": PROMPTS[which], "max_tokens": 60, "temperature": 0, "stream": is_stream}
+                if not is_stream:
+                    found.append((which, client.ask("/v1/completions", body)[1]["choices"][0]["text"]))
+                    continue
+                connection, response = client.open("/v1/completions", body)
+                with contextlib.closing(connection):
+                    if choose.random() < 0.5:
+                        response.read(choose.randrange(1, 2000))
+                        continue
+                    found.append((which, "".join(one["choices"][0]["text"] for one in stream(response))))
+            return found
+
+        with ThreadPoolExecutor(10) as pool:
+            found = [answer for answers in pool.map(play, range(10)) for answer in answers]
+        assert 10 < len(found) < 40
+        assert found == [(which, wanted[which]) for which, _ in found]
+        client.wait_until_idle()
+        client.cache.validate()
 
 
 def test_more_requests_than_a_key_may_have(client):
