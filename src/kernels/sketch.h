@@ -52,15 +52,12 @@ INLINE void make_sketches(void *to, int64_t stride, const float *keys, int n, in
 #if HAS_QUADS
 enum { SKETCH_VECTORS = IS_WIDE ? 4 : 1 }; /* of rows, that are multiplied at once */
 
-/* Scores rows 4 (at + i) + k, for lanes i and vectors k from `first` on, for num_q queries. */
-INLINE void score_some_sketches(int num_q, float *scores, const kvc_sketch_query *q, const char *rows, ptrdiff_t stride,
-                                int dim, int at, int first) {
+/* Adds the products of num_q queries with the codes in bytes [begin, end) of the sketches at `from`, of lanes and
+ * vectors. */
+INLINE void add_codes(int num_q, ivec *sums, const kvc_sketch_query *q, const char *from, ptrdiff_t stride, int begin,
+                      int end) {
     const ivec mask = i_set_16(0x0303);
-    const char *from = rows + (4 * at + first) * stride;
-    ivec sums[SKETCH_VECTORS * QUERIES];
-    UNROLL
-    for (int i = 0; i < SKETCH_VECTORS * num_q; i++) sums[i] = i_zero();
-    for (int byte = 0; byte < dim / 4; byte += KVC_SKETCH_STEP) {
+    for (int byte = begin; byte < end; byte += KVC_SKETCH_STEP) {
         ivec x[SKETCH_VECTORS][4];
         UNROLL
         for (int v = 0; v < SKETCH_VECTORS; v++) i_load_rows(x[v], from + v * stride + byte, 4 * stride);
@@ -81,6 +78,23 @@ INLINE void score_some_sketches(int num_q, float *scores, const kvc_sketch_query
                 }
             }
         }
+    }
+}
+
+/* Scores rows 4 (at + i) + k, for lanes i and vectors k from `first` on, for num_q queries. */
+INLINE void score_some_sketches(int num_q, float *scores, const kvc_sketch_query *q, const char *rows, ptrdiff_t stride,
+                                int dim, int at, int first) {
+    const char *from = rows + (4 * at + first) * stride;
+    ivec sums[SKETCH_VECTORS * QUERIES];
+    UNROLL
+    for (int i = 0; i < SKETCH_VECTORS * num_q; i++) sums[i] = i_zero();
+    for (int byte = 0; byte < dim / 4; byte += CODE_BYTES) {
+        ivec some[SKETCH_VECTORS * QUERIES];
+        UNROLL
+        for (int i = 0; i < SKETCH_VECTORS * num_q; i++) some[i] = i_begin_codes(sums[i]);
+        add_codes(num_q, some, q, from, stride, byte, smaller(dim / 4, byte + CODE_BYTES));
+        UNROLL
+        for (int i = 0; i < SKETCH_VECTORS * num_q; i++) sums[i] = i_end_codes(sums[i], some[i]);
     }
     UNROLL
     for (int v = 0; v < SKETCH_VECTORS; v++) {

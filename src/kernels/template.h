@@ -99,7 +99,10 @@
  *   i_begin_quads(p)           what sums of i_dot_quads begin with; p: starts of a kvc_rank_query
  *   i_set_quad(p)              the four int8 at p in all lanes, as i_dot_quads takes them
  *   i_dot_quads(sum, x, y)     adds to each int32 lane of sum the four products of int8 there, none of y -128
- *   i_dot_codes(sum, x, y)     the same of bytes of x below 128, without signs
+ *   i_dot_codes(sum, x, y)     the same of codes in bytes of x, which are below 4.  Sums may have another form, which
+ *                              serves CODE_BYTES bytes of a sketch
+ *   i_begin_codes(sum)         what such sums begin with that i_end_codes will add to the int32 of sum
+ *   i_end_codes(sum, some)     returns int32: the sum, and what was added to such sums
  *
  *   where HAS_VNNI or HAS_AVX_VNNI, for prompts in bytes and what follows:
  *   i_dot_bytes(sum, x, y)     adds to each int32 lane of sum the four products of bytes there, of x without signs

@@ -227,10 +227,14 @@ INLINE ivec i_set_pair(const void *p) {
     return _mm256_set1_epi32(pair);
 }
 
-/* Products of codes, which have no signs. */
-INLINE ivec i_dot_codes(ivec sum, ivec x, ivec y) {
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(x, y), i_set_16(1)));
-}
+/* Sums are int16, which hold 43 products of two codes with 127: of a word of four codes each. */
+enum { CODE_BYTES = 32 };
+
+INLINE ivec i_begin_codes(ivec sum) { return (void)sum, i_zero(); }
+
+INLINE ivec i_dot_codes(ivec sum, ivec x, ivec y) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(x, y)); }
+
+INLINE ivec i_end_codes(ivec sum, ivec some) { return _mm256_add_epi32(sum, _mm256_madd_epi16(some, i_set_16(1))); }
 
 INLINE ivec i_and(ivec x, ivec y) { return _mm256_and_si256(x, y); }
 

@@ -482,7 +482,13 @@ INLINE ivec i_set_quad(const void *p) { return i_xor(i_set_pair(p), i_set_32((in
 
 INLINE ivec i_dot_quads(ivec sum, ivec x, ivec y) { return i_dot_bytes(sum, x, y); }
 
+enum { CODE_BYTES = 1024 }; /* more than a sketch has */
+
+INLINE ivec i_begin_codes(ivec sum) { return sum; }
+
 INLINE ivec i_dot_codes(ivec sum, ivec x, ivec y) { return i_dot_bytes(sum, x, y); }
+
+INLINE ivec i_end_codes(ivec sum, ivec some) { return (void)sum, some; }
 #endif
 
 #if HAS_DOT_16

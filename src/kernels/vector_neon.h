@@ -417,7 +417,13 @@ INLINE ivec i_dot_quads(ivec sum, ivec x, ivec y) {
 }
 #endif
 
+enum { CODE_BYTES = 1024 }; /* more than a sketch has */
+
+INLINE ivec i_begin_codes(ivec sum) { return sum; }
+
 INLINE ivec i_dot_codes(ivec sum, ivec x, ivec y) { return i_dot_quads(sum, x, y); }
+
+INLINE ivec i_end_codes(ivec sum, ivec some) { return (void)sum, some; }
 
 /* ---- 16 bits ----------------------------------------------------------------------------------------------------- */
 

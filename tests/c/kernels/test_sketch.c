@@ -84,7 +84,8 @@ static void test_not_finite(const kvc_kernels *kernels) {
     CHECK(scale_of(sketch, 32) == (double)KVC_LARGEST_F16);
 }
 
-/* Scores for num_q queries of rows `gap` bytes apart, behind which a cache line may be read. */
+/* Scores for num_q queries of rows `gap` bytes apart, behind which a cache line may be read.  Row 9 has the largest
+ * codes, and so has the first query. */
 static void test_scores(const kvc_kernels *kernels, int num_q, int dim, int gap) {
     static float scores[MAX_Q * KVC_SCORES], plain[MAX_Q * KVC_SCORES];
     static int8_t codes[MAX_Q * MAX_DIM];
@@ -95,12 +96,14 @@ static void test_scores(const kvc_kernels *kernels, int num_q, int dim, int gap)
     memset(codes, 0, sizeof codes);
     for (int r = 0; r < num_q; r++) {
         int sum = 0;
-        for (int d = 0; d < dim; d++) sum += codes[r * query.stride + d] = (int8_t)random_int(-127, 128);
+        for (int d = 0; d < dim; d++)
+            sum += codes[r * query.stride + d] = (int8_t)(r ? random_int(-127, 128) : num_q % 2 ? 127 : -127);
         scales[r] = random_float();
         offsets[r] = -1.5f * (float)sum;
     }
     make_keys(KVC_PANEL, dim);
     kvc_kernels_scalar.make_sketches(rows, by, keys, KVC_PANEL, dim);
+    memset(rows + 9 * by, 0xff, (size_t)dim / 4);
     for (int i = 0; i < MAX_Q * KVC_SCORES; i++) scores[i] = plain[i] = UNTOUCHED;
     kernels->sketch(scores, &query, num_q, rows, by, dim);
     for (int r = 0; r < num_q; r++)
