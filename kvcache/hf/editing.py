@@ -54,8 +54,9 @@ class EditableBatch(PrefixedBatch):
         with passes.turns.lock:  # until tokens of the last pass are taken back, no other cache may end it
             if not passes.num_open:
                 passes.end()
-            before = passes.length
-            num_back, seen = min(-tokens_to_remove, passes.num_open), max(0, before + tokens_to_remove)
+            before = self.get_seq_length()  # without a pass that failed behind its last rows
+            seen = max(0, before + tokens_to_remove)
+            num_back = min(passes.length - seen, passes.num_open)
             stuck: list[int] = []  # sequences whose windows have moved on
             if seen < passes.num_seen:
                 begins = zip(passes.seq_ids, passes.offsets, strict=True)

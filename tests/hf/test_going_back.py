@@ -197,6 +197,23 @@ def test_a_pass_that_fails(name, at):
             assert torch.equal(feed(model, cache, part), feed(model, like, part))
 
 
+@pytest.mark.parametrize("num_back", [0, 10])
+def test_a_pass_that_fails_behind_all_rows(num_back):
+    """It does not count: the last recurrent layer lacks its tokens."""
+    model, text = prepared("minimax"), random_tokens(1, 40)
+    cache, like = new_cache(model), new_cache(model)
+    fed_in(model, cache, text[:, :20], text[:, 20:30])
+    hook = failing(model, 2)
+    with pytest.raises(Failure):
+        feed(model, cache, text[:, 30:35])
+    hook.remove()
+    assert cache.get_seq_length() == 30
+    cache.crop(-num_back)
+    assert cache.get_seq_length() == 30 - num_back
+    fed_in(model, like, *((text[:, :20],) if num_back else (text[:, :20], text[:, 20:30])))
+    assert torch.equal(feed(model, cache, text[:, 35:]), feed(model, like, text[:, 35:]))
+
+
 def test_a_step_that_fails_leaves_earlier_states():
     model, text = prepared("qwen3_next"), random_tokens(1, 40)
     cache, like = new_cache(model), new_cache(model)
