@@ -288,12 +288,6 @@ def test_assisted_decoding(name):
     check_same(model, scenario)
 
 
-def test_assisted_decoding_is_refused_by_transformers():
-    model = prepared("qwen3_next")
-    with pytest.raises(ValueError, match="not supported with stateful"):
-        generate(model, HFCache(model.config), random_tokens(1, 20), prompt_lookup_num_tokens=3)
-
-
 @pytest.mark.parametrize("way", ["edited", "shorter", "the same"])
 @pytest.mark.parametrize("name", NAMES)
 def test_another_text(name, way):
