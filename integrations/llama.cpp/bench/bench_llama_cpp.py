@@ -42,6 +42,7 @@ HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
 BUILT = CACHE / "kvcache/llama.cpp/shared-openmp/bin"  # where integrations/llama.cpp/build.sh leaves libllama
 MODELS = CACHE / "kvcache-bench/llama-cpp-models"
+DEFAULT_MODEL = "llama-1b"
 MARGIN = 8  # tokens of a context beyond those that are measured
 PROMPT = 512  # tokens of a prompt, which are one ubatch
 PICTURES = (".svg", ".png", ".pdf")
@@ -97,11 +98,11 @@ Beside = dict[tuple[str, int], list[float]]  # the same, by type, which for ik_l
 
 
 class Report:
-    """Prints lines at once, and keeps each figure as a row."""
+    """Prints lines at once, and collects each figure as a row. Kept rows are in a section of the model's own."""
 
-    def __init__(self, threads: int, wanted: dict[tuple[str, str, str, int], float]) -> None:
+    def __init__(self, threads: int, wanted: dict[tuple[str, str, str, int], float], model: str = "") -> None:
         self.rows: list[dict[str, object]] = []
-        self.threads, self._wanted = threads, wanted
+        self.threads, self._wanted, self.section = threads, wanted, f"llama_cpp {model}".rstrip()
         self._said: set[str] = set()
 
     def cells(self, *cells: str) -> None:
@@ -489,7 +490,9 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", type=Path, default=os.environ.get("LLAMA_CPP_LIB_PATH", BUILT), metavar="FOLDER",
                         help="with libllama; default: $LLAMA_CPP_LIB_PATH, or what build.sh built")  # fmt: skip
-    parser.add_argument("--model", type=Path, metavar="GGUF", help="default: the shape of a 1 B Llama, random weights")
+    parser.add_argument("--model", type=model_of, metavar="GGUF",
+                        help="or random weights in the shape of a model that llama_cpp_models.py knows, such as "
+                             f"qwen3.5-0.8b, a hybrid model; default: {DEFAULT_MODEL}")  # fmt: skip
     parser.add_argument("--ik", type=Path, metavar="FOLDER", help="a clone of ik_llama.cpp, built in its folder build")
     parser.add_argument("--only", nargs="+", choices=SECTIONS,
                         help="default: summary with --model; or all others, with --ik those beside it")  # fmt: skip
@@ -553,6 +556,11 @@ def written(name: str) -> Path:
     return path if path.exists() else llama_cpp_models.write(name, MODELS)
 
 
+def model_of(name: str) -> Path:
+    """Return a file; for the name of a shape, a written file of random weights."""
+    return written(name) if name in llama_cpp_models.SHAPES else Path(name)
+
+
 @contextmanager
 def recorded(report: Report, o: argparse.Namespace) -> Iterator[None]:
     """Keep what a run has reported in the end; an error of llama.cpp ends the program with its message."""
@@ -562,15 +570,15 @@ def recorded(report: Report, o: argparse.Namespace) -> Iterator[None]:
         sys.exit(str(error))
     finally:
         if o.json:
-            keep(o.json, o.command, report.rows)
+            keep(o.json, o.command, [row | {"section": report.section} for row in report.rows])
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     o = options(arguments)
-    o.model = o.model or written("llama-1b")
+    o.model = o.model or written(DEFAULT_MODEL)
     print(describe_machine())
     print(f"{o.model.name}, {o.threads} threads, load {', '.join(f'{load:.1f}' for load in os.getloadavg())}")
-    report = Report(o.threads, WANTED if o.model.stem == "llama-1b" else {})
+    report = Report(o.threads, WANTED) if o.model.stem == DEFAULT_MODEL else Report(o.threads, {}, o.model.stem)
     with recorded(report, o):
         if o.ik:
             compiled(o.ik)  # says at once what is missing

@@ -217,8 +217,9 @@ class Context:
         return ends[0](self._memory, 0), ends[1](self._memory, 0)
 
     def rewind(self, tokens: int) -> None:
-        """Drop what sequence 0 holds from a position on."""
-        self.api.llama_memory_seq_rm(self._memory, 0, tokens, -1)
+        """Drop what sequence 0 holds from a position on; fill the context again if a recurrent state cannot go back."""
+        if not self.api.llama_memory_seq_rm(self._memory, 0, tokens, -1):
+            self.fill(tokens)
         self.tokens = tokens
 
     def share(self, num_sequences: int) -> None:

@@ -26,6 +26,7 @@ from kvcache.models.weights import NAMES, Tensors
 REPOSITORY = Path(__file__).resolve().parents[3] / "examples/model"
 Q4_0 = gguf.GGMLQuantizationType.Q4_0
 PATTERN = 65_537  # blocks; a prime, so that no two rows of a matrix begin with the same one
+DELTA_DIM = 128  # of a head of a gated delta net
 SPACE = "\u2581"  # what a SentencePiece vocabulary writes for a space
 
 
@@ -33,7 +34,8 @@ SPACE = "\u2581"  # what a SentencePiece vocabulary writes for a space
 class Shape:
     """The sizes of a model; a window of 0 tokens is full attention in every layer, another in five of six.
 
-    If `conv_size` is not 0, two of three layers convolve that many tokens instead of attending.
+    If `conv_size` is not 0, two of three layers convolve that many tokens instead of attending. If there are
+    `delta_heads`, too, three of four layers are gated delta nets of so many heads.
     """
 
     architecture: str
@@ -48,15 +50,20 @@ class Shape:
     max_seq_len: int = 131_072
     rope_theta: float = 500_000.0
     conv_size: int = 0
+    delta_heads: int = 0
 
     def attends(self, layer: int) -> bool:
-        return not self.conv_size or layer % 3 == 2
+        every = 4 if self.delta_heads else 3
+        return not self.conv_size or layer % every == every - 1
 
 
 SHAPES = {
     "llama-1b": Shape("llama", 16, 2048, 8192, 32, 8, 64),  # Llama 3.2 1B
     "gemma-1b": Shape("gemma3", 26, 1152, 6912, 4, 1, 256, window=512, rope_theta=1e6),  # Gemma 3 1B
     "lfm-1b": Shape("lfm2", 16, 2048, 8192, 32, 8, 64, conv_size=3, rope_theta=1e6),  # LFM2 1.2B
+    "qwen3.5-0.8b": Shape(
+        "qwen35", 24, 1024, 3584, 8, 2, 256, 248_320, rope_theta=1e7, conv_size=4, delta_heads=16
+    ),  # Qwen3.5 0.8B
     "tiny": Shape("llama", 16, 64, 64, 2, 1, 64, vocab_size=320),  # a step is calls, and next to no arithmetic
 }
 
@@ -96,16 +103,24 @@ def add_sizes(writer: gguf.GGUFWriter, shape: Shape, epsilon: float = 1e-6) -> N
     writer.add_feed_forward_length(shape.inner_size)
     writer.add_head_count(shape.num_heads)
     kv_heads = [shape.num_kv_heads * shape.attends(layer) for layer in range(shape.num_layers)]
-    writer.add_head_count_kv(kv_heads if shape.conv_size else shape.num_kv_heads)
+    writer.add_head_count_kv(kv_heads if shape.architecture == "lfm2" else shape.num_kv_heads)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
     writer.add_vocab_size(shape.vocab_size)
     writer.add_layer_norm_rms_eps(epsilon)
-    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim // 4 if shape.delta_heads else shape.head_dim)
     writer.add_rope_freq_base(shape.rope_theta)
     if shape.window:
         writer.add_sliding_window(shape.window)
-    if shape.conv_size:
+    if shape.delta_heads:
+        writer.add_full_attention_interval(4)
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        writer.add_ssm_conv_kernel(shape.conv_size)
+        writer.add_ssm_inner_size(DELTA_DIM * shape.delta_heads)
+        writer.add_ssm_state_size(DELTA_DIM)
+        writer.add_ssm_time_step_rank(shape.delta_heads)
+        writer.add_ssm_group_count(shape.delta_heads)
+    elif shape.conv_size:
         writer.add_shortconv_l_cache(shape.conv_size)
 
 
@@ -139,27 +154,48 @@ def byte_vocabulary() -> tuple[list[str], list[gguf.TokenType]]:
 # ---- weights
 
 
-def matrices(shape: Shape, layer: int) -> dict[str, tuple[int, ...]]:
-    """Return the rows and columns of a layer's matrices, by their names."""
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    hidden, inner = shape.hidden_size, shape.inner_size
-    attention = {"attn_q": (q, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden), "attn_output": (hidden, q)}
-    convolution = {
+def delta_net(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of the matrices of a gated delta net, by their names."""
+    hidden, heads, inner = shape.hidden_size, shape.delta_heads, DELTA_DIM * shape.delta_heads
+    return {
+        "attn_qkv": (3 * inner, hidden), "attn_gate": (inner, hidden), "ssm_conv1d": (3 * inner, shape.conv_size),
+        "ssm_beta": (heads, hidden), "ssm_alpha": (heads, hidden), "ssm_out": (hidden, inner),
+    }  # fmt: skip
+
+
+def convolution(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of the matrices of a layer that convolves, by their names."""
+    hidden = shape.hidden_size
+    return {
         "shortconv.conv": (hidden, shape.conv_size), "shortconv.in_proj": (3 * hidden, hidden),
         "shortconv.out_proj": (hidden, hidden),
     }  # fmt: skip
-    ffn = {"ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
-    return (attention if shape.attends(layer) else convolution) | ffn
 
 
-def norms(shape: Shape, layer: int) -> dict[str, tuple[int, ...]]:
-    """Return the length of a layer's norms, by their names."""
-    names = ["attn_norm", "ffn_norm"]
+def attention(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of the matrices of a layer that attends, by their names; beside delta nets it has a gate."""
+    q, kv, hidden = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.hidden_size
+    with_gate = 2 * q if shape.delta_heads else q
+    return {"attn_q": (with_gate, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden), "attn_output": (hidden, q)}
+
+
+def matrices(shape: Shape, layer: int) -> dict[str, tuple[int, ...]]:
+    """Return the rows and columns of a layer's matrices, by their names."""
+    kind = attention if shape.attends(layer) else delta_net if shape.delta_heads else convolution
+    hidden, inner = shape.hidden_size, shape.inner_size
+    return kind(shape) | {"ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
+
+
+def vectors(shape: Shape, layer: int) -> dict[str, tuple[int, ...]]:
+    """Return the lengths of a layer's norms and other vectors, by their names."""
+    names = ["attn_norm", "post_attention_norm" if shape.delta_heads else "ffn_norm"]
     if shape.architecture == "gemma3":
         names += ["post_attention_norm", "post_ffw_norm"]
     found = dict.fromkeys(names, (shape.hidden_size,))
-    if shape.architecture in ("gemma3", "lfm2") and shape.attends(layer):
+    if shape.architecture in ("gemma3", "lfm2", "qwen35") and shape.attends(layer):
         found |= dict.fromkeys(("attn_q_norm", "attn_k_norm"), (shape.head_dim,))
+    elif shape.delta_heads:
+        found |= {"ssm_norm": (DELTA_DIM,), "ssm_a": (shape.delta_heads,), "ssm_dt.bias": (shape.delta_heads,)}
     return found
 
 
@@ -181,11 +217,11 @@ class RandomBlocks:
 
 
 def parts(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of all tensors, by their names; the output is the embedding."""
+    """Return the sizes of all tensors, by their names without ".weight"; the output is the embedding."""
     found: dict[str, tuple[int, ...]] = {"token_embd": (shape.vocab_size, shape.hidden_size)}
     found["token_embd_norm" if shape.architecture == "lfm2" else "output_norm"] = (shape.hidden_size,)
     for layer in range(shape.num_layers):
-        sizes = norms(shape, layer) | matrices(shape, layer)
+        sizes = vectors(shape, layer) | matrices(shape, layer)
         found |= {f"blk.{layer}.{name}": size for name, size in sizes.items()}
     return found
 
@@ -198,9 +234,11 @@ def write_random(path: Path, shape: Shape, seed: int = 0) -> None:
     add_vocabulary(writer, *random_vocabulary(shape.vocab_size))
     blocks = RandomBlocks(seed)
     for name, size in parts(shape).items():
-        if len(size) == 1:
-            writer.add_tensor(f"{name}.weight", np.ones(size, np.float32))
-        elif name.endswith("shortconv.conv"):
+        if name.endswith("ssm_a"):
+            writer.add_tensor(name, -np.ones(size, np.float32))  # a state decays
+        elif len(size) == 1:
+            writer.add_tensor(name if name.endswith(".bias") else f"{name}.weight", np.ones(size, np.float32))
+        elif name.endswith(("shortconv.conv", "ssm_conv1d")):
             writer.add_tensor(f"{name}.weight", np.full(size, size[1] ** -0.5, np.float32))
         else:
             rows, columns = size

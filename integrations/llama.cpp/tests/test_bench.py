@@ -18,6 +18,7 @@ from kvcache import runner
 
 pytest.importorskip("gguf")  # which models are written with
 import bench_llama_cpp
+import bench_llama_prefix
 import bench_llama_sparse
 import ik_llama_cpp
 import llama_cpp_contexts
@@ -31,6 +32,7 @@ from llama_cpp_contexts import CACHES, INSTALL, Context, Library, LlamaError, Mo
 TINY = llama_cpp_models.SHAPES["tiny"]
 WINDOWS = replace(TINY, architecture="gemma3", num_layers=6, window=32)
 HYBRID = replace(TINY, architecture="lfm2", num_layers=6, head_dim=32, conv_size=3)
+DELTA = replace(TINY, architecture="qwen35", num_layers=8, conv_size=4, delta_heads=2)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,9 @@ def written(shape, folder):
 
 @pytest.mark.parametrize("dtype", ["f16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("shape", [TINY, WINDOWS, HYBRID, "qwen2vl", "deepseek2"], ids=lambda shape: str(shape)[:40])
+@pytest.mark.parametrize(
+    "shape", [TINY, WINDOWS, HYBRID, DELTA, "qwen2vl", "deepseek2"], ids=lambda shape: str(shape)[:40]
+)
 def test_a_context_is_filled_at_once(library, tmp_path, shape, cache, dtype):
     if cache == "plain" and dtype != "f16":
         pytest.skip("llama.cpp has quantised V with flash attention only")
@@ -96,7 +100,7 @@ def test_a_context_is_filled_at_once(library, tmp_path, shape, cache, dtype):
     assert context.fill(100)
     first, last = context.positions()
     assert last == 99
-    if shape == HYBRID:  # whose recurrent layers hold the last position alone
+    if shape in (HYBRID, DELTA):  # whose recurrent layers hold the last position alone
         assert first == 99
     elif shape == WINDOWS:  # kvcache names the first position that its rows let the sequence go back to
         assert first in ((98,) if cache == "kvcache" else (68, 69))
@@ -104,6 +108,8 @@ def test_a_context_is_filled_at_once(library, tmp_path, shape, cache, dtype):
         assert first == 0
     context.decode()
     context.check()
+    context.rewind(100)  # recurrent layers are filled again
+    assert (context.tokens, context.positions()[1]) == (100, 99)
     context.close()
     model.close()
 
@@ -184,6 +190,22 @@ def test_a_layer_whose_indexer_pools_keys(library, tmp_path, monkeypatch, capsys
     assert found >= {(f"sparse layer of {name}, decode, speedup", dtype) for dtype in ("f16", "int8")}
 
 
+@pytest.mark.parametrize("shape", [TINY, HYBRID, DELTA], ids=lambda shape: shape.architecture)
+def test_a_conversation_goes_on_after_a_restart(library, tmp_path, capsys, shape):
+    model = written(shape, tmp_path)
+    bench_llama_prefix.main(
+        [f"--library={library.folder}", f"--model={model}", "--tokens=200", "--threads=1", "--cpu-time"]
+    )
+    lines = capsys.readouterr().out.splitlines()[1:]
+    found = {line[:38].strip(): int(line.split(" s, ")[1].split()[0]) for line in lines}
+    assert found.pop("kvcache, from a folder") >= 128  # of 232
+    assert found.pop("own cache, from a file") == 231  # the answer's last token has no row yet
+    assert found.pop("prefix on, another slot") >= 128
+    computed = ("prefix on, first slot", "prefix off, first slot", "prefix off, another slot")
+    computed += ("kvcache, computed after a restart", "own cache, computed after a restart")
+    assert found == dict.fromkeys(computed, 0)
+
+
 # ---- the comparison
 
 
@@ -199,6 +221,7 @@ def test_every_section_once(library, tiny, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "decoding, tokens/s" in printed
     rows = json.loads((tmp_path / "run.json").read_text())["rows"]
+    assert {row["section"] for row in rows} == {"llama_cpp tiny"}
     rates = {(row["name"], row["type"], row["context"]) for row in rows if "rate" in row}
     own = {("f16", "flash attention"), ("f16", "without it"), ("q4_0", "flash attention")}
     for context in (0, 300):
