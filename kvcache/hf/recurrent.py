@@ -159,8 +159,8 @@ class Recurrent:
         for layer in self.layers.values():
             for n, state in layer.conv_states.items():
                 if state is not None:
-                    end = state.shape[-1] - num_back
-                    layer.conv_states[n] = state[..., max(0, end - layer.conv_kernel_size[n]) : end]
+                    begin = state.shape[-1] - num_back - layer.conv_kernel_size[n]
+                    layer.conv_states[n] = torch.nn.functional.pad(state, (-begin, -num_back))  # before a text, zeros
         return False
 
     def states_of(self, row: int) -> dict[str, torch.Tensor]:

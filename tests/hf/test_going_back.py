@@ -257,6 +257,22 @@ def test_convolutions_that_are_recorded_go_back_further():
         torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_convolutions_that_see_the_whole_text(recorded):
+    """They have all tokens of a text that is no longer than they see."""
+    model, text = prepared("lfm2"), random_tokens(1, 20)
+    for left in (1, 2):
+        cache, like = new_cache(model), new_cache(model)
+        if recorded:
+            cache.activate_past_recording()
+        feed(model, cache, text[:, :3])
+        cache.crop(left - 3)
+        feed(model, like, text[:, :left])
+        for begin, end in ((3, 4), (4, 9), (9, 10)):
+            got, want = (feed(model, each, text[:, begin:end]) for each in (cache, like))
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", QUICK)
 def test_bytes_are_counted_once(name):
     """Beams and copies share kept states."""
