@@ -128,7 +128,7 @@ class Server:
         body = parse(data)
         is_stream, wants_usage = read_stream(body)
         check_fields(body, is_chat, self.served.name)
-        prompt = self.read_tokens(body, is_chat)
+        prompt = await asyncio.to_thread(self.read_tokens, body, is_chat)  # a long text takes a while
         options = read_options(body, is_chat, len(prompt), self.served.context)
         if tenant.num_requests >= tenant.max_requests:
             message = f"the key has {tenant.num_requests} requests already, its most: wait until one has ended"
