@@ -46,7 +46,7 @@ def make(args: argparse.Namespace) -> Server:
     """Load the model, and make the application; raise ValueError for options with which no request could be served."""
     keys = read_keys(args.keys) if args.keys else None
     model, tokenizer = load(args.model)
-    name = "kvcache-example" if args.model == EXAMPLE else args.model.resolve().name
+    name = "kvcache-example" if args.model.resolve() == EXAMPLE else args.model.resolve().name
     options = {"dtype": args.dtype, "select": args.select, "prompts": args.prompts, "capacity": args.capacity}
     served = Served(name, model, tokenizer, **options)
     try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jinja2
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from examples.server.protocol import ApiError, Options
@@ -20,11 +21,16 @@ def load(folder: Path) -> tuple[Any, Any]:
     """Return the model of a folder, and its tokenizer. A model without one has to have the bytes as tokens."""
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")
-    if any(folder.glob("tokenizer*")):
-        return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    if (num_tokens := AutoConfig.from_pretrained(folder).get_text_config().vocab_size) != 256:
+    has_tokenizer = any(folder.glob("tokenizer*"))
+    num_tokens = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+    if not has_tokenizer and num_tokens != 256:
         raise ValueError(f"{folder} has no tokenizer, and {num_tokens:,} tokens, which cannot be bytes")
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), byte_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(folder) if has_tokenizer else byte_tokenizer()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto" if has_tokenizer else torch.float32)
+    except SafetensorError as error:
+        raise ValueError(f"the weights in {folder} are damaged: {error}") from None
+    return model.eval(), tokenizer
 
 
 class Served:

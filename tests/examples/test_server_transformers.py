@@ -247,6 +247,14 @@ def test_the_command_serves_a_folder(folder, tmp_path):
         assert {one.name for one in made.tenants} == {"one", "two"}
 
 
+def test_a_folder_with_damaged_weights(folder, tmp_path):
+    for file in folder.iterdir():
+        data = file.read_bytes()
+        (tmp_path / file.name).write_bytes(data[:5000] if file.suffix == ".safetensors" else data)
+    with pytest.raises(ValueError, match=r"the weights in .* are damaged"):
+        served.load(tmp_path)
+
+
 def test_a_folder_without_a_tokenizer(folder, tmp_path):
     for file in ("config.json", "model.safetensors"):
         (tmp_path / file).write_bytes((folder / file).read_bytes())
