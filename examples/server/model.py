@@ -16,6 +16,8 @@ from examples.server.text import byte_tokenizer
 from kvcache import NotSupportedError, PrefixCache
 from kvcache.hf import Engine, Request
 
+LEAST_TEMPERATURE = 1e-5  # divided by less, logits may become infinite; the most likely token is drawn instead
+
 
 def load(folder: Path) -> tuple[Any, Any]:
     """Return the model of a folder, and its tokenizer. A model without one has to have the bytes as tokens."""
@@ -76,10 +78,11 @@ class Served:
 
     def submit(self, prompt: list[int], options: Options, tenant: PrefixCache) -> Request:
         """Begin a request. What the client leaves open is as the model's generation config says."""
-        how: dict[str, Any] = {"do_sample": options.temperature != 0}
+        temperature = float(first(options.temperature, self._defaults.temperature, 1))
+        how: dict[str, Any] = {"do_sample": temperature > LEAST_TEMPERATURE}
         if how["do_sample"]:
             how |= {
-                "temperature": float(first(options.temperature, self._defaults.temperature, 1)),
+                "temperature": temperature,
                 "top_p": float(first(options.top_p, self._defaults.top_p, 1)),
                 "top_k": first(self._defaults.top_k, 0),  # transformers' own default would be 50
             }

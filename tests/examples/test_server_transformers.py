@@ -128,6 +128,11 @@ def test_sampling(client, model):
         assert body["choices"][0]["text"] == model[1].decode(tokens, skip_special_tokens=True)
 
 
+def test_a_tiny_temperature_takes_the_most_likely_token(client):
+    tiny = client.complete("to be", max_tokens=8, temperature=1e-40)
+    assert tiny["choices"] == client.complete("to be", max_tokens=8)["choices"]
+
+
 def test_the_end_of_a_text_is_the_models(client, model, monkeypatch):
     """An answer to a chat may take the rest of the context, unless it comes to the token that ends it."""
     monkeypatch.setattr(model[0].generation_config, "eos_token_id", None)
