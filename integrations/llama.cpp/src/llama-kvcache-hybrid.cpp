@@ -167,6 +167,8 @@ const char *llama_kvcache_hybrid::metrics() { return attn.metrics(); }
 
 bool llama_kvcache_hybrid::has_prefix() const { return attn.has_prefix(); }
 
+int32_t llama_kvcache_hybrid::prefix_block() const { return attn.prefix_block(); }
+
 int32_t llama_kvcache_hybrid::prefix_begin(llama_seq_id seq_id, const llama_memory_prompt &prompt, int32_t n_held) {
     return attn.prefix_begin(seq_id, prompt, n_held);
 }

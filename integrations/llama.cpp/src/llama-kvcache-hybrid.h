@@ -39,6 +39,7 @@ class llama_kvcache_hybrid : public llama_memory_i {
     const char *metrics() override;
 
     bool has_prefix() const override;
+    int32_t prefix_block() const override;
     int32_t prefix_begin(llama_seq_id seq_id, const llama_memory_prompt &prompt, int32_t n_held) override;
     void prefix_keep(llama_seq_id seq_id, const llama_memory_prompt &prompt) override;
     void prefix_steer(const float *data, size_t len, int32_t il_start, int32_t il_end) override;

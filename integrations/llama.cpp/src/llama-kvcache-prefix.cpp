@@ -132,6 +132,8 @@ const char *llama_kvcache::metrics() {
 
 bool llama_kvcache::has_prefix() const { return !prefix_spec.empty(); }
 
+int32_t llama_kvcache::prefix_block() const { return recr && prefix_store ? kvc_block_size(cache) : 0; }
+
 // Sequences that go on do not follow from their tokens and these vectors.
 void llama_kvcache::prefix_steer(const float *data, size_t len, int32_t il_start, int32_t il_end) {
     close();
@@ -191,7 +193,9 @@ void llama_kvcache::check_states(const std::vector<llama_ubatch> &ubatches) {
 // An answer may end anywhere, and a store has full blocks only.  So the state at the end of the last full block is
 // taken in time for prefix_keep.  It is dropped if its sequence goes back to an earlier token.
 void llama_kvcache::take_states(const std::vector<llama_ubatch> &ubatches) {
-    if (!recr || !prefix_store) {
+    const int32_t n_block = prefix_block();
+
+    if (!n_block) {
         return;
     }
 
@@ -211,7 +215,7 @@ void llama_kvcache::take_states(const std::vector<llama_ubatch> &ubatches) {
             if (found != block_states.end() && found->second.n_tokens > n_fed) {
                 block_states.erase(found);
             }
-            if (n_fed > 0 && n_fed % kvc_block_size(cache) == 0 && recr->seq_pos_max(seq_id) == n_fed - 1) {
+            if (n_fed > 0 && n_fed % n_block == 0 && recr->seq_pos_max(seq_id) == n_fed - 1) {
                 bytes_writer state;
 
                 recr->state_write(state, seq_id);

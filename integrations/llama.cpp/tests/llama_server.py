@@ -18,6 +18,17 @@ ENVIRONMENT = {
 USED = r"llama_kvcache: \d+ cells"
 SECONDS = 120  # for any one answer
 
+# Options of a server that keeps prompts.
+ON = ("--kvcache", "--kvcache-prefix", "on")
+NO_AMX = "--no-repack"  # llama.cpp's AMX code gives wrong products where sequences of a hybrid model go together
+THREE_SLOTS = ("--parallel", "3", "--ctx-size", "3072")
+
+
+def in_folder(path):
+    """Return the options of a server that keeps prompts in a folder."""
+    return ("--kvcache", "--kvcache-prefix", f"dir:{path}", *THREE_SLOTS)
+
+
 # Fields of an answer that depend on the cache alone: times, names and the choice of the slot are left out.
 FIELDS = ("content", "tokens", "tokens_predicted", "tokens_evaluated", "tokens_cached", "truncated", "stop_type")
 COUNTS = ("cache_n", "prompt_n", "predicted_n", "draft_n", "draft_n_accepted")

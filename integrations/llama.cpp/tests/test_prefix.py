@@ -15,16 +15,23 @@ import llama_models
 import numpy as np
 import pytest
 from llama_models import text
-from llama_server import ENVIRONMENT, NEXT_TOKEN, Server, completion, expect_same_probabilities, timings
+from llama_server import (
+    ENVIRONMENT,
+    NEXT_TOKEN,
+    NO_AMX,
+    ON,
+    THREE_SLOTS,
+    Server,
+    completion,
+    expect_same_probabilities,
+    in_folder,
+    timings,
+)
 from support import servers
 
 from kvcache.system import parse_bytes
 
 pytestmark = pytest.mark.threads  # those of its clients
-
-ON = ("--kvcache", "--kvcache-prefix", "on")
-NO_AMX = "--no-repack"  # llama.cpp's AMX code gives wrong products where sequences of a hybrid model go together
-THREE_SLOTS = ("--parallel", "3", "--ctx-size", "3072")
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +58,6 @@ def test_the_memory(folder, architecture):
     """Full attention, windows, M-RoPE, values in keys, hybrid models, pooled keys: in memory, and in a folder."""
     out = llama_cpp_build.run("test-kvcache-prefix", llama_models.write_random(folder, architecture))
     assert out.endswith("ok\n"), out
-
-
-def in_folder(path):
-    return ("--kvcache", "--kvcache-prefix", f"dir:{path}", *THREE_SLOTS)
 
 
 # ---- one request after the other
@@ -257,60 +260,6 @@ def test_images_count_by_what_they_show(folder, repository):
         assert known(1, 280, 0) == 100 + 64 + 50
 
 
-# ---- recurrent layers
-
-
-def tokens_of(begin, end):
-    return list(text(begin, end).encode())
-
-
-def expect_next_as_without(server, prompt, slot):
-    """Expect the next token of a prompt that is computed anew, and return how many tokens were known without."""
-    found = server.complete(prompt, 1, id_slot=slot, **NEXT_TOKEN)
-    anew = server.complete(prompt, 1, id_slot=2, cache_prompt=False, **NEXT_TOKEN)
-    expect_same_probabilities(found, anew, 0.01)
-    return timings(found)[0]
-
-
-@pytest.mark.parametrize("unified", ["--no-kv-unified", "--kv-unified"])
-def test_a_hybrid_model(folder, hybrid, unified):
-    """The same prompt, the next turn and a similar prompt find the last state; equal batches give equal tokens."""
-    with Server(hybrid, folder / f"hybrid{unified}.log", *ON, *THREE_SLOTS, unified) as server:
-        prompt = tokens_of(0, 800)
-        first = server.complete(prompt, id_slot=0)
-        assert timings(first) == (0, 800)
-        again = server.complete(prompt, id_slot=1)
-        assert timings(again) == (796, 4)
-        assert again["tokens"] == first["tokens"]
-        said = prompt + first["tokens"][:31]
-        assert expect_next_as_without(server, [*said, *tokens_of(900, 950)], 0) == 831
-        assert expect_next_as_without(server, [*prompt[:740], *tokens_of(900, 950)], 1) == 800 - 68
-        assert expect_next_as_without(server, [*prompt[:400], *tokens_of(900, 950)], 0) == 881 - 516
-        assert expect_next_as_without(server, [*prompt[:200], *tokens_of(900, 950)], 1) == 0
-
-
-def test_a_hybrid_model_in_a_conversation(folder, hybrid):
-    """Conversations share a system prompt, and each turn finds the one before."""
-    options = (*ON, *THREE_SLOTS, "--chat-template", "chatml")
-    with Server(hybrid, folder / "conversation.log", *options) as server:
-
-        def known(messages, slot):
-            body = {"messages": messages, "max_tokens": 8, "temperature": 0, "id_slot": slot}
-            answer = server.ask("/v1/chat/completions", body)
-            return answer["choices"][0]["message"], timings(answer)
-
-        def asks(content):
-            return {"role": "user", "content": content}
-
-        system = {"role": "system", "content": text(0, 400)}
-        first = [system, asks(text(1000, 1100))]
-        said, (num_known, _) = known(first, 0)
-        assert num_known == 0
-        assert known([system, asks(text(2000, 2100))], 1)[1][0] >= 400
-        turn = [*first, said, asks(text(3000, 3050))]
-        assert known(turn, 2)[1][0] >= 500
-
-
 # ---- stores
 
 
@@ -330,28 +279,6 @@ def test_a_folder_serves_after_a_restart(folder, repository, plain):
         found = server.complete(other, id_slot=2)
         assert timings(found) == (250, 11)
         assert found["tokens"] == plain.complete(other, cache_prompt=False)["tokens"]
-
-
-def test_a_folder_serves_a_hybrid_model(folder, hybrid):
-    options = in_folder(folder / "states")
-    long, short = tokens_of(0, 700), tokens_of(2000, 2300)
-    with Server(hybrid, folder / "states-before.log", *options) as server:
-        first = server.complete(long, 64, id_slot=0)
-        server.complete(short, 1, id_slot=1)
-    with Server(hybrid, folder / "states-after.log", *options) as server:
-        found = server.complete(long, 64, id_slot=1)
-        assert timings(found) == (700 - 68, 68)
-        assert found["tokens"] == first["tokens"]
-        assert expect_next_as_without(server, short, 1) == 300 - 68
-
-
-def test_a_conversation_with_a_hybrid_model_survives_restarts(folder, hybrid):
-    """A turn goes on behind the last full block of the answer before, whose last token was not fed."""
-    prompt, options = tokens_of(0, 317), (*in_folder(folder / "turns"), NO_AMX, "-ctk", "f32", "-ctv", "f32")
-    for turn, known in enumerate((0, 448, 640, 832)):
-        with Server(hybrid, folder / f"turn-{turn}.log", *options) as server:
-            assert expect_next_as_without(server, prompt, 0) == known
-            prompt += server.complete(prompt, 150, id_slot=0)["tokens"] + tokens_of(1000 * turn, 1000 * turn + 40)
 
 
 def write_adapter(path, seed):
