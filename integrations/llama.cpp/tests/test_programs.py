@@ -379,12 +379,16 @@ def test_a_model_that_is_not_served_runs_on_the_own_cache(folder):
 # ---- the programs
 
 
-def test_a_prompt_cache_in_a_file(repository, tmp_path):
+PREFIX = ["off", "on"]
+
+
+@pytest.mark.parametrize("prefix", PREFIX)
+def test_a_prompt_cache_in_a_file(repository, tmp_path, prefix):
     """The file goes from one cache to the other, and a longer prompt goes on from it."""
     expected, _ = complete(repository, text(0, 300))
     longer, _ = complete(repository, text(0, 340))
     for option, other in (BOTH, BOTH[::-1]):
-        kept = ("--prompt-cache", tmp_path / f"{option}.bin")
+        kept = ("--prompt-cache", tmp_path / f"{option}.bin", "--kvcache-prefix", prefix)
         assert complete(repository, text(0, 300), option, *kept)[0] == expected
         for again in (option, other):
             said, log = complete(repository, text(0, 300), again, *kept, "--prompt-cache-ro")
@@ -395,11 +399,12 @@ def test_a_prompt_cache_in_a_file(repository, tmp_path):
             assert "session file matches 300 / 340 tokens" in log
 
 
-def test_a_prompt_cache_of_a_hybrid_model(hybrid, tmp_path):
+@pytest.mark.parametrize("prefix", PREFIX)
+def test_a_prompt_cache_of_a_hybrid_model(hybrid, tmp_path, prefix):
     """The file has the recurrent state: it answers as the run that wrote it."""
     letters = ("--grammar", "root ::= [a-z]+")  # a random model would answer with parts of characters
     for option in BOTH:
-        kept = ("--prompt-cache", tmp_path / f"{option}.bin", *letters)
+        kept = ("--prompt-cache", tmp_path / f"{option}.bin", "--kvcache-prefix", prefix, *letters)
         expected, _ = complete(hybrid, text(0, 300), option, *kept)
         said, log = complete(hybrid, text(0, 300), option, *kept, "--prompt-cache-ro")
         assert said == expected
