@@ -116,8 +116,9 @@ const char *llama_kvcache::metrics() {
     kvc_stats stats;
 
     kvc_get_stats(cache, &stats, sizeof(stats));
-    last_metrics = metric("bytes", "gauge", "Bytes that keys, values and their bookkeeping take", kvc_nbytes(cache)) +
-                   metric("most_bytes", "gauge", "Bytes that keys and values may take", (int64_t)most_bytes()) +
+    last_metrics = metric("bytes", "gauge", "Bytes that keys, values, kept recurrent states and their bookkeeping take",
+                          kvc_nbytes(cache)) +
+                   metric("most_bytes", "gauge", "Bytes that keys and values alone may take", (int64_t)most_bytes()) +
                    metric("rows_evicted_total", "counter", "Rows of kept prompts that were dropped for others",
                           stats.rows_evicted);
     if (prefix_store) {
