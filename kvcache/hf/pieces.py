@@ -74,15 +74,13 @@ class PieceByPiece:
     def _ends(self, num_tokens: int, seen: int, num_last: int) -> list[int]:
         """Return where the pieces of a pass end; the last one has `num_last` tokens or more.
 
-        If a prefix cache keeps states behind pieces, pieces end at multiples of the size, whatever was seen, and at
-        columns where other prompts branch off. The last piece is the last token, so that the whole prompt may come
-        again, or with a store what follows the last full block.
+        If a prefix cache keeps states behind pieces, pieces end where these help other prompts (`Prompts.ends`). The
+        last piece is the last token, so that the whole prompt may come again, or with a store what follows the last
+        full block.
         """
         if self._cache.keeps_states:
-            last = max(0, num_tokens - num_last)
-            ends = {*range(self._size - seen % self._size, last, self._size), self._cache.resumable(seen + last) - seen}
-            ends |= {column - seen for column in self._cache.branches}
-            return [*sorted(end for end in ends if 0 < end <= last), num_tokens]
+            columns = self._cache.ends_of_states(seen, seen + num_tokens - num_last, self._size)
+            return [*(column - seen for column in columns), num_tokens]
         size = max(self._size, num_last) if self._exceeds_windows(num_tokens) else num_tokens
         ends = {*range((num_tokens - 1) % size + 1, num_tokens + 1, size)}
         if self._goes_back and num_tokens > SHORT and num_last <= ENDING:

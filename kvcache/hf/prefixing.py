@@ -19,18 +19,12 @@ class PrefixedBatch(FedBatch):
     @property
     def keeps_states(self) -> bool:
         """Whether a prefix cache keeps the states of recurrent layers behind the passes that feed a prompt."""
-        return bool(self._recurrent) and self._prefix is not None
+        return bool(self._recurrent) and self._passes.prompts is not None
 
-    @property
-    def branches(self) -> set[int]:
-        """The columns of the prompts that were acquired at which other prompts go on otherwise: a state there helps."""
+    def ends_of_states(self, seen: int, last: int, size: int) -> list[int]:
+        """Return what `Prompts.ends` does for the prompts that were acquired."""
         prompts = self._passes.prompts
-        return set() if prompts is None else prompts.branches
-
-    def resumable(self, column: int) -> int:
-        """Return the last column, up to this one, from whose states a prompt can resume in another process, too."""
-        prompts = self._passes.prompts
-        return column if prompts is None else prompts.resumable(column)
+        return [] if prompts is None else prompts.ends(seen, last, size)
 
     @property
     def takes_prompt(self) -> bool:

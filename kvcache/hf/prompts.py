@@ -118,7 +118,7 @@ class Prompts:
         self._moved_at: int | None = None
         self.num_matched = 0  # columns that the sequences held when they were acquired
         # Columns at which an earlier prompt diverged from these, and no state was kept.
-        self.branches: set[int] = set()
+        self._branches: set[int] = set()
         self._has_store = prefix.stats.store is not None
         # By row: tokens up to the end of the last full block behind the prompt, and the state there, for `release`.
         self._ends_of_blocks: dict[int, tuple[int, bytes]] = {}
@@ -157,7 +157,7 @@ class Prompts:
         for fed, prompt in zip(self._fed, self._rows, strict=True):
             fed[prompt.leading :] = prompt.tokens[: max(0, column - prompt.leading)]
         if self._prefix.state_bytes:
-            self.branches = self._find_branches()
+            self._branches = self._find_branches()
         offsets = [min(prompt.leading, column) for prompt in self._rows]
         return [rows[i][0] for i in range(len(self._rows))], column, offsets
 
@@ -168,7 +168,7 @@ class Prompts:
         """
         block_size, branches = self._prefix.cache.block_size, set()
         for prompt in self._rows:
-            end = self.resumable(prompt.leading + self._prefix.lookup(prompt.tokens, rows=True))
+            end = self._resumable(prompt.leading + self._prefix.lookup(prompt.tokens, rows=True))
             if end - max(self.num_matched, prompt.leading) >= block_size:
                 branches.add(end)
         return branches
@@ -177,7 +177,15 @@ class Prompts:
         """Return the state that each of the sequences goes on from; call it before tokens are fed."""
         return [self._prefix.state(seq_id) for seq_id in seq_ids]
 
-    def resumable(self, column: int) -> int:
+    def ends(self, seen: int, last: int, size: int) -> list[int]:
+        """Return columns behind `seen`, up to `last`, behind which states help other prompts.
+
+        They are multiples of `size`, columns where earlier prompts went on otherwise, and the last one to resume from.
+        """
+        ends = {*range(0, last, size), self._resumable(last), *self._branches}
+        return sorted(end for end in ends if seen < end <= last)
+
+    def _resumable(self, column: int) -> int:
         """Return the last column, up to this one, whose states another process can resume from.
 
         A store has no state of a block that is not full. All rows begin at one column: in a full block of each.

@@ -64,9 +64,7 @@ class Running(Text):
             return
         if self.num_fed:
             packed.restore(self, prompts.states([self.seq_id])[0])
-        last = len(tokens) - 1
-        ends = {*range(CHECKPOINT_TOKENS, last, CHECKPOINT_TOKENS), prompts.resumable(last), *prompts.branches}
-        self._ends = {end for end in ends if self.num_fed < end <= last}
+        self._ends = {*prompts.ends(self.num_fed, len(tokens) - 1, CHECKPOINT_TOKENS)}
 
     def checkpoint(self, packed: Packed) -> None:
         """Keep what other texts may go on from, behind the last pass."""

@@ -423,9 +423,10 @@ def test_a_state_of_another_model():
 )
 def test_where_a_prompt_is_cut(num_tokens, seen, options, lengths):
     model, passes = prepared("lfm2"), []
-    cache = HFCache(model.config, prefix=prefix_for(model))
+    cache, tokens = HFCache(model.config, prefix=prefix_for(model)), random_tokens(1, seen + num_tokens)
+    cache.acquire(tokens)
     if seen:
-        logits(model, cache, random_tokens(1, seen))
+        logits(model, cache, tokens[:, :seen])
     pieces = PieceByPiece(lambda **given: passes.append(given), cache, 64)
-    pieces(input_ids=random_tokens(1, num_tokens), **options)
+    pieces(input_ids=tokens[:, seen:], **options)
     assert [given["input_ids"].shape[1] for given in passes] == lengths
