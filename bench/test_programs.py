@@ -17,6 +17,7 @@ COMMANDS = [
     "bench_select --tokens 8192 --types f16 --threads 1 --rounds 2",
     "bench_sparse --models minimax_m3 --types int8 --tokens 4096 --rounds 1",
     "bench_sparse --tokens 4096 --recall",
+    "bench_serving --tokens 64 --clients 2 --turns 1 --own 4 --new 4 --rounds 1 --dtype bf16",
     "bench_state --tokens 256 --layers 2 --rounds 1",
     "bench_stores --size 64KiB --seconds 0",
 ]
@@ -25,7 +26,7 @@ COMMANDS = [
 @pytest.mark.parametrize("command", COMMANDS)
 def test_it_runs(command, monkeypatch, capsys):
     name, *words = command.split()
-    if name in ("bench_hf", "bench_busy"):
+    if name in ("bench_hf", "bench_busy", "bench_serving"):
         pytest.importorskip("torch")
     monkeypatch.setattr("sys.argv", [name, *words])
     importlib.import_module(name).main()
