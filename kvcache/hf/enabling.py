@@ -80,14 +80,10 @@ def enable(model: Any, dtype: DTypeLike | None = None, **arguments: Any) -> None
     >>> model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4).shape
     torch.Size([1, 7])
     """
-    target = _find_generating(model)
-    if target.device.type != "cpu":
-        raise NotSupportedError(f"the model is on {target.device}: this cache is for models on the CPU")
-    if target.dtype == torch.float64:  # what weights of other types are computed in is not known
-        check_dtype(target.dtype, "the model is of type")
+    target = served(model)
     make_cache(target, {"dtype": dtype, **arguments})  # raises for what cannot be made
     old = getattr(target, PLACE, None)
-    attention = _implementations(target.config) if old is None else old.attention
+    attention = implementations(target.config) if old is None else old.attention
     try:
         target.set_attn_implementation(NAME)
     except BaseException:
@@ -134,6 +130,16 @@ def arguments_of(model: Any) -> dict[str, Any] | None:
     return None if enabled is None else enabled.arguments
 
 
+def served(model: Any) -> Any:
+    """Return the model of transformers whose `generate` runs; raise if a cache cannot serve it."""
+    target = _find_generating(model)
+    if target.device.type != "cpu":
+        raise NotSupportedError(f"the model is on {target.device}: this cache is for models on the CPU")
+    if target.dtype == torch.float64:  # what weights of other types are computed in is not known
+        check_dtype(target.dtype, "the model is of type")
+    return target
+
+
 def _find_generating(model: Any) -> Any:
     """Return the model of transformers whose `generate` runs: `model`, or what it wraps or has (PEFT, a pipeline)."""
     if isinstance(model, Pipeline):
@@ -149,8 +155,8 @@ def _find_generating(model: Any) -> Any:
     return found
 
 
-def _implementations(config: PreTrainedConfig) -> dict[str, Any]:
+def implementations(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the attention of a configuration and of its parts, as `set_attn_implementation` takes them."""
     parts = ((name, getattr(config, name)) for name in config.sub_configs)
-    found = {name: _implementations(part) for name, part in parts if part is not None}
+    found = {name: implementations(part) for name, part in parts if part is not None}
     return found if config._attn_implementation is None else {"": config._attn_implementation, **found}

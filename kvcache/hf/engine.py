@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import os
 import queue
 import threading
-from collections import deque
+from bisect import insort
+from operator import attrgetter
 from typing import Any, Self, SupportsIndex
 
 import torch
@@ -14,12 +16,14 @@ from kvcache.arguments import INT32_MAX, integer
 from kvcache.errors import CacheFullError
 from kvcache.hf.attention import NAME
 from kvcache.hf.cache import HFCache
+from kvcache.hf.enabling import implementations, served
 from kvcache.hf.packed import Packed, Part
 from kvcache.hf.requests import Request
 from kvcache.hf.running import Running
 from kvcache.prefix import PrefixCache
 from kvcache.system import available_memory
 
+ARRIVAL = attrgetter("number")
 OF_ROWS = {"policy", "transform", "k_dtype", "v_dtype", "prompts"}  # arguments of `HFCache`; others limit the memory
 
 
@@ -64,7 +68,8 @@ class Engine:
 
     Notes
     -----
-    Any thread may call any method. A thread of the engine runs the model until `close`, or the end of a ``with`` block.
+    Any thread may call any method, except in a child of ``fork``. A thread of the engine runs the model until `close`,
+    or the end of a ``with`` block.
     Of the prompts that are fed, the oldest gets half of a step or more, and the shortest get the rest. A prompt that
     begins as another one that is being fed waits until the common part is computed. Where memory is short, the
     youngest request waits until another one has ended.
@@ -93,12 +98,13 @@ class Engine:
         prompt_tokens: SupportsIndex = 512,
         **arguments: Any,
     ) -> None:
-        self._max_waiting = integer(max_waiting, "max_waiting", 0, INT32_MAX)
+        self._max_waiting = integer(max_waiting, "max_waiting", 1, INT32_MAX)
         self._prompt_tokens = integer(prompt_tokens, "prompt_tokens", 1, INT32_MAX)
+        model = served(model)
         if model.training:
             raise ValueError("the model is in training mode: call model.eval() first")
         self._model, self._owns_cache = model, prefix is None
-        attention = model.config._attn_implementation
+        attention = implementations(model.config)
         try:
             model.set_attn_implementation(NAME)
             self.prefix = _make_prefix(model, dtype, select, arguments) if prefix is None else prefix
@@ -109,12 +115,13 @@ class Engine:
             model.set_attn_implementation(attention)
             raise
         self._changed = threading.Condition()
-        self._waiting: deque[Running] = deque()
-        self._running: list[Running] = []  # in the order of arrival
+        self._waiting: list[Running] = []  # in the order of arrival, as the next ones
+        self._running: list[Running] = []
         self._cancelled: set[Request] = set()
         self._is_full = False  # whether a request was put back, and none has ended since
-        self._is_closing = False
-        self._num_generated = self._num_put_back = 0
+        self._is_closing, self._why_closed = False, "the engine is closed"
+        self._num_submitted = self._num_generated = self._num_put_back = 0
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="kvcache engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -125,7 +132,7 @@ class Engine:
         *,
         tenant: PrefixCache | None = None,
         streamer: Any = None,
-        seed: int | None = None,
+        seed: SupportsIndex | None = None,
         **options: Any,
     ) -> Request:
         """Add a request, and return it at once.
@@ -135,9 +142,11 @@ class Engine:
         input_ids : torch.Tensor or sequence of int
             The tokens of a prompt, ``[1, tokens]`` or ``[tokens]``.
         tenant : PrefixCache, optional
-            Whose prompts it may begin with: what `tenant` of `prefix` returned. By default `prefix` itself.
+            Whose prompts it may begin with: what `tenant` of `prefix` returned, the same for all requests of a tenant.
+            By default `prefix` itself.
         streamer : transformers streamer, optional
-            Gets the tokens in the engine's thread, as from ``generate``; an error that it raises ends the request.
+            Gets the prompt and the tokens in the engine's thread, as from ``generate``. An error that it raises ends
+            the request.
         seed : int, optional
             With ``do_sample=True``: the tokens are those of ``torch.manual_seed(seed)`` and ``generate``.
         **options
@@ -154,6 +163,8 @@ class Engine:
         ValueError, TypeError
             If the engine is closed, or the prompt or an option is wrong.
         """
+        if os.getpid() != self._process:
+            raise ValueError("the engine runs in the process that made it: this one is a child of fork")
         prefix = self.prefix if tenant is None else tenant
         if not isinstance(prefix, PrefixCache) or prefix.cache is not self.prefix.cache:
             raise ValueError(f"tenant is {tenant!r}: give what tenant() of the engine's prefix returned")
@@ -163,10 +174,12 @@ class Engine:
         capacity = prefix.cache.capacity
         if capacity is not None and len(request.prompt) > capacity:
             raise ValueError(f"input_ids has {len(request.prompt)} tokens, and the cache a capacity of {capacity}")
-        request.on_cancel = self._cancel
+        request.on_cancel, added = self._cancel, Running(request, prefix)
         with self._changed:
             self._check_room()
-            self._waiting.append(Running(request, prefix))
+            added.number = self._num_submitted
+            self._num_submitted += 1
+            self._waiting.append(added)
             self._changed.notify()
         return request
 
@@ -187,14 +200,14 @@ class Engine:
 
     def close(self) -> None:
         """End all requests with an error, and the thread. An engine's own cache is freed."""
+        if os.getpid() != self._process:  # a child of fork, which has no such thread
+            return
         with self._changed:
             self._is_closing = True
             self._changed.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
             atexit.unregister(self.close)
-            if self._owns_cache:
-                self.prefix.cache.close()
 
     def __enter__(self) -> Self:
         return self
@@ -205,7 +218,7 @@ class Engine:
     def _check_room(self) -> None:
         """Raise if there may be no more requests."""
         if self._is_closing:
-            raise ValueError("the engine is closed")
+            raise ValueError(self._why_closed)
         if len(self._waiting) >= self._max_waiting:
             raise queue.Full(f"max_waiting={self._max_waiting}: as many requests wait: try again when one has ended")
 
@@ -218,7 +231,6 @@ class Engine:
     # ---- in the thread
 
     def _run(self) -> None:
-        error = RuntimeError("the engine was closed")
         try:
             with torch.no_grad():
                 while self._begin_step():
@@ -226,11 +238,13 @@ class Engine:
                         if not self._feed(parts):
                             break
         except BaseException as raised:
-            error = RuntimeError(f"the engine has stopped: {raised!r}")
+            self._why_closed = f"the engine has stopped: {raised!r}"
         with self._changed:
             self._is_closing = True
         for one in [*self._running, *self._waiting]:
-            self._end(one, "error", error)
+            self._end(one, "error", RuntimeError(self._why_closed))
+        if self._owns_cache:
+            self.prefix.cache.close()
 
     def _begin_step(self) -> bool:
         """Wait for requests, end cancelled ones, and begin new ones; return False to stop."""
@@ -256,12 +270,12 @@ class Engine:
         except CacheFullError as error:
             self._make_room(one, error)
             return
-        except Exception as error:
+        except BaseException as error:
             self._end(one, "error", error)
             return
         with self._changed:
             self._waiting.remove(one)
-            self._running.append(one)
+            insort(self._running, one, key=ARRIVAL)
 
     def _plan(self) -> list[Part]:
         """Return which tokens a step feeds."""
@@ -288,27 +302,24 @@ class Engine:
         except CacheFullError as error:
             self._make_room(self._running[-1], error)
             return False
-        except Exception as error:
+        except BaseException as error:
             self._separate(texts, error)
             return True
         for one, row in zip(texts, logits, strict=True):
             try:
                 one.checkpoint(self._packed)
-                reason = self._draw(one, row) if one.num_fed == len(one.tokens) else None
-            except Exception as error:
+                if one.num_left:
+                    continue
+                self._num_generated += 1
+                reason = one.draw(row)
+            except BaseException as error:
                 self._end(one, "error", error)
                 continue
             if reason:
                 self._end(one, reason)
         return True
 
-    def _draw(self, one: Running, logits: torch.Tensor) -> str | None:
-        reason = one.request.draw(logits)
-        one.tokens.append(one.request.tokens[-1])
-        self._num_generated += 1
-        return reason
-
-    def _separate(self, texts: list[Running], error: Exception) -> None:
+    def _separate(self, texts: list[Running], error: BaseException) -> None:
         """Give each text of a pass that failed passes of its own, so that only the text fails that is the cause."""
         if len(texts) == 1:
             self._end(texts[0], "error", error)
@@ -332,16 +343,16 @@ class Engine:
         one.release(self._packed)
         with self._changed:
             self._running.remove(one)
-            self._waiting.appendleft(one)
+            insort(self._waiting, one, key=ARRIVAL)
             self._num_put_back += 1
 
-    def _end(self, one: Running, reason: str, error: Exception | None = None) -> None:
+    def _end(self, one: Running, reason: str, error: BaseException | None = None) -> None:
         with self._changed:
             (self._running if one in self._running else self._waiting).remove(one)
             self._is_full = False
         try:
             one.release(self._packed)
-        except Exception as raised:
+        except BaseException as raised:
             reason, error = "error", error or raised
         one.request.end(reason, error)
 

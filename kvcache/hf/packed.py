@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn, Self, TypeAlias
 
@@ -14,6 +15,7 @@ from kvcache.errors import NotSupportedError
 from kvcache.hf.cache import HFCache
 from kvcache.hf.passes import ForwardPass, Passes
 from kvcache.hf.recurrent import Recurrent
+from kvcache.hf.state import types_of
 from kvcache.hf.told import CACHE
 from kvcache.hf.turns import STALLED
 from kvcache.selecting import least_tokens
@@ -29,6 +31,11 @@ class Text:
         self.state: dict[str, torch.Tensor] | None = None
         self.is_alone = False  # whether it shares no pass with others
 
+    @property
+    def is_answering(self) -> bool:
+        """Whether only its last token is to be fed, which was generated."""
+        return False
+
 
 TOLERANCE = 0.1  # of how far logits spread: in passes of more tokens they are rounded otherwise, and experts may change
 Part: TypeAlias = tuple[Text, list[int]]  # a text, and its next tokens
@@ -38,6 +45,7 @@ class PackedPasses(Passes):
     """Passes whose tokens belong to any sequences; the next pass goes on from no text of the last one."""
 
     opened: Batch | None = None  # the batch of the pass that comes
+    thread = 0  # which opened it
     selects = False  # whether its tokens select rows
 
     @classmethod
@@ -49,6 +57,7 @@ class PackedPasses(Passes):
         """Open the batch of a pass that comes: where there is no room for it, no layer has changed."""
         with self.turns.lock:
             self.turns.take_turn(self)
+            self.thread = threading.get_ident()
             self.opened = self.cache.batch(positions=positions, seq_ids=seq_ids, timeout=STALLED)
             self.selects = selects
 
@@ -58,6 +67,10 @@ class PackedPasses(Passes):
         this_pass.num_tokens, this_pass.selects = num_tokens, self.selects
         this_pass.batch, self.opened = self.opened, None
         this_pass.is_open = True
+
+    def runs_elsewhere(self) -> bool:
+        """Whether a pass runs in another thread, or is about to."""
+        return super().runs_elsewhere() or (self.opened is not None and self.thread != threading.get_ident())
 
     def end(self, num_back: int = 0) -> None:
         """End the last pass."""
@@ -102,7 +115,8 @@ class Packed:
             raise NotSupportedError(f"a {type(model).__name__} takes no position_ids: its texts cannot share a pass")
         self._has_last = "logits_to_keep" in known  # whether it computes the logits of some tokens alone
         self._held: list[Text] = []  # the texts whose states the recurrent layers hold, in the order of the batch
-        self._check(made)
+        apart = {name: value for name, value in arguments.items() if name in ("policy", "prompts")}
+        self._check(HFCache(model.config, **apart, **types_of(self._passes.cache.layers[0])))
 
     @property
     def recurrent(self) -> Recurrent:
@@ -175,7 +189,7 @@ class Packed:
     def _selects(self, text: Text, tokens: list[int]) -> bool:
         """Whether a text's next tokens select rows, by the rule of `HFCache`."""
         is_long = self._select is not None and text.num_fed + 1 >= least_tokens(self._select)
-        return is_long and len(tokens) == 1
+        return is_long and text.is_answering and len(tokens) == 1
 
     def _hold(self, texts: list[Text]) -> None:
         """Have the recurrent layers hold the states of these texts."""
@@ -211,6 +225,5 @@ class Packed:
         options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "output_logits": True}
         options |= {"return_dict_in_generate": True, CACHE: alone, "attention_mask": torch.ones(1, len(one))}
         wanted = self._model.generate(torch.tensor([one]), **options).logits[0][0].float()
-        alone.reset()
         if (found - wanted).std() > TOLERANCE * wanted.std():
             raise NotSupportedError(f"texts of a {name} cannot share a pass: their logits are others than alone")

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StopStringCriteria
 
-from kvcache.errors import NotSupportedError
+from kvcache.arguments import INT64_MAX, integer
+from kvcache.errors import NotSupportedError, shown
 from kvcache.hf.told import has_others
 
 MODES = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE
-REFUSED = {"assistant_model", "custom_generate", "negative_prompt_ids", "negative_prompt_attention_mask", "use_cache"}
+# Arguments of `generate` that a request does not take.
+REFUSED = {"assistant_model", "custom_generate", "negative_prompt_ids", "negative_prompt_attention_mask"}
+REFUSED |= {"cache", "past_key_values", "return_dict_in_generate", "token_healing"}
+REFUSED |= {"output_attentions", "output_hidden_states", "output_logits", "output_scores"}
 
 
 class Request:
@@ -30,7 +35,7 @@ class Request:
     tokens : list of int
         The tokens that were generated, so far.
     num_matched : int
-        How many tokens of the prompt were known when it was first fed.
+        How many tokens of the prompt were known when it began to be fed.
     finish_reason : {"stop", "length", "cancelled", "error"} or None
         Why the answer has ended: at a token, text or criterion that stops it, at its most tokens, by `cancel`, or by an
         error. None: it goes on.
@@ -38,18 +43,24 @@ class Request:
         The error that ended it. `result` and iteration raise it.
     """
 
-    def __init__(self, model: Any, input_ids: Any, streamer: Any, seed: int | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self, model: Any, input_ids: Any, streamer: Any, seed: SupportsIndex | None, options: dict[str, Any]
+    ) -> None:
         self._ids = _tokens_of(input_ids, model.get_input_embeddings().num_embeddings)
         self.prompt: list[int] = self._ids[0].tolist()
         self.tokens: list[int] = []
         self.num_matched = 0
         self.finish_reason: str | None = None
         self.error: Exception | None = None
+        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+            raise TypeError(
+                f"streamer is a {type(streamer).__name__}: give one with put() and end(), as generate takes"
+            )
         self._streamer, self._generator = streamer, torch.Generator()
         if seed is None:
             self._generator.seed()
         else:
-            self._generator.manual_seed(seed)
+            self._generator.manual_seed(integer(seed, "seed", 0, INT64_MAX))
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], object]] = []  # called when there are more tokens, or it has ended
         self.on_cancel: Callable[[Request], object] = lambda request: None
@@ -123,11 +134,13 @@ class Request:
     @torch.no_grad()
     def draw(self, logits: torch.Tensor) -> str | None:
         """Draw the next token from its logits, ``[vocabulary]``, and return why it is the last one, if it is."""
+        if self._streamer is not None and not self.tokens:
+            self._streamer.put(self._ids)
         scores = self._processors(self._ids, logits[None].to(copy=True, dtype=torch.float32))
         if self._samples:
             token = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)
         else:
-            token = torch.tensor([[int(scores.float().numpy().argmax())]])  # a fifth of the time of torch's
+            token = torch.tensor([[int(scores.numpy().argmax())]])  # a fifth of the time of torch's
         ids = torch.cat([self._ids, token], 1)
         with self._changed:
             self._ids = ids
@@ -140,15 +153,18 @@ class Request:
             return None
         return "length" if all(isinstance(one, MaxLengthCriteria) for one in ended) else "stop"
 
-    def end(self, reason: str, error: Exception | None = None) -> None:
+    def end(self, reason: str, error: BaseException | None = None) -> None:
         """Note why it has ended, and tell everybody."""
         if self._streamer is not None:
             try:
                 self._streamer.end()
-            except Exception as raised:
+            except BaseException as raised:
                 reason, error = "error", error or raised
+        if error is not None and not isinstance(error, Exception):  # which its user's thread must not end by
+            error = RuntimeError(f"the request has failed: {error!r}").with_traceback(error.__traceback__)
         with self._changed:
             self.finish_reason, self.error = reason, error
+            self._traceback = None if error is None else error.__traceback__
             self._tell()
 
     # ----
@@ -160,14 +176,21 @@ class Request:
 
     def _raise(self) -> None:
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(self._traceback)  # else it grows with each time
 
     def _prepare(self, model: Any, options: dict[str, Any]) -> None:
         """Have transformers prepare what follows from the options: processors, criteria and the most tokens."""
-        given = {name: options[name] for name in REFUSED if options.get(name) is not None}
-        if given:
-            raise NotSupportedError(f"{', '.join(sorted(given))}: an engine has no such way to generate: leave it out")
         options = dict(options)
+        refused = sorted(name for name in REFUSED if options.get(name) not in (None, False))
+        refused += ["use_cache"] if options.pop("use_cache", None) is False else []
+        if refused:
+            raise NotSupportedError(f"{', '.join(refused)}: an engine does not generate so: leave it out")
+        mask, config = options.get("attention_mask"), options.get("generation_config")
+        if mask is not None and not isinstance(mask, torch.Tensor):
+            raise TypeError(f"attention_mask is a {type(mask).__name__}: leave it out, as all tokens count")
+        if config is not None and config.stop_strings and options.get("stop_strings") is None:
+            options |= {"generation_config": copy.copy(config), "stop_strings": config.stop_strings}
+            options["generation_config"].stop_strings = None
         tokenizer, stops = options.pop("tokenizer", None), options.pop("stop_strings", None)
         if stops is not None:
             if tokenizer is None:
@@ -210,7 +233,10 @@ def _waker(loop: asyncio.AbstractEventLoop, changed: asyncio.Event) -> Callable[
 
 def _tokens_of(input_ids: Any, vocab_size: int) -> torch.Tensor:
     """Return the tokens of a prompt, ``[1, tokens]``, or raise."""
-    ids = input_ids if isinstance(input_ids, torch.Tensor) else torch.as_tensor(input_ids)
+    try:
+        ids = input_ids if isinstance(input_ids, torch.Tensor) else torch.as_tensor(input_ids)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"input_ids is {shown(input_ids)}: tokens are needed, as a tokenizer's input_ids") from None
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or len(ids) != 1 or not ids.numel():
         raise ValueError(f"input_ids has the shape {[*ids.shape]}: one prompt of at least a token, [1, tokens]")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
+import itertools
+
 import torch
 
 from kvcache.hf.packed import Packed, Text
@@ -18,11 +19,12 @@ class Running(Text):
     def __init__(self, request: Request, prefix: PrefixCache) -> None:
         super().__init__()
         self.request, self._prefix = request, prefix
+        self.number = 0  # in the order of arrival
         self.tokens = [*request.prompt]  # the prompt, and what was generated
-        self._prompt = np.array(request.prompt)
+        self._names = prefix.names(request.prompt)  # of its full blocks: of equal names, rows are equal
         self._prompts: Prompts | None = None  # what the prefix cache is told; None: it waits
         self._num_told = 0  # tokens of which it was told
-        self._num_begun = 0  # tokens that were known when it began
+        self._was_begun = False
         self._ends: set[int] = set()  # tokens behind which a piece ends, because other texts go on from there
 
     @property
@@ -32,7 +34,7 @@ class Running(Text):
 
     @property
     def is_answering(self) -> bool:
-        """Whether the token that was generated last alone is to be fed."""
+        """Whether only its last token is to be fed, which was generated."""
         return self.num_left == 1 and bool(self.request.tokens)
 
     @property
@@ -42,12 +44,12 @@ class Running(Text):
 
     def awaits(self, other: Running) -> bool:
         """Whether another request is just feeding what this prompt begins with: a new block or more."""
-        if other._prefix is not self._prefix or other.is_answering:
+        if other._prefix is not self._prefix:
             return False
-        num = min(len(self._prompt) - 1, len(other._prompt))
-        differs = self._prompt[:num] != other._prompt[:num]
-        common = int(differs.argmax()) if differs.any() else num
-        if common <= other.num_fed or common - other._num_begun < self._prefix.cache.block_size:
+        both = zip(self._names, other._names, strict=False)
+        num_blocks = sum(1 for _ in itertools.takewhile(lambda names: names[0] == names[1], both))
+        common = min(num_blocks * self._prefix.cache.block_size, len(self.request.prompt) - 1)
+        if common <= other.num_fed:
             return False
         other._ends.add(common)
         return True
@@ -57,14 +59,20 @@ class Running(Text):
         tokens = [*self.tokens]
         prompts = Prompts(self._prefix, [Prompt(0, tokens, tokens)], set())
         [self.seq_id], self.num_fed, _ = prompts.acquire(len(tokens))
-        self._prompts, self._num_told, self._num_begun = prompts, self.num_fed, self.num_fed
-        if not self.request.tokens:
-            self.request.num_matched = self.num_fed
+        self._prompts, self._num_told = prompts, self.num_fed
+        if not self._was_begun:
+            self._was_begun, self.request.num_matched = True, self.num_fed
         if not packed.recurrent:
             return
         if self.num_fed:
             packed.restore(self, prompts.states([self.seq_id])[0])
         self._ends = {*prompts.ends(self.num_fed, len(tokens) - 1, CHECKPOINT_TOKENS)}
+
+    def draw(self, logits: torch.Tensor) -> str | None:
+        """Draw the next token, and return why it is the last one, if it is."""
+        reason = self.request.draw(logits)
+        self.tokens.append(self.request.tokens[-1])
+        return reason
 
     def checkpoint(self, packed: Packed) -> None:
         """Keep what other texts may go on from, behind the last pass."""

@@ -1,7 +1,9 @@
 """`Engine`: requests that share passes get the tokens that ``generate`` alone gives them, and fail alone."""
 
 import asyncio
+import contextlib
 import functools
+import os
 import queue
 import random
 import threading
@@ -121,6 +123,7 @@ def tokenizer_of(size):
         {"eos_token_id": 3, "sequence_bias": {(12,): 5.0}, "exponential_decay_length_penalty": (2, 1.5)},
         {"max_length": 20, "max_new_tokens": None, "renormalize_logits": True},
         {"stop_strings": [chr(33 + i) for i in range(40, 97)] + ["ab"], "tokenizer": tokenizer_of},
+        {"generation_config": {"stop_strings": ["a"], "max_new_tokens": 9}, "tokenizer": tokenizer_of},
         {"generation_config": {"max_new_tokens": 3, "do_sample": True, "top_k": 5}, "max_new_tokens": None},
         {"prefix_allowed_tokens_fn": lambda batch, ids: [(int(ids[-1]) + 1) % 97, 4]},
         {"max_time": 1e-9},
@@ -147,12 +150,13 @@ def test_ways_of_generate(model, options):
         assert text == model.generate(tokens, **cache, **given)[0].tolist()
 
 
-def test_selected_rows(monkeypatch):
+@pytest.mark.parametrize("prompt_tokens", [512, 314])  # with 314, a piece of a prompt has one token
+def test_selected_rows(prompt_tokens, monkeypatch):
     """Texts that select rows share no pass with others, and select what they do alone."""
     monkeypatch.setattr(selecting, "SELECT_FROM", 310)
     config = transformers.LlamaConfig(**BASE | {"head_dim": 32, "initializer_range": 0.1})
     model, prompts = make(config), prompts_of([300, 305, 20, 315])
-    with Engine(model, "f32", select=16, **ROOM) as engine:
+    with Engine(model, "f32", select=16, prompt_tokens=prompt_tokens, **ROOM) as engine:
         texts = answers([engine.submit(prompt, max_new_tokens=20) for prompt in prompts])
     model.set_attn_implementation("kvcache")
     for prompt, text in zip(prompts, texts, strict=True):
@@ -249,7 +253,7 @@ def test_iterating_streaming_and_asyncio(model):
         streamer = Streamer()
         request = engine.submit(torch.tensor([prompt]), streamer=streamer, max_new_tokens=8)
         assert [*request] == [*request] == request.tokens == want
-        assert (streamer.got, streamer.has_ended) == (want, True)
+        assert (streamer.got, streamer.has_ended) == ([prompt, *want], True)  # as from generate
         assert asyncio.run(take_both(engine)) == [want] * 3
         with pytest.raises(TimeoutError, match=r"timeout=0\.01: the answer has \d+ tokens, and goes on"):
             engine.submit(prompt, max_new_tokens=50, logits_processor=[Slow()]).result(0.01)
@@ -353,7 +357,7 @@ def test_limits_and_the_end(model):
     engine.close()
     assert not engine.is_alive
     for request in waiting:
-        with pytest.raises(RuntimeError, match="the engine was closed"):
+        with pytest.raises(RuntimeError, match="the engine is closed"):
             request.result(LONG)
     with pytest.raises(ValueError, match="the engine is closed"):
         engine.submit(prompt)
@@ -365,12 +369,20 @@ def test_limits_and_the_end(model):
         ([], {}, ValueError, r"input_ids has the shape \[1, 0\]"),
         ([[1, 2], [3, 4]], {}, ValueError, r"input_ids has the shape \[2, 2\]"),
         ([1.5], {}, TypeError, r"input_ids has the type torch\.float32"),
+        ("hello", {}, TypeError, "input_ids is 'hello': tokens are needed"),
+        ({}, {}, TypeError, "input_ids is {}: tokens are needed"),
+        ([1], {"seed": "a"}, TypeError, "seed"),
+        ([1], {"streamer": 3}, TypeError, r"streamer is a int: give one with put\(\) and end\(\)"),
+        ([1], {"attention_mask": [[1]]}, TypeError, "attention_mask is a list: leave it out"),
+        ([1], {"past_key_values": 1}, NotSupportedError, "past_key_values: an engine does not generate so"),
+        ([1], {"use_cache": False}, NotSupportedError, "use_cache: an engine does not generate so"),
+        ([1], {"output_scores": True}, NotSupportedError, "output_scores: an engine does not generate so"),
         ([1, 97], {}, ValueError, "input_ids has the token 97: tokens are from 0 to 96"),
         ([-1], {}, ValueError, "input_ids has the token -1"),
         ([1], {"num_beams": 2}, NotSupportedError, "the mode 'beam_search'"),
         ([1], {"num_return_sequences": 2, "do_sample": True}, NotSupportedError, "num_return_sequences=2"),
         ([1], {"prompt_lookup_num_tokens": 2}, NotSupportedError, "the mode 'assisted_generation'"),
-        ([1], {"assistant_model": "x"}, NotSupportedError, "assistant_model: an engine has no such way"),
+        ([1], {"assistant_model": "x"}, NotSupportedError, "assistant_model: an engine does not generate so"),
         ([1], {"guidance_scale": 1.5}, NotSupportedError, r"guidance_scale=1\.5"),
         ([1], {"position_ids": torch.tensor([[3]])}, NotSupportedError, "attention_mask, position_ids"),
         ([1, 2], {"attention_mask": torch.tensor([[0, 1]])}, NotSupportedError, "attention_mask, position_ids"),
@@ -387,6 +399,115 @@ def test_bad_requests(model, given, options, error, match):
         assert engine.submit([1, 2], max_new_tokens=2).result(LONG).shape == (1, 4)
 
 
+def test_what_ends_a_thread_ends_one_request(model):
+    """SystemExit of a processor, a streamer and its end; its user's thread gets another error."""
+
+    class Exiting(transformers.generation.streamers.BaseStreamer):
+        def __init__(self, at):
+            self.at = at
+
+        def put(self, value):
+            if self.at == "put":
+                raise SystemExit("a streamer's own")
+
+        def end(self):
+            raise SystemExit("a streamer's own")
+
+    def leave(ids, scores):
+        raise SystemExit("a processor's own")
+
+    [prompt] = prompts_of([12])
+    with Engine(model, "f32", **ROOM) as engine:
+        bad = [engine.submit(prompt, max_new_tokens=3, streamer=Exiting(at)) for at in ("put", "end")]
+        bad.append(engine.submit(prompt, logits_processor=[leave]))
+        other = engine.submit(prompt, max_new_tokens=8)
+        for request in bad:
+            for _ in range(20):
+                with pytest.raises(RuntimeError, match=r"the request has failed: SystemExit\(.*own") as error:
+                    request.result(LONG)
+            assert len(error.traceback) < 20
+        assert other.result(LONG)[0].tolist() == alone(model, prompt)
+
+
+def test_closed_from_within(model):
+    """A streamer may ask for more, cancel, and close the engine."""
+
+    class Closing(transformers.generation.streamers.BaseStreamer):
+        def put(self, value):
+            if value.numel() == 1:
+                asked.append(engine.submit(prompt))
+                asked[0].cancel()
+                engine.close()
+
+        def end(self):
+            pass
+
+    asked, [prompt] = [], prompts_of([12])
+    engine = Engine(model, "f32", **ROOM)
+    request = engine.submit(prompt, streamer=Closing())
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        request.result(LONG)
+    engine.close()
+    assert "closed" in repr(engine.prefix.cache)
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        asked[0].result(LONG)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_child_of_fork(model):
+    """It cannot ask, and ends; the engine of its parent goes on."""
+    [prompt] = prompts_of([12])
+    with Engine(model, "f32", **ROOM) as engine:
+        slow = engine.submit(prompt, max_new_tokens=50, logits_processor=[Slow()])
+        child = os.fork()
+        if not child:
+            try:
+                engine.submit(prompt)
+            except ValueError as error:
+                engine.close()
+                os._exit(0 if "child of fork" in str(error) else 1)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        assert len(slow.result(LONG)[0]) == 62
+
+
+@pytest.mark.parametrize("other", ["generate", "engine"])
+def test_others_on_the_same_prefix(model, other):
+    """`generate` in another thread, or another engine: passes take turns, and texts stay right."""
+    prefix = kvcache.PrefixCache(HFCache.make_kv_cache(model.config, "f32", block_size=4), fingerprint="a model")
+    prompts, texts = prompts_of([12, 20, 5, 30]), []
+
+    def ask(one):
+        for prompt in prompts:
+            if one is None:
+                cache = HFCache(model.config, prefix=prefix)
+                texts.append(model.generate(torch.tensor([prompt]), past_key_values=cache, max_new_tokens=8))
+                cache.release(texts[-1])
+            else:
+                texts.append(one.submit(prompt, max_new_tokens=8).result(LONG))
+
+    with Engine(model, prefix=prefix) as engine, contextlib.ExitStack() as stack:
+        second = stack.enter_context(Engine(model, prefix=prefix)) if other == "engine" else None
+        threads = [threading.Thread(target=ask, args=(one,)) for one in (engine, second)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LONG)
+    wanted = [alone(model, prompt) for prompt in prompts]
+    assert sorted(text[0].tolist() for text in texts) == sorted(2 * wanted)
+
+
+def test_tenants_wait_for_their_own_prompts_alone(model):
+    [system] = prompts_of([100])
+    with Engine(model, "f32", prompt_tokens=32, block_size=16, **ROOM) as engine:
+        tenants = [engine.prefix.tenant(salt) for salt in (b"a", b"b")]
+        requests = [
+            engine.submit([*system, i], tenant=tenant, max_new_tokens=1) for tenant in tenants for i in range(3)
+        ]
+        answers(requests)
+        assert [request.num_matched > 90 for request in requests] == [False, True, True] * 2
+
+
 def test_models_whose_texts_cannot_share_a_pass():
     bloom = transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=97)
     jamba, training = model_of("jamba"), make(CONFIGS["llama"]()).train()
@@ -395,6 +516,7 @@ def test_models_whose_texts_cannot_share_a_pass():
         (make(bloom), NotSupportedError, "cannot share a pass"),
         (jamba, NotSupportedError, "by single tokens only"),
         (training, ValueError, "in training mode"),
+        ("gpt2", TypeError, "model is a str: give a model"),
     ]:
         with pytest.raises(error, match=match):
             Engine(model, "f32", **ROOM)
