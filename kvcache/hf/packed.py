@@ -206,7 +206,6 @@ class Packed:
         for text in texts:
             text.state = None
 
-    @torch.no_grad()
     def _check(self, alone: HFCache) -> None:
         """Raise NotSupportedError unless a text in a pass with another one has the logits that ``generate`` has."""
         name, one, other = type(self._model).__name__, [1, 2], [3, 4, 5]
@@ -215,7 +214,8 @@ class Packed:
             for text in texts:
                 [text.seq_id] = self._passes.new_ids(1)
             for shared in self.passes([(texts[0], other), (texts[1], one)]):
-                found = self.feed(shared)[-1].float()
+                with torch.no_grad():
+                    found = self.feed(shared)[-1].float()
         except NotSupportedError as error:
             raise NotSupportedError(f"texts of a {name} cannot share a pass: {error}") from None
         finally:

@@ -131,7 +131,6 @@ class Request:
 
     # ---- what the engine calls
 
-    @torch.no_grad()
     def draw(self, logits: torch.Tensor) -> str | None:
         """Draw the next token from its logits, ``[vocabulary]``, and return why it is the last one, if it is."""
         if self._streamer is not None and not self.tokens:

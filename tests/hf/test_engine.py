@@ -568,7 +568,7 @@ def play(engine, model, number, seconds, seed):
         thread.start()
     for thread in threads:
         thread.join()
-    for prompt, most, text, reason in finished:
+    for prompt, most, text, reason in random.Random(seed).sample(finished, min(len(finished), 300)):
         full = want(prompt, most)
         if full[: len(text)] != text or (reason == "length") != (len(full) == len(text)):
             wrong.append((prompt, most, text, reason))

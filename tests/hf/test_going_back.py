@@ -157,7 +157,7 @@ def test_copies_go_back_by_themselves(name):
     assert torch.equal(feed(model, copied, other), want)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", sorted(QUICK))
 def test_four_are_kept(name):
     """Behind 53 tokens and 64 they are dropped: without these, the fewest tokens are fed again."""
     model, text = prepared(name), random_tokens(1, 200)
@@ -273,7 +273,7 @@ def test_convolutions_that_see_the_whole_text(recorded):
             torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", sorted(QUICK))
 def test_bytes_are_counted_once(name):
     """Beams and copies share kept states."""
     model = prepared(name)
