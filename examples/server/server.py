@@ -192,8 +192,9 @@ class Call:
         if self.request.finish_reason == "cancelled":  # `Server.stop` did, as somebody still reads
             self.reason = "shutdown"
             raise ApiError("the server is shutting down", status=503)
-        self.reason = self.request.finish_reason or ""
-        yield self.text.end(), self.reason
+        text, is_stopped = self.text.end()
+        self.reason = "stop" if is_stopped else self.request.finish_reason or ""
+        yield text, self.reason
 
     def usage(self) -> dict[str, Any]:
         return usage_of(len(self.request.prompt), self.num_generated, self.request.num_matched)

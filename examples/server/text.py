@@ -9,6 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+MOST_PARTS = 64  # tokens that are held because they may be parts of a character
+
 # A scene in which each speaker has a name, and the assistant speaks next.
 SCENE = """\
 {%- for one in messages -%}
@@ -40,22 +42,28 @@ class Text:
         """Return what may be shown after another token, and whether the text has come to a stop sequence."""
         self._tokens.append(token)
         new = self._new()
-        if not new or new.endswith("\ufffd"):  # a part of a character, or a token that is not shown
+        is_part = new.endswith("\ufffd") and len(self._tokens) - self._end < MOST_PARTS
+        if is_part or not new:  # a part of a character, or a token that is not shown
             return "", False
         self._begin, self._end = self._end, len(self._tokens)
         self._held += new
+        return self._show(is_last=False)
+
+    def end(self) -> tuple[str, bool]:
+        """Return the rest, and whether the text has come to a stop sequence."""
+        self._held += self._new()
+        return self._show(is_last=True)
+
+    def _show(self, is_last: bool) -> tuple[str, bool]:
         found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
             _, at = min(found)  # of two that end together, the longer one counts
             text, self._held = self._held[:at], ""
             return text, True
-        shown = len(self._held) - max((self._begun(stop) for stop in self._stop), default=0)
+        begun = 0 if is_last else max((self._begun(stop) for stop in self._stop), default=0)
+        shown = len(self._held) - begun
         text, self._held = self._held[:shown], self._held[shown:]
         return text, False
-
-    def end(self) -> str:
-        """Return the rest."""
-        return self._held + self._new()
 
     def _new(self) -> str:
         """Return the text of the tokens that were not decoded with their neighbours yet."""

@@ -211,7 +211,7 @@ def test_text_is_that_of_all_tokens(make):
         ids += tokenizer(choose.choice(TEXTS), add_special_tokens=False)["input_ids"]
         ids += [choose.randrange(len(tokenizer)) for _ in range(choose.randrange(8))]
         shown = text.Text(tokenizer, ())
-        assert "".join(shown.add(token)[0] for token in ids) + shown.end() == tokenizer.decode(
+        assert "".join(shown.add(token)[0] for token in ids) + shown.end()[0] == tokenizer.decode(
             ids, skip_special_tokens=True
         )
     for one in TEXTS:
@@ -236,7 +236,37 @@ def test_text_ends_at_the_first_stop_sequence(make):
                 break
         ends = [(one.find(stop) + len(stop), one.find(stop)) for stop in stops if stop in one]
         assert has_stopped == bool(ends)
-        assert "".join(pieces) + ("" if ends else shown.end()) == (one[: min(ends)[1]] if ends else one)
+        assert "".join(pieces) + ("" if ends else shown.end()[0]) == (one[: min(ends)[1]] if ends else one)
+
+
+def test_text_that_ends_in_part_of_a_character():
+    """A stop sequence is found there too."""
+    for data, stop, wanted in [
+        (b"ab \x80", " ", ("ab", True)),
+        (b"ab\x80", "\ufffd", ("ab", True)),
+        ("ab\ufffd".encode(), "b\ufffd", ("a", True)),
+        (b"ab", "bc", ("ab", False)),
+    ]:
+        shown = text.Text(text.byte_tokenizer(), (stop,))
+        pieces = []
+        for token in data:
+            piece, is_stopped = shown.add(token)
+            pieces.append(piece)
+            if is_stopped:
+                break
+        else:
+            piece, is_stopped = shown.end()
+            pieces.append(piece)
+        assert ("".join(pieces), is_stopped) == wanted
+
+
+def test_bytes_that_are_no_characters():
+    """They are shown at last, and each token decodes a few others alone."""
+    shown = text.Text(text.byte_tokenizer(), ())
+    pieces = [shown.add(0x80)[0] for _ in range(1000)]
+    assert len("".join(pieces)) > 900
+    assert max(map(len, pieces)) <= 64
+    assert "".join(pieces) + shown.end()[0] == 1000 * "\ufffd"
 
 
 # ---- folders
