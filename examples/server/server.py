@@ -50,7 +50,7 @@ GRACE = 5.0  # seconds that answers have once the server is told to stop
 class Tenant:
     """Who has a key: a part of the cache that is kept for it, and so many requests at once."""
 
-    def __init__(self, served: Served, key: str, name: str, quota: int = 0, max_requests: int = 16) -> None:
+    def __init__(self, served: Served, key: str, name: str, quota: int = 0, max_requests: float = 16) -> None:
         self.key, self.name, self.max_requests = key.encode(), name, max_requests
         self.prefix = served.tenant(b"tenant " + self.key, quota)
         self.num_requests = 0
@@ -61,7 +61,7 @@ class Server:
 
     def __init__(self, served: Served, keys: dict[str, dict[str, Any]] | None) -> None:
         self.served, self.engine, self.is_open = served, served.engine, keys is None
-        named = {"": {"name": "all"}} if keys is None else keys
+        named = {"": {"name": "all", "max_requests": math.inf}} if keys is None else keys
         self.tenants = [Tenant(served, key, **settings) for key, settings in named.items()]
         if served.context < 2:
             raise ValueError("the cache's capacity leaves no room for a request beside all quotas")

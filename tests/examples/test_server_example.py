@@ -387,6 +387,12 @@ def test_a_step_that_fails(model, monkeypatch):
         client.complete("ROMEO:\n")
 
 
+def test_many_requests_without_keys(model, slow):
+    with serving(model, keys=None) as client, ThreadPoolExecutor(40) as pool:
+        answers = [*pool.map(lambda _: client.ask("/v1/completions", {"prompt": "ROMEO:\n"}), range(40))]
+        assert [status for status, _ in answers] == 40 * [200]
+
+
 def test_more_requests_than_may_wait(model, slow):
     with serving(model, 512, None, max_waiting=0) as client:
         status, body = client.ask("/v1/completions", {"prompt": "ROMEO:\n"})
