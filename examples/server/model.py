@@ -6,14 +6,13 @@ import queue
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from examples.server.protocol import ApiError, Options
 from examples.server.text import byte_tokenizer
 from kvcache import NotSupportedError, PrefixCache
+from kvcache.errors import described
 from kvcache.hf import Engine, Request
 
 LEAST_TEMPERATURE = 1e-5  # divided by less, logits may become infinite; the most likely token is drawn instead
@@ -24,14 +23,21 @@ def load(folder: Path) -> tuple[Any, Any]:
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")
     has_tokenizer = any(folder.glob("tokenizer*"))
-    num_tokens = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+    try:
+        num_tokens = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+        tokenizer = AutoTokenizer.from_pretrained(folder) if has_tokenizer else byte_tokenizer()
+        dtype = "auto" if has_tokenizer else torch.float32
+        options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, found = AutoModelForCausalLM.from_pretrained(folder, **options)
+    except Exception as error:  # a damaged file may raise any
+        raise ValueError(f"{folder} has no model that can be loaded: {described(error)}") from None
     if not has_tokenizer and num_tokens != 256:
         raise ValueError(f"{folder} has no tokenizer, and {num_tokens:,} tokens, which cannot be bytes")
-    tokenizer = AutoTokenizer.from_pretrained(folder) if has_tokenizer else byte_tokenizer()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto" if has_tokenizer else torch.float32)
-    except SafetensorError as error:
-        raise ValueError(f"the weights in {folder} are damaged: {error}") from None
+    # transformers fills these with random numbers.
+    if wrong := sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}):
+        raise ValueError(
+            f"{folder} lacks weights of the model, or has others: {', '.join(wrong[:3])} ({len(wrong)} in all)"
+        )
     return model.eval(), tokenizer
 
 
@@ -72,9 +78,16 @@ class Served:
             raise ApiError("messages: the model has no chat template: use /v1/completions", "messages")
         try:
             tokens: list[int] = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template may raise any
             raise ApiError(f"messages: the model's chat template refuses them: {error}", "messages") from None
         return tokens
+
+    def try_one(self) -> None:
+        """Generate a token; raise ValueError if no request could be served."""
+        try:
+            self.submit([0], Options(1, None, None, (), None), self.engine.prefix).result()
+        except Exception as error:
+            raise ValueError(f"{self.name}: no request can be served: {error}") from None
 
     def submit(self, prompt: list[int], options: Options, tenant: PrefixCache) -> Request:
         """Begin a request. What the client leaves open is as the model's generation config says."""

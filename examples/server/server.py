@@ -65,6 +65,7 @@ class Server:
         self.tenants = [Tenant(served, key, **settings) for key, settings in named.items()]
         if served.context < 2:
             raise ValueError("the cache's capacity leaves no room for a request beside all quotas")
+        served.try_one()
         self.calls: set[Call] = set()
         self.is_stopping = False
         self.registry = CollectorRegistry()

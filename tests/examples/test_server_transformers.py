@@ -14,7 +14,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 import tokenizers  # noqa: E402 - transformers needs it
-from support.example_server import KEYS, main, served, serving, stream, text  # noqa: E402 - it needs those
+from support.example_server import KEYS, main, served, server, serving, stream, text  # noqa: E402 - it needs those
 
 TEMPLATE = """\
 {{ bos_token }}{% for one in messages %}{% if one.role == 'system' and not loop.first %}
@@ -282,12 +282,33 @@ def test_the_command_serves_a_folder(folder, tmp_path):
         assert {one.name for one in made.tenants} == {"one", "two"}
 
 
-def test_a_folder_with_damaged_weights(folder, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("model.safetensors", lambda data: data[:5000], "no model that can be loaded: SafetensorError"),
+        ("tokenizer.json", lambda _: b"{}", "no model that can be loaded: KeyError"),
+        ("config.json", lambda data: data.replace(b'"num_hidden_layers": 4', b'"num_hidden_layers": 5'), "layers.4"),
+        ("config.json", lambda data: data.replace(b'"vocab_size"', b'"vocab_size": 99, "v"'), "model.embed_tokens"),
+        ("config.json", lambda _: b'{"model_type": "clip_vision_model"}', "no model that can be loaded: Attribute"),
+    ],
+)
+def test_a_folder_that_cannot_be_served(folder, tmp_path, name, change, said):
+    """Nothing is served with random weights."""
     for file in folder.iterdir():
         data = file.read_bytes()
-        (tmp_path / file.name).write_bytes(data[:5000] if file.suffix == ".safetensors" else data)
-    with pytest.raises(ValueError, match=r"the weights in .* are damaged"):
+        (tmp_path / file.name).write_bytes(change(data) if file.name == name else data)
+    with pytest.raises(ValueError, match=said) as caught:
         served.load(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path} ")
+
+
+@pytest.mark.parametrize("wrong", [{"num_beams": 4}, {"temperature": "hot"}])
+def test_a_generation_config_that_serves_nobody(model, monkeypatch, wrong):
+    for field, value in wrong.items():
+        monkeypatch.setattr(model[0].generation_config, field, value)
+    runs = served.Served("a-model", *model, capacity=512)
+    with runs.engine, pytest.raises(ValueError, match="a-model: no request can be served: "):
+        server.Server(runs, None)
 
 
 def test_a_folder_without_a_tokenizer(folder, tmp_path):
