@@ -26,20 +26,34 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "model"
 def read_keys(path: Path) -> dict[str, dict[str, Any]]:
     """Read the API keys of a file, which no message quotes; raise ValueError for other settings than the README's."""
     try:
-        keys = json.loads(path.read_bytes())
+        keys = json.loads(path.read_bytes(), object_pairs_hook=distinct)
+        json.dumps(keys, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half of a character
+        raise ValueError(f"{path} has text that UTF-8 cannot encode") from None
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is no JSON of keys: {error}") from None
     settings = [*keys.values()] if isinstance(keys, dict) else [None]
     if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in settings):
         raise ValueError(f"{path} must have an object of keys, each of which has an object with a name")
     for one in settings:
         if unknown := one.keys() - {"name", "quota", "max_requests"}:
             raise ValueError(f"{path}: {one['name']} has a field {min(unknown)!r}, which there is not")
-        if not all(type(value) is int and value >= 0 for field, value in one.items() if field != "name"):
-            raise ValueError(f"{path}: quota and max_requests of {one['name']} must be whole numbers of at least 0")
+        for field, least in (("quota", 0), ("max_requests", 1)):
+            value = one.get(field, least)
+            if type(value) is not int or not least <= value < 1 << 31:
+                raise ValueError(
+                    f"{path}: {field} of {one['name']} must be a whole number from {least} to {(1 << 31) - 1}"
+                )
     if len({one["name"] for one in settings}) < len(settings):  # counters tell tenants apart by their names
         raise ValueError(f"{path}: two keys have the same name")
     return keys
+
+
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; raise ValueError if a field is there twice."""
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a key or a field is there twice")
+    return found
 
 
 def make(args: argparse.Namespace) -> Server:

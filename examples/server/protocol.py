@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from kvcache.errors import shown
+
 UNSUPPORTED: dict[str, Any] = {  # fields with the one value that is taken, beside null
     "n": 1, "best_of": 1, "echo": False, "suffix": "", "logprobs": False, "logit_bias": {}, "presence_penalty": 0,
     "frequency_penalty": 0, "tools": [], "tool_choice": "none", "response_format": {"type": "text"},
@@ -51,14 +53,14 @@ def number(body: dict[str, Any], name: str, default: Any, least: float, most: fl
         return default
     if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
         what = "an integer" if kind is int else "a number"
-        raise ApiError(f"{name}={json.dumps(value)}: must be {what} from {least} to {most}", name)
+        raise ApiError(f"{name}={shown(value)}: must be {what} from {least} to {most}", name)
     return value
 
 
 def flag(body: dict[str, Any], name: str) -> bool:
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise ApiError(f"{name}={json.dumps(value)}: must be true or false", name)
+        raise ApiError(f"{name}={shown(value)}: must be true or false", name)
     return bool(value)
 
 
@@ -88,7 +90,7 @@ def check_fields(body: dict[str, Any], is_chat: bool, model: str) -> None:
         if name in UNSUPPORTED and not is_off(value, UNSUPPORTED[name]):
             raise ApiError(f"{name}: this server takes {json.dumps(UNSUPPORTED[name])} alone", name)
         if name not in COMMON | OWN[is_chat] | UNSUPPORTED.keys() | IGNORED:
-            raise ApiError(f"{name}: there is no such field", name)
+            raise ApiError(f"{shown(name)}: there is no such field", name[:80])
     if body.get("model") not in (None, model):
         raise ApiError(f"model: there is {model!r} alone", "model", status=404, code="model_not_found")
 
@@ -159,9 +161,9 @@ def read_message(message: Any, i: int) -> dict[str, str]:
     if role not in ("system", "developer", "user", "assistant") or not isinstance(content, str):
         raise ApiError(f"messages[{i}]: must have a role and a content, which is text", "messages")
     if unknown := {field for field, value in given.items() if value is not None} - {"role", "content", "name"}:
-        raise ApiError(f"messages[{i}]: there is no field {min(unknown)}", "messages")
+        raise ApiError(f"messages[{i}]: there is no field {shown(min(unknown))}", "messages")
     if name is not None and not isinstance(name, str):
-        raise ApiError(f"messages[{i}]: name={json.dumps(name)}: must be a text", "messages")
+        raise ApiError(f"messages[{i}]: name={shown(name)}: must be a text", "messages")
     read = {"role": "system" if role == "developer" else role, "content": content}  # templates have no developers
     if name:
         read["name"] = name

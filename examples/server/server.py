@@ -67,6 +67,7 @@ class Server:
             raise ValueError("the cache's capacity leaves no room for a request beside all quotas")
         served.try_one()
         self.calls: set[Call] = set()
+        self.readers: set[Any] = set()  # tasks that wait for a request's body
         self.is_stopping = False
         self.registry = CollectorRegistry()
         prefixes = {one.name: one.prefix for one in self.tenants}
@@ -84,7 +85,7 @@ class Server:
             Route("/metrics", self.metrics),
             Route("/health", self.health),
         ]
-        handlers: Any = {ApiError: refuse, HTTPException: refuse_http}
+        handlers: Any = {ApiError: refuse, HTTPException: refuse_http, Exception: refuse_any}
         return Starlette(routes=routes, exception_handlers=handlers, lifespan=self.run)
 
     @contextlib.asynccontextmanager
@@ -118,15 +119,10 @@ class Server:
     async def complete(self, http: HttpRequest) -> Response:
         """Answer a prompt or a chat, as a whole or as a stream."""
         tenant, is_chat = self.tenant_of(http), http.url.path.endswith("/chat/completions")
-        data = b""
         try:
-            async for part in http.stream():
-                data += part
-                if len(data) > MOST_BYTES:
-                    raise ApiError(f"the body is longer than {MOST_BYTES} bytes", status=413)
+            body = parse(await self.read_body(http))
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
-        body = parse(data)
         is_stream, wants_usage = read_stream(body)
         check_fields(body, is_chat, self.served.name)
         prompt = await asyncio.to_thread(self.read_tokens, body, is_chat)  # a long text takes a while
@@ -135,7 +131,7 @@ class Server:
             message = f"the key has {tenant.num_requests} requests already, its most: wait until one has ended"
             raise ApiError(message, status=429, code="rate_limit_exceeded")
         if self.is_stopping or not self.engine.is_alive:
-            raise ApiError("the server is shutting down", status=503)
+            raise shutting_down()
         request = self.served.submit(prompt, options, tenant.prefix)
         text, answer = Text(self.served.tokenizer, options.stop), Answer(self.served.name, is_chat, is_stream)
         call = Call(self, tenant, request, text, answer)
@@ -146,6 +142,20 @@ class Server:
         finally:
             call.end()
 
+    async def read_body(self, http: HttpRequest) -> bytes:
+        data, task = b"", asyncio.current_task()
+        self.readers.add(task)
+        try:
+            async for part in http.stream():
+                data += part
+                if len(data) > MOST_BYTES:
+                    raise ApiError(f"the body is longer than {MOST_BYTES} bytes", status=413)
+        except asyncio.CancelledError:  # by `stop`
+            raise shutting_down() from None
+        finally:
+            self.readers.remove(task)
+        return data
+
     def read_tokens(self, body: dict[str, Any], is_chat: bool) -> list[int]:
         if is_chat:
             return self.served.tokens_of_chat(read_messages(body))
@@ -153,8 +163,10 @@ class Server:
         return self.served.tokens_of(prompt) if isinstance(prompt, str) else prompt
 
     def stop(self) -> None:
-        """End all requests, after the step that runs, and begin no more."""
+        """End all requests, after the step that runs, and begin no more; those of half a body, too."""
         self.is_stopping = True
+        for reader in self.readers:
+            reader.cancel()
         for call in self.calls:
             call.request.cancel()
 
@@ -192,7 +204,7 @@ class Call:
             raise ApiError(sentence(error), status=500) from error
         if self.request.finish_reason == "cancelled":  # `Server.stop` did, as somebody still reads
             self.reason = "shutdown"
-            raise ApiError("the server is shutting down", status=503)
+            raise shutting_down()
         text, is_stopped = self.text.end()
         self.reason = "stop" if is_stopped else self.request.finish_reason or ""
         yield text, self.reason
@@ -259,9 +271,18 @@ class HttpServer(uvicorn.Server):
         stopping.cancel()
 
 
+def shutting_down() -> ApiError:
+    return ApiError("the server is shutting down", status=503)
+
+
 async def refuse(http: HttpRequest, error: ApiError) -> Response:
     return JSONResponse(error.body, error.status)
 
 
 async def refuse_http(http: HttpRequest, error: HTTPException) -> Response:
     return JSONResponse(ApiError(error.detail, status=error.status_code).body, error.status_code, error.headers)
+
+
+async def refuse_any(http: HttpRequest, error: Exception) -> Response:
+    """Answer an error of the server, which the log has."""
+    return JSONResponse(ApiError("the server failed", status=500).body, 500)

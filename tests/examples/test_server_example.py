@@ -293,6 +293,21 @@ def test_what_is_too_long_is_said(client, num_prompt, wanted, said):
     assert answer["error"]["message"].startswith(said)
 
 
+@pytest.mark.parametrize("field", ["temperature", "stream", "x" * 1000])
+@pytest.mark.parametrize("value", ['"' + 100_000 * "x" + '"', 900 * "[" + 900 * "]", "1" + 4000 * "0"])
+def test_values_are_quoted_in_part(client, field, value):
+    status, answer = client.ask("/v1/completions", f'{{"prompt": "a", "{field}": {value}}}'.encode())
+    assert (status, answer["error"]["param"]) == (400, field[:80])
+    assert len(answer["error"]["message"]) < 200
+
+
+def test_an_error_of_the_server(client, monkeypatch):
+    """The client gets no traceback."""
+    monkeypatch.setattr(client.server.server.served, "tokens_of", lambda _: 1 / 0)
+    status, answer = client.ask("/v1/completions", {"prompt": "a"})
+    assert (status, answer["error"]["message"], answer["error"]["type"]) == (500, "the server failed", "server_error")
+
+
 def test_bad_requests_take_no_place(client):
     """A key of two requests at once is served after any number of bad ones."""
     for _ in range(3):
@@ -420,6 +435,19 @@ def test_answers_that_take_longer_than_a_shutdown(model, slow, monkeypatch):
     assert (status, answer["error"]["message"]) == (503, "the server is shutting down")
 
 
+def test_half_a_body_at_a_shutdown(model, monkeypatch, caplog):
+    monkeypatch.setattr(server, "GRACE", 0.5)
+    with serving(model, 512, None) as client, socket.create_connection(("127.0.0.1", client.port)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        while not client.server.server.readers:
+            time.sleep(0.01)
+        client.server.should_exit = True
+        answer = connection.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert b"the server is shutting down" in answer
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_a_key_of_other_letters(model):
     """A client sends its UTF-8 as it is."""
     with serving(model, keys={"schlüssel": {"name": "one"}}) as client:
@@ -439,8 +467,12 @@ def test_a_key_of_other_letters(model):
         ([], [], "must have an object of keys"),
         ([], {"sk": {}}, "must have an object of keys"),
         ([], {"sk": {"name": "a", "limit": 1}}, "a has a field 'limit', which there is not"),
-        ([], {"sk": {"name": "a", "quota": "5"}}, "quota and max_requests of a must be whole numbers"),
-        ([], {"sk": {"name": "a", "quota": -1}}, "quota and max_requests of a must be whole numbers"),
+        ([], {"sk": {"name": "a", "quota": "5"}}, "quota of a must be a whole number from 0"),
+        ([], {"sk": {"name": "a", "quota": -1}}, "quota of a must be a whole number from 0"),
+        ([], {"sk": {"name": "a", "quota": 10**30}}, "quota of a must be a whole number from 0"),
+        ([], {"sk": {"name": "a", "max_requests": 0}}, "max_requests of a must be a whole number from 1"),
+        ([], {"sk": {"name": "a\ud800"}}, "has text that UTF-8 cannot encode"),
+        ([], '{"sk": {"name": "a"}, "sk": {"name": "b"}}', "is no JSON of keys: a key or a field is there twice"),
         ([], {"sk": {"name": "a", "quota": 1 << 20}}, "leaves no room for a request beside all quotas"),
         ([], {"sk": {"name": "a"}, "pk": {"name": "a"}}, "two keys have the same name"),
     ],

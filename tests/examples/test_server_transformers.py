@@ -162,13 +162,21 @@ def test_what_cannot_change_the_text_is_ignored(client):
     [
         ([*MESSAGES, MESSAGES[0]], "messages: the model's chat template refuses them: the system speaks first"),
         ([{"role": "tool", "content": "1"}], "must have a role and a content"),
-        ([{**MESSAGES[1], "tool_calls": [{}]}], "there is no field tool_calls"),
+        ([{**MESSAGES[1], "tool_calls": [{}]}], "there is no field 'tool_calls'"),
     ],
 )
 def test_chats_that_the_template_refuses(client, messages, said):
     status, body = client.ask("/v1/chat/completions", {"messages": messages})
     assert (status, body["error"]["param"]) == (400, "messages")
     assert said in body["error"]["message"]
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content + 1 }}", "{{ 1 / 0 }}", "{% for one in %}"])
+def test_a_template_that_fails(client, model, monkeypatch, template):
+    monkeypatch.setattr(model[1], "chat_template", template)
+    status, body = client.ask("/v1/chat/completions", {"messages": MESSAGES})
+    assert (status, body["error"]["param"]) == (400, "messages")
+    assert "chat template refuses them: " in body["error"]["message"]
 
 
 def test_a_message_as_clients_give_it_back(client):
