@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from kvcache.arguments import INT32_MAX, INT64_MAX, integer
-from kvcache.errors import shown
+from kvcache.errors import KVCacheError, shown
 from kvcache.hf.prefixing import PrefixedBatch
+from kvcache.hf.recurrent import Narrowed
 
 INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}  # types of indices
 
@@ -45,7 +46,8 @@ class EditableBatch(PrefixedBatch):
         Recurrent layers go back only to where their states are kept: before each pass of several tokens behind others,
         up to four of these, if there is no prefix cache. Otherwise ``NotSupportedError`` is raised, names the nearest
         kept states, and nothing has changed. Convolutions also go back in the last pass after
-        `activate_past_recording`. If a pass of several tokens failed, ``crop(0)`` goes back to before it.
+        `activate_past_recording`. If a pass of several tokens failed within its layers, ``crop(0)`` goes back to before
+        it.
         """
         tokens_to_remove = integer(tokens_to_remove, "tokens_to_remove", -INT64_MAX, INT64_MAX)
         if tokens_to_remove > 0:
@@ -65,28 +67,40 @@ class EditableBatch(PrefixedBatch):
                 num_back = 0
             else:
                 self._recurrent.check_crop(before - seen, seen)
-            passes.end(num_back)
-            lengths = {i: max(0, seen - offset) for i, offset in zip(passes.seq_ids, passes.offsets, strict=True)}
-            for seq_id in (*stuck, *lengths):  # first what raises: then none has changed
-                self._cache.truncate(lengths[seq_id], seq_id=seq_id)  # also tells a prefix cache what was taken back
-            passes.num_seen, passes.offsets = seen, [min(offset, seen) for offset in passes.offsets]
-            self._crop_states(before - seen, seen)
+            narrowed = self._recurrent.narrowed(before - seen, seen)
+            try:
+                self._take_back(before, seen, num_back, stuck, narrowed)
+            except (KVCacheError, ValueError):  # of rows, none of which has changed
+                raise
+            except BaseException:  # an interrupt came halfway: the same again completes it
+                try:
+                    self._take_back(before, seen, num_back, stuck, narrowed)
+                except BaseException:
+                    self.reset()
+                    raise
+                raise
+
+    def _take_back(self, before: int, seen: int, num_back: int, stuck: list[int], narrowed: Sequence[Narrowed]) -> None:
+        """Take back the columns from `seen` to `before`, of which the last pass has `num_back`.
+
+        `stuck` are sequences whose windows have moved on, `narrowed` what states of convolutions become. Whatever was
+        done before, it ends alike.
+        """
+        passes = self._passes
+        passes.end(num_back)
+        lengths = {i: max(0, seen - offset) for i, offset in zip(passes.seq_ids, passes.offsets, strict=True)}
+        for seq_id in (*stuck, *lengths):  # first what raises: then none has changed
+            self._cache.truncate(lengths[seq_id], seq_id=seq_id)  # also tells a prefix cache what was taken back
+        if self._recurrent.crop(seen, narrowed):
+            passes.has_dropped = False
         self.text = None if self.text is None else self.text[:, :seen]
-        self.ahead = self.ahead if seen == before else None
+        self.aheads = {column: ahead for column, ahead in self.aheads.items() if column <= seen}
         if passes.prompts is not None and seen < before:
             if self.begins_behind(seen):
                 passes.prompts = None  # what comes now may have other padding
             else:
                 passes.prompts.crop(seen)
-
-    def _crop_states(self, num_back: int, num_left: int) -> None:
-        """Take the last tokens back from recurrent states; forget all tokens if that fails halfway."""
-        try:
-            if self._recurrent.crop(num_back, num_left):
-                self._passes.has_dropped = False
-        except BaseException:
-            self.reset()
-            raise
+        passes.num_seen, passes.offsets = seen, [min(offset, seen) for offset in passes.offsets]
 
     def reorder_cache(self, beam_idx: torch.Tensor | Sequence[int]) -> None:
         """Continue batch index i from the tokens of index ``beam_idx[i]``; no row of keys or values is copied."""
@@ -111,5 +125,5 @@ class EditableBatch(PrefixedBatch):
         batch_indices = indices_of(indices, name, num_rows)
         self._passes.select(batch_indices)
         self.text, self.has_moved_rows = None if self.text is None else self.text[batch_indices], True
-        self.ahead = None if self.ahead is None else self.ahead[batch_indices]
+        self.aheads = {column: ahead[batch_indices] for column, ahead in self.aheads.items()}
         self._recurrent.select(batch_indices)

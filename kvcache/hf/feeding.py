@@ -28,7 +28,7 @@ class FedBatch(Cache):
     text: torch.Tensor | None  # what `generate` told of each sequence: its tokens, or a digest of an encoder's rows
     has_moved_rows: bool  # since `generate` told them
     next_positions: torch.Tensor | None  # of what `generate` makes, [axes, batch, 1]; None: usual ones
-    ahead: torch.Tensor | None  # by how much the text's positions are ahead, behind images, [batch, 1]
+    aheads: dict[int, torch.Tensor]  # by column: how far the positions before it are ahead, behind images, [batch, 1]
     follows_from_others: bool  # whether rows follow from images or the like as well
 
     _cache: KVCache
@@ -40,7 +40,8 @@ class FedBatch(Cache):
     _recurrent: Recurrent
 
     def _forget_text(self) -> None:
-        self.text = self.next_positions = self.ahead = None
+        self.text = self.next_positions = None
+        self.aheads = {}
         self.has_moved_rows = self.follows_from_others = False
 
     def update(

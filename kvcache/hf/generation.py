@@ -220,7 +220,7 @@ def _begin(
             if not goes_on and positions is None:
                 num_beams = max(generation_config.num_beams, generation_config.num_return_sequences)
                 _count_positions(model, input_ids, num_beams, model_kwargs)
-            _go_on_counting(text_cache, input_ids, model_kwargs, goes_on and positions is None)
+            _go_on_counting(text_cache, input_ids, model_kwargs, positions is None)
         elif not feeds_all:
             if is_embedded:
                 length = model_kwargs["inputs_embeds"].shape[1]
@@ -252,20 +252,23 @@ def _count_positions(model: Any, input_ids: torch.Tensor, num_beams: int, model_
     model_kwargs["position_ids"] = positions.repeat_interleave(num_beams, positions.ndim - 2)
 
 
-def _go_on_counting(cache: HFCache, input_ids: torch.Tensor, model_kwargs: dict[str, Any], goes_on: bool) -> None:
-    """Have a text go on (`goes_on`) from the image in its own cache, and note how far its positions are ahead.
+def _go_on_counting(cache: HFCache, input_ids: torch.Tensor, model_kwargs: dict[str, Any], is_free: bool) -> None:
+    """Have a text go on from the image in its own cache, and note how far its positions are ahead.
 
     A model that counts height and width counts on from the last image that it was shown, also in another cache. It then
-    gives one axis of positions, otherwise several.
+    gives one axis of positions, otherwise several. If its user gave positions (`is_free` False), they stay.
     """
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
     if positions is None or positions.ndim != 3:
         return
     shown = torch.ones_like(input_ids) if mask is None else mask.long()
     usual = (shown.cumsum(1) - 1).masked_fill(shown == 0, 0)
-    if goes_on and cache.ahead is not None and len(positions) == 1:
-        model_kwargs["position_ids"] = positions = (usual + cache.ahead)[None]
-    cache.ahead = positions[-1, :, -1:] - usual[:, -1:]
+    known = next(reversed(cache.aheads.values()), None)
+    if is_free and known is not None and len(positions) == 1:
+        model_kwargs["position_ids"] = positions = (usual + known)[None]
+    ahead = positions[-1, :, -1:] - usual[:, -1:]
+    if known is None or not torch.equal(known, ahead):
+        cache.aheads = {**cache.aheads, input_ids.shape[1]: ahead}  # which copies of the cache share
 
 
 def _text_cache(cache: Any) -> HFCache | None:

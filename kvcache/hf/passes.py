@@ -450,15 +450,15 @@ class Passes:
                     ended.batch.commit(ended.kept(num_back) if num_back else None)
                 else:
                     ended.batch.abort()
-            self.last = None
             if is_complete:
                 self.num_last = ended.num_tokens - num_back
-                self.num_seen += self.num_last
+                self.num_seen = ended.num_seen + self.num_last
                 self.offsets, self.without_kernels = ended.offsets, ended.without_kernels
             else:
                 if ended.brings_sequences:
                     self.forget()
                 self.has_dropped = True
+            self.last = None
             self.turns.changed.notify_all()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -22,6 +22,9 @@ from kvcache.hf.layers import Layer
 # Parts of a layer: its keys and values, the keys of an indexer, and its first state. Others follow that one.
 ROWS, KEYS, STATE = -1, -2, 0
 MOST_KEPT = 4  # columns behind which states are kept
+
+
+Narrowed: TypeAlias = tuple[Any, int, torch.Tensor]  # a layer, the index of a convolution, and its state
 
 
 class MixedLayer(LinearAttentionLayer, Layer):  # type: ignore[override] # one base has an attribute, one a property
@@ -144,8 +147,20 @@ class Recurrent:
         nearest = " and ".join(str(kept) for kept in (before, behind) if kept)
         return f"the nearest kept states are behind {nearest} tokens: crop to there, or {again}"
 
-    def crop(self, num_back: int, num_left: int) -> bool:
-        """Go back by so many tokens, to so many; `check_crop` has found that the states can.
+    def narrowed(self, num_back: int, num_left: int) -> list[Narrowed]:
+        """Return what states of convolutions become that go back by so many tokens, to so many; nothing changes."""
+        found: list[Narrowed] = []
+        for layer in self.layers.values() if num_left and num_left not in self._kept else ():
+            for n, state in layer.conv_states.items():
+                if state is not None:
+                    begin = state.shape[-1] - num_back - layer.conv_kernel_size[n]
+                    found.append(
+                        (layer, n, torch.nn.functional.pad(state, (-begin, -num_back)))
+                    )  # before a text, zeros
+        return found
+
+    def crop(self, num_left: int, narrowed: Sequence[Narrowed]) -> bool:
+        """Go back to so many tokens; `check_crop` has found that the states can, and `narrowed` has said how.
 
         Return whether no token of a pass that failed is left in them.
         """
@@ -156,11 +171,8 @@ class Recurrent:
         if not num_left:
             self.reset()
             return True
-        for layer in self.layers.values():
-            for n, state in layer.conv_states.items():
-                if state is not None:
-                    begin = state.shape[-1] - num_back - layer.conv_kernel_size[n]
-                    layer.conv_states[n] = torch.nn.functional.pad(state, (-begin, -num_back))  # before a text, zeros
+        for layer, n, state in narrowed:
+            layer.conv_states[n] = state
         return False
 
     def states_of(self, row: int) -> dict[str, torch.Tensor]:

@@ -81,39 +81,35 @@ INLINE void add_codes(int num_q, ivec *sums, const kvc_sketch_query *q, const ch
     }
 }
 
-/* Scores rows 4 (at + i) + k, for lanes i and vectors k from `first` on, for num_q queries. */
-INLINE void score_some_sketches(int num_q, float *scores, const kvc_sketch_query *q, const char *rows, ptrdiff_t stride,
-                                int dim, int at, int first) {
-    const char *from = rows + (4 * at + first) * stride;
-    ivec sums[SKETCH_VECTORS * QUERIES];
-    UNROLL
-    for (int i = 0; i < SKETCH_VECTORS * num_q; i++) sums[i] = i_zero();
-    for (int byte = 0; byte < dim / 4; byte += CODE_BYTES) {
-        ivec some[SKETCH_VECTORS * QUERIES];
-        UNROLL
-        for (int i = 0; i < SKETCH_VECTORS * num_q; i++) some[i] = i_begin_codes(sums[i]);
-        add_codes(num_q, some, q, from, stride, byte, smaller(dim / 4, byte + CODE_BYTES));
-        UNROLL
-        for (int i = 0; i < SKETCH_VECTORS * num_q; i++) sums[i] = i_end_codes(sums[i], some[i]);
-    }
-    UNROLL
-    for (int v = 0; v < SKETCH_VECTORS; v++) {
-        vec scale[2];
-        v_load_scales(scale, from + v * stride + dim / 4, 4 * stride);
-        UNROLL
-        for (int r = 0; r < num_q; r++) {
-            const vec exact = v_add(v_from_int(sums[v * num_q + r]), v_set(q->offsets[r]));
-            v_store(scores + r * KVC_SCORES + (first + v) * KVC_LANES + at,
-                    v_mul(v_mul(exact, scale[0]), v_set(q->scales[r])));
-        }
-    }
-}
-
+/* Scores the rows of a tile for num_q queries. A part has rows 4 (at + i) + k, for lanes i, vectors k. */
 INLINE void score_all_sketches(int num_q, float *scores, const kvc_sketch_query *q, const char *rows, ptrdiff_t stride,
                                int dim) {
-    for (int at = 0; at < KVC_LANES; at += LANES)
-        for (int first = 0; first < 4; first += SKETCH_VECTORS)
-            score_some_sketches(num_q, scores, q, rows, stride, dim, at, first);
+    for (int part = 0; part < KVC_LANES / LANES * (4 / SKETCH_VECTORS); part++) {
+        int at = part / (4 / SKETCH_VECTORS) * LANES, first = part % (4 / SKETCH_VECTORS) * SKETCH_VECTORS;
+        const char *from = rows + (4 * at + first) * stride;
+        ivec sums[SKETCH_VECTORS * QUERIES];
+        UNROLL
+        for (int i = 0; i < SKETCH_VECTORS * num_q; i++) sums[i] = i_zero();
+        for (int byte = 0; byte < dim / 4; byte += CODE_BYTES) {
+            ivec some[SKETCH_VECTORS * QUERIES];
+            UNROLL
+            for (int i = 0; i < SKETCH_VECTORS * num_q; i++) some[i] = i_begin_codes(sums[i]);
+            add_codes(num_q, some, q, from, stride, byte, smaller(dim / 4, byte + CODE_BYTES));
+            UNROLL
+            for (int i = 0; i < SKETCH_VECTORS * num_q; i++) sums[i] = i_end_codes(sums[i], some[i]);
+        }
+        UNROLL
+        for (int v = 0; v < SKETCH_VECTORS; v++) {
+            vec scale[2];
+            v_load_scales(scale, from + v * stride + dim / 4, 4 * stride);
+            UNROLL
+            for (int r = 0; r < num_q; r++) {
+                const vec exact = v_add(v_from_int(sums[v * num_q + r]), v_set(q->offsets[r]));
+                v_store(scores + r * KVC_SCORES + (first + v) * KVC_LANES + at,
+                        v_mul(v_mul(exact, scale[0]), v_set(q->scales[r])));
+            }
+        }
+    }
 }
 
 INLINE void score_sketches(float *scores, const kvc_sketch_query *q, int num_q, const void *rows, int64_t row_stride,

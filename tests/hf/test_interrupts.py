@@ -8,7 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from support.hf_pairs import CONFIGS, make, random_tokens  # noqa: E402 - torch may be missing
+from support.hf_pairs import CONFIGS, HYBRID, make, model_of, random_tokens  # noqa: E402 - torch may be missing
+from support.interrupts import interrupt  # noqa: E402 - beside the others
 
 from kvcache import Batch, KVCache, PrefixCache  # noqa: E402 - it imports those
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
@@ -16,6 +17,7 @@ from kvcache.hf.prompts import Prompts  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
 
+FEW = ["lfm2", "qwen3_next"]
 GREEDY = {"do_sample": False, "max_new_tokens": 4, "pad_token_id": 0}
 
 
@@ -88,3 +90,33 @@ def test_a_cache_that_generate_made_leaves_nothing(monkeypatch, model, owner, na
     assert memory.sequences == []
     assert prefix.stats.sequences == 0
     memory.validate()
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("left", [20, 30])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in HYBRID if name in FEW)]
+)
+def test_crop_is_done_or_not_done(name, left, is_open):
+    """Wherever it is interrupted, the rows and the states of all texts are behind the same tokens."""
+    model = model_of(name)
+    model.set_attn_implementation("kvcache")
+    tokens, new = random_tokens(2, 40), random_tokens(2, 4, seed=7)
+    with torch.no_grad():
+        wanted = {}
+        for length in (left, 40):
+            cache = HFCache(model.config, "f32")
+            wanted[length] = model(torch.cat([tokens[:, :length], new], 1), past_key_values=cache).logits[:, -1]
+        for number in itertools.count(1):
+            cache = HFCache(model.config, "f32")
+            for begin, end in ((0, 20), (20, 30), (30, 40)):
+                model(tokens[:, begin:end], past_key_values=cache)
+            if not is_open:
+                cache.finish()
+            is_reached, _ = interrupt(number, lambda: cache.crop(left - 40))  # noqa: B023 - it is called at once
+            got = model(new, past_key_values=cache).logits[:, -1]
+            want = wanted[cache.get_seq_length() - 4]
+            assert (got - want).abs().max() < 1e-3 * want.abs().max(), number
+            if not is_reached:
+                break
+    assert number > 20
