@@ -132,7 +132,8 @@ install_tools() {
 # environment
 torch_tests() {
     local pytest=("$1/bin/pytest" --color=no "${@:2}")
-    "${pytest[@]}" -n auto -m hf $(grep -rlE --include='test_*.py' '^torch = |mark\.hf' tests)
+    # Small models gain nothing from more threads, which wait for each other where several processes run.
+    OMP_NUM_THREADS=1 "${pytest[@]}" -n auto -m hf $(grep -rlE --include='test_*.py' '^torch = |mark\.hf' tests)
     "${pytest[@]}" --slow "$readme_tests"
 }
 

@@ -39,6 +39,7 @@ def client(model):
         yield one
 
 
+@pytest.mark.slow  # test_ten_clients_some_of_whom_go_away is its shorter form
 def test_ten_clients_at_once(client):
     """They get what each gets alone, greedily and by chance, and share a batch."""
     bodies = [
@@ -198,6 +199,7 @@ def test_more_requests_than_a_key_may_have(client):
     assert status == 200
 
 
+@pytest.mark.slow  # test_engine.py has the same of an engine
 def test_a_full_cache_lets_requests_wait(model):
     """Room for two of ten: all get what they get alone."""
     with serving(model, 512, None) as client:

@@ -25,7 +25,7 @@ from kvcache.hf import Engine, HFCache  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
 
-FEW = ["gemma3", "llama", "qwen3_next"]
+FEW = ["gemma3", "qwen3_next"]
 KINDS = [
     *CONFIGS,
     *(name for name in HYBRID if name not in ("jamba", "zamba2")),
@@ -568,15 +568,16 @@ def play(engine, model, number, seconds, seed):
         thread.start()
     for thread in threads:
         thread.join()
-    for prompt, most, text, reason in random.Random(seed).sample(finished, min(len(finished), 300)):
+    for prompt, most, text, reason in random.Random(seed).sample(finished, min(len(finished), 50)):
         full = want(prompt, most)
         if full[: len(text)] != text or (reason == "length") != (len(full) == len(text)):
             wrong.append((prompt, most, text, reason))
     return wrong, len(finished)
 
 
-@pytest.mark.parametrize("kind", ["llama", "lfm2"])
-@pytest.mark.parametrize("seconds", [2, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "seconds"), [("lfm2", 1), *(pytest.param(kind, 30, marks=pytest.mark.slow) for kind in ("llama", "lfm2"))]
+)
 def test_random_clients(kind, seconds):
     """No text is wrong, and nothing is left behind: all memory can be evicted."""
     model = model_of(kind)

@@ -460,7 +460,13 @@ def refused_by_engine():
     return found
 
 
-@pytest.mark.parametrize("name", marked(names_of("kernels", "dense", "its own")))
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "gemma3n_text" else pytest.param(name, marks=pytest.mark.slow)  # test_engine.py has others
+        for name in names_of("kernels", "dense", "its own")
+    ],
+)
 def test_texts_share_passes(name):
     """Texts of an `Engine` get the tokens that ``generate`` alone gives them, or the model is refused at once."""
     model = small_model(name)

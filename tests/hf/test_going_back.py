@@ -15,7 +15,7 @@ from kvcache.hf.recurrent import MOST_KEPT, Recurrent  # noqa: E402 - as above
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
 
-QUICK = {"falcon_h1", "lfm2", "qwen3_next"}  # a state beside attention, a convolution alone, linear attention
+QUICK = {"lfm2", "qwen3_next"}  # a convolution alone, linear attention
 BY_STEPS = {"jamba"}  # whose layers begin anew in a pass of several tokens
 APART = {"zamba2"}  # whose step and scan of several tokens differ by a thousandth
 NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in HYBRID if name not in BY_STEPS]

@@ -92,8 +92,10 @@ def test_a_cache_that_generate_made_leaves_nothing(monkeypatch, model, owner, na
     memory.validate()
 
 
-@pytest.mark.parametrize("is_open", [True, False])
-@pytest.mark.parametrize("left", [20, 30])
+@pytest.mark.parametrize(
+    ("left", "is_open"),
+    [(20, True), *(pytest.param(*given, marks=pytest.mark.slow) for given in ((20, False), (30, True), (30, False)))],
+)
 @pytest.mark.parametrize(
     "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in HYBRID if name in FEW)]
 )

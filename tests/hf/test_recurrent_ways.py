@@ -14,7 +14,7 @@ from kvcache.hf import HFCache  # noqa: E402 - as above
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
 
-QUICK = {"falcon_h1", "lfm2", "minimax", "qwen3_next"}
+QUICK = {"lfm2", "minimax", "qwen3_next"}
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(MODELS)]
 CONVOLUTIONS = {"lfm2", "lfm2_moe", "lfm3"}  # whose recurrent layers are convolutions alone
 BY_STEPS = {"jamba", "zamba"}  # whose layers begin anew in a pass of several tokens
