@@ -70,13 +70,16 @@ def then(text, length, seed):
     return torch.cat([text, random_tokens(len(text), length, seed=seed)], 1)
 
 
-def failing(model, at):
-    """Have the next pass fail behind a layer; return the hook."""
+def feed_failing(model, cache, tokens, layer):
+    """Feed tokens in a pass that fails behind a layer."""
 
     def fail(*_):
         raise Failure
 
-    return model.model.layers[at].register_forward_hook(fail)
+    hook = model.model.layers[layer].register_forward_hook(fail)
+    with pytest.raises(Failure):
+        feed(model, cache, tokens)
+    hook.remove()
 
 
 # ---- crop
@@ -183,10 +186,7 @@ def test_a_pass_that_fails(name, at):
     for left in (30, 20):
         cache, like = new_cache(model), new_cache(model)
         fed_in(model, cache, text[:, :20], text[:, 20:30])
-        hook = failing(model, at)
-        with pytest.raises(Failure):
-            feed(model, cache, text[:, 30:35])
-        hook.remove()
+        feed_failing(model, cache, text[:, 30:35], layer=at)
         if at != 3:  # behind which no layer lacks the tokens
             words = r"did not go through all layers.*: the nearest kept states are behind 30 tokens: crop to there"
             with pytest.raises(ValueError, match=words):
@@ -203,10 +203,7 @@ def test_a_pass_that_fails_behind_all_rows(num_back):
     model, text = prepared("minimax"), random_tokens(1, 40)
     cache, like = new_cache(model), new_cache(model)
     fed_in(model, cache, text[:, :20], text[:, 20:30])
-    hook = failing(model, 2)
-    with pytest.raises(Failure):
-        feed(model, cache, text[:, 30:35])
-    hook.remove()
+    feed_failing(model, cache, text[:, 30:35], layer=2)
     assert cache.get_seq_length() == 30
     cache.crop(-num_back)
     assert cache.get_seq_length() == 30 - num_back
@@ -218,10 +215,7 @@ def test_a_step_that_fails_leaves_earlier_states():
     model, text = prepared("qwen3_next"), random_tokens(1, 40)
     cache, like = new_cache(model), new_cache(model)
     fed_in(model, cache, text[:, :20], text[:, 20:30])
-    hook = failing(model, 0)
-    with pytest.raises(Failure):
-        feed(model, cache, text[:, 30:31])
-    hook.remove()
+    feed_failing(model, cache, text[:, 30:31], layer=0)
     cache.crop(0)
     with pytest.raises(ValueError, match=r"did not go through all layers.*behind 20 tokens: crop to there, or reset"):
         feed(model, cache, text[:, 30:31])
