@@ -90,7 +90,7 @@ class Recurrent:
         return self.is_within and any(part < STATE for _, part in self._reached)
 
     def reset(self) -> None:
-        """Forget all states, those that are kept as well, and the size of the batch."""
+        """Forget all states, also the kept ones, and the size of the batch."""
         self._kept = {}
         self._clear()
 
@@ -121,7 +121,7 @@ class Recurrent:
         self._kept[column] = [self.state_of(row) for row in range(num_rows)]
 
     def last_kept(self, column: int) -> int:
-        """Return the last column, up to this one, whose states are kept; 0 if there is none."""
+        """Return the last column up to this one that has kept states; 0: there is none."""
         return max((kept for kept in self._kept if kept <= column), default=0)
 
     def check_crop(self, num_back: int, num_left: int) -> None:

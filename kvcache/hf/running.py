@@ -24,6 +24,7 @@ class Running(Text):
         self._names = prefix.names(request.prompt)  # of its full blocks: of equal names, rows are equal
         self._prompts: Prompts | None = None  # what the prefix cache is told; None: it waits
         self._num_told = 0  # tokens of which it was told
+        self._num_prompt = 0  # tokens that were there when it began
         self._was_begun = False
         self._ends: set[int] = set()  # tokens behind which a piece ends, because other texts go on from there
 
@@ -44,7 +45,7 @@ class Running(Text):
 
     def awaits(self, other: Running) -> bool:
         """Whether another request is just feeding what this prompt begins with: a new block or more."""
-        if other._prefix is not self._prefix:
+        if other._prefix is not self._prefix or other.is_answering:
             return False
         both = zip(self._names, other._names, strict=False)
         num_blocks = sum(1 for _ in itertools.takewhile(lambda names: names[0] == names[1], both))
@@ -59,7 +60,7 @@ class Running(Text):
         tokens = [*self.tokens]
         prompts = Prompts(self._prefix, [Prompt(0, tokens, tokens)], set())
         [self.seq_id], self.num_fed, _ = prompts.acquire(len(tokens))
-        self._prompts, self._num_told = prompts, self.num_fed
+        self._prompts, self._num_told, self._num_prompt = prompts, self.num_fed, len(tokens)
         if not self._was_begun:
             self._was_begun, self.request.num_matched = True, self.num_fed
         if not packed.recurrent:
@@ -77,12 +78,13 @@ class Running(Text):
     def checkpoint(self, packed: Packed) -> None:
         """Keep what other texts may go on from, behind the last pass."""
         assert self._prompts is not None
-        is_prompt = self.num_fed <= len(self.request.prompt)
+        is_prompt = self.num_fed <= self._num_prompt
         if not packed.recurrent:
             if is_prompt:
                 self._prefix.checkpoint(self.seq_id, self.tokens[: self.num_fed])
         elif not is_prompt or self.num_fed in self._ends:
-            self._tell(self._prompts)
+            if is_prompt:  # behind a prompt, a state only waits for `release`
+                self._tell(self._prompts)
             self._prompts.checkpoint([self.seq_id], self.num_fed, 2, lambda row: packed.state_of(self))
 
     def release(self, packed: Packed) -> None:
