@@ -5,6 +5,7 @@ The numbers may only fall. Modules are loaded before their calls are counted.
 A change of file is a call of a function that lies in another file than the function that was called before.
 """
 
+import gc
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -34,11 +35,14 @@ def walk(run):
             called.append(frame.f_code)
 
     before = sys.getprofile()
+    gc.collect()
+    gc.disable()  # a collection would call finalizers of what other tests left
     sys.setprofile(note)
     try:
         run()
     finally:
         sys.setprofile(before)
+        gc.enable()
     files = [code.co_filename for code in called]
     changes = sum(one != other for one, other in pairwise(files))
     return Walk(len(called), len(set(called)), len(set(files)), changes)
