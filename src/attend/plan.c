@@ -190,7 +190,7 @@ static void lay_out_selecting(kvc_plan *plan, const totals *t) {
     at->codes = add_floats(plan, heads * kvc_sketch_query_bytes(plan->k_dim) / sizeof(float));
     at->scales = add_floats(plan, heads);
     at->offsets = add_floats(plan, heads);
-    at->maxima = add_floats(plan, heads * (KVC_CHUNK_ROWS / KVC_PANEL));
+    at->sums = add_floats(plan, heads * KVC_LANES);
     at->found = add_floats(plan, kvc_found_size(plan, t->most_split_rows));
     at->keys = add_floats(plan, pieces);
     at->pieces = add_floats(plan, (uint64_t)read);

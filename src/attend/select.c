@@ -7,8 +7,8 @@
  * KVC_LAST_READ rows.  It also reads the other pieces that count most; if pieces are equal, the first.  It reads
  * all rows if it sees at most kvc_most_unselected.
  *
- * Rows are scored in chunks of KVC_CHUNK_ROWS.  A chunk gives the maximum and the sum of each head, then the weights of
- * its pieces for each head, relative to that maximum.  Sums are made in the same order for any number of threads.
+ * Rows are scored in chunks of KVC_CHUNK_ROWS.  A chunk gives an exponent and a sum for each head, and the weights of
+ * its pieces for each head, relative to that power of two.  Sums are made in the same order for any number of threads.
  */
 #include "attend/select.h"
 
@@ -156,9 +156,10 @@ static void finish_scores(const kvc_task *t, kvc_row_place at, int32_t n) {
 
 /* ---- a chunk ----------------------------------------------------------------------------------------------------- */
 
-/* The results of a chunk: for each query row the maximum, then for each the sum, then the weights of its pieces. */
+/* The results of a chunk: for each query row an exponent of 2, to which weights are relative; then for each the sum of
+ * weights; then the weights of its pieces. */
 typedef struct found {
-    float *max, *sum, *pieces;
+    float *exponents, *sums, *pieces;
 } found;
 
 static found found_at(const kvc_plan *plan, float *at) {
@@ -176,38 +177,26 @@ static found found_of(const kvc_task *t, int64_t i) {
     return found_at(plan, first + (uint64_t)i * kvc_chunk_size(plan));
 }
 
-/* Returns by what weights relative to a maximum are multiplied, to be relative to a larger one. */
-static float rescale(float own, float max) { return own == max ? 1 : own == -INFINITY ? 0 : expf(own - max); }
-
-/* Makes the weights of a head's pieces relative to `max`, as each tile's are relative to the maximum up to it.  Returns
- * their sum, added up every KVC_LANES-th, so that all compilers round alike. */
-static float settle_pieces(float *pieces, const float *maxima, int32_t num_tiles, float max) {
-    float sums[KVC_LANES] = {0};
-    for (int32_t tile = 0; tile < num_tiles; tile++, pieces += KVC_LANES) {
-        const float by = rescale(maxima[tile], max);
-        for (int32_t i = 0; by != 1 && i < KVC_LANES; i++) pieces[i] *= by;
-        for (int32_t i = 0; i < KVC_LANES; i++) sums[i] += pieces[i];
-    }
-    return kvc_add_up(sums);
-}
+/* Returns by what weights relative to a power of two are multiplied, to be relative to another. */
+static float rescale(float own, float exponent) { return own == exponent ? 1 : exp2f(own - exponent); }
 
 /* Scores a chunk: the next num_rows rows that are listed, which it passes. */
 static void score_chunk(kvc_task *t, listed *rows, int64_t num_rows, const found *to) {
     const int32_t num_q = t->num_query_rows, num_tiles = (int32_t)KVC_DIVIDE_UP(num_rows, KVC_PANEL);
-    float *const maxima = t->workspace + t->call->plan->selecting.maxima; /* [num_q][num_tiles] */
-    for (int32_t r = 0; r < num_q; r++) to->max[r] = -INFINITY;
+    float *const sums = t->workspace + t->call->plan->selecting.sums; /* of every KVC_LANES-th weight */
+    for (int32_t r = 0; r < num_q; r++) to->exponents[r] = -INFINITY;
+    memset(sums, 0, (size_t)num_q * KVC_LANES * sizeof *sums);
     for (int32_t tile = 0; tile < num_tiles; tile++) {
         const int32_t n = (int32_t)kvc_smaller(num_rows - (int64_t)tile * KVC_PANEL, KVC_PANEL);
         prefetch_sketches(t, rows, KVC_PANEL / 2);
         score_rows(t, rows->at, n);
         if (n < KVC_PANEL || t->call->changes_scores) finish_scores(t, rows->at, n);
-        t->call->kernels->weigh_pieces(to->pieces + tile * KVC_LANES, KVC_CHUNK_PIECES, t->scores, num_q, to->max);
+        t->call->kernels->weigh_pieces(to->pieces, KVC_CHUNK_PIECES, tile * KVC_LANES, t->scores, num_q, to->exponents,
+                                       sums);
         prefetch_sketches(t, rows, KVC_PANEL / 2);
-        for (int32_t r = 0; r < num_q; r++) maxima[r * num_tiles + tile] = to->max[r];
         for (int32_t left = n, some; left; left -= some) kvc_go_on(&rows->at, some = kvc_rows_here(&rows->at, left));
     }
-    for (int32_t r = 0; r < num_q; r++)
-        to->sum[r] = settle_pieces(to->pieces + r * KVC_CHUNK_PIECES, maxima + r * num_tiles, num_tiles, to->max[r]);
+    for (int32_t r = 0; r < num_q; r++) to->sums[r] = kvc_add_up(sums + r * KVC_LANES);
 }
 
 int kvc_score_sketches(kvc_task *t) {
@@ -233,20 +222,21 @@ int kvc_score_sketches(kvc_task *t) {
 void kvc_keep_found(const kvc_task *t) {
     const kvc_plan *plan = t->call->plan;
     const int64_t first = t->job->split * t->slice->split_rows / KVC_CHUNK_ROWS;
-    memcpy(found_of(t, first).max, t->workspace + plan->selecting.found,
+    memcpy(found_of(t, first).exponents, t->workspace + plan->selecting.found,
            (size_t)kvc_found_size(plan, kvc_split_rows(t->slice, t->job->split)) * sizeof(float));
 }
 
 /* ---- selecting --------------------------------------------------------------------------------------------------- */
 
-/* Finds for each query row, over all chunks, the maximum and one over the sum of weights: in t->max and t->sum. */
+/* Finds for each query row, over all chunks, the largest exponent and one over the sum of weights: in t->max and
+ * t->sum. */
 static void add_up_chunks(const kvc_task *t, int64_t num_chunks) {
     for (int32_t r = 0; r < t->num_query_rows; r++) {
         t->max[r] = -INFINITY, t->sum[r] = 0;
         for (int64_t i = 0; i < num_chunks; i++)
-            if (found_of(t, i).max[r] > t->max[r]) t->max[r] = found_of(t, i).max[r];
+            if (found_of(t, i).exponents[r] > t->max[r]) t->max[r] = found_of(t, i).exponents[r];
         for (int64_t i = 0; i < num_chunks; i++)
-            t->sum[r] += found_of(t, i).sum[r] * rescale(found_of(t, i).max[r], t->max[r]);
+            t->sum[r] += found_of(t, i).sums[r] * rescale(found_of(t, i).exponents[r], t->max[r]);
         /* A weight that is no number makes its own piece the best, and no other. */
         t->sum[r] = t->sum[r] > 0 ? 1 / t->sum[r] : 0;
     }
@@ -256,7 +246,7 @@ static void add_up_chunks(const kvc_task *t, int64_t num_chunks) {
 static inline void add_masses(const kvc_task *t, const found *from, int32_t r, int num, float *masses) {
     const float *pieces = from->pieces + r * KVC_CHUNK_PIECES;
     float by[4];
-    for (int i = 0; i < num; i++) by[i] = rescale(from->max[r + i], t->max[r + i]) * t->sum[r + i];
+    for (int i = 0; i < num; i++) by[i] = rescale(from->exponents[r + i], t->max[r + i]) * t->sum[r + i];
     for (int32_t i = 0; i < KVC_CHUNK_PIECES; i++)
         for (int h = 0; h < num; h++) {
             const float mass = pieces[h * KVC_CHUNK_PIECES + i] * by[h];

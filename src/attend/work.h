@@ -174,7 +174,7 @@ typedef struct kvc_choosing {
 /* For selecting: select.c. */
 typedef struct kvc_selecting {
     uint64_t codes, scales, offsets; /* queries: kvc_sketch_query */
-    uint64_t maxima;                 /* of tiles */
+    uint64_t sums;                   /* of weights, by lane */
     uint64_t found;                  /* what is found of a split's chunks */
     uint64_t keys, pieces;           /* keys of pieces, and pieces that are selected */
     uint64_t ranges;                 /* kvc_row_range of these */

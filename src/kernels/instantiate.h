@@ -124,10 +124,11 @@
         make_sketches(to, stride, keys, n, dim);                                    \
     }
 
-#define DEFINE_WEIGH_PIECES(name)                                                                 \
-    extern kvc_weigh_pieces_fn name;                                                              \
-    TARGET void name(float *pieces, int64_t stride, const float *scores, int num_q, float *max) { \
-        weigh_pieces(pieces, stride, scores, num_q, max);                                         \
+#define DEFINE_WEIGH_PIECES(name)                                                                                \
+    extern kvc_weigh_pieces_fn name;                                                                             \
+    TARGET void name(float *pieces, int64_t stride, int first, const float *scores, int num_q, float *exponents, \
+                     float *sums) {                                                                              \
+        weigh_pieces(pieces, stride, first, scores, num_q, exponents, sums);                                     \
     }
 
 #define DEFINE_SKETCH(name)                                                                                     \

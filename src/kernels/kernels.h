@@ -43,6 +43,7 @@ enum {
     KVC_PACKED = 48,     /* each of which takes up to this many floats, packed */
     KVC_BLOCK_QUERIES = 32, /* query rows that a kvc_weigh_fn takes, whose weights stay in the L1 cache */
     KVC_SKETCH_STEP = 16,   /* bytes of a sketch that a kvc_sketch_fn loads at once */
+    KVC_SLACK = 24,         /* binary orders by which a score may exceed the exponent of a kvc_weigh_pieces_fn */
     KVC_STEP_BYTES = 4,     /* of a row, which a kvc_rank_fn multiplies at once: four int8, two bf16 or one f32 */
     KVC_BYTE_TILE = 128,    /* most rows in a tile that is multiplied in bytes */
     KVC_BYTE_CODES = 64, /* bytes from the beginning of a query row in bytes to its codes, and what these fill up to */
@@ -316,10 +317,14 @@ typedef struct kvc_sketch_query {
 typedef void kvc_sketch_fn(float *scores, const kvc_sketch_query *q, int num_q, const void *rows, int64_t row_stride,
                            int dim);
 
-/* Turns the scores of a tile, as a kvc_sketch_fn gives them, into weights of KVC_LANES pieces of 4 rows.  m is the
- * larger of max[r] and the query's largest score.  pieces[r * stride + i] becomes the sum of exp(score - m) over the
- * rows of piece i.  max[r] becomes m.  exp is as in kvc_softmax_fn.  A NaN score makes its piece NaN. */
-typedef void kvc_weigh_pieces_fn(float *pieces, int64_t stride, const float *scores, int num_q, float *max);
+/* Turns the scores of a tile, as a kvc_sketch_fn gives them, into weights of KVC_LANES pieces of 4 rows: pieces[r *
+ * stride + first + i] becomes the sum of exp(score) / 2^exponents[r] over the rows of piece i, to 1.1e-4 of it. Weights
+ * below 2^-126 may become 0.  A NaN score makes its piece NaN.  sums[r * KVC_LANES + i] grows by the weight.
+ *
+ * exponents[r] is a whole number, or -inf before there are scores.  If a score exceeds it by KVC_SLACK and more, in
+ * powers of two, it is raised to that score, and the query's sums and earlier pieces become relative to it. */
+typedef void kvc_weigh_pieces_fn(float *pieces, int64_t stride, int first, const float *scores, int num_q,
+                                 float *exponents, float *sums);
 
 typedef struct kvc_kernels {
     const char *name;

@@ -76,11 +76,22 @@ static void score_sketches(float *scores, const kvc_sketch_query *q, int num_q, 
     }
 }
 
-static void weigh_pieces(float *pieces, int64_t stride, const float *scores, int num_q, float *max) {
-    for (int r = 0; r < num_q; r++, pieces += stride, scores += KVC_SCORES) {
-        for (int j = 0; j < KVC_PANEL; j++) max[r] = scores[j] > max[r] ? scores[j] : max[r];
-        for (int i = 0; i < KVC_LANES; i++) pieces[i] = 0;
+static void weigh_pieces(float *pieces, int64_t stride, int first, const float *scores, int num_q, float *exponents,
+                         float *sums) {
+    const float log2_e = 1.44269504f;
+    for (int r = 0; r < num_q; r++, pieces += stride, scores += KVC_SCORES, sums += KVC_LANES) {
+        const float limit = (exponents[r] + KVC_SLACK) / log2_e;
+        float most = limit;
+        for (int j = 0; j < KVC_PANEL; j++) most = scores[j] > most ? scores[j] : most;
+        if (most != limit) {
+            const float before = exponents[r];
+            exponents[r] = truncf(most * log2_e);
+            for (int i = 0; i < KVC_LANES; i++) sums[i] *= exp2f(before - exponents[r]);
+            for (int i = 0; i < first; i++) pieces[i] *= exp2f(before - exponents[r]);
+        }
+        for (int i = first; i < first + KVC_LANES; i++) pieces[i] = 0;
         for (int j = 0; j < KVC_PANEL; j++)
-            pieces[j % KVC_LANES] += expf(scores[j] - (max[r] == -INFINITY ? 0 : max[r]));
+            pieces[first + j % KVC_LANES] += exp2f(scores[j] * log2_e - (exponents[r] == -INFINITY ? 0 : exponents[r]));
+        for (int i = 0; i < KVC_LANES; i++) sums[i] += pieces[first + i];
     }
 }

@@ -132,21 +132,53 @@ INLINE void score_sketches(float *scores, const kvc_sketch_query *q, int num_q, 
 }
 #endif
 
-/* Is a kvc_weigh_pieces_fn.  Where no score exceeds the maximum, weights do not wait for it. */
-INLINE void weigh_pieces(float *pieces, int64_t stride, const float *scores, int num_q, float *max) {
-    for (int r = 0; r < num_q; r++, pieces += stride, scores += KVC_SCORES) {
-        vec most = v_set(max[r]);
+static const float LOG2_E = 1.44269504f;
+
+/* Replaces x < 128 by 2^x, to 1.1e-4 of it, or by 0 far below.  x = n + f with n an integer and f of [0, 1), and 2^f is
+ * a polynomial that is exact for 0 and 1 and rises, so that weights rise with scores. */
+INLINE void exp2_roughly(int count, vec *x) {
+    vec f[4], p[4];
+    UNROLL
+    for (int i = 0; i < count; i++) f[i] = v_split_power(x + i);
+    UNROLL
+    for (int i = 0; i < count; i++) p[i] = v_fma(v_set(0.078267966f), f[i], v_set(0.226307679f));
+    UNROLL
+    for (int i = 0; i < count; i++) p[i] = v_fma(p[i], f[i], v_set(0.695424355f));
+    UNROLL
+    for (int i = 0; i < count; i++) p[i] = v_fma(p[i], f[i], v_set(1));
+    UNROLL
+    for (int i = 0; i < count; i++) x[i] = v_times_power(p[i], x[i]);
+}
+
+/* Raises a query's exponent for its largest score, and makes what was weighed before relative to it. */
+APART void raise_exponent(float *exponent, float *sums, float *pieces, int num, float largest) {
+    const float before = *exponent;
+    v_store_first(exponent, v_truncate(v_set(largest * LOG2_E)));
+    vec by = v_set(before - *exponent);
+    exp2_roughly(1, &by); /* exactly */
+    for (int i = 0; i < KVC_LANES; i += LANES) v_store(sums + i, v_mul(v_load(sums + i), by));
+    for (int i = 0; i < num; i += LANES) v_store(pieces + i, v_mul(v_load(pieces + i), by));
+}
+
+/* Is a kvc_weigh_pieces_fn.  Where no score is far above its exponent, weights do not wait for the largest score. */
+INLINE void weigh_pieces(float *pieces, int64_t stride, int first, const float *scores, int num_q, float *exponents,
+                         float *sums) {
+    for (int r = 0; r < num_q; r++, pieces += stride, scores += KVC_SCORES, sums += KVC_LANES) {
+        const vec limit = v_set((exponents[r] + KVC_SLACK) * (1 / LOG2_E));
+        vec most = limit;
         UNROLL
         for (int i = 0; i < KVC_PANEL; i += LANES) most = v_max(v_load(scores + i), most);
-        const float largest = v_max_lane(most);
-        if (largest > max[r]) max[r] = largest;
-        const vec shift = v_set(max[r] == -INFINITY ? 0 : -max[r]);
+        if (v_equal(most, limit) != (1u << LANES) - 1)
+            raise_exponent(exponents + r, sums, pieces, first, v_max_lane(most));
+        const vec shift = v_set(exponents[r] == -INFINITY ? 0 : -exponents[r]);
         for (int at = 0; at < KVC_LANES; at += LANES) {
             vec x[4];
             UNROLL
-            for (int k = 0; k < 4; k++) x[k] = v_add(v_load(scores + k * KVC_LANES + at), shift);
-            exp_negative(4, x);
-            v_store(pieces + at, v_add(v_add(x[0], x[1]), v_add(x[2], x[3])));
+            for (int k = 0; k < 4; k++) x[k] = v_fma(v_load(scores + k * KVC_LANES + at), v_set(LOG2_E), shift);
+            exp2_roughly(4, x);
+            const vec piece = v_add(v_add(x[0], x[1]), v_add(x[2], x[3]));
+            v_store(pieces + first + at, piece);
+            v_store(sums + at, v_add(v_load(sums + at), piece));
         }
     }
 }

@@ -52,6 +52,9 @@
  *   v_scale(x, scale, y, least)
  *                              x * 2^n, where scale is 3 * 2^22 + 127 + n, n an integer of [-126, 0]; 0 where y is
  *                              below least
+ *   v_split_power(x)           returns x less the next integer below, and makes x that integer, as ...
+ *   v_times_power(y, x)        takes it: y of [1, 2) * 2^x, where x was below 128; 0 where it was below -127, and what
+ *                              is small between; NaN where it was NaN
  *   v_max_lane(x)  v_sum_lanes(x)     one float
  *   v_max_lanes(x, count)      a vector of the largest lanes of x[0 .. count), none NaN; reads up to a multiple of 4
  *   v_store_largest(p, x)  v_store_sums(p, x)

@@ -136,6 +136,17 @@ INLINE vec v_scale(vec x, vec scale, vec y, vec least) {
     return _mm256_and_ps(_mm256_mul_ps(x, power), _mm256_cmp_ps(y, least, _CMP_NLT_UQ));
 }
 
+INLINE vec v_split_power(vec *x) {
+    const vec limited = _mm256_max_ps(_mm256_set1_ps(-127), *x);
+    *x = _mm256_floor_ps(limited);
+    return _mm256_sub_ps(limited, *x);
+}
+
+INLINE vec v_times_power(vec x, vec n) {
+    const __m256i exponents = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), exponents));
+}
+
 INLINE float v_max_lane(vec x) {
     __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     y = _mm_max_ps(y, _mm_movehl_ps(y, y));

@@ -174,6 +174,17 @@ INLINE vec v_scale(vec x, vec scale, vec y, vec least) {
     return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(vmulq_f32(x, power)), vcltq_f32(y, least)));
 }
 
+INLINE vec v_split_power(vec *x) {
+    const vec limited = v_max(vdupq_n_f32(-127), *x);
+    *x = vrndmq_f32(limited);
+    return vsubq_f32(limited, *x);
+}
+
+INLINE vec v_times_power(vec x, vec n) {
+    const int32x4_t exponents = vshlq_n_s32(vcvtq_s32_f32(n), 23);
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(x), exponents));
+}
+
 INLINE float v_max_lane(vec x) { return vmaxvq_f32(x); }
 
 INLINE float v_sum_lanes(vec x) { return vaddvq_f32(x); }

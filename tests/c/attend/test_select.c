@@ -482,8 +482,9 @@ static volatile int32_t cancel;
 static int cancels;
 static kvc_weigh_pieces_fn *weigh_pieces;
 
-static void weigh_and_cancel(float *pieces, int64_t stride, const float *scores, int num_q, float *max) {
-    weigh_pieces(pieces, stride, scores, num_q, max);
+static void weigh_and_cancel(float *pieces, int64_t stride, int first, const float *scores, int num_q, float *exponents,
+                             float *sums) {
+    weigh_pieces(pieces, stride, first, scores, num_q, exponents, sums);
     cancel = cancels;
 }
 

@@ -120,40 +120,70 @@ static void test_scores(const kvc_kernels *kernels, int num_q, int dim, int gap)
            num_q, dim);
 }
 
-/* Weighs the pieces of two tiles, of which the second may have larger scores, no numbers, and rows that are hidden.
- * Weights are relative to the maxima so far: they are no softmax before the last tile. */
+enum { NUM_TILES = 3, STRIDE = NUM_TILES * KVC_LANES + 8 };
+
+/* Compares a query's weights, and their sums, with those of its scores. */
+static void check_weights(const char *name, const float *scores, const float *pieces, const float *sums, int num_tiles,
+                          float exponent) {
+    double right[KVC_LANES] = {0};
+    for (int i = 0; i < num_tiles * KVC_LANES; i++) {
+        double sum = 0;
+        for (int k = 0; k < 4; k++) {
+            const double score = (double)scores[i / KVC_LANES * KVC_PANEL + k * KVC_LANES + i % KVC_LANES];
+            CHECK(!(score * 1.442695 > (double)exponent + KVC_SLACK + 0.001));
+            sum += exp(score) / exp2(isinf(exponent) ? 0 : (double)exponent);
+        }
+        right[i % KVC_LANES] += sum;
+        const double found = (double)pieces[i];
+        CHECKF(isnan(sum) ? isnan(found) : fabs(found - sum) <= 1.1e-4 * sum + 5e-38, "%s: piece %d weighs %g, not %g",
+               name, i, found, sum);
+    }
+    for (int i = num_tiles * KVC_LANES; i < STRIDE; i++) CHECK(pieces[i] == UNTOUCHED);
+    for (int i = 0; i < KVC_LANES; i++)
+        CHECKF(isnan(right[i]) ? isnan(sums[i]) : fabs((double)sums[i] - right[i]) <= 1.1e-4 * right[i] + 5e-38,
+               "%s: lane %d sums to %g, not %g", name, i, (double)sums[i], right[i]);
+}
+
+/* Weighs the pieces of some tiles.  The second has larger scores, but none that raises an exponent; the third has one.
+ * Some rows are hidden or no numbers; nothing is seen of the first tile of a query. */
 static void test_weigh(const kvc_kernels *kernels, int num_q, int bad) {
-    static float scores[MAX_Q * KVC_SCORES], pieces[MAX_Q * 40];
-    float max[MAX_Q];
-    for (int r = 0; r < num_q; r++) max[r] = -INFINITY;
-    for (int tile = 0; tile < 2; tile++) {
-        for (int i = 0; i < MAX_Q * KVC_SCORES; i++) scores[i] = (float)(20 - 10 * tile) * random_float();
-        for (int i = 0; i < MAX_Q * 40; i++) pieces[i] = UNTOUCHED;
+    static float scores[MAX_Q * KVC_SCORES], all[MAX_Q][NUM_TILES * KVC_PANEL], pieces[MAX_Q * STRIDE];
+    float exponents[MAX_Q], sums[MAX_Q * KVC_LANES] = {0};
+    for (int r = 0; r < num_q; r++) exponents[r] = -INFINITY;
+    for (int i = 0; i < MAX_Q * STRIDE; i++) pieces[i] = UNTOUCHED;
+    for (int tile = 0; tile < NUM_TILES; tile++) {
+        for (int i = 0; i < MAX_Q * KVC_SCORES; i++) scores[i] = (float)(5 + 8 * (tile == 1)) * random_float();
         for (int r = 0; r < num_q; r++) {
             for (int j = 0; j < KVC_PANEL; j += 3) scores[r * KVC_SCORES + j] = bad ? -INFINITY : -200;
             if (bad) scores[r * KVC_SCORES + 7] = NAN;
         }
-        if (tile) scores[(num_q - 1) * KVC_SCORES + 40] = 50;
+        if (tile == 2) scores[(num_q - 1) * KVC_SCORES + 40] = 50;
         for (int j = 0; bad && j < KVC_PANEL && !tile; j++) scores[j] = -INFINITY;
-        kernels->weigh_pieces(pieces, 40, scores, num_q, max);
+        kernels->weigh_pieces(pieces, STRIDE, tile * KVC_LANES, scores, num_q, exponents, sums);
         for (int r = 0; r < num_q; r++) {
-            const float *row = scores + r * KVC_SCORES;
-            float largest = max[r];
-            for (int j = 0; j < KVC_PANEL; j++) CHECK(!(row[j] > max[r]));
-            for (int j = 0; j < KVC_PANEL; j++) largest = row[j] == max[r] ? max[r] : largest;
-            for (int i = 0; i < 40; i++) {
-                double sum = 0;
-                for (int k = 0; k < 4 && i < KVC_LANES; k++)
-                    sum += exp((double)row[k * KVC_LANES + i] - (max[r] == -INFINITY ? 0 : (double)largest));
-                const double found = (double)pieces[r * 40 + i];
-                if (i >= KVC_LANES)
-                    CHECK(found == UNTOUCHED);
-                else
-                    CHECKF(isnan(sum) ? isnan(found) : fabs(found - sum) <= 60 * FLT_EPSILON * sum + 1e-37,
-                           "%s: piece %d of query %d of %d weighs %g, not %g", kernels->name, i, r, num_q, found, sum);
-            }
+            memcpy(all[r] + tile * KVC_PANEL, scores + r * KVC_SCORES, KVC_PANEL * sizeof *scores);
+            CHECK(isinf(exponents[r]) ? !r && bad && !tile : exponents[r] == truncf(exponents[r]));
+            check_weights(kernels->name, all[r], pieces + r * STRIDE, sums + r * KVC_LANES, tile + 1, exponents[r]);
         }
     }
+    CHECK(exponents[num_q - 1] == 72 && (num_q == 1 || exponents[0] < 40)); /* 50 * log2(e) */
+}
+
+/* Weights rise with scores, have no weight far below, and are no numbers where there is an infinite score. */
+static void test_rising(const kvc_kernels *kernels) {
+    static float scores[KVC_SCORES], pieces[KVC_LANES], sums[KVC_LANES];
+    float exponent = 0, before = 0;
+    for (int i = 0; i < 4000; i++) {
+        for (int j = 0; j < KVC_PANEL; j++) scores[j] = -120 + (float)(16 * i + j % KVC_LANES) * (136.0f / 64000);
+        kernels->weigh_pieces(pieces, 0, 0, scores, 1, &exponent, sums);
+        for (int j = 0; j < KVC_LANES; before = pieces[j++])
+            CHECKF(pieces[j] >= before || scores[j] < -87, "%s: %g weighs %g, less weighs %g", kernels->name,
+                   (double)scores[j], (double)pieces[j], (double)before);
+        CHECK(exponent == 0 && (scores[0] > -105 || pieces[0] == 0));
+    }
+    scores[3] = INFINITY;
+    kernels->weigh_pieces(pieces, 0, 0, scores, 1, &exponent, sums);
+    CHECK(isinf(exponent) && isnan(pieces[3]) && pieces[2] == 0);
 }
 
 static void test_isa(void) {
@@ -165,6 +195,7 @@ static void test_isa(void) {
         for (int num_q = 1; num_q <= MAX_Q; num_q++) test_scores(kernels, num_q, dims[i], random_int(0, 6));
     }
     test_not_finite(kernels);
+    test_rising(kernels);
     for (int num_q = 1; num_q <= MAX_Q; num_q++) test_weigh(kernels, num_q, 0), test_weigh(kernels, num_q, 1);
 }
 
