@@ -4,6 +4,9 @@
  * counts how often each digit occurs among the keys that have the digits found so far, which tells the next digit.  A
  * pass in order then takes each entry with a larger key, and as many entries with that very key as are still missing.
  * So there is no sort, and time does not depend on how scores are distributed.
+ *
+ * Where few of many entries are chosen, a sample of keys tells a bound that somewhat more entries reach.  One pass
+ * lists these candidates, and the rest looks at them alone.
  */
 #include "attend/topk.h"
 
@@ -12,7 +15,21 @@ typedef struct range {
     int64_t begin, end;
 } range;
 
-enum { MOST_RANGES = 4, DIGIT_BITS = 11, DIGITS = 1 << DIGIT_BITS, HISTOGRAMS = 2 };
+/* The entries of two ranges.  Entry i is number ids[i] of all; NULL: i. */
+typedef struct pool {
+    const uint32_t *keys;
+    range ranges[2];
+    const int32_t *ids;
+} pool;
+
+enum {
+    DIGIT_BITS = 11,
+    DIGITS = 1 << DIGIT_BITS,
+    NUM_DIGITS = 3,
+    HISTOGRAMS = 2,
+    SAMPLES = KVC_FEW_KEYS / 2, /* keys in a sample */
+    LEAST_STEP = 4              /* from one to the next, at least: a sample of fewer entries does not pay */
+};
 
 /* Entries with a key above `least` are chosen, and the first num_equal of those whose key it is. */
 typedef struct threshold {
@@ -20,10 +37,10 @@ typedef struct threshold {
     int64_t num_equal;
 } threshold;
 
-static int64_t count_entries(const uint32_t *keys, const range *ranges, int num) {
+static int64_t count_entries(const pool *p) {
     int64_t n = 0;
-    for (int r = 0; r < num; r++)
-        for (int64_t i = ranges[r].begin; i < ranges[r].end; i++) n += keys[i] != KVC_NO_KEY;
+    for (int r = 0; r < 2; r++)
+        for (int64_t i = p->ranges[r].begin; i < p->ranges[r].end; i++) n += p->keys[i] != KVC_NO_KEY;
     return n;
 }
 
@@ -39,72 +56,109 @@ static inline void count_digits(uint32_t counts[HISTOGRAMS][DIGITS], const uint3
     }
 }
 
-/* Copies the keys of ranges that have the digits `prefix` above `shift` bits: fewer than KVC_FEW_KEYS.  Returns how
+/* Copies the keys of a pool that have the digits `prefix` above `shift` bits: fewer than KVC_FEW_KEYS.  Returns how
  * many these are. */
-static int64_t gather_keys(uint32_t few[KVC_FEW_KEYS], const uint32_t *keys, const range *ranges, int num, int shift,
-                           uint32_t prefix) {
+static int64_t gather_keys(uint32_t few[KVC_FEW_KEYS], const pool *p, int shift, uint32_t prefix) {
     int64_t n = 0;
-    for (int r = 0; r < num; r++)
-        for (int64_t i = ranges[r].begin; i < ranges[r].end; i++) {
-            few[n] = keys[i];
-            n += keys[i] >> shift == prefix;
+    for (int r = 0; r < 2; r++)
+        for (int64_t i = p->ranges[r].begin; i < p->ranges[r].end; i++) {
+            few[n] = p->keys[i];
+            n += p->keys[i] >> shift == prefix;
         }
     return n;
 }
 
-/* Finds the threshold of the `most` best entries of ranges that have more.  Once few keys have the digits that were
- * found, only these are looked at. */
-static threshold find_threshold(const uint32_t *keys, const range *ranges, int num, int64_t most) {
-    static const int BITS[] = {DIGIT_BITS, 11, 10};
+/* Finds the threshold of the `most` best entries of a pool that has more, by all digits; or by the first one, with
+ * zeros behind it.  Once few keys have the digits that were found, only these are looked at. */
+static threshold find_threshold(const pool *of, int64_t most, int num_digits) {
+    static const int BITS[NUM_DIGITS] = {DIGIT_BITS, 11, 10};
     uint32_t few[KVC_FEW_KEYS], prefix = 0;
-    range all_few = {0, KVC_FEW_KEYS};
-    for (int step = 0, shift = 32; step < 3; step++) {
+    pool p = *of;
+    int shift = 32;
+    for (int step = 0; step < num_digits; step++) {
         uint32_t counts[HISTOGRAMS][DIGITS] = {{0}}, n;
         shift -= BITS[step];
-        for (int r = 0; r < num; r++)
+        for (int r = 0; r < 2; r++)
             if (step == 0)
-                count_digits(counts, keys, ranges[r], 32 - DIGIT_BITS, DIGIT_BITS, 0); /* numbers that are constant */
+                count_digits(counts, p.keys, p.ranges[r], 32 - DIGIT_BITS, DIGIT_BITS,
+                             0); /* numbers that are constant */
             else
-                count_digits(counts, keys, ranges[r], shift, BITS[step], prefix);
+                count_digits(counts, p.keys, p.ranges[r], shift, BITS[step], prefix);
         uint32_t digit = (1u << BITS[step]) - 1;
         while ((n = counts[0][digit] + counts[1][digit]) < most && digit) most -= n, digit--;
         prefix = prefix << BITS[step] | digit;
-        if (n >= KVC_FEW_KEYS || keys == few) continue;
-        all_few.end = gather_keys(few, keys, ranges, num, shift, prefix);
-        keys = few, ranges = &all_few, num = 1;
+        if (n >= KVC_FEW_KEYS || p.keys == few || step + 1 == num_digits) continue;
+        p = (pool){few, {{0, gather_keys(few, &p, shift, prefix)}, {0, 0}}, NULL};
     }
-    return (threshold){prefix, most};
+    return (threshold){prefix << shift, most};
 }
 
-/* Appends the indices of entries of a range that are good enough to out[0 .. num); returns how many there are then. */
-static int32_t take(const uint32_t *keys, range in, threshold *t, int32_t *out, int32_t num, int32_t most) {
-    const uint32_t least = t->least;
+/* Returns a key that somewhat more than the `most` best entries of a pool reach, by a sample.  Returns KVC_NO_KEY if
+ * KVC_FEW_KEYS entries may do so, or many of all. */
+static uint32_t guess_bound(const pool *p, int64_t most, int64_t size) {
+    const int64_t step = size / SAMPLES + 1, expected = most / step, wanted = expected + expected / 4 + 6;
+    uint32_t keys[SAMPLES + 2];
+    pool sample = {keys, {{0, 0}, {0, 0}}, NULL};
+    if (step < LEAST_STEP || wanted * step > KVC_FEW_KEYS * 3 / 4 || 4 * wanted > size / step) return KVC_NO_KEY;
+    for (int r = 0; r < 2; r++)
+        for (int64_t i = p->ranges[r].begin; i < p->ranges[r].end; i += step) keys[sample.ranges[0].end++] = p->keys[i];
+    return find_threshold(&sample, wanted, 1).least;
+}
+
+/* Makes of a pool one of fewer than KVC_FEW_KEYS entries, with the `most` best; unless a sample does not tell which. */
+static void narrow(pool *p, int64_t most, uint32_t keys[KVC_FEW_KEYS], int32_t ids[KVC_FEW_KEYS]) {
+    const int64_t size = p->ranges[0].end - p->ranges[0].begin + p->ranges[1].end - p->ranges[1].begin;
+    const uint32_t bound = guess_bound(p, most, size);
+    pool found = {.keys = keys, .ids = ids};
+    int64_t num = 0;
+    if (bound == KVC_NO_KEY) return;
+    for (int r = 0; r < 2; r++) {
+        found.ranges[r].begin = num;
+        for (int64_t i = p->ranges[r].begin; i < p->ranges[r].end && num < KVC_FEW_KEYS; i++) {
+            keys[num] = p->keys[i], ids[num] = (int32_t)i;
+            num += p->keys[i] >= bound;
+        }
+        found.ranges[r].end = num;
+    }
+    if (num >= most && num < KVC_FEW_KEYS) *p = found;
+}
+
+/* Appends the numbers of entries of a pool's range that are good enough to out[0 .. num); returns how many there are
+ * then. */
+static int32_t take(const pool *p, int r, threshold *t, int32_t *out, int32_t num, int32_t most) {
+    const uint32_t *const keys = p->keys, least = t->least;
+    const int32_t before = num;
     int64_t left = t->num_equal;
-    for (int64_t i = in.begin; i < in.end && num < most; i++) {
+    for (int64_t i = p->ranges[r].begin; i < p->ranges[r].end && num < most; i++) {
         const int is_equal = keys[i] == least && left > 0;
         out[num] = (int32_t)i;
         num += keys[i] > least || is_equal;
         left -= is_equal;
     }
+    for (int32_t i = before; p->ids && i < num; i++) out[i] = p->ids[out[i]];
     t->num_equal = left;
     return num;
 }
 
 int32_t kvc_topk(const kvc_entries *e, int32_t most, int32_t *out) {
-    const threshold all = {KVC_NO_KEY, 0};
+    const threshold all = {KVC_NO_KEY, 0}, none = {UINT32_MAX, 0};
     const int64_t local = e->local > e->first ? e->local : e->first;
     const int64_t local_end = e->local_end > local ? e->local_end : local;
-    const range in_order[MOST_RANGES] = {{0, e->first}, {e->first, local}, {local, local_end}, {local_end, e->num}};
-    const range forced[2] = {in_order[0], in_order[2]}, others[2] = {in_order[1], in_order[3]};
-    const int64_t num_forced = count_entries(e->keys, forced, 2);
-    threshold t[2] = {all, all}; /* of others, and of those that are forced */
-    if (num_forced > most) {
-        t[0] = (threshold){UINT32_MAX, 0};
-        t[1] = find_threshold(e->keys, forced, 2, most);
-    } else if (count_entries(e->keys, others, 2) > most - num_forced) {
-        t[0] = num_forced == most ? (threshold){UINT32_MAX, 0} : find_threshold(e->keys, others, 2, most - num_forced);
+    const pool forced = {e->keys, {{0, e->first}, {local, local_end}}, NULL};
+    pool others = {e->keys, {{e->first, local}, {local_end, e->num}}, NULL};
+    const int64_t left = most - count_entries(&forced);
+    threshold of_forced = all, of_others = all;
+    uint32_t keys[KVC_FEW_KEYS];
+    int32_t ids[KVC_FEW_KEYS], num = 0;
+    if (left > 0) narrow(&others, left, keys, ids);
+    if (left < 0) of_forced = find_threshold(&forced, most, NUM_DIGITS);
+    if (left <= 0)
+        of_others = none;
+    else if (count_entries(&others) > left)
+        of_others = find_threshold(&others, left, NUM_DIGITS);
+    for (int r = 0; r < 2; r++) {
+        num = take(&forced, r, &of_forced, out, num, most);
+        num = take(&others, r, &of_others, out, num, most);
     }
-    int32_t num = 0;
-    for (int r = 0; r < MOST_RANGES; r++) num = take(e->keys, in_order[r], &t[r % 2 == 0], out, num, most);
     return num;
 }

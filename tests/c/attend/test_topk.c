@@ -88,6 +88,22 @@ static void test_few_keys(void) {
         }
 }
 
+/* A few of many entries are chosen, which a sample of them tells more or less of.  It tells nothing where scores repeat
+ * as often as the sample takes one (kind 7), and too little where the best ones are in one place (kind 8). */
+static void test_samples(void) {
+    for (int t = 0; t < (is_full() ? 3000 : 300); t++) {
+        const int n = MOST - random_int(0, 1000), kind = t % 9, period = random_int(2, 9), at = random_int(0, n);
+        for (int i = 0; i < n; i++) {
+            const float any = random_float();
+            scores[i] = kind == 7 ? (i % period ? any : 2 + any) : kind == 8 ? (abs(i - at) < 200 ? 2 + any : any) : 0;
+            if (kind < 7) scores[i] = score_of(kind);
+            is_present[i] = (uint8_t)(t % 2 || random_int(0, 30));
+        }
+        const int local = random_int(0, 2) ? n - random_int(0, 300) : random_int(0, n);
+        check(n, random_int(1, 400), random_int(0, 50), local, random_int(local, n + 1));
+    }
+}
+
 /* Keys are in the order of scores, and none is that of no score. */
 static void test_keys(void) {
     static const float rising[] = {-INFINITY, -3e38f, -1, -1e-45f, 0, 1e-45f, 1, 3e38f, INFINITY, NAN};
@@ -105,5 +121,6 @@ int main(void) {
     test_keys();
     test_choices();
     test_few_keys();
+    test_samples();
     return test_result();
 }
