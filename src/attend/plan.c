@@ -187,7 +187,7 @@ static void lay_out_selecting(kvc_plan *plan, const totals *t) {
     const int64_t most_rows = kvc_larger(read * KVC_PIECE_ROWS, kvc_most_unselected(&plan->args));
     const uint64_t listed = (uint64_t)kvc_larger(2 * KVC_SPLIT_ROWS, of_split);
     const uint64_t splits = (uint64_t)KVC_DIVIDE_UP(most_rows, KVC_SPLIT_ROWS);
-    at->codes = add_floats(plan, heads * kvc_sketch_query_bytes(plan->k_dim) / sizeof(float));
+    at->codes = add_floats(plan, kvc_align_up(heads, KVC_LANES) * kvc_sketch_query_bytes(plan->k_dim) / sizeof(float));
     at->scales = add_floats(plan, heads);
     at->offsets = add_floats(plan, heads);
     at->sums = add_floats(plan, heads * KVC_LANES);

@@ -180,22 +180,27 @@ static found found_of(const kvc_task *t, int64_t i) {
 /* Returns by what weights relative to a power of two are multiplied, to be relative to another. */
 static float rescale(float own, float exponent) { return own == exponent ? 1 : exp2f(own - exponent); }
 
-/* Scores a chunk: the next num_rows rows that are listed, which it passes. */
+/* Scores a chunk: the next num_rows rows that are listed, which it passes.  Tile registers are its own for no longer:
+ * asking whether the call is cancelled may run the user's code. */
 static void score_chunk(kvc_task *t, listed *rows, int64_t num_rows, const found *to) {
+    const kvc_kernels *kernels = t->call->kernels;
     const int32_t num_q = t->num_query_rows, num_tiles = (int32_t)KVC_DIVIDE_UP(num_rows, KVC_PANEL);
     float *const sums = t->workspace + t->call->plan->selecting.sums; /* of every KVC_LANES-th weight */
     for (int32_t r = 0; r < num_q; r++) to->exponents[r] = -INFINITY;
     memset(sums, 0, (size_t)num_q * KVC_LANES * sizeof *sums);
+    const int is_tiled = kernels->tiled_sketches && num_q >= kernels->tiled_sketches;
+    kvc_former former;
+    if (is_tiled) kernels->begin(&former);
     for (int32_t tile = 0; tile < num_tiles; tile++) {
         const int32_t n = (int32_t)kvc_smaller(num_rows - (int64_t)tile * KVC_PANEL, KVC_PANEL);
         prefetch_sketches(t, rows, KVC_PANEL / 2);
         score_rows(t, rows->at, n);
         if (n < KVC_PANEL || t->call->changes_scores) finish_scores(t, rows->at, n);
-        t->call->kernels->weigh_pieces(to->pieces, KVC_CHUNK_PIECES, tile * KVC_LANES, t->scores, num_q, to->exponents,
-                                       sums);
+        kernels->weigh_pieces(to->pieces, KVC_CHUNK_PIECES, tile * KVC_LANES, t->scores, num_q, to->exponents, sums);
         prefetch_sketches(t, rows, KVC_PANEL / 2);
         for (int32_t left = n, some; left; left -= some) kvc_go_on(&rows->at, some = kvc_rows_here(&rows->at, left));
     }
+    if (is_tiled) kernels->end(&former);
     for (int32_t r = 0; r < num_q; r++) to->sums[r] = kvc_add_up(sums + r * KVC_LANES);
 }
 

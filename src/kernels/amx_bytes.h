@@ -55,9 +55,9 @@ TARGET void kvc_pack_byte_values_amx(void *panel, const void *rows, int64_t row_
         }
 }
 
-/* Multiplies the bytes of up to BLOCK_ROWS rows at a, lda bytes apart, by two columns of tiles; leaves the sums in
- * registers.  a has signs or not; b and b_right have. */
-#define MULTIPLY_BYTES(product, a, lda, b, b_right, num_tiles, two_rows)                  \
+/* Multiplies the bytes of up to BLOCK_ROWS rows at a, lda bytes apart, by two columns of tiles, whose rows are ldb
+ * bytes apart; leaves the sums in registers.  The product says which bytes have signs. */
+#define MULTIPLY_BYTES(product, a, lda, b, b_right, ldb, num_tiles, two_rows)             \
     do {                                                                                  \
         memory_barrier();                                                                 \
         _tile_zero(0);                                                                    \
@@ -65,9 +65,9 @@ TARGET void kvc_pack_byte_values_amx(void *panel, const void *rows, int64_t row_
         _tile_zero(2);                                                                    \
         _tile_zero(3);                                                                    \
         for (int i = 0; i < (num_tiles); i++) {                                           \
-            _tile_loadd(6, byte_tile_in(b, i), TILE_BYTES);                               \
+            _tile_loadd(6, (b) + i * TILE_ROWS * (ldb), ldb);                             \
             _tile_loadd(4, (a) + i * TILE_STEPS, lda);                                    \
-            _tile_loadd(7, byte_tile_in(b_right, i), TILE_BYTES);                         \
+            _tile_loadd(7, (b_right) + i * TILE_ROWS * (ldb), ldb);                       \
             product(0, 4, 6);                                                             \
             product(1, 4, 7);                                                             \
             if (two_rows) {                                                               \
@@ -114,7 +114,7 @@ TARGET void kvc_score_bytes_amx(float *scores, const float *q, int q_stride, int
     for (int j = 0; j < padded; j += step) {
         const char *const left = byte_tile_in(panel, j / LANES * num_tiles), *const right =
                                                                                  byte_tile_in(left, num_tiles);
-        MULTIPLY_BYTES(_tile_dpbssd, codes, stride, left, right, num_tiles, two_rows);
+        MULTIPLY_BYTES(_tile_dpbssd, codes, stride, left, right, TILE_BYTES, num_tiles, two_rows);
         if (j) finish_scores(scores + j - step, q, q_stride, num_q, units + j - step);
         store_byte_sums(scores + j, WEIGHTS_BYTES_APART, two_rows);
     }
@@ -141,7 +141,8 @@ TARGET void kvc_sum_bytes_amx(float *acc, int acc_stride, const float *factor, c
     for (int d = 0; d < dim; d += step) {
         const char *const left = byte_tile_in(panel, d / LANES * VALUE_TILES), *const right =
                                                                                    byte_tile_in(left, VALUE_TILES);
-        MULTIPLY_BYTES(_tile_dpbusd, (const char *)weights, WEIGHTS_BYTES_APART, left, right, num_tiles, two_rows);
+        MULTIPLY_BYTES(_tile_dpbusd, (const char *)weights, WEIGHTS_BYTES_APART, left, right, TILE_BYTES, num_tiles,
+                       two_rows);
         if (d) add_byte_sums(acc + d - step, acc_stride, factor, unit, (const int32_t (*)[2 * LANES]) sums, num_q);
         store_byte_sums(sums, sizeof *sums, two_rows);
     }

@@ -99,7 +99,7 @@ extern kvc_sum_bytes_fn kvc_sum_bytes_avx512vnni;
               kvc_weigh_bytes_avx512vnni,    kvc_sum_bytes_avx512vnni,        24}
 
 #define KVC_AVX512VNNI_INTEGERS                                                                                     \
-    .rank[KVC_INT8] = kvc_rank_int8_avx512vnni, .sketch = kvc_sketch_avx512vnni,                                    \
+    .rank[KVC_INT8] = kvc_rank_int8_avx512vnni,                                                                     \
     .score[KVC_Q8_0] = {kvc_prepare_q8_0_avx512vnni, kvc_score_q8_0_avx512vnni},                                    \
     .score[KVC_Q4_0] = {kvc_prepare_q4_0_avx512vnni, kvc_score_q4_0_avx512vnni},                                    \
     .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_avx512vnni, .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_avx512vnni, \

@@ -46,6 +46,7 @@ const kvc_kernels kvc_kernels_avx512bf16 = {
     KVC_AVX512VNNI_TILER,
     KVC_AVX512VNNI_BYTES,
     KVC_AVX512VNNI_INTEGERS,
+    .sketch = kvc_sketch_avx512vnni,
     .score_16[KVC_BF16] = {kvc_prepare_bf16_avx512bf16, kvc_score_bf16_avx512bf16},
     .rank[KVC_BF16] = kvc_rank_bf16_avx512bf16,
 };

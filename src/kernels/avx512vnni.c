@@ -103,5 +103,6 @@ const kvc_kernels kvc_kernels_avx512vnni = {
     KVC_AVX512VNNI_TILER,
     KVC_AVX512VNNI_BYTES,
     KVC_AVX512VNNI_INTEGERS,
+    .sketch = kvc_sketch_avx512vnni,
 };
 #endif

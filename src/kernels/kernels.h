@@ -305,15 +305,17 @@ typedef void kvc_make_sketches_fn(void *to, int64_t stride, const float *keys, i
 
 /* Queries that are compared with sketches (rows/sketch.h): mixed as these are, and rounded to int8. */
 typedef struct kvc_sketch_query {
-    const int8_t *codes;  /* [num_q][stride] queries; zeros behind k_dim elements */
+    const int8_t *codes;  /* [num_q][stride] queries; zeros behind k_dim elements.  num_q is rounded up to a multiple of
+                           * KVC_LANES: kernels may read what else is there. */
     const float *scales;  /* [num_q] what a code of 1 stands for, times the scale of scores */
     const float *offsets; /* [num_q] -1.5 times the sum of the codes */
     int32_t stride;       /* k_dim, or the next multiple of 4 * KVC_SKETCH_STEP */
 } kvc_sketch_query;
 
 /* scores[r * KVC_SCORES + k * KVC_LANES + i] = the score that query r gives row 4 i + k, for KVC_PANEL rows and r <
- * num_q. With t = (sum over elements of code times query code) + offsets[r], which is exact: t * (the row's scale) *
- * scales[r], each product rounded.  So all sets give the same bits.  Reads up to a cache line past the last row. */
+ * num_q.  With t = (sum over elements of code times query code) + offsets[r], which is exact: t * (the row's scale) *
+ * scales[r], each product rounded.  So all sets give the same bits, for any num_q.  Reads up to a cache line past the
+ * last row. */
 typedef void kvc_sketch_fn(float *scores, const kvc_sketch_query *q, int num_q, const void *rows, int64_t row_stride,
                            int dim);
 
@@ -344,11 +346,12 @@ typedef struct kvc_kernels {
     kvc_tiler tiler[KVC_STORED_TYPES];
     /* For keys and query rows that are f16, as those of score_16; score NULL: they are taken as others. */
     kvc_tiler tiler_f16;
-    kvc_tiler decoded;                 /* for rows of f32 that were decoded from other types; NULL: tiler[KVC_F32] */
-    void (*begin)(kvc_former *former); /* to be called before products of tilers, if it is not NULL, and ... */
-    void (*end)(const kvc_former *former); /* ... behind them, on the same thread */
-    kvc_byte_kernels bytes;                /* for prompts in bytes */
-    kvc_matmul_fn *matmul;                 /* of panels of floats */
+    kvc_tiler decoded; /* for rows of f32 that were decoded from other types; NULL: tiler[KVC_F32] */
+    /* Unless NULL: to be called before and behind products of tilers, of bytes or of sketches, on the same thread. */
+    void (*begin)(kvc_former *former);
+    void (*end)(const kvc_former *former);
+    kvc_byte_kernels bytes; /* for prompts in bytes */
+    kvc_matmul_fn *matmul;  /* of panels of floats */
     kvc_softmax_fn *softmax;
     kvc_times_fn *times;
     kvc_prepare_fn *scale; /* multiplies rows of f32 by a number */
@@ -358,6 +361,7 @@ typedef struct kvc_kernels {
     kvc_rank_fn *rank[KVC_STORED_TYPES];
     kvc_make_sketches_fn *make_sketches;
     kvc_sketch_fn *sketch;
+    int tiled_sketches; /* the fewest query rows for which `sketch` is called between `begin` and `end`; 0: none is */
     kvc_weigh_pieces_fn *weigh_pieces;
 } kvc_kernels;
 

@@ -1,7 +1,7 @@
 /* sketch.h: makes sketches (rows/sketch.h), by which rows are selected, and scores them; part of template.h.
  *
- * To score them, lanes are rows.  Codes of two bits are taken from their bytes by shifts and a mask, once for all
- * queries, and multiplied as bytes without signs.
+ * To score them, lanes are rows.  Codes of two bits are taken from their bytes by shifts and a mask, and multiplied as
+ * bytes without signs.  A few query rows take them from registers.  For many query rows they are stored.
  */
 
 /* Writes the codes of KVC_QUANT_ELEMENTS elements, of which x are 3 less. */
@@ -81,7 +81,19 @@ INLINE void add_codes(int num_q, ivec *sums, const kvc_sketch_query *q, const ch
     }
 }
 
-/* Scores the rows of a tile for num_q queries. A part has rows 4 (at + i) + k, for lanes i, vectors k. */
+INLINE vec load_sketch_scales(const char *p, ptrdiff_t stride) {
+    vec scales[2];
+    v_load_scales(scales, p, stride);
+    return scales[0];
+}
+
+/* Turns sums of products of codes to scores for query r. */
+INLINE vec scores_of(ivec sums, vec scales, const kvc_sketch_query *q, int r) {
+    const vec exact = v_add(v_from_int(sums), v_set(q->offsets[r]));
+    return v_mul(v_mul(exact, scales), v_set(q->scales[r]));
+}
+
+/* Scores the rows of a tile for num_q queries.  A part has rows 4 (at + i) + k, for lanes i, vectors k. */
 INLINE void score_all_sketches(int num_q, float *scores, const kvc_sketch_query *q, const char *rows, ptrdiff_t stride,
                                int dim) {
     for (int part = 0; part < KVC_LANES / LANES * (4 / SKETCH_VECTORS); part++) {
@@ -100,34 +112,104 @@ INLINE void score_all_sketches(int num_q, float *scores, const kvc_sketch_query 
         }
         UNROLL
         for (int v = 0; v < SKETCH_VECTORS; v++) {
-            vec scale[2];
-            v_load_scales(scale, from + v * stride + dim / 4, 4 * stride);
+            const vec scales = load_sketch_scales(from + v * stride + dim / 4, 4 * stride);
             UNROLL
-            for (int r = 0; r < num_q; r++) {
-                const vec exact = v_add(v_from_int(sums[v * num_q + r]), v_set(q->offsets[r]));
+            for (int r = 0; r < num_q; r++)
                 v_store(scores + r * KVC_SCORES + (first + v) * KVC_LANES + at,
-                        v_mul(v_mul(exact, scale[0]), v_set(q->scales[r])));
-            }
+                        scores_of(sums[v * num_q + r], scales, q, r));
+        }
+    }
+}
+
+/* ---- many query rows --------------------------------------------------------------------------------------------- */
+
+enum { MOST_UNPACKED = 512 /* elements: keys that are longer are rare, and would take too much of the stack */ };
+
+/* The codes of SKETCH_VECTORS vectors of rows, each in a byte, in quads of 4 elements; and the scales of these rows. */
+typedef struct unpacked_sketches {
+    ivec quads[MOST_UNPACKED / 4][SKETCH_VECTORS];
+    vec scales[SKETCH_VECTORS];
+} unpacked_sketches;
+
+/* Returns the queries from r on. */
+INLINE kvc_sketch_query queries_from(const kvc_sketch_query *q, int r) {
+    return (kvc_sketch_query){q->codes + (ptrdiff_t)r * q->stride, q->scales + r, q->offsets + r, q->stride};
+}
+
+/* Unpacks the sketches of rows that begin at `from`.  The next lane's sketch is 4 rows behind, the next vector's one
+ * row.  Leaves garbage in quads past the last element, up to a multiple of KVC_SKETCH_STEP. */
+INLINE void unpack_sketches(unpacked_sketches *to, const char *from, ptrdiff_t stride, int dim) {
+    const ivec mask = i_set_16(0x0303);
+    for (int v = 0; v < SKETCH_VECTORS; v++, from += stride) {
+        for (int byte = 0; byte < dim / 4; byte += KVC_SKETCH_STEP) {
+            ivec x[4];
+            i_load_rows(x, from + byte, 4 * stride);
+            UNROLL
+            for (int word = 0; word < 4; word++) UNROLL
+            for (int part = 0; part < 4; part++)
+                to->quads[byte + word / 2 * 8 + part * 2 + word % 2][v] =
+                    i_and(part ? i_shift(x[word], 2 * part) : x[word], mask);
+        }
+        to->scales[v] = load_sketch_scales(from + dim / 4, 4 * stride);
+    }
+}
+
+/* Scores unpacked rows for QUERIES queries. */
+INLINE void score_unpacked(float *scores, const kvc_sketch_query *q, const unpacked_sketches *rows, int dim) {
+    ivec sums[SKETCH_VECTORS * QUERIES];
+    UNROLL
+    for (int i = 0; i < SKETCH_VECTORS * QUERIES; i++) sums[i] = i_zero();
+    for (int begin = 0, end; begin < dim / 4; begin = end) {
+        ivec some[SKETCH_VECTORS * QUERIES];
+        end = smaller(dim / 4, begin + CODE_BYTES);
+        UNROLL
+        for (int i = 0; i < SKETCH_VECTORS * QUERIES; i++) some[i] = i_begin_codes(sums[i]);
+        for (int i = begin; i < end; i++) UNROLL
+        for (int r = 0; r < QUERIES; r++) {
+            const ivec quad = i_set_pair(q->codes + r * q->stride + 4 * i);
+            UNROLL
+            for (int v = 0; v < SKETCH_VECTORS; v++)
+                some[v * QUERIES + r] = i_dot_codes(some[v * QUERIES + r], rows->quads[i][v], quad);
+        }
+        UNROLL
+        for (int i = 0; i < SKETCH_VECTORS * QUERIES; i++) sums[i] = i_end_codes(sums[i], some[i]);
+    }
+    UNROLL
+    for (int v = 0; v < SKETCH_VECTORS; v++) UNROLL
+    for (int r = 0; r < QUERIES; r++)
+        v_store(scores + r * KVC_SCORES + v * KVC_LANES, scores_of(sums[v * QUERIES + r], rows->scales[v], q, r));
+}
+
+/* Scores the rows of a tile for num_q queries, a multiple of QUERIES. */
+APART void score_unpacked_sketches(float *scores, const kvc_sketch_query *q, int num_q, const char *rows,
+                                   ptrdiff_t stride, int dim) {
+    unpacked_sketches codes;
+    for (int part = 0; part < KVC_LANES / LANES * (4 / SKETCH_VECTORS); part++) {
+        int at = part / (4 / SKETCH_VECTORS) * LANES, first = part % (4 / SKETCH_VECTORS) * SKETCH_VECTORS;
+        unpack_sketches(&codes, rows + (4 * at + first) * stride, stride, dim);
+        for (int r = 0; r < num_q; r += QUERIES) {
+            const kvc_sketch_query some = queries_from(q, r);
+            score_unpacked(scores + r * KVC_SCORES + first * KVC_LANES + at, &some, &codes, dim);
         }
     }
 }
 
 INLINE void score_sketches(float *scores, const kvc_sketch_query *q, int num_q, const void *rows, int64_t row_stride,
                            int dim) {
-    kvc_sketch_query some = *q;
-    for (int n; num_q; num_q -= n, scores += n * KVC_SCORES) {
-        n = num_q < 4 ? num_q : 4;
+    const int unpacked = num_q < 2 * QUERIES || dim > MOST_UNPACKED ? 0 : num_q / QUERIES * QUERIES;
+    if (unpacked) score_unpacked_sketches(scores, q, unpacked, rows, row_stride, dim);
+    for (int r = unpacked, n; r < num_q; r += n) {
+        const kvc_sketch_query some = queries_from(q, r);
+        float *const to = scores + r * KVC_SCORES;
+        n = smaller(num_q - r, QUERIES);
         if (n == 4)
-            score_all_sketches(4, scores, &some, rows, row_stride, dim);
+            score_all_sketches(4, to, &some, rows, row_stride, dim);
         else if (n == 3)
-            score_all_sketches(3, scores, &some, rows, row_stride, dim);
+            score_all_sketches(3, to, &some, rows, row_stride, dim);
         else if (n == 2)
-            score_all_sketches(2, scores, &some, rows, row_stride, dim);
+            score_all_sketches(2, to, &some, rows, row_stride, dim);
         else
-            score_all_sketches(1, scores, &some, rows, row_stride, dim);
-        some.codes += n * some.stride;
-        some.scales += n;
-        some.offsets += n;
+            score_all_sketches(1, to, &some, rows, row_stride, dim);
     }
 }
 #endif

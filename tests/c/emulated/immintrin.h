@@ -339,8 +339,8 @@ static inline void emulated_tile_dot(int c, int a, int b, emulated_pairs (*widen
 static inline void emulated_tile_dpbf16ps(int c, int a, int b) { emulated_tile_dot(c, a, b, emulated_bf16); }
 static inline void emulated_tile_dpfp16ps(int c, int a, int b) { emulated_tile_dot(c, a, b, emulated_f16); }
 
-/* Adds products of bytes, those of b with signs, those of a with or without. */
-static inline void emulated_tile_dot_bytes(int c, int a, int b, int has_signs) {
+/* Adds products of bytes, with or without signs. */
+static inline void emulated_tile_dot_bytes(int c, int a, int b, int a_has_signs, int b_has_signs) {
     const int rows = emulated_config.rows[c], depth = emulated_config.rows[b], columns = emulated_config.bytes[c] / 4;
     emulated_check(c != a && c != b && a != b && rows && depth && emulated_config.rows[a] == rows &&
                    emulated_config.bytes[a] == 4 * depth && emulated_config.bytes[b] == emulated_config.bytes[c]);
@@ -348,16 +348,19 @@ static inline void emulated_tile_dot_bytes(int c, int a, int b, int has_signs) {
         const uint8_t *const x = (const uint8_t *)&emulated_tiles[a][i];
         int32_t *const sums = (int32_t *)&emulated_tiles[c][i];
         for (int k = 0; k < 4 * depth; k++) {
-            const int8_t *const y = (const int8_t *)&emulated_tiles[b][k / 4] + k % 4;
-            for (int j = 0; j < columns; j++) sums[j] += (has_signs ? (int8_t)x[k] : x[k]) * y[4 * j];
+            const uint8_t *const y = (const uint8_t *)&emulated_tiles[b][k / 4] + k % 4;
+            for (int j = 0; j < columns; j++)
+                sums[j] += (a_has_signs ? (int8_t)x[k] : x[k]) * (b_has_signs ? (int8_t)y[4 * j] : y[4 * j]);
         }
     }
 }
 
-static inline void emulated_tile_dpbssd(int c, int a, int b) { emulated_tile_dot_bytes(c, a, b, 1); }
-static inline void emulated_tile_dpbusd(int c, int a, int b) { emulated_tile_dot_bytes(c, a, b, 0); }
+static inline void emulated_tile_dpbssd(int c, int a, int b) { emulated_tile_dot_bytes(c, a, b, 1, 1); }
+static inline void emulated_tile_dpbsud(int c, int a, int b) { emulated_tile_dot_bytes(c, a, b, 1, 0); }
+static inline void emulated_tile_dpbusd(int c, int a, int b) { emulated_tile_dot_bytes(c, a, b, 0, 1); }
 
 #define _tile_dpbssd emulated_tile_dpbssd
+#define _tile_dpbsud emulated_tile_dpbsud
 #define _tile_dpbusd emulated_tile_dpbusd
 #define _tile_release emulated_tile_release
 #define _tile_loadconfig emulated_tile_loadconfig

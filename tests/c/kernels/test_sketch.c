@@ -11,9 +11,9 @@
 #include "support/isas.h"
 #include "support/test.h"
 
-enum { MAX_DIM = 1024, MAX_KEYS = 70, MAX_Q = 13, UNTOUCHED = 12345, CACHE_LINE = 64 };
+enum { MAX_DIM = 1024, MAX_KEYS = 70, MAX_Q = 33, UNTOUCHED = 12345, CACHE_LINE = 64 };
 
-static char *guarded_end; /* end of memory; reading beyond it faults */
+static char *guarded_end, *codes_end; /* ends of memory; reading beyond them faults */
 static float keys[MAX_KEYS * MAX_DIM];
 
 static int code_of(const uint8_t *sketch, int d) { return sketch[d / 32 * 8 + d % 8] >> d % 32 / 8 * 2 & 3; }
@@ -84,16 +84,46 @@ static void test_not_finite(const kvc_kernels *kernels) {
     CHECK(scale_of(sketch, 32) == (double)KVC_LARGEST_F16);
 }
 
+static size_t codes_size(int num_q, int dim) {
+    const int step = 4 * KVC_SKETCH_STEP;
+    return (size_t)((num_q + KVC_LANES - 1) / KVC_LANES * KVC_LANES * ((dim + step - 1) / step * step));
+}
+
+/* Scores as the caller of a kvc_sketch_fn does. */
+static void score(const kvc_kernels *kernels, float *scores, const kvc_sketch_query *q, int num_q, const uint8_t *rows,
+                  int by, int dim) {
+    const int is_tiled = kernels->tiled_sketches && num_q >= kernels->tiled_sketches;
+    kvc_former former;
+    if (is_tiled) kernels->begin(&former);
+    kernels->sketch(scores, q, num_q, rows, by, dim);
+    if (is_tiled) kernels->end(&former);
+}
+
+/* Each query has the bits that it has alone. */
+static void check_alone(const kvc_kernels *kernels, const float *scores, const kvc_sketch_query *q, int num_q,
+                        const uint8_t *rows, int by, int dim) {
+    static float alone[KVC_SCORES];
+    static int8_t codes[KVC_LANES * MAX_DIM];
+    for (int r = 0; r < num_q; r++) {
+        const kvc_sketch_query one = {codes, q->scales + r, q->offsets + r, q->stride};
+        memcpy(codes, q->codes + r * q->stride, (size_t)q->stride);
+        score(kernels, alone, &one, 1, rows, by, dim);
+        CHECKF(!memcmp(alone, scores + r * KVC_SCORES, KVC_PANEL * sizeof *alone),
+               "%s: query %d of %d, of %d elements, has other scores alone", kernels->name, r, num_q, dim);
+    }
+}
+
 /* Scores for num_q queries of rows `gap` bytes apart, behind which a cache line may be read.  Row 9 has the largest
- * codes, and so has the first query. */
+ * codes, and so has the first query.  Behind the queries is garbage, up to a multiple of KVC_LANES. */
 static void test_scores(const kvc_kernels *kernels, int num_q, int dim, int gap) {
     static float scores[MAX_Q * KVC_SCORES], plain[MAX_Q * KVC_SCORES];
-    static int8_t codes[MAX_Q * MAX_DIM];
     float scales[MAX_Q], offsets[MAX_Q];
     const int bytes = dim / 4 + KVC_SCALE_BYTES, by = bytes + gap, step = 4 * KVC_SKETCH_STEP;
+    int8_t *const codes = (int8_t *)codes_end - codes_size(num_q, dim);
     const kvc_sketch_query query = {codes, scales, offsets, (dim + step - 1) / step * step};
     uint8_t *const rows = (uint8_t *)guarded_end - CACHE_LINE - bytes - (KVC_PANEL - 1) * by;
-    memset(codes, 0, sizeof codes);
+    memset(codes, 0x5a, codes_size(num_q, dim));
+    memset(codes, 0, (size_t)(num_q * query.stride));
     for (int r = 0; r < num_q; r++) {
         int sum = 0;
         for (int d = 0; d < dim; d++)
@@ -105,7 +135,8 @@ static void test_scores(const kvc_kernels *kernels, int num_q, int dim, int gap)
     kvc_kernels_scalar.make_sketches(rows, by, keys, KVC_PANEL, dim);
     memset(rows + 9 * by, 0xff, (size_t)dim / 4);
     for (int i = 0; i < MAX_Q * KVC_SCORES; i++) scores[i] = plain[i] = UNTOUCHED;
-    kernels->sketch(scores, &query, num_q, rows, by, dim);
+    score(kernels, scores, &query, num_q, rows, by, dim);
+    check_alone(kernels, scores, &query, num_q, rows, by, dim);
     for (int r = 0; r < num_q; r++)
         for (int j = 0; j < KVC_PANEL; j++) {
             double sum = 0;
@@ -187,20 +218,24 @@ static void test_rising(const kvc_kernels *kernels) {
 }
 
 static void test_isa(void) {
-    static const int dims[] = {32, 64, 96, 128, 160, 192, 256, 288, 512, 1024};
+    static const int dims[] = {32, 64, 96, 128, 160, 192, 256, 288, 512, 544, 1024};
+    static const int queries[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 16, 17, 20, 31, 32, MAX_Q};
     const char *wanted;
     const kvc_kernels *kernels = kvc_cpu_kernels(&wanted);
     for (int i = 0; i < (int)(sizeof dims / sizeof *dims); i++) {
         for (int n = 1; n <= MAX_KEYS / 4; n += n < 4 ? 1 : 13) test_make(kernels, n, dims[i], random_int(0, 6));
-        for (int num_q = 1; num_q <= MAX_Q; num_q++) test_scores(kernels, num_q, dims[i], random_int(0, 6));
+        for (int j = 0; j < (int)(sizeof queries / sizeof *queries); j++)
+            if (queries[j] <= 13 || dims[i] <= 128 || dims[i] == 256 || queries[j] == MAX_Q)
+                test_scores(kernels, queries[j], dims[i], random_int(0, 6));
     }
     test_not_finite(kernels);
     test_rising(kernels);
-    for (int num_q = 1; num_q <= MAX_Q; num_q++) test_weigh(kernels, num_q, 0), test_weigh(kernels, num_q, 1);
+    for (int num_q = 1; num_q <= 13; num_q++) test_weigh(kernels, num_q, 0), test_weigh(kernels, num_q, 1);
 }
 
 int main(void) {
     guarded_end = guarded_new(1 << 19);
+    codes_end = guarded_new(codes_size(MAX_Q, MAX_DIM));
     for_each_isa(test_isa);
     return test_result();
 }
