@@ -19,6 +19,7 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
 from support.hf_pairs import BASE, CONFIGS, HYBRID, make, model_of, random_tokens  # noqa: E402 - torch may be missing
+from support.servers import until  # noqa: E402 - as above
 
 from kvcache import selecting  # noqa: E402 - it imports those
 from kvcache.hf import Engine, HFCache  # noqa: E402 - it imports those
@@ -71,6 +72,24 @@ class Slow(transformers.LogitsProcessor):
     def __call__(self, ids, scores):
         time.sleep(0.02)
         return scores
+
+
+@contextlib.contextmanager
+def held(engine):
+    """No pass begins meanwhile: requests that are submitted here come together."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(ids, scores):
+        reached.set()
+        go_on.wait(LONG)
+        return scores
+
+    engine.submit([1], max_new_tokens=1, logits_processor=[hold])
+    assert reached.wait(LONG)
+    try:
+        yield
+    finally:
+        go_on.set()
 
 
 # ---- the tokens
@@ -198,18 +217,17 @@ def test_prompts_that_come_together_are_computed_once(model):
 
 def test_a_short_prompt_overtakes_a_long_one(model):
     long, short = prompts_of([2000, 10])
-    ends = {}
+    ends = []
+
+    def note(ids, scores):
+        ends.append(ids.shape[1])
+        return scores
+
     with Engine(model, "f32", prompt_tokens=32, **ROOM) as engine:
-        requests = {"long": engine.submit(long, max_new_tokens=1), "short": engine.submit(short, max_new_tokens=1)}
-        threads = [
-            threading.Thread(target=lambda name=name: (requests[name].result(LONG), ends.setdefault(name, time.time())))
-            for name in requests
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert ends["short"] < ends["long"]
+        with held(engine):
+            requests = [engine.submit(one, max_new_tokens=1, logits_processor=[note]) for one in (long, short)]
+        answers(requests)
+    assert ends == [10, 2000]
 
 
 # ---- where an answer ends, and who gets it
@@ -255,8 +273,8 @@ def test_iterating_streaming_and_asyncio(model):
         assert [*request] == [*request] == request.tokens == want
         assert (streamer.got, streamer.has_ended) == ([prompt, *want], True)  # as from generate
         assert asyncio.run(take_both(engine)) == [want] * 3
-        with pytest.raises(TimeoutError, match=r"timeout=0\.01: the answer has \d+ tokens, and goes on"):
-            engine.submit(prompt, max_new_tokens=50, logits_processor=[Slow()]).result(0.01)
+        with held(engine), pytest.raises(TimeoutError, match=r"timeout=0\.01: the answer has 0 tokens, and goes on"):
+            engine.submit(prompt).result(0.01)
 
 
 def test_cancelled(model):
@@ -325,7 +343,8 @@ def test_too_little_memory_for_all(kind):
     """If texts do not fit beside each other, the youngest wait, and get their tokens. A text that never fits fails."""
     model, prompts = model_of(kind), prompts_of([30, 31, 32, 33, 34])
     with Engine(model, "f32", prompt_tokens=16, capacity=96, block_size=4) as engine:
-        requests = [engine.submit(prompt, max_new_tokens=20) for prompt in prompts]
+        with held(engine):
+            requests = [engine.submit(prompt, max_new_tokens=20) for prompt in prompts]
         texts = answers(requests)
         assert engine.stats()["put_back"] > 0
         with pytest.raises(CacheFullError):
@@ -339,21 +358,24 @@ def test_too_little_memory_for_all(kind):
 def test_limits_and_the_end(model):
     [prompt] = prompts_of([12])
     engine = Engine(model, "f32", max_waiting=2, **ROOM)
-    reached, go_on = threading.Event(), threading.Event()
+    closing = threading.Thread(target=engine.close)
 
-    def hold(ids, scores):
-        reached.set()
-        go_on.wait(LONG)
-        return scores
+    def has_begun_to_close():
+        try:
+            engine.submit(prompt)
+        except queue.Full:
+            return False
+        except ValueError:
+            return True
 
-    waiting = [engine.submit(prompt, max_new_tokens=300, logits_processor=[hold])]
-    reached.wait(LONG)
-    waiting += [engine.submit(prompt) for _ in range(2)]
-    with pytest.raises(queue.Full, match="max_waiting=2: as many requests wait"):
-        engine.submit(prompt)
-    threading.Timer(0.1, go_on.set).start()
-    assert engine.is_alive
-    engine.close()
+    with held(engine):
+        waiting = [engine.submit(prompt) for _ in range(2)]
+        with pytest.raises(queue.Full, match="max_waiting=2: as many requests wait"):
+            engine.submit(prompt)
+        assert engine.is_alive
+        closing.start()
+        until(has_begun_to_close)
+    closing.join()
     engine.close()
     assert not engine.is_alive
     for request in waiting:
@@ -526,27 +548,29 @@ def test_models_whose_texts_cannot_share_a_pass():
 # ---- random clients
 
 
-def play(engine, model, number, seconds, seed):
-    """Play clients, each of whom asks, reads, cancels or fails; return what was wrong."""
-    pool, wrong, end = prompts_of([40, 41, 42]), [], time.monotonic() + seconds
-    wanted = {}
+def play(engine, model, clients, requests, seed):
+    """Play clients, each with so many requests, which it reads, cancels or fails; return what was wrong."""
+    pool, wrong, wanted, finished = prompts_of([40, 41, 42]), [], {}, []
 
     def want(prompt, most):
         key = (*prompt, most)
         if key not in wanted:
-            wanted[key] = alone(reference, prompt, max_new_tokens=most)
+            wanted[key] = alone(model, prompt, max_new_tokens=most)
         return wanted[key]
 
-    reference = model
-    finished = []
+    def submit(prompt, **options):
+        while True:
+            with contextlib.suppress(queue.Full):
+                return engine.submit(prompt, **options)
+            time.sleep(0.001)
 
     def client(rng):
-        while time.monotonic() < end:
+        for _ in range(requests):
             prompt = [*rng.choice(pool)[: rng.randint(1, 40)], *(rng.randint(1, 96) for _ in range(rng.randint(0, 9)))]
             most, what = rng.randint(1, 12), rng.random()
             options = {"logits_processor": failing(at=len(prompt) + 1)} if what < 0.1 else {}
             try:
-                request = engine.submit(prompt, max_new_tokens=most, **options)
+                request = submit(prompt, max_new_tokens=most, **options)
                 if what > 0.8:
                     next(iter(request), None)
                     request.cancel()
@@ -555,15 +579,13 @@ def play(engine, model, number, seconds, seed):
                 if not options:
                     wrong.append("failed for another one")
                 continue
-            except queue.Full:
-                continue
             except Exception as error:
                 wrong.append(repr(error))
                 continue
             if not options:
                 finished.append((prompt, most, text, request.finish_reason))
 
-    threads = [threading.Thread(target=client, args=(random.Random(seed + i),)) for i in range(number)]
+    threads = [threading.Thread(target=client, args=(random.Random(seed + i),)) for i in range(clients)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -576,15 +598,16 @@ def play(engine, model, number, seconds, seed):
 
 
 @pytest.mark.parametrize(
-    ("kind", "seconds"), [("lfm2", 1), *(pytest.param(kind, 30, marks=pytest.mark.slow) for kind in ("llama", "lfm2"))]
+    ("kind", "requests"),
+    [("lfm2", 4), *(pytest.param(kind, 100, marks=pytest.mark.slow) for kind in ("llama", "lfm2"))],
 )
-def test_random_clients(kind, seconds):
+def test_random_clients(kind, requests):
     """No text is wrong, and nothing is left behind: all memory can be evicted."""
     model = model_of(kind)
     with Engine(model, "f32", prompt_tokens=16, capacity=400, block_size=4, max_waiting=6) as engine:
-        wrong, number = play(engine, model, 8, seconds, seed=5)
+        wrong, number = play(engine, model, 8, requests, seed=5)
         assert not wrong
-        assert number > 10
+        assert number > 4 * requests
         stats = engine.stats()
         assert (stats["running"], stats["waiting"]) == (0, 0)
         assert engine.submit([1] * 380, max_new_tokens=1).result(LONG).shape == (1, 381)
