@@ -1,7 +1,7 @@
 """How far each mode of the core reaches: how many functions of src/ speak of it.
 
 A mode that every stage asks about is dear: each new kind of row has to be thought through with it. So a number may only
-fall. Lower it when it has.
+fall. Lower it when it has. Kernels do not count: no stage asks anything about a mode because there is one more for it.
 """
 
 import re
@@ -21,26 +21,27 @@ MOST = {
         r"(pool(s\[\w+\])?|plan|list|pools?->)(->|\.)stride\b|kvc_rows_below|strided|stride_of|policy\.stride",
         76,
     ),
-    "selected rows": (r"sketch|select(s|ed|ing)?\b|select_rows", 78),
-    "chosen rows": (r"chosen|choos|choices|by_token", 80),
+    "selected rows": (r"sketch|select(s|ed|ing)?\b|select_rows", 66),
+    "chosen rows": (r"chosen|choos|choices|by_token", 79),
     "checkpoints": (r"checkpoint|state_bytes", 61),
-    "scales of rows": (r"row_scale|_scales|scaled", 79),
+    "scales of rows": (r"row_scale|_scales|scaled", 32),
     "masked": (r"masked", 21),
     "trees": (r"\bparents|subtree|tree_number|descend|ancestor", 19),
-    "huge pages": (r"fault|resident|huge", 50),
+    "huge pages": (r"fault|resident|huge", 39),
     "prior": (r"prior", 3),
 }
 
 
 def functions():
-    """Return the text of each function of src/ that has more than one line, without the comment before it."""
-    texts = (c_sources.blank(path.read_text()) for path in sorted(c_sources.SRC.glob("*/*.[ch]")))
+    """Return the text of each function above kernels that has more than one line, without the comment before it."""
+    paths = (path for path in sorted(c_sources.SRC.glob("*/*.[ch]")) if path.parent.name != "kernels")
+    texts = (c_sources.blank(path.read_text()) for path in paths)
     return [f.text for text in texts for f in c_sources.functions_of(text) if f.num_lines > 1]
 
 
 def test_reach():
     texts = functions()
-    assert len(texts) > 2000
+    assert len(texts) > 1500
     found = {mode: sum(bool(re.search(words, text)) for text in texts) for mode, (words, _) in MOST.items()}
     for mode, number in found.items():
         print(f"{mode}: {number} functions")
