@@ -348,27 +348,37 @@ static int attend_chosen(kvc_task *t) {
 /* Scores sketches, or attends in a slice that reads all rows. */
 static int begin_selecting(kvc_task *t) { return t->slice->selects ? kvc_score_sketches(t) : attend_splits(t); }
 
-/* The last task to end of a slice and KV head selects rows, and attends to them. */
-static void end_selecting(const kvc_task *ended) {
-    kvc_task t = *ended;
-    if (!t.slice->selects) {
-        end_splits(ended);
-        return;
-    }
-    if (t.slice->num_splits > 1) {
-        kvc_keep_found(&t);
-        if (!kvc_ends_slice(&t)) return;
-    }
+/* Attends to the rows that a slice selects.  Returns 0 if the call was cancelled. */
+static int attend_selected(kvc_task *t) {
     int64_t num_rows;
-    kvc_row_lister list = kvc_list_selected(&t, &num_rows);
+    kvc_row_lister list = kvc_list_selected(t, &num_rows);
     const int32_t num_splits = num_rows ? (int32_t)KVC_DIVIDE_UP(num_rows, KVC_SPLIT_ROWS) : 1;
-    if (attend_listed(&t, &list, 0, num_splits, KVC_SPLIT_ROWS)) {
-        end_split(&t, num_splits);
+    const int goes_on = attend_listed(t, &list, 0, num_splits, KVC_SPLIT_ROWS);
+    if (goes_on) end_split(t, num_splits);
+    return goes_on;
+}
+
+/* The last task to end of a slice and KV head selects rows, and attends to them.  Several slices have one split each,
+ * so that no other task waits for theirs. */
+static void end_selecting(const kvc_task *t) {
+    const kvc_call *c = t->call;
+    if (!t->slice->selects) {
+        end_splits(t);
         return;
     }
+    if (t->slice->num_splits > 1) {
+        kvc_keep_found(t);
+        if (!kvc_ends_slice(t)) return;
+    }
+    int goes_on = 1;
+    for (int32_t m = 0; m < t->job->num_slices && goes_on; m++) {
+        kvc_task view = kvc_view_of_slice(t, m, m * c->plan->parts.heads);
+        goes_on = attend_selected(&view);
+    }
+    if (goes_on) return;
     /* This task is now the only one of its slice that must be run again. */
-    atomic_store(&t.call->plan->remaining[t.slice->first_counter + t.part], !t.call->was_done);
-    atomic_store(&t.call->was_cancelled, 1);
+    atomic_store(&c->plan->remaining[t->slice->first_counter + t->part], !c->was_done);
+    atomic_store(&t->call->was_cancelled, 1);
 }
 
 static const kvc_work attention = {attend_splits, end_splits, CANCELLED},
@@ -434,14 +444,12 @@ static void make_call(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_atte
  * that was run, or -1 for all tasks of the plan. */
 static void note_selected(const kvc_plan *plan, int64_t task) {
     kvc_batch *batch = plan->batch;
-    int32_t part, u = 0, end = plan->num_slices;
-    if (task >= 0) {
-        u = plan->jobs.slices[kvc_job_of(plan, task, &part)->first_slice];
-        end = u + 1; /* a task that selects has one slice */
-    }
+    int32_t part;
+    const kvc_job *job = task < 0 ? NULL : kvc_job_of(plan, task, &part);
+    const int64_t num = job ? job->num_slices : plan->num_slices;
     kvc_lock(batch->cache);
-    for (; u < end; u++) {
-        const kvc_query_slice *slice = &plan->slices[u];
+    for (int64_t i = 0; i < num; i++) {
+        const kvc_query_slice *slice = job ? kvc_slice_of(plan, job, (int32_t)i) : &plan->slices[i];
         const int32_t token = batch->order[slice->first];
         int32_t *from = &batch->sequences[slice->sequence].selected_from;
         if (!slice->selects || !kvc_selecting_rows(plan, slice)) continue;

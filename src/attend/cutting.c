@@ -305,7 +305,8 @@ static void cut_ranked(const kvc_plan *plan, kvc_query_slice *slice) {
     const int64_t tasks = (int64_t)plan->num_slices * plan->parts.num;
     const int64_t unit = slice->selects ? KVC_CHUNK_ROWS : KVC_BUGGIFY() ? 4 : KVC_SPLIT_ROWS;
     const int is_whole = threads == 1 || 2 * tasks >= enough;
-    const int64_t rows = is_whole ? slice->num_rows : KVC_DIVIDE_UP(slice->num_rows * tasks, enough);
+    /* Whole slices have splits of one length, whatever their own, as only slices of one kind share rows. */
+    const int64_t rows = is_whole ? INT32_MAX : KVC_DIVIDE_UP(slice->num_rows * tasks, enough);
     slice->split_rows = kvc_smaller(INT32_MAX / unit, KVC_DIVIDE_UP(rows, unit)) * unit;
     if (!slice->split_rows) slice->split_rows = unit;
     slice->num_splits = (int32_t)KVC_DIVIDE_UP(slice->num_rows, slice->split_rows);
@@ -355,6 +356,7 @@ static int32_t list_choosing(const kvc_plan *plan, const kvc_shown *shown, int32
         slices[i] = all;
         slices[i].slice.first += i;
         slices[i].slice.num_tokens = 1;
+        slices[i].may_share = seen && all.slice.num_splits == 1;
         if (seen) slices[i].slice.num_seen = seen[i];
     }
     return num;
@@ -385,7 +387,7 @@ int32_t kvc_list_slices(const kvc_plan *plan, const kvc_shown *shown, kvc_new_sl
                                                 .num_tokens = rest < cut.tokens ? rest : cut.tokens,
                                                 .tiled = way,
                                                 .tile_rows = tile_rows},
-                                      .is_whole = cut.num_slices == 1};
+                                      .may_share = cut.num_slices == 1};
             find_rows(plan, shown, slices, marks);
             cut_rows(plan, cut.num_slices, &slices->slice);
         }

@@ -23,7 +23,7 @@ typedef struct kvc_new_slice {
     int32_t num_runs;
     const kvc_pending *pending;      /* the batch's own rows of its sequence */
     const kvc_masked_ranges *masked; /* of its sequence; NULL: the plan hides nothing */
-    int32_t is_whole;                /* it has all query tokens of its sequence */
+    int32_t may_share;               /* it has all query tokens of its sequence, or its token selects in one split */
     int32_t stored_rises;            /* positions rise from stored row to stored row */
     int32_t rises, last_position;    /* positions rise from row to row, over all; position of the last one so far */
     int64_t stored_rows, own_rows;   /* number of stored rows in reach, and of the batch's own */

@@ -5,6 +5,9 @@
  *     reads these rows once and then goes on with the rest of each.  A job has at most KVC_TASK_QUERIES query rows if
  *     it is streamed, KVC_TILE_QUERIES if it is tiled, and at most 1 / KVC_TASKS_PER_THREAD of the work of a thread of
  * the plan.
+ *   - Slices that select rows, each in one split, become such jobs, too.  A job scores the sketches of these rows once,
+ *     and then attends for one slice after the other.  It has at most KVC_SELECTING_QUERIES query rows, and at most
+ * twice as much work.
  *   - A streamed slice that shares no rows becomes jobs of up to KVC_JOINED_SPLITS splits, if each thread has
  *     KVC_JOINED_TASKS tasks then.  A task of one split would spend a tenth of its time on beginning and ending.
  *   - A slice that chooses rows becomes jobs of any number of splits, if each thread then has KVC_TASKS_PER_THREAD
@@ -35,6 +38,7 @@ static int is_same_run(const kvc_run *a, const kvc_run *b) { return a->count == 
 /* Orders slices by their kind: what must be the same before they can share rows. */
 static int compare_kinds(const kvc_new_slice *a, const kvc_new_slice *b) {
     int order = compare(a->slice.tiled, b->slice.tiled);
+    if (!order) order = compare(a->slice.selects, b->slice.selects);
     if (!order) order = compare(a->slice.split_rows, b->slice.split_rows);
     if (!order) order = compare(a->stored.sinks, b->stored.sinks);
     if (!order) order = compare(a->stored.low, b->stored.low);
@@ -107,19 +111,20 @@ static void find_common_rows(kvc_new_slice *slices, kvc_neighbour *n) {
     n->same_rows = rows_before + same_rows_of_run(&slices[n[-1].slice], u, run);
     const int64_t split = n->same_rows / u->slice.split_rows, begin = split * u->slice.split_rows;
     while (rows_before > begin) rows_before -= kvc_rows_in_reach(reach, &u->runs[--run]);
-    n->same_tile_rows = begin + (n->same_rows - begin) / u->slice.tile_rows * u->slice.tile_rows;
+    const int64_t unit = u->slice.selects ? KVC_CHUNK_ROWS : u->slice.tile_rows;
+    n->same_unit_rows = begin + (n->same_rows - begin) / unit * unit;
     u->first_split = (int32_t)split;
     u->first_run = run;
     u->rows_before = rows_before;
 }
 
 void kvc_order_slices(kvc_new_slice *slices, int32_t num_slices, kvc_slice_order *order) {
-    int32_t whole = 0, others = 0;
-    for (int32_t u = 0; u < num_slices; u++) order->num_whole += slices[u].is_whole;
+    int32_t sharing = 0, others = 0;
+    for (int32_t u = 0; u < num_slices; u++) order->num_sharing += slices[u].may_share;
     for (int32_t u = 0; u < num_slices; u++)
-        order->items[slices[u].is_whole ? whole++ : order->num_whole + others++] =
+        order->items[slices[u].may_share ? sharing++ : order->num_sharing + others++] =
             (kvc_neighbour){.slice = u, .same_runs = -1};
-    const int64_t num = order->num_whole;
+    const int64_t num = order->num_sharing;
     for (int64_t width = 1; width < num; width *= 2) { /* merge lists of one slice, then of two, of four ... */
         for (int64_t first = 0; first < num; first += 2 * width) {
             const int64_t rest = num - first, num_a = rest < width ? rest : width;
@@ -184,7 +189,7 @@ static int64_t shared_in_split(const kvc_plan *plan, const kvc_neighbour *n, int
     if (n->same_rows >= end) return slice->split_rows;
     const kvc_query_slice *before = &plan->slices[n[-1].slice];
     const int both_end = n->same_rows == slice->num_rows && n->same_rows == before->num_rows;
-    return (both_end ? n->same_rows : n->same_tile_rows) - begin;
+    return (both_end ? n->same_rows : n->same_unit_rows) - begin;
 }
 
 /* Neighbours that become one job: items[0 .. num_slices). */
@@ -206,8 +211,9 @@ static void join(job_group *g, const kvc_plan *plan, const kvc_query_slice *slic
 static int has_room(const job_group *g, const kvc_plan *plan, const kvc_query_slice *slice, int32_t split,
                     int64_t most_work) {
     const int32_t query_rows = kvc_num_query_rows(plan, slice);
-    return g->query_rows + query_rows <= (slice->tiled ? KVC_TILE_QUERIES : KVC_TASK_QUERIES) &&
-           g->work + query_rows * kvc_split_rows(slice, split) <= most_work;
+    const int64_t work = g->work + query_rows * kvc_split_rows(slice, split);
+    const int32_t most = slice->selects ? KVC_SELECTING_QUERIES : slice->tiled ? KVC_TILE_QUERIES : KVC_TASK_QUERIES;
+    return g->query_rows + query_rows <= most && work / (slice->selects ? 2 : 1) <= most_work;
 }
 
 /* Returns how many rows fewer are read if slices become one job.  A job of M slices, of which slice m has R(m) rows in
@@ -274,7 +280,7 @@ static int by_work(const void *a, const void *b) {
 void kvc_find_jobs(kvc_plan *plan, const kvc_new_slice *slices, const kvc_slice_order *order) {
     const int64_t threads = plan->args.num_threads, enough_jobs = KVC_TASKS_PER_THREAD * threads;
     int64_t work = 0, most_work = INT64_MAX, num_splits = 0;
-    int32_t num = order->num_whole > 1 ? order->num_whole : 0; /* slices that may share rows of the next split */
+    int32_t num = order->num_sharing > 1 ? order->num_sharing : 0; /* that may share rows of the next split */
     plan->jobs.num = 0;
     for (int32_t u = 0; u < plan->num_slices; u++) num_splits += plan->slices[u].num_splits;
     const int64_t joined = num_splits * plan->parts.num / (threads * KVC_JOINED_TASKS);
@@ -284,7 +290,7 @@ void kvc_find_jobs(kvc_plan *plan, const kvc_new_slice *slices, const kvc_slice_
                                                                  : 1;
     for (int32_t u = 0; u < plan->num_slices; u++) {
         work += plan->slices[u].num_rows * kvc_num_query_rows(plan, &plan->slices[u]);
-        if (!num || !slices[u].is_whole) add_jobs_alone(plan, u, 0);
+        if (!num || !slices[u].may_share) add_jobs_alone(plan, u, 0);
     }
     if (threads > 1) most_work = work * plan->parts.num / enough_jobs;
     for (int32_t split = 0; num; split++) num = add_jobs_of_split(plan, order->items, num, split, most_work);

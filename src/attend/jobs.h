@@ -9,14 +9,14 @@ typedef struct kvc_neighbour {
     int32_t slice;
     int32_t same_runs;      /* leading runs that both have; -1: they are of different kinds, and share nothing */
     int64_t same_rows;      /* leading rows in reach that both have */
-    int64_t same_tile_rows; /* same_rows, rounded down to whole tiles */
+    int64_t same_unit_rows; /* same_rows, rounded down to whole tiles, or to whole chunks where rows are selected */
     int64_t shared_rows;    /* shared rows within the split that is being made into jobs */
 } kvc_neighbour;
 
 /* Slices in the order of their rows: those with most in common stand side by side. */
 typedef struct kvc_slice_order {
     kvc_neighbour *items, *merged; /* [plan->num_slices] each; merged: memory for merging */
-    int32_t num_whole;             /* items[0 .. num_whole): slices of a whole sequence; only these are sorted */
+    int32_t num_sharing;           /* items[0 .. num_sharing): slices that may share; only these are sorted */
 } kvc_slice_order;
 
 /* Sorts slices, and finds which splits each shares with the slice before it. */

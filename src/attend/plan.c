@@ -3,7 +3,7 @@
  * A plan is one allocation, whose size is known only once its slices are.  So new_plan and make_plan go this way:
  *   1. Count the slices, and take scratch for them; cut what is masked out of the stored runs.
  *   2. List them, with what each sees (cutting.c).
- *   3. Sort the slices of whole sequences by their stored runs, and find the rows that neighbours share (jobs.c).
+ *   3. Sort the slices that may share rows by their stored runs, and find the rows that neighbours share (jobs.c).
  *   4. Size the plan's arrays, and allocate them.
  *   5. List the deltas, and compute their angles (deltas.c).
  *   6. List the segments.  Segments of splits that neighbours share are listed once (cutting.c).
@@ -80,7 +80,7 @@ static int take_scratch(maker *m) {
 typedef struct totals {
     int64_t segments;                   /* upper bound of the number of segments */
     int64_t splits, counters;           /* lengths of plan->starts and plan->remaining */
-    int64_t whole_query_rows;           /* query rows of the slices of whole sequences */
+    int64_t sharing_query_rows;         /* query rows of the slices that may share rows */
     uint64_t partials;                  /* floats in plan->partials */
     int32_t most_query_rows;            /* most query rows of one slice */
     int32_t most_splits;                /* most splits of one slice */
@@ -105,10 +105,10 @@ static totals lay_out_slices(const maker *m) {
         t.segments += has_own_segments ? kvc_most_segments(u) : 0;
         t.splits += slice->num_splits;
         t.counters += plan->parts.num;
-        t.whole_query_rows += u->is_whole ? query_rows : 0;
+        t.sharing_query_rows += u->may_share ? query_rows : 0;
         if (slice->num_splits > 1 && !plan->jobs.joins_splits)
             t.partials += plan->chooses    ? (uint64_t)slice->num_rows * (uint64_t)plan->args.num_choices
-                          : slice->selects ? (uint64_t)plan->parts.num * kvc_found_size(plan, slice->num_rows)
+                          : slice->selects ? (uint64_t)plan->parts.num * kvc_found_size(query_rows, slice->num_rows)
                                            : tasks * kvc_partial_size(query_rows, plan->attending.acc_stride);
         if (slice->num_rows > t.most_rows) t.most_rows = slice->num_rows;
         const int64_t of_split = slice->num_splits > 1 ? slice->split_rows : slice->num_rows;
@@ -179,31 +179,33 @@ static void lay_out_choosing(kvc_plan *plan, const totals *t) {
  * rows that it selects, or all rows if it selects none, in splits of an attention. */
 static void lay_out_selecting(kvc_plan *plan, const totals *t) {
     kvc_selecting *at = &plan->selecting;
-    const int64_t of_split = kvc_smaller(t->most_split_rows, t->segments + plan->batch->num_tokens + 1);
-    const uint64_t heads = (uint64_t)plan->parts.heads;
+    const int32_t heads = plan->parts.heads;
+    const int32_t num_q = (int32_t)kvc_larger(heads, kvc_smaller(t->sharing_query_rows, KVC_SELECTING_QUERIES));
+    const uint64_t q = (uint64_t)num_q;
     const uint64_t pieces = (uint64_t)KVC_DIVIDE_UP(t->most_rows, KVC_PIECE_ROWS);
     const int64_t ranges = kvc_selected_pieces(&plan->args) + 2; /* pieces, and the first and last rows */
     const int64_t read = ranges + (KVC_FIRST_READ + KVC_LAST_READ) / KVC_PIECE_ROWS; /* pieces: one more at the end */
     const int64_t most_rows = kvc_larger(read * KVC_PIECE_ROWS, kvc_most_unselected(&plan->args));
-    const uint64_t listed = (uint64_t)kvc_larger(2 * KVC_SPLIT_ROWS, of_split);
+    at->most_segments = kvc_smaller(t->most_split_rows, t->segments + plan->batch->num_tokens + 1);
+    const uint64_t listed = 2 * (uint64_t)kvc_larger(KVC_SPLIT_ROWS, at->most_segments); /* of two slices, or splits */
     const uint64_t splits = (uint64_t)KVC_DIVIDE_UP(most_rows, KVC_SPLIT_ROWS);
-    at->codes = add_floats(plan, kvc_align_up(heads, KVC_LANES) * kvc_sketch_query_bytes(plan->k_dim) / sizeof(float));
-    at->scales = add_floats(plan, heads);
-    at->offsets = add_floats(plan, heads);
-    at->sums = add_floats(plan, heads * KVC_LANES);
-    at->found = add_floats(plan, kvc_found_size(plan, t->most_split_rows));
+    at->codes = add_floats(plan, q * kvc_sketch_query_bytes(plan->k_dim) / sizeof(float));
+    at->scales = add_floats(plan, q);
+    at->offsets = add_floats(plan, q);
+    at->sums = add_floats(plan, q * KVC_LANES);
+    at->found = add_floats(plan, kvc_found_size(num_q, t->most_split_rows));
     at->keys = add_floats(plan, pieces);
     at->pieces = add_floats(plan, (uint64_t)read);
     at->ranges = add_floats(plan, (uint64_t)ranges * sizeof(kvc_row_range) / sizeof(float));
     plan->listing.segments = add_floats(plan, listed * sizeof(kvc_segment) / sizeof(float));
-    plan->listing.partials = add_floats(plan, splits * kvc_partial_size(plan->parts.heads, plan->attending.acc_stride));
+    plan->listing.partials = add_floats(plan, splits * kvc_partial_size(heads, plan->attending.acc_stride));
 }
 
 /* Lays out a workspace that is large enough for every task of an attention. */
 static void lay_out_attending(kvc_plan *plan, const totals *t) {
     kvc_attending *at = &plan->attending;
-    /* A job has one slice, or several of whole sequences, which jobs.c joins up to these numbers of query rows. */
-    const int64_t most_joined = kvc_smaller(t->whole_query_rows, t->any_tiled ? KVC_TILE_QUERIES : KVC_TASK_QUERIES);
+    /* A job has one slice, or several, which jobs.c joins up to these numbers of query rows. */
+    const int64_t most_joined = kvc_smaller(t->sharing_query_rows, t->any_tiled ? KVC_TILE_QUERIES : KVC_TASK_QUERIES);
     const uint64_t q = (uint64_t)(most_joined > t->most_query_rows ? most_joined : t->most_query_rows);
     /* Kernels take whole chunks of query rows and keys.  Tiled ones pack them first, and a packed chunk is longer. */
     const uint64_t chunks = kvc_align_up((uint64_t)plan->k_dim, KVC_CHUNK) / KVC_CHUNK;

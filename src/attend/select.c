@@ -9,6 +9,9 @@
  *
  * Rows are scored in chunks of KVC_CHUNK_ROWS.  A chunk gives an exponent and a sum for each head, and the weights of
  * its pieces for each head, relative to that power of two.  Sums are made in the same order for any number of threads.
+ *
+ * A job may have several slices, for example of forks.  The leading chunks whose rows all of them see are scored once,
+ * for the query rows of all.  A slice's results have the bits that they have alone.
  */
 #include "attend/select.h"
 
@@ -23,24 +26,30 @@
 
 /* ---- queries ----------------------------------------------------------------------------------------------------- */
 
+/* Returns the number of query rows of the task before those of a view of it. */
+static int32_t first_row_of(const kvc_task *t) {
+    return (int32_t)(t->max - (t->workspace + t->call->plan->attending.max));
+}
+
 static kvc_sketch_query query_of(const kvc_task *t) {
     const kvc_plan *plan = t->call->plan;
     const kvc_selecting *at = &plan->selecting;
-    return (kvc_sketch_query){.codes = (int8_t *)(t->workspace + at->codes),
-                              .scales = t->workspace + at->scales,
-                              .offsets = t->workspace + at->offsets,
-                              .stride = (int32_t)kvc_sketch_query_bytes(plan->k_dim)};
+    const int32_t stride = (int32_t)kvc_sketch_query_bytes(plan->k_dim), first = first_row_of(t);
+    return (kvc_sketch_query){.codes = (int8_t *)(t->workspace + at->codes) + first * stride,
+                              .scales = t->workspace + at->scales + first,
+                              .offsets = t->workspace + at->offsets + first,
+                              .stride = stride};
 }
 
-/* Rounds query row r of the task to int8. */
-static void round_query(const kvc_task *t, int32_t r) {
+/* Rounds query row r of the task, which lies at q, to int8. */
+static void round_query(const kvc_task *t, int32_t r, const float *q) {
     const kvc_plan *plan = t->call->plan;
     const int32_t dim = plan->k_dim, stride = query_of(t).stride;
     const kvc_selecting *at = &plan->selecting;
     int8_t *codes = (int8_t *)(t->workspace + at->codes) + r * stride;
     float unit;
     int32_t sum = 0;
-    t->call->kernels->round(codes, &unit, t->q + (size_t)r * (size_t)plan->attending.q_stride, 0, 1, dim);
+    t->call->kernels->round(codes, &unit, q, 0, 1, dim);
     for (int32_t d = 0; d < dim; d++) sum += codes[d];
     memset(codes + dim, 0, (size_t)(stride - dim));
     t->workspace[at->scales + (uint64_t)r] = unit * t->call->scale;
@@ -58,7 +67,7 @@ static void prepare(kvc_task *t, int32_t delta_index) {
         if (delta_index)
             kvc_rope_rotate(c->rope, c->angles + (size_t)(delta_index - 1) * (size_t)plan->deltas.angles_stride, q);
         c->kernels->hadamard(q, q, plan->k_dim, kvc_sketch_mixing(plan->k_dim));
-        round_query(t, r);
+        round_query(t, first_row_of(t) + r, q);
     }
     t->delta_index = delta_index;
 }
@@ -89,7 +98,7 @@ static const uint8_t *take_sketches(const kvc_task *t, kvc_row_place at, int32_t
     return copies;
 }
 
-/* The rows of a split, as they are listed. */
+/* Rows of a split, as they are listed. */
 typedef struct listed {
     kvc_row_place at, ahead; /* the next tile, and the next rows to prefetch */
     int64_t left;            /* rows from `ahead` on */
@@ -148,33 +157,38 @@ static void finish_scores(const kvc_task *t, kvc_row_place at, int32_t n) {
     }
     for (int32_t r = 0; r < t->num_query_rows; r++) {
         float *const scores = t->scores + r * KVC_SCORES;
+        const int32_t token = t->tokens[r / t->call->plan->parts.heads];
         if (t->call->changes_scores)
-            kvc_bend_scores(t->call, scores, positions, KVC_PANEL, t->tokens[0], kvc_query_head_of(t, r));
+            kvc_bend_scores(t->call, scores, positions, KVC_PANEL, token, kvc_query_head_of(t, r));
         for (int32_t j = n; j < KVC_PANEL; j++) scores[score_at(j)] = -INFINITY;
     }
 }
 
 /* ---- a chunk ----------------------------------------------------------------------------------------------------- */
 
-/* The results of a chunk: for each query row an exponent of 2, to which weights are relative; then for each the sum of
- * weights; then the weights of its pieces. */
+/* The results of a chunk: for each query row of the task an exponent of 2, to which weights are relative; then for each
+ * the sum of weights; then the weights of its pieces. */
 typedef struct found {
     float *exponents, *sums, *pieces;
 } found;
 
-static found found_at(const kvc_plan *plan, float *at) {
-    const int32_t num_q = plan->parts.heads;
-    return (found){at, at + num_q, at + kvc_align_up(2 * (uint64_t)num_q, KVC_LANES)};
+/* Returns the part of the results of chunk i that is a view's. */
+static found found_at(const kvc_task *t, float *chunks, int64_t i) {
+    const int32_t num_q = t->job->num_slices * t->call->plan->parts.heads, first = first_row_of(t);
+    float *const at = chunks + (uint64_t)i * kvc_chunk_size(num_q);
+    float *const pieces = at + kvc_align_up(2 * (uint64_t)num_q, KVC_LANES);
+    return (found){at + first, at + num_q + first, pieces + (ptrdiff_t)first * KVC_CHUNK_PIECES};
 }
+
+/* Returns where the task keeps what it finds of its split. */
+static float *found_in_split(const kvc_task *t) { return t->workspace + t->call->plan->selecting.found; }
 
 /* Returns what is found of chunk i of the task's slice, once all are scored: in plan->partials, if there are several
  * splits. */
 static found found_of(const kvc_task *t, int64_t i) {
     const kvc_plan *plan = t->call->plan;
-    const uint64_t part = (uint64_t)t->part * kvc_found_size(plan, t->slice->num_rows);
-    float *const first =
-        t->slice->num_splits == 1 ? t->workspace + plan->selecting.found : plan->partials + t->slice->partials + part;
-    return found_at(plan, first + (uint64_t)i * kvc_chunk_size(plan));
+    const uint64_t part = (uint64_t)t->part * kvc_found_size(plan->parts.heads, t->slice->num_rows);
+    return found_at(t, t->slice->num_splits == 1 ? found_in_split(t) : plan->partials + t->slice->partials + part, i);
 }
 
 /* Returns by what weights relative to a power of two are multiplied, to be relative to another. */
@@ -204,31 +218,73 @@ static void score_chunk(kvc_task *t, listed *rows, int64_t num_rows, const found
     for (int32_t r = 0; r < num_q; r++) to->sums[r] = kvc_add_up(sums + r * KVC_LANES);
 }
 
-int kvc_score_sketches(kvc_task *t) {
-    enum { TILES_AHEAD = 2 }; /* that are prefetched */
-    const kvc_plan *plan = t->call->plan;
-    const int64_t num_rows = kvc_selecting_rows(plan, t->slice), first = t->job->split * t->slice->split_rows;
-    const int64_t end = kvc_smaller(first + kvc_split_rows(t->slice, t->job->split), num_rows);
-    const kvc_row_range range = {first, end};
-    float *to = t->workspace + plan->selecting.found;
-    const kvc_row_place begin = {kvc_chosen_segments(t), 0};
+/* ---- a split ----------------------------------------------------------------------------------------------------- */
+
+/* Returns the rows of its split that a slice scores: none if its token reads all rows. */
+static kvc_row_range rows_to_score(const kvc_task *t) {
+    const int64_t first = t->job->split * t->slice->split_rows;
+    const int64_t end = first + kvc_split_rows(t->slice, t->job->split);
+    return (kvc_row_range){first, kvc_smaller(end, kvc_selecting_rows(t->call->plan, t->slice))};
+}
+
+/* Lists rows that the first token of a view sees.  Returns their number. */
+static int64_t list_rows(const kvc_task *t, kvc_row_range range, kvc_segment *to) {
     kvc_row_lister list = kvc_list_seen(t, &range, 1);
-    listed rows = {begin, begin, first < end ? kvc_list_next(&list, kvc_chosen_segments(t), end - first) : 0};
+    return range.begin < range.end ? kvc_list_next(&list, to, range.end - range.begin) : 0;
+}
+
+static int is_same_segment(const kvc_segment *a, const kvc_segment *b) {
+    return a->rows == b->rows && a->slot == b->slot && a->count == b->count && a->position == b->position &&
+           a->delta_index == b->delta_index;
+}
+
+/* Counts the leading rows of the split that all slices list alike, in whole chunks. */
+static int64_t count_shared(const kvc_task *t) {
+    kvc_segment *const first = kvc_chosen_segments(t), *const other = first + t->call->plan->selecting.most_segments;
+    const int32_t heads = t->call->plan->parts.heads;
+    int64_t shared = list_rows(t, rows_to_score(t), first);
+    for (int32_t m = 1; m < t->job->num_slices; m++) {
+        const kvc_task view = kvc_view_of_slice(t, m, m * heads);
+        const int64_t num = kvc_smaller(list_rows(&view, rows_to_score(&view), other), shared);
+        int64_t same = 0;
+        for (int64_t i = 0; same < num && is_same_segment(&first[i], &other[i]); i++) same += first[i].count;
+        shared = kvc_smaller(same, num);
+    }
+    return shared / KVC_CHUNK_ROWS * KVC_CHUNK_ROWS;
+}
+
+/* Scores these rows for all slices of a view, which list them alike.  Returns 0 if the call was cancelled. */
+static int score_range(kvc_task *t, kvc_row_range range) {
+    enum { TILES_AHEAD = 2 }; /* that are prefetched */
+    const int64_t split_begin = t->job->split * t->slice->split_rows;
+    const kvc_row_place begin = {kvc_chosen_segments(t), 0};
+    listed rows = {begin, begin, list_rows(t, range, kvc_chosen_segments(t))};
     prefetch_sketches(t, &rows, TILES_AHEAD * KVC_PANEL);
-    for (int64_t row = first; row < end; row += KVC_CHUNK_ROWS, to += kvc_chunk_size(plan)) {
-        const found result = found_at(plan, to);
+    for (int64_t row = range.begin; row < range.end; row += KVC_CHUNK_ROWS) {
+        const found to = found_at(t, found_in_split(t), (row - split_begin) / KVC_CHUNK_ROWS);
         if (kvc_is_cancelled(t->call)) return 0;
-        score_chunk(t, &rows, kvc_smaller(end - row, KVC_CHUNK_ROWS), &result);
+        score_chunk(t, &rows, kvc_smaller(range.end - row, KVC_CHUNK_ROWS), &to);
+    }
+    return 1;
+}
+
+int kvc_score_sketches(kvc_task *t) {
+    const int32_t heads = t->call->plan->parts.heads;
+    kvc_row_range shared = rows_to_score(t);
+    shared.end = shared.begin + (t->job->num_slices > 1 ? count_shared(t) : 0);
+    if (!score_range(t, shared)) return 0;
+    for (int32_t m = 0; m < t->job->num_slices; m++) {
+        kvc_task view = kvc_view_of_slice(t, m, m * heads);
+        if (!score_range(&view, (kvc_row_range){shared.end, rows_to_score(&view).end})) return 0;
     }
     t->delta_index = KVC_UNPREPARED; /* attention takes query rows in another form */
     return 1;
 }
 
 void kvc_keep_found(const kvc_task *t) {
-    const kvc_plan *plan = t->call->plan;
-    const int64_t first = t->job->split * t->slice->split_rows / KVC_CHUNK_ROWS;
-    memcpy(found_of(t, first).exponents, t->workspace + plan->selecting.found,
-           (size_t)kvc_found_size(plan, kvc_split_rows(t->slice, t->job->split)) * sizeof(float));
+    const int64_t first = t->job->split * t->slice->split_rows;
+    const uint64_t size = kvc_found_size(t->call->plan->parts.heads, kvc_split_rows(t->slice, t->job->split));
+    memcpy(found_of(t, first / KVC_CHUNK_ROWS).exponents, found_in_split(t), (size_t)size * sizeof(float));
 }
 
 /* ---- selecting --------------------------------------------------------------------------------------------------- */

@@ -4,14 +4,14 @@
 
 #include "attend/chosen.h"
 
-/* Scores the sketches of the rows in the task's split.  Returns 0 if the call was cancelled. */
+/* Scores the sketches of the rows in the task's split, for each of its slices.  Returns 0 if the call was cancelled. */
 int kvc_score_sketches(kvc_task *t);
 
-/* Keeps what was found of the split, for the task that selects. */
+/* Keeps what was found of the split, for the task that selects.  The task has one slice. */
 void kvc_keep_found(const kvc_task *t);
 
-/* Returns a lister of the rows that the task's token selects, or of all if it reads all, once all splits of its slice
- * are scored.  Sets *num_rows to their number. */
+/* Returns a lister of the rows that a view's token selects, or of all if it reads all, once all splits of its slice are
+ * scored.  Sets *num_rows to their number. */
 kvc_row_lister kvc_list_selected(const kvc_task *t, int64_t *num_rows);
 
 #endif

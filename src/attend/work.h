@@ -7,7 +7,8 @@
  * rows, which are then read once for all of them.  A task is a job for one part.
  *
  * In a plan with select_rows, each query token of a long sequence is a slice.  Its tasks score sketches, and the last
- * one attends to the rows that are selected (select.c).  Splits of the slice are of rows that are scored.
+ * one attends to the rows that are selected (select.c).  Splits of the slice are of rows that are scored.  Slices of
+ * one split that begin with the same rows become a job, too.
  *
  * A plan for a layer of keys alone is for choosing rows (choose.c): its tasks rank rows, and have all query heads, as
  * there is one part.
@@ -48,7 +49,8 @@
 
 /* The sizes that the rules at the top of cutting.c and jobs.c name.  Query rows are counted for one KV head. */
 enum {
-    KVC_STREAM_QUERIES = 32,  /* most query rows of a slice that is streamed */
+    KVC_STREAM_QUERIES = 32,    /* most query rows of a slice that is streamed */
+    KVC_SELECTING_QUERIES = 32, /* most query rows of a task that selects, unless one token has more */
     KVC_TASK_QUERIES = 128,   /* most query rows of a sequence that is never cut into slices, and of a streamed task */
     KVC_TILE_QUERIES = 256,   /* most query rows of a tiled task, unless one token has more */
     KVC_SPLIT_ROWS = 512,     /* fewest rows of a split, except a slice's last one */
@@ -178,6 +180,7 @@ typedef struct kvc_selecting {
     uint64_t found;                  /* what is found of a split's chunks */
     uint64_t keys, pieces;           /* keys of pieces, and pieces that are selected */
     uint64_t ranges;                 /* kvc_row_range of these */
+    int64_t most_segments;           /* of the rows of a split */
 } kvc_selecting;
 
 /* The workspaces of all tasks that run at once. */
@@ -356,12 +359,12 @@ static inline size_t kvc_sketch_query_bytes(int32_t k_dim) {
     return (size_t)kvc_align_up((uint64_t)k_dim, 4 * KVC_SKETCH_STEP);
 }
 
-/* Return the floats of what is found of a chunk of rows for one part, and of so many rows (select.c). */
-static inline uint64_t kvc_chunk_size(const kvc_plan *plan) {
-    return kvc_align_up(2 * (uint64_t)plan->parts.heads, KVC_LANES) + (uint64_t)plan->parts.heads * KVC_CHUNK_PIECES;
+/* Return the floats of what is found of a chunk of rows for so many query rows, and of so many rows (select.c). */
+static inline uint64_t kvc_chunk_size(int32_t num_query_rows) {
+    return kvc_align_up(2 * (uint64_t)num_query_rows, KVC_LANES) + (uint64_t)num_query_rows * KVC_CHUNK_PIECES;
 }
-static inline uint64_t kvc_found_size(const kvc_plan *plan, int64_t num_rows) {
-    return (uint64_t)KVC_DIVIDE_UP(num_rows, KVC_CHUNK_ROWS) * kvc_chunk_size(plan);
+static inline uint64_t kvc_found_size(int32_t num_query_rows, int64_t num_rows) {
+    return (uint64_t)KVC_DIVIDE_UP(num_rows, KVC_CHUNK_ROWS) * kvc_chunk_size(num_query_rows);
 }
 
 /* How the query heads of one KV head become lanes.  A choice has heads of one KV head, or all of several. */

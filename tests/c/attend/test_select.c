@@ -22,7 +22,7 @@ typedef struct world {
 } world;
 
 /* How it is stored and asked. */
-typedef enum way { PLAIN, BY_TASKS, IN_PLACE, RESTORED, FORKED, CLONED, WITH_COMPANY, NUM_WAYS } way;
+typedef enum way { PLAIN, BY_TASKS, IN_PLACE, RESTORED, FORKED, CLONED, WITH_COMPANY, AMONG_FORKS, NUM_WAYS } way;
 
 static float given_q[MOST_NEW + COMPANY + 1][MOST_HEADS * MOST_WIDTH];
 static float given_k[MOST_ROWS * MOST_WIDTH], given_v[MOST_ROWS * MOST_WIDTH];
@@ -108,7 +108,7 @@ static int32_t append(void *user, const void *data, size_t size) {
 
 /* Returns a cache with the world in it; sequence *id is to be asked. */
 static kvc_cache *build(const world *w, way how, int block_size, int64_t *id) {
-    const kvc_config config = {.block_size = block_size, .num_threads = how == PLAIN ? 1 : 3};
+    const kvc_config config = {.block_size = block_size, .num_threads = how == PLAIN || how == AMONG_FORKS ? 1 : 3};
     kvc_cache *cache = cache_of(&w->layer, 1, config);
     store(cache, w, how);
     *id = 0;
@@ -144,12 +144,19 @@ static kvc_attend_args args_of(const world *w, void *out) {
     return args;
 }
 
-/* Opens a batch with the tokens that are asked, first of all, and perhaps a prompt and a short sequence. */
+/* Opens a batch with the tokens that are asked, first of all, and perhaps a prompt and a short sequence, or forks, of
+ * which some lack the last rows. */
 static kvc_batch *open_batch(kvc_cache *cache, const world *w, way how, int64_t id) {
     int32_t positions[MOST_NEW + COMPANY + 1];
     int64_t ids[MOST_NEW + COMPANY + 1];
     int n = w->num_new;
     for (int t = 0; t < n; t++) positions[t] = next_of(cache, id) + t, ids[t] = id;
+    for (int t = 0; how == AMONG_FORKS && t < COMPANY; t += 2)
+        for (int i = 0; i < 2; i++, n++) {
+            if (!i) CHECK(kvc_fork(cache, id, ids[n] = 200 + t) == KVC_OK);
+            if (!i && t % 3) CHECK(kvc_remove(cache, 200 + t, w->stored - 5 * t, INT32_MAX, 0) == KVC_OK);
+            positions[n] = next_of(cache, 200 + t) + i, ids[n] = 200 + t;
+        }
     for (int t = 0; how == WITH_COMPANY && t <= COMPANY; t++, n++)
         positions[n] = t % COMPANY, ids[n] = t < COMPANY ? 100 : 101;
     kvc_batch *batch = begin(cache, n, positions, ids);
@@ -157,18 +164,21 @@ static kvc_batch *open_batch(kvc_cache *cache, const world *w, way how, int64_t 
     return batch;
 }
 
-/* Attends with selection.  BY_TASKS runs the tasks of a plan for many threads, backwards. */
+/* Attends with selection.  BY_TASKS runs the tasks of a plan for many threads, backwards.  AMONG_FORKS does so for one
+ * thread, whose tasks score the first chunk for several forks. */
 static void select_rows(kvc_batch *batch, const world *w, way how, float *out) {
     kvc_plan_args plan = plan_of(w, w->select);
     const kvc_attend_args args = args_of(w, out);
     kvc_plan *tasks = NULL;
-    if (how == WITH_COMPANY) plan.num_tokens = 0;
-    if (how != BY_TASKS) {
+    if (how == WITH_COMPANY || how == AMONG_FORKS) plan.num_tokens = 0;
+    if (how != BY_TASKS && how != AMONG_FORKS) {
         CHECKF(kvc_attend(batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
         return;
     }
-    plan.num_threads = 16;
+    plan.num_threads = how == BY_TASKS ? 16 : 1;
     CHECKF(kvc_plan_new(batch, &plan, &tasks) == KVC_OK, "%s", kvc_last_error());
+    if (how == AMONG_FORKS && w->stored > KVC_CHUNK_ROWS + 5 * COMPANY && w->heads <= 8 * w->layer.num_kv_heads)
+        CHECK(tasks->jobs.num * 2 <= tasks->num_slices);
     for (int64_t i = kvc_plan_num_tasks(tasks) - 1; i >= 0; i--)
         CHECKF(kvc_plan_run(tasks, 0, &args, i) == KVC_OK, "%s", kvc_last_error());
     kvc_plan_free(tasks);
@@ -331,11 +341,14 @@ static void test_worlds(void) {
     CHECKF(unsure * 3 <= all, "of %d choices %d are decided by rounding", all, unsure);
 }
 
-/* Rows of two chunks, which are scored by several tasks. */
+/* Rows of several chunks, which are scored by several tasks, or for several forks. */
 static void test_long(void) {
     world w = world_of(KVC_F16, 64, 2, 4, 4600, 1024);
     w.num_new = 2;
     check_world(&w, 1000);
+    w = world_of(KVC_INT8, 32, 1, 3, 8300, 100);
+    w.has_alibi = w.has_holes = 1;
+    check_world(&w, 64);
 }
 
 /* Keys that are off by deltas, which change within pieces, with a rope and without. */
