@@ -74,23 +74,28 @@ static void attend_apart(kvc_task *t, attend_tile_fn *attend_tile, kvc_tile *cur
     }
 }
 
+/* Is an attend_tile_fn for any tile.  common: what all tokens of the task see. */
+static void attend_tile(kvc_task *t, const kvc_visible *common, kvc_tile *current, kvc_tile *next,
+                        kvc_cursor *upcoming) {
+    static attend_tile_fn *const ways[] = {kvc_stream_tile, kvc_multiply_tile, kvc_multiply_bytes};
+    attend_tile_fn *const attend = ways[t->slice->tiled];
+    current->is_seen = kvc_sees_whole_tile(t->call, current, common);
+    if (!current->is_seen && kvc_spoils_others(t, current, common))
+        attend_apart(t, attend, current, next, upcoming);
+    else
+        attend(t, current, next, upcoming);
+}
+
 /* Attends to the rows of a cursor, tile by tile.  ahead: rows that this thread will read next, of which the first tile
  * is prefetched.  Returns 0 if the call was cancelled. */
 static int attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor ahead) {
-    static attend_tile_fn *const ways[] = {kvc_stream_tile, kvc_multiply_tile, kvc_multiply_bytes};
-    attend_tile_fn *const attend = ways[t->slice->tiled];
     const kvc_visible common = kvc_visible_to_all(t);
     kvc_tile tiles[2], *current = tiles, *next = tiles + 1;
     if (kvc_is_cancelled(t->call)) return 0;
     kvc_next_tile(current, &rows);
     while (current->n) {
         const int is_last = !rows.num_rows;
-        kvc_cursor *upcoming = is_last ? &ahead : &rows;
-        current->is_seen = kvc_sees_whole_tile(t->call, current, &common);
-        if (!current->is_seen && kvc_spoils_others(t, current, &common))
-            attend_apart(t, attend, current, next, upcoming);
-        else
-            attend(t, current, next, upcoming);
+        attend_tile(t, &common, current, next, is_last ? &ahead : &rows);
         if (is_last) break;
         if (t->slice->tiled && kvc_is_cancelled(t->call)) return 0; /* streamed tasks are short */
         kvc_tile *const done = current;
@@ -109,7 +114,8 @@ static int has_all_splits(const kvc_task *t) { return t->call->plan->jobs.joins_
 static float *partial_of(const kvc_task *t, int32_t p) {
     const kvc_plan *plan = t->call->plan;
     const uint64_t size = kvc_partial_size(t->num_query_rows, plan->attending.acc_stride);
-    if (has_all_splits(t)) return t->workspace + plan->listing.partials + (size_t)p * size;
+    const int64_t before = kvc_slice_number(t) * plan->listing.most_splits; /* of other slices */
+    if (has_all_splits(t)) return t->workspace + plan->listing.partials + (size_t)(before + p) * size;
     return plan->partials + t->slice->partials + ((size_t)t->part * (size_t)t->slice->num_splits + (size_t)p) * size;
 }
 
@@ -314,48 +320,106 @@ static void end_splits(const kvc_task *t) {
 
 /* ---- rows that are chosen or selected ---------------------------------------------------------------------------- */
 
-/* Lists the rows of split p.  There is room for two lists, because the rows of the split before are still read. */
-static kvc_cursor list_split(const kvc_task *t, kvc_row_lister *list, int32_t p, int64_t split_rows) {
-    kvc_segment *const to = kvc_chosen_segments(t) + (p % 2 ? split_rows : 0);
-    return kvc_cursor_from(t->call, t->slice, t->part, to, 0, kvc_list_next(list, to, split_rows));
+/* A slice whose rows are listed and attended to split by split, and how far that is. */
+typedef struct reader {
+    kvc_task t;
+    kvc_row_lister list;
+    int32_t split, end; /* the splits that are left */
+    int32_t keeps;      /* whether there are several, whose results are kept */
+    int64_t split_rows;
+    kvc_cursor rows, next_split; /* what is left of this split; the one behind it */
+} reader;
+
+/* Lists the rows of split p: none behind the last one.  There is room for two lists of each slice, because the rows of
+ * the split before are still read. */
+static kvc_cursor list_split(reader *r, int32_t p) {
+    if (p == r->end) return (kvc_cursor){.layout = r->t.call->layout};
+    kvc_segment *const to = kvc_chosen_segments(&r->t) + (2 * kvc_slice_number(&r->t) + p % 2) * r->split_rows;
+    return kvc_cursor_from(r->t.call, r->t.slice, r->t.part, to, 0, kvc_list_next(&r->list, to, r->split_rows));
 }
 
-/* Attends to listed rows: num_splits of the slice's splits from `first` on, of split_rows.  Keeps their results if
- * there are several.  Returns 0 if the call was cancelled. */
-static int attend_listed(kvc_task *t, kvc_row_lister *list, int32_t first, int32_t num_splits, int64_t split_rows) {
-    const int32_t end = first + num_splits;
-    kvc_cursor rows = list_split(t, list, first, split_rows);
-    kvc_prefetch_keys(t, rows);
-    int goes_on = 1; /* until the call is cancelled */
-    for (int32_t p = first; p < end && goes_on; p++) {
-        const kvc_cursor next =
-            p + 1 < end ? list_split(t, list, p + 1, split_rows) : (kvc_cursor){.layout = t->call->layout};
-        begin_split(t);
-        goes_on = attend_rows(t, rows, next);
-        if (goes_on && num_splits > 1) keep_early(t, p);
-        rows = next;
+/* Goes on with the next split. */
+static void open_split(reader *r) {
+    r->rows = r->next_split;
+    r->next_split = list_split(r, r->split + 1);
+    begin_split(&r->t);
+}
+
+/* Begins to read num_splits splits of listed rows, from split `first` on, each of split_rows. */
+static reader begin_reading(const kvc_task *t, const kvc_row_lister *list, int32_t first, int32_t num_splits,
+                            int64_t split_rows) {
+    reader r = {.t = *t,
+                .list = *list,
+                .split = first,
+                .end = first + num_splits,
+                .keeps = num_splits > 1,
+                .split_rows = split_rows};
+    r.next_split = list_split(&r, first);
+    kvc_prefetch_keys(t, r.next_split);
+    open_split(&r);
+    return r;
+}
+
+/* Ends a split whose rows are read, and keeps its result if there are several. */
+static void close_split(reader *r) {
+    if (r->keeps) keep_early(&r->t, r->split);
+    if (++r->split < r->end) open_split(r);
+}
+
+/* Returns the position of a reader's next row, or 0 if there is none. */
+static int32_t position_of(const reader *r) {
+    return r->rows.num_rows ? r->rows.segment->position + r->rows.offset : 0;
+}
+
+/* Returns the reader whose next row comes first; NULL: all rows are read. */
+static reader *first_of(reader *readers, int32_t num) {
+    reader *first = NULL;
+    for (reader *r = readers; r < readers + num; r++)
+        if (r->split < r->end && (!first || position_of(r) < position_of(first))) first = r;
+    return first;
+}
+
+/* Attends to the rows of readers.  Goes through their tiles in the order of rows, so that rows that several of them
+ * read come from memory once.  Returns 0 if the call was cancelled. */
+static int attend_listed(reader *readers, int32_t num) {
+    kvc_tile tile, next;
+    for (reader *r; (r = first_of(readers, num));) {
+        const kvc_visible common = kvc_visible_to_all(&r->t);
+        if (kvc_is_cancelled(r->t.call)) return 0;
+        kvc_next_tile(&tile, &r->rows);
+        kvc_cursor upcoming = r->rows.num_rows ? r->rows : r->next_split;
+        if (tile.n) attend_tile(&r->t, &common, &tile, &next, &upcoming);
+        if (!r->rows.num_rows) close_split(r);
     }
-    return goes_on;
+    return 1;
 }
 
 /* Attends to the rows that the task's token chooses. */
 static int attend_chosen(kvc_task *t) {
     const int64_t split_rows = t->slice->split_rows;
-    kvc_row_lister list = kvc_list_chosen(t, t->job->split * split_rows);
-    return attend_listed(t, &list, t->job->split, t->job->num_splits, split_rows);
+    const kvc_row_lister list = kvc_list_chosen(t, t->job->split * split_rows);
+    reader r = begin_reading(t, &list, t->job->split, t->job->num_splits, split_rows);
+    return attend_listed(&r, 1);
 }
 
 /* Scores sketches, or attends in a slice that reads all rows. */
 static int begin_selecting(kvc_task *t) { return t->slice->selects ? kvc_score_sketches(t) : attend_splits(t); }
 
-/* Attends to the rows that a slice selects.  Returns 0 if the call was cancelled. */
-static int attend_selected(kvc_task *t) {
-    int64_t num_rows;
-    kvc_row_lister list = kvc_list_selected(t, &num_rows);
-    const int32_t num_splits = num_rows ? (int32_t)KVC_DIVIDE_UP(num_rows, KVC_SPLIT_ROWS) : 1;
-    const int goes_on = attend_listed(t, &list, 0, num_splits, KVC_SPLIT_ROWS);
-    if (goes_on) end_split(t, num_splits);
-    return goes_on;
+/* Attends to the rows that the slices of a task select.  Returns 0 if the call was cancelled. */
+static int attend_selected(const kvc_task *t) {
+    reader readers[KVC_SELECTING_QUERIES];
+    int32_t num_splits[KVC_SELECTING_QUERIES];
+    const int32_t num = t->job->num_slices;
+    for (int32_t m = 0; m < num; m++) {
+        int64_t num_rows;
+        const kvc_task view = kvc_view_of_slice(t, m, m * t->call->plan->parts.heads);
+        const kvc_row_lister list = kvc_list_selected(&view, &num_rows);
+        num_splits[m] = num_rows ? (int32_t)KVC_DIVIDE_UP(num_rows, KVC_SPLIT_ROWS) : 1;
+        readers[m] = begin_reading(&view, &list, 0, num_splits[m], KVC_SPLIT_ROWS);
+    }
+    if (!attend_listed(readers, num)) return 0;
+    for (int32_t m = 0; m < num; m++) end_split(&readers[m].t, num_splits[m]);
+    return 1;
 }
 
 /* The last task to end of a slice and KV head selects rows, and attends to them.  Several slices have one split each,
@@ -370,12 +434,7 @@ static void end_selecting(const kvc_task *t) {
         kvc_keep_found(t);
         if (!kvc_ends_slice(t)) return;
     }
-    int goes_on = 1;
-    for (int32_t m = 0; m < t->job->num_slices && goes_on; m++) {
-        kvc_task view = kvc_view_of_slice(t, m, m * c->plan->parts.heads);
-        goes_on = attend_selected(&view);
-    }
-    if (goes_on) return;
+    if (attend_selected(t)) return;
     /* This task is now the only one of its slice that must be run again. */
     atomic_store(&c->plan->remaining[t->slice->first_counter + t->part], !c->was_done);
     atomic_store(&t->call->was_cancelled, 1);

@@ -146,12 +146,11 @@ static int has_minima_apart(const kvc_plan *plan, int any_tiled) {
 /* Adds what a task needs to find chosen rows, and the results of its splits if it has all of a slice's. */
 static void lay_out_chosen(kvc_plan *plan, const totals *t) {
     kvc_listing *at = &plan->listing;
-    const uint64_t splits = plan->jobs.joins_splits ? (uint64_t)t->most_splits : 1;
-    const uint64_t segments = 2 * KVC_SPLIT_ROWS * sizeof(kvc_segment);    /* of a split, and of the next one */
+    at->most_splits = plan->jobs.joins_splits ? t->most_splits : 1;
     at->entries = add_floats(plan, 2 * (uint64_t)plan->args.chosen_width); /* sort_entries takes as much again */
-    at->segments = add_floats(plan, segments / sizeof(float));
-    if (splits > 1)
-        at->partials = add_floats(plan, splits * kvc_partial_size(plan->parts.heads, plan->attending.acc_stride));
+    at->segments = add_floats(plan, 2 * KVC_SPLIT_ROWS * sizeof(kvc_segment) / sizeof(float)); /* of two splits */
+    const uint64_t of_split = kvc_partial_size(plan->parts.heads, plan->attending.acc_stride);
+    if (at->most_splits > 1) at->partials = add_floats(plan, (uint64_t)at->most_splits * of_split);
 }
 
 /* Lays out a workspace of a plan for choosing.  Queries lie in lanes: all heads of all KV heads at once. */
@@ -181,24 +180,25 @@ static void lay_out_selecting(kvc_plan *plan, const totals *t) {
     kvc_selecting *at = &plan->selecting;
     const int32_t heads = plan->parts.heads;
     const int32_t num_q = (int32_t)kvc_larger(heads, kvc_smaller(t->sharing_query_rows, KVC_SELECTING_QUERIES));
-    const uint64_t q = (uint64_t)num_q;
-    const uint64_t pieces = (uint64_t)KVC_DIVIDE_UP(t->most_rows, KVC_PIECE_ROWS);
-    const int64_t ranges = kvc_selected_pieces(&plan->args) + 2; /* pieces, and the first and last rows */
-    const int64_t read = ranges + (KVC_FIRST_READ + KVC_LAST_READ) / KVC_PIECE_ROWS; /* pieces: one more at the end */
-    const int64_t most_rows = kvc_larger(read * KVC_PIECE_ROWS, kvc_most_unselected(&plan->args));
+    const uint64_t q = (uint64_t)num_q, slices = (uint64_t)(num_q / heads);
+    at->most_ranges = kvc_selected_pieces(&plan->args) + 2; /* pieces, and the first and last rows */
+    const int64_t always = (KVC_FIRST_READ + KVC_LAST_READ) / KVC_PIECE_ROWS, read = at->most_ranges + always;
     at->most_segments = kvc_smaller(t->most_split_rows, t->segments + plan->batch->num_tokens + 1);
-    const uint64_t listed = 2 * (uint64_t)kvc_larger(KVC_SPLIT_ROWS, at->most_segments); /* of two slices, or splits */
-    const uint64_t splits = (uint64_t)KVC_DIVIDE_UP(most_rows, KVC_SPLIT_ROWS);
+    /* Two splits of each slice, or all rows of two slices, to be compared. */
+    const uint64_t listed = 2 * (uint64_t)kvc_larger((int64_t)slices * KVC_SPLIT_ROWS, at->most_segments);
+    plan->listing.most_splits =
+        KVC_DIVIDE_UP(kvc_larger(read * KVC_PIECE_ROWS, kvc_most_unselected(&plan->args)), KVC_SPLIT_ROWS);
     at->codes = add_floats(plan, q * kvc_sketch_query_bytes(plan->k_dim) / sizeof(float));
     at->scales = add_floats(plan, q);
     at->offsets = add_floats(plan, q);
     at->sums = add_floats(plan, q * KVC_LANES);
     at->found = add_floats(plan, kvc_found_size(num_q, t->most_split_rows));
-    at->keys = add_floats(plan, pieces);
+    at->keys = add_floats(plan, (uint64_t)KVC_DIVIDE_UP(t->most_rows, KVC_PIECE_ROWS));
     at->pieces = add_floats(plan, (uint64_t)read);
-    at->ranges = add_floats(plan, (uint64_t)ranges * sizeof(kvc_row_range) / sizeof(float));
+    at->ranges = add_floats(plan, slices * (uint64_t)at->most_ranges * sizeof(kvc_row_range) / sizeof(float));
     plan->listing.segments = add_floats(plan, listed * sizeof(kvc_segment) / sizeof(float));
-    plan->listing.partials = add_floats(plan, splits * kvc_partial_size(heads, plan->attending.acc_stride));
+    plan->listing.partials = add_floats(plan, slices * (uint64_t)plan->listing.most_splits *
+                                                  kvc_partial_size(heads, plan->attending.acc_stride));
 }
 
 /* Lays out a workspace that is large enough for every task of an attention. */

@@ -26,15 +26,10 @@
 
 /* ---- queries ----------------------------------------------------------------------------------------------------- */
 
-/* Returns the number of query rows of the task before those of a view of it. */
-static int32_t first_row_of(const kvc_task *t) {
-    return (int32_t)(t->max - (t->workspace + t->call->plan->attending.max));
-}
-
 static kvc_sketch_query query_of(const kvc_task *t) {
     const kvc_plan *plan = t->call->plan;
     const kvc_selecting *at = &plan->selecting;
-    const int32_t stride = (int32_t)kvc_sketch_query_bytes(plan->k_dim), first = first_row_of(t);
+    const int32_t stride = (int32_t)kvc_sketch_query_bytes(plan->k_dim), first = t->first_query_row;
     return (kvc_sketch_query){.codes = (int8_t *)(t->workspace + at->codes) + first * stride,
                               .scales = t->workspace + at->scales + first,
                               .offsets = t->workspace + at->offsets + first,
@@ -67,7 +62,7 @@ static void prepare(kvc_task *t, int32_t delta_index) {
         if (delta_index)
             kvc_rope_rotate(c->rope, c->angles + (size_t)(delta_index - 1) * (size_t)plan->deltas.angles_stride, q);
         c->kernels->hadamard(q, q, plan->k_dim, kvc_sketch_mixing(plan->k_dim));
-        round_query(t, first_row_of(t) + r, q);
+        round_query(t, t->first_query_row + r, q);
     }
     t->delta_index = delta_index;
 }
@@ -174,7 +169,7 @@ typedef struct found {
 
 /* Returns the part of the results of chunk i that is a view's. */
 static found found_at(const kvc_task *t, float *chunks, int64_t i) {
-    const int32_t num_q = t->job->num_slices * t->call->plan->parts.heads, first = first_row_of(t);
+    const int32_t num_q = t->job->num_slices * t->call->plan->parts.heads, first = t->first_query_row;
     float *const at = chunks + (uint64_t)i * kvc_chunk_size(num_q);
     float *const pieces = at + kvc_align_up(2 * (uint64_t)num_q, KVC_LANES);
     return (found){at + first, at + num_q + first, pieces + (ptrdiff_t)first * KVC_CHUNK_PIECES};
@@ -349,7 +344,9 @@ static const int32_t *select_pieces(const kvc_task *t, int64_t num_rows, int32_t
 kvc_row_lister kvc_list_selected(const kvc_task *t, int64_t *num_rows) {
     static const kvc_row_range all = {0, INT64_MAX};
     const int64_t num_seen = kvc_selecting_rows(t->call->plan, t->slice);
-    kvc_row_range *const ranges = (kvc_row_range *)(void *)(t->workspace + t->call->plan->selecting.ranges), *to;
+    const kvc_selecting *at = &t->call->plan->selecting;
+    const uint64_t before = (uint64_t)kvc_slice_number(t) * (uint64_t)at->most_ranges; /* of other slices */
+    kvc_row_range *const ranges = (kvc_row_range *)(void *)(t->workspace + at->ranges) + before, *to;
     int32_t num;
     *num_rows = t->slice->num_seen;
     if (!num_seen) return kvc_list_seen(t, &all, 1);

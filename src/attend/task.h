@@ -47,6 +47,7 @@ typedef struct kvc_task {
     int32_t k_as, v_as;                     /* types as which kernels get keys and values */
     int32_t k_lacks_minima, v_lacks_minima; /* whether kernels get them without the minima of their blocks */
     int32_t num_query_rows; /* query row r is token r / heads_per_part, and query head r % heads_per_part of the part */
+    int32_t first_query_row; /* of a view: the first of its query rows among those of the task */
     float *workspace;
     float *scores, *acc, *max, *sum, *factor; /* in the workspace, by query row; strides are in plan->attending */
     /* Query rows, prepared for the kernel that scores keys of delta_index; KVC_UNPREPARED: not loaded yet. */
@@ -64,6 +65,9 @@ static inline int32_t kvc_query_head_of(const kvc_task *t, int32_t r) {
 }
 
 static inline int32_t kvc_kv_head_of(const kvc_task *t) { return t->part / t->call->plan->parts.per_kv; }
+
+/* Returns the number of a view's slice in the task, if slices have one token. */
+static inline int32_t kvc_slice_number(const kvc_task *t) { return t->first_query_row / t->call->plan->parts.heads; }
 
 /* Returns where a task lists the rows that its token chooses (chosen.h). */
 static inline kvc_segment *kvc_chosen_segments(const kvc_task *t) {

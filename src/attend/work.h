@@ -160,9 +160,10 @@ typedef struct kvc_attending {
 
 /* For attention to chosen or selected rows: chosen.h. */
 typedef struct kvc_listing {
-    uint64_t entries;  /* of a choice, sorted */
-    uint64_t segments; /* the rows that they name, or that were selected */
-    uint64_t partials; /* results of all splits of a slice */
+    uint64_t entries;    /* of a choice, sorted */
+    uint64_t segments;   /* the rows that they name, or that were selected */
+    uint64_t partials;   /* results of all splits of the slices, ... */
+    int64_t most_splits; /* up to so many splits of each */
 } kvc_listing;
 
 /* For choosing: rank.c, choose.c. */
@@ -179,7 +180,8 @@ typedef struct kvc_selecting {
     uint64_t sums;                   /* of weights, by lane */
     uint64_t found;                  /* what is found of a split's chunks */
     uint64_t keys, pieces;           /* keys of pieces, and pieces that are selected */
-    uint64_t ranges;                 /* kvc_row_range of these */
+    uint64_t ranges;                 /* kvc_row_range of these, for each slice, ... */
+    int64_t most_ranges;             /* up to so many of each */
     int64_t most_segments;           /* of the rows of a split */
 } kvc_selecting;
 
