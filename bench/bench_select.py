@@ -4,6 +4,9 @@ Each line is one layer of 8 KV heads and 32 query heads, and one decoded token b
 Heads have 128 elements, unless --dim says otherwise. "dense" reads all rows. "selected" reads the rows that
 `attend(select=...)` finds. "put" puts one token's rows, and "with sketch" does so in a layer that keeps sketches. Calls
 are timed in turn, and the best round counts.
+
+With --forks 8 a call has one token of each of 8 forks. Nine tenths of their queries' variance is the same: so the forks
+select 30 % as many different rows as rows. SmolLM2 with 8 questions behind a text of 4,096 tokens selects 28 to 32 %.
 """
 
 from __future__ import annotations
@@ -11,22 +14,27 @@ from __future__ import annotations
 import argparse
 import itertools
 
+import numpy as np
 from figures import Table
 from program import Arguments, fastest, fill, put, random
 
 import kvcache
 
 KV_HEADS, HEADS = 8, 32
+ALIKE = 0.9  # what forks' queries have in common of their variance
 
 
 def measure(table: Table, num_tokens: int, dtype: str, num_threads: int, o: argparse.Namespace) -> None:
     num_layers = 2 * o.layers  # every second one keeps sketches
     layers = [kvcache.Layer(KV_HEADS, o.dim, dtype=dtype, rope=False, sketch=i % 2 == 0) for i in range(num_layers)]
-    cache = kvcache.KVCache(layers, max_seq_len=num_tokens + 64, num_threads=num_threads)
+    cache = kvcache.KVCache(layers, max_seq_len=num_tokens + 64, max_sequences=o.forks, num_threads=num_threads)
     fill(cache, num_tokens)
-    q, row = random(1, HEADS, o.dim), random(1, KV_HEADS, o.dim)
+    for i in range(1, o.forks):
+        cache.fork(0, i)
+    q = (ALIKE**0.5 * random(1, HEADS, o.dim) + (1 - ALIKE) ** 0.5 * random(o.forks, HEADS, o.dim)).astype(np.float32)
+    row = random(1, KV_HEADS, o.dim)
     dense_layers, selecting_layers = (itertools.cycle(range(0, num_layers, 2)) for _ in range(2))
-    with cache.batch(1) as batch:
+    with cache.batch(o.forks, seq_ids=range(o.forks)) as batch:
         put(batch, cache)
         times = fastest(
             o.rounds,
@@ -51,6 +59,7 @@ def main() -> None:
     parser.number("--rows", 2048, "rows to select")
     parser.number("--dim", 128, "elements of a head")
     parser.number("--layers", 2, "layers of each kind")
+    parser.number("--forks", 1, "of the sequence, with a token each")
     parser.number("--rounds", 20, "calls of each kind")
     o = parser.parse_args()
     columns = {"type": "<5", "tokens": ">7", "threads": ">7", "dense": ">8.2f", "selected": ">8.2f", "gain": ">6.2f"}
