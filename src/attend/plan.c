@@ -188,7 +188,7 @@ static void lay_out_selecting(kvc_plan *plan, const totals *t) {
     const uint64_t listed = 2 * (uint64_t)kvc_larger((int64_t)slices * KVC_SPLIT_ROWS, at->most_segments);
     plan->listing.most_splits =
         KVC_DIVIDE_UP(kvc_larger(read * KVC_PIECE_ROWS, kvc_most_unselected(&plan->args)), KVC_SPLIT_ROWS);
-    at->codes = add_floats(plan, q * kvc_sketch_query_bytes(plan->k_dim) / sizeof(float));
+    at->codes = add_floats(plan, (q + KVC_LANES) * kvc_sketch_query_bytes(plan->k_dim) / sizeof(float));
     at->scales = add_floats(plan, q);
     at->offsets = add_floats(plan, q);
     at->sums = add_floats(plan, q * KVC_LANES);
