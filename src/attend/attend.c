@@ -405,27 +405,12 @@ static int attend_chosen(kvc_task *t) {
 /* Scores sketches, or attends in a slice that reads all rows. */
 static int begin_selecting(kvc_task *t) { return t->slice->selects ? kvc_score_sketches(t) : attend_splits(t); }
 
-/* Attends to the rows that the slices of a task select.  Returns 0 if the call was cancelled. */
-static int attend_selected(const kvc_task *t) {
-    reader readers[KVC_SELECTING_QUERIES];
-    int32_t num_splits[KVC_SELECTING_QUERIES];
-    const int32_t num = t->job->num_slices;
-    for (int32_t m = 0; m < num; m++) {
-        int64_t num_rows;
-        const kvc_task view = kvc_view_of_slice(t, m, m * t->call->plan->parts.heads);
-        const kvc_row_lister list = kvc_list_selected(&view, &num_rows);
-        num_splits[m] = num_rows ? (int32_t)KVC_DIVIDE_UP(num_rows, KVC_SPLIT_ROWS) : 1;
-        readers[m] = begin_reading(&view, &list, 0, num_splits[m], KVC_SPLIT_ROWS);
-    }
-    if (!attend_listed(readers, num)) return 0;
-    for (int32_t m = 0; m < num; m++) end_split(&readers[m].t, num_splits[m]);
-    return 1;
-}
-
-/* The last task to end of a slice and KV head selects rows, and attends to them.  Several slices have one split each,
- * so that no other task waits for theirs. */
+/* The last task to end of a slice and KV head selects rows, and attends to them.  If a task has several slices, it is
+ * the only one of each. */
 static void end_selecting(const kvc_task *t) {
     const kvc_call *c = t->call;
+    reader readers[KVC_SELECTING_QUERIES];
+    int32_t num_splits[KVC_SELECTING_QUERIES];
     if (!t->slice->selects) {
         end_splits(t);
         return;
@@ -434,7 +419,17 @@ static void end_selecting(const kvc_task *t) {
         kvc_keep_found(t);
         if (!kvc_ends_slice(t)) return;
     }
-    if (attend_selected(t)) return;
+    for (int32_t m = 0; m < t->job->num_slices; m++) {
+        int64_t num_rows;
+        const kvc_task view = kvc_view_of_slice(t, m, m * c->plan->parts.heads);
+        const kvc_row_lister list = kvc_list_selected(&view, &num_rows);
+        num_splits[m] = num_rows ? (int32_t)KVC_DIVIDE_UP(num_rows, KVC_SPLIT_ROWS) : 1;
+        readers[m] = begin_reading(&view, &list, 0, num_splits[m], KVC_SPLIT_ROWS);
+    }
+    if (attend_listed(readers, t->job->num_slices)) {
+        for (int32_t m = 0; m < t->job->num_slices; m++) end_split(&readers[m].t, num_splits[m]);
+        return;
+    }
     /* This task is now the only one of its slice that must be run again. */
     atomic_store(&c->plan->remaining[t->slice->first_counter + t->part], !c->was_done);
     atomic_store(&t->call->was_cancelled, 1);

@@ -337,7 +337,9 @@ static int32_t list_choosing(const kvc_plan *plan, const kvc_shown *shown, int32
                                    .first = cut->first,
                                    .num_tokens = num,
                                    .tiled = tiled,
-                                   .tile_rows = tiled ? kvc_tile_rows(plan) : KVC_TILE,
+                                   .tile_rows = tiled  ? kvc_tile_rows(plan)
+                                                : seen ? KVC_CHUNK_ROWS
+                                                       : KVC_TILE,
                                    .by_token = 1,
                                    .selects = seen != NULL}};
     find_rows(plan, shown, &all, marks);

@@ -38,7 +38,6 @@ static int is_same_run(const kvc_run *a, const kvc_run *b) { return a->count == 
 /* Orders slices by their kind: what must be the same before they can share rows. */
 static int compare_kinds(const kvc_new_slice *a, const kvc_new_slice *b) {
     int order = compare(a->slice.tiled, b->slice.tiled);
-    if (!order) order = compare(a->slice.selects, b->slice.selects);
     if (!order) order = compare(a->slice.split_rows, b->slice.split_rows);
     if (!order) order = compare(a->stored.sinks, b->stored.sinks);
     if (!order) order = compare(a->stored.low, b->stored.low);
@@ -111,8 +110,7 @@ static void find_common_rows(kvc_new_slice *slices, kvc_neighbour *n) {
     n->same_rows = rows_before + same_rows_of_run(&slices[n[-1].slice], u, run);
     const int64_t split = n->same_rows / u->slice.split_rows, begin = split * u->slice.split_rows;
     while (rows_before > begin) rows_before -= kvc_rows_in_reach(reach, &u->runs[--run]);
-    const int64_t unit = u->slice.selects ? KVC_CHUNK_ROWS : u->slice.tile_rows;
-    n->same_unit_rows = begin + (n->same_rows - begin) / unit * unit;
+    n->same_tile_rows = begin + (n->same_rows - begin) / u->slice.tile_rows * u->slice.tile_rows;
     u->first_split = (int32_t)split;
     u->first_run = run;
     u->rows_before = rows_before;
@@ -189,7 +187,7 @@ static int64_t shared_in_split(const kvc_plan *plan, const kvc_neighbour *n, int
     if (n->same_rows >= end) return slice->split_rows;
     const kvc_query_slice *before = &plan->slices[n[-1].slice];
     const int both_end = n->same_rows == slice->num_rows && n->same_rows == before->num_rows;
-    return (both_end ? n->same_rows : n->same_unit_rows) - begin;
+    return (both_end ? n->same_rows : n->same_tile_rows) - begin;
 }
 
 /* Neighbours that become one job: items[0 .. num_slices). */

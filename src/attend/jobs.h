@@ -9,7 +9,7 @@ typedef struct kvc_neighbour {
     int32_t slice;
     int32_t same_runs;      /* leading runs that both have; -1: they are of different kinds, and share nothing */
     int64_t same_rows;      /* leading rows in reach that both have */
-    int64_t same_unit_rows; /* same_rows, rounded down to whole tiles, or to whole chunks where rows are selected */
+    int64_t same_tile_rows; /* same_rows, rounded down to whole tiles */
     int64_t shared_rows;    /* shared rows within the split that is being made into jobs */
 } kvc_neighbour;
 

@@ -183,9 +183,9 @@ static void lay_out_selecting(kvc_plan *plan, const totals *t) {
     const uint64_t q = (uint64_t)num_q, slices = (uint64_t)(num_q / heads);
     at->most_ranges = kvc_selected_pieces(&plan->args) + 2; /* pieces, and the first and last rows */
     const int64_t always = (KVC_FIRST_READ + KVC_LAST_READ) / KVC_PIECE_ROWS, read = at->most_ranges + always;
-    at->most_segments = kvc_smaller(t->most_split_rows, t->segments + plan->batch->num_tokens + 1);
+    plan->listing.most_segments = kvc_smaller(t->most_split_rows, t->segments + plan->batch->num_tokens + 1);
     /* Two splits of each slice, or all rows of two slices, to be compared. */
-    const uint64_t listed = 2 * (uint64_t)kvc_larger((int64_t)slices * KVC_SPLIT_ROWS, at->most_segments);
+    const uint64_t listed = 2 * (uint64_t)kvc_larger((int64_t)slices * KVC_SPLIT_ROWS, plan->listing.most_segments);
     plan->listing.most_splits =
         KVC_DIVIDE_UP(kvc_larger(read * KVC_PIECE_ROWS, kvc_most_unselected(&plan->args)), KVC_SPLIT_ROWS);
     at->codes = add_floats(plan, (q + KVC_LANES) * kvc_sketch_query_bytes(plan->k_dim) / sizeof(float));

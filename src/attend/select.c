@@ -222,25 +222,30 @@ static kvc_row_range rows_to_score(const kvc_task *t) {
     return (kvc_row_range){first, kvc_smaller(end, kvc_selecting_rows(t->call->plan, t->slice))};
 }
 
-/* Lists rows that the first token of a view sees.  Returns their number. */
-static int64_t list_rows(const kvc_task *t, kvc_row_range range, kvc_segment *to) {
-    kvc_row_lister list = kvc_list_seen(t, &range, 1);
-    return range.begin < range.end ? kvc_list_next(&list, to, range.end - range.begin) : 0;
+/* Returns where list i of a split's rows is: there is room for two. */
+static kvc_segment *list_at(const kvc_task *t, int i) {
+    return kvc_chosen_segments(t) + i * t->call->plan->listing.most_segments;
 }
 
+/* Lists rows that the first token of a view sees, as list i.  Returns their number. */
+static int64_t list_rows(const kvc_task *t, kvc_row_range range, int i) {
+    kvc_row_lister list = kvc_list_seen(t, &range, 1);
+    return range.begin < range.end ? kvc_list_next(&list, list_at(t, i), range.end - range.begin) : 0;
+}
+
+/* Whether two segments have the same rows at the same positions.  Their keys are then off by the same delta. */
 static int is_same_segment(const kvc_segment *a, const kvc_segment *b) {
-    return a->rows == b->rows && a->slot == b->slot && a->count == b->count && a->position == b->position &&
-           a->delta_index == b->delta_index;
+    return a->rows == b->rows && a->slot == b->slot && a->count == b->count && a->position == b->position;
 }
 
 /* Counts the leading rows of the split that all slices list alike, in whole chunks. */
 static int64_t count_shared(const kvc_task *t) {
-    kvc_segment *const first = kvc_chosen_segments(t), *const other = first + t->call->plan->selecting.most_segments;
+    const kvc_segment *const first = list_at(t, 0), *const other = list_at(t, 1);
     const int32_t heads = t->call->plan->parts.heads;
-    int64_t shared = list_rows(t, rows_to_score(t), first);
+    int64_t shared = list_rows(t, rows_to_score(t), 0);
     for (int32_t m = 1; m < t->job->num_slices; m++) {
         const kvc_task view = kvc_view_of_slice(t, m, m * heads);
-        const int64_t num = kvc_smaller(list_rows(&view, rows_to_score(&view), other), shared);
+        const int64_t num = kvc_smaller(list_rows(&view, rows_to_score(&view), 1), shared);
         int64_t same = 0;
         for (int64_t i = 0; same < num && is_same_segment(&first[i], &other[i]); i++) same += first[i].count;
         shared = kvc_smaller(same, num);
@@ -252,8 +257,8 @@ static int64_t count_shared(const kvc_task *t) {
 static int score_range(kvc_task *t, kvc_row_range range) {
     enum { TILES_AHEAD = 2 }; /* that are prefetched */
     const int64_t split_begin = t->job->split * t->slice->split_rows;
-    const kvc_row_place begin = {kvc_chosen_segments(t), 0};
-    listed rows = {begin, begin, list_rows(t, range, kvc_chosen_segments(t))};
+    const kvc_row_place begin = {list_at(t, 0), 0};
+    listed rows = {begin, begin, list_rows(t, range, 0)};
     prefetch_sketches(t, &rows, TILES_AHEAD * KVC_PANEL);
     for (int64_t row = range.begin; row < range.end; row += KVC_CHUNK_ROWS) {
         const found to = found_at(t, found_in_split(t), (row - split_begin) / KVC_CHUNK_ROWS);

@@ -94,7 +94,7 @@ typedef struct kvc_query_slice {
     int32_t sequence;          /* index into batch->sequences */
     int32_t first, num_tokens; /* query tokens: batch->order[first .. first + num_tokens) */
     int32_t tiled;             /* how its rows are attended to: KVC_STREAMED and so on */
-    int32_t tile_rows;         /* rows of a tile; of streamed ones, whole tiles in all layers */
+    int32_t tile_rows;         /* rows of a tile; of streamed ones, of whole tiles in all layers, or of a chunk */
     int32_t by_token;          /* it is one token, and has all rows that tokens of its sequence may see, by position */
     int32_t selects;           /* its token selects rows by their sketches (select.h), or reads all in the same way */
     int32_t lacks_rows;        /* its sequence has none in a cross-attention layer, masked or not */
@@ -160,10 +160,11 @@ typedef struct kvc_attending {
 
 /* For attention to chosen or selected rows: chosen.h. */
 typedef struct kvc_listing {
-    uint64_t entries;    /* of a choice, sorted */
-    uint64_t segments;   /* the rows that they name, or that were selected */
-    uint64_t partials;   /* results of all splits of the slices, ... */
-    int64_t most_splits; /* up to so many splits of each */
+    uint64_t entries;      /* of a choice, sorted */
+    uint64_t segments;     /* the rows that they name, or that were selected */
+    uint64_t partials;     /* results of all splits of the slices, ... */
+    int64_t most_splits;   /* up to so many splits of each */
+    int64_t most_segments; /* of a split whose rows are scored */
 } kvc_listing;
 
 /* For choosing: rank.c, choose.c. */
@@ -182,7 +183,6 @@ typedef struct kvc_selecting {
     uint64_t keys, pieces;           /* keys of pieces, and pieces that are selected */
     uint64_t ranges;                 /* kvc_row_range of these, for each slice, ... */
     int64_t most_ranges;             /* up to so many of each */
-    int64_t most_segments;           /* of the rows of a split */
 } kvc_selecting;
 
 /* The workspaces of all tasks that run at once. */
