@@ -26,10 +26,14 @@ def model():
     return make(transformers.LlamaConfig(**BASE | {"num_hidden_layers": 2, "initializer_range": 0.3}))
 
 
-@pytest.fixture
-def prefix(model):
+def prefix_for(model):
     memory = HFCache.make_kv_cache(model.config, "f32", block_size=BLOCK)
     return kvcache.PrefixCache(memory, fingerprint="a model")
+
+
+@pytest.fixture
+def prefix(model):
+    return prefix_for(model)
 
 
 def join(*parts):
@@ -274,7 +278,9 @@ def test_a_call_that_failed(model, prefix):
 
 @pytest.mark.parametrize("part", ["model", pytest.param("forward", marks=pytest.mark.slow)])  # torch takes seconds
 @torch.inference_mode()
-def test_a_compiled_model_tells_what_it_is_fed(model, prefix, part):
+def test_a_compiled_model_tells_what_it_is_fed(part):
+    model = make(transformers.LlamaConfig(**BASE | {"num_hidden_layers": 1}))
+    prefix = prefix_for(model)
     model.set_attn_implementation("kvcache")
     compiled = torch.compile(model if part == "model" else model.forward, backend="eager")
     cache, tokens = HFCache(model.config, prefix=prefix), random_tokens(1, LONG)

@@ -980,8 +980,8 @@ def shown():
 
 
 def marks_of(line):
-    """`kvcache bench` measures for long; test_bench measures less. A selftest that needs NumPy alone is above."""
-    return pytest.mark.full if " bench" in line else pytest.mark.slow if re.search(" (plan|selftest)", line) else ()
+    """These take long; test_bench, test_plan_measures and test_selftest_needs_numpy_alone have the same or less."""
+    return pytest.mark.full if re.search(r" (bench|selftest|plan .*--cores)\b", line) else ()
 
 
 @pytest.mark.parametrize("line", [pytest.param(line, marks=marks_of(line)) for line in shown()])
@@ -996,9 +996,8 @@ def test_shown_lines_succeed_with_the_extra_alone(line, tmp_path):
     (tmp_path / "play.txt").write_text("ROMEO:")
     shutil.copy(STATES / "version-1", tmp_path / "chat.state")
     line = re.sub(r"\S+\.gguf", MODEL, line)
-    line += {"generate": " --tokens 5", "bench": " --seconds 1 --no-peers"}.get(
-        line.split("kvcache ")[-1].split()[0], ""
-    )
+    command, unmeasured = line.split("kvcache ")[-1].split()[0], "" if "--cores" in line else " --no-measure"
+    line += {"generate": " --tokens 5", "bench": " --seconds 1 --no-peers", "plan": unmeasured}.get(command, "")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
