@@ -276,7 +276,8 @@ def test_a_call_that_failed(model, prefix):
     assert known(model, prefix, tokens[0]) == LONG
 
 
-@pytest.mark.parametrize("part", ["model", pytest.param("forward", marks=pytest.mark.slow)])  # torch takes seconds
+@pytest.mark.slow  # torch takes ten seconds to compile anything
+@pytest.mark.parametrize("part", ["model", "forward"])
 @torch.inference_mode()
 def test_a_compiled_model_tells_what_it_is_fed(part):
     model = make(transformers.LlamaConfig(**BASE | {"num_hidden_layers": 1}))

@@ -22,7 +22,7 @@ from support.defects import put_back, read_defects
 HERE = Path(__file__).parent
 SOURCES = compiling.world_sources()
 DEFECTS = [*read_defects(HERE / "defects.txt")]
-PARTS = {"quick": (1, 1), "slow": (2000, 1), "full": (4000, 10)}  # the first seed, and how many times as many runs
+PARTS = {"quick": (1, 1), "full": (4000, 10)}  # the first seed, and how many times as many runs
 ALONE = "drive_thread", "drive_faults", "drive_orders"
 RUNS = {
     "drive_thread": 60,
@@ -172,9 +172,7 @@ def check(program, seed, runs):
 
 
 @pytest.mark.parametrize("driver", RUNS)
-@pytest.mark.parametrize(
-    "part", ["quick", pytest.param("slow", marks=pytest.mark.slow), pytest.param("full", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("part", ["quick", pytest.param("full", marks=pytest.mark.full)])
 def test_world(drivers, driver, part):
     seed, times = PARTS[part]
     check(drivers(driver), seed, RUNS[driver] * times)
