@@ -35,7 +35,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers, and 
 
 LENGTH = 40
 SLOW = pytest.mark.slow
-ATTENTIONS = ["sdpa", "kvcache", pytest.param("eager", marks=SLOW)]  # reads decoded rows, as sdpa does
+# The others read decoded rows; without --slow test_back_to_any_length has one of them, and test_sparse.py the rest.
+ATTENTIONS = ["kvcache", *(pytest.param(name, marks=SLOW) for name in ("eager", "sdpa"))]
 PURE = ["glm5_next", "qwen4_exp_text"]
 ALL = [*POOLED, "deepseek_v4"]
 BLOCK = {

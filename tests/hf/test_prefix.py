@@ -497,7 +497,7 @@ def interrupt(model, at):
 
 @pytest.mark.parametrize("known", [0, 32])
 @pytest.mark.parametrize("common", [20, 40])
-@pytest.mark.parametrize("at", [0, 1, 3])
+@pytest.mark.parametrize("at", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_another_text_behind_an_interrupt(known, common, at):
     """Tokens of either text are found as that text's alone, wherever the first was interrupted."""
     model = model_of("llama")

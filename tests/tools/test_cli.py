@@ -587,7 +587,7 @@ def test_weights_of_a_gguf(tmp_path):
     check_refused(run_here("plan", parts[0], "--weights", "f16"), "1 of the model's 2 files are there", "--weights")
 
 
-@pytest.mark.slow
+@pytest.mark.full  # test_plan_measures_selected_rows and test_plan_says_in_a_terminal_what_it_measures measure less
 def test_plan_measures():
     done = run("plan", MODEL, "--json")
     assert done.stderr == ""
@@ -980,7 +980,7 @@ def shown():
 
 
 def marks_of(line):
-    """These take long; test_bench, test_plan_measures and test_selftest_needs_numpy_alone have the same or less."""
+    """These take long; test_bench, test_plan_measures_selected_rows and test_selftest_needs_numpy_alone do less."""
     return pytest.mark.full if re.search(r" (bench|selftest|plan .*--cores)\b", line) else ()
 
 

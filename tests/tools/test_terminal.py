@@ -59,7 +59,7 @@ COMMANDS = {
     "a mistake": [*KVCACHE, "plan", "nosuch/config.json"],
     "the example": [sys.executable, "-P", ROOT / "examples/generate.py", "ROMEO:", *GREEDY, "--quiet"],
 }
-# Every run begins a process: quick tests have one command of each kind of output.
+# Every run begins a process: without --full there is one command of each kind of output.
 QUICK = {"generate, with a line", "plan", "bench", "a mistake", "selftest", "help of plan"}
 SPLITS = [split for split in itertools.product(("terminal", "pipe", "file"), repeat=2) if "terminal" in split]
 FILES = [split for split in SPLITS if "file" in split]
@@ -67,7 +67,7 @@ PIPES = [split for split in SPLITS if "file" not in split]
 
 
 def each(names):
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in names]
 
 
 def masked(text):
