@@ -9,8 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import pytest
 
@@ -351,9 +352,10 @@ def test_a_client_that_goes_away_when_its_request_is_put_back(model, monkeypatch
     """The cache is full, and the client of the youngest request leaves in the same step: nothing more is generated."""
     runs = served.Served("kvcache-example", *model, capacity=256)
     options = {"max_new_tokens": 100, "do_sample": False}
-    feed = runs.engine._packed.feed
+    feed, has_both = runs.engine._packed.feed, threading.Event()
 
     def note(parts):
+        has_both.wait(100)
         try:
             return feed(parts)
         except CacheFullError:
@@ -363,6 +365,7 @@ def test_a_client_that_goes_away_when_its_request_is_put_back(model, monkeypatch
     monkeypatch.setattr(runs.engine._packed, "feed", note)
     with runs.engine as engine:
         stays, leaves = (engine.submit([token] * 100, **options) for token in (65, 66))
+        has_both.set()
         stays.result(100)
         leaves.result(100)
         assert engine.stats()["put_back"] == 1
@@ -410,9 +413,21 @@ def test_many_requests_without_keys(model, slow):
         assert [status for status, _ in answers] == 40 * [200]
 
 
-def test_more_requests_than_may_wait(model, slow):
+def test_more_requests_than_may_wait(model, monkeypatch):
+    """No pass ends before a request was refused."""
+    forward, go_on = model[0].forward, threading.Event()
+
+    @functools.wraps(forward)
+    def wait(*args, **options):
+        go_on.wait(100)
+        return forward(*args, **options)
+
     with serving(model, 512, None, max_waiting=2) as client, ThreadPoolExecutor(30) as pool:
-        answers = [*pool.map(lambda _: client.ask("/v1/completions", {"prompt": "ROMEO:\n"}), range(30))]
+        monkeypatch.setattr(model[0], "forward", wait)
+        asked = [pool.submit(client.ask, "/v1/completions", {"prompt": "ROMEO:\n"}) for _ in range(30)]
+        next(as_completed(asked))
+        go_on.set()
+        answers = [one.result() for one in asked]
         assert {status for status, _ in answers} == {200, 503}
         assert {body["error"]["code"] for status, body in answers if status == 503} == {"overloaded"}
         assert client.ask("/health")[0] == 200
