@@ -34,7 +34,7 @@ TIMEOUT = 1800  # seconds, for programs under an emulator, or without optimisati
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 COMPUTING = {"attend", "kernels", "fuzz_attention"}  # folders and programs that compute attention themselves
 ENVIRONMENT = os.environ | {
-    "ASAN_OPTIONS": "allocator_may_return_null=1:detect_stack_use_after_return=1",
+    "ASAN_OPTIONS": "allocator_may_return_null=1:detect_stack_use_after_return=0",  # plugin.py turns it on
     "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
     "OMP_WAIT_POLICY": "passive",  # programs run side by side: a thread that waits leaves its processor to others
     "WINEDEBUG": "-all",

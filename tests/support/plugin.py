@@ -60,6 +60,8 @@ def pytest_configure(config):
             raise pytest.UsageError(f"kvcache comes from {kvcache.__file__}, not from {installed}")
     if not config.option.full:
         compiling.ENVIRONMENT["KVCACHE_TEST_PART"] = part_of(config)  # for tests/c/support/test.h
+    if config.option.full or "KVCACHE_C_FLAGS" in os.environ:  # as in .ci/full: a quarter of the time
+        compiling.ENVIRONMENT["ASAN_OPTIONS"] += ":detect_stack_use_after_return=1"  # the last one counts
     if hasattr(config, "workerinput"):
         config.stash[WORKSHOP] = Path(config.workerinput["workshop"])
     else:

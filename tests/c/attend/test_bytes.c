@@ -38,7 +38,7 @@ static void set_new_tokens(scene *s, int i) {
 }
 
 static void test_random(void) {
-    for (int i = 0; i < (is_full() ? 490 : 98); i++) {
+    for (int i = 0; i < (is_full() ? 490 : 56); i++) {
         static scene s;
         s = random_scene(i);
         fit_to_bytes(&s);
