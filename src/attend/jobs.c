@@ -3,11 +3,10 @@
  * The rule for tasks.  Which task computes what, and when, changes no bit, so the rule may look at everything:
  *   - Slices of whole sequences whose splits begin with the same rows, as those of forks do, become one job, which
  *     reads these rows once and then goes on with the rest of each.  A job has at most KVC_TASK_QUERIES query rows if
- *     it is streamed, KVC_TILE_QUERIES if it is tiled, and at most 1 / KVC_TASKS_PER_THREAD of the work of a thread of
- * the plan.
- *   - Slices that select rows, each in one split, become such jobs, too.  A job scores the sketches of these rows once,
- *     and then attends for one slice after the other.  It has at most KVC_SELECTING_QUERIES query rows, and at most
- * twice as much work.
+ *     it is streamed, and KVC_TILE_QUERIES if it is tiled.  It has at most 1 / KVC_TASKS_PER_THREAD of the work of a
+ *     thread of the plan.
+ *   - Slices that select rows, each in one split, become such jobs, too.  A job scores the sketches of these rows once.
+ *     It has at most KVC_SELECTING_QUERIES query rows, and up to twice as much work as other jobs.
  *   - A streamed slice that shares no rows becomes jobs of up to KVC_JOINED_SPLITS splits, if each thread has
  *     KVC_JOINED_TASKS tasks then.  A task of one split would spend a tenth of its time on beginning and ending.
  *   - A slice that chooses rows becomes jobs of any number of splits, if each thread then has KVC_TASKS_PER_THREAD
