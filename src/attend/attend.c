@@ -382,13 +382,22 @@ static reader *first_of(reader *readers, int32_t num) {
 /* Attends to the rows of readers.  Goes through their tiles in the order of rows, so that rows that several of them
  * read come from memory once.  Returns 0 if the call was cancelled. */
 static int attend_listed(reader *readers, int32_t num) {
-    kvc_tile tile, next;
+    kvc_tile tiles[2], *current = tiles, *next = tiles + 1;
+    const reader *taken = NULL; /* whose next tile `next` is, and ... */
+    kvc_cursor behind = {0};    /* the rows behind that */
     for (reader *r; (r = first_of(readers, num));) {
         const kvc_visible common = kvc_visible_to_all(&r->t);
         if (kvc_is_cancelled(r->t.call)) return 0;
-        kvc_next_tile(&tile, &r->rows);
-        kvc_cursor upcoming = r->rows.num_rows ? r->rows : r->next_split;
-        if (tile.n) attend_tile(&r->t, &common, &tile, &next, &upcoming);
+        if (taken == r) {
+            kvc_tile *const done = current;
+            current = next;
+            next = done;
+            r->rows = behind;
+        } else
+            kvc_next_tile(current, &r->rows);
+        behind = r->rows.num_rows ? r->rows : r->next_split;
+        if (current->n) attend_tile(&r->t, &common, current, next, &behind);
+        taken = current->n ? r : NULL;
         if (!r->rows.num_rows) close_split(r);
     }
     return 1;

@@ -299,18 +299,17 @@ static void cut_rows(const kvc_plan *plan, int32_t num_slices, kvc_query_slice *
 }
 
 /* Cuts the rows of a slice for which a plan chooses, or whose token selects, into whole units.  With one split, a task
- * keeps what it needs in its workspace. */
+ * keeps what it needs in its workspace.  A single split has room for any number of rows: so slices of any length are of
+ * one kind, and may share rows, but share none with slices that are cut otherwise. */
 static void cut_ranked(const kvc_plan *plan, kvc_query_slice *slice) {
     const int64_t threads = plan->args.num_threads, enough = KVC_TASKS_PER_THREAD * threads;
     const int64_t tasks = (int64_t)plan->num_slices * plan->parts.num;
     const int64_t unit = slice->selects ? KVC_CHUNK_ROWS : KVC_BUGGIFY() ? 4 : KVC_SPLIT_ROWS;
     const int is_whole = threads == 1 || 2 * tasks >= enough;
-    /* Whole slices have splits of one length, whatever their own, as only slices of one kind share rows. */
-    const int64_t rows = is_whole ? INT32_MAX : KVC_DIVIDE_UP(slice->num_rows * tasks, enough);
-    slice->split_rows = kvc_smaller(INT32_MAX / unit, KVC_DIVIDE_UP(rows, unit)) * unit;
-    if (!slice->split_rows) slice->split_rows = unit;
-    slice->num_splits = (int32_t)KVC_DIVIDE_UP(slice->num_rows, slice->split_rows);
-    if (!slice->num_splits) slice->num_splits = 1;
+    const int64_t units = KVC_DIVIDE_UP(slice->num_rows, unit), most_units = INT32_MAX / unit;
+    const int64_t of_split = is_whole ? units : KVC_DIVIDE_UP(KVC_DIVIDE_UP(slice->num_rows * tasks, enough), unit);
+    slice->split_rows = kvc_smaller(of_split < units ? of_split : most_units, most_units) * unit;
+    slice->num_splits = (int32_t)kvc_larger(KVC_DIVIDE_UP(slice->num_rows, slice->split_rows), 1);
 }
 
 /* Counts the rows that each query token of a sequence sees.  Returns whether the tokens select rows: one token sees

@@ -233,12 +233,14 @@ static int64_t list_rows(const kvc_task *t, kvc_row_range range, int i) {
     return range.begin < range.end ? kvc_list_next(&list, list_at(t, i), range.end - range.begin) : 0;
 }
 
-/* Whether two segments have the same rows at the same positions.  Their keys are then off by the same delta. */
-static int is_same_segment(const kvc_segment *a, const kvc_segment *b) {
-    return a->rows == b->rows && a->slot == b->slot && a->count == b->count && a->position == b->position;
+/* Counts the leading rows of two segments that are the same, at the same positions.  Their keys are then off by the
+ * same delta. */
+static int32_t count_same(const kvc_segment *a, const kvc_segment *b) {
+    const int begin_alike = a->rows == b->rows && a->slot == b->slot && a->position == b->position;
+    return begin_alike ? kvc_lower(a->count, b->count) : 0;
 }
 
-/* Counts the leading rows of the split that all slices list alike, in whole chunks. */
+/* Counts the leading rows of the split that all slices list alike, in whole chunks.  List 0 begins with them. */
 static int64_t count_shared(const kvc_task *t) {
     const kvc_segment *const first = list_at(t, 0), *const other = list_at(t, 1);
     const int32_t heads = t->call->plan->parts.heads;
@@ -247,35 +249,39 @@ static int64_t count_shared(const kvc_task *t) {
         const kvc_task view = kvc_view_of_slice(t, m, m * heads);
         const int64_t num = kvc_smaller(list_rows(&view, rows_to_score(&view), 1), shared);
         int64_t same = 0;
-        for (int64_t i = 0; same < num && is_same_segment(&first[i], &other[i]); i++) same += first[i].count;
+        for (int64_t i = 0, is_whole = 1; same < num && is_whole; i++) {
+            const int32_t count = count_same(&first[i], &other[i]);
+            is_whole = count == first[i].count && count == other[i].count;
+            same += count;
+        }
         shared = kvc_smaller(same, num);
     }
     return shared / KVC_CHUNK_ROWS * KVC_CHUNK_ROWS;
 }
 
-/* Scores these rows for all slices of a view, which list them alike.  Returns 0 if the call was cancelled. */
-static int score_range(kvc_task *t, kvc_row_range range) {
+/* Scores the first num_rows rows of list 0 for all slices of a view, which see `before` rows of the split before these.
+ * Returns 0 if the call was cancelled. */
+static int score_listed(kvc_task *t, int64_t before, int64_t num_rows) {
     enum { TILES_AHEAD = 2 }; /* that are prefetched */
-    const int64_t split_begin = t->job->split * t->slice->split_rows;
     const kvc_row_place begin = {list_at(t, 0), 0};
-    listed rows = {begin, begin, list_rows(t, range, 0)};
+    listed rows = {begin, begin, num_rows};
     prefetch_sketches(t, &rows, TILES_AHEAD * KVC_PANEL);
-    for (int64_t row = range.begin; row < range.end; row += KVC_CHUNK_ROWS) {
-        const found to = found_at(t, found_in_split(t), (row - split_begin) / KVC_CHUNK_ROWS);
+    for (int64_t row = 0; row < num_rows; row += KVC_CHUNK_ROWS) {
+        const found to = found_at(t, found_in_split(t), (before + row) / KVC_CHUNK_ROWS);
         if (kvc_is_cancelled(t->call)) return 0;
-        score_chunk(t, &rows, kvc_smaller(range.end - row, KVC_CHUNK_ROWS), &to);
+        score_chunk(t, &rows, kvc_smaller(num_rows - row, KVC_CHUNK_ROWS), &to);
     }
     return 1;
 }
 
 int kvc_score_sketches(kvc_task *t) {
-    const int32_t heads = t->call->plan->parts.heads;
-    kvc_row_range shared = rows_to_score(t);
-    shared.end = shared.begin + (t->job->num_slices > 1 ? count_shared(t) : 0);
-    if (!score_range(t, shared)) return 0;
+    const int64_t shared = t->job->num_slices > 1 ? count_shared(t) : 0;
+    if (!score_listed(t, 0, shared)) return 0;
     for (int32_t m = 0; m < t->job->num_slices; m++) {
-        kvc_task view = kvc_view_of_slice(t, m, m * heads);
-        if (!score_range(&view, (kvc_row_range){shared.end, rows_to_score(&view).end})) return 0;
+        kvc_task view = kvc_view_of_slice(t, m, m * t->call->plan->parts.heads);
+        kvc_row_range own = rows_to_score(&view);
+        own.begin += shared;
+        if (!score_listed(&view, shared, list_rows(&view, own, 0))) return 0;
     }
     t->delta_index = KVC_UNPREPARED; /* attention takes query rows in another form */
     return 1;

@@ -351,6 +351,33 @@ static void test_long(void) {
     check_world(&w, 64);
 }
 
+/* Forks that see exactly a chunk, as their own rows are hidden: for several threads, too, each has one split. */
+static void test_a_chunk_of_forks(void) {
+    static float out[2][4 * 32];
+    const world w = world_of(KVC_F32, 32, 1, 4, KVC_CHUNK_ROWS, 100);
+    int64_t id;
+    for (int t = 0; t < 2; t++) fill(given_q[t], 2, 0, 1, 4 * 32);
+    kvc_cache *cache = build(&w, PLAIN, 4, &id);
+    CHECK(kvc_fork(cache, 0, 1) == KVC_OK);
+    const int32_t positions[2] = {w.stored, w.stored};
+    const int64_t ids[2] = {0, 1};
+    const kvc_masked hidden[2] = {{0, w.stored, w.stored + 1}, {1, w.stored, w.stored + 1}};
+    kvc_batch *batch = begin(cache, 2, positions, ids);
+    put(batch, &w, 0, w.stored, 2);
+    for (int threads = 1; threads <= 8; threads *= 2) {
+        kvc_plan_args plan = plan_of(&w, w.select);
+        plan.num_tokens = plan.num_masked = 2;
+        plan.masked = hidden;
+        plan.masked_size = sizeof *hidden;
+        plan.num_threads = threads;
+        const kvc_attend_args args = args_of(&w, out);
+        CHECKF(kvc_attend(batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
+        CHECKF(!memcmp(out[0], out[1], sizeof out[0]), "%d threads", threads);
+    }
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
 /* Keys that are off by deltas, which change within pieces, with a rope and without. */
 static void test_moved(void) {
     static double inv_freq[16];
@@ -650,6 +677,7 @@ static void test_guesses(void) {
 static void test_answers(void) {
     test_worlds();
     test_long();
+    test_a_chunk_of_forks();
     test_moved();
 }
 
