@@ -342,8 +342,12 @@ class Passes:
         this_pass.not_padding = torch.arange(num_tokens) >= torch.tensor(leading)[:, None] if any(leading) else None
         this_pass.num_tokens, this_pass.offsets, this_pass.num_seen = num_tokens, offsets, self.num_seen
         shortest = self.num_seen + num_tokens - max(offsets, default=0)
+        is_prompt = self.prompts is not None and not self.prompts.are_fed(self.num_seen)
         this_pass.selects = (
-            self.num_selected is not None and num_tokens == 1 and shortest >= selecting.least_tokens(self.num_selected)
+            self.num_selected is not None
+            and num_tokens == 1
+            and not is_prompt
+            and shortest >= selecting.least_tokens(self.num_selected)
         )
         with self.turns.lock:
             if self.turns.owner() is not self:

@@ -343,7 +343,7 @@ def generate(
         The argument of `shift_context`, which is called when the model's context is full. By default it is not called,
         and the tokens must fit.
     select : int, optional
-        The argument of `Llama.forward` for generated tokens, from 8192 tokens in the cache on.
+        The argument of `Llama.forward` for generated tokens, once the text has 8192 tokens.
     prompts : {"stored", "int8"}, default "stored"
         The argument of `Llama.forward`.
     evict : callable, optional

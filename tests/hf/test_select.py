@@ -211,6 +211,20 @@ def make_dense(model, tokens):
     return generate(model, tokens, cache)
 
 
+def test_a_prompt_of_which_one_token_is_missing_reads_all_rows(calls):
+    """The same prompt again feeds its last token alone."""
+    model, tokens = model_of(), random_tokens(1, 352)  # whole blocks
+    prefix = kvcache.PrefixCache(HFCache.make_kv_cache(model.config, select=SELECT, block_size=16), fingerprint="one")
+    found = []
+    for _ in range(2):
+        enable(model, prefix=prefix, select=SELECT)
+        calls.clear()
+        found.append(model.generate(tokens, **OPTIONS, output_logits=True, return_dict_in_generate=True).logits)
+    assert [select for _, n, select in calls if n == 1][:4] == [None] * 4
+    assert any(select for _, _, select in calls)
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-4)
+
+
 def test_a_prefix_cache_without_sketches_is_refused():
     model = model_of()
     prefix = kvcache.PrefixCache(HFCache.make_kv_cache(model.config), fingerprint="one")
