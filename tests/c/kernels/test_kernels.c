@@ -638,6 +638,7 @@ static const float *prepared(const kvc_scorer *scorer, const float *q, int q_str
 
 static float rounded_to(int type, float x) {
     float rounded;
+    if (type == KVC_F32) return x;
     kvc_kernels_scalar.convert(KVC_F32, type, &rounded, 0, &x, 0, 1, 1);
     kvc_kernels_scalar.convert(type, KVC_F32, &x, 0, &rounded, 0, 1, 1);
     return x;
@@ -655,8 +656,7 @@ static void test_score(const kvc_kernels *kernels, int type, int q_type, int dim
     const tile *t = tile_new(type, n, dim, largest);
     for (int i = 0; i < MAX_Q * MAX_STRIDE; i++) {
         const int is_used = i < num_q * q_stride && i % q_stride < dim; /* no others may be */
-        const float x = is_used ? largest.factors * random_float() : NAN;
-        q[i] = rounded_to(q_type, x);
+        q[i] = is_used ? rounded_to(q_type, largest.factors * random_float()) : NAN;
     }
     for (int i = 0; i < MAX_Q * KVC_SCORES; i++) scores[i] = UNTOUCHED;
     scorer->score(scores, prepared(scorer, q, q_stride, num_q, dim, q_type), q_stride, num_q, t->rows, t->stride, n,
