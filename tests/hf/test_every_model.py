@@ -60,7 +60,7 @@ OWN_BEFORE_5_24 = {"codegen", "gptj"}  # types that take no other attention in t
 
 VOCAB = 97
 MOST_PARAMETERS = 13_000_000
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_chunk_size": 64}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 INDEXERS = ["full", "full", "shared", "full"]  # a layer may use the choice of the one before
 WINDOWS = {  # what layers with a window have otherwise

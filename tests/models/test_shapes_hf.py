@@ -402,8 +402,15 @@ def text_types():
 TEXT_TYPES = text_types()
 
 
-@pytest.mark.parametrize("name", sorted(TEXT_TYPES))
-def test_old_files_are_read_as_their_classes_read_them(name):
+def turns():
+    """Return each type with one scaling, by turns; the others are slow."""
+    for i, name in enumerate(sorted(TEXT_TYPES)):
+        for j, kind in enumerate(SCALINGS):
+            yield pytest.param(name, kind, marks=() if i % len(SCALINGS) == j else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "kind"), [*turns()])
+def test_old_files_are_read_as_their_classes_read_them(name, kind):
     config = TEXT_TYPES[name].to_dict()
     old = {key: value for key, value in config.items() if key not in (*LISTS, "transformers_version", "architectures")}
     forms = [old, {"model_type": name}]
@@ -411,7 +418,7 @@ def test_old_files_are_read_as_their_classes_read_them(name):
         forms += [{**old, **OWN_ROTATION[name]}]
     else:
         forms += [{**old, "rope_theta": 777777.0}]
-        forms += [{**old, "rope_theta": 777777.0, "rope_scaling": scaling} for scaling in SCALINGS.values()]
+        forms += [{**old, "rope_theta": 777777.0, "rope_scaling": SCALINGS[kind]}]
     if name in PATTERN_FIELDS:
         forms.append({**old, PATTERN_FIELDS[name]: 3})
     for form in forms:

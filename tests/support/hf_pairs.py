@@ -42,6 +42,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
 }
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8}
+MAMBA |= {"mamba_chunk_size": 64}  # a short prompt is padded to a chunk, whose time grows with its square
 LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
 CONV = {"layer_types": ["conv", "full_attention"] * 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -76,6 +77,7 @@ HYBRID: dict[str, Callable[[], Any]] = {  # some of whose layers are recurrent, 
         **{name: BASE[name] for name in BASE if name != "head_dim"} | {"num_key_value_heads": 4},
         layers_block_type=["linear_attention", "hybrid"] * 2,
         mamba_d_state=8,
+        chunk_size=64,
     ),
     "zaya": lambda: transformers.ZayaConfig(**BASE, num_experts=4),
 }
