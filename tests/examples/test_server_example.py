@@ -159,7 +159,7 @@ def test_ten_clients_some_of_whom_go_away(model):
 
         def play(i):
             choose, found = random.Random(i), []
-            for _ in range(4):
+            for _ in range(2):
                 which, is_stream = choose.randrange(len(PROMPTS)), choose.random() < 0.7
                 body = {"prompt": PROMPTS[which], "max_tokens": 20, "temperature": 0, "stream": is_stream}
                 if not is_stream:
@@ -175,7 +175,7 @@ def test_ten_clients_some_of_whom_go_away(model):
 
         with ThreadPoolExecutor(10) as pool:
             found = [answer for answers in pool.map(play, range(10)) for answer in answers]
-        assert 10 < len(found) < 40
+        assert 5 < len(found) < 20
         assert found == [(which, wanted[which]) for which, _ in found]
         client.wait_until_idle()
         client.cache.validate()

@@ -91,7 +91,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 @pytest.fixture
 def step(pytestconfig):
     """Return how many points there are to each point that is tried."""
-    return 1 if pytestconfig.option.slow or pytestconfig.option.full else 7
+    return 1 if pytestconfig.option.full else 3 if pytestconfig.option.slow else 7
 
 
 @pytest.mark.parametrize("name", CALLS)

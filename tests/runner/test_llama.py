@@ -139,7 +139,7 @@ def test_loss_and_logits_of_long_texts(model: runner.Llama, windows: list[list[i
     assert loss == pytest.approx(EXPECTED["eval_loss_windows_of_2048"], abs=2e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.full  # test_types_are_compared_with_f32 has shorter texts
 def test_types_stay_near_f32(model: runner.Llama, windows: list[list[int]]) -> None:
     found = dict(runner.compare_dtypes(model, options(), windows[:2]))
     assert list(found) == TYPES
