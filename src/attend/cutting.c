@@ -299,8 +299,8 @@ static void cut_rows(const kvc_plan *plan, int32_t num_slices, kvc_query_slice *
 }
 
 /* Cuts the rows of a slice for which a plan chooses, or whose token selects, into whole units.  With one split, a task
- * keeps what it needs in its workspace.  A single split has room for any number of rows: so slices of any length are of
- * one kind, and may share rows, but share none with slices that are cut otherwise. */
+ * keeps what it needs in its workspace.  A single split has room for any number of rows.  So slices of any length are
+ * of one kind and may share rows, but no slice of another kind shares rows with them. */
 static void cut_ranked(const kvc_plan *plan, kvc_query_slice *slice) {
     const int64_t threads = plan->args.num_threads, enough = KVC_TASKS_PER_THREAD * threads;
     const int64_t tasks = (int64_t)plan->num_slices * plan->parts.num;

@@ -161,8 +161,8 @@ static void finish_scores(const kvc_task *t, kvc_row_place at, int32_t n) {
 
 /* ---- a chunk ----------------------------------------------------------------------------------------------------- */
 
-/* The results of a chunk: for each query row of the task an exponent of 2, to which weights are relative; then for each
- * the sum of weights; then the weights of its pieces. */
+/* The results of a chunk.  First, for each query row of the task, an exponent of 2, to which weights are relative.
+ * Then, for each, the sum of weights.  Then, for each, the weights of its pieces. */
 typedef struct found {
     float *exponents, *sums, *pieces;
 } found;

@@ -319,7 +319,7 @@ typedef struct kvc_sketch_query {
 typedef void kvc_sketch_fn(float *scores, const kvc_sketch_query *q, int num_q, const void *rows, int64_t row_stride,
                            int dim);
 
-/* Turns the scores of a tile, as a kvc_sketch_fn gives them, into weights of KVC_LANES pieces of 4 rows: pieces[r *
+/* Turns the scores of a tile, as a kvc_sketch_fn gives them, into weights of KVC_LANES pieces of 4 rows.  pieces[r *
  * stride + first + i] becomes the sum of exp(score) / 2^exponents[r] over the rows of piece i, to 1.1e-4 of it. Weights
  * below 2^-126 may become 0.  A NaN score makes its piece NaN.  sums[r * KVC_LANES + i] grows by the weight.
  *

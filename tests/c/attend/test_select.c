@@ -144,8 +144,8 @@ static kvc_attend_args args_of(const world *w, void *out) {
     return args;
 }
 
-/* Opens a batch with the tokens that are asked, first of all, and perhaps a prompt and a short sequence, or forks, of
- * which some lack the last rows. */
+/* Opens a batch whose first tokens are asked.  With company, a prompt and a short sequence follow.  Among forks, some
+ * forks lack the last rows. */
 static kvc_batch *open_batch(kvc_cache *cache, const world *w, way how, int64_t id) {
     int32_t positions[MOST_NEW + COMPANY + 1];
     int64_t ids[MOST_NEW + COMPANY + 1];
