@@ -98,7 +98,7 @@ def test_turns(name):
     """Each turn is fed from the last full block of the answer before it on, although that was generated."""
     store, text = {}, random_tokens(1, 29)
     known = 0
-    for turn in range(3):
+    for turn in range(2):
         process = Process(name, store)
         got, fed = process.generate(text, num_new=43)
         assert fed == text.shape[1] - known
