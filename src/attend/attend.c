@@ -74,28 +74,23 @@ static void attend_apart(kvc_task *t, attend_tile_fn *attend_tile, kvc_tile *cur
     }
 }
 
-/* Is an attend_tile_fn for any tile.  common: what all tokens of the task see. */
-static void attend_tile(kvc_task *t, const kvc_visible *common, kvc_tile *current, kvc_tile *next,
-                        kvc_cursor *upcoming) {
-    static attend_tile_fn *const ways[] = {kvc_stream_tile, kvc_multiply_tile, kvc_multiply_bytes};
-    attend_tile_fn *const attend = ways[t->slice->tiled];
-    current->is_seen = kvc_sees_whole_tile(t->call, current, common);
-    if (!current->is_seen && kvc_spoils_others(t, current, common))
-        attend_apart(t, attend, current, next, upcoming);
-    else
-        attend(t, current, next, upcoming);
-}
-
 /* Attends to the rows of a cursor, tile by tile.  ahead: rows that this thread will read next, of which the first tile
  * is prefetched.  Returns 0 if the call was cancelled. */
 static int attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor ahead) {
+    static attend_tile_fn *const ways[] = {kvc_stream_tile, kvc_multiply_tile, kvc_multiply_bytes};
+    attend_tile_fn *const attend = ways[t->slice->tiled];
     const kvc_visible common = kvc_visible_to_all(t);
     kvc_tile tiles[2], *current = tiles, *next = tiles + 1;
     if (kvc_is_cancelled(t->call)) return 0;
     kvc_next_tile(current, &rows);
     while (current->n) {
         const int is_last = !rows.num_rows;
-        attend_tile(t, &common, current, next, is_last ? &ahead : &rows);
+        kvc_cursor *upcoming = is_last ? &ahead : &rows;
+        current->is_seen = kvc_sees_whole_tile(t->call, current, &common);
+        if (!current->is_seen && kvc_spoils_others(t, current, &common))
+            attend_apart(t, attend, current, next, upcoming);
+        else
+            attend(t, current, next, upcoming);
         if (is_last) break;
         if (t->slice->tiled && kvc_is_cancelled(t->call)) return 0; /* streamed tasks are short */
         kvc_tile *const done = current;
@@ -114,8 +109,10 @@ static int has_all_splits(const kvc_task *t) { return t->call->plan->jobs.joins_
 static float *partial_of(const kvc_task *t, int32_t p) {
     const kvc_plan *plan = t->call->plan;
     const uint64_t size = kvc_partial_size(t->num_query_rows, plan->attending.acc_stride);
-    const int64_t before = kvc_slice_number(t) * plan->listing.most_splits; /* of other slices */
-    if (has_all_splits(t)) return t->workspace + plan->listing.partials + (size_t)(before + p) * size;
+    if (has_all_splits(t)) {
+        const int64_t before = kvc_slice_number(t) * plan->listing.most_splits; /* of other slices */
+        return t->workspace + plan->listing.partials + (size_t)(before + p) * size;
+    }
     return plan->partials + t->slice->partials + ((size_t)t->part * (size_t)t->slice->num_splits + (size_t)p) * size;
 }
 
@@ -379,26 +376,16 @@ static reader *first_of(reader *readers, int32_t num) {
     return first;
 }
 
-/* Attends to the rows of readers.  Goes through their tiles in the order of rows, so that rows that several of them
- * read come from memory once.  Returns 0 if the call was cancelled. */
+/* Attends to the rows of readers.  Goes through the tiles of several in the order of rows, so that rows that several of
+ * them read come from memory once.  Returns 0 if the call was cancelled. */
 static int attend_listed(reader *readers, int32_t num) {
-    kvc_tile tiles[2], *current = tiles, *next = tiles + 1;
-    const reader *taken = NULL; /* whose next tile `next` is, and ... */
-    kvc_cursor behind = {0};    /* the rows behind that */
     for (reader *r; (r = first_of(readers, num));) {
-        const kvc_visible common = kvc_visible_to_all(&r->t);
-        if (kvc_is_cancelled(r->t.call)) return 0;
-        if (taken == r) {
-            kvc_tile *const done = current;
-            current = next;
-            next = done;
-            r->rows = behind;
-        } else
-            kvc_next_tile(current, &r->rows);
-        behind = r->rows.num_rows ? r->rows : r->next_split;
-        if (current->n) attend_tile(&r->t, &common, current, next, &behind);
-        taken = current->n ? r : NULL;
-        if (!r->rows.num_rows) close_split(r);
+        const int64_t left = r->rows.num_rows, n = num > 1 ? kvc_smaller(left, r->rows.frame_rows) : left;
+        kvc_cursor rows = r->rows;
+        rows.num_rows = n;
+        r->rows = kvc_cursor_from(r->t.call, r->t.slice, r->t.part, rows.segment, rows.offset + n, left - n);
+        if (!attend_rows(&r->t, rows, left > n ? r->rows : r->next_split)) return 0;
+        if (left == n) close_split(r);
     }
     return 1;
 }
