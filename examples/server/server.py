@@ -163,7 +163,7 @@ class Server:
         return self.served.tokens_of(prompt) if isinstance(prompt, str) else prompt
 
     def stop(self) -> None:
-        """End all requests, after the step that runs, and begin no more; those of half a body, too."""
+        """End all requests after the step that runs, also requests of half a body, and begin no more."""
         self.is_stopping = True
         for reader in self.readers:
             reader.cancel()

@@ -324,7 +324,7 @@ typedef struct reader {
     int32_t split, end; /* the splits that are left */
     int32_t keeps;      /* whether there are several, whose results are kept */
     int64_t split_rows;
-    kvc_cursor rows, next_split; /* what is left of this split; the one behind it */
+    kvc_cursor rows, next_split; /* rows that are left of this split; rows of the next one */
 } reader;
 
 /* Lists the rows of split p: none behind the last one.  There is room for two lists of each slice, because the rows of
@@ -401,8 +401,8 @@ static int attend_chosen(kvc_task *t) {
 /* Scores sketches, or attends in a slice that reads all rows. */
 static int begin_selecting(kvc_task *t) { return t->slice->selects ? kvc_score_sketches(t) : attend_splits(t); }
 
-/* The last task to end of a slice and KV head selects rows, and attends to them.  If a task has several slices, it is
- * the only one of each. */
+/* The last task to end of a slice and KV head selects rows, and attends to them.  A slice that shares its task with
+ * others has no other task. */
 static void end_selecting(const kvc_task *t) {
     const kvc_call *c = t->call;
     reader readers[KVC_SELECTING_QUERIES];

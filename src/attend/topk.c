@@ -5,8 +5,8 @@
  * pass in order then takes each entry with a larger key, and as many entries with that very key as are still missing.
  * So there is no sort, and time does not depend on how scores are distributed.
  *
- * Where few of many entries are chosen, a sample of keys tells a bound that somewhat more entries reach.  One pass
- * lists these candidates, and the rest looks at them alone.
+ * If few of many entries are chosen, a sample of keys gives a bound.  Somewhat more entries than are chosen reach it.
+ * One pass lists these candidates, and all further passes look at the candidates alone.
  */
 #include "attend/topk.h"
 
@@ -80,8 +80,7 @@ static threshold find_threshold(const pool *of, int64_t most, int num_digits) {
         shift -= BITS[step];
         for (int r = 0; r < 2; r++)
             if (step == 0)
-                count_digits(counts, p.keys, p.ranges[r], 32 - DIGIT_BITS, DIGIT_BITS,
-                             0); /* numbers that are constant */
+                count_digits(counts, p.keys, p.ranges[r], 32 - DIGIT_BITS, DIGIT_BITS, 0); /* by constants: faster */
             else
                 count_digits(counts, p.keys, p.ranges[r], shift, BITS[step], prefix);
         uint32_t digit = (1u << BITS[step]) - 1;
@@ -105,7 +104,8 @@ static uint32_t guess_bound(const pool *p, int64_t most, int64_t size) {
     return find_threshold(&sample, wanted, 1).least;
 }
 
-/* Makes of a pool one of fewer than KVC_FEW_KEYS entries, with the `most` best; unless a sample does not tell which. */
+/* Narrows a pool to fewer than KVC_FEW_KEYS entries, with the `most` best among them.  The pool stays as it is if the
+ * sample gives no bound, or a wrong one. */
 static void narrow(pool *p, int64_t most, uint32_t keys[KVC_FEW_KEYS], int32_t ids[KVC_FEW_KEYS]) {
     const int64_t size = p->ranges[0].end - p->ranges[0].begin + p->ranges[1].end - p->ranges[1].begin;
     const uint32_t bound = guess_bound(p, most, size);
