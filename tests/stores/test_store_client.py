@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import weakref
 
 import hypothesis
@@ -336,31 +337,40 @@ def test_a_store_that_hangs_is_left_alone_and_nobody_waits_for_it(make):
 
 
 def test_time_outs_of_a_store_that_is_busy_for_others_are_no_failures(make, monkeypatch):
+    now, patience, is_over = 0.0, 8.0, False
+    for module in (reader, worker):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(reader, "NUM_THREADS", 1)
     goes_on = threading.Semaphore(0)
-    store = Faulty(lambda verb, key: goes_on.acquire(timeout=LONG), {str(i): b"rows" for i in range(10)})
+    store = Faulty(lambda verb, key: goes_on.acquire(timeout=LONG), {"a": b"rows"})
     client = make(store)
-    thread = threading.Thread(target=lambda: client.get_many(map(str, range(10)), LONG, patience=0.001))
-    thread.start()
-    until(lambda: store.calls)
-    before = 0
+    shared = client._shared.reader
+    changed, wait_for = shared.worker.changed, shared.worker.changed.wait_for
 
-    def has_answered_another():  # since this was asked first, in the middle of the call
-        nonlocal before
-        if before is None:
-            before = client._shared.reader.answers
-            goes_on.release()
-        return client._shared.reader.answers > before
+    def wait(condition, timeout):
+        if timeout != patience:  # a thread of the store's
+            return wait_for(condition, timeout)
+        assert wait_for(lambda: is_over, LONG)
+        return condition()
 
-    for i in range(2 * worker.MAX_FAILURES):
-        before = None
-        with monkeypatch.context() as patch:
-            patch.setattr(client._shared.reader.worker.changed, "wait_for", for_caller(client, has_answered_another))
-            assert client.get_many([f"x{i}"], 0.001) == {}
-        assert client.stats.reading
-    assert client.stats.timeouts == 2 * worker.MAX_FAILURES
-    goes_on.release(100)
-    thread.join(LONG)
+    monkeypatch.setattr(changed, "wait_for", wait)
+    callers = [threading.Thread(target=client.get_many, args=(key, patience)) for key in "axyz"]
+    for caller in callers:
+        caller.start()
+        until(lambda: store.calls)
+    until(lambda: len(shared.worker.queue) == worker.MAX_FAILURES)
+    now = patience / 2
+    goes_on.release()
+    until(lambda: shared.answers)
+    now = patience * 2
+    with shared.lock:
+        is_over = True
+        changed.notify_all()
+    for caller in callers:
+        caller.join(LONG)
+    assert client.stats.timeouts == worker.MAX_FAILURES
+    assert client.stats.reading
+    goes_on.release(worker.MAX_FAILURES)
 
 
 def test_a_full_store_still_reads(make, monkeypatch):
