@@ -94,7 +94,7 @@ class EditableBatch(PrefixedBatch):
         if self._recurrent.crop(seen, narrowed):
             passes.has_dropped = False
         self.text = None if self.text is None else self.text[:, :seen]
-        self.aheads = {column: ahead for column, ahead in self.aheads.items() if column <= seen}
+        self.ahead = None if self.ahead is None or not seen else self.ahead[:, :seen]
         if passes.prompts is not None and seen < before:
             if self.begins_behind(seen):
                 passes.prompts = None  # what comes now may have other padding
@@ -125,5 +125,5 @@ class EditableBatch(PrefixedBatch):
         batch_indices = indices_of(indices, name, num_rows)
         self._passes.select(batch_indices)
         self.text, self.has_moved_rows = None if self.text is None else self.text[batch_indices], True
-        self.aheads = {column: ahead[batch_indices] for column, ahead in self.aheads.items()}
+        self.ahead = None if self.ahead is None else self.ahead[batch_indices]
         self._recurrent.select(batch_indices)

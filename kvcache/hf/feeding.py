@@ -28,7 +28,9 @@ class FedBatch(Cache):
     text: torch.Tensor | None  # what `generate` told of each sequence: its tokens, or a digest of an encoder's rows
     has_moved_rows: bool  # since `generate` told them
     next_positions: torch.Tensor | None  # of what `generate` makes, [axes, batch, 1]; None: usual ones
-    aheads: dict[int, torch.Tensor]  # by column: how far the positions before it are ahead, behind images, [batch, 1]
+    # How far the position behind a column is ahead of the column's own, behind images, [batch, columns]; later columns
+    # are like the last. None: unknown, or the model counts once.
+    ahead: torch.Tensor | None
     follows_from_others: bool  # whether rows follow from images or the like as well
 
     _cache: KVCache
@@ -40,8 +42,7 @@ class FedBatch(Cache):
     _recurrent: Recurrent
 
     def _forget_text(self) -> None:
-        self.text = self.next_positions = None
-        self.aheads = {}
+        self.text = self.next_positions = self.ahead = None
         self.has_moved_rows = self.follows_from_others = False
 
     def update(

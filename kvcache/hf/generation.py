@@ -26,7 +26,7 @@ from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.images import features_between, images_of
 from kvcache.hf.pieces import PieceByPiece
 from kvcache.hf.texts import begin_source, begin_text, check_longer, end_text, leave_text
-from kvcache.hf.told import CACHE, FEATURES, has_others
+from kvcache.hf.told import CACHE, FEATURES, TYPES, has_others, widened
 from kvcache.prefix import PrefixCache
 from kvcache.warning import warn
 
@@ -255,20 +255,21 @@ def _count_positions(model: Any, input_ids: torch.Tensor, num_beams: int, model_
 def _go_on_counting(cache: HFCache, input_ids: torch.Tensor, model_kwargs: dict[str, Any], is_free: bool) -> None:
     """Have a text go on from the image in its own cache, and note how far its positions are ahead.
 
-    A model that counts height and width counts on from the last image that it was shown, also in another cache. It then
-    gives one axis of positions, otherwise several. If its user gave positions (`is_free` False), they stay.
+    A model that counts height and width counts on from the last image that it was shown, also in another cache. If it
+    was shown none, it counts as without images. An image that comes now is counted right. If its user gave positions
+    (`is_free` False), they stay.
     """
-    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    positions, mask, types = (model_kwargs.get(name) for name in ("position_ids", "attention_mask", TYPES))
     if positions is None or positions.ndim != 3:
         return
     shown = torch.ones_like(input_ids) if mask is None else mask.long()
     usual = (shown.cumsum(1) - 1).masked_fill(shown == 0, 0)
-    known = next(reversed(cache.aheads.values()), None)
-    if is_free and known is not None and len(positions) == 1:
-        model_kwargs["position_ids"] = positions = (usual + known)[None]
-    ahead = positions[-1, :, -1:] - usual[:, -1:]
-    if known is None or not torch.equal(known, ahead):
-        cache.aheads = {**cache.aheads, input_ids.shape[1]: ahead}  # which copies of the cache share
+    seen = cache.get_seq_length()
+    known = widened(cache.ahead, seen) if seen and cache.ahead is not None else None
+    if is_free and known is not None and not (types is not None and types[:, seen:].any()):
+        model_kwargs["position_ids"] = positions = (usual + known[:, -1:]).expand(len(positions), -1, -1)
+    ahead = positions[-3:, :, -usual.shape[1] :].amax(0) - usual
+    cache.ahead = ahead if known is None else torch.cat([known, ahead[:, seen:]], 1)  # which copies of the cache share
 
 
 def _text_cache(cache: Any) -> HFCache | None:

@@ -60,6 +60,11 @@ def at_positions(tokens: torch.Tensor, positions: torch.Tensor, usual: torch.Ten
     return torch.where(is_usual | (tokens == NONE), tokens, named)
 
 
+def widened(ahead: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """Return how far positions are ahead, ``[batch, columns]``, of so many columns: further ones are like the last."""
+    return torch.cat([ahead, ahead[:, -1:].expand(-1, max(0, num_columns - ahead.shape[1]))], 1)[:, :num_columns]
+
+
 def tokens_fed(
     inputs: Mapping[str, Any],
     leading: Sequence[int],

@@ -1,5 +1,7 @@
 """Models of images that count positions thrice (Qwen2-VL): for a text alone, all three are its columns."""
 
+import itertools
+
 import pytest
 
 import kvcache
@@ -20,14 +22,33 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 EYES = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 1, "patch_size": 4}
 
 
-@pytest.fixture(scope="module")
-def model():
-    text = BASE | {"num_hidden_layers": 2, "rope_parameters": ROPE}
-    fields = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
-    config = transformers.Qwen2VLConfig(text_config=text, vision_config=EYES, **fields)
+TEXT = BASE | {"num_hidden_layers": 2, "rope_parameters": ROPE}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+          "linear_key_head_dim": 16, "linear_value_head_dim": 16}  # fmt: skip
+DEEP = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
+        "num_position_embeddings": 16}  # fmt: skip
+PLACES = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+
+
+class Stop(KeyboardInterrupt):
+    """Raised in the middle of a pass."""
+
+
+def model_for(config):
     made = make(config, transformers.AutoModelForImageTextToText)
     made.set_attn_implementation("kvcache")
     return made
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_for(transformers.Qwen2VLConfig(text_config=TEXT, vision_config=EYES, **PLACES))
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    rope = {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}}
+    return model_for(transformers.Qwen3_5Config(text_config=TEXT | rope | LINEAR, vision_config=DEEP, **PLACES))
 
 
 @pytest.fixture
@@ -55,11 +76,41 @@ def show_an_image(model):
     assert (model.model.rope_deltas < 0).all()
 
 
+def show_another(model, kind):
+    """Let the model see something else than "the same" image that it saw last; "nothing": as in another process."""
+    if kind == "nothing":
+        model.model.rope_deltas = None
+    elif kind == "an image":
+        show_an_image(model)
+        model.model.rope_deltas -= 3  # of another size
+    elif kind == "a text":
+        answer(model, HFCache(model.config, "f32"), text_of(1))
+
+
 def answer(model, cache, tokens, **options):
     """Return the logits of an answer, and the whole text."""
     options = {"output_logits": True, "return_dict_in_generate": True, **GREEDY, **options}
     got = model.generate(tokens, past_key_values=cache, **options)
     return torch.stack(got.logits), got.sequences
+
+
+def stop_in(model, layer, number):
+    """Have the call of this number of a layer, from 0 on, raise before it does anything; return the hook."""
+    calls = itertools.count()
+
+    def stop(*_):
+        if next(calls) == number:
+            raise Stop
+
+    return model.model.language_model.layers[layer].register_forward_pre_hook(stop)
+
+
+def check_next_turn(model, cache, more, image):
+    """Check the answer to a text whose image the cache holds, whatever image the model was shown last."""
+    types = {"mm_token_type_ids": (more == IMAGE).int()}
+    got, _ = answer(model, cache, more, **types)
+    want, _ = answer(model, HFCache(model.config, "f32"), more, **image | types)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
@@ -108,6 +159,34 @@ def test_conversations_take_turns(model):
             model.model.rope_deltas = behind
             torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
             texts[name] = torch.cat([told, tokens[:, :6]], 1), image
+
+
+@pytest.mark.parametrize("shown", ["the same", "a text", "an image", "nothing"])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_an_interrupted_turn_behind_an_image(hybrid, shown, number):
+    """The cache goes back to before the turn by itself. The image stands there, and the model may have seen others."""
+    text, image = with_image(text_of(1, 40))
+    cache = HFCache(hybrid.config, "f32")
+    _, first = answer(hybrid, cache, text, **image)
+    more = torch.cat([first, text_of(1, 6)], 1)
+    hook = stop_in(hybrid, 1, number)
+    with pytest.raises(Stop):
+        answer(hybrid, cache, more, mm_token_type_ids=(more == IMAGE).int())
+    hook.remove()
+    show_another(hybrid, shown)
+    check_next_turn(hybrid, cache, torch.cat([more, text_of(1, 5)], 1), image)
+
+
+def test_a_failed_piece_before_an_image(model):
+    """What the cache holds stands before the image, and so at its columns."""
+    text, image = with_image(text_of(1, 40))
+    cache = HFCache(model.config, "f32")
+    hook = stop_in(model, 0, 1)
+    with pytest.raises(Stop):
+        answer(model, cache, text, prefill_chunk_size=4, **image)
+    hook.remove()
+    assert cache.get_seq_length() == 4
+    check_next_turn(model, cache, torch.cat([text[:, :4], text_of(1, 9)], 1), {})
 
 
 def test_generate_behind_an_image_and_what_was_acquired(model, prefix):
