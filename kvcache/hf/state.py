@@ -23,12 +23,12 @@ from kvcache.arrays import Precision
 from kvcache.errors import NotSupportedError, StateFormatError, shown
 from kvcache.hf.passes import Passes
 from kvcache.hf.policies import SHAPE, check_config
-from kvcache.hf.told import NONE, UNKNOWN
+from kvcache.hf.told import NONE, UNKNOWN, widened
 from kvcache.layer import Layer, count
 from kvcache.models.states import read as read_sizes
 from kvcache.policy import CrossAttention, Policy
 from kvcache.prefix import PrefixCache
-from kvcache.state.saved import BATCH_VERSION, batch_of
+from kvcache.state.saved import BATCH_OF_IMAGES, BATCH_VERSION, batch_of
 
 STATE = Layer(1, 1024, v_head_dim=0, dtype="f32")  # whose rows have the bytes of recurrent states
 ROW_BYTES = 4 * STATE.head_dim
@@ -102,7 +102,7 @@ class SaveableBatch:
                 part._begin_anew()
             held = _tokens_of(part, tokens)
             [marker] = passes.new_ids(1)
-            held[marker] = [BATCH_VERSION, passes.num_seen, *passes.seq_ids]
+            held[marker] = _batch_tokens(part)
             sources.append((part._cache._core, [*passes.seq_ids, marker], held))
             tokens = None  # they are those of the first part, the decoder
             if part.recurrent:
@@ -175,6 +175,7 @@ class SaveableBatch:
             raise StateFormatError(f"{os.fspath(path)}: altered: the rows of the encoder are not those of the batch")
         for filler in fillers:
             filler.part._go_on_from(filler.seq_ids, filler.seen, filler.offsets, filler.text)
+            filler.part.ahead = torch.tensor(filler.ahead) if filler.ahead else None
         if behind == state.RECURRENT:
             try:
                 _restore_states(fillers[0], held, states[1], config)
@@ -205,6 +206,15 @@ def _states_to_save(part: Any) -> tuple[Any, list[int], dict[int, list[int]]]:
             batch.put(0, padded)
         held[row] = [part._passes.num_seen, len(one)]
     return cache._core, [*held], held
+
+
+def _batch_tokens(part: Any) -> list[int]:
+    """Return the tokens that say which sequences are the rows of a batch, and how far positions are ahead, if known."""
+    passes = part._passes
+    version, ahead = BATCH_VERSION, []
+    if part.ahead is not None and passes.num_seen:
+        version, ahead = BATCH_OF_IMAGES, widened(part.ahead, passes.num_seen).flatten().tolist()
+    return [version, passes.num_seen, *passes.seq_ids, *ahead]
 
 
 def _has_tokens(part: Any) -> bool:
@@ -278,10 +288,11 @@ class Filler:
         self.seq_ids: list[int] = []
         self.offsets: list[int] = []
         self.text: torch.Tensor | None = None
+        self.ahead: list[list[int]] = []
 
     def choose(self, saved: state.SavedState) -> dict[int, int]:
         """Return which sequences of a file are restored, and under which ids."""
-        self.seen, rows, lengths = _batch_of(saved)
+        self.seen, rows, lengths, self.ahead = _batch_of(saved)
         self.seq_ids = self.part._passes.new_ids(len(rows))
         self.part._passes.seq_ids = self.seq_ids  # which it clears in the end, also if an exception comes meanwhile
         has_tokens = _has_tokens(self.part)
@@ -338,10 +349,10 @@ def _check_shapes(cache: Any, path: state.StrPath, saved: Sequence[Layer]) -> No
     )
 
 
-def _batch_of(saved: state.SavedState) -> tuple[int, list[int], dict[int, int]]:
-    """Return the columns seen, the sequence of each row of the batch, and each sequence's length."""
+def _batch_of(saved: state.SavedState) -> tuple[int, list[int], dict[int, int], list[list[int]]]:
+    """Return the columns seen, the sequence of each row, each sequence's length, and how far positions are ahead."""
     batch = batch_of(saved)
     if batch is None:
         raise StateFormatError("no state of an HFCache: it does not say which sequence is which row of the batch")
-    marker, seen, rows = batch
-    return seen, rows, {one.seq_id: one.next_position for one in saved.sequences if one.seq_id != marker}
+    marker, seen, rows, ahead = batch
+    return seen, rows, {one.seq_id: one.next_position for one in saved.sequences if one.seq_id != marker}, ahead

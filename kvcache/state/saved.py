@@ -20,7 +20,8 @@ from kvcache.rope import Rope, RopeLike
 from kvcache.state.files import MAC_BYTES, Reader, StateFile, StrPath, open_state
 
 VERSION = 1  # the newest of the format
-BATCH_VERSION = 1  # of the tokens that say which sequences are the rows of a batch (docs/format.md)
+# Of the tokens that say which sequences are the rows of a batch (docs/format.md), and in the second, their positions.
+BATCH_VERSION, BATCH_OF_IMAGES = 1, 2
 BEGINNING = b'{"__metadata__":{"format":"kvcache",'  # of a header
 MOST_HEADER = 100_000_000  # bytes
 MOST_FIXED, MOST_OF_LAYER = 4096, 1280  # bytes of a header: of metadata and tables, and of the tensors of each layer
@@ -172,19 +173,23 @@ def inspect(path: StrPath, *, verify: bool = False) -> SavedState:
 # ---- reading the tables
 
 
-def batch_of(saved: SavedState) -> tuple[int, int, list[int]] | None:
+def batch_of(saved: SavedState) -> tuple[int, int, list[int], list[list[int]]] | None:
     """Return the batch that a file of `kvcache.hf` holds; None: it holds none.
 
-    These are the id of the sequence without rows that says so, the columns seen, and the sequence of each row.
+    These are the id of the sequence without rows that says so, the columns seen, the sequence of each row, and how far
+    positions are ahead behind each column of a row; none, if the file does not say it.
     """
     marker = next((one for one in saved.sequences if not any(one.num_rows) and len(one.tokens) >= 2), None)
     if marker is None:
         return None
-    version, seen, *rows = marker.tokens.tolist()
     lengths = {one.seq_id: one.next_position for one in saved.sequences if one is not marker}
-    if version != BATCH_VERSION or sorted(rows) != sorted(lengths) or seen < max(lengths.values(), default=0):
+    version, seen = marker.tokens[:2].tolist()
+    rows, ahead = (part.tolist() for part in np.split(marker.tokens[2:], [len(lengths)]))
+    if sorted(rows) != sorted(lengths) or seen < max(lengths.values(), default=0):
         return None
-    return marker.seq_id, seen, rows
+    if (version, len(ahead)) not in ((BATCH_VERSION, 0), (BATCH_OF_IMAGES, len(rows) * seen)):
+        return None
+    return marker.seq_id, seen, rows, [ahead[i : i + seen] for i in range(0, len(ahead), max(1, seen))]
 
 
 def check_sums(file: StateFile) -> None:

@@ -224,7 +224,9 @@ def test_bad_files_are_refused(tmp_path):
     ids = cache._passes.seq_ids
     cache._cache.save(tmp_path / "lies", [*ids, 90], tokens={90: [1, 3, *ids]})  # fewer columns than positions
     cache._cache.save(tmp_path / "other", [*ids, 90], tokens={90: [1, 99, ids[0], ids[0]]})
-    for name in ("plain", "lies", "other"):
+    cache._cache.save(tmp_path / "short", [*ids, 90], tokens={90: [2, 99, *ids, 0]})  # not a number for each column
+    cache._cache.save(tmp_path / "long", [*ids, 90], tokens={90: [1, 99, *ids, *[0] * 99 * len(ids)]})
+    for name in ("plain", "lies", "other", "short", "long"):
         with pytest.raises(StateFormatError, match=f"{name}: no state of an HFCache"):
             HFCache.load(model.config, tmp_path / name)
 

@@ -177,6 +177,34 @@ def test_an_interrupted_turn_behind_an_image(hybrid, shown, number):
     check_next_turn(hybrid, cache, torch.cat([more, text_of(1, 5)], 1), image)
 
 
+@pytest.mark.parametrize("shown", ["the same", "a text", "an image", "nothing"])
+@pytest.mark.parametrize("name", ["model", "hybrid"])
+def test_a_saved_cache_behind_an_image(request, tmp_path, name, shown):
+    """Another process goes on with it, whose model has not seen the image."""
+    model = request.getfixturevalue(name)
+    text, image = with_image(text_of(2, 40))
+    cache = HFCache(model.config, "f32")
+    _, first = answer(model, cache, text, **image)
+    cache.save(tmp_path / "chat")
+    show_another(model, shown)
+    loaded = HFCache.load(model.config, tmp_path / "chat")
+    check_next_turn(model, loaded, torch.cat([first, text_of(2, 6)], 1), image)
+
+
+def test_a_loaded_cache_that_is_cut(model, tmp_path):
+    """Within the text before its image, and behind the image."""
+    text, image = with_image(text_of(1, 40))
+    cache = HFCache(model.config, "f32")
+    answer(model, cache, text, **image)
+    cache.save(tmp_path / "chat")
+    for end in (3, 33):
+        show_another(model, "an image")
+        loaded = HFCache.load(model.config, tmp_path / "chat")
+        loaded.crop(end - loaded.get_seq_length())
+        more = torch.cat([text[:, :end], text_of(1, 7)], 1)
+        check_next_turn(model, loaded, more, image if end > 5 else {})
+
+
 def test_a_failed_piece_before_an_image(model):
     """What the cache holds stands before the image, and so at its columns."""
     text, image = with_image(text_of(1, 40))
