@@ -25,8 +25,8 @@ from kvcache.hf.enabling import arguments_of, has_kernels, make_cache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.images import features_between, images_of
 from kvcache.hf.pieces import PieceByPiece
-from kvcache.hf.texts import begin_source, begin_text, check_longer, end_text, leave_text
-from kvcache.hf.told import CACHE, FEATURES, TYPES, has_others, widened
+from kvcache.hf.texts import begin_anew, begin_source, begin_text, check_longer, end_text, leave_text
+from kvcache.hf.told import CACHE, FEATURES, TYPES, has_others, widened, without_images
 from kvcache.prefix import PrefixCache
 from kvcache.warning import warn
 
@@ -212,10 +212,12 @@ def _begin(
     if text_cache is not None:
         if not is_embedded and _is_whole(input_ids, mask, generation_config):
             held = text_cache.get_seq_length()
+            lacks_images = _lacks_images(text_cache, input_ids, model_kwargs)
             if feeds_all and not text_cache.is_acquired:
-                text_cache.reset()
+                begin_anew(text_cache, lacks_images)
             positions = _given_positions(model, model_kwargs)
-            begin_text(text_cache, input_ids, mask, positions, has_others(model_kwargs) and text_cache is cache)
+            others = has_others(model_kwargs) and text_cache is cache
+            begin_text(text_cache, input_ids, mask, positions, others, lacks_images)
             goes_on = text_cache.get_seq_length() == held and not text_cache.is_acquired
             if not goes_on and positions is None:
                 num_beams = max(generation_config.num_beams, generation_config.num_return_sequences)
@@ -227,6 +229,12 @@ def _begin(
                 check_longer(text_cache, length, "inputs_embeds", "that cannot be compared with embeddings")
             text_cache.text = None
     return generation_config
+
+
+def _lacks_images(cache: HFCache, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a text has tokens in the place of images or the like, and none is given."""
+    is_shown = bool(model_kwargs.get(FEATURES)) or has_others(without_images(model_kwargs))
+    return not is_shown and cache.has_places(input_ids)
 
 
 def _given_positions(model: Any, model_kwargs: dict[str, Any]) -> torch.Tensor | None:

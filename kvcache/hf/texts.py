@@ -22,6 +22,7 @@ def begin_text(
     mask: torch.Tensor | None,
     positions: torch.Tensor | None,
     follows_from_others: bool,
+    lacks_images: bool,
 ) -> None:
     """Cut a cache to the columns it shares with a text that `generate` is given as a whole, and note the text.
 
@@ -30,10 +31,11 @@ def begin_text(
     `positions` (`follows_from_others`): the cache does not know what else. If the text does not begin with the acquired
     prompts, forget all: its rows would get their names. Raise ``ValueError``, and change nothing, if the cache does not
     know its own tokens and the text is not longer. Raise it also if the number of rows differs, except for beams of the
-    same prompts. `positions` of None are the usual ones.
+    same prompts; or if the text would begin anew without its images. `positions` of None are the usual ones;
+    `lacks_images` says that the text has places of images, and no image is given.
     """
     if cache.has_lost_state:
-        _cut(cache, 0 if cache.text is None else cache.get_seq_length())
+        _cut(cache, 0 if cache.text is None else cache.get_seq_length(), lacks_images)
     if cache.goes_on_by_one_token and input_ids.shape[1] > cache.get_seq_length() + 1:
         cache.reset()
     seen, length = cache.get_seq_length(), input_ids.shape[1]
@@ -47,11 +49,12 @@ def begin_text(
         known = cache.text[:, :seen]
         num_common = _count_common(known, text)
         if length <= seen or num_common < known.shape[1]:
-            _cut(cache, 0 if follows_from_others or cache.follows_from_others else min(num_common, length - 1))
+            has_others = follows_from_others or cache.follows_from_others
+            _cut(cache, 0 if has_others else min(num_common, length - 1), lacks_images)
     elif not cache.is_acquired:
         check_longer(cache, length, "input_ids", "that it was not told")
     if not cache.is_begun_by(text, NONE):
-        cache.reset()
+        begin_anew(cache, lacks_images)
     cache.text, cache.has_moved_rows = text, False
     cache.next_positions = None if positions is None else positions[..., -1:] + 1
     cache.follows_from_others |= follows_from_others
@@ -172,10 +175,10 @@ def _count_common(known: torch.Tensor, text: torch.Tensor) -> int:
     return int(columns[0]) if len(columns) else n
 
 
-def _cut(cache: HFCache, length: int) -> None:
+def _cut(cache: HFCache, length: int, lacks_images: bool) -> None:
     """Keep the first tokens; none where a layer cannot go back to there, or their rows follow from what is cut off.
 
-    Recurrent layers go back to the last kept states before.
+    Recurrent layers go back to the last kept states before. If none is kept, this is `begin_anew`.
     """
     if cache.recurrent:
         length = cache.recurrent.last_kept(length)
@@ -185,4 +188,14 @@ def _cut(cache: HFCache, length: int) -> None:
             return
         except RowsGoneError:  # a window has moved on
             pass
+    begin_anew(cache, lacks_images)
+
+
+def begin_anew(cache: HFCache, lacks_images: bool) -> None:
+    """Forget all tokens; raise ValueError, and change nothing, if a text lacks images that the cache holds."""
+    if lacks_images and cache.follows_from_others and cache.get_seq_length():
+        raise ValueError(
+            "input_ids does not continue the text that the cache holds, or has to be fed once more, and has the tokens"
+            " of images that are not given: give the images of the whole text"
+        )
     cache.reset()

@@ -1,5 +1,6 @@
 """Models of images that count positions thrice (Qwen2-VL): for a text alone, all three are its columns."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -139,6 +140,29 @@ def test_a_text_goes_on_behind_its_image_which_is_not_shown_again(model):
     more = torch.cat([first, text_of(1, 6)], 1)
     types = {"mm_token_type_ids": (more == IMAGE).int()}
     got, _ = answer(model, cache, more, **types)
+    want, _ = answer(model, HFCache(model.config, "f32"), more, **image | types)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["edited", "shorter", "interrupted"])
+@pytest.mark.parametrize("name", ["model", "hybrid"])
+def test_a_text_whose_image_is_lacking(request, name, kind):
+    """The cache would feed it from its beginning, without the image. That is refused until the image is given."""
+    model = request.getfixturevalue(name)
+    text, image = with_image(text_of(1, 40))
+    cache = HFCache(model.config, "f32")
+    hook = stop_in(model, 0, 2 if kind == "interrupted" else -1)
+    with pytest.raises(Stop) if kind == "interrupted" else contextlib.nullcontext():
+        answer(model, cache, text, **image)
+    hook.remove()
+    more = text[:, :38] if kind == "shorter" else torch.cat([text[:, :35], text_of(1, 9)], 1)
+    held = cache.get_seq_length()
+    types = {"mm_token_type_ids": (more == IMAGE).int()}
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"input_ids.*of images.*give the images of the whole text"):
+            answer(model, cache, more, **types)
+        assert cache.get_seq_length() == held
+    got, _ = answer(model, cache, more, **image | types)
     want, _ = answer(model, HFCache(model.config, "f32"), more, **image | types)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
 
