@@ -241,7 +241,8 @@ def _tokens_of(input_ids: Any, vocab_size: int) -> torch.Tensor:
         raise ValueError(f"input_ids has the shape {[*ids.shape]}: one prompt of at least a token, [1, tokens]")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"input_ids has the type {ids.dtype}: integers are needed")
+    ids = ids.to("cpu", torch.long, copy=True)  # its user may write to it meanwhile
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
         raise ValueError(f"input_ids has the token {low if low < 0 else high}: tokens are from 0 to {vocab_size - 1}")
-    return ids.long().cpu()
+    return ids

@@ -9,6 +9,7 @@ import random
 import threading
 import time
 
+import numpy as np
 import pytest
 
 import kvcache
@@ -275,6 +276,18 @@ def test_iterating_streaming_and_asyncio(model):
         assert asyncio.run(take_both(engine)) == [want] * 3
         with held(engine), pytest.raises(TimeoutError, match=r"timeout=0\.01: the answer has 0 tokens, and goes on"):
             engine.submit(prompt).result(0.01)
+
+
+def test_the_prompt_is_its_own(model):
+    """Its user may write other tokens to the tensor or the array at once; any type of integer is taken."""
+    prompt, want = [5, 6, 7, 8], alone(model, [5, 6, 7, 8])
+    given = [torch.tensor([prompt]), np.array(prompt), np.array(prompt, np.uint16)]
+    with Engine(model, "f32", **ROOM) as engine:
+        with held(engine):
+            requests = [engine.submit(ids, max_new_tokens=8) for ids in given]
+            for ids in given:
+                ids[:] = 9
+        assert answers(requests) == [want] * 3
 
 
 def test_cancelled(model):
