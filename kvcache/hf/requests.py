@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -224,7 +225,7 @@ def _waker(loop: asyncio.AbstractEventLoop, changed: asyncio.Event) -> Callable[
     """Return a function that sets an event of a loop, from any thread; it does nothing once the loop is closed."""
 
     def wake() -> None:
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # which may close at any time, in its own thread
             loop.call_soon_threadsafe(changed.set)
 
     return wake

@@ -290,6 +290,34 @@ def test_the_prompt_is_its_own(model):
         assert answers(requests) == [want] * 3
 
 
+def test_an_event_loop_that_closes_meanwhile(model):
+    """Its task gets no more tokens. The request and others go on."""
+
+    class Closing(asyncio.SelectorEventLoop):
+        def is_closed(self):  # other threads ask just before it closes
+            return threading.current_thread() is threading.main_thread() and super().is_closed()
+
+    prompts = prompts_of([12, 5])
+    with Engine(model, "f32", **ROOM) as engine:
+        loop, reached, go_on = Closing(), threading.Event(), threading.Event()
+
+        def hold(ids, scores):
+            if ids.shape[1] > len(prompts[0]):
+                reached.set()
+                go_on.wait(LONG)
+            return scores
+
+        request = engine.submit(prompts[0], max_new_tokens=8, logits_processor=[hold])
+        iterator = aiter(request)
+        loop.run_until_complete(anext(iterator))
+        assert reached.wait(LONG)
+        other = engine.submit(prompts[1], max_new_tokens=8)
+        loop.close()
+        go_on.set()
+        assert answers([request, other]) == [alone(model, prompt) for prompt in prompts]
+        assert engine.is_alive
+
+
 def test_cancelled(model):
     """A cancelled request ends before its most tokens, and others go on; its rows can be evicted at once."""
     prompts = prompts_of([12, 20, 5])
