@@ -207,7 +207,6 @@ class Engine:
             self._changed.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-            atexit.unregister(self.close)
 
     def __enter__(self) -> Self:
         return self
@@ -245,6 +244,7 @@ class Engine:
             self._end(one, "error", RuntimeError(self._why_closed))
         if self._owns_cache:
             self.prefix.cache.close()
+        atexit.unregister(self.close)
 
     def _begin_step(self) -> bool:
         """Wait for requests, end cancelled ones, and begin new ones; return False to stop."""

@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import functools
+import gc
 import os
 import queue
 import random
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -514,6 +516,25 @@ def test_closed_from_within(model):
     assert "closed" in repr(engine.prefix.cache)
     with pytest.raises(RuntimeError, match="the engine is closed"):
         asked[0].result(LONG)
+
+
+def test_closed_from_within_it_is_not_kept(model):
+    """Nobody has to close it again: the end of the program forgets it."""
+
+    def close_one():
+        engine = Engine(model, "f32", **ROOM)
+
+        def close(ids, scores):
+            engine.close()
+            return scores
+
+        engine.submit([1], logits_processor=[close])
+        engine._thread.join(LONG)
+        return weakref.ref(engine)
+
+    kept = close_one()
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
