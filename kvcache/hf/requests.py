@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, SupportsIndex
 
 import torch
-from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StopStringCriteria
 
 from kvcache.arguments import INT64_MAX, integer
@@ -188,6 +188,10 @@ class Request:
         mask, config = options.get("attention_mask"), options.get("generation_config")
         if mask is not None and not isinstance(mask, torch.Tensor):
             raise TypeError(f"attention_mask is a {type(mask).__name__}: leave it out, as all tokens count")
+        if mask is not None and mask.shape != self._ids.shape:
+            raise ValueError(f"attention_mask has the shape {[*mask.shape]}: leave it out, as all tokens count")
+        if config is not None and not isinstance(config, GenerationConfig):
+            raise TypeError(f"generation_config is a {type(config).__name__}: give a GenerationConfig")
         if config is not None and config.stop_strings and options.get("stop_strings") is None:
             options |= {"generation_config": copy.copy(config), "stop_strings": config.stop_strings}
             options["generation_config"].stop_strings = None

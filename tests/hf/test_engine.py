@@ -442,6 +442,8 @@ def test_limits_and_the_end(model):
         ([1], {"past_key_values": 1}, NotSupportedError, "past_key_values: an engine does not generate so"),
         ([1], {"use_cache": False}, NotSupportedError, "use_cache: an engine does not generate so"),
         ([1], {"output_scores": True}, NotSupportedError, "output_scores: an engine does not generate so"),
+        ([1, 2], {"attention_mask": torch.ones(1, 3)}, ValueError, r"attention_mask has the shape \[1, 3\]"),
+        ([1], {"generation_config": {"max_new_tokens": 3}}, TypeError, "generation_config is a dict"),
         ([1, 97], {}, ValueError, "input_ids has the token 97: tokens are from 0 to 96"),
         ([-1], {}, ValueError, "input_ids has the token -1"),
         ([1], {"num_beams": 2}, NotSupportedError, "the mode 'beam_search'"),
