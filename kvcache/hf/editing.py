@@ -123,7 +123,13 @@ class EditableBatch(PrefixedBatch):
         if not num_rows:  # transformers' own caches ignore this as well
             return
         batch_indices = indices_of(indices, name, num_rows)
-        self._passes.select(batch_indices)
-        self.text, self.has_moved_rows = None if self.text is None else self.text[batch_indices], True
-        self.ahead = None if self.ahead is None else self.ahead[batch_indices]
-        self._recurrent.select(batch_indices)
+        before = self._passes.seq_ids
+        try:
+            self._passes.select(batch_indices)
+            self.text, self.has_moved_rows = None if self.text is None else self.text[batch_indices], True
+            self.ahead = None if self.ahead is None else self.ahead[batch_indices]
+            self._recurrent.select(batch_indices)
+        except BaseException:
+            if self._passes.seq_ids is not before:  # an interrupt came halfway
+                self.reset()
+            raise

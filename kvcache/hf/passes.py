@@ -166,23 +166,31 @@ class Passes:
         return [self.turns.new_id() for _ in range(count)]
 
     def select(self, batch_indices: list[int]) -> None:
-        """Make a batch of the sequences at these indices; fork a sequence whose index occurs more than once."""
+        """Make a batch of the sequences at these indices; fork a sequence whose index occurs more than once.
+
+        If it fails, nothing has changed, and `seq_ids` is the same list. After an interrupt behind the forks it is
+        another one, of all sequences, so that they can be cleared.
+        """
+        before = self.seq_ids
         selected: list[int] = []
-        forked: list[int] = []
+        forked: dict[int, int] = {}  # which sequence each goes on from
+        for source in (before[i] for i in batch_indices):
+            if source not in selected:
+                selected.append(source)
+                continue
+            [seq_id] = self.new_ids(1)
+            forked[seq_id] = source
+            selected.append(seq_id)
         try:
-            for source in (self.seq_ids[i] for i in batch_indices):
-                if source not in selected:
-                    selected.append(source)
-                    continue
-                [seq_id] = self.new_ids(1)
-                forked.append(seq_id)
+            self.seq_ids = [*before, *forked]
+            for seq_id, source in forked.items():
                 self._fork(source, seq_id)
-                selected.append(seq_id)
         except BaseException:
             for seq_id in forked:
                 self.cache.clear(seq_id)
+            self.seq_ids = before
             raise
-        dropped = set(self.seq_ids) - set(selected)
+        dropped = set(before) - set(selected)
         for seq_id in dropped:
             self.cache.clear(seq_id)
         self._forget_queries(dropped)

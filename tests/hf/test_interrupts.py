@@ -122,3 +122,44 @@ def test_crop_is_done_or_not_done(name, left, is_open):
             if not is_reached:
                 break
     assert number > 20
+
+
+@pytest.mark.parametrize("with_prefix", [False, True])
+@pytest.mark.parametrize(
+    "name", ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3_next"))]
+)
+def test_rows_move_or_stay_or_are_forgotten(name, with_prefix):
+    """Wherever beams are interrupted on their way, the rows, the states and the prompts are of the same texts."""
+    model = model_of(name)
+    model.set_attn_implementation("kvcache")
+    tokens, new, beams = random_tokens(3, 20), random_tokens(3, 4, seed=7), [2, 2, 0]
+    state_bytes = HFCache.state_bytes(model)
+    more = {"state_bytes": state_bytes} if state_bytes else {}
+    found = set()
+    with torch.no_grad():
+        wanted = {}
+        for way, text in (("stay", tokens), ("move", tokens[beams])):
+            wanted[way] = model(torch.cat([text, new], 1)).logits[:, -1]
+        for number in itertools.count(1):
+            memory = HFCache.make_kv_cache(model.config, "f32", block_size=16)
+            prefix = PrefixCache(memory, fingerprint="a model", **more) if with_prefix else None
+            cache = HFCache(model.config, "f32", prefix=prefix)
+            if with_prefix:
+                cache.acquire(tokens)
+            model(tokens, past_key_values=cache)
+            is_reached, _ = interrupt(number, lambda: cache.reorder_cache(torch.tensor(beams)))  # noqa: B023 - as above
+            held = cache.get_seq_length()
+            if held:
+                got = model(new, past_key_values=cache).logits[:, -1]
+                ways = [way for way, want in wanted.items() if (got - want).abs().max() < 1e-3 * want.abs().max()]
+                assert (held, len(ways)) == (20, 1), number
+                found.update(ways)
+            else:
+                found.add("forgotten")
+            rows = cache._cache
+            cache.reset()
+            assert rows.sequences == [], number
+            rows.validate()
+            if not is_reached:
+                break
+    assert found == {"stay", "move", "forgotten"}
