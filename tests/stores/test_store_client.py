@@ -14,7 +14,7 @@ import weakref
 import hypothesis
 import pytest
 from hypothesis import strategies as st
-from support.faulty_stores import Blocking, Bulk, Faulty, raising, sleeping
+from support.faulty_stores import Blocking, Bulk, Faulty, for_caller, raising, sleeping
 from support.servers import until
 
 from kvcache.stores import DirectoryStore, calls, reader, worker, writer
@@ -120,11 +120,10 @@ def test_a_store_that_can_say_hands_out_no_more_than_a_value_may_have(make):
 def test_a_slow_store_takes_no_longer_than_allowed(make):
     store = Blocking(items={"a": b"rows"})
     client = make(store)
-    begin = time.monotonic()
     assert client.get_many("a", timeout=0.05) == {}
     for i in range(100):
         put(client, f"key {i}")
-    assert time.monotonic() - begin < LONG / 2  # bounded by the time-out, not by the store
+    assert not store.num_ended, "something waited for the store"
     assert client.stats.timeouts == 1
     store.released.set()
 
@@ -152,23 +151,6 @@ def test_what_nobody_waits_for_is_not_read(make):
     store.released.set()
     until(lambda: client._shared.reader.worker.is_idle)
     assert store.calls == [("get", "a")]
-
-
-def for_caller(client, is_time):
-    """What to put in place of a client's `wait_for`: this thread's time is up when this is true, however late."""
-    changed, caller = client._shared.reader.worker.changed, threading.current_thread()
-    wait_for = changed.wait_for
-
-    def wait(condition, timeout):
-        if threading.current_thread() is not caller:
-            return wait_for(condition, timeout)
-        deadline = time.monotonic() + LONG
-        while not is_time():
-            assert time.monotonic() < deadline, "it never happened"
-            changed.wait(max(timeout, 0.005))
-        return condition()
-
-    return wait
 
 
 @pytest.mark.parametrize("timeout", [0, -1])
@@ -324,11 +306,12 @@ def test_a_store_that_hangs_is_left_alone_and_nobody_waits_for_it(make):
     for _ in range(worker.MAX_FAILURES):
         client.get_many("a", timeout=0.02)
     assert not client.stats.reading
+    num_timeouts = client.stats.timeouts
     time.sleep(0.1)  # a probe would be due, but the store has not even answered what it was asked
-    begin = time.monotonic()
     for _ in range(1000):
         assert client.get_many("a", timeout=LONG) == {}
-    assert time.monotonic() - begin < LONG / 2
+    assert not store.num_ended, "somebody waited"
+    assert client.stats.timeouts == num_timeouts, "somebody waited"
     assert len(store.calls) == 1
     queue = client._shared.reader.worker.queue
     assert all(read.is_done for read in queue), "a probe would be late by the time it is made"
@@ -640,7 +623,7 @@ def test_a_child_begins_anew(make):
         child = os.fork()
         if child == 0:
             store.fault = lambda verb, key: None
-            ok = client.get_many("a", 10) == {"a": b"rows"} and put(client, "d") and client.flush(10)
+            ok = client.get_many("a", LONG) == {"a": b"rows"} and put(client, "d") and client.flush(LONG)
             os._exit(0 if ok and {*store.items_} == {"a", "d"} else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     store.released.set()
