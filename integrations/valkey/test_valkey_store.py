@@ -1,11 +1,11 @@
 """integrations/valkey: a store in C on a real server, which shares its values with Python's ValkeyStore."""
 
+import contextlib
 import ctypes
 import hashlib
 import shutil
 import subprocess
 import threading
-import time
 
 import pytest
 from support import c_stores, servers
@@ -102,13 +102,18 @@ def output_of(server):
 
 def test_a_value_that_is_read_lives_on(open_store, server):
     """Unread values stay for the asked time; values of another prefix and database are not seen."""
-    store = open_store(server.port, ttl_ms=1000, prefix=b"own:", database=3)
-    store.write(NAMES[0], b"a value")
-    store.write(NAMES[1], b"a value")
-    begin = time.monotonic()
-    while time.monotonic() < begin + 2.5:
-        assert store.read(NAMES[0], 100) == b"a value"
-        time.sleep(0.1)
+    store = open_store(server.port, ttl_ms=1_000_000, prefix=b"own:", database=3)
+    direct = servers.need().Valkey(port=server.port, db=3)
+    for name in NAMES[:2]:
+        store.write(name, b"a value")
+    keys = sorted(direct.keys())
+    for key in keys:
+        assert 500_000 < direct.pttl(key) <= 1_000_000
+        direct.pexpire(key, 500_000)
+    assert store.read(NAMES[0], 100) == b"a value"
+    assert sorted(direct.pttl(key) > 500_000 for key in keys) == [False, True]
+    open_store(server.port, ttl_ms=1, prefix=b"own:", database=3).write(NAMES[1], b"a value")
+    servers.until(lambda: len(direct.keys()) == 1)
     assert store.read(NAMES[1], 100) is None
     assert open_store(server.port, prefix=b"own:").read(NAMES[0], 100) is None
     assert open_store(server.port, database=3).read(NAMES[0], 100) is None
@@ -139,22 +144,27 @@ def test_threads(open_store, server):
 def test_a_server_that_is_gone_stopped_or_full(open_store, tmp_path):
     """Each call fails, and the first one after it has come back does not: no signal, no answer of an earlier call."""
     with servers.Server(tmp_path / "own") as server:
-        store, patient = open_store(server.port, timeout_ms=200), open_store(server.port)
+        store, hurried = open_store(server.port), open_store(server.port, timeout_ms=200)
         store.write(NAMES[0], b"a value")
+
+        def reads_nothing():
+            with contextlib.suppress(c_stores.StoreError):  # if this took long
+                assert hurried.read(NAMES[1], 100) is None
+                return True
+
         server.kill()
         for _ in range(3):
             with pytest.raises(c_stores.StoreError, match=f"the server 127.0.0.1:{server.port}: "):
                 store.write(NAMES[0], b"a value" * 100_000)
         server.start()
         store.write(NAMES[0], b"a value")
+        servers.until(reads_nothing)
         server.stop()
-        begin = time.monotonic()
         with pytest.raises(c_stores.StoreError, match="it took longer than timeout_ms"):
-            store.read(NAMES[0], 100)
-        assert time.monotonic() - begin < servers.LONG
+            hurried.read(NAMES[0], 100)
         server.go_on()
-        assert patient.read(NAMES[0], 100) == b"a value"
-        assert store.read(NAMES[1], 100) is None
+        assert store.read(NAMES[0], 100) == b"a value"
+        servers.until(reads_nothing)
         assert server.ask(b"CONFIG SET maxmemory 1") == b"+OK\r\n"
         with pytest.raises(c_stores.StoreError, match="OOM"):
             store.write(NAMES[1], b"a value")
@@ -185,7 +195,7 @@ def test_it_reads_what_a_prefix_cache_wrote(open_store, server):
     from support.prefixes import make_cache, serve
 
     cache, url = make_cache(), server.url
-    prefix = kvcache.PrefixCache(cache, fingerprint="a model", store=ValkeyStore(url, prefix="blocks:"), timeout=10)
+    prefix = kvcache.PrefixCache(cache, fingerprint="a model", store=ValkeyStore(url, prefix="blocks:"), timeout=60)
     serve(prefix, cache, list(range(100)))
     assert prefix.close()
     python, ours = ValkeyStore(url, prefix="blocks:"), open_store(server.port, prefix=b"blocks:")
