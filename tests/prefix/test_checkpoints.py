@@ -14,7 +14,7 @@ PROMPT = list(range(100))
 
 def make(**options: Any) -> tuple[kvcache.KVCache, kvcache.PrefixCache]:
     cache = make_cache()
-    return cache, kvcache.PrefixCache(cache, fingerprint="a model", state_bytes=100, **options)
+    return cache, kvcache.PrefixCache(cache, fingerprint="a model", state_bytes=100, timeout=60, **options)
 
 
 def serve(cache: kvcache.KVCache, prefix: kvcache.PrefixCache, positions: list[int]) -> int:

@@ -32,7 +32,7 @@ def make(folder, salt, secret):
     cache = make_cache()
     store = DirectoryStore(folder)
     return cache, kvcache.PrefixCache(
-        cache, fingerprint="a model", store=store, salt=salt, secret=secret or None, timeout=10
+        cache, fingerprint="a model", store=store, salt=salt, secret=secret or None, timeout=60
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support import servers, values
-from support.faulty_stores import Faulty
+from support.faulty_stores import Blocking, Faulty
 from support.prefixes import BLOCK, check_rows, feed, make_cache, serve
 
 import kvcache
@@ -22,6 +22,7 @@ from kvcache.prefix.watch import value_of
 from kvcache.stores import client, worker
 
 PROMPT = list(range(100))
+LONG = 30  # seconds within which anything that should happen has happened
 
 
 def make(store, kind="full", **arguments):
@@ -29,13 +30,13 @@ def make(store, kind="full", **arguments):
     names = ("salt", "fingerprint", "secret", "timeout")
     own = {name: arguments.pop(name) for name in names if name in arguments}
     cache = make_cache(kind, **arguments)
-    return cache, kvcache.PrefixCache(cache, store=store, **{"fingerprint": "a model", "timeout": 10, **own})
+    return cache, kvcache.PrefixCache(cache, store=store, **{"fingerprint": "a model", "timeout": LONG, **own})
 
 
 def fill(store, kind="full", prompt=PROMPT, **arguments):
     cache, prefix = make(store, kind, **arguments)
     serve(prefix, cache, prompt)
-    assert prefix.close()
+    assert prefix.close(LONG)
 
 
 VALUES = Path(__file__).with_name("values-1.json")  # by case, keys and values in base64; never written anew
@@ -93,11 +94,11 @@ def test_values_that_lie(secret):
         store[keys[0]] = value
         cache, prefix = make(store, secret=secret)
         assert prefix.acquire(PROMPT)[1] == 0
-        assert prefix.flush(10)
+        assert prefix.flush(LONG)
         assert prefix.stats.store.corrupt == 1
         assert keys[0] not in store
         serve(prefix, cache, PROMPT)
-        assert prefix.flush(10)
+        assert prefix.flush(LONG)
         assert store[keys[0]] == good
 
 
@@ -108,12 +109,12 @@ def test_a_value_without_some_layers_of_a_group(second):
 
     def make():
         cache = kvcache.KVCache(3, 1, 2, None, policy=policy, max_sequences=None, block_size=BLOCK, dtype="f32")
-        return cache, kvcache.PrefixCache(cache, store=store, fingerprint="a model", timeout=10)
+        return cache, kvcache.PrefixCache(cache, store=store, fingerprint="a model", timeout=LONG)
 
     store = {}
     cache, prefix = make()
     serve(prefix, cache, PROMPT)
-    assert prefix.close()
+    assert prefix.close(LONG)
     cache, prefix = make()
     key, size = next(iter(store)), 2 * BLOCK * 8
     del store[list(store)[1]]
@@ -122,7 +123,7 @@ def test_a_value_without_some_layers_of_a_group(second):
         store[key] = values.pack(key, values.digest_of(prefix), payload)
         cache.clear(prefix.acquire(PROMPT)[0])
         assert cache.stats()["retained"] == is_taken, flags
-        assert prefix.flush(10)
+        assert prefix.flush(LONG)
         prefix.clear()
     cache.validate()
 
@@ -137,22 +138,6 @@ def test_a_directory(tmp_path):
     assert serve(prefix, cache, list(range(200))) == 0
 
 
-class Slow(dict):
-    """A store that takes its time."""
-
-    def __init__(self, seconds):
-        super().__init__()
-        self.seconds = seconds
-
-    def __getitem__(self, key):
-        time.sleep(self.seconds)
-        return super().__getitem__(key)
-
-    def __setitem__(self, key, value):
-        time.sleep(self.seconds)
-        super().__setitem__(key, value)
-
-
 class Broken(dict):
     def __getitem__(self, key):
         raise OSError("the network is down")
@@ -160,16 +145,16 @@ class Broken(dict):
     __setitem__ = __delitem__ = __contains__ = __getitem__
 
 
-@pytest.mark.parametrize("store", [Slow(30), Broken()], ids=["slow", "broken"])
+@pytest.mark.parametrize("kind", [Blocking, Broken])
 @pytest.mark.filterwarnings("ignore")
-def test_a_store_that_fails(store):
-    """Requests wait no longer than they say, and are right."""
+def test_a_store_that_fails(kind):
+    """Requests do not wait for it, and are right."""
+    store = kind()
     cache, prefix = make(store, timeout=0.2)
-    begin = time.monotonic()
     for i in range(20):
         prompt = [1000 * (i % 3) + j for j in range(100)]
         assert serve(prefix, cache, prompt) == (0 if i < 3 else 99)
-    assert time.monotonic() - begin < 20
+    assert kind is Broken or not store.num_ended, "a request waited for the store"
     cache.validate()
     assert not prefix.flush(timeout=0.1)
     assert not prefix.close(timeout=0.1)
@@ -179,16 +164,16 @@ def test_a_store_that_fails(store):
 def test_flush_and_close_say_whether_the_store_took_everything():
     store = Broken()
     cache, prefix = make(store)
-    assert prefix.flush(10), "nothing was to be written"
+    assert prefix.flush(LONG), "nothing was to be written"
     serve(prefix, cache, PROMPT)
-    assert not prefix.flush(10)
-    assert not prefix.flush(10), "what was dropped is still not there"
+    assert not prefix.flush(LONG)
+    assert not prefix.flush(LONG), "what was dropped is still not there"
     assert not prefix.close()
     assert prefix.stats.store.dropped == 6
     cache, prefix = make({})
     serve(prefix, cache, PROMPT)
     assert prefix.flush(math.inf)
-    assert prefix.close()
+    assert prefix.close(LONG)
     assert prefix.stats.store.written == 6
     assert kvcache.PrefixCache(cache, fingerprint="a model").close(), "there is no store"
 
@@ -201,7 +186,7 @@ def test_blocks_of_which_windows_have_lost_rows_are_not_missed(length):
     seq_id, prompt = prefix.new_sequence(), range(length)
     feed(cache, seq_id, prompt, 0, length)
     prefix.release(seq_id, prompt)
-    assert prefix.flush(10)
+    assert prefix.flush(LONG)
     assert prefix.stats.store.dropped == 0
     assert 0 < len(store) < length // BLOCK
     assert prefix.lookup(prompt) == length
@@ -212,8 +197,8 @@ def test_a_server_that_is_not_there():
     pytest.importorskip("valkey")
     cache, prefix = make(stores.open(f"valkey://localhost:{servers.free_port()}/0"))
     serve(prefix, cache, PROMPT)
-    assert not prefix.flush(20)
-    assert not prefix.close(20)
+    assert not prefix.flush(LONG)
+    assert not prefix.close(LONG)
     assert (prefix.stats.store.dropped, prefix.stats.store.written) == (6, 0)
 
 
@@ -233,9 +218,9 @@ def test_what_was_forgotten_outlives_prefix_caches(monkeypatch):
     store = Kept()
     cache, prefix = make(store)
     serve(prefix, cache, PROMPT)
-    assert prefix.flush(10)
+    assert prefix.flush(LONG)
     prefix.forget(PROMPT)
-    assert not prefix.flush(10)
+    assert not prefix.flush(LONG)
     gone = weakref.ref(prefix)
     del cache, prefix
     servers.until(lambda: gc.collect() >= 0 and gone() is None)
@@ -308,7 +293,7 @@ def test_rows_that_go_before_they_are_written():
     assert not prefix.flush(0.01)
     prefix.clear()
     store.go_on.set()
-    assert not prefix.flush(10)
+    assert not prefix.flush(LONG)
     stats = prefix.stats.store
     assert stats.dropped + stats.written == 6
     assert stats.dropped >= 5
@@ -320,10 +305,10 @@ def test_a_cache_that_is_closed_while_writes_wait(caplog):
     store = Held()
     cache, prefix = make(store)
     serve(prefix, cache, PROMPT)
-    assert store.entered.wait(20), "the first block was never copied"
+    assert store.entered.wait(LONG), "the first block was never copied"
     cache.close()
     store.go_on.set()
-    assert not prefix.flush(10)
+    assert not prefix.flush(LONG)
     assert (prefix.stats.store.written, prefix.stats.store.dropped) == (1, 5)
     assert not prefix.close()
     assert caplog.records == []
@@ -332,7 +317,7 @@ def test_a_cache_that_is_closed_while_writes_wait(caplog):
 def test_a_cache_that_is_closed_before_a_block_is_read():
     cache, prefix = make({})
     serve(prefix, cache, PROMPT[:BLOCK])
-    assert prefix.flush(20)  # its own reading would keep the cache from being closed
+    assert prefix.flush(LONG)  # its own reading would keep the cache from being closed
     (name,) = prefix.names(PROMPT[:BLOCK])
     assert value_of(cache._core, 0, name, prefix, None)
     assert value_of(cache._core, 7, name, prefix, None) is None  # there is no such block
@@ -344,11 +329,11 @@ def test_after_close():
     """The store is left alone; memory goes on."""
     store = {}
     cache, prefix = make(store)
-    assert prefix.close()
+    assert prefix.close(LONG)
     assert serve(prefix, cache, PROMPT) == 0
     assert serve(prefix, cache, PROMPT) == 99
     assert store == {}
-    assert not prefix.flush(10)
+    assert not prefix.flush(LONG)
     assert not prefix.close()
 
 
@@ -389,17 +374,17 @@ def fetching(monkeypatch):
     def wait(number):
         if number == 1:
             begun.set()
-            assert goes_on.wait(20)
+            assert goes_on.wait(4 * LONG)
 
     monkeypatch.setattr("kvcache.prefix.fetching.FETCH_BYTES", 1)
     before_each_fetch(prefix, wait)
     thread = threading.Thread(target=lambda: found.append(prefix.acquire(PROMPT)))
     thread.start()
-    assert begun.wait(20)
+    assert begun.wait(LONG)
 
     def finish():
         goes_on.set()
-        thread.join(20)
+        thread.join(LONG)
         return found[0]
 
     yield cache, prefix, finish
@@ -410,7 +395,7 @@ def test_commits_do_not_wait_for_rows_from_a_store(fetching):
     cache, prefix, finish = fetching
     done = threading.Thread(target=serve, args=(prefix, cache, [-1] * 50), daemon=True)
     done.start()
-    done.join(10)
+    done.join(LONG)
     assert not done.is_alive()
     seq_id, matched = finish()
     assert matched == 96
@@ -476,7 +461,7 @@ def test_parts_without_a_state_are_gone_through(monkeypatch):
 
     def make():
         cache = make_cache()
-        return cache, kvcache.PrefixCache(cache, fingerprint="a model", store=store, timeout=10, state_bytes=4)
+        return cache, kvcache.PrefixCache(cache, fingerprint="a model", store=store, timeout=LONG, state_bytes=4)
 
     cache, prefix = make()
     seq_id, _ = prefix.acquire(PROMPT)
@@ -484,7 +469,7 @@ def test_parts_without_a_state_are_gone_through(monkeypatch):
     prefix.checkpoint(seq_id, PROMPT[:90], b"1234")
     feed(cache, seq_id, PROMPT, 90, 100)
     prefix.release(seq_id, PROMPT)
-    assert prefix.close()
+    assert prefix.close(LONG)
     cache, prefix = make()
     seq_id, matched = prefix.acquire(PROMPT)
     assert (matched, prefix.state(seq_id)) == (90, b"1234")
@@ -517,8 +502,9 @@ def acquire_at_once(prefixes, prompts, store):
         return [each.result()[1] for each in found]
 
 
-def test_many_requests_for_one_prompt_read_and_copy_it_once():
+def test_many_requests_for_one_prompt_read_and_copy_it_once(monkeypatch):
     """However many come at once: each block is read once, and its rows take memory once."""
+    monkeypatch.setattr("kvcache.prefix.fetching.MOST_WAIT", LONG)
     filled = {}
     fill(filled)
     store = Counting(filled)
@@ -563,11 +549,11 @@ def test_tenants_share_a_store_and_nothing_else():
     prefixes = [make(store, salt=b"%d" % i, secret=b"secret %d" % i) for i in range(4)]
     for cache, prefix in prefixes:
         serve(prefix, cache, PROMPT)
-        assert prefix.flush(10)
+        assert prefix.flush(LONG)
     assert len(store) == 24
     for i, (_, prefix) in enumerate(prefixes):
         assert prefix.stats.store.written == 6
-        assert prefix.close()
+        assert prefix.close(LONG)
         cache, again = make(store, salt=b"%d" % i, secret=b"secret %d" % i)
         assert serve(again, cache, PROMPT) == 96
         assert again.stats.store.corrupt == 0
