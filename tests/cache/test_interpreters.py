@@ -78,7 +78,7 @@ def child(number):
         store[f"{{number:032x}}{{i:032x}}"] = bytes([number]) * 100
         assert store.get(f"{{number:032x}}{{i:032x}}") in (bytes([number]) * 100, None)
     prefix = kvcache.PrefixCache(shared := kvcache.KVCache(1, 2, 8, None, max_sequences=None, block_size=16),
-                                 fingerprint="a", store=DirectoryStore(FOLDER + "/prefix"))
+                                 fingerprint="a", store=DirectoryStore(FOLDER + "/prefix"), timeout=60)
     seq_id, matched = prefix.acquire(range(40))
     assert matched in (0, 16, 32)  # the other processes may be between the two blocks
     with shared.batch(positions=range(matched, 40), seq_ids=[seq_id] * (40 - matched)) as mine:
@@ -121,7 +121,7 @@ if __name__ == "__main__":
     assert 0 < store.nbytes <= 4000
     assert all(value == bytes([int(key[:32], 16)]) * 100 for key, value in store.items())
     prefix = kvcache.PrefixCache(kvcache.KVCache(1, 2, 8, None, max_sequences=None, block_size=16),
-                                 fingerprint="a", store=DirectoryStore(FOLDER + "/prefix"))
+                                 fingerprint="a", store=DirectoryStore(FOLDER + "/prefix"), timeout=60)
     print(prefix.acquire(range(40))[1])
 """
 

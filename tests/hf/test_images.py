@@ -325,7 +325,7 @@ def test_a_prompt_that_was_cut():
 
 def test_another_process_finds_an_image_in_the_store(told):
     memory = HFCache.make_kv_cache(told.model.config, "f32", block_size=BLOCK)
-    store, more = {}, {"state_bytes": told.prefix.state_bytes} if told.prefix.state_bytes else {}
+    store, more = {}, {"timeout": 60} | ({"state_bytes": told.prefix.state_bytes} if told.prefix.state_bytes else {})
     told.prefix = kvcache.PrefixCache(told.prefix.cache, fingerprint="stored", store=store, **more)
     prompt = told.show(7, "1", 9)
     told.check(*prompt, 0)

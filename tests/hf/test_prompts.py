@@ -153,16 +153,16 @@ def test_prefixes_keep_both_apart():
     model, tokens, store = llama(), random_tokens(1, MANY), {}
     found = {}
     for way in ("stored", "int8"):
-        prefix = kvcache.PrefixCache(memory_for(model, prompts=way), fingerprint="a model", store=store)
+        prefix = kvcache.PrefixCache(memory_for(model, prompts=way), fingerprint="a model", store=store, timeout=60)
         assert matched(prefix, tokens) == 0
         enable(model, prefix=prefix)  # in the way of its memory
         model.generate(tokens, **OPTIONS | {"return_dict_in_generate": False})
         assert matched(prefix, tokens) == MANY - 1
-        assert prefix.close()
+        assert prefix.close(60)
         found[way] = prefix.identity
     assert found["stored"] != found["int8"]
     for way in found:
-        prefix = kvcache.PrefixCache(memory_for(model, prompts=way), fingerprint="a model", store=store)
+        prefix = kvcache.PrefixCache(memory_for(model, prompts=way), fingerprint="a model", store=store, timeout=60)
         assert prefix.identity == prefix.tenant(b"a tenant").identity == found[way]
         assert matched(prefix, tokens) == MANY // BLOCK * BLOCK
     assert len(store) == 2 * (MANY // BLOCK)

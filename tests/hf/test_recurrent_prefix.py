@@ -35,7 +35,7 @@ def prepared(name):
 def prefix_for(model, *, state_bytes=None, store=None, block_size=16, **arguments):
     memory = HFCache.make_kv_cache(model.config, "f32", block_size=block_size, **arguments)
     state_bytes = HFCache.state_bytes(model) if state_bytes is None else state_bytes
-    return kvcache.PrefixCache(memory, fingerprint="a model", state_bytes=state_bytes, store=store)
+    return kvcache.PrefixCache(memory, fingerprint="a model", state_bytes=state_bytes, store=store, timeout=60)
 
 
 def generate(model, tokens, prefix=None, mask=None, **options):

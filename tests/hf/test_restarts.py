@@ -33,7 +33,9 @@ class Process:
         self.model.set_attn_implementation("kvcache")
         memory = HFCache.make_kv_cache(self.model.config, "f32", block_size=block_size)
         state_bytes = HFCache.state_bytes(self.model)
-        self.prefix = kvcache.PrefixCache(memory, fingerprint="a model", state_bytes=state_bytes, store=store)
+        self.prefix = kvcache.PrefixCache(
+            memory, fingerprint="a model", state_bytes=state_bytes, store=store, timeout=60
+        )
 
     def generate(self, tokens, mask=None, num_new=8, **options):
         """Return what is generated, and the tokens of a row that were fed before the first new one."""
@@ -219,6 +221,7 @@ sys.path.insert(0, {tests!r})
 from hf.test_restarts import Process, random_tokens
 process = Process("lfm2", kvcache.stores.open({address!r}))
 process.generate(random_tokens(1, 77))
+assert process.prefix.flush(60)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
