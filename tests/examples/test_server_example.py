@@ -40,6 +40,18 @@ def client(model):
         yield one
 
 
+@pytest.fixture
+def slow(model, monkeypatch):
+    forward = model[0].forward
+
+    @functools.wraps(forward)
+    def wait(*args, **options):
+        time.sleep(0.02)
+        return forward(*args, **options)
+
+    monkeypatch.setattr(model[0], "forward", wait)
+
+
 @pytest.mark.slow  # test_ten_clients_some_of_whom_go_away is its shorter form
 def test_ten_clients_at_once(client):
     """They get what each gets alone, greedily and by chance, and share a batch."""
@@ -127,7 +139,7 @@ def test_a_long_stop_costs_no_more_than_the_text():
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_client_that_goes_away(client, is_stream):
+def test_a_client_that_goes_away(client, slow, is_stream):
     """Its sequence is freed, and the others go on."""
     before = client.metric(CANCELLED) if is_stream else None
     body = {"prompt": "ROMEO:\n", "max_tokens": 1900, "stream": is_stream}
@@ -181,7 +193,7 @@ def test_ten_clients_some_of_whom_go_away(model):
         client.cache.validate()
 
 
-def test_more_requests_than_a_key_may_have(client):
+def test_more_requests_than_a_key_may_have(client, slow):
     body = {"prompt": "ROMEO:\n", "max_tokens": 1500, "stream": True}
     with contextlib.ExitStack() as stack:
         for _ in range(2):
@@ -385,18 +397,6 @@ def test_quotas_keep_whole_blocks(model):
         client.cache.validate()
 
 
-@pytest.fixture
-def slow(model, monkeypatch):
-    forward = model[0].forward
-
-    @functools.wraps(forward)
-    def wait(*args, **options):
-        time.sleep(0.02)
-        return forward(*args, **options)
-
-    monkeypatch.setattr(model[0], "forward", wait)
-
-
 def test_a_step_that_fails(model, monkeypatch):
     """Its requests get an error, and the next ones are served."""
     with serving(model, 512, None) as client:
@@ -437,6 +437,7 @@ def test_answers_that_take_longer_than_a_shutdown(model, slow, monkeypatch):
     """They say that the server is shutting down, as a whole answer and as a stream, whoever goes away meanwhile."""
     monkeypatch.setattr(server, "GRACE", 0.5)
     with ThreadPoolExecutor() as pool, serving(model) as client:
+        client.server.config.timeout_graceful_shutdown = 100  # however long the clients take to read the error
         body = {"prompt": "ROMEO:\n", "max_tokens": 1000}
         whole = pool.submit(client.ask, "/v1/completions", body)
         leaves, _ = client.open("/v1/completions", {**body, "stream": True})
@@ -455,6 +456,7 @@ def test_answers_that_take_longer_than_a_shutdown(model, slow, monkeypatch):
 def test_half_a_body_at_a_shutdown(model, monkeypatch, caplog):
     monkeypatch.setattr(server, "GRACE", 0.5)
     with serving(model, 512, None) as client, socket.create_connection(("127.0.0.1", client.port)) as connection:
+        client.server.config.timeout_graceful_shutdown = 100  # however long the client takes to read the error
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
         while not client.server.server.readers:
             time.sleep(0.01)
