@@ -324,11 +324,18 @@ def test_cancelled(model):
     """A cancelled request ends before its most tokens, and others go on; its rows can be evicted at once."""
     prompts = prompts_of([12, 20, 5])
     with Engine(model, "f32", capacity=512, block_size=4) as engine:
-        cancelled = engine.submit(prompts[0], max_new_tokens=400, logits_processor=[Slow()])
+        is_cancelled = threading.Event()
+
+        def wait(ids, scores):
+            assert ids.shape[1] < 400 or is_cancelled.wait(LONG)
+            return scores
+
+        cancelled = engine.submit(prompts[0], max_new_tokens=400, logits_processor=[wait])
         others = [engine.submit(prompt, max_new_tokens=8) for prompt in prompts[1:]]
         next(iter(cancelled))
         cancelled.cancel()
         cancelled.cancel()
+        is_cancelled.set()
         assert len(cancelled.result(LONG)[0]) < 412
         assert cancelled.finish_reason == "cancelled"
         assert answers(others) == [alone(model, prompt) for prompt in prompts[1:]]
