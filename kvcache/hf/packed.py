@@ -224,6 +224,7 @@ class Packed:
                 self.forget(text)
         options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "output_logits": True}
         options |= {"return_dict_in_generate": True, CACHE: alone, "attention_mask": torch.ones(1, len(one))}
+        options |= {"stop_strings": None}  # those of the model's own need a tokenizer
         wanted = self._model.generate(torch.tensor([one]), **options).logits[0][0].float()
         if (found - wanted).std() > TOLERANCE * wanted.std():
             raise NotSupportedError(f"texts of a {name} cannot share a pass: their logits are others than alone")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, SupportsIndex
@@ -192,15 +191,13 @@ class Request:
             raise ValueError(f"attention_mask has the shape {[*mask.shape]}: leave it out, as all tokens count")
         if config is not None and not isinstance(config, GenerationConfig):
             raise TypeError(f"generation_config is a {type(config).__name__}: give a GenerationConfig")
-        if config is not None and config.stop_strings and options.get("stop_strings") is None:
-            options |= {"generation_config": copy.copy(config), "stop_strings": config.stop_strings}
-            options["generation_config"].stop_strings = None
-        tokenizer, stops = options.pop("tokenizer", None), options.pop("stop_strings", None)
+        tokenizer, stops = options.pop("tokenizer", None), config and config.stop_strings
+        stops = options.get("stop_strings", stops or model.generation_config.stop_strings)
         if stops is not None:
             if tokenizer is None:
                 raise ValueError(f"stop_strings={stops!r}: give the model's tokenizer beside it")
             criteria = [*(options.pop("stopping_criteria", None) or []), StopStringCriteria(tokenizer, stops)]
-            options["stopping_criteria"] = criteria
+            options |= {"stopping_criteria": criteria, "stop_strings": None}  # `generate` would miss the tokenizer
         options.setdefault("attention_mask", torch.ones_like(self._ids))  # else tokens of padding would be hidden
         model.generate(self._ids, custom_generate=self._take, use_cache=False, **options)
 

@@ -172,6 +172,26 @@ def test_ways_of_generate(model, options):
         assert text == model.generate(tokens, **cache, **given)[0].tolist()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"generation_config": transformers.GenerationConfig()},
+        {"generation_config": transformers.GenerationConfig(stop_strings=["a"])},
+        {"stop_strings": None},
+    ],
+)
+def test_stop_strings_of_the_models_own(model, monkeypatch, options):
+    """They count unless a request has others or None, and need the tokenizer as well."""
+    monkeypatch.setattr(model.generation_config, "stop_strings", [chr(33 + i) for i in range(40, 97)])
+    [prompt], tokenizer = prompts_of([12]), tokenizer_of(97)
+    with Engine(model, "f32", **ROOM) as engine:
+        text = engine.submit(prompt, max_new_tokens=8, tokenizer=tokenizer, **options).result(LONG)[0].tolist()
+        with pytest.raises(ValueError, match=r"stop_strings=.*: give the model's tokenizer"):
+            engine.submit(prompt)
+    assert text == alone(model, prompt, tokenizer=tokenizer, **options)
+
+
 @pytest.mark.parametrize("prompt_tokens", [512, 314])  # with 314, a piece of a prompt has one token
 def test_selected_rows(prompt_tokens, monkeypatch):
     """Texts that select rows share no pass with others, and select what they do alone."""
