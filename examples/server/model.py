@@ -100,9 +100,8 @@ class Served:
                 "top_k": first(self._defaults.top_k, 0),  # transformers' own default would be 50
             }
         try:
-            return self.engine.submit(
-                prompt, tenant=tenant, seed=options.seed, max_new_tokens=options.max_tokens, **how
-            )
+            how |= {"max_new_tokens": options.max_tokens, "tokenizer": self.tokenizer}  # for stop strings of the model
+            return self.engine.submit(prompt, tenant=tenant, seed=options.seed, **how)
         except queue.Full:
             raise ApiError("too many requests wait: try again later", status=503, code="overloaded") from None
         except (NotSupportedError, ValueError) as error:  # as a generation config that asks for beams

@@ -148,6 +148,19 @@ def test_the_end_of_a_text_is_the_models(client, model, monkeypatch):
     assert body["usage"]["completion_tokens"] <= 5
 
 
+def test_stop_strings_of_the_model(model, monkeypatch):
+    """Its generation config may have some, as for `generate`."""
+    ids = model[1]("to be")["input_ids"]
+    stop = model[1].decode(generated(model, ids, max_new_tokens=12, do_sample=False)[4:6])
+    monkeypatch.setattr(model[0].generation_config, "stop_strings", [stop])
+    wanted = generated(model, ids, max_new_tokens=12, do_sample=False, tokenizer=model[1])
+    with serving(model) as client:
+        body = client.complete("to be", max_tokens=12)
+    assert (body["usage"]["completion_tokens"], body["choices"][0]["finish_reason"]) == (len(wanted), "stop")
+    assert len(wanted) < 12
+    assert body["choices"][0]["text"] == model[1].decode(wanted, skip_special_tokens=True)
+
+
 def test_what_cannot_change_the_text_is_ignored(client):
     given = {"max_tokens": 4}
     more = {
