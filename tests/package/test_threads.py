@@ -63,7 +63,7 @@ int main(int count, char **arguments) {
         if (failed) return failed;
         dlclose(library);
         if (dlopen(arguments[1], RTLD_NOW | RTLD_NOLOAD)) return 6;
-        if (own && num_threads() != 1) return 7;
+        while (own && num_threads() != 1) usleep(1000); /* the system lists a thread for a moment after its end */
     }
     return 0;
 }
