@@ -130,6 +130,10 @@ class Passes:
         self.prompts: Prompts | None = None  # what `HFCache.acquire` was told
         self.has_dropped = False  # whether tokens of a pass that failed were dropped
 
+    def take(self, seq_ids: list[int], num_seen: int, offsets: list[int]) -> None:
+        """Go on from sequences that hold so many columns; `offsets` are the columns of their positions 0."""
+        self.seq_ids, self.num_seen, self.offsets = seq_ids, num_seen, offsets
+
     def fork(self) -> Self:
         """Return passes that go on from the same tokens; they share the rows, and copy none."""
         self.end()

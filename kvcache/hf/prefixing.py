@@ -110,24 +110,27 @@ class PrefixedBatch(FedBatch):
     def _begin_with(self, prompts: Prompts, num_columns: int) -> None:
         """Begin with the beginnings of prompts, as far as `Prompts.acquire` has them before the last column."""
         passes = self._passes
-        passes.seq_ids, passes.num_seen, passes.offsets = prompts.acquire(num_columns)
-        passes.prompts = prompts
-        self._recurrent.reset()
-        if not (self._recurrent and passes.num_seen):
-            return
         try:
-            self._recurrent.restore(prompts.states(passes.seq_ids))
-        except ValueError as error:
-            self.reset()
-            raise ValueError(f"prefix has the states of another model: give it another fingerprint ({error})") from None
+            prompts.acquire(num_columns, passes.take)
+            passes.prompts = prompts
+            self._recurrent.reset()
+            if self._recurrent and passes.num_seen:
+                self._restore(prompts)
         except BaseException:
             self.reset()
             raise
 
+    def _restore(self, prompts: Prompts) -> None:
+        """Go on from the states that the prefix cache has kept for prompts."""
+        try:
+            self._recurrent.restore(prompts.states(self._passes.seq_ids))
+        except ValueError as error:
+            raise ValueError(f"prefix has the states of another model: give it another fingerprint ({error})") from None
+
     def _go_on_from(self, seq_ids: list[int], seen: int, offsets: list[int], text: torch.Tensor | None) -> None:
         """Take sequences that were restored as the rows of the batch, in which so many columns were seen."""
         passes, self.text = self._passes, text
-        passes.seq_ids, passes.num_seen, passes.offsets = seq_ids, seen, offsets
+        passes.take(seq_ids, seen, offsets)
         if self._prefix is None or not seq_ids or seen in offsets:  # of a row without a token nothing can be kept
             return
         for seq_id in seq_ids:

@@ -123,10 +123,10 @@ class Prompts:
         # By row: tokens up to the end of the last full block behind the prompt, and the state there, for `release`.
         self._ends_of_blocks: dict[int, tuple[int, bytes]] = {}
 
-    def acquire(self, num_columns: int) -> tuple[list[int], int, list[int]]:
+    def acquire(self, num_columns: int, take: Callable[[list[int], int, list[int]], None]) -> None:
         """Acquire a sequence for each prompt, all of which hold what is before one column.
 
-        Return them, the column, and the column of each sequence's position 0.
+        `take` is given them, the column, and the column of each sequence's position 0. If anything fails, they end.
 
         The column is before the last of `num_columns`.
         """
@@ -148,18 +148,22 @@ class Prompts:
                         lowest = min(lowest, prompt.leading + rows[i][1])
                     elif self._prefix.state_bytes:  # of padding alone there is no state
                         lowest = 0
+            self._begin_at(column)
+            offsets = [min(prompt.leading, column) for prompt in self._rows]
+            take([rows[i][0] for i in range(len(self._rows))], column, offsets)
         except BaseException:
             for seq_id, _ in rows.values():
                 self._prefix.cache.clear(seq_id)
             raise
+
+    def _begin_at(self, column: int) -> None:
+        """Note that the sequences hold what is before a column."""
         self.num_matched = column
         self._fed = np.full((len(self._rows), column), UNKNOWN, np.int64)
         for fed, prompt in zip(self._fed, self._rows, strict=True):
             fed[prompt.leading :] = prompt.tokens[: max(0, column - prompt.leading)]
         if self._prefix.state_bytes:
             self._branches = self._find_branches()
-        offsets = [min(prompt.leading, column) for prompt in self._rows]
-        return [rows[i][0] for i in range(len(self._rows))], column, offsets
 
     def _find_branches(self) -> set[int]:
         """Return the columns up to which a row has known rows, by a block or more beyond what it begins with.

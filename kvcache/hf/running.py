@@ -59,7 +59,7 @@ class Running(Text):
         """Take a sequence that holds as many of the first tokens as are known."""
         tokens = [*self.tokens]
         prompts = Prompts(self._prefix, [Prompt(0, tokens, tokens)], set())
-        [self.seq_id], self.num_fed, _ = prompts.acquire(len(tokens))
+        prompts.acquire(len(tokens), self._take)
         self._prompts, self._num_told, self._num_prompt = prompts, self.num_fed, len(tokens)
         if not self._was_begun:
             self._was_begun, self.request.num_matched = True, self.num_fed
@@ -68,6 +68,10 @@ class Running(Text):
         if self.num_fed:
             packed.restore(self, prompts.states([self.seq_id])[0])
         self._ends = {*prompts.ends(self.num_fed, len(tokens) - 1, CHECKPOINT_TOKENS)}
+
+    def _take(self, seq_ids: list[int], num_fed: int, offsets: list[int]) -> None:
+        """Go on from a sequence that holds so many tokens."""
+        [self.seq_id], self.num_fed = seq_ids, num_fed
 
     def draw(self, logits: torch.Tensor) -> str | None:
         """Draw the next token, and return why it is the last one, if it is."""

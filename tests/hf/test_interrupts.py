@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from support.hf_pairs import CONFIGS, HYBRID, make, model_of, random_tokens  # noqa: E402 - torch may be missing
-from support.interrupts import interrupt  # noqa: E402 - beside the others
+from support.interrupts import interrupt, interrupt_everywhere  # noqa: E402 - beside the others
 
 from kvcache import Batch, KVCache, PrefixCache  # noqa: E402 - it imports those
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
@@ -163,3 +163,27 @@ def test_rows_move_or_stay_or_are_forgotten(name, with_prefix):
             if not is_reached:
                 break
     assert found == {"stay", "move", "forgotten"}
+
+
+def test_sequences_that_are_acquired_are_held_or_end():
+    """Wherever it is interrupted, no sequence is left that nobody has."""
+    model, tokens = model_of("lfm2"), random_tokens(2, 40)
+    model.set_attn_implementation("kvcache")
+    memory = HFCache.make_kv_cache(model.config, "f32", block_size=16)
+    prefix = PrefixCache(memory, fingerprint="a model", state_bytes=HFCache.state_bytes(model))
+    cache = HFCache(model.config, "f32", prefix=prefix)
+    cache.acquire(tokens)
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+    cache.release()
+
+    def make():
+        cache = HFCache(model.config, "f32", prefix=prefix)
+        return cache, lambda: cache.acquire(torch.cat([tokens, tokens[:, :5]], 1))
+
+    def check(cache):
+        assert cache.get_seq_length() in (0, 40)
+        cache.reset()
+        assert memory.sequences == []
+
+    assert interrupt_everywhere(make, check) > 100
