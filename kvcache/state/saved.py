@@ -20,7 +20,7 @@ from kvcache.rope import Rope, RopeLike
 from kvcache.state.files import MAC_BYTES, Reader, StateFile, StrPath, open_state
 
 VERSION = 1  # the newest of the format
-# Of the tokens that say which sequences are the rows of a batch (docs/format.md), and in the second, their positions.
+# Versions of the list of a batch's rows (docs/format.md). The second also has positions behind images.
 BATCH_VERSION, BATCH_OF_IMAGES = 1, 2
 BEGINNING = b'{"__metadata__":{"format":"kvcache",'  # of a header
 MOST_HEADER = 100_000_000  # bytes
@@ -176,8 +176,8 @@ def inspect(path: StrPath, *, verify: bool = False) -> SavedState:
 def batch_of(saved: SavedState) -> tuple[int, int, list[int], list[list[int]]] | None:
     """Return the batch that a file of `kvcache.hf` holds; None: it holds none.
 
-    These are the id of the sequence without rows that says so, the columns seen, the sequence of each row, and how far
-    positions are ahead behind each column of a row; none, if the file does not say it.
+    It is the id of the sequence without rows that says so, the columns seen, and the sequence of each row. The last
+    part is how far positions are ahead behind each column of each row. It is empty if the file does not say it.
     """
     marker = next((one for one in saved.sequences if not any(one.num_rows) and len(one.tokens) >= 2), None)
     if marker is None:
