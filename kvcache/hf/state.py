@@ -176,6 +176,7 @@ class SaveableBatch:
         for filler in fillers:
             filler.part._go_on_from(filler.seq_ids, filler.seen, filler.offsets, filler.text)
             filler.part.ahead = torch.tensor(filler.ahead) if filler.ahead else None
+            filler.part.follows_from_others = filler.text is not None and filler.part.has_places(filler.text)
         if behind == state.RECURRENT:
             try:
                 _restore_states(fillers[0], held, states[1], config)

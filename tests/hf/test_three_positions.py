@@ -144,9 +144,9 @@ def test_a_text_goes_on_behind_its_image_which_is_not_shown_again(model):
     torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["edited", "shorter", "interrupted"])
+@pytest.mark.parametrize("kind", ["edited", "shorter", "interrupted", "loaded"])
 @pytest.mark.parametrize("name", ["model", "hybrid"])
-def test_a_text_whose_image_is_lacking(request, name, kind):
+def test_a_text_whose_image_is_lacking(request, tmp_path, name, kind):
     """The cache would feed it from its beginning, without the image. That is refused until the image is given."""
     model = request.getfixturevalue(name)
     text, image = with_image(text_of(1, 40))
@@ -155,6 +155,9 @@ def test_a_text_whose_image_is_lacking(request, name, kind):
     with pytest.raises(Stop) if kind == "interrupted" else contextlib.nullcontext():
         answer(model, cache, text, **image)
     hook.remove()
+    if kind == "loaded":
+        cache.save(tmp_path / "chat")
+        cache = HFCache.load(model.config, tmp_path / "chat")
     more = text[:, :38] if kind == "shorter" else torch.cat([text[:, :35], text_of(1, 9)], 1)
     held = cache.get_seq_length()
     types = {"mm_token_type_ids": (more == IMAGE).int()}
