@@ -101,7 +101,7 @@ class EvictableBatch(FedBatch):
                     f"input_ids has {input_ids.shape[1]} columns, and row {row} begins behind {offset} of padding: give"
                     " the tokens that the model has read"
                 )
-        if torch.isin(input_ids, torch.tensor([*self._placeholders], dtype=input_ids.dtype)).any():
+        if self.has_places(input_ids):
             raise NotSupportedError("input_ids has tokens that stand for images or sound, which cannot be fed again")
 
     def _feed_again(

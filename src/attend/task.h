@@ -47,7 +47,7 @@ typedef struct kvc_task {
     int32_t k_as, v_as;                     /* types as which kernels get keys and values */
     int32_t k_lacks_minima, v_lacks_minima; /* whether kernels get them without the minima of their blocks */
     int32_t num_query_rows; /* query row r is token r / heads_per_part, and query head r % heads_per_part of the part */
-    int32_t first_query_row; /* query row 0 of a view is this one of the task */
+    int32_t first_query_row; /* of the task: a view begins with it */
     float *workspace;
     float *scores, *acc, *max, *sum, *factor; /* in the workspace, by query row; strides are in plan->attending */
     /* Query rows, prepared for the kernel that scores keys of delta_index; KVC_UNPREPARED: not loaded yet. */

@@ -6,7 +6,7 @@
  * So there is no sort, and time does not depend on how scores are distributed.
  *
  * If few of many entries are chosen, a sample of keys gives a bound.  Somewhat more entries than are chosen reach it.
- * One pass lists these candidates, and all further passes look at the candidates alone.
+ * The first pass lists these candidates.  Further passes look at nothing else.
  */
 #include "attend/topk.h"
 

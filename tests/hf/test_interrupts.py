@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from support.hf_pairs import CONFIGS, HYBRID, make, model_of, random_tokens  # noqa: E402 - torch may be missing
-from support.interrupts import interrupt, interrupt_everywhere  # noqa: E402 - beside the others
+from support.interrupts import interrupt, interrupt_everywhere  # noqa: E402 - beside its like, which need torch
 
 from kvcache import Batch, KVCache, PrefixCache  # noqa: E402 - it imports those
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
@@ -147,7 +147,7 @@ def test_rows_move_or_stay_or_are_forgotten(name, with_prefix):
             if with_prefix:
                 cache.acquire(tokens)
             model(tokens, past_key_values=cache)
-            is_reached, _ = interrupt(number, lambda: cache.reorder_cache(torch.tensor(beams)))  # noqa: B023 - as above
+            is_reached, _ = interrupt(number, lambda: cache.reorder_cache(torch.tensor(beams)))  # noqa: B023 - it is called at once
             held = cache.get_seq_length()
             if held:
                 got = model(new, past_key_values=cache).logits[:, -1]

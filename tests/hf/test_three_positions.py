@@ -137,11 +137,7 @@ def test_a_text_goes_on_behind_its_image_which_is_not_shown_again(model):
     text, image = with_image(text_of(1, 40))
     cache = HFCache(model.config, "f32")
     _, first = answer(model, cache, text, **image)
-    more = torch.cat([first, text_of(1, 6)], 1)
-    types = {"mm_token_type_ids": (more == IMAGE).int()}
-    got, _ = answer(model, cache, more, **types)
-    want, _ = answer(model, HFCache(model.config, "f32"), more, **image | types)
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
+    check_next_turn(model, cache, torch.cat([first, text_of(1, 6)], 1), image)
 
 
 @pytest.mark.parametrize("kind", ["edited", "shorter", "interrupted", "loaded"])
@@ -219,7 +215,7 @@ def test_a_saved_cache_behind_an_image(request, tmp_path, name, shown):
 
 
 def test_a_loaded_cache_that_is_cut(model, tmp_path):
-    """Within the text before its image, and behind the image."""
+    """The cut is before the image, and then behind it."""
     text, image = with_image(text_of(1, 40))
     cache = HFCache(model.config, "f32")
     answer(model, cache, text, **image)
@@ -233,7 +229,7 @@ def test_a_loaded_cache_that_is_cut(model, tmp_path):
 
 
 def test_a_failed_piece_before_an_image(model):
-    """What the cache holds stands before the image, and so at its columns."""
+    """The cache holds tokens before the image alone, whose positions are their columns."""
     text, image = with_image(text_of(1, 40))
     cache = HFCache(model.config, "f32")
     hook = stop_in(model, 0, 1)
