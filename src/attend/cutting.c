@@ -251,6 +251,7 @@ static void visit_own_rows(const kvc_plan *plan, const kvc_new_slice *u, uint8_t
 static void count_own_rows(void *context, const kvc_run *segment, int32_t token) {
     kvc_new_slice *u = context;
     (void)token;
+    u->own_rises &= !u->own_segments || segment->position > u->last_position;
     u->own_segments++;
     u->own_rows += segment->count;
     u->rises &= segment->position > u->last_position;
@@ -272,6 +273,7 @@ static void find_rows(const kvc_plan *plan, const kvc_shown *shown, kvc_new_slic
     u->stored_rises = u->rises = is_replaced || list->ascending;
     u->last_position = is_replaced ? -1 : list->max_position;
     u->own_from = INT32_MAX;
+    u->own_rises = 1;
     visit_own_rows(plan, u, marks, count_own_rows, u);
     u->slice.num_rows = u->own_rows;
     u->slice.lacks_rows = is_cross && !is_replaced && !stored->num;
@@ -423,6 +425,13 @@ static void list_segment(void *context, const kvc_run *segment, int32_t token) {
                       .token = token};
 }
 
+int kvc_goes_on(const kvc_plan *plan, const kvc_new_slice *before, const kvc_new_slice *u) {
+    if (before->slice.sequence != u->slice.sequence) return 0;
+    if (u->slice.by_token) return 1; /* its sequence has the same segments for all */
+    return u->own_rises && !plan->batch->parents && memcmp(&before->stored, &u->stored, sizeof u->stored) == 0 &&
+           before->own.sinks == u->own.sinks && before->own.low == u->own.low && before->own.end <= u->own.end;
+}
+
 int64_t kvc_most_segments(const kvc_new_slice *u) {
     const int64_t stored = (int64_t)(u->num_runs - u->first_run) * (u->stored.sinks ? 2 : 1);
     if (!u->slice.by_token || !u->tangled_rows) return stored + u->own_segments;
@@ -463,13 +472,12 @@ static void sort_rows(kvc_plan *plan, int64_t first, int64_t num_rows) {
 }
 
 /* Adds the segments of a slice whose token chooses rows, as kvc_list_segments does.  The slice has the segments of all
- * query tokens of its sequence, by position. */
+ * query tokens of its sequence, by position, which `before` has already unless it is NULL. */
 static void list_by_position(kvc_plan *plan, const kvc_new_slice *from, kvc_query_slice *slice,
                              const kvc_query_slice *before, uint8_t *marks) {
-    if (before && before->sequence == slice->sequence) {
+    if (before) {
         plan->starts[slice->first_start] = plan->starts[before->first_start];
         slice->first_own_segment = before->first_own_segment;
-        slice->end_segment = before->end_segment;
         return;
     }
     const query_cut cut = cut_queries(plan, slice->sequence);
@@ -481,26 +489,30 @@ static void list_by_position(kvc_plan *plan, const kvc_new_slice *from, kvc_quer
     slice->first_own_segment = from->tangled_rows > from->own_rows ? first : plan->num_segments;
     visit_own_rows(plan, &all, marks, list_segment, plan);
     if (from->tangled_rows) sort_rows(plan, slice->first_own_segment, from->tangled_rows);
-    slice->end_segment = plan->num_segments;
     plan->starts[slice->first_start] = (kvc_split_start){first, 0};
 }
 
 void kvc_list_segments(kvc_plan *plan, const kvc_new_slice *from, kvc_query_slice *slice, const kvc_query_slice *before,
-                       uint8_t *marks) {
-    if (slice->by_token) {
-        list_by_position(plan, from, slice, before, marks);
-        return;
-    }
+                       int goes_on, uint8_t *marks) {
     kvc_split_start *starts = plan->starts + slice->first_start;
     int64_t segment = plan->num_segments, rows_before = from->rows_before; /* rows in reach before `segment` */
-    if (from->first_split)
-        memcpy(starts, plan->starts + before->first_start, (size_t)from->first_split * sizeof *starts);
-    for (int32_t i = from->first_run; i < from->num_runs; i++)
-        visit_run(&from->stored, &from->runs[i], -1, list_segment, plan);
-    slice->first_own_segment = plan->num_segments;
-    visit_own_rows(plan, from, marks, list_segment, plan);
+    if (slice->by_token) {
+        list_by_position(plan, from, slice, goes_on ? before : NULL, marks);
+    } else {
+        if (goes_on) {
+            segment = plan->starts[before->first_start].segment;
+            plan->num_segments = before->first_own_segment;
+        }
+        if (from->first_split)
+            memcpy(starts, plan->starts + before->first_start, (size_t)from->first_split * sizeof *starts);
+        for (int32_t i = from->first_run; i < from->num_runs && !goes_on; i++)
+            visit_run(&from->stored, &from->runs[i], -1, list_segment, plan);
+        slice->first_own_segment = plan->num_segments;
+        visit_own_rows(plan, from, marks, list_segment, plan);
+    }
     slice->end_segment = plan->num_segments;
-    for (int32_t p = from->first_split; p < slice->num_splits; p++) {
+    slice->end_rows = plan->num_segments ? plan->segments[plan->num_segments - 1].count : 0;
+    for (int32_t p = from->first_split; p < slice->num_splits && !slice->by_token; p++) {
         const int64_t row = p * slice->split_rows;
         while (row && rows_before + plan->segments[segment].count <= row)
             rows_before += plan->segments[segment++].count;

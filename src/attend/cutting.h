@@ -27,7 +27,8 @@ typedef struct kvc_new_slice {
     int32_t stored_rises;            /* positions rise from stored row to stored row */
     int32_t rises, last_position;    /* positions rise from row to row, over all; position of the last one so far */
     int64_t stored_rows, own_rows;   /* number of stored rows in reach, and of the batch's own */
-    int64_t own_segments;            /* number of segments of the batch's own rows */
+    int64_t own_segments;            /* number of segments of the batch's own rows, ... */
+    int32_t own_rises;               /* ... whose positions rise */
     int32_t own_from;                /* the lowest position of the batch's own rows */
     int64_t tangled_rows;            /* the last rows, which do not lie by position: none, the batch's own, or all */
     /* Filled in by jobs.c.  Splits below first_split belong to the slice before it in the order of rows.  The others
@@ -61,14 +62,18 @@ int32_t kvc_count_slices(const kvc_plan *plan);
  * [batch->num_tokens], all 0, for a batch with parents; they are 0 again afterwards. */
 int32_t kvc_list_slices(const kvc_plan *plan, const kvc_shown *shown, kvc_new_slice *slices, uint8_t *marks);
 
-/* Returns an upper bound of how many segments kvc_list_segments adds to the plan; the slices of a sequence that choose
- * rows have the first one's. */
+/* Whether the segments of a slice begin with all those of `before`, the slice before it in the list: they are of one
+ * sequence, and it sees more of the batch's own rows at most.  Its segments then take the place of the other's, so that
+ * a prompt's take memory once. */
+int kvc_goes_on(const kvc_plan *plan, const kvc_new_slice *before, const kvc_new_slice *u);
+
+/* Returns an upper bound of how many segments a slice has in the plan. */
 int64_t kvc_most_segments(const kvc_new_slice *u);
 
 /* Adds the segments of `slice`, which is the plan's copy of from->slice, to the plan, and fills in where its splits
- * begin. Splits below from->first_split belong to `before`, the slice before it in the order of rows, and are listed
- * already. */
+ * begin.  Splits below from->first_split belong to `before`, the slice before it in the order of rows, and are listed
+ * already.  goes_on: kvc_goes_on for that slice. */
 void kvc_list_segments(kvc_plan *plan, const kvc_new_slice *from, kvc_query_slice *slice, const kvc_query_slice *before,
-                       uint8_t *marks);
+                       int goes_on, uint8_t *marks);
 
 #endif

@@ -98,11 +98,11 @@ static totals lay_out_slices(const maker *m) {
         kvc_query_slice *slice = &u->slice;
         const int32_t query_rows = kvc_num_query_rows(plan, slice);
         const uint64_t tasks = (uint64_t)slice->num_splits * (uint64_t)plan->parts.num;
-        const int has_own_segments = !slice->by_token || !i || u[-1].slice.sequence != slice->sequence;
+        const int goes_on = i && kvc_goes_on(plan, u - 1, u);
         slice->first_start = t.splits;
         slice->first_counter = t.counters;
         slice->partials = t.partials;
-        t.segments += has_own_segments ? kvc_most_segments(u) : 0;
+        t.segments += kvc_most_segments(u) - (goes_on ? kvc_most_segments(u - 1) : 0);
         t.splits += slice->num_splits;
         t.counters += plan->parts.num;
         t.sharing_query_rows += u->may_share ? query_rows : 0;
@@ -397,12 +397,12 @@ static kvc_plan *make_plan(maker *m) {
         kvc_sort_deltas(plan, find_deltas(m, plan->deltas.values));
         kvc_compute_angles(plan);
     }
-    const kvc_query_slice *before = NULL;
-    for (int32_t i = 0; i < plan->num_slices; i++) { /* in the order of rows */
+    for (int32_t i = 0, last = -1; i < plan->num_slices; i++) { /* in the order of rows */
         const int32_t u = m->order.items[i].slice;
+        const int goes_on = u && last == u - 1 && kvc_goes_on(plan, &m->slices[last], &m->slices[u]);
         plan->slices[u] = m->slices[u].slice;
-        kvc_list_segments(plan, &m->slices[u], &plan->slices[u], before, m->marks);
-        before = &plan->slices[u];
+        kvc_list_segments(plan, &m->slices[u], &plan->slices[u], i ? &plan->slices[last] : NULL, goes_on, m->marks);
+        last = u;
     }
     kvc_find_jobs(plan, m->slices, &m->order);
     atomic_flag_clear(&plan->round.lock);

@@ -84,7 +84,7 @@ typedef struct kvc_segment {
 } kvc_segment;
 
 /* The beginning of a split: row `offset` of a segment.  The segments of a split follow each other.  The slice's next
- * split may be elsewhere, because splits that slices share are listed once. */
+ * split may be elsewhere, because splits that slices share are listed once.  So are all rows of slices of a prompt. */
 typedef struct kvc_split_start {
     int64_t segment;
     int32_t offset;
@@ -105,6 +105,7 @@ typedef struct kvc_query_slice {
     int64_t first_start;                    /* plan->starts[first_start + p]: where split p begins */
     int64_t first_counter;                  /* plan->remaining[first_counter + i]: counter of part i */
     int64_t first_own_segment, end_segment; /* segments of the batch's own rows; of chosen ones, others between them */
+    int32_t end_rows;                       /* rows that it sees of the last of these: a later slice may see more */
     uint64_t partials;                      /* where its results begin in plan->partials, in floats */
 } kvc_query_slice;
 

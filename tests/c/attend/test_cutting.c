@@ -608,6 +608,58 @@ static void test_even(void) {
     }
 }
 
+/* ---- long prompts ------------------------------------------------------------------------------------------------ */
+
+/* A plan of twice the prompt takes about twice the memory. */
+static void test_memory_of_prompts(void) {
+    static uint8_t sees_all[16384];
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 32, .v_dim = 32};
+    memset(sees_all, 1, sizeof sees_all);
+    for (int i = 0; i < 2; i++) {
+        uint64_t sizes[2];
+        for (int j = 0; j < 2; j++) {
+            kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.num_threads = 1});
+            kvc_batch *batch = NULL;
+            kvc_plan *plan = NULL;
+            CHECK(kvc_begin(cache, 8192 << j, NULL, NULL, NULL, &batch) == KVC_OK);
+            const kvc_plan_args args = {.struct_size = sizeof args, .num_heads = 16, .non_causal = i ? sees_all : NULL};
+            CHECKF(kvc_plan_new(batch, &args, &plan) == KVC_OK, "%s", kvc_last_error());
+            sizes[j] = plan->link.size;
+            kvc_abort(batch);
+            CHECK(kvc_cache_free(cache) == KVC_OK);
+        }
+        CHECKF(sizes[1] < 2.5 * (double)sizes[0], "%d: %llu bytes, and %llu for twice the prompt", i,
+               (unsigned long long)sizes[0], (unsigned long long)sizes[1]);
+    }
+}
+
+/* The slices of a prompt have one list of rows, but each needs only those put that it sees itself. */
+static void test_prompt_half_put(void) {
+    enum { TOKENS = 400, PUT = 150, NUM_Q = 8, DIM = 32 };
+    static float k[TOKENS * DIM], q[TOKENS * NUM_Q * DIM], out[TOKENS * NUM_Q * DIM];
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM};
+    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.num_threads = 1});
+    kvc_batch *batch = NULL;
+    kvc_plan *plan;
+    int num_run = 0;
+    CHECK(kvc_begin(cache, TOKENS, NULL, NULL, NULL, &batch) == KVC_OK);
+    put_floats(batch, 0, 0, PUT, 1, DIM, DIM, k, k);
+    const kvc_plan_args args = {.struct_size = sizeof args, .num_heads = NUM_Q};
+    const kvc_attend_args attend = float_queries(NUM_Q, DIM, DIM, q, out);
+    CHECKF(kvc_plan_new(batch, &args, &plan) == KVC_OK, "%s", kvc_last_error());
+    for (int64_t i = 0; i < kvc_plan_num_tasks(plan); i++) {
+        int32_t part;
+        const kvc_query_slice *slice = kvc_slice_of(plan, kvc_job_of(plan, i, &part), 0);
+        const int is_put = slice->first + slice->num_tokens <= PUT;
+        num_run += is_put;
+        CHECKF(kvc_plan_run(plan, 0, &attend, i) == (is_put ? KVC_OK : KVC_ERR_INVALID), "tokens from %d on",
+               slice->first);
+    }
+    CHECK(num_run > 2 && num_run < kvc_plan_num_tasks(plan));
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
 int main(void) {
     test_read_once();
     test_read_trees();
@@ -618,5 +670,7 @@ int main(void) {
     test_listed_once();
     test_even();
     for_some_isas(test_tangles);
+    test_memory_of_prompts();
+    test_prompt_half_put();
     return test_result();
 }
