@@ -25,7 +25,7 @@ LEAST = {"lines": 97.0, "branches": 92.0}  # percent
 
 # The programs that test the core, by their sources, with the words of each call. The first source names the program.
 PROGRAMS = {(source,): [()] for source in sorted(ROOT.glob("tests/c/*/test_*.c"))}
-for driver, runs in (("drive_thread", "40"), ("drive_faults", "4"), ("drive_orders", "40")):
+for driver, runs in (("drive_thread", "40"), ("drive_faults", "4"), ("drive_orders", "40"), ("drive_limits", "40")):
     PROGRAMS[(ROOT / f"tests/world/{driver}.c", *world_sources())] = [("--runs", runs)]
 
 

@@ -89,6 +89,7 @@ MACHINES = [
     world("drive_thread", 10),
     world("drive_faults", 2),
     world("drive_orders", 40),
+    world("drive_limits", 40),
     randomised("prefix/test_directory_posix"),
     Machine("test_kernels", (ROOT / "tests/c/kernels/test_kernels.c",), num_seeds=1),
 ]

@@ -36,27 +36,27 @@ static struct {
 
 /* ---- calls ------------------------------------------------------------------------------------------------------- */
 
-static int least(int a, int b) { return a < b ? a : b; }
+static inline int least(int a, int b) { return a < b ? a : b; }
 
-static void must(kvc_status status) {
+static inline void must(kvc_status status) {
     if (status) wrong("status %d", status);
 }
 
 /* Returns the tokens of a text until the next call, with other ids below digests each time. */
-static const kvc_tokens *tokens_in(int text) {
+static inline const kvc_tokens *tokens_in(int text) {
     static text_tokens given;
     static int64_t junk;
     return tokens_of(text, junk += MOST_TEXT + 1, &given);
 }
 
-static int any_text_of(int first, int length) {
+static inline int any_text_of(int first, int length) {
     int text = text_behind(0, first);
     while (text_length(text) < length) text = text_behind(text, pick(SYMBOLS));
     return text;
 }
 
 /* Chooses layers, of which one has a row for each token, and a number of prompts. */
-static void make_shape(int stride) {
+static inline void make_shape(int stride) {
     memset(&o, 0, sizeof o);
     o.num_layers = 1 + pick(3);
     const int whole = pick(o.num_layers), size = pick(4) ? 1 + pick(6) : 1 + pick(16);
@@ -71,7 +71,7 @@ static void make_shape(int stride) {
 }
 
 /* Feeds a sequence n tokens; their rows are no matter. */
-static void feed(int64_t id, int n) {
+static inline void feed(int64_t id, int n) {
     static const float zeros[MOST_TEXT][WIDTH];
     int64_t ids[MOST_TEXT];
     kvc_batch *batch;
@@ -90,7 +90,7 @@ static void feed(int64_t id, int n) {
 }
 
 /* Returns what a block counts for max_bytes. */
-static int64_t measure_block(void) {
+static inline int64_t measure_block(void) {
     kvc_block_info block;
     int64_t num_blocks, num_runs;
     feed(0, 1);
@@ -100,7 +100,7 @@ static int64_t measure_block(void) {
 
 /* Makes the cache, with room for so many tokens (0: any number).  by_bytes: max_bytes has room for their blocks, and
  * for the most that prompts and pins take. */
-static void open_cache(int64_t room, int by_bytes, kvc_prefix_config own) {
+static inline void open_cache(int64_t room, int by_bytes, kvc_prefix_config own) {
     const int64_t of_events = EVENTS * (int64_t)sizeof(kvc_prefix_event);
     kvc_config config = {.struct_size = sizeof config,
                          .layers = o.layers,
@@ -121,12 +121,12 @@ static void open_cache(int64_t room, int by_bytes, kvc_prefix_config own) {
     must(kvc_prefix_new(o.cache, &own, &o.prefix));
 }
 
-static void close_cache(void) {
+static inline void close_cache(void) {
     must(kvc_validate(o.cache));
     must(kvc_cache_free(o.cache));
 }
 
-static int64_t acquire(int text, int *matched) {
+static inline int64_t acquire(int text, int *matched) {
     int64_t id;
     int32_t n;
     must(kvc_prefix_acquire(o.prefix, tokens_in(text), -1, &id, &n));
@@ -134,14 +134,14 @@ static int64_t acquire(int text, int *matched) {
     return id;
 }
 
-static void checkpoint(int64_t id, int text) {
+static inline void checkpoint(int64_t id, int text) {
     static const uint8_t state[ONE_STATE];
     must(kvc_prefix_checkpoint(o.prefix, id, tokens_in(text), state, sizeof state));
 }
 
 /* Feeds what is not known of a text, with states behind some lengths, and keeps it.  is_released 0: the sequence only
  * ends, as its commits have kept the blocks. */
-static void serve(int text, uint64_t states, int is_released) {
+static inline void serve(int text, uint64_t states, int is_released) {
     int at;
     const int64_t id = acquire(text_behind(text, 0), &at);
     while (at < text_length(text)) {
@@ -155,7 +155,7 @@ static void serve(int text, uint64_t states, int is_released) {
     must(is_released ? kvc_prefix_release(o.prefix, id, tokens_in(text)) : kvc_clear_sequence(o.cache, id));
 }
 
-static int known_of(int text) {
+static inline int known_of(int text) {
     int32_t n;
     must(kvc_prefix_lookup(o.prefix, tokens_in(text), &n, NULL));
     return n;
@@ -171,17 +171,17 @@ static struct {
     void (*before)(void), (*behind)(void); /* what happens as a call of it begins, and ends; NULL: nothing */
 } store;
 
-static void let(void (*happen)(void)) {
+static inline void let(void (*happen)(void)) {
     if (happen) happen();
 }
 
-static int find_stored(const uint8_t *name) {
+static inline int find_stored(const uint8_t *name) {
     int at = 0;
     while (at < store.num && (memcmp(store.names[at], name, KVC_NAME_BYTES) || !store.values[at])) at++;
     return at;
 }
 
-static kvc_status read_value(void *user, const uint8_t *name, void *to, int64_t most, int64_t *size) {
+static inline kvc_status read_value(void *user, const uint8_t *name, void *to, int64_t most, int64_t *size) {
     const int at = find_stored(name);
     (void)user;
     let(store.before);
@@ -191,7 +191,7 @@ static kvc_status read_value(void *user, const uint8_t *name, void *to, int64_t 
     return KVC_OK;
 }
 
-static kvc_status write_value(void *user, const uint8_t *name, const void *value, int64_t size) {
+static inline kvc_status write_value(void *user, const uint8_t *name, const void *value, int64_t size) {
     const int at = find_stored(name);
     (void)user;
     let(store.before);
@@ -204,7 +204,7 @@ static kvc_status write_value(void *user, const uint8_t *name, const void *value
     return KVC_OK;
 }
 
-static kvc_status remove_value(void *user, const uint8_t *name) {
+static inline kvc_status remove_value(void *user, const uint8_t *name) {
     const int at = find_stored(name);
     (void)user;
     if (at == store.num) return KVC_OK;
@@ -216,21 +216,21 @@ static kvc_status remove_value(void *user, const uint8_t *name) {
 static const kvc_store in_memory = {
     .struct_size = sizeof in_memory, .read = read_value, .write = write_value, .remove = remove_value};
 
-static int is_stored(int text, int at) {
+static inline int is_stored(int text, int at) {
     uint8_t names[MOST_TEXT][KVC_NAME_BYTES];
     int64_t num;
     must(kvc_prefix_names(o.prefix, tokens_in(text), *names, MOST_TEXT, &num));
     return find_stored(names[at]) < store.num;
 }
 
-static int fetch(int text) {
+static inline int fetch(int text) {
     text_tokens given; /* other calls come between */
     int32_t fetched;
     must(kvc_prefix_fetch(o.prefix, tokens_of(text_behind(text, 0), 0, &given), -1, &in_memory, &fetched));
     return fetched;
 }
 
-static void end_store(void) {
+static inline void end_store(void) {
     for (int i = 0; i < store.num; i++) free(store.values[i]);
     memset(&store, 0, sizeof store);
 }

@@ -2,7 +2,7 @@
 
 A driver makes calls from one table: one thread, threads of the system, threads of a simulated scheduler, one thread
 whose allocations fail, or the bytes of a fuzzer.  What one thread fails on is printed as a short list of calls in C.
-A sixth driver plays in closed worlds, and knows the exact order there (closed.h).
+Two more drivers play in closed worlds, and know there exactly what goes (closed.h, victims.h).
 To repeat a failure, run the program that the test names; TESTING.md says how.
 """
 
@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 SOURCES = compiling.world_sources()
 DEFECTS = [*read_defects(HERE / "defects.txt")]
 PARTS = {"quick": (1, 1), "full": (4000, 10)}  # the first seed, and how many times as many runs
-ALONE = "drive_thread", "drive_faults", "drive_orders"
+ALONE = "drive_thread", "drive_faults", "drive_orders", "drive_limits"
 RUNS = {
     "drive_thread": 60,
     "drive_scheduler": 20,
@@ -31,6 +31,7 @@ RUNS = {
     "drive_faults": 6,
     "drive_fuzz": 40,
     "drive_orders": 200,
+    "drive_limits": 100,
 }
 
 ELSEWHERE = {  # public functions that are in no row of the table, with the reason
