@@ -30,6 +30,7 @@ from kvcache.layer import (
     check_layers,
     count,
     make_layers,
+    once_for_each,
     override,
 )
 from kvcache.policy import FullAttention, Policy
@@ -212,7 +213,7 @@ class KVCache(Saveable):
 
     def _make_core(self, original: _core.Cache | None) -> _core.Cache:
         return _core.Cache(
-            [layer.for_core() for layer in self._layers],
+            once_for_each(lambda i: self._layers[i].for_core(), self._layers),
             self._max_seq_len or 0,
             self._max_sequences or 0,
             self._capacity or 0,

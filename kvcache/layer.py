@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol, SupportsIndex, TypeAlias, cast, get_args
+from typing import Any, Literal, Protocol, SupportsIndex, TypeAlias, TypeVar, cast, get_args
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from kvcache.policy import (
 )
 from kvcache.rope import Rope, RopeFunction, RopeLike
 
+T = TypeVar("T")
 FloatDType: TypeAlias = Literal["f32", "f16", "bf16"]
 DType: TypeAlias = Literal[FloatDType, "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "int8", "int6", "int4"]
 DTYPES: tuple[DType, ...] = get_args(DType)
@@ -324,7 +325,8 @@ class Sizes:
     """
 
     def __init__(self, layers: Iterable[Layer], max_seq_len: int | None) -> None:
-        self._kinds = Counter((layer.policy, layer.bytes_per_token) for layer in layers)
+        layers = [*layers]
+        self._kinds = Counter(once_for_each(lambda i: (layers[i].policy, layers[i].bytes_per_token), layers))
         self.max_seq_len = max_seq_len
         is_bound = max_seq_len is not None and self._bounds_batches(max_seq_len)
         self._limit = max_seq_len if is_bound else None  # of a batch, too
@@ -343,6 +345,19 @@ class Sizes:
 
 
 FIELDS = tuple(field.name for field in fields(Layer))
+
+
+def once_for_each(make: Callable[[int], T], *columns: Iterable[Any]) -> list[T]:
+    """Return ``make(i)`` for each row i of some columns. Rows of the same objects share what is made for the first."""
+    rows = [*zip(*columns, strict=True)]  # holds the objects, so that each has an id of its own
+    made: dict[tuple[int, ...], T] = {}
+    found = []
+    for i, row in enumerate(rows):
+        key = (*map(id, row),)
+        if key not in made:
+            made[key] = make(i)
+        found.append(made[key])
+    return found
 
 
 # ---- the layers of a cache
@@ -379,8 +394,10 @@ def override(layers: Sequence[Layer], arguments: Mapping[str, Any]) -> tuple[lis
     num_layers = others.pop("num_layers", len(layers))
     if integer(num_layers, "num_layers", 1, MAX_LAYERS) != len(layers):
         raise ValueError(f"num_layers={num_layers}: the model's cache has {count(len(layers), 'layer')}; leave it out")
-    own = [{name: getattr(layer, name) for name in FIELDS} for layer in layers] if given else []
-    return _build(own, given) if given else list(layers), others
+    if not given:
+        return list(layers), others
+    own = once_for_each(lambda i: {name: getattr(layers[i], name) for name in FIELDS}, layers)
+    return _build(own, given), others
 
 
 def _build(own: Sequence[Mapping[str, Any]], given: dict[str, Any]) -> list[Layer]:
@@ -393,19 +410,20 @@ def _build(own: Sequence[Mapping[str, Any]], given: dict[str, Any]) -> list[Laye
     n = len(own)
     columns = {name: _per_layer(value, name, n) for name, value in given.items()}
     if "dtype" in given:
-        dtypes = [to_dtype(one, _name("dtype", given["dtype"], i)) for i, one in enumerate(columns.pop("dtype"))]
+        named = columns.pop("dtype")
+        dtypes = once_for_each(lambda i: to_dtype(named[i], _name("dtype", given["dtype"], i)), named)
         columns |= {name: dtypes for name in ("k_dtype", "v_dtype") if given.get(name) is None}
-    alike = not any(own) and not any(map(_is_sequence, given.values()))
-    layers = []
-    for i in range(1 if alike else n):
+
+    def make(i: int) -> Layer:
         try:
-            layers.append(Layer(**{**own[i], **{name: column[i] for name, column in columns.items()}}))
+            return Layer(**{**own[i], **{name: column[i] for name, column in columns.items()}})
         except (TypeError, ValueError) as error:
             name, _, rest = str(error).partition("=")
             if name in given:
                 raise type(error)(f"{_name(name, given[name], i)}={rest}") from None
             raise
-    layers *= n if alike else 1
+
+    layers = once_for_each(make, own, *columns.values())
     _check_shares(layers, "share[{}]")
     return layers
 

@@ -11,9 +11,8 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from kvcache import KVCache
-from kvcache.arguments import INT32_MAX, integer, spelt
-from kvcache.arrays import Precision, to_precision
-from kvcache.errors import NotSupportedError
+from kvcache.arguments import integer, spelt
+from kvcache.arrays import Precision
 from kvcache.hf.decode import Decoder
 from kvcache.hf.editing import EditableBatch
 from kvcache.hf.evicting import EvictableBatch
@@ -25,28 +24,25 @@ from kvcache.hf.passes import Passes
 from kvcache.hf.policies import (
     BY_ONE_TOKEN,
     SHAPE,
-    Part,
     block_size_for,
     block_size_of_rows,
     both_ways,
     check_policies,
     describe,
     describe_selection,
-    index_layers_of,
-    layers_of,
-    parts_of,
+    read_config,
     rotation_by_length,
+    stored_layers,
 )
 from kvcache.hf.prefixing import PrefixedBatch
-from kvcache.hf.prompts import check_prefix, check_prompts, placeholders_of
+from kvcache.hf.prompts import check_prefix, check_prompts, placeholders_of, to_prompts
 from kvcache.hf.recurrent import Recurrent
 from kvcache.hf.state import SaveableBatch, stored_in
 from kvcache.hf.told import CACHE
 from kvcache.hf.turns import Turns
-from kvcache.layer import DTypeLike, Transform, count, override, to_transform
+from kvcache.layer import DTypeLike, Transform, count
 from kvcache.policy import Policy
 from kvcache.prefix.cache import MOST_BLOCK_SIZE, PrefixCache
-from kvcache.selecting import with_sketches
 from kvcache.state import RECURRENT, SavedState
 from kvcache.system import readable
 
@@ -132,14 +128,12 @@ class HFCache(
     ) -> None:
         own = {"k_dtype": k_dtype, "v_dtype": v_dtype}
         types: dict[str, Any] = {name: given for name, given in own.items() if given is not None}
-        block_size = block_size_for([layer.policy for layer in layers_of(config)] if policy is None else policy)
-        made = self.make_kv_cache(
-            config, dtype or "f16", policy, transform, select, prompts=prompts, block_size=block_size, **types
-        )
+        read = read_config(config)
+        decoder, parts = read.decoder, read.parts
+        layers, limits = stored_layers(read, dtype or "f16", policy, transform, select, types)
         if not self._holds_source:
-            check_policies(made.layers)
-        decoder, parts, _ = parts_of(config)
-        is_recurrent = _has_recurrent(parts)
+            check_policies(layers)
+        is_recurrent = read.is_recurrent
         self.goes_on_by_one_token = is_recurrent and decoder.model_type in BY_ONE_TOKEN
         self.follows_from_later = bool(both_ways(decoder) or rotation_by_length(decoder))  # a row does, from tokens
         self._config, self._prefix = config, prefix
@@ -147,24 +141,25 @@ class HFCache(
         # Whether it must know where the model's calls begin and end.
         self.follows_calls = has_readers or is_recurrent or prefix is not None
         if prefix is None:
-            self._cache, turns = made, Turns()
+            block_size = block_size_for([layer.policy for layer in layers[: len(read.layers)]])
+            self._cache, turns = KVCache(layers, block_size=block_size, **limits), Turns()
+            self._cache._prompts = to_prompts(prompts)
         else:
             fields: dict[str, str | None] = dict.fromkeys((*SHAPE, *(() if select is None else ("sketch",))))
             for name, given in (("dtype", dtype), ("transform", transform)):
                 fields |= {} if given is None else {f"k_{name}": name, f"v_{name}": name}
-            check_prefix(prefix, decoder, is_recurrent, made, {**fields, **{name: name for name in types}})
+            check_prefix(prefix, decoder, is_recurrent, layers, {**fields, **{name: name for name in types}})
             check_prompts(prefix, prompts)
             self._cache, turns = prefix.cache, Turns.of(prefix.cache)
         self._placeholders = placeholders_of(config)
         self._follows_config = policy is None  # whether a layer's window is the model's
-        num_rows = sum(part.policy is not None for part in parts)
-        self._passes = Passes(self._cache, turns, has_readers, select, num_rows, config)
+        self._passes = Passes(self._cache, turns, has_readers, select, len(read.layers), config)
         self._decoder = Decoder(self._cache, torch.get_default_dtype())  # until the model brings some rows
         self._forget_text()
-        layers = Maker(self._passes, self._decoder, self._follows_config).layers(parts)
-        Cache.__init__(self, layers=layers)  # a cache for MiniMax has another base, which takes no layers
-        self._recurrent = Recurrent(layers)
-        if decoder.model_type in REPLACED or any(layer.value_in_key for layer in made.layers):
+        made = Maker(self._passes, self._decoder, self._follows_config).layers(parts)
+        Cache.__init__(self, layers=made)  # a cache for MiniMax has another base, which takes no layers
+        self._recurrent = Recurrent(made)
+        if decoder.model_type in REPLACED or any(layer.value_in_key for layer in layers):
             install(type(decoder))
         self.is_linear = [isinstance(part.own, LinearAttentionLayer) and part.policy is None for part in parts]
 
@@ -188,23 +183,11 @@ class HFCache(
         """
         if block_size is not None:
             block_size = integer(block_size, "block_size", 1, MOST_BLOCK_SIZE)
-        transform = to_transform(transform, "transform")
-        prompts = "stored" if prompts is None else to_precision(prompts, "prompts")
-        arguments = {"max_sequences": None, **arguments}
-        stored: dict[str, Any] = {"dtype": dtype, "k_transform": transform, "v_transform": transform}
-        chosen = {} if policy is None else {"policy": policy}
-        layers, limits = override(layers_of(config), {"max_seq_len": None, **stored, **chosen, **arguments})
-        index_layers = index_layers_of(config, layers)
-        if select is not None:
-            select = integer(select, "select", 1, INT32_MAX)
-            if index_layers:
-                raise NotSupportedError(
-                    f"select={select}: a {type(config).__name__} chooses rows by an indexer: leave select out"
-                )
-            text = config.get_text_config(decoder=True)
-            layers = with_sketches(layers, select, getattr(text, "max_position_embeddings", None))
-        limits["block_size"] = block_size or block_size_of_rows(index_layers)
-        cache = KVCache([*layers, *index_layers], **limits)
+        prompts = to_prompts(prompts)
+        read = read_config(config)
+        layers, limits = stored_layers(read, dtype, policy, transform, select, arguments)
+        block_size = block_size or block_size_of_rows(layers[len(read.layers) :])
+        cache = KVCache(layers, block_size=block_size, **limits)
         cache._prompts = prompts
         return cache
 
@@ -229,7 +212,7 @@ class HFCache(
 
     @classmethod
     def _behind_in(cls, config: PreTrainedConfig) -> str:
-        return RECURRENT if _has_recurrent(parts_of(config)[1]) else ""
+        return RECURRENT if read_config(config).is_recurrent else ""
 
     @classmethod
     def _made_for(
@@ -316,11 +299,6 @@ class HFCache(
         self._passes.finish()
         calls = dict(self._passes.calls)
         return {**self._cache.stats(), "state_bytes": self._recurrent.nbytes, "calls": calls}
-
-
-def _has_recurrent(parts: Sequence[Part]) -> bool:
-    """Return whether some layers of a model have a recurrent state."""
-    return any(isinstance(part.own, LinearAttentionLayer) for part in parts)
 
 
 KINDS: dict[str, type[Any]] = {}  # classes of `HFCache` for types of models that take no other

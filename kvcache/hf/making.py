@@ -29,7 +29,7 @@ class Maker(NamedTuple):
     def layers(self, parts: Sequence[Part]) -> list[Any]:
         """Make the layers of a model. In the `KVCache`, layers beside others, as of an indexer's keys, follow all."""
         count_rows = itertools.count().__next__
-        beside = sum(part.policy is not None for part in parts)
+        beside = self.passes.num_rows
         layers: list[Any] = []
         for part in parts:
             if part.policy is not None:

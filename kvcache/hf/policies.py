@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,8 +18,9 @@ from transformers.cache_utils import (
 )
 
 from kvcache import KVCache
+from kvcache.arguments import INT32_MAX, integer
 from kvcache.errors import KVCacheError, NotSupportedError
-from kvcache.layer import Layer, count
+from kvcache.layer import Layer, count, once_for_each, override, to_transform
 from kvcache.models import shapes
 from kvcache.models.configuration import text_decoder
 from kvcache.models.kinds import COMPRESSED, INDEXED, fields_of_layers
@@ -26,7 +28,7 @@ from kvcache.models.shapes import KEYS_ALONE, REFUSED
 from kvcache.policy import ChunkedAttention, CrossAttention, FullAttention, Policy, SlidingWindow, window_of, written
 from kvcache.prefix.cache import MOST_BLOCK_SIZE
 from kvcache.rope import RopeLike
-from kvcache.selecting import least_tokens
+from kvcache.selecting import least_tokens, with_sketches
 
 INDEX_DIMS = "index_head_dim", "indexer_head_dim"  # names of the number of elements of an indexer's key
 # Layers whose state transformers itself keeps: a recurrent state, or nothing.
@@ -152,8 +154,21 @@ def part_of(config: PreTrainedConfig, index: int, layer_type: str, options: dict
     )
 
 
-def parts_of(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[Part], list[Layer]]:
-    """Return the part of a configuration that describes the decoder, what is kept of each layer, and layers of rows."""
+class Reading(NamedTuple):
+    """What a configuration says of the layers of its decoder."""
+
+    decoder: PreTrainedConfig  # the part of the configuration that describes it
+    parts: list[Part]  # what is kept of each layer
+    layers: list[Layer]  # of `KVCache`, for the layers with rows
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some layers have a recurrent state."""
+        return any(isinstance(part.own, LinearAttentionLayer) for part in self.parts)
+
+
+def read_config(config: PreTrainedConfig) -> Reading:
+    """Read what a configuration says of the decoder's layers; raise if this cache does not serve them."""
     check_config(config)
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder or text.is_encoder_decoder:
@@ -162,6 +177,7 @@ def parts_of(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[Part], li
         check_model(part)
     decoder = decoder_of(text)
     kinds, options = get_layer_types_and_kwargs(decoder)
+    kinds = [*map(sys.intern, kinds)]  # equal names are then one object
     parts = [part_of(decoder, i, *layer) for i, layer in enumerate(zip(kinds, options, strict=True))]
     if all(part.policy is None for part in parts):
         raise NotSupportedError(f"a {type(config).__name__} has no layer with keys and values")
@@ -169,19 +185,17 @@ def parts_of(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[Part], li
     if not fields.get("num_attention_heads"):
         raise ValueError(f"config is a {type(decoder).__name__} without num_attention_heads: give a decoder's")
     own = fields_of_layers(fields, kinds)
-    rows = [shapes.rows_of(*layer)[1] for layer in zip(own, range(len(own)), kinds, strict=True)]
+    rows = [layer for _, layer in shapes.rows_of_layers(fields, own, kinds)]
     if decoder.model_type == "falcon" and (decoder.new_decoder_architecture or not decoder.multi_query):
         # A KV head is repeated for its query heads before the cache gets it.
-        rows = [replace(layer, num_kv_heads=decoder.num_attention_heads) for layer in rows]
+        num_heads = decoder.num_attention_heads
+        rows = once_for_each(lambda i: replace(rows[i], num_kv_heads=num_heads), rows)
     beside = shapes.index_layers(fields, own, kinds, rows)
     parts = [part._replace(beside=[one for _, one, _ in beside[i]]) for i, part in enumerate(parts)]
-    layers = [replace(rows[i], policy=part.policy) for i, part in enumerate(parts) if part.policy is not None]
-    return decoder, parts, layers
-
-
-def layers_of(config: PreTrainedConfig) -> list[Layer]:
-    """Return the layers of `KVCache` for a model's keys and values."""
-    return parts_of(config)[2]
+    same = {part.policy: part.policy for part in parts}  # equal policies are then one object
+    policies = [same[part.policy] for part in parts]
+    layers = once_for_each(lambda i: replace(rows[i], policy=policies[i]), rows, policies)
+    return Reading(decoder, parts, [layer for layer in layers if layer.policy is not None])
 
 
 def ropes_of(config: PreTrainedConfig, cache: KVCache) -> list[RopeLike]:
@@ -195,13 +209,34 @@ def ropes_of(config: PreTrainedConfig, cache: KVCache) -> list[RopeLike]:
     return ropes if len(ropes) == cache.num_layers else unknown
 
 
-def index_layers_of(config: PreTrainedConfig, layers: Sequence[Layer]) -> list[Layer]:
+def stored_layers(
+    read: Reading, dtype: Any, policy: Any, transform: Any, select: Any, arguments: dict[str, Any]
+) -> tuple[list[Layer], dict[str, Any]]:
+    """Return the layers of a model's `KVCache`, and its other arguments; the given ones are those of `make_kv_cache`.
+
+    The first layers are those of the reading; layers beside these follow.
+    """
+    transform = to_transform(transform, "transform")
+    given = {"dtype": dtype, "k_transform": transform, "v_transform": transform, **arguments}
+    layers, others = override(read.layers, given if policy is None else {**given, "policy": policy})
+    index_layers = _index_layers(read, layers)
+    if select is not None:
+        select = integer(select, "select", 1, INT32_MAX)
+        if index_layers:
+            raise NotSupportedError(
+                f"select={select}: a {type(read.decoder).__name__} chooses rows by an indexer: leave select out"
+            )
+        layers = with_sketches(layers, select, getattr(read.decoder, "max_position_embeddings", None))
+    return [*layers, *index_layers], {"max_sequences": None, **others}
+
+
+def _index_layers(read: Reading, layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers of `KVCache` beside a model's rows, such as an indexer's keys, which follow its other layers.
 
     Each has the types of the layer beside whose rows it lies, and keys of single tokens its policy. Inputs of rows that
     stand for several tokens stay exact.
     """
-    decoder, parts, _ = parts_of(config)
+    parts = read.parts
     rows = dict(zip((i for i, part in enumerate(parts) if part.policy is not None), layers, strict=True))
     found = []
     for part in parts:
@@ -210,7 +245,7 @@ def index_layers_of(config: PreTrainedConfig, layers: Sequence[Layer]) -> list[L
         of_rows = rows[part.source]
         if len(part.beside) > 1 and of_rows.policy is not None and of_rows.policy != parts[part.source].policy:
             raise NotSupportedError(
-                f"policy={written(of_rows.policy)}: a {type(decoder).__name__} pools what each token brings: leave"
+                f"policy={written(of_rows.policy)}: a {type(read.decoder).__name__} pools what each token brings: leave"
                 " policy out"
             )
         for layer in part.beside:
@@ -226,7 +261,8 @@ def index_layers_of(config: PreTrainedConfig, layers: Sequence[Layer]) -> list[L
 
 def check_policies(layers: Sequence[Layer]) -> None:
     """Raise ValueError for a policy that lets no layer of a decoder attend over its own tokens."""
-    for i, policy in enumerate(layer.policy for layer in layers):
+    for i, layer in enumerate(layers):
+        policy = layer.policy
         if policy is None or isinstance(policy, CrossAttention):
             given = "None" if policy is None else written(policy)
             raise ValueError(
@@ -235,14 +271,13 @@ def check_policies(layers: Sequence[Layer]) -> None:
             )
 
 
-def block_size_for(policies: Any) -> int:
-    """Return the tokens of a block for layers of these policies, or of this one.
+def block_size_for(policies: Iterable[Policy | None]) -> int:
+    """Return the tokens of a block for layers of these policies.
 
     Attention over a window of 1,024 rows is a twentieth slower in blocks of 64 than in blocks of 256. But a window
     takes up to two blocks more than its rows: so a block is at most a quarter of the shortest window, in steps of 64.
     """
-    given = policies if isinstance(policies, Sequence) else [policies]
-    windows = filter(None, map(window_of, given))
+    windows = filter(None, map(window_of, {*policies}))
     return max(LEAST_BLOCK, min([MOST_BLOCK, *(n // 4 // LEAST_BLOCK * LEAST_BLOCK for n in windows)]))
 
 

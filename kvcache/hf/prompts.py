@@ -15,13 +15,13 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvcache.arguments import INT64_MAX
-from kvcache.arrays import Precision
-from kvcache.cache import KVCache
+from kvcache.arrays import Precision, to_precision
 from kvcache.errors import CacheFullError, NotSupportedError
 from kvcache.hf.images import Images
 from kvcache.hf.padding import count_leading, shown_columns
 from kvcache.hf.policies import BY_ONE_TOKEN, both_ways, rotation_by_length
 from kvcache.hf.told import FEATURES, UNKNOWN, Tokens, has_positions, tokens_fed, without_images
+from kvcache.layer import Layer
 from kvcache.prefix import PrefixCache
 
 PLACEHOLDER = re.compile(r".*(image|video|audio|vision|boi|eoi|boa|eoa).*_(token_id|token_index|index)")
@@ -406,7 +406,7 @@ class Prompts:
 
 
 def check_prefix(
-    prefix: Any, config: PreTrainedConfig, is_recurrent: bool, wanted: KVCache, fields: Mapping[str, str | None]
+    prefix: Any, config: PreTrainedConfig, is_recurrent: bool, wanted: Sequence[Layer], fields: Mapping[str, str | None]
 ) -> None:
     """Raise if a prefix cache is not one for a model: name the first layer, and what differs of it.
 
@@ -435,12 +435,12 @@ def check_prefix(
             " rows: leave prefix out"
         )
     given = prefix.cache
-    if given.num_layers != wanted.num_layers:
+    if given.num_layers != len(wanted):
         raise ValueError(
-            f"prefix has a cache of {given.num_layers} layers, the model has {wanted.num_layers} with keys and values:"
+            f"prefix has a cache of {given.num_layers} layers, the model has {len(wanted)} with keys and values:"
             " make it by HFCache.make_kv_cache(config)"
         )
-    for i, (one, other) in enumerate(zip(given.layers, wanted.layers, strict=True)):
+    for i, (one, other) in enumerate(zip(given.layers, wanted, strict=True)):
         for name, argument in fields.items():
             if getattr(one, name) != getattr(other, name):
                 if argument is not None:
@@ -455,6 +455,11 @@ def check_prefix(
                 )
         if one.share is not None:
             raise ValueError(f"prefix has a cache whose layer {i} shares another's rows: leave share out")
+
+
+def to_prompts(value: Any) -> Precision:
+    """Return how prompts are attended to, by default as rows are stored."""
+    return "stored" if value is None else to_precision(value, "prompts")
 
 
 def check_prompts(prefix: PrefixCache, prompts: Precision | None) -> None:

@@ -34,10 +34,11 @@ def has_others(inputs: Mapping[str, Any]) -> bool:
     types = inputs.get(TYPES)
     is_text = isinstance(types, torch.Tensor) and not types.any()
     known = (*READ, *OF_RESULTS, *((TYPES,) if is_text else ()))
-    others = (value for name, value in inputs.items() if name not in known)
-    return inputs.get("is_causal") is False or any(
-        isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple, dict)) and value) for value in others
-    )
+    for name in inputs.keys() - {*known}:
+        value = inputs[name]
+        if isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple, dict)) and value):
+            return True
+    return inputs.get("is_causal") is False
 
 
 def without_images(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -222,7 +222,7 @@ def _part(values: Mapping[str, Any], source: str) -> Mapping[str, Any] | None:
 def _named(given: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Give a configuration's fields the names of `NAMES`, and add the defaults of its class; leave out null."""
     attention = Fields(given, source).part(ATTENTION)
-    if (longest := max((len(name) for name in given if isinstance(name, str)), default=0)) > MAX_NAME:
+    if (longest := max([len(name) for name in given if isinstance(name, str)], default=0)) > MAX_NAME:
         raise ModelFileError(f"{source}: a field's name has {longest:,} characters; {MAX_NAME} are the most")
     given = {**({} if attention is None else attention.values), **given, "model_type": classes.type_of(given)}
     known = classes.of(given["model_type"])
@@ -234,9 +234,9 @@ def _named(given: Mapping[str, Any], source: str) -> dict[str, Any]:
     said = {name for name, value in stored.items() if value is not None or not name.startswith("rope_")}
     own = dict(fields)
     for name, others in NAMES.items():
-        found = next((own[other] for other in others if other in own), None)
+        found = own.get(next(filter(own.__contains__, others), ""))
         if found is None and said.isdisjoint(others):
-            found = next((known.defaults[other] for other in others if other in known.defaults), None)
+            found = known.defaults.get(next(filter(known.defaults.__contains__, others), ""))
         if found is not None:
             fields[name] = found
     aliases = set().union(*NAMES.values())

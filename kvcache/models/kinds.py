@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from kvcache.errors import shown
+from kvcache.layer import once_for_each
 from kvcache.models import classes
 from kvcache.models.reading import MAX_LAYERS, Fields
 
@@ -382,15 +383,18 @@ def fields_of_layers(config: Fields, kinds: Sequence[str]) -> list[Fields]:
     by_kind = {kind: _of_kind(config, kind) for kind in {*kinds}}
     lists, blocks = _lists(config, len(kinds)), config.sequence("block_configs", len(kinds))
     listed, model = _per_layer_config(config), cast("dict[str, Any]", config.values)
-    found = []
-    for i, kind in enumerate(kinds):
-        before, behind = by_kind[kind]
-        block = {} if blocks is None else _of_block(config, i, kind, blocks[i])
+
+    def make(i: int) -> Fields:
+        before, behind = by_kind[kinds[i]]
+        block = {} if blocks is None else _of_block(config, i, kinds[i], blocks[i])
         said = before, {name: values[i] for name, values in lists.items()}, behind, block, listed.get(i, {})
         own = {name: value for values in said for name, value in values.items() if value is not None}
         source = f"{config.source}, layer {i}"
-        found.append(Fields(ChainMap(own, model), source, config.used) if own else config)
-    return found
+        return Fields(ChainMap(own, model), source, config.used) if own else config
+
+    n = len(kinds)
+    entries = [[None] * n if blocks is None else blocks, map(listed.get, range(n))]
+    return once_for_each(make, kinds, *entries, *(values[:n] for values in lists.values()))
 
 
 def _of_kind(config: Fields, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvcache.arguments import INT32_MAX
 from kvcache.errors import ModelFileError, plain, shown
-from kvcache.layer import DTYPES, DType, Layer, why_not
+from kvcache.layer import DTYPES, DType, Layer, once_for_each, why_not
 from kvcache.models import guard, reading
 from kvcache.models.configuration import read_config
 from kvcache.models.kinds import (
@@ -174,8 +174,9 @@ def _decoding(
 ) -> list[tuple[int, Layer]]:
     """Return the number of query heads of each layer of the decoder, and the layer."""
     found = []
+    rows = rows_of_layers(config, own, kinds, max_source_len)
     for i, share in enumerate(sources_of(config, len(kinds)) or shares_of(config, kinds)):
-        num_heads, layer = rows_of(own[i], i, kinds[i], max_source_len)
+        num_heads, layer = rows[i]
         found.append((num_heads, replace(layer, share=share, rope=_rotation(own[i], i, kinds[i], layer))))
     return found
 
@@ -204,8 +205,17 @@ def _check_weights(folder: Path, shape: Shape) -> None:
 # ---- heads, sizes and policy of each layer
 
 
-def rows_of(config: Fields, layer: int, kind: str, max_source_len: int | None = None) -> tuple[int, Layer]:
-    """Return the number of query heads of a layer, and the layer, without its rotation."""
+def rows_of_layers(
+    config: Fields, own: Sequence[Fields], kinds: Sequence[str], max_source_len: int | None = None
+) -> list[tuple[int, Layer]]:
+    """Return the number of query heads of each layer, and the layer, without its rotation."""
+    differs = config.get("model_type") in LATENTS_ALONE
+    places = range(len(kinds)) if differs else kinds
+    return once_for_each(lambda i: _rows_of(own[i], i, kinds[i], max_source_len), own, kinds, places)
+
+
+def _rows_of(config: Fields, layer: int, kind: str, max_source_len: int | None) -> tuple[int, Layer]:
+    """Return what `rows_of_layers` does for a layer."""
     policy = _policy(config, kind, max_source_len)
     if policy is None:
         return 1, Layer(1, 32, policy=None)  # stores nothing: sizes that suit every element type
