@@ -4,7 +4,8 @@
  *   a prefix           kvc_tokens, kvc_prefix_config, kvc_prefix_new
  *   a prompt           kvc_prefix_acquire, kvc_prefix_release, kvc_prefix_lookup
  *   recurrent states   kvc_prefix_checkpoint, kvc_prefix_state
- *   what stays         kvc_prefix_pin, kvc_prefix_evict, kvc_prefix_clear, kvc_prefix_forget, kvc_prefix_names
+ *   what stays         kvc_prefix_pin, kvc_prefix_evict, kvc_prefix_clear
+ *   private data       kvc_prefix_forget, kvc_prefix_names, kvc_prefix_end_forget
  *   events             kvc_prefix_take_events: what a router follows, to send a prompt to where its blocks are
  *   stores             kvc_store, kvc_prefix_fetch, kvc_store_new_blocks: blocks leave the cache and come back
  *   a store in files   kvc_dir_store_new
@@ -212,15 +213,23 @@ KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
  * A kvc_prefix_fetch under way adds nothing more.  Pins stay, for when the same blocks are computed again.
  * Other calls may run before it ends.  Until then, prompts with the same first token match nothing and leave no blocks.
  *
- * Stores keep their values.  Remove those under the prompt's names (kvc_prefix_names), and under the names of the full
- * blocks that were dropped, by the call or by others during it.  The call writes these to `names`,
- * [max_names][KVC_NAME_BYTES], and sets *num_names to their number.  If that is max_names, it may have stopped, and
- * prompts still find the rest: call it again.  Give room for more than kvc_prefix_stats.blocks, because blocks that
- * others drop between two calls have no names.  names NULL, and max_names 0: drops all in one call, and names none.
- * A kvc_store_new_blocks or kvc_store_block under way begins to write none of these blocks any more, and removes a
- * value that it was writing.  If a store has no `remove`, remove the values once that call has ended.
+ * Stores keep their values, and a fetch of such a value counts as computing the block again.  To remove them, too:
+ *   1. Give `names`, [max_names][KVC_NAME_BYTES].  The call writes the names of the full blocks that were dropped, by
+ *      the call or by others during it, and sets *num_names to their number.  If that is max_names, it may have
+ *      stopped, and prompts still find the rest: call it again.  Give room for more than kvc_prefix_stats.blocks,
+ *      because blocks that others drop between two calls have no names.
+ *   2. Remove the values under these names, and under the names of the prompt's full blocks (kvc_prefix_names).
+ *   3. Call kvc_prefix_end_forget, once for each call of step 1.
+ * From the beginning of step 1 to the end of step 3, kvc_prefix_fetch adds nothing to this prefix.
+ * Without names (NULL, and max_names 0), the call drops all blocks, names none, and there is nothing to end.
+ * A kvc_store_new_blocks or kvc_store_block under way begins to write none of these blocks any more.  It removes a
+ * value that it was writing.  Until it has, kvc_prefix_fetch reads no value under this name.  If the store has no
+ * `remove`, or if that fails, the value stays: remove it once the call that wrote it has ended, before step 3.
+ * Other prefixes, caches and processes that use the store may hold these tokens, too.  They go on fetching the values,
+ * and may write them again.  Forget the prompt in all of them before step 2.  In the child of a fork(), end the calls
+ * that its parent had not ended.
  * Blocks that had left the cache before have no names.  A store may bring them back, with tokens of the prompt or
- * behind it.  To be sure, give each tenant a store of its own, and clear it. */
+ * behind it.  To be sure, give each tenant a store of its own, and clear it before step 3. */
 KVC_API kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *tokens, uint8_t *names, int64_t max_names,
                                      int64_t *num_names, int64_t *num_dropped);
 
@@ -228,6 +237,10 @@ KVC_API kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *token
  * *num_names to the number of full blocks. */
 KVC_API kvc_status kvc_prefix_names(kvc_prefix *prefix, const kvc_tokens *tokens, uint8_t *names, int64_t max_names,
                                     int64_t *num_names);
+
+/* Ends a kvc_prefix_forget that has given names.  Once all are ended, kvc_prefix_fetch adds blocks again.  Fails with
+ * KVC_ERR_INVALID if no such call is left to end. */
+KVC_API kvc_status kvc_prefix_end_forget(kvc_prefix *prefix);
 
 /* ---- events ------------------------------------------------------------------------------------------------------ */
 

@@ -167,6 +167,7 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_prefix_identity(const kvc_cache *cache, const void *fingerprint, int64_t size, uint8_t *identity)
     kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *tokens, uint8_t *names, int64_t max_names,
                                  int64_t *num_names, int64_t *num_dropped)
+    kvc_status kvc_prefix_end_forget(kvc_prefix *prefix)
     kvc_status kvc_prefix_names(kvc_prefix *prefix, const kvc_tokens *tokens, uint8_t *names, int64_t max_names,
                                 int64_t *num_names)
     kvc_status kvc_prefix_take_events(kvc_prefix *prefix, kvc_prefix_event *events, size_t event_size,

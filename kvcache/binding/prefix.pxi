@@ -151,6 +151,8 @@ cdef class Prefix:
         The last rows of the arrays are zeros. An array is in the deque before its blocks are dropped, so that neither a
         signal's handler that raises nor a lack of memory loses a name. It has room for the names of all blocks, because
         names of blocks that others drop between two calls would be lost.
+
+        Fetches go on at once: `Doomed` of the store's client keeps what was forgotten from being added.
         """
         cdef kvc_tokens tokens = describe(ids, digests)
         cdef uint8_t[:, ::1] names
@@ -168,6 +170,8 @@ cdef class Prefix:
             self.cache.enter()
             with nogil:
                 status = kvc_prefix_forget(self.handle, &tokens, &names[0, 0], most, &num_names, &num)
+                if status == KVC_OK:
+                    status = kvc_prefix_end_forget(self.handle)
             self.cache.finish(status)
             dropped += num
         return dropped

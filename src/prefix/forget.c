@@ -144,6 +144,7 @@ kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *from, uint8_t
     if (!num_dropped) return kvc_fail(KVC_ERR_INVALID, "num_dropped is NULL");
     *num_dropped = 0;
     kvc_lock(prefix->cache); /* and drops no expired blocks, whose names would be lost */
+    prefix->num_leaving += to != NULL;
     if (tokens.num_tokens) {
         kvc_cache_begin_gradual(prefix->cache);
         kvc_prefix_wait(prefix);
@@ -152,4 +153,14 @@ kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *from, uint8_t
     }
     *num_names = n.num;
     return kvc_unlock(prefix->cache, KVC_OK);
+}
+
+kvc_status kvc_prefix_end_forget(kvc_prefix *prefix) {
+    kvc_lock(prefix->cache);
+    const int is_open = prefix->num_leaving > 0;
+    prefix->num_leaving -= is_open;
+    return kvc_unlock(prefix->cache, is_open
+                                         ? KVC_OK
+                                         : kvc_fail(KVC_ERR_INVALID, "no kvc_prefix_forget with names is left to end: "
+                                                                     "call this once for each"));
 }

@@ -61,17 +61,8 @@ static void carrier_destroy(const kvc_carrier *c) {
 
 /* ---- out --------------------------------------------------------------------------------------------------------- */
 
-/* A block to be written. */
-typedef struct departure {
-    int64_t id;
-    uint8_t name[KVC_NAME_BYTES];
-    kvc_value_owner owner; /* copied, as its prefix may be freed meanwhile */
-    int32_t may_have_state;
-    int64_t date; /* cache->prefixes.clock when it was taken */
-} departure;
-
 /* Takes memory for a block, and describes it, with the mutex held. */
-static kvc_status describe(kvc_carrier *c, const kvc_node *node, departure *d) {
+static kvc_status describe(kvc_carrier *c, const kvc_node *node, kvc_departure *d) {
     const kvc_prefix *prefix = node->tree->prefix;
     KVC_TRY(take_memory(c, prefix, may_lack(prefix) ? 3 : 1));
     d->id = node->rows->id;
@@ -83,7 +74,7 @@ static kvc_status describe(kvc_carrier *c, const kvc_node *node, departure *d) {
 }
 
 /* Takes the next new block; *is_there is 0 if no new block is left. */
-static kvc_status take_block(kvc_carrier *c, departure *d, int *is_there) {
+static kvc_status take_block(kvc_carrier *c, kvc_departure *d, int *is_there) {
     kvc_lock(c->cache);
     kvc_node *node = kvc_prefix_next_new(c->cache);
     *is_there = node != NULL;
@@ -93,7 +84,7 @@ static kvc_status take_block(kvc_carrier *c, departure *d, int *is_there) {
 }
 
 /* Sets *size to the bytes of the value that the store has of a block; 0 if it has none, or a damaged one. */
-static kvc_status find_stored(kvc_carrier *c, const departure *d, int64_t *size) {
+static kvc_status find_stored(kvc_carrier *c, const kvc_departure *d, int64_t *size) {
     *size = 0;
     KVC_TRY(c->store.read(c->store.user, d->name, c->stored, c->max_bytes, size));
     if (*size > c->max_bytes || kvc_value_check(c->stored, *size, d->name, &d->owner, c->crc) != KVC_OK) *size = 0;
@@ -110,7 +101,7 @@ static int is_complete(const kvc_cache *cache, const uint8_t *payload) {
 /* Adds rows and state that the store has of a block to its payload of *size bytes.  The payload may lack them: the
  * block was computed again without a state, or windows have lost rows.  Sets *value to the value of both, NULL where
  * the store has it already. */
-static kvc_status join_stored(kvc_carrier *c, const departure *d, uint8_t **value, int64_t *size) {
+static kvc_status join_stored(kvc_carrier *c, const kvc_departure *d, uint8_t **value, int64_t *size) {
     const int64_t header = KVC_VALUE_HEADER;
     int64_t stored;
     *value = c->value;
@@ -124,58 +115,77 @@ static kvc_status join_stored(kvc_carrier *c, const departure *d, uint8_t **valu
     return KVC_OK;
 }
 
-/* Returns whether a block may have been forgotten since it was taken. */
-static int is_forgotten(const kvc_carrier *c, const departure *d) {
+/* Returns whether a block may have been forgotten since it was taken, with the mutex held. */
+static int has_gone(const kvc_cache *cache, const kvc_departure *d) {
+    return !kvc_node_of(cache, d->id) && cache->prefixes.clock != d->date;
+}
+
+/* Returns the same of the block that a call is writing. */
+static int is_forgotten(const kvc_carrier *c) {
     kvc_lock(c->cache);
-    const int is_forgotten = !kvc_node_of(c->cache, d->id) && c->cache->prefixes.clock != d->date;
+    const int is_forgotten = has_gone(c->cache, &c->block);
     kvc_unlock(c->cache, KVC_OK);
     return is_forgotten;
 }
 
+/* Returns the next call, from one on, that is writing a block with a name; NULL: there is none. */
+static kvc_carrier *find_writer(kvc_carrier *c, const uint8_t *name) {
+    while (c && !(c->is_writing && !memcmp(c->block.name, name, KVC_NAME_BYTES))) c = c->next;
+    return c;
+}
+
 /* Begins to write a block.  Returns 0 if another call is writing it to this store: that call then writes it again, so
  * that an older value does not come last. */
-static int begin_writing(kvc_carrier *c, const departure *d) {
+static int begin_writing(kvc_carrier *c, const kvc_departure *d) {
     kvc_lock(c->cache);
-    kvc_carrier *other = c->cache->prefixes.carriers;
-    while (other && !(other->writing && other->store.user == c->store.user && other->store.read == c->store.read &&
-                      !memcmp(other->writing, d->name, KVC_NAME_BYTES)))
-        other = other->next;
-    if (other)
-        other->again = 1;
-    else
-        c->writing = d->name;
+    kvc_carrier *other = find_writer(c->cache->prefixes.carriers, d->name);
+    while (other && !(other->store.user == c->store.user && other->store.read == c->store.read))
+        other = find_writer(other->next, d->name);
+    kvc_carrier *writer = other ? other : c;
+    *(other ? &writer->next_block : &writer->block) = *d;
+    *(other ? &writer->writes_again : &writer->is_writing) = 1;
     kvc_unlock(c->cache, KVC_OK);
     return !other;
 }
 
-/* Ends writing, and returns 0, unless the block is to be written again. */
+/* Ends writing, and returns 0, unless the block is to be written again: perhaps its rows were computed anew. */
 static int writes_again(kvc_carrier *c) {
     kvc_lock(c->cache);
-    const int again = c->again;
-    c->again = 0;
-    if (!again) c->writing = NULL;
+    const int again = c->is_writing = c->writes_again;
+    c->writes_again = 0;
+    if (again) c->block = c->next_block;
     kvc_unlock(c->cache, KVC_OK);
     return again;
 }
 
-static kvc_status read_block(const kvc_carrier *c, const departure *d, int64_t *size) {
+/* Returns whether a call is still writing a value of forgotten rows under a name, or about to remove it. */
+static int is_leaving(kvc_cache *cache, const uint8_t *name) {
+    kvc_lock(cache);
+    kvc_carrier *c = find_writer(cache->prefixes.carriers, name);
+    while (c && !has_gone(cache, &c->block)) c = find_writer(c->next, name);
+    kvc_unlock(cache, KVC_OK);
+    return c != NULL;
+}
+
+static kvc_status read_block(const kvc_carrier *c, const kvc_departure *d, int64_t *size) {
     return kvc_read_block(c->cache, d->id, c->value + KVC_VALUE_HEADER, c->max_bytes - KVC_VALUE_HEADER, size);
 }
 
-/* Writes a block, unless the store has all of it; *size is 0 if it was dropped meanwhile. */
-static kvc_status write_once(kvc_carrier *c, const departure *d, int64_t *size, int64_t *num_written) {
+/* Writes its block, unless the store has all of it; *size is 0 if it was dropped meanwhile. */
+static kvc_status write_once(kvc_carrier *c, int64_t *size, int64_t *num_written) {
+    const kvc_departure *d = &c->block;
     uint8_t *value;
     KVC_TRY(read_block(c, d, size));
     if (!*size) return KVC_OK;
     KVC_TRY(join_stored(c, d, &value, size));
     if (!value) return KVC_OK;
     kvc_value_pack(value, *size, d->name, &d->owner, c->crc);
-    if (is_forgotten(c, d)) {
+    if (is_forgotten(c)) {
         *size = 0;
         return KVC_OK;
     }
     const kvc_status status = c->store.write(c->store.user, d->name, value, KVC_VALUE_HEADER + *size);
-    if (c->store.remove && is_forgotten(c, d)) {
+    if (c->store.remove && is_forgotten(c)) {
         *size = 0;
         const kvc_status removed = c->store.remove(c->store.user, d->name);
         return status == KVC_OK ? removed : status;
@@ -185,17 +195,17 @@ static kvc_status write_once(kvc_carrier *c, const departure *d, int64_t *size, 
 }
 
 /* Does the same, or leaves it to another call. */
-static kvc_status write_block(kvc_carrier *c, const departure *d, int64_t *size, int64_t *num_written) {
+static kvc_status write_block(kvc_carrier *c, const kvc_departure *d, int64_t *size, int64_t *num_written) {
     kvc_status status;
     if (!begin_writing(c, d)) return read_block(c, d, size);
-    do status = write_once(c, d, size, num_written);
+    do status = write_once(c, size, num_written);
     while (writes_again(c));
     return status;
 }
 
 kvc_status kvc_store_block(kvc_cache *cache, int64_t id, const kvc_store *store, int64_t *size) {
     kvc_carrier c;
-    departure d;
+    kvc_departure d;
     int64_t num_written = 0;
     if (!size) return kvc_fail(KVC_ERR_INVALID, "size is NULL");
     *size = 0;
@@ -210,7 +220,7 @@ kvc_status kvc_store_block(kvc_cache *cache, int64_t id, const kvc_store *store,
 
 kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_t *num_written) {
     kvc_carrier c;
-    departure d;
+    kvc_departure d;
     int is_there = 0;
     int64_t size;
     if (!num_written) return kvc_fail(KVC_ERR_INVALID, "num_written is NULL");
@@ -241,7 +251,7 @@ static kvc_status begin(kvc_fetch *f, kvc_prefix *prefix, const kvc_tokens *toke
     kvc_prefix_lock(prefix);
     const kvc_status status = kvc_fetch_begin(f, prefix, tokens, num_tokens, &known, blocks->name);
     blocks->first = known / size;
-    blocks->num = num_tokens / size - blocks->first;
+    blocks->num = prefix->num_leaving ? 0 : num_tokens / size - blocks->first;
     return kvc_unlock(prefix->cache, status);
 }
 
@@ -258,13 +268,13 @@ static kvc_status pass_kept(kvc_fetch *f, int32_t block, int32_t *is_kept) {
     return kvc_unlock(f->prefix->cache, status);
 }
 
-/* Reads the next block, and adds it.  *is_kept is 0 if the store lacks a block without rows, there is no room, or a
- * prompt was forgotten meanwhile.  *is_new is 0 if the block brings nothing. */
+/* Reads the next block, and adds it.  *is_kept is 0 if the store lacks a block without rows, or is about to lose it,
+ * there is no room, or a prompt was forgotten meanwhile.  *is_new is 0 if the block brings nothing. */
 static kvc_status fetch_block(kvc_carrier *c, kvc_fetch *f, const missing *blocks, int32_t *is_kept, int32_t *is_new) {
     const uint8_t *name = blocks->name;
     int64_t size = 0;
     *is_kept = *is_new = 0;
-    KVC_TRY(c->store.read(c->store.user, name, c->value, c->max_bytes, &size));
+    if (!is_leaving(c->cache, name)) KVC_TRY(c->store.read(c->store.user, name, c->value, c->max_bytes, &size));
     if (!size) return pass_kept(f, blocks->first, is_kept);
     if (size > c->max_bytes)
         return kvc_fail(KVC_ERR_FORMAT, "the value has %lld bytes, and no block more than %lld", (long long)size,

@@ -5,6 +5,15 @@
 #include "cache/cache.h"
 #include "prefix/value.h"
 
+/* A block to be written. */
+typedef struct kvc_departure {
+    int64_t id;
+    uint8_t name[KVC_NAME_BYTES];
+    kvc_value_owner owner; /* copied, as its prefix may be freed meanwhile */
+    int32_t may_have_state;
+    int64_t date; /* cache->prefixes.clock when it was taken */
+} kvc_departure;
+
 /* State of a call of this kind, on its stack.  It is in the list of the cache while it has memory. */
 typedef struct kvc_carrier {
     struct kvc_carrier *next, **at;
@@ -16,8 +25,9 @@ typedef struct kvc_carrier {
     kvc_crc *crc;      /* first in it; values follow */
     uint8_t *value;
     uint8_t *stored, *joined; /* others; NULL: a block's value never lacks anything */
-    const uint8_t *writing;   /* name of the block that it is writing to the store; NULL: none */
-    int32_t again;            /* it is to write this block once more, as another call was to do */
+    int32_t is_writing, writes_again;
+    kvc_departure block;      /* while it is writing: what it writes.  If that was forgotten, it removes the value */
+    kvc_departure next_block; /* if it writes again: what another call was to write under this name */
 } kvc_carrier;
 
 /* Gives the memory back, with the mutex held. */

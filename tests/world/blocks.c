@@ -384,14 +384,16 @@ static void note_inner(oracle *o, prefix *p, int node) {
     if (!find_state(p, node)) note_state(o, p, node, 0, 0);
 }
 
-/* A call has fetched blocks of a text from a store, or was about to: all of them may be there. */
+/* A call has fetched blocks of a text from a store, or was about to: all of them may be there, unless a forget is to be
+ * ended. */
 void note_fetched(oracle *o, prefix *p, int text) {
     uint64_t all[LAYERS];
     memset(all, 0xff, sizeof all);
+    const int length = p->num_forgets ? 0 : text_length(text);
     p->has_fetched = 1;
-    for (int end = o->block_size; end <= text_length(text); end += o->block_size)
+    for (int end = o->block_size; end <= length; end += o->block_size)
         note_kept(o, p, text_begin(text, end), end - o->block_size, all, 0);
-    for (int end = 1; end <= text_length(text); end++)
+    for (int end = 1; end <= length; end++)
         if (had_state[text_begin(text, end)]) note_inner(o, p, text_begin(text, end));
     note_use(o, p, text, text_length(text), 0);
 }

@@ -267,8 +267,16 @@ static void note_known(const uint8_t *name) {
     if (v && is_known_name(name)) v->forgotten = 0;
 }
 
+/* A fetch reads no value that a call was writing as the block was forgotten. */
+static void check_readable(const uint8_t *name) {
+    if (w.o.crowded || operations[me->call->operation].run != run_fetch) return;
+    const value *v = find_value(name, 0);
+    if (v && v->bytes && v->forgotten > v->written) wrong("a value of forgotten rows is read");
+}
+
 static kvc_status read_value(void *user, const uint8_t *name, void *to, int64_t max_bytes, int64_t *size) {
     (void)user;
+    check_readable(name);
     note_reading();
     note_known(name);
     if (pick(2)) come_between(AT_STORE);
@@ -443,8 +451,19 @@ static int has_twin(int p) {
     return 0;
 }
 
-/* Forgets a text, and removes its values from the store, as the header advises: under the names of the text, and those
- * that the call returns. */
+/* Has a value removed as the forget is ended. */
+static void leave(call *c, const uint8_t *name, int time) {
+    departures *d = &w.departures[c->prefix];
+    value *v = find_value(name, 1);
+    if (v && time) v->forgotten = time;
+    if (d->num < VALUES)
+        memcpy(d->names[d->num++], name, KVC_NAME_BYTES);
+    else
+        drop_value(name, time);
+}
+
+/* Forgets a text.  Its values are removed from the store as the header advises: under the names of the text, and those
+ * that the call returns.  Without names, they are removed at once.  more: calls that are to be ended. */
 void run_forget(call *c) {
     text_tokens tokens;
     uint8_t names[NAMES][KVC_NAME_BYTES];
@@ -452,19 +471,42 @@ void run_forget(call *c) {
     const int most = pick(2) ? 0 : 1 + pick(8), time = me->is_within && !has_twin(c->prefix) ? c->began : 0;
     const kvc_tokens *given = give(c->text, &tokens);
     kvc_prefix *p = w.prefixes[c->prefix];
-    c->result = 0;
+    c->result = c->more = 0;
     do {
         c->status = kvc_prefix_forget(p, given, most ? names[0] : NULL, most, &num, &dropped);
         if (c->status) return;
         c->result += dropped;
+        c->more += most > 0;
         lock_world();
-        for (int i = 0; most && i < num; i++) drop_value(names[i], time);
+        w.departures[c->prefix].num_forgets += most > 0;
+        for (int i = 0; most && i < num; i++) leave(c, names[i], time);
         unlock_world();
     } while (most && num == most);
     if (kvc_prefix_names(p, given, names[0], NAMES, &num)) return;
     lock_world();
-    for (int i = 0; i < num && i < NAMES; i++) drop_value(names[i], time);
+    for (int i = 0; i < num && i < NAMES; i++)
+        if (most)
+            leave(c, names[i], time);
+        else
+            drop_value(names[i], time);
     unlock_world();
+}
+
+int draw_end_forget(call *c) { return draw_prefix(c) && w.departures[c->prefix].num_forgets > 0; }
+
+/* Removes values of a prefix from the store. */
+static void remove_all(departures *d) {
+    while (d->num) drop_value(d->names[--d->num], 0);
+}
+
+void run_end_forget(call *c) {
+    departures *d = &w.departures[c->prefix];
+    lock_world();
+    c->result = d->num_forgets > 0; /* another client may have been here */
+    d->num_forgets -= (int)c->result;
+    remove_all(d);
+    unlock_world();
+    c->status = c->result ? kvc_prefix_end_forget(w.prefixes[c->prefix]) : KVC_OK;
 }
 
 /* The names of blocks are those of their text and tenant, and of no other. */
@@ -503,6 +545,8 @@ void run_prefix_new(call *c) { make_prefix(c); }
 int draw_prefix_free(call *c) { return draw_prefix(c) && c->prefix && w.num_clients == 1; }
 
 void run_prefix_free(call *c) {
+    remove_all(&w.departures[c->prefix]);
+    w.departures[c->prefix].num_forgets = 0;
     kvc_prefix_free(w.prefixes[c->prefix]);
     w.prefixes[c->prefix] = NULL;
     c->status = KVC_OK;

@@ -178,6 +178,7 @@ typedef struct prefix {
     pin pins[PINS];
     forgotten forgotten[FORGOTTEN];
     int horizon;     /* when it forgot a prompt last; 0: it never did */
+    int num_forgets; /* with names, that are not ended: nothing is fetched */
     int has_lost;    /* events */
     int has_fetched; /* blocks: nobody else knows how old their rows are */
     int64_t requests, hits, tokens, matched, reused;
@@ -313,6 +314,7 @@ kvc_status right_unpin(oracle *o, const call *c);
 kvc_status right_evict(oracle *o, const call *c);
 kvc_status right_prefix_clear(oracle *o, const call *c);
 kvc_status right_forget(oracle *o, const call *c);
+kvc_status right_end_forget(oracle *o, const call *c);
 kvc_status right_fetch(oracle *o, const call *c);
 
 /* ---- what prefixes know (prefixes.c) */

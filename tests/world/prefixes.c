@@ -78,6 +78,7 @@ int drops(const oracle *o, const block *b, int text) {
 kvc_status right_forget(oracle *o, const call *c) {
     prefix *p = &o->prefixes[c->prefix];
     int64_t most = 0, fewest = 0;
+    p->num_forgets += (int)c->more;
     if (c->status) return KVC_OK;
     for (int i = p->num_blocks; text_length(c->text) && i-- > 0;) {
         block *b = &p->blocks[i];
@@ -106,6 +107,12 @@ kvc_status right_forget(oracle *o, const call *c) {
     return KVC_OK;
 }
 
+/* result: whether a forget was ended. */
+kvc_status right_end_forget(oracle *o, const call *c) {
+    o->prefixes[c->prefix].num_forgets -= (int)c->result;
+    return KVC_OK;
+}
+
 int fetched[MOST_TEXTS];
 
 void recall(const oracle *o, int text) {
@@ -127,10 +134,11 @@ kvc_status right_fetch(oracle *o, const call *c) {
     if (!c->text) return KVC_ERR_INVALID;
     if (o->crowded) return KVC_OK;
     if (c->result < 0 || c->result % o->block_size) wrong("%d tokens are fetched", (int)c->result);
+    if (c->result && p->num_forgets && !c->is_disturbed) wrong("%d tokens are fetched amid a forget", (int)c->result);
     note_fetched(o, p, c->text);
     o->has_fetched |= c->result > 0;
     if (!c->status && !c->more && !c->is_short && !c->is_disturbed && !has_windows(o) && !capacity_of(o) &&
-        !o->config.max_bytes)
+        !o->config.max_bytes && !p->num_forgets)
         note_read(o, p, c);
     return KVC_OK;
 }

@@ -62,6 +62,12 @@ typedef struct value {
     int written, forgotten; /* times: of the call that wrote it; when its text was forgotten last */
 } value;
 
+/* What a prefix has forgotten, and who has to end it. */
+typedef struct departures {
+    int num, num_forgets; /* num_forgets: calls with names that are not ended */
+    uint8_t names[VALUES][KVC_NAME_BYTES];
+} departures;
+
 /* Who decides: a seed, or the bytes of a fuzzer and then a seed. */
 typedef struct chance {
     uint64_t state;
@@ -101,13 +107,14 @@ typedef struct world {
     int texts[TEXTS]; /* that prompts and sequences often follow */
     view views[CLIENTS];
     value values[VALUES];
+    departures departures[PREFIXES];
     int64_t last_id;
     int32_t last_tag;
-    int num_clients;         /* above 1: the oracle is crowded */
-    int is_wild;             /* clients change sequences of each other: nobody knows what these hold */
-    int has_faults, refuses; /* allocations, and functions of the caller, fail */
-    int has_made_room;       /* memory was refused for a batch, which may have evicted blocks then */
-    int traces, is_child; /* of fork(), or a copy of the cache */
+    int num_clients;            /* above 1: the oracle is crowded */
+    int is_wild;                /* clients change sequences of each other: nobody knows what these hold */
+    int has_faults, refuses;    /* allocations, and functions of the caller, fail */
+    int has_made_room;          /* memory was refused for a batch, which may have evicted blocks then */
+    int traces, is_child;       /* of fork(), or a copy of the cache */
     int64_t memory, row_memory; /* bytes that the cache has in all, and bytes of rows */
     int num_clones;             /* which have bytes, too */
 } world;
@@ -129,9 +136,9 @@ typedef struct driver {
     void (*check_turn)(int64_t since);   /* fails if a client waits for a batch that called before this time */
     void *(*take)(size_t alignment, size_t size); /* memory for an allocator of the world; NULL: the system's */
     void (*give)(void *memory);
-    int (*fork)(int (*check)(void));     /* runs check in a child; returns what it returned; NULL: cannot fork */
-    int faults;                          /* 1: in some worlds, allocations fail now and then; 2: each one fails once */
-    int traces;                          /* prints every call */
+    int (*fork)(int (*check)(void)); /* runs check in a child; returns what it returned; NULL: cannot fork */
+    int faults;                      /* 1: in some worlds, allocations fail now and then; 2: each one fails once */
+    int traces;                      /* prints every call */
 } driver;
 
 extern driver drive;
@@ -144,7 +151,7 @@ void stop_playing(void);           /* of a client: others may wait for its batch
 void perform(call *c);             /* makes a call that was drawn */
 void come_between(unsigned point); /* from a function of the caller: makes a call, perhaps */
 int refuse(int rarity);            /* whether a function of the caller fails now */
-void name_blocks(void); /* asks for the names of full blocks that the oracle has added */
+void name_blocks(void);            /* asks for the names of full blocks that the oracle has added */
 void lock_world(void);
 void unlock_world(void);
 int run_alone(uint64_t seed, int num_calls); /* plays in a process of its own; shortens what fails */

@@ -282,7 +282,93 @@ static void test_two_writers(int by_id) {
     end();
 }
 
+/* ---- forgetting beside a store ----------------------------------------------------------------------------------- */
+
+static kvc_status remove_value(void *user, const uint8_t *name) {
+    (void)user;
+    pthread_mutex_lock(&mutex);
+    if (find(name)) memset(find(name)->name, 0, KVC_NAME_BYTES);
+    pthread_mutex_unlock(&mutex);
+    return KVC_OK;
+}
+
+static atomic_int is_written;
+
+/* The value is there before the call returns. */
+static kvc_status write_and_wait(void *user, const uint8_t *name, const void *bytes, int64_t size) {
+    const kvc_status status = write_value(user, name, bytes, size);
+    atomic_store(&is_written, 1);
+    while (!atomic_load(&goes_on)) sched_yield();
+    return status;
+}
+
+static const kvc_store slow_store = {
+    .struct_size = sizeof slow_store, .read = read_value, .write = write_and_wait, .remove = remove_value};
+
+static void *write_to_slow_store(void *num) {
+    CHECKF(kvc_store_new_blocks(cache, &slow_store, num) == KVC_OK, "%s", kvc_last_error());
+    return NULL;
+}
+
+static int32_t fetch(const kvc_tokens *tokens, const kvc_store *from) {
+    int32_t fetched;
+    CHECKF(kvc_prefix_fetch(prefix, tokens, -1, from, &fetched) == KVC_OK, "%s", kvc_last_error());
+    return fetched;
+}
+
+/* Nobody reads a value of forgotten rows that a call still has to remove, also by another store in the same place.  If
+ * the block is computed again meanwhile, the call writes it in place of the old one. */
+static void test_forgotten_while_written(int computes_again) {
+    const kvc_tokens tokens = first(BLOCK + 1);
+    pthread_t thread;
+    int64_t num, dropped, written;
+    atomic_store(&is_written, 0);
+    atomic_store(&goes_on, 0);
+    begin((kvc_config){0}, 0);
+    keep(BLOCK);
+    CHECK(pthread_create(&thread, NULL, write_to_slow_store, &written) == 0);
+    while (!atomic_load(&is_written)) sched_yield();
+    CHECK(kvc_prefix_forget(prefix, &tokens, NULL, 0, &num, &dropped) == KVC_OK && dropped == BLOCK);
+    CHECKF(fetch(&tokens, &slow_store) == 0 && fetch(&tokens, &store) == 0, "forgotten rows are fetched");
+    if (computes_again) {
+        keep(BLOCK);
+        CHECK(kvc_store_new_blocks(cache, &slow_store, &num) == KVC_OK && num == 0);
+    }
+    atomic_store(&goes_on, 1);
+    pthread_join(thread, NULL);
+    CHECK(kvc_prefix_clear(prefix) == KVC_OK);
+    CHECKF(written == computes_again && fetch(&tokens, &store) == computes_again * BLOCK, "%d were written",
+           (int)written);
+    end();
+}
+
+/* Until all forgets with names are ended, nothing is fetched. */
+static void test_end_forget(void) {
+    const kvc_tokens private = first(BLOCK + 1), all = first(PROMPT + 1);
+    uint8_t names[2 * NUM_BLOCKS][KVC_NAME_BYTES];
+    int64_t num, dropped;
+    begin((kvc_config){0}, 0);
+    CHECK_FAILS(kvc_prefix_end_forget(prefix), KVC_ERR_INVALID, "no kvc_prefix_forget", "left to end");
+    keep(PROMPT);
+    CHECK(kvc_store_new_blocks(cache, &store, &num) == KVC_OK && num == NUM_BLOCKS);
+    for (int i = 0; i < 2; i++) {
+        CHECK(kvc_prefix_forget(prefix, &private, names[0], 2 * NUM_BLOCKS, &num, &dropped) == KVC_OK);
+        CHECK(dropped == (i ? 0 : PROMPT) && num == (i ? 0 : NUM_BLOCKS));
+        CHECK(kvc_prefix_clear(prefix) == KVC_OK && fetch(&all, &store) == 0);
+    }
+    CHECK(kvc_prefix_names(prefix, &private, names[0], 1, &num) == KVC_OK && num == 1);
+    CHECK(remove_value(NULL, names[0]) == KVC_OK);
+    CHECK(kvc_prefix_end_forget(prefix) == KVC_OK && fetch(&all, &store) == 0);
+    keep(BLOCK);
+    CHECK(fetch(&all, &store) == 0);
+    CHECK(kvc_prefix_end_forget(prefix) == KVC_OK && fetch(&all, &store) == PROMPT - BLOCK);
+    CHECK_FAILS(kvc_prefix_end_forget(prefix), KVC_ERR_INVALID, "no kvc_prefix_forget", "left to end");
+    end();
+}
+
 int main(void) {
+    for (int again = 0; again < 2; again++) test_forgotten_while_written(again);
+    test_end_forget();
     for (int by_id = 0; by_id < 2; by_id++) test_two_writers(by_id);
     test_gap();
     for (int is_kept = 0; is_kept < 2; is_kept++) test_state_before_rows(is_kept);

@@ -164,6 +164,11 @@ static kvc_status run_clear(void) { return kvc_prefix_clear(prefix); }
 
 static kvc_status run_forget(void) { return kvc_prefix_forget(prefix, &prompt, bytes, 9, &found, &lost); }
 
+static kvc_status run_end_forget(void) {
+    const kvc_status status = run_forget();
+    return status == KVC_OK ? kvc_prefix_end_forget(prefix) : status;
+}
+
 static kvc_status run_names(void) { return kvc_prefix_names(prefix, &prompt, bytes, 9, &found); }
 
 static kvc_status run_take_events(void) {
@@ -214,6 +219,7 @@ static const call calls[] = {
     {"kvc_prefix_evict", run_evict, NONE, 0},
     {"kvc_prefix_clear", run_clear, NOMEM, 0},
     {"kvc_prefix_forget", run_forget, NONE, 0},
+    {"kvc_prefix_end_forget", run_end_forget, NONE, 0},
     {"kvc_prefix_names", run_names, NONE, 0},
     {"kvc_prefix_take_events", run_take_events, NONE, 0},
     {"kvc_take_new_blocks", run_take_new, NONE, 0},
