@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from kvcache.hf.cache import HFCache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
-from kvcache.hf.told import CACHE
+from kvcache.hf.told import CACHE, NEW_NAME, name_cache
 from kvcache.warning import warn
 
 call: Any = PreTrainedModel.__call__
@@ -38,12 +38,9 @@ def register_calls() -> None:
 
 @functools.wraps(call)
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a model, and tell its cache of the call, unless a call around this one did.
-
-    A cache may be given by the argument's name in transformers 5.24, so that one program runs with every version.
-    """
-    if CACHE != "cache" and isinstance(kwargs.get("cache"), (HFCache, HFEncoderDecoderCache)):
-        kwargs[CACHE] = kwargs.pop("cache")
+    """Call a model, and tell its cache of the call, unless a call around this one did."""
+    if CACHE != NEW_NAME and isinstance(kwargs.get(NEW_NAME), (HFCache, HFEncoderDecoderCache)):
+        name_cache(kwargs)
     token = None
     for cache in (*args, *kwargs.values()):
         if isinstance(cache, HFCache) and cache.follows_calls:

@@ -26,7 +26,7 @@ from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.images import features_between, images_of
 from kvcache.hf.pieces import PieceByPiece
 from kvcache.hf.texts import begin_anew, begin_source, begin_text, check_longer, end_text, leave_text
-from kvcache.hf.told import CACHE, FEATURES, TYPES, has_others, widened, without_images
+from kvcache.hf.told import CACHE, FEATURES, TYPES, given_cache, has_others, name_cache, widened, without_images
 from kvcache.prefix import PrefixCache
 from kvcache.warning import warn
 
@@ -147,7 +147,7 @@ def _prefill(
             model_kwargs = model_kwargs | {FEATURES: features}
         running = _running.get()
         size = generation_config.prefill_chunk_size
-        is_held = running is not None and running.given.get(CACHE) is cache and not size
+        is_held = running is not None and given_cache(running.given) is cache and not size
         model = PieceByPiece(self, cache, size, is_held)
         if cache.keeps_states and generation_config.prefill_chunk_size:  # by which transformers would cut elsewhere
             generation_config = copy.copy(generation_config)
@@ -314,9 +314,8 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate, and give the rows of caches that were made here, and that nobody else has, to their prefix caches."""
     running = Call(kwargs)
     token = _running.set(running)
-    if "cache" in kwargs and CACHE != "cache":  # so that one program runs with every version
-        kwargs[CACHE] = kwargs.pop("cache")
-    used = kwargs.get(CACHE, kwargs.get("past_key_values"))
+    name_cache(kwargs)
+    used = given_cache(kwargs)
     before = getattr(_text_cache(used), "text", None)
     try:
         result = generate(self, *args, **kwargs)

@@ -14,12 +14,12 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, StopStr
 
 from kvcache.arguments import INT64_MAX, integer
 from kvcache.errors import NotSupportedError, shown
-from kvcache.hf.told import has_others
+from kvcache.hf.told import NAMES_OF_CACHE, has_others
 
 MODES = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE
 # Arguments of `generate` that a request does not take.
 REFUSED = {"assistant_model", "custom_generate", "negative_prompt_ids", "negative_prompt_attention_mask"}
-REFUSED |= {"cache", "past_key_values", "return_dict_in_generate", "token_healing"}
+REFUSED |= {*NAMES_OF_CACHE, "return_dict_in_generate", "token_healing"}
 REFUSED |= {"output_attentions", "output_hidden_states", "output_logits", "output_scores"}
 
 

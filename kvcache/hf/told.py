@@ -12,7 +12,8 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 
 from kvcache.hf.padding import shown_columns
 
-CACHE = "cache" if "cache" in ALL_CACHE_NAMES else "past_key_values"  # the argument's name, from 5.24 on the first
+NAMES_OF_CACHE = NEW_NAME, OLD_NAME = "cache", "past_key_values"  # from transformers 5.24 on, and before
+CACHE = NEW_NAME if NEW_NAME in ALL_CACHE_NAMES else OLD_NAME  # in the release that runs
 
 # In place of a token:
 NONE = -1  # it was hidden
@@ -24,6 +25,17 @@ OF_RESULTS = ("labels", "logits_to_keep")
 FEATURES = "mm_encoder_outputs"  # of images, which `generate` has a model encode before the text
 TYPES = "mm_token_type_ids"  # 0 for a token of text
 Tokens: TypeAlias = npt.NDArray[np.int64]  # [batch, columns], UNKNOWN where rows do not follow from a token
+
+
+def given_cache(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache that a call is given under either name, or None."""
+    return next((arguments[name] for name in NAMES_OF_CACHE if arguments.get(name) is not None), None)
+
+
+def name_cache(arguments: dict[str, Any]) -> None:
+    """Give a cache its older name where transformers knows no other, so that one program runs with every release."""
+    if CACHE != NEW_NAME and arguments.get(NEW_NAME) is not None and arguments.get(CACHE) is None:
+        arguments[CACHE] = arguments.pop(NEW_NAME)
 
 
 def has_others(inputs: Mapping[str, Any]) -> bool:

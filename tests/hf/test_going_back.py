@@ -52,13 +52,13 @@ def fed_in(model, cache, *parts, mask=None):
     return [feed(model, cache, part, mask) for part in parts][-1]
 
 
-def generate(model, cache, tokens, mask=None, **options):
+def generate(model, cache, tokens, mask=None, name="past_key_values", **options):
     """Return what is generated, and the lengths of the passes of several tokens."""
     fed = []
     hook = model.register_forward_pre_hook(lambda *given: fed.append(given[2]["input_ids"].shape[1]), with_kwargs=True)
     mask = torch.ones_like(tokens) if mask is None else mask
     mask = torch.nn.functional.pad(mask, (0, tokens.shape[1] - mask.shape[1]), value=1)
-    options = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0, "past_key_values": cache, **options}
+    options = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0, name: cache, **options}
     try:
         return model.generate(tokens, attention_mask=mask, **options), [num for num in fed if num > 1]
     finally:
@@ -333,6 +333,14 @@ def test_the_same_prompt_again(name):
         like = new_cache(model)
         feed(model, like, prompt[:, : LONG - ENDING])
         assert torch.equal(got, generate(model, like, text)[0])
+
+
+def test_a_cache_by_either_name():
+    model, prompt = prepared("lfm2"), random_tokens(1, LONG)
+    for name in ("cache", "past_key_values"):
+        cache = new_cache(model)
+        for fed in ([LONG - ENDING, ENDING], [ENDING]):
+            assert generate(model, cache, prompt, name=name)[1] == fed
 
 
 @pytest.mark.parametrize("name", NAMES)
