@@ -19,6 +19,8 @@ from kvcache.hf.pooling import PooledKeys
 from kvcache.hf.recurrent import KEYS, ROWS, Recurrent
 from kvcache.prefix import PrefixCache
 
+TOLD = "text", "next_positions", "ahead", "has_moved_rows", "follows_from_others"  # by `generate`
+
 
 class FedBatch(Cache):
     """Takes the tokens that a model feeds, layer by layer; a base of `HFCache`."""
@@ -191,6 +193,12 @@ class FedBatch(Cache):
     def batch_size(self) -> int:
         """The number of sequences in the batch; -1 before the end of a first pass."""
         return self._passes.batch_size
+
+    def feed_again(self) -> None:
+        """Forget all rows, because the text is fed once more from its beginning; keep what `generate` told of it."""
+        told = {name: getattr(self, name) for name in TOLD}
+        self.reset()
+        self.__dict__.update(told)
 
     def reset(self) -> None:
         """Forget all tokens."""

@@ -35,14 +35,17 @@ generate = GenerationMixin.generate
 prefill: Any = GenerationMixin._prefill
 decode_assisted: Any = GenerationMixin._assisted_decoding
 prepare_cache = GenerationMixin._prepare_cache_for_generation
+prepare_inputs: Any = GenerationMixin.prepare_inputs_for_generation
 
 
 @dataclass
 class Call:
     """A call of `generate`."""
 
+    model: Any
     given: dict[str, Any]  # its arguments
     made: list[HFCache] = field(default_factory=list)  # the caches with a prefix cache that were made for it
+    cache: Any = None  # the cache of its text, if it is one of this package
 
 
 _noted: WeakSet[Any] = WeakSet()  # models that were warned of
@@ -59,6 +62,7 @@ def register() -> None:
         names.ALL_CACHE_IMPLEMENTATIONS += (NAME,)
         kind: Any = GenerationMixin
         kind._prepare_cache_for_generation = _prepare_cache
+        kind.prepare_inputs_for_generation = _prepare_inputs
         kind._prefill, kind._assisted_decoding, kind.generate = _prefill, _decode_assisted, _generate
 
 
@@ -94,16 +98,33 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
         )
     if generation_config.use_cache is False:
         _note_no_cache(self, wanted, given)
-    if wanted == NAME and not is_given and generation_config.use_cache is not False:
-        cache = make_cache(self, arguments)
-        model_kwargs[CACHE] = cache
+    running = _running.get()
+    is_made = wanted == NAME and not is_given and generation_config.use_cache is not False
+    if is_made:
+        given = make_cache(self, arguments)
+        model_kwargs[CACHE] = given
         if generation_config.is_assistant:
-            cache.activate_past_recording()  # to take back what was guessed wrong
-        running = _running.get()
-        if running is not None and isinstance(cache, HFCache) and cache.takes_prompt:
-            running.made.append(cache)
-        return None
-    return prepare_cache(self, generation_config, model_kwargs, *args, **kwargs)
+            given.activate_past_recording()  # to take back what was guessed wrong
+        if running is not None and isinstance(given, HFCache) and given.takes_prompt:
+            running.made.append(given)
+    if running is not None and isinstance(given, (HFCache, HFEncoderDecoderCache)):
+        running.cache = given
+    return None if is_made else prepare_cache(self, generation_config, model_kwargs, *args, **kwargs)
+
+
+@functools.wraps(prepare_inputs)
+def _prepare_inputs(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Give a model its cache back, without rows, where it drops the cache to feed the whole text once more.
+
+    Models whose rotation changes at some length (Phi-3) drop it there, and transformers would go on with another.
+    """
+    running = _running.get()
+    cache = running.cache if running is not None and running.model is self else None
+    is_left_out = not args and kwargs.get("use_cache") is not False and given_cache(kwargs) is None
+    if is_left_out and isinstance(cache, HFCache):
+        cache.feed_again()
+        kwargs |= {CACHE: cache, "next_sequence_length": None}
+    return prepare_inputs(self, input_ids, *args, **kwargs)
 
 
 def _note_other_cache(model: Any) -> None:
@@ -114,6 +135,15 @@ def _note_other_cache(model: Any) -> None:
             f"kvcache: the model's attention is {NAME!r}, but generate makes transformers' own cache, over which the"
             " kernels do not attend: call kvcache.hf.enable(model), or give"
             f" cache_implementation={NAME!r} or an HFCache"
+        )
+
+
+def _note_unused(model: Any, cache: HFCache | None) -> None:
+    """Warn of a cache that holds nothing behind a call of `generate`."""
+    if cache is not None and not cache.get_seq_length():
+        warn(
+            f"kvcache: generate has ended, and its cache holds no token: the {type(model).__name__} uses another cache,"
+            " or none"
         )
 
 
@@ -149,7 +179,7 @@ def _prefill(
         size = generation_config.prefill_chunk_size
         is_held = running is not None and given_cache(running.given) is cache and not size
         model = PieceByPiece(self, cache, size, is_held)
-        if cache.keeps_states and generation_config.prefill_chunk_size:  # by which transformers would cut elsewhere
+        if size and (cache.keeps_states or cache.follows_from_later):  # which end elsewhere, or nowhere
             generation_config = copy.copy(generation_config)
             generation_config.prefill_chunk_size = None
     result = prefill(model, input_ids, generation_config, model_kwargs, *args, **kwargs)
@@ -312,7 +342,7 @@ def _has_columns(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:
 @functools.wraps(generate)
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate, and give the rows of caches that were made here, and that nobody else has, to their prefix caches."""
-    running = Call(kwargs)
+    running = Call(self, kwargs)
     token = _running.set(running)
     name_cache(kwargs)
     used = given_cache(kwargs)
@@ -324,6 +354,8 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         filled = _text_cache(used)
         if filled is not None and isinstance(text, torch.Tensor):
             end_text(filled, text)
+        if not kwargs.get("custom_generate"):
+            _note_unused(self, _text_cache(running.cache))
         for cache in running.made:
             if getattr(result, CACHE, None) is not cache:
                 tokens: Any = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", ())

@@ -28,7 +28,7 @@ class PieceByPiece:
     The result of the last pass is returned. While a pass runs, each layer holds what it sees and the pass's own tokens.
     Without a size, a pass has `PREFILL_TOKENS`, or `CHECKPOINT_TOKENS` where a prefix cache keeps states. If the cache
     is held beyond the call (`is_held`), recurrent layers can go back to before a prompt's last tokens. The model's
-    attributes are found here, too.
+    attributes are found here, too. A prompt whose rows depend on later tokens is never cut.
     """
 
     def __init__(self, model: Any, cache: HFCache, size: int | None, is_held: bool = False) -> None:
@@ -89,7 +89,7 @@ class PieceByPiece:
 
     def _gains(self, num_tokens: int) -> bool:
         """Whether a pass of so many tokens takes less memory in pieces, or leaves states for other texts."""
-        if self._cache.goes_on_by_one_token:
+        if self._cache.goes_on_by_one_token or self._cache.follows_from_later:
             return False
         return self._goes_back or self._cache.keeps_states or self._exceeds_windows(num_tokens)
 
