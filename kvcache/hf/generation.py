@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from kvcache.hf.enabling import arguments_of, has_kernels, make_cache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.images import features_between, images_of
 from kvcache.hf.pieces import PieceByPiece
+from kvcache.hf.policies import read_config
 from kvcache.hf.texts import begin_anew, begin_source, begin_text, check_longer, end_text, leave_text
 from kvcache.hf.told import CACHE, FEATURES, TYPES, given_cache, has_others, name_cache, widened, without_images
 from kvcache.prefix import PrefixCache
@@ -83,8 +85,8 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
             _note_other_cache(self)
     elif wanted == NAME and generation_config.is_assistant:  # a draft's config is a copy of the model's
         generation_config.cache_implementation = None  # which transformers refuses beside the cache of the last guesses
-    if generation_config.is_assistant:  # which may have fewer layers than the model
-        arguments = {name: value for name, value in arguments.items() if name not in ("select", "prefix")}
+    if generation_config.is_assistant and wanted == NAME:
+        arguments = _of_draft(self, arguments)
     if wanted in STATIC and has_kernels(self):
         raise ValueError(
             f"cache_implementation={wanted!r} does not go with the attention {NAME!r}: say"
@@ -110,6 +112,15 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
     if running is not None and isinstance(given, (HFCache, HFEncoderDecoderCache)):
         running.cache = given
     return None if is_made else prepare_cache(self, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _of_draft(model: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a draft's cache, which may have fewer layers: an early exit is the model's first ones."""
+    kept = {name: value for name, value in arguments.items() if name not in ("select", "prefix")}
+    if not model.config.is_encoder_decoder and any(isinstance(value, (list, tuple)) for value in kept.values()):
+        num_layers = len(read_config(model.config).layers)
+        kept = {name: value[:num_layers] if isinstance(value, (list, tuple)) else value for name, value in kept.items()}
+    return kept
 
 
 @functools.wraps(prepare_inputs)
@@ -198,7 +209,13 @@ def _decode_assisted(self: Any, input_ids: torch.Tensor, *args: Any, generation_
         model_kwargs = {name: value for name, value in kwargs.items() if name not in own}
         _acquire(self, cache, input_ids, generation_config, model_kwargs)
         model = PieceByPiece(self, cache, generation_config.prefill_chunk_size)
-    return decode_assisted(model, input_ids, *args, generation_config=generation_config, **kwargs)
+    config, early_exit = self.base_model.config, generation_config.assistant_early_exit
+    num_layers = getattr(config, "num_hidden_layers", None)
+    try:
+        return decode_assisted(model, input_ids, *args, generation_config=generation_config, **kwargs)
+    finally:
+        if early_exit:  # transformers changes the number for a draft, and leaves it so after an error
+            config.num_hidden_layers = num_layers
 
 
 def _acquire(

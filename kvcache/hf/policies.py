@@ -177,7 +177,7 @@ def read_config(config: PreTrainedConfig) -> Reading:
         check_model(part)
     decoder = decoder_of(text)
     kinds, options = get_layer_types_and_kwargs(decoder)
-    kinds = [*map(sys.intern, kinds)]  # equal names are then one object
+    kinds = [*map(sys.intern, kinds[: len(options)])]  # an early exit leaves the types of the other layers, too
     parts = [part_of(decoder, i, *layer) for i, layer in enumerate(zip(kinds, options, strict=True))]
     if all(part.policy is None for part in parts):
         raise NotSupportedError(f"a {type(config).__name__} has no layer with keys and values")

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import BASE, CONFIGS, make, random_tokens, two_sided  # noqa: E402 - torch may be missing
+from support.hf_pairs import BASE, CONFIGS, HYBRID, make, random_tokens, two_sided  # noqa: E402 - torch may be missing
 
 import kvcache  # noqa: E402 - it imports those
 import kvcache.hf  # noqa: E402 - it imports those
@@ -232,6 +232,24 @@ def test_a_draft_model(enabled):
         if enabled in (name, "both"):
             enable(each, dtype="f32")
     assert torch.equal(model.generate(tokens, assistant_model=draft, **OPTIONS).sequences, want)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "lfm2"])
+def test_an_early_exit(name):
+    """The draft is the model's first layers. An error in it leaves the model as it was."""
+
+    def fail(input_ids, scores):
+        assert model.config.num_hidden_layers == 4
+        return scores
+
+    model, text = make((CONFIGS | HYBRID)[name]()), random_tokens(1, 20)
+    options = OPTIONS | {"assistant_early_exit": 2}
+    want = model.generate(text, **options).sequences
+    enable(model, dtype=["f32"] * len(HFCache(model.config).policy))
+    assert torch.equal(model.generate(text, **options).sequences, want)
+    with pytest.raises(AssertionError):
+        model.generate(text, logits_processor=[fail], **options)
+    assert model.config.num_hidden_layers == 4
 
 
 @pytest.mark.parametrize(
