@@ -85,6 +85,10 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
             _note_other_cache(self)
     elif wanted == NAME and generation_config.is_assistant:  # a draft's config is a copy of the model's
         generation_config.cache_implementation = None  # which transformers refuses beside the cache of the last guesses
+    if wanted == NAME and not isinstance(arguments, Mapping):
+        raise TypeError(
+            f"cache_config={arguments!r}: give the arguments of HFCache as a dict, such as {{'dtype': 'q8_0'}}"
+        )
     if generation_config.is_assistant and wanted == NAME:
         arguments = _of_draft(self, arguments)
     if wanted in STATIC and has_kernels(self):

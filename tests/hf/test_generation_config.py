@@ -154,6 +154,12 @@ def test_a_wrong_argument_of_the_cache(folder):
         model.generate(PROMPT, cache_implementation="kvcache", cache_config={"dtype": "f8"})
 
 
+def test_a_cache_config_that_is_no_dict(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(TypeError, match="cache_config='q8_0': give the arguments of HFCache as a dict"):
+        model.generate(PROMPT, max_new_tokens=2, cache_config="q8_0")
+
+
 def test_the_import_registers_the_attention(folder):
     script = """
 import sys, transformers
