@@ -164,8 +164,10 @@ def _kimi(config: Fields, layer: int) -> State:
 
 
 def _bailing(config: Fields, layer: int) -> State:
+    """Return the state of a layer of Bailing, whose class keeps a file's ``head_dim`` under another name."""
     kernel = config.count("short_conv_kernel_size", 4)
-    return _kda(config.count("num_attention_heads"), config.count("head_dim"), kernel)
+    dim = config.count("linear_head_dim", config.count("head_dim"))
+    return _kda(config.count("num_attention_heads"), dim, kernel)
 
 
 def _lightning(config: Fields, layer: int) -> State:
