@@ -12,7 +12,7 @@ readme_tests=tests/package/test_readme.py
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 tmp=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$tmp"' EXIT
-tree=$tmp/tree venv=$tmp/venv tools=$tmp/tools empty=$tmp/empty
+tree=$tmp/tree venv=$tmp/venv tools=$tmp/tools newest=$tmp/newest empty=$tmp/empty
 mkdir "$tree" "$empty"
 touch "$tmp/skipped" "$tmp/notes" "$tmp/failed"
 # Copies the files that git tracks or would track; in an unpacked archive, all files.
@@ -96,7 +96,7 @@ install() { fresh "$venv" "$(wheel)[test]"; }
 # task environment target...: runs a task of the Makefile with the Python of this virtual environment
 task() { make --silent PYTHON="$1/bin/python" "${@:2}"; }
 
-# Runs the tests, slow ones too, on the installed package; with_torch runs README's.
+# Runs the tests, slow ones too, on the installed package; readme runs README's.
 tests() {
     KVCACHE_TEST_INSTALLED=1 task "$venv" test ARGS="--color=no --slow --ignore=$readme_tests" | tee "$tmp/pytest"
 }
@@ -128,19 +128,35 @@ install_tools() {
     "$tools/bin/python" -c 'import kvcache; kvcache.show_config()'
 }
 
-# torch_tests folder arguments...: runs the tests that need torch and transformers, and all of README, with this virtual
-# environment
-torch_tests() {
-    local pytest=("$1/bin/pytest" --color=no "${@:2}")
-    # Small models gain nothing from more threads, which wait for each other where several processes run.
-    OMP_NUM_THREADS=1 "${pytest[@]}" -n auto -m hf $(grep -rlE --include='test_*.py' '^torch = |mark\.hf' tests)
-    "${pytest[@]}" --slow "$readme_tests"
+# packages environment: prints the folder of a virtual environment's packages
+packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+
+# Adds the tested torch to the tools, and the oldest transformers that pyproject.toml allows. Makes an environment that
+# has the package index's newest release instead, and what else the tools have.
+install_torch() {
+    add "$tools" --constraint bench/constraints.txt "$(oldest transformers)" "$(wheel)[hf]"
+    "$python" -m venv "$newest"
+    packages "$tools" >"$(packages "$newest")/tools.pth"
+    add "$newest" --upgrade transformers
+    local version tested
+    version=$("$newest/bin/python" -c 'import importlib.metadata; print(importlib.metadata.version("transformers"))')
+    tested=$(sed -n 's/^- transformers \(.*\) are tested.*/\1/p' docs/huggingface.md)
+    [[ " $tested " == *" ${version%.*} "* ]] ||
+        echo "transformers $version is out: docs/huggingface.md says that $tested are tested" >>"$tmp/notes"
 }
 
-# with_torch arguments...: runs these tests with the tested torch and the oldest transformers that pyproject.toml allows
+# with_torch environment arguments...: runs the tests that need torch and transformers, which it installs first
 with_torch() {
-    add "$tools" --constraint bench/constraints.txt "$(oldest transformers)" "$(wheel)[hf]"
-    torch_tests "$tools" "$@"
+    [ -d "$newest" ] || install_torch
+    # Small models gain nothing from more threads, which wait for each other where several processes run.
+    OMP_NUM_THREADS=1 "$1/bin/python" -Pm pytest --color=no -n auto -m hf "${@:2}" \
+        $(grep -rlE --include='test_*.py' '^torch = |mark\.hf' tests)
+}
+
+# Runs README's commands, some of which need torch.
+readme() {
+    [ -d "$newest" ] || install_torch
+    "$tools/bin/pytest" --color=no --slow "$readme_tests"
 }
 
 # Runs the installed benchmarks from an empty folder.
@@ -296,7 +312,9 @@ usual() {
     step "ruff, cython-lint, clang-format" task "$tools" style
     step "mypy --strict, stubtest" task "$tools" types
     step "docs without a warning, links within them" task "$tools" docs DOCS="$tmp/html"
-    step "pytest with torch and the oldest transformers; README's commands" with_torch
+    step "pytest with torch and the oldest transformers" with_torch "$tools"
+    step "pytest with torch and the newest transformers" with_torch "$newest"
+    step "README's commands" readme
     compiled_for_tests
     wait
     step "benchmarks, installed, once each" installed_benchmarks
