@@ -1,5 +1,6 @@
 /* drive_scheduler.c: clients in a simulation (scheduler.h): threads take turns by the seed, memory and pages are
  * refused, the clock jumps, the process forks.  Each client has sequences of its own; in wild worlds it calls for any.
+ * With every fourth seed, calls wait for each other, and polls for calls of other clients.
  *
  *     drive_scheduler --seed 1 --runs 100 --calls 400 --clients 3 --faults 127 --trace 1 */
 #include "scheduler.h" /* first: it decides on sizes of the core */
@@ -63,6 +64,131 @@ static void *run_client(void *context) {
     return NULL;
 }
 
+/* ---- calls that wait for each other ------------------------------------------------------------------------------ */
+
+enum { WAITERS = 3, WAITED_ROWS = 24, WAITED_DIM = 8 };
+
+static kvc_cache *shared;
+static int64_t num_reads,
+    reading[WAITERS]; /* the number of the call by which a client copies rows out; 0: it does not */
+
+static float waited_rows[WAITED_ROWS][WAITED_DIM];
+
+static kvc_status count_room(void) {
+    int64_t room;
+    return kvc_room(shared, 0, &room);
+}
+
+/* A poll may wait until another client has copied rows, as that waits for no call that polls.  A call that it makes
+ * does not wait for its own. */
+static int32_t await_reader(void *user) {
+    const int other = pick(WAITERS);
+    const int64_t awaited = reading[other];
+    (void)user;
+    if (me->number < WAITERS && !pick(4)) count_room();
+    for (int i = pick(200); i > 0; i--) sim_step();
+    while (awaited && reading[other] == awaited) sim_wait(&reading[other]);
+    return me->number < WAITERS && !pick(30); /* not as the cache is made */
+}
+
+/* Copies rows out, which others may wait for. */
+static kvc_status copy_out(void) {
+    float k[WAITED_ROWS][WAITED_DIM];
+    const kvc_rows_out out = {.struct_size = sizeof out, .k = k};
+    reading[me->number] = ++num_reads;
+    const kvc_status status = kvc_gather(shared, 0, 0, 0, 1 + pick(WAITED_ROWS), &out);
+    reading[me->number] = 0;
+    sim_wake(&reading[me->number]);
+    return status;
+}
+
+static kvc_status weigh(void) {
+    float weights[WAITED_ROWS];
+    const kvc_weights_args args = {.struct_size = sizeof args,
+                                   .q = waited_rows,
+                                   .weights = weights,
+                                   .num_rows = WAITED_ROWS,
+                                   .num_queries = 1 + pick(WAITED_ROWS),
+                                   .num_heads = 1};
+    return kvc_weights(shared, 0, 0, &args);
+}
+
+static kvc_status write_in_place(void) {
+    const kvc_rows_in in = {.struct_size = sizeof in, .k = waited_rows, .v = waited_rows};
+    return kvc_inject(shared, 0, 0, 0, 1 + pick(WAITED_ROWS), &in);
+}
+
+/* Begins a batch of another sequence, perhaps after others, and ends it. */
+static kvc_status begin_in_turn(void) {
+    static const int64_t ids[WAITED_ROWS] = {1, 1, 1, 1, 1, 1};
+    const kvc_begin_args args = {
+        .struct_size = sizeof args, .num_tokens = 6, .seq_ids = ids, .timeout_ms = pick(2) - 1};
+    kvc_batch *batch;
+    const kvc_status status = kvc_begin_with(shared, &args, &batch);
+    if (!status) kvc_abort(batch);
+    return status;
+}
+
+static kvc_status move_together(void) { return kvc_compact(shared); }
+
+static void *run_waiter(void *context) {
+    static kvc_status (*const calls[])(void) = {copy_out,   copy_out,      copy_out,      weigh,         weigh,
+                                                count_room, move_together, begin_in_turn, write_in_place};
+    const unsigned may_be =
+        1u << KVC_OK | 1u << KVC_ERR_BUSY | 1u << KVC_ERR_HELD | 1u << KVC_ERR_NOMEM | 1u << KVC_ERR_CANCELLED;
+    me = context;
+    while (calls_left-- > 0) {
+        const kvc_status status = calls[pick(sizeof calls / sizeof *calls)]();
+        if (!(may_be >> status & 1)) wrong("answers \"%s\"", kvc_strerror(status));
+    }
+    return NULL;
+}
+
+/* Makes a cache in which clients do nothing but wait for each other. */
+static void make_shared(void) {
+    const kvc_layer layer = {
+        .num_kv_heads = 1, .k_dim = WAITED_DIM, .v_dim = WAITED_DIM, .rope = {.kind = KVC_ROPE_NONE}};
+    const kvc_config config = {.struct_size = sizeof config,
+                               .layers = &layer,
+                               .layer_size = sizeof layer,
+                               .num_layers = 1,
+                               .block_size = 4,
+                               .capacity = 100,
+                               .num_threads = 1,
+                               .poll = await_reader};
+    const kvc_put_args put = {.struct_size = sizeof put, .k = waited_rows, .v = waited_rows};
+    kvc_batch *batch;
+    w.has_faults = 1;
+    kvc_status status;
+    UNTIL_MEMORY(status, kvc_cache_new(&config, &shared));
+    if (!status) UNTIL_MEMORY(status, kvc_begin(shared, WAITED_ROWS, NULL, NULL, NULL, &batch));
+    if (!status) UNTIL_MEMORY(status, kvc_put(batch, 0, &put));
+    if (status || kvc_commit(batch)) wrong("there is no cache: %s", kvc_last_error());
+}
+
+/* Lets clients wait for each other, in some short runs. */
+static void simulate_waits(uint64_t seed, int num_calls) {
+    enum { RUNS = 16 };
+    alarm(MOST_SECONDS);
+    for (uint64_t i = 0; i < RUNS; i++) {
+        pthread_t handles[WAITERS];
+        const uint64_t own = seed * RUNS + i;
+        const sim_options options = {own, faults & (int)(own * 0x9e3779b97f4a7c15 >> 57), 1 << 2 * (i % 5)};
+        sim_begin(&options);
+        for (int c = 0; c <= WAITERS; c++)
+            clients[c] = (client){.number = c, .chance = {.state = own * 8 + (uint64_t)c}};
+        me = &clients[WAITERS];
+        w.seed = seed;
+        calls_left = num_calls;
+        make_shared();
+        for (int c = 0; c < WAITERS; c++)
+            while (sim_thread_create(&handles[c], NULL, run_waiter, &clients[c])) continue;
+        for (int c = 0; c < WAITERS; c++) sim_thread_join(handles[c], NULL);
+        sim_calm();
+        if (kvc_validate(shared) || kvc_cache_free(shared)) wrong("%s", kvc_last_error());
+    }
+}
+
 static void simulate(uint64_t seed, int num_calls) {
     static const int handovers[] = {1, 4, 32, 256};
     pthread_t handles[CLIENTS];
@@ -96,7 +222,7 @@ static int run(uint64_t seed, int num_calls) {
     fflush(stdout);
     const pid_t child = fork();
     if (child == 0) {
-        simulate(seed, num_calls);
+        (seed % 4 == 2 ? simulate_waits : simulate)(seed, num_calls);
         fflush(stdout);
         _exit(0);
     }

@@ -262,6 +262,9 @@ static void wait_for(thread_state state, const void *awaited, int64_t deadline) 
     give_up_turn();
 }
 
+void sim_wait(const void *awaited) { wait_for(BLOCKED, awaited, INT64_MAX); }
+void sim_wake(const void *awaited) { wake_those(awaited); }
+
 static void *run_thread(void *context) {
     thread *self = context;
     sem_post(&self->begun);

@@ -59,6 +59,10 @@ uint64_t sim_random(uint64_t n);
 /* Lets another thread go on, perhaps. */
 void sim_step(void);
 
+/* Waits until another thread calls sim_wake with the same pointer. */
+void sim_wait(const void *awaited);
+void sim_wake(const void *awaited);
+
 /* Returns the calling thread's number, how many threads stall in the middle of what they do, and the time in
  * nanoseconds, which no other call has returned. */
 int sim_self(void);
