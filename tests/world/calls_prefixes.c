@@ -451,11 +451,11 @@ static int has_twin(int p) {
     return 0;
 }
 
-/* Has a value removed as the forget is ended. */
+/* Has a value removed as the forget is ended.  If it is not there yet, the call that writes it has to remove it. */
 static void leave(call *c, const uint8_t *name, int time) {
     departures *d = &w.departures[c->prefix];
     value *v = find_value(name, 1);
-    if (v && time) v->forgotten = time;
+    if (v && time && !v->bytes) v->forgotten = time;
     if (d->num < VALUES)
         memcpy(d->names[d->num++], name, KVC_NAME_BYTES);
     else
