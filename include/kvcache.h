@@ -326,8 +326,9 @@ typedef struct kvc_config {
                               given, max_bytes is not, and every layer sees everything.  Then one block holds
                               max_seq_len slots, or at most 2048 if all rows are quantised */
     int64_t max_seq_len;   /* rows one sequence may hold in one layer between batches; 0: no limit.  During a batch, a
-                              layer may hold more if it keeps at most so many afterwards: with a window, `window` (or
-                              `resume_window`, if given) and sink tokens; with chunks, one chunk and `resume_window` */
+                              layer may hold more if it keeps at most so many afterwards.  A layer with a window keeps
+                              `window` (or `resume_window`, if given) and the sink tokens.  A layer with chunks keeps
+                              one chunk and `resume_window` */
     int64_t max_sequences; /* sequences that hold rows, in any layer, once a batch has begun; 0: no limit */
     int64_t capacity;      /* live slots of one layer group, the open batch's included; a shared slot counts once.
                               0: max_seq_len * max_sequences, or no limit if either has none.  Tokens of the open batch
@@ -587,7 +588,8 @@ KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const
  * A layer with a window or chunks expires rows.  It keeps the rows that a query at the position of the sequence's last
  * token would see, or as many positions as resume_window says.  Such a layer also uses at most two spare blocks for
  * each sequence, or three with sink tokens.  That holds for sequences that share no blocks and kept all their tokens.
- * Beside these, as many blocks as this batch took may stay free.  Other free blocks go back to the system.
+ * Beside these, the cache keeps at most as many free blocks as this batch took, for the next batch.  Other free blocks
+ * go back to the system.
  * Fails with KVC_ERR_INVALID if a token was not put in some layer; the batch is still open then.  Once every token was
  * put, this cannot fail, because kvc_begin has taken all memory that it needs.  If the system refuses the work on OS
  * pages at the end, that work is left out. */
@@ -883,9 +885,11 @@ KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
  * at consecutive positions and without parents, then take none for rows or bookkeeping, and writing these rows faults
  * on no page.  The memory is in huge pages if the system has them.  None of this is promised if a prefix keeps blocks
  * of these tokens, or if they fit only once rows are moved together.
- * Free memory counts, and any sequence may use it.  So for several sequences, reserve the sum of their tokens, each
- * rounded up to whole blocks, for one of them, in a cache without max_seq_len.  The memory stays free until it is used,
- * kvc_compact gives it back, or other rows need it.  An aborted batch uses slots up in a block that a hold keeps.
+ * Free memory counts, and any sequence may use it.  For several sequences, round the tokens of each up to whole blocks,
+ * and reserve the sum for one of them.  This needs a cache without max_seq_len.  The memory stays free until it is used,
+ * kvc_compact gives it back, or other rows need it.  If a batch is aborted, its slots in a block that a hold keeps are
+ * lost: reserve again.
+ * Expires rows as kvc_begin would for the next token, so that kvc_truncate may not go back as far as before.
  * Makes room within the limits of kvc_begin, and fails as it does.  Nothing fails after the first page is touched. */
 KVC_API kvc_status kvc_reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens);
 
@@ -897,7 +901,8 @@ KVC_API kvc_status kvc_compact(kvc_cache *cache);
  * taken.  Large blocks count in whole OS pages.  KVC_MEMORY_SCRATCH does not count.
  * Lists may take it beyond max_bytes: at most 48 bytes for each run; 700, and 300 a layer group, for each sequence,
  * kept block, prefix and pin; 300 for each dropped block before a kept one; 8, or 40 with digests, for each token of
- * these blocks.  A dropped block also counts while a pin or an acquired sequence builds on it.  It stays because a
+ * these blocks, and of the block in which the match of an acquired sequence ends.  In each layer group, tokens of
+ * batches take the bytes that KVC_MAX_BATCH says.  A dropped block also counts while a pin or an acquired sequence builds on it.  It stays because a
  * prompt finds a block only by all tokens up to its end.  So lists may take more than max_bytes if rows are small, and
  * windows keep the end of long prompts alone.  During a call, free memory that is being replaced may come on top. */
 KVC_API int64_t kvc_nbytes(kvc_cache *cache);

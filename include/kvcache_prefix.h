@@ -28,14 +28,15 @@
  * Room      Kept blocks take no room from others.  A call that lacks room within capacity or max_bytes evicts the least
  *           recently used ones, as few as it needs, and none if it fails all the same.  So KVC_ERR_FULL says that
  *           sequences in use, prompts, holds, pins and quotas hold all.
- *           Blocks that would free no slot and no state stay.  A block goes whole, unless its state frees nothing and
- *           others hold its rows in the layers that see everything.  Then it loses its other rows.  kvc_begin moves
+ *           Blocks that would free no slot and no state stay.  A block goes whole, with one exception: its state would
+ *           free nothing, and sequences or other blocks hold its rows in the layers that see everything.  Then it
+ *           keeps these rows, and loses those of layers with windows or chunks.  kvc_begin moves
  *           rows together if the tokens fit only so, or if that saves an eighth of max_bytes and no block has to go.
  *           If the system refuses memory for a block, kvc_begin and kvc_reserve evict others, too.
  * Answers   A commit also lays by each block that generated tokens fill, until kvc_prefix_release knows the tokens.
  *           Such a block is evicted like a kept one, and counts in kvc_stats.retained.  It is not in kvc_prefix_stats,
- *           and kvc_prefix_evict does not reach it.  Where windows drop rows, a long answer so takes the room of older
- *           blocks, also of its own prompt.  A pin or a quota keeps these.
+ *           and kvc_prefix_evict does not reach it.  Where windows drop rows, only these blocks keep the rows of a
+ *           long answer.  They take the room of older blocks, also of its own prompt.  A pin or a quota keeps those.
  * Sequences An acquired sequence ends like any other, also when an edit leaves nothing of it: only the blocks of the
  *           prompt that were full by then are kept.  It may be edited: what follows the edit is kept only by
  *           kvc_prefix_release.  An unstored batch counts as an edit of all its tokens, but the emptied sequence goes
@@ -281,9 +282,9 @@ typedef struct kvc_new_block {
 
 /* Writes the blocks that prefixes with collects_new have kept since the last call: at most max_blocks.  Sets
  * *num_blocks to how many it wrote.  A block comes once.  It comes again when it gets more rows, a checkpoint at its
- * end, or a later checkpoint within it.  Up to 64 blocks that begin with the same tokens come again for the last
- * reason.  Blocks that were dropped since, or added by kvc_prefix_fetch, do not come.  A checkpoint that was added
- * so does not make its block come, either.  A block does not come if windows have lost rows of it in every layer.
+ * end, or a later checkpoint within it.  For a checkpoint within them, up to 64 blocks that begin with
+ * the same tokens come again.  Blocks that were dropped since, or added by kvc_prefix_fetch, do not come.  A
+ * checkpoint that kvc_prefix_fetch added does not make its block come, either.  A block does not come if windows have lost rows of it in every layer.
  * Call it after each commit and kvc_prefix_release. */
 KVC_API kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t new_block_size,
                                        int64_t max_blocks, int64_t *num_blocks);

@@ -29,7 +29,7 @@ static kvc_status release(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *tokens
             "%lld tokens are given, and sequence %lld holds %d: give all of them, or none; if the whole prompt "
             "was fed behind its match, forget the prompt",
             (long long)num_tokens, (long long)seq_id, num_exact);
-    kvc_node *last = kvc_session_keep(prefix, sequence, tokens, 0);
+    kvc_node *last = kvc_session_keep(prefix, sequence, tokens, 0, NULL);
     kvc_node_use(last, 1);
     kvc_cache_drop(cache, sequence);
     kvc_node_touch(last);
@@ -70,8 +70,11 @@ static int has_rows_at(const kvc_sequence *sequence, int32_t position) {
 static kvc_status keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens,
                        kvc_checkpoint *checkpoint) {
     kvc_checkpoints *all = &prefix->tree->checkpoints;
-    kvc_node *last = kvc_session_keep(prefix, sequence, tokens, checkpoint != NULL);
+    int is_short;
+    kvc_node *last = kvc_session_keep(prefix, sequence, tokens, checkpoint != NULL, &is_short);
     kvc_node_touch(last);
+    if (is_short)
+        return kvc_fail(KVC_ERR_NOMEM, "out of memory for a block of the %lld tokens", (long long)tokens->num_tokens);
     if (!checkpoint) return KVC_OK;
     if (last->end != tokens->num_tokens && !has_rows_at(sequence, (int32_t)tokens->num_tokens - 1))
         return KVC_OK; /* windows have lost them */

@@ -175,7 +175,9 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
 static kvc_tree *take_tree(kvc_prefix *prefix, kvc_tree *other) {
     kvc_tree *tree = prefix->tree;
     for (kvc_session *session = prefix->sessions; session; session = session->next) {
+        const int32_t known_to = session->kept_to ? 0 : session->known_to; /* commits still keep first blocks */
         kvc_session_roll_back(session, 0);
+        session->known_to = known_to;
         kvc_node_use(&tree->root, -1);
         session->last = &other->root;
         kvc_node_use(session->last, 1);

@@ -42,9 +42,6 @@ static void ended(kvc_cache *cache, kvc_follower *follower) {
     kvc_session_free(session);
 }
 
-/* Returns what a session counts for max_bytes: its tokens, which lie behind the struct. */
-static int64_t tokens_bytes(const kvc_session *session) { return (int64_t)(session->num_bytes - sizeof *session); }
-
 kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32_t matched) {
     const int32_t block = prefix->cache->pools[0].block_size, begin = matched / block * block;
     const kvc_token_span first = kvc_tokens_part(tokens, 0, 1),
@@ -65,19 +62,20 @@ kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32
     *session = (kvc_session){
         .follower = {ended, NULL},
         .num_bytes = size,
+        .counted_bytes = (tokens->num_tokens - matched) * (int64_t)(sizeof *ids + digest_bytes),
         .prefix = prefix,
         .kept_to = begin,
         .known_to = begin + prompt.num,
         .begin = begin,
         .first = {ids, digests, 1},
         .prompt = {.ids = ids + 1, .num_tokens = prompt.num, .digests = digests ? digests + digest_bytes : NULL}};
-    prefix->cache->prefixes.prompt_bytes += tokens_bytes(session);
+    prefix->cache->prefixes.prompt_bytes += session->counted_bytes;
     return session;
 }
 
 void kvc_session_free(kvc_session *session) {
     kvc_cache *cache = session->prefix->cache;
-    cache->prefixes.prompt_bytes -= tokens_bytes(session);
+    cache->prefixes.prompt_bytes -= session->counted_bytes;
     kvc_memory_free(&cache->memory, session, session->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
 }
 
@@ -278,7 +276,8 @@ static kvc_node *unuse_path(kvc_node *node) {
     return found;
 }
 
-kvc_node *kvc_session_keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens, int is_exact) {
+kvc_node *kvc_session_keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens, int is_exact,
+                           int *is_short) {
     const int32_t block = prefix->cache->pools[0].block_size, length = (int32_t)tokens->num_tokens;
     kvc_session *session = kvc_session_of(prefix, sequence);
     kvc_node *last = &prefix->tree->root;
@@ -286,10 +285,12 @@ kvc_node *kvc_session_keep(kvc_prefix *prefix, kvc_sequence *sequence, const kvc
         note_edits(session, INT32_MAX);
         turn_pending(session); /* the first ones come first */
     }
+    if (is_short) *is_short = 0;
     while (last->end < length) {
         const int32_t end = length - last->end > block ? last->end + block : length;
         const kvc_token_span part = kvc_tokens_part(tokens, last->end, end);
         kvc_node *node = keep_block(last, sequence, session, &part, is_exact);
+        if (!node && is_short) *is_short = 1;
         if (!node) break;
         last = node;
         if (part.num < block) break;

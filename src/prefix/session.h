@@ -19,6 +19,7 @@ typedef struct kvc_session {
     kvc_node *pending;              /* list of its blocks whose tokens are not known yet, the last ones first */
     kvc_checkpoint *state;          /* of the model behind what was matched, until tokens are fed; NULL: none */
     uint64_t num_bytes;             /* of this allocation */
+    int64_t counted_bytes;          /* what it counts for max_bytes: its tokens that were not matched */
     struct kvc_session *next, **at; /* place in the list of the prefix */
     kvc_token_span first;           /* the prompt's first token */
     int32_t begin;                  /* position of the first token in `prompt` */
@@ -50,8 +51,9 @@ void kvc_session_roll_back(kvc_session *session, int32_t position);
 
 /* Keeps the blocks of any sequence that its first tokens, which are now known, fill, and the block that they end in.
  * Unless is_exact, a longer block that begins with that one will do.  Returns the last one with rows, perhaps the
- * root. */
-kvc_node *kvc_session_keep(struct kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens, int is_exact);
+ * root.  Sets *is_short, unless it is NULL, to whether memory was short for a block. */
+kvc_node *kvc_session_keep(struct kvc_prefix *prefix, kvc_sequence *sequence, const kvc_tokens *tokens, int is_exact,
+                           int *is_short);
 
 /* Keeps the blocks of acquired sequences that a batch fills.  This is done before its tokens become theirs, because
  * some rows expire then.  If only some tokens are kept, it is done afterwards. */

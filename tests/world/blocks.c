@@ -518,7 +518,7 @@ kvc_status right_acquire(oracle *o, const call *c) {
                     .from = 1 + c->prefix,
                     .prefix = 1 + c->prefix,
                     .prompt = c->text,
-                    .prompt_bytes = c->end * (length - exact / o->block_size * o->block_size + 1),
+                    .prompt_bytes = c->end * (length - exact),
                     .keeps = 2,
                     .date = c->began};
     s->state = p->config.state_bytes ? s->text : 0;

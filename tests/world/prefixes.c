@@ -61,7 +61,8 @@ kvc_status right_prefix_clear(oracle *o, const call *c) {
     note_cleared(p);
     p->num_pins = 0;
     for (int s = 0; s < SLOTS; s++) /* whether commits keep more of a prompt whose first blocks are gone is open */
-        if (o->sequences[s].prefix == 1 + c->prefix && o->sequences[s].keeps) o->sequences[s].keeps = 1;
+        if (o->sequences[s].prefix == 1 + c->prefix && o->sequences[s].keeps && holds_any(o, &o->sequences[s]))
+            o->sequences[s].keeps = 1;
     return KVC_OK;
 }
 
