@@ -513,9 +513,10 @@ typedef struct kvc_plan_args {
     int32_t num_heads;  /* query heads: a multiple of num_kv_heads */
     int32_t num_threads; /* tasks that may run at the same time, at most 4096; a further task waits.  0: the cache's
                             threads */
-    const uint8_t *non_causal; /* [num_tokens] not 0: the token also sees later positions of its sequence.  In a
-                                  batch with parents, it still sees only its ancestors of the batch's tokens.  NULL: no
-                                  token sees later positions.  Copied */
+    const uint8_t *non_causal; /* [num_tokens] not 0: the token also sees all later positions of its sequence, however
+                                  far away: windows and chunks hide earlier positions alone.  In a batch with parents,
+                                  it still sees only its ancestors of the batch's tokens.  NULL: no token sees later
+                                  positions.  Copied */
     const kvc_masked *masked;  /* [num_masked] in any order; ranges may overlap.  Copied */
     size_t masked_size;        /* sizeof(kvc_masked) */
     int32_t num_masked;        /* 0: nothing is masked */
@@ -568,10 +569,13 @@ typedef struct kvc_plan_args {
  *
  * A result in bytes is usually off by 1 to 2 % of its size, about as much as rows of KVC_INT8 are.  It is off by up to
  * a tenth if a channel of keys or queries is 30 times as large as the others.  With rows of KVC_INT8 that no transform
- * mixes, it is off by a quarter if a channel of the queries is 100 times as large.  A row's values count as 0 if its
- * weight, times its largest value, is below 1/510 of the largest product among 128 rows.  A single row that outweighs
- * each of the others so takes up to a quarter of the result.  Values below 1e-16 count as 0, and a row of zeros does
- * not count beside values above 1e20.  Keys above 1e35 give NaN.
+ * mixes, it is off by a quarter if a channel of the queries is 100 times as large.  Values are not mixed: a channel of
+ * values that is 30 times as large puts the others off by 9 to 25 %.  If scores deviate by 8, not by 1, a token's
+ * result is off by up to 16 %, and its lse by 0.28 (docs/choosing.md).  A NaN or an infinity in a value makes all
+ * elements of a result NaN.  A row's values count as 0 if its weight, times its largest value, is below 1/510 of the
+ * largest product among 128 rows.  A single row that outweighs each of the others so takes up to a quarter of the
+ * result.  Values below 1e-16 count as 0, and a row of zeros does not count beside values above 1e20.  Keys above 1e35
+ * give NaN.
  *
  * Bits.  The bits of a token's result depend on the rows that it sees, and on which tokens of its sequence are in the
  * call.  They do not depend on threads, on where rows lie, or on other sequences of the batch.  If rows are chosen, the

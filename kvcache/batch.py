@@ -254,8 +254,9 @@ class Batch:
             A slope per head, ``[num_heads]`` of f32: ``-slope * abs(query position - key position)`` is added to the
             score [1]_.
         non_causal : bool or array of bool, optional
-            Whether a query also sees later positions of its sequence: one value for all queries, or one per query or
-            per token of the batch. With parents, a query sees its ancestors only.
+            Whether a query also sees all later positions of its sequence, however far away: windows and chunks hide
+            earlier positions alone. One value for all queries, or one per query or per token of the batch. With
+            parents, a query sees its ancestors only.
         masked : array_like of int, optional
             Positions that no query of the call sees, such as padding: rows ``(seq_id, begin, end)``, in any order, for
             sequences of the batch. An `end` may exceed all positions. Tokens of the batch that are masked need not have
@@ -280,11 +281,12 @@ class Batch:
             `PrefixCache` keeps no token that selected rows. By default all rows are read.
         precision : {"stored", "int8"}, default "stored"
             How sequences with more than 8 query tokens in the call are attended to: as precisely as the rows are
-            stored, or in bytes [3]_. In bytes a prompt takes about half the time, and a result is usually off by 1 to
-            2 %, about as much as rows of int8 are. It is off by more if a channel of keys or queries is far larger than
-            the others, most over rows of int8 without a transform, or if one of 128 rows outweighs the others 500
-            times. Other sequences, chosen and selected rows, and heads of a dimension that is no multiple of 32 are
-            attended to exactly; so is everything on a processor without products of bytes.
+            stored, or in bytes [3]_. In bytes a long prompt takes 0.45 to 0.73 of the time, by type and processor, but
+            a short one may take longer. A result is usually off by 1 to 2 %, as rows of int8 are. It is off by more if
+            a channel of keys, queries or values is far larger than the others, most over rows of int8 without a
+            transform, if scores spread widely, or if one of 128 rows outweighs the others 500 times. A NaN in a value
+            reaches all elements of a result. Other sequences, chosen and selected rows, and heads of a dimension that
+            is no multiple of 32 are attended to exactly; so is everything on a processor without products of bytes.
             Rows that a model computes behind such a prompt differ from exact ones: a `PrefixCache` needs a fingerprint
             of its own for them.
         prior : tuple of array, optional
