@@ -2,6 +2,7 @@
 #include "kernels/kernels.h"
 
 #ifdef KVC_HAVE_AVX512
+#include "kernels/avx2.h"
 #include "kernels/avx512.h"
 #define TARGET __attribute__((target(KVC_AVX512_TARGET)))
 #define HAS_VNNI 0
@@ -15,12 +16,13 @@ DEFINE_TIMES(kvc_times_avx512)
 DEFINE_ENCODE(kvc_encode_avx512)
 DEFINE_ROUND(kvc_round_avx512)
 
-DEFINE_SCORE(kvc_score_f32_avx512, KVC_F32)
-DEFINE_SCORE(kvc_score_f16_avx512, KVC_F16)
-DEFINE_SCORE(kvc_score_bf16_avx512, KVC_BF16)
-DEFINE_ACCUMULATE(kvc_accumulate_f32_avx512, KVC_F32)
-DEFINE_ACCUMULATE(kvc_accumulate_f16_avx512, KVC_F16)
-DEFINE_ACCUMULATE(kvc_accumulate_bf16_avx512, KVC_BF16)
+/* Rows that fill no 16 lanes, as of heads of 40 or 72, are left to AVX2: a tail of their own took longer. */
+DEFINE_WHOLE_SCORE(kvc_score_f32_avx512, KVC_F32, kvc_score_f32_avx2)
+DEFINE_WHOLE_SCORE(kvc_score_f16_avx512, KVC_F16, kvc_score_f16_avx2)
+DEFINE_WHOLE_SCORE(kvc_score_bf16_avx512, KVC_BF16, kvc_score_bf16_avx2)
+DEFINE_WHOLE_ACCUMULATE(kvc_accumulate_f32_avx512, KVC_F32, kvc_accumulate_f32_avx2)
+DEFINE_WHOLE_ACCUMULATE(kvc_accumulate_f16_avx512, KVC_F16, kvc_accumulate_f16_avx2)
+DEFINE_WHOLE_ACCUMULATE(kvc_accumulate_bf16_avx512, KVC_BF16, kvc_accumulate_bf16_avx2)
 
 DEFINE_PACK_KEYS(kvc_pack_keys_f32_avx512, KVC_F32)
 DEFINE_PACK_KEYS(kvc_pack_keys_f16_avx512, KVC_F16)
@@ -31,7 +33,10 @@ DEFINE_PACK_VALUES(kvc_pack_values_bf16_avx512, KVC_BF16)
 
 DEFINE_SCALE(kvc_scale_avx512)
 TARGET void kvc_prepare_bf16_avx512(float *q, int q_stride, int num_q, int dim, float scale) {
-    scale_evens_first(q, q_stride, num_q, dim, scale);
+    if (dim % LANES)
+        kvc_scale_avx2(q, q_stride, num_q, dim, scale);
+    else
+        scale_evens_first(q, q_stride, num_q, dim, scale);
 }
 DEFINE_SOFTMAX(kvc_softmax_avx512)
 DEFINE_MATMUL(kvc_matmul_avx512)
@@ -48,11 +53,8 @@ DEFINE_ACCUMULATE(kvc_accumulate_q8_0_avx512, KVC_Q8_0)
 DEFINE_ACCUMULATE(kvc_accumulate_q4_0_avx512, KVC_Q4_0)
 
 /* Of AVX2: 20 KB less, and few processors have these instructions and no dot products of integers. */
-extern kvc_prepare_fn kvc_prepare_q8_0_avx2;
 extern kvc_score_fn kvc_score_int8_avx2;
 extern kvc_accumulate_fn kvc_accumulate_int8_avx2;
-extern kvc_rank_fn kvc_rank_int8_avx2;
-extern kvc_sketch_fn kvc_sketch_avx2;
 
 const kvc_kernels kvc_kernels_avx512 = {
     .name = "avx512",

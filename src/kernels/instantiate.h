@@ -46,6 +46,17 @@
         score(type, KVC_F32, scores, q, q_stride, num_q, rows, row_stride, n, dim, next);                          \
     }
 
+/* For rows of whole vectors; `others`: another set's kernel for all other rows. */
+#define DEFINE_WHOLE_SCORE(name, type, others)                                                                     \
+    extern kvc_score_fn name;                                                                                      \
+    TARGET void name(float *scores, const float *q, int q_stride, int num_q, const void *rows, int64_t row_stride, \
+                     int n, int dim, kvc_ahead next) {                                                             \
+        if (dim % LANES)                                                                                           \
+            others(scores, q, q_stride, num_q, rows, row_stride, n, dim, next);                                    \
+        else                                                                                                       \
+            score(type, KVC_F32, scores, q, q_stride, num_q, rows, row_stride, n, dim, next);                      \
+    }
+
 /* For queries of the same type of 16 bits (score_16.h). */
 #define DEFINE_PREPARE_16(name)                                                 \
     extern kvc_prepare_fn name;                                                 \
@@ -65,6 +76,17 @@
     TARGET void name(float *acc, int acc_stride, const float *factor, const float *weights, int num_q, \
                      kvc_value_piece *pieces, int64_t row_stride, int n, int dim) {                    \
         accumulate(type, acc, acc_stride, factor, weights, num_q, pieces, row_stride, n, dim);         \
+    }
+
+/* As DEFINE_WHOLE_SCORE. */
+#define DEFINE_WHOLE_ACCUMULATE(name, type, others)                                                    \
+    extern kvc_accumulate_fn name;                                                                     \
+    TARGET void name(float *acc, int acc_stride, const float *factor, const float *weights, int num_q, \
+                     kvc_value_piece *pieces, int64_t row_stride, int n, int dim) {                    \
+        if (dim % LANES)                                                                               \
+            others(acc, acc_stride, factor, weights, num_q, pieces, row_stride, n, dim);               \
+        else                                                                                           \
+            accumulate(type, acc, acc_stride, factor, weights, num_q, pieces, row_stride, n, dim);     \
     }
 
 #define DEFINE_PREPARE(name, type)                                              \
