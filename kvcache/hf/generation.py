@@ -10,6 +10,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Mapping
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -363,10 +364,17 @@ def _has_columns(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:
 @functools.wraps(generate)
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate, and give the rows of caches that were made here, and that nobody else has, to their prefix caches."""
-    running = Call(self, kwargs)
-    token = _running.set(running)
     name_cache(kwargs)
     used = given_cache(kwargs)
+    held = _text_cache(used)
+    with nullcontext() if held is None else held.used_by_thread():
+        return _generate_with(self, used, args, kwargs)
+
+
+def _generate_with(self: Any, used: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Generate with a cache that was given, if any, or with caches that are made for the call."""
+    running = Call(self, kwargs)
+    token = _running.set(running)
     before = getattr(_text_cache(used), "text", None)
     try:
         result = generate(self, *args, **kwargs)

@@ -17,7 +17,7 @@ from kvcache import selecting
 from kvcache.arrays import Layout
 from kvcache.batch import Batch
 from kvcache.cache import KVCache
-from kvcache.errors import NotSupportedError
+from kvcache.errors import CacheBusyError, NotSupportedError
 from kvcache.eviction import Queries
 from kvcache.hf.padding import count_leading, masked_ranges, refuse_batch, refuse_padding, shown_columns
 from kvcache.hf.prompts import Prompts
@@ -25,6 +25,8 @@ from kvcache.hf.turns import STALLED, Turns, clear_finally
 from kvcache.layer import count
 from kvcache.policy import CrossAttention, FullAttention
 from kvcache.warning import warn
+
+OF_ONE_THREAD = "two threads cannot use one HFCache at once: give each its own, or a copy.deepcopy(cache)"
 
 
 class ForwardPass:
@@ -286,6 +288,8 @@ class Passes:
             this_pass = self.last
             if this_pass is None or index == self._first_layer or index in this_pass.begun:
                 this_pass = self._next(index, rows)
+            elif this_pass.thread != threading.get_ident():
+                raise CacheBusyError(f"layer {index} goes on with the pass of another thread: {OF_ONE_THREAD}")
             elif this_pass.pending and index < self.num_rows:  # the model attended to other keys than it was given
                 this_pass.leaves_rows = True
                 self._put_pending(this_pass)

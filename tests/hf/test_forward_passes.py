@@ -234,3 +234,54 @@ def test_a_cache_by_its_name_in_newer_releases():
         model.model(tokens, cache=cache)
         bart(**given, cache=two)
     assert (cache.get_seq_length(), two.get_seq_length()) == (18, 3)
+
+
+def elsewhere(call):
+    """Return what a call raises in another thread."""
+    raised = []
+
+    def run():
+        try:
+            call()
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised
+
+
+def test_another_thread_cannot_generate_with_the_same_cache():
+    model, tokens, raised = model_of("llama"), random_tokens(1, 13), []
+    cache = HFCache(model.config)
+
+    def generate(cache, *processors):
+        options = {"do_sample": False, "max_new_tokens": 4, "pad_token_id": 0, "logits_processor": [*processors]}
+        return model.generate(tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache, **options)
+
+    def interfere(input_ids, scores):
+        raised.extend(elsewhere(lambda: generate(cache)))
+        assert not elsewhere(lambda: generate(copy.deepcopy(cache)))
+        return scores
+
+    text = generate(cache, interfere)
+    assert torch.equal(text, generate(HFCache(model.config)))
+    assert len(raised) == 4
+    assert all(isinstance(error, kvcache.CacheBusyError) and "deepcopy" in str(error) for error in raised)
+    assert not elsewhere(lambda: generate(cache))  # one thread after the other
+
+
+@pytest.mark.filterwarnings("ignore:kvcache. the last forward pass")
+def test_a_pass_does_not_go_on_in_another_thread():
+    model, tokens = make(CONFIGS["llama"]()).requires_grad_(False), random_tokens(1, 13)
+    cache, main = HFCache(model.config), threading.get_ident()
+
+    def interfere(*_):
+        if threading.get_ident() != main:
+            raise RuntimeError("fails behind layer 0")
+        assert elsewhere(lambda: model(tokens, past_key_values=cache))
+
+    model.model.layers[1].register_forward_pre_hook(interfere)
+    with torch.no_grad(), pytest.raises(kvcache.CacheBusyError, match="layer 1 goes on with the pass of another"):
+        model(tokens, past_key_values=cache)
