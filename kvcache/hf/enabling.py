@@ -68,7 +68,8 @@ def enable(model: Any, dtype: DTypeLike | None = None, **arguments: Any) -> None
     -----
     A warning says if the model takes no attention but its own (BLOOM, Falcon): the cache then only stores its rows.
     A cache that is passed to ``generate``, or named by ``cache_implementation``, wins. Nothing
-    of this is saved with the model. `disable` undoes it. Where an error is raised, nothing has changed.
+    of this is saved with the model. `disable` undoes it. Where an error is raised, nothing has changed. Models that
+    were made of one configuration object share its attention: make each of ``copy.deepcopy(config)``.
 
     Examples
     --------

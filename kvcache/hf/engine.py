@@ -73,6 +73,8 @@ class Engine:
     Of the prompts that are fed, the oldest gets half of a step or more, and the shortest get the rest. A prompt that
     begins as another one that is being fed waits until the common part is computed. Where memory is short, the
     youngest request waits until another one has ended.
+    If you switch an adapter (LoRA) or change weights, close the engine and make another one. It cannot know, and its
+    prefix cache has rows of the old weights.
 
     Examples
     --------

@@ -13,6 +13,7 @@ from safetensors.torch import load, save
 from kvcache.batch import Batch
 from kvcache.errors import NotSupportedError
 from kvcache.hf.cache import HFCache
+from kvcache.hf.dense import why_decoded
 from kvcache.hf.passes import ForwardPass, Passes
 from kvcache.hf.recurrent import Recurrent
 from kvcache.hf.state import types_of
@@ -90,7 +91,9 @@ class PackedPasses(Passes):
 
     def put(self, this_pass: ForwardPass, index: int) -> NoReturn:
         """Raise, because rows of many texts make no tensor that a model could compute with."""
-        raise NotSupportedError(f"the model computes with rows of layer {index} before it attends")
+        why, remedy = why_decoded(self.config)
+        how = ": call model.set_attn_implementation('kvcache') again" if remedy else ""
+        raise NotSupportedError(f"rows of many texts make no tensors, and layer {index} needs them, because {why}{how}")
 
     def warn(self, what: str) -> NoReturn:
         """Raise, as `put` does, with the reason why the kernels cannot attend."""

@@ -702,3 +702,11 @@ def test_random_clients(kind, requests):
         stats = engine.stats()
         assert (stats["running"], stats["waiting"]) == (0, 0)
         assert engine.submit([1] * 380, max_new_tokens=1).result(LONG).shape == (1, 381)
+
+
+def test_an_attention_that_was_changed_is_named():
+    model = make(CONFIGS["llama"]())
+    with Engine(model, **ROOM) as engine:
+        model.set_attn_implementation("eager")
+        with pytest.raises(NotSupportedError, match=r"attention is not 'kvcache'.*set_attn_implementation"):
+            engine.submit([5, 6, 7], max_new_tokens=2).result(LONG)
