@@ -12,6 +12,7 @@ import torch
 from kvcache import eviction
 from kvcache.errors import NotSupportedError
 from kvcache.hf.feeding import FedBatch
+from kvcache.hf.images import places_in
 from kvcache.hf.policies import ropes_of
 from kvcache.hf.prompts import check_tokens
 from kvcache.hf.told import CACHE
@@ -101,7 +102,7 @@ class EvictableBatch(FedBatch):
                     f"input_ids has {input_ids.shape[1]} columns, and row {row} begins behind {offset} of padding: give"
                     " the tokens that the model has read"
                 )
-        if self.has_places(input_ids):
+        if places_in(self._config, input_ids).any():
             raise NotSupportedError("input_ids has tokens that stand for images or sound, which cannot be fed again")
 
     def _feed_again(

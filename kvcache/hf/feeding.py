@@ -162,10 +162,6 @@ class FedBatch(Cache):
         """Whether some recurrent layers have tokens of a pass that failed in them; ask when none runs."""
         return bool(self._recurrent) and (self._passes.has_dropped or self._recurrent.is_within)
 
-    def has_places(self, input_ids: torch.Tensor) -> bool:
-        """Whether some tokens stand for an image or sound."""
-        return bool(torch.isin(input_ids, torch.tensor([*self._placeholders], dtype=torch.long)).any())
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens seen, padding included.
 

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -25,10 +25,10 @@ from kvcache.hf.attention import NAME
 from kvcache.hf.cache import HFCache
 from kvcache.hf.enabling import arguments_of, has_kernels, make_cache
 from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
-from kvcache.hf.images import features_between, images_of
+from kvcache.hf.images import SOME, Images, check_sizes, features_behind, images_of
 from kvcache.hf.pieces import PieceByPiece
 from kvcache.hf.policies import read_config
-from kvcache.hf.texts import begin_anew, begin_source, begin_text, check_longer, end_text, leave_text
+from kvcache.hf.texts import begin_anew, begin_source, begin_text, check_given, check_longer, end_text, leave_text
 from kvcache.hf.told import CACHE, FEATURES, TYPES, given_cache, has_others, name_cache, widened, without_images
 from kvcache.prefix import PrefixCache
 from kvcache.warning import warn
@@ -185,11 +185,11 @@ def _prefill(
 ) -> Any:
     """Keep what the cache has in common with the prompts, or take that from its prefix cache; feed the rest."""
     cache, model = model_kwargs.get(CACHE), self
-    generation_config = _begin(self, input_ids, generation_config, model_kwargs)
+    generation_config, images = _begin(self, input_ids, generation_config, model_kwargs)
     if isinstance(cache, HFCache):
-        if _acquire(self, cache, input_ids, generation_config, model_kwargs):  # feed the features of the rest
-            shown = {"input_ids": input_ids, FEATURES: model_kwargs[FEATURES]}
-            features = features_between(self.config, shown, cache.get_seq_length(), input_ids.shape[1])
+        _acquire(cache, input_ids, images, model_kwargs)
+        if images is not None and FEATURES in model_kwargs:
+            features = features_behind(self.config, input_ids, model_kwargs[FEATURES], cache.get_seq_length())
             model_kwargs = model_kwargs | {FEATURES: features}
         running = _running.get()
         size = generation_config.prefill_chunk_size
@@ -208,11 +208,13 @@ def _prefill(
 def _decode_assisted(self: Any, input_ids: torch.Tensor, *args: Any, generation_config: Any, **kwargs: Any) -> Any:
     """Decode with a draft, which feeds the whole prompt whatever the cache holds."""
     cache, model = kwargs.get(CACHE), self
-    _begin(self, input_ids, generation_config, kwargs, feeds_all=True)
+    own = inspect.signature(decode_assisted).parameters  # beside what the model is given
+    model_kwargs = {name: value for name, value in kwargs.items() if name not in own}
+    _, images = _begin(self, input_ids, generation_config, model_kwargs, feeds_all=True)
     if isinstance(cache, HFCache):
-        own = inspect.signature(decode_assisted).parameters  # beside what the model is given
-        model_kwargs = {name: value for name, value in kwargs.items() if name not in own}
-        _acquire(self, cache, input_ids, generation_config, model_kwargs)
+        _acquire(cache, input_ids, images, model_kwargs)
+        if "position_ids" in model_kwargs:
+            kwargs["position_ids"] = model_kwargs["position_ids"]
         model = PieceByPiece(self, cache, generation_config.prefill_chunk_size)
     config, early_exit = self.base_model.config, generation_config.assistant_early_exit
     num_layers = getattr(config, "num_hidden_layers", None)
@@ -223,34 +225,26 @@ def _decode_assisted(self: Any, input_ids: torch.Tensor, *args: Any, generation_
             config.num_hidden_layers = num_layers
 
 
-def _acquire(
-    model: Any, cache: HFCache, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]
-) -> bool:
-    """Name the prompts to the prefix cache, if there is one, and take from it what they begin with.
-
-    Return whether images were named.
-    """
-    running, mask = _running.get(), model_kwargs.get("attention_mask")
-    if not cache.takes_prompt or not _has_tokens(input_ids, mask):
-        return False
-    images = None
-    if running is not None:
-        num_beams = max(generation_config.num_beams, generation_config.num_return_sequences)
-        images = images_of(model, input_ids, model_kwargs, running.given, num_beams)
-    if images is not None and (images.positions is not None or _has_columns(input_ids, model_kwargs)):
-        cache.acquire_with(images, input_ids, mask)
-        return True
-    if not has_others(model_kwargs) and _has_columns(input_ids, model_kwargs):
+def _acquire(cache: HFCache, input_ids: torch.Tensor, images: Images | None, model_kwargs: dict[str, Any]) -> None:
+    """Name the prompts to the prefix cache, if there is one, and take from it what they begin with."""
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if images is None or not cache.takes_prompt or not _has_tokens(input_ids, mask):
+        return
+    counted = positions.numpy(force=True) if positions is not None and positions.ndim == 3 else None
+    has_columns = _has_columns(input_ids, model_kwargs)
+    if images.has_names and images.is_causal and (counted is not None or has_columns):
+        cache.acquire_with(replace(images, positions=counted), input_ids, mask)
+    elif not has_others(model_kwargs) and has_columns:
         cache.acquire(input_ids, mask)
-    return False
 
 
 def _begin(
     model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], feeds_all: bool = False
-) -> Any:
+) -> tuple[Any, Images | None]:
     """Cut the cache to the columns it shares with the prompts and their source, and note these.
 
-    With `feeds_all`, keep nothing but what was acquired. Return the generation config that feeds the rest.
+    With `feeds_all`, keep nothing but what was acquired. Return the generation config that feeds the rest, and the
+    images of the prompts, if these are whole.
     """
     cache, mask = model_kwargs.get(CACHE), model_kwargs.get("attention_mask")
     is_embedded = model_kwargs.get("inputs_embeds") is not None
@@ -261,32 +255,32 @@ def _begin(
             generation_config = copy.copy(generation_config)
             generation_config._mask_length = input_ids.shape[1]
     text_cache = _text_cache(cache)
-    if text_cache is not None:
-        if not is_embedded and _is_whole(input_ids, mask, generation_config):
-            held = text_cache.get_seq_length()
-            lacks_images = _lacks_images(text_cache, input_ids, model_kwargs)
-            if feeds_all and not text_cache.is_acquired:
-                begin_anew(text_cache, lacks_images)
-            positions = _given_positions(model, model_kwargs)
-            others = has_others(model_kwargs) and text_cache is cache
-            begin_text(text_cache, input_ids, mask, positions, others, lacks_images)
-            goes_on = text_cache.get_seq_length() == held and not text_cache.is_acquired
-            if not goes_on and positions is None:
-                num_beams = max(generation_config.num_beams, generation_config.num_return_sequences)
-                _count_positions(model, input_ids, num_beams, model_kwargs)
-            _go_on_counting(text_cache, input_ids, model_kwargs, positions is None)
-        elif not feeds_all:
-            if is_embedded:
-                length = model_kwargs["inputs_embeds"].shape[1]
-                check_longer(text_cache, length, "inputs_embeds", "that cannot be compared with embeddings")
+    if text_cache is None:
+        return generation_config, None
+    if is_embedded:
+        length = model_kwargs["inputs_embeds"].shape[1]
+        if not feeds_all:
+            check_longer(text_cache, length, "inputs_embeds", "that cannot be compared with embeddings")
             text_cache.text = None
-    return generation_config
-
-
-def _lacks_images(cache: HFCache, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:
-    """Whether a text has tokens in the place of images or the like, and none is given."""
-    is_shown = bool(model_kwargs.get(FEATURES)) or has_others(without_images(model_kwargs))
-    return not is_shown and cache.has_places(input_ids)
+        return generation_config, None
+    running, num_beams = _running.get(), max(generation_config.num_beams, generation_config.num_return_sequences)
+    images = images_of(model, input_ids, model_kwargs, None if running is None else running.given, num_beams)
+    if not _is_whole(input_ids, mask, generation_config):
+        check_given(0, images.num_needed)
+        if not feeds_all:
+            text_cache.text = None
+        return generation_config, None
+    is_told, held = text_cache.text is not None, text_cache.get_seq_length()
+    if feeds_all and not text_cache.is_acquired:
+        begin_anew(text_cache, images.num_needed)
+    positions = _given_positions(model, model_kwargs)
+    others = has_others(without_images(model_kwargs) if images.has_names else model_kwargs) and text_cache is cache
+    begin_text(text_cache, images, mask, positions, others)
+    goes_on = text_cache.get_seq_length() == held and not text_cache.is_acquired
+    if positions is None and (not goes_on or (is_told and images.are_given)):
+        _count_positions(model, input_ids, num_beams, model_kwargs)
+    _go_on_counting(text_cache, input_ids, model_kwargs, positions is None and not images.are_given)
+    return generation_config, images
 
 
 def _given_positions(model: Any, model_kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -316,17 +310,17 @@ def _go_on_counting(cache: HFCache, input_ids: torch.Tensor, model_kwargs: dict[
     """Have a text go on from the image in its own cache, and note how far its positions are ahead.
 
     A model that counts height and width counts on from the last image that it was shown, also in another cache. If it
-    was shown none, it counts as without images. An image that comes now is counted right. If its user gave positions
-    (`is_free` False), they stay.
+    was shown none, it counts as without images. Positions that its user gave, or that were counted with all images of
+    the text (`is_free` False), stay.
     """
-    positions, mask, types = (model_kwargs.get(name) for name in ("position_ids", "attention_mask", TYPES))
+    positions, mask = (model_kwargs.get(name) for name in ("position_ids", "attention_mask"))
     if positions is None or positions.ndim != 3:
         return
     shown = torch.ones_like(input_ids) if mask is None else mask.long()
     usual = (shown.cumsum(1) - 1).masked_fill(shown == 0, 0)
     seen = cache.get_seq_length()
     known = widened(cache.ahead, seen) if seen and cache.ahead is not None else None
-    if is_free and known is not None and not (types is not None and types[:, seen:].any()):
+    if is_free and known is not None:
         model_kwargs["position_ids"] = positions = (usual + known[:, -1:]).expand(len(positions), -1, -1)
     ahead = positions[-3:, :, -usual.shape[1] :].amax(0) - usual
     cache.ahead = ahead if known is None else torch.cat([known, ahead[:, seen:]], 1)  # which copies of the cache share
@@ -377,6 +371,7 @@ def _generate_with(self: Any, used: Any, args: tuple[Any, ...], kwargs: dict[str
     token = _running.set(running)
     before = getattr(_text_cache(used), "text", None)
     try:
+        check_sizes(kwargs)
         result = generate(self, *args, **kwargs)
         used = getattr(result, CACHE, None) if used is None else used
         text = getattr(result, "sequences", result)
@@ -391,7 +386,7 @@ def _generate_with(self: Any, used: Any, args: tuple[Any, ...], kwargs: dict[str
                 is_known = len(tokens) == cache.batch_size and not kwargs.get("custom_generate")
                 cache.release(tokens if is_known else None)
         return result
-    except BaseException:
+    except BaseException as error:
         filled = _text_cache(used)
         if filled is not None:
             filled.drop_failed()
@@ -399,6 +394,8 @@ def _generate_with(self: Any, used: Any, args: tuple[Any, ...], kwargs: dict[str
                 leave_text(filled, has_failed=True)
         for cache in running.made:
             cache.reset()
+        if isinstance(error, StopIteration) and kwargs.get(TYPES) is not None:  # there was no size for an image
+            raise ValueError(SOME) from error
         raise
     finally:
         _running.reset(token)

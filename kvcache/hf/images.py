@@ -1,4 +1,4 @@
-"""Names for the tokens in the place of images and videos, so that a prefix cache knows them again.
+"""Names for the tokens in the place of images and videos, so that a cache knows them again.
 
 `generate` has a model encode its images before the text. The features then stand in place of the tokens, in order.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -17,7 +18,7 @@ import torch
 from transformers import GenerationMixin, PreTrainedConfig
 from transformers.generation.utils import _slice_mm_encoder_output as features_at
 
-from kvcache.hf.told import FEATURES, TYPES, UNKNOWN, has_others, without_images
+from kvcache.hf.told import FEATURES, NAMED, NONE, READ, TYPES, has_others, without_images
 
 MODALITIES = ("image", "video")  # by the number that TYPES has for their tokens, from 1
 GRIDS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
@@ -28,50 +29,90 @@ NESTED = ("pixel_values", "pixel_attention_mask")  # or, for models without size
 EXPAND = {
     name: getattr(GenerationMixin, name) for name in ("_expand_inputs_for_generation", "_expand_multimodal_outputs")
 }
-NO_IMAGES = ("input_ids", "inputs", "attention_mask", TYPES)  # of the arguments of generate
+PLACE = re.compile("(image|video|audio)_token_(id|index)")  # of a configuration's fields
+SOME = (
+    "input_ids has the tokens of more images than are given: give all images of the text, in its order, or none if the"
+    " cache holds all"
+)
+NO_IMAGES = ("input_ids", "inputs", "attention_mask", TYPES, "token_type_ids")  # of the arguments of generate
 
 Given: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Images:
-    """Prompts with images, as a prefix cache knows them."""
+    """A text that `generate` is given, with what is known of its images."""
 
-    tokens: torch.Tensor  # [batch, columns], for an image's tokens negative numbers that follow from the image
-    positions: npt.NDArray[np.int64] | None  # where the model counts height and width, [axes, batch, columns]
+    tokens: torch.Tensor  # [batch, columns], for the tokens of a known image numbers below NAMED that follow from it
+    lacking: torch.Tensor  # [batch, columns], which tokens stand for an image or sound, and nothing is given for them
+    unnamed: torch.Tensor  # [batch, columns], which stand for what is given, and is not known
+    has_names: bool  # whether there are images, and all are known
+    is_causal: bool  # whether the rows of images follow from nothing behind them, and from no other arguments
+    positions: npt.NDArray[np.int64] | None = None  # where the model counts height and width, [axes, batch, columns]
+
+    @property
+    def are_given(self) -> bool:
+        """Whether there are images, and all are given."""
+        return not self.num_needed and (self.has_names or bool(self.unnamed.any()))
+
+    @property
+    def num_needed(self) -> int:
+        """The first columns that a cache must hold, because nothing is given for the last token of them."""
+        columns = self.lacking.any(0).nonzero()
+        return int(columns[-1]) + 1 if len(columns) else 0
 
 
-def images_of(model: Any, input_ids: torch.Tensor, model_kwargs: Given, given: Given, num_beams: int) -> Images | None:
-    """Return prompts with names for the tokens of their images; None if rows follow from more, or there is no image.
+def images_of(model: Any, input_ids: torch.Tensor, model_kwargs: Given, given: Given | None, num_beams: int) -> Images:
+    """Return a text with names for the tokens of its images.
 
-    `model_kwargs` are what `generate` has made of its arguments, `given`; `num_beams` rows are of the same prompt. Two
-    columns have the same name only if they have the same place in the same image, as far as the model is given it.
+    `model_kwargs` are what `generate` has made of its arguments, `given`, None if these are not known; `num_beams` rows
+    are of the same prompt. Two columns have the same name only if they have the same place in the same image, as far as
+    the model is given it. Raise ``ValueError`` if some images of the text are given, and others not.
     """
-    outputs, positions = model_kwargs.get(FEATURES), model_kwargs.get("position_ids")
-    if not outputs or any(given.get(name) is not None for name in (FEATURES, "position_ids")):
-        return None
-    if has_others(without_images(model_kwargs)):
-        return None
-    text = model.config.get_text_config(decoder=True)
-    if getattr(text, "use_bidirectional_attention", None):  # an image's tokens see later ones
-        return None
-    if num_beams > 1 and any(getattr(type(model), name) is not method for name, method in EXPAND.items()):
-        return None
+    config, outputs = model.config, model_kwargs.get(FEATURES) or {}
+    tokens, places = input_ids.to(torch.int64, copy=True), places_in(config, input_ids)
+    if _has_features(without_images(model_kwargs)):  # sound, or images that are encoded with the text
+        return Images(tokens, torch.zeros_like(places), places, False, False)
+    lacking, unnamed, has_names = places, torch.zeros_like(places), bool(outputs)
+    positions = model_kwargs.get("position_ids")
     counts_size = isinstance(positions, torch.Tensor) and positions.ndim == 3
-    if not _has_types(model.config, input_ids, model_kwargs.get(TYPES), counts_size):
-        return None
-    shown = _arguments(model, given)
-    if shown is None:
-        return None
-    tokens = input_ids.to(torch.int64, copy=True)
+    shown = None if given is None else _arguments(model, given)
+    is_known = given is not None and all(given.get(name) is None for name in (FEATURES, "position_ids"))
+    is_known &= num_beams == 1 or all(getattr(type(model), name) is method for name, method in EXPAND.items())
+    types = None if given is None else given.get(TYPES)
+    is_known &= _has_types(config, input_ids, model_kwargs.get(TYPES))
     for modality, output in outputs.items():
-        sizes, place = _sizes(output), _token_of(model.config, modality)
-        if not sizes or place is None or len(sizes) % num_beams:
-            return None
-        digests = _digests(shown, modality, len(sizes) // num_beams, counts_size and given.get(TYPES) is not None)
-        if not _name(tokens, input_ids == place, sizes, digests, num_beams):
-            return None
-    return Images(tokens, model_kwargs["position_ids"].numpy(force=True) if counts_size else None)
+        is_place, sizes = input_ids == _token_of(config, modality), _sizes(output)
+        lacking = lacking & ~is_place
+        if sizes and sum(sizes) < is_place.sum():
+            raise ValueError(SOME)
+        is_named = False
+        if is_known and shown is not None and sizes and not len(sizes) % num_beams:
+            digests = _digests(shown, modality, len(sizes) // num_beams, counts_size and types is not None)
+            is_named = _name(tokens, is_place, sizes, digests, num_beams)
+        if not is_named:
+            tokens[is_place] = input_ids[is_place]
+            unnamed, has_names = unnamed | is_place, False
+    text = config.get_text_config(decoder=True)
+    is_causal = not getattr(text, "use_bidirectional_attention", None)  # an image's tokens see later ones
+    is_causal &= counts_size or model_kwargs.get(TYPES) is None
+    has_names &= not bool(lacking.any())
+    return Images(tokens, lacking, unnamed, has_names, is_causal and not has_others(without_images(model_kwargs)))
+
+
+def check_sizes(given: Given) -> None:
+    """Raise ValueError if `generate` is given sizes of images or of videos, and its text has both."""
+    types, grids = given.get(TYPES), {name: given.get(GRIDS[name][1]) for name in MODALITIES}
+    if isinstance(types, torch.Tensor) and any(grid is not None for grid in grids.values()):
+        for number, modality in enumerate(MODALITIES, 1):
+            if grids[modality] is None and (types == number).any():
+                raise ValueError(SOME)
+
+
+def places_in(config: PreTrainedConfig, input_ids: torch.Tensor) -> torch.Tensor:
+    """Return which tokens stand for a piece of an image or sound, ``[batch, columns]``; of an encoder's texts, none."""
+    found = [] if config.is_encoder_decoder else [v for k, v in vars(config).items() if PLACE.fullmatch(k)]
+    return torch.isin(input_ids, torch.tensor([token for token in found if isinstance(token, int)], dtype=torch.long))
 
 
 def features_between(config: PreTrainedConfig, inputs: Given, begin: int, end: int) -> dict[str, Any]:
@@ -86,14 +127,32 @@ def features_between(config: PreTrainedConfig, inputs: Given, begin: int, end: i
     return found
 
 
-def _token_of(config: PreTrainedConfig, modality: str) -> int | None:
-    """Return the token that stands in the place of a piece of an image; None: the model has no such token."""
-    return getattr(config, f"{modality}_token_id", None)
+def features_behind(config: PreTrainedConfig, input_ids: torch.Tensor, features: Given, begin: int) -> Given:
+    """Return the features of images whose tokens come behind some columns; all of them if these have none."""
+    if not features or not places_in(config, input_ids[:, :begin]).any():
+        return features
+    if not all(_sizes(output) for output in features.values()):
+        return features
+    return features_between(config, {"input_ids": input_ids, FEATURES: features}, begin, input_ids.shape[1])
 
 
-def _has_types(
-    config: PreTrainedConfig, input_ids: torch.Tensor, types: torch.Tensor | None, counts_size: bool
-) -> bool:
+def _has_features(inputs: Given) -> bool:
+    """Whether arguments have tensors of floating point, as an encoder takes them: no masks, and no sizes or times."""
+    values = (value for name, value in inputs.items() if name not in READ)
+    return any(
+        isinstance(one, torch.Tensor) and one.is_floating_point() and one.ndim > 1
+        for value in values
+        for one in (value if isinstance(value, (list, tuple)) else (value,))
+    )
+
+
+def _token_of(config: PreTrainedConfig, modality: str) -> int:
+    """Return the token that stands in the place of a piece of an image; NONE: the model has no such token."""
+    token = getattr(config, f"{modality}_token_id", None)
+    return NONE if token is None else token
+
+
+def _has_types(config: PreTrainedConfig, input_ids: torch.Tensor, types: torch.Tensor | None) -> bool:
     """Whether the types of tokens say where images are, and nothing else.
 
     Models that count height and width take them for that. Others let the tokens of an image see later ones.
@@ -102,10 +161,8 @@ def _has_types(
         return True
     wanted = torch.zeros_like(input_ids)
     for number, modality in enumerate(MODALITIES, 1):
-        place = _token_of(config, modality)
-        if place is not None:
-            wanted[input_ids == place] = number
-    return counts_size and torch.equal(types.long(), wanted)
+        wanted[input_ids == _token_of(config, modality)] = number
+    return torch.equal(types.long(), wanted)
 
 
 def _sizes(output: Any) -> list[int] | None:
@@ -205,6 +262,6 @@ def _name(
 
 
 def _name_of(digest: bytes, place: int) -> int:
-    """Return a number below UNKNOWN for a token of an image, by its place among the image's tokens."""
+    """Return a number below NAMED for a token of an image, by its place among the image's tokens."""
     named = hashlib.blake2b(digest + place.to_bytes(8, "little"), digest_size=8).digest()
-    return UNKNOWN - 1 - (int.from_bytes(named, "little") >> 2)
+    return NAMED - 1 - (int.from_bytes(named, "little") >> 3)

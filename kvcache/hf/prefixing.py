@@ -27,6 +27,11 @@ class PrefixedBatch(FedBatch):
         return [] if prompts is None else prompts.ends(seen, last, size)
 
     @property
+    def has_prefix(self) -> bool:
+        """Whether there is a prefix cache."""
+        return self._prefix is not None
+
+    @property
     def takes_prompt(self) -> bool:
         """Whether the next prompt may begin with tokens of the prefix cache: there is one, and no token was fed."""
         return self._prefix is not None and self._passes.last is None and not self._passes.seq_ids

@@ -247,7 +247,7 @@ class Prompts:
     def begin(self, text: torch.Tensor, hidden: int) -> bool:
         """Whether each row of a text begins with its prompt, and before it with as much padding: `hidden`."""
         return all(
-            row[: prompt.leading + len(prompt.fed)] == [hidden] * prompt.leading + prompt.fed
+            row[: prompt.leading + len(prompt.tokens)] == [hidden] * prompt.leading + prompt.tokens
             for row, prompt in zip(text.tolist(), self._rows, strict=True)
         )
 

@@ -14,6 +14,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, StopStr
 
 from kvcache.arguments import INT64_MAX, integer
 from kvcache.errors import NotSupportedError, shown
+from kvcache.hf.images import places_in
 from kvcache.hf.told import NAMES_OF_CACHE, has_others
 
 MODES = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE
@@ -216,7 +217,7 @@ class Request:
         has_columns = positions is None or bool((positions == torch.arange(input_ids.shape[1])).all())
         if not has_columns or not (mask is None or bool(mask.all())):
             raise NotSupportedError("attention_mask, position_ids: an engine takes prompts without padding alone")
-        if has_others(inputs):
+        if has_others(inputs) or places_in(model.config, input_ids).any():
             raise NotSupportedError("an engine takes prompts of tokens alone, without images or embeddings")
         self._processors, self._criteria = logits_processor, stopping_criteria
         self._samples = generation_config.do_sample

@@ -21,6 +21,7 @@ from kvcache import KVCache, state
 from kvcache.arguments import check_names
 from kvcache.arrays import Precision
 from kvcache.errors import NotSupportedError, StateFormatError, shown
+from kvcache.hf.images import places_in
 from kvcache.hf.passes import Passes
 from kvcache.hf.policies import SHAPE, check_config
 from kvcache.hf.told import NONE, UNKNOWN, widened
@@ -176,7 +177,7 @@ class SaveableBatch:
         for filler in fillers:
             filler.part._go_on_from(filler.seq_ids, filler.seen, filler.offsets, filler.text)
             filler.part.ahead = torch.tensor(filler.ahead) if filler.ahead else None
-            filler.part.follows_from_others = filler.text is not None and filler.part.has_places(filler.text)
+            filler.part.follows_from_others = filler.text is not None and bool(places_in(config, filler.text).any())
         if behind == state.RECURRENT:
             try:
                 _restore_states(fillers[0], held, states[1], config)

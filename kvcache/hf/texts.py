@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcache.errors import RowsGoneError
-from kvcache.hf.told import NONE, UNKNOWN, at_positions
+from kvcache.hf.images import Images
+from kvcache.hf.told import NAMED, NONE, UNKNOWN, at_positions
 
 if TYPE_CHECKING:
     from kvcache.hf.cache import HFCache
@@ -18,46 +19,63 @@ if TYPE_CHECKING:
 
 def begin_text(
     cache: HFCache,
-    input_ids: torch.Tensor,
+    images: Images,
     mask: torch.Tensor | None,
     positions: torch.Tensor | None,
     follows_from_others: bool,
-    lacks_images: bool,
 ) -> None:
     """Cut a cache to the columns it shares with a text that `generate` is given as a whole, and note the text.
 
     A text that continues the cache's text changes nothing. Nor does a longer text if the cache was filled with tokens
-    that nobody told it. Any other text begins anew if its rows, or the cache's, follow from more than tokens and
-    `positions` (`follows_from_others`): the cache does not know what else. If the text does not begin with the acquired
-    prompts, forget all: its rows would get their names. Raise ``ValueError``, and change nothing, if the cache does not
-    know its own tokens and the text is not longer. Raise it also if the number of rows differs, except for beams of the
-    same prompts; or if the text would begin anew without its images. `positions` of None are the usual ones;
-    `lacks_images` says that the text has places of images, and no image is given.
+    that nobody told it. Any other text begins anew if its rows, or the cache's, follow from more than tokens, known
+    images and `positions` (`follows_from_others`): the cache does not know what else. So does a text with images if
+    there is a prefix cache, which is then told their names. If images are given that are not known, their tokens are
+    no common ones. If the text does not begin with the acquired prompts, forget all: its rows would get their names.
+
+    Raise ``ValueError``, and change nothing, if the cache does not know its own tokens and the text is not longer.
+    Raise it also if the number of rows differs, except for beams of the same prompts; or if tokens of images would be
+    fed that are not given. `positions` of None are the usual ones.
     """
+    needed, tokens = images.num_needed, images.tokens
     if cache.has_lost_state:
-        _cut(cache, 0 if cache.text is None else cache.get_seq_length(), lacks_images)
-    if cache.goes_on_by_one_token and input_ids.shape[1] > cache.get_seq_length() + 1:
-        cache.reset()
-    seen, length = cache.get_seq_length(), input_ids.shape[1]
-    text = input_ids if mask is None else input_ids.masked_fill(~mask.bool(), NONE)
+        _cut(cache, 0 if cache.text is None else cache.get_seq_length(), needed)
+    if cache.goes_on_by_one_token and tokens.shape[1] > cache.get_seq_length() + 1:
+        begin_anew(cache, needed)
+    seen, length = cache.get_seq_length(), tokens.shape[1]
+    text = tokens if mask is None else tokens.masked_fill(~mask.bool(), NONE)
     if positions is not None:
         positions = _positions_of(text, positions)
         text = at_positions(text, positions, (text != NONE).cumsum(1) - 1)
     _match_beams(cache, text)
-    cache.check_batch_size(len(input_ids))
+    cache.check_batch_size(len(text))
     if cache.text is not None and seen:
         known = cache.text[:, :seen]
+        begin = text[:, : known.shape[1]]  # changed in place: an image that is held, and not given, is the same
+        is_held = images.lacking[:, : known.shape[1]] & (known[:, :length] < NAMED)
+        begin[is_held] = known[:, :length][is_held]
         num_common = _count_common(known, text)
-        if length <= seen or num_common < known.shape[1]:
-            has_others = follows_from_others or cache.follows_from_others
-            _cut(cache, 0 if has_others else min(num_common, length - 1), lacks_images)
+        has_others = follows_from_others or cache.follows_from_others or (images.has_names and cache.has_prefix)
+        if images.unnamed[:, :seen].any():
+            _cut(cache, 0, needed)
+        elif length <= seen or num_common < known.shape[1]:
+            _cut(cache, 0 if has_others else min(num_common, length - 1), needed)
     elif not cache.is_acquired:
         check_longer(cache, length, "input_ids", "that it was not told")
     if not cache.is_begun_by(text, NONE):
-        begin_anew(cache, lacks_images)
+        begin_anew(cache, needed)
+    check_given(cache.get_seq_length(), needed)
     cache.text, cache.has_moved_rows = text, False
     cache.next_positions = None if positions is None else positions[..., -1:] + 1
     cache.follows_from_others |= follows_from_others
+
+
+def check_given(num_kept: int, needed: int) -> None:
+    """Raise ValueError if tokens of images that are not given come behind what a cache keeps, before `needed`."""
+    if num_kept < needed:
+        raise ValueError(
+            f"input_ids has tokens of images or sound, up to column {needed - 1}, that are not given, and the cache"
+            f" keeps {num_kept} columns of the text: give the images of the whole text, or its sound, in each turn"
+        )
 
 
 def _positions_of(text: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
@@ -175,27 +193,25 @@ def _count_common(known: torch.Tensor, text: torch.Tensor) -> int:
     return int(columns[0]) if len(columns) else n
 
 
-def _cut(cache: HFCache, length: int, lacks_images: bool) -> None:
+def _cut(cache: HFCache, length: int, needed: int) -> None:
     """Keep the first tokens; none where a layer cannot go back to there, or their rows follow from what is cut off.
 
-    Recurrent layers go back to the last kept states before. If none is kept, this is `begin_anew`.
+    Recurrent layers go back to the last kept states before. If none is kept, this is `begin_anew`. Raise ``ValueError``
+    as `check_given` does.
     """
     if cache.recurrent:
         length = cache.recurrent.last_kept(length)
     if length and not cache.follows_from_later and not cache.begins_behind(length):
+        check_given(length, needed)
         try:
             cache.crop(length - cache.get_seq_length())
             return
         except RowsGoneError:  # a window has moved on
             pass
-    begin_anew(cache, lacks_images)
+    begin_anew(cache, needed)
 
 
-def begin_anew(cache: HFCache, lacks_images: bool) -> None:
-    """Forget all tokens; raise ValueError, and change nothing, if a text lacks images that the cache holds."""
-    if lacks_images and cache.follows_from_others and cache.get_seq_length():
-        raise ValueError(
-            "input_ids does not continue the text that the cache holds, or has to be fed once more, and has the tokens"
-            " of images that are not given: give the images of the whole text"
-        )
+def begin_anew(cache: HFCache, needed: int) -> None:
+    """Forget all tokens; raise ValueError, and change nothing, if images of a text are not given (`check_given`)."""
+    check_given(0, needed)
     cache.reset()

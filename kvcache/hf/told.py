@@ -18,6 +18,7 @@ CACHE = NEW_NAME if NEW_NAME in ALL_CACHE_NAMES else OLD_NAME  # in the release 
 # In place of a token:
 NONE = -1  # it was hidden
 UNKNOWN = -2  # nobody told which one was fed, or its row follows from other things, too
+NAMED = UNKNOWN - 2**62  # numbers below stand for a token of a known image; those between for one at other positions
 
 # Arguments that `tokens_fed` looks into, or that change what is made of a model's result alone.
 READ = ("input_ids", "attention_mask", "position_ids", "cache_position")

@@ -1,6 +1,7 @@
-"""Images behind a prefix cache: the same picture and text match, and no other picture does."""
+"""Images in each turn: the same picture and text match what a cache holds, and no other picture does."""
 
 import contextlib
+import copy
 
 import pytest
 
@@ -144,6 +145,7 @@ class Told:
     def __init__(self, name):
         make_config, self.images, self.count = FAMILIES[name]
         self.model = make(make_config(), transformers.AutoModelForImageTextToText)
+        self.plain = copy.deepcopy(self.model)
         self.model.set_attn_implementation("kvcache")
         self.has_types = "image_grid_thw" in self.images(1, 0)
         state_bytes = HFCache.state_bytes(self.model)
@@ -170,6 +172,11 @@ class Told:
             {name: torch.cat([image[name] for image in made] * len(tokens), axis) for name in made[0]} if made else {}
         )
         return tokens, given | ({"mm_token_type_ids": (tokens == IMAGE).int()} if self.has_types else {})
+
+    @torch.inference_mode()
+    def logits(self, tokens, given):
+        """Return the logits of a pass of transformers' own, without a cache."""
+        return self.plain(tokens, use_cache=False, **given).logits
 
     def answer(self, tokens, given, prefixed=True, **options):
         """Return what is generated, and how many tokens were matched."""
@@ -294,16 +301,136 @@ def test_a_hidden_token_behind_an_image(told):
 
 
 def test_an_image_that_is_shown_again_in_a_cache_that_holds_it(told):
-    """The cache does not know whether it is the same: transformers says that there are more features than tokens."""
     tokens, given = told.show(7, "1", 9)
     cache = HFCache(told.model.config, prefix=told.prefix)
     first = told.model.generate(tokens, past_key_values=cache, **given, **GREEDY)
-    more = torch.cat([first, tokens[:, 7:]], 1)
-    more, given = told.given(more, [1, 2])
-    with pytest.raises(ValueError, match="Image features and image tokens do not match"):
-        told.model.generate(more, past_key_values=cache, **given, **GREEDY)
+    more, given = told.given(torch.cat([first, tokens[:, 7:]], 1), [1, 2])
+    want, _ = told.answer(more, given, prefixed=False)
+    assert torch.equal(told.model.generate(more, past_key_values=cache, **given, **GREEDY), want)
     cache.reset()
     told.check(more, given, tokens.shape[1])
+
+
+def converse(told, between, **options):
+    """Converse with all images in each turn; return how many tokens were fed. An image comes in turns 0, 2 and 3.
+
+    Logits must be those of a pass without a cache. `between` is called before each turn, and returns more options.
+    """
+    fed, seeds, tokens = [], [], random_tokens(1, 7, seed=0).clamp(max=IMAGE - 1)
+    told.model.get_input_embeddings().register_forward_pre_hook(lambda _, args: fed.append(args[0].shape[-1]))
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    counts = []
+    for turn in range(5):
+        if turn in (0, 2, 3):
+            seeds.append(turn % 3)  # the first one again, and another one
+            tokens = torch.cat([tokens, torch.full((1, told.count), IMAGE)], 1)
+        tokens, given = told.given(torch.cat([tokens, random_tokens(1, 6, seed=turn).clamp(max=IMAGE - 1)], 1), seeds)
+        more = between(turn, tokens, given)
+        fed.clear()
+        made = told.model.generate(tokens, **given, **GREEDY | options | more)
+        counts.append(fed[0])
+        whole, given = told.given(made.sequences[:, :-1], seeds)
+        want = told.logits(whole, given)[:, tokens.shape[1] - 1 :]
+        torch.testing.assert_close(torch.stack(made.logits, 1), want, rtol=0, atol=2e-3)
+        tokens = made.sequences
+    return counts
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_images_in_each_turn_of_a_cache_of_the_user(name, tmp_path):
+    """Which is saved, cut and interrupted between turns."""
+    told = Told(name)
+    caches = [HFCache(told.model.config, "f32")]
+
+    def between(turn, tokens, given):
+        cache = caches[-1]
+        if turn == 2:
+            cache.save(tmp_path / "chat")
+            caches.append(HFCache.load(told.model.config, tmp_path / "chat"))
+        if turn == 3 and told.feeds_all:
+            cache.crop(-3)
+        if turn == 4:
+            stop_in_the_last_layer(told, tokens, given, cache)
+        return {"past_key_values": caches[-1]}
+
+    fed = converse(told, between)
+    if name != "smolvlm":  # whose images are known all or none
+        assert fed[1] == 7
+        assert fed[2] == 7 + told.count
+        assert fed[3] <= 10 + told.count
+
+
+def stop_in_the_last_layer(told, tokens, given, cache):
+    """Have the last layer interrupt a turn."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    layer = told.model.base_model.get_decoder().layers[-1]
+    hook = layer.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        told.model.generate(tokens, past_key_values=cache, **given, **GREEDY)
+    hook.remove()
+
+
+@pytest.mark.parametrize("prefixed", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_images_in_each_turn_of_an_enabled_model(name, prefixed):
+    told = Told(name)
+    kvcache.hf.enable(told.model, **{"prefix": told.prefix} if prefixed else {"dtype": "f32"})
+    converse(told, lambda *_: {})
+
+
+def test_images_that_are_not_given(told):
+    """Their tokens would be fed as text. That is refused wherever the cache does not hold them."""
+    tokens, given = told.show(7, "1", 9)
+    types = {name: value for name, value in given.items() if name == "mm_token_type_ids"}
+    cache, text = HFCache(told.model.config, "f32"), "give the images of the whole text"
+    first = told.model.generate(tokens, past_key_values=cache, **given, **GREEDY)
+    edited = torch.cat([tokens[:, :3] + 1, tokens[:, 3:]], 1)
+    own = {"past_key_values": HFCache(told.model.config, "f32")}
+    prefixed = {"cache_implementation": "kvcache", "cache_config": {"prefix": told.prefix}}
+    calls = [(edited, {"past_key_values": cache}), (tokens, own), (tokens, prefixed), (tokens, prefixed)]
+    if told.feeds_all:  # else transformers has no drafts
+        calls += [(tokens, own | {"prompt_lookup_num_tokens": 3})]
+    for prompt, options in calls:
+        with pytest.raises(ValueError, match=text):
+            told.model.generate(prompt, **types, **options, **GREEDY)
+    assert cache.get_seq_length() == first.shape[1] - 1
+    kvcache.hf.enable(told.model, "f32")
+    with pytest.raises(ValueError, match=text):
+        told.model.generate(tokens, **types, **GREEDY)
+    cache.reset()
+    with pytest.raises(ValueError, match=text):
+        told.model.generate(tokens, past_key_values=cache, **types, **GREEDY)
+    assert told.prefix.stats.sequences == 0
+    assert told.model.generate(tokens[:, :7], past_key_values=cache, **GREEDY).shape == (1, 12)
+
+
+def test_a_new_image_alone_is_refused(told):
+    """The old one may be left out as long as no other comes."""
+    tokens, given = told.show(7, "1", 9)
+    cache = HFCache(told.model.config, "f32")
+    first = told.model.generate(tokens, past_key_values=cache, **given, **GREEDY)
+    more = torch.cat([first, tokens[:, 7:]], 1)
+    types = {"mm_token_type_ids": (more == IMAGE).int()} if told.has_types else {}
+    with pytest.raises(ValueError, match="give all images of the text, in its order"):
+        told.model.generate(more, past_key_values=cache, **told.images(1, 2), **types, **GREEDY)
+    want, _ = told.answer(*told.given(more, [1, 2]), prefixed=False)
+    assert torch.equal(told.model.generate(more, past_key_values=cache, **told.given(more, [1, 2])[1], **GREEDY), want)
+
+
+def test_another_image_and_none_in_a_cache_of_the_user(told):
+    """An image replaces the one that the cache holds. A text without images may have a token that announces one."""
+    tokens, given = told.show(7, "1", 9)
+    cache = HFCache(told.model.config, "f32")
+    for seeds in ([1], [2], [1]):
+        _, given = told.given(tokens, seeds)
+        want, _ = told.answer(tokens, given, prefixed=False)
+        assert torch.equal(told.model.generate(tokens, past_key_values=cache, **given, **GREEDY), want)
+    text = torch.cat([tokens[:, :5], torch.tensor([[92]]), tokens[:, -9:]], 1)
+    want, _ = told.answer(text, {}, prefixed=False)
+    assert torch.equal(told.model.generate(text, past_key_values=cache, **GREEDY), want)
 
 
 @torch.inference_mode()
@@ -416,6 +543,6 @@ def test_types_that_do_not_say_where_images_are():
     told.check(tokens, given, 0)
     given["mm_token_type_ids"] = (tokens == tokens[0, 2]).int() | given["mm_token_type_ids"]
     before = told.prefix.stats.matched
-    with contextlib.suppress(RuntimeError, StopIteration):
+    with contextlib.suppress(RuntimeError, ValueError):
         told.answer(tokens, given)
     assert told.prefix.stats.matched == before
