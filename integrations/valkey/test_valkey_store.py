@@ -190,6 +190,11 @@ def test_bad_options(open_store, options):
         open_store(**options)
 
 
+def test_a_user_without_a_password_is_refused(open_store):
+    with pytest.raises(c_stores.StoreError, match="there is a user, but no password"):
+        open_store(6379, user=b"somebody")
+
+
 def test_it_reads_what_a_prefix_cache_wrote(open_store, server):
     """Python's client is what the core is in C: it wraps payloads, and the store has them under the names of blocks."""
     from support.prefixes import make_cache, serve

@@ -293,11 +293,17 @@ kvc_status valkey_store_new(const valkey_options *options, kvc_store **store) {
     s->timeout_ms = options->timeout_ms ? options->timeout_ms : 1000;
     const int fits = copy(s->host, options->host, "127.0.0.1") && copy(s->user, options->user, "") &&
                      copy(s->password, options->password, "") && copy(s->prefix, options->prefix, "kvcache:");
-    if (fits && s->port > 0 && s->port < 65536 && s->database >= 0 && s->ttl_ms >= -1 && s->timeout_ms > 0) {
+    const int has_login = !*s->user || *s->password;
+    if (fits && has_login && s->port > 0 && s->port < 65536 && s->database >= 0 && s->ttl_ms >= -1 &&
+        s->timeout_ms > 0) {
         *store = &s->store;
         return KVC_OK;
     }
     valkey_store_free(&s->store);
+    if (!has_login) {
+        kvc_set_last_error("there is a user, but no password");
+        return KVC_ERR_INVALID;
+    }
     kvc_set_last_error("port is %d, database %d, ttl_ms %lld, timeout_ms %lld: one is out of range, or a text has more "
                        "than %d bytes",
                        (int)options->port, (int)options->database, (long long)options->ttl_ms,

@@ -12,7 +12,7 @@ typedef struct valkey_options {
     const char *host; /* NULL: "127.0.0.1" */
     int32_t port;     /* 0: 6379 */
     int32_t database;
-    const char *user;     /* NULL: the default one */
+    const char *user;     /* NULL: the default one; others need a password */
     const char *password; /* NULL: none is sent */
     const char *prefix;   /* what keys begin with on the server.  NULL: "kvcache:" */
     int64_t ttl_ms;       /* milliseconds after which a value goes that was neither read nor written.  0: a day; -1: the
