@@ -48,7 +48,16 @@ static bool is_in_order(const std::vector<llama_ubatch> &ubatches) {
     return true;
 }
 
+void llama_kvcache::note_failure(const char *func, const std::string &reason) {
+    if (!reason.empty()) {
+        LLAMA_LOG_ERROR("%s: %s\n", func, reason.c_str());
+    }
+    last_failure = reason.empty() ? "" : "libkvcache: " + reason;
+}
+
 llama_memory_context_ptr llama_kvcache::init_batch(llama_batch_allocr &balloc, uint32_t n_ubatch, bool /*embd_all*/) {
+    note_failure(__func__, "");
+
     const auto &batch = balloc.get_batch();
     const bool is_coupled = has_coupled_tokens(batch.n_seq_id, batch.n_tokens);
 
@@ -97,11 +106,36 @@ static llama_pos last_position(const std::vector<llama_ubatch> &ubatches) {
     return res;
 }
 
+std::string llama_kvcache::copy_refusal(const std::vector<llama_ubatch> &ubatches) {
+    for (const auto &ubatch : ubatches) {
+        for (uint32_t i = 0; !lacking.empty() && i < ubatch.n_tokens; ++i) {
+            for (int32_t s = 0; s < ubatch.n_seq_id[i]; ++s) {
+                const auto found = lacking.find(ubatch.seq_id[i][s]);
+
+                if (found == lacking.end()) {
+                    continue;
+                }
+                if (ubatch.pos[i] > kvc_next_position(cache, id_of(found->first))) {
+                    return format("tokens were not copied to sequence %d: %s", found->first, found->second.c_str());
+                }
+                lacking.erase(found);
+            }
+        }
+    }
+
+    return "";
+}
+
 llama_memory_context_ptr llama_kvcache::init_ubatches(std::vector<llama_ubatch> ubatches) {
     close();
 
-    if (const std::string reason = stride_refusal(ubatches); !reason.empty()) {
-        LLAMA_LOG_ERROR("%s: %s\n", __func__, reason.c_str());
+    std::string reason = copy_refusal(ubatches);
+
+    if (reason.empty()) {
+        reason = stride_refusal(ubatches);
+    }
+    if (!reason.empty()) {
+        note_failure(__func__, reason);
         return std::make_unique<llama_kvcache_context>(this, LLAMA_MEMORY_STATUS_FAILED_COMPUTE);
     }
 
@@ -116,18 +150,25 @@ llama_memory_context_ptr llama_kvcache::init_ubatches(std::vector<llama_ubatch> 
     take_states(ubatches);
     n_decoded = count_tokens(ubatches);
 
-    const kvc_status status = begin(ubatches.data(), ubatches.size());
-
-    if (status) {
-        LLAMA_LOG_WARN("%s: %s\n", __func__, kvc_last_error());
-        return std::make_unique<llama_kvcache_context>(
-            this, status == KVC_ERR_FULL ? LLAMA_MEMORY_STATUS_FAILED_PREPARE : LLAMA_MEMORY_STATUS_FAILED_COMPUTE);
-    }
-
     const bool is_one_by_one = this->is_one_by_one(ubatches);
+    kvc_status status = begin(ubatches.data(), ubatches.size());
 
-    if (is_one_by_one) {
-        close(); // all fit
+    if (!status && !is_one_by_one) {
+        status = plan(ubatches[0]); // as long as nothing has changed, so that fewer tokens can be tried
+    }
+    if (status == KVC_ERR_FULL) {
+        LLAMA_LOG_WARN("%s: %s\n", __func__, kvc_last_error());
+    } else if (status) {
+        note_failure(__func__, kvc_last_error());
+    }
+    if (status || is_one_by_one) {
+        close(); // all fit, if they are begun one by one
+    }
+    if (status) {
+        const bool has_no_room = status == KVC_ERR_FULL || status == KVC_ERR_NOMEM;
+
+        return std::make_unique<llama_kvcache_context>(this, has_no_room ? LLAMA_MEMORY_STATUS_FAILED_PREPARE
+                                                                         : LLAMA_MEMORY_STATUS_FAILED_COMPUTE);
     }
 
     return std::make_unique<llama_kvcache_context>(this, std::move(ubatches), is_one_by_one);
@@ -175,7 +216,7 @@ kvc_status llama_kvcache::begin(const llama_ubatch *ubatches, size_t n_ubatches)
                      parents.empty() ? nullptr : parents.data(), &batch);
 }
 
-bool llama_kvcache::plan(const llama_ubatch &ubatch) {
+kvc_status llama_kvcache::plan(const llama_ubatch &ubatch) {
     free_plans();
 
     n_cur = ubatch.n_tokens;
@@ -189,20 +230,17 @@ bool llama_kvcache::plan(const llama_ubatch &ubatch) {
         kvc_mark_inexact(cache, id_of(ubatch.seq_id[i][0]), ubatch.pos[i]);
     }
 
-    if (has_inputs() && !llama_kvcache_logged(__func__, find_inputs(ubatch))) {
-        return false;
-    }
-    for (size_t shape = 0; shape < plans.size(); ++shape) {
-        if (!llama_kvcache_logged(__func__, plan_shape(ubatch, (int32_t)shape))) {
-            return false;
-        }
+    kvc_status status = has_inputs() ? find_inputs(ubatch) : KVC_OK;
+
+    for (size_t shape = 0; shape < plans.size() && !status; ++shape) {
+        status = plan_shape(ubatch, (int32_t)shape);
     }
 
     for (auto &op : ops) {
         op->next_task.store(0, std::memory_order_relaxed);
     }
 
-    return true;
+    return status;
 }
 
 bool llama_kvcache::selects(const llama_ubatch &ubatch, uint32_t i) const {
@@ -350,12 +388,16 @@ bool llama_kvcache_context::apply() {
         return true;
     }
 
-    if (is_one_by_one && mem->begin(&ubatches[i_cur], 1)) {
-        LLAMA_LOG_ERROR("%s: %s\n", __func__, kvc_last_error());
-        return false;
+    kvc_status status = is_one_by_one ? mem->begin(&ubatches[i_cur], 1) : KVC_OK;
+
+    if (!status && (is_one_by_one || i_cur > 0)) { // otherwise it is planned
+        status = mem->plan(ubatches[i_cur]);
+    }
+    if (status) {
+        mem->note_failure(__func__, kvc_last_error());
     }
 
-    return mem->plan(ubatches[i_cur]);
+    return status == KVC_OK;
 }
 
 bool llama_kvcache_context::next() {

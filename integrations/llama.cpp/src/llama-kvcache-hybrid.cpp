@@ -23,12 +23,13 @@ llama_kvcache_hybrid::llama_kvcache_hybrid(const llama_model &model, const llama
                              cparams.n_seq_max, cparams.n_rs_seq, [&](int32_t il) { return is_recurrent(model, il); }),
       attn(model, cparams, std::move(layers), &recr) {}
 
-static llama_memory_context_ptr failure(llama_memory_status status) {
+static llama_memory_context_ptr failed(llama_memory_status status) {
     return std::make_unique<llama_memory_recurrent_context>(status);
 }
 
 llama_memory_context_ptr llama_kvcache_hybrid::init_batch(llama_batch_allocr &balloc, uint32_t n_ubatch,
                                                           bool embd_all) {
+    attn.note_failure(__func__, "");
     balloc.split_reset();
 
     std::vector<llama_ubatch> ubatches;
@@ -48,11 +49,11 @@ llama_memory_context_ptr llama_kvcache_hybrid::init_batch(llama_batch_allocr &ba
     }
 
     if (balloc.get_n_used() < balloc.get_n_tokens()) {
-        return failure(LLAMA_MEMORY_STATUS_FAILED_PREPARE);
+        return failed(LLAMA_MEMORY_STATUS_FAILED_PREPARE);
     }
     if (!recr.prepare(ubatches)) {
         LLAMA_LOG_ERROR("%s: failed to prepare recurrent ubatches\n", __func__);
-        return failure(LLAMA_MEMORY_STATUS_FAILED_PREPARE);
+        return failed(LLAMA_MEMORY_STATUS_FAILED_PREPARE);
     }
 
     auto ctx_attn = attn.init_ubatches(ubatches);
@@ -164,6 +165,8 @@ void llama_kvcache_hybrid::state_read(llama_io_read_i &io, llama_seq_id seq_id, 
 const char *llama_kvcache_hybrid::description() const { return attn.description(); }
 
 const char *llama_kvcache_hybrid::metrics() { return attn.metrics(); }
+
+const char *llama_kvcache_hybrid::failure() const { return attn.failure(); }
 
 bool llama_kvcache_hybrid::has_prefix() const { return attn.has_prefix(); }
 

@@ -37,6 +37,7 @@ class llama_kvcache_hybrid : public llama_memory_i {
 
     const char *description() const override;
     const char *metrics() override;
+    const char *failure() const override;
 
     bool has_prefix() const override;
     int32_t prefix_block() const override;

@@ -448,6 +448,7 @@ void llama_kvcache::state_read(llama_io_read_i &io, llama_seq_id seq_id, llama_s
     GGML_ASSERT(seq_id == -1 || (seq_id >= 0 && (uint32_t)seq_id < n_seqs));
 
     close();
+    last_failure.clear();
 
     const bool is_partial = has_partial_state() && (flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
 
@@ -469,7 +470,8 @@ void llama_kvcache::state_read(llama_io_read_i &io, llama_seq_id seq_id, llama_s
         }
 
         reader.share();
-    } catch (...) {
+    } catch (const std::exception &err) {
+        last_failure = err.what();
         state_clear(seq_id);
         throw;
     }

@@ -348,7 +348,13 @@ bool llama_kvcache::copy(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama
     // from within a block on, behind tokens that both share, for which sharing them again does nothing
     const llama_pos begin = begin_of(p0) % layers.stride ? 0 : begin_of(p0);
 
-    return llama_kvcache_logged(__func__, kvc_share(cache, src, dst, begin, end_of(p1)));
+    const kvc_status status = kvc_share(cache, src, dst, begin, end_of(p1));
+
+    if (status == KVC_ERR_NOMEM) {
+        lacking[seq_id_dst] = kvc_last_error();
+    }
+
+    return llama_kvcache_logged(__func__, status);
 }
 
 void llama_kvcache::seq_keep(llama_seq_id seq_id) {

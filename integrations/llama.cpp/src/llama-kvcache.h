@@ -102,6 +102,7 @@ class llama_kvcache : public llama_memory_i {
 
     const char *description() const override { return summary.c_str(); }
     const char *metrics() override;
+    const char *failure() const override { return last_failure.c_str(); }
 
     bool has_prefix() const override;
     int32_t prefix_block() const override;
@@ -125,8 +126,11 @@ class llama_kvcache : public llama_memory_i {
     // makes room for the tokens of these ubatches; when it fails, nothing has changed
     kvc_status begin(const llama_ubatch *ubatches, size_t n_ubatches);
 
-    // plans the attention of the batch's next ubatch; false, with the reason in the log, if memory is short
-    bool plan(const llama_ubatch &ubatch);
+    // plans the attention of the batch's next ubatch
+    kvc_status plan(const llama_ubatch &ubatch);
+
+    // says in the log why a decode fails, and keeps it for failure(); empty: none has failed
+    void note_failure(const char *func, const std::string &reason);
 
     // ends the ubatch that was planned last: its tokens stay
     void finish();
@@ -225,6 +229,10 @@ class llama_kvcache : public llama_memory_i {
 
     bool restore_state(kvc_prefix *prefix, llama_seq_id seq_id, int64_t id, int32_t n_known);
 
+    // Returns why tokens do not go on behind those that llama_memory_seq_cp was to copy, empty if they do.  It cannot
+    // say itself that memory was refused.
+    std::string copy_refusal(const std::vector<llama_ubatch> &ubatches);
+
     // returns why keys cannot be pooled of the tokens of these ubatches, empty if they can
     std::string stride_refusal(const std::vector<llama_ubatch> &ubatches) const;
 
@@ -317,6 +325,7 @@ class llama_kvcache : public llama_memory_i {
 
     std::string summary;      // of what the cache holds
     std::string last_metrics; // which were asked for
+    std::string last_failure; // of a decode, unless there was no room, or of state_read
 
     std::vector<int64_t> ids; // [sequence of the context] which one of the cache it is, for id_of
 
@@ -331,6 +340,8 @@ class llama_kvcache : public llama_memory_i {
         llama_pos n_tokens;
         std::vector<uint8_t> data;
     };
+
+    std::map<llama_seq_id, std::string> lacking; // what a copy was refused for, until the sequence is fed
 
     std::map<llama_seq_id, block_state> block_states; // the last ones, until they are kept with a prompt
 

@@ -77,8 +77,9 @@ static std::vector<float> play_undisturbed(llama_model *model, const llama_conte
 }
 
 // Makes the first, second, ... call of something fail in the decode of the text, each in a new context, until one
-// succeeds.  Returns how many failed.
-static int fail_each(llama_model *model, const llama_context_params &params, countdown &calls, int wanted,
+// succeeds.  Returns how many failed.  If memory is refused, the status tells whether anything has changed, and the
+// context names the cause.
+static int fail_each(llama_model *model, const llama_context_params &params, countdown &calls, bool is_of_memory,
                      const std::string &what) {
     const auto undisturbed = play_undisturbed(model, params);
 
@@ -95,8 +96,12 @@ static int fail_each(llama_model *model, const llama_context_params &params, cou
 
         calls.left = -1;
 
+        const bool has_changed = llama_memory_seq_pos_max(run.mem, 0) + 1 > n_prompt;
+        const std::string cause = llama_memory_failure(run.mem);
+
         expect((res != 0) == has_failed, what + ": the status tells", i);
-        expect(!has_failed || res == wanted || (wanted < 0 && res < 0), what + ": status", res);
+        expect(!has_failed || res == (!is_of_memory ? 2 : has_changed ? -3 : 1), what + ": status", res);
+        expect((cause.find("out of memory") != std::string::npos) == (has_failed && is_of_memory), cause, i);
         go_on_as_undisturbed(run, undisturbed, what, i);
         llama_free(ctx);
 
@@ -114,7 +119,7 @@ static void test_abort(llama_model *model) {
     params.n_ubatch = 10;
     params.abort_callback = [](void *) { return nodes.step(); };
 
-    printf("  aborted at each of %d nodes\n", fail_each(model, params, nodes, 2, "aborted"));
+    printf("  aborted at each of %d nodes\n", fail_each(model, params, nodes, false, "aborted"));
 }
 
 static void test_memory_of_decode(llama_model *model) {
@@ -125,7 +130,7 @@ static void test_memory_of_decode(llama_model *model) {
         params.kv_unified = is_unified;
         params.n_seq_max = is_unified ? 4 : 1;
 
-        const int n = fail_each(model, params, allocations, -1, "short of memory");
+        const int n = fail_each(model, params, allocations, true, "short of memory");
 
         expect(n > 0 || !is_unified, "a decode takes memory", n);
         printf("  each of %d allocations of a decode failed\n", n);
@@ -190,6 +195,37 @@ static void test_memory_of_edits(llama_model *model) {
                 printf("  each of %d allocations of %s failed\n", i, edit.first.c_str());
                 break;
             }
+        }
+    }
+}
+
+// each allocation of a copy fails once: then the tokens behind it are refused, until the sequence is fed from the start
+static void test_memory_of_copies(llama_model *model) {
+    for (int i = 0;; ++i) {
+        auto *ctx = new_context(model, exact_params(), true);
+        scene_run run(model, ctx, true);
+
+        run.feed("prompt", 0, 1, 0, n_prompt);
+        allocations = {i, false, allocations.n_bytes};
+        llama_memory_seq_cp(run.mem, 0, 2, -1, -1);
+
+        const bool has_failed = allocations.has_failed;
+
+        allocations.left = -1;
+
+        const int res = run.decode(run.tokens(1, n_prompt, n_text, {2}, n_prompt));
+        const std::string cause = llama_memory_failure(run.mem);
+
+        expect(res == (has_failed ? -2 : 0), "copies: the status tells", res);
+        expect((cause.find("to sequence 2: out of memory") != std::string::npos) == has_failed, cause, i);
+        llama_memory_seq_rm(run.mem, 2, -1, -1);
+        expect(run.decode(run.tokens(1, 0, n_prompt, {2}, 0)) == 0, "copies: goes on", i);
+        llama_free(ctx);
+
+        if (!has_failed) {
+            expect(i > 0, "a copy takes memory", i);
+            printf("  each of %d allocations of a copy failed\n", i);
+            return;
         }
     }
 }
@@ -313,7 +349,7 @@ static void test_memory_of_prefixes(llama_model *model) {
             break;
         }
     }
-    setenv("LLAMA_KVCACHE_PREFIX", "", 1);
+    setenv("LLAMA_KVCACHE_PREFIX", "off", 1);
 }
 
 int main(int argc, char **argv) {
@@ -334,6 +370,7 @@ int main(int argc, char **argv) {
             test_abort(model);
             test_memory_of_decode(model);
             test_memory_of_edits(model);
+            test_memory_of_copies(model);
             test_memory_of_coupled(model);
             test_memory_of_prefixes(model);
             test_memory_of_creation(model);

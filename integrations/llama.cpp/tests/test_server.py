@@ -5,6 +5,7 @@ import itertools
 import os
 import random
 import re
+import resource
 import shutil
 import subprocess
 import time
@@ -145,9 +146,9 @@ def test_a_slot_of_rows_with_scales_is_saved_erased_and_restored(folder, reposit
             assert timings(again) == (219, 1)
             assert again["content"] == continued["content"]
     with Server(repository, folder / "no scales.log", "--kvcache", *TWO_SLOTS, "--slot-save-path", saved) as server:
-        server.ask("/slots/0?action=restore", {"filename": "slot.bin"}, status=400)
+        refused = server.ask("/slots/0?action=restore", {"filename": "slot.bin"}, status=400)
+        assert "mismatched type of keys (int8 instead of f16, layer 0)" in refused["error"]["message"]
         assert server.complete(text(2000, 2200), id_slot=0)["tokens_predicted"] == 32
-    assert "mismatched type of keys (int8 instead of f16, layer 0)" in server.log()
 
 
 def named(pair):
@@ -172,9 +173,10 @@ def test_what_cannot_be_restored_leaves_the_slot_usable(pair):
     assert pair.ours.ask("/slots/0?action=save", {"filename": "whole.bin"})["n_saved"] == 231
     whole = (pair.saved / "whole.bin").read_bytes()
     (pair.saved / "short.bin").write_bytes(whole[: len(whole) // 2])
-    for name in ("nowhere.bin", "short.bin"):
+    for name, said in (("short.bin", "the file ends before the state"), ("nowhere.bin", "invalid slot save file")):
         ours, own = pair.ask("/slots/0?action=restore", {"filename": name}, status=400)
-        assert ours == own
+        assert said in ours["error"]["message"]
+        assert (ours == own) == (name == "nowhere.bin")
         assert pair.complete(text(2800, 3000), id_slot=0)["content"] == before["content"]
 
 
@@ -266,6 +268,24 @@ def test_a_context_that_memory_cannot_hold_is_said_when_the_server_starts(folder
             said = re.search(r" keys and values may take ([\d.]+) MiB as they come, but ([\d.]+) MiB", server.log())
             assert bool(said) == is_said
             assert not said or float(said[1]) > float(said[2]) > 0
+
+
+def test_refused_memory_frees_slots_and_is_said_to_the_client(folder):
+    """A server that may take 8 MiB more has no room for 1,000 tokens of 128 KiB beside 1,000 others."""
+    sizes = {"num_layers": 2, "num_heads": 32, "num_kv_heads": 32, "head_dim": 256}
+    model = llama_models.write_small(folder / "wide.gguf", architecture="llama", **sizes)
+    options = ("--kv-unified", "--parallel", "2", "--ctx-size", "2048", "--cache-ram", "0")
+    types = ("--cache-type-k", "f32", "--cache-type-v", "f32")
+    with Pair(model, folder, *options, *types) as pair:
+        pair.complete(text(0, 1000), 4, id_slot=0)
+        status = Path(f"/proc/{pair.ours.process.pid}/status").read_text()
+        most = int(re.search(r"VmSize:\s+(\d+) kB", status)[1]) * 1024 + (8 << 20)
+        resource.prlimit(pair.ours.process.pid, resource.RLIMIT_AS, (most, most))
+        pair.complete(text(1000, 2000), 4, id_slot=1)
+        assert "purging slot 0" in pair.ours.log()
+        request = completion(text(0, 2000), 4, id_slot=0)
+        assert "libkvcache: out of memory" in pair.ours.ask("/completion", request, status=500)["error"]["message"]
+        pair.complete(text(0, 1000), 4, cache_prompt=False)
 
 
 def test_the_web_page(pair):
