@@ -84,28 +84,28 @@ static std::string type_names(bool is_own_too) {
 
 // returns the kvc_type that a variable names, -1 if it is not set
 static int32_t type_asked_for(const char *variable) {
-    const std::string name = llama_memory_option(variable);
+    const auto name = llama_memory_option(variable);
 
-    if (name.empty()) {
+    if (!name) {
         return -1;
     }
 
-    const int32_t res = type_of(name.c_str());
+    const int32_t res = type_of(name->c_str());
 
     if (res < 0) {
         throw std::runtime_error(format("%s is '%s': set it to %s", llama_kvcache_variable(variable).c_str(),
-                                        name.c_str(), type_names(true).c_str()));
+                                        name->c_str(), type_names(true).c_str()));
     }
 
     return res;
 }
 
-bool llama_kvcache_types_asked_for() { return type_asked_for(TYPE_K) >= 0 || type_asked_for(TYPE_V) >= 0; }
+bool llama_kvcache_types_asked_for() { return std::max(type_asked_for(TYPE_K), type_asked_for(TYPE_V)) >= 0; }
 
 kvc_precision llama_kvcache_precision_asked_for() {
-    const std::string name = llama_memory_option(PROMPTS);
+    const std::string name = llama_memory_option(PROMPTS).value_or("stored");
 
-    if (!name.empty() && name != "stored" && name != "int8") {
+    if (name != "stored" && name != "int8") {
         throw std::runtime_error(
             format("%s is '%s': set it to stored or int8", llama_kvcache_variable(PROMPTS).c_str(), name.c_str()));
     }

@@ -14,9 +14,9 @@
 #include <stdexcept>
 
 std::string llama_kvcache_prefix_asked_for() {
-    const std::string value = llama_memory_option("LLAMA_KVCACHE_PREFIX");
+    const std::string value = llama_memory_option("LLAMA_KVCACHE_PREFIX").value_or("off");
 
-    if (value.empty() || value == "off") {
+    if (value == "off") {
         return "";
     }
     if (value != "on") {

@@ -19,10 +19,10 @@ static constexpr int64_t SELECT_FROM = 8192; // tokens; with fewer there is litt
 static constexpr int32_t MOST_KEY_ELEMENTS = 1024; // of a key that has a sketch
 
 int32_t llama_kvcache_select_asked_for() {
-    const std::string value = llama_memory_option(SELECT);
-    const bool is_number =
-        value.size() <= 10 && std::all_of(value.begin(), value.end(), [](char c) { return c >= '0' && c <= '9'; });
-    const long long res = is_number && !value.empty() ? std::stoll(value) : 0;
+    const std::string value = llama_memory_option(SELECT).value_or("0");
+    const bool is_number = !value.empty() && value.size() <= 10 &&
+                           std::all_of(value.begin(), value.end(), [](char c) { return c >= '0' && c <= '9'; });
+    const long long res = is_number ? std::stoll(value) : 0;
 
     if (!is_number || res > INT32_MAX) {
         throw std::runtime_error(format("%s is '%s': set it to the number of rows that a new token reads of a long "
@@ -89,10 +89,10 @@ void llama_kvcache_log_selection(const std::vector<kvc_layer> &layers, int32_t n
 void llama_kvcache_check_sketches(const std::vector<kvc_layer> &layers) {
     if (std::none_of(layers.begin(), layers.end(), [](const kvc_layer &layer) { return layer.sketch_bits > 0; })) {
         throw std::runtime_error(
-            format("%s is %s: no layer of the model can select rows. Such a layer is behind the "
+            format("%s is %d: no layer of the model can select rows. Such a layer is behind the "
                    "first %zu, without an indexer, and has values apart from keys, heads of a multiple of 32 elements, "
                    "and full attention or a window of %lld tokens or more. Set it to 0",
-                   llama_kvcache_variable(SELECT).c_str(), llama_memory_option(SELECT).c_str(), FIRST_DENSE,
+                   llama_kvcache_variable(SELECT).c_str(), llama_kvcache_select_asked_for(), FIRST_DENSE,
                    (long long)SELECT_FROM));
     }
 }

@@ -16,6 +16,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <regex>
 #include <stdexcept>
 
@@ -37,8 +38,16 @@ struct place {
     int32_t port = 0;
 };
 
+// returns an address without the password that it may have
+std::string shown(const std::string &address) {
+    const size_t at = address.rfind("valkey:", 0) == 0 ? address.rfind('@') : std::string::npos;
+
+    return at == std::string::npos ? address : "valkey:***" + address.substr(at);
+}
+
 [[noreturn]] void refuse(const std::string &address, const std::string &reason) {
-    throw std::runtime_error(llama_kvcache_variable("LLAMA_KVCACHE_PREFIX") + " is '" + address + "': " + reason);
+    throw std::runtime_error(llama_kvcache_variable("LLAMA_KVCACHE_PREFIX") + " is '" + shown(address) +
+                             "': " + reason);
 }
 
 // Returns the bytes of a size as people write it: GiB and G are 2^30, GB is 10^9, "20 GB" has a space.  Returns 0 if it
@@ -69,10 +78,15 @@ place folder_of(const std::string &address) {
     if (res.path.empty()) {
         refuse(address, "there is no folder in it: write dir:/path");
     }
-    const char *home = getenv("HOME"); // shells leave the ~ behind the colon alone
-    if (home && res.path.rfind("~/", 0) == 0) {
+    if (res.path[0] == '~') { // shells leave the ~ behind the colon alone
+        const char *home = getenv("HOME");
+
+        if (!home || (res.path + "/")[1] != '/') {
+            refuse(address, "no home folder is known for its ~: write dir:/path");
+        }
         res.path.replace(0, 1, home);
     }
+    res.path = std::filesystem::absolute(res.path).string();
     if (at != std::string::npos) {
         if (rest.compare(at, OPTION.size(), OPTION) != 0) {
             refuse(address, "the option of a folder is max_bytes: write dir:/path?max_bytes=20GiB");
@@ -97,6 +111,9 @@ place server_of(const std::string &address) {
     const long port = at == std::string::npos ? 0 : strtol(rest.c_str() + at + 1, &end, 10);
 
     res.host = rest.substr(0, at);
+    if (res.host.find_first_of("@/?") != std::string::npos) {
+        refuse(address, "write valkey:host:port, and set LLAMA_KVCACHE_VALKEY_USER and LLAMA_KVCACHE_VALKEY_PASSWORD");
+    }
     if (res.host.size() > 2 && res.host.front() == '[' && res.host.back() == ']') { // an IPv6 address
         res.host = res.host.substr(1, res.host.size() - 2);
     }
@@ -132,6 +149,19 @@ bool is_writable(const std::string &folder) {
 #endif
 }
 
+#ifdef LLAMA_KVCACHE_VALKEY
+// returns a variable that names who logs in to a server, nullptr if it is not set
+const char *login_of(const std::string &address, const char *variable) {
+    const char *res = getenv(variable);
+
+    if (res && !*res) {
+        refuse(address, std::string(variable) + " is empty: set it, or leave it out");
+    }
+
+    return res;
+}
+#endif
+
 std::unique_ptr<kvc_store, void (*)(kvc_store *)> open(const std::string &address) {
     const place at = place_of(address);
     kvc_store *res = nullptr;
@@ -146,8 +176,8 @@ std::unique_ptr<kvc_store, void (*)(kvc_store *)> open(const std::string &addres
 
         options.host = at.host.c_str();
         options.port = at.port;
-        options.user = getenv("LLAMA_KVCACHE_VALKEY_USER");
-        options.password = getenv("LLAMA_KVCACHE_VALKEY_PASSWORD");
+        options.user = login_of(address, "LLAMA_KVCACHE_VALKEY_USER");
+        options.password = login_of(address, "LLAMA_KVCACHE_VALKEY_PASSWORD");
         status = valkey_store_new(&options, &res);
         free = valkey_store_free;
 #else
@@ -171,9 +201,9 @@ void llama_kvcache_store::check(const std::string &address) { place_of(address);
 
 std::string llama_kvcache_store::description() const {
     const place at = place_of(address);
-    const std::string where = address.substr(0, address.find('?'));
 
-    return at.host.empty() ? where + format(" (up to %.2f GiB)", at.max_bytes / 1024.0 / 1024.0 / 1024.0) : where;
+    return at.host.empty() ? format("dir:%s (up to %.2f GiB)", at.path.c_str(), at.max_bytes / 1024.0 / 1024.0 / 1024.0)
+                           : address;
 }
 
 void llama_kvcache_store::check_value(int64_t n_bytes) const {

@@ -18,13 +18,13 @@ const kvc_allocator *llama_kvcache_allocator = nullptr;
 
 // takes the words that llama.cpp takes for its options
 static bool is_asked_for() {
-    const std::string value = llama_memory_option("LLAMA_KVCACHE");
+    const std::string value = llama_memory_option("LLAMA_KVCACHE").value_or("0");
     const auto is_one_of = [&](std::initializer_list<const char *> words) {
         return std::find(words.begin(), words.end(), value) != words.end();
     };
     const bool res = is_one_of({"1", "on", "true", "enabled"});
 
-    if (!res && !is_one_of({"", "0", "off", "false", "disabled"})) {
+    if (!res && !is_one_of({"0", "off", "false", "disabled"})) {
         throw std::runtime_error(
             llama_kvcache_variable("LLAMA_KVCACHE") + " is '" + value +
             "': set it to 1, on, true or enabled, for this cache, or to 0, off, false or disabled");
@@ -48,23 +48,30 @@ llama_memory_i *llama_kvcache_create(const llama_model &model, const llama_memor
     }
     check_shared_rows(model, params);
 
-    if (!is_asked_for()) {
-        if (!llama_kvcache_prefix_asked_for().empty()) {
+    // all are read: a value that cannot be is an error, even if nothing uses it
+    const bool is_used = is_asked_for();
+    const bool has_types = llama_kvcache_types_asked_for();
+    const bool has_prefix = !llama_kvcache_prefix_asked_for().empty();
+    const bool selects = llama_kvcache_select_asked_for() > 0;
+    const bool is_in_bytes = llama_kvcache_precision_asked_for() == KVC_PRECISION_INT8;
+
+    if (!is_used) {
+        if (has_prefix) {
             LLAMA_LOG_WARN(
                 "%s: LLAMA_KVCACHE_PREFIX (--kvcache-prefix) keeps no prompts without LLAMA_KVCACHE=1 (--kvcache)\n",
                 __func__);
         }
-        if (llama_kvcache_select_asked_for() > 0) {
+        if (selects) {
             LLAMA_LOG_WARN("%s: LLAMA_KVCACHE_SELECT (--kvcache-select) selects no rows without LLAMA_KVCACHE=1 "
                            "(--kvcache)\n",
                            __func__);
         }
-        if (llama_kvcache_types_asked_for()) {
+        if (has_types) {
             LLAMA_LOG_WARN("%s: LLAMA_KVCACHE_TYPE_K and _V (--kvcache-type-k, -v) name no types without "
                            "LLAMA_KVCACHE=1 (--kvcache): llama.cpp's own cache has those of -ctk and -ctv\n",
                            __func__);
         }
-        if (llama_kvcache_precision_asked_for() == KVC_PRECISION_INT8) {
+        if (is_in_bytes) {
             LLAMA_LOG_WARN("%s: LLAMA_KVCACHE_PROMPTS (--kvcache-prompts) multiplies no prompts in int8 without "
                            "LLAMA_KVCACHE=1 (--kvcache)\n",
                            __func__);
@@ -144,8 +151,8 @@ llama_kvcache::llama_kvcache(const llama_model &model, const llama_cparams &cpar
         const int64_t t_start_us = ggml_time_us();
 
         identity = llama_kvcache_identity(model, cparams);
-        LLAMA_LOG_INFO("%s: prompts are kept in %s, for model %s (hashed in %.2f s)\n", __func__, prefix_spec.c_str(),
-                       identity.c_str(), (ggml_time_us() - t_start_us) / 1e6);
+        LLAMA_LOG_INFO("%s: prompts are kept in %s, for model %s (hashed in %.2f s)\n", __func__,
+                       prefix_store->description().c_str(), identity.c_str(), (ggml_time_us() - t_start_us) / 1e6);
     }
 
     for (size_t layer = 0; layer < layers.model.size(); ++layer) {

@@ -76,10 +76,15 @@ inline llama_context_params exact_params() {
     return params;
 }
 
-// the types of this cache go before llama.cpp's option; "" undoes that
+// the types of this cache go before llama.cpp's option
 inline void set_types(const char *k, const char *v) {
     setenv("LLAMA_KVCACHE_TYPE_K", k, 1);
     setenv("LLAMA_KVCACHE_TYPE_V", v, 1);
+}
+
+inline void unset_types() {
+    unsetenv("LLAMA_KVCACHE_TYPE_K");
+    unsetenv("LLAMA_KVCACHE_TYPE_V");
 }
 
 // returns a context with this cache, or with llama.cpp's own; nullptr if there is none

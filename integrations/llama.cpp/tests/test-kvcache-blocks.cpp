@@ -277,7 +277,7 @@ static void test_states(llama_model *model, const char *type) {
 
         expect(is_set && is_alone && error_0 <= LIMIT, name + ", of all sequences", error_0);
     }
-    set_types("", "");
+    unset_types();
 }
 
 // the checkpoints of llama-server: windows of an earlier moment, while the other rows stay

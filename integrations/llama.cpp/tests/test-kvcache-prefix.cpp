@@ -44,7 +44,7 @@ class context {
     context(llama_model *model, const llama_context_params &params, const std::string &spec) : model(model) {
         setenv("LLAMA_KVCACHE_PREFIX", spec.c_str(), 1);
         ctx.reset(new_context(model, params, true));
-        setenv("LLAMA_KVCACHE_PREFIX", "", 1);
+        setenv("LLAMA_KVCACHE_PREFIX", "off", 1);
         if (!ctx) {
             printf("    FAIL: no context\n");
             exit(1);
@@ -402,15 +402,15 @@ static void test_operations(llama_model *model) {
 
 static void test_errors(llama_model *model) {
     std::ofstream("file").put('x');
-    for (const char *spec :
-         {"yes", "dir:", "dir:file", "dir:file/folder", "dir:kept?max_bytes=some", "dir:kept?max_bytes=1KiB",
-          "dir:kept?size=1GiB", "valkey:", "valkey:localhost", "valkey:localhost:0", "valkey:localhost:port"}) {
+    for (const char *spec : {"", "yes", "dir:", "dir:~nobody/kept", "dir:file", "dir:file/folder",
+                             "dir:kept?max_bytes=some", "dir:kept?max_bytes=1KiB", "dir:kept?size=1GiB",
+                             "valkey:", "valkey:localhost", "valkey:localhost:0", "valkey:localhost:port"}) {
         setenv("LLAMA_KVCACHE_PREFIX", spec, 1);
         auto *ctx = new_context(model, params_of(), true);
         expect(!ctx, std::string("refused: ") + spec);
         llama_free(ctx);
     }
-    setenv("LLAMA_KVCACHE_PREFIX", "", 1);
+    setenv("LLAMA_KVCACHE_PREFIX", "off", 1);
 }
 
 //

@@ -98,7 +98,7 @@ class context {
             params.type_k = params.type_v = type;
         }
         ctx.reset(new_context(model, params, is_ours));
-        set_types("", "");
+        unset_types();
 
         if (!ctx) {
             printf("    FAIL: no context with %s cache\n", name());

@@ -292,7 +292,7 @@ static bool test_types(llama_model *model) {
         check_near("context shift", scene_context_shift);
         check_near("full", scene_full);
     }
-    set_types("", "");
+    unset_types();
 
     return ok;
 }

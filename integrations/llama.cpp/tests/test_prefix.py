@@ -399,20 +399,39 @@ def test_a_server_serves_another_machine(folder, repository):
     [
         ("yes", "set it to on, off, dir:/path or valkey:host:port"),
         ("dir:", "there is no folder in it: write dir:/path"),
+        ("dir:~nobody/kept", "no home folder is known for its ~: write dir:/path"),
         ("dir:/dev/null/kept", "name a folder that can be made and written to"),
         ("dir:kept?most=1", r"write dir:/path\?max_bytes=20GiB"),
         ("dir:kept?max_bytes=20XB", "max_bytes is '20XB': write a number of bytes, such as 20GB or 20GiB"),
         ("dir:kept?max_bytes=1.5", "max_bytes is '1.5': write a number of bytes"),
         ("valkey:localhost", "(this build has no client|write valkey:127.0.0.1:6379)"),
+        ("valkey:***@localhost:6379", "(this build has no client|set LLAMA_KVCACHE_VALKEY_USER and )"),
+        ("valkey:localhost/1:6379", "(this build has no client|write valkey:host:port, )"),
     ],
 )
 def test_what_else_is_asked_for_is_an_error(folder, repository, spec, said):
     done = subprocess.run(
-        [llama_cpp_build.program("llama-server"), "--model", repository, "--kvcache", "--kvcache-prefix", spec],
+        [llama_cpp_build.program("llama-server"), "--model", repository, "--kvcache",
+         "--kvcache-prefix", spec.replace("***", "user:secret")],
         env=ENVIRONMENT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode != 0
+    assert "secret" not in done.stderr
     assert re.search(rf"LLAMA_KVCACHE_PREFIX \(--kvcache-prefix\) is '{re.escape(spec)}': .*{said}", done.stderr)
+
+
+@pytest.mark.parametrize(("spec", "kept"), [("kept/there", "kept/there"), ("~", "home")])
+def test_a_folder_begins_where_the_program_was_started_or_at_home(tmp_path, repository, spec, kept):
+    """The log says where it is."""
+    (tmp_path / "home").mkdir()
+    options = ("--kvcache", "--kvcache-prefix", f"dir:{spec}", "--ctx-size", "256", "--prompt", text(0, 100), "-n", "1")
+    done = subprocess.run(
+        [llama_cpp_build.program("llama-completion"), "--model", repository, *options, "--no-conversation"],
+        cwd=tmp_path, env=ENVIRONMENT | {"HOME": str(tmp_path / "home"), "LLAMA_ARG_LOG_VERBOSITY": "4"},
+        capture_output=True, text=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert f"prompts are kept in dir:{tmp_path / kept} (up to 32.00 GiB)" in done.stderr
+    assert len([path for path in (tmp_path / kept).rglob("*") if path.is_file()]) > 0
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,6 @@ def test_the_option_goes_before_the_environment(repository):
         (["--kvcache"], {}, True),
         ([], {"LLAMA_KVCACHE": "1"}, True),
         ([], {"LLAMA_KVCACHE": "0"}, False),
-        ([], {"LLAMA_KVCACHE": ""}, False),
         (["--no-kvcache"], {"LLAMA_KVCACHE": "1"}, False),
         (["--kvcache"], {"LLAMA_KVCACHE": "0"}, True),
         *(([], {"LLAMA_KVCACHE": word}, True) for word in ("on", "true", "enabled")),
@@ -91,7 +90,6 @@ def test_the_option_goes_before_the_environment(repository):
         ([], {}, True),
         (["--no-kvcache"], {}, False),
         ([], {"LLAMA_KVCACHE": "0"}, False),
-        ([], {"LLAMA_KVCACHE": ""}, False),
         (["--kvcache"], {"LLAMA_KVCACHE": "0"}, True),
     ],
 )
@@ -101,7 +99,7 @@ def test_the_servers_other_name_switches_it_on(repository, folder, options, envi
         assert bool(re.search(USED, server.log())) == used
 
 
-@pytest.mark.parametrize("value", ["yes", "2", "1 "])
+@pytest.mark.parametrize("value", ["yes", "2", "1 ", ""])
 def test_another_value_is_an_error(repository, value):
     options = ("--model", repository, "--prompt", "a", "-n", "1", "--no-conversation")
     said = (
@@ -109,6 +107,18 @@ def test_another_value_is_an_error(repository, value):
         "false or disabled"
     )
     run("completion", *options, status=1, end=re.escape(said), LLAMA_KVCACHE=value)
+
+
+@pytest.mark.parametrize("option", ["type-k", "type-v", "select", "prompts", "prefix"])
+def test_an_empty_value_is_an_error(repository, option):
+    """A script's unset variable gives one. It is an error also if nothing uses the value."""
+    name = option.upper().replace("-", "_")
+    end = re.escape(f"{option_too(f'LLAMA_KVCACHE_{name}')} is '': set it to ")
+    common = ("--model", repository, "--prompt", "a", "-n", "1", "--no-conversation")
+    for switch in BOTH:
+        run("completion", *common, switch, f"--kvcache-{option}", "", status=1, end=end)
+    for variable in (f"LLAMA_KVCACHE_{name}", f"LLAMA_ARG_KVCACHE_{name}"):
+        run("completion", *common, status=1, end=end, **{variable: ""})
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +151,8 @@ def without(folder):
         (["--kvcache-prefix", "on"], {}, "LLAMA_KVCACHE_PREFIX is 'on'"),
         (["--no-kvcache", "--kvcache-select", "0", "--kvcache-prefix", "off"], {"LLAMA_KVCACHE": "1"}, ""),
         (["--kvcache-prompts", "stored"], {}, ""),
-        ([], {"LLAMA_KVCACHE": "", "LLAMA_KVCACHE_PREFIX": "0"}, ""),
+        ([], {"LLAMA_KVCACHE_PREFIX": "off"}, ""),
+        (["--kvcache-type-k", ""], {}, "LLAMA_KVCACHE_TYPE_K is ''"),
     ],
 )
 def test_a_build_without_it_refuses_to_be_asked_for_it(repository, without, options, environment, said):
@@ -184,7 +195,7 @@ TYPE_K, TYPE_V = "LLAMA_KVCACHE_TYPE_K", "LLAMA_KVCACHE_TYPE_V"
     [
         ([], {TYPE_K: "int8"}, ("int8", "f16")),
         (["--cache-type-k", "q4_0"], {TYPE_K: "int8", TYPE_V: "int8"}, ("int8", "int8")),
-        (["--cache-type-k", "q4_0"], {TYPE_K: ""}, ("q4_0", "f16")),
+        (["--cache-type-k", "q4_0"], {}, ("q4_0", "f16")),
         ([], {"LLAMA_ARG_KVCACHE_TYPE_V": "int8"}, ("f16", "int8")),
         (["--kvcache-type-k", "int8", "--kvcache-type-v", "q8_0"], {TYPE_K: "f32", TYPE_V: "int8"}, ("int8", "q8_0")),
         (["--kvcache-type-v", "int8", "--flash-attn", "off"], {}, ("f16", "int8")),
@@ -204,10 +215,18 @@ def test_a_type_of_this_library_is_nothing_to_llama_cpps_cache(repository):
 
 def test_an_unknown_variable_is_named(repository):
     """Also where it should have switched this cache on."""
-    for name in ("LLAMA_KVCACHE_TYPEK", "LLAMA_KVCACH"):
+    of_options = "LLAMA_ARG_KVCACHE, LLAMA_ARG_KVCACHE_TYPE_K, "
+    for name, known in {
+        "LLAMA_KVCACHE_TYPEK": "LLAMA_KVCACHE, LLAMA_KVCACHE_TYPE_K, ",
+        "LLAMA_KVCACH": "LLAMA_KVCACHE, LLAMA_KVCACHE_TYPE_K, ",
+        "LLAMA_ARG_KVCACHE_TYPK": of_options,
+        "LLAMA_ARG_KVCACHE_VALKEY_USER": of_options,
+        "LLAMA_ARG_NO_KVCACHES": "LLAMA_ARG_NO_KVCACHE\n",
+    }.items():
         _, log = complete(repository, "a", **{name: "1"})
-        assert log.count(f"nothing reads the variable {name}: there are LLAMA_KVCACHE, LLAMA_KVCACHE_TYPE_K, ") == 1
-    _, log = complete(repository, "a", LLAMA_KVCACHE="0", LLAMA_KV_CACHE_DEBUG="0", LLAMA_ARG_KVCACHE_TYPE_K="f16")
+        assert log.count(f"nothing reads the variable {name}: there are {known}") == 1
+    _, log = complete(repository, "a", LLAMA_KVCACHE="0", LLAMA_KV_CACHE_DEBUG="0", LLAMA_ARG_KVCACHE_TYPE_K="f16",
+                      LLAMA_ARG_NO_KVCACHE="1", LLAMA_ARG_KV_UNIFIED="1")  # fmt: skip
     assert "nothing reads" not in log
 
 
@@ -217,7 +236,7 @@ def test_a_type_of_this_library_is_no_value_of_llama_cpps_option(repository):
 
 
 @pytest.mark.parametrize("variable", [TYPE_K, TYPE_V])
-@pytest.mark.parametrize("name", ["i8", "INT8", "int8 "])
+@pytest.mark.parametrize("name", ["i8", "INT8", "int8 ", ""])
 def test_a_name_of_no_type_is_an_error(repository, variable, name):
     options = ("--model", repository, "--prompt", "a", "-n", "1", "--no-conversation", "--kvcache")
     said = f"{option_too(variable)} is '{name}': set it to {', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
@@ -231,7 +250,7 @@ def test_a_name_of_no_type_is_an_error(repository, variable, name):
         (
             "deepseek2",
             None,
-            "",
+            None,
             "_TYPE_V .* is 'int8': this model's values lie in its keys, whose type is f16",
         ),
         ("deepseek2", None, "int8", ""),
@@ -246,7 +265,8 @@ def test_types_that_do_not_fit_a_model_are_errors(folder, architecture, head_dim
         model = llama_models.write_random(folder, architecture)
     options = ("--model", model, "-npp", "16", "-ntg", "4", "-npl", "1", "-c", "256", "--threads", "1", "--kvcache")
     end = said or r"\| +4 \| +1 \|"
-    run("batched-bench", *options, status=bool(said), end=end, LLAMA_KVCACHE_TYPE_K=type_k, LLAMA_KVCACHE_TYPE_V="int8")
+    types = {TYPE_V: "int8"} | ({TYPE_K: type_k} if type_k else {})
+    run("batched-bench", *options, status=bool(said), end=end, **types)
 
 
 SELECT = "LLAMA_KVCACHE_SELECT"
@@ -260,7 +280,6 @@ SELECT = "LLAMA_KVCACHE_SELECT"
         (["--kvcache-select", "32"], {SELECT: "64"}, "a new token selects 32 rows"),
         ([], {"LLAMA_ARG_KVCACHE_SELECT": "32"}, "a new token selects 32 rows"),
         (["--kvcache-select", "0"], {SELECT: "64"}, ""),
-        ([], {SELECT: ""}, ""),
         ([], {SELECT: "4055"}, "a new token selects 4055 rows"),
         ([], {SELECT: "4056"}, f"{SELECT} is 4056: all rows are read, because a token selects from 8193 tokens on"),
         (["--ctx-size", "4096"], {SELECT: "64"}, "a sequence of this context has at most 4096"),
@@ -300,7 +319,6 @@ IN_BYTES = ", prompts: int8"
         ([], {PROMPTS: "int8"}, IN_BYTES),
         ([], {"LLAMA_ARG_KVCACHE_PROMPTS": "int8"}, IN_BYTES),
         (["--kvcache-prompts", "stored"], {PROMPTS: "int8"}, ""),
-        ([], {PROMPTS: ""}, ""),
         ([], {PROMPTS: "stored"}, ""),
         (["--no-kvcache"], {PROMPTS: "int8"}, f"{option_too(PROMPTS)} multiplies no prompts in int8 without"),
         (["--no-kvcache"], {PROMPTS: "stored"}, ""),
@@ -313,7 +331,7 @@ def test_prompts_are_multiplied_in_bytes_if_asked_for(repository, options, envir
     assert ("multiplies no prompts" in log) == (said not in ("", IN_BYTES))
 
 
-@pytest.mark.parametrize("value", ["INT8", "8", "f16", "int8 "])
+@pytest.mark.parametrize("value", ["INT8", "8", "f16", "int8 ", ""])
 def test_another_precision_is_an_error(repository, value):
     options = ("--model", repository, "--prompt", "a", "-n", "1", "--no-conversation", "--kvcache")
     said = f"{option_too(PROMPTS)} is '{value}': set it to stored or int8"
@@ -340,7 +358,7 @@ def test_bench_says_why_the_model_is_not_served(folder):
     assert re.fullmatch(r"llama_kvcache_create: not used: deepseek4: .*\n", log)
 
 
-@pytest.mark.parametrize("value", ["all", "-1", "2.5", "64 ", "2147483648", "99999999999"])
+@pytest.mark.parametrize("value", ["", "all", "-1", "2.5", "64 ", "2147483648", "99999999999"])
 def test_another_number_of_rows_is_an_error(repository, value):
     options = ("--model", repository, "--prompt", "a", "-n", "1", "--no-conversation", "--kvcache")
     number = "the number of rows that a new token reads of a long text, such as 2048"

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.full
 SETENV = """
 #include <stdlib.h>
 static inline int setenv(const char *name, const char *value, int) { return _putenv_s(name, value); }
+static inline int unsetenv(const char *name) { return _putenv_s(name, ""); }
 """
 
 
