@@ -6,7 +6,7 @@ import atexit
 import os
 import queue
 import threading
-from bisect import insort
+from bisect import bisect, insort
 from operator import attrgetter
 from typing import Any, Self, SupportsIndex
 
@@ -20,6 +20,7 @@ from kvcache.hf.enabling import implementations, served
 from kvcache.hf.packed import Packed, Part
 from kvcache.hf.requests import Request
 from kvcache.hf.running import Running
+from kvcache.policy import most_rows
 from kvcache.prefix import PrefixCache
 from kvcache.system import available_memory
 
@@ -43,6 +44,9 @@ class Engine:
         Where prompts begin that were computed before, as for `HFCache`. By default the engine makes its own.
     select : int, optional
         About how many rows a token of a long text reads, as for `HFCache`.
+    max_running : int, default 64
+        The most requests that run at once; others wait. With more, each answer goes on more slowly. A pass of 64 texts
+        has most of what texts gain by sharing it.
     max_waiting : int, default 256
         The most requests that wait; `submit` refuses more.
     prompt_tokens : int, default 512
@@ -71,8 +75,10 @@ class Engine:
     Any thread may call any method, except in a child of ``fork``. A thread of the engine runs the model until `close`,
     or the end of a ``with`` block.
     Of the prompts that are fed, the oldest gets half of a step or more, and the shortest get the rest. A prompt that
-    begins as another one that is being fed waits until the common part is computed. Where memory is short, the
-    youngest request waits until another one has ended.
+    begins as another one that is being fed waits until the common part is computed.
+    Where memory is short, older requests have it. A waiting request begins as soon as its rows fit beside those of the
+    older requests that run. Younger ones that have its rows are put back to wait. So a request waits for older ones at
+    most, and the oldest one runs to its end.
     If you switch an adapter (LoRA) or change weights, close the engine and make another one. It cannot know, and its
     prefix cache has rows of the old weights.
 
@@ -96,10 +102,12 @@ class Engine:
         *,
         prefix: PrefixCache | None = None,
         select: int | None = None,
+        max_running: SupportsIndex = 64,
         max_waiting: SupportsIndex = 256,
         prompt_tokens: SupportsIndex = 512,
         **arguments: Any,
     ) -> None:
+        self._max_running = integer(max_running, "max_running", 1, INT32_MAX)
         self._max_waiting = integer(max_waiting, "max_waiting", 1, INT32_MAX)
         self._prompt_tokens = integer(prompt_tokens, "prompt_tokens", 1, INT32_MAX)
         model = served(model)
@@ -116,11 +124,12 @@ class Engine:
         except BaseException:
             model.set_attn_implementation(attention)
             raise
+        policies = {layer.policy for layer in self.prefix.cache.layers}
+        self._most_rows = max(most_rows(policy, INT32_MAX, self._prompt_tokens) for policy in policies)  # of a text
         self._changed = threading.Condition()
         self._waiting: list[Running] = []  # in the order of arrival, as the next ones
         self._running: list[Running] = []
         self._cancelled: set[Request] = set()
-        self._is_full = False  # whether a request was put back, and none has ended since
         self._is_closing, self._why_closed = False, "the engine is closed"
         self._num_submitted = self._num_generated = self._num_put_back = 0
         self._process = os.getpid()
@@ -259,25 +268,51 @@ class Engine:
         for one in cancelled:
             self._end(one, "cancelled")
         for one in [*self._waiting]:
-            if self._is_full and self._running:
+            if len(self._running) >= self._max_running:
                 break
-            if not any(one.awaits(other) for other in self._running):
+            if any(one.awaits(other) for other in self._running):
+                one.wants = 0
+            elif not one.is_barred:
                 self._begin(one)
         return True
 
     def _begin(self, one: Running) -> None:
-        """Let a request that waits run."""
+        """Let a request that waits run, unless it has to wait on."""
         try:
-            one.begin(self._packed)
+            has_begun = self._try_to_begin(one)
         except CacheFullError as error:
-            self._make_room(one, error)
+            self._make_room([*self._running, one], error)
             return
         except BaseException as error:
             self._end(one, "error", error)
             return
-        with self._changed:
-            self._waiting.remove(one)
-            insort(self._running, one, key=ARRIVAL)
+        if has_begun:
+            with self._changed:
+                self._waiting.remove(one)
+                insort(self._running, one, key=ARRIVAL)
+
+    def _try_to_begin(self, one: Running) -> bool:
+        """Let a request have a sequence if no older one runs, or its rows fit beside the rows of older ones."""
+        num_older = bisect(self._running, one.number, key=ARRIVAL)
+        older, younger = self._running[:num_older], self._running[num_older:]
+        if not older:
+            one.begin(self._packed)
+            return True
+        rows = one.rows_only_of(younger, older) - sum(map(self._rows_for, older))  # that it may have beside free ones
+        num_free = self._packed.room(self._packed.nobody) + rows
+        if num_free < one.wants:
+            return False
+        one.begin(self._packed)
+        num_lacking = self._rows_for(one) - self._packed.room(one) - rows
+        if num_lacking <= 0:
+            return True
+        one.withdraw(self._packed)
+        one.wants = num_free + num_lacking
+        return False
+
+    def _rows_for(self, one: Running) -> int:
+        """Return how many more rows a request needs until it is fed, and then goes on for a while."""
+        return min(one.num_wanted, self._most_rows)
 
     def _plan(self) -> list[Part]:
         """Return which tokens a step feeds."""
@@ -302,7 +337,7 @@ class Engine:
         try:
             logits = self._packed.feed(parts)
         except CacheFullError as error:
-            self._make_room(self._running[-1], error)
+            self._make_room(self._running, error)
             return False
         except BaseException as error:
             self._separate(texts, error)
@@ -331,14 +366,23 @@ class Engine:
             if self._packed.recurrent:  # their states are lost
                 self._put_back(one)
 
-    def _make_room(self, one: Running, error: CacheFullError) -> None:
-        """Let a request wait until another one has ended. If it runs alone, it ends with the error."""
-        if self._running in ([], [one]):
-            self._end(one, "error", error)
+    def _make_room(self, requests: list[Running], error: CacheFullError) -> None:
+        """Let the youngest of the requests that do not fit wait. If it is the only one, it ends with the error.
+
+        It waits until another one has ended, or an older one was put back, even if its rows seem to fit. So there is an
+        end to putting back: the oldest request never waits again, and the others wait again a limited number of times
+        until one ends.
+        """
+        youngest = max(requests, key=ARRIVAL)
+        if len(requests) == 1:
+            self._end(youngest, "error", error)
             return
-        self._is_full = True
-        if one in self._running:
-            self._put_back(one)
+        if youngest.has_begun:
+            self._put_back(youngest)
+            self._num_put_back += 1
+        for one in self._waiting[bisect(self._waiting, youngest.number, key=ARRIVAL) :]:
+            one.is_barred = False
+        youngest.is_barred = True
 
     def _put_back(self, one: Running) -> None:
         """Let a request begin anew. Its rows are kept until their memory is needed."""
@@ -346,12 +390,12 @@ class Engine:
         with self._changed:
             self._running.remove(one)
             insort(self._waiting, one, key=ARRIVAL)
-            self._num_put_back += 1
 
     def _end(self, one: Running, reason: str, error: BaseException | None = None) -> None:
         with self._changed:
             (self._running if one in self._running else self._waiting).remove(one)
-            self._is_full = False
+        for other in self._waiting:
+            other.is_barred = False
         try:
             one.release(self._packed)
         except BaseException as raised:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn, Self, TypeAlias
 
 import torch
 from safetensors.torch import load, save
 
+from kvcache.arguments import INT32_MAX
 from kvcache.batch import Batch
 from kvcache.errors import NotSupportedError
 from kvcache.hf.cache import HFCache
@@ -79,6 +81,12 @@ class PackedPasses(Passes):
             super().end(num_back)
             self.num_seen = 0
 
+    def room(self, seq_id: int) -> int:
+        """Return how many more tokens of a sequence fit."""
+        with self.turns.lock:
+            self.turns.take_turn(self)
+            return self.turns.patiently(partial(self.cache.room, seq_id))
+
     def drop(self) -> None:
         """Drop the tokens of a pass that failed."""
         with self.turns.lock:
@@ -117,6 +125,8 @@ class Packed:
         if "position_ids" not in known:
             raise NotSupportedError(f"a {type(model).__name__} takes no position_ids: its texts cannot share a pass")
         self._has_last = "logits_to_keep" in known  # whether it computes the logits of some tokens alone
+        self.nobody = Text()  # which never has rows
+        [self.nobody.seq_id] = self._passes.new_ids(1)
         self._held: list[Text] = []  # the texts whose states the recurrent layers hold, in the order of the batch
         apart = {name: value for name, value in arguments.items() if name in ("policy", "prompts")}
         self._check(HFCache(model.config, **apart, **types_of(self._passes.cache.layers[0])))
@@ -169,6 +179,11 @@ class Packed:
         if self.recurrent:
             return logits[:, -1]
         return logits[0] if self._has_last else logits[0, last]
+
+    def room(self, text: Text) -> int:
+        """Return how many more tokens of a text fit now. A limit of the tokens of one text does not count."""
+        limit, num_tokens = self._passes.cache.max_seq_len, self._passes.room(text.seq_id)
+        return INT32_MAX if limit is not None and num_tokens + text.num_fed >= limit else num_tokens
 
     def state_of(self, text: Text) -> bytes:
         """Return the states of recurrent layers behind a text, as a prefix cache keeps them."""

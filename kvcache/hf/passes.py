@@ -226,7 +226,7 @@ class Passes:
             self.turns.take_turn(self)
             for seq_id, positions in zip(self.seq_ids, kept, strict=True):
                 self.cache.keep_positions(positions, seq_id=seq_id)
-            self.turns.compact(self.cache)
+            self.turns.patiently(self.cache.compact)
 
     def check_evictable(self) -> None:
         """Raise NotSupportedError if the model could not go on without some of the tokens."""

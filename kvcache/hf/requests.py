@@ -122,6 +122,11 @@ class Request:
         self.on_cancel(self)
 
     @property
+    def num_more(self) -> int:
+        """The most tokens that will still be generated."""
+        return self._most - self._ids.shape[1]
+
+    @property
     def has_ended(self) -> bool:
         """Whether there will be no more tokens."""
         return self.finish_reason is not None
@@ -220,6 +225,8 @@ class Request:
         if has_others(inputs) or places_in(model.config, input_ids).any():
             raise NotSupportedError("an engine takes prompts of tokens alone, without images or embeddings")
         self._processors, self._criteria = logits_processor, stopping_criteria
+        lengths = (one.max_length for one in stopping_criteria if isinstance(one, MaxLengthCriteria))
+        self._most = min(lengths, default=INT64_MAX)  # tokens, those of the prompt included
         self._samples = generation_config.do_sample
 
 

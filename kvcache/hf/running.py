@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 
@@ -25,7 +26,9 @@ class Running(Text):
         self._prompts: Prompts | None = None  # what the prefix cache is told; None: it waits
         self._num_told = 0  # tokens of which it was told
         self._num_prompt = 0  # tokens that were there when it began
-        self._was_begun = False
+        self._was_fed = False
+        self.wants = 0  # while it waits: the free rows with which it may begin
+        self.is_barred = False  # whether it has to wait, because there was no memory for it
         self._ends: set[int] = set()  # tokens behind which a piece ends, because other texts go on from there
 
     @property
@@ -39,9 +42,28 @@ class Running(Text):
         return self.num_left == 1 and bool(self.request.tokens)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it has a sequence."""
+        return self._prompts is not None
+
+    @property
+    def num_wanted(self) -> int:
+        """The rows that it needs for the tokens that are to be fed, and for a block of the next ones."""
+        return self.num_left + max(0, min(self._prefix.cache.block_size, self.request.num_more - 1))
+
+    @property
     def next_end(self) -> int:
         """The token up to which the next piece may go."""
         return min((end for end in self._ends if end > self.num_fed), default=len(self.tokens))
+
+    def rows_only_of(self, others: Sequence[Running], beside: Sequence[Running]) -> int:
+        """Return how many rows others have that neither this one begins with nor those beside have."""
+        size = self._prefix.cache.block_size
+        blocks = [one._names[: one.num_fed // size] for one in others]
+        names = {name for some in blocks for name in some}
+        names -= {name for one in [*beside, self] for name in one._names} if names else set()
+        num_behind = sum(one.num_fed - len(some) * size for one, some in zip(others, blocks, strict=True))
+        return len(names) * size + num_behind
 
     def awaits(self, other: Running) -> bool:
         """Whether another request is just feeding what this prompt begins with: a new block or more."""
@@ -61,8 +83,8 @@ class Running(Text):
         prompts = Prompts(self._prefix, [Prompt(0, tokens, tokens)], set())
         prompts.acquire(len(tokens), self._take)
         self._prompts, self._num_told, self._num_prompt = prompts, self.num_fed, len(tokens)
-        if not self._was_begun:
-            self._was_begun, self.request.num_matched = True, self.num_fed
+        if not self._was_fed:
+            self.request.num_matched = self.num_fed
         if not packed.recurrent:
             return
         if self.num_fed:
@@ -82,6 +104,7 @@ class Running(Text):
     def checkpoint(self, packed: Packed) -> None:
         """Keep what other texts may go on from, behind the last pass."""
         assert self._prompts is not None
+        self._was_fed = True
         is_prompt = self.num_fed <= self._num_prompt
         if not packed.recurrent:
             if is_prompt:
@@ -92,18 +115,21 @@ class Running(Text):
             self._prompts.checkpoint([self.seq_id], self.num_fed, 2, lambda row: packed.state_of(self))
 
     def release(self, packed: Packed) -> None:
-        """Give the sequence back, if it has one."""
-        prompts, self._prompts = self._prompts, None
-        if prompts is None:
+        """Give the sequence back, if it has one, and have its rows kept."""
+        if self._prompts is None:
             return
         try:
             if packed.has_state(self):
-                self._tell(prompts)
-                prompts.release([self.seq_id], self.num_fed, [self.tokens], lambda row: packed.state_of(self))
+                self._tell(self._prompts)
+                self._prompts.release([self.seq_id], self.num_fed, [self.tokens], lambda row: packed.state_of(self))
         finally:
-            self._prefix.cache.clear(self.seq_id)
-            packed.forget(self)
-            self.num_fed, self._ends = 0, set()
+            self.withdraw(packed)
+
+    def withdraw(self, packed: Packed) -> None:
+        """Give the sequence back."""
+        self._prefix.cache.clear(self.seq_id)
+        packed.forget(self)
+        self._prompts, self.num_fed, self._ends = None, 0, set()
 
     def _tell(self, prompts: Prompts) -> None:
         """Note which tokens were fed since it was told last."""

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvcache import _core
 from kvcache.cache import KVCache
@@ -19,6 +19,7 @@ from kvcache.threads import Condition
 STALLED = 300.0  # seconds in which another thread's pass reaches no layer, after which it is taken for lost
 LOOK_AGAIN = 0.05  # seconds
 LONG = 2.0  # seconds without progress after which garbage is collected, once
+T = TypeVar("T")
 
 
 class Turn(Protocol):
@@ -76,12 +77,12 @@ class Turns:
             owner.end_for_other()
         self.owner = weakref.ref(passes)
 
-    def compact(self, cache: KVCache) -> None:
-        """Give memory back, with `lock` held. Wait for a batch without an owner, as `KVCache.batch` does."""
+    def patiently(self, call: Callable[[], T]) -> T:
+        """Call what an open batch refuses, with `lock` held. Wait for a batch without an owner."""
         deadline = time.monotonic() + STALLED
         while True:
             try:
-                return cache.compact()
+                return call()
             except CacheBusyError:
                 if time.monotonic() > deadline:
                     raise

@@ -410,7 +410,7 @@ def test_a_request_that_fails_fails_alone(kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
 def test_too_little_memory_for_all(kind):
-    """If texts do not fit beside each other, the youngest wait, and get their tokens. A text that never fits fails."""
+    """If texts do not fit beside each other, younger ones wait, and get their tokens. One that never fits fails."""
     model, prompts = model_of(kind), prompts_of([30, 31, 32, 33, 34])
     with Engine(model, "f32", prompt_tokens=16, capacity=96, block_size=4) as engine:
         with held(engine):
@@ -423,6 +423,63 @@ def test_too_little_memory_for_all(kind):
             engine.submit([1] * 97, max_new_tokens=1)
     model.set_attn_implementation("kvcache")
     assert texts == [alone(model, prompt, max_new_tokens=20) for prompt in prompts]
+
+
+def test_who_runs_when_memory_is_short(model):
+    """A put-back request holds up nobody whose rows fit. It begins once the older one has ended, however many come."""
+    long, big, *shorts = prompts_of([20, 60, *[12] * 5])
+    requests, num_big, waited, steps = [], [], [], [0]
+
+    def come(ids, scores):
+        """Submit short requests when the big one was put back, and each again at its end, until the big one goes on."""
+        text = ids[0].tolist()
+        steps[0] += text[: len(long)] == long
+        if engine.stats()["put_back"]:
+            num_big.append(len(requests[1].tokens))
+            again = shorts if len(requests) == 2 else [text[:12]] if len(text) == 13 else []
+            if num_big[0] == num_big[-1] and len(requests) < 400:
+                options = {"max_new_tokens": 2, "logits_processor": [note(steps[0]), come]}
+                requests.extend(engine.submit(prompt, **options) for prompt in again)
+        return scores
+
+    def note(begin):
+        def process(ids, scores):
+            waited.append(steps[0] - begin)
+            return scores
+
+        return process
+
+    with Engine(model, "f32", capacity=96, block_size=4) as engine:
+        with held(engine):
+            requests.append(engine.submit(long, max_new_tokens=50, logits_processor=[come]))
+            requests.append(engine.submit(big, max_new_tokens=20))
+        texts = answers(requests[:2])
+        assert 10 < len(requests) < 400
+        assert max(waited[: 2 * len(shorts)]) < 10
+        answers(requests)
+    model.set_attn_implementation("kvcache")
+    assert texts == [alone(model, long, max_new_tokens=50), alone(model, big, max_new_tokens=20)]
+
+
+@pytest.mark.parametrize("max_running", [1, 3])
+def test_no_more_than_max_running(model, max_running):
+    """They run in the order of their arrival, also if prompts begin alike."""
+    prompts, running, first = prompts_of([5, 40, 40, 5, 9, 30, 2]), [], []
+
+    def note(ids, scores):
+        running.append(engine.stats()["running"])
+        if not first or first[-1] != ids[0, 0]:
+            first.append(int(ids[0, 0]))
+        return scores
+
+    with Engine(model, "f32", max_running=max_running, block_size=4, **ROOM) as engine:
+        with held(engine):
+            requests = [engine.submit(prompt, max_new_tokens=4, logits_processor=[note]) for prompt in prompts]
+        texts = answers(requests)
+    assert max(running) == max_running
+    assert max_running > 1 or first == [prompt[0] for prompt in prompts]
+    model.set_attn_implementation("kvcache")
+    assert texts == [alone(model, prompt, max_new_tokens=4) for prompt in prompts]
 
 
 def test_limits_and_the_end(model):
