@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, SupportsIndex
 
+import numpy as np
 import torch
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StopStringCriteria
@@ -242,6 +243,8 @@ def _waker(loop: asyncio.AbstractEventLoop, changed: asyncio.Event) -> Callable[
 
 def _tokens_of(input_ids: Any, vocab_size: int) -> torch.Tensor:
     """Return the tokens of a prompt, ``[1, tokens]``, or raise."""
+    if isinstance(input_ids, np.ndarray):  # torch takes neither negative strides nor bytes in the other order
+        input_ids = np.array(input_ids, input_ids.dtype.newbyteorder("="), order="C")
     try:
         ids = input_ids if isinstance(input_ids, torch.Tensor) else torch.as_tensor(input_ids)
     except (TypeError, ValueError, RuntimeError):

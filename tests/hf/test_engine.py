@@ -301,15 +301,16 @@ def test_iterating_streaming_and_asyncio(model):
 
 
 def test_the_prompt_is_its_own(model):
-    """Its user may write other tokens to the tensor or the array at once; any type of integer is taken."""
+    """Its user may write other tokens to the tensor or the array at once; any integers in any order are taken."""
     prompt, want = [5, 6, 7, 8], alone(model, [5, 6, 7, 8])
-    given = [torch.tensor([prompt]), np.array(prompt), np.array(prompt, np.uint16)]
+    given = [torch.tensor([prompt]), np.array(prompt), np.array(prompt, np.uint16), np.array(prompt, ">i8")]
+    given += [np.array(prompt[::-1])[::-1], np.repeat(prompt, 2)[::2]]
     with Engine(model, "f32", **ROOM) as engine:
         with held(engine):
             requests = [engine.submit(ids, max_new_tokens=8) for ids in given]
             for ids in given:
                 ids[:] = 9
-        assert answers(requests) == [want] * 3
+        assert answers(requests) == [want] * len(given)
 
 
 def test_an_event_loop_that_closes_meanwhile(model):
