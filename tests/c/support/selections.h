@@ -18,16 +18,15 @@ static inline void add_sketches(scene *s) {
     s->layer.sketch_bits = 2;
 }
 
-/* Lists the rows that token t sees, by position.  Returns how many rows its sequence has, with the batch's. */
-static inline int list_seen(const stage *st, int t, sketched_row *to, int *num_seen) {
+/* Lists the rows that token t sees, by position.  Returns how many there are. */
+static inline int list_seen(const stage *st, int t, sketched_row *to) {
     const kvc_batch *batch = st->batch;
     int member = 0, num = 0;
     while (batch->sequences[member].sequence->id != st->tokens.ids[t]) member++;
     const int all = list_sketched(batch, 0, member, to);
     for (int i = 0; i < all; i++)
         if (sees(st, t, to[i].position, to[i].token)) to[num++] = to[i];
-    *num_seen = num;
-    return all;
+    return num;
 }
 
 /* Lists the positions that token t, the n-th of a question, selects for a KV head.  Returns 0 if rounding decides, or
@@ -85,10 +84,10 @@ static inline void choose_selected(selection *s) {
     const question *a = &s->selects;
     const stage *st = a->stage;
     for (int n = 0; n < a->n; n++) {
-        int beside = 0, num;
+        int beside = 0;
         for (int i = 0; i < a->n; i++) beside += st->tokens.ids[a->first + i] == st->tokens.ids[a->first + n];
-        const int all = list_seen(st, a->first + n, rows, &num);
-        s->is_selecting[n] = beside <= MOST_SELECTING && all > 80 + 2 * a->plan.select_rows;
+        const int num = list_seen(st, a->first + n, rows);
+        s->is_selecting[n] = beside <= MOST_SELECTING && num > 80 + 2 * a->plan.select_rows;
         for (int kv = 0; kv < st->scene->layer.num_kv_heads; kv++) {
             int32_t *to = chosen.entries[a->first + n][kv];
             for (int i = 0; i < MAX_WIDTH; i++) to[i] = -1;
