@@ -131,7 +131,9 @@ _Noreturn void wrong(const char *format, ...) {
     va_start(arguments, format);
     vprintf(format, arguments);
     va_end(arguments);
-    printf(" [%s]%s\n", kvc_last_error(), w.is_child ? " (in a child or copy)" : "");
+    if (me && me->call && me->call->status) printf(" [%s]", kvc_last_error());
+    if (w.refused) printf(" (memory was last refused at time %d: %s)", w.refused_at, operations[w.refused - 1].name);
+    printf("%s\n", w.is_child ? " (in a child or copy)" : "");
     fflush(stdout);
     if (!recording) abort(); /* as a fuzzer expects */
     recording->failure = format;
@@ -321,6 +323,7 @@ static void run_call(call *c) {
         const uint64_t faults = drive.num_faults();
         operations[c->operation].run(c);
         c->is_short = drive.num_faults() != faults;
+        if (c->is_short) w.refused = c->operation + 1, w.refused_at = w.o.now;
         drive.arm(0);
         if (!(c->status == KVC_ERR_NOMEM && (c->is_short || w.has_faults)) || me->is_within || may_change(c)) break;
         check_failed(c);

@@ -114,6 +114,7 @@ typedef struct world {
     int is_wild;                /* clients change sequences of each other: nobody knows what these hold */
     int has_faults, refuses;    /* allocations, and functions of the caller, fail */
     int has_made_room;          /* memory was refused for a batch, which may have evicted blocks then */
+    int refused, refused_at;    /* 1 + the operation for which memory was last refused, and its time; 0: none was */
     int traces, is_child;       /* of fork(), or a copy of the cache */
     int64_t memory, row_memory; /* bytes that the cache has in all, and bytes of rows */
     int num_clones;             /* which have bytes, too */
