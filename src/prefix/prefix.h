@@ -28,12 +28,11 @@ struct kvc_prefix {
     int32_t reuse_min;                         /* fewest tokens in a row that are taken from elsewhere; 0: none are */
     int32_t collects;                          /* new blocks are listed for stores */
     void *user;
-    int64_t number;  /* no other prefix of the cache has it; from 1 on */
-    int64_t horizon; /* cache->prefixes.clock when it last began, or ended, to forget a prompt; 0: it never did */
-    int64_t
-        num_leaving;   /* calls that forgot a prompt, and whose caller removes values from stores: nothing is fetched */
-    kvc_events events; /* in a ring behind this struct */
-    uint64_t num_bytes; /* of this allocation */
+    int64_t number;      /* no other prefix of the cache has it; from 1 on */
+    int64_t horizon;     /* cache->prefixes.clock when it last began, or ended, to forget a prompt; 0: it never did */
+    int64_t num_leaving; /* forgotten prompts whose values are being removed from stores: nothing is fetched */
+    kvc_events events;   /* in a ring behind this struct */
+    uint64_t num_bytes;  /* of this allocation */
     uint8_t salt[KVC_NAME_BYTES], root[KVC_NAME_BYTES];
     kvc_value_owner owner; /* of its blocks in stores */
 };
