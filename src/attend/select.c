@@ -172,7 +172,7 @@ static found found_at(const kvc_task *t, float *chunks, int64_t i) {
     const int32_t num_q = t->job->num_slices * t->call->plan->parts.heads, first = t->first_query_row;
     float *const at = chunks + (uint64_t)i * kvc_chunk_size(num_q);
     float *const pieces = at + kvc_align_up(2 * (uint64_t)num_q, KVC_LANES);
-    return (found){at + first, at + num_q + first, pieces + (ptrdiff_t)first * KVC_CHUNK_PIECES};
+    return (found){at + first, at + num_q + first, pieces + (ptrdiff_t)first * KVC_PIECES_STRIDE};
 }
 
 /* Returns where the task keeps what it finds of its split. */
@@ -205,7 +205,7 @@ static void score_chunk(kvc_task *t, listed *rows, int64_t num_rows, const found
         prefetch_sketches(t, rows, KVC_PANEL / 2);
         score_rows(t, rows->at, n);
         if (n < KVC_PANEL || t->call->changes_scores) finish_scores(t, rows->at, n);
-        kernels->weigh_pieces(to->pieces, KVC_CHUNK_PIECES, tile * KVC_LANES, t->scores, num_q, to->exponents, sums);
+        kernels->weigh_pieces(to->pieces, KVC_PIECES_STRIDE, tile * KVC_LANES, t->scores, num_q, to->exponents, sums);
         prefetch_sketches(t, rows, KVC_PANEL / 2);
         for (int32_t left = n, some; left; left -= some) kvc_go_on(&rows->at, some = kvc_rows_here(&rows->at, left));
     }
@@ -311,12 +311,12 @@ static void add_up_chunks(const kvc_task *t, int64_t num_chunks) {
 
 /* Adds the masses of a chunk's pieces by `num` query rows, from row r on, in this order. */
 static inline void add_masses(const kvc_task *t, const found *from, int32_t r, int num, float *masses) {
-    const float *pieces = from->pieces + r * KVC_CHUNK_PIECES;
+    const float *pieces = from->pieces + r * KVC_PIECES_STRIDE;
     float by[4];
     for (int i = 0; i < num; i++) by[i] = rescale(from->exponents[r + i], t->max[r + i]) * t->sum[r + i];
     for (int32_t i = 0; i < KVC_CHUNK_PIECES; i++)
         for (int h = 0; h < num; h++) {
-            const float mass = pieces[h * KVC_CHUNK_PIECES + i] * by[h];
+            const float mass = pieces[h * KVC_PIECES_STRIDE + i] * by[h];
             masses[i] += mass;
         }
 }

@@ -59,7 +59,7 @@ enum {
     KVC_TILED_TASKS = 144,               /* most tasks that a tiled sequence is cut into, about */
     KVC_JOINED_SPLITS = 16,              /* most splits that a streamed task takes, one after the other, ... */
     KVC_JOINED_TASKS = 32,               /* ... if that leaves each thread as many tasks */
-    KVC_CHUNK_ROWS = KVC_SIZE(4096, 64), /* rows whose sketches are scored together, where rows are selected */
+    KVC_CHUNK_ROWS = KVC_SIZE(4096, 16), /* rows whose sketches are scored together, where rows are selected */
     KVC_SHORT_ROW = 72,   /* most bytes of a key, and of a value, of which KVC_TILE are streamed as a tile ... */
     KVC_MIDDLE_ROW = 192, /* ... and half as many */
     /* If the delta changes at least this often in a tile, keys are rotated instead of query rows. */
@@ -339,6 +339,7 @@ enum {
     KVC_LAST_READ = KVC_SIZE(64, 6),  /* ... and of its last ones */
     KVC_PIECE_ROWS = 4,               /* rows that are selected together */
     KVC_CHUNK_PIECES = KVC_CHUNK_ROWS / KVC_PIECE_ROWS,
+    KVC_PIECES_STRIDE = KVC_CHUNK_PIECES < KVC_LANES ? KVC_LANES : KVC_CHUNK_PIECES, /* a tile has KVC_LANES pieces */
     KVC_MOST_SELECTING = 8 /* query tokens of a sequence that selects */
 };
 
@@ -364,7 +365,7 @@ static inline size_t kvc_sketch_query_bytes(int32_t k_dim) {
 
 /* Return the floats of what is found of a chunk of rows for so many query rows, and of so many rows (select.c). */
 static inline uint64_t kvc_chunk_size(int32_t num_query_rows) {
-    return kvc_align_up(2 * (uint64_t)num_query_rows, KVC_LANES) + (uint64_t)num_query_rows * KVC_CHUNK_PIECES;
+    return kvc_align_up(2 * (uint64_t)num_query_rows, KVC_LANES) + (uint64_t)num_query_rows * KVC_PIECES_STRIDE;
 }
 static inline uint64_t kvc_found_size(int32_t num_query_rows, int64_t num_rows) {
     return (uint64_t)KVC_DIVIDE_UP(num_rows, KVC_CHUNK_ROWS) * kvc_chunk_size(num_query_rows);

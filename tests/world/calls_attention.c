@@ -68,8 +68,10 @@ void run_attend(call *c) {
     do c->status = kvc_attend(w.batches[c->client], &q.plan, &q.args);
     while (q.plan.select_rows &&
            (c->status == KVC_ERR_NOMEM || c->status == KVC_ERR_CANCELLED)); /* see note_selected */
-    if (!c->status) note_selected(c, &q);
-    if (!c->status) check_answers(&q, 0);
+    if (c->status) return;
+    note_selected(c, &q);
+    if (!c->is_disturbed && right_statuses(&q) == 1u << KVC_OK) check_alone(&q);
+    check_answers(&q, 0);
 }
 
 void run_choose(call *c) {
@@ -107,6 +109,7 @@ typedef struct weighing {
 static void make_weighing(weighing *x, const call *c, int64_t num_rows) {
     const kvc_layer *layer = &w.o.layers[c->layer];
     const int num_heads = layer->num_kv_heads * (1 + pick(2)), type = pick(3);
+    const int has_scale = layer->value_in_key || pick(2);
     x->args = (kvc_weights_args){.struct_size = sizeof x->args,
                                  .positions = c->flag & AT_POSITIONS ? c->positions : NULL,
                                  .num_rows = num_rows,
@@ -115,11 +118,11 @@ static void make_weighing(weighing *x, const call *c, int64_t num_rows) {
                                  .q_type = type,
                                  .reduction = pick(2),
                                  .rotates = (c->flag & ROTATES) != 0,
-                                 .scale = 0x1p-13f,
+                                 .scale = has_scale ? 0x1p-13f : 0,
                                  .softcap = pick(4) ? 0 : 5,
                                  .weights = x->weights};
     x->next = next_of(&w.o, &w.o.sequences[c->s]);
-    make_numbers(x->numbers, c->num, num_heads, 1, 0);
+    make_numbers(x->numbers, c->num, num_heads, has_scale ? 1 : 0x1p-11f, 0);
     write_numbers(&x->q, x->numbers, c->num, 0, num_heads, layer->k_dim, type);
     x->args.q = row_in(&x->q, 0, 0);
     x->args.q_token_stride = x->q.token_stride;
@@ -220,7 +223,7 @@ typedef struct dense {
     int32_t positions[MOST_DENSE];
     uint8_t seen[TOKENS][MOST_DENSE];
     int64_t num;
-    int by_sequence;
+    int by_sequence, has_mask, has_seen;
 } dense;
 
 /* Lists the rows that were put of a sequence of the batch, by position, then by arrival. */
@@ -265,7 +268,8 @@ static void check_dense(const question *q, const dense *d, int s, int m, int64_t
         for (int t = 0; t < q->num; t++) {
             const int is_own = q->of->slots[t] == s, right = is_own && i < num && sees(q, t, &list[i]);
             if (!is_own && d->by_sequence) continue;
-            if (d->seen[t][column + i] != right || d->mask[t][column + i] != (right ? 0 : -INFINITY))
+            if ((d->has_seen && d->seen[t][column + i] != right) ||
+                (d->has_mask && d->mask[t][column + i] != (right ? 0 : -INFINITY)))
                 wrong("token %d sees dense row %d at %d: %d, not %d", t, (int)(from + i), position,
                       d->seen[t][column + i], right);
         }
@@ -304,12 +308,17 @@ void run_dense(call *c) {
                            .seen = *d.seen,
                            .seen_token_stride = sizeof *d.seen,
                            .by_sequence = c->flag,
-                           .k_batch_stride = layer->num_kv_heads * rows.k_head_stride,
-                           .v_batch_stride = layer->num_kv_heads * rows.v_head_stride,
+                           .k_batch_stride = d.num * layer->num_kv_heads * layer->k_dim * (int64_t)sizeof *d.k,
+                           .v_batch_stride = d.num * layer->num_kv_heads * layer->v_dim * (int64_t)sizeof *d.v,
                            .masked = q.plan.masked,
                            .masked_size = q.plan.masked_size,
                            .num_masked = q.plan.num_masked};
+    const int is_default = layer->num_kv_heads == 1 && pick(2); /* otherwise heads lie farther apart than rows */
+    if (!args.by_sequence || is_default) args.k_batch_stride = args.v_batch_stride = 0;
+    if (!pick(4)) args.mask = NULL;
+    if (!pick(4)) args.seen = NULL;
     if (args.num_rows != d.num) c->more = 1u << KVC_ERR_INVALID;
+    d.has_mask = args.mask != NULL, d.has_seen = args.seen != NULL;
     c->status = kvc_dense(w.batches[c->client], c->layer, &args);
     const int num = list_members(b, !c->flag, members);
     int64_t from = 0;

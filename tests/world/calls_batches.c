@@ -68,7 +68,7 @@ static void draw_tokens(call *c, int is_odd) {
         next[m] = next_of(&w.o, s);
         texts[m] = s->text;
     }
-    c->num = pick(w.theme == PROMPTS ? 2 : 4) ? 1 + pick(8) : 1 + pick(TOKENS);
+    c->num = pick(w.theme == PROMPTS || w.seed % 5 == 0 ? 2 : 4) ? 1 + pick(8) : 1 + pick(TOKENS);
     for (int t = 0; t < c->num; t++) {
         int m = is_odd ? pick(3) : t * 3 / c->num;
         for (int i = 0; i < m; i++)
@@ -90,7 +90,7 @@ static void draw_tokens(call *c, int is_odd) {
 /* Makes a tree of the tokens: each has a position behind its parent's, or behind all of its sequence. */
 static void draw_parents(call *c) {
     const int rises = !pick(4);
-    c->flag |= PARENTS | POSITIONS;
+    c->flag |= rises ? PARENTS : PARENTS | POSITIONS;
     for (int t = 0; t < c->num; t++) {
         const int parent = t - 1 - pick(3);
         c->parents[t] = parent >= 0 && c->slots[parent] == c->slots[t] ? parent : -1;
@@ -149,7 +149,7 @@ int draw_begin(call *c) {
         for (int t = 0; t < c->num; t++) c->marks[t] = (uint8_t)is_unstored[c->slots[t]];
     }
     if (!(c->flag & UNSTORED) && pick(2)) c->flag |= PLAIN;
-    if (!(c->flag & PLAIN) && w.num_clients > 1 && !own_batch()->is_open && !me->is_within && pick(2)) c->flag |= WAITS;
+    if (!(c->flag & PLAIN) && !own_batch()->is_open && !me->is_within && pick(2)) c->flag |= WAITS;
     if (w.o.crowded && !w.is_wild && c->flag & PARENTS)
         for (int t = 0; t < c->num; t++)
             if (w.o.sequences[c->slots[t]].prefix) return 0;

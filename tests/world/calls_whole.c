@@ -94,7 +94,7 @@ void run_save(call *c) {
                           .num_sequences = f->num,
                           .tokens = pick(2) ? given : NULL,
                           .num_tokens = num_given,
-                          .fingerprint = pick(2) ? "a model" : NULL};
+                          .fingerprint = f->fingerprint = pick(2) ? "a model" : NULL};
     if (!args.tokens) args.num_tokens = NULL;
     c->status = kvc_save(w.cache, &args);
     lock_world();
@@ -107,6 +107,7 @@ void run_save(call *c) {
 typedef struct file {
     uint8_t *bytes;
     int64_t size, at;
+    const char *fingerprint;
 } file;
 
 static int32_t read_file(void *user, void *data, size_t size) {
@@ -121,13 +122,14 @@ static int32_t read_file(void *user, void *data, size_t size) {
 /* Copies the client's file, and alters some copies. */
 static void copy_file(call *c, file *f) {
     const client_file *from = w.o.files[c->client];
-    *f = (file){malloc((size_t)from->size), from->size, 0};
+    *f = (file){malloc((size_t)from->size), from->size, 0, pick(2) ? from->fingerprint : NULL};
     memcpy(f->bytes, from->bytes, (size_t)f->size);
     c->more = !pick(8);
     if (c->more && pick(2))
         f->size = pick((int)f->size);
     else if (c->more)
         f->bytes[pick((int)f->size - KVC_MAC_BYTES)] ^= (uint8_t)(1 << pick(8));
+    if (!pick(12)) c->more = 1, f->fingerprint = "another model";
 }
 
 static kvc_load_args args_of(file *f, int is_read) {
@@ -135,7 +137,8 @@ static kvc_load_args args_of(file *f, int is_read) {
                            .data = is_read ? NULL : f->bytes,
                            .read = is_read ? read_file : NULL,
                            .user = f,
-                           .size = f->size};
+                           .size = f->size,
+                           .fingerprint = f->fingerprint};
 }
 
 int draw_restore(call *c) {

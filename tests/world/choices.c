@@ -96,8 +96,9 @@ static void check_choice(question *q, int t, int choice, const shown *rows, int 
     }
 }
 
-/* Whether some key is not quite exact. */
-static int is_far(const shown *rows, int num) {
+/* Whether some key is not quite exact.  Queries of transformed keys are rounded. */
+static int is_far(const question *q, const shown *rows, int num) {
+    if (is_transformed(&w.o.layers[q->layer], 0)) return 1;
     for (int i = 0; i < num; i++)
         if (is_far_off(rows[i].position, rows[i].tag)) return 1;
     return 0;
@@ -108,7 +109,7 @@ void check_choices(question *q, int partly) {
     for (int t = q->first; t < q->first + q->num; t++) {
         shown rows[MOST_SHOWN];
         const int num = is_known(q->of, t) ? list_seen(q, t, rows) : 0;
-        for (int i = 0; i < q->num_choices && is_known(q->of, t) && !is_far(rows, num); i++)
+        for (int i = 0; i < q->num_choices && is_known(q->of, t) && !is_far(q, rows, num); i++)
             if (!partly || !is_unwritten(row_in(&q->out, t - q->first, i), row)) check_choice(q, t, i, rows, num);
     }
     check_gaps(q, &q->out, q->num_choices, row);

@@ -131,6 +131,7 @@ typedef struct batch {
 typedef struct client_file {
     int num;
     int64_t ids[2], size;
+    const char *fingerprint;
     sequence sequences[2];
     uint8_t bytes[FILE_BYTES];
 } client_file;

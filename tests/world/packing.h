@@ -36,7 +36,7 @@ static inline void pack_rows(packed *p, int l, int is_value, const int32_t *tags
     const kvc_layer *layer = &w.o.layers[l];
     const int heads = layer->num_kv_heads, dim = is_value ? layer->v_dim : layer->k_dim;
     const int has_heads_inside = pick(2), backwards = pick(2), group = inner ? inner : n;
-    p->type = pick(3);
+    p->type = is_transformed(layer, is_value) ? KVC_F32 : pick(3); /* other types would round them */
     const int64_t row_size = dim * float_bytes(p->type);
     p->token_stride = has_heads_inside ? row_size * heads : row_size;
     p->head_stride = has_heads_inside ? row_size : row_size * group;

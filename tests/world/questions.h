@@ -81,6 +81,7 @@ void sort_by_position(shown *rows, int num); /* and at one position by arrival *
 unsigned right_statuses(const question *q);  /* as bits */
 void check_answers(question *q, int partly); /* partly: what was not written is no answer yet */
 void check_choices(question *q, int partly);
+void check_alone(question *q); /* compares answers to tokens of several sequences with those of each alone */
 
 /* ---- selected rows */
 

@@ -18,6 +18,7 @@ import pytest
 from support import compiling
 from support.compiling import EMULATOR, ENVIRONMENT, ROOT, compile_all, is_for_windows, public_functions, run
 from support.defects import put_back, read_defects
+from world import fields
 
 HERE = Path(__file__).parent
 SOURCES = compiling.world_sources()
@@ -104,16 +105,21 @@ def build(driver, core, folder):
         return build_simulated(compiling.watched(core, folder), folder)
     # The core alone is watched, which makes runs half as long; clients of drive_threads share the oracle.
     flags = ["-fno-sanitize=all"] if any(word.startswith("-fsanitize=") for word in core[0]) else []
-    parts = compiled_once(f"world-{os.getpid()}", core[1], SOURCES, lambda _: [*core[0], *flags])
+    folder_of_parts = Path(core[1][-1]).parent / f"world-{os.getpid()}"
+    notes = ["-D_DEFAULT_SOURCE=", "-include", folder_of_parts / "fields.h"]
+
+    def command_for(source):
+        return [*core[0], *flags, *(notes if source.parent == HERE else [])]
+
+    parts = compiled_once(folder_of_parts, SOURCES, command_for, fields.write)
     return compiling.link(core, folder, HERE / f"{driver}.c", flags=flags, parts=parts)
 
 
-def compiled_once(name, objects, sources, command_for):
-    """Compile sources in a folder beside the core's objects, unless it is there; return what they became."""
-    folder = Path(objects[-1]).parent / name
+def compiled_once(folder, sources, command_for, write=lambda _: []):
+    """Compile sources, and those that a function writes into the folder, unless it is there; return the objects."""
     if not folder.exists():
         folder.mkdir()
-        compile_all(folder, sources, command_for)
+        compile_all(folder, [*sources, *write(folder)], command_for)
     return [*folder.glob("*.o")]
 
 
@@ -135,7 +141,7 @@ def build_simulated(core, folder, changed=()):
         return [path for path in sources if path.parent.name != "kernels"]
 
     sources = [*simulated(ROOT.glob("src/*/*.c")), *SOURCES, HERE / "drive_scheduler.c", HERE / "scheduler.c"]
-    objects = compiled_once(f"simulated-{os.getpid()}", others, sources, command_for)
+    objects = compiled_once(Path(others[-1]).parent / f"simulated-{os.getpid()}", sources, command_for)
     own = compile_all(folder, simulated(changed), command_for)
     unchanged = [path for path in objects if path.name not in {path.name for path in own}]
     kernels = [name for name in others if Path(name).name.startswith("kernels-")]
@@ -186,6 +192,12 @@ def test_new_seeds(drivers, driver):
     end = time.monotonic() + (3600 if driver == "drive_scheduler" else 600)
     for seed in itertools.takewhile(lambda _: time.monotonic() < end, itertools.count(first, RUNS[driver])):
         check(drivers(driver), seed, RUNS[driver])
+
+
+def test_each_public_field_is_drawn_as_0_and_not_and_beside_others(drivers):
+    command = [drivers("drive_thread"), "--seed", "1", "--runs", "150"]
+    said = subprocess.run(command, capture_output=True, check=True, text=True, env=ENVIRONMENT | {"FIELDS": "1"}).stdout
+    assert not [*fields.undrawn(said.splitlines())]
 
 
 def test_the_same_seed_is_the_same_run(drivers):

@@ -1,4 +1,5 @@
 /* world.c: makes a world: layers of any policy and type, limits or none, prefixes or none; and ends it. */
+#define _DEFAULT_SOURCE
 #include "world.h"
 
 #include <stdio.h>
@@ -36,22 +37,34 @@ int request_fails(void) {
     return 1;
 }
 
+/* What functions of the caller are called with, if anything. */
+static void check_user(void *user) {
+    if (user && user != &w) wrong("a function of the caller is called with another user");
+}
+
 static void *take_memory(void *user, size_t size, size_t alignment, const kvc_memory_hint *hint) {
-    (void)user;
+    check_user(user);
     if (request_fails()) return NULL;
     const size_t whole = (size + alignment - 1) / alignment * alignment;
     void *memory = drive.take ? drive.take(alignment, whole) : aligned_alloc(alignment, whole);
     if (!memory) return NULL;
-    memset(memory, 0xff, size); /* nothing may count on zeros */
+    const int is_large = size >= 1 << 18; /* pages that are counted as they are touched, if there is a purge */
+    if (!is_large || !w.o.config.allocator || !w.o.config.allocator->purge) memset(memory, 0xff, size); /* no zeros */
     count_memory((int64_t)size, hint->kind);
     return memory;
 }
 
 static void give_memory(void *user, void *memory, size_t size, const kvc_memory_hint *hint) {
-    (void)user;
+    check_user(user);
     count_memory(-(int64_t)size, hint->kind);
     memset(memory, 0xa5, size); /* for who reads it still */
     drive.take ? drive.give(memory) : free(memory);
+}
+
+/* What was in purged pages is lost. */
+static void purge_memory(void *user, void *memory, size_t size) {
+    check_user(user);
+    memset(memory, 0xa5, size);
 }
 
 /* ---- layers ------------------------------------------------------------------------------------------------------ */
@@ -59,7 +72,7 @@ static void give_memory(void *user, void *memory, size_t size, const kvc_memory_
 /* Moves keys as ropes of right angles do. */
 static int32_t move_keys(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows, int32_t k_dim,
                          int32_t delta) {
-    (void)user;
+    check_user(user);
     for (int64_t i = 0; i < num_kv_heads * num_rows; i++)
         turn(w.o.layers[layer].rope.interleaved, delta, keys + i * k_dim);
     const int has_slot = me->call && !me->is_within && operations[me->call->operation].right != right_acquire;
@@ -71,7 +84,7 @@ static int32_t move_keys(void *user, int32_t layer, float *keys, int32_t num_kv_
 }
 
 static int32_t poll_once(void *user) {
-    (void)user;
+    check_user(user);
     if (!me || !me->call) return 0;
     come_between(AT_POLL);
     return refuse(12);
@@ -93,9 +106,9 @@ static kvc_policy any_policy(int l, int has_prefixes) {
 }
 
 static int32_t any_type(int is_turned) {
-    static const int32_t types[] = {KVC_F32,  KVC_F16,  KVC_BF16, KVC_F32,  KVC_Q8_0,  KVC_INT8,
-                                    KVC_Q4_0, KVC_Q4_1, KVC_Q5_0, KVC_Q5_1, KVC_IQ4_NL};
-    return types[pick(is_turned == KVC_ROPE_FUNCTION ? 4 : is_turned ? 6 : 11)];
+    static const int32_t types[] = {KVC_F32,  KVC_F16,  KVC_BF16, KVC_F32,  KVC_Q8_0, KVC_INT8,  KVC_INT6,
+                                    KVC_INT4, KVC_Q4_0, KVC_Q4_1, KVC_Q5_0, KVC_Q5_1, KVC_IQ4_NL};
+    return types[pick(is_turned == KVC_ROPE_FUNCTION ? 4 : is_turned ? 6 : 13)];
 }
 
 /* Now and then rows of floats are not as long as a block of quantised ones. */
@@ -109,7 +122,9 @@ static kvc_layer any_layer(int l, int rope, int has_prefixes) {
                        .policy = any_policy(l, has_prefixes),
                        .rope = {.kind = pick(3) ? rope : KVC_ROPE_NONE}};
     const int is_turned = layer.rope.kind == KVC_ROPE_FREQUENCIES || layer.rope.kind == KVC_ROPE_FUNCTION;
+    const int transforms = w.seed % 5 == 0 ? 1 : 3; /* in some worlds, nearly every row is transformed */
     layer.k_type = any_type(is_turned ? layer.rope.kind : 0);
+    if (transforms == 1 && pick(4) && layer.rope.kind != KVC_ROPE_FUNCTION) layer.k_type = pick(2) ? KVC_INT8 : KVC_Q8_0;
     layer.v_type = any_type(0);
     layer.k_dim = any_dim(layer.k_type, FIRST_TURNED + 2 * TURNED);
     layer.v_dim = pick(5) ? any_dim(layer.v_type, 1) : 0;
@@ -119,12 +134,16 @@ static kvc_layer any_layer(int l, int rope, int has_prefixes) {
                                 .first_dim = FIRST_TURNED,
                                 .num_freqs = TURNED,
                                 .inv_freq = angles,
-                                .shift = move_keys};
+                                .shift = move_keys,
+                                .user = pick(2) ? &w : NULL};
     if (layer.k_type <= KVC_BF16 && !pick(5)) {
         layer.value_in_key = 1 + pick(2);
         layer.v_dim = IN_KEY;
         layer.v_type = layer.k_type;
     }
+    const int divides = !layer.value_in_key || IN_KEY % (layer.k_dim & -layer.k_dim) == 0;
+    if (!pick(transforms) && divides) layer.k_transform = KVC_TRANSFORM_HADAMARD;
+    layer.v_transform = layer.value_in_key ? layer.k_transform : !pick(3) * KVC_TRANSFORM_HADAMARD;
     return layer;
 }
 
@@ -232,7 +251,7 @@ static void make_limits(oracle *o) {
     if (!pick(4)) c->max_seq_len = most_rows(o, 4 + pick(56));
     if (!pick(c->max_seq_len ? 2 : 8)) c->max_sequences = 3 + pick(6);
     if (!pick(4)) c->capacity = most_rows(o, 20 + pick(180));
-    if (pick(3) == 0) c->poll = poll_once;
+    if (pick(3) == 0) c->poll = poll_once, c->poll_user = pick(2) ? &w : NULL;
 }
 
 /* Leaves room for a block of each group, and often for few more. */
@@ -253,7 +272,8 @@ void make_prefix(call *c) {
     p->tenant = pick(2);
     kvc_prefix_config *of = &p->config;
     *of = (kvc_prefix_config){.struct_size = sizeof *of, .fingerprint = "a model", .max_events = MOST_EVENTS};
-    if (p->tenant) of->salt = "salt", of->salt_size = 4, of->secret = "secret", of->secret_size = 6;
+    if (p->tenant) of->salt = "salt", of->salt_size = 4;
+    if (p->tenant && w.seed % 3) of->secret = "secret", of->secret_size = 6;
     if (w.seed / 8 % 2 == 0 && pick(4)) of->state_bytes = STATE;
     if (of->state_bytes && pick(3)) of->max_checkpoint_bytes = STATE + pick(3 * STATE);
     if (!pick(5) && !drive.time) of->ttl_ms = 1050; /* otherwise the clock is not the world's */
@@ -272,13 +292,25 @@ void make_prefix(call *c) {
     if (!p->is_there) w.prefixes[c->prefix] = NULL;
 }
 
+/* Chooses the scalar kernels in some worlds: they multiply in bytes on every machine. */
+static void choose_kernels(void) {
+    static int is_given = -1;
+    if (is_given < 0) is_given = getenv("KVCACHE_ISA") != NULL;
+    if (is_given) return;
+    if (w.seed % 5 && w.seed % 3)
+        unsetenv("KVCACHE_ISA");
+    else
+        setenv("KVCACHE_ISA", "scalar", 1);
+}
+
 void make_world(uint64_t seed, int num_clients, int is_wild) {
     static const int64_t ids[ACQUIRED] = {0, -1, INT64_MIN, INT64_MAX, (int64_t)1 << 40, -77};
-    static const kvc_allocator allocator = {.struct_size = sizeof allocator, .alloc = take_memory, .free = give_memory};
+    static kvc_allocator allocator;
     memset(&w, 0, sizeof w);
     w.seed = seed;
     w.num_clients = num_clients;
     w.is_wild = is_wild;
+    choose_kernels();
     w.refuses = seed / 4 % 2 == 0;
     oracle *o = &w.o;
     if (!tokens) tokens = calloc(MOST_TOKENS, sizeof *tokens);
@@ -292,6 +324,8 @@ void make_world(uint64_t seed, int num_clients, int is_wild) {
     make_limits(o);
     if (has_prefixes && o->config.max_sequences == 1) o->config.max_sequences = 2;
     const int has_allocator = pick(2);
+    allocator = (kvc_allocator){sizeof allocator, pick(2) ? &w : NULL, take_memory, give_memory, NULL};
+    if (has_allocator && pick(2) && !drive.take) allocator.purge = purge_memory;
     if (!drive.arm) drive.arm = arm, drive.num_faults = num_faults;
     if (has_allocator || (drive.arm == arm && drive.faults == 1)) o->config.allocator = &allocator;
     kvc_status status;
