@@ -69,6 +69,7 @@ def register() -> None:
         kind._prefill, kind._assisted_decoding, kind.generate = _prefill, _decode_assisted, _generate
 
 
+@functools.wraps(prepare_cache)
 def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Make the cache that a generation config names, with its `cache_config`, or the cache that `enable` asked for."""
     wanted, arguments = generation_config.cache_implementation, generation_config.cache_config or {}
@@ -180,24 +181,25 @@ def _note_no_cache(model: Any, wanted: str | None, given: Any) -> None:
         )
 
 
+@functools.wraps(prefill)
 def _prefill(
     self: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Keep what the cache has in common with the prompts, or take that from its prefix cache; feed the rest."""
-    cache, model = model_kwargs.get(CACHE), self
+    cache, model, running, size = model_kwargs.get(CACHE), self, _running.get(), generation_config.prefill_chunk_size
+    is_cut = not isinstance(cache, HFEncoderDecoderCache)  # transformers cuts the source's mask, too
     generation_config, images = _begin(self, input_ids, generation_config, model_kwargs)
     if isinstance(cache, HFCache):
         _acquire(cache, input_ids, images, model_kwargs)
         if images is not None and FEATURES in model_kwargs:
             features = features_behind(self.config, input_ids, model_kwargs[FEATURES], cache.get_seq_length())
             model_kwargs = model_kwargs | {FEATURES: features}
-        running = _running.get()
-        size = generation_config.prefill_chunk_size
         is_held = running is not None and given_cache(running.given) is cache and not size
         model = PieceByPiece(self, cache, size, is_held)
-        if size and (cache.keeps_states or cache.follows_from_later):  # which end elsewhere, or nowhere
-            generation_config = copy.copy(generation_config)
-            generation_config.prefill_chunk_size = None
+        is_cut = not (cache.keeps_states or cache.follows_from_later)  # else pieces end elsewhere, or nowhere
+    if size and not is_cut:
+        generation_config = copy.copy(generation_config)
+        generation_config.prefill_chunk_size = None
     result = prefill(model, input_ids, generation_config, model_kwargs, *args, **kwargs)
     text_cache = _text_cache(cache)
     if text_cache is not None:
@@ -205,6 +207,7 @@ def _prefill(
     return result
 
 
+@functools.wraps(decode_assisted)  # `generate` reads there that it takes the input of a draft's encoder
 def _decode_assisted(self: Any, input_ids: torch.Tensor, *args: Any, generation_config: Any, **kwargs: Any) -> Any:
     """Decode with a draft, which feeds the whole prompt whatever the cache holds."""
     cache, model = kwargs.get(CACHE), self

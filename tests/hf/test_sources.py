@@ -9,7 +9,8 @@ transformers = pytest.importorskip("transformers")
 
 from support.hf_pairs import TWO_SIDED, two_sided  # noqa: E402 - torch may be missing
 
-from kvcache.hf import HFEncoderDecoderCache  # noqa: E402 - it imports those
+import kvcache.hf  # noqa: E402 - it imports those
+from kvcache.hf import HFEncoderDecoderCache  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
 
@@ -82,6 +83,38 @@ def test_a_prompt_lookup_of_another_source():
     for given in (one, one, other_source(one)):
         got = generate(model, cache, given, prompt_lookup_num_tokens=2)
         assert torch.equal(got, generate(model, cache_of(model), given))
+
+
+@pytest.mark.parametrize("name", TWO_SIDED)
+def test_a_draft_encodes_the_source_itself(name):
+    model, inputs = two_sided(name)
+    draft, seen, runs = copy.deepcopy(model), [], []
+    for each in (model, draft):
+        kvcache.hf.enable(each, dtype="f32", max_source_len=40)
+    one = {name: tensor[:1] for name, tensor in inputs.items()}
+    want = generate(model, None, one)
+    draft.get_encoder().register_forward_hook(lambda *call: seen.append(call[-1].last_hidden_state.shape[1]))
+    model.get_encoder().register_forward_hook(lambda *call: seen.append(call[-1].last_hidden_state.shape[1]))
+    model.get_decoder().register_forward_hook(lambda *_: runs.append(1))
+    assert torch.equal(generate(model, None, one, assistant_model=draft), want)
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+    assert len(runs) < NEW  # the draft, which is the same model, guesses right
+
+
+@pytest.mark.parametrize("name", TWO_SIDED)
+def test_a_prompt_in_chunks_sees_the_whole_source(name):
+    model, inputs = two_sided(name)
+    kvcache.hf.enable(model, dtype="f32", max_source_len=40)
+    prompt = torch.tensor([[2, *range(30, 40)]] * 2)
+    options = {"output_logits": True, "return_dict_in_generate": True}
+    want = generate(model, None, text_of(inputs, prompt), **options)
+    got = generate(model, None, text_of(inputs, prompt), **options, prefill_chunk_size=4)
+    assert torch.equal(got.sequences, want.sequences)
+    torch.testing.assert_close(got.logits, want.logits)
+    one = {name: tensor[1:] for name, tensor in text_of(inputs, prompt).items()}
+    for way in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": copy.deepcopy(model)}):
+        assert torch.equal(generate(model, None, one, prefill_chunk_size=4, **way), want.sequences[1:]), way
 
 
 def test_rows_that_the_caller_moves():
