@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn, Self
 
@@ -137,7 +136,7 @@ class HFCache(
         is_recurrent = read.is_recurrent
         self.goes_on_by_one_token = is_recurrent and decoder.model_type in BY_ONE_TOKEN
         self.follows_from_later = bool(both_ways(decoder) or rotation_by_length(decoder))  # a row does, from tokens
-        self._config, self._prefix, self._user = config, prefix, threading.RLock()
+        self._config, self._prefix = config, prefix
         has_readers = any(part.policy is None and not isinstance(part.own, LinearAttentionLayer) for part in parts)
         # Whether it must know where the model's calls begin and end.
         self.follows_calls = has_readers or is_recurrent or prefix is not None
@@ -256,7 +255,6 @@ class HFCache(
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._passes, other._decoder = passes, Decoder(self._cache, self._decoder.dtype)
-        other._user = threading.RLock()
         copy_of = Maker(passes, other._decoder, self._follows_config).copy_of
         other.layers = [
             copy_of(layer) if isinstance(layer, Layer) else copy.deepcopy(layer, memo) for layer in self.layers

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import RLock
 from typing import Any
 
 import torch
@@ -12,12 +9,12 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from kvcache import KVCache
-from kvcache.errors import CacheBusyError, NotSupportedError
+from kvcache.errors import NotSupportedError
 from kvcache.hf.compressing import SharedLayer
 from kvcache.hf.decode import Decoder
 from kvcache.hf.indexing import IndexKeys
 from kvcache.hf.layers import Layer
-from kvcache.hf.passes import OF_ONE_THREAD, Passes
+from kvcache.hf.passes import Passes
 from kvcache.hf.pooling import PooledKeys
 from kvcache.hf.recurrent import KEYS, ROWS, Recurrent
 from kvcache.prefix import PrefixCache
@@ -45,17 +42,6 @@ class FedBatch(Cache):
     _placeholders: set[int]  # tokens that stand for an image or sound
     _prefix: PrefixCache | None
     _recurrent: Recurrent
-    _user: RLock  # held by the thread that generates with the cache
-
-    @contextmanager
-    def used_by_thread(self) -> Iterator[None]:
-        """Let this thread alone generate with the cache; raise CacheBusyError if another one does."""
-        if not self._user.acquire(blocking=False):
-            raise CacheBusyError(f"another thread generates with this HFCache: {OF_ONE_THREAD}")
-        try:
-            yield
-        finally:
-            self._user.release()
 
     def _forget_text(self) -> None:
         self.text = self.next_positions = self.ahead = None
@@ -133,6 +119,7 @@ class FedBatch(Cache):
     def _reach(self, layer_idx: int, part: int) -> None:
         """Note that a pass has come to a part of a layer."""
         if self._recurrent.is_begun_by(layer_idx, part):
+            self._passes.check_user()
             if self.has_lost_state:
                 self._begin_anew()
             self._passes.finish()  # if this pass fails before any rows, the last one is not taken for it

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import threading
 from collections.abc import Mapping
-from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -363,17 +363,23 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate, and give the rows of caches that were made here, and that nobody else has, to their prefix caches."""
     name_cache(kwargs)
     used = given_cache(kwargs)
-    held = _text_cache(used)
-    with nullcontext() if held is None else held.used_by_thread():
+    held, call = _text_cache(used), object()
+    users = {} if held is None else held._passes.users
+    try:
+        users[call] = threading.get_ident()
+        if held is not None:
+            held._passes.check_user()
         return _generate_with(self, used, args, kwargs)
+    finally:
+        users.pop(call, None)  # one instruction: a signal's handler runs before it, within `try`, or behind it
 
 
 def _generate_with(self: Any, used: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Generate with a cache that was given, if any, or with caches that are made for the call."""
-    running = Call(self, kwargs)
-    token = _running.set(running)
+    running, outer = Call(self, kwargs), _running.get()
     before = getattr(_text_cache(used), "text", None)
     try:
+        _running.set(running)
         check_sizes(kwargs)
         result = generate(self, *args, **kwargs)
         used = getattr(result, CACHE, None) if used is None else used
@@ -401,4 +407,4 @@ def _generate_with(self: Any, used: Any, args: tuple[Any, ...], kwargs: dict[str
             raise ValueError(SOME) from error
         raise
     finally:
-        _running.reset(token)
+        _running.set(outer)

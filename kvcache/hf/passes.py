@@ -119,6 +119,7 @@ class Passes:
         if select is not None:
             self.calls["select"] = 0  # of the calls of kernels, those that selected rows
         self.has_warned = False  # that layers were attended without the kernels
+        self.users: dict[object, int] = {}  # the thread of each call of `generate`; the first one has the cache
         self._first_layer: int | None = None  # the layer that forward passes begin with
 
     def forget(self) -> None:
@@ -141,7 +142,7 @@ class Passes:
         self.end()
         seq_ids = self.new_ids(len(self.seq_ids))
         other = copy.copy(self)
-        other.is_called = False
+        other.is_called, other.users = False, {}
         other.seq_ids, other.calls = seq_ids, dict(self.calls)
         other.prompts = copy.copy(self.prompts)
         other.queries = copy.deepcopy(self.queries)
@@ -250,6 +251,12 @@ class Passes:
 
     # ---- whose turn it is
 
+    def check_user(self) -> None:
+        """Raise CacheBusyError if another thread generates with the cache."""
+        thread = threading.get_ident()
+        if [*self.users.values(), thread][0] != thread:
+            raise CacheBusyError(f"another thread generates with this HFCache: {OF_ONE_THREAD}")
+
     def runs_elsewhere(self) -> bool:
         """Whether a pass runs in another thread."""
         running = self.last
@@ -301,6 +308,8 @@ class Passes:
 
     def _next(self, index: int, rows: tuple[torch.Tensor, ...]) -> ForwardPass:
         """End the last pass, and begin another one with a layer, which brings these rows."""
+        if self.users:
+            self.check_user()
         begun = ForwardPass(self._num_layers)
         begun.is_read = self.has_readers and self.is_called
         last = self.last

@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from support.hf_pairs import (  # noqa: E402 - torch may be missing
     CONFIGS,
+    HYBRID,
     LAYERS,
     check_same,
     make,
@@ -252,8 +253,9 @@ def elsewhere(call):
     return raised
 
 
-def test_another_thread_cannot_generate_with_the_same_cache():
-    model, tokens, raised = model_of("llama"), random_tokens(1, 13), []
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_another_thread_cannot_use_the_cache_of_a_text_that_is_made(name):
+    model, tokens, raised = make((CONFIGS | HYBRID)[name]()).requires_grad_(False), random_tokens(1, 13), []
     cache = HFCache(model.config)
 
     def generate(cache, *processors):
@@ -261,13 +263,13 @@ def test_another_thread_cannot_generate_with_the_same_cache():
         return model.generate(tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache, **options)
 
     def interfere(input_ids, scores):
-        raised.extend(elsewhere(lambda: generate(cache)))
+        raised.extend(elsewhere(lambda: generate(cache)) + elsewhere(lambda: model(tokens, past_key_values=cache)))
         assert not elsewhere(lambda: generate(copy.deepcopy(cache)))
         return scores
 
     text = generate(cache, interfere)
     assert torch.equal(text, generate(HFCache(model.config)))
-    assert len(raised) == 4
+    assert len(raised) == 8
     assert all(isinstance(error, kvcache.CacheBusyError) and "deepcopy" in str(error) for error in raised)
     assert not elsewhere(lambda: generate(cache))  # one thread after the other
 

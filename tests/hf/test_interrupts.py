@@ -9,10 +9,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from support.hf_pairs import CONFIGS, HYBRID, make, model_of, random_tokens  # noqa: E402 - torch may be missing
-from support.interrupts import interrupt, interrupt_everywhere  # noqa: E402 - beside its like, which need torch
+from support.interrupts import in_a_thread, interrupt, interrupt_everywhere  # noqa: E402 - beside its like
 
 from kvcache import Batch, KVCache, PrefixCache  # noqa: E402 - it imports those
-from kvcache.hf import HFCache  # noqa: E402 - it imports those
+from kvcache.hf import HFCache, generation  # noqa: E402 - it imports those
 from kvcache.hf.prompts import Prompts  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
@@ -163,6 +163,18 @@ def test_rows_move_or_stay_or_are_forgotten(name, with_prefix):
             if not is_reached:
                 break
     assert found == {"stay", "move", "forgotten"}
+
+
+def test_a_cache_is_free_behind_an_interrupt(monkeypatch, model):
+    """Wherever `generate` is interrupted, other threads can use its cache, and no later call takes its arguments."""
+    cache, tokens = HFCache(model.config, "f32"), random_tokens(1, 13)
+    monkeypatch.setattr(generation, "generate", lambda *_, **__: tokens)
+
+    def check(_):
+        assert generation._running.get() is None
+        in_a_thread(lambda: model.generate(tokens, cache=cache))
+
+    assert interrupt_everywhere(lambda: (None, lambda: model.generate(tokens, cache=cache)), check) > 20
 
 
 def test_sequences_that_are_acquired_are_held_or_end():
