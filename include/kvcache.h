@@ -530,7 +530,7 @@ typedef struct kvc_plan_args {
                                   are read */
     int32_t chosen_width;      /* the most entries of a choice: the width of kvc_chosen.  The plan takes 8 bytes of
                                   memory for each entry and thread.  0: max_chosen, or kvc_attend finds it itself */
-    int32_t precision;         /* kvc_precision: how sequences with more than 8 query tokens are attended to */
+    int32_t precision;         /* kvc_precision: how long prompts are attended to */
 } kvc_plan_args;
 
 /* Attends: out[t, h] = sum over visible rows j of softmax(scale * q[t, h] . k[j]) * v[j], for the query tokens of the
@@ -559,13 +559,14 @@ typedef struct kvc_plan_args {
  * 80 + 2 * select_rows rows.  Masked rows do not count.  The rows of a token that selected some do not follow from the
  * tokens alone, so kvc_exact_to ends before it.
  *
- * Prompts in bytes (plan->precision KVC_PRECISION_INT8).  Where a sequence has more than 8 query tokens in the call,
- * queries, keys, weights and values are rounded to 8 bits and multiplied as integers.  Rows of KVC_INT8, KVC_INT6 and
- * KVC_INT4 are multiplied as they are stored.  Other keys are mixed by a Hadamard matrix first, and queries as the
- * keys are.  Other sequences, chosen and selected rows, heads whose k_dim or v_dim is no multiple of 32, and a k_dim
- * above 65536 are attended to exactly.  So is everything where the processor does not multiply bytes
- * (docs/platforms.md).  The rows that a model computes behind such a prompt differ from exact ones: give them a
- * fingerprint of their own (kvc_prefix_config).
+ * Prompts in bytes (plan->precision).  Queries, keys, weights and values of a sequence are rounded to 8 bits and
+ * multiplied as integers where that is faster.  The positions of its tokens in the call, the rows that the middle one
+ * sees, and heads decide it, on all processors.  So do the types of all layers that the plan serves.  With heads of
+ * 128, 4 query heads for each of 8 KV heads, bytes begin at 460 tokens over KVC_INT8, KVC_INT6 and KVC_INT4, and at
+ * 1,025 over others, behind 8,000 rows at 13 and 65.  These three are multiplied as stored.  Other keys are mixed by a
+ * Hadamard matrix first, as are their queries.  Exact are up to 8 tokens, chosen and selected rows, heads whose k_dim
+ * or v_dim is no multiple of 32 or k_dim exceeds 65536, and all on some processors (docs/platforms.md).  Rows behind
+ * such a prompt differ from exact ones: give them a fingerprint of their own (kvc_prefix_config).
  *
  * A result in bytes is usually off by 1 to 2 % of its size, about as much as rows of KVC_INT8 are.  It is off by up to
  * a tenth if a channel of keys or queries is 30 times as large as the others.  With rows of KVC_INT8 that no transform

@@ -79,9 +79,9 @@ class HFCache(
     k_dtype, v_dtype : as `dtype`, optional
         The type of keys, or of values, if not `dtype`.
     prompts : {"stored", "int8"}, optional
-        How prompts are attended to: the `precision` of `kvcache.Batch.attend`. "int8" multiplies passes of more than 8
-        tokens of a text in bytes, in 0.45 to 0.73 of the time if they are long, where heads and processor allow it. By
-        default "stored" or, with `prefix`, as its cache was made.
+        How prompts are attended to: the `precision` of `kvcache.Batch.attend`. "int8" multiplies long prompts in bytes,
+        in 0.45 to 0.73 of the time, where heads and processor allow it. By default "stored" or, with `prefix`, as its
+        cache was made.
 
     Raises
     ------

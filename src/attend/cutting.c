@@ -10,7 +10,7 @@
  *     tasks.  The rows in reach of a slice are cut every KVC_SPLIT_ROWS, or every 3/2, 2, 3, 4, 6 ...  times as many,
  *     so that the sequence has at most KVC_TILED_TASKS tasks: two for each of 64 threads, and
  *     few, as a part's result is large here and takes time to merge.
- *     Slices in bytes have twice as many query rows.
+ *     Slices in bytes have twice as many query rows.  pays_in_bytes says which sequences are in bytes.
  *   - Where rows are chosen, each token is a slice, which is tiled if it alone has more than KVC_STREAM_QUERIES query
  *     rows.  The chosen rows are cut every KVC_SPLIT_ROWS.
  *   - Where a plan chooses, each token is a slice, too.  Its rows may be cut anyhow, because each is ranked by itself.
@@ -46,14 +46,15 @@
 typedef struct query_cut {
     int32_t first, end, tokens;
     int32_t num_slices; /* 0: the sequence has no query tokens */
+    int32_t way;        /* of kvc_query_slice's `tiled`, unless tokens choose or select */
     int32_t may_select; /* the tokens select if one sees more than kvc_most_unselected */
 } query_cut;
 
 /* Returns the number of query tokens per slice, for a sequence with more than KVC_TASK_QUERIES query rows that see at
  * most num_rows rows. */
-static int32_t slice_tokens(const kvc_plan *plan, int64_t query_rows, int64_t num_rows) {
+static int32_t slice_tokens(const kvc_plan *plan, int32_t way, int64_t query_rows, int64_t num_rows) {
     const int64_t tasks_per_slice = KVC_DIVIDE_UP(num_rows, KVC_SPLIT_ROWS) * plan->num_kv_heads; /* upper bound */
-    const int32_t whole = plan->in_bytes ? KVC_BYTE_TILE_QUERIES : KVC_TILE_QUERIES;
+    const int32_t whole = way == KVC_IN_BYTES ? KVC_BYTE_TILE_QUERIES : KVC_TILE_QUERIES;
     int32_t most = whole;
     while (most > whole / 4 && KVC_DIVIDE_UP(query_rows, most) * tasks_per_slice < KVC_TILED_TASKS) most /= 2;
     return most > plan->parts.heads ? most / plan->parts.heads : 1;
@@ -103,26 +104,28 @@ kvc_status kvc_resolve_selecting(const kvc_batch *batch, kvc_plan_args *args) {
     return KVC_OK;
 }
 
-/* Cuts the query tokens of a sequence that are in the plan's range into slices. */
-static query_cut cut_queries(const kvc_plan *plan, int32_t sequence) {
+/* Cuts the query tokens of a sequence that are in the plan's range into slices: in bytes, or exactly. */
+static query_cut cut_queries(const kvc_plan *plan, int32_t sequence, int in_bytes) {
     const kvc_batch *batch = plan->batch;
     query_cut cut = queries_of(batch, &plan->args, sequence);
     if (cut.first == cut.end) return cut;
     const int32_t num_tokens = cut.end - cut.first, last = batch->positions[batch->order[cut.end - 1]];
     const int64_t query_rows = (int64_t)num_tokens * plan->parts.heads;
+    cut.way = in_bytes ? KVC_IN_BYTES : query_rows > KVC_STREAM_QUERIES ? KVC_TILED : KVC_STREAMED;
     cut.tokens = query_rows <= KVC_TASK_QUERIES
                      ? num_tokens
-                     : slice_tokens(plan, query_rows, (int64_t)kvc_last_row(last, plan->stride) + 1);
+                     : slice_tokens(plan, cut.way, query_rows, (int64_t)kvc_last_row(last, plan->stride) + 1);
     cut.may_select = plan->args.select_rows && may_select(batch, &plan->args, sequence, num_tokens);
     if (plan->by_token) cut.tokens = 1;
     cut.num_slices = (int32_t)KVC_DIVIDE_UP(num_tokens, cut.tokens);
     return cut;
 }
 
+/* An exact sequence has at least as many slices as one in bytes. */
 int32_t kvc_count_slices(const kvc_plan *plan) {
     int32_t num = 0;
     for (int32_t s = 0; s < plan->batch->num_sequences; s++) {
-        const query_cut cut = cut_queries(plan, s);
+        const query_cut cut = cut_queries(plan, s, 0);
         num += cut.may_select ? cut.end - cut.first : cut.num_slices;
     }
     return num;
@@ -328,6 +331,53 @@ static int count_seen(const kvc_plan *plan, const kvc_shown *shown, int32_t sequ
     return selects;
 }
 
+/* ---- prompts in bytes -------------------------------------------------------------------------------------------- */
+
+kvc_byte_costs kvc_costs_in_bytes = {.rounded = KVC_SIZE(10, 0), .stored = KVC_SIZE(2, 0), .query = KVC_SIZE(128, 0)};
+
+/* Whether kernels multiply the plan's rows in bytes.  Longer keys could make a product exceed an int32_t. */
+static int has_byte_dims(const kvc_plan *plan) {
+    enum { MOST_DIM = 65536 };
+    return plan->k_dim % KVC_QUANT_ELEMENTS == 0 && plan->v_dim % KVC_QUANT_ELEMENTS == 0 && plan->k_dim <= MOST_DIM;
+}
+
+void kvc_allow_bytes(kvc_plan *plan) {
+    const kvc_cache *cache = plan->batch->cache;
+    plan->in_bytes = !plan->by_token && cache->kernels->bytes.score && has_byte_dims(plan);
+    for (int32_t i = 0; plan->in_bytes && i < cache->num_layers; i++) {
+        const kvc_layer *layer = &cache->layers[i];
+        const int is_stored = KVC_TYPES[layer->k_type].has_row_scale && KVC_TYPES[layer->v_type].has_row_scale;
+        plan->rounds_rows |= !is_stored && kvc_plan_has_shape(plan, i);
+    }
+}
+
+/* Whether slices of a cut in bytes take less time than exact ones, where a token sees num_rows rows.  The unit is what
+ * one query row saves at one row, and depends on the dimensions.  A row costs some units for each slice, because it is
+ * rounded and packed.  A query row costs units, too: it is rounded, and tiles are filled up to KVC_PANEL rows.  It
+ * costs half of the slice's tokens more, because a longer slice sees more rows that most of its tokens do not see.
+ * docs/design/kernels.md has the measurements.  These are the only numbers that count here, so that the bits of a
+ * sequence are the same on all processors, for any threads and beside any sequences. */
+static int pays_in_bytes(const kvc_plan *plan, const query_cut *cut, int64_t num_rows) {
+    const int64_t dims = plan->k_dim + plan->v_dim, query_rows = (int64_t)cut->tokens * plan->parts.heads;
+    const int64_t unit = plan->rounds_rows ? kvc_costs_in_bytes.rounded : kvc_costs_in_bytes.stored;
+    const int64_t of_row = unit * (16 + 2048 / dims),
+                  of_query = kvc_costs_in_bytes.query * (int64_t)(256 + cut->tokens) / 256;
+    return query_rows * num_rows >= of_row * num_rows + of_query * query_rows;
+}
+
+/* Cuts the query tokens of a sequence as kvc_list_slices lists them.  The token in the middle stands for all: of the
+ * rows that it sees, masked ones do not count. */
+static query_cut cut_listed(const kvc_plan *plan, const kvc_shown *shown, int32_t sequence, uint8_t *marks) {
+    const query_cut exact = cut_queries(plan, sequence, 0), in_bytes = cut_queries(plan, sequence, 1);
+    const int32_t num = exact.end - exact.first;
+    kvc_new_slice middle = {.slice = {.sequence = sequence, .first = exact.first + num / 2, .num_tokens = 1}};
+    if (num <= KVC_MOST_SELECTING) return exact;
+    find_rows(plan, shown, &middle, marks);
+    return pays_in_bytes(plan, &in_bytes, middle.slice.num_rows) ? in_bytes : exact;
+}
+
+/* ---- the slices of a plan ---------------------------------------------------------------------------------------- */
+
 /* Lists the slices of a sequence whose tokens choose or select rows.  The rows that all of them see are found once.
  * seen: what count_seen found, if they select; otherwise NULL.  Returns the number of slices. */
 static int32_t list_choosing(const kvc_plan *plan, const kvc_shown *shown, int32_t sequence, const query_cut *cut,
@@ -368,27 +418,22 @@ static int32_t list_choosing(const kvc_plan *plan, const kvc_shown *shown, int32
 int32_t kvc_list_slices(const kvc_plan *plan, const kvc_shown *shown, kvc_new_slice *slices, uint8_t *marks) {
     const kvc_new_slice *const first_slice = slices;
     for (int32_t s = 0; s < plan->batch->num_sequences; s++) {
-        const query_cut cut = cut_queries(plan, s);
+        const query_cut cut = plan->in_bytes ? cut_listed(plan, shown, s, marks) : cut_queries(plan, s, 0);
         int64_t seen[KVC_MOST_SELECTING];
         const int selects = cut.may_select && count_seen(plan, shown, s, &cut, seen, marks);
         if (cut.num_slices && (plan->by_token || selects)) {
             slices += list_choosing(plan, shown, s, &cut, selects ? seen : NULL, slices, marks);
             continue;
         }
-        const int32_t num = cut.end - cut.first;
-        const int is_tiled = (int64_t)num * plan->parts.heads > KVC_STREAM_QUERIES;
-        const int32_t way = plan->in_bytes && num > KVC_MOST_SELECTING ? KVC_IN_BYTES
-                            : is_tiled                                 ? KVC_TILED
-                                                                       : KVC_STREAMED;
-        const int32_t tile_rows = way == KVC_STREAMED ? KVC_TILE
-                                  : way == KVC_TILED  ? kvc_tile_rows(plan)
-                                                      : KVC_BYTE_TILE;
+        const int32_t tile_rows = cut.way == KVC_STREAMED ? KVC_TILE
+                                  : cut.way == KVC_TILED  ? kvc_tile_rows(plan)
+                                                          : KVC_BYTE_TILE;
         for (int32_t i = 0; i < cut.num_slices; i++, slices++) {
             const int32_t first = cut.first + i * cut.tokens, rest = cut.end - first;
             *slices = (kvc_new_slice){.slice = {.sequence = s,
                                                 .first = first,
                                                 .num_tokens = rest < cut.tokens ? rest : cut.tokens,
-                                                .tiled = way,
+                                                .tiled = cut.way,
                                                 .tile_rows = tile_rows},
                                       .may_share = cut.num_slices == 1};
             find_rows(plan, shown, slices, marks);
@@ -480,7 +525,7 @@ static void list_by_position(kvc_plan *plan, const kvc_new_slice *from, kvc_quer
         slice->first_own_segment = before->first_own_segment;
         return;
     }
-    const query_cut cut = cut_queries(plan, slice->sequence);
+    const query_cut cut = queries_of(plan->batch, &plan->args, slice->sequence);
     const int64_t first = plan->num_segments;
     kvc_new_slice all = *from;
     all.slice.first = cut.first;

@@ -37,6 +37,14 @@ typedef struct kvc_new_slice {
     int64_t rows_before;
 } kvc_new_slice;
 
+/* What products in bytes cost, in the units of pays_in_bytes in cutting.c.  Tests of short sequences make it 0. */
+typedef struct kvc_byte_costs {
+    int32_t rounded, stored; /* of a row that is rounded to bytes, and of one that is stored as bytes */
+    int32_t query;           /* of a query row */
+} kvc_byte_costs;
+
+extern kvc_byte_costs kvc_costs_in_bytes;
+
 static inline int kvc_reach_is_all(const kvc_reach *reach) { return reach->low == 0 && reach->end == INT32_MAX; }
 
 /* Counts the rows of a run that are in reach. */
@@ -57,6 +65,10 @@ kvc_status kvc_resolve_selecting(const kvc_batch *batch, kvc_plan_args *args);
 
 /* Returns an upper bound of how many slices the plan's queries are cut into. */
 int32_t kvc_count_slices(const kvc_plan *plan);
+
+/* Decides whether sequences may be multiplied in bytes, for a plan of KVC_PRECISION_INT8.  Fills in plan->in_bytes and
+ * plan->rounds_rows. */
+void kvc_allow_bytes(kvc_plan *plan);
 
 /* Lists the slices, with what each sees; there is room for kvc_count_slices(plan).  Returns their number.  marks:
  * [batch->num_tokens], all 0, for a batch with parents; they are 0 again afterwards. */

@@ -413,12 +413,6 @@ static kvc_plan *make_plan(maker *m) {
     return plan;
 }
 
-/* Whether kernels multiply a layer's rows in bytes.  Longer keys could make a product exceed an int32_t. */
-static int has_byte_dims(const kvc_layer *layer) {
-    enum { MOST_DIM = 65536 };
-    return layer->k_dim % KVC_QUANT_ELEMENTS == 0 && layer->v_dim % KVC_QUANT_ELEMENTS == 0 && layer->k_dim <= MOST_DIM;
-}
-
 /* Makes a plan from arguments that were checked. */
 static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan **out) {
     const kvc_layer *layer = &batch->cache->layers[args->layer];
@@ -441,8 +435,7 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
         sketch.parts.heads = args->num_heads;
         sketch.parts.num = 1;
     }
-    sketch.in_bytes = args->precision == KVC_PRECISION_INT8 && !sketch.by_token && batch->cache->kernels->bytes.score &&
-                      has_byte_dims(layer);
+    if (args->precision == KVC_PRECISION_INT8) kvc_allow_bytes(&sketch);
     sketch.attending.acc_stride = (int32_t)kvc_align_up((size_t)layer->v_dim, KVC_LANES);
     sketch.num_slices = kvc_count_slices(&sketch);
     maker m = {.plan = &sketch};
@@ -528,10 +521,7 @@ static int plan_serves(const kvc_plan *plan, const kvc_plan_args *args) {
     const uint8_t *given = args->non_causal, *own = plan->args.non_causal;
     if (!given != !own || plan->args.num_tokens != args->num_tokens || !hides(plan, args)) return 0;
     if (own && memcmp(own, given, (size_t)args->num_tokens) != 0) return 0;
-    const kvc_cache *cache = plan->batch->cache;
-    const kvc_layer *layer = &cache->layers[args->layer];
-    return plan->group == cache->group_of[args->layer] && plan->num_kv_heads == layer->num_kv_heads &&
-           plan->k_dim == layer->k_dim && plan->v_dim == layer->v_dim && plan->args.first == args->first &&
+    return kvc_plan_has_shape(plan, args->layer) && plan->args.first == args->first &&
            plan->args.num_heads == args->num_heads && plan->args.num_threads == args->num_threads &&
            plan->args.max_chosen == args->max_chosen && plan->args.chosen_width == args->chosen_width &&
            plan->args.select_rows == args->select_rows && plan->args.num_choices == args->num_choices &&

@@ -122,8 +122,7 @@ kvc_status kvc_check_plan_layer(const kvc_plan *plan, int32_t layer) {
     const kvc_cache *cache = plan->batch->cache;
     KVC_TRY(kvc_check_attention(plan->batch, layer, 0));
     const kvc_layer *config = &cache->layers[layer];
-    if (cache->group_of[layer] != plan->group || config->num_kv_heads != plan->num_kv_heads ||
-        config->k_dim != plan->k_dim || config->v_dim != plan->v_dim)
+    if (!kvc_plan_has_shape(plan, layer))
         return kvc_fail(KVC_ERR_INVALID,
                         "layer %d has not the policy and shapes of the plan's layer, %d: make one for it", layer,
                         plan->args.layer);

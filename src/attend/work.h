@@ -232,7 +232,8 @@ struct kvc_plan {
     const int32_t *order;  /* kvc_order_in: tokens of the group's rows */
     int32_t num_kv_heads, k_dim, v_dim; /* shape of the layers that the plan serves */
     int32_t chooses, by_token;          /* it is for choosing rows; each query token is a slice */
-    int32_t in_bytes;                   /* sequences with many query tokens are attended to in bytes */
+    int32_t in_bytes;                   /* sequences are multiplied in bytes where that pays */
+    int32_t rounds_rows;                /* then a layer has rows that are rounded first */
     int32_t num_cross_puts;             /* kvc_num_cross_puts of the group when the plan was made */
     double multiply_adds;
     kvc_parts parts;
@@ -289,6 +290,14 @@ static inline int32_t kvc_tile_rows(const kvc_plan *plan) {
 /* Whether a token of the plan's range sees later positions too. */
 static inline int kvc_plan_sees_all(const kvc_plan *plan, int32_t token) {
     return plan->args.non_causal && plan->args.non_causal[token - plan->args.first];
+}
+
+/* Whether the plan serves a layer, by its group and shape. */
+static inline int kvc_plan_has_shape(const kvc_plan *plan, int32_t layer) {
+    const kvc_cache *cache = plan->batch->cache;
+    const kvc_layer *config = &cache->layers[layer];
+    return cache->group_of[layer] == plan->group && config->num_kv_heads == plan->num_kv_heads &&
+           config->k_dim == plan->k_dim && config->v_dim == plan->v_dim;
 }
 
 /* Returns how often rows of a cross-attention group were put since the batch began; 0 for other groups. */

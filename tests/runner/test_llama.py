@@ -175,11 +175,12 @@ def test_types_behind_prompts_in_bytes(
     monkeypatch.setenv("KVCACHE_ISA", "scalar")  # which multiplies bytes
     report = runner.Report(model.config, options(prompts="int8"), runner.Speeds(prefill=runner.Speed(9, 1)))
     exact, in_bytes = (
-        dict(runner.compare_dtypes(model, options(prompts=prompts), [windows[0][:100]]))
+        dict(runner.compare_dtypes(model, options(prompts=prompts), [windows[0][:700]]))
         for prompts in ("stored", "int8")
     )
     assert in_bytes["f32"] == exact["f32"]
-    assert in_bytes["f16"].divergence > 100 * exact["f16"].divergence
+    assert in_bytes["f16"] == exact["f16"]  # such prompts are too short for rows that must be rounded
+    assert in_bytes["int8"] != exact["int8"]
     names = [report.row(dtype, found).split("  ")[0] for dtype, found in in_bytes.items()]
     assert names == ["f32", *(f"{dtype} in bytes" for dtype in TYPES[1:])]
     assert report.speed_lines()[1].startswith("prefill in bytes, f32 cache ")
@@ -231,14 +232,15 @@ def test_selected_rows(model: runner.Llama, windows: list[list[int]]) -> None:
 def test_prompts_in_bytes(model: runner.Llama, windows: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """They are off about as rows of int8 are; steps behind them, and short prompts, are exact."""
     monkeypatch.setenv("KVCACHE_ISA", "scalar")  # which multiplies bytes
-    text, rows = windows[0][:400], []
-    for dtype, prompts in (("f32", "stored"), ("f32", "int8"), ("int8", "stored")):
+    text, rows = windows[0][:1024], []
+    for dtype, prompts in (("int8", "stored"), ("int8", "int8"), ("f32", "stored")):
         with runner.new_cache(model.config, options(dtype=dtype)) as cache:
             rows.append(model.forward(text, cache, prompts=prompts))
-    exact, in_bytes, int8 = rows
-    assert 0.5 < np.linalg.norm(in_bytes - exact) / np.linalg.norm(int8 - exact) < 2
+    exact, in_bytes, floats = (each[512:] for each in rows)  # the first tokens see too few rows
+    assert 0.2 < np.linalg.norm(in_bytes - exact) / np.linalg.norm(floats - exact) < 2
     for tokens in (text[:8], text[:1]):
-        with runner.new_cache(model.config, options()) as one, runner.new_cache(model.config, options()) as other:
+        int8 = options(dtype="int8")
+        with runner.new_cache(model.config, int8) as one, runner.new_cache(model.config, int8) as other:
             for cache in (one, other):
                 model.forward(text, cache, prompts="int8")
             exact, in_bytes = model.forward(tokens, one), model.forward(tokens, other, prompts="int8")

@@ -76,16 +76,16 @@ def test_tokens_of_long_texts_select_rows(tmp_path, sizes):
 
 IN_BYTES = {
     "full attention": {"architecture": "llama", "num_layers": 1, "num_heads": 4, "num_kv_heads": 2},
-    "windows": {"architecture": "gemma3", "num_layers": 1, "num_heads": 2, "window": 64},
+    "windows": {"architecture": "gemma3", "num_layers": 1, "num_heads": 2, "window": 512},
     "both": {"architecture": "gemma3", "num_layers": 6, "num_heads": 2, "window": 64},
-    "hybrid": {"architecture": "lfm2", "num_layers": 3, "num_heads": 2, "conv_size": 3},
+    "hybrid": {"architecture": "lfm2", "num_layers": 3, "num_heads": 2, "conv_size": 3, "hidden_size": 256},
 }
 
 
 @pytest.mark.parametrize("sizes", IN_BYTES.values(), ids=IN_BYTES)
 def test_prompts_are_multiplied_in_bytes(tmp_path, sizes):
     """On plain C, which multiplies bytes on every machine. Tokens that follow, and short prompts, keep their bits."""
-    model = llama_models.write_small(tmp_path / "model.gguf", head_dim=32, **sizes)
+    model = llama_models.write_small(tmp_path / "model.gguf", head_dim=128, **sizes)
     assert run("test-kvcache-prompts", model, KVCACHE_ISA="scalar").endswith("ok\n")
 
 

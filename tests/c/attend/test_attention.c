@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "attend/cutting.h"
 #include "attend/plan.h"
 #include "support/crew.h"
 #include "support/guarded.h"
@@ -276,7 +277,9 @@ static void test_guarded(void) {
         s.scale = 0.1f;
         check_guarded(&s, block_sizes[size]);
     }
+    const kvc_byte_costs costs = kvc_costs_in_bytes;
     precision = KVC_PRECISION_INT8;
+    kvc_costs_in_bytes = (kvc_byte_costs){0}; /* as the prompts are short */
     for (int i = 0; i < 5 * 3 * 2; i++) {
         scene s = plain_scene(2, 2, 32 * (1 + i / 5 % 3), num_rows[i % 3] - 17, 17);
         s.layer.k_type = s.layer.v_type = i % 5;
@@ -285,6 +288,7 @@ static void test_guarded(void) {
         check_guarded(&s, block_sizes[i / 5 % 3]);
     }
     precision = KVC_PRECISION_STORED;
+    kvc_costs_in_bytes = costs;
 }
 
 /* ---- the same bits ----------------------------------------------------------------------------------------------- */

@@ -1,6 +1,7 @@
 /* Prompts in bytes.  Results differ from plain arithmetic in double by what rounding to 8 bits makes.  Bits are the
  * same however a prompt is stored and computed, on every instruction set.  Some calls are attended to exactly. */
 #define _DEFAULT_SOURCE /* setenv */
+#include "attend/cutting.h"
 #include "attend/plan.h"
 #include "support/isas.h"
 #include "support/same.h"
@@ -396,6 +397,9 @@ static void test_unseen(void) {
 static int count_same(const stage *st, int m) {
     question exact = question_of_all(st), bytes = question_of_all(st);
     int num = 0;
+    exact.plan.masked = bytes.plan.masked = st->scene->masked;
+    exact.plan.masked_size = bytes.plan.masked_size = sizeof *st->scene->masked;
+    exact.plan.num_masked = bytes.plan.num_masked = st->scene->num_masked;
     exact.plan.precision = KVC_PRECISION_STORED;
     CHECKF(ask(&exact) == KVC_OK && ask(&bytes) == KVC_OK, "%s", kvc_last_error());
     for (int t = 0; t < exact.n; t++) num += st->tokens.ids[t] == m && same_bits(&exact, t, &bytes, t);
@@ -427,6 +431,50 @@ static void test_exact(void) {
         question_free(&b);
         stage_free(st);
     }
+}
+
+/* Sequences are multiplied in bytes from as many rows as their types and shapes say.  With fewer they have the bits
+ * of exact ones.  Company changes neither.  Masked rows do not count. */
+static void test_border(void) {
+    static const struct {
+        int type, num_kv_heads, group, dim, new, least; /* stored rows from which on they are */
+    } shapes[] = {{KVC_INT8, 1, 8, 64, 16, 263}, {KVC_INT4, 1, 8, 64, 16, 263}, {KVC_Q8_0, 36, 3, 64, 171, 486}};
+    for (int i = 0; i < 3 * 2; i++) {
+        const int below = i % 2, n = shapes[i / 2].new, hidden = i / 2 == 1 ? 40 : 0;
+        scene s = plain_scene(shapes[i / 2].num_kv_heads, shapes[i / 2].group, shapes[i / 2].dim,
+                              shapes[i / 2].least - below + hidden, n);
+        s.layer.k_type = s.layer.v_type = shapes[i / 2].type;
+        if (hidden) s.masked[s.num_masked++] = (kvc_masked){0, 10, 10 + hidden};
+        stage *st = stage_new(&s, &usual);
+        const int num = count_same(st, 0);
+        CHECKF(num == (below ? n : 0), "%d of %d tokens are exact, scene %d", num, n, i);
+        stage_free(st);
+        if (i < 2) check_same_bits(&s);
+    }
+}
+
+/* Rows of one shape have one rule: they are rounded where a layer's are. */
+static void test_border_of_layers(void) {
+    for (int i = 0; i < 2; i++) {
+        kvc_layer layers[2] = {{.num_kv_heads = 1, .k_dim = 64, .v_dim = 64, .k_type = KVC_INT8, .v_type = KVC_INT8}};
+        kvc_batch *batch = NULL;
+        kvc_plan *plan;
+        layers[1] = layers[0];
+        if (i) layers[1].v_type = KVC_F16;
+        kvc_cache *cache = cache_of(layers, 2, (kvc_config){.num_threads = 1});
+        CHECK(kvc_begin(cache, 600, NULL, NULL, NULL, &batch) == KVC_OK);
+        const kvc_plan_args args = {.struct_size = sizeof args, .num_heads = 8, .precision = KVC_PRECISION_INT8};
+        CHECKF(kvc_plan_new(batch, &args, &plan) == KVC_OK, "%s", kvc_last_error());
+        CHECK(plan->slices[0].tiled == (i ? KVC_TILED : KVC_IN_BYTES));
+        kvc_abort(batch);
+        CHECK(kvc_cache_free(cache) == KVC_OK);
+    }
+}
+
+/* The border is where it is on all processors: on plain C, which multiplies bytes everywhere. */
+static void test_borders(void) {
+    test_border();
+    test_border_of_layers();
 }
 
 /* Tokens that choose or select rows do so exactly, in any number. */
@@ -524,6 +572,8 @@ static void test_isa(void) {
 
 int main(void) {
     precision = KVC_PRECISION_INT8;
+    for_isa("scalar", test_borders);
+    kvc_costs_in_bytes = (kvc_byte_costs){0}; /* other scenes are short */
     test_sets();
     for_some_isas(test_isa);
     return test_result();
