@@ -907,9 +907,9 @@ KVC_API kvc_status kvc_compact(kvc_cache *cache);
  * Lists may take it beyond max_bytes: at most 48 bytes for each run; 700, and 300 a layer group, for each sequence,
  * kept block, prefix and pin; 300 for each dropped block before a kept one; 8, or 40 with digests, for each token of
  * these blocks, and of the block in which the match of an acquired sequence ends.  In each layer group, tokens of
- * batches take the bytes that KVC_MAX_BATCH says.  A dropped block also counts while a pin or an acquired sequence builds on it.  It stays because a
- * prompt finds a block only by all tokens up to its end.  So lists may take more than max_bytes if rows are small, and
- * windows keep the end of long prompts alone.  During a call, free memory that is being replaced may come on top. */
+ * batches take the bytes that KVC_MAX_BATCH says.  A dropped block also counts while a pin or an acquired sequence
+ * builds on it, because a prompt finds a block only by all tokens up to its end.  So lists may take more than max_bytes
+ * if rows are small, and windows keep the end of long prompts alone.  Memory that a call replaces may come on top. */
 KVC_API int64_t kvc_nbytes(kvc_cache *cache);
 
 /* Returns the number of slots in a block: kvc_config.block_size, or its default. */

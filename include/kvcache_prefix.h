@@ -282,10 +282,10 @@ typedef struct kvc_new_block {
 
 /* Writes the blocks that prefixes with collects_new have kept since the last call: at most max_blocks.  Sets
  * *num_blocks to how many it wrote.  A block comes once.  It comes again when it gets more rows, a checkpoint at its
- * end, or a later checkpoint within it.  For a checkpoint within them, up to 64 blocks that begin with
- * the same tokens come again.  Blocks that were dropped since, or added by kvc_prefix_fetch, do not come.  A
- * checkpoint that kvc_prefix_fetch added does not make its block come, either.  A block does not come if windows have lost rows of it in every layer.
- * Call it after each commit and kvc_prefix_release. */
+ * end, or a later checkpoint within it.  For a checkpoint within them, up to 64 blocks that begin with the same tokens
+ * come again.  Blocks that were dropped since, or added by kvc_prefix_fetch, do not come.  A checkpoint that
+ * kvc_prefix_fetch added does not make its block come, either.  A block does not come if windows have lost rows of it
+ * in every layer.  Call it after each commit and kvc_prefix_release. */
 KVC_API kvc_status kvc_take_new_blocks(kvc_cache *cache, kvc_new_block *blocks, size_t new_block_size,
                                        int64_t max_blocks, int64_t *num_blocks);
 
